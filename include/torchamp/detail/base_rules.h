@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <algorithm>
+#include <array>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "torchamp/cast.h"
+#include "torchamp/detail/cast_arguments.h"
+#include "torchamp/detail/libtorch_lists.h"
+#include "torchamp/detail/op_catalog.h"
+#include "torchamp/detail/overlay.h"
+#include "torchamp/detail/policy_data.h"
+#include "torchamp/ops.h"
+
+namespace torchamp::detail {
+
+/// The rows of Policy::standard() that LibTorch's lists do not have; they come before those.
+struct StandardRow {
+  OpFamily family;
+  Cast cast;
+};
+inline constexpr std::array standard_rows{
+    StandardRow{ops::addition, Cast::fp32},
+    StandardRow{ops::reduction, Cast::fp32},
+    StandardRow{ops::order_statistic, Cast::unchanged},
+};
+
+inline bool contains(const OpFamily& family, const c10::OperatorName& op) {
+  std::string_view base = op.name;
+  if (!base.starts_with("aten::")) return false;
+  base.remove_prefix(6);
+  return std::find(family.begin(), family.end(), base) != family.end();
+}
+
+/// Whether the op computes in the widest dtype of its arguments by itself: see
+/// Note [One cast for an addition].
+inline bool promotes_its_arguments(const c10::OperatorName& op) {
+  return contains(ops::addition, op);
+}
+
+/// The rule of a base table for one overload, before any edit.
+inline Cast base_rule(BaseTable base, const c10::OperatorHandle& op, at::DeviceType device) {
+  if (base == BaseTable::torch) {
+    return has_native_kernel(op, device) ? Cast::native : Cast::unchanged;
+  }
+  const bool castable = why_not_castable(op.schema()).empty();
+  for (const StandardRow& row : standard_rows) {
+    if (castable && contains(row.family, op.operator_name())) return row.cast;
+  }
+  if (has_native_kernel(op, device)) return Cast::native;
+  const auto& lists = libtorch_cuda_lists();
+  const auto listed = lists.find(full_name(op.operator_name()));
+  return listed != lists.end() && castable ? listed->second : Cast::unchanged;
+}
+
+/// The ops for which a base table may disagree with LibTorch.
+inline std::vector<c10::OperatorHandle> base_candidates(BaseTable base) {
+  std::vector<c10::OperatorHandle> candidates;
+  if (base == BaseTable::torch) return candidates;
+  const auto add = [&](std::string_view name) {
+    for (auto& op : find_ops(name, "Policy::standard", /*missing_ok=*/true)) {
+      candidates.push_back(op);
+    }
+  };
+  for (const StandardRow& row : standard_rows) {
+    for (const std::string_view name : row.family) add(name);
+  }
+  for (const auto& [name, cast] : libtorch_cuda_lists()) add(name);
+  return candidates;
+}
+
+}  // namespace torchamp::detail

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <map>
+#include <memory>
+#include <string>
+
+#include "torchamp/cast.h"
+#include "torchamp/detail/base_rules.h"
+#include "torchamp/detail/overlay.h"
+#include "torchamp/detail/policy_data.h"
+#include "torchamp/detail/thread_policy.h"
+#include "torchamp/policy.h"
+
+namespace torchamp::detail {
+
+/// Whether LibTorch's own kernel for the device is known to follow `cast`. Only the lists that the
+/// devices share with CUDA can be read; a CPU's kernels cannot, so none is known to.
+inline bool native_agrees(const c10::OperatorHandle& op, at::DeviceType device, Cast cast) {
+  if (device == at::kCPU || !has_native_kernel(op, device)) return false;
+  const auto& lists = libtorch_cuda_lists();
+  const auto listed = lists.find(full_name(op.operator_name()));
+  return listed != lists.end() && listed->second == cast;
+}
+
+/// Whether an op must be shielded to stay unchanged: it has an autocast kernel, or calls ops that
+/// may.
+inline bool needs_shield(const c10::OperatorHandle& op, at::DeviceType device) {
+  return has_native_kernel(op, device) ||
+         op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+}
+
+/// What the overlay of `op` has to do under `policy`; native if LibTorch alone does it.
+inline OverlayTable::Entry overlay_entry(const PolicyData& policy, const c10::OperatorHandle& op,
+                                         at::DeviceType device) {
+  OverlayTable::Entry entry;
+  const auto edited = policy.rules.find(full_name(op.operator_name()));
+  const bool is_edited = edited != policy.rules.end() && edited->second.cast.has_value();
+  const Cast cast = rule_in_force(policy, op, device);
+  if (cast == Cast::unchanged) {
+    if (is_edited && needs_shield(op, device)) entry.cast = cast;
+  } else if (cast != Cast::native && !native_agrees(op, device, cast)) {
+    entry.cast = cast;
+  }
+  if (edited != policy.rules.end() && !edited->second.conditional.empty()) {
+    entry.conditional = std::make_shared<const ConditionalRules>(edited->second.conditional);
+  }
+  return entry;
+}
+
+/// Installs the overlays that `policy` needs on `device` and returns its table of them.
+inline std::shared_ptr<const OverlayTable> compile(const PolicyData& policy,
+                                                   at::DeviceType device) {
+  std::map<std::string, c10::OperatorHandle> ops;
+  for (const auto& op : base_candidates(policy.base)) {
+    ops.emplace(full_name(op.operator_name()), op);
+  }
+  for (const auto& [name, rule] : policy.rules) {
+    for (const auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) ops.emplace(name, op);
+  }
+  auto table = std::make_shared<OverlayTable>();
+  for (const auto& [name, op] : ops) {
+    OverlayTable::Entry entry = overlay_entry(policy, op, device);
+    if (entry.cast == Cast::native && !entry.conditional) continue;
+    const bool promotes = promotes_its_arguments(op.operator_name());
+    table->set(install_overlay(op, device, promotes), std::move(entry));
+  }
+  return table;
+}
+
+/// The policy's table for a device; installs overlays on first use.
+inline std::shared_ptr<const OverlayTable> overlay_table(const PolicyData& policy,
+                                                         at::DeviceType device) {
+  return policy.table(device_index(device, "Policy"), [&] { return compile(policy, device); });
+}
+
+}  // namespace torchamp::detail

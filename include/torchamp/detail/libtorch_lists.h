@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/autocast_mode.h>
+
+#include <map>
+#include <string>
+#include <string_view>
+
+#include "torchamp/cast.h"
+
+namespace torchamp::detail {
+
+// "pow, Tensor_Scalar" -> "aten::pow.Tensor_Scalar"
+inline std::string listed_name(std::string_view entry) {
+  const auto comma = entry.find(',');
+  std::string name = "aten::" + std::string(entry.substr(0, comma));
+  if (comma != std::string_view::npos) {
+    name += '.' + std::string(entry.substr(entry.find_first_not_of(' ', comma + 1)));
+  }
+  return name;
+}
+
+/// The rules on LibTorch's own CUDA lists, by full overload name ("aten::pow.Tensor_Scalar").
+/// Read from the macros of ATen/autocast_mode.h, so that a newer LibTorch's lists are followed.
+inline const std::map<std::string, Cast, std::less<>>& libtorch_cuda_lists() {
+#define TORCHAMP_LOWER(...) {listed_name(#__VA_ARGS__), Cast::lower_precision},
+#define TORCHAMP_FP32(...) {listed_name(#__VA_ARGS__), Cast::fp32},
+#define TORCHAMP_PROMOTE(...) {listed_name(#__VA_ARGS__), Cast::promote},
+#define TORCHAMP_APPEND_DTYPE(function, name, ...) {listed_name(name), Cast::fp32},
+  static const std::map<std::string, Cast, std::less<>> lists{
+      AT_FORALL_LOWER_PRECISION_FP(TORCHAMP_LOWER)                     //
+      AT_FORALL_FP32(TORCHAMP_FP32)                                    //
+      AT_FORALL_FP32_SET_OPT_DTYPE(TORCHAMP_FP32)                      //
+      AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(TORCHAMP_APPEND_DTYPE)  //
+      AT_FORALL_PROMOTE(TORCHAMP_PROMOTE)};
+#undef TORCHAMP_LOWER
+#undef TORCHAMP_FP32
+#undef TORCHAMP_PROMOTE
+#undef TORCHAMP_APPEND_DTYPE
+  return lists;
+}
+
+}  // namespace torchamp::detail

@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <limits>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace torchamp::detail {
+
+/// "aten::add.Tensor", or "aten::sum" for the overload without a name.
+inline std::string full_name(const c10::OperatorName& op) {
+  return op.overload_name.empty() ? op.name : op.name + '.' + op.overload_name;
+}
+
+/// Parts of a user's name: "softmax", "softmax.int", "mylib::op", "mylib::op.overload".
+struct ParsedName {
+  std::string base;                     // with its namespace: "aten::softmax"
+  std::optional<std::string> overload;  // unset: all overloads
+
+  static ParsedName of(std::string_view text) {
+    const auto colons = text.find("::");
+    const auto dot = text.find('.', colons == std::string_view::npos ? 0 : colons);
+    ParsedName name;
+    name.base =
+        (colons == std::string_view::npos ? "aten::" : "") + std::string(text.substr(0, dot));
+    if (dot != std::string_view::npos) name.overload = std::string(text.substr(dot + 1));
+    return name;
+  }
+};
+
+/// Number of single-character edits between two names.
+inline std::size_t edit_distance(std::string_view a, std::string_view b) {
+  std::vector<std::size_t> row(b.size() + 1);
+  for (std::size_t j = 0; j <= b.size(); ++j) row[j] = j;
+  for (std::size_t i = 1; i <= a.size(); ++i) {
+    std::size_t diagonal = row[0];
+    row[0] = i;
+    for (std::size_t j = 1; j <= b.size(); ++j) {
+      const std::size_t substitution = diagonal + (a[i - 1] != b[j - 1]);
+      diagonal = row[j];
+      row[j] = std::min({row[j] + 1, row[j - 1] + 1, substitution});
+    }
+  }
+  return row.back();
+}
+
+/// The ops that the dispatcher knows, by base name. A snapshot: built on first use, and again when
+/// a name is asked for that it lacks (a library of custom ops may have been loaded since).
+class OpCatalog {
+ public:
+  OpCatalog() {
+    for (auto& op : c10::Dispatcher::singleton().getAllOpNames()) {
+      overloads_[op.name].push_back(op.overload_name);
+    }
+    for (auto& [base, list] : overloads_) std::sort(list.begin(), list.end());
+  }
+
+  /// The overload names of "aten::add": empty if the op is unknown.
+  static std::vector<std::string> overloads(const std::string& base) {
+    static std::mutex mutex;
+    static std::unique_ptr<const OpCatalog> catalog;
+    const std::scoped_lock lock(mutex);
+    if (!catalog || !catalog->overloads_.contains(base)) catalog = std::make_unique<OpCatalog>();
+    const auto found = catalog->overloads_.find(base);
+    return found == catalog->overloads_.end() ? std::vector<std::string>{} : found->second;
+  }
+
+  /// The known base name nearest to `base`, without "aten::".
+  static std::string nearest(std::string_view base) {
+    const OpCatalog catalog;
+    std::string best;
+    std::size_t best_distance = std::numeric_limits<std::size_t>::max();
+    for (const auto& [known, list] : catalog.overloads_) {
+      const std::size_t distance = edit_distance(base, known);
+      if (distance < best_distance) best_distance = distance, best = known;
+    }
+    return best.starts_with("aten::") ? best.substr(6) : best;
+  }
+
+ private:
+  std::map<std::string, std::vector<std::string>> overloads_;
+};
+
+/// Handles of the overloads that `text` names. Without any: an error naming `call`, the op and the
+/// nearest known name; or nothing, if `missing_ok`.
+inline std::vector<c10::OperatorHandle> find_ops(std::string_view text, const char* call,
+                                                 bool missing_ok = false) {
+  const ParsedName name = ParsedName::of(text);
+  std::vector<c10::OperatorHandle> found;
+  const std::vector<std::string> overloads = OpCatalog::overloads(name.base);
+  for (const std::string& overload : overloads) {
+    if (name.overload && *name.overload != overload) continue;
+    if (auto op = c10::Dispatcher::singleton().findSchema({name.base, overload})) {
+      found.push_back(*op);
+    }
+  }
+  if (!found.empty() || missing_ok) return found;
+  if (overloads.empty()) {
+    TORCH_CHECK(false, call, ": LibTorch knows no op '", text, "'. Did you mean '",
+                OpCatalog::nearest(name.base), "'?");
+  }
+  std::string known;
+  for (const std::string& overload : overloads) {
+    known += (known.empty() ? "'" : ", '") + (overload.empty() ? name.base : overload) + "'";
+  }
+  TORCH_CHECK(false, call, ": the op '", name.base, "' has no overload '", *name.overload,
+              "'. It has ", known, ".");
+}
+
+}  // namespace torchamp::detail

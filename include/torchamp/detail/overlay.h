@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/Exception.h>
+#include <torch/library.h>
+
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "torchamp/cast.h"
+#include "torchamp/detail/cast_arguments.h"
+#include "torchamp/detail/devices.h"
+#include "torchamp/detail/op_catalog.h"
+#include "torchamp/detail/shared_runtime.h"
+#include "torchamp/detail/thread_policy.h"
+
+namespace torchamp::detail {
+
+// Note [Overlays]
+// An overlay is a boxed kernel for one op under one device's autocast key. It is registered at most
+// once per process, when the first policy that disagrees with LibTorch about that op comes into
+// force, and asks the calling thread's policy on every call. Without a torchamp guard, or where the
+// policy has no rule for the op, it does what LibTorch did before: it calls the autocast kernel
+// that it covers, or, where there was none, passes the call on to the next key with autocast still
+// on (as the fallthrough did). So code that uses at::autocast without torchamp sees no change.
+//
+// LibTorch does not lock its dispatch table against calls. Registration is safe next to threads
+// that call ops outside autocast, but not next to threads that call the same op inside it: let the
+// first guard with a new policy be made before such threads start.
+class Overlay final : public c10::OperatorKernel {
+ public:
+  Overlay(const c10::OperatorHandle& op, std::size_t index, at::DeviceType device, bool promotes,
+          std::optional<c10::SafeKernelFunction> native)
+      : cast_arguments_(op.schema(), promotes),
+        native_(std::move(native)),
+        index_(index),
+        device_(device),
+        device_index_(device_index(device, "Overlay")),
+        key_(autocast_key(device)),
+        after_(c10::DispatchKeySet::FULL_AFTER, key_) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) const {
+    const Cast cast = rule(op, *stack);
+    if (cast == Cast::native) return call_native(op, keys, stack);
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
+    cast_arguments_(cast, device_, *stack);
+    op.redispatchBoxed(keys & after_, stack);
+  }
+
+ private:
+  Cast rule(const c10::OperatorHandle& op, const torch::jit::Stack& stack) const {
+    const ThreadPolicy* policy = thread_policy();
+    if (policy == nullptr) return Cast::native;
+    const OverlayTable* table = policy->tables[device_index_].get();
+    if (table == nullptr) return Cast::native;
+    const OverlayTable::Entry& entry = (*table)[index_];
+    if (!entry.conditional) return entry.cast;
+    return rule_that_holds(*entry.conditional, at::autocast::get_autocast_dtype(device_),
+                           OpCall(op.schema(), stack))
+        .value_or(entry.cast);
+  }
+
+  void call_native(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                   torch::jit::Stack* stack) const {
+    if (native_) {
+      native_->callBoxed(op, keys, stack);
+    } else {
+      op.redispatchBoxed(keys & after_, stack);
+    }
+  }
+
+  CastArguments cast_arguments_;
+  std::optional<c10::SafeKernelFunction> native_;
+  std::size_t index_;
+  at::DeviceType device_;
+  std::size_t device_index_;
+  c10::DispatchKey key_;
+  c10::DispatchKeySet after_;
+};
+
+/// Whether LibTorch itself has an autocast kernel for the op and device, overlays left out of
+/// account.
+inline bool has_native_kernel(const c10::OperatorHandle& op, at::DeviceType device) {
+  SharedRuntime& runtime = shared_runtime();
+  const std::size_t index = device_index(device, "has_native_kernel");
+  const std::scoped_lock lock(runtime.mutex);
+  const auto found = runtime.overlaid.find(full_name(op.operator_name()));
+  if (found != runtime.overlaid.end() && found->second.installed[index]) {
+    return found->second.has_native[index];
+  }
+  const c10::DispatchKey key = autocast_key(device);
+  return op.hasKernelForDispatchKey(key) && !op.isKernelFallthroughKernel(key);
+}
+
+class SilentWarnings final : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning&) override {}
+};
+
+/// Makes sure that the op has its overlay for the device; returns the overlay's index in the
+/// tables.
+inline std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType device,
+                                   bool promotes) {
+  const std::string name = full_name(op.operator_name());
+  const bool has_native = has_native_kernel(op, device);
+  SharedRuntime& runtime = shared_runtime();
+  const std::size_t device_at = device_index(device, "install_overlay");
+  const std::scoped_lock lock(runtime.mutex);
+  const auto [found, is_new] = runtime.overlaid.try_emplace(
+      name, SharedRuntime::OverlaidOp{.index = runtime.overlaid.size()});
+  SharedRuntime::OverlaidOp& overlaid = found->second;
+  if (overlaid.installed[device_at]) return overlaid.index;
+
+  const c10::DispatchKey key = autocast_key(device);
+  std::optional<c10::SafeKernelFunction> native;
+  if (has_native) native = op.getComputedKernelForDispatchKey(key);
+  auto overlay = std::make_unique<Overlay>(op, overlaid.index, device, promotes, std::move(native));
+
+  // LibTorch warns of kernels that replace others; these are ours, and stand in for what they
+  // cover.
+  SilentWarnings silent;
+  const c10::WarningUtils::WarningHandlerGuard no_warning(&silent);
+  const std::string& qualified = op.operator_name().name;
+  const std::string ns = qualified.substr(0, qualified.find("::"));
+  // Never destroyed: it owns the registration.
+  auto* const library =
+      new torch::Library(torch::Library::IMPL, ns, key, "torchamp/detail/overlay.h", __LINE__);
+  library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(overlay)));
+  overlaid.installed[device_at] = true;
+  overlaid.has_native[device_at] = has_native;
+  return overlaid.index;
+}
+
+}  // namespace torchamp::detail

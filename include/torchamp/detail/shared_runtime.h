@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/Exception.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+#include <dlfcn.h>
+#include <torch/library.h>
+
+#include <array>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <type_traits>
+
+#include "torchamp/detail/devices.h"
+
+namespace torchamp::detail {
+
+// Note [One runtime per process]
+// A header-only library compiled with hidden visibility into a host and its plugins has a copy of
+// each inline variable in each of them. What must exist once (the overlays, and the name of the
+// thread's policy slot) therefore hangs on the one registry that all of them share by name:
+// LibTorch's dispatcher. The first to come makes a SharedRuntime on the heap and defines an op
+// whose schema carries its address; the others read it there. It is never freed: kernels and
+// threads' states point into it until the process ends.
+//
+// The kernels and virtual tables that LibTorch is handed lie in the shared library that made them.
+// So every library that uses the runtime pins itself: dlclose() then leaves it mapped, and loading
+// it again finds it as it was.
+//
+// Bump `version` when the layout of anything reachable from here changes: libraries built with
+// different layouts then keep apart.
+
+/// What all shared libraries of a process have in common.
+struct SharedRuntime {
+  static constexpr std::string_view version = "1";
+
+  /// An op for which at least one device has an overlay.
+  struct OverlaidOp {
+    std::size_t index;                            // in the tables of policies
+    std::array<bool, device_count> installed{};   // by device
+    std::array<bool, device_count> has_native{};  // LibTorch had a kernel of its own before
+  };
+
+  std::mutex mutex;  // guards `overlaid`, and registration with the dispatcher
+  std::map<std::string, OverlaidOp, std::less<>> overlaid;
+
+  const std::string slot_text = "torchamp policy";
+  const std::string_view slot_name = slot_text;
+};
+
+inline std::optional<SharedRuntime*> find_shared_runtime(const std::string& op_name) {
+  const auto op = c10::Dispatcher::singleton().findSchema({op_name, ""});
+  if (!op) return std::nullopt;
+  const std::int64_t address = op->schema().arguments().at(0).default_value()->toInt();
+  return reinterpret_cast<SharedRuntime*>(address);
+}
+
+inline void pin_this_library() {
+  Dl_info info;
+  if (dladdr(reinterpret_cast<const void*>(&pin_this_library), &info) != 0) {
+    // Null for the main program, which stays anyway.
+    (void)dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD | RTLD_NODELETE);
+  }
+}
+
+inline SharedRuntime& make_shared_runtime() {
+  pin_this_library();
+  const std::string op_name = "torchamp::_runtime_v" + std::string(SharedRuntime::version);
+  if (const auto found = find_shared_runtime(op_name)) return **found;
+  auto* const runtime = new SharedRuntime;
+  try {
+    auto* const library = new torch::Library(torch::Library::FRAGMENT, "torchamp", std::nullopt,
+                                             "torchamp/detail/shared_runtime.h", __LINE__);
+    const std::string address = std::to_string(reinterpret_cast<std::int64_t>(runtime));
+    library->def((op_name + "(int address=" + address + ") -> ()").c_str());
+    return *runtime;
+  } catch (const c10::Error&) {
+    // Another library defined it between our look and our definition.
+    const auto found = find_shared_runtime(op_name);
+    if (!found) throw;
+    delete runtime;
+    return **found;
+  }
+}
+
+/// The process's runtime. Any thread; takes no lock after the first call.
+inline SharedRuntime& shared_runtime() {
+  static SharedRuntime& runtime = make_shared_runtime();
+  return runtime;
+}
+
+/// The slot of c10::ThreadLocalDebugInfo that holds the thread's policy. A template, so that only
+/// the branch for the running LibTorch's type of kind is compiled.
+template <class Kind = c10::DebugInfoKind>
+Kind policy_slot() {
+  if constexpr (std::is_enum_v<Kind>) {
+    return static_cast<Kind>(
+        0xA3);  // an 8-bit enum before LibTorch 2.12; its own kinds count from 0
+  } else {
+    return Kind(&shared_runtime().slot_name);
+  }
+}
+
+}  // namespace torchamp::detail

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <c10/core/DeviceType.h>
+#include <c10/util/Exception.h>
+
+#include <memory>
+#include <ostream>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "torchamp/cast.h"
+#include "torchamp/detail/base_rules.h"
+#include "torchamp/detail/op_catalog.h"
+#include "torchamp/detail/policy_data.h"
+#include "torchamp/op_names.h"
+#include "torchamp/ops.h"
+#include "torchamp/rule.h"
+
+namespace torchamp {
+
+/// A dtype policy table: which ops run in which precision inside an AutocastGuard.
+///
+/// A value: copying costs a reference count, an edit copies the contents first if they are shared,
+/// and a guard keeps what it was given. Different threads may use copies freely.
+///
+///     auto policy =
+///     torchamp::Policy::standard().fp32({"pow"}).lower_precision({"mylib::attention"});
+///     torchamp::AutocastGuard autocast(torch::kCUDA, {.policy = policy});
+///
+/// Edits come in order: a later one replaces an earlier one for the same overload. A rule with a
+/// condition (`When`) lies on top of what was there and leaves it in force where it does not hold;
+/// an edit without one removes the conditional rules below it.
+class Policy {
+ public:
+  /// fp16 (or bf16) for matmul, conv and linear ops, fp32 for additions and reductions, LibTorch's
+  /// own kernels for the rest; where a device lacks a kernel for an op on LibTorch's CUDA lists,
+  /// that list's rule. In-place and out= forms are left alone.
+  static Policy standard() { return Policy(shared_base(detail::BaseTable::standard)); }
+
+  /// LibTorch's own lists for each device, bit for bit.
+  static Policy torch() { return Policy(shared_base(detail::BaseTable::torch)); }
+
+  /// Edits: the named ops follow the given rule from now on, always or when `when` holds.
+  /// Errors, each leaving the policy as it was: a name that LibTorch does not know (with the
+  /// nearest known one), and, for the rules that cast, an op that cannot be cast (with the reason).
+  /// A name without overload means those of its overloads that can be cast.
+  Policy& lower_precision(const OpNames& ops, const When& when = {}) {
+    return edit("Policy::lower_precision", Cast::lower_precision, ops, when);
+  }
+  /// See lower_precision().
+  Policy& fp32(const OpNames& ops, const When& when = {}) {
+    return edit("Policy::fp32", Cast::fp32, ops, when);
+  }
+  /// See lower_precision().
+  Policy& promote(const OpNames& ops, const When& when = {}) {
+    return edit("Policy::promote", Cast::promote, ops, when);
+  }
+  /// See lower_precision(). The ops run in the dtypes that they are given, and so do the ops that
+  /// they call.
+  Policy& unchanged(const OpNames& ops, const When& when = {}) {
+    return edit("Policy::unchanged", Cast::unchanged, ops, when);
+  }
+  /// See lower_precision(). Back to LibTorch's own rule for the device.
+  Policy& native(const OpNames& ops, const When& when = {}) {
+    return edit("Policy::native", Cast::native, ops, when);
+  }
+
+  /// The rule in force for one overload on one type of device, conditional rules left out.
+  /// A name without overload is the overload without a name, else what all castable overloads have
+  /// in common; if they differ, an error that lists them. An op on no list is `unchanged`.
+  Cast lookup(std::string_view op, at::DeviceType device) const;
+
+  /// The contents, for the library's own headers.
+  const std::shared_ptr<const detail::PolicyData>& data() const { return data_; }
+  explicit Policy(std::shared_ptr<const detail::PolicyData> data) : data_(std::move(data)) {}
+
+ private:
+  static const std::shared_ptr<const detail::PolicyData>& shared_base(detail::BaseTable base) {
+    static const auto standard =
+        std::make_shared<const detail::PolicyData>(detail::BaseTable::standard);
+    static const auto torch = std::make_shared<const detail::PolicyData>(detail::BaseTable::torch);
+    return base == detail::BaseTable::standard ? standard : torch;
+  }
+
+  Policy& edit(const char* call, Cast cast, const OpNames& ops, const When& when);
+
+  std::shared_ptr<const detail::PolicyData> data_;
+};
+
+namespace detail {
+
+/// The rule in force for one overload, conditional rules left out.
+inline Cast rule_in_force(const PolicyData& policy, const c10::OperatorHandle& op,
+                          at::DeviceType device) {
+  const auto edited = policy.rules.find(full_name(op.operator_name()));
+  if (edited != policy.rules.end() && edited->second.cast) {
+    const Cast cast = *edited->second.cast;
+    return cast == Cast::native ? base_rule(BaseTable::torch, op, device) : cast;
+  }
+  return base_rule(policy.base, op, device);
+}
+
+/// The overloads that an edit to `cast` of the op `name` reaches.
+inline std::vector<c10::OperatorHandle> overloads_to_edit(const char* call, Cast cast,
+                                                          const std::string& name,
+                                                          bool missing_ok) {
+  std::vector<c10::OperatorHandle> found = find_ops(name, call, missing_ok);
+  if (cast == Cast::native || cast == Cast::unchanged) return found;
+  std::vector<c10::OperatorHandle> castable;
+  std::string reason;
+  for (const auto& op : found) {
+    const std::string why = why_not_castable(op.schema());
+    if (why.empty()) {
+      castable.push_back(op);
+    } else if (reason.empty()) {
+      reason = why;
+    }
+  }
+  TORCH_CHECK(!castable.empty() || missing_ok, call, ": '", name, "' cannot be cast: ", reason,
+              ". Only out-of-place ops with tensor arguments can be.");
+  return castable;
+}
+
+}  // namespace detail
+
+inline Policy& Policy::edit(const char* call, Cast cast, const OpNames& ops, const When& when) {
+  const bool is_family = !ops.family().empty();
+  TORCH_CHECK(!when.dtype || c10::isReducedFloatingType(*when.dtype) || *when.dtype == at::kFloat,
+              call, ": When::dtype is ", *when.dtype,
+              ", but no region has that dtype. Give torch::kHalf or torch::kBFloat16.");
+  auto edited = std::make_shared<detail::PolicyData>(*data_);
+  for (const std::string& name : ops) {
+    for (const auto& op : detail::overloads_to_edit(call, cast, name, is_family)) {
+      detail::EditedRule& rule = edited->rules[detail::full_name(op.operator_name())];
+      if (when.always()) {
+        rule = {cast, {}};
+      } else {
+        rule.conditional.push_back({cast, when});
+      }
+    }
+  }
+  detail::Edit record{cast, {}, std::string(ops.family()), when};
+  if (!is_family) record.names.assign(ops.begin(), ops.end());
+  edited->edits.push_back(std::move(record));
+  data_ = std::move(edited);
+  return *this;
+}
+
+inline Cast Policy::lookup(std::string_view op, at::DeviceType device) const {
+  (void)detail::device_index(device, "Policy::lookup");
+  const auto overloads = detail::find_ops(op, "Policy::lookup");
+  if (overloads.front().operator_name().overload_name.empty() || overloads.size() == 1) {
+    return detail::rule_in_force(*data_, overloads.front(), device);
+  }
+  std::optional<Cast> common;
+  std::string listing;
+  bool agree = true;
+  for (const auto& overload : overloads) {
+    if (!detail::why_not_castable(overload.schema()).empty()) continue;
+    const Cast cast = detail::rule_in_force(*data_, overload, device);
+    agree = agree && (!common || *common == cast);
+    if (!common) common = cast;
+    (listing += listing.empty() ? "" : ", ")
+        .append(overload.operator_name().overload_name)
+        .append(": ")
+        .append(to_string(cast));
+  }
+  TORCH_CHECK(agree, "Policy::lookup: the overloads of '", op, "' follow different rules (",
+              listing, "). Name one, as '", op, ".",
+              overloads.front().operator_name().overload_name, "'.");
+  return common.value_or(Cast::unchanged);
+}
+
+}  // namespace torchamp

@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include "torchamp/autocast.h"
+#include "torchamp/cast.h"
+#include "torchamp/op_names.h"
+#include "torchamp/ops.h"
+#include "torchamp/policy.h"
+#include "torchamp/rule.h"
+#include "torchamp/version.h"
