@@ -88,7 +88,8 @@ class AutocastGuard {
     }
     policy_scope_.reset();
     if (at::autocast::decrement_nesting() == 0 || dtype_changed_) at::autocast::clear_cache();
-    before_.restore();
+    before_.apply();
+    at::autocast::set_autocast_cache_enabled(cache_enabled_before_);
   }
 
  private:
@@ -102,8 +103,9 @@ class AutocastGuard {
   };
 
   AutocastGuard(Checked checked, const AutocastOptions& options)
-      : before_(checked.device),
-        dtype_changed_(before_.dtype() != checked.dtype),
+      : before_(detail::DeviceAutocastState::of(checked.device)),
+        cache_enabled_before_(at::autocast::is_autocast_cache_enabled()),
+        dtype_changed_(before_.dtype != checked.dtype),
         thread_(std::this_thread::get_id()) {
     if (checked.policy) policy_scope_.emplace(std::move(checked.policy));
     at::autocast::set_autocast_enabled(checked.device, checked.enabled);
@@ -114,6 +116,7 @@ class AutocastGuard {
   }
 
   detail::DeviceAutocastState before_;
+  bool cache_enabled_before_;
   bool dtype_changed_;
   std::thread::id thread_;
   std::optional<detail::PolicyScope> policy_scope_;

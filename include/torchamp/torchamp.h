@@ -2,6 +2,7 @@
 #pragma once
 
 #include "torchamp/autocast.h"
+#include "torchamp/autocast_state.h"
 #include "torchamp/cast.h"
 #include "torchamp/op_names.h"
 #include "torchamp/ops.h"

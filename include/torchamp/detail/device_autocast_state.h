@@ -7,28 +7,25 @@
 
 namespace torchamp::detail {
 
-/// LibTorch's autocast state of the calling thread for one device type, as it was at construction.
-class DeviceAutocastState {
- public:
-  explicit DeviceAutocastState(at::DeviceType device)
-      : device_(device),
-        dtype_(at::autocast::get_autocast_dtype(device)),
-        enabled_(at::autocast::is_autocast_enabled(device)),
-        cache_enabled_(at::autocast::is_autocast_cache_enabled()) {}
+/// LibTorch's autocast switch and dtype of a thread for one device type.
+struct DeviceAutocastState {
+  at::DeviceType device;
+  at::ScalarType dtype;
+  bool enabled;
 
-  void restore() const {
-    at::autocast::set_autocast_enabled(device_, enabled_);
-    at::autocast::set_autocast_dtype(device_, dtype_);
-    at::autocast::set_autocast_cache_enabled(cache_enabled_);
+  /// As it is on the calling thread.
+  static DeviceAutocastState of(at::DeviceType device) {
+    return {device, at::autocast::get_autocast_dtype(device),
+            at::autocast::is_autocast_enabled(device)};
   }
 
-  at::ScalarType dtype() const { return dtype_; }
+  /// Puts it in force on the calling thread.
+  void apply() const {
+    at::autocast::set_autocast_enabled(device, enabled);
+    at::autocast::set_autocast_dtype(device, dtype);
+  }
 
- private:
-  at::DeviceType device_;
-  at::ScalarType dtype_;
-  bool enabled_;
-  bool cache_enabled_;
+  bool operator==(const DeviceAutocastState&) const = default;
 };
 
 }  // namespace torchamp::detail

@@ -42,7 +42,7 @@ class OverlayTable {
 };
 
 /// What a guard puts into the thread's slot. Immutable: LibTorch shares it with other threads.
-struct ThreadPolicy final : c10::DebugInfoBase {
+struct ThreadPolicy final : c10::DebugInfoBase, std::enable_shared_from_this<ThreadPolicy> {
   std::shared_ptr<const PolicyData> inherited;  // for a nested guard that names no policy
   /// By device; null where no torchamp guard is in force.
   std::array<std::shared_ptr<const OverlayTable>, device_count> tables;

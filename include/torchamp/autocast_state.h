@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/autocast_mode.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/ScalarType.h>
+
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/device_autocast_state.h"
+#include "torchamp/detail/devices.h"
+#include "torchamp/detail/policy_scope.h"
+#include "torchamp/detail/thread_policy.h"
+
+namespace torchamp {
+
+/// The whole autocast state of a thread: for each device type whether autocast is on and in which
+/// dtype, the weight cache's flag, and the policy. A value, to be carried to other threads:
+///
+///     const auto state = torchamp::AutocastState::of_this_thread();
+///     std::thread worker([state] {
+///       torchamp::AutocastStateGuard same(state);
+///       replica->forward(batch);
+///     });
+///
+/// LibTorch's own at::ThreadLocalState carries all of it but the cache flag, along with grad mode
+/// and much else; where that is used, this is not needed. Never reads a device.
+class AutocastState {
+ public:
+  static AutocastState of_this_thread() {
+    AutocastState state;
+    for (const at::DeviceType device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
+      state.devices_.push_back(detail::DeviceAutocastState::of(device));
+    }
+    state.cache_enabled_ = at::autocast::is_autocast_cache_enabled();
+    if (const auto* policy = detail::thread_policy()) state.policy_ = policy->shared_from_this();
+    return state;
+  }
+
+  bool is_enabled(at::DeviceType device) const { return at(device).enabled; }
+  at::ScalarType dtype(at::DeviceType device) const { return at(device).dtype; }
+  bool is_cache_enabled() const { return cache_enabled_; }
+
+  /// Equal when every part is; policies are equal when they come from the same guard.
+  bool operator==(const AutocastState&) const = default;
+
+ private:
+  friend class AutocastStateGuard;
+
+  AutocastState() = default;
+
+  const detail::DeviceAutocastState& at(at::DeviceType device) const {
+    return devices_[detail::device_index(device, "AutocastState")];
+  }
+
+  std::vector<detail::DeviceAutocastState> devices_;
+  bool cache_enabled_ = true;
+  std::shared_ptr<const detail::ThreadPolicy> policy_;
+};
+
+/// A region of the calling thread under a captured AutocastState. Restores what was there at
+/// construction; the outermost region's end drops the cached casts of weights, as with
+/// AutocastGuard.
+class AutocastStateGuard {
+ public:
+  [[nodiscard]] explicit AutocastStateGuard(const AutocastState& state)
+      : before_(AutocastState::of_this_thread()) {
+    if (state.policy_ != before_.policy_) {
+      policy_scope_.emplace(state.policy_ ? state.policy_
+                                          : std::make_shared<const detail::ThreadPolicy>());
+    }
+    apply(state);
+    at::autocast::increment_nesting();
+  }
+
+  AutocastStateGuard(const AutocastStateGuard&) = delete;
+  AutocastStateGuard(AutocastStateGuard&&) = delete;
+  AutocastStateGuard& operator=(const AutocastStateGuard&) = delete;
+  AutocastStateGuard& operator=(AutocastStateGuard&&) = delete;
+  static void* operator new(std::size_t) = delete;
+  static void* operator new[](std::size_t) = delete;
+
+  ~AutocastStateGuard() {
+    policy_scope_.reset();
+    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+    apply(before_);
+  }
+
+ private:
+  static void apply(const AutocastState& state) {
+    bool dtypes_change = false;
+    for (const auto& device : state.devices_) {
+      const auto now = detail::DeviceAutocastState::of(device.device);
+      if (now == device) continue;
+      dtypes_change = dtypes_change || now.dtype != device.dtype;
+      device.apply();
+    }
+    at::autocast::set_autocast_cache_enabled(state.cache_enabled_);
+    // LibTorch's cache does not tell one 16-bit dtype from the other.
+    if (dtypes_change) at::autocast::clear_cache();
+  }
+
+  AutocastState before_;
+  std::optional<detail::PolicyScope> policy_scope_;
+};
+
+}  // namespace torchamp
