@@ -1,30 +1,468 @@
 # SPDX-License-Identifier: BSD-3-Clause
-include_guard(DIRECTORY)
+#
+# torchamp_find_libtorch(ERROR [FETCH]): makes the target torchamp::libtorch from the first of
+#
+#   1. what the user points at: Torch_DIR or Torch_ROOT (variable or environment), CMAKE_PREFIX_PATH;
+#   2. the torch package of the Python that CMake finds or is told (Python3_EXECUTABLE, an active venv);
+#   3. with FETCH, PyPI's wheel, by pip, in a per-user cache: ~/.cache/torchamp/libtorch-VERSION.
+#
+# On failure the variable ERROR holds a text that says what to do; it is empty on success.
+#
+#   TORCHAMP_LIBTORCH_VERSION  the version to fetch; when it is set, a Python's torch counts only if it is that version
+#   TORCHAMP_CUDA              AUTO (where there is a CUDA device and LibTorch is built for it), ON or OFF
+#   XDG_CACHE_HOME             (environment) where the cache is, instead of ~/.cache
+#
+# Note [LibTorch by path]
+#   LibTorch's own package (find_package(Torch)) switches the CUDA language on wherever it finds a toolkit, needs nvcc
+#   and TORCH_CUDA_ARCH_LIST even for a program that has no CUDA code, links torch_cuda always, and puts the toolkit's
+#   library folder before the wheel's, so that an older NCCL there leaves symbols undefined. The libraries are therefore
+#   named here by their paths: torch_cpu and c10, and for a CUDA build torch_cuda and c10_cuda. What these need besides
+#   is read from their own dynamic sections.
 
-function(torchamp_find_libtorch)
+set(TORCHAMP_LIBTORCH_PINNED 2.15.0)  # what is fetched
+set(TORCHAMP_LIBTORCH_MINIMUM 2.11.0)  # what is accepted
+
+function(torchamp_find_libtorch error)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "FETCH" "" "")
+  set(${error} "" PARENT_SCOPE)
   if(TARGET torchamp::libtorch)
     return()
   endif()
-  foreach(candidate IN LISTS CMAKE_PREFIX_PATH)
-    if(EXISTS ${candidate}/share/cmake/Torch/TorchConfig.cmake)
-      set(prefix ${candidate})
-      break()
+  _torchamp_cuda_device(device)
+  set(failure "")
+
+  _torchamp_pointed_at(prefix origin failure)
+  if(NOT prefix AND NOT failure)
+    _torchamp_python()
+    _torchamp_of_python(prefix origin)
+  endif()
+  if(NOT prefix AND NOT failure AND arg_FETCH)
+    _torchamp_fetch_libtorch(prefix failure "${device}")
+    set(origin "fetched from PyPI")
+  endif()
+  if(NOT prefix AND NOT failure)
+    set(failure "No LibTorch found. ${_torchamp_remedy}")
+  endif()
+  if(NOT failure)
+    _torchamp_import(failure ${prefix} "${origin}" "${device}")
+  endif()
+  set(${error} "${failure}" PARENT_SCOPE)
+endfunction()
+
+set(_torchamp_remedy
+    "Point at one with -DCMAKE_PREFIX_PATH=DIR (an unpacked LibTorch zip or a Python's \
+site-packages/torch), or name a Python that has torch with -DPython3_EXECUTABLE=PATH.")
+
+# ---- 1. What the user points at ------------------------------------------------------------------
+
+# The version of the LibTorch under `prefix`; empty if there is none.
+function(_torchamp_version version prefix)
+  set(${version} "" PARENT_SCOPE)
+  foreach(header IN ITEMS headeronly/version.h csrc/api/include/torch/version.h)
+    if(EXISTS ${prefix}/include/torch/${header})
+      file(STRINGS ${prefix}/include/torch/${header} lines
+           REGEX "define TORCH_VERSION_(MAJOR|MINOR|PATCH) [0-9]+")
+      if(lines)
+        string(REGEX REPLACE "[^0-9;]" "" lines "${lines}")
+        list(JOIN lines "." lines)
+        set(${version} ${lines} PARENT_SCOPE)
+        return()
+      endif()
     endif()
   endforeach()
-  if(NOT prefix)
-    message(FATAL_ERROR "torchamp: no LibTorch found; name it with -DCMAKE_PREFIX_PATH=…")
+endfunction()
+
+function(_torchamp_pointed_at prefix origin failure)
+  # Torch_DIR names the folder of TorchConfig.cmake, and is also what an earlier find_package(Torch) leaves behind.
+  set(pointers "")
+  if(Torch_DIR)
+    list(APPEND pointers "Torch_DIR=${Torch_DIR}/../../..")
   endif()
-  find_package(Threads REQUIRED)
-  add_library(torchamp::libtorch INTERFACE IMPORTED GLOBAL)
-  target_include_directories(
-    torchamp::libtorch INTERFACE ${prefix}/include ${prefix}/include/torch/csrc/api/include)
-  foreach(name IN ITEMS torch_cpu c10)
-    add_library(torchamp::${name} SHARED IMPORTED GLOBAL)
-    set_target_properties(
-      torchamp::${name}
-      PROPERTIES IMPORTED_LOCATION
-                 ${prefix}/lib/${CMAKE_SHARED_LIBRARY_PREFIX}${name}${CMAKE_SHARED_LIBRARY_SUFFIX})
-    target_link_libraries(torchamp::libtorch INTERFACE torchamp::${name})
+  foreach(name IN ITEMS Torch_ROOT TORCH_ROOT)
+    foreach(value IN LISTS ${name})
+      list(APPEND pointers "${name}=${value}")
+    endforeach()
+    if(DEFINED ENV{${name}})
+      list(APPEND pointers "${name}=$ENV{${name}}")
+    endif()
   endforeach()
-  target_link_libraries(torchamp::libtorch INTERFACE Threads::Threads)
+  file(TO_CMAKE_PATH "$ENV{CMAKE_PREFIX_PATH}" environment)
+  foreach(value IN LISTS CMAKE_PREFIX_PATH environment)
+    list(APPEND pointers "CMAKE_PREFIX_PATH=${value}")
+  endforeach()
+
+  foreach(pointer IN LISTS pointers)
+    string(REGEX MATCH "^([^=]+)=(.*)$" pointer "${pointer}")
+    set(name ${CMAKE_MATCH_1})
+    set(given ${CMAKE_MATCH_2})
+    # The prefix itself, the folder it was unpacked in, or torch.utils.cmake_prefix_path.
+    foreach(below IN ITEMS . libtorch torch ../..)
+      cmake_path(ABSOLUTE_PATH given BASE_DIRECTORY ${CMAKE_SOURCE_DIR} NORMALIZE OUTPUT_VARIABLE dir)
+      cmake_path(APPEND dir ${below})
+      cmake_path(NORMAL_PATH dir)
+      string(REGEX REPLACE "/$" "" dir "${dir}")
+      _torchamp_version(version ${dir})
+      if(NOT version)
+        continue()
+      endif()
+      if(version VERSION_LESS TORCHAMP_LIBTORCH_MINIMUM)
+        set(${failure}
+            "${name} points at LibTorch ${version} in ${dir}; torchamp needs ${TORCHAMP_LIBTORCH_MINIMUM} or later."
+            PARENT_SCOPE)
+      endif()
+      set(${prefix} ${dir} PARENT_SCOPE)
+      set(${origin} "from ${name}" PARENT_SCOPE)
+      return()
+    endforeach()
+    if(NOT name STREQUAL "CMAKE_PREFIX_PATH")  # that one may point at other packages
+      set(${failure} "${name} is set, but there is no LibTorch in ${given}. ${_torchamp_remedy}" PARENT_SCOPE)
+      return()
+    endif()
+  endforeach()
+endfunction()
+
+# ---- 2. The torch of a Python --------------------------------------------------------------------
+
+# Sets `python` to the interpreter, or to nothing.
+macro(_torchamp_python)
+  if(NOT Python3_EXECUTABLE AND Python_EXECUTABLE)
+    set(Python3_EXECUTABLE ${Python_EXECUTABLE})
+  endif()
+  set(Python3_FIND_STRATEGY LOCATION)  # the first one on the PATH, an active venv before all
+  find_package(Python3 QUIET COMPONENTS Interpreter)
+  set(python ${Python3_EXECUTABLE})
+endmacro()
+
+function(_torchamp_of_python prefix origin)
+  if(NOT python)
+    return()
+  endif()
+  execute_process(
+    COMMAND
+      ${python} -c "import importlib.util as u, os; s = u.find_spec('torch'); \
+print(os.path.dirname(s.origin) if s and s.origin else '')"
+    WORKING_DIRECTORY ${CMAKE_BINARY_DIR}
+    OUTPUT_VARIABLE dir
+    ERROR_QUIET
+    OUTPUT_STRIP_TRAILING_WHITESPACE)
+  if(NOT dir)
+    return()
+  endif()
+  file(TO_CMAKE_PATH "${dir}" dir)
+  _torchamp_version(version "${dir}")
+  if(NOT version OR NOT EXISTS ${dir}/lib)
+    set(why "is without LibTorch")
+  elseif(TORCHAMP_LIBTORCH_VERSION AND NOT version VERSION_EQUAL TORCHAMP_LIBTORCH_VERSION)
+    set(why "is ${version}, not ${TORCHAMP_LIBTORCH_VERSION}")
+  elseif(version VERSION_LESS TORCHAMP_LIBTORCH_MINIMUM)
+    set(why "is ${version}, older than ${TORCHAMP_LIBTORCH_MINIMUM}")
+  else()
+    set(${prefix} ${dir} PARENT_SCOPE)
+    set(${origin} "of ${python}" PARENT_SCOPE)
+    return()
+  endif()
+  message(STATUS "torchamp: passing over the torch of ${python}, which ${why}")
+endfunction()
+
+# ---- 3. PyPI -------------------------------------------------------------------------------------
+
+# Runs pip for each argument, a line of arguments, into ${cache}/${name}. Two builds at once wait for each other; what an
+# interrupted one leaves behind is never taken for the whole, since only a finished folder gets its name.
+function(_torchamp_fetch folder failure name megabytes)
+  set(manual "Or fetch LibTorch by hand: ${_torchamp_remedy}")
+  if(NOT python)
+    set(${failure} "No LibTorch found, and no Python 3 to fetch it with from PyPI. Install one (apt install \
+python3 python3-venv). ${manual}" PARENT_SCOPE)
+    return()
+  endif()
+
+  # The user's cache; with no HOME, the one that the user database names.
+  set(cache "$ENV{XDG_CACHE_HOME}")
+  if(NOT IS_ABSOLUTE "${cache}")
+    set(home "$ENV{HOME}")
+    if(NOT IS_ABSOLUTE "${home}")
+      execute_process(
+        COMMAND ${python} -c "import os, pwd; print(pwd.getpwuid(os.getuid()).pw_dir)"
+        OUTPUT_VARIABLE home ERROR_QUIET OUTPUT_STRIP_TRAILING_WHITESPACE)
+    endif()
+    if(NOT IS_ABSOLUTE "${home}")
+      set(home ${CMAKE_BINARY_DIR})
+    endif()
+    set(cache ${home}/.cache)
+  endif()
+  set(cache ${cache}/torchamp)
+  set(${folder} ${cache}/${name} PARENT_SCOPE)
+  if(EXISTS ${cache}/${name})
+    return()
+  endif()
+
+  execute_process(COMMAND ${CMAKE_COMMAND} -E make_directory ${cache} RESULT_VARIABLE status ERROR_QUIET)
+  if(status EQUAL 0)
+    file(LOCK ${cache}/lock GUARD FUNCTION TIMEOUT 0 RESULT_VARIABLE status)
+    if(status MATCHES "[Tt]imeout|already|temporarily")
+      message(STATUS "torchamp: waiting for another build that is fetching into ${cache}")
+      file(LOCK ${cache}/lock GUARD FUNCTION TIMEOUT 3600 RESULT_VARIABLE status)
+    endif()
+  endif()
+  if(NOT status EQUAL 0)
+    set(${failure} "LibTorch is to be fetched from PyPI, but its cache ${cache} cannot be written (${status}). \
+Set XDG_CACHE_HOME to a folder that can, with ${megabytes} MB free. ${manual}" PARENT_SCOPE)
+    return()
+  endif()
+  if(EXISTS ${cache}/${name})  # the other build brought it
+    return()
+  endif()
+  file(GLOB leftovers ${cache}/partial-*)
+  file(REMOVE_RECURSE ${leftovers})
+  set(partial ${cache}/partial-${name})
+  file(MAKE_DIRECTORY ${partial}/tmp)
+
+  # pip, or the one that a venv brings; the user's own settings hold, but for those that a --target forbids.
+  set(environment ${CMAKE_COMMAND} -E env --unset=PIP_PREFIX PIP_USER=0 PIP_REQUIRE_VIRTUALENV=0 TMPDIR=${partial}/tmp)
+  set(pip ${python} -m pip)
+  execute_process(COMMAND ${environment} ${pip} --version RESULT_VARIABLE status OUTPUT_QUIET ERROR_QUIET)
+  if(NOT status EQUAL 0)
+    execute_process(COMMAND ${environment} ${python} -m venv ${partial}/venv
+                    RESULT_VARIABLE status OUTPUT_QUIET ERROR_QUIET)
+    set(pip ${partial}/venv/bin/python -m pip)
+  endif()
+  if(NOT status EQUAL 0)
+    file(REMOVE_RECURSE ${partial})
+    set(${failure} "No LibTorch found, and ${python} has neither pip nor a working venv module to fetch it with from \
+PyPI. Install one (apt install python3-venv). ${manual}" PARENT_SCOPE)
+    return()
+  endif()
+  message(STATUS "torchamp: fetching ${name} from PyPI into ${cache} (${megabytes} MB, once for all builds)")
+  foreach(line IN LISTS ARGN)
+    if(line STREQUAL "WITH_NVIDIA_LIBRARIES")
+      _torchamp_nvidia_requirements(line ${partial})
+    endif()
+    separate_arguments(arguments UNIX_COMMAND "${line}")
+    execute_process(
+      COMMAND ${environment} ${pip} install --target ${partial}/root --upgrade --no-compile --only-binary=:all:
+              --no-input --disable-pip-version-check --no-warn-script-location --root-user-action=ignore ${arguments}
+      RESULT_VARIABLE status)
+    if(NOT status EQUAL 0)
+      file(REMOVE_RECURSE ${partial})
+      set(${failure} "No LibTorch found, and fetching it from PyPI failed: pip's own message is above. It needs the \
+network and ${megabytes} MB in ${cache} (or in the folder that XDG_CACHE_HOME names). ${manual}" PARENT_SCOPE)
+      return()
+    endif()
+  endforeach()
+  file(RENAME ${partial}/root ${cache}/${name})
+  file(REMOVE_RECURSE ${partial})
+endfunction()
+
+function(_torchamp_fetch_libtorch prefix failure cuda)
+  set(version ${TORCHAMP_LIBTORCH_PINNED})
+  if(TORCHAMP_LIBTORCH_VERSION)
+    set(version ${TORCHAMP_LIBTORCH_VERSION})
+  endif()
+  if(version VERSION_LESS TORCHAMP_LIBTORCH_MINIMUM)
+    set(${failure} "TORCHAMP_LIBTORCH_VERSION is ${version}; torchamp needs ${TORCHAMP_LIBTORCH_MINIMUM} or later."
+        PARENT_SCOPE)
+    return()
+  endif()
+  set(wheel "--no-deps torch==${version}")
+  if(cuda)
+    _torchamp_fetch(folder why libtorch-${version}-cuda 6000 "${wheel}" WITH_NVIDIA_LIBRARIES)
+  else()
+    _torchamp_fetch(folder why libtorch-${version} 1800 "${wheel}")
+  endif()
+  set(${prefix} ${folder}/torch PARENT_SCOPE)
+  set(${failure} "${why}" PARENT_SCOPE)
+endfunction()
+
+# Of what torch's wheel requires, NVIDIA's libraries alone.
+function(_torchamp_nvidia_requirements line partial)
+  file(GLOB metadata ${partial}/root/torch-*.dist-info/METADATA)
+  file(STRINGS ${metadata} requirements REGEX "^Requires-Dist: (cuda-toolkit|nvidia-)")
+  list(TRANSFORM requirements REPLACE "^Requires-Dist: ([^ ;]+).*$" "\\1")
+  list(JOIN requirements " " requirements)
+  set(${line} "${requirements}" PARENT_SCOPE)
+endfunction()
+
+# ---- The target ----------------------------------------------------------------------------------
+
+# Whether TORCHAMP_CUDA, or else this machine, asks for CUDA.
+function(_torchamp_cuda_device result)
+  if(NOT DEFINED TORCHAMP_CUDA OR TORCHAMP_CUDA STREQUAL "AUTO")
+    set(${result} OFF PARENT_SCOPE)
+    if(EXISTS /dev/nvidiactl)
+      set(${result} ON PARENT_SCOPE)
+    else()
+      find_program(nvidia_smi nvidia-smi NO_CACHE)
+      if(nvidia_smi)
+        execute_process(COMMAND ${nvidia_smi} -L OUTPUT_VARIABLE list ERROR_QUIET)
+        if(list MATCHES "GPU [0-9]+")
+          set(${result} ON PARENT_SCOPE)
+        endif()
+      endif()
+    endif()
+  else()
+    set(${result} ${TORCHAMP_CUDA} PARENT_SCOPE)
+  endif()
+endfunction()
+
+# The libraries that `library` needs (`needed`), and the folders in which it looks for them itself (`folders`).
+function(_torchamp_dynamic_section needed folders library)
+  set(lines "")
+  if(CMAKE_READELF)
+    execute_process(COMMAND ${CMAKE_READELF} -d ${library} OUTPUT_VARIABLE lines ERROR_QUIET)
+  endif()
+  cmake_path(GET library PARENT_PATH origin)
+  string(REGEX MATCHALL "\\(NEEDED\\)[^[]*\\[[^]]+" names "${lines}")
+  list(TRANSFORM names REPLACE "^.*\\[" "")
+  string(REGEX MATCH "\\((RPATH|RUNPATH)\\)[^[]*\\[([^]]+)" unused "${lines}")
+  string(REPLACE ":" ";" paths "${CMAKE_MATCH_2}")
+  list(TRANSFORM paths REPLACE "[$]({ORIGIN}|ORIGIN)" "${origin}")
+  set(${needed} "${names}" PARENT_SCOPE)
+  set(${folders} "${paths}" PARENT_SCOPE)
+endfunction()
+
+# Where CUDA's toolkits keep their libraries, whether or not the loader knows.
+function(_torchamp_toolkit_folders folders)
+  set(roots ${CUDAToolkit_ROOT} $ENV{CUDAToolkit_ROOT} $ENV{CUDA_HOME} $ENV{CUDA_PATH})
+  find_program(nvcc nvcc NO_CACHE)
+  if(nvcc)
+    file(REAL_PATH ${nvcc} nvcc)
+    cmake_path(GET nvcc PARENT_PATH bin)
+    cmake_path(GET bin PARENT_PATH root)
+    list(APPEND roots ${root})
+  endif()
+  file(GLOB versions LIST_DIRECTORIES ON /usr/local/cuda-*)
+  list(SORT versions COMPARE NATURAL ORDER DESCENDING)
+  list(APPEND roots /usr/local/cuda ${versions} /usr/local /usr)
+  set(result "")
+  foreach(root IN LISTS roots)
+    list(APPEND result ${root}/lib64 ${root}/lib ${root}/lib/${CMAKE_LIBRARY_ARCHITECTURE} ${root}/extras/CUPTI/lib64)
+  endforeach()
+  set(${folders} "${result}" PARENT_SCOPE)
+endfunction()
+
+function(_torchamp_import failure prefix origin cuda)
+  _torchamp_version(version ${prefix})
+  set(library ${prefix}/lib/${CMAKE_SHARED_LIBRARY_PREFIX}@${CMAKE_SHARED_LIBRARY_SUFFIX})
+  set(names c10 torch_cpu)
+  string(REPLACE "@" torch_cuda torch_cuda ${library})
+  if(cuda AND EXISTS ${torch_cuda})
+    list(APPEND names c10_cuda torch_cuda)
+  elseif(cuda AND TORCHAMP_CUDA AND NOT TORCHAMP_CUDA STREQUAL "AUTO")
+    set(${failure} "TORCHAMP_CUDA is ${TORCHAMP_CUDA}, but the LibTorch ${origin}, ${prefix}, is built without CUDA. \
+Take another one, or configure with -DTORCHAMP_CUDA=OFF." PARENT_SCOPE)
+    return()
+  endif()
+
+  # What the libraries need and do not find by themselves comes from a toolkit or, for a CPU build, from PyPI.
+  set(link "")
+  set(search "")
+  set(absent "")
+  _torchamp_toolkit_folders(toolkit)
+  foreach(name IN LISTS names)
+    string(REPLACE "@" ${name} file ${library})
+    if(NOT EXISTS ${file})
+      set(${failure} "The LibTorch ${origin}, ${prefix}, lacks ${file}. Take another one." PARENT_SCOPE)
+      return()
+    endif()
+    _torchamp_dynamic_section(needed own ${file})
+    list(APPEND search ${own})
+    list(FILTER needed INCLUDE REGEX "^lib(cu|nv|nccl)")
+    foreach(soname IN LISTS needed)
+      find_file(path ${soname} PATHS ${own} NO_DEFAULT_PATH NO_CACHE)
+      if(NOT path)
+        find_file(path ${soname} PATHS ${toolkit} NO_DEFAULT_PATH NO_CACHE)
+        if(path)
+          list(APPEND link ${path})
+        else()
+          list(APPEND absent ${soname})
+        endif()
+      endif()
+      unset(path)
+    endforeach()
+  endforeach()
+  list(REMOVE_DUPLICATES absent)
+  if(absent AND NOT "torch_cuda" IN_LIST names)
+    _torchamp_runtime_libraries(found why "${absent}")
+    if(why)
+      set(${failure} "${why}" PARENT_SCOPE)
+      return()
+    endif()
+    list(APPEND link ${found})
+  elseif(absent)
+    list(JOIN absent ", " absent)
+    set(${failure} "The LibTorch ${origin}, ${prefix}, needs ${absent}, which neither lie beside it nor in a CUDA \
+toolkit. Install torch with its dependencies (pip install torch==${version}), or configure with -DTORCHAMP_CUDA=OFF."
+        PARENT_SCOPE)
+    return()
+  endif()
+  list(REMOVE_DUPLICATES link)
+  list(REMOVE_DUPLICATES search)
+
+  # An imported target's include folders are SYSTEM ones: LibTorch's warnings stay its own.
+  add_library(torchamp::libtorch INTERFACE IMPORTED GLOBAL)
+  set(includes ${prefix}/include ${prefix}/include/torch/csrc/api/include)
+  if("torch_cuda" IN_LIST names)
+    find_path(cuda_include cuda_runtime_api.h PATHS ${toolkit} ${search} PATH_SUFFIXES ../include NO_DEFAULT_PATH
+              NO_CACHE)
+    if(cuda_include)
+      list(APPEND includes ${cuda_include})
+    endif()
+  endif()
+  target_include_directories(torchamp::libtorch INTERFACE ${includes})
+  target_compile_features(torchamp::libtorch INTERFACE cxx_std_20)
+  list(TRANSFORM search PREPEND "LINKER:-rpath-link,")
+  target_link_options(torchamp::libtorch INTERFACE ${search})
+  foreach(name IN LISTS names)
+    string(REPLACE "@" ${name} file ${library})
+    add_library(torchamp::${name} SHARED IMPORTED GLOBAL)
+    set_target_properties(torchamp::${name} PROPERTIES IMPORTED_LOCATION ${file})
+  endforeach()
+  list(TRANSFORM names PREPEND torchamp:: OUTPUT_VARIABLE targets)
+  target_link_libraries(torchamp::libtorch INTERFACE ${targets})
+  # Nobody calls these by name, so that the linker would leave them out. One item, so that CMake keeps it together.
+  if("torch_cuda" IN_LIST names)
+    list(APPEND link ${torch_cuda})
+  endif()
+  if(link)
+    list(JOIN link "\" \"" files)
+    target_link_libraries(
+      torchamp::libtorch INTERFACE ${link} "-Wl,--push-state,--no-as-needed \"${files}\" -Wl,--pop-state")
+  endif()
+  set(mode CPU)
+  if("torch_cuda" IN_LIST names)
+    set(mode CUDA)
+  endif()
+  set_target_properties(torchamp::libtorch PROPERTIES TORCHAMP_DEVICE ${mode} TORCHAMP_PREFIX ${prefix})
+  message(STATUS "torchamp: LibTorch ${version} for ${mode}, ${origin}: ${prefix}")
+endfunction()
+
+# The CUDA runtime libraries that a CPU program loads only because torch_cpu names them: two small wheels.
+function(_torchamp_runtime_libraries files failure sonames)
+  set(requirements "")
+  foreach(soname IN LISTS sonames)
+    if(NOT soname MATCHES "^lib(cudart|cupti)[.]so[.]([0-9]+)$")
+      set(${failure} "LibTorch needs ${soname}, which is not on this machine. Install it." PARENT_SCOPE)
+      return()
+    endif()
+    set(major ${CMAKE_MATCH_2})
+    math(EXPR next "${major} + 1")
+    string(REPLACE cudart runtime name ${CMAKE_MATCH_1})
+    if(major LESS 13)
+      list(APPEND requirements nvidia-cuda-${name}-cu${major})
+    else()
+      list(APPEND requirements "'nvidia-cuda-${name}>=${major},<${next}'")
+    endif()
+  endforeach()
+  list(JOIN requirements " " line)
+  if(NOT python)
+    _torchamp_python()
+  endif()
+  _torchamp_fetch(folder why cuda-runtime-${major} 50 "--no-deps ${line}")
+  set(result "")
+  foreach(soname IN LISTS sonames)
+    file(GLOB_RECURSE found ${folder}/nvidia/${soname})
+    list(APPEND result ${found})
+  endforeach()
+  set(${files} "${result}" PARENT_SCOPE)
+  set(${failure} "${why}" PARENT_SCOPE)
 endfunction()

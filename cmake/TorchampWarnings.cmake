@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# The warnings of our own tests and examples; users never see them.
+
+function(torchamp_warnings target)
+  target_compile_options(
+    ${target}
+    PRIVATE -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wnon-virtual-dtor -Woverloaded-virtual
+            $<$<BOOL:${TORCHAMP_WERROR}>:-Werror>)
+endfunction()

@@ -1,0 +1,3 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The umbrella header alone; linked into every test.
+#include <torchamp/torchamp.h>
