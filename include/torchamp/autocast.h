@@ -16,6 +16,7 @@
 #include "torchamp/detail/compile_policy.h"
 #include "torchamp/detail/device_autocast_state.h"
 #include "torchamp/detail/devices.h"
+#include "torchamp/detail/environment.h"
 #include "torchamp/detail/policy_scope.h"
 #include "torchamp/policy.h"
 
@@ -56,6 +57,9 @@ struct AutocastOptions {
 /// start that run ops under autocast.
 ///
 /// Never reads the device.
+///
+/// The environment variable TORCHAMP_POLICY, read at the first guard, overrides all guards for a
+/// quick comparison: `off`, `standard`, `torch` or `file:PATH` (a text as in policy_text.h).
 ///
 /// As in torch.autocast, a CUDA region without a CUDA device, and a dtype that the device's
 /// autocast does not support (fp32, say), warn once and run disabled. Errors, without any change of
@@ -148,14 +152,21 @@ inline AutocastGuard::Checked::Checked(at::DeviceType on_device, const AutocastO
     : device(on_device) {
   const std::size_t index = detail::device_index(device, "AutocastGuard");
   dtype = options.dtype.value_or(at::autocast::get_autocast_dtype(device));
-  enabled = options.enabled && detail::device_is_present(device) &&
+  const detail::EnvironmentOverride& environment = detail::environment_override();
+  enabled = options.enabled && !environment.off && detail::device_is_present(device) &&
             detail::dtype_is_usable(device, dtype);
 
   const detail::ThreadPolicy* outer = detail::thread_policy();
-  std::shared_ptr<const detail::PolicyData> data = options.policy ? options.policy->data()
-                                                   : outer        ? outer->inherited
-                                                                  : nullptr;
-  if (!data) data = Policy::standard().data();
+  std::shared_ptr<const detail::PolicyData> data;
+  if (environment.policy) {
+    data = environment.policy->data();
+  } else if (options.policy) {
+    data = options.policy->data();
+  } else if (outer && outer->inherited) {
+    data = outer->inherited;
+  } else {
+    data = Policy::standard().data();
+  }
   std::shared_ptr<const detail::OverlayTable> table;
   if (enabled) table = detail::overlay_table(*data, device);
   if (outer && outer->inherited == data && outer->tables[index] == table) return;

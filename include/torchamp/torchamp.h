@@ -7,5 +7,6 @@
 #include "torchamp/op_names.h"
 #include "torchamp/ops.h"
 #include "torchamp/policy.h"
+#include "torchamp/policy_text.h"
 #include "torchamp/rule.h"
 #include "torchamp/version.h"

@@ -6,12 +6,12 @@
 #include <gtest/gtest.h>
 
 /// Expects `statement` to throw a c10::Error whose text (without the backtrace) holds `text`.
-#define EXPECT_ERROR(statement, text)                                                         \
-  do {                                                                                        \
-    try {                                                                                     \
-      statement;                                                                              \
-      ADD_FAILURE() << "no error from: " #statement << "\nexpected: " << (text);              \
-    } catch (const ::c10::Error& error) {                                                     \
-      EXPECT_THAT(::std::string(error.what_without_backtrace()), ::testing::HasSubstr(text)); \
-    }                                                                                         \
+#define EXPECT_ERROR(statement, text)                                                           \
+  do {                                                                                          \
+    try {                                                                                       \
+      statement;                                                                                \
+      ADD_FAILURE() << "no error from: " #statement << "\nexpected: " << (text);                \
+    } catch (const ::c10::Error& thrown_) {                                                     \
+      EXPECT_THAT(::std::string(thrown_.what_without_backtrace()), ::testing::HasSubstr(text)); \
+    }                                                                                           \
   } while (false)

@@ -58,13 +58,13 @@ inline Cast base_rule(BaseTable base, const c10::OperatorHandle& op, at::DeviceT
   return listed != lists.end() && castable ? listed->second : Cast::unchanged;
 }
 
-/// The ops for which a base table may disagree with LibTorch.
+/// The castable ops that a base table speaks of itself, LibTorch's kernels aside.
 inline std::vector<c10::OperatorHandle> base_candidates(BaseTable base) {
   std::vector<c10::OperatorHandle> candidates;
   if (base == BaseTable::torch) return candidates;
   const auto add = [&](std::string_view name) {
     for (auto& op : find_ops(name, "Policy::standard", /*missing_ok=*/true)) {
-      candidates.push_back(op);
+      if (why_not_castable(op.schema()).empty()) candidates.push_back(op);
     }
   };
   for (const StandardRow& row : standard_rows) {

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include <cstdlib>
+#include <optional>
+#include <string>
+
+#include "torchamp/policy.h"
+#include "torchamp/policy_text.h"
+
+namespace torchamp::detail {
+
+/// What the environment variable TORCHAMP_POLICY makes of all guards of the process.
+struct EnvironmentOverride {
+  bool off = false;              // "off": guards run disabled
+  std::optional<Policy> policy;  // "standard", "torch" or "file:PATH": in place of any other policy
+};
+
+inline EnvironmentOverride read_environment(const char* value) {
+  const std::string text = value == nullptr ? "" : value;
+  if (text.empty()) return {};
+  if (text == "off") return {.off = true, .policy = std::nullopt};
+  if (text == "standard") return {.off = false, .policy = Policy::standard()};
+  if (text == "torch") return {.off = false, .policy = Policy::torch()};
+  TORCH_CHECK(text.starts_with("file:"), "TORCHAMP_POLICY is '", text,
+              "'. Set it to off, standard, torch or file:PATH, or unset it.");
+  return {.off = false, .policy = load_policy(text.substr(5))};
+}
+
+/// Read once, at the first guard. A bad value is an error at every guard.
+inline const EnvironmentOverride& environment_override() {
+  static const EnvironmentOverride override = read_environment(std::getenv("TORCHAMP_POLICY"));
+  return override;
+}
+
+}  // namespace torchamp::detail

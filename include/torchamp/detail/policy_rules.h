@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/Exception.h>
+
+#include <string>
+#include <vector>
+
+#include "torchamp/cast.h"
+#include "torchamp/detail/base_rules.h"
+#include "torchamp/detail/cast_arguments.h"
+#include "torchamp/detail/op_catalog.h"
+#include "torchamp/detail/policy_data.h"
+
+namespace torchamp::detail {
+
+/// The rule in force for one overload, conditional rules left out.
+inline Cast rule_in_force(const PolicyData& policy, const c10::OperatorHandle& op,
+                          at::DeviceType device) {
+  const auto edited = policy.rules.find(full_name(op.operator_name()));
+  if (edited != policy.rules.end() && edited->second.cast) {
+    const Cast cast = *edited->second.cast;
+    return cast == Cast::native ? base_rule(BaseTable::torch, op, device) : cast;
+  }
+  return base_rule(policy.base, op, device);
+}
+
+/// The overloads that an edit to `cast` of the op `name` reaches.
+inline std::vector<c10::OperatorHandle> overloads_to_edit(const char* call, Cast cast,
+                                                          const std::string& name,
+                                                          bool missing_ok) {
+  std::vector<c10::OperatorHandle> found = find_ops(name, call, missing_ok);
+  if (cast == Cast::native || cast == Cast::unchanged) return found;
+  std::vector<c10::OperatorHandle> castable;
+  std::string reason;
+  for (const auto& op : found) {
+    const std::string why = why_not_castable(op.schema());
+    if (why.empty()) {
+      castable.push_back(op);
+    } else if (reason.empty()) {
+      reason = why;
+    }
+  }
+  TORCH_CHECK(!castable.empty() || missing_ok, call, ": '", name, "' cannot be cast: ", reason,
+              ". Only out-of-place ops with tensor arguments can be.");
+  return castable;
+}
+
+}  // namespace torchamp::detail

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <map>
+#include <ostream>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "torchamp/cast.h"
+#include "torchamp/detail/base_rules.h"
+#include "torchamp/detail/op_catalog.h"
+#include "torchamp/detail/policy_data.h"
+#include "torchamp/detail/policy_rules.h"
+
+namespace torchamp::detail {
+
+/// "standard" or "torch".
+inline std::string_view to_string(BaseTable base) {
+  return base == BaseTable::standard ? "standard" : "torch";
+}
+
+/// One edit as text: "fp32 when float16: ops::norm, pow".
+inline std::string to_string(const Edit& edit) {
+  std::string text(torchamp::to_string(edit.cast));
+  if (edit.when.dtype) text += *edit.when.dtype == at::kHalf ? " when float16" : " when bfloat16";
+  text += ": ";
+  if (!edit.family.empty()) return text + "ops::" + edit.family;
+  for (const std::string& name : edit.names) {
+    text += (&name == &edit.names.front() ? "" : ", ") + name;
+  }
+  return text;
+}
+
+/// Prints `names` separated by commas, in lines of at most 100 columns.
+inline void print_wrapped(std::ostream& out, const std::vector<std::string>& names) {
+  std::string line;
+  for (const std::string& name : names) {
+    if (line.size() + name.size() > 93) {
+      out << "    " << line << ",\n";
+      line.clear();
+    }
+    line += (line.empty() ? "" : ", ") + name;
+  }
+  out << "    " << line << '\n';
+}
+
+/// The ops that a policy's table speaks of on a device: those with a rule in it or a kernel of
+/// LibTorch's.
+inline std::map<std::string, c10::OperatorHandle> listed_ops(const PolicyData& policy,
+                                                             at::DeviceType device) {
+  std::map<std::string, c10::OperatorHandle> ops;
+  const auto add = [&](const c10::OperatorHandle& op) {
+    ops.emplace(full_name(op.operator_name()), op);
+  };
+  for (const auto& op : base_candidates(policy.base)) add(op);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getRegistrationsForDispatchKey(autocast_key(device))) {
+    if (const auto op = dispatcher.findSchema(name)) add(*op);
+  }
+  for (const auto& [name, rule] : policy.rules) {
+    for (const auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) add(op);
+  }
+  return ops;
+}
+
+inline void print_policy(std::ostream& out, const PolicyData& policy) {
+  out << "torchamp policy: " << to_string(policy.base) << '\n';
+  for (const Edit& edit : policy.edits) {
+    out << "  " << to_string(edit) << (edit.when.predicate ? "  (when its predicate holds)" : "")
+        << '\n';
+  }
+  for (const at::DeviceType device : {at::kCPU, at::kCUDA}) {
+    std::map<Cast, std::vector<std::string>> by_rule;
+    for (const auto& [name, op] : listed_ops(policy, device)) {
+      const bool is_aten = name.starts_with("aten::");
+      by_rule[rule_in_force(policy, op, device)].push_back(is_aten ? name.substr(6) : name);
+    }
+    out << "on " << c10::DeviceTypeName(device, /*lower_case=*/true) << '\n';
+    for (const auto& [cast, names] : by_rule) {
+      out << "  " << torchamp::to_string(cast) << '\n';
+      print_wrapped(out, names);
+    }
+  }
+  out << "every other op: unchanged\n";
+}
+
+}  // namespace torchamp::detail

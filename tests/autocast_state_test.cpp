@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "torchamp/autocast_state.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <thread>
+
+#include "support/expect_error.h"
+#include "support/thread_state.h"
+#include "torchamp/autocast.h"
+
+namespace {
+
+using torchamp::AutocastGuard;
+using torchamp::AutocastState;
+using torchamp::AutocastStateGuard;
+using torchamp::Policy;
+
+at::ScalarType relu_dtype() {
+  return at::ones({2}, at::kHalf).relu().scalar_type();
+}
+at::ScalarType mm_dtype() {
+  return at::ones({2, 2}).mm(at::ones({2, 2})).scalar_type();
+}
+
+TEST(AutocastState, CarriesSwitchDtypeCacheFlagAndPolicyToAnotherThread) {
+  const AutocastGuard autocast(
+      at::kCPU,
+      {.dtype = at::kHalf, .cache_enabled = false, .policy = Policy::standard().fp32({"relu"})});
+  const AutocastState state = AutocastState::of_this_thread();
+  std::thread([&] {
+    const ThreadState before;
+    {
+      const AutocastStateGuard same(state);
+      EXPECT_EQ(AutocastState::of_this_thread(), state);
+      EXPECT_EQ(mm_dtype(), at::kHalf);
+      EXPECT_EQ(relu_dtype(), at::kFloat);
+      EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
+      const AutocastGuard inherits(at::kCPU);
+      EXPECT_EQ(relu_dtype(), at::kFloat);
+    }
+    EXPECT_EQ(ThreadState(), before);
+    EXPECT_EQ(mm_dtype(), at::kFloat);
+  }).join();
+}
+
+TEST(AutocastState, OfAThreadWithoutGuardsEndsARegion) {
+  const AutocastState outside = AutocastState::of_this_thread();
+  const AutocastGuard autocast(at::kCPU, {.policy = Policy::standard().fp32({"relu"})});
+  const ThreadState inside;
+  {
+    const AutocastStateGuard as_outside(outside);
+    EXPECT_EQ(mm_dtype(), at::kFloat);
+    EXPECT_EQ(relu_dtype(), at::kHalf);
+    at::autocast::set_autocast_dtype(at::kCPU, at::kHalf);
+    at::autocast::set_autocast_cache_enabled(false);
+  }
+  EXPECT_EQ(ThreadState(), inside);
+  EXPECT_EQ(relu_dtype(), at::kFloat);
+}
+
+TEST(AutocastState, TellsItsParts) {
+  const AutocastGuard autocast(at::kCPU, {.dtype = at::kHalf, .cache_enabled = false});
+  const AutocastState state = AutocastState::of_this_thread();
+  EXPECT_TRUE(state.is_enabled(at::kCPU));
+  EXPECT_FALSE(state.is_enabled(at::kCUDA));
+  EXPECT_EQ(state.dtype(at::kCPU), at::kHalf);
+  EXPECT_FALSE(state.is_cache_enabled());
+  EXPECT_ERROR((void)state.dtype(at::kMeta), "AutocastState: LibTorch has no autocast for");
+}
+
+TEST(AutocastState, OutlivesTheGuardThatMadeIt) {
+  std::optional<AutocastState> state;
+  {
+    const AutocastGuard autocast(at::kCPU, {.policy = Policy::standard().fp32({"relu"})});
+    state = AutocastState::of_this_thread();
+  }
+  const AutocastStateGuard again(*state);
+  EXPECT_EQ(relu_dtype(), at::kFloat);
+}
+
+}  // namespace

@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "torchamp/policy.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <array>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "support/expect_error.h"
+#include "torchamp/autocast.h"
+
+namespace {
+
+using torchamp::AutocastGuard;
+using torchamp::Cast;
+using torchamp::Policy;
+namespace ops = torchamp::ops;
+
+at::Tensor ones(at::ScalarType dtype, at::IntArrayRef shape = {2, 2}) {
+  return at::ones(shape, at::TensorOptions(dtype));
+}
+
+TEST(Policy, StandardPutsAdditionsAndReductionsInFp32OnEveryDevice) {
+  const Policy policy = Policy::standard();
+  for (const at::DeviceType device : {at::kCPU, at::kCUDA, at::kXPU, at::kMPS}) {
+    for (const char* op : {"add", "sub", "rsub.Scalar", "sum", "mean.dim", "var", "cumsum"}) {
+      EXPECT_EQ(policy.lookup(op, device), Cast::fp32) << op << " on " << device;
+    }
+  }
+}
+
+TEST(Policy, StandardFollowsTheCudaListsWhereADeviceHasNoKernel) {
+  const Policy policy = Policy::standard();
+  EXPECT_EQ(policy.lookup("softmax", at::kCPU), Cast::fp32);
+  EXPECT_EQ(policy.lookup("softmax", at::kCUDA), Cast::native);
+  EXPECT_EQ(policy.lookup("mv", at::kCPU), Cast::lower_precision);
+  EXPECT_EQ(policy.lookup("addcmul", at::kCPU), Cast::promote);
+  EXPECT_EQ(policy.lookup("mm", at::kCPU), Cast::native);
+}
+
+TEST(Policy, StandardLeavesTheRestUnchanged) {
+  const Policy policy = Policy::standard();
+  for (const char* op : {"relu", "max", "argmax", "topk", "add_.Tensor", "add.out", "mul"}) {
+    EXPECT_EQ(policy.lookup(op, at::kCPU), Cast::unchanged) << op;
+  }
+}
+
+TEST(Policy, TorchIsLibTorchsOwnKernelOrNothing) {
+  const Policy policy = Policy::torch();
+  EXPECT_EQ(policy.lookup("mm", at::kCPU), Cast::native);
+  EXPECT_EQ(policy.lookup("add", at::kCPU), Cast::unchanged);
+  EXPECT_EQ(policy.lookup("softmax", at::kCPU), Cast::unchanged);
+  EXPECT_EQ(policy.lookup("softmax", at::kCUDA), Cast::native);
+}
+
+TEST(Policy, OverlaysDoNotCountAsLibTorchsOwnKernels) {
+  const AutocastGuard installs(at::kCPU, {.policy = Policy::standard()});
+  EXPECT_EQ(Policy::torch().lookup("softmax", at::kCPU), Cast::unchanged);
+  EXPECT_EQ(Policy::standard().lookup("softmax", at::kCPU), Cast::fp32);
+}
+
+TEST(Policy, TakesOneNameAListARangeOrAFamily) {
+  const std::vector<std::string> vector{"relu", "gelu"};
+  const std::array<const char*, 1> array{"tanh"};
+  Policy policy = Policy::standard();
+  policy.fp32("sigmoid").fp32({"mul", "div.Tensor"}).fp32(vector).fp32(array).fp32(ops::conv);
+  for (const char* op : {"sigmoid", "mul", "div.Tensor", "relu", "gelu", "tanh", "conv2d"}) {
+    EXPECT_EQ(policy.lookup(op, at::kCPU), Cast::fp32) << op;
+  }
+}
+
+TEST(Policy, ANameWithoutOverloadMeansAllThatCanBeCast) {
+  const Policy policy = Policy::standard().lower_precision({"add"});
+  EXPECT_EQ(policy.lookup("add.Tensor", at::kCPU), Cast::lower_precision);
+  EXPECT_EQ(policy.lookup("add.Scalar", at::kCPU), Cast::lower_precision);
+  EXPECT_EQ(policy.lookup("add.out", at::kCPU), Cast::unchanged);
+}
+
+TEST(Policy, ALaterEditReplacesAnEarlierOne) {
+  const Policy policy =
+      Policy::standard().fp32(ops::matmul).lower_precision({"mm"}).native({"bmm"});
+  EXPECT_EQ(policy.lookup("addmm", at::kCPU), Cast::fp32);
+  EXPECT_EQ(policy.lookup("mm", at::kCPU), Cast::lower_precision);
+  EXPECT_EQ(policy.lookup("bmm", at::kCPU), Cast::native);
+}
+
+TEST(Policy, NativeTakesAnOpBackToLibTorchsRule) {
+  EXPECT_EQ(Policy::standard().native({"add"}).lookup("add", at::kCPU), Cast::unchanged);
+  EXPECT_EQ(Policy::standard().native({"sum"}).lookup("sum", at::kCUDA), Cast::native);
+}
+
+TEST(Policy, ACopyDoesNotFollowLaterEdits) {
+  Policy original = Policy::standard();
+  const Policy copy = original;
+  original.fp32({"relu"});
+  EXPECT_EQ(copy.lookup("relu", at::kCPU), Cast::unchanged);
+  EXPECT_EQ(Policy::standard().lookup("relu", at::kCPU), Cast::unchanged);
+}
+
+TEST(Policy, AGuardKeepsThePolicyItWasGiven) {
+  Policy policy = Policy::standard();
+  const AutocastGuard guard(at::kCPU, {.policy = policy});
+  policy.lower_precision({"add"});
+  EXPECT_EQ((ones(at::kBFloat16) + 1).scalar_type(), at::kFloat);
+}
+
+TEST(Policy, EachEditIsCarriedOutByTheOps) {
+  const at::Tensor lower = ones(at::kBFloat16), wide = ones(at::kFloat);
+  const AutocastGuard guard(at::kCPU, {.policy = Policy::standard()
+                                                     .lower_precision({"relu"})
+                                                     .fp32({"mul"})
+                                                     .promote({"maximum"})
+                                                     .unchanged({"mm"})
+                                                     .native({"add"})});
+  EXPECT_EQ(wide.relu().scalar_type(), at::kBFloat16);
+  EXPECT_EQ((lower * lower).scalar_type(), at::kFloat);
+  EXPECT_EQ(at::maximum(lower, wide).scalar_type(), at::kFloat);
+  EXPECT_EQ(at::maximum(lower, lower).scalar_type(), at::kBFloat16);
+  EXPECT_EQ(wide.mm(wide).scalar_type(), at::kFloat);
+  EXPECT_EQ((lower + lower).scalar_type(), at::kBFloat16);
+}
+
+TEST(Policy, UnchangedReachesTheOpsThatAnOpCalls) {
+  const at::Tensor x = ones(at::kFloat);
+  {
+    const AutocastGuard guard(at::kCPU, {.policy = Policy::standard().unchanged({"linear"})});
+    EXPECT_EQ(at::linear(x, x).scalar_type(), at::kFloat);
+    EXPECT_EQ(x.mm(x).scalar_type(), at::kBFloat16);
+  }
+  const AutocastGuard guard(at::kCPU, {.policy = Policy::standard().unchanged({"einsum"})});
+  EXPECT_EQ(at::einsum("ij,jk->ik", {x, x}).scalar_type(), at::kFloat);
+}
+
+TEST(Policy, ARuleForAnInnerOpDoesNotReachTheOuterOp) {
+  const at::Tensor x = ones(at::kFloat);
+  const AutocastGuard guard(at::kCPU, {.policy = Policy::standard().fp32({"mm", "addmm"})});
+  EXPECT_EQ(x.mm(x).scalar_type(), at::kFloat);
+  EXPECT_EQ(at::linear(x, x).scalar_type(), at::kBFloat16);
+}
+
+TEST(Policy, AnUnknownNameIsAnErrorWithTheNearestKnownOne) {
+  EXPECT_ERROR(Policy::standard().fp32({"sofmax"}),
+               "Policy::fp32: LibTorch knows no op 'sofmax'. Did you mean 'softmax'?");
+  EXPECT_ERROR(Policy::standard().unchanged({"softmax.string"}),
+               "Policy::unchanged: the op 'aten::softmax' has no overload 'string'. It has 'int'");
+  EXPECT_ERROR((void)Policy::standard().lookup("lieanr", at::kCPU), "Did you mean 'linear'?");
+  EXPECT_ERROR((void)Policy::standard().lookup("", at::kCPU),
+               "Policy::lookup: LibTorch knows no op ''");
+}
+
+TEST(Policy, AnOpThatCannotBeCastIsAnErrorThatSaysWhy) {
+  EXPECT_ERROR(Policy::standard().fp32({"add_"}),
+               "'add_' cannot be cast: it writes to an argument");
+  EXPECT_ERROR(Policy::standard().fp32({"mm.out"}), "it writes to an argument");
+  EXPECT_ERROR(Policy::standard().lower_precision({"randn"}), "it takes no tensors");
+  EXPECT_ERROR(Policy::standard().fp32({"transpose.int"}), "it returns a view of its argument");
+  EXPECT_ERROR(Policy::standard().fp32({"norm.ScalarOpt_dtype"}), "the caller names its dtype");
+}
+
+TEST(Policy, AFailedEditLeavesThePolicyAsItWas) {
+  Policy policy = Policy::standard();
+  EXPECT_ERROR(policy.fp32({"relu", "no_such_op"}), "no_such_op");
+  EXPECT_EQ(policy.lookup("relu", at::kCPU), Cast::unchanged);
+}
+
+TEST(Policy, LookupRefusesADeviceWithoutAutocast) {
+  EXPECT_ERROR((void)Policy::standard().lookup("mm", at::kMeta),
+               "Policy::lookup: LibTorch has no autocast for the device type 'meta'");
+}
+
+TEST(Policy, LookupOfOverloadsThatDifferListsThem) {
+  const Policy policy = Policy::standard().unchanged({"add.Scalar"});
+  EXPECT_ERROR((void)policy.lookup("add", at::kCPU),
+               "follow different rules (Scalar: unchanged, Tensor: fp32)");
+}
+
+TEST(Policy, PrintsItsEditsAndTheRulesOfBothDevices) {
+  std::ostringstream out;
+  out << Policy::torch().fp32({"relu"});
+  const std::string text = out.str();
+  EXPECT_NE(text.find("torchamp policy: torch\n  fp32: relu\n"), std::string::npos) << text;
+  EXPECT_NE(text.find("on cpu\n"), std::string::npos);
+  EXPECT_NE(text.find("on cuda\n"), std::string::npos);
+  EXPECT_NE(text.find("  fp32\n    relu\n"), std::string::npos) << text;
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), 100u) << line;
+}
+
+}  // namespace

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "torchamp/rule.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "support/expect_error.h"
+#include "torchamp/autocast.h"
+#include "torchamp/policy.h"
+
+namespace {
+
+using torchamp::AutocastGuard;
+using torchamp::Cast;
+using torchamp::OpCall;
+using torchamp::Policy;
+
+at::Tensor bf16() {
+  return at::ones({2, 2}, at::kBFloat16);
+}
+
+bool exponent_is_large(const OpCall& call) {
+  return call.argument("exponent").toScalar().toDouble() > 2;
+}
+
+TEST(When, ARuleCanHoldInRegionsOfOneDtypeOnly) {
+  const Policy policy = Policy::standard().unchanged({"exp"}, {.dtype = at::kBFloat16});
+  const at::Tensor x = bf16();
+  {
+    const AutocastGuard guard(at::kCPU, {.dtype = at::kBFloat16, .policy = policy});
+    EXPECT_EQ(x.exp().scalar_type(), at::kBFloat16);
+  }
+  const AutocastGuard guard(at::kCPU, {.dtype = at::kHalf, .policy = policy});
+  EXPECT_EQ(x.exp().scalar_type(), at::kFloat);
+}
+
+TEST(When, ARuleCanDependOnAnArgument) {
+  const AutocastGuard guard(
+      at::kCPU, {.policy = Policy::standard()
+                               .unchanged({"pow.Tensor_Scalar"})
+                               .fp32({"pow.Tensor_Scalar"}, {.predicate = exponent_is_large})});
+  EXPECT_EQ(bf16().pow(2).scalar_type(), at::kBFloat16);
+  EXPECT_EQ(bf16().pow(3).scalar_type(), at::kFloat);
+}
+
+TEST(When, TheLastRuleThatHoldsWins) {
+  const AutocastGuard guard(
+      at::kCPU, {.policy = Policy::standard()
+                               .unchanged({"relu"}, {.dtype = at::kBFloat16})
+                               .fp32({"relu"}, {.predicate = [](const OpCall& call) {
+                                       return call.argument("self").toTensor().dim() == 1;
+                                     }})});
+  EXPECT_EQ(bf16().relu().scalar_type(), at::kBFloat16);
+  EXPECT_EQ(bf16()[0].relu().scalar_type(), at::kFloat);
+}
+
+TEST(When, WhereNoConditionHoldsTheRuleBelowIsInForce) {
+  const auto never = [](const OpCall&) { return false; };
+  const AutocastGuard guard(at::kCPU,
+                            {.policy = Policy::standard()
+                                           .unchanged({"softmax", "mm"}, {.predicate = never})
+                                           .fp32({"relu"}, {.predicate = never})});
+  const at::Tensor x = bf16();
+  EXPECT_EQ(x.softmax(0).scalar_type(), at::kFloat);
+  EXPECT_EQ(x.to(at::kFloat).mm(x.to(at::kFloat)).scalar_type(), at::kBFloat16);
+  EXPECT_EQ(x.relu().scalar_type(), at::kBFloat16);
+}
+
+TEST(When, AnEditWithoutConditionRemovesTheConditionalRulesBelowIt) {
+  const auto always = [](const OpCall&) { return true; };
+  const AutocastGuard guard(
+      at::kCPU,
+      {.policy = Policy::standard().fp32({"relu"}, {.predicate = always}).unchanged({"relu"})});
+  EXPECT_EQ(bf16().relu().scalar_type(), at::kBFloat16);
+}
+
+TEST(When, LookupLeavesConditionsOut) {
+  const Policy policy = Policy::standard().fp32({"relu"}, {.dtype = at::kHalf});
+  EXPECT_EQ(policy.lookup("relu", at::kCPU), Cast::unchanged);
+}
+
+TEST(When, ADtypeThatNoRegionHasIsAnError) {
+  EXPECT_ERROR(Policy::standard().fp32({"relu"}, {.dtype = at::kInt}),
+               "Policy::fp32: When::dtype is Int");
+}
+
+TEST(OpCall, AnUnknownArgumentIsAnErrorWithTheSchema) {
+  const AutocastGuard guard(
+      at::kCPU, {.policy = Policy::standard().fp32({"relu"}, {.predicate = [](const OpCall& call) {
+                                                     return call.argument("input").isTensor();
+                                                   }})});
+  EXPECT_ERROR(bf16().relu(),
+               "OpCall::argument: 'aten::relu' has no argument 'input'. Its schema is aten::relu(");
+  EXPECT_EQ(bf16().mul(2).scalar_type(), at::kBFloat16) << "autocast must survive the error";
+}
+
+}  // namespace
