@@ -11,6 +11,7 @@
 #include "torchamp/detail/base_rules.h"
 #include "torchamp/detail/overlay.h"
 #include "torchamp/detail/policy_data.h"
+#include "torchamp/detail/script_casts.h"
 #include "torchamp/detail/thread_policy.h"
 #include "torchamp/policy.h"
 
@@ -60,12 +61,17 @@ inline std::shared_ptr<const OverlayTable> compile(const PolicyData& policy,
   for (const auto& [name, rule] : policy.rules) {
     for (const auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) ops.emplace(name, op);
   }
+  install_script_cast_overlays(device);
   auto table = std::make_shared<OverlayTable>();
   for (const auto& [name, op] : ops) {
     OverlayTable::Entry entry = overlay_entry(policy, op, device);
     if (entry.cast == Cast::native && !entry.conditional) continue;
-    const bool promotes = promotes_its_arguments(op.operator_name());
-    table->set(install_overlay(op, device, promotes), std::move(entry));
+    const std::size_t index = install_overlay(
+        op, device, [&, &op = op](std::size_t at, std::optional<c10::SafeKernelFunction> native) {
+          return std::make_unique<Overlay>(
+              op, at, device, promotes_its_arguments(op.operator_name()), std::move(native));
+        });
+    table->set(index, std::move(entry));
   }
   return table;
 }

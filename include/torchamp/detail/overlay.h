@@ -106,9 +106,9 @@ class SilentWarnings final : public c10::WarningHandler {
 };
 
 /// Makes sure that the op has its overlay for the device; returns the overlay's index in the
-/// tables.
-inline std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType device,
-                                   bool promotes) {
+/// tables. `make(index, native)` makes the kernel, given LibTorch's own kernel if there is one.
+template <class Make>
+std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType device, Make make) {
   const std::string name = full_name(op.operator_name());
   const bool has_native = has_native_kernel(op, device);
   SharedRuntime& runtime = shared_runtime();
@@ -122,7 +122,6 @@ inline std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType
   const c10::DispatchKey key = autocast_key(device);
   std::optional<c10::SafeKernelFunction> native;
   if (has_native) native = op.getComputedKernelForDispatchKey(key);
-  auto overlay = std::make_unique<Overlay>(op, overlaid.index, device, promotes, std::move(native));
 
   // LibTorch warns of kernels that replace others; these are ours, and stand in for what they
   // cover.
@@ -133,7 +132,8 @@ inline std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType
   // Never destroyed: it owns the registration.
   auto* const library =
       new torch::Library(torch::Library::IMPL, ns, key, "torchamp/detail/overlay.h", __LINE__);
-  library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(overlay)));
+  library->impl(name.c_str(),
+                torch::CppFunction::makeFromBoxedFunctor(make(overlaid.index, std::move(native))));
   overlaid.installed[device_at] = true;
   overlaid.has_native[device_at] = has_native;
   return overlaid.index;

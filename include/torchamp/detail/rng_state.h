@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <ATen/DeviceAccelerator.h>
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+
+#include <mutex>
+#include <utility>
+#include <vector>
+
+namespace torchamp::detail {
+
+/// The default generators of the CPU and of every accelerator that the process has used so far.
+inline std::vector<at::Generator> default_generators() {
+  std::vector<at::Generator> generators{at::detail::getDefaultCPUGenerator()};
+  if (const auto type = at::accelerator::getAccelerator()) {
+    const auto& hooks = at::globalContext().getAcceleratorHooksInterface(*type);
+    for (c10::DeviceIndex index = 0; index < hooks.deviceCount(); ++index) {
+      if (hooks.hasPrimaryContext(index)) generators.push_back(hooks.getDefaultGenerator(index));
+    }
+  }
+  return generators;
+}
+
+/// What LibTorch's random functions will give next: the states of the default generators. All of
+/// them are kept on the host; no device is waited for.
+class RngState {
+ public:
+  static RngState now() {
+    RngState state;
+    for (at::Generator& generator : default_generators()) {
+      const std::lock_guard lock(generator.mutex());
+      at::Tensor bytes = generator.get_state();
+      state.states_.emplace_back(generator, std::move(bytes));
+    }
+    return state;
+  }
+
+  void apply() const {
+    for (const auto& [generator, bytes] : states_) {
+      at::Generator same = generator;
+      const std::lock_guard lock(same.mutex());
+      same.set_state(bytes);
+    }
+  }
+
+ private:
+  std::vector<std::pair<at::Generator, at::Tensor>> states_;
+};
+
+/// A region in which random functions give what they would have given at `state`; restores what was
+/// there at construction.
+class RngScope {
+ public:
+  explicit RngScope(const RngState& state) : before_(RngState::now()) { state.apply(); }
+  RngScope(const RngScope&) = delete;
+  RngScope& operator=(const RngScope&) = delete;
+  ~RngScope() { before_.apply(); }
+
+ private:
+  RngState before_;
+};
+
+}  // namespace torchamp::detail

@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+/// What the plugin of the shared-library test exports. Host and plugin are both built with hidden
+/// visibility, and both include torchamp.
+struct Plugin {
+  /// Address of the runtime that the plugin uses.
+  const void* (*runtime)();
+  /// Address of the policy that the plugin sees on this thread.
+  const void* (*thread_policy)();
+  /// The dtype of relu(x) of an fp16 tensor, computed in the plugin.
+  at::ScalarType (*relu_dtype)();
+  /// Calls `inside` under a guard of the plugin's whose policy puts relu in fp32.
+  void (*under_its_guard)(void (*inside)(void*), void* argument);
+};
+using GetPlugin = Plugin (*)();

@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <gtest/gtest.h>
+#include <torch/script.h>
+
+#include <sstream>
+#include <tuple>
+#include <vector>
+
+#include "torchamp/autocast.h"
+
+namespace {
+
+using torchamp::AutocastGuard;
+using torchamp::Policy;
+
+constexpr const char* source = R"(
+def forward(self, x, w, y):
+    product = torch.mm(x, w)
+    total = y + y
+    probability = torch.softmax(y, 0)
+    activation = torch.relu(y)
+    exponential = torch.exp(y)
+    return product, total, probability, activation, exponential
+)";
+
+torch::jit::Module compiled() {
+  torch::jit::Module module("Module");
+  module.define(source);
+  return module;
+}
+
+torch::jit::Module loaded() {
+  std::stringstream file;
+  compiled().save(file);
+  return torch::jit::load(file);
+}
+
+struct Inputs {
+  at::Tensor x = at::linspace(-1, 1, 6).view({2, 3});
+  at::Tensor w = at::linspace(-1, 2, 6).view({3, 2}).requires_grad_();
+  at::Tensor y = at::linspace(-2, 2, 4).to(at::kBFloat16);
+};
+
+std::vector<at::Tensor> eager(const Inputs& in) {
+  return {in.x.mm(in.w), in.y + in.y, in.y.softmax(0), in.y.relu(), in.y.exp()};
+}
+
+std::vector<at::Tensor> scripted(torch::jit::Module& module, const Inputs& in) {
+  std::vector<at::Tensor> results;
+  const auto tuple = module.forward({in.x, in.w, in.y}).toTuple();
+  for (const auto& result : tuple->elements()) results.push_back(result.toTensor());
+  return results;
+}
+
+/// Often enough for the profiling executor to have swapped in its optimised graph.
+constexpr int runs = 4;
+
+void expect_scripted_equals_eager(torch::jit::Module& module) {
+  for (int run = 0; run < runs; ++run) {
+    Inputs for_eager, for_script;
+    const auto expected = eager(for_eager);
+    const auto actual = scripted(module, for_script);
+    ASSERT_EQ(actual.size(), expected.size());
+    for (std::size_t i = 0; i < actual.size(); ++i) {
+      EXPECT_EQ(actual[i].scalar_type(), expected[i].scalar_type())
+          << "result " << i << ", run " << run;
+      EXPECT_TRUE(at::equal(actual[i], expected[i])) << "result " << i << ", run " << run;
+    }
+    expected[0].sum().backward();
+    actual[0].sum().backward();
+    EXPECT_TRUE(at::equal(for_script.w.grad(), for_eager.w.grad())) << "run " << run;
+  }
+}
+
+const std::vector<Policy>& policies() {
+  static const std::vector<Policy> all{
+      Policy::standard(), Policy::torch(),
+      Policy::standard().lower_precision({"add", "softmax"}).fp32({"mm", "relu"})};
+  return all;
+}
+
+TEST(TorchScript, FollowsTheGuardAndThePolicyForwardAndBackward) {
+  for (torch::jit::Module module : {compiled(), loaded()}) {
+    for (const Policy& policy : policies()) {
+      for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) {
+        const AutocastGuard guard(at::kCPU, {.dtype = dtype, .policy = policy});
+        expect_scripted_equals_eager(module);
+      }
+    }
+  }
+}
+
+TEST(TorchScript, FollowsThePolicyWhicheverStateItFirstRanIn) {
+  for (std::size_t first = 0; first < policies().size() + 2; ++first) {
+    torch::jit::Module module = compiled();
+    if (first < policies().size()) {
+      const AutocastGuard guard(at::kCPU, {.policy = policies()[first]});
+      for (int run = 0; run < runs; ++run) (void)scripted(module, Inputs());
+    } else {  // without autocast, and under at::autocast alone
+      at::autocast::set_autocast_enabled(at::kCPU, first == policies().size());
+      for (int run = 0; run < runs; ++run) (void)scripted(module, Inputs());
+      at::autocast::set_autocast_enabled(at::kCPU, false);
+    }
+    for (const Policy& policy : policies()) {
+      const AutocastGuard guard(at::kCPU, {.policy = policy});
+      expect_scripted_equals_eager(module);
+    }
+    expect_scripted_equals_eager(module);
+  }
+}
+
+TEST(TorchScript, OutsideGuardsTheJitsOwnCastsStay) {
+  const auto under_raw_autocast = [](torch::jit::Module& module) {
+    at::autocast::set_autocast_enabled(at::kCPU, true);
+    std::vector<at::ScalarType> dtypes;
+    for (int run = 0; run < runs; ++run) {
+      for (const auto& result : scripted(module, Inputs())) dtypes.push_back(result.scalar_type());
+    }
+    at::autocast::set_autocast_enabled(at::kCPU, false);
+    return dtypes;
+  };
+  // The JIT's lists put y + y and exp(y) in fp32, where the dispatcher's CPU list leaves them in
+  // bf16.
+  std::vector<at::ScalarType> expected;
+  for (int run = 0; run < runs; ++run) {
+    for (const auto dtype : {at::kBFloat16, at::kFloat, at::kBFloat16, at::kBFloat16, at::kFloat}) {
+      expected.push_back(dtype);
+    }
+  }
+  torch::jit::Module module = compiled();
+  EXPECT_EQ(under_raw_autocast(module), expected);
+  {
+    const AutocastGuard guard(at::kCPU);
+    expect_scripted_equals_eager(module);
+  }
+  EXPECT_EQ(under_raw_autocast(module), expected);
+}
+
+}  // namespace
