@@ -50,3 +50,64 @@ function(torchamp_add_test name)
     set_tests_properties(${name} PROPERTIES FAIL_REGULAR_EXPRESSION "sees no CUDA device")
   endif()
 endfunction()
+
+# torchamp_add_script_test(NAME SCRIPT [LABELS label…] [ARGS -DVAR=VALUE…]): runs a cmake -P script.
+function(torchamp_add_script_test name script)
+  cmake_parse_arguments(PARSE_ARGV 2 arg "" "" "LABELS;ARGS")
+  add_test(NAME ${name} COMMAND ${CMAKE_COMMAND} -DSOURCE=${PROJECT_SOURCE_DIR} ${arg_ARGS}
+                                -P ${CMAKE_CURRENT_SOURCE_DIR}/${script})
+  set_tests_properties(${name} PROPERTIES LABELS "${arg_LABELS}")
+endfunction()
+
+# Sets `command` to what compiles a file against torchamp without output, warnings that matter being errors.
+function(torchamp_syntax_command command)
+  get_target_property(includes torchamp::libtorch INTERFACE_INCLUDE_DIRECTORIES)
+  list(TRANSFORM includes PREPEND -isystem)
+  set(${command} ${CMAKE_CXX_COMPILER} -std=c++20 -fsyntax-only -Werror=unused-result -Werror=unused-value
+                 -I${PROJECT_SOURCE_DIR}/include ${includes} PARENT_SCOPE)
+endfunction()
+
+# torchamp_add_compile_fail_test(NAME): compile_fail/NAME.cpp must not compile, for the reason that it names. A self
+# check is a case about which the harness must complain with the given text.
+function(torchamp_add_compile_fail_test name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "SELF_CHECK" "")
+  torchamp_syntax_command(command)
+  torchamp_add_script_test(
+    compile_fail_${name} compile_fail/run.cmake LABELS compile_fail
+    ARGS "-DCOMPILE=${command}" -DFILE=${CMAKE_CURRENT_SOURCE_DIR}/compile_fail/${name}.cpp)
+  if(arg_SELF_CHECK)
+    set_tests_properties(compile_fail_${name} PROPERTIES PASS_REGULAR_EXPRESSION "${arg_SELF_CHECK}")
+  endif()
+endfunction()
+
+# Every header compiled alone, twice in its file, and all of these files linked into one program.
+function(torchamp_add_header_test)
+  get_target_property(headers torchamp HEADER_SET)
+  set(sources headers/main.cpp)
+  foreach(header IN LISTS headers)
+    cmake_path(RELATIVE_PATH header BASE_DIRECTORY ${PROJECT_SOURCE_DIR}/include)
+    string(REGEX REPLACE "[/.]" "_" name ${header})
+    set(HEADER ${header})
+    configure_file(headers/alone.cpp.in headers/${name}.cpp @ONLY)
+    list(APPEND sources ${CMAKE_CURRENT_BINARY_DIR}/headers/${name}.cpp)
+  endforeach()
+  add_executable(headers_test ${sources})
+  target_link_libraries(headers_test PRIVATE torchamp::torchamp)
+  torchamp_warnings(headers_test)
+  add_test(NAME headers_linked_twice COMMAND headers_test)
+  torchamp_syntax_command(command)
+  torchamp_add_script_test(headers_listed_and_light headers/run.cmake LABELS headers
+                           ARGS "-DHEADERS=${headers}" "-DCOMPILE=${command}")
+  set_tests_properties(headers_linked_twice PROPERTIES LABELS headers)
+endfunction()
+
+# torchamp_add_consume_test(HOW): the same small program, with torchamp got in the way HOW.
+function(torchamp_add_consume_test how)
+  get_target_property(prefix torchamp::libtorch TORCHAMP_PREFIX)
+  set(args -DCMAKE_CXX_COMPILER=${CMAKE_CXX_COMPILER} -DCMAKE_CXX_FLAGS=${CMAKE_CXX_FLAGS}
+           -DCMAKE_BUILD_TYPE=${CMAKE_BUILD_TYPE} -DTORCHAMP_CUDA=${TORCHAMP_CUDA} -G${CMAKE_GENERATOR})
+  torchamp_add_script_test(
+    consume_${how} consume/run.cmake LABELS package
+    ARGS -DHOW=${how} -DBUILD=${PROJECT_BINARY_DIR} -DLIBTORCH=${prefix} "-DARGS=${args}"
+         -DWORK=${CMAKE_CURRENT_BINARY_DIR}/consume/${how})
+endfunction()

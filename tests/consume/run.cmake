@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Gets torchamp in the way HOW, builds the small program with it and runs it.
+#
+#   cmake -DHOW=… -DSOURCE=DIR -DBUILD=DIR -DWORK=DIR -DLIBTORCH=DIR -DARGS=… -P run.cmake
+
+function(run)
+  execute_process(COMMAND ${ARGV} COMMAND_ERROR_IS_FATAL ANY)
+endfunction()
+
+file(REMOVE_RECURSE ${WORK})
+set(prefix_path ${LIBTORCH})
+if(HOW STREQUAL "build_tree")
+  list(PREPEND prefix_path ${BUILD})
+elseif(HOW MATCHES "installed|dependent")
+  run(${CMAKE_COMMAND} --install ${BUILD} --prefix ${WORK}/prefix)
+  list(PREPEND prefix_path ${WORK}/prefix)
+  file(GLOB_RECURSE package ${WORK}/prefix/share/*)
+  foreach(file IN LISTS package)
+    file(READ ${file} text)
+    foreach(folder IN ITEMS ${SOURCE} ${BUILD} ${LIBTORCH})
+      if(text MATCHES "${folder}")
+        message(FATAL_ERROR "the installed ${file} names ${folder}")
+      endif()
+    endforeach()
+  endforeach()
+endif()
+list(JOIN prefix_path "\\;" prefix_path)
+list(APPEND ARGS "-DCMAKE_PREFIX_PATH=${prefix_path}" -DTORCHAMP_SOURCE=${SOURCE} -DHOW=${HOW})
+if(HOW STREQUAL "dependent")
+  run(${CMAKE_COMMAND} -S ${SOURCE}/tests/consume/dependent -B ${WORK}/dependent ${ARGS})
+  run(${CMAKE_COMMAND} --install ${WORK}/dependent --prefix ${WORK}/prefix)
+endif()
+run(${CMAKE_COMMAND} -S ${SOURCE}/tests/consume -B ${WORK}/build ${ARGS})
+run(${CMAKE_COMMAND} --build ${WORK}/build)
+run(${WORK}/build/program/program)
