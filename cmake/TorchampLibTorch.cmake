@@ -328,7 +328,8 @@ function(_torchamp_dynamic_section needed folders library)
   set(${folders} "${existing}" PARENT_SCOPE)
 endfunction()
 
-# Where CUDA's toolkits keep their libraries, whether or not the loader knows.
+# Where libraries are that LibTorch does not find by itself: in CUDA's toolkits, known to the loader or not, and in the
+# loader's own folders.
 function(_torchamp_toolkit_folders folders)
   set(roots ${CUDAToolkit_ROOT} $ENV{CUDAToolkit_ROOT} $ENV{CUDA_HOME} $ENV{CUDA_PATH})
   find_program(nvcc nvcc NO_CACHE)
@@ -345,7 +346,16 @@ function(_torchamp_toolkit_folders folders)
   foreach(root IN LISTS roots)
     list(APPEND result ${root}/lib64 ${root}/lib ${root}/lib/${CMAKE_LIBRARY_ARCHITECTURE} ${root}/extras/CUPTI/lib64)
   endforeach()
-  set(${folders} "${result}" PARENT_SCOPE)
+  file(TO_CMAKE_PATH "$ENV{LD_LIBRARY_PATH}" loader)
+  find_program(ldconfig ldconfig PATHS /sbin /usr/sbin NO_CACHE)
+  if(ldconfig)
+    execute_process(COMMAND ${ldconfig} -p OUTPUT_VARIABLE listing ERROR_QUIET)
+    string(REGEX MATCHALL "=> /[^\n]*/" paths "${listing}")
+    list(TRANSFORM paths REPLACE "^=> (.*)/$" "\\1")
+    list(REMOVE_DUPLICATES paths)
+    list(APPEND loader ${paths})
+  endif()
+  set(${folders} ${result} ${loader} PARENT_SCOPE)
 endfunction()
 
 function(_torchamp_import failure prefix origin cuda)
@@ -430,6 +440,8 @@ toolkit. Install torch with its dependencies (pip install torch==${version}), or
   # Nobody calls these by name, so that the linker would leave them out. One item, so that CMake keeps it together.
   if("torch_cuda" IN_LIST names)
     list(APPEND link ${torch_cuda})
+    # What NVIDIA's libraries need of each other is the loader's business, as it is in Python.
+    target_link_options(torchamp::libtorch INTERFACE LINKER:--allow-shlib-undefined)
   endif()
   if(link)
     list(JOIN link "\" \"" files)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# torchamp_add_readme_test(): every code block of README.md is compiled or configured.
+#
+#   ```cpp   with an int main: a program of its own, built and run; without: the body of a function that sees the names of
+#            readme/prelude.h, its #include lines apart. All of these in one file, compiled.
+#   ```cmake a project with a main.cpp, configured against this source tree.
+#   ```sh    its `--preset NAME`s must exist in CMakePresets.json.
+
+# Sets `blocks` to the numbers of the first lines of README's blocks in `language`, and block_LINE to their texts.
+macro(_torchamp_readme_blocks blocks language)
+  file(READ ${PROJECT_SOURCE_DIR}/README.md readme)
+  # Lists and CMake's own syntax would otherwise read the text.
+  string(REPLACE ";" "@SEMICOLON@" readme "${readme}")
+  string(REPLACE "[" "@OPEN@" readme "${readme}")
+  string(REPLACE "]" "@CLOSE@" readme "${readme}")
+  string(REPLACE "\\" "@BACKSLASH@" readme "${readme}")
+  string(REPLACE "\n" ";" readme "${readme}")
+  set(${blocks} "")
+  set(inside "")
+  set(number 0)
+  foreach(line IN LISTS readme)
+    math(EXPR number "${number} + 1")
+    if(inside STREQUAL "" AND line MATCHES "^```([a-z]*) *$")
+      set(inside "other")
+      if(CMAKE_MATCH_1 STREQUAL "${language}")
+        math(EXPR inside "${number} + 1")
+        list(APPEND ${blocks} ${inside})
+        set(block_${inside} "")
+      endif()
+    elseif(line MATCHES "^```")
+      set(inside "")
+    elseif(inside MATCHES "^[0-9]+$")
+      string(APPEND block_${inside} "${line}\n")
+    endif()
+  endforeach()
+  foreach(block IN LISTS ${blocks})
+    string(REPLACE "@BACKSLASH@" "\\" block_${block} "${block_${block}}")
+    string(REPLACE "@OPEN@" "[" block_${block} "${block_${block}}")
+    string(REPLACE "@CLOSE@" "]" block_${block} "${block_${block}}")
+    string(REPLACE "@SEMICOLON@" ";" block_${block} "${block_${block}}")
+  endforeach()
+endmacro()
+
+function(torchamp_add_readme_test)
+  if(NOT EXISTS ${PROJECT_SOURCE_DIR}/README.md)
+    return()
+  endif()
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/README.md)
+  set(folder ${CMAKE_CURRENT_BINARY_DIR}/readme)
+
+  # C++
+  set(includes "")
+  set(bodies "")
+  _torchamp_readme_blocks(lines cpp)
+  foreach(line IN LISTS lines)
+    set(text "${block_${line}}")
+    if(text MATCHES "int main\\(")
+      file(CONFIGURE OUTPUT ${folder}/line_${line}.cpp @ONLY
+           CONTENT "#line ${line} \"${PROJECT_SOURCE_DIR}/README.md\"\n@text@")
+      add_executable(readme_line_${line} ${folder}/line_${line}.cpp)
+      target_link_libraries(readme_line_${line} PRIVATE torchamp_test_support)
+      target_precompile_headers(readme_line_${line} REUSE_FROM torchamp_test_support)
+      torchamp_warnings(readme_line_${line})
+      add_test(NAME readme_line_${line} COMMAND readme_line_${line})
+      set_tests_properties(readme_line_${line} PROPERTIES LABELS readme)
+    else()
+      string(REGEX MATCHALL "#include [^\n]*\n" own "${text}")
+      string(JOIN "" own ${own})
+      string(APPEND includes "${own}")
+      string(REGEX REPLACE "#include [^\n]*\n" "\n" text "${text}")
+      string(APPEND bodies "\nvoid line_${line}() {\n"
+                           "#line ${line} \"${PROJECT_SOURCE_DIR}/README.md\"\n${text}}\n")
+    endif()
+  endforeach()
+  if(bodies)
+    file(CONFIGURE OUTPUT ${folder}/bodies.cpp @ONLY
+         CONTENT "#include \"readme/prelude.h\"\n@includes@\nnamespace readme {\n@bodies@\n}  // namespace readme\n")
+    add_library(readme_bodies OBJECT ${folder}/bodies.cpp)
+    target_link_libraries(readme_bodies PRIVATE torchamp_test_support)
+    target_precompile_headers(readme_bodies REUSE_FROM torchamp_test_support)
+    torchamp_warnings(readme_bodies)
+    target_compile_options(readme_bodies PRIVATE -Wno-unused -Wno-shadow)
+  endif()
+
+  # CMake
+  get_target_property(libtorch torchamp::libtorch TORCHAMP_PREFIX)
+  _torchamp_readme_blocks(lines cmake)
+  foreach(line IN LISTS lines)
+    set(text "${block_${line}}")
+    file(WRITE ${folder}/cmake_${line}/main.cpp "int main() {}\n")
+    file(WRITE ${folder}/cmake_${line}/CMakeLists.txt
+         "cmake_minimum_required(VERSION 3.25)\nproject(readme LANGUAGES CXX)\n")
+    if(NOT text MATCHES "add_executable")
+      file(APPEND ${folder}/cmake_${line}/CMakeLists.txt "add_executable(my_program main.cpp)\n")
+    endif()
+    file(APPEND ${folder}/cmake_${line}/CMakeLists.txt "${text}")
+    if(text MATCHES "add_subdirectory\\(([^ )]+)")
+      cmake_path(SET link NORMALIZE ${folder}/cmake_${line}/${CMAKE_MATCH_1})
+      cmake_path(GET link PARENT_PATH parent)
+      file(MAKE_DIRECTORY ${parent})
+      file(CREATE_LINK ${PROJECT_SOURCE_DIR} ${link} SYMBOLIC)
+    endif()
+    add_test(
+      NAME readme_cmake_line_${line}
+      COMMAND
+        ${CMAKE_COMMAND} -S ${folder}/cmake_${line} -B ${folder}/cmake_${line}/build --fresh
+        -DCMAKE_CXX_COMPILER=${CMAKE_CXX_COMPILER} -DTORCHAMP_CUDA=${TORCHAMP_CUDA}
+        -DFETCHCONTENT_SOURCE_DIR_TORCHAMP=${PROJECT_SOURCE_DIR} -Dtorchamp_DIR=${PROJECT_BINARY_DIR}
+        -DCMAKE_PREFIX_PATH=${libtorch})
+    set_tests_properties(readme_cmake_line_${line} PROPERTIES LABELS readme)
+  endforeach()
+
+  # Commands
+  file(READ ${PROJECT_SOURCE_DIR}/CMakePresets.json presets)
+  foreach(language IN ITEMS sh bash console)
+    _torchamp_readme_blocks(lines ${language})
+    foreach(line IN LISTS lines)
+      string(REGEX MATCHALL "--preset[ =]([a-z-]+)" names "${block_${line}}")
+      foreach(name IN LISTS names)
+        string(REGEX REPLACE "--preset[ =]" "" name ${name})
+        if(NOT presets MATCHES "\"name\": \"${name}\"")
+          message(FATAL_ERROR "README.md:${line}: there is no preset \"${name}\"")
+        endif()
+      endforeach()
+    endforeach()
+  endforeach()
+endfunction()
