@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/SequenceNumber.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/record_function.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <cstdint>
+#include <memory>
+#include <type_traits>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+namespace torchamp::detail {
+
+using NodePtr = decltype(torch::autograd::Edge::function);
+
+/// Makes a node of the autograd graph. LibTorch counts references to nodes with c10::intrusive_ptr,
+/// in older versions with std::shared_ptr.
+template <class T, class Pointer = NodePtr>
+auto make_node() {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
+    return std::shared_ptr<T>(new T, [](auto* node) { deleteNode(node); });
+  } else {
+    return c10::make_intrusive<T>();
+  }
+}
+
+/// Tells the nodes that the calling thread makes after this object from all older ones, and from
+/// those of other threads.
+class NodeEpoch {
+ public:
+  bool is_younger(const torch::autograd::Node& node) const {
+    return node.thread_id() == thread_ && node.sequence_nr() >= first_ &&
+           dynamic_cast<const torch::autograd::AccumulateGrad*>(&node) == nullptr;
+  }
+
+ private:
+  std::uint64_t thread_ = at::RecordFunction::currentThreadId();
+  std::uint64_t first_ = at::sequence_number::peek();
+};
+
+/// Calls visit(node, index, edge) for each edge that leaves a node reached from `roots`, and goes
+/// on along those for which it returns true.
+template <class Visit>
+void walk_graph(const std::vector<torch::autograd::Node*>& roots, Visit&& visit) {
+  std::vector<torch::autograd::Node*> stack;
+  std::unordered_set<torch::autograd::Node*> seen;
+  for (auto* root : roots) {
+    if (seen.insert(root).second) stack.push_back(root);
+  }
+  while (!stack.empty()) {
+    auto* const node = stack.back();
+    stack.pop_back();
+    for (std::size_t index = 0; index < node->num_outputs(); ++index) {
+      const torch::autograd::Edge& edge = node->next_edge(index);
+      if (!edge.is_valid() || !visit(*node, index, edge)) continue;
+      if (seen.insert(edge.function.get()).second) stack.push_back(edge.function.get());
+    }
+  }
+}
+
+}  // namespace torchamp::detail
