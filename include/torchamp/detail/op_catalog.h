@@ -115,6 +115,7 @@ inline std::vector<c10::OperatorHandle> find_ops(std::string_view text, const ch
   }
   TORCH_CHECK(false, call, ": the op '", name.base, "' has no overload '", *name.overload,
               "'. It has ", known, ".");
+  return found;  // not reached, which GCC does not see without optimisation
 }
 
 }  // namespace torchamp::detail
