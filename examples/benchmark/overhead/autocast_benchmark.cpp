@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What a guard and an overlay cost a call, next to the raw at::autocast calls and to LibTorch
+// alone.
+#include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+#include <benchmark/benchmark.h>
+#include <torchamp/autocast.h>
+
+namespace {
+
+using torchamp::AutocastGuard;
+using torchamp::Policy;
+
+void raw_region() {
+  const bool enabled = at::autocast::is_autocast_enabled(at::kCPU);
+  const at::ScalarType dtype = at::autocast::get_autocast_dtype(at::kCPU);
+  const bool cache = at::autocast::is_autocast_cache_enabled();
+  at::autocast::set_autocast_enabled(at::kCPU, true);
+  at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+  at::autocast::increment_nesting();
+  if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+  at::autocast::set_autocast_enabled(at::kCPU, enabled);
+  at::autocast::set_autocast_dtype(at::kCPU, dtype);
+  at::autocast::set_autocast_cache_enabled(cache);
+}
+
+void region_raw(benchmark::State& state) {
+  for (auto _ : state) raw_region();
+}
+BENCHMARK(region_raw);
+
+void region_guard(benchmark::State& state) {
+  for (auto _ : state) const AutocastGuard guard(at::kCPU);
+}
+BENCHMARK(region_guard);
+
+void region_nested_guard(benchmark::State& state) {
+  const AutocastGuard outer(at::kCPU);
+  for (auto _ : state) const AutocastGuard guard(at::kCPU);
+}
+BENCHMARK(region_nested_guard);
+
+void add(benchmark::State& state) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor x = at::ones({4, 4});
+  for (auto _ : state) benchmark::DoNotOptimize(x + x);
+}
+
+// Registered in this order: the first runs before any overlay exists.
+void add_before_overlays(benchmark::State& state) {
+  add(state);
+}
+BENCHMARK(add_before_overlays);
+
+void add_outside_guards(benchmark::State& state) {
+  { const AutocastGuard installs(at::kCPU); }
+  add(state);
+}
+BENCHMARK(add_outside_guards);
+
+void add_with_overlay(benchmark::State& state) {
+  const AutocastGuard guard(at::kCPU);
+  add(state);
+}
+BENCHMARK(add_with_overlay);
+
+void add_with_overlay_and_torchs_policy(benchmark::State& state) {
+  const AutocastGuard guard(at::kCPU, {.policy = Policy::torch()});
+  add(state);
+}
+BENCHMARK(add_with_overlay_and_torchs_policy);
+
+void add_with_predicate(benchmark::State& state) {
+  const auto has_two_dims = [](const torchamp::OpCall& call) {
+    return call.argument("self").toTensor().dim() == 2;
+  };
+  const AutocastGuard guard(
+      at::kCPU, {.policy = Policy::standard().fp32({"add"}, {.predicate = has_two_dims})});
+  add(state);
+}
+BENCHMARK(add_with_predicate);
+
+}  // namespace
