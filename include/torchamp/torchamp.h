@@ -4,6 +4,7 @@
 #include "torchamp/autocast.h"
 #include "torchamp/autocast_state.h"
 #include "torchamp/cast.h"
+#include "torchamp/custom_function.h"
 #include "torchamp/op_names.h"
 #include "torchamp/ops.h"
 #include "torchamp/policy.h"
