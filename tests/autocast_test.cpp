@@ -319,6 +319,20 @@ TEST(AutocastGuard, ANestedRegionOfTheOther16BitDtypeCastsWeightsToItsOwn) {
   EXPECT_EQ(x.mm(weight).scalar_type(), at::kBFloat16);
 }
 
+TEST(AutocastGuard, AWeightWrittenToInARegionIsSeenAfterClearingTheCache) {
+  const at::Tensor weight = ones(at::kCPU, at::kFloat).requires_grad_();
+  const at::Tensor x = ones(at::kCPU, at::kFloat);
+  const AutocastGuard autocast(at::kCPU);
+  EXPECT_EQ(x.mm(weight)[0][0].item<float>(), 4);
+  {
+    const at::NoGradGuard no_grad;
+    weight.mul_(2);
+  }
+  EXPECT_EQ(x.mm(weight)[0][0].item<float>(), 4) << "LibTorch's limit, as documented";
+  torchamp::clear_weight_cache();
+  EXPECT_EQ(x.mm(weight)[0][0].item<float>(), 8);
+}
+
 TEST(AutocastGuard, AForwardWithoutGradientsBeforeATrainingForwardLosesNone) {
   const at::Tensor weight = ones(at::kCPU, at::kFloat).requires_grad_();
   const AutocastGuard autocast(at::kCPU);

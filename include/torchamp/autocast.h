@@ -126,6 +126,12 @@ class AutocastGuard {
   std::optional<detail::PolicyScope> policy_scope_;
 };
 
+/// Forgets the casts of fp32 weights that LibTorch keeps until the outermost guard ends.
+/// Call it after writing to a weight in place inside a region, an optimizer's step there, say: the cache
+/// knows a weight by its identity and would go on giving the cast of its old values. All threads share
+/// the cache; any may call this at any time, since what is dropped is cast again.
+inline void clear_weight_cache() { at::autocast::clear_cache(); }
+
 namespace detail {
 
 /// Whether `device` runs autocast in `dtype`; warns once if not. Not a floating dtype: an error.

@@ -80,4 +80,27 @@ void add_with_predicate(benchmark::State& state) {
 }
 BENCHMARK(add_with_predicate);
 
+// What fp32 additions cost a residual network: forward and backward of y = x + w2 relu(w1 x), eight
+// deep.
+void residual(benchmark::State& state, const Policy& policy) {
+  const at::Tensor x = at::rand({256, 256});
+  const at::Tensor w1 = at::rand({256, 256}).mul_(0.01).requires_grad_();
+  const at::Tensor w2 = at::rand({256, 256}).mul_(0.01).requires_grad_();
+  for (auto _ : state) {
+    // 16-bit from the start, as after a first layer: fp32 would spread through the sums by itself.
+    const AutocastGuard guard(at::kCPU, {.policy = policy});
+    at::Tensor y = x.mm(w1);
+    for (int block = 0; block < 8; ++block) y = y + y.mm(w1).relu().mm(w2);
+    y.sum().backward();
+  }
+}
+void residual_standard(benchmark::State& state) {
+  residual(state, Policy::standard());
+}
+void residual_torch(benchmark::State& state) {
+  residual(state, Policy::torch());
+}
+BENCHMARK(residual_standard);
+BENCHMARK(residual_torch);
+
 }  // namespace
