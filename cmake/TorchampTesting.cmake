@@ -37,12 +37,15 @@ function(torchamp_test_support)
   torchamp_warnings(torchamp_test_support)
 endfunction()
 
-# torchamp_add_test(NAME [LINKS target…] [LABELS label…]): builds NAME_test.cpp and runs it.
+# torchamp_add_test(NAME [NO_PCH] [LINKS target…] [LABELS label…]): builds NAME_test.cpp and runs it. NO_PCH: with other
+# compiler flags than the precompiled header's.
 function(torchamp_add_test name)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "LINKS;LABELS")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "NO_PCH" "" "LINKS;LABELS")
   add_executable(${name}_test ${name}_test.cpp)
   target_link_libraries(${name}_test PRIVATE torchamp_test_support ${arg_LINKS})
-  target_precompile_headers(${name}_test REUSE_FROM torchamp_test_support)
+  if(NOT arg_NO_PCH)
+    target_precompile_headers(${name}_test REUSE_FROM torchamp_test_support)
+  endif()
   torchamp_warnings(${name}_test)
   add_test(NAME ${name} COMMAND ${name}_test)
   set_tests_properties(${name} PROPERTIES LABELS "unit;${arg_LABELS}")
@@ -94,6 +97,7 @@ function(torchamp_add_header_test)
   add_executable(headers_test ${sources})
   target_link_libraries(headers_test PRIVATE torchamp::torchamp)
   torchamp_warnings(headers_test)
+  target_compile_options(headers_test PRIVATE -Wconversion)
   add_test(NAME headers_linked_twice COMMAND headers_test)
   torchamp_syntax_command(command)
   torchamp_add_script_test(headers_listed_and_light headers/run.cmake LABELS headers

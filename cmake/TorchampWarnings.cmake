@@ -4,6 +4,6 @@
 function(torchamp_warnings target)
   target_compile_options(
     ${target}
-    PRIVATE -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wnon-virtual-dtor -Woverloaded-virtual
+    PRIVATE -Wall -Wextra -Wpedantic -Wshadow -Wnon-virtual-dtor -Woverloaded-virtual
             $<$<BOOL:${TORCHAMP_WERROR}>:-Werror>)
 endfunction()
