@@ -130,7 +130,7 @@ class RandomProgram {
     const ThreadState before;
     try {
       if (below(10) == 0) {
-        EXPECT_THROW(AutocastGuard(at::kMeta, options), c10::Error);
+        EXPECT_THROW(static_cast<void>(AutocastGuard(at::kMeta, options)), c10::Error);
       }
       const AutocastGuard guard(at::kCPU, options);
       run(inner, depth + 1);
