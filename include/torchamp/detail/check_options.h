@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <optional>
+
+#include "torchamp/grad_scaler_options.h"
+#include "torchamp/grad_scaler_state.h"
+
+namespace torchamp::detail {
+
+inline void check_scale(const char* call, double scale, const GradScalerOptions& rule) {
+  const auto narrow = static_cast<float>(scale);
+  TORCH_CHECK_VALUE(narrow >= rule.min_scale && narrow <= rule.max_scale, call, ": the scale is ",
+                    scale, ". It lies between min_scale (", rule.min_scale, ") and max_scale (",
+                    rule.max_scale, ").");
+}
+
+inline void check_growth_factor(const char* call, double factor) {
+  TORCH_CHECK_VALUE(factor > 1. && std::isfinite(factor), call, ": the growth factor is ", factor,
+                    ". It is finite and above 1; {.dynamic = false} keeps the scale.");
+}
+
+inline void check_backoff_factor(const char* call, double factor) {
+  TORCH_CHECK_VALUE(factor > 0. && factor < 1., call, ": the backoff factor is ", factor,
+                    ". It lies between 0 and 1; {.dynamic = false} keeps the scale.");
+}
+
+inline void check_growth_interval(const char* call, int64_t interval) {
+  TORCH_CHECK_VALUE(interval >= 1 && interval <= std::numeric_limits<int32_t>::max(), call,
+                    ": the growth interval is ", interval, ". It lies between 1 and 2^31 - 1.");
+}
+
+inline void check_options(const GradScalerOptions& options) {
+  constexpr const char* call = "GradScaler";
+  TORCH_CHECK_VALUE(options.min_scale >= std::numeric_limits<float>::min() &&
+                        options.max_scale <= std::numeric_limits<float>::max() &&
+                        options.min_scale <= options.max_scale,
+                    call, ": min_scale is ", options.min_scale, " and max_scale ",
+                    options.max_scale,
+                    ". They lie between 2^-126 and the largest fp32 number, in this order.");
+  check_scale(call, options.init_scale, options);
+  check_growth_factor(call, options.growth_factor);
+  check_backoff_factor(call, options.backoff_factor);
+  check_growth_interval(call, options.growth_interval);
+  TORCH_CHECK_VALUE(options.hysteresis >= 1, call, ": the hysteresis is ", options.hysteresis,
+                    ". It is 1 (lower the scale at once) or more.");
+  TORCH_CHECK_VALUE(options.overflow_tolerance >= 0. && options.overflow_tolerance <= 1., call,
+                    ": overflow_tolerance is ", options.overflow_tolerance,
+                    ". It is a fraction from 0 to 1.");
+  TORCH_CHECK_VALUE(options.growth_tracker_start <= 0 &&
+                        options.growth_tracker_start >= std::numeric_limits<int32_t>::min(),
+                    call, ": growth_tracker_start is ", options.growth_tracker_start,
+                    ". It is 0, or below 0 to delay growth after a bad iteration.");
+  TORCH_CHECK_VALUE(options.max_skips_in_a_row >= 0, call, ": max_skips_in_a_row is ",
+                    options.max_skips_in_a_row, ". It is 0 (no limit) or more.");
+  const bool calls = options.at_min_scale == AtLimit::call ||
+                     (options.at_max_skips == AtLimit::call && options.max_skips_in_a_row > 0);
+  TORCH_CHECK_VALUE(!calls || options.on_limit, call,
+                    ": AtLimit::call is chosen and on_limit is empty. Set on_limit.");
+}
+
+inline void check_state(const char* call, const GradScalerState& state,
+                        const GradScalerOptions& rule) {
+  TORCH_CHECK_VALUE(!state.empty(), call,
+                    ": the state is empty; it was probably saved from a disabled GradScaler.");
+  check_scale(call, state.scale, rule);
+  check_growth_factor(call, state.growth_factor);
+  check_backoff_factor(call, state.backoff_factor);
+  check_growth_interval(call, state.growth_interval);
+  TORCH_CHECK_VALUE(state.growth_tracker >= std::numeric_limits<int32_t>::min() &&
+                        state.growth_tracker <= std::numeric_limits<int32_t>::max(),
+                    call, ": the growth tracker is ", state.growth_tracker,
+                    ". It is a count of 32 bits.");
+}
+
+}  // namespace torchamp::detail

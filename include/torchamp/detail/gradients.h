@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/view_as_real.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstddef>
+#include <utility>
+#include <vector>
+
+namespace torchamp::detail {
+
+/// Gradients of one device and dtype, as one batch kernel takes them.
+struct GradientBatch {
+  at::Device device;
+  at::ScalarType dtype;
+  std::vector<at::Tensor> gradients;
+};
+
+/// Where fp16 gradients are an error, as dividing them by the scale would lose what it was for.
+enum class HalfGradients { refused, allowed };
+
+/// The dense strided tensor that holds all values of `gradient`, for kernels to change in place.
+/// Throws for what they cannot take, with `where` to name it.
+template <typename Where>
+at::Tensor values_of(const at::Tensor& gradient, HalfGradients half, const Where& where) {
+  const at::ScalarType dtype = gradient.scalar_type();
+  TORCH_CHECK_VALUE(
+      half == HalfGradients::allowed || dtype != at::kHalf, where(),
+      " is fp16. Keep the parameters in fp32 and let AutocastGuard cast them: an fp16 gradient "
+      "divided by the scale underflows. (A fused optimizer's step takes fp16 gradients.)");
+  TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 ||
+                        dtype == at::kHalf || dtype == at::kComplexFloat ||
+                        dtype == at::kComplexDouble,
+                    where(), " is ", dtype, ". Gradients are fp32, fp64, bf16, or complex.");
+  TORCH_CHECK_VALUE(gradient.layout() == at::kStrided || gradient.is_sparse(), where(),
+                    " has the layout ", gradient.layout(), ". Gradients are dense or sparse COO.");
+  at::Tensor values = gradient.is_sparse() ? gradient._values() : gradient;
+  if (values.is_complex()) values = at::view_as_real(values);
+  TORCH_CHECK_VALUE(
+      at::has_internal_overlap(values) != at::MemOverlap::Yes, where(),
+      " is an expanded tensor, whose elements share memory. Give .grad a clone() of it.");
+  return values;
+}
+
+/// Every gradient of every group of `optimizer`, by device and dtype. Nothing has been changed
+/// where this throws. `call` begins the error texts.
+inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimizer,
+                                               HalfGradients half, const char* call) {
+  std::vector<GradientBatch> batches;
+  std::vector<std::pair<at::Tensor, at::Tensor>> coalesced;  // parameters and their new gradients
+  std::size_t latest = 0;
+  auto& groups = optimizer.param_groups();
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    const std::vector<at::Tensor>& parameters = groups[g].params();
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      const at::Tensor& parameter = parameters[i];
+      if (!parameter.defined()) continue;
+      at::Tensor gradient = parameter.unsafeGetTensorImpl()->grad();  // grad() warns of non-leaves
+      if (!gradient.defined()) continue;
+      const auto where = [&] {
+        return c10::str(call, ": the gradient of parameter ", i, " in group ", g, ' ',
+                        parameter.sizes());
+      };
+      if (gradient.is_sparse() && gradient.scalar_type() == at::kHalf &&
+          half == HalfGradients::allowed && !gradient.is_coalesced()) {
+        // Adding up what shares an index may overflow, which must be seen.
+        gradient = gradient.coalesce();
+        coalesced.emplace_back(parameter, gradient);
+      }
+      at::Tensor values = values_of(gradient, half, where);
+      const bool fits = !batches.empty() && batches[latest].device == values.device() &&
+                        batches[latest].dtype == values.scalar_type();
+      if (!fits) {
+        latest = 0;
+        while (latest < batches.size() && (batches[latest].device != values.device() ||
+                                           batches[latest].dtype != values.scalar_type())) {
+          ++latest;
+        }
+        if (latest == batches.size()) {
+          batches.push_back({values.device(), values.scalar_type(), {}});
+        }
+      }
+      batches[latest].gradients.push_back(std::move(values));
+    }
+  }
+  for (auto& [parameter, gradient] : coalesced) parameter.mutable_grad() = std::move(gradient);
+  return batches;
+}
+
+}  // namespace torchamp::detail

@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/clamp.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/where.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "torchamp/grad_scaler_options.h"
+
+namespace torchamp::detail {
+
+/// What the rule remembers from one iteration to the next. Number is double on the host and a 0-dim
+/// fp64 tensor on a device, so that one text of the rule serves both.
+template <typename Number>
+struct RuleState {
+  Number scale;
+  Number growth_tracker;
+  Number credit;        ///< bad iterations that are still forgiven, plus one
+  Number since_change;  ///< iterations since the scale last changed
+  Number overflows;     ///< bad ones since it was last lowered
+  Number skips;         ///< bad ones in a row
+};
+
+inline double choose(bool condition, double yes, double no) {
+  return condition ? yes : no;
+}
+inline at::Tensor choose(const at::Tensor& condition, const at::Tensor& yes, const at::Tensor& no) {
+  return at::where(condition, yes, no);
+}
+// Not at::where, which would copy the number to the device.
+inline at::Tensor choose(const at::Tensor& condition, double yes, const at::Tensor& no) {
+  return no.masked_fill(condition, yes);
+}
+inline at::Tensor choose(const at::Tensor& condition, const at::Tensor& yes, double no) {
+  return yes.masked_fill(condition.logical_not(), no);
+}
+
+inline double clamp(double x, double low, double high) {
+  return std::clamp(x, low, high);
+}
+inline at::Tensor clamp(const at::Tensor& x, double low, double high) {
+  return at::clamp(x, low, high);
+}
+
+inline bool is_finite(double x) {
+  return std::isfinite(x);
+}
+inline at::Tensor is_finite(const at::Tensor& x) {
+  return at::isfinite(x);
+}
+
+inline double as_fp32(double x) {
+  return static_cast<float>(x);
+}
+inline at::Tensor as_fp32(const at::Tensor& x) {
+  return x.to(at::kFloat).to(x.scalar_type());
+}
+
+/// The state after an iteration that was `bad` or not (a bool, or a 0-dim bool tensor).
+template <typename Number, typename Bool>
+RuleState<Number> next_state(const GradScalerOptions& rule, const RuleState<Number>& before,
+                             const Bool& bad) {
+  RuleState<Number> after = before;
+  after.skips = choose(bad, before.skips + 1., 0.);
+  if (!rule.dynamic) return after;
+
+  const auto full_credit = static_cast<double>(rule.hysteresis);
+  const bool refills = rule.hysteresis_refill != HysteresisRefill::growth;
+  after.growth_tracker =
+      choose(bad, static_cast<double>(rule.growth_tracker_start), before.growth_tracker + 1.);
+  const Number spent = clamp(before.credit - 1., 0., full_credit);
+  if (refills) {
+    after.credit = choose(bad, spent, full_credit);
+  } else {
+    after.credit = choose(bad, spent, before.credit);
+  }
+  after.since_change = before.since_change + 1.;
+  after.overflows = choose(bad, before.overflows + 1., before.overflows);
+
+  const auto lowers = bad & (after.credit <= 0.) &
+                      (after.overflows / after.since_change >= rule.overflow_tolerance);
+  const auto grows = after.growth_tracker == static_cast<double>(rule.growth_interval);
+  const Number lowered =
+      clamp(as_fp32(before.scale * rule.backoff_factor), rule.min_scale, rule.max_scale);
+  const Number raised = as_fp32(before.scale * rule.growth_factor);
+  const Number kept =
+      choose(is_finite(raised), clamp(raised, rule.min_scale, rule.max_scale), before.scale);
+  after.scale = choose(lowers, lowered, choose(grows, kept, before.scale));
+  after.growth_tracker = choose(grows, 0., after.growth_tracker);
+  after.since_change = choose(lowers | grows, 0., after.since_change);
+  after.overflows = choose(lowers, 0., after.overflows);
+  after.credit = choose(grows, full_credit, after.credit);
+  if (rule.hysteresis_refill == HysteresisRefill::good_or_backed_off) {
+    after.credit = choose(lowers, full_credit, after.credit);
+  }
+  return after;
+}
+
+/// Whether the step from `before` to `after` ought to have lowered a scale that is at its floor.
+inline bool stays_at_floor(const GradScalerOptions& rule, const RuleState<double>& before,
+                           const RuleState<double>& after) {
+  // since_change is 0 only where the scale was lowered or grew; a bad iteration has lowered it.
+  return rule.dynamic && after.skips > 0. && after.since_change == 0. &&
+         before.scale <= rule.min_scale;
+}
+
+}  // namespace torchamp::detail

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+#include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "torchamp/detail/optimizer_state.h"
+#include "torchamp/detail/scale_state.h"
+#include "torchamp/detail/step_record.h"
+#include "torchamp/grad_scaler_options.h"
+#include "torchamp/grad_scaler_state.h"
+#include "torchamp/step_result.h"
+
+namespace torchamp {
+
+/// Scales the loss, so that small gradients survive 16-bit arithmetic, and steps the optimizer with
+/// the gradients divided again, unless one of them is inf or NaN: then the step is skipped and the
+/// scale lowered. The semantics are torch.amp.GradScaler's, see Note [An iteration].
+///
+///     torchamp::GradScaler scaler;
+///     ...
+///     optimizer.zero_grad();
+///     scaler.scale(loss).backward();
+///     scaler.step(optimizer);
+///     scaler.update();
+///
+/// Reads of the device, which wait for it: step() makes one, whatever the number of parameters,
+/// groups and devices; none with an optimizer that implements ScaledStep (FusedAdam and its kin).
+/// The rest makes none, except where it says so. The numbers of kernels and reads do not grow with
+/// the number of parameters.
+///
+/// Errors are c10::Error; a call that fails leaves the scaler as it was. One thread at a time.
+class GradScaler {
+ public:
+  explicit GradScaler(GradScalerOptions options = {});
+
+  GradScaler(const GradScaler&) = delete;
+  GradScaler& operator=(const GradScaler&) = delete;
+  GradScaler(GradScaler&&) = default;
+  GradScaler& operator=(GradScaler&&) = default;
+  ~GradScaler() = default;
+
+  /// `outputs` times the scale: usually the loss. The first tensor decides on which device the
+  /// scale lives. An fp16 or bf16 scalar comes back in fp32, since the product may be too large for
+  /// it; other shapes keep their dtype.
+  at::Tensor scale(const at::Tensor& outputs);
+
+  /// The same for each of several outputs, on any devices.
+  std::vector<at::Tensor> scale(at::TensorList outputs);
+
+  /// Divides the gradients of all groups of `optimizer` by the scale, in place, for the program to
+  /// clip or look at; step() will not do so again. Once for each optimizer between two calls of
+  /// update(), after the last backward(). Errors: fp16 gradients (before any has been changed), a
+  /// second call, a call after step().
+  void unscale_(torch::optim::Optimizer& optimizer);
+
+  /// Unscales the gradients if unscale_ has not, and calls `optimizer.step()` unless one of them is
+  /// inf or NaN. Once for each optimizer between two calls of update(). An optimizer none of whose
+  /// parameters has a gradient is not stepped: a warning, once, and the result name the parameters
+  /// and the reasons. If `optimizer.step()` throws, step() may be called again.
+  StepResult step(torch::optim::Optimizer& optimizer);
+
+  /// Ends an iteration: lowers the scale if any optimizer's gradients held an inf or a NaN, raises
+  /// it after growth_interval iterations without. Not before some optimizer has been stepped or
+  /// unscaled. If limits are set to throw, this is where it happens.
+  void update();
+
+  /// Ends an iteration and sets the scale. What the gradients held is forgotten; growth_tracker
+  /// stays.
+  void update(double new_scale);
+
+  /// The same from a tensor of one element on the scale's type of device. It is read only where it
+  /// lies in host memory; elsewhere a value outside the limits becomes the nearest limit.
+  void update(const at::Tensor& new_scale);
+
+  /// The scale; 1 if disabled. Reads the device only where the host does not know it, which is so
+  /// after a fused optimizer's step on a GPU.
+  double get_scale() const;
+
+  /// The scale where it lives: 0-dim fp32, changed in place by update(), not to be written to.
+  /// Undefined before the first scale() and if disabled. Never reads.
+  at::Tensor scale_tensor() const;
+
+  /// How many iterations in a row, up to the last update(), held an inf or a NaN. Reads as
+  /// get_scale.
+  int64_t skips_in_a_row() const;
+
+  /// Whether the gradients of `optimizer` have been unscaled in this iteration.
+  bool is_unscaled(const torch::optim::Optimizer& optimizer) const;
+
+  double get_growth_factor() const { return options_.growth_factor; }
+  void set_growth_factor(double factor);
+  double get_backoff_factor() const { return options_.backoff_factor; }
+  void set_backoff_factor(double factor);
+  int64_t get_growth_interval() const { return options_.growth_interval; }
+  /// If more good iterations than this have passed already, the scale grows after the next one.
+  void set_growth_interval(int64_t interval);
+  bool is_enabled() const { return options_.enabled; }
+  const GradScalerOptions& options() const { return options_; }
+
+  /// What torch.amp.GradScaler.state_dict() holds; empty if disabled. Reads as get_scale.
+  GradScalerState state_dict() const;
+
+  /// Takes over all of `state` or, if a value is out of range or the state empty, nothing of it.
+  /// What the rule remembers beyond torch.amp starts afresh. Does nothing if disabled.
+  void load_state_dict(const GradScalerState& state);
+
+  /// For torch::save(scaler, path) and torch::load(scaler, path): the state, and what the rule
+  /// remembers beyond torch.amp. Saving is refused within an iteration; loading takes over all or
+  /// nothing.
+  void save(torch::serialize::OutputArchive& archive) const;
+  void load(torch::serialize::InputArchive& archive);
+
+ private:
+  void check_started(const char* call) const;
+  bool stays_at_one() const;
+  void unscale(torch::optim::Optimizer& optimizer, detail::OptimizerState& state, const char* call);
+  void check_only(torch::optim::Optimizer& optimizer, detail::OptimizerState& state);
+  void agree(detail::OptimizerState& state);
+  std::shared_ptr<detail::StepRecord> record(const detail::OptimizerState& state);
+  std::vector<MissingGradient> report_missing(const torch::optim::Optimizer& optimizer);
+  void restore(const char* call, const GradScalerState& state, detail::RuleState<double> rest);
+  void before_change();
+  void end_iteration();
+
+  GradScalerOptions options_;
+  detail::ScaleState state_;
+  detail::OptimizerStates optimizers_;
+  std::vector<std::weak_ptr<detail::StepRecord>> records_;  // of this iteration
+  bool warned_of_missing_ = false;
+};
+
+inline torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
+                                                   const GradScaler& scaler) {
+  scaler.save(archive);
+  return archive;
+}
+
+inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
+                                                  GradScaler& scaler) {
+  scaler.load(archive);
+  return archive;
+}
+
+}  // namespace torchamp
+
+#include "torchamp/detail/grad_scaler_archive.h"  // IWYU pragma: export
+#include "torchamp/detail/grad_scaler_inl.h"      // IWYU pragma: export

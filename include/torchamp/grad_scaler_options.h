@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <limits>
+
+namespace torchamp {
+
+/// What GradScaler::update does when a limit is met.
+enum class AtLimit {
+  keep_going,   ///< nothing
+  warn,         ///< a warning of LibTorch's, once for each time that the limit is reached
+  throw_error,  ///< a c10::Error out of update(), which then has changed nothing
+  call,         ///< GradScalerOptions::on_limit, each time, after update() has done its work
+};
+
+/// When the credit of bad iterations (GradScalerOptions::hysteresis) is filled up again.
+enum class HysteresisRefill {
+  growth,             ///< when the scale grows (Megatron, DeepSpeed)
+  good_step,          ///< at every good iteration (DeepSpeed with consecutive_hysteresis, Apex)
+  good_or_backed_off  ///< also after the scale was lowered (Paddle)
+};
+
+/// The limit that was met, for GradScalerOptions::on_limit.
+struct ScaleLimit {
+  enum class Kind {
+    min_scale,      ///< the scale ought to be lowered and is at min_scale already
+    skips_in_a_row  ///< max_skips_in_a_row iterations in a row were bad
+  };
+  Kind kind;
+  double scale;            ///< the scale as update() has left it
+  int64_t skips_in_a_row;  ///< bad iterations in a row, this one included
+};
+
+/// What a GradScaler is made with. An aggregate, for designated initialisers:
+/// `GradScaler scaler({.init_scale = 1024., .growth_interval = 100});`
+///
+/// The defaults behave as torch.amp.GradScaler does. A "bad" iteration is one in which any
+/// optimizer's gradients held an inf or a NaN, a "good" one any other.
+struct GradScalerOptions {
+  /// The scale at first.
+  double init_scale = 65536.;
+  /// What the scale is multiplied by after growth_interval good iterations in a row; above 1.
+  double growth_factor = 2.;
+  /// What the scale is multiplied by after a bad iteration; between 0 and 1.
+  double backoff_factor = 0.5;
+  /// Good iterations in a row before the scale grows; from 1 to 2^31 - 1.
+  int64_t growth_interval = 2000;
+  /// False: scale() returns its argument, step() is the optimizer's own, the rest does nothing.
+  bool enabled = true;
+
+  // ---- Beyond torch.amp
+  // --------------------------------------------------------------------------
+
+  /// False: only update(new_scale) changes the scale.
+  bool dynamic = true;
+
+  /// The scale is never below min_scale nor above max_scale. The default floor is the smallest
+  /// scale whose inverse is sure to be finite (torch.amp goes on to 0, divides by it and ruins the
+  /// weights); the default ceiling is the largest fp32 number.
+  double min_scale = std::numeric_limits<float>::min();
+  double max_scale = std::numeric_limits<float>::max();
+  /// What happens when the scale ought to be lowered and is at min_scale already.
+  AtLimit at_min_scale = AtLimit::warn;
+
+  /// So many bad iterations are needed to lower the scale. A good one between them does not count
+  /// against it, unless hysteresis_refill says so.
+  int64_t hysteresis = 1;
+  HysteresisRefill hysteresis_refill = HysteresisRefill::growth;
+
+  /// A bad iteration lowers the scale only if at least this fraction of the iterations since the
+  /// scale last changed were bad; from 0 to 1 (fairseq).
+  double overflow_tolerance = 0.;
+
+  /// Where growth_tracker starts, at first and after a bad iteration; 0 or below (DeepSpeed: -1).
+  int64_t growth_tracker_start = 0;
+
+  /// 0: no limit. Otherwise at_max_skips happens after every so many bad iterations in a row.
+  int64_t max_skips_in_a_row = 0;
+  AtLimit at_max_skips = AtLimit::throw_error;
+
+  /// For AtLimit::call. It may call update(new_scale).
+  std::function<void(const ScaleLimit&)> on_limit = nullptr;
+
+  /// Makes the processes of a distributed program agree: called once for each optimizer and
+  /// iteration, on every path, with the 0-dim fp32 tensor that is 1 if this process found an inf or
+  /// a NaN and 0 otherwise, on the scale's device. It must leave there, in place or as another
+  /// tensor, something non-zero if any process found one: a sum or a maximum over all of them. It
+  /// is called without gradients, too.
+  std::function<void(at::Tensor& found_inf)> agree_found_inf = nullptr;
+
+  /// True: step() looks at the gradients once more, as unscale_, clipping and the program have left
+  /// them, at the cost of a second pass. torch.amp does not see what becomes non-finite after its
+  /// one check.
+  bool recheck = false;
+
+  /// torch.amp's rule: the defaults.
+  static GradScalerOptions torch() { return {}; }
+
+  /// Megatron-LM's DynamicGradScaler with its command line's defaults.
+  static GradScalerOptions megatron() {
+    return {.init_scale = 0x1p32,
+            .growth_interval = 1000,
+            .min_scale = 1.,
+            .at_min_scale = AtLimit::keep_going,
+            .hysteresis = 2};
+  }
+
+  /// DeepSpeed's DynamicLossScaler with the defaults of its "fp16" configuration.
+  static GradScalerOptions deepspeed() {
+    return {.growth_interval = 1000,
+            .min_scale = 1.,
+            .at_min_scale = AtLimit::throw_error,
+            .hysteresis = 2,
+            .growth_tracker_start = -1};
+  }
+
+  /// fairseq's DynamicLossScaler with its own defaults, for scales that are powers of two: its
+  /// min_loss_scale of 1e-4 is never reached, so the floor is the last power above it.
+  static GradScalerOptions fairseq() {
+    return {.init_scale = 0x1p15, .min_scale = 0x1p-13, .at_min_scale = AtLimit::throw_error};
+  }
+
+  /// For bf16 and fp32: the scale is 1 and stays so; a step with an inf or a NaN is skipped.
+  static GradScalerOptions skip_non_finite() { return {.init_scale = 1., .dynamic = false}; }
+
+  /// A scale that nothing but update(new_scale) changes.
+  static GradScalerOptions fixed(double scale) { return {.init_scale = scale, .dynamic = false}; }
+};
+
+}  // namespace torchamp

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstddef>
+#include <optional>
+#include <ostream>
+#include <string>
+#include <vector>
+
+namespace torchamp {
+
+/// A parameter of an optimizer that has no gradient, and why.
+struct MissingGradient {
+  enum class Reason {
+    undefined_parameter,  ///< the parameter itself is an undefined tensor
+    not_required,         ///< requires_grad is false
+    not_a_leaf,           ///< autograd keeps gradients of leaves only
+    other_device,         ///< it lies on another type of device than the loss that was scaled
+    not_reached           ///< no backward() has reached it since its gradient was last cleared
+  };
+  std::size_t group;  ///< index in Optimizer::param_groups()
+  std::size_t index;  ///< index in that group
+  Reason reason;
+  at::Tensor parameter;
+};
+
+/// The parameters of `optimizer` without a gradient, in order. `loss_device` is where the loss lay:
+/// a parameter elsewhere was most likely moved after the optimizer was made, or the model was.
+/// Never reads the device.
+inline std::vector<MissingGradient> missing_gradients(const torch::optim::Optimizer& optimizer,
+                                                      std::optional<at::Device> loss_device = {}) {
+  using Reason = MissingGradient::Reason;
+  std::vector<MissingGradient> missing;
+  const auto& groups = optimizer.param_groups();
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    const std::vector<at::Tensor>& parameters = groups[g].params();
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      const at::Tensor& parameter = parameters[i];
+      if (!parameter.defined()) {
+        missing.push_back({g, i, Reason::undefined_parameter, parameter});
+        continue;
+      }
+      // A non-leaf's grad() warns.
+      if (parameter.is_leaf() && parameter.grad().defined()) continue;
+      Reason reason = Reason::not_reached;
+      if (!parameter.requires_grad()) {
+        reason = Reason::not_required;
+      } else if (!parameter.is_leaf()) {
+        reason = Reason::not_a_leaf;
+      } else if (loss_device && parameter.device().type() != loss_device->type()) {
+        reason = Reason::other_device;
+      }
+      missing.push_back({g, i, reason, parameter});
+    }
+  }
+  return missing;
+}
+
+/// `group 0, parameter 3 (float [64, 32] on cpu): requires_grad is false`
+inline std::ostream& operator<<(std::ostream& out, const MissingGradient& missing) {
+  using Reason = MissingGradient::Reason;
+  out << "group " << missing.group << ", parameter " << missing.index;
+  const at::Tensor& parameter = missing.parameter;
+  if (parameter.defined()) {
+    out << " (" << parameter.scalar_type() << ' ' << parameter.sizes() << " on "
+        << parameter.device() << ')';
+  }
+  switch (missing.reason) {
+    case Reason::undefined_parameter:
+      return out << ": the parameter is undefined";
+    case Reason::not_required:
+      return out << ": requires_grad is false";
+    case Reason::not_a_leaf:
+      return out << ": not a leaf of the graph, so autograd keeps no gradient for it";
+    case Reason::other_device:
+      return out
+             << ": on another device than the loss (was the model moved after the optimizer was "
+                "made?)";
+    case Reason::not_reached:
+      return out << ": no backward() has reached it since its gradient was cleared (is the loss "
+                    "detached from it?)";
+  }
+  return out;
+}
+
+}  // namespace torchamp

@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Every order of five calls on one optimizer: the legal ones pass, each other fails at
+// the first wrong call with its message, and a failed call changes nothing.
+#include <torchamp/grad_scaler.h>
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <string>
+#include <vector>
+
+#include "support/expect_error.h"
+#include "support/optimizers.h"
+
+namespace {
+
+enum class Call { scale, unscale, step, update, set_scale };
+constexpr Call kCalls[] = {Call::scale, Call::unscale, Call::step, Call::update, Call::set_scale};
+enum class Stage { unstarted, ready, unscaled, stepped };
+
+const char* name(Call call) {
+  static const char* const names[] = {"scale", "unscale_", "step", "update", "update(2)"};
+  return names[static_cast<int>(call)];
+}
+
+/// The error of `call` in `stage`, or nothing if it is legal; then `stage` is moved on.
+std::string expected_error(Call call, Stage& stage) {
+  if (call == Call::scale) {
+    if (stage == Stage::unstarted) stage = Stage::ready;
+    return "";
+  }
+  if (stage == Stage::unstarted) {
+    const std::string who = call == Call::set_scale ? "update" : name(call);
+    return "GradScaler::" + who +
+           ": nothing has been scaled yet. Call scale(loss).backward() first.";
+  }
+  switch (call) {
+    case Call::unscale:
+      if (stage == Stage::unscaled) {
+        return "GradScaler::unscale_: the gradients of this optimizer have been unscaled already. "
+               "Call unscale_ once for each optimizer between two calls of update().";
+      }
+      if (stage == Stage::stepped) {
+        return "GradScaler::unscale_: this optimizer has been stepped already. Call unscale_ "
+               "before "
+               "step, and update() after it.";
+      }
+      stage = Stage::unscaled;
+      return "";
+    case Call::step:
+      if (stage == Stage::stepped) {
+        return "GradScaler::step: this optimizer has been stepped already. Call update() once all "
+               "optimizers have been stepped.";
+      }
+      stage = Stage::stepped;
+      return "";
+    case Call::update:
+      if (stage == Stage::ready) {
+        return "GradScaler::update: no optimizer has been stepped or unscaled since the last "
+               "update. "
+               "Call step(optimizer) first, or update(new_scale) to set the scale.";
+      }
+      [[fallthrough]];
+    default:
+      stage = Stage::ready;
+      return "";
+  }
+}
+
+template <typename Optimizer>
+struct Run {
+  torchamp::GradScaler scaler{{.init_scale = 4.}};
+  at::Tensor w = parameter_with(torch::full({2}, 4.));
+  Optimizer optimizer{std::vector<at::Tensor>{w}, torch::optim::SGDOptions(1.)};
+
+  void make(Call call) {
+    switch (call) {
+      case Call::scale:
+        scaler.scale(torch::ones({}));
+        return;
+      case Call::unscale:
+        return scaler.unscale_(optimizer);
+      case Call::step:
+        scaler.step(optimizer);
+        return;
+      case Call::update:
+        return scaler.update();
+      case Call::set_scale:
+        return scaler.update(2.);
+    }
+  }
+
+  /// Whatever a caller can see.
+  std::string seen() const {
+    return c10::str(scaler.get_scale(), ' ', scaler.state_dict().growth_tracker, ' ',
+                    scaler.skips_in_a_row(), ' ', scaler.is_unscaled(optimizer), ' ',
+                    scaler.scale_tensor().defined(), ' ', w.detach(), w.grad());
+  }
+};
+
+template <typename Optimizer>
+void try_all_orders(std::size_t length) {
+  std::size_t orders = 1;
+  for (std::size_t i = 0; i < length; ++i) orders *= std::size(kCalls);
+  for (std::size_t order = 0; order < orders; ++order) {
+    Run<Optimizer> run;
+    Stage stage = Stage::unstarted;
+    std::string so_far;
+    std::size_t rest = order;
+    for (std::size_t i = 0; i < length; ++i, rest /= std::size(kCalls)) {
+      const Call call = kCalls[rest % std::size(kCalls)];
+      so_far += std::string(name(call)) + ' ';
+      SCOPED_TRACE(so_far);
+      const std::string error = expected_error(call, stage);
+      if (error.empty()) {
+        EXPECT_NO_THROW(run.make(call));
+      } else {
+        const std::string before = run.seen();
+        EXPECT_ERROR(run.make(call), error);
+        EXPECT_EQ(run.seen(), before);
+      }
+      if (::testing::Test::HasFailure()) return;
+    }
+  }
+}
+
+}  // namespace
+
+TEST(GradScalerStates, EveryOrderOfCallsOnAnOrdinaryOptimizer) {
+  try_all_orders<torch::optim::SGD>(5);
+}
+
+TEST(GradScalerStates, EveryOrderOfCallsOnAScaledStepOptimizer) {
+  try_all_orders<PlainScaledSGD>(5);
+}
+
+TEST(GradScalerStates, OptimizersAreApart) {
+  torchamp::GradScaler scaler;
+  scaler.scale(torch::ones({}));
+  auto one = sgd({parameter_with(torch::ones({1}))});
+  auto two = sgd({parameter_with(torch::ones({1}))});
+  scaler.unscale_(one);
+  scaler.step(two);
+  EXPECT_ERROR(scaler.unscale_(two), "has been stepped already");
+  scaler.step(one);
+  EXPECT_ERROR(scaler.step(two), "has been stepped already");
+  scaler.update();
+  scaler.step(two);
+  scaler.step(one);
+}
+
+TEST(GradScalerStates, AStepThatThrewMayBeRepeated) {
+  struct Failing : torch::optim::SGD {
+    using SGD::SGD;
+    at::Tensor step(LossClosure closure = nullptr) override {
+      TORCH_CHECK(!fails, "out of luck");
+      return SGD::step(closure);
+    }
+    bool fails = true;
+  };
+  torchamp::GradScaler scaler({.init_scale = 4.});
+  scaler.scale(torch::ones({}));
+  const at::Tensor w = parameter_with(torch::full({1}, 4.));
+  Failing optimizer({w}, torch::optim::SGDOptions(1.));
+  EXPECT_ERROR(scaler.step(optimizer), "out of luck");
+  EXPECT_TRUE(scaler.is_unscaled(optimizer));
+  optimizer.fails = false;
+  EXPECT_TRUE(scaler.step(optimizer));
+  EXPECT_EQ(w.item<float>(), -1.F) << "unscaled once";
+}
+
+TEST(GradScalerStates, AMovedScalerGoesOn) {
+  torchamp::GradScaler first({.init_scale = 4.});
+  first.scale(torch::ones({}));
+  auto optimizer = sgd({parameter_with(torch::ones({1}))});
+  first.unscale_(optimizer);
+  torchamp::GradScaler second = std::move(first);
+  EXPECT_ERROR(second.unscale_(optimizer), "unscaled already");
+  EXPECT_TRUE(second.step(optimizer));
+  second.update();
+}
