@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/cpu/Utils.h>
+#include <c10/core/ScalarType.h>
+
+#include <string>
+#include <vector>
+
+namespace support {
+
+/// The instruction sets of this CPU that multiply matrices in `dtype` (fp16 or bf16) at full speed,
+/// by LibTorch's names; none: such products take many times as long as those in fp32.
+inline std::vector<std::string> fast_matmul_units(c10::ScalarType dtype) {
+  const auto capabilities = at::cpu::get_cpu_capabilities();
+  const std::vector<std::string> candidates =
+      dtype == c10::kBFloat16
+          ? std::vector<std::string>{"amx_bf16", "avx512_bf16", "sve_bf16", "bf16"}
+          : std::vector<std::string>{"amx_fp16", "avx512_fp16", "fp16_arith"};
+  std::vector<std::string> found;
+  for (const std::string& name : candidates) {
+    const auto entry = capabilities.find(name);
+    if (entry != capabilities.end() && entry->second.isBool() && entry->second.toBool()) {
+      found.push_back(name);
+    }
+  }
+  return found;
+}
+
+/// The CPU's name, as far as it tells.
+inline std::string cpu_name() {
+  const auto capabilities = at::cpu::get_cpu_capabilities();
+  const auto entry = capabilities.find("cpu_name");
+  if (entry == capabilities.end() || !entry->second.isString()) return "this CPU";
+  return entry->second.toStringRef();
+}
+
+}  // namespace support
