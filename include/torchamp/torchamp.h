@@ -5,6 +5,7 @@
 #include "torchamp/autocast_state.h"
 #include "torchamp/cast.h"
 #include "torchamp/custom_function.h"
+#include "torchamp/grad_scaler.h"
 #include "torchamp/op_names.h"
 #include "torchamp/ops.h"
 #include "torchamp/policy.h"
