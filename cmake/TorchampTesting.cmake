@@ -4,6 +4,9 @@
 # ---- GoogleTest: the sources that the user names, or installed, or Debian's sources ---------------
 
 function(torchamp_find_googletest)
+  if(TARGET GTest::gmock_main)
+    return()
+  endif()
   set(TORCHAMP_GTEST_SOURCE "" CACHE PATH "A GoogleTest source tree to build instead of finding one")
   if(NOT TORCHAMP_GTEST_SOURCE)
     find_package(GTest QUIET)
