@@ -419,14 +419,18 @@ toolkit. Install torch with its dependencies (pip install torch==${version}), or
   # An imported target's include folders are SYSTEM ones: LibTorch's warnings stay its own.
   add_library(torchamp::libtorch INTERFACE IMPORTED GLOBAL)
   set(includes ${prefix}/include ${prefix}/include/torch/csrc/api/include)
+  set(graphs 0)
   if("torch_cuda" IN_LIST names)
     find_path(cuda_include cuda_runtime_api.h PATHS ${toolkit} ${search} PATH_SUFFIXES ../include NO_DEFAULT_PATH
               NO_CACHE)
     if(cuda_include)
       list(APPEND includes ${cuda_include})
+      set(graphs 1)
     endif()
   endif()
   target_include_directories(torchamp::libtorch INTERFACE ${includes})
+  # Not left to what else lies on the include path: without torch_cuda, nothing of it may be used.
+  target_compile_definitions(torchamp::libtorch INTERFACE TORCHAMP_CUDA_GRAPHS=${graphs})
   target_compile_features(torchamp::libtorch INTERFACE cxx_std_20)
   list(TRANSFORM search PREPEND "LINKER:-rpath-link,")
   target_link_options(torchamp::libtorch INTERFACE ${search})
