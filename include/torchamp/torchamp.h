@@ -6,6 +6,7 @@
 #include "torchamp/cast.h"
 #include "torchamp/custom_function.h"
 #include "torchamp/grad_scaler.h"
+#include "torchamp/module_policy.h"
 #include "torchamp/op_names.h"
 #include "torchamp/ops.h"
 #include "torchamp/policy.h"

@@ -1,0 +1,211 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/autocast_mode.h>
+#include <c10/core/DeviceType.h>
+#include <c10/util/Exception.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/container/named_any.h>
+#include <torch/nn/pimpl.h>
+
+#include <algorithm>
+#include <concepts>
+#include <cstddef>
+#include <initializer_list>
+#include <memory>
+#include <set>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/compile_policy.h"
+#include "torchamp/detail/name_pattern.h"
+#include "torchamp/detail/op_catalog.h"
+#include "torchamp/detail/policy_sites.h"
+#include "torchamp/detail/with_policy.h"
+#include "torchamp/policy.h"
+
+namespace torchamp {
+
+/// A torch::nn module that can be given a policy of its own (see ModulePolicies), for use in place
+/// of `Holder`:
+///
+///     torchamp::WithPolicy<torch::nn::Linear> head{nullptr};
+///     head = register_module("head", torchamp::WithPolicy<torch::nn::Linear>(64, 10));
+///
+/// It is a `Holder` in all other respects: constructors, members, parameter names, checkpoints,
+/// printing, `module->as<torch::nn::Linear>()`. Without a policy, forward costs a pointer test
+/// more. C++ modules have no forward hooks and call each other's forward directly, hence the type;
+/// entries of a torch::nn::Sequential can be given policies without it.
+///
+/// clone() gives a WithPolicy too, without a policy.
+template <class Holder>
+class WithPolicy
+    : public torch::nn::ModuleHolder<detail::WithPolicyImpl<typename Holder::ContainedType>> {
+ public:
+  using Impl = detail::WithPolicyImpl<typename Holder::ContainedType>;
+  using torch::nn::ModuleHolder<Impl>::ModuleHolder;
+
+  /// For torch::nn::Sequential with named entries.
+  WithPolicy(std::initializer_list<torch::nn::NamedAnyModule> modules) requires
+      std::constructible_from<Impl, std::initializer_list<torch::nn::NamedAnyModule>>
+      : WithPolicy(std::make_shared<Impl>(modules)) {}
+
+  /// Calls forward. LibTorch's own operator() does not know a forward that is a template.
+  template <class... Arguments>
+  decltype(auto) operator()(Arguments&&... arguments) {
+    return this->get()->forward(std::forward<Arguments>(arguments)...);
+  }
+};
+
+/// Policies for modules of a model, by dotted name ("encoder.0.norm"; the model's own name is
+/// empty). A module's policy is in force during its forward, on devices where autocast is on, and
+/// replaces that of the guard and of the modules around it.
+///
+///     torchamp::ModulePolicies policies{{"head", Policy::standard().fp32(ops::linear)},
+///                                       {"encoder.*.norm", Policy::torch()}};
+///     policies.apply_to(*model);
+///
+/// A name stands for that module. A pattern must fit the whole name: `?` is one character, `*` any
+/// number of them without a dot, `**` any number with dots. A name wins over patterns; a module
+/// that two patterns fit is an error.
+///
+/// Forward can be put under a policy for modules declared as WithPolicy, for entries of a
+/// torch::nn::Sequential, and for a torch::nn::Sequential as a whole (which means its entries). An
+/// entry that has a policy is no longer found by Sequential::at<Type>(i), which asks for the exact
+/// type; `sequential[i]->as<Type>()` finds it.
+///
+/// The environment variable TORCHAMP_POLICY overrides module policies too. Threads: a value; copies
+/// may be used anywhere. Never reads a device.
+class ModulePolicies {
+ public:
+  ModulePolicies() = default;
+  ModulePolicies(std::initializer_list<std::pair<std::string, Policy>> policies) {
+    for (const auto& [pattern, policy] : policies) set(pattern, policy);
+  }
+
+  /// Adds a name or pattern. Error: one that is there already.
+  ModulePolicies& set(std::string pattern, const Policy& policy);
+
+  /// Makes these the policies of the model's modules; modules that nothing fits have none
+  /// afterwards. Returns the names of the modules that have one. Call it again for a clone, and
+  /// after adding modules. Not while another thread runs the model.
+  ///
+  /// Errors, each leaving the model as it was: a name or pattern that fits no module, a module that
+  /// two patterns fit, a module whose forward cannot be reached (see above).
+  std::vector<std::string> apply_to(torch::nn::Module& model) const;
+
+ private:
+  struct Rule {
+    std::string pattern;
+    std::shared_ptr<const detail::PolicyData> policy;
+  };
+  using Choice = std::vector<const Rule*>;  // by site; null: none
+
+  const Rule* rule_for(const std::string& name) const;
+  Choice choose(const detail::PolicySites& sites) const;
+  void check_all_used(const detail::PolicySites& sites) const;
+  void register_overlays(const torch::nn::Module& model) const;
+
+  std::vector<Rule> rules_;
+};
+
+inline ModulePolicies& ModulePolicies::set(std::string pattern, const Policy& policy) {
+  for (const Rule& rule : rules_) {
+    TORCH_CHECK(rule.pattern != pattern, "ModulePolicies::set: '", pattern,
+                "' has a policy already. Leave out one of the two.");
+  }
+  rules_.push_back({std::move(pattern), policy.data()});
+  return *this;
+}
+
+inline const ModulePolicies::Rule* ModulePolicies::rule_for(const std::string& name) const {
+  const Rule* found = nullptr;
+  for (const Rule& rule : rules_) {
+    if (rule.pattern == name) return &rule;
+  }
+  if (name.empty()) return nullptr;  // patterns speak of what is in the model
+  for (const Rule& rule : rules_) {
+    if (!detail::matches(rule.pattern, name)) continue;
+    TORCH_CHECK(found == nullptr, "ModulePolicies::apply_to: the module '", name, "' fits both '",
+                found->pattern, "' and '", rule.pattern,
+                "'. Set a policy for its name, or narrow one of the patterns.");
+    found = &rule;
+  }
+  return found;
+}
+
+inline void ModulePolicies::check_all_used(const detail::PolicySites& sites) const {
+  for (const Rule& rule : rules_) {
+    const auto& names = sites.names();
+    const bool used = std::any_of(names.begin(), names.end(), [&](const auto& name) {
+      return name.first.empty() ? rule.pattern.empty() : detail::matches(rule.pattern, name.first);
+    });
+    if (used) continue;
+    const auto nearest = std::min_element(names.begin(), names.end(), [&](auto& a, auto& b) {
+      return detail::edit_distance(rule.pattern, a.first) <
+             detail::edit_distance(rule.pattern, b.first);
+    });
+    TORCH_CHECK(false, "ModulePolicies::apply_to: no module of the model fits '", rule.pattern,
+                "'. The nearest name is '", nearest->first, "'.");
+  }
+}
+
+// Registers with the dispatcher here what the policies need for the model's devices, and not in the
+// middle of a forward, when other threads may be running ops.
+inline void ModulePolicies::register_overlays(const torch::nn::Module& model) const {
+  std::set<at::DeviceType> devices;
+  for (const at::Tensor& parameter : model.parameters()) {
+    if (parameter.defined()) devices.insert(parameter.device().type());
+  }
+  for (const at::DeviceType device : devices) {
+    if (!at::autocast::is_autocast_available(device)) continue;
+    for (const Rule& rule : rules_) (void)detail::overlay_table(*rule.policy, device);
+  }
+}
+
+inline ModulePolicies::Choice ModulePolicies::choose(const detail::PolicySites& sites) const {
+  Choice chosen(sites.size(), nullptr);
+  std::vector<const std::string*> chosen_as(sites.size(), nullptr);
+  for (const auto& [name, index] : sites.names()) {
+    const Rule* rule = rule_for(name);
+    if (rule == nullptr) continue;
+    TORCH_CHECK(chosen[index] == nullptr || chosen[index] == rule,
+                "ModulePolicies::apply_to: one module is registered as '", *chosen_as[index],
+                "', which fits '", chosen[index]->pattern, "', and as '", name, "', which fits '",
+                rule->pattern, "'. Set a policy for one of its names only.");
+    const detail::PolicySite& site = sites[index];
+    if (site.is_container() && detail::has_wildcard(rule->pattern)) continue;
+    TORCH_CHECK(site.reachable(), "ModulePolicies::apply_to: '", name, "' (", site.module->name(),
+                "), which fits '", rule->pattern,
+                "', has no forward that a policy can be put around. Declare it as "
+                "torchamp::WithPolicy<...>, or leave it out of the pattern.");
+    chosen[index] = rule;
+    chosen_as[index] = &name;
+  }
+  // A Sequential only calls its entries: those without a policy of their own take it over.
+  for (std::size_t i = 0; i < sites.size(); ++i) {
+    if (chosen[i] == nullptr || sites[i].holder != nullptr || !sites[i].entries.empty()) continue;
+    for (const torch::nn::AnyModule& entry : *sites[i].sequential) {
+      const Rule*& of_entry = chosen[sites.index_of(entry)];
+      if (of_entry == nullptr) of_entry = chosen[i];
+    }
+  }
+  return chosen;
+}
+
+inline std::vector<std::string> ModulePolicies::apply_to(torch::nn::Module& model) const {
+  const detail::PolicySites sites(model);
+  check_all_used(sites);
+  const Choice chosen = choose(sites);
+  register_overlays(model);
+  std::vector<std::string> names;
+  for (std::size_t i = 0; i < sites.size(); ++i) {
+    sites[i].put(chosen[i] == nullptr ? nullptr : chosen[i]->policy);
+    if (chosen[i] != nullptr) names.push_back(sites[i].name);
+  }
+  return names;
+}
+
+}  // namespace torchamp
