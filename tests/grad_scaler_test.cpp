@@ -11,6 +11,7 @@
 
 #include "support/devices.h"
 #include "support/expect_error.h"
+#include "support/on_device.h"
 #include "support/optimizers.h"
 #include "support/tolerances.h"
 #include "support/warnings.h"
@@ -24,17 +25,27 @@ namespace {
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
-class GradScalerOn : public ::testing::TestWithParam<at::DeviceType> {
+struct Where {
+  at::DeviceType device;
+  bool rule_on_device;  // from the first scale() on
+};
+
+class GradScalerOn : public ::testing::TestWithParam<Where> {
  protected:
-  void SetUp() override { SKIP_WITHOUT(GetParam()); }
-  at::TensorOptions options() const { return at::TensorOptions(GetParam()).dtype(at::kFloat); }
+  void SetUp() override { SKIP_WITHOUT(device()); }
+  at::DeviceType device() const { return GetParam().device; }
+  at::TensorOptions options() const { return at::TensorOptions(device()).dtype(at::kFloat); }
   at::Tensor number(double x) const { return at::full({}, x, options()); }
-  at::Tensor tensor(std::vector<float> values) const {
-    return torch::tensor(values).to(GetParam());
+  at::Tensor tensor(std::vector<float> values) const { return torch::tensor(values).to(device()); }
+
+  void start(GradScaler& scaler) const {
+    scaler.scale(number(1));
+    if (GetParam().rule_on_device && host_knows(scaler)) move_to_device(scaler);
   }
 
   /// One iteration in which the gradient of `optimizer`'s parameters is `gradient`, unscaled.
-  static void iterate(GradScaler& scaler, torch::optim::Optimizer& optimizer, double gradient) {
+  void iterate(GradScaler& scaler, torch::optim::Optimizer& optimizer, double gradient) const {
+    if (!scaler.scale_tensor().defined()) start(scaler);
     at::Tensor loss;
     for (const auto& group : optimizer.param_groups()) {
       for (const at::Tensor& parameter : group.params()) {
@@ -92,9 +103,9 @@ TEST(GradScaler, RefusesAnUndefinedTensor) {
 
 TEST_P(GradScalerOn, KeepsTheScaleOnTheDeviceOfTheFirstTensor) {
   GradScaler scaler;
-  scaler.scale(number(1));
+  start(scaler);
   const at::Tensor scale = scaler.scale_tensor();
-  EXPECT_EQ(scale.device().type(), GetParam());
+  EXPECT_EQ(scale.device().type(), device());
   EXPECT_EQ(scale.scalar_type(), at::kFloat);
   EXPECT_EQ(scale.dim(), 0);
   scaler.scale(torch::ones({}));
@@ -120,7 +131,7 @@ TEST(GradScaler, RefusesBackwardThroughAScaleThatHasChangedSince) {
 
 TEST_P(GradScalerOn, UnscalesEveryGroupAndDtypeInPlace) {
   GradScaler scaler({.init_scale = 4.});
-  scaler.scale(number(1));
+  start(scaler);
   std::vector<at::Tensor> parameters;
   std::vector<at::Tensor> gradients;
   for (const at::ScalarType dtype :
@@ -140,7 +151,7 @@ TEST_P(GradScalerOn, UnscalesEveryGroupAndDtypeInPlace) {
 
 TEST_P(GradScalerOn, UnscalesTransposedStridedAndEmptyGradients) {
   GradScaler scaler({.init_scale = 2.});
-  scaler.scale(number(1));
+  start(scaler);
   at::Tensor storage = at::ones({4, 6}, options());
   const at::Tensor transposed = parameter_with(at::ones({3, 2}, options()).t());
   const at::Tensor strided = parameter_with(storage.slice(1, 0, 6, 2));
@@ -154,8 +165,8 @@ TEST_P(GradScalerOn, UnscalesTransposedStridedAndEmptyGradients) {
 
 TEST_P(GradScalerOn, UnscalesTheStoredValuesOfSparseGradients) {
   GradScaler scaler({.init_scale = 2.});
-  scaler.scale(number(1));
-  const at::Tensor indices = torch::tensor({{1, 1, 3}}).to(GetParam());
+  start(scaler);
+  const at::Tensor indices = torch::tensor({{1, 1, 3}}).to(device());
   const at::Tensor gradient = at::sparse_coo_tensor(indices, tensor({2, 4, 6}), {5});
   const at::Tensor parameter = parameter_with(gradient);
   auto optimizer = sgd({parameter});
@@ -166,16 +177,16 @@ TEST_P(GradScalerOn, UnscalesTheStoredValuesOfSparseGradients) {
 
 TEST_P(GradScalerOn, SkipsForANonFiniteValueInASparseGradient) {
   GradScaler scaler;
-  scaler.scale(number(1));
+  start(scaler);
   const at::Tensor gradient =
-      at::sparse_coo_tensor(torch::tensor({{1, 1, 3}}).to(GetParam()), tensor({2, kInf, 6}), {5});
+      at::sparse_coo_tensor(torch::tensor({{1, 1, 3}}).to(device()), tensor({2, kInf, 6}), {5});
   auto optimizer = sgd({parameter_with(gradient)});
   EXPECT_FALSE(scaler.step(optimizer));
 }
 
 TEST_P(GradScalerOn, RefusesHalfGradientsBeforeItTouchesAny) {
   GradScaler scaler({.init_scale = 4.});
-  scaler.scale(number(1));
+  start(scaler);
   const at::Tensor good = parameter_with(tensor({4}));
   const at::Tensor half = parameter_with(tensor({4, 4}).to(at::kHalf));
   torch::optim::SGD optimizer({{{good}}, {{good.detach().clone(), half}}},
@@ -202,7 +213,7 @@ TEST(GradScaler, RefusesGradientsThatKernelsCannotChangeInPlace) {
 
 TEST_P(GradScalerOn, LeavesTheOtherGradientsUnscaledWhenItSkips) {
   GradScaler scaler({.init_scale = 4.});
-  scaler.scale(number(1));
+  start(scaler);
   const at::Tensor good = parameter_with(tensor({4, 8}));
   const at::Tensor bad = parameter_with(tensor({kNaN, 8, -kInf}));
   auto optimizer = sgd({good, bad});
@@ -214,7 +225,7 @@ TEST_P(GradScalerOn, LeavesTheOtherGradientsUnscaledWhenItSkips) {
 
 TEST_P(GradScalerOn, StepsWithWhatTheProgramMadeOfUnscaledGradients) {
   GradScaler scaler({.init_scale = 4.});
-  scaler.scale(number(1));
+  start(scaler);
   const at::Tensor w = parameter_with(tensor({40, 4}));
   auto optimizer = sgd({w});
   scaler.unscale_(optimizer);
@@ -228,7 +239,7 @@ TEST_P(GradScalerOn, StepsWithWhatTheProgramMadeOfUnscaledGradients) {
 TEST_P(GradScalerOn, DoesNotSeeWhatBecomesNonFiniteAfterUnscalingUnlessAskedTo) {
   for (const bool recheck : {false, true}) {
     GradScaler scaler({.init_scale = 4., .recheck = recheck});
-    scaler.scale(number(1));
+    start(scaler);
     const at::Tensor w = parameter_with(tensor({4}));
     auto optimizer = sgd({w});
     scaler.unscale_(optimizer);
@@ -239,8 +250,8 @@ TEST_P(GradScalerOn, DoesNotSeeWhatBecomesNonFiniteAfterUnscalingUnlessAskedTo) 
 }
 
 TEST_P(GradScalerOn, SeesAGradientThatUnscalingMakesInfinite) {
-  GradScaler scaler({.init_scale = 0.25});
-  scaler.scale(number(1));
+  GradScaler scaler({.init_scale = 0.25, .recheck = GetParam().rule_on_device});
+  start(scaler);
   const at::Tensor w = parameter_with(tensor({1e38F}));
   auto optimizer = sgd({w});
   EXPECT_FALSE(scaler.step(optimizer));
@@ -372,7 +383,7 @@ TEST(GradScaler, SkipsNonFiniteStepsWithoutScaling) {
 
 TEST_P(GradScalerOn, SkipsOnlyTheBadOptimizerAndBacksOffForBoth) {
   GradScaler scaler({.init_scale = 4., .growth_interval = 1});
-  scaler.scale(number(1));
+  start(scaler);
   const at::Tensor good = parameter_with(tensor({4}));
   const at::Tensor bad = parameter_with(tensor({kInf}));
   auto one = sgd({good});
@@ -387,7 +398,7 @@ TEST_P(GradScalerOn, SkipsOnlyTheBadOptimizerAndBacksOffForBoth) {
 
 TEST_P(GradScalerOn, CountsAnOptimizerThatWasUnscaledAndNotStepped) {
   GradScaler scaler({.init_scale = 4.});
-  scaler.scale(number(1));
+  start(scaler);
   auto bad = sgd({parameter_with(tensor({kInf}))});
   scaler.unscale_(bad);
   scaler.update();
@@ -542,4 +553,10 @@ TEST(GradScaler, NeitherThrowsNorSticksInAStepWithoutGradients) {
   EXPECT_EQ(scaler.get_scale(), 8.);
 }
 
-INSTANTIATE_TEST_SUITE_P(Devices, GradScalerOn, all_devices(), device_name);
+INSTANTIATE_TEST_SUITE_P(Devices, GradScalerOn,
+                         ::testing::Values(Where{at::kCPU, false}, Where{at::kCPU, true},
+                                           Where{at::kCUDA, false}, Where{at::kCUDA, true}),
+                         [](const auto& where) {
+                           return c10::DeviceTypeName(where.param.device) +
+                                  (where.param.rule_on_device ? "_rule_on_device" : "");
+                         });

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "support/on_device.h"
 #include "support/optimizers.h"
 #include "support/tolerances.h"
 
@@ -29,7 +30,7 @@ std::vector<double> numbers(std::istringstream& line) {
 /// The optimizers that the script makes, with the third one as a ScaledStep.
 class Walk {
  public:
-  explicit Walk(const std::vector<double>& rule)
+  Walk(const std::vector<double>& rule, bool on_device)
       : scaler_({.init_scale = rule.at(0),
                  .growth_factor = rule.at(1),
                  .backoff_factor = rule.at(2),
@@ -37,6 +38,8 @@ class Walk {
     add<torch::optim::SGD>({{{2}, {1, 2}}, {{1}}}, SGDOptions(0.5));
     add<torch::optim::SGD>({{{3}}}, SGDOptions(0.25).momentum(0.5));
     add<PlainScaledSGD>({{{2}, {2}}}, SGDOptions(0.125));
+    scaler_.scale(torch::ones({}));
+    if (on_device) move_to_device(scaler_);
   }
 
   void make(const std::string& call, const std::vector<double>& given) {
@@ -119,7 +122,9 @@ class Walk {
 
 }  // namespace
 
-TEST(GradScalerWalk, DoesWhatTorchAmpDoesStepByStep) {
+class GradScalerWalk : public ::testing::TestWithParam<bool> {};
+
+TEST_P(GradScalerWalk, DoesWhatTorchAmpDoesStepByStep) {
   std::ifstream file("parity/grad_scaler_walk.txt");
   ASSERT_TRUE(file) << "run in tests/";
   std::unique_ptr<Walk> walk;
@@ -133,7 +138,7 @@ TEST(GradScalerWalk, DoesWhatTorchAmpDoesStepByStep) {
     if (call == "#") continue;
     const std::vector<double> given = numbers(line);
     if (call == "walk") {
-      walk = std::make_unique<Walk>(given);
+      walk = std::make_unique<Walk>(given, GetParam());
     } else {
       walk->make(call, given);
       states += call == "state";
@@ -141,3 +146,7 @@ TEST(GradScalerWalk, DoesWhatTorchAmpDoesStepByStep) {
   }
   EXPECT_EQ(states, 300);
 }
+
+INSTANTIATE_TEST_SUITE_P(TheRule, GradScalerWalk, ::testing::Bool(), [](const auto& param_info) {
+  return param_info.param ? "OnTheDevice" : "OnTheHost";
+});

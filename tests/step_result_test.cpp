@@ -61,6 +61,9 @@ TEST(StepResult, KeepsTheAnswersOfItsStep) {
       EXPECT_FALSE(results[i].value().defined());
       EXPECT_EQ(results[i].attempts(), 1);
     }
+    for (std::size_t i = 0; i < results.size(); ++i) {
+      EXPECT_EQ(results[i].found_inf().item<float>() != 0, gradients[i] != 1);
+    }
     EXPECT_EQ(run.scaler.skips_in_a_row(), 1);
   }
 }

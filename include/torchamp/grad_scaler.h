@@ -10,6 +10,7 @@
 #include <memory>
 #include <vector>
 
+#include "torchamp/detail/limits.h"
 #include "torchamp/detail/optimizer_state.h"
 #include "torchamp/detail/scale_state.h"
 #include "torchamp/detail/step_record.h"
@@ -18,6 +19,10 @@
 #include "torchamp/step_result.h"
 
 namespace torchamp {
+
+namespace detail {
+struct GradScalerPeer;  // the tests'
+}
 
 /// Scales the loss, so that small gradients survive 16-bit arithmetic, and steps the optimizer with
 /// the gradients divided again, unless one of them is inf or NaN: then the step is skipped and the
@@ -118,6 +123,8 @@ class GradScaler {
   void load(torch::serialize::InputArchive& archive);
 
  private:
+  friend struct detail::GradScalerPeer;
+
   void check_started(const char* call) const;
   bool stays_at_one() const;
   void unscale(torch::optim::Optimizer& optimizer, detail::OptimizerState& state, const char* call);
@@ -126,11 +133,13 @@ class GradScaler {
   std::shared_ptr<detail::StepRecord> record(const detail::OptimizerState& state);
   std::vector<MissingGradient> report_missing(const torch::optim::Optimizer& optimizer);
   void restore(const char* call, const GradScalerState& state, detail::RuleState<double> rest);
+  detail::Limits::Met apply_rule();
   void before_change();
   void end_iteration();
 
   GradScalerOptions options_;
   detail::ScaleState state_;
+  detail::Limits limits_;
   detail::OptimizerStates optimizers_;
   std::vector<std::weak_ptr<detail::StepRecord>> records_;  // of this iteration
   bool warned_of_missing_ = false;

@@ -9,7 +9,9 @@
 
 namespace torchamp {
 
-/// What GradScaler::update does when a limit is met.
+/// What GradScaler::update does when a limit is met. Where only the device knows that (after a
+/// fused optimizer's step on a GPU), update() does it an iteration or a few later, as soon as the
+/// news has arrived: nothing waits for it.
 enum class AtLimit {
   keep_going,   ///< nothing
   warn,         ///< a warning of LibTorch's, once for each time that the limit is reached

@@ -29,6 +29,10 @@ class StepResult {
   bool stepped() const { return record_->had_gradients && !record_->found_inf.read(); }
   explicit operator bool() const { return stepped(); }
 
+  /// The overflow flag where it lies, to decide by it on the device: 0-dim fp32, non-zero if the
+  /// step was skipped for an inf or a NaN. Undefined for a disabled scaler. Never reads.
+  at::Tensor found_inf() const { return record_->found_inf.tensor; }
+
   /// What the gradients were scaled by; 1 for a disabled scaler.
   double scale() const { return record_->scale.read(); }
 

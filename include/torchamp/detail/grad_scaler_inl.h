@@ -239,36 +239,50 @@ inline void GradScaler::end_iteration() {
 }
 
 inline void GradScaler::update() {
-  using Stage = detail::OptimizerState::Stage;
   if (!options_.enabled) return;
   check_started("update");
   TORCH_CHECK(
       optimizers_.within_iteration(),
       "GradScaler::update: no optimizer has been stepped or unscaled since the last update. "
       "Call step(optimizer) first, or update(new_scale) to set the scale.");
+  const detail::Limits::Met met = apply_rule();
+  end_iteration();
+  limits_.announce(options_, met);
+}
+
+/// Brings the scale to what it is after this iteration.
+inline detail::Limits::Met GradScaler::apply_rule() {
   const detail::InternalOps guard;
+  std::vector<at::Tensor> flags;
   bool known = state_.host() != nullptr;
   bool bad = false;
-  at::Tensor found_inf;
   for (auto& [key, state] : optimizers_) {
-    if (state.stage == Stage::ready) continue;
+    if (state.stage == detail::OptimizerState::Stage::ready) continue;
     agree(state);
     if (!state.had_gradients && !options_.agree_found_inf) continue;
     const std::optional<bool> flag = state.found_inf.without_reading();
     known &= flag.has_value();
     bad |= flag.value_or(false);
-    found_inf =
-        found_inf.defined() ? at::add(found_inf, state.found_inf.tensor) : state.found_inf.tensor;
+    flags.push_back(state.found_inf.tensor);
   }
-  if (found_inf.defined()) {
-    before_change();
-    if (known) {
-      state_.set(detail::next_state(options_, *state_.host(), bad));
-    } else {
-      state_.advance(options_, found_inf.clamp_max(1.));
-    }
+  if (flags.empty()) return {};
+  if (known) {
+    const detail::RuleState<double> before = *state_.host();
+    const detail::RuleState<double> after = detail::next_state(options_, before, bad);
+    const detail::Limits::Met met = detail::Limits::met(options_, before, after);
+    detail::Limits::throw_if_met(options_, met);
+    state_.set(after);
+    return met;
   }
-  end_iteration();
+  const bool watched = detail::Limits::watched(options_);
+  const detail::Limits::Met met = watched ? limits_.news(options_) : detail::Limits::Met{};
+  detail::Limits::throw_if_met(options_, met);
+  before_change();
+  at::Tensor found_inf = flags.front();
+  for (std::size_t i = 1; i < flags.size(); ++i) found_inf = at::add(found_inf, flags[i]);
+  state_.advance(options_, flags.size() > 1 ? found_inf.clamp_max(1.) : found_inf);
+  if (watched) limits_.send(state_.news());
+  return met;
 }
 
 inline void GradScaler::update(double new_scale) {

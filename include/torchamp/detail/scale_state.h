@@ -39,6 +39,13 @@ inline RuleState<double> initial_state(const GradScalerOptions& rule) {
           .skips = 0.};
 }
 
+/// Whether ATen's kernel for torch.amp is the whole rule. It keeps no credit and no rate of
+/// overflows.
+inline bool is_torch_rule(const GradScalerOptions& rule) {
+  return rule.dynamic && rule.hysteresis == 1 && rule.overflow_tolerance == 0. &&
+         rule.growth_tracker_start == 0;
+}
+
 /// A GradScaler's scale and what its rule remembers, on the host or on a device.
 class ScaleState {
  public:
@@ -57,6 +64,9 @@ class ScaleState {
     scale_ = news_.select(0, 0);
     skips_ = news_.select(0, 1);
   }
+
+  /// The scale and the bad iterations in a row, fp32.
+  const at::Tensor& news() const { return news_; }
 
   /// All of it; reads the device where the host does not know.
   RuleState<double> read() const {
@@ -119,9 +129,9 @@ class ScaleState {
 
   /// Keeps the tracker below a shorter interval, so that it is met at the next good iteration.
   void limit_growth_tracker(int64_t growth_interval) {
-    const auto last = static_cast<double>(growth_interval - 1);
+    const int64_t last = growth_interval - 1;
     if (host_) {
-      host_->growth_tracker = std::min(host_->growth_tracker, last);
+      host_->growth_tracker = std::min(host_->growth_tracker, static_cast<double>(last));
     } else {
       growth_tracker_.clamp_max_(last);
     }
@@ -131,9 +141,7 @@ class ScaleState {
   /// bad. In place, without a read.
   void advance(const GradScalerOptions& rule, const at::Tensor& found_inf) {
     leave_host();
-    const bool as_in_torch = rule.dynamic && rule.hysteresis == 1 &&
-                             rule.overflow_tolerance == 0. && rule.growth_tracker_start == 0;
-    if (as_in_torch) {
+    if (is_torch_rule(rule)) {
       at::_amp_update_scale_(scale_, growth_tracker_, found_inf, rule.growth_factor,
                              rule.backoff_factor, rule.growth_interval);
       scale_.clamp_(rule.min_scale, rule.max_scale);
@@ -154,10 +162,7 @@ class ScaleState {
     skips_.copy_(after.skips);
   }
 
- private:
-  at::ScalarType number_type() const { return scale_.is_mps() ? at::kFloat : at::kDouble; }
-
-  /// See Note [Where the scale is known].
+  /// Moves what the rule remembers to the device, for good.
   void leave_host() {
     if (!host_) return;
     const c10::InferenceMode no_inference(false);
@@ -171,6 +176,9 @@ class ScaleState {
     skips_.fill_(host_->skips);
     host_.reset();
   }
+
+ private:
+  at::ScalarType number_type() const { return scale_.is_mps() ? at::kFloat : at::kDouble; }
 
   std::optional<RuleState<double>> host_;
   at::Tensor news_;           // what the host may want to hear of, in one piece: scale_ and skips_

@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What update() does at the floor of the scale and after too many skips in a row.
+#include <torchamp/grad_scaler.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <cmath>
+#include <vector>
+
+#include "support/expect_error.h"
+#include "support/on_device.h"
+#include "support/optimizers.h"
+#include "support/warnings.h"
+
+using ::testing::HasSubstr;
+using torchamp::AtLimit;
+using torchamp::GradScaler;
+using torchamp::GradScalerOptions;
+using torchamp::ScaleLimit;
+
+namespace {
+
+void step(GradScaler& scaler, bool bad) {
+  scaler.scale(torch::ones({}));
+  auto optimizer = sgd({parameter_with(torch::full({1}, bad ? HUGE_VAL : 1.))}, 0.);
+  scaler.step(optimizer);
+}
+
+void iterate(GradScaler& scaler, bool bad) {
+  step(scaler, bad);
+  scaler.update();
+}
+
+std::size_t count(const std::string& text, const std::string& part) {
+  std::size_t n = 0;
+  for (std::size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++n;
+  return n;
+}
+
+}  // namespace
+
+TEST(GradScalerLimits, KeepsGoingAtTheFloor) {
+  GradScaler scaler({.init_scale = 2., .min_scale = 1., .at_min_scale = AtLimit::keep_going});
+  const CollectedWarnings warnings;
+  for (int i = 0; i < 5; ++i) iterate(scaler, true);
+  EXPECT_EQ(scaler.get_scale(), 1.);
+  EXPECT_EQ(scaler.skips_in_a_row(), 5);
+  EXPECT_EQ(warnings.text(), "");
+}
+
+TEST(GradScalerLimits, WarnsOnceForEachTimeThatTheFloorIsReached) {
+  GradScaler scaler({.init_scale = 2., .growth_interval = 2, .min_scale = 1.});
+  const CollectedWarnings warnings;
+  iterate(scaler, true);
+  EXPECT_EQ(warnings.text(), "") << "lowered to the floor; nothing was refused yet";
+  for (int i = 0; i < 3; ++i) iterate(scaler, true);
+  EXPECT_EQ(count(warnings.text(), "and the scale, 1, is at min_scale"), 1U);
+  iterate(scaler, false);
+  iterate(scaler, true);
+  EXPECT_EQ(count(warnings.text(), "at min_scale"), 1U) << "it has not left the floor since";
+  iterate(scaler, false);
+  iterate(scaler, false);
+  ASSERT_EQ(scaler.get_scale(), 2.);
+  for (int i = 0; i < 3; ++i) iterate(scaler, true);
+  EXPECT_EQ(count(warnings.text(), "at min_scale"), 2U);
+}
+
+TEST(GradScalerLimits, ThrowsAtTheFloorAndChangesNothing) {
+  GradScaler scaler({.init_scale = 2., .min_scale = 1., .at_min_scale = AtLimit::throw_error});
+  iterate(scaler, true);
+  step(scaler, true);
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_ERROR(scaler.update(),
+                 "GradScaler::update: gradients hold infs or NaNs and the scale, 1");
+    EXPECT_EQ(scaler.skips_in_a_row(), 1);
+    EXPECT_EQ(scaler.get_scale(), 1.);
+  }
+  scaler.update(4.);
+  iterate(scaler, false);
+  EXPECT_EQ(scaler.get_scale(), 4.) << "the program may go on with a scale of its own";
+}
+
+TEST(GradScalerLimits, CallsBackAtTheFloorAndMaySetTheScaleThere) {
+  std::vector<ScaleLimit> calls;
+  GradScaler* self = nullptr;
+  GradScaler scaler({.init_scale = 2.,
+                     .min_scale = 1.,
+                     .at_min_scale = AtLimit::call,
+                     .on_limit = [&](const ScaleLimit& limit) {
+                       calls.push_back(limit);
+                       EXPECT_TRUE(torch::GradMode::is_enabled());
+                       if (calls.size() == 2) self->update(16.);
+                     }});
+  self = &scaler;
+  iterate(scaler, true);
+  EXPECT_TRUE(calls.empty());
+  iterate(scaler, true);
+  iterate(scaler, true);
+  ASSERT_EQ(calls.size(), 2U);
+  EXPECT_EQ(calls[0].kind, ScaleLimit::Kind::min_scale);
+  EXPECT_EQ(calls[0].scale, 1.);
+  EXPECT_EQ(calls[0].skips_in_a_row, 2);
+  EXPECT_EQ(calls[1].skips_in_a_row, 3);
+  EXPECT_EQ(scaler.get_scale(), 16.);
+}
+
+TEST(GradScalerLimits, CountsSkipsInARow) {
+  GradScaler scaler({.max_skips_in_a_row = 3});
+  for (int run = 0; run < 2; ++run) {
+    iterate(scaler, true);
+    iterate(scaler, true);
+    EXPECT_EQ(scaler.skips_in_a_row(), 2);
+    iterate(scaler, false);
+    EXPECT_EQ(scaler.skips_in_a_row(), 0);
+  }
+  iterate(scaler, true);
+  iterate(scaler, true);
+  step(scaler, true);
+  EXPECT_ERROR(scaler.update(),
+               "gradients held infs or NaNs in 3 iterations in a row, max_skips_in_a_row being 3");
+  EXPECT_EQ(scaler.skips_in_a_row(), 2);
+}
+
+TEST(GradScalerLimits, WarnsOrCallsAfterEverySoManySkips) {
+  std::vector<int64_t> calls;
+  GradScaler calling({.max_skips_in_a_row = 2,
+                      .at_max_skips = AtLimit::call,
+                      .on_limit = [&](const ScaleLimit& limit) {
+                        EXPECT_EQ(limit.kind, ScaleLimit::Kind::skips_in_a_row);
+                        calls.push_back(limit.skips_in_a_row);
+                      }});
+  GradScaler warning({.max_skips_in_a_row = 2, .at_max_skips = AtLimit::warn});
+  const CollectedWarnings warnings;
+  for (int i = 0; i < 5; ++i) {
+    iterate(calling, true);
+    iterate(warning, true);
+  }
+  EXPECT_EQ(calls, (std::vector<int64_t>{2, 4}));
+  EXPECT_EQ(count(warnings.text(), "iterations in a row"), 2U);
+}
+
+TEST(GradScalerLimits, AreMetWithoutScalingToo) {
+  auto options = GradScalerOptions::skip_non_finite();
+  options.max_skips_in_a_row = 2;
+  GradScaler scaler(options);
+  iterate(scaler, true);
+  step(scaler, true);
+  EXPECT_ERROR(scaler.update(), "2 iterations in a row");
+}
+
+TEST(GradScalerLimits, ReachTheHostOneUpdateLaterWhereOnlyTheDeviceKnows) {
+  std::vector<ScaleLimit> calls;
+  GradScaler scaler({.init_scale = 2.,
+                     .min_scale = 1.,
+                     .at_min_scale = AtLimit::call,
+                     .max_skips_in_a_row = 3,
+                     .on_limit = [&](const ScaleLimit& limit) { calls.push_back(limit); }});
+  scaler.scale(torch::ones({}));
+  move_to_device(scaler);
+  iterate(scaler, true);
+  iterate(scaler, true);
+  iterate(scaler, true);
+  EXPECT_EQ(calls.size(), 2U) << "what the first two updates have told";
+  EXPECT_EQ(calls[0].kind, ScaleLimit::Kind::min_scale);
+  step(scaler, false);
+  EXPECT_ERROR(scaler.update(), "gradients held infs or NaNs in 3 iterations in a row");
+  EXPECT_EQ(scaler.skips_in_a_row(), 3);
+  scaler.update();
+  EXPECT_EQ(scaler.skips_in_a_row(), 0) << "the same news is told once";
+  iterate(scaler, false);
+  EXPECT_EQ(calls.size(), 2U);
+}
+
+TEST(GradScalerLimits, AreNotWatchedOnADeviceByDefault) {
+  EXPECT_FALSE(torchamp::detail::Limits::watched({}));
+  EXPECT_TRUE(torchamp::detail::Limits::watched({.min_scale = 1.}));
+  EXPECT_TRUE(torchamp::detail::Limits::watched(GradScalerOptions::deepspeed()));
+  EXPECT_FALSE(torchamp::detail::Limits::watched(GradScalerOptions::megatron()));
+  EXPECT_TRUE(torchamp::detail::Limits::watched({.max_skips_in_a_row = 9}));
+}
