@@ -71,6 +71,21 @@ class GradScaler {
   /// and the reasons. If `optimizer.step()` throws, step() may be called again.
   StepResult step(torch::optim::Optimizer& optimizer);
 
+  /// The same for an optimizer that evaluates the loss by itself, once or, as LBFGS, many times:
+  ///
+  ///     scaler.step(lbfgs, [&] { return loss(model->forward(input), target); });
+  ///     scaler.update();
+  ///
+  /// `closure` computes the loss; zero_grad(), backward(), scaling, unscaling and the check are
+  /// done here, at each evaluation. One whose gradients hold an inf or a NaN lowers the scale at
+  /// once and is made again, up to `max_retries` times and while the scale is above its floor; if
+  /// that does not help, the step is skipped: parameters and optimizer state are as before (of an
+  /// optimizer that is not LibTorch's, state tensors that it changes in place are not put back).
+  /// Keeps a copy of the parameters meanwhile. Reads the device once for each evaluation. See Note
+  /// [A step with a closure].
+  StepResult step(torch::optim::Optimizer& optimizer,
+                  const torch::optim::Optimizer::LossClosure& closure, int64_t max_retries = 8);
+
   /// Ends an iteration: lowers the scale if any optimizer's gradients held an inf or a NaN, raises
   /// it after growth_interval iterations without. Not before some optimizer has been stepped or
   /// unscaled. If limits are set to throw, this is where it happens.
@@ -125,11 +140,22 @@ class GradScaler {
  private:
   friend struct detail::GradScalerPeer;
 
+  struct Evaluation {
+    detail::OptimizerState state;
+    at::Tensor loss;
+    int64_t attempts = 0;
+  };
+
   void check_started(const char* call) const;
+  static void check_not_stepped(const detail::OptimizerState& state);
   bool stays_at_one() const;
   void unscale(torch::optim::Optimizer& optimizer, detail::OptimizerState& state, const char* call);
   void check_only(torch::optim::Optimizer& optimizer, detail::OptimizerState& state);
   void agree(detail::OptimizerState& state);
+  bool evaluate(torch::optim::Optimizer& optimizer,
+                const torch::optim::Optimizer::LossClosure& closure, Evaluation& evaluation,
+                int64_t max_retries);
+  static StepResult unscaled_result(at::Tensor value);
   std::shared_ptr<detail::StepRecord> record(const detail::OptimizerState& state);
   std::vector<MissingGradient> report_missing(const torch::optim::Optimizer& optimizer);
   void restore(const char* call, const GradScalerState& state, detail::RuleState<double> rest);
@@ -159,5 +185,6 @@ inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive
 
 }  // namespace torchamp
 
+#include "torchamp/detail/closure_step.h"         // IWYU pragma: export
 #include "torchamp/detail/grad_scaler_archive.h"  // IWYU pragma: export
 #include "torchamp/detail/grad_scaler_inl.h"      // IWYU pragma: export

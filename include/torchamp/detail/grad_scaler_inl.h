@@ -146,21 +146,28 @@ inline void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   unscale(optimizer, state, "GradScaler::unscale_");
 }
 
-inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
-  using Stage = detail::OptimizerState::Stage;
-  if (!options_.enabled) {
-    auto record = std::make_shared<detail::StepRecord>();
-    record->found_inf.on_host = false;
-    record->scale.on_host = 1.;
-    record->skips_before.on_host = 0.;
-    record->value = optimizer.step();
-    return StepResult(std::move(record));
-  }
-  check_started("step");
-  detail::OptimizerState& state = optimizers_.of(optimizer);
-  TORCH_CHECK(state.stage != Stage::stepped,
+inline void GradScaler::check_not_stepped(const detail::OptimizerState& state) {
+  TORCH_CHECK(state.stage != detail::OptimizerState::Stage::stepped,
               "GradScaler::step: this optimizer has been stepped already. Call update() once all "
               "optimizers have been stepped.");
+}
+
+/// What a disabled scaler's step returns.
+inline StepResult GradScaler::unscaled_result(at::Tensor value) {
+  auto record = std::make_shared<detail::StepRecord>();
+  record->found_inf.on_host = false;
+  record->scale.on_host = 1.;
+  record->skips_before.on_host = 0.;
+  record->value = std::move(value);
+  return StepResult(std::move(record));
+}
+
+inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
+  using Stage = detail::OptimizerState::Stage;
+  if (!options_.enabled) return unscaled_result(optimizer.step());
+  check_started("step");
+  detail::OptimizerState& state = optimizers_.of(optimizer);
+  check_not_stepped(state);
 
   auto* const fused = dynamic_cast<ScaledStep*>(&optimizer);
   at::Tensor grad_scale;

@@ -127,6 +127,17 @@ class ScaleState {
     }
   }
 
+  /// Lowers the scale at once, whatever hysteresis says.
+  void back_off(const GradScalerOptions& rule) {
+    RuleState<double> values = read();
+    values.scale =
+        clamp(as_fp32(values.scale * rule.backoff_factor), rule.min_scale, rule.max_scale);
+    values.growth_tracker = static_cast<double>(rule.growth_tracker_start);
+    values.since_change = 0.;
+    values.overflows = 0.;
+    set(values);
+  }
+
   /// Keeps the tracker below a shorter interval, so that it is met at the next good iteration.
   void limit_growth_tracker(int64_t growth_interval) {
     const int64_t last = growth_interval - 1;

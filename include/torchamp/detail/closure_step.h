@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+#include <torch/optim/lbfgs.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/internal_ops.h"
+#include "torchamp/grad_scaler.h"
+
+namespace torchamp {
+
+// Note [A step with a closure]
+//
+// The optimizer evaluates the loss as often as it likes, LBFGS some twenty times in one step, and
+// looks at the gradients in between. So each evaluation scales, unscales and checks by itself. One
+// that overflows is made again at a lower scale. The first evaluation is made before the optimizer
+// is called, so that a step that must be skipped has not begun. If a later one, at a point that a
+// line search tries, cannot be made finite, the step is abandoned: an exception leaves the
+// optimizer, and its parameters and state are put back.
+
+namespace detail {
+
+/// Leaves an optimizer's step; caught by GradScaler::step.
+struct StepAbandoned : std::exception {};
+
+/// A copy of an optimizer's parameters and state.
+class OptimizerSnapshot {
+ public:
+  explicit OptimizerSnapshot(torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {
+    const at::NoGradGuard no_grad;
+    for (const auto& group : optimizer.param_groups()) {
+      for (const at::Tensor& parameter : group.params()) {
+        parameters_.push_back(parameter.defined() ? parameter.detach().clone() : at::Tensor());
+      }
+    }
+    for (const auto& [key, state] : optimizer.state()) {
+      states_.emplace_back(key, state->clone());
+      if (auto* lbfgs = dynamic_cast<torch::optim::LBFGSParamState*>(states_.back().second.get())) {
+        // It writes this one in place; what else it holds it replaces.
+        if (lbfgs->prev_flat_grad().defined())
+          lbfgs->prev_flat_grad(lbfgs->prev_flat_grad().clone());
+      }
+    }
+  }
+
+  void restore() {
+    const at::NoGradGuard no_grad;
+    std::size_t next = 0;
+    for (auto& group : optimizer_.param_groups()) {
+      for (at::Tensor& parameter : group.params()) {
+        const at::Tensor& copy = parameters_[next++];
+        if (parameter.defined()) parameter.copy_(copy);
+      }
+    }
+    optimizer_.state().clear();
+    for (auto& [key, state] : states_) optimizer_.state()[key] = std::move(state);
+  }
+
+ private:
+  torch::optim::Optimizer& optimizer_;
+  std::vector<at::Tensor> parameters_;
+  std::vector<std::pair<void*, std::unique_ptr<torch::optim::OptimizerParamState>>> states_;
+};
+
+}  // namespace detail
+
+/// Evaluates the loss and its gradients, unscaled, until they are finite. False, and the gradients
+/// as they are, if they never were.
+inline bool GradScaler::evaluate(torch::optim::Optimizer& optimizer,
+                                 const torch::optim::Optimizer::LossClosure& closure,
+                                 Evaluation& evaluation, int64_t max_retries) {
+  for (evaluation.attempts = 1;; ++evaluation.attempts) {
+    {
+      const at::AutoGradMode with_grad(true);
+      optimizer.zero_grad();
+      evaluation.loss = closure();
+      TORCH_CHECK_VALUE(evaluation.loss.defined() && evaluation.loss.numel() == 1,
+                        "GradScaler::step: the closure has returned no loss of one element. It "
+                        "computes the loss and leaves backward() to the scaler.");
+      scale(evaluation.loss).backward();
+    }
+    unscale(optimizer, evaluation.state, "GradScaler::step");
+    agree(evaluation.state);
+    if (!evaluation.state.found_inf.read()) return true;
+    if (evaluation.attempts > max_retries || !options_.dynamic) return false;
+    if (state_.read_scale() <= options_.min_scale) return false;
+    const detail::InternalOps guard;
+    state_.back_off(options_);
+  }
+}
+
+inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer,
+                                   const torch::optim::Optimizer::LossClosure& closure,
+                                   int64_t max_retries) {
+  using Stage = detail::OptimizerState::Stage;
+  TORCH_CHECK_VALUE(closure,
+                    "GradScaler::step: the closure is empty. Pass one that returns the loss.");
+  TORCH_CHECK_VALUE(max_retries >= 0, "GradScaler::step: max_retries is ", max_retries,
+                    ". It is 0 or more.");
+  if (!options_.enabled) {
+    return unscaled_result(optimizer.step([&] {
+      optimizer.zero_grad();
+      at::Tensor loss = closure();
+      loss.backward();
+      return loss;
+    }));
+  }
+  detail::OptimizerState& state = optimizers_.of(optimizer);
+  check_not_stepped(state);
+  TORCH_CHECK(
+      state.stage == Stage::ready,
+      "GradScaler::step: the gradients of this optimizer have been unscaled. With a closure, "
+      "step computes and unscales them by itself: leave unscale_ out.");
+
+  Evaluation first;
+  const bool finite = evaluate(optimizer, closure, first, max_retries);
+  std::vector<MissingGradient> missing;
+  at::Tensor value;
+  if (!first.state.had_gradients) {
+    missing = report_missing(optimizer);
+  } else if (finite) {
+    detail::OptimizerSnapshot snapshot(optimizer);
+    bool is_first = true;
+    try {
+      value = optimizer.step([&] {
+        if (std::exchange(is_first, false)) return first.loss;
+        Evaluation later;
+        const bool good = evaluate(optimizer, closure, later, max_retries);
+        first.state = later.state;
+        first.attempts = std::max(first.attempts, later.attempts);
+        if (!good) throw detail::StepAbandoned();
+        return later.loss;
+      });
+    } catch (const detail::StepAbandoned&) {
+      snapshot.restore();
+    } catch (...) {
+      snapshot.restore();
+      throw;
+    }
+  }
+  state = std::move(first.state);
+  state.stage = Stage::stepped;
+  const std::shared_ptr<detail::StepRecord> record = this->record(state);
+  record->value = std::move(value);
+  record->missing = std::move(missing);
+  record->attempts = first.attempts;
+  return StepResult(record);
+}
+
+}  // namespace torchamp

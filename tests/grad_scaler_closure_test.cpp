@@ -1,0 +1,321 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Steps of optimizers that evaluate the loss by themselves.
+#include <torchamp/grad_scaler.h>
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <vector>
+
+#include "support/expect_error.h"
+#include "support/on_device.h"
+#include "support/optimizers.h"
+#include "support/tolerances.h"
+#include "support/warnings.h"
+
+using torch::optim::LBFGS;
+using torch::optim::LBFGSOptions;
+using torch::optim::LBFGSParamState;
+using torchamp::GradScaler;
+using torchamp::GradScalerOptions;
+using torchamp::StepResult;
+
+namespace {
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+/// Rosenbrock's function, whose gradient overflows, as an fp16 one would, if it is scaled too much.
+struct Valley {
+  at::Tensor w = torch::tensor({-1.5F, 2.F}).requires_grad_();
+  double largest = HUGE_VAL;
+  int evaluations = 0;
+
+  at::Tensor loss() {
+    ++evaluations;
+    const at::Tensor x = w[0];
+    const at::Tensor y = w[1];
+    at::Tensor value = (1 - x).pow(2) + 100 * (y - x * x).pow(2);
+    value.register_hook([this](const at::Tensor& gradient) {
+      return at::where(gradient.abs() > largest, torch::full({}, kInf), gradient);
+    });
+    return value;
+  }
+};
+
+LBFGS lbfgs(const at::Tensor& w, bool with_line_search) {
+  LBFGSOptions options(with_line_search ? 1. : 0.01);
+  options.max_iter(5);
+  if (with_line_search) options.line_search_fn("strong_wolfe");
+  return LBFGS({w}, options);
+}
+
+const LBFGSParamState* state_of(LBFGS& optimizer) {
+  if (optimizer.state().empty()) return nullptr;
+  return dynamic_cast<LBFGSParamState*>(optimizer.state().begin()->second.get());
+}
+
+LBFGSParamState deep_copy(const LBFGSParamState& state) {
+  LBFGSParamState copy = state;
+  for (at::Tensor* t : {&copy.d(), &copy.H_diag(), &copy.prev_flat_grad()}) *t = t->clone();
+  for (auto* list : {&copy.old_dirs(), &copy.old_stps()}) {
+    for (at::Tensor& t : *list) t = t.clone();
+  }
+  return copy;
+}
+
+/// (Their own operator== does not accept the undefined tensors that they hold.)
+void expect_equal(const LBFGSParamState& a, const LBFGSParamState& b) {
+  EXPECT_EQ(a.func_evals(), b.func_evals());
+  EXPECT_EQ(a.n_iter(), b.n_iter());
+  EXPECT_EQ(a.t(), b.t());
+  EXPECT_EQ(a.prev_loss(), b.prev_loss());
+  EXPECT_TRUE(at::equal(a.d(), b.d()));
+  EXPECT_TRUE(at::equal(a.H_diag(), b.H_diag()));
+  EXPECT_TRUE(at::equal(a.prev_flat_grad(), b.prev_flat_grad()));
+  ASSERT_EQ(a.old_dirs().size(), b.old_dirs().size());
+  for (std::size_t i = 0; i < a.old_dirs().size(); ++i) {
+    EXPECT_TRUE(at::equal(a.old_dirs()[i], b.old_dirs()[i]));
+    EXPECT_TRUE(at::equal(a.old_stps()[i], b.old_stps()[i]));
+  }
+}
+
+/// Evaluates its loss twice in a step, and moves the parameters and its state in between.
+struct TwoLooks : torch::optim::SGD {
+  using SGD::SGD;
+  at::Tensor step(LossClosure closure) override {
+    at::Tensor loss = closure();
+    for (int i = 0; i < 2; ++i) {
+      const torch::NoGradGuard no_grad;
+      at::Tensor& p = param_groups()[0].params()[0];
+      p.sub_(p.grad());
+      state_[p.unsafeGetTensorImpl()] = std::make_unique<torch::optim::SGDParamState>();
+      if (i == 0) loss = closure();
+    }
+    return loss;
+  }
+};
+
+}  // namespace
+
+TEST(GradScalerClosure, LBFGSGoesWhereItGoesWithoutScaling) {
+  for (const bool with_line_search : {false, true}) {
+    Valley plain;
+    Valley scaled;
+    LBFGS first = lbfgs(plain.w, with_line_search);
+    LBFGS second = lbfgs(scaled.w, with_line_search);
+    GradScaler scaler({.init_scale = 1024., .growth_interval = 2});
+    for (int i = 0; i < 8; ++i) {
+      const at::Tensor loss = first.step([&] {
+        first.zero_grad();
+        at::Tensor value = plain.loss();
+        value.backward();
+        return value;
+      });
+      const StepResult result = scaler.step(second, [&] { return scaled.loss(); });
+      scaler.update();
+      EXPECT_TRUE(result);
+      EXPECT_EQ(result.attempts(), 1);
+      EXPECT_EQ(result.value().item<float>(), loss.item<float>());
+      EXPECT_TRUE(at::equal(scaled.w, plain.w)) << "powers of two change no bit";
+    }
+    EXPECT_EQ(scaled.evaluations, plain.evaluations) << "the first one is not made twice";
+    EXPECT_EQ(scaler.get_scale(), 16384.);
+    EXPECT_LT(scaled.loss().item<float>(), with_line_search ? 0.1 : 10.);
+  }
+}
+
+TEST(GradScalerClosure, BacksOffAndRetriesUntilTheGradientsAreFinite) {
+  Valley plain;
+  Valley valley;
+  valley.largest = 100.;
+  LBFGS first = lbfgs(plain.w, true);
+  LBFGS second = lbfgs(valley.w, true);
+  GradScaler scaler({.init_scale = 1024.});
+  const StepResult result = scaler.step(second, [&] { return valley.loss(); });
+  EXPECT_TRUE(result);
+  EXPECT_EQ(result.attempts(), 5) << "1024, 512, 256, 128, 64";
+  EXPECT_EQ(result.scale(), 64.);
+  EXPECT_EQ(result.skips_in_a_row(), 0);
+  scaler.update();
+  EXPECT_EQ(scaler.get_scale(), 64.);
+  EXPECT_EQ(scaler.state_dict().growth_tracker, 1);
+  first.step([&] {
+    first.zero_grad();
+    at::Tensor value = plain.loss();
+    value.backward();
+    return value;
+  });
+  EXPECT_TRUE(at::equal(valley.w, plain.w));
+}
+
+TEST(GradScalerClosure, SkipsAfterTheLastRetryAndLeavesEverythingAsItWas) {
+  Valley valley;
+  LBFGS optimizer = lbfgs(valley.w, true);
+  GradScaler scaler({.init_scale = 1024.});
+  const auto loss = [&] { return valley.loss(); };
+  scaler.step(optimizer, loss);
+  scaler.update();
+  const at::Tensor before = valley.w.detach().clone();
+  const LBFGSParamState state = deep_copy(*state_of(optimizer));
+  valley.largest = 0.;
+  valley.evaluations = 0;
+  const StepResult result = scaler.step(optimizer, loss, 3);
+  EXPECT_FALSE(result);
+  EXPECT_EQ(result.attempts(), 4);
+  EXPECT_EQ(valley.evaluations, 4);
+  EXPECT_EQ(result.skips_in_a_row(), 1);
+  EXPECT_FALSE(result.value().defined());
+  EXPECT_TRUE(at::equal(valley.w, before));
+  expect_equal(*state_of(optimizer), state);
+  EXPECT_EQ(scaler.get_scale(), 128.);
+  scaler.update();
+  EXPECT_EQ(scaler.get_scale(), 64.) << "update() backs off for the last attempt";
+  EXPECT_EQ(scaler.skips_in_a_row(), 1);
+}
+
+TEST(GradScalerClosure, AbandonsAStepInTheMiddleOfALineSearch) {
+  // Every evaluation after the first `good` ones overflows.
+  for (int good = 1; good < 12; ++good) {
+    SCOPED_TRACE(good);
+    Valley valley;
+    LBFGS optimizer = lbfgs(valley.w, true);
+    GradScaler scaler({.init_scale = 1024.});
+    for (int i = 0; i < 3; ++i) {
+      scaler.step(optimizer, [&] { return valley.loss(); });
+      scaler.update();
+    }
+    const at::Tensor before = valley.w.detach().clone();
+    const LBFGSParamState state = deep_copy(*state_of(optimizer));
+    int left = good;
+    const auto loss = [&] {
+      valley.largest = left-- > 0 ? HUGE_VAL : 0.;
+      return valley.loss();
+    };
+    const StepResult result = scaler.step(optimizer, loss, 2);
+    scaler.update();
+    if (result) {  // it needed no more evaluations
+      EXPECT_GE(left, 0);
+      continue;
+    }
+    EXPECT_EQ(left, -3) << "two retries";
+    EXPECT_TRUE(at::equal(valley.w, before));
+    expect_equal(*state_of(optimizer), state);
+    EXPECT_FALSE(result.value().defined());
+    left = 1000;
+    EXPECT_TRUE(scaler.step(optimizer, loss));
+  }
+}
+
+TEST(GradScalerClosure, PutsBackAnyOptimizersParametersAndState) {
+  const at::Tensor w = torch::ones({2}, torch::requires_grad());
+  TwoLooks optimizer({w}, torch::optim::SGDOptions(1.));
+  GradScaler scaler({.init_scale = 4.});
+  int calls = 0;
+  const auto loss = [&] { return (w * (++calls == 1 ? 1.F : kInf)).sum(); };
+  EXPECT_FALSE(scaler.step(optimizer, loss, 1));
+  EXPECT_EQ(calls, 3);
+  expect_close(w.detach(), torch::ones({2}));
+  EXPECT_TRUE(optimizer.state().empty());
+  scaler.update();
+  calls = -10;
+  EXPECT_ERROR(scaler.step(optimizer,
+                           [&] {
+                             TORCH_CHECK(++calls < -8, "out of luck");
+                             return w.sum();
+                           }),
+               "out of luck");
+  expect_close(w.detach(), torch::ones({2}));
+  EXPECT_TRUE(scaler.step(optimizer, [&] { return w.sum(); })) << "the failed call left no trace";
+}
+
+TEST(GradScalerClosure, ServesOptimizersThatEvaluateOnce) {
+  const at::Tensor w = torch::ones({1}, torch::requires_grad());
+  auto plain = sgd({w});
+  PlainScaledSGD fused({w}, torch::optim::SGDOptions(1.));
+  GradScaler scaler({.init_scale = 4.});
+  EXPECT_TRUE(scaler.step(plain, [&] { return (w * 2).sum(); }));
+  EXPECT_TRUE(scaler.step(fused, [&] { return (w * 3).sum(); }));
+  EXPECT_EQ(fused.scaled_steps, 0) << "the gradients have been unscaled and checked";
+  scaler.update();
+  EXPECT_EQ(w.item<float>(), -4.F);
+}
+
+TEST(GradScalerClosure, GivesUpAtTheFloorAndWithAFixedScale) {
+  const at::Tensor w = torch::ones({1}, torch::requires_grad());
+  auto optimizer = sgd({w});
+  const auto loss = [&] { return (w * kInf).sum(); };
+  GradScaler floor(
+      {.init_scale = 4., .min_scale = 1., .at_min_scale = torchamp::AtLimit::keep_going});
+  EXPECT_EQ(floor.step(optimizer, loss).attempts(), 3);
+  GradScaler fixed(GradScalerOptions::fixed(4.));
+  EXPECT_EQ(fixed.step(optimizer, loss).attempts(), 1);
+  EXPECT_EQ(fixed.get_scale(), 4.);
+}
+
+TEST(GradScalerClosure, RetriesWhereOnlyTheDeviceKnowsTheScale) {
+  Valley valley;
+  valley.largest = 100.;
+  LBFGS optimizer = lbfgs(valley.w, true);
+  GradScaler scaler({.init_scale = 1024.});
+  scaler.scale(torch::ones({}));
+  move_to_device(scaler);
+  const StepResult result = scaler.step(optimizer, [&] { return valley.loss(); });
+  EXPECT_TRUE(result);
+  EXPECT_EQ(result.attempts(), 5);
+  scaler.update();
+  EXPECT_EQ(scaler.get_scale(), 64.);
+  EXPECT_EQ(result.scale(), 64.);
+}
+
+TEST(GradScalerClosure, NamesItsMisuse) {
+  const at::Tensor w = torch::ones({2}, torch::requires_grad());
+  auto optimizer = sgd({w});
+  GradScaler scaler;
+  EXPECT_ERROR(scaler.step(optimizer, nullptr), "the closure is empty");
+  EXPECT_ERROR(scaler.step(
+                   optimizer, [&] { return w.sum(); }, -1),
+               "max_retries is -1");
+  EXPECT_ERROR(scaler.step(optimizer, [&] { return at::Tensor(); }),
+               "returned no loss of one element");
+  EXPECT_ERROR(scaler.step(optimizer, [&] { return w * 2; }), "returned no loss of one element");
+  scaler.scale(w.sum()).backward();
+  scaler.unscale_(optimizer);
+  EXPECT_ERROR(scaler.step(optimizer, [&] { return w.sum(); }), "leave unscale_ out");
+  scaler.update();
+  scaler.step(optimizer, [&] { return w.sum(); });
+  EXPECT_ERROR(scaler.step(optimizer, [&] { return w.sum(); }), "has been stepped already");
+}
+
+TEST(GradScalerClosure, NamesParametersThatTheLossDoesNotReach) {
+  const at::Tensor w = torch::ones({2}, torch::requires_grad());
+  auto optimizer = sgd({w});
+  GradScaler scaler;
+  const CollectedWarnings warnings;
+  const StepResult result =
+      scaler.step(optimizer, [] { return torch::ones({}, torch::requires_grad()) * 1; });
+  EXPECT_FALSE(result);
+  EXPECT_FALSE(result.had_gradients());
+  EXPECT_EQ(result.missing_gradients().size(), 1U);
+  scaler.update();
+}
+
+TEST(GradScalerClosure, IsTheOptimizersOwnWhenDisabled) {
+  Valley plain;
+  Valley other;
+  LBFGS first = lbfgs(plain.w, true);
+  LBFGS second = lbfgs(other.w, true);
+  GradScaler scaler({.enabled = false});
+  first.step([&] {
+    first.zero_grad();
+    at::Tensor value = plain.loss();
+    value.backward();
+    return value;
+  });
+  const StepResult result = scaler.step(second, [&] { return other.loss(); });
+  EXPECT_TRUE(result);
+  EXPECT_TRUE(result.value().defined());
+  EXPECT_TRUE(at::equal(plain.w, other.w));
+}
