@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+#include <torch/optim/optimizer.h>
+#include <torch/optim/serialize.h>
+#include <torch/serialize/archive.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/counter_table.h"
+#include "torchamp/detail/step_plan.h"
+#include "torchamp/fused_optimizer.h"
+
+namespace torchamp::detail {
+
+/// The parameters and states of an optimizer, on their way into an archive or out of one.
+template <class Options>
+class Snapshot final : public torch::optim::Optimizer {
+ public:
+  explicit Snapshot(const ParamGroups& groups) : Optimizer(groups, std::make_unique<Options>(0.)) {
+    for (std::size_t g = 0; g < groups.size(); ++g) {  // LibTorch merges options with the defaults
+      param_groups_[g].set_options(groups[g].options().clone());
+    }
+  }
+  at::Tensor step(LossClosure) override {
+    TORCH_INTERNAL_ASSERT(false, "a snapshot of an optimizer does not step");
+  }
+};
+
+/// A FusedOptimizer after a rule (step_rules.h).
+template <class Rule>
+class FusedOptimizerOf : public FusedOptimizer {
+ public:
+  using Options = typename Rule::Options;
+  using State = typename Rule::State;
+
+  FusedOptimizerOf(const ParamGroups& groups, Options defaults)
+      : FusedOptimizer(groups, std::make_unique<Options>(defaults)) {
+    Rule::check(defaults);
+    for (std::size_t g = 0; g < param_groups_.size(); ++g) {
+      Rule::check(options_of<Rule>(param_groups_, g));
+    }
+  }
+
+  /// The states of the parameters, in the types of LibTorch's own optimizer; a parameter whose
+  /// every step was skipped may have one or not. Brings their step counts, which live on the
+  /// device, up to date: reads it if a step since then could be skipped. (state() of a reference to
+  /// torch::optim::Optimizer gives them as they were last brought up to date.) They may be changed:
+  /// the next step starts from them.
+  ParamStates& state() {
+    write_steps();
+    counters_.clear();
+    plan_ = {};
+    return state_;
+  }
+  const ParamStates& state() const {
+    write_steps();
+    return state_;
+  }
+
+  /// Writes what LibTorch's own optimizer writes, for either to load. Reads the device.
+  void save(torch::serialize::OutputArchive& archive) const override {
+    write_steps();
+    Snapshot<Options> snapshot(param_groups_);
+    for (const auto& [param, state] : state_) {
+      const auto counter = counters_.find(param);
+      const bool never_stepped = counter && counter->at_most == 0;
+      if (!never_stepped) snapshot.state()[param] = state->clone();
+    }
+    torch::optim::serialize<State, Options>(archive, snapshot);
+  }
+
+  /// Reads what save() or LibTorch's own optimizer wrote. All of the state is replaced; it goes to
+  /// its parameters' device and dtype when they are next stepped. If the archive is another
+  /// optimizer's, or one for other parameters, throws and changes nothing.
+  void load(torch::serialize::InputArchive& archive) override {
+    Snapshot<Options> loaded(param_groups_);
+    try {
+      torch::optim::serialize<State, Options>(archive, loaded);
+    } catch (const std::exception& error) {
+      const auto* const own = dynamic_cast<const c10::Error*>(&error);
+      TORCH_CHECK(false, Rule::name, "::load: the archive does not hold what ", Rule::name,
+                  " or its counterpart in LibTorch saves for such parameter groups: ",
+                  own ? own->what_without_backtrace() : error.what());
+    }
+    check_loaded(loaded);
+    for (std::size_t g = 0; g < param_groups_.size(); ++g) {
+      static_cast<Options&>(param_groups_[g].options()) =
+          static_cast<const Options&>(loaded.param_groups()[g].options());
+    }
+    state_ = std::move(loaded.state());
+    counters_.clear();
+    plan_ = {};
+  }
+
+ protected:
+  void step_fused(const at::Tensor& grad_scale, const at::Tensor& found_inf) override {
+    if (!plan_.collect_gradients(param_groups_)) {
+      plan_ = {};  // holds no gradients, should what follows throw
+      check_parameters<Rule>(param_groups_, state_);
+      plan_ = StepPlan<Rule>::make(param_groups_, static_cast<const Options&>(*defaults_), state_,
+                                   counters_);
+      TORCH_INTERNAL_ASSERT(plan_.collect_gradients(param_groups_));
+    }
+    plan_.run(param_groups_, grad_scale, found_inf);
+  }
+
+ private:
+  static void check_loaded(Snapshot<Options>& loaded) {
+    const ParamGroups& groups = loaded.param_groups();
+    for (std::size_t g = 0; g < groups.size(); ++g) {
+      const Options& options = options_of<Rule>(groups, g);
+      Rule::check(options);
+      for (std::size_t i = 0; i < groups[g].params().size(); ++i) {
+        const at::Tensor& param = groups[g].params()[i];
+        const auto state = loaded.state().find(param.unsafeGetTensorImpl());
+        if (state == loaded.state().end()) continue;
+        for (std::size_t k = 0; k < Rule::kinds(options); ++k) {
+          const at::Tensor& tensor = Rule::tensor(static_cast<State&>(*state->second), k);
+          TORCH_CHECK(tensor.defined() && tensor.sizes() == param.sizes(), Rule::name,
+                      "::load: the archive's state of ", place_of(g, i), " has the shape ",
+                      tensor.defined() ? c10::str(tensor.sizes()) : "(none)", ", the parameter ",
+                      param.sizes(), ". Load it into an optimizer of the same parameters.");
+        }
+      }
+    }
+  }
+
+  void write_steps() const {
+    counters_.read([&](void* param, int64_t steps) {
+      const auto state = state_.find(param);
+      if (state != state_.end()) Rule::set_steps(static_cast<State&>(*state->second), steps);
+    });
+  }
+
+  CounterTable counters_;
+  StepPlan<Rule> plan_;
+};
+
+}  // namespace torchamp::detail

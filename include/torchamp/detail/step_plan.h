@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+#include <c10/util/flat_hash_map.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "torchamp/detail/counter_table.h"
+#include "torchamp/detail/step_list.h"
+#include "torchamp/detail/step_scalars.h"
+
+namespace torchamp::detail {
+
+using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
+using ParamStates = ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>>;
+
+inline std::string place_of(std::size_t group, std::size_t index) {
+  return c10::str("parameter ", index, " of group ", group);
+}
+
+inline const at::Tensor& gradient_of(const at::Tensor& param) {
+  return param.unsafeGetTensorImpl()->grad();  // Tensor::grad() looks whether to warn of non-leaves
+}
+
+/// The options of a group, which must be those that `Rule` goes by.
+template <class Rule>
+const typename Rule::Options& options_of(const ParamGroups& groups, std::size_t group) {
+  const auto* const options = dynamic_cast<const typename Rule::Options*>(&groups[group].options());
+  TORCH_CHECK_TYPE(options, Rule::name, ": the options of group ", group,
+                   " are another optimizer's. Give it those that ", Rule::name, " takes.");
+  return *options;
+}
+
+/// Throws for a parameter with a gradient that the kernels cannot step. Changes nothing.
+template <class Rule>
+void check_parameters(const ParamGroups& groups, const ParamStates& states) {
+  ska::flat_hash_map<const void*, std::size_t> seen;
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    const std::size_t kinds = Rule::kinds(options_of<Rule>(groups, g));
+    for (std::size_t i = 0; i < groups[g].params().size(); ++i) {
+      const at::Tensor& param = groups[g].params()[i];
+      const at::Tensor& grad = gradient_of(param);
+      if (!grad.defined()) continue;
+      TORCH_CHECK_VALUE(seen.emplace(param.unsafeGetTensorImpl(), g).second, Rule::name,
+                        "::step: ", place_of(g, i),
+                        " is in the optimizer twice. Give each parameter once.");
+      TORCH_CHECK_VALUE(param.layout() == at::kStrided && grad.layout() == at::kStrided, Rule::name,
+                        "::step: ", place_of(g, i), " has a gradient of layout ", grad.layout(),
+                        ". Fused kernels take dense ones: make it dense (for an embedding, "
+                        "sparse(false)), or give this parameter to LibTorch's own optimizer.");
+      TORCH_CHECK_VALUE(at::isFloatingType(param.scalar_type()), Rule::name,
+                        "::step: ", place_of(g, i), " is of dtype ", param.scalar_type(),
+                        ". Fused kernels take real floating-point numbers: give this parameter to "
+                        "LibTorch's own optimizer.");
+      TORCH_CHECK_VALUE(param.is_non_overlapping_and_dense(), Rule::name,
+                        "::step: ", place_of(g, i), " has gaps or overlaps in memory (sizes ",
+                        param.sizes(), ", strides ", param.strides(),
+                        "). Make the parameter from a contiguous() tensor.");
+      const auto state = states.find(param.unsafeGetTensorImpl());
+      if (state == states.end()) continue;
+      for (std::size_t k = 0; k < kinds; ++k) {
+        const at::Tensor& tensor =
+            Rule::tensor(static_cast<typename Rule::State&>(*state->second), k);
+        TORCH_CHECK_VALUE(!tensor.defined() || tensor.sizes() == param.sizes(), Rule::name,
+                          "::step: ", place_of(g, i), " is of shape ", param.sizes(),
+                          ", its state of ", tensor.sizes(),
+                          ". Make a new optimizer for parameters of another shape.");
+      }
+    }
+  }
+}
+
+// Note [The plan of a fused step]
+// What the kernels are called with (lists of parameters, states and counters by group, device and
+// dtype) is made once and kept. Each step walks over the parameters, collects the gradients, and
+// finds out on the way whether the plan still holds: the same parameters, the same of them with
+// gradients, the layouts that the states were made for, the same kinds of state. If not, it is made
+// anew, from the groups, the states and the counters, which are all that outlives it.
+
+/// What a step of `Rule` calls the fused kernels with.
+template <class Rule>
+class StepPlan {
+ public:
+  using Options = typename Rule::Options;
+  using State = typename Rule::State;
+
+  /// False if the plan does not hold for `groups`.
+  bool collect_gradients(const ParamGroups& groups) {
+    if (uses_.size() != groups.size()) return false;
+    for (StepList& list : lists_) list.grads.clear();
+    auto slot = slots_.cbegin();
+    for (std::size_t g = 0; g < groups.size(); ++g) {
+      if (!(uses_[g] == use_of(groups, g))) return false;
+      for (const at::Tensor& param : groups[g].params()) {
+        if (slot == slots_.cend() || slot->param != param.unsafeGetTensorImpl()) return false;
+        const at::Tensor& grad = gradient_of(param);
+        if (grad.defined() != (slot->list != no_list)) return false;
+        if (grad.defined() && !add_gradient(lists_[slot->list], param, grad)) return false;
+        ++slot;
+      }
+    }
+    return slot == slots_.cend();
+  }
+
+  /// A plan for `groups`, which check_parameters has passed. Makes the states that are missing and
+  /// takes those that are not to their parameters' device, dtype and layout.
+  static StepPlan make(const ParamGroups& groups, const Options& defaults, ParamStates& states,
+                       CounterTable& counters) {
+    StepPlan plan;
+    std::vector<at::Tensor> counted;
+    for (std::size_t g = 0; g < groups.size(); ++g) {
+      plan.uses_.push_back(use_of(groups, g));
+      for (const at::Tensor& param : groups[g].params()) {
+        plan.slots_.push_back({param.unsafeGetTensorImpl(), no_list});
+        if (plan.uses_[g].counted && gradient_of(param).defined()) counted.push_back(param);
+      }
+    }
+    const auto steps_so_far = [&](const at::Tensor& param) -> int64_t {
+      const auto state = states.find(param.unsafeGetTensorImpl());
+      if (state == states.end()) return 0;
+      return Rule::steps(static_cast<const State&>(*state->second));
+    };
+    for (auto& counter : counters.assign(counted, steps_so_far)) {
+      plan.scalars_[plan.scalars_of(counter->value.device())].add_counter(std::move(counter));
+    }
+    auto slot = plan.slots_.begin();
+    for (std::size_t g = 0; g < groups.size(); ++g) {
+      for (const at::Tensor& param : groups[g].params()) {
+        if (gradient_of(param).defined()) {
+          slot->list = plan.list_of(g, param, counters.find(param));
+          plan.add_parameter(plan.lists_[slot->list], param, defaults, states, counters);
+        }
+        ++slot;
+      }
+    }
+    return plan;
+  }
+
+  /// Steps with the gradients collected.
+  void run(const ParamGroups& groups, const at::Tensor& grad_scale, const at::Tensor& found_inf) {
+    for (StepScalars& scalars : scalars_) scalars.begin(grad_scale, found_inf);
+    for (const StepList& list : lists_) {
+      Rule::step(options_of<Rule>(groups, list.group), list, scalars_[list.scalars]);
+    }
+    for (StepScalars& scalars : scalars_) scalars.end();
+    for (StepList& list : lists_) {
+      list.grads.clear();
+      // The kernels do not tell autograd, nor a cache of weight casts, that they write.
+      for (const at::Tensor& param : list.params) param.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+
+ private:
+  static constexpr std::size_t no_list = static_cast<std::size_t>(-1);
+  struct Slot {
+    const c10::TensorImpl* param;
+    std::size_t list;  ///< no_list for a parameter without a gradient
+  };
+  struct Use {
+    std::size_t kinds;
+    bool counted;
+    bool operator==(const Use&) const = default;
+  };
+
+  static Use use_of(const ParamGroups& groups, std::size_t group) {
+    const Options& options = options_of<Rule>(groups, group);
+    return {Rule::kinds(options), Rule::counted(options)};
+  }
+
+  static bool add_gradient(StepList& list, const at::Tensor& param, const at::Tensor& grad) {
+    if (param.device() != list.device || param.scalar_type() != list.dtype ||
+        !param.is_non_overlapping_and_dense() || grad.layout() != at::kStrided) {
+      return false;
+    }
+    if (!list.state.empty() && !same_layout(param, list.state[0][list.grads.size()])) return false;
+    list.grads.push_back(fitted(grad, param));
+    return true;
+  }
+
+  std::size_t scalars_of(at::Device device) {
+    std::size_t s = 0;
+    while (s < scalars_.size() && scalars_[s].device() != device) ++s;
+    if (s == scalars_.size()) scalars_.emplace_back(device);
+    return s;
+  }
+
+  /// The list that the parameter belongs to, which may be a new one.
+  std::size_t list_of(std::size_t group, const at::Tensor& param,
+                      std::shared_ptr<StepCounter> counter) {
+    if (!Rule::apart || !uses_[group].counted) counter = nullptr;
+    std::size_t l = lists_.size();
+    while (l > 0) {  // the latest is the likeliest
+      const StepList& list = lists_[--l];
+      if (list.group == group && list.device == param.device() &&
+          list.dtype == param.scalar_type() && list.counter == counter) {
+        return l;
+      }
+    }
+    lists_.push_back({group,
+                      param.device(),
+                      param.scalar_type(),
+                      scalars_of(param.device()),
+                      std::move(counter),
+                      {},
+                      {},
+                      {},
+                      {}});
+    lists_.back().state.resize(uses_[group].kinds);
+    return lists_.size() - 1;
+  }
+
+  void add_parameter(StepList& list, const at::Tensor& param, const Options& defaults,
+                     ParamStates& states, const CounterTable& counters) const {
+    list.params.push_back(param);
+    if (uses_[list.group].counted) list.counters.push_back(counters.find(param)->value);
+    if (list.state.empty()) return;
+    auto& state = states[param.unsafeGetTensorImpl()];
+    if (!state) state = std::make_unique<State>();
+    for (std::size_t k = 0; k < list.state.size(); ++k) {
+      at::Tensor& tensor = Rule::tensor(static_cast<State&>(*state), k);
+      tensor = tensor.defined() ? fitted(tensor, param) : Rule::initial(k, param, defaults);
+      list.state[k].push_back(tensor);
+    }
+  }
+
+  std::vector<Slot> slots_;  ///< for each parameter of each group, in order
+  std::vector<Use> uses_;    ///< for each group
+  std::vector<StepList> lists_;
+  std::vector<StepScalars> scalars_;
+};
+
+}  // namespace torchamp::detail

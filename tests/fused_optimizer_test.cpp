@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "torchamp/fused_optimizer.h"
+
+#include <ATen/autocast_mode.h>
+#include <torch/torch.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "support/call_counter.h"
+#include "support/devices.h"
+#include "support/expect_error.h"
+#include "support/fused_optimizers.h"
+#include "support/tolerances.h"
+
+namespace {
+
+// ---- What a step costs, and what it leaves alone ------------------------------------------------
+
+TEST_P(FusedOptimizers, CallNoMoreForMoreParameters) {
+  const auto calls = [&](int64_t number_of_params, bool scaled) {
+    Params many;
+    for (int64_t i = 0; i < number_of_params; ++i) many.push_back(param({2}, device()));
+    const auto optimizer = kind().fused({OptimizerParamGroup(many)});
+    const Tensor scale = number(2., device()), found_inf = number(0., device());
+    int called = 0;
+    for (int i = 0; i < 3; ++i) {
+      for (const Tensor& p : many) p.mutable_grad() = torch::ones_like(p);
+      const CallCounter counter;
+      if (scaled) {
+        as_fused(*optimizer).step_scaled(scale, found_inf);
+      } else {
+        optimizer->step();
+      }
+      EXPECT_EQ(counter.reads(), 0);
+      called = counter.called();
+    }
+    return called;
+  };
+  for (const bool scaled : {false, true}) {
+    const int few = calls(3, scaled);
+    EXPECT_EQ(calls(300, scaled), few);
+    EXPECT_LE(few, kind().name == "sgd_dampening" ? 11 : 4);
+  }
+}
+
+TEST_P(FusedOptimizers, HoldNoGradients) {
+  const Pair pair(kind(), params());
+  pair.fused_params[0].mutable_grad() = torch::ones_like(pair.fused_params[0]);
+  const c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> gradient(
+      pair.fused_params[0].grad().getIntrusivePtr());
+  pair.fused->step();
+  EXPECT_FALSE(gradient.expired());
+  pair.fused->zero_grad();
+  EXPECT_TRUE(gradient.expired());
+}
+
+TEST_P(FusedOptimizers, LetAutogradKnowThatTheyWrite) {
+  const Tensor p = param({3}, device());
+  const auto optimizer = kind().fused({OptimizerParamGroup({p})});
+  const Tensor loss = (p * p).sum();  // saves p
+  p.mutable_grad() = torch::ones_like(p);
+  optimizer->step();
+  EXPECT_ERROR(loss.backward(), "modified by an inplace operation");
+}
+
+TEST_P(FusedOptimizers, IgnoreAutocast) {
+  const Pair pair(kind(), params());
+  for (int i = 0; i < 3; ++i) {
+    pair.new_gradients(1.);
+    pair.plain->step();
+    at::autocast::set_autocast_enabled(device(), true);
+    as_fused(*pair.fused).divide_next_step(number(1., device()));
+    pair.fused->step();
+    at::autocast::set_autocast_enabled(device(), false);
+    pair.expect_equal();
+  }
+}
+
+TEST_P(FusedOptimizers, CanBeMoved) {
+  torchamp::FusedSGD first(params(), SGDOptions(0.5).momentum(0.9));
+  const Params params = first.param_groups()[0].params();
+  for (const Tensor& p : params) p.mutable_grad() = torch::ones_like(p);
+  const Tensor before = params[0].detach().clone();
+  first.step();
+  first.divide_next_step(number(2., device()));
+  torchamp::FusedSGD second(std::move(first));
+  second.step();
+  ::expect_close(params[0], before - 0.5 - 0.5 * (0.9 + 0.5));
+}
+
+// ---- A divisor for the next step ----------------------------------------------------------------
+
+TEST_P(FusedOptimizers, DivideTheNextStepOnce) {
+  const Pair pair(kind(), params());
+  for (int i = 0; i < 3; ++i) {
+    pair.new_gradients(32., 1000);
+    as_fused(*pair.fused).divide_next_step(number(4., device()));
+    as_fused(*pair.fused).divide_next_step(number(2., at::kCPU));
+    EXPECT_EQ(as_fused(*pair.fused).next_step_divisor().item<float>(), 8.F);
+    pair.plain->step();
+    as_fused(*pair.fused).step_scaled(number(4., device()), number(0., device()));
+    EXPECT_FALSE(as_fused(*pair.fused).next_step_divisor().defined());
+    pair.new_gradients(1.);
+    pair.plain->step();
+    pair.fused->step();
+    pair.expect_equal();
+  }
+}
+
+TEST_P(FusedOptimizers, SpendADivisorOnASkippedStep) {
+  const Pair pair(kind(), params());
+  pair.new_gradients(2., 1000);
+  as_fused(*pair.fused).divide_next_step(number(2., device()));
+  as_fused(*pair.fused).step_scaled({}, number(1., device()));
+  EXPECT_FALSE(as_fused(*pair.fused).next_step_divisor().defined());
+}
+
+TEST(FusedOptimizer, ForgetsADivisorWithItsGradients) {
+  const Tensor p = param({3});
+  torchamp::FusedSGD optimizer(Params{p}, SGDOptions(1.));
+  p.mutable_grad() = torch::ones({3});
+  optimizer.divide_next_step(number(4., at::kCPU));
+  optimizer.zero_grad();
+  EXPECT_FALSE(optimizer.next_step_divisor().defined());
+  p.mutable_grad() = torch::ones({3});
+  EXPECT_FALSE(optimizer.next_step_divisor().defined());
+  const Tensor before = p.detach().clone();
+  optimizer.step();
+  ::expect_close(p, before - 1.);
+
+  optimizer.divide_next_step(number(4., at::kCPU));
+  EXPECT_EQ(optimizer.take_next_step_divisor().item<float>(), 4.F);
+  EXPECT_FALSE(optimizer.next_step_divisor().defined());
+}
+
+// ---- Errors -------------------------------------------------------------------------------------
+
+TEST(FusedOptimizer, NamesTheParameterThatItCannotStepAndChangesNothing) {
+  const Params params{param({3}), param({4, 2})};
+  torchamp::FusedAdam optimizer(params, AdamOptions(0.1));
+  for (const Tensor& p : params) p.mutable_grad() = torch::ones_like(p);
+  optimizer.step();
+  const Params before = copies(params);
+
+  params[1].mutable_grad() = torch::ones({4, 2}).to_sparse();
+  EXPECT_ERROR(optimizer.step(),
+               "FusedAdam::step: parameter 1 of group 0 has a gradient of layout Sparse");
+  params[1].mutable_grad() = torch::ones({4, 2});
+
+  const Tensor complex = torch::zeros({2}, at::kComplexFloat).requires_grad_();
+  complex.mutable_grad() = torch::ones_like(complex);
+  optimizer.add_param_group(OptimizerParamGroup({complex}));
+  EXPECT_ERROR(optimizer.step(), "parameter 0 of group 1 is of dtype ComplexFloat");
+  optimizer.param_groups().pop_back();
+
+  const Tensor gaps = torch::zeros({4, 4}).slice(1, 0, 4, 2).detach().requires_grad_();
+  gaps.mutable_grad() = torch::ones({4, 2});
+  optimizer.add_param_group(OptimizerParamGroup({gaps}));
+  EXPECT_ERROR(optimizer.step(), "parameter 0 of group 1 has gaps or overlaps in memory");
+  optimizer.param_groups().pop_back();
+
+  optimizer.param_groups()[0].params().push_back(params[0]);
+  EXPECT_ERROR(optimizer.step(), "parameter 2 of group 0 is in the optimizer twice");
+  optimizer.param_groups()[0].params().pop_back();
+
+  params[0].mutable_grad().reset();
+  params[0].set_data(torch::zeros({5}));
+  params[0].mutable_grad() = torch::ones({5});
+  EXPECT_ERROR(optimizer.step(),
+               "parameter 0 of group 0 is of shape [5], its state of [3]. Make a new optimizer");
+  params[0].mutable_grad().reset();
+  params[0].set_data(before[0].detach().clone());
+  params[0].mutable_grad() = torch::ones({3});
+
+  EXPECT_TRUE(torch::equal(params[1], before[1]));
+  optimizer.step();
+  const auto& states = std::as_const(optimizer).state();
+  for (const Tensor& p : params) {
+    const auto& state = *states.at(p.unsafeGetTensorImpl());
+    EXPECT_EQ(static_cast<const torch::optim::AdamParamState&>(state).step(), 2);
+  }
+}
+
+TEST(FusedOptimizer, ChecksOptionsAsLibTorchDoes) {
+  const Params params{param({3})};
+  EXPECT_ERROR(torchamp::FusedAdam(params, AdamOptions(-1.)), "Invalid learning rate: -1");
+  EXPECT_ERROR(torchamp::FusedAdamW(params, AdamWOptions().betas(Betas(0.9, 1.))),
+               "Invalid beta parameter at index 1: 1");
+  EXPECT_ERROR(torchamp::FusedSGD(params, SGDOptions(0.1).nesterov(true)),
+               "Nesterov momentum requires a momentum and zero dampening");
+  EXPECT_ERROR(torchamp::FusedAdagrad(params, AdagradOptions().eps(-1.)), "Invalid epsilon value");
+  Groups groups{OptimizerParamGroup(params)};
+  groups[0].set_options(std::make_unique<AdamOptions>(AdamOptions().weight_decay(-1.)));
+  EXPECT_ERROR(torchamp::FusedAdam{groups}, "Invalid weight_decay value: -1");
+  torchamp::FusedAdamW optimizer(params);
+  optimizer.param_groups()[0].set_options(std::make_unique<AdamOptions>());
+  EXPECT_ERROR(optimizer.step(), "FusedAdamW: the options of group 0 are another optimizer's");
+}
+
+TEST(FusedOptimizer, WantsZeroDimFp32Scalars) {
+  torchamp::FusedAdam optimizer(Params{param({3})});
+  EXPECT_ERROR(optimizer.step_scaled(torch::ones({}, at::kDouble), {}),
+               "grad_scale is of dtype Double and shape []. It must be a 0-dim fp32 tensor.");
+  EXPECT_ERROR(optimizer.step_scaled({}, torch::zeros({1})), "found_inf is of dtype Float and");
+  EXPECT_ERROR(optimizer.divide_next_step({}), "no divisor was given");
+}
+
+}  // namespace

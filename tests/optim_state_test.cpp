@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The fused optimizers' states: in archives, and changed under way.
+#include <torch/torch.h>
+#include <torchamp/optim.h>
+
+#include <utility>
+#include <vector>
+
+#include "support/devices.h"
+#include "support/expect_error.h"
+#include "support/fused_optimizers.h"
+#include "support/tolerances.h"
+
+namespace {
+
+using torch::optim::AdamParamState;
+
+AdamParamState& adam_state(const torchamp::detail::ParamStates& states, const Tensor& p) {
+  return static_cast<AdamParamState&>(*states.at(p.unsafeGetTensorImpl()));
+}
+
+// ---- Archives -----------------------------------------------------------------------------------
+
+TEST_P(FusedOptimizers, ExchangeArchivesWithLibTorchsOwn) {
+  const Pair pair(kind(), params(), /*two_groups=*/true);
+  for (int i = 0; i < 5; ++i) pair.random_step();
+  // Each goes on from the other's archive, and then both from their own.
+  const Pair swapped(kind(), copies(pair.fused_params), /*two_groups=*/true);
+  const Pair again(kind(), copies(pair.fused_params), /*two_groups=*/true);
+  through_archive(*pair.plain, *swapped.fused);
+  through_archive(*pair.fused, *swapped.plain);
+  through_archive(*pair.fused, *again.fused);
+  through_archive(*pair.plain, *again.plain);
+  for (int i = 0; i < 6; ++i) {
+    swapped.random_step();
+    swapped.expect_equal();
+    again.random_step();
+    again.expect_equal();
+  }
+}
+
+TEST_P(FusedOptimizers, RestoreOptionsOfGroups) {
+  const Pair pair(kind(), params(), /*two_groups=*/true);
+  pair.fused->param_groups()[0].options().set_lr(0.75);
+  const Pair other(kind(), params(), /*two_groups=*/true);
+  torch::optim::OptimizerOptions& options = other.fused->param_groups()[0].options();
+  through_archive(*pair.fused, *other.fused);
+  EXPECT_EQ(options.get_lr(), 0.75);  // the same object, as schedulers may hold it
+  EXPECT_EQ(other.fused->param_groups()[1].options().get_lr(), 0.03);
+}
+
+TEST_P(FusedOptimizers, LoadOtherDtypesAndReplaceAllState) {
+  const Pair saved(kind(), params(at::kDouble));
+  for (int i = 0; i < 3; ++i) saved.random_step();
+  const Pair loaded(kind(), params(at::kFloat));
+  loaded.random_step();
+  loaded.random_step();
+  for (std::size_t p = 0; p < loaded.fused_params.size(); ++p) {
+    loaded.fused_params[p].set_data(saved.plain_params[p].detach().to(at::kFloat));
+  }
+  through_archive(*saved.plain, *loaded.fused);
+  for (int i = 0; i < 3; ++i) {
+    for (std::size_t p = 0; p < saved.plain_params.size(); ++p) {
+      saved.plain_params[p].mutable_grad() = torch::randn_like(saved.plain_params[p]);
+      loaded.fused_params[p].mutable_grad() = saved.plain_params[p].grad().to(at::kFloat);
+    }
+    saved.plain->step();
+    loaded.fused->step();
+  }
+  for (std::size_t p = 0; p < saved.plain_params.size(); ++p) {
+    ::expect_close(loaded.fused_params[p], saved.plain_params[p], at::kFloat);
+  }
+}
+
+TEST_P(FusedOptimizers, RefuseForeignArchivesAndStayAsTheyWere) {
+  const Pair pair(kind(), params());
+  for (int i = 0; i < 3; ++i) pair.random_step();
+  const char* const not_ours = "::load: the archive does not hold what ";
+
+  const Pair other_kind(kind().name.starts_with("adagrad") ? kinds()[0] : kinds().back(), params());
+  other_kind.random_step();
+  EXPECT_ERROR(through_archive(*other_kind.plain, *pair.fused), not_ours);
+
+  const Pair fewer(kind(), {param({5}, device())});
+  fewer.random_step();
+  EXPECT_ERROR(through_archive(*fewer.plain, *pair.fused), not_ours);
+
+  torch::serialize::OutputArchive empty;
+  std::stringstream file;
+  empty.write("anything", torch::ones({1}));
+  empty.save_to(file);
+  EXPECT_ERROR(torch::load(*pair.fused, file), not_ours);
+
+  const bool has_state = kind().name != "sgd" && kind().name != "sgd_decay";
+  if (has_state) {
+    Params shapes = params();
+    shapes[3] = param({41}, device());
+    const Pair other_shapes(kind(), shapes);
+    other_shapes.new_gradients(1., 1000);
+    other_shapes.plain->step();
+    EXPECT_ERROR(through_archive(*other_shapes.plain, *pair.fused),
+                 "the archive's state of parameter 3 of group 0 has the shape [41], the parameter "
+                 "[40]");
+  }
+  for (int i = 0; i < 4; ++i) {
+    pair.random_step();
+    pair.expect_equal();
+  }
+}
+
+TEST(FusedAdam, StoresTheNumberOfStepsThatWereTaken) {
+  const Params params{param({2}), param({3}), param({4})};
+  torchamp::FusedAdam optimizer(params);
+  const auto step = [&](bool skipped, const std::vector<std::size_t>& stepped) {
+    for (const Tensor& p : params) p.mutable_grad().reset();
+    for (const std::size_t p : stepped) params[p].mutable_grad() = torch::randn_like(params[p]);
+    optimizer.step_scaled({}, number(skipped ? 1. : 0., at::kCPU));
+  };
+  step(true, {0, 1});
+  step(false, {0, 1});
+  step(false, {1});
+  step(true, {0, 1, 2});
+  step(false, {0, 1});
+
+  torch::optim::Adam plain(params);
+  through_archive(optimizer, plain);
+  EXPECT_EQ(adam_state(plain.state(), params[0]).step(), 2);
+  EXPECT_EQ(adam_state(plain.state(), params[1]).step(), 3);
+  EXPECT_EQ(plain.state().size(), 2);  // as if the third had never been tried
+
+  step(false, {0, 2});
+  const Optimizer& base = optimizer;
+  EXPECT_EQ(adam_state(base.state(), params[0]).step(), 2);  // not brought up to date
+  const torchamp::FusedAdam& looked_at = optimizer;
+  EXPECT_EQ(adam_state(looked_at.state(), params[0]).step(), 3);
+  EXPECT_EQ(adam_state(looked_at.state(), params[1]).step(), 3);
+  EXPECT_EQ(adam_state(looked_at.state(), params[2]).step(), 1);
+}
+
+// ---- States and options changed by hand ---------------------------------------------------------
+
+TEST(FusedAdam, GoesOnFromAStateChangedByHand) {
+  const Pair pair(kinds()[0], {param({3}), param({4})});
+  for (int i = 0; i < 3; ++i) {
+    pair.new_gradients(1., 1000);
+    pair.plain->step();
+    pair.fused->step();
+  }
+  auto& fused = dynamic_cast<torchamp::FusedAdam&>(*pair.fused);
+  for (std::size_t p = 0; p < 2; ++p) {
+    for (AdamParamState* state : {&adam_state(pair.plain->state(), pair.plain_params[p]),
+                                  &adam_state(fused.state(), pair.fused_params[p])}) {
+      state->step(7);
+      state->exp_avg(torch::ones_like(state->exp_avg()));
+    }
+  }
+  pair.random_step();
+  pair.expect_equal();
+  pair.plain->state().clear();
+  fused.state().clear();
+  for (int i = 0; i < 3; ++i) {
+    pair.random_step();
+    pair.expect_equal();
+  }
+}
+
+TEST(FusedAdam, KeepsStateOnTheParametersDeviceInItsDtype) {
+  for (const at::DeviceType device : {at::kCPU, at::kCUDA}) {
+    if (device == at::kCUDA && !at::hasCUDA()) continue;
+    const Tensor p = param({3}, at::TensorOptions(device).dtype(at::kBFloat16));
+    torchamp::FusedAdam optimizer(Params{p});
+    p.mutable_grad() = torch::ones_like(p);
+    optimizer.step();
+    const AdamParamState& state = adam_state(optimizer.state(), p);
+    for (const Tensor& tensor : {state.exp_avg(), state.exp_avg_sq()}) {
+      EXPECT_EQ(tensor.device(), p.device());
+      EXPECT_EQ(tensor.scalar_type(), at::kBFloat16);
+    }
+  }
+}
+
+TEST(FusedAdam, TakesUpAmsgradLater) {
+  const Params params{param({4})};
+  torchamp::FusedAdam optimizer(params);
+  const auto step = [&] {
+    params[0].mutable_grad() = torch::ones_like(params[0]);
+    optimizer.step();
+  };
+  step();
+  static_cast<AdamOptions&>(optimizer.param_groups()[0].options()).amsgrad(true);
+  step();
+  EXPECT_GT(adam_state(optimizer.state(), params[0]).max_exp_avg_sq().min().item<double>(), 0.);
+}
+
+TEST(FusedSGD, TakesUpMomentumAndDampeningLater) {
+  const Pair pair(kinds()[4], {param({4}), param({3})});
+  pair.random_step();
+  for (Optimizer* optimizer : {pair.plain.get(), pair.fused.get()}) {
+    static_cast<SGDOptions&>(optimizer->param_groups()[0].options()).momentum(0.9).dampening(0.5);
+  }
+  for (int i = 0; i < 8; ++i) {
+    pair.random_step();
+    pair.expect_equal();
+  }
+}
+
+}  // namespace
