@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <numeric>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "checkerboard/target.h"
+#include "checkerboard/train.h"
+#include "support/canvas.h"
+#include "support/format.h"
+#include "support/plot.h"
+#include "support/png_file.h"
+#include "support/table.h"
+#include "support/text.h"
+
+/// The mean of the last `count` losses, of at least as many: a single one jumps from step to step.
+inline double mean_of_last(const std::vector<double>& losses, std::size_t count) {
+  return std::accumulate(losses.end() - static_cast<std::ptrdiff_t>(count), losses.end(), 0.) /
+         static_cast<double>(count);
+}
+
+/// Both runs side by side, and what the second saves.
+inline void print_table(std::ostream& out, const Run& fp32, const Run& amp) {
+  using support::format;
+  const auto saved = [](double before, double after) {
+    const double percent = (1. - after / before) * 100.;
+    if (std::abs(percent) < 0.5) return std::string("the same");
+    return format("%.0f %% %s", std::abs(percent), percent > 0. ? "saved" : "more");
+  };
+  support::Table table({"", fp32.name, amp.name, ""});
+  const auto add_loss = [&](const char* title, double before, double after) {
+    table.add({title, format("%.4f", before), format("%.4f", after)});
+  };
+  add_loss("loss, first step", fp32.losses.front(), amp.losses.front());
+  add_loss("loss, last step", fp32.losses.back(), amp.losses.back());
+  const std::size_t tail = std::max<std::size_t>(1, fp32.losses.size() / 10);
+  add_loss("loss, mean of the last tenth", mean_of_last(fp32.losses, tail),
+           mean_of_last(amp.losses, tail));
+  table.add({"time per step", support::format_seconds(fp32.seconds_per_step),
+             support::format_seconds(amp.seconds_per_step),
+             saved(fp32.seconds_per_step, amp.seconds_per_step)});
+  table.add({"peak memory (tensors)", support::format_bytes(fp32.peak_bytes),
+             support::format_bytes(amp.peak_bytes),
+             saved(static_cast<double>(fp32.peak_bytes), static_cast<double>(amp.peak_bytes))});
+  table.add({"scale at the end", "", format("%g", amp.scale)});
+  table.add({"skipped steps", "", format("%lld", static_cast<long long>(amp.skipped))});
+  out << table;
+}
+
+/// Target and outputs side by side, each pixel as a block large enough to be seen.
+inline support::Canvas draw_comparison(const std::string& heading, const torch::Tensor& target,
+                                       const Run& fp32, const Run& amp) {
+  using namespace support;
+  struct Panel {
+    std::string title, caption;
+    Image image;
+  };
+  const auto caption = [](const Run& run) {
+    return "loss " + format("%.4f", run.losses.back()) + ", " +
+           format_seconds(run.seconds_per_step) + " a step";
+  };
+  const Panel panels[] = {{"Target", "", to_image(target)},
+                          {fp32.name, caption(fp32), to_image(fp32.output)},
+                          {amp.name + " with torchamp", caption(amp), to_image(amp.output)}};
+  const Image& first = panels[0].image;
+  const int block = std::max(1, 384 / std::max(first.width, first.height));
+  const int width = first.width * block, height = first.height * block;
+  constexpr int margin = 32, top = 118, bottom = 58;
+  const int column = std::max(width, 300) + margin;
+  Canvas canvas(3 * column + margin, top + height + bottom, palette::paper);
+  draw_text(canvas, margin, 46, heading, {.height = 21., .bold = true});
+  int x = margin;
+  for (const Panel& panel : panels) {
+    draw_text(canvas, x, top - 16, panel.title, {.height = 14.});
+    canvas.draw(panel.image, {x, top, width, height});
+    canvas.frame({x - 1, top - 1, width + 2, height + 2}, palette::muted);
+    draw_text(canvas, x, top + height + 30, panel.caption,
+              {.height = 14., .color = palette::muted});
+    x += column;
+  }
+  return canvas;
+}
+
+/// The loss of each step, thin, and its running median, thick.
+inline support::Canvas draw_losses(const std::string& heading, const Run& fp32, const Run& amp) {
+  using namespace support;
+  Canvas canvas(1040, 600, palette::paper);
+  const std::size_t window = fp32.losses.size() / 25 | 1;
+  LinePlot plot{.title = heading, .x_label = "step", .y_label = "mean squared error"};
+  if (window > 1) plot.note = format("thin: each step, thick: median of %zu steps", window);
+  plot.log_y = true;
+  plot.series = {
+      {.color = palette::blue, .values = fp32.losses, .line_width = 1.2, .opacity = 0.35},
+      {.color = palette::orange, .values = amp.losses, .line_width = 1.2, .opacity = 0.35},
+      {.label = fp32.name, .color = palette::blue, .values = running_median(fp32.losses, window)},
+      {.label = amp.name + " with torchamp",
+       .color = palette::orange,
+       .values = running_median(amp.losses, window)}};
+  plot.draw(canvas, {0, 0, canvas.width(), canvas.height()});
+  return canvas;
+}
