@@ -180,7 +180,27 @@ TEST(GradScalerFile, GoesToAFileAndBack) {
   EXPECT_FALSE(std::filesystem::exists(path + ".unfinished"));
   std::filesystem::remove(path);
   EXPECT_ERROR(load_python_state(path), "cannot open " + path);
+  std::filesystem::create_directories(path + "/x");
+  EXPECT_ERROR(save_python_state(kState, path), "cannot write " + path + ": Is a directory");
+  EXPECT_FALSE(std::filesystem::exists(path + ".unfinished"));
+  std::filesystem::remove_all(path);
   EXPECT_ERROR(save_python_state(kState, path + "/x"), "cannot write " + path + "/x.unfinished");
+}
+
+TEST(GradScalerFile, SaysSoWhereWritingFails) {
+  struct Full : std::streambuf {
+    std::streamsize xsputn(const char*, std::streamsize size) override {
+      return (left -= size) < 0 ? 0 : size;
+    }
+    int overflow(int) override { return EOF; }
+    std::streamsize left = 0;
+  };
+  for (const std::streamsize room : {0, 10, 100, 500, 900}) {
+    Full full;
+    full.left = room;
+    std::ostream out(&full);
+    EXPECT_ERROR(save_python_state(kState, out), "torchamp::save_python_state: writing has failed");
+  }
 }
 
 TEST(GradScalerFile, ReadsNegativeAndLongIntegers) {

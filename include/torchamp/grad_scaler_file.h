@@ -129,31 +129,35 @@ inline void save_python_state(const GradScalerState& state, std::ostream& out) {
     pickle.entry("_growth_tracker", state.growth_tracker);
   }
   const std::string bytes = std::move(pickle).finish();
+  // The writer ends the process where its output fails: that is for the check below.
   caffe2::serialize::PyTorchStreamWriter archive([&](const void* data, std::size_t size) {
     out.write(static_cast<const char*>(data), static_cast<std::streamsize>(size));
-    return out ? size : std::size_t{0};
+    return size;
   });
   archive.writeRecord("data.pkl", bytes.data(), bytes.size());
   archive.writeRecord("byteorder", "little", 6);
   archive.writeEndOfFile();
+  out.flush();
+  TORCH_CHECK(out, "torchamp::save_python_state: writing has failed: ", std::strerror(errno), '.');
 }
 
 /// The same to a file, which is replaced only once all has been written.
 inline void save_python_state(const GradScalerState& state, const std::string& path) {
   const std::string unfinished = path + ".unfinished";
-  {
+  std::error_code error;
+  try {
     std::ofstream out(unfinished, std::ios::binary);
     TORCH_CHECK(out, "torchamp::save_python_state: cannot write ", unfinished, ": ",
                 std::strerror(errno), '.');
     save_python_state(state, out);
-    out.flush();
-    TORCH_CHECK(out, "torchamp::save_python_state: cannot write ", unfinished, ": ",
-                std::strerror(errno), '.');
+    out.close();
+    std::filesystem::rename(unfinished, path, error);
+    TORCH_CHECK(!error, "torchamp::save_python_state: cannot write ", path, ": ", error.message(),
+                '.');
+  } catch (const c10::Error&) {
+    std::filesystem::remove(unfinished, error);
+    throw;
   }
-  std::error_code error;
-  std::filesystem::rename(unfinished, path, error);
-  TORCH_CHECK(!error, "torchamp::save_python_state: cannot write ", path, ": ", error.message(),
-              '.');
 }
 
 }  // namespace torchamp
