@@ -7,7 +7,9 @@
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 
+#include <map>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -35,6 +37,22 @@ class RngState {
       const std::lock_guard lock(generator.mutex());
       at::Tensor bytes = generator.get_state();
       state.states_.emplace_back(generator, std::move(bytes));
+    }
+    return state;
+  }
+
+  /// By device: "cpu", "cuda:0", … For files.
+  std::map<std::string, at::Tensor> by_device() const {
+    std::map<std::string, at::Tensor> bytes_of;
+    for (const auto& [generator, bytes] : states_) bytes_of[generator.device().str()] = bytes;
+    return bytes_of;
+  }
+
+  /// Of the default generator of each device. Throws for a device that the process does not have.
+  static RngState from(const std::map<std::string, at::Tensor>& by_device) {
+    RngState state;
+    for (const auto& [name, bytes] : by_device) {
+      state.states_.emplace_back(at::globalContext().defaultGenerator(at::Device(name)), bytes);
     }
     return state;
   }

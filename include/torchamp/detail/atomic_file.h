@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <c10/util/Exception.h>
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
+#include <filesystem>
+#include <random>
+#include <string>
+#include <system_error>
+#include <utility>
+
+namespace torchamp::detail {
+
+// Note [Atomic files]
+// A file is written under another name in the same folder, flushed to the disk, and renamed, which
+// the system does at once; then the folder is flushed. Whenever the process or the machine stops,
+// the old file or the new one is there, whole. A process that is killed leaves the other file
+// behind. Whoever writes holds a lock on it; so the next writer can tell what is left over and
+// remove it.
+
+/// An open file descriptor.
+class Descriptor {
+ public:
+  Descriptor() = default;
+  explicit Descriptor(int number) : number_(number) {}
+  Descriptor(Descriptor&& other) noexcept : number_(std::exchange(other.number_, -1)) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(number_, other.number_);
+    return *this;
+  }
+  ~Descriptor() {
+    if (number_ >= 0) ::close(number_);
+  }
+  int number() const { return number_; }
+  bool is_open() const { return number_ >= 0; }
+
+ private:
+  int number_ = -1;
+};
+
+/// A file that takes the place of `path` at commit(), and vanishes without.
+class AtomicFile {
+ public:
+  explicit AtomicFile(const std::filesystem::path& path) : path_(path) {
+    std::error_code no_link;
+    for (int links = 0; links < 40 && std::filesystem::is_symlink(path_, no_link); ++links) {
+      path_ = path_.parent_path() / std::filesystem::read_symlink(path_);
+    }
+    std::random_device random;
+    for (int attempt = 0; attempt < 100 && !file_.is_open(); ++attempt) {
+      partial_ = path_;
+      partial_ += marker + std::to_string(random());
+      file_ = Descriptor(::open(partial_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
+      if (!file_.is_open() && errno != EEXIST) break;
+    }
+    if (!file_.is_open()) fail("create", partial_);
+    (void)::flock(file_.number(), LOCK_EX | LOCK_NB);
+  }
+
+  AtomicFile(const AtomicFile&) = delete;
+  AtomicFile& operator=(const AtomicFile&) = delete;
+
+  ~AtomicFile() {
+    if (!committed_) ::unlink(partial_.c_str());
+  }
+
+  /// Writes all of it. An error is for commit() to throw: LibTorch's writer, which calls this, ends
+  /// the process where its output throws or takes too little.
+  std::size_t write(const void* data, std::size_t size) {
+    const char* next = static_cast<const char*>(data);
+    for (std::size_t left = size; left > 0 && error_ == 0;) {
+      const ssize_t count = ::write(file_.number(), next, left);
+      if (count < 0) {
+        if (errno != EINTR) error_ = errno;
+        continue;
+      }
+      next += count;
+      left -= static_cast<std::size_t>(count);
+    }
+    return size;
+  }
+
+  void commit() {
+    if (error_ == 0 && ::fsync(file_.number()) != 0) error_ = errno;
+    if (error_ != 0) {
+      errno = error_;
+      fail("write", partial_);
+    }
+    if (::rename(partial_.c_str(), path_.c_str()) != 0) fail("replace", path_);
+    committed_ = true;
+    const Descriptor folder(::open(this->folder().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    // Where folders cannot be flushed, the new name reaches the disk when the system sees fit.
+    if (folder.is_open()) (void)::fsync(folder.number());
+    remove_leftovers();
+  }
+
+ private:
+  static constexpr const char* marker = ".partial-";
+
+  std::filesystem::path folder() const {
+    const std::filesystem::path parent = path_.parent_path();
+    return parent.empty() ? std::filesystem::path(".") : parent;
+  }
+
+  /// What killed processes left, which nobody has a lock on.
+  void remove_leftovers() const {
+    const std::string prefix = path_.filename().string() + marker;
+    std::error_code error;
+    for (const auto& entry : std::filesystem::directory_iterator(folder(), error)) {
+      if (!entry.path().filename().string().starts_with(prefix)) continue;
+      const Descriptor file(::open(entry.path().c_str(), O_RDWR | O_CLOEXEC));
+      if (file.is_open() && ::flock(file.number(), LOCK_EX | LOCK_NB) == 0) {
+        ::unlink(entry.path().c_str());
+      }
+    }
+  }
+
+  [[noreturn]] static void fail(const char* what, const std::filesystem::path& path) {
+    const int number = errno;
+    TORCH_CHECK(false, "TrainingCheckpoint::save: cannot ", what, " '", path.string(),
+                "': ", std::strerror(number), ". The file that was there before is untouched.");
+  }
+
+  std::filesystem::path path_, partial_;
+  Descriptor file_;
+  int error_ = 0;  // the first one
+  bool committed_ = false;
+};
+
+}  // namespace torchamp::detail

@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+#include <torch/serialize/archive.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/tensor_pairs.h"
+
+namespace torchamp {
+
+/// Which parameters MasterWeights keeps in 16 bits, and which in fp32.
+struct MasterWeightsOptions {
+  /// fp16 or bf16.
+  at::ScalarType dtype = at::kHalf;
+
+  /// Parameters, or modules with all that is in them, that stay fp32: `{"head", "embed.weight"}`.
+  std::vector<std::string> keep_fp32 = {};
+
+  /// Whether normalisation layers stay fp32: modules whose type is named …Norm, …Norm1d, 2d or 3d
+  /// (BatchNorm2d, LayerNorm, GroupNorm, your own RMSNorm).
+  bool keep_norms = true;
+};
+
+/// A model kept in 16 bits, with fp32 masters of its weights for the optimizer. 16 bits are enough
+/// to compute with, but not to add small updates to: a bf16 weight of 1 does not change by less
+/// than 0.004. Weights take half the memory in forward and backward, activations too, and
+/// AutocastGuard has no weights to cast.
+///
+///     torchamp::MasterWeights masters(model, {.dtype = torch::kBFloat16});
+///     torchamp::FusedAdamW optimizer(masters.parameters(), torch::optim::AdamWOptions(1e-3));
+///     ...
+///     optimizer.zero_grad();
+///     scaler.scale(loss).backward();
+///     masters.take_gradients();
+///     scaler.unscale_(optimizer);
+///     torchamp::clip_grad_norm_(masters.parameters(), 1.);
+///     scaler.step(optimizer);
+///     scaler.update();
+///     masters.copy_to_model();
+///
+/// Forward runs under an AutocastGuard of the same dtype, which casts between 16-bit and fp32
+/// layers. Move the model to its device before; build the optimizer, and whatever keeps hold of the
+/// model's parameters, after. Buffers stay as they are, and so do parameters that are not fp32,
+/// fp16 or bf16. A parameter that needs no gradient gets no master.
+///
+/// Reads no device. One thread at a time.
+class MasterWeights {
+ public:
+  /// Casts the parameters of `model`, in place. Errors, before anything is changed: a dtype other
+  /// than fp16 and bf16; a name in keep_fp32 that the model does not have.
+  explicit MasterWeights(std::shared_ptr<torch::nn::Module> model,
+                         MasterWeightsOptions options = {});
+
+  template <class Module>
+  explicit MasterWeights(const torch::nn::ModuleHolder<Module>& model,
+                         MasterWeightsOptions options = {})
+      : MasterWeights(std::shared_ptr<torch::nn::Module>(model.ptr()), std::move(options)) {}
+
+  /// What the optimizer updates and clip_grad_norm_ clips, in the model's order: the master of each
+  /// parameter, or the parameter itself where it is fp32. Without those that need no gradient.
+  std::vector<at::Tensor> parameters() const;
+
+  /// The same with the names that the model has for them, for parameter groups.
+  std::vector<std::pair<std::string, at::Tensor>> named_parameters() const;
+
+  /// After backward(): adds the model's 16-bit gradients to the masters' gradients, in fp32, and
+  /// frees them. Once for each micro-batch accumulates in fp32, once for several of them in 16
+  /// bits. Two passes over all parameters (one where the masters have no gradients yet). An error
+  /// if the optimizer has changed the masters since the last copy_to_model().
+  void take_gradients();
+
+  /// After the optimizer's step, taken or skipped: gives the model the masters' values, rounded to
+  /// 16 bits. One pass over all parameters of a device.
+  void copy_to_model();
+
+  /// For torch::save(masters, path): what torch::save(model, path) writes, but with the masters'
+  /// values, in fp32. A plain fp32 model reads it with torch::load. (An override of save() in a
+  /// module of the model is not called.)
+  void save(torch::serialize::OutputArchive& archive) const { save(archive, at::kFloat); }
+
+  /// The same in `dtype`, for weights that the model keeps in 16 bits; the others, and buffers, as
+  /// they are. torch::load takes such a file for the dtypes of the model that it loads: read it
+  /// into a model of the same ones.
+  void save(torch::serialize::OutputArchive& archive, at::ScalarType dtype) const;
+
+  /// For torch::load(masters, path): fills masters and model, in place, from what save() or
+  /// torch::save of such a model has written, in any dtype. All or nothing.
+  void load(torch::serialize::InputArchive& archive);
+
+  const MasterWeightsOptions& options() const { return options_; }
+
+ private:
+  struct Weight {
+    std::string name;
+    at::Tensor parameter;  // of the model
+    bool is_narrow;        // kept in 16 bits
+    at::Tensor master;     // undefined where it needs no gradient or is not narrow
+  };
+  const Weight* find(const at::Tensor& parameter) const;
+  std::int64_t master_versions() const;
+
+  std::shared_ptr<torch::nn::Module> model_;
+  MasterWeightsOptions options_;
+  std::vector<Weight> weights_;
+  detail::TensorPairs model_from_masters_;
+  std::int64_t copied_versions_ = 0;  // of the masters, at the last copy_to_model()
+};
+
+inline torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
+                                                   const MasterWeights& masters) {
+  masters.save(archive);
+  return archive;
+}
+
+inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
+                                                  MasterWeights& masters) {
+  masters.load(archive);
+  return archive;
+}
+
+}  // namespace torchamp
+
+#include "torchamp/detail/master_weights_inl.h"  // IWYU pragma: export

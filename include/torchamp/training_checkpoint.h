@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <c10/util/Exception.h>
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
+
+#include <concepts>
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace torchamp {
+
+namespace detail {
+
+/// A number, bool, string or tensor as archives have it; an undefined tensor as none.
+template <class T>
+c10::IValue to_ivalue(const T& value) {
+  if constexpr (std::is_same_v<T, at::Tensor>) {
+    return value.defined() ? c10::IValue(value) : c10::IValue();
+  } else if constexpr (std::is_integral_v<T> && !std::is_same_v<T, bool>) {
+    return c10::IValue(static_cast<std::int64_t>(value));
+  } else if constexpr (std::is_floating_point_v<T>) {
+    return c10::IValue(static_cast<double>(value));
+  } else {
+    return c10::IValue(value);
+  }
+}
+
+template <class T>
+void from_ivalue(const c10::IValue& value, T& to) {
+  if constexpr (std::is_same_v<T, at::Tensor>) {
+    to = value.isNone() ? at::Tensor() : value.toTensor();
+  } else if constexpr (std::is_integral_v<T> && !std::is_same_v<T, bool>) {
+    to = static_cast<T>(value.toInt());
+  } else if constexpr (std::is_floating_point_v<T>) {
+    to = static_cast<T>(value.toDouble());
+  } else {
+    to = value.to<T>();
+  }
+}
+
+}  // namespace detail
+
+/// A file from which a run goes on where it was: model, optimizer, scaler and whatever else the
+/// program names, and the states of the random generators of the CPU and of the devices in use.
+///
+///     torchamp::TrainingCheckpoint checkpoint("run.pt");
+///     checkpoint.add("model", model).add("optimizer", optimizer).add("scaler", scaler);
+///     checkpoint.add("step", step);
+///     checkpoint.load();                    // false if there is no file yet
+///     for (; step < steps; ++step) {
+///       ...
+///       if (step % 100 == 0) checkpoint.save();
+///     }
+///
+/// On a CPU, with the same libraries and number of threads, the run that went on is the same bit
+/// for bit. What is added is referred to: it must live as long as the checkpoint. With several
+/// processes, see save_together() and load_together() in distributed.h.
+class TrainingCheckpoint {
+ public:
+  explicit TrainingCheckpoint(std::filesystem::path path) : path_(std::move(path)) {}
+
+  /// Adds an object under a name of its own: a module holder, a torch::optim::Optimizer, whatever
+  /// has save(OutputArchive&) and load(InputArchive&) (GradScaler, MasterWeights), a tensor, a
+  /// number, a bool or a string. Where MasterWeights are added, the model is not.
+  template <class T>
+  TrainingCheckpoint& add(std::string name, T& object) {
+    add_to(shared_, std::move(name), object);
+    return *this;
+  }
+
+  /// Adds an object that each of several processes has its own of, such as the position in its part
+  /// of the data.
+  template <class T>
+  TrainingCheckpoint& add_local(std::string name, T& object) {
+    add_to(local_, std::move(name), object);
+    return *this;
+  }
+
+  const std::filesystem::path& path() const { return path_; }
+  bool exists() const { return std::filesystem::exists(path_); }
+
+  /// Writes the file, or throws and leaves the old one. A process killed at any point, or a power
+  /// cut, leaves the old file or the new one, whole, see Note [Atomic files]. Reads the devices.
+  void save() const { save({local_part()}); }
+
+  /// Fills what was added; false if there is no file. An error for a file that is damaged or does
+  /// not fit what was added, which then stays as it was.
+  bool load();
+
+  /// For several processes. What this one alone has, as bytes.
+  at::Tensor local_part() const;
+  /// On one process, with the local part of each.
+  void save(const std::vector<at::Tensor>& local_parts) const;
+  /// On each: as load(), with the local part of process `rank` of `processes`, which must be as
+  /// many as wrote the file.
+  bool load(std::int64_t rank, std::int64_t processes);
+  /// Without any local part: goes on with another number of processes, not bit for bit.
+  bool load_shared();
+  /// Differs between any two files; that of the file last saved or loaded.
+  std::int64_t file_id() const { return file_id_; }
+
+ private:
+  struct Entry {
+    std::string name;
+    std::function<void(torch::serialize::OutputArchive&)> save;
+    std::function<void(torch::serialize::InputArchive&)> load;
+  };
+
+  template <class T>
+  void add_to(std::vector<Entry>& entries, std::string name, T& object);
+  void add_entry(std::vector<Entry>& entries, Entry entry) const;
+  static void check_module(const torch::nn::Module& module,
+                           torch::serialize::InputArchive& archive);
+  void write(torch::serialize::OutputArchive& archive, const std::vector<Entry>& entries) const;
+  void read(torch::serialize::InputArchive& archive, const std::vector<Entry>& entries) const;
+  at::Tensor bytes_of(const std::vector<Entry>& entries) const;
+  bool load_parts(const std::function<at::Tensor(torch::serialize::InputArchive&)>& local_part);
+
+  std::filesystem::path path_;
+  std::vector<Entry> shared_, local_;
+  mutable std::int64_t file_id_ = 0;
+};
+
+template <class T>
+void TrainingCheckpoint::add_to(std::vector<Entry>& entries, std::string name, T& object) {
+  using torch::serialize::InputArchive;
+  using torch::serialize::OutputArchive;
+  Entry entry{std::move(name), {}, {}};
+  if constexpr (std::derived_from<T, torch::optim::Optimizer>) {
+    entry.save = [&object](OutputArchive& archive) { object.save(archive); };
+    entry.load = [&object](InputArchive& archive) {
+      object.state().clear();  // of parameters that had none in the file
+      object.load(archive);
+    };
+  } else if constexpr (requires(OutputArchive & out, InputArchive & in) {
+                         object->save(out);
+                         object->load(in);
+                       }) {
+    entry.save = [&object](OutputArchive& archive) { object->save(archive); };
+    entry.load = [&object](InputArchive& archive) {
+      check_module(*object, archive);
+      object->load(archive);
+    };
+  } else if constexpr (requires(OutputArchive & out, InputArchive & in) {
+                         object.save(out);
+                         object.load(in);
+                       }) {
+    entry.save = [&object](OutputArchive& archive) { object.save(archive); };
+    entry.load = [&object](InputArchive& archive) {
+      if constexpr (std::derived_from<T, torch::nn::Module>) check_module(object, archive);
+      object.load(archive);
+    };
+  } else {
+    static_assert(
+        std::is_same_v<T, at::Tensor> || std::is_arithmetic_v<T> || std::is_same_v<T, std::string>,
+        "TrainingCheckpoint::add takes module holders, optimizers, what has "
+        "save(OutputArchive&) and load(InputArchive&), tensors, numbers and strings");
+    entry.save = [&object](OutputArchive& archive) {
+      archive.write("value", detail::to_ivalue(object));
+    };
+    entry.load = [&object](InputArchive& archive) {
+      c10::IValue value;
+      archive.read("value", value);
+      detail::from_ivalue(value, object);
+    };
+  }
+  add_entry(entries, std::move(entry));
+}
+
+}  // namespace torchamp
+
+#include "torchamp/detail/training_checkpoint_inl.h"  // IWYU pragma: export
