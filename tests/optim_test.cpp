@@ -14,6 +14,7 @@
 
 #include "support/devices.h"
 #include "support/fused_optimizers.h"
+#include "support/numbers.h"
 #include "support/tolerances.h"
 
 namespace {
@@ -294,24 +295,6 @@ TEST_P(FusedOptimizers, TrainUnderAScalerAsLibTorchsOwnDo) {
 }
 
 // ---- Python's steps -----------------------------------------------------------------------------
-
-/// The generator of parity/optim.py.
-class Numbers {
- public:
-  explicit Numbers(int64_t seed) : state_(seed) {}
-  int64_t below(int64_t n) {
-    state_ = (state_ * 1103515245 + 12345) % (int64_t{1} << 31);
-    return (state_ >> 8) % n;
-  }
-  Tensor tensor(at::IntArrayRef sizes) {
-    std::vector<float> values(static_cast<std::size_t>(c10::multiply_integers(sizes)));
-    for (float& value : values) value = static_cast<float>(below(2001) - 1000) / 512.F;
-    return torch::tensor(values).reshape(sizes);
-  }
-
- private:
-  int64_t state_;
-};
 
 TEST_P(FusedOptimizers, StepLikePythons) {
   std::ifstream file("parity/optim.txt");

@@ -4,6 +4,7 @@
 #include "torchamp/autocast.h"
 #include "torchamp/autocast_state.h"
 #include "torchamp/cast.h"
+#include "torchamp/clip_grad.h"
 #include "torchamp/custom_function.h"
 #include "torchamp/fused_optimizer.h"
 #include "torchamp/grad_scaler.h"

@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_foreach_clamp_max.h>
+#include <ATen/ops/_foreach_clamp_min.h>
+#include <c10/util/Exception.h>
+#include <torch/optim/optimizer.h>
+
+#include <vector>
+
+#include "torchamp/detail/clip.h"
+#include "torchamp/detail/internal_ops.h"
+#include "torchamp/fused_optimizer.h"
+#include "torchamp/grad_scaler.h"
+
+// Clipping of gradients, as torch.nn.utils.clip_grad_norm_ and clip_grad_value_ do it. None of
+// these functions reads a device, and the number of kernels does not grow with the number of
+// gradients, except within ATen's own. (Where some gradients lie on the host and others on a
+// device, the host has to wait for the norm.) Parameters without a gradient are passed over.
+//
+// With a GradScaler, gradients are clipped as if they had not been scaled. Either unscale them
+// first and clip whatever is to be clipped,
+//
+//     scaler.unscale_(optimizer);
+//     torchamp::clip_grad_norm_(model->parameters(), 1.);
+//
+// or name the scaler, which is right before unscale_ and after it:
+//
+//     torchamp::clip_grad_norm_(scaler, optimizer, 1.);
+//
+// Wherever an optimizer is named and is a FusedOptimizer, the gradients stay as they are, and the
+// next step divides them by what the norm is too large by: no pass over the gradients but the one
+// that finds the norm. (fp64 gradients are multiplied at once: such a step divides by an fp32
+// number.)
+
+namespace torchamp {
+
+namespace detail {
+
+inline void check_max_norm(double max_norm) {
+  TORCH_CHECK_VALUE(max_norm >= 0., "clip_grad_norm_: max_norm is ", max_norm,
+                    ". It must be 0 or more.");
+}
+
+/// By what the gradients are to be multiplied; not finite where the norm is not, as in PyTorch.
+inline at::Tensor clip_coefficient(const at::Tensor& norm, double max_norm) {
+  return norm.add(1e-6).reciprocal_().mul_(max_norm).clamp_max_(1.);
+}
+
+/// `scale`: what the gradients are scaled by; undefined for 1.
+inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor& scale,
+                            double max_norm, double norm_type) {
+  const InternalOps internal;
+  const auto batches = gradients_to_clip(optimizer, "clip_grad_norm_");
+  at::Tensor norm = total_norm(batches, norm_type);
+  if (batches.empty()) return norm;
+  if (scale.defined()) norm.div_(brought_to(norm.device(), scale));
+  auto* const fused = dynamic_cast<FusedOptimizer*>(&optimizer);
+  if (fused) {
+    const at::Tensor divisor = fused->next_step_divisor();
+    if (divisor.defined()) norm.div_(brought_to(norm.device(), divisor));
+  }
+  if (fused && norm.scalar_type() == at::kFloat) {
+    fused->divide_next_step(norm.add(1e-6).div_(max_norm).clamp_min_(1.));
+  } else {
+    multiply(batches, clip_coefficient(norm, max_norm));
+  }
+  return norm;
+}
+
+inline void clip_value(const std::vector<GradientBatch>& batches, double value) {
+  for (const GradientBatch& batch : batches) {
+    at::_foreach_clamp_min_(batch.gradients, -value);
+    at::_foreach_clamp_max_(batch.gradients, value);
+  }
+}
+
+inline void check_clip_value(double value) {
+  TORCH_CHECK_VALUE(value >= 0., "clip_grad_value_: the value is ", value,
+                    ". It must be 0 or more.");
+}
+
+}  // namespace detail
+
+/// Multiplies the gradients of `params` (a vector, a list in braces, or one tensor) in place by
+/// min(1, max_norm / (norm + 1e-6)), where norm is the `norm_type`-norm of all of them as one
+/// vector (2., 1., infinity, any other number).
+///
+/// Returns the norm before clipping: a 0-dim tensor in fp32, or fp64 if a gradient is, on the first
+/// gradient's device; 0 if there is no gradient. If it is inf or NaN, so is what becomes of the
+/// gradients, or 0, as in PyTorch. Errors: a negative max_norm; gradients that are neither strided
+/// nor sparse COO, or that are expanded.
+inline at::Tensor clip_grad_norm_(at::TensorList params, double max_norm, double norm_type = 2.) {
+  detail::check_max_norm(max_norm);
+  const detail::InternalOps internal;
+  const auto batches = detail::gradients_to_clip(params, "clip_grad_norm_");
+  const at::Tensor norm = detail::total_norm(batches, norm_type);
+  if (!batches.empty()) detail::multiply(batches, detail::clip_coefficient(norm, max_norm));
+  return norm;
+}
+
+/// The same for all parameters of all groups of `optimizer`, whose gradients are not scaled.
+inline at::Tensor clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm,
+                                  double norm_type = 2.) {
+  detail::check_max_norm(max_norm);
+  return detail::clip_norm(optimizer, at::Tensor(), max_norm, norm_type);
+}
+
+/// The same for gradients that `scaler` has scaled, before scaler.step(optimizer). Gradients that
+/// are still scaled are unscaled (GradScaler::unscale_) or, for a FusedOptimizer, left to its step.
+/// Returns the norm of the unscaled gradients.
+inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& optimizer,
+                                  double max_norm, double norm_type = 2.) {
+  detail::check_max_norm(max_norm);
+  at::Tensor scale;
+  if (scaler.is_enabled() && !scaler.is_unscaled(optimizer)) {
+    if (dynamic_cast<FusedOptimizer*>(&optimizer)) {
+      scale = scaler.scale_tensor();
+      TORCH_CHECK(scale.defined(),
+                  "clip_grad_norm_: nothing has been scaled yet. Call scale(loss).backward() "
+                  "first.");
+    } else {
+      scaler.unscale_(optimizer);
+    }
+  }
+  return detail::clip_norm(optimizer, scale, max_norm, norm_type);
+}
+
+/// Clamps the elements of the gradients of `params` in place to [-value, value]. Errors: as
+/// clip_grad_norm_; a negative value.
+inline void clip_grad_value_(at::TensorList params, double value) {
+  detail::check_clip_value(value);
+  const detail::InternalOps internal;
+  detail::clip_value(detail::gradients_to_clip(params, "clip_grad_value_"), value);
+}
+
+/// The same for all parameters of all groups of `optimizer`, whose gradients are not scaled. What
+/// clip_grad_norm_ has left to the optimizer's next step is done first.
+inline void clip_grad_value_(torch::optim::Optimizer& optimizer, double value) {
+  detail::check_clip_value(value);
+  const detail::InternalOps internal;
+  const auto batches = detail::gradients_to_clip(optimizer, "clip_grad_value_");
+  if (auto* const fused = dynamic_cast<FusedOptimizer*>(&optimizer)) {
+    const at::Tensor divisor = fused->take_next_step_divisor();
+    if (divisor.defined()) detail::multiply(batches, divisor.reciprocal());
+  }
+  detail::clip_value(batches, value);
+}
+
+/// The same for gradients that `scaler` has scaled, before scaler.step(optimizer): unscales them
+/// first (GradScaler::unscale_), unless that has been done.
+inline void clip_grad_value_(GradScaler& scaler, torch::optim::Optimizer& optimizer, double value) {
+  detail::check_clip_value(value);
+  if (scaler.is_enabled() && !scaler.is_unscaled(optimizer)) scaler.unscale_(optimizer);
+  clip_grad_value_(optimizer, value);
+}
+
+}  // namespace torchamp
