@@ -3,6 +3,7 @@
 
 #include "torchamp/autocast.h"
 #include "torchamp/autocast_state.h"
+#include "torchamp/captured_step.h"
 #include "torchamp/cast.h"
 #include "torchamp/clip_grad.h"
 #include "torchamp/custom_function.h"

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/captured_step.h"
 #include "torchamp/detail/counter_table.h"
 #include "torchamp/detail/step_plan.h"
 #include "torchamp/fused_optimizer.h"
@@ -36,7 +37,7 @@ class Snapshot final : public torch::optim::Optimizer {
 
 /// A FusedOptimizer after a rule (step_rules.h).
 template <class Rule>
-class FusedOptimizerOf : public FusedOptimizer {
+class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
  public:
   using Options = typename Rule::Options;
   using State = typename Rule::State;
@@ -100,6 +101,16 @@ class FusedOptimizerOf : public FusedOptimizer {
     plan_ = {};
   }
 
+  bool prepare_captured_step() override {
+    const InternalOps internal;
+    rates_on_device_ = true;
+    const bool like_the_last =
+        stepped_with_.empty() || (plan_.is_for(param_groups_) && same_options());
+    plan_.write_rates(param_groups_);
+    return like_the_last;
+  }
+  void note_replayed_step() override { plan_.note_step(); }
+
  protected:
   void step_fused(const at::Tensor& grad_scale, const at::Tensor& found_inf) override {
     if (!plan_.collect_gradients(param_groups_)) {
@@ -109,10 +120,29 @@ class FusedOptimizerOf : public FusedOptimizer {
                                    counters_);
       TORCH_INTERNAL_ASSERT(plan_.collect_gradients(param_groups_));
     }
+    if (rates_on_device_) {
+      plan_.write_rates(param_groups_);
+      stepped_with_.clear();
+      for (std::size_t g = 0; g < param_groups_.size(); ++g) {
+        stepped_with_.push_back(options_of<Rule>(param_groups_, g));
+      }
+    }
     plan_.run(param_groups_, grad_scale, found_inf);
   }
 
  private:
+  /// Whether the options are those of the last step, but for the learning rates.
+  bool same_options() const {
+    if (stepped_with_.size() != param_groups_.size()) return false;
+    for (std::size_t g = 0; g < param_groups_.size(); ++g) {
+      Options before = stepped_with_[g];
+      const Options& now = options_of<Rule>(param_groups_, g);
+      before.lr(now.lr());
+      if (!(before == now)) return false;
+    }
+    return true;
+  }
+
   static void check_loaded(Snapshot<Options>& loaded) {
     const ParamGroups& groups = loaded.param_groups();
     for (std::size_t g = 0; g < groups.size(); ++g) {
@@ -142,6 +172,10 @@ class FusedOptimizerOf : public FusedOptimizer {
 
   CounterTable counters_;
   StepPlan<Rule> plan_;
+
+  // Where steps are captured.
+  bool rates_on_device_ = false;
+  std::vector<Options> stepped_with_;
 };
 
 }  // namespace torchamp::detail

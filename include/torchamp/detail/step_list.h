@@ -42,6 +42,11 @@ struct StepList {
   std::vector<at::Tensor> params, grads;
   std::vector<at::Tensor> counters;            ///< one for each parameter, shared or not
   std::vector<std::vector<at::Tensor>> state;  ///< by kind of state, then by parameter
+
+  /// The learning rate where a captured step reads it (0-dim fp32), and what was last written
+  /// there; undefined where steps are not captured.
+  at::Tensor rate{};
+  double written_rate = 0.;
 };
 
 }  // namespace torchamp::detail

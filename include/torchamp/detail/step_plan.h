@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/full.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 #include <c10/util/flat_hash_map.h>
@@ -142,6 +143,38 @@ class StepPlan {
       }
     }
     return plan;
+  }
+
+  /// Whether there is a plan, and for these groups, whatever gradients there are.
+  bool is_for(const ParamGroups& groups) const {
+    if (lists_.empty() || uses_.size() != groups.size()) return false;
+    auto slot = slots_.cbegin();
+    for (std::size_t g = 0; g < groups.size(); ++g) {
+      if (!(uses_[g] == use_of(groups, g))) return false;
+      for (const at::Tensor& param : groups[g].params()) {
+        if (slot == slots_.cend() || slot->param != param.unsafeGetTensorImpl()) return false;
+        ++slot;
+      }
+    }
+    return slot == slots_.cend();
+  }
+
+  /// Makes the steps read their learning rates from the device and writes there those that changed.
+  void write_rates(const ParamGroups& groups) {
+    for (StepList& list : lists_) {
+      const double rate = options_of<Rule>(groups, list.group).lr();
+      if (!list.rate.defined()) {
+        list.rate = at::full({}, rate, at::device(list.device).dtype(at::kFloat));
+      } else if (rate != list.written_rate) {
+        list.rate.fill_(rate);
+      }
+      list.written_rate = rate;
+    }
+  }
+
+  /// Counts a step of which only the device knows whether it was skipped.
+  void note_step() {
+    for (StepScalars& scalars : scalars_) scalars.note_step();
   }
 
   /// Steps with the gradients collected.

@@ -66,28 +66,31 @@ struct AdamRuleBase {
   static void set_steps(State& s, int64_t steps) { s.step(steps); }
 
  protected:
-  template <class Kernel>
-  static void call(const Kernel& kernel, const Options& o, const StepList& list,
-                   const StepScalars& scalars) {
-    const auto [beta1, beta2] = o.betas();
-    kernel(list.params, list.grads, list.state[0], list.state[1],
-           o.amsgrad() ? at::TensorList(list.state[2]) : at::TensorList(), list.counters, o.lr(),
-           beta1, beta2, o.weight_decay(), o.eps(), o.amsgrad(), /*maximize=*/false,
-           scalars.grad_scale(), scalars.found_inf());
+  template <class Kernel, class KernelOfRateOnDevice>
+  static void call(const Kernel& kernel, const KernelOfRateOnDevice& kernel_of_rate_on_device,
+                   const Options& o, const StepList& list, const StepScalars& scalars) {
+    const auto with = [&](const auto& chosen, const auto& rate) {
+      const auto [beta1, beta2] = o.betas();
+      chosen(list.params, list.grads, list.state[0], list.state[1],
+             o.amsgrad() ? at::TensorList(list.state[2]) : at::TensorList(), list.counters, rate,
+             beta1, beta2, o.weight_decay(), o.eps(), o.amsgrad(), /*maximize=*/false,
+             scalars.grad_scale(), scalars.found_inf());
+    };
+    list.rate.defined() ? with(kernel_of_rate_on_device, list.rate) : with(kernel, o.lr());
   }
 };
 
 struct AdamRule : AdamRuleBase<torch::optim::AdamOptions, torch::optim::AdamParamState> {
   static constexpr const char* name = "FusedAdam";
   static void step(const Options& o, const StepList& list, const StepScalars& scalars) {
-    call(at::_ops::_fused_adam_::call, o, list, scalars);
+    call(at::_ops::_fused_adam_::call, at::_ops::_fused_adam__tensor_lr::call, o, list, scalars);
   }
 };
 
 struct AdamWRule : AdamRuleBase<torch::optim::AdamWOptions, torch::optim::AdamWParamState> {
   static constexpr const char* name = "FusedAdamW";
   static void step(const Options& o, const StepList& list, const StepScalars& scalars) {
-    call(at::_ops::_fused_adamw_::call, o, list, scalars);
+    call(at::_ops::_fused_adamw_::call, at::_ops::_fused_adamw__tensor_lr::call, o, list, scalars);
   }
 };
 
@@ -114,9 +117,12 @@ struct AdagradRule {
   static int64_t steps(const State& s) { return s.step(); }
   static void set_steps(State& s, int64_t steps) { s.step(steps); }
   static void step(const Options& o, const StepList& list, const StepScalars& scalars) {
-    at::_fused_adagrad_(list.params, list.grads, list.state[0], list.counters, o.lr(), o.lr_decay(),
-                        o.weight_decay(), o.eps(), /*maximize=*/false, scalars.grad_scale(),
-                        scalars.found_inf());
+    const auto with = [&](const auto& rate) {
+      at::_fused_adagrad_(list.params, list.grads, list.state[0], list.counters, rate, o.lr_decay(),
+                          o.weight_decay(), o.eps(), /*maximize=*/false, scalars.grad_scale(),
+                          scalars.found_inf());
+    };
+    list.rate.defined() ? with(list.rate) : with(o.lr());
   }
 };
 
@@ -196,10 +202,13 @@ struct SgdRule {
   static void call_kernel(const Options& o, const StepList& list, bool first,
                           const std::optional<at::Tensor>& grad_scale,
                           const std::optional<at::Tensor>& found_inf) {
-    at::_fused_sgd_(list.params, list.grads,
-                    o.momentum() == 0 ? at::TensorList() : at::TensorList(list.state[0]),
-                    o.weight_decay(), o.momentum(), o.lr(), o.dampening(), o.nesterov(),
-                    /*maximize=*/false, first, grad_scale, found_inf);
+    const auto with = [&](const auto& rate) {
+      at::_fused_sgd_(list.params, list.grads,
+                      o.momentum() == 0 ? at::TensorList() : at::TensorList(list.state[0]),
+                      o.weight_decay(), o.momentum(), rate, o.dampening(), o.nesterov(),
+                      /*maximize=*/false, first, grad_scale, found_inf);
+    };
+    list.rate.defined() ? with(list.rate) : with(o.lr());
   }
 
   // Found in 2.11: the CPU's kernel computes 16-bit parameters by vectors and stores only the rest.

@@ -59,6 +59,11 @@ class StepScalars {
     found_inf_.reset();
   }
 
+  /// Takes note of a step that was made without begin() and end(), and may have been skipped.
+  void note_step() {
+    for (const auto& counter : counters_) ++counter->at_most;
+  }
+
  private:
   at::Tensor number(float value) const {
     return at::full({}, value, at::device(device_).dtype(at::kFloat));
