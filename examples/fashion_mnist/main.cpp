@@ -15,6 +15,7 @@
 #include "support/device.h"
 #include "support/format.h"
 #include "support/table.h"
+#include "support/trial.h"
 
 namespace {
 
@@ -54,9 +55,11 @@ std::optional<Options> parse_options(int argc, char** argv) {
 std::int64_t steps_for_cpu(const FashionMnist& data, Setting setting) {
   constexpr double budget_seconds = 60.;
   setting.steps = 8;
-  const double seconds = train(data, setting, false, "").seconds_per_step +
-                         train(data, setting, true, "").seconds_per_step;
-  const auto steps = static_cast<std::int64_t>(budget_seconds / seconds) / 50 * 50;
+  const support::StepTimes times = support::try_on_cpu([&] {
+    return support::StepTimes{train(data, setting, false, "").seconds_per_step,
+                              train(data, setting, true, "").seconds_per_step};
+  });
+  const auto steps = static_cast<std::int64_t>(budget_seconds / times.both()) / 50 * 50;
   return std::clamp<std::int64_t>(steps, 100, 600);
 }
 

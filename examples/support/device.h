@@ -53,7 +53,8 @@ inline std::string describe(c10::Device device, c10::ScalarType dtype) {
     units += (units.empty() ? "" : ", ") + unit;
   }
   const std::string text =
-      format("Device: CPU (%s, %d threads), ", cpu_name().c_str(), torch::get_num_threads());
+      format("Device: CPU (%s, %d thread%s), ", cpu_name().c_str(), torch::get_num_threads(),
+             torch::get_num_threads() == 1 ? "" : "s");
   if (!units.empty()) return text + "with fast " + name + " products (" + units + ").\n";
   return text + "without fast " + name + " products:\n" + name +
          " takes several times as long as fp32 here, and so does mixed precision. It pays on a\n"
