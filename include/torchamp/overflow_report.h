@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/view_as_real.h>
+#include <c10/util/StringUtil.h>
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <ostream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/internal_ops.h"
+
+namespace torchamp {
+
+/// A parameter whose gradient holds infs or NaNs.
+struct Overflow {
+  std::string name;  ///< as the module has it; "group 0, parameter 3" for an optimizer
+  at::ScalarType dtype = at::kFloat;  ///< the gradient's, as the next two
+  std::vector<int64_t> sizes;
+  at::Device device = at::kCPU;
+  int64_t infs = 0;  ///< elements that are inf or -inf
+  int64_t nans = 0;
+  int64_t elements = 0;        ///< of the gradient; of a sparse one, those stored
+  double largest_finite = 0.;  ///< absolute value, as it lies there: unscaled or not
+};
+
+/// What overflow_report finds.
+struct OverflowReport {
+  std::vector<Overflow> overflows;  ///< in the order of the parameters
+  std::size_t gradients = 0;        ///< looked at
+
+  bool empty() const { return overflows.empty(); }
+};
+
+namespace detail {
+
+/// 0-dim fp64 tensors: infs, NaNs, largest finite absolute value.
+inline at::Tensor count_non_finite(const at::Tensor& gradient) {
+  at::Tensor values = gradient.is_sparse() ? gradient._values() : gradient;
+  if (values.is_complex()) values = at::view_as_real(values);
+  const at::Tensor size = values.abs().to(at::kDouble);
+  const at::Tensor bad = size.isfinite().logical_not();
+  return at::stack({size.isinf().sum().to(at::kDouble), size.isnan().sum().to(at::kDouble),
+                    size.masked_fill(bad, 0.).max()});
+}
+
+}  // namespace detail
+
+/// Which gradients hold infs or NaNs, how many, and how large the others are. For after a skipped
+/// step, before the gradients are cleared:
+///
+///     if (!scaler.step(optimizer)) std::cout << torchamp::overflow_report(*model);
+///
+/// `named` is any range of pairs of a name and a parameter. One pass over the gradients and one
+/// read of each device. Gradients are not changed.
+template <typename NamedParameters>
+OverflowReport overflow_report_of(const NamedParameters& named) {
+  const detail::InternalOps guard;
+  std::vector<Overflow> found;
+  std::vector<std::pair<at::Device, std::vector<at::Tensor>>> counts;
+  std::vector<std::pair<std::size_t, std::size_t>> places;  // of each one's counts
+  for (const auto& [name, parameter] : named) {
+    if (!parameter.defined()) continue;
+    const at::Tensor& gradient = parameter.unsafeGetTensorImpl()->grad();
+    if (!gradient.defined()) continue;
+    const int64_t elements = gradient.is_sparse() ? gradient._values().numel() : gradient.numel();
+    if (elements == 0) continue;
+    std::size_t device = 0;
+    while (device < counts.size() && counts[device].first != gradient.device()) ++device;
+    if (device == counts.size()) counts.emplace_back(gradient.device(), std::vector<at::Tensor>());
+    places.emplace_back(device, counts[device].second.size());
+    counts[device].second.push_back(detail::count_non_finite(gradient));
+    Overflow& one = found.emplace_back();
+    one.name = name;
+    one.dtype = gradient.scalar_type();
+    one.sizes = gradient.sizes().vec();
+    one.device = gradient.device();
+    one.elements = elements;
+  }
+  std::vector<at::Tensor> read;
+  read.reserve(counts.size());
+  for (const auto& [device, tensors] : counts) read.push_back(at::stack(tensors).to(at::kCPU));
+
+  OverflowReport report;
+  report.gradients = found.size();
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    const auto row =
+        read[places[i].first].accessor<double, 2>()[static_cast<int64_t>(places[i].second)];
+    found[i].infs = static_cast<int64_t>(row[0]);
+    found[i].nans = static_cast<int64_t>(row[1]);
+    found[i].largest_finite = row[2];
+    if (found[i].infs + found[i].nans > 0) report.overflows.push_back(std::move(found[i]));
+  }
+  return report;
+}
+
+/// The same for the parameters of a module, submodules included, by their names in it.
+inline OverflowReport overflow_report(const torch::nn::Module& module) {
+  std::vector<std::pair<std::string, at::Tensor>> named;
+  for (const auto& item : module.named_parameters()) named.emplace_back(item.key(), item.value());
+  return overflow_report_of(named);
+}
+
+/// The same for the parameters of an optimizer, by their places in it.
+inline OverflowReport overflow_report(const torch::optim::Optimizer& optimizer) {
+  std::vector<std::pair<std::string, at::Tensor>> named;
+  const auto& groups = optimizer.param_groups();
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    const std::vector<at::Tensor>& parameters = groups[g].params();
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      named.emplace_back(c10::str("group ", g, ", parameter ", i), parameters[i]);
+    }
+  }
+  return overflow_report_of(named);
+}
+
+/// One line for each gradient: `fc1.weight (Float [64, 32] on cpu): 3 inf, 1 NaN of 2048, largest
+/// finite 1.5e+38`
+inline std::ostream& operator<<(std::ostream& out, const OverflowReport& report) {
+  out << report.overflows.size() << " of " << report.gradients << " gradients hold infs or NaNs\n";
+  for (const Overflow& one : report.overflows) {
+    out << "  " << one.name << " (" << one.dtype << ' ' << at::IntArrayRef(one.sizes) << " on "
+        << one.device << "): " << one.infs << " inf, " << one.nans << " NaN of " << one.elements
+        << ", largest finite " << one.largest_finite << '\n';
+  }
+  return out;
+}
+
+}  // namespace torchamp

@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <torchamp/overflow_report.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+#include <torchamp/grad_scaler.h>
+
+#include <limits>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "support/call_counter.h"
+#include "support/devices.h"
+#include "support/optimizers.h"
+
+using torchamp::OverflowReport;
+
+namespace {
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+
+class OverflowReportOn : public ::testing::TestWithParam<at::DeviceType> {
+ protected:
+  void SetUp() override { SKIP_WITHOUT(GetParam()); }
+};
+
+}  // namespace
+
+TEST_P(OverflowReportOn, NamesTheParametersAndTellsInfFromNaN) {
+  torch::nn::Sequential model(torch::nn::Linear(3, 2), torch::nn::ReLU(), torch::nn::Linear(2, 1));
+  model->to(GetParam());
+  for (at::Tensor& p : model->parameters()) p.mutable_grad() = torch::ones_like(p);
+  model->named_parameters()["0.weight"].mutable_grad()[0][1] = kInf;
+  model->named_parameters()["0.weight"].mutable_grad()[1][2] = -kInf;
+  model->named_parameters()["0.weight"].mutable_grad()[1][1] = -7.F;
+  model->named_parameters()["2.bias"].mutable_grad()[0] = kNaN;
+  const OverflowReport report = torchamp::overflow_report(*model);
+  EXPECT_EQ(report.gradients, 4U);
+  ASSERT_EQ(report.overflows.size(), 2U);
+  const torchamp::Overflow& weight = report.overflows[0];
+  EXPECT_EQ(weight.name, "0.weight");
+  EXPECT_EQ(weight.infs, 2);
+  EXPECT_EQ(weight.nans, 0);
+  EXPECT_EQ(weight.elements, 6);
+  EXPECT_EQ(weight.largest_finite, 7.);
+  EXPECT_EQ(report.overflows[1].name, "2.bias");
+  EXPECT_EQ(report.overflows[1].nans, 1);
+  EXPECT_EQ(report.overflows[1].largest_finite, 0.) << "none is finite";
+  std::ostringstream text;
+  text << report;
+  const std::string device = c10::str(weight.device);
+  EXPECT_EQ(text.str(),
+            "2 of 4 gradients hold infs or NaNs\n"
+            "  0.weight (Float [2, 3] on " +
+                device +
+                "): 2 inf, 0 NaN of 6, largest "
+                "finite 7\n"
+                "  2.bias (Float [1] on " +
+                device + "): 0 inf, 1 NaN of 1, largest finite 0\n");
+}
+
+TEST_P(OverflowReportOn, LooksAtEveryKindOfGradient) {
+  const auto on = [](const at::Tensor& t) { return t.to(GetParam()); };
+  std::vector<at::Tensor> parameters;
+  for (const at::ScalarType dtype : {at::kHalf, at::kBFloat16, at::kDouble, at::kComplexFloat}) {
+    parameters.push_back(parameter_with(on(torch::tensor({1.F, kInf, 3.F}).to(dtype))));
+  }
+  parameters.push_back(parameter_with(
+      on(torch::sparse_coo_tensor(torch::tensor({{1, 4}}), torch::tensor({2.F, kNaN}), {9}))));
+  parameters.push_back(parameter_with(on(torch::ones({0}))));
+  parameters.push_back(torch::ones({1}, torch::requires_grad()));
+  const OverflowReport report = torchamp::overflow_report(sgd(parameters));
+  EXPECT_EQ(report.gradients, 5U);
+  ASSERT_EQ(report.overflows.size(), 5U);
+  EXPECT_EQ(report.overflows[2].name, "group 0, parameter 2");
+  for (const torchamp::Overflow& one : report.overflows) EXPECT_EQ(one.infs + one.nans, 1);
+  EXPECT_EQ(report.overflows[0].largest_finite, 3.);
+  EXPECT_EQ(report.overflows[4].elements, 2);
+}
+
+TEST_P(OverflowReportOn, ReadsOnceAndLeavesTheGradientsAlone) {
+  std::vector<at::Tensor> parameters;
+  for (int i = 0; i < 20; ++i) {
+    parameters.push_back(
+        parameter_with(torch::full({3}, i % 2 ? kInf : 1.F, at::TensorOptions(GetParam()))));
+  }
+  const auto optimizer = sgd(parameters);
+  const CallCounter counter;
+  const OverflowReport report = torchamp::overflow_report(optimizer);
+  EXPECT_EQ(counter.reads(), 0) << "one copy to the host, however many gradients";
+  EXPECT_EQ(report.overflows.size(), 10U);
+  EXPECT_EQ(parameters[0].grad()[0].item<float>(), 1.F);
+}
+
+TEST(OverflowReport, IsEmptyWithoutGradients) {
+  const torch::nn::Linear model(2, 2);
+  const OverflowReport report = torchamp::overflow_report(*model);
+  EXPECT_TRUE(report.empty());
+  EXPECT_EQ(report.gradients, 0U);
+  std::ostringstream text;
+  text << report;
+  EXPECT_EQ(text.str(), "0 of 0 gradients hold infs or NaNs\n");
+}
+
+TEST(OverflowReport, ExplainsASkippedStep) {
+  torch::nn::Linear model(2, 1);
+  torchamp::GradScaler scaler;
+  torch::optim::SGD optimizer(model->parameters(), 0.1);
+  const at::Tensor input = torch::tensor({{1.F, 1e38F}});
+  scaler.scale(model(input).sum()).backward();
+  ASSERT_FALSE(scaler.step(optimizer));
+  const OverflowReport report = torchamp::overflow_report(*model);
+  ASSERT_EQ(report.overflows.size(), 1U);
+  EXPECT_EQ(report.overflows[0].name, "weight");
+  EXPECT_EQ(report.overflows[0].largest_finite, 1.) << "unscaled";
+}
+
+INSTANTIATE_TEST_SUITE_P(Devices, OverflowReportOn, all_devices(), device_name);
