@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// error: (use of deleted function|attempt to use a deleted function|call to deleted function).*(operator new)?
+// error: (use of deleted function.*operator new|call to deleted function 'operator new')
 #include <torchamp/autocast.h>
 
 torchamp::AutocastGuard* on_the_heap() {
