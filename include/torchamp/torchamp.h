@@ -5,6 +5,8 @@
 #include "torchamp/autocast_state.h"
 #include "torchamp/captured_step.h"
 #include "torchamp/cast.h"
+#include "torchamp/cast_recorder.h"
+#include "torchamp/cast_report.h"
 #include "torchamp/clip_grad.h"
 #include "torchamp/custom_function.h"
 #include "torchamp/fused_optimizer.h"

@@ -45,18 +45,16 @@ class SequentialEntry : public torch::nn::Module {
 
   template <std::size_t count>
   torch::nn::AnyValue call(std::vector<torch::nn::AnyValue>& arguments) {
-    if (arguments.size() == count) {
-      return [&]<std::size_t... I>(std::index_sequence<I...>) {
-        return module_.any_forward(std::move(arguments[I])...);
-      }
-      (std::make_index_sequence<count>());
-    }
     if constexpr (count < most_arguments) {
-      return call<count + 1>(arguments);
-    } else {
-      TORCH_CHECK(false, "ModulePolicies: a module in a Sequential was called with ",
-                  arguments.size(), " arguments. Declare it as torchamp::WithPolicy instead.");
+      if (arguments.size() != count) return call<count + 1>(arguments);
     }
+    TORCH_CHECK(arguments.size() == count,
+                "ModulePolicies: a module in a Sequential was called with ", arguments.size(),
+                " arguments. Declare it as torchamp::WithPolicy instead.");
+    return [&]<std::size_t... I>(std::index_sequence<I...>) {
+      return module_.any_forward(std::move(arguments[I])...);
+    }
+    (std::make_index_sequence<count>());
   }
 
   torch::nn::AnyModule module_;

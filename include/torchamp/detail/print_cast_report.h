@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <iomanip>
+#include <ostream>
+#include <set>
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace torchamp::detail {
+
+inline std::string dtype_name(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kHalf:
+      return "float16";
+    case at::kBFloat16:
+      return "bfloat16";
+    case at::kFloat:
+      return "float32";
+    case at::kDouble:
+      return "float64";
+    default:
+      return c10::toString(dtype);
+  }
+}
+
+/// `text` as a JSON string.
+inline std::string json_string(std::string_view text) {
+  std::ostringstream out;
+  out << '"';
+  for (const char c : text) {
+    if (c == '"' || c == '\\') {
+      out << '\\' << c;
+    } else if (static_cast<unsigned char>(c) < 0x20) {
+      out << "\\u" << std::hex << std::setw(4) << std::setfill('0') << static_cast<int>(c)
+          << std::dec;
+    } else {
+      out << c;
+    }
+  }
+  out << '"';
+  return out.str();
+}
+
+template <class Row>
+std::string json_numbers(const Row& row) {
+  std::ostringstream out;
+  out << "\"calls\": {";
+  const char* separator = "";
+  for (const auto& [dtype, calls] : row.calls) {
+    out << separator << json_string(dtype_name(dtype)) << ": " << calls;
+    separator = ", ";
+  }
+  out << "}, \"casts\": " << row.casts << ", \"cast_bytes\": " << row.cast_bytes
+      << ", \"undone\": " << row.undone << ", \"fp32_by_input\": " << row.fp32_by_input;
+  return out.str();
+}
+
+template <class Row>
+std::string to_json(const std::vector<Row>& rows, const Row& total) {
+  std::ostringstream out;
+  out << "{\"rows\": [";
+  const char* separator = "\n  ";
+  for (const Row& row : rows) {
+    out << separator << "{\"phase\": " << (row.backward ? "\"backward\"" : "\"forward\"")
+        << ", \"module\": " << json_string(row.module) << ", \"op\": " << json_string(row.op)
+        << ", " << json_numbers(row) << '}';
+    separator = ",\n  ";
+  }
+  out << "],\n \"total\": {" << json_numbers(total) << "}}\n";
+  return out.str();
+}
+
+/// Cells of text in aligned columns, the first three to the left.
+inline void print_columns(std::ostream& out, const std::vector<std::vector<std::string>>& lines) {
+  std::vector<std::size_t> widths(lines.front().size(), 0);
+  for (const auto& line : lines) {
+    for (std::size_t i = 0; i < line.size(); ++i) widths[i] = std::max(widths[i], line[i].size());
+  }
+  for (const auto& line : lines) {
+    std::string text;
+    for (std::size_t i = 0; i < line.size(); ++i) {
+      const std::string space(widths[i] - line[i].size(), ' ');
+      text += (i == 0 ? "" : "  ") + (i < 3 ? line[i] + space : space + line[i]);
+    }
+    out << text << '\n';
+  }
+}
+
+template <class Row>
+void print_cast_report(std::ostream& out, const std::vector<Row>& rows, const Row& total) {
+  std::vector<std::vector<std::string>> lines{{"phase", "module", "op"}};
+  for (const auto& [dtype, calls] : total.calls) lines[0].push_back(dtype_name(dtype));
+  for (const char* name : {"casts", "bytes", "undone", "by input"}) lines[0].push_back(name);
+  const auto add = [&](std::string phase, const Row& row) {
+    std::vector<std::string> line{std::move(phase), row.module, row.op};
+    const auto add_number = [&](std::int64_t number) {
+      line.push_back(number == 0 ? "-" : std::to_string(number));
+    };
+    for (const auto& [dtype, calls] : total.calls) {
+      const auto found = row.calls.find(dtype);
+      add_number(found == row.calls.end() ? 0 : found->second);
+    }
+    for (const auto number : {row.casts, row.cast_bytes, row.undone, row.fp32_by_input}) {
+      add_number(number);
+    }
+    lines.push_back(std::move(line));
+  };
+  for (const Row& row : rows) add(row.backward ? "backward" : "forward", row);
+  add("total", total);
+  print_columns(out, lines);
+  out << "calls by dtype; casts made for them, with the bytes read and written; undone: casts back "
+         "to the\ndtype that an earlier cast left; by input: calls in fp32 only because an input "
+         "was fp32\n";
+}
+
+}  // namespace torchamp::detail
