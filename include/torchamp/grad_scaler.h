@@ -114,6 +114,11 @@ class GradScaler {
   /// Whether the gradients of `optimizer` have been unscaled in this iteration.
   bool is_unscaled(const torch::optim::Optimizer& optimizer) const;
 
+  /// Whether the gradients of `optimizer` held an inf or a NaN when they were unscaled in this
+  /// iteration, in agreement with the other processes: 0-dim fp32, 0 or 1, on the scale's device.
+  /// Undefined if they have not been, or if disabled. Never reads.
+  at::Tensor found_inf(const torch::optim::Optimizer& optimizer);
+
   double get_growth_factor() const { return options_.growth_factor; }
   void set_growth_factor(double factor);
   double get_backoff_factor() const { return options_.backoff_factor; }

@@ -335,6 +335,14 @@ inline bool GradScaler::is_unscaled(const torch::optim::Optimizer& optimizer) co
   return state && state->stage == detail::OptimizerState::Stage::unscaled;
 }
 
+inline at::Tensor GradScaler::found_inf(const torch::optim::Optimizer& optimizer) {
+  if (!optimizers_.find(optimizer)) return {};
+  detail::OptimizerState& state = optimizers_.of(optimizer);
+  if (state.stage == detail::OptimizerState::Stage::ready) return {};
+  agree(state);
+  return state.found_inf.tensor;
+}
+
 inline void GradScaler::set_growth_factor(double factor) {
   detail::check_growth_factor("GradScaler::set_growth_factor", factor);
   options_.growth_factor = factor;
