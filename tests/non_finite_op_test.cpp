@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <torchamp/non_finite_op.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+#include <torchamp/autocast.h>
+#include <torchamp/grad_scaler.h>
+
+#include <limits>
+#include <sstream>
+#include <string>
+#include <thread>
+
+#include "support/devices.h"
+#include "support/expect_error.h"
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using torchamp::first_non_finite_op;
+
+namespace {
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+class NonFiniteOpOn : public ::testing::TestWithParam<at::DeviceType> {
+ protected:
+  void SetUp() override { SKIP_WITHOUT(GetParam()); }
+  at::TensorOptions options() const { return at::TensorOptions(GetParam()); }
+};
+
+}  // namespace
+
+TEST_P(NonFiniteOpOn, NamesTheOpOfTheForwardPass) {
+  const auto found = first_non_finite_op([&] {
+    const at::Tensor x = torch::ones({3}, options());
+    const at::Tensor y = torch::log(x - 1) * 2;
+    y.sum();
+  });
+  ASSERT_TRUE(found);
+  EXPECT_EQ(found->op, "aten::log");
+  EXPECT_FALSE(found->in_backward);
+  EXPECT_TRUE(found->inputs_were_finite);
+  EXPECT_EQ(found->infs, 3);
+  EXPECT_EQ(found->nans, 0);
+  EXPECT_EQ(found->dtype, at::kFloat);
+  EXPECT_THAT(found->inputs, ElementsAre("Float [3] up to 0"));
+  EXPECT_EQ(found->ops_before, 2);
+  std::ostringstream text;
+  text << *found;
+  EXPECT_EQ(text.str(),
+            "aten::log made 3 inf, 0 NaN in Float, of Float [3] up to 0 (after 2 ops)\n");
+}
+
+TEST_P(NonFiniteOpOn, NamesTheOpOfTheBackwardPassItsForwardOpAndItsParameters) {
+  torch::nn::Sequential model(torch::nn::Linear(3, 2), torch::nn::Tanh(), torch::nn::Linear(2, 1));
+  model->to(GetParam());
+  const at::Tensor input = torch::tensor({{1.F, 2.F, 1e38F}}).to(GetParam()) * 1e-3;
+  torchamp::GradScaler scaler;
+  // Only the gradient of the first weight, input times a scaled number, is too large.
+  {
+    const torch::NoGradGuard no_grad;
+    model->named_parameters()["0.weight"].fill_(1e-36);
+    model->named_parameters()["2.weight"].fill_(1.);
+  }
+  const auto found = first_non_finite_op(
+      [&] { scaler.scale(model->forward(input).sum()).backward(); }, model.ptr().get());
+  ASSERT_TRUE(found);
+  EXPECT_TRUE(found->in_backward);
+  EXPECT_EQ(found->op, "aten::mm");
+  EXPECT_EQ(found->node, "AddmmBackward0");
+  EXPECT_EQ(found->forward_op, "aten::addmm");
+  EXPECT_THAT(found->parameters, ElementsAre("0.bias", "0.weight"));
+  std::ostringstream text;
+  text << *found;
+  EXPECT_THAT(text.str(),
+              HasSubstr("aten::mm in backward (AddmmBackward0, of aten::addmm on 0.bias, "
+                        "0.weight) made "));
+}
+
+TEST_P(NonFiniteOpOn, SeesAnOverflowOfACastUnderAutocast) {
+  torch::nn::Linear model(2, 1);
+  model->to(GetParam());
+  const at::Tensor input = torch::full({1, 2}, 1e5F, options());
+  const auto found = first_non_finite_op(
+      [&] {
+        const torchamp::AutocastGuard autocast(GetParam(), torch::kHalf);
+        model(input);
+      },
+      model.ptr().get());
+  ASSERT_TRUE(found);
+  EXPECT_EQ(found->op, "aten::addmm");
+  EXPECT_THAT(found->inputs, ::testing::Contains("Float [1, 2] up to 100000"));
+  EXPECT_THAT(found->parameters, ElementsAre("bias", "weight"));
+}
+
+TEST_P(NonFiniteOpOn, DoesNotBlameMasksAndUninitialisedMemory) {
+  EXPECT_FALSE(first_non_finite_op([&] {
+    const at::Tensor scores = torch::randn({2, 4}, options().requires_grad(true));
+    const at::Tensor mask = torch::full({2, 4}, -kInf, options()).triu(2);
+    const at::Tensor filled = scores.masked_fill(torch::ones({2, 4}, options()) > 2, -kInf);
+    torch::softmax(scores + mask, -1).sum().backward();
+    torch::softmax(filled.detach() + mask, -1).sum();
+    at::Tensor memory = torch::empty({1000}, options());
+    memory.fill_(std::numeric_limits<float>::quiet_NaN());
+    memory.normal_();
+    (memory * 2).sum();
+    torch::dropout(memory, 0.5, true);
+    torch::batch_norm(torch::randn({4, 3}, options()), {}, {}, {}, {}, true, 0.1, 1e-5, false);
+  }));
+}
+
+TEST_P(NonFiniteOpOn, SaysSoWhereTheDataWasNotFinite) {
+  const at::Tensor data = torch::tensor({1.F, kInf}).to(GetParam());
+  const auto found = first_non_finite_op([&] { (data * 2).sum(); });
+  ASSERT_TRUE(found);
+  EXPECT_THAT(found->op, HasSubstr("aten::mul."));
+  EXPECT_FALSE(found->inputs_were_finite);
+  std::ostringstream text;
+  text << *found;
+  EXPECT_THAT(text.str(), HasSubstr(" was given infs or NaNs, of Float [2]"));
+}
+
+TEST_P(NonFiniteOpOn, FindsNothingWhereThereIsNothing) {
+  const at::Tensor w = torch::ones({2}, options().requires_grad(true));
+  EXPECT_FALSE(first_non_finite_op([&] { (w * w).sum().backward(); }));
+  EXPECT_TRUE(w.grad().defined());
+}
+
+TEST(NonFiniteOp, LetsErrorsThroughAndWorksAfterThem) {
+  EXPECT_ERROR(first_non_finite_op([] {
+                 torch::ones({1}).log();
+                 torch::ones({2}).add(torch::ones({3}));
+               }),
+               "must match");
+  EXPECT_TRUE(first_non_finite_op([] { torch::zeros({1}).log(); }));
+}
+
+TEST(NonFiniteOp, SearchesOneAfterAnotherInSeveralThreads) {
+  std::vector<std::thread> threads;
+  std::vector<std::string> ops(4);
+  for (std::size_t i = 0; i < ops.size(); ++i) {
+    threads.emplace_back([&, i] {
+      for (int n = 0; n < 20; ++n) {
+        const auto found = first_non_finite_op(
+            [&] { i % 2 ? torch::zeros({1}).log() : torch::zeros({1}).reciprocal(); });
+        ops[i] = found ? found->op : "";
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_THAT(ops, ElementsAre("aten::reciprocal", "aten::log", "aten::reciprocal", "aten::log"));
+}
+
+INSTANTIATE_TEST_SUITE_P(Devices, NonFiniteOpOn, all_devices(), device_name);
