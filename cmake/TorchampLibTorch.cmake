@@ -2,22 +2,24 @@
 #
 # torchamp_find_libtorch(ERROR [FETCH]): makes the target torchamp::libtorch from the first of
 #
-#   1. what the user points at: Torch_DIR or Torch_ROOT (variable or environment), CMAKE_PREFIX_PATH;
-#   2. the torch package of the Python that CMake finds or is told (Python3_EXECUTABLE, an active venv);
+#   1. what the user points at: Torch_DIR, Torch_ROOT or CMAKE_PREFIX_PATH, as variable or, but for
+#      the first, in the environment;
+#   2. the torch of the Python that CMake finds or is told: Python3_EXECUTABLE, an active venv;
 #   3. with FETCH, PyPI's wheel, by pip, in a per-user cache: ~/.cache/torchamp/libtorch-VERSION.
 #
 # On failure the variable ERROR holds a text that says what to do; it is empty on success.
 #
-#   TORCHAMP_LIBTORCH_VERSION  the version to fetch; when it is set, a Python's torch counts only if it is that version
-#   TORCHAMP_CUDA              AUTO (where there is a CUDA device and LibTorch is built for it), ON or OFF
+#   TORCHAMP_LIBTORCH_VERSION  the version to fetch; a Python's torch counts only if it is this one
+#   TORCHAMP_CUDA              AUTO (where there is a device and LibTorch has a CUDA part), ON, OFF
 #   XDG_CACHE_HOME             (environment) where the cache is, instead of ~/.cache
 #
 # Note [LibTorch by path]
-#   LibTorch's own package (find_package(Torch)) switches the CUDA language on wherever it finds a toolkit, needs nvcc
-#   and TORCH_CUDA_ARCH_LIST even for a program that has no CUDA code, links torch_cuda always, and puts the toolkit's
-#   library folder before the wheel's, so that an older NCCL there leaves symbols undefined. The libraries are therefore
-#   named here by their paths: torch_cpu and c10, and for a CUDA build torch_cuda and c10_cuda. What these need besides
-#   is read from their own dynamic sections.
+#   LibTorch's own package (find_package(Torch)) enables the CUDA language wherever it finds a
+#   toolkit, always links torch_cuda, and puts the toolkit's library folder before the wheel's:
+#   with the toolkit 13.0, programs linked neither with 2.11 nor with 2.15 (an older NCCL, no
+#   cuSPARSELt or NVSHMEM). The libraries are therefore named here by their paths: torch_cpu and
+#   c10, and for a CUDA build torch_cuda and c10_cuda. What these need besides is read from their
+#   own dynamic sections.
 
 set(TORCHAMP_LIBTORCH_PINNED 2.15.0)  # what is fetched
 set(TORCHAMP_LIBTORCH_MINIMUM 2.11.0)  # what is accepted
@@ -166,8 +168,9 @@ endfunction()
 
 # ---- 3. PyPI -------------------------------------------------------------------------------------
 
-# Runs pip for each argument, a line of arguments, into ${cache}/${name}. Two builds at once wait for each other; what an
-# interrupted one leaves behind is never taken for the whole, since only a finished folder gets its name.
+# Runs pip for each argument, a line of arguments, into ${cache}/${name}. Two builds at once wait
+# for each other; what an interrupted one leaves behind is never taken for the whole, since only a
+# finished folder gets its name.
 function(_torchamp_fetch folder failure name megabytes)
   set(manual "Or fetch LibTorch by hand: ${_torchamp_remedy}")
   if(NOT python)
@@ -304,7 +307,8 @@ function(_torchamp_cuda_device result)
   endif()
 endfunction()
 
-# The libraries that `library` needs (`needed`), and the folders in which it looks for them itself (`folders`).
+# The libraries that `library` needs (`needed`), and the folders in which it looks for them itself
+# (`folders`).
 function(_torchamp_dynamic_section needed folders library)
   set(lines "")
   if(CMAKE_READELF)
@@ -328,8 +332,8 @@ function(_torchamp_dynamic_section needed folders library)
   set(${folders} "${existing}" PARENT_SCOPE)
 endfunction()
 
-# Where libraries are that LibTorch does not find by itself: in CUDA's toolkits, known to the loader or not, and in the
-# loader's own folders.
+# Where libraries are that LibTorch does not find by itself: in CUDA's toolkits, known to the loader
+# or not, and in the loader's own folders.
 function(_torchamp_toolkit_folders folders)
   set(roots ${CUDAToolkit_ROOT} $ENV{CUDAToolkit_ROOT} $ENV{CUDA_HOME} $ENV{CUDA_PATH})
   find_program(nvcc nvcc NO_CACHE)
@@ -460,7 +464,8 @@ toolkit. Install torch with its dependencies (pip install torch==${version}), or
   message(STATUS "torchamp: LibTorch ${version} for ${mode}, ${origin}: ${prefix}")
 endfunction()
 
-# The CUDA runtime libraries that a CPU program loads only because torch_cpu names them: two small wheels.
+# The CUDA runtime libraries that a CPU program loads only because torch_cpu names them: two small
+# wheels.
 function(_torchamp_runtime_libraries files failure sonames)
   set(requirements "")
   foreach(soname IN LISTS sonames)

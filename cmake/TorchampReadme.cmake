@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # torchamp_add_readme_test(): every code block of README.md is compiled or configured.
 #
-#   ```cpp   with an int main: a program of its own, built and run; without: the body of a function that sees the names of
-#            readme/prelude.h, its #include lines apart. All of these in one file, compiled.
+#   ```cpp   with an int main: a program of its own, built and run; without: the body of a
+#            function that sees the names of readme/prelude.h, its #include lines apart. All of
+#            these in one file, compiled.
 #   ```cmake a project with a main.cpp, configured against this source tree.
 #   ```sh    its `--preset NAME`s must exist in CMakePresets.json.
 
-# Sets `blocks` to the numbers of the first lines of README's blocks in `language`, and block_LINE to their texts.
+# Sets `blocks` to the numbers of the first lines of README's blocks in `language`, and block_LINE
+# to their texts.
 macro(_torchamp_readme_blocks blocks language)
   file(READ ${PROJECT_SOURCE_DIR}/README.md readme)
   # Lists and CMake's own syntax would otherwise read the text.

@@ -31,7 +31,8 @@ endfunction()
 # ---- Tests ----------------------------------------------------------------------------------------
 
 # What every test binary shares: the precompiled <torch/torch.h> and GoogleTest, and an object file
-# that includes the umbrella header alone, so that each test is also a check of the one-definition rule.
+# that includes the umbrella header alone, so that each test is also a check of the one-definition
+# rule.
 function(torchamp_test_support)
   add_library(torchamp_test_support OBJECT support/umbrella.cpp)
   target_link_libraries(torchamp_test_support PUBLIC torchamp::torchamp GTest::gmock_main)
@@ -40,8 +41,8 @@ function(torchamp_test_support)
   torchamp_warnings(torchamp_test_support)
 endfunction()
 
-# torchamp_add_test(NAME [NO_PCH] [LINKS target…] [LABELS label…]): builds NAME_test.cpp and runs it. NO_PCH: with other
-# compiler flags than the precompiled header's.
+# torchamp_add_test(NAME [NO_PCH] [LINKS target…] [LABELS label…]): builds NAME_test.cpp and runs
+# it. NO_PCH: with other compiler flags than the precompiled header's.
 function(torchamp_add_test name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "NO_PCH" "" "LINKS;LABELS")
   add_executable(${name}_test ${name}_test.cpp)
@@ -65,7 +66,8 @@ function(torchamp_add_script_test name script)
   set_tests_properties(${name} PROPERTIES LABELS "${arg_LABELS}")
 endfunction()
 
-# Sets `command` to what compiles a file against torchamp without output, warnings that matter being errors.
+# Sets `command` to what compiles a file against torchamp without output, warnings that matter being
+# errors.
 function(torchamp_syntax_command command)
   get_target_property(includes torchamp::libtorch INTERFACE_INCLUDE_DIRECTORIES)
   list(TRANSFORM includes PREPEND -isystem)
@@ -73,8 +75,8 @@ function(torchamp_syntax_command command)
                  -I${PROJECT_SOURCE_DIR}/include ${includes} PARENT_SCOPE)
 endfunction()
 
-# torchamp_add_compile_fail_test(NAME): compile_fail/NAME.cpp must not compile, for the reason that it names. A self
-# check is a case about which the harness must complain with the given text.
+# torchamp_add_compile_fail_test(NAME): compile_fail/NAME.cpp must not compile, for the reason that
+# it names. A self check is a case about which the harness must complain with the given text.
 function(torchamp_add_compile_fail_test name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "SELF_CHECK" "")
   torchamp_syntax_command(command)
