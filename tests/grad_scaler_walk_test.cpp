@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 #include <torchamp/grad_scaler.h>
+#include <torchamp/optim.h>
 
 #include <cstdlib>
 #include <fstream>
@@ -13,7 +14,6 @@
 #include <vector>
 
 #include "support/on_device.h"
-#include "support/optimizers.h"
 #include "support/tolerances.h"
 
 namespace {
@@ -27,7 +27,7 @@ std::vector<double> numbers(std::istringstream& line) {
   return all;
 }
 
-/// The optimizers that the script makes, with the third one as a ScaledStep.
+/// The optimizers that the script makes, the third one fused.
 class Walk {
  public:
   Walk(const std::vector<double>& rule, bool on_device)
@@ -37,7 +37,7 @@ class Walk {
                  .growth_interval = static_cast<int64_t>(rule.at(3))}) {
     add<torch::optim::SGD>({{{2}, {1, 2}}, {{1}}}, SGDOptions(0.5));
     add<torch::optim::SGD>({{{3}}}, SGDOptions(0.25).momentum(0.5));
-    add<PlainScaledSGD>({{{2}, {2}}}, SGDOptions(0.125));
+    add<torchamp::FusedSGD>({{{2}, {2}}}, SGDOptions(0.125));
     scaler_.scale(torch::ones({}));
     if (on_device) move_to_device(scaler_);
   }
