@@ -51,7 +51,7 @@ inline std::string why_not_castable(const c10::FunctionSchema& schema) {
   }
   // LibTorch cannot box Dimname, and an overlay is a boxed kernel.
   const std::string& overload = schema.overload_name();
-  if (overload.find("imname") != std::string::npos || overload.starts_with("names")) {
+  if (overload.find("imname") != std::string::npos || overload.find("names") != std::string::npos) {
     return "it takes named dimensions, which LibTorch's dispatcher cannot pass on";
   }
   bool has_tensors = false;
