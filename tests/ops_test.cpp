@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "torchamp/ops.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "torchamp/policy.h"
+
+namespace {
+
+using torchamp::OpFamily;
+using torchamp::Policy;
+namespace ops = torchamp::ops;
+
+TEST(Ops, EveryNameIsAnOpOfThisLibTorch) {
+  for (const OpFamily& family : ops::families) {
+    for (const std::string_view op : family) {
+      EXPECT_FALSE(torchamp::detail::find_ops(op, "test", /*missing_ok=*/true).empty())
+          << "ops::" << family.name() << ": " << op;
+    }
+  }
+}
+
+TEST(Ops, EveryNameCanBeCast) {
+  for (const OpFamily& family : ops::families) {
+    for (const std::string_view op : family) {
+      EXPECT_NO_THROW(Policy::standard().fp32({op})) << "ops::" << family.name() << ": " << op;
+    }
+  }
+}
+
+// LibTorch before 2.15 has such overloads: std.correction_names, prod.dim_Dimname.
+TEST(Ops, OverloadsWithNamedDimensionsAreNotCast) {
+  for (const OpFamily& family : ops::families) {
+    for (const std::string_view name : family) {
+      for (const auto& op : torchamp::detail::find_ops(name, "test", /*missing_ok=*/true)) {
+        const std::string& overload = op.operator_name().overload_name;
+        if (overload.find("names") == std::string::npos) continue;
+        EXPECT_NE(torchamp::detail::why_not_castable(op.schema()), "") << op.schema();
+      }
+    }
+  }
+}
+
+TEST(Ops, NoNameIsInTwoFamiliesOrTwiceInOne) {
+  std::map<std::string_view, std::string_view> family_of;
+  for (const OpFamily& family : ops::families) {
+    for (const std::string_view op : family) {
+      const auto [found, is_new] = family_of.emplace(op, family.name());
+      EXPECT_TRUE(is_new) << op << " is in ops::" << family.name() << " and ops::" << found->second;
+    }
+  }
+}
+
+TEST(Ops, FamiliesHaveNamesOfTheirOwnAndAreNotEmpty) {
+  std::set<std::string_view> names;
+  for (const OpFamily& family : ops::families) {
+    EXPECT_TRUE(names.insert(family.name()).second) << family.name();
+    EXPECT_GT(family.size(), 0u) << family.name();
+    EXPECT_EQ(static_cast<std::size_t>(std::distance(family.begin(), family.end())), family.size());
+  }
+}
+
+/// The ops on LibTorch's CUDA lists that no family holds, each for a reason.
+TEST(Ops, AlmostEveryOpOnLibTorchsListsIsInAFamily) {
+  std::set<std::string> in_families, left_over;
+  for (const OpFamily& family : ops::families) {
+    for (const std::string_view op : family) in_families.insert("aten::" + std::string(op));
+  }
+  for (const auto& [name, cast] : torchamp::detail::libtorch_cuda_lists()) {
+    const std::string base = torchamp::detail::ParsedName::of(name).base;
+    if (!in_families.contains(base)) left_over.insert(base.substr(6));
+  }
+  EXPECT_THAT(left_over, ::testing::UnorderedElementsAre(
+                             "prelu",  // a pointwise op in the lower precision, alone in that
+                             // The widest dtype of their arguments.
+                             "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot",
+                             "index_put", "scatter_add", "tensordot"));
+}
+
+}  // namespace

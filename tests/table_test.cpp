@@ -1,0 +1,286 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Every row of Policy::standard() on a CPU, in bf16 and fp16: against the documented rule and
+// against arguments cast by hand. tests/parity/cases.txt is the table.
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <iostream>
+#include <optional>
+#include <set>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "support/devices.h"
+#include "support/op_call.h"
+#include "support/op_case.h"
+#include "support/warnings.h"
+#include "torchamp/autocast.h"
+
+namespace {
+
+using torchamp::AutocastGuard;
+using torchamp::Cast;
+using torchamp::Policy;
+
+const std::string parity = TORCHAMP_TEST_PARITY_DIR;
+
+Cast parse_cast(std::string_view text) {
+  for (const Cast cast :
+       {Cast::native, Cast::lower_precision, Cast::fp32, Cast::promote, Cast::unchanged}) {
+    if (to_string(cast) == text) return cast;
+  }
+  TORCH_CHECK(false, "cases.txt names the rule '", text, "'");
+}
+
+bool is_listed(const c10::OperatorHandle& op) {
+  return torchamp::detail::libtorch_cuda_lists().contains(
+      torchamp::detail::full_name(op.operator_name()));
+}
+
+/// A section's rule for a device: `fp32`, or `native:fp32` with its effect.
+struct Rule {
+  Cast lookup;
+  Cast effect;
+
+  static std::optional<Rule> of(const CaseSection& section, const char* device,
+                                const c10::OperatorHandle& op) {
+    const std::string text = section.attribute(device);
+    if (text.empty()) return std::nullopt;
+    if (section.attribute("when") == "listed" && !is_listed(op)) {
+      return Rule{Cast::unchanged, Cast::unchanged};
+    }
+    const std::size_t colon = text.find(':');
+    const Cast lookup = parse_cast(text.substr(0, colon));
+    return Rule{lookup, colon == std::string::npos ? lookup : parse_cast(text.substr(colon + 1))};
+  }
+};
+
+/// Calls `function(section, case, op)` for the cases of cases.txt that this LibTorch has.
+template <class Function>
+void for_each_case(Function function) {
+  static const std::vector<CaseSection> sections = read_cases(parity + "/cases.txt");
+  for (const CaseSection& section : sections) {
+    for (const OpCase& op_case : section.cases) {
+      if (const auto op = find_op(op_case.op)) function(section, op_case, *op);
+    }
+  }
+}
+
+// ---- The slow plain reference: arguments cast one by one, and the op called outside autocast
+// ------
+
+bool eligible(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.is_floating_point() && tensor.scalar_type() != at::kDouble;
+}
+
+template <class Function>
+c10::IValue map_tensors(const c10::IValue& value, Function function) {
+  if (value.isTensor()) return function(value.toTensor());
+  if (!value.isTensorList()) return value;
+  c10::List<at::Tensor> list;
+  for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(function(tensor));
+  return list;
+}
+
+at::ScalarType widest(const Stack& arguments, at::ScalarType region) {
+  at::ScalarType dtype = region;
+  for (const c10::IValue& argument : arguments) {
+    map_tensors(argument, [&](const at::Tensor& tensor) {
+      if (eligible(tensor) && tensor.scalar_type() == at::kFloat) dtype = at::kFloat;
+      return tensor;
+    });
+  }
+  return dtype;
+}
+
+Stack cast_by_hand(Stack arguments, Cast effect, at::ScalarType region) {
+  if (effect == Cast::unchanged) return arguments;
+  const at::ScalarType dtype = effect == Cast::fp32      ? at::kFloat
+                               : effect == Cast::promote ? widest(arguments, region)
+                                                         : region;
+  for (c10::IValue& argument : arguments) {
+    argument = map_tensors(argument, [&](const at::Tensor& tensor) {
+      return eligible(tensor) ? tensor.to(dtype) : tensor;
+    });
+  }
+  return arguments;
+}
+
+/// `asked`: for fp32, by the op's optional dtype.
+Outcome by_hand(const OpCase& op_case, const c10::OperatorHandle& op, const Variant& variant,
+                Cast effect, bool asked = false) {
+  Stack arguments = make_arguments(op_case, op.schema(), variant);
+  if (asked) {
+    arguments.back() = static_cast<std::int64_t>(at::kFloat);
+  } else {
+    arguments = cast_by_hand(std::move(arguments), effect, variant.region);
+  }
+  return outcome_of(std::move(arguments), [&](Stack& stack) { op.callBoxed(stack); });
+}
+
+Outcome under_standard(const OpCase& op_case, const c10::OperatorHandle& op,
+                       const Variant& variant) {
+  const AutocastGuard autocast(variant.device,
+                               {.dtype = variant.region, .policy = Policy::standard()});
+  return call_boxed(op_case, op, variant);
+}
+
+// ---- Tests
+// ----------------------------------------------------------------------------------------
+
+TEST(Table, LookupGivesTheDocumentedRuleOfEveryRowOnCpuAndCuda) {
+  const Policy policy = Policy::standard();
+  for_each_case(
+      [&](const CaseSection& section, const OpCase& op_case, const c10::OperatorHandle& op) {
+        const std::string name = torchamp::detail::full_name(op.operator_name());
+        for (const at::DeviceType device : {at::kCPU, at::kCUDA}) {
+          const auto rule = Rule::of(section, device == at::kCPU ? "cpu" : "cuda", op);
+          if (!rule) continue;
+          EXPECT_EQ(to_string(policy.lookup(name, device)), to_string(rule->lookup))
+              << name << " on " << device << ", [" << section.title << "]: " << op_case.text;
+        }
+      });
+}
+
+class TableOn : public ::testing::TestWithParam<at::DeviceType> {};
+INSTANTIATE_TEST_SUITE_P(Devices, TableOn, all_devices(), device_name);
+
+TEST_P(TableOn, EveryRowGivesWhatArgumentsCastByHandGive) {
+  const at::DeviceType device = GetParam();
+  SKIP_WITHOUT(device);
+  const CollectedWarnings of_deprecated_ops;
+  std::size_t calls = 0;
+  std::set<std::string> errors;
+  for_each_case([&](const CaseSection& section, const OpCase& op_case,
+                    const c10::OperatorHandle& op) {
+    const auto rule = Rule::of(section, device == at::kCPU ? "cpu" : "cuda", op);
+    if (!rule || rule->effect == Cast::native) return;
+    // An op that CUDA leaves alone may call others that it does not.
+    if (device != at::kCPU && rule->effect == Cast::unchanged) return;
+    for (const Variant& variant : variants(op_case, device)) {
+      const Outcome expected =
+          by_hand(op_case, op, variant, rule->effect, section.attribute("reference") == "dtype");
+      // Where LibTorch has no kernel for the dtype, both calls end in the same error.
+      EXPECT_EQ(difference(under_standard(op_case, op, variant), expected,
+                           {.magnitudes = section.attribute("compare") == "magnitudes"}),
+                "")
+          << op_case.text << "\n  " << label(op_case, variant) << ", [" << section.title << ']';
+      ++calls;
+      if (!expected.error.empty()) {
+        errors.insert(op_case.op + " in " + python_name(variant.region) + ": " +
+                      expected.message.substr(0, 70));
+      }
+    }
+  });
+  std::cout << calls << " calls; those that fail by hand and failed in the same way:\n";
+  for (const std::string& error : errors) std::cout << "  " << error << '\n';
+}
+
+TEST(Table, ARowOfFp32GivesNo16BitResultAndALowerOneNoWiderResult) {
+  const CollectedWarnings of_deprecated_ops;
+  for_each_case(
+      [&](const CaseSection& section, const OpCase& op_case, const c10::OperatorHandle& op) {
+        const auto rule = Rule::of(section, "cpu", op);
+        if (!rule || op_case.text.find("dtype=") != std::string::npos) return;
+        for (const Variant& variant : variants(op_case, at::kCPU)) {
+          for (const c10::IValue& value : under_standard(op_case, op, variant).values) {
+            if (!value.isTensor() || !eligible(value.toTensor())) continue;
+            const at::ScalarType dtype = value.toTensor().scalar_type();
+            if (rule->effect == Cast::fp32) {
+              EXPECT_EQ(dtype, at::kFloat) << op_case.text << "\n  " << label(op_case, variant);
+            }
+            if (rule->effect == Cast::lower_precision) {
+              EXPECT_EQ(dtype, variant.region) << op_case.text << "\n  " << label(op_case, variant);
+            }
+          }
+        }
+      });
+}
+
+TEST(Table, PyTorchsOwnCasesForCudaHoldOnACpu) {
+  const CollectedWarnings of_deprecated_ops;
+  std::size_t calls = 0;
+  for (const CaseSection& section : read_cases(parity + "/autocast_cpu.txt")) {
+    const std::string expects = section.attribute("expects");
+    if (expects.empty()) continue;
+    for (const OpCase& op_case : section.cases) {
+      const auto op = find_op(op_case.op);
+      if (!op || (op_case.op == "rms_norm" && !is_listed(*op))) continue;
+      for (const Variant& variant : variants(op_case, at::kCPU)) {
+        const at::ScalarType expected = variant.dtype(expects);
+        const Outcome outcome = under_standard(op_case, *op, variant);
+        if (!outcome.error.empty()) {
+          // A kernel that only a GPU has.
+          const Outcome plain = by_hand(op_case, *op, variant, Cast::fp32);
+          EXPECT_EQ(outcome.message, plain.message) << op_case.text;
+          continue;
+        }
+        ++calls;
+        for (const c10::IValue& value : outcome.values) {
+          if (!value.isTensor()) continue;  // the truth value of `equal`
+          EXPECT_EQ(value.toTensor().scalar_type(), expected)
+              << op_case.text << "\n  " << label(op_case, variant) << ", [" << section.title << ']';
+        }
+      }
+    }
+  }
+  EXPECT_GT(calls, 200u);
+}
+
+class TableIsComplete : public ::testing::Test {
+ protected:
+  void expect_case(const std::string& name) {
+    const auto op = find_op(name.substr(std::string_view("aten::").size()));
+    if (!op || takes_named_dimensions(*op)) return;
+    EXPECT_TRUE(cases_.contains(name)) << "cases.txt has no case for " << op->schema();
+  }
+
+  /// LibTorch cannot call these by name, so no case can be written.
+  static bool takes_named_dimensions(const c10::OperatorHandle& op) {
+    const std::string& overload = op.operator_name().overload_name;
+    return overload.find("imname") != std::string::npos ||
+           overload.find("names") != std::string::npos;
+  }
+
+  void SetUp() override {
+    for_each_case([&](const CaseSection& section, const OpCase&, const c10::OperatorHandle& op) {
+      if (!section.attribute("cpu").empty()) {
+        cases_.insert(torchamp::detail::full_name(op.operator_name()));
+      }
+    });
+  }
+
+  std::set<std::string> cases_;
+};
+
+TEST_F(TableIsComplete, ForLibTorchsCudaLists) {
+  for (const auto& [name, cast] : torchamp::detail::libtorch_cuda_lists()) {
+    EXPECT_TRUE(find_op(name.substr(6))) << "the lists' macros are misread: " << name;
+    expect_case(name);
+  }
+}
+
+TEST_F(TableIsComplete, ForLibTorchsKernelsOfACpu) {
+  for (const auto& name :
+       c10::Dispatcher::singleton().getRegistrationsForDispatchKey(c10::DispatchKey::AutocastCPU)) {
+    if (name.name.starts_with("aten::_autocast_to_")) continue;  // TorchScript's casts: overlays
+    if (name.name.starts_with("aten::")) expect_case(torchamp::detail::full_name(name));
+  }
+}
+
+TEST_F(TableIsComplete, ForTheFamiliesThatTheTableAddsToLibTorchs) {
+  for (const torchamp::OpFamily& family :
+       {torchamp::ops::addition, torchamp::ops::reduction, torchamp::ops::order_statistic}) {
+    for (const std::string_view op : family) {
+      for (const auto& overload : torchamp::detail::find_ops(op, "test", /*missing_ok=*/true)) {
+        if (!torchamp::detail::why_not_castable(overload.schema()).empty()) continue;
+        expect_case(torchamp::detail::full_name(overload.operator_name()));
+      }
+    }
+  }
+}
+
+}  // namespace
