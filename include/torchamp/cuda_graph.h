@@ -1,0 +1,290 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/util/Exception.h>
+#include <torch/optim/optimizer.h>
+
+#include <algorithm>
+#include <concepts>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "torchamp/captured_step.h"
+#include "torchamp/detail/cuda_graph_recorder.h"
+#include "torchamp/detail/graph_recorder.h"
+#include "torchamp/detail/host_access_watch.h"
+#include "torchamp/detail/static_inputs.h"
+#include "torchamp/scaled_step.h"
+
+namespace torchamp {
+
+/// How a CudaGraph is made. An aggregate, for designated initialisers.
+struct CudaGraphOptions {
+  /// Iterations that run eagerly before the capture; at least 1. They make what is made once (the
+  /// scale, the optimizer's state, workspaces); the last one is searched for host reads.
+  std::int64_t warmup = 3;
+  /// False: each call runs the iteration eagerly on the batch as it is, on any device.
+  bool enabled = true;
+};
+
+/// A whole training iteration as one CUDA graph: zero_grad, forward under a guard, scaled backward,
+/// unscale_, clip, a fused step and the scale's update are captured once and then replayed, each
+/// time with new inputs. Replaying costs the host one launch instead of thousands.
+///
+///     torchamp::CudaGraph iteration(optimizer, [&](const std::vector<at::Tensor>& batch) {
+///       optimizer.zero_grad();
+///       torch::Tensor loss;
+///       {
+///         torchamp::AutocastGuard autocast(torch::kCUDA);
+///         loss = torch::mse_loss(model->forward(batch[0]), batch[1]);
+///       }
+///       scaler.scale(loss).backward();
+///       scaler.unscale_(optimizer);
+///       torchamp::clip_grad_norm_(model->parameters(), 1.);
+///       scaler.step(optimizer);
+///       scaler.update();
+///       return loss;
+///     });
+///     for (auto& batch : *loader) torch::Tensor loss = iteration({batch.data, batch.target})[0];
+///
+/// Every call is one iteration. The first `warmup` ones run eagerly, on a stream of their own; the
+/// next one calls the body for the last time, to capture it, and replays; from then on calls only
+/// copy the inputs in and replay. Overflow, skipped steps and the scale's growth happen on the
+/// device, exactly as eagerly.
+///
+/// In a replay no host code runs: what the body does on the host (counting, printing, choosing a
+/// branch) it does for the last time in the capture. Learning rates may change all the time. After
+/// another change of an optimizer's options or state, the next call runs eagerly and the one after
+/// captures anew. A GradScaler's factors and intervals stay as they were in the capture; its scale
+/// may be set at any time.
+///
+/// The optimizers must be those that the body steps, and take scale and overflow flag on the device
+/// (torchamp's fused ones). A guard belongs inside of the body. Random numbers (dropout) go on from
+/// replay to replay.
+///
+/// Threads: one call at a time, with the same current stream. Never reads the device, and the
+/// capture alone waits for it.
+///
+/// Errors: an ordinary optimizer, parameters on a CPU or on several devices, at construction; a
+/// body that reads the device (with the op's name), in the last of the warm-up iterations, which
+/// has then run as usual; inputs that do not fit, which leave all as it was.
+///
+/// Source of the method: PyTorch's notes on CUDA graphs ("whole-network capture").
+class CudaGraph {
+ public:
+  using Tensors = std::vector<at::Tensor>;
+  using Optimizers = std::vector<std::reference_wrapper<torch::optim::Optimizer>>;
+
+  /// `body` takes the inputs and returns an at::Tensor, a std::vector of them, or nothing.
+  template <std::invocable<const Tensors&> Body>
+  CudaGraph(torch::optim::Optimizer& optimizer, Body body, CudaGraphOptions options = {})
+      : CudaGraph(Optimizers{optimizer}, std::move(body), options) {}
+
+  /// The same for a body that steps several optimizers: `{std::ref(a), std::ref(b)}`.
+  template <std::invocable<const Tensors&> Body>
+  CudaGraph(Optimizers optimizers, Body body, CudaGraphOptions options = {})
+      : CudaGraph(std::move(optimizers), wrap(std::move(body)), options,
+                  &detail::make_cuda_graph_recorder) {}
+
+  CudaGraph(const CudaGraph&) = delete;
+  CudaGraph(CudaGraph&&) = delete;
+  CudaGraph& operator=(const CudaGraph&) = delete;
+  CudaGraph& operator=(CudaGraph&&) = delete;
+  ~CudaGraph() = default;
+
+  /// One iteration on `batch`: tensors on the CPU (pinned ones are copied without waiting) or on
+  /// the parameters' device, of the same shapes and dtypes in each call. Returns what the body
+  /// returned, detached; the next call overwrites it, so clone() what is to be kept.
+  const Tensors& operator()(const Tensors& batch);
+
+  bool is_captured() const { return captured_; }
+
+  /// Forgets the graph and the inputs' shapes: the next calls warm up and capture anew.
+  void reset() {
+    forget_capture();
+    outputs_.clear();
+    if (inputs_) inputs_->reset();
+    warmed_up_ = 0;
+  }
+
+  /// For the library's own tests: records with what `make_recorder` makes.
+  template <class MakeRecorder>
+  CudaGraph(Optimizers optimizers, std::function<Tensors(const Tensors&)> body,
+            CudaGraphOptions options, MakeRecorder make_recorder)
+      : optimizers_(std::move(optimizers)), body_(std::move(body)), options_(options) {
+    TORCH_CHECK_VALUE(options.warmup >= 1, "CudaGraph: warmup is ", options.warmup,
+                      ", but at least one iteration must run eagerly, to make the optimizer's "
+                      "state.");
+    if (!options_.enabled) return;
+    const c10::Device device = check_optimizers();
+    recorder_ = make_recorder(device);
+    inputs_.emplace(device);
+  }
+
+ private:
+  /// Any body as one that returns a vector.
+  template <class Body>
+  static std::function<Tensors(const Tensors&)> wrap(Body body) {
+    using Result = std::invoke_result_t<Body&, const Tensors&>;
+    return [body = std::move(body)](const Tensors& batch) mutable -> Tensors {
+      if constexpr (std::is_void_v<Result>) {
+        body(batch);
+        return {};
+      } else if constexpr (std::convertible_to<Result, at::Tensor>) {
+        return {body(batch)};
+      } else {
+        static_assert(std::convertible_to<Result, Tensors>,
+                      "the body of a CudaGraph returns an at::Tensor, a std::vector<at::Tensor>, "
+                      "or nothing");
+        return body(batch);
+      }
+    };
+  }
+
+  c10::Device check_optimizers() const;
+  bool prepare_optimizers();
+  void call_body(const Tensors& batch);
+  void warm_up();
+  void capture();
+
+  void forget_capture() {
+    captured_ = false;
+    if (recorder_) recorder_->reset();
+  }
+
+  Optimizers optimizers_;
+  std::function<Tensors(const Tensors&)> body_;
+  CudaGraphOptions options_;
+  std::optional<detail::StaticInputs> inputs_;
+  std::unique_ptr<detail::GraphRecorder> recorder_;
+  Tensors outputs_;
+  std::int64_t warmed_up_ = 0;
+  bool captured_ = false;
+  std::vector<double> rates_;
+};
+
+inline const CudaGraph::Tensors& CudaGraph::operator()(const Tensors& batch) {
+  if (!options_.enabled) {
+    call_body(batch);
+    return outputs_;
+  }
+  inputs_->fill(batch);
+  const bool prepared = prepare_optimizers();
+  if (!prepared || warmed_up_ < options_.warmup) {
+    forget_capture();
+    warm_up();
+    return outputs_;
+  }
+  if (captured_) {
+    for (torch::optim::Optimizer& optimizer : optimizers_) {
+      if (auto* const step = dynamic_cast<CapturedStep*>(&optimizer)) step->note_replayed_step();
+    }
+  } else {
+    capture();
+  }
+  recorder_->replay();
+  return outputs_;
+}
+
+/// Their parameters' device, if they can be captured.
+inline c10::Device CudaGraph::check_optimizers() const {
+  TORCH_CHECK_VALUE(!optimizers_.empty(),
+                    "CudaGraph: no optimizer. Name those that the iteration steps.");
+  std::optional<c10::Device> device;
+  for (torch::optim::Optimizer& optimizer : optimizers_) {
+    TORCH_CHECK_TYPE(
+        dynamic_cast<ScaledStep*>(&optimizer),
+        "CudaGraph: an ordinary optimizer decides on the host whether and how to step, "
+        "which a graph cannot hold. Use torchamp's FusedAdam, FusedAdamW or FusedSGD, "
+        "or another one that implements ScaledStep.");
+    for (const auto& group : optimizer.param_groups()) {
+      for (const at::Tensor& parameter : group.params()) {
+        TORCH_CHECK_VALUE(!device || *device == parameter.device(),
+                          "CudaGraph: there are parameters on ", *device, " and on ",
+                          parameter.device(), ", but a graph belongs to one device.");
+        device = parameter.device();
+      }
+    }
+  }
+  TORCH_CHECK_VALUE(device, "CudaGraph: the optimizers have no parameters.");
+  return *device;
+}
+
+/// Whether the next iteration may be captured or replayed, as far as the optimizers tell. Those
+/// that do not are asked for their learning rates.
+inline bool CudaGraph::prepare_optimizers() {
+  bool prepared = true;
+  std::vector<double> rates;
+  for (torch::optim::Optimizer& optimizer : optimizers_) {
+    if (auto* const step = dynamic_cast<CapturedStep*>(&optimizer)) {
+      prepared &= step->prepare_captured_step();
+    } else {
+      for (const auto& group : optimizer.param_groups()) rates.push_back(group.options().get_lr());
+    }
+  }
+  prepared &= !captured_ || rates == rates_;
+  rates_ = std::move(rates);
+  return prepared;
+}
+
+inline void CudaGraph::call_body(const Tensors& batch) {
+  outputs_.clear();
+  Tensors outputs = body_(batch);
+  for (at::Tensor& output : outputs) {
+    if (output.defined()) output = output.detach();  // lets go of the autograd graph
+  }
+  outputs_ = std::move(outputs);
+}
+
+inline void CudaGraph::warm_up() {
+  std::string access;
+  recorder_->run([&] {
+    if (warmed_up_ + 1 < options_.warmup) return call_body(inputs_->tensors());
+    const detail::HostAccessWatch watch(recorder_->device_type());
+    call_body(inputs_->tensors());
+    access = watch.first();
+  });
+  TORCH_CHECK(access.empty(),
+              "CudaGraph: the iteration makes host and device wait for each other, which a graph "
+              "cannot hold: ",
+              access,
+              ". Return values from the body instead of reading them in it, and make tensors "
+              "outside of it. This iteration ran as usual; nothing was captured.");
+  warmed_up_ = std::min(warmed_up_ + 1, options_.warmup);
+}
+
+// Note [Weight casts and capture]
+//   The cast of a weight that LibTorch's autocast cache holds was made before the capture, at a
+//   place that replays do not write: a captured iteration that used it would train with weights as
+//   they were then. And a cast made in the capture has no value until the first replay. So the
+//   cache is emptied before and after. Inside, a guard that ends empties it as ever, and each
+//   replay makes the casts anew, as each eager iteration does.
+inline void CudaGraph::capture() {
+  struct WithoutCachedCasts {
+    WithoutCachedCasts() { at::autocast::clear_cache(); }
+    ~WithoutCachedCasts() { at::autocast::clear_cache(); }
+  } const without_cached_casts;
+  try {
+    recorder_->record([this] { call_body(inputs_->tensors()); });
+  } catch (const c10::Error& error) {
+    outputs_.clear();
+    TORCH_CHECK(false, "CudaGraph: the iteration cannot be captured, though it ran eagerly ",
+                warmed_up_,
+                " times. The usual reason is an autograd graph of an earlier eager step "
+                "that is still alive: let go of its loss. The error was: ",
+                error.what_without_backtrace());
+  }
+  captured_ = true;
+}
+
+}  // namespace torchamp

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <stdlib.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <map>
+#include <string>
+
+/// An empty folder that is removed at the end. In the processes that a test starts with its
+/// environment(), it is the folder of that test.
+class TemporaryFolder {
+ public:
+  TemporaryFolder() {
+    if (const char* const given = std::getenv("TORCHAMP_TEST_FOLDER")) {
+      path_ = given;
+      return;
+    }
+    std::string pattern = (std::filesystem::temp_directory_path() / "torchamp-XXXXXX").string();
+    path_ = mkdtemp(pattern.data());
+    is_ours_ = true;
+  }
+  TemporaryFolder(const TemporaryFolder&) = delete;
+  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
+  ~TemporaryFolder() {
+    if (is_ours_) std::filesystem::remove_all(path_);
+  }
+
+  std::filesystem::path operator/(const std::string& name) const { return path_ / name; }
+  std::map<std::string, std::string> environment() const {
+    return {{"TORCHAMP_TEST_FOLDER", path_.string()}};
+  }
+  int files() const {
+    int count = 0;
+    for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(path_)) ++count;
+    return count;
+  }
+
+ private:
+  std::filesystem::path path_;
+  bool is_ours_ = false;
+};
