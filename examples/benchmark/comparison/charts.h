@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <algorithm>
+#include <deque>
+#include <functional>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "benchmark/comparison/race.h"
+#include "benchmark/comparison/report.h"
+#include "benchmark/comparison/verdict.h"
+#include "support/canvas.h"
+#include "support/format.h"
+#include "support/text.h"
+
+/// Horizontal bars under a title, with an optional line at one value.
+struct BarPanel {
+  struct Bar {
+    std::string label;
+    double value;      ///< below 0: none
+    std::string text;  ///< the value for the reader, or why there is none
+    support::Color color;
+  };
+  std::string title;
+  std::vector<Bar> bars;
+  std::optional<double> mark{};
+
+  static constexpr int row = 24, head = 44, foot = 22;
+  int height() const { return head + row * static_cast<int>(bars.size()) + foot; }
+
+  void draw(support::Canvas& canvas, support::Rect area) const {
+    using namespace support;
+    constexpr TextStyle small{.height = 10.5, .color = palette::ink};
+    double most = mark.value_or(0.);
+    double label_width = 0., text_width_ = 0.;
+    for (const Bar& bar : bars) {
+      most = std::max(most, bar.value);
+      label_width = std::max(label_width, text_width(bar.label, small));
+      text_width_ = std::max(text_width_, text_width(bar.text, small));
+    }
+    const int left = area.x + static_cast<int>(label_width) + 14;
+    const double width = std::max(40., area.right() - left - text_width_ - 16);
+    const auto length = [&](double value) { return static_cast<int>(value / most * width + 0.5); };
+    draw_text(canvas, area.x, area.y + 24, title, {.height = 14., .bold = true});
+    int y = area.y + head;
+    for (const Bar& bar : bars) {
+      draw_text(canvas, left - 8, y + 15, bar.label, {.height = 10.5, .align = Align::right});
+      int end = left;
+      if (bar.value >= 0. && most > 0.) {
+        end += std::max(1, length(bar.value));
+        canvas.fill({left, y + 3, end - left, row - 7}, bar.color);
+      }
+      draw_text(canvas, end + 7, y + 15, bar.text,
+                {.height = 10.5, .color = bar.value < 0. ? palette::orange : palette::muted});
+      y += row;
+    }
+    canvas.fill({left - 1, area.y + head - 4, 1, y - area.y - head + 6}, palette::ink);
+    if (mark && most > 0.) {
+      canvas.fill({left + length(*mark), area.y + head - 6, 1, y - area.y - head + 8},
+                  palette::ink);
+    }
+  }
+};
+
+/// The panels in columns, under a heading.
+inline support::Canvas draw_panels(const std::string& heading, const std::string& below,
+                                   const std::vector<BarPanel>& panels, int columns,
+                                   int panel_width) {
+  using namespace support;
+  constexpr int margin = 28, top = 84;
+  std::vector<int> bottoms(static_cast<std::size_t>(columns), top);
+  std::vector<Rect> places;
+  for (const BarPanel& panel : panels) {
+    const auto shortest = std::min_element(bottoms.begin(), bottoms.end());
+    const auto column = static_cast<int>(shortest - bottoms.begin());
+    places.push_back(
+        {margin + column * (panel_width + margin), *shortest, panel_width, panel.height()});
+    *shortest += panel.height();
+  }
+  Canvas canvas(margin + columns * (panel_width + margin),
+                *std::max_element(bottoms.begin(), bottoms.end()) + 12, palette::paper);
+  draw_text(canvas, margin, 38, heading, {.height = 17.5, .bold = true});
+  draw_text(canvas, margin, 64, below, {.height = 11., .color = palette::muted});
+  for (std::size_t i = 0; i < panels.size(); ++i) panels[i].draw(canvas, places[i]);
+  return canvas;
+}
+
+inline support::Color color_of(const Way& way) {
+  using namespace support;
+  if (way.is_python()) return way.is_fp32() ? Color{176, 190, 208} : palette::blue;
+  if (way.is_fp32()) return Color{190, 194, 200};
+  if (way.casts == "raw") return palette::purple;
+  return way.casts == "torch" ? palette::green : palette::orange;
+}
+
+/// One panel for each model, one bar for each way; `value` and `text` tell what of it.
+inline support::Canvas draw_ways(const std::string& heading, const std::string& below,
+                                 const std::deque<Race>& races,
+                                 const std::function<double(const Verdict&)>& value,
+                                 const std::function<std::string(const Verdict&)>& text) {
+  std::vector<BarPanel> panels;
+  for (const Race& race : races) {
+    BarPanel panel{.title = race.model->title, .bars = {}};
+    for (const Verdict& verdict : judge(race)) {
+      const Way& way = verdict.contestant->way();
+      const bool fine = verdict.counts();
+      panel.bars.push_back({way.name(), fine ? value(verdict) : -1.,
+                            fine                           ? text(verdict)
+                            : verdict.contestant->failed() ? "failed"
+                                                           : "wrong: final loss",
+                            color_of(way)});
+    }
+    panels.push_back(std::move(panel));
+  }
+  return draw_panels(heading, below, panels, races.size() > 1 ? 2 : 1, 560);
+}
+
+inline support::Canvas draw_times(const std::string& below, const std::deque<Race>& races) {
+  return draw_ways(
+      "Time per step", below, races, [](const Verdict& verdict) { return verdict.seconds; },
+      [](const Verdict& verdict) { return support::format_seconds(verdict.seconds); });
+}
+
+inline support::Canvas draw_memory(const std::string& below, const std::deque<Race>& races) {
+  const auto bytes = [](const Verdict& verdict) { return verdict.contestant->peak_bytes(); };
+  return draw_ways(
+      "Peak memory", below, races,
+      [=](const Verdict& verdict) { return static_cast<double>(bytes(verdict)); },
+      [=](const Verdict& verdict) { return support::format_bytes(bytes(verdict)); });
+}
+
+/// What the README shows: the time of torchamp's standard policy over that of Python's torch.amp.
+inline support::Canvas draw_ratios(const std::string& below, const std::deque<Race>& races) {
+  BarPanel panel{.title = "", .bars = {}, .mark = 1.};
+  for (const Race& race : races) {
+    const auto verdicts = judge(race);
+    const struct {
+      const char *optimizer, *launch, *label;
+      support::Color color;
+    } kinds[] = {{"stock", "eager", "", support::palette::orange},
+                 {"fused", "eager", ", fused", support::palette::green},
+                 {"fused", "captured", ", captured", support::palette::purple}};
+    for (const auto& kind : kinds) {
+      const Verdict* const best = best_of(verdicts, "standard", kind.optimizer, kind.launch);
+      if (!best || !best->to_python) continue;
+      panel.bars.push_back({race.model->title + kind.label, *best->to_python,
+                            support::format("%.2f", *best->to_python), kind.color});
+    }
+  }
+  return draw_panels("torchamp's time per step over Python's torch.amp", below, {panel}, 1, 760);
+}

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "benchmark/comparison/child_process.h"
+#include "benchmark/comparison/way.h"
+
+/// What a worker tells of a run, see Note [Workers].
+struct Round {
+  double seconds = 0.;  ///< per step
+  double loss = 0.;     ///< the mean of the run's losses
+  double first_loss = 0.;
+  std::int64_t peak_bytes = 0;
+};
+
+/// One way to train one model, done by a worker, and what came of it. A worker that fails leaves
+/// the race with its reason.
+class Contestant {
+ public:
+  Contestant(Way way, std::vector<std::string> command, const std::filesystem::path& errors)
+      : way_(std::move(way)), worker_(std::make_unique<ChildProcess>(std::move(command), errors)) {}
+
+  const Way& way() const { return way_; }
+  const std::string& failure() const { return failure_; }
+  bool failed() const { return !failure_.empty(); }
+  std::int64_t parameters() const { return parameters_; }
+  const std::string& libtorch() const { return libtorch_; }
+
+  /// The runs that count. The one before them warms up.
+  const std::vector<Round>& rounds() const { return rounds_; }
+  double first_loss() const { return first_loss_; }
+  double final_loss() const { return rounds_.back().loss; }
+  std::int64_t peak_bytes() const { return rounds_.back().peak_bytes; }
+
+  /// Waits until the worker has set itself up.
+  void wait_until_ready() {
+    const auto answer = expect("ready");
+    if (!answer) return;
+    std::istringstream(field(*answer, "parameters")) >> parameters_;
+    libtorch_ = field(*answer, "libtorch");
+  }
+
+  void warm_up(std::int64_t steps) {
+    if (const auto round = run(steps)) first_loss_ = round->first_loss;
+  }
+  void race(std::int64_t steps) {
+    if (const auto round = run(steps)) rounds_.push_back(*round);
+  }
+
+  /// Ends the worker. What it told stays.
+  void dismiss() { worker_.reset(); }
+
+ private:
+  std::optional<Round> run(std::int64_t steps) {
+    if (failed()) return std::nullopt;
+    worker_->write_line("run " + std::to_string(steps));
+    const auto answer = expect("ran");
+    if (!answer) return std::nullopt;
+    Round round;
+    std::istringstream(field(*answer, "peak")) >> round.peak_bytes;
+    round.seconds = std::stod(field(*answer, "seconds")) / static_cast<double>(steps);
+    round.loss = std::stod(field(*answer, "loss"));  // "nan" and "inf" too
+    round.first_loss = std::stod(field(*answer, "first"));
+    return round;
+  }
+
+  /// The answer that begins with `word`, or nothing, with the failure noted.
+  std::optional<std::string> expect(const std::string& word) {
+    while (const auto line = worker_->read_line()) {
+      if (line->starts_with(word + " ")) return line;
+      if (line->starts_with("error ")) {
+        failure_ = line->substr(6);
+        return std::nullopt;
+      }
+    }
+    failure_ = "the worker ended unexpectedly (see workers.log)";
+    return std::nullopt;
+  }
+
+  static std::string field(const std::string& answer, const std::string& name) {
+    const std::size_t at = answer.find(" " + name + "=");
+    if (at == std::string::npos) return "";
+    const std::size_t begin = at + name.size() + 2;
+    return answer.substr(begin, answer.find(' ', begin) - begin);
+  }
+
+  Way way_;
+  std::unique_ptr<ChildProcess> worker_;
+  std::string failure_;
+  std::int64_t parameters_ = 0;
+  std::string libtorch_;
+  double first_loss_ = 0.;
+  std::vector<Round> rounds_;
+};

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Five models, trained in every way that a user of LibTorch or PyTorch has, side by side: time,
+// memory and final loss. `comparison --help` lists the options.
+#include <algorithm>
+#include <deque>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <string>
+
+#include "benchmark/comparison/charts.h"
+#include "benchmark/comparison/machine.h"
+#include "benchmark/comparison/options.h"
+#include "benchmark/comparison/race.h"
+#include "benchmark/comparison/report.h"
+#include "benchmark/comparison/worker.h"
+#include "support/png_file.h"
+
+namespace {
+
+int compare(const Options& options, const std::string& command) {
+  const Plan plan = make_plan(options);
+  const Circumstances circumstances = describe(plan, command);
+  std::cout << circumstances.device << '\n'
+            << (plan.python.empty()
+                    ? std::string("Without Python; --python PATH names one that has torch.")
+                    : "Python: " + plan.python)
+            << "\n\n";
+
+  std::deque<Race> races;
+  for (const ModelEntry& model : all_models()) {
+    const auto& wanted = options.models;
+    if (!wanted.empty() && std::find(wanted.begin(), wanted.end(), model.name) == wanted.end()) {
+      continue;
+    }
+    races.push_back(
+        {.model = &model,
+         .sizes = sizes_of(model, plan.small, options.sizes),
+         .steps = options.steps.value_or(plan.small ? model.small_steps : model.full_steps)});
+    run(plan, races.back());
+  }
+
+  std::cout << '\n';
+  const auto write_text = [&](const char* name, const auto& write) {
+    std::ofstream file(plan.out / name);
+    write(file);
+    std::cout << "Wrote " << (plan.out / name).string() << '\n';
+  };
+  const auto write_chart = [&](const char* name, const support::Canvas& canvas) {
+    support::write_png(plan.out / name, canvas.image());
+    std::cout << "Wrote " << (plan.out / name).string() << '\n';
+  };
+  const std::string below = circumstances.device_name + ", " + libtorch_of(races);
+  write_text("report.md", [&](auto& file) { write_report(file, plan, circumstances, races); });
+  write_text("raw.csv", [&](auto& file) { write_csv(file, races); });
+  write_chart("time.png", draw_times(below, races));
+  write_chart("memory.png", draw_memory(below, races));
+  if (!plan.python.empty()) write_chart("ratio.png", draw_ratios(below, races));
+
+  bool all_right = true;
+  for (const Race& race : races) {
+    std::cout << '\n' << race.model->title << ":\n";
+    all_right &= print_table(std::cout, race);
+  }
+  return all_right ? 0 : 1;
+}
+
+int run_main(int argc, char** argv) {
+  if (argc > 1 && argv[1] == std::string("--worker")) {
+    return serve(parse_worker_options(argc, argv));
+  }
+  const std::optional<Options> options = parse_options(argc, argv);
+  if (!options) return 0;
+  return compare(*options, command_without_paths(argc, argv));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return support::run_program("comparison", [&] { return run_main(argc, argv); });
+}

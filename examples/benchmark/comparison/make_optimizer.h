@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <torch/torch.h>
+#include <torchamp/optim.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "benchmark/workload.h"
+
+/// A detector's parameters in the groups of its recipe: decayed weights, other weights, biases.
+inline std::vector<torch::optim::OptimizerParamGroup> detector_groups(
+    const torch::nn::Module& module) {
+  std::vector<at::Tensor> decayed, weights, biases;
+  for (const auto& item : module.named_parameters()) {
+    auto& group = item.key().ends_with("bias") ? biases
+                  : item.value().dim() > 1     ? decayed
+                                               : weights;
+    group.push_back(item.value());
+  }
+  const auto options = [](double decay) {
+    torch::optim::SGDOptions values(0.01);
+    values.momentum(0.937).nesterov(true).weight_decay(decay);
+    return std::make_unique<torch::optim::SGDOptions>(values);
+  };
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  groups.emplace_back(std::move(decayed), options(5e-4));
+  groups.emplace_back(std::move(weights), options(0.));
+  groups.emplace_back(std::move(biases), options(0.));
+  return groups;
+}
+
+/// LibTorch's own optimizer after `recipe`, or torchamp's fused one.
+inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(const torch::nn::Module& module,
+                                                               const Recipe& recipe, bool fused) {
+  using torch::optim::OptimizerParamGroup;
+  const auto make = [&]<class Stock, class Fused, class Options>(
+                        std::vector<OptimizerParamGroup> groups,
+                        Options options) -> std::unique_ptr<torch::optim::Optimizer> {
+    if (fused) return std::make_unique<Fused>(groups, options);
+    return std::make_unique<Stock>(groups, options);
+  };
+  const double rate = recipe.learning_rate;
+  switch (recipe.optimizer) {
+    case Recipe::Optimizer::adam:
+      return make.operator()<torch::optim::Adam, torchamp::FusedAdam>(
+          {OptimizerParamGroup(module.parameters())}, torch::optim::AdamOptions(rate));
+    case Recipe::Optimizer::adamw:
+      return make.operator()<torch::optim::AdamW, torchamp::FusedAdamW>(
+          {OptimizerParamGroup(module.parameters())}, torch::optim::AdamWOptions(rate));
+    case Recipe::Optimizer::sgd:
+      break;
+  }
+  return make.operator()<torch::optim::SGD, torchamp::FusedSGD>(detector_groups(module),
+                                                                torch::optim::SGDOptions(rate));
+}
+
+/// The learning rates and the momentum of step `step` of a detector's warm-up: the rates rise from
+/// 0, that of the biases (the last group) falls from 0.1.
+inline void warm_up(torch::optim::Optimizer& optimizer, const Recipe& recipe, std::int64_t step) {
+  const double done = static_cast<double>(step) / static_cast<double>(recipe.warmup_steps);
+  auto& groups = optimizer.param_groups();
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    const double from = g + 1 == groups.size() ? 0.1 : 0.;
+    auto& options = static_cast<torch::optim::SGDOptions&>(groups[g].options());
+    options.lr(from + (recipe.learning_rate - from) * done);
+    options.momentum(0.8 + (0.937 - 0.8) * done);
+  }
+}

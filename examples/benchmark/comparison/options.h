@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "benchmark/comparison/worker.h"
+#include "benchmark/models.h"
+#include "support/arguments.h"
+#include "support/device.h"
+
+/// What the command line says.
+struct Options {
+  bool is_worker = false;
+  WorkerOptions worker;
+
+  support::DeviceOptions device;
+  std::vector<std::string> models;  ///< empty: all
+  std::vector<std::string> dtypes;  ///< empty: those that the device is fast in
+  std::string preset = "auto";
+  std::string python = "auto";
+  std::vector<std::string> sizes;  ///< as given: MODEL.NAME=N
+  std::optional<std::int64_t> steps;
+  std::int64_t rounds = 7;
+  std::int64_t threads = 0;
+  std::filesystem::path out = "torchamp-comparison";
+};
+
+/// The parts of "a,b,c".
+inline std::vector<std::string> split_list(const std::string& text) {
+  std::vector<std::string> parts(1);
+  for (const char letter : text) {
+    if (letter == ',') {
+      parts.emplace_back();
+    } else {
+      parts.back() += letter;
+    }
+  }
+  return parts;
+}
+
+/// Changes the size that "NAME=N" names. Throws support::UsageError.
+inline void set_size(Sizes& sizes, const std::string& text) {
+  const std::size_t equals = text.find('=');
+  const auto size = sizes.find(text.substr(0, equals));
+  std::string known;
+  for (const auto& [name, value] : sizes) known += (known.empty() ? "" : ", ") + name;
+  if (size == sizes.end()) {
+    throw support::UsageError("'" + text + "' names no size; there are " + known);
+  }
+  std::size_t end = 0;
+  try {
+    size->second = std::stoll(text.substr(equals + 1), &end);
+  } catch (const std::exception&) {
+  }
+  if (equals == std::string::npos || end == 0 || equals + 1 + end != text.size() ||
+      size->second < 1) {
+    throw support::UsageError("'" + text + "' gives no whole number above 0");
+  }
+}
+
+/// `preset` with what the options change.
+inline Sizes sizes_of(const ModelEntry& model, bool small,
+                      const std::vector<std::string>& changes) {
+  Sizes sizes = small ? model.small : model.full;
+  for (const std::string& change : changes) {
+    if (change.starts_with(model.name + ".")) set_size(sizes, change.substr(model.name.size() + 1));
+  }
+  return sizes;
+}
+
+/// The options, or nothing if --help was among them. Throws support::UsageError.
+inline std::optional<Options> parse_options(int argc, const char* const* argv) {
+  Options options;
+  std::string out = options.out.string();
+  support::Arguments arguments("comparison",
+                               "Trains five models in fp32 and in mixed precision, with LibTorch "
+                               "by hand, with torchamp and\n"
+                               "with Python's torch.amp, all from the same weights and in turns, "
+                               "and writes what each takes\n"
+                               "as a table, as charts and as raw numbers.");
+  const auto list = [](std::vector<std::string>& values, std::vector<std::string> known) {
+    return [&values, known = std::move(known)](const std::string& text) {
+      values = split_list(text);
+      for (const std::string& value : values) {
+        if (std::find(known.begin(), known.end(), value) == known.end()) {
+          std::string names;
+          for (const std::string& name : known) names += (names.empty() ? "" : ", ") + name;
+          throw support::UsageError("'" + value + "' is none of " + names);
+        }
+      }
+    };
+  };
+  std::vector<std::string> names;
+  for (const ModelEntry& model : all_models()) names.push_back(model.name);
+  arguments.add_choice("--device", {"auto", "cpu", "cuda"}, "Default: CUDA where there is one.",
+                       options.device.device);
+  arguments.add("--models", "LIST", "Of feed_forward,unet,bert,yolo,checkerboard. Default: all.",
+                list(options.models, names));
+  arguments.add("--dtypes", "LIST",
+                "Of fp16,bf16. Default: both on CUDA; on a CPU those it is fast in, else bf16.",
+                list(options.dtypes, {"fp16", "bf16"}));
+  arguments.add_choice("--preset", {"auto", "small", "full"},
+                       "Sizes of models and batches. Default: full on CUDA, small on a CPU.",
+                       options.preset);
+  arguments.add("--set", "MODEL.SIZE=N", "Another size, such as bert.batch=8. May be repeated.",
+                [&](const std::string& text) {
+                  const std::string model = text.substr(0, text.find('.'));
+                  sizes_of(find_model(model), true, {text});
+                  options.sizes.push_back(text);
+                });
+  arguments.add("--python", "PATH",
+                "The Python that has torch; none: without. Default: python3 if it has torch.",
+                options.python);
+  arguments.add_integer("--rounds", "How often each takes its turn. Default: 7.", options.rounds, 1,
+                        1000);
+  arguments.add_integer("--steps", "Steps of a turn. Default: depends on the model.", options.steps,
+                        1, 100'000);
+  arguments.add_integer("--threads", "Of each worker on a CPU. Default: LibTorch's choice.",
+                        options.threads, 1, 1024);
+  arguments.add("--out", "DIR", "Where the report goes. Default: " + out + ".", out);
+  if (!arguments.parse(argc, argv)) return std::nullopt;
+  options.out = out;
+  return options;
+}
+
+/// The options of a worker, whose first argument is --worker. Nobody but comparison gives them.
+inline WorkerOptions parse_worker_options(int argc, const char* const* argv) {
+  WorkerOptions options;
+  support::Arguments arguments("comparison --worker", "Serves the comparison.");
+  arguments.add("--model", "NAME", "", [&](const std::string& text) {
+    options.model = text;
+    options.sizes = find_model(text).small;
+  });
+  arguments.add_choice("--casts", {"fp32", "raw", "torch", "standard"}, "", options.way.casts);
+  arguments.add_choice("--dtype", {"fp32", "fp16", "bf16"}, "", options.way.dtype);
+  arguments.add_choice("--optimizer", {"stock", "fused"}, "", options.way.optimizer);
+  arguments.add_choice("--launch", {"eager", "captured"}, "", options.way.launch);
+  arguments.add("--device", "DEVICE", "", options.device);
+  arguments.add_integer("--threads", "", options.threads, 0, 1024);
+  arguments.add("--set", "SIZE=N", "",
+                [&](const std::string& text) { set_size(options.sizes, text); });
+  arguments.parse(argc - 1, argv + 1);
+  return options;
+}

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <deque>
+#include <filesystem>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "benchmark/comparison/contestant.h"
+#include "benchmark/comparison/way.h"
+#include "benchmark/models.h"
+#include "support/format.h"
+#include "support/progress_bar.h"
+
+/// All that is settled before the first worker starts.
+struct Plan {
+  std::string device;         ///< "cpu", "cuda"
+  std::string self;           ///< this program
+  std::string python;         ///< empty: none
+  std::string worker_script;  ///< its twin
+  std::vector<std::string> dtypes;
+  bool small = true;
+  std::int64_t rounds = 7;
+  std::int64_t threads = 0;
+  std::filesystem::path out;
+};
+
+/// One model's race.
+struct Race {
+  const ModelEntry* model = nullptr;
+  Sizes sizes;
+  std::int64_t steps = 0;                ///< per round
+  std::deque<Contestant> contestants{};  ///< Python's first
+};
+
+inline std::vector<std::string> worker_command(const Plan& plan, const Race& race, const Way& way) {
+  std::vector<std::string> command;
+  if (way.is_python()) {
+    command = {plan.python, "-B", plan.worker_script};
+  } else {
+    command = {plan.self, "--worker"};
+  }
+  const auto add = [&](const char* name, const std::string& value) {
+    command.emplace_back(name);
+    command.push_back(value);
+  };
+  add("--model", race.model->name);
+  if (!way.is_python()) add("--casts", way.casts);
+  add("--dtype", way.dtype);
+  add("--optimizer", way.optimizer);
+  add("--launch", way.launch);
+  add("--device", plan.device);
+  add("--threads", std::to_string(plan.threads));
+  for (const auto& [name, value] : race.sizes) add("--set", name + "=" + std::to_string(value));
+  return command;
+}
+
+/// Lets all ways take turns: in each round every one runs the same number of steps, and each round
+/// begins with another one, so that what disturbs the machine disturbs all alike.
+inline void run(const Plan& plan, Race& race) {
+  const auto ways = all_ways(plan.dtypes, !plan.python.empty(), plan.device == "cuda");
+  const std::size_t count = ways.size();
+  const auto turns = static_cast<std::int64_t>(count) * (plan.rounds + 2);
+  support::ProgressBar bar(support::format("%-13s", race.model->title.c_str()), turns);
+  std::int64_t done = 0;
+  const auto show = [&](const Contestant& contestant) {
+    ++done;
+    if (bar.is_due(done)) bar.show(done, contestant.way().name());
+  };
+  for (const Way& way : ways) {
+    race.contestants.emplace_back(way, worker_command(plan, race, way), plan.out / "workers.log");
+  }
+  for (Contestant& contestant : race.contestants) {
+    contestant.wait_until_ready();
+    show(contestant);
+  }
+  for (Contestant& contestant : race.contestants) {
+    contestant.warm_up(race.steps);
+    show(contestant);
+  }
+  for (std::int64_t round = 0; round < plan.rounds; ++round) {
+    for (std::size_t i = 0; i < count; ++i) {
+      Contestant& contestant = race.contestants[(i + static_cast<std::size_t>(round)) % count];
+      contestant.race(race.steps);
+      show(contestant);
+    }
+  }
+  for (Contestant& contestant : race.contestants) contestant.dismiss();
+}

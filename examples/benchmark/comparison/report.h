@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "benchmark/comparison/race.h"
+#include "benchmark/comparison/verdict.h"
+#include "support/format.h"
+#include "support/table.h"
+
+/// What the report says of the machine and of how it was made.
+struct Circumstances {
+  std::string device_name;  ///< "NVIDIA H200", "AMD EPYC 9R14"
+  std::string device;       ///< a sentence or two
+  std::string command;
+};
+
+/// "7,703,497"
+inline std::string with_commas(std::int64_t number) {
+  std::string text = std::to_string(number);
+  for (std::ptrdiff_t at = std::ssize(text) - 3; at > 0; at -= 3) {
+    text.insert(static_cast<std::size_t>(at), 1, ',');
+  }
+  return text;
+}
+
+inline std::string sizes_text(const Sizes& sizes) {
+  std::string text;
+  for (const auto& [name, value] : sizes) {
+    text += (text.empty() ? "" : ", ") + name + " " + std::to_string(value);
+  }
+  return text;
+}
+
+inline std::string ratio_cell(const std::optional<double>& ratio) {
+  return ratio ? support::format("%.2f", *ratio) : "";
+}
+
+/// The best of torchamp's ways that count, by its time over Python's: of one kind of `launch`.
+inline const Verdict* best_of(const std::vector<Verdict>& verdicts, const std::string& casts,
+                              const std::string& optimizer, const std::string& launch) {
+  const Verdict* best = nullptr;
+  for (const Verdict& verdict : verdicts) {
+    const Way& way = verdict.contestant->way();
+    if (way.is_python() || way.casts != casts || way.optimizer != optimizer ||
+        way.launch != launch || !verdict.counts()) {
+      continue;
+    }
+    if (!best || verdict.seconds < best->seconds) best = &verdict;
+  }
+  return best;
+}
+
+/// One line for each model: what torchamp's standard policy takes of Python's time.
+inline void write_summary(std::ostream& out, const std::deque<Race>& races, bool captured) {
+  struct Column {
+    const char *optimizer, *launch, *title;
+  };
+  std::vector<Column> columns{{"stock", "eager", "stock optimizer"}, {"fused", "eager", "fused"}};
+  if (captured) columns.push_back({"fused", "captured", "captured"});
+  out << "| model ";
+  for (const Column& column : columns) {
+    out << "| " << column.title << " | saved against fp32 ";
+  }
+  out << "|\n|---";
+  for (std::size_t i = 0; i < columns.size(); ++i) out << "|---:|---:";
+  out << "|\n";
+  for (const Race& race : races) {
+    out << "| " << race.model->title;
+    const auto verdicts = judge(race);
+    for (const Column& column : columns) {
+      const Verdict* const best = best_of(verdicts, "standard", column.optimizer, column.launch);
+      out << " | " << (best ? ratio_cell(best->to_python) : "") << " | "
+          << (best && best->saved ? support::format("%.0f %%", *best->saved * 100.) : "");
+    }
+    out << " |\n";
+  }
+}
+
+inline void write_table(std::ostream& out, const Race& race) {
+  using support::format;
+  out << "| way | time per step | ratio to Python | saved against fp32 | peak memory | final loss "
+         "|\n|---|---:|---:|---:|---:|---:|\n";
+  for (const Verdict& verdict : judge(race)) {
+    const Contestant& contestant = *verdict.contestant;
+    out << "| " << contestant.way().name() << " | ";
+    if (contestant.failed()) {
+      out << verdict.wrong << " | | | | |\n";
+      continue;
+    }
+    const std::string loss = format("%.4g", contestant.final_loss());
+    if (!verdict.counts()) {
+      out << "**wrong** | | | " << support::format_bytes(contestant.peak_bytes()) << " | **" << loss
+          << "**: " << verdict.wrong << " |\n";
+      continue;
+    }
+    out << support::format_seconds(verdict.seconds) << " | " << ratio_cell(verdict.to_python)
+        << " | " << (verdict.saved ? format("%.0f %%", *verdict.saved * 100.) : "") << " | "
+        << support::format_bytes(contestant.peak_bytes()) << " | " << loss << " |\n";
+  }
+}
+
+inline void write_report(std::ostream& out, const Plan& plan, const Circumstances& circumstances,
+                         const std::deque<Race>& races) {
+  std::string cpp, python;
+  for (const Race& race : races) {
+    for (const Contestant& contestant : race.contestants) {
+      (contestant.way().is_python() ? python : cpp) = contestant.libtorch();
+    }
+  }
+  out << "# Time and memory of mixed precision: " << circumstances.device_name << ", LibTorch "
+      << cpp << "\n\n"
+      << circumstances.device << " C++ with LibTorch " << cpp
+      << (python.empty()
+              ? std::string(", no Python")
+              : ", Python with torch " + python + (python == cpp ? "" : " (**another version**)"))
+      << ". " << plan.rounds << " rounds in turns, after one to warm up. Made by\n\n    "
+      << circumstances.command << "\n\n"
+      << "Every way starts from the same weights, takes the same batches and makes the same number "
+         "of steps. Times are medians of\nthe rounds. A *ratio to Python* is the median over the "
+         "rounds of the time over that of Python with the same dtype and\nkind of optimizer, run "
+         "eagerly (\"fused\": `fused=True`, else PyTorch's own choice); *saved against fp32* is "
+         "measured against\nthe same way in fp32. Peak memory is "
+      << (plan.device == "cpu" ? "by how much the process has grown"
+                               : "what tensors held at most on the device")
+      << ". The final loss is the mean of the last round; a way whose loss disagrees with\n"
+         "Python's or with fp32's is marked as wrong and has no time. \"at::autocast by hand\" "
+         "switches LibTorch's own autocast and uses\ntorchamp's GradScaler, as LibTorch has "
+         "none.\n\n";
+  if (!python.empty()) {
+    out << "## Summary: torchamp's time over Python's\n\n"
+           "The standard policy, in the faster dtype where there are two.\n\n";
+    write_summary(out, races, plan.device == "cuda");
+    out << "\n![Time over Python's](ratio.png)\n\n";
+  }
+  out << "![Time per step](time.png)\n\n![Peak memory](memory.png)\n\n";
+  for (const Race& race : races) {
+    std::int64_t parameters = 0;
+    for (const Contestant& contestant : race.contestants) {
+      parameters = std::max(parameters, contestant.parameters());
+    }
+    out << "## " << race.model->title << "\n\n"
+        << with_commas(parameters) << " parameters; " << sizes_text(race.sizes) << "; "
+        << race.steps << " steps a round.\n\n";
+    write_table(out, race);
+    out << '\n';
+  }
+}
+
+/// Every round of every way.
+inline void write_csv(std::ostream& out, const std::deque<Race>& races) {
+  out << "model,language,casts,dtype,optimizer,launch,round,steps,seconds_per_step,loss,peak_bytes,"
+         "wrong\n";
+  for (const Race& race : races) {
+    for (const Verdict& verdict : judge(race)) {
+      const Way& way = verdict.contestant->way();
+      std::int64_t number = 0;
+      for (const Round& round : verdict.contestant->rounds()) {
+        out << race.model->name << ',' << way.language << ',' << way.casts << ',' << way.dtype
+            << ',' << way.optimizer << ',' << way.launch << ',' << ++number << ',' << race.steps
+            << ','
+            << support::format("%.6g,%.6g,%lld", round.seconds, round.loss,
+                               static_cast<long long>(round.peak_bytes))
+            << ',' << (verdict.counts() ? "no" : "yes") << '\n';
+      }
+    }
+  }
+}
+
+/// The table for the screen. Returns whether all ways came to their end and to the same loss.
+inline bool print_table(std::ostream& out, const Race& race) {
+  support::Table table({"", "time/step", "to Python", "saved", "memory", "final loss"});
+  std::string complaints;
+  for (const Verdict& verdict : judge(race)) {
+    const Contestant& contestant = *verdict.contestant;
+    const std::string name = contestant.way().name();
+    if (!verdict.counts()) complaints += "  " + name + ": " + verdict.wrong + "\n";
+    if (contestant.failed()) {
+      table.add({name, "failed"});
+      continue;
+    }
+    table.add({name, verdict.counts() ? support::format_seconds(verdict.seconds) : "wrong",
+               ratio_cell(verdict.to_python),
+               verdict.saved ? support::format("%.0f %%", *verdict.saved * 100.) : "",
+               support::format_bytes(contestant.peak_bytes()),
+               support::format("%.4g", contestant.final_loss())});
+  }
+  out << table << complaints;
+  return complaints.empty();
+}

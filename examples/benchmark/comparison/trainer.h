@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <torch/torch.h>
+#include <torchamp/clip_grad.h>
+#include <torchamp/cuda_graph.h>
+#include <torchamp/optim.h>
+#include <torchamp/torchamp.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "benchmark/comparison/make_optimizer.h"
+#include "benchmark/comparison/raw_autocast.h"
+#include "benchmark/comparison/way.h"
+#include "benchmark/weight_average.h"
+#include "benchmark/workload.h"
+
+/// What came of a number of steps.
+struct Trained {
+  double seconds = 0.;  ///< for all of them
+  double loss = 0.;     ///< their mean
+  double first_loss = 0.;
+};
+
+/// Trains a workload in one of the ways of this language. Python's twin is in worker.py.
+class Trainer {
+ public:
+  Trainer(std::unique_ptr<Workload> workload, const Way& way, at::Device device)
+      : workload_(std::move(workload)), recipe_(workload_->recipe()), way_(way), device_(device) {
+    initialize(workload_->module(), 0);
+    torch::manual_seed(1);
+    for (std::int64_t i = 0; i < batches * recipe_.accumulate; ++i) {
+      const auto batch = workload_->make_batch();
+      inputs_per_batch_ = batch.size();
+      if (i % recipe_.accumulate == 0) inputs_.emplace_back();
+      for (const at::Tensor& input : batch) inputs_.back().push_back(input.to(device));
+    }
+    workload_->module().to(device);
+    parameters_ = workload_->module().parameters();
+    optimizer_ = make_optimizer(workload_->module(), recipe_, way.optimizer == "fused");
+    scaler_.emplace(torchamp::GradScalerOptions{.enabled = !way.is_fp32()});
+    zero_ = torch::zeros({}, device);
+    if (recipe_.weight_average) average_.emplace(workload_->module());
+    if (way.is_captured()) {
+      graph_.emplace(
+          *optimizer_, [this](const std::vector<at::Tensor>& inputs) { return iterate(inputs); },
+          torchamp::CudaGraphOptions{.warmup =
+                                         std::max<std::int64_t>(3, recipe_.warmup_steps + 1)});
+    }
+  }
+
+  std::int64_t parameter_count() const { return count_parameters(workload_->module()); }
+
+  Trained train(std::int64_t steps) {
+    using Clock = std::chrono::steady_clock;
+    at::Tensor sum = torch::zeros({}, device_), first;
+    synchronize();
+    const Clock::time_point start = Clock::now();
+    for (std::int64_t i = 0; i < steps; ++i) {
+      if (step_ <= recipe_.warmup_steps && recipe_.warmup_steps > 0) {
+        warm_up(*optimizer_, recipe_, step_);
+      }
+      const auto& inputs = inputs_[static_cast<std::size_t>(step_++) % inputs_.size()];
+      const at::Tensor loss = graph_ ? (*graph_)(inputs).front() : iterate(inputs);
+      if (i == 0) first = loss.clone();
+      sum.add_(loss);
+    }
+    synchronize();
+    const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
+    return {seconds, sum.item<double>() / static_cast<double>(steps), first.item<double>()};
+  }
+
+ private:
+  static constexpr std::int64_t batches = 4;  // different ones, again and again
+
+  /// One optimizer step: the loop that a user writes. Returns the mean of its losses.
+  at::Tensor iterate(const std::vector<at::Tensor>& inputs) {
+    optimizer_->zero_grad();
+    at::Tensor sum;
+    for (std::int64_t i = 0; i < recipe_.accumulate; ++i) {
+      const auto first = inputs.begin() + static_cast<std::ptrdiff_t>(i) *
+                                              static_cast<std::ptrdiff_t>(inputs_per_batch_);
+      const std::vector<at::Tensor> batch(first,
+                                          first + static_cast<std::ptrdiff_t>(inputs_per_batch_));
+      at::Tensor loss = forward(batch);
+      if (recipe_.accumulate > 1) loss = loss / static_cast<double>(recipe_.accumulate);
+      scaler_->scale(loss).backward();
+      sum = i == 0 ? loss.detach() : sum + loss.detach();
+    }
+    if (recipe_.clip_norm > 0.) {
+      if (way_.optimizer == "stock" && (way_.is_fp32() || way_.casts == "raw")) {
+        scaler_->unscale_(*optimizer_);
+        torch::nn::utils::clip_grad_norm_(parameters_, recipe_.clip_norm);
+      } else {
+        torchamp::clip_grad_norm_(*scaler_, *optimizer_, recipe_.clip_norm);
+      }
+    }
+    const torchamp::StepResult result = scaler_->step(*optimizer_);
+    scaler_->update();
+    if (average_) move_average(result);
+    return sum;
+  }
+
+  at::Tensor forward(const std::vector<at::Tensor>& batch) {
+    if (way_.is_fp32()) return workload_->loss(batch);
+    if (way_.casts == "raw") {
+      const RawAutocast autocast(device_.type(), dtype_of(way_));
+      return workload_->loss(batch);
+    }
+    const torchamp::AutocastGuard autocast(
+        device_.type(), {.dtype = dtype_of(way_),
+                         .policy = way_.casts == "torch" ? torchamp::Policy::torch()
+                                                         : torchamp::Policy::standard()});
+    return workload_->loss(batch);
+  }
+
+  /// Without a read where the optimizer makes none.
+  void move_average(const torchamp::StepResult& result) {
+    if (way_.optimizer == "stock") {
+      if (result.stepped()) average_->update();
+    } else {
+      average_->update(result.found_inf().defined() ? result.found_inf() : zero_);
+    }
+  }
+
+  void synchronize() const {
+    if (device_.is_cuda()) torch::cuda::synchronize();
+  }
+
+  std::unique_ptr<Workload> workload_;
+  Recipe recipe_;
+  Way way_;
+  at::Device device_;
+  std::vector<std::vector<at::Tensor>> inputs_;  // of each iteration, batch after batch
+  std::size_t inputs_per_batch_ = 0;
+  std::vector<at::Tensor> parameters_;
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
+  std::optional<torchamp::GradScaler> scaler_;
+  std::optional<WeightAverage> average_;
+  at::Tensor zero_;
+  std::optional<torchamp::CudaGraph> graph_;
+  std::int64_t step_ = 0;
+};

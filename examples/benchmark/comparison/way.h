@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <string>
+#include <vector>
+
+#include "support/arguments.h"
+
+/// One of the ways to train a model that are compared. Its fields are words, as on a worker's
+/// command line.
+struct Way {
+  std::string language = "cpp";    ///< cpp, python
+  std::string casts = "standard";  ///< fp32, raw (at::autocast by hand), torch, standard (policies)
+  std::string dtype = "bf16";      ///< fp16, bf16; fp32 where casts are
+  std::string optimizer = "stock";  ///< stock, fused
+  std::string launch = "eager";     ///< eager, captured
+
+  bool is_python() const { return language == "python"; }
+  bool is_fp32() const { return casts == "fp32"; }
+  bool is_captured() const { return launch == "captured"; }
+
+  /// "torchamp standard, fp16, fused, captured"
+  std::string name() const {
+    std::string text = is_python()        ? "Python torch.amp"
+                       : casts == "raw"   ? "at::autocast by hand"
+                       : casts == "torch" ? "torchamp, torch policy"
+                                          : "torchamp";
+    if (is_fp32()) text = is_python() ? "Python" : "LibTorch";
+    text += ", " + dtype;
+    if (optimizer == "fused") text += ", fused";
+    if (is_captured()) text += ", captured";
+    return text;
+  }
+
+  friend bool operator==(const Way&, const Way&) = default;
+};
+
+inline c10::ScalarType dtype_of(const Way& way) {
+  return way.dtype == "fp16" ? c10::kHalf : way.dtype == "bf16" ? c10::kBFloat16 : c10::kFloat;
+}
+
+/// All ways, Python's first: they are what the others are measured by.
+inline std::vector<Way> all_ways(const std::vector<std::string>& dtypes, bool python, bool cuda) {
+  std::vector<Way> ways;
+  const auto add = [&](const char* language, const char* casts, const std::string& dtype) {
+    const bool by_hand = casts == std::string("raw");
+    ways.push_back({language, casts, dtype, "stock", "eager"});
+    if (by_hand) return;
+    ways.push_back({language, casts, dtype, "fused", "eager"});
+    if (cuda) ways.push_back({language, casts, dtype, "fused", "captured"});
+  };
+  if (python) {
+    add("python", "fp32", "fp32");
+    for (const std::string& dtype : dtypes) add("python", "torch", dtype);
+  }
+  add("cpp", "fp32", "fp32");
+  for (const std::string& dtype : dtypes) {
+    for (const char* casts : {"raw", "torch", "standard"}) add("cpp", casts, dtype);
+  }
+  return ways;
+}

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/DeviceAccelerator.h>
+#include <torch/version.h>
+
+#include <algorithm>
+#include <exception>
+#include <iostream>
+#include <string>
+
+#include "benchmark/comparison/process_memory.h"
+#include "benchmark/comparison/trainer.h"
+#include "benchmark/comparison/way.h"
+#include "benchmark/models.h"
+#include "support/format.h"
+#include "support/peak_memory.h"
+
+/// What a worker trains.
+struct WorkerOptions {
+  std::string model;
+  Way way;
+  std::string device = "cpu";
+  Sizes sizes;
+  std::int64_t threads = 0;  ///< 0: LibTorch's own choice
+};
+
+// Note [Workers]
+//   Each way to train runs in a process of its own, in either language, so that none profits or
+//   suffers from what another has loaded, allocated or switched on. A worker reads one command a
+//   line and answers with one line:
+//
+//     (at first)   ready parameters=7703497 libtorch=2.15.0
+//     run 20       ran seconds=0.512 loss=0.693 first=0.701 peak=1048576
+//     (a failure)  error what went wrong
+//
+//   Other lines are passed over. It ends with its input. Before it takes the time of a run it makes
+//   two steps, to warm the caches that others have used in between. "peak" is the most memory taken
+//   up since the start, in bytes: of a GPU what tensors hold, on a CPU by how much the process has
+//   grown. Between runs unused memory of a GPU is given back, for there are others.
+
+/// Makes the libraries load and set up what they do on first use, so that it is not counted as a
+/// model's memory.
+inline void use_once(Way way, at::Device device) {
+  way.launch = "eager";
+  Trainer(find_model("checkerboard").make({{"side", 4}, {"channels", 4}}), way, device).train(1);
+}
+
+/// Serves as a worker until the input ends. Returns the program's exit code.
+inline int serve(const WorkerOptions& options) {
+  const auto fail = [](std::string reason) {
+    std::replace(reason.begin(), reason.end(), '\n', ' ');
+    std::cout << "error " << reason << std::endl;
+    return 1;
+  };
+  try {
+    if (options.threads > 0) torch::set_num_threads(static_cast<int>(options.threads));
+    const at::Device device(options.device);
+    use_once(options.way, device);
+    const std::int64_t before = process_memory("VmRSS");
+    const support::PeakMemory memory(device);
+    Trainer trainer(find_model(options.model).make(options.sizes), options.way, device);
+    std::cout << "ready parameters=" << trainer.parameter_count() << " libtorch=" << TORCH_VERSION
+              << std::endl;
+    std::string command;
+    std::int64_t steps = 0;
+    while (std::cin >> command >> steps) {
+      trainer.train(2);
+      const Trained trained = trainer.train(steps);
+      const std::int64_t peak = device.is_cpu() ? process_memory("VmHWM") - before : memory.bytes();
+      std::cout << support::format("ran seconds=%.9g loss=%.9g first=%.9g peak=%lld",
+                                   trained.seconds, trained.loss, trained.first_loss,
+                                   static_cast<long long>(peak))
+                << std::endl;
+      if (!device.is_cpu()) at::accelerator::emptyCache();
+    }
+    return 0;
+  } catch (const c10::Error& error) {
+    return fail(error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    return fail(error.what());
+  }
+}

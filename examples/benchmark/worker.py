@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The twin of comparison/trainer.h and comparison/worker.h: trains a model of models.py with Python's
+torch.amp, in fp32 or mixed precision, and answers "run N" on its input. See Note [Workers]."""
+
+import argparse
+import math
+import os
+import sys
+import time
+
+import torch
+
+from models import MODELS, initialize
+
+BATCHES = 4  # different ones, again and again
+
+
+class WeightAverage:
+    """An exponential moving average of weights and running statistics."""
+
+    def __init__(self, module):
+        tensors = list(module.parameters()) + list(module.buffers())
+        self.values = [t.detach() for t in tensors if t.is_floating_point()]
+        self.average = [t.clone() for t in self.values]
+        self.steps = 0
+
+    @torch.no_grad()
+    def update(self):
+        self.steps += 1
+        decay = 0.9999 * (1.0 - math.exp(-self.steps / 2000.0))
+        torch._foreach_lerp_(self.average, self.values, 1.0 - decay)
+
+
+def make_optimizer(module, recipe, fused, captured):
+    # None: PyTorch's own choice
+    options = {"lr": recipe.learning_rate, "fused": True if fused else None}
+    if recipe.optimizer in ("adam", "adamw"):
+        kind = torch.optim.Adam if recipe.optimizer == "adam" else torch.optim.AdamW
+        return kind(module.parameters(), capturable=captured, **options)
+    decayed, weights, biases = [], [], []
+    for name, parameter in module.named_parameters():
+        group = biases if name.endswith("bias") else decayed if parameter.dim() > 1 else weights
+        group.append(parameter)
+    groups = [{"params": decayed, "weight_decay": 5e-4}, {"params": weights, "weight_decay": 0.0},
+              {"params": biases, "weight_decay": 0.0}]
+    return torch.optim.SGD(groups, momentum=0.937, nesterov=True, **options)
+
+
+class Trainer:
+    def __init__(self, model, sizes, dtype, fused, captured, device):
+        self.module = MODELS[model](sizes)
+        self.recipe = self.module.recipe
+        initialize(self.module, 0)
+        torch.manual_seed(1)
+        self.inputs = []
+        for i in range(BATCHES * self.recipe.accumulate):
+            if i % self.recipe.accumulate == 0:
+                self.inputs.append([])
+            self.inputs[-1].append([t.to(device) for t in self.module.make_batch()])
+        self.module.to(device)
+        self.device, self.dtype, self.fused = device, dtype, fused
+        self.mixed = dtype is not torch.float32
+        self.optimizer = make_optimizer(self.module, self.recipe, fused, captured)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.mixed)
+        self.average = WeightAverage(self.module) if self.recipe.weight_average else None
+        self.step = 0
+        self.captured = captured
+        self.graph = None
+        if captured and self.average:
+            raise RuntimeError("the average needs to know on the host whether the step was real")
+
+    def warm_up_learning_rate(self):
+        done = self.step / self.recipe.warmup_steps
+        for g, group in enumerate(self.optimizer.param_groups):
+            start = 0.1 if g + 1 == len(self.optimizer.param_groups) else 0.0
+            group["lr"] = start + (self.recipe.learning_rate - start) * done
+            group["momentum"] = 0.8 + (0.937 - 0.8) * done
+
+    def iterate(self, batches):
+        self.optimizer.zero_grad()
+        total = None
+        for batch in batches:
+            with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.mixed):
+                loss = self.module.loss(batch)
+            if len(batches) > 1:
+                loss = loss / len(batches)
+            self.scaler.scale(loss).backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        if self.recipe.clip_norm > 0:
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.recipe.clip_norm)
+        scale_before = self.scaler.get_scale() if self.average and self.mixed else 0.0
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        # torch.amp does not say whether it stepped, but a skipped step lowers the scale.
+        if self.average and (not self.mixed or self.scaler.get_scale() >= scale_before):
+            self.average.update()
+        return total
+
+    def iterate_captured(self, batches):
+        """PyTorch's notes on CUDA graphs, "whole-network capture"."""
+        if self.graph is None:
+            self.static = [[t.clone() for t in batch] for batch in batches]
+            self.side = torch.cuda.Stream()
+        for static, batch in zip(self.static, batches):
+            for to, source in zip(static, batch):
+                to.copy_(source)
+        if self.step < 3:
+            self.side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.side):
+                loss = self.iterate(self.static)
+            torch.cuda.current_stream().wait_stream(self.side)
+            return loss
+        if self.graph is None:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.loss = self.iterate(self.static)
+            self.graph = graph
+        self.graph.replay()
+        return self.loss
+
+    def synchronize(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def train(self, steps):
+        total, first = torch.zeros((), device=self.device), None
+        self.synchronize()
+        start = time.perf_counter()
+        for i in range(steps):
+            if 0 < self.recipe.warmup_steps and self.step <= self.recipe.warmup_steps:
+                self.warm_up_learning_rate()
+            batches = self.inputs[self.step % BATCHES]
+            loss = self.iterate_captured(batches) if self.captured else self.iterate(batches)
+            self.step += 1
+            if i == 0:
+                first = loss.clone()
+            total.add_(loss)
+        self.synchronize()
+        return time.perf_counter() - start, total.item() / steps, first.item()
+
+
+def process_memory(line):
+    try:
+        with open("/proc/self/status") as status:
+            for entry in status:
+                if entry.startswith(line + ":"):
+                    return int(entry.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
+
+
+def serve(options):
+    device = torch.device(options.device)
+    if options.threads > 0:
+        torch.set_num_threads(options.threads)
+    sizes = {name: int(value) for name, value in (item.split("=") for item in options.set)}
+    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[options.dtype]
+    fused, captured = options.optimizer == "fused", options.launch == "captured"
+    # What the libraries load and set up on first use is not a model's memory.
+    Trainer("checkerboard", {"side": 4, "channels": 4}, dtype, fused, False, device).train(1)
+    before = process_memory("VmRSS")
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    trainer = Trainer(options.model, sizes, dtype, fused, captured, device)
+    count = sum(p.numel() for p in trainer.module.parameters())
+    print(f"ready parameters={count} libtorch={torch.__version__.split('+')[0]}", flush=True)
+    for line in sys.stdin:
+        steps = int(line.split()[1])
+        trainer.train(2)
+        seconds, loss, first = trainer.train(steps)
+        if device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated()
+        else:
+            peak = process_memory("VmHWM") - before
+        print(f"ran seconds={seconds:.9g} loss={loss:.9g} first={first:.9g} peak={peak}", flush=True)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True, choices=sorted(MODELS))
+    parser.add_argument("--dtype", required=True, choices=["fp32", "fp16", "bf16"])
+    parser.add_argument("--optimizer", required=True, choices=["stock", "fused"])
+    parser.add_argument("--launch", default="eager", choices=["eager", "captured"])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--set", action="append", default=[], metavar="SIZE=N")
+    options = parser.parse_args()
+    try:
+        serve(options)
+    except Exception as error:  # the line that the comparison waits for
+        print("error", " ".join(f"{type(error).__name__}: {error}".split()), flush=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
