@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/call_forward.h"
 #include "torchamp/detail/recompute.h"
 #include "torchamp/detail/rng_state.h"
 #include "torchamp/detail/tensor_tree.h"
@@ -34,20 +35,6 @@ struct CheckpointOptions {
   /// module holder, its buffers need not be named.
   std::vector<at::Tensor> buffers = {};
 };
-
-namespace detail {
-
-/// Calls a module holder's (or pointer's) forward, or anything else as it is.
-template <class Function, class... Inputs>
-decltype(auto) call(Function& function, Inputs&... inputs) {
-  if constexpr (requires { function->forward(inputs...); }) {
-    return function->forward(inputs...);
-  } else {
-    return function(inputs...);
-  }
-}
-
-}  // namespace detail
 
 /// Calls function(inputs...) and keeps none of its activations: backward runs it again. Memory for
 /// the time of one more forward.
@@ -70,14 +57,14 @@ decltype(auto) call(Function& function, Inputs&... inputs) {
 template <class Function, class... Inputs>
 auto checkpoint(CheckpointOptions options, Function&& function, Inputs&&... inputs) {
   using Arguments = std::tuple<std::decay_t<Inputs>...>;
-  using Output = std::decay_t<decltype(detail::call(std::declval<std::decay_t<Function>&>(),
-                                                    std::declval<std::decay_t<Inputs>&>()...))>;
+  using Output = std::decay_t<decltype(detail::call_forward(
+      std::declval<std::decay_t<Function>&>(), std::declval<std::decay_t<Inputs>&>()...))>;
   static_assert(!std::is_void_v<Output>, "checkpoint: the function must return its outputs");
 
   Arguments arguments(std::forward<Inputs>(inputs)...);
   if (!torch::autograd::GradMode::is_enabled()) {
-    return std::apply([&](auto&... each) { return Output(detail::call(function, each...)); },
-                      arguments);
+    return std::apply(
+        [&](auto&... each) { return Output(detail::call_forward(function, each...)); }, arguments);
   }
   if constexpr (requires {
                   { function->buffers() } -> std::convertible_to<std::vector<at::Tensor>>;
@@ -99,8 +86,8 @@ auto checkpoint(CheckpointOptions options, Function&& function, Inputs&&... inpu
     Arguments now = arguments;
     detail::replace_tensors(now, given);
     given.clear();
-    auto output =
-        std::apply([&](auto&... each) { return Output(detail::call(function, each...)); }, now);
+    auto output = std::apply(
+        [&](auto&... each) { return Output(detail::call_forward(function, each...)); }, now);
     std::vector<at::Tensor> outputs = detail::tensors_of(output);
     if (first) {
       detail::replace_tensors(output, std::vector<at::Tensor>(outputs.size()));

@@ -24,7 +24,7 @@ inline bool is_norm(const torch::nn::Module& module) {
 }
 
 /// Whether `name` is that of a parameter or module, or of a parameter within that module.
-inline bool names(const std::string& name, const std::string& parameter) {
+inline bool is_parameter_of(const std::string& name, const std::string& parameter) {
   return parameter == name || parameter.starts_with(name + '.');
 }
 
@@ -48,7 +48,7 @@ inline MasterWeights::MasterWeights(std::shared_ptr<torch::nn::Module> model,
   for (const std::string& name : options_.keep_fp32) {
     bool found = false;
     for (const auto& item : parameters) {
-      if (!detail::names(name, item.key())) continue;
+      if (!detail::is_parameter_of(name, item.key())) continue;
       kept.insert(item.value().unsafeGetTensorImpl());
       found = true;
     }
