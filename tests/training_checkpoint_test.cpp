@@ -17,6 +17,7 @@
 
 #include "support/expect_error.h"
 #include "support/processes.h"
+#include "support/temporary_folder.h"
 #include "torchamp/autocast.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/master_weights.h"
@@ -27,36 +28,6 @@ namespace {
 namespace fs = std::filesystem;
 using at::Tensor;
 using torchamp::TrainingCheckpoint;
-
-/// A folder that is removed at the end; its children get its path from the environment.
-class Folder {
- public:
-  Folder() {
-    if (const char* given = std::getenv("TORCHAMP_TEST_FOLDER")) {
-      path_ = given;
-      return;
-    }
-    std::string pattern = (fs::temp_directory_path() / "torchamp-XXXXXX").string();
-    path_ = mkdtemp(pattern.data());
-    is_ours_ = true;
-  }
-  ~Folder() {
-    if (is_ours_) fs::remove_all(path_);
-  }
-  fs::path operator/(const std::string& name) const { return path_ / name; }
-  std::map<std::string, std::string> environment() const {
-    return {{"TORCHAMP_TEST_FOLDER", path_.string()}};
-  }
-  int files() const {
-    int count = 0;
-    for ([[maybe_unused]] const auto& entry : fs::directory_iterator(path_)) ++count;
-    return count;
-  }
-
- private:
-  fs::path path_;
-  bool is_ours_ = false;
-};
 
 /// A run with everything that has a state: dropout, batch norm, a fused optimizer, a scaler,
 /// masters.
@@ -114,7 +85,7 @@ struct Run {
 
 template <class Optimizer, class Options>
 void expect_to_go_on_bit_for_bit(bool half) {
-  const Folder folder;
+  const TemporaryFolder folder;
   using ThisRun = Run<Optimizer, Options>;
   at::manual_seed(11);
   ThisRun straight(folder / "straight.pt", half);
@@ -146,7 +117,7 @@ TEST(TrainingCheckpoint, GoesOnBitForBit) {
 }
 
 TEST(TrainingCheckpoint, HoldsNumbersStringsAndTensors) {
-  const Folder folder;
+  const TemporaryFolder folder;
   TrainingCheckpoint checkpoint(folder / "run.pt");
   int whole = 3;
   float real = 0.5f;
@@ -168,7 +139,7 @@ TEST(TrainingCheckpoint, HoldsNumbersStringsAndTensors) {
 }
 
 TEST(TrainingCheckpoint, LeavesEverythingAsItWasWhereTheFileDoesNotFit) {
-  const Folder folder;
+  const TemporaryFolder folder;
   const auto save = [&](std::int64_t width, at::ScalarType dtype) {
     torch::nn::Linear net(4, width);
     net->to(dtype);
@@ -215,7 +186,7 @@ TEST(TrainingCheckpoint, LeavesEverythingAsItWasWhereTheFileDoesNotFit) {
 }
 
 TEST(TrainingCheckpoint, SeesAFileThatIsCutShortOrChanged) {
-  const Folder folder;
+  const TemporaryFolder folder;
   const fs::path path = folder / "run.pt";
   Tensor tensor = at::zeros({1000});
   TrainingCheckpoint checkpoint(path);
@@ -231,7 +202,7 @@ TEST(TrainingCheckpoint, SeesAFileThatIsCutShortOrChanged) {
 }
 
 TEST(TrainingCheckpoint, FollowsALinkAndHasTheRightsOfOtherNewFiles) {
-  const Folder folder;
+  const TemporaryFolder folder;
   int step = 1;
   fs::create_symlink(folder / "real.pt", folder / "link.pt");
   TrainingCheckpoint checkpoint(folder / "link.pt");
@@ -269,7 +240,7 @@ struct Numbered {
 
 // The kernel kills a process that writes beyond its limit of file size, at that very byte.
 TEST(TrainingCheckpoint, LeavesTheOldFileWholeWhereverItsWritingIsKilled) {
-  const Folder folder;
+  const TemporaryFolder folder;
   Numbered numbered(folder / "run.pt");
   if (const auto role = child_role()) {
     const rlimit no_core{0, 0}, limit{std::stoul(*role), std::stoul(*role)};
@@ -295,7 +266,7 @@ TEST(TrainingCheckpoint, LeavesTheOldFileWholeWhereverItsWritingIsKilled) {
 }
 
 TEST(TrainingCheckpoint, IsWholeWheneverTheProcessIsKilled) {
-  const Folder folder;
+  const TemporaryFolder folder;
   Numbered numbered(folder / "run.pt");
   if (child_role()) {
     for (std::int64_t number = numbered.load() + 1;; ++number) numbered.save(number);
@@ -319,7 +290,7 @@ TEST(TrainingCheckpoint, IsWholeWheneverTheProcessIsKilled) {
 }
 
 TEST(TrainingCheckpoint, LeavesTheOldFileAndNothingElseOnAFullDisk) {
-  const Folder folder;
+  const TemporaryFolder folder;
   Numbered numbered(folder / "run.pt");
   if (child_role()) {
     signal(SIGXFSZ, SIG_IGN);
