@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/nn/module.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+#include <torch/csrc/distributed/c10d/logger.hpp>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace torchamp::detail {
+
+inline void broadcast(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                      const std::vector<at::Tensor>& tensors, int root) {
+  constexpr std::size_t together = 250 << 20;
+  const at::NoGradGuard no_grad;
+  if (!tensors.empty()) c10d::broadcast_coalesced(group, tensors, together, root);
+}
+
+/// c10d's Reducer over the parameters of a module that need gradients.
+class GradientReducer {
+ public:
+  GradientReducer(const torch::nn::Module& module, c10::intrusive_ptr<c10d::ProcessGroup> group,
+                  std::int64_t bucket_bytes, bool find_unused_parameters)
+      : group_(std::move(group)) {
+    std::vector<at::Tensor> parameters;
+    std::unordered_map<std::size_t, std::string> names;
+    for (const auto& item : module.named_parameters()) {
+      const auto is_same = [&](const at::Tensor& other) { return other.is_same(item.value()); };
+      if (!item.value().requires_grad() || std::ranges::any_of(parameters, is_same)) continue;
+      names.emplace(parameters.size(), item.key());
+      parameters.push_back(item.value());
+    }
+    TORCH_CHECK(!parameters.empty(),
+                "DistributedDataParallel: no parameter of the model needs a gradient.");
+    c10d::verify_params_across_processes(group_, parameters, std::nullopt);
+    broadcast(group_, module.parameters(), 0);
+    broadcast(group_, module.buffers(), 0);
+
+    // A first, small bucket starts the communication early. Backward comes to the last parameters
+    // first.
+    const auto bytes = static_cast<std::size_t>(bucket_bytes);
+    const std::size_t first = std::min<std::size_t>(c10d::kDefaultFirstBucketBytes, bytes);
+    std::vector<bool> sparse(parameters.size(), false);
+    auto [buckets, limits] =
+        c10d::compute_bucket_assignment_by_size(parameters, {first, bytes}, sparse);
+    std::ranges::reverse(buckets);
+    // No views: the Optimizer::zero_grad of C++ detaches gradients in place, an error for a view.
+    reducer_ = std::make_shared<c10d::Reducer>(
+        std::move(parameters), std::move(buckets), group_, std::move(sparse), bucket_bytes,
+        find_unused_parameters, /*gradient_as_bucket_view=*/false, std::move(names),
+        static_cast<std::int64_t>(first), /*skip_all_reduce_unused_params=*/false,
+        /*use_python_reducer=*/false, std::vector<std::int64_t>());
+    // Where it looks for unused parameters, it reports to a logger without asking for one.
+    logger_ = std::make_shared<c10d::Logger>(reducer_);
+    reducer_->set_logger(logger_);
+  }
+
+  /// After the first backward, the buckets are arranged anew, in the order in which it has computed
+  /// the gradients.
+  void before_forward() {
+    reducer_->prepare_for_forward();
+    if (reducer_->should_rebuild_buckets()) reducer_->rebuild_buckets();
+  }
+
+  c10d::Reducer* operator->() const { return reducer_.get(); }
+  const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
+
+ private:
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::shared_ptr<c10d::Reducer> reducer_;
+  std::shared_ptr<c10d::Logger> logger_;
+};
+
+}  // namespace torchamp::detail
