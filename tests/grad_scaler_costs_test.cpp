@@ -156,6 +156,26 @@ TEST_P(GradScalerCosts, TheRuleOnTheDeviceNeverReads) {
   }
 }
 
+TEST_P(GradScalerCosts, ASecondLookIsTakenOnlyWhereTheScaleMayBeBelowOne) {
+  Training<IdleScaled> training(10, GetParam(), {.init_scale = 65536., .growth_interval = 1000000});
+  GradScaler& scaler = training.scaler;
+  move_to_device(scaler);
+  const auto looks = [&] {
+    const CallCounter counter;
+    scaler.step(training.optimizer);
+    scaler.update();
+    EXPECT_EQ(counter.reads(), 0);
+    EXPECT_LE(counter.called("aten::copy_"), 1);
+    return counter.called("aten::_foreach_norm");
+  };
+  for (int i = 0; i < 100; ++i) EXPECT_EQ(looks(), 0) << "after " << i << " good steps";
+  scaler.update(0.5);
+  EXPECT_EQ(looks(), 1);
+  EXPECT_EQ(looks(), 1);
+  scaler.update(4.);
+  EXPECT_EQ(looks(), 0);
+}
+
 TEST_P(GradScalerCosts, AskingAResultReadsOnceAtMostAndNotAskingNever) {
   Training<IdleScaled> training(10, GetParam());
   move_to_device(training.scaler);

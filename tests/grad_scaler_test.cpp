@@ -4,6 +4,7 @@
 #include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <torchamp/optim.h>
 
 #include <cmath>
 #include <limits>
@@ -249,13 +250,94 @@ TEST_P(GradScalerOn, DoesNotSeeWhatBecomesNonFiniteAfterUnscalingUnlessAskedTo) 
   }
 }
 
+// ---- Scales below 1 -----------------------------------------------------------------------------
+
 TEST_P(GradScalerOn, SeesAGradientThatUnscalingMakesInfinite) {
-  GradScaler scaler({.init_scale = 0.25, .recheck = GetParam().rule_on_device});
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {
+    for (const bool fused : {false, true}) {
+      for (const bool unscaled : {false, true}) {
+        SCOPED_TRACE(c10::str(dtype, fused ? " fused" : "", unscaled ? " unscaled" : ""));
+        const bool overflows = dtype != at::kDouble;
+        GradScaler scaler({.init_scale = 0.25});
+        start(scaler);
+        const at::Tensor w = parameter_with(tensor({1, 1e38F}).to(dtype));
+        const at::Tensor empty = parameter_with(tensor({}).to(dtype));
+        auto plain_optimizer = sgd({w, empty}, 1e-30);
+        torchamp::FusedSGD fused_optimizer({w, empty}, torch::optim::SGDOptions(1e-30));
+        torch::optim::Optimizer& optimizer =
+            fused ? static_cast<torch::optim::Optimizer&>(fused_optimizer) : plain_optimizer;
+        if (unscaled) scaler.unscale_(optimizer);
+        EXPECT_EQ(scaler.step(optimizer).stepped(), !overflows);
+        EXPECT_EQ(w[1].item<float>() == 0.F, overflows);
+        scaler.update();
+        EXPECT_EQ(scaler.get_scale(), overflows ? 0.125 : 0.25);
+      }
+    }
+  }
+}
+
+TEST_P(GradScalerOn, DividesHalfGradientsOfAFusedStepInFp32) {
+  GradScaler scaler({.init_scale = 0.25});
+  start(scaler);
+  const at::Tensor w = parameter_with(tensor({60000, 8}).to(at::kHalf));
+  torchamp::FusedSGD optimizer(std::vector<at::Tensor>{w}, torch::optim::SGDOptions(0x1p-10));
+  EXPECT_TRUE(scaler.step(optimizer)) << "240000 is too large for fp16, but not for the step";
+  expect_close(w.detach(), tensor({-234.375F, -0.03125F}).to(at::kHalf));
+  w.mutable_grad() = tensor({1, kNaN}).to(at::kHalf);
+  scaler.update();
+  EXPECT_FALSE(scaler.step(optimizer));
+}
+
+TEST_P(GradScalerOn, FollowsAScaleThatFallsBelowOneAndNeverStepsWithAnInf) {
+  GradScaler scaler({.init_scale = 4.});
   start(scaler);
   const at::Tensor w = parameter_with(tensor({1e38F}));
-  auto optimizer = sgd({w});
+  torchamp::FusedSGD optimizer(std::vector<at::Tensor>{w}, torch::optim::SGDOptions(1e-30));
+  for (int i = 0; i < 6; ++i) {
+    w.mutable_grad().fill_(kInf);
+    EXPECT_FALSE(scaler.step(optimizer));
+    scaler.update();
+  }
+  EXPECT_EQ(scaler.get_scale(), 0.0625);
+  w.mutable_grad().fill_(1e38F);
   EXPECT_FALSE(scaler.step(optimizer));
-  expect_close(w.detach(), tensor({0}));
+  scaler.update();
+  EXPECT_TRUE(at::equal(w.detach(), tensor({0})));
+  w.mutable_grad().fill_(1e30F);
+  EXPECT_TRUE(scaler.step(optimizer));
+}
+
+TEST_P(GradScalerOn, SeesItInAReplayThatTheHostDoesNotSee) {
+  GradScaler scaler({.init_scale = 4.});
+  const at::Tensor w = parameter_with(tensor({1}));
+  torchamp::FusedSGD optimizer(std::vector<at::Tensor>{w}, torch::optim::SGDOptions(1e-30));
+  start(scaler);
+  move_to_device(scaler);
+  optimizer.prepare_captured_step();
+  for (const bool unscaled : {false, true}) {
+    scaler.scale_tensor().fill_(0.25);  // as a replayed update() might
+    w.mutable_grad().fill_(1e38F);
+    if (unscaled) scaler.unscale_(optimizer);
+    EXPECT_FALSE(scaler.step(optimizer));
+    scaler.update();
+  }
+  EXPECT_TRUE(at::equal(w.detach(), tensor({0})));
+}
+
+TEST_P(GradScalerOn, ScalesByOneForGoodWhereTheScaleIsFixedAtOne) {
+  GradScaler scaler(GradScalerOptions::skip_non_finite());
+  start(scaler);
+  const at::Tensor w = parameter_with(tensor({2, 4}).to(at::kHalf));
+  torchamp::FusedSGD optimizer(std::vector<at::Tensor>{w}, torch::optim::SGDOptions(1.));
+  for (int i = 0; i < 3; ++i) {
+    const at::Tensor loss = number(i);
+    EXPECT_TRUE(scaler.scale(loss).is_same(loss));
+    scaler.unscale_(optimizer);  // allowed: nothing is divided
+    EXPECT_TRUE(scaler.step(optimizer));
+    scaler.update();
+  }
+  scaler.update(2.);
+  EXPECT_EQ(scaler.scale(number(3)).item<float>(), 6.F);
 }
 
 TEST(GradScaler, UnscalesInAnAutocastRegionAndUnderInferenceModeLikeAnywhereElse) {
@@ -433,6 +515,19 @@ TEST(GradScaler, ServesParametersOnSeveralDevices) {
   const auto scaled = scaler.scale({torch::ones({}), torch::ones({}, torch::kCUDA)});
   EXPECT_TRUE(scaled[0].is_cpu());
   EXPECT_TRUE(scaled[1].is_cuda());
+}
+
+TEST(GradScaler, WaitsForTheFlagOfABusyDeviceWhereTheScaleLiesOnTheHost) {
+  SKIP_WITHOUT(at::kCUDA);
+  GradScaler scaler;
+  scaler.scale(torch::ones({}));
+  at::Tensor work = torch::ones({2048, 2048}, torch::kCUDA);
+  const at::Tensor w = parameter_with(torch::full({1}, kInf, torch::device(torch::kCUDA)));
+  auto optimizer = sgd({w});
+  for (int i = 0; i < 100; ++i) work = work.mm(work) / 2048;
+  EXPECT_FALSE(scaler.step(optimizer));
+  EXPECT_EQ(scaler.scale({torch::ones({}), torch::ones({}, torch::kCUDA)})[0].item<float>(),
+            65536.F);
 }
 
 // ---- update(new_scale), getters, setters

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 #include <torchamp/detail/limits.h>
+#include <torchamp/detail/scale_bound.h>
 #include <torchamp/detail/scale_state.h>
 
 #include <algorithm>
@@ -324,5 +325,31 @@ TEST(ScaleRule, DoesTheSameOnADeviceAsOnTheHost) {
       ASSERT_EQ(read.overflows, host.overflows);
     }
     EXPECT_EQ(device.inverse(at::kCPU).item<float>(), static_cast<float>(1. / host.scale));
+  }
+}
+
+TEST(ScaleBound, IsNeverAboveTheScaleAndNotFarBelowASmallOne) {
+  std::mt19937 random(5);
+  const torch::NoGradGuard no_grad;
+  for (const double factor : {0.5, 0.9, 1e-3}) {
+    SCOPED_TRACE(factor);
+    const GradScalerOptions rule{
+        .growth_factor = 1.7, .backoff_factor = factor, .growth_interval = 2};
+    ScaleState state(rule);
+    state.create(at::kCPU);
+    state.leave_host();
+    torchamp::detail::ScaleBound bound;
+    bound.set(rule.init_scale);
+    for (const bool bad : iterations(random(), 300)) {
+      state.advance(rule, torch::full({}, bad ? 1.F : 0.F));
+      bound.lower(factor, rule.min_scale, state.scale());
+      const double scale = state.read_scale();
+      ASSERT_LE(bound.value(), scale);
+      // On a CPU what is asked for is there at once.
+      ASSERT_GE(bound.value(), std::min(scale, 1000.) * factor * 0.99);
+      ASSERT_TRUE(state.may_be_below_one(rule) || scale >= 1.);
+    }
+    bound.set(0.25);
+    EXPECT_EQ(bound.value(), 0.25);
   }
 }

@@ -18,6 +18,10 @@ class CapturedStep {
   /// changed.
   virtual bool prepare_captured_step() = 0;
 
+  /// Whether prepare_captured_step() has been called: graphs may replay steps and what comes with
+  /// them.
+  virtual bool may_be_captured() const = 0;
+
   /// Takes note that a graph's replay has made a step of which the host learns nothing else. Not
   /// for the first replay after a capture, for the capture counts as a step.
   virtual void note_replayed_step() = 0;

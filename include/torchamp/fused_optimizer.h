@@ -8,6 +8,7 @@
 
 #include <utility>
 
+#include "torchamp/detail/brought_to.h"
 #include "torchamp/detail/internal_ops.h"
 #include "torchamp/scaled_step.h"
 
@@ -91,8 +92,7 @@ class FusedOptimizer : public torch::optim::Optimizer, public ScaledStep {
   static at::Tensor times(const at::Tensor& a, const at::Tensor& b) {
     if (!a.defined()) return b;
     if (!b.defined()) return a;
-    return a.mul(
-        b.device() == a.device() ? b : b.to(a.device(), b.scalar_type(), !a.device().is_cpu()));
+    return a.mul(detail::brought_to(a.device(), b));
   }
 
   // Holds no gradient alive. While it exists, no other tensor can have that one's address.

@@ -52,8 +52,9 @@ class GradScaler {
   ~GradScaler() = default;
 
   /// `outputs` times the scale: usually the loss. The first tensor decides on which device the
-  /// scale lives. An fp16 or bf16 scalar comes back in fp32, since the product may be too large for
-  /// it; other shapes keep their dtype.
+  /// scale lives: pass one from where the parameters are, for where the scale lies on the host and
+  /// gradients do not, checking them has to wait. An fp16 or bf16 scalar comes back in fp32, since
+  /// the product may be too large for it; other shapes keep their dtype.
   at::Tensor scale(const at::Tensor& outputs);
 
   /// The same for each of several outputs, on any devices.
@@ -153,9 +154,11 @@ class GradScaler {
 
   void check_started(const char* call) const;
   static void check_not_stepped(const detail::OptimizerState& state);
-  bool stays_at_one() const;
+  bool stays_at_one();
+  bool division_may_overflow(torch::optim::Optimizer& optimizer);
   void unscale(torch::optim::Optimizer& optimizer, detail::OptimizerState& state, const char* call);
-  void check_only(torch::optim::Optimizer& optimizer, detail::OptimizerState& state);
+  void check_only(torch::optim::Optimizer& optimizer, detail::OptimizerState& state,
+                  bool as_if_divided);
   void agree(detail::OptimizerState& state);
   bool evaluate(torch::optim::Optimizer& optimizer,
                 const torch::optim::Optimizer::LossClosure& closure, Evaluation& evaluation,

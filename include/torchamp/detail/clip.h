@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/brought_to.h"
 #include "torchamp/detail/gradients.h"
 
 namespace torchamp::detail {
@@ -61,11 +62,6 @@ inline std::vector<GradientBatch> gradients_to_clip(torch::optim::Optimizer& opt
     batches = gradients_to_clip(group.params(), call, std::move(batches));
   }
   return batches;
-}
-
-/// A copy on `device`, waited for only if that is the host.
-inline at::Tensor brought_to(at::Device device, const at::Tensor& tensor) {
-  return tensor.to(device, tensor.scalar_type(), /*non_blocking=*/!device.is_cpu());
 }
 
 /// The norm of all gradients as one vector: 0-dim, fp64 if one of them has that precision and fp32

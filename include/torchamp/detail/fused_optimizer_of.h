@@ -109,6 +109,7 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
     plan_.write_rates(param_groups_);
     return like_the_last;
   }
+  bool may_be_captured() const override { return rates_on_device_; }
   void note_replayed_step() override { plan_.note_step(); }
 
  protected:

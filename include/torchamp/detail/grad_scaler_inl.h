@@ -12,6 +12,7 @@
 #include <sstream>
 #include <utility>
 
+#include "torchamp/captured_step.h"
 #include "torchamp/detail/check_options.h"
 #include "torchamp/detail/internal_ops.h"
 #include "torchamp/detail/unscale.h"
@@ -40,8 +41,8 @@ namespace torchamp {
 // A skipped step leaves the other gradients unscaled. With a ScaledStep optimizer that is "ready",
 // the gradients are only checked and the division is left to the optimizer.
 //
-// Below a scale of 1, dividing may turn a finite gradient into an inf. Where the host knows the
-// scale it has the gradients checked a second time then; see Note [Where the scale is known].
+// Below a scale of 1, dividing may turn a finite gradient into an inf. That is looked for, too; see
+// Note [A scale below 1].
 
 inline GradScaler::GradScaler(GradScalerOptions options)
     : options_((options.enabled ? detail::check_options(options) : void(), std::move(options))),
@@ -53,8 +54,15 @@ inline void GradScaler::check_started(const char* call) const {
 }
 
 /// Whether scaling is the identity, and not just for the time being.
-inline bool GradScaler::stays_at_one() const {
-  return !options_.dynamic && state_.host() && state_.host()->scale == 1.;
+inline bool GradScaler::stays_at_one() {
+  return !options_.dynamic && state_.scale_if_fixed() == 1.;
+}
+
+/// Whether dividing by the scale may make an inf of a finite gradient.
+inline bool GradScaler::division_may_overflow(torch::optim::Optimizer& optimizer) {
+  const auto* const captured = dynamic_cast<CapturedStep*>(&optimizer);
+  if (captured && captured->may_be_captured()) state_.expect_replays();
+  return state_.may_be_below_one(options_);
 }
 
 inline at::Tensor GradScaler::scale(const at::Tensor& outputs) {
@@ -100,21 +108,25 @@ inline void GradScaler::unscale(torch::optim::Optimizer& optimizer, detail::Opti
   at::Tensor found_inf = at::zeros({}, state_.scale().options());
   detail::multiply_and_check(
       batches, [this](at::Device device) { return state_.inverse(device); }, found_inf);
-  if (state_.host() && state_.host()->scale < 1.) detail::check(batches, found_inf);
+  if (division_may_overflow(optimizer)) detail::check(batches, found_inf);
   state = {.stage = detail::OptimizerState::Stage::unscaled,
            .found_inf = {std::move(found_inf), std::nullopt},
            .had_gradients = !batches.empty()};
 }
 
 inline void GradScaler::check_only(torch::optim::Optimizer& optimizer,
-                                   detail::OptimizerState& state) {
+                                   detail::OptimizerState& state, bool as_if_divided) {
   const detail::InternalOps guard;
   const auto batches =
       detail::gradients_of(optimizer, detail::HalfGradients::allowed, "GradScaler::step");
   if (!state.found_inf.tensor.defined()) {
     state.found_inf.tensor = at::zeros({}, state_.scale().options());
   }
-  detail::check(batches, state.found_inf.tensor);
+  if (as_if_divided) {
+    detail::check_divided(batches, state_.scale(), state.found_inf.tensor);
+  } else {
+    detail::check(batches, state.found_inf.tensor);
+  }
   state.had_gradients |= !batches.empty();
 }
 
@@ -172,11 +184,11 @@ inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   auto* const fused = dynamic_cast<ScaledStep*>(&optimizer);
   at::Tensor grad_scale;
   if (state.stage == Stage::ready && fused && !options_.recheck) {
-    check_only(optimizer, state);
+    check_only(optimizer, state, division_may_overflow(optimizer));
     grad_scale = state_.scale();
   } else {
     if (state.stage == Stage::ready) unscale(optimizer, state, "GradScaler::step");
-    if (options_.recheck && !state.agreed) check_only(optimizer, state);
+    if (options_.recheck && !state.agreed) check_only(optimizer, state, false);
   }
   agree(state);
 

@@ -15,6 +15,7 @@
 #include <optional>
 #include <vector>
 
+#include "torchamp/detail/brought_to.h"
 #include "torchamp/detail/internal_ops.h"
 #include "torchamp/detail/step_record.h"
 
@@ -61,7 +62,7 @@ class GradientSum {
     for (Batch& batch : batches) {
       const at::Device device = batch.sums.front().device();
       std::optional<at::Tensor> flag;
-      if (found_inf.defined()) flag = found_inf.to(device, /*non_blocking=*/true);
+      if (found_inf.defined()) flag = brought_to(device, found_inf);
       at::_fused_sgd_(batch.sums, batch.gradients, {}, /*weight_decay=*/0., /*momentum=*/0.,
                       /*lr=*/1.,
                       /*dampening=*/0., /*nesterov=*/false, /*maximize=*/true,
@@ -93,7 +94,9 @@ class GradientSum {
       if (kept.on_host) {
         at::_foreach_div_(batch.sums, *kept.on_host);
       } else {
-        const at::Tensor count = kept.tensor.clamp_min(1.).to(batch.sums.front().options(), true);
+        const at::Tensor& sum = batch.sums.front();
+        const at::Tensor count =
+            brought_to(sum.device(), kept.tensor.clamp_min(1.)).to(sum.scalar_type());
         at::_foreach_div_(batch.sums, count);
       }
     }

@@ -12,7 +12,9 @@
 #include <cstdint>
 #include <optional>
 
+#include "torchamp/detail/brought_to.h"
 #include "torchamp/detail/internal_ops.h"
+#include "torchamp/detail/scale_bound.h"
 #include "torchamp/detail/scale_rule.h"
 #include "torchamp/grad_scaler_options.h"
 
@@ -54,7 +56,7 @@ class ScaleState {
   bool created() const { return scale_.defined(); }
   /// 0-dim fp32; undefined before create().
   const at::Tensor& scale() const { return scale_; }
-  at::Tensor scale_on(at::Device device) const { return scale_.to(device, /*non_blocking=*/true); }
+  at::Tensor scale_on(at::Device device) const { return brought_to(device, scale_); }
   /// The host's copy; null where only the device knows.
   const RuleState<double>* host() const { return host_ ? &*host_ : nullptr; }
 
@@ -78,6 +80,16 @@ class ScaleState {
             .overflows = overflows_.item<double>(),
             .skips = skips_.item<double>()};
   }
+  /// Where it needs no rule to know: the scale as it stays until it is set; 0 if not known.
+  double scale_if_fixed() { return host_ ? host_->scale : replayed_ ? 0. : bound_.value(); }
+  /// Whether it may be; see Note [A scale below 1].
+  bool may_be_below_one(const GradScalerOptions& rule) {
+    if (host_) return host_->scale < 1.;
+    return rule.min_scale < 1. && (replayed_ || bound_.value() < 1.);
+  }
+  /// From now on the device may change the scale without the host's knowledge.
+  void expect_replays() { replayed_ = true; }
+
   double read_scale() const { return host_ ? host_->scale : scale_.item<double>(); }
   double read_skips() const { return host_ ? host_->skips : skips_.item<double>(); }
   /// 0-dim, on the device; only where the host does not know.
@@ -88,7 +100,7 @@ class ScaleState {
     if (host_) {
       return at::full({}, 1. / host_->scale, at::TensorOptions(device).dtype(at::kFloat));
     }
-    return scale_.to(number_type()).reciprocal().to(at::kFloat).to(device, /*non_blocking=*/true);
+    return brought_to(device, scale_.to(number_type()).reciprocal().to(at::kFloat));
   }
 
   /// Puts these values in place of all that is there. The host must know them.
@@ -100,6 +112,7 @@ class ScaleState {
       return;
     }
     scale_.fill_(values.scale);
+    bound_.set(values.scale);
     growth_tracker_.fill_(values.growth_tracker);
     credit_.fill_(values.credit);
     since_change_.fill_(values.since_change);
@@ -111,6 +124,7 @@ class ScaleState {
   /// limits becomes the nearest limit.
   void set_scale(const at::Tensor& scale, const GradScalerOptions& rule) {
     leave_host();
+    bound_.set(0.);
     scale_.copy_(
         at::nan_to_num(scale.reshape({}), rule.min_scale).clamp(rule.min_scale, rule.max_scale),
         /*non_blocking=*/true);
@@ -124,6 +138,7 @@ class ScaleState {
       set(values);
     } else {
       scale_.fill_(scale);
+      bound_.set(scale);
     }
   }
 
@@ -157,6 +172,7 @@ class ScaleState {
                              rule.backoff_factor, rule.growth_interval);
       scale_.clamp_(rule.min_scale, rule.max_scale);
       at::addcmul_out(skips_, found_inf, skips_, found_inf);
+      follow(rule);
       return;
     }
     const at::ScalarType number = number_type();
@@ -171,6 +187,7 @@ class ScaleState {
     since_change_.copy_(after.since_change);
     overflows_.copy_(after.overflows);
     skips_.copy_(after.skips);
+    follow(rule);
   }
 
   /// Moves what the rule remembers to the device, for good.
@@ -185,17 +202,25 @@ class ScaleState {
     since_change_ = on_device(host_->since_change, number_type());
     overflows_ = on_device(host_->overflows, number_type());
     skips_.fill_(host_->skips);
+    bound_.set(host_->scale);
     host_.reset();
   }
 
  private:
   at::ScalarType number_type() const { return scale_.is_mps() ? at::kFloat : at::kDouble; }
 
+  void follow(const GradScalerOptions& rule) {
+    const bool matters = rule.dynamic && rule.min_scale < 1. && !replayed_;
+    if (matters) bound_.lower(rule.backoff_factor, rule.min_scale, scale_);
+  }
+
   std::optional<RuleState<double>> host_;
   at::Tensor news_;           // what the host may want to hear of, in one piece: scale_ and skips_
   at::Tensor scale_, skips_;  // its elements
   // Where the host does not know; growth_tracker_ is int32, as _amp_update_scale_ wants it.
   at::Tensor growth_tracker_, credit_, since_change_, overflows_;
+  ScaleBound bound_;
+  bool replayed_ = false;
 };
 
 }  // namespace torchamp::detail

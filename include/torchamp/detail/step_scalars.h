@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/brought_to.h"
 #include "torchamp/detail/step_counter.h"
 
 namespace torchamp::detail {
@@ -39,10 +40,10 @@ class StepScalars {
   void begin(const at::Tensor& grad_scale, const at::Tensor& found_inf) {
     grad_scale_.reset();
     found_inf_.reset();
-    if (grad_scale.defined()) grad_scale_ = brought_here(grad_scale);
+    if (grad_scale.defined()) grad_scale_ = brought_to(device_, grad_scale);
     if (found_inf.defined()) {
       // The kernels skip where the flag is exactly 1. A sum over devices or processes may be more.
-      at::ne_out(flag_, brought_here(found_inf), zero_);
+      at::ne_out(flag_, brought_to(device_, found_inf), zero_);
       found_inf_ = flag_;
     }
     add_to_counters(one_, 1);
@@ -67,13 +68,6 @@ class StepScalars {
  private:
   at::Tensor number(float value) const {
     return at::full({}, value, at::device(device_).dtype(at::kFloat));
-  }
-
-  // A copy to the host must be waited for: the CPU's kernels look at it at once.
-  at::Tensor brought_here(const at::Tensor& scalar) const {
-    return scalar.device() == device_
-               ? scalar
-               : scalar.to(device_, scalar.scalar_type(), /*non_blocking=*/!device_.is_cpu());
   }
 
   void add_to_counters(const at::Tensor& amount, int sign) {

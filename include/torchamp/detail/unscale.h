@@ -3,21 +3,26 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
+#include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <functional>
+#include <limits>
+#include <optional>
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/brought_to.h"
 #include "torchamp/detail/gradients.h"
 
 namespace torchamp::detail {
 
 /// Multiplies every gradient in place by `factor(device)`, a 0-dim fp32 tensor there (a factor of
 /// exactly 1 changes nothing), and sets `found_inf`, 0-dim fp32, to non-zero if any was not finite
-/// before. One kernel for each device and dtype; never reads a device.
+/// before. One kernel for each device and dtype; never reads a device, though the flags of others
+/// are waited for where `found_inf` lies on the host.
 template <typename Factor>
 void multiply_and_check(const std::vector<GradientBatch>& batches, const Factor& factor,
                         at::Tensor& found_inf) {
@@ -40,7 +45,7 @@ void multiply_and_check(const std::vector<GradientBatch>& batches, const Factor&
   }
   for (const OnDevice& d : devices) {
     if (!d.found_inf.is_same(found_inf)) {
-      found_inf.add_(d.found_inf.to(found_inf.device(), /*non_blocking=*/true));
+      found_inf.add_(brought_to(found_inf.device(), d.found_inf));
     }
   }
   if (devices.size() > 1) found_inf.clamp_max_(1.);
@@ -51,6 +56,28 @@ inline void check(const std::vector<GradientBatch>& batches, at::Tensor& found_i
   multiply_and_check(
       batches, [&](at::Device device) { return at::ones({}, found_inf.options().device(device)); },
       found_inf);
+}
+
+/// Sets `found_inf` to non-zero if any gradient is not finite or would not be when divided by
+/// `scale`, 0-dim fp32, with at least the precision of fp32. The gradients are not changed.
+inline void check_divided(const std::vector<GradientBatch>& batches, const at::Tensor& scale,
+                          at::Tensor& found_inf) {
+  for (const GradientBatch& batch : batches) {
+    std::vector<at::Tensor> gradients;
+    for (const at::Tensor& gradient : batch.gradients) {
+      if (gradient.numel() > 0) gradients.push_back(gradient);
+    }
+    if (gradients.empty()) continue;
+    const bool narrow = batch.dtype == at::kHalf || batch.dtype == at::kBFloat16;
+    const at::Tensor largest =
+        at::stack(
+            at::_foreach_norm(gradients, std::numeric_limits<double>::infinity(),
+                              narrow ? std::optional(at::kFloat) : std::optional<at::ScalarType>()))
+            .amax();
+    const at::Tensor bad = largest.div(brought_to(batch.device, scale)).isfinite().logical_not();
+    found_inf.add_(brought_to(found_inf.device(), bad));
+  }
+  found_inf.clamp_max_(1.);
 }
 
 }  // namespace torchamp::detail
