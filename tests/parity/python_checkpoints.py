@@ -8,8 +8,6 @@ Lines are
     state NAME KEYS SCALE GROWTH BACKOFF INTERVAL TRACKER BASE64    a file and the state in it; KEYS is "-" or a/b
     foreign NAME BASE64                                             a file without one
     ours HEX                                                        the pickle that we write; checked here
-
-    python tests/parity/python_checkpoints.py FILE      checks that torch.amp.GradScaler loads a file of ours
 """
 
 import base64
@@ -17,7 +15,6 @@ import collections
 import io
 import pickle
 import random
-import sys
 
 import torch
 
@@ -98,12 +95,4 @@ OURS = (
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        for weights_only in (True, False):
-            loaded = torch.load(sys.argv[1], weights_only=weights_only)
-            s = torch.amp.GradScaler("cpu")
-            s.load_state_dict(loaded)
-            assert s.state_dict() == loaded, loaded
-        print(loaded)
-    else:
-        record()
+    record()
