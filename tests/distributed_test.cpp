@@ -413,8 +413,19 @@ TEST(Distributed, GivesAnErrorWhenAnotherProcessStalls) {
   const auto group = make_group(std::chrono::seconds(3));
   Training run(group, folder / "run.pt");
   run.train(2);
+  torchamp::save_together(run.checkpoint, group);
   if (group->getRank() == 1) raise(SIGSTOP);  // until this test's end kills it
   EXPECT_THROW(run.train(4), std::exception);
+  EXPECT_THROW(torchamp::save_together(run.checkpoint, group), std::exception);
+  EXPECT_TRUE(run.checkpoint.load(0, 2));
+  EXPECT_EQ(run.step, 2);
+}
+
+TEST(Distributed, GivesAnErrorWhenAnotherProcessNeverComes) {
+  if (!child_role()) return Launch(2).expect_success();
+  const auto environment = torchamp::ProcessEnvironment::read();
+  if (environment.rank == 1) return;
+  EXPECT_THROW(make_group(std::chrono::seconds(2)), std::exception);
 }
 
 TEST(Distributed, LeavesTheOldCheckpointWhenTheWriterIsKilled) {

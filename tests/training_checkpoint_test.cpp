@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/dropout.h>
@@ -22,6 +23,30 @@
 #include "torchamp/grad_scaler.h"
 #include "torchamp/master_weights.h"
 #include "torchamp/optim.h"
+
+/// "before fsync 2": the process is killed when it comes there.
+static std::string killed_at;
+
+/// `call`, which is the library's function `name`, in a process that may be killed there.
+template <class Call>
+static int with_kill(const std::string& name, int& calls, Call call) {
+  const std::string point = " " + name + " " + std::to_string(++calls);
+  if (killed_at == "before" + point) raise(SIGKILL);
+  const int result = static_cast<int>(call());
+  if (killed_at == "after" + point) raise(SIGKILL);
+  return result;
+}
+
+extern "C" int fsync(int file) {
+  static int calls = 0;
+  return with_kill("fsync", calls, [=] { return syscall(SYS_fsync, file); });
+}
+
+extern "C" int rename(const char* from, const char* to) noexcept {
+  static int calls = 0;
+  return with_kill("rename", calls,
+                   [=] { return syscall(SYS_renameat, AT_FDCWD, from, AT_FDCWD, to); });
+}
 
 namespace {
 
@@ -263,6 +288,29 @@ TEST(TrainingCheckpoint, LeavesTheOldFileWholeWhereverItsWritingIsKilled) {
       ChildProcess(std::to_string(fs::file_size(folder / "run.pt")), folder.environment()).wait(),
       0);
   EXPECT_EQ(numbered.load(), 2);
+}
+
+// In this program, the library's fsync and rename are those above.
+TEST(TrainingCheckpoint, IsTheOldFileUntilItsNameIsTheNewOnes) {
+  const TemporaryFolder folder;
+  Numbered numbered(folder / "run.pt");
+  if (const auto role = child_role()) {
+    killed_at = *role;
+    numbered.save(2);
+    return;
+  }
+  for (const auto& [point, found] : {std::pair{"before fsync 1", 1},
+                                     {"after fsync 1", 1},
+                                     {"before rename 1", 1},
+                                     {"after rename 1", 2},
+                                     {"before fsync 2", 2},
+                                     {"after fsync 2", 2}}) {
+    numbered.save(1);
+    EXPECT_EQ(ChildProcess(point, folder.environment()).wait(), -SIGKILL) << point;
+    EXPECT_EQ(numbered.load(), found) << point;
+  }
+  numbered.save(3);
+  EXPECT_EQ(folder.files(), 1);
 }
 
 TEST(TrainingCheckpoint, IsWholeWheneverTheProcessIsKilled) {
