@@ -517,6 +517,16 @@ TEST(GradScaler, ServesParametersOnSeveralDevices) {
   EXPECT_TRUE(scaled[1].is_cuda());
 }
 
+TEST(GradScaler, FlagsWithExactlyOneHoweverOftenAnotherDeviceFindsIt) {
+  SKIP_WITHOUT(at::kCUDA);
+  GradScaler scaler({.init_scale = 0.5, .recheck = true});
+  scaler.scale(torch::ones({}));
+  auto optimizer = sgd({parameter_with(torch::full({1}, kInf, torch::device(torch::kCUDA)))});
+  scaler.unscale_(optimizer);
+  EXPECT_EQ(scaler.found_inf(optimizer).item<float>(), 1.F);
+  EXPECT_FALSE(scaler.step(optimizer));
+}
+
 TEST(GradScaler, WaitsForTheFlagOfABusyDeviceWhereTheScaleLiesOnTheHost) {
   SKIP_WITHOUT(at::kCUDA);
   GradScaler scaler;

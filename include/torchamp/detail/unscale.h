@@ -20,7 +20,7 @@
 namespace torchamp::detail {
 
 /// Multiplies every gradient in place by `factor(device)`, a 0-dim fp32 tensor there (a factor of
-/// exactly 1 changes nothing), and sets `found_inf`, 0-dim fp32, to non-zero if any was not finite
+/// exactly 1 changes nothing), and sets `found_inf`, 0-dim fp32, 0 or 1, to 1 if any was not finite
 /// before. One kernel for each device and dtype; never reads a device, though the flags of others
 /// are waited for where `found_inf` lies on the host.
 template <typename Factor>
@@ -45,10 +45,9 @@ void multiply_and_check(const std::vector<GradientBatch>& batches, const Factor&
   }
   for (const OnDevice& d : devices) {
     if (!d.found_inf.is_same(found_inf)) {
-      found_inf.add_(brought_to(found_inf.device(), d.found_inf));
+      found_inf.add_(brought_to(found_inf.device(), d.found_inf)).clamp_max_(1.);
     }
   }
-  if (devices.size() > 1) found_inf.clamp_max_(1.);
 }
 
 /// The same without changing the gradients.
@@ -58,7 +57,7 @@ inline void check(const std::vector<GradientBatch>& batches, at::Tensor& found_i
       found_inf);
 }
 
-/// Sets `found_inf` to non-zero if any gradient is not finite or would not be when divided by
+/// Sets `found_inf` to 1 if any gradient is not finite or would not be when divided by
 /// `scale`, 0-dim fp32, with at least the precision of fp32. The gradients are not changed.
 inline void check_divided(const std::vector<GradientBatch>& batches, const at::Tensor& scale,
                           at::Tensor& found_inf) {
