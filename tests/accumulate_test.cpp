@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <torchamp/optim.h>
 
 #include <cmath>
 #include <limits>
@@ -104,7 +105,25 @@ TEST(Accumulation, RefusesAScaleThatChangesWithinAWindow) {
     scaler.update(2.);
     EXPECT_ERROR(accumulation.backward(w.sum()),
                  "Accumulation::backward: the scale has changed after 1 of 3 micro-batches");
+    EXPECT_ERROR(accumulation.flush(), "Accumulation::flush: the scale has changed after 1 of 3");
+    accumulation.discard();
+    EXPECT_FALSE(w.grad().defined());
+    EXPECT_EQ(accumulation.pending(), 0);
+    for (int i = 0; i < 3; ++i) accumulation.backward((w * 2).sum());
+    EXPECT_EQ(w.item<float>(), -2.F);
   }
+}
+
+TEST(Accumulation, BeginsANewWindowWhereUpdateThrows) {
+  const at::Tensor w = torch::zeros({1}, torch::requires_grad());
+  auto optimizer = sgd({w});
+  GradScaler scaler({.init_scale = 8., .max_skips_in_a_row = 1});
+  Accumulation accumulation(scaler, optimizer, 1);
+  EXPECT_ERROR(accumulation.backward((w * kInf).sum()), "1 iterations in a row");
+  EXPECT_EQ(accumulation.pending(), 0);
+  scaler.update(4.);
+  EXPECT_TRUE(accumulation.backward((w * 2).sum())->stepped());
+  EXPECT_EQ(w.item<float>(), -2.F);
 }
 
 TEST(Accumulation, ChecksItsArgumentsAndWorksDisabled) {
@@ -155,6 +174,37 @@ TEST_P(AccumulateOn, DropsTheBadMicroBatchesAndKeepsTheOthers) {
     accumulation.backward((w * 1).sum());
     EXPECT_EQ(accumulation.step().dropped(), 0);
     expect_close(w.detach(), tensor({-3, -5}));
+  }
+}
+
+TEST_P(AccumulateOn, MakesTheStepsOfAFusedOptimizerThatTheGoodMicroBatchesAloneWouldMake) {
+  const at::Tensor w = tensor({1, 2, 3}).requires_grad_();
+  const at::Tensor expected = tensor({1, 2, 3}).requires_grad_();
+  torchamp::FusedAdam fused(std::vector<at::Tensor>{w}, torch::optim::AdamOptions(0.1));
+  torch::optim::Adam plain({expected}, torch::optim::AdamOptions(0.1));
+  GradScaler scaler({.init_scale = 16.});
+  SafeAccumulation accumulation(scaler, fused);
+  for (int window = 0; window < 6; ++window) {
+    at::Tensor sum = tensor({0, 0, 0});
+    int kept = 0;
+    for (int i = 0; i < 3; ++i) {
+      at::Tensor gradient = torch::randn({3}).to(GetParam());
+      if (window == 0 || (window + i) % 3 == 0) {  // the first window is all bad
+        gradient[i].fill_(kNaN);
+      } else {
+        sum += gradient;
+        ++kept;
+      }
+      accumulation.backward((w * gradient).sum());
+    }
+    const SafeAccumulationResult result = accumulation.step();
+    if (kept > 0) {
+      expected.mutable_grad() = sum / kept;
+      plain.step();
+    }
+    EXPECT_EQ(result.kept(), kept);
+    EXPECT_EQ(result.stepped(), kept > 0);
+    expect_close(w.detach(), expected.detach());
   }
 }
 

@@ -27,8 +27,9 @@ namespace torchamp {
 ///     accumulation.flush();
 ///
 /// The gradients are those of the mean of the losses. The scale is the same for all of them: that
-/// it was changed within a window is an error. One bad micro-batch spoils the whole step; see
-/// SafeAccumulation. Holds references to scaler and optimizer. One thread at a time.
+/// it was changed within a window is an error, after which discard() begins a new one. One bad
+/// micro-batch spoils the whole step; see SafeAccumulation. Holds references to scaler and
+/// optimizer. One thread at a time.
 class Accumulation {
  public:
   Accumulation(GradScaler& scaler, torch::optim::Optimizer& optimizer, int64_t micro_batches)
@@ -46,14 +47,10 @@ class Accumulation {
   std::optional<StepResult> backward(const at::Tensor& loss) {
     TORCH_CHECK_VALUE(loss.defined(), "Accumulation::backward: the loss is undefined.");
     const at::Tensor scaled = scaler_.scale(at::div(loss, static_cast<double>(micro_batches_)));
-    const at::Tensor scale = scaler_.scale_tensor();
     if (pending_ == 0) {
-      version_ = scale.defined() ? scale._version() : 0;
+      version_ = version_of_scale();
     } else {
-      TORCH_CHECK(
-          !scale.defined() || scale._version() == version_,
-          "Accumulation::backward: the scale has changed after ", pending_, " of ", micro_batches_,
-          " micro-batches. Leave step and update to the accumulation, or call flush() first.");
+      check_scale("backward");
     }
     scaled.backward();
     if (++pending_ < micro_batches_) return std::nullopt;
@@ -64,21 +61,38 @@ class Accumulation {
   /// the losses over `micro_batches`. Nothing if none is pending.
   std::optional<StepResult> flush() {
     if (pending_ == 0) return std::nullopt;
+    check_scale("flush");
     if (before_step_) {
       if (!scaler_.is_unscaled(optimizer_)) scaler_.unscale_(optimizer_);
       before_step_();
     }
     StepResult result = scaler_.step(optimizer_);
+    discard();
     scaler_.update();
+    return result;
+  }
+
+  /// Clears the gradients of an incomplete window and begins a new one.
+  void discard() {
     optimizer_.zero_grad();
     pending_ = 0;
-    return result;
   }
 
   /// Micro-batches since the last step.
   int64_t pending() const { return pending_; }
 
  private:
+  int64_t version_of_scale() const {
+    const at::Tensor scale = scaler_.scale_tensor();
+    return scale.defined() ? static_cast<int64_t>(scale._version()) : 0;
+  }
+  void check_scale(const char* call) const {
+    TORCH_CHECK(version_of_scale() == version_, "Accumulation::", call,
+                ": the scale has changed after ", pending_, " of ", micro_batches_,
+                " micro-batches, whose gradients still have the old one. Leave step and update to "
+                "the accumulation, or call flush() before; call discard() to drop them.");
+  }
+
   GradScaler& scaler_;
   torch::optim::Optimizer& optimizer_;
   int64_t micro_batches_;
