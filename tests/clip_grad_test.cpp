@@ -309,6 +309,26 @@ TEST_P(ClipGrad, ClipsTwice) {
   }
 }
 
+TEST_P(ClipGrad, LeavesOfInfsAndNaNsInAFusedStepWhatPlainClippingLeaves) {
+  for (const double poison : {inf, -inf, nan}) {
+    for (const double norm_type : {2., 1., inf}) {
+      for (const double max_norm : {0., 1.}) {
+        SCOPED_TRACE(c10::str(poison, ' ', norm_type, ' ', max_norm));
+        Params plain = with_gradients({torch::randn({4}, options()), torch::randn({}, options())});
+        plain[0].grad()[1] = poison;
+        const Params fused = with_gradients({plain[0].grad(), plain[1].grad()});
+        torch::optim::SGD plain_optimizer(plain, SGDOptions(1.));
+        torchamp::FusedSGD fused_optimizer(fused, SGDOptions(1.));
+        expect_close(torchamp::clip_grad_norm_(fused_optimizer, max_norm, norm_type),
+                     torchamp::clip_grad_norm_(plain, max_norm, norm_type));
+        plain_optimizer.step();
+        fused_optimizer.step();
+        expect_close(fused, plain);
+      }
+    }
+  }
+}
+
 TEST_P(ClipGrad, KeepsThePrecisionOfFp64) {
   const Params params{torch::zeros({3}, options(at::kDouble)).requires_grad_()};
   torchamp::FusedSGD optimizer(params, SGDOptions(1.));

@@ -112,6 +112,32 @@ TEST(GradScalerAgreement, HoldsOnEveryPathForEveryRank) {
   }
 }
 
+TEST(GradScalerAgreement, RetriesAClosureOnEveryRankWhereOneOverflows) {
+  constexpr int ranks = 3;
+  AllReduce all_reduce(ranks);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < ranks; ++rank) {
+    threads.emplace_back([&, rank] {
+      GradScaler scaler(
+          {.init_scale = 16., .agree_found_inf = [&](at::Tensor& flag) { all_reduce(flag); }});
+      const at::Tensor w = torch::ones({2}, torch::requires_grad());
+      torch::optim::LBFGS optimizer({w}, torch::optim::LBFGSOptions(0.1).max_iter(3));
+      int evaluations = 0;
+      const auto loss = [&] {
+        const bool bad = evaluations++ == rank;  // each rank's own one, one after the other
+        return (w * w).sum() * (bad ? HUGE_VAL : 1.);
+      };
+      const torchamp::StepResult result = scaler.step(optimizer, loss);
+      EXPECT_TRUE(result);
+      EXPECT_EQ(result.attempts(), ranks + 1);
+      EXPECT_EQ(result.scale(), 2.);
+      scaler.update();
+      EXPECT_EQ(scaler.get_scale(), 2.);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
 TEST(GradScalerAgreement, GivesTheOptimizerAFlagOfExactlyOne) {
   GradScaler scaler({.agree_found_inf = [](at::Tensor& flag) { flag = torch::full({1}, 7); }});
   scaler.scale(torch::ones({}));
