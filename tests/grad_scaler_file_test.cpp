@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "support/damaged.h"
 #include "support/expect_error.h"
 #include "support/optimizers.h"
 
@@ -223,30 +224,6 @@ TEST(GradScalerFile, ReadsNegativeAndLongIntegers) {
 // ---------------------------------------------------------------------------------------
 
 namespace {
-
-/// A copy of `bytes` with a few of them changed, dropped, doubled, or cut off.
-std::string damaged(std::string bytes, std::mt19937& random) {
-  for (auto n = 1 + random() % 3; n > 0 && !bytes.empty(); --n) {
-    const std::size_t at = random() % bytes.size();
-    switch (random() % 5) {
-      case 0:
-        bytes[at] = static_cast<char>(random());
-        break;
-      case 1:
-        bytes[at] = static_cast<char>(bytes[at] ^ (1 << random() % 8));
-        break;
-      case 2:
-        bytes.erase(at, 1 + random() % 8);
-        break;
-      case 3:
-        bytes.insert(at, bytes.substr(random() % bytes.size(), 1 + random() % 8));
-        break;
-      default:
-        if (random() % 4 == 0) bytes.resize(at);
-    }
-  }
-  return bytes;
-}
 
 /// Runs `load` on damaged copies of `whole`: an error or a state within its limits, and after an
 /// error everything as before. Gives the number of errors.

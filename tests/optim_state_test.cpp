@@ -3,9 +3,14 @@
 #include <torch/torch.h>
 #include <torchamp/optim.h>
 
+#include <exception>
+#include <random>
+#include <sstream>
+#include <string>
 #include <utility>
 #include <vector>
 
+#include "support/damaged.h"
 #include "support/devices.h"
 #include "support/expect_error.h"
 #include "support/fused_optimizers.h"
@@ -106,6 +111,37 @@ TEST_P(FusedOptimizers, RefuseForeignArchivesAndStayAsTheyWere) {
     pair.random_step();
     pair.expect_equal();
   }
+}
+
+TEST_P(FusedOptimizers, SurviveDamagedArchives) {
+  const Pair pair(kind(), params(), /*two_groups=*/true);
+  for (int i = 0; i < 3; ++i) pair.random_step();
+  const auto saved = [&](const Optimizer& optimizer) {
+    std::ostringstream archive;
+    torch::save(optimizer, archive);
+    return archive.str();
+  };
+  const std::string whole = saved(*pair.fused);
+  const double rate = pair.fused->param_groups()[0].options().get_lr();
+  std::mt19937 random(3);
+  int errors = 0;
+  for (int i = 0; i < 60; ++i) {
+    SCOPED_TRACE(i);
+    const Pair other(kind(), copies(pair.plain_params), /*two_groups=*/true);
+    other.new_gradients(1., 1000);
+    other.plain->step();
+    other.fused->step();
+    std::istringstream archive(damaged(whole, random));
+    try {
+      torch::load(*other.fused, archive);
+    } catch (const std::exception&) {
+      ++errors;
+      EXPECT_EQ(other.fused->param_groups()[0].options().get_lr(), rate);
+      other.random_step();
+      other.expect_equal();
+    }
+  }
+  EXPECT_GT(errors, 15);
 }
 
 TEST(FusedAdam, StoresTheNumberOfStepsThatWereTaken) {
