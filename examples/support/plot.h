@@ -28,6 +28,7 @@ struct LinePlot {
   std::string title{}, note{}, x_label{}, y_label{};
   std::vector<Series> series{};
   bool log_y = false;
+  bool legend_at_left = false;  ///< for lines that rise
 
   /// Draws the plot, labels included, into `area`.
   void draw(Canvas& canvas, Rect area) const {
@@ -108,7 +109,7 @@ struct LinePlot {
     return lines;
   }
 
-  /// In the upper right corner, over the lines: a loss falls and leaves that corner free.
+  /// In an upper corner, over the lines: a loss falls and leaves the right one free.
   void draw_legend(Canvas& canvas, Rect box) const {
     double widest = 0.;
     int rows = 0;
@@ -119,7 +120,8 @@ struct LinePlot {
     }
     if (rows == 0) return;
     const int width = static_cast<int>(widest) + 72, height = rows * 26 + 14;
-    const Rect frame{box.right() - width - 12, box.y + 12, width, height};
+    const int x = legend_at_left ? box.x + 12 : box.right() - width - 12;
+    const Rect frame{x, box.y + 12, width, height};
     canvas.fill(frame, palette::paper);
     canvas.frame(frame, palette::rule);
     double y = frame.y + 25.;

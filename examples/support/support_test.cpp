@@ -229,6 +229,7 @@ TEST(Ticks, AreRoundNumbers) {
               ElementsAre("50", "100", "150", "200", "250", "300", "350", "400", "450", "500"));
   EXPECT_THAT(labels(linear_ticks(-0.1, 0.11, 4)),
               ElementsAre("-0.1", "-0.05", "0", "0.05", "0.1"));
+  EXPECT_THAT(labels(linear_ticks(-3., 50., 3)), ElementsAre("0", "20", "40"));
   EXPECT_THAT(labels(log_ticks(0.04, 2.)), ElementsAre("0.05", "0.1", "0.2", "0.5", "1", "2"));
   EXPECT_THAT(labels(log_ticks(1e-5, 1.)),
               ElementsAre("1e-05", "0.0001", "0.001", "0.01", "0.1", "1"));

@@ -32,7 +32,8 @@ inline std::vector<Tick> linear_ticks(double low, double high, int count) {
   const double step = power * (rough / power < 1.5 ? 1. : rough / power < 3.5 ? 2. : 5.);
   std::vector<Tick> ticks;
   for (double i = std::ceil(low / step - 1e-9); i * step <= high + 1e-9 * step; ++i) {
-    ticks.push_back({i * step, detail::tick_label(i * step)});
+    const double value = i * step + 0.;  // no -0
+    ticks.push_back({value, detail::tick_label(value)});
   }
   return ticks;
 }

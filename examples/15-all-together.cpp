@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Everything on one model: two processes, a model in 16 bits with fp32 masters, a guard and a
+// scaler, a batch in parts, recomputation, clipping, a fused optimizer, and a file to go on from.
+//   torchrun --nproc-per-node 2 --no-python 15-all-together FILE
+#include <torch/torch.h>
+#include <torchamp/checkpoint.h>
+#include <torchamp/distributed.h>
+#include <torchamp/distributed_checkpoint.h>
+#include <torchamp/master_weights.h>
+#include <torchamp/process_group.h>
+#include <torchamp/torchamp.h>
+#include <torchamp/training_checkpoint.h>
+
+#include <chrono>
+#include <iostream>
+
+#include "support/arguments.h"
+#include "support/check.h"
+#include "support/format.h"
+
+namespace {
+
+using torch::nn::LayerNorm;
+using torch::nn::LayerNormOptions;
+using torch::nn::Linear;
+
+struct BlockImpl : torch::nn::Module {
+  torch::Tensor forward(const torch::Tensor& x) { return x + down(torch::gelu(up(norm(x)))); }
+  LayerNorm norm = register_module("norm", LayerNorm(LayerNormOptions({32})));
+  Linear up = register_module("up", Linear(32, 64));
+  Linear down = register_module("down", Linear(64, 32));
+};
+TORCH_MODULE(Block);
+
+struct NetImpl : torch::nn::Module {
+  torch::Tensor forward(const torch::Tensor& x) {
+    return last(torchamp::checkpoint_sequential(blocks, first(x)));
+  }
+  Linear first = register_module("first", Linear(8, 32));
+  torch::nn::Sequential blocks =
+      register_module("blocks", torch::nn::Sequential(Block(), Block(), Block(), Block()));
+  Linear last = register_module("last", Linear(32, 2));
+};
+TORCH_MODULE(Net);
+
+/// With the same weights on all processes.
+Net make_net(const torchamp::ProcessGroupPtr& group) {
+  torch::manual_seed(0);
+  Net net;
+  torchamp::broadcast_module(*net, group);
+  return net;
+}
+
+struct Training {
+  Training(torchamp::ProcessGroupPtr processes, const std::string& file)
+      : group(std::move(processes)), checkpoint(file) {
+    checkpoint.add("model", masters).add("optimizer", optimizer).add("scaler", scaler);
+    checkpoint.add("step", step);
+    torch::manual_seed(static_cast<std::uint64_t>(group->getRank()));  // of each one's data
+  }
+
+  /// One step with a batch in four parts; the mean loss.
+  double train_one_step() {
+    constexpr int parts = 4;
+    double mean = 0.;
+    optimizer.zero_grad();
+    for (int part = 0; part < parts; ++part) {
+      const auto data = torch::randn({16, 8});
+      const auto target = data.narrow(1, 0, 2).sin();
+      const auto no_sync = parallel.no_sync(part + 1 < parts);  // average once, after the last
+      torch::Tensor loss;
+      {
+        torchamp::AutocastGuard autocast(torch::kCPU);
+        loss = torch::mse_loss(parallel.forward(data), target);
+      }
+      scaler.scale(loss / parts).backward();
+      mean += loss.item<double>() / parts;
+    }
+    masters.take_gradients();
+    torchamp::clip_grad_norm_(scaler, optimizer, 1.);
+    scaler.step(optimizer);
+    scaler.update();
+    masters.copy_to_model();
+    ++step;
+    return mean;
+  }
+
+  torchamp::ProcessGroupPtr group;
+  Net net = make_net(group);
+  torchamp::MasterWeights masters{net, {.dtype = torch::kBFloat16}};
+  torchamp::DistributedDataParallel<Net> parallel{net, group};
+  torchamp::FusedAdamW optimizer{masters.parameters(), torch::optim::AdamWOptions(3e-3)};
+  torchamp::GradScaler scaler{
+      {.init_scale = 1024., .agree_found_inf = torchamp::found_inf_agreement(group)}};
+  std::int64_t step = 0;
+  torchamp::TrainingCheckpoint checkpoint;
+};
+
+/// The masters as one vector.
+torch::Tensor weights(const Training& training) {
+  std::vector<torch::Tensor> flat;
+  for (const auto& weight : training.masters.parameters()) {
+    flat.push_back(weight.detach().flatten());
+  }
+  return torch::cat(flat);
+}
+
+bool same_everywhere(const torchamp::ProcessGroupPtr& group, const torch::Tensor& mine) {
+  std::vector<torch::Tensor> first{mine.clone()};
+  group->broadcast(first)->wait();
+  return torch::equal(first[0], mine);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return support::run_program("15-all-together", [&] {
+    if (argc != 2) throw support::UsageError("name a file for the checkpoint");
+    const auto group = torchamp::make_process_group({.timeout = std::chrono::seconds(60)});
+    Training training(group, argv[1]);
+    const bool loaded = torchamp::load_together(training.checkpoint, group);
+    if (loaded && group->getRank() == 0) {
+      std::cout << "going on at step " << training.step << '\n';
+    }
+    double loss = 0.;
+    for (const std::int64_t end = training.step + 150; training.step < end;) {
+      loss = training.train_one_step();
+      if (training.step % 50 == 0) torchamp::save_together(training.checkpoint, group);
+      if (training.step % 25 == 0 && group->getRank() == 0) {
+        std::cout << support::format("step %d: loss %.4f, scale %g\n",
+                                     static_cast<int>(training.step), loss,
+                                     training.scaler.get_scale());
+      }
+    }
+    const bool same = same_everywhere(group, weights(training));
+    if (group->getRank() != 0) return same ? 0 : 1;
+    support::check(same, "all processes have the same weights, bit for bit");
+    support::check(loss < 0.02, "the loss has fallen to less than a twentieth");
+    return 0;
+  });
+}
