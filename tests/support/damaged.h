@@ -19,9 +19,11 @@ inline std::string damaged(std::string bytes, std::mt19937& random) {
       case 2:
         bytes.erase(at, 1 + random() % 8);
         break;
-      case 3:
-        bytes.insert(at, bytes.substr(random() % bytes.size(), 1 + random() % 8));
+      case 3: {
+        const std::size_t from = random() % bytes.size();
+        bytes.insert(at, bytes.substr(from, 1 + random() % 8));
         break;
+      }
       default:
         if (random() % 4 == 0) bytes.resize(at);
     }
