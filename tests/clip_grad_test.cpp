@@ -190,6 +190,26 @@ TEST_P(ClipGrad, TakesSeveralDtypesAndLayouts) {
   }
 }
 
+TEST_P(ClipGrad, TakesSmallAndLargeGradientsTogether) {
+  for (const double norm_type : {2., 1., inf, 3.}) {
+    const Params fast = with_gradients(
+        {torch::randn({1024}, options()), torch::randn({1025}, options()),
+         torch::randn({30, 40}, options()).t(), torch::randn({8, 4}, options()).slice(1, 0, 4, 3)});
+    Params slow;
+    for (const Tensor& p : fast) slow.push_back(with_gradient(p.grad().clone()));
+    const Tensor norm = torchamp::clip_grad_norm_(fast, 2., norm_type);
+    expect_close(norm, torch::full({}, clip_slowly(slow, 2., norm_type), options()));
+    expect_same_gradients(fast, slow);
+  }
+}
+
+TEST_P(ClipGrad, CountsGradientsThatAreNotZeroWhereTheNormIsTheZeroth) {
+  const Params params = with_gradients({torch::ones({3}, options()), torch::zeros({2}, options())});
+  const Tensor norms =
+      torch::tensor({3., 0.}, options());  // and, as PyTorch does, the norm of these
+  expect_close(torchamp::clip_grad_norm_(params, 9., 0.), at::linalg_vector_norm(norms, 0.));
+}
+
 TEST_P(ClipGrad, FindsNormsThat16BitsCannotHold) {
   const Params params = with_gradients({torch::full({100}, 30000., options(at::kHalf))});
   const Tensor norm = torchamp::clip_grad_norm_(params, 100.);

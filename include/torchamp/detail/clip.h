@@ -7,6 +7,7 @@
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/flatten_dense_tensors.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
@@ -64,6 +65,19 @@ inline std::vector<GradientBatch> gradients_to_clip(torch::optim::Optimizer& opt
   return batches;
 }
 
+/// What to take the norms of: the gradients; on the host, where a call costs more than a small
+/// gradient, the small ones as one vector.
+inline std::vector<at::Tensor> parts_of_norm(const GradientBatch& batch, double norm_type) {
+  constexpr int64_t small_size = 1024;
+  if (!batch.device.is_cpu() || norm_type == 0.) return batch.gradients;
+  std::vector<at::Tensor> parts, small;
+  for (const at::Tensor& gradient : batch.gradients) {
+    (gradient.numel() <= small_size ? small : parts).push_back(gradient);
+  }
+  if (!small.empty()) parts.push_back(at::flatten_dense_tensors(small));
+  return parts;
+}
+
 /// The norm of all gradients as one vector: 0-dim, fp64 if one of them has that precision and fp32
 /// otherwise (16 bits could not hold it), on the first one's device.
 inline at::Tensor total_norm(const std::vector<GradientBatch>& batches, double norm_type) {
@@ -73,7 +87,7 @@ inline at::Tensor total_norm(const std::vector<GradientBatch>& batches, double n
   for (const GradientBatch& batch : batches) {
     const bool narrow = batch.dtype == at::kHalf || batch.dtype == at::kBFloat16;
     const at::Tensor norm = at::stack(at::_foreach_norm(
-        batch.gradients, norm_type,
+        parts_of_norm(batch, norm_type), norm_type,
         narrow ? std::optional<at::ScalarType>(at::kFloat) : std::optional<at::ScalarType>()));
     widest = c10::promoteTypes(widest, norm.scalar_type());
     norms.push_back(brought_to(batches[0].device, norm));
