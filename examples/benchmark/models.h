@@ -38,10 +38,10 @@ ModelEntry model_entry(std::string name, std::string title, std::int64_t small_s
 
 inline const std::vector<ModelEntry>& all_models() {
   static const std::vector<ModelEntry> models{
-      model_entry<FeedForward>("feed_forward", "Feed-forward", 40, 200),
+      model_entry<FeedForward>("feed_forward", "Feed-forward", 40, 100),
       model_entry<UNet>("unet", "UNet", 4, 8),
       model_entry<Bert>("bert", "BERT", 20, 8),
-      model_entry<Yolo>("yolo", "YOLO", 8, 4),
+      model_entry<Yolo>("yolo", "YOLO", 4, 4),
       model_entry<Checkerboard>("checkerboard", "Checkerboard", 40, 10),
   };
   return models;

@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <torchamp/cuda_graph.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <filesystem>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -28,13 +31,48 @@ struct Plan {
   std::filesystem::path out;
 };
 
+/// A way that cannot be gone here.
+struct LeftOut {
+  Way way;
+  std::string reason;
+};
+
 /// One model's race.
 struct Race {
   const ModelEntry* model = nullptr;
   Sizes sizes;
   std::int64_t steps = 0;                ///< per round
   std::deque<Contestant> contestants{};  ///< Python's first
+  std::vector<LeftOut> left_out{};
 };
+
+/// Why `way` cannot be gone with this model on this device; empty if it can.
+inline std::string why_not(const Plan& plan, const ModelEntry& model, const Way& way) {
+  if (!way.is_captured()) return "";
+  if (plan.device != "cuda") return "only a CUDA device has graphs";
+  if (way.is_python()) {
+    const bool averages = model.make(model.small)->recipe().weight_average;
+    return averages ? "torch.amp tells nobody on the device whether a step was skipped, which the "
+                      "average of the weights has to know"
+                    : "";
+  }
+  return TORCHAMP_CUDA_GRAPHS ? "" : "this program was compiled without CUDA's headers";
+}
+
+/// "Skipped, since only a CUDA device has graphs: LibTorch, fp32, fused, captured; …", a sentence
+/// for each reason.
+inline std::vector<std::string> skipped_text(const Race& race) {
+  std::map<std::string, std::string> names;  // by reason
+  for (const LeftOut& left_out : race.left_out) {
+    std::string& list = names[left_out.reason];
+    list += (list.empty() ? "" : "; ") + left_out.way.name();
+  }
+  std::vector<std::string> sentences;
+  for (const auto& [reason, list] : names) {
+    sentences.push_back("Skipped, since " + reason + ": " + list + ".");
+  }
+  return sentences;
+}
 
 inline std::vector<std::string> worker_command(const Plan& plan, const Race& race, const Way& way) {
   std::vector<std::string> command;
@@ -61,7 +99,15 @@ inline std::vector<std::string> worker_command(const Plan& plan, const Race& rac
 /// Lets all ways take turns: in each round every one runs the same number of steps, and each round
 /// begins with another one, so that what disturbs the machine disturbs all alike.
 inline void run(const Plan& plan, Race& race) {
-  const auto ways = all_ways(plan.dtypes, !plan.python.empty(), plan.device == "cuda");
+  std::vector<Way> ways;
+  for (Way& way : all_ways(plan.dtypes, !plan.python.empty())) {
+    std::string reason = why_not(plan, *race.model, way);
+    if (reason.empty()) {
+      ways.push_back(std::move(way));
+    } else {
+      race.left_out.push_back({std::move(way), std::move(reason)});
+    }
+  }
   const std::size_t count = ways.size();
   const auto turns = static_cast<std::int64_t>(count) * (plan.rounds + 2);
   support::ProgressBar bar(support::format("%-13s", race.model->title.c_str()), turns);

@@ -150,6 +150,7 @@ inline void write_report(std::ostream& out, const Plan& plan, const Circumstance
         << race.steps << " steps a round.\n\n";
     write_table(out, race);
     out << '\n';
+    for (const std::string& sentence : skipped_text(race)) out << sentence << "\n\n";
   }
 }
 
@@ -192,5 +193,6 @@ inline bool print_table(std::ostream& out, const Race& race) {
                support::format("%.4g", contestant.final_loss())});
   }
   out << table << complaints;
+  for (const std::string& sentence : skipped_text(race)) out << "  " << sentence << '\n';
   return complaints.empty();
 }

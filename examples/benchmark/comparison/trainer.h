@@ -32,7 +32,11 @@ struct Trained {
 class Trainer {
  public:
   Trainer(std::unique_ptr<Workload> workload, const Way& way, at::Device device)
-      : workload_(std::move(workload)), recipe_(workload_->recipe()), way_(way), device_(device) {
+      : workload_(std::move(workload)),
+        recipe_(workload_->recipe()),
+        way_(way),
+        policy_(way.casts == "torch" ? torchamp::Policy::torch() : torchamp::Policy::standard()),
+        device_(device) {
     initialize(workload_->module(), 0);
     torch::manual_seed(1);
     for (std::int64_t i = 0; i < batches * recipe_.accumulate; ++i) {
@@ -113,10 +117,8 @@ class Trainer {
       const RawAutocast autocast(device_.type(), dtype_of(way_));
       return workload_->loss(batch);
     }
-    const torchamp::AutocastGuard autocast(
-        device_.type(), {.dtype = dtype_of(way_),
-                         .policy = way_.casts == "torch" ? torchamp::Policy::torch()
-                                                         : torchamp::Policy::standard()});
+    const torchamp::AutocastGuard autocast(device_.type(),
+                                           {.dtype = dtype_of(way_), .policy = policy_});
     return workload_->loss(batch);
   }
 
@@ -136,6 +138,7 @@ class Trainer {
   std::unique_ptr<Workload> workload_;
   Recipe recipe_;
   Way way_;
+  torchamp::Policy policy_;
   at::Device device_;
   std::vector<std::vector<at::Tensor>> inputs_;  // of each iteration, batch after batch
   std::size_t inputs_per_batch_ = 0;

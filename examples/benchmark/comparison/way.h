@@ -42,14 +42,14 @@ inline c10::ScalarType dtype_of(const Way& way) {
 }
 
 /// All ways, Python's first: they are what the others are measured by.
-inline std::vector<Way> all_ways(const std::vector<std::string>& dtypes, bool python, bool cuda) {
+inline std::vector<Way> all_ways(const std::vector<std::string>& dtypes, bool python) {
   std::vector<Way> ways;
   const auto add = [&](const char* language, const char* casts, const std::string& dtype) {
     const bool by_hand = casts == std::string("raw");
     ways.push_back({language, casts, dtype, "stock", "eager"});
     if (by_hand) return;
     ways.push_back({language, casts, dtype, "fused", "eager"});
-    if (cuda) ways.push_back({language, casts, dtype, "fused", "captured"});
+    ways.push_back({language, casts, dtype, "fused", "captured"});
   };
   if (python) {
     add("python", "fp32", "fp32");

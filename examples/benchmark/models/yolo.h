@@ -16,8 +16,8 @@
 class Yolo final : public Workload {
  public:
   static Sizes sizes(bool small) {
-    return small ? Sizes{{"batch", 1},   {"side", 64},   {"channels", 8},
-                         {"classes", 8}, {"targets", 4}, {"nominal_batch", 2}}
+    return small ? Sizes{{"batch", 2},   {"side", 128},  {"channels", 8},
+                         {"classes", 8}, {"targets", 4}, {"nominal_batch", 4}}
                  : Sizes{{"batch", 16},   {"side", 640},  {"channels", 16},
                          {"classes", 80}, {"targets", 8}, {"nominal_batch", 64}};
   }

@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "benchmark/comparison/verdict.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <deque>
+#include <filesystem>
+#include <limits>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "benchmark/comparison/race.h"
+#include "benchmark/comparison/report.h"
+#include "support/format.h"
+
+namespace {
+
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+
+const Way python{"python", "fp32", "fp32", "stock", "eager"};
+const Way libtorch{"cpp", "fp32", "fp32", "stock", "eager"};
+const Way mixed{"cpp", "standard", "bf16", "stock", "eager"};
+const Way fused{"cpp", "standard", "bf16", "fused", "eager"};
+
+/// A race among workers that make their answers up.
+struct MadeUpRace {
+  /// What `way` answers: the same to each run, but for `seconds`, one for each round.
+  Contestant& add(const Way& way, double loss, double first_loss = 1.,
+                  const std::vector<double>& seconds = {1., 1., 1.}, std::int64_t parameters = 10) {
+    const std::string rest = support::format(" loss=%g first=%g peak=1048576", loss, first_loss);
+    std::string script =
+        support::format("echo ready parameters=%d libtorch=2.0;", static_cast<int>(parameters));
+    script += "read a; echo ran seconds=100" + rest + ";";  // the warm-up
+    for (const double each : seconds) {
+      script += support::format("read a; echo ran seconds=%g", each) + rest + ";";
+    }
+    return run(way, script, static_cast<int>(seconds.size()));
+  }
+
+  Contestant& run(const Way& way, const std::string& script, int rounds = 1) {
+    Contestant& contestant = race.contestants.emplace_back(
+        way, std::vector<std::string>{"sh", "-c", script}, std::filesystem::path("/dev/null"));
+    contestant.wait_until_ready();
+    contestant.warm_up(1);
+    for (int i = 0; i < rounds; ++i) contestant.race(1);
+    contestant.dismiss();
+    return contestant;
+  }
+
+  std::string wrong(const Contestant& contestant) const { return judge(race, contestant).wrong; }
+
+  Race race{.model = &find_model("unet"), .sizes = find_model("unet").small, .steps = 1};
+};
+
+TEST(Verdict, AcceptsLossesThatDifferByRounding) {
+  MadeUpRace all;
+  all.add(python, 0.5);
+  EXPECT_EQ(all.wrong(all.add(libtorch, 0.501, 1.0002)), "");
+  EXPECT_EQ(all.wrong(all.add(mixed, 0.52, 1.01)), "");
+}
+
+TEST(Verdict, CallsAWayWrongWhoseFinalLossDisagreesWithPythonOrWithFp32) {
+  MadeUpRace all;
+  all.add(python, 0.5);
+  EXPECT_EQ(all.wrong(all.add(libtorch, 0.54)), "another final loss than Python, fp32");
+  EXPECT_EQ(all.wrong(all.add(mixed, 0.62)), "another final loss than LibTorch, fp32");
+}
+
+TEST(Verdict, CallsAWayWrongThatStartsElsewhere) {
+  MadeUpRace all;
+  all.add(python, 0.5);
+  EXPECT_EQ(all.wrong(all.add(libtorch, 0.5, 1.002)), "another first loss than Python, fp32");
+}
+
+TEST(Verdict, CallsAWayWrongWhoseLossIsNotFinite) {
+  MadeUpRace all;
+  all.add(python, 0.5);
+  EXPECT_EQ(all.wrong(all.add(libtorch, std::numeric_limits<double>::quiet_NaN())),
+            "the final loss is not finite");
+}
+
+TEST(Verdict, CallsAWayWrongThatTrainsAnotherModel) {
+  MadeUpRace all;
+  all.add(python, 0.5);
+  EXPECT_EQ(all.wrong(all.add(libtorch, 0.5, 1., {1.}, 11)), "another number of parameters");
+}
+
+TEST(Verdict, TakesTheMedianOfTheRoundsAndOfTheirRatios) {
+  MadeUpRace all;
+  all.add(python, 0.5, 1., {2., 4., 8., 8.});
+  const Contestant& other = all.add(libtorch, 0.5, 1., {1., 3., 4., 2.});
+  // 1/2, 3/4, 4/8, 2/8
+  const Verdict verdict = judge(all.race, other);
+  EXPECT_EQ(verdict.seconds, 2.5);
+  EXPECT_EQ(verdict.to_python, 0.5);
+}
+
+TEST(Verdict, TellsWhyAWorkerFailed) {
+  MadeUpRace all;
+  EXPECT_EQ(all.wrong(all.run(python, "echo error out of memory")), "failed: out of memory");
+  EXPECT_EQ(
+      all.wrong(all.run(libtorch, "echo ready parameters=1 libtorch=2.0; echo noise; exit 3")),
+      "failed: the worker ended unexpectedly (see workers.log)");
+}
+
+TEST(Report, MarksWrongResultsAndGivesThemNoTime) {
+  MadeUpRace all;
+  all.add(python, 0.5, 1., {0.25});
+  all.add(libtorch, 0.5, 1., {0.125});
+  all.add(mixed, 0.7, 1., {0.0625});
+  std::ostringstream table, csv, screen;
+  write_table(table, all.race);
+  EXPECT_THAT(table.str(), HasSubstr("| LibTorch, fp32 | 125 ms | 0.50 |"));
+  EXPECT_THAT(
+      table.str(),
+      HasSubstr("| torchamp, bf16 | **wrong** | | | 1.0 MiB | **0.7**: another final loss than "));
+  std::deque<Race> races;
+  races.push_back(std::move(all.race));
+  write_csv(csv, races);
+  EXPECT_THAT(csv.str(), HasSubstr("unet,cpp,fp32,fp32,stock,eager,1,1,0.125,0.5,1048576,no\n"));
+  EXPECT_THAT(csv.str(),
+              HasSubstr("unet,cpp,standard,bf16,stock,eager,1,1,0.0625,0.7,1048576,yes\n"));
+  EXPECT_FALSE(print_table(screen, races.front()));
+  EXPECT_THAT(screen.str(), HasSubstr("torchamp, bf16: another final loss than LibTorch, fp32"));
+}
+
+TEST(Report, IsContentWhereAllAgree) {
+  MadeUpRace all;
+  all.add(python, 0.5);
+  all.add(libtorch, 0.5);
+  std::ostringstream screen;
+  EXPECT_TRUE(print_table(screen, all.race));
+}
+
+TEST(Race, SkipsCapturedWaysWithAReason) {
+  Way captured = fused;
+  captured.launch = "captured";
+  const ModelEntry& unet = find_model("unet");
+  Plan cpu, cuda;
+  cpu.device = "cpu";
+  cuda.device = "cuda";
+  EXPECT_EQ(why_not(cpu, unet, captured), "only a CUDA device has graphs");
+  EXPECT_EQ(why_not(cpu, unet, fused), "");
+  EXPECT_EQ(why_not(cuda, unet, fused), "");
+  captured.language = "python";
+  EXPECT_EQ(why_not(cuda, unet, captured), "");
+  EXPECT_THAT(why_not(cuda, find_model("yolo"), captured), HasSubstr("whether a step was skipped"));
+  Race race;
+  EXPECT_THAT(skipped_text(race), IsEmpty());
+  race.left_out = {{captured, "of rain"}, {python, "of rain"}, {mixed, "of snow"}};
+  EXPECT_THAT(
+      skipped_text(race),
+      ElementsAre("Skipped, since of rain: Python torch.amp, bf16, fused, captured; Python, fp32.",
+                  "Skipped, since of snow: torchamp, bf16."));
+}
+
+TEST(Models, HaveThePublishedNumbersOfParameters) {
+  const auto count = [](const char* name, bool small) {
+    const ModelEntry& entry = find_model(name);
+    return count_parameters(entry.make(small ? entry.small : entry.full)->module());
+  };
+  EXPECT_EQ(count("unet", false), 7'703'497);
+  EXPECT_EQ(count("unet", true), 7'703'497);
+  EXPECT_EQ(count("yolo", false), 1'872'157);  // YOLOv5n with 80 classes
+}
+
+}  // namespace
