@@ -178,8 +178,8 @@ inline AutocastGuard::Checked::Checked(at::DeviceType on_device, const AutocastO
   std::shared_ptr<const detail::OverlayTable> table;
   if (enabled) table = detail::overlay_table(*data, device);
   if (outer && outer->inherited == data && outer->tables[index] == table) return;
-  auto inner = outer ? std::make_shared<detail::ThreadPolicy>(*outer)
-                     : std::make_shared<detail::ThreadPolicy>();
+  auto inner = std::make_shared<detail::ThreadPolicy>();
+  if (outer) *inner = *outer;
   inner->inherited = std::move(data);
   inner->tables[index] = std::move(table);
   policy = std::move(inner);

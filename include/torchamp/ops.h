@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <array>
-#include <span>
+#include <cstddef>
 #include <string_view>
 
 namespace torchamp {
@@ -12,83 +11,80 @@ namespace torchamp {
 /// over, so that one list serves every version; a name that a user writes himself must exist.
 class OpFamily {
  public:
-  constexpr OpFamily(std::string_view name, std::span<const std::string_view> ops)
-      : name_(name), ops_(ops) {}
+  template <std::size_t size>
+  constexpr OpFamily(std::string_view name, const std::string_view (&ops)[size])
+      : name_(name), ops_(ops), size_(size) {}
 
   constexpr std::string_view name() const { return name_; }
-  constexpr auto begin() const { return ops_.begin(); }
-  constexpr auto end() const { return ops_.end(); }
-  constexpr std::size_t size() const { return ops_.size(); }
+  constexpr const std::string_view* begin() const { return ops_; }
+  constexpr const std::string_view* end() const { return ops_ + size_; }
+  constexpr std::size_t size() const { return size_; }
 
  private:
   std::string_view name_;
-  std::span<const std::string_view> ops_;
+  const std::string_view* ops_;
+  std::size_t size_;
 };
 
 namespace detail {
 
-template <class... Names>
-constexpr auto names(Names... list) {
-  return std::array<std::string_view, sizeof...(list)>{list...};
-}
-
 // clang-format off
-inline constexpr auto matmul_ops = names(
+inline constexpr std::string_view matmul_ops[] = {
     "mm", "bmm", "mv", "matmul", "addmm", "_addmm_activation", "addmv", "addr", "addbmm", "baddbmm",
-    "einsum", "chain_matmul", "linalg_multi_dot", "linalg_vecdot");
+    "einsum", "chain_matmul", "linalg_multi_dot", "linalg_vecdot"};
 
-inline constexpr auto conv_ops = names(
+inline constexpr std::string_view conv_ops[] = {
     "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d",
     "conv_transpose3d", "convolution", "_convolution", "cudnn_convolution",
-    "cudnn_convolution_transpose");
+    "cudnn_convolution_transpose"};
 
-inline constexpr auto linear_ops = names("linear");
+inline constexpr std::string_view linear_ops[] = {"linear"};
 
-inline constexpr auto attention_ops = names(
+inline constexpr std::string_view attention_ops[] = {
     "scaled_dot_product_attention", "_scaled_dot_product_flash_attention",
-    "_native_multi_head_attention");
+    "_native_multi_head_attention"};
 
-inline constexpr auto recurrent_ops = names(
+inline constexpr std::string_view recurrent_ops[] = {
     "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "_thnn_fused_lstm_cell",
-    "_thnn_fused_gru_cell", "_cudnn_rnn", "mkldnn_rnn_layer");
+    "_thnn_fused_gru_cell", "_cudnn_rnn", "mkldnn_rnn_layer"};
 
-inline constexpr auto addition_ops = names("add", "sub", "rsub");
+inline constexpr std::string_view addition_ops[] = {"add", "sub", "rsub"};
 
-inline constexpr auto reduction_ops = names(
+inline constexpr std::string_view reduction_ops[] = {
     "sum", "nansum", "mean", "nanmean", "prod", "cumsum", "cumprod", "logsumexp", "logcumsumexp",
     "norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "frobenius_norm",
-    "nuclear_norm", "var", "std", "var_mean", "std_mean", "trace");
+    "nuclear_norm", "var", "std", "var_mean", "std_mean", "trace"};
 
-inline constexpr auto order_statistic_ops = names(
+inline constexpr std::string_view order_statistic_ops[] = {
     "max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "median", "nanmedian", "mode",
     "kthvalue", "topk", "sort", "argsort", "msort", "cummax", "cummin", "maximum", "minimum",
-    "fmax", "fmin");
+    "fmax", "fmin"};
 
-inline constexpr auto norm_ops = names(
+inline constexpr std::string_view norm_ops[] = {
     "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "native_group_norm", "batch_norm",
-    "native_batch_norm", "cudnn_batch_norm", "instance_norm");
+    "native_batch_norm", "cudnn_batch_norm", "instance_norm"};
 
-inline constexpr auto softmax_ops = names(
-    "softmax", "log_softmax", "special_softmax", "special_log_softmax", "_softmax", "_log_softmax");
+inline constexpr std::string_view softmax_ops[] = {
+    "softmax", "log_softmax", "special_softmax", "special_log_softmax", "_softmax", "_log_softmax"};
 
-inline constexpr auto loss_ops = names(
+inline constexpr std::string_view loss_ops[] = {
     "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "nll_loss", "nll_loss2d", "nll_loss_nd",
     "cross_entropy_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div",
     "poisson_nll_loss", "ctc_loss", "cosine_embedding_loss", "hinge_embedding_loss",
     "margin_ranking_loss", "multi_margin_loss", "multilabel_margin_loss", "soft_margin_loss",
-    "triplet_margin_loss");
+    "triplet_margin_loss"};
 
-inline constexpr auto pointwise_ops = names(
+inline constexpr std::string_view pointwise_ops[] = {
     "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log1p", "log2", "pow",
-    "reciprocal", "rsqrt", "sinh", "softplus", "tan");
+    "reciprocal", "rsqrt", "sinh", "softplus", "tan"};
 
-inline constexpr auto distance_ops = names("cdist", "pdist", "dist", "cosine_similarity", "renorm");
+inline constexpr std::string_view distance_ops[] = {"cdist", "pdist", "dist", "cosine_similarity", "renorm"};
 
-inline constexpr auto interpolation_ops = names(
+inline constexpr std::string_view interpolation_ops[] = {
     "upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_nearest2d",
     "_upsample_nearest_exact2d", "upsample_nearest3d", "_upsample_nearest_exact3d",
     "upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa", "upsample_trilinear3d",
-    "upsample_bicubic2d", "_upsample_bicubic2d_aa", "grid_sampler");
+    "upsample_bicubic2d", "_upsample_bicubic2d_aa", "grid_sampler"};
 // clang-format on
 
 }  // namespace detail
@@ -115,9 +111,9 @@ inline constexpr OpFamily distance{"distance", detail::distance_ops};
 inline constexpr OpFamily interpolation{"interpolation", detail::interpolation_ops};
 
 /// All of them, in the order of their declaration.
-inline constexpr std::array families{matmul,   conv,      linear,          attention,    recurrent,
-                                     addition, reduction, order_statistic, norm,         softmax,
-                                     loss,     pointwise, distance,        interpolation};
+inline constexpr OpFamily families[] = {
+    matmul,          conv, linear,  attention, recurrent, addition, reduction,
+    order_statistic, norm, softmax, loss,      pointwise, distance, interpolation};
 
 }  // namespace ops
 }  // namespace torchamp

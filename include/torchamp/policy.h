@@ -79,9 +79,9 @@ class Policy {
 
  private:
   static const std::shared_ptr<const detail::PolicyData>& shared_base(detail::BaseTable base) {
-    static const auto standard =
-        std::make_shared<const detail::PolicyData>(detail::BaseTable::standard);
-    static const auto torch = std::make_shared<const detail::PolicyData>(detail::BaseTable::torch);
+    using Data = detail::PolicyData;
+    static const std::shared_ptr<const Data> standard(new Data(detail::BaseTable::standard));
+    static const std::shared_ptr<const Data> torch(new Data(detail::BaseTable::torch));
     return base == detail::BaseTable::standard ? standard : torch;
   }
 
@@ -101,10 +101,10 @@ inline Policy& Policy::edit(const char* call, Cast cast, const OpNames& ops, con
   TORCH_CHECK(!when.dtype || c10::isReducedFloatingType(*when.dtype) || *when.dtype == at::kFloat,
               call, ": When::dtype is ", *when.dtype,
               ", but no region has that dtype. Give torch::kHalf or torch::kBFloat16.");
-  auto edited = std::make_shared<detail::PolicyData>(*data_);
+  std::shared_ptr<detail::PolicyData> edited(new detail::PolicyData(*data_));
   for (const std::string& name : ops) {
     for (const auto& op : detail::overloads_to_edit(call, cast, name, is_family)) {
-      detail::EditedRule& rule = edited->rules[detail::full_name(op.operator_name())];
+      detail::OverloadRules& rule = edited->rules[detail::full_name(op.operator_name())];
       if (when.always()) {
         rule = {cast, {}};
       } else {

@@ -3,8 +3,9 @@
 
 #include <c10/util/Exception.h>
 
-#include <fstream>
-#include <sstream>
+#include <algorithm>
+#include <cstdio>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -56,10 +57,10 @@ inline std::vector<std::string> split(std::string_view text, char separator) {
 class PolicyParser {
  public:
   Policy parse(std::string_view text) {
-    std::istringstream lines{std::string(text)};
-    std::string line;
-    for (number_ = 1; std::getline(lines, line); ++number_) {
-      const auto content = split(std::string_view(line).substr(0, line.find('#')), '\n');
+    for (number_ = 1; !text.empty(); ++number_) {
+      const std::string_view line = text.substr(0, text.find('\n'));
+      text.remove_prefix(std::min(line.size() + 1, text.size()));
+      const auto content = split(line.substr(0, line.find('#')), '\n');
       if (!content.empty()) read(content.front());
     }
     TORCH_CHECK(policy_, call,
@@ -127,7 +128,7 @@ class PolicyParser {
       known += (known.empty() ? "" : ", ") + std::string(family.name());
     }
     check(false, "there is no family 'ops::", name, "'; the families are ", known);
-    return ops::families.front();
+    return ops::families[0];
   }
 
   at::ScalarType dtype(const std::string& name) const {
@@ -155,11 +156,14 @@ inline Policy parse_policy(std::string_view text) {
 
 /// The policy in a file of such text.
 inline Policy load_policy(const std::string& path) {
-  std::ifstream file(path);
-  TORCH_CHECK(file.good(), "torchamp::load_policy: cannot read '", path, "'.");
-  std::ostringstream text;
-  text << file.rdbuf();
-  return parse_policy(text.str());
+  std::FILE* const file = std::fopen(path.c_str(), "rb");
+  TORCH_CHECK(file, "torchamp::load_policy: cannot read '", path, "'.");
+  std::string text;
+  for (int c = std::fgetc(file); c != EOF; c = std::fgetc(file)) text += static_cast<char>(c);
+  const bool failed = std::ferror(file) != 0;
+  (void)std::fclose(file);
+  TORCH_CHECK(!failed, "torchamp::load_policy: cannot read '", path, "'.");
+  return parse_policy(text);
 }
 
 }  // namespace torchamp

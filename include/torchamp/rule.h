@@ -7,7 +7,9 @@
 #include <c10/util/Exception.h>
 
 #include <functional>
+#include <map>
 #include <optional>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -59,12 +61,23 @@ struct ConditionalRule {
 };
 using ConditionalRules = std::vector<ConditionalRule>;
 
+/// The rules of one overload: one that always holds, if there is one, and rules on top of it that
+/// hold only sometimes.
+struct OverloadRules {
+  std::optional<Cast> cast;
+  ConditionalRules conditional;
+};
+
+/// Rules by full overload name: "aten::pow.Tensor_Scalar".
+using RuleMap = std::map<std::string, OverloadRules, std::less<>>;
+
 inline std::optional<Cast> rule_that_holds(const ConditionalRules& rules, at::ScalarType dtype,
                                            const OpCall& call) {
-  for (auto rule = rules.rbegin(); rule != rules.rend(); ++rule) {
-    if (rule->when.dtype && *rule->when.dtype != dtype) continue;
-    if (rule->when.predicate && !rule->when.predicate(call)) continue;
-    return rule->cast;
+  for (std::size_t i = rules.size(); i-- > 0;) {
+    const When& when = rules[i].when;
+    if (when.dtype && *when.dtype != dtype) continue;
+    if (when.predicate && !when.predicate(call)) continue;
+    return rules[i].cast;
   }
   return std::nullopt;
 }

@@ -3,8 +3,6 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
-#include <algorithm>
-#include <array>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -24,17 +22,20 @@ struct StandardRow {
   OpFamily family;
   Cast cast;
 };
-inline constexpr std::array standard_rows{
-    StandardRow{ops::addition, Cast::fp32},
-    StandardRow{ops::reduction, Cast::fp32},
-    StandardRow{ops::order_statistic, Cast::unchanged},
+inline constexpr StandardRow standard_rows[] = {
+    {ops::addition, Cast::fp32},
+    {ops::reduction, Cast::fp32},
+    {ops::order_statistic, Cast::unchanged},
 };
 
 inline bool contains(const OpFamily& family, const c10::OperatorName& op) {
   std::string_view base = op.name;
   if (!base.starts_with("aten::")) return false;
   base.remove_prefix(6);
-  return std::find(family.begin(), family.end(), base) != family.end();
+  for (const std::string_view name : family) {
+    if (name == base) return true;
+  }
+  return false;
 }
 
 /// Whether the op computes in the widest dtype of its arguments by itself: see
@@ -55,7 +56,7 @@ inline Cast base_rule(BaseTable base, const c10::OperatorHandle& op, at::DeviceT
   if (has_native_kernel(op, device)) return Cast::native;
   const auto& lists = libtorch_cuda_lists();
   const auto listed = lists.find(full_name(op.operator_name()));
-  return listed != lists.end() && castable ? listed->second : Cast::unchanged;
+  return listed != lists.end() && castable ? *listed->second.cast : Cast::unchanged;
 }
 
 /// The castable ops that a base table speaks of itself, LibTorch's kernels aside.
@@ -70,7 +71,7 @@ inline std::vector<c10::OperatorHandle> base_candidates(BaseTable base) {
   for (const StandardRow& row : standard_rows) {
     for (const std::string_view name : row.family) add(name);
   }
-  for (const auto& [name, cast] : libtorch_cuda_lists()) add(name);
+  for (const auto& [name, rules] : libtorch_cuda_lists()) add(name);
   return candidates;
 }
 

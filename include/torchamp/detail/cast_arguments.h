@@ -15,11 +15,11 @@
 
 namespace torchamp::detail {
 
-enum class TensorArgument : std::uint8_t { tensor, list, list_of_optional };
+enum class TensorArgument : std::uint8_t { none, tensor, list, list_of_optional };
 
-/// What `type` holds, if it holds tensors: `Tensor`, `Tensor?`, `Tensor[]`, `Tensor[]?`,
+/// What `type` holds of tensors: `Tensor`, `Tensor?`, `Tensor[]`, `Tensor[]?`,
 /// `Tensor?[]`.
-inline std::optional<TensorArgument> tensor_argument(const c10::Type& type) {
+inline TensorArgument tensor_argument(const c10::Type& type) {
   if (type.kind() == c10::TypeKind::TensorType) return TensorArgument::tensor;
   if (type.kind() == c10::TypeKind::OptionalType) {
     return tensor_argument(*type.castRaw<c10::OptionalType>()->getElementType());
@@ -27,11 +27,12 @@ inline std::optional<TensorArgument> tensor_argument(const c10::Type& type) {
   if (type.kind() == c10::TypeKind::ListType) {
     const auto& element = *type.castRaw<c10::ListType>()->getElementType();
     if (element.kind() == c10::TypeKind::TensorType) return TensorArgument::list;
-    if (element.kind() == c10::TypeKind::OptionalType && tensor_argument(element)) {
+    if (element.kind() == c10::TypeKind::OptionalType &&
+        tensor_argument(element) != TensorArgument::none) {
       return TensorArgument::list_of_optional;
     }
   }
-  return std::nullopt;
+  return TensorArgument::none;
 }
 
 /// Whether `argument` is `ScalarType dtype`, or, if `optional`, `ScalarType? dtype`.
@@ -56,7 +57,7 @@ inline std::string why_not_castable(const c10::FunctionSchema& schema) {
   }
   bool has_tensors = false;
   for (const auto& argument : schema.arguments()) {
-    has_tensors = has_tensors || tensor_argument(*argument.type());
+    has_tensors = has_tensors || tensor_argument(*argument.type()) != TensorArgument::none;
     if (is_dtype(argument, /*optional=*/false)) return "the caller names its dtype";
   }
   if (!has_tensors) return "it takes no tensors";
@@ -74,7 +75,8 @@ class CastArguments {
       : count_(schema.arguments().size()), promotes_(promotes) {
     for (std::size_t i = 0; i < count_; ++i) {
       const auto& argument = schema.arguments()[i];
-      if (const auto kind = tensor_argument(*argument.type())) positions_.push_back({i, *kind});
+      const TensorArgument kind = tensor_argument(*argument.type());
+      if (kind != TensorArgument::none) positions_.push_back({i, kind});
       if (is_dtype(argument, /*optional=*/true)) dtype_position_ = i;
     }
   }

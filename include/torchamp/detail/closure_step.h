@@ -44,11 +44,12 @@ class OptimizerSnapshot {
       }
     }
     for (const auto& [key, state] : optimizer.state()) {
-      states_.emplace_back(key, state->clone());
-      if (auto* lbfgs = dynamic_cast<torch::optim::LBFGSParamState*>(states_.back().second.get())) {
+      auto& copy = states_[key] = state->clone();
+      if (auto* lbfgs = dynamic_cast<torch::optim::LBFGSParamState*>(copy.get())) {
         // It writes this one in place; what else it holds it replaces.
-        if (lbfgs->prev_flat_grad().defined())
+        if (lbfgs->prev_flat_grad().defined()) {
           lbfgs->prev_flat_grad(lbfgs->prev_flat_grad().clone());
+        }
       }
     }
   }
@@ -62,14 +63,13 @@ class OptimizerSnapshot {
         if (parameter.defined()) parameter.copy_(copy);
       }
     }
-    optimizer_.state().clear();
-    for (auto& [key, state] : states_) optimizer_.state()[key] = std::move(state);
+    optimizer_.state() = std::move(states_);
   }
 
  private:
   torch::optim::Optimizer& optimizer_;
   std::vector<at::Tensor> parameters_;
-  std::vector<std::pair<void*, std::unique_ptr<torch::optim::OptimizerParamState>>> states_;
+  ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>> states_;
 };
 
 }  // namespace detail

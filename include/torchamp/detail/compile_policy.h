@@ -3,9 +3,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
-#include <map>
 #include <memory>
-#include <string>
 
 #include "torchamp/cast.h"
 #include "torchamp/detail/base_rules.h"
@@ -23,7 +21,7 @@ inline bool native_agrees(const c10::OperatorHandle& op, at::DeviceType device, 
   if (device == at::kCPU || !has_native_kernel(op, device)) return false;
   const auto& lists = libtorch_cuda_lists();
   const auto listed = lists.find(full_name(op.operator_name()));
-  return listed != lists.end() && listed->second == cast;
+  return listed != lists.end() && listed->second.cast == cast;
 }
 
 /// Whether an op must be shielded to stay unchanged: it has an autocast kernel, or calls ops that
@@ -37,41 +35,34 @@ inline bool needs_shield(const c10::OperatorHandle& op, at::DeviceType device) {
 inline OverlayTable::Entry overlay_entry(const PolicyData& policy, const c10::OperatorHandle& op,
                                          at::DeviceType device) {
   OverlayTable::Entry entry;
-  const auto edited = policy.rules.find(full_name(op.operator_name()));
-  const bool is_edited = edited != policy.rules.end() && edited->second.cast.has_value();
+  const OverloadRules* edited = policy.edited(op);
+  const bool is_edited = edited != nullptr && edited->cast.has_value();
   const Cast cast = rule_in_force(policy, op, device);
   if (cast == Cast::unchanged) {
     if (is_edited && needs_shield(op, device)) entry.cast = cast;
   } else if (cast != Cast::native && !native_agrees(op, device, cast)) {
     entry.cast = cast;
   }
-  if (edited != policy.rules.end() && !edited->second.conditional.empty()) {
-    entry.conditional = std::make_shared<const ConditionalRules>(edited->second.conditional);
-  }
+  if (edited != nullptr) entry.conditional = edited->conditional;
   return entry;
+}
+
+inline std::unique_ptr<BoxedKernel> make_overlay(const c10::OperatorHandle& op,
+                                                 at::DeviceType device, std::size_t index,
+                                                 std::optional<c10::SafeKernelFunction> native) {
+  const bool promotes = promotes_its_arguments(op.operator_name());
+  return std::unique_ptr<BoxedKernel>(new Overlay(op, index, device, promotes, std::move(native)));
 }
 
 /// Installs the overlays that `policy` needs on `device` and returns its table of them.
 inline std::shared_ptr<const OverlayTable> compile(const PolicyData& policy,
                                                    at::DeviceType device) {
-  std::map<std::string, c10::OperatorHandle> ops;
-  for (const auto& op : base_candidates(policy.base)) {
-    ops.emplace(full_name(op.operator_name()), op);
-  }
-  for (const auto& [name, rule] : policy.rules) {
-    for (const auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) ops.emplace(name, op);
-  }
   install_script_cast_overlays(device);
   auto table = std::make_shared<OverlayTable>();
-  for (const auto& [name, op] : ops) {
+  for (const auto& op : candidates(policy)) {
     OverlayTable::Entry entry = overlay_entry(policy, op, device);
-    if (entry.cast == Cast::native && !entry.conditional) continue;
-    const std::size_t index = install_overlay(
-        op, device, [&, &op = op](std::size_t at, std::optional<c10::SafeKernelFunction> native) {
-          return std::make_unique<Overlay>(
-              op, at, device, promotes_its_arguments(op.operator_name()), std::move(native));
-        });
-    table->set(index, std::move(entry));
+    if (entry.cast == Cast::native && entry.conditional.empty()) continue;
+    table->set(install_overlay(op, device, &make_overlay), std::move(entry));
   }
   return table;
 }

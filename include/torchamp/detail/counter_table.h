@@ -6,10 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <memory>
-#include <string>
-#include <utility>
 #include <vector>
 
 #include "torchamp/detail/step_counter.h"
@@ -36,35 +33,12 @@ class CounterTable {
   /// these counters. One that is new starts from `steps_so_far(param)`.
   template <class StepsSoFar>
   StepCounters assign(const std::vector<at::Tensor>& stepped, const StepsSoFar& steps_so_far) {
-    std::map<std::pair<int64_t, std::string>, std::shared_ptr<StepCounter>> made;
-    std::map<Key, std::size_t> steppers;
+    StepCounters made;
     for (const at::Tensor& param : stepped) {
       auto& counter = counters_[param.unsafeGetTensorImpl()];
-      if (!counter) {
-        const int64_t steps = steps_so_far(param);
-        auto& shared = made[{steps, param.device().str()}];
-        if (!shared) shared = std::make_shared<StepCounter>(param.device(), steps);
-        counter = shared;
-      }
-      ++steppers[key(counter, param)];
+      if (!counter) counter = one_of(made, param.device(), steps_so_far(param));
     }
-    std::map<const void*, std::size_t> users;
-    for (const auto& [param, counter] : counters_) ++users[counter.get()];
-    StepCounters distinct;
-    std::map<Key, std::shared_ptr<StepCounter>> own;
-    for (const at::Tensor& param : stepped) {
-      auto& counter = counters_[param.unsafeGetTensorImpl()];
-      auto& chosen = own[key(counter, param)];
-      if (!chosen) {
-        const bool as_it_is = counter->value.device() == param.device() &&
-                              steppers[key(counter, param)] == users[counter.get()];
-        chosen =
-            as_it_is ? counter : std::make_shared<StepCounter>(counter->copy_to(param.device()));
-        distinct.push_back(chosen);
-      }
-      counter = chosen;
-    }
-    return distinct;
+    return part(stepped);
   }
 
   /// Makes all counts known to the host and calls f(parameter, count) for each. Reads each device
@@ -73,16 +47,62 @@ class CounterTable {
   void read(const F& f) const {
     StepCounters unknown;
     for (const auto& [param, counter] : counters_) {
-      if (!counter->known()) unknown.push_back(counter);
+      bool is_new = !counter->known();
+      for (const auto& other : unknown) is_new = is_new && other != counter;
+      if (is_new) unknown.push_back(counter);
     }
-    read_counters(std::move(unknown));
+    read_counters(unknown);
     for (const auto& [param, counter] : counters_) f(param, counter->at_most);
   }
 
  private:
-  using Key = std::pair<const void*, std::string>;  // a counter and a device
-  static Key key(const std::shared_ptr<StepCounter>& counter, const at::Tensor& param) {
-    return {counter.get(), param.device().str()};
+  /// Parameters on one device that step and were counted by one counter until now. There are few of
+  /// these, however many parameters.
+  struct Share {
+    std::shared_ptr<StepCounter> before;
+    at::Device device;
+    std::size_t steppers;
+    std::shared_ptr<StepCounter> now;
+  };
+
+  static Share& share_of(std::vector<Share>& shares, const std::shared_ptr<StepCounter>& counter,
+                         at::Device device) {
+    for (Share& share : shares) {
+      if (share.before == counter && share.device == device) return share;
+    }
+    shares.push_back({counter, device, 0, nullptr});
+    return shares.back();
+  }
+
+  /// The one among `made` for this device and count; a new one if there is none.
+  static std::shared_ptr<StepCounter> one_of(StepCounters& made, at::Device device, int64_t steps) {
+    for (const auto& counter : made) {
+      if (counter->at_most == steps && counter->value.device() == device) return counter;
+    }
+    made.push_back(std::make_shared<StepCounter>(device, steps));
+    return made.back();
+  }
+
+  /// Parts those that step from those that do not, and from those on other devices.
+  StepCounters part(const std::vector<at::Tensor>& stepped) {
+    std::vector<Share> shares;
+    for (const at::Tensor& param : stepped) {
+      ++share_of(shares, find(param), param.device()).steppers;
+    }
+    StepCounters distinct;
+    for (Share& share : shares) {
+      std::size_t users = 0;
+      for (const auto& [param, counter] : counters_) users += counter == share.before ? 1 : 0;
+      const bool as_it_is = share.before->value.device() == share.device && share.steppers == users;
+      share.now = as_it_is ? share.before
+                           : std::make_shared<StepCounter>(share.before->copy_to(share.device));
+      distinct.push_back(share.now);
+    }
+    for (const at::Tensor& param : stepped) {
+      auto& counter = counters_[param.unsafeGetTensorImpl()];
+      counter = share_of(shares, counter, param.device()).now;
+    }
+    return distinct;
   }
 
   ska::flat_hash_map<void*, std::shared_ptr<StepCounter>> counters_;

@@ -20,11 +20,13 @@
 
 #if TORCHAMP_CUDA_GRAPHS
 #include <ATen/DeviceAccelerator.h>
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 
 #include <exception>
 #endif
@@ -59,14 +61,15 @@ class CudaGraphRecorder final : public GraphRecorder {
     at::accelerator::emptyCache();  // what the eager iterations leave would lie idle
     const c10::StreamGuard on_side(side_);
     graph_ = std::make_unique<at::cuda::CUDAGraph>();
+    const auto pool = at::cuda::graph_pool_handle();
     try {
       // Only this thread's calls are restricted: one that loads data may use CUDA meanwhile.
-      graph_->capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);
+      graph_->capture_begin(pool, cudaStreamCaptureModeThreadLocal);
       work();
       graph_->capture_end();
     } catch (...) {
       const std::exception_ptr reason = std::current_exception();
-      abandon();
+      abandon(pool);
       std::rethrow_exception(reason);
     }
   }
@@ -90,11 +93,29 @@ class CudaGraphRecorder final : public GraphRecorder {
     event.block(later);
   }
 
-  /// Ends a capture that an exception broke off, which LibTorch's destructor does not do.
-  void abandon() noexcept {
-    try {
-      graph_->capture_end();
-    } catch (const std::exception&) {  // it is invalid, which is known already
+  /// Ends a capture that an exception broke off, which LibTorch's destructor does not do. Where
+  /// CUDA calls the capture invalid, LibTorch's capture_end() leaves with the allocators still set
+  /// to ask this graph which allocations are its own, at the latest in the next capture: they must
+  /// forget it before it is gone.
+  void abandon(c10::MempoolId_t pool) noexcept {
+    const auto attempt = [](const auto& call) noexcept {
+      try {
+        call();
+        return true;
+      } catch (const std::exception&) {  // the reason for all this is on its way already
+        return false;
+      }
+    };
+    if (!attempt([&] { graph_->capture_end(); })) {
+      attempt([&] {
+        c10::cuda::CUDACachingAllocator::endAllocateToPool(device_.index(), pool);
+        c10::cuda::CUDACachingAllocator::releasePool(device_.index(), pool);
+      });
+      attempt([&] {
+        at::HostAllocator* const host = at::getHostAllocator(at::kCUDA);
+        host->end_allocate_to_pool(pool);
+        host->release_pool(pool);
+      });
     }
     graph_.reset();
   }

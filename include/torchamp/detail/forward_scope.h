@@ -29,7 +29,8 @@ struct ModulePolicy {
 inline std::shared_ptr<const ThreadPolicy> thread_policy_with(
     const std::shared_ptr<const PolicyData>& policy) {
   const ThreadPolicy* outer = thread_policy();
-  auto inner = outer ? std::make_shared<ThreadPolicy>(*outer) : std::make_shared<ThreadPolicy>();
+  auto inner = std::make_shared<ThreadPolicy>();
+  if (outer) *inner = *outer;
   inner->inherited = policy;
   const auto& devices = at::autocast::_AUTOCAST_SUPPORTED_DEVICES;
   for (std::size_t i = 0; i < device_count; ++i) {

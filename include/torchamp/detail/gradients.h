@@ -52,7 +52,7 @@ at::Tensor values_of(const at::Tensor& gradient, HalfGradients half, const Where
 inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimizer,
                                                HalfGradients half, const char* call) {
   std::vector<GradientBatch> batches;
-  std::vector<std::pair<at::Tensor, at::Tensor>> coalesced;  // parameters and their new gradients
+  std::vector<at::Tensor> to_change, coalesced;  // parameters and their new gradients
   std::size_t latest = 0;
   auto& groups = optimizer.param_groups();
   for (std::size_t g = 0; g < groups.size(); ++g) {
@@ -70,7 +70,8 @@ inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimize
           half == HalfGradients::allowed && !gradient.is_coalesced()) {
         // Adding up what shares an index may overflow, which must be seen.
         gradient = gradient.coalesce();
-        coalesced.emplace_back(parameter, gradient);
+        to_change.push_back(parameter);
+        coalesced.push_back(gradient);
       }
       at::Tensor values = values_of(gradient, half, where);
       const bool fits = !batches.empty() && batches[latest].device == values.device() &&
@@ -88,7 +89,9 @@ inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimize
       batches[latest].gradients.push_back(std::move(values));
     }
   }
-  for (auto& [parameter, gradient] : coalesced) parameter.mutable_grad() = std::move(gradient);
+  for (std::size_t i = 0; i < to_change.size(); ++i) {
+    to_change[i].mutable_grad() = std::move(coalesced[i]);
+  }
   return batches;
 }
 

@@ -3,11 +3,11 @@
 
 #include <ATen/autocast_mode.h>
 
-#include <map>
 #include <string>
 #include <string_view>
 
 #include "torchamp/cast.h"
+#include "torchamp/rule.h"
 
 namespace torchamp::detail {
 
@@ -23,21 +23,27 @@ inline std::string listed_name(std::string_view entry) {
 
 /// The rules on LibTorch's own CUDA lists, by full overload name ("aten::pow.Tensor_Scalar").
 /// Read from the macros of ATen/autocast_mode.h, so that a newer LibTorch's lists are followed.
-inline const std::map<std::string, Cast, std::less<>>& libtorch_cuda_lists() {
-#define TORCHAMP_LOWER(...) {listed_name(#__VA_ARGS__), Cast::lower_precision},
-#define TORCHAMP_FP32(...) {listed_name(#__VA_ARGS__), Cast::fp32},
-#define TORCHAMP_PROMOTE(...) {listed_name(#__VA_ARGS__), Cast::promote},
-#define TORCHAMP_APPEND_DTYPE(function, name, ...) {listed_name(name), Cast::fp32},
-  static const std::map<std::string, Cast, std::less<>> lists{
-      AT_FORALL_LOWER_PRECISION_FP(TORCHAMP_LOWER)                     //
-      AT_FORALL_FP32(TORCHAMP_FP32)                                    //
-      AT_FORALL_FP32_SET_OPT_DTYPE(TORCHAMP_FP32)                      //
-      AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(TORCHAMP_APPEND_DTYPE)  //
-      AT_FORALL_PROMOTE(TORCHAMP_PROMOTE)};
+inline RuleMap read_libtorch_cuda_lists() {
+  RuleMap lists;
+  const auto add = [&](const char* entry, Cast cast) { lists[listed_name(entry)].cast = cast; };
+#define TORCHAMP_LOWER(...) add(#__VA_ARGS__, Cast::lower_precision);
+#define TORCHAMP_FP32(...) add(#__VA_ARGS__, Cast::fp32);
+#define TORCHAMP_PROMOTE(...) add(#__VA_ARGS__, Cast::promote);
+#define TORCHAMP_APPEND_DTYPE(function, name, ...) add(name, Cast::fp32);
+  AT_FORALL_LOWER_PRECISION_FP(TORCHAMP_LOWER)
+  AT_FORALL_FP32(TORCHAMP_FP32)
+  AT_FORALL_FP32_SET_OPT_DTYPE(TORCHAMP_FP32)
+  AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(TORCHAMP_APPEND_DTYPE)
+  AT_FORALL_PROMOTE(TORCHAMP_PROMOTE)
 #undef TORCHAMP_LOWER
 #undef TORCHAMP_FP32
 #undef TORCHAMP_PROMOTE
 #undef TORCHAMP_APPEND_DTYPE
+  return lists;
+}
+
+inline const RuleMap& libtorch_cuda_lists() {
+  static const RuleMap lists = read_libtorch_cuda_lists();
   return lists;
 }
 

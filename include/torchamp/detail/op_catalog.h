@@ -7,8 +7,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <limits>
-#include <map>
-#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -54,41 +52,44 @@ inline std::size_t edit_distance(std::string_view a, std::string_view b) {
   return row.back();
 }
 
-/// The ops that the dispatcher knows, by base name. A snapshot: built on first use, and again when
-/// a name is asked for that it lacks (a library of custom ops may have been loaded since).
+/// The ops that the dispatcher knows. A snapshot: made on first use, and again when a name is asked
+/// for that it lacks (a library of custom ops may have been loaded since).
 class OpCatalog {
  public:
-  OpCatalog() {
-    for (auto& op : c10::Dispatcher::singleton().getAllOpNames()) {
-      overloads_[op.name].push_back(op.overload_name);
-    }
-    for (auto& [base, list] : overloads_) std::sort(list.begin(), list.end());
-  }
-
-  /// The overload names of "aten::add": empty if the op is unknown.
+  /// The overload names of "aten::add", sorted: empty if the op is unknown. Any thread.
   static std::vector<std::string> overloads(const std::string& base) {
     static std::mutex mutex;
-    static std::unique_ptr<const OpCatalog> catalog;
+    static std::vector<c10::OperatorName> ops;
     const std::scoped_lock lock(mutex);
-    if (!catalog || !catalog->overloads_.contains(base)) catalog = std::make_unique<OpCatalog>();
-    const auto found = catalog->overloads_.find(base);
-    return found == catalog->overloads_.end() ? std::vector<std::string>{} : found->second;
+    std::vector<std::string> found = overloads(base, ops);
+    if (!found.empty()) return found;
+    ops = c10::Dispatcher::singleton().getAllOpNames();
+    return overloads(base, ops);
   }
 
   /// The known base name nearest to `base`, without "aten::".
   static std::string nearest(std::string_view base) {
-    const OpCatalog catalog;
     std::string best;
     std::size_t best_distance = std::numeric_limits<std::size_t>::max();
-    for (const auto& [known, list] : catalog.overloads_) {
-      const std::size_t distance = edit_distance(base, known);
-      if (distance < best_distance) best_distance = distance, best = known;
+    for (const auto& op : c10::Dispatcher::singleton().getAllOpNames()) {
+      const std::size_t distance = edit_distance(base, op.name);
+      if (distance > best_distance || (distance == best_distance && best <= op.name)) continue;
+      best_distance = distance;
+      best = op.name;
     }
     return best.starts_with("aten::") ? best.substr(6) : best;
   }
 
  private:
-  std::map<std::string, std::vector<std::string>> overloads_;
+  static std::vector<std::string> overloads(const std::string& base,
+                                            const std::vector<c10::OperatorName>& ops) {
+    std::vector<std::string> found;
+    for (const auto& op : ops) {
+      if (op.name == base) found.push_back(op.overload_name);
+    }
+    std::sort(found.begin(), found.end());
+    return found;
+  }
 };
 
 /// Handles of the overloads that `text` names. Without any: an error naming `call`, the op and the

@@ -23,6 +23,17 @@
 
 namespace torchamp::detail {
 
+/// A kernel for ops of any schema. One class for LibTorch, whatever lies behind it.
+class BoxedKernel : public c10::OperatorKernel {
+ public:
+  virtual void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                    torch::jit::Stack* stack) const = 0;
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) const {
+    call(op, keys, stack);
+  }
+};
+
 // Note [Overlays]
 // An overlay is a boxed kernel for one op under one device's autocast key. It is registered at most
 // once per process, when the first policy that disagrees with LibTorch about that op comes into
@@ -34,7 +45,7 @@ namespace torchamp::detail {
 // LibTorch does not lock its dispatch table against calls. Registration is safe next to threads
 // that call ops outside autocast, but not next to threads that call the same op inside it: let the
 // first guard with a new policy be made before such threads start.
-class Overlay final : public c10::OperatorKernel {
+class Overlay final : public BoxedKernel {
  public:
   Overlay(const c10::OperatorHandle& op, std::size_t index, at::DeviceType device, bool promotes,
           std::optional<c10::SafeKernelFunction> native)
@@ -46,8 +57,8 @@ class Overlay final : public c10::OperatorKernel {
         key_(autocast_key(device)),
         after_(c10::DispatchKeySet::FULL_AFTER, key_) {}
 
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
-                  torch::jit::Stack* stack) const {
+  void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+            torch::jit::Stack* stack) const override {
     const Cast cast = rule(op, *stack);
     if (cast == Cast::native) return call_native(op, keys, stack);
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
@@ -62,8 +73,8 @@ class Overlay final : public c10::OperatorKernel {
     const OverlayTable* table = policy->tables[device_index_].get();
     if (table == nullptr) return Cast::native;
     const OverlayTable::Entry& entry = (*table)[index_];
-    if (!entry.conditional) return entry.cast;
-    return rule_that_holds(*entry.conditional, at::autocast::get_autocast_dtype(device_),
+    if (entry.conditional.empty()) return entry.cast;
+    return rule_that_holds(entry.conditional, at::autocast::get_autocast_dtype(device_),
                            OpCall(op.schema(), stack))
         .value_or(entry.cast);
   }
@@ -92,9 +103,9 @@ inline bool has_native_kernel(const c10::OperatorHandle& op, at::DeviceType devi
   SharedRuntime& runtime = shared_runtime();
   const std::size_t index = device_index(device, "has_native_kernel");
   const std::scoped_lock lock(runtime.mutex);
-  const auto found = runtime.overlaid.find(full_name(op.operator_name()));
-  if (found != runtime.overlaid.end() && found->second.installed[index]) {
-    return found->second.has_native[index];
+  const std::size_t at = runtime.index_of(full_name(op.operator_name()));
+  if (at < runtime.overlaid.size() && runtime.overlaid[at].installed[index]) {
+    return runtime.overlaid[at].has_native[index];
   }
   const c10::DispatchKey key = autocast_key(device);
   return op.hasKernelForDispatchKey(key) && !op.isKernelFallthroughKernel(key);
@@ -105,38 +116,48 @@ class SilentWarnings final : public c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
 
-/// Makes sure that the op has its overlay for the device; returns the overlay's index in the
-/// tables. `make(index, native)` makes the kernel, given LibTorch's own kernel if there is one.
-template <class Make>
-std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType device, Make make) {
-  const std::string name = full_name(op.operator_name());
-  const bool has_native = has_native_kernel(op, device);
-  SharedRuntime& runtime = shared_runtime();
-  const std::size_t device_at = device_index(device, "install_overlay");
-  const std::scoped_lock lock(runtime.mutex);
-  const auto [found, is_new] = runtime.overlaid.try_emplace(
-      name, SharedRuntime::OverlaidOp{.index = runtime.overlaid.size()});
-  SharedRuntime::OverlaidOp& overlaid = found->second;
-  if (overlaid.installed[device_at]) return overlaid.index;
-
-  const c10::DispatchKey key = autocast_key(device);
-  std::optional<c10::SafeKernelFunction> native;
-  if (has_native) native = op.getComputedKernelForDispatchKey(key);
-
+/// Registers a kernel for the op under the device's autocast key, for as long as the process lives.
+inline void register_kernel(const c10::OperatorHandle& op, at::DeviceType device,
+                            std::unique_ptr<BoxedKernel> kernel) {
   // LibTorch warns of kernels that replace others; these are ours, and stand in for what they
   // cover.
   SilentWarnings silent;
   const c10::WarningUtils::WarningHandlerGuard no_warning(&silent);
   const std::string& qualified = op.operator_name().name;
-  const std::string ns = qualified.substr(0, qualified.find("::"));
   // Never destroyed: it owns the registration.
   auto* const library =
-      new torch::Library(torch::Library::IMPL, ns, key, "torchamp/detail/overlay.h", __LINE__);
-  library->impl(name.c_str(),
-                torch::CppFunction::makeFromBoxedFunctor(make(overlaid.index, std::move(native))));
+      new torch::Library(torch::Library::IMPL, qualified.substr(0, qualified.find("::")),
+                         autocast_key(device), "torchamp/detail/overlay.h", __LINE__);
+  library->impl(full_name(op.operator_name()).c_str(),
+                torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
+}
+
+/// Makes an op's kernel for a device, given its index in the tables and LibTorch's own kernel if
+/// there is one.
+using MakeKernel = std::unique_ptr<BoxedKernel> (*)(const c10::OperatorHandle& op,
+                                                    at::DeviceType device, std::size_t index,
+                                                    std::optional<c10::SafeKernelFunction> native);
+
+/// Makes sure that the op has its overlay for the device; returns the overlay's index in the
+/// tables.
+inline std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType device,
+                                   MakeKernel make) {
+  const std::string name = full_name(op.operator_name());
+  const bool has_native = has_native_kernel(op, device);
+  SharedRuntime& runtime = shared_runtime();
+  const std::size_t device_at = device_index(device, "install_overlay");
+  const std::scoped_lock lock(runtime.mutex);
+  const std::size_t index = runtime.index_of(name);
+  if (index == runtime.overlaid.size()) runtime.overlaid.push_back({name, {}, {}});
+  SharedRuntime::OverlaidOp& overlaid = runtime.overlaid[index];
+  if (overlaid.installed[device_at]) return index;
+
+  std::optional<c10::SafeKernelFunction> native;
+  if (has_native) native = op.getComputedKernelForDispatchKey(autocast_key(device));
+  register_kernel(op, device, make(op, device, index, std::move(native)));
   overlaid.installed[device_at] = true;
   overlaid.has_native[device_at] = has_native;
-  return overlaid.index;
+  return index;
 }
 
 }  // namespace torchamp::detail

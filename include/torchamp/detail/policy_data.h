@@ -3,15 +3,14 @@
 
 #include <array>
 #include <atomic>
-#include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "torchamp/cast.h"
 #include "torchamp/detail/devices.h"
+#include "torchamp/detail/op_catalog.h"
 #include "torchamp/detail/thread_policy.h"
 #include "torchamp/rule.h"
 
@@ -27,13 +26,6 @@ struct Edit {
   When when;
 };
 
-/// What the edits made of one overload: a rule, if one of them gave it, and rules on top of it that
-/// hold only sometimes.
-struct EditedRule {
-  std::optional<Cast> cast;
-  ConditionalRules conditional;
-};
-
 /// The contents of a Policy: a base table and edits. Immutable once shared.
 class PolicyData {
  public:
@@ -42,9 +34,15 @@ class PolicyData {
   PolicyData(const PolicyData& other) : base(other.base), edits(other.edits), rules(other.rules) {}
   PolicyData& operator=(const PolicyData&) = delete;
 
+  /// What the edits made of one overload; null if they do not reach it.
+  const OverloadRules* edited(const c10::OperatorHandle& op) const {
+    const auto found = rules.find(full_name(op.operator_name()));
+    return found == rules.end() ? nullptr : &found->second;
+  }
+
   BaseTable base;
   std::vector<Edit> edits;
-  std::map<std::string, EditedRule, std::less<>> rules;  // by full overload name
+  RuleMap rules;  // what the edits made of each overload that they reached
 
   /// The table for a device, made by `compile` on first use. Any thread.
   template <class Compile>

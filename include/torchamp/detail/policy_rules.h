@@ -18,12 +18,18 @@ namespace torchamp::detail {
 /// The rule in force for one overload, conditional rules left out.
 inline Cast rule_in_force(const PolicyData& policy, const c10::OperatorHandle& op,
                           at::DeviceType device) {
-  const auto edited = policy.rules.find(full_name(op.operator_name()));
-  if (edited != policy.rules.end() && edited->second.cast) {
-    const Cast cast = *edited->second.cast;
-    return cast == Cast::native ? base_rule(BaseTable::torch, op, device) : cast;
+  const OverloadRules* edited = policy.edited(op);
+  if (edited == nullptr || !edited->cast) return base_rule(policy.base, op, device);
+  return *edited->cast == Cast::native ? base_rule(BaseTable::torch, op, device) : *edited->cast;
+}
+
+/// The ops that a policy speaks of, LibTorch's kernels aside. Some come more than once.
+inline std::vector<c10::OperatorHandle> candidates(const PolicyData& policy) {
+  std::vector<c10::OperatorHandle> ops = base_candidates(policy.base);
+  for (const auto& [name, rules] : policy.rules) {
+    for (auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) ops.push_back(op);
   }
-  return base_rule(policy.base, op, device);
+  return ops;
 }
 
 /// The overloads that an edit to `cast` of the op `name` reaches.

@@ -4,10 +4,8 @@
 #include <c10/util/Exception.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
-#include <array>
 #include <memory>
 #include <utility>
-#include <vector>
 
 #include "torchamp/detail/shared_runtime.h"
 #include "torchamp/detail/thread_policy.h"
@@ -41,32 +39,32 @@ class PolicyScope {
   // outlives it has its slot above ours; putting back what was there before us would end the
   // profiler. So what lies above is lifted off, and put back on what was below us.
   void take_out_from_below() noexcept {
-    using Info = c10::ThreadLocalDebugInfo;
-    using Kind = c10::DebugInfoKind;
-    std::vector<std::pair<Kind, std::shared_ptr<c10::DebugInfoBase>>> above;
     try {
-      bool lifted = true;
-      while (lifted && Info::current() && Info::current().get() != ours_) {
-        lifted = false;
-        for (const Kind kind : {policy_slot(), Kind::PRODUCER_INFO, Kind::MOBILE_RUNTIME_INFO,
-                                Kind::PROFILER_STATE, Kind::INFERENCE_CONTEXT,
-                                Kind::PARAM_COMMS_INFO, Kind::TEST_INFO, Kind::TEST_INFO_2}) {
-          if (!on_top(kind)) continue;
-          above.emplace_back(kind, Info::_pop(kind));
-          lifted = true;
-          break;
-        }
-      }
-      const bool found = Info::current() && Info::current().get() == ours_;
-      Info::_forceCurrentDebugInfo(std::move(before_));
-      // Without our slot below it, what lay above belongs to a state that has been left.
-      if (!found) return;
-      for (auto slot = above.rbegin(); slot != above.rend(); ++slot) {
-        Info::_push(slot->first, std::move(slot->second));
-      }
+      take_out();
     } catch (const std::exception& error) {
       TORCH_WARN("~AutocastGuard: cannot restore the thread's slots: ", error.what());
     }
+  }
+
+  // Returns whether our slot was there. Without it, what lay above belongs to a state that has been
+  // left, and is dropped.
+  bool take_out() {
+    using Info = c10::ThreadLocalDebugInfo;
+    using Kind = c10::DebugInfoKind;
+    const bool at_ours = Info::current().get() == ours_;
+    if (Info::current() && !at_ours) {
+      for (const Kind kind :
+           {policy_slot(), Kind::PRODUCER_INFO, Kind::MOBILE_RUNTIME_INFO, Kind::PROFILER_STATE,
+            Kind::INFERENCE_CONTEXT, Kind::PARAM_COMMS_INFO, Kind::TEST_INFO, Kind::TEST_INFO_2}) {
+        if (!on_top(kind)) continue;
+        auto above = Info::_pop(kind);
+        const bool found = take_out();
+        if (found) Info::_push(kind, std::move(above));
+        return found;
+      }
+    }
+    Info::_forceCurrentDebugInfo(std::move(before_));
+    return at_ours;
   }
 
   static bool on_top(c10::DebugInfoKind kind) {

@@ -3,7 +3,6 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
-#include <map>
 #include <ostream>
 #include <string>
 #include <string_view>
@@ -47,23 +46,18 @@ inline void print_wrapped(std::ostream& out, const std::vector<std::string>& nam
   out << "    " << line << '\n';
 }
 
-/// The ops that a policy's table speaks of on a device: those with a rule in it or a kernel of
-/// LibTorch's.
-inline std::map<std::string, c10::OperatorHandle> listed_ops(const PolicyData& policy,
-                                                             at::DeviceType device) {
-  std::map<std::string, c10::OperatorHandle> ops;
+/// The rules in force on a device, of the ops that the policy or LibTorch's kernels speak of.
+inline RuleMap rules_in_force(const PolicyData& policy, at::DeviceType device) {
+  RuleMap rules;
   const auto add = [&](const c10::OperatorHandle& op) {
-    ops.emplace(full_name(op.operator_name()), op);
+    rules[full_name(op.operator_name())].cast = rule_in_force(policy, op, device);
   };
-  for (const auto& op : base_candidates(policy.base)) add(op);
+  for (const auto& op : candidates(policy)) add(op);
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getRegistrationsForDispatchKey(autocast_key(device))) {
     if (const auto op = dispatcher.findSchema(name)) add(*op);
   }
-  for (const auto& [name, rule] : policy.rules) {
-    for (const auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) add(op);
-  }
-  return ops;
+  return rules;
 }
 
 inline void print_policy(std::ostream& out, const PolicyData& policy) {
@@ -73,13 +67,15 @@ inline void print_policy(std::ostream& out, const PolicyData& policy) {
         << '\n';
   }
   for (const at::DeviceType device : {at::kCPU, at::kCUDA}) {
-    std::map<Cast, std::vector<std::string>> by_rule;
-    for (const auto& [name, op] : listed_ops(policy, device)) {
-      const bool is_aten = name.starts_with("aten::");
-      by_rule[rule_in_force(policy, op, device)].push_back(is_aten ? name.substr(6) : name);
-    }
     out << "on " << c10::DeviceTypeName(device, /*lower_case=*/true) << '\n';
-    for (const auto& [cast, names] : by_rule) {
+    const RuleMap rules = rules_in_force(policy, device);
+    for (const Cast cast :
+         {Cast::native, Cast::lower_precision, Cast::fp32, Cast::promote, Cast::unchanged}) {
+      std::vector<std::string> names;
+      for (const auto& [name, rule] : rules) {
+        if (rule.cast == cast) names.push_back(name.starts_with("aten::") ? name.substr(6) : name);
+      }
+      if (names.empty()) continue;
       out << "  " << torchamp::to_string(cast) << '\n';
       print_wrapped(out, names);
     }

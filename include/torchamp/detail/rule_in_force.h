@@ -39,14 +39,15 @@ inline Cast overlay_rule(const std::string& name, const c10::OperatorHandle& op,
   {
     SharedRuntime& runtime = shared_runtime();
     const std::scoped_lock lock(runtime.mutex);
-    const auto found = runtime.overlaid.find(name);
-    if (found == runtime.overlaid.end() || !found->second.installed[at]) return Cast::native;
-    index = found->second.index;
+    index = runtime.index_of(name);
+    if (index == runtime.overlaid.size() || !runtime.overlaid[index].installed[at]) {
+      return Cast::native;
+    }
   }
   const OverlayTable::Entry& entry = (*policy->tables[at])[index];
-  if (!entry.conditional) return entry.cast;
+  if (entry.conditional.empty()) return entry.cast;
   const torch::jit::Stack stack(inputs.begin(), inputs.end());
-  return rule_that_holds(*entry.conditional, at::autocast::get_autocast_dtype(device),
+  return rule_that_holds(entry.conditional, at::autocast::get_autocast_dtype(device),
                          OpCall(op.schema(), stack))
       .value_or(entry.cast);
 }
@@ -69,7 +70,8 @@ inline Cast rule_of_call(const std::string& name, const c10::OperatorHandle& op,
   }
   const auto& lists = libtorch_cuda_lists();
   const auto listed = lists.find(name);
-  return listed != lists.end() && listed->second == Cast::promote ? Cast::promote : Cast::native;
+  return listed != lists.end() && listed->second.cast == Cast::promote ? Cast::promote
+                                                                       : Cast::native;
 }
 
 }  // namespace torchamp::detail

@@ -24,14 +24,14 @@ namespace torchamp::detail {
 // the thread. Scripts then follow the policy exactly as C++ does, whichever state they were first
 // run in, while threads that use at::autocast without torchamp keep the JIT's casts. Nothing
 // process-wide is switched.
-class ScriptCastOverlay final : public c10::OperatorKernel {
+class ScriptCastOverlay final : public BoxedKernel {
  public:
   explicit ScriptCastOverlay(at::DeviceType device)
       : device_index_(device_index(device, "ScriptCastOverlay")),
         after_(c10::DispatchKeySet::FULL_AFTER, autocast_key(device)) {}
 
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
-                  torch::jit::Stack* stack) const {
+  void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+            torch::jit::Stack* stack) const override {
     const ThreadPolicy* policy = thread_policy();
     if (policy == nullptr || policy->tables[device_index_] == nullptr) {
       return op.redispatchBoxed(keys & after_, stack);
@@ -44,13 +44,17 @@ class ScriptCastOverlay final : public c10::OperatorKernel {
   c10::DispatchKeySet after_;
 };
 
+inline std::unique_ptr<BoxedKernel> make_script_cast_overlay(
+    const c10::OperatorHandle&, at::DeviceType device, std::size_t,
+    std::optional<c10::SafeKernelFunction>) {
+  return std::unique_ptr<BoxedKernel>(new ScriptCastOverlay(device));
+}
+
 /// Makes the JIT's casts follow Note [TorchScript] on a device.
 inline void install_script_cast_overlays(at::DeviceType device) {
   for (const char* name : {"_autocast_to_reduced_precision", "_autocast_to_full_precision"}) {
     for (const auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) {
-      install_overlay(op, device, [&](std::size_t, const std::optional<c10::SafeKernelFunction>&) {
-        return std::make_unique<ScriptCastOverlay>(device);
-      });
+      install_overlay(op, device, &make_script_cast_overlay);
     }
   }
 }

@@ -9,12 +9,11 @@
 
 #include <array>
 #include <cstdint>
-#include <map>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <vector>
 
 #include "torchamp/detail/devices.h"
 
@@ -37,25 +36,33 @@ namespace torchamp::detail {
 
 /// What all shared libraries of a process have in common.
 struct SharedRuntime {
-  static constexpr std::string_view version = "1";
+  static constexpr std::string_view version = "2";
 
   /// An op for which at least one device has an overlay.
   struct OverlaidOp {
-    std::size_t index;                            // in the tables of policies
+    std::string name;                             // "aten::add.Tensor"
     std::array<bool, device_count> installed{};   // by device
     std::array<bool, device_count> has_native{};  // LibTorch had a kernel of its own before
   };
 
-  std::mutex mutex;  // guards `overlaid`, and registration with the dispatcher
-  std::map<std::string, OverlaidOp, std::less<>> overlaid;
+  std::mutex mutex;                  // guards `overlaid`, and registration with the dispatcher
+  std::vector<OverlaidOp> overlaid;  // an op's index here is its index in the tables of policies
+
+  /// The size of `overlaid` if the op is not there.
+  std::size_t index_of(std::string_view name) const {
+    std::size_t index = 0;
+    while (index < overlaid.size() && overlaid[index].name != name) ++index;
+    return index;
+  }
 
   const std::string slot_text = "torchamp policy";
   const std::string_view slot_name = slot_text;
 };
 
-inline std::optional<SharedRuntime*> find_shared_runtime(const std::string& op_name) {
+/// Null if nobody has made it yet.
+inline SharedRuntime* find_shared_runtime(const std::string& op_name) {
   const auto op = c10::Dispatcher::singleton().findSchema({op_name, ""});
-  if (!op) return std::nullopt;
+  if (!op) return nullptr;
   const std::int64_t address = op->schema().arguments().at(0).default_value()->toInt();
   return reinterpret_cast<SharedRuntime*>(address);
 }
@@ -71,7 +78,7 @@ inline void pin_this_library() {
 inline SharedRuntime& make_shared_runtime() {
   pin_this_library();
   const std::string op_name = "torchamp::_runtime_v" + std::string(SharedRuntime::version);
-  if (const auto found = find_shared_runtime(op_name)) return **found;
+  if (SharedRuntime* const found = find_shared_runtime(op_name)) return *found;
   auto* const runtime = new SharedRuntime;
   try {
     auto* const library = new torch::Library(torch::Library::FRAGMENT, "torchamp", std::nullopt,
@@ -81,10 +88,10 @@ inline SharedRuntime& make_shared_runtime() {
     return *runtime;
   } catch (const c10::Error&) {
     // Another library defined it between our look and our definition.
-    const auto found = find_shared_runtime(op_name);
-    if (!found) throw;
+    SharedRuntime* const found = find_shared_runtime(op_name);
+    if (found == nullptr) throw;
     delete runtime;
-    return **found;
+    return *found;
   }
 }
 

@@ -5,7 +5,6 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/stack.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -36,26 +35,20 @@ struct StepCounter {
 
 using StepCounters = std::vector<std::shared_ptr<StepCounter>>;
 
-/// Makes `counters` known: one read for each device.
-inline void read_counters(StepCounters counters) {
-  std::sort(counters.begin(), counters.end());
-  counters.erase(std::unique(counters.begin(), counters.end()), counters.end());
-  while (!counters.empty()) {
-    const at::Device device = counters.back()->value.device();
-    const auto here = std::stable_partition(counters.begin(), counters.end(),
-                                            [&](const std::shared_ptr<StepCounter>& counter) {
-                                              return counter->value.device() != device;
-                                            });
+/// Makes `counters`, which are distinct, known: one read for each device.
+inline void read_counters(const StepCounters& counters) {
+  for (const auto& first : counters) {
+    if (first->known()) continue;
+    StepCounters here;
     std::vector<at::Tensor> values;
-    for (auto counter = here; counter != counters.end(); ++counter) {
-      values.push_back((*counter)->value);
+    for (const auto& counter : counters) {
+      if (counter->known() || counter->value.device() != first->value.device()) continue;
+      here.push_back(counter);
+      values.push_back(counter->value);
     }
     const at::Tensor steps = at::stack(values).to(at::kCPU, at::kLong);
     const int64_t* next = steps.const_data_ptr<int64_t>();
-    for (auto counter = here; counter != counters.end(); ++counter) {
-      (*counter)->at_least = (*counter)->at_most = *next++;
-    }
-    counters.erase(here, counters.end());
+    for (const auto& counter : here) counter->at_least = counter->at_most = *next++;
   }
 }
 

@@ -22,7 +22,7 @@ class OverlayTable {
  public:
   struct Entry {
     Cast cast = Cast::native;
-    std::shared_ptr<const ConditionalRules> conditional;  // tried first, if any
+    ConditionalRules conditional;  // tried first
   };
 
   /// The entry of overlay `index`. An overlay that came after this table is one that its policy did
