@@ -32,14 +32,20 @@
 // are dense. Anything else is an error of step(), which then changes nothing. Devices are those for
 // which LibTorch has fused kernels: CPU and CUDA, others by release.
 
+// Note [Constructors that are templates]
+// A constructor makes its class's virtual functions, and so all of a fused step. As templates,
+// those of the optimizers that a file does not use cost it next to no compile time.
+
 namespace torchamp {
 
 /// torch::optim::Adam, fused.
 class FusedAdam : public detail::FusedOptimizerOf<detail::AdamRule> {
  public:
+  template <class Deferred = void>
   explicit FusedAdam(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                      torch::optim::AdamOptions defaults = {})
       : FusedOptimizerOf(groups, std::move(defaults)) {}
+  template <class Deferred = void>
   explicit FusedAdam(std::vector<at::Tensor> params, torch::optim::AdamOptions defaults = {})
       : FusedAdam({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
 };
@@ -47,9 +53,11 @@ class FusedAdam : public detail::FusedOptimizerOf<detail::AdamRule> {
 /// torch::optim::AdamW, fused.
 class FusedAdamW : public detail::FusedOptimizerOf<detail::AdamWRule> {
  public:
+  template <class Deferred = void>
   explicit FusedAdamW(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                       torch::optim::AdamWOptions defaults = {})
       : FusedOptimizerOf(groups, std::move(defaults)) {}
+  template <class Deferred = void>
   explicit FusedAdamW(std::vector<at::Tensor> params, torch::optim::AdamWOptions defaults = {})
       : FusedAdamW({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
 };
@@ -57,9 +65,11 @@ class FusedAdamW : public detail::FusedOptimizerOf<detail::AdamWRule> {
 /// torch::optim::SGD, fused.
 class FusedSGD : public detail::FusedOptimizerOf<detail::SgdRule> {
  public:
+  template <class Deferred = void>
   explicit FusedSGD(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                     torch::optim::SGDOptions defaults)
       : FusedOptimizerOf(groups, std::move(defaults)) {}
+  template <class Deferred = void>
   explicit FusedSGD(std::vector<at::Tensor> params, torch::optim::SGDOptions defaults)
       : FusedSGD({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
 };
@@ -68,9 +78,11 @@ class FusedSGD : public detail::FusedOptimizerOf<detail::SgdRule> {
 /// `defaults`, as in LibTorch, where its group's own one is not looked at either.
 class FusedAdagrad : public detail::FusedOptimizerOf<detail::AdagradRule> {
  public:
+  template <class Deferred = void>
   explicit FusedAdagrad(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                         torch::optim::AdagradOptions defaults = {})
       : FusedOptimizerOf(groups, std::move(defaults)) {}
+  template <class Deferred = void>
   explicit FusedAdagrad(std::vector<at::Tensor> params, torch::optim::AdagradOptions defaults = {})
       : FusedAdagrad({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
 };
