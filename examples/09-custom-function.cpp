@@ -2,6 +2,7 @@
 // A custom autograd function under autocast: its backward runs under the state of its forward, and
 // another takes its inputs in fp32 whatever the region's dtype is.
 #include <torch/torch.h>
+#include <torchamp/custom_function.h>
 #include <torchamp/torchamp.h>
 
 #include <iostream>

@@ -2,6 +2,8 @@
 // What autocast did to one training step: which ops ran in which dtype, what was cast for them and
 // at what cost in memory traffic, and what could be saved.
 #include <torch/torch.h>
+#include <torchamp/cast_recorder.h>
+#include <torchamp/cast_report.h>
 #include <torchamp/torchamp.h>
 
 #include <iostream>
