@@ -64,7 +64,7 @@ void from_ivalue(const c10::IValue& value, T& to) {
 ///
 /// On a CPU, with the same libraries and number of threads, the run that went on is the same bit
 /// for bit. What is added is referred to: it must live as long as the checkpoint. With several
-/// processes, see save_together() and load_together() in distributed.h.
+/// processes, see save_together() and load_together() in distributed_checkpoint.h.
 class TrainingCheckpoint {
  public:
   explicit TrainingCheckpoint(std::filesystem::path path) : path_(std::move(path)) {}
