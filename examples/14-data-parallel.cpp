@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // A classifier of Fashion-MNIST, trained on several processes that share each batch. It comes to
 // the loss of one process that has the whole batch: two with 64 images each, one with 128.
-//   torchrun --nproc-per-node 2 --no-python 14-data-parallel [FOLDER]
+//   torchrun --nproc-per-node 2 --no-python 14-data-parallel
 #include <torch/torch.h>
 #include <torchamp/distributed.h>
 #include <torchamp/process_group.h>
@@ -10,8 +10,10 @@
 #include <chrono>
 #include <cmath>
 #include <iostream>
+#include <string>
 
 #include "fashion_mnist/data.h"
+#include "support/arguments.h"
 #include "support/check.h"
 #include "support/format.h"
 
@@ -65,9 +67,15 @@ Result train(const FashionMnist& data, const torchamp::ProcessGroupPtr& group) {
 
 int main(int argc, char** argv) {
   return support::run_program("14-data-parallel", [&] {
+    std::string folder = "/usr/share/datasets/fashion-mnist";
+    support::Arguments arguments("14-data-parallel",
+                                 "Trains a classifier of Fashion-MNIST on several processes.");
+    arguments.add("--data", "DIR",
+                  "The folder of the four files, plain or *.gz.\nDefault: " + folder + ".", folder);
+    if (!arguments.parse(argc, argv)) return 0;
+
     const auto group = torchamp::make_process_group({.timeout = std::chrono::seconds(120)});
-    const FashionMnist data =
-        read_fashion_mnist(argc > 1 ? argv[1] : "/usr/share/datasets/fashion-mnist");
+    const FashionMnist data = read_fashion_mnist(folder);
     const Result together = train(data, group);
     if (group->getRank() != 0) return 0;
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Everything on one model: two processes, a model in 16 bits with fp32 masters, a guard and a
 // scaler, a batch in parts, recomputation, clipping, a fused optimizer, and a file to go on from.
-//   torchrun --nproc-per-node 2 --no-python 15-all-together FILE
+//   torchrun --nproc-per-node 2 --no-python 15-all-together
 #include <torch/torch.h>
 #include <torchamp/checkpoint.h>
 #include <torchamp/distributed.h>
@@ -13,6 +13,7 @@
 
 #include <chrono>
 #include <iostream>
+#include <string>
 
 #include "support/arguments.h"
 #include "support/check.h"
@@ -115,9 +116,14 @@ bool same_everywhere(const torchamp::ProcessGroupPtr& group, const torch::Tensor
 
 int main(int argc, char** argv) {
   return support::run_program("15-all-together", [&] {
-    if (argc != 2) throw support::UsageError("name a file for the checkpoint");
+    std::string file = "15-all-together.pt";
+    support::Arguments arguments("15-all-together", "Trains with all that torchamp has.");
+    arguments.add("--checkpoint", "FILE", "To write, and to go on from. Default: " + file + ".",
+                  file);
+    if (!arguments.parse(argc, argv)) return 0;
+
     const auto group = torchamp::make_process_group({.timeout = std::chrono::seconds(60)});
-    Training training(group, argv[1]);
+    Training training(group, file);
     const bool loaded = torchamp::load_together(training.checkpoint, group);
     if (loaded && group->getRank() == 0) {
       std::cout << "going on at step " << training.step << '\n';
