@@ -67,8 +67,8 @@ struct AutocastOptions {
 /// torch/amp/autocast_mode.py.
 class AutocastGuard {
  public:
-  [[nodiscard]] explicit AutocastGuard(at::DeviceType device, AutocastOptions options = {})
-      : AutocastGuard(Checked(device, options), std::move(options)) {}
+  [[nodiscard]] explicit AutocastGuard(at::DeviceType device, const AutocastOptions& options = {})
+      : AutocastGuard(Checked(device, options), options) {}
 
   /// The same as {.dtype = dtype}. A template so that `{}` means the options.
   template <std::same_as<at::ScalarType> Dtype>

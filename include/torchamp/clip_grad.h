@@ -95,7 +95,7 @@ inline at::Tensor clip_grad_norm_(at::TensorList params, double max_norm, double
   detail::check_max_norm(max_norm);
   const detail::InternalOps internal;
   const auto batches = detail::gradients_to_clip(params, "clip_grad_norm_");
-  const at::Tensor norm = detail::total_norm(batches, norm_type);
+  at::Tensor norm = detail::total_norm(batches, norm_type);
   if (!batches.empty()) detail::multiply(batches, detail::clip_coefficient(norm, max_norm));
   return norm;
 }

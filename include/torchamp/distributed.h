@@ -70,7 +70,7 @@ struct DistributedDataParallelOptions {
   /// forward.
   bool find_unused_parameters = false;
   /// How large the buckets are in which gradients are averaged.
-  std::int64_t bucket_bytes = 25 * 1024 * 1024;
+  std::int64_t bucket_bytes = std::int64_t{25} * 1024 * 1024;
   /// For example c10d::BuiltinCommHookType::FP16_COMPRESS, which sends fp16 for fp32.
   std::optional<c10d::BuiltinCommHookType> communication = std::nullopt;
 };

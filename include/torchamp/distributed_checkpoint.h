@@ -62,7 +62,7 @@ std::vector<std::int64_t> all_or_none(const c10::intrusive_ptr<c10d::ProcessGrou
   } catch (...) {
     error = std::current_exception();
   }
-  const std::vector<std::int64_t> numbers = gather_numbers(group, number);
+  std::vector<std::int64_t> numbers = gather_numbers(group, number);
   if (error) std::rethrow_exception(error);
   const auto bad = std::ranges::find(numbers, failed);
   TORCH_CHECK(bad == numbers.end(), call, ": process ", bad - numbers.begin(),

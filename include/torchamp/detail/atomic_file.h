@@ -47,7 +47,7 @@ class Descriptor {
 /// A file that takes the place of `path` at commit(), and vanishes without.
 class AtomicFile {
  public:
-  explicit AtomicFile(const std::filesystem::path& path) : path_(path) {
+  explicit AtomicFile(std::filesystem::path path) : path_(std::move(path)) {
     std::error_code no_link;
     for (int links = 0; links < 40 && std::filesystem::is_symlink(path_, no_link); ++links) {
       path_ = path_.parent_path() / std::filesystem::read_symlink(path_);

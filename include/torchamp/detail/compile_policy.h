@@ -49,7 +49,7 @@ inline OverlayTable::Entry overlay_entry(const PolicyData& policy, const c10::Op
 
 inline std::unique_ptr<BoxedKernel> make_overlay(const c10::OperatorHandle& op,
                                                  at::DeviceType device, std::size_t index,
-                                                 std::optional<c10::SafeKernelFunction> native) {
+                                                 std::optional<c10::SafeKernelFunction>&& native) {
   const bool promotes = promotes_its_arguments(op.operator_name());
   return std::unique_ptr<BoxedKernel>(new Overlay(op, index, device, promotes, std::move(native)));
 }

@@ -197,7 +197,7 @@ class NonFiniteSearch {
   }
 
   void look_at_outputs(const at::RecordFunction& call, const Context& context) {
-    const std::vector<c10::IValue> outputs = call.outputs();
+    const std::vector<c10::IValue>& outputs = call.outputs();
     const at::DisableRecordFunctionGuard quiet;
     const InternalOps guard;
     const std::scoped_lock lock(mutex_);

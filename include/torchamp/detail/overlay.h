@@ -134,9 +134,9 @@ inline void register_kernel(const c10::OperatorHandle& op, at::DeviceType device
 
 /// Makes an op's kernel for a device, given its index in the tables and LibTorch's own kernel if
 /// there is one.
-using MakeKernel = std::unique_ptr<BoxedKernel> (*)(const c10::OperatorHandle& op,
-                                                    at::DeviceType device, std::size_t index,
-                                                    std::optional<c10::SafeKernelFunction> native);
+using MakeKernel = std::unique_ptr<BoxedKernel> (*)(
+    const c10::OperatorHandle& op, at::DeviceType device, std::size_t index,
+    std::optional<c10::SafeKernelFunction>&& native);
 
 /// Makes sure that the op has its overlay for the device; returns the overlay's index in the
 /// tables.

@@ -46,7 +46,7 @@ class ScriptCastOverlay final : public BoxedKernel {
 
 inline std::unique_ptr<BoxedKernel> make_script_cast_overlay(
     const c10::OperatorHandle&, at::DeviceType device, std::size_t,
-    std::optional<c10::SafeKernelFunction>) {
+    std::optional<c10::SafeKernelFunction>&&) {
   return std::unique_ptr<BoxedKernel>(new ScriptCastOverlay(device));
 }
 

@@ -47,7 +47,7 @@ inline void read_counters(const StepCounters& counters) {
       values.push_back(counter->value);
     }
     const at::Tensor steps = at::stack(values).to(at::kCPU, at::kLong);
-    const int64_t* next = steps.const_data_ptr<int64_t>();
+    const auto* next = steps.const_data_ptr<int64_t>();
     for (const auto& counter : here) counter->at_least = counter->at_most = *next++;
   }
 }

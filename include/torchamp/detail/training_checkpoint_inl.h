@@ -38,7 +38,7 @@ inline at::Tensor bytes_of(torch::serialize::OutputArchive& archive) {
   std::ostringstream stream;
   archive.save_to(stream);
   const std::string text = std::move(stream).str();
-  const at::Tensor bytes = at::empty({static_cast<std::int64_t>(text.size())}, at::kByte);
+  at::Tensor bytes = at::empty({static_cast<std::int64_t>(text.size())}, at::kByte);
   std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
   return bytes;
 }
