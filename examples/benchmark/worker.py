@@ -126,7 +126,7 @@ class Trainer:
     def train(self, steps):
         total, first = torch.zeros((), device=self.device), None
         self.synchronize()
-        start = time.perf_counter()
+        start, processor_start = time.perf_counter(), time.process_time()
         for i in range(steps):
             if 0 < self.recipe.warmup_steps and self.step <= self.recipe.warmup_steps:
                 self.warm_up_learning_rate()
@@ -137,7 +137,9 @@ class Trainer:
                 first = loss.clone()
             total.add_(loss)
         self.synchronize()
-        return time.perf_counter() - start, total.item() / steps, first.item()
+        seconds = time.perf_counter() - start
+        processor = time.process_time() - processor_start
+        return seconds, processor, total.item() / steps, first.item()
 
 
 def process_memory(line):
@@ -169,12 +171,13 @@ def serve(options):
     for line in sys.stdin:
         steps = int(line.split()[1])
         trainer.train(2)
-        seconds, loss, first = trainer.train(steps)
+        seconds, processor, loss, first = trainer.train(steps)
         if device.type == "cuda":
             peak = torch.cuda.max_memory_allocated()
         else:
             peak = process_memory("VmHWM") - before
-        print(f"ran seconds={seconds:.9g} loss={loss:.9g} first={first:.9g} peak={peak}", flush=True)
+        print(f"ran seconds={seconds:.9g} processor={processor:.9g} loss={loss:.9g} first={first:.9g} "
+              f"peak={peak}", flush=True)
         if device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -53,7 +53,12 @@ struct BarPanel {
         end += std::max(1, length(bar.value));
         canvas.fill({left, y + 3, end - left, row - 7}, bar.color);
       }
-      draw_text(canvas, end + 7, y + 15, bar.text,
+      int text_x = end + 7;
+      const int mark_x = mark && most > 0. ? left + length(*mark) : -1;
+      if (text_x - 3 <= mark_x && mark_x <= text_x + text_width(bar.text, small) + 3) {
+        text_x = mark_x + 7;  // not across the line
+      }
+      draw_text(canvas, text_x, y + 15, bar.text,
                 {.height = 10.5, .color = bar.value < 0. ? palette::orange : palette::muted});
       y += row;
     }

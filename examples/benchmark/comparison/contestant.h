@@ -25,8 +25,12 @@ struct Round {
 /// the race with its reason.
 class Contestant {
  public:
-  Contestant(Way way, std::vector<std::string> command, const std::filesystem::path& errors)
-      : way_(std::move(way)), worker_(std::make_unique<ChildProcess>(std::move(command), errors)) {}
+  /// `clock`: "seconds" or "processor", see Note [Workers].
+  Contestant(Way way, std::vector<std::string> command, const std::filesystem::path& errors,
+             std::string clock = "seconds")
+      : way_(std::move(way)),
+        clock_(std::move(clock)),
+        worker_(std::make_unique<ChildProcess>(std::move(command), errors)) {}
 
   const Way& way() const { return way_; }
   const std::string& failure() const { return failure_; }
@@ -66,7 +70,7 @@ class Contestant {
     if (!answer) return std::nullopt;
     Round round;
     std::istringstream(field(*answer, "peak")) >> round.peak_bytes;
-    round.seconds = std::stod(field(*answer, "seconds")) / static_cast<double>(steps);
+    round.seconds = std::stod(field(*answer, clock_)) / static_cast<double>(steps);
     round.loss = std::stod(field(*answer, "loss"));  // "nan" and "inf" too
     round.first_loss = std::stod(field(*answer, "first"));
     return round;
@@ -93,6 +97,7 @@ class Contestant {
   }
 
   Way way_;
+  std::string clock_;
   std::unique_ptr<ChildProcess> worker_;
   std::string failure_;
   std::int64_t parameters_ = 0;

@@ -77,6 +77,10 @@ inline Plan make_plan(const Options& options) {
   plan.small = options.preset == "small" || (options.preset == "auto" && !cuda);
   plan.rounds = options.rounds;
   plan.threads = options.threads > 0 || cuda ? options.threads : torch::get_num_threads();
+  plan.clock = options.clock;
+  if (plan.clock == "processor" && (cuda || plan.threads != 1)) {
+    throw support::UsageError("--clock processor: needs --device cpu --threads 1");
+  }
   plan.out = options.out;
   std::error_code error;
   std::filesystem::create_directories(plan.out, error);

@@ -50,7 +50,8 @@ int compare(const Options& options, const std::string& command) {
     support::write_png(plan.out / name, canvas.image());
     std::cout << "Wrote " << (plan.out / name).string() << '\n';
   };
-  const std::string below = circumstances.device_name + ", " + libtorch_of(races);
+  const std::string below = circumstances.device_name + ", " + libtorch_of(races) +
+                            (plan.clock == "wall" ? "" : ", processor time");
   write_text("report.md", [&](auto& file) { write_report(file, plan, circumstances, races); });
   write_text("raw.csv", [&](auto& file) { write_csv(file, races); });
   write_chart("time.png", draw_times(below, races));

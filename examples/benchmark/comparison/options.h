@@ -27,6 +27,7 @@ struct Options {
   std::optional<std::int64_t> steps;
   std::int64_t rounds = 7;
   std::int64_t threads = 0;
+  std::string clock = "wall";
   std::filesystem::path out = "torchamp-comparison";
 };
 
@@ -122,6 +123,10 @@ inline std::optional<Options> parse_options(int argc, const char* const* argv) {
                         1, 100'000);
   arguments.add_integer("--threads", "Of each worker on a CPU. Default: LibTorch's choice.",
                         options.threads, 1, 1024);
+  arguments.add_choice("--clock", {"wall", "processor"},
+                       "What is measured. processor: the workers' own processor time, to which "
+                       "other programs on a\nbusy machine add little; on a CPU with --threads 1.",
+                       options.clock);
   arguments.add("--out", "DIR", "Where the report goes. Default: " + out + ".", out);
   if (!arguments.parse(argc, argv)) return std::nullopt;
   options.out = out;

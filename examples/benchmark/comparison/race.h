@@ -28,6 +28,7 @@ struct Plan {
   bool small = true;
   std::int64_t rounds = 7;
   std::int64_t threads = 0;
+  std::string clock = "wall";  ///< wall, processor
   std::filesystem::path out;
 };
 
@@ -117,7 +118,8 @@ inline void run(const Plan& plan, Race& race) {
     if (bar.is_due(done)) bar.show(done, contestant.way().name());
   };
   for (const Way& way : ways) {
-    race.contestants.emplace_back(way, worker_command(plan, race, way), plan.out / "workers.log");
+    race.contestants.emplace_back(way, worker_command(plan, race, way), plan.out / "workers.log",
+                                  plan.clock == "wall" ? "seconds" : plan.clock);
   }
   for (Contestant& contestant : race.contestants) {
     contestant.wait_until_ready();

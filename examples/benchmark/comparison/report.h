@@ -123,7 +123,9 @@ inline void write_report(std::ostream& out, const Plan& plan, const Circumstance
       << ". " << plan.rounds << " rounds in turns, after one to warm up. Made by\n\n    "
       << circumstances.command << "\n\n"
       << "Every way starts from the same weights, takes the same batches and makes the same number "
-         "of steps. Times are medians of\nthe rounds. A *ratio to Python* is the median over the "
+         "of steps. "
+      << (plan.clock == "wall" ? "Times are" : "Times are the workers' own processor time,")
+      << " medians of\nthe rounds. A *ratio to Python* is the median over the "
          "rounds of the time over that of Python with the same dtype and\nkind of optimizer, run "
          "eagerly (\"fused\": `fused=True`, else PyTorch's own choice); *saved against fp32* is "
          "measured against\nthe same way in fp32. Peak memory is "

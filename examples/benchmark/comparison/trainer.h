@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <ctime>
 #include <memory>
 #include <optional>
 #include <string>
@@ -23,8 +24,9 @@
 
 /// What came of a number of steps.
 struct Trained {
-  double seconds = 0.;  ///< for all of them
-  double loss = 0.;     ///< their mean
+  double seconds = 0.;    ///< for all of them
+  double processor = 0.;  ///< seconds that this process was computing on the host
+  double loss = 0.;       ///< their mean
   double first_loss = 0.;
 };
 
@@ -66,6 +68,7 @@ class Trainer {
     at::Tensor sum = torch::zeros({}, device_), first;
     synchronize();
     const Clock::time_point start = Clock::now();
+    const std::clock_t processor_start = std::clock();
     for (std::int64_t i = 0; i < steps; ++i) {
       if (step_ <= recipe_.warmup_steps && recipe_.warmup_steps > 0) {
         warm_up(*optimizer_, recipe_, step_);
@@ -77,7 +80,10 @@ class Trainer {
     }
     synchronize();
     const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
-    return {seconds, sum.item<double>() / static_cast<double>(steps), first.item<double>()};
+    const double processor =
+        static_cast<double>(std::clock() - processor_start) / static_cast<double>(CLOCKS_PER_SEC);
+    return {seconds, processor, sum.item<double>() / static_cast<double>(steps),
+            first.item<double>()};
   }
 
  private:
@@ -105,9 +111,14 @@ class Trainer {
         torchamp::clip_grad_norm_(*scaler_, *optimizer_, recipe_.clip_norm);
       }
     }
-    const torchamp::StepResult result = scaler_->step(*optimizer_);
-    scaler_->update();
-    if (average_) move_average(result);
+    if (average_) {
+      const torchamp::StepResult result = scaler_->step(*optimizer_);
+      scaler_->update();
+      move_average(result);
+    } else {
+      scaler_->step(*optimizer_);
+      scaler_->update();
+    }
     return sum;
   }
 

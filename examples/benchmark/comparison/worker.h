@@ -31,7 +31,7 @@ struct WorkerOptions {
 //   line and answers with one line:
 //
 //     (at first)   ready parameters=7703497 libtorch=2.15.0
-//     run 20       ran seconds=0.512 loss=0.693 first=0.701 peak=1048576
+//     run 20       ran seconds=0.512 processor=0.498 loss=0.693 first=0.701 peak=1048576
 //     (a failure)  error what went wrong
 //
 //   Other lines are passed over. It ends with its input. Before it takes the time of a run it makes
@@ -68,9 +68,9 @@ inline int serve(const WorkerOptions& options) {
       trainer.train(2);
       const Trained trained = trainer.train(steps);
       const std::int64_t peak = device.is_cpu() ? process_memory("VmHWM") - before : memory.bytes();
-      std::cout << support::format("ran seconds=%.9g loss=%.9g first=%.9g peak=%lld",
-                                   trained.seconds, trained.loss, trained.first_loss,
-                                   static_cast<long long>(peak))
+      std::cout << support::format("ran seconds=%.9g processor=%.9g loss=%.9g first=%.9g peak=%lld",
+                                   trained.seconds, trained.processor, trained.loss,
+                                   trained.first_loss, static_cast<long long>(peak))
                 << std::endl;
       if (!device.is_cpu()) at::accelerator::emptyCache();
     }
