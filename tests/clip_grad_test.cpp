@@ -308,6 +308,30 @@ TEST_P(ClipGrad, IsRightBeforeAndAfterUnscaling) {
   }
 }
 
+TEST_P(ClipGrad, RefusesToClipAfterTheStep) {
+  for (const bool fused : {false, true}) {
+    const Params params{torch::zeros({2}, options()).requires_grad_()};
+    torch::optim::SGD plain_optimizer(params, SGDOptions(1.));
+    torchamp::FusedSGD fused_optimizer(params, SGDOptions(1.));
+    Optimizer& optimizer = fused ? static_cast<Optimizer&>(fused_optimizer) : plain_optimizer;
+    torchamp::GradScaler scaler({.init_scale = 64.});
+    const Tensor gradient = torch::full({2}, 3., options());
+    backward(scaler, optimizer, params, {gradient});
+    EXPECT_FALSE(scaler.is_stepped(optimizer));
+    scaler.step(optimizer);
+    EXPECT_TRUE(scaler.is_stepped(optimizer));
+    EXPECT_ERROR(torchamp::clip_grad_norm_(scaler, optimizer, 1.),
+                 "clip_grad_norm_: this optimizer has been stepped already in this iteration. Clip "
+                 "between backward() and step().");
+    EXPECT_ERROR(torchamp::clip_grad_value_(scaler, optimizer, 1.), "Clip between backward()");
+    scaler.update();
+    EXPECT_FALSE(scaler.is_stepped(optimizer));
+    backward(scaler, optimizer, params, {gradient});
+    scaler.step(optimizer);  // with nothing left of the refused clipping
+    expect_close(params[0], torch::full({2}, -6., options()));
+  }
+}
+
 TEST_P(ClipGrad, ClipsTwice) {
   for (const bool fused : {false, true}) {
     const Params params{torch::zeros({4}, options()).requires_grad_()};

@@ -76,6 +76,14 @@ inline void clip_value(const std::vector<GradientBatch>& batches, double value) 
   }
 }
 
+inline void check_not_stepped(const char* call, const GradScaler& scaler,
+                              const torch::optim::Optimizer& optimizer) {
+  TORCH_CHECK(
+      !scaler.is_stepped(optimizer), call,
+      ": this optimizer has been stepped already in this iteration. Clip between backward() "
+      "and step().");
+}
+
 inline void check_clip_value(double value) {
   TORCH_CHECK_VALUE(value >= 0., "clip_grad_value_: the value is ", value,
                     ". It must be 0 or more.");
@@ -109,10 +117,11 @@ inline at::Tensor clip_grad_norm_(torch::optim::Optimizer& optimizer, double max
 
 /// The same for gradients that `scaler` has scaled, before scaler.step(optimizer). Gradients that
 /// are still scaled are unscaled (GradScaler::unscale_) or, for a FusedOptimizer, left to its step.
-/// Returns the norm of the unscaled gradients.
+/// Returns the norm of the unscaled gradients. An error after step(), before update().
 inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& optimizer,
                                   double max_norm, double norm_type = 2.) {
   detail::check_max_norm(max_norm);
+  detail::check_not_stepped("clip_grad_norm_", scaler, optimizer);
   at::Tensor scale;
   if (scaler.is_enabled() && !scaler.is_unscaled(optimizer)) {
     if (dynamic_cast<FusedOptimizer*>(&optimizer)) {
@@ -149,9 +158,10 @@ inline void clip_grad_value_(torch::optim::Optimizer& optimizer, double value) {
 }
 
 /// The same for gradients that `scaler` has scaled, before scaler.step(optimizer): unscales them
-/// first (GradScaler::unscale_), unless that has been done.
+/// first (GradScaler::unscale_), unless that has been done. An error after step(), before update().
 inline void clip_grad_value_(GradScaler& scaler, torch::optim::Optimizer& optimizer, double value) {
   detail::check_clip_value(value);
+  detail::check_not_stepped("clip_grad_value_", scaler, optimizer);
   if (scaler.is_enabled() && !scaler.is_unscaled(optimizer)) scaler.unscale_(optimizer);
   clip_grad_value_(optimizer, value);
 }

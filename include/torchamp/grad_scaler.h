@@ -115,6 +115,9 @@ class GradScaler {
   /// Whether the gradients of `optimizer` have been unscaled in this iteration.
   bool is_unscaled(const torch::optim::Optimizer& optimizer) const;
 
+  /// Whether `optimizer` has been stepped, or skipped, in this iteration.
+  bool is_stepped(const torch::optim::Optimizer& optimizer) const;
+
   /// Whether the gradients of `optimizer` held an inf or a NaN when they were unscaled in this
   /// iteration, in agreement with the other processes: 0-dim fp32, 0 or 1, on the scale's device.
   /// Undefined if they have not been, or if disabled. Never reads.

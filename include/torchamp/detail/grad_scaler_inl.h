@@ -347,6 +347,11 @@ inline bool GradScaler::is_unscaled(const torch::optim::Optimizer& optimizer) co
   return state && state->stage == detail::OptimizerState::Stage::unscaled;
 }
 
+inline bool GradScaler::is_stepped(const torch::optim::Optimizer& optimizer) const {
+  const detail::OptimizerState* state = optimizers_.find(optimizer);
+  return state && state->stage == detail::OptimizerState::Stage::stepped;
+}
+
 inline at::Tensor GradScaler::found_inf(const torch::optim::Optimizer& optimizer) {
   if (!optimizers_.find(optimizer)) return {};
   detail::OptimizerState& state = optimizers_.of(optimizer);
