@@ -25,8 +25,8 @@ namespace torchamp {
 /// What an AutocastGuard sets. An aggregate, for designated initialisers:
 /// `AutocastGuard g(torch::kCUDA, {.dtype = torch::kBFloat16});`
 struct AutocastOptions {
-  /// fp16 or bf16. Unset: the device's current autocast dtype, which an enclosing guard may have
-  /// set (at first fp16 on CUDA, bf16 on a CPU).
+  /// fp16 or bf16, on CUDA also fp32. Unset: the device's current autocast dtype, which an
+  /// enclosing guard may have set (at first fp16 on CUDA, bf16 on a CPU).
   std::optional<at::ScalarType> dtype = std::nullopt;
   /// False: no casts in this region, whatever surrounds it.
   bool enabled = true;
@@ -62,9 +62,9 @@ struct AutocastOptions {
 /// quick comparison: `off`, `standard`, `torch` or `file:PATH` (a text as in policy_text.h).
 ///
 /// As in torch.autocast, a CUDA region without a CUDA device, and a dtype that the device's
-/// autocast does not support (fp32, say), warn once and run disabled. Errors, without any change of
-/// state: a device type without autocast, a dtype that is not floating. Source:
-/// torch/amp/autocast_mode.py.
+/// autocast does not support (fp32 on a CPU, say), warn once in a program and run disabled. Errors,
+/// without any change of state: a device type without autocast, a dtype that is not floating.
+/// Source: torch/amp/autocast_mode.py.
 class AutocastGuard {
  public:
   [[nodiscard]] explicit AutocastGuard(at::DeviceType device, const AutocastOptions& options = {})
@@ -142,15 +142,18 @@ inline bool dtype_is_usable(at::DeviceType device, at::ScalarType dtype) {
               " is not floating-point. Pass torch::kHalf or torch::kBFloat16.");
   if (dtype == at::kHalf || dtype == at::kBFloat16) return true;
   if (device == at::kCUDA && dtype == at::kFloat) return true;  // as torch.autocast has it
-  TORCH_WARN_ONCE("AutocastGuard: autocast on ", device, " supports fp16 and bf16, not ", dtype,
-                  ". The region runs with autocast disabled.");
+  TORCH_WARN_ONCE(
+      "AutocastGuard: autocast on ", device, " supports fp16 and bf16, not ", dtype,
+      ". The region runs with autocast disabled. Pass torch::kBFloat16 or torch::kHalf, or "
+      "{.enabled = false} to leave fp32 alone.");
   return false;
 }
 
 inline bool device_is_present(at::DeviceType device) {
   if (device != at::kCUDA || at::hasCUDA()) return true;
   TORCH_WARN_ONCE(
-      "AutocastGuard: there is no CUDA device. CUDA regions run with autocast disabled.");
+      "AutocastGuard: there is no CUDA device. CUDA regions run with autocast disabled. Pass "
+      "torch::kCPU for a CPU.");
   return false;
 }
 
