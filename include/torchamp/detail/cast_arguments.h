@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "torchamp/cast.h"
+#include "torchamp/detail/value_tensors.h"
 
 namespace torchamp::detail {
 
@@ -108,16 +109,7 @@ class CastArguments {
   template <class Function>
   void for_each_tensor(const torch::jit::Stack& stack, std::size_t first, Function function) const {
     for (const Position& position : positions_) {
-      const c10::IValue& value = stack[first + position.index];
-      if (value.isTensor()) {
-        function(value.toTensor());
-      } else if (value.isTensorList()) {
-        for (const at::Tensor& tensor : value.toTensorVector()) function(tensor);
-      } else if (value.isList()) {
-        for (const c10::IValue& element : value.toListRef()) {
-          if (element.isTensor()) function(element.toTensor());
-        }
-      }
+      for_each_tensor_of(stack[first + position.index], function);
     }
   }
 

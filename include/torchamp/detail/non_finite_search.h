@@ -24,6 +24,7 @@
 
 #include "torchamp/detail/internal_ops.h"
 #include "torchamp/detail/recorded_inputs.h"
+#include "torchamp/detail/value_tensors.h"
 
 namespace torchamp::detail {
 
@@ -141,17 +142,7 @@ class NonFiniteSearch {
 
   template <typename Look>
   static void for_each_tensor(at::ArrayRef<const c10::IValue> values, const Look& look) {
-    for (const c10::IValue& value : values) {
-      if (value.isTensor()) {
-        look(value.toTensor());
-      } else if (value.isTensorList()) {
-        for (const at::Tensor& tensor : value.toTensorVector()) look(tensor);
-      } else if (value.isOptionalTensorList()) {
-        for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
-          if (tensor) look(*tensor);
-        }
-      }
-    }
+    for (const c10::IValue& value : values) for_each_tensor_of(value, look);
   }
 
   static bool can_look(const at::Tensor& tensor) {

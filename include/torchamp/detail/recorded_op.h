@@ -16,6 +16,7 @@
 
 #include "torchamp/detail/base_rules.h"
 #include "torchamp/detail/op_catalog.h"
+#include "torchamp/detail/value_tensors.h"
 
 namespace torchamp::detail {
 
@@ -75,17 +76,7 @@ void for_each_floating_tensor(const Values& values, const Function& function) {
   const auto one = [&](const at::Tensor& tensor) {
     if (tensor.defined() && tensor.is_floating_point()) function(tensor);
   };
-  for (const c10::IValue& value : values) {
-    if (value.isTensor()) {
-      one(value.toTensor());
-    } else if (value.isTensorList()) {
-      for (const at::Tensor& tensor : value.toTensorVector()) one(tensor);
-    } else if (value.isList()) {
-      for (const c10::IValue& element : value.toListRef()) {
-        if (element.isTensor()) one(element.toTensor());
-      }
-    }
-  }
+  for (const c10::IValue& value : values) for_each_tensor_of(value, one);
 }
 
 /// Whether a promotion to fp32 is due to only some of the arguments: 16-bit ones are there too.
