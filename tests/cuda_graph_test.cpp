@@ -132,6 +132,13 @@ struct Training {
   int calls = 0;
 };
 
+/// A graph of `training`'s steps.
+std::unique_ptr<CudaGraph> graph_of_steps(Training& training, Repeater::Log& log) {
+  return make_graph(
+      training.device.type(), *training.optimizer,
+      [&training](const Tensors& batch) { return training.step(batch); }, log);
+}
+
 void expect_equal_training(const Training& a, const Training& b) {
   const auto pa = a.net->parameters(), pb = b.net->parameters();
   for (std::size_t i = 0; i < pa.size(); ++i) expect_close(pa[i], pb[i]);
@@ -366,9 +373,7 @@ TEST_P(OnDevice, AgreesWithTheEagerRunStepByStep) {
     SCOPED_TRACE(kind);
     Training eager(GetParam(), kind), captured(GetParam(), kind);
     Repeater::Log log;
-    const auto graph = make_graph(
-        GetParam(), *captured.optimizer, [&](const Tensors& batch) { return captured.step(batch); },
-        log);
+    const auto graph = graph_of_steps(captured, log);
     for (int i = 0; i < 24; ++i) {
       SCOPED_TRACE(i);
       const at::Tensor expected = eager.step(eager.batch(i));
@@ -385,9 +390,7 @@ TEST_P(OnDevice, FollowsAScaleSetByHand) {
   SKIP_WITHOUT(GetParam());
   Training eager(GetParam()), captured(GetParam());
   Repeater::Log log;
-  const auto graph = make_graph(
-      GetParam(), *captured.optimizer, [&](const Tensors& batch) { return captured.step(batch); },
-      log);
+  const auto graph = graph_of_steps(captured, log);
   for (int i = 0; i < 12; ++i) {
     if (i == 6) {
       eager.scaler.update(64.);
@@ -405,9 +408,7 @@ TEST_P(OnDevice, FollowsALearningRateThatChangesAtEveryStep) {
     SCOPED_TRACE(kind);
     Training eager(GetParam(), kind), captured(GetParam(), kind);
     Repeater::Log log;
-    const auto graph = make_graph(
-        GetParam(), *captured.optimizer, [&](const Tensors& batch) { return captured.step(batch); },
-        log);
+    const auto graph = graph_of_steps(captured, log);
     for (int i = 0; i < 12; ++i) {
       for (Training* training : {&eager, &captured}) {
         training->optimizer->param_groups()[0].options().set_lr(0.01 / (1 + i));
@@ -423,9 +424,7 @@ TEST_P(OnDevice, GoesOnFromAnOptimizerStateThatWasLoaded) {
   SKIP_WITHOUT(GetParam());
   Training eager(GetParam()), captured(GetParam());
   Repeater::Log log;
-  const auto graph = make_graph(
-      GetParam(), *captured.optimizer, [&](const Tensors& batch) { return captured.step(batch); },
-      log);
+  const auto graph = graph_of_steps(captured, log);
   std::stringstream saved;
   for (int i = 0; i < 16; ++i) {
     if (i == 5 || i == 10) {
