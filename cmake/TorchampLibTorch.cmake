@@ -242,7 +242,7 @@ PyPI. Install one (apt install python3-venv). ${manual}" PARENT_SCOPE)
     endif()
     separate_arguments(arguments UNIX_COMMAND "${line}")
     execute_process(
-      COMMAND ${environment} ${pip} install --target ${partial}/root --upgrade --no-compile --only-binary=:all:
+      COMMAND ${environment} ${pip} install --target ${partial}/unpacked --upgrade --no-compile --only-binary=:all:
               --no-input --disable-pip-version-check --no-warn-script-location --root-user-action=ignore ${arguments}
       RESULT_VARIABLE status)
     if(NOT status EQUAL 0)
@@ -252,7 +252,7 @@ network and ${megabytes} MB in ${cache} (or in the folder that XDG_CACHE_HOME na
       return()
     endif()
   endforeach()
-  file(RENAME ${partial}/root ${cache}/${name})
+  file(RENAME ${partial}/unpacked ${cache}/${name})
   file(REMOVE_RECURSE ${partial})
 endfunction()
 
@@ -278,7 +278,7 @@ endfunction()
 
 # Of what torch's wheel requires, NVIDIA's libraries alone.
 function(_torchamp_nvidia_requirements line partial)
-  file(GLOB metadata ${partial}/root/torch-*.dist-info/METADATA)
+  file(GLOB metadata ${partial}/unpacked/torch-*.dist-info/METADATA)
   file(STRINGS ${metadata} requirements REGEX "^Requires-Dist: (cuda-toolkit|nvidia-)")
   list(TRANSFORM requirements REPLACE "^Requires-Dist: ([^ ;]+).*$" "\\1")
   list(JOIN requirements " " requirements)

@@ -122,7 +122,7 @@ try("the Python that is told under its other name" ENV PYTHONPATH=${site}
 
 # ---- PyPI -----------------------------------------------------------------------------------------
 
-file(WRITE ${cache}/partial-libtorch-2.15.0/root/torch/include/torch/headeronly/version.h "")
+file(WRITE ${cache}/partial-libtorch-2.15.0/unpacked/torch/include/torch/headeronly/version.h "")
 try("fetched, after an interrupted build" EXPECT "fetching libtorch-2.15.0 from PyPI into ${cache}" "RESULT CPU ${cache}/libtorch-2.15.0/torch")
 file(GLOB leftovers ${cache}/partial-*)
 if(leftovers)
