@@ -1,15 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # cmake -DCODE=2 -DTEXT=regex -P expect_exit.cmake -- program [argument…]
 # Fails unless the program ends with the exit code and its error stream matches.
-set(command)
-math(EXPR last "${CMAKE_ARGC} - 1")
-foreach(i RANGE ${last})
-  if(DEFINED seen)
-    list(APPEND command "${CMAKE_ARGV${i}}")
-  elseif(CMAKE_ARGV${i} STREQUAL "--")
-    set(seen TRUE)
-  endif()
-endforeach()
+include(${CMAKE_CURRENT_LIST_DIR}/program_arguments.cmake)
+program_arguments(command)
 execute_process(COMMAND ${command} RESULT_VARIABLE code OUTPUT_VARIABLE output ERROR_VARIABLE error)
 message("${output}${error}")
 if(NOT code STREQUAL CODE)

@@ -2,15 +2,8 @@
 # cmake -DOUT=folder -DMODELS=a,b -P smoke.cmake -- program [argument…]
 # Runs the comparison, which itself judges the losses, and looks at what it leaves: the table with a line for each way,
 # the charts, and raw numbers whose final losses agree, by a cruder measure than the program's own.
-set(command)
-math(EXPR last "${CMAKE_ARGC} - 1")
-foreach(i RANGE ${last})
-  if(DEFINED seen)
-    list(APPEND command "${CMAKE_ARGV${i}}")
-  elseif(CMAKE_ARGV${i} STREQUAL "--")
-    set(seen TRUE)
-  endif()
-endforeach()
+include(${CMAKE_CURRENT_LIST_DIR}/../../support/program_arguments.cmake)
+program_arguments(command)
 file(REMOVE_RECURSE "${OUT}")
 execute_process(COMMAND ${command} --out "${OUT}" --models "${MODELS}" RESULT_VARIABLE code)
 if(NOT code STREQUAL "0")
