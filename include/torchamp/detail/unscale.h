@@ -7,11 +7,11 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
+#include <c10/util/FunctionRef.h>
 
-#include <algorithm>
+#include <cstddef>
 #include <limits>
 #include <optional>
-#include <utility>
 #include <vector>
 
 #include "torchamp/detail/brought_to.h"
@@ -23,29 +23,24 @@ namespace torchamp::detail {
 /// exactly 1 changes nothing), and sets `found_inf`, 0-dim fp32, 0 or 1, to 1 if any was not finite
 /// before. One kernel for each device and dtype; never reads a device, though the flags of others
 /// are waited for where `found_inf` lies on the host.
-template <typename Factor>
-void multiply_and_check(const std::vector<GradientBatch>& batches, const Factor& factor,
-                        at::Tensor& found_inf) {
-  struct OnDevice {
-    at::Tensor factor, found_inf;
-  };
-  std::vector<OnDevice> devices;
+inline void multiply_and_check(const std::vector<GradientBatch>& batches,
+                               c10::function_ref<at::Tensor(at::Device)> factor,
+                               at::Tensor& found_inf) {
+  std::vector<at::Tensor> factors, flags;  // one for each device
   for (const GradientBatch& batch : batches) {
-    auto here = std::find_if(devices.begin(), devices.end(), [&](const OnDevice& d) {
-      return d.found_inf.device() == batch.device;
-    });
-    if (here == devices.end()) {
+    std::size_t d = 0;
+    while (d < flags.size() && flags[d].device() != batch.device) ++d;
+    if (d == flags.size()) {
       const bool at_home = batch.device == found_inf.device();
-      devices.push_back(
-          {factor(batch.device),
-           at_home ? found_inf : at::zeros({}, found_inf.options().device(batch.device))});
-      here = devices.end() - 1;
+      factors.push_back(factor(batch.device));
+      flags.push_back(at_home ? found_inf
+                              : at::zeros({}, found_inf.options().device(batch.device)));
     }
-    at::_amp_foreach_non_finite_check_and_unscale_(batch.gradients, here->found_inf, here->factor);
+    at::_amp_foreach_non_finite_check_and_unscale_(batch.gradients, flags[d], factors[d]);
   }
-  for (const OnDevice& d : devices) {
-    if (!d.found_inf.is_same(found_inf)) {
-      found_inf.add_(brought_to(found_inf.device(), d.found_inf)).clamp_max_(1.);
+  for (const at::Tensor& flag : flags) {
+    if (!flag.is_same(found_inf)) {
+      found_inf.add_(brought_to(found_inf.device(), flag)).clamp_max_(1.);
     }
   }
 }
