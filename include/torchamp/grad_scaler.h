@@ -6,6 +6,7 @@
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
+#include <concepts>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -84,8 +85,9 @@ class GradScaler {
   /// optimizer that is not LibTorch's, state tensors that it changes in place are not put back).
   /// Keeps a copy of the parameters meanwhile. Reads the device once for each evaluation. See Note
   /// [A step with a closure].
-  StepResult step(torch::optim::Optimizer& optimizer,
-                  const torch::optim::Optimizer::LossClosure& closure, int64_t max_retries = 8);
+  template <std::convertible_to<torch::optim::Optimizer::LossClosure> Closure>
+  StepResult step(torch::optim::Optimizer& optimizer, const Closure& closure,
+                  int64_t max_retries = 8);
 
   /// Ends an iteration: lowers the scale if any optimizer's gradients held an inf or a NaN, raises
   /// it after growth_interval iterations without. Not before some optimizer has been stepped or

@@ -32,9 +32,11 @@
 // are dense. Anything else is an error of step(), which then changes nothing. Devices are those for
 // which LibTorch has fused kernels: CPU and CUDA, others by release.
 
-// Note [Constructors that are templates]
+// Note [What is compiled when it is used]
 // A constructor makes its class's virtual functions, and so all of a fused step. As templates,
-// those of the optimizers that a file does not use cost it next to no compile time.
+// those of the optimizers that a file does not use cost it next to no compile time. What else only
+// some programs use and instantiates much is a template for the same reason, with a parameter that
+// it could do without.
 
 namespace torchamp {
 

@@ -8,6 +8,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
+#include <concepts>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -33,10 +34,12 @@ namespace detail {
 /// Leaves an optimizer's step; caught by GradScaler::step.
 struct StepAbandoned : std::exception {};
 
-/// A copy of an optimizer's parameters and state.
+/// A copy of an optimizer's parameters and state. A template for the reason in
+/// Note [What is compiled when it is used].
+template <class Optimizer>
 class OptimizerSnapshot {
  public:
-  explicit OptimizerSnapshot(torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {
+  explicit OptimizerSnapshot(Optimizer& optimizer) : optimizer_(optimizer) {
     const at::NoGradGuard no_grad;
     for (const auto& group : optimizer.param_groups()) {
       for (const at::Tensor& parameter : group.params()) {
@@ -67,7 +70,7 @@ class OptimizerSnapshot {
   }
 
  private:
-  torch::optim::Optimizer& optimizer_;
+  Optimizer& optimizer_;
   std::vector<at::Tensor> parameters_;
   ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>> states_;
 };
@@ -99,18 +102,19 @@ inline bool GradScaler::evaluate(torch::optim::Optimizer& optimizer,
   }
 }
 
-inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer,
-                                   const torch::optim::Optimizer::LossClosure& closure,
-                                   int64_t max_retries) {
+template <std::convertible_to<torch::optim::Optimizer::LossClosure> Closure>
+StepResult GradScaler::step(torch::optim::Optimizer& optimizer, const Closure& closure,
+                            int64_t max_retries) {
   using Stage = detail::OptimizerState::Stage;
-  TORCH_CHECK_VALUE(closure,
+  const torch::optim::Optimizer::LossClosure& evaluate_loss = closure;
+  TORCH_CHECK_VALUE(evaluate_loss,
                     "GradScaler::step: the closure is empty. Pass one that returns the loss.");
   TORCH_CHECK_VALUE(max_retries >= 0, "GradScaler::step: max_retries is ", max_retries,
                     ". It is 0 or more.");
   if (!options_.enabled) {
     return unscaled_result(optimizer.step([&] {
       optimizer.zero_grad();
-      at::Tensor loss = closure();
+      at::Tensor loss = evaluate_loss();
       loss.backward();
       return loss;
     }));
@@ -123,7 +127,7 @@ inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer,
       "step computes and unscales them by itself: leave unscale_ out.");
 
   Evaluation first;
-  const bool finite = evaluate(optimizer, closure, first, max_retries);
+  const bool finite = evaluate(optimizer, evaluate_loss, first, max_retries);
   std::vector<MissingGradient> missing;
   at::Tensor value;
   if (!first.state.had_gradients) {
@@ -135,7 +139,7 @@ inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer,
       value = optimizer.step([&] {
         if (std::exchange(is_first, false)) return first.loss;
         Evaluation later;
-        const bool good = evaluate(optimizer, closure, later, max_retries);
+        const bool good = evaluate(optimizer, evaluate_loss, later, max_retries);
         first.state = later.state;
         first.attempts = std::max(first.attempts, later.attempts);
         if (!good) throw detail::StepAbandoned();

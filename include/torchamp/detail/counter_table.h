@@ -15,6 +15,8 @@ namespace torchamp::detail {
 
 /// Which parameter's steps are counted where. Parameters that were always stepped together share a
 /// counter. Where some of them lack a gradient that others have, those that step get a copy of it.
+/// A template for the reason in Note [What is compiled when it is used].
+template <class Rule>
 class CounterTable {
  public:
   bool empty() const { return counters_.empty(); }

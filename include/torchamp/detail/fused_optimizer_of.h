@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -87,9 +88,11 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
       torch::optim::serialize<State, Options>(archive, loaded);
     } catch (const std::exception& error) {
       const auto* const own = dynamic_cast<const c10::Error*>(&error);
+      const std::string cause = own ? own->what_without_backtrace() : error.what();
+      const bool tells = cause.find("INTERNAL ASSERT") == std::string::npos;
       TORCH_CHECK(false, Rule::name, "::load: the archive does not hold what ", Rule::name,
-                  " or its counterpart in LibTorch saves for such parameter groups: ",
-                  own ? own->what_without_backtrace() : error.what());
+                  " or its counterpart in LibTorch saves for such parameter groups",
+                  tells ? ": " + cause : ".");
     }
     check_loaded(loaded);
     for (std::size_t g = 0; g < param_groups_.size(); ++g) {
@@ -171,7 +174,7 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
     });
   }
 
-  CounterTable counters_;
+  CounterTable<Rule> counters_;
   StepPlan<Rule> plan_;
 
   // Where steps are captured.

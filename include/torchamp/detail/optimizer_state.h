@@ -3,7 +3,7 @@
 
 #include <torch/optim/optimizer.h>
 
-#include <deque>
+#include <list>
 #include <utility>
 
 #include "torchamp/detail/found_inf.h"
@@ -49,7 +49,7 @@ class OptimizerStates {
   void clear() { states_.clear(); }
 
  private:
-  std::deque<std::pair<const torch::optim::Optimizer*, OptimizerState>> states_;
+  std::list<std::pair<const torch::optim::Optimizer*, OptimizerState>> states_;
 };
 
 }  // namespace torchamp::detail

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "torchamp/detail/counter_table.h"
@@ -43,14 +44,14 @@ const typename Rule::Options& options_of(const ParamGroups& groups, std::size_t 
 /// Throws for a parameter with a gradient that the kernels cannot step. Changes nothing.
 template <class Rule>
 void check_parameters(const ParamGroups& groups, const ParamStates& states) {
-  ska::flat_hash_map<const void*, std::size_t> seen;
+  std::unordered_set<c10::TensorImpl*> seen;
   for (std::size_t g = 0; g < groups.size(); ++g) {
     const std::size_t kinds = Rule::kinds(options_of<Rule>(groups, g));
     for (std::size_t i = 0; i < groups[g].params().size(); ++i) {
       const at::Tensor& param = groups[g].params()[i];
       const at::Tensor& grad = gradient_of(param);
       if (!grad.defined()) continue;
-      TORCH_CHECK_VALUE(seen.emplace(param.unsafeGetTensorImpl(), g).second, Rule::name,
+      TORCH_CHECK_VALUE(seen.insert(param.unsafeGetTensorImpl()).second, Rule::name,
                         "::step: ", place_of(g, i),
                         " is in the optimizer twice. Give each parameter once.");
       TORCH_CHECK_VALUE(param.layout() == at::kStrided && grad.layout() == at::kStrided, Rule::name,
@@ -86,6 +87,20 @@ void check_parameters(const ParamGroups& groups, const ParamStates& states) {
 // gradients, the layouts that the states were made for, the same kinds of state. If not, it is made
 // anew, from the groups, the states and the counters, which are all that outlives it.
 
+/// A parameter in a plan.
+struct StepSlot {
+  static constexpr std::size_t no_list = static_cast<std::size_t>(-1);
+  const c10::TensorImpl* param;
+  std::size_t list;  ///< no_list for a parameter without a gradient
+};
+
+/// What a plan relies on of a group's options.
+struct StepUse {
+  std::size_t kinds;
+  bool counted;
+  bool operator==(const StepUse&) const = default;
+};
+
 /// What a step of `Rule` calls the fused kernels with.
 template <class Rule>
 class StepPlan {
@@ -103,7 +118,7 @@ class StepPlan {
       for (const at::Tensor& param : groups[g].params()) {
         if (slot == slots_.cend() || slot->param != param.unsafeGetTensorImpl()) return false;
         const at::Tensor& grad = gradient_of(param);
-        if (grad.defined() != (slot->list != no_list)) return false;
+        if (grad.defined() != (slot->list != StepSlot::no_list)) return false;
         if (grad.defined() && !add_gradient(lists_[slot->list], param, grad)) return false;
         ++slot;
       }
@@ -114,13 +129,13 @@ class StepPlan {
   /// A plan for `groups`, which check_parameters has passed. Makes the states that are missing and
   /// takes those that are not to their parameters' device, dtype and layout.
   static StepPlan make(const ParamGroups& groups, const Options& defaults, ParamStates& states,
-                       CounterTable& counters) {
+                       CounterTable<Rule>& counters) {
     StepPlan plan;
     std::vector<at::Tensor> counted;
     for (std::size_t g = 0; g < groups.size(); ++g) {
       plan.uses_.push_back(use_of(groups, g));
       for (const at::Tensor& param : groups[g].params()) {
-        plan.slots_.push_back({param.unsafeGetTensorImpl(), no_list});
+        plan.slots_.push_back({param.unsafeGetTensorImpl(), StepSlot::no_list});
         if (plan.uses_[g].counted && gradient_of(param).defined()) counted.push_back(param);
       }
     }
@@ -192,18 +207,7 @@ class StepPlan {
   }
 
  private:
-  static constexpr std::size_t no_list = static_cast<std::size_t>(-1);
-  struct Slot {
-    const c10::TensorImpl* param;
-    std::size_t list;  ///< no_list for a parameter without a gradient
-  };
-  struct Use {
-    std::size_t kinds;
-    bool counted;
-    bool operator==(const Use&) const = default;
-  };
-
-  static Use use_of(const ParamGroups& groups, std::size_t group) {
+  static StepUse use_of(const ParamGroups& groups, std::size_t group) {
     const Options& options = options_of<Rule>(groups, group);
     return {Rule::kinds(options), Rule::counted(options)};
   }
@@ -251,7 +255,7 @@ class StepPlan {
   }
 
   void add_parameter(StepList& list, const at::Tensor& param, const Options& defaults,
-                     ParamStates& states, const CounterTable& counters) const {
+                     ParamStates& states, const CounterTable<Rule>& counters) const {
     list.params.push_back(param);
     if (uses_[list.group].counted) list.counters.push_back(counters.find(param)->value);
     if (list.state.empty()) return;
@@ -264,8 +268,8 @@ class StepPlan {
     }
   }
 
-  std::vector<Slot> slots_;  ///< for each parameter of each group, in order
-  std::vector<Use> uses_;    ///< for each group
+  std::vector<StepSlot> slots_;  ///< for each parameter of each group, in order
+  std::vector<StepUse> uses_;    ///< for each group
   std::vector<StepList> lists_;
   std::vector<StepScalars> scalars_;
 };

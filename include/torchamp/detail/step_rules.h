@@ -40,7 +40,7 @@
 
 namespace torchamp::detail {
 
-template <class Options_, class State_>
+template <class Options_, class State_, auto kernel, auto kernel_of_rate_on_device>
 struct AdamRuleBase {
   using Options = Options_;
   using State = State_;
@@ -65,11 +65,8 @@ struct AdamRuleBase {
   static int64_t steps(const State& s) { return s.step(); }
   static void set_steps(State& s, int64_t steps) { s.step(steps); }
 
- protected:
-  template <class Kernel, class KernelOfRateOnDevice>
-  static void call(const Kernel& kernel, const KernelOfRateOnDevice& kernel_of_rate_on_device,
-                   const Options& o, const StepList& list, const StepScalars& scalars) {
-    const auto with = [&](const auto& chosen, const auto& rate) {
+  static void step(const Options& o, const StepList& list, const StepScalars& scalars) {
+    const auto with = [&](auto chosen, const auto& rate) {
       const auto [beta1, beta2] = o.betas();
       chosen(list.params, list.grads, list.state[0], list.state[1],
              o.amsgrad() ? at::TensorList(list.state[2]) : at::TensorList(), list.counters, rate,
@@ -80,18 +77,16 @@ struct AdamRuleBase {
   }
 };
 
-struct AdamRule : AdamRuleBase<torch::optim::AdamOptions, torch::optim::AdamParamState> {
+struct AdamRule
+    : AdamRuleBase<torch::optim::AdamOptions, torch::optim::AdamParamState,
+                   &at::_ops::_fused_adam_::call, &at::_ops::_fused_adam__tensor_lr::call> {
   static constexpr const char* name = "FusedAdam";
-  static void step(const Options& o, const StepList& list, const StepScalars& scalars) {
-    call(at::_ops::_fused_adam_::call, at::_ops::_fused_adam__tensor_lr::call, o, list, scalars);
-  }
 };
 
-struct AdamWRule : AdamRuleBase<torch::optim::AdamWOptions, torch::optim::AdamWParamState> {
+struct AdamWRule
+    : AdamRuleBase<torch::optim::AdamWOptions, torch::optim::AdamWParamState,
+                   &at::_ops::_fused_adamw_::call, &at::_ops::_fused_adamw__tensor_lr::call> {
   static constexpr const char* name = "FusedAdamW";
-  static void step(const Options& o, const StepList& list, const StepScalars& scalars) {
-    call(at::_ops::_fused_adamw_::call, at::_ops::_fused_adamw__tensor_lr::call, o, list, scalars);
-  }
 };
 
 struct AdagradRule {
@@ -177,25 +172,37 @@ struct SgdRule {
   }
 
  private:
+  // Found in 2.11: the CPU's kernel computes 16-bit parameters by vectors and stores only the rest.
+  static constexpr bool cpu_loses_16_bit_steps =
+      TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15;
+
+  template <bool steps_are_lost = cpu_loses_16_bit_steps>
   static void call(const Options& o, const StepList& list, bool first,
                    const std::optional<at::Tensor>& grad_scale,
                    const std::optional<at::Tensor>& found_inf) {
-    const bool narrow = list.dtype == at::kHalf || list.dtype == at::kBFloat16;
-    if (cpu_loses_16_bit_steps && list.device.is_cpu() && narrow) {
-      StepList wide = list;
-      const auto widen = [](std::vector<at::Tensor>& tensors) {
-        for (at::Tensor& tensor : tensors) tensor = tensor.to(at::kFloat);
-      };
-      widen(wide.params);
-      widen(wide.grads);
-      for (auto& tensors : wide.state) widen(tensors);
-      call_kernel(o, wide, first, grad_scale, found_inf);
-      at::_foreach_copy_(list.params, wide.params);
-      for (std::size_t k = 0; k < list.state.size(); ++k) {
-        at::_foreach_copy_(list.state[k], wide.state[k]);
+    if constexpr (steps_are_lost) {
+      if (list.device.is_cpu() && (list.dtype == at::kHalf || list.dtype == at::kBFloat16)) {
+        return call_in_fp32(o, list, first, grad_scale, found_inf);
       }
-    } else {
-      call_kernel(o, list, first, grad_scale, found_inf);
+    }
+    call_kernel(o, list, first, grad_scale, found_inf);
+  }
+
+  template <class List>
+  static void call_in_fp32(const Options& o, const List& list, bool first,
+                           const std::optional<at::Tensor>& grad_scale,
+                           const std::optional<at::Tensor>& found_inf) {
+    List wide = list;
+    const auto widen = [](std::vector<at::Tensor>& tensors) {
+      for (at::Tensor& tensor : tensors) tensor = tensor.to(at::kFloat);
+    };
+    widen(wide.params);
+    widen(wide.grads);
+    for (auto& tensors : wide.state) widen(tensors);
+    call_kernel(o, wide, first, grad_scale, found_inf);
+    at::_foreach_copy_(list.params, wide.params);
+    for (std::size_t k = 0; k < list.state.size(); ++k) {
+      at::_foreach_copy_(list.state[k], wide.state[k]);
     }
   }
 
@@ -210,10 +217,6 @@ struct SgdRule {
     };
     list.rate.defined() ? with(list.rate) : with(o.lr());
   }
-
-  // Found in 2.11: the CPU's kernel computes 16-bit parameters by vectors and stores only the rest.
-  static constexpr bool cpu_loses_16_bit_steps =
-      TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15;
 };
 
 }  // namespace torchamp::detail
