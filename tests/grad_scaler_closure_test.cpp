@@ -275,6 +275,9 @@ TEST(GradScalerClosure, NamesItsMisuse) {
   auto optimizer = sgd({w});
   GradScaler scaler;
   EXPECT_ERROR(scaler.step(optimizer, nullptr), "the closure is empty");
+  LBFGS needs_closure({w});
+  EXPECT_ERROR(scaler.step(needs_closure),
+               "LBFGS evaluates the loss by itself. Call step(optimizer, closure)");
   EXPECT_ERROR(scaler.step(
                    optimizer, [&] { return w.sum(); }, -1),
                "max_retries is -1");

@@ -7,6 +7,8 @@
 #include <ATen/ops/ne.h>
 #include <ATen/ops/zeros.h>
 
+#include <torch/optim/lbfgs.h>
+
 #include <algorithm>
 #include <optional>
 #include <sstream>
@@ -176,6 +178,9 @@ inline StepResult GradScaler::unscaled_result(at::Tensor value) {
 
 inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   using Stage = detail::OptimizerState::Stage;
+  TORCH_CHECK(dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
+              "GradScaler::step: LBFGS evaluates the loss by itself. Call step(optimizer, closure) "
+              "with a closure that returns the loss.");
   if (!options_.enabled) return unscaled_result(optimizer.step());
   check_started("step");
   detail::OptimizerState& state = optimizers_.of(optimizer);
