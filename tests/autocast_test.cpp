@@ -259,11 +259,14 @@ TEST(AutocastGuard, DestroyedByAnotherThreadItWarnsAndTouchesNothing) {
   std::optional<AutocastGuard> guard(std::in_place, at::kCPU);
   std::string warnings;
   std::thread([&] {
+    const AutocastGuard own(at::kCPU, {.policy = Policy::torch()});
+    const auto* const own_policy = torchamp::detail::thread_policy();
     const ThreadState before;
     CollectedWarnings collected;
     guard.reset();
     warnings = collected.text();
     EXPECT_EQ(ThreadState(), before);
+    EXPECT_EQ(torchamp::detail::thread_policy(), own_policy);
   }).join();
   EXPECT_THAT(warnings, HasSubstr("~AutocastGuard: destroyed by another thread"));
   EXPECT_TRUE(at::autocast::is_autocast_enabled(at::kCPU));
@@ -370,6 +373,8 @@ TEST(AutocastGuard, AnUnsupportedFloatingDtypeWarnsAndRunsDisabled) {
   const AutocastGuard autocast(at::kCPU, at::kFloat);
   EXPECT_THAT(warnings.text(), HasSubstr("autocast on cpu supports fp16 and bf16, not Float"));
   EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
+  const AutocastGuard another(at::kCPU, at::kDouble);
+  EXPECT_THAT(warnings.text(), HasSubstr("not Double"));
 }
 
 TEST(AutocastGuard, ACudaRegionWithoutACudaDeviceWarnsAndRunsDisabled) {

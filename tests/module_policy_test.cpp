@@ -336,6 +336,9 @@ TEST(ModulePolicies, RefuseAPatternThatFitsNothing) {
                "no module of the model fits 'haed'. The nearest name is 'head'.");
   EXPECT_ERROR((ModulePolicies{{"decoder.*", relu_in_fp32()}}.apply_to(*net)),
                "no module of the model fits 'decoder.*'. The nearest name is 'encoder.0'.");
+  torch::nn::ReLU bare;
+  EXPECT_ERROR((ModulePolicies{{"head", Policy::torch()}}.apply_to(*bare)),
+               "no module of the model fits 'head'. The model has no modules in it");
   expect_untouched(net);
 }
 

@@ -140,9 +140,7 @@ Outcome under(const Policy& policy, const Call& call, MakeCall make_call) {
 
 std::size_t count_overlays(at::DeviceType device) {
   const std::size_t index = torchamp::detail::device_index(device, "test");
-  const auto& overlaid = torchamp::detail::shared_runtime().overlaid;
-  return static_cast<std::size_t>(std::count_if(
-      overlaid.begin(), overlaid.end(), [&](const auto& op) { return op.installed[index]; }));
+  return torchamp::detail::shared_runtime().overlays[index].ops.size();
 }
 
 /// The record of a device, and what its calls give here before any overlay is there.

@@ -147,6 +147,9 @@ TEST(Policy, AnUnknownNameIsAnErrorWithTheNearestKnownOne) {
   EXPECT_ERROR(Policy::standard().unchanged({"softmax.string"}),
                "Policy::unchanged: the op 'aten::softmax' has no overload 'string'. It has '");
   EXPECT_ERROR((void)Policy::standard().lookup("lieanr", at::kCPU), "Did you mean 'linear'?");
+  EXPECT_ERROR(Policy::standard().fp32({"no_such_library::relu"}),
+               "LibTorch knows no op 'no_such_library::relu', nor any other of its namespace. Load "
+               "the library that registers it first.");
   EXPECT_ERROR((void)Policy::standard().lookup("", at::kCPU),
                "Policy::lookup: LibTorch knows no op ''");
 }
@@ -185,6 +188,12 @@ TEST(Policy, PrintsItsEditsAndTheRulesOfBothDevices) {
   EXPECT_NE(text.find("on cpu\n"), std::string::npos);
   EXPECT_NE(text.find("on cuda\n"), std::string::npos);
   EXPECT_NE(text.find("  fp32\n    relu\n"), std::string::npos) << text;
+  // On CUDA, the list that LibTorch's kernel is on.
+  const std::string cuda = text.substr(text.find("on cuda\n"));
+  const auto lower = cuda.find("  native: lower_precision\n"), wide = cuda.find("  native: fp32\n");
+  EXPECT_LT(lower, cuda.find(" linear,")) << text;
+  EXPECT_LT(cuda.find(" linear,"), wide) << text;
+  EXPECT_LT(wide, cuda.find(" softmax.int,")) << text;
   std::istringstream lines(text);
   for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), 100u) << line;
 }

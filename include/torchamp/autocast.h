@@ -7,7 +7,9 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
+#include <atomic>
 #include <concepts>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <thread>
@@ -88,9 +90,10 @@ class AutocastGuard {
       TORCH_WARN(
           "~AutocastGuard: destroyed by another thread than the one that made it. Its state was "
           "not restored there. Keep a guard in the scope that it covers.");
+      policy_scope_.abandon();
       return;
     }
-    policy_scope_.reset();
+    policy_scope_.end();
     if (at::autocast::decrement_nesting() == 0 || dtype_changed_) at::autocast::clear_cache();
     before_.apply();
     at::autocast::set_autocast_cache_enabled(cache_enabled_before_);
@@ -110,8 +113,8 @@ class AutocastGuard {
       : before_(detail::DeviceAutocastState::of(checked.device)),
         cache_enabled_before_(at::autocast::is_autocast_cache_enabled()),
         dtype_changed_(before_.dtype != checked.dtype),
-        thread_(std::this_thread::get_id()) {
-    if (checked.policy) policy_scope_.emplace(std::move(checked.policy));
+        thread_(std::this_thread::get_id()),
+        policy_scope_(std::move(checked.policy)) {
     at::autocast::set_autocast_enabled(checked.device, checked.enabled);
     at::autocast::set_autocast_dtype(checked.device, checked.dtype);
     if (options.cache_enabled) at::autocast::set_autocast_cache_enabled(*options.cache_enabled);
@@ -123,7 +126,7 @@ class AutocastGuard {
   bool cache_enabled_before_;
   bool dtype_changed_;
   std::thread::id thread_;
-  std::optional<detail::PolicyScope> policy_scope_;
+  detail::PolicyScope policy_scope_;
 };
 
 /// Forgets the casts of fp32 weights that LibTorch keeps until the outermost guard ends.
@@ -136,16 +139,21 @@ inline void clear_weight_cache() {
 
 namespace detail {
 
-/// Whether `device` runs autocast in `dtype`; warns once if not. Not a floating dtype: an error.
+/// Whether `device` runs autocast in `dtype`; warns once for each dtype if not. Not a floating
+/// dtype: an error.
 inline bool dtype_is_usable(at::DeviceType device, at::ScalarType dtype) {
   TORCH_CHECK(c10::isFloatingType(dtype), "AutocastGuard: the dtype ", dtype,
               " is not floating-point. Pass torch::kHalf or torch::kBFloat16.");
   if (dtype == at::kHalf || dtype == at::kBFloat16) return true;
   if (device == at::kCUDA && dtype == at::kFloat) return true;  // as torch.autocast has it
-  TORCH_WARN_ONCE(
-      "AutocastGuard: autocast on ", device, " supports fp16 and bf16, not ", dtype,
-      ". The region runs with autocast disabled. Pass torch::kBFloat16 or torch::kHalf, or "
-      "{.enabled = false} to leave fp32 alone.");
+
+  static std::atomic<std::uint64_t> warned_of = 0;  // a bit for each dtype
+  const std::uint64_t bit = std::uint64_t{1} << static_cast<unsigned>(dtype);
+  if ((warned_of.fetch_or(bit) & bit) == 0) {
+    TORCH_WARN("AutocastGuard: autocast on ", device, " supports fp16 and bf16, not ", dtype,
+               ". The region runs with autocast disabled. Pass torch::kBFloat16 or torch::kHalf, "
+               "or {.enabled = false} to leave fp32 alone.");
+  }
   return false;
 }
 
@@ -178,13 +186,13 @@ inline AutocastGuard::Checked::Checked(at::DeviceType on_device, const AutocastO
   } else {
     data = Policy::standard().data();
   }
-  std::shared_ptr<const detail::OverlayTable> table;
-  if (enabled) table = detail::overlay_table(*data, device);
-  if (outer && outer->inherited == data && outer->tables[index] == table) return;
+  if (enabled) detail::compile_once(*data, device);
+  const detail::PolicyData* in_force = enabled ? data.get() : nullptr;
+  if (outer && outer->inherited == data && outer->in_force[index].get() == in_force) return;
   auto inner = std::make_shared<detail::ThreadPolicy>();
   if (outer) *inner = *outer;
+  inner->in_force[index] = enabled ? data : nullptr;
   inner->inherited = std::move(data);
-  inner->tables[index] = std::move(table);
   policy = std::move(inner);
 }
 

@@ -6,7 +6,6 @@
 #include <c10/core/ScalarType.h>
 
 #include <memory>
-#include <optional>
 #include <utility>
 #include <vector>
 
@@ -67,11 +66,7 @@ class AutocastState {
 class AutocastStateGuard {
  public:
   [[nodiscard]] explicit AutocastStateGuard(const AutocastState& state)
-      : before_(AutocastState::of_this_thread()) {
-    if (state.policy_ != before_.policy_) {
-      policy_scope_.emplace(state.policy_ ? state.policy_
-                                          : std::make_shared<const detail::ThreadPolicy>());
-    }
+      : before_(AutocastState::of_this_thread()), policy_scope_(changed_policy(before_, state)) {
     apply(state);
     at::autocast::increment_nesting();
   }
@@ -84,12 +79,19 @@ class AutocastStateGuard {
   static void* operator new[](std::size_t) = delete;
 
   ~AutocastStateGuard() {
-    policy_scope_.reset();
+    policy_scope_.end();
     if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
     apply(before_);
   }
 
  private:
+  /// The policy to put in force; null if it is in force already.
+  static std::shared_ptr<const detail::ThreadPolicy> changed_policy(const AutocastState& before,
+                                                                    const AutocastState& state) {
+    if (state.policy_ == before.policy_) return nullptr;
+    return state.policy_ ? state.policy_ : std::make_shared<const detail::ThreadPolicy>();
+  }
+
   static void apply(const AutocastState& state) {
     bool dtypes_change = false;
     for (const auto& device : state.devices_) {
@@ -104,7 +106,7 @@ class AutocastStateGuard {
   }
 
   AutocastState before_;
-  std::optional<detail::PolicyScope> policy_scope_;
+  detail::PolicyScope policy_scope_;
 };
 
 }  // namespace torchamp

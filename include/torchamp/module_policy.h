@@ -143,12 +143,17 @@ inline void ModulePolicies::check_all_used(const detail::PolicySites& sites) con
       return name.first.empty() ? rule.pattern.empty() : detail::matches(rule.pattern, name.first);
     });
     if (used) continue;
-    const auto nearest = std::min_element(names.begin(), names.end(), [&](auto& a, auto& b) {
-      return detail::edit_distance(rule.pattern, a.first) <
-             detail::edit_distance(rule.pattern, b.first);
-    });
+    std::string nearest;  // the model's own name is empty
+    for (const auto& [name, index] : names) {
+      if (nearest.empty() || detail::edit_distance(rule.pattern, name) <
+                                 detail::edit_distance(rule.pattern, nearest)) {
+        nearest = name;
+      }
+    }
+    TORCH_CHECK(!nearest.empty(), "ModulePolicies::apply_to: no module of the model fits '",
+                rule.pattern, "'. The model has no modules in it; its own name is ''.");
     TORCH_CHECK(false, "ModulePolicies::apply_to: no module of the model fits '", rule.pattern,
-                "'. The nearest name is '", nearest->first, "'.");
+                "'. The nearest name is '", nearest, "'.");
   }
 }
 
@@ -161,7 +166,7 @@ inline void ModulePolicies::register_overlays(const torch::nn::Module& model) co
   }
   for (const at::DeviceType device : devices) {
     if (!at::autocast::is_autocast_available(device)) continue;
-    for (const Rule& rule : rules_) (void)detail::overlay_table(*rule.policy, device);
+    for (const Rule& rule : rules_) detail::compile_once(*rule.policy, device);
   }
 }
 

@@ -90,7 +90,9 @@ class Policy {
   std::shared_ptr<const detail::PolicyData> data_;
 };
 
-/// Prints the table: the edits, then per rule the ops that follow it on a CPU and on CUDA.
+/// Prints the table: the edits, then per rule the ops that follow it on a CPU and on CUDA. What
+/// LibTorch's kernels do is on its lists for CUDA; a CPU's lists are not in its headers: ask a
+/// CastRecorder (cast_recorder.h).
 inline std::ostream& operator<<(std::ostream& out, const Policy& policy) {
   detail::print_policy(out, *policy.data());
   return out;
@@ -108,7 +110,7 @@ inline Policy& Policy::edit(const char* call, Cast cast, const OpNames& ops, con
       if (when.always()) {
         rule = {cast, {}};
       } else {
-        rule.conditional.push_back({cast, when});
+        rule.conditional.push_back(edited->edits.size());
       }
     }
   }

@@ -6,14 +6,10 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
+#include <cstddef>
 #include <functional>
-#include <map>
 #include <optional>
-#include <string>
 #include <string_view>
-#include <vector>
-
-#include "torchamp/cast.h"
 
 namespace torchamp {
 
@@ -50,37 +46,9 @@ struct When {
   std::function<bool(const OpCall&)> predicate = nullptr;
 
   bool always() const { return !dtype && !predicate; }
-};
-
-namespace detail {
-
-/// Rules that hold only sometimes, in the order in which they were given; the last that holds wins.
-struct ConditionalRule {
-  Cast cast;
-  When when;
-};
-using ConditionalRules = std::vector<ConditionalRule>;
-
-/// The rules of one overload: one that always holds, if there is one, and rules on top of it that
-/// hold only sometimes.
-struct OverloadRules {
-  std::optional<Cast> cast;
-  ConditionalRules conditional;
-};
-
-/// Rules by full overload name: "aten::pow.Tensor_Scalar".
-using RuleMap = std::map<std::string, OverloadRules, std::less<>>;
-
-inline std::optional<Cast> rule_that_holds(const ConditionalRules& rules, at::ScalarType dtype,
-                                           const OpCall& call) {
-  for (std::size_t i = rules.size(); i-- > 0;) {
-    const When& when = rules[i].when;
-    if (when.dtype && *when.dtype != dtype) continue;
-    if (when.predicate && !when.predicate(call)) continue;
-    return rules[i].cast;
+  bool holds(at::ScalarType region_dtype, const OpCall& call) const {
+    return (!dtype || *dtype == region_dtype) && (!predicate || predicate(call));
   }
-  return std::nullopt;
-}
+};
 
-}  // namespace detail
 }  // namespace torchamp

@@ -54,9 +54,8 @@ inline Cast base_rule(BaseTable base, const c10::OperatorHandle& op, at::DeviceT
     if (castable && contains(row.family, op.operator_name())) return row.cast;
   }
   if (has_native_kernel(op, device)) return Cast::native;
-  const auto& lists = libtorch_cuda_lists();
-  const auto listed = lists.find(full_name(op.operator_name()));
-  return listed != lists.end() && castable ? *listed->second.cast : Cast::unchanged;
+  const Cast listed = listed_rule(full_name(op.operator_name()));
+  return castable && listed != Cast::native ? listed : Cast::unchanged;
 }
 
 /// The castable ops that a base table speaks of itself, LibTorch's kernels aside.

@@ -16,24 +16,20 @@
 
 namespace torchamp::detail {
 
-enum class TensorArgument : std::uint8_t { none, tensor, list, list_of_optional };
-
-/// What `type` holds of tensors: `Tensor`, `Tensor?`, `Tensor[]`, `Tensor[]?`,
-/// `Tensor?[]`.
-inline TensorArgument tensor_argument(const c10::Type& type) {
-  if (type.kind() == c10::TypeKind::TensorType) return TensorArgument::tensor;
-  if (type.kind() == c10::TypeKind::OptionalType) {
-    return tensor_argument(*type.castRaw<c10::OptionalType>()->getElementType());
-  }
-  if (type.kind() == c10::TypeKind::ListType) {
-    const auto& element = *type.castRaw<c10::ListType>()->getElementType();
-    if (element.kind() == c10::TypeKind::TensorType) return TensorArgument::list;
-    if (element.kind() == c10::TypeKind::OptionalType &&
-        tensor_argument(element) != TensorArgument::none) {
-      return TensorArgument::list_of_optional;
+/// Whether `type` is `Tensor`, `Tensor?`, `Tensor[]`, `Tensor[]?` or `Tensor?[]`.
+inline bool holds_tensors(const c10::Type& type) {
+  switch (type.kind()) {
+    case c10::TypeKind::TensorType:
+      return true;
+    case c10::TypeKind::OptionalType:
+      return holds_tensors(*type.castRaw<c10::OptionalType>()->getElementType());
+    case c10::TypeKind::ListType: {
+      const c10::Type& element = *type.castRaw<c10::ListType>()->getElementType();
+      return element.kind() != c10::TypeKind::ListType && holds_tensors(element);
     }
+    default:
+      return false;
   }
-  return TensorArgument::none;
 }
 
 /// Whether `argument` is `ScalarType dtype`, or, if `optional`, `ScalarType? dtype`.
@@ -58,7 +54,7 @@ inline std::string why_not_castable(const c10::FunctionSchema& schema) {
   }
   bool has_tensors = false;
   for (const auto& argument : schema.arguments()) {
-    has_tensors = has_tensors || tensor_argument(*argument.type()) != TensorArgument::none;
+    has_tensors = has_tensors || holds_tensors(*argument.type());
     if (is_dtype(argument, /*optional=*/false)) return "the caller names its dtype";
   }
   if (!has_tensors) return "it takes no tensors";
@@ -76,8 +72,7 @@ class CastArguments {
       : count_(schema.arguments().size()), promotes_(promotes) {
     for (std::size_t i = 0; i < count_; ++i) {
       const auto& argument = schema.arguments()[i];
-      const TensorArgument kind = tensor_argument(*argument.type());
-      if (kind != TensorArgument::none) positions_.push_back({i, kind});
+      if (holds_tensors(*argument.type())) positions_.push_back(i);
       if (is_dtype(argument, /*optional=*/true)) dtype_position_ = i;
     }
   }
@@ -101,15 +96,10 @@ class CastArguments {
   }
 
  private:
-  struct Position {
-    std::size_t index;
-    TensorArgument kind;
-  };
-
   template <class Function>
   void for_each_tensor(const torch::jit::Stack& stack, std::size_t first, Function function) const {
-    for (const Position& position : positions_) {
-      for_each_tensor_of(stack[first + position.index], function);
+    for (const std::size_t position : positions_) {
+      for_each_tensor_of(stack[first + position], function);
     }
   }
 
@@ -118,8 +108,8 @@ class CastArguments {
     const auto cast = [&](const at::Tensor& tensor) {
       return at::autocast::cached_cast(dtype, tensor, device);
     };
-    for (const Position& position : positions_) {
-      c10::IValue& value = stack[first + position.index];
+    for (const std::size_t position : positions_) {
+      c10::IValue& value = stack[first + position];
       if (value.isTensor()) {
         if (needs_cast(value.toTensor(), dtype, device)) value = cast(value.toTensor());
       } else if (value.isTensorList()) {
@@ -154,7 +144,7 @@ class CastArguments {
   // LibTorch's rule for `fp32_set_opt_dtype`: a dtype that the caller gave stands.
   void ask_for_fp32(at::DeviceType device, torch::jit::Stack& stack, std::size_t first) const {
     c10::IValue& dtype = stack[first + *dtype_position_];
-    const c10::IValue& leading = stack[first + positions_.front().index];
+    const c10::IValue& leading = stack[first + positions_.front()];
     if (dtype.isNone() && leading.isTensor() &&
         at::autocast::is_eligible(leading.toTensor(), device)) {
       dtype = at::kFloat;
@@ -169,8 +159,8 @@ class CastArguments {
     c10::IValue* chosen = nullptr;
     bool chosen_has_dims = false;
     bool wide = false;
-    for (const Position& position : positions_) {
-      c10::IValue& value = stack[first + position.index];
+    for (const std::size_t position : positions_) {
+      c10::IValue& value = stack[first + position];
       if (!value.isTensor() || !value.toTensor().defined()) continue;
       const at::Tensor& tensor = value.toTensor();
       if (!tensor.is_floating_point()) continue;
@@ -187,7 +177,7 @@ class CastArguments {
       *chosen = at::autocast::cached_cast(at::kFloat, chosen->toTensor(), device);
   }
 
-  std::vector<Position> positions_;
+  std::vector<std::size_t> positions_;  // of the arguments that hold tensors
   std::optional<std::size_t> dtype_position_;
   std::size_t count_;
   bool promotes_;

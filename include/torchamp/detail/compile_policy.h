@@ -18,10 +18,8 @@ namespace torchamp::detail {
 /// Whether LibTorch's own kernel for the device is known to follow `cast`. Only the lists that the
 /// devices share with CUDA can be read; a CPU's kernels cannot, so none is known to.
 inline bool native_agrees(const c10::OperatorHandle& op, at::DeviceType device, Cast cast) {
-  if (device == at::kCPU || !has_native_kernel(op, device)) return false;
-  const auto& lists = libtorch_cuda_lists();
-  const auto listed = lists.find(full_name(op.operator_name()));
-  return listed != lists.end() && listed->second.cast == cast;
+  return device != at::kCPU && has_native_kernel(op, device) &&
+         listed_rule(full_name(op.operator_name())) == cast;
 }
 
 /// Whether an op must be shielded to stay unchanged: it has an autocast kernel, or calls ops that
@@ -43,7 +41,7 @@ inline OverlayTable::Entry overlay_entry(const PolicyData& policy, const c10::Op
   } else if (cast != Cast::native && !native_agrees(op, device, cast)) {
     entry.cast = cast;
   }
-  if (edited != nullptr) entry.conditional = edited->conditional;
+  if (edited != nullptr && !edited->conditional.empty()) entry.conditional = &edited->conditional;
   return entry;
 }
 
@@ -55,22 +53,20 @@ inline std::unique_ptr<BoxedKernel> make_overlay(const c10::OperatorHandle& op,
 }
 
 /// Installs the overlays that `policy` needs on `device` and returns its table of them.
-inline std::shared_ptr<const OverlayTable> compile(const PolicyData& policy,
-                                                   at::DeviceType device) {
+inline OverlayTable compile(const PolicyData& policy, at::DeviceType device) {
   install_script_cast_overlays(device);
-  auto table = std::make_shared<OverlayTable>();
+  OverlayTable table;
   for (const auto& op : candidates(policy)) {
-    OverlayTable::Entry entry = overlay_entry(policy, op, device);
-    if (entry.cast == Cast::native && entry.conditional.empty()) continue;
-    table->set(install_overlay(op, device, &make_overlay), std::move(entry));
+    const OverlayTable::Entry entry = overlay_entry(policy, op, device);
+    if (entry.cast == Cast::native && entry.conditional == nullptr) continue;
+    table.set(install_overlay(op, device, &make_overlay), entry);
   }
   return table;
 }
 
-/// The policy's table for a device; installs overlays on first use.
-inline std::shared_ptr<const OverlayTable> overlay_table(const PolicyData& policy,
-                                                         at::DeviceType device) {
-  return policy.table(device_index(device, "Policy"), [&] { return compile(policy, device); });
+/// Makes the policy ready for use on a device: see PolicyData::compile_once.
+inline void compile_once(const PolicyData& policy, at::DeviceType device) {
+  policy.compile_once(device_index(device, "Policy"), [&] { return compile(policy, device); });
 }
 
 }  // namespace torchamp::detail

@@ -35,7 +35,8 @@ inline std::shared_ptr<const ThreadPolicy> thread_policy_with(
   const auto& devices = at::autocast::_AUTOCAST_SUPPORTED_DEVICES;
   for (std::size_t i = 0; i < device_count; ++i) {
     if (at::autocast::is_autocast_enabled(devices[i])) {
-      inner->tables[i] = overlay_table(*policy, devices[i]);
+      compile_once(*policy, devices[i]);
+      inner->in_force[i] = policy;
     }
   }
   return inner;
@@ -45,21 +46,24 @@ inline std::shared_ptr<const ThreadPolicy> thread_policy_with(
 /// records (LibTorch's profiler, CastRecorder).
 class ForwardScope {
  public:
-  explicit ForwardScope(const ModulePolicy* module) {
+  explicit ForwardScope(const ModulePolicy* module) : policy_(policy_of(module)) {
     if (module == nullptr) return;
     if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) {
       record_.emplace(std::move(*callbacks));
       record_->before(module->name);
     }
-    const EnvironmentOverride& environment = environment_override();
-    if (module->policy && !environment.off && !environment.policy) {
-      policy_.emplace(thread_policy_with(module->policy));
-    }
   }
 
  private:
+  static std::shared_ptr<const ThreadPolicy> policy_of(const ModulePolicy* module) {
+    if (module == nullptr || module->policy == nullptr) return nullptr;
+    const EnvironmentOverride& environment = environment_override();
+    if (environment.off || environment.policy) return nullptr;
+    return thread_policy_with(module->policy);
+  }
+
+  PolicyScope policy_;
   std::optional<at::RecordFunction> record_;
-  std::optional<PolicyScope> policy_;
 };
 
 }  // namespace torchamp::detail

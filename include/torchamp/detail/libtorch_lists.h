@@ -7,7 +7,7 @@
 #include <string_view>
 
 #include "torchamp/cast.h"
-#include "torchamp/rule.h"
+#include "torchamp/detail/overload_rules.h"
 
 namespace torchamp::detail {
 
@@ -45,6 +45,12 @@ inline RuleMap read_libtorch_cuda_lists() {
 inline const RuleMap& libtorch_cuda_lists() {
   static const RuleMap lists = read_libtorch_cuda_lists();
   return lists;
+}
+
+/// The rule that LibTorch's CUDA lists have for an overload; native if they have none.
+inline Cast listed_rule(std::string_view full_name) {
+  const auto listed = libtorch_cuda_lists().find(full_name);
+  return listed == libtorch_cuda_lists().end() ? Cast::native : *listed->second.cast;
 }
 
 }  // namespace torchamp::detail

@@ -67,11 +67,14 @@ class OpCatalog {
     return overloads(base, ops);
   }
 
-  /// The known base name nearest to `base`, without "aten::".
+  /// The known name nearest to `base` in its namespace, without "aten::"; empty if nothing is known
+  /// there.
   static std::string nearest(std::string_view base) {
+    const std::string_view space = base.substr(0, base.find("::") + 2);
     std::string best;
     std::size_t best_distance = std::numeric_limits<std::size_t>::max();
     for (const auto& op : c10::Dispatcher::singleton().getAllOpNames()) {
+      if (!op.name.starts_with(space)) continue;
       const std::size_t distance = edit_distance(base, op.name);
       if (distance > best_distance || (distance == best_distance && best <= op.name)) continue;
       best_distance = distance;
@@ -107,8 +110,10 @@ inline std::vector<c10::OperatorHandle> find_ops(std::string_view text, const ch
   }
   if (!found.empty() || missing_ok) return found;
   if (overloads.empty()) {
-    TORCH_CHECK(false, call, ": LibTorch knows no op '", text, "'. Did you mean '",
-                OpCatalog::nearest(name.base), "'?");
+    const std::string nearest = OpCatalog::nearest(name.base);
+    TORCH_CHECK(!nearest.empty(), call, ": LibTorch knows no op '", text,
+                "', nor any other of its namespace. Load the library that registers it first.");
+    TORCH_CHECK(false, call, ": LibTorch knows no op '", text, "'. Did you mean '", nearest, "'?");
   }
   std::string known;
   for (const std::string& overload : overloads) {

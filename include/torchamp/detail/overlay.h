@@ -59,7 +59,9 @@ class Overlay final : public BoxedKernel {
 
   void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
             torch::jit::Stack* stack) const override {
-    const Cast cast = rule(op, *stack);
+    const PolicyData* policy = policy_in_force(device_index_);
+    const Cast cast =
+        policy == nullptr ? Cast::native : policy->rule(device_index_, index_, device_, op, *stack);
     if (cast == Cast::native) return call_native(op, keys, stack);
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
     cast_arguments_(cast, device_, *stack);
@@ -67,18 +69,6 @@ class Overlay final : public BoxedKernel {
   }
 
  private:
-  Cast rule(const c10::OperatorHandle& op, const torch::jit::Stack& stack) const {
-    const ThreadPolicy* policy = thread_policy();
-    if (policy == nullptr) return Cast::native;
-    const OverlayTable* table = policy->tables[device_index_].get();
-    if (table == nullptr) return Cast::native;
-    const OverlayTable::Entry& entry = (*table)[index_];
-    if (entry.conditional.empty()) return entry.cast;
-    return rule_that_holds(entry.conditional, at::autocast::get_autocast_dtype(device_),
-                           OpCall(op.schema(), stack))
-        .value_or(entry.cast);
-  }
-
   void call_native(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                    torch::jit::Stack* stack) const {
     if (native_) {
@@ -101,12 +91,10 @@ class Overlay final : public BoxedKernel {
 /// account.
 inline bool has_native_kernel(const c10::OperatorHandle& op, at::DeviceType device) {
   SharedRuntime& runtime = shared_runtime();
-  const std::size_t index = device_index(device, "has_native_kernel");
+  const auto& overlays = runtime.overlays[device_index(device, "has_native_kernel")];
   const std::scoped_lock lock(runtime.mutex);
-  const std::size_t at = runtime.index_of(full_name(op.operator_name()));
-  if (at < runtime.overlaid.size() && runtime.overlaid[at].installed[index]) {
-    return runtime.overlaid[at].has_native[index];
-  }
+  const std::size_t index = overlays.index_of(full_name(op.operator_name()));
+  if (index < overlays.ops.size()) return overlays.has_native[index];
   const c10::DispatchKey key = autocast_key(device);
   return op.hasKernelForDispatchKey(key) && !op.isKernelFallthroughKernel(key);
 }
@@ -145,18 +133,16 @@ inline std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType
   const std::string name = full_name(op.operator_name());
   const bool has_native = has_native_kernel(op, device);
   SharedRuntime& runtime = shared_runtime();
-  const std::size_t device_at = device_index(device, "install_overlay");
+  auto& overlays = runtime.overlays[device_index(device, "install_overlay")];
   const std::scoped_lock lock(runtime.mutex);
-  const std::size_t index = runtime.index_of(name);
-  if (index == runtime.overlaid.size()) runtime.overlaid.push_back({name, {}, {}});
-  SharedRuntime::OverlaidOp& overlaid = runtime.overlaid[index];
-  if (overlaid.installed[device_at]) return index;
+  const std::size_t index = overlays.index_of(name);
+  if (index < overlays.ops.size()) return index;
 
   std::optional<c10::SafeKernelFunction> native;
   if (has_native) native = op.getComputedKernelForDispatchKey(autocast_key(device));
   register_kernel(op, device, make(op, device, index, std::move(native)));
-  overlaid.installed[device_at] = true;
-  overlaid.has_native[device_at] = has_native;
+  overlays.ops.push_back(name);
+  overlays.has_native.push_back(has_native);
   return index;
 }
 

@@ -1,9 +1,16 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/ScalarType.h>
+
 #include <array>
 #include <atomic>
-#include <memory>
+#include <cstddef>
+#include <cstdint>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -11,7 +18,8 @@
 #include "torchamp/cast.h"
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/op_catalog.h"
-#include "torchamp/detail/thread_policy.h"
+#include "torchamp/detail/overlay_table.h"
+#include "torchamp/detail/overload_rules.h"
 #include "torchamp/rule.h"
 
 namespace torchamp::detail {
@@ -44,22 +52,35 @@ class PolicyData {
   std::vector<Edit> edits;
   RuleMap rules;  // what the edits made of each overload that they reached
 
-  /// The table for a device, made by `compile` on first use. Any thread.
+  /// Has `compile` make the table for a device, if it has not been made. Any thread.
   template <class Compile>
-  std::shared_ptr<const OverlayTable> table(std::size_t device_index, Compile compile) const {
+  void compile_once(std::size_t device_index, const Compile& compile) const {
     Compiled& compiled = compiled_[device_index];
-    if (!compiled.ready.load(std::memory_order_acquire)) {
-      const std::scoped_lock lock(mutex_);
-      if (!compiled.table) compiled.table = compile();
-      compiled.ready.store(true, std::memory_order_release);
+    if (compiled.ready.load(std::memory_order_acquire)) return;
+    const std::scoped_lock lock(mutex_);
+    if (compiled.ready.load(std::memory_order_relaxed)) return;
+    compiled.table = compile();
+    compiled.ready.store(true, std::memory_order_release);
+  }
+
+  /// The rule of overlay `overlay` on a device, whose table has been made, for one call.
+  Cast rule(std::size_t device_index, std::size_t overlay, at::DeviceType device,
+            const c10::OperatorHandle& op, const torch::jit::Stack& stack) const {
+    const OverlayTable::Entry entry = compiled_[device_index].table[overlay];
+    if (entry.conditional == nullptr) return entry.cast;
+    const OpCall call(op.schema(), stack);
+    const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
+    for (std::size_t i = entry.conditional->size(); i-- > 0;) {  // the last that holds wins
+      const Edit& edit = edits[(*entry.conditional)[i]];
+      if (edit.when.holds(dtype, call)) return edit.cast;
     }
-    return compiled.table;
+    return entry.cast;
   }
 
  private:
   struct Compiled {
     std::atomic<bool> ready = false;
-    std::shared_ptr<const OverlayTable> table;
+    OverlayTable table;
   };
   mutable std::mutex mutex_;
   mutable std::array<Compiled, device_count> compiled_;

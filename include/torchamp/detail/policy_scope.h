@@ -15,8 +15,10 @@ namespace torchamp::detail {
 /// Puts a ThreadPolicy into the calling thread's slot, and takes it out again.
 class PolicyScope {
  public:
-  explicit PolicyScope(std::shared_ptr<const ThreadPolicy> policy)
-      : before_(c10::ThreadLocalDebugInfo::current()) {
+  /// Null: the slot stays as it is.
+  explicit PolicyScope(std::shared_ptr<const ThreadPolicy> policy) {
+    if (!policy) return;
+    before_ = c10::ThreadLocalDebugInfo::current();
     c10::ThreadLocalDebugInfo::_push(policy_slot(),
                                      std::const_pointer_cast<ThreadPolicy>(std::move(policy)));
     ours_ = c10::ThreadLocalDebugInfo::current().get();
@@ -25,13 +27,20 @@ class PolicyScope {
   PolicyScope(const PolicyScope&) = delete;
   PolicyScope& operator=(const PolicyScope&) = delete;
 
-  ~PolicyScope() {
+  ~PolicyScope() { end(); }
+
+  /// Only the thread that made it may end it. Another one calls abandon() before it destroys it.
+  void end() noexcept {
+    if (ours_ == nullptr) return;
     if (c10::ThreadLocalDebugInfo::current().get() == ours_) {
       c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(std::move(before_));
     } else {
       take_out_from_below();
     }
+    ours_ = nullptr;
   }
+
+  void abandon() { ours_ = nullptr; }
 
  private:
   // Note [Slots pushed inside a scope]

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "torchamp/cast.h"
-#include "torchamp/detail/base_rules.h"
+#include "torchamp/detail/libtorch_lists.h"
 #include "torchamp/detail/op_catalog.h"
 #include "torchamp/detail/policy_data.h"
 #include "torchamp/detail/policy_rules.h"
@@ -60,6 +60,13 @@ inline RuleMap rules_in_force(const PolicyData& policy, at::DeviceType device) {
   return rules;
 }
 
+/// "fp32", or, where LibTorch decides and its list for the device is known, "native: fp32".
+inline std::string heading(Cast cast, const std::string& name, at::DeviceType device) {
+  const Cast listed = cast == Cast::native && device != at::kCPU ? listed_rule(name) : Cast::native;
+  const std::string text(torchamp::to_string(cast));
+  return listed == Cast::native ? text : text + ": " + std::string(torchamp::to_string(listed));
+}
+
 inline void print_policy(std::ostream& out, const PolicyData& policy) {
   out << "torchamp policy: " << to_string(policy.base) << '\n';
   for (const Edit& edit : policy.edits) {
@@ -69,18 +76,22 @@ inline void print_policy(std::ostream& out, const PolicyData& policy) {
   for (const at::DeviceType device : {at::kCPU, at::kCUDA}) {
     out << "on " << c10::DeviceTypeName(device, /*lower_case=*/true) << '\n';
     const RuleMap rules = rules_in_force(policy, device);
-    for (const Cast cast :
-         {Cast::native, Cast::lower_precision, Cast::fp32, Cast::promote, Cast::unchanged}) {
+    for (const char* const group :
+         {"native", "native: lower_precision", "native: fp32", "native: promote", "lower_precision",
+          "fp32", "promote", "unchanged"}) {
       std::vector<std::string> names;
       for (const auto& [name, rule] : rules) {
-        if (rule.cast == cast) names.push_back(name.starts_with("aten::") ? name.substr(6) : name);
+        if (heading(*rule.cast, name, device) != group) continue;
+        names.push_back(name.starts_with("aten::") ? name.substr(6) : name);
       }
       if (names.empty()) continue;
-      out << "  " << torchamp::to_string(cast) << '\n';
+      out << "  " << group << '\n';
       print_wrapped(out, names);
     }
   }
-  out << "every other op: unchanged\n";
+  out << "every other op: unchanged\n"
+         "native: LibTorch's own kernel for the device decides, as its list says where that is "
+         "known\n";
 }
 
 }  // namespace torchamp::detail

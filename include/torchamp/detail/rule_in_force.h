@@ -32,24 +32,17 @@ inline constexpr std::array<std::string_view, 4> cpu_promote_list{
 /// The overlay's rule for one call on the calling thread; native if there is none.
 inline Cast overlay_rule(const std::string& name, const c10::OperatorHandle& op,
                          at::DeviceType device, c10::ArrayRef<const c10::IValue> inputs) {
-  const ThreadPolicy* policy = thread_policy();
   const std::size_t at = device_index(device, "CastRecorder");
-  if (policy == nullptr || policy->tables[at] == nullptr) return Cast::native;
+  const PolicyData* policy = policy_in_force(at);
+  if (policy == nullptr) return Cast::native;
   std::size_t index = 0;
   {
     SharedRuntime& runtime = shared_runtime();
     const std::scoped_lock lock(runtime.mutex);
-    index = runtime.index_of(name);
-    if (index == runtime.overlaid.size() || !runtime.overlaid[index].installed[at]) {
-      return Cast::native;
-    }
+    index = runtime.overlays[at].index_of(name);
+    if (index == runtime.overlays[at].ops.size()) return Cast::native;
   }
-  const OverlayTable::Entry& entry = (*policy->tables[at])[index];
-  if (entry.conditional.empty()) return entry.cast;
-  const torch::jit::Stack stack(inputs.begin(), inputs.end());
-  return rule_that_holds(entry.conditional, at::autocast::get_autocast_dtype(device),
-                         OpCall(op.schema(), stack))
-      .value_or(entry.cast);
+  return policy->rule(at, index, device, op, torch::jit::Stack(inputs.begin(), inputs.end()));
 }
 
 /// The rule that a call of `op` follows on the calling thread: never native unless LibTorch has a
@@ -68,10 +61,7 @@ inline Cast rule_of_call(const std::string& name, const c10::OperatorHandle& op,
                ? Cast::promote
                : Cast::native;
   }
-  const auto& lists = libtorch_cuda_lists();
-  const auto listed = lists.find(name);
-  return listed != lists.end() && listed->second.cast == Cast::promote ? Cast::promote
-                                                                       : Cast::native;
+  return listed_rule(name) == Cast::promote ? Cast::promote : Cast::native;
 }
 
 }  // namespace torchamp::detail

@@ -32,10 +32,7 @@ class ScriptCastOverlay final : public BoxedKernel {
 
   void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
             torch::jit::Stack* stack) const override {
-    const ThreadPolicy* policy = thread_policy();
-    if (policy == nullptr || policy->tables[device_index_] == nullptr) {
-      return op.redispatchBoxed(keys & after_, stack);
-    }
+    if (policy_in_force(device_index_) == nullptr) return op.redispatchBoxed(keys & after_, stack);
     torch::jit::drop(*stack, op.schema().arguments().size() - 1);  // leaves `self` as the result
   }
 

@@ -36,24 +36,23 @@ namespace torchamp::detail {
 
 /// What all shared libraries of a process have in common.
 struct SharedRuntime {
-  static constexpr std::string_view version = "2";
+  static constexpr std::string_view version = "3";
 
-  /// An op for which at least one device has an overlay.
-  struct OverlaidOp {
-    std::string name;                             // "aten::add.Tensor"
-    std::array<bool, device_count> installed{};   // by device
-    std::array<bool, device_count> has_native{};  // LibTorch had a kernel of its own before
+  /// The overlays of one device.
+  struct Overlays {
+    std::vector<std::string> ops;  // "aten::add.Tensor"; an op's index is its index in OverlayTable
+    std::vector<bool> has_native;  // LibTorch had a kernel of its own before
+
+    /// The number of overlays if the op has none.
+    std::size_t index_of(std::string_view op) const {
+      std::size_t index = 0;
+      while (index < ops.size() && ops[index] != op) ++index;
+      return index;
+    }
   };
 
-  std::mutex mutex;                  // guards `overlaid`, and registration with the dispatcher
-  std::vector<OverlaidOp> overlaid;  // an op's index here is its index in the tables of policies
-
-  /// The size of `overlaid` if the op is not there.
-  std::size_t index_of(std::string_view name) const {
-    std::size_t index = 0;
-    while (index < overlaid.size() && overlaid[index].name != name) ++index;
-    return index;
-  }
+  std::mutex mutex;                             // guards `overlays`, and registering kernels
+  std::array<Overlays, device_count> overlays;  // by device
 
   const std::string slot_text = "torchamp policy";
   const std::string_view slot_name = slot_text;

@@ -6,51 +6,29 @@
 #include <array>
 #include <cstddef>
 #include <memory>
-#include <vector>
 
-#include "torchamp/cast.h"
 #include "torchamp/detail/devices.h"
+#include "torchamp/detail/policy_data.h"
 #include "torchamp/detail/shared_runtime.h"
-#include "torchamp/rule.h"
 
 namespace torchamp::detail {
-
-class PolicyData;
-
-/// A policy's rules for the overlays of one device, by the overlays' index.
-class OverlayTable {
- public:
-  struct Entry {
-    Cast cast = Cast::native;
-    ConditionalRules conditional;  // tried first
-  };
-
-  /// The entry of overlay `index`. An overlay that came after this table is one that its policy did
-  /// not ask for: LibTorch's own rule.
-  const Entry& operator[](std::size_t index) const {
-    static const Entry native;
-    return index < entries_.size() ? entries_[index] : native;
-  }
-
-  void set(std::size_t index, Entry entry) {
-    if (index >= entries_.size()) entries_.resize(index + 1);
-    entries_[index] = std::move(entry);
-  }
-
- private:
-  std::vector<Entry> entries_;
-};
 
 /// What a guard puts into the thread's slot. Immutable: LibTorch shares it with other threads.
 struct ThreadPolicy final : c10::DebugInfoBase, std::enable_shared_from_this<ThreadPolicy> {
   std::shared_ptr<const PolicyData> inherited;  // for a nested guard that names no policy
-  /// By device; null where no torchamp guard is in force.
-  std::array<std::shared_ptr<const OverlayTable>, device_count> tables;
+  /// By device, with its table compiled; null where no torchamp guard is in force.
+  std::array<std::shared_ptr<const PolicyData>, device_count> in_force;
 };
 
 /// The calling thread's policy, or null outside every guard.
 inline const ThreadPolicy* thread_policy() {
   return static_cast<const ThreadPolicy*>(c10::ThreadLocalDebugInfo::get(policy_slot()));
+}
+
+/// The policy in force on the calling thread for a device, by its index; null outside every guard.
+inline const PolicyData* policy_in_force(std::size_t device_index) {
+  const ThreadPolicy* policy = thread_policy();
+  return policy == nullptr ? nullptr : policy->in_force[device_index].get();
 }
 
 }  // namespace torchamp::detail
