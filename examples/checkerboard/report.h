@@ -18,8 +18,9 @@
 #include "support/table.h"
 #include "support/text.h"
 
-/// The mean of the last `count` losses, of at least as many: a single one jumps from step to step.
-inline double mean_of_last(const std::vector<double>& losses, std::size_t count) {
+/// The mean of the last tenth of the losses: a single one jumps from step to step.
+inline double mean_of_last_tenth(const std::vector<double>& losses) {
+  const std::size_t count = std::max<std::size_t>(1, losses.size() / 10);
   return std::accumulate(losses.end() - static_cast<std::ptrdiff_t>(count), losses.end(), 0.) /
          static_cast<double>(count);
 }
@@ -38,9 +39,8 @@ inline void print_table(std::ostream& out, const Run& fp32, const Run& amp) {
   };
   add_loss("loss, first step", fp32.losses.front(), amp.losses.front());
   add_loss("loss, last step", fp32.losses.back(), amp.losses.back());
-  const std::size_t tail = std::max<std::size_t>(1, fp32.losses.size() / 10);
-  add_loss("loss, mean of the last tenth", mean_of_last(fp32.losses, tail),
-           mean_of_last(amp.losses, tail));
+  add_loss("loss, mean of the last tenth", mean_of_last_tenth(fp32.losses),
+           mean_of_last_tenth(amp.losses));
   table.add({"time per step", support::format_seconds(fp32.seconds_per_step),
              support::format_seconds(amp.seconds_per_step),
              saved(fp32.seconds_per_step, amp.seconds_per_step)});
@@ -57,20 +57,20 @@ inline support::Canvas draw_comparison(const std::string& heading, const torch::
                                        const Run& fp32, const Run& amp) {
   using namespace support;
   struct Panel {
-    std::string title, caption;
+    std::string title, loss, time;
     Image image;
   };
-  const auto caption = [](const Run& run) {
-    return "loss " + format("%.4f", run.losses.back()) + ", " +
-           format_seconds(run.seconds_per_step) + " a step";
+  const auto panel_of = [](const Run& run, const std::string& title) {
+    return Panel{title, format("mean loss at the end %.4f", mean_of_last_tenth(run.losses)),
+                 format_seconds(run.seconds_per_step) + " a step", to_image(run.output)};
   };
-  const Panel panels[] = {{"Target", "", to_image(target)},
-                          {fp32.name, caption(fp32), to_image(fp32.output)},
-                          {amp.name + " with torchamp", caption(amp), to_image(amp.output)}};
+  const Panel panels[] = {{"Target", "", "", to_image(target)},
+                          panel_of(fp32, fp32.name),
+                          panel_of(amp, amp.name + " with torchamp")};
   const Image& first = panels[0].image;
   const int block = std::max(1, 384 / std::max(first.width, first.height));
   const int width = first.width * block, height = first.height * block;
-  constexpr int margin = 32, top = 118, bottom = 58;
+  constexpr int margin = 32, top = 118, bottom = 80;
   const int column = std::max(width, 300) + margin;
   Canvas canvas(3 * column + margin, top + height + bottom, palette::paper);
   draw_text(canvas, margin, 46, heading, {.height = 21., .bold = true});
@@ -79,8 +79,8 @@ inline support::Canvas draw_comparison(const std::string& heading, const torch::
     draw_text(canvas, x, top - 16, panel.title, {.height = 14.});
     canvas.draw(panel.image, {x, top, width, height});
     canvas.frame({x - 1, top - 1, width + 2, height + 2}, palette::muted);
-    draw_text(canvas, x, top + height + 30, panel.caption,
-              {.height = 14., .color = palette::muted});
+    draw_text(canvas, x, top + height + 30, panel.loss, {.height = 14., .color = palette::muted});
+    draw_text(canvas, x, top + height + 52, panel.time, {.height = 14., .color = palette::muted});
     x += column;
   }
   return canvas;

@@ -135,15 +135,15 @@ struct LinePlot {
   }
 };
 
-/// The median of the `window` values around each: a curve without its noise and its spikes. Near
-/// the ends the window is cut, equally on both sides.
+/// The median of the `window` values around each (1 or more, an odd number): a curve without its
+/// noise and its spikes. Near the ends the window is the first or the last whole one.
 inline std::vector<double> running_median(const std::vector<double>& values, std::size_t window) {
   std::vector<double> result, around;
   for (std::size_t i = 0; i < values.size(); ++i) {
-    const std::size_t reach = std::min({window / 2, i, values.size() - 1 - i});
-    const auto middle = values.begin() + static_cast<std::ptrdiff_t>(i);
-    around.assign(middle - static_cast<std::ptrdiff_t>(reach),
-                  middle + static_cast<std::ptrdiff_t>(reach) + 1);
+    const std::size_t reach = (std::min(window, values.size()) - 1) / 2;
+    const std::size_t first = std::clamp(i, reach, values.size() - 1 - reach) - reach;
+    const auto begin = values.begin() + static_cast<std::ptrdiff_t>(first);
+    around.assign(begin, begin + static_cast<std::ptrdiff_t>(2 * reach + 1));
     const auto median = around.begin() + static_cast<std::ptrdiff_t>(reach);
     std::nth_element(around.begin(), median, around.end());
     result.push_back(*median);

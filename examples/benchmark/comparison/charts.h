@@ -29,7 +29,8 @@ struct BarPanel {
   std::optional<double> mark{};
 
   static constexpr int row = 24, head = 44, foot = 22;
-  int height() const { return head + row * static_cast<int>(bars.size()) + foot; }
+  int rows_height() const { return row * static_cast<int>(bars.size()); }
+  int height() const { return head + rows_height() + foot; }
 
   void draw(support::Canvas& canvas, support::Rect area) const {
     using namespace support;
@@ -45,6 +46,9 @@ struct BarPanel {
     const double width = std::max(40., area.right() - left - text_width_ - 16);
     const auto length = [&](double value) { return static_cast<int>(value / most * width + 0.5); };
     draw_text(canvas, area.x, area.y + 24, title, {.height = 14., .bold = true});
+    if (mark && most > 0.) {
+      canvas.fill({left + length(*mark), area.y + head - 6, 1, rows_height() + 8}, palette::ink);
+    }
     int y = area.y + head;
     for (const Bar& bar : bars) {
       draw_text(canvas, left - 8, y + 15, bar.label, {.height = 10.5, .align = Align::right});
@@ -53,20 +57,14 @@ struct BarPanel {
         end += std::max(1, length(bar.value));
         canvas.fill({left, y + 3, end - left, row - 7}, bar.color);
       }
-      int text_x = end + 7;
-      const int mark_x = mark && most > 0. ? left + length(*mark) : -1;
-      if (text_x - 3 <= mark_x && mark_x <= text_x + text_width(bar.text, small) + 3) {
-        text_x = mark_x + 7;  // not across the line
-      }
+      const int text_x = end + 7;  // on the line at `mark`, if it must
+      canvas.fill({text_x - 3, y + 2, static_cast<int>(text_width(bar.text, small)) + 6, row - 5},
+                  palette::paper);
       draw_text(canvas, text_x, y + 15, bar.text,
                 {.height = 10.5, .color = bar.value < 0. ? palette::orange : palette::muted});
       y += row;
     }
-    canvas.fill({left - 1, area.y + head - 4, 1, y - area.y - head + 6}, palette::ink);
-    if (mark && most > 0.) {
-      canvas.fill({left + length(*mark), area.y + head - 6, 1, y - area.y - head + 8},
-                  palette::ink);
-    }
+    canvas.fill({left - 1, area.y + head - 4, 1, rows_height() + 6}, palette::ink);
   }
 };
 
@@ -139,7 +137,7 @@ inline support::Canvas draw_memory(const std::string& below, const std::deque<Ra
 
 /// What the README shows: the time of torchamp's standard policy over that of Python's torch.amp.
 inline support::Canvas draw_ratios(const std::string& below, const std::deque<Race>& races) {
-  BarPanel panel{.title = "", .bars = {}, .mark = 1.};
+  BarPanel panel{.title = "Less is better; the line at 1 is Python", .bars = {}, .mark = 1.};
   for (const Race& race : races) {
     const auto verdicts = judge(race);
     const struct {
