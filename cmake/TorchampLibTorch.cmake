@@ -235,7 +235,7 @@ Set XDG_CACHE_HOME to a folder that can, with ${megabytes} MB free. ${manual}" P
 PyPI. Install one (apt install python3-venv). ${manual}" PARENT_SCOPE)
     return()
   endif()
-  message(STATUS "torchamp: fetching ${name} from PyPI into ${cache} (${megabytes} MB, once for all builds)")
+  message(STATUS "torchamp: fetching ${name} from PyPI into ${cache} (once for all builds; needs ${megabytes} MB of disk while it does)")
   foreach(line IN LISTS ARGN)
     if(line STREQUAL "WITH_NVIDIA_LIBRARIES")
       _torchamp_nvidia_requirements(line ${partial})
