@@ -2,16 +2,20 @@
 #include "torchamp/autocast_state.h"
 
 #include <ATen/ATen.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <optional>
 #include <thread>
 
 #include "support/expect_error.h"
 #include "support/thread_state.h"
+#include "support/warnings.h"
 #include "torchamp/autocast.h"
 
 namespace {
 
+using ::testing::HasSubstr;
 using torchamp::AutocastGuard;
 using torchamp::AutocastState;
 using torchamp::AutocastStateGuard;
@@ -43,6 +47,22 @@ TEST(AutocastState, CarriesSwitchDtypeCacheFlagAndPolicyToAnotherThread) {
     EXPECT_EQ(ThreadState(), before);
     EXPECT_EQ(mm_dtype(), at::kFloat);
   }).join();
+}
+
+TEST(AutocastStateGuard, DestroyedByAnotherThreadItWarnsAndTouchesNothing) {
+  AutocastState inside = AutocastState::of_this_thread();
+  {
+    const AutocastGuard autocast(at::kCPU, {.policy = Policy::standard().fp32({"relu"})});
+    inside = AutocastState::of_this_thread();
+  }
+  std::optional<AutocastStateGuard> guard;
+  std::thread([&] { guard.emplace(inside); }).join();
+  const AutocastGuard own(at::kCPU, at::kHalf);
+  const AutocastState before = AutocastState::of_this_thread();
+  const CollectedWarnings warnings;
+  guard.reset();
+  EXPECT_THAT(warnings.text(), HasSubstr("~AutocastStateGuard: destroyed by another thread"));
+  EXPECT_EQ(AutocastState::of_this_thread(), before);
 }
 
 TEST(AutocastState, OfAThreadWithoutGuardsEndsARegion) {

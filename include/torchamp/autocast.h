@@ -12,7 +12,6 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <thread>
 #include <utility>
 
 #include "torchamp/detail/compile_policy.h"
@@ -86,11 +85,10 @@ class AutocastGuard {
   static void* operator new[](std::size_t) = delete;
 
   ~AutocastGuard() {
-    if (thread_ != std::this_thread::get_id()) {
+    if (!policy_scope_.is_on_its_thread()) {
       TORCH_WARN(
           "~AutocastGuard: destroyed by another thread than the one that made it. Its state was "
           "not restored there. Keep a guard in the scope that it covers.");
-      policy_scope_.abandon();
       return;
     }
     policy_scope_.end();
@@ -113,7 +111,6 @@ class AutocastGuard {
       : before_(detail::DeviceAutocastState::of(checked.device)),
         cache_enabled_before_(at::autocast::is_autocast_cache_enabled()),
         dtype_changed_(before_.dtype != checked.dtype),
-        thread_(std::this_thread::get_id()),
         policy_scope_(std::move(checked.policy)) {
     at::autocast::set_autocast_enabled(checked.device, checked.enabled);
     at::autocast::set_autocast_dtype(checked.device, checked.dtype);
@@ -125,7 +122,6 @@ class AutocastGuard {
   detail::DeviceAutocastState before_;
   bool cache_enabled_before_;
   bool dtype_changed_;
-  std::thread::id thread_;
   detail::PolicyScope policy_scope_;
 };
 

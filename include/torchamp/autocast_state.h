@@ -4,6 +4,7 @@
 #include <ATen/autocast_mode.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
 
 #include <memory>
 #include <utility>
@@ -62,7 +63,7 @@ class AutocastState {
 
 /// A region of the calling thread under a captured AutocastState. Restores what was there at
 /// construction; the outermost region's end drops the cached casts of weights, as with
-/// AutocastGuard.
+/// AutocastGuard. Destroyed by another thread, it leaves all state as it is and warns.
 class AutocastStateGuard {
  public:
   [[nodiscard]] explicit AutocastStateGuard(const AutocastState& state)
@@ -79,6 +80,12 @@ class AutocastStateGuard {
   static void* operator new[](std::size_t) = delete;
 
   ~AutocastStateGuard() {
+    if (!policy_scope_.is_on_its_thread()) {
+      TORCH_WARN(
+          "~AutocastStateGuard: destroyed by another thread than the one that made it. Its state "
+          "was not restored there. Keep a guard in the scope that it covers.");
+      return;
+    }
     policy_scope_.end();
     if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
     apply(before_);

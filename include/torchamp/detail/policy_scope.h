@@ -5,6 +5,7 @@
 #include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <memory>
+#include <thread>
 #include <utility>
 
 #include "torchamp/detail/shared_runtime.h"
@@ -29,9 +30,11 @@ class PolicyScope {
 
   ~PolicyScope() { end(); }
 
-  /// Only the thread that made it may end it. Another one calls abandon() before it destroys it.
+  bool is_on_its_thread() const { return thread_ == std::this_thread::get_id(); }
+
+  /// Does nothing on another thread than the one that made it.
   void end() noexcept {
-    if (ours_ == nullptr) return;
+    if (ours_ == nullptr || !is_on_its_thread()) return;
     if (c10::ThreadLocalDebugInfo::current().get() == ours_) {
       c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(std::move(before_));
     } else {
@@ -39,8 +42,6 @@ class PolicyScope {
     }
     ours_ = nullptr;
   }
-
-  void abandon() { ours_ = nullptr; }
 
  private:
   // Note [Slots pushed inside a scope]
@@ -87,6 +88,7 @@ class PolicyScope {
 
   std::shared_ptr<c10::ThreadLocalDebugInfo> before_;
   const c10::ThreadLocalDebugInfo* ours_ = nullptr;
+  std::thread::id thread_ = std::this_thread::get_id();
 };
 
 }  // namespace torchamp::detail
