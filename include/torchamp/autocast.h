@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <concepts>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -18,7 +19,9 @@
 #include "torchamp/detail/device_autocast_state.h"
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/environment.h"
+#include "torchamp/detail/policy_data.h"
 #include "torchamp/detail/policy_scope.h"
+#include "torchamp/detail/thread_policy.h"
 #include "torchamp/policy.h"
 
 namespace torchamp {
@@ -145,7 +148,7 @@ inline bool dtype_is_usable(at::DeviceType device, at::ScalarType dtype) {
 
   static std::atomic<std::uint64_t> warned_of = 0;  // a bit for each dtype
   const std::uint64_t bit = std::uint64_t{1} << static_cast<unsigned>(dtype);
-  if ((warned_of.fetch_or(bit) & bit) == 0) {
+  if ((warned_of.fetch_or(bit) & bit) == 0 || c10::WarningUtils::get_warnAlways()) {
     TORCH_WARN("AutocastGuard: autocast on ", device, " supports fp16 and bf16, not ", dtype,
                ". The region runs with autocast disabled. Pass torch::kBFloat16 or torch::kHalf, "
                "or {.enabled = false} to leave fp32 alone.");

@@ -70,7 +70,8 @@ class GradScaler {
   /// Unscales the gradients if unscale_ has not, and calls `optimizer.step()` unless one of them is
   /// inf or NaN. Once for each optimizer between two calls of update(). An optimizer none of whose
   /// parameters has a gradient is not stepped: a warning, once, and the result name the parameters
-  /// and the reasons. If `optimizer.step()` throws, step() may be called again.
+  /// and the reasons. If `optimizer.step()` throws, step() may be called again. Error: LBFGS, which
+  /// needs a closure.
   StepResult step(torch::optim::Optimizer& optimizer);
 
   /// The same for an optimizer that evaluates the loss by itself, once or, as LBFGS, many times:

@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 
 #include <memory>
+#include <optional>
 #include <ostream>
 #include <string>
 #include <string_view>
@@ -90,9 +91,9 @@ class Policy {
   std::shared_ptr<const detail::PolicyData> data_;
 };
 
-/// Prints the table: the edits, then per rule the ops that follow it on a CPU and on CUDA. What
-/// LibTorch's kernels do is on its lists for CUDA; a CPU's lists are not in its headers: ask a
-/// CastRecorder (cast_recorder.h).
+/// Prints the table: the edits, then per rule the ops that follow it on a CPU and on CUDA; for
+/// LibTorch's own kernels on CUDA, the list that they are on. A CPU's lists are not in LibTorch's
+/// headers: a CastRecorder (cast_recorder.h) shows what happens there.
 inline std::ostream& operator<<(std::ostream& out, const Policy& policy) {
   detail::print_policy(out, *policy.data());
   return out;

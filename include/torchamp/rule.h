@@ -2,8 +2,9 @@
 #pragma once
 
 #include <ATen/core/function_schema.h>
-#include <ATen/core/stack.h>
+#include <ATen/core/ivalue.h>
 #include <c10/core/ScalarType.h>
+#include <c10/util/ArrayRef.h>
 #include <c10/util/Exception.h>
 
 #include <cstddef>
@@ -16,7 +17,8 @@ namespace torchamp {
 /// One call of an op, as a rule's predicate sees it. Valid only during the predicate.
 class OpCall {
  public:
-  OpCall(const c10::FunctionSchema& schema, const torch::jit::Stack& stack)
+  /// `stack` ends with the arguments.
+  OpCall(const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> stack)
       : schema_(schema), stack_(stack) {}
 
   const c10::FunctionSchema& schema() const { return schema_; }
@@ -34,7 +36,7 @@ class OpCall {
 
  private:
   const c10::FunctionSchema& schema_;
-  const torch::jit::Stack& stack_;
+  c10::ArrayRef<c10::IValue> stack_;
 };
 
 /// When a rule holds: always, unless a member says otherwise.
@@ -46,6 +48,7 @@ struct When {
   std::function<bool(const OpCall&)> predicate = nullptr;
 
   bool always() const { return !dtype && !predicate; }
+  /// Whether it holds for a call in a region of this dtype.
   bool holds(at::ScalarType region_dtype, const OpCall& call) const {
     return (!dtype || *dtype == region_dtype) && (!predicate || predicate(call));
   }

@@ -3,14 +3,20 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <cstddef>
 #include <memory>
+#include <optional>
+#include <utility>
 
 #include "torchamp/cast.h"
 #include "torchamp/detail/base_rules.h"
+#include "torchamp/detail/devices.h"
+#include "torchamp/detail/libtorch_lists.h"
+#include "torchamp/detail/op_catalog.h"
 #include "torchamp/detail/overlay.h"
+#include "torchamp/detail/overlay_table.h"
 #include "torchamp/detail/policy_data.h"
 #include "torchamp/detail/script_casts.h"
-#include "torchamp/detail/thread_policy.h"
 #include "torchamp/policy.h"
 
 namespace torchamp::detail {

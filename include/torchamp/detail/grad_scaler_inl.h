@@ -6,7 +6,6 @@
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ne.h>
 #include <ATen/ops/zeros.h>
-
 #include <torch/optim/lbfgs.h>
 
 #include <algorithm>

@@ -12,12 +12,13 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <string_view>
+#include <utility>
 
 #include "torchamp/cast.h"
 #include "torchamp/detail/cast_arguments.h"
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/op_catalog.h"
+#include "torchamp/detail/policy_data.h"
 #include "torchamp/detail/shared_runtime.h"
 #include "torchamp/detail/thread_policy.h"
 
@@ -140,6 +141,8 @@ inline std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType
 
   std::optional<c10::SafeKernelFunction> native;
   if (has_native) native = op.getComputedKernelForDispatchKey(autocast_key(device));
+  overlays.ops.reserve(index + 1);
+  overlays.has_native.reserve(index + 1);
   register_kernel(op, device, make(op, device, index, std::move(native)));
   overlays.ops.push_back(name);
   overlays.has_native.push_back(has_native);

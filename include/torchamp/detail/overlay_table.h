@@ -13,7 +13,9 @@ class OverlayTable {
  public:
   struct Entry {
     Cast cast = Cast::native;
-    const std::vector<std::size_t>* conditional = nullptr;  // tried first, if there are any
+    /// Indices of PolicyData::edits that hold only sometimes, tried first, or null. In
+    /// PolicyData::rules.
+    const std::vector<std::size_t>* conditional = nullptr;
   };
 
   /// The entry of overlay `index`. An overlay that came after this table is one that its policy did

@@ -3,9 +3,10 @@
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/stack.h>
+#include <ATen/core/ivalue.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
+#include <c10/util/ArrayRef.h>
 
 #include <array>
 #include <atomic>
@@ -65,7 +66,7 @@ class PolicyData {
 
   /// The rule of overlay `overlay` on a device, whose table has been made, for one call.
   Cast rule(std::size_t device_index, std::size_t overlay, at::DeviceType device,
-            const c10::OperatorHandle& op, const torch::jit::Stack& stack) const {
+            const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> stack) const {
     const OverlayTable::Entry entry = compiled_[device_index].table[overlay];
     if (entry.conditional == nullptr) return entry.cast;
     const OpCall call(op.schema(), stack);

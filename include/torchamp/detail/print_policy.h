@@ -60,11 +60,24 @@ inline RuleMap rules_in_force(const PolicyData& policy, at::DeviceType device) {
   return rules;
 }
 
-/// "fp32", or, where LibTorch decides and its list for the device is known, "native: fp32".
-inline std::string heading(Cast cast, const std::string& name, at::DeviceType device) {
-  const Cast listed = cast == Cast::native && device != at::kCPU ? listed_rule(name) : Cast::native;
-  const std::string text(torchamp::to_string(cast));
-  return listed == Cast::native ? text : text + ": " + std::string(torchamp::to_string(listed));
+/// The rule on LibTorch's list for the device, where LibTorch decides and the list is known; else
+/// native.
+inline Cast rule_on_list(Cast cast, const std::string& name, at::DeviceType device) {
+  return cast == Cast::native && device != at::kCPU ? listed_rule(name) : Cast::native;
+}
+
+inline void print_group(std::ostream& out, const RuleMap& rules, at::DeviceType device, Cast cast,
+                        Cast on_list) {
+  std::vector<std::string> names;
+  for (const auto& [name, rule] : rules) {
+    if (rule.cast != cast || rule_on_list(cast, name, device) != on_list) continue;
+    names.push_back(name.starts_with("aten::") ? name.substr(6) : name);
+  }
+  if (names.empty()) return;
+  out << "  " << torchamp::to_string(cast);
+  if (on_list != Cast::native) out << ": " << torchamp::to_string(on_list);
+  out << '\n';
+  print_wrapped(out, names);
 }
 
 inline void print_policy(std::ostream& out, const PolicyData& policy) {
@@ -76,17 +89,11 @@ inline void print_policy(std::ostream& out, const PolicyData& policy) {
   for (const at::DeviceType device : {at::kCPU, at::kCUDA}) {
     out << "on " << c10::DeviceTypeName(device, /*lower_case=*/true) << '\n';
     const RuleMap rules = rules_in_force(policy, device);
-    for (const char* const group :
-         {"native", "native: lower_precision", "native: fp32", "native: promote", "lower_precision",
-          "fp32", "promote", "unchanged"}) {
-      std::vector<std::string> names;
-      for (const auto& [name, rule] : rules) {
-        if (heading(*rule.cast, name, device) != group) continue;
-        names.push_back(name.starts_with("aten::") ? name.substr(6) : name);
+    for (const Cast cast :
+         {Cast::native, Cast::lower_precision, Cast::fp32, Cast::promote, Cast::unchanged}) {
+      for (const Cast on_list : {Cast::native, Cast::lower_precision, Cast::fp32, Cast::promote}) {
+        print_group(out, rules, device, cast, on_list);
       }
-      if (names.empty()) continue;
-      out << "  " << group << '\n';
-      print_wrapped(out, names);
     }
   }
   out << "every other op: unchanged\n"

@@ -9,8 +9,8 @@
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <string_view>
 
@@ -19,9 +19,9 @@
 #include "torchamp/detail/libtorch_lists.h"
 #include "torchamp/detail/op_catalog.h"
 #include "torchamp/detail/overlay.h"
+#include "torchamp/detail/policy_data.h"
 #include "torchamp/detail/shared_runtime.h"
 #include "torchamp/detail/thread_policy.h"
-#include "torchamp/rule.h"
 
 namespace torchamp::detail {
 
@@ -42,7 +42,7 @@ inline Cast overlay_rule(const std::string& name, const c10::OperatorHandle& op,
     index = runtime.overlays[at].index_of(name);
     if (index == runtime.overlays[at].ops.size()) return Cast::native;
   }
-  return policy->rule(at, index, device, op, torch::jit::Stack(inputs.begin(), inputs.end()));
+  return policy->rule(at, index, device, op, inputs);
 }
 
 /// The rule that a call of `op` follows on the calling thread: never native unless LibTorch has a

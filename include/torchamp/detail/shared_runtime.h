@@ -36,7 +36,7 @@ namespace torchamp::detail {
 
 /// What all shared libraries of a process have in common.
 struct SharedRuntime {
-  static constexpr std::string_view version = "3";
+  static constexpr int version = 3;
 
   /// The overlays of one device.
   struct Overlays {
@@ -76,7 +76,7 @@ inline void pin_this_library() {
 
 inline SharedRuntime& make_shared_runtime() {
   pin_this_library();
-  const std::string op_name = "torchamp::_runtime_v" + std::string(SharedRuntime::version);
+  const std::string op_name = "torchamp::_runtime_v" + std::to_string(SharedRuntime::version);
   if (SharedRuntime* const found = find_shared_runtime(op_name)) return *found;
   auto* const runtime = new SharedRuntime;
   try {
@@ -105,8 +105,8 @@ inline SharedRuntime& shared_runtime() {
 template <class Kind = c10::DebugInfoKind>
 Kind policy_slot() {
   if constexpr (std::is_enum_v<Kind>) {
-    return static_cast<Kind>(
-        0xA3);  // an 8-bit enum before LibTorch 2.12; its own kinds count from 0
+    // An 8-bit enum before LibTorch 2.12, whose own kinds count from 0.
+    return static_cast<Kind>(0xC0 + SharedRuntime::version);
   } else {
     return Kind(&shared_runtime().slot_name);
   }

@@ -16,7 +16,7 @@ namespace torchamp::detail {
 /// What a guard puts into the thread's slot. Immutable: LibTorch shares it with other threads.
 struct ThreadPolicy final : c10::DebugInfoBase, std::enable_shared_from_this<ThreadPolicy> {
   std::shared_ptr<const PolicyData> inherited;  // for a nested guard that names no policy
-  /// By device, with its table compiled; null where no torchamp guard is in force.
+  /// By device, with its table compiled; null outside guards and where they are disabled.
   std::array<std::shared_ptr<const PolicyData>, device_count> in_force;
 };
 
@@ -25,7 +25,8 @@ inline const ThreadPolicy* thread_policy() {
   return static_cast<const ThreadPolicy*>(c10::ThreadLocalDebugInfo::get(policy_slot()));
 }
 
-/// The policy in force on the calling thread for a device, by its index; null outside every guard.
+/// The policy in force on the calling thread for a device, by its index; null outside
+/// guards and where they are disabled.
 inline const PolicyData* policy_in_force(std::size_t device_index) {
   const ThreadPolicy* policy = thread_policy();
   return policy == nullptr ? nullptr : policy->in_force[device_index].get();
