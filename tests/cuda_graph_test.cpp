@@ -20,8 +20,7 @@ using torchamp::CudaGraph;
 using torchamp::CudaGraphOptions;
 using Tensors = CudaGraph::Tensors;
 
-// ---- What is refused before anything is captured
-// --------------------------------------------------
+// ---- What is refused before anything is captured ------------------------------------------------
 
 class OneParameter : public ::testing::Test {
  protected:
@@ -126,8 +125,7 @@ TEST_F(OneParameter, TellsWhyACaptureFailed) {
   EXPECT_TRUE(graph.is_captured());
 }
 
-// ---- The order of things
-// --------------------------------------------------------------------------
+// ---- The order of things ------------------------------------------------------------------------
 
 TEST_F(OneParameter, WarmsUpThenCapturesOnceAndReplays) {
   CudaGraph graph = stepping_graph({.warmup = 2});

@@ -108,8 +108,14 @@ void expect_equal_training(const Training& a, const Training& b) {
   EXPECT_EQ(a.scaler.get_scale(), b.scaler.get_scale());
 }
 
-// ---- The same as eagerly
-// ---------------------------------------------------------------------------
+/// Takes batch `i` to both, which must agree afterwards.
+void step_both(Training& eager, Training& captured, CudaGraph& graph, int i) {
+  eager.step(eager.batch(i));
+  graph(captured.batch(i));
+  expect_equal_training(captured, eager);
+}
+
+// ---- The same as eagerly ------------------------------------------------------------------------
 
 class OnDevice : public ::testing::TestWithParam<at::DeviceType> {};
 INSTANTIATE_TEST_SUITE_P(CudaGraph, OnDevice, all_devices(), device_name);
@@ -143,9 +149,7 @@ TEST_P(OnDevice, FollowsAScaleSetByHand) {
       eager.scaler.update(64.);
       captured.scaler.update(64.);
     }
-    eager.step(eager.batch(i));
-    (*graph)(captured.batch(i));
-    expect_equal_training(captured, eager);
+    step_both(eager, captured, *graph, i);
   }
 }
 
@@ -160,9 +164,7 @@ TEST_P(OnDevice, FollowsALearningRateThatChangesAtEveryStep) {
       for (Training* training : {&eager, &captured}) {
         training->optimizer->param_groups()[0].options().set_lr(0.01 / (1 + i));
       }
-      eager.step(eager.batch(i));
-      (*graph)(captured.batch(i));
-      expect_equal_training(captured, eager);
+      step_both(eager, captured, *graph, i);
     }
   }
 }
@@ -194,9 +196,7 @@ TEST_P(OnDevice, GoesOnFromAnOptimizerStateThatWasLoaded) {
         torch::load(*training->optimizer, again);
       }
     }
-    eager.step(eager.batch(i));
-    (*graph)(captured.batch(i));
-    expect_equal_training(captured, eager);
+    step_both(eager, captured, *graph, i);
   }
 }
 
@@ -275,8 +275,7 @@ TEST_P(OnDevice, HoldsSeveralOptimizers) {
   }
 }
 
-// ---- On a GPU alone
-// --------------------------------------------------------------------------------
+// ---- On a GPU alone -----------------------------------------------------------------------------
 
 TEST(CudaGraphOnCuda, TakesInputsFromTheHost) {
   SKIP_WITHOUT(at::kCUDA);
@@ -326,9 +325,7 @@ TEST(CudaGraphOnCuda, RecoversFromAnExceptionInTheCapture) {
     if (i == 2) {
       EXPECT_THROW(graph(captured.batch(i)), std::runtime_error);
     }
-    eager.step(eager.batch(i));
-    graph(captured.batch(i));
-    expect_equal_training(captured, eager);
+    step_both(eager, captured, graph, i);
   }
   EXPECT_TRUE(graph.is_captured());
 }

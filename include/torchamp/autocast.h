@@ -88,13 +88,7 @@ class AutocastGuard {
   static void* operator new[](std::size_t) = delete;
 
   ~AutocastGuard() {
-    if (!policy_scope_.is_on_its_thread()) {
-      TORCH_WARN(
-          "~AutocastGuard: destroyed by another thread than the one that made it. Its state was "
-          "not restored there. Keep a guard in the scope that it covers.");
-      return;
-    }
-    policy_scope_.end();
+    if (!policy_scope_.end_of("~AutocastGuard")) return;
     if (at::autocast::decrement_nesting() == 0 || dtype_changed_) at::autocast::clear_cache();
     before_.apply();
     at::autocast::set_autocast_cache_enabled(cache_enabled_before_);

@@ -4,7 +4,6 @@
 #include <ATen/autocast_mode.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
-#include <c10/util/Exception.h>
 
 #include <memory>
 #include <utility>
@@ -80,13 +79,7 @@ class AutocastStateGuard {
   static void* operator new[](std::size_t) = delete;
 
   ~AutocastStateGuard() {
-    if (!policy_scope_.is_on_its_thread()) {
-      TORCH_WARN(
-          "~AutocastStateGuard: destroyed by another thread than the one that made it. Its state "
-          "was not restored there. Keep a guard in the scope that it covers.");
-      return;
-    }
-    policy_scope_.end();
+    if (!policy_scope_.end_of("~AutocastStateGuard")) return;
     if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
     apply(before_);
   }

@@ -30,9 +30,22 @@ class PolicyScope {
 
   ~PolicyScope() { end(); }
 
+  /// For the destructor of a guard, `guard` ("~AutocastGuard"): ends the scope. False, after a
+  /// warning, on another thread than the one that made it, which must leave all state as it is.
+  bool end_of(const char* guard) {
+    if (!is_on_its_thread()) {
+      TORCH_WARN(guard,
+                 ": destroyed by another thread than the one that made it. Its state was not "
+                 "restored there. Keep a guard in the scope that it covers.");
+      return false;
+    }
+    end();
+    return true;
+  }
+
+ private:
   bool is_on_its_thread() const { return thread_ == std::this_thread::get_id(); }
 
-  /// Does nothing on another thread than the one that made it.
   void end() noexcept {
     if (ours_ == nullptr || !is_on_its_thread()) return;
     if (c10::ThreadLocalDebugInfo::current().get() == ours_) {
@@ -43,7 +56,6 @@ class PolicyScope {
     ours_ = nullptr;
   }
 
- private:
   // Note [Slots pushed inside a scope]
   // LibTorch keeps a thread's slots as a stack. A profiler that is started inside a scope and
   // outlives it has its slot above ours; putting back what was there before us would end the
