@@ -88,7 +88,8 @@ function(torchamp_add_compile_fail_test name)
   endif()
 endfunction()
 
-# Every header compiled alone, twice in its file, and all of these files linked into one program.
+# The target headers_test: every header compiled alone, twice in its file, and all of these files
+# linked into one program. It takes as long as a third of the tests, so it is built on request.
 function(torchamp_add_header_test)
   get_target_property(headers torchamp HEADER_SET)
   set(sources headers/main.cpp)
@@ -106,15 +107,13 @@ function(torchamp_add_header_test)
     configure_file(headers/alone.cpp.in headers/${name}.cpp @ONLY)
     list(APPEND sources ${CMAKE_CURRENT_BINARY_DIR}/headers/${name}.cpp)
   endforeach()
-  add_executable(headers_test ${sources})
+  add_executable(headers_test EXCLUDE_FROM_ALL ${sources})
   target_link_libraries(headers_test PRIVATE torchamp::torchamp)
   torchamp_warnings(headers_test)
   target_compile_options(headers_test PRIVATE -Wconversion)
-  add_test(NAME headers_linked_twice COMMAND headers_test)
   torchamp_syntax_command(command)
   torchamp_add_script_test(headers_listed_and_light headers/run.cmake LABELS headers
                            ARGS "-DHEADERS=${headers}" "-DCOMPILE=${command}")
-  set_tests_properties(headers_linked_twice PROPERTIES LABELS headers)
 endfunction()
 
 # torchamp_add_consume_test(HOW): the same small program, with torchamp got in the way HOW.
