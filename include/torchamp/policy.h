@@ -81,8 +81,10 @@ class Policy {
  private:
   static const std::shared_ptr<const detail::PolicyData>& shared_base(detail::BaseTable base) {
     using Data = detail::PolicyData;
-    static const std::shared_ptr<const Data> standard(new Data(detail::BaseTable::standard));
-    static const std::shared_ptr<const Data> torch(new Data(detail::BaseTable::torch));
+    using Shared = std::shared_ptr<const Data>;
+    // Never destroyed: static objects' destructors may use guards.
+    static const auto& standard = *new Shared(new Data(detail::BaseTable::standard));
+    static const auto& torch = *new Shared(new Data(detail::BaseTable::torch));
     return base == detail::BaseTable::standard ? standard : torch;
   }
 

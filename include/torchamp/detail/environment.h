@@ -31,7 +31,9 @@ inline EnvironmentOverride read_environment(const char* value) {
 
 /// Read once, at the first guard. A bad value is an error at every guard.
 inline const EnvironmentOverride& environment_override() {
-  static const EnvironmentOverride override = read_environment(std::getenv("TORCHAMP_POLICY"));
+  // Never destroyed: static objects' destructors may use guards.
+  static const auto& override =
+      *new EnvironmentOverride(read_environment(std::getenv("TORCHAMP_POLICY")));
   return override;
 }
 

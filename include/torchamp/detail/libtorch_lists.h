@@ -43,7 +43,7 @@ inline RuleMap read_libtorch_cuda_lists() {
 }
 
 inline const RuleMap& libtorch_cuda_lists() {
-  static const RuleMap lists = read_libtorch_cuda_lists();
+  static const auto& lists = *new RuleMap(read_libtorch_cuda_lists());  // never destroyed
   return lists;
 }
 

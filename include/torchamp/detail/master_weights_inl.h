@@ -19,7 +19,7 @@ namespace detail {
 
 /// By the name of its type: LibTorch's layers and the user's own have no common base.
 inline bool is_norm(const torch::nn::Module& module) {
-  static const std::regex norm("Norm([123]d)?(Impl)?$");
+  static const auto& norm = *new std::regex("Norm([123]d)?(Impl)?$");  // never destroyed
   return std::regex_search(module.name(), norm);
 }
 

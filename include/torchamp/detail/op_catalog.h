@@ -13,6 +13,8 @@
 #include <string_view>
 #include <vector>
 
+#include "torchamp/detail/shorten.h"
+
 namespace torchamp::detail {
 
 /// "aten::add.Tensor", or "aten::sum" for the overload without a name.
@@ -36,8 +38,10 @@ struct ParsedName {
   }
 };
 
-/// Number of single-character edits between two names.
+/// Number of single-character edits between two names, of long ones between their beginnings.
 inline std::size_t edit_distance(std::string_view a, std::string_view b) {
+  a = a.substr(0, longest_shown);
+  b = b.substr(0, longest_shown);
   std::vector<std::size_t> row(b.size() + 1);
   for (std::size_t j = 0; j <= b.size(); ++j) row[j] = j;
   for (std::size_t i = 1; i <= a.size(); ++i) {
@@ -58,8 +62,9 @@ class OpCatalog {
  public:
   /// The overload names of "aten::add", sorted: empty if the op is unknown. Any thread.
   static std::vector<std::string> overloads(const std::string& base) {
-    static std::mutex mutex;
-    static std::vector<c10::OperatorName> ops;
+    // Never destroyed: static objects' destructors may use guards.
+    static auto& mutex = *new std::mutex;
+    static auto& ops = *new std::vector<c10::OperatorName>;
     const std::scoped_lock lock(mutex);
     std::vector<std::string> found = overloads(base, ops);
     if (!found.empty()) return found;
@@ -111,15 +116,16 @@ inline std::vector<c10::OperatorHandle> find_ops(std::string_view text, const ch
   if (!found.empty() || missing_ok) return found;
   if (overloads.empty()) {
     const std::string nearest = OpCatalog::nearest(name.base);
-    TORCH_CHECK(!nearest.empty(), call, ": LibTorch knows no op '", text,
+    TORCH_CHECK(!nearest.empty(), call, ": LibTorch knows no op '", shorten(text),
                 "', nor any other of its namespace. Load the library that registers it first.");
-    TORCH_CHECK(false, call, ": LibTorch knows no op '", text, "'. Did you mean '", nearest, "'?");
+    TORCH_CHECK(false, call, ": LibTorch knows no op '", shorten(text), "'. Did you mean '",
+                nearest, "'?");
   }
   std::string known;
   for (const std::string& overload : overloads) {
     known += (known.empty() ? "'" : ", '") + (overload.empty() ? name.base : overload) + "'";
   }
-  TORCH_CHECK(false, call, ": the op '", name.base, "' has no overload '", *name.overload,
+  TORCH_CHECK(false, call, ": the op '", name.base, "' has no overload '", shorten(*name.overload),
               "'. It has ", known, ".");
   return found;  // not reached, which GCC does not see without optimisation
 }
