@@ -154,6 +154,16 @@ TEST(Policy, AnUnknownNameIsAnErrorWithTheNearestKnownOne) {
                "Policy::lookup: LibTorch knows no op ''");
 }
 
+TEST(Policy, ATypoInAUsersOwnFamilyIsAnErrorToo) {
+  static constexpr std::string_view typo[] = {"relu", "sofmax"}, in_place[] = {"add_"};
+  Policy policy = Policy::standard();
+  EXPECT_ERROR(policy.fp32(torchamp::OpFamily("mine", typo)),
+               "Policy::fp32: LibTorch knows no op 'sofmax'. Did you mean 'softmax'?");
+  EXPECT_ERROR(policy.fp32(torchamp::OpFamily("norm", typo)), "'sofmax'");
+  EXPECT_ERROR(policy.fp32(torchamp::OpFamily("mine", in_place)), "'add_' cannot be cast");
+  EXPECT_EQ(policy.lookup("relu", at::kCPU), Cast::unchanged);
+}
+
 TEST(Policy, AnOpThatCannotBeCastIsAnErrorThatSaysWhy) {
   EXPECT_ERROR(Policy::standard().fp32({"add_"}),
                "'add_' cannot be cast: it writes to an argument");
@@ -178,6 +188,26 @@ TEST(Policy, LookupOfOverloadsThatDifferListsThem) {
   const Policy policy = Policy::standard().unchanged({"add.Scalar"});
   EXPECT_ERROR((void)policy.lookup("add", at::kCPU),
                "follow different rules (Scalar: unchanged, Tensor: fp32)");
+}
+
+std::string printed(const Policy& policy) {
+  std::ostringstream out;
+  out << policy;
+  return out.str();
+}
+
+TEST(Policy, PrintsTheSameWhateverRanBefore) {
+  const std::string torch = printed(Policy::torch()), standard = printed(Policy::standard());
+  { const AutocastGuard installs(at::kCPU, {.policy = Policy::torch().fp32({"sinc", "erf"})}); }
+  EXPECT_EQ(printed(Policy::torch()), torch);
+  EXPECT_EQ(printed(Policy::standard()), standard);
+  EXPECT_EQ(torch.find("unchanged\n   "), std::string::npos) << torch;
+}
+
+TEST(Policy, PrintsARuleThatHoldsInOneDtypeOnly) {
+  EXPECT_NE(printed(Policy::torch().fp32({"relu"}, {.dtype = at::kFloat}))
+                .find("\n  fp32 when float32: relu\n"),
+            std::string::npos);
 }
 
 TEST(Policy, PrintsItsEditsAndTheRulesOfBothDevices) {

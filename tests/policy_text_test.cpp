@@ -1,11 +1,17 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "torchamp/policy_text.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/library.h>
 
+#include <chrono>
 #include <cstdio>
 #include <fstream>
+#include <memory>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "support/expect_error.h"
 
@@ -37,6 +43,55 @@ TEST(PolicyText, ReadsBackWhatItWrote) {
   EXPECT_EQ(read.lookup("maximum", at::kCPU), Cast::promote);
 }
 
+TEST(PolicyText, ReadsBackARuleForEachDtypeThatARegionCanHave) {
+  for (const at::ScalarType dtype : {at::kHalf, at::kBFloat16, at::kFloat}) {
+    const Policy policy = Policy::standard().fp32({"relu"}, {.dtype = dtype});
+    const Policy read = torchamp::parse_policy(torchamp::to_text(policy));
+    EXPECT_EQ(torchamp::to_text(read), torchamp::to_text(policy));
+    ASSERT_EQ(read.data()->edits.size(), 1u);
+    EXPECT_EQ(read.data()->edits[0].when.dtype, dtype);
+  }
+  EXPECT_EQ(torchamp::to_text(Policy::torch().fp32({"mm"}, {.dtype = at::kFloat})),
+            "policy torch\nfp32 when float32: mm\n");
+}
+
+TEST(PolicyText, AnEditWithoutNamesIsNoEdit) {
+  const Policy policy = Policy::standard().fp32({}).unchanged(std::vector<std::string>{});
+  EXPECT_EQ(torchamp::to_text(policy), "policy standard\n");
+}
+
+TEST(PolicyText, WritesAUsersOwnFamilyByItsNames) {
+  static constexpr std::string_view names[] = {"relu", "gelu"};
+  for (const char* name : {"mine", "norm"}) {  // also one that is called as one of torchamp's
+    const torchamp::OpFamily family(name, names);
+    const Policy policy = Policy::standard().fp32(family);
+    EXPECT_EQ(torchamp::to_text(policy), "policy standard\nfp32: relu, gelu\n");
+    EXPECT_EQ(torchamp::parse_policy(torchamp::to_text(policy)).lookup("gelu", at::kCPU),
+              Cast::fp32);
+  }
+  const torchamp::OpFamily copy = torchamp::ops::norm;
+  EXPECT_EQ(torchamp::to_text(Policy::torch().fp32(copy)), "policy torch\nfp32: ops::norm\n");
+}
+
+TEST(PolicyText, TellsAnOpOfALibraryCalledOpsFromAFamily) {
+  static const auto library = [] {
+    auto own = std::make_unique<torch::Library>(torch::Library::DEF, "ops", std::nullopt, __FILE__,
+                                                __LINE__);
+    own->def("twice(Tensor x) -> Tensor");
+    own->def("norm.named(Tensor x) -> Tensor");
+    return own;
+  }();
+  const Policy policy = Policy::torch().fp32({"ops::twice", "ops::norm.named"});
+  EXPECT_EQ(torchamp::to_text(policy), "policy torch\nfp32: ops::twice, ops::norm.named\n");
+  const Policy read = torchamp::parse_policy(torchamp::to_text(policy));
+  EXPECT_EQ(read.lookup("ops::twice", at::kCPU), Cast::fp32);
+  EXPECT_EQ(read.lookup("ops::norm.named", at::kCPU), Cast::fp32);
+  EXPECT_EQ(read.lookup("layer_norm", at::kCPU), Cast::unchanged);
+  EXPECT_ERROR((void)torchamp::to_text(Policy::torch().fp32({"ops::norm"})),
+               "torchamp::to_text: in the rule 'fp32: ops::norm', the op 'ops::norm' has the name "
+               "of a family. Name its overload");
+}
+
 TEST(PolicyText, AllowsCommentsWhiteSpaceAndFamiliesAmongNames) {
   const Policy policy = torchamp::parse_policy(
       "# for the second stage\n\n"
@@ -45,6 +100,34 @@ TEST(PolicyText, AllowsCommentsWhiteSpaceAndFamiliesAmongNames) {
   for (const char* op : {"conv2d", "relu", "linear"}) {
     EXPECT_EQ(policy.lookup(op, at::kCPU), Cast::fp32) << op;
   }
+}
+
+TEST(PolicyText, TakesTabsAndAByteOrderMarkAsOtherProgramsWriteThem) {
+  const Policy policy = torchamp::parse_policy(
+      "\xEF\xBB\xBFpolicy\tstandard\r\nfp32:\tmm\nfp32\twhen \tfloat16 :\trelu\nunchanged:gelu");
+  EXPECT_EQ(torchamp::to_text(policy),
+            "policy standard\nfp32: mm\nfp32 when float16: relu\nunchanged: gelu\n");
+}
+
+TEST(PolicyText, RefusesALongUnknownNameAtOnceAndDoesNotRepeatItAll) {
+  const std::string name(20'000, 'x');
+  const auto start = std::chrono::steady_clock::now();
+  for (const std::string& text :
+       {"policy torch\nfp32: " + name, "policy torch\nfp32: aten::mm." + name,
+        "policy torch\nfp32: ops::" + name, "policy torch\n" + name,
+        "policy torch\n" + name + ": mm", "policy torch\nfp32 when " + name + ": mm",
+        "policy " + name}) {
+    try {
+      (void)torchamp::parse_policy(text);
+      ADD_FAILURE() << "taken: " << text.substr(0, 60);
+    } catch (const c10::Error& error) {
+      const std::string what = error.what_without_backtrace();
+      EXPECT_THAT(what, ::testing::HasSubstr("torchamp::parse_policy: line "));
+      EXPECT_THAT(what, ::testing::HasSubstr("xxx..."));
+      EXPECT_LT(what.size(), 1000u);
+    }
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
 }
 
 TEST(PolicyText, ErrorsNameTheLineAndTheFault) {
@@ -61,7 +144,9 @@ TEST(PolicyText, ErrorsNameTheLineAndTheFault) {
   expect("policy torch\nfp32: \n", "line 2: 'fp32:' is not of the form");
   expect("policy torch\nfp32: ,\n", "line 2: 'fp32: ,' names no op");
   expect("policy torch\nfp32 if float16: mm\n", "line 2: 'fp32 if float16' is not a rule");
-  expect("policy torch\nfp32 when int8: mm\n", "line 2: 'int8' is not float16 or bfloat16");
+  expect("policy torch\nfp32 when int8: mm\n",
+         "line 2: 'int8' is not float16, bfloat16 or float32");
+  expect("policy torch\nfp32::mm\n", "line 2: 'fp32::mm' is not of the form");
   expect("policy torch\nfp32: ops::none\n",
          "line 2: there is no family 'ops::none'; the families are matmul");
   expect("policy torch\nfp32: sofmax\n",

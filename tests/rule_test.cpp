@@ -80,6 +80,10 @@ TEST(When, LookupLeavesConditionsOut) {
 }
 
 TEST(When, ADtypeThatNoRegionHasIsAnError) {
+  for (const at::ScalarType dtype : {at::kDouble, at::kFloat8_e4m3fn, at::kFloat8_e5m2}) {
+    EXPECT_ERROR(Policy::standard().fp32({"relu"}, {.dtype = dtype}),
+                 "Policy::fp32: When::dtype is " + std::string(c10::toString(dtype)));
+  }
   EXPECT_ERROR(Policy::standard().fp32({"relu"}, {.dtype = at::kInt}),
                "Policy::fp32: When::dtype is Int");
 }

@@ -14,7 +14,8 @@
 namespace torchamp {
 
 /// The ops that an edit of a Policy names. Made from one name, a `{…}` list or any range of names,
-/// or a family of torchamp::ops. A name is "softmax" (all overloads), "softmax.int" or "mylib::op".
+/// or a family: one of torchamp::ops, or a program's own, which is the list of its names. A name is
+/// "softmax" (all overloads), "softmax.int" or "mylib::op".
 class OpNames {
  public:
   // Implicit, so that edits read as `policy.fp32({"pow", "exp"})` and `policy.fp32(ops::norm)`.
@@ -22,7 +23,11 @@ class OpNames {
   OpNames(std::string_view name) : names_{std::string(name)} {}
   OpNames(std::string name) : names_{std::move(name)} {}
   OpNames(std::initializer_list<std::string_view> names) : names_(names.begin(), names.end()) {}
-  OpNames(const OpFamily& family) : names_(family.begin(), family.end()), family_(family.name()) {}
+  OpNames(const OpFamily& family) : names_(family.begin(), family.end()) {
+    for (const OpFamily& ours : ops::families) {
+      if (ours == family) family_ = ours.name();
+    }
+  }
   template <std::ranges::input_range Names>
   requires(std::convertible_to<std::ranges::range_reference_t<Names>, std::string_view> &&
            !std::convertible_to<Names, std::string_view> &&
@@ -33,7 +38,7 @@ class OpNames {
 
   auto begin() const { return names_.begin(); }
   auto end() const { return names_.end(); }
-  /// The family's name, or empty.
+  /// The name of the family of torchamp::ops that these are, or empty.
   std::string_view family() const { return family_; }
 
  private:

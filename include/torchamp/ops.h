@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <string_view>
 
 namespace torchamp {
 
 /// A named list of op names, for the edits of a Policy: `policy.fp32(ops::norm)`.
-/// A name stands for all overloads of the op. A name that the running LibTorch lacks is passed
-/// over, so that one list serves every version; a name that a user writes himself must exist.
+/// A name stands for all overloads of the op. In the families of torchamp::ops a name that the
+/// running LibTorch lacks is passed over, so that one list serves every version; a name that a user
+/// writes himself, in a family of his own too, must exist.
 class OpFamily {
  public:
   template <std::size_t size>
@@ -19,6 +21,11 @@ class OpFamily {
   constexpr const std::string_view* begin() const { return ops_; }
   constexpr const std::string_view* end() const { return ops_ + size_; }
   constexpr std::size_t size() const { return size_; }
+
+  /// Equal when the name and the ops are.
+  constexpr bool operator==(const OpFamily& other) const {
+    return name_ == other.name_ && std::equal(begin(), end(), other.begin(), other.end());
+  }
 
  private:
   std::string_view name_;

@@ -103,9 +103,12 @@ inline std::ostream& operator<<(std::ostream& out, const Policy& policy) {
 
 inline Policy& Policy::edit(const char* call, Cast cast, const OpNames& ops, const When& when) {
   const bool is_family = !ops.family().empty();
-  TORCH_CHECK(!when.dtype || c10::isReducedFloatingType(*when.dtype) || *when.dtype == at::kFloat,
+  TORCH_CHECK(!when.dtype || *when.dtype == at::kHalf || *when.dtype == at::kBFloat16 ||
+                  *when.dtype == at::kFloat,
               call, ": When::dtype is ", *when.dtype,
-              ", but no region has that dtype. Give torch::kHalf or torch::kBFloat16.");
+              ", but no region has that dtype. Give torch::kHalf, torch::kBFloat16 or, for regions "
+              "of CUDA, torch::kFloat.");
+  if (ops.begin() == ops.end()) return *this;
   std::shared_ptr<detail::PolicyData> edited(new detail::PolicyData(*data_));
   for (const std::string& name : ops) {
     for (const auto& op : detail::overloads_to_edit(call, cast, name, is_family)) {

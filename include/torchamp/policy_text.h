@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -11,11 +12,26 @@
 #include <vector>
 
 #include "torchamp/cast.h"
+#include "torchamp/detail/op_catalog.h"
 #include "torchamp/detail/print_policy.h"
+#include "torchamp/detail/shorten.h"
 #include "torchamp/ops.h"
 #include "torchamp/policy.h"
 
 namespace torchamp {
+
+namespace detail {
+
+/// The family that `word` ("ops::norm") stands for; null if there is none of that name.
+inline const OpFamily* family_named(std::string_view word) {
+  if (!word.starts_with("ops::")) return nullptr;
+  for (const OpFamily& family : ops::families) {
+    if (family.name() == word.substr(5)) return &family;
+  }
+  return nullptr;
+}
+
+}  // namespace detail
 
 /// The policy as text that parse_policy() reads back: its base table and its edits, a line each.
 ///
@@ -23,7 +39,8 @@ namespace torchamp {
 ///     fp32: ops::norm, pow
 ///     lower_precision when bfloat16: softmax.int
 ///
-/// Error: a rule with a predicate, which is code.
+/// Errors: a rule with a predicate, which is code; an op of a library called "ops" that has the
+/// name of a family (its overloads can be written one by one).
 inline std::string to_text(const Policy& policy) {
   std::string text = "policy " + std::string(detail::to_string(policy.data()->base)) + '\n';
   for (const detail::Edit& edit : policy.data()->edits) {
@@ -31,6 +48,11 @@ inline std::string to_text(const Policy& policy) {
     TORCH_CHECK(
         !edit.when.predicate, "torchamp::to_text: the rule '", line,
         "' depends on a predicate, which is code and has no text. Make that edit in the program.");
+    for (const std::string& name : edit.names) {
+      TORCH_CHECK(detail::family_named(name) == nullptr, "torchamp::to_text: in the rule '", line,
+                  "', the op '", name,
+                  "' has the name of a family. Name its overloads, as 'lib::op.overload'.");
+    }
     text += line + '\n';
   }
   return text;
@@ -38,17 +60,23 @@ inline std::string to_text(const Policy& policy) {
 
 namespace detail {
 
-/// Splits at `separator` and strips white space; drops empty pieces.
-inline std::vector<std::string> split(std::string_view text, char separator) {
-  constexpr std::string_view space = " \t\r";
+inline constexpr std::string_view white_space = " \t\r\v\f";
+
+/// Without white space at both ends.
+inline std::string_view strip(std::string_view text) {
+  const auto first = text.find_first_not_of(white_space);
+  if (first == std::string_view::npos) return {};
+  return text.substr(first, text.find_last_not_of(white_space) - first + 1);
+}
+
+/// Splits at each of `separators` and strips white space; drops empty pieces.
+inline std::vector<std::string> split(std::string_view text, std::string_view separators) {
   std::vector<std::string> pieces;
   while (!text.empty()) {
-    const auto end = text.find(separator);
-    std::string_view piece = text.substr(0, end);
+    const auto end = text.find_first_of(separators);
+    const std::string_view piece = strip(text.substr(0, end));
     text = end == std::string_view::npos ? std::string_view() : text.substr(end + 1);
-    const auto first = piece.find_first_not_of(space);
-    if (first == std::string_view::npos) continue;
-    pieces.emplace_back(piece.substr(first, piece.find_last_not_of(space) - first + 1));
+    if (!piece.empty()) pieces.emplace_back(piece);
   }
   return pieces;
 }
@@ -57,11 +85,12 @@ inline std::vector<std::string> split(std::string_view text, char separator) {
 class PolicyParser {
  public:
   Policy parse(std::string_view text) {
+    if (text.starts_with("\xEF\xBB\xBF")) text.remove_prefix(3);  // UTF-8's byte-order mark
     for (number_ = 1; !text.empty(); ++number_) {
       const std::string_view line = text.substr(0, text.find('\n'));
       text.remove_prefix(std::min(line.size() + 1, text.size()));
-      const auto content = split(line.substr(0, line.find('#')), '\n');
-      if (!content.empty()) read(content.front());
+      const std::string_view content = strip(line.substr(0, line.find('#')));
+      if (!content.empty()) read(content);
     }
     TORCH_CHECK(policy_, call,
                 ": the text is empty. It starts with 'policy standard' or 'policy torch'.");
@@ -69,32 +98,35 @@ class PolicyParser {
   }
 
  private:
-  void read(const std::string& line) {
+  void read(std::string_view line) {
     if (!policy_) return read_base(line);
-    const auto colon = line.find(": ");
-    check(colon != std::string::npos, "'", line, "' is not of the form 'fp32: op, op'");
-    const auto head = split(line.substr(0, colon), ' ');
-    check(head.size() == 1 || (head.size() == 3 && head[1] == "when"), "'", line.substr(0, colon),
-          "' is not a rule, or a rule and 'when float16' or 'when bfloat16'");
+    const auto colon = line.find(':');
+    check(colon < line.size() - 1 && line[colon + 1] != ':', "'", shorten(line),
+          "' is not of the form 'fp32: op, op'");
+    const auto head = split(line.substr(0, colon), white_space);
+    check(head.size() == 1 || (head.size() == 3 && head[1] == "when"), "'",
+          shorten(line.substr(0, colon)),
+          "' is not a rule, or a rule and 'when float16', 'when bfloat16' or 'when float32'");
     const When when{.dtype = head.size() == 3 ? std::optional(dtype(head[2])) : std::nullopt};
-    const auto names = split(std::string_view(line).substr(colon + 1), ',');
-    check(!names.empty(), "'", line, "' names no op");
+    const auto names = split(line.substr(colon + 1), ",");
+    check(!names.empty(), "'", shorten(line), "' names no op");
     std::vector<std::string> ops;
     for (const std::string& name : names) {
-      if (!name.starts_with("ops::")) {
+      if (const OpFamily* family = family_named(name)) {
+        edit(head[0], *family, when);
+      } else {
+        check_is_no_family(name);
         ops.push_back(name);
-        continue;
       }
-      edit(head[0], family(name.substr(5)), when);
     }
     if (!ops.empty()) edit(head[0], ops, when);
   }
 
-  void read_base(const std::string& line) {
-    const auto words = split(line, ' ');
+  void read_base(std::string_view line) {
+    const auto words = split(line, white_space);
     check(words.size() == 2 && words[0] == "policy" &&
               (words[1] == "standard" || words[1] == "torch"),
-          "'", line, "' stands where 'policy standard' or 'policy torch' must");
+          "'", shorten(line), "' stands where 'policy standard' or 'policy torch' must");
     policy_ = words[1] == "standard" ? Policy::standard() : Policy::torch();
   }
 
@@ -111,7 +143,7 @@ class PolicyParser {
       } else if (rule == to_string(Cast::native)) {
         policy_->native(ops, when);
       } else {
-        check(false, "there is no rule '", rule,
+        check(false, "there is no rule '", shorten(rule),
               "'; the rules are lower_precision, fp32, promote, unchanged and native");
       }
     } catch (const c10::Error& error) {
@@ -121,19 +153,22 @@ class PolicyParser {
     }
   }
 
-  const OpFamily& family(const std::string& name) const {
+  /// "ops::name" may also be an op, of a library that is called ops.
+  void check_is_no_family(const std::string& name) const {
+    if (!name.starts_with("ops::") || !find_ops(name, "", /*missing_ok=*/true).empty()) return;
     std::string known;
     for (const OpFamily& family : ops::families) {
-      if (family.name() == name) return family;
       known += (known.empty() ? "" : ", ") + std::string(family.name());
     }
-    check(false, "there is no family 'ops::", name, "'; the families are ", known);
-    return ops::families[0];
+    check(false, "there is no family '", shorten(name), "'; the families are ", known);
   }
 
   at::ScalarType dtype(const std::string& name) const {
-    check(name == "float16" || name == "bfloat16", "'", name, "' is not float16 or bfloat16");
-    return name == "float16" ? at::kHalf : at::kBFloat16;
+    for (const at::ScalarType dtype : {at::kHalf, at::kBFloat16, at::kFloat}) {
+      if (region_dtype_name(dtype) == name) return dtype;
+    }
+    check(false, "'", shorten(name), "' is not float16, bfloat16 or float32");
+    return at::kFloat;  // not reached, which GCC does not see without optimisation
   }
 
   template <class... Pieces>

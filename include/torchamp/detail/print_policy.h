@@ -2,6 +2,8 @@
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
 
 #include <ostream>
 #include <string>
@@ -21,10 +23,24 @@ inline std::string_view to_string(BaseTable base) {
   return base == BaseTable::standard ? "standard" : "torch";
 }
 
+/// A region's dtype as a policy's text names it.
+inline std::string_view region_dtype_name(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kHalf:
+      return "float16";
+    case at::kBFloat16:
+      return "bfloat16";
+    case at::kFloat:
+      return "float32";
+    default:
+      TORCH_CHECK(false, "torchamp: no region has the dtype ", dtype, ".");
+  }
+}
+
 /// One edit as text: "fp32 when float16: ops::norm, pow".
 inline std::string to_string(const Edit& edit) {
   std::string text(torchamp::to_string(edit.cast));
-  if (edit.when.dtype) text += *edit.when.dtype == at::kHalf ? " when float16" : " when bfloat16";
+  if (edit.when.dtype) text.append(" when ").append(region_dtype_name(*edit.when.dtype));
   text += ": ";
   if (!edit.family.empty()) return text + "ops::" + edit.family;
   for (const std::string& name : edit.names) {
@@ -55,7 +71,9 @@ inline RuleMap rules_in_force(const PolicyData& policy, at::DeviceType device) {
   for (const auto& op : candidates(policy)) add(op);
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getRegistrationsForDispatchKey(autocast_key(device))) {
-    if (const auto op = dispatcher.findSchema(name)) add(*op);
+    // Overlays are there too, those that policies before this one asked for.
+    const auto op = dispatcher.findSchema(name);
+    if (op && has_native_kernel(*op, device)) add(*op);
   }
   return rules;
 }
