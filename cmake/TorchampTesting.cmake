@@ -123,6 +123,6 @@ function(torchamp_add_consume_test how)
            -DCMAKE_BUILD_TYPE=${CMAKE_BUILD_TYPE} -DTORCHAMP_CUDA=${TORCHAMP_CUDA} -G${CMAKE_GENERATOR})
   torchamp_add_script_test(
     consume_${how} consume/run.cmake LABELS package
-    ARGS -DHOW=${how} -DBUILD=${PROJECT_BINARY_DIR} -DLIBTORCH=${prefix} "-DARGS=${args}"
+    ARGS -DHOW=${how} -DBUILD=${PROJECT_BINARY_DIR} -DLIBTORCH=${prefix} -DCPACK=${CMAKE_CPACK_COMMAND} "-DARGS=${args}"
          -DWORK=${CMAKE_CURRENT_BINARY_DIR}/consume/${how})
 endfunction()

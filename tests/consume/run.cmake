@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Gets torchamp in the way HOW, builds the small program with it and runs it.
 #
-#   cmake -DHOW=… -DSOURCE=DIR -DBUILD=DIR -DWORK=DIR -DLIBTORCH=DIR -DARGS=… -P run.cmake
+#   cmake -DHOW=… -DSOURCE=DIR -DBUILD=DIR -DWORK=DIR -DLIBTORCH=DIR -DCPACK=PROGRAM -DARGS=… -P run.cmake
 
 function(run)
   execute_process(COMMAND ${ARGV} COMMAND_ERROR_IS_FATAL ANY)
@@ -11,8 +11,16 @@ file(REMOVE_RECURSE ${WORK})
 set(prefix_path ${LIBTORCH})
 if(HOW STREQUAL "build_tree")
   list(PREPEND prefix_path ${BUILD})
-elseif(HOW MATCHES "installed|dependent")
-  run(${CMAKE_COMMAND} --install ${BUILD} --prefix ${WORK}/prefix)
+elseif(HOW MATCHES "archive|dependent")
+  if(HOW STREQUAL "archive")
+    run(${CPACK} --config ${BUILD}/CPackConfig.cmake -B ${WORK})
+    file(GLOB archive ${WORK}/torchamp-*.tar.gz)
+    file(ARCHIVE_EXTRACT INPUT ${archive} DESTINATION ${WORK}/unpacked)
+    file(GLOB unpacked ${WORK}/unpacked/*)
+    file(RENAME ${unpacked} ${WORK}/prefix)
+  else()
+    run(${CMAKE_COMMAND} --install ${BUILD} --prefix ${WORK}/prefix)
+  endif()
   list(PREPEND prefix_path ${WORK}/prefix)
   file(GLOB_RECURSE package ${WORK}/prefix/share/*)
   foreach(file IN LISTS package)
