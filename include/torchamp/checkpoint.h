@@ -22,6 +22,39 @@
 #include "torchamp/detail/tensor_tree.h"
 
 namespace torchamp {
+namespace detail {
+
+/// What checkpoint() keeps of an input of type Given for backward: of a list the values too.
+template <class Given>
+struct KeptInput {
+  static_assert(!RefersToValues<Given>::value,
+                "checkpoint: an input refers to values that may be gone when backward runs the "
+                "function again. Pass a std::vector or an at::ArrayRef of the values.");
+  using type = Given;
+  template <class Input>
+  static Input&& keep(Input&& input) {
+    return std::forward<Input>(input);
+  }
+  static type& given(type& kept) { return kept; }
+};
+template <class T>
+struct KeptInput<c10::ArrayRef<T>> {
+  using type = std::vector<T>;
+  static type keep(c10::ArrayRef<T> list) { return list.vec(); }
+  static c10::ArrayRef<T> given(type& kept) { return kept; }
+};
+
+/// Calls the function with the inputs as they were given.
+template <class Output, class... Given, class Function, class Kept>
+Output call_with(Function& function, Kept& kept) {
+  return std::apply(
+      [&](auto&... each) {
+        return Output(call_forward(function, KeptInput<Given>::given(each)...));
+      },
+      kept);
+}
+
+}  // namespace detail
 
 /// What checkpoint() puts back for the recomputation.
 struct CheckpointOptions {
@@ -42,8 +75,12 @@ struct CheckpointOptions {
 ///     x = torchamp::checkpoint(block, x);                          // a module holder
 ///     x = torchamp::checkpoint([=](auto x) { return block->forward(x).relu(); }, x);
 ///
-/// Inputs and outputs are tensors, other values, and vectors, tuples, pairs, maps and optionals of
-/// them; outputs may be several, and what is not a tensor passes through. The function runs again
+/// Inputs and outputs are tensors, other values, and vectors, arrays, tuples, pairs, maps and
+/// optionals of them; outputs may be several, and what is not a tensor passes through. An output
+/// type in which tensors cannot be seen (a struct that may hold some, an unordered_map) does not
+/// compile. Of an at::ArrayRef the values are kept; other views of values do not compile. An output
+/// that has its memory in common with an input, a captured tensor or another output comes as a
+/// copy, so that a change of it in place is none of theirs. The function runs again
 /// under the forward's autocast state, policy and cache flag (with an empty cache of cast weights
 /// both times) and random state, so that on a CPU gradients equal the plain ones bit for bit.
 /// Parameters and other tensors that the function captures get their gradients too, whether or not
@@ -56,15 +93,19 @@ struct CheckpointOptions {
 /// of its outputs or in the parameters that it uses. Reads no device.
 template <class Function, class... Inputs>
 auto checkpoint(CheckpointOptions options, Function&& function, Inputs&&... inputs) {
-  using Arguments = std::tuple<std::decay_t<Inputs>...>;
+  using Arguments = std::tuple<typename detail::KeptInput<std::decay_t<Inputs>>::type...>;
   using Output = std::decay_t<decltype(detail::call_forward(
       std::declval<std::decay_t<Function>&>(), std::declval<std::decay_t<Inputs>&>()...))>;
   static_assert(!std::is_void_v<Output>, "checkpoint: the function must return its outputs");
+  static_assert(std::is_void_v<Output> || detail::ShowsItsTensors<Output>::value,
+                "checkpoint: the function returns a type that may hold tensors out of sight. "
+                "Return tensors, numbers and strings, and vectors, arrays, tuples, pairs, "
+                "optionals and std::maps of them.");
 
-  Arguments arguments(std::forward<Inputs>(inputs)...);
+  Arguments arguments(
+      detail::KeptInput<std::decay_t<Inputs>>::keep(std::forward<Inputs>(inputs))...);
   if (!torch::autograd::GradMode::is_enabled()) {
-    return std::apply(
-        [&](auto&... each) { return Output(detail::call_forward(function, each...)); }, arguments);
+    return detail::call_with<Output, std::decay_t<Inputs>...>(function, arguments);
   }
   if constexpr (requires {
                   { function->buffers() } -> std::convertible_to<std::vector<at::Tensor>>;
@@ -86,8 +127,7 @@ auto checkpoint(CheckpointOptions options, Function&& function, Inputs&&... inpu
     Arguments now = arguments;
     detail::replace_tensors(now, given);
     given.clear();
-    auto output = std::apply(
-        [&](auto&... each) { return Output(detail::call_forward(function, each...)); }, now);
+    auto output = detail::call_with<Output, std::decay_t<Inputs>...>(function, now);
     std::vector<at::Tensor> outputs = detail::tensors_of(output);
     if (first) {
       detail::replace_tensors(output, std::vector<at::Tensor>(outputs.size()));

@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <type_traits>
 #include <unordered_set>
@@ -31,18 +32,22 @@ auto make_node() {
   }
 }
 
-/// Tells the nodes that the calling thread makes after this object from all older ones, and from
-/// those of other threads.
+/// Tells the nodes that the calling thread makes after this object, up to end(), from all others.
 class NodeEpoch {
  public:
   bool is_younger(const torch::autograd::Node& node) const {
     return node.thread_id() == thread_ && node.sequence_nr() >= first_ &&
+           node.sequence_nr() < end_ &&
            dynamic_cast<const torch::autograd::AccumulateGrad*>(&node) == nullptr;
   }
+
+  /// From here on, what the thread makes is none of this epoch's.
+  void end() { end_ = at::sequence_number::peek(); }
 
  private:
   std::uint64_t thread_ = at::RecordFunction::currentThreadId();
   std::uint64_t first_ = at::sequence_number::peek();
+  std::uint64_t end_ = std::numeric_limits<std::uint64_t>::max();
 };
 
 /// Calls visit(node, index, edge) for each edge that leaves a node reached from `roots`, and goes

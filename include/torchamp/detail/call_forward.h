@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <utility>
+
 namespace torchamp::detail {
 
 /// Calls a module holder's (or pointer's) forward, or anything else as it is.
 template <class Function, class... Inputs>
-decltype(auto) call_forward(Function& function, Inputs&... inputs) {
-  if constexpr (requires { function->forward(inputs...); }) {
-    return function->forward(inputs...);
+decltype(auto) call_forward(Function& function, Inputs&&... inputs) {
+  if constexpr (requires { function->forward(std::forward<Inputs>(inputs)...); }) {
+    return function->forward(std::forward<Inputs>(inputs)...);
   } else {
-    return function(inputs...);
+    return function(std::forward<Inputs>(inputs)...);
   }
 }
 

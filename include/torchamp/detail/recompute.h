@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/engine.h>
@@ -19,9 +18,10 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/autocast_state.h"
 #include "torchamp/detail/autograd_graph.h"
-#include "torchamp/detail/rng_state.h"
+#include "torchamp/detail/gradient_sink.h"
+#include "torchamp/detail/recompute_context.h"
+#include "torchamp/detail/version_of.h"
 
 namespace torchamp::detail {
 
@@ -40,84 +40,28 @@ namespace torchamp::detail {
 //
 // "Leaves it" means: to a leaf, or to a node that is older than the call or of another thread.
 
-// Note [Weight casts in a recomputed function]
-// LibTorch's cache of cast weights hands out tensors with a history. A cast from before the call
-// would be an outer edge that the recomputation, which comes after the region has ended, cannot
-// reach; and the cache would keep the casts of the function's inputs. So the function starts with
-// an empty cache, and its casts are dropped at the end, both times.
+// Note [Captured views whose base has changed]
+// After an in-place change of its base, a view's node is out of date, and LibTorch makes a new one
+// when it is next asked for: while the forward runs, for a view that the function captures. It then
+// looks like a node of the function's own, but the view keeps it, and the recomputation meets it
+// again as an older node. So a node from the time of the forward from which a single path leads to
+// an outer edge is no error: the gradient that arrives there is sent along that path.
 
-/// The end of a graph that was cut: what arrives here is the gradient of what was cut off.
-struct GradientSink final : torch::autograd::Node {
-  /// In place of `edge`, and with its shape and dtype.
-  static NodePtr for_edge(const torch::autograd::Edge& edge) {
-    const auto& metadata = edge.function->input_metadata(edge.input_nr);
-    NodePtr sink = make_node<GradientSink>();
-    if (metadata.was_default_constructed()) {
-      sink->add_input_metadata(undefined_input());
-    } else {
-      sink->add_input_metadata(metadata.options(), metadata.shape_as_dim_vector(),
-                               metadata.is_tensor_subclass(), metadata.is_nested_tensor(),
-                               metadata.grad_dtype());
-    }
-    return sink;
-  }
-
-  /// Only in the backward of a backward, where the sink is an identity.
-  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
-    return std::move(gradients);
-  }
-};
+// Note [Outputs that share memory]
+// An output has the RecomputeNode for its history, whatever else views its memory. A change in
+// place of one would be unknown to the history of the others. So an output comes as a copy if
+// anything that is left after the call has its memory: an input, a captured tensor, an output.
 
 /// A function from tensors to tensors: the user's, with all that is not a tensor left out.
 using TensorFunction = std::function<std::vector<at::Tensor>(std::vector<at::Tensor>)>;
 
-/// How the recomputation finds things as the forward found them.
-struct RecomputeContext {
-  AutocastState autocast = AutocastState::of_this_thread();
-  std::optional<RngState> rng;      // unset: as it comes
-  std::vector<at::Tensor> buffers;  // that the function changes, and that are to change once
-};
-
-struct EmptyCastCache {
-  EmptyCastCache() { at::autocast::clear_cache(); }
-  EmptyCastCache(const EmptyCastCache&) = delete;
-  EmptyCastCache& operator=(const EmptyCastCache&) = delete;
-  ~EmptyCastCache() { at::autocast::clear_cache(); }
-};
-
-/// Lets buffers be changed in copies while it lives.
-class BufferScope {
- public:
-  explicit BufferScope(const std::vector<at::Tensor>& buffers) {
-    for (const at::Tensor& buffer : buffers) {
-      before_.emplace_back(buffer, buffer.variable_data());
-      buffer.set_data(buffer.detach().clone());
-    }
-  }
-  BufferScope(const BufferScope&) = delete;
-  BufferScope& operator=(const BufferScope&) = delete;
-  ~BufferScope() {
-    for (const auto& [buffer, data] : before_) buffer.set_data(data);
-  }
-
- private:
-  std::vector<std::pair<at::Tensor, at::Tensor>> before_;
-};
-
-/// A copy of `tensor` that shares its memory and whose history begins at `node`.
-inline at::Tensor with_history(const at::Tensor& tensor, const NodePtr& node) {
-  at::Tensor cut = tensor.detach();
-  torch::autograd::impl::set_gradient_edge(cut, {node, node->add_input_metadata(cut)});
-  return cut;
-}
-
-inline std::uint32_t version_of(const at::Tensor& tensor) {
-  if (!tensor.defined() || tensor.is_inference()) return 0;
-  return static_cast<std::uint32_t>(tensor._version());
-}
-
 inline bool needs_gradient(const at::Tensor& tensor) {
   return tensor.defined() && tensor.requires_grad();
+}
+
+/// Whether another tensor has the same memory.
+inline bool shares_memory(const at::Tensor& tensor) {
+  return tensor.has_storage() && tensor.storage().use_count() > 1;
 }
 
 /// Stands for a whole function in the autograd graph, and runs it again in backward.
@@ -153,10 +97,16 @@ class RecomputeNode final : public torch::autograd::Node {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
 
  private:
-  /// The sinks of a recomputation by the place of their next edge, and those of inputs as a set.
+  /// The sinks of a recomputation by the place of their next edge, and those of inputs as a set;
+  /// and those of captured views whose base has changed, with the outer edge behind each.
   struct Sinks {
+    struct View {
+      NodePtr sink;
+      torch::autograd::Edge outer;
+    };
     std::vector<NodePtr> by_edge;
     std::unordered_set<torch::autograd::Node*> of_inputs;
+    std::unordered_map<torch::autograd::Edge, View> of_views;
   };
 
   /// Turns the edges that leave the recomputed graph to sinks, and back at the end.
@@ -179,7 +129,14 @@ class RecomputeNode final : public torch::autograd::Node {
     std::vector<Cut> cuts_;
   };
 
+  /// The outer edge to which a single path leads from a node that the forward left behind.
+  std::optional<torch::autograd::Edge> outer_edge_behind(torch::autograd::Edge edge) const;
+  /// Sends what arrived at `view` on to the outer edge behind it.
+  static at::Tensor sent_on(const torch::autograd::Edge& view, const torch::autograd::Edge& outer,
+                            const at::Tensor& gradient);
+
   bool released_ = false;
+  NodeEpoch forward_;
   TensorFunction function_;
   std::vector<torch::autograd::SavedVariable> inputs_;
   std::optional<RecomputeContext> context_;
@@ -210,7 +167,7 @@ inline std::vector<at::Tensor> RecomputeNode::run(TensorFunction function,
     cut_inputs[i] = with_history(inputs[i], sink);
   }
 
-  const NodeEpoch epoch;
+  node.forward_ = NodeEpoch();
   std::vector<at::Tensor> outputs;
   {
     const EmptyCastCache cache;
@@ -229,17 +186,18 @@ inline std::vector<at::Tensor> RecomputeNode::run(TensorFunction function,
     const Edge edge = impl::gradient_edge(outputs[i]);
     if (const auto same = input_of_sink.find(edge.function.get()); same != input_of_sink.end()) {
       outputs[i] = inputs[same->second];
-    } else if (epoch.is_younger(*edge.function)) {
+    } else if (node.forward_.is_younger(*edge.function)) {
       node.own_outputs_.push_back(i);
       roots.push_back(edge.function.get());
     }
   }
+  node.forward_.end();
   if (roots.empty()) return outputs;
 
   std::vector<Edge> outer;
   std::unordered_set<Edge> known;
   walk_graph(roots, [&](auto&, std::size_t, const Edge& edge) {
-    if (epoch.is_younger(*edge.function)) return true;
+    if (node.forward_.is_younger(*edge.function)) return true;
     if (!input_of_sink.contains(edge.function.get()) && known.insert(edge).second) {
       outer.push_back(edge);
     }
@@ -247,8 +205,12 @@ inline std::vector<at::Tensor> RecomputeNode::run(TensorFunction function,
   });
   known.clear();
   for (const std::size_t i : node.own_outputs_) outputs[i] = outputs[i].detach();
+  // The activations are gone.
+  for (const std::size_t i : node.own_outputs_) {
+    if (shares_memory(outputs[i])) outputs[i] = outputs[i].clone();
+  }
 
-  // The activations are gone. A leaf that only its node knows was made by the function itself.
+  // A leaf that only its node knows was made by the function itself.
   torch::autograd::edge_list edges;
   for (const at::Tensor& input : inputs) {
     if (needs_gradient(input)) {
@@ -276,6 +238,31 @@ inline std::vector<at::Tensor> RecomputeNode::run(TensorFunction function,
   return outputs;
 }
 
+inline std::optional<torch::autograd::Edge> RecomputeNode::outer_edge_behind(
+    torch::autograd::Edge edge) const {
+  while (forward_.is_younger(*edge.function)) {
+    torch::autograd::Edge only;
+    for (const torch::autograd::Edge& next : edge.function->next_edges()) {
+      if (!next.is_valid()) continue;
+      if (only.is_valid()) return std::nullopt;
+      only = next;
+    }
+    if (!only.is_valid()) return std::nullopt;
+    if (outer_edges_.contains(only)) return only;
+    edge = std::move(only);
+  }
+  return std::nullopt;
+}
+
+inline at::Tensor RecomputeNode::sent_on(const torch::autograd::Edge& view,
+                                         const torch::autograd::Edge& outer,
+                                         const at::Tensor& gradient) {
+  return torch::autograd::Engine::get_default_engine().execute(
+      {view}, {gradient}, /*keep_graph=*/true,
+      /*create_graph=*/torch::autograd::GradMode::is_enabled(), /*accumulate_grad=*/false,
+      {outer})[0];
+}
+
 inline RecomputeNode::Cuts::Cuts(const RecomputeNode& node, const std::vector<at::Tensor>& outputs,
                                  const NodeEpoch& epoch, Sinks& sinks) {
   static constexpr const char* unlike_forward =
@@ -297,6 +284,14 @@ inline RecomputeNode::Cuts::Cuts(const RecomputeNode& node, const std::vector<at
       return false;
     }
     if (epoch.is_younger(*edge.function)) return true;
+    if (const auto outer = node.outer_edge_behind(edge)) {
+      auto& outer_sink = sinks.by_edge[node.outer_edges_.at(*outer)];
+      if (!outer_sink) outer_sink = GradientSink::for_edge(*outer);
+      const auto [view, is_new] = sinks.of_views.try_emplace(edge);
+      if (is_new) view->second = {GradientSink::for_edge(edge), *outer};
+      cuts_.push_back({&from, index, edge});
+      return false;
+    }
     ++unknown_leaves;
     return false;
   });
@@ -306,8 +301,11 @@ inline RecomputeNode::Cuts::Cuts(const RecomputeNode& node, const std::vector<at
               "checkpoint: the recomputation used other parameters or captured tensors",
               unlike_forward);
   for (const Cut& cut : cuts_) {
-    const std::size_t place = node.outer_edges_.at(cut.edge);
-    cut.node->next_edges()[cut.index] = {sinks.by_edge[place], 0};
+    const auto view = sinks.of_views.find(cut.edge);
+    cut.node->next_edges()[cut.index] = {view == sinks.of_views.end()
+                                             ? sinks.by_edge[node.outer_edges_.at(cut.edge)]
+                                             : view->second.sink,
+                                         0};
   }
 }
 
@@ -326,7 +324,7 @@ inline torch::autograd::variable_list RecomputeNode::apply(
 
   // With create_graph, the recomputed graph stays connected to the inputs' history.
   const bool create_graph = torch::autograd::GradMode::is_enabled();
-  Sinks sinks{std::vector<NodePtr>(num_outputs()), {}};
+  Sinks sinks{std::vector<NodePtr>(num_outputs()), {}, {}};
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     if (!edge_of_input_[i]) continue;
     NodePtr& sink = sinks.by_edge[*edge_of_input_[i]];
@@ -370,11 +368,25 @@ inline torch::autograd::variable_list RecomputeNode::apply(
     to.emplace_back(sinks.by_edge[place], 0);
     places.push_back(place);
   }
+  std::vector<std::pair<torch::autograd::Edge, torch::autograd::Edge>> views;
+  for (const auto& [edge, view] : sinks.of_views) {
+    if (!task_should_compute_output(outer_edges_.at(view.outer))) continue;
+    to.emplace_back(view.sink, 0);
+    views.emplace_back(edge, view.outer);
+  }
   torch::autograd::variable_list result(num_outputs());
   if (from.empty() || to.empty()) return result;
   torch::autograd::variable_list arrived = torch::autograd::Engine::get_default_engine().execute(
       from, arriving, /*keep_graph=*/create_graph, create_graph, /*accumulate_grad=*/false, to);
   for (std::size_t i = 0; i < places.size(); ++i) result[places[i]] = std::move(arrived[i]);
+  for (std::size_t i = 0; i < views.size(); ++i) {
+    const at::Tensor& gradient = arrived[places.size() + i];
+    if (!gradient.defined()) continue;
+    const auto& [view, outer] = views[i];
+    const at::Tensor part = sent_on(view, outer, gradient);
+    at::Tensor& sum = result[outer_edges_.at(outer)];
+    sum = sum.defined() && part.defined() ? sum + part : part.defined() ? part : sum;
+  }
   return result;
 }
 

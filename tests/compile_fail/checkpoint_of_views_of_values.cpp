@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// error: an input refers to values that may be gone when backward runs the function again
+#include <torchamp/checkpoint.h>
+
+#include <span>
+
+void of_views_of_values(const at::Tensor& x) {
+  torchamp::checkpoint([](std::span<const at::Tensor> t) { return t[0].exp(); },
+                       std::span<const at::Tensor>(&x, 1));
+}
