@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
-#include <torch/optim/serialize.h>
 #include <torch/serialize/archive.h>
 
 #include <cstddef>
@@ -22,18 +21,19 @@
 
 namespace torchamp::detail {
 
-/// The parameters and states of an optimizer, on their way into an archive or out of one.
-template <class Options>
-class Snapshot final : public torch::optim::Optimizer {
+/// The counterpart in LibTorch of an optimizer after `Rule`, with its groups and no states.
+/// Archives pass through it, since it reads and writes them with code that is compiled in LibTorch.
+template <class Rule>
+class Counterpart {
  public:
-  explicit Snapshot(const ParamGroups& groups) : Optimizer(groups, std::make_unique<Options>(0.)) {
-    for (std::size_t g = 0; g < groups.size(); ++g) {  // LibTorch merges options with the defaults
-      param_groups_[g].set_options(groups[g].options().clone());
-    }
+  explicit Counterpart(const ParamGroups& groups)
+      : optimizer_(ParamGroups(), typename Rule::Options(/*lr=*/0.)) {
+    for (const auto& group : groups) optimizer_.param_groups().push_back(group);
   }
-  at::Tensor step(LossClosure) override {
-    TORCH_INTERNAL_ASSERT(false, "a snapshot of an optimizer does not step");
-  }
+  torch::optim::Optimizer& get() { return optimizer_; }
+
+ private:
+  typename Rule::LibTorch optimizer_;
 };
 
 /// A FusedOptimizer after a rule (step_rules.h).
@@ -70,22 +70,26 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
   /// Writes what LibTorch's own optimizer writes, for either to load. Reads the device.
   void save(torch::serialize::OutputArchive& archive) const override {
     write_steps();
-    Snapshot<Options> snapshot(param_groups_);
+    Counterpart<Rule> counterpart(param_groups_);
     for (const auto& [param, state] : state_) {
       const auto counter = counters_.find(param);
       const bool never_stepped = counter && counter->at_most == 0;
-      if (!never_stepped) snapshot.state()[param] = state->clone();
+      if (!never_stepped) counterpart.get().state()[param] = state->clone();
     }
-    torch::optim::serialize<State, Options>(archive, snapshot);
+    counterpart.get().save(archive);
   }
 
   /// Reads what save() or LibTorch's own optimizer wrote. All of the state is replaced; it goes to
   /// its parameters' device and dtype when they are next stepped. If the archive is another
   /// optimizer's, or one for other parameters, throws and changes nothing.
   void load(torch::serialize::InputArchive& archive) override {
-    Snapshot<Options> loaded(param_groups_);
+    Counterpart<Rule> counterpart(param_groups_);
+    torch::optim::Optimizer& loaded = counterpart.get();
     try {
-      torch::optim::serialize<State, Options>(archive, loaded);
+      c10::IValue
+          version;  // without it, LibTorch takes the archive for one of version 1.4 or older
+      archive.read("pytorch_version", version);
+      loaded.load(archive);
     } catch (const std::exception& error) {
       const auto* const own = dynamic_cast<const c10::Error*>(&error);
       const std::string cause = own ? own->what_without_backtrace() : error.what();
@@ -147,7 +151,7 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
     return true;
   }
 
-  static void check_loaded(Snapshot<Options>& loaded) {
+  static void check_loaded(torch::optim::Optimizer& loaded) {
     const ParamGroups& groups = loaded.param_groups();
     for (std::size_t g = 0; g < groups.size(); ++g) {
       const Options& options = options_of<Rule>(groups, g);

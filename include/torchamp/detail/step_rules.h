@@ -27,7 +27,8 @@
 #include "torchamp/detail/step_scalars.h"
 
 // What distinguishes one fused optimizer from another. A rule has
-//   Options, State     LibTorch's own types
+//   LibTorch           the class of its counterpart there
+//   Options, State     the types that go with that
 //   name               for error texts
 //   check(options)     what LibTorch's constructor checks
 //   kinds(options)     how many kinds of state tensors a parameter has
@@ -40,8 +41,9 @@
 
 namespace torchamp::detail {
 
-template <class Options_, class State_, auto kernel, auto kernel_of_rate_on_device>
+template <class LibTorch_, class Options_, class State_, auto kernel, auto kernel_of_rate_on_device>
 struct AdamRuleBase {
+  using LibTorch = LibTorch_;
   using Options = Options_;
   using State = State_;
   static constexpr bool apart = false;
@@ -78,18 +80,19 @@ struct AdamRuleBase {
 };
 
 struct AdamRule
-    : AdamRuleBase<torch::optim::AdamOptions, torch::optim::AdamParamState,
+    : AdamRuleBase<torch::optim::Adam, torch::optim::AdamOptions, torch::optim::AdamParamState,
                    &at::_ops::_fused_adam_::call, &at::_ops::_fused_adam__tensor_lr::call> {
   static constexpr const char* name = "FusedAdam";
 };
 
 struct AdamWRule
-    : AdamRuleBase<torch::optim::AdamWOptions, torch::optim::AdamWParamState,
+    : AdamRuleBase<torch::optim::AdamW, torch::optim::AdamWOptions, torch::optim::AdamWParamState,
                    &at::_ops::_fused_adamw_::call, &at::_ops::_fused_adamw__tensor_lr::call> {
   static constexpr const char* name = "FusedAdamW";
 };
 
 struct AdagradRule {
+  using LibTorch = torch::optim::Adagrad;
   using Options = torch::optim::AdagradOptions;
   using State = torch::optim::AdagradParamState;
   static constexpr const char* name = "FusedAdagrad";
@@ -130,6 +133,7 @@ struct AdagradRule {
 // anything. With dampening, steps are counted on the device, and while the first step may be still
 // to come, the kernel is called twice, by either rule: one of the calls is skipped.
 struct SgdRule {
+  using LibTorch = torch::optim::SGD;
   using Options = torch::optim::SGDOptions;
   using State = torch::optim::SGDParamState;
   static constexpr const char* name = "FusedSGD";
