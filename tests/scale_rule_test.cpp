@@ -357,3 +357,33 @@ TEST(ScaleBound, IsNeverAboveTheScaleAndNotFarBelowASmallOne) {
     EXPECT_EQ(bound.value(), 0.25);
   }
 }
+
+TEST(ScaleState, NeverTakesTheScaleForSmallerThanItIs) {
+  for (const int64_t interval : {1, 3, 7}) {
+    torchamp::GradScalerOptions rule{.init_scale = 4., .growth_interval = interval};
+    ScaleState state(rule);
+    state.create(at::kCPU);
+    EXPECT_FALSE(state.may_exceed(4., rule));
+    EXPECT_TRUE(state.may_exceed(3., rule));
+    state.leave_host();
+    std::mt19937 random(5);
+    int seen = 0;
+    for (int i = 0; i < 150; ++i) {
+      if (i == 60) rule.growth_interval = interval == 7 ? 2 : interval;
+      if (i == 60) state.limit_growth_tracker(rule.growth_interval);
+      if (i == 90) state.set_scale(16.);
+      if (i == 120) state.set_scale(torch::full({}, 1024.), rule);
+      state.advance(rule, torch::full({}, random() % 12 == 0 ? 1. : 0.));
+      const double scale = state.read_scale();
+      for (double limit = 0x1p-4; limit < 0x1p40; limit *= 2.) {
+        ASSERT_TRUE(state.may_exceed(limit, rule) || scale <= limit) << i << ' ' << limit;
+        seen += state.may_exceed(limit, rule) ? 0 : 1;
+      }
+    }
+    EXPECT_GT(seen, 150) << "nor for as large as can be";
+    state.expect_replays();
+    EXPECT_TRUE(state.may_exceed(0x1p100, rule));
+    rule.max_scale = 0x1p20;
+    EXPECT_FALSE(state.may_exceed(0x1p20, rule));
+  }
+}

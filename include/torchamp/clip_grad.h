@@ -31,8 +31,9 @@
 //
 // Wherever an optimizer is named and is a FusedOptimizer, the gradients stay as they are, and the
 // next step divides them by what the norm is too large by: no pass over the gradients but the one
-// that finds the norm. (fp64 gradients are multiplied at once: such a step divides by an fp32
-// number.)
+// that finds the norm (see Note [Norms of scaled gradients]). They are to stay as they are until
+// then: a step with gradients that were written to, replaced, added or dropped after the clip is an
+// error. (fp64 gradients are multiplied at once: such a step divides by an fp32 number.)
 
 namespace torchamp {
 
@@ -53,18 +54,20 @@ inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor
                             double max_norm, double norm_type) {
   const InternalOps internal;
   const auto batches = gradients_to_clip(optimizer, "clip_grad_norm_");
-  at::Tensor norm = total_norm(batches, norm_type);
-  if (batches.empty()) return norm;
-  if (scale.defined()) norm.div_(brought_to(norm.device(), scale));
   auto* const fused = dynamic_cast<FusedOptimizer*>(&optimizer);
-  if (fused) {
-    const at::Tensor divisor = fused->next_step_divisor();
-    if (divisor.defined()) norm.div_(brought_to(norm.device(), divisor));
-  }
+  const at::Tensor divisor = fused ? fused->next_step_divisor() : at::Tensor();
+  const bool is_divided = scale.defined() || divisor.defined();
+  at::Tensor norm = is_divided ? total_norm_divided(batches, norm_type, scale, divisor)
+                               : total_norm(batches, norm_type);
+  if (batches.empty()) return norm;
   if (fused && norm.scalar_type() == at::kFloat) {
     fused->divide_next_step(norm.add(1e-6).div_(max_norm).clamp_min_(1.));
-  } else {
-    multiply(batches, clip_coefficient(norm, max_norm));
+    return norm;
+  }
+  multiply(batches, clip_coefficient(norm, max_norm));
+  if (divisor.defined()) {  // the same gradients' still
+    fused->take_next_step_divisor();
+    fused->divide_next_step(divisor);
   }
   return norm;
 }
@@ -117,7 +120,8 @@ inline at::Tensor clip_grad_norm_(torch::optim::Optimizer& optimizer, double max
 
 /// The same for gradients that `scaler` has scaled, before scaler.step(optimizer). Gradients that
 /// are still scaled are unscaled (GradScaler::unscale_) or, for a FusedOptimizer, left to its step.
-/// Returns the norm of the unscaled gradients. An error after step(), before update().
+/// Returns the norm of the unscaled gradients, at any scale at which no gradient is inf. An error
+/// after step(), before update().
 inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& optimizer,
                                   double max_norm, double norm_type = 2.) {
   detail::check_max_norm(max_norm);
@@ -151,8 +155,9 @@ inline void clip_grad_value_(torch::optim::Optimizer& optimizer, double value) {
   const detail::InternalOps internal;
   const auto batches = detail::gradients_to_clip(optimizer, "clip_grad_value_");
   if (auto* const fused = dynamic_cast<FusedOptimizer*>(&optimizer)) {
-    const at::Tensor divisor = fused->take_next_step_divisor();
+    const at::Tensor divisor = fused->next_step_divisor();
     if (divisor.defined()) detail::multiply(batches, divisor.reciprocal());
+    fused->take_next_step_divisor();
   }
   detail::clip_value(batches, value);
 }

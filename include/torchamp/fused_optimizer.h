@@ -6,10 +6,8 @@
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
-#include <utility>
-
-#include "torchamp/detail/brought_to.h"
 #include "torchamp/detail/internal_ops.h"
+#include "torchamp/detail/pending_divisor.h"
 #include "torchamp/scaled_step.h"
 
 namespace torchamp {
@@ -40,30 +38,35 @@ class FusedOptimizer : public torch::optim::Optimizer, public ScaledStep {
     return {};
   }
 
+  /// As torch::optim::Optimizer::zero_grad; also forgets what divide_next_step has left.
+  void zero_grad(bool set_to_none = true) {
+    pending_.forget();
+    Optimizer::zero_grad(set_to_none);
+  }
+
   /// Divides the gradients that are there now by `divisor` (0-dim fp32, on any device) when they
   /// are next stepped with, on top of the scale and of earlier divisors, at the cost of one
   /// multiplication of two numbers. clip_grad_norm_ uses it. The gradients themselves are not
-  /// changed before that step. A divisor whose gradients were dropped before a step (zero_grad()
-  /// does so by default) is forgotten with them. Never reads the device.
+  /// changed before that step. A divisor whose gradients were all dropped before a step
+  /// (zero_grad() does so by default) is forgotten with them. Gradients that were written to,
+  /// replaced, added or dropped in part make the step an error; see Note [What was clipped is what
+  /// is stepped]. Never reads the device.
   void divide_next_step(const at::Tensor& divisor) {
     TORCH_CHECK_VALUE(divisor.defined(), "FusedOptimizer::divide_next_step: no divisor was given.");
     check_scalar(divisor, "divisor");
     const detail::InternalOps internal;
-    divisor_ = times(next_step_divisor(), divisor);
-    divided_ = first_gradient();
+    pending_.add(param_groups(), divisor);
   }
 
-  /// What divide_next_step left for the next step; undefined if there is nothing. Never reads the
-  /// device.
-  at::Tensor next_step_divisor() const {
-    return divisor_.defined() && divided_ == first_gradient() ? divisor_ : at::Tensor();
-  }
+  /// What divide_next_step left for the next step; undefined if there is nothing. An error if it
+  /// was left for other gradients than there are now. Never reads the device.
+  at::Tensor next_step_divisor() const { return pending_.of(param_groups()); }
 
-  /// The same, and leaves nothing for the next step.
+  /// The same, and leaves nothing for the next step; what was left for other gradients than there
+  /// are now is forgotten.
   at::Tensor take_next_step_divisor() {
-    at::Tensor divisor = next_step_divisor();
-    divisor_.reset();
-    divided_.reset();
+    at::Tensor divisor = pending_.is_for(param_groups()) ? next_step_divisor() : at::Tensor();
+    pending_.forget();
     return divisor;
   }
 
@@ -73,12 +76,11 @@ class FusedOptimizer : public torch::optim::Optimizer, public ScaledStep {
   virtual void step_fused(const at::Tensor& grad_scale, const at::Tensor& found_inf) = 0;
 
  private:
-  using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-
   void step_divided(const at::Tensor& grad_scale, const at::Tensor& found_inf) {
     const detail::InternalOps internal;
-    step_fused(times(grad_scale, next_step_divisor()), found_inf);
-    take_next_step_divisor();
+    const at::Tensor divisor = pending_.for_step(param_groups());
+    step_fused(detail::PendingDivisor::times(grad_scale, divisor), found_inf);
+    pending_.forget();
   }
 
   static void check_scalar(const at::Tensor& tensor, const char* name) {
@@ -88,26 +90,7 @@ class FusedOptimizer : public torch::optim::Optimizer, public ScaledStep {
         tensor.sizes(), ". It must be a 0-dim fp32 tensor.");
   }
 
-  // The product of two numbers on the device of the first; an undefined one counts as 1.
-  static at::Tensor times(const at::Tensor& a, const at::Tensor& b) {
-    if (!a.defined()) return b;
-    if (!b.defined()) return a;
-    return a.mul(detail::brought_to(a.device(), b));
-  }
-
-  // Holds no gradient alive. While it exists, no other tensor can have that one's address.
-  WeakTensor first_gradient() const {
-    for (const auto& group : param_groups()) {
-      for (const at::Tensor& param : group.params()) {
-        const at::Tensor& grad = param.unsafeGetTensorImpl()->grad();
-        if (grad.defined()) return WeakTensor(grad.getIntrusivePtr());
-      }
-    }
-    return WeakTensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>());
-  }
-
-  at::Tensor divisor_;
-  WeakTensor divided_{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
+  detail::PendingDivisor pending_;
 };
 
 }  // namespace torchamp

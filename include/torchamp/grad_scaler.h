@@ -162,6 +162,7 @@ class GradScaler {
   static void check_not_stepped(const detail::OptimizerState& state);
   bool stays_at_one();
   bool division_may_overflow(torch::optim::Optimizer& optimizer);
+  bool clip_may_overflow(torch::optim::Optimizer& optimizer);
   void unscale(torch::optim::Optimizer& optimizer, detail::OptimizerState& state, const char* call);
   void check_only(torch::optim::Optimizer& optimizer, detail::OptimizerState& state,
                   bool as_if_divided);

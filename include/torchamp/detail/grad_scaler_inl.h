@@ -17,6 +17,7 @@
 #include "torchamp/detail/check_options.h"
 #include "torchamp/detail/internal_ops.h"
 #include "torchamp/detail/unscale.h"
+#include "torchamp/fused_optimizer.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/scaled_step.h"
 
@@ -45,6 +46,16 @@ namespace torchamp {
 // Below a scale of 1, dividing may turn a finite gradient into an inf. That is looked for, too; see
 // Note [A scale below 1].
 
+// Note [A large scale and a clip]
+//
+// A fused step divides by one fp32 number, the scale times what a clip has left to it, which is the
+// norm of the scaled gradients over max_norm: more than fp32 holds where the scale is so large that
+// the gradients come near to that themselves. So where the scale may be above 2^32, gradients to be
+// clipped are divided by the scale in the pass that checks them, which costs nothing more, and the
+// step divides by the rest. (fp16 gradients, which that would ruin, are too small for it to
+// matter.) Whether it may be is known without a read: the host knows what the scale was once and
+// how often it may have grown since.
+
 inline GradScaler::GradScaler(GradScalerOptions options)
     : options_((options.enabled ? detail::check_options(options) : void(), std::move(options))),
       state_(options_) {}
@@ -57,6 +68,15 @@ inline void GradScaler::check_started(const char* call) const {
 /// Whether scaling is the identity, and not just for the time being.
 inline bool GradScaler::stays_at_one() {
   return !options_.dynamic && state_.scale_if_fixed() == 1.;
+}
+
+/// Whether the scale times a clip that is left to the step of `optimizer` may be more than fp32
+/// holds; see Note [A large scale and a clip].
+inline bool GradScaler::clip_may_overflow(torch::optim::Optimizer& optimizer) {
+  const auto* const fused = dynamic_cast<FusedOptimizer*>(&optimizer);
+  constexpr double largest_safe_scale = 0x1p32;
+  return fused && state_.may_exceed(largest_safe_scale, options_) &&
+         fused->next_step_divisor().defined() && !detail::has_half_gradients(optimizer);
 }
 
 /// Whether dividing by the scale may make an inf of a finite gradient.
@@ -106,9 +126,15 @@ inline void GradScaler::unscale(torch::optim::Optimizer& optimizer, detail::Opti
   const auto batches = detail::gradients_of(
       optimizer, stays_at_one() ? detail::HalfGradients::allowed : detail::HalfGradients::refused,
       call);
+  auto* const fused = dynamic_cast<FusedOptimizer*>(&optimizer);
+  const at::Tensor divisor = fused ? fused->next_step_divisor() : at::Tensor();
   at::Tensor found_inf = at::zeros({}, state_.scale().options());
   detail::multiply_and_check(
       batches, [this](at::Device device) { return state_.inverse(device); }, found_inf);
+  if (divisor.defined()) {  // a clip of the same gradients, still to be made
+    fused->take_next_step_divisor();
+    fused->divide_next_step(divisor);
+  }
   if (division_may_overflow(optimizer)) detail::check(batches, found_inf);
   state = {.stage = detail::OptimizerState::Stage::unscaled,
            .found_inf = {std::move(found_inf), std::nullopt},
@@ -187,8 +213,10 @@ inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
 
   auto* const fused = dynamic_cast<ScaledStep*>(&optimizer);
   at::Tensor grad_scale;
-  if (state.stage == Stage::ready && fused && !options_.recheck) {
-    check_only(optimizer, state, division_may_overflow(optimizer));
+  const bool left_to_step = state.stage == Stage::ready && fused && !options_.recheck;
+  const bool divides = division_may_overflow(optimizer);
+  if (left_to_step && !clip_may_overflow(optimizer)) {
+    check_only(optimizer, state, divides);
     grad_scale = state_.scale();
   } else {
     if (state.stage == Stage::ready) unscale(optimizer, state, "GradScaler::step");

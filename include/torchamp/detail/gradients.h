@@ -47,6 +47,17 @@ at::Tensor values_of(const at::Tensor& gradient, HalfGradients half, const Where
   return values;
 }
 
+inline bool has_half_gradients(const torch::optim::Optimizer& optimizer) {
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      if (!parameter.defined()) continue;
+      const at::Tensor& gradient = parameter.unsafeGetTensorImpl()->grad();
+      if (gradient.defined() && gradient.scalar_type() == at::kHalf) return true;
+    }
+  }
+  return false;
+}
+
 /// Every gradient of every group of `optimizer`, by device and dtype. Nothing has been changed
 /// where this throws. `call` begins the error texts.
 inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimizer,

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <optional>
 
 #include "torchamp/detail/brought_to.h"
@@ -87,6 +88,11 @@ class ScaleState {
     if (host_) return host_->scale < 1.;
     return rule.min_scale < 1. && (replayed_ || bound_.value() < 1.);
   }
+  /// Whether the scale may be more than `limit`; see Note [A large scale and a clip].
+  bool may_exceed(double limit, const GradScalerOptions& rule) const {
+    if (host_) return host_->scale > limit;
+    return rule.max_scale > limit && (replayed_ || at_most_ > limit);
+  }
   /// From now on the device may change the scale without the host's knowledge.
   void expect_replays() { replayed_ = true; }
 
@@ -113,6 +119,8 @@ class ScaleState {
     }
     scale_.fill_(values.scale);
     bound_.set(values.scale);
+    at_most_ = values.scale;
+    good_in_a_row_ = static_cast<int64_t>(values.growth_tracker);
     growth_tracker_.fill_(values.growth_tracker);
     credit_.fill_(values.credit);
     since_change_.fill_(values.since_change);
@@ -125,6 +133,7 @@ class ScaleState {
   void set_scale(const at::Tensor& scale, const GradScalerOptions& rule) {
     leave_host();
     bound_.set(0.);
+    at_most_ = rule.max_scale;
     scale_.copy_(
         at::nan_to_num(scale.reshape({}), rule.min_scale).clamp(rule.min_scale, rule.max_scale),
         /*non_blocking=*/true);
@@ -139,6 +148,8 @@ class ScaleState {
     } else {
       scale_.fill_(scale);
       bound_.set(scale);
+      at_most_ = scale;
+      good_in_a_row_ = std::numeric_limits<int64_t>::max() - 1;  // it may grow at once
     }
   }
 
@@ -203,6 +214,8 @@ class ScaleState {
     overflows_ = on_device(host_->overflows, number_type());
     skips_.fill_(host_->skips);
     bound_.set(host_->scale);
+    at_most_ = host_->scale;
+    good_in_a_row_ = static_cast<int64_t>(host_->growth_tracker);
     host_.reset();
   }
 
@@ -212,6 +225,13 @@ class ScaleState {
   void follow(const GradScalerOptions& rule) {
     const bool matters = rule.dynamic && rule.min_scale < 1. && !replayed_;
     if (matters) bound_.lower(rule.backoff_factor, rule.min_scale, scale_);
+    if (!rule.dynamic) return;
+    if (!is_torch_rule(rule)) {  // which may grow sooner
+      at_most_ = rule.max_scale;
+    } else if (++good_in_a_row_ >= rule.growth_interval) {
+      good_in_a_row_ = 0;
+      at_most_ *= rule.growth_factor;
+    }
   }
 
   std::optional<RuleState<double>> host_;
@@ -220,6 +240,8 @@ class ScaleState {
   // Where the host does not know; growth_tracker_ is int32, as _amp_update_scale_ wants it.
   at::Tensor growth_tracker_, credit_, since_change_, overflows_;
   ScaleBound bound_;
+  double at_most_ = 0.;        // the scale is not above this
+  int64_t good_in_a_row_ = 0;  // what growth_tracker_ may be where it is so
   bool replayed_ = false;
 };
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
 #include <ATen/ops/_foreach_norm.h>
@@ -45,8 +46,9 @@ inline void multiply_and_check(const std::vector<GradientBatch>& batches,
   }
 }
 
-/// The same without changing the gradients.
+/// The same without changing the gradients, nor their versions.
 inline void check(const std::vector<GradientBatch>& batches, at::Tensor& found_inf) {
+  const at::AutoDispatchBelowADInplaceOrView versions_stay;
   multiply_and_check(
       batches, [&](at::Device device) { return at::ones({}, found_inf.options().device(device)); },
       found_inf);

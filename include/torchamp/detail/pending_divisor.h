@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/SequenceNumber.h>
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+#include <torch/optim/optimizer.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/brought_to.h"
+
+namespace torchamp::detail {
+
+// Note [What was clipped is what is stepped]
+// A clip that is left to the next step is a number, the divisor, and a list of the gradients that
+// it was made from: each by identity and version, so that no device has to be asked whether they
+// are still the same. The list holds no gradient alive, but as long as it exists no other tensor
+// can have the address of one of them.
+//
+// The gradients that a step finds are
+//   the same         the step divides by the divisor
+//   gone             none of them is there any more. Either zero_grad() has dropped them and a new
+//                    backward has made others, and the divisor is forgotten; or the program has
+//                    replaced them by what it computed from them, which is an error. What tells the
+//                    two apart is whether this thread has recorded a graph for autograd meanwhile.
+//   something else   an error: some were written to, replaced, dropped or added to.
+// Writes that leave the clipped gradients what they are (the check, GradScaler::unscale_) keep the
+// divisor.
+
+/// What the gradients of an optimizer are still to be divided by when they are next stepped with.
+class PendingDivisor {
+ public:
+  using Groups = std::vector<torch::optim::OptimizerParamGroup>;
+
+  /// Divides the gradients that are there now by `divisor`, 0-dim, on top of what is pending for
+  /// them. An error if that was left for others, unless these are all gone.
+  void add(const Groups& groups, const at::Tensor& divisor) {
+    const at::Tensor before = of(groups);
+    std::vector<Clipped> clipped;
+    for_each_gradient(groups, [&](const at::Tensor& gradient) {
+      clipped.push_back({WeakTensor(gradient.getIntrusivePtr()), version_of(gradient)});
+    });
+    divisor_ = times(before, divisor);
+    clipped_ = std::move(clipped);
+    graphs_ = at::sequence_number::peek();
+  }
+
+  /// The divisor of the gradients that are there now; undefined if there is none.
+  at::Tensor of(const Groups& groups) const {
+    if (!divisor_.defined()) return {};
+    switch (compare(groups)) {
+      case Match::same:
+        return divisor_;
+      case Match::gone:
+        return {};
+      default:
+        TORCH_CHECK(false, message);
+    }
+  }
+
+  /// The same for a step with them; an error if they were put in the clipped ones' place.
+  at::Tensor for_step(const Groups& groups) const {
+    at::Tensor divisor = of(groups);
+    TORCH_CHECK(divisor.defined() || !divisor_.defined() || !has_gradients(groups) ||
+                    at::sequence_number::peek() != graphs_,
+                message);
+    return divisor;
+  }
+
+  /// Whether a divisor is pending for just the gradients that are there now.
+  bool is_for(const Groups& groups) const {
+    return divisor_.defined() && compare(groups) == Match::same;
+  }
+
+  void forget() {
+    divisor_.reset();
+    clipped_.clear();
+  }
+
+  /// The product of two numbers on the device of the first; an undefined one counts as 1.
+  static at::Tensor times(const at::Tensor& a, const at::Tensor& b) {
+    if (!a.defined()) return b;
+    if (!b.defined()) return a;
+    return a.mul(brought_to(a.device(), b));
+  }
+
+ private:
+  using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
+  struct Clipped {
+    WeakTensor gradient;
+    std::uint32_t version;
+
+    bool is(const at::Tensor& other) const {
+      return gradient._unsafe_get_target() == other.unsafeGetTensorImpl();
+    }
+  };
+
+  enum class Match { same, gone, different };
+
+  static constexpr const char* message =
+      "FusedOptimizer: the gradients are not those that clip_grad_norm_ has clipped and left to "
+      "the next step: since then some were written to, replaced, dropped or added. Clip after the "
+      "last such change, just before the step. To drop what was clipped, call the fused "
+      "optimizer's own zero_grad() or take_next_step_divisor().";
+
+  template <class F>
+  static void for_each_gradient(const Groups& groups, const F& f) {
+    for (const auto& group : groups) {
+      for (const at::Tensor& param : group.params()) {
+        if (!param.defined()) continue;
+        const at::Tensor& gradient = param.unsafeGetTensorImpl()->grad();
+        if (gradient.defined()) f(gradient);
+      }
+    }
+  }
+
+  static bool has_gradients(const Groups& groups) {
+    bool any = false;
+    for_each_gradient(groups, [&](const at::Tensor&) { any = true; });
+    return any;
+  }
+
+  static std::uint32_t version_of(const at::Tensor& gradient) {
+    const c10::VariableVersion& version = gradient.unsafeGetTensorImpl()->version_counter();
+    return version.enabled() ? version.current_version() : 0;  // inference tensors have none
+  }
+
+  Match compare(const Groups& groups) const {
+    std::size_t next = 0;
+    bool same = true, any = false;
+    for_each_gradient(groups, [&](const at::Tensor& gradient) {
+      const bool is_next = next < clipped_.size() && clipped_[next].is(gradient);
+      same = same && is_next && clipped_[next].version == version_of(gradient);
+      any = any || is_next || std::ranges::any_of(clipped_, [&](const Clipped& clipped) {
+              return clipped.is(gradient);
+            });
+      ++next;
+    });
+    if (same && next == clipped_.size()) return Match::same;
+    return any ? Match::different : Match::gone;
+  }
+
+  at::Tensor divisor_;
+  std::vector<Clipped> clipped_;
+  std::uint64_t graphs_ = 0;  // nodes that this thread had recorded then
+};
+
+}  // namespace torchamp::detail
