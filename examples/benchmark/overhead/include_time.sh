@@ -1,23 +1,35 @@
 #!/bin/sh
 # SPDX-License-Identifier: BSD-3-Clause
-# How much torchamp/torchamp.h adds to the compile time of a file that includes torch/torch.h.
-# Usage: include_time.sh INCLUDE_DIRECTORY_OF_TORCHAMP LIBTORCH_PREFIX [ROUNDS | instructions]
+# How much torchamp adds to compile time: torchamp/torchamp.h to a file that includes torch/torch.h,
+# or, with `program`, guard, scaler and a fused optimizer to a training program, optimised.
+# Usage: include_time.sh INCLUDE_DIRECTORY_OF_TORCHAMP LIBTORCH_PREFIX [ROUNDS | instructions] [program]
 # By default user seconds of both, in turn, and the median of the pairs' ratios (5 rounds): quick, and
 # noisy by some percent. `instructions` counts those of the compiler (needs valgrind; some twenty
-# minutes) and is the same each time. The compiler is CXX, by default c++.
+# minutes) and is the same each time. The compiler is CXX, by default c++; the program's flags are
+# CXXFLAGS, by default -O2.
 set -eu
-include=$1
-torch=$2
+include=$(realpath "$1")
+torch=$(realpath "$2")
 how=${3:-5}
+what=${4:-headers}
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-echo '#include <torch/torch.h>' >"$folder/without.cpp"
-printf '#include <torch/torch.h>\n#include <torchamp/torchamp.h>\n' >"$folder/with.cpp"
+output=-fsyntax-only
+if [ "$what" = program ]; then
+  program=$(dirname "$0")/training_program.cpp
+  cp "$program" "$folder/without.cpp"
+  { echo '#define WITH_TORCHAMP' && cat "$program"; } >"$folder/with.cpp"
+  output="${CXXFLAGS:--O2} -c"
+else
+  echo '#include <torch/torch.h>' >"$folder/without.cpp"
+  printf '#include <torch/torch.h>\n#include <torchamp/torchamp.h>\n' >"$folder/with.cpp"
+fi
 compile() {  # NAME PREFIX...
   name=$1
   shift
-  "$@" "${CXX:-c++}" -std=c++20 -fsyntax-only -I"$include" -isystem "$torch/include" \
-    -isystem "$torch/include/torch/csrc/api/include" "$folder/$name.cpp"
+  # shellcheck disable=SC2086  # several flags
+  (cd "$folder" && "$@" "${CXX:-c++}" -std=c++20 $output -I"$include" -isystem "$torch/include" \
+    -isystem "$torch/include/torch/csrc/api/include" "$name.cpp")
 }
 count_instructions() {
   compile "$1" valgrind --tool=exp-bbv --instr-count-only=yes --trace-children=yes \
@@ -44,6 +56,10 @@ python3 -c '
 import statistics, sys
 pairs = [tuple(map(float, line.split())) for line in open(sys.argv[1])]
 unit = sys.argv[2]
-print(f"torch/torch.h alone: {statistics.median(a for a, _ in pairs):.6g} {unit}")
-print(f"and torchamp.h:      {statistics.median(b for _, b in pairs):.6g} {unit}")
-print(f"added:               {100 * (statistics.median(b / a for a, b in pairs) - 1):.2f} %")' "$folder/pairs" "$unit"
+print(f"without torchamp: {statistics.median(a for a, _ in pairs):.6g} {unit}")
+print(f"with torchamp:    {statistics.median(b for _, b in pairs):.6g} {unit}")
+print(f"added:            {100 * (statistics.median(b / a for a, b in pairs) - 1):.2f} %")' "$folder/pairs" "$unit"
+if [ "$what" = program ]; then
+  echo 'code and data, bytes:'
+  size "$folder/without.o" "$folder/with.o" | awk 'NR > 1 { print "  " $1 + $2, $6 }'
+fi
