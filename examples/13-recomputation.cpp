@@ -8,11 +8,11 @@
 #include <cmath>
 #include <iostream>
 
+#include "drawing/plot.h"
+#include "drawing/png_file.h"
 #include "support/check.h"
 #include "support/format.h"
 #include "support/peak_memory.h"
-#include "support/plot.h"
-#include "support/png_file.h"
 
 namespace {
 
@@ -44,15 +44,15 @@ double peak(std::int64_t depth, bool recompute) {
 int main(int argc, char** argv) {
   support::count_cpu_memory();
   constexpr std::int64_t deepest = 100;
-  support::Series plain{"plain", support::palette::muted}, recomputed{"recomputed"},
-      root{"2 x square root of the depth", support::palette::rule};
+  drawing::Series plain{"plain", drawing::palette::muted}, recomputed{"recomputed"},
+      root{"2 x square root of the depth", drawing::palette::rule};
   for (std::int64_t depth = 1; depth <= deepest; ++depth) {
     plain.values.push_back(peak(depth, false));
     recomputed.values.push_back(peak(depth, true));
     root.values.push_back(2. * std::sqrt(static_cast<double>(depth)));
   }
 
-  const auto at = [](const support::Series& series, std::int64_t depth) {
+  const auto at = [](const drawing::Series& series, std::int64_t depth) {
     return series.values[static_cast<std::size_t>(depth) - 1];
   };
   std::cout << "activations held at most, of one block's size\ndepth  plain  recomputed\n";
@@ -64,8 +64,8 @@ int main(int argc, char** argv) {
   support::check(at(recomputed, 100) < 2.2 * at(recomputed, 25), "or, recomputed, twice as much");
   support::check(at(recomputed, 100) < at(plain, 100) / 4., "less than a quarter at 100 blocks");
 
-  support::Canvas canvas(1000, 620, support::palette::paper);
-  support::LinePlot{.title = "Memory for activations",
+  drawing::Canvas canvas(1000, 620, drawing::palette::paper);
+  drawing::LinePlot{.title = "Memory for activations",
                     .note = "forward and backward, at the peak",
                     .x_label = "depth in blocks",
                     .y_label = "activations of one block",
@@ -73,6 +73,6 @@ int main(int argc, char** argv) {
                     .legend_at_left = true}
       .draw(canvas, {0, 0, 1000, 620});
   const char* const file = argc > 1 ? argv[1] : "13-recomputation.png";
-  support::write_png(file, canvas.image());
+  drawing::write_png(file, canvas.image());
   std::cout << "see " << file << '\n';
 }

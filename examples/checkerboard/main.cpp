@@ -9,10 +9,10 @@
 #include "checkerboard/report.h"
 #include "checkerboard/target.h"
 #include "checkerboard/train.h"
+#include "drawing/png_file.h"
 #include "support/arguments.h"
 #include "support/format.h"
 #include "support/peak_memory.h"
-#include "support/png_file.h"
 
 namespace {
 
@@ -38,9 +38,9 @@ int run(int argc, char** argv) {
   std::cout << '\n';
   print_table(std::cout, fp32, amp);
   std::cout << '\n';
-  const auto save = [&](const char* name, const support::Canvas& canvas) {
+  const auto save = [&](const char* name, const drawing::Canvas& canvas) {
     const std::filesystem::path path = options->out / name;
-    support::write_png(path, canvas.image());
+    drawing::write_png(path, canvas.image());
     std::cout << "Wrote " << path.string() << '\n';
   };
   save("comparison.png", draw_comparison(heading, targets, fp32, amp));

@@ -11,12 +11,12 @@
 
 #include "checkerboard/target.h"
 #include "checkerboard/train.h"
-#include "support/canvas.h"
+#include "drawing/canvas.h"
+#include "drawing/plot.h"
+#include "drawing/png_file.h"
+#include "drawing/text.h"
 #include "support/format.h"
-#include "support/plot.h"
-#include "support/png_file.h"
 #include "support/table.h"
-#include "support/text.h"
 
 /// The mean of the last tenth of the losses: a single one jumps from step to step.
 inline double mean_of_last_tenth(const std::vector<double>& losses) {
@@ -53,8 +53,9 @@ inline void print_table(std::ostream& out, const Run& fp32, const Run& amp) {
 }
 
 /// Target and outputs side by side, each pixel as a block large enough to be seen.
-inline support::Canvas draw_comparison(const std::string& heading, const torch::Tensor& target,
+inline drawing::Canvas draw_comparison(const std::string& heading, const torch::Tensor& target,
                                        const Run& fp32, const Run& amp) {
+  using namespace drawing;
   using namespace support;
   struct Panel {
     std::string title, loss, time;
@@ -87,7 +88,8 @@ inline support::Canvas draw_comparison(const std::string& heading, const torch::
 }
 
 /// The loss of each step, thin, and its running median, thick.
-inline support::Canvas draw_losses(const std::string& heading, const Run& fp32, const Run& amp) {
+inline drawing::Canvas draw_losses(const std::string& heading, const Run& fp32, const Run& amp) {
+  using namespace drawing;
   using namespace support;
   Canvas canvas(1040, 600, palette::paper);
   const std::size_t window = fp32.losses.size() / 25 | 1;

@@ -10,9 +10,9 @@
 #include <optional>
 #include <string>
 
+#include "drawing/image.h"
+#include "drawing/png_file.h"
 #include "support/arguments.h"
-#include "support/image.h"
-#include "support/png_file.h"
 
 /// The coordinates of each pixel, from 0 to just below 1: [1, 2, height, width], x before y.
 inline torch::Tensor grid(std::int64_t width, std::int64_t height) {
@@ -32,7 +32,7 @@ inline torch::Tensor checker(std::int64_t width, std::int64_t height, double fre
 }
 
 /// A picture as values from 0 to 1: [1, channels, height, width].
-inline torch::Tensor to_tensor(const support::Image& image) {
+inline torch::Tensor to_tensor(const drawing::Image& image) {
   return torch::tensor(at::ArrayRef<std::uint8_t>(image.pixels))
       .view({1, image.height, image.width, image.channels})
       .permute({0, 3, 1, 2})
@@ -42,7 +42,7 @@ inline torch::Tensor to_tensor(const support::Image& image) {
 }
 
 /// The reverse of to_tensor(); values outside of 0 to 1 are cut off.
-inline support::Image to_image(const torch::Tensor& values) {
+inline drawing::Image to_image(const torch::Tensor& values) {
   const auto bytes = values.detach()
                          .to(torch::kCPU, torch::kFloat)
                          .squeeze(0)
@@ -52,7 +52,7 @@ inline support::Image to_image(const torch::Tensor& values) {
                          .round()
                          .to(torch::kByte)
                          .contiguous();
-  support::Image image(static_cast<int>(bytes.size(1)), static_cast<int>(bytes.size(0)),
+  drawing::Image image(static_cast<int>(bytes.size(1)), static_cast<int>(bytes.size(0)),
                        static_cast<int>(bytes.size(2)));
   std::copy_n(bytes.const_data_ptr<std::uint8_t>(), bytes.numel(), image.pixels.begin());
   return image;
@@ -65,8 +65,8 @@ class Target {
   explicit Target(const std::string& file) {
     if (file.empty()) return;
     try {
-      picture_ = to_tensor(support::read_png(file));
-    } catch (const support::PngError& error) {
+      picture_ = to_tensor(drawing::read_png(file));
+    } catch (const drawing::PngError& error) {
       throw support::UsageError(std::string("--image: ") + error.what());
     }
     if (picture_.size(2) * picture_.size(3) < 16) {

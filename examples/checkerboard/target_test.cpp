@@ -38,7 +38,7 @@ TEST(Checker, IsABoardOfEightByEightFields) {
 
 TEST(ToImage, ReversesToTensor) {
   for (const int channels : {1, 3}) {
-    support::Image image(3, 2, channels);
+    drawing::Image image(3, 2, channels);
     for (std::size_t i = 0; i < image.pixels.size(); ++i) {
       image.pixels[i] = static_cast<std::uint8_t>(i * 14);
     }
@@ -62,11 +62,11 @@ TEST(Target, RefusesFilesThatAreNoPicture) {
 TEST(Target, ShrinksAPictureAndKeepsItsShape) {
   const support::TemporaryFolder folder("target-test");
   const std::string file = (folder.path() / "picture.png").string();
-  support::Image picture(40, 10, 3);
+  drawing::Image picture(40, 10, 3);
   for (int y = 0; y < 10; ++y) {
     for (int x = 20; x < 40; ++x) picture.at(x, y, 1) = 255;
   }
-  support::write_png(file, picture);
+  drawing::write_png(file, picture);
   const Target target(file);
   EXPECT_FALSE(target.is_board());
   EXPECT_EQ(target.at_size(100).sizes(), (std::vector<std::int64_t>{1, 3, 10, 40}));
@@ -76,7 +76,7 @@ TEST(Target, ShrinksAPictureAndKeepsItsShape) {
   EXPECT_EQ(small[0][1][1][4].item<float>(), 1.F);
   EXPECT_EQ(target.at_size(2).size(2), 1);  // never no pixel at all
 
-  support::write_png(file, support::Image(3, 5, 1));
+  drawing::write_png(file, drawing::Image(3, 5, 1));
   EXPECT_THAT([&] { Target{file}; },
               ThrowsMessage<support::UsageError>(HasSubstr("has fewer than 16 pixels")));
 }

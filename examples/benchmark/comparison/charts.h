@@ -12,9 +12,9 @@
 #include "benchmark/comparison/race.h"
 #include "benchmark/comparison/report.h"
 #include "benchmark/comparison/verdict.h"
-#include "support/canvas.h"
+#include "drawing/canvas.h"
+#include "drawing/text.h"
 #include "support/format.h"
-#include "support/text.h"
 
 /// Horizontal bars under a title, with an optional line at one value.
 struct BarPanel {
@@ -22,7 +22,7 @@ struct BarPanel {
     std::string label;
     double value;      ///< below 0: none
     std::string text;  ///< the value for the reader, or why there is none
-    support::Color color;
+    drawing::Color color;
   };
   std::string title;
   std::vector<Bar> bars;
@@ -32,8 +32,8 @@ struct BarPanel {
   int rows_height() const { return row * static_cast<int>(bars.size()); }
   int height() const { return head + rows_height() + foot; }
 
-  void draw(support::Canvas& canvas, support::Rect area) const {
-    using namespace support;
+  void draw(drawing::Canvas& canvas, drawing::Rect area) const {
+    using namespace drawing;
     constexpr TextStyle small{.height = 10.5, .color = palette::ink};
     double most = mark.value_or(0.);
     double label_width = 0., text_width_ = 0.;
@@ -69,10 +69,10 @@ struct BarPanel {
 };
 
 /// The panels in columns, under a heading.
-inline support::Canvas draw_panels(const std::string& heading, const std::string& below,
+inline drawing::Canvas draw_panels(const std::string& heading, const std::string& below,
                                    const std::vector<BarPanel>& panels, int columns,
                                    int panel_width) {
-  using namespace support;
+  using namespace drawing;
   constexpr int margin = 28, top = 84;
   std::vector<int> bottoms(static_cast<std::size_t>(columns), top);
   std::vector<Rect> places;
@@ -91,8 +91,8 @@ inline support::Canvas draw_panels(const std::string& heading, const std::string
   return canvas;
 }
 
-inline support::Color color_of(const Way& way) {
-  using namespace support;
+inline drawing::Color color_of(const Way& way) {
+  using namespace drawing;
   if (way.is_python()) return way.is_fp32() ? Color{176, 190, 208} : palette::blue;
   if (way.is_fp32()) return Color{190, 194, 200};
   if (way.casts == "raw") return palette::purple;
@@ -100,7 +100,7 @@ inline support::Color color_of(const Way& way) {
 }
 
 /// One panel for each model, one bar for each way; `value` and `text` tell what of it.
-inline support::Canvas draw_ways(const std::string& heading, const std::string& below,
+inline drawing::Canvas draw_ways(const std::string& heading, const std::string& below,
                                  const std::deque<Race>& races,
                                  const std::function<double(const Verdict&)>& value,
                                  const std::function<std::string(const Verdict&)>& text) {
@@ -121,13 +121,13 @@ inline support::Canvas draw_ways(const std::string& heading, const std::string& 
   return draw_panels(heading, below, panels, races.size() > 1 ? 2 : 1, 560);
 }
 
-inline support::Canvas draw_times(const std::string& below, const std::deque<Race>& races) {
+inline drawing::Canvas draw_times(const std::string& below, const std::deque<Race>& races) {
   return draw_ways(
       "Time per step", below, races, [](const Verdict& verdict) { return verdict.seconds; },
       [](const Verdict& verdict) { return support::format_seconds(verdict.seconds); });
 }
 
-inline support::Canvas draw_memory(const std::string& below, const std::deque<Race>& races) {
+inline drawing::Canvas draw_memory(const std::string& below, const std::deque<Race>& races) {
   const auto bytes = [](const Verdict& verdict) { return verdict.contestant->peak_bytes(); };
   return draw_ways(
       "Peak memory", below, races,
@@ -136,16 +136,16 @@ inline support::Canvas draw_memory(const std::string& below, const std::deque<Ra
 }
 
 /// What the README shows: the time of torchamp's standard policy over that of Python's torch.amp.
-inline support::Canvas draw_ratios(const std::string& below, const std::deque<Race>& races) {
+inline drawing::Canvas draw_ratios(const std::string& below, const std::deque<Race>& races) {
   BarPanel panel{.title = "Less is better; the line at 1 is Python", .bars = {}, .mark = 1.};
   for (const Race& race : races) {
     const auto verdicts = judge(race);
     const struct {
       const char *optimizer, *launch, *label;
-      support::Color color;
-    } kinds[] = {{"stock", "eager", "", support::palette::orange},
-                 {"fused", "eager", ", fused", support::palette::green},
-                 {"fused", "captured", ", captured", support::palette::purple}};
+      drawing::Color color;
+    } kinds[] = {{"stock", "eager", "", drawing::palette::orange},
+                 {"fused", "eager", ", fused", drawing::palette::green},
+                 {"fused", "captured", ", captured", drawing::palette::purple}};
     for (const auto& kind : kinds) {
       const Verdict* const best = best_of(verdicts, "standard", kind.optimizer, kind.launch);
       if (!best || !best->to_python) continue;

@@ -14,7 +14,7 @@
 #include "benchmark/comparison/race.h"
 #include "benchmark/comparison/report.h"
 #include "benchmark/comparison/worker.h"
-#include "support/png_file.h"
+#include "drawing/png_file.h"
 
 namespace {
 
@@ -46,8 +46,8 @@ int compare(const Options& options, const std::string& command) {
     write(file);
     std::cout << "Wrote " << (plan.out / name).string() << '\n';
   };
-  const auto write_chart = [&](const char* name, const support::Canvas& canvas) {
-    support::write_png(plan.out / name, canvas.image());
+  const auto write_chart = [&](const char* name, const drawing::Canvas& canvas) {
+    drawing::write_png(plan.out / name, canvas.image());
     std::cout << "Wrote " << (plan.out / name).string() << '\n';
   };
   const std::string below = circumstances.device_name + ", " + libtorch_of(races) +

@@ -9,7 +9,7 @@
 #include "canvas.h"
 #include "font.h"
 
-namespace support {
+namespace drawing {
 
 enum class Align { left, centre, right };
 
@@ -81,4 +81,4 @@ inline void draw_text_upwards(Canvas& canvas, double x, double y, std::string_vi
   canvas.stroke(lines, detail::pen_width(style), style.color);
 }
 
-}  // namespace support
+}  // namespace drawing

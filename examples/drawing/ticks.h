@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-namespace support {
+namespace drawing {
 
 /// The marks of one axis, in the axis's own unit, in rising order. A labelled mark is a major one.
 struct Tick {
@@ -56,4 +56,4 @@ inline std::vector<Tick> log_ticks(double low, double high) {
   return ticks;
 }
 
-}  // namespace support
+}  // namespace drawing

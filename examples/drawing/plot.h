@@ -12,7 +12,7 @@
 #include "text.h"
 #include "ticks.h"
 
-namespace support {
+namespace drawing {
 
 /// One line of a plot: the value at x = 1, 2, 3, …; values that cannot be shown leave a gap.
 struct Series {
@@ -151,4 +151,4 @@ inline std::vector<double> running_median(const std::vector<double>& values, std
   return result;
 }
 
-}  // namespace support
+}  // namespace drawing

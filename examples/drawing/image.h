@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace support {
+namespace drawing {
 
 /// 8-bit pixels, row by row from the top, channels interleaved: 1 is grey, 3 is RGB.
 struct Image {
@@ -32,4 +32,4 @@ struct Image {
   }
 };
 
-}  // namespace support
+}  // namespace drawing

@@ -11,7 +11,7 @@
 
 #include "image.h"
 
-namespace support {
+namespace drawing {
 
 namespace detail {
 
@@ -80,4 +80,4 @@ inline bool write_png_stored(const std::filesystem::path& path, const Image& ima
       out.write(file.data(), static_cast<std::streamsize>(file.size())).flush());
 }
 
-}  // namespace support
+}  // namespace drawing

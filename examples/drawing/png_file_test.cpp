@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "support/png_file.h"
+#include "drawing/png_file.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -8,10 +8,10 @@
 #include <fstream>
 #include <string>
 
-#include "support/png_stored.h"
+#include "drawing/png_stored.h"
 #include "support/temporary_folder.h"
 
-namespace support {
+namespace drawing {
 namespace {
 
 using testing::HasSubstr;
@@ -28,7 +28,7 @@ Image pattern(int width, int height, int channels) {
 #if defined(EXAMPLES_HAVE_LIBPNG)
 
 TEST(Png, GivesBackWhatWasWritten) {
-  const TemporaryFolder folder("png-test");
+  const support::TemporaryFolder folder("png-test");
   for (const int channels : {1, 3}) {
     const Image written = pattern(31, 17, channels);
     write_png(folder.path() / "a.png", written);
@@ -41,7 +41,7 @@ TEST(Png, GivesBackWhatWasWritten) {
 }
 
 TEST(Png, ReadsWhatTheWriterWithoutALibraryWrites) {
-  const TemporaryFolder folder("png-test");
+  const support::TemporaryFolder folder("png-test");
   for (const int channels : {1, 3}) {
     const Image written = pattern(200, 150, channels);  // in RGB more than one stored block
     ASSERT_TRUE(write_png_stored(folder.path() / "a.png", written));
@@ -62,7 +62,7 @@ void write_as(const std::filesystem::path& path, png_uint_32 format, png_uint_32
 }
 
 TEST(Png, LaysTransparentPartsOverWhite) {
-  const TemporaryFolder folder("png-test");
+  const support::TemporaryFolder folder("png-test");
   const png_byte rgba[] = {10, 20, 30, 255, 10, 20, 30, 0};
   write_as(folder.path() / "a.png", PNG_FORMAT_RGBA, 2, rgba);
   EXPECT_THAT(read_png(folder.path() / "a.png").pixels,
@@ -70,7 +70,7 @@ TEST(Png, LaysTransparentPartsOverWhite) {
 }
 
 TEST(Png, ReadsPalettes) {
-  const TemporaryFolder folder("png-test");
+  const support::TemporaryFolder folder("png-test");
   const png_byte palette[] = {200, 10, 20, 30, 40, 250};
   const png_byte indices[] = {1, 0, 1};
   write_as(folder.path() / "a.png", PNG_FORMAT_RGB_COLORMAP, 3, indices, palette, 2);
@@ -98,13 +98,13 @@ void write_raw(const std::filesystem::path& path, int depth, int interlace, int 
 }
 
 TEST(Png, ReadsSixteenBitsASample) {
-  const TemporaryFolder folder("png-test");
+  const support::TemporaryFolder folder("png-test");
   write_raw(folder.path() / "a.png", 16, PNG_INTERLACE_NONE, 2, {0x80, 0x80, 0xFF, 0xFF});
   EXPECT_THAT(read_png(folder.path() / "a.png").pixels, testing::ElementsAre(128, 255, 128, 255));
 }
 
 TEST(Png, ReadsInterlacedFiles) {
-  const TemporaryFolder folder("png-test");
+  const support::TemporaryFolder folder("png-test");
   std::vector<png_byte> row(9);
   for (std::size_t i = 0; i < row.size(); ++i) row[i] = static_cast<png_byte>(i * 28);
   write_raw(folder.path() / "a.png", 8, PNG_INTERLACE_ADAM7, 9, row);
@@ -115,7 +115,7 @@ TEST(Png, ReadsInterlacedFiles) {
 }
 
 TEST(Png, SaysWhyAFileCannotBeRead) {
-  const TemporaryFolder folder("png-test");
+  const support::TemporaryFolder folder("png-test");
   const auto reading = [&](const char* name) {
     return [path = folder.path() / name] { read_png(path); };
   };
@@ -143,4 +143,4 @@ TEST(Png, SaysWhyAFileCannotBeWritten) {
 }
 
 }  // namespace
-}  // namespace support
+}  // namespace drawing

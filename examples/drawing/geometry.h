@@ -5,7 +5,7 @@
 #include <cmath>
 #include <vector>
 
-namespace support {
+namespace drawing {
 
 /// A place on a canvas, in pixels from the top left corner. The pixel (0, 0) has its centre at
 /// (0.5, 0.5).
@@ -33,4 +33,4 @@ inline double distance_to_segment(Point p, Point a, Point b) {
   return std::hypot(p.x - (a.x + t * dx), p.y - (a.y + t * dy));
 }
 
-}  // namespace support
+}  // namespace drawing

@@ -15,7 +15,7 @@
 #include "png_stored.h"
 #endif
 
-namespace support {
+namespace drawing {
 
 /// A PNG file that cannot be read or written, and why.
 class PngError : public std::runtime_error {
@@ -87,4 +87,4 @@ inline void write_png(const std::filesystem::path& path, const Image& image) {
 
 #endif
 
-}  // namespace support
+}  // namespace drawing

@@ -11,7 +11,7 @@
 #include "geometry.h"
 #include "image.h"
 
-namespace support {
+namespace drawing {
 
 /// An RGB picture to draw on. Whatever lies outside of it is cut off.
 class Canvas {
@@ -121,4 +121,4 @@ class Canvas {
   Image image_;
 };
 
-}  // namespace support
+}  // namespace drawing

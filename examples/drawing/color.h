@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-namespace support {
+namespace drawing {
 
 /// An sRGB colour.
 struct Color {
@@ -25,4 +25,4 @@ inline constexpr Color green{26, 140, 98};
 inline constexpr Color purple{132, 74, 168};
 }  // namespace palette
 
-}  // namespace support
+}  // namespace drawing

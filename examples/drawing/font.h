@@ -9,7 +9,7 @@
 
 #include "geometry.h"
 
-namespace support {
+namespace drawing {
 
 /// A letter as lines of a pen. The path's unit is 1/14 of a capital's height, y goes up from the
 /// base line; small letters are 10 high and reach down to -4.
@@ -181,4 +181,4 @@ inline std::vector<Polyline> trace(const Glyph& glyph) {
   return lines;
 }
 
-}  // namespace support
+}  // namespace drawing
