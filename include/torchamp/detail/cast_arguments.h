@@ -112,15 +112,11 @@ class CastArguments {
       c10::IValue& value = stack[first + position];
       if (value.isTensor()) {
         if (needs_cast(value.toTensor(), dtype, device)) value = cast(value.toTensor());
-      } else if (value.isTensorList()) {
-        std::vector<at::Tensor> list = value.toTensorVector();
-        for (at::Tensor& tensor : list) tensor = cast(tensor);
-        value = std::move(list);
       } else if (value.isList()) {
-        c10::List<std::optional<at::Tensor>> list;
-        for (const c10::IValue& element : value.toListRef()) {
-          list.push_back(element.isTensor() ? std::optional(cast(element.toTensor()))
-                                            : std::nullopt);
+        c10::impl::GenericList list = value.toList().copy();  // keeps the type of its elements
+        for (std::size_t i = 0; i < list.size(); ++i) {
+          const c10::IValue element = list.get(i);
+          if (element.isTensor()) list.set(i, cast(element.toTensor()));
         }
         value = std::move(list);
       }

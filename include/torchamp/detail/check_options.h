@@ -20,19 +20,25 @@ inline void check_scale(const char* call, double scale, const GradScalerOptions&
                     rule.max_scale, ").");
 }
 
+/// For all options, so that one function makes all of their errors.
+template <class Number>
+void check_option(bool holds, const char* call, const char* what, Number value, const char* rule) {
+  TORCH_CHECK_VALUE(holds, call, ": ", what, " is ", value, ". ", rule);
+}
+
 inline void check_growth_factor(const char* call, double factor) {
-  TORCH_CHECK_VALUE(factor > 1. && std::isfinite(factor), call, ": the growth factor is ", factor,
-                    ". It is finite and above 1; {.dynamic = false} keeps the scale.");
+  check_option(factor > 1. && std::isfinite(factor), call, "the growth factor", factor,
+               "It is finite and above 1; {.dynamic = false} keeps the scale.");
 }
 
 inline void check_backoff_factor(const char* call, double factor) {
-  TORCH_CHECK_VALUE(factor > 0. && factor < 1., call, ": the backoff factor is ", factor,
-                    ". It lies between 0 and 1; {.dynamic = false} keeps the scale.");
+  check_option(factor > 0. && factor < 1., call, "the backoff factor", factor,
+               "It lies between 0 and 1; {.dynamic = false} keeps the scale.");
 }
 
 inline void check_growth_interval(const char* call, int64_t interval) {
-  TORCH_CHECK_VALUE(interval >= 1 && interval <= std::numeric_limits<int32_t>::max(), call,
-                    ": the growth interval is ", interval, ". It lies between 1 and 2^31 - 1.");
+  check_option(interval >= 1 && interval <= std::numeric_limits<int32_t>::max(), call,
+               "the growth interval", interval, "It lies between 1 and 2^31 - 1.");
 }
 
 inline void check_options(const GradScalerOptions& options) {
@@ -47,17 +53,16 @@ inline void check_options(const GradScalerOptions& options) {
   check_growth_factor(call, options.growth_factor);
   check_backoff_factor(call, options.backoff_factor);
   check_growth_interval(call, options.growth_interval);
-  TORCH_CHECK_VALUE(options.hysteresis >= 1, call, ": the hysteresis is ", options.hysteresis,
-                    ". It is 1 (lower the scale at once) or more.");
-  TORCH_CHECK_VALUE(options.overflow_tolerance >= 0. && options.overflow_tolerance <= 1., call,
-                    ": overflow_tolerance is ", options.overflow_tolerance,
-                    ". It is a fraction from 0 to 1.");
-  TORCH_CHECK_VALUE(options.growth_tracker_start <= 0 &&
-                        options.growth_tracker_start >= std::numeric_limits<int32_t>::min(),
-                    call, ": growth_tracker_start is ", options.growth_tracker_start,
-                    ". It is 0, or below 0 to delay growth after a bad iteration.");
-  TORCH_CHECK_VALUE(options.max_skips_in_a_row >= 0, call, ": max_skips_in_a_row is ",
-                    options.max_skips_in_a_row, ". It is 0 (no limit) or more.");
+  check_option(options.hysteresis >= 1, call, "the hysteresis", options.hysteresis,
+               "It is 1 (lower the scale at once) or more.");
+  check_option(options.overflow_tolerance >= 0. && options.overflow_tolerance <= 1., call,
+               "overflow_tolerance", options.overflow_tolerance, "It is a fraction from 0 to 1.");
+  check_option(options.growth_tracker_start <= 0 &&
+                   options.growth_tracker_start >= std::numeric_limits<int32_t>::min(),
+               call, "growth_tracker_start", options.growth_tracker_start,
+               "It is 0, or below 0 to delay growth after a bad iteration.");
+  check_option(options.max_skips_in_a_row >= 0, call, "max_skips_in_a_row",
+               options.max_skips_in_a_row, "It is 0 (no limit) or more.");
   const bool calls = options.at_min_scale == AtLimit::call ||
                      (options.at_max_skips == AtLimit::call && options.max_skips_in_a_row > 0);
   TORCH_CHECK_VALUE(!calls || options.on_limit, call,
@@ -72,10 +77,9 @@ inline void check_state(const char* call, const GradScalerState& state,
   check_growth_factor(call, state.growth_factor);
   check_backoff_factor(call, state.backoff_factor);
   check_growth_interval(call, state.growth_interval);
-  TORCH_CHECK_VALUE(state.growth_tracker >= std::numeric_limits<int32_t>::min() &&
-                        state.growth_tracker <= std::numeric_limits<int32_t>::max(),
-                    call, ": the growth tracker is ", state.growth_tracker,
-                    ". It is a count of 32 bits.");
+  check_option(state.growth_tracker >= std::numeric_limits<int32_t>::min() &&
+                   state.growth_tracker <= std::numeric_limits<int32_t>::max(),
+               call, "the growth tracker", state.growth_tracker, "It is a count of 32 bits.");
 }
 
 }  // namespace torchamp::detail

@@ -12,8 +12,6 @@ template <class Function>
 void for_each_tensor_of(const c10::IValue& value, const Function& function) {
   if (value.isTensor()) {
     function(value.toTensor());
-  } else if (value.isTensorList()) {
-    for (const at::Tensor& tensor : value.toTensorVector()) function(tensor);
   } else if (value.isList()) {
     for (const c10::IValue& element : value.toListRef()) {
       if (element.isTensor()) function(element.toTensor());
