@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -13,8 +14,11 @@
 #include <utility>
 
 #include "torchamp/detail/gradient_sum.h"
+#include "torchamp/detail/internal_ops.h"
+#include "torchamp/detail/optimizer_state.h"
+#include "torchamp/detail/step_record.h"
 #include "torchamp/grad_scaler.h"
-#include "torchamp/scaled_step.h"
+#include "torchamp/step_result.h"
 
 namespace torchamp {
 
@@ -27,9 +31,14 @@ namespace torchamp {
 ///     accumulation.flush();
 ///
 /// The gradients are those of the mean of the losses. The scale is the same for all of them: that
-/// it was changed within a window is an error, after which discard() begins a new one. One bad
-/// micro-batch spoils the whole step; see SafeAccumulation. Holds references to scaler and
-/// optimizer. One thread at a time.
+/// it was changed within a window is an error, after which discard() begins a new one, and so is
+/// that the gradients were cleared. One bad micro-batch spoils the whole step; see
+/// SafeAccumulation. Within a window, the scaler refuses to be saved. Holds references to scaler
+/// and optimizer. Reads nothing but what scaler.step() reads. One thread at a time.
+///
+/// An exception from LibTorch's backward leaves gradients half added: the window can then only be
+/// dropped. One from the two calls below or from the optimizer's step leaves a window that flush()
+/// steps with again, or discard() drops.
 class Accumulation {
  public:
   Accumulation(GradScaler& scaler, torch::optim::Optimizer& optimizer, int64_t micro_batches)
@@ -38,76 +47,158 @@ class Accumulation {
                       ". It is 1 or more.");
   }
 
+  Accumulation(const Accumulation&) = delete;
+  Accumulation& operator=(const Accumulation&) = delete;
+  Accumulation(Accumulation&&) = default;
+  Accumulation& operator=(Accumulation&&) = delete;
+  ~Accumulation() = default;
+
+  /// Called before each step, with the gradients of the whole window, still scaled, wherever
+  /// backward() has put them: the place for MasterWeights::take_gradients().
+  void before_unscale(std::function<void()> call) { before_unscale_ = std::move(call); }
+
   /// Called with the gradients complete and unscaled, to clip them, say. Once set, step() is
-  /// preceded by unscale_.
+  /// preceded by unscale_. An error if it gives a gradient to a parameter that had none: that one
+  /// would not have been unscaled.
   void before_step(std::function<void()> call) { before_step_ = std::move(call); }
 
   /// Adds the gradients of `loss`. The last micro-batch of a window also steps, calls update(),
-  /// clears the gradients, and returns the result.
+  /// clears the gradients, and returns the result. Errors, before anything is done: a loss that is
+  /// scaled already or needs no gradient; a window whose step has failed, or whose gradients have
+  /// been cleared, unscaled or stepped with since the last call.
   std::optional<StepResult> backward(const at::Tensor& loss) {
     TORCH_CHECK_VALUE(loss.defined(), "Accumulation::backward: the loss is undefined.");
+    scaler_.check_not_scaled(loss, "Accumulation::backward");
+    check_open();
     const at::Tensor scaled = scaler_.scale(at::div(loss, static_cast<double>(micro_batches_)));
-    if (pending_ == 0) {
+    if (*pending_ == 0) {
       version_ = version_of_scale();
+      scaler_.begin_window(pending_);
     } else {
-      check_scale("backward");
+      check_window("backward");
     }
+    TORCH_CHECK_VALUE(scaled.numel() == 1 && scaled.requires_grad(),
+                      "Accumulation::backward: the loss has ", scaled.numel(),
+                      " element(s), and requires_grad is ", scaled.requires_grad(),
+                      ". Pass one number that was computed from the parameters.");
+    stage_ = Stage::adding;
     scaled.backward();
-    if (++pending_ < micro_batches_) return std::nullopt;
+    stage_ = Stage::open;
+    had_gradients_ = detail::count_gradients(optimizer_) > 0;
+    if (++*pending_ < micro_batches_) return std::nullopt;
     return flush();
   }
 
   /// Steps with an incomplete window, at the end of an epoch: its gradients are those of the sum of
-  /// the losses over `micro_batches`. Nothing if none is pending.
+  /// the losses over `micro_batches`. Nothing if none is pending. After an error of the step, tries
+  /// it again. (If update() throws, at a limit of the scaler, the step was skipped and the window
+  /// is dropped.)
   std::optional<StepResult> flush() {
-    if (pending_ == 0) return std::nullopt;
-    check_scale("flush");
+    check_whole("flush");
+    if (*pending_ == 0) return std::nullopt;
+    check_window("flush");
+    stage_ = Stage::stepping;
+    if (before_unscale_ && !scaler_.is_unscaled(optimizer_)) before_unscale_();
     if (before_step_) {
       if (!scaler_.is_unscaled(optimizer_)) scaler_.unscale_(optimizer_);
+      if (!unscaled_) unscaled_ = detail::count_gradients(optimizer_);
       before_step_();
+      check_unscaled();
     }
     StepResult result = scaler_.step(optimizer_);
-    discard();
-    scaler_.update();
+    clear();
+    try {
+      scaler_.update();
+    } catch (...) {
+      scaler_.discard(optimizer_);
+      throw;
+    }
     return result;
   }
 
-  /// Clears the gradients of an incomplete window and begins a new one.
+  /// Clears the gradients of an incomplete window, or of one whose step has failed, and begins a
+  /// new one. (Gradients that the optimizer does not hold, of a model under MasterWeights, are left
+  /// to the program: `model->zero_grad()`.)
   void discard() {
-    optimizer_.zero_grad();
-    pending_ = 0;
+    clear();
+    scaler_.discard(optimizer_);
   }
 
   /// Micro-batches since the last step.
-  int64_t pending() const { return pending_; }
+  int64_t pending() const { return *pending_; }
 
  private:
+  enum class Stage {
+    open,      ///< between two calls
+    adding,    ///< in backward(), or that has thrown
+    stepping,  ///< in flush(), or that has thrown
+  };
+
   int64_t version_of_scale() const {
     const at::Tensor scale = scaler_.scale_tensor();
     return scale.defined() ? static_cast<int64_t>(scale._version()) : 0;
   }
-  void check_scale(const char* call) const {
+  void clear() {
+    optimizer_.zero_grad();
+    *pending_ = 0;
+    stage_ = Stage::open;
+    had_gradients_ = false;
+    unscaled_.reset();
+  }
+
+  void check_whole(const char* call) const {
+    TORCH_CHECK(stage_ != Stage::adding, "Accumulation::", call,
+                ": backward() has failed half-way, so that the gradients may hold a part of a "
+                "micro-batch. Call discard() to begin a new window.");
+  }
+  /// Whether gradients may be added.
+  void check_open() const {
+    check_whole("backward");
+    TORCH_CHECK(stage_ == Stage::open, "Accumulation::backward: the step with ", *pending_, " of ",
+                micro_batches_,
+                " micro-batches has failed, so that the window has no room for another. Call "
+                "flush() to try the step again, or discard() to drop the window.");
+    TORCH_CHECK(!scaler_.is_unscaled(optimizer_) && !scaler_.is_stepped(optimizer_),
+                "Accumulation::backward: the gradients of this optimizer have been unscaled or "
+                "stepped with in this iteration, and scaled ones cannot be added to them. Leave "
+                "unscale_, step and update to the accumulation, or call discard() to drop them.");
+  }
+  void check_window(const char* call) const {
     TORCH_CHECK(version_of_scale() == version_, "Accumulation::", call,
-                ": the scale has changed after ", pending_, " of ", micro_batches_,
+                ": the scale has changed after ", *pending_, " of ", micro_batches_,
                 " micro-batches, whose gradients still have the old one. Leave step and update to "
                 "the accumulation, or call flush() before; call discard() to drop them.");
+    TORCH_CHECK(!had_gradients_ || detail::count_gradients(optimizer_) > 0, "Accumulation::", call,
+                ": the gradients of ", *pending_, " of ", micro_batches_,
+                " micro-batches are gone. Leave out zero_grad(): the accumulation clears them "
+                "after its step. Call discard() to begin a new window.");
+  }
+  void check_unscaled() const {
+    TORCH_CHECK(!scaler_.is_enabled() || detail::count_gradients(optimizer_) <= unscaled_,
+                "Accumulation: before_step has given gradients to parameters that had none, and "
+                "they are still scaled. MasterWeights::take_gradients() belongs into "
+                "before_unscale. Call discard() to drop the window.");
   }
 
   GradScaler& scaler_;
   torch::optim::Optimizer& optimizer_;
   int64_t micro_batches_;
-  int64_t pending_ = 0;
-  int64_t version_ = 0;  // of the scale, at the start of the window
-  std::function<void()> before_step_;
+  std::shared_ptr<int64_t> pending_ = std::make_shared<int64_t>(0);  // the scaler looks at it
+  Stage stage_ = Stage::open;
+  int64_t version_ = 0;                  // of the scale, at the start of the window
+  bool had_gradients_ = false;           // after the last backward()
+  std::optional<std::size_t> unscaled_;  // gradients when they were unscaled
+  std::function<void()> before_unscale_, before_step_;
 };
 
 /// What came of a SafeAccumulation's step. Answers read the device once at most, as StepResult's
 /// do.
 class SafeAccumulationResult {
  public:
-  /// False if every micro-batch was dropped.
+  /// False if every micro-batch was dropped, or the mean of those that were kept is not finite.
   bool stepped() const { return kept_->read() > 0.; }
   explicit operator bool() const { return stepped(); }
+  /// Those that were stepped with.
   int64_t kept() const { return static_cast<int64_t>(kept_->read()); }
   int64_t dropped() const { return micro_batches_ - kept(); }
   int64_t micro_batches() const { return micro_batches_; }
@@ -130,56 +221,104 @@ class SafeAccumulationResult {
 ///
 /// Each micro-batch is unscaled and checked by itself, added to sums apart from the parameters'
 /// gradients, and ends an iteration of the scaler: the scale may change within a window, and
-/// growth_interval counts micro-batches. Whether one is kept is decided on the device. The step is
-/// made with the mean over those that were kept. Costs one fp32 sum for each parameter (fp64 for
-/// fp64 parameters), and reads nothing except once in step() for an optimizer that is no
-/// ScaledStep. Gradients are dense. Holds references to scaler and optimizer. One thread at a time.
+/// growth_interval counts micro-batches. Whether one is kept is decided on the device. One that
+/// gives no parameter of the optimizer a gradient counts as dropped. The step is made with the mean
+/// over those that were kept, unless their sum is not finite: then all are dropped. Costs one fp32
+/// sum for each parameter (fp64 for fp64 parameters), and reads nothing except once in step() for
+/// an optimizer that is no ScaledStep. Gradients are dense. Within a window, the scaler refuses to
+/// be saved. Holds references to scaler and optimizer. One thread at a time.
+///
+/// A call that fails leaves the window as it was.
 class SafeAccumulation {
  public:
   SafeAccumulation(GradScaler& scaler, torch::optim::Optimizer& optimizer)
       : scaler_(scaler), optimizer_(optimizer) {}
 
+  SafeAccumulation(const SafeAccumulation&) = delete;
+  SafeAccumulation& operator=(const SafeAccumulation&) = delete;
+  SafeAccumulation(SafeAccumulation&&) = default;
+  SafeAccumulation& operator=(SafeAccumulation&&) = delete;
+  ~SafeAccumulation() = default;
+
+  /// Called after each backward(), with the gradients still scaled, wherever it has put them: the
+  /// place for MasterWeights::take_gradients().
+  void before_unscale(std::function<void()> call) { before_unscale_ = std::move(call); }
+
   /// Computes the gradients of `loss` and adds them, unless one holds an inf or a NaN. Clears the
-  /// parameters' gradients before and after. (If update() throws, at a limit of the scaler, the
-  /// micro-batch has been added or dropped.)
+  /// parameters' gradients before and after. If update() throws, at a limit of the scaler, the
+  /// micro-batch counts as never given, and the scaler as before it.
   void backward(const at::Tensor& loss) {
+    check_ready("backward");
     optimizer_.zero_grad();
     scaler_.scale(loss).backward();
+    if (before_unscale_) before_unscale_();
     detail::GradientSum::check(optimizer_);
-    scaler_.unscale_(optimizer_);
-    const at::Tensor found_inf = scaler_.found_inf(optimizer_);
-    sum_.add(optimizer_, found_inf);
-    ++micro_batches_;
+    try {
+      scaler_.unscale_(optimizer_);
+      const at::Tensor found_inf = scaler_.found_inf(optimizer_);
+      scaler_.update();  // before the sums are touched, for it may throw
+      sum_.add(optimizer_, found_inf);
+    } catch (...) {
+      scaler_.discard(optimizer_);
+      throw;
+    }
+    if (++*pending_ == 1) scaler_.begin_window(pending_);
     optimizer_.zero_grad();
-    scaler_.update();
   }
 
   /// Steps with the mean of the gradients that were kept and begins a new window. `before_step` is
-  /// called when the parameters' gradients hold that mean, to clip them, say. Skipped if none was
-  /// kept.
+  /// called when the parameters' gradients hold that mean, to clip them, say, in whichever form:
+  /// for the scaler, they are unscaled. Skipped if none was kept. After an exception from
+  /// `before_step` or the optimizer's step, the window is as it was, and step() may be called
+  /// again.
   SafeAccumulationResult step(const std::function<void()>& before_step = nullptr) {
-    TORCH_CHECK(micro_batches_ > 0,
+    TORCH_CHECK(*pending_ > 0,
                 "SafeAccumulation::step: there is no micro-batch. Call backward(loss) first.");
-    auto kept = std::make_shared<detail::LazyNumber>(sum_.move_mean_to(optimizer_));
-    if (before_step) before_step();
-    if (auto* const fused = dynamic_cast<ScaledStep*>(&optimizer_)) {
-      fused->step_scaled({}, sum_.none_kept(*kept));
-    } else if (kept->read() > 0.) {
-      optimizer_.step();
+    check_ready("step");
+    optimizer_.zero_grad();  // a step that has failed may have left its own
+    auto kept = std::make_shared<detail::LazyNumber>(sum_.kept());
+    scaler_.take_unscaled(optimizer_, sum_.give_mean_to(optimizer_, *kept), sum_.any());
+    try {
+      if (before_step) before_step();
+      if (scaler_.is_enabled() || sum_.any()) {
+        const at::Tensor found_inf = scaler_.step(optimizer_).found_inf();
+        const detail::InternalOps guard;
+        if (kept->tensor.defined()) kept->tensor.mul_(found_inf.eq(0.));
+      }
+    } catch (...) {
+      scaler_.discard(optimizer_);
+      throw;
     }
+    const int64_t micro_batches = *pending_;
+    discard();
+    return {std::move(kept), micro_batches};
+  }
+
+  /// Drops what was added, clears the parameters' gradients, and begins a new window.
+  void discard() {
     optimizer_.zero_grad();
+    scaler_.discard(optimizer_);
     sum_.clear();
-    return {std::move(kept), std::exchange(micro_batches_, 0)};
+    *pending_ = 0;
   }
 
   /// Micro-batches since the last step, dropped ones included.
-  int64_t pending() const { return micro_batches_; }
+  int64_t pending() const { return *pending_; }
 
  private:
+  void check_ready(const char* call) const {
+    TORCH_CHECK(!scaler_.is_unscaled(optimizer_) && !scaler_.is_stepped(optimizer_),
+                "SafeAccumulation::", call,
+                ": the program has unscaled the gradients of this optimizer, or stepped with them, "
+                "in this iteration. Leave unscale_, step and update to the accumulation, or call "
+                "update() before.");
+  }
+
   GradScaler& scaler_;
   torch::optim::Optimizer& optimizer_;
   detail::GradientSum sum_;
-  int64_t micro_batches_ = 0;
+  std::shared_ptr<int64_t> pending_ = std::make_shared<int64_t>(0);  // the scaler looks at it
+  std::function<void()> before_unscale_;
 };
 
 }  // namespace torchamp

@@ -14,12 +14,16 @@
 #include "torchamp/detail/limits.h"
 #include "torchamp/detail/optimizer_state.h"
 #include "torchamp/detail/scale_state.h"
+#include "torchamp/detail/scaled_outputs.h"
 #include "torchamp/detail/step_record.h"
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/grad_scaler_state.h"
 #include "torchamp/step_result.h"
 
 namespace torchamp {
+
+class Accumulation;
+class SafeAccumulation;
 
 namespace detail {
 struct GradScalerPeer;  // the tests'
@@ -55,7 +59,8 @@ class GradScaler {
   /// `outputs` times the scale: usually the loss. The first tensor decides on which device the
   /// scale lives: pass one from where the parameters are, for where the scale lies on the host and
   /// gradients do not, checking them has to wait. An fp16 or bf16 scalar comes back in fp32, since
-  /// the product may be too large for it; other shapes keep their dtype.
+  /// the product may be too large for it; other shapes keep their dtype. Error: a tensor that this
+  /// scaler has scaled already.
   at::Tensor scale(const at::Tensor& outputs);
 
   /// The same for each of several outputs, on any devices.
@@ -70,8 +75,9 @@ class GradScaler {
   /// Unscales the gradients if unscale_ has not, and calls `optimizer.step()` unless one of them is
   /// inf or NaN. Once for each optimizer between two calls of update(). An optimizer none of whose
   /// parameters has a gradient is not stepped: a warning, once, and the result name the parameters
-  /// and the reasons. If `optimizer.step()` throws, step() may be called again. Error: LBFGS, which
-  /// needs a closure.
+  /// and the reasons. If `optimizer.step()` throws, step() may be called again. Within an autocast
+  /// region, ops after it see the new weights. Errors: LBFGS, which needs a closure; gradients that
+  /// came after an unscale_ that had found none.
   StepResult step(torch::optim::Optimizer& optimizer);
 
   /// The same for an optimizer that evaluates the loss by itself, once or, as LBFGS, many times:
@@ -89,6 +95,11 @@ class GradScaler {
   template <std::convertible_to<torch::optim::Optimizer::LossClosure> Closure>
   StepResult step(torch::optim::Optimizer& optimizer, const Closure& closure,
                   int64_t max_retries = 8);
+
+  /// Forgets what this iteration has recorded of `optimizer`: for a program that drops its
+  /// gradients after an error and goes on. They then count as neither unscaled nor stepped with;
+  /// the scale stays as it is.
+  void discard(const torch::optim::Optimizer& optimizer);
 
   /// Ends an iteration: lowers the scale if any optimizer's gradients held an inf or a NaN, raises
   /// it after growth_interval iterations without. Not before some optimizer has been stepped or
@@ -144,13 +155,16 @@ class GradScaler {
   void load_state_dict(const GradScalerState& state);
 
   /// For torch::save(scaler, path) and torch::load(scaler, path): the state, and what the rule
-  /// remembers beyond torch.amp. Saving is refused within an iteration; loading takes over all or
+  /// remembers beyond torch.amp. Saving is refused within an iteration, and within a window of an
+  /// Accumulation or SafeAccumulation, whose gradients would be lost; loading takes over all or
   /// nothing.
   void save(torch::serialize::OutputArchive& archive) const;
   void load(torch::serialize::InputArchive& archive);
 
  private:
   friend struct detail::GradScalerPeer;
+  friend class Accumulation;
+  friend class SafeAccumulation;
 
   struct Evaluation {
     detail::OptimizerState state;
@@ -159,6 +173,10 @@ class GradScaler {
   };
 
   void check_started(const char* call) const;
+  void check_not_scaled(const at::Tensor& output, const char* call) const;
+  void begin_window(const std::shared_ptr<const int64_t>& pending);
+  void take_unscaled(const torch::optim::Optimizer& optimizer, at::Tensor found_inf,
+                     bool had_gradients);
   static void check_not_stepped(const detail::OptimizerState& state);
   bool stays_at_one();
   bool division_may_overflow(torch::optim::Optimizer& optimizer);
@@ -182,6 +200,8 @@ class GradScaler {
   detail::ScaleState state_;
   detail::Limits limits_;
   detail::OptimizerStates optimizers_;
+  detail::ScaledOutputs scaled_;
+  detail::OpenWindows windows_;
   std::vector<std::weak_ptr<detail::StepRecord>> records_;  // of this iteration
   bool warned_of_missing_ = false;
 };

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "torchamp/detail/internal_ops.h"
+#include "torchamp/detail/weight_casts.h"
 #include "torchamp/grad_scaler.h"
 
 namespace torchamp {
@@ -83,6 +84,7 @@ inline bool GradScaler::evaluate(torch::optim::Optimizer& optimizer,
                                  const torch::optim::Optimizer::LossClosure& closure,
                                  Evaluation& evaluation, int64_t max_retries) {
   for (evaluation.attempts = 1;; ++evaluation.attempts) {
+    const detail::DropWeightCasts drop_weight_casts;  // the next evaluation has other weights
     {
       const at::AutoGradMode with_grad(true);
       optimizer.zero_grad();
@@ -111,8 +113,10 @@ StepResult GradScaler::step(torch::optim::Optimizer& optimizer, const Closure& c
                     "GradScaler::step: the closure is empty. Pass one that returns the loss.");
   TORCH_CHECK_VALUE(max_retries >= 0, "GradScaler::step: max_retries is ", max_retries,
                     ". It is 0 or more.");
+  const detail::DropWeightCasts drop_weight_casts;
   if (!options_.enabled) {
     return unscaled_result(optimizer.step([&] {
+      const detail::DropWeightCasts before_the_next_evaluation;
       optimizer.zero_grad();
       at::Tensor loss = evaluate_loss();
       loss.backward();

@@ -17,6 +17,7 @@
 #include "torchamp/captured_step.h"
 #include "torchamp/detail/counter_table.h"
 #include "torchamp/detail/step_plan.h"
+#include "torchamp/detail/weight_casts.h"
 #include "torchamp/fused_optimizer.h"
 
 namespace torchamp::detail {
@@ -117,10 +118,14 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
     return like_the_last;
   }
   bool may_be_captured() const override { return rates_on_device_; }
-  void note_replayed_step() override { plan_.note_step(); }
+  void note_replayed_step() override {
+    const DropWeightCasts drop_weight_casts;
+    plan_.note_step();
+  }
 
  protected:
   void step_fused(const at::Tensor& grad_scale, const at::Tensor& found_inf) override {
+    const DropWeightCasts drop_weight_casts;
     if (!plan_.collect_gradients(param_groups_)) {
       plan_ = {};  // holds no gradients, should what follows throw
       check_parameters<Rule>(param_groups_, state_);

@@ -77,6 +77,11 @@ inline void GradScaler::load_state_dict(const GradScalerState& state) {
 }
 
 inline void GradScaler::save(torch::serialize::OutputArchive& archive) const {
+  TORCH_CHECK(!windows_.any(),
+              "GradScaler::save: within a window of gradient accumulation, whose gradients no file "
+              "would hold. Save after the accumulation's step, or end the window before: "
+              "Accumulation::flush() or SafeAccumulation::step() steps with it, discard() drops "
+              "it.");
   archive.write("enabled", c10::IValue(options_.enabled));
   if (!options_.enabled) return;
   TORCH_CHECK(

@@ -17,6 +17,7 @@
 #include "torchamp/detail/check_options.h"
 #include "torchamp/detail/internal_ops.h"
 #include "torchamp/detail/unscale.h"
+#include "torchamp/detail/weight_casts.h"
 #include "torchamp/fused_optimizer.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/scaled_step.h"
@@ -29,8 +30,7 @@ namespace torchamp {
 //
 //   ready     scale(), backward(), and as often as the program accumulates
 //   unscaled  unscale_(): the gradients are divided by the scale, and whether one of them was inf
-//   or
-//             NaN is recorded. step() does this first if the program has not.
+//             or NaN is recorded. step() does this first if the program has not.
 //   stepped   step(): the optimizer has stepped or been skipped
 //
 // in this order. unscale_() wants "ready", step() "ready" or "unscaled". An optimizer is known by
@@ -65,6 +65,10 @@ inline void GradScaler::check_started(const char* call) const {
               ": nothing has been scaled yet. Call scale(loss).backward() first.");
 }
 
+inline void GradScaler::check_not_scaled(const at::Tensor& output, const char* call) const {
+  scaled_.check_not_in(output, call);
+}
+
 /// Whether scaling is the identity, and not just for the time being.
 inline bool GradScaler::stays_at_one() {
   return !options_.dynamic && state_.scale_if_fixed() == 1.;
@@ -90,9 +94,12 @@ inline at::Tensor GradScaler::scale(const at::Tensor& outputs) {
   if (!options_.enabled) return outputs;
   TORCH_CHECK_VALUE(outputs.defined(),
                     "GradScaler::scale: the tensor is undefined. Pass the loss.");
+  check_not_scaled(outputs, "GradScaler::scale");
   if (!state_.created()) state_.create(outputs.device());
   if (stays_at_one()) return outputs;
-  return at::mul(outputs, state_.scale_on(outputs.device()));
+  at::Tensor scaled = at::mul(outputs, state_.scale_on(outputs.device()));
+  scaled_.add(scaled);
+  return scaled;
 }
 
 inline std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) {
@@ -100,6 +107,7 @@ inline std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) {
   for (const at::Tensor& output : outputs) {
     TORCH_CHECK_VALUE(output.defined(),
                       "GradScaler::scale: the tensor is undefined. Pass the loss.");
+    check_not_scaled(output, "GradScaler::scale");
   }
   if (outputs.empty()) return {};
   if (!state_.created()) state_.create(outputs.front().device());
@@ -116,6 +124,7 @@ inline std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) {
       here = scales.end() - 1;
     }
     scaled.push_back(at::mul(output, *here));
+    scaled_.add(scaled.back());
   }
   return scaled;
 }
@@ -185,6 +194,25 @@ inline void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   unscale(optimizer, state, "GradScaler::unscale_");
 }
 
+inline void GradScaler::discard(const torch::optim::Optimizer& optimizer) {
+  optimizers_.reset(optimizer);
+}
+
+/// From here on, saving is refused while `pending` is not 0.
+inline void GradScaler::begin_window(const std::shared_ptr<const int64_t>& pending) {
+  windows_.add(pending);
+}
+
+/// Makes a "ready" optimizer "unscaled" whose gradients are the program's own, with a flag that
+/// says whether to step.
+inline void GradScaler::take_unscaled(const torch::optim::Optimizer& optimizer,
+                                      at::Tensor found_inf, bool had_gradients) {
+  if (!options_.enabled) return;
+  optimizers_.of(optimizer) = {.stage = detail::OptimizerState::Stage::unscaled,
+                               .found_inf = {std::move(found_inf), std::nullopt},
+                               .had_gradients = had_gradients};
+}
+
 inline void GradScaler::check_not_stepped(const detail::OptimizerState& state) {
   TORCH_CHECK(state.stage != detail::OptimizerState::Stage::stepped,
               "GradScaler::step: this optimizer has been stepped already. Call update() once all "
@@ -206,6 +234,7 @@ inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   TORCH_CHECK(dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
               "GradScaler::step: LBFGS evaluates the loss by itself. Call step(optimizer, closure) "
               "with a closure that returns the loss.");
+  const detail::DropWeightCasts drop_weight_casts;
   if (!options_.enabled) return unscaled_result(optimizer.step());
   check_started("step");
   detail::OptimizerState& state = optimizers_.of(optimizer);
@@ -227,6 +256,10 @@ inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   std::vector<MissingGradient> missing;
   at::Tensor value;
   if (!state.had_gradients) {
+    TORCH_CHECK(state.stage == Stage::ready || detail::count_gradients(optimizer) == 0,
+                "GradScaler::step: unscale_ found no gradients, and now there are some, which have "
+                "neither been divided by the scale nor checked. Let them be complete before "
+                "unscale_: MasterWeights::take_gradients(), say, belongs before it.");
     missing = report_missing(optimizer);
   } else if (fused) {
     value = fused->step_scaled(grad_scale, state.found_inf.tensor);
@@ -295,7 +328,8 @@ inline void GradScaler::update() {
   TORCH_CHECK(
       optimizers_.within_iteration(),
       "GradScaler::update: no optimizer has been stepped or unscaled since the last update. "
-      "Call step(optimizer) first, or update(new_scale) to set the scale.");
+      "Call step(optimizer) first, or update(new_scale) to set the scale. (optimizer.step() is no "
+      "such step: it steps with gradients that are still scaled.)");
   const detail::Limits::Met met = apply_rule();
   end_iteration();
   limits_.announce(options_, met);

@@ -5,6 +5,7 @@
 #include <ATen/ops/_foreach_div.h>
 #include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/view_as_complex.h>
 #include <ATen/ops/view_as_real.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -12,12 +13,16 @@
 #include <torch/optim/optimizer.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "torchamp/detail/brought_to.h"
+#include "torchamp/detail/gradients.h"
 #include "torchamp/detail/internal_ops.h"
 #include "torchamp/detail/step_record.h"
+#include "torchamp/detail/unscale.h"
 
 namespace torchamp::detail {
 
@@ -41,7 +46,8 @@ class GradientSum {
     }
   }
 
-  /// `found_inf` is 0-dim fp32, 0 or 1; undefined: the gradients are added.
+  /// `found_inf` is 0-dim fp32, 0 or 1; undefined: the gradients are added. A set without gradients
+  /// counts as not added.
   void add(const torch::optim::Optimizer& optimizer, const at::Tensor& found_inf) {
     const InternalOps guard;
     std::vector<Batch> batches;
@@ -58,15 +64,16 @@ class GradientSum {
         batch_for(batches, *sum).take(*sum, gradient);
       }
     }
+    if (batches.empty()) return;
+    for (Batch& batch : batches) {
+      if (found_inf.defined()) batch.flag = brought_to(batch.sums.front().device(), found_inf);
+    }
     sums_ = std::move(sums);
     for (Batch& batch : batches) {
-      const at::Device device = batch.sums.front().device();
-      std::optional<at::Tensor> flag;
-      if (found_inf.defined()) flag = brought_to(device, found_inf);
       at::_fused_sgd_(batch.sums, batch.gradients, {}, /*weight_decay=*/0., /*momentum=*/0.,
                       /*lr=*/1.,
                       /*dampening=*/0., /*nesterov=*/false, /*maximize=*/true,
-                      /*is_first_step=*/false, /*grad_scale=*/std::nullopt, flag);
+                      /*is_first_step=*/false, /*grad_scale=*/std::nullopt, batch.flag);
     }
     if (!found_inf.defined()) {
       ++added_;
@@ -77,8 +84,11 @@ class GradientSum {
     }
   }
 
-  /// Gives the parameters the mean as their gradients. Returns how many were added.
-  LazyNumber move_mean_to(torch::optim::Optimizer& optimizer) {
+  /// Whether there is a set, added or not, that had gradients.
+  bool any() const { return added_ + flagged_ > 0; }
+
+  /// How many sets were added.
+  LazyNumber kept() const {
     const InternalOps guard;
     LazyNumber kept;
     if (dropped_.defined()) {
@@ -86,35 +96,55 @@ class GradientSum {
     } else {
       kept.on_host = static_cast<double>(added_);
     }
+    return kept;
+  }
+
+  /// Gives the parameters the mean over `kept` sets as their gradients, tensors apart from the
+  /// sums. Returns 0-dim fp32, 1 if no set was added or the mean is not finite: finite gradients
+  /// may add up to an inf. Undefined where no set came with a flag.
+  at::Tensor give_mean_to(torch::optim::Optimizer& optimizer, const LazyNumber& kept) const {
+    const InternalOps guard;
     std::vector<Batch> batches;
-    for (const std::optional<at::Tensor>& sum : sums_) {
-      if (sum) batch_for(batches, *sum).sums.push_back(real(*sum));
+    for (std::size_t slot = 0; slot < sums_.size(); ++slot) {
+      if (!sums_[slot]) continue;
+      Batch& batch = batch_for(batches, *sums_[slot]);
+      batch.sums.push_back(real(*sums_[slot]));
+      batch.slots.push_back(slot);
     }
-    for (Batch& batch : batches) {
+    std::vector<GradientBatch> means;
+    std::vector<at::Tensor> of_slot(sums_.size());
+    for (const Batch& batch : batches) {
+      const at::Tensor& first = batch.sums.front();
+      GradientBatch& mean =
+          means.emplace_back(GradientBatch{first.device(), first.scalar_type(), {}});
       if (kept.on_host) {
-        at::_foreach_div_(batch.sums, *kept.on_host);
+        mean.gradients = at::_foreach_div(batch.sums, *kept.on_host);
       } else {
-        const at::Tensor& sum = batch.sums.front();
-        const at::Tensor count =
-            brought_to(sum.device(), kept.tensor.clamp_min(1.)).to(sum.scalar_type());
-        at::_foreach_div_(batch.sums, count);
+        mean.gradients = at::_foreach_div(
+            batch.sums,
+            brought_to(first.device(), kept.tensor.clamp_min(1.)).to(first.scalar_type()));
       }
+      for (std::size_t i = 0; i < batch.slots.size(); ++i) {
+        const at::Tensor& values = mean.gradients[i];
+        // A copy: Optimizer::zero_grad takes no views.
+        of_slot[batch.slots[i]] =
+            sums_[batch.slots[i]]->is_complex() ? at::view_as_complex(values).clone() : values;
+      }
+    }
+    at::Tensor bad;
+    if (kept.tensor.defined()) {
+      bad = kept.tensor.eq(0.).to(at::kFloat);
+      torchamp::detail::check(means, bad);
     }
     std::size_t slot = 0;
     for (auto& group : optimizer.param_groups()) {
       for (at::Tensor& parameter : group.params()) {
-        if (slot >= sums_.size()) return kept;
-        std::optional<at::Tensor>& sum = sums_[slot++];
-        if (sum) parameter.mutable_grad() = sum->to(parameter.scalar_type());
+        if (slot >= of_slot.size()) return bad;
+        const at::Tensor& mean = of_slot[slot++];
+        if (mean.defined()) parameter.mutable_grad() = mean.to(parameter.scalar_type());
       }
     }
-    return kept;
-  }
-
-  /// 0-dim fp32, 1 if no set was added.
-  static at::Tensor none_kept(const LazyNumber& kept) {
-    const InternalOps guard;
-    return kept.tensor.defined() ? kept.tensor.eq(0.).to(at::kFloat) : at::Tensor();
+    return bad;
   }
 
   void clear() { *this = GradientSum(); }
@@ -122,9 +152,11 @@ class GradientSum {
  private:
   struct Batch {
     std::vector<at::Tensor> sums, gradients;
+    std::vector<std::size_t> slots;
+    std::optional<at::Tensor> flag;
 
     void take(const at::Tensor& sum, const at::Tensor& gradient) {
-      at::Tensor added = gradient.to(sum.scalar_type());
+      at::Tensor added = gradient.to(sum.scalar_type()).resolve_conj().resolve_neg();
       // The kernel goes through memory in order.
       if (added.strides() != sum.strides()) added = at::empty_like(sum).copy_(added);
       sums.push_back(real(sum));

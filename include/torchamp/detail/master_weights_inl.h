@@ -11,6 +11,7 @@
 
 #include "torchamp/detail/internal_ops.h"
 #include "torchamp/detail/module_archive.h"
+#include "torchamp/detail/weight_casts.h"
 #include "torchamp/master_weights.h"
 
 namespace torchamp {
@@ -172,6 +173,7 @@ inline void MasterWeights::load(torch::serialize::InputArchive& archive) {
                     from.sizes(), " in the archive and ", to.sizes(), " in the model", remedy);
         read.emplace_back(to, from);
       });
+  const detail::DropWeightCasts drop_weight_casts;
   for (const auto& [to, from] : read) {
     to.copy_(from);
     const Weight* const weight = find(to);

@@ -1,0 +1,529 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What accumulation does after an error, and what it does not take.
+#include <torchamp/accumulate.h>
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+#include <torchamp/clip_grad.h>
+#include <torchamp/master_weights.h>
+#include <torchamp/optim.h>
+#include <torchamp/training_checkpoint.h>
+
+#include <limits>
+#include <memory>
+#include <sstream>
+#include <stdexcept>
+#include <utility>
+
+#include "support/call_counter.h"
+#include "support/expect_error.h"
+#include "support/on_device.h"
+#include "support/optimizers.h"
+#include "support/temporary_folder.h"
+#include "support/tolerances.h"
+#include "support/warnings.h"
+
+using torchamp::Accumulation;
+using torchamp::GradScaler;
+using torchamp::SafeAccumulation;
+
+namespace {
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+at::Tensor zero() {
+  return torch::zeros({1}, torch::requires_grad());
+}
+
+/// SGD whose step throws while it is told to.
+struct Failing : torch::optim::SGD {
+  using SGD::SGD;
+  at::Tensor step(LossClosure closure = nullptr) override {
+    if (fails) throw std::runtime_error("out of luck");
+    return SGD::step(closure);
+  }
+  bool fails = true;
+};
+
+/// The optimizers that tests run with, at a learning rate of 1.
+std::unique_ptr<torch::optim::Optimizer> sgd_of(const at::Tensor& w, bool fused) {
+  if (fused) {
+    return std::make_unique<torchamp::FusedSGD>(std::vector<at::Tensor>{w},
+                                                torch::optim::SGDOptions(1.));
+  }
+  return std::make_unique<torch::optim::SGD>(std::vector<at::Tensor>{w},
+                                             torch::optim::SGDOptions(1.));
+}
+
+}  // namespace
+
+// ---- Accumulation
+// ------------------------------------------------------------------------------------------
+
+TEST(AccumulationAfterAnError, AddsNothingToAWindowWhoseStepFailed) {
+  for (const bool in_optimizer : {false, true}) {
+    SCOPED_TRACE(in_optimizer);
+    const at::Tensor w = zero();
+    Failing optimizer({w}, torch::optim::SGDOptions(1.));
+    optimizer.fails = in_optimizer;
+    bool fails = !in_optimizer;
+    GradScaler scaler({.init_scale = 65536.});
+    Accumulation accumulation(scaler, optimizer, 2);
+    if (!in_optimizer) {
+      accumulation.before_step([&] {
+        if (fails) throw std::runtime_error("mine");
+      });
+    }
+    accumulation.backward((w * 1).sum());
+    EXPECT_THROW(accumulation.backward((w * 3).sum()), std::runtime_error);
+    EXPECT_EQ(accumulation.pending(), 2);
+    EXPECT_ERROR(accumulation.backward((w * 5).sum()), "discard()");
+    EXPECT_ERROR(accumulation.backward((w * 5).sum()), "the step with 2 of 2 micro-batches has");
+    EXPECT_EQ(w.item<float>(), 0.F);
+
+    // The step may be tried again ...
+    optimizer.fails = fails = false;
+    EXPECT_TRUE(accumulation.flush()->stepped());
+    EXPECT_EQ(w.item<float>(), -2.F);
+
+    // ... or the window dropped, with what the scaler has recorded of it.
+    optimizer.fails = in_optimizer;
+    fails = !in_optimizer;
+    accumulation.backward((w * 1).sum());
+    EXPECT_THROW(accumulation.backward((w * 3).sum()), std::runtime_error);
+    accumulation.discard();
+    EXPECT_FALSE(scaler.is_unscaled(optimizer));
+    EXPECT_FALSE(w.grad().defined());
+    optimizer.fails = fails = false;
+    accumulation.backward((w * 2).sum());
+    EXPECT_TRUE(accumulation.backward((w * 6).sum())->stepped());
+    EXPECT_EQ(w.item<float>(), -6.F);
+  }
+}
+
+TEST(AccumulationAfterAnError, AddsNothingToAnIncompleteWindowWhoseStepFailed) {
+  const at::Tensor w = zero();
+  auto optimizer = sgd({w});
+  bool fails = true;
+  GradScaler scaler({.init_scale = 65536.});
+  Accumulation accumulation(scaler, optimizer, 4);
+  accumulation.before_step([&] {
+    if (fails) throw std::runtime_error("mine");
+  });
+  accumulation.backward((w * 4).sum());
+  EXPECT_THROW(accumulation.flush(), std::runtime_error);
+  EXPECT_ERROR(accumulation.backward((w * 4).sum()), "the step with 1 of 4 micro-batches has");
+  fails = false;
+  accumulation.flush();
+  EXPECT_EQ(w.item<float>(), -1.F);
+}
+
+TEST(AccumulationAfterAnError, AddsNothingToGradientsThatTheProgramUnscaledOrSteppedWith) {
+  for (const bool stepped : {false, true}) {
+    const at::Tensor w = zero();
+    auto optimizer = sgd({w});
+    GradScaler scaler({.init_scale = 65536.});
+    Accumulation accumulation(scaler, optimizer, 4);
+    accumulation.backward((w * 4).sum());
+    if (stepped) {
+      scaler.step(optimizer);
+    } else {
+      scaler.unscale_(optimizer);
+    }
+    EXPECT_ERROR(accumulation.backward((w * 4).sum()), "or call discard() to drop them");
+    accumulation.discard();
+    for (int i = 0; i < 4; ++i) accumulation.backward((w * 2).sum());
+    EXPECT_EQ(w.item<float>(), stepped ? -3.F : -2.F);
+  }
+}
+
+TEST(AccumulationAfterAnError, DropsAWindowToWhichHalfAMicroBatchWasAdded) {
+  const at::Tensor w = zero(), v = zero();
+  torch::optim::SGD optimizer(std::vector<at::Tensor>{w, v}, torch::optim::SGDOptions(1.));
+  GradScaler scaler({.init_scale = 4.});
+  Accumulation accumulation(scaler, optimizer, 2);
+  const auto failing = [&] {
+    const at::Tensor late = w * 1;
+    late.register_hook([](const at::Tensor&) { throw std::runtime_error("in a hook"); });
+    return (late + v * 8).sum();
+  };
+  EXPECT_ANY_THROW(accumulation.backward(failing()));
+  EXPECT_ERROR(accumulation.backward((w * 1).sum()), "backward() has failed half-way");
+  EXPECT_ERROR(accumulation.flush(), "Call discard() to begin a new window");
+  accumulation.discard();
+  for (int i = 0; i < 2; ++i) accumulation.backward((w * 1 + v * 2).sum());
+  EXPECT_EQ(w.item<float>(), -1.F);
+  EXPECT_EQ(v.item<float>(), -2.F);
+  // A loss that cannot be added is no such failure.
+  EXPECT_ERROR(accumulation.backward(torch::ones({})), "requires_grad is 0");
+  EXPECT_ERROR(accumulation.backward((w * torch::ones({3}))), "the loss has 3 element(s)");
+  for (int i = 0; i < 2; ++i) accumulation.backward((w * 1).sum());
+  EXPECT_EQ(w.item<float>(), -2.F);
+}
+
+TEST(AccumulationAfterAnError, GoesOnAfterALimitOfTheScaler) {
+  const at::Tensor w = zero();
+  auto optimizer = sgd({w});
+  GradScaler scaler({.init_scale = 8., .max_skips_in_a_row = 1});
+  Accumulation accumulation(scaler, optimizer, 1);
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_ERROR(accumulation.backward((w * kInf).sum()), "1 iterations in a row");
+  }
+  EXPECT_TRUE(accumulation.backward((w * 2).sum())->stepped());
+  EXPECT_EQ(w.item<float>(), -2.F);
+}
+
+TEST(AccumulationMisuse, ClearingGradientsWithinAWindowIsAnError) {
+  const at::Tensor w = zero();
+  auto optimizer = sgd({w});
+  GradScaler scaler;
+  Accumulation accumulation(scaler, optimizer, 4);
+  optimizer.zero_grad();  // before the first: nothing is lost
+  accumulation.backward((w * 4).sum());
+  optimizer.zero_grad();
+  EXPECT_ERROR(accumulation.backward((w * 4).sum()),
+               "the gradients of 1 of 4 micro-batches are gone. Leave out zero_grad()");
+  EXPECT_ERROR(accumulation.flush(), "Accumulation::flush: the gradients of 1 of 4");
+  accumulation.discard();
+  for (int i = 0; i < 4; ++i) accumulation.backward((w * 4).sum());
+  EXPECT_EQ(w.item<float>(), -4.F);
+  // A micro-batch may give no gradients at all.
+  const at::Tensor other = zero();
+  for (int i = 0; i < 3; ++i) accumulation.backward(other.sum());
+  EXPECT_TRUE(accumulation.backward((w * 4).sum())->stepped());
+}
+
+TEST(AccumulationMisuse, TakesNoLossThatIsScaledAlready) {
+  const at::Tensor w = zero();
+  auto optimizer = sgd({w});
+  GradScaler scaler;
+  Accumulation accumulation(scaler, optimizer, 2);
+  EXPECT_ERROR(accumulation.backward(scaler.scale(w.sum())),
+               "Accumulation::backward: this tensor has been scaled already");
+  SafeAccumulation safe(scaler, optimizer);
+  EXPECT_ERROR(safe.backward(scaler.scale(w.sum())), "has been scaled already");
+  EXPECT_EQ(safe.pending() + accumulation.pending(), 0);
+}
+
+// ---- SafeAccumulation
+// ------------------------------------------------------------------------------------------
+
+TEST(SafeAccumulationAfterAnError, RepeatsTheSameStep) {
+  for (const bool in_optimizer : {false, true}) {
+    const at::Tensor w = zero();
+    Failing optimizer({w}, torch::optim::SGDOptions(1.));
+    optimizer.fails = in_optimizer;
+    GradScaler scaler({.init_scale = 4.});
+    SafeAccumulation accumulation(scaler, optimizer);
+    for (int i = 0; i < 4; ++i) accumulation.backward((w * 8).sum());
+    const auto failing = [&] {
+      w.mutable_grad().mul_(0.5);
+      if (!in_optimizer) throw std::runtime_error("mine");
+    };
+    for (int i = 0; i < 2; ++i) {
+      EXPECT_THROW(accumulation.step(failing), std::runtime_error);
+      EXPECT_EQ(accumulation.pending(), 4);
+    }
+    accumulation.backward((w * 3).sum());  // the window is open still
+    optimizer.fails = false;
+    const auto result = accumulation.step();
+    EXPECT_EQ(result.kept(), 5);
+    EXPECT_EQ(w.item<float>(), -7.F);
+  }
+}
+
+TEST(SafeAccumulationAfterAnError, DropsTheWindowOnRequest) {
+  const at::Tensor w = zero();
+  auto optimizer = sgd({w});
+  GradScaler scaler({.init_scale = 4.});
+  SafeAccumulation accumulation(scaler, optimizer);
+  accumulation.backward((w * 100).sum());
+  EXPECT_THROW(accumulation.step([] { throw std::runtime_error("mine"); }), std::runtime_error);
+  accumulation.discard();
+  EXPECT_EQ(accumulation.pending(), 0);
+  EXPECT_FALSE(w.grad().defined());
+  EXPECT_ERROR(accumulation.step(), "there is no micro-batch");
+  accumulation.backward((w * 3).sum());
+  EXPECT_EQ(accumulation.step().kept(), 1);
+  EXPECT_EQ(w.item<float>(), -3.F);
+}
+
+TEST(SafeAccumulationAfterAnError, GoesOnAfterALimitOfTheScaler) {
+  const at::Tensor w = zero();
+  auto optimizer = sgd({w});
+  GradScaler scaler({.init_scale = 8., .max_skips_in_a_row = 1});
+  SafeAccumulation accumulation(scaler, optimizer);
+  accumulation.backward((w * 2).sum());
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_ERROR(accumulation.backward((w * kInf).sum()), "1 iterations in a row");
+    EXPECT_EQ(accumulation.pending(), 1) << "as if it had not been given";
+    EXPECT_FALSE(scaler.is_unscaled(optimizer));
+  }
+  accumulation.backward((w * 4).sum());
+  EXPECT_EQ(accumulation.step().kept(), 2);
+  EXPECT_EQ(w.item<float>(), -3.F);
+}
+
+TEST(SafeAccumulationAfterAnError, GoesOnAfterAProcessThatCouldNotAgree) {
+  const at::Tensor w = zero();
+  auto optimizer = sgd({w});
+  bool fails = true;
+  GradScaler scaler({.agree_found_inf = [&](at::Tensor&) {
+    if (fails) throw std::runtime_error("no network");
+  }});
+  SafeAccumulation accumulation(scaler, optimizer);
+  EXPECT_THROW(accumulation.backward((w * 2).sum()), std::runtime_error);
+  fails = false;
+  accumulation.backward((w * 2).sum());
+  EXPECT_EQ(accumulation.step().kept(), 1);
+  EXPECT_EQ(w.item<float>(), -2.F);
+}
+
+TEST(SafeAccumulation, DropsAWindowWhoseFiniteGradientsAddUpToAnInf) {
+  for (const bool fused : {false, true}) {
+    for (const bool rule_on_device : {false, true}) {
+      const at::Tensor w = zero();
+      const auto optimizer = sgd_of(w, fused);
+      GradScaler scaler({.init_scale = 1.});
+      scaler.scale(torch::ones({}));
+      if (rule_on_device) move_to_device(scaler);
+      SafeAccumulation accumulation(scaler, *optimizer);
+      for (int i = 0; i < 2; ++i) accumulation.backward((w * 2e38).sum());
+      const auto result = accumulation.step();
+      EXPECT_FALSE(result.stepped());
+      EXPECT_EQ(result.kept(), 0);
+      EXPECT_EQ(result.dropped(), 2);
+      EXPECT_EQ(w.item<float>(), 0.F);
+      accumulation.backward((w * 2).sum());
+      EXPECT_EQ(accumulation.step().kept(), 1);
+      EXPECT_EQ(w.item<float>(), -2.F);
+    }
+  }
+}
+
+TEST(SafeAccumulation, CountsAMicroBatchWithoutGradientsAsDropped) {
+  for (const bool enabled : {false, true}) {
+    const at::Tensor w = zero(), other = zero();
+    auto optimizer = sgd({w});
+    GradScaler scaler({.enabled = enabled});
+    SafeAccumulation accumulation(scaler, optimizer);
+    accumulation.backward((w * 4).sum());
+    accumulation.backward(other.sum());
+    const auto result = accumulation.step();
+    EXPECT_EQ(result.kept(), 1);
+    EXPECT_EQ(result.dropped(), 1);
+    EXPECT_EQ(w.item<float>(), -4.F) << "the mean of one";
+
+    const CollectedWarnings warnings;
+    accumulation.backward(other.sum());
+    EXPECT_FALSE(accumulation.step());
+    EXPECT_EQ(w.item<float>(), -4.F);
+    if (enabled) {
+      EXPECT_NE(warnings.text().find("no parameter of this optimizer has a gradient"),
+                std::string::npos);
+    }
+  }
+}
+
+TEST(SafeAccumulation, IsClippedByEitherForm) {
+  for (const bool fused : {false, true}) {
+    for (const bool with_scaler : {false, true}) {
+      SCOPED_TRACE(testing::Message() << fused << with_scaler);
+      const at::Tensor w = torch::zeros({2}, torch::requires_grad());
+      const auto optimizer = sgd_of(w, fused);
+      GradScaler scaler({.init_scale = 1024.});
+      SafeAccumulation accumulation(scaler, *optimizer);
+      for (int i = 0; i < 3; ++i) accumulation.backward((w * torch::tensor({30.F, 40.F})).sum());
+      at::Tensor norm;
+      const auto clip = [&] {
+        norm = with_scaler ? torchamp::clip_grad_norm_(scaler, *optimizer, 5.)
+                           : torchamp::clip_grad_norm_(*optimizer, 5.);
+      };
+      // A clip that a failed step has left is not there when it is tried again.
+      EXPECT_THROW(accumulation.step([&] {
+        clip();
+        throw std::runtime_error("mine");
+      }),
+                   std::runtime_error);
+      accumulation.step(clip);
+      EXPECT_NEAR(norm.item<float>(), 50.F, 1e-3);
+      expect_close(w.detach(), torch::tensor({-3.F, -4.F}));
+
+      for (int i = 0; i < 3; ++i) accumulation.backward((w * torch::tensor({30.F, 40.F})).sum());
+      accumulation.step([&] {
+        if (with_scaler) {
+          torchamp::clip_grad_value_(scaler, *optimizer, 1.);
+        } else {
+          torchamp::clip_grad_value_(*optimizer, 1.);
+        }
+        EXPECT_ERROR(scaler.unscale_(*optimizer), "unscaled already");
+      });
+      expect_close(w.detach(), torch::tensor({-4.F, -5.F}));
+    }
+  }
+}
+
+TEST(SafeAccumulation, ChecksTheMeanAgainAfterTheProgramIfAskedTo) {
+  const at::Tensor w = zero();
+  auto optimizer = sgd({w});
+  GradScaler scaler({.recheck = true});
+  SafeAccumulation accumulation(scaler, optimizer);
+  accumulation.backward((w * 2).sum());
+  EXPECT_FALSE(accumulation.step([&] { w.mutable_grad().fill_(kInf); }));
+  EXPECT_EQ(w.item<float>(), 0.F);
+}
+
+TEST(SafeAccumulation, RefusesGradientsThatTheProgramUnscaled) {
+  const at::Tensor w = zero();
+  auto optimizer = sgd({w});
+  GradScaler scaler;
+  SafeAccumulation accumulation(scaler, optimizer);
+  accumulation.backward((w * 2).sum());
+  scaler.scale(w.sum()).backward();
+  scaler.unscale_(optimizer);
+  EXPECT_ERROR(accumulation.backward((w * 2).sum()), "the program has unscaled the gradients");
+  EXPECT_ERROR(accumulation.step(), "SafeAccumulation::step: the program has unscaled");
+  scaler.update();
+  EXPECT_EQ(accumulation.step().kept(), 1);
+  EXPECT_EQ(w.item<float>(), -2.F);
+}
+
+TEST(SafeAccumulation, AddsGradientsWithTheConjugateBit) {
+  for (const bool enabled : {false}) {
+    const at::Tensor w = torch::zeros({1}, at::kComplexFloat).requires_grad_();
+    auto optimizer = sgd({w});
+    GradScaler scaler({.init_scale = 4., .enabled = enabled});
+    SafeAccumulation accumulation(scaler, optimizer);
+    accumulation.before_unscale([&] { EXPECT_TRUE(w.grad().is_conj()); });
+    for (int i = 0; i < 2; ++i) {
+      const at::Tensor conjugate = torch::conj(w).resolve_conj();
+      accumulation.backward((torch::view_as_real(conjugate) * torch::tensor({2.F, 3.F})).sum());
+    }
+    EXPECT_TRUE(accumulation.step());
+    expect_close(torch::view_as_real(w.detach()), torch::tensor({{-2.F, 3.F}}));
+  }
+}
+
+// ---- Master weights
+// ------------------------------------------------------------------------------------------
+
+namespace {
+
+/// One weight of 1 in bf16, with its master.
+struct Narrow {
+  Narrow() {
+    torch::nn::init::ones_(net->weight);
+    masters.emplace(net, torchamp::MasterWeightsOptions{.dtype = at::kBFloat16});
+  }
+  at::Tensor loss(float x) {
+    return net->forward(torch::full({1, 1}, x, at::kBFloat16)).to(at::kFloat).sum();
+  }
+  float master() const { return masters->parameters()[0].item<float>(); }
+
+  torch::nn::Linear net{torch::nn::LinearOptions(1, 1).bias(false)};
+  std::optional<torchamp::MasterWeights> masters;
+};
+
+}  // namespace
+
+TEST(AccumulationOfMasterWeights, StepsWithWhatIsTakenBeforeUnscaling) {
+  for (const bool fused : {false, true}) {
+    Narrow narrow;
+    const auto optimizer = sgd_of(narrow.masters->parameters()[0], fused);
+    GradScaler scaler({.init_scale = 1024.});
+    Accumulation accumulation(scaler, *optimizer, 2);
+    accumulation.before_unscale([&] { narrow.masters->take_gradients(); });
+    accumulation.before_step([&] { torchamp::clip_grad_norm_(narrow.masters->parameters(), 0.5); });
+    for (int i = 0; i < 4; ++i) {
+      if (auto result = accumulation.backward(narrow.loss(8))) {
+        EXPECT_TRUE(result->stepped());
+        narrow.masters->copy_to_model();
+      }
+    }
+    EXPECT_NEAR(narrow.master(), 0.F, 1e-5);
+    EXPECT_NEAR(narrow.net->weight.item<float>(), 0.F, 1e-5);
+  }
+}
+
+TEST(AccumulationOfMasterWeights, AreNotTakenWhereTheyWouldStayScaled) {
+  for (const bool others : {false, true}) {  // an fp32 parameter beside it
+    Narrow narrow;
+    const at::Tensor beside = zero();
+    std::vector<at::Tensor> parameters = narrow.masters->parameters();
+    if (others) parameters.push_back(beside);
+    auto optimizer = sgd(parameters);
+    GradScaler scaler({.init_scale = 1024.});
+    Accumulation accumulation(scaler, optimizer, 1);
+    accumulation.before_step([&] { narrow.masters->take_gradients(); });
+    for (int i = 0; i < 2; ++i) {
+      EXPECT_ERROR(accumulation.backward(narrow.loss(1) + beside.sum()),
+                   "take_gradients() belongs into before_unscale");
+      EXPECT_ERROR(accumulation.flush(), "take_gradients() belongs into before_unscale");
+      accumulation.discard();
+    }
+    EXPECT_EQ(narrow.master(), 1.F);
+    accumulation.before_step(nullptr);
+    accumulation.before_unscale([&] { narrow.masters->take_gradients(); });
+    EXPECT_TRUE(accumulation.backward(narrow.loss(1))->stepped());
+    EXPECT_EQ(narrow.master(), 0.F);
+  }
+}
+
+TEST(AccumulationOfMasterWeights, AreTakenAnywhereWithoutAScale) {
+  Narrow narrow;
+  auto optimizer = sgd(narrow.masters->parameters());
+  GradScaler scaler({.enabled = false});
+  Accumulation accumulation(scaler, optimizer, 1);
+  accumulation.before_step([&] { narrow.masters->take_gradients(); });
+  accumulation.backward(narrow.loss(1));
+  EXPECT_EQ(narrow.master(), 0.F);
+}
+
+TEST(AccumulationOfMasterWeights, DropsBadMicroBatches) {
+  Narrow narrow;
+  auto optimizer = sgd(narrow.masters->parameters());
+  GradScaler scaler({.init_scale = 1024.});
+  SafeAccumulation accumulation(scaler, optimizer);
+  accumulation.before_unscale([&] { narrow.masters->take_gradients(); });
+  for (const float x : {1.F, kInf, 3.F}) accumulation.backward(narrow.loss(x));
+  EXPECT_EQ(accumulation.step().kept(), 2);
+  EXPECT_EQ(narrow.master(), -1.F);
+}
+
+// ---- Checkpoints
+// ------------------------------------------------------------------------------------------
+
+TEST(AccumulationInACheckpoint, IsNotSavedWithinAWindow) {
+  const TemporaryFolder folder;
+  const at::Tensor w = zero();
+  auto optimizer = sgd({w});
+  for (const bool enabled : {false, true}) {
+    GradScaler scaler({.enabled = enabled});
+    torchamp::TrainingCheckpoint checkpoint(folder / "run.pt");
+    checkpoint.add("optimizer", optimizer).add("scaler", scaler);
+    {
+      Accumulation accumulation(scaler, optimizer, 2);
+      accumulation.backward(w.sum());
+      EXPECT_ERROR(checkpoint.save(), "within a window of gradient accumulation");
+      accumulation.backward(w.sum());
+      checkpoint.save();
+      accumulation.backward(w.sum());
+      EXPECT_ERROR(checkpoint.load(), "within a window of gradient accumulation");
+      Accumulation moved = std::move(accumulation);
+      EXPECT_ERROR(checkpoint.save(), "within a window of gradient accumulation");
+      moved.discard();
+      checkpoint.save();
+      moved.backward(w.sum());
+    }
+    checkpoint.save();  // a window that is gone holds nothing
+    SafeAccumulation safe(scaler, optimizer);
+    safe.backward(w.sum());
+    EXPECT_ERROR(checkpoint.save(), "within a window of gradient accumulation");
+    safe.step();
+    checkpoint.save();
+    safe.backward(w.sum());
+    safe.discard();
+    checkpoint.save();
+    EXPECT_TRUE(checkpoint.load());
+  }
+}
