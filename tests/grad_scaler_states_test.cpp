@@ -179,3 +179,99 @@ TEST(GradScalerStates, AMovedScalerGoesOn) {
   EXPECT_TRUE(second.step(optimizer));
   second.update();
 }
+
+// ---- Mistakes that can be told
+// --------------------------------------------------------------------
+
+TEST(GradScalerStates, TakesNoTensorThatItHasScaled) {
+  torchamp::GradScaler scaler({.init_scale = 4.}), other({.init_scale = 8.});
+  const at::Tensor w = torch::ones({1}, torch::requires_grad());
+  const at::Tensor loss = w.sum();
+  const at::Tensor scaled = scaler.scale(loss);
+  EXPECT_ERROR(scaler.scale(scaled), "GradScaler::scale: this tensor has been scaled already");
+  EXPECT_ERROR(scaler.scale({loss, scaled}), "has been scaled already");
+  const std::vector<at::Tensor> several = scaler.scale({w * 2, w * 3});
+  EXPECT_ERROR(scaler.scale(several[1]), "scaled already");
+  const at::Tensor no_gradient = scaler.scale(torch::ones({}));
+  EXPECT_ERROR(scaler.scale(no_gradient), "has been scaled already");
+  scaler.update(2.);
+  EXPECT_ERROR(scaler.scale(scaled), "has been scaled already");
+  EXPECT_EQ(scaler.get_scale(), 2.);
+
+  // No mistakes: the loss once more, another scaler's, and a scale of 1 for good.
+  EXPECT_EQ(scaler.scale(loss).item<float>(), 2.F);
+  EXPECT_EQ(other.scale(scaled).item<float>(), 32.F);
+  torchamp::GradScaler unscaled({.init_scale = 1., .dynamic = false});
+  EXPECT_EQ(unscaled.scale(unscaled.scale(loss)).item<float>(), 1.F);
+  torchamp::GradScaler disabled({.enabled = false});
+  EXPECT_EQ(disabled.scale(disabled.scale(loss)).item<float>(), 1.F);
+  // A tensor where one that is gone was.
+  for (int i = 0; i < 100; ++i) EXPECT_EQ(scaler.scale(scaler.scale(loss) / 2).item<float>(), 2.F);
+}
+
+/// PyTorch's recipe: gradients of the scaled loss within the next loss.
+TEST(GradScalerStates, TakesAGradientPenalty) {
+  torchamp::GradScaler scaler({.init_scale = 1024.});
+  const at::Tensor w = torch::full({1}, 3.F).requires_grad_();
+  auto optimizer = sgd({w});
+  for (int i = 0; i < 2; ++i) {
+    optimizer.zero_grad();
+    at::Tensor loss = w.pow(2).sum();
+    const at::Tensor gradient =
+        torch::autograd::grad({scaler.scale(loss)}, {w}, {}, true, true)[0] / scaler.get_scale();
+    loss = loss + gradient.pow(2).sum();
+    scaler.scale(loss).backward();
+    const float before = w.item<float>();
+    EXPECT_TRUE(scaler.step(optimizer));
+    scaler.update();
+    EXPECT_FLOAT_EQ(w.item<float>(), before - 10 * before);
+  }
+}
+
+TEST(GradScalerStates, HoldsNothingThatItHasScaled) {
+  torchamp::GradScaler scaler;
+  c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl> weak(
+      scaler.scale(torch::ones({}, torch::requires_grad())).getIntrusivePtr());
+  EXPECT_TRUE(weak.expired());
+}
+
+TEST(GradScalerStates, RefusesGradientsThatCameAfterUnscalingFoundNone) {
+  for (const bool fused : {false, true}) {
+    torchamp::GradScaler scaler({.init_scale = 4.});
+    const at::Tensor w = torch::zeros({1}, torch::requires_grad());
+    torch::optim::SGD plain({w}, torch::optim::SGDOptions(1.));
+    PlainScaledSGD scaled({w}, torch::optim::SGDOptions(1.));
+    torch::optim::Optimizer& optimizer =
+        fused ? static_cast<torch::optim::Optimizer&>(scaled) : plain;
+    scaler.scale(torch::ones({}));
+    scaler.unscale_(optimizer);
+    scaler.scale((w * 3).sum()).backward();
+    EXPECT_ERROR(scaler.step(optimizer), "unscale_ found no gradients, and now there are some");
+    EXPECT_EQ(w.item<float>(), 0.F);
+    scaler.discard(optimizer);
+    EXPECT_TRUE(scaler.step(optimizer));
+    EXPECT_EQ(w.item<float>(), -3.F);
+    scaler.update();
+  }
+}
+
+TEST(GradScalerStates, DiscardsWhatItHasRecordedOfOneOptimizer) {
+  torchamp::GradScaler scaler({.init_scale = 4., .growth_interval = 1});
+  scaler.scale(torch::ones({}));
+  const at::Tensor bad = parameter_with(torch::full({1}, std::numeric_limits<float>::infinity()));
+  const at::Tensor good = parameter_with(torch::ones({1}));
+  auto one = sgd({bad}), other = sgd({good});
+  scaler.discard(one);
+  scaler.unscale_(one);
+  scaler.step(other);
+  scaler.discard(one);
+  EXPECT_FALSE(scaler.is_unscaled(one));
+  EXPECT_TRUE(scaler.is_stepped(other));
+  EXPECT_FALSE(scaler.found_inf(one).defined());
+  scaler.update();
+  EXPECT_EQ(scaler.get_scale(), 8.) << "the bad one's flag is gone";
+  scaler.step(one);
+  scaler.discard(one);
+  EXPECT_ERROR(scaler.update(), "no optimizer has been stepped or unscaled since the last update");
+  EXPECT_ERROR(scaler.update(), "optimizer.step() is no such step");
+}

@@ -218,6 +218,42 @@ TEST(MasterWeights, TakeSparseGradients) {
   EXPECT_TRUE(at::equal(gradient.to_dense().select(1, 0), at::tensor({0.f, 2.f, 0.f, 2.f, 0.f})));
 }
 
+/// fp32 gradients of before cannot be added to, and masters begin without any.
+TEST(MasterWeights, DropOldGradientsOfTheParametersThatTheyTakeOver) {
+  Net net;
+  net->forward(at::randn({8, 4})).sum().backward();
+  net->frozen.mutable_grad() = at::ones({4});
+  const Tensor of_norm = net->own->gain.grad();
+  MasterWeights masters(net, {.dtype = at::kBFloat16});
+  for (const auto& item : net->named_parameters()) {
+    const bool fp32 = item.key().starts_with("batch") || item.key().starts_with("own");
+    EXPECT_EQ(item.value().grad().defined(), fp32) << item.key();
+  }
+  EXPECT_TRUE(net->own->gain.grad().is_same(of_norm)) << "not taken over";
+  for (const auto& [name, tensor] : masters.named_parameters()) {
+    if (tensor.dtype() != net->named_parameters()[name].dtype()) {
+      EXPECT_FALSE(tensor.grad().defined()) << name;
+    }
+  }
+
+  Net fresh;
+  std::stringstream file;
+  torch::save(masters, file);
+  torch::load(fresh, file);
+  MasterWeights expected(fresh, {.dtype = at::kBFloat16});
+  const Tensor x = at::randn({8, 4});
+  for (Net* each : {&net, &fresh}) {
+    (*each)->own->gain.mutable_grad().reset();
+    (*each)->batch->zero_grad();
+    loss_of(*each, x).backward();
+  }
+  masters.take_gradients();
+  expected.take_gradients();
+  for (std::size_t i = 0; i < masters.parameters().size(); ++i) {
+    EXPECT_TRUE(at::equal(masters.parameters()[i].grad(), expected.parameters()[i].grad())) << i;
+  }
+}
+
 TEST(MasterWeights, SayThatTheModelWasNotGivenTheNewValues) {
   for (const bool fused : {false, true}) {
     Net net;
