@@ -17,10 +17,23 @@
 #include "torchamp/detail/internal_ops.h"
 #include "torchamp/detail/optimizer_state.h"
 #include "torchamp/detail/step_record.h"
+#include "torchamp/fused_optimizer.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/step_result.h"
 
 namespace torchamp {
+
+namespace detail {
+
+/// Drops the gradients, and a clip of them that is left to the next step.
+inline void clear_gradients(torch::optim::Optimizer& optimizer) {
+  optimizer.zero_grad();
+  if (auto* const fused = dynamic_cast<FusedOptimizer*>(&optimizer)) {
+    fused->take_next_step_divisor();
+  }
+}
+
+}  // namespace detail
 
 /// Gradient accumulation: `micro_batches` losses make one step of `optimizer`.
 ///
@@ -139,7 +152,7 @@ class Accumulation {
     return scale.defined() ? static_cast<int64_t>(scale._version()) : 0;
   }
   void clear() {
-    optimizer_.zero_grad();
+    detail::clear_gradients(optimizer_);
     *pending_ = 0;
     stage_ = Stage::open;
     had_gradients_ = false;
@@ -249,7 +262,7 @@ class SafeAccumulation {
   /// micro-batch counts as never given, and the scaler as before it.
   void backward(const at::Tensor& loss) {
     check_ready("backward");
-    optimizer_.zero_grad();
+    detail::clear_gradients(optimizer_);
     scaler_.scale(loss).backward();
     if (before_unscale_) before_unscale_();
     detail::GradientSum::check(optimizer_);
@@ -263,7 +276,7 @@ class SafeAccumulation {
       throw;
     }
     if (++*pending_ == 1) scaler_.begin_window(pending_);
-    optimizer_.zero_grad();
+    detail::clear_gradients(optimizer_);
   }
 
   /// Steps with the mean of the gradients that were kept and begins a new window. `before_step` is
@@ -275,7 +288,7 @@ class SafeAccumulation {
     TORCH_CHECK(*pending_ > 0,
                 "SafeAccumulation::step: there is no micro-batch. Call backward(loss) first.");
     check_ready("step");
-    optimizer_.zero_grad();  // a step that has failed may have left its own
+    detail::clear_gradients(optimizer_);  // a step that has failed may have left its own
     auto kept = std::make_shared<detail::LazyNumber>(sum_.kept());
     scaler_.take_unscaled(optimizer_, sum_.give_mean_to(optimizer_, *kept), sum_.any());
     try {
@@ -296,7 +309,7 @@ class SafeAccumulation {
 
   /// Drops what was added, clears the parameters' gradients, and begins a new window.
   void discard() {
-    optimizer_.zero_grad();
+    detail::clear_gradients(optimizer_);
     scaler_.discard(optimizer_);
     sum_.clear();
     *pending_ = 0;
