@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/gradients.h"
 #include "torchamp/detail/internal_ops.h"
 
 namespace torchamp {
@@ -43,7 +44,7 @@ namespace detail {
 
 /// 0-dim fp64 tensors: infs, NaNs, largest finite absolute value.
 inline at::Tensor count_non_finite(const at::Tensor& gradient) {
-  at::Tensor values = gradient.is_sparse() ? gradient._values() : gradient;
+  at::Tensor values = resolved(gradient.is_sparse() ? gradient._values() : gradient);
   if (values.is_complex()) values = at::view_as_real(values);
   const at::Tensor size = values.abs().to(at::kDouble);
   const at::Tensor bad = size.isfinite().logical_not();

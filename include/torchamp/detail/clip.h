@@ -31,7 +31,7 @@ namespace torchamp::detail {
 
 /// The gradients of `params` by device and dtype, sparse ones by their coalesced values, for
 /// kernels to change in place. `call` begins the error texts; nothing has been changed then, except
-/// that sparse gradients before the one in question are coalesced.
+/// that gradients before the one in question are coalesced or resolved().
 inline std::vector<GradientBatch> gradients_to_clip(at::TensorList params, const char* call,
                                                     std::vector<GradientBatch> batches = {}) {
   for (std::size_t i = 0; i < params.size(); ++i) {
@@ -41,6 +41,8 @@ inline std::vector<GradientBatch> gradients_to_clip(at::TensorList params, const
     if (gradient.is_sparse()) {
       if (!gradient.is_coalesced()) params[i].mutable_grad() = gradient = gradient.coalesce();
       gradient = gradient._values();
+    } else if (gradient.is_conj() || gradient.is_neg()) {
+      params[i].mutable_grad() = gradient = resolved(gradient);
     }
     TORCH_CHECK_VALUE(gradient.layout() == at::kStrided &&
                           at::has_internal_overlap(gradient) != at::MemOverlap::Yes,

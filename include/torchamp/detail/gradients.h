@@ -24,6 +24,12 @@ struct GradientBatch {
 /// Where fp16 gradients are an error, as dividing them by the scale would lose what it was for.
 enum class HalfGradients { refused, allowed };
 
+/// The same values without the conjugate and the negative bit, which kernels that write in place do
+/// not look at.
+inline at::Tensor resolved(const at::Tensor& tensor) {
+  return tensor.is_conj() || tensor.is_neg() ? tensor.resolve_conj().resolve_neg() : tensor;
+}
+
 /// The dense strided tensor that holds all values of `gradient`, for kernels to change in place.
 /// Throws for what they cannot take, with `where` to name it.
 template <typename Where>
@@ -58,12 +64,13 @@ inline bool has_half_gradients(const torch::optim::Optimizer& optimizer) {
   return false;
 }
 
-/// Every gradient of every group of `optimizer`, by device and dtype. Nothing has been changed
-/// where this throws. `call` begins the error texts.
+/// Every gradient of every group of `optimizer`, by device and dtype. Parameters whose gradients
+/// have the conjugate or the negative bit are given resolved() ones. Nothing has been changed where
+/// this throws. `call` begins the error texts.
 inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimizer,
                                                HalfGradients half, const char* call) {
   std::vector<GradientBatch> batches;
-  std::vector<at::Tensor> to_change, coalesced;  // parameters and their new gradients
+  std::vector<at::Tensor> to_change, changed;  // parameters and their new gradients
   std::size_t latest = 0;
   auto& groups = optimizer.param_groups();
   for (std::size_t g = 0; g < groups.size(); ++g) {
@@ -82,7 +89,11 @@ inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimize
         // Adding up what shares an index may overflow, which must be seen.
         gradient = gradient.coalesce();
         to_change.push_back(parameter);
-        coalesced.push_back(gradient);
+        changed.push_back(gradient);
+      } else if (gradient.is_conj() || gradient.is_neg()) {
+        gradient = resolved(gradient);
+        to_change.push_back(parameter);
+        changed.push_back(gradient);
       }
       at::Tensor values = values_of(gradient, half, where);
       const bool fits = !batches.empty() && batches[latest].device == values.device() &&
@@ -101,7 +112,7 @@ inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimize
     }
   }
   for (std::size_t i = 0; i < to_change.size(); ++i) {
-    to_change[i].mutable_grad() = std::move(coalesced[i]);
+    to_change[i].mutable_grad() = std::move(changed[i]);
   }
   return batches;
 }

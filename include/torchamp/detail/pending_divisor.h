@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "torchamp/detail/brought_to.h"
+#include "torchamp/detail/version_of.h"
 
 namespace torchamp::detail {
 
@@ -124,11 +125,6 @@ class PendingDivisor {
     bool any = false;
     for_each_gradient(groups, [&](const at::Tensor&) { any = true; });
     return any;
-  }
-
-  static std::uint32_t version_of(const at::Tensor& gradient) {
-    const c10::VariableVersion& version = gradient.unsafeGetTensorImpl()->version_counter();
-    return version.enabled() ? version.current_version() : 0;  // inference tensors have none
   }
 
   Match compare(const Groups& groups) const {

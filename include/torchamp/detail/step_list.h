@@ -25,7 +25,8 @@ inline bool same_kind(const at::Tensor& a, const at::Tensor& b) {
 
 /// `tensor`, or a copy of it with the device, dtype and layout of `param`.
 inline at::Tensor fitted(const at::Tensor& tensor, const at::Tensor& param) {
-  if (same_kind(tensor, param) && same_layout(tensor, param)) return tensor;
+  const bool fits = same_kind(tensor, param) && same_layout(tensor, param) && !tensor.is_neg();
+  if (fits) return tensor;
   at::Tensor copy = at::empty_like(param);
   copy.copy_(tensor);
   return copy;

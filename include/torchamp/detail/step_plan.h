@@ -62,6 +62,8 @@ void check_parameters(const ParamGroups& groups, const ParamStates& states) {
                         "::step: ", place_of(g, i), " is of dtype ", param.scalar_type(),
                         ". Fused kernels take real floating-point numbers: give this parameter to "
                         "LibTorch's own optimizer.");
+      TORCH_CHECK_VALUE(!param.is_neg(), Rule::name, "::step: ", place_of(g, i),
+                        " has the negative bit. Make the parameter from what resolve_neg() gives.");
       TORCH_CHECK_VALUE(param.is_non_overlapping_and_dense(), Rule::name,
                         "::step: ", place_of(g, i), " has gaps or overlaps in memory (sizes ",
                         param.sizes(), ", strides ", param.strides(),
