@@ -4,6 +4,9 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <stdexcept>
+#include <vector>
+
 #include "support/expect_error.h"
 #include "torchamp/autocast.h"
 #include "torchamp/policy.h"
@@ -72,6 +75,31 @@ TEST(When, AnEditWithoutConditionRemovesTheConditionalRulesBelowIt) {
       at::kCPU,
       {.policy = Policy::standard().fp32({"relu"}, {.predicate = always}).unchanged({"relu"})});
   EXPECT_EQ(bf16().relu().scalar_type(), at::kBFloat16);
+}
+
+TEST(When, APredicateMayCallOpsItsOwnAmongThemWhichAreNotCast) {
+  std::vector<at::ScalarType> seen;
+  const auto calls_itself = [&](const OpCall& call) {
+    const at::Tensor self = call.argument("self").toTensor();
+    seen.push_back(self.relu().scalar_type());
+    seen.push_back(self.mm(self).scalar_type());
+    return true;
+  };
+  const AutocastGuard guard(at::kCPU, {.policy = Policy::standard().lower_precision(
+                                           {"relu"}, {.predicate = calls_itself})});
+  EXPECT_EQ(at::ones({2, 2}).relu().scalar_type(), at::kBFloat16);
+  EXPECT_EQ(seen, (std::vector<at::ScalarType>{at::kFloat, at::kFloat}));
+  EXPECT_EQ(at::ones({2, 2}).mm(at::ones({2, 2})).scalar_type(), at::kBFloat16)
+      << "autocast is on again";
+}
+
+TEST(When, APredicateThatThrowsLeavesAutocastOn) {
+  const AutocastGuard guard(at::kCPU, {.policy = Policy::standard().fp32(
+                                           {"relu"}, {.predicate = [](const OpCall&) -> bool {
+                                             throw std::runtime_error("no");
+                                           }})});
+  EXPECT_THROW((void)bf16().relu(), std::runtime_error);
+  EXPECT_EQ(at::ones({2, 2}).mm(at::ones({2, 2})).scalar_type(), at::kBFloat16);
 }
 
 TEST(When, LookupLeavesConditionsOut) {

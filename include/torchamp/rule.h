@@ -44,7 +44,8 @@ struct When {
   /// Only in regions of this dtype.
   std::optional<at::ScalarType> dtype = std::nullopt;
   /// Only for calls for which this returns true. Called on whichever thread calls the op, possibly
-  /// on several at once; must not read a device if the step is to stay asynchronous.
+  /// on several at once, with autocast off: it may call ops, its own among them. Must not read a
+  /// device if the step is to stay asynchronous.
   std::function<bool(const OpCall&)> predicate = nullptr;
 
   bool always() const { return !dtype && !predicate; }

@@ -7,12 +7,16 @@
 #include <algorithm>
 #include <cstddef>
 #include <limits>
+#include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "torchamp/detail/shared_runtime.h"
 #include "torchamp/detail/shorten.h"
 
 namespace torchamp::detail {
@@ -56,20 +60,17 @@ inline std::size_t edit_distance(std::string_view a, std::string_view b) {
   return row.back();
 }
 
-/// The ops that the dispatcher knows. A snapshot: made on first use, and again when a name is asked
-/// for that it lacks (a library of custom ops may have been loaded since).
+/// The ops that are registered at the moment. LibTorch tells it of every op that comes or goes, so
+/// that it needs no look at all of them; LibTorch's own lists keep the names of ops that have gone.
 class OpCatalog {
  public:
   /// The overload names of "aten::add", sorted: empty if the op is unknown. Any thread.
   static std::vector<std::string> overloads(const std::string& base) {
-    // Never destroyed: static objects' destructors may use guards.
-    static auto& mutex = *new std::mutex;
-    static auto& ops = *new std::vector<c10::OperatorName>;
-    const std::scoped_lock lock(mutex);
-    std::vector<std::string> found = overloads(base, ops);
-    if (!found.empty()) return found;
-    ops = c10::Dispatcher::singleton().getAllOpNames();
-    return overloads(base, ops);
+    OpCatalog& catalog = instance();
+    const std::scoped_lock lock(catalog.mutex_);
+    const auto found = catalog.overloads_.find(base);
+    if (found == catalog.overloads_.end()) return {};
+    return {found->second.begin(), found->second.end()};
   }
 
   /// The known name nearest to `base` in its namespace, without "aten::"; empty if nothing is known
@@ -78,26 +79,64 @@ class OpCatalog {
     const std::string_view space = base.substr(0, base.find("::") + 2);
     std::string best;
     std::size_t best_distance = std::numeric_limits<std::size_t>::max();
-    for (const auto& op : c10::Dispatcher::singleton().getAllOpNames()) {
-      if (!op.name.starts_with(space)) continue;
-      const std::size_t distance = edit_distance(base, op.name);
-      if (distance > best_distance || (distance == best_distance && best <= op.name)) continue;
+    for (const std::string& name : names(space)) {
+      const std::size_t distance = edit_distance(base, name);
+      if (distance >= best_distance) continue;
       best_distance = distance;
-      best = op.name;
+      best = name;
     }
     return best.starts_with("aten::") ? best.substr(6) : best;
   }
 
  private:
-  static std::vector<std::string> overloads(const std::string& base,
-                                            const std::vector<c10::OperatorName>& ops) {
-    std::vector<std::string> found;
-    for (const auto& op : ops) {
-      if (op.name == base) found.push_back(op.overload_name);
+  class Listener final : public c10::OpRegistrationListener {
+   public:
+    explicit Listener(OpCatalog& catalog) : catalog_(catalog) {}
+    void onOperatorRegistered(const c10::OperatorHandle& op) override {
+      const c10::OperatorName& name = op.operator_name();
+      const std::scoped_lock lock(catalog_.mutex_);
+      catalog_.overloads_[name.name].insert(name.overload_name);
     }
-    std::sort(found.begin(), found.end());
+    void onOperatorDeregistered(const c10::OperatorHandle& op) override {
+      const c10::OperatorName& name = op.operator_name();
+      const std::scoped_lock lock(catalog_.mutex_);
+      const auto found = catalog_.overloads_.find(name.name);
+      if (found == catalog_.overloads_.end()) return;
+      found->second.erase(name.overload_name);
+      if (found->second.empty()) catalog_.overloads_.erase(found);
+    }
+
+   private:
+    OpCatalog& catalog_;
+  };
+
+  // Never destroyed: ops go until the process ends, and LibTorch calls this library's listener.
+  static OpCatalog& instance() {
+    static OpCatalog& catalog = make();
+    return catalog;
+  }
+
+  static OpCatalog& make() {
+    pin_this_library();
+    auto& catalog = *new OpCatalog;
+    // Its end would take the listener away.
+    new c10::RegistrationHandleRAII(
+        c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Listener>(catalog)));
+    return catalog;
+  }
+
+  static std::vector<std::string> names(std::string_view space) {
+    OpCatalog& catalog = instance();
+    const std::scoped_lock lock(catalog.mutex_);
+    std::vector<std::string> found;
+    for (const auto& [name, overloads] : catalog.overloads_) {
+      if (name.starts_with(space)) found.push_back(name);
+    }
     return found;
   }
+
+  std::mutex mutex_;
+  std::map<std::string, std::set<std::string>> overloads_;  // by the name with its namespace
 };
 
 /// Handles of the overloads that `text` names. Without any: an error naming `call`, the op and the
@@ -114,7 +153,7 @@ inline std::vector<c10::OperatorHandle> find_ops(std::string_view text, const ch
     }
   }
   if (!found.empty() || missing_ok) return found;
-  if (overloads.empty()) {
+  if (overloads.empty() || !name.overload) {
     const std::string nearest = OpCatalog::nearest(name.base);
     TORCH_CHECK(!nearest.empty(), call, ": LibTorch knows no op '", shorten(text),
                 "', nor any other of its namespace. Load the library that registers it first.");

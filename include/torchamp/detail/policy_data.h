@@ -5,7 +5,9 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/DeviceType.h>
+#include <c10/core/DispatchKeySet.h>
 #include <c10/core/ScalarType.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/ArrayRef.h>
 
 #include <array>
@@ -71,6 +73,8 @@ class PolicyData {
     if (entry.conditional == nullptr) return entry.cast;
     const OpCall call(op.schema(), stack);
     const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
+    // A predicate may call ops, its own among them.
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     for (std::size_t i = entry.conditional->size(); i-- > 0;) {  // the last that holds wins
       const Edit& edit = edits[(*entry.conditional)[i]];
       if (edit.when.holds(dtype, call)) return edit.cast;
