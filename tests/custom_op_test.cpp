@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <torch/library.h>
 
+#include <memory>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -30,6 +31,17 @@ at::Tensor first_defined(const c10::List<std::optional<at::Tensor>>& tensors) {
   return {};
 }
 
+std::vector<at::Tensor> double_all_(at::TensorList tensors) {
+  for (const at::Tensor& tensor : tensors) tensor.mul_(2);
+  return tensors.vec();
+}
+
+std::vector<at::Tensor> sums(at::TensorList tensors, std::optional<at::ScalarType> dtype) {
+  std::vector<at::Tensor> results;
+  for (const at::Tensor& tensor : tensors) results.push_back(tensor.sum(dtype));
+  return results;
+}
+
 TORCH_LIBRARY(torchamp_test, library) {
   library.def("affine(Tensor x, Tensor w, Tensor? bias=None) -> Tensor", affine);
   library.def("stack_and_halves(Tensor[] tensors) -> (Tensor, Tensor[])", stack_and_halves);
@@ -38,6 +50,16 @@ TORCH_LIBRARY(torchamp_test, library) {
   library.def("twice_out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)",
               [](const at::Tensor& x, at::Tensor& out) { return out.copy_(x * 2); });
   library.def("count(int n) -> int", [](int64_t n) { return n; });
+  library.def("double_all_(Tensor[] tensors) -> Tensor[]", double_all_);
+  library.def("zero_into(Tensor tensor) -> ()", [](at::Tensor tensor) { tensor.zero_(); });
+  library.def("copy_to(Tensor self, Tensor dst) -> Tensor",
+              [](const at::Tensor& self, at::Tensor dst) { return dst.copy_(self).clone(); });
+  library.def("sums(Tensor[] tensors, *, ScalarType? dtype=None) -> Tensor[]", sums);
+  library.def(
+      "gather_sum(Tensor index, Tensor values, *, ScalarType? dtype=None) -> Tensor",
+      [](const at::Tensor& index, const at::Tensor& values, std::optional<at::ScalarType> dtype) {
+        return values.index_select(0, index).sum(dtype);
+      });
 }
 
 template <class Signature, class... Args>
@@ -124,6 +146,118 @@ TEST(CustomOp, OneThatCannotBeCoveredIsAnErrorThatSaysWhy) {
   EXPECT_ERROR(lower("torchamp_test::twice_out"), "it writes to an argument");
   EXPECT_ERROR(lower("torchamp_test::count"), "it takes no tensors");
   EXPECT_ERROR(lower("torchamp_test::afine"), "Did you mean 'torchamp_test::affine'?");
+}
+
+TEST(CustomOp, OneThatWritesToWhatItDoesNotDeclareCannotBeCast) {
+  const auto fp32 = [](const char* name) { Policy::standard().fp32({name}); };
+  EXPECT_ERROR(fp32("torchamp_test::double_all_"), "it writes to an argument");
+  EXPECT_ERROR(fp32("torchamp_test::copy_to"), "it writes to an argument");
+  EXPECT_ERROR(fp32("torchamp_test::zero_into"), "it returns nothing");
+  EXPECT_NO_THROW(Policy::standard().unchanged({"torchamp_test::double_all_"}));
+}
+
+// ---- Ops with an optional dtype -----------------------------------------------------------------
+
+using Sums = std::vector<at::Tensor>(at::TensorList, std::optional<at::ScalarType>);
+
+TEST(CustomOp, AListThatLeadsIsAskedForFp32AsATensorIs) {
+  const AutocastGuard guard(
+      at::kCPU, {.policy = Policy::standard().fp32({"torchamp_test::sums", "_foreach_norm"})});
+  const std::vector<at::Tensor> tensors{ones(at::kBFloat16), ones(at::kFloat)};
+  for (const at::Tensor& sum : call<Sums>("torchamp_test::sums", tensors, std::nullopt)) {
+    EXPECT_EQ(sum.scalar_type(), at::kFloat);
+  }
+  for (const at::Tensor& norm : at::_foreach_norm(tensors)) {
+    EXPECT_EQ(norm.scalar_type(), at::kFloat);
+  }
+  const auto asked = call<Sums>("torchamp_test::sums", tensors, at::kBFloat16);
+  EXPECT_EQ(asked[0].scalar_type(), at::kBFloat16) << "a dtype that the caller gives stands";
+}
+
+TEST(CustomOp, ATensorOfFp64IsNotNarrowedByAnAskedDtype) {
+  const AutocastGuard guard(at::kCPU, {.policy = Policy::standard().fp32({"torchamp_test::sums"})});
+  const std::vector<at::Tensor> tensors{ones(at::kBFloat16), ones(at::kDouble)};
+  const auto results = call<Sums>("torchamp_test::sums", tensors, std::nullopt);
+  EXPECT_EQ(results[0].scalar_type(), at::kFloat);
+  EXPECT_EQ(results[1].scalar_type(), at::kDouble);
+}
+
+TEST(CustomOp, AnIndexThatLeadsDoesNotHideTheTensorsBehindIt) {
+  using GatherSum = at::Tensor(const at::Tensor&, const at::Tensor&, std::optional<at::ScalarType>);
+  const AutocastGuard guard(at::kCPU,
+                            {.policy = Policy::standard().fp32({"torchamp_test::gather_sum"})});
+  const at::Tensor sum = call<GatherSum>("torchamp_test::gather_sum", at::zeros({1}, at::kLong),
+                                         ones(at::kBFloat16), std::nullopt);
+  EXPECT_EQ(sum.scalar_type(), at::kFloat);
+}
+
+// ---- Ops that come and go -----------------------------------------------------------------------
+
+std::unique_ptr<torch::Library> library_that_goes(torch::Library::Kind kind) {
+  return std::make_unique<torch::Library>(kind, "torchamp_goes", std::nullopt, __FILE__, __LINE__);
+}
+
+TEST(CustomOp, OneWhoseLibraryWasUnloadedIsUnknownAgain) {
+  auto library = library_that_goes(torch::Library::DEF);
+  library->def("twice(Tensor x) -> Tensor", [](const at::Tensor& x) { return x * 2; });
+  library->def("thrice(Tensor x) -> Tensor", [](const at::Tensor& x) { return x * 3; });
+  const Policy policy = Policy::standard().lower_precision({"torchamp_goes::twice"});
+  {
+    const AutocastGuard guard(at::kCPU, {.policy = policy});
+    EXPECT_EQ(
+        call<at::Tensor(const at::Tensor&)>("torchamp_goes::twice", ones(at::kFloat)).scalar_type(),
+        at::kBFloat16);
+  }
+  library.reset();
+  EXPECT_ERROR(Policy::standard().fp32({"torchamp_goes::twice"}),
+               "LibTorch knows no op 'torchamp_goes::twice', nor any other of its namespace");
+  EXPECT_ERROR(Policy::standard().fp32({"torchamp_goes::twice.overload"}), "LibTorch knows no op");
+  EXPECT_ERROR((void)policy.lookup("torchamp_goes::twice", at::kCPU), "LibTorch knows no op");
+  const AutocastGuard of_an_op_that_has_gone(at::kCPU, {.policy = policy});
+
+  library = library_that_goes(torch::Library::DEF);
+  library->def("twice(Tensor x) -> Tensor", [](const at::Tensor& x) { return x * 2; });
+  EXPECT_EQ(policy.lookup("torchamp_goes::twice", at::kCPU), Cast::lower_precision);
+  EXPECT_EQ(
+      call<at::Tensor(const at::Tensor&)>("torchamp_goes::twice", ones(at::kFloat)).scalar_type(),
+      at::kBFloat16);
+}
+
+void leave_argument_as_result(const c10::OperatorHandle&, torch::jit::Stack*) {}
+
+TEST(CustomOp, OneThatComesBackWithOtherArgumentsIsAnErrorWhereItIsCast) {
+  auto library = library_that_goes(torch::Library::DEF);
+  library->def("changes(Tensor x, Tensor y) -> Tensor",
+               [](const at::Tensor& x, const at::Tensor& y) { return x * y; });
+  const Policy policy = Policy::standard().lower_precision({"torchamp_goes::changes"});
+  { const AutocastGuard installs(at::kCPU, {.policy = policy}); }
+  library.reset();
+  library = library_that_goes(torch::Library::DEF);
+  // LibTorch compares the signatures of the kernels that have one.
+  library->def("changes(Tensor x) -> Tensor",
+               torch::CppFunction::makeFromBoxedFunction<&leave_argument_as_result>());
+  const auto changes = [] {
+    torch::jit::Stack stack{ones(at::kFloat)};
+    c10::Dispatcher::singleton().findSchemaOrThrow("torchamp_goes::changes", "").callBoxed(stack);
+    return stack.back().toTensor();
+  };
+  EXPECT_EQ(changes().scalar_type(), at::kFloat);
+  const AutocastGuard guard(at::kCPU, {.policy = policy});
+  EXPECT_ERROR(changes(), "'torchamp_goes::changes' was registered again with other arguments");
+}
+
+TEST(CustomOp, AnOverloadThatIsRegisteredLaterCanBeNamed) {
+  auto library = library_that_goes(torch::Library::DEF);
+  library->def("grows(Tensor x) -> Tensor", [](const at::Tensor& x) { return x * 2; });
+  EXPECT_ERROR(Policy::standard().fp32({"torchamp_goes::grows.by"}), "has no overload 'by'");
+  const auto more = library_that_goes(torch::Library::FRAGMENT);
+  more->def("grows.by(Tensor x, Scalar by) -> Tensor",
+            [](const at::Tensor& x, const at::Scalar& by) { return x * by; });
+  const Policy policy = Policy::standard().fp32({"torchamp_goes::grows.by"});
+  EXPECT_EQ(policy.lookup("torchamp_goes::grows.by", at::kCPU), Cast::fp32);
+  EXPECT_EQ(
+      Policy::standard().fp32({"torchamp_goes::grows"}).lookup("torchamp_goes::grows.by", at::kCPU),
+      Cast::fp32);
 }
 
 }  // namespace

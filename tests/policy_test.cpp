@@ -3,13 +3,18 @@
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
+#include <torch/version.h>
 
 #include <array>
+#include <cmath>
+#include <cstdint>
+#include <memory>
 #include <sstream>
 #include <string>
 #include <vector>
 
 #include "support/expect_error.h"
+#include "support/warnings.h"
 #include "torchamp/autocast.h"
 
 namespace {
@@ -208,6 +213,76 @@ TEST(Policy, PrintsARuleThatHoldsInOneDtypeOnly) {
   EXPECT_NE(printed(Policy::torch().fp32({"relu"}, {.dtype = at::kFloat}))
                 .find("\n  fp32 when float32: relu\n"),
             std::string::npos);
+}
+
+TEST(Policy, PromoteGoesToTheWidestDtypeAmongTheArgumentsWhateverTheRegions) {
+  const at::Tensor fp16 = ones(at::kHalf, {3}), bf16 = ones(at::kBFloat16, {3});
+  const at::Tensor index = at::zeros({3}, at::kLong);
+  const AutocastGuard guard(at::kCPU, at::kBFloat16);
+  EXPECT_EQ(fp16.dot(fp16).scalar_type(), at::kHalf) << "as under Policy::torch()";
+  EXPECT_EQ(at::atan2(fp16, fp16).scalar_type(), at::kHalf);
+  EXPECT_EQ(at::addcmul(fp16, fp16, fp16).scalar_type(), at::kHalf);
+  EXPECT_EQ(at::scatter_add(fp16, 0, index, fp16).scalar_type(), at::kHalf);
+  EXPECT_EQ(at::index_put(fp16, {index}, fp16).scalar_type(), at::kHalf);
+  EXPECT_EQ(fp16.dot(bf16).scalar_type(), at::kFloat) << "neither holds the other";
+  EXPECT_EQ(at::atan2(ones(at::kFloat, {3}), fp16).scalar_type(), at::kFloat);
+  EXPECT_EQ(at::atan2(index, index).scalar_type(), at::kFloat) << "nothing to cast";
+}
+
+TEST(Policy, WhatPolicyTorchComputesStandardComputesForEveryLayout) {
+  const at::Tensor dense = at::linspace(-1, 1, 9).view({3, 3});
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    const at::Tensor nested =
+        at::_nested_tensor_from_tensor_list({dense.to(dtype), dense.to(dtype)});
+    const at::Tensor coo = dense.to(dtype).to_sparse(), csr = dense.to(dtype).to_sparse_csr();
+    const AutocastGuard guard(at::kCPU);
+    EXPECT_EQ(nested.sum(at::IntArrayRef{-1}, true).scalar_type(), at::kFloat);
+    EXPECT_EQ((nested + nested).scalar_type(), at::kFloat);
+    for (const at::Tensor& sparse : {coo, csr}) {
+      EXPECT_EQ(sparse.sum().scalar_type(), at::kFloat);
+      EXPECT_EQ((sparse + sparse).scalar_type(), at::kFloat);
+      EXPECT_EQ((dense.to(dtype) + sparse).scalar_type(), at::kFloat);
+      EXPECT_TRUE(at::allclose((sparse + sparse).to_dense(), dense.to(dtype).to(at::kFloat) * 2));
+    }
+  }
+}
+
+TEST(Policy, ANumberMinusATensorIsMadeOfInPlaceOpsInCpp) {
+  const at::Tensor x = ones(at::kBFloat16);
+  const AutocastGuard guard(at::kCPU);
+  // ATen's operator fills a tensor like `x` and subtracts in place; README's table says so.
+  EXPECT_EQ((1 - x).scalar_type(), at::kBFloat16);
+  EXPECT_EQ(at::rsub(x, 1).scalar_type(), at::kFloat);
+  EXPECT_EQ((1 + x).scalar_type(), at::kFloat);
+}
+
+// ---- Named dimensions ---------------------------------------------------------------------------
+
+TEST(Policy, AnEditLeavesOverloadsWithNamedDimensionsAlone) {
+  Policy policy = Policy::standard();
+  policy.unchanged({"cumsum", "norm", "sum"}).native({"mean"}, {.dtype = at::kHalf});
+  for (const auto& [name, rule] : policy.data()->rules) {
+    if (!rule.conditional.empty()) continue;
+    EXPECT_EQ(name.find("imname"), std::string::npos) << name;
+  }
+  // No overlay may be put on them, which could not call on.
+  for (const char* op : {"cumsum", "norm", "sum", "mean"}) {
+    for (const auto& overload : torchamp::detail::find_ops(op, "test")) {
+      if (torchamp::detail::why_not_boxable(overload.schema()).empty()) continue;
+      const auto entry = torchamp::detail::overlay_entry(*policy.data(), overload, at::kCPU);
+      EXPECT_EQ(entry.cast, Cast::native) << overload.schema();
+      EXPECT_EQ(entry.conditional, nullptr) << overload.schema();
+    }
+  }
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR <= 11
+  const at::Dimname rows = at::Dimname::fromSymbol(at::Symbol::dimname("rows"));
+  const at::Tensor x = at::ones({2}, at::kBFloat16).refine_names({rows});
+  const AutocastGuard guard(at::kCPU, {.policy = policy});
+  EXPECT_EQ(x.cumsum(rows).sum().item<float>(), 3);
+  EXPECT_EQ(x.sum(rows).item<float>(), 2);
+  EXPECT_ERROR(Policy::standard().unchanged({"cumsum.dimname"}),
+               "'cumsum.dimname' cannot be covered: it takes named dimensions");
+#endif
 }
 
 TEST(Policy, PrintsItsEditsAndTheRulesOfBothDevices) {

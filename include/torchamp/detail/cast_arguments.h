@@ -5,13 +5,17 @@
 #include <ATen/core/function_schema.h>
 #include <ATen/core/jit_type.h>
 #include <ATen/core/stack.h>
+#include <c10/core/ScalarType.h>
 
 #include <cstddef>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "torchamp/cast.h"
+#include "torchamp/detail/internal_ops.h"
 #include "torchamp/detail/value_tensors.h"
 
 namespace torchamp::detail {
@@ -41,28 +45,82 @@ inline bool is_dtype(const c10::Argument& argument, bool optional) {
   return is_optional == optional && type->kind() == c10::TypeKind::ScalarTypeType;
 }
 
-/// Why the tensor arguments of an op cannot be cast; empty if they can.
-inline std::string why_not_castable(const c10::FunctionSchema& schema) {
-  if (schema.is_mutable()) {
-    return "it writes to an argument (an in-place or out= form), which a cast would replace by a "
-           "copy";
-  }
-  // LibTorch cannot box Dimname, and an overlay is a boxed kernel.
+/// Why LibTorch cannot box an op, and so no overlay can cover it; empty if it can.
+inline std::string why_not_boxable(const c10::FunctionSchema& schema) {
   const std::string& overload = schema.overload_name();
   if (overload.find("imname") != std::string::npos || overload.find("names") != std::string::npos) {
     return "it takes named dimensions, which LibTorch's dispatcher cannot pass on";
   }
+  return {};
+}
+
+// Note [Ops that write to what they do not declare]
+// A schema marks what its op writes to (`Tensor(a!)`), but not every op keeps to that. Known, and
+// looked for in every schema of the running LibTorch by tests/undeclared_writes_test.cpp:
+//  - Batch and instance norms update their running statistics, which an op need not have. These
+//    ops can be cast, and their statistics are seen to by CastArguments.
+//  - Ops whose name ends in an underscore write in place (c10d's collectives), those that return
+//    nothing have no other way to have an effect, and `dst` is what a copy goes to. None of these
+//    can be cast.
+
+/// Whether an op updates the argument without saying so.
+inline bool is_running_statistic(const c10::Argument& argument) {
+  return argument.name().starts_with("running_") || argument.name().starts_with("moving_");
+}
+
+/// Whether the op writes to an argument other than running statistics.
+inline bool writes_to_argument(const c10::FunctionSchema& schema) {
+  const std::string_view name = schema.name();
+  if (schema.is_mutable()) return true;
+  if (name.ends_with('_') && !name.ends_with("__")) return true;
+  for (const auto& argument : schema.arguments()) {
+    if (argument.name() == "dst") return true;
+  }
+  return false;
+}
+
+/// Why the tensor arguments of an op cannot be cast; empty if they can.
+inline std::string why_not_castable(const c10::FunctionSchema& schema) {
   bool has_tensors = false;
+  bool names_dtype = false;
   for (const auto& argument : schema.arguments()) {
     has_tensors = has_tensors || holds_tensors(*argument.type());
-    if (is_dtype(argument, /*optional=*/false)) return "the caller names its dtype";
+    names_dtype = names_dtype || is_dtype(argument, /*optional=*/false);
   }
   if (!has_tensors) return "it takes no tensors";
+  if (writes_to_argument(schema)) {
+    return "it writes to an argument (an in-place or out= form), which a cast would replace by a "
+           "copy";
+  }
+  if (schema.returns().empty()) {
+    return "it returns nothing, so what it does it does to its arguments, which a cast would "
+           "replace by copies";
+  }
+  if (std::string why = why_not_boxable(schema); !why.empty()) return why;
+  if (names_dtype) return "the caller names its dtype";
   for (const auto& result : schema.returns()) {
     if (result.alias_info()) return "it returns a view of its argument, which a cast would cut off";
   }
   return {};
 }
+
+/// Copies that an op writes to instead of its arguments.
+class StandIns {
+ public:
+  void add(at::Tensor original, at::Tensor copy) {
+    pairs_.emplace_back(std::move(original), std::move(copy));
+  }
+
+  /// Brings what the op has written to where it belongs.
+  void copy_back() const {
+    if (pairs_.empty()) return;
+    const InternalOps internal;
+    for (const auto& [original, copy] : pairs_) original.copy_(copy);
+  }
+
+ private:
+  std::vector<std::pair<at::Tensor, at::Tensor>> pairs_;
+};
 
 /// Casts the arguments of one op on the interpreter's stack. Made once per op, from its schema.
 class CastArguments {
@@ -72,13 +130,29 @@ class CastArguments {
       : count_(schema.arguments().size()), promotes_(promotes) {
     for (std::size_t i = 0; i < count_; ++i) {
       const auto& argument = schema.arguments()[i];
-      if (holds_tensors(*argument.type())) positions_.push_back(i);
       if (is_dtype(argument, /*optional=*/true)) dtype_position_ = i;
+      if (argument.name() == "training" || argument.name() == "use_input_stats") {
+        training_position_ = i;
+      }
+      if (!holds_tensors(*argument.type())) continue;
+      (is_running_statistic(argument) ? statistics_ : positions_).push_back(i);
     }
+    if (statistics_.empty()) return;
+    std::erase_if(positions_, [&](std::size_t position) {
+      const std::string& name = schema.arguments()[position].name();
+      if (name != "weight" && name != "bias") return false;
+      beside_statistics_.push_back(position);
+      return true;
+    });
   }
 
-  /// Casts as `cast` says (lower_precision, fp32 or promote) for a region of `device`.
-  void operator()(Cast cast, at::DeviceType device, torch::jit::Stack& stack) const {
+  /// False if an op of the same name was registered anew, with another number of arguments.
+  bool fit(const c10::FunctionSchema& schema) const { return schema.arguments().size() == count_; }
+
+  /// Casts as `cast` says (lower_precision, fp32 or promote) for a region of `device`. After the op
+  /// has run, the stand-ins are to be copied back.
+  [[nodiscard]] StandIns operator()(Cast cast, at::DeviceType device,
+                                    torch::jit::Stack& stack) const {
     const std::size_t first = stack.size() - count_;
     switch (cast) {
       case Cast::lower_precision:
@@ -86,72 +160,126 @@ class CastArguments {
       case Cast::promote:
         return to(widest(device, stack, first), device, stack, first);
       case Cast::fp32:
-        if (dtype_position_) return ask_for_fp32(device, stack, first);
-        if (promotes_) return widen_one(device, stack, first);
+        if (dtype_position_ && can_ask_for_fp32(device, stack, first)) return {};
+        if (promotes_ && widen_one(device, stack, first)) return {};
         return to(at::kFloat, device, stack, first);
       case Cast::native:
       case Cast::unchanged:
-        return;
+        break;
     }
+    return {};
   }
 
  private:
+  static bool is_castable(const at::Tensor& tensor, at::DeviceType device) {
+    return tensor.defined() && at::autocast::is_eligible(tensor, device);
+  }
+
   template <class Function>
-  void for_each_tensor(const torch::jit::Stack& stack, std::size_t first, Function function) const {
-    for (const std::size_t position : positions_) {
+  static void for_each_tensor(const std::vector<std::size_t>& positions,
+                              const torch::jit::Stack& stack, std::size_t first,
+                              Function function) {
+    for (const std::size_t position : positions) {
       for_each_tensor_of(stack[first + position], function);
     }
   }
 
-  void to(at::ScalarType dtype, at::DeviceType device, torch::jit::Stack& stack,
-          std::size_t first) const {
-    const auto cast = [&](const at::Tensor& tensor) {
-      return at::autocast::cached_cast(dtype, tensor, device);
-    };
-    for (const std::size_t position : positions_) {
-      c10::IValue& value = stack[first + position];
-      if (value.isTensor()) {
-        if (needs_cast(value.toTensor(), dtype, device)) value = cast(value.toTensor());
-      } else if (value.isList()) {
-        c10::impl::GenericList list = value.toList().copy();  // keeps the type of its elements
-        for (std::size_t i = 0; i < list.size(); ++i) {
-          const c10::IValue element = list.get(i);
-          if (element.isTensor()) list.set(i, cast(element.toTensor()));
-        }
-        value = std::move(list);
-      }
-    }
-  }
-
-  static bool needs_cast(const at::Tensor& tensor, at::ScalarType dtype, at::DeviceType device) {
-    return at::autocast::is_eligible(tensor, device) && tensor.scalar_type() != dtype;
-  }
-
-  // LibTorch's rule for `promote`, with its errors.
-  at::ScalarType widest(at::DeviceType device, const torch::jit::Stack& stack,
-                        std::size_t first) const {
-    at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
-    for_each_tensor(stack, first, [&](const at::Tensor& tensor) {
-      if (tensor.defined()) dtype = at::autocast::prioritize(dtype, tensor, device);
+  /// The widest dtype among `dtype` and the castable tensors at `positions`; nothing if there are
+  /// none.
+  static std::optional<at::ScalarType> widest_of(std::optional<at::ScalarType> dtype,
+                                                 const std::vector<std::size_t>& positions,
+                                                 at::DeviceType device,
+                                                 const torch::jit::Stack& stack,
+                                                 std::size_t first) {
+    for_each_tensor(positions, stack, first, [&](const at::Tensor& tensor) {
+      if (!is_castable(tensor, device)) return;
+      dtype = dtype ? c10::promoteTypes(*dtype, tensor.scalar_type()) : tensor.scalar_type();
     });
     return dtype;
   }
 
-  // LibTorch's rule for `fp32_set_opt_dtype`: a dtype that the caller gave stands.
-  void ask_for_fp32(at::DeviceType device, torch::jit::Stack& stack, std::size_t first) const {
-    c10::IValue& dtype = stack[first + *dtype_position_];
-    const c10::IValue& leading = stack[first + positions_.front()];
-    if (dtype.isNone() && leading.isTensor() &&
-        at::autocast::is_eligible(leading.toTensor(), device)) {
-      dtype = at::kFloat;
+  std::optional<at::ScalarType> widest(at::DeviceType device, const torch::jit::Stack& stack,
+                                       std::size_t first) const {
+    auto dtype = widest_of(std::nullopt, positions_, device, stack, first);
+    dtype = widest_of(dtype, beside_statistics_, device, stack, first);
+    return widest_of(dtype, statistics_, device, stack, first);
+  }
+
+  // Note [Casts of running statistics]
+  // Statistics in fp32 that were cast to 16 bits would lose what an update adds, so they are never
+  // narrowed. Where an op needs them wider than they are (`fp32` on a model in 16 bits) it is given
+  // a copy, which is copied back if the op has updated it. LibTorch's kernels take weight and bias
+  // in the dtype of the statistics, which may be wider than the input's, and in no other.
+  StandIns to(std::optional<at::ScalarType> dtype, at::DeviceType device, torch::jit::Stack& stack,
+              std::size_t first) const {
+    StandIns stand_ins;
+    if (!dtype) return stand_ins;
+    for (const std::size_t position : positions_)
+      cast_value(*dtype, device, stack[first + position]);
+    if (statistics_.empty()) return stand_ins;
+    const at::ScalarType wide = *widest_of(dtype, statistics_, device, stack, first);
+    for (const std::size_t position : beside_statistics_) {
+      cast_value(wide, device, stack[first + position]);
     }
+    const c10::IValue& training = stack[first + training_position_.value_or(0)];
+    const bool updates = !training_position_ || !training.isBool() || training.toBool();
+    for (const std::size_t position : statistics_) {
+      c10::IValue& value = stack[first + position];
+      if (!value.isTensor() || !needs_cast(value.toTensor(), wide, device)) continue;
+      at::Tensor original = value.toTensor();
+      at::Tensor copy = original.to(wide);
+      value = copy;
+      if (updates) stand_ins.add(std::move(original), std::move(copy));
+    }
+    return stand_ins;
+  }
+
+  static void cast_value(at::ScalarType dtype, at::DeviceType device, c10::IValue& value) {
+    const auto cast = [&](const at::Tensor& tensor) {
+      return at::autocast::cached_cast(dtype, tensor, device);
+    };
+    if (value.isTensor()) {
+      if (needs_cast(value.toTensor(), dtype, device)) value = cast(value.toTensor());
+    } else if (value.isList()) {
+      c10::impl::GenericList list = value.toList().copy();  // keeps the type of its elements
+      for (std::size_t i = 0; i < list.size(); ++i) {
+        const c10::IValue element = list.get(i);
+        if (element.isTensor()) list.set(i, cast(element.toTensor()));
+      }
+      value = std::move(list);
+    }
+  }
+
+  static bool needs_cast(const at::Tensor& tensor, at::ScalarType dtype, at::DeviceType device) {
+    return is_castable(tensor, device) && tensor.scalar_type() != dtype;
+  }
+
+  // LibTorch's rule for `fp32_set_opt_dtype`: a dtype that the caller gave stands. False if the
+  // arguments must be cast instead: a tensor that is never cast would be converted, too, and those
+  // of nested tensors take no dtype.
+  bool can_ask_for_fp32(at::DeviceType device, torch::jit::Stack& stack, std::size_t first) const {
+    c10::IValue& dtype = stack[first + *dtype_position_];
+    if (!dtype.isNone()) return true;
+    bool castable = false;
+    bool all_can_be_asked = true;
+    for_each_tensor(positions_, stack, first, [&](const at::Tensor& tensor) {
+      if (is_castable(tensor, device)) {
+        castable = true;
+        all_can_be_asked = all_can_be_asked && !tensor.is_nested();
+      } else if (tensor.defined()) {
+        all_can_be_asked = all_can_be_asked && !tensor.is_floating_point() && !tensor.is_complex();
+      }
+    });
+    if (castable && all_can_be_asked) dtype = at::kFloat;
+    return all_can_be_asked;
   }
 
   // Note [One cast for an addition]
   // An op with type promotion computes in fp32 as soon as one argument that decides the dtype is
   // fp32, and converts the other on the fly. Tensors with dimensions decide over those without. So
-  // one cast serves where a cast of each argument would launch two kernels.
-  void widen_one(at::DeviceType device, torch::jit::Stack& stack, std::size_t first) const {
+  // one cast serves where a cast of each argument would launch two kernels. Kernels of sparse
+  // layouts do not all convert: false for them.
+  bool widen_one(at::DeviceType device, torch::jit::Stack& stack, std::size_t first) const {
     c10::IValue* chosen = nullptr;
     bool chosen_has_dims = false;
     bool wide = false;
@@ -159,6 +287,7 @@ class CastArguments {
       c10::IValue& value = stack[first + position];
       if (!value.isTensor() || !value.toTensor().defined()) continue;
       const at::Tensor& tensor = value.toTensor();
+      if (tensor.layout() != at::kStrided) return false;
       if (!tensor.is_floating_point()) continue;
       const bool has_dims = tensor.dim() > 0;
       if (chosen && has_dims < chosen_has_dims) continue;
@@ -171,10 +300,14 @@ class CastArguments {
     }
     if (chosen && !wide)
       *chosen = at::autocast::cached_cast(at::kFloat, chosen->toTensor(), device);
+    return true;
   }
 
-  std::vector<std::size_t> positions_;  // of the arguments that hold tensors
+  std::vector<std::size_t> positions_;          // of the arguments that hold tensors
+  std::vector<std::size_t> statistics_;         // of running statistics; not in positions_
+  std::vector<std::size_t> beside_statistics_;  // of their weight and bias; not in positions_
   std::optional<std::size_t> dtype_position_;
+  std::optional<std::size_t> training_position_;  // of what says whether statistics are updated
   std::size_t count_;
   bool promotes_;
 };

@@ -65,8 +65,9 @@ class Overlay final : public BoxedKernel {
         policy == nullptr ? Cast::native : policy->rule(device_index_, index_, device_, op, *stack);
     if (cast == Cast::native) return call_native(op, keys, stack);
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
-    cast_arguments_(cast, device_, *stack);
+    const StandIns stand_ins = cast_arguments(cast, op, *stack);
     op.redispatchBoxed(keys & after_, stack);
+    stand_ins.copy_back();
   }
 
  private:
@@ -77,6 +78,15 @@ class Overlay final : public BoxedKernel {
     } else {
       op.redispatchBoxed(keys & after_, stack);
     }
+  }
+
+  StandIns cast_arguments(Cast cast, const c10::OperatorHandle& op,
+                          torch::jit::Stack& stack) const {
+    if (cast == Cast::unchanged) return {};
+    TORCH_CHECK(cast_arguments_.fit(op.schema()), "torchamp: '", op.operator_name(),
+                "' was registered again with other arguments, but policies hold on to its first "
+                "schema. Give the new one another name.");
+    return cast_arguments_(cast, device_, stack);
   }
 
   CastArguments cast_arguments_;
