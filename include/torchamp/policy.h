@@ -36,9 +36,10 @@ namespace torchamp {
 /// an edit without one removes the conditional rules below it.
 class Policy {
  public:
-  /// fp16 (or bf16) for matmul, conv and linear ops, fp32 for additions and reductions, LibTorch's
-  /// own kernels for the rest; where a device lacks a kernel for an op on LibTorch's CUDA lists,
-  /// that list's rule. In-place and out= forms are left alone.
+  /// fp16 (or bf16) for matmul, conv and linear ops, fp32 for additions, reductions and
+  /// binary_cross_entropy (see Note [Binary cross entropy]), LibTorch's own kernels for the rest;
+  /// where a device lacks a kernel for an op on LibTorch's CUDA lists, that list's rule. In-place
+  /// and out= forms are left alone.
   static Policy standard() { return Policy(shared_base(detail::BaseTable::standard)); }
 
   /// LibTorch's own lists for each device, bit for bit.

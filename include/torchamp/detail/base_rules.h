@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "torchamp/cast.h"
+#include "torchamp/detail/binary_cross_entropy.h"
 #include "torchamp/detail/cast_arguments.h"
 #include "torchamp/detail/libtorch_lists.h"
 #include "torchamp/detail/op_catalog.h"
@@ -26,6 +27,7 @@ inline constexpr StandardRow standard_rows[] = {
     {ops::addition, Cast::fp32},
     {ops::reduction, Cast::fp32},
     {ops::order_statistic, Cast::unchanged},
+    {OpFamily("probability_loss", probability_loss_ops), Cast::fp32},
 };
 
 inline bool contains(const OpFamily& family, const c10::OperatorName& op) {

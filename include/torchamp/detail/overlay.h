@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "torchamp/cast.h"
+#include "torchamp/detail/binary_cross_entropy.h"
 #include "torchamp/detail/cast_arguments.h"
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/op_catalog.h"
@@ -56,7 +57,8 @@ class Overlay final : public BoxedKernel {
         device_(device),
         device_index_(device_index(device, "Overlay")),
         key_(autocast_key(device)),
-        after_(c10::DispatchKeySet::FULL_AFTER, key_) {}
+        after_(c10::DispatchKeySet::FULL_AFTER, key_),
+        takes_probabilities_(takes_probabilities(op.operator_name())) {}
 
   void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
             torch::jit::Stack* stack) const override {
@@ -86,6 +88,7 @@ class Overlay final : public BoxedKernel {
     TORCH_CHECK(cast_arguments_.fit(op.schema()), "torchamp: '", op.operator_name(),
                 "' was registered again with other arguments, but policies hold on to its first "
                 "schema. Give the new one another name.");
+    if (takes_probabilities_ && cast == Cast::fp32) warn_of_16_bit_probabilities(op, stack);
     return cast_arguments_(cast, device_, stack);
   }
 
@@ -96,6 +99,7 @@ class Overlay final : public BoxedKernel {
   std::size_t device_index_;
   c10::DispatchKey key_;
   c10::DispatchKeySet after_;
+  bool takes_probabilities_;
 };
 
 /// Whether LibTorch itself has an autocast kernel for the op and device, overlays left out of
