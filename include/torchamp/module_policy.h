@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <ATen/DeviceAccelerator.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/DeviceType.h>
 #include <c10/util/Exception.h>
@@ -72,9 +73,9 @@ class WithPolicy
 /// that two patterns fit is an error.
 ///
 /// Forward can be put under a policy for modules declared as WithPolicy, for entries of a
-/// torch::nn::Sequential, and for a torch::nn::Sequential as a whole (which means its entries). An
-/// entry that has a policy is no longer found by Sequential::at<Type>(i), which asks for the exact
-/// type; `sequential[i]->as<Type>()` finds it.
+/// torch::nn::Sequential, and for a torch::nn::Sequential as a whole (which means its entries). A
+/// module has one policy, whatever calls it. An entry that has a policy is no longer found by
+/// Sequential::at<Type>(i), which asks for the exact type; `sequential[i]->as<Type>()` finds it.
 ///
 /// The environment variable TORCHAMP_POLICY overrides module policies too. Threads: a value; copies
 /// may be used anywhere. Never reads a device.
@@ -93,7 +94,9 @@ class ModulePolicies {
   /// after adding modules. Not while another thread runs the model.
   ///
   /// Errors, each leaving the model as it was: a name or pattern that fits no module, a module that
-  /// two patterns fit, a module whose forward cannot be reached (see above).
+  /// two patterns fit, a module whose forward cannot be reached (see above), a module to which two
+  /// names or two Sequentials give different policies, a Sequential that calls a module which is
+  /// not registered with it.
   std::vector<std::string> apply_to(torch::nn::Module& model) const;
 
  private:
@@ -101,10 +104,17 @@ class ModulePolicies {
     std::string pattern;
     std::shared_ptr<const detail::PolicyData> policy;
   };
-  using Choice = std::vector<const Rule*>;  // by site; null: none
+  /// What a site is given.
+  struct Chosen {
+    const Rule* rule = nullptr;         // none
+    const std::string* as = nullptr;    // its name that the rule fits
+    const std::string* from = nullptr;  // the Sequential that hands the rule down to it
+  };
 
   const Rule* rule_for(const std::string& name) const;
-  Choice choose(const detail::PolicySites& sites) const;
+  std::vector<Chosen> choose(const detail::PolicySites& sites) const;
+  static void hand_down(const detail::PolicySites& sites, std::size_t from,
+                        std::vector<Chosen>& chosen);
   void check_all_used(const detail::PolicySites& sites) const;
   void register_overlays(const torch::nn::Module& model) const;
 
@@ -157,12 +167,20 @@ inline void ModulePolicies::check_all_used(const detail::PolicySites& sites) con
   }
 }
 
-// Registers with the dispatcher here what the policies need for the model's devices, and not in the
-// middle of a forward, when other threads may be running ops.
+// Registers with the dispatcher here what the policies need for the devices that the model may run
+// on, and not in the middle of a forward, when other threads may be running ops.
 inline void ModulePolicies::register_overlays(const torch::nn::Module& model) const {
   std::set<at::DeviceType> devices;
-  for (const at::Tensor& parameter : model.parameters()) {
-    if (parameter.defined()) devices.insert(parameter.device().type());
+  for (const auto& tensors : {model.parameters(), model.buffers()}) {
+    for (const at::Tensor& tensor : tensors) {
+      if (tensor.defined()) devices.insert(tensor.device().type());
+    }
+  }
+  // Inputs may lie elsewhere, and a model need not have parameters.
+  devices.insert(at::kCPU);
+  if (at::accelerator::deviceCount() > 0) devices.insert(*at::accelerator::getAccelerator());
+  for (const at::DeviceType device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
+    if (at::autocast::is_autocast_enabled(device)) devices.insert(device);
   }
   for (const at::DeviceType device : devices) {
     if (!at::autocast::is_autocast_available(device)) continue;
@@ -170,15 +188,40 @@ inline void ModulePolicies::register_overlays(const torch::nn::Module& model) co
   }
 }
 
-inline ModulePolicies::Choice ModulePolicies::choose(const detail::PolicySites& sites) const {
-  Choice chosen(sites.size(), nullptr);
-  std::vector<const std::string*> chosen_as(sites.size(), nullptr);
+// A Sequential only calls its entries: those without a policy of their own take it over.
+inline void ModulePolicies::hand_down(const detail::PolicySites& sites, std::size_t from,
+                                      std::vector<Chosen>& chosen) {
+  const detail::PolicySite& site = sites[from];
+  if (site.sequential == nullptr || site.holder != nullptr) return;
+  if (!site.entries.empty() && !site.may_be_called_directly()) return;
+  for (const torch::nn::AnyModule& entry : *site.sequential) {
+    const std::size_t to = sites.index_of(entry);
+    Chosen& of_entry = chosen[to];
+    if (of_entry.rule == nullptr) {
+      of_entry = {chosen[from].rule, nullptr, &site.name};
+      hand_down(sites, to, chosen);
+      continue;
+    }
+    TORCH_CHECK(of_entry.from == nullptr ||
+                    detail::is_same(*of_entry.rule->policy, *chosen[from].rule->policy),
+                "ModulePolicies::apply_to: the Sequentials '", *of_entry.from, "', which fits '",
+                of_entry.rule->pattern, "', and '", site.name, "', which fits '",
+                chosen[from].rule->pattern, "', both call the module '", sites[to].name,
+                "', but have different policies. Set one for '", sites[to].name,
+                "' itself, or leave out one of the two.");
+  }
+}
+
+inline std::vector<ModulePolicies::Chosen> ModulePolicies::choose(
+    const detail::PolicySites& sites) const {
+  std::vector<Chosen> chosen(sites.size());
   for (const auto& [name, index] : sites.names()) {
     const Rule* rule = rule_for(name);
     if (rule == nullptr) continue;
-    TORCH_CHECK(chosen[index] == nullptr || chosen[index] == rule,
-                "ModulePolicies::apply_to: one module is registered as '", *chosen_as[index],
-                "', which fits '", chosen[index]->pattern, "', and as '", name, "', which fits '",
+    const Chosen& before = chosen[index];
+    TORCH_CHECK(before.rule == nullptr || detail::is_same(*before.rule->policy, *rule->policy),
+                "ModulePolicies::apply_to: one module is registered as '", *before.as,
+                "', which fits '", before.rule->pattern, "', and as '", name, "', which fits '",
                 rule->pattern, "'. Set a policy for one of its names only.");
     const detail::PolicySite& site = sites[index];
     if (site.is_container() && detail::has_wildcard(rule->pattern)) continue;
@@ -186,16 +229,10 @@ inline ModulePolicies::Choice ModulePolicies::choose(const detail::PolicySites& 
                 "), which fits '", rule->pattern,
                 "', has no forward that a policy can be put around. Declare it as "
                 "torchamp::WithPolicy<...>, or leave it out of the pattern.");
-    chosen[index] = rule;
-    chosen_as[index] = &name;
+    chosen[index] = {rule, &name, nullptr};
   }
-  // A Sequential only calls its entries: those without a policy of their own take it over.
   for (std::size_t i = 0; i < sites.size(); ++i) {
-    if (chosen[i] == nullptr || sites[i].holder != nullptr || !sites[i].entries.empty()) continue;
-    for (const torch::nn::AnyModule& entry : *sites[i].sequential) {
-      const Rule*& of_entry = chosen[sites.index_of(entry)];
-      if (of_entry == nullptr) of_entry = chosen[i];
-    }
+    if (chosen[i].as != nullptr) hand_down(sites, i, chosen);
   }
   return chosen;
 }
@@ -203,12 +240,13 @@ inline ModulePolicies::Choice ModulePolicies::choose(const detail::PolicySites& 
 inline std::vector<std::string> ModulePolicies::apply_to(torch::nn::Module& model) const {
   const detail::PolicySites sites(model);
   check_all_used(sites);
-  const Choice chosen = choose(sites);
+  const std::vector<Chosen> chosen = choose(sites);
   register_overlays(model);
   std::vector<std::string> names;
   for (std::size_t i = 0; i < sites.size(); ++i) {
-    sites[i].put(chosen[i] == nullptr ? nullptr : chosen[i]->policy);
-    if (chosen[i] != nullptr) names.push_back(sites[i].name);
+    const Rule* const rule = chosen[i].rule;
+    sites[i].put(rule == nullptr ? nullptr : rule->policy);
+    if (rule != nullptr) names.push_back(sites[i].name);
   }
   return names;
 }

@@ -10,6 +10,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/ArrayRef.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -90,5 +91,16 @@ class PolicyData {
   mutable std::mutex mutex_;
   mutable std::array<Compiled, device_count> compiled_;
 };
+
+/// Whether two policies are known to have the same rules. Predicates cannot be compared.
+inline bool is_same(const PolicyData& one, const PolicyData& other) {
+  const auto same_edit = [](const Edit& a, const Edit& b) {
+    return a.cast == b.cast && a.names == b.names && a.family == b.family &&
+           a.when.dtype == b.when.dtype && !a.when.predicate && !b.when.predicate;
+  };
+  return &one == &other ||
+         (one.base == other.base && std::equal(one.edits.begin(), one.edits.end(),
+                                               other.edits.begin(), other.edits.end(), same_edit));
+}
 
 }  // namespace torchamp::detail

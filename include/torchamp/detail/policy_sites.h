@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/container/any.h>
 #include <torch/nn/modules/container/moduledict.h>
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/container/sequential.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <map>
 #include <memory>
 #include <string>
@@ -26,6 +29,10 @@ struct PolicySite {
   PolicyHolder* holder;                        // it is a WithPolicy
   std::vector<torch::nn::AnyModule*> entries;  // it is an entry of these Sequentials'
   torch::nn::SequentialImpl* sequential;       // it is one: its entries are reached
+  std::size_t names;                           // how many it has
+
+  /// Whether something other than a Sequential may call it.
+  bool may_be_called_directly() const { return names > entries.size(); }
 
   bool reachable() const { return holder != nullptr || !entries.empty() || sequential != nullptr; }
 
@@ -53,6 +60,7 @@ struct PolicySite {
 };
 
 /// The sites of a model, in the order of its modules; the model itself comes first, without a name.
+/// Error: a Sequential that calls a module which is not registered with it.
 class PolicySites {
  public:
   explicit PolicySites(torch::nn::Module& model) {
@@ -62,6 +70,7 @@ class PolicySites {
     }
     for (const auto& site : sites_) {
       if (site.sequential == nullptr) continue;
+      check_all_registered(site);
       for (torch::nn::AnyModule& entry : *site.sequential) {
         sites_[index_.at(entry.ptr().get())].entries.push_back(&entry);
       }
@@ -80,12 +89,30 @@ class PolicySites {
   void add(std::string name, torch::nn::Module& module) {
     const auto [found, is_new] = index_.try_emplace(&module, sites_.size());
     names_.emplace_back(name, found->second);
-    if (!is_new) return;
+    if (!is_new) {
+      ++sites_[found->second].names;
+      return;
+    }
     sites_.push_back({&module,
                       std::move(name),
                       dynamic_cast<PolicyHolder*>(&module),
                       {},
-                      dynamic_cast<torch::nn::SequentialImpl*>(&module)});
+                      dynamic_cast<torch::nn::SequentialImpl*>(&module),
+                      /*names=*/1});
+  }
+
+  static void check_all_registered(const PolicySite& site) {
+    const auto children = site.sequential->children();
+    std::size_t place = 0;
+    for (const torch::nn::AnyModule& entry : *site.sequential) {
+      const bool registered =
+          std::find(children.begin(), children.end(), entry.ptr()) != children.end();
+      TORCH_CHECK(registered, "ModulePolicies::apply_to: the Sequential '", site.name, "' calls a ",
+                  entry.ptr()->name(), " (its entry ", place,
+                  ") that is not registered with it. Was it replaced with replace_module? A "
+                  "Sequential goes on calling the former module: make the Sequential anew.");
+      ++place;
+    }
   }
 
   std::vector<PolicySite> sites_;

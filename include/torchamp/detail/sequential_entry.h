@@ -23,6 +23,18 @@ namespace torchamp::detail {
 // the Sequential: its name, parameters and place in a checkpoint do, and so do Sequential::ptr(i)
 // and operator[]. AnyModule::get and Sequential::at, which ask for the exact type that an AnyModule
 // was made with, fail with LibTorch's error for a wrong type.
+//
+// A clone has no policy, so it gets back the entry that was replaced: the AnyModulePlaceholder that
+// an AnyModule holds. AnyModule has no access to it. A template argument of an explicit
+// instantiation may name a private member, and a friend function can give it away.
+
+using AnyModuleContent = std::unique_ptr<torch::nn::AnyModulePlaceholder> torch::nn::AnyModule::*;
+inline AnyModuleContent any_module_content();
+template <AnyModuleContent content>
+struct AnyModuleContentOf {
+  friend inline AnyModuleContent any_module_content() { return content; }
+};
+template struct AnyModuleContentOf<&torch::nn::AnyModule::content_>;
 
 /// What stands in for an entry of a Sequential.
 class SequentialEntry : public torch::nn::Module {
@@ -81,8 +93,8 @@ struct torch::nn::AnyModuleHolder<torchamp::detail::SequentialEntry, int> final
   // As WithPolicy: a clone has no policy.
   std::unique_ptr<AnyModulePlaceholder> clone_module(
       std::optional<torch::Device> device) const override {
-    return std::make_unique<AnyModuleHolder>(std::make_shared<torchamp::detail::SequentialEntry>(
-        module->module().clone(device), nullptr));
+    torch::nn::AnyModule clone = module->module().clone(device);
+    return std::move(clone.*torchamp::detail::any_module_content());
   }
 
   std::shared_ptr<torchamp::detail::SequentialEntry> module;
