@@ -305,6 +305,60 @@ TEST_P(CustomFunction, RefusesToWriteInPlaceToAnInputThatItCast) {
   expect_close(wide, 2 * at::arange(1., 4., wide.options()));
 }
 
+/// Writes to its first input in one of several ways, and returns something else.
+struct Writes : AutocastFunction<Writes, at::kFloat> {
+  static at::Tensor forward(AutogradContext*, at::Tensor x, std::optional<at::Tensor> y,
+                            at::TensorList list, int way) {
+    if (way == 1) x.add_(1);
+    if (way == 2) x.view({3}).select(0, 1).fill_(7);
+    if (way == 3) y->zero_();
+    if (way == 4) list[1].mul_(2);
+    if (way == 5) at::exp_out(x, list[0]);
+    return list[0] * 2;
+  }
+  static variable_list backward(AutogradContext*, variable_list gradients) {
+    return {at::Tensor(), at::Tensor(), gradients[0] * 2, at::Tensor(), at::Tensor()};
+  }
+};
+
+TEST_P(CustomFunction, RefusesEveryWriteInPlaceToAnInputThatItCast) {
+  const auto make = [&] { return input().detach().to(at::kHalf); };
+  const auto call = [&](int way, const at::Tensor& x, const at::Tensor& y, const at::Tensor& a,
+                        const at::Tensor& b) {
+    return Writes::apply(x, std::optional(y), at::TensorList({a, b}), way);
+  };
+  for (const bool inference : {false, true}) {
+    const c10::InferenceMode mode(inference);
+    const AutocastGuard autocast(GetParam());
+    for (const int way : {1, 2, 3, 4, 5}) {
+      const auto x = make(), y = make(), a = make(), b = make();
+      EXPECT_ERROR(call(way, x, y, a, b), "AutocastFunction: forward wrote in place to an input");
+      for (const auto& tensor : {x, y, a, b}) EXPECT_TRUE(at::equal(tensor, make())) << way;
+    }
+    EXPECT_NO_THROW(call(0, make(), make(), make(), make()));
+  }
+}
+
+struct NarrowWriter : AutocastFunction<NarrowWriter, at::kHalf> {
+  static at::Tensor forward(AutogradContext*, at::Tensor weight, bool writes, bool fails) {
+    if (writes) weight.zero_();
+    if (fails) throw std::runtime_error("forward failed");
+    return weight * 2;
+  }
+  static variable_list backward(AutogradContext*, variable_list gradients) {
+    return {gradients[0] * 2, at::Tensor(), at::Tensor()};
+  }
+};
+
+TEST_P(CustomFunction, LeavesNoCastThatWasWrittenToInTheCache) {
+  const auto weight = input();
+  const AutocastGuard autocast(GetParam(), at::kHalf);
+  EXPECT_ERROR(NarrowWriter::apply(weight, true, false), "forward wrote in place to an input");
+  expect_close(NarrowWriter::apply(weight, false, false), 2 * weight);
+  EXPECT_THROW(NarrowWriter::apply(weight, true, true), std::runtime_error);
+  expect_close(NarrowWriter::apply(weight, false, false), 2 * weight);
+}
+
 struct Forgetful : AutocastFunction<Forgetful> {
   static at::Tensor forward(AutogradContext*, const at::Tensor& x) { return x * 2; }
   static variable_list backward(AutogradContext* ctx, variable_list gradients) {

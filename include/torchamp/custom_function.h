@@ -80,7 +80,8 @@ struct AutocastFunctionNode : torch::autograd::Function<AutocastFunctionNode<T>>
 /// Outside a region nothing is cast. Inputs cast are at::Tensor, std::optional<at::Tensor>,
 /// at::TensorList and std::vector<at::Tensor>. Unlike torch.amp's, the cast is part of the graph,
 /// so that a double backward reaches the inputs through tensors that forward saved; and it is an
-/// error to write in place to an input that was cast, since the caller's tensor would not change.
+/// error if forward writes in place to an input that was cast, or to a view of it, since the
+/// caller's tensor would not change.
 ///
 /// Threads: as torch::autograd::Function. Never reads a device. Source: torch/amp/autocast_mode.py.
 template <class T, at::ScalarType cast_inputs = at::ScalarType::Undefined>
@@ -109,7 +110,7 @@ struct AutocastFunction {
                 detail::as_input<Args>(std::forward<decltype(input)>(input))...);
           },
           std::move(inputs));
-      TORCH_CHECK(!cast.made_any_of(outputs),
+      TORCH_CHECK(!cast.wrote_to_any(),
                   "AutocastFunction: forward wrote in place to an input that autocast had cast, so "
                   "the caller's tensor did not change. Return a new tensor instead.");
       return outputs;

@@ -4,13 +4,19 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceType.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/ScalarType.h>
 
+#include <algorithm>
 #include <concepts>
+#include <cstdint>
 #include <optional>
 #include <type_traits>
 #include <utility>
 #include <vector>
+
+#include "torchamp/detail/version_of.h"
 
 namespace torchamp::detail {
 
@@ -22,6 +28,13 @@ class CastInputs {
     for (const at::DeviceType device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
       if (at::autocast::is_autocast_enabled(device)) devices_.push_back(device);
     }
+  }
+
+  CastInputs(const CastInputs&) = delete;
+  CastInputs& operator=(const CastInputs&) = delete;
+  ~CastInputs() {
+    // What was written to may be in the cache.
+    if (wrote_to_any()) at::autocast::clear_cache();
   }
 
   /// One input: cast if it holds tensors, else handed on as a reference.
@@ -43,18 +56,10 @@ class CastInputs {
     }
   }
 
-  /// Whether one of the outputs is a tensor that a cast made: an input written to in place.
-  bool made_any_of(const at::Tensor& output) const {
-    for (const at::Tensor& made : made_) {
-      if (made.is_same(output)) return true;
-    }
-    return false;
-  }
-  bool made_any_of(const std::vector<at::Tensor>& outputs) const {
-    for (const at::Tensor& output : outputs) {
-      if (made_any_of(output)) return true;
-    }
-    return false;
+  /// Whether a tensor that a cast made has been written to in place, through a view too.
+  bool wrote_to_any() const {
+    return std::any_of(made_.begin(), made_.end(),
+                       [](const auto& made) { return version_of(made.first) != made.second; });
   }
 
  private:
@@ -62,15 +67,26 @@ class CastInputs {
     if (!tensor.defined()) return tensor;
     for (const at::DeviceType device : devices_) {
       if (!at::autocast::is_eligible(tensor, device) || tensor.scalar_type() == dtype_) continue;
-      made_.push_back(at::autocast::cached_cast(dtype_, tensor, device));
-      return made_.back();
+      const at::Tensor made = cast(tensor, device);
+      made_.emplace_back(made, version_of(made));
+      return made;
     }
     return tensor;
   }
 
+  at::Tensor cast(const at::Tensor& tensor, at::DeviceType device) const {
+    if (!c10::InferenceMode::is_enabled()) {
+      return at::autocast::cached_cast(dtype_, tensor, device);
+    }
+    // A tensor made in inference mode does not count its versions.
+    const c10::InferenceMode counted(false);
+    const c10::NoGradGuard no_grad;
+    return tensor.to(dtype_);
+  }
+
   at::ScalarType dtype_;
   std::vector<at::DeviceType> devices_;
-  std::vector<at::Tensor> made_;
+  std::vector<std::pair<at::Tensor, std::uint32_t>> made_;  // with its version
 };
 
 /// An input after the cast, as the type that the caller gave: LibTorch looks into an
