@@ -118,7 +118,49 @@ TEST_P(NonFiniteOpOn, SaysSoWhereTheDataWasNotFinite) {
   EXPECT_FALSE(found->inputs_were_finite);
   std::ostringstream text;
   text << *found;
-  EXPECT_THAT(text.str(), HasSubstr(" was given infs or NaNs, of Float [2]"));
+  EXPECT_THAT(text.str(), HasSubstr(" was given infs or NaNs, of Float [2] with 1 inf, 0 NaN ("));
+}
+
+TEST_P(NonFiniteOpOn, MarksTheInputThatWasNotFinite) {
+  torch::nn::Linear model(3, 2);
+  model->to(GetParam());
+  {
+    const torch::NoGradGuard no_grad;
+    model->weight.fill_(0.5);
+    model->weight[0][1] = kInf;
+    model->weight[1][0] = -kInf;
+    model->weight[1][2] = std::numeric_limits<float>::quiet_NaN();
+    model->bias.fill_(4);
+  }
+  const auto found = first_non_finite_op([&] { model(torch::full({1, 3}, 2., options())); }, model);
+  ASSERT_TRUE(found);
+  EXPECT_EQ(found->op, "aten::t");
+  EXPECT_THAT(found->inputs, ElementsAre("Float [2, 3] of weight with 2 inf, 1 NaN"));
+  const auto among_others = first_non_finite_op([&] {
+    const at::Tensor mask = torch::full({2, 3}, -kInf, options());
+    torch::where(mask < 0, model->weight, mask);
+  });
+  ASSERT_TRUE(among_others);
+  EXPECT_THAT(among_others->inputs, ElementsAre("Float [2, 3] with 2 inf, 1 NaN", "Float [2, 3]"));
+}
+
+TEST_P(NonFiniteOpOn, NamesParametersAfterAModuleOrAnOptimizerInAnyForm) {
+  torch::nn::Linear model(2, 1);
+  model->to(GetParam());
+  const auto names = [&](const auto& owner) {
+    const auto found = first_non_finite_op([&] { model->weight.fmod(0.); }, owner);
+    return found ? found->parameters : std::vector<std::string>{"none found"};
+  };
+  const torch::optim::SGD optimizer(model->parameters(), 0.1);
+  EXPECT_THAT(names(*model), ElementsAre("weight"));
+  EXPECT_THAT(names(model), ElementsAre("weight"));
+  EXPECT_THAT(names(model.ptr()), ElementsAre("weight"));
+  EXPECT_THAT(names(model.get()), ElementsAre("weight"));
+  EXPECT_THAT(names(optimizer), ElementsAre("group 0, parameter 0"));
+  EXPECT_THAT(names(&optimizer), ElementsAre("group 0, parameter 0"));
+  EXPECT_THAT(names(nullptr), ElementsAre());
+  EXPECT_THAT(names(static_cast<torch::nn::Module*>(nullptr)), ElementsAre());
+  EXPECT_ERROR(names(torch::nn::Linear{nullptr}), "first_non_finite_op: was given a null pointer");
 }
 
 TEST_P(NonFiniteOpOn, FindsNothingWhereThereIsNothing) {

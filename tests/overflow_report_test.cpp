@@ -7,12 +7,15 @@
 #include <torchamp/grad_scaler.h>
 
 #include <limits>
+#include <memory>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "support/call_counter.h"
 #include "support/devices.h"
+#include "support/expect_error.h"
 #include "support/optimizers.h"
 
 using torchamp::OverflowReport;
@@ -103,6 +106,37 @@ TEST(OverflowReport, IsEmptyWithoutGradients) {
   std::ostringstream text;
   text << report;
   EXPECT_EQ(text.str(), "0 of 0 gradients hold infs or NaNs\n");
+}
+
+TEST(OverflowReport, TakesAModuleOrAnOptimizerInAnyForm) {
+  torch::nn::Linear model(2, 1);
+  for (at::Tensor& p : model->parameters()) p.mutable_grad() = torch::full_like(p, kInf);
+  const auto names = [](const OverflowReport& report) {
+    std::vector<std::string> all;
+    for (const torchamp::Overflow& one : report.overflows) all.push_back(one.name);
+    return all;
+  };
+  using ::testing::ElementsAre;
+  using torchamp::overflow_report;
+  const std::shared_ptr<torch::nn::Module> shared = model.ptr();
+  const auto by_name = ElementsAre("weight", "bias");
+  EXPECT_THAT(names(overflow_report(*model)), by_name);
+  EXPECT_THAT(names(overflow_report(model)), by_name);
+  EXPECT_THAT(names(overflow_report(model.ptr())), by_name);
+  EXPECT_THAT(names(overflow_report(model.get())), by_name);
+  EXPECT_THAT(names(overflow_report(shared)), by_name);
+  EXPECT_THAT(names(overflow_report(*shared)), by_name);
+  const auto by_place = ElementsAre("group 0, parameter 0", "group 0, parameter 1");
+  const auto optimizer = std::make_unique<torch::optim::SGD>(model->parameters(), 0.1);
+  const torch::optim::Optimizer& base = *optimizer;
+  EXPECT_THAT(names(overflow_report(*optimizer)), by_place);
+  EXPECT_THAT(names(overflow_report(optimizer)), by_place);
+  EXPECT_THAT(names(overflow_report(&base)), by_place);
+  const std::vector<std::pair<std::string, at::Tensor>> pairs{{"w", model->weight}};
+  EXPECT_THAT(names(overflow_report(pairs)), ElementsAre("w"));
+  EXPECT_ERROR(overflow_report(std::shared_ptr<torch::nn::Module>()),
+               "overflow_report: was given a null pointer or an empty module holder");
+  EXPECT_ERROR(overflow_report(torch::nn::Linear{nullptr}), "an empty module holder");
 }
 
 TEST(OverflowReport, ExplainsASkippedStep) {

@@ -2,16 +2,17 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/nn/module.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <optional>
 #include <ostream>
 #include <string>
-#include <utility>
+#include <type_traits>
 #include <vector>
 
+#include "torchamp/detail/named_parameters.h"
 #include "torchamp/detail/non_finite_search.h"
 
 namespace torchamp {
@@ -27,38 +28,22 @@ struct NonFiniteOp {
   /// False: what came in was inf or NaN already, and no op had made it: the input data or a
   /// parameter.
   bool inputs_were_finite = true;
-  std::vector<std::string> inputs;    ///< dtype, shape and largest absolute value of each tensor
+  /// Dtype, shape and largest absolute value of each tensor; of one that came in with infs or NaNs
+  /// how many, and its name if it is a parameter.
+  std::vector<std::string> inputs;
   at::ScalarType dtype = at::kFloat;  ///< of the output
   int64_t infs = 0;                   ///< in the output
   int64_t nans = 0;
   int64_t ops_before = 0;  ///< how many ops ran before it
 };
 
-/// Runs `forward_and_backward` once more, looking at what each op makes, and names the first op
-/// that makes an inf or a NaN of finite inputs; nothing if there is none. For after a skipped step,
-/// with the same batch and the same scale:
-///
-///     auto replay = [&] {
-///       torchamp::AutocastGuard autocast(torch::kCUDA);
-///       scaler.scale(torch::mse_loss(model->forward(data), target)).backward();
-///     };
-///     if (auto op = torchamp::first_non_finite_op(replay, model.get())) std::cout << *op;
-///
-/// Ops are those that the program calls, not those that these call in turn. Infs that the program
-/// asks for (a mask filled with -inf) and uninitialised memory are not counted. Reads the device
-/// several times for each op, so it is slow; gradients accumulate as `forward_and_backward` has it.
-/// One such search runs in the process at a time; threads other than the caller's and autograd's
-/// are not looked at.
-inline std::optional<NonFiniteOp> first_non_finite_op(
-    const std::function<void()>& forward_and_backward, const torch::nn::Module* module = nullptr) {
-  std::vector<std::pair<std::string, at::Tensor>> named;
-  if (module) {
-    for (const auto& item : module->named_parameters())
-      named.emplace_back(item.key(), item.value());
-  }
-  const auto search = detail::NonFiniteSearch::run(forward_and_backward, named);
+namespace detail {
+
+inline std::optional<NonFiniteOp> first_non_finite_op_of(
+    const std::function<void()>& forward_and_backward, const NamedParameters& named) {
+  const auto search = NonFiniteSearch::run(forward_and_backward, named);
   if (!search->found()) return std::nullopt;
-  const detail::NonFiniteSearch::Found& found = *search->found();
+  const NonFiniteSearch::Found& found = *search->found();
   return NonFiniteOp{
       .op = found.call.op,
       .in_backward = !found.node.empty(),
@@ -71,6 +56,38 @@ inline std::optional<NonFiniteOp> first_non_finite_op(
       .infs = found.infs,
       .nans = found.nans,
       .ops_before = found.ops_before};
+}
+
+}  // namespace detail
+
+/// Runs `forward_and_backward` once more, looking at what each op makes, and names the first op
+/// that makes an inf or a NaN of finite inputs; nothing if there is none. For after a skipped step,
+/// with the same batch and the same scale:
+///
+///     auto replay = [&] {
+///       torchamp::AutocastGuard autocast(torch::kCUDA);
+///       scaler.scale(torch::mse_loss(model->forward(data), target)).backward();
+///     };
+///     if (auto op = torchamp::first_non_finite_op(replay, model)) std::cout << *op;
+///
+/// Ops are those that the program calls, not those that these call in turn. Infs that the program
+/// asks for (a mask filled with -inf) and uninitialised memory are not counted. Reads the device
+/// several times for each op, so it is slow; gradients accumulate as `forward_and_backward` has it.
+/// One such search runs in the process at a time; threads other than the caller's and autograd's
+/// are not looked at.
+///
+/// Parameters are named after `owner`: a module or an optimizer, given itself, by a pointer of any
+/// kind or by a module holder; or a range of pairs of a name and a parameter. Null for none.
+template <class Owner = std::nullptr_t>
+std::optional<NonFiniteOp> first_non_finite_op(const std::function<void()>& forward_and_backward,
+                                               const Owner& owner = nullptr) {
+  detail::NamedParameters named;
+  if constexpr (std::is_pointer_v<Owner>) {
+    if (owner != nullptr) named = detail::named_parameters_of(*owner, "first_non_finite_op");
+  } else if constexpr (!std::is_null_pointer_v<Owner>) {
+    named = detail::named_parameters_of(owner, "first_non_finite_op");
+  }
+  return detail::first_non_finite_op_of(forward_and_backward, named);
 }
 
 /// `aten::mul.Tensor in backward (MulBackward0, of aten::addmm on fc1.weight) made 3 inf, 0 NaN in

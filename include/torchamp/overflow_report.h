@@ -4,9 +4,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/view_as_real.h>
-#include <c10/util/StringUtil.h>
-#include <torch/nn/module.h>
-#include <torch/optim/optimizer.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -17,6 +14,7 @@
 
 #include "torchamp/detail/gradients.h"
 #include "torchamp/detail/internal_ops.h"
+#include "torchamp/detail/named_parameters.h"
 
 namespace torchamp {
 
@@ -57,7 +55,7 @@ inline at::Tensor count_non_finite(const at::Tensor& gradient) {
 /// Which gradients hold infs or NaNs, how many, and how large the others are. For after a skipped
 /// step, before the gradients are cleared:
 ///
-///     if (!scaler.step(optimizer)) std::cout << torchamp::overflow_report(*model);
+///     if (!scaler.step(optimizer)) std::cout << torchamp::overflow_report(model);
 ///
 /// `named` is any range of pairs of a name and a parameter. One pass over the gradients and one
 /// read of each device. Gradients are not changed.
@@ -102,24 +100,12 @@ OverflowReport overflow_report_of(const NamedParameters& named) {
   return report;
 }
 
-/// The same for the parameters of a module, submodules included, by their names in it.
-inline OverflowReport overflow_report(const torch::nn::Module& module) {
-  std::vector<std::pair<std::string, at::Tensor>> named;
-  for (const auto& item : module.named_parameters()) named.emplace_back(item.key(), item.value());
-  return overflow_report_of(named);
-}
-
-/// The same for the parameters of an optimizer, by their places in it.
-inline OverflowReport overflow_report(const torch::optim::Optimizer& optimizer) {
-  std::vector<std::pair<std::string, at::Tensor>> named;
-  const auto& groups = optimizer.param_groups();
-  for (std::size_t g = 0; g < groups.size(); ++g) {
-    const std::vector<at::Tensor>& parameters = groups[g].params();
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
-      named.emplace_back(c10::str("group ", g, ", parameter ", i), parameters[i]);
-    }
-  }
-  return overflow_report_of(named);
+/// The same for the parameters of a module, submodules included, by their names in it; or for those
+/// of an optimizer, by their places in it. Either is given itself, by a pointer of any kind or by a
+/// module holder; a null one is an error.
+template <typename Owner>
+OverflowReport overflow_report(const Owner& owner) {
+  return overflow_report_of(detail::named_parameters_of(owner, "overflow_report"));
 }
 
 /// One line for each gradient: `fc1.weight (Float [64, 32] on cpu): 3 inf, 1 NaN of 2048, largest

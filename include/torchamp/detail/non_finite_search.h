@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "torchamp/detail/internal_ops.h"
+#include "torchamp/detail/named_parameters.h"
 #include "torchamp/detail/recorded_inputs.h"
 #include "torchamp/detail/value_tensors.h"
 
@@ -53,7 +54,7 @@ class NonFiniteSearch {
     at::ScalarType dtype = at::kFloat;
     int64_t infs = 0, nans = 0, ops_before = 0;
   };
-  using Named = std::vector<std::pair<std::string, at::Tensor>>;
+  using Named = NamedParameters;
 
   /// Runs `body` and listens.
   static std::unique_ptr<NonFiniteSearch> run(const std::function<void()>& body,
@@ -175,10 +176,7 @@ class NonFiniteSearch {
       } else {
         context.takes_non_finite = true;
       }
-      std::ostringstream text;
-      text << tensor.scalar_type() << ' ' << tensor.sizes();
-      if (finite) text << " up to " << tensor.abs().max().item<double>();
-      context.inputs.push_back(text.str());
+      context.inputs.push_back(described(tensor, finite));
     });
     if (thread().nodes.empty() && call.seqNr() >= 0) {
       // The node that carries this number is made by the last op that began with it.
@@ -226,6 +224,25 @@ class NonFiniteSearch {
     }
     found_ = std::move(found);
     done_ = true;
+  }
+
+  /// What an op was given; with the counts and the names of what came in as it should not.
+  std::string described(const at::Tensor& tensor, bool finite) const {
+    std::ostringstream text;
+    text << tensor.scalar_type() << ' ' << tensor.sizes();
+    if (finite) {
+      text << " up to " << tensor.abs().max().item<double>();
+    } else if (!remembers(tensor)) {
+      Call call;
+      name_parameters(tensor, call);
+      for (std::size_t i = 0; i < call.parameters.size(); ++i) {
+        text << (i == 0 ? " of " : ", ") << call.parameters[i];
+      }
+      const at::Tensor size = tensor.abs();
+      text << " with " << size.isinf().sum().item<int64_t>() << " inf, "
+           << size.isnan().sum().item<int64_t>() << " NaN";
+    }
+    return text.str();
   }
 
   void name_parameters(const at::Tensor& tensor, Call& call) const {
