@@ -457,8 +457,8 @@ TEST(AccumulationOfMasterWeights, AreNotTakenWhereTheyWouldStayScaled) {
     accumulation.before_step([&] { narrow.masters->take_gradients(); });
     for (int i = 0; i < 2; ++i) {
       EXPECT_ERROR(accumulation.backward(narrow.loss(1) + beside.sum()),
-                   "take_gradients() belongs into before_unscale");
-      EXPECT_ERROR(accumulation.flush(), "take_gradients() belongs into before_unscale");
+                   "gradients came after unscale_");
+      EXPECT_ERROR(accumulation.flush(), "with an Accumulation in before_unscale");
       accumulation.discard();
     }
     EXPECT_EQ(narrow.master(), 1.F);
@@ -467,6 +467,36 @@ TEST(AccumulationOfMasterWeights, AreNotTakenWhereTheyWouldStayScaled) {
     EXPECT_TRUE(accumulation.backward(narrow.loss(1))->stepped());
     EXPECT_EQ(narrow.master(), 0.F);
   }
+}
+
+TEST(AccumulationOfMasterWeights, AreNotTakenIntoTheMeanOfMicroBatches) {
+  Narrow narrow;
+  const at::Tensor beside = zero();
+  auto optimizer = sgd({narrow.masters->parameters()[0], beside});
+  GradScaler scaler({.init_scale = 1024.});
+  SafeAccumulation accumulation(scaler, optimizer);
+  accumulation.backward(narrow.loss(1) + beside.sum());
+  EXPECT_ERROR(accumulation.step([&] { narrow.masters->take_gradients(); }),
+               "gradients came after unscale_");
+  EXPECT_EQ(narrow.master(), 1.F);
+}
+
+/// Gradients of the program's own may come after unscaling, and those of others be taken.
+TEST(AccumulationOfMasterWeights, RaiseNoFalseAlarm) {
+  Narrow narrow;
+  const at::Tensor w = zero(), unused = zero();
+  auto optimizer = sgd({w, unused});
+  GradScaler scaler({.init_scale = 1024.});
+  Accumulation accumulation(scaler, optimizer, 1);
+  accumulation.before_step([&] { unused.mutable_grad() = torch::ones({1}); });
+  EXPECT_TRUE(accumulation.backward(w.sum())->stepped());
+  EXPECT_EQ(unused.item<float>(), -1.F);
+  accumulation.before_step([&] {
+    narrow.loss(1).backward();
+    narrow.masters->take_gradients();
+  });
+  EXPECT_TRUE(accumulation.backward(w.sum())->stepped());
+  EXPECT_EQ(w.item<float>(), -2.F);
 }
 
 TEST(AccumulationOfMasterWeights, AreTakenAnywhereWithoutAScale) {

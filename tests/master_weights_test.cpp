@@ -351,6 +351,27 @@ TEST(MasterWeights, WorkWithScalerClippingAndFusedOptimizers) {
   }
 }
 
+TEST(MasterWeights, WhoseGradientsAreTakenAfterUnscalingAreNotSteppedWith) {
+  for (const bool fused : {false, true}) {
+    Net net;
+    MasterWeights masters(net, {.dtype = at::kHalf});
+    std::unique_ptr<torch::optim::Optimizer> optimizer;
+    if (fused) {
+      optimizer =
+          std::make_unique<torchamp::FusedSGD>(masters.parameters(), torch::optim::SGDOptions(0.1));
+    } else {
+      optimizer = std::make_unique<torch::optim::SGD>(masters.parameters(), 0.1);
+    }
+    torchamp::GradScaler scaler;
+    const auto before = clones(masters.parameters());
+    scaler.scale(loss_of(net, at::randn({8, 4}), at::kHalf)).backward();
+    scaler.unscale_(*optimizer);  // finds those of the norms, in fp32
+    masters.take_gradients();
+    EXPECT_ERROR(scaler.step(*optimizer), "call MasterWeights::take_gradients() before unscale_");
+    expect_equal(masters.parameters(), before);
+  }
+}
+
 TEST(MasterWeights, AreSavedInFp32AndReadBackWhole) {
   Net net;
   MasterWeights masters(net, {.dtype = at::kBFloat16});

@@ -71,8 +71,7 @@ class Accumulation {
   void before_unscale(std::function<void()> call) { before_unscale_ = std::move(call); }
 
   /// Called with the gradients complete and unscaled, to clip them, say. Once set, step() is
-  /// preceded by unscale_. An error if it gives a gradient to a parameter that had none: that one
-  /// would not have been unscaled.
+  /// preceded by unscale_. Not the place for MasterWeights::take_gradients(), which is an error.
   void before_step(std::function<void()> call) { before_step_ = std::move(call); }
 
   /// Adds the gradients of `loss`. The last micro-batch of a window also steps, calls update(),
@@ -114,9 +113,7 @@ class Accumulation {
     if (before_unscale_ && !scaler_.is_unscaled(optimizer_)) before_unscale_();
     if (before_step_) {
       if (!scaler_.is_unscaled(optimizer_)) scaler_.unscale_(optimizer_);
-      if (!unscaled_) unscaled_ = detail::count_gradients(optimizer_);
       before_step_();
-      check_unscaled();
     }
     StepResult result = scaler_.step(optimizer_);
     clear();
@@ -156,7 +153,6 @@ class Accumulation {
     *pending_ = 0;
     stage_ = Stage::open;
     had_gradients_ = false;
-    unscaled_.reset();
   }
 
   void check_whole(const char* call) const {
@@ -186,21 +182,14 @@ class Accumulation {
                 " micro-batches are gone. Leave out zero_grad(): the accumulation clears them "
                 "after its step. Call discard() to begin a new window.");
   }
-  void check_unscaled() const {
-    TORCH_CHECK(!scaler_.is_enabled() || detail::count_gradients(optimizer_) <= unscaled_,
-                "Accumulation: before_step has given gradients to parameters that had none, and "
-                "they are still scaled. MasterWeights::take_gradients() belongs into "
-                "before_unscale. Call discard() to drop the window.");
-  }
 
   GradScaler& scaler_;
   torch::optim::Optimizer& optimizer_;
   int64_t micro_batches_;
   std::shared_ptr<int64_t> pending_ = std::make_shared<int64_t>(0);  // the scaler looks at it
   Stage stage_ = Stage::open;
-  int64_t version_ = 0;                  // of the scale, at the start of the window
-  bool had_gradients_ = false;           // after the last backward()
-  std::optional<std::size_t> unscaled_;  // gradients when they were unscaled
+  int64_t version_ = 0;         // of the scale, at the start of the window
+  bool had_gradients_ = false;  // after the last backward()
   std::function<void()> before_unscale_, before_step_;
 };
 

@@ -123,9 +123,10 @@ class AutocastGuard {
 };
 
 /// Forgets the casts of fp32 weights that LibTorch keeps until the outermost guard ends.
-/// Call it after writing to a weight in place inside a region, an optimizer's step there, say: the
-/// cache knows a weight by its identity and would go on giving the cast of its old values. All
-/// threads share the cache; any may call this at any time, since what is dropped is cast again.
+/// Call it after writing to a weight in place inside a region, by a plain optimizer's own step, say
+/// (steps of a GradScaler or of a fused optimizer do so themselves): the cache knows a weight by
+/// its identity and would go on giving the cast of its old values. All threads share the cache; any
+/// may call this at any time, since what is dropped is cast again.
 inline void clear_weight_cache() {
   at::autocast::clear_cache();
 }

@@ -77,7 +77,7 @@ class GradScaler {
   /// parameters has a gradient is not stepped: a warning, once, and the result name the parameters
   /// and the reasons. If `optimizer.step()` throws, step() may be called again. Within an autocast
   /// region, ops after it see the new weights. Errors: LBFGS, which needs a closure; gradients that
-  /// came after an unscale_ that had found none.
+  /// came after unscale_, where it had found none or MasterWeights::take_gradients() made them.
   StepResult step(torch::optim::Optimizer& optimizer);
 
   /// The same for an optimizer that evaluates the loss by itself, once or, as LBFGS, many times:
@@ -177,6 +177,8 @@ class GradScaler {
   void begin_window(const std::shared_ptr<const int64_t>& pending);
   void take_unscaled(const torch::optim::Optimizer& optimizer, at::Tensor found_inf,
                      bool had_gradients);
+  static void check_complete(const torch::optim::Optimizer& optimizer,
+                             const detail::OptimizerState& state);
   static void check_not_stepped(const detail::OptimizerState& state);
   bool stays_at_one();
   bool division_may_overflow(torch::optim::Optimizer& optimizer);

@@ -75,8 +75,9 @@ class MasterWeights {
   /// After backward(): adds the model's 16-bit gradients to the masters' gradients, in fp32, and
   /// frees them. Once for each micro-batch accumulates in fp32, once for several of them in 16
   /// bits. With DistributedDataParallel::no_sync() once, after the last: only the model's gradients
-  /// are averaged. Two passes over all parameters (one where the masters have no gradients yet). An
-  /// error if the optimizer has changed the masters since the last copy_to_model().
+  /// are averaged. Before GradScaler::unscale_: in the before_unscale() of an Accumulation. Two
+  /// passes over all parameters (one where the masters have no gradients yet). An error if the
+  /// optimizer has changed the masters since the last copy_to_model().
   void take_gradients();
 
   /// After the optimizer's step, taken or skipped: gives the model the masters' values, rounded to

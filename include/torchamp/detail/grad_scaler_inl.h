@@ -147,7 +147,9 @@ inline void GradScaler::unscale(torch::optim::Optimizer& optimizer, detail::Opti
   if (division_may_overflow(optimizer)) detail::check(batches, found_inf);
   state = {.stage = detail::OptimizerState::Stage::unscaled,
            .found_inf = {std::move(found_inf), std::nullopt},
-           .had_gradients = !batches.empty()};
+           .had_gradients = !batches.empty(),
+           .gradients = detail::count_gradients(optimizer),
+           .taken = detail::gradients_taken()};
 }
 
 inline void GradScaler::check_only(torch::optim::Optimizer& optimizer,
@@ -210,13 +212,29 @@ inline void GradScaler::take_unscaled(const torch::optim::Optimizer& optimizer,
   if (!options_.enabled) return;
   optimizers_.of(optimizer) = {.stage = detail::OptimizerState::Stage::unscaled,
                                .found_inf = {std::move(found_inf), std::nullopt},
-                               .had_gradients = had_gradients};
+                               .had_gradients = had_gradients,
+                               .gradients = detail::count_gradients(optimizer),
+                               .taken = detail::gradients_taken()};
 }
 
 inline void GradScaler::check_not_stepped(const detail::OptimizerState& state) {
   TORCH_CHECK(state.stage != detail::OptimizerState::Stage::stepped,
               "GradScaler::step: this optimizer has been stepped already. Call update() once all "
               "optimizers have been stepped.");
+}
+
+/// Whether what unscale_ has divided and checked is what there is. (Gradients that the program
+/// makes up by itself, zeros for a parameter that has none, say, are its own business.)
+inline void GradScaler::check_complete(const torch::optim::Optimizer& optimizer,
+                                       const detail::OptimizerState& state) {
+  const bool taken = state.taken != detail::gradients_taken();
+  if (!taken && state.had_gradients) return;
+  TORCH_CHECK(detail::count_gradients(optimizer) <= state.gradients,
+              "GradScaler::step: gradients came after unscale_, which have neither been divided by "
+              "the scale nor checked. Let them be complete before: ",
+              taken ? "call MasterWeights::take_gradients() before unscale_, and with an "
+                      "Accumulation in before_unscale."
+                    : "unscale_ found none at all.");
 }
 
 /// What a disabled scaler's step returns.
@@ -239,6 +257,7 @@ inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   check_started("step");
   detail::OptimizerState& state = optimizers_.of(optimizer);
   check_not_stepped(state);
+  if (state.stage == Stage::unscaled) check_complete(optimizer, state);
 
   auto* const fused = dynamic_cast<ScaledStep*>(&optimizer);
   at::Tensor grad_scale;
@@ -256,10 +275,6 @@ inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   std::vector<MissingGradient> missing;
   at::Tensor value;
   if (!state.had_gradients) {
-    TORCH_CHECK(state.stage == Stage::ready || detail::count_gradients(optimizer) == 0,
-                "GradScaler::step: unscale_ found no gradients, and now there are some, which have "
-                "neither been divided by the scale nor checked. Let them be complete before "
-                "unscale_: MasterWeights::take_gradients(), say, belongs before it.");
     missing = report_missing(optimizer);
   } else if (fused) {
     value = fused->step_scaled(grad_scale, state.found_inf.tensor);

@@ -11,6 +11,7 @@
 
 #include "torchamp/detail/internal_ops.h"
 #include "torchamp/detail/module_archive.h"
+#include "torchamp/detail/optimizer_state.h"
 #include "torchamp/detail/weight_casts.h"
 #include "torchamp/master_weights.h"
 
@@ -115,6 +116,7 @@ inline void MasterWeights::take_gradients() {
   }
   const detail::InternalOps guard;
   detail::TensorPairs copies, sums;
+  bool taken = false;
   for (const Weight& weight : weights_) {
     if (!weight.master.defined()) continue;
     const at::Tensor gradient = weight.parameter.grad();
@@ -131,7 +133,9 @@ inline void MasterWeights::take_gradients() {
       sums.add(sum, wide);
     }
     weight.parameter.mutable_grad().reset();
+    taken = true;
   }
+  if (taken) ++detail::gradients_taken();
   copies.copy();
   sums.accumulate();
 }

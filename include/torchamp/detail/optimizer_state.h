@@ -26,6 +26,12 @@ inline std::size_t count_gradients(const torch::optim::Optimizer& optimizer) {
   return count;
 }
 
+/// How often this thread has moved gradients to master weights.
+inline std::uint64_t& gradients_taken() {
+  static thread_local std::uint64_t times = 0;
+  return times;
+}
+
 /// How far an optimizer has come in this iteration, see Note [An iteration].
 struct OptimizerState {
   enum class Stage { ready, unscaled, stepped };
@@ -33,6 +39,8 @@ struct OptimizerState {
   FoundInf found_inf;          ///< undefined while ready
   bool had_gradients = false;  ///< at least one was checked
   bool agreed = false;         ///< agree_found_inf has been called
+  std::size_t gradients = 0;   ///< how many there were when they were unscaled
+  std::uint64_t taken = 0;     ///< gradients_taken() then
 };
 
 /// The states of the few optimizers that one scaler serves, by identity, in order of appearance.
