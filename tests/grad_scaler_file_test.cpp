@@ -4,6 +4,8 @@
 #include <torchamp/grad_scaler_file.h>
 
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/resource.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/torch.h>
 #include <torchamp/grad_scaler.h>
@@ -21,6 +23,7 @@
 #include "support/damaged.h"
 #include "support/expect_error.h"
 #include "support/optimizers.h"
+#include "support/temporary_folder.h"
 
 using torchamp::GradScaler;
 using torchamp::GradScalerState;
@@ -178,14 +181,16 @@ TEST(GradScalerFile, GoesToAFileAndBack) {
   }
   save_python_state(GradScaler({.enabled = false}).state_dict(), path);
   EXPECT_ERROR(load_python_state(path), "an empty dict");
-  EXPECT_FALSE(std::filesystem::exists(path + ".unfinished"));
   std::filesystem::remove(path);
-  EXPECT_ERROR(load_python_state(path), "cannot open " + path);
+  EXPECT_ERROR(load_python_state(path),
+               "'" + path + "': it cannot be opened: No such file or directory.");
   std::filesystem::create_directories(path + "/x");
-  EXPECT_ERROR(save_python_state(kState, path), "cannot write " + path + ": Is a directory");
-  EXPECT_FALSE(std::filesystem::exists(path + ".unfinished"));
+  EXPECT_ERROR(load_python_state(path), "'" + path + "': it is no file.");
+  EXPECT_ERROR(save_python_state(kState, path),
+               "torchamp::save_python_state: cannot replace '" + path + "': Is a directory");
   std::filesystem::remove_all(path);
-  EXPECT_ERROR(save_python_state(kState, path + "/x"), "cannot write " + path + "/x.unfinished");
+  EXPECT_ERROR(save_python_state(kState, path + "/x"),
+               "torchamp::save_python_state: cannot create '" + path + "/x.partial-");
 }
 
 TEST(GradScalerFile, SaysSoWhereWritingFails) {
@@ -202,6 +207,66 @@ TEST(GradScalerFile, SaysSoWhereWritingFails) {
     std::ostream out(&full);
     EXPECT_ERROR(save_python_state(kState, out), "torchamp::save_python_state: writing has failed");
   }
+}
+
+TEST(GradScalerFile, SaysSoWhereTheStreamsFailuresAreExceptions) {
+  struct Throwing : std::streambuf {
+    std::streamsize xsputn(const char*, std::streamsize) override {
+      throw std::runtime_error("the disk is gone");
+    }
+  };
+  Throwing full;
+  std::ostream out(&full);
+  out.exceptions(std::ios::badbit | std::ios::failbit);
+  EXPECT_ERROR(save_python_state(kState, out),
+               "torchamp::save_python_state: writing has failed: the disk is gone.");
+  std::ostringstream whole;
+  save_python_state(kState, whole);
+  for (const std::string& bytes : {whole.str(), whole.str().substr(0, 300), std::string()}) {
+    std::istringstream in(bytes);
+    in.exceptions(std::ios::badbit | std::ios::failbit | std::ios::eofbit);
+    if (bytes == whole.str()) {
+      EXPECT_EQ(load_python_state(in), kState);
+    } else {
+      EXPECT_ERROR(load_python_state(in), "torchamp::load_python_state: it is damaged");
+    }
+  }
+}
+
+TEST(GradScalerFile, NamesTheFileThatIsDamaged) {
+  const TemporaryFolder folder;
+  const std::string path = (folder / "scaler.pt").string();
+  std::ofstream(path) << "nonsense";
+  EXPECT_ERROR(load_python_state(path),
+               "torchamp::load_python_state: '" + path + "': it is damaged: it is no zip file");
+}
+
+TEST(GradScalerFile, LeavesTheOldFileAndNothingElseWhereWritingFails) {
+  const TemporaryFolder folder;
+  const std::string path = (folder / "scaler.pt").string();
+  save_python_state(kState, path);
+  rlimit before{};
+  getrlimit(RLIMIT_FSIZE, &before);
+  const rlimit small{100, before.rlim_max};
+  const auto old = signal(SIGXFSZ, SIG_IGN);
+  setrlimit(RLIMIT_FSIZE, &small);
+  EXPECT_ERROR(save_python_state(GradScaler().state_dict(), path),
+               "torchamp::save_python_state: cannot write '" + path + ".partial-");
+  setrlimit(RLIMIT_FSIZE, &before);
+  signal(SIGXFSZ, old);
+  EXPECT_EQ(load_python_state(path), kState);
+  EXPECT_EQ(folder.files(), 1);
+}
+
+TEST(GradScalerFile, RefusesAWholeNumberThatADoubleDoesNotHold) {
+  torchamp::detail::PickleWriter writer;
+  writer.entry("scale", (int64_t{1} << 53) + 1);
+  writer.entry("growth_factor", int64_t{2});
+  writer.entry("backoff_factor", 0.5);
+  writer.entry("growth_interval", int64_t{1});
+  writer.entry("_growth_tracker", int64_t{0});
+  EXPECT_ERROR(torchamp::detail::python_state(std::move(writer).finish(), {}),
+               "the file[\"scale\"] is 9007199254740993, which a double does not hold.");
 }
 
 TEST(GradScalerFile, ReadsNegativeAndLongIntegers) {
@@ -280,6 +345,70 @@ TEST(GradScalerFile, SurvivesDamagedArchives) {
   for (std::size_t length = 0; length < whole.size(); length += 7) {
     EXPECT_ERROR(read(whole.substr(0, length)), "torchamp::load_python_state: ");
   }
+}
+
+namespace {
+
+/// 1000 copies with one flipped bit, changed byte, range of zeros or cut, outside of padding.
+void expect_damage_to_be_seen(const std::string& whole, const std::string& keys) {
+  std::mt19937 random(11);
+  const auto padding = padding_of(whole);
+  for (int i = 0; i < 1000 && !::testing::Test::HasFailure(); ++i) {
+    SCOPED_TRACE(i);
+    EXPECT_ERROR(read(damaged_once(whole, padding, random), keys),
+                 "load_python_state: it is damaged");
+  }
+  EXPECT_NO_THROW(read(whole, keys));
+}
+
+}  // namespace
+
+TEST(GradScalerFile, SeesAnyDamageButToPadding) {
+  for (const Recorded& one : recorded().files) {
+    if (one.state.empty()) continue;
+    SCOPED_TRACE(one.name);
+    expect_damage_to_be_seen(one.bytes, one.keys);
+  }
+  std::ostringstream out;
+  save_python_state(kState, out);
+  expect_damage_to_be_seen(out.str(), "-");
+}
+
+TEST(GradScalerFile, SeesAFlipOfAnyBitButOfPadding) {
+  std::ostringstream out;
+  save_python_state(kState, out);
+  const std::string whole = out.str();
+  const auto padding = padding_of(whole);
+  for (std::size_t at = 0; at < whole.size(); ++at) {
+    for (int bit = 0; bit < 8 && !padding[at]; ++bit) {
+      std::string bytes = whole;
+      bytes[at] = static_cast<char>(bytes[at] ^ 1 << bit);
+      SCOPED_TRACE(std::to_string(at) + " " + std::to_string(bit));
+      EXPECT_ERROR(read(bytes), "torchamp::load_python_state: it is damaged");
+    }
+  }
+}
+
+TEST(GradScalerFile, ReadsAFileWithoutCrcs) {
+  torchamp::detail::PickleWriter pickle;
+  pickle.entry("scale", kState.scale);
+  pickle.entry("growth_factor", kState.growth_factor);
+  pickle.entry("backoff_factor", kState.backoff_factor);
+  pickle.entry("growth_interval", kState.growth_interval);
+  pickle.entry("_growth_tracker", kState.growth_tracker);
+  const std::string dict = std::move(pickle).finish();
+  std::string bytes;
+  caffe2::serialize::PyTorchStreamWriter writer(
+      [&](const void* data, std::size_t size) {
+        bytes.append(static_cast<const char*>(data), size);
+        return size;
+      },
+      /*compute_crc32=*/false);
+  writer.writeRecord("data.pkl", dict.data(), dict.size());
+  writer.writeRecord("data/0", dict.data(), dict.size(), /*compress=*/true);
+  writer.writeEndOfFile();
+  EXPECT_EQ(read(bytes), kState);
+  EXPECT_ERROR(read(bytes.substr(0, bytes.size() - 30)), "it is damaged");
 }
 
 TEST(GradScalerFile, SurvivesDamagedArchivesOfOurs) {

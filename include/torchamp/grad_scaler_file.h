@@ -8,16 +8,17 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <filesystem>
-#include <fstream>
+#include <exception>
 #include <initializer_list>
 #include <istream>
+#include <memory>
 #include <ostream>
 #include <string>
 #include <string_view>
-#include <system_error>
 #include <utility>
 
+#include "torchamp/detail/archive_file.h"
+#include "torchamp/detail/atomic_file.h"
 #include "torchamp/detail/pickle.h"
 #include "torchamp/grad_scaler_state.h"
 
@@ -66,7 +67,11 @@ inline GradScalerState python_state(std::string_view pickle,
   };
   const auto number = [&](std::string_view key) {
     const PickleReader::Value& value = entry(key);
-    return value.kind == Kind::number ? value.number : static_cast<double>(value.integer);
+    if (value.kind == Kind::number) return value.number;
+    constexpr int64_t limit = int64_t{1} << 53;
+    TORCH_CHECK(value.integer >= -limit && value.integer <= limit, path, "[\"", key, "\"] is ",
+                value.integer, ", which a double does not hold.");
+    return static_cast<double>(value.integer);
   };
   const auto integer = [&](std::string_view key) {
     const PickleReader::Value& value = entry(key);
@@ -80,47 +85,34 @@ inline GradScalerState python_state(std::string_view pickle,
           .growth_tracker = integer("_growth_tracker")};
 }
 
-}  // namespace detail
+[[noreturn]] inline void refuse_python_state(const std::string& name, const std::string& reason) {
+  TORCH_CHECK(false, "torchamp::load_python_state: ", name, reason,
+              " Pass what torch.save(scaler.state_dict(), path) has written in Python, or the keys "
+              "that lead to it; torch::load(scaler, path) reads what torch::save has written.");
+}
 
-/// The state_dict of a GradScaler in what Python's torch.save wrote. `keys` lead to it in a larger
-/// checkpoint: {"scaler"} for `torch.save({"model": ..., "scaler": scaler.state_dict()}, path)`.
-/// Nothing else in the file is loaded, and no code in it is run.
-///
-/// c10::Error for a file that is damaged, truncated, of another kind, or without such an entry. The
-/// values' ranges are checked by GradScaler::load_state_dict.
-inline GradScalerState load_python_state(std::istream& in,
-                                         std::initializer_list<std::string_view> keys = {}) {
+/// open() gives the archive; `name` is what errors call it.
+template <class Open>
+GradScalerState load_python_state(const std::string& name, const Open& open,
+                                  std::initializer_list<std::string_view> keys) {
   constexpr const char* record = "data.pkl";
   try {
-    caffe2::serialize::PyTorchStreamReader archive(&in);
+    const ArchiveBytes bytes = open();
+    check_archive(bytes);
+    caffe2::serialize::PyTorchStreamReader archive(bytes);
     TORCH_CHECK(archive.hasRecord(record), "there is no ", record, " in it.");
-    in.clear();
-    in.seekg(0, std::ios::end);
-    TORCH_CHECK(archive.getRecordSize(record) <= static_cast<uint64_t>(in.tellg()), record,
-                " is larger than the file.");
     const auto [data, size] = archive.getRecord(record);
-    return detail::python_state({static_cast<const char*>(data.get()), size}, keys);
+    return python_state({static_cast<const char*>(data.get()), size}, keys);
   } catch (const c10::Error& error) {
-    TORCH_CHECK(
-        false, "torchamp::load_python_state: ", error.what_without_backtrace(),
-        " Pass what torch.save(scaler.state_dict(), path) has written in Python, or the keys "
-        "that lead to it; torch::load(scaler, path) reads what torch::save has written.");
+    refuse_python_state(name, error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    refuse_python_state(name, error.what());
   }
 }
 
-inline GradScalerState load_python_state(const std::string& path,
-                                         std::initializer_list<std::string_view> keys = {}) {
-  std::ifstream in(path, std::ios::binary);
-  TORCH_CHECK(in, "torchamp::load_python_state: cannot open ", path, ": ", std::strerror(errno),
-              '.');
-  return load_python_state(in, keys);
-}
-
-/// Writes `state` as Python's torch.save would write the dict, for torch.load(path), with
-/// weights_only or without, and torch.amp.GradScaler.load_state_dict. An empty state gives an empty
-/// dict.
-inline void save_python_state(const GradScalerState& state, std::ostream& out) {
-  detail::PickleWriter pickle;
+/// What torch.save would write.
+inline std::string python_archive(const GradScalerState& state) {
+  PickleWriter pickle;
   if (!state.empty()) {
     pickle.entry("scale", state.scale);
     pickle.entry("growth_factor", state.growth_factor);
@@ -128,36 +120,62 @@ inline void save_python_state(const GradScalerState& state, std::ostream& out) {
     pickle.entry("growth_interval", state.growth_interval);
     pickle.entry("_growth_tracker", state.growth_tracker);
   }
-  const std::string bytes = std::move(pickle).finish();
-  // The writer ends the process where its output fails: that is for the check below.
+  const std::string dict = std::move(pickle).finish();
+  std::string bytes;
   caffe2::serialize::PyTorchStreamWriter archive([&](const void* data, std::size_t size) {
-    out.write(static_cast<const char*>(data), static_cast<std::streamsize>(size));
+    bytes.append(static_cast<const char*>(data), size);
     return size;
   });
-  archive.writeRecord("data.pkl", bytes.data(), bytes.size());
+  archive.writeRecord("data.pkl", dict.data(), dict.size());
   archive.writeRecord("byteorder", "little", 6);
   archive.writeEndOfFile();
-  out.flush();
-  TORCH_CHECK(out, "torchamp::save_python_state: writing has failed: ", std::strerror(errno), '.');
+  return bytes;
 }
 
-/// The same to a file, which is replaced only once all has been written.
-inline void save_python_state(const GradScalerState& state, const std::string& path) {
-  const std::string unfinished = path + ".unfinished";
-  std::error_code error;
+}  // namespace detail
+
+/// The state_dict of a GradScaler in what Python's torch.save wrote. `keys` lead to it in a larger
+/// checkpoint: {"scaler"} for `torch.save({"model": ..., "scaler": scaler.state_dict()}, path)`.
+/// Nothing else in the file is loaded, and no code in it is run.
+///
+/// c10::Error for a file that is damaged, truncated, of another kind, or without such an entry. All
+/// of the file is read, to check the CRC of each of its records; Python can be told to write none
+/// (torch.serialization.set_crc32_options), and a number that changed in such a file is not seen.
+/// The values' ranges are checked by GradScaler::load_state_dict.
+inline GradScalerState load_python_state(std::istream& in,
+                                         std::initializer_list<std::string_view> keys = {}) {
+  return detail::load_python_state(
+      "", [&] { return std::make_shared<detail::StreamReader>(in); }, keys);
+}
+
+inline GradScalerState load_python_state(const std::string& path,
+                                         std::initializer_list<std::string_view> keys = {}) {
+  return detail::load_python_state(
+      "'" + path + "': ", [&] { return std::make_shared<detail::FileReader>(path); }, keys);
+}
+
+/// Writes `state` as Python's torch.save would write the dict, for torch.load(path), with
+/// weights_only or without, and torch.amp.GradScaler.load_state_dict. An empty state gives an empty
+/// dict. c10::Error where the stream fails, also one whose failures are exceptions.
+inline void save_python_state(const GradScalerState& state, std::ostream& out) {
+  const std::string bytes = detail::python_archive(state);
+  std::string reason;
   try {
-    std::ofstream out(unfinished, std::ios::binary);
-    TORCH_CHECK(out, "torchamp::save_python_state: cannot write ", unfinished, ": ",
-                std::strerror(errno), '.');
-    save_python_state(state, out);
-    out.close();
-    std::filesystem::rename(unfinished, path, error);
-    TORCH_CHECK(!error, "torchamp::save_python_state: cannot write ", path, ": ", error.message(),
-                '.');
-  } catch (const c10::Error&) {
-    std::filesystem::remove(unfinished, error);
-    throw;
+    out.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+    out.flush();
+    if (!out) reason = std::strerror(errno);
+  } catch (const std::exception& error) {
+    reason = error.what();
   }
+  TORCH_CHECK(reason.empty(), "torchamp::save_python_state: writing has failed: ", reason, '.');
+}
+
+/// The same to a file, which is replaced only once all has been written, see Note [Atomic files].
+inline void save_python_state(const GradScalerState& state, const std::string& path) {
+  const std::string bytes = detail::python_archive(state);
+  detail::AtomicFile file(path, "torchamp::save_python_state");
+  file.write(bytes.data(), bytes.size());
+  file.commit();
 }
 
 }  // namespace torchamp

@@ -3,7 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
-#include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
@@ -17,38 +16,9 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/checkpoint_values.h"
+
 namespace torchamp {
-
-namespace detail {
-
-/// A number, bool, string or tensor as archives have it; an undefined tensor as none.
-template <class T>
-c10::IValue to_ivalue(const T& value) {
-  if constexpr (std::is_same_v<T, at::Tensor>) {
-    return value.defined() ? c10::IValue(value) : c10::IValue();
-  } else if constexpr (std::is_integral_v<T> && !std::is_same_v<T, bool>) {
-    return c10::IValue(static_cast<std::int64_t>(value));
-  } else if constexpr (std::is_floating_point_v<T>) {
-    return c10::IValue(static_cast<double>(value));
-  } else {
-    return c10::IValue(value);
-  }
-}
-
-template <class T>
-void from_ivalue(const c10::IValue& value, T& to) {
-  if constexpr (std::is_same_v<T, at::Tensor>) {
-    to = value.isNone() ? at::Tensor() : value.toTensor();
-  } else if constexpr (std::is_integral_v<T> && !std::is_same_v<T, bool>) {
-    to = static_cast<T>(value.toInt());
-  } else if constexpr (std::is_floating_point_v<T>) {
-    to = static_cast<T>(value.toDouble());
-  } else {
-    to = value.to<T>();
-  }
-}
-
-}  // namespace detail
 
 /// A file from which a run goes on where it was: model, optimizer, scaler and whatever else the
 /// program names, and the states of the random generators of the CPU and of the devices in use.
@@ -71,7 +41,9 @@ class TrainingCheckpoint {
 
   /// Adds an object under a name of its own: a module holder, a torch::optim::Optimizer, whatever
   /// has save(OutputArchive&) and load(InputArchive&) (GradScaler, MasterWeights), a tensor, a
-  /// number, a bool or a string. Where MasterWeights are added, the model is not.
+  /// number, a bool or a string. Where MasterWeights are added, the model is not. An error for a
+  /// name with a quote, a backslash or the end of a line: LibTorch writes such names and cannot
+  /// read them.
   template <class T>
   TrainingCheckpoint& add(std::string name, T& object) {
     add_to(shared_, std::move(name), object);
@@ -93,8 +65,14 @@ class TrainingCheckpoint {
   /// cut, leaves the old file or the new one, whole, see Note [Atomic files]. Reads the devices.
   void save() const { save({local_part()}); }
 
-  /// Fills what was added; false if there is no file. An error for a file that is damaged or does
-  /// not fit what was added, which then stays as it was.
+  /// Fills what was added; false if there is no file. Tensors, and the weights of models, are
+  /// filled where they lie, on their own device: optimizers, views and captured graphs see the new
+  /// values. A tensor that is undefined, here or in the file, becomes what it was at save(). A
+  /// number must fit its type; a float may be rounded.
+  ///
+  /// An error for a file that is damaged or does not fit what was added, which then stays as it
+  /// was. Any changed byte is damage: the file ends with a checksum, see Note [The file of a
+  /// TrainingCheckpoint]. All of it is read twice, first to check it. Reads the devices.
   bool load();
 
   /// For several processes. What this one alone has, as bytes.
@@ -113,17 +91,21 @@ class TrainingCheckpoint {
   struct Entry {
     std::string name;
     std::function<void(torch::serialize::OutputArchive&)> save;
-    std::function<void(torch::serialize::InputArchive&)> load;
+    std::function<void(torch::serialize::InputArchive&, std::int64_t version)> load;
+    /// For values, whose load changes all or nothing: gives what brings the value of now back.
+    std::function<std::function<void()>()> keep = {};
   };
+  using Undo = std::vector<std::function<void()>>;
 
   template <class T>
   void add_to(std::vector<Entry>& entries, std::string name, T& object);
   void add_entry(std::vector<Entry>& entries, Entry entry) const;
-  static void check_module(const torch::nn::Module& module,
-                           torch::serialize::InputArchive& archive);
+  static void load_module(torch::nn::Module& module, torch::serialize::InputArchive& archive);
   void write(torch::serialize::OutputArchive& archive, const std::vector<Entry>& entries) const;
-  void read(torch::serialize::InputArchive& archive, const std::vector<Entry>& entries) const;
-  at::Tensor bytes_of(const std::vector<Entry>& entries) const;
+  void read(torch::serialize::InputArchive& archive, const std::vector<Entry>& entries,
+            std::int64_t version, Undo& undo) const;
+  static void load_entry(const Entry& entry, torch::serialize::InputArchive& archive,
+                         std::int64_t version, Undo& undo);
   bool load_parts(const std::function<at::Tensor(torch::serialize::InputArchive&)>& local_part);
 
   std::filesystem::path path_;
@@ -131,34 +113,38 @@ class TrainingCheckpoint {
   mutable std::int64_t file_id_ = 0;
 };
 
+namespace detail {
+void save_optimizer(torch::optim::Optimizer& optimizer, torch::serialize::OutputArchive& archive);
+void load_optimizer(torch::optim::Optimizer& optimizer, torch::serialize::InputArchive& archive);
+}  // namespace detail
+
 template <class T>
 void TrainingCheckpoint::add_to(std::vector<Entry>& entries, std::string name, T& object) {
   using torch::serialize::InputArchive;
   using torch::serialize::OutputArchive;
   Entry entry{std::move(name), {}, {}};
   if constexpr (std::derived_from<T, torch::optim::Optimizer>) {
-    entry.save = [&object](OutputArchive& archive) { object.save(archive); };
-    entry.load = [&object](InputArchive& archive) {
-      object.state().clear();  // of parameters that had none in the file
-      object.load(archive);
+    entry.save = [&object](OutputArchive& archive) { detail::save_optimizer(object, archive); };
+    entry.load = [&object](InputArchive& archive, std::int64_t) {
+      detail::load_optimizer(object, archive);
     };
   } else if constexpr (requires(OutputArchive & out, InputArchive & in) {
                          object->save(out);
                          object->load(in);
                        }) {
     entry.save = [&object](OutputArchive& archive) { object->save(archive); };
-    entry.load = [&object](InputArchive& archive) {
-      check_module(*object, archive);
-      object->load(archive);
-    };
+    entry.load = [&object](InputArchive& archive, std::int64_t) { load_module(*object, archive); };
   } else if constexpr (requires(OutputArchive & out, InputArchive & in) {
                          object.save(out);
                          object.load(in);
                        }) {
     entry.save = [&object](OutputArchive& archive) { object.save(archive); };
-    entry.load = [&object](InputArchive& archive) {
-      if constexpr (std::derived_from<T, torch::nn::Module>) check_module(object, archive);
-      object.load(archive);
+    entry.load = [&object](InputArchive& archive, std::int64_t) {
+      if constexpr (std::derived_from<T, torch::nn::Module>) {
+        load_module(object, archive);
+      } else {
+        object.load(archive);
+      }
     };
   } else {
     static_assert(
@@ -168,11 +154,12 @@ void TrainingCheckpoint::add_to(std::vector<Entry>& entries, std::string name, T
     entry.save = [&object](OutputArchive& archive) {
       archive.write("value", detail::to_ivalue(object));
     };
-    entry.load = [&object](InputArchive& archive) {
+    entry.load = [&object](InputArchive& archive, std::int64_t version) {
       c10::IValue value;
       archive.read("value", value);
-      detail::from_ivalue(value, object);
+      detail::from_ivalue(value, object, version);
     };
+    entry.keep = [&object] { return detail::undo_of(object); };
   }
   add_entry(entries, std::move(entry));
 }

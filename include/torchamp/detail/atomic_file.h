@@ -47,7 +47,8 @@ class Descriptor {
 /// A file that takes the place of `path` at commit(), and vanishes without.
 class AtomicFile {
  public:
-  explicit AtomicFile(std::filesystem::path path) : path_(std::move(path)) {
+  /// `call` is the public function that errors name.
+  AtomicFile(std::filesystem::path path, const char* call) : path_(std::move(path)), call_(call) {
     std::error_code no_link;
     for (int links = 0; links < 40 && std::filesystem::is_symlink(path_, no_link); ++links) {
       path_ = path_.parent_path() / std::filesystem::read_symlink(path_);
@@ -121,13 +122,14 @@ class AtomicFile {
     }
   }
 
-  [[noreturn]] static void fail(const char* what, const std::filesystem::path& path) {
+  [[noreturn]] void fail(const char* what, const std::filesystem::path& path) const {
     const int number = errno;
-    TORCH_CHECK(false, "TrainingCheckpoint::save: cannot ", what, " '", path.string(),
-                "': ", std::strerror(number), ". The file that was there before is untouched.");
+    TORCH_CHECK(false, call_, ": cannot ", what, " '", path.string(), "': ", std::strerror(number),
+                ". The file that was there before is untouched.");
   }
 
   std::filesystem::path path_, partial_;
+  const char* call_;
   Descriptor file_;
   int error_ = 0;  // the first one
   bool committed_ = false;

@@ -6,6 +6,7 @@
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
 
 #include <map>
 #include <mutex>
@@ -48,11 +49,19 @@ class RngState {
     return bytes_of;
   }
 
-  /// Of the default generator of each device. Throws for a device that the process does not have.
+  /// Of the default generator of each device. Throws for a device that the process does not have,
+  /// and for what is no state of its generator.
   static RngState from(const std::map<std::string, at::Tensor>& by_device) {
     RngState state;
     for (const auto& [name, bytes] : by_device) {
-      state.states_.emplace_back(at::globalContext().defaultGenerator(at::Device(name)), bytes);
+      const at::Device device(name);
+      TORCH_CHECK(is_here(device), "it holds the random state of ", name,
+                  ", and this machine has no such device. Go on where there is one, or call "
+                  "load_shared(), which goes on without random states.");
+      at::Generator generator = at::globalContext().defaultGenerator(device);
+      const std::lock_guard lock(generator.mutex());
+      generator.clone().set_state(bytes);
+      state.states_.emplace_back(generator, bytes);
     }
     return state;
   }
@@ -66,6 +75,13 @@ class RngState {
   }
 
  private:
+  static bool is_here(const at::Device& device) {
+    if (device.is_cpu()) return true;
+    const auto type = at::accelerator::getAccelerator();
+    return type == device.type() &&
+           device.index() < at::globalContext().getAcceleratorHooksInterface(*type).deviceCount();
+  }
+
   std::vector<std::pair<at::Generator, at::Tensor>> states_;
 };
 

@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/List.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/core/ivalue.h>
+#include <c10/util/Exception.h>
+#include <torch/nn/module.h>
+
+#include <charconv>
+#include <cmath>
+#include <concepts>
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace torchamp::detail {
+
+// Note [Values in a file]
+// An archive holds 64-bit integers, doubles, bools, strings, tensors, lists, and none. An unsigned
+// integer above all 64-bit ones is its decimal text (files of version 1 have the same 64 bits as a
+// negative number), a long double a list of doubles whose sum it is, an undefined tensor none.
+
+/// An integer, whatever its type is for.
+template <class T>
+inline constexpr bool is_integer = std::is_integral_v<T> && !std::is_same_v<T, bool>;
+
+template <class T>
+c10::IValue to_ivalue(const T& value) {
+  if constexpr (std::is_same_v<T, at::Tensor>) {
+    return value.defined() ? c10::IValue(value) : c10::IValue();
+  } else if constexpr (is_integer<T>) {
+    constexpr auto largest = std::numeric_limits<std::int64_t>::max();
+    if (value > T{} && static_cast<std::uint64_t>(value) > static_cast<std::uint64_t>(largest)) {
+      return c10::IValue(std::to_string(static_cast<std::uint64_t>(value)));
+    }
+    return c10::IValue(static_cast<std::int64_t>(value));
+  } else if constexpr (std::is_same_v<T, long double>) {
+    c10::List<double> parts;
+    long double rest = value;
+    do {
+      parts.push_back(static_cast<double>(rest));
+      rest -= static_cast<long double>(parts.get(parts.size() - 1));
+    } while (std::isfinite(value) && rest != 0.L && parts.size() < 4);
+    return c10::IValue(std::move(parts));
+  } else if constexpr (std::is_floating_point_v<T>) {
+    return c10::IValue(static_cast<double>(value));
+  } else {
+    return c10::IValue(value);
+  }
+}
+
+inline void check_kind(bool right, const c10::IValue& value, const char* wanted) {
+  TORCH_CHECK(right, "it is a ", value.tagKind(), " in the file and ", wanted, " in the program");
+}
+
+template <class T>
+T integer_of(const c10::IValue& value, std::int64_t version) {
+  const auto check = [](bool fits, const auto& number) {
+    TORCH_CHECK(fits, "it is ", number, " in the file, which an ",
+                std::is_unsigned_v<T> ? "unsigned " : "", "integer of ", 8 * sizeof(T),
+                " bits cannot hold");
+  };
+  if (value.isString()) {
+    const std::string& text = value.toStringRef();
+    std::uint64_t number = 0;
+    const char* const end = text.data() + text.size();
+    const auto [stop, error] = std::from_chars(text.data(), end, number);
+    check_kind(error == std::errc() && stop == end && !text.empty(), value, "an integer");
+    const T narrow = static_cast<T>(number);
+    check(narrow > T{} && static_cast<std::uint64_t>(narrow) == number, number);
+    return narrow;
+  }
+  check_kind(value.isInt(), value, "an integer");
+  const std::int64_t number = value.toInt();
+  const T narrow = static_cast<T>(number);
+  const bool same_bits = version == 1 && std::is_unsigned_v<T> && sizeof(T) == sizeof(number);
+  check(
+      same_bits || (static_cast<std::int64_t>(narrow) == number && (narrow < T{}) == (number < 0)),
+      number);
+  return narrow;
+}
+
+template <class T>
+T floating_point_of(const c10::IValue& value) {
+  long double number = 0;
+  if (value.isDoubleList()) {
+    for (const double part : value.toDoubleVector()) number += static_cast<long double>(part);
+  } else {
+    check_kind(value.isDouble(), value, "a floating-point number");
+    number = static_cast<long double>(value.toDouble());
+  }
+  const T narrow = static_cast<T>(number);
+  TORCH_CHECK(std::isfinite(narrow) == std::isfinite(number) && (narrow == T{}) == (number == 0.L),
+              "it is ", number, " in the file, which a ",
+              std::is_same_v<T, float> ? "float" : "double", " cannot hold");
+  return narrow;
+}
+
+/// What takes the value over: nothing has changed before it is called. Throws for a value that `to`
+/// cannot hold; a float may be rounded. A tensor that has a shape is filled where it is, on its own
+/// device.
+template <class T>
+void from_ivalue(const c10::IValue& value, T& to, std::int64_t version) {
+  if constexpr (std::is_same_v<T, at::Tensor>) {
+    check_kind(value.isNone() || value.isTensor(), value, "a tensor");
+    if (value.isNone() || !to.defined()) {
+      to = value.isNone() ? at::Tensor() : value.toTensor();
+      return;
+    }
+    const at::Tensor& from = value.toTensor();
+    TORCH_CHECK(
+        from.sizes() == to.sizes() && from.dtype() == to.dtype() && from.layout() == to.layout(),
+        "it is ", from.dtype(), ' ', from.sizes(), " in the file and ", to.dtype(), ' ', to.sizes(),
+        " in the program");
+    const at::NoGradGuard no_grad;
+    to.copy_(from);
+  } else if constexpr (is_integer<T>) {
+    to = integer_of<T>(value, version);
+  } else if constexpr (std::is_floating_point_v<T>) {
+    to = floating_point_of<T>(value);
+  } else if constexpr (std::is_same_v<T, bool>) {
+    check_kind(value.isBool(), value, "a bool");
+    to = value.toBool();
+  } else {
+    check_kind(value.isString(), value, "a string");
+    to = value.toStringRef();
+  }
+}
+
+/// What gives `value` back what it is now, to a tensor in its place.
+template <class T>
+std::function<void()> undo_of(T& value) {
+  if constexpr (std::is_same_v<T, at::Tensor>) {
+    const at::NoGradGuard no_grad;
+    return [&value, handle = value, kept = value.defined() ? value.detach().clone() : value] {
+      const at::NoGradGuard within;
+      value = handle;
+      if (kept.defined()) value.copy_(kept);
+    };
+  } else {
+    return [&value, kept = value] { value = kept; };
+  }
+}
+
+/// The tensors of a module, and where their values lie. LibTorch's load() puts others there, of the
+/// file's device: views, flat buffers and captured graphs would be left with the old values.
+class WeightsInPlace {
+ public:
+  explicit WeightsInPlace(const torch::nn::Module& module) {
+    for (const auto& tensors : {module.parameters(), module.buffers()}) {
+      for (const at::Tensor& tensor : tensors) {
+        if (tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage()) {
+          weights_.push_back({tensor, tensor.detach()});
+        }
+      }
+    }
+  }
+
+  /// Copies the values to where they lay. Call with gradients off.
+  void take_back() {
+    for (const auto& [tensor, memory] : weights_) {
+      if (tensor.layout() != at::kStrided || !tensor.has_storage()) continue;
+      if (tensor.is_alias_of(memory)) continue;
+      if (tensor.sizes() != memory.sizes() || tensor.dtype() != memory.dtype()) continue;
+      memory.copy_(tensor);
+      tensor.set_data(memory);
+    }
+  }
+
+ private:
+  struct Weight {
+    at::Tensor tensor, memory;
+  };
+  std::vector<Weight> weights_;
+};
+
+}  // namespace torchamp::detail

@@ -1,0 +1,336 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Files of a TrainingCheckpoint: those of earlier versions, and damaged ones.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <torch/nn/modules/linear.h>
+
+#include <algorithm>
+#include <fstream>
+#include <functional>
+#include <iterator>
+#include <random>
+#include <set>
+
+#include "support/damaged.h"
+#include "support/expect_error.h"
+#include "support/temporary_folder.h"
+#include "torchamp/grad_scaler.h"
+#include "torchamp/optim.h"
+#include "torchamp/training_checkpoint.h"
+
+namespace {
+
+namespace fs = std::filesystem;
+using at::Tensor;
+using torchamp::TrainingCheckpoint;
+
+/// One object of each kind, with values that are the same in every process.
+struct Contents {
+  explicit Contents(const fs::path& path) : checkpoint(path) {
+    checkpoint.add("step", step).add("seed", seed).add("rate", rate).add("flag", flag);
+    checkpoint.add("text", text).add("tensor", tensor).add("none", none).add("model", net);
+    checkpoint.add("optimizer", optimizer).add("scaler", scaler).add_local("losses", losses);
+  }
+
+  /// Values other than those at construction.
+  void fill() {
+    step = -7, seed = (std::uint64_t{1} << 63) + 5, rate = 0.25f, flag = true, text = "a\nb";
+    losses = 1.5;
+    tensor.copy_(at::arange(64) / 8);
+    none.reset();
+    const at::NoGradGuard no_grad;
+    for (Tensor& parameter : net->parameters()) {
+      parameter.copy_(at::arange(parameter.numel()).view(parameter.sizes()) / 4);
+      parameter.mutable_grad() = at::full_like(parameter, 0.5);
+    }
+    optimizer.step();
+    scaler.load_state_dict({.scale = 2048.,
+                            .growth_factor = 2.,
+                            .backoff_factor = 0.5,
+                            .growth_interval = 2000,
+                            .growth_tracker = 3});
+  }
+
+  /// All of it, to compare.
+  std::vector<Tensor> state() {
+    std::vector<Tensor> all{
+        at::tensor({rate, static_cast<float>(flag)}), tensor.clone(),
+        at::tensor({step, static_cast<std::int64_t>(seed), static_cast<std::int64_t>(text.size())}),
+        at::tensor({scaler.get_scale(), losses}),
+        at::tensor(static_cast<std::int64_t>(none.defined()))};
+    for (const Tensor& parameter : net->parameters()) {
+      all.push_back(parameter.detach().clone());
+      const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
+      if (found == optimizer.state().end()) continue;
+      auto& one = static_cast<torch::optim::AdamWParamState&>(*found->second);
+      all.insert(all.end(), {one.exp_avg().clone(), one.exp_avg_sq().clone()});
+    }
+    return all;
+  }
+
+  std::int64_t step = 1;
+  std::uint64_t seed = 1;
+  float rate = 1.f;
+  bool flag = false;
+  std::string text;
+  Tensor tensor = at::zeros({64}), none = at::ones({1});
+  torch::nn::Linear net{4, 4};
+  torchamp::FusedAdamW optimizer{net->parameters(), torch::optim::AdamWOptions(0.5)};
+  torchamp::GradScaler scaler;
+  double losses = 0.;
+  TrainingCheckpoint checkpoint;
+};
+
+// What made files/checkpoint-0.1.pt, with torchamp 0.1 and LibTorch 2.15, in tests/:
+// training_checkpoint_files_test --gtest_also_run_disabled_tests --gtest_filter='*WritesAFile*'
+TEST(TrainingCheckpointFiles, DISABLED_WritesAFile) {
+  at::manual_seed(5);
+  Contents contents("files/checkpoint-new.pt");
+  contents.fill();
+  contents.checkpoint.save();
+}
+
+std::string content_of(const fs::path& path) {
+  std::ifstream in(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(in), {}};
+}
+
+void write(const fs::path& path, const std::string& bytes) {
+  std::ofstream(path, std::ios::binary) << bytes;
+}
+
+void expect_same(const std::vector<Tensor>& a, const std::vector<Tensor>& b) {
+  ASSERT_EQ(a.size(), b.size());
+  for (std::size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(at::equal(a[i], b[i])) << i;
+}
+
+/// 1000 damaged copies of `whole` are errors that leave everything as it was.
+void expect_damage_to_be_seen(const std::string& whole, const std::vector<bool>& padding) {
+  const TemporaryFolder folder;
+  const fs::path path = folder / "run.pt";
+  Contents contents(path);
+  const auto before = contents.state();
+  const Tensor handle = contents.tensor;
+  at::manual_seed(3);
+  const auto random_state = at::detail::getDefaultCPUGenerator().get_state();
+  std::mt19937 random(17);
+  for (int i = 0; i < 1000 && !::testing::Test::HasFailure(); ++i) {
+    SCOPED_TRACE(i);
+    write(path, damaged_once(whole, padding, random));
+    EXPECT_ERROR(contents.checkpoint.load(),
+                 "TrainingCheckpoint::load: '" + path.string() + "': it ");
+  }
+  expect_same(contents.state(), before);
+  EXPECT_TRUE(contents.tensor.is_same(handle));
+  EXPECT_TRUE(at::equal(at::detail::getDefaultCPUGenerator().get_state(), random_state));
+  write(path, whole);
+  EXPECT_TRUE(contents.checkpoint.load());
+}
+
+TEST(TrainingCheckpointFiles, SeesAnyDamage) {
+  const TemporaryFolder folder;
+  Contents contents(folder / "run.pt");
+  contents.fill();
+  contents.checkpoint.save();
+  const std::string whole = content_of(folder / "run.pt");
+  expect_damage_to_be_seen(whole, std::vector<bool>(whole.size()));
+}
+
+TEST(TrainingCheckpointFiles, SeesAnyDamageOfAFileOfVersion01ButToItsPadding) {
+  const std::string whole = content_of("files/checkpoint-0.1.pt");
+  expect_damage_to_be_seen(whole, padding_of(whole));
+}
+
+TEST(TrainingCheckpointFiles, SeesAFlipOfAnyBitNearBothEnds) {
+  const TemporaryFolder folder;
+  const fs::path path = folder / "run.pt";
+  Tensor tensor = at::arange(4);
+  TrainingCheckpoint checkpoint(path);
+  checkpoint.add("tensor", tensor);
+  checkpoint.save();
+  const std::string whole = content_of(path);
+  for (std::size_t at = 0; at < whole.size(); ++at) {
+    if (at == 32) at = whole.size() - 150;
+    for (int bit = 0; bit < 8; ++bit) {
+      std::string bytes = whole;
+      bytes[at] = static_cast<char>(bytes[at] ^ 1 << bit);
+      write(path, bytes);
+      SCOPED_TRACE(std::to_string(at) + " " + std::to_string(bit));
+      EXPECT_ERROR(checkpoint.load(), "it is damaged");
+    }
+  }
+}
+
+TEST(TrainingCheckpointFiles, SeesThatTheChecksumIsGone) {
+  const TemporaryFolder folder;
+  const fs::path path = folder / "run.pt";
+  int step = 0;
+  TrainingCheckpoint checkpoint(path);
+  checkpoint.add("step", step);
+  checkpoint.save();
+  std::string bytes = content_of(path);
+  bytes.resize(bytes.size() - 34);
+  bytes[bytes.size() - 2] = '\0';
+  write(path, bytes);
+  EXPECT_ERROR(checkpoint.load(), "it is damaged: its checksum is gone.");
+}
+
+TEST(TrainingCheckpointFiles, ReadsAFileOfVersion01) {
+  const TemporaryFolder folder;
+  Contents expected(folder / "run.pt"), read("files/checkpoint-0.1.pt");
+  expected.fill();
+  EXPECT_TRUE(read.checkpoint.load());
+  expect_same(read.state(), expected.state());
+  EXPECT_EQ(read.text, "a\nb");
+  at::manual_seed(5);
+  const Contents draws(folder / "other.pt");  // as before the file was written
+  const Tensor next = at::rand({3});
+  EXPECT_TRUE(read.checkpoint.load());
+  EXPECT_TRUE(at::equal(at::rand({3}), next));
+}
+
+/// The file with each record passed through `change`, without CRCs.
+std::string rewritten(const std::string& path,
+                      const std::function<std::string(const std::string&, std::string)>& change) {
+  caffe2::serialize::PyTorchStreamReader reader(path);
+  std::string bytes;
+  caffe2::serialize::PyTorchStreamWriter writer(
+      [&](const void* data, std::size_t size) {
+        bytes.append(static_cast<const char*>(data), size);
+        return size;
+      },
+      /*compute_crc32=*/false);
+  for (const std::string& name : reader.getAllRecords()) {
+    if (name.starts_with(".data/") || name == "version") continue;  // the writer's own
+    const auto [data, size] = reader.getRecord(name);
+    const std::string record = change(name, {static_cast<const char*>(data.get()), size});
+    writer.writeRecord(name, record.data(), record.size());
+  }
+  writer.writeEndOfFile();
+  return bytes;
+}
+
+TEST(TrainingCheckpointFiles, ReadsAFileWithoutCrcsAndOfADeviceThatIsNotHere) {
+  if (at::globalContext().hasXPU()) GTEST_SKIP() << "the device is here";
+  const TemporaryFolder folder;
+  // "xpu" is as long as "cpu", and stands where a storage says what it was on.
+  const auto moved = rewritten("files/checkpoint-0.1.pt", [](const auto& name, std::string record) {
+    if (name != "data.pkl") return record;
+    int storages = 0;
+    for (std::size_t at = 0; (at = record.find(std::string("X\3\0\0\0cpu", 8), at)) != record.npos;
+         ++storages) {
+      record.replace(at + 5, 3, "xpu");
+    }
+    EXPECT_GT(storages, 0);
+    return record;
+  });
+  write(folder / "run.pt", moved);
+  Contents expected(folder / "other.pt"), read(folder / "run.pt");
+  expected.fill();
+  EXPECT_TRUE(read.checkpoint.load());
+  expect_same(read.state(), expected.state());
+}
+
+TEST(TrainingCheckpointFiles, NamesTheFileWhateverIsWrongWithIt) {
+  const TemporaryFolder folder;
+  const fs::path path = folder / "run.pt";
+  int step = 1;
+  TrainingCheckpoint checkpoint(path);
+  checkpoint.add("step", step);
+  const std::string start = "TrainingCheckpoint::load: '" + path.string() + "': it ";
+  fs::create_directory(path);
+  EXPECT_ERROR(checkpoint.load(), start + "is no file.");
+  fs::remove(path);
+  for (const std::string bytes : {"", "x", "PK\5\6"}) {
+    write(path, bytes);
+    EXPECT_ERROR(checkpoint.load(), start + "is damaged");
+  }
+}
+
+TEST(TrainingCheckpointFiles, IsAZipFileThatLibTorchReads) {
+  const TemporaryFolder folder;
+  int step = 12;
+  TrainingCheckpoint(folder / "run.pt").add("step", step).save();
+  torch::serialize::InputArchive archive;
+  archive.load_from((folder / "run.pt").string());
+  c10::IValue version;
+  archive.read("torchamp_checkpoint", version);
+  EXPECT_EQ(version.toInt(), 2);
+}
+
+TEST(TrainingCheckpointFiles, RefusesAFileOfALaterVersion) {
+  const TemporaryFolder folder;
+  torch::serialize::OutputArchive archive, shared(archive.compilation_unit());
+  archive.write("torchamp_checkpoint", c10::IValue(std::int64_t{3}));
+  archive.write("id", c10::IValue(std::int64_t{1}));
+  archive.write("shared", shared);
+  archive.save_to((folder / "run.pt").string());
+  EXPECT_ERROR(TrainingCheckpoint(folder / "run.pt").load(),
+               "it is of version 3, and this torchamp reads versions 1 to 2.");
+}
+
+// ---- Random states
+// -------------------------------------------------------------------------------
+
+TEST(RngState, NamesADeviceThatIsNotHereAndAStateThatIsNone) {
+  using torchamp::detail::RngState;
+  const Tensor none = at::zeros({16}, at::kByte);
+  EXPECT_ERROR(RngState::from({{"xpu:0", none}}),
+               "it holds the random state of xpu:0, and this machine has no such device.");
+  EXPECT_ERROR(RngState::from({{"cuda:99", none}}), "the random state of cuda:99");
+  EXPECT_ERROR(RngState::from({{"cpu", none}}), "state");
+  at::manual_seed(1);
+  const auto now = RngState::now();
+  const Tensor next = at::rand({2});
+  RngState::from(now.by_device()).apply();
+  EXPECT_TRUE(at::equal(at::rand({2}), next));
+}
+
+// ---- Checksums
+// -----------------------------------------------------------------------------------
+
+TEST(Crc32, IsThatOfTheZipFormatInPiecesOfAnySize) {
+  torchamp::detail::Crc32 known;
+  known.add("123456789", 9);
+  EXPECT_EQ(known.value(), 0xcbf43926U);
+  std::string bytes(1000, '\0');
+  std::mt19937 random(2);
+  for (char& byte : bytes) byte = static_cast<char>(random());
+  torchamp::detail::Crc32 whole;
+  torchamp::detail::Checksum sum;
+  whole.add(bytes.data(), bytes.size());
+  sum.add(bytes.data(), bytes.size());
+  for (int round = 0; round < 50; ++round) {
+    torchamp::detail::Crc32 crc;
+    torchamp::detail::Checksum other;
+    for (std::size_t at = 0; at < bytes.size();) {
+      const std::size_t size = std::min<std::size_t>(random() % 70, bytes.size() - at);
+      crc.add(bytes.data() + at, size);
+      other.add(bytes.data() + at, size);
+      at += size;
+    }
+    EXPECT_EQ(crc.value(), whole.value());
+    EXPECT_EQ(other.value(), sum.value());
+  }
+}
+
+TEST(Checksum, DiffersForEveryChangedByteAndLength) {
+  const auto sum_of = [](const std::string& bytes) {
+    torchamp::detail::Checksum sum;
+    sum.add(bytes.data(), bytes.size());
+    return sum.value();
+  };
+  std::set<std::uint64_t> sums;
+  for (std::size_t length = 0; length < 100; ++length)
+    sums.insert(sum_of(std::string(length, '\0')));
+  for (std::size_t at = 0; at < 99; ++at) {
+    for (int bit = 0; bit < 8; ++bit) {
+      std::string bytes(99, '\0');
+      bytes[at] = static_cast<char>(1 << bit);
+      sums.insert(sum_of(bytes));
+    }
+  }
+  EXPECT_EQ(sums.size(), 100U + 99 * 8);
+}
+
+}  // namespace

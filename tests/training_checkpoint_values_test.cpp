@@ -1,0 +1,226 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What a TrainingCheckpoint fills, in place and without narrowing, and what it refuses to name.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/lbfgs.h>
+#include <torch/optim/sgd.h>
+
+#include <cstdint>
+#include <limits>
+#include <stdexcept>
+
+#include "support/expect_error.h"
+#include "support/temporary_folder.h"
+#include "torchamp/grad_scaler.h"
+#include "torchamp/optim.h"
+#include "torchamp/training_checkpoint.h"
+
+namespace {
+
+using at::Tensor;
+using torchamp::TrainingCheckpoint;
+
+// ---- Tensors in place
+// ----------------------------------------------------------------------------
+
+TEST(TrainingCheckpointValues, KeepsATensorInItsOptimizersHands) {
+  const TemporaryFolder folder;
+  Tensor w = at::full({2}, 4.).requires_grad_();
+  const Tensor handle = w;
+  torch::optim::SGD optimizer({w}, 0.5);
+  TrainingCheckpoint checkpoint(folder / "run.pt");
+  checkpoint.add("w", w).add("optimizer", optimizer);
+  checkpoint.save();
+  w.mutable_grad() = at::ones({2});
+  optimizer.step();
+  const void* const storage = w.const_data_ptr();
+  EXPECT_TRUE(checkpoint.load());
+  EXPECT_TRUE(w.is_same(handle));
+  EXPECT_EQ(w.const_data_ptr(), storage);
+  EXPECT_TRUE(w.requires_grad());
+  optimizer.step();
+  EXPECT_TRUE(at::equal(w.detach(), at::full({2}, 3.5)));
+}
+
+TEST(TrainingCheckpointValues, KeepsHandlesAndValuesWhereALaterObjectDoesNotFit) {
+  const TemporaryFolder folder;
+  Tensor w = at::ones({2}), once_none, once_some = at::ones({3});
+  std::int64_t step = 1;
+  TrainingCheckpoint saved(folder / "run.pt");
+  Tensor some = at::full({3}, 2.), none;
+  std::string text = "no number";
+  saved.add("w", w).add("a", some).add("b", none).add("step", text).save();
+  w.fill_(5.);
+  const Tensor handle = w, other = once_some;
+  TrainingCheckpoint checkpoint(folder / "run.pt");
+  checkpoint.add("w", w).add("a", once_none).add("b", once_some).add("step", step);
+  EXPECT_ERROR(checkpoint.load(), "'step' in '" + (folder / "run.pt").string() +
+                                      "' does not fit: it is a String in the file");
+  EXPECT_TRUE(w.is_same(handle));
+  EXPECT_TRUE(at::equal(w, at::full({2}, 5.)));
+  EXPECT_FALSE(once_none.defined());
+  EXPECT_TRUE(once_some.is_same(other));
+  EXPECT_TRUE(at::equal(once_some, at::ones({3})));
+  EXPECT_EQ(step, 1);
+}
+
+TEST(TrainingCheckpointValues, RefusesATensorOfAnotherShapeOrDtype) {
+  const TemporaryFolder folder;
+  Tensor w = at::ones({2, 3});
+  TrainingCheckpoint(folder / "run.pt").add("w", w).save();
+  for (Tensor other : {at::zeros({3, 2}), at::zeros({2, 3}, at::kHalf), at::zeros({6})}) {
+    const Tensor before = other.clone(), handle = other;
+    TrainingCheckpoint checkpoint(folder / "run.pt");
+    checkpoint.add("w", other);
+    EXPECT_ERROR(checkpoint.load(), "it is float [2, 3] in the file and ");
+    EXPECT_TRUE(other.is_same(handle));
+    EXPECT_TRUE(at::equal(other, before));
+  }
+}
+
+TEST(TrainingCheckpointValues, KeepsWhatUndefinedMeansOnEitherSide) {
+  const TemporaryFolder folder;
+  Tensor some = at::arange(3), none;
+  TrainingCheckpoint checkpoint(folder / "run.pt");
+  checkpoint.add("some", some).add("none", none);
+  checkpoint.save();
+  some.reset(), none = at::ones({2});
+  EXPECT_TRUE(checkpoint.load());
+  EXPECT_TRUE(at::equal(some, at::arange(3)));
+  EXPECT_FALSE(none.defined());
+}
+
+TEST(TrainingCheckpointValues, FillsAViewWhereItLies) {
+  const TemporaryFolder folder;
+  Tensor base = at::arange(12.).view({3, 4});
+  Tensor column = base.select(1, 1);
+  TrainingCheckpoint checkpoint(folder / "run.pt");
+  checkpoint.add("column", column);
+  checkpoint.save();
+  base.zero_();
+  EXPECT_TRUE(checkpoint.load());
+  EXPECT_TRUE(at::equal(base.select(1, 1), at::tensor({1., 5., 9.}, base.options())));
+  EXPECT_EQ(base.sum().item<double>(), 15.);
+}
+
+// A captured graph, or a flat buffer that the weights are views of, holds their memory.
+TEST(TrainingCheckpointValues, FillsAModelsWeightsWhereTheyLie) {
+  const TemporaryFolder folder;
+  torch::nn::BatchNorm1d net(3);
+  TrainingCheckpoint checkpoint(folder / "run.pt");
+  checkpoint.add("model", net);
+  checkpoint.save();
+  const Tensor view = net->weight.detach(), mean = net->running_mean;
+  const at::NoGradGuard no_grad;
+  net->weight.fill_(7.), net->running_mean.fill_(7.);
+  EXPECT_TRUE(checkpoint.load());
+  EXPECT_TRUE(at::equal(view, at::ones({3})));
+  EXPECT_TRUE(view.is_alias_of(net->weight));
+  EXPECT_TRUE(at::equal(mean, at::zeros({3})));
+  EXPECT_TRUE(mean.is_alias_of(net->running_mean));
+}
+
+// ---- Numbers
+// -------------------------------------------------------------------------------------
+
+/// Saves a value as one type and loads it as another.
+template <class To, class From>
+To through(From from) {
+  const TemporaryFolder folder;
+  TrainingCheckpoint(folder / "run.pt").add("value", from).save();
+  To to{};
+  TrainingCheckpoint(folder / "run.pt").add("value", to).load();
+  return to;
+}
+
+template <class T>
+void expect_limits() {
+  using Limits = std::numeric_limits<T>;
+  for (const T value : {Limits::lowest(), Limits::min(), Limits::max(), T{1}}) {
+    EXPECT_EQ(through<T>(value), value);
+  }
+}
+
+TEST(TrainingCheckpointValues, KeepsEveryNumberOfEveryType) {
+  expect_limits<char>();
+  expect_limits<signed char>();
+  expect_limits<unsigned char>();
+  expect_limits<std::int16_t>();
+  expect_limits<std::uint32_t>();
+  expect_limits<std::int64_t>();
+  expect_limits<std::uint64_t>();
+  expect_limits<float>();
+  expect_limits<double>();
+  EXPECT_EQ(through<std::int64_t>(std::uint8_t{200}), 200);
+  EXPECT_TRUE(std::isnan(through<float>(std::numeric_limits<double>::quiet_NaN())));
+  EXPECT_EQ(through<float>(-std::numeric_limits<double>::infinity()),
+            -std::numeric_limits<float>::infinity());
+}
+
+TEST(TrainingCheckpointValues, RefusesANumberThatItsTypeCannotHold) {
+  EXPECT_ERROR(through<int>(std::int64_t{5'000'000'000}),
+               "it is 5000000000 in the file, which an integer of 32 bits cannot hold");
+  EXPECT_ERROR(through<std::int8_t>(128), "it is 128 in the file");
+  EXPECT_ERROR(through<std::int16_t>(-40000), "it is -40000 in the file");
+  EXPECT_ERROR(through<unsigned>(-1), "which an unsigned integer of 32 bits cannot hold");
+  EXPECT_ERROR(through<std::uint64_t>(-1), "which an unsigned integer of 64 bits cannot hold");
+  EXPECT_ERROR(through<std::int64_t>(std::numeric_limits<std::uint64_t>::max()),
+               "it is 18446744073709551615 in the file");
+  EXPECT_ERROR(through<int>(std::numeric_limits<std::uint64_t>::max()), "18446744073709551615");
+  EXPECT_ERROR(through<float>(1e300), "it is 1e+300 in the file, which a float cannot hold");
+  EXPECT_ERROR(through<float>(-1e300), "which a float cannot hold");
+  EXPECT_ERROR(through<float>(1e-300), "it is 1e-300 in the file, which a float cannot hold");
+  EXPECT_ERROR(through<int>(1.5), "it is a Double in the file and an integer in the program");
+  EXPECT_ERROR(through<int>(true), "it is a Bool in the file and an integer in the program");
+  EXPECT_ERROR(through<double>(1), "it is a Int in the file and a floating-point number");
+  EXPECT_ERROR(through<bool>(1), "it is a Int in the file and a bool in the program");
+  EXPECT_ERROR(through<std::string>(1), "it is a Int in the file and a string in the program");
+  EXPECT_ERROR(through<Tensor>(1), "it is a Int in the file and a tensor in the program");
+}
+
+TEST(TrainingCheckpointValues, HoldsALongDoubleWithAllItsBits) {
+  const auto third = 1.L / 3;
+  EXPECT_EQ(through<long double>(third), third);
+  EXPECT_EQ(through<long double>(0.5), 0.5L);
+  EXPECT_EQ(through<double>(1.5L), 1.5);
+  const long double infinite = std::numeric_limits<long double>::infinity();
+  EXPECT_EQ(through<long double>(-infinite), -infinite);
+}
+
+// ---- Names
+// ---------------------------------------------------------------------------------------
+
+TEST(TrainingCheckpointValues, RefusesANameThatCouldNotBeRead) {
+  int value = 0;
+  TrainingCheckpoint checkpoint("run.pt");
+  for (const std::string name : {"\"", "a\"b", "\\", "a\\x41b", "a\\", "\n", "a\nb", "\\u1234"}) {
+    EXPECT_ERROR(checkpoint.add(name, value), "TrainingCheckpoint::add: the name '" + name + "'");
+    EXPECT_ERROR(checkpoint.add_local(name, value), "a quote, a backslash and the end of a line");
+  }
+}
+
+TEST(TrainingCheckpointValues, ReadsEveryOtherName) {
+  const TemporaryFolder folder;
+  std::vector<std::string> names{"",   "../b", "é",    "日本",   "__class__",
+                                 "%s", "{x}",  "self", "import", "a\xc3"};
+  for (int c = 0; c < 256; ++c) {
+    if (c != '"' && c != '\\' && c != '\n') names.push_back({'a', static_cast<char>(c), 'b'});
+  }
+  std::vector<int> values(names.size());
+  TrainingCheckpoint checkpoint(folder / "run.pt");
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    if (i % 2 == 0) checkpoint.add(names[i], values[i]);
+    if (i % 2 == 1) checkpoint.add_local(names[i], values[i]);
+    values[i] = static_cast<int>(i);
+  }
+  checkpoint.save();
+  for (int& value : values) value = -1;
+  EXPECT_TRUE(checkpoint.load());
+  for (std::size_t i = 0; i < names.size(); ++i) EXPECT_EQ(values[i], i) << names[i];
+}
+
+}  // namespace
