@@ -4,6 +4,8 @@
 #include <torchamp/optim.h>
 
 #include <exception>
+#include <functional>
+#include <memory>
 #include <random>
 #include <sstream>
 #include <string>
@@ -203,6 +205,101 @@ TEST(FusedAdam, GoesOnFromAStateChangedByHand) {
   for (int i = 0; i < 3; ++i) {
     pair.random_step();
     pair.expect_equal();
+  }
+}
+
+/// Steps with a gradient for each parameter, so that a plan is kept from one to the next.
+void step_with_all(const Pair& pair, int times) {
+  for (int i = 0; i < times; ++i) {
+    pair.new_gradients(1., 1000000);
+    pair.plain->step();
+    pair.fused->step();
+    pair.expect_equal();
+  }
+}
+
+TEST_P(FusedOptimizers, StartAgainWhereTheirStatesWereClearedAsLibTorchsOwnDo) {
+  Pair pair(kind(), params(), /*two_groups=*/true);
+  step_with_all(pair, 3);
+  if (kind().name.starts_with("adagrad")) {  // LibTorch's makes states in its constructor alone
+    pair.plain = kind().plain(pair.plain->param_groups());
+    pair.fused->state().clear();
+    return step_with_all(pair, 3);
+  }
+  for (Optimizer* optimizer : {pair.plain.get(), pair.fused.get()}) optimizer->state().clear();
+  step_with_all(pair, 3);
+  for (const std::size_t p : {std::size_t(0), std::size_t(3)}) {
+    pair.plain->state().erase(pair.plain_params[p].unsafeGetTensorImpl());
+    pair.fused->state().erase(pair.fused_params[p].unsafeGetTensorImpl());
+  }
+  std::stringstream archive;
+  torch::save(*pair.fused, archive);  // which counts what is left
+  step_with_all(pair, 3);
+  // Of a parameter that has no gradient meanwhile, too.
+  pair.plain_params[1].mutable_grad().reset();
+  pair.fused_params[1].mutable_grad().reset();
+  pair.plain->step();
+  pair.fused->step();
+  pair.plain->state().erase(pair.plain_params[1].unsafeGetTensorImpl());
+  pair.fused->state().erase(pair.fused_params[1].unsafeGetTensorImpl());
+  step_with_all(pair, 3);
+}
+
+TEST_P(FusedOptimizers, FollowTheirParametersToAnotherLayoutWithoutAPause) {
+  const auto options = at::TensorOptions(device());
+  const Pair pair(kind(), {param({3, 4}, options), param({3, 4}, options)});
+  step_with_all(pair, 2);
+  for (const Tensor& p : pair.fused_params) {
+    p.set_data(p.detach().t().contiguous().t());  // and its gradients are of that layout, too
+  }
+  for (int i = 0; i < 2; ++i) {
+    pair.new_gradients(1., 1000000);
+    for (const Tensor& p : pair.fused_params) {
+      p.mutable_grad() = p.grad().t().contiguous().t();
+    }
+    pair.plain->step();
+    pair.fused->step();
+    pair.expect_equal();
+  }
+}
+
+TEST(FusedAdam, GoesOnFromAStateChangedThroughLibTorchsInterface) {
+  const std::vector<std::function<void(std::unique_ptr<torch::optim::OptimizerParamState>&)>>
+      changes{[](auto& state) {  // another one
+                const auto& before = static_cast<const AdamParamState&>(*state);
+                auto other = std::make_unique<AdamParamState>();
+                other->step(7);
+                other->exp_avg(torch::ones_like(before.exp_avg()));
+                other->exp_avg_sq(torch::ones_like(before.exp_avg()));
+                state = std::move(other);
+              },
+              [](auto& state) {
+                auto& adam = static_cast<AdamParamState&>(*state);
+                adam.exp_avg(torch::ones_like(adam.exp_avg()));
+              },
+              [](auto& state) {
+                auto& adam = static_cast<AdamParamState&>(*state);
+                adam.exp_avg_sq(torch::ones_like(adam.exp_avg()));
+              },
+              [](auto& state) { static_cast<AdamParamState&>(*state).exp_avg().fill_(2.); },
+              [](auto& state) { static_cast<AdamParamState&>(*state).step(9); }};
+  for (std::size_t c = 0; c < changes.size(); ++c) {
+    for (const bool saves : {false, true}) {
+      SCOPED_TRACE(c10::str(c, ' ', saves));
+      const Pair pair(kinds()[0], {param({3}), param({4})});
+      step_with_all(pair, 3);
+      for (const auto& [optimizer, params] : {std::pair(pair.plain.get(), pair.plain_params),
+                                              std::pair(pair.fused.get(), pair.fused_params)}) {
+        changes[c](optimizer->state().at(params[1].unsafeGetTensorImpl()));
+      }
+      if (saves) {
+        const Pair loaded(kinds()[0], copies(pair.fused_params));
+        through_archive(*pair.fused, *loaded.fused);
+        through_archive(*pair.plain, *loaded.plain);
+        step_with_all(loaded, 2);
+      }
+      step_with_all(pair, 3);
+    }
   }
 }
 

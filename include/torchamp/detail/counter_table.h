@@ -21,6 +21,7 @@ class CounterTable {
  public:
   bool empty() const { return counters_.empty(); }
   void clear() { counters_.clear(); }
+  void erase(void* param) { counters_.erase(param); }
 
   /// Null if the parameter's steps are not counted.
   std::shared_ptr<StepCounter> find(const at::Tensor& param) const {

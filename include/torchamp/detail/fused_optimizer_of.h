@@ -54,9 +54,10 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
 
   /// The states of the parameters, in the types of LibTorch's own optimizer; a parameter whose
   /// every step was skipped may have one or not. Brings their step counts, which live on the
-  /// device, up to date: reads it if a step since then could be skipped. (state() of a reference to
-  /// torch::optim::Optimizer gives them as they were last brought up to date.) They may be changed:
-  /// the next step starts from them.
+  /// device, up to date: reads it if a step since then could be skipped. They may be changed: the
+  /// next step starts from them. (state() of a reference to torch::optim::Optimizer gives them as
+  /// they were last brought up to date. They may be changed there, too; a count is taken from there
+  /// if it, or the whole state, was.)
   ParamStates& state() {
     write_steps();
     counters_.clear();
@@ -113,7 +114,7 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
     const InternalOps internal;
     rates_on_device_ = true;
     const bool like_the_last =
-        stepped_with_.empty() || (plan_.is_for(param_groups_) && same_options());
+        stepped_with_.empty() || (plan_.is_for(param_groups_, state_) && same_options());
     plan_.write_rates(param_groups_);
     return like_the_last;
   }
@@ -126,12 +127,13 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
  protected:
   void step_fused(const at::Tensor& grad_scale, const at::Tensor& found_inf) override {
     const DropWeightCasts drop_weight_casts;
-    if (!plan_.collect_gradients(param_groups_)) {
+    if (!plan_.collect_gradients(param_groups_, state_)) {
+      plan_.drop_counters(state_, counters_);
       plan_ = {};  // holds no gradients, should what follows throw
       check_parameters<Rule>(param_groups_, state_);
       plan_ = StepPlan<Rule>::make(param_groups_, static_cast<const Options&>(*defaults_), state_,
                                    counters_);
-      TORCH_INTERNAL_ASSERT(plan_.collect_gradients(param_groups_));
+      TORCH_INTERNAL_ASSERT(plan_.collect_gradients(param_groups_, state_));
     }
     if (rates_on_device_) {
       plan_.write_rates(param_groups_);
@@ -177,14 +179,17 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
   }
 
   void write_steps() const {
+    if (plan_.drop_counters(state_, counters_)) plan_ = {};
     counters_.read([&](void* param, int64_t steps) {
       const auto state = state_.find(param);
       if (state != state_.end()) Rule::set_steps(static_cast<State&>(*state->second), steps);
     });
+    plan_.note_states(state_);
   }
 
-  CounterTable<Rule> counters_;
-  StepPlan<Rule> plan_;
+  // Both follow what is done to the states, also in save().
+  mutable CounterTable<Rule> counters_;
+  mutable StepPlan<Rule> plan_;
 
   // Where steps are captured.
   bool rates_on_device_ = false;

@@ -86,14 +86,20 @@ void check_parameters(const ParamGroups& groups, const ParamStates& states) {
 // What the kernels are called with (lists of parameters, states and counters by group, device and
 // dtype) is made once and kept. Each step walks over the parameters, collects the gradients, and
 // finds out on the way whether the plan still holds: the same parameters, the same of them with
-// gradients, the layouts that the states were made for, the same kinds of state. If not, it is made
-// anew, from the groups, the states and the counters, which are all that outlives it.
+// gradients, the layouts that the states were made for, the same kinds of state, the same states.
+// (LibTorch gives everyone a reference to the map of states, to clear it or to put others there.)
+// If not, it is made anew, from the groups, the states and the counters, which are all that
+// outlives it. A state that is not the plan's says itself how many steps it has behind it.
 
 /// A parameter in a plan.
 struct StepSlot {
   static constexpr std::size_t no_list = static_cast<std::size_t>(-1);
-  const c10::TensorImpl* param;
+  c10::TensorImpl* param;
   std::size_t list;  ///< no_list for a parameter without a gradient
+
+  /// Null if there is none. Only to be compared.
+  const torch::optim::OptimizerParamState* state = nullptr;
+  int64_t steps = 0;  ///< as the state holds them
 };
 
 /// What a plan relies on of a group's options.
@@ -110,8 +116,8 @@ class StepPlan {
   using Options = typename Rule::Options;
   using State = typename Rule::State;
 
-  /// False if the plan does not hold for `groups`.
-  bool collect_gradients(const ParamGroups& groups) {
+  /// False if the plan does not hold for `groups` and `states`.
+  bool collect_gradients(const ParamGroups& groups, const ParamStates& states) {
     if (uses_.size() != groups.size()) return false;
     for (StepList& list : lists_) list.grads.clear();
     auto slot = slots_.cbegin();
@@ -121,7 +127,9 @@ class StepPlan {
         if (slot == slots_.cend() || slot->param != param.unsafeGetTensorImpl()) return false;
         const at::Tensor& grad = gradient_of(param);
         if (grad.defined() != (slot->list != StepSlot::no_list)) return false;
-        if (grad.defined() && !add_gradient(lists_[slot->list], param, grad)) return false;
+        State* const state = slot->state ? state_of(*slot, states) : nullptr;
+        if (slot->state && !state) return false;
+        if (grad.defined() && !add_gradient(lists_[slot->list], param, grad, state)) return false;
         ++slot;
       }
     }
@@ -159,17 +167,46 @@ class StepPlan {
         ++slot;
       }
     }
+    plan.note_states(states);
     return plan;
   }
 
-  /// Whether there is a plan, and for these groups, whatever gradients there are.
-  bool is_for(const ParamGroups& groups) const {
+  /// Takes note of the states that there are, and of the steps that they hold.
+  void note_states(const ParamStates& states) {
+    for (StepSlot& slot : slots_) {
+      const auto state = states.find(slot.param);
+      slot.state = state == states.end() ? nullptr : state->second.get();
+      slot.steps = slot.state ? steps_of(*slot.state) : 0;
+    }
+  }
+
+  /// Forgets the counts of parameters whose states are no longer those that were taken note of.
+  /// Returns whether there were any; the plan does not hold then.
+  bool drop_counters(const ParamStates& states, CounterTable<Rule>& counters) const {
+    bool any = false;
+    for (const StepSlot& slot : slots_) {
+      if (!slot.state || state_of(slot, states)) continue;
+      counters.erase(slot.param);
+      any = true;
+    }
+    return any;
+  }
+
+  /// Whether there is a plan, and for these groups and states, whatever gradients there are.
+  bool is_for(const ParamGroups& groups, const ParamStates& states) const {
     if (lists_.empty() || uses_.size() != groups.size()) return false;
+    std::vector<std::size_t> next(lists_.size());
     auto slot = slots_.cbegin();
     for (std::size_t g = 0; g < groups.size(); ++g) {
       if (!(uses_[g] == use_of(groups, g))) return false;
       for (const at::Tensor& param : groups[g].params()) {
         if (slot == slots_.cend() || slot->param != param.unsafeGetTensorImpl()) return false;
+        State* const state = slot->state ? state_of(*slot, states) : nullptr;
+        if (slot->state && !state) return false;
+        if (slot->list != StepSlot::no_list) {
+          const std::size_t i = next[slot->list]++;
+          if (state && !has_tensors(lists_[slot->list], i, *state)) return false;
+        }
         ++slot;
       }
     }
@@ -214,12 +251,37 @@ class StepPlan {
     return {Rule::kinds(options), Rule::counted(options)};
   }
 
-  static bool add_gradient(StepList& list, const at::Tensor& param, const at::Tensor& grad) {
+  static int64_t steps_of(const torch::optim::OptimizerParamState& state) {
+    return Rule::steps(static_cast<const State&>(state));
+  }
+
+  /// The state that was taken note of; null if there is another one by now, or none.
+  static State* state_of(const StepSlot& slot, const ParamStates& states) {
+    const auto state = states.find(slot.param);
+    const bool same = state != states.end() && state->second.get() == slot.state &&
+                      steps_of(*slot.state) == slot.steps;
+    return same ? static_cast<State*>(state->second.get()) : nullptr;
+  }
+
+  /// Whether the i-th parameter's tensors in the list are those of its state.
+  static bool has_tensors(const StepList& list, std::size_t i, State& state) {
+    for (std::size_t k = 0; k < list.state.size(); ++k) {
+      if (!list.state[k][i].is_same(Rule::tensor(state, k))) return false;
+    }
+    return true;
+  }
+
+  static bool add_gradient(StepList& list, const at::Tensor& param, const at::Tensor& grad,
+                           State* state) {
     if (param.device() != list.device || param.scalar_type() != list.dtype ||
         !param.is_non_overlapping_and_dense() || grad.layout() != at::kStrided) {
       return false;
     }
-    if (!list.state.empty() && !same_layout(param, list.state[0][list.grads.size()])) return false;
+    if (!list.state.empty()) {
+      const std::size_t i = list.grads.size();
+      if (!state || !has_tensors(list, i, *state)) return false;
+      if (!same_layout(param, list.state[0][i])) return false;
+    }
     list.grads.push_back(fitted(grad, param));
     return true;
   }
