@@ -86,6 +86,8 @@ TEST(AutocastState, TellsItsParts) {
   EXPECT_TRUE(state.is_enabled(at::kCPU));
   EXPECT_FALSE(state.is_enabled(at::kCUDA));
   EXPECT_EQ(state.dtype(at::kCPU), at::kHalf);
+  EXPECT_TRUE(state.is_enabled(at::Device(at::kCPU, 0)));
+  EXPECT_EQ(state.dtype(at::ones({1}).device()), at::kHalf);
   EXPECT_FALSE(state.is_cache_enabled());
   EXPECT_ERROR((void)state.dtype(at::kMeta), "AutocastState: LibTorch has no autocast for");
 }

@@ -2,12 +2,14 @@
 #include "torchamp/autocast.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <memory>
 #include <optional>
 #include <stdexcept>
+#include <string>
 #include <thread>
 #include <type_traits>
 
@@ -29,6 +31,12 @@ static_assert(!std::is_copy_assignable_v<AutocastGuard>);
 static_assert(std::is_nothrow_destructible_v<AutocastGuard>);
 static_assert(!std::is_convertible_v<at::DeviceType, AutocastGuard>);
 static_assert(!std::is_default_constructible_v<AutocastGuard>);
+static_assert(!std::is_convertible_v<at::Device, AutocastGuard>);
+static_assert(!std::is_constructible_v<AutocastGuard, const char*>);
+static_assert(!std::is_constructible_v<AutocastGuard, at::ScalarType>);
+
+// A backend that is there: LibTorch's tests use such a guard for devices without hardware.
+C10_REGISTER_GUARD_IMPL(MAIA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::MAIA>)
 
 at::Tensor ones(at::DeviceType device, at::ScalarType dtype) {
   return at::ones({4, 4}, at::TensorOptions(device).dtype(dtype));
@@ -215,7 +223,8 @@ TEST(AutocastGuard, ADisabledRegionCastsNothingAndPassesThePolicyOn) {
 
 TEST(AutocastGuard, RegionsOfTwoDevicesKeepTheirOwnPolicies) {
   const AutocastGuard cpu(at::kCPU, {.policy = Policy::torch()});
-  const AutocastGuard other(at::kXPU, {.policy = Policy::standard()});
+  const AutocastGuard other(at::DeviceType::MAIA, {.policy = Policy::standard()});
+  EXPECT_TRUE(at::autocast::is_autocast_enabled(at::DeviceType::MAIA));
   EXPECT_EQ(add_dtype(at::kBFloat16), at::kBFloat16);
 }
 
@@ -352,7 +361,29 @@ TEST(AutocastGuard, EmptyBracesMeanTheDefaults) {
   EXPECT_EQ(mm_dtype(), at::kBFloat16);
 }
 
+TEST(AutocastGuard, TakesADeviceWhereverItTakesAType) {
+  const at::Tensor x = ones(at::kCPU, at::kFloat);
+  const at::Device device = x.device();
+  const ThreadState before;
+  {
+    const AutocastGuard autocast(device);
+    EXPECT_EQ(mm_dtype(), at::kBFloat16);
+    const AutocastGuard dtype(device, at::kHalf);
+    EXPECT_EQ(mm_dtype(), at::kHalf);
+    const AutocastGuard options(device, {.dtype = at::kBFloat16});
+    EXPECT_EQ(mm_dtype(), at::kBFloat16);
+    const AutocastGuard braces(device, {});
+    const AutocastGuard indexed({at::kCPU, 0}, {.enabled = false});
+    EXPECT_EQ(mm_dtype(), at::kFloat);
+    const AutocastGuard of_tensor{x.device(), at::kHalf};
+    EXPECT_EQ(mm_dtype(), at::kHalf);
+  }
+  EXPECT_EQ(ThreadState(), before);
+}
+
 TEST(AutocastGuard, ADeviceWithoutAutocastIsAnError) {
+  EXPECT_ERROR(AutocastGuard guard(at::Device(at::kMeta)),
+               "AutocastGuard: LibTorch has no autocast for the device type 'meta'.");
   const ThreadState before;
   EXPECT_ERROR(
       AutocastGuard guard(at::kMeta),
@@ -368,6 +399,18 @@ TEST(AutocastGuard, ADtypeThatIsNotFloatingIsAnError) {
   EXPECT_EQ(ThreadState(), before);
 }
 
+TEST(AutocastGuard, ADtypeThatIsNotFloatingIsAnErrorInADisabledRegionToo) {
+  const ThreadState before;
+  for (const at::ScalarType dtype : {at::kInt, at::kBool, at::kComplexFloat}) {
+    EXPECT_ERROR(AutocastGuard guard(at::kCPU, {.dtype = dtype, .enabled = false}),
+                 "is not floating-point. Pass torch::kHalf or torch::kBFloat16.");
+    EXPECT_EQ(ThreadState(), before);
+  }
+  const AutocastGuard wide(at::kCPU, {.dtype = at::kBFloat16, .enabled = false});
+  const AutocastGuard nested(at::kCPU);
+  EXPECT_EQ(mm_dtype(), at::kBFloat16);
+}
+
 TEST(AutocastGuard, AnUnsupportedFloatingDtypeWarnsAndRunsDisabled) {
   const CollectedWarnings warnings;
   const AutocastGuard autocast(at::kCPU, at::kFloat);
@@ -375,6 +418,38 @@ TEST(AutocastGuard, AnUnsupportedFloatingDtypeWarnsAndRunsDisabled) {
   EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
   const AutocastGuard another(at::kCPU, at::kDouble);
   EXPECT_THAT(warnings.text(), HasSubstr("not Double"));
+}
+
+TEST(AutocastGuard, ARegionOfABackendThatIsNotThereWarnsOfEachAndRunsDisabled) {
+  for (const at::DeviceType device : {at::kMPS, at::kXPU, at::kXLA, at::kHPU}) {
+    if (torchamp::detail::device_is_present(device)) continue;
+    const ThreadState before;
+    {
+      const CollectedWarnings warnings;
+      const AutocastGuard autocast(device);
+      const std::string name = c10::DeviceTypeName(device);
+      EXPECT_THAT(warnings.text(), HasSubstr("AutocastGuard: there is no " + name + " device. " +
+                                             name + " regions run with autocast disabled."));
+      EXPECT_FALSE(at::autocast::is_autocast_enabled(device));
+    }
+    EXPECT_EQ(ThreadState(), before);
+  }
+}
+
+/// Counts warnings as a program sees them: those that are given only once, once.
+struct CountedWarnings final : c10::WarningHandler {
+  int count = 0;
+  void process(const c10::Warning&) override { ++count; }
+};
+
+TEST(AutocastGuard, WarnsOfAMissingBackendOnceAndNotOfADisabledRegion) {
+  if (torchamp::detail::device_is_present(at::kIPU)) GTEST_SKIP() << "this LibTorch has IPUs";
+  CountedWarnings warnings;
+  const c10::WarningUtils::WarningHandlerGuard counted(&warnings);
+  { const AutocastGuard disabled(at::kIPU, {.enabled = false}); }
+  EXPECT_EQ(warnings.count, 0);
+  for (int i = 0; i < 3; ++i) const AutocastGuard autocast(at::kIPU);
+  EXPECT_EQ(warnings.count, 1);
 }
 
 TEST(AutocastGuard, ACudaRegionWithoutACudaDeviceWarnsAndRunsDisabled) {

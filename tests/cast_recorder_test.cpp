@@ -264,6 +264,53 @@ TEST_P(Recorder, AsksThePolicyWhetherARuleWantedFp32) {
   EXPECT_EQ(count(Policy::standard().fp32({"mul"}, when_size(3)), mul), 1);
 }
 
+TEST_P(Recorder, LetsAPredicateBeCalledOnceForEachCall) {
+  const auto x = narrow({2});
+  const auto y = wide({2});
+  int calls = 0;
+  const torchamp::When counted{.predicate = [&](const OpCall&) { return ++calls % 2 == 1; }};
+  const CastRecorder recorder, another;
+  const AutocastGuard autocast(device(), {.policy = Policy::torch().promote({"mul"}, counted)});
+  (void)(x * y);  // promoted by a rule
+  EXPECT_EQ(calls, 1);
+  (void)(x * y);  // by type promotion
+  EXPECT_EQ(calls, 2);
+  EXPECT_EQ(row_of(recorder, "mul.Tensor").fp32_by_input, 2) << recorder.report();
+  EXPECT_EQ(row_of(another, "mul.Tensor").fp32_by_input, 2);
+}
+
+TEST_P(Recorder, KeepsOutOfAPredicatesWay) {
+  const auto x = narrow({2});
+  const auto y = wide({2});
+  const CastRecorder recorder;
+  const torchamp::When when{.predicate = [&](const OpCall& call) {
+    EXPECT_TRUE(recorder.report().rows().empty());  // must not wait for itself
+    std::thread(at::wrapPropagateTLSState([&] { (void)recorder.report(); })).join();
+    return (call.argument("self").toTensor() + 0).numel() == 2;
+  }};
+  const AutocastGuard autocast(device(), {.policy = Policy::torch().fp32({"mul"}, when)});
+  (void)(x * y);
+  const auto report = recorder.report();
+  ASSERT_EQ(report.rows().size(), 1u) << "the predicate's own ops are not the program's" << report;
+  EXPECT_EQ(row_of(report, "mul.Tensor").casts, 1) << report;
+  EXPECT_EQ(row_of(report, "mul.Tensor").fp32_by_input, 0) << report;
+}
+
+TEST_P(Recorder, TellsAChoiceOfTheInnerOpFromTheOuterOnes) {
+  const auto x = narrow({2, 2});
+  const auto y = wide({2, 2});
+  const torchamp::When always{.predicate = [](const OpCall&) { return true; }};
+  const CastRecorder recorder;
+  const AutocastGuard autocast(
+      device(), {.policy = Policy::torch().unchanged({"mul"}, always).fp32({"addcmul"}, always)});
+  RECORD_USER_SCOPE("scope");
+  (void)at::addcmul(x, x, y);
+  (void)(x * y);
+  const auto report = recorder.report();
+  EXPECT_EQ(row_of(report, "addcmul", "scope").fp32_by_input, 0) << report;
+  EXPECT_EQ(row_of(report, "mul.Tensor", "scope").fp32_by_input, 1) << report;
+}
+
 // Modules and backward
 
 TEST_P(Recorder, NamesTheModulesThatOwnTheParameters) {

@@ -30,8 +30,9 @@ TEST(Contract, Policy) {
   policy = torchamp::Policy::torch();
   const Cast rule = policy.lookup(std::string_view("softmax.int"), torch::kCUDA);
   EXPECT_EQ(rule, Cast::native);
+  EXPECT_EQ(policy.lookup("softmax.int", torch::Device(torch::kCUDA, 0)), Cast::native);
   std::ostringstream out;
-  out << policy;
+  out << policy << rule;
   EXPECT_FALSE(out.str().empty());
   for (const auto& family : {torchamp::ops::matmul, torchamp::ops::conv, torchamp::ops::linear,
                              torchamp::ops::addition, torchamp::ops::reduction, torchamp::ops::norm,
@@ -50,6 +51,10 @@ TEST(Contract, AutocastGuard) {
   torchamp::AutocastOptions values;
   values.enabled = false;
   const torchamp::AutocastGuard named(torch::kCPU, values);
+  const torch::Device device = torch::rand({1}).device();
+  const torchamp::AutocastGuard of_device(device);
+  const torchamp::AutocastGuard of_device_and_dtype(device, torch::kBFloat16);
+  const torchamp::AutocastGuard of_device_and_options(device, {.enabled = false});
 }
 
 struct Training {

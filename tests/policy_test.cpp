@@ -46,6 +46,45 @@ TEST(Policy, StandardFollowsTheCudaListsWhereADeviceHasNoKernel) {
   EXPECT_EQ(policy.lookup("mm", at::kCPU), Cast::native);
 }
 
+TEST(Policy, EffectSaysWhatLibTorchsOwnKernelsDo) {
+  for (const Policy& policy : {Policy::standard(), Policy::torch()}) {
+    for (const at::DeviceType device : {at::kCPU, at::kCUDA}) {
+      EXPECT_EQ(policy.lookup("linear", device), Cast::native);
+      EXPECT_EQ(policy.effect("linear", device), Cast::lower_precision);
+      EXPECT_EQ(policy.effect("mse_loss", device), Cast::fp32);
+      EXPECT_EQ(policy.effect("relu", device), Cast::unchanged);
+    }
+  }
+  EXPECT_EQ(Policy::torch().effect("cat", at::kCPU), Cast::promote);
+  EXPECT_EQ(Policy::torch().effect("dot", at::kCUDA), Cast::promote);
+  EXPECT_EQ(Policy::torch().effect("cudnn_convolution", at::kCUDA), Cast::lower_precision);
+  EXPECT_EQ(Policy::torch().effect("softmax", at::kCPU), Cast::unchanged);
+  EXPECT_EQ(Policy::torch().effect("softmax", at::kCUDA), Cast::fp32);
+  EXPECT_EQ(Policy::standard().effect("add", at::kCPU), Cast::fp32);
+  EXPECT_EQ(Policy::standard().fp32({"linear"}).effect("linear", at::kCPU), Cast::fp32);
+  EXPECT_EQ(Policy::standard().fp32({"mm"}).native({"mm"}).effect("mm", at::kCPU),
+            Cast::lower_precision);
+  EXPECT_ERROR((void)Policy::standard().effect("lineer", at::kCPU),
+               "Policy::effect: LibTorch knows no op 'lineer'. Did you mean 'linear'?");
+  EXPECT_ERROR((void)Policy::standard().unchanged({"add.Scalar"}).effect("add", at::kCPU),
+               "Policy::effect: the overloads of 'add' follow different rules");
+}
+
+TEST(Policy, LookupTakesADevice) {
+  const at::Device cpu(at::kCPU), second(at::kCUDA, 1);
+  EXPECT_EQ(Policy::standard().lookup("softmax", cpu), Cast::fp32);
+  EXPECT_EQ(Policy::standard().lookup("softmax", second), Cast::native);
+  EXPECT_EQ(Policy::standard().effect("softmax", second), Cast::fp32);
+  EXPECT_EQ(Policy::standard().lookup("softmax", {at::kCUDA, 0}), Cast::native);
+  EXPECT_EQ(Policy::standard().lookup("softmax", {at::kCPU}), Cast::fp32);
+}
+
+TEST(Cast, PrintsItsName) {
+  std::ostringstream out;
+  out << Cast::lower_precision << ' ' << Cast::fp32;
+  EXPECT_EQ(out.str(), "lower_precision fp32");
+}
+
 TEST(Policy, StandardLeavesTheRestUnchanged) {
   const Policy policy = Policy::standard();
   for (const char* op : {"relu", "max", "argmax", "topk", "add_.Tensor", "add.out", "mul"}) {
@@ -373,6 +412,14 @@ TEST(Policy, PrintsItsEditsAndTheRulesOfBothDevices) {
   EXPECT_LT(lower, cuda.find(" linear,")) << text;
   EXPECT_LT(cuda.find(" linear,"), wide) << text;
   EXPECT_LT(wide, cuda.find(" softmax.int,")) << text;
+  const std::string cpu = text.substr(0, text.find("on cuda\n"));
+  const auto cpu_lower = cpu.find("  native: lower_precision\n");
+  const auto cpu_wide = cpu.find("  native: fp32\n"), both = cpu.find("  native: promote\n");
+  EXPECT_LT(cpu_lower, cpu.find(" linear,")) << text;
+  EXPECT_LT(cpu.find(" linear,"), cpu_wide) << text;
+  EXPECT_LT(cpu_wide, cpu.find(" mse_loss,")) << text;
+  EXPECT_LT(both, cpu.find(" stack")) << text;
+  EXPECT_EQ(cpu.find("  native\n"), std::string::npos) << "what no list knows:\n" << text;
   std::istringstream lines(text);
   for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), 100u) << line;
 }

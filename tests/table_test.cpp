@@ -131,6 +131,24 @@ Outcome under_standard(const OpCase& op_case, const c10::OperatorHandle& op,
 // ---- Tests
 // ----------------------------------------------------------------------------------------
 
+TEST(Table, EffectGivesTheDocumentedEffectOfEveryRowOnCpuAndCuda) {
+  const Policy policy = Policy::standard();
+  int native = 0;
+  for_each_case(
+      [&](const CaseSection& section, const OpCase& op_case, const c10::OperatorHandle& op) {
+        const std::string name = torchamp::detail::full_name(op.operator_name());
+        for (const at::DeviceType device : {at::kCPU, at::kCUDA}) {
+          const auto rule = Rule::of(section, device == at::kCPU ? "cpu" : "cuda", op);
+          if (!rule) continue;
+          // An op without a rule of its own has the effect of those that it calls.
+          const Cast effect = rule->lookup == Cast::native ? rule->effect : rule->lookup;
+          EXPECT_EQ(policy.effect(name, device), effect) << op_case.text << " on " << device;
+          native += rule->lookup == Cast::native ? 1 : 0;
+        }
+      });
+  EXPECT_GT(native, 100);
+}
+
 TEST(Table, LookupGivesTheDocumentedRuleOfEveryRowOnCpuAndCuda) {
   const Policy policy = Policy::standard();
   for_each_case(

@@ -1,27 +1,16 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
+#include <c10/core/Device.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
-#include <c10/util/Exception.h>
 
-#include <atomic>
 #include <concepts>
 #include <cstddef>
-#include <cstdint>
-#include <memory>
 #include <optional>
-#include <utility>
 
-#include "torchamp/detail/compile_policy.h"
-#include "torchamp/detail/device_autocast_state.h"
-#include "torchamp/detail/devices.h"
-#include "torchamp/detail/environment.h"
-#include "torchamp/detail/policy_data.h"
-#include "torchamp/detail/policy_scope.h"
-#include "torchamp/detail/thread_policy.h"
+#include "torchamp/detail/autocast_region.h"
 #include "torchamp/policy.h"
 
 namespace torchamp {
@@ -35,6 +24,9 @@ struct AutocastOptions {
   /// False: no casts in this region, whatever surrounds it.
   bool enabled = true;
   /// Whether casts of fp32 weights are kept until the outermost guard ends. Unset: as it is.
+  /// All threads share what is kept, by weight and not by dtype: give false where two threads use
+  /// one weight on one device at once, one in fp16 and the other in bf16. Each would get the dtype
+  /// that the other has cast to.
   std::optional<bool> cache_enabled = std::nullopt;
   /// Unset: the enclosing guard's; at the outermost, Policy::standard().
   std::optional<Policy> policy = std::nullopt;
@@ -65,19 +57,27 @@ struct AutocastOptions {
 /// The environment variable TORCHAMP_POLICY, read at the first guard, overrides all guards for a
 /// quick comparison: `off`, `standard`, `torch` or `file:PATH` (a text as in policy_text.h).
 ///
-/// As in torch.autocast, a CUDA region without a CUDA device, and a dtype that the device's
-/// autocast does not support (fp32 on a CPU, say), warn once in a program and run disabled. Errors,
-/// without any change of state: a device type without autocast, a dtype that is not floating.
+/// A region of a device that is not there (CUDA without a CUDA device, MPS in a LibTorch built
+/// without it), and a dtype that the device's autocast does not support (fp32 on a CPU, say), warn
+/// once in a program and run disabled, as in torch.autocast. Errors, without any change of state: a
+/// device type without autocast, a dtype that is not floating, also with {.enabled = false}.
 /// Source: torch/amp/autocast_mode.py.
 class AutocastGuard {
  public:
   [[nodiscard]] explicit AutocastGuard(at::DeviceType device, const AutocastOptions& options = {})
-      : AutocastGuard(Checked(device, options), options) {}
+      : region_(device, options.dtype, options.enabled, options.cache_enabled, options.policy) {}
 
   /// The same as {.dtype = dtype}. A template so that `{}` means the options.
   template <std::same_as<at::ScalarType> Dtype>
   [[nodiscard]] AutocastGuard(at::DeviceType device, Dtype dtype)
       : AutocastGuard(device, AutocastOptions{.dtype = dtype}) {}
+
+  /// The same for the type of `device`; its index does not matter.
+  [[nodiscard]] explicit AutocastGuard(at::Device device, const AutocastOptions& options = {})
+      : AutocastGuard(device.type(), options) {}
+  template <std::same_as<at::ScalarType> Dtype>
+  [[nodiscard]] AutocastGuard(at::Device device, Dtype dtype)
+      : AutocastGuard(device.type(), dtype) {}
 
   // Pinned: there is no empty state to move from, and the order of destruction is the scope's.
   AutocastGuard(const AutocastGuard&) = delete;
@@ -87,39 +87,8 @@ class AutocastGuard {
   static void* operator new(std::size_t) = delete;
   static void* operator new[](std::size_t) = delete;
 
-  ~AutocastGuard() {
-    if (!policy_scope_.end_of("~AutocastGuard")) return;
-    if (at::autocast::decrement_nesting() == 0 || dtype_changed_) at::autocast::clear_cache();
-    before_.apply();
-    at::autocast::set_autocast_cache_enabled(cache_enabled_before_);
-  }
-
  private:
-  /// The arguments after all checks, so that the constructor changes nothing before it cannot fail.
-  struct Checked {
-    Checked(at::DeviceType device, const AutocastOptions& options);
-    at::DeviceType device;
-    at::ScalarType dtype;
-    bool enabled;
-    std::shared_ptr<const detail::ThreadPolicy> policy;  // null: the thread's stays
-  };
-
-  AutocastGuard(Checked checked, const AutocastOptions& options)
-      : before_(detail::DeviceAutocastState::of(checked.device)),
-        cache_enabled_before_(at::autocast::is_autocast_cache_enabled()),
-        dtype_changed_(before_.dtype != checked.dtype),
-        policy_scope_(std::move(checked.policy)) {
-    at::autocast::set_autocast_enabled(checked.device, checked.enabled);
-    at::autocast::set_autocast_dtype(checked.device, checked.dtype);
-    if (options.cache_enabled) at::autocast::set_autocast_cache_enabled(*options.cache_enabled);
-    // LibTorch's cache does not tell one 16-bit dtype from the other.
-    if (at::autocast::increment_nesting() > 1 && dtype_changed_) at::autocast::clear_cache();
-  }
-
-  detail::DeviceAutocastState before_;
-  bool cache_enabled_before_;
-  bool dtype_changed_;
-  detail::PolicyScope policy_scope_;
+  detail::AutocastRegion region_;
 };
 
 /// Forgets the casts of fp32 weights that LibTorch keeps until the outermost guard ends.
@@ -129,65 +98,6 @@ class AutocastGuard {
 /// may call this at any time, since what is dropped is cast again.
 inline void clear_weight_cache() {
   at::autocast::clear_cache();
-}
-
-namespace detail {
-
-/// Whether `device` runs autocast in `dtype`; warns once for each dtype if not. Not a floating
-/// dtype: an error.
-inline bool dtype_is_usable(at::DeviceType device, at::ScalarType dtype) {
-  TORCH_CHECK(c10::isFloatingType(dtype), "AutocastGuard: the dtype ", dtype,
-              " is not floating-point. Pass torch::kHalf or torch::kBFloat16.");
-  if (dtype == at::kHalf || dtype == at::kBFloat16) return true;
-  if (device == at::kCUDA && dtype == at::kFloat) return true;  // as torch.autocast has it
-
-  static std::atomic<std::uint64_t> warned_of = 0;  // a bit for each dtype
-  const std::uint64_t bit = std::uint64_t{1} << static_cast<unsigned>(dtype);
-  if ((warned_of.fetch_or(bit) & bit) == 0 || c10::WarningUtils::get_warnAlways()) {
-    TORCH_WARN("AutocastGuard: autocast on ", device, " supports fp16 and bf16, not ", dtype,
-               ". The region runs with autocast disabled. Pass torch::kBFloat16 or torch::kHalf, "
-               "or {.enabled = false} to leave fp32 alone.");
-  }
-  return false;
-}
-
-inline bool device_is_present(at::DeviceType device) {
-  if (device != at::kCUDA || at::hasCUDA()) return true;
-  TORCH_WARN_ONCE(
-      "AutocastGuard: there is no CUDA device. CUDA regions run with autocast disabled. Pass "
-      "torch::kCPU for a CPU.");
-  return false;
-}
-
-}  // namespace detail
-
-inline AutocastGuard::Checked::Checked(at::DeviceType on_device, const AutocastOptions& options)
-    : device(on_device) {
-  const std::size_t index = detail::device_index(device, "AutocastGuard");
-  dtype = options.dtype.value_or(at::autocast::get_autocast_dtype(device));
-  const detail::EnvironmentOverride& environment = detail::environment_override();
-  enabled = options.enabled && !environment.off && detail::device_is_present(device) &&
-            detail::dtype_is_usable(device, dtype);
-
-  const detail::ThreadPolicy* outer = detail::thread_policy();
-  std::shared_ptr<const detail::PolicyData> data;
-  if (environment.policy) {
-    data = environment.policy->data();
-  } else if (options.policy) {
-    data = options.policy->data();
-  } else if (outer && outer->inherited) {
-    data = outer->inherited;
-  } else {
-    data = Policy::standard().data();
-  }
-  if (enabled) detail::compile_once(*data, device);
-  const detail::PolicyData* in_force = enabled ? data.get() : nullptr;
-  if (outer && outer->inherited == data && outer->in_force[index].get() == in_force) return;
-  auto inner = std::make_shared<detail::ThreadPolicy>();
-  if (outer) *inner = *outer;
-  inner->in_force[index] = enabled ? data : nullptr;
-  inner->inherited = std::move(data);
-  policy = std::move(inner);
 }
 
 }  // namespace torchamp

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/autocast_mode.h>
+#include <c10/core/Device.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
 
@@ -41,6 +42,8 @@ class AutocastState {
 
   bool is_enabled(at::DeviceType device) const { return at(device).enabled; }
   at::ScalarType dtype(at::DeviceType device) const { return at(device).dtype; }
+  bool is_enabled(at::Device device) const { return is_enabled(device.type()); }
+  at::ScalarType dtype(at::Device device) const { return dtype(device.type()); }
   bool is_cache_enabled() const { return cache_enabled_; }
 
   /// Equal when every part is; policies are equal when they come from the same guard.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <ostream>
 #include <string_view>
 
 namespace torchamp {
@@ -32,6 +33,10 @@ constexpr std::string_view to_string(Cast cast) {
       return "unchanged";
   }
   return "?";
+}
+
+inline std::ostream& operator<<(std::ostream& out, Cast cast) {
+  return out << to_string(cast);
 }
 
 }  // namespace torchamp

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/Device.h>
 #include <c10/core/DeviceType.h>
 #include <c10/util/Exception.h>
 
@@ -74,6 +76,14 @@ class Policy {
   /// A name without overload is the overload without a name, else what all castable overloads have
   /// in common; if they differ, an error that lists them. An op on no list is `unchanged`.
   Cast lookup(std::string_view op, at::DeviceType device) const;
+  Cast lookup(std::string_view op, at::Device device) const { return lookup(op, device.type()); }
+
+  /// What that rule does to the op's arguments: as lookup(), but where LibTorch's own kernel
+  /// decides, what that kernel does: `linear` on a CPU is `native` for lookup() and
+  /// `lower_precision` here. `native` is left where that is not known: a kernel that only throws,
+  /// or one of a LibTorch that is newer than torchamp's list of a CPU's kernels.
+  Cast effect(std::string_view op, at::DeviceType device) const;
+  Cast effect(std::string_view op, at::Device device) const { return effect(op, device.type()); }
 
   /// The contents, for the library's own headers.
   const std::shared_ptr<const detail::PolicyData>& data() const { return data_; }
@@ -89,14 +99,17 @@ class Policy {
     return base == detail::BaseTable::standard ? standard : torch;
   }
 
+  using RuleOf = Cast (*)(const detail::PolicyData&, const c10::OperatorHandle&, at::DeviceType);
+  Cast common_rule(const char* call, RuleOf rule_of, std::string_view op,
+                   at::DeviceType device) const;
+
   Policy& edit(const char* call, Cast cast, const OpNames& ops, const When& when);
 
   std::shared_ptr<const detail::PolicyData> data_;
 };
 
 /// Prints the table: the edits, then per rule the ops that follow it on a CPU and on CUDA; for
-/// LibTorch's own kernels on CUDA, the list that they are on. A CPU's lists are not in LibTorch's
-/// headers: a CastRecorder (cast_recorder.h) shows what happens there.
+/// LibTorch's own kernels, what they do (see Policy::effect).
 inline std::ostream& operator<<(std::ostream& out, const Policy& policy) {
   detail::print_policy(out, *policy.data());
   return out;
@@ -129,17 +142,26 @@ inline Policy& Policy::edit(const char* call, Cast cast, const OpNames& ops, con
 }
 
 inline Cast Policy::lookup(std::string_view op, at::DeviceType device) const {
-  (void)detail::device_index(device, "Policy::lookup");
-  const auto overloads = detail::find_ops(op, "Policy::lookup");
+  return common_rule("Policy::lookup", &detail::rule_in_force, op, device);
+}
+
+inline Cast Policy::effect(std::string_view op, at::DeviceType device) const {
+  return common_rule("Policy::effect", &detail::effect_of_rule, op, device);
+}
+
+inline Cast Policy::common_rule(const char* call, RuleOf rule_of, std::string_view op,
+                                at::DeviceType device) const {
+  (void)detail::device_index(device, call);
+  const auto overloads = detail::find_ops(op, call);
   if (overloads.front().operator_name().overload_name.empty() || overloads.size() == 1) {
-    return detail::rule_in_force(*data_, overloads.front(), device);
+    return rule_of(*data_, overloads.front(), device);
   }
   std::optional<Cast> common;
   std::string listing;
   bool agree = true;
   for (const auto& overload : overloads) {
     if (!detail::why_not_castable(overload.schema()).empty()) continue;
-    const Cast cast = detail::rule_in_force(*data_, overload, device);
+    const Cast cast = rule_of(*data_, overload, device);
     agree = agree && (!common || *common == cast);
     if (!common) common = cast;
     (listing += listing.empty() ? "" : ", ")
@@ -147,9 +169,8 @@ inline Cast Policy::lookup(std::string_view op, at::DeviceType device) const {
         .append(": ")
         .append(to_string(cast));
   }
-  TORCH_CHECK(agree, "Policy::lookup: the overloads of '", op, "' follow different rules (",
-              listing, "). Name one, as '", op, ".",
-              overloads.front().operator_name().overload_name, "'.");
+  TORCH_CHECK(agree, call, ": the overloads of '", op, "' follow different rules (", listing,
+              "). Name one, as '", op, ".", overloads.front().operator_name().overload_name, "'.");
   return common.value_or(Cast::unchanged);
 }
 

@@ -43,9 +43,10 @@ class OpCall {
 struct When {
   /// Only in regions of this dtype.
   std::optional<at::ScalarType> dtype = std::nullopt;
-  /// Only for calls for which this returns true. Called on whichever thread calls the op, possibly
-  /// on several at once, with autocast off: it may call ops, its own among them. Must not read a
-  /// device if the step is to stay asynchronous.
+  /// Only for calls for which this returns true. Called once for each call of the op, on whichever
+  /// thread calls it, possibly on several at once, with autocast off: it may call ops, its own
+  /// among them, which profilers and a CastRecorder do not see. Must not read a device if the step
+  /// is to stay asynchronous.
   std::function<bool(const OpCall&)> predicate = nullptr;
 
   bool always() const { return !dtype && !predicate; }

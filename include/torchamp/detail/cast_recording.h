@@ -26,6 +26,7 @@
 #include "torchamp/cast_report.h"
 #include "torchamp/detail/by_storage.h"
 #include "torchamp/detail/devices.h"
+#include "torchamp/detail/policy_data.h"
 #include "torchamp/detail/recorded_inputs.h"
 #include "torchamp/detail/recorded_op.h"
 #include "torchamp/detail/rule_in_force.h"
@@ -83,8 +84,7 @@ struct RecordedFrame final : at::ObserverContext {
     bool undone;
   };
   std::vector<CastMade> casts;
-  Cast rule = Cast::native;  // looked up if `mixed` or `origin`
-  bool mixed = false;
+  std::optional<Cast> choice;  // see Note [A choice is told once]
   std::optional<DtypeChange> origin;
 };
 
@@ -114,7 +114,7 @@ class CastRecording : public std::enable_shared_from_this<CastRecording> {
   using RowKey = std::tuple<bool, std::string, std::string>;
 
   void start_op(const at::RecordFunction& call, const RecordedOp& op, RecordedFrame& frame);
-  void start_root(const at::RecordFunction& call, RecordedFrame& frame);
+  void start_root(RecordedFrame& frame);
   void name_new_nodes(const RecordedFrame& frame);
   void end_cast(const std::vector<c10::IValue>& outputs, const RecordedFrame& frame);
   void end_root(const std::vector<c10::IValue>& outputs, const RecordedFrame& frame);
@@ -145,6 +145,13 @@ inline const RecordedOp* CastRecording::op_of(const at::RecordFunction& call) {
 
 inline std::unique_ptr<RecordedFrame> CastRecording::start(const at::RecordFunction& call) {
   const std::scoped_lock lock(mutex_);
+  if (call.scope() == at::RecordScope::USER_SCOPE) {
+    if (const auto choice = announced_choice(call.name())) {
+      const auto& stack = stacks_[std::this_thread::get_id()];
+      if (!stack.empty()) stack.back()->choice = choice;
+      return nullptr;
+    }
+  }
   auto frame = std::make_unique<RecordedFrame>();
   frame->recording = shared_from_this();
   auto& stack = stacks_[frame->thread];
@@ -185,7 +192,7 @@ inline void CastRecording::start_op(const at::RecordFunction& call, const Record
   });
   if (frame.caller == nullptr) {
     frame.root = &frame;
-    start_root(call, frame);
+    start_root(frame);
   } else {
     frame.root = frame.caller->root;
     frame.comes_first = !frame.caller->calls_others;
@@ -193,7 +200,7 @@ inline void CastRecording::start_op(const at::RecordFunction& call, const Record
   }
 }
 
-inline void CastRecording::start_root(const at::RecordFunction& call, RecordedFrame& frame) {
+inline void CastRecording::start_root(RecordedFrame& frame) {
   const std::string* owner = nullptr;
   for (const RecordedTensor& argument : frame.arguments) {
     if (owner == nullptr) owner = owners_.find(argument.storage);
@@ -203,15 +210,6 @@ inline void CastRecording::start_root(const at::RecordFunction& call, RecordedFr
     }
   }
   if (owner != nullptr) frame.module = *owner;
-  frame.mixed = has_16_bit_and_fp32(frame.arguments, /*all_decide=*/true);
-  if (!frame.mixed && !frame.origin) return;
-  // A rule's predicate may call ops.
-  const at::DisableRecordFunctionGuard not_recorded;
-  frame.rule = rule_of_call(frame.op->full_name, frame.op->handle, frame.arguments.front().device,
-                            recorded_inputs(call));
-  if (frame.rule != Cast::promote) {
-    frame.mixed = has_16_bit_and_fp32(frame.arguments, /*all_decide=*/false);
-  }
 }
 
 inline void CastRecording::end(const at::RecordFunction& call, RecordedFrame& frame) {
@@ -320,8 +318,16 @@ inline void CastRecording::end_root(const std::vector<c10::IValue>& outputs,
   }
   if (op.is_conversion || dtype != at::kFloat) return;
 
-  const bool takes_what_it_gets = frame.rule == Cast::unchanged || frame.rule == Cast::promote;
-  if (frame.mixed && takes_what_it_gets && !op.is_mutable) ++row.fp32_by_input;
+  bool mixed = has_16_bit_and_fp32(frame.arguments, /*all_decide=*/true);
+  bool takes_what_it_gets = false;
+  if (mixed || frame.origin) {
+    const Cast rule =
+        rule_of_call(op.full_name, op.handle, frame.arguments.front().device, frame.choice);
+    takes_what_it_gets = rule == Cast::unchanged || rule == Cast::promote;
+    mixed = mixed &&
+            (rule == Cast::promote || has_16_bit_and_fp32(frame.arguments, /*all_decide=*/false));
+  }
+  if (mixed && takes_what_it_gets && !op.is_mutable) ++row.fp32_by_input;
   const auto widening = std::find_if(frame.casts.begin(), frame.casts.end(), [](const auto& cast) {
     return is_16_bit(cast.change.from) && cast.change.to == at::kFloat;
   });

@@ -4,6 +4,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/record_function.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/ScalarType.h>
@@ -16,7 +17,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "torchamp/cast.h"
@@ -37,6 +41,29 @@ struct Edit {
   std::string family;  // instead of `names`, if not empty
   When when;
 };
+
+// Note [A choice is told once]
+// A predicate is called once for each call of its op, and only the overlay knows what it said. For
+// whoever records (a CastRecorder, LibTorch's profiler) the overlay opens and closes an empty user
+// scope of this name and the rule's within the op. Without a recorder that is one look at a flag.
+inline constexpr std::string_view choice_scope = "torchamp rule: ";
+
+inline void announce_choice(Cast cast) {
+  if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) {
+    at::RecordFunction scope(std::move(*callbacks));
+    scope.before(std::string(choice_scope).append(to_string(cast)));
+  }
+}
+
+/// The rule in a scope's name; nothing if it is no such scope.
+inline std::optional<Cast> announced_choice(std::string_view scope) {
+  if (!scope.starts_with(choice_scope)) return std::nullopt;
+  for (const Cast cast :
+       {Cast::native, Cast::lower_precision, Cast::fp32, Cast::promote, Cast::unchanged}) {
+    if (scope.substr(choice_scope.size()) == to_string(cast)) return cast;
+  }
+  return std::nullopt;
+}
 
 /// The contents of a Policy: a base table and edits. Immutable once shared.
 class PolicyData {
@@ -72,18 +99,34 @@ class PolicyData {
             const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> stack) const {
     const OverlayTable::Entry entry = compiled_[device_index].table[overlay];
     if (entry.conditional == nullptr) return entry.cast;
-    const OpCall call(op.schema(), stack);
+    const Cast cast = choose(entry, device, OpCall(op.schema(), stack));
+    announce_choice(cast);
+    return cast;
+  }
+
+  /// The rules of overlay `overlay` on a device, whose table has been made.
+  OverlayTable::Entry rules_of_overlay(std::size_t device_index, std::size_t overlay) const {
+    return compiled_[device_index].table[overlay];
+  }
+
+ private:
+  Cast choose(const OverlayTable::Entry& entry, at::DeviceType device, const OpCall& call) const {
     const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
-    // A predicate may call ops, its own among them.
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     for (std::size_t i = entry.conditional->size(); i-- > 0;) {  // the last that holds wins
       const Edit& edit = edits[(*entry.conditional)[i]];
-      if (edit.when.holds(dtype, call)) return edit.cast;
+      if (holds(edit.when, dtype, call)) return edit.cast;
     }
     return entry.cast;
   }
 
- private:
+  static bool holds(const When& when, at::ScalarType dtype, const OpCall& call) {
+    if (!when.predicate) return when.holds(dtype, call);
+    // A predicate may call ops, its own among them, and these are no part of the op.
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    const at::DisableRecordFunctionGuard not_recorded;
+    return when.holds(dtype, call);
+  }
+
   struct Compiled {
     std::atomic<bool> ready = false;
     OverlayTable table;

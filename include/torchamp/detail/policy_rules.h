@@ -10,6 +10,7 @@
 #include "torchamp/cast.h"
 #include "torchamp/detail/base_rules.h"
 #include "torchamp/detail/cast_arguments.h"
+#include "torchamp/detail/libtorch_lists.h"
 #include "torchamp/detail/op_catalog.h"
 #include "torchamp/detail/policy_data.h"
 
@@ -21,6 +22,14 @@ inline Cast rule_in_force(const PolicyData& policy, const c10::OperatorHandle& o
   const OverloadRules* edited = policy.edited(op);
   if (edited == nullptr || !edited->cast) return base_rule(policy.base, op, device);
   return *edited->cast == Cast::native ? base_rule(BaseTable::torch, op, device) : *edited->cast;
+}
+
+/// What that rule does, where LibTorch's own kernel decides what this does; native if that is not
+/// known.
+inline Cast effect_of_rule(const PolicyData& policy, const c10::OperatorHandle& op,
+                           at::DeviceType device) {
+  const Cast cast = rule_in_force(policy, op, device);
+  return cast == Cast::native ? kernel_rule(full_name(op.operator_name()), device) : cast;
 }
 
 /// The ops that a policy speaks of, LibTorch's kernels aside. Some come more than once.

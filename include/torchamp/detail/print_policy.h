@@ -78,22 +78,18 @@ inline RuleMap rules_in_force(const PolicyData& policy, at::DeviceType device) {
   return rules;
 }
 
-/// The rule on LibTorch's list for the device, where LibTorch decides and the list is known; else
-/// native.
-inline Cast rule_on_list(Cast cast, const std::string& name, at::DeviceType device) {
-  return cast == Cast::native && device != at::kCPU ? listed_rule(name) : Cast::native;
-}
-
+/// The ops of one rule, where LibTorch's kernels decide those that do `effect`.
 inline void print_group(std::ostream& out, const RuleMap& rules, at::DeviceType device, Cast cast,
-                        Cast on_list) {
+                        Cast effect) {
   std::vector<std::string> names;
   for (const auto& [name, rule] : rules) {
-    if (rule.cast != cast || rule_on_list(cast, name, device) != on_list) continue;
+    if (rule.cast != cast) continue;
+    if ((cast == Cast::native ? kernel_rule(name, device) : cast) != effect) continue;
     names.push_back(name.starts_with("aten::") ? name.substr(6) : name);
   }
   if (names.empty()) return;
   out << "  " << torchamp::to_string(cast);
-  if (on_list != Cast::native) out << ": " << torchamp::to_string(on_list);
+  if (effect != cast) out << ": " << torchamp::to_string(effect);
   out << '\n';
   print_wrapped(out, names);
 }
@@ -107,16 +103,16 @@ inline void print_policy(std::ostream& out, const PolicyData& policy) {
   for (const at::DeviceType device : {at::kCPU, at::kCUDA}) {
     out << "on " << c10::DeviceTypeName(device, /*lower_case=*/true) << '\n';
     const RuleMap rules = rules_in_force(policy, device);
-    for (const Cast cast :
-         {Cast::native, Cast::lower_precision, Cast::fp32, Cast::promote, Cast::unchanged}) {
-      for (const Cast on_list : {Cast::native, Cast::lower_precision, Cast::fp32, Cast::promote}) {
-        print_group(out, rules, device, cast, on_list);
-      }
+    for (const Cast effect : {Cast::native, Cast::lower_precision, Cast::fp32, Cast::promote}) {
+      print_group(out, rules, device, Cast::native, effect);
+    }
+    for (const Cast cast : {Cast::lower_precision, Cast::fp32, Cast::promote, Cast::unchanged}) {
+      print_group(out, rules, device, cast, cast);
     }
   }
   out << "every other op: unchanged\n"
-         "native: LibTorch's own kernel for the device decides, as its list says where that is "
-         "known\n";
+         "native: LibTorch's own kernel for the device decides, which does what is said behind "
+         "it\n";
 }
 
 }  // namespace torchamp::detail
