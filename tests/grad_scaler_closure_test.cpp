@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <torchamp/optim.h>
 
 #include <cmath>
 #include <limits>
@@ -229,6 +230,100 @@ TEST(GradScalerClosure, PutsBackAnyOptimizersParametersAndState) {
                "out of luck");
   expect_close(w.detach(), torch::ones({2}));
   EXPECT_TRUE(scaler.step(optimizer, [&] { return w.sum(); })) << "the failed call left no trace";
+}
+
+/// Steps and throws.
+template <class Base>
+struct Stumbles : Base {
+  using Base::Base;
+  at::Tensor step(torch::optim::Optimizer::LossClosure closure) override {
+    at::Tensor loss = closure();
+    Base::step(nullptr);
+    TORCH_CHECK(!stumbles, "stumbled");
+    return loss;
+  }
+  bool stumbles = false;
+};
+
+template <class Base, class Options>
+void expect_state_put_back(const Options& options) {
+  torch::manual_seed(3);
+  const at::Tensor plain_w = torch::randn({4}).requires_grad_();
+  const at::Tensor w = plain_w.detach().clone().requires_grad_();
+  Stumbles<Base> plain({plain_w}, options);
+  Stumbles<Base> optimizer({w}, options);
+  GradScaler scaler({.init_scale = 4.});
+  const auto loss_of = [](const at::Tensor& x) { return (x * x * x).sum(); };
+  for (int i = 0; i < 5; ++i) {
+    plain.step([&] {
+      plain.zero_grad();
+      at::Tensor value = loss_of(plain_w);
+      value.backward();
+      return value;
+    });
+    if (i != 0) {  // so that there is a state
+      optimizer.stumbles = true;
+      EXPECT_ERROR(scaler.step(optimizer, [&] { return loss_of(w); }), "stumbled");
+      optimizer.stumbles = false;
+    }
+    scaler.step(optimizer, [&] { return loss_of(w); });
+    scaler.update();
+    expect_close(w, plain_w);
+  }
+}
+
+TEST(GradScalerClosure, PutsBackTheStatesOfLibTorchsOptimizersAfterAnException) {
+  using namespace torch::optim;
+  expect_state_put_back<Adam>(AdamOptions(0.1).amsgrad(true));
+  expect_state_put_back<AdamW>(AdamWOptions(0.1).amsgrad(true));
+  expect_state_put_back<Adagrad>(AdagradOptions(0.1));
+  expect_state_put_back<RMSprop>(RMSpropOptions(0.1).momentum(0.9).centered(true));
+  expect_state_put_back<SGD>(SGDOptions(0.1).momentum(0.9));
+}
+
+TEST(GradScalerClosure, PutsValuesBackIntoTheTensorsThatHeldThem) {
+  const at::Tensor w = torch::ones({4}).requires_grad_();
+  Stumbles<torch::optim::Adam> optimizer({w}, torch::optim::AdamOptions(0.1));
+  GradScaler scaler({.init_scale = 4.});
+  scaler.step(optimizer, [&] { return w.sum(); });
+  scaler.update();
+  const auto average = [&] {
+    return static_cast<torch::optim::AdamParamState&>(*optimizer.state().begin()->second).exp_avg();
+  };
+  const at::Tensor held = average();
+  const at::Tensor before = held.clone();
+  optimizer.stumbles = true;
+  EXPECT_ERROR(scaler.step(optimizer, [&] { return 3 * w.sum(); }), "stumbled");
+  EXPECT_TRUE(average().is_same(held));
+  EXPECT_TRUE(at::equal(held, before));
+}
+
+TEST(GradScalerClosure, LeavesAFusedOptimizersStateAndCountsToIt) {
+  const at::Tensor w = torch::ones({4}).requires_grad_();
+  const at::Tensor plain_w = torch::ones({4}).requires_grad_();
+  torchamp::FusedAdam optimizer({w}, torch::optim::AdamOptions(0.1));
+  torch::optim::Adam plain({plain_w}, torch::optim::AdamOptions(0.1));
+  GradScaler scaler({.init_scale = 4.});
+  GradScaler plain_scaler({.init_scale = 4.});
+  for (int i = 0; i < 4; ++i) {
+    if (i == 2) {
+      optimizer.param_groups()[0].options().set_lr(0.1);
+      const at::Tensor sparse = torch::ones({2, 1}).requires_grad_();
+      optimizer.add_param_group(torch::optim::OptimizerParamGroup({sparse}));
+      const auto loss = [&] {
+        const at::Tensor row = torch::zeros({1}, at::kLong);
+        return w.sum() + at::embedding(sparse, row, -1, false, /*sparse=*/true).sum();
+      };
+      EXPECT_ERROR(scaler.step(optimizer, loss), "has a gradient of layout Sparse");
+      optimizer.param_groups().pop_back();
+      expect_close(w, plain_w);
+    }
+    scaler.step(optimizer, [&] { return (i + 1) * w.sum(); });
+    scaler.update();
+    plain_scaler.step(plain, [&] { return (i + 1) * plain_w.sum(); });
+    plain_scaler.update();
+    expect_close(w, plain_w);
+  }
 }
 
 TEST(GradScalerClosure, ServesOptimizersThatEvaluateOnce) {

@@ -90,8 +90,8 @@ class GradScaler {
   /// once and is made again, up to `max_retries` times and while the scale is above its floor; if
   /// that does not help, the step is skipped: parameters and optimizer state are as before (of an
   /// optimizer that is not LibTorch's, state tensors that it changes in place are not put back).
-  /// Keeps a copy of the parameters meanwhile. Reads the device once for each evaluation. See Note
-  /// [A step with a closure].
+  /// Keeps a copy of the parameters and of the state meanwhile (not of a FusedOptimizer's). Reads
+  /// the device once for each evaluation. See Note [A step with a closure].
   template <std::convertible_to<torch::optim::Optimizer::LossClosure> Closure>
   StepResult step(torch::optim::Optimizer& optimizer, const Closure& closure,
                   int64_t max_retries = 8);

@@ -4,8 +4,13 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
 #include <torch/optim/lbfgs.h>
 #include <torch/optim/optimizer.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
 
 #include <algorithm>
 #include <concepts>
@@ -17,6 +22,7 @@
 
 #include "torchamp/detail/internal_ops.h"
 #include "torchamp/detail/weight_casts.h"
+#include "torchamp/fused_optimizer.h"
 #include "torchamp/grad_scaler.h"
 
 namespace torchamp {
@@ -35,44 +41,64 @@ namespace detail {
 /// Leaves an optimizer's step; caught by GradScaler::step.
 struct StepAbandoned : std::exception {};
 
-/// A copy of an optimizer's parameters and state. A template for the reason in
-/// Note [What is compiled when it is used].
+/// Calls f for the tensors of `state` that its optimizer, one of LibTorch's, writes in place. (What
+/// else LBFGS holds it replaces.)
+template <class F>
+void for_each_written(torch::optim::OptimizerParamState& state, const F& f) {
+  if (auto* const adam = dynamic_cast<torch::optim::AdamParamState*>(&state)) {
+    f(adam->exp_avg());
+    f(adam->exp_avg_sq());
+    f(adam->max_exp_avg_sq());
+  } else if (auto* const adamw = dynamic_cast<torch::optim::AdamWParamState*>(&state)) {
+    f(adamw->exp_avg());
+    f(adamw->exp_avg_sq());
+    f(adamw->max_exp_avg_sq());
+  } else if (auto* const adagrad = dynamic_cast<torch::optim::AdagradParamState*>(&state)) {
+    f(adagrad->sum());
+  } else if (auto* const rmsprop = dynamic_cast<torch::optim::RMSpropParamState*>(&state)) {
+    f(rmsprop->square_avg());
+    f(rmsprop->momentum_buffer());
+    f(rmsprop->grad_avg());
+  } else if (auto* const sgd = dynamic_cast<torch::optim::SGDParamState*>(&state)) {
+    f(sgd->momentum_buffer());
+  } else if (auto* const lbfgs = dynamic_cast<torch::optim::LBFGSParamState*>(&state)) {
+    f(lbfgs->prev_flat_grad());
+  }
+}
+
+/// A copy of an optimizer's parameters and state, whose values can be put back where they were. (Of
+/// a fused one, whose step changes nothing where it throws, the parameters only.) A template for
+/// the reason in Note [What is compiled when it is used].
 template <class Optimizer>
 class OptimizerSnapshot {
  public:
   explicit OptimizerSnapshot(Optimizer& optimizer) : optimizer_(optimizer) {
     const at::NoGradGuard no_grad;
     for (const auto& group : optimizer.param_groups()) {
-      for (const at::Tensor& parameter : group.params()) {
-        parameters_.push_back(parameter.defined() ? parameter.detach().clone() : at::Tensor());
-      }
+      for (const at::Tensor& parameter : group.params()) keep(parameter);
     }
+    if (is_fused()) return;
     for (const auto& [key, state] : optimizer.state()) {
-      auto& copy = states_[key] = state->clone();
-      if (auto* lbfgs = dynamic_cast<torch::optim::LBFGSParamState*>(copy.get())) {
-        // It writes this one in place; what else it holds it replaces.
-        if (lbfgs->prev_flat_grad().defined()) {
-          lbfgs->prev_flat_grad(lbfgs->prev_flat_grad().clone());
-        }
-      }
+      if (!state) continue;
+      auto& copy = states_[key] = state->clone();  // which has the same tensors
+      for_each_written(*copy, [this](const at::Tensor& tensor) { keep(tensor); });
     }
   }
 
   void restore() {
     const at::NoGradGuard no_grad;
-    std::size_t next = 0;
-    for (auto& group : optimizer_.param_groups()) {
-      for (at::Tensor& parameter : group.params()) {
-        const at::Tensor& copy = parameters_[next++];
-        if (parameter.defined()) parameter.copy_(copy);
-      }
-    }
-    optimizer_.state() = std::move(states_);
+    for (auto& [tensor, values] : kept_) tensor.copy_(values);
+    if (!is_fused()) optimizer_.state() = std::move(states_);
   }
 
  private:
+  bool is_fused() const { return dynamic_cast<const FusedOptimizer*>(&optimizer_) != nullptr; }
+  void keep(const at::Tensor& tensor) {
+    if (tensor.defined()) kept_.emplace_back(tensor, tensor.detach().clone());
+  }
+
   Optimizer& optimizer_;
-  std::vector<at::Tensor> parameters_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> kept_;  // tensors and their values
   ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>> states_;
 };
 
