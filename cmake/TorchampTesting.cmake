@@ -41,6 +41,18 @@ function(torchamp_test_support)
   torchamp_warnings(torchamp_test_support)
 endfunction()
 
+# torchamp_simulated_device: link it into a test to have the accelerator of support/simulated/device.h.
+function(torchamp_simulated_device)
+  file(GLOB sources CONFIGURE_DEPENDS support/simulated/*.cpp)
+  add_library(torchamp_simulated_device OBJECT ${sources})
+  target_link_libraries(torchamp_simulated_device PUBLIC torchamp::libtorch GTest::gmock)
+  target_include_directories(torchamp_simulated_device PUBLIC ${CMAKE_CURRENT_SOURCE_DIR})
+  target_compile_features(torchamp_simulated_device PUBLIC cxx_std_20)
+  torchamp_warnings(torchamp_simulated_device)
+  # LibTorch's macros for autocast kernels
+  set_source_files_properties(support/simulated/autocast.cpp PROPERTIES COMPILE_OPTIONS -Wno-pedantic)
+endfunction()
+
 # torchamp_add_test(NAME [NO_PCH] [LINKS target…] [LABELS label…]): builds NAME_test.cpp and runs
 # it. NO_PCH: with other compiler flags than the precompiled header's.
 function(torchamp_add_test name)

@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <array>
+#include <initializer_list>
+#include <string>
+
+#include "support/simulated/kernel.h"
+#include "support/simulated/register.h"
+
+namespace simulated {
+
+namespace {
+
+using at::Tensor;
+using Tensors = std::vector<Tensor>;
+
+/// The arguments of a call, by name.
+class Arguments {
+ public:
+  Arguments(const c10::OperatorHandle& op, const torch::jit::Stack& stack)
+      : schema_(op.schema()), first_(&stack[stack.size() - schema_.arguments().size()]) {}
+
+  const c10::IValue* find(const char* name) const {
+    const auto index = schema_.argumentIndexWithName(name);
+    return index ? first_ + *index : nullptr;
+  }
+  Tensors list(const char* name) const { return find(name)->toTensorVector(); }
+  Tensor tensor(const char* name) const {
+    const c10::IValue* const value = find(name);
+    return value && value->isTensor() ? value->toTensor() : Tensor();
+  }
+
+ private:
+  const c10::FunctionSchema& schema_;
+  const c10::IValue* first_;
+};
+
+float value_of(const Tensor& tensor) {
+  const OnDevice on_device;
+  HostView view;
+  const Tensor host = view.of(tensor);
+  const Unprotected open(view.blocks());
+  return *host.const_data_ptr<float>();
+}
+
+void check_fp32_scalar(const char* op, const char* name, const Tensor& tensor) {
+  TORCH_CHECK(is_on_device(tensor), op, ": ", name, " must be on the device, is on ",
+              tensor.device());
+  TORCH_CHECK(tensor.numel() == 1, op, ": ", name, " must be a 1-element tensor.");
+  TORCH_CHECK(tensor.scalar_type() == at::kFloat, op, ": ", name, " must be a float tensor.");
+}
+
+/// CUDA's kernels compare the flag with 1; what it is beside 0 is a mistake.
+void check_flag(const char* op, const Tensor& flag) {
+  check_fp32_scalar(op, "found_inf", flag);
+  const float value = value_of(flag);
+  TORCH_CHECK(value == 0.F || value == 1.F, op, ": found_inf is ", value, ", neither 0 nor 1");
+}
+
+// ---- Of the scaler
+// --------------------------------------------------------------------------------
+
+void unscale(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  constexpr const char* name = "_amp_foreach_non_finite_check_and_unscale_";
+  const Arguments args(op, *stack);
+  const Tensors gradients = args.list("self");
+  check_fp32_scalar(name, "inv_scale", args.tensor("inv_scale"));
+  check_flag(name, args.tensor("found_inf"));
+  for (const Tensor& g : gradients) {
+    TORCH_CHECK(is_on_device(g), name, ": one of scaled_grads was not a tensor on the device.");
+    TORCH_CHECK(g.device() == gradients[0].device(), name,
+                ": scaled_grads must be on the same device.");
+    TORCH_CHECK(g.layout() == at::kStrided, name,
+                ": one of scaled_grads was not a strided tensor.");
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        g.scalar_type() == at::kDouble || g.scalar_type() == at::kFloat ||
+            g.scalar_type() == at::kHalf,
+        "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for '",
+        c10::toString(g.scalar_type()), "'");
+  }
+  run_kernel(op, stack);
+}
+
+void update_scale(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  constexpr const char* name = "_amp_update_scale_";
+  const Arguments args(op, *stack);
+  check_fp32_scalar(name, "current_scale", args.tensor("self"));
+  check_fp32_scalar(name, "found_inf", args.tensor("found_inf"));
+  const Tensor tracker = args.tensor("growth_tracker");
+  TORCH_CHECK(is_on_device(tracker) && tracker.numel() == 1 && tracker.scalar_type() == at::kInt,
+              name, ": growth_tracker must be an int32 tensor of 1 element on the device.");
+  run_kernel(op, stack);
+}
+
+// ---- Of the optimizers
+// ----------------------------------------------------------------------------
+
+/// The lists whose tensors go through the kernel together.
+constexpr std::array<const char*, 6> lists{"self",        "grads",           "exp_avgs",
+                                           "exp_avg_sqs", "max_exp_avg_sqs", "state_sums"};
+
+void fused(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const std::string whole = op.schema().name().substr(6);
+  const char* const name = whole.c_str();
+  const Arguments args(op, *stack);
+  const Tensors params = args.list("self");
+  if (params.empty()) return;
+  const auto check_beside_params = [&](const char* list, bool same_dtype) {
+    if (!args.find(list)) return;
+    const Tensors tensors = args.list(list);
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      const Tensor &t = tensors[i], &p = params[i];
+      TORCH_CHECK(is_on_device(t) && t.device() == params[0].device(), name, ": ", list, "[", i,
+                  "] is on ", t.device(), ", the parameters on ", params[0].device());
+      TORCH_CHECK(!same_dtype || t.scalar_type() == params[0].scalar_type(), name, ": ", list, "[",
+                  i, "] is of ", t.scalar_type(), ", the parameters of ", params[0].scalar_type());
+      TORCH_CHECK(
+          t.sizes() == p.sizes() && t.strides() == p.strides() && t.is_non_overlapping_and_dense(),
+          name, ": ", list, "[", i, "] has other strides than its parameter: ", t.strides(), ", ",
+          p.strides());
+    }
+  };
+  for (const char* const list : lists) check_beside_params(list, true);
+  if (op.schema().name().find("sgd") != std::string::npos) {
+    check_beside_params("momentum_buffer_list", true);
+  }
+  if (args.find("state_steps")) {
+    for (const Tensor& step : args.list("state_steps")) {
+      TORCH_CHECK(is_on_device(step) && step.device() == params[0].device(), name,
+                  ": a step count is on ", step.device(), ", the parameters on ",
+                  params[0].device());
+      TORCH_CHECK(step.scalar_type() == at::kFloat && step.numel() == 1, name,
+                  ": a step count must be of fp32 and have one element");
+    }
+  }
+  // CUDA's take one on the host by reading it, and a graph then holds it for good.
+  if (const Tensor lr = args.tensor("lr"); lr.defined()) {
+    TORCH_CHECK(lr.device() == params[0].device(), name, ": lr is a tensor on ", lr.device(),
+                ", the parameters are on ", params[0].device());
+  }
+  if (const Tensor flag = args.tensor("found_inf"); flag.defined()) check_flag(name, flag);
+  if (const Tensor scale = args.tensor("grad_scale"); scale.defined()) {
+    check_fp32_scalar(name, "grad_scale", scale);
+  }
+  run_kernel(op, stack);
+}
+
+}  // namespace
+
+void register_checked_kernels(torch::Library& aten) {
+  aten.impl("_amp_foreach_non_finite_check_and_unscale_",
+            torch::CppFunction::makeFromBoxedFunction<&unscale>());
+  aten.impl("_amp_update_scale_", torch::CppFunction::makeFromBoxedFunction<&update_scale>());
+  for (const std::string name :
+       {"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"}) {
+    aten.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&fused>());
+    aten.impl((name + ".tensor_lr").c_str(), torch::CppFunction::makeFromBoxedFunction<&fused>());
+  }
+}
+
+}  // namespace simulated

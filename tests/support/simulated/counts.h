@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <cstdint>
+
+namespace simulated {
+
+/// What the simulated accelerator has done, on both devices and all threads together.
+struct Totals {
+  int64_t kernels = 0;           ///< launches; a `_foreach_` or fused op over alike tensors is one
+  int64_t host_to_device = 0;    ///< copies
+  int64_t device_to_host = 0;    ///< copies, `item()` among them
+  int64_t device_to_device = 0;  ///< copies between the devices; within one they are kernels
+  int64_t waits = 0;             ///< times that the host waited for a device
+  int64_t bytes_written = 0;     ///< by kernels and copies, to the devices' memory
+};
+
+Totals totals();
+
+/// Counts from where it is made: `Counts counts; step(); EXPECT_EQ(counts.now().waits, 0);`
+class Counts {
+ public:
+  Counts() : start_(totals()) {}
+
+  Totals now() const {
+    const Totals end = totals();
+    return {end.kernels - start_.kernels,
+            end.host_to_device - start_.host_to_device,
+            end.device_to_host - start_.device_to_host,
+            end.device_to_device - start_.device_to_device,
+            end.waits - start_.waits,
+            end.bytes_written - start_.bytes_written};
+  }
+
+ private:
+  Totals start_;
+};
+
+/// For the device's own parts.
+void count(int64_t Totals::*what, int64_t by = 1);
+
+}  // namespace simulated
