@@ -238,6 +238,25 @@ TEST(Distributed, FindsParametersThatAForwardLeavesUnused) {
   }
 }
 
+TEST(Distributed, RefusesToLookForUnusedParametersInAStruct) {
+  if (ran_in_processes(2)) return;
+  struct Outputs {
+    Tensor y;
+  };
+  struct StructuredImpl : torch::nn::Module {
+    Outputs forward(const Tensor& x) { return {linear->forward(x)}; }
+    torch::nn::Linear linear{register_module("linear", torch::nn::Linear(4, 2))};
+  };
+  const auto group = make_group();
+  const auto model = std::make_shared<StructuredImpl>();
+  DistributedDataParallel looking(model, group, {.find_unused_parameters = true});
+  EXPECT_ERROR(looking.forward(at::ones({1, 4})),
+               "DistributedDataParallel: find_unused_parameters starts from the tensors that");
+  DistributedDataParallel net(model, group);
+  net.forward(at::ones({1, 4})).y.sum().backward();
+  EXPECT_TRUE(at::equal(model->linear->bias.grad(), at::ones({2})));
+}
+
 TEST(Distributed, SkipsTheStepEverywhereWhenOneProcessOverflows) {
   if (ran_in_processes(2)) return;
   const auto group = make_group();

@@ -18,6 +18,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -66,7 +67,8 @@ struct DistributedDataParallelOptions {
   /// norm's running statistics.
   bool broadcast_buffers = true;
   /// For models of which a forward may leave parameters unused: these are looked for in the graph
-  /// of the outputs before each backward. Without it, leaving one out is an error in the next
+  /// of the outputs before each backward; so forward must not return them in a struct of the user's
+  /// own (an error). Without it, leaving one out is an error in the next
   /// forward.
   bool find_unused_parameters = false;
   /// How large the buckets are in which gradients are averaged.
@@ -110,6 +112,11 @@ class DistributedDataParallel {
   template <class... Inputs>
   auto forward(Inputs&&... inputs) {
     const bool reduces = torch::autograd::GradMode::is_enabled() && syncs_;
+    using Outputs = std::decay_t<decltype(detail::call_forward(model_, inputs...))>;
+    TORCH_CHECK_TYPE(!options_.find_unused_parameters || detail::ShowsItsTensors<Outputs>::value,
+                     "DistributedDataParallel: find_unused_parameters starts from the tensors that "
+                     "forward returns, but its type may hold some out of sight. Return tensors, or "
+                     "vectors, arrays, tuples, pairs, optionals and std::maps of them.");
     if (reduces) reducer_.before_forward();
     if (reduces && options_.broadcast_buffers && model_->is_training()) {
       detail::broadcast(reducer_.group(), model_->buffers(), 0);
