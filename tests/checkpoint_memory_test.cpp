@@ -8,9 +8,12 @@
 #include <torch/nn/modules/dropout.h>
 #include <torch/nn/modules/linear.h>
 
+#include <array>
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <type_traits>
 #include <vector>
@@ -33,8 +36,7 @@ Tensor gradient(const Tensor& loss, const Tensor& of) {
   return torch::autograd::grad({loss.sum()}, {of})[0];
 }
 
-// ---- Outputs that share memory
-// -------------------------------------------------------------------
+// ---- Outputs that share memory -----------------------------------------------------------------
 
 /// The gradient of x, where the loss goes through h = x^2 and through the function's output of it,
 /// which was doubled in place.
@@ -108,8 +110,7 @@ TEST(CheckpointMemory, CopiesNoOutputThatIsTheFunctionsOwn) {
   EXPECT_EQ(checkpoint(function, leaf({2, 3})).data_ptr(), inside);
 }
 
-// ---- Captured views whose base has changed
-// ---------------------------------------------------------
+// ---- Captured views whose base has changed -----------------------------------------------------
 
 TEST(CheckpointMemory, CapturesAViewWhoseBaseWasChangedBefore) {
   const Tensor x = leaf({4}), w = leaf({4}), factor = leaf({4});
@@ -160,8 +161,49 @@ TEST(CheckpointMemory, RefusesActivationsThatTheFunctionKeptFromItsFirstRun) {
                "checkpoint: the recomputation used other parameters");
 }
 
-// ---- Lists
-// -------------------------------------------------------------------------------------------
+TEST(CheckpointMemory, RefusesATensorMadeLaterInPlaceOfACapturedOne) {
+  const Tensor x = leaf({4}), w = leaf({4});
+  Tensor captured = w;
+  const Tensor y = checkpoint([&](const Tensor& t) { return t * captured; }, x);
+  captured = w * 1;
+  EXPECT_ERROR(y.sum().backward(), "checkpoint: the recomputation used other parameters");
+}
+
+TEST(CheckpointMemory, RefusesAnotherDtypeInTheRecomputation) {
+  int calls = 0;
+  const auto function = [&](const Tensor& t) {
+    return t.exp().to(++calls == 1 ? at::kFloat : at::kDouble);
+  };
+  EXPECT_ERROR(checkpoint(function, leaf({4})).sum().backward(),
+               "checkpoint: the recomputation gave an output of another shape, dtype or device");
+}
+
+// Numbers by which LibTorch orders nodes are counted by each thread for itself.
+TEST(CheckpointMemory, LeavesTheGraphOfATensorOfAnotherThreadAlone) {
+  const Tensor x = leaf({4}), w = leaf({4});
+  Tensor h;
+  std::thread([&] {
+    for (int i = 0; i < 10000; ++i) h = w.exp();
+  }).join();
+  const Tensor y = checkpoint([h](const Tensor& t) { return t * h; }, x);
+  EXPECT_TRUE(at::allclose(gradient(y.sum() + h.sum(), w), w.exp() * (x + 1)));
+}
+
+TEST(CheckpointMemory, FindsTensorsInEveryKindOfOutput) {
+  const Tensor x = leaf({3});
+  const auto [maybe, array, pair] = checkpoint(
+      [](const Tensor& t) {
+        return std::make_tuple(std::optional(t.exp()), std::array{t.sin(), t.cos()},
+                               std::make_pair(2, std::vector{t.tanh()}));
+      },
+      x);
+  for (const Tensor& output : {*maybe, array[0], array[1], pair.second[0]}) {
+    EXPECT_EQ(output.grad_fn()->name(), "torchamp::checkpoint");
+  }
+  EXPECT_TRUE(at::allclose(gradient(array[1], x), -x.sin()));
+}
+
+// ---- Lists -------------------------------------------------------------------------------------
 
 TEST(CheckpointMemory, KeepsListsThatItIsGiven) {
   const Tensor x = leaf({3}), y = leaf({3});
@@ -201,8 +243,7 @@ TEST(CheckpointMemory, LooksIntoMapsWithAnOrderOfTheirOwn) {
   EXPECT_TRUE(at::allclose(gradient(result.at("b"), x), x.cos()));
 }
 
-// ---- Buffers
-// ---------------------------------------------------------------------------------------
+// ---- Buffers -----------------------------------------------------------------------------------
 
 TEST(CheckpointMemory, KeepsTheMemoryOfABufferThatIsNamedTwiceAndSkipsUndefinedOnes) {
   torch::nn::BatchNorm1d norm(4);
@@ -215,8 +256,15 @@ TEST(CheckpointMemory, KeepsTheMemoryOfABufferThatIsNamedTwiceAndSkipsUndefinedO
   EXPECT_TRUE(at::equal(mean, after));
 }
 
-// ---- The cache of cast weights
-// -------------------------------------------------------------------------
+TEST(CheckpointMemory, CountsBuffersOfASequentialInSegmentsOnce) {
+  torch::nn::Sequential model(torch::nn::BatchNorm1d(4), torch::nn::BatchNorm1d(4));
+  torchamp::checkpoint_sequential(model, 2, leaf({8, 4})).sum().backward();
+  for (std::size_t i = 0; i < 2; ++i) {
+    EXPECT_EQ(model[i]->as<torch::nn::BatchNorm1d>()->num_batches_tracked.item<int>(), 1) << i;
+  }
+}
+
+// ---- The cache of cast weights -----------------------------------------------------------------
 
 TEST(CheckpointMemory, RecomputesWithoutTheCastsThatTheRegionHasCachedSince) {
   const Tensor x = leaf({4, 8}), w = leaf({8, 8});

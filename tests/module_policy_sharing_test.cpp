@@ -9,6 +9,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "support/devices.h"
@@ -138,6 +139,29 @@ TEST(ModulePolicies, RefuseASequentialOfWhichAModuleWasReplaced) {
   EXPECT_ERROR((ModulePolicies{{"encoder.0", relu_in_fp32()}}.apply_to(net)), text);
   EXPECT_ERROR(ModulePolicies().apply_to(net), text);
   EXPECT_EQ(dtype_of(net.encoder), at::kBFloat16);
+}
+
+TEST(ModulePolicies, GoWithACopyOfAnEntry) {
+  nn::Sequential model{nn::ReLU()};
+  ModulePolicies{{"0", relu_in_fp32()}}.apply_to(*model);
+  std::vector<nn::AnyModule> copies(model->begin(), model->end());
+  const AutocastGuard autocast(at::kCPU);
+  EXPECT_EQ(copies[0].forward<at::Tensor>(at::ones({2}, at::kBFloat16)).scalar_type(), at::kFloat);
+}
+
+TEST(ModulePolicies, OfAWithPolicyAreNotHandedDownAndPatternsDoNotReachTheModelItself) {
+  WithPolicy<nn::Sequential> model(nn::ReLU{}, nn::Tanh{});
+  EXPECT_EQ((ModulePolicies{{"", relu_in_fp32()}}.apply_to(*model)), Names{""});
+  EXPECT_EQ((ModulePolicies{{"**", relu_in_fp32()}}.apply_to(*model)), (Names{"0", "1"}));
+  struct ListedImpl : nn::Module {
+    nn::ModuleDict layers = register_module("layers", nn::ModuleDict());
+    ListedImpl() {
+      layers->update(std::vector<std::pair<std::string, std::shared_ptr<nn::Module>>>{
+          {"relu", WithPolicy<nn::ReLU>().ptr()}});
+    }
+  };
+  ListedImpl listed;
+  EXPECT_EQ((ModulePolicies{{"**", relu_in_fp32()}}.apply_to(listed)), Names{"layers.relu"});
 }
 
 TEST(ModulePolicies, LeaveAClonesEntriesAsTheyWereMade) {

@@ -144,6 +144,32 @@ TEST_P(NonFiniteOpOn, MarksTheInputThatWasNotFinite) {
   EXPECT_THAT(among_others->inputs, ElementsAre("Float [2, 3] with 2 inf, 1 NaN", "Float [2, 3]"));
 }
 
+TEST_P(NonFiniteOpOn, NamesAParameterOnceAndThroughItsViews) {
+  torch::nn::Linear model(2, 2);
+  model->to(GetParam());
+  const auto found = first_non_finite_op(
+      [&] { torch::addcdiv(model->weight.t(), model->weight, torch::zeros({}, options())); },
+      model);
+  ASSERT_TRUE(found);
+  EXPECT_EQ(found->op, "aten::addcdiv");
+  EXPECT_THAT(found->parameters, ElementsAre("weight"));
+}
+
+TEST_P(NonFiniteOpOn, LooksAtComplexNumbers) {
+  const auto found = first_non_finite_op(
+      [&] { torch::zeros({2}, options().dtype(torch::kComplexFloat)).reciprocal(); });
+  ASSERT_TRUE(found);
+  EXPECT_EQ(found->op, "aten::reciprocal");
+}
+
+TEST_P(NonFiniteOpOn, RemembersAMaskOfWhichAPartWasOverwritten) {
+  EXPECT_FALSE(first_non_finite_op([&] {
+    const at::Tensor mask = torch::full({2, 2}, -kInf, options());
+    mask[0].zero_();
+    (void)(mask + 1);
+  }));
+}
+
 TEST_P(NonFiniteOpOn, NamesParametersAfterAModuleOrAnOptimizerInAnyForm) {
   torch::nn::Linear model(2, 1);
   model->to(GetParam());

@@ -132,7 +132,11 @@ TEST(OverflowReport, TakesAModuleOrAnOptimizerInAnyForm) {
   EXPECT_THAT(names(overflow_report(*optimizer)), by_place);
   EXPECT_THAT(names(overflow_report(optimizer)), by_place);
   EXPECT_THAT(names(overflow_report(&base)), by_place);
-  const std::vector<std::pair<std::string, at::Tensor>> pairs{{"w", model->weight}};
+  const std::vector<at::Tensor> more{parameter_with(torch::full({1}, kInf))};
+  optimizer->add_param_group(torch::optim::OptimizerParamGroup(more));
+  EXPECT_EQ(names(overflow_report(optimizer)).back(), "group 1, parameter 0");
+  const std::vector<std::pair<std::string, at::Tensor>> pairs{{"w", model->weight},
+                                                              {"undefined", at::Tensor()}};
   EXPECT_THAT(names(overflow_report(pairs)), ElementsAre("w"));
   EXPECT_ERROR(overflow_report(std::shared_ptr<torch::nn::Module>()),
                "overflow_report: was given a null pointer or an empty module holder");
