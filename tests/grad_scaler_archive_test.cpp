@@ -134,6 +134,16 @@ TEST(GradScalerArchive, RefusesAForeignOneAndChangesNothing) {
                  out.write("torchamp_overflows", c10::IValue(-1));
                }),
                "\"torchamp_overflows\" is -1, a negative count");
+  EXPECT_ERROR(loads([&](auto& out) {
+                 all(out, 4., 1);
+                 out.write("torchamp_since_change", c10::IValue((int64_t{1} << 53) + 1));
+               }),
+               "\"torchamp_since_change\" is 9007199254740993. No scaler has counted");
+  EXPECT_ERROR(loads([&](auto& out) {
+                 all(out, 4., 1);
+                 out.write("torchamp_checksum", c10::IValue(1));
+               }),
+               "GradScaler::load: the archive is damaged");
   EXPECT_EQ(saved(scaler), before);
   EXPECT_NO_THROW(loads([&](auto& out) { all(out, 4., 1); })) << "the five fields are enough";
   EXPECT_EQ(scaler.get_scale(), 4.);

@@ -269,8 +269,7 @@ TEST(TrainingCheckpointFiles, RefusesAFileOfALaterVersion) {
                "it is of version 3, and this torchamp reads versions 1 to 2.");
 }
 
-// ---- Random states
-// -------------------------------------------------------------------------------
+// ---- Random states ------------------------------------------------------------------------------
 
 TEST(RngState, NamesADeviceThatIsNotHereAndAStateThatIsNone) {
   using torchamp::detail::RngState;
@@ -286,8 +285,7 @@ TEST(RngState, NamesADeviceThatIsNotHereAndAStateThatIsNone) {
   EXPECT_TRUE(at::equal(at::rand({2}), next));
 }
 
-// ---- Checksums
-// -----------------------------------------------------------------------------------
+// ---- Checksums ----------------------------------------------------------------------------------
 
 TEST(Crc32, IsThatOfTheZipFormatInPiecesOfAnySize) {
   torchamp::detail::Crc32 known;

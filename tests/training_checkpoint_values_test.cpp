@@ -24,8 +24,7 @@ namespace {
 using at::Tensor;
 using torchamp::TrainingCheckpoint;
 
-// ---- Tensors in place
-// ----------------------------------------------------------------------------
+// ---- Tensors in place ---------------------------------------------------------------------------
 
 TEST(TrainingCheckpointValues, KeepsATensorInItsOptimizersHands) {
   const TemporaryFolder folder;
@@ -124,8 +123,7 @@ TEST(TrainingCheckpointValues, FillsAModelsWeightsWhereTheyLie) {
   EXPECT_TRUE(mean.is_alias_of(net->running_mean));
 }
 
-// ---- Numbers
-// -------------------------------------------------------------------------------------
+// ---- Numbers ------------------------------------------------------------------------------------
 
 /// Saves a value as one type and loads it as another.
 template <class To, class From>
@@ -191,8 +189,124 @@ TEST(TrainingCheckpointValues, HoldsALongDoubleWithAllItsBits) {
   EXPECT_EQ(through<long double>(-infinite), -infinite);
 }
 
-// ---- Names
-// ---------------------------------------------------------------------------------------
+// ---- Optimizers ---------------------------------------------------------------------------------
+
+/// Three steps, a checkpoint, and two more, once straight and once in another program.
+template <class Optimizer, class Options>
+void expect_to_go_on(const Options& options) {
+  const TemporaryFolder folder;
+  const Tensor x = at::arange(12.).view({4, 3}).to(at::kFloat) / 10;
+  const auto steps = [&](torch::nn::Linear& net, Optimizer& optimizer, int count) {
+    for (int i = 0; i < count; ++i) {
+      optimizer.step([&] {
+        optimizer.zero_grad();
+        const Tensor loss = (net->forward(x) - 1).pow(2).mean();
+        loss.backward();
+        return loss;
+      });
+    }
+  };
+  torch::nn::Linear first(3, 2), second(3, 2);
+  Optimizer optimizer(first->parameters(), options), other(second->parameters(), options);
+  steps(first, optimizer, 3);
+  TrainingCheckpoint(folder / "run.pt").add("net", first).add("optimizer", optimizer).save();
+  steps(first, optimizer, 2);
+  steps(second, other, 1);
+  TrainingCheckpoint(folder / "run.pt").add("net", second).add("optimizer", other).load();
+  steps(second, other, 2);
+  EXPECT_TRUE(at::equal(first->weight, second->weight));
+  EXPECT_TRUE(at::equal(first->bias, second->bias));
+}
+
+TEST(TrainingCheckpointValues, GoesOnWithAnLbfgs) {
+  using torch::optim::LBFGSOptions;
+  expect_to_go_on<torch::optim::LBFGS>(LBFGSOptions(0.1).max_iter(2));
+  expect_to_go_on<torch::optim::LBFGS>(
+      LBFGSOptions(1.).max_iter(4).history_size(2).line_search_fn("strong_wolfe"));
+}
+
+TEST(TrainingCheckpointValues, SavesAnLbfgsThatHasFoundNothingToDo) {
+  const TemporaryFolder folder;
+  Tensor w = at::zeros({2}).requires_grad_();
+  torch::optim::LBFGS optimizer({w}, torch::optim::LBFGSOptions(0.1));
+  optimizer.step([&] {
+    w.mutable_grad() = at::zeros({2});
+    return at::zeros({});
+  });
+  EXPECT_EQ(optimizer.state().size(), 1U);
+  TrainingCheckpoint checkpoint(folder / "run.pt");
+  checkpoint.add("optimizer", optimizer);
+  checkpoint.save();
+  EXPECT_EQ(optimizer.state().size(), 1U) << "saving changes nothing";
+  EXPECT_TRUE(checkpoint.load());
+}
+
+TEST(TrainingCheckpointValues, GoesOnWithAnAdagradFromAFusedOneThatHasNotStepped) {
+  const TemporaryFolder folder;
+  Tensor w = at::ones({2}).requires_grad_();
+  const auto options = torch::optim::AdagradOptions(0.5).initial_accumulator_value(3.);
+  torchamp::FusedAdagrad fused({w}, options);
+  TrainingCheckpoint(folder / "run.pt").add("optimizer", fused).save();
+  torch::optim::Adagrad optimizer({w}, torch::optim::AdagradOptions(0.1));
+  TrainingCheckpoint(folder / "run.pt").add("optimizer", optimizer).load();
+  w.mutable_grad() = at::ones({2});
+  EXPECT_NO_THROW(optimizer.step());
+  EXPECT_TRUE(at::allclose(w.detach(), at::full({2}, 1 - 0.5 / 2)));
+}
+
+TEST(TrainingCheckpointValues, NamesTheOptimizerThatIsOfAnotherKind) {
+  const TemporaryFolder folder;
+  Tensor w = at::ones({2}).requires_grad_();
+  w.mutable_grad() = at::ones({2});
+  torch::optim::Adam adam({w}, torch::optim::AdamOptions(0.1));
+  adam.step();
+  TrainingCheckpoint(folder / "run.pt").add("optimizer", adam).save();
+  torch::optim::SGD sgd({w}, torch::optim::SGDOptions(0.1).momentum(0.5));
+  sgd.step();
+  TrainingCheckpoint checkpoint(folder / "run.pt");
+  checkpoint.add("optimizer", sgd);
+  EXPECT_ERROR(checkpoint.load(),
+               "does not fit: it is not of this kind of optimizer with these parameters (");
+  EXPECT_EQ(sgd.state().size(), 1U);
+}
+
+/// Whose load and save throw what is no c10::Error.
+struct Broken {
+  void save(torch::serialize::OutputArchive&) const {
+    if (saves_fail) throw std::runtime_error("no room");
+  }
+  void load(torch::serialize::InputArchive&) { throw std::out_of_range("no such thing"); }
+  bool saves_fail = false;
+};
+
+TEST(TrainingCheckpointValues, NamesTheObjectWhateverItThrows) {
+  const TemporaryFolder folder;
+  torch::nn::BatchNorm1d net(2);
+  Broken broken;
+  int step = 1;
+  TrainingCheckpoint checkpoint(folder / "run.pt");
+  checkpoint.add("step", step).add("net", net).add("broken", broken);
+  checkpoint.save();
+  const at::NoGradGuard no_grad;
+  step = 2;
+  net->weight.fill_(3.);
+  const Tensor view = net->weight.detach();
+  at::manual_seed(4);
+  const Tensor next = at::rand({2});
+  at::manual_seed(4);
+  EXPECT_ERROR(checkpoint.load(),
+               "'broken' in '" + (folder / "run.pt").string() + "' does not fit: no such thing");
+  EXPECT_EQ(step, 2);
+  EXPECT_TRUE(at::equal(view, at::full({2}, 3.)));
+  EXPECT_TRUE(view.is_alias_of(net->weight));
+  EXPECT_TRUE(at::equal(at::rand({2}), next));
+  broken.saves_fail = true;
+  EXPECT_ERROR(checkpoint.save(), "TrainingCheckpoint::save: 'broken' cannot be saved: no room");
+  EXPECT_ERROR(checkpoint.load(), "does not fit: what is here now could not be kept: no room");
+  EXPECT_EQ(step, 2);
+}
+
+// ---- Names --------------------------------------------------------------------------------------
 
 TEST(TrainingCheckpointValues, RefusesANameThatCouldNotBeRead) {
   int value = 0;

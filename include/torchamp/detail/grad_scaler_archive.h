@@ -8,6 +8,7 @@
 #include <string>
 
 #include "torchamp/detail/check_options.h"
+#include "torchamp/detail/checksum.h"
 #include "torchamp/grad_scaler.h"
 
 namespace torchamp {
@@ -41,7 +42,21 @@ inline double read_count(torch::serialize::InputArchive& archive, const std::str
   const int64_t count = read_int(archive, key);
   TORCH_CHECK_VALUE(count >= 0, "GradScaler::load: \"", key, "\" is ", count,
                     ", a negative count.");
+  TORCH_CHECK_VALUE(count <= int64_t{1} << 53, "GradScaler::load: \"", key, "\" is ", count,
+                    ". No scaler has counted beyond 2^53.");
   return static_cast<double>(count);
+}
+
+/// Of all that a file holds: LibTorch does not see that a file's bytes have changed.
+inline int64_t checksum_of(const GradScalerState& state, const RuleState<double>& rest) {
+  Checksum sum;
+  for (const double value :
+       {state.scale, state.growth_factor, state.backoff_factor,
+        static_cast<double>(state.growth_interval), static_cast<double>(state.growth_tracker),
+        rest.credit, rest.since_change, rest.overflows, rest.skips}) {
+    sum.add(&value, sizeof value);
+  }
+  return static_cast<int64_t>(sum.value());
 }
 
 }  // namespace detail
@@ -98,6 +113,12 @@ inline void GradScaler::save(torch::serialize::OutputArchive& archive) const {
   archive.write("torchamp_since_change", count(values.since_change));
   archive.write("torchamp_overflows", count(values.overflows));
   archive.write("torchamp_skips_in_a_row", count(values.skips));
+  const GradScalerState state{.scale = values.scale,
+                              .growth_factor = options_.growth_factor,
+                              .backoff_factor = options_.backoff_factor,
+                              .growth_interval = options_.growth_interval,
+                              .growth_tracker = static_cast<int64_t>(values.growth_tracker)};
+  archive.write("torchamp_checksum", c10::IValue(detail::checksum_of(state, values)));
 }
 
 inline void GradScaler::load(torch::serialize::InputArchive& archive) {
@@ -113,10 +134,16 @@ inline void GradScaler::load(torch::serialize::InputArchive& archive) {
                               .growth_tracker = detail::read_int(archive, "growth_tracker")};
   detail::RuleState<double> rest = detail::initial_state(options_);
   const double full_credit = rest.credit;
-  rest.credit = std::min(detail::read_count(archive, "torchamp_credit", full_credit), full_credit);
+  rest.credit = detail::read_count(archive, "torchamp_credit", full_credit);
   rest.since_change = detail::read_count(archive, "torchamp_since_change", 0.);
   rest.overflows = detail::read_count(archive, "torchamp_overflows", 0.);
   rest.skips = detail::read_count(archive, "torchamp_skips_in_a_row", 0.);
+  c10::IValue checksum;
+  TORCH_CHECK(
+      !archive.try_read("torchamp_checksum", checksum) ||
+          (checksum.isInt() && checksum.toInt() == detail::checksum_of(state, rest)),
+      "GradScaler::load: the archive is damaged: its values are not those that were saved.");
+  rest.credit = std::min(rest.credit, full_credit);
   restore("GradScaler::load", state, rest);
 }
 

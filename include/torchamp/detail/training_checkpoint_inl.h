@@ -160,10 +160,7 @@ inline void TrainingCheckpoint::load_module(torch::nn::Module& module,
                                             torch::serialize::InputArchive& archive) {
   detail::read_module(
       module, archive, [](const std::string& name, const at::Tensor& to, const at::Tensor& from) {
-        TORCH_CHECK(from.defined() || !to.defined(), "'", name,
-                    "' is in the model and not in the file");
         if (!from.defined()) return;
-        TORCH_CHECK(to.defined(), "'", name, "' is in the file and not in the model");
         TORCH_CHECK(from.sizes() == to.sizes() && from.dtype() == to.dtype(), "'", name, "' is ",
                     from.dtype(), ' ', from.sizes(), " in the file and ", to.dtype(), ' ',
                     to.sizes(), " in the model");
@@ -195,7 +192,8 @@ inline void TrainingCheckpoint::load_entry(const Entry& entry,
     return;
   }
   torch::serialize::OutputArchive now;
-  entry.save(now);
+  detail::rethrow_with([] { return std::string("what is here now could not be kept: "); },
+                       [&] { entry.save(now); });
   undo.push_back([&entry, bytes = detail::bytes_of(now)] {
     auto before = detail::archive_of(bytes);
     entry.load(before, detail::training_checkpoint_version);
@@ -319,9 +317,11 @@ inline bool TrainingCheckpoint::load_parts(
       detail::rethrow_with(where, [&] { random->apply(); });
     }
   } catch (...) {
-    while (!undo.empty()) {
-      undo.back()();
-      undo.pop_back();
+    for (; !undo.empty(); undo.pop_back()) {
+      try {
+        undo.back()();
+      } catch (const std::exception&) {  // the others still go back; the first error counts
+      }
     }
     random_before.apply();
     throw;
