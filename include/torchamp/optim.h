@@ -49,7 +49,7 @@ class FusedAdam : public detail::FusedOptimizerOf<detail::AdamRule> {
       : FusedOptimizerOf(groups, std::move(defaults)) {}
   template <class Deferred = void>
   explicit FusedAdam(std::vector<at::Tensor> params, torch::optim::AdamOptions defaults = {})
-      : FusedAdam({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
+      : FusedAdam(detail::one_group(std::move(params)), std::move(defaults)) {}
 };
 
 /// torch::optim::AdamW, fused.
@@ -61,7 +61,7 @@ class FusedAdamW : public detail::FusedOptimizerOf<detail::AdamWRule> {
       : FusedOptimizerOf(groups, std::move(defaults)) {}
   template <class Deferred = void>
   explicit FusedAdamW(std::vector<at::Tensor> params, torch::optim::AdamWOptions defaults = {})
-      : FusedAdamW({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
+      : FusedAdamW(detail::one_group(std::move(params)), std::move(defaults)) {}
 };
 
 /// torch::optim::SGD, fused.
@@ -73,7 +73,7 @@ class FusedSGD : public detail::FusedOptimizerOf<detail::SgdRule> {
       : FusedOptimizerOf(groups, std::move(defaults)) {}
   template <class Deferred = void>
   explicit FusedSGD(std::vector<at::Tensor> params, torch::optim::SGDOptions defaults)
-      : FusedSGD({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
+      : FusedSGD(detail::one_group(std::move(params)), std::move(defaults)) {}
 };
 
 /// torch::optim::Adagrad, fused. Every parameter's sum starts at the initial_accumulator_value of
@@ -86,7 +86,7 @@ class FusedAdagrad : public detail::FusedOptimizerOf<detail::AdagradRule> {
       : FusedOptimizerOf(groups, std::move(defaults)) {}
   template <class Deferred = void>
   explicit FusedAdagrad(std::vector<at::Tensor> params, torch::optim::AdagradOptions defaults = {})
-      : FusedAdagrad({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
+      : FusedAdagrad(detail::one_group(std::move(params)), std::move(defaults)) {}
 };
 
 }  // namespace torchamp

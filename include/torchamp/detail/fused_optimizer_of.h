@@ -22,16 +22,21 @@
 
 namespace torchamp::detail {
 
-/// The counterpart in LibTorch of an optimizer after `Rule`, with its groups and no states.
-/// Archives pass through it, since it reads and writes them with code that is compiled in LibTorch.
+/// The counterpart in LibTorch of an optimizer after `Rule`, with its groups and no states. What it
+/// does here need not be compiled here: it reads and writes archives, and its constructor checks
+/// options.
 template <class Rule>
 class Counterpart {
  public:
-  explicit Counterpart(const ParamGroups& groups)
-      : optimizer_(ParamGroups(), typename Rule::Options(/*lr=*/0.)) {
+  explicit Counterpart(const typename Rule::Options& options)
+      : optimizer_(ParamGroups(), options) {}
+  explicit Counterpart(const ParamGroups& groups) : Counterpart(typename Rule::Options(/*lr=*/0.)) {
     for (const auto& group : groups) optimizer_.param_groups().push_back(group);
   }
   torch::optim::Optimizer& get() { return optimizer_; }
+
+  /// Throws for options that are out of range.
+  static void check(const typename Rule::Options& options) { const Counterpart checked(options); }
 
  private:
   typename Rule::LibTorch optimizer_;
@@ -46,9 +51,9 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
 
   FusedOptimizerOf(const ParamGroups& groups, Options defaults)
       : FusedOptimizer(groups, std::make_unique<Options>(defaults)) {
-    Rule::check(defaults);
+    Counterpart<Rule>::check(defaults);
     for (std::size_t g = 0; g < param_groups_.size(); ++g) {
-      Rule::check(options_of<Rule>(param_groups_, g));
+      Counterpart<Rule>::check(options_of<Rule>(param_groups_, g));
     }
   }
 
@@ -88,8 +93,8 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
     Counterpart<Rule> counterpart(param_groups_);
     torch::optim::Optimizer& loaded = counterpart.get();
     try {
-      c10::IValue
-          version;  // without it, LibTorch takes the archive for one of version 1.4 or older
+      // Without it, LibTorch takes the archive for one of version 1.4 or older.
+      c10::IValue version;
       archive.read("pytorch_version", version);
       loaded.load(archive);
     } catch (const std::exception& error) {
@@ -162,7 +167,7 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
     const ParamGroups& groups = loaded.param_groups();
     for (std::size_t g = 0; g < groups.size(); ++g) {
       const Options& options = options_of<Rule>(groups, g);
-      Rule::check(options);
+      Counterpart<Rule>::check(options);
       for (std::size_t i = 0; i < groups[g].params().size(); ++i) {
         const at::Tensor& param = groups[g].params()[i];
         const auto state = loaded.state().find(param.unsafeGetTensorImpl());

@@ -13,6 +13,7 @@
 #include <memory>
 #include <string>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "torchamp/detail/counter_table.h"
@@ -23,6 +24,12 @@ namespace torchamp::detail {
 
 using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
 using ParamStates = ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>>;
+
+inline ParamGroups one_group(std::vector<at::Tensor> params) {
+  ParamGroups groups;
+  groups.emplace_back(std::move(params));
+  return groups;
+}
 
 inline std::string place_of(std::size_t group, std::size_t index) {
   return c10::str("parameter ", index, " of group ", group);

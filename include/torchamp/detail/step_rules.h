@@ -30,7 +30,6 @@
 //   LibTorch           the class of its counterpart there
 //   Options, State     the types that go with that
 //   name               for error texts
-//   check(options)     what LibTorch's constructor checks
 //   kinds(options)     how many kinds of state tensors a parameter has
 //   tensor(state, k)   the one of kind k
 //   initial(k, …)      what it starts as
@@ -48,14 +47,6 @@ struct AdamRuleBase {
   using State = State_;
   static constexpr bool apart = false;
 
-  static void check(const Options& o) {
-    TORCH_CHECK(o.lr() >= 0, "Invalid learning rate: ", o.lr());
-    TORCH_CHECK(o.eps() >= 0, "Invalid epsilon value: ", o.eps());
-    const auto [beta1, beta2] = o.betas();
-    TORCH_CHECK(0 <= beta1 && beta1 < 1., "Invalid beta parameter at index 0: ", beta1);
-    TORCH_CHECK(0 <= beta2 && beta2 < 1., "Invalid beta parameter at index 1: ", beta2);
-    TORCH_CHECK(o.weight_decay() >= 0, "Invalid weight_decay value: ", o.weight_decay());
-  }
   static std::size_t kinds(const Options& o) { return o.amsgrad() ? 3 : 2; }
   static at::Tensor& tensor(State& s, std::size_t kind) {
     return kind == 0 ? s.exp_avg() : kind == 1 ? s.exp_avg_sq() : s.max_exp_avg_sq();
@@ -98,14 +89,6 @@ struct AdagradRule {
   static constexpr const char* name = "FusedAdagrad";
   static constexpr bool apart = false;
 
-  static void check(const Options& o) {
-    TORCH_CHECK(o.lr() >= 0, "Invalid learning rate: ", o.lr());
-    TORCH_CHECK(o.lr_decay() >= 0, "Invalid lr_decay value: ", o.lr_decay());
-    TORCH_CHECK(o.weight_decay() >= 0, "Invalid weight_decay value: ", o.weight_decay());
-    TORCH_CHECK(o.initial_accumulator_value() >= 0,
-                "Invalid initial_accumulator_value value: ", o.initial_accumulator_value());
-    TORCH_CHECK(o.eps() >= 0, "Invalid epsilon value: ", o.eps());
-  }
   static std::size_t kinds(const Options&) { return 1; }
   static at::Tensor& tensor(State& s, std::size_t) { return s.sum(); }
   static at::Tensor initial(std::size_t, const at::Tensor& param, const Options& defaults) {
@@ -139,13 +122,6 @@ struct SgdRule {
   static constexpr const char* name = "FusedSGD";
   static constexpr bool apart = true;
 
-  static void check(const Options& o) {
-    TORCH_CHECK(o.lr() >= 0, "Invalid learning rate: ", o.lr());
-    TORCH_CHECK(o.momentum() >= 0, "Invalid momentum value: ", o.momentum());
-    TORCH_CHECK(o.weight_decay() >= 0, "Invalid weight_decay value: ", o.weight_decay());
-    TORCH_CHECK(!o.nesterov() || (o.momentum() > 0 && o.dampening() == 0),
-                "Nesterov momentum requires a momentum and zero dampening");
-  }
   static std::size_t kinds(const Options& o) { return o.momentum() == 0 ? 0 : 1; }
   static at::Tensor& tensor(State& s, std::size_t) { return s.momentum_buffer(); }
   static at::Tensor initial(std::size_t, const at::Tensor& param, const Options&) {
