@@ -513,6 +513,30 @@ TEST_P(ClipGrad, ClipsOnceMoreWhateverTheScale) {
   }
 }
 
+TEST_P(ClipGrad, LeavesFp16GradientsToAFusedStepAtALargeScale) {
+  const Params params{torch::zeros({4}, options(at::kHalf)).requires_grad_()};
+  torchamp::FusedSGD optimizer(params, SGDOptions(0x1p40));
+  params[0].mutable_grad() = torch::ones({4}, options(at::kHalf));
+  torchamp::GradScaler scaler({.init_scale = 0x1p40});
+  scaler.scale(torch::ones({}, options()));
+  expect_close(torchamp::clip_grad_norm_(scaler, optimizer, 0.),
+               torch::full({}, 0x1p-39, options()));
+  optimizer.take_next_step_divisor();
+  optimizer.divide_next_step(number(2., params[0].device()));
+  scaler.step(optimizer);
+  expect_close(params[0], torch::full({4}, -0.5, options(at::kHalf)));
+}
+
+TEST_P(ClipGrad, ClipsFp64GradientsOnTopOfADivisor) {
+  const Params params{torch::zeros({4}, options(at::kDouble)).requires_grad_()};
+  torchamp::FusedSGD optimizer(params, SGDOptions(1.));
+  params[0].mutable_grad() = torch::full({4}, 2., options(at::kDouble));
+  optimizer.divide_next_step(number(2., params[0].device()));
+  EXPECT_EQ(torchamp::clip_grad_norm_(optimizer, 1.).item<double>(), 2.);
+  optimizer.step();
+  expect_close(params[0], torch::full({4}, -1. / (2. + 1e-6), options(at::kDouble)));
+}
+
 TEST(ClipGradPasses, AreOneUnlessTheNormIsWhereFp32Ends) {
   struct Passes {
     int norms, copies;

@@ -303,6 +303,38 @@ TEST(FusedAdam, GoesOnFromAStateChangedThroughLibTorchsInterface) {
   }
 }
 
+TEST(FusedAdam, TellsACaptureOfStatesChangedThroughLibTorchsInterface) {
+  const Params params{param({3}), param({4}), param({2})};
+  torchamp::FusedAdam optimizer(params);
+  Optimizer& base = optimizer;
+  const auto state = [&](std::size_t p) {
+    return base.state().find(params[p].unsafeGetTensorImpl());
+  };
+  const std::vector<std::function<void()>> changes{
+      [&] { base.state().clear(); },
+      [&] { base.state().erase(state(0)); },
+      [&] { base.state().erase(state(2)); },  // whose parameter has no gradient
+      [&] { state(1)->second = state(1)->second->clone(); },
+      [&] {
+        auto& adam = static_cast<AdamParamState&>(*state(1)->second);
+        adam.exp_avg_sq(adam.exp_avg_sq().clone());
+      },
+      [&] { static_cast<AdamParamState&>(*state(0)->second).step(100); }};
+  for (std::size_t c = 0; c < changes.size(); ++c) {
+    SCOPED_TRACE(c);
+    for (const Tensor& p : params) p.mutable_grad() = torch::ones_like(p);
+    optimizer.step();
+    params[2].mutable_grad().reset();
+    optimizer.prepare_captured_step();
+    optimizer.step();
+    EXPECT_TRUE(optimizer.prepare_captured_step());
+    changes[c]();
+    EXPECT_FALSE(optimizer.prepare_captured_step());
+    optimizer.step();
+    EXPECT_TRUE(optimizer.prepare_captured_step());
+  }
+}
+
 TEST(FusedAdam, KeepsStateOnTheParametersDeviceInItsDtype) {
   for (const at::DeviceType device : {at::kCPU, at::kCUDA}) {
     if (device == at::kCUDA && !at::hasCUDA()) continue;
