@@ -382,7 +382,8 @@ TEST(AutocastGuard, TakesADeviceWhereverItTakesAType) {
 }
 
 TEST(AutocastGuard, ADeviceWithoutAutocastIsAnError) {
-  EXPECT_ERROR(AutocastGuard guard(at::Device(at::kMeta)),
+  const at::Device meta(at::kMeta);
+  EXPECT_ERROR(AutocastGuard guard(meta),
                "AutocastGuard: LibTorch has no autocast for the device type 'meta'.");
   const ThreadState before;
   EXPECT_ERROR(

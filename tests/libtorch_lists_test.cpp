@@ -152,10 +152,12 @@ TEST(LibTorchLists, SayWhatEachKernelOfACpuDoes) {
     const auto op = dispatcher.findSchema(name);
     if (!op || op->isKernelFallthroughKernel(c10::DispatchKey::AutocastCPU)) continue;
     const std::string full_name = torchamp::detail::full_name(name);
+    if (!torchamp::detail::why_not_boxable(op->schema()).empty()) continue;  // named dimensions
     const std::optional<Cast> seen = seen_rule(*op);
     ++count;
-    ASSERT_TRUE(seen.has_value()) << "no cast was seen of " << full_name;
-    EXPECT_EQ(torchamp::detail::kernel_rule(full_name, at::kCPU), *seen) << full_name;
+    EXPECT_TRUE(seen.has_value()) << "no cast was seen of " << full_name;
+    EXPECT_EQ(torchamp::detail::kernel_rule(full_name, at::kCPU), seen.value_or(Cast::native))
+        << full_name;
   }
   at::removeCallback(handle);
   EXPECT_GT(count, 100);

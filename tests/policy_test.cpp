@@ -76,7 +76,6 @@ TEST(Policy, LookupTakesADevice) {
   EXPECT_EQ(Policy::standard().lookup("softmax", second), Cast::native);
   EXPECT_EQ(Policy::standard().effect("softmax", second), Cast::fp32);
   EXPECT_EQ(Policy::standard().lookup("softmax", {at::kCUDA, 0}), Cast::native);
-  EXPECT_EQ(Policy::standard().lookup("softmax", {at::kCPU}), Cast::fp32);
 }
 
 TEST(Cast, PrintsItsName) {

@@ -65,24 +65,25 @@ inline constexpr std::string_view cpu_lower_precision_ops[] = {
     "conv_transpose2d", "conv_transpose3d", "linalg_vecdot", "linear", "matmul", "mkldnn_rnn_layer",
     "mm", "prelu", "scaled_dot_product_attention"};
 inline constexpr std::string_view cpu_fp32_ops[] = {
-    "_grid_sampler_2d_cpu_fallback", "_lu_with_info", "adaptive_avg_pool3d", "adaptive_max_pool3d",
-    "avg_pool3d", "binary_cross_entropy", "binary_cross_entropy_with_logits", "cdist",
-    "cholesky_inverse", "cholesky_solve", "cosine_embedding_loss", "cross_entropy_loss", "ctc_loss",
-    "fake_quantize_per_tensor_affine", "fft_fft", "fft_fft2", "fft_fftn", "fft_hfft", "fft_ifft",
-    "fft_ifft2", "fft_ifftn", "fft_ihfft", "fft_irfft", "fft_irfft2", "fft_irfftn", "fft_rfft",
-    "fft_rfft2", "fft_rfftn", "fractional_max_pool2d", "fractional_max_pool3d", "geqrf",
-    "grid_sampler", "grid_sampler_2d", "grid_sampler_3d", "hinge_embedding_loss", "huber_loss",
-    "inverse", "kl_div", "l1_loss", "linalg_cholesky", "linalg_cholesky_ex", "linalg_cond",
-    "linalg_eig", "linalg_eigh", "linalg_eigvals", "linalg_eigvalsh", "linalg_householder_product",
-    "linalg_inv", "linalg_inv_ex", "linalg_lstsq", "linalg_matrix_rank", "linalg_matrix_sqrth",
-    "linalg_qr", "linalg_solve", "linalg_svd", "linalg_svdvals", "linalg_tensorinv",
-    "linalg_tensorsolve", "lu_solve", "margin_ranking_loss", "max_pool3d", "max_unpool2d",
-    "max_unpool3d", "mse_loss", "multi_margin_loss", "multilabel_margin_loss",
-    "multilabel_margin_loss_forward", "nanquantile", "nll_loss", "nll_loss2d", "orgqr", "ormqr",
-    "pinverse", "poisson_nll_loss", "polar", "prod", "quantile", "reflection_pad1d",
-    "reflection_pad2d", "replication_pad1d", "replication_pad2d", "replication_pad3d",
-    "smooth_l1_loss", "soft_margin_loss", "stft", "svd", "trace", "triangular_solve",
-    "triplet_margin_loss", "view_as_complex"};
+    "_grid_sampler_2d_cpu_fallback", "_lu_with_info", "adaptive_avg_pool3d",
+    "adaptive_max_pool3d", "avg_pool3d", "binary_cross_entropy",
+    "binary_cross_entropy_with_logits", "cdist", "cholesky", "cholesky_inverse", "cholesky_solve",
+    "cosine_embedding_loss", "cross_entropy_loss", "ctc_loss", "fake_quantize_per_tensor_affine",
+    "fft_fft", "fft_fft2", "fft_fftn", "fft_hfft", "fft_ifft", "fft_ifft2", "fft_ifftn",
+    "fft_ihfft", "fft_irfft", "fft_irfft2", "fft_irfftn", "fft_rfft", "fft_rfft2", "fft_rfftn",
+    "fractional_max_pool2d", "fractional_max_pool3d", "geqrf", "grid_sampler", "grid_sampler_2d",
+    "grid_sampler_3d", "hinge_embedding_loss", "huber_loss", "inverse", "kl_div", "l1_loss",
+    "linalg_cholesky", "linalg_cholesky_ex", "linalg_cond", "linalg_eig", "linalg_eigh",
+    "linalg_eigvals", "linalg_eigvalsh", "linalg_householder_product", "linalg_inv",
+    "linalg_inv_ex", "linalg_lstsq", "linalg_matrix_rank", "linalg_matrix_sqrth", "linalg_qr",
+    "linalg_solve", "linalg_svd", "linalg_svdvals", "linalg_tensorinv", "linalg_tensorsolve",
+    "lu_solve", "margin_ranking_loss", "max_pool3d", "max_unpool2d", "max_unpool3d", "mse_loss",
+    "multi_margin_loss", "multilabel_margin_loss", "multilabel_margin_loss_forward",
+    "nanquantile", "nll_loss", "nll_loss2d", "orgqr", "ormqr", "pinverse", "poisson_nll_loss",
+    "polar", "prod", "qr", "quantile", "reflection_pad1d", "reflection_pad2d",
+    "replication_pad1d", "replication_pad2d", "replication_pad3d", "smooth_l1_loss",
+    "soft_margin_loss", "stft", "svd", "trace", "triangular_solve", "triplet_margin_loss",
+    "view_as_complex"};
 inline constexpr std::string_view cpu_promote_ops[] = {"cat", "stack", "index_copy"};
 /// Ops with a kernel on CUDA that the lists in the headers lack.
 inline constexpr std::string_view cuda_lower_precision_ops[] = {
