@@ -182,6 +182,14 @@ TEST(CustomOp, ATensorOfFp64IsNotNarrowedByAnAskedDtype) {
   EXPECT_EQ(results[1].scalar_type(), at::kDouble);
 }
 
+TEST(CustomOp, AComplexTensorDoesNotBecomeReal) {
+  const AutocastGuard guard(at::kCPU, {.policy = Policy::standard().fp32({"torchamp_test::sums"})});
+  const std::vector<at::Tensor> tensors{ones(at::kBFloat16), ones(at::kComplexFloat)};
+  const auto results = call<Sums>("torchamp_test::sums", tensors, std::nullopt);
+  EXPECT_EQ(results[0].scalar_type(), at::kFloat);
+  EXPECT_EQ(results[1].scalar_type(), at::kComplexFloat);
+}
+
 TEST(CustomOp, AnIndexThatLeadsDoesNotHideTheTensorsBehindIt) {
   using GatherSum = at::Tensor(const at::Tensor&, const at::Tensor&, std::optional<at::ScalarType>);
   const AutocastGuard guard(at::kCPU,
@@ -250,7 +258,7 @@ TEST(CustomOp, AnOverloadThatIsRegisteredLaterCanBeNamed) {
   auto library = library_that_goes(torch::Library::DEF);
   library->def("grows(Tensor x) -> Tensor", [](const at::Tensor& x) { return x * 2; });
   EXPECT_ERROR(Policy::standard().fp32({"torchamp_goes::grows.by"}), "has no overload 'by'");
-  const auto more = library_that_goes(torch::Library::FRAGMENT);
+  auto more = library_that_goes(torch::Library::FRAGMENT);
   more->def("grows.by(Tensor x, Scalar by) -> Tensor",
             [](const at::Tensor& x, const at::Scalar& by) { return x * by; });
   const Policy policy = Policy::standard().fp32({"torchamp_goes::grows.by"});
@@ -258,6 +266,24 @@ TEST(CustomOp, AnOverloadThatIsRegisteredLaterCanBeNamed) {
   EXPECT_EQ(
       Policy::standard().fp32({"torchamp_goes::grows"}).lookup("torchamp_goes::grows.by", at::kCPU),
       Cast::fp32);
+  more.reset();
+  EXPECT_ERROR(Policy::standard().fp32({"torchamp_goes::grows.by"}), "has no overload 'by'");
+}
+
+TEST(CustomOp, IsNotTakenForLibTorchsOpOfTheSameName) {
+  torch::Library library(torch::Library::DEF, "mine", std::nullopt, __FILE__, __LINE__);
+  library.def("sub(Tensor x, Tensor y) -> Tensor",
+              [](const at::Tensor& x, const at::Tensor& y) { return x * y; });
+  EXPECT_EQ(Policy::standard().lookup("mine::sub", at::kCPU), Cast::unchanged);
+}
+
+TEST(CustomOp, OfTwoNamesAsNearTheFirstIsSuggested) {
+  const auto library = library_that_goes(torch::Library::DEF);
+  for (const char* schema : {"near_c(Tensor x) -> Tensor", "near_b(Tensor x) -> Tensor"}) {
+    library->def(schema, [](const at::Tensor& x) { return x * 2; });
+  }
+  EXPECT_ERROR((void)Policy::standard().lookup("torchamp_goes::near_a", at::kCPU),
+               "Did you mean 'torchamp_goes::near_b'?");
 }
 
 }  // namespace

@@ -6,15 +6,11 @@
 #include <torch/version.h>
 
 #include <array>
-#include <cmath>
-#include <cstdint>
-#include <memory>
 #include <sstream>
 #include <string>
 #include <vector>
 
 #include "support/expect_error.h"
-#include "support/warnings.h"
 #include "torchamp/autocast.h"
 
 namespace {
@@ -321,80 +317,6 @@ TEST(Policy, AnEditLeavesOverloadsWithNamedDimensionsAlone) {
   EXPECT_ERROR(Policy::standard().unchanged({"cumsum.dimname"}),
                "'cumsum.dimname' cannot be covered: it takes named dimensions");
 #endif
-}
-
-// ---- Binary cross entropy -----------------------------------------------------------------------
-
-TEST(Policy, StandardComputesBinaryCrossEntropyInFp32OnEveryDevice) {
-  const Policy policy = Policy::standard();
-  for (const at::DeviceType device : {at::kCPU, at::kCUDA, at::kXPU, at::kMPS}) {
-    EXPECT_EQ(policy.lookup("binary_cross_entropy", device), Cast::fp32) << device;
-  }
-  EXPECT_EQ(Policy::torch().lookup("binary_cross_entropy", at::kCUDA), Cast::native);
-  const at::Tensor logits = at::linspace(-3, 3, 6), target = at::ones({6});
-  const at::Tensor expected = at::binary_cross_entropy(logits.sigmoid(), target);
-  const AutocastGuard guard(at::kCPU);
-  const at::Tensor loss = at::binary_cross_entropy(logits.sigmoid(), target.to(at::kBFloat16));
-  EXPECT_EQ(loss.scalar_type(), at::kFloat);
-  EXPECT_TRUE(at::equal(loss, expected));
-}
-
-/// Calls the kernel that binary_cross_entropy has for CUDA's autocast, with CPU tensors, which it
-/// passes on as they are.
-at::Tensor call_cudas_binary_cross_entropy() {
-  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::binary_cross_entropy", "");
-  torch::jit::Stack stack{at::full({2}, 0.5), at::ones({2}), c10::IValue(), std::int64_t{1}};
-  op.callBoxedForDispatchKey(c10::DispatchKey::AutocastCUDA, stack);
-  return stack.back().toTensor();
-}
-
-TEST(Policy, OnCudaOnlyStandardLiftsTheBanOfBinaryCrossEntropy) {
-  using namespace torchamp::detail;
-  const char* const ban = "unsafe to autocast";
-  EXPECT_ERROR(call_cudas_binary_cross_entropy(), ban);
-  const auto call_under = [](const Policy& policy) {
-    compile_once(*policy.data(), at::kCUDA);
-    const auto thread = std::make_shared<ThreadPolicy>();
-    thread->in_force[device_index(at::kCUDA, "test")] = policy.data();
-    const PolicyScope scope(thread);
-    return call_cudas_binary_cross_entropy();
-  };
-  EXPECT_FLOAT_EQ(call_under(Policy::standard()).item<float>(), -std::log(0.5f));
-  EXPECT_ERROR(call_under(Policy::torch()), ban);
-  EXPECT_ERROR(call_under(Policy::standard().native({"binary_cross_entropy"})), ban);
-  EXPECT_ERROR(call_cudas_binary_cross_entropy(), ban);  // raw at::autocast keeps it
-}
-
-TEST(Policy, A16BitInputOfBinaryCrossEntropyIsWarnedOf) {
-  const at::Tensor probability = at::full({4}, 0.5), target = at::ones({4});
-  const auto warning_of = [&](at::ScalarType dtype, const Policy& policy) {
-    const CollectedWarnings warnings;
-    const AutocastGuard guard(at::kCPU, {.policy = policy});
-    (void)at::binary_cross_entropy(probability.to(dtype), target);
-    return warnings.text();
-  };
-  EXPECT_NE(warning_of(at::kBFloat16, Policy::standard()).find("probabilities in BFloat16"),
-            std::string::npos);
-  EXPECT_NE(warning_of(at::kHalf, Policy::standard()).find("probabilities in Half"),
-            std::string::npos);
-  EXPECT_EQ(warning_of(at::kFloat, Policy::standard()), "");
-  EXPECT_EQ(warning_of(at::kBFloat16, Policy::torch()), "");
-}
-
-class WarningCounter final : public c10::WarningHandler {
- public:
-  void process(const c10::Warning&) override { ++count; }
-  int count = 0;
-};
-
-TEST(Policy, ThatWarningIsGivenOnce) {
-  WarningCounter counter;
-  const c10::WarningUtils::WarningHandlerGuard handler(&counter);
-  const AutocastGuard guard(at::kCPU);
-  for (int i = 0; i < 3; ++i) {
-    (void)at::binary_cross_entropy(at::full({4}, 0.5, at::kBFloat16), at::ones({4}));
-  }
-  EXPECT_EQ(counter.count, 1);
 }
 
 TEST(Policy, PrintsItsEditsAndTheRulesOfBothDevices) {

@@ -57,17 +57,12 @@ bool sounds_like_state(const std::string& name) {
   return false;
 }
 
-/// Those that only read such an argument, by their documentation or code, and those of quantized
-/// tensors, which are never cast.
+/// Those that only read such an argument, by their documentation or code.
 bool is_known_to_read(const std::string& op, const std::string& argument) {
-  static const std::set<std::string> readers{"_cudnn_rnn(dropout_state)",
-                                             "_cudnn_rnn(weight_buf)",
-                                             "miopen_rnn(dropout_state)",
-                                             "miopen_rnn(weight_buf)",
-                                             "_sobol_engine_draw(sobolstate)",
-                                             "one_shot_all_reduce_copy(symm_buffer)",
-                                             "conv2d_add(qaccum)",
-                                             "conv2d_add_relu(qaccum)"};
+  static const std::set<std::string> readers{
+      "_cudnn_rnn(dropout_state)",      "_cudnn_rnn(weight_buf)",
+      "miopen_rnn(dropout_state)",      "miopen_rnn(weight_buf)",
+      "_sobol_engine_draw(sobolstate)", "one_shot_all_reduce_copy(symm_buffer)"};
   if (op.find("backward") != std::string::npos) return true;
   if (op.ends_with("_functional") || readers.contains(op + '(' + argument + ')')) return true;
   // The forms of an optimizer's and of the scaler's ops that return new tensors.
@@ -277,6 +272,16 @@ TEST(UndeclaredWrites, StatisticsInFp32AreNeverRounded) {
   const double kept = std::pow(1 - 1e-3, 10);
   EXPECT_TRUE(at::allclose(mean, at::full({3}, 1.001 * kept + 1.375 * (1 - kept)), 1e-6, 0))
       << mean;
+}
+
+TEST(UndeclaredWrites, ANormWithoutStatisticsFollowsItsWeightAsWell) {
+  const at::Tensor x = at::rand({4, 3, 5}), weight = at::ones({3});
+  const auto dtype_of = [&](const Policy& policy, at::ScalarType input) {
+    const AutocastGuard guard(at::kCPU, {.policy = policy});
+    return at::batch_norm(x.to(input), weight, {}, {}, {}, true, 0.1, 1e-5, false).scalar_type();
+  };
+  EXPECT_EQ(dtype_of(Policy::standard().promote(ops::norm), at::kBFloat16), at::kFloat);
+  EXPECT_EQ(dtype_of(Policy::standard().lower_precision(ops::norm), at::kFloat), at::kBFloat16);
 }
 
 TEST(UndeclaredWrites, AFailedCallLeavesTheStatisticsAsTheyWere) {

@@ -51,6 +51,8 @@ class Policy {
   /// Errors, each leaving the policy as it was: a name that LibTorch does not know (with the
   /// nearest known one), and, for the rules that cast, an op that cannot be cast (with the reason).
   /// A name without overload means those of its overloads that can be cast.
+  /// Running statistics of norms are updated as without a cast, and never narrowed: see
+  /// Note [Casts of running statistics].
   Policy& lower_precision(const OpNames& ops, const When& when = {}) {
     return edit("Policy::lower_precision", Cast::lower_precision, ops, when);
   }

@@ -60,8 +60,8 @@ inline std::string why_not_boxable(const c10::FunctionSchema& schema) {
 //  - Batch and instance norms update their running statistics, which an op need not have. These
 //    ops can be cast, and their statistics are seen to by CastArguments.
 //  - Ops whose name ends in an underscore write in place (c10d's collectives), those that return
-//    nothing have no other way to have an effect, and `dst` is what a copy goes to. None of these
-//    can be cast.
+//    nothing have no other way to have an effect, `dst` is what a copy goes to, and `qaccum` is
+//    what oneDNN's fused convolutions add to. None of these can be cast.
 
 /// Whether an op updates the argument without saying so.
 inline bool is_running_statistic(const c10::Argument& argument) {
@@ -74,7 +74,7 @@ inline bool writes_to_argument(const c10::FunctionSchema& schema) {
   if (schema.is_mutable()) return true;
   if (name.ends_with('_') && !name.ends_with("__")) return true;
   for (const auto& argument : schema.arguments()) {
-    if (argument.name() == "dst") return true;
+    if (argument.name() == "dst" || argument.name() == "qaccum") return true;
   }
   return false;
 }
