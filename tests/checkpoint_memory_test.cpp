@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Memory and casts that a function under checkpoint() has in common with what is around it.
 #include <ATen/ATen.h>
+#include <ATen/SequenceNumber.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules/batchnorm.h>
@@ -9,6 +10,7 @@
 #include <torch/nn/modules/linear.h>
 
 #include <array>
+#include <cstdint>
 #include <functional>
 #include <map>
 #include <optional>
@@ -169,6 +171,14 @@ TEST(CheckpointMemory, RefusesATensorMadeLaterInPlaceOfACapturedOne) {
   EXPECT_ERROR(y.sum().backward(), "checkpoint: the recomputation used other parameters");
 }
 
+TEST(CheckpointMemory, RefusesAParameterThatOnlyTheRecomputationUses) {
+  const Tensor x = leaf({4}), w = leaf({4}), v = leaf({4});
+  int calls = 0;
+  const auto function = [&](const Tensor& t) { return ++calls == 1 ? t * w : t * w * v; };
+  EXPECT_ERROR(checkpoint(function, x).sum().backward(),
+               "checkpoint: the recomputation used other parameters");
+}
+
 TEST(CheckpointMemory, RefusesAnotherDtypeInTheRecomputation) {
   int calls = 0;
   const auto function = [&](const Tensor& t) {
@@ -182,10 +192,15 @@ TEST(CheckpointMemory, RefusesAnotherDtypeInTheRecomputation) {
 TEST(CheckpointMemory, LeavesTheGraphOfATensorOfAnotherThreadAlone) {
   const Tensor x = leaf({4}), w = leaf({4});
   Tensor h;
+  const std::uint64_t count = at::sequence_number::peek() + 50;
   std::thread([&] {
-    for (int i = 0; i < 10000; ++i) h = w.exp();
+    for (std::uint64_t i = 0; i < count; ++i) h = w.exp();
   }).join();
-  const Tensor y = checkpoint([h](const Tensor& t) { return t * h; }, x);
+  const auto function = [h](Tensor t) {
+    for (int i = 0; i < 100; ++i) t = t * 1;  // which takes the numbers around h's
+    return t * h;
+  };
+  const Tensor y = checkpoint(function, x);
   EXPECT_TRUE(at::allclose(gradient(y.sum() + h.sum(), w), w.exp() * (x + 1)));
 }
 

@@ -141,6 +141,16 @@ TEST(ModulePolicies, RefuseASequentialOfWhichAModuleWasReplaced) {
   EXPECT_EQ(dtype_of(net.encoder), at::kBFloat16);
 }
 
+TEST(ModulePolicies, HoldInAForwardWithDefaultArgumentsToo) {
+  struct ScaledImpl : nn::Module {
+    at::Tensor forward(const at::Tensor& x, double by = 1) { return (x * by).relu(); }
+  };
+  TORCH_MODULE(Scaled);
+  WithPolicy<Scaled> model;
+  ModulePolicies{{"", relu_in_fp32()}}.apply_to(*model);
+  EXPECT_EQ(dtype_of(model), at::kFloat);
+}
+
 TEST(ModulePolicies, GoWithACopyOfAnEntry) {
   nn::Sequential model{nn::ReLU()};
   ModulePolicies{{"0", relu_in_fp32()}}.apply_to(*model);
