@@ -11,6 +11,7 @@
 #include "support/repeating_recorder.h"
 #include "support/tolerances.h"
 #include "torchamp/autocast.h"
+#include "torchamp/detail/host_access_watch.h"
 #include "torchamp/optim.h"
 #include "torchamp/scaled_step.h"
 
@@ -18,6 +19,7 @@ namespace {
 
 using torchamp::CudaGraph;
 using torchamp::CudaGraphOptions;
+using torchamp::detail::HostAccessWatch;
 using Tensors = CudaGraph::Tensors;
 
 // ---- What is refused before anything is captured ------------------------------------------------
@@ -125,6 +127,45 @@ TEST_F(OneParameter, TellsWhyACaptureFailed) {
   EXPECT_TRUE(graph.is_captured());
 }
 
+TEST(HostAccessWatch, NamesTheFirstOpThatNeedsTheValues) {
+  const at::Tensor x = torch::ones({2, 2});
+  const auto first = [](const auto& work) {
+    const HostAccessWatch watch(at::kCPU);
+    work();
+    return watch.first();
+  };
+  EXPECT_EQ(first([&] { (void)(x + 1).sum(); }), "");
+  EXPECT_EQ(first([&] {
+              (void)x.nonzero();
+              (void)x.sum().item<float>();
+            }),
+            "aten::nonzero (the result's shape depends on values) on a tensor of shape [2, 2]");
+  EXPECT_NE(first([&] { (void)x.masked_select(x > 0); }), "");
+  EXPECT_NE(first([&] { (void)at::_unique(x); }), "");
+  EXPECT_NE(first([&] { (void)at::_unique2(x); }), "");
+  EXPECT_NE(first([&] { (void)at::unique_dim(x, 0); }), "");
+  EXPECT_NE(first([&] { (void)at::unique_consecutive(x); }), "");
+  EXPECT_NE(first([&] { (void)at::repeat_interleave(x[0].to(at::kLong)); }), "");
+  EXPECT_NE(first([&] { (void)at::bincount(x[0].to(at::kLong)); }), "");
+  EXPECT_NE(first([&] { (void)at::equal(x, x + 1); }), "");
+}
+
+TEST(HostAccessWatch, NamesCopiesThatWaitAndNoOthers) {
+  const at::Tensor host = torch::ones({2}), device = torch::ones({2}, at::device(at::kMeta));
+  const auto first = [](const auto& work) {
+    const HostAccessWatch watch(at::kMeta);
+    work();
+    return watch.first();
+  };
+  const char* const text = "aten::copy_ (from the host to the device) on a tensor of shape [2]";
+  EXPECT_EQ(first([&] { at::empty_like(device).copy_(host); }), text);
+  EXPECT_EQ(first([&] { at::empty_like(device).copy_(host, /*non_blocking=*/true); }), text)
+      << "the memory is not pinned";
+  EXPECT_EQ(first([&] { at::empty_like(device).copy_(device); }), "");
+  EXPECT_EQ(first([&] { at::empty_like(host).copy_(host); }), "");
+  EXPECT_EQ(first([&] { (void)host.sum().item<float>(); }), "") << "the host may read its own";
+}
+
 // ---- The order of things ------------------------------------------------------------------------
 
 TEST_F(OneParameter, WarmsUpThenCapturesOnceAndReplays) {
@@ -191,19 +232,48 @@ TEST_F(OneParameter, TakesAnotherShapeAfterReset) {
   EXPECT_EQ(graph({torch::ones({3})})[0].item<double>(), 3.);
   EXPECT_EQ(graph({torch::ones({3})})[0].item<double>(), 3.);
   EXPECT_EQ(log_.records, 2);
+  EXPECT_EQ(log_.runs, 2) << "it warms up again";
+}
+
+TEST_F(OneParameter, CopiesEveryInputInAgain) {
+  CudaGraph graph = graph_of(
+      [](const Tensors& batch) -> Tensors { return {batch[0] + 10 * batch[1]}; }, {.warmup = 1});
+  for (int i = 0; i < 4; ++i) {
+    EXPECT_EQ(graph({torch::full({}, i), torch::full({}, i + 1)})[0].item<double>(), 11 * i + 10);
+  }
+}
+
+TEST_F(OneParameter, AsksEveryOptimizerWhetherItHasChanged) {
+  const at::Tensor other = torch::zeros({2}, torch::requires_grad());
+  torchamp::FusedAdam last({other});
+  CudaGraph graph(
+      {fused_, last},
+      [&](const Tensors& batch) {
+        other.mutable_grad() = batch[0].clone();
+        last.step();
+        return step(batch);
+      },
+      {.warmup = 1}, repeating(log_));
+  for (int i = 0; i < 3; ++i) graph({torch::ones({2})});
+  EXPECT_EQ(log_.records, 1);
+  static_cast<torch::optim::AdamOptions&>(fused_.param_groups()[0].options()).eps(1e-3);
+  for (int i = 0; i < 3; ++i) graph({torch::ones({2})});
+  EXPECT_EQ(log_.records, 2) << "the first of the two has changed";
 }
 
 TEST_F(OneParameter, DropsCastsThatWereMadeBeforeTheCaptureAndInIt) {
   const at::Tensor weight = torch::ones({2, 2}, torch::requires_grad());
-  at::Tensor cast, later;
-  CudaGraph graph = graph_of([&](const Tensors& batch) { return step(batch); }, {.warmup = 1});
+  at::Tensor cast, inside, later;
+  log_.at_record = [&] { inside = at::autocast::cached_cast(at::kBFloat16, weight, at::kCPU); };
+  CudaGraph graph = graph_of([](const Tensors& batch) { return batch; }, {.warmup = 1});
   const torchamp::AutocastGuard outside(at::kCPU);
   graph({torch::ones({2})});
   cast = at::autocast::cached_cast(at::kBFloat16, weight, at::kCPU);
   EXPECT_TRUE(cast.is_same(at::autocast::cached_cast(at::kBFloat16, weight, at::kCPU)));
   graph({torch::ones({2})});
   later = at::autocast::cached_cast(at::kBFloat16, weight, at::kCPU);
-  EXPECT_FALSE(cast.is_same(later));
+  EXPECT_FALSE(cast.is_same(inside)) << "made before the capture";
+  EXPECT_FALSE(inside.is_same(later)) << "made in the capture";
 }
 
 /// A ScaledStep that knows nothing of captures.

@@ -17,6 +17,7 @@ class Repeater final : public torchamp::detail::GraphRecorder {
     int runs = 0, records = 0, replays = 0, resets = 0;
     at::DeviceType watched = at::kMeta;  // nothing, since the CPU's kernels read
     bool refuse = false;
+    std::function<void()> at_record = nullptr;
   };
   explicit Repeater(Log& log) : log_(log) {}
 
@@ -28,6 +29,7 @@ class Repeater final : public torchamp::detail::GraphRecorder {
   void record(const std::function<void()>& work) override {
     ++log_.records;
     TORCH_CHECK(!log_.refuse, "operation not permitted");
+    if (log_.at_record) log_.at_record();
     work_ = work;
   }
   void replay() override {
