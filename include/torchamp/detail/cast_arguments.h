@@ -45,13 +45,12 @@ inline bool is_dtype(const c10::Argument& argument, bool optional) {
   return is_optional == optional && type->kind() == c10::TypeKind::ScalarTypeType;
 }
 
-/// Why LibTorch cannot box an op, and so no overlay can cover it; empty if it can.
-inline std::string why_not_boxable(const c10::FunctionSchema& schema) {
+/// Whether the op takes named dimensions, which newer LibTorchs do not have. It can be covered, as
+/// LibTorch boxes names as strings, but the table does not cast it.
+inline bool takes_named_dimensions(const c10::FunctionSchema& schema) {
   const std::string& overload = schema.overload_name();
-  if (overload.find("imname") != std::string::npos || overload.find("names") != std::string::npos) {
-    return "it takes named dimensions, which LibTorch's dispatcher cannot pass on";
-  }
-  return {};
+  return overload.find("imname") != std::string::npos ||
+         overload.find("names") != std::string::npos;
 }
 
 // Note [Ops that write to what they do not declare]
@@ -96,7 +95,7 @@ inline std::string why_not_castable(const c10::FunctionSchema& schema) {
     return "it returns nothing, so what it does it does to its arguments, which a cast would "
            "replace by copies";
   }
-  if (std::string why = why_not_boxable(schema); !why.empty()) return why;
+  if (takes_named_dimensions(schema)) return "it takes named dimensions";
   if (names_dtype) return "the caller names its dtype";
   for (const auto& result : schema.returns()) {
     if (result.alias_info()) return "it returns a view of its argument, which a cast would cut off";

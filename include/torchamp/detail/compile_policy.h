@@ -10,7 +10,6 @@
 
 #include "torchamp/cast.h"
 #include "torchamp/detail/base_rules.h"
-#include "torchamp/detail/cast_arguments.h"
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/libtorch_lists.h"
 #include "torchamp/detail/op_catalog.h"
@@ -40,7 +39,6 @@ inline bool needs_shield(const c10::OperatorHandle& op, at::DeviceType device) {
 inline OverlayTable::Entry overlay_entry(const PolicyData& policy, const c10::OperatorHandle& op,
                                          at::DeviceType device) {
   OverlayTable::Entry entry;
-  if (!why_not_boxable(op.schema()).empty()) return entry;
   const OverloadRules* edited = policy.edited(op);
   const bool is_edited = edited != nullptr && edited->cast.has_value();
   const Cast cast = rule_in_force(policy, op, device);

@@ -46,23 +46,20 @@ inline std::vector<c10::OperatorHandle> overloads_to_edit(const char* call, Cast
                                                           const std::string& name,
                                                           bool missing_ok) {
   std::vector<c10::OperatorHandle> found = find_ops(name, call, missing_ok);
-  if (cast == Cast::native) return found;
-  std::vector<c10::OperatorHandle> reached;
+  if (cast == Cast::native || cast == Cast::unchanged) return found;
+  std::vector<c10::OperatorHandle> castable;
   std::string reason;
   for (const auto& op : found) {
-    const std::string why =
-        cast == Cast::unchanged ? why_not_boxable(op.schema()) : why_not_castable(op.schema());
+    const std::string why = why_not_castable(op.schema());
     if (why.empty()) {
-      reached.push_back(op);
+      castable.push_back(op);
     } else if (reason.empty()) {
       reason = why;
     }
   }
-  TORCH_CHECK(!reached.empty() || missing_ok || cast != Cast::unchanged, call, ": '", name,
-              "' cannot be covered: ", reason, ".");
-  TORCH_CHECK(!reached.empty() || missing_ok, call, ": '", name, "' cannot be cast: ", reason,
+  TORCH_CHECK(!castable.empty() || missing_ok, call, ": '", name, "' cannot be cast: ", reason,
               ". Only out-of-place ops with tensor arguments can be.");
-  return reached;
+  return castable;
 }
 
 }  // namespace torchamp::detail
