@@ -373,6 +373,51 @@ TEST(SafeAccumulation, ChecksTheMeanAgainAfterTheProgramIfAskedTo) {
   EXPECT_EQ(w.item<float>(), 0.F);
 }
 
+TEST(SafeAccumulationAfterAnError, ForgetsTheClipOfAFailedStep) {
+  const at::Tensor w = zero();
+  torchamp::FusedSGD optimizer(std::vector<at::Tensor>{w}, torch::optim::SGDOptions(1.));
+  GradScaler scaler;
+  SafeAccumulation accumulation(scaler, optimizer);
+  accumulation.backward((w * 8).sum());
+  EXPECT_THROW(accumulation.step([&] {
+    torchamp::clip_grad_norm_(optimizer, 1.);
+    throw std::runtime_error("mine");
+  }),
+               std::runtime_error);
+  EXPECT_TRUE(accumulation.step());
+  EXPECT_EQ(w.item<float>(), -8.F);
+}
+
+TEST(SafeAccumulationAfterAnError, AddsNothingWhereALimitIsMetLate) {
+  const at::Tensor w = zero();
+  auto optimizer = sgd({w});
+  GradScaler scaler({.max_skips_in_a_row = 1});
+  scaler.scale(torch::ones({}));
+  move_to_device(scaler);
+  SafeAccumulation accumulation(scaler, optimizer);
+  accumulation.backward((w * kInf).sum());
+  EXPECT_ERROR(accumulation.backward((w * 2).sum()), "1 iterations in a row");
+  EXPECT_EQ(accumulation.pending(), 1);
+  EXPECT_FALSE(accumulation.step([&] { EXPECT_EQ(w.grad().item<float>(), 0.F); }));
+  EXPECT_EQ(w.item<float>(), 0.F);
+}
+
+TEST(SafeAccumulation, AddsGradientsOfOtherStrides) {
+  const at::Tensor w = torch::zeros({2, 3}, torch::requires_grad());
+  auto optimizer = sgd({w});
+  GradScaler scaler({.init_scale = 4.});
+  SafeAccumulation accumulation(scaler, optimizer);
+  const at::Tensor gradient = torch::arange(6.F).view({2, 3});
+  for (const bool transposed : {false, true}) {
+    accumulation.before_unscale([&] {
+      if (transposed) w.mutable_grad() = torch::empty_strided({2, 3}, {1, 2}).copy_(gradient * 4);
+    });
+    accumulation.backward((w * gradient).sum());
+  }
+  EXPECT_TRUE(accumulation.step());
+  expect_close(w.detach(), -gradient);
+}
+
 TEST(SafeAccumulation, RefusesGradientsThatTheProgramUnscaled) {
   const at::Tensor w = zero();
   auto optimizer = sgd({w});

@@ -6,10 +6,12 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <limits>
 #include <string>
 #include <vector>
 
 #include "support/expect_error.h"
+#include "support/on_device.h"
 #include "support/optimizers.h"
 
 namespace {
@@ -274,4 +276,24 @@ TEST(GradScalerStates, DiscardsWhatItHasRecordedOfOneOptimizer) {
   scaler.discard(one);
   EXPECT_ERROR(scaler.update(), "no optimizer has been stepped or unscaled since the last update");
   EXPECT_ERROR(scaler.update(), "optimizer.step() is no such step");
+}
+
+TEST(GradScalerStates, CountsOneSkipForTwoBadOptimizersAndLetsResultsKeepTheirs) {
+  torchamp::GradScaler scaler({.init_scale = 16.});
+  scaler.scale(torch::ones({}));
+  move_to_device(scaler);
+  const auto inf = [] { return torch::full({1}, std::numeric_limits<float>::infinity()); };
+  PlainScaledSGD one({parameter_with(inf())}, torch::optim::SGDOptions(1.));
+  PlainScaledSGD other({parameter_with(inf())}, torch::optim::SGDOptions(1.));
+  std::vector<torchamp::StepResult> results;
+  for (int i = 0; i < 3; ++i) {
+    results.push_back(scaler.step(one));
+    scaler.step(other);
+    scaler.update();
+    EXPECT_EQ(scaler.skips_in_a_row(), i + 1);
+  }
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_EQ(results[i].scale(), 16. / (1 << i)) << "asked after later updates";
+    EXPECT_EQ(results[i].skips_in_a_row(), i + 1);
+  }
 }

@@ -166,6 +166,15 @@ TEST(StepInRegion, EachEvaluationOfAClosureSeesTheWeightsOfTheLast) {
   }
 }
 
+TEST(StepInRegion, AStepWithAClosureIsSeen) {
+  const at::Tensor weight = ones();
+  torch::optim::SGD optimizer({weight}, torch::optim::SGDOptions(0.5));
+  GradScaler scaler;
+  expect_seen(weight, [&](const at::Tensor&) {
+    scaler.step(optimizer, [&] { return torch::ones({4, 4}).mm(weight).to(at::kFloat).sum(); });
+  });
+}
+
 TEST(StepInRegion, AStepThatFailsHalfWayIsSeen) {
   struct HalfWay : torch::optim::SGD {
     using SGD::SGD;
