@@ -34,6 +34,8 @@ TEST(MissingGradients, GivesTheReasonForEachParameter) {
   EXPECT_EQ(missing[0].group, 0U);
   EXPECT_EQ(missing[0].index, 1U);
   EXPECT_TRUE(missing[0].parameter.is_same(frozen));
+  EXPECT_EQ(missing[1].group, 1U);
+  EXPECT_EQ(missing[1].index, 0U);
   EXPECT_EQ(missing[4].group, 1U);
   EXPECT_EQ(missing[4].index, 3U);
 
