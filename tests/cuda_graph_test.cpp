@@ -11,6 +11,7 @@
 #include "support/repeating_recorder.h"
 #include "support/tolerances.h"
 #include "torchamp/autocast.h"
+#include "torchamp/captured_step.h"
 #include "torchamp/detail/host_access_watch.h"
 #include "torchamp/optim.h"
 #include "torchamp/scaled_step.h"
@@ -282,6 +283,27 @@ class Plain : public torch::optim::SGD, public torchamp::ScaledStep {
   using SGD::SGD;
   at::Tensor step_scaled(const at::Tensor&, const at::Tensor&) override { return step(); }
 };
+
+/// A CapturedStep that counts what it is told.
+class Counting : public Plain, public torchamp::CapturedStep {
+ public:
+  using Plain::Plain;
+  bool prepare_captured_step() override { return true; }
+  bool may_be_captured() const override { return true; }
+  void note_replayed_step() override { ++replayed; }
+  int replayed = 0;
+};
+
+TEST_F(OneParameter, TellsOptimizersOfStepsThatTheyDoNotSee) {
+  Counting optimizer({parameter_}, 0.5);
+  CudaGraph graph(
+      {optimizer}, [](const Tensors& batch) { return batch; }, {.warmup = 2}, repeating(log_));
+  const int told[] = {0, 0, 0, 1, 2};  // the capture calls the body, replays do not
+  for (const int times : told) {
+    graph({torch::ones({2})});
+    EXPECT_EQ(optimizer.replayed, times);
+  }
+}
 
 TEST_F(OneParameter, CapturesAnewWhenALearningRateChanged) {
   Plain optimizer({parameter_}, 0.5);
