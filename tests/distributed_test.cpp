@@ -205,7 +205,22 @@ TEST(Distributed, StartsEveryProcessWithTheModelOfTheFirst) {
   for (int step = 0; step < 2; ++step) {
     net.forward(at::randn({3, 4}) + group->getRank()).sum().backward();
   }
+  const Tensor weight = model[0]->as<torch::nn::Linear>()->weight;
+  const Tensor mean = model[1]->as<torch::nn::BatchNorm1d>()->running_mean;
+  {
+    const at::NoGradGuard no_grad;
+    weight.fill_(group->getRank() + 5);
+    mean.fill_(group->getRank() + 7);
+    model->eval();
+  }
+  net.forward(at::randn({3, 4})).sum().backward();
+  {
+    const at::NoGradGuard no_grad;
+    EXPECT_EQ(mean[0].item<int>(), group->getRank() + 7) << "in evaluation nothing is sent";
+  }
   torchamp::broadcast_module(*model, group, /*root=*/1);
+  EXPECT_EQ(weight[0][0].item<int>(), 6);
+  EXPECT_EQ(mean[0].item<int>(), 8);
   expect_same_everywhere(group, model->buffers());
 }
 
