@@ -146,8 +146,8 @@ TEST(BinaryCrossEntropy, Of16BitProbabilitiesIsWarnedOf) {
             std::string::npos);
   EXPECT_EQ(warning_of(at::kFloat, Policy::standard()), "");
   EXPECT_EQ(warning_of(at::kBFloat16, Policy::torch()), "");
-  const Policy unchanged = Policy::standard().unchanged({"binary_cross_entropy"});
-  EXPECT_EQ(warning_of(at::kBFloat16, unchanged), "") << "it is not computed in fp32";
+  const Policy lower = Policy::standard().lower_precision({"binary_cross_entropy"});
+  EXPECT_EQ(warning_of(at::kBFloat16, lower), "") << "it is not computed in fp32";
 }
 
 class WarningCounter final : public c10::WarningHandler {
