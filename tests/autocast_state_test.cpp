@@ -92,6 +92,23 @@ TEST(AutocastState, TellsItsParts) {
   EXPECT_ERROR((void)state.dtype(at::kMeta), "AutocastState: LibTorch has no autocast for");
 }
 
+TEST(AutocastStateGuard, OfTheOther16BitDtypeCastsWeightsToItsOwn) {
+  std::optional<AutocastState> half;
+  {
+    const AutocastGuard autocast(at::kCPU, at::kHalf);
+    half = AutocastState::of_this_thread();
+  }
+  const at::Tensor weight = at::ones({2, 2}).requires_grad_(), x = at::ones({2, 2});
+  const AutocastGuard outer(at::kCPU, at::kBFloat16);
+  EXPECT_EQ(x.mm(weight).scalar_type(), at::kBFloat16);
+  {
+    const AutocastStateGuard inner(*half);
+    EXPECT_EQ(at::autocast::cached_cast(at::kHalf, weight, at::kCPU).scalar_type(), at::kHalf);
+    EXPECT_EQ(x.mm(weight).scalar_type(), at::kHalf);
+  }
+  EXPECT_EQ(x.mm(weight).scalar_type(), at::kBFloat16);
+}
+
 TEST(AutocastState, OutlivesTheGuardThatMadeIt) {
   std::optional<AutocastState> state;
   {

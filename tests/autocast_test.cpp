@@ -12,6 +12,7 @@
 #include <string>
 #include <thread>
 #include <type_traits>
+#include <utility>
 
 #include "support/devices.h"
 #include "support/expect_error.h"
@@ -422,8 +423,10 @@ TEST(AutocastGuard, AnUnsupportedFloatingDtypeWarnsAndRunsDisabled) {
 }
 
 TEST(AutocastGuard, ARegionOfABackendThatIsNotThereWarnsOfEachAndRunsDisabled) {
-  for (const at::DeviceType device : {at::kMPS, at::kXPU, at::kXLA, at::kHPU}) {
-    if (torchamp::detail::device_is_present(device)) continue;
+  for (const auto& [device, is_there] :
+       {std::pair(at::kMPS, at::hasMPS()), std::pair(at::kXPU, at::hasXPU()),
+        std::pair(at::kXLA, at::hasXLA()), std::pair(at::kHPU, at::hasHPU())}) {
+    if (is_there) continue;
     const ThreadState before;
     {
       const CollectedWarnings warnings;
