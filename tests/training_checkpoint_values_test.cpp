@@ -113,7 +113,7 @@ TEST(TrainingCheckpointValues, FillsAModelsWeightsWhereTheyLie) {
   TrainingCheckpoint checkpoint(folder / "run.pt");
   checkpoint.add("model", net);
   checkpoint.save();
-  const Tensor view = net->weight.detach(), mean = net->running_mean;
+  const Tensor view = net->weight.detach(), mean = net->running_mean.detach();
   const at::NoGradGuard no_grad;
   net->weight.fill_(7.), net->running_mean.fill_(7.);
   EXPECT_TRUE(checkpoint.load());
@@ -315,6 +315,14 @@ TEST(TrainingCheckpointValues, RefusesANameThatCouldNotBeRead) {
     EXPECT_ERROR(checkpoint.add(name, value), "TrainingCheckpoint::add: the name '" + name + "'");
     EXPECT_ERROR(checkpoint.add_local(name, value), "a quote, a backslash and the end of a line");
   }
+}
+
+TEST(TrainingCheckpointValues, RefusesANameTwiceWhicheverOfTheTwoIsLocal) {
+  int value = 0;
+  TrainingCheckpoint checkpoint("run.pt");
+  checkpoint.add("shared", value).add_local("local", value);
+  EXPECT_ERROR(checkpoint.add_local("shared", value), "there is a 'shared' already");
+  EXPECT_ERROR(checkpoint.add("local", value), "there is a 'local' already");
 }
 
 TEST(TrainingCheckpointValues, ReadsEveryOtherName) {
