@@ -53,21 +53,42 @@ function(torchamp_simulated_device)
   set_source_files_properties(support/simulated/autocast.cpp PROPERTIES COMPILE_OPTIONS -Wno-pedantic)
 endfunction()
 
-# torchamp_add_test(NAME [NO_PCH] [LINKS target…] [LABELS label…]): builds NAME_test.cpp and runs
-# it. NO_PCH: with other compiler flags than the precompiled header's.
-function(torchamp_add_test name)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "NO_PCH" "" "LINKS;LABELS")
-  add_executable(${name}_test ${name}_test.cpp)
+# torchamp_add_tests(NAME FILES file… [FOLDER folder] [SHARDS n] [NO_PCH] [LINKS target…]
+#                    [DEFINITIONS NAME=VALUE…]):
+# builds folder/file_test.cpp (the folder is NAME), all of them, as the program NAME_test and runs
+# it from this folder, its tests dealt out over n entries of CTest (1). NO_PCH: with other compiler
+# flags than the precompiled header's. The limit is for machines that are ten times as slow as ours.
+function(torchamp_add_tests name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "NO_PCH" "FOLDER;SHARDS" "FILES;LINKS;DEFINITIONS")
+  if(NOT arg_FOLDER)
+    set(arg_FOLDER ${name})
+  endif()
+  list(TRANSFORM arg_FILES REPLACE "(.+)" "${arg_FOLDER}/\\1_test.cpp" OUTPUT_VARIABLE sources)
+  add_executable(${name}_test ${sources})
   target_link_libraries(${name}_test PRIVATE torchamp_test_support ${arg_LINKS})
+  target_compile_definitions(${name}_test PRIVATE ${arg_DEFINITIONS})
   if(NOT arg_NO_PCH)
     target_precompile_headers(${name}_test REUSE_FROM torchamp_test_support)
   endif()
   torchamp_warnings(${name}_test)
-  add_test(NAME ${name} COMMAND ${name}_test)
-  set_tests_properties(${name} PROPERTIES LABELS "unit;${arg_LABELS}")
-  if(TORCHAMP_REQUIRE_CUDA)  # the reason that tests/support/devices.h gives
-    set_tests_properties(${name} PROPERTIES FAIL_REGULAR_EXPRESSION "sees no CUDA device")
+  set(shards 1)
+  if(arg_SHARDS)
+    set(shards ${arg_SHARDS})
   endif()
+  foreach(shard RANGE 1 ${shards})
+    set(test ${name})
+    if(shards GREATER 1)
+      set(test ${name}_${shard})
+    endif()
+    math(EXPR index "${shard} - 1")
+    add_test(NAME ${test} COMMAND ${name}_test WORKING_DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR})
+    set_tests_properties(
+      ${test} PROPERTIES LABELS unit TIMEOUT 900
+                         ENVIRONMENT "GTEST_TOTAL_SHARDS=${shards};GTEST_SHARD_INDEX=${index}")
+    if(TORCHAMP_REQUIRE_CUDA)  # the reason that tests/support/devices.h gives
+      set_tests_properties(${test} PROPERTIES FAIL_REGULAR_EXPRESSION "sees no CUDA device")
+    endif()
+  endforeach()
 endfunction()
 
 # torchamp_add_script_test(NAME SCRIPT [LABELS label…] [ARGS -DVAR=VALUE…]): runs a cmake -P script.

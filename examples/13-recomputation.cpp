@@ -3,7 +3,7 @@
 // root of the depth if backward computes most of them again. Measured, and drawn into a PNG file:
 //   13-recomputation [FILE.png]
 #include <torch/torch.h>
-#include <torchamp/checkpoint.h>
+#include <torchamp/recompute.h>
 
 #include <cmath>
 #include <iostream>

@@ -3,8 +3,8 @@
 // the loss of one process that has the whole batch: two with 64 images each, one with 128.
 //   torchrun --nproc-per-node 2 --no-python 14-data-parallel
 #include <torch/torch.h>
-#include <torchamp/distributed.h>
-#include <torchamp/process_group.h>
+#include <torchamp/distributed/data_parallel.h>
+#include <torchamp/distributed/process_group.h>
 #include <torchamp/torchamp.h>
 
 #include <chrono>

@@ -3,11 +3,11 @@
 // scaler, a batch in parts, recomputation, clipping, a fused optimizer, and a file to go on from.
 //   torchrun --nproc-per-node 2 --no-python 15-all-together
 #include <torch/torch.h>
-#include <torchamp/checkpoint.h>
-#include <torchamp/distributed.h>
-#include <torchamp/distributed_checkpoint.h>
+#include <torchamp/distributed/checkpoint.h>
+#include <torchamp/distributed/data_parallel.h>
+#include <torchamp/distributed/process_group.h>
 #include <torchamp/master_weights.h>
-#include <torchamp/process_group.h>
+#include <torchamp/recompute.h>
 #include <torchamp/torchamp.h>
 #include <torchamp/training_checkpoint.h>
 

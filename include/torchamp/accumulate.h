@@ -13,10 +13,10 @@
 #include <optional>
 #include <utility>
 
-#include "torchamp/detail/gradient_sum.h"
+#include "torchamp/detail/gradients/sum.h"
 #include "torchamp/detail/internal_ops.h"
-#include "torchamp/detail/optimizer_state.h"
-#include "torchamp/detail/step_record.h"
+#include "torchamp/detail/scaler/optimizer_state.h"
+#include "torchamp/detail/scaler/step_record.h"
 #include "torchamp/fused_optimizer.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/step_result.h"

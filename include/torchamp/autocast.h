@@ -10,7 +10,7 @@
 #include <cstddef>
 #include <optional>
 
-#include "torchamp/detail/autocast_region.h"
+#include "torchamp/detail/overlay/autocast_region.h"
 #include "torchamp/policy.h"
 
 namespace torchamp {

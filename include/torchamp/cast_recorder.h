@@ -10,8 +10,8 @@
 #include <thread>
 
 #include "torchamp/cast_report.h"
-#include "torchamp/detail/cast_recording.h"
-#include "torchamp/detail/recorder_slots.h"
+#include "torchamp/detail/observe/cast_recording.h"
+#include "torchamp/detail/observe/recorder_slots.h"
 
 namespace torchamp {
 

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/print_cast_report.h"
+#include "torchamp/detail/observe/print_report.h"
 
 namespace torchamp {
 

@@ -9,7 +9,7 @@
 
 #include <vector>
 
-#include "torchamp/detail/clip.h"
+#include "torchamp/detail/gradients/norm.h"
 #include "torchamp/detail/internal_ops.h"
 #include "torchamp/fused_optimizer.h"
 #include "torchamp/grad_scaler.h"

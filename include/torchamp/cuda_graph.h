@@ -20,10 +20,10 @@
 #include <vector>
 
 #include "torchamp/captured_step.h"
-#include "torchamp/detail/cuda_graph_recorder.h"
-#include "torchamp/detail/graph_recorder.h"
-#include "torchamp/detail/host_access_watch.h"
-#include "torchamp/detail/static_inputs.h"
+#include "torchamp/detail/graph/cuda_recorder.h"
+#include "torchamp/detail/graph/host_access.h"
+#include "torchamp/detail/graph/recorder.h"
+#include "torchamp/detail/graph/static_inputs.h"
 #include "torchamp/scaled_step.h"
 
 namespace torchamp {

@@ -7,7 +7,7 @@
 #include <torch/optim/optimizer.h>
 
 #include "torchamp/detail/internal_ops.h"
-#include "torchamp/detail/pending_divisor.h"
+#include "torchamp/detail/optim/pending_divisor.h"
 #include "torchamp/scaled_step.h"
 
 namespace torchamp {

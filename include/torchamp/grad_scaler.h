@@ -11,11 +11,11 @@
 #include <memory>
 #include <vector>
 
-#include "torchamp/detail/limits.h"
-#include "torchamp/detail/optimizer_state.h"
-#include "torchamp/detail/scale_state.h"
-#include "torchamp/detail/scaled_outputs.h"
-#include "torchamp/detail/step_record.h"
+#include "torchamp/detail/scaler/optimizer_state.h"
+#include "torchamp/detail/scaler/scale_limits.h"
+#include "torchamp/detail/scaler/scale_state.h"
+#include "torchamp/detail/scaler/scaled_outputs.h"
+#include "torchamp/detail/scaler/step_record.h"
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/grad_scaler_state.h"
 #include "torchamp/step_result.h"
@@ -222,6 +222,6 @@ inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive
 
 }  // namespace torchamp
 
-#include "torchamp/detail/closure_step.h"         // IWYU pragma: export
-#include "torchamp/detail/grad_scaler_archive.h"  // IWYU pragma: export
-#include "torchamp/detail/grad_scaler_inl.h"      // IWYU pragma: export
+#include "torchamp/detail/scaler/closure_step.h"         // IWYU pragma: export
+#include "torchamp/detail/scaler/grad_scaler_archive.h"  // IWYU pragma: export
+#include "torchamp/detail/scaler/grad_scaler_impl.h"     // IWYU pragma: export

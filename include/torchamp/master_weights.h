@@ -131,4 +131,4 @@ inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive
 
 }  // namespace torchamp
 
-#include "torchamp/detail/master_weights_inl.h"  // IWYU pragma: export
+#include "torchamp/detail/master_weights_impl.h"  // IWYU pragma: export

@@ -20,11 +20,11 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/compile_policy.h"
-#include "torchamp/detail/name_pattern.h"
-#include "torchamp/detail/op_catalog.h"
-#include "torchamp/detail/policy_sites.h"
-#include "torchamp/detail/with_policy.h"
+#include "torchamp/detail/modules/forward_sites.h"
+#include "torchamp/detail/modules/with_policy.h"
+#include "torchamp/detail/overlay/compile.h"
+#include "torchamp/detail/policy/catalog.h"
+#include "torchamp/detail/policy/name_pattern.h"
 #include "torchamp/policy.h"
 
 namespace torchamp {

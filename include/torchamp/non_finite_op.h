@@ -12,8 +12,8 @@
 #include <type_traits>
 #include <vector>
 
-#include "torchamp/detail/named_parameters.h"
-#include "torchamp/detail/non_finite_search.h"
+#include "torchamp/detail/observe/named_parameters.h"
+#include "torchamp/detail/observe/non_finite_search.h"
 
 namespace torchamp {
 

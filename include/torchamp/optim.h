@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/fused_optimizer_of.h"
-#include "torchamp/detail/step_rules.h"
+#include "torchamp/detail/optim/fused_optimizer_impl.h"
+#include "torchamp/detail/optim/kernels.h"
 #include "torchamp/fused_optimizer.h"
 
 // Optimizers over ATen's fused kernels. Each takes the options of LibTorch's own optimizer of its

@@ -12,9 +12,9 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/gradients.h"
+#include "torchamp/detail/gradients/collect.h"
 #include "torchamp/detail/internal_ops.h"
-#include "torchamp/detail/named_parameters.h"
+#include "torchamp/detail/observe/named_parameters.h"
 
 namespace torchamp {
 

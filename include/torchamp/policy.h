@@ -14,10 +14,10 @@
 #include <utility>
 
 #include "torchamp/cast.h"
-#include "torchamp/detail/op_catalog.h"
-#include "torchamp/detail/policy_data.h"
-#include "torchamp/detail/policy_rules.h"
-#include "torchamp/detail/print_policy.h"
+#include "torchamp/detail/policy/catalog.h"
+#include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/policy/print.h"
+#include "torchamp/detail/policy/resolve.h"
 #include "torchamp/op_names.h"
 #include "torchamp/ops.h"
 #include "torchamp/rule.h"

@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "torchamp/cast.h"
-#include "torchamp/detail/op_catalog.h"
-#include "torchamp/detail/print_policy.h"
-#include "torchamp/detail/shorten.h"
+#include "torchamp/detail/policy/catalog.h"
+#include "torchamp/detail/policy/print.h"
+#include "torchamp/detail/text.h"
 #include "torchamp/ops.h"
 #include "torchamp/policy.h"
 

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/step_record.h"
+#include "torchamp/detail/scaler/step_record.h"
 #include "torchamp/missing_gradients.h"
 
 namespace torchamp {

@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/checkpoint_values.h"
+#include "torchamp/detail/io/checkpoint_values.h"
 
 namespace torchamp {
 
@@ -166,4 +166,4 @@ void TrainingCheckpoint::add_to(std::vector<Entry>& entries, std::string name, T
 
 }  // namespace torchamp
 
-#include "torchamp/detail/training_checkpoint_inl.h"  // IWYU pragma: export
+#include "torchamp/detail/io/training_checkpoint_impl.h"  // IWYU pragma: export

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // error: the function returns a type that may hold tensors out of sight
-#include <torchamp/checkpoint.h>
+#include <torchamp/recompute.h>
 
 struct Outputs {
   at::Tensor mean, deviation;

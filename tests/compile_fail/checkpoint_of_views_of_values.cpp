@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // error: an input refers to values that may be gone when backward runs the function again
-#include <torchamp/checkpoint.h>
+#include <torchamp/recompute.h>
 
 #include <span>
 

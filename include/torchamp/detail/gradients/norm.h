@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
+#include <ATen/ops/_foreach_div.h>
+#include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/_foreach_norm.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/flatten_dense_tensors.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+#include <torch/optim/optimizer.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <limits>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/brought_to.h"
+#include "torchamp/detail/gradients/collect.h"
+
+namespace torchamp::detail {
+
+/// The gradients of `params` by device and dtype, sparse ones by their coalesced values, for
+/// kernels to change in place. `call` begins the error texts; nothing has been changed then, except
+/// that gradients before the one in question are coalesced or resolved().
+inline std::vector<GradientBatch> gradients_to_clip(at::TensorList params, const char* call,
+                                                    std::vector<GradientBatch> batches = {}) {
+  for (std::size_t i = 0; i < params.size(); ++i) {
+    if (!params[i].defined()) continue;
+    at::Tensor gradient = params[i].unsafeGetTensorImpl()->grad();
+    if (!gradient.defined()) continue;
+    if (gradient.is_sparse()) {
+      if (!gradient.is_coalesced()) params[i].mutable_grad() = gradient = gradient.coalesce();
+      gradient = gradient._values();
+    } else if (gradient.is_conj() || gradient.is_neg()) {
+      params[i].mutable_grad() = gradient = resolved(gradient);
+    }
+    TORCH_CHECK_VALUE(gradient.layout() == at::kStrided &&
+                          at::has_internal_overlap(gradient) != at::MemOverlap::Yes,
+                      call, ": the gradient of parameter ", i, ' ', params[i].sizes(),
+                      " has the layout ", gradient.layout(), " and strides ", gradient.strides(),
+                      ". Gradients are dense or sparse COO, and their elements share no memory: "
+                      "give .grad a clone().");
+    if (gradient.numel() == 0) continue;
+    std::size_t b = 0;
+    while (b < batches.size() &&
+           (batches[b].device != gradient.device() || batches[b].dtype != gradient.scalar_type())) {
+      ++b;
+    }
+    if (b == batches.size()) batches.push_back({gradient.device(), gradient.scalar_type(), {}});
+    batches[b].gradients.push_back(std::move(gradient));
+  }
+  return batches;
+}
+
+inline std::vector<GradientBatch> gradients_to_clip(torch::optim::Optimizer& optimizer,
+                                                    const char* call) {
+  std::vector<GradientBatch> batches;
+  for (const auto& group : optimizer.param_groups()) {
+    batches = gradients_to_clip(group.params(), call, std::move(batches));
+  }
+  return batches;
+}
+
+/// What to take the norms of: the gradients; on the host, where a call costs more than a small
+/// gradient, the small ones as one vector.
+inline std::vector<at::Tensor> parts_of_norm(const GradientBatch& batch, double norm_type) {
+  constexpr int64_t small_size = 1024;
+  if (!batch.device.is_cpu() || norm_type == 0.) return batch.gradients;
+  std::vector<at::Tensor> parts, small;
+  for (const at::Tensor& gradient : batch.gradients) {
+    (gradient.numel() <= small_size ? small : parts).push_back(gradient);
+  }
+  if (!small.empty()) parts.push_back(at::flatten_dense_tensors(small));
+  return parts;
+}
+
+/// fp64 if a gradient has that precision, fp32 otherwise: 16 bits could not hold a norm.
+inline at::ScalarType norm_dtype(const std::vector<GradientBatch>& batches) {
+  for (const GradientBatch& batch : batches) {
+    if (c10::toRealValueType(batch.dtype) == at::kDouble) return at::kDouble;
+  }
+  return at::kFloat;
+}
+
+/// What the norm of a batch is summed up in, if that is not its own dtype.
+inline std::optional<at::ScalarType> sum_dtype(at::ScalarType dtype, bool in_fp64) {
+  if (in_fp64) return c10::isComplexType(dtype) ? at::kComplexDouble : at::kDouble;
+  if (dtype == at::kHalf || dtype == at::kBFloat16) return at::kFloat;
+  return std::nullopt;
+}
+
+/// The norm of all gradients as one vector: 0-dim, in norm_dtype(), on the first one's device; if
+/// `in_fp64`, summed up and returned in fp64.
+inline at::Tensor total_norm(const std::vector<GradientBatch>& batches, double norm_type,
+                             bool in_fp64 = false) {
+  if (batches.empty()) return at::zeros({}, at::kFloat);
+  std::vector<at::Tensor> norms;
+  const at::ScalarType dtype = in_fp64 ? at::kDouble : norm_dtype(batches);
+  for (const GradientBatch& batch : batches) {
+    const at::Tensor norm = at::stack(at::_foreach_norm(parts_of_norm(batch, norm_type), norm_type,
+                                                        sum_dtype(batch.dtype, in_fp64)));
+    norms.push_back(brought_to(batches[0].device, norm));
+  }
+  for (at::Tensor& norm : norms) norm = norm.to(dtype);
+  return at::linalg_vector_norm(norms.size() == 1 ? norms[0] : at::cat(norms), norm_type);
+}
+
+// Note [Norms of scaled gradients]
+// The squares of scaled gradients, and their sums, may be more or less than fp32 holds although no
+// gradient is. The norm is then to be that of the unscaled ones all the same:
+//   sums and squares    in fp64, which holds those of any fp32 numbers. A GPU computes them while
+//                       it waits for memory. A CPU has to copy first, so there the sum is made in
+//                       fp32, and, if it comes out where fp32 ends, once more in fp64.
+//   maxima, minima      as they are
+//   nonzero elements    as they are, and not divided by the scale
+//   any other norm      of copies divided by the scale, since powers leave fp64's range, too; so on
+//                       devices of which it is not known that they have fp64
+// One pass over the gradients, then; two in the second case on a CPU and in the last one.
+
+/// Whether a norm made of fp32 squares, on the host, is one that they can make.
+inline bool is_reliable(const at::Tensor& norm) {
+  const double value = norm.scalar_type() == at::kDouble ? *norm.const_data_ptr<double>()
+                                                         : *norm.const_data_ptr<float>();
+  return value >= 0x1p-40 && value <= std::numeric_limits<double>::max();
+}
+
+/// Copies divided by `scale`, with at least the precision of fp32.
+inline std::vector<GradientBatch> divided(const std::vector<GradientBatch>& batches,
+                                          const at::Tensor& scale) {
+  std::vector<GradientBatch> result;
+  for (const GradientBatch& batch : batches) {
+    std::vector<at::Tensor> wide = batch.gradients;
+    const at::ScalarType dtype = sum_dtype(batch.dtype, false).value_or(batch.dtype);
+    for (at::Tensor& gradient : wide) gradient = gradient.to(dtype);
+    const at::Tensor here = brought_to(batch.device, scale).to(c10::toRealValueType(dtype));
+    result.push_back({batch.device, dtype, at::_foreach_div(wide, here)});
+  }
+  return result;
+}
+
+/// The norm that the gradients would have if they were divided by `scale` and by `divisor`, two
+/// 0-dim tensors of which one may be undefined. As total_norm() in all else.
+inline at::Tensor total_norm_divided(const std::vector<GradientBatch>& batches, double norm_type,
+                                     const at::Tensor& scale, const at::Tensor& divisor) {
+  if (batches.empty() || norm_type == 0.) return total_norm(batches, norm_type);
+  const auto all = [&](const auto& is) {
+    return std::all_of(batches.begin(), batches.end(),
+                       [&](const GradientBatch& batch) { return is(batch.device); });
+  };
+  const bool sums = norm_type == 1. || norm_type == 2.;
+  at::Tensor norm;
+  if (std::isinf(norm_type)) {
+    norm = total_norm(batches, norm_type);
+  } else if (sums && all([](at::Device device) { return device.is_cpu(); })) {
+    norm = total_norm(batches, norm_type);
+    if (!is_reliable(norm)) norm = total_norm(batches, norm_type, /*in_fp64=*/true);
+  } else if (sums && all([](at::Device device) { return device.is_cpu() || device.is_cuda(); })) {
+    norm = total_norm(batches, norm_type, /*in_fp64=*/true);
+  } else {
+    norm = total_norm(scale.defined() ? divided(batches, scale) : batches, norm_type);
+    if (divisor.defined()) norm.div_(brought_to(norm.device(), divisor));
+    return norm;
+  }
+  for (const at::Tensor& number : {scale, divisor}) {
+    if (number.defined()) norm.div_(brought_to(norm.device(), number));
+  }
+  return norm.to(norm_dtype(batches));
+}
+
+/// Multiplies all gradients in place by a 0-dim tensor: one kernel for each device and dtype.
+inline void multiply(const std::vector<GradientBatch>& batches, const at::Tensor& factor) {
+  for (const GradientBatch& batch : batches) {
+    const at::Tensor here = brought_to(batch.device, factor);
+    const bool unscales =
+        (batch.device.is_cpu() || batch.device.is_cuda()) &&
+        (batch.dtype == at::kFloat || batch.dtype == at::kHalf ||
+         (batch.dtype == at::kBFloat16 && batch.device.is_cpu()));  // CUDA's kernel has no bf16
+    if (unscales) {  // the quickest multiplication there is, with a factor in fp32
+      at::Tensor unused = at::zeros({}, at::TensorOptions(batch.device).dtype(at::kFloat));
+      at::_amp_foreach_non_finite_check_and_unscale_(batch.gradients, unused, here.to(at::kFloat));
+    } else {
+      at::_foreach_mul_(batch.gradients, here);
+    }
+  }
+}
+
+}  // namespace torchamp::detail

@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_foreach_div.h>
+#include <ATen/ops/_fused_sgd.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/view_as_complex.h>
+#include <ATen/ops/view_as_real.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/util/Exception.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/brought_to.h"
+#include "torchamp/detail/gradients/collect.h"
+#include "torchamp/detail/gradients/unscale.h"
+#include "torchamp/detail/internal_ops.h"
+#include "torchamp/detail/scaler/step_record.h"
+
+namespace torchamp::detail {
+
+/// Sums of an optimizer's gradients, to which a set of gradients is added or not as a flag on the
+/// device says. ATen's fused SGD does just that: with a learning rate of 1, upwards, without
+/// momentum, `sum += gradient` unless found_inf is 1, for all tensors of a device and dtype in one
+/// call.
+class GradientSum {
+ public:
+  /// Throws for gradients that cannot be summed.
+  static void check(const torch::optim::Optimizer& optimizer) {
+    for (const auto& group : optimizer.param_groups()) {
+      for (const at::Tensor& parameter : group.params()) {
+        if (!parameter.defined()) continue;
+        const at::Tensor& gradient = parameter.unsafeGetTensorImpl()->grad();
+        TORCH_CHECK_VALUE(!gradient.defined() || gradient.layout() == at::kStrided,
+                          "SafeAccumulation::backward: the gradient ", gradient.sizes(),
+                          " has the layout ", gradient.layout(),
+                          ". Only dense gradients are summed; use Accumulation.");
+      }
+    }
+  }
+
+  /// `found_inf` is 0-dim fp32, 0 or 1; undefined: the gradients are added. A set without gradients
+  /// counts as not added.
+  void add(const torch::optim::Optimizer& optimizer, const at::Tensor& found_inf) {
+    const InternalOps guard;
+    std::vector<Batch> batches;
+    std::size_t slot = 0;
+    std::vector<std::optional<at::Tensor>> sums = sums_;
+    for (const auto& group : optimizer.param_groups()) {
+      for (const at::Tensor& parameter : group.params()) {
+        if (sums.size() <= slot) sums.emplace_back();
+        std::optional<at::Tensor>& sum = sums[slot++];
+        if (!parameter.defined()) continue;
+        const at::Tensor& gradient = parameter.unsafeGetTensorImpl()->grad();
+        if (!gradient.defined()) continue;
+        if (!sum) sum = at::zeros_like(gradient, gradient.options().dtype(sum_dtype(gradient)));
+        batch_for(batches, *sum).take(*sum, gradient);
+      }
+    }
+    if (batches.empty()) return;
+    for (Batch& batch : batches) {
+      if (found_inf.defined()) batch.flag = brought_to(batch.sums.front().device(), found_inf);
+    }
+    sums_ = std::move(sums);
+    for (Batch& batch : batches) {
+      at::_fused_sgd_(batch.sums, batch.gradients, {}, /*weight_decay=*/0., /*momentum=*/0.,
+                      /*lr=*/1.,
+                      /*dampening=*/0., /*nesterov=*/false, /*maximize=*/true,
+                      /*is_first_step=*/false, /*grad_scale=*/std::nullopt, batch.flag);
+    }
+    if (!found_inf.defined()) {
+      ++added_;
+    } else {
+      if (!dropped_.defined()) dropped_ = at::zeros({}, found_inf.options());
+      dropped_.add_(found_inf);
+      ++flagged_;
+    }
+  }
+
+  /// Whether there is a set, added or not, that had gradients.
+  bool any() const { return added_ + flagged_ > 0; }
+
+  /// How many sets were added.
+  LazyNumber kept() const {
+    const InternalOps guard;
+    LazyNumber kept;
+    if (dropped_.defined()) {
+      kept.tensor = dropped_.neg().add_(static_cast<double>(added_ + flagged_));
+    } else {
+      kept.on_host = static_cast<double>(added_);
+    }
+    return kept;
+  }
+
+  /// Gives the parameters the mean over `kept` sets as their gradients, tensors apart from the
+  /// sums. Returns 0-dim fp32, 1 if no set was added or the mean is not finite: finite gradients
+  /// may add up to an inf. Undefined where no set came with a flag.
+  at::Tensor give_mean_to(torch::optim::Optimizer& optimizer, const LazyNumber& kept) const {
+    const InternalOps guard;
+    std::vector<Batch> batches;
+    for (std::size_t slot = 0; slot < sums_.size(); ++slot) {
+      if (!sums_[slot]) continue;
+      Batch& batch = batch_for(batches, *sums_[slot]);
+      batch.sums.push_back(real(*sums_[slot]));
+      batch.slots.push_back(slot);
+    }
+    std::vector<GradientBatch> means;
+    std::vector<at::Tensor> of_slot(sums_.size());
+    for (const Batch& batch : batches) {
+      const at::Tensor& first = batch.sums.front();
+      GradientBatch& mean =
+          means.emplace_back(GradientBatch{first.device(), first.scalar_type(), {}});
+      if (kept.on_host) {
+        mean.gradients = at::_foreach_div(batch.sums, *kept.on_host);
+      } else {
+        mean.gradients = at::_foreach_div(
+            batch.sums,
+            brought_to(first.device(), kept.tensor.clamp_min(1.)).to(first.scalar_type()));
+      }
+      for (std::size_t i = 0; i < batch.slots.size(); ++i) {
+        const at::Tensor& values = mean.gradients[i];
+        // A copy: Optimizer::zero_grad takes no views.
+        of_slot[batch.slots[i]] =
+            sums_[batch.slots[i]]->is_complex() ? at::view_as_complex(values).clone() : values;
+      }
+    }
+    at::Tensor bad;
+    if (kept.tensor.defined()) {
+      bad = kept.tensor.eq(0.).to(at::kFloat);
+      torchamp::detail::check(means, bad);
+    }
+    std::size_t slot = 0;
+    for (auto& group : optimizer.param_groups()) {
+      for (at::Tensor& parameter : group.params()) {
+        if (slot >= of_slot.size()) return bad;
+        const at::Tensor& mean = of_slot[slot++];
+        if (mean.defined()) parameter.mutable_grad() = mean.to(parameter.scalar_type());
+      }
+    }
+    return bad;
+  }
+
+  void clear() { *this = GradientSum(); }
+
+ private:
+  struct Batch {
+    std::vector<at::Tensor> sums, gradients;
+    std::vector<std::size_t> slots;
+    std::optional<at::Tensor> flag;
+
+    void take(const at::Tensor& sum, const at::Tensor& gradient) {
+      at::Tensor added = gradient.to(sum.scalar_type()).resolve_conj().resolve_neg();
+      // The kernel goes through memory in order.
+      if (added.strides() != sum.strides()) added = at::empty_like(sum).copy_(added);
+      sums.push_back(real(sum));
+      gradients.push_back(real(added));
+    }
+  };
+
+  static at::Tensor real(const at::Tensor& t) { return t.is_complex() ? at::view_as_real(t) : t; }
+  static at::ScalarType sum_dtype(const at::Tensor& gradient) {
+    const at::ScalarType dtype = gradient.scalar_type();
+    return dtype == at::kHalf || dtype == at::kBFloat16 ? at::kFloat : dtype;
+  }
+  static Batch& batch_for(std::vector<Batch>& batches, const at::Tensor& sum) {
+    const at::Tensor as_real = real(sum);
+    for (Batch& batch : batches) {
+      const at::Tensor& first = batch.sums.front();
+      if (first.device() == as_real.device() && first.scalar_type() == as_real.scalar_type()) {
+        return batch;
+      }
+    }
+    return batches.emplace_back();
+  }
+
+  std::vector<std::optional<at::Tensor>> sums_;  // in the order of the parameters
+  at::Tensor dropped_;                           // 0-dim fp32
+  int64_t added_ = 0;                            // without a flag
+  int64_t flagged_ = 0;
+};
+
+}  // namespace torchamp::detail

@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/record_function.h>
+#include <c10/core/DeviceType.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <sstream>
+#include <string>
+#include <string_view>
+
+#include "torchamp/detail/observe/recorded_inputs.h"
+
+namespace torchamp::detail {
+
+/// Finds ops that make the host wait for a device, or the device for the host's memory, while it
+/// lives: what a CUDA graph cannot hold. Sees the calling thread's ops and those of the backward
+/// workers that it starts. One watch at a time; another thread's waits.
+class HostAccessWatch {
+ public:
+  explicit HostAccessWatch(at::DeviceType device) : device_(device), alone_(one_at_a_time()) {
+    current() = this;
+    callback_ = at::addThreadLocalCallback(
+        at::RecordFunctionCallback(&on_op).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
+  }
+  HostAccessWatch(const HostAccessWatch&) = delete;
+  HostAccessWatch& operator=(const HostAccessWatch&) = delete;
+
+  ~HostAccessWatch() {
+    at::removeCallback(callback_);
+    current() = nullptr;
+  }
+
+  /// The first such op, as "aten::_local_scalar_dense (Tensor::item) on a tensor of shape []";
+  /// empty if there was none.
+  std::string first() const {
+    const std::lock_guard lock(mutex_);
+    return first_;
+  }
+
+ private:
+  struct Reader {
+    std::string_view name, why;
+  };
+  /// Ops whose result on the host depends on values on the device.
+  static constexpr std::array<Reader, 10> readers{{
+      {"aten::_local_scalar_dense", "Tensor::item"},
+      {"aten::nonzero", "the result's shape depends on values"},
+      {"aten::masked_select", "the result's shape depends on values"},
+      {"aten::_unique", "the result's shape depends on values"},
+      {"aten::_unique2", "the result's shape depends on values"},
+      {"aten::unique_dim", "the result's shape depends on values"},
+      {"aten::unique_consecutive", "the result's shape depends on values"},
+      {"aten::repeat_interleave", "the result's shape depends on values"},
+      {"aten::bincount", "the result's shape depends on values"},
+      {"aten::equal", "returns a bool"},
+  }};
+
+  static std::unique_ptr<at::ObserverContext> on_op(const at::RecordFunction& op) {
+    HostAccessWatch* const watch = current();
+    if (watch) watch->look_at(op.name(), recorded_inputs(op));
+    return nullptr;
+  }
+
+  void look_at(std::string_view name, c10::ArrayRef<const c10::IValue> inputs) {
+    if (inputs.empty() || !inputs[0].isTensor()) return;
+    const at::Tensor& first = inputs[0].toTensor();
+    if (!first.defined()) return;
+    if (name == "aten::copy_") {
+      if (inputs.size() < 2 || !inputs[1].isTensor()) return;
+      const at::Tensor& source = inputs[1].toTensor();
+      if (!source.defined() || first.device().type() == source.device().type()) return;
+      const at::Tensor& on_host = first.is_cpu() ? first : source;
+      if (first.device().type() != device_ && source.device().type() != device_) return;
+      const bool waits = inputs.size() < 3 || !inputs[2].isBool() || !inputs[2].toBool();
+      if (waits || !on_host.is_pinned()) {
+        note(name, first.is_cpu() ? "from the device to the host" : "from the host to the device",
+             source);
+      }
+      return;
+    }
+    if (first.device().type() != device_) return;
+    const auto* const found = std::find_if(readers.begin(), readers.end(),
+                                           [&](const Reader& r) { return r.name == name; });
+    if (found != readers.end()) note(name, found->why, first);
+  }
+
+  void note(std::string_view name, std::string_view why, const at::Tensor& tensor) {
+    const std::lock_guard lock(mutex_);
+    if (!first_.empty()) return;
+    std::ostringstream text;
+    text << name << " (" << why << ") on a tensor of shape " << tensor.sizes();
+    first_ = text.str();
+  }
+
+  static std::atomic<HostAccessWatch*>& current() {
+    static std::atomic<HostAccessWatch*> watch = nullptr;
+    return watch;
+  }
+  static std::unique_lock<std::mutex> one_at_a_time() {
+    static std::mutex mutex;
+    return std::unique_lock(mutex);
+  }
+
+  at::DeviceType device_;
+  std::unique_lock<std::mutex> alone_;
+  at::CallbackHandle callback_ = 0;
+  mutable std::mutex mutex_;
+  std::string first_;
+};
+
+}  // namespace torchamp::detail

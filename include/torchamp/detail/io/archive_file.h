@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <c10/util/Exception.h>
+#include <caffe2/serialize/inline_container.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <filesystem>
+#include <istream>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "torchamp/detail/io/atomic_file.h"
+#include "torchamp/detail/io/checksum.h"
+#include "torchamp/detail/io/zip_check.h"
+
+namespace torchamp::detail {
+
+// LibTorch reads archives through these, partly from C: they return too little rather than throw.
+
+/// A file that is open, and so the same file at each read, whatever takes its name.
+class FileReader final : public caffe2::serialize::ReadAdapterInterface {
+ public:
+  /// Throws where there is no such file.
+  explicit FileReader(const std::filesystem::path& path)
+      : file_(::open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
+    struct stat status {};
+    TORCH_CHECK(file_.is_open() && ::fstat(file_.number(), &status) == 0,
+                "it cannot be opened: ", std::strerror(errno), '.');
+    TORCH_CHECK(S_ISREG(status.st_mode), "it is no file.");
+    size_ = static_cast<std::size_t>(status.st_size);
+  }
+  std::size_t size() const override { return size_; }
+  std::size_t read(std::uint64_t position, void* to, std::size_t size,
+                   const char* = "") const override {
+    auto* next = static_cast<char*>(to);
+    for (std::size_t left = size; left > 0;) {
+      const ssize_t count = ::pread(file_.number(), next, left, static_cast<off_t>(position));
+      if (count < 0 && errno == EINTR) continue;
+      if (count <= 0) return size - left;
+      next += count;
+      position += static_cast<std::uint64_t>(count);
+      left -= static_cast<std::size_t>(count);
+    }
+    return size;
+  }
+
+ private:
+  Descriptor file_;
+  std::size_t size_ = 0;
+};
+
+/// A stream from its first byte to its last, whichever of its states are exceptions.
+class StreamReader final : public caffe2::serialize::ReadAdapterInterface {
+ public:
+  explicit StreamReader(std::istream& in) : buffer_(in.rdbuf()) {
+    TORCH_CHECK(buffer_, "the stream has no buffer.");
+    const std::streamoff size = buffer_->pubseekoff(0, std::ios::end, std::ios::in);
+    TORCH_CHECK(size >= 0, "the stream cannot be read twice.");
+    size_ = static_cast<std::size_t>(size);
+  }
+  std::size_t size() const override { return size_; }
+  std::size_t read(std::uint64_t position, void* to, std::size_t size,
+                   const char* = "") const override {
+    try {
+      const auto place = static_cast<std::streamoff>(position);
+      if (buffer_->pubseekpos(place, std::ios::in) != std::streampos(place)) return 0;
+      return static_cast<std::size_t>(
+          buffer_->sgetn(static_cast<char*>(to), static_cast<std::streamsize>(size)));
+    } catch (...) {
+      return 0;
+    }
+  }
+
+ private:
+  std::streambuf* buffer_;
+  std::size_t size_ = 0;
+};
+
+using ArchiveBytes = std::shared_ptr<caffe2::serialize::ReadAdapterInterface>;
+
+inline void read_all(const ArchiveBytes& from, std::uint64_t position, void* to, std::size_t size) {
+  TORCH_CHECK(from->read(position, to, size) == size, "it cannot be read to its end.");
+}
+
+// Note [Sealed archives]
+// A zip file may end with a comment, whose length is in the two bytes before it. A sealed archive
+// is one whose comment is "torchamp-checksum:" and the checksum of all bytes before, in 16
+// hexadecimal digits. Whatever reads zip files reads it.
+
+inline constexpr std::string_view seal_name = "torchamp-checksum:";
+inline constexpr std::size_t seal_size = seal_name.size() + 16;
+
+inline std::string hexadecimal(std::uint64_t value) {
+  std::string text(16, '0');
+  for (std::size_t i = text.size(); i-- > 0; value >>= 4) text[i] = "0123456789abcdef"[value & 15];
+  return text;
+}
+
+/// Passes an archive on to write(data, size), as it comes in pieces, and seals it.
+template <class Write>
+class SealedWriter {
+ public:
+  explicit SealedWriter(Write write) : write_(std::move(write)) {}
+
+  void add(const void* data, std::size_t size) {
+    const std::string_view bytes(static_cast<const char*>(data), size);
+    if (size < 2) {
+      last_ += bytes;
+      if (last_.size() <= 2) return;
+      put(last_.substr(0, last_.size() - 2));
+      last_.erase(0, last_.size() - 2);
+      return;
+    }
+    put(last_);
+    put(bytes.substr(0, size - 2));
+    last_ = bytes.substr(size - 2);
+  }
+
+  void finish() {
+    TORCH_INTERNAL_ASSERT(last_ == std::string_view("\0\0", 2), "LibTorch wrote a comment");
+    last_ = {static_cast<char>(seal_size), '\0'};
+    put(last_ += seal_name);
+    const std::string sum = hexadecimal(sum_.value());
+    write_(sum.data(), sum.size());
+  }
+
+ private:
+  void put(std::string_view bytes) {
+    sum_.add(bytes.data(), bytes.size());
+    write_(bytes.data(), bytes.size());
+  }
+
+  Write write_;
+  Checksum sum_;
+  std::string last_;  // two bytes: the length of the comment that LibTorch does not write
+};
+
+inline bool is_sealed(const ArchiveBytes& archive) {
+  if (archive->size() < seal_size) return false;
+  std::string seal(seal_name.size(), '\0');
+  read_all(archive, archive->size() - seal_size, seal.data(), seal.size());
+  return seal == seal_name;
+}
+
+inline void check_seal(const ArchiveBytes& archive) {
+  Checksum sum;
+  const std::uint64_t end = archive->size() - 16;
+  std::string buffer(std::min<std::uint64_t>(end, std::uint64_t{1} << 20), '\0');
+  for (std::uint64_t done = 0; done < end;) {
+    const auto count = std::min<std::uint64_t>(end - done, buffer.size());
+    read_all(archive, done, buffer.data(), count);
+    sum.add(buffer.data(), count);
+    done += count;
+  }
+  std::string written(16, '\0');
+  read_all(archive, end, written.data(), written.size());
+  TORCH_CHECK(written == hexadecimal(sum.value()),
+              "it is damaged: its bytes are not those that were written.");
+}
+
+/// Throws where an archive of LibTorch's is not as it was written: by its seal, or without one by
+/// the CRCs of the format, see Note [Damaged zip files]. Reads all of it.
+inline void check_archive(const ArchiveBytes& archive) {
+  if (is_sealed(archive)) return check_seal(archive);
+  std::unique_ptr<caffe2::serialize::PyTorchStreamReader> reader;
+  const ZipCheck::Inflate inflate = [&](const std::string& name) {
+    if (!reader) reader = std::make_unique<caffe2::serialize::PyTorchStreamReader>(archive);
+    // LibTorch's names are without the folder that all records lie in.
+    const auto [data, size] = reader->getRecord(name.substr(name.find('/') + 1));
+    Crc32 crc;
+    crc.add(data.get(), size);
+    return crc.value();
+  };
+  ZipCheck::check(
+      archive->size(),
+      [&](std::uint64_t position, void* to, std::size_t size) {
+        read_all(archive, position, to, size);
+      },
+      inflate);
+}
+
+}  // namespace torchamp::detail

@@ -1,0 +1,333 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/Context.h>
+#include <ATen/DeviceAccelerator.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full_like.h>
+#include <c10/util/Exception.h>
+#include <torch/optim/adagrad.h>
+#include <torch/optim/lbfgs.h>
+
+#include <cstring>
+#include <exception>
+#include <map>
+#include <memory>
+#include <optional>
+#include <random>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/io/archive_file.h"
+#include "torchamp/detail/io/atomic_file.h"
+#include "torchamp/detail/io/module_archive.h"
+#include "torchamp/detail/rng_state.h"
+#include "torchamp/training_checkpoint.h"
+
+namespace torchamp {
+
+// Note [The file of a TrainingCheckpoint]
+// A LibTorch archive with "torchamp_checkpoint", the version of this layout; "id", a random number;
+// "shared", an archive with one archive for each object that was added; "processes"; and
+// "local_0", "local_1", …, each an archive of its own as bytes, with the random states under "rng"
+// and one archive for each object that was added as local. It is sealed, see Note [Sealed
+// archives]; files of version 1 are not.
+
+namespace detail {
+
+inline constexpr std::int64_t training_checkpoint_version = 2;
+
+/// LibTorch writes an archive with a key such as "class", and then cannot read it.
+inline std::string archive_key(const std::string& name) {
+  return "object:" + name;
+}
+
+inline at::Tensor bytes_of(torch::serialize::OutputArchive& archive) {
+  std::ostringstream stream;
+  archive.save_to(stream);
+  const std::string text = std::move(stream).str();
+  at::Tensor bytes = at::empty({static_cast<std::int64_t>(text.size())}, at::kByte);
+  std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
+  return bytes;
+}
+
+inline torch::serialize::InputArchive archive_of(const at::Tensor& bytes) {
+  torch::serialize::InputArchive archive;
+  archive.load_from(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes());
+  return archive;
+}
+
+/// Runs `body`; what it throws becomes a c10::Error that starts with where().
+template <class Where, class Body>
+void rethrow_with(const Where& where, const Body& body) {
+  try {
+    body();
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(false, where(), error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, where(), error.what());
+  }
+}
+
+/// The device to load tensors to: unset for the one that they were saved from, which this machine
+/// may not have.
+inline std::optional<at::Device> device_for_files() {
+  const auto type = at::accelerator::getAccelerator();
+  if (type && at::globalContext().getAcceleratorHooksInterface(*type).deviceCount() > 0) return {};
+  return at::Device(at::kCPU);
+}
+
+/// LBFGS holds tensors that are undefined before they are used, which LibTorch cannot write: the
+/// memory of a step, and all of its state before a first iteration. They are left out.
+inline void save_lbfgs(torch::optim::LBFGS& optimizer, torch::serialize::OutputArchive& archive) {
+  auto& states = optimizer.state();
+  std::vector<std::unique_ptr<torch::optim::OptimizerParamState>> kept;
+  std::vector<void*> keys;
+  for (auto& [key, state] : states) keys.push_back(key);
+  for (void* const key : keys) {
+    auto& state = static_cast<torch::optim::LBFGSParamState&>(*states[key]);
+    auto written = std::make_unique<torch::optim::LBFGSParamState>(state);
+    written->al(std::nullopt);
+    kept.push_back(std::exchange(states[key], std::move(written)));
+    if (!state.d().defined()) states.erase(key);
+  }
+  const auto put_back = [&] {
+    for (std::size_t i = 0; i < keys.size(); ++i) states[keys[i]] = std::move(kept[i]);
+  };
+  try {
+    optimizer.save(archive);
+  } catch (...) {
+    put_back();
+    throw;
+  }
+  put_back();
+}
+
+inline void save_optimizer(torch::optim::Optimizer& optimizer,
+                           torch::serialize::OutputArchive& archive) {
+  if (auto* const lbfgs = dynamic_cast<torch::optim::LBFGS*>(&optimizer)) {
+    return save_lbfgs(*lbfgs, archive);
+  }
+  optimizer.save(archive);
+}
+
+inline void load_optimizer(torch::optim::Optimizer& optimizer,
+                           torch::serialize::InputArchive& archive) {
+  optimizer.state().clear();  // of parameters that had none in the file
+  try {
+    optimizer.load(archive);
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(false, "it is not of this kind of optimizer with these parameters (",
+                error.what_without_backtrace(), ")");
+  }
+  if (!dynamic_cast<torch::optim::Adagrad*>(&optimizer)) return;
+  // It makes its states when it is made, and steps without a look.
+  for (const auto& group : optimizer.param_groups()) {
+    const auto& options = static_cast<const torch::optim::AdagradOptions&>(group.options());
+    for (const at::Tensor& parameter : group.params()) {
+      auto& state = optimizer.state()[parameter.unsafeGetTensorImpl()];
+      if (state) continue;
+      auto first = std::make_unique<torch::optim::AdagradParamState>();
+      first->step(0);
+      first->sum(at::full_like(parameter.detach(), options.initial_accumulator_value()));
+      state = std::move(first);
+    }
+  }
+}
+
+}  // namespace detail
+
+inline void TrainingCheckpoint::add_entry(std::vector<Entry>& entries, Entry entry) const {
+  TORCH_CHECK_VALUE(entry.name.find_first_of("\"\\\n") == std::string::npos,
+                    "TrainingCheckpoint::add: the name '", entry.name,
+                    "' could be saved and not be read by LibTorch. Leave out a quote, a backslash "
+                    "and the end of a line.");
+  for (const auto* list : {&shared_, &local_}) {
+    for (const Entry& other : *list) {
+      TORCH_CHECK_VALUE(other.name != entry.name, "TrainingCheckpoint::add: there is a '",
+                        entry.name, "' already. Give each object a name of its own.");
+    }
+  }
+  entries.push_back(std::move(entry));
+}
+
+/// LibTorch takes the bytes of a file for the dtype of the model that it loads.
+inline void TrainingCheckpoint::load_module(torch::nn::Module& module,
+                                            torch::serialize::InputArchive& archive) {
+  detail::read_module(
+      module, archive, [](const std::string& name, const at::Tensor& to, const at::Tensor& from) {
+        if (!from.defined()) return;
+        TORCH_CHECK(from.sizes() == to.sizes() && from.dtype() == to.dtype(), "'", name, "' is ",
+                    from.dtype(), ' ', from.sizes(), " in the file and ", to.dtype(), ' ',
+                    to.sizes(), " in the model");
+      });
+  detail::WeightsInPlace weights(module);
+  module.load(archive);
+  weights.take_back();
+}
+
+inline void TrainingCheckpoint::write(torch::serialize::OutputArchive& archive,
+                                      const std::vector<Entry>& entries) const {
+  for (const Entry& entry : entries) {
+    torch::serialize::OutputArchive nested(archive.compilation_unit());
+    detail::rethrow_with(
+        [&] { return "TrainingCheckpoint::save: '" + entry.name + "' cannot be saved: "; },
+        [&] { entry.save(nested); });
+    archive.write(detail::archive_key(entry.name), nested);
+  }
+}
+
+/// Notes in `undo` how to bring back what the entry is now.
+inline void TrainingCheckpoint::load_entry(const Entry& entry,
+                                           torch::serialize::InputArchive& archive,
+                                           std::int64_t version, Undo& undo) {
+  if (entry.keep) {
+    std::function<void()> back = entry.keep();
+    entry.load(archive, version);
+    undo.push_back(std::move(back));
+    return;
+  }
+  torch::serialize::OutputArchive now;
+  detail::rethrow_with([] { return std::string("what is here now could not be kept: "); },
+                       [&] { entry.save(now); });
+  undo.push_back([&entry, bytes = detail::bytes_of(now)] {
+    auto before = detail::archive_of(bytes);
+    entry.load(before, detail::training_checkpoint_version);
+  });
+  entry.load(archive, version);
+}
+
+inline void TrainingCheckpoint::read(torch::serialize::InputArchive& archive,
+                                     const std::vector<Entry>& entries, std::int64_t version,
+                                     Undo& undo) const {
+  for (const Entry& entry : entries) {
+    torch::serialize::InputArchive nested;
+    TORCH_CHECK(archive.try_read(detail::archive_key(entry.name), nested),
+                "TrainingCheckpoint::load: '", path_.string(), "' holds no '", entry.name,
+                "'. Add what was added when it was saved.");
+    detail::rethrow_with(
+        [&] {
+          return c10::str("TrainingCheckpoint::load: '", entry.name, "' in '", path_.string(),
+                          "' does not fit: ");
+        },
+        [&] { load_entry(entry, nested, version, undo); });
+  }
+}
+
+inline at::Tensor TrainingCheckpoint::local_part() const {
+  torch::serialize::OutputArchive archive, rng(archive.compilation_unit());
+  const at::NoGradGuard no_grad;
+  for (const auto& [device, state] : detail::RngState::now().by_device()) rng.write(device, state);
+  archive.write("rng", rng);
+  write(archive, local_);
+  return detail::bytes_of(archive);
+}
+
+inline void TrainingCheckpoint::save(const std::vector<at::Tensor>& local_parts) const {
+  const at::NoGradGuard no_grad;
+  std::random_device random;
+  const std::int64_t id = (static_cast<std::int64_t>(random()) << 31) ^ random();
+  torch::serialize::OutputArchive archive, shared(archive.compilation_unit());
+  archive.write("torchamp_checkpoint", c10::IValue(detail::training_checkpoint_version));
+  archive.write("id", c10::IValue(id));
+  archive.write("processes", c10::IValue(static_cast<std::int64_t>(local_parts.size())));
+  write(shared, shared_);
+  archive.write("shared", shared);
+  for (std::size_t rank = 0; rank < local_parts.size(); ++rank) {
+    archive.write("local_" + std::to_string(rank), local_parts[rank], /*is_buffer=*/true);
+  }
+  detail::AtomicFile file(path_, "TrainingCheckpoint::save");
+  detail::SealedWriter sealed(
+      [&file](const void* data, std::size_t size) { file.write(data, size); });
+  archive.save_to([&sealed](const void* data, std::size_t size) {
+    sealed.add(data, size);
+    return size;
+  });
+  sealed.finish();
+  file.commit();
+  file_id_ = id;
+}
+
+inline bool TrainingCheckpoint::load() {
+  return load(0, 1);
+}
+
+inline bool TrainingCheckpoint::load(std::int64_t rank, std::int64_t processes) {
+  return load_parts([&](torch::serialize::InputArchive& archive) {
+    c10::IValue saved;
+    archive.read("processes", saved);
+    TORCH_CHECK(saved.toInt() == processes, "it was saved by ", saved.toInt(),
+                " process(es), and this run has ", processes,
+                ". Go on with as many, or call load_shared().");
+    at::Tensor part;
+    archive.read("local_" + std::to_string(rank), part, /*is_buffer=*/true);
+    return part;
+  });
+}
+
+inline bool TrainingCheckpoint::load_shared() {
+  return load_parts([](torch::serialize::InputArchive&) { return at::Tensor(); });
+}
+
+inline bool TrainingCheckpoint::load_parts(
+    const std::function<at::Tensor(torch::serialize::InputArchive&)>& local_part) {
+  if (!exists()) return false;
+  const at::NoGradGuard no_grad;
+  torch::serialize::InputArchive archive, shared, local, rng;
+  c10::IValue version, id;
+  std::optional<detail::RngState> random;
+  const auto where = [&] { return "TrainingCheckpoint::load: '" + path_.string() + "': "; };
+  detail::rethrow_with(where, [&] {
+    const auto file = std::make_shared<detail::FileReader>(path_);
+    detail::check_archive(file);
+    archive.load_from(
+        [&](std::uint64_t at, void* to, std::size_t n) { return file->read(at, to, n); },
+        [&] { return file->size(); }, detail::device_for_files());
+    TORCH_CHECK(archive.try_read("torchamp_checkpoint", version) && version.isInt() &&
+                    archive.try_read("id", id) && id.isInt() && archive.try_read("shared", shared),
+                "it was not written by TrainingCheckpoint::save.");
+    TORCH_CHECK(version.toInt() >= 1 && version.toInt() <= detail::training_checkpoint_version,
+                "it is of version ", version.toInt(), ", and this torchamp reads versions 1 to ",
+                detail::training_checkpoint_version, ".");
+    TORCH_CHECK(version.toInt() == 1 || detail::is_sealed(file),
+                "it is damaged: its checksum is gone.");
+    const at::Tensor part = local_part(archive);
+    if (!part.defined()) return;
+    local = detail::archive_of(part.cpu());
+    local.read("rng", rng);
+    std::map<std::string, at::Tensor> states;
+    for (const std::string& device : rng.keys()) {
+      at::Tensor state;
+      rng.read(device, state);
+      states.emplace(device, state.cpu());
+    }
+    random = detail::RngState::from(states);
+  });
+
+  Undo undo;
+  const auto random_before = detail::RngState::now();
+  try {
+    read(shared, shared_, version.toInt(), undo);
+    if (random) {
+      read(local, local_, version.toInt(), undo);
+      detail::rethrow_with(where, [&] { random->apply(); });
+    }
+  } catch (...) {
+    for (; !undo.empty(); undo.pop_back()) {
+      try {
+        undo.back()();
+      } catch (const std::exception&) {  // the others still go back; the first error counts
+      }
+    }
+    random_before.apply();
+    throw;
+  }
+  file_id_ = id.toInt();
+  return true;
+}
+
+}  // namespace torchamp

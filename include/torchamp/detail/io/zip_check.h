@@ -1,0 +1,284 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "torchamp/detail/io/checksum.h"
+
+namespace torchamp::detail {
+
+// Note [Damaged zip files]
+// LibTorch's archives are zip files, and its reader does not look at the CRC that each record has:
+// what is damaged within a record loads. ZipCheck reads the file's structure by itself. Records,
+// their headers and the directory must lie one behind the other without a gap from the first byte
+// to the last; what the format says twice, in a header and in the directory, must be the same; and
+// each record must have its CRC. What is left is padding, comments, bits at the ends of compressed
+// records that change nothing, and fields without a meaning here of files that other tools have
+// packed again. Python can be told to write no CRC, which then
+// is 0 in all of a file's records: of such a file the structure is checked alone.
+
+class ZipCheck {
+ public:
+  /// Fills `to` with `size` bytes from `offset`, or throws.
+  using Read = std::function<void(std::uint64_t offset, void* to, std::size_t size)>;
+  /// The CRC of a compressed record, uncompressed.
+  using Inflate = std::function<std::uint32_t(const std::string& name)>;
+
+  /// Throws c10::Error unless the `size` bytes are a zip file as it was written.
+  static void check(std::uint64_t size, const Read& read, const Inflate& inflate) {
+    ZipCheck zip(size, read);
+    zip.read_end();
+    zip.read_directory();
+    zip.check_headers();
+    zip.check_records(inflate);
+  }
+
+ private:
+  struct Record {
+    std::string name;
+    std::uint16_t made_by, needed, flags, method;
+    std::uint32_t time, crc;
+    std::uint64_t packed, size, header;
+    std::uint64_t data = 0;
+    std::uint64_t attributes;
+  };
+
+  static constexpr std::uint32_t end_mark = 0x06054b50, wide_end_mark = 0x06064b50,
+                                 locator_mark = 0x07064b50, entry_mark = 0x02014b50,
+                                 header_mark = 0x04034b50, descriptor_mark = 0x08074b50;
+  static constexpr std::uint32_t wide = 0xffffffff;  // the number is elsewhere, with 64 bits
+  static constexpr std::uint16_t has_descriptor = 8;
+
+  ZipCheck(std::uint64_t size, const Read& read) : size_(size), read_(read) {}
+
+  static void expect(bool right, const char* what) {
+    TORCH_CHECK(right, "it is damaged: ", what, '.');
+  }
+
+  std::string bytes(std::uint64_t offset, std::uint64_t size) const {
+    expect(offset <= size_ && size <= size_ - offset, "it ends too early");
+    std::string part(size, '\0');
+    read_(offset, part.data(), part.size());
+    return part;
+  }
+
+  static std::uint64_t number(std::string_view from, std::size_t at, std::size_t width) {
+    expect(at + width <= from.size(), "a field is cut off");
+    std::uint64_t value = 0;
+    for (std::size_t i = 0; i < width; ++i) {
+      value |= std::uint64_t{static_cast<unsigned char>(from[at + i])} << 8 * i;
+    }
+    return value;
+  }
+  static std::uint16_t two(std::string_view from, std::size_t at) {
+    return static_cast<std::uint16_t>(number(from, at, 2));
+  }
+  static std::uint32_t four(std::string_view from, std::size_t at) {
+    return static_cast<std::uint32_t>(number(from, at, 4));
+  }
+
+  /// Finds the directory by the last part of the file.
+  void read_end() {
+    constexpr std::uint64_t length = 22, locator_length = 20, wide_length = 56;
+    const std::string tail = bytes(size_ - std::min<std::uint64_t>(size_, length + 0xffff),
+                                   std::min<std::uint64_t>(size_, length + 0xffff));
+    std::size_t at = tail.size();
+    for (std::size_t comment = 0; comment + length <= tail.size(); ++comment) {
+      const std::size_t here = tail.size() - length - comment;
+      if (four(tail, here) != end_mark || two(tail, here + 20) != comment) continue;
+      at = here;
+      break;
+    }
+    expect(at < tail.size(), "it is no zip file, or is cut off");
+    const std::string_view end = std::string_view(tail).substr(at, length);
+    std::uint64_t end_at = size_ - tail.size() + at;
+    records_ = two(end, 10);
+    directory_size_ = four(end, 12);
+    directory_ = four(end, 16);
+    expect(four(end, 4) == 0 && two(end, 8) == records_, "its end");
+
+    const std::string locator =
+        end_at >= locator_length ? bytes(end_at - locator_length, locator_length) : "";
+    if (!locator.empty() && four(locator, 0) == locator_mark) {
+      const std::uint64_t wide_at = number(locator, 8, 8);
+      expect(four(locator, 4) == 0 && four(locator, 16) == 1 &&
+                 wide_at == end_at - locator_length - wide_length,
+             "the place of its end");
+      const std::string more = bytes(wide_at, wide_length);
+      const std::uint16_t made_by = two(more, 12);
+      const std::uint64_t records = number(more, 32, 8), size = number(more, 40, 8),
+                          start = number(more, 48, 8);
+      expect(four(more, 0) == wide_end_mark && number(more, 4, 8) == wide_length - 12 &&
+                 (made_by == 0x31e || made_by == 45) && two(more, 14) == 45 &&
+                 number(more, 16, 8) == 0 && number(more, 24, 8) == records &&
+                 (records_ == 0xffff || records_ == records) &&
+                 (directory_size_ == wide || directory_size_ == size) &&
+                 (directory_ == wide || directory_ == start),
+             "its end");
+      records_ = records, directory_size_ = size, directory_ = start;
+      end_at = wide_at;
+    }
+    expect(directory_ <= end_at && directory_size_ == end_at - directory_,
+           "the place of its directory");
+  }
+
+  void read_directory() {
+    const std::string directory = bytes(directory_, directory_size_);
+    constexpr std::size_t length = 46;
+    expect(records_ > 0 && records_ <= directory.size() / length, "the size of its directory");
+    std::size_t at = 0;
+    for (std::uint64_t i = 0; i < records_; ++i) {
+      const std::string_view rest = std::string_view(directory).substr(at);
+      const std::size_t name = two(rest, 28), extra = two(rest, 30), comment = two(rest, 32);
+      expect(four(rest, 0) == entry_mark && two(rest, 34) == 0 && name > 0 &&
+                 length + name + extra + comment <= rest.size(),
+             "its directory");
+      Record record{.name = std::string(rest.substr(length, name)),
+                    .made_by = two(rest, 4),
+                    .needed = two(rest, 6),
+                    .flags = two(rest, 8),
+                    .method = two(rest, 10),
+                    .time = four(rest, 12),
+                    .crc = four(rest, 16),
+                    .packed = four(rest, 20),
+                    .size = four(rest, 24),
+                    .header = four(rest, 42),
+                    .attributes = number(rest, 36, 6)};
+      widen(record, rest.substr(length + name, extra));
+      at += length + name + extra + comment;
+      // What has no meaning here is the same in all records of LibTorch's.
+      const Record& first = all_.empty() ? record : all_.front();
+      expect(record.made_by == first.made_by &&
+                 (record.made_by != 0 || (record.attributes == first.attributes && comment == 0)),
+             "its directory");
+      all_.push_back(std::move(record));
+    }
+    expect(at == directory.size(), "the size of its directory");
+  }
+
+  /// Takes the numbers of 64 bits from an extra field.
+  static void widen(Record& record, std::string_view extra) {
+    while (extra.size() >= 4) {
+      const std::size_t size = two(extra, 2);
+      expect(size <= extra.size() - 4, "its directory");
+      std::string_view field = extra.substr(4, size);
+      if (two(extra, 0) == 1) {
+        for (std::uint64_t* value : {&record.size, &record.packed, &record.header}) {
+          if (*value != wide) continue;
+          *value = number(field, 0, 8);
+          field.remove_prefix(8);
+        }
+      }
+      extra.remove_prefix(4 + size);
+    }
+    expect(extra.empty(), "its directory");
+  }
+
+  void check_headers() {
+    std::ranges::sort(all_, {}, &Record::header);
+    std::uint64_t next = 0;
+    for (std::size_t i = 0; i < all_.size(); ++i) {
+      Record& record = all_[i];
+      const std::uint64_t limit = i + 1 < all_.size() ? all_[i + 1].header : directory_;
+      expect(record.header == next, "the place of a record");
+      constexpr std::uint64_t length = 30;
+      const std::string header = bytes(record.header, length);
+      const std::uint64_t name = two(header, 26), extra = two(header, 28);
+      const bool described = (record.flags & has_descriptor) != 0;
+      const auto agrees = [&](std::size_t at, std::uint64_t value) {
+        return four(header, at) == value || four(header, at) == wide;
+      };
+      const bool repeats =
+          four(header, 14) == record.crc && agrees(18, record.packed) && agrees(22, record.size);
+      const bool left_to_descriptor =
+          described && four(header, 14) == 0 && number(header, 18, 8) == 0;
+      expect(four(header, 0) == header_mark && two(header, 4) == record.needed &&
+                 two(header, 6) == record.flags && two(header, 8) == record.method &&
+                 four(header, 10) == record.time && (repeats || left_to_descriptor) &&
+                 bytes(record.header + length, name) == record.name,
+             "the header of a record");
+      if (record.made_by == 0) check_extra(bytes(record.header + length + name, extra));
+      record.data = record.header + length + name + extra;
+      expect(record.data <= limit && record.packed <= limit - record.data &&
+                 (record.method != 0 || record.packed == record.size),
+             "the size of a record");
+      check_descriptor(record, described, limit);
+      next = limit;
+    }
+  }
+
+  /// LibTorch's: padding, and sizes of 64 bits.
+  static void check_extra(std::string_view extra) {
+    while (!extra.empty()) {
+      const std::uint16_t kind = two(extra, 0);
+      const std::size_t size = two(extra, 2);
+      expect((kind == 0x4246 || kind == 1) && size <= extra.size() - 4, "the header of a record");
+      extra.remove_prefix(4 + size);
+    }
+  }
+
+  /// What follows the data, up to the next record: the CRC and the sizes once more.
+  void check_descriptor(const Record& record, bool described, std::uint64_t limit) const {
+    const std::uint64_t end = record.data + record.packed;
+    std::uint64_t left = limit - end;
+    expect(described ? left >= 12 && left <= 24 && left % 4 == 0 : left == 0,
+           "the size of a record");
+    if (!described) return;
+    const std::string all = bytes(end, left);
+    std::string_view rest = all;
+    if (left == 16 || left == 24) {
+      expect(four(rest, 0) == descriptor_mark, "the end of a record");
+      rest.remove_prefix(4);
+    }
+    const std::size_t width = (rest.size() - 4) / 2;
+    expect(four(rest, 0) == record.crc && number(rest, 4, width) == record.packed &&
+               number(rest, 4 + width, width) == record.size,
+           "the end of a record");
+  }
+
+  void check_records(const Inflate& inflate) const {
+    const bool without_crc =
+        std::ranges::all_of(all_, [](const Record& record) { return record.crc == 0; });
+    if (without_crc) return;
+    for (const Record& record : all_) {
+      bool right = false;
+      if (record.method == 0) {
+        right = crc_of(record) == record.crc;
+      } else {
+        try {
+          right = inflate(record.name) == record.crc;
+        } catch (const std::exception&) {  // right is false
+        }
+      }
+      TORCH_CHECK(right, "it is damaged: '", record.name, "' in it is not as written.");
+    }
+  }
+
+  std::uint32_t crc_of(const Record& record) const {
+    Crc32 crc;
+    std::string buffer(std::min<std::uint64_t>(record.size, std::uint64_t{1} << 20), '\0');
+    for (std::uint64_t done = 0; done < record.size;) {
+      const auto count = std::min<std::uint64_t>(record.size - done, buffer.size());
+      read_(record.data + done, buffer.data(), count);
+      crc.add(buffer.data(), count);
+      done += count;
+    }
+    return crc.value();
+  }
+
+  std::uint64_t size_;
+  const Read& read_;
+  std::uint64_t records_ = 0, directory_ = 0, directory_size_ = 0;
+  std::vector<Record> all_;
+};
+
+}  // namespace torchamp::detail

@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
+#include <regex>
+#include <unordered_set>
+
+#include "torchamp/detail/internal_ops.h"
+#include "torchamp/detail/io/module_archive.h"
+#include "torchamp/detail/overlay/weight_casts.h"
+#include "torchamp/detail/scaler/optimizer_state.h"
+#include "torchamp/master_weights.h"
+
+namespace torchamp {
+
+namespace detail {
+
+/// By the name of its type: LibTorch's layers and the user's own have no common base.
+inline bool is_norm(const torch::nn::Module& module) {
+  static const auto& norm = *new std::regex("Norm([123]d)?(Impl)?$");  // never destroyed
+  return std::regex_search(module.name(), norm);
+}
+
+/// Whether `name` is that of a parameter or module, or of a parameter within that module.
+inline bool is_parameter_of(const std::string& name, const std::string& parameter) {
+  return parameter == name || parameter.starts_with(name + '.');
+}
+
+}  // namespace detail
+
+inline MasterWeights::MasterWeights(std::shared_ptr<torch::nn::Module> model,
+                                    MasterWeightsOptions options)
+    : model_(std::move(model)), options_(std::move(options)) {
+  TORCH_CHECK_VALUE(options_.dtype == at::kHalf || options_.dtype == at::kBFloat16,
+                    "MasterWeights: a model cannot be kept in ", options_.dtype,
+                    ". Pass torch::kHalf or torch::kBFloat16.");
+  const detail::InternalOps guard;
+  const auto parameters = model_->named_parameters();
+  std::unordered_set<const at::TensorImpl*> kept;
+  for (const auto& module : model_->modules()) {
+    if (!options_.keep_norms || !detail::is_norm(*module)) continue;
+    for (const at::Tensor& parameter : module->parameters()) {
+      kept.insert(parameter.unsafeGetTensorImpl());
+    }
+  }
+  for (const std::string& name : options_.keep_fp32) {
+    bool found = false;
+    for (const auto& item : parameters) {
+      if (!detail::is_parameter_of(name, item.key())) continue;
+      kept.insert(item.value().unsafeGetTensorImpl());
+      found = true;
+    }
+    TORCH_CHECK_VALUE(found, "MasterWeights: keep_fp32 names '", name,
+                      "', but the model has no parameter of that name and no module with parameters"
+                      ". Its parameters are: ",
+                      c10::Join(", ", parameters.keys()), ".");
+  }
+
+  std::unordered_set<const at::TensorImpl*> seen;  // a parameter may have several names
+  for (const auto& item : parameters) {
+    const at::Tensor& parameter = item.value();
+    const at::ScalarType dtype = parameter.scalar_type();
+    if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
+    const bool is_narrow = (dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16) &&
+                           !kept.contains(parameter.unsafeGetTensorImpl());
+    Weight weight{item.key(), parameter, is_narrow, {}};
+    if (is_narrow) {
+      const at::Tensor wide = parameter.variable_data().to(at::kFloat);
+      parameter.mutable_grad().reset();
+      parameter.set_data(parameter.detach().to(options_.dtype));
+      if (parameter.requires_grad()) {
+        weight.master = wide.set_requires_grad(true);
+        model_from_masters_.add(parameter, weight.master);
+      }
+    }
+    weights_.push_back(std::move(weight));
+  }
+}
+
+inline std::vector<std::pair<std::string, at::Tensor>> MasterWeights::named_parameters() const {
+  std::vector<std::pair<std::string, at::Tensor>> result;
+  for (const Weight& weight : weights_) {
+    const at::Tensor& tensor = weight.is_narrow ? weight.master : weight.parameter;
+    if (tensor.defined() && tensor.requires_grad()) result.emplace_back(weight.name, tensor);
+  }
+  return result;
+}
+
+inline std::vector<at::Tensor> MasterWeights::parameters() const {
+  std::vector<at::Tensor> result;
+  for (auto& [name, tensor] : named_parameters()) result.push_back(std::move(tensor));
+  return result;
+}
+
+inline std::int64_t MasterWeights::master_versions() const {
+  std::int64_t sum = 0;
+  for (const Weight& weight : weights_) {
+    if (weight.master.defined()) sum += weight.master._version();
+  }
+  return sum;
+}
+
+inline void MasterWeights::take_gradients() {
+  TORCH_CHECK(master_versions() == copied_versions_,
+              "MasterWeights::take_gradients: the masters have changed, and the model has not been "
+              "given their values. Call copy_to_model() after each step, taken or skipped.");
+  for (const Weight& weight : weights_) {
+    TORCH_CHECK(!weight.is_narrow || weight.master.defined() || !weight.parameter.grad().defined(),
+                "MasterWeights::take_gradients: the parameter '", weight.name,
+                "' has a gradient and no master. It needed no gradient when the MasterWeights were "
+                "made; make them after unfreezing it.");
+  }
+  const detail::InternalOps guard;
+  detail::TensorPairs copies, sums;
+  bool taken = false;
+  for (const Weight& weight : weights_) {
+    if (!weight.master.defined()) continue;
+    const at::Tensor gradient = weight.parameter.grad();
+    if (!gradient.defined()) continue;
+    at::Tensor& sum = weight.master.mutable_grad();
+    if (gradient.layout() != at::kStrided) {
+      sum = sum.defined() ? sum + gradient.to(at::kFloat) : gradient.to(at::kFloat);
+    } else if (!sum.defined()) {
+      sum = at::empty_like(weight.master);
+      copies.add(sum, gradient);
+    } else {
+      const at::Tensor wide = at::empty_like(weight.master);
+      copies.add(wide, gradient);
+      sums.add(sum, wide);
+    }
+    weight.parameter.mutable_grad().reset();
+    taken = true;
+  }
+  if (taken) ++detail::gradients_taken();
+  copies.copy();
+  sums.accumulate();
+}
+
+inline void MasterWeights::copy_to_model() {
+  const detail::InternalOps guard;
+  model_from_masters_.copy();
+  copied_versions_ = master_versions();
+}
+
+inline const MasterWeights::Weight* MasterWeights::find(const at::Tensor& parameter) const {
+  for (const Weight& weight : weights_) {
+    if (weight.parameter.is_same(parameter)) return &weight;
+  }
+  return nullptr;
+}
+
+inline void MasterWeights::save(torch::serialize::OutputArchive& archive,
+                                at::ScalarType dtype) const {
+  TORCH_CHECK_VALUE(c10::isFloatingType(dtype), "MasterWeights::save: ", dtype,
+                    " is not a floating-point dtype.");
+  const detail::InternalOps guard;
+  detail::write_module(*model_, archive, [&](const at::Tensor& parameter) {
+    const Weight* const weight = find(parameter);
+    if (!weight || !weight->is_narrow) return parameter;
+    return (weight->master.defined() ? weight->master : parameter).detach().to(dtype);
+  });
+}
+
+inline void MasterWeights::load(torch::serialize::InputArchive& archive) {
+  static constexpr const char* remedy =
+      ". Load what torch::save of these MasterWeights, or of such a model, has written.";
+  const detail::InternalOps guard;
+  std::vector<std::pair<at::Tensor, at::Tensor>> read;
+  detail::read_module(
+      *model_, archive, [&](const std::string& name, const at::Tensor& to, const at::Tensor& from) {
+        TORCH_CHECK(from.defined(), "MasterWeights::load: the archive has no '", name, "'", remedy);
+        TORCH_CHECK(from.sizes() == to.sizes(), "MasterWeights::load: '", name, "' is ",
+                    from.sizes(), " in the archive and ", to.sizes(), " in the model", remedy);
+        read.emplace_back(to, from);
+      });
+  const detail::DropWeightCasts drop_weight_casts;
+  for (const auto& [to, from] : read) {
+    to.copy_(from);
+    const Weight* const weight = find(to);
+    if (weight && weight->master.defined()) weight->master.copy_(from);
+  }
+  copied_versions_ = master_versions();
+}
+
+}  // namespace torchamp

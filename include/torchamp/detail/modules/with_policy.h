@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <concepts>
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+#include "torchamp/detail/modules/forward_scope.h"
+
+namespace torchamp::detail {
+
+/// A module whose forward can be put under a policy.
+class PolicyHolder {
+ public:
+  virtual ~PolicyHolder() = default;
+
+  const ModulePolicy* module_policy() const { return policy_.get(); }
+  void set_module_policy(std::shared_ptr<const ModulePolicy> policy) {
+    policy_ = std::move(policy);
+  }
+
+ private:
+  std::shared_ptr<const ModulePolicy> policy_;
+};
+
+/// What both forms of WithPolicyImpl have in common.
+template <class Self, class Module>
+class PolicyModule : public Module, public PolicyHolder {
+ public:
+  using Module::Module;
+
+  /// A deep copy, as of Module, without a policy.
+  std::shared_ptr<torch::nn::Module> clone(
+      const std::optional<torch::Device>& device = std::nullopt) const override {
+    if constexpr (std::copy_constructible<Module> && std::is_copy_assignable_v<Module>) {
+      const std::shared_ptr<torch::nn::Module> deep = Module::clone(device);
+      auto copy = std::make_shared<Self>(static_cast<const Self&>(*this));
+      static_cast<Module&>(*copy) = dynamic_cast<const Module&>(*deep);
+      copy->set_module_policy(nullptr);
+      return copy;
+    } else {
+      return Module::clone(device);
+    }
+  }
+};
+
+template <class Module, class... Arguments>
+concept CallableWith = requires(Module& module, Arguments... arguments) {
+  module.forward(std::forward<Arguments>(arguments)...);
+};
+
+/// Whether forward can be called without its last argument.
+template <class Module, class Arguments, std::size_t... I>
+constexpr bool callable_without_last(std::index_sequence<I...>) {
+  return CallableWith<Module, std::tuple_element_t<I, Arguments>...>;
+}
+
+/// The type of &Module::forward, if there is one forward and all its arguments must be given; else
+/// void.
+template <class Module>
+struct ForwardOf {
+  using type = void;
+};
+template <class Module, class Class, class Result, class... Arguments>
+auto forward_type(Result (Class::*forward)(Arguments...)) {
+  if constexpr (sizeof...(Arguments) > 0) {
+    constexpr auto all_but_last = std::make_index_sequence<sizeof...(Arguments) - 1>();
+    if constexpr (!callable_without_last<Module, std::tuple<Arguments...>>(all_but_last)) {
+      return forward;
+    }
+  } else {
+    return forward;
+  }
+}
+template <class Module>
+requires requires {
+  forward_type<Module>(&Module::forward);
+}
+struct ForwardOf<Module> {
+  using type = decltype(forward_type<Module>(&Module::forward));
+};
+
+/// `Module` with a forward that runs under the policy that the module was given. In general forward
+/// is a template, so that default arguments and overloads stay as they are.
+template <class Module, class Forward = typename ForwardOf<Module>::type>
+class WithPolicyImpl : public PolicyModule<WithPolicyImpl<Module, Forward>, Module> {
+ public:
+  using PolicyModule<WithPolicyImpl, Module>::PolicyModule;
+
+  template <class... Arguments>
+  decltype(auto) forward(Arguments&&... arguments) {
+    const ForwardScope scope(this->module_policy());
+    return Module::forward(std::forward<Arguments>(arguments)...);
+  }
+};
+
+/// The same for a module with one forward: it keeps its signature, which torch::nn::AnyModule asks
+/// for.
+template <class Module, class Class, class Result, class... Arguments>
+class WithPolicyImpl<Module, Result (Class::*)(Arguments...)>
+    : public PolicyModule<WithPolicyImpl<Module, Result (Class::*)(Arguments...)>, Module> {
+ public:
+  using PolicyModule<WithPolicyImpl, Module>::PolicyModule;
+
+  Result forward(Arguments... arguments) {
+    const ForwardScope scope(this->module_policy());
+    return Module::forward(std::forward<Arguments>(arguments)...);
+  }
+};
+
+}  // namespace torchamp::detail

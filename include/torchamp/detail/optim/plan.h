@@ -1,0 +1,348 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/full.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+#include <c10/util/flat_hash_map.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/optim/counter_table.h"
+#include "torchamp/detail/optim/scalars.h"
+#include "torchamp/detail/optim/step_list.h"
+
+namespace torchamp::detail {
+
+using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
+using ParamStates = ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>>;
+
+inline ParamGroups one_group(std::vector<at::Tensor> params) {
+  ParamGroups groups;
+  groups.emplace_back(std::move(params));
+  return groups;
+}
+
+inline std::string place_of(std::size_t group, std::size_t index) {
+  return c10::str("parameter ", index, " of group ", group);
+}
+
+inline const at::Tensor& gradient_of(const at::Tensor& param) {
+  return param.unsafeGetTensorImpl()->grad();  // Tensor::grad() looks whether to warn of non-leaves
+}
+
+/// The options of a group, which must be those that `Rule` goes by.
+template <class Rule>
+const typename Rule::Options& options_of(const ParamGroups& groups, std::size_t group) {
+  const auto* const options = dynamic_cast<const typename Rule::Options*>(&groups[group].options());
+  TORCH_CHECK_TYPE(options, Rule::name, ": the options of group ", group,
+                   " are another optimizer's. Give it those that ", Rule::name, " takes.");
+  return *options;
+}
+
+/// Throws for a parameter with a gradient that the kernels cannot step. Changes nothing.
+template <class Rule>
+void check_parameters(const ParamGroups& groups, const ParamStates& states) {
+  std::unordered_set<c10::TensorImpl*> seen;
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    const std::size_t kinds = Rule::kinds(options_of<Rule>(groups, g));
+    for (std::size_t i = 0; i < groups[g].params().size(); ++i) {
+      const at::Tensor& param = groups[g].params()[i];
+      const at::Tensor& grad = gradient_of(param);
+      if (!grad.defined()) continue;
+      TORCH_CHECK_VALUE(seen.insert(param.unsafeGetTensorImpl()).second, Rule::name,
+                        "::step: ", place_of(g, i),
+                        " is in the optimizer twice. Give each parameter once.");
+      TORCH_CHECK_VALUE(param.layout() == at::kStrided && grad.layout() == at::kStrided, Rule::name,
+                        "::step: ", place_of(g, i), " has a gradient of layout ", grad.layout(),
+                        ". Fused kernels take dense ones: make it dense (for an embedding, "
+                        "sparse(false)), or give this parameter to LibTorch's own optimizer.");
+      TORCH_CHECK_VALUE(at::isFloatingType(param.scalar_type()), Rule::name,
+                        "::step: ", place_of(g, i), " is of dtype ", param.scalar_type(),
+                        ". Fused kernels take real floating-point numbers: give this parameter to "
+                        "LibTorch's own optimizer.");
+      TORCH_CHECK_VALUE(!param.is_neg(), Rule::name, "::step: ", place_of(g, i),
+                        " has the negative bit. Make the parameter from what resolve_neg() gives.");
+      TORCH_CHECK_VALUE(param.is_non_overlapping_and_dense(), Rule::name,
+                        "::step: ", place_of(g, i), " has gaps or overlaps in memory (sizes ",
+                        param.sizes(), ", strides ", param.strides(),
+                        "). Make the parameter from a contiguous() tensor.");
+      const auto state = states.find(param.unsafeGetTensorImpl());
+      if (state == states.end()) continue;
+      for (std::size_t k = 0; k < kinds; ++k) {
+        const at::Tensor& tensor =
+            Rule::tensor(static_cast<typename Rule::State&>(*state->second), k);
+        TORCH_CHECK_VALUE(!tensor.defined() || tensor.sizes() == param.sizes(), Rule::name,
+                          "::step: ", place_of(g, i), " is of shape ", param.sizes(),
+                          ", its state of ", tensor.sizes(),
+                          ". Make a new optimizer for parameters of another shape.");
+      }
+    }
+  }
+}
+
+// Note [The plan of a fused step]
+// What the kernels are called with (lists of parameters, states and counters by group, device and
+// dtype) is made once and kept. Each step walks over the parameters, collects the gradients, and
+// finds out on the way whether the plan still holds: the same parameters, the same of them with
+// gradients, the layouts that the states were made for, the same kinds of state, the same states.
+// (LibTorch gives everyone a reference to the map of states, to clear it or to put others there.)
+// If not, it is made anew, from the groups, the states and the counters, which are all that
+// outlives it. A state that is not the plan's says itself how many steps it has behind it.
+
+/// A parameter in a plan.
+struct StepSlot {
+  static constexpr std::size_t no_list = static_cast<std::size_t>(-1);
+  c10::TensorImpl* param;
+  std::size_t list;  ///< no_list for a parameter without a gradient
+
+  /// Null if there is none. Only to be compared.
+  const torch::optim::OptimizerParamState* state = nullptr;
+  int64_t steps = 0;  ///< as the state holds them
+};
+
+/// What a plan relies on of a group's options.
+struct StepUse {
+  std::size_t kinds;
+  bool counted;
+  bool operator==(const StepUse&) const = default;
+};
+
+/// What a step of `Rule` calls the fused kernels with.
+template <class Rule>
+class StepPlan {
+ public:
+  using Options = typename Rule::Options;
+  using State = typename Rule::State;
+
+  /// False if the plan does not hold for `groups` and `states`.
+  bool collect_gradients(const ParamGroups& groups, const ParamStates& states) {
+    if (uses_.size() != groups.size()) return false;
+    for (StepList& list : lists_) list.grads.clear();
+    auto slot = slots_.cbegin();
+    for (std::size_t g = 0; g < groups.size(); ++g) {
+      if (!(uses_[g] == use_of(groups, g))) return false;
+      for (const at::Tensor& param : groups[g].params()) {
+        if (slot == slots_.cend() || slot->param != param.unsafeGetTensorImpl()) return false;
+        const at::Tensor& grad = gradient_of(param);
+        if (grad.defined() != (slot->list != StepSlot::no_list)) return false;
+        State* const state = slot->state ? state_of(*slot, states) : nullptr;
+        if (slot->state && !state) return false;
+        if (grad.defined() && !add_gradient(lists_[slot->list], param, grad, state)) return false;
+        ++slot;
+      }
+    }
+    return slot == slots_.cend();
+  }
+
+  /// A plan for `groups`, which check_parameters has passed. Makes the states that are missing and
+  /// takes those that are not to their parameters' device, dtype and layout.
+  static StepPlan make(const ParamGroups& groups, const Options& defaults, ParamStates& states,
+                       CounterTable<Rule>& counters) {
+    StepPlan plan;
+    std::vector<at::Tensor> counted;
+    for (std::size_t g = 0; g < groups.size(); ++g) {
+      plan.uses_.push_back(use_of(groups, g));
+      for (const at::Tensor& param : groups[g].params()) {
+        plan.slots_.push_back({param.unsafeGetTensorImpl(), StepSlot::no_list});
+        if (plan.uses_[g].counted && gradient_of(param).defined()) counted.push_back(param);
+      }
+    }
+    const auto steps_so_far = [&](const at::Tensor& param) -> int64_t {
+      const auto state = states.find(param.unsafeGetTensorImpl());
+      if (state == states.end()) return 0;
+      return Rule::steps(static_cast<const State&>(*state->second));
+    };
+    for (auto& counter : counters.assign(counted, steps_so_far)) {
+      plan.scalars_[plan.scalars_of(counter->value.device())].add_counter(std::move(counter));
+    }
+    auto slot = plan.slots_.begin();
+    for (std::size_t g = 0; g < groups.size(); ++g) {
+      for (const at::Tensor& param : groups[g].params()) {
+        if (gradient_of(param).defined()) {
+          slot->list = plan.list_of(g, param, counters.find(param));
+          plan.add_parameter(plan.lists_[slot->list], param, defaults, states, counters);
+        }
+        ++slot;
+      }
+    }
+    plan.note_states(states);
+    return plan;
+  }
+
+  /// Takes note of the states that there are, and of the steps that they hold.
+  void note_states(const ParamStates& states) {
+    for (StepSlot& slot : slots_) {
+      const auto state = states.find(slot.param);
+      slot.state = state == states.end() ? nullptr : state->second.get();
+      slot.steps = slot.state ? steps_of(*slot.state) : 0;
+    }
+  }
+
+  /// Forgets the counts of parameters whose states are no longer those that were taken note of.
+  /// Returns whether there were any; the plan does not hold then.
+  bool drop_counters(const ParamStates& states, CounterTable<Rule>& counters) const {
+    bool any = false;
+    for (const StepSlot& slot : slots_) {
+      if (!slot.state || state_of(slot, states)) continue;
+      counters.erase(slot.param);
+      any = true;
+    }
+    return any;
+  }
+
+  /// Whether there is a plan, and for these groups and states, whatever gradients there are.
+  bool is_for(const ParamGroups& groups, const ParamStates& states) const {
+    if (lists_.empty() || uses_.size() != groups.size()) return false;
+    std::vector<std::size_t> next(lists_.size());
+    auto slot = slots_.cbegin();
+    for (std::size_t g = 0; g < groups.size(); ++g) {
+      if (!(uses_[g] == use_of(groups, g))) return false;
+      for (const at::Tensor& param : groups[g].params()) {
+        if (slot == slots_.cend() || slot->param != param.unsafeGetTensorImpl()) return false;
+        State* const state = slot->state ? state_of(*slot, states) : nullptr;
+        if (slot->state && !state) return false;
+        if (slot->list != StepSlot::no_list) {
+          const std::size_t i = next[slot->list]++;
+          if (state && !has_tensors(lists_[slot->list], i, *state)) return false;
+        }
+        ++slot;
+      }
+    }
+    return slot == slots_.cend();
+  }
+
+  /// Makes the steps read their learning rates from the device and writes there those that changed.
+  void write_rates(const ParamGroups& groups) {
+    for (StepList& list : lists_) {
+      const double rate = options_of<Rule>(groups, list.group).lr();
+      if (!list.rate.defined()) {
+        list.rate = at::full({}, rate, at::device(list.device).dtype(at::kFloat));
+      } else if (rate != list.written_rate) {
+        list.rate.fill_(rate);
+      }
+      list.written_rate = rate;
+    }
+  }
+
+  /// Counts a step of which only the device knows whether it was skipped.
+  void note_step() {
+    for (StepScalars& scalars : scalars_) scalars.note_step();
+  }
+
+  /// Steps with the gradients collected.
+  void run(const ParamGroups& groups, const at::Tensor& grad_scale, const at::Tensor& found_inf) {
+    for (StepScalars& scalars : scalars_) scalars.begin(grad_scale, found_inf);
+    for (const StepList& list : lists_) {
+      Rule::step(options_of<Rule>(groups, list.group), list, scalars_[list.scalars]);
+    }
+    for (StepScalars& scalars : scalars_) scalars.end();
+    for (StepList& list : lists_) {
+      list.grads.clear();
+      // The kernels do not tell autograd, nor a cache of weight casts, that they write.
+      for (const at::Tensor& param : list.params) param.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+
+ private:
+  static StepUse use_of(const ParamGroups& groups, std::size_t group) {
+    const Options& options = options_of<Rule>(groups, group);
+    return {Rule::kinds(options), Rule::counted(options)};
+  }
+
+  static int64_t steps_of(const torch::optim::OptimizerParamState& state) {
+    return Rule::steps(static_cast<const State&>(state));
+  }
+
+  /// The state that was taken note of; null if there is another one by now, or none.
+  static State* state_of(const StepSlot& slot, const ParamStates& states) {
+    const auto state = states.find(slot.param);
+    const bool same = state != states.end() && state->second.get() == slot.state &&
+                      steps_of(*slot.state) == slot.steps;
+    return same ? static_cast<State*>(state->second.get()) : nullptr;
+  }
+
+  /// Whether the i-th parameter's tensors in the list are those of its state.
+  static bool has_tensors(const StepList& list, std::size_t i, State& state) {
+    for (std::size_t k = 0; k < list.state.size(); ++k) {
+      if (!list.state[k][i].is_same(Rule::tensor(state, k))) return false;
+    }
+    return true;
+  }
+
+  static bool add_gradient(StepList& list, const at::Tensor& param, const at::Tensor& grad,
+                           State* state) {
+    if (param.device() != list.device || param.scalar_type() != list.dtype ||
+        !param.is_non_overlapping_and_dense() || grad.layout() != at::kStrided) {
+      return false;
+    }
+    if (!list.state.empty()) {
+      const std::size_t i = list.grads.size();
+      if (!state || !has_tensors(list, i, *state)) return false;
+      if (!same_layout(param, list.state[0][i])) return false;
+    }
+    list.grads.push_back(fitted(grad, param));
+    return true;
+  }
+
+  std::size_t scalars_of(at::Device device) {
+    std::size_t s = 0;
+    while (s < scalars_.size() && scalars_[s].device() != device) ++s;
+    if (s == scalars_.size()) scalars_.emplace_back(device);
+    return s;
+  }
+
+  /// The list that the parameter belongs to, which may be a new one.
+  std::size_t list_of(std::size_t group, const at::Tensor& param,
+                      std::shared_ptr<StepCounter> counter) {
+    if (!Rule::apart || !uses_[group].counted) counter = nullptr;
+    std::size_t l = lists_.size();
+    while (l > 0) {  // the latest is the likeliest
+      const StepList& list = lists_[--l];
+      if (list.group == group && list.device == param.device() &&
+          list.dtype == param.scalar_type() && list.counter == counter) {
+        return l;
+      }
+    }
+    lists_.push_back({group,
+                      param.device(),
+                      param.scalar_type(),
+                      scalars_of(param.device()),
+                      std::move(counter),
+                      {},
+                      {},
+                      {},
+                      {}});
+    lists_.back().state.resize(uses_[group].kinds);
+    return lists_.size() - 1;
+  }
+
+  void add_parameter(StepList& list, const at::Tensor& param, const Options& defaults,
+                     ParamStates& states, const CounterTable<Rule>& counters) const {
+    list.params.push_back(param);
+    if (uses_[list.group].counted) list.counters.push_back(counters.find(param)->value);
+    if (list.state.empty()) return;
+    auto& state = states[param.unsafeGetTensorImpl()];
+    if (!state) state = std::make_unique<State>();
+    for (std::size_t k = 0; k < list.state.size(); ++k) {
+      at::Tensor& tensor = Rule::tensor(static_cast<State&>(*state), k);
+      tensor = tensor.defined() ? fitted(tensor, param) : Rule::initial(k, param, defaults);
+      list.state[k].push_back(tensor);
+    }
+  }
+
+  std::vector<StepSlot> slots_;  ///< for each parameter of each group, in order
+  std::vector<StepUse> uses_;    ///< for each group
+  std::vector<StepList> lists_;
+  std::vector<StepScalars> scalars_;
+};
+
+}  // namespace torchamp::detail

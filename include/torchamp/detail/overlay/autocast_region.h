@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/Context.h>
+#include <ATen/autocast_mode.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/util/Exception.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "torchamp/detail/device_autocast_state.h"
+#include "torchamp/detail/devices.h"
+#include "torchamp/detail/overlay/compile.h"
+#include "torchamp/detail/overlay/environment.h"
+#include "torchamp/detail/overlay/policy_scope.h"
+#include "torchamp/detail/overlay/thread_policy.h"
+#include "torchamp/detail/policy/data.h"
+#include "torchamp/policy.h"
+
+namespace torchamp::detail {
+
+/// Whether a warning about the `number`th of at most 64 cases is due: the first time, or always
+/// where the program asked LibTorch for that.
+inline bool warning_is_due(std::atomic<std::uint64_t>& warned_of, unsigned number) {
+  const std::uint64_t bit = std::uint64_t{1} << number;
+  return (warned_of.fetch_or(bit) & bit) == 0 || c10::WarningUtils::get_warnAlways();
+}
+
+inline void check_is_floating(at::ScalarType dtype) {
+  TORCH_CHECK(c10::isFloatingType(dtype), "AutocastGuard: the dtype ", dtype,
+              " is not floating-point. Pass torch::kHalf or torch::kBFloat16.");
+}
+
+/// Whether `device` runs autocast in `dtype`; warns once for each dtype if not. Not a floating
+/// dtype: an error.
+inline bool dtype_is_usable(at::DeviceType device, at::ScalarType dtype) {
+  check_is_floating(dtype);
+  if (dtype == at::kHalf || dtype == at::kBFloat16) return true;
+  if (device == at::kCUDA && dtype == at::kFloat) return true;  // as torch.autocast has it
+
+  static std::atomic<std::uint64_t> warned_of = 0;
+  if (warning_is_due(warned_of, static_cast<unsigned>(dtype))) {
+    TORCH_WARN("AutocastGuard: autocast on ", device, " supports fp16 and bf16, not ", dtype,
+               ". The region runs with autocast disabled. Pass torch::kBFloat16 or torch::kHalf, "
+               "or {.enabled = false} to leave fp32 alone.");
+  }
+  return false;
+}
+
+/// Whether there is such a device, as far as LibTorch can tell without touching it.
+inline bool device_is_present(at::DeviceType device) {
+  switch (device) {
+    case at::kCPU:
+      return true;
+    case at::kCUDA:
+      return at::hasCUDA();
+    case at::kMPS:
+      return at::hasMPS();
+    case at::kXPU:
+      return at::hasXPU();
+    default:
+      return c10::impl::hasDeviceGuardImpl(device);  // the backend is loaded
+  }
+}
+
+/// Whether regions of `device` can run; warns once for each type of device if not.
+inline bool device_is_usable(at::DeviceType device) {
+  if (device_is_present(device)) return true;
+  static std::atomic<std::uint64_t> warned_of = 0;
+  if (warning_is_due(warned_of, static_cast<unsigned>(device))) {
+    const std::string name = c10::DeviceTypeName(device);
+    TORCH_WARN("AutocastGuard: there is no ", name, " device. ", name,
+               " regions run with autocast disabled. Pass torch::kCPU for a CPU.");
+  }
+  return false;
+}
+
+/// What an AutocastGuard does: see there. The members of AutocastOptions come one by one.
+class AutocastRegion {
+ public:
+  AutocastRegion(at::DeviceType device, std::optional<at::ScalarType> dtype, bool enabled,
+                 std::optional<bool> cache_enabled, const std::optional<Policy>& policy)
+      : AutocastRegion(Checked(device, dtype, enabled, policy), cache_enabled) {}
+
+  AutocastRegion(const AutocastRegion&) = delete;
+  AutocastRegion& operator=(const AutocastRegion&) = delete;
+
+  ~AutocastRegion() {
+    if (!policy_scope_.end_of("~AutocastGuard")) return;
+    if (at::autocast::decrement_nesting() == 0 || dtype_changed_) at::autocast::clear_cache();
+    before_.apply();
+    at::autocast::set_autocast_cache_enabled(cache_enabled_before_);
+  }
+
+ private:
+  /// The arguments after all checks, so that the constructor changes nothing before it cannot fail.
+  struct Checked {
+    Checked(at::DeviceType on_device, std::optional<at::ScalarType> asked_dtype,
+            bool asked_to_be_enabled, const std::optional<Policy>& asked_policy)
+        : device(on_device) {
+      const std::size_t index = device_index(device, "AutocastGuard");
+      if (asked_dtype) check_is_floating(*asked_dtype);
+      dtype = asked_dtype.value_or(at::autocast::get_autocast_dtype(device));
+      const EnvironmentOverride& environment = environment_override();
+      enabled = asked_to_be_enabled && !environment.off && device_is_usable(device) &&
+                dtype_is_usable(device, dtype);
+
+      const ThreadPolicy* outer = thread_policy();
+      std::shared_ptr<const PolicyData> data;
+      if (environment.policy) {
+        data = environment.policy->data();
+      } else if (asked_policy) {
+        data = asked_policy->data();
+      } else if (outer && outer->inherited) {
+        data = outer->inherited;
+      } else {
+        data = Policy::standard().data();
+      }
+      if (enabled) compile_once(*data, device);
+      const PolicyData* in_force = enabled ? data.get() : nullptr;
+      if (outer && outer->inherited == data && outer->in_force[index].get() == in_force) return;
+      auto inner = std::make_shared<ThreadPolicy>();
+      if (outer) *inner = *outer;
+      inner->in_force[index] = enabled ? data : nullptr;
+      inner->inherited = std::move(data);
+      policy = std::move(inner);
+    }
+
+    at::DeviceType device;
+    at::ScalarType dtype;
+    bool enabled;
+    std::shared_ptr<const ThreadPolicy> policy;  // null: the thread's stays
+  };
+
+  AutocastRegion(Checked checked, std::optional<bool> cache_enabled)
+      : before_(DeviceAutocastState::of(checked.device)),
+        cache_enabled_before_(at::autocast::is_autocast_cache_enabled()),
+        dtype_changed_(before_.dtype != checked.dtype),
+        policy_scope_(std::move(checked.policy)) {
+    at::autocast::set_autocast_enabled(checked.device, checked.enabled);
+    at::autocast::set_autocast_dtype(checked.device, checked.dtype);
+    if (cache_enabled) at::autocast::set_autocast_cache_enabled(*cache_enabled);
+    // LibTorch's cache does not tell one 16-bit dtype from the other.
+    if (at::autocast::increment_nesting() > 1 && dtype_changed_) at::autocast::clear_cache();
+  }
+
+  DeviceAutocastState before_;
+  bool cache_enabled_before_;
+  bool dtype_changed_;
+  PolicyScope policy_scope_;
+};
+
+}  // namespace torchamp::detail

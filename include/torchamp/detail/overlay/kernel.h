@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/Exception.h>
+#include <torch/library.h>
+
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "torchamp/cast.h"
+#include "torchamp/detail/devices.h"
+#include "torchamp/detail/overlay/binary_cross_entropy.h"
+#include "torchamp/detail/overlay/cast_arguments.h"
+#include "torchamp/detail/overlay/runtime.h"
+#include "torchamp/detail/overlay/thread_policy.h"
+#include "torchamp/detail/policy/catalog.h"
+#include "torchamp/detail/policy/data.h"
+
+namespace torchamp::detail {
+
+/// A kernel for ops of any schema. One class for LibTorch, whatever lies behind it.
+class BoxedKernel : public c10::OperatorKernel {
+ public:
+  virtual void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                    torch::jit::Stack* stack) const = 0;
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) const {
+    call(op, keys, stack);
+  }
+};
+
+// Note [Overlays]
+// An overlay is a boxed kernel for one op under one device's autocast key. It is registered at most
+// once per process, when the first policy that disagrees with LibTorch about that op comes into
+// force, and asks the calling thread's policy on every call. Without a torchamp guard, or where the
+// policy has no rule for the op, it does what LibTorch did before: it calls the autocast kernel
+// that it covers, or, where there was none, passes the call on to the next key with autocast still
+// on (as the fallthrough did). So code that uses at::autocast without torchamp sees no change.
+//
+// LibTorch does not lock its dispatch table against calls. Registration is safe next to threads
+// that call ops outside autocast, but not next to threads that call the same op inside it: let the
+// first guard with a new policy be made before such threads start.
+class Overlay final : public BoxedKernel {
+ public:
+  Overlay(const c10::OperatorHandle& op, std::size_t index, at::DeviceType device, bool promotes,
+          std::optional<c10::SafeKernelFunction> native)
+      : cast_arguments_(op.schema(), promotes),
+        native_(std::move(native)),
+        index_(index),
+        device_(device),
+        device_index_(device_index(device, "Overlay")),
+        key_(autocast_key(device)),
+        after_(c10::DispatchKeySet::FULL_AFTER, key_),
+        takes_probabilities_(takes_probabilities(op.operator_name())) {}
+
+  void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+            torch::jit::Stack* stack) const override {
+    const PolicyData* policy = policy_in_force(device_index_);
+    const Cast cast =
+        policy == nullptr ? Cast::native : policy->rule(device_index_, index_, device_, op, *stack);
+    if (cast == Cast::native) return call_native(op, keys, stack);
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
+    const StandIns stand_ins = cast_arguments(cast, op, *stack);
+    op.redispatchBoxed(keys & after_, stack);
+    stand_ins.copy_back();
+  }
+
+ private:
+  void call_native(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                   torch::jit::Stack* stack) const {
+    if (native_) {
+      native_->callBoxed(op, keys, stack);
+    } else {
+      op.redispatchBoxed(keys & after_, stack);
+    }
+  }
+
+  StandIns cast_arguments(Cast cast, const c10::OperatorHandle& op,
+                          torch::jit::Stack& stack) const {
+    if (cast == Cast::unchanged) return {};
+    TORCH_CHECK(cast_arguments_.fit(op.schema()), "torchamp: '", op.operator_name(),
+                "' was registered again with other arguments, but policies hold on to its first "
+                "schema. Give the new one another name.");
+    if (takes_probabilities_ && cast == Cast::fp32) warn_of_16_bit_probabilities(op, stack);
+    return cast_arguments_(cast, device_, stack);
+  }
+
+  CastArguments cast_arguments_;
+  std::optional<c10::SafeKernelFunction> native_;
+  std::size_t index_;
+  at::DeviceType device_;
+  std::size_t device_index_;
+  c10::DispatchKey key_;
+  c10::DispatchKeySet after_;
+  bool takes_probabilities_;
+};
+
+/// Whether LibTorch itself has an autocast kernel for the op and device, overlays left out of
+/// account.
+inline bool has_native_kernel(const c10::OperatorHandle& op, at::DeviceType device) {
+  SharedRuntime& runtime = shared_runtime();
+  const auto& overlays = runtime.overlays[device_index(device, "has_native_kernel")];
+  const std::scoped_lock lock(runtime.mutex);
+  const std::size_t index = overlays.index_of(full_name(op.operator_name()));
+  if (index < overlays.ops.size()) return overlays.has_native[index];
+  const c10::DispatchKey key = autocast_key(device);
+  return op.hasKernelForDispatchKey(key) && !op.isKernelFallthroughKernel(key);
+}
+
+class SilentWarnings final : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning&) override {}
+};
+
+/// Registers a kernel for the op under the device's autocast key, for as long as the process lives.
+inline void register_kernel(const c10::OperatorHandle& op, at::DeviceType device,
+                            std::unique_ptr<BoxedKernel> kernel) {
+  // LibTorch warns of kernels that replace others; these are ours, and stand in for what they
+  // cover.
+  SilentWarnings silent;
+  const c10::WarningUtils::WarningHandlerGuard no_warning(&silent);
+  const std::string& qualified = op.operator_name().name;
+  // Never destroyed: it owns the registration.
+  auto* const library =
+      new torch::Library(torch::Library::IMPL, qualified.substr(0, qualified.find("::")),
+                         autocast_key(device), "torchamp/detail/overlay/kernel.h", __LINE__);
+  library->impl(full_name(op.operator_name()).c_str(),
+                torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
+}
+
+/// Makes an op's kernel for a device, given its index in the tables and LibTorch's own kernel if
+/// there is one.
+using MakeKernel = std::unique_ptr<BoxedKernel> (*)(
+    const c10::OperatorHandle& op, at::DeviceType device, std::size_t index,
+    std::optional<c10::SafeKernelFunction>&& native);
+
+/// Makes sure that the op has its overlay for the device; returns the overlay's index in the
+/// tables.
+inline std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType device,
+                                   MakeKernel make) {
+  const std::string name = full_name(op.operator_name());
+  const bool has_native = has_native_kernel(op, device);
+  SharedRuntime& runtime = shared_runtime();
+  auto& overlays = runtime.overlays[device_index(device, "install_overlay")];
+  const std::scoped_lock lock(runtime.mutex);
+  const std::size_t index = overlays.index_of(name);
+  if (index < overlays.ops.size()) return index;
+
+  std::optional<c10::SafeKernelFunction> native;
+  if (has_native) native = op.getComputedKernelForDispatchKey(autocast_key(device));
+  overlays.ops.reserve(index + 1);
+  overlays.has_native.reserve(index + 1);
+  register_kernel(op, device, make(op, device, index, std::move(native)));
+  overlays.ops.push_back(name);
+  overlays.has_native.push_back(has_native);
+  return index;
+}
+
+}  // namespace torchamp::detail

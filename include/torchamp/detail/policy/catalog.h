@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <limits>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "torchamp/detail/overlay/runtime.h"
+#include "torchamp/detail/text.h"
+
+namespace torchamp::detail {
+
+/// "aten::add.Tensor", or "aten::sum" for the overload without a name.
+inline std::string full_name(const c10::OperatorName& op) {
+  return op.overload_name.empty() ? op.name : op.name + '.' + op.overload_name;
+}
+
+/// Parts of a user's name: "softmax", "softmax.int", "mylib::op", "mylib::op.overload".
+struct ParsedName {
+  std::string base;                     // with its namespace: "aten::softmax"
+  std::optional<std::string> overload;  // unset: all overloads
+
+  static ParsedName of(std::string_view text) {
+    const auto colons = text.find("::");
+    const auto dot = text.find('.', colons == std::string_view::npos ? 0 : colons);
+    ParsedName name;
+    name.base =
+        (colons == std::string_view::npos ? "aten::" : "") + std::string(text.substr(0, dot));
+    if (dot != std::string_view::npos) name.overload = std::string(text.substr(dot + 1));
+    return name;
+  }
+};
+
+/// Number of single-character edits between two names, of long ones between their beginnings.
+inline std::size_t edit_distance(std::string_view a, std::string_view b) {
+  a = a.substr(0, longest_shown);
+  b = b.substr(0, longest_shown);
+  std::vector<std::size_t> row(b.size() + 1);
+  for (std::size_t j = 0; j <= b.size(); ++j) row[j] = j;
+  for (std::size_t i = 1; i <= a.size(); ++i) {
+    std::size_t diagonal = row[0];
+    row[0] = i;
+    for (std::size_t j = 1; j <= b.size(); ++j) {
+      const std::size_t substitution = diagonal + (a[i - 1] != b[j - 1]);
+      diagonal = row[j];
+      row[j] = std::min({row[j] + 1, row[j - 1] + 1, substitution});
+    }
+  }
+  return row.back();
+}
+
+/// The ops that are registered at the moment. LibTorch tells it of every op that comes or goes, so
+/// that it needs no look at all of them; LibTorch's own lists keep the names of ops that have gone.
+class OpCatalog {
+ public:
+  /// The overload names of "aten::add", sorted: empty if the op is unknown. Any thread.
+  static std::vector<std::string> overloads(const std::string& base) {
+    OpCatalog& catalog = instance();
+    const std::scoped_lock lock(catalog.mutex_);
+    const auto found = catalog.overloads_.find(base);
+    if (found == catalog.overloads_.end()) return {};
+    return {found->second.begin(), found->second.end()};
+  }
+
+  /// The known name nearest to `base` in its namespace, without "aten::"; empty if nothing is known
+  /// there.
+  static std::string nearest(std::string_view base) {
+    const std::string_view space = base.substr(0, base.find("::") + 2);
+    std::string best;
+    std::size_t best_distance = std::numeric_limits<std::size_t>::max();
+    for (const std::string& name : names(space)) {
+      const std::size_t distance = edit_distance(base, name);
+      if (distance >= best_distance) continue;
+      best_distance = distance;
+      best = name;
+    }
+    return best.starts_with("aten::") ? best.substr(6) : best;
+  }
+
+ private:
+  class Listener final : public c10::OpRegistrationListener {
+   public:
+    explicit Listener(OpCatalog& catalog) : catalog_(catalog) {}
+    void onOperatorRegistered(const c10::OperatorHandle& op) override {
+      const c10::OperatorName& name = op.operator_name();
+      const std::scoped_lock lock(catalog_.mutex_);
+      catalog_.overloads_[name.name].insert(name.overload_name);
+    }
+    void onOperatorDeregistered(const c10::OperatorHandle& op) override {
+      const c10::OperatorName& name = op.operator_name();
+      const std::scoped_lock lock(catalog_.mutex_);
+      const auto found = catalog_.overloads_.find(name.name);
+      if (found == catalog_.overloads_.end()) return;
+      found->second.erase(name.overload_name);
+      if (found->second.empty()) catalog_.overloads_.erase(found);
+    }
+
+   private:
+    OpCatalog& catalog_;
+  };
+
+  // Never destroyed: ops go until the process ends, and LibTorch calls this library's listener.
+  static OpCatalog& instance() {
+    static OpCatalog& catalog = make();
+    return catalog;
+  }
+
+  static OpCatalog& make() {
+    pin_this_library();
+    auto& catalog = *new OpCatalog;
+    // Its end would take the listener away.
+    new c10::RegistrationHandleRAII(
+        c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Listener>(catalog)));
+    return catalog;
+  }
+
+  static std::vector<std::string> names(std::string_view space) {
+    OpCatalog& catalog = instance();
+    const std::scoped_lock lock(catalog.mutex_);
+    std::vector<std::string> found;
+    for (const auto& [name, overloads] : catalog.overloads_) {
+      if (name.starts_with(space)) found.push_back(name);
+    }
+    return found;
+  }
+
+  std::mutex mutex_;
+  std::map<std::string, std::set<std::string>> overloads_;  // by the name with its namespace
+};
+
+/// Handles of the overloads that `text` names. Without any: an error naming `call`, the op and the
+/// nearest known name; or nothing, if `missing_ok`.
+inline std::vector<c10::OperatorHandle> find_ops(std::string_view text, const char* call,
+                                                 bool missing_ok = false) {
+  const ParsedName name = ParsedName::of(text);
+  std::vector<c10::OperatorHandle> found;
+  const std::vector<std::string> overloads = OpCatalog::overloads(name.base);
+  for (const std::string& overload : overloads) {
+    if (name.overload && *name.overload != overload) continue;
+    if (auto op = c10::Dispatcher::singleton().findSchema({name.base, overload})) {
+      found.push_back(*op);
+    }
+  }
+  if (!found.empty() || missing_ok) return found;
+  if (overloads.empty() || !name.overload) {
+    const std::string nearest = OpCatalog::nearest(name.base);
+    TORCH_CHECK(!nearest.empty(), call, ": LibTorch knows no op '", shorten(text),
+                "', nor any other of its namespace. Load the library that registers it first.");
+    TORCH_CHECK(false, call, ": LibTorch knows no op '", shorten(text), "'. Did you mean '",
+                nearest, "'?");
+  }
+  std::string known;
+  for (const std::string& overload : overloads) {
+    known += (known.empty() ? "'" : ", '") + (overload.empty() ? name.base : overload) + "'";
+  }
+  TORCH_CHECK(false, call, ": the op '", name.base, "' has no overload '", shorten(*name.overload),
+              "'. It has ", known, ".");
+  return found;  // not reached, which GCC does not see without optimisation
+}
+
+}  // namespace torchamp::detail

@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/record_function.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/ArrayRef.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "torchamp/cast.h"
+#include "torchamp/detail/devices.h"
+#include "torchamp/detail/policy/catalog.h"
+#include "torchamp/detail/policy/overlay_table.h"
+#include "torchamp/detail/policy/overload_rules.h"
+#include "torchamp/rule.h"
+
+namespace torchamp::detail {
+
+enum class BaseTable : std::uint8_t { standard, torch };
+
+/// One call of an edit, as the user wrote it.
+struct Edit {
+  Cast cast;
+  std::vector<std::string> names;
+  std::string family;  // instead of `names`, if not empty
+  When when;
+};
+
+// Note [A choice is told once]
+// A predicate is called once for each call of its op, and only the overlay knows what it said. For
+// whoever records (a CastRecorder, LibTorch's profiler) the overlay opens and closes an empty user
+// scope of this name and the rule's within the op. Without a recorder that is one look at a flag.
+inline constexpr std::string_view choice_scope = "torchamp rule: ";
+
+inline void announce_choice(Cast cast) {
+  if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) {
+    at::RecordFunction scope(std::move(*callbacks));
+    scope.before(std::string(choice_scope).append(to_string(cast)));
+  }
+}
+
+/// The rule in a scope's name; nothing if it is no such scope.
+inline std::optional<Cast> announced_choice(std::string_view scope) {
+  if (!scope.starts_with(choice_scope)) return std::nullopt;
+  for (const Cast cast :
+       {Cast::native, Cast::lower_precision, Cast::fp32, Cast::promote, Cast::unchanged}) {
+    if (scope.substr(choice_scope.size()) == to_string(cast)) return cast;
+  }
+  return std::nullopt;
+}
+
+/// The contents of a Policy: a base table and edits. Immutable once shared.
+class PolicyData {
+ public:
+  explicit PolicyData(BaseTable base_table) : base(base_table) {}
+  /// A copy to edit; it starts without compiled tables.
+  PolicyData(const PolicyData& other) : base(other.base), edits(other.edits), rules(other.rules) {}
+  PolicyData& operator=(const PolicyData&) = delete;
+
+  /// What the edits made of one overload; null if they do not reach it.
+  const OverloadRules* edited(const c10::OperatorHandle& op) const {
+    const auto found = rules.find(full_name(op.operator_name()));
+    return found == rules.end() ? nullptr : &found->second;
+  }
+
+  BaseTable base;
+  std::vector<Edit> edits;
+  RuleMap rules;  // what the edits made of each overload that they reached
+
+  /// Has `compile` make the table for a device, if it has not been made. Any thread.
+  template <class Compile>
+  void compile_once(std::size_t device_index, const Compile& compile) const {
+    Compiled& compiled = compiled_[device_index];
+    if (compiled.ready.load(std::memory_order_acquire)) return;
+    const std::scoped_lock lock(mutex_);
+    if (compiled.ready.load(std::memory_order_relaxed)) return;
+    compiled.table = compile();
+    compiled.ready.store(true, std::memory_order_release);
+  }
+
+  /// The rule of overlay `overlay` on a device, whose table has been made, for one call.
+  Cast rule(std::size_t device_index, std::size_t overlay, at::DeviceType device,
+            const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> stack) const {
+    const OverlayTable::Entry entry = compiled_[device_index].table[overlay];
+    if (entry.conditional == nullptr) return entry.cast;
+    const Cast cast = choose(entry, device, OpCall(op.schema(), stack));
+    announce_choice(cast);
+    return cast;
+  }
+
+  /// The rules of overlay `overlay` on a device, whose table has been made.
+  OverlayTable::Entry rules_of_overlay(std::size_t device_index, std::size_t overlay) const {
+    return compiled_[device_index].table[overlay];
+  }
+
+ private:
+  Cast choose(const OverlayTable::Entry& entry, at::DeviceType device, const OpCall& call) const {
+    const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
+    for (std::size_t i = entry.conditional->size(); i-- > 0;) {  // the last that holds wins
+      const Edit& edit = edits[(*entry.conditional)[i]];
+      if (holds(edit.when, dtype, call)) return edit.cast;
+    }
+    return entry.cast;
+  }
+
+  static bool holds(const When& when, at::ScalarType dtype, const OpCall& call) {
+    if (!when.predicate) return when.holds(dtype, call);
+    // A predicate may call ops, its own among them, and these are no part of the op.
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    const at::DisableRecordFunctionGuard not_recorded;
+    return when.holds(dtype, call);
+  }
+
+  struct Compiled {
+    std::atomic<bool> ready = false;
+    OverlayTable table;
+  };
+  mutable std::mutex mutex_;
+  mutable std::array<Compiled, device_count> compiled_;
+};
+
+/// Whether two policies are known to have the same rules. Predicates cannot be compared.
+inline bool is_same(const PolicyData& one, const PolicyData& other) {
+  const auto same_edit = [](const Edit& a, const Edit& b) {
+    return a.cast == b.cast && a.names == b.names && a.family == b.family &&
+           a.when.dtype == b.when.dtype && !a.when.predicate && !b.when.predicate;
+  };
+  return &one == &other ||
+         (one.base == other.base && std::equal(one.edits.begin(), one.edits.end(),
+                                               other.edits.begin(), other.edits.end(), same_edit));
+}
+
+}  // namespace torchamp::detail

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/autocast_mode.h>
+#include <c10/core/DeviceType.h>
+
+#include <algorithm>
+#include <iterator>
+#include <string>
+#include <string_view>
+
+#include "torchamp/cast.h"
+#include "torchamp/detail/policy/overload_rules.h"
+
+namespace torchamp::detail {
+
+// "pow, Tensor_Scalar" -> "aten::pow.Tensor_Scalar"
+inline std::string listed_name(std::string_view entry) {
+  const auto comma = entry.find(',');
+  std::string name = "aten::" + std::string(entry.substr(0, comma));
+  if (comma != std::string_view::npos) {
+    name += '.' + std::string(entry.substr(entry.find_first_not_of(' ', comma + 1)));
+  }
+  return name;
+}
+
+/// The rules on LibTorch's own CUDA lists, by full overload name ("aten::pow.Tensor_Scalar").
+/// Read from the macros of ATen/autocast_mode.h, so that a newer LibTorch's lists are followed.
+inline RuleMap read_libtorch_cuda_lists() {
+  RuleMap lists;
+  const auto add = [&](const char* entry, Cast cast) { lists[listed_name(entry)].cast = cast; };
+#define TORCHAMP_LOWER(...) add(#__VA_ARGS__, Cast::lower_precision);
+#define TORCHAMP_FP32(...) add(#__VA_ARGS__, Cast::fp32);
+#define TORCHAMP_PROMOTE(...) add(#__VA_ARGS__, Cast::promote);
+#define TORCHAMP_APPEND_DTYPE(function, name, ...) add(name, Cast::fp32);
+  AT_FORALL_LOWER_PRECISION_FP(TORCHAMP_LOWER)
+  AT_FORALL_FP32(TORCHAMP_FP32)
+  AT_FORALL_FP32_SET_OPT_DTYPE(TORCHAMP_FP32)
+  AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(TORCHAMP_APPEND_DTYPE)
+  AT_FORALL_PROMOTE(TORCHAMP_PROMOTE)
+#undef TORCHAMP_LOWER
+#undef TORCHAMP_FP32
+#undef TORCHAMP_PROMOTE
+#undef TORCHAMP_APPEND_DTYPE
+  return lists;
+}
+
+inline const RuleMap& libtorch_cuda_lists() {
+  static const auto& lists = *new RuleMap(read_libtorch_cuda_lists());  // never destroyed
+  return lists;
+}
+
+/// The rule that LibTorch's CUDA lists have for an overload; native if they have none.
+inline Cast listed_rule(std::string_view full_name) {
+  const auto listed = libtorch_cuda_lists().find(full_name);
+  return listed == libtorch_cuda_lists().end() ? Cast::native : *listed->second.cast;
+}
+
+// clang-format off
+/// The ops that have an autocast kernel of their own on a CPU, by what it does. LibTorch's headers
+/// do not have these lists; tests/libtorch_lists_test.cpp calls every kernel and compares.
+inline constexpr std::string_view cpu_lower_precision_ops[] = {
+    "_addmm_activation", "_convolution", "_native_multi_head_attention", "addbmm", "addmm",
+    "baddbmm", "bmm", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d",
+    "conv_transpose2d", "conv_transpose3d", "linalg_vecdot", "linear", "matmul", "mkldnn_rnn_layer",
+    "mm", "prelu", "scaled_dot_product_attention"};
+inline constexpr std::string_view cpu_fp32_ops[] = {
+    "_grid_sampler_2d_cpu_fallback", "_lu_with_info", "adaptive_avg_pool3d",
+    "adaptive_max_pool3d", "avg_pool3d", "binary_cross_entropy",
+    "binary_cross_entropy_with_logits", "cdist", "cholesky", "cholesky_inverse", "cholesky_solve",
+    "cosine_embedding_loss", "cross_entropy_loss", "ctc_loss", "fake_quantize_per_tensor_affine",
+    "fft_fft", "fft_fft2", "fft_fftn", "fft_hfft", "fft_ifft", "fft_ifft2", "fft_ifftn",
+    "fft_ihfft", "fft_irfft", "fft_irfft2", "fft_irfftn", "fft_rfft", "fft_rfft2", "fft_rfftn",
+    "fractional_max_pool2d", "fractional_max_pool3d", "geqrf", "grid_sampler", "grid_sampler_2d",
+    "grid_sampler_3d", "hinge_embedding_loss", "huber_loss", "inverse", "kl_div", "l1_loss",
+    "linalg_cholesky", "linalg_cholesky_ex", "linalg_cond", "linalg_eig", "linalg_eigh",
+    "linalg_eigvals", "linalg_eigvalsh", "linalg_householder_product", "linalg_inv",
+    "linalg_inv_ex", "linalg_lstsq", "linalg_matrix_rank", "linalg_matrix_sqrth", "linalg_qr",
+    "linalg_solve", "linalg_svd", "linalg_svdvals", "linalg_tensorinv", "linalg_tensorsolve",
+    "lu_solve", "margin_ranking_loss", "max_pool3d", "max_unpool2d", "max_unpool3d", "mse_loss",
+    "multi_margin_loss", "multilabel_margin_loss", "multilabel_margin_loss_forward",
+    "nanquantile", "nll_loss", "nll_loss2d", "orgqr", "ormqr", "pinverse", "poisson_nll_loss",
+    "polar", "prod", "qr", "quantile", "reflection_pad1d", "reflection_pad2d",
+    "replication_pad1d", "replication_pad2d", "replication_pad3d", "smooth_l1_loss",
+    "soft_margin_loss", "stft", "svd", "trace", "triangular_solve", "triplet_margin_loss",
+    "view_as_complex"};
+inline constexpr std::string_view cpu_promote_ops[] = {"cat", "stack", "index_copy"};
+/// Ops with a kernel on CUDA that the lists in the headers lack.
+inline constexpr std::string_view cuda_lower_precision_ops[] = {
+    "cudnn_convolution", "cudnn_convolution_transpose"};
+// clang-format on
+
+/// What LibTorch's own autocast kernel for the device, which must be there, does; native if this is
+/// not known.
+inline Cast kernel_rule(std::string_view full_name, at::DeviceType device) {
+  if (!full_name.starts_with("aten::")) return Cast::native;
+  const std::string_view base = full_name.substr(6, full_name.find('.') - 6);
+  const auto has = [&](const auto& list) {
+    return std::find(std::begin(list), std::end(list), base) != std::end(list);
+  };
+  if (device == at::kCUDA && has(cuda_lower_precision_ops)) return Cast::lower_precision;
+  if (device != at::kCPU) return listed_rule(full_name);
+  if (has(cpu_lower_precision_ops)) return Cast::lower_precision;
+  if (has(cpu_fp32_ops)) return Cast::fp32;
+  return has(cpu_promote_ops) ? Cast::promote : Cast::native;
+}
+
+}  // namespace torchamp::detail

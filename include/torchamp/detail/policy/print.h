@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+
+#include <ostream>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "torchamp/cast.h"
+#include "torchamp/detail/policy/catalog.h"
+#include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/policy/lists.h"
+#include "torchamp/detail/policy/resolve.h"
+
+namespace torchamp::detail {
+
+/// "standard" or "torch".
+inline std::string_view to_string(BaseTable base) {
+  return base == BaseTable::standard ? "standard" : "torch";
+}
+
+/// A region's dtype as a policy's text names it.
+inline std::string_view region_dtype_name(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kHalf:
+      return "float16";
+    case at::kBFloat16:
+      return "bfloat16";
+    case at::kFloat:
+      return "float32";
+    default:
+      TORCH_CHECK(false, "torchamp: no region has the dtype ", dtype, ".");
+  }
+}
+
+/// One edit as text: "fp32 when float16: ops::norm, pow".
+inline std::string to_string(const Edit& edit) {
+  std::string text(torchamp::to_string(edit.cast));
+  if (edit.when.dtype) text.append(" when ").append(region_dtype_name(*edit.when.dtype));
+  text += ": ";
+  if (!edit.family.empty()) return text + "ops::" + edit.family;
+  for (const std::string& name : edit.names) {
+    text += (&name == &edit.names.front() ? "" : ", ") + name;
+  }
+  return text;
+}
+
+/// Prints `names` separated by commas, in lines of at most 100 columns.
+inline void print_wrapped(std::ostream& out, const std::vector<std::string>& names) {
+  std::string line;
+  for (const std::string& name : names) {
+    if (line.size() + name.size() > 93) {
+      out << "    " << line << ",\n";
+      line.clear();
+    }
+    line += (line.empty() ? "" : ", ") + name;
+  }
+  out << "    " << line << '\n';
+}
+
+/// The rules in force on a device, of the ops that the policy or LibTorch's kernels speak of.
+inline RuleMap rules_in_force(const PolicyData& policy, at::DeviceType device) {
+  RuleMap rules;
+  const auto add = [&](const c10::OperatorHandle& op) {
+    rules[full_name(op.operator_name())].cast = rule_in_force(policy, op, device);
+  };
+  for (const auto& op : candidates(policy)) add(op);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getRegistrationsForDispatchKey(autocast_key(device))) {
+    // Overlays are there too, those that policies before this one asked for.
+    const auto op = dispatcher.findSchema(name);
+    if (op && has_native_kernel(*op, device)) add(*op);
+  }
+  return rules;
+}
+
+/// The ops of one rule, where LibTorch's kernels decide those that do `effect`.
+inline void print_group(std::ostream& out, const RuleMap& rules, at::DeviceType device, Cast cast,
+                        Cast effect) {
+  std::vector<std::string> names;
+  for (const auto& [name, rule] : rules) {
+    if (rule.cast != cast) continue;
+    if ((cast == Cast::native ? kernel_rule(name, device) : cast) != effect) continue;
+    names.push_back(name.starts_with("aten::") ? name.substr(6) : name);
+  }
+  if (names.empty()) return;
+  out << "  " << torchamp::to_string(cast);
+  if (effect != cast) out << ": " << torchamp::to_string(effect);
+  out << '\n';
+  print_wrapped(out, names);
+}
+
+inline void print_policy(std::ostream& out, const PolicyData& policy) {
+  out << "torchamp policy: " << to_string(policy.base) << '\n';
+  for (const Edit& edit : policy.edits) {
+    out << "  " << to_string(edit) << (edit.when.predicate ? "  (when its predicate holds)" : "")
+        << '\n';
+  }
+  for (const at::DeviceType device : {at::kCPU, at::kCUDA}) {
+    out << "on " << c10::DeviceTypeName(device, /*lower_case=*/true) << '\n';
+    const RuleMap rules = rules_in_force(policy, device);
+    for (const Cast effect : {Cast::native, Cast::lower_precision, Cast::fp32, Cast::promote}) {
+      print_group(out, rules, device, Cast::native, effect);
+    }
+    for (const Cast cast : {Cast::lower_precision, Cast::fp32, Cast::promote, Cast::unchanged}) {
+      print_group(out, rules, device, cast, cast);
+    }
+  }
+  out << "every other op: unchanged\n"
+         "native: LibTorch's own kernel for the device decides, which does what is said behind "
+         "it\n";
+}
+
+}  // namespace torchamp::detail

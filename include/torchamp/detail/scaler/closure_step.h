@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/lbfgs.h>
+#include <torch/optim/optimizer.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
+
+#include <algorithm>
+#include <concepts>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/internal_ops.h"
+#include "torchamp/detail/overlay/weight_casts.h"
+#include "torchamp/fused_optimizer.h"
+#include "torchamp/grad_scaler.h"
+
+namespace torchamp {
+
+// Note [A step with a closure]
+//
+// The optimizer evaluates the loss as often as it likes, LBFGS some twenty times in one step, and
+// looks at the gradients in between. So each evaluation scales, unscales and checks by itself. One
+// that overflows is made again at a lower scale. The first evaluation is made before the optimizer
+// is called, so that a step that must be skipped has not begun. If a later one, at a point that a
+// line search tries, cannot be made finite, the step is abandoned: an exception leaves the
+// optimizer, and its parameters and state are put back.
+
+namespace detail {
+
+/// Leaves an optimizer's step; caught by GradScaler::step.
+struct StepAbandoned : std::exception {};
+
+/// Calls f for the tensors of `state` that its optimizer, one of LibTorch's, writes in place. (What
+/// else LBFGS holds it replaces.)
+template <class F>
+void for_each_written(torch::optim::OptimizerParamState& state, const F& f) {
+  if (auto* const adam = dynamic_cast<torch::optim::AdamParamState*>(&state)) {
+    f(adam->exp_avg());
+    f(adam->exp_avg_sq());
+    f(adam->max_exp_avg_sq());
+  } else if (auto* const adamw = dynamic_cast<torch::optim::AdamWParamState*>(&state)) {
+    f(adamw->exp_avg());
+    f(adamw->exp_avg_sq());
+    f(adamw->max_exp_avg_sq());
+  } else if (auto* const adagrad = dynamic_cast<torch::optim::AdagradParamState*>(&state)) {
+    f(adagrad->sum());
+  } else if (auto* const rmsprop = dynamic_cast<torch::optim::RMSpropParamState*>(&state)) {
+    f(rmsprop->square_avg());
+    f(rmsprop->momentum_buffer());
+    f(rmsprop->grad_avg());
+  } else if (auto* const sgd = dynamic_cast<torch::optim::SGDParamState*>(&state)) {
+    f(sgd->momentum_buffer());
+  } else if (auto* const lbfgs = dynamic_cast<torch::optim::LBFGSParamState*>(&state)) {
+    f(lbfgs->prev_flat_grad());
+  }
+}
+
+/// A copy of an optimizer's parameters and state, whose values can be put back where they were. (Of
+/// a fused one, whose step changes nothing where it throws, the parameters only.) A template for
+/// the reason in Note [What is compiled when it is used].
+template <class Optimizer>
+class OptimizerSnapshot {
+ public:
+  explicit OptimizerSnapshot(Optimizer& optimizer) : optimizer_(optimizer) {
+    const at::NoGradGuard no_grad;
+    for (const auto& group : optimizer.param_groups()) {
+      for (const at::Tensor& parameter : group.params()) keep(parameter);
+    }
+    if (is_fused()) return;
+    for (const auto& [key, state] : optimizer.state()) {
+      if (!state) continue;
+      auto& copy = states_[key] = state->clone();  // which has the same tensors
+      for_each_written(*copy, [this](const at::Tensor& tensor) { keep(tensor); });
+    }
+  }
+
+  void restore() {
+    const at::NoGradGuard no_grad;
+    for (auto& [tensor, values] : kept_) tensor.copy_(values);
+    if (!is_fused()) optimizer_.state() = std::move(states_);
+  }
+
+ private:
+  bool is_fused() const { return dynamic_cast<const FusedOptimizer*>(&optimizer_) != nullptr; }
+  void keep(const at::Tensor& tensor) {
+    if (tensor.defined()) kept_.emplace_back(tensor, tensor.detach().clone());
+  }
+
+  Optimizer& optimizer_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> kept_;  // tensors and their values
+  ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>> states_;
+};
+
+}  // namespace detail
+
+/// Evaluates the loss and its gradients, unscaled, until they are finite. False, and the gradients
+/// as they are, if they never were.
+inline bool GradScaler::evaluate(torch::optim::Optimizer& optimizer,
+                                 const torch::optim::Optimizer::LossClosure& closure,
+                                 Evaluation& evaluation, int64_t max_retries) {
+  for (evaluation.attempts = 1;; ++evaluation.attempts) {
+    const detail::DropWeightCasts drop_weight_casts;  // the next evaluation has other weights
+    {
+      const at::AutoGradMode with_grad(true);
+      optimizer.zero_grad();
+      evaluation.loss = closure();
+      TORCH_CHECK_VALUE(evaluation.loss.defined() && evaluation.loss.numel() == 1,
+                        "GradScaler::step: the closure has returned no loss of one element. It "
+                        "computes the loss and leaves backward() to the scaler.");
+      scale(evaluation.loss).backward();
+    }
+    unscale(optimizer, evaluation.state, "GradScaler::step");
+    agree(evaluation.state);
+    if (!evaluation.state.found_inf.read()) return true;
+    if (evaluation.attempts > max_retries || !options_.dynamic) return false;
+    if (state_.read_scale() <= options_.min_scale) return false;
+    const detail::InternalOps guard;
+    state_.back_off(options_);
+  }
+}
+
+template <std::convertible_to<torch::optim::Optimizer::LossClosure> Closure>
+StepResult GradScaler::step(torch::optim::Optimizer& optimizer, const Closure& closure,
+                            int64_t max_retries) {
+  using Stage = detail::OptimizerState::Stage;
+  const torch::optim::Optimizer::LossClosure& evaluate_loss = closure;
+  TORCH_CHECK_VALUE(evaluate_loss,
+                    "GradScaler::step: the closure is empty. Pass one that returns the loss.");
+  TORCH_CHECK_VALUE(max_retries >= 0, "GradScaler::step: max_retries is ", max_retries,
+                    ". It is 0 or more.");
+  const detail::DropWeightCasts drop_weight_casts;
+  if (!options_.enabled) {
+    return unscaled_result(optimizer.step([&] {
+      const detail::DropWeightCasts before_the_next_evaluation;
+      optimizer.zero_grad();
+      at::Tensor loss = evaluate_loss();
+      loss.backward();
+      return loss;
+    }));
+  }
+  detail::OptimizerState& state = optimizers_.of(optimizer);
+  check_not_stepped(state);
+  TORCH_CHECK(
+      state.stage == Stage::ready,
+      "GradScaler::step: the gradients of this optimizer have been unscaled. With a closure, "
+      "step computes and unscales them by itself: leave unscale_ out.");
+
+  Evaluation first;
+  const bool finite = evaluate(optimizer, evaluate_loss, first, max_retries);
+  std::vector<MissingGradient> missing;
+  at::Tensor value;
+  if (!first.state.had_gradients) {
+    missing = report_missing(optimizer);
+  } else if (finite) {
+    detail::OptimizerSnapshot snapshot(optimizer);
+    bool is_first = true;
+    try {
+      value = optimizer.step([&] {
+        if (std::exchange(is_first, false)) return first.loss;
+        Evaluation later;
+        const bool good = evaluate(optimizer, evaluate_loss, later, max_retries);
+        first.state = later.state;
+        first.attempts = std::max(first.attempts, later.attempts);
+        if (!good) throw detail::StepAbandoned();
+        return later.loss;
+      });
+    } catch (const detail::StepAbandoned&) {
+      snapshot.restore();
+    } catch (...) {
+      snapshot.restore();
+      throw;
+    }
+  }
+  state = std::move(first.state);
+  state.stage = Stage::stepped;
+  const std::shared_ptr<detail::StepRecord> record = this->record(state);
+  record->value = std::move(value);
+  record->missing = std::move(missing);
+  record->attempts = first.attempts;
+  return StepResult(record);
+}
+
+}  // namespace torchamp

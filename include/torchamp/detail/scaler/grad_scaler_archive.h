@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/ivalue.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "torchamp/detail/io/checksum.h"
+#include "torchamp/detail/scaler/check_options.h"
+#include "torchamp/grad_scaler.h"
+
+namespace torchamp {
+
+namespace detail {
+
+/// The number under `key`. Throws where it is missing or something else.
+inline double read_double(torch::serialize::InputArchive& archive, const std::string& key) {
+  c10::IValue value;
+  TORCH_CHECK(archive.try_read(key, value), "GradScaler::load: the archive has no \"", key,
+              "\". Load what torch::save(scaler, path) has written.");
+  TORCH_CHECK(value.isDouble(), "GradScaler::load: \"", key, "\" is of type ", value.tagKind(),
+              ", not Double. Load what torch::save(scaler, path) has written.");
+  return value.toDouble();
+}
+
+inline int64_t read_int(torch::serialize::InputArchive& archive, const std::string& key) {
+  c10::IValue value;
+  TORCH_CHECK(archive.try_read(key, value), "GradScaler::load: the archive has no \"", key,
+              "\". Load what torch::save(scaler, path) has written.");
+  TORCH_CHECK(value.isInt(), "GradScaler::load: \"", key, "\" is of type ", value.tagKind(),
+              ", not Int. Load what torch::save(scaler, path) has written.");
+  return value.toInt();
+}
+
+/// A count that may be missing: an older version, or a program, did not write it.
+inline double read_count(torch::serialize::InputArchive& archive, const std::string& key,
+                         double otherwise) {
+  c10::IValue value;
+  if (!archive.try_read(key, value)) return otherwise;
+  const int64_t count = read_int(archive, key);
+  TORCH_CHECK_VALUE(count >= 0, "GradScaler::load: \"", key, "\" is ", count,
+                    ", a negative count.");
+  TORCH_CHECK_VALUE(count <= int64_t{1} << 53, "GradScaler::load: \"", key, "\" is ", count,
+                    ". No scaler has counted beyond 2^53.");
+  return static_cast<double>(count);
+}
+
+/// Of all that a file holds: LibTorch does not see that a file's bytes have changed.
+inline int64_t checksum_of(const GradScalerState& state, const RuleState<double>& rest) {
+  Checksum sum;
+  for (const double value :
+       {state.scale, state.growth_factor, state.backoff_factor,
+        static_cast<double>(state.growth_interval), static_cast<double>(state.growth_tracker),
+        rest.credit, rest.since_change, rest.overflows, rest.skips}) {
+    sum.add(&value, sizeof value);
+  }
+  return static_cast<int64_t>(sum.value());
+}
+
+}  // namespace detail
+
+inline GradScalerState GradScaler::state_dict() const {
+  if (!options_.enabled) return {};
+  const detail::RuleState<double> values = state_.read();
+  return {.scale = values.scale,
+          .growth_factor = options_.growth_factor,
+          .backoff_factor = options_.backoff_factor,
+          .growth_interval = options_.growth_interval,
+          .growth_tracker = static_cast<int64_t>(values.growth_tracker)};
+}
+
+/// Takes over `state`, and of `rest` what the state does not hold.
+inline void GradScaler::restore(const char* call, const GradScalerState& state,
+                                detail::RuleState<double> rest) {
+  detail::check_state(call, state, options_);
+  const detail::InternalOps guard;
+  rest.scale = static_cast<float>(state.scale);
+  rest.growth_tracker =
+      static_cast<double>(std::min(state.growth_tracker, state.growth_interval - 1));
+  before_change();
+  state_.set(rest);
+  options_.growth_factor = state.growth_factor;
+  options_.backoff_factor = state.backoff_factor;
+  options_.growth_interval = state.growth_interval;
+}
+
+inline void GradScaler::load_state_dict(const GradScalerState& state) {
+  if (!options_.enabled) return;
+  restore("GradScaler::load_state_dict", state, detail::initial_state(options_));
+}
+
+inline void GradScaler::save(torch::serialize::OutputArchive& archive) const {
+  TORCH_CHECK(!windows_.any(),
+              "GradScaler::save: within a window of gradient accumulation, whose gradients no file "
+              "would hold. Save after the accumulation's step, or end the window before: "
+              "Accumulation::flush() or SafeAccumulation::step() steps with it, discard() drops "
+              "it.");
+  archive.write("enabled", c10::IValue(options_.enabled));
+  if (!options_.enabled) return;
+  TORCH_CHECK(
+      !optimizers_.within_iteration(),
+      "GradScaler::save: within an iteration, after unscale_ or step. Save after update().");
+  const detail::RuleState<double> values = state_.read();
+  const auto count = [](double value) { return c10::IValue(static_cast<int64_t>(value)); };
+  archive.write("scale", c10::IValue(values.scale));
+  archive.write("growth_factor", c10::IValue(options_.growth_factor));
+  archive.write("backoff_factor", c10::IValue(options_.backoff_factor));
+  archive.write("growth_interval", c10::IValue(options_.growth_interval));
+  archive.write("growth_tracker", count(values.growth_tracker));
+  archive.write("torchamp_credit", count(values.credit));
+  archive.write("torchamp_since_change", count(values.since_change));
+  archive.write("torchamp_overflows", count(values.overflows));
+  archive.write("torchamp_skips_in_a_row", count(values.skips));
+  const GradScalerState state{.scale = values.scale,
+                              .growth_factor = options_.growth_factor,
+                              .backoff_factor = options_.backoff_factor,
+                              .growth_interval = options_.growth_interval,
+                              .growth_tracker = static_cast<int64_t>(values.growth_tracker)};
+  archive.write("torchamp_checksum", c10::IValue(detail::checksum_of(state, values)));
+}
+
+inline void GradScaler::load(torch::serialize::InputArchive& archive) {
+  if (!options_.enabled) return;
+  c10::IValue enabled;
+  TORCH_CHECK(
+      !archive.try_read("enabled", enabled) || !enabled.isBool() || enabled.toBool(),
+      "GradScaler::load: the archive was saved from a disabled GradScaler and holds no state.");
+  const GradScalerState state{.scale = detail::read_double(archive, "scale"),
+                              .growth_factor = detail::read_double(archive, "growth_factor"),
+                              .backoff_factor = detail::read_double(archive, "backoff_factor"),
+                              .growth_interval = detail::read_int(archive, "growth_interval"),
+                              .growth_tracker = detail::read_int(archive, "growth_tracker")};
+  detail::RuleState<double> rest = detail::initial_state(options_);
+  const double full_credit = rest.credit;
+  rest.credit = detail::read_count(archive, "torchamp_credit", full_credit);
+  rest.since_change = detail::read_count(archive, "torchamp_since_change", 0.);
+  rest.overflows = detail::read_count(archive, "torchamp_overflows", 0.);
+  rest.skips = detail::read_count(archive, "torchamp_skips_in_a_row", 0.);
+  c10::IValue checksum;
+  TORCH_CHECK(
+      !archive.try_read("torchamp_checksum", checksum) ||
+          (checksum.isInt() && checksum.toInt() == detail::checksum_of(state, rest)),
+      "GradScaler::load: the archive is damaged: its values are not those that were saved.");
+  rest.credit = std::min(rest.credit, full_credit);
+  restore("GradScaler::load", state, rest);
+}
+
+}  // namespace torchamp

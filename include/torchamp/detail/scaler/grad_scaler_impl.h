@@ -1,0 +1,460 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/ops/add.h>
+#include <ATen/ops/clamp_max.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/ne.h>
+#include <ATen/ops/zeros.h>
+#include <torch/optim/lbfgs.h>
+
+#include <algorithm>
+#include <optional>
+#include <sstream>
+#include <utility>
+
+#include "torchamp/captured_step.h"
+#include "torchamp/detail/gradients/unscale.h"
+#include "torchamp/detail/internal_ops.h"
+#include "torchamp/detail/overlay/weight_casts.h"
+#include "torchamp/detail/scaler/check_options.h"
+#include "torchamp/fused_optimizer.h"
+#include "torchamp/grad_scaler.h"
+#include "torchamp/scaled_step.h"
+
+namespace torchamp {
+
+// Note [An iteration]
+//
+// An iteration runs from one update() to the next. In it, each optimizer is
+//
+//   ready     scale(), backward(), and as often as the program accumulates
+//   unscaled  unscale_(): the gradients are divided by the scale, and whether one of them was inf
+//             or NaN is recorded. step() does this first if the program has not.
+//   stepped   step(): the optimizer has stepped or been skipped
+//
+// in this order. unscale_() wants "ready", step() "ready" or "unscaled". An optimizer is known by
+// its address. update() collects what was recorded of all of them and makes them "ready". So one
+// scale serves several optimizers, each of which skips by itself, while one bad optimizer lowers
+// the scale for all.
+//
+// What is scaled and what is checked: gradients are checked as they are when they are unscaled, so
+// an inf that the program puts in afterwards is stepped with (but see GradScalerOptions::recheck).
+// A skipped step leaves the other gradients unscaled. With a ScaledStep optimizer that is "ready",
+// the gradients are only checked and the division is left to the optimizer.
+//
+// Below a scale of 1, dividing may turn a finite gradient into an inf. That is looked for, too; see
+// Note [A scale below 1].
+
+// Note [A large scale and a clip]
+//
+// A fused step divides by one fp32 number, the scale times what a clip has left to it, which is the
+// norm of the scaled gradients over max_norm: more than fp32 holds where the scale is so large that
+// the gradients come near to that themselves. So where the scale may be above 2^32, gradients to be
+// clipped are divided by the scale in the pass that checks them, which costs nothing more, and the
+// step divides by the rest. (fp16 gradients, which that would ruin, are too small for it to
+// matter.) Whether it may be is known without a read: the host knows what the scale was once and
+// how often it may have grown since.
+
+inline GradScaler::GradScaler(GradScalerOptions options)
+    : options_((options.enabled ? detail::check_options(options) : void(), std::move(options))),
+      state_(options_) {}
+
+inline void GradScaler::check_started(const char* call) const {
+  TORCH_CHECK(state_.created(), "GradScaler::", call,
+              ": nothing has been scaled yet. Call scale(loss).backward() first.");
+}
+
+inline void GradScaler::check_not_scaled(const at::Tensor& output, const char* call) const {
+  scaled_.check_not_in(output, call);
+}
+
+/// Whether scaling is the identity, and not just for the time being.
+inline bool GradScaler::stays_at_one() {
+  return !options_.dynamic && state_.scale_if_fixed() == 1.;
+}
+
+/// Whether the scale times a clip that is left to the step of `optimizer` may be more than fp32
+/// holds; see Note [A large scale and a clip].
+inline bool GradScaler::clip_may_overflow(torch::optim::Optimizer& optimizer) {
+  const auto* const fused = dynamic_cast<FusedOptimizer*>(&optimizer);
+  constexpr double largest_safe_scale = 0x1p32;
+  return fused && state_.may_exceed(largest_safe_scale, options_) &&
+         fused->next_step_divisor().defined() && !detail::has_half_gradients(optimizer);
+}
+
+/// Whether dividing by the scale may make an inf of a finite gradient.
+inline bool GradScaler::division_may_overflow(torch::optim::Optimizer& optimizer) {
+  const auto* const captured = dynamic_cast<CapturedStep*>(&optimizer);
+  if (captured && captured->may_be_captured()) state_.expect_replays();
+  return state_.may_be_below_one(options_);
+}
+
+inline at::Tensor GradScaler::scale(const at::Tensor& outputs) {
+  if (!options_.enabled) return outputs;
+  TORCH_CHECK_VALUE(outputs.defined(),
+                    "GradScaler::scale: the tensor is undefined. Pass the loss.");
+  check_not_scaled(outputs, "GradScaler::scale");
+  if (!state_.created()) state_.create(outputs.device());
+  if (stays_at_one()) return outputs;
+  at::Tensor scaled = at::mul(outputs, state_.scale_on(outputs.device()));
+  scaled_.add(scaled);
+  return scaled;
+}
+
+inline std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) {
+  if (!options_.enabled) return outputs.vec();
+  for (const at::Tensor& output : outputs) {
+    TORCH_CHECK_VALUE(output.defined(),
+                      "GradScaler::scale: the tensor is undefined. Pass the loss.");
+    check_not_scaled(output, "GradScaler::scale");
+  }
+  if (outputs.empty()) return {};
+  if (!state_.created()) state_.create(outputs.front().device());
+  if (stays_at_one()) return outputs.vec();
+  std::vector<at::Tensor> scales;  // one for each device
+  std::vector<at::Tensor> scaled;
+  scaled.reserve(outputs.size());
+  for (const at::Tensor& output : outputs) {
+    auto here = std::find_if(scales.begin(), scales.end(), [&](const at::Tensor& scale) {
+      return scale.device() == output.device();
+    });
+    if (here == scales.end()) {
+      scales.push_back(state_.scale_on(output.device()));
+      here = scales.end() - 1;
+    }
+    scaled.push_back(at::mul(output, *here));
+    scaled_.add(scaled.back());
+  }
+  return scaled;
+}
+
+inline void GradScaler::unscale(torch::optim::Optimizer& optimizer, detail::OptimizerState& state,
+                                const char* call) {
+  const detail::InternalOps guard;
+  const auto batches = detail::gradients_of(
+      optimizer, stays_at_one() ? detail::HalfGradients::allowed : detail::HalfGradients::refused,
+      call);
+  auto* const fused = dynamic_cast<FusedOptimizer*>(&optimizer);
+  const at::Tensor divisor = fused ? fused->next_step_divisor() : at::Tensor();
+  at::Tensor found_inf = at::zeros({}, state_.scale().options());
+  detail::multiply_and_check(
+      batches, [this](at::Device device) { return state_.inverse(device); }, found_inf);
+  if (divisor.defined()) {  // a clip of the same gradients, still to be made
+    fused->take_next_step_divisor();
+    fused->divide_next_step(divisor);
+  }
+  if (division_may_overflow(optimizer)) detail::check(batches, found_inf);
+  state = {.stage = detail::OptimizerState::Stage::unscaled,
+           .found_inf = {std::move(found_inf), std::nullopt},
+           .had_gradients = !batches.empty(),
+           .gradients = detail::count_gradients(optimizer),
+           .taken = detail::gradients_taken()};
+}
+
+inline void GradScaler::check_only(torch::optim::Optimizer& optimizer,
+                                   detail::OptimizerState& state, bool as_if_divided) {
+  const detail::InternalOps guard;
+  const auto batches =
+      detail::gradients_of(optimizer, detail::HalfGradients::allowed, "GradScaler::step");
+  if (!state.found_inf.tensor.defined()) {
+    state.found_inf.tensor = at::zeros({}, state_.scale().options());
+  }
+  if (as_if_divided) {
+    detail::check_divided(batches, state_.scale(), state.found_inf.tensor);
+  } else {
+    detail::check(batches, state.found_inf.tensor);
+  }
+  state.had_gradients |= !batches.empty();
+}
+
+inline void GradScaler::agree(detail::OptimizerState& state) {
+  if (state.agreed) return;
+  if (options_.agree_found_inf) {
+    const detail::InternalOps guard;
+    at::Tensor found_inf = state.found_inf.tensor.clone();
+    options_.agree_found_inf(found_inf);
+    TORCH_CHECK(found_inf.defined() && found_inf.numel() == 1,
+                "GradScaler: agree_found_inf has left no tensor of one element.");
+    found_inf = found_inf.reshape({}).ne(0).to(state_.scale().options());
+    state.found_inf = {std::move(found_inf), std::nullopt};
+  }
+  state.agreed = true;
+}
+
+inline void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
+  if (!options_.enabled) return;
+  check_started("unscale_");
+  detail::OptimizerState& state = optimizers_.of(optimizer);
+  TORCH_CHECK(
+      state.stage != detail::OptimizerState::Stage::unscaled,
+      "GradScaler::unscale_: the gradients of this optimizer have been unscaled already. Call "
+      "unscale_ once for each optimizer between two calls of update().");
+  TORCH_CHECK(state.stage != detail::OptimizerState::Stage::stepped,
+              "GradScaler::unscale_: this optimizer has been stepped already. Call unscale_ before "
+              "step, and update() after it.");
+  unscale(optimizer, state, "GradScaler::unscale_");
+}
+
+inline void GradScaler::discard(const torch::optim::Optimizer& optimizer) {
+  optimizers_.reset(optimizer);
+}
+
+/// From here on, saving is refused while `pending` is not 0.
+inline void GradScaler::begin_window(const std::shared_ptr<const int64_t>& pending) {
+  windows_.add(pending);
+}
+
+/// Makes a "ready" optimizer "unscaled" whose gradients are the program's own, with a flag that
+/// says whether to step.
+inline void GradScaler::take_unscaled(const torch::optim::Optimizer& optimizer,
+                                      at::Tensor found_inf, bool had_gradients) {
+  if (!options_.enabled) return;
+  optimizers_.of(optimizer) = {.stage = detail::OptimizerState::Stage::unscaled,
+                               .found_inf = {std::move(found_inf), std::nullopt},
+                               .had_gradients = had_gradients,
+                               .gradients = detail::count_gradients(optimizer),
+                               .taken = detail::gradients_taken()};
+}
+
+inline void GradScaler::check_not_stepped(const detail::OptimizerState& state) {
+  TORCH_CHECK(state.stage != detail::OptimizerState::Stage::stepped,
+              "GradScaler::step: this optimizer has been stepped already. Call update() once all "
+              "optimizers have been stepped.");
+}
+
+/// Whether what unscale_ has divided and checked is what there is. (Gradients that the program
+/// makes up by itself, zeros for a parameter that has none, say, are its own business.)
+inline void GradScaler::check_complete(const torch::optim::Optimizer& optimizer,
+                                       const detail::OptimizerState& state) {
+  const bool taken = state.taken != detail::gradients_taken();
+  if (!taken && state.had_gradients) return;
+  TORCH_CHECK(detail::count_gradients(optimizer) <= state.gradients,
+              "GradScaler::step: gradients came after unscale_, which have neither been divided by "
+              "the scale nor checked. Let them be complete before: ",
+              taken ? "call MasterWeights::take_gradients() before unscale_, and with an "
+                      "Accumulation in before_unscale."
+                    : "unscale_ found none at all.");
+}
+
+/// What a disabled scaler's step returns.
+inline StepResult GradScaler::unscaled_result(at::Tensor value) {
+  auto record = std::make_shared<detail::StepRecord>();
+  record->found_inf.on_host = false;
+  record->scale.on_host = 1.;
+  record->skips_before.on_host = 0.;
+  record->value = std::move(value);
+  return StepResult(std::move(record));
+}
+
+inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
+  using Stage = detail::OptimizerState::Stage;
+  TORCH_CHECK(dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
+              "GradScaler::step: LBFGS evaluates the loss by itself. Call step(optimizer, closure) "
+              "with a closure that returns the loss.");
+  const detail::DropWeightCasts drop_weight_casts;
+  if (!options_.enabled) return unscaled_result(optimizer.step());
+  check_started("step");
+  detail::OptimizerState& state = optimizers_.of(optimizer);
+  check_not_stepped(state);
+  if (state.stage == Stage::unscaled) check_complete(optimizer, state);
+
+  auto* const fused = dynamic_cast<ScaledStep*>(&optimizer);
+  at::Tensor grad_scale;
+  const bool left_to_step = state.stage == Stage::ready && fused && !options_.recheck;
+  const bool divides = division_may_overflow(optimizer);
+  if (left_to_step && !clip_may_overflow(optimizer)) {
+    check_only(optimizer, state, divides);
+    grad_scale = state_.scale();
+  } else {
+    if (state.stage == Stage::ready) unscale(optimizer, state, "GradScaler::step");
+    if (options_.recheck && !state.agreed) check_only(optimizer, state, false);
+  }
+  agree(state);
+
+  std::vector<MissingGradient> missing;
+  at::Tensor value;
+  if (!state.had_gradients) {
+    missing = report_missing(optimizer);
+  } else if (fused) {
+    value = fused->step_scaled(grad_scale, state.found_inf.tensor);
+  } else if (!state.found_inf.read()) {
+    value = optimizer.step();
+  }
+  state.stage = Stage::stepped;
+  const std::shared_ptr<detail::StepRecord> record = this->record(state);
+  record->value = std::move(value);
+  record->missing = std::move(missing);
+  return StepResult(record);
+}
+
+/// The record of a step that has been made.
+inline std::shared_ptr<detail::StepRecord> GradScaler::record(const detail::OptimizerState& state) {
+  auto record = std::make_shared<detail::StepRecord>();
+  record->found_inf = state.found_inf;
+  record->had_gradients = state.had_gradients;
+  if (const auto* host = state_.host()) {
+    record->scale.on_host = host->scale;
+    record->skips_before.on_host = host->skips;
+  } else {
+    record->scale.tensor = state_.scale();
+    record->skips_before.tensor = state_.skips();
+    records_.push_back(record);
+  }
+  return record;
+}
+
+inline std::vector<MissingGradient> GradScaler::report_missing(
+    const torch::optim::Optimizer& optimizer) {
+  std::vector<MissingGradient> missing = missing_gradients(optimizer, state_.scale().device());
+  if (warned_of_missing_) return missing;
+  warned_of_missing_ = true;
+  std::ostringstream list;
+  constexpr std::size_t most = 10;
+  for (std::size_t i = 0; i < std::min(missing.size(), most); ++i) {
+    list << "\n  " << missing[i];
+  }
+  if (missing.size() > most) list << "\n  and " << missing.size() - most << " more";
+  TORCH_WARN(
+      "GradScaler::step: no parameter of this optimizer has a gradient, so it was not stepped.",
+      list.str());
+  return missing;
+}
+
+/// Lets the results that are still in use keep the scale and the count of their step.
+inline void GradScaler::before_change() {
+  for (const auto& weak : records_) {
+    if (const auto record = weak.lock()) {
+      record->scale.keep();
+      record->skips_before.keep();
+    }
+  }
+  records_.clear();
+}
+
+inline void GradScaler::end_iteration() {
+  optimizers_.clear();
+  records_.clear();
+}
+
+inline void GradScaler::update() {
+  if (!options_.enabled) return;
+  check_started("update");
+  TORCH_CHECK(
+      optimizers_.within_iteration(),
+      "GradScaler::update: no optimizer has been stepped or unscaled since the last update. "
+      "Call step(optimizer) first, or update(new_scale) to set the scale. (optimizer.step() is no "
+      "such step: it steps with gradients that are still scaled.)");
+  const detail::Limits::Met met = apply_rule();
+  end_iteration();
+  limits_.announce(options_, met);
+}
+
+/// Brings the scale to what it is after this iteration.
+inline detail::Limits::Met GradScaler::apply_rule() {
+  const detail::InternalOps guard;
+  std::vector<at::Tensor> flags;
+  bool known = state_.host() != nullptr;
+  bool bad = false;
+  for (auto& [key, state] : optimizers_) {
+    if (state.stage == detail::OptimizerState::Stage::ready) continue;
+    agree(state);
+    if (!state.had_gradients && !options_.agree_found_inf) continue;
+    const std::optional<bool> flag = state.found_inf.without_reading();
+    known &= flag.has_value();
+    bad |= flag.value_or(false);
+    flags.push_back(state.found_inf.tensor);
+  }
+  if (flags.empty()) return {};
+  if (known) {
+    const detail::RuleState<double> before = *state_.host();
+    const detail::RuleState<double> after = detail::next_state(options_, before, bad);
+    const detail::Limits::Met met = detail::Limits::met(options_, before, after);
+    detail::Limits::throw_if_met(options_, met);
+    state_.set(after);
+    return met;
+  }
+  const bool watched = detail::Limits::watched(options_);
+  const detail::Limits::Met met = watched ? limits_.news(options_) : detail::Limits::Met{};
+  detail::Limits::throw_if_met(options_, met);
+  before_change();
+  at::Tensor found_inf = flags.front();
+  for (std::size_t i = 1; i < flags.size(); ++i) found_inf = at::add(found_inf, flags[i]);
+  state_.advance(options_, flags.size() > 1 ? found_inf.clamp_max(1.) : found_inf);
+  if (watched) limits_.send(state_.news());
+  return met;
+}
+
+inline void GradScaler::update(double new_scale) {
+  if (!options_.enabled) return;
+  check_started("update");
+  detail::check_scale("GradScaler::update", new_scale, options_);
+  const detail::InternalOps guard;
+  before_change();
+  state_.set_scale(static_cast<float>(new_scale));
+  end_iteration();
+}
+
+inline void GradScaler::update(const at::Tensor& new_scale) {
+  if (!options_.enabled) return;
+  check_started("update");
+  TORCH_CHECK_VALUE(new_scale.defined() && new_scale.numel() == 1 && !new_scale.requires_grad() &&
+                        !new_scale.is_complex(),
+                    "GradScaler::update: the new scale is one real number without requires_grad.");
+  TORCH_CHECK_VALUE(new_scale.device().type() == state_.scale().device().type(),
+                    "GradScaler::update: the new scale is on ", new_scale.device(),
+                    ", the scale on ", state_.scale().device(), ". Move it there.");
+  if (new_scale.is_cpu()) return update(new_scale.item<double>());
+  const detail::InternalOps guard;
+  before_change();
+  state_.set_scale(new_scale, options_);
+  end_iteration();
+}
+
+inline double GradScaler::get_scale() const {
+  return options_.enabled ? state_.read_scale() : 1.;
+}
+
+inline at::Tensor GradScaler::scale_tensor() const {
+  return options_.enabled ? state_.scale() : at::Tensor();
+}
+
+inline int64_t GradScaler::skips_in_a_row() const {
+  return options_.enabled ? static_cast<int64_t>(state_.read_skips()) : 0;
+}
+
+inline bool GradScaler::is_unscaled(const torch::optim::Optimizer& optimizer) const {
+  const detail::OptimizerState* state = optimizers_.find(optimizer);
+  return state && state->stage == detail::OptimizerState::Stage::unscaled;
+}
+
+inline bool GradScaler::is_stepped(const torch::optim::Optimizer& optimizer) const {
+  const detail::OptimizerState* state = optimizers_.find(optimizer);
+  return state && state->stage == detail::OptimizerState::Stage::stepped;
+}
+
+inline at::Tensor GradScaler::found_inf(const torch::optim::Optimizer& optimizer) {
+  if (!optimizers_.find(optimizer)) return {};
+  detail::OptimizerState& state = optimizers_.of(optimizer);
+  if (state.stage == detail::OptimizerState::Stage::ready) return {};
+  agree(state);
+  return state.found_inf.tensor;
+}
+
+inline void GradScaler::set_growth_factor(double factor) {
+  detail::check_growth_factor("GradScaler::set_growth_factor", factor);
+  options_.growth_factor = factor;
+}
+
+inline void GradScaler::set_backoff_factor(double factor) {
+  detail::check_backoff_factor("GradScaler::set_backoff_factor", factor);
+  options_.backoff_factor = factor;
+}
+
+inline void GradScaler::set_growth_interval(int64_t interval) {
+  detail::check_growth_interval("GradScaler::set_growth_interval", interval);
+  options_.growth_interval = interval;
+  state_.limit_growth_tracker(interval);
+}
+
+}  // namespace torchamp

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/scaler/found_inf.h"
+
+namespace torchamp::detail {
+
+/// How many parameters of `optimizer` have one. Reads no device.
+inline std::size_t count_gradients(const torch::optim::Optimizer& optimizer) {
+  std::size_t count = 0;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      if (parameter.defined() && parameter.unsafeGetTensorImpl()->grad().defined()) ++count;
+    }
+  }
+  return count;
+}
+
+/// How often this thread has moved gradients to master weights.
+inline std::uint64_t& gradients_taken() {
+  static thread_local std::uint64_t times = 0;
+  return times;
+}
+
+/// How far an optimizer has come in this iteration, see Note [An iteration].
+struct OptimizerState {
+  enum class Stage { ready, unscaled, stepped };
+  Stage stage = Stage::ready;
+  FoundInf found_inf;          ///< undefined while ready
+  bool had_gradients = false;  ///< at least one was checked
+  bool agreed = false;         ///< agree_found_inf has been called
+  std::size_t gradients = 0;   ///< how many there were when they were unscaled
+  std::uint64_t taken = 0;     ///< gradients_taken() then
+};
+
+/// The states of the few optimizers that one scaler serves, by identity, in order of appearance.
+class OptimizerStates {
+ public:
+  /// Stays valid until clear().
+  OptimizerState& of(const torch::optim::Optimizer& optimizer) {
+    for (auto& [key, state] : states_) {
+      if (key == &optimizer) return state;
+    }
+    return states_.emplace_back(&optimizer, OptimizerState{}).second;
+  }
+
+  const OptimizerState* find(const torch::optim::Optimizer& optimizer) const {
+    for (const auto& [key, state] : states_) {
+      if (key == &optimizer) return &state;
+    }
+    return nullptr;
+  }
+
+  bool within_iteration() const {
+    for (const auto& [key, state] : states_) {
+      if (state.stage != OptimizerState::Stage::ready) return true;
+    }
+    return false;
+  }
+
+  /// Makes one ready again, in place.
+  void reset(const torch::optim::Optimizer& optimizer) {
+    for (auto& [key, state] : states_) {
+      if (key == &optimizer) state = OptimizerState{};
+    }
+  }
+
+  auto begin() { return states_.begin(); }
+  auto end() { return states_.end(); }
+  void clear() { states_.clear(); }
+
+ private:
+  std::list<std::pair<const torch::optim::Optimizer*, OptimizerState>> states_;
+};
+
+/// The windows of gradient accumulation that take their gradients from one scaler, each by its
+/// count of micro-batches. One that is gone has none.
+class OpenWindows {
+ public:
+  void add(const std::shared_ptr<const std::int64_t>& pending) {
+    std::erase_if(windows_, [&](const auto& window) {
+      const auto count = window.lock();
+      return !count || count == pending;
+    });
+    windows_.push_back(pending);
+  }
+
+  bool any() const {
+    for (const auto& window : windows_) {
+      const auto count = window.lock();
+      if (count && *count > 0) return true;
+    }
+    return false;
+  }
+
+ private:
+  std::vector<std::weak_ptr<const std::int64_t>> windows_;
+};
+
+}  // namespace torchamp::detail

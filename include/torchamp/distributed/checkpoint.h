@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+// Not in the umbrella header: it needs LibTorch's distributed part.
+#if !__has_include(<torch/csrc/distributed/c10d/ProcessGroup.hpp>)
+#error \
+    "torchamp/distributed/checkpoint.h: this LibTorch was built without its distributed part (c10d)."
+#endif
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/util/Exception.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <algorithm>
+#include <cstdint>
+#include <exception>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "torchamp/training_checkpoint.h"
+
+namespace torchamp {
+
+namespace detail {
+
+/// The value of every process, by rank.
+inline std::vector<at::Tensor> gather_all(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                          const at::Tensor& value) {
+  std::vector<std::vector<at::Tensor>> gathered(1);
+  for (int rank = 0; rank < group->getSize(); ++rank) {
+    gathered[0].push_back(at::zeros_like(value));
+  }
+  std::vector<at::Tensor> own{value};
+  group->allgather(gathered, own)->wait();
+  return std::move(gathered[0]);
+}
+
+inline std::vector<std::int64_t> gather_numbers(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                                std::int64_t number) {
+  std::vector<std::int64_t> numbers;
+  for (const at::Tensor& one : gather_all(group, at::full({1}, number, at::kLong))) {
+    numbers.push_back(one.item<std::int64_t>());
+  }
+  return numbers;
+}
+
+/// Runs `body` on this process, and throws on all processes if it throws on any: its own error
+/// there, on the others one that names the process. Returns body's number of each process.
+template <class Body>
+std::vector<std::int64_t> all_or_none(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                      const char* call, Body body) {
+  constexpr std::int64_t failed = -1;
+  std::exception_ptr error;
+  std::int64_t number = failed;
+  try {
+    number = body();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  std::vector<std::int64_t> numbers = gather_numbers(group, number);
+  if (error) std::rethrow_exception(error);
+  const auto bad = std::ranges::find(numbers, failed);
+  TORCH_CHECK(bad == numbers.end(), call, ": process ", bad - numbers.begin(),
+              " has failed; see its error.");
+  return numbers;
+}
+
+}  // namespace detail
+
+/// TrainingCheckpoint::save for the processes of `group`, together: process 0 writes the one file,
+/// with what each process has of its own in it (random states, and what add_local() named). All
+/// wait for it. An error on any process is one on all, and the old file stays.
+inline void save_together(const TrainingCheckpoint& checkpoint,
+                          const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  at::Tensor part;
+  const auto sizes = detail::all_or_none(group, "save_together", [&] {
+    part = checkpoint.local_part();
+    return part.numel();
+  });
+  const std::int64_t longest = *std::ranges::max_element(sizes);
+  at::Tensor padded = at::zeros({longest}, at::kByte);
+  padded.narrow(0, 0, part.numel()).copy_(part);
+  std::vector<at::Tensor> parts = detail::gather_all(group, padded);
+  detail::all_or_none(group, "save_together", [&] {
+    if (group->getRank() != 0) return 0;
+    for (std::size_t rank = 0; rank < parts.size(); ++rank) {
+      parts[rank] = parts[rank].narrow(0, 0, sizes[rank]).clone();
+    }
+    checkpoint.save(parts);
+    return 0;
+  });
+}
+
+/// TrainingCheckpoint::load for the processes of `group`, together: all read the file that process
+/// 0 wrote, which must lie where all can see it, and each takes up what was its own. False if there
+/// is none. As many processes as wrote it go on bit for bit, on CPUs. An error on any process is
+/// one on all; processes that had read the file by then have what it held.
+inline bool load_together(TrainingCheckpoint& checkpoint,
+                          const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  const auto loaded = detail::all_or_none(group, "load_together", [&] {
+    return checkpoint.load(group->getRank(), group->getSize()) ? 1 : 0;
+  });
+  TORCH_CHECK(std::ranges::count(loaded, loaded[0]) == std::ssize(loaded),
+              "load_together: some processes see the file '", checkpoint.path().string(),
+              "', and some do not. Put it where all can read it.");
+  if (loaded[0] == 0) return false;
+  const auto ids = detail::gather_numbers(group, checkpoint.file_id());
+  TORCH_CHECK(std::ranges::count(ids, ids[0]) == std::ssize(ids), "load_together: '",
+              checkpoint.path().string(),
+              "' is another file on some processes. Put it where all can read it.");
+  return true;
+}
+
+}  // namespace torchamp

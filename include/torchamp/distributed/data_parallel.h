@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+// Not in the umbrella header: it needs LibTorch's distributed part.
+#if !__has_include(<torch/csrc/distributed/c10d/reducer.hpp>)
+#error \
+    "torchamp/distributed/data_parallel.h: this LibTorch was built without its distributed part (c10d)."
+#endif
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/autograd/grad_mode.h>
+#include <torch/nn/module.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/default_comm_hooks.hpp>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/distributed/reducer.h"
+#include "torchamp/detail/modules/call_forward.h"
+#include "torchamp/detail/tensor_tree.h"
+
+namespace torchamp {
+
+// Data-parallel training on several processes over LibTorch's c10d. All functions here are
+// collective: every process of the group calls them, in the same order. A process that waits for
+// one that has died gets a c10::Error at once, for one that stalls after the group's timeout; the
+// group is of no use after that, and the process should end. Groups come from make_process_group()
+// in process_group.h, or from anywhere else in c10d.
+
+using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+/// Gives every process the parameters and buffers of process `root`.
+inline void broadcast_module(const torch::nn::Module& module, const ProcessGroupPtr& group,
+                             int root = 0) {
+  detail::broadcast(group, module.parameters(), root);
+  detail::broadcast(group, module.buffers(), root);
+}
+
+/// For GradScalerOptions::agree_found_inf: an overflow on any process is one on all, so that all
+/// skip the step and the scales stay the same.
+///
+///     torchamp::GradScaler scaler({.agree_found_inf = torchamp::found_inf_agreement(group)});
+///
+/// DistributedDataParallel averages the gradients, and with them their inf and NaN, before the
+/// scaler looks, so that all find the same; where each process steps parameters of its own (a
+/// sharded optimizer), this is what keeps them together. One reduction of a single number for each
+/// optimizer and iteration. With Gloo the host waits for it, with NCCL the device.
+inline std::function<void(at::Tensor&)> found_inf_agreement(ProcessGroupPtr group) {
+  return [group = std::move(group)](at::Tensor& found_inf) {
+    std::vector<at::Tensor> tensors{found_inf};
+    c10d::AllreduceOptions options;
+    options.reduceOp = c10d::ReduceOp::MAX;
+    group->allreduce(tensors, options)->wait();
+  };
+}
+
+/// What DistributedDataParallel does beyond its default.
+struct DistributedDataParallelOptions {
+  /// Whether each forward begins with giving all processes the buffers of process 0, such as batch
+  /// norm's running statistics.
+  bool broadcast_buffers = true;
+  /// For models of which a forward may leave parameters unused: these are looked for in the graph
+  /// of the outputs before each backward; so forward must not return them in a struct of the user's
+  /// own (an error). Without it, leaving one out is an error in the next
+  /// forward.
+  bool find_unused_parameters = false;
+  /// How large the buckets are in which gradients are averaged.
+  std::int64_t bucket_bytes = std::int64_t{25} * 1024 * 1024;
+  /// For example c10d::BuiltinCommHookType::FP16_COMPRESS, which sends fp16 for fp32.
+  std::optional<c10d::BuiltinCommHookType> communication = std::nullopt;
+};
+
+/// A model of which each process has a copy and computes the gradients of its own part of the
+/// batch; backward averages them over all processes. A bucket of gradients is sent as soon as
+/// backward has computed all that go into it, while it goes on with the rest. This is c10d's
+/// Reducer, the engine of Python's torch.nn.parallel.DistributedDataParallel.
+///
+///     torchamp::DistributedDataParallel net(model, group);
+///     torch::optim::SGD optimizer(model->parameters(), 0.1);
+///     ...
+///     loss_of(net.forward(part), target).backward();   // the gradients are the averages
+///     optimizer.step();                                // so that all copies stay the same
+///
+/// Construction gives all processes the parameters and buffers of process 0, after a look at
+/// whether their shapes are the same. Each forward is followed by at most one backward. The
+/// averages of gradients scaled by GradScaler are scaled as well; checkpoint() works, nested too.
+///
+/// With MasterWeights: broadcast_module() first, then the masters, then this.
+template <class Model>
+class DistributedDataParallel {
+ public:
+  /// `model`: a module holder or a std::shared_ptr to a module, on one device.
+  DistributedDataParallel(Model model, ProcessGroupPtr group,
+                          DistributedDataParallelOptions options = {})
+      : model_(std::move(model)),
+        options_(options),
+        reducer_(*model_, std::move(group), options.bucket_bytes, options.find_unused_parameters) {
+    if (options.communication) reducer_->register_builtin_comm_hook(*options.communication);
+  }
+
+  DistributedDataParallel(const DistributedDataParallel&) = delete;
+  DistributedDataParallel& operator=(const DistributedDataParallel&) = delete;
+
+  /// Calls the model's forward. The backward of what it returns averages the gradients.
+  template <class... Inputs>
+  auto forward(Inputs&&... inputs) {
+    const bool reduces = torch::autograd::GradMode::is_enabled() && syncs_;
+    using Outputs = std::decay_t<decltype(detail::call_forward(model_, inputs...))>;
+    TORCH_CHECK_TYPE(!options_.find_unused_parameters || detail::ShowsItsTensors<Outputs>::value,
+                     "DistributedDataParallel: find_unused_parameters starts from the tensors that "
+                     "forward returns, but its type may hold some out of sight. Return tensors, or "
+                     "vectors, arrays, tuples, pairs, optionals and std::maps of them.");
+    if (reduces) reducer_.before_forward();
+    if (reduces && options_.broadcast_buffers && model_->is_training()) {
+      detail::broadcast(reducer_.group(), model_->buffers(), 0);
+    }
+    auto outputs = detail::call_forward(model_, inputs...);
+    if (reduces) {
+      reducer_->prepare_for_backward(options_.find_unused_parameters ? detail::tensors_of(outputs)
+                                                                     : std::vector<at::Tensor>());
+    }
+    return outputs;
+  }
+
+  const Model& module() const { return model_; }
+  const ProcessGroupPtr& group() const { return reducer_.group(); }
+
+  /// A region whose forwards and their backwards leave the gradients as they are, added up on each
+  /// process: for all micro-batches of a step but the last.
+  ///
+  ///     for (int i = 0; i < parts; ++i) {
+  ///       const auto no_sync = net.no_sync(/*enabled=*/i + 1 < parts);
+  ///       loss_of(net.forward(part[i]), target[i]).backward();
+  ///     }
+  class NoSync {
+   public:
+    NoSync(const NoSync&) = delete;
+    NoSync& operator=(const NoSync&) = delete;
+    ~NoSync() { syncs_ = before_; }
+
+   private:
+    friend class DistributedDataParallel;
+    NoSync(bool& syncs, bool enabled) : syncs_(syncs), before_(syncs) {
+      if (enabled) syncs = false;
+    }
+    bool& syncs_;
+    bool before_;
+  };
+
+  [[nodiscard]] NoSync no_sync(bool enabled = true) { return NoSync(syncs_, enabled); }
+
+ private:
+  Model model_;
+  DistributedDataParallelOptions options_;
+  detail::GradientReducer reducer_;
+  bool syncs_ = true;
+};
+
+}  // namespace torchamp

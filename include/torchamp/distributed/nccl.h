@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+// Not in the umbrella header: it needs the headers of CUDA and NCCL, and LibTorch's CUDA libraries.
+#if !__has_include(<torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>)
+#error "torchamp/distributed/nccl.h: this LibTorch was built without its distributed part (c10d)."
+#elif !__has_include(<cuda_runtime_api.h>)
+#error \
+    "torchamp/distributed/nccl.h needs the headers of CUDA. Install a CUDA toolkit and add its include folder to the include path."
+#elif !__has_include(<nccl.h>)
+#error \
+    "torchamp/distributed/nccl.h needs nccl.h. Install NCCL's development package, or add the include folder of the wheel nvidia-nccl to the include path."
+#endif
+
+#include <ATen/Context.h>
+#include <c10/util/Exception.h>
+
+#include <chrono>
+
+#ifdef USE_C10D_NCCL
+#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+#else  // LibTorch has NCCL, but tells its own files only
+#define USE_C10D_NCCL
+#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+#undef USE_C10D_NCCL
+#endif
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+namespace torchamp {
+
+/// Lets `group`, of make_process_group(), use NCCL for CUDA tensors instead of Gloo. Each process
+/// makes the device of its LOCAL_RANK current before. An error without a CUDA device.
+inline void add_nccl(c10d::ProcessGroup& group,
+                     std::chrono::milliseconds timeout = std::chrono::minutes(10)) {
+  TORCH_CHECK(at::hasCUDA(),
+              "add_nccl: this LibTorch sees no CUDA device. Leave the call out; the "
+              "group has Gloo for CPU tensors.");
+  const auto options = c10d::ProcessGroupNCCL::Options::create();
+  options->timeout = timeout;
+  group.setBackend(at::kCUDA, c10d::ProcessGroup::BackendType::NCCL,
+                   c10::make_intrusive<c10d::ProcessGroupNCCL>(
+                       c10::make_intrusive<c10d::PrefixStore>("nccl", group.getStore()),
+                       group.getRank(), group.getSize(), options));
+}
+
+}  // namespace torchamp

@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+// Not in the umbrella header: it needs Gloo's headers.
+#if !__has_include(<torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>)
+#error \
+    "torchamp/distributed/process_group.h: this LibTorch was built without its distributed part (c10d)."
+#elif !__has_include(<gloo/rendezvous/store.h>)
+#error \
+    "torchamp/distributed/process_group.h needs the headers of Gloo, which LibTorch's packages leave out. Install them (apt install libgloo-dev) or add those of a Gloo source tree to the include path."
+#endif
+
+#include <ATen/Context.h>
+#include <arpa/inet.h>
+#include <c10/util/Exception.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <charconv>
+#include <chrono>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#ifdef USE_C10D_GLOO
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#else  // LibTorch has Gloo, but tells its own files only
+#define USE_C10D_GLOO
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#undef USE_C10D_GLOO
+#endif
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+namespace torchamp {
+
+/// What torchrun tells each process that it starts, in environment variables.
+struct ProcessEnvironment {
+  int rank = 0;                           ///< RANK: this process's number, from 0
+  int world_size = 1;                     ///< WORLD_SIZE: how many processes there are
+  int local_rank = 0;                     ///< LOCAL_RANK: its number on this machine, for its GPU
+  std::string master_addr = "127.0.0.1";  ///< MASTER_ADDR: where the processes meet
+  std::uint16_t master_port = 0;          ///< MASTER_PORT
+
+  /// Reads the variables. If neither RANK nor WORLD_SIZE is set, this is the only process. Throws
+  /// where some of them are missing or make no sense.
+  static ProcessEnvironment read();
+};
+
+struct ProcessGroupOptions {
+  /// After how long a process that waits for another one gives up with an error.
+  std::chrono::milliseconds timeout = std::chrono::minutes(10);
+  ProcessEnvironment environment = ProcessEnvironment::read();
+};
+
+/// Meets the other processes and makes the group of all of them, over Gloo: c10d's own, for CPU
+/// tensors and, where LibTorch has CUDA, for CUDA tensors; add_nccl() in process_group_nccl.h makes
+/// the latter fast.
+///
+///     const auto group = torchamp::make_process_group({.timeout = std::chrono::seconds(60)});
+///     torchamp::DistributedDataParallel net(model, group);
+///
+/// The program is started by torchrun, or several times with RANK, WORLD_SIZE, MASTER_ADDR and
+/// MASTER_PORT set; otherwise it is a group of one, and nothing goes over the network. Gloo uses
+/// the interface that GLOO_SOCKET_IFNAME names. Where MASTER_ADDR is 127.0.0.1 or localhost, all
+/// connections are made and accepted on 127.0.0.1 alone. Nothing is encrypted or authenticated: use
+/// networks that are closed to others. Waits for the other processes, for `timeout` at most.
+inline c10::intrusive_ptr<c10d::ProcessGroup> make_process_group(ProcessGroupOptions options = {});
+
+namespace detail {
+
+/// The whole number that an environment variable holds, if it is set.
+inline std::optional<int> integer_variable(const char* name, int low, int high) {
+  const char* const text = std::getenv(name);
+  if (!text) return std::nullopt;
+  int value = 0;
+  const char* const end = text + std::strlen(text);
+  const auto [stop, error] = std::from_chars(text, end, value);
+  TORCH_CHECK_VALUE(error == std::errc{} && stop == end && value >= low && value <= high,
+                    "make_process_group: the environment variable ", name, " is '", text,
+                    "', not a number from ", low, " to ", high, ".");
+  return value;
+}
+
+/// Whether torchrun has made the store, which the processes then only join.
+inline bool has_agent_store() {
+  const char* const text = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
+  return text && (std::string_view(text) == "True" || std::string_view(text) == "1");
+}
+
+inline bool is_loopback(const std::string& host) {
+  return host == "localhost" || host.starts_with("127.");
+}
+
+/// A socket that accepts connections from this machine only.
+inline int loopback_socket(std::uint16_t port) {
+  const int number = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  const int yes = 1;
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(port);
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  if (number < 0 || ::setsockopt(number, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes) != 0 ||
+      ::bind(number, reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0 ||
+      ::listen(number, 1024) != 0) {
+    const int error = errno;
+    if (number >= 0) ::close(number);
+    TORCH_CHECK(false, "make_process_group: cannot listen on 127.0.0.1:", port, ": ",
+                std::strerror(error), ". Is another run using MASTER_PORT?");
+  }
+  return number;
+}
+
+/// Where the processes leave each other messages: rank 0 holds it, or torchrun.
+inline c10::intrusive_ptr<c10d::Store> make_store(const ProcessEnvironment& environment,
+                                                  std::chrono::milliseconds timeout) {
+  if (environment.world_size == 1) return c10::make_intrusive<c10d::HashStore>();
+  c10d::TCPStoreOptions options;
+  options.port = environment.master_port;
+  options.timeout = timeout;
+  options.waitWorkers = false;  // making the group waits for all anyway
+  options.isServer = environment.rank == 0 && !has_agent_store();
+  std::string host = environment.master_addr;
+  if (is_loopback(host)) {
+    host = "127.0.0.1";
+    if (options.isServer) options.masterListenFd = loopback_socket(environment.master_port);
+  }
+  const auto store = c10::make_intrusive<c10d::TCPStore>(host, options);
+  const char* const attempt =
+      std::getenv("TORCHELASTIC_RESTART_COUNT");  // keys of before a restart
+  return c10::make_intrusive<c10d::PrefixStore>(
+      std::string("torchamp/") + (attempt ? attempt : "0"), store);
+}
+
+inline std::shared_ptr<::gloo::transport::Device> gloo_device(const std::string& master_addr) {
+  using c10d::ProcessGroupGloo;
+  if (const char* const interface = std::getenv("GLOO_SOCKET_IFNAME")) {
+    return ProcessGroupGloo::createDeviceForInterface(interface);
+  }
+  return is_loopback(master_addr) ? ProcessGroupGloo::createDeviceForHostname("127.0.0.1")
+                                  : ProcessGroupGloo::createDefaultDevice();
+}
+
+}  // namespace detail
+
+inline ProcessEnvironment ProcessEnvironment::read() {
+  constexpr int most = 1 << 20;
+  ProcessEnvironment result;
+  const auto rank = detail::integer_variable("RANK", 0, most);
+  const auto world_size = detail::integer_variable("WORLD_SIZE", 1, most);
+  if (!rank && !world_size) return result;
+  TORCH_CHECK_VALUE(rank && world_size, "make_process_group: the environment variable ",
+                    rank ? "WORLD_SIZE" : "RANK",
+                    " is not set, though its partner is. Start the program with torchrun, or set "
+                    "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.");
+  TORCH_CHECK_VALUE(*rank < *world_size, "make_process_group: RANK is ", *rank,
+                    " and WORLD_SIZE is ", *world_size, ". Ranks count from 0.");
+  result.rank = *rank;
+  result.world_size = *world_size;
+  result.local_rank = detail::integer_variable("LOCAL_RANK", 0, most).value_or(*rank);
+  if (const char* const address = std::getenv("MASTER_ADDR")) result.master_addr = address;
+  const auto port = detail::integer_variable("MASTER_PORT", 1, 65535);
+  TORCH_CHECK_VALUE(
+      port || *world_size == 1,
+      "make_process_group: the environment variable MASTER_PORT is not set. Start the "
+      "program with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.");
+  if (port) result.master_port = static_cast<std::uint16_t>(*port);
+  return result;
+}
+
+inline c10::intrusive_ptr<c10d::ProcessGroup> make_process_group(ProcessGroupOptions options) {
+  using c10d::ProcessGroup;
+  const ProcessEnvironment& environment = options.environment;
+  const auto store = detail::make_store(environment, options.timeout);
+  const auto gloo_options = c10d::ProcessGroupGloo::Options::create(options.timeout);
+  gloo_options->devices.push_back(detail::gloo_device(environment.master_addr));
+  const auto gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(
+      c10::make_intrusive<c10d::PrefixStore>("gloo", store), environment.rank,
+      environment.world_size, gloo_options);
+
+  auto group = c10::make_intrusive<ProcessGroup>(store, environment.rank, environment.world_size);
+  group->setDefaultBackend(ProcessGroup::BackendType::GLOO);
+  group->setBackend(at::kCPU, ProcessGroup::BackendType::GLOO, gloo);
+  if (at::hasCUDA()) group->setBackend(at::kCUDA, ProcessGroup::BackendType::GLOO, gloo);
+  return group;
+}
+
+}  // namespace torchamp

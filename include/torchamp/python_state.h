@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <c10/util/Exception.h>
+#include <caffe2/serialize/inline_container.h>
+
+#include <cerrno>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <initializer_list>
+#include <istream>
+#include <memory>
+#include <ostream>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "torchamp/detail/io/archive_file.h"
+#include "torchamp/detail/io/atomic_file.h"
+#include "torchamp/detail/io/pickle.h"
+#include "torchamp/grad_scaler_state.h"
+
+namespace torchamp {
+
+// Files that Python shares with us:
+//
+//     torch.save(scaler.state_dict(), "scaler.pt")                  # Python
+//     scaler.load_state_dict(torchamp::load_python_state("scaler.pt"));
+//
+//     torchamp::save_python_state(scaler.state_dict(), "scaler.pt");
+//     scaler.load_state_dict(torch.load("scaler.pt"))               # Python
+//
+// torch::save(scaler, path) writes another format, which holds more and which Python does not read.
+
+namespace detail {
+
+inline GradScalerState python_state(std::string_view pickle,
+                                    std::initializer_list<std::string_view> keys) {
+  using Kind = PickleReader::Kind;
+  const PickleReader reader(pickle);
+  const PickleReader::Value* dict = &reader.root();
+  std::string path = "the file";
+  for (const std::string_view key : keys) {
+    TORCH_CHECK(dict->kind == Kind::dict, path, " is not a dict.");
+    const PickleReader::Value* const inner = reader.find(*dict, key);
+    if (!inner) {
+      std::string others;
+      for (const auto& [name, index] : dict->entries) {
+        others += (others.empty() ? "" : ", ") + std::string(name);
+      }
+      TORCH_CHECK(false, path, " has no entry \"", key, "\". It has: ", others, '.');
+    }
+    dict = inner;
+    path += "[\"" + std::string(key) + "\"]";
+  }
+  TORCH_CHECK(dict->kind == Kind::dict, path, " is not a dict.");
+  TORCH_CHECK(!dict->entries.empty(), path,
+              " is an empty dict, as the state of a disabled GradScaler is.");
+  const auto entry = [&](std::string_view key) -> const PickleReader::Value& {
+    const PickleReader::Value* const value = reader.find(*dict, key);
+    TORCH_CHECK(value, path, " has no \"", key, "\". It is not the state_dict of a GradScaler.");
+    TORCH_CHECK(value->kind == Kind::integer || value->kind == Kind::number, path, "[\"", key,
+                "\"] is not a number.");
+    return *value;
+  };
+  const auto number = [&](std::string_view key) {
+    const PickleReader::Value& value = entry(key);
+    if (value.kind == Kind::number) return value.number;
+    constexpr int64_t limit = int64_t{1} << 53;
+    TORCH_CHECK(value.integer >= -limit && value.integer <= limit, path, "[\"", key, "\"] is ",
+                value.integer, ", which a double does not hold.");
+    return static_cast<double>(value.integer);
+  };
+  const auto integer = [&](std::string_view key) {
+    const PickleReader::Value& value = entry(key);
+    TORCH_CHECK(value.kind == Kind::integer, path, "[\"", key, "\"] is not a whole number.");
+    return value.integer;
+  };
+  return {.scale = number("scale"),
+          .growth_factor = number("growth_factor"),
+          .backoff_factor = number("backoff_factor"),
+          .growth_interval = integer("growth_interval"),
+          .growth_tracker = integer("_growth_tracker")};
+}
+
+[[noreturn]] inline void refuse_python_state(const std::string& name, const std::string& reason) {
+  TORCH_CHECK(false, "torchamp::load_python_state: ", name, reason,
+              " Pass what torch.save(scaler.state_dict(), path) has written in Python, or the keys "
+              "that lead to it; torch::load(scaler, path) reads what torch::save has written.");
+}
+
+/// open() gives the archive; `name` is what errors call it.
+template <class Open>
+GradScalerState load_python_state(const std::string& name, const Open& open,
+                                  std::initializer_list<std::string_view> keys) {
+  constexpr const char* record = "data.pkl";
+  try {
+    const ArchiveBytes bytes = open();
+    check_archive(bytes);
+    caffe2::serialize::PyTorchStreamReader archive(bytes);
+    TORCH_CHECK(archive.hasRecord(record), "there is no ", record, " in it.");
+    const auto [data, size] = archive.getRecord(record);
+    return python_state({static_cast<const char*>(data.get()), size}, keys);
+  } catch (const c10::Error& error) {
+    refuse_python_state(name, error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    refuse_python_state(name, error.what());
+  }
+}
+
+/// What torch.save would write.
+inline std::string python_archive(const GradScalerState& state) {
+  PickleWriter pickle;
+  if (!state.empty()) {
+    pickle.entry("scale", state.scale);
+    pickle.entry("growth_factor", state.growth_factor);
+    pickle.entry("backoff_factor", state.backoff_factor);
+    pickle.entry("growth_interval", state.growth_interval);
+    pickle.entry("_growth_tracker", state.growth_tracker);
+  }
+  const std::string dict = std::move(pickle).finish();
+  std::string bytes;
+  caffe2::serialize::PyTorchStreamWriter archive([&](const void* data, std::size_t size) {
+    bytes.append(static_cast<const char*>(data), size);
+    return size;
+  });
+  archive.writeRecord("data.pkl", dict.data(), dict.size());
+  archive.writeRecord("byteorder", "little", 6);
+  archive.writeEndOfFile();
+  return bytes;
+}
+
+}  // namespace detail
+
+/// The state_dict of a GradScaler in what Python's torch.save wrote. `keys` lead to it in a larger
+/// checkpoint: {"scaler"} for `torch.save({"model": ..., "scaler": scaler.state_dict()}, path)`.
+/// Nothing else in the file is loaded, and no code in it is run.
+///
+/// c10::Error for a file that is damaged, truncated, of another kind, or without such an entry. All
+/// of the file is read, to check the CRC of each of its records; Python can be told to write none
+/// (torch.serialization.set_crc32_options), and a number that changed in such a file is not seen.
+/// The values' ranges are checked by GradScaler::load_state_dict.
+inline GradScalerState load_python_state(std::istream& in,
+                                         std::initializer_list<std::string_view> keys = {}) {
+  return detail::load_python_state(
+      "", [&] { return std::make_shared<detail::StreamReader>(in); }, keys);
+}
+
+inline GradScalerState load_python_state(const std::string& path,
+                                         std::initializer_list<std::string_view> keys = {}) {
+  return detail::load_python_state(
+      "'" + path + "': ", [&] { return std::make_shared<detail::FileReader>(path); }, keys);
+}
+
+/// Writes `state` as Python's torch.save would write the dict, for torch.load(path), with
+/// weights_only or without, and torch.amp.GradScaler.load_state_dict. An empty state gives an empty
+/// dict. c10::Error where the stream fails, also one whose failures are exceptions.
+inline void save_python_state(const GradScalerState& state, std::ostream& out) {
+  const std::string bytes = detail::python_archive(state);
+  std::string reason;
+  try {
+    out.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+    out.flush();
+    if (!out) reason = std::strerror(errno);
+  } catch (const std::exception& error) {
+    reason = error.what();
+  }
+  TORCH_CHECK(reason.empty(), "torchamp::save_python_state: writing has failed: ", reason, '.');
+}
+
+/// The same to a file, which is replaced only once all has been written, see Note [Atomic files].
+inline void save_python_state(const GradScalerState& state, const std::string& path) {
+  const std::string bytes = detail::python_archive(state);
+  detail::AtomicFile file(path, "torchamp::save_python_state");
+  file.write(bytes.data(), bytes.size());
+  file.commit();
+}
+
+}  // namespace torchamp

@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include <algorithm>
+#include <cmath>
+#include <concepts>
+#include <cstdint>
+#include <iterator>
+#include <optional>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/modules/call_forward.h"
+#include "torchamp/detail/recompute/node.h"
+#include "torchamp/detail/rng_state.h"
+#include "torchamp/detail/tensor_tree.h"
+
+namespace torchamp {
+namespace detail {
+
+/// What checkpoint() keeps of an input of type Given for backward: of a list the values too.
+template <class Given>
+struct KeptInput {
+  static_assert(!RefersToValues<Given>::value,
+                "checkpoint: an input refers to values that may be gone when backward runs the "
+                "function again. Pass a std::vector or an at::ArrayRef of the values.");
+  using type = Given;
+  template <class Input>
+  static Input&& keep(Input&& input) {
+    return std::forward<Input>(input);
+  }
+  static type& given(type& kept) { return kept; }
+};
+template <class T>
+struct KeptInput<c10::ArrayRef<T>> {
+  using type = std::vector<T>;
+  static type keep(c10::ArrayRef<T> list) { return list.vec(); }
+  static c10::ArrayRef<T> given(type& kept) { return kept; }
+};
+
+/// Calls the function with the inputs as they were given.
+template <class Output, class... Given, class Function, class Kept>
+Output call_with(Function& function, Kept& kept) {
+  return std::apply(
+      [&](auto&... each) {
+        return Output(call_forward(function, KeptInput<Given>::given(each)...));
+      },
+      kept);
+}
+
+}  // namespace detail
+
+/// What checkpoint() puts back for the recomputation.
+struct CheckpointOptions {
+  /// The states of LibTorch's default generators (the CPU's, and those of every device in use), so
+  /// that dropout drops the same. A few microseconds; false where the function draws no numbers, or
+  /// where a CUDA graph is captured.
+  bool preserve_rng_state = true;
+
+  /// Buffers that the function changes, and that are to change once and not again in backward, such
+  /// as batch norm's running statistics: `{.buffers = block->buffers()}`. Where the function is a
+  /// module holder, its buffers need not be named.
+  std::vector<at::Tensor> buffers = {};
+};
+
+/// Calls function(inputs...) and keeps none of its activations: backward runs it again. Memory for
+/// the time of one more forward.
+///
+///     x = torchamp::checkpoint(block, x);                          // a module holder
+///     x = torchamp::checkpoint([=](auto x) { return block->forward(x).relu(); }, x);
+///
+/// Inputs and outputs are tensors, other values, and vectors, arrays, tuples, pairs, maps and
+/// optionals of them; outputs may be several, and what is not a tensor passes through. An output
+/// type in which tensors cannot be seen (a struct that may hold some, an unordered_map) does not
+/// compile. Of an at::ArrayRef the values are kept; other views of values do not compile. An output
+/// that has its memory in common with an input, a captured tensor or another output comes as a
+/// copy, so that a change of it in place is none of theirs. The function runs again
+/// under the forward's autocast state, policy and cache flag (with an empty cache of cast weights
+/// both times) and random state, so that on a CPU gradients equal the plain ones bit for bit.
+/// Parameters and other tensors that the function captures get their gradients too, whether or not
+/// an input needs one, and also from torch::autograd::grad and with create_graph; checkpoints nest.
+///
+/// The function is copied and called again during backward, perhaps on another thread: what it
+/// captures by reference must live until then, and it must do the same both times. An error in it
+/// comes out of the call or out of backward. With grad mode off it is called, and that is all.
+/// Errors if the function changes an input in place, or if the recomputation differs in the shapes
+/// of its outputs or in the parameters that it uses. Reads no device.
+template <class Function, class... Inputs>
+auto checkpoint(CheckpointOptions options, Function&& function, Inputs&&... inputs) {
+  using Arguments = std::tuple<typename detail::KeptInput<std::decay_t<Inputs>>::type...>;
+  using Output = std::decay_t<decltype(detail::call_forward(
+      std::declval<std::decay_t<Function>&>(), std::declval<std::decay_t<Inputs>&>()...))>;
+  static_assert(!std::is_void_v<Output>, "checkpoint: the function must return its outputs");
+  static_assert(std::is_void_v<Output> || detail::ShowsItsTensors<Output>::value,
+                "checkpoint: the function returns a type that may hold tensors out of sight. "
+                "Return tensors, numbers and strings, and vectors, arrays, tuples, pairs, "
+                "optionals and std::maps of them.");
+
+  Arguments arguments(
+      detail::KeptInput<std::decay_t<Inputs>>::keep(std::forward<Inputs>(inputs))...);
+  if (!torch::autograd::GradMode::is_enabled()) {
+    return detail::call_with<Output, std::decay_t<Inputs>...>(function, arguments);
+  }
+  if constexpr (requires {
+                  { function->buffers() } -> std::convertible_to<std::vector<at::Tensor>>;
+                }) {
+    const auto own = function->buffers();
+    options.buffers.insert(options.buffers.end(), own.begin(), own.end());
+  }
+  detail::RecomputeContext context;
+  context.buffers = std::move(options.buffers);
+  if (options.preserve_rng_state) context.rng = detail::RngState::now();
+
+  const std::vector<at::Tensor> tensors = detail::tensors_of(arguments);
+  // The node keeps the tensors itself.
+  detail::replace_tensors(arguments, std::vector<at::Tensor>(tensors.size()));
+  std::optional<Output> result;
+  auto on_tensors = [function = std::decay_t<Function>(std::forward<Function>(function)),
+                     arguments = std::move(arguments),
+                     first = &result](std::vector<at::Tensor> given) mutable {
+    Arguments now = arguments;
+    detail::replace_tensors(now, given);
+    given.clear();
+    auto output = detail::call_with<Output, std::decay_t<Inputs>...>(function, now);
+    std::vector<at::Tensor> outputs = detail::tensors_of(output);
+    if (first) {
+      detail::replace_tensors(output, std::vector<at::Tensor>(outputs.size()));
+      first->emplace(std::move(output));
+      first = nullptr;
+    }
+    return outputs;
+  };
+  const auto outputs =
+      detail::RecomputeNode::run(std::move(on_tensors), tensors, std::move(context));
+  detail::replace_tensors(*result, outputs);
+  return *std::move(result);
+}
+
+template <class Function, class... Inputs>
+requires(!std::same_as<std::decay_t<Function>, CheckpointOptions>) auto checkpoint(
+    Function&& function, Inputs&&... inputs) {
+  return checkpoint(CheckpointOptions{}, std::forward<Function>(function),
+                    std::forward<Inputs>(inputs)...);
+}
+
+/// Runs a torch::nn::Sequential in `segments` parts of equal length, each but the last under
+/// checkpoint(): what is kept between forward and backward are the inputs of the parts, and in
+/// backward the activations of one part. For n equal layers that is least, and of the order of the
+/// square root of n, with about sqrt(n) parts. The modules take and give one tensor each.
+template <class Sequential>
+at::Tensor checkpoint_sequential(Sequential& sequential, std::int64_t segments, at::Tensor input) {
+  const auto size = static_cast<std::int64_t>(sequential->size());
+  TORCH_CHECK_VALUE(segments >= 1 && segments <= size, "checkpoint_sequential: cannot split ", size,
+                    " modules into ", segments, " segments. Pass a number from 1 to ", size, ".");
+  for (std::int64_t segment = 0; segment < segments; ++segment) {
+    std::vector modules(sequential->begin() + segment * size / segments,
+                        sequential->begin() + (segment + 1) * size / segments);
+    CheckpointOptions options;
+    for (const auto& module : modules) {
+      const auto own = module.ptr()->buffers();
+      options.buffers.insert(options.buffers.end(), own.begin(), own.end());
+    }
+    auto forward = [modules = std::move(modules)](at::Tensor x) mutable {
+      for (auto& module : modules) x = module.template forward<at::Tensor>(std::move(x));
+      return x;
+    };
+    input = segment + 1 == segments ? forward(std::move(input))
+                                    : checkpoint(std::move(options), std::move(forward), input);
+  }
+  return input;
+}
+
+/// checkpoint_sequential() with the number of segments that keeps least: the square root of the
+/// number of modules, rounded.
+template <class Sequential>
+at::Tensor checkpoint_sequential(Sequential& sequential, at::Tensor input) {
+  const auto root = std::llround(std::sqrt(static_cast<double>(sequential->size())));
+  return checkpoint_sequential(sequential, std::max<std::int64_t>(root, 1), std::move(input));
+}
+
+}  // namespace torchamp

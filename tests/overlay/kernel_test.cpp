@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Which overlays a policy needs, and the one over the ban of binary cross entropy.
+#include "torchamp/detail/overlay/kernel.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "support/expect_error.h"
+#include "support/warnings.h"
+#include "torchamp/autocast.h"
+#include "torchamp/detail/observe/rule_in_force.h"
+
+namespace {
+
+using torchamp::AutocastGuard;
+using torchamp::Cast;
+using torchamp::Policy;
+
+c10::OperatorHandle op_named(const char* name) {
+  return torchamp::detail::find_ops(name, "test").front();
+}
+
+/// What the op's overlay does under the policy; native if it needs none.
+Cast entry(const Policy& policy, const char* name, at::DeviceType device) {
+  return torchamp::detail::overlay_entry(*policy.data(), op_named(name), device).cast;
+}
+
+std::size_t overlays_on_cpu() {
+  const std::size_t cpu = torchamp::detail::device_index(at::kCPU, "test");
+  return torchamp::detail::shared_runtime().overlays[cpu].ops.size();
+}
+
+TEST(Overlay, IsNotNeededWhereLibTorchsListOfCudaAgrees) {
+  EXPECT_EQ(entry(Policy::torch().fp32({"softmax"}), "softmax.int", at::kCUDA), Cast::native);
+  EXPECT_EQ(entry(Policy::torch().lower_precision({"softmax"}), "softmax.int", at::kCUDA),
+            Cast::lower_precision);
+}
+
+TEST(Overlay, IsNeededOnACpuWhateverCudasListSays) {
+  // A CPU's kernel casts to fp32, CUDA's promotes.
+  EXPECT_EQ(entry(Policy::torch().promote({"grid_sampler"}), "grid_sampler", at::kCPU),
+            Cast::promote);
+  EXPECT_EQ(entry(Policy::torch().promote({"grid_sampler"}), "grid_sampler", at::kCUDA),
+            Cast::native);
+}
+
+TEST(Overlay, ShieldsOnlyOpsThatAutocastCouldReach) {
+  const Policy policy = Policy::torch().unchanged({"relu", "linear", "einsum"});
+  EXPECT_EQ(entry(policy, "relu", at::kCPU), Cast::native) << "it calls no op";
+  EXPECT_EQ(entry(policy, "linear", at::kCPU), Cast::unchanged) << "it has a kernel of its own";
+  EXPECT_EQ(entry(policy, "einsum", at::kCPU), Cast::unchanged) << "it calls others";
+}
+
+TEST(Overlay, IsInstalledOnceAndOnlyIfItIsNeeded) {
+  { const AutocastGuard guard(at::kCPU, {.policy = Policy::torch().fp32({"erfc"})}); }
+  const std::size_t before = overlays_on_cpu();
+  EXPECT_GT(before, 0u);
+  { const AutocastGuard guard(at::kCPU, {.policy = Policy::torch().promote({"erfc"})}); }
+  { const AutocastGuard guard(at::kCPU, {.policy = Policy::torch().native({"erf", "erfc"})}); }
+  { const AutocastGuard guard(at::kCPU, {.policy = Policy::torch().unchanged({"erf"})}); }
+  EXPECT_EQ(overlays_on_cpu(), before);
+}
+
+TEST(Overlay, CastsOneArgumentOfAnAdditionAndNoneIfAnotherIsWide) {
+  const at::Tensor narrow = at::ones({2}, at::kBFloat16).requires_grad_();
+  const at::Tensor wide = at::ones({2}).requires_grad_();
+  const AutocastGuard guard(at::kCPU);
+  const auto is_cast = [](const at::Tensor& sum, std::size_t argument) {
+    return sum.grad_fn()->next_edge(argument).function->name().find("Copy") != std::string::npos;
+  };
+  EXPECT_FALSE(is_cast(narrow + wide, 0));
+  EXPECT_FALSE(is_cast(wide + narrow, 1));
+  EXPECT_TRUE(is_cast(narrow + narrow, 0));
+  EXPECT_FALSE(is_cast(narrow + narrow, 1));
+}
+
+TEST(RuleOfCall, IsUnchangedOutsideOfRegionsAndNativeWhereLibTorchDecides) {
+  const auto rule = [] {
+    return torchamp::detail::rule_of_call("aten::mse_loss", op_named("mse_loss"), at::kCPU, {});
+  };
+  EXPECT_EQ(rule(), Cast::unchanged);
+  const AutocastGuard guard(at::kCPU, {.policy = Policy::torch()});
+  EXPECT_EQ(rule(), Cast::native);
+  const AutocastGuard off(at::kCPU, {.enabled = false});
+  EXPECT_EQ(rule(), Cast::unchanged);
+}
+
+TEST(BinaryCrossEntropy, IsInFp32OnEveryDeviceUnderStandard) {
+  const Policy policy = Policy::standard();
+  for (const at::DeviceType device : {at::kCPU, at::kCUDA, at::kXPU, at::kMPS}) {
+    EXPECT_EQ(policy.lookup("binary_cross_entropy", device), Cast::fp32) << device;
+  }
+  EXPECT_EQ(Policy::torch().lookup("binary_cross_entropy", at::kCUDA), Cast::native);
+  const at::Tensor logits = at::linspace(-3, 3, 6), target = at::ones({6});
+  const at::Tensor expected = at::binary_cross_entropy(logits.sigmoid(), target);
+  const AutocastGuard guard(at::kCPU);
+  const at::Tensor loss = at::binary_cross_entropy(logits.sigmoid(), target.to(at::kBFloat16));
+  EXPECT_EQ(loss.scalar_type(), at::kFloat);
+  EXPECT_TRUE(at::equal(loss, expected));
+}
+
+/// Calls the kernel that binary_cross_entropy has for CUDA's autocast, with CPU tensors, which it
+/// passes on as they are.
+at::Tensor call_cudas_binary_cross_entropy() {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::binary_cross_entropy", "");
+  torch::jit::Stack stack{at::full({2}, 0.5), at::ones({2}), c10::IValue(), std::int64_t{1}};
+  op.callBoxedForDispatchKey(c10::DispatchKey::AutocastCUDA, stack);
+  return stack.back().toTensor();
+}
+
+TEST(BinaryCrossEntropy, IsStillBannedOnCudaWithoutStandard) {
+  using namespace torchamp::detail;
+  const char* const ban = "unsafe to autocast";
+  EXPECT_ERROR(call_cudas_binary_cross_entropy(), ban);
+  const auto call_under = [](const Policy& policy) {
+    compile_once(*policy.data(), at::kCUDA);
+    const auto thread = std::make_shared<ThreadPolicy>();
+    thread->in_force[device_index(at::kCUDA, "test")] = policy.data();
+    const PolicyScope scope(thread);
+    return call_cudas_binary_cross_entropy();
+  };
+  EXPECT_FLOAT_EQ(call_under(Policy::standard()).item<float>(), -std::log(0.5f));
+  EXPECT_ERROR(call_under(Policy::torch()), ban);
+  EXPECT_ERROR(call_under(Policy::standard().native({"binary_cross_entropy"})), ban);
+  EXPECT_ERROR(call_cudas_binary_cross_entropy(), ban);  // raw at::autocast keeps it
+}
+
+TEST(BinaryCrossEntropy, Of16BitProbabilitiesIsWarnedOf) {
+  const at::Tensor probability = at::full({4}, 0.5), target = at::ones({4});
+  const auto warning_of = [&](at::ScalarType dtype, const Policy& policy) {
+    const CollectedWarnings warnings;
+    const AutocastGuard guard(at::kCPU, {.policy = policy});
+    (void)at::binary_cross_entropy(probability.to(dtype), target.to(dtype));
+    return warnings.text();
+  };
+  EXPECT_NE(warning_of(at::kBFloat16, Policy::standard()).find("probabilities in BFloat16"),
+            std::string::npos);
+  EXPECT_NE(warning_of(at::kHalf, Policy::standard()).find("probabilities in Half"),
+            std::string::npos);
+  EXPECT_EQ(warning_of(at::kFloat, Policy::standard()), "");
+  EXPECT_EQ(warning_of(at::kBFloat16, Policy::torch()), "");
+  const Policy lower = Policy::standard().lower_precision({"binary_cross_entropy"});
+  EXPECT_EQ(warning_of(at::kBFloat16, lower), "") << "it is not computed in fp32";
+}
+
+class WarningCounter final : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning&) override { ++count; }
+  int count = 0;
+};
+
+TEST(BinaryCrossEntropy, IsWarnedOfOnce) {
+  WarningCounter counter;
+  const c10::WarningUtils::WarningHandlerGuard handler(&counter);
+  const AutocastGuard guard(at::kCPU);
+  for (int i = 0; i < 3; ++i) {
+    (void)at::binary_cross_entropy(at::full({4}, 0.5, at::kBFloat16), at::ones({4}));
+  }
+  EXPECT_EQ(counter.count, 1);
+}
+
+}  // namespace

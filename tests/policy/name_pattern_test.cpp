@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "torchamp/detail/policy/name_pattern.h"
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <random>
+#include <string>
+#include <string_view>
+
+namespace {
+
+using torchamp::detail::matches;
+
+TEST(NamePattern, AQuestionMarkIsOneCharacterButADot) {
+  EXPECT_TRUE(matches("a?c", "abc"));
+  EXPECT_FALSE(matches("a?c", "a.c"));
+  EXPECT_FALSE(matches("a?", "a"));
+  EXPECT_FALSE(matches("?", ""));
+}
+
+TEST(NamePattern, AStarIsAnythingWithinAPart) {
+  EXPECT_TRUE(matches("*", ""));
+  EXPECT_TRUE(matches("*", "abc"));
+  EXPECT_TRUE(matches("a*", "a"));
+  EXPECT_TRUE(matches("a.*.c", "a.b.c"));
+  EXPECT_FALSE(matches("a.*", "a.b.c"));
+  EXPECT_FALSE(matches("*", "a.b"));
+}
+
+TEST(NamePattern, TwoStarsCrossDots) {
+  EXPECT_TRUE(matches("**", "a.b.c"));
+  EXPECT_TRUE(matches("a.**.c", "a.b.b.c"));
+  EXPECT_FALSE(matches("a.**.c", "a.c"));
+  EXPECT_TRUE(matches("***", "a.b"));
+  EXPECT_FALSE(matches("**.c", "a.b"));
+}
+
+TEST(NamePattern, MustFitTheWholeName) {
+  EXPECT_TRUE(matches("", ""));
+  EXPECT_FALSE(matches("", "a"));
+  EXPECT_FALSE(matches("a", "ab"));
+  EXPECT_FALSE(matches("b", "ab"));
+}
+
+/// The definition, tried in all ways.
+bool slowly(std::string_view pattern, std::string_view name) {
+  if (pattern.empty()) return name.empty();
+  if (pattern.starts_with('*')) {
+    const bool crosses = pattern.starts_with("**");
+    for (std::size_t length = 0; length <= name.size(); ++length) {
+      if (slowly(pattern.substr(crosses ? 2 : 1), name.substr(length))) return true;
+      if (length < name.size() && name[length] == '.' && !crosses) return false;
+    }
+    return false;
+  }
+  if (name.empty() || (pattern[0] == '?' ? name[0] == '.' : pattern[0] != name[0])) return false;
+  return slowly(pattern.substr(1), name.substr(1));
+}
+
+TEST(NamePattern, IsWhatTryingAllWaysSays) {
+  std::mt19937 random(7);
+  const auto word = [&](std::string_view letters, unsigned longest) {
+    std::string text;
+    for (unsigned length = random() % longest; length > 0; --length) {
+      text += letters[random() % letters.size()];
+    }
+    return text;
+  };
+  int fitting = 0;
+  for (int i = 0; i < 20'000; ++i) {
+    const std::string pattern = word("ab.?**", 8), name = word("ab.", 8);
+    ASSERT_EQ(matches(pattern, name), slowly(pattern, name)) << pattern << " and " << name;
+    fitting += matches(pattern, name) ? 1 : 0;
+  }
+  EXPECT_GT(fitting, 1000);
+}
+
+TEST(NamePattern, TakesNoLongerForManyStars) {
+  const auto start = std::chrono::steady_clock::now();
+  std::string stars;
+  for (int i = 0; i < 1000; ++i) stars += "*a";
+  EXPECT_FALSE(matches(stars + "b", std::string(1000, 'a')));
+  EXPECT_FALSE(matches("*a*a*a*a*a*a*a*b", std::string(2000, 'a')));
+  EXPECT_TRUE(matches(stars, std::string(1000, 'a')));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
+}
+
+}  // namespace

@@ -1,0 +1,480 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "torchamp/recompute.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/dropout.h>
+#include <torch/nn/modules/linear.h>
+
+#include <functional>
+#include <stdexcept>
+#include <thread>
+
+#include "support/devices.h"
+#include "support/expect_error.h"
+#include "support/memory_meter.h"
+#include "torchamp/autocast.h"
+
+namespace {
+
+using at::Tensor;
+using torchamp::checkpoint;
+
+Tensor leaf(at::IntArrayRef sizes) {
+  return at::randn(sizes).set_requires_grad(true);
+}
+
+/// The gradients of `loss`'s sum with respect to `leaves`; an undefined one as an empty tensor.
+std::vector<Tensor> gradients(const Tensor& loss, const std::vector<Tensor>& leaves) {
+  auto result = torch::autograd::grad({loss.sum()}, leaves, {}, std::nullopt,
+                                      /*create_graph=*/false, /*allow_unused=*/true);
+  for (Tensor& gradient : result) {
+    if (!gradient.defined()) gradient = at::empty({0});
+  }
+  return result;
+}
+
+/// Expects the same outputs and gradients, bit for bit, from the same seed.
+void expect_as_without(const std::function<Tensor(bool checkpointed)>& loss,
+                       const std::vector<Tensor>& leaves) {
+  at::manual_seed(7);
+  const Tensor plain = loss(false);
+  const auto plain_gradients = gradients(plain, leaves);
+  const Tensor plain_next = at::rand({3});
+  at::manual_seed(7);
+  const Tensor checkpointed = loss(true);
+  const auto checkpointed_gradients = gradients(checkpointed, leaves);
+  EXPECT_TRUE(at::equal(plain, checkpointed));
+  for (std::size_t i = 0; i < leaves.size(); ++i) {
+    EXPECT_TRUE(at::equal(plain_gradients[i], checkpointed_gradients[i])) << "leaf " << i;
+  }
+  EXPECT_TRUE(at::equal(plain_next, at::rand({3}))) << "the random state after backward";
+}
+
+/// Calls it under checkpoint() or not.
+template <class Function, class... Inputs>
+auto call(bool checkpointed, Function function, Inputs... inputs) {
+  return checkpointed ? checkpoint(function, inputs...) : function(inputs...);
+}
+
+TEST(Checkpoint, GivesTheSameGradientsBitForBitWithDropout) {
+  const Tensor x = leaf({4, 8}), w = leaf({8, 8});
+  expect_as_without(
+      [&](bool checkpointed) {
+        const auto layer = [w](const Tensor& h) { return at::dropout(h.mm(w).tanh(), 0.5, true); };
+        Tensor h = call(checkpointed, layer, x);
+        h = call(checkpointed, layer, at::dropout(h, 0.3, true));
+        return h * h;
+      },
+      {x, w});
+}
+
+TEST(Checkpoint, RunsTheFunctionOncePerPassAndNotWithoutGradients) {
+  int calls = 0;
+  const Tensor x = leaf({3});
+  const auto square = [&calls](const Tensor& h) { return ++calls, h * h; };
+  const Tensor y = checkpoint(square, x);
+  EXPECT_EQ(calls, 1);
+  y.sum().backward({}, /*retain_graph=*/true);
+  EXPECT_EQ(calls, 2);
+  y.sum().backward();
+  EXPECT_EQ(calls, 3);
+  {
+    const at::NoGradGuard no_grad;
+    EXPECT_FALSE(checkpoint(square, x).requires_grad());
+  }
+  EXPECT_FALSE(checkpoint(square, at::ones({3})).requires_grad());
+  EXPECT_EQ(calls, 5);
+}
+
+TEST(Checkpoint, KeepsNoActivations) {
+  const Tensor x = leaf({1 << 10});
+  const auto chain = [](const Tensor& t) { return t.exp().sin().cos().sigmoid(); };
+  const auto kept = [&](bool checkpointed) {
+    const MemoryMeter memory;
+    const Tensor y = checkpointed ? checkpoint({.preserve_rng_state = false}, chain, x) : chain(x);
+    return memory.bytes() / static_cast<std::int64_t>(y.nbytes());
+  };
+  EXPECT_EQ(kept(true), 1);
+  EXPECT_EQ(kept(false), 3);
+}
+
+TEST(Checkpoint, DropsTheCastsOfItsInputsFromTheCacheOfWeights) {
+  const Tensor x = leaf({8, 64}), w = leaf({64, 64});
+  const torchamp::AutocastGuard autocast(at::kCPU);
+  const MemoryMeter memory;
+  const Tensor y = checkpoint(
+      {.preserve_rng_state = false}, [w](const Tensor& t) { return at::linear(t, w); }, x);
+  EXPECT_EQ(memory.bytes(), static_cast<std::int64_t>(y.nbytes()));
+}
+
+TEST(Checkpoint, GivesGradientsToCapturedParametersWhenNoInputNeedsOne) {
+  const Tensor x = at::randn({4, 8}), w = leaf({8, 8});
+  expect_as_without(
+      [&](bool checkpointed) {
+        return call(
+            checkpointed, [w](const Tensor& h) { return h.mm(w).tanh(); }, x);
+      },
+      {w});
+  checkpoint([w](const Tensor& h) { return h.mm(w).tanh(); }, x).sum().backward();
+  EXPECT_TRUE(w.grad().defined());
+}
+
+TEST(Checkpoint, FiresTheHooksOfCapturedParametersOnce) {
+  const Tensor w = leaf({8});
+  int hooks = 0;
+  w.register_hook([&hooks](const Tensor&) { ++hooks; });
+  checkpoint([w](const Tensor& h) { return (h * w).exp() * w; }, leaf({8})).sum().backward();
+  EXPECT_EQ(hooks, 1);
+}
+
+TEST(Checkpoint, LeavesGradAloneUnderAutogradGrad) {
+  const Tensor x = leaf({8}), w = leaf({8});
+  gradients(checkpoint([w](const Tensor& h) { return (h * w).exp(); }, x), {w});
+  EXPECT_FALSE(w.grad().defined());
+  EXPECT_FALSE(x.grad().defined());
+}
+
+// w and 2w both enter the function: the gradient of 2w must reach w once, through the outer graph.
+TEST(Checkpoint, CapturesTensorsWithAHistory) {
+  const Tensor x = leaf({4, 8}), w = leaf({8, 8});
+  expect_as_without(
+      [&](bool checkpointed) {
+        const Tensor twice = (w * 2).sigmoid();
+        const Tensor h = call(
+            checkpointed, [w, twice](const Tensor& t) { return t.mm(twice).tanh() + t.mm(w); }, x);
+        return h.exp() + twice.sum();
+      },
+      {x, w});
+}
+
+TEST(Checkpoint, AcceptsInputsOfWhichOneIsMadeFromTheOther) {
+  const Tensor x = leaf({8});
+  expect_as_without(
+      [&](bool checkpointed) {
+        const Tensor y = x.exp();
+        return call(
+            checkpointed, [](const Tensor& a, const Tensor& b) { return (a * b).sin() * a; }, x, y);
+      },
+      {x});
+}
+
+TEST(Checkpoint, TakesAndGivesNestedValues) {
+  using Pair = std::pair<Tensor, std::vector<Tensor>>;
+  const Tensor x = leaf({8}), y = leaf({8}), constant = at::randn({8});
+  const auto function = [](const Pair& in, double scale, std::optional<Tensor> more,
+                           const std::string& name) {
+    const Tensor sum = in.first + in.second[0] * scale + *more;
+    return std::make_tuple(sum.exp(), std::vector{sum.sin(), sum.argmax()}, name + "!", 3);
+  };
+  expect_as_without(
+      [&](bool checkpointed) {
+        const auto [a, rest, text, number] = call(checkpointed, function, Pair{x, {y}}, 0.5,
+                                                  std::optional(constant), std::string("text"));
+        EXPECT_EQ(text, "text!");
+        EXPECT_EQ(number, 3);
+        EXPECT_EQ(rest[1].scalar_type(), at::kLong);
+        EXPECT_FALSE(rest[1].requires_grad());
+        return a * rest[0];
+      },
+      {x, y});
+}
+
+TEST(Checkpoint, ComputesGradientsOfTheOutputsThatAreUsed) {
+  const Tensor x = leaf({8}), w = leaf({8});
+  expect_as_without(
+      [&](bool checkpointed) {
+        return call(
+                   checkpointed, [w](const Tensor& t) { return std::make_pair(t.exp(), t * w); }, x)
+            .first;
+      },
+      {x, w});
+}
+
+TEST(Checkpoint, PassesThroughWhatTheFunctionOnlyHandsOn) {
+  const Tensor x = leaf({8}), w = leaf({8}), constant = at::randn({8});
+  const auto [same, captured, plain, made, undefined] = checkpoint(
+      [w, constant](const Tensor& t) { return std::make_tuple(t, w, constant, t.exp(), Tensor()); },
+      x);
+  EXPECT_TRUE(same.is_same(x));
+  EXPECT_TRUE(captured.is_same(w));
+  EXPECT_TRUE(plain.is_same(constant));
+  EXPECT_EQ(made.grad_fn()->name(), "torchamp::checkpoint");
+  EXPECT_FALSE(undefined.defined());
+}
+
+TEST(Checkpoint, GivesViewsAndOutputsThatMayBeChangedInPlace) {
+  const Tensor x = leaf({8});
+  expect_as_without(
+      [&](bool checkpointed) {
+        const Tensor input = x * 1;
+        Tensor y = call(
+            checkpointed, [](const Tensor& t) { return t.exp().sin(); }, input);
+        y.mul_(2);
+        const Tensor view = call(
+            checkpointed,
+            [](const Tensor& t) {
+              return t.view({2, 4}).t();
+            },
+            input);
+        return y.view({4, 2}) * view;
+      },
+      {x});
+}
+
+TEST(Checkpoint, AllowsLeavesMadeInTheFunction) {
+  const Tensor x = leaf({8});
+  expect_as_without(
+      [&](bool checkpointed) {
+        return call(
+            checkpointed, [](const Tensor& t) { return t.exp() * leaf({8}); }, x);
+      },
+      {x});
+}
+
+TEST(Checkpoint, Nests) {
+  const Tensor x = leaf({4, 8}), w = leaf({8, 8});
+  expect_as_without(
+      [&](bool checkpointed) {
+        const Tensor outside = w.exp();
+        const auto inner = [w, outside](const Tensor& h) {
+          return at::dropout(h.mm(w).tanh(), 0.5, true) + h.mm(outside);
+        };
+        const auto outer = [=](const Tensor& h) {
+          const Tensor twice = call(checkpointed, inner, call(checkpointed, inner, h));
+          return at::dropout(twice, 0.5, true).sigmoid();
+        };
+        return call(checkpointed, outer, call(checkpointed, outer, x));
+      },
+      {x, w});
+}
+
+TEST(Checkpoint, HasSecondDerivatives) {
+  const Tensor x = leaf({6}), w = leaf({6});
+  const auto penalty = [&](bool checkpointed) {
+    const Tensor outside = (w * 3).sin();
+    const Tensor y = call(
+        checkpointed, [w, outside](const Tensor& t) { return (t * w).exp() * outside + t.pow(3); },
+        x.sigmoid());
+    const auto first = torch::autograd::grad({y.sum()}, {x, w}, {}, true, /*create_graph=*/true);
+    return first[0].pow(2) + first[1].pow(2);
+  };
+  const auto plain = gradients(penalty(false), {x, w});
+  const auto checkpointed = gradients(penalty(true), {x, w});
+  for (int i = 0; i < 2; ++i) EXPECT_TRUE(at::allclose(plain[i], checkpointed[i], 1e-5, 1e-6));
+}
+
+TEST(Checkpoint, RunsAgainUnderTheAutocastStateAndPolicyOfTheForward) {
+  const Tensor x = leaf({4, 4}), w = leaf({4, 4});
+  std::vector<torchamp::AutocastState> seen;
+  std::vector<at::ScalarType> dtypes;
+  const auto function = [&, w](const Tensor& t) {
+    seen.push_back(torchamp::AutocastState::of_this_thread());
+    const Tensor y = at::softmax(t.mm(w), 1);
+    dtypes.push_back(y.scalar_type());
+    return y;
+  };
+  Tensor y;
+  {
+    const torchamp::AutocastGuard autocast(
+        at::kCPU, {.dtype = at::kHalf,
+                   .cache_enabled = false,
+                   .policy = torchamp::Policy::standard().lower_precision({"softmax"})});
+    y = checkpoint(function, x);
+  }
+  const auto before = torchamp::AutocastState::of_this_thread();
+  y.sum().backward();
+  EXPECT_TRUE(torchamp::AutocastState::of_this_thread() == before);
+  ASSERT_EQ(seen.size(), 2u);
+  EXPECT_TRUE(seen[0] == seen[1]);
+  EXPECT_FALSE(seen[0] == before);
+  EXPECT_EQ(dtypes, (std::vector{at::kHalf, at::kHalf}));
+}
+
+TEST(Checkpoint, GivesTheSameGradientsUnderAutocastWithAWeightThatWasCastBefore) {
+  const Tensor x = leaf({4, 8}), w = leaf({8, 8});
+  expect_as_without(
+      [&](bool checkpointed) {
+        const torchamp::AutocastGuard autocast(at::kCPU);
+        Tensor h = at::linear(x, w);
+        for (int i = 0; i < 2; ++i) {
+          h = call(
+              checkpointed, [w](const Tensor& t) { return at::linear(t, w).tanh(); }, h);
+        }
+        return h;
+      },
+      {x});
+  // Backward inside the region, where the cache holds casts of the weight.
+  const auto of_weight = [&](bool checkpointed) {
+    const torchamp::AutocastGuard autocast(at::kCPU);
+    const Tensor h = call(
+        checkpointed, [w](const Tensor& t) { return at::linear(t, w).tanh(); }, at::linear(x, w));
+    return gradients(h, {w})[0];
+  };
+  EXPECT_TRUE(at::allclose(of_weight(false), of_weight(true), 1e-2, 1e-2));
+}
+
+TEST(Checkpoint, CountsAModulesBuffersOnce) {
+  torch::nn::Sequential block(torch::nn::Linear(4, 4), torch::nn::BatchNorm1d(4));
+  const Tensor x = leaf({8, 4});
+  const Tensor y = checkpoint(block, x);
+  std::vector<Tensor> after;
+  for (const Tensor& buffer : block->buffers()) after.push_back(buffer.clone());
+  ASSERT_EQ(after.size(), 3u);
+  y.sum().backward();
+  for (std::size_t i = 0; i < 3; ++i) EXPECT_TRUE(at::equal(block->buffers()[i], after[i])) << i;
+
+  const Tensor z = checkpoint(
+      {.buffers = block->buffers()}, [&](const Tensor& t) { return block->forward(t).tanh(); }, x);
+  z.sum().backward();
+  EXPECT_EQ(block->buffers()[2].item<std::int64_t>(), 2);
+}
+
+TEST(Checkpoint, RunsBackwardOnAnotherThread) {
+  const Tensor x = leaf({8}), w = leaf({8});
+  Tensor y;
+  {
+    const torchamp::AutocastGuard autocast(at::kCPU);
+    y = checkpoint(
+        [w](const Tensor& t) {
+          return checkpoint([w](const Tensor& h) { return at::dropout(h * w, 0.5, true); },
+                            t.exp());
+        },
+        x);
+  }
+  std::thread([&] { y.sum().backward(); }).join();
+  const Tensor kept = (y.detach() != 0).to(at::kFloat);
+  EXPECT_TRUE(at::equal(x.grad().ne(0).to(at::kFloat), kept));
+  EXPECT_TRUE(at::equal(w.grad().ne(0).to(at::kFloat), kept));
+}
+
+TEST(Checkpoint, SurvivesALongChain) {
+  const Tensor x = leaf({1});
+  Tensor h = x;
+  for (int i = 0; i < 20000; ++i) {
+    h = checkpoint(
+        {.preserve_rng_state = false}, [](const Tensor& t) { return t * 1; }, h);
+  }
+  h.backward();
+  EXPECT_EQ(x.grad().item<float>(), 1.f);
+  for (int i = 0; i < 20000; ++i) {
+    h = checkpoint(
+        {.preserve_rng_state = false}, [](const Tensor& t) { return t * 1; }, h);
+  }
+}
+
+TEST(Checkpoint, LetsErrorsOutAndStateAsItWas) {
+  const Tensor x = leaf({8});
+  int calls = 0;
+  const int fails_at[] = {1, 2};
+  for (const int fails : fails_at) {
+    calls = 0;
+    const auto function = [&](const Tensor& t) {
+      if (++calls == fails) throw std::runtime_error("no luck");
+      return at::dropout(t, 0.5, true).exp();
+    };
+    const auto before = torchamp::AutocastState::of_this_thread();
+    at::manual_seed(1);
+    bool thrown = false;
+    try {
+      Tensor y;
+      {
+        const torchamp::AutocastGuard autocast(at::kCPU);
+        y = checkpoint(function, x);
+      }
+      at::manual_seed(1);
+      y.sum().backward();
+    } catch (const std::runtime_error& error) {
+      thrown = true;
+      EXPECT_STREQ(error.what(), "no luck");
+    }
+    EXPECT_TRUE(thrown);
+    EXPECT_TRUE(torchamp::AutocastState::of_this_thread() == before);
+    const Tensor next = at::rand({3});
+    at::manual_seed(1);
+    EXPECT_TRUE(at::equal(next, at::rand({3})));
+  }
+}
+
+TEST(Checkpoint, RefusesWhatItCannotRunAgain) {
+  const Tensor x = leaf({8}), w = leaf({8}), v = leaf({8});
+  EXPECT_ERROR(checkpoint([](Tensor t) { return t.mul_(2); }, x * 1),
+               "checkpoint: the function changed its 0. tensor input in place");
+
+  int calls = 0;
+  EXPECT_ERROR(
+      checkpoint([&](const Tensor& t) { return t.slice(0, ++calls).exp(); }, x).sum().backward(),
+      "checkpoint: the recomputation gave an output of another shape");
+  calls = 0;
+  EXPECT_ERROR(
+      checkpoint([&](const Tensor& t) { return t * (++calls == 1 ? w : v); }, x).sum().backward(),
+      "checkpoint: the recomputation used other parameters");
+  calls = 0;
+  EXPECT_ERROR(
+      checkpoint([&](const Tensor& t) { return ++calls == 1 ? t * w : t * 2; }, x).sum().backward(),
+      "checkpoint: the recomputation used other parameters");
+
+  const Tensor input = x * 1;
+  const Tensor y = checkpoint([](const Tensor& t) { return t.exp(); }, input);
+  input.add_(1);
+  EXPECT_ERROR(y.sum().backward(), "modified by an inplace operation");
+
+  const Tensor twice = checkpoint([](const Tensor& t) { return t.exp(); }, x).sum();
+  twice.backward();
+  EXPECT_ERROR(twice.backward(), "a second time");
+}
+
+TEST(CheckpointSequential, GivesTheSameGradientsForAnyNumberOfSegments) {
+  torch::nn::Sequential model;
+  for (int i = 0; i < 5; ++i) {
+    model->push_back(torch::nn::Linear(6, 6));
+    model->push_back(torch::nn::Dropout(0.5));
+  }
+  const Tensor x = at::randn({3, 6});
+  for (const std::int64_t segments : {1, 2, 3, 7, 10}) {
+    expect_as_without(
+        [&](bool checkpointed) {
+          return checkpointed ? torchamp::checkpoint_sequential(model, segments, x)
+                              : model->forward(x);
+        },
+        model->parameters());
+  }
+  EXPECT_ERROR(torchamp::checkpoint_sequential(model, 11, x),
+               "checkpoint_sequential: cannot split 10 modules into 11 segments");
+  EXPECT_ERROR(torchamp::checkpoint_sequential(model, 0, x), "Pass a number from 1 to 10.");
+}
+
+/// Bytes at the peak of forward and backward of `depth` equal layers, in activations of one layer.
+double peak_activations(int depth, bool checkpointed) {
+  constexpr std::int64_t size = 1 << 15;
+  torch::nn::Sequential model;
+  for (int i = 0; i < depth; ++i) model->push_back(torch::nn::Sigmoid());
+  const Tensor x = leaf({size});
+  const MemoryMeter memory;
+  const Tensor y = checkpointed ? torchamp::checkpoint_sequential(model, x) : model->forward(x);
+  y.backward(at::ones_like(y));
+  return static_cast<double>(memory.peak_bytes()) / (size * 4);
+}
+
+TEST(CheckpointSequential, NeedsMemoryOfTheOrderOfTheSquareRootOfTheDepth) {
+  for (const int root : {4, 8, 12}) {
+    EXPECT_GE(peak_activations(root * root, false), root * root);
+    EXPECT_LE(peak_activations(root * root, true), 2 * root + 6);
+  }
+}
+
+TEST(Checkpoint, PutsBackTheRandomStateOfACudaDevice) {
+  SKIP_WITHOUT(at::kCUDA);
+  const Tensor x = at::randn({64}, at::kCUDA).set_requires_grad(true);
+  const Tensor y = checkpoint([](const Tensor& t) { return at::dropout(t, 0.5, true); }, x);
+  const Tensor next = at::rand({3}, at::kCUDA);
+  y.sum().backward();
+  EXPECT_TRUE(at::equal(x.grad().ne(0), y.ne(0)));
+  EXPECT_FALSE(at::equal(next, at::rand({3}, at::kCUDA)));
+}
+
+}  // namespace

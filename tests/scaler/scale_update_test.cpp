@@ -1,0 +1,389 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The rules by which other systems change the scale, each stated here once more, in its own terms
+// and as plainly as possible, against the one rule of torchamp on the host and on a device.
+#include <torchamp/detail/scaler/scale_update.h>
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+#include <torchamp/detail/scaler/scale_bound.h>
+#include <torchamp/detail/scaler/scale_limits.h>
+#include <torchamp/detail/scaler/scale_state.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+using torchamp::AtLimit;
+using torchamp::GradScalerOptions;
+using torchamp::HysteresisRefill;
+using torchamp::detail::Limits;
+using torchamp::detail::next_state;
+using torchamp::detail::RuleState;
+using torchamp::detail::ScaleState;
+
+namespace {
+
+/// A published rule: the scale, and whether the latest iteration was refused with an error that
+/// left everything as it was.
+struct Published {
+  explicit Published(double init_scale) : scale(init_scale) {}
+  virtual ~Published() = default;
+  virtual void iterate(bool bad) = 0;
+
+  double scale;
+  bool refused = false;
+};
+
+/// torch/amp/grad_scaler.py and ATen's _amp_update_scale_.
+struct Torch : Published {
+  void iterate(bool bad) override {
+    good_in_a_row = bad ? 0 : good_in_a_row + 1;
+    if (bad) scale *= 0.5;
+    if (good_in_a_row == interval) {
+      scale *= 2;
+      good_in_a_row = 0;
+    }
+  }
+  explicit Torch(int growth_interval) : Published(65536.), interval(growth_interval) {}
+  int interval;
+  int good_in_a_row = 0;
+};
+
+/// megatron/core/optimizer/grad_scaler.py, DynamicGradScaler.
+struct Megatron : Published {
+  void iterate(bool bad) override {
+    if (bad) {
+      good = 0;
+      --hysteresis_left;
+      if (hysteresis_left <= 0) scale = std::max(scale * 0.5, 1.);
+    } else if (++good == interval) {
+      good = 0;
+      hysteresis_left = 2;
+      scale *= 2;
+    }
+  }
+  explicit Megatron(int growth_interval) : Published(4294967296.), interval(growth_interval) {}
+  int interval;
+  int good = 0;
+  int hysteresis_left = 2;
+};
+
+/// deepspeed/runtime/fp16/loss_scaler.py, DynamicLossScaler: iterations are numbered from 0, and
+/// the last bad one is -1 at first.
+struct DeepSpeed : Published {
+  void iterate(bool bad) override {
+    refused = false;
+    if (bad) {
+      if (hysteresis_left == 1) {
+        if (scale == 1.) {
+          refused = true;
+          return;
+        }
+        scale = std::max(scale / 2, 1.);
+      } else {
+        --hysteresis_left;
+      }
+      last_bad = iteration;
+    } else {
+      if (consecutive) hysteresis_left = 2;
+      const int stable = iteration - last_bad - 1;
+      if (stable > 0 && stable % window == 0) {
+        if (!consecutive) hysteresis_left = 2;
+        scale *= 2;
+      }
+    }
+    ++iteration;
+  }
+  explicit DeepSpeed(int scale_window, bool consecutive_hysteresis = false)
+      : Published(65536.), window(scale_window), consecutive(consecutive_hysteresis) {}
+  int window;
+  bool consecutive;
+  int iteration = 0;
+  int last_bad = -1;
+  int hysteresis_left = 2;
+};
+
+/// fairseq/optim/dynamic_loss_scaler.py, DynamicLossScaler.
+struct Fairseq : Published {
+  void iterate(bool bad) override {
+    refused = false;
+    if (!bad) {
+      if ((iteration - last_bad) % window == 0) {
+        scale *= 2;
+        last_change = iteration;
+      }
+      ++iteration;
+      return;
+    }
+    const double rate = (overflows + 1.) / (iteration - last_change);
+    const bool lowers = rate >= tolerance;
+    if (lowers && scale / 2 <= 1e-4) {
+      refused = true;
+      return;
+    }
+    last_bad = iteration;
+    ++overflows;
+    if (lowers) {
+      scale /= 2;
+      last_change = iteration;
+      overflows = 0;
+    }
+    ++iteration;
+  }
+  explicit Fairseq(int scale_window, double scale_tolerance = 0.)
+      : Published(32768.), window(scale_window), tolerance(scale_tolerance) {}
+  int window;
+  double tolerance;
+  int iteration = 0;
+  int last_bad = -1;
+  int last_change = -1;
+  int overflows = 0;
+};
+
+/// paddle.amp.GradScaler: bad iterations in a row, counted anew after each that lowers the scale.
+struct Paddle : Published {
+  void iterate(bool bad) override {
+    if (bad) {
+      good = 0;
+      if (++bad_in_a_row == 2) {
+        scale = std::max(scale * 0.5, 1.);
+        bad_in_a_row = 0;
+      }
+    } else {
+      bad_in_a_row = 0;
+      if (++good == interval) {
+        scale *= 2;
+        good = 0;
+      }
+    }
+  }
+  explicit Paddle(int growth_interval) : Published(65536.), interval(growth_interval) {}
+  int interval;
+  int good = 0;
+  int bad_in_a_row = 0;
+};
+
+GradScalerOptions with_interval(GradScalerOptions options, int64_t interval) {
+  options.growth_interval = interval;
+  return options;
+}
+
+struct Case {
+  std::string name;
+  GradScalerOptions options;
+  std::unique_ptr<Published> published;
+};
+
+std::vector<Case> cases() {
+  std::vector<Case> all;
+  for (const int interval : {1, 2, 3, 7}) {
+    const auto add = [&](std::string name, GradScalerOptions options, auto published) {
+      all.push_back({name + " interval " + std::to_string(interval),
+                     with_interval(std::move(options), interval), std::move(published)});
+    };
+    add("torch", GradScalerOptions::torch(), std::make_unique<Torch>(interval));
+    add("megatron", GradScalerOptions::megatron(), std::make_unique<Megatron>(interval));
+    add("deepspeed", GradScalerOptions::deepspeed(), std::make_unique<DeepSpeed>(interval));
+    auto consecutive = GradScalerOptions::deepspeed();
+    consecutive.hysteresis_refill = HysteresisRefill::good_step;
+    add("deepspeed consecutive", consecutive, std::make_unique<DeepSpeed>(interval, true));
+    add("fairseq", GradScalerOptions::fairseq(), std::make_unique<Fairseq>(interval));
+    auto tolerant = GradScalerOptions::fairseq();
+    tolerant.overflow_tolerance = 0.3;
+    add("fairseq tolerant", tolerant, std::make_unique<Fairseq>(interval, 0.3));
+    add("paddle",
+        {.min_scale = 1.,
+         .hysteresis = 2,
+         .hysteresis_refill = HysteresisRefill::good_or_backed_off},
+        std::make_unique<Paddle>(interval));
+  }
+  return all;
+}
+
+/// Runs of good and bad iterations that take the scale to its floor and back up.
+std::vector<bool> iterations(std::mt19937::result_type seed, std::size_t count) {
+  std::mt19937 random(seed);
+  std::vector<bool> bad;
+  while (bad.size() < count) {
+    const bool kind = random() % 2 == 0;
+    const std::size_t longest = random() % 8 == 0 ? 40 : 5;
+    const std::size_t length = 1 + random() % longest;
+    bad.insert(bad.end(), length, kind);
+  }
+  bad.resize(count);
+  return bad;
+}
+
+}  // namespace
+
+TEST(ScaleRule, FollowsThePublishedRules) {
+  for (Case& one : cases()) {
+    SCOPED_TRACE(one.name);
+    RuleState<double> state = torchamp::detail::initial_state(one.options);
+    int refusals = 0;
+    std::vector<bool> walk(45, true);  // down to any floor
+    const std::vector<bool> rest = iterations(1, 2000);
+    walk.insert(walk.end(), rest.begin(), rest.end());
+    for (const bool bad : walk) {
+      one.published->iterate(bad);
+      // Theirs go on to infinity or 0.
+      if (one.published->scale > 0x1p100 || one.published->scale < 0x1p-100) break;
+      const RuleState<double> after = next_state(one.options, state, bad);
+      const bool refused = Limits::met(one.options, state, after).min_scale &&
+                           one.options.at_min_scale == AtLimit::throw_error;
+      ASSERT_EQ(refused, one.published->refused);
+      refusals += refused;
+      if (!refused) state = after;  // update() throws otherwise
+      ASSERT_EQ(state.scale, one.published->scale);
+    }
+    EXPECT_EQ(refusals > 0, one.options.at_min_scale == AtLimit::throw_error);
+  }
+}
+
+TEST(ScaleRule, FollowsTheTablesOfThePresets) {
+  struct Row {
+    std::string name;
+    GradScalerOptions options;
+    std::string iterations;   // . good, x bad
+    std::vector<int> powers;  // of two: the scale after each
+  };
+  const Row table[] = {
+      {"torch", GradScalerOptions::torch(), "...x..x...", {16, 16, 17, 16, 16, 16, 15, 15, 15, 16}},
+      {"megatron spends its credit of two and has it back after growth",
+       GradScalerOptions::megatron(),
+       "x.x.x...xx",
+       {32, 32, 31, 31, 30, 30, 30, 31, 31, 30}},
+      {"megatron stays at its floor",
+       [] {
+         auto options = GradScalerOptions::megatron();
+         options.init_scale = 4.;
+         return options;
+       }(),
+       "xxxxx...",
+       {2, 1, 0, 0, 0, 0, 0, 1}},
+      {"deepspeed grows one iteration later after a bad one",
+       GradScalerOptions::deepspeed(),
+       "....x...xx....",
+       {16, 16, 16, 17, 17, 17, 17, 17, 16, 15, 15, 15, 15, 16}},
+      {"fairseq", GradScalerOptions::fairseq(), "x.x...", {14, 14, 13, 13, 13, 14}},
+      {"fairseq with a tolerance of a third",
+       [] {
+         auto options = GradScalerOptions::fairseq();
+         options.overflow_tolerance = 1. / 3.;
+         return options;
+       }(),
+       ".....x..x.x",
+       {15, 15, 16, 16, 16, 15, 15, 15, 14, 14, 13}},
+  };
+  for (Row row : table) {
+    SCOPED_TRACE(row.name);
+    row.options.growth_interval = 3;
+    RuleState<double> state = torchamp::detail::initial_state(row.options);
+    for (std::size_t i = 0; i < row.iterations.size(); ++i) {
+      state = next_state(row.options, state, row.iterations[i] == 'x');
+      EXPECT_EQ(state.scale, std::ldexp(1., row.powers[i])) << "iteration " << i;
+    }
+  }
+}
+
+TEST(ScaleRule, DoesTheSameOnADeviceAsOnTheHost) {
+  std::mt19937 random(3);
+  const auto one_of = [&](auto... values) {
+    const double all[] = {static_cast<double>(values)...};
+    return all[random() % std::size(all)];
+  };
+  for (int trial = 0; trial < 40; ++trial) {
+    GradScalerOptions rule{.init_scale = one_of(65536, 3, 1000),
+                           .growth_factor = one_of(2, 1.1, 1e30),
+                           .backoff_factor = one_of(0.5, 0.9, 1e-30),
+                           .growth_interval = static_cast<int64_t>(one_of(1, 2, 5)),
+                           .dynamic = one_of(0, 1, 1, 1) != 0,
+                           .min_scale = one_of(0x1p-126, 0.5),
+                           .max_scale = one_of(0x1p127, 1e5)};
+    if (trial % 2 == 1) {
+      rule.hysteresis = static_cast<int64_t>(one_of(1, 2, 3));
+      rule.hysteresis_refill = static_cast<HysteresisRefill>(random() % 3);
+      rule.overflow_tolerance = one_of(0, 0.3, 1);
+      rule.growth_tracker_start = static_cast<int64_t>(one_of(0, -1));
+    }
+    SCOPED_TRACE(c10::str("trial ", trial));
+    RuleState<double> host = torchamp::detail::initial_state(rule);
+    ScaleState device(rule);
+    device.create(at::kCPU);
+    const torch::NoGradGuard no_grad;
+    for (const bool bad : iterations(random(), 60)) {
+      host = next_state(rule, host, bad);
+      device.advance(rule, torch::full({}, bad ? 1.F : 0.F));
+      ASSERT_EQ(device.host(), nullptr);
+      const RuleState<double> read = device.read();
+      ASSERT_EQ(read.scale, host.scale);
+      ASSERT_EQ(read.skips, host.skips);
+      if (!rule.dynamic) continue;
+      ASSERT_EQ(read.growth_tracker, host.growth_tracker);
+      if (torchamp::detail::is_torch_rule(rule)) continue;
+      ASSERT_EQ(read.credit, host.credit);
+      ASSERT_EQ(read.since_change, host.since_change);
+      ASSERT_EQ(read.overflows, host.overflows);
+    }
+    EXPECT_EQ(device.inverse(at::kCPU).item<float>(), static_cast<float>(1. / host.scale));
+  }
+}
+
+TEST(ScaleBound, IsNeverAboveTheScaleAndNotFarBelowASmallOne) {
+  std::mt19937 random(5);
+  const torch::NoGradGuard no_grad;
+  for (const double factor : {0.5, 0.9, 1e-3}) {
+    SCOPED_TRACE(factor);
+    const GradScalerOptions rule{
+        .growth_factor = 1.7, .backoff_factor = factor, .growth_interval = 2};
+    ScaleState state(rule);
+    state.create(at::kCPU);
+    state.leave_host();
+    torchamp::detail::ScaleBound bound;
+    bound.set(rule.init_scale);
+    for (const bool bad : iterations(random(), 300)) {
+      state.advance(rule, torch::full({}, bad ? 1.F : 0.F));
+      bound.lower(factor, rule.min_scale, state.scale());
+      const double scale = state.read_scale();
+      ASSERT_LE(bound.value(), scale);
+      // On a CPU what is asked for is there at once.
+      ASSERT_GE(bound.value(), std::min(scale, 1000.) * factor * 0.99);
+      ASSERT_TRUE(state.may_be_below_one(rule) || scale >= 1.);
+    }
+    bound.set(0.25);
+    EXPECT_EQ(bound.value(), 0.25);
+  }
+}
+
+TEST(ScaleState, NeverTakesTheScaleForSmallerThanItIs) {
+  for (const int64_t interval : {1, 3, 7}) {
+    torchamp::GradScalerOptions rule{.init_scale = 4., .growth_interval = interval};
+    ScaleState state(rule);
+    state.create(at::kCPU);
+    EXPECT_FALSE(state.may_exceed(4., rule));
+    EXPECT_TRUE(state.may_exceed(3., rule));
+    state.leave_host();
+    std::mt19937 random(5);
+    int seen = 0;
+    for (int i = 0; i < 150; ++i) {
+      if (i == 60) rule.growth_interval = interval == 7 ? 2 : interval;
+      if (i == 60) state.limit_growth_tracker(rule.growth_interval);
+      if (i == 90) state.set_scale(16.);
+      if (i == 120) state.set_scale(torch::full({}, 1024.), rule);
+      state.advance(rule, torch::full({}, random() % 12 == 0 ? 1. : 0.));
+      const double scale = state.read_scale();
+      for (double limit = 0x1p-4; limit < 0x1p40; limit *= 2.) {
+        ASSERT_TRUE(state.may_exceed(limit, rule) || scale <= limit) << i << ' ' << limit;
+        seen += state.may_exceed(limit, rule) ? 0 : 1;
+      }
+    }
+    EXPECT_GT(seen, 150) << "nor for as large as can be";
+    state.expect_replays();
+    EXPECT_TRUE(state.may_exceed(0x1p100, rule));
+    rule.max_scale = 0x1p20;
+    EXPECT_FALSE(state.may_exceed(0x1p20, rule));
+  }
+}
