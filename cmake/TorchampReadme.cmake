@@ -3,7 +3,7 @@
 #
 #   ```cpp   with an int main: a program of its own, built and run; without: the body of a
 #            function that sees the names of readme/prelude.h, its #include lines apart. All of
-#            these in one file, compiled. Those with process_group.h need Gloo's headers.
+#            these in one file, compiled. Those with distributed/process_group.h need Gloo's headers.
 #   ```cmake a project with a main.cpp, configured against this source tree.
 #   ```sh    its `--preset NAME`s must exist in CMakePresets.json.
 
@@ -57,7 +57,7 @@ function(torchamp_add_readme_test)
   _torchamp_readme_blocks(lines cpp)
   foreach(line IN LISTS lines)
     set(text "${block_${line}}")
-    if(NOT gloo AND text MATCHES "torchamp/process_group[.]h")
+    if(NOT gloo AND text MATCHES "torchamp/distributed/process_group[.]h")
       continue()
     endif()
     if(text MATCHES "int main\\(")
