@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+/// @file
+/// @brief Accumulation and SafeAccumulation: several micro-batches make one step.
+
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/div.h>
 #include <c10/util/Exception.h>
@@ -54,6 +57,7 @@ inline void clear_gradients(torch::optim::Optimizer& optimizer) {
 /// steps with again, or discard() drops.
 class Accumulation {
  public:
+  /// Steps `optimizer` once in `micro_batches` calls of backward(). Error: fewer than 1.
   Accumulation(GradScaler& scaler, torch::optim::Optimizer& optimizer, int64_t micro_batches)
       : scaler_(scaler), optimizer_(optimizer), micro_batches_(micro_batches) {
     TORCH_CHECK_VALUE(micro_batches >= 1, "Accumulation: micro_batches is ", micro_batches,
@@ -199,10 +203,13 @@ class SafeAccumulationResult {
  public:
   /// False if every micro-batch was dropped, or the mean of those that were kept is not finite.
   bool stepped() const { return kept_->read() > 0.; }
+  /// The same as stepped().
   explicit operator bool() const { return stepped(); }
   /// Those that were stepped with.
   int64_t kept() const { return static_cast<int64_t>(kept_->read()); }
+  /// Micro-batches whose gradients held an inf or a NaN, or that gave none.
   int64_t dropped() const { return micro_batches_ - kept(); }
+  /// All that were given. Never reads.
   int64_t micro_batches() const { return micro_batches_; }
 
  private:
@@ -233,6 +240,7 @@ class SafeAccumulationResult {
 /// A call that fails leaves the window as it was.
 class SafeAccumulation {
  public:
+  /// Steps `optimizer` with what step() finds added up.
   SafeAccumulation(GradScaler& scaler, torch::optim::Optimizer& optimizer)
       : scaler_(scaler), optimizer_(optimizer) {}
 

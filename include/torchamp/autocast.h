@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+/// @file
+/// @brief AutocastGuard: a region in which ops cast their arguments as a policy says.
+
 #include <ATen/autocast_mode.h>
 #include <c10/core/Device.h>
 #include <c10/core/DeviceType.h>
@@ -64,6 +67,7 @@ struct AutocastOptions {
 /// Source: torch/amp/autocast_mode.py.
 class AutocastGuard {
  public:
+  /// Begins a region for all devices of this type; its end is that of the guard's scope.
   [[nodiscard]] explicit AutocastGuard(at::DeviceType device, const AutocastOptions& options = {})
       : region_(device, options.dtype, options.enabled, options.cache_enabled, options.policy) {}
 
@@ -75,6 +79,7 @@ class AutocastGuard {
   /// The same for the type of `device`; its index does not matter.
   [[nodiscard]] explicit AutocastGuard(at::Device device, const AutocastOptions& options = {})
       : AutocastGuard(device.type(), options) {}
+  /// The same as {.dtype = dtype}, for the type of `device`.
   template <std::same_as<at::ScalarType> Dtype>
   [[nodiscard]] AutocastGuard(at::Device device, Dtype dtype)
       : AutocastGuard(device.type(), dtype) {}

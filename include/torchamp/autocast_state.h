@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+/// @file
+/// @brief AutocastState: the autocast state of a thread, to be carried to another.
+
 #include <ATen/autocast_mode.h>
 #include <c10/core/Device.h>
 #include <c10/core/DeviceType.h>
@@ -30,6 +33,7 @@ namespace torchamp {
 /// and much else; where that is used, this is not needed. Never reads a device.
 class AutocastState {
  public:
+  /// Takes a copy of the calling thread's state.
   static AutocastState of_this_thread() {
     AutocastState state;
     for (const at::DeviceType device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
@@ -40,10 +44,15 @@ class AutocastState {
     return state;
   }
 
+  /// Whether autocast was on for this type of device.
   bool is_enabled(at::DeviceType device) const { return at(device).enabled; }
+  /// The dtype that ops were cast to on this type of device.
   at::ScalarType dtype(at::DeviceType device) const { return at(device).dtype; }
+  /// Whether autocast was on for the type of `device`.
   bool is_enabled(at::Device device) const { return is_enabled(device.type()); }
+  /// The dtype that ops were cast to on the type of `device`.
   at::ScalarType dtype(at::Device device) const { return dtype(device.type()); }
+  /// Whether casts of weights were kept.
   bool is_cache_enabled() const { return cache_enabled_; }
 
   /// Equal when every part is; policies are equal when they come from the same guard.
@@ -68,6 +77,7 @@ class AutocastState {
 /// AutocastGuard. Destroyed by another thread, it leaves all state as it is and warns.
 class AutocastStateGuard {
  public:
+  /// Puts `state` in force on the calling thread.
   [[nodiscard]] explicit AutocastStateGuard(const AutocastState& state)
       : before_(AutocastState::of_this_thread()), policy_scope_(changed_policy(before_, state)) {
     apply(state);

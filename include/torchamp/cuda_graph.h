@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+/// @file
+/// @brief CudaGraph: a whole training iteration, captured once and replayed.
+
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -82,7 +85,9 @@ struct CudaGraphOptions {
 /// Source of the method: PyTorch's notes on CUDA graphs ("whole-network capture").
 class CudaGraph {
  public:
+  /// Inputs and outputs of an iteration.
   using Tensors = std::vector<at::Tensor>;
+  /// The optimizers that an iteration steps.
   using Optimizers = std::vector<std::reference_wrapper<torch::optim::Optimizer>>;
 
   /// `body` takes the inputs and returns an at::Tensor, a std::vector of them, or nothing.
@@ -107,6 +112,7 @@ class CudaGraph {
   /// returned, detached; the next call overwrites it, so clone() what is to be kept.
   const Tensors& operator()(const Tensors& batch);
 
+  /// Whether the next call replays, if no option or state of an optimizer changes before it.
   bool is_captured() const { return captured_; }
 
   /// Forgets the graph and the inputs' shapes: the next calls warm up and capture anew.

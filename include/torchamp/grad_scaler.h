@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+/// @file
+/// @brief GradScaler: scales the loss, skips bad steps, adapts the scale.
+
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
@@ -48,6 +51,8 @@ struct GradScalerPeer;  // the tests'
 /// Errors are c10::Error; a call that fails leaves the scaler as it was. One thread at a time.
 class GradScaler {
  public:
+  /// Checks the options; an error names the one that is out of range. The scale itself is made by
+  /// the first scale(), on the device of what is scaled.
   explicit GradScaler(GradScalerOptions options = {});
 
   GradScaler(const GradScaler&) = delete;
@@ -137,14 +142,21 @@ class GradScaler {
   /// Undefined if they have not been, or if disabled. Never reads.
   at::Tensor found_inf(const torch::optim::Optimizer& optimizer);
 
+  /// What the scale is multiplied by when it grows.
   double get_growth_factor() const { return options_.growth_factor; }
+  /// Holds from the next update() on. Error: not above 1.
   void set_growth_factor(double factor);
+  /// What the scale is multiplied by after a bad iteration.
   double get_backoff_factor() const { return options_.backoff_factor; }
+  /// Holds from the next update() on. Error: not between 0 and 1.
   void set_backoff_factor(double factor);
+  /// How many good iterations in a row make the scale grow.
   int64_t get_growth_interval() const { return options_.growth_interval; }
   /// If more good iterations than this have passed already, the scale grows after the next one.
   void set_growth_interval(int64_t interval);
+  /// False if the scaler was made with `.enabled = false`.
   bool is_enabled() const { return options_.enabled; }
+  /// What it was made with, and what setters have changed since.
   const GradScalerOptions& options() const { return options_; }
 
   /// What torch.amp.GradScaler.state_dict() holds; empty if disabled. Reads as get_scale.
@@ -159,6 +171,7 @@ class GradScaler {
   /// Accumulation or SafeAccumulation, whose gradients would be lost; loading takes over all or
   /// nothing.
   void save(torch::serialize::OutputArchive& archive) const;
+  /// For torch::load(scaler, path): takes over what save() has written, all of it or nothing.
   void load(torch::serialize::InputArchive& archive);
 
  private:
@@ -208,12 +221,14 @@ class GradScaler {
   bool warned_of_missing_ = false;
 };
 
+/// Calls save(), for torch::save.
 inline torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
                                                    const GradScaler& scaler) {
   scaler.save(archive);
   return archive;
 }
 
+/// Calls load(), for torch::load.
 inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
                                                   GradScaler& scaler) {
   scaler.load(archive);

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+/// @file
+/// @brief MasterWeights: a model in 16 bits, with fp32 copies of its weights for the optimizer.
+
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 #include <torch/nn/module.h>
@@ -60,6 +63,7 @@ class MasterWeights {
   explicit MasterWeights(std::shared_ptr<torch::nn::Module> model,
                          MasterWeightsOptions options = {});
 
+  /// For a module holder, as TORCH_MODULE makes it.
   template <class Module>
   explicit MasterWeights(const torch::nn::ModuleHolder<Module>& model,
                          MasterWeightsOptions options = {})
@@ -98,6 +102,7 @@ class MasterWeights {
   /// torch::save of such a model has written, in any dtype. All or nothing.
   void load(torch::serialize::InputArchive& archive);
 
+  /// What they were made with.
   const MasterWeightsOptions& options() const { return options_; }
 
  private:
@@ -117,12 +122,14 @@ class MasterWeights {
   std::int64_t copied_versions_ = 0;  // of the masters, at the last copy_to_model()
 };
 
+/// Calls save(), for torch::save.
 inline torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
                                                    const MasterWeights& masters) {
   masters.save(archive);
   return archive;
 }
 
+/// Calls load(), for torch::load.
 inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
                                                   MasterWeights& masters) {
   masters.load(archive);

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+/// @file
+/// @brief Which parameters of an optimizer have no gradient, and why.
+
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
 
@@ -14,6 +17,7 @@ namespace torchamp {
 
 /// A parameter of an optimizer that has no gradient, and why.
 struct MissingGradient {
+  /// Why there is no gradient.
   enum class Reason {
     undefined_parameter,  ///< the parameter itself is an undefined tensor
     not_required,         ///< requires_grad is false
@@ -23,7 +27,9 @@ struct MissingGradient {
   };
   std::size_t group;  ///< index in Optimizer::param_groups()
   std::size_t index;  ///< index in that group
+  /// The first of the reasons that holds.
   Reason reason;
+  /// The parameter itself.
   at::Tensor parameter;
 };
 

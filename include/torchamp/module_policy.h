@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+/// @file
+/// @brief ModulePolicies and WithPolicy: policies of single modules.
+
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/DeviceType.h>
@@ -45,6 +48,7 @@ template <class Holder>
 class WithPolicy
     : public torch::nn::ModuleHolder<detail::WithPolicyImpl<typename Holder::ContainedType>> {
  public:
+  /// The module that it holds.
   using Impl = detail::WithPolicyImpl<typename Holder::ContainedType>;
   using torch::nn::ModuleHolder<Impl>::ModuleHolder;
 
@@ -82,6 +86,7 @@ class WithPolicy
 class ModulePolicies {
  public:
   ModulePolicies() = default;
+  /// Names or patterns with their policies. Error: the same one twice.
   ModulePolicies(std::initializer_list<std::pair<std::string, Policy>> policies) {
     for (const auto& [pattern, policy] : policies) set(pattern, policy);
   }

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+/// @file
+/// @brief Which op made the first inf or NaN.
+
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
@@ -20,6 +23,7 @@ namespace torchamp {
 /// The first op that made an inf or a NaN.
 struct NonFiniteOp {
   std::string op;  ///< as dispatched: `aten::addmm`, with its overload if it has one
+  /// Whether backward called it.
   bool in_backward = false;
   std::string node;        ///< in backward: the autograd node, `AddmmBackward0`
   std::string forward_op;  ///< in backward: the op whose gradient it computes
@@ -33,8 +37,8 @@ struct NonFiniteOp {
   std::vector<std::string> inputs;
   at::ScalarType dtype = at::kFloat;  ///< of the output
   int64_t infs = 0;                   ///< in the output
-  int64_t nans = 0;
-  int64_t ops_before = 0;  ///< how many ops ran before it
+  int64_t nans = 0;                   ///< in the output
+  int64_t ops_before = 0;             ///< how many ops ran before it
 };
 
 namespace detail {

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+/// @file
+/// @brief Which gradients hold infs and NaNs, and how many.
+
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/view_as_real.h>
@@ -22,12 +25,12 @@ namespace torchamp {
 struct Overflow {
   std::string name;  ///< as the module has it; "group 0, parameter 3" for an optimizer
   at::ScalarType dtype = at::kFloat;  ///< the gradient's, as the next two
-  std::vector<int64_t> sizes;
-  at::Device device = at::kCPU;
-  int64_t infs = 0;  ///< elements that are inf or -inf
-  int64_t nans = 0;
-  int64_t elements = 0;        ///< of the gradient; of a sparse one, those stored
-  double largest_finite = 0.;  ///< absolute value, as it lies there: unscaled or not
+  std::vector<int64_t> sizes;         ///< the gradient's shape
+  at::Device device = at::kCPU;       ///< where the gradient lies
+  int64_t infs = 0;                   ///< elements that are inf or -inf
+  int64_t nans = 0;                   ///< elements that are NaN
+  int64_t elements = 0;               ///< of the gradient; of a sparse one, those stored
+  double largest_finite = 0.;         ///< absolute value, as it lies there: unscaled or not
 };
 
 /// What overflow_report finds.
@@ -35,6 +38,7 @@ struct OverflowReport {
   std::vector<Overflow> overflows;  ///< in the order of the parameters
   std::size_t gradients = 0;        ///< looked at
 
+  /// Whether all gradients are finite.
   bool empty() const { return overflows.empty(); }
 };
 

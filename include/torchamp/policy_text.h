@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+/// @file
+/// @brief Policies as text, in a string or a file.
+
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+/// @file
+/// @brief The scaler's state in files that Python reads and writes.
+
 #include <c10/util/Exception.h>
 #include <caffe2/serialize/inline_container.h>
 
@@ -148,6 +151,7 @@ inline GradScalerState load_python_state(std::istream& in,
       "", [&] { return std::make_shared<detail::StreamReader>(in); }, keys);
 }
 
+/// The state_dict of a GradScaler in the file `path`: see the other load_python_state().
 inline GradScalerState load_python_state(const std::string& path,
                                          std::initializer_list<std::string_view> keys = {}) {
   return detail::load_python_state(

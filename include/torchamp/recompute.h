@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+/// @file
+/// @brief checkpoint: activations that are computed again in backward and not kept.
+
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/grad_mode.h>
@@ -142,6 +145,7 @@ auto checkpoint(CheckpointOptions options, Function&& function, Inputs&&... inpu
   return *std::move(result);
 }
 
+/// checkpoint() with default options.
 template <class Function, class... Inputs>
 requires(!std::same_as<std::decay_t<Function>, CheckpointOptions>) auto checkpoint(
     Function&& function, Inputs&&... inputs) {

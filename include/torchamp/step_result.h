@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+/// @file
+/// @brief StepResult: what came of GradScaler::step.
+
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -27,6 +30,7 @@ class StepResult {
   /// Whether the optimizer stepped. False: a gradient held an inf or a NaN, or there was no
   /// gradient.
   bool stepped() const { return record_->had_gradients && !record_->found_inf.read(); }
+  /// The same as stepped().
   explicit operator bool() const { return stepped(); }
 
   /// The overflow flag where it lies, to decide by it on the device: 0-dim fp32, non-zero if the

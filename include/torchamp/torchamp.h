@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+/// @file
+/// @brief What a training loop needs: guards, policies, the scaler, fused optimizers, clipping.
+
 // What a training loop needs. Everything else has a header of its own: include it where it is used.
 #include "torchamp/autocast.h"
 #include "torchamp/clip_grad.h"

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+/// @file
+/// @brief TrainingCheckpoint: a file from which a run goes on where it was.
+
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <torch/nn/module.h>
@@ -37,6 +40,7 @@ namespace torchamp {
 /// processes, see save_together() and load_together() in distributed_checkpoint.h.
 class TrainingCheckpoint {
  public:
+  /// Names the file; touches nothing.
   explicit TrainingCheckpoint(std::filesystem::path path) : path_(std::move(path)) {}
 
   /// Adds an object under a name of its own: a module holder, a torch::optim::Optimizer, whatever
@@ -58,7 +62,9 @@ class TrainingCheckpoint {
     return *this;
   }
 
+  /// The file's name.
   const std::filesystem::path& path() const { return path_; }
+  /// Whether there is such a file.
   bool exists() const { return std::filesystem::exists(path_); }
 
   /// Writes the file, or throws and leaves the old one. A process killed at any point, or a power

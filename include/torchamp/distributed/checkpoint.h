@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+/// @file
+/// @brief save_together and load_together: one checkpoint of several processes.
+
 // Not in the umbrella header: it needs LibTorch's distributed part.
 #if !__has_include(<torch/csrc/distributed/c10d/ProcessGroup.hpp>)
 #error \

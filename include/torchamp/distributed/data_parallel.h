@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+/// @file
+/// @brief DistributedDataParallel: gradients averaged over processes.
+
 // Not in the umbrella header: it needs LibTorch's distributed part.
 #if !__has_include(<torch/csrc/distributed/c10d/reducer.hpp>)
 #error \
@@ -35,6 +38,7 @@ namespace torchamp {
 // group is of no use after that, and the process should end. Groups come from make_process_group()
 // in process_group.h, or from anywhere else in c10d.
 
+/// What make_process_group() returns.
 using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 /// Gives every process the parameters and buffers of process `root`.
@@ -130,7 +134,9 @@ class DistributedDataParallel {
     return outputs;
   }
 
+  /// The model that was given.
   const Model& module() const { return model_; }
+  /// The processes that average.
   const ProcessGroupPtr& group() const { return reducer_.group(); }
 
   /// A region whose forwards and their backwards leave the gradients as they are, added up on each
@@ -155,6 +161,8 @@ class DistributedDataParallel {
     bool before_;
   };
 
+  /// Begins a region in which gradients are not averaged; with `enabled` false, one that changes
+  /// nothing.
   [[nodiscard]] NoSync no_sync(bool enabled = true) { return NoSync(syncs_, enabled); }
 
  private:

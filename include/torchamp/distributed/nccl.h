@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+/// @file
+/// @brief add_nccl: NCCL for the CUDA tensors of a process group.
+
 // Not in the umbrella header: it needs the headers of CUDA and NCCL, and LibTorch's CUDA libraries.
 #if !__has_include(<torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>)
 #error "torchamp/distributed/nccl.h: this LibTorch was built without its distributed part (c10d)."

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+/// @file
+/// @brief make_process_group: the group of all processes of a run.
+
 // Not in the umbrella header: it needs Gloo's headers.
 #if !__has_include(<torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>)
 #error \
@@ -55,9 +58,11 @@ struct ProcessEnvironment {
   static ProcessEnvironment read();
 };
 
+/// How make_process_group() meets the other processes. An aggregate, for designated initialisers.
 struct ProcessGroupOptions {
   /// After how long a process that waits for another one gives up with an error.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
+  /// Which process this is, and where they meet.
   ProcessEnvironment environment = ProcessEnvironment::read();
 };
 
