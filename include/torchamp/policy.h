@@ -13,14 +13,12 @@
 #include <string_view>
 #include <utility>
 
-#include "torchamp/cast.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/print.h"
 #include "torchamp/detail/policy/resolve.h"
-#include "torchamp/op_names.h"
+#include "torchamp/detail/policy/rule.h"
 #include "torchamp/ops.h"
-#include "torchamp/rule.h"
 
 namespace torchamp {
 

@@ -14,9 +14,9 @@
 #include <string_view>
 #include <vector>
 
-#include "torchamp/cast.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/print.h"
+#include "torchamp/detail/policy/rule.h"
 #include "torchamp/detail/text.h"
 #include "torchamp/ops.h"
 #include "torchamp/policy.h"

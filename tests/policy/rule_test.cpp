@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "torchamp/rule.h"
+#include "torchamp/policy.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -9,7 +9,6 @@
 
 #include "support/expect_error.h"
 #include "torchamp/autocast.h"
-#include "torchamp/policy.h"
 
 namespace {
 

@@ -22,7 +22,6 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/cast.h"
 #include "torchamp/cast_report.h"
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/observe/recorded_inputs.h"
@@ -30,6 +29,7 @@
 #include "torchamp/detail/observe/rule_in_force.h"
 #include "torchamp/detail/observe/storage_map.h"
 #include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/policy/rule.h"
 
 namespace torchamp::detail {
 

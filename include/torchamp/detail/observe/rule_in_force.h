@@ -10,7 +10,6 @@
 #include <optional>
 #include <string>
 
-#include "torchamp/cast.h"
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/overlay/kernel.h"
 #include "torchamp/detail/overlay/runtime.h"
@@ -18,6 +17,7 @@
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/lists.h"
 #include "torchamp/detail/policy/overlay_table.h"
+#include "torchamp/detail/policy/rule.h"
 
 namespace torchamp::detail {
 

@@ -14,8 +14,8 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/cast.h"
 #include "torchamp/detail/internal_ops.h"
+#include "torchamp/detail/policy/rule.h"
 #include "torchamp/detail/value_tensors.h"
 
 namespace torchamp::detail {

@@ -8,7 +8,6 @@
 #include <optional>
 #include <utility>
 
-#include "torchamp/cast.h"
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/overlay/kernel.h"
 #include "torchamp/detail/overlay/script_casts.h"
@@ -17,6 +16,7 @@
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/lists.h"
 #include "torchamp/detail/policy/overlay_table.h"
+#include "torchamp/detail/policy/rule.h"
 #include "torchamp/policy.h"
 
 namespace torchamp::detail {

@@ -14,7 +14,6 @@
 #include <string>
 #include <utility>
 
-#include "torchamp/cast.h"
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/overlay/binary_cross_entropy.h"
 #include "torchamp/detail/overlay/cast_arguments.h"
@@ -22,6 +21,7 @@
 #include "torchamp/detail/overlay/thread_policy.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/policy/rule.h"
 
 namespace torchamp::detail {
 

@@ -7,13 +7,13 @@
 #include <string_view>
 #include <vector>
 
-#include "torchamp/cast.h"
 #include "torchamp/detail/overlay/binary_cross_entropy.h"
 #include "torchamp/detail/overlay/cast_arguments.h"
 #include "torchamp/detail/overlay/kernel.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/lists.h"
+#include "torchamp/detail/policy/rule.h"
 #include "torchamp/ops.h"
 
 namespace torchamp::detail {

@@ -23,12 +23,11 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/cast.h"
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/overlay_table.h"
 #include "torchamp/detail/policy/overload_rules.h"
-#include "torchamp/rule.h"
+#include "torchamp/detail/policy/rule.h"
 
 namespace torchamp::detail {
 

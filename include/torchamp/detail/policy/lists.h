@@ -9,8 +9,8 @@
 #include <string>
 #include <string_view>
 
-#include "torchamp/cast.h"
 #include "torchamp/detail/policy/overload_rules.h"
+#include "torchamp/detail/policy/rule.h"
 
 namespace torchamp::detail {
 

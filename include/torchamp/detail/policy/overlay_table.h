@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "torchamp/cast.h"
+#include "torchamp/detail/policy/rule.h"
 
 namespace torchamp::detail {
 

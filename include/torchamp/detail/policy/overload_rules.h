@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "torchamp/cast.h"
+#include "torchamp/detail/policy/rule.h"
 
 namespace torchamp::detail {
 

@@ -10,11 +10,11 @@
 #include <string_view>
 #include <vector>
 
-#include "torchamp/cast.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/lists.h"
 #include "torchamp/detail/policy/resolve.h"
+#include "torchamp/detail/policy/rule.h"
 
 namespace torchamp::detail {
 

@@ -7,12 +7,12 @@
 #include <string>
 #include <vector>
 
-#include "torchamp/cast.h"
 #include "torchamp/detail/overlay/cast_arguments.h"
 #include "torchamp/detail/policy/base_rules.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/lists.h"
+#include "torchamp/detail/policy/rule.h"
 
 namespace torchamp::detail {
 
