@@ -53,13 +53,14 @@ function(torchamp_simulated_device)
   set_source_files_properties(support/simulated/autocast.cpp PROPERTIES COMPILE_OPTIONS -Wno-pedantic)
 endfunction()
 
-# torchamp_add_tests(NAME FILES file… [FOLDER folder] [SHARDS n] [NO_PCH] [LINKS target…]
+# torchamp_add_tests(NAME FILES file… [FOLDER folder] [SHARDS n] [IN_ORDER] [NO_PCH] [LINKS target…]
 #                    [DEFINITIONS NAME=VALUE…]):
 # builds folder/file_test.cpp (the folder is NAME), all of them, as the program NAME_test and runs
-# it from this folder, its tests dealt out over n entries of CTest (1). NO_PCH: with other compiler
-# flags than the precompiled header's. The limit is for machines that are ten times as slow as ours.
+# it from this folder, its tests dealt out over n entries of CTest (1). IN_ORDER: in the order in
+# which they are written, also where GTEST_SHUFFLE is set. NO_PCH: with other compiler flags than
+# the precompiled header's. The limit is for machines that are ten times as slow as ours.
 function(torchamp_add_tests name)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "NO_PCH" "FOLDER;SHARDS" "FILES;LINKS;DEFINITIONS")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "IN_ORDER;NO_PCH" "FOLDER;SHARDS" "FILES;LINKS;DEFINITIONS")
   if(NOT arg_FOLDER)
     set(arg_FOLDER ${name})
   endif()
@@ -85,6 +86,9 @@ function(torchamp_add_tests name)
     set_tests_properties(
       ${test} PROPERTIES LABELS unit TIMEOUT 900
                          ENVIRONMENT "GTEST_TOTAL_SHARDS=${shards};GTEST_SHARD_INDEX=${index}")
+    if(arg_IN_ORDER)
+      set_property(TEST ${test} APPEND PROPERTY ENVIRONMENT GTEST_SHUFFLE=0)
+    endif()
     if(TORCHAMP_REQUIRE_CUDA)  # the reason that tests/support/devices.h gives
       set_tests_properties(${test} PROPERTIES FAIL_REGULAR_EXPRESSION "sees no CUDA device")
     endif()
