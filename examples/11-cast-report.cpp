@@ -3,7 +3,6 @@
 // at what cost in memory traffic, and what could be saved.
 #include <torch/torch.h>
 #include <torchamp/cast_recorder.h>
-#include <torchamp/cast_report.h>
 #include <torchamp/torchamp.h>
 
 #include <iostream>

@@ -1,19 +1,86 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <ATen/record_function.h>
-#include <c10/util/Exception.h>
+#include <c10/core/ScalarType.h>
 
+#include <algorithm>
 #include <cstddef>
+#include <cstdint>
+#include <map>
 #include <memory>
+#include <ostream>
 #include <string>
-#include <thread>
+#include <utility>
+#include <vector>
 
-#include "torchamp/cast_report.h"
-#include "torchamp/detail/observe/cast_recording.h"
-#include "torchamp/detail/observe/recorder_slots.h"
+#include "torchamp/detail/observe/named_parameters.h"
+#include "torchamp/detail/observe/observer.h"
+#include "torchamp/detail/observe/print_report.h"
 
 namespace torchamp {
+namespace detail {
+class CastRecording;
+}
+
+/// What a CastRecorder counted. A value. operator<< prints it as a table.
+class CastReport {
+ public:
+  /// What is said of one op in one module, forward or backward.
+  struct Row {
+    bool backward = false;
+    /// Dotted name, or empty where no module is known.
+    std::string module;
+    /// With its overload, as a Policy takes it: "add.Tensor". A cast that the program asks for
+    /// itself is a row of its own, "to.dtype"; the backward of a cast is "ToCopyBackward0".
+    std::string op;
+    /// Calls by the program, by the dtype of their (first floating-point) result.
+    std::map<at::ScalarType, int64_t> calls;
+    /// Conversions between floating-point dtypes that autocast made for these calls.
+    int64_t casts = 0;
+    /// Bytes that they read and wrote: elements times the widths of both dtypes.
+    int64_t cast_bytes = 0;
+    /// How many of the casts took values back to the dtype that an earlier cast took them from: of
+    /// the earlier cast's result, or of what was computed from it by the op that it was made for
+    /// (if that widened them to fp32) and by ops without a rule of their own.
+    int64_t undone = 0;
+    /// How many of the calls ran in fp32 only because an input was fp32 while another had 16 bits:
+    /// by type promotion, and not by a rule.
+    int64_t fp32_by_input = 0;
+  };
+
+  explicit CastReport(std::vector<Row> rows) : rows_(std::move(rows)) {
+    std::stable_sort(rows_.begin(), rows_.end(),
+                     [](const Row& a, const Row& b) { return a.cast_bytes > b.cast_bytes; });
+  }
+
+  /// By op, module and phase; those whose casts moved most bytes come first.
+  const std::vector<Row>& rows() const { return rows_; }
+
+  /// The sums over all rows.
+  Row total() const {
+    Row sum;
+    for (const Row& row : rows_) {
+      for (const auto& [dtype, calls] : row.calls) sum.calls[dtype] += calls;
+      sum.casts += row.casts;
+      sum.cast_bytes += row.cast_bytes;
+      sum.undone += row.undone;
+      sum.fp32_by_input += row.fp32_by_input;
+    }
+    return sum;
+  }
+
+  /// An object with "rows" (phase, module, op and the numbers of a Row, by the names of its
+  /// members) and "total".
+  std::string to_json() const { return detail::to_json(rows_, total()); }
+
+ private:
+  std::vector<Row> rows_;
+};
+
+inline std::ostream& operator<<(std::ostream& out, const CastReport& report) {
+  detail::print_cast_report(out, report.rows(), report.total());
+  return out;
+}
 
 /// Counts, from construction to destruction, which ops ran in which dtype and what was cast for
 /// them, forward and backward:
@@ -37,16 +104,19 @@ namespace torchamp {
 /// microseconds per op and memory that grows with their number: record a few steps.
 ///
 /// Must be destroyed by the thread that made it; another one leaves the recording running there and
-/// warns. Error: more than eight at once. Never reads a device.
+/// warns. Error: more than 32 observers of ops (recorders, searches and
+/// captures) at once. Never reads a device.
 class CastRecorder {
  public:
-  [[nodiscard]] CastRecorder() : CastRecorder(detail::CastRecording::Parameters{}) {}
+  [[nodiscard]] CastRecorder() : CastRecorder(detail::NamedParameters{}) {}
 
-  /// `model`: a torch::nn::Module, or whatever else has named_parameters(). Parameters that are
-  /// replaced while recording (model->to(device)) are not recognised afterwards.
+  /// Knows the modules of `model`: a torch::nn::Module, or whatever else has named_parameters().
+  /// Parameters that are replaced while it records (model->to(device)) are not recognised
+  /// afterwards.
   template <class Model>
   requires requires(const Model& model) { model.named_parameters(); }
-  [[nodiscard]] explicit CastRecorder(const Model& model) : CastRecorder(parameters_of(model)) {}
+  [[nodiscard]] explicit CastRecorder(const Model& model)
+      : CastRecorder(detail::parameters_by_name(model)) {}
 
   CastRecorder(const CastRecorder&) = delete;
   CastRecorder(CastRecorder&&) = delete;
@@ -54,42 +124,18 @@ class CastRecorder {
   CastRecorder& operator=(CastRecorder&&) = delete;
   static void* operator new(std::size_t) = delete;
   static void* operator new[](std::size_t) = delete;
+  ~CastRecorder() = default;
 
-  ~CastRecorder() {
-    slot_.release();
-    if (thread_ != std::this_thread::get_id()) {
-      TORCH_WARN(
-          "~CastRecorder: destroyed by another thread than the one that made it, whose ops go on "
-          "calling it in vain. Keep a recorder in the scope that it records.");
-      return;
-    }
-    at::removeCallback(handle_);
-  }
-
-  /// What was counted so far. Any thread.
-  CastReport report() const { return CastReport(recording_->rows()); }
+  /// Returns what was counted so far. Any thread may ask.
+  CastReport report() const;
 
  private:
-  [[nodiscard]] explicit CastRecorder(const detail::CastRecording::Parameters& parameters)
-      : recording_(std::make_shared<detail::CastRecording>(parameters)),
-        slot_(recording_),
-        handle_(at::addThreadLocalCallback(slot_.callback())) {}
-
-  template <class Model>
-  static detail::CastRecording::Parameters parameters_of(const Model& model) {
-    detail::CastRecording::Parameters parameters;
-    for (const auto& item : model.named_parameters()) {
-      const std::string& name = item.key();
-      const auto dot = name.rfind('.');
-      parameters.emplace_back(dot == std::string::npos ? "" : name.substr(0, dot), item.value());
-    }
-    return parameters;
-  }
+  [[nodiscard]] explicit CastRecorder(const detail::NamedParameters& parameters);
 
   std::shared_ptr<detail::CastRecording> recording_;
-  detail::RecorderSlot slot_;
-  at::CallbackHandle handle_;
-  std::thread::id thread_ = std::this_thread::get_id();
+  detail::Observation observation_;
 };
 
 }  // namespace torchamp
+
+#include "torchamp/detail/observe/cast_recording.h"  // IWYU pragma: export

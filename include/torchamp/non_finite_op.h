@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "torchamp/detail/observe/named_parameters.h"
-#include "torchamp/detail/observe/non_finite_search.h"
 
 namespace torchamp {
 
@@ -42,27 +41,9 @@ struct NonFiniteOp {
 };
 
 namespace detail {
-
-inline std::optional<NonFiniteOp> first_non_finite_op_of(
-    const std::function<void()>& forward_and_backward, const NamedParameters& named) {
-  const auto search = NonFiniteSearch::run(forward_and_backward, named);
-  if (!search->found()) return std::nullopt;
-  const NonFiniteSearch::Found& found = *search->found();
-  return NonFiniteOp{
-      .op = found.call.op,
-      .in_backward = !found.node.empty(),
-      .node = found.node,
-      .forward_op = found.forward.op,
-      .parameters = found.node.empty() ? found.call.parameters : found.forward.parameters,
-      .inputs_were_finite = found.inputs_were_finite,
-      .inputs = found.inputs,
-      .dtype = found.dtype,
-      .infs = found.infs,
-      .nans = found.nans,
-      .ops_before = found.ops_before};
+std::optional<NonFiniteOp> find_non_finite_op(const std::function<void()>& forward_and_backward,
+                                              const NamedParameters& named);
 }
-
-}  // namespace detail
 
 /// Runs `forward_and_backward` once more, looking at what each op makes, and names the first op
 /// that makes an inf or a NaN of finite inputs; nothing if there is none. For after a skipped step,
@@ -77,8 +58,7 @@ inline std::optional<NonFiniteOp> first_non_finite_op_of(
 /// Ops are those that the program calls, not those that these call in turn. Infs that the program
 /// asks for (a mask filled with -inf) and uninitialised memory are not counted. Reads the device
 /// several times for each op, so it is slow; gradients accumulate as `forward_and_backward` has it.
-/// One such search runs in the process at a time; threads other than the caller's and autograd's
-/// are not looked at.
+/// Ops of threads other than the caller's and autograd's are not looked at.
 ///
 /// Parameters are named after `owner`: a module or an optimizer, given itself, by a pointer of any
 /// kind or by a module holder; or a range of pairs of a name and a parameter. Null for none.
@@ -91,7 +71,7 @@ std::optional<NonFiniteOp> first_non_finite_op(const std::function<void()>& forw
   } else if constexpr (!std::is_null_pointer_v<Owner>) {
     named = detail::named_parameters_of(owner, "first_non_finite_op");
   }
-  return detail::first_non_finite_op_of(forward_and_backward, named);
+  return detail::find_non_finite_op(forward_and_backward, named);
 }
 
 /// `aten::mul.Tensor in backward (MulBackward0, of aten::addmm on fc1.weight) made 3 inf, 0 NaN in
@@ -122,3 +102,5 @@ inline std::ostream& operator<<(std::ostream& out, const NonFiniteOp& found) {
 }
 
 }  // namespace torchamp
+
+#include "torchamp/detail/observe/non_finite_search.h"  // IWYU pragma: export

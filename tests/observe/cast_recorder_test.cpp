@@ -468,12 +468,12 @@ TEST_P(Recorder, LeavesOutOpsThatThrow) {
   EXPECT_EQ(recorder.report().rows()[0].op, "relu");
 }
 
-TEST(RecorderErrors, RefusesMoreThanEightAtOnce) {
+TEST(RecorderErrors, RefusesMoreThan32AtOnce) {
   std::vector<std::unique_ptr<std::optional<CastRecorder>>> recorders;
-  for (int i = 0; i < 8; ++i) {
+  for (int i = 0; i < 32; ++i) {
     recorders.push_back(std::make_unique<std::optional<CastRecorder>>(std::in_place));
   }
-  EXPECT_ERROR((void)CastRecorder(), "CastRecorder: 8 are recording at once already.");
+  EXPECT_ERROR((void)CastRecorder(), "CastRecorder: 32 are recording at once already.");
   recorders.pop_back();
   EXPECT_NO_THROW((void)CastRecorder());
   recorders.clear();

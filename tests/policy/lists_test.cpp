@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "support/warnings.h"
-#include "torchamp/detail/observe/recorded_inputs.h"
+#include "torchamp/detail/observe/observer.h"
 #include "torchamp/detail/overlay/cast_arguments.h"
 #include "torchamp/detail/policy/catalog.h"
 
@@ -88,7 +88,7 @@ std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& call) {
     return nullptr;
   }
   const auto name = call.operator_name();
-  const auto inputs = torchamp::detail::recorded_inputs(call);
+  const auto inputs = torchamp::detail::inputs_of(call);
   if (name && name->name == "aten::_to_copy") return nullptr;  // what `to` calls
   if (!name || name->name != "aten::to") {
     watching->over = true;

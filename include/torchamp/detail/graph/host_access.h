@@ -5,44 +5,37 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
 #include <c10/core/DeviceType.h>
+#include <c10/util/ArrayRef.h>
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <memory>
 #include <mutex>
 #include <sstream>
 #include <string>
 #include <string_view>
 
-#include "torchamp/detail/observe/recorded_inputs.h"
+#include "torchamp/detail/observe/observer.h"
 
 namespace torchamp::detail {
 
-/// Finds ops that make the host wait for a device, or the device for the host's memory, while it
-/// lives: what a CUDA graph cannot hold. Sees the calling thread's ops and those of the backward
-/// workers that it starts. One watch at a time; another thread's waits.
-class HostAccessWatch {
+/// Finds the first op that makes the host wait for a device, or the device for the host's memory:
+/// what a CUDA graph cannot hold.
+class HostAccess final : public Observer {
  public:
-  explicit HostAccessWatch(at::DeviceType device) : device_(device), alone_(one_at_a_time()) {
-    current() = this;
-    callback_ = at::addThreadLocalCallback(
-        at::RecordFunctionCallback(&on_op).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
-  }
-  HostAccessWatch(const HostAccessWatch&) = delete;
-  HostAccessWatch& operator=(const HostAccessWatch&) = delete;
+  explicit HostAccess(at::DeviceType device) : device_(device) {}
 
-  ~HostAccessWatch() {
-    at::removeCallback(callback_);
-    current() = nullptr;
-  }
-
-  /// The first such op, as "aten::_local_scalar_dense (Tensor::item) on a tensor of shape []";
-  /// empty if there was none.
+  /// "aten::_local_scalar_dense (Tensor::item) on a tensor of shape []"; empty if there was none.
   std::string first() const {
     const std::lock_guard lock(mutex_);
     return first_;
   }
+
+  std::unique_ptr<Call> begin(const at::RecordFunction& call) override {
+    if (call.scope() == at::RecordScope::FUNCTION) look_at(call.name(), inputs_of(call));
+    return nullptr;
+  }
+  void end(const at::RecordFunction&, Call&) override {}
 
  private:
   struct Reader {
@@ -61,12 +54,6 @@ class HostAccessWatch {
       {"aten::bincount", "the result's shape depends on values"},
       {"aten::equal", "returns a bool"},
   }};
-
-  static std::unique_ptr<at::ObserverContext> on_op(const at::RecordFunction& op) {
-    HostAccessWatch* const watch = current();
-    if (watch) watch->look_at(op.name(), recorded_inputs(op));
-    return nullptr;
-  }
 
   void look_at(std::string_view name, c10::ArrayRef<const c10::IValue> inputs) {
     if (inputs.empty() || !inputs[0].isTensor()) return;
@@ -99,20 +86,23 @@ class HostAccessWatch {
     first_ = text.str();
   }
 
-  static std::atomic<HostAccessWatch*>& current() {
-    static std::atomic<HostAccessWatch*> watch = nullptr;
-    return watch;
-  }
-  static std::unique_lock<std::mutex> one_at_a_time() {
-    static std::mutex mutex;
-    return std::unique_lock(mutex);
-  }
-
   at::DeviceType device_;
-  std::unique_lock<std::mutex> alone_;
-  at::CallbackHandle callback_ = 0;
   mutable std::mutex mutex_;
   std::string first_;
+};
+
+/// Looks for host accesses of the calling thread's ops, and of those of the backward workers that
+/// it starts, while it lives.
+class HostAccessWatch {
+ public:
+  explicit HostAccessWatch(at::DeviceType device)
+      : access_(std::make_shared<HostAccess>(device)), observation_("CudaGraph", access_) {}
+
+  std::string first() const { return access_->first(); }
+
+ private:
+  std::shared_ptr<HostAccess> access_;
+  Observation observation_;
 };
 
 }  // namespace torchamp::detail

@@ -22,9 +22,10 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/cast_report.h"
+#include "torchamp/cast_recorder.h"
 #include "torchamp/detail/devices.h"
-#include "torchamp/detail/observe/recorded_inputs.h"
+#include "torchamp/detail/observe/named_parameters.h"
+#include "torchamp/detail/observe/observer.h"
 #include "torchamp/detail/observe/recorded_op.h"
 #include "torchamp/detail/observe/rule_in_force.h"
 #include "torchamp/detail/observe/storage_map.h"
@@ -57,8 +58,7 @@ struct DtypeChange {
 };
 
 /// One call that is being recorded, or a scope around calls.
-struct RecordedFrame final : at::ObserverContext {
-  std::shared_ptr<class CastRecording> recording;
+struct RecordedFrame final : Observer::Call {
   std::thread::id thread = std::this_thread::get_id();
 
   std::string module;  // innermost known
@@ -66,7 +66,7 @@ struct RecordedFrame final : at::ObserverContext {
   bool is_node = false;
   bool is_user_scope = false;
   bool backward = false;
-  std::uint64_t first_node = at::sequence_number::peek();  // of autograd, made in the frame
+  uint64_t first_node = at::sequence_number::peek();  // of autograd, made in the frame
 
   const RecordedOp* op = nullptr;   // null: a scope
   RecordedFrame* caller = nullptr;  // the op that makes the call; null: the program
@@ -80,7 +80,7 @@ struct RecordedFrame final : at::ObserverContext {
   // Of a root.
   struct CastMade {
     DtypeChange change;
-    std::int64_t bytes;
+    int64_t bytes;
     bool undone;
   };
   std::vector<CastMade> casts;
@@ -88,21 +88,20 @@ struct RecordedFrame final : at::ObserverContext {
   std::optional<DtypeChange> origin;
 };
 
-/// What a CastRecorder's callbacks write to, from any thread.
-class CastRecording : public std::enable_shared_from_this<CastRecording> {
+/// What a CastRecorder counts.
+class CastRecording final : public Observer {
  public:
-  using Parameters = std::vector<std::pair<std::string, at::Tensor>>;  // by their module's name
-
-  explicit CastRecording(const Parameters& parameters) {
-    for (const auto& [module, parameter] : parameters) {
-      if (storage_of(parameter) && !owners_.find(storage_of(parameter))) {
-        owners_.set(parameter, module);
-      }
+  /// `parameters`: by their names in the model.
+  explicit CastRecording(const NamedParameters& parameters) {
+    for (const auto& [name, parameter] : parameters) {
+      if (!storage_of(parameter) || owners_.find(storage_of(parameter))) continue;
+      const auto dot = name.rfind('.');
+      owners_.set(parameter, dot == std::string::npos ? "" : name.substr(0, dot));
     }
   }
 
-  std::unique_ptr<RecordedFrame> start(const at::RecordFunction& call);
-  void end(const at::RecordFunction& call, RecordedFrame& frame);
+  std::unique_ptr<Observer::Call> begin(const at::RecordFunction& call) override;
+  void end(const at::RecordFunction& call, Observer::Call& begun) override;
 
   std::vector<CastReport::Row> rows() const {
     const std::scoped_lock lock(mutex_);
@@ -110,7 +109,7 @@ class CastRecording : public std::enable_shared_from_this<CastRecording> {
   }
 
  private:
-  using ForwardNode = std::pair<std::uint64_t, std::int64_t>;  // thread and sequence number
+  using ForwardNode = std::pair<uint64_t, int64_t>;  // thread and sequence number
   using RowKey = std::tuple<bool, std::string, std::string>;
 
   void start_op(const at::RecordFunction& call, const RecordedOp& op, RecordedFrame& frame);
@@ -128,8 +127,8 @@ class CastRecording : public std::enable_shared_from_this<CastRecording> {
       ops_{[](const c10::OperatorName& a, const c10::OperatorName& b) {
         return std::tie(a.name, a.overload_name) < std::tie(b.name, b.overload_name);
       }};
-  ByStorage<std::string> owners_;   // modules by their parameters
-  ByStorage<DtypeChange> origins_;  // of tensors that were cast, or computed from such
+  StorageMap<std::string> owners_;   // modules by their parameters
+  StorageMap<DtypeChange> origins_;  // of tensors that were cast, or computed from such
   std::map<ForwardNode, std::string> forward_modules_;  // for the nodes' backward
   std::map<RowKey, std::size_t> row_index_;
   std::vector<CastReport::Row> rows_;
@@ -143,7 +142,7 @@ inline const RecordedOp* CastRecording::op_of(const at::RecordFunction& call) {
   return found->second ? &*found->second : nullptr;
 }
 
-inline std::unique_ptr<RecordedFrame> CastRecording::start(const at::RecordFunction& call) {
+inline std::unique_ptr<Observer::Call> CastRecording::begin(const at::RecordFunction& call) {
   const std::scoped_lock lock(mutex_);
   if (call.scope() == at::RecordScope::USER_SCOPE) {
     if (const auto choice = announced_choice(call.name())) {
@@ -153,7 +152,6 @@ inline std::unique_ptr<RecordedFrame> CastRecording::start(const at::RecordFunct
     }
   }
   auto frame = std::make_unique<RecordedFrame>();
-  frame->recording = shared_from_this();
   auto& stack = stacks_[frame->thread];
   RecordedFrame* const outer = stack.empty() ? nullptr : stack.back();
   if (outer != nullptr) {
@@ -186,7 +184,7 @@ inline void CastRecording::start_op(const at::RecordFunction& call, const Record
                                     RecordedFrame& frame) {
   frame.op = &op;
   frame.excluded = c10::impl::tls_local_dispatch_key_set().excluded_;
-  for_each_floating_tensor(recorded_inputs(call), [&](const at::Tensor& tensor) {
+  for_each_floating_tensor(inputs_of(call), [&](const at::Tensor& tensor) {
     frame.arguments.push_back({tensor.unsafeGetTensorImpl(), storage_of(tensor),
                                tensor.scalar_type(), tensor.device().type(), tensor.dim() > 0});
   });
@@ -212,7 +210,8 @@ inline void CastRecording::start_root(RecordedFrame& frame) {
   if (owner != nullptr) frame.module = *owner;
 }
 
-inline void CastRecording::end(const at::RecordFunction& call, RecordedFrame& frame) {
+inline void CastRecording::end(const at::RecordFunction& call, Observer::Call& begun) {
+  auto& frame = static_cast<RecordedFrame&>(begun);
   const std::scoped_lock lock(mutex_);
   auto& stack = stacks_[frame.thread];
   std::erase(stack, &frame);
@@ -227,9 +226,9 @@ inline void CastRecording::end(const at::RecordFunction& call, RecordedFrame& fr
 /// Remembers the frame's module for the nodes of autograd made in it that no inner frame has named.
 inline void CastRecording::name_new_nodes(const RecordedFrame& frame) {
   if (frame.backward || frame.module.empty()) return;
-  const std::uint64_t thread = at::RecordFunction::currentThreadId();
+  const uint64_t thread = at::RecordFunction::currentThreadId();
   for (auto node = frame.first_node; node < at::sequence_number::peek(); ++node) {
-    forward_modules_.try_emplace({thread, static_cast<std::int64_t>(node)}, frame.module);
+    forward_modules_.try_emplace({thread, static_cast<int64_t>(node)}, frame.module);
   }
 }
 
@@ -265,7 +264,7 @@ inline void CastRecording::end_cast(const std::vector<c10::IValue>& outputs,
   }
   const auto width = c10::elementSize(change.from) + c10::elementSize(change.to);
   const DtypeChange* origin = origins_.find(source.storage);
-  frame.root->casts.push_back({change, result.numel() * static_cast<std::int64_t>(width),
+  frame.root->casts.push_back({change, result.numel() * static_cast<int64_t>(width),
                                origin != nullptr && *origin == change.reversed()});
   origins_.set(result, change);
 }
@@ -339,3 +338,15 @@ inline void CastRecording::end_root(const std::vector<c10::IValue>& outputs,
 }
 
 }  // namespace torchamp::detail
+
+namespace torchamp {
+
+inline CastRecorder::CastRecorder(const detail::NamedParameters& parameters)
+    : recording_(std::make_shared<detail::CastRecording>(parameters)),
+      observation_("CastRecorder", recording_) {}
+
+inline CastReport CastRecorder::report() const {
+  return CastReport(recording_->rows());
+}
+
+}  // namespace torchamp

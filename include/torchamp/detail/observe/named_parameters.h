@@ -17,15 +17,16 @@ namespace torchamp::detail {
 
 using NamedParameters = std::vector<std::pair<std::string, at::Tensor>>;
 
-/// By their names in the module.
-inline NamedParameters named_parameters_of_module(const torch::nn::Module& module) {
+/// By their names in `module`, which is a torch::nn::Module or has named_parameters() as one has.
+template <class Module>
+NamedParameters parameters_by_name(const Module& module) {
   NamedParameters named;
   for (const auto& item : module.named_parameters()) named.emplace_back(item.key(), item.value());
   return named;
 }
 
-/// By their places in the optimizer.
-inline NamedParameters named_parameters_of_optimizer(const torch::optim::Optimizer& optimizer) {
+/// By their places in `optimizer`: "group 0, parameter 3".
+inline NamedParameters parameters_by_place(const torch::optim::Optimizer& optimizer) {
   NamedParameters named;
   const auto& groups = optimizer.param_groups();
   for (std::size_t g = 0; g < groups.size(); ++g) {
@@ -42,9 +43,9 @@ inline NamedParameters named_parameters_of_optimizer(const torch::optim::Optimiz
 template <class Owner>
 NamedParameters named_parameters_of(const Owner& owner, const char* call) {
   if constexpr (std::derived_from<Owner, torch::nn::Module>) {
-    return named_parameters_of_module(owner);
+    return parameters_by_name<torch::nn::Module>(owner);
   } else if constexpr (std::derived_from<Owner, torch::optim::Optimizer>) {
-    return named_parameters_of_optimizer(owner);
+    return parameters_by_place(owner);
   } else if constexpr (requires { *owner, static_cast<bool>(owner); }) {
     TORCH_CHECK_VALUE(static_cast<bool>(owner), call,
                       ": was given a null pointer or an empty module holder.");

@@ -5,10 +5,8 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
 #include <c10/core/Storage.h>
-#include <c10/util/StringUtil.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <functional>
@@ -18,14 +16,15 @@
 #include <optional>
 #include <sstream>
 #include <string>
-#include <string_view>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "torchamp/detail/internal_ops.h"
 #include "torchamp/detail/observe/named_parameters.h"
-#include "torchamp/detail/observe/recorded_inputs.h"
+#include "torchamp/detail/observe/observer.h"
 #include "torchamp/detail/value_tensors.h"
+#include "torchamp/non_finite_op.h"
 
 namespace torchamp::detail {
 
@@ -38,110 +37,67 @@ namespace torchamp::detail {
 // is not finite by intention, from an op that takes an infinite number as an argument or that makes
 // an empty tensor, is remembered by its storage, and what is made of it is not blamed on anyone.
 
-/// Listens to the ops of one run.
-class NonFiniteSearch {
+/// Looks at the ops of one run.
+class NonFiniteSearch final : public Observer {
  public:
-  struct Call {
-    std::string op;
-    std::vector<std::string> parameters;
-  };
-  struct Found {
-    Call call;
-    std::string node;  // empty in forward
-    Call forward;
-    bool inputs_were_finite = true;
-    std::vector<std::string> inputs;
-    at::ScalarType dtype = at::kFloat;
-    int64_t infs = 0, nans = 0, ops_before = 0;
-  };
-  using Named = NamedParameters;
+  explicit NonFiniteSearch(NamedParameters named) : named_(std::move(named)) {}
 
-  /// Runs `body` and listens.
-  static std::unique_ptr<NonFiniteSearch> run(const std::function<void()>& body,
-                                              const Named& named) {
-    const std::scoped_lock one_at_a_time(running());
-    std::unique_ptr<NonFiniteSearch> search(new NonFiniteSearch(named));
-    current() = search.get();
-    struct Callback {
-      at::CallbackHandle handle = at::addThreadLocalCallback(
-          at::RecordFunctionCallback(&NonFiniteSearch::begin, &NonFiniteSearch::end)
-              .needsInputs(true)
-              .needsOutputs(true)
-              .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION}));
-      ~Callback() {
-        at::removeCallback(handle);
-        current() = nullptr;
-      }
-    };
-    const Callback callback;
-    body();
-    return search;
+  std::optional<NonFiniteOp> found() const {
+    const std::scoped_lock lock(mutex_);
+    return found_;
   }
 
-  const std::optional<Found>& found() const { return found_; }
+  std::unique_ptr<Observer::Call> begin(const at::RecordFunction& call) override {
+    auto begun = std::make_unique<Call>();
+    const std::scoped_lock lock(mutex_);
+    Thread& thread = threads_[std::this_thread::get_id()];
+    if (call.scope() == at::RecordScope::BACKWARD_FUNCTION) {
+      begun->is_node = true;
+      thread.nodes.emplace_back(call.name(), call.seqNr());
+      return begun;
+    }
+    const auto name = call.operator_name();
+    if (!name) return nullptr;  // a region of code, no op
+    begun->is_outermost = ++thread.depth == 1;
+    if (begun->is_outermost && !found_) look_at_inputs(call, *name, thread, *begun);
+    return begun;
+  }
+
+  void end(const at::RecordFunction& call, Observer::Call& base) override {
+    const auto& begun = static_cast<const Call&>(base);
+    const std::scoped_lock lock(mutex_);
+    Thread& thread = threads_[std::this_thread::get_id()];
+    if (begun.is_node) {
+      thread.nodes.pop_back();
+      return;
+    }
+    --thread.depth;
+    if (begun.is_outermost && !found_) look_at_outputs(call, thread, begun);
+  }
 
  private:
-  explicit NonFiniteSearch(const Named& named) : named_(named) {}
+  struct Op {
+    std::string name;
+    std::vector<std::string> parameters;
+  };
 
-  static std::mutex& running() {
-    static std::mutex mutex;
-    return mutex;
-  }
-  static NonFiniteSearch*& current() {
-    static NonFiniteSearch* search = nullptr;
-    return search;
-  }
-
-  /// What one call to an op leaves for its end.
-  struct Context : at::ObserverContext {
+  struct Call final : Observer::Call {
     bool is_node = false;
     bool is_outermost = false;
-    Call call;
+    Op op;
     bool asks_for_it = false;
     bool takes_remembered = false;
     bool takes_non_finite = false;
     std::vector<std::string> inputs;
   };
 
-  /// How deep the calling thread is in ops and in which backward node.
+  /// How deep a thread is in ops, and in which nodes of the backward pass.
   struct Thread {
     int depth = 0;
     std::vector<std::pair<std::string, int64_t>> nodes;
   };
-  static Thread& thread() {
-    static thread_local Thread thread;
-    return thread;
-  }
 
-  static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& call) {
-    NonFiniteSearch* const search = current();
-    if (!search) return nullptr;
-    auto context = std::make_unique<Context>();
-    if (call.scope() == at::RecordScope::BACKWARD_FUNCTION) {
-      context->is_node = true;
-      thread().nodes.emplace_back(call.name(), call.seqNr());
-      return context;
-    }
-    const auto name = call.operator_name();
-    if (!name) return nullptr;  // a region of code, no op
-    context->is_outermost = ++thread().depth == 1;
-    if (context->is_outermost && !search->done_) search->look_at_inputs(call, *name, *context);
-    return context;
-  }
-
-  static void end(const at::RecordFunction& call, at::ObserverContext* base) {
-    auto* const context = static_cast<Context*>(base);
-    NonFiniteSearch* const search = current();
-    if (!context || !search) return;
-    if (context->is_node) {
-      thread().nodes.pop_back();
-      return;
-    }
-    --thread().depth;
-    if (context->is_outermost && !search->done_) search->look_at_outputs(call, *context);
-  }
-
-  template <typename Look>
+  template <class Look>
   static void for_each_tensor(at::ArrayRef<const c10::IValue> values, const Look& look) {
     for (const c10::IValue& value : values) for_each_tensor_of(value, look);
   }
@@ -153,62 +109,58 @@ class NonFiniteSearch {
   static bool is_finite(const at::Tensor& tensor) { return tensor.isfinite().all().item<bool>(); }
 
   void look_at_inputs(const at::RecordFunction& call, const c10::OperatorName& name,
-                      Context& context) {
+                      const Thread& thread, Call& begun) {
     const at::DisableRecordFunctionGuard quiet;
     const InternalOps guard;
-    context.call.op = c10::toString(name);
-    context.asks_for_it = context.call.op.find("empty") != std::string::npos;
-    for (const c10::IValue& value : recorded_inputs(call)) {
+    begun.op.name = c10::toString(name);
+    begun.asks_for_it = begun.op.name.find("empty") != std::string::npos;
+    for (const c10::IValue& value : inputs_of(call)) {
       const bool infinite = (value.isDouble() && !std::isfinite(value.toDouble())) ||
                             (value.isScalar() && value.toScalar().isFloatingPoint() &&
                              !std::isfinite(value.toScalar().toDouble()));
-      context.asks_for_it |= infinite;
+      begun.asks_for_it |= infinite;
     }
-    for_each_tensor(recorded_inputs(call), [&](const at::Tensor& tensor) {
+    for_each_tensor(inputs_of(call), [&](const at::Tensor& tensor) {
       if (!can_look(tensor)) return;
-      name_parameters(tensor, context.call);
-      const std::scoped_lock lock(mutex_);
+      name_parameters(tensor, begun.op.parameters);
       const bool finite = is_finite(tensor);
       if (finite) {
         forget(tensor);
       } else if (remembers(tensor)) {
-        context.takes_remembered = true;
+        begun.takes_remembered = true;
       } else {
-        context.takes_non_finite = true;
+        begun.takes_non_finite = true;
       }
-      context.inputs.push_back(described(tensor, finite));
+      begun.inputs.push_back(described(tensor, finite));
     });
-    if (thread().nodes.empty() && call.seqNr() >= 0) {
-      // The node that carries this number is made by the last op that began with it.
-      const std::scoped_lock lock(mutex_);
-      by_sequence_[call.seqNr()] = context.call;
-    }
+    // The node that carries this number is made by the last op that began with it.
+    if (thread.nodes.empty() && call.seqNr() >= 0) by_sequence_[call.seqNr()] = begun.op;
   }
 
-  void look_at_outputs(const at::RecordFunction& call, const Context& context) {
+  void look_at_outputs(const at::RecordFunction& call, const Thread& thread, const Call& begun) {
     const std::vector<c10::IValue>& outputs = call.outputs();
     const at::DisableRecordFunctionGuard quiet;
     const InternalOps guard;
-    const std::scoped_lock lock(mutex_);
     for_each_tensor(at::ArrayRef<c10::IValue>(outputs), [&](const at::Tensor& tensor) {
       if (found_ || !can_look(tensor)) return;
       if (is_finite(tensor)) {
         forget(tensor);
-      } else if (context.asks_for_it || context.takes_remembered) {
+      } else if (begun.asks_for_it || begun.takes_remembered) {
         remember(tensor);
       } else {
-        blame(tensor, context);
+        blame(tensor, thread, begun);
       }
     });
-    if (!found_ && context.takes_non_finite && !context.asks_for_it) blame({}, context);
+    if (!found_ && begun.takes_non_finite && !begun.asks_for_it) blame({}, thread, begun);
     ++ops_;
   }
 
-  void blame(const at::Tensor& output, const Context& context) {
-    Found found;
-    found.call = context.call;
-    found.inputs_were_finite = !context.takes_non_finite;
-    found.inputs = context.inputs;
+  void blame(const at::Tensor& output, const Thread& thread, const Call& call) {
+    NonFiniteOp& found = found_.emplace();
+    found.op = call.op.name;
+    found.parameters = call.op.parameters;
+    found.inputs_were_finite = !call.takes_non_finite;
+    found.inputs = call.inputs;
     found.ops_before = ops_;
     if (output.defined()) {
       found.dtype = output.scalar_type();
@@ -216,14 +168,15 @@ class NonFiniteSearch {
       found.infs = size.isinf().sum().item<int64_t>();
       found.nans = size.isnan().sum().item<int64_t>();
     }
-    if (!thread().nodes.empty()) {
-      const auto& [node, sequence] = thread().nodes.back();
-      found.node = node;
-      auto next = by_sequence_.upper_bound(sequence);
-      if (sequence >= 0 && next != by_sequence_.begin()) found.forward = (--next)->second;
-    }
-    found_ = std::move(found);
-    done_ = true;
+    if (thread.nodes.empty()) return;
+    const auto& [node, sequence] = thread.nodes.back();
+    found.in_backward = true;
+    found.node = node;
+    found.parameters.clear();
+    auto next = by_sequence_.upper_bound(sequence);
+    if (sequence < 0 || next == by_sequence_.begin()) return;
+    found.forward_op = (--next)->second.name;
+    found.parameters = next->second.parameters;
   }
 
   /// What an op was given; with the counts and the names of what came in as it should not.
@@ -233,11 +186,9 @@ class NonFiniteSearch {
     if (finite) {
       text << " up to " << tensor.abs().max().item<double>();
     } else if (!remembers(tensor)) {
-      Call call;
-      name_parameters(tensor, call);
-      for (std::size_t i = 0; i < call.parameters.size(); ++i) {
-        text << (i == 0 ? " of " : ", ") << call.parameters[i];
-      }
+      std::vector<std::string> names;
+      name_parameters(tensor, names);
+      for (std::size_t i = 0; i < names.size(); ++i) text << (i == 0 ? " of " : ", ") << names[i];
       const at::Tensor size = tensor.abs();
       text << " with " << size.isinf().sum().item<int64_t>() << " inf, "
            << size.isnan().sum().item<int64_t>() << " NaN";
@@ -245,13 +196,11 @@ class NonFiniteSearch {
     return text.str();
   }
 
-  void name_parameters(const at::Tensor& tensor, Call& call) const {
+  void name_parameters(const at::Tensor& tensor, std::vector<std::string>& names) const {
     for (const auto& [name, parameter] : named_) {
       if (!parameter.defined() || !parameter.has_storage()) continue;
       if (!parameter.storage().is_alias_of(tensor.storage())) continue;
-      const bool known =
-          std::find(call.parameters.begin(), call.parameters.end(), name) != call.parameters.end();
-      if (!known) call.parameters.push_back(name);
+      if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
     }
   }
 
@@ -272,13 +221,23 @@ class NonFiniteSearch {
                       remembered_.end());
   }
 
-  const Named& named_;
-  std::mutex mutex_;  // autograd has a thread for each device
-  std::map<int64_t, Call> by_sequence_;
+  const NamedParameters named_;
+  mutable std::mutex mutex_;  // autograd has a thread for each device
+  std::map<std::thread::id, Thread> threads_;
+  std::map<int64_t, Op> by_sequence_;
   std::vector<c10::Storage> remembered_;
-  std::optional<Found> found_;
-  std::atomic<bool> done_ = false;  // found_ is set, and stays as it is
+  std::optional<NonFiniteOp> found_;
   int64_t ops_ = 0;
 };
+
+inline std::optional<NonFiniteOp> find_non_finite_op(
+    const std::function<void()>& forward_and_backward, const NamedParameters& named) {
+  const auto search = std::make_shared<NonFiniteSearch>(named);
+  {
+    const Observation observation("first_non_finite_op", search);
+    forward_and_backward();
+  }
+  return search->found();
+}
 
 }  // namespace torchamp::detail

@@ -15,7 +15,7 @@ namespace torchamp::detail {
 /// Something remembered per storage, so that views of a tensor share it. Keeps no storage's memory
 /// alive, and takes no new storage for an old one at the same address.
 template <class Value>
-class ByStorage {
+class StorageMap {
  public:
   void set(const at::Tensor& tensor, Value value) {
     if (!tensor.has_storage()) return;
