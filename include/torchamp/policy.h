@@ -45,32 +45,33 @@ class Policy {
   /// LibTorch's own lists for each device, bit for bit.
   static Policy torch() { return Policy(shared_base(detail::BaseTable::torch)); }
 
-  /// Edits: the named ops follow the given rule from now on, always or when `when` holds.
-  /// Errors, each leaving the policy as it was: a name that LibTorch does not know (with the
-  /// nearest known one), and, for the rules that cast, an op that cannot be cast (with the reason).
-  /// A name without overload means those of its overloads that can be cast.
-  /// Running statistics of norms are updated as without a cast, and never narrowed: see
+  /// Lets the named ops follow a rule from now on, always or when `when` holds. A name without
+  /// overload means those of its overloads that can be cast, for a rule that casts. Running
+  /// statistics of norms are updated as without a cast, and never narrowed: see
   /// Note [Casts of running statistics].
+  ///
+  /// Errors, each leaving the policy as it was and naming the edit (`Policy::fp32`): a name that
+  /// LibTorch does not know (with the nearest known one); for the rules that cast, an op that
+  /// cannot be cast (with the reason); a dtype in `when` that no region has.
+  Policy& set(Cast rule, const OpNames& ops, const When& when = {});
+
+  /// The named ops take their arguments in the region's dtype. As set().
   Policy& lower_precision(const OpNames& ops, const When& when = {}) {
-    return edit("Policy::lower_precision", Cast::lower_precision, ops, when);
+    return set(Cast::lower_precision, ops, when);
   }
-  /// See lower_precision().
-  Policy& fp32(const OpNames& ops, const When& when = {}) {
-    return edit("Policy::fp32", Cast::fp32, ops, when);
-  }
-  /// See lower_precision().
+  /// The named ops take their arguments in fp32. As set().
+  Policy& fp32(const OpNames& ops, const When& when = {}) { return set(Cast::fp32, ops, when); }
+  /// The named ops take their arguments in the widest dtype among them. As set().
   Policy& promote(const OpNames& ops, const When& when = {}) {
-    return edit("Policy::promote", Cast::promote, ops, when);
+    return set(Cast::promote, ops, when);
   }
-  /// See lower_precision(). The ops run in the dtypes that they are given, and so do the ops that
-  /// they call.
+  /// The named ops run in the dtypes that they are given, and so do the ops that they call. As
+  /// set().
   Policy& unchanged(const OpNames& ops, const When& when = {}) {
-    return edit("Policy::unchanged", Cast::unchanged, ops, when);
+    return set(Cast::unchanged, ops, when);
   }
-  /// See lower_precision(). Back to LibTorch's own rule for the device.
-  Policy& native(const OpNames& ops, const When& when = {}) {
-    return edit("Policy::native", Cast::native, ops, when);
-  }
+  /// The named ops go back to LibTorch's own rule for the device. As set().
+  Policy& native(const OpNames& ops, const When& when = {}) { return set(Cast::native, ops, when); }
 
   /// The rule in force for one overload on one type of device, conditional rules left out.
   /// A name without overload is the overload without a name, else what all castable overloads have
@@ -103,8 +104,6 @@ class Policy {
   Cast common_rule(const char* call, RuleOf rule_of, std::string_view op,
                    at::DeviceType device) const;
 
-  Policy& edit(const char* call, Cast cast, const OpNames& ops, const When& when);
-
   std::shared_ptr<const detail::PolicyData> data_;
 };
 
@@ -115,7 +114,10 @@ inline std::ostream& operator<<(std::ostream& out, const Policy& policy) {
   return out;
 }
 
-inline Policy& Policy::edit(const char* call, Cast cast, const OpNames& ops, const When& when) {
+inline Policy& Policy::set(Cast rule, const OpNames& ops, const When& when) {
+  const detail::CastRow* const row = detail::row_of(rule);
+  TORCH_CHECK(row != nullptr, "Policy::set: ", static_cast<int>(rule), " is not a rule of Cast.");
+  const std::string call = "Policy::" + std::string(row->name);
   const bool is_family = !ops.family().empty();
   TORCH_CHECK(!when.dtype || *when.dtype == at::kHalf || *when.dtype == at::kBFloat16 ||
                   *when.dtype == at::kFloat,
@@ -125,16 +127,16 @@ inline Policy& Policy::edit(const char* call, Cast cast, const OpNames& ops, con
   if (ops.begin() == ops.end()) return *this;
   std::shared_ptr<detail::PolicyData> edited(new detail::PolicyData(*data_));
   for (const std::string& name : ops) {
-    for (const auto& op : detail::overloads_to_edit(call, cast, name, is_family)) {
-      detail::OverloadRules& rule = edited->rules[detail::full_name(op.operator_name())];
+    for (const auto& op : detail::overloads_to_edit(call, *row, name, is_family)) {
+      detail::OverloadRules& rules = edited->rules[detail::full_name(op.operator_name())];
       if (when.always()) {
-        rule = {cast, {}};
+        rules = {rule, {}};
       } else {
-        rule.conditional.push_back(edited->edits.size());
+        rules.conditional.push_back(edited->edits.size());
       }
     }
   }
-  detail::Edit record{cast, {}, std::string(ops.family()), when};
+  detail::Edit record{rule, {}, std::string(ops.family()), when};
   if (!is_family) record.names.assign(ops.begin(), ops.end());
   edited->edits.push_back(std::move(record));
   data_ = std::move(edited);

@@ -134,25 +134,18 @@ class PolicyParser {
   }
 
   void edit(const std::string& rule, const OpNames& ops, const When& when) {
-    try {
-      if (rule == to_string(Cast::lower_precision)) {
-        policy_->lower_precision(ops, when);
-      } else if (rule == to_string(Cast::fp32)) {
-        policy_->fp32(ops, when);
-      } else if (rule == to_string(Cast::promote)) {
-        policy_->promote(ops, when);
-      } else if (rule == to_string(Cast::unchanged)) {
-        policy_->unchanged(ops, when);
-      } else if (rule == to_string(Cast::native)) {
-        policy_->native(ops, when);
-      } else {
-        check(false, "there is no rule '", shorten(rule),
-              "'; the rules are lower_precision, fp32, promote, unchanged and native");
+    const CastRow* const row = row_named(rule);
+    if (row == nullptr) {
+      std::string known;
+      for (const CastRow& known_row : cast_rows) {
+        (known += known.empty() ? "" : ", ").append(known_row.name);
       }
+      check(false, "there is no rule '", shorten(rule), "'; the rules are ", known);
+    }
+    try {
+      policy_->set(row->cast, ops, when);
     } catch (const c10::Error& error) {
-      const std::string text = error.what_without_backtrace();
-      if (text.starts_with(call)) throw;
-      check(false, text);
+      check(false, error.what_without_backtrace());
     }
   }
 

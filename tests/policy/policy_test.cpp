@@ -12,6 +12,7 @@
 
 #include "support/expect_error.h"
 #include "torchamp/autocast.h"
+#include "torchamp/policy_text.h"
 
 namespace {
 
@@ -72,6 +73,41 @@ TEST(Policy, LookupTakesADevice) {
   EXPECT_EQ(Policy::standard().lookup("softmax", second), Cast::native);
   EXPECT_EQ(Policy::standard().effect("softmax", second), Cast::fp32);
   EXPECT_EQ(Policy::standard().lookup("softmax", {at::kCUDA, 0}), Cast::native);
+}
+
+// Whoever adds a rule to the table finds here what the table alone makes work.
+TEST(Policy, SetIsTheDoorOfEveryRuleOfTheTable) {
+  for (const torchamp::detail::CastRow& row : torchamp::detail::cast_rows) {
+    const std::string name(row.name);
+    EXPECT_EQ(to_string(row.cast), name);
+    const Policy policy = Policy::standard().set(row.cast, {"pow"}, {.dtype = at::kHalf});
+    EXPECT_EQ(to_text(policy), "policy standard\n" + name + " when float16: pow\n");
+    EXPECT_EQ(to_text(torchamp::parse_policy(to_text(policy))), to_text(policy));
+    std::ostringstream printed;
+    printed << policy;
+    EXPECT_NE(printed.str().find('\n' + name + ": " + std::string(row.text)), std::string::npos);
+    EXPECT_ERROR(Policy::standard().set(row.cast, {"softmaks"}),
+                 "Policy::" + name + ": LibTorch knows no op 'softmaks'. Did you mean 'softmax'?");
+    if (row.casts) {
+      EXPECT_ERROR(Policy::standard().set(row.cast, {"add_"}),
+                   "Policy::" + name + ": 'add_' cannot be cast");
+      EXPECT_EQ(Policy::torch().set(row.cast, {"relu"}).lookup("relu", at::kCPU), row.cast);
+    } else {
+      EXPECT_NO_THROW(Policy::standard().set(row.cast, {"add_"}));
+    }
+  }
+  EXPECT_ERROR(Policy::standard().set(static_cast<Cast>(99), {"pow"}),
+               "Policy::set: 99 is not a rule of Cast");
+}
+
+TEST(Policy, NamedEditsAreSet) {
+  const auto text = [](Policy (*edit)(Policy)) { return to_text(edit(Policy::torch())); };
+  const auto set = [](Cast rule) { return to_text(Policy::torch().set(rule, {"pow"})); };
+  EXPECT_EQ(text([](Policy p) { return p.lower_precision({"pow"}); }), set(Cast::lower_precision));
+  EXPECT_EQ(text([](Policy p) { return p.fp32({"pow"}); }), set(Cast::fp32));
+  EXPECT_EQ(text([](Policy p) { return p.promote({"pow"}); }), set(Cast::promote));
+  EXPECT_EQ(text([](Policy p) { return p.unchanged({"pow"}); }), set(Cast::unchanged));
+  EXPECT_EQ(text([](Policy p) { return p.native({"pow"}); }), set(Cast::native));
 }
 
 TEST(Cast, PrintsItsName) {

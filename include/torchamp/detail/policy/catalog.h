@@ -141,7 +141,7 @@ class OpCatalog {
 
 /// Handles of the overloads that `text` names. Without any: an error naming `call`, the op and the
 /// nearest known name; or nothing, if `missing_ok`.
-inline std::vector<c10::OperatorHandle> find_ops(std::string_view text, const char* call,
+inline std::vector<c10::OperatorHandle> find_ops(std::string_view text, std::string_view call,
                                                  bool missing_ok = false) {
   const ParsedName name = ParsedName::of(text);
   std::vector<c10::OperatorHandle> found;

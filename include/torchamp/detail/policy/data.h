@@ -57,11 +57,8 @@ inline void announce_choice(Cast cast) {
 /// The rule in a scope's name; nothing if it is no such scope.
 inline std::optional<Cast> announced_choice(std::string_view scope) {
   if (!scope.starts_with(choice_scope)) return std::nullopt;
-  for (const Cast cast :
-       {Cast::native, Cast::lower_precision, Cast::fp32, Cast::promote, Cast::unchanged}) {
-    if (scope.substr(choice_scope.size()) == to_string(cast)) return cast;
-  }
-  return std::nullopt;
+  const CastRow* const row = row_named(scope.substr(choice_scope.size()));
+  return row == nullptr ? std::nullopt : std::optional(row->cast);
 }
 
 /// The contents of a Policy: a base table and edits. Immutable once shared.

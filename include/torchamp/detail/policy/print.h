@@ -103,16 +103,15 @@ inline void print_policy(std::ostream& out, const PolicyData& policy) {
   for (const at::DeviceType device : {at::kCPU, at::kCUDA}) {
     out << "on " << c10::DeviceTypeName(device, /*lower_case=*/true) << '\n';
     const RuleMap rules = rules_in_force(policy, device);
-    for (const Cast effect : {Cast::native, Cast::lower_precision, Cast::fp32, Cast::promote}) {
-      print_group(out, rules, device, Cast::native, effect);
+    for (const CastRow& effect : cast_rows) {
+      print_group(out, rules, device, Cast::native, effect.cast);
     }
-    for (const Cast cast : {Cast::lower_precision, Cast::fp32, Cast::promote, Cast::unchanged}) {
-      print_group(out, rules, device, cast, cast);
+    for (const CastRow& row : cast_rows) {
+      if (row.cast != Cast::native) print_group(out, rules, device, row.cast, row.cast);
     }
   }
-  out << "every other op: unchanged\n"
-         "native: LibTorch's own kernel for the device decides, which does what is said behind "
-         "it\n";
+  out << "every other op: unchanged\n";
+  for (const CastRow& row : cast_rows) out << row.name << ": " << row.text << '\n';
 }
 
 }  // namespace torchamp::detail

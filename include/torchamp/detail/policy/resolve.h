@@ -41,12 +41,13 @@ inline std::vector<c10::OperatorHandle> candidates(const PolicyData& policy) {
   return ops;
 }
 
-/// The overloads that an edit to `cast` of the op `name` reaches.
-inline std::vector<c10::OperatorHandle> overloads_to_edit(const char* call, Cast cast,
+/// The overloads that an edit, called `call`, reaches with the name `name`.
+inline std::vector<c10::OperatorHandle> overloads_to_edit(const std::string& call,
+                                                          const CastRow& rule,
                                                           const std::string& name,
                                                           bool missing_ok) {
   std::vector<c10::OperatorHandle> found = find_ops(name, call, missing_ok);
-  if (cast == Cast::native || cast == Cast::unchanged) return found;
+  if (!rule.casts) return found;
   std::vector<c10::OperatorHandle> castable;
   std::string reason;
   for (const auto& op : found) {

@@ -29,21 +29,48 @@ enum class Cast : std::uint8_t {
   unchanged,        ///< left as they are, also in the ops that this op calls
 };
 
+namespace detail {
+
+/// What there is to know of a cast rule beside what it does to a call, which CastArguments says.
+struct CastRow {
+  Cast cast;
+  std::string_view name;  // as the enumerator, in a policy's text and in reports
+  bool casts;             // so that only ops whose arguments can be cast may follow it
+  std::string_view text;  // for the legend of a printed policy
+};
+
+/// Every rule. A new one is an enumerator, a row here, a case of CastArguments and a test.
+inline constexpr CastRow cast_rows[] = {
+    {Cast::lower_precision, "lower_precision", true, "arguments are cast to the region's dtype"},
+    {Cast::fp32, "fp32", true, "arguments are cast to fp32, or the result is asked for in fp32"},
+    {Cast::promote, "promote", true, "arguments are cast to the widest dtype among them"},
+    {Cast::unchanged, "unchanged", false, "arguments are left as they are"},
+    {Cast::native, "native", false,
+     "LibTorch's own kernel for the device decides, which does what is said behind it"},
+};
+
+/// Null for a value that is no rule.
+constexpr const CastRow* row_of(Cast cast) {
+  for (const CastRow& row : cast_rows) {
+    if (row.cast == cast) return &row;
+  }
+  return nullptr;
+}
+
+/// The rule that is called `name`; null if there is none.
+constexpr const CastRow* row_named(std::string_view name) {
+  for (const CastRow& row : cast_rows) {
+    if (row.name == name) return &row;
+  }
+  return nullptr;
+}
+
+}  // namespace detail
+
 /// "native", "lower_precision", "fp32", "promote" or "unchanged".
 constexpr std::string_view to_string(Cast cast) {
-  switch (cast) {
-    case Cast::native:
-      return "native";
-    case Cast::lower_precision:
-      return "lower_precision";
-    case Cast::fp32:
-      return "fp32";
-    case Cast::promote:
-      return "promote";
-    case Cast::unchanged:
-      return "unchanged";
-  }
-  return "?";
+  const detail::CastRow* const row = detail::row_of(cast);
+  return row == nullptr ? "?" : row->name;
 }
 
 inline std::ostream& operator<<(std::ostream& out, Cast cast) {
