@@ -41,7 +41,7 @@ function(torchamp_test_support)
   torchamp_warnings(torchamp_test_support)
 endfunction()
 
-# torchamp_simulated_device: link it into a test to have the accelerator of support/simulated/device.h.
+# The accelerator of tests/support/simulated/device.h, of which every test that links it has one.
 function(torchamp_simulated_device)
   file(GLOB sources CONFIGURE_DEPENDS support/simulated/*.cpp)
   add_library(torchamp_simulated_device OBJECT ${sources})
@@ -53,14 +53,15 @@ function(torchamp_simulated_device)
   set_source_files_properties(support/simulated/autocast.cpp PROPERTIES COMPILE_OPTIONS -Wno-pedantic)
 endfunction()
 
-# torchamp_add_tests(NAME FILES file… [FOLDER folder] [SHARDS n] [IN_ORDER] [NO_PCH] [LINKS target…]
-#                    [DEFINITIONS NAME=VALUE…]):
+# torchamp_add_tests(NAME FILES file… [FOLDER folder] [SHARDS n] [IN_ORDER] [NO_PCH] [SIMULATED]
+#                    [LINKS target…] [DEFINITIONS NAME=VALUE…]):
 # builds folder/file_test.cpp (the folder is NAME), all of them, as the program NAME_test and runs
 # it from this folder, its tests dealt out over n entries of CTest (1). IN_ORDER: in the order in
 # which they are written, also where GTEST_SHUFFLE is set. NO_PCH: with other compiler flags than
-# the precompiled header's. The limit is for machines that are ten times as slow as ours.
+# the precompiled header's. SIMULATED: with the simulated accelerator; where a CUDA device takes its
+# place, it has a run of its own. The limit is for machines that are ten times as slow as ours.
 function(torchamp_add_tests name)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "IN_ORDER;NO_PCH" "FOLDER;SHARDS" "FILES;LINKS;DEFINITIONS")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "IN_ORDER;NO_PCH;SIMULATED" "FOLDER;SHARDS" "FILES;LINKS;DEFINITIONS")
   if(NOT arg_FOLDER)
     set(arg_FOLDER ${name})
   endif()
@@ -68,6 +69,9 @@ function(torchamp_add_tests name)
   add_executable(${name}_test ${sources})
   target_link_libraries(${name}_test PRIVATE torchamp_test_support ${arg_LINKS})
   target_compile_definitions(${name}_test PRIVATE ${arg_DEFINITIONS})
+  if(arg_SIMULATED)
+    target_link_libraries(${name}_test PRIVATE torchamp_simulated_device)
+  endif()
   if(NOT arg_NO_PCH)
     target_precompile_headers(${name}_test REUSE_FROM torchamp_test_support)
   endif()
@@ -93,6 +97,12 @@ function(torchamp_add_tests name)
       set_tests_properties(${test} PROPERTIES FAIL_REGULAR_EXPRESSION "sees no CUDA device")
     endif()
   endforeach()
+  if(arg_SIMULATED AND TORCHAMP_REQUIRE_CUDA)
+    add_test(NAME ${name}_simulated COMMAND ${name}_test --gtest_filter=*Simulated*
+             WORKING_DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR})
+    set_tests_properties(
+      ${name}_simulated PROPERTIES LABELS unit TIMEOUT 900 ENVIRONMENT CUDA_VISIBLE_DEVICES=)
+  endif()
 endfunction()
 
 # torchamp_add_script_test(NAME SCRIPT [LABELS label…] [ARGS -DVAR=VALUE…]): runs a cmake -P script.

@@ -19,6 +19,7 @@
 #include "support/numbers.h"
 #include "support/on_device.h"
 #include "support/optimizer_kinds.h"
+#include "support/skips.h"
 #include "support/tolerances.h"
 
 namespace {
@@ -219,6 +220,7 @@ TEST_P(ClipGrad, FindsNormsThat16BitsCannotHold) {
 }
 
 TEST_P(ClipGrad, ClipsSparseGradients) {
+  SKIP_WITHOUT_SPARSE(GetParam());
   const Tensor indices = torch::tensor({{0, 2, 0}}, options(at::kLong));
   const Tensor values = torch::tensor({1., 4., 2.}, options());  // the first row adds up to 3
   const Params params{with_gradient(torch::sparse_coo_tensor(indices, values, {5}))};

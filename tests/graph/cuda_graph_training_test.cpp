@@ -49,7 +49,7 @@ struct Training {
     torch::manual_seed(7);
     net = torch::nn::Sequential(torch::nn::Linear(6, 8), torch::nn::BatchNorm1d(8),
                                 torch::nn::ReLU(), torch::nn::Linear(8, 1));
-    net->to(device);
+    to_device(net, device);
     const auto parameters = net->parameters();
     if (kind == "adam") {
       optimizer =

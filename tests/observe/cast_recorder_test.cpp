@@ -20,6 +20,7 @@
 
 #include "support/devices.h"
 #include "support/expect_error.h"
+#include "support/skips.h"
 #include "support/warnings.h"
 #include "torchamp/autocast.h"
 #include "torchamp/module_policy.h"
@@ -132,8 +133,9 @@ TEST_P(Recorder, LeavesOutWhatComputesNothing) {
 }
 
 TEST_P(Recorder, PutsCastsOfInnerOpsDownToTheOpThatTheProgramCalls) {
+  SKIP_WITHOUT_FUSED_RNN_CELLS(GetParam());
   nn::LSTM lstm(3, 2);
-  lstm->to(device());
+  to_device(lstm, device());
   const auto x = wide({2, 1, 3});
   const CastRecorder recorder;
   {
@@ -198,8 +200,8 @@ TEST_P(Recorder, SeesACastBackAfterAnOpInFp32) {
   const auto x = narrow({2, 2});
   const CastRecorder recorder;
   const AutocastGuard autocast(device());
-  auto y = x.softmax(-1);
-  EXPECT_EQ(row_of(recorder, "softmax.int").casts, 1);
+  auto y = x.exp();  // softmax's own kernel casts on accelerators
+  EXPECT_EQ(row_of(recorder, "exp").casts, 1);
   y = at::dropout(y, 0.5, /*train=*/true).t() * 0.5;
   (void)y.mm(x);
   EXPECT_EQ(row_of(recorder, "mm").casts, 1);
@@ -315,7 +317,7 @@ TEST_P(Recorder, TellsAChoiceOfTheInnerOpFromTheOuterOnes) {
 
 TEST_P(Recorder, NamesTheModulesThatOwnTheParameters) {
   nn::Sequential model(nn::Linear(4, 3), nn::ReLU(), nn::Linear(3, 2));
-  model->to(device());
+  to_device(model, device());
   const auto x = wide({5, 4});
   const CastRecorder recorder(*model);
   at::Tensor loss;

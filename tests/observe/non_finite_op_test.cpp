@@ -54,7 +54,7 @@ TEST_P(NonFiniteOpOn, NamesTheOpOfTheForwardPass) {
 
 TEST_P(NonFiniteOpOn, NamesTheOpOfTheBackwardPassItsForwardOpAndItsParameters) {
   torch::nn::Sequential model(torch::nn::Linear(3, 2), torch::nn::Tanh(), torch::nn::Linear(2, 1));
-  model->to(GetParam());
+  to_device(model, GetParam());
   const at::Tensor input = torch::tensor({{1.F, 2.F, 1e38F}}).to(GetParam()) * 1e-3;
   torchamp::GradScaler scaler;
   // Only the gradient of the first weight, input times a scaled number, is too large.
@@ -80,7 +80,7 @@ TEST_P(NonFiniteOpOn, NamesTheOpOfTheBackwardPassItsForwardOpAndItsParameters) {
 
 TEST_P(NonFiniteOpOn, SeesAnOverflowOfACastUnderAutocast) {
   torch::nn::Linear model(2, 1);
-  model->to(GetParam());
+  to_device(model, GetParam());
   const at::Tensor input = torch::full({1, 2}, 1e5F, options());
   const auto found = first_non_finite_op(
       [&] {
@@ -123,7 +123,7 @@ TEST_P(NonFiniteOpOn, SaysSoWhereTheDataWasNotFinite) {
 
 TEST_P(NonFiniteOpOn, MarksTheInputThatWasNotFinite) {
   torch::nn::Linear model(3, 2);
-  model->to(GetParam());
+  to_device(model, GetParam());
   {
     const torch::NoGradGuard no_grad;
     model->weight.fill_(0.5);
@@ -146,7 +146,7 @@ TEST_P(NonFiniteOpOn, MarksTheInputThatWasNotFinite) {
 
 TEST_P(NonFiniteOpOn, NamesAParameterOnceAndThroughItsViews) {
   torch::nn::Linear model(2, 2);
-  model->to(GetParam());
+  to_device(model, GetParam());
   const auto found = first_non_finite_op(
       [&] { torch::addcdiv(model->weight.t(), model->weight, torch::zeros({}, options())); },
       model);
@@ -172,7 +172,7 @@ TEST_P(NonFiniteOpOn, RemembersAMaskOfWhichAPartWasOverwritten) {
 
 TEST_P(NonFiniteOpOn, NamesParametersAfterAModuleOrAnOptimizerInAnyForm) {
   torch::nn::Linear model(2, 1);
-  model->to(GetParam());
+  to_device(model, GetParam());
   const auto names = [&](const auto& owner) {
     const auto found = first_non_finite_op([&] { model->weight.fmod(0.); }, owner);
     return found ? found->parameters : std::vector<std::string>{"none found"};

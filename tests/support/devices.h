@@ -7,16 +7,25 @@
 
 #include <string>
 
-/// The devices that tests with a GPU variant run on: TEST_P bodies take GetParam().
+#include "support/simulated/device.h"
+
+/// The devices that tests with a device variant run on: TEST_P bodies take GetParam().
 inline auto all_devices() {
-  return ::testing::Values(at::kCPU, at::kCUDA);
+  return ::testing::Values(at::kCPU, at::kCUDA, at::kPrivateUse1);
 }
 
-/// Names the instances "CPU" and "CUDA".
+inline std::string name_of_device(at::DeviceType device) {
+  return device == at::kPrivateUse1 ? "Simulated" : c10::DeviceTypeName(device);
+}
+
+/// Names the instances "CPU", "CUDA" and "Simulated".
 inline std::string device_name(const ::testing::TestParamInfo<at::DeviceType>& info) {
-  return c10::DeviceTypeName(info.param);
+  return name_of_device(info.param);
 }
 
 /// First line of a test body that runs on `device`.
-#define SKIP_WITHOUT(device) \
-  if ((device) == at::kCUDA && !at::hasCUDA()) GTEST_SKIP() << "this LibTorch sees no CUDA device"
+#define SKIP_WITHOUT(device)                                   \
+  if ((device) == at::kCUDA && !at::hasCUDA())                 \
+    GTEST_SKIP() << "this LibTorch sees no CUDA device";       \
+  if ((device) == at::kPrivateUse1 && !simulated::available()) \
+  GTEST_SKIP() << "a CUDA device is in the simulated one's place"

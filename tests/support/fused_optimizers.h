@@ -26,7 +26,7 @@ class FusedOptimizers : public testing::TestWithParam<std::tuple<Kind, at::Devic
 
 inline std::string kind_and_device(
     const testing::TestParamInfo<std::tuple<Kind, at::DeviceType>>& info) {
-  return std::get<0>(info.param).name + "_" + c10::DeviceTypeName(std::get<1>(info.param));
+  return std::get<0>(info.param).name + "_" + name_of_device(std::get<1>(info.param));
 }
 
 INSTANTIATE_TEST_SUITE_P(Optim, FusedOptimizers,

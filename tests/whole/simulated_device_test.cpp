@@ -47,7 +47,7 @@ class SimulatedDevice : public testing::Test {
  protected:
   void SetUp() override {
     if (!simulated::available()) {
-      GTEST_SKIP() << "there is a CUDA device; TORCHAMP_TEST_SIMULATED=1 runs it nevertheless";
+      GTEST_SKIP() << "a CUDA device is in the simulated one's place";
     }
     torch::manual_seed(3);
   }

@@ -18,8 +18,9 @@
 // streams and events alone (streams.h), kernels refuse what CUDA's refuse (kernel.h,
 // checked_kernels.cpp), a capturing stream refuses what a graph cannot hold (streams.h), and what
 // is launched, copied and waited for is counted (counts.h). There are no sparse tensors, and no
-// graphs. LibTorch knows one accelerator in a process. Where there is a CUDA device, that is the
-// one, and this one is there only if TORCHAMP_TEST_SIMULATED=1 in the environment.
+// graphs.
+// LibTorch knows one accelerator in a process. Where there is a CUDA device, that is the one; with
+// CUDA_VISIBLE_DEVICES set to nothing, it is this one.
 
 namespace simulated {
 

@@ -125,9 +125,10 @@ at::Tensor HostView::of(const at::Tensor& tensor) {
                            [&](const StoragePair& p) { return p.device.is_alias_of(storage); });
   if (same == storages_.end()) {
     void* const data = storage.mutable_data();
-    storages_.push_back(
-        {storage, c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(),
-                               c10::DataPtr(data, c10::kCPU), c10::GetCPUAllocator(), true)});
+    storages_.push_back({storage,
+                         c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(),
+                                      c10::DataPtr(data, c10::kCPU), c10::GetCPUAllocator(), true),
+                         tensor.key_set()});
     same = storages_.end() - 1;
   }
   at::Tensor host = at::detail::make_tensor<c10::TensorImpl>(
@@ -151,8 +152,7 @@ at::Tensor HostView::back(const at::Tensor& result, c10::Device device) {
   for (const StoragePair& pair : storages_) {
     if (!pair.host.is_alias_of(result.storage())) continue;
     at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(
-        c10::Storage(pair.device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
-        result.dtype());
+        c10::TensorImpl::VIEW, c10::Storage(pair.device), pair.keys, result.dtype());
     view.unsafeGetTensorImpl()->set_sizes_and_strides(result.sizes(), result.strides(),
                                                       result.storage_offset());
     return view;
@@ -251,8 +251,8 @@ void run_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack,
     } else {
       op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
     }
-    if (!is_view) view.resize_arguments();
   }
+  if (!is_view) view.resize_arguments();
   std::vector<Accesses*> fresh;
   for (std::size_t i = stack->size() - returns.size(); i < stack->size(); ++i) {
     for_each_tensor((*stack)[i], [&](const at::Tensor& t) {

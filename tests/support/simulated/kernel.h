@@ -44,6 +44,7 @@ class HostView {
   std::vector<Pair> tensors_;
   struct StoragePair {
     c10::Storage device, host;
+    c10::DispatchKeySet keys;  // of the tensor, which tell an inference tensor
   };
   std::vector<StoragePair> storages_;
 };

@@ -2,11 +2,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 #include <optional>
+
+#include "torchamp/detail/copy_target.h"
 
 namespace torchamp::detail {
 
@@ -53,11 +53,7 @@ class ScaleBound {
   static constexpr double near_one = 0x1p10;
 
   void copy_to_host(const at::Tensor& scale) {
-    if (!copy_.defined()) {
-      const c10::InferenceMode no_inference(false);
-      copy_ = at::empty(
-          {}, at::TensorOptions(at::kCPU).dtype(at::kFloat).pinned_memory(scale.is_cuda()));
-    }
+    if (!copy_.defined()) copy_ = copy_target(scale.device(), {});
     *copy_.mutable_data_ptr<float>() = not_here_yet;
     copy_.copy_(scale, /*non_blocking=*/true);
     copying_ = true;

@@ -2,13 +2,12 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
 #include <cstdint>
 #include <limits>
 
+#include "torchamp/detail/copy_target.h"
 #include "torchamp/detail/scaler/scale_update.h"
 #include "torchamp/grad_scaler_options.h"
 
@@ -104,13 +103,7 @@ class Limits {
 
   /// Has `news` copied to where a later call of news() finds it.
   void send(const at::Tensor& news) {
-    if (!arrived_.defined()) {
-      const c10::InferenceMode no_inference(false);
-      arrived_ =
-          at::empty({2},
-                    at::TensorOptions(at::kCPU).dtype(at::kFloat).pinned_memory(news.is_cuda()))
-              .zero_();
-    }
+    if (!arrived_.defined()) arrived_ = copy_target(news.device(), {2}).zero_();
     arrived_.copy_(news, /*non_blocking=*/true);
   }
 
