@@ -54,8 +54,7 @@ class SimulatedDevice : public testing::Test {
 };
 using SimulatedDeviceDeathTest = SimulatedDevice;
 
-// ---- It computes
-// ----------------------------------------------------------------------------------
+// ---- It computes -------------------------------------------------------------------------------
 
 /// One training step of a small net; returns the parameters behind it, on the CPU.
 std::vector<Tensor> trained_on(c10::Device device) {
@@ -139,8 +138,7 @@ TEST_F(SimulatedDevice, MovesAModuleInPlace) {
   EXPECT_EQ(held.grad().device(), sim1);
 }
 
-// ---- Memory
-// ---------------------------------------------------------------------------------------
+// ---- Memory ------------------------------------------------------------------------------------
 
 TEST_F(SimulatedDeviceDeathTest, DiesWhereTheHostTouchesItsMemory) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
@@ -169,8 +167,7 @@ TEST_F(SimulatedDevice, SaysThatItIsOutOfMemory) {
   EXPECT_EQ(torch::ones({3}, on(sim0)).sum().item<float>(), 3.F);
 }
 
-// ---- Which device
-// ---------------------------------------------------------------------------------
+// ---- Which device ------------------------------------------------------------------------------
 
 TEST_F(SimulatedDevice, RefusesTensorsOfDifferentDevices) {
   const Tensor a = torch::ones({3}, on(sim0)), b = torch::ones({3}, on(sim1));
@@ -196,8 +193,7 @@ TEST_F(SimulatedDevice, CopiesBetweenItsDevices) {
   EXPECT_TRUE(torch::equal(b.cpu(), torch::arange(4, at::kFloat)));
 }
 
-// ---- Streams and events
-// ---------------------------------------------------------------------------
+// ---- Streams and events ------------------------------------------------------------------------
 
 TEST_F(SimulatedDevice, WritesANonBlockingCopyWhenTheHostWaits) {
   const Tensor a = torch::ones({3}, on(sim0));
@@ -285,8 +281,7 @@ TEST_F(SimulatedDevice, FindsMemoryFreedWhileAnotherStreamUsesIt) {
               testing::ElementsAre(HasSubstr("record_stream was not called")));
 }
 
-// ---- Capture
-// --------------------------------------------------------------------------------------
+// ---- Capture -----------------------------------------------------------------------------------
 
 TEST_F(SimulatedDevice, RefusesInACaptureWhatAGraphCannotHold) {
   const Tensor a = torch::ones({3}, on(sim0));
@@ -333,8 +328,7 @@ TEST_F(SimulatedDevice, RefusesInBackwardsThreadToo) {
   EXPECT_THAT(error_of([&] { loss.backward(); }), HasSubstr("when stream is capturing"));
 }
 
-// ---- CUDA's preconditions
-// -------------------------------------------------------------------------
+// ---- CUDA's preconditions ----------------------------------------------------------------------
 
 void unscale(const std::vector<Tensor>& gradients, Tensor flag, const Tensor& inverse) {
   at::_amp_foreach_non_finite_check_and_unscale_(gradients, flag, inverse);
@@ -418,8 +412,7 @@ TEST_F(SimulatedDevice, UpdatesTheScaleOnTheDevice) {
               HasSubstr("growth_tracker"));
 }
 
-// ---- Counts
-// ---------------------------------------------------------------------------------------
+// ---- Counts ------------------------------------------------------------------------------------
 
 TEST_F(SimulatedDevice, CountsKernelsCopiesAndWaits) {
   Tensor a = torch::ones({100}, on(sim0));

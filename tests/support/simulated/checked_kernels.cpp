@@ -56,8 +56,7 @@ void check_flag(const char* op, const Tensor& flag) {
   TORCH_CHECK(value == 0.F || value == 1.F, op, ": found_inf is ", value, ", neither 0 nor 1");
 }
 
-// ---- Of the scaler
-// --------------------------------------------------------------------------------
+// ---- Of the scaler -----------------------------------------------------------------------------
 
 void unscale(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   constexpr const char* name = "_amp_foreach_non_finite_check_and_unscale_";
@@ -91,8 +90,7 @@ void update_scale(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   run_kernel(op, stack);
 }
 
-// ---- Of the optimizers
-// ----------------------------------------------------------------------------
+// ---- Of the optimizers -------------------------------------------------------------------------
 
 /// The lists whose tensors go through the kernel together.
 constexpr std::array<const char*, 6> lists{"self",        "grads",           "exp_avgs",

@@ -112,27 +112,26 @@ int64_t kernels_of(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arg
 
 }  // namespace
 
-// ---- HostView
-// -------------------------------------------------------------------------------------
+// ---- HostView ----------------------------------------------------------------------------------
 
 at::Tensor HostView::of(const at::Tensor& tensor) {
   if (!is_on_device(tensor)) return tensor;
-  for (const Pair& pair : tensors_) {
-    if (pair.device.is_same(tensor)) return pair.host;
-  }
+  const auto [found, is_new] = place_of_.try_emplace(tensor.unsafeGetTensorImpl(), tensors_.size());
+  if (!is_new) return tensors_[found->second].host;
   const c10::Storage& storage = tensor.storage();
-  auto same = std::find_if(storages_.begin(), storages_.end(),
-                           [&](const StoragePair& p) { return p.device.is_alias_of(storage); });
-  if (same == storages_.end()) {
+  const auto [at, is_new_storage] =
+      place_of_.try_emplace(storage.unsafeGetStorageImpl(), storages_.size());
+  const std::size_t place = at->second;
+  if (is_new_storage) {
     void* const data = storage.mutable_data();
     storages_.push_back({storage,
                          c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(),
                                       c10::DataPtr(data, c10::kCPU), c10::GetCPUAllocator(), true),
                          tensor.key_set()});
-    same = storages_.end() - 1;
   }
   at::Tensor host = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(same->host), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
+      c10::Storage(storages_[place].host), c10::DispatchKeySet(c10::DispatchKey::CPU),
+      tensor.dtype());
   host.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(),
                                                     tensor.storage_offset());
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
@@ -203,8 +202,7 @@ at::Tensor empty_like_on(c10::Device device, const at::Tensor& like) {
                            like.options().device(device).pinned_memory(false));
 }
 
-// ---- One kernel
-// -----------------------------------------------------------------------------------
+// ---- One kernel --------------------------------------------------------------------------------
 
 void run_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack,
                 const std::function<void(torch::jit::Stack*)>& instead) {

@@ -9,6 +9,7 @@
 
 #include <functional>
 #include <optional>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -42,6 +43,7 @@ class HostView {
     at::Tensor device, host;
   };
   std::vector<Pair> tensors_;
+  std::unordered_map<const void*, std::size_t> place_of_;  // of tensors and of storages, by address
   struct StoragePair {
     c10::Storage device, host;
     c10::DispatchKeySet keys;  // of the tensor, which tell an inference tensor

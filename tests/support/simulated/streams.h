@@ -41,8 +41,7 @@ struct Accesses {
 // non-blocking copy from it looks then whether the host has left the memory alone.
 inline constexpr std::uint64_t host_runs_ahead = 64;
 
-// ---- Streams: number 0 is sim:0's default stream, 1 is sim:1's, more are made on request
-// ----------
+// ---- Streams: 0 is sim:0's default stream, 1 is sim:1's, more are made on request ---------
 
 int64_t current_stream(c10::DeviceIndex device);
 int64_t exchange_stream(c10::DeviceIndex device, int64_t stream);
@@ -65,8 +64,7 @@ void join(int64_t stream, int64_t other);
 /// Memory given back: a violation if a stream other than its own still uses it, unrecorded.
 void check_freed(const Accesses& accesses);
 
-// ---- Events
-// ---------------------------------------------------------------------------------------
+// ---- Events ------------------------------------------------------------------------------------
 
 struct Event {
   Stamp at;
@@ -79,8 +77,7 @@ void block(const Event& event, int64_t stream);
 bool query(Event& event);
 void wait_for(const Event& event);
 
-// ---- Capture
-// --------------------------------------------------------------------------------------
+// ---- Capture -----------------------------------------------------------------------------------
 
 /// While it lives, `stream` is as one that a graph is captured from: what makes the host wait, or
 /// touches the generator's state, throws, on whatever thread it happens.
@@ -98,8 +95,7 @@ bool is_capturing(int64_t stream);
 /// Throws as CUDA does if the stream captures, or this thread's capture is under way.
 void refuse_in_capture(int64_t stream, std::string_view what);
 
-// ---- What could not be thrown
-// ---------------------------------------------------------------------
+// ---- What could not be thrown ------------------------------------------------------------------
 
 /// Wrong uses seen where nothing can be thrown; each test that leaves some fails (see
 /// violations.cpp). Taking them clears them.
