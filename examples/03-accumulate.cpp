@@ -1,18 +1,28 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A large batch in four parts: their gradients add up, all under one scale, which may therefore
-// change only after the step.
+// A large batch in four parts: an Accumulation makes one step of four losses. A SafeAccumulation
+// drops a part whose gradients hold an inf or a NaN, where otherwise the whole step is lost.
 #include <torch/torch.h>
+#include <torchamp/accumulate.h>
 #include <torchamp/torchamp.h>
+
+#include <cstddef>
+#include <iostream>
+#include <limits>
 
 #include "support/check.h"
 
 namespace {
 
-/// The mean loss of a batch under autocast.
+/// The mean loss of a part under autocast.
 torch::Tensor loss_of(torch::nn::Linear& model, const torch::Tensor& data,
                       const torch::Tensor& target) {
-  torchamp::AutocastGuard autocast(data.device().type());
+  torchamp::AutocastGuard autocast(data.device());
   return torch::mse_loss(model->forward(data), target);
+}
+
+/// Whether two steps from the same weights are the same within the rounding of 16 bits.
+bool same(const torch::Tensor& a, const torch::Tensor& b) {
+  return torch::allclose(a, b, /*rtol=*/0.02, /*atol=*/1e-3);
 }
 
 }  // namespace
@@ -23,28 +33,44 @@ int main() {
   torch::nn::Linear model(16, 4);
   model->to(device);
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1));
-  const auto data = torch::randn({64, 16}, device);
-  const auto target = torch::randn({64, 4}, device);
+  const auto data = torch::randn({64, 16}, device).chunk(4);
+  const auto target = torch::randn({64, 4}, device).chunk(4);
 
-  loss_of(model, data, target).backward();
-  const auto whole = model->weight.grad().clone();
-
-  torchamp::GradScaler scaler;
-  const int parts = 4;
-  for (int i = 0; i < 3; ++i) {
+  // One step on `batch`, to compare with; puts the weights back and returns where it led.
+  const auto start = model->weight.detach().clone(), start_bias = model->bias.detach().clone();
+  const auto go_back = [&] {
+    const torch::NoGradGuard no_grad;
+    const auto reached = model->weight.clone();
+    model->weight.copy_(start);
+    model->bias.copy_(start_bias);
     optimizer.zero_grad();
-    for (int part = 0; part < parts; ++part) {
-      const auto loss = loss_of(model, data.chunk(parts)[static_cast<std::size_t>(part)],
-                                target.chunk(parts)[static_cast<std::size_t>(part)]);
-      scaler.scale(loss / parts).backward();
-    }
-    if (i == 0) {
-      const auto sum = model->weight.grad() / scaler.get_scale();
-      const double error = (sum - whole).abs().max().item<double>();
-      support::check(error < 0.02 * whole.abs().max().item<double>(),
-                     "the parts' gradients add up to that of the whole batch");
-    }
-    support::check(scaler.step(optimizer).stepped(), "one step for all four parts");
-    scaler.update();
+    return reached;
+  };
+  const auto step_on = [&](const torch::Tensor& batch, const torch::Tensor& wanted) {
+    loss_of(model, batch, wanted).backward();
+    optimizer.step();
+    return go_back();
+  };
+  const auto all = step_on(torch::cat(data), torch::cat(target));
+  const auto three = step_on(torch::cat({data[0], data[2], data[3]}),
+                             torch::cat({target[0], target[2], target[3]}));
+
+  torchamp::GradScaler scaler({.init_scale = 1024.});
+  torchamp::Accumulation accumulation(scaler, optimizer, /*micro_batches=*/4);
+  for (std::size_t i = 0; i < 4; ++i) {
+    const auto result = accumulation.backward(loss_of(model, data[i], target[i]));
+    support::check(result.has_value() == (i == 3), "the fourth part makes the step");
   }
+  support::check(same(go_back(), all), "it is that of the whole batch");
+
+  const auto ruined = data[1].clone().fill_(std::numeric_limits<float>::infinity());
+  torchamp::SafeAccumulation safe(scaler, optimizer);
+  for (std::size_t i = 0; i < 4; ++i) {
+    safe.backward(loss_of(model, i == 1 ? ruined : data[i], target[i]));
+  }
+  const auto result = safe.step();
+  std::cout << "kept " << result.kept() << " of " << result.micro_batches() << " parts\n";
+  support::check(result.stepped() && result.dropped() == 1, "the ruined part is dropped");
+  support::check(same(go_back(), three), "the step is that of the other three");
+  support::check(scaler.get_scale() == 512., "the scale is lowered for it");
 }
