@@ -6,7 +6,7 @@
 
 // The only place where the version is written; CMake reads it from here.
 #define TORCHAMP_VERSION_MAJOR 0  ///< goes up with an incompatible release
-#define TORCHAMP_VERSION_MINOR 1  ///< goes up with what is new
+#define TORCHAMP_VERSION_MINOR 2  ///< goes up with what is new
 #define TORCHAMP_VERSION_PATCH 0  ///< goes up with corrections
 
 /// One integer to compare with: major * 10000 + minor * 100 + patch.
