@@ -3,7 +3,7 @@
 # gallery, and a page for each public header, in the order below. A public name that is not documented is an error.
 # Nothing else needs Doxygen: where it is missing, the target says so.
 
-# What lies in a header's own pages; detail/ has none.
+# The pages, in order.
 set(_torchamp_docs_headers
     torchamp
     # The training loop
@@ -17,14 +17,17 @@ set(_torchamp_docs_headers
     training_checkpoint python_state distributed/process_group distributed/nccl distributed/data_parallel
     distributed/checkpoint version)
 
+# Public names that a public header takes from detail/.
+set(_torchamp_docs_parts include/torchamp/detail/policy/rule.h)
+
 # Writes `file`, a Markdown file of the source tree, to `to` as Doxygen wants it: headings with the anchors that GitHub
 # gives them, links relative to the top folder.
 function(_torchamp_docs_page file to)
   file(READ ${PROJECT_SOURCE_DIR}/${file} text)
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/${file})
-  string(REGEX MATCHALL "\n##+ [^\n]+" headings "${text}")
+  string(REGEX MATCHALL "(^|\n)#+ [^\n]+" headings "${text}")
   foreach(heading IN LISTS headings)
-    string(REGEX REPLACE "^\n#+ " "" anchor "${heading}")
+    string(REGEX REPLACE "^\n?#+ " "" anchor "${heading}")
     string(TOLOWER "${anchor}" anchor)
     string(REGEX REPLACE "[^a-z0-9 _-]" "" anchor "${anchor}")
     string(REPLACE " " "-" anchor "${anchor}")
@@ -37,7 +40,9 @@ function(_torchamp_docs_page file to)
   endif()
   # Links between the pages.
   string(REGEX REPLACE "\\]\\([^:)#]*README[.]md#([^)]+)\\)" "](#\\1)" text "${text}")
-  string(REGEX REPLACE "\\]\\(examples/README[.]md\\)" "](@ref gallery)" text "${text}")
+  string(REPLACE "](examples/README.md)" "](@ref gallery)" text "${text}")
+  string(REPLACE "](README.md)" "](@ref index)" text "${text}")
+  string(REGEX REPLACE "\\]\\(include/(torchamp/[^)]+[.]h)\\)" "](@ref \\1)" text "${text}")
   # Doxygen takes other Markdown files for pages of its own.
   string(REGEX REPLACE "\\[([^]]+)\\]\\(([^:)#]+[.]md)\\)" "<a href=\"\\2\">\\1</a>" text "${text}")
   file(WRITE ${to} "${text}")
@@ -55,6 +60,7 @@ function(torchamp_add_docs)
   endif()
   set(folder ${PROJECT_BINARY_DIR}/docs)
   _torchamp_docs_page(README.md ${folder}/pages/README.md)
+  _torchamp_docs_page(examples/README.md ${folder}/pages/gallery.md)
 
   # The list of headers, each with the line that says what it is for.
   set(index "# Headers {#headers}\n\n| header | what it is for |\n|---|---|\n")
@@ -64,6 +70,9 @@ function(torchamp_add_docs)
   list(TRANSFORM public REPLACE "^.*include/torchamp/(.*)[.]h$" "\\1")
   list(APPEND _torchamp_docs_headers ${public})
   list(REMOVE_DUPLICATES _torchamp_docs_headers)
+  foreach(part IN LISTS _torchamp_docs_parts)
+    list(APPEND inputs ${PROJECT_SOURCE_DIR}/${part})
+  endforeach()
   foreach(name IN LISTS _torchamp_docs_headers)
     set(header ${PROJECT_SOURCE_DIR}/include/torchamp/${name}.h)
     if(NOT name IN_LIST public)
@@ -89,13 +98,12 @@ function(torchamp_add_docs)
   set(DOXYGEN_QUIET YES)
   set(DOXYGEN_WARN_AS_ERROR FAIL_ON_WARNINGS)
   set(DOXYGEN_JAVADOC_AUTOBRIEF YES)  # the first sentence is the brief description
-  set(DOXYGEN_HIDE_UNDOC_MEMBERS YES)
   set(DOXYGEN_SORT_MEMBER_DOCS NO)
   set(DOXYGEN_INLINE_SIMPLE_STRUCTS YES)
   set(DOXYGEN_VERBATIM_HEADERS NO)
   set(DOXYGEN_SHOW_INCLUDE_FILES NO)
   set(DOXYGEN_INPUT_FILTER "sed -E 's/^.*= (delete|default).$//'")  # says all by itself
-  doxygen_add_docs(docs ${folder}/pages/README.md ${folder}/pages/headers.md ${inputs}
+  doxygen_add_docs(docs ${folder}/pages/README.md ${folder}/pages/headers.md ${folder}/pages/gallery.md ${inputs}
                    COMMENT "The reference: ${folder}/html/index.html")
   add_custom_command(
     TARGET docs POST_BUILD COMMAND ${CMAKE_COMMAND} -E copy_directory ${PROJECT_SOURCE_DIR}/examples

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+/// @file
+/// @brief CastRecorder: which ops ran in which dtype, and what was cast for them.
+
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
@@ -27,6 +30,7 @@ class CastReport {
  public:
   /// What is said of one op in one module, forward or backward.
   struct Row {
+    /// Whether the calls were backward's.
     bool backward = false;
     /// Dotted name, or empty where no module is known.
     std::string module;
@@ -48,6 +52,7 @@ class CastReport {
     int64_t fp32_by_input = 0;
   };
 
+  /// For CastRecorder: sorts the rows.
   explicit CastReport(std::vector<Row> rows) : rows_(std::move(rows)) {
     std::stable_sort(rows_.begin(), rows_.end(),
                      [](const Row& a, const Row& b) { return a.cast_bytes > b.cast_bytes; });
@@ -77,6 +82,7 @@ class CastReport {
   std::vector<Row> rows_;
 };
 
+/// Prints the report as a table, a line for each row and one for the sums.
 inline std::ostream& operator<<(std::ostream& out, const CastReport& report) {
   detail::print_cast_report(out, report.rows(), report.total());
   return out;

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+/// @file
+/// @brief The ops that an edit of a policy names: names, lists and families.
+
 #include <algorithm>
 #include <concepts>
 #include <cstddef>
@@ -20,13 +23,18 @@ namespace torchamp {
 /// writes himself, in a family of his own too, must exist.
 class OpFamily {
  public:
+  /// A family of the program's own. Refers to `ops`, which outlives it.
   template <std::size_t size>
   constexpr OpFamily(std::string_view name, const std::string_view (&ops)[size])
       : name_(name), ops_(ops), size_(size) {}
 
+  /// What it is called: "norm".
   constexpr std::string_view name() const { return name_; }
+  /// The first of its ops' names.
   constexpr const std::string_view* begin() const { return ops_; }
+  /// Behind the last of its ops' names.
   constexpr const std::string_view* end() const { return ops_ + size_; }
+  /// How many names it has.
   constexpr std::size_t size() const { return size_; }
 
   /// Equal when the name and the ops are.
@@ -109,19 +117,33 @@ inline constexpr std::string_view interpolation_ops[] = {
 /// call `linear` but `addmm` or `matmul`: for it edit ops::matmul too.
 namespace ops {
 
+/// Matrix products and what is made of them: `mm`, `matmul`, `einsum`, …
 inline constexpr OpFamily matmul{"matmul", detail::matmul_ops};
+/// Convolutions, transposed ones too.
 inline constexpr OpFamily conv{"conv", detail::conv_ops};
+/// `linear`, which scripts and torch::linear call; not torch::nn::Linear.
 inline constexpr OpFamily linear{"linear", detail::linear_ops};
+/// Scaled dot-product and multi-head attention.
 inline constexpr OpFamily attention{"attention", detail::attention_ops};
+/// LSTM, GRU and RNN cells.
 inline constexpr OpFamily recurrent{"recurrent", detail::recurrent_ops};
+/// `add`, `sub` and `rsub`.
 inline constexpr OpFamily addition{"addition", detail::addition_ops};
+/// Reductions that accumulate: sums, means, products, norms, variances.
 inline constexpr OpFamily reduction{"reduction", detail::reduction_ops};
+/// What picks among values, exact in any dtype: `max`, `topk`, `sort`, …
 inline constexpr OpFamily order_statistic{"order_statistic", detail::order_statistic_ops};
+/// Normalisation layers.
 inline constexpr OpFamily norm{"norm", detail::norm_ops};
+/// `softmax` and `log_softmax`.
 inline constexpr OpFamily softmax{"softmax", detail::softmax_ops};
+/// Losses.
 inline constexpr OpFamily loss{"loss", detail::loss_ops};
+/// Pointwise functions that 16 bits are too coarse or too narrow for: `exp`, `log`, `pow`, …
 inline constexpr OpFamily pointwise{"pointwise", detail::pointwise_ops};
+/// Distances and similarities.
 inline constexpr OpFamily distance{"distance", detail::distance_ops};
+/// Upsampling and grid sampling.
 inline constexpr OpFamily interpolation{"interpolation", detail::interpolation_ops};
 
 /// All of them, in the order of their declaration.
@@ -137,15 +159,21 @@ inline constexpr OpFamily families[] = {
 class OpNames {
  public:
   // Implicit, so that edits read as `policy.fp32({"pow", "exp"})` and `policy.fp32(ops::norm)`.
+  /// One op.
   OpNames(const char* name) : names_{name} {}
+  /// One op.
   OpNames(std::string_view name) : names_{std::string(name)} {}
+  /// One op.
   OpNames(std::string name) : names_{std::move(name)} {}
+  /// Several ops: `{"pow", "exp"}`.
   OpNames(std::initializer_list<std::string_view> names) : names_(names.begin(), names.end()) {}
+  /// All ops of a family.
   OpNames(const OpFamily& family) : names_(family.begin(), family.end()) {
     for (const OpFamily& ours : ops::families) {
       if (ours == family) family_ = ours.name();
     }
   }
+  /// Any range of names.
   template <std::ranges::input_range Names>
   requires(std::convertible_to<std::ranges::range_reference_t<Names>, std::string_view> &&
            !std::convertible_to<Names, std::string_view> &&
@@ -154,7 +182,9 @@ class OpNames {
     for (auto&& name : names) names_.emplace_back(std::string_view(name));
   }
 
+  /// The first name.
   auto begin() const { return names_.begin(); }
+  /// Behind the last name.
   auto end() const { return names_.end(); }
   /// The name of the family of torchamp::ops that these are, or empty.
   std::string_view family() const { return family_; }

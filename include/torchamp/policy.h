@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+/// @file
+/// @brief Policy: which ops run in which dtype.
+
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/Device.h>
 #include <c10/core/DeviceType.h>
@@ -77,6 +80,7 @@ class Policy {
   /// A name without overload is the overload without a name, else what all castable overloads have
   /// in common; if they differ, an error that lists them. An op on no list is `unchanged`.
   Cast lookup(std::string_view op, at::DeviceType device) const;
+  /// The rule in force on the type of `device`: see the other lookup().
   Cast lookup(std::string_view op, at::Device device) const { return lookup(op, device.type()); }
 
   /// What that rule does to the op's arguments: as lookup(), but where LibTorch's own kernel
@@ -84,10 +88,12 @@ class Policy {
   /// `lower_precision` here. `native` is left where that is not known: a kernel that only throws,
   /// or one of a LibTorch that is newer than torchamp's list of a CPU's kernels.
   Cast effect(std::string_view op, at::DeviceType device) const;
+  /// What the rule does on the type of `device`: see the other effect().
   Cast effect(std::string_view op, at::Device device) const { return effect(op, device.type()); }
 
   /// The contents, for the library's own headers.
   const std::shared_ptr<const detail::PolicyData>& data() const { return data_; }
+  /// For the library's own headers: a policy with these contents.
   explicit Policy(std::shared_ptr<const detail::PolicyData> data) : data_(std::move(data)) {}
 
  private:

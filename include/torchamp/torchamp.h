@@ -4,6 +4,9 @@
 /// @file
 /// @brief What a training loop needs: guards, policies, the scaler, fused optimizers, clipping.
 
+/// @namespace torchamp
+/// Automatic mixed precision for LibTorch.
+
 // What a training loop needs. Everything else has a header of its own: include it where it is used.
 #include "torchamp/autocast.h"
 #include "torchamp/clip_grad.h"

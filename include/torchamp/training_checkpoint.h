@@ -37,7 +37,7 @@ namespace torchamp {
 ///
 /// On a CPU, with the same libraries and number of threads, the run that went on is the same bit
 /// for bit. What is added is referred to: it must live as long as the checkpoint. With several
-/// processes, see save_together() and load_together() in distributed_checkpoint.h.
+/// processes, see save_together() and load_together() in distributed/checkpoint.h.
 class TrainingCheckpoint {
  public:
   /// Names the file; touches nothing.

@@ -67,7 +67,7 @@ struct ProcessGroupOptions {
 };
 
 /// Meets the other processes and makes the group of all of them, over Gloo: c10d's own, for CPU
-/// tensors and, where LibTorch has CUDA, for CUDA tensors; add_nccl() in process_group_nccl.h makes
+/// tensors and, where LibTorch has CUDA, for CUDA tensors; add_nccl() in nccl.h makes
 /// the latter fast.
 ///
 ///     const auto group = torchamp::make_process_group({.timeout = std::chrono::seconds(60)});

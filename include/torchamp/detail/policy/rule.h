@@ -73,6 +73,7 @@ constexpr std::string_view to_string(Cast cast) {
   return row == nullptr ? "?" : row->name;
 }
 
+/// Prints the name.
 inline std::ostream& operator<<(std::ostream& out, Cast cast) {
   return out << to_string(cast);
 }
@@ -84,6 +85,7 @@ class OpCall {
   OpCall(const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> stack)
       : schema_(schema), stack_(stack) {}
 
+  /// The op's schema: its name and its arguments' names and types.
   const c10::FunctionSchema& schema() const { return schema_; }
 
   /// The argument called `name` in the op's schema: `call.argument("exponent").toScalar()`.
@@ -112,6 +114,7 @@ struct When {
   /// is to stay asynchronous.
   std::function<bool(const OpCall&)> predicate = nullptr;
 
+  /// Whether it holds for every call.
   bool always() const { return !dtype && !predicate; }
   /// Whether it holds for a call in a region of this dtype.
   bool holds(at::ScalarType region_dtype, const OpCall& call) const {
