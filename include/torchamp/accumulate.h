@@ -23,8 +23,9 @@
 #include "torchamp/fused_optimizer.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/step_result.h"
+#include "torchamp/version.h"
 
-namespace torchamp {
+namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
 
@@ -331,4 +332,4 @@ class SafeAccumulation {
   std::function<void()> before_unscale_;
 };
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE

@@ -15,8 +15,9 @@
 
 #include "torchamp/detail/overlay/autocast_region.h"
 #include "torchamp/policy.h"
+#include "torchamp/version.h"
 
-namespace torchamp {
+namespace TORCHAMP_NAMESPACE {
 
 /// What an AutocastGuard sets. An aggregate, for designated initialisers:
 /// `AutocastGuard g(torch::kCUDA, {.dtype = torch::kBFloat16});`
@@ -105,4 +106,4 @@ inline void clear_weight_cache() {
   at::autocast::clear_cache();
 }
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE

@@ -17,8 +17,9 @@
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/overlay/policy_scope.h"
 #include "torchamp/detail/overlay/thread_policy.h"
+#include "torchamp/version.h"
 
-namespace torchamp {
+namespace TORCHAMP_NAMESPACE {
 
 /// The whole autocast state of a thread: for each device type whether autocast is on and in which
 /// dtype, the weight cache's flag, and the policy. A value, to be carried to other threads:
@@ -122,4 +123,4 @@ class AutocastStateGuard {
   detail::PolicyScope policy_scope_;
 };
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE

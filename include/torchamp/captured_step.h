@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-namespace torchamp {
+#include "torchamp/version.h"
+
+namespace TORCHAMP_NAMESPACE {
 
 /// What an optimizer implements, beside ScaledStep, so that a CUDA graph that holds its step
 /// follows what the host changes. CudaGraph finds it with dynamic_cast.
@@ -27,4 +29,4 @@ class CapturedStep {
   virtual void note_replayed_step() = 0;
 };
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE

@@ -19,8 +19,9 @@
 #include "torchamp/detail/observe/named_parameters.h"
 #include "torchamp/detail/observe/observer.h"
 #include "torchamp/detail/observe/print_report.h"
+#include "torchamp/version.h"
 
-namespace torchamp {
+namespace TORCHAMP_NAMESPACE {
 namespace detail {
 class CastRecording;
 }
@@ -142,6 +143,6 @@ class CastRecorder {
   detail::Observation observation_;
 };
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE
 
 #include "torchamp/detail/observe/cast_recording.h"  // IWYU pragma: export

@@ -16,6 +16,7 @@
 #include "torchamp/detail/internal_ops.h"
 #include "torchamp/fused_optimizer.h"
 #include "torchamp/grad_scaler.h"
+#include "torchamp/version.h"
 
 // Clipping of gradients, as torch.nn.utils.clip_grad_norm_ and clip_grad_value_ do it. None of
 // these functions reads a device, and the number of kernels does not grow with the number of
@@ -38,7 +39,7 @@
 // then: a step with gradients that were written to, replaced, added or dropped after the clip is an
 // error. (fp64 gradients are multiplied at once: such a step divides by an fp32 number.)
 
-namespace torchamp {
+namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
 
@@ -174,4 +175,4 @@ inline void clip_grad_value_(GradScaler& scaler, torch::optim::Optimizer& optimi
   clip_grad_value_(optimizer, value);
 }
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE

@@ -28,8 +28,9 @@
 #include "torchamp/detail/graph/recorder.h"
 #include "torchamp/detail/graph/static_inputs.h"
 #include "torchamp/scaled_step.h"
+#include "torchamp/version.h"
 
-namespace torchamp {
+namespace TORCHAMP_NAMESPACE {
 
 /// How a CudaGraph is made. An aggregate, for designated initialisers.
 struct CudaGraphOptions {
@@ -293,4 +294,4 @@ inline void CudaGraph::capture() {
   captured_ = true;
 }
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE

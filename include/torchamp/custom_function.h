@@ -19,8 +19,9 @@
 
 #include "torchamp/autocast_state.h"
 #include "torchamp/detail/cast_inputs.h"
+#include "torchamp/version.h"
 
-namespace torchamp {
+namespace TORCHAMP_NAMESPACE {
 namespace detail {
 
 /// The forward's autocast state on its way to the backward, in AutogradContext::saved_data.
@@ -121,4 +122,4 @@ struct AutocastFunction {
   }
 };
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE

@@ -9,8 +9,9 @@
 #include "torchamp/detail/internal_ops.h"
 #include "torchamp/detail/optim/pending_divisor.h"
 #include "torchamp/scaled_step.h"
+#include "torchamp/version.h"
 
-namespace torchamp {
+namespace TORCHAMP_NAMESPACE {
 
 /// What the fused optimizers (optim.h) have in common: torch::optim::Optimizers that step all
 /// parameters of a group, device and dtype with one call of ATen's fused kernel, and that decide on
@@ -93,4 +94,4 @@ class FusedOptimizer : public torch::optim::Optimizer, public ScaledStep {
   detail::PendingDivisor pending_;
 };
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE

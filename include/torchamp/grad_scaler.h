@@ -22,8 +22,9 @@
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/grad_scaler_state.h"
 #include "torchamp/step_result.h"
+#include "torchamp/version.h"
 
-namespace torchamp {
+namespace TORCHAMP_NAMESPACE {
 
 class Accumulation;
 class SafeAccumulation;
@@ -235,7 +236,7 @@ inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive
   return archive;
 }
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE
 
 #include "torchamp/detail/scaler/closure_step.h"         // IWYU pragma: export
 #include "torchamp/detail/scaler/grad_scaler_archive.h"  // IWYU pragma: export

@@ -7,7 +7,9 @@
 #include <functional>
 #include <limits>
 
-namespace torchamp {
+#include "torchamp/version.h"
+
+namespace TORCHAMP_NAMESPACE {
 
 /// What GradScaler::update does when a limit is met. Where only the device knows that (after a
 /// fused optimizer's step on a GPU), update() does it an iteration or a few later, as soon as the
@@ -134,4 +136,4 @@ struct GradScalerOptions {
   static GradScalerOptions fixed(double scale) { return {.init_scale = scale, .dynamic = false}; }
 };
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE

@@ -3,7 +3,9 @@
 
 #include <cstdint>
 
-namespace torchamp {
+#include "torchamp/version.h"
+
+namespace TORCHAMP_NAMESPACE {
 
 /// What torch.amp.GradScaler.state_dict() holds, by the same names (its growth_tracker has an
 /// underscore in front). An empty state, as a disabled scaler gives it, has a scale of 0.
@@ -18,4 +20,4 @@ struct GradScalerState {
   bool operator==(const GradScalerState&) const = default;
 };
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE

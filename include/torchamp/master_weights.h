@@ -17,8 +17,9 @@
 #include <vector>
 
 #include "torchamp/detail/tensor_pairs.h"
+#include "torchamp/version.h"
 
-namespace torchamp {
+namespace TORCHAMP_NAMESPACE {
 
 /// Which parameters MasterWeights keeps in 16 bits, and which in fp32.
 struct MasterWeightsOptions {
@@ -136,6 +137,6 @@ inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive
   return archive;
 }
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE
 
 #include "torchamp/detail/master_weights_impl.h"  // IWYU pragma: export

@@ -13,7 +13,9 @@
 #include <string>
 #include <vector>
 
-namespace torchamp {
+#include "torchamp/version.h"
+
+namespace TORCHAMP_NAMESPACE {
 
 /// A parameter of an optimizer that has no gradient, and why.
 struct MissingGradient {
@@ -92,4 +94,4 @@ inline std::ostream& operator<<(std::ostream& out, const MissingGradient& missin
   return out;
 }
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE

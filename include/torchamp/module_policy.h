@@ -29,8 +29,9 @@
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/name_pattern.h"
 #include "torchamp/policy.h"
+#include "torchamp/version.h"
 
-namespace torchamp {
+namespace TORCHAMP_NAMESPACE {
 
 /// A torch::nn module that can be given a policy of its own (see ModulePolicies), for use in place
 /// of `Holder`:
@@ -256,4 +257,4 @@ inline std::vector<std::string> ModulePolicies::apply_to(torch::nn::Module& mode
   return names;
 }
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE

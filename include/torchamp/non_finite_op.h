@@ -16,8 +16,9 @@
 #include <vector>
 
 #include "torchamp/detail/observe/named_parameters.h"
+#include "torchamp/version.h"
 
-namespace torchamp {
+namespace TORCHAMP_NAMESPACE {
 
 /// The first op that made an inf or a NaN.
 struct NonFiniteOp {
@@ -101,6 +102,6 @@ inline std::ostream& operator<<(std::ostream& out, const NonFiniteOp& found) {
   return out << " (after " << found.ops_before << " ops)\n";
 }
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE
 
 #include "torchamp/detail/observe/non_finite_search.h"  // IWYU pragma: export

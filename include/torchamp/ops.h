@@ -15,7 +15,9 @@
 #include <utility>
 #include <vector>
 
-namespace torchamp {
+#include "torchamp/version.h"
+
+namespace TORCHAMP_NAMESPACE {
 
 /// A named list of op names, for the edits of a Policy: `policy.fp32(ops::norm)`.
 /// A name stands for all overloads of the op. In the families of torchamp::ops a name that the
@@ -194,4 +196,4 @@ class OpNames {
   std::string_view family_;
 };
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE

@@ -14,6 +14,7 @@
 #include "torchamp/detail/optim/fused_optimizer_impl.h"
 #include "torchamp/detail/optim/kernels.h"
 #include "torchamp/fused_optimizer.h"
+#include "torchamp/version.h"
 
 // Optimizers over ATen's fused kernels. Each takes the options of LibTorch's own optimizer of its
 // kind, computes the same steps (within rounding), keeps its state in LibTorch's own types, and
@@ -38,7 +39,7 @@
 // some programs use and instantiates much is a template for the same reason, with a parameter that
 // it could do without.
 
-namespace torchamp {
+namespace TORCHAMP_NAMESPACE {
 
 /// torch::optim::Adam, fused.
 class FusedAdam : public detail::FusedOptimizerOf<detail::AdamRule> {
@@ -89,4 +90,4 @@ class FusedAdagrad : public detail::FusedOptimizerOf<detail::AdagradRule> {
       : FusedAdagrad(detail::one_group(std::move(params)), std::move(defaults)) {}
 };
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE

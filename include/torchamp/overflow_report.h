@@ -18,8 +18,9 @@
 #include "torchamp/detail/gradients/collect.h"
 #include "torchamp/detail/internal_ops.h"
 #include "torchamp/detail/observe/named_parameters.h"
+#include "torchamp/version.h"
 
-namespace torchamp {
+namespace TORCHAMP_NAMESPACE {
 
 /// A parameter whose gradient holds infs or NaNs.
 struct Overflow {
@@ -124,4 +125,4 @@ inline std::ostream& operator<<(std::ostream& out, const OverflowReport& report)
   return out;
 }
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE

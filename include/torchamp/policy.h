@@ -22,8 +22,9 @@
 #include "torchamp/detail/policy/resolve.h"
 #include "torchamp/detail/policy/rule.h"
 #include "torchamp/ops.h"
+#include "torchamp/version.h"
 
-namespace torchamp {
+namespace TORCHAMP_NAMESPACE {
 
 /// A dtype policy table: which ops run in which precision inside an AutocastGuard.
 ///
@@ -182,4 +183,4 @@ inline Cast Policy::common_rule(const char* call, RuleOf rule_of, std::string_vi
   return common.value_or(Cast::unchanged);
 }
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE

@@ -20,8 +20,9 @@
 #include "torchamp/detail/text.h"
 #include "torchamp/ops.h"
 #include "torchamp/policy.h"
+#include "torchamp/version.h"
 
-namespace torchamp {
+namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
 
@@ -197,4 +198,4 @@ inline Policy load_policy(const std::string& path) {
   return parse_policy(text);
 }
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE

@@ -24,8 +24,9 @@
 #include "torchamp/detail/io/atomic_file.h"
 #include "torchamp/detail/io/pickle.h"
 #include "torchamp/grad_scaler_state.h"
+#include "torchamp/version.h"
 
-namespace torchamp {
+namespace TORCHAMP_NAMESPACE {
 
 // Files that Python shares with us:
 //
@@ -182,4 +183,4 @@ inline void save_python_state(const GradScalerState& state, const std::string& p
   file.commit();
 }
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE

@@ -23,8 +23,9 @@
 #include "torchamp/detail/recompute/node.h"
 #include "torchamp/detail/rng_state.h"
 #include "torchamp/detail/tensor_tree.h"
+#include "torchamp/version.h"
 
-namespace torchamp {
+namespace TORCHAMP_NAMESPACE {
 namespace detail {
 
 /// What checkpoint() keeps of an input of type Given for backward: of a list the values too.
@@ -188,4 +189,4 @@ at::Tensor checkpoint_sequential(Sequential& sequential, at::Tensor input) {
   return checkpoint_sequential(sequential, std::max<std::int64_t>(root, 1), std::move(input));
 }
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE

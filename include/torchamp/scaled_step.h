@@ -3,7 +3,9 @@
 
 #include <ATen/core/Tensor.h>
 
-namespace torchamp {
+#include "torchamp/version.h"
+
+namespace TORCHAMP_NAMESPACE {
 
 /// What an optimizer implements, beside torch::optim::Optimizer, to take the scale and the overflow
 /// flag on the device. GradScaler::step finds it with dynamic_cast and then reads nothing.
@@ -27,4 +29,4 @@ class ScaledStep {
   virtual at::Tensor step_scaled(const at::Tensor& grad_scale, const at::Tensor& found_inf) = 0;
 };
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE

@@ -13,8 +13,9 @@
 
 #include "torchamp/detail/scaler/step_record.h"
 #include "torchamp/missing_gradients.h"
+#include "torchamp/version.h"
 
-namespace torchamp {
+namespace TORCHAMP_NAMESPACE {
 
 class GradScaler;
 
@@ -68,4 +69,4 @@ class StepResult {
   std::shared_ptr<detail::StepRecord> record_;
 };
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE

@@ -20,8 +20,9 @@
 #include <vector>
 
 #include "torchamp/detail/io/checkpoint_values.h"
+#include "torchamp/version.h"
 
-namespace torchamp {
+namespace TORCHAMP_NAMESPACE {
 
 /// A file from which a run goes on where it was: model, optimizer, scaler and whatever else the
 /// program names, and the states of the random generators of the CPU and of the devices in use.
@@ -170,6 +171,6 @@ void TrainingCheckpoint::add_to(std::vector<Entry>& entries, std::string name, T
   add_entry(entries, std::move(entry));
 }
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE
 
 #include "torchamp/detail/io/training_checkpoint_impl.h"  // IWYU pragma: export

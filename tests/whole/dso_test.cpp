@@ -1,16 +1,24 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // A host and a plugin with hidden visibility share one policy and one set of overlays, and the
-// plugin may come and go. See Note [One runtime per process].
+// plugin may come and go, also if it was built against another version of torchamp. See
+// Note [One runtime per process] and Note [Two versions in one process].
 #include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+#include <c10/util/Exception.h>
 #include <dlfcn.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <functional>
-#include <memory>
+#include <optional>
+#include <stdexcept>
 #include <string>
+#include <typeinfo>
 
 #include "torchamp/autocast.h"
 #include "torchamp/autocast_state.h"
+#include "torchamp/version.h"
 #include "whole/dso/plugin.h"
 
 namespace {
@@ -24,7 +32,8 @@ at::ScalarType relu_dtype() {
 
 class LoadedPlugin {
  public:
-  LoadedPlugin() : handle_(dlopen(TORCHAMP_TEST_PLUGIN, RTLD_NOW | RTLD_LOCAL)) {
+  explicit LoadedPlugin(const std::string& path)
+      : handle_(dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL)) {
     if (handle_ == nullptr) throw std::runtime_error(dlerror());
     calls_ = reinterpret_cast<GetPlugin>(dlsym(handle_, "torchamp_test_plugin"))();
   }
@@ -58,16 +67,37 @@ int overlays(const char* op, const char* overload) {
   return count;
 }
 
-void use_the_host_first() {
-  const AutocastGuard guard(at::kCPU);
-}
-void use_the_plugin_first() {
-  const LoadedPlugin plugin;
-  plugin.under_its_guard([] {});
+// What the host is built against, and plugins of this version, of another version with the same
+// layout, and of another version with another layout.
+const std::string host_version = std::to_string(TORCHAMP_VERSION_MAJOR) + '.' +
+                                 std::to_string(TORCHAMP_VERSION_MINOR) + '.' +
+                                 std::to_string(TORCHAMP_VERSION_PATCH);
+const std::string same_version = TORCHAMP_TEST_PLUGINS "/libdso_plugin.so";
+const std::string other_version = TORCHAMP_TEST_PLUGINS "/libdso_plugin_other_version.so";
+const std::string other_layout = TORCHAMP_TEST_PLUGINS "/libdso_plugin_other_layout.so";
+
+// Which part of the process is the first to use torchamp: each order needs a process of its own,
+// and tests/CMakeLists.txt runs this program once for each.
+std::string first_user() {
+  const char* const first = std::getenv("TORCHAMP_TEST_FIRST");
+  return first == nullptr ? "host" : first;
 }
 
-void expect_one_policy_and_one_set_of_overlays() {
-  const LoadedPlugin plugin;
+class SharedLibraries : public testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    const std::string first = first_user();
+    if (first == "host") {
+      const AutocastGuard guard(at::kCPU);
+    } else {
+      const LoadedPlugin plugin(TORCHAMP_TEST_PLUGINS "/lib" + first + ".so");
+      EXPECT_EQ(plugin->error_of_a_guard(), "");
+    }
+  }
+};
+
+void expect_one_policy_and_one_set_of_overlays(const std::string& path) {
+  const LoadedPlugin plugin(path);
   EXPECT_EQ(plugin->runtime(), &torchamp::detail::shared_runtime());
   {
     const AutocastGuard guard(at::kCPU, {.policy = Policy::standard().fp32({"relu"})});
@@ -86,12 +116,12 @@ void expect_one_policy_and_one_set_of_overlays() {
   EXPECT_EQ(overlays("aten::add", "Tensor"), 1);
 }
 
-void expect_a_working_process_after_unloading() {
+void expect_a_working_process_after_unloading(const std::string& path) {
   std::optional<torchamp::AutocastState> from_plugin;
   at::Tensor loss;
   const at::Tensor weight = at::ones({2, 2}).requires_grad_();
   {
-    const LoadedPlugin plugin;
+    const LoadedPlugin plugin(path);
     plugin.under_its_guard([&] {
       from_plugin = torchamp::AutocastState::of_this_thread();
       loss = weight.mm(weight).relu().sum();
@@ -104,18 +134,53 @@ void expect_a_working_process_after_unloading() {
   EXPECT_EQ(relu_dtype(), at::kFloat) << "a policy made by the plugin outlives it";
 }
 
-// The two orders need a process each: tests/CMakeLists.txt runs this program once for either.
-TEST(SharedLibraries, ShareOnePolicyAndSurviveUnloading) {
-  const char* first = std::getenv("TORCHAMP_TEST_FIRST");
-  if (first != nullptr && std::string(first) == "plugin") {
-    use_the_plugin_first();
-  } else {
-    use_the_host_first();
-  }
+TEST_F(SharedLibraries, ShareOnePolicyAndSurviveUnloading) {
+  if (first_user() == "dso_plugin_other_layout") GTEST_SKIP() << "the host cannot make a guard";
   for (int round = 0; round < 3; ++round) {
-    expect_one_policy_and_one_set_of_overlays();
-    expect_a_working_process_after_unloading();
+    for (const std::string& path : {same_version, other_version}) {
+      expect_one_policy_and_one_set_of_overlays(path);
+      expect_a_working_process_after_unloading(path);
+    }
   }
+}
+
+TEST_F(SharedLibraries, KeepTheCodeOfTwoVersionsApart) {
+  const std::string type = typeid(Policy).name();
+  EXPECT_EQ(LoadedPlugin(same_version)->policy_type, type);
+  EXPECT_NE(LoadedPlugin(other_version)->policy_type, type);
+  EXPECT_THAT(LoadedPlugin(other_version)->policy_type, testing::HasSubstr("v98_7_6"));
+}
+
+TEST_F(SharedLibraries, FailAtTheFirstGuardIfTheirLayoutsDiffer) {
+  const bool host_fails = first_user() == "dso_plugin_other_layout";
+  const std::string other_layouts_version = "99.7.6";
+  const std::string before = host_fails                                   ? other_layouts_version
+                             : first_user() == "dso_plugin_other_version" ? "98.7.6"
+                                                                          : host_version;
+  const std::string after = host_fails ? host_version : other_layouts_version;
+  const auto expect_both_named = [&](const std::string& error) {
+    EXPECT_THAT(error, testing::HasSubstr("was built against torchamp " + after +
+                                          ", but torchamp " + before + " is in use"));
+  };
+  for (int round = 0; round < 2; ++round) {
+    if (!host_fails) {
+      const LoadedPlugin plugin(other_layout);
+      expect_both_named(plugin->error_of_a_guard());
+      continue;
+    }
+    for (const bool enabled : {true, false}) {
+      try {
+        const AutocastGuard guard(at::kCPU, {.enabled = enabled});
+        ADD_FAILURE() << "no error";
+      } catch (const c10::Error& error) {
+        expect_both_named(error.what_without_backtrace());
+      }
+    }
+    expect_both_named(LoadedPlugin(same_version)->error_of_a_guard());
+    EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU))
+        << "a guard that fails changes nothing";
+  }
+  EXPECT_EQ(relu_dtype(), at::kHalf);
 }
 
 }  // namespace

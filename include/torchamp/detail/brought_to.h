@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 /// `tensor` on `device`. A copy from a device to the host is waited for, as kernels of the host

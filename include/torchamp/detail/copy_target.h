@@ -7,6 +7,8 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 /// An fp32 tensor on the host that nobody has written, for non-blocking copies from `device`:

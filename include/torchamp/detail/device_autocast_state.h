@@ -5,6 +5,8 @@
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 /// LibTorch's autocast switch and dtype of a thread for one device type.

@@ -10,6 +10,8 @@
 #include <array>
 #include <cstddef>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 /// The device types that have autocast, and an index for tables by device.

@@ -5,6 +5,8 @@
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 /// The scaler's own arithmetic neither records gradients nor is cast by an autocast region.

@@ -14,8 +14,9 @@
 #include "torchamp/detail/overlay/weight_casts.h"
 #include "torchamp/detail/scaler/optimizer_state.h"
 #include "torchamp/master_weights.h"
+#include "torchamp/version.h"
 
-namespace torchamp {
+namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
 
@@ -186,4 +187,4 @@ inline void MasterWeights::load(torch::serialize::InputArchive& archive) {
   copied_versions_ = master_versions();
 }
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE

@@ -14,6 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 /// The default generators of the CPU and of every accelerator that the process has used so far.

@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 /// Pairs of tensors of equal shape, for kernels that take all pairs of one device and one pair of

@@ -5,6 +5,8 @@
 #include <string>
 #include <string_view>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 /// How much of a name that nobody knows is looked at and shown.

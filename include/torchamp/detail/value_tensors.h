@@ -4,6 +4,8 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 /// Calls `function` with each tensor that an argument or result of an op holds (`Tensor`,

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 /// How often the tensor's memory was written to in place, as far as LibTorch counts it.

@@ -26,8 +26,9 @@
 #include <vector>
 
 #include "torchamp/training_checkpoint.h"
+#include "torchamp/version.h"
 
-namespace torchamp {
+namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
 
@@ -119,4 +120,4 @@ inline bool load_together(TrainingCheckpoint& checkpoint,
   return true;
 }
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE

@@ -29,8 +29,9 @@
 #include "torchamp/detail/distributed/reducer.h"
 #include "torchamp/detail/modules/call_forward.h"
 #include "torchamp/detail/tensor_tree.h"
+#include "torchamp/version.h"
 
-namespace torchamp {
+namespace TORCHAMP_NAMESPACE {
 
 // Data-parallel training on several processes over LibTorch's c10d. All functions here are
 // collective: every process of the group calls them, in the same order. A process that waits for
@@ -172,4 +173,4 @@ class DistributedDataParallel {
   bool syncs_ = true;
 };
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE

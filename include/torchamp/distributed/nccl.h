@@ -30,7 +30,9 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-namespace torchamp {
+#include "torchamp/version.h"
+
+namespace TORCHAMP_NAMESPACE {
 
 /// Lets `group`, of make_process_group(), use NCCL for CUDA tensors instead of Gloo. Each process
 /// makes the device of its LOCAL_RANK current before. An error without a CUDA device.
@@ -47,4 +49,4 @@ inline void add_nccl(c10d::ProcessGroup& group,
                        group.getRank(), group.getSize(), options));
 }
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE

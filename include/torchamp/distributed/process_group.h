@@ -43,7 +43,9 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-namespace torchamp {
+#include "torchamp/version.h"
+
+namespace TORCHAMP_NAMESPACE {
 
 /// What torchrun tells each process that it starts, in environment variables.
 struct ProcessEnvironment {
@@ -198,4 +200,4 @@ inline c10::intrusive_ptr<c10d::ProcessGroup> make_process_group(ProcessGroupOpt
   return group;
 }
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE

@@ -20,6 +20,8 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 inline void broadcast(const c10::intrusive_ptr<c10d::ProcessGroup>& group,

@@ -12,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 /// Gradients of one device and dtype, as one batch kernel takes them.

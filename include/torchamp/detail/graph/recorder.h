@@ -5,6 +5,8 @@
 
 #include <functional>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 /// What records a piece of work once and repeats it. CudaGraph's tests have another one than CUDA.

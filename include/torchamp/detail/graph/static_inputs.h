@@ -8,6 +8,8 @@
 
 #include <vector>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 /// Tensors at fixed addresses that take a batch after another. The first batch says what fits.

@@ -15,6 +15,8 @@
 #include <system_error>
 #include <utility>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 // Note [Atomic files]

@@ -19,6 +19,8 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 // Note [Values in a file]

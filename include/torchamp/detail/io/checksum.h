@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 /// tables[n][b]: what the byte b does to a CRC after n more bytes.

@@ -7,6 +7,8 @@
 
 #include <string>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 /// Writes what torch::nn::Module::save writes, with value_of(parameter) for each parameter.

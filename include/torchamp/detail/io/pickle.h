@@ -12,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 // Note [Reading a pickle]

@@ -27,8 +27,9 @@
 #include "torchamp/detail/io/module_archive.h"
 #include "torchamp/detail/rng_state.h"
 #include "torchamp/training_checkpoint.h"
+#include "torchamp/version.h"
 
-namespace torchamp {
+namespace TORCHAMP_NAMESPACE {
 
 // Note [The file of a TrainingCheckpoint]
 // A LibTorch archive with "torchamp_checkpoint", the version of this layout; "id", a random number;
@@ -330,4 +331,4 @@ inline bool TrainingCheckpoint::load_parts(
   return true;
 }
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE

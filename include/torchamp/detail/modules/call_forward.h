@@ -3,6 +3,8 @@
 
 #include <utility>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 /// Calls a module holder's (or pointer's) forward, or anything else as it is.

@@ -31,6 +31,7 @@
 #include "torchamp/detail/observe/storage_map.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/rule.h"
+#include "torchamp/version.h"
 
 namespace torchamp::detail {
 
@@ -339,7 +340,7 @@ inline void CastRecording::end_root(const std::vector<c10::IValue>& outputs,
 
 }  // namespace torchamp::detail
 
-namespace torchamp {
+namespace TORCHAMP_NAMESPACE {
 
 inline CastRecorder::CastRecorder(const detail::NamedParameters& parameters)
     : recording_(std::make_shared<detail::CastRecording>(parameters)),
@@ -349,4 +350,4 @@ inline CastReport CastRecorder::report() const {
   return CastReport(recording_->rows());
 }
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE

@@ -13,6 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 using NamedParameters = std::vector<std::pair<std::string, at::Tensor>>;

@@ -14,6 +14,8 @@
 #include <thread>
 #include <utility>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 // Note [Slots of observers]

@@ -14,6 +14,8 @@
 #include <string_view>
 #include <vector>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 inline std::string dtype_name(at::ScalarType dtype) {

@@ -32,8 +32,9 @@ inline Cast overlay_rule(const std::string& name, at::DeviceType device,
   {
     SharedRuntime& runtime = shared_runtime();
     const std::scoped_lock lock(runtime.mutex);
-    index = runtime.overlays[at].index_of(name);
-    if (index == runtime.overlays[at].ops.size()) return Cast::native;
+    const auto overlay = runtime.overlays[at].find(name);
+    if (overlay == runtime.overlays[at].end()) return Cast::native;
+    index = overlay->second.index;
   }
   const OverlayTable::Entry rules = policy->rules_of_overlay(at, index);
   return rules.conditional == nullptr ? rules.cast : choice.value_or(Cast::unchanged);

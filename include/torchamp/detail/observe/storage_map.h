@@ -10,6 +10,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 /// Something remembered per storage, so that views of a tensor share it. Keeps no storage's memory

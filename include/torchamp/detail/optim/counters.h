@@ -9,6 +9,8 @@
 #include <memory>
 #include <vector>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 /// How many steps some parameters of one device have taken. Only the device knows, since only the

@@ -8,6 +8,8 @@
 
 #include <string_view>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 // Note [Binary cross entropy]

@@ -102,18 +102,6 @@ class Overlay final : public BoxedKernel {
   bool takes_probabilities_;
 };
 
-/// Whether LibTorch itself has an autocast kernel for the op and device, overlays left out of
-/// account.
-inline bool has_native_kernel(const c10::OperatorHandle& op, at::DeviceType device) {
-  SharedRuntime& runtime = shared_runtime();
-  const auto& overlays = runtime.overlays[device_index(device, "has_native_kernel")];
-  const std::scoped_lock lock(runtime.mutex);
-  const std::size_t index = overlays.index_of(full_name(op.operator_name()));
-  if (index < overlays.ops.size()) return overlays.has_native[index];
-  const c10::DispatchKey key = autocast_key(device);
-  return op.hasKernelForDispatchKey(key) && !op.isKernelFallthroughKernel(key);
-}
-
 class SilentWarnings final : public c10::WarningHandler {
  public:
   void process(const c10::Warning&) override {}
@@ -145,21 +133,23 @@ using MakeKernel = std::unique_ptr<BoxedKernel> (*)(
 /// tables.
 inline std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType device,
                                    MakeKernel make) {
-  const std::string name = full_name(op.operator_name());
+  const std::string name = c10::toString(op.operator_name());
   const bool has_native = has_native_kernel(op, device);
   SharedRuntime& runtime = shared_runtime();
   auto& overlays = runtime.overlays[device_index(device, "install_overlay")];
   const std::scoped_lock lock(runtime.mutex);
-  const std::size_t index = overlays.index_of(name);
-  if (index < overlays.ops.size()) return index;
-
-  std::optional<c10::SafeKernelFunction> native;
-  if (has_native) native = op.getComputedKernelForDispatchKey(autocast_key(device));
-  overlays.ops.reserve(index + 1);
-  overlays.has_native.reserve(index + 1);
-  register_kernel(op, device, make(op, device, index, std::move(native)));
-  overlays.ops.push_back(name);
-  overlays.has_native.push_back(has_native);
+  const auto [overlay, is_new] =
+      overlays.try_emplace(name, SharedRuntime::InstalledOverlay{overlays.size(), has_native});
+  const std::size_t index = overlay->second.index;
+  if (!is_new) return index;
+  try {
+    std::optional<c10::SafeKernelFunction> native;
+    if (has_native) native = op.getComputedKernelForDispatchKey(autocast_key(device));
+    register_kernel(op, device, make(op, device, index, std::move(native)));
+  } catch (...) {
+    overlays.erase(overlay);
+    throw;
+  }
   return index;
 }
 

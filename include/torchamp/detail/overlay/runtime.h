@@ -2,20 +2,26 @@
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/operator_name.h>
 #include <c10/util/Exception.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <dlfcn.h>
 #include <torch/library.h>
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <type_traits>
-#include <vector>
 
 #include "torchamp/detail/devices.h"
+#include "torchamp/version.h"
 
 namespace torchamp::detail {
 
@@ -31,25 +37,19 @@ namespace torchamp::detail {
 // So every library that uses the runtime pins itself: dlclose() then leaves it mapped, and loading
 // it again finds it as it was.
 //
-// Bump `version` when the layout of anything reachable from here changes: libraries built with
-// different layouts then keep apart.
+// The schema also says which version of torchamp made the runtime, and its TORCHAMP_LAYOUT. Another
+// version with that layout uses the runtime as its own, the first one's overlays included; with
+// another layout it must not touch what it finds, and says so. The name and the arguments of the op
+// are for all versions to come. (Version 0.1 had another op and is not noticed.)
 
 /// What all shared libraries of a process have in common.
 struct SharedRuntime {
-  static constexpr int version = 3;
-
-  /// The overlays of one device.
-  struct Overlays {
-    std::vector<std::string> ops;  // "aten::add.Tensor"; an op's index is its index in OverlayTable
-    std::vector<bool> has_native;  // LibTorch had a kernel of its own before
-
-    /// The number of overlays if the op has none.
-    std::size_t index_of(std::string_view op) const {
-      std::size_t index = 0;
-      while (index < ops.size() && ops[index] != op) ++index;
-      return index;
-    }
+  struct InstalledOverlay {
+    std::size_t index;  // in every OverlayTable
+    bool has_native;    // LibTorch had a kernel of its own before
   };
+  /// The overlays of one device by the op's full name: "aten::add.Tensor".
+  using Overlays = std::map<std::string, InstalledOverlay, std::less<>>;
 
   std::mutex mutex;                             // guards `overlays`, and registering kernels
   std::array<Overlays, device_count> overlays;  // by device
@@ -58,43 +58,82 @@ struct SharedRuntime {
   const std::string_view slot_name = slot_text;
 };
 
-/// Null if nobody has made it yet.
-inline SharedRuntime* find_shared_runtime(const std::string& op_name) {
-  const auto op = c10::Dispatcher::singleton().findSchema({op_name, ""});
-  if (!op) return nullptr;
-  const std::int64_t address = op->schema().arguments().at(0).default_value()->toInt();
-  return reinterpret_cast<SharedRuntime*>(address);
+/// Where a runtime is, and who made it.
+struct RuntimeRecord {
+  static constexpr const char* op = "torchamp::_runtime";
+
+  std::int64_t layout;
+  std::string version;
+  std::int64_t address;
+
+  static RuntimeRecord of(const SharedRuntime& runtime) {
+    return {TORCHAMP_LAYOUT,
+            std::to_string(TORCHAMP_VERSION_MAJOR) + '.' + std::to_string(TORCHAMP_VERSION_MINOR) +
+                '.' + std::to_string(TORCHAMP_VERSION_PATCH),
+            reinterpret_cast<std::int64_t>(&runtime)};
+  }
+
+  /// Nothing if nobody has made one yet.
+  static std::optional<RuntimeRecord> find() {
+    const auto found = c10::Dispatcher::singleton().findSchema({op, ""});
+    if (!found) return std::nullopt;
+    const auto& arguments = found->schema().arguments();
+    return RuntimeRecord{arguments.at(0).default_value()->toInt(),
+                         arguments.at(1).default_value()->toStringRef(),
+                         arguments.at(2).default_value()->toInt()};
+  }
+
+  std::string schema() const {
+    return op + ("(int layout=" + std::to_string(layout)) + ", str version=\"" + version +
+           "\", int address=" + std::to_string(address) + ") -> ()";
+  }
+};
+
+/// The shared library, or program, that this is compiled into.
+inline const char* this_library() {
+  Dl_info info;
+  return dladdr(reinterpret_cast<const void*>(&this_library), &info) != 0 ? info.dli_fname : "";
 }
 
 inline void pin_this_library() {
-  Dl_info info;
-  if (dladdr(reinterpret_cast<const void*>(&pin_this_library), &info) != 0) {
-    // Null for the main program, which stays anyway.
-    (void)dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD | RTLD_NODELETE);
-  }
+  // Null for the main program, which stays anyway.
+  (void)dlopen(this_library(), RTLD_NOW | RTLD_NOLOAD | RTLD_NODELETE);
+}
+
+/// The runtime at `found`. Error: one of another layout than `ours`.
+inline SharedRuntime& shared_with(const RuntimeRecord& found, const RuntimeRecord& ours) {
+  TORCH_CHECK(found.layout == ours.layout, "torchamp: ", this_library(),
+              " was built against torchamp ", ours.version, ", but torchamp ", found.version,
+              " is in use in this process already, and what the two would have to share has "
+              "different layouts (",
+              ours.layout, " and ", found.layout,
+              "). Build the program and its plugins against one version.");
+  return *reinterpret_cast<SharedRuntime*>(found.address);
 }
 
 inline SharedRuntime& make_shared_runtime() {
+  auto runtime = std::make_unique<SharedRuntime>();
+  const RuntimeRecord ours = RuntimeRecord::of(*runtime);
+  const auto found = RuntimeRecord::find();
+  SharedRuntime* shared = found ? &shared_with(*found, ours) : nullptr;
   pin_this_library();
-  const std::string op_name = "torchamp::_runtime_v" + std::to_string(SharedRuntime::version);
-  if (SharedRuntime* const found = find_shared_runtime(op_name)) return *found;
-  auto* const runtime = new SharedRuntime;
+  if (shared != nullptr) return *shared;
   try {
+    // Never destroyed: its end would take the op away.
     auto* const library = new torch::Library(torch::Library::FRAGMENT, "torchamp", std::nullopt,
                                              "torchamp/detail/overlay/runtime.h", __LINE__);
-    const std::string address = std::to_string(reinterpret_cast<std::int64_t>(runtime));
-    library->def((op_name + "(int address=" + address + ") -> ()").c_str());
-    return *runtime;
+    library->def(ours.schema().c_str());
+    return *runtime.release();
   } catch (const c10::Error&) {
     // Another library defined it between our look and our definition.
-    SharedRuntime* const found = find_shared_runtime(op_name);
-    if (found == nullptr) throw;
-    delete runtime;
-    return *found;
+    const auto theirs = RuntimeRecord::find();
+    if (!theirs) throw;
+    return shared_with(*theirs, ours);
   }
 }
 
-/// The process's runtime. Any thread; takes no lock after the first call.
+/// The process's runtime. Any thread; takes no lock after the first call. Error, at every call: see
+/// shared_with().
 inline SharedRuntime& shared_runtime() {
   static SharedRuntime& runtime = make_shared_runtime();
   return runtime;
@@ -104,12 +143,25 @@ inline SharedRuntime& shared_runtime() {
 /// the branch for the running LibTorch's type of kind is compiled.
 template <class Kind = c10::DebugInfoKind>
 Kind policy_slot() {
+  [[maybe_unused]] SharedRuntime& runtime = shared_runtime();
   if constexpr (std::is_enum_v<Kind>) {
     // An 8-bit enum before LibTorch 2.12, whose own kinds count from 0.
-    return static_cast<Kind>(0xC0 + SharedRuntime::version);
+    return static_cast<Kind>(0xC0 + TORCHAMP_LAYOUT);
   } else {
-    return Kind(&shared_runtime().slot_name);
+    return Kind(&runtime.slot_name);
   }
+}
+
+/// Whether LibTorch itself has an autocast kernel for the op and device, overlays left out of
+/// account.
+inline bool has_native_kernel(const c10::OperatorHandle& op, at::DeviceType device) {
+  SharedRuntime& runtime = shared_runtime();
+  const auto& overlays = runtime.overlays[device_index(device, "has_native_kernel")];
+  const std::scoped_lock lock(runtime.mutex);
+  const auto overlay = overlays.find(c10::toString(op.operator_name()));
+  if (overlay != overlays.end()) return overlay->second.has_native;
+  const c10::DispatchKey key = autocast_key(device);
+  return op.hasKernelForDispatchKey(key) && !op.isKernelFallthroughKernel(key);
 }
 
 }  // namespace torchamp::detail

@@ -3,6 +3,8 @@
 
 #include <ATen/autocast_mode.h>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 /// Lives where weights are written to, and drops LibTorch's cached casts of them at its end, also

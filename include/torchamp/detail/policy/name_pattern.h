@@ -5,6 +5,8 @@
 #include <string_view>
 #include <vector>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 inline bool has_wildcard(std::string_view pattern) {

@@ -16,7 +16,9 @@
 #include <ostream>
 #include <string_view>
 
-namespace torchamp {
+#include "torchamp/version.h"
+
+namespace TORCHAMP_NAMESPACE {
 
 /// What happens to the floating-point tensor arguments of an op in an autocast region.
 /// Only tensors of the region's device are cast, and fp64 never is.
@@ -122,4 +124,4 @@ struct When {
   }
 };
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE

@@ -17,6 +17,8 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 using NodePtr = decltype(torch::autograd::Edge::function);

@@ -24,8 +24,9 @@
 #include "torchamp/detail/overlay/weight_casts.h"
 #include "torchamp/fused_optimizer.h"
 #include "torchamp/grad_scaler.h"
+#include "torchamp/version.h"
 
-namespace torchamp {
+namespace TORCHAMP_NAMESPACE {
 
 // Note [A step with a closure]
 //
@@ -191,4 +192,4 @@ StepResult GradScaler::step(torch::optim::Optimizer& optimizer, const Closure& c
   return StepResult(record);
 }
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE

@@ -5,6 +5,8 @@
 
 #include <optional>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 /// An overflow flag: a 0-dim fp32 tensor, non-zero where an inf or a NaN was found, and what the

@@ -10,8 +10,9 @@
 #include "torchamp/detail/io/checksum.h"
 #include "torchamp/detail/scaler/check_options.h"
 #include "torchamp/grad_scaler.h"
+#include "torchamp/version.h"
 
-namespace torchamp {
+namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
 
@@ -147,4 +148,4 @@ inline void GradScaler::load(torch::serialize::InputArchive& archive) {
   restore("GradScaler::load", state, rest);
 }
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE

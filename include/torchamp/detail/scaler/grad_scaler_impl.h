@@ -21,8 +21,9 @@
 #include "torchamp/fused_optimizer.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/scaled_step.h"
+#include "torchamp/version.h"
 
-namespace torchamp {
+namespace TORCHAMP_NAMESPACE {
 
 // Note [An iteration]
 //
@@ -457,4 +458,4 @@ inline void GradScaler::set_growth_interval(int64_t interval) {
   state_.limit_growth_tracker(interval);
 }
 
-}  // namespace torchamp
+}  // namespace TORCHAMP_NAMESPACE

@@ -9,6 +9,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 /// The tensors that a scaler has made and that are still in use, to tell a loss that is scaled
