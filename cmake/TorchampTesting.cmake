@@ -146,7 +146,7 @@ function(torchamp_add_header_test)
     message(STATUS "Gloo's headers not found (apt install libgloo-dev): distributed_test will skip")
     list(FILTER alone EXCLUDE REGEX "/process_group[.]h$")
   endif()
-  list(FILTER alone EXCLUDE REGEX "/process_group_nccl[.]h$")  # distributed_test has it, where there is NCCL
+  list(FILTER alone EXCLUDE REGEX "/distributed/nccl[.]h$")  # distributed_test has it, where there is NCCL
   foreach(header IN LISTS alone)
     cmake_path(RELATIVE_PATH header BASE_DIRECTORY ${PROJECT_SOURCE_DIR}/include)
     string(REGEX REPLACE "[/.]" "_" name ${header})

@@ -4,8 +4,6 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
-#include <sys/stat.h>
-#include <sys/syscall.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/dropout.h>
@@ -16,6 +14,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include "support/disk_calls.h"
 #include "support/expect_error.h"
 #include "support/processes.h"
 #include "support/temporary_folder.h"
@@ -23,30 +22,6 @@
 #include "torchamp/grad_scaler.h"
 #include "torchamp/master_weights.h"
 #include "torchamp/optim.h"
-
-/// "before fsync 2": the process is killed when it comes there.
-static std::string killed_at;
-
-/// `call`, which is the library's function `name`, in a process that may be killed there.
-template <class Call>
-static int with_kill(const std::string& name, int& calls, Call call) {
-  const std::string point = " " + name + " " + std::to_string(++calls);
-  if (killed_at == "before" + point) raise(SIGKILL);
-  const int result = static_cast<int>(call());
-  if (killed_at == "after" + point) raise(SIGKILL);
-  return result;
-}
-
-extern "C" int fsync(int file) {
-  static int calls = 0;
-  return with_kill("fsync", calls, [=] { return syscall(SYS_fsync, file); });
-}
-
-extern "C" int rename(const char* from, const char* to) noexcept {
-  static int calls = 0;
-  return with_kill("rename", calls,
-                   [=] { return syscall(SYS_renameat, AT_FDCWD, from, AT_FDCWD, to); });
-}
 
 namespace {
 
@@ -290,12 +265,11 @@ TEST(TrainingCheckpoint, LeavesTheOldFileWholeWhereverItsWritingIsKilled) {
   EXPECT_EQ(numbered.load(), 2);
 }
 
-// In this program, the library's fsync and rename are those above.
 TEST(TrainingCheckpoint, IsTheOldFileUntilItsNameIsTheNewOnes) {
   const TemporaryFolder folder;
   Numbered numbered(folder / "run.pt");
   if (const auto role = child_role()) {
-    killed_at = *role;
+    DiskCalls::killed_at = *role;
     numbered.save(2);
     return;
   }
