@@ -106,6 +106,7 @@ function(torchamp_add_docs)
   set(DOXYGEN_JAVADOC_AUTOBRIEF YES)  # the first sentence is the brief description
   set(DOXYGEN_SORT_MEMBER_DOCS NO)
   set(DOXYGEN_INLINE_SIMPLE_STRUCTS YES)
+  set(DOXYGEN_MAX_INITIALIZER_LINES 0)
   set(DOXYGEN_VERBATIM_HEADERS NO)
   set(DOXYGEN_SHOW_INCLUDE_FILES NO)
   set(DOXYGEN_INPUT_FILTER "sed -E 's/^.*= (delete|default).$//'")  # says all by itself
