@@ -85,8 +85,6 @@ function(torchamp_add_docs)
     list(APPEND inputs ${header})
   endforeach()
   file(WRITE ${folder}/pages/headers.md "${index}")
-  # Public names that policy.h has from below it.
-  list(APPEND inputs ${PROJECT_SOURCE_DIR}/include/torchamp/detail/policy/rule.h)
 
   set(DOXYGEN_USE_MDFILE_AS_MAINPAGE ${folder}/pages/README.md)
   set(DOXYGEN_STRIP_FROM_PATH ${PROJECT_SOURCE_DIR}/include ${folder}/pages)

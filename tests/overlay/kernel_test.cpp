@@ -34,7 +34,7 @@ Cast entry(const Policy& policy, const char* name, at::DeviceType device) {
 
 std::size_t overlays_on_cpu() {
   const std::size_t cpu = torchamp::detail::device_index(at::kCPU, "test");
-  return torchamp::detail::shared_runtime().overlays[cpu].ops.size();
+  return torchamp::detail::shared_runtime().overlays[cpu].size();
 }
 
 TEST(Overlay, IsNotNeededWhereLibTorchsListOfCudaAgrees) {

@@ -140,7 +140,7 @@ Outcome under(const Policy& policy, const Call& call, MakeCall make_call) {
 
 std::size_t count_overlays(at::DeviceType device) {
   const std::size_t index = torchamp::detail::device_index(device, "test");
-  return torchamp::detail::shared_runtime().overlays[index].ops.size();
+  return torchamp::detail::shared_runtime().overlays[index].size();
 }
 
 /// The record of a device, and what its calls give here before any overlay is there.
