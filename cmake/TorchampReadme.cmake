@@ -6,6 +6,8 @@
 #            these in one file, compiled. Those with distributed/process_group.h need Gloo's headers.
 #   ```cmake a project with a main.cpp, configured against this source tree.
 #   ```sh    its `--preset NAME`s must exist in CMakePresets.json.
+#
+# The files that they link to must exist.
 
 # Sets `blocks` to the numbers of the first lines of the blocks of `file` in `language`, and block_LINE to their texts.
 macro(_torchamp_readme_blocks blocks file language)
@@ -61,6 +63,18 @@ function(torchamp_add_readme_test)
     _torchamp_readme_name(name ${file})
     set(file ${PROJECT_SOURCE_DIR}/${file})
     set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${file})
+
+    # Links
+    cmake_path(GET file PARENT_PATH parent)
+    file(READ ${file} text)
+    string(REPLACE "](" "@LINK@" text "${text}")
+    string(REGEX MATCHALL "@LINK@[A-Za-z0-9_./-]+[#)]" links "${text}")
+    foreach(link IN LISTS links)
+      string(REGEX REPLACE "@LINK@|[#)]" "" link "${link}")
+      if(NOT EXISTS ${parent}/${link})
+        message(FATAL_ERROR "${file}: there is no ${link}")
+      endif()
+    endforeach()
 
     # C++
     _torchamp_readme_blocks(lines ${file} cpp)
