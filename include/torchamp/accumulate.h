@@ -20,8 +20,8 @@
 #include "torchamp/detail/internal_ops.h"
 #include "torchamp/detail/scaler/optimizer_state.h"
 #include "torchamp/detail/scaler/step_record.h"
-#include "torchamp/fused_optimizer.h"
 #include "torchamp/grad_scaler.h"
+#include "torchamp/optim.h"
 #include "torchamp/step_result.h"
 #include "torchamp/version.h"
 

@@ -14,8 +14,8 @@
 
 #include "torchamp/detail/gradients/norm.h"
 #include "torchamp/detail/internal_ops.h"
-#include "torchamp/fused_optimizer.h"
 #include "torchamp/grad_scaler.h"
+#include "torchamp/optim.h"
 #include "torchamp/version.h"
 
 // Clipping of gradients, as torch.nn.utils.clip_grad_norm_ and clip_grad_value_ do it. None of

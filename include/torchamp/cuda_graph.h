@@ -22,7 +22,6 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/captured_step.h"
 #include "torchamp/detail/graph/cuda_recorder.h"
 #include "torchamp/detail/graph/host_access.h"
 #include "torchamp/detail/graph/recorder.h"

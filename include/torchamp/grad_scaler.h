@@ -9,7 +9,6 @@
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
-#include <concepts>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -20,7 +19,6 @@
 #include "torchamp/detail/scaler/scaled_outputs.h"
 #include "torchamp/detail/scaler/step_record.h"
 #include "torchamp/grad_scaler_options.h"
-#include "torchamp/grad_scaler_state.h"
 #include "torchamp/step_result.h"
 #include "torchamp/version.h"
 
@@ -98,9 +96,8 @@ class GradScaler {
   /// optimizer that is not LibTorch's, state tensors that it changes in place are not put back).
   /// Keeps a copy of the parameters and of the state meanwhile (not of a FusedOptimizer's). Reads
   /// the device once for each evaluation. See Note [A step with a closure].
-  template <std::convertible_to<torch::optim::Optimizer::LossClosure> Closure>
-  StepResult step(torch::optim::Optimizer& optimizer, const Closure& closure,
-                  int64_t max_retries = 8);
+  StepResult step(torch::optim::Optimizer& optimizer,
+                  const torch::optim::Optimizer::LossClosure& closure, int64_t max_retries = 8);
 
   /// Forgets what this iteration has recorded of `optimizer`: for a program that drops its
   /// gradients after an error and goes on. They then count as neither unscaled nor stepped with;

@@ -2,18 +2,22 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/optim/adagrad.h>
-#include <torch/optim/adam.h>
-#include <torch/optim/adamw.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
-#include <torch/optim/sgd.h>
+#include <torch/serialize/archive.h>
 
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/optim/fused_optimizer_impl.h"
-#include "torchamp/detail/optim/kernels.h"
-#include "torchamp/fused_optimizer.h"
+#include "torchamp/detail/internal_ops.h"
+#include "torchamp/detail/optim/adagrad.h"
+#include "torchamp/detail/optim/adam.h"
+#include "torchamp/detail/optim/counters.h"
+#include "torchamp/detail/optim/pending_divisor.h"
+#include "torchamp/detail/optim/plan.h"
+#include "torchamp/detail/optim/sgd.h"
+#include "torchamp/scaled_step.h"
 #include "torchamp/version.h"
 
 // Optimizers over ATen's fused kernels. Each takes the options of LibTorch's own optimizer of its
@@ -26,68 +30,159 @@
 //
 // A step is one call for each group, device and dtype, however many parameters there are. Its state
 // lives on the parameters' device in their dtype. LibTorch's schedulers, groups with options of
-// their own, gradients that appear later and closures work as with LibTorch's. See FusedOptimizer
-// for what they add.
+// their own, gradients that appear later and closures work as with LibTorch's.
 //
 // Parameters are fp32, fp64, fp16 or bf16, dense in memory, each in the optimizer once; gradients
 // are dense. Anything else is an error of step(), which then changes nothing. Devices are those for
 // which LibTorch has fused kernels: CPU and CUDA, others by release.
 
-// Note [What is compiled when it is used]
-// A constructor makes its class's virtual functions, and so all of a fused step. As templates,
-// those of the optimizers that a file does not use cost it next to no compile time. What else only
-// some programs use and instantiates much is a template for the same reason, with a parameter that
-// it could do without.
-
 namespace TORCHAMP_NAMESPACE {
 
-/// torch::optim::Adam, fused.
-class FusedAdam : public detail::FusedOptimizerOf<detail::AdamRule> {
+/// What all fused optimizers have in common: they step all parameters of a group, device and dtype
+/// with one call of a kernel, and decide on the device whether a step is taken. Neither step() nor
+/// step_scaled() ever reads the device. One thread at a time.
+class FusedOptimizer : public torch::optim::Optimizer, public ScaledStep {
  public:
-  template <class Deferred = void>
-  explicit FusedAdam(const std::vector<torch::optim::OptimizerParamGroup>& groups,
-                     torch::optim::AdamOptions defaults = {})
-      : FusedOptimizerOf(groups, std::move(defaults)) {}
-  template <class Deferred = void>
-  explicit FusedAdam(std::vector<at::Tensor> params, torch::optim::AdamOptions defaults = {})
-      : FusedAdam(detail::one_group(std::move(params)), std::move(defaults)) {}
+  /// As torch::optim::Optimizer::step: runs the closure, if there is one, with gradients enabled,
+  /// steps, and returns the closure's value or an undefined tensor.
+  at::Tensor step(LossClosure closure = nullptr) override {
+    at::Tensor loss;
+    if (closure) {
+      at::AutoGradMode with_gradients(true);
+      loss = closure();
+    }
+    step_divided(at::Tensor(), at::Tensor());
+    return loss;
+  }
+
+  at::Tensor step_scaled(const at::Tensor& grad_scale, const at::Tensor& found_inf) override {
+    check_scalar(grad_scale, "grad_scale");
+    check_scalar(found_inf, "found_inf");
+    step_divided(grad_scale, found_inf);
+    return {};
+  }
+
+  /// As torch::optim::Optimizer::zero_grad; also forgets what divide_next_step has left.
+  void zero_grad(bool set_to_none = true) {
+    pending_.forget();
+    Optimizer::zero_grad(set_to_none);
+  }
+
+  /// Divides the gradients that are there now by `divisor` (0-dim fp32, on any device) when they
+  /// are next stepped with, on top of the scale and of earlier divisors, at the cost of one
+  /// multiplication of two numbers. clip_grad_norm_ uses it. The gradients themselves are not
+  /// changed before that step. A divisor whose gradients were all dropped before a step
+  /// (zero_grad() does so by default) is forgotten with them. Gradients that were written to,
+  /// replaced, added or dropped in part make the step an error; see Note [What was clipped is what
+  /// is stepped]. Never reads the device.
+  void divide_next_step(const at::Tensor& divisor) {
+    TORCH_CHECK_VALUE(divisor.defined(), "FusedOptimizer::divide_next_step: no divisor was given.");
+    check_scalar(divisor, "divisor");
+    const detail::InternalOps internal;
+    pending_.add(param_groups(), divisor);
+  }
+
+  /// What divide_next_step left for the next step; undefined if there is nothing. An error if it
+  /// was left for other gradients than there are now. Never reads the device.
+  at::Tensor next_step_divisor() const { return pending_.of(param_groups()); }
+
+  /// The same, and leaves nothing for the next step; what was left for other gradients than there
+  /// are now is forgotten.
+  at::Tensor take_next_step_divisor() {
+    at::Tensor divisor = pending_.is_for(param_groups()) ? next_step_divisor() : at::Tensor();
+    pending_.forget();
+    return divisor;
+  }
+
+ protected:
+  using Optimizer::Optimizer;
+
+  virtual void step_fused(const at::Tensor& grad_scale, const at::Tensor& found_inf) = 0;
+
+ private:
+  void step_divided(const at::Tensor& grad_scale, const at::Tensor& found_inf) {
+    const detail::InternalOps internal;
+    const at::Tensor divisor = pending_.for_step(param_groups());
+    step_fused(detail::PendingDivisor::times(grad_scale, divisor), found_inf);
+    pending_.forget();
+  }
+
+  static void check_scalar(const at::Tensor& tensor, const char* name) {
+    TORCH_CHECK_VALUE(
+        !tensor.defined() || (tensor.dim() == 0 && tensor.scalar_type() == at::kFloat),
+        "FusedOptimizer: ", name, " is of dtype ", tensor.scalar_type(), " and shape ",
+        tensor.sizes(), ". It must be a 0-dim fp32 tensor.");
+  }
+
+  detail::PendingDivisor pending_;
 };
+
+/// A FusedOptimizer that steps with `Kernel`: one of those below, or one of your own, which need
+/// not be ATen's (see torchamp/detail/optim/kernel.h for what it has).
+template <detail::OptimizerKernel Kernel>
+class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
+ public:
+  using Options = typename Kernel::Options;
+  using State = typename Kernel::State;
+
+  /// `defaults` hold for groups without options of their own. Errors: options out of range, or
+  /// another optimizer's.
+  explicit FusedOptimizerOf(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                            Options defaults = {});
+  explicit FusedOptimizerOf(std::vector<at::Tensor> params, Options defaults = {})
+      : FusedOptimizerOf(detail::one_group(std::move(params)), std::move(defaults)) {}
+
+  /// The states of the parameters, in the types of LibTorch's own optimizer; a parameter whose
+  /// every step was skipped may have one or not. Brings their step counts, which live on the
+  /// device, up to date: reads it if a step since then could be skipped. They may be changed: the
+  /// next step starts from them. (state() of a reference to torch::optim::Optimizer gives them as
+  /// they were last brought up to date. They may be changed there, too; a count is taken from there
+  /// if it, or the whole state, was.)
+  detail::ParamStates& state();
+  const detail::ParamStates& state() const;
+
+  /// Writes what LibTorch's own optimizer writes, for either to load. Reads the device.
+  void save(torch::serialize::OutputArchive& archive) const override;
+
+  /// Reads what save() or LibTorch's own optimizer wrote. All of the state is replaced; it goes to
+  /// its parameters' device and dtype when they are next stepped. If the archive is another
+  /// optimizer's, or one for other parameters, throws and changes nothing.
+  void load(torch::serialize::InputArchive& archive) override;
+
+  bool prepare_captured_step() override;
+  bool may_be_captured() const override { return rates_on_device_; }
+  void note_replayed_step() override;
+
+ protected:
+  void step_fused(const at::Tensor& grad_scale, const at::Tensor& found_inf) override;
+
+ private:
+  bool same_options() const;
+  static void check_loaded(torch::optim::Optimizer& loaded);
+  void write_steps() const;
+
+  // Both follow what is done to the states, also in save().
+  mutable detail::CounterTable counters_;
+  mutable detail::StepPlan<Kernel> plan_;
+
+  // Where steps are captured.
+  bool rates_on_device_ = false;
+  std::vector<Options> stepped_with_;
+};
+
+/// torch::optim::Adam, fused.
+using FusedAdam = FusedOptimizerOf<detail::AdamKernel>;
 
 /// torch::optim::AdamW, fused.
-class FusedAdamW : public detail::FusedOptimizerOf<detail::AdamWRule> {
- public:
-  template <class Deferred = void>
-  explicit FusedAdamW(const std::vector<torch::optim::OptimizerParamGroup>& groups,
-                      torch::optim::AdamWOptions defaults = {})
-      : FusedOptimizerOf(groups, std::move(defaults)) {}
-  template <class Deferred = void>
-  explicit FusedAdamW(std::vector<at::Tensor> params, torch::optim::AdamWOptions defaults = {})
-      : FusedAdamW(detail::one_group(std::move(params)), std::move(defaults)) {}
-};
+using FusedAdamW = FusedOptimizerOf<detail::AdamWKernel>;
 
 /// torch::optim::SGD, fused.
-class FusedSGD : public detail::FusedOptimizerOf<detail::SgdRule> {
- public:
-  template <class Deferred = void>
-  explicit FusedSGD(const std::vector<torch::optim::OptimizerParamGroup>& groups,
-                    torch::optim::SGDOptions defaults)
-      : FusedOptimizerOf(groups, std::move(defaults)) {}
-  template <class Deferred = void>
-  explicit FusedSGD(std::vector<at::Tensor> params, torch::optim::SGDOptions defaults)
-      : FusedSGD(detail::one_group(std::move(params)), std::move(defaults)) {}
-};
+using FusedSGD = FusedOptimizerOf<detail::SgdKernel>;
 
 /// torch::optim::Adagrad, fused. Every parameter's sum starts at the initial_accumulator_value of
-/// `defaults`, as in LibTorch, where its group's own one is not looked at either.
-class FusedAdagrad : public detail::FusedOptimizerOf<detail::AdagradRule> {
- public:
-  template <class Deferred = void>
-  explicit FusedAdagrad(const std::vector<torch::optim::OptimizerParamGroup>& groups,
-                        torch::optim::AdagradOptions defaults = {})
-      : FusedOptimizerOf(groups, std::move(defaults)) {}
-  template <class Deferred = void>
-  explicit FusedAdagrad(std::vector<at::Tensor> params, torch::optim::AdagradOptions defaults = {})
-      : FusedAdagrad(detail::one_group(std::move(params)), std::move(defaults)) {}
-};
+/// the defaults, as in LibTorch, which does not look at its group's own one either.
+using FusedAdagrad = FusedOptimizerOf<detail::AdagradKernel>;
 
 }  // namespace TORCHAMP_NAMESPACE
+
+#include "torchamp/detail/optim/fused_optimizer_impl.h"  // IWYU pragma: export

@@ -23,7 +23,7 @@
 #include "torchamp/detail/io/archive_file.h"
 #include "torchamp/detail/io/atomic_file.h"
 #include "torchamp/detail/io/pickle.h"
-#include "torchamp/grad_scaler_state.h"
+#include "torchamp/grad_scaler_options.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {

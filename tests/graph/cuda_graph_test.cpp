@@ -11,7 +11,6 @@
 #include "support/repeating_recorder.h"
 #include "support/tolerances.h"
 #include "torchamp/autocast.h"
-#include "torchamp/captured_step.h"
 #include "torchamp/detail/graph/host_access.h"
 #include "torchamp/optim.h"
 #include "torchamp/scaled_step.h"

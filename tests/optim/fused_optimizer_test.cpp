@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "torchamp/fused_optimizer.h"
+#include "torchamp/optim.h"
 
 #include <ATen/autocast_mode.h>
 #include <torch/torch.h>

@@ -6,8 +6,8 @@
 #include <ATen/Parallel.h>
 #include <torch/torch.h>
 #include <torchamp/clip_grad.h>
-#include <torchamp/fused_optimizer.h>
 #include <torchamp/grad_scaler.h>
+#include <torchamp/optim.h>
 
 #include <algorithm>
 #include <chrono>

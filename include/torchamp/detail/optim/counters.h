@@ -4,7 +4,9 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/stack.h>
+#include <c10/util/flat_hash_map.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -53,5 +55,101 @@ inline void read_counters(const StepCounters& counters) {
     for (const auto& counter : here) counter->at_least = counter->at_most = *next++;
   }
 }
+
+/// Which parameter's steps are counted where. Parameters that were always stepped together share a
+/// counter. Where some of them lack a gradient that others have, those that step get a copy of it.
+class CounterTable {
+ public:
+  bool empty() const { return counters_.empty(); }
+  void clear() { counters_.clear(); }
+  void erase(void* param) { counters_.erase(param); }
+
+  /// Null if the parameter's steps are not counted.
+  std::shared_ptr<StepCounter> find(const at::Tensor& param) const {
+    return find(param.unsafeGetTensorImpl());
+  }
+  std::shared_ptr<StepCounter> find(void* param) const {
+    const auto counter = counters_.find(param);
+    return counter == counters_.end() ? nullptr : counter->second;
+  }
+
+  /// Gives each of `stepped` a counter on its device that no other parameter shares, and returns
+  /// these counters. One that is new starts from `steps_so_far(param)`.
+  template <class StepsSoFar>
+  StepCounters assign(const std::vector<at::Tensor>& stepped, const StepsSoFar& steps_so_far) {
+    StepCounters made;
+    for (const at::Tensor& param : stepped) {
+      auto& counter = counters_[param.unsafeGetTensorImpl()];
+      if (!counter) counter = one_of(made, param.device(), steps_so_far(param));
+    }
+    return part(stepped);
+  }
+
+  /// Makes all counts known to the host and calls f(parameter, count) for each. Reads each device
+  /// once at most.
+  template <class F>
+  void read(const F& f) const {
+    StepCounters unknown;
+    for (const auto& [param, counter] : counters_) {
+      bool is_new = !counter->known();
+      for (const auto& other : unknown) is_new = is_new && other != counter;
+      if (is_new) unknown.push_back(counter);
+    }
+    read_counters(unknown);
+    for (const auto& [param, counter] : counters_) f(param, counter->at_most);
+  }
+
+ private:
+  /// Parameters on one device that step and were counted by one counter until now. There are few of
+  /// these, however many parameters.
+  struct Share {
+    std::shared_ptr<StepCounter> before;
+    at::Device device;
+    std::size_t steppers;
+    std::shared_ptr<StepCounter> now;
+  };
+
+  static Share& share_of(std::vector<Share>& shares, const std::shared_ptr<StepCounter>& counter,
+                         at::Device device) {
+    for (Share& share : shares) {
+      if (share.before == counter && share.device == device) return share;
+    }
+    shares.push_back({counter, device, 0, nullptr});
+    return shares.back();
+  }
+
+  /// The one among `made` for this device and count; a new one if there is none.
+  static std::shared_ptr<StepCounter> one_of(StepCounters& made, at::Device device, int64_t steps) {
+    for (const auto& counter : made) {
+      if (counter->at_most == steps && counter->value.device() == device) return counter;
+    }
+    made.push_back(std::make_shared<StepCounter>(device, steps));
+    return made.back();
+  }
+
+  /// Parts those that step from those that do not, and from those on other devices.
+  StepCounters part(const std::vector<at::Tensor>& stepped) {
+    std::vector<Share> shares;
+    for (const at::Tensor& param : stepped) {
+      ++share_of(shares, find(param), param.device()).steppers;
+    }
+    StepCounters distinct;
+    for (Share& share : shares) {
+      std::size_t users = 0;
+      for (const auto& [param, counter] : counters_) users += counter == share.before ? 1 : 0;
+      const bool as_it_is = share.before->value.device() == share.device && share.steppers == users;
+      share.now = as_it_is ? share.before
+                           : std::make_shared<StepCounter>(share.before->copy_to(share.device));
+      distinct.push_back(share.now);
+    }
+    for (const at::Tensor& param : stepped) {
+      auto& counter = counters_[param.unsafeGetTensorImpl()];
+      counter = share_of(shares, counter, param.device()).now;
+    }
+    return distinct;
+  }
+
+  ska::flat_hash_map<void*, std::shared_ptr<StepCounter>> counters_;
+};
 
 }  // namespace torchamp::detail

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
@@ -16,9 +17,9 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/optim/counter_table.h"
+#include "torchamp/detail/optim/counters.h"
+#include "torchamp/detail/optim/kernel.h"
 #include "torchamp/detail/optim/scalars.h"
-#include "torchamp/detail/optim/step_list.h"
 
 namespace torchamp::detail {
 
@@ -39,39 +40,41 @@ inline const at::Tensor& gradient_of(const at::Tensor& param) {
   return param.unsafeGetTensorImpl()->grad();  // Tensor::grad() looks whether to warn of non-leaves
 }
 
-/// The options of a group, which must be those that `Rule` goes by.
-template <class Rule>
-const typename Rule::Options& options_of(const ParamGroups& groups, std::size_t group) {
-  const auto* const options = dynamic_cast<const typename Rule::Options*>(&groups[group].options());
-  TORCH_CHECK_TYPE(options, Rule::name, ": the options of group ", group,
-                   " are another optimizer's. Give it those that ", Rule::name, " takes.");
+/// The options of a group, which must be those that `Kernel` goes by.
+template <OptimizerKernel Kernel>
+const typename Kernel::Options& options_of(const ParamGroups& groups, std::size_t group) {
+  const auto* const options =
+      dynamic_cast<const typename Kernel::Options*>(&groups[group].options());
+  TORCH_CHECK_TYPE(options, Kernel::name, ": the options of group ", group,
+                   " are another optimizer's. Give it those that ", Kernel::name, " takes.");
   return *options;
 }
 
 /// Throws for a parameter with a gradient that the kernels cannot step. Changes nothing.
-template <class Rule>
+template <OptimizerKernel Kernel>
 void check_parameters(const ParamGroups& groups, const ParamStates& states) {
   std::unordered_set<c10::TensorImpl*> seen;
   for (std::size_t g = 0; g < groups.size(); ++g) {
-    const std::size_t kinds = Rule::kinds(options_of<Rule>(groups, g));
+    const std::size_t kinds = Kernel::kinds(options_of<Kernel>(groups, g));
     for (std::size_t i = 0; i < groups[g].params().size(); ++i) {
       const at::Tensor& param = groups[g].params()[i];
       const at::Tensor& grad = gradient_of(param);
       if (!grad.defined()) continue;
-      TORCH_CHECK_VALUE(seen.insert(param.unsafeGetTensorImpl()).second, Rule::name,
+      TORCH_CHECK_VALUE(seen.insert(param.unsafeGetTensorImpl()).second, Kernel::name,
                         "::step: ", place_of(g, i),
                         " is in the optimizer twice. Give each parameter once.");
-      TORCH_CHECK_VALUE(param.layout() == at::kStrided && grad.layout() == at::kStrided, Rule::name,
-                        "::step: ", place_of(g, i), " has a gradient of layout ", grad.layout(),
+      TORCH_CHECK_VALUE(param.layout() == at::kStrided && grad.layout() == at::kStrided,
+                        Kernel::name, "::step: ", place_of(g, i), " has a gradient of layout ",
+                        grad.layout(),
                         ". Fused kernels take dense ones: make it dense (for an embedding, "
                         "sparse(false)), or give this parameter to LibTorch's own optimizer.");
-      TORCH_CHECK_VALUE(at::isFloatingType(param.scalar_type()), Rule::name,
+      TORCH_CHECK_VALUE(at::isFloatingType(param.scalar_type()), Kernel::name,
                         "::step: ", place_of(g, i), " is of dtype ", param.scalar_type(),
                         ". Fused kernels take real floating-point numbers: give this parameter to "
                         "LibTorch's own optimizer.");
-      TORCH_CHECK_VALUE(!param.is_neg(), Rule::name, "::step: ", place_of(g, i),
+      TORCH_CHECK_VALUE(!param.is_neg(), Kernel::name, "::step: ", place_of(g, i),
                         " has the negative bit. Make the parameter from what resolve_neg() gives.");
-      TORCH_CHECK_VALUE(param.is_non_overlapping_and_dense(), Rule::name,
+      TORCH_CHECK_VALUE(param.is_non_overlapping_and_dense(), Kernel::name,
                         "::step: ", place_of(g, i), " has gaps or overlaps in memory (sizes ",
                         param.sizes(), ", strides ", param.strides(),
                         "). Make the parameter from a contiguous() tensor.");
@@ -79,14 +82,33 @@ void check_parameters(const ParamGroups& groups, const ParamStates& states) {
       if (state == states.end()) continue;
       for (std::size_t k = 0; k < kinds; ++k) {
         const at::Tensor& tensor =
-            Rule::tensor(static_cast<typename Rule::State&>(*state->second), k);
-        TORCH_CHECK_VALUE(!tensor.defined() || tensor.sizes() == param.sizes(), Rule::name,
+            Kernel::tensor(static_cast<typename Kernel::State&>(*state->second), k);
+        TORCH_CHECK_VALUE(!tensor.defined() || tensor.sizes() == param.sizes(), Kernel::name,
                           "::step: ", place_of(g, i), " is of shape ", param.sizes(),
                           ", its state of ", tensor.sizes(),
                           ". Make a new optimizer for parameters of another shape.");
       }
     }
   }
+}
+
+/// Whether two tensors hold their elements in the same order: the fused kernels walk through memory
+/// and do not look (on the CPU not even for an error).
+inline bool same_layout(const at::Tensor& a, const at::Tensor& b) {
+  return a.sizes() == b.sizes() && a.strides() == b.strides();
+}
+
+inline bool same_kind(const at::Tensor& a, const at::Tensor& b) {
+  return a.device() == b.device() && a.scalar_type() == b.scalar_type();
+}
+
+/// `tensor`, or a copy of it with the device, dtype and layout of `param`.
+inline at::Tensor fitted(const at::Tensor& tensor, const at::Tensor& param) {
+  const bool fits = same_kind(tensor, param) && same_layout(tensor, param) && !tensor.is_neg();
+  if (fits) return tensor;
+  at::Tensor copy = at::empty_like(param);
+  copy.copy_(tensor);
+  return copy;
 }
 
 // Note [The plan of a fused step]
@@ -116,12 +138,12 @@ struct StepUse {
   bool operator==(const StepUse&) const = default;
 };
 
-/// What a step of `Rule` calls the fused kernels with.
-template <class Rule>
+/// What a step of `Kernel` calls the fused kernels with.
+template <OptimizerKernel Kernel>
 class StepPlan {
  public:
-  using Options = typename Rule::Options;
-  using State = typename Rule::State;
+  using Options = typename Kernel::Options;
+  using State = typename Kernel::State;
 
   /// False if the plan does not hold for `groups` and `states`.
   bool collect_gradients(const ParamGroups& groups, const ParamStates& states) {
@@ -146,7 +168,7 @@ class StepPlan {
   /// A plan for `groups`, which check_parameters has passed. Makes the states that are missing and
   /// takes those that are not to their parameters' device, dtype and layout.
   static StepPlan make(const ParamGroups& groups, const Options& defaults, ParamStates& states,
-                       CounterTable<Rule>& counters) {
+                       CounterTable& counters) {
     StepPlan plan;
     std::vector<at::Tensor> counted;
     for (std::size_t g = 0; g < groups.size(); ++g) {
@@ -159,7 +181,7 @@ class StepPlan {
     const auto steps_so_far = [&](const at::Tensor& param) -> int64_t {
       const auto state = states.find(param.unsafeGetTensorImpl());
       if (state == states.end()) return 0;
-      return Rule::steps(static_cast<const State&>(*state->second));
+      return Kernel::steps(static_cast<const State&>(*state->second));
     };
     for (auto& counter : counters.assign(counted, steps_so_far)) {
       plan.scalars_[plan.scalars_of(counter->value.device())].add_counter(std::move(counter));
@@ -189,7 +211,7 @@ class StepPlan {
 
   /// Forgets the counts of parameters whose states are no longer those that were taken note of.
   /// Returns whether there were any; the plan does not hold then.
-  bool drop_counters(const ParamStates& states, CounterTable<Rule>& counters) const {
+  bool drop_counters(const ParamStates& states, CounterTable& counters) const {
     bool any = false;
     for (const StepSlot& slot : slots_) {
       if (!slot.state || state_of(slot, states)) continue;
@@ -223,7 +245,7 @@ class StepPlan {
   /// Makes the steps read their learning rates from the device and writes there those that changed.
   void write_rates(const ParamGroups& groups) {
     for (StepList& list : lists_) {
-      const double rate = options_of<Rule>(groups, list.group).lr();
+      const double rate = options_of<Kernel>(groups, list.group).lr();
       if (!list.rate.defined()) {
         list.rate = at::full({}, rate, at::device(list.device).dtype(at::kFloat));
       } else if (rate != list.written_rate) {
@@ -242,7 +264,7 @@ class StepPlan {
   void run(const ParamGroups& groups, const at::Tensor& grad_scale, const at::Tensor& found_inf) {
     for (StepScalars& scalars : scalars_) scalars.begin(grad_scale, found_inf);
     for (const StepList& list : lists_) {
-      Rule::step(options_of<Rule>(groups, list.group), list, scalars_[list.scalars]);
+      Kernel::step(options_of<Kernel>(groups, list.group), list, scalars_[list.scalars]);
     }
     for (StepScalars& scalars : scalars_) scalars.end();
     for (StepList& list : lists_) {
@@ -254,12 +276,12 @@ class StepPlan {
 
  private:
   static StepUse use_of(const ParamGroups& groups, std::size_t group) {
-    const Options& options = options_of<Rule>(groups, group);
-    return {Rule::kinds(options), Rule::counted(options)};
+    const Options& options = options_of<Kernel>(groups, group);
+    return {Kernel::kinds(options), Kernel::counted(options)};
   }
 
   static int64_t steps_of(const torch::optim::OptimizerParamState& state) {
-    return Rule::steps(static_cast<const State&>(state));
+    return Kernel::steps(static_cast<const State&>(state));
   }
 
   /// The state that was taken note of; null if there is another one by now, or none.
@@ -273,7 +295,7 @@ class StepPlan {
   /// Whether the i-th parameter's tensors in the list are those of its state.
   static bool has_tensors(const StepList& list, std::size_t i, State& state) {
     for (std::size_t k = 0; k < list.state.size(); ++k) {
-      if (!list.state[k][i].is_same(Rule::tensor(state, k))) return false;
+      if (!list.state[k][i].is_same(Kernel::tensor(state, k))) return false;
     }
     return true;
   }
@@ -303,7 +325,7 @@ class StepPlan {
   /// The list that the parameter belongs to, which may be a new one.
   std::size_t list_of(std::size_t group, const at::Tensor& param,
                       std::shared_ptr<StepCounter> counter) {
-    if (!Rule::apart || !uses_[group].counted) counter = nullptr;
+    if (!Kernel::apart || !uses_[group].counted) counter = nullptr;
     std::size_t l = lists_.size();
     while (l > 0) {  // the latest is the likeliest
       const StepList& list = lists_[--l];
@@ -326,15 +348,15 @@ class StepPlan {
   }
 
   void add_parameter(StepList& list, const at::Tensor& param, const Options& defaults,
-                     ParamStates& states, const CounterTable<Rule>& counters) const {
+                     ParamStates& states, const CounterTable& counters) const {
     list.params.push_back(param);
     if (uses_[list.group].counted) list.counters.push_back(counters.find(param)->value);
     if (list.state.empty()) return;
     auto& state = states[param.unsafeGetTensorImpl()];
     if (!state) state = std::make_unique<State>();
     for (std::size_t k = 0; k < list.state.size(); ++k) {
-      at::Tensor& tensor = Rule::tensor(static_cast<State&>(*state), k);
-      tensor = tensor.defined() ? fitted(tensor, param) : Rule::initial(k, param, defaults);
+      at::Tensor& tensor = Kernel::tensor(static_cast<State&>(*state), k);
+      tensor = tensor.defined() ? fitted(tensor, param) : Kernel::initial(k, param, defaults);
       list.state[k].push_back(tensor);
     }
   }

@@ -9,7 +9,6 @@
 #include <optional>
 
 #include "torchamp/grad_scaler_options.h"
-#include "torchamp/grad_scaler_state.h"
 
 namespace torchamp::detail {
 

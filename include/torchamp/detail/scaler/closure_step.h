@@ -13,7 +13,6 @@
 #include <torch/optim/sgd.h>
 
 #include <algorithm>
-#include <concepts>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -22,8 +21,8 @@
 
 #include "torchamp/detail/internal_ops.h"
 #include "torchamp/detail/overlay/weight_casts.h"
-#include "torchamp/fused_optimizer.h"
 #include "torchamp/grad_scaler.h"
+#include "torchamp/optim.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {
@@ -68,12 +67,10 @@ void for_each_written(torch::optim::OptimizerParamState& state, const F& f) {
 }
 
 /// A copy of an optimizer's parameters and state, whose values can be put back where they were. (Of
-/// a fused one, whose step changes nothing where it throws, the parameters only.) A template for
-/// the reason in Note [What is compiled when it is used].
-template <class Optimizer>
+/// a fused one, whose step changes nothing where it throws, the parameters only.)
 class OptimizerSnapshot {
  public:
-  explicit OptimizerSnapshot(Optimizer& optimizer) : optimizer_(optimizer) {
+  explicit OptimizerSnapshot(torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {
     const at::NoGradGuard no_grad;
     for (const auto& group : optimizer.param_groups()) {
       for (const at::Tensor& parameter : group.params()) keep(parameter);
@@ -98,7 +95,7 @@ class OptimizerSnapshot {
     if (tensor.defined()) kept_.emplace_back(tensor, tensor.detach().clone());
   }
 
-  Optimizer& optimizer_;
+  torch::optim::Optimizer& optimizer_;
   std::vector<std::pair<at::Tensor, at::Tensor>> kept_;  // tensors and their values
   ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>> states_;
 };
@@ -131,12 +128,11 @@ inline bool GradScaler::evaluate(torch::optim::Optimizer& optimizer,
   }
 }
 
-template <std::convertible_to<torch::optim::Optimizer::LossClosure> Closure>
-StepResult GradScaler::step(torch::optim::Optimizer& optimizer, const Closure& closure,
-                            int64_t max_retries) {
+inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer,
+                                   const torch::optim::Optimizer::LossClosure& closure,
+                                   int64_t max_retries) {
   using Stage = detail::OptimizerState::Stage;
-  const torch::optim::Optimizer::LossClosure& evaluate_loss = closure;
-  TORCH_CHECK_VALUE(evaluate_loss,
+  TORCH_CHECK_VALUE(closure,
                     "GradScaler::step: the closure is empty. Pass one that returns the loss.");
   TORCH_CHECK_VALUE(max_retries >= 0, "GradScaler::step: max_retries is ", max_retries,
                     ". It is 0 or more.");
@@ -145,7 +141,7 @@ StepResult GradScaler::step(torch::optim::Optimizer& optimizer, const Closure& c
     return unscaled_result(optimizer.step([&] {
       const detail::DropWeightCasts before_the_next_evaluation;
       optimizer.zero_grad();
-      at::Tensor loss = evaluate_loss();
+      at::Tensor loss = closure();
       loss.backward();
       return loss;
     }));
@@ -158,7 +154,7 @@ StepResult GradScaler::step(torch::optim::Optimizer& optimizer, const Closure& c
       "step computes and unscales them by itself: leave unscale_ out.");
 
   Evaluation first;
-  const bool finite = evaluate(optimizer, evaluate_loss, first, max_retries);
+  const bool finite = evaluate(optimizer, closure, first, max_retries);
   std::vector<MissingGradient> missing;
   at::Tensor value;
   if (!first.state.had_gradients) {
@@ -170,7 +166,7 @@ StepResult GradScaler::step(torch::optim::Optimizer& optimizer, const Closure& c
       value = optimizer.step([&] {
         if (std::exchange(is_first, false)) return first.loss;
         Evaluation later;
-        const bool good = evaluate(optimizer, evaluate_loss, later, max_retries);
+        const bool good = evaluate(optimizer, closure, later, max_retries);
         first.state = later.state;
         first.attempts = std::max(first.attempts, later.attempts);
         if (!good) throw detail::StepAbandoned();

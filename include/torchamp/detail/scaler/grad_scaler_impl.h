@@ -13,13 +13,12 @@
 #include <sstream>
 #include <utility>
 
-#include "torchamp/captured_step.h"
 #include "torchamp/detail/gradients/unscale.h"
 #include "torchamp/detail/internal_ops.h"
 #include "torchamp/detail/overlay/weight_casts.h"
 #include "torchamp/detail/scaler/check_options.h"
-#include "torchamp/fused_optimizer.h"
 #include "torchamp/grad_scaler.h"
+#include "torchamp/optim.h"
 #include "torchamp/scaled_step.h"
 #include "torchamp/version.h"
 

@@ -1,121 +1,36 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <ATen/ops/_foreach_copy.h>
-#include <ATen/ops/_fused_adagrad.h>
-#include <ATen/ops/_fused_adam.h>
-#include <ATen/ops/_fused_adamw.h>
 #include <ATen/ops/_fused_sgd.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/eq.h>
-#include <ATen/ops/full_like.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/ne.h>
 #include <ATen/ops/zeros_like.h>
-#include <torch/optim/adagrad.h>
-#include <torch/optim/adam.h>
-#include <torch/optim/adamw.h>
+#include <c10/core/ScalarType.h>
 #include <torch/optim/sgd.h>
 #include <torch/version.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <optional>
-#include <tuple>
 #include <vector>
 
-#include "torchamp/detail/optim/scalars.h"
-#include "torchamp/detail/optim/step_list.h"
-
-// What distinguishes one fused optimizer from another. A rule has
-//   LibTorch           the class of its counterpart there
-//   Options, State     the types that go with that
-//   name               for error texts
-//   kinds(options)     how many kinds of state tensors a parameter has
-//   tensor(state, k)   the one of kind k
-//   initial(k, …)      what it starts as
-//   counted(options)   whether steps are counted on the device
-//   apart              whether a call needs parameters with one common count
-//   steps, set_steps   the count as LibTorch's state holds it, for parameters that are counted
-//   step(options, …)   the call of the kernel
+#include "torchamp/detail/optim/kernel.h"
 
 namespace torchamp::detail {
-
-template <class LibTorch_, class Options_, class State_, auto kernel, auto kernel_of_rate_on_device>
-struct AdamRuleBase {
-  using LibTorch = LibTorch_;
-  using Options = Options_;
-  using State = State_;
-  static constexpr bool apart = false;
-
-  static std::size_t kinds(const Options& o) { return o.amsgrad() ? 3 : 2; }
-  static at::Tensor& tensor(State& s, std::size_t kind) {
-    return kind == 0 ? s.exp_avg() : kind == 1 ? s.exp_avg_sq() : s.max_exp_avg_sq();
-  }
-  static at::Tensor initial(std::size_t, const at::Tensor& param, const Options&) {
-    return at::zeros_like(param);
-  }
-  static bool counted(const Options&) { return true; }
-  static int64_t steps(const State& s) { return s.step(); }
-  static void set_steps(State& s, int64_t steps) { s.step(steps); }
-
-  static void step(const Options& o, const StepList& list, const StepScalars& scalars) {
-    const auto with = [&](auto chosen, const auto& rate) {
-      const auto [beta1, beta2] = o.betas();
-      chosen(list.params, list.grads, list.state[0], list.state[1],
-             o.amsgrad() ? at::TensorList(list.state[2]) : at::TensorList(), list.counters, rate,
-             beta1, beta2, o.weight_decay(), o.eps(), o.amsgrad(), /*maximize=*/false,
-             scalars.grad_scale(), scalars.found_inf());
-    };
-    list.rate.defined() ? with(kernel_of_rate_on_device, list.rate) : with(kernel, o.lr());
-  }
-};
-
-struct AdamRule
-    : AdamRuleBase<torch::optim::Adam, torch::optim::AdamOptions, torch::optim::AdamParamState,
-                   &at::_ops::_fused_adam_::call, &at::_ops::_fused_adam__tensor_lr::call> {
-  static constexpr const char* name = "FusedAdam";
-};
-
-struct AdamWRule
-    : AdamRuleBase<torch::optim::AdamW, torch::optim::AdamWOptions, torch::optim::AdamWParamState,
-                   &at::_ops::_fused_adamw_::call, &at::_ops::_fused_adamw__tensor_lr::call> {
-  static constexpr const char* name = "FusedAdamW";
-};
-
-struct AdagradRule {
-  using LibTorch = torch::optim::Adagrad;
-  using Options = torch::optim::AdagradOptions;
-  using State = torch::optim::AdagradParamState;
-  static constexpr const char* name = "FusedAdagrad";
-  static constexpr bool apart = false;
-
-  static std::size_t kinds(const Options&) { return 1; }
-  static at::Tensor& tensor(State& s, std::size_t) { return s.sum(); }
-  static at::Tensor initial(std::size_t, const at::Tensor& param, const Options& defaults) {
-    return at::full_like(param, defaults.initial_accumulator_value());
-  }
-  static bool counted(const Options&) { return true; }
-  static int64_t steps(const State& s) { return s.step(); }
-  static void set_steps(State& s, int64_t steps) { s.step(steps); }
-  static void step(const Options& o, const StepList& list, const StepScalars& scalars) {
-    const auto with = [&](const auto& rate) {
-      at::_fused_adagrad_(list.params, list.grads, list.state[0], list.counters, rate, o.lr_decay(),
-                          o.weight_decay(), o.eps(), /*maximize=*/false, scalars.grad_scale(),
-                          scalars.found_inf());
-    };
-    list.rate.defined() ? with(list.rate) : with(o.lr());
-  }
-};
 
 // Note [First steps of SGD]
 // A momentum buffer starts as the first gradient that is stepped with, undampened. ATen's kernel
 // does so when it is told is_first_step, and then skips or not like any other step, so that a host
 // that does not read never learns whether the buffer was filled (PyTorch's own optimizer takes it
 // for granted and goes on with uninitialised memory). Here buffers start as zeros. Without
-// dampening, the rule of all later steps makes of zeros what the first step's rule makes of
-// anything. With dampening, steps are counted on the device, and while the first step may be still
-// to come, the kernel is called twice, by either rule: one of the calls is skipped.
-struct SgdRule {
+// dampening, a later step makes of zeros what the first step makes of anything. With dampening,
+// steps are counted on the device, and while the first step may be still to come, the kernel is
+// called twice, as the first and as a later step: one of the calls is skipped.
+struct SgdKernel {
   using LibTorch = torch::optim::SGD;
   using Options = torch::optim::SGDOptions;
   using State = torch::optim::SGDParamState;

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+#include <torch/optim/optimizer.h>
+
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "torchamp/detail/optim/counters.h"
+#include "torchamp/detail/optim/scalars.h"
+
+namespace torchamp::detail {
+
+/// The parameters that one call of a fused kernel steps: those of one group, device and dtype that
+/// have a gradient. Kept from step to step; the gradients are not.
+struct StepList {
+  std::size_t group;
+  at::Device device;
+  at::ScalarType dtype;
+  std::size_t scalars;                   ///< the index of the device's StepScalars
+  std::shared_ptr<StepCounter> counter;  ///< for kernels that want one count for all parameters
+  std::vector<at::Tensor> params, grads;
+  std::vector<at::Tensor> counters;            ///< one for each parameter, shared or not
+  std::vector<std::vector<at::Tensor>> state;  ///< by kind of state, then by parameter
+
+  /// The learning rate where a captured step reads it (0-dim fp32), and what was last written
+  /// there; undefined where steps are not captured.
+  at::Tensor rate{};
+  double written_rate = 0.;
+};
+
+/// What distinguishes one fused optimizer from another:
+///
+///     LibTorch           the class of its counterpart there, whose constructor checks the options
+///                        and which reads and writes archives
+///     Options, State     the types that go with that
+///     name               for error texts
+///     apart              whether a call needs parameters with one common count of steps
+///     kinds(options)     how many kinds of state tensors a parameter has
+///     tensor(state, k)   the one of kind k
+///     initial(k, …)      what it starts as
+///     counted(options)   whether steps are counted on the device
+///     steps, set_steps   the count as LibTorch's state holds it, for parameters that are counted
+///     step(options, …)   the step of all parameters of a list
+///
+/// step() divides the gradients by scalars.grad_scale(), if it is there, and changes nothing where
+/// scalars.found_inf() is there and 1. The counters count the step already. It never reads the
+/// device. list.rate, where defined, takes the place of the options' learning rate. ATen's fused
+/// ops do all that; a kernel that ATen lacks is made from at::_foreach_ ops.
+template <class K>
+concept OptimizerKernel = std::derived_from<typename K::LibTorch, torch::optim::Optimizer> &&
+    requires(const typename K::Options& options, typename K::State& state, const StepList& list,
+             const StepScalars& scalars, const at::Tensor& param) {
+  { K::name } -> std::convertible_to<const char*>;
+  { K::apart } -> std::convertible_to<bool>;
+  { K::kinds(options) } -> std::same_as<std::size_t>;
+  { K::tensor(state, std::size_t{}) } -> std::same_as<at::Tensor&>;
+  { K::initial(std::size_t{}, param, options) } -> std::same_as<at::Tensor>;
+  { K::counted(options) } -> std::same_as<bool>;
+  { K::steps(state) } -> std::same_as<int64_t>;
+  K::set_steps(state, int64_t{});
+  K::step(options, list, scalars);
+};
+
+}  // namespace torchamp::detail
