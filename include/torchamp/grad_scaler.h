@@ -161,10 +161,10 @@ class GradScaler {
   GradScalerState state_dict() const;
 
   /// Takes over all of `state` or, if a value is out of range or the state empty, nothing of it.
-  /// What the rule remembers beyond torch.amp starts afresh. Does nothing if disabled.
+  /// What the update remembers beyond torch.amp starts afresh. Does nothing if disabled.
   void load_state_dict(const GradScalerState& state);
 
-  /// For torch::save(scaler, path) and torch::load(scaler, path): the state, and what the rule
+  /// For torch::save(scaler, path) and torch::load(scaler, path): the state, and what the update
   /// remembers beyond torch.amp. Saving is refused within an iteration, and within a window of an
   /// Accumulation or SafeAccumulation, whose gradients would be lost; loading takes over all or
   /// nothing.
@@ -204,14 +204,14 @@ class GradScaler {
   static StepResult unscaled_result(at::Tensor value);
   std::shared_ptr<detail::StepRecord> record(const detail::OptimizerState& state);
   std::vector<MissingGradient> report_missing(const torch::optim::Optimizer& optimizer);
-  void restore(const char* call, const GradScalerState& state, detail::RuleState<double> rest);
-  detail::Limits::Met apply_rule();
+  void restore(const char* call, const GradScalerState& state, detail::ScaleMemory<double> rest);
+  detail::ScaleLimits::Met apply_update();
   void before_change();
   void end_iteration();
 
   GradScalerOptions options_;
   detail::ScaleState state_;
-  detail::Limits limits_;
+  detail::ScaleLimits limits_;
   detail::OptimizerStates optimizers_;
   detail::ScaledOutputs scaled_;
   detail::OpenWindows windows_;

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+/// @file
+/// @brief What a scaler is made with, and what of it is saved.
+
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -12,8 +15,8 @@
 namespace TORCHAMP_NAMESPACE {
 
 /// What GradScaler::update does when a limit is met. Where only the device knows that (after a
-/// fused optimizer's step on a GPU), update() does it an iteration or a few later, as soon as the
-/// news has arrived: nothing waits for it.
+/// fused optimizer's step on a GPU), update() does it an iteration or a few later, as soon as
+/// the device has told the host: nothing waits for it.
 enum class AtLimit {
   keep_going,   ///< nothing
   warn,         ///< a warning of LibTorch's, once for each time that the limit is reached
@@ -102,10 +105,11 @@ struct GradScalerOptions {
   /// one check.
   bool recheck = false;
 
-  /// torch.amp's rule: the defaults.
+  /// torch.amp.GradScaler (torch/amp/grad_scaler.py of PyTorch 2.15): the defaults.
   static GradScalerOptions torch() { return {}; }
 
-  /// Megatron-LM's DynamicGradScaler with its command line's defaults.
+  /// Megatron-LM's DynamicGradScaler (megatron/core/optimizer/grad_scaler.py at 00caa53a), with the
+  /// defaults of its command line.
   static GradScalerOptions megatron() {
     return {.init_scale = 0x1p32,
             .growth_interval = 1000,
@@ -114,7 +118,8 @@ struct GradScalerOptions {
             .hysteresis = 2};
   }
 
-  /// DeepSpeed's DynamicLossScaler with the defaults of its "fp16" configuration.
+  /// DeepSpeed's DynamicLossScaler (deepspeed/runtime/fp16/loss_scaler.py at 03365187), with the
+  /// defaults of its "fp16" configuration.
   static GradScalerOptions deepspeed() {
     return {.growth_interval = 1000,
             .min_scale = 1.,
@@ -123,8 +128,9 @@ struct GradScalerOptions {
             .growth_tracker_start = -1};
   }
 
-  /// fairseq's DynamicLossScaler with its own defaults, for scales that are powers of two: its
-  /// min_loss_scale of 1e-4 is never reached, so the floor is the last power above it.
+  /// fairseq's DynamicLossScaler (fairseq/optim/dynamic_loss_scaler.py at 0d77035e), with its own
+  /// defaults, for scales that are powers of two: its min_loss_scale of 1e-4 is never reached, so
+  /// the floor is the last power above it.
   static GradScalerOptions fairseq() {
     return {.init_scale = 0x1p15, .min_scale = 0x1p-13, .at_min_scale = AtLimit::throw_error};
   }

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+/// @file
+/// @brief Optimizers over fused kernels that never read the device: Adam, AdamW, SGD, Adagrad.
+
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
@@ -122,13 +125,14 @@ class FusedOptimizer : public torch::optim::Optimizer, public ScaledStep {
 template <detail::OptimizerKernel Kernel>
 class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
  public:
-  using Options = typename Kernel::Options;
-  using State = typename Kernel::State;
+  using Options = typename Kernel::Options;  ///< of a group, LibTorch's type
+  using State = typename Kernel::State;      ///< of a parameter, LibTorch's type
 
   /// `defaults` hold for groups without options of their own. Errors: options out of range, or
   /// another optimizer's.
   explicit FusedOptimizerOf(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                             Options defaults = {});
+  /// One group of `params`.
   explicit FusedOptimizerOf(std::vector<at::Tensor> params, Options defaults = {})
       : FusedOptimizerOf(detail::one_group(std::move(params)), std::move(defaults)) {}
 
@@ -139,6 +143,7 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
   /// they were last brought up to date. They may be changed there, too; a count is taken from there
   /// if it, or the whole state, was.)
   detail::ParamStates& state();
+  /// The same, not to be changed.
   const detail::ParamStates& state() const;
 
   /// Writes what LibTorch's own optimizer writes, for either to load. Reads the device.

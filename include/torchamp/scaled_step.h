@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+/// @file
+/// @brief What an optimizer implements to be stepped, and captured, without a read of the device.
+
 #include <ATen/core/Tensor.h>
 
 #include "torchamp/version.h"

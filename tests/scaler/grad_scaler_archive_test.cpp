@@ -37,14 +37,14 @@ void load(GradScaler& scaler, const std::string& bytes) {
   torch::load(scaler, in);
 }
 
-const GradScalerOptions kRule{
+const GradScalerOptions kOptions{
     .init_scale = 512., .growth_interval = 5, .hysteresis = 3, .overflow_tolerance = 0.25};
 
 }  // namespace
 
-TEST(GradScalerArchive, RestoresAllThatTheRuleRemembers) {
+TEST(GradScalerArchive, RestoresAllThatTheUpdateRemembers) {
   for (int good = 0; good < 9; ++good) {
-    GradScaler first(kRule);
+    GradScaler first(kOptions);
     for (int i = 0; i < good; ++i) iterate(first, i == 2);
     iterate(first, true);
     GradScaler second(
@@ -101,7 +101,7 @@ TEST(GradScalerArchive, OfADisabledScalerIsEmpty) {
 }
 
 TEST(GradScalerArchive, RefusesAForeignOneAndChangesNothing) {
-  GradScaler scaler(kRule);
+  GradScaler scaler(kOptions);
   iterate(scaler, false);
   const std::string before = saved(scaler);
   const auto loads = [&](auto&& write) {

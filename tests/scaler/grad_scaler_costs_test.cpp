@@ -139,7 +139,7 @@ TEST_P(GradScalerCosts, AreAHandfulOfOps) {
   EXPECT_EQ(counter.reads(), 0);
 }
 
-TEST_P(GradScalerCosts, TheRuleOnTheDeviceNeverReads) {
+TEST_P(GradScalerCosts, TheUpdateOnTheDeviceNeverReads) {
   for (const GradScalerOptions& options :
        {GradScalerOptions::torch(), GradScalerOptions::megatron(), GradScalerOptions::deepspeed(),
         GradScalerOptions::skip_non_finite()}) {

@@ -174,9 +174,9 @@ TEST(GradScalerLimits, ReachTheHostOneUpdateLaterWhereOnlyTheDeviceKnows) {
 }
 
 TEST(GradScalerLimits, AreNotWatchedOnADeviceByDefault) {
-  EXPECT_FALSE(torchamp::detail::Limits::watched({}));
-  EXPECT_TRUE(torchamp::detail::Limits::watched({.min_scale = 1.}));
-  EXPECT_TRUE(torchamp::detail::Limits::watched(GradScalerOptions::deepspeed()));
-  EXPECT_FALSE(torchamp::detail::Limits::watched(GradScalerOptions::megatron()));
-  EXPECT_TRUE(torchamp::detail::Limits::watched({.max_skips_in_a_row = 9}));
+  EXPECT_FALSE(torchamp::detail::ScaleLimits::watched({}));
+  EXPECT_TRUE(torchamp::detail::ScaleLimits::watched({.min_scale = 1.}));
+  EXPECT_TRUE(torchamp::detail::ScaleLimits::watched(GradScalerOptions::deepspeed()));
+  EXPECT_FALSE(torchamp::detail::ScaleLimits::watched(GradScalerOptions::megatron()));
+  EXPECT_TRUE(torchamp::detail::ScaleLimits::watched({.max_skips_in_a_row = 9}));
 }

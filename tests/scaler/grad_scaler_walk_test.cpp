@@ -30,11 +30,11 @@ std::vector<double> numbers(std::istringstream& line) {
 /// The optimizers that the script makes, the third one fused.
 class Walk {
  public:
-  Walk(const std::vector<double>& rule, bool on_device)
-      : scaler_({.init_scale = rule.at(0),
-                 .growth_factor = rule.at(1),
-                 .backoff_factor = rule.at(2),
-                 .growth_interval = static_cast<int64_t>(rule.at(3))}) {
+  Walk(const std::vector<double>& options, bool on_device)
+      : scaler_({.init_scale = options.at(0),
+                 .growth_factor = options.at(1),
+                 .backoff_factor = options.at(2),
+                 .growth_interval = static_cast<int64_t>(options.at(3))}) {
     add<torch::optim::SGD>({{{2}, {1, 2}}, {{1}}}, SGDOptions(0.5));
     add<torch::optim::SGD>({{{3}}}, SGDOptions(0.25).momentum(0.5));
     add<torchamp::FusedSGD>({{{2}, {2}}}, SGDOptions(0.125));
@@ -147,6 +147,6 @@ TEST_P(GradScalerWalk, DoesWhatTorchAmpDoesStepByStep) {
   EXPECT_EQ(states, 300);
 }
 
-INSTANTIATE_TEST_SUITE_P(TheRule, GradScalerWalk, ::testing::Bool(), [](const auto& param_info) {
+INSTANTIATE_TEST_SUITE_P(TheUpdate, GradScalerWalk, ::testing::Bool(), [](const auto& param_info) {
   return param_info.param ? "OnTheDevice" : "OnTheHost";
 });

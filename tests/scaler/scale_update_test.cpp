@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The rules by which other systems change the scale, each stated here once more, in its own terms
-// and as plainly as possible, against the one rule of torchamp on the host and on a device.
+// and as plainly as possible, against the one update of torchamp on the host and on a device.
 #include <torchamp/detail/scaler/scale_update.h>
 
 #include <gtest/gtest.h>
@@ -19,14 +19,14 @@
 using torchamp::AtLimit;
 using torchamp::GradScalerOptions;
 using torchamp::HysteresisRefill;
-using torchamp::detail::Limits;
-using torchamp::detail::next_state;
-using torchamp::detail::RuleState;
+using torchamp::detail::after_update;
+using torchamp::detail::ScaleLimits;
+using torchamp::detail::ScaleMemory;
 using torchamp::detail::ScaleState;
 
 namespace {
 
-/// A published rule: the scale, and whether the latest iteration was refused with an error that
+/// A published update: the scale, and whether the latest iteration was refused with an error that
 /// left everything as it was.
 struct Published {
   explicit Published(double init_scale) : scale(init_scale) {}
@@ -219,10 +219,10 @@ std::vector<bool> iterations(std::mt19937::result_type seed, std::size_t count) 
 
 }  // namespace
 
-TEST(ScaleRule, FollowsThePublishedRules) {
+TEST(ScaleUpdate, FollowsThePublishedOnes) {
   for (Case& one : cases()) {
     SCOPED_TRACE(one.name);
-    RuleState<double> state = torchamp::detail::initial_state(one.options);
+    ScaleMemory<double> state = torchamp::detail::initial_memory(one.options);
     int refusals = 0;
     std::vector<bool> walk(45, true);  // down to any floor
     const std::vector<bool> rest = iterations(1, 2000);
@@ -231,8 +231,8 @@ TEST(ScaleRule, FollowsThePublishedRules) {
       one.published->iterate(bad);
       // Theirs go on to infinity or 0.
       if (one.published->scale > 0x1p100 || one.published->scale < 0x1p-100) break;
-      const RuleState<double> after = next_state(one.options, state, bad);
-      const bool refused = Limits::met(one.options, state, after).min_scale &&
+      const ScaleMemory<double> after = after_update(one.options, state, bad);
+      const bool refused = ScaleLimits::met(one.options, state, after).min_scale &&
                            one.options.at_min_scale == AtLimit::throw_error;
       ASSERT_EQ(refused, one.published->refused);
       refusals += refused;
@@ -243,7 +243,7 @@ TEST(ScaleRule, FollowsThePublishedRules) {
   }
 }
 
-TEST(ScaleRule, FollowsTheTablesOfThePresets) {
+TEST(ScaleUpdate, FollowsTheTablesOfThePresets) {
   struct Row {
     std::string name;
     GradScalerOptions options;
@@ -281,49 +281,49 @@ TEST(ScaleRule, FollowsTheTablesOfThePresets) {
   for (Row row : table) {
     SCOPED_TRACE(row.name);
     row.options.growth_interval = 3;
-    RuleState<double> state = torchamp::detail::initial_state(row.options);
+    ScaleMemory<double> state = torchamp::detail::initial_memory(row.options);
     for (std::size_t i = 0; i < row.iterations.size(); ++i) {
-      state = next_state(row.options, state, row.iterations[i] == 'x');
+      state = after_update(row.options, state, row.iterations[i] == 'x');
       EXPECT_EQ(state.scale, std::ldexp(1., row.powers[i])) << "iteration " << i;
     }
   }
 }
 
-TEST(ScaleRule, DoesTheSameOnADeviceAsOnTheHost) {
+TEST(ScaleUpdate, DoesTheSameOnADeviceAsOnTheHost) {
   std::mt19937 random(3);
   const auto one_of = [&](auto... values) {
     const double all[] = {static_cast<double>(values)...};
     return all[random() % std::size(all)];
   };
   for (int trial = 0; trial < 40; ++trial) {
-    GradScalerOptions rule{.init_scale = one_of(65536, 3, 1000),
-                           .growth_factor = one_of(2, 1.1, 1e30),
-                           .backoff_factor = one_of(0.5, 0.9, 1e-30),
-                           .growth_interval = static_cast<int64_t>(one_of(1, 2, 5)),
-                           .dynamic = one_of(0, 1, 1, 1) != 0,
-                           .min_scale = one_of(0x1p-126, 0.5),
-                           .max_scale = one_of(0x1p127, 1e5)};
+    GradScalerOptions options{.init_scale = one_of(65536, 3, 1000),
+                              .growth_factor = one_of(2, 1.1, 1e30),
+                              .backoff_factor = one_of(0.5, 0.9, 1e-30),
+                              .growth_interval = static_cast<int64_t>(one_of(1, 2, 5)),
+                              .dynamic = one_of(0, 1, 1, 1) != 0,
+                              .min_scale = one_of(0x1p-126, 0.5),
+                              .max_scale = one_of(0x1p127, 1e5)};
     if (trial % 2 == 1) {
-      rule.hysteresis = static_cast<int64_t>(one_of(1, 2, 3));
-      rule.hysteresis_refill = static_cast<HysteresisRefill>(random() % 3);
-      rule.overflow_tolerance = one_of(0, 0.3, 1);
-      rule.growth_tracker_start = static_cast<int64_t>(one_of(0, -1));
+      options.hysteresis = static_cast<int64_t>(one_of(1, 2, 3));
+      options.hysteresis_refill = static_cast<HysteresisRefill>(random() % 3);
+      options.overflow_tolerance = one_of(0, 0.3, 1);
+      options.growth_tracker_start = static_cast<int64_t>(one_of(0, -1));
     }
     SCOPED_TRACE(c10::str("trial ", trial));
-    RuleState<double> host = torchamp::detail::initial_state(rule);
-    ScaleState device(rule);
+    ScaleMemory<double> host = torchamp::detail::initial_memory(options);
+    ScaleState device(options);
     device.create(at::kCPU);
     const torch::NoGradGuard no_grad;
     for (const bool bad : iterations(random(), 60)) {
-      host = next_state(rule, host, bad);
-      device.advance(rule, torch::full({}, bad ? 1.F : 0.F));
+      host = after_update(options, host, bad);
+      device.advance(options, torch::full({}, bad ? 1.F : 0.F));
       ASSERT_EQ(device.host(), nullptr);
-      const RuleState<double> read = device.read();
+      const ScaleMemory<double> read = device.read();
       ASSERT_EQ(read.scale, host.scale);
       ASSERT_EQ(read.skips, host.skips);
-      if (!rule.dynamic) continue;
+      if (!options.dynamic) continue;
       ASSERT_EQ(read.growth_tracker, host.growth_tracker);
-      if (torchamp::detail::is_torch_rule(rule)) continue;
+      if (torchamp::detail::is_torch_update(options)) continue;
       ASSERT_EQ(read.credit, host.credit);
       ASSERT_EQ(read.since_change, host.since_change);
       ASSERT_EQ(read.overflows, host.overflows);
@@ -337,21 +337,21 @@ TEST(ScaleBound, IsNeverAboveTheScaleAndNotFarBelowASmallOne) {
   const torch::NoGradGuard no_grad;
   for (const double factor : {0.5, 0.9, 1e-3}) {
     SCOPED_TRACE(factor);
-    const GradScalerOptions rule{
+    const GradScalerOptions options{
         .growth_factor = 1.7, .backoff_factor = factor, .growth_interval = 2};
-    ScaleState state(rule);
+    ScaleState state(options);
     state.create(at::kCPU);
     state.leave_host();
     torchamp::detail::ScaleBound bound;
-    bound.set(rule.init_scale);
+    bound.set(options.init_scale);
     for (const bool bad : iterations(random(), 300)) {
-      state.advance(rule, torch::full({}, bad ? 1.F : 0.F));
-      bound.lower(factor, rule.min_scale, state.scale());
+      state.advance(options, torch::full({}, bad ? 1.F : 0.F));
+      bound.lower(factor, options.min_scale, state.scale());
       const double scale = state.read_scale();
       ASSERT_LE(bound.value(), scale);
       // On a CPU what is asked for is there at once.
       ASSERT_GE(bound.value(), std::min(scale, 1000.) * factor * 0.99);
-      ASSERT_TRUE(state.may_be_below_one(rule) || scale >= 1.);
+      ASSERT_TRUE(state.may_be_below_one(options) || scale >= 1.);
     }
     bound.set(0.25);
     EXPECT_EQ(bound.value(), 0.25);
@@ -360,30 +360,30 @@ TEST(ScaleBound, IsNeverAboveTheScaleAndNotFarBelowASmallOne) {
 
 TEST(ScaleState, NeverTakesTheScaleForSmallerThanItIs) {
   for (const int64_t interval : {1, 3, 7}) {
-    torchamp::GradScalerOptions rule{.init_scale = 4., .growth_interval = interval};
-    ScaleState state(rule);
+    torchamp::GradScalerOptions options{.init_scale = 4., .growth_interval = interval};
+    ScaleState state(options);
     state.create(at::kCPU);
-    EXPECT_FALSE(state.may_exceed(4., rule));
-    EXPECT_TRUE(state.may_exceed(3., rule));
+    EXPECT_FALSE(state.may_exceed(4., options));
+    EXPECT_TRUE(state.may_exceed(3., options));
     state.leave_host();
     std::mt19937 random(5);
     int seen = 0;
     for (int i = 0; i < 150; ++i) {
-      if (i == 60) rule.growth_interval = interval == 7 ? 2 : interval;
-      if (i == 60) state.limit_growth_tracker(rule.growth_interval);
+      if (i == 60) options.growth_interval = interval == 7 ? 2 : interval;
+      if (i == 60) state.limit_growth_tracker(options.growth_interval);
       if (i == 90) state.set_scale(16.);
-      if (i == 120) state.set_scale(torch::full({}, 1024.), rule);
-      state.advance(rule, torch::full({}, random() % 12 == 0 ? 1. : 0.));
+      if (i == 120) state.set_scale(torch::full({}, 1024.), options);
+      state.advance(options, torch::full({}, random() % 12 == 0 ? 1. : 0.));
       const double scale = state.read_scale();
       for (double limit = 0x1p-4; limit < 0x1p40; limit *= 2.) {
-        ASSERT_TRUE(state.may_exceed(limit, rule) || scale <= limit) << i << ' ' << limit;
-        seen += state.may_exceed(limit, rule) ? 0 : 1;
+        ASSERT_TRUE(state.may_exceed(limit, options) || scale <= limit) << i << ' ' << limit;
+        seen += state.may_exceed(limit, options) ? 0 : 1;
       }
     }
     EXPECT_GT(seen, 150) << "nor for as large as can be";
     state.expect_replays();
-    EXPECT_TRUE(state.may_exceed(0x1p100, rule));
-    rule.max_scale = 0x1p20;
-    EXPECT_FALSE(state.may_exceed(0x1p20, rule));
+    EXPECT_TRUE(state.may_exceed(0x1p100, options));
+    options.max_scale = 0x1p20;
+    EXPECT_FALSE(state.may_exceed(0x1p20, options));
   }
 }

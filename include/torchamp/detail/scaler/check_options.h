@@ -12,17 +12,17 @@
 
 namespace torchamp::detail {
 
-inline void check_scale(const char* call, double scale, const GradScalerOptions& rule) {
+inline void check_scale(const char* call, double scale, const GradScalerOptions& options) {
   const auto narrow = static_cast<float>(scale);
-  TORCH_CHECK_VALUE(narrow >= rule.min_scale && narrow <= rule.max_scale, call, ": the scale is ",
-                    scale, ". It lies between min_scale (", rule.min_scale, ") and max_scale (",
-                    rule.max_scale, ").");
+  TORCH_CHECK_VALUE(narrow >= options.min_scale && narrow <= options.max_scale, call,
+                    ": the scale is ", scale, ". It lies between min_scale (", options.min_scale,
+                    ") and max_scale (", options.max_scale, ").");
 }
 
 /// For all options, so that one function makes all of their errors.
 template <class Number>
-void check_option(bool holds, const char* call, const char* what, Number value, const char* rule) {
-  TORCH_CHECK_VALUE(holds, call, ": ", what, " is ", value, ". ", rule);
+void check_option(bool holds, const char* call, const char* what, Number value, const char* range) {
+  TORCH_CHECK_VALUE(holds, call, ": ", what, " is ", value, ". ", range);
 }
 
 inline void check_growth_factor(const char* call, double factor) {
@@ -69,10 +69,10 @@ inline void check_options(const GradScalerOptions& options) {
 }
 
 inline void check_state(const char* call, const GradScalerState& state,
-                        const GradScalerOptions& rule) {
+                        const GradScalerOptions& options) {
   TORCH_CHECK_VALUE(!state.empty(), call,
                     ": the state is empty; it was probably saved from a disabled GradScaler.");
-  check_scale(call, state.scale, rule);
+  check_scale(call, state.scale, options);
   check_growth_factor(call, state.growth_factor);
   check_backoff_factor(call, state.backoff_factor);
   check_growth_interval(call, state.growth_interval);

@@ -49,32 +49,37 @@ inline double read_count(torch::serialize::InputArchive& archive, const std::str
 }
 
 /// Of all that a file holds: LibTorch does not see that a file's bytes have changed.
-inline int64_t checksum_of(const GradScalerState& state, const RuleState<double>& rest) {
+inline int64_t checksum_of(const GradScalerState& state, const ScaleMemory<double>& rest) {
   Checksum sum;
-  for (const double value :
-       {state.scale, state.growth_factor, state.backoff_factor,
-        static_cast<double>(state.growth_interval), static_cast<double>(state.growth_tracker),
-        rest.credit, rest.since_change, rest.overflows, rest.skips}) {
-    sum.add(&value, sizeof value);
-  }
+  const auto add = [&](const char*, double value) { sum.add(&value, sizeof value); };
+  add("scale", state.scale);
+  add("growth_factor", state.growth_factor);
+  add("backoff_factor", state.backoff_factor);
+  add("growth_interval", static_cast<double>(state.growth_interval));
+  add("growth_tracker", static_cast<double>(state.growth_tracker));
+  for_each_own_number(add, rest);
   return static_cast<int64_t>(sum.value());
+}
+
+inline GradScalerState state_of(const GradScalerOptions& options,
+                                const ScaleMemory<double>& values) {
+  return {.scale = values.scale,
+          .growth_factor = options.growth_factor,
+          .backoff_factor = options.backoff_factor,
+          .growth_interval = options.growth_interval,
+          .growth_tracker = static_cast<int64_t>(values.growth_tracker)};
 }
 
 }  // namespace detail
 
 inline GradScalerState GradScaler::state_dict() const {
   if (!options_.enabled) return {};
-  const detail::RuleState<double> values = state_.read();
-  return {.scale = values.scale,
-          .growth_factor = options_.growth_factor,
-          .backoff_factor = options_.backoff_factor,
-          .growth_interval = options_.growth_interval,
-          .growth_tracker = static_cast<int64_t>(values.growth_tracker)};
+  return detail::state_of(options_, state_.read());
 }
 
 /// Takes over `state`, and of `rest` what the state does not hold.
 inline void GradScaler::restore(const char* call, const GradScalerState& state,
-                                detail::RuleState<double> rest) {
+                                detail::ScaleMemory<double> rest) {
   detail::check_state(call, state, options_);
   const detail::InternalOps guard;
   rest.scale = static_cast<float>(state.scale);
@@ -89,7 +94,7 @@ inline void GradScaler::restore(const char* call, const GradScalerState& state,
 
 inline void GradScaler::load_state_dict(const GradScalerState& state) {
   if (!options_.enabled) return;
-  restore("GradScaler::load_state_dict", state, detail::initial_state(options_));
+  restore("GradScaler::load_state_dict", state, detail::initial_memory(options_));
 }
 
 inline void GradScaler::save(torch::serialize::OutputArchive& archive) const {
@@ -103,22 +108,18 @@ inline void GradScaler::save(torch::serialize::OutputArchive& archive) const {
   TORCH_CHECK(
       !optimizers_.within_iteration(),
       "GradScaler::save: within an iteration, after unscale_ or step. Save after update().");
-  const detail::RuleState<double> values = state_.read();
-  const auto count = [](double value) { return c10::IValue(static_cast<int64_t>(value)); };
-  archive.write("scale", c10::IValue(values.scale));
-  archive.write("growth_factor", c10::IValue(options_.growth_factor));
-  archive.write("backoff_factor", c10::IValue(options_.backoff_factor));
-  archive.write("growth_interval", c10::IValue(options_.growth_interval));
-  archive.write("growth_tracker", count(values.growth_tracker));
-  archive.write("torchamp_credit", count(values.credit));
-  archive.write("torchamp_since_change", count(values.since_change));
-  archive.write("torchamp_overflows", count(values.overflows));
-  archive.write("torchamp_skips_in_a_row", count(values.skips));
-  const GradScalerState state{.scale = values.scale,
-                              .growth_factor = options_.growth_factor,
-                              .backoff_factor = options_.backoff_factor,
-                              .growth_interval = options_.growth_interval,
-                              .growth_tracker = static_cast<int64_t>(values.growth_tracker)};
+  const detail::ScaleMemory<double> values = state_.read();
+  const GradScalerState state = detail::state_of(options_, values);
+  archive.write("scale", c10::IValue(state.scale));
+  archive.write("growth_factor", c10::IValue(state.growth_factor));
+  archive.write("backoff_factor", c10::IValue(state.backoff_factor));
+  archive.write("growth_interval", c10::IValue(state.growth_interval));
+  archive.write("growth_tracker", c10::IValue(state.growth_tracker));
+  detail::for_each_own_number(
+      [&](const char* name, double count) {
+        archive.write(name, c10::IValue(static_cast<int64_t>(count)));
+      },
+      values);
   archive.write("torchamp_checksum", c10::IValue(detail::checksum_of(state, values)));
 }
 
@@ -133,12 +134,11 @@ inline void GradScaler::load(torch::serialize::InputArchive& archive) {
                               .backoff_factor = detail::read_double(archive, "backoff_factor"),
                               .growth_interval = detail::read_int(archive, "growth_interval"),
                               .growth_tracker = detail::read_int(archive, "growth_tracker")};
-  detail::RuleState<double> rest = detail::initial_state(options_);
+  detail::ScaleMemory<double> rest = detail::initial_memory(options_);
   const double full_credit = rest.credit;
-  rest.credit = detail::read_count(archive, "torchamp_credit", full_credit);
-  rest.since_change = detail::read_count(archive, "torchamp_since_change", 0.);
-  rest.overflows = detail::read_count(archive, "torchamp_overflows", 0.);
-  rest.skips = detail::read_count(archive, "torchamp_skips_in_a_row", 0.);
+  detail::for_each_own_number(
+      [&](const char* name, double& count) { count = detail::read_count(archive, name, count); },
+      rest);
   c10::IValue checksum;
   TORCH_CHECK(
       !archive.try_read("torchamp_checksum", checksum) ||

@@ -345,13 +345,13 @@ inline void GradScaler::update() {
       "GradScaler::update: no optimizer has been stepped or unscaled since the last update. "
       "Call step(optimizer) first, or update(new_scale) to set the scale. (optimizer.step() is no "
       "such step: it steps with gradients that are still scaled.)");
-  const detail::Limits::Met met = apply_rule();
+  const detail::ScaleLimits::Met met = apply_update();
   end_iteration();
   limits_.announce(options_, met);
 }
 
 /// Brings the scale to what it is after this iteration.
-inline detail::Limits::Met GradScaler::apply_rule() {
+inline detail::ScaleLimits::Met GradScaler::apply_update() {
   const detail::InternalOps guard;
   std::vector<at::Tensor> flags;
   bool known = state_.host() != nullptr;
@@ -367,21 +367,22 @@ inline detail::Limits::Met GradScaler::apply_rule() {
   }
   if (flags.empty()) return {};
   if (known) {
-    const detail::RuleState<double> before = *state_.host();
-    const detail::RuleState<double> after = detail::next_state(options_, before, bad);
-    const detail::Limits::Met met = detail::Limits::met(options_, before, after);
-    detail::Limits::throw_if_met(options_, met);
+    const detail::ScaleMemory<double> before = *state_.host();
+    const detail::ScaleMemory<double> after = detail::after_update(options_, before, bad);
+    const detail::ScaleLimits::Met met = detail::ScaleLimits::met(options_, before, after);
+    detail::ScaleLimits::throw_if_met(options_, met);
     state_.set(after);
     return met;
   }
-  const bool watched = detail::Limits::watched(options_);
-  const detail::Limits::Met met = watched ? limits_.news(options_) : detail::Limits::Met{};
-  detail::Limits::throw_if_met(options_, met);
+  const bool watched = detail::ScaleLimits::watched(options_);
+  const detail::ScaleLimits::Met met =
+      watched ? limits_.met_in_mirror(options_) : detail::ScaleLimits::Met{};
+  detail::ScaleLimits::throw_if_met(options_, met);
   before_change();
   at::Tensor found_inf = flags.front();
   for (std::size_t i = 1; i < flags.size(); ++i) found_inf = at::add(found_inf, flags[i]);
   state_.advance(options_, flags.size() > 1 ? found_inf.clamp_max(1.) : found_inf);
-  if (watched) limits_.send(state_.news());
+  if (watched) limits_.send(state_.scale_and_skips());
   return met;
 }
 

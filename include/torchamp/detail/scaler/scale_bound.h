@@ -4,9 +4,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
-#include <optional>
 
-#include "torchamp/detail/copy_target.h"
+#include "torchamp/detail/host_mirror.h"
 
 namespace torchamp::detail {
 
@@ -24,12 +23,9 @@ namespace torchamp::detail {
 class ScaleBound {
  public:
   double value() {
-    if (copying_) {
-      const float copy = *static_cast<const volatile float*>(copy_.const_data_ptr<float>());
-      if (copy != not_here_yet) {
-        value_ = std::max(value_, static_cast<double>(copy) * lowered_since_);
-        copying_ = false;
-      }
+    if (copying_ && mirror_[0] != not_here_yet) {
+      value_ = std::max(value_, static_cast<double>(mirror_[0]) * lowered_since_);
+      copying_ = false;
     }
     return value_;
   }
@@ -45,23 +41,19 @@ class ScaleBound {
     factor *= 1. - 0x1p-23;  // the device rounds
     value_ = std::max(value() * factor, min_scale);
     lowered_since_ *= factor;
-    if (value_ < near_one && !copying_) copy_to_host(scale);
+    if (value_ < near_one && !copying_) {
+      mirror_.send(scale, not_here_yet);
+      copying_ = true;
+      lowered_since_ = 1.;
+    }
   }
 
  private:
   static constexpr float not_here_yet = -1.F;
   static constexpr double near_one = 0x1p10;
 
-  void copy_to_host(const at::Tensor& scale) {
-    if (!copy_.defined()) copy_ = copy_target(scale.device(), {});
-    *copy_.mutable_data_ptr<float>() = not_here_yet;
-    copy_.copy_(scale, /*non_blocking=*/true);
-    copying_ = true;
-    lowered_since_ = 1.;
-  }
-
   double value_ = 0.;
-  at::Tensor copy_;  // on the host
+  HostMirror mirror_;  // of the scale
   bool copying_ = false;
   double lowered_since_ = 0.;  // the copy was made
 };

@@ -25,128 +25,107 @@ namespace torchamp::detail {
 //
 // The scale lives in a 0-dim fp32 tensor on the device of the first loss. While the host has been
 // told every overflow flag so far (an ordinary optimizer's step reads it; on a CPU it lies in host
-// memory), it can compute the scale by itself: it keeps a copy of all that the rule remembers,
-// applies the rule to that copy and writes the tensor only when the scale changes. update() then
+// memory), it can compute the scale by itself: it keeps a copy of all that the update remembers,
+// updates that copy and writes the tensor only when the scale changes. GradScaler::update() then
 // launches nothing, and asking for the scale reads nothing.
 //
 // The first flag that the host does not know, after a fused optimizer's step on a GPU, ends this:
-// the rule's memory moves to the device for good, where update() is a few kernels in place. (Not
+// the memory moves to the device for good, where the update is a few kernels in place. (Not
 // back again: a captured CUDA graph may replay those kernels without the host's knowledge.)
 
-inline RuleState<double> initial_state(const GradScalerOptions& rule) {
-  return {.scale = as_fp32(rule.init_scale),
-          .growth_tracker = static_cast<double>(rule.growth_tracker_start),
-          .credit = static_cast<double>(rule.hysteresis),
-          .since_change = 0.,
-          .overflows = 0.,
-          .skips = 0.};
-}
-
-/// Whether ATen's kernel for torch.amp is the whole rule. It keeps no credit and no rate of
-/// overflows.
-inline bool is_torch_rule(const GradScalerOptions& rule) {
-  return rule.dynamic && rule.hysteresis == 1 && rule.overflow_tolerance == 0. &&
-         rule.growth_tracker_start == 0;
-}
-
-/// A GradScaler's scale and what its rule remembers, on the host or on a device.
+/// A GradScaler's scale and what its update remembers, on the host or on a device.
 class ScaleState {
  public:
-  explicit ScaleState(const GradScalerOptions& rule) : host_(initial_state(rule)) {}
+  explicit ScaleState(const GradScalerOptions& options) : host_(initial_memory(options)) {}
 
-  bool created() const { return scale_.defined(); }
+  bool created() const { return device_.scale.defined(); }
   /// 0-dim fp32; undefined before create().
-  const at::Tensor& scale() const { return scale_; }
-  at::Tensor scale_on(at::Device device) const { return brought_to(device, scale_); }
+  const at::Tensor& scale() const { return device_.scale; }
+  at::Tensor scale_on(at::Device device) const { return brought_to(device, device_.scale); }
   /// The host's copy; null where only the device knows.
-  const RuleState<double>* host() const { return host_ ? &*host_ : nullptr; }
+  const ScaleMemory<double>* host() const { return host_ ? &*host_ : nullptr; }
 
   void create(at::Device device) {
     const c10::InferenceMode no_inference(false);
-    news_ = at::full({2}, host_->scale, at::TensorOptions(device).dtype(at::kFloat));
-    scale_ = news_.select(0, 0);
-    skips_ = news_.select(0, 1);
+    scale_and_skips_ = at::full({2}, host_->scale, at::TensorOptions(device).dtype(at::kFloat));
+    device_.scale = scale_and_skips_.select(0, 0);
+    device_.skips = scale_and_skips_.select(0, 1);
   }
 
-  /// The scale and the bad iterations in a row, fp32.
-  const at::Tensor& news() const { return news_; }
+  /// What the host may want a mirror of: the scale and the bad iterations in a row, fp32.
+  const at::Tensor& scale_and_skips() const { return scale_and_skips_; }
 
   /// All of it; reads the device where the host does not know.
-  RuleState<double> read() const {
+  ScaleMemory<double> read() const {
     if (host_) return *host_;
-    return {.scale = scale_.item<double>(),
-            .growth_tracker = growth_tracker_.item<double>(),
-            .credit = credit_.item<double>(),
-            .since_change = since_change_.item<double>(),
-            .overflows = overflows_.item<double>(),
-            .skips = skips_.item<double>()};
+    ScaleMemory<double> values{};
+    for_each_number(
+        [](const char*, double& value, const at::Tensor& tensor) { value = tensor.item<double>(); },
+        values, device_);
+    return values;
   }
-  /// Where it needs no rule to know: the scale as it stays until it is set; 0 if not known.
+  /// The scale as it stays until it is set, if no update changes it; 0 if not known.
   double scale_if_fixed() { return host_ ? host_->scale : replayed_ ? 0. : bound_.value(); }
   /// Whether it may be; see Note [A scale below 1].
-  bool may_be_below_one(const GradScalerOptions& rule) {
+  bool may_be_below_one(const GradScalerOptions& options) {
     if (host_) return host_->scale < 1.;
-    return rule.min_scale < 1. && (replayed_ || bound_.value() < 1.);
+    return options.min_scale < 1. && (replayed_ || bound_.value() < 1.);
   }
   /// Whether the scale may be more than `limit`; see Note [A large scale and a clip].
-  bool may_exceed(double limit, const GradScalerOptions& rule) const {
+  bool may_exceed(double limit, const GradScalerOptions& options) const {
     if (host_) return host_->scale > limit;
-    return rule.max_scale > limit && (replayed_ || at_most_ > limit);
+    return options.max_scale > limit && (replayed_ || at_most_ > limit);
   }
   /// From now on the device may change the scale without the host's knowledge.
   void expect_replays() { replayed_ = true; }
 
-  double read_scale() const { return host_ ? host_->scale : scale_.item<double>(); }
-  double read_skips() const { return host_ ? host_->skips : skips_.item<double>(); }
+  double read_scale() const { return host_ ? host_->scale : device_.scale.item<double>(); }
+  double read_skips() const { return host_ ? host_->skips : device_.skips.item<double>(); }
   /// 0-dim, on the device; only where the host does not know.
-  const at::Tensor& skips() const { return skips_; }
+  const at::Tensor& skips() const { return device_.skips; }
 
   /// 1/scale as a 0-dim fp32 tensor on `device`, computed in fp64 as torch.amp does.
   at::Tensor inverse(at::Device device) const {
     if (host_) {
       return at::full({}, 1. / host_->scale, at::TensorOptions(device).dtype(at::kFloat));
     }
-    return brought_to(device, scale_.to(number_type()).reciprocal().to(at::kFloat));
+    return brought_to(device, device_.scale.to(number_type()).reciprocal().to(at::kFloat));
   }
 
   /// Puts these values in place of all that is there. The host must know them.
-  void set(const RuleState<double>& values) {
+  void set(const ScaleMemory<double>& values) {
     if (host_) {
       const bool changes = values.scale != host_->scale;
       host_ = values;
-      if (created() && changes) scale_.fill_(values.scale);
+      if (created() && changes) device_.scale.fill_(values.scale);
       return;
     }
-    scale_.fill_(values.scale);
+    for_each_number([](const char*, at::Tensor& tensor, double value) { tensor.fill_(value); },
+                    device_, values);
     bound_.set(values.scale);
     at_most_ = values.scale;
     good_in_a_row_ = static_cast<int64_t>(values.growth_tracker);
-    growth_tracker_.fill_(values.growth_tracker);
-    credit_.fill_(values.credit);
-    since_change_.fill_(values.since_change);
-    overflows_.fill_(values.overflows);
-    skips_.fill_(values.skips);
   }
 
   /// Takes the scale from a tensor that only the device can read; what is not a number within the
   /// limits becomes the nearest limit.
-  void set_scale(const at::Tensor& scale, const GradScalerOptions& rule) {
+  void set_scale(const at::Tensor& scale, const GradScalerOptions& options) {
     leave_host();
     bound_.set(0.);
-    at_most_ = rule.max_scale;
-    scale_.copy_(
-        at::nan_to_num(scale.reshape({}), rule.min_scale).clamp(rule.min_scale, rule.max_scale),
-        /*non_blocking=*/true);
+    at_most_ = options.max_scale;
+    device_.scale.copy_(at::nan_to_num(scale.reshape({}), options.min_scale)
+                            .clamp(options.min_scale, options.max_scale),
+                        /*non_blocking=*/true);
   }
 
   /// As the scale is written by hand.
   void set_scale(double scale) {
     if (host_) {
-      RuleState<double> values = *host_;
+      ScaleMemory<double> values = *host_;
       values.scale = scale;
       set(values);
     } else {
-      scale_.fill_(scale);
+      device_.scale.fill_(scale);
       bound_.set(scale);
       at_most_ = scale;
       good_in_a_row_ = std::numeric_limits<int64_t>::max() - 1;  // it may grow at once
@@ -154,11 +133,11 @@ class ScaleState {
   }
 
   /// Lowers the scale at once, whatever hysteresis says.
-  void back_off(const GradScalerOptions& rule) {
-    RuleState<double> values = read();
+  void back_off(const GradScalerOptions& options) {
+    ScaleMemory<double> values = read();
     values.scale =
-        clamp(as_fp32(values.scale * rule.backoff_factor), rule.min_scale, rule.max_scale);
-    values.growth_tracker = static_cast<double>(rule.growth_tracker_start);
+        clamp(as_fp32(values.scale * options.backoff_factor), options.min_scale, options.max_scale);
+    values.growth_tracker = static_cast<double>(options.growth_tracker_start);
     values.since_change = 0.;
     values.overflows = 0.;
     set(values);
@@ -170,49 +149,49 @@ class ScaleState {
     if (host_) {
       host_->growth_tracker = std::min(host_->growth_tracker, static_cast<double>(last));
     } else {
-      growth_tracker_.clamp_max_(last);
+      device_.growth_tracker.clamp_max_(last);
     }
   }
 
   /// One iteration whose flag only the device knows: 0-dim fp32 on the scale's device, non-zero if
   /// bad. In place, without a read.
-  void advance(const GradScalerOptions& rule, const at::Tensor& found_inf) {
+  void advance(const GradScalerOptions& options, const at::Tensor& found_inf) {
     leave_host();
-    if (is_torch_rule(rule)) {
-      at::_amp_update_scale_(scale_, growth_tracker_, found_inf, rule.growth_factor,
-                             rule.backoff_factor, rule.growth_interval);
-      scale_.clamp_(rule.min_scale, rule.max_scale);
-      at::addcmul_out(skips_, found_inf, skips_, found_inf);
-      follow(rule);
-      return;
+    if (is_torch_update(options)) {
+      at::_amp_update_scale_(device_.scale, device_.growth_tracker, found_inf,
+                             options.growth_factor, options.backoff_factor,
+                             options.growth_interval);
+      device_.scale.clamp_(options.min_scale, options.max_scale);
+      at::addcmul_out(device_.skips, found_inf, device_.skips, found_inf);
+    } else {
+      const at::ScalarType dtype = number_type();
+      ScaleMemory<at::Tensor> before;
+      for_each_number([dtype](const char*, at::Tensor& number,
+                              const at::Tensor& tensor) { number = tensor.to(dtype); },
+                      before, device_);
+      const ScaleMemory<at::Tensor> after = after_update(options, before, found_inf != 0.);
+      for_each_number(
+          [](const char*, at::Tensor& tensor, const at::Tensor& number) { tensor.copy_(number); },
+          device_, after);
     }
-    const at::ScalarType number = number_type();
-    const RuleState<at::Tensor> after = next_state(
-        rule,
-        RuleState<at::Tensor>{scale_.to(number), growth_tracker_.to(number), credit_.to(number),
-                              since_change_.to(number), overflows_.to(number), skips_.to(number)},
-        found_inf != 0.);
-    scale_.copy_(after.scale);
-    growth_tracker_.copy_(after.growth_tracker);
-    credit_.copy_(after.credit);
-    since_change_.copy_(after.since_change);
-    overflows_.copy_(after.overflows);
-    skips_.copy_(after.skips);
-    follow(rule);
+    follow(options);
   }
 
-  /// Moves what the rule remembers to the device, for good.
+  /// Moves what is remembered to the device, for good.
   void leave_host() {
     if (!host_) return;
     const c10::InferenceMode no_inference(false);
     const auto on_device = [this](double value, at::ScalarType dtype) {
-      return at::full({}, value, scale_.options().dtype(dtype));
+      return at::full({}, value, device_.scale.options().dtype(dtype));
     };
-    growth_tracker_ = on_device(host_->growth_tracker, at::kInt);
-    credit_ = on_device(host_->credit, number_type());
-    since_change_ = on_device(host_->since_change, number_type());
-    overflows_ = on_device(host_->overflows, number_type());
-    skips_.fill_(host_->skips);
+    // As _amp_update_scale_ wants it.
+    device_.growth_tracker = on_device(host_->growth_tracker, at::kInt);
+    device_.skips.fill_(host_->skips);
+    for_each_own_number(
+        [&](const char*, at::Tensor& tensor, double value) {
+          if (!tensor.defined()) tensor = on_device(value, number_type());
+        },
+        device_, *host_);
     bound_.set(host_->scale);
     at_most_ = host_->scale;
     good_in_a_row_ = static_cast<int64_t>(host_->growth_tracker);
@@ -220,28 +199,27 @@ class ScaleState {
   }
 
  private:
-  at::ScalarType number_type() const { return scale_.is_mps() ? at::kFloat : at::kDouble; }
+  at::ScalarType number_type() const { return device_.scale.is_mps() ? at::kFloat : at::kDouble; }
 
-  void follow(const GradScalerOptions& rule) {
-    const bool matters = rule.dynamic && rule.min_scale < 1. && !replayed_;
-    if (matters) bound_.lower(rule.backoff_factor, rule.min_scale, scale_);
-    if (!rule.dynamic) return;
-    if (!is_torch_rule(rule)) {  // which may grow sooner
-      at_most_ = rule.max_scale;
-    } else if (++good_in_a_row_ >= rule.growth_interval) {
+  void follow(const GradScalerOptions& options) {
+    const bool matters = options.dynamic && options.min_scale < 1. && !replayed_;
+    if (matters) bound_.lower(options.backoff_factor, options.min_scale, device_.scale);
+    if (!options.dynamic) return;
+    if (!is_torch_update(options)) {  // which may grow sooner
+      at_most_ = options.max_scale;
+    } else if (++good_in_a_row_ >= options.growth_interval) {
       good_in_a_row_ = 0;
-      at_most_ *= rule.growth_factor;
+      at_most_ *= options.growth_factor;
     }
   }
 
-  std::optional<RuleState<double>> host_;
-  at::Tensor news_;           // what the host may want to hear of, in one piece: scale_ and skips_
-  at::Tensor scale_, skips_;  // its elements
-  // Where the host does not know; growth_tracker_ is int32, as _amp_update_scale_ wants it.
-  at::Tensor growth_tracker_, credit_, since_change_, overflows_;
+  std::optional<ScaleMemory<double>> host_;
+  at::Tensor scale_and_skips_;  // in one piece
+  // Of these, only the scale and the skips (parts of scale_and_skips_) where the host knows.
+  ScaleMemory<at::Tensor> device_;
   ScaleBound bound_;
   double at_most_ = 0.;        // the scale is not above this
-  int64_t good_in_a_row_ = 0;  // what growth_tracker_ may be where it is so
+  int64_t good_in_a_row_ = 0;  // what device_.growth_tracker may be where it is so
   bool replayed_ = false;
 };
 

@@ -14,10 +14,10 @@
 
 namespace torchamp::detail {
 
-/// What the rule remembers from one iteration to the next. Number is double on the host and a 0-dim
-/// fp64 tensor on a device, so that one text of the rule serves both.
-template <typename Number>
-struct RuleState {
+/// What a scale update remembers from one iteration to the next. Number is double on the host and a
+/// 0-dim fp64 tensor on a device, so that one text of the update serves both.
+template <class Number>
+struct ScaleMemory {
   Number scale;
   Number growth_tracker;
   Number credit;        ///< bad iterations that are still forgiven, plus one
@@ -25,6 +25,41 @@ struct RuleState {
   Number overflows;     ///< bad ones since it was last lowered
   Number skips;         ///< bad ones in a row
 };
+
+/// Calls `f(name, number...)` for each number that torch.amp does not have, in all `memories`. The
+/// names are those in archives, and the order that of their checksum.
+template <class F, class... Memories>
+void for_each_own_number(const F& f, Memories&... memories) {
+  f("torchamp_credit", memories.credit...);
+  f("torchamp_since_change", memories.since_change...);
+  f("torchamp_overflows", memories.overflows...);
+  f("torchamp_skips_in_a_row", memories.skips...);
+}
+
+/// The same for all numbers.
+template <class F, class... Memories>
+void for_each_number(const F& f, Memories&... memories) {
+  f("scale", memories.scale...);
+  f("growth_tracker", memories.growth_tracker...);
+  for_each_own_number(f, memories...);
+}
+
+/// What an update starts from.
+inline ScaleMemory<double> initial_memory(const GradScalerOptions& options) {
+  return {.scale = static_cast<float>(options.init_scale),
+          .growth_tracker = static_cast<double>(options.growth_tracker_start),
+          .credit = static_cast<double>(options.hysteresis),
+          .since_change = 0.,
+          .overflows = 0.,
+          .skips = 0.};
+}
+
+/// Whether ATen's kernel for torch.amp is the whole update. It keeps no credit and no rate of
+/// overflows.
+inline bool is_torch_update(const GradScalerOptions& options) {
+  return options.dynamic && options.hysteresis == 1 && options.overflow_tolerance == 0. &&
+         options.growth_tracker_start == 0;
+}
 
 inline double choose(bool condition, double yes, double no) {
   return condition ? yes : no;
@@ -61,18 +96,18 @@ inline at::Tensor as_fp32(const at::Tensor& x) {
   return x.to(at::kFloat).to(x.scalar_type());
 }
 
-/// The state after an iteration that was `bad` or not (a bool, or a 0-dim bool tensor).
-template <typename Number, typename Bool>
-RuleState<Number> next_state(const GradScalerOptions& rule, const RuleState<Number>& before,
-                             const Bool& bad) {
-  RuleState<Number> after = before;
+/// What is remembered after an iteration that was `bad` or not (a bool, or a 0-dim bool tensor).
+template <class Number, class Bool>
+ScaleMemory<Number> after_update(const GradScalerOptions& options,
+                                 const ScaleMemory<Number>& before, const Bool& bad) {
+  ScaleMemory<Number> after = before;
   after.skips = choose(bad, before.skips + 1., 0.);
-  if (!rule.dynamic) return after;
+  if (!options.dynamic) return after;
 
-  const auto full_credit = static_cast<double>(rule.hysteresis);
-  const bool refills = rule.hysteresis_refill != HysteresisRefill::growth;
+  const auto full_credit = static_cast<double>(options.hysteresis);
+  const bool refills = options.hysteresis_refill != HysteresisRefill::growth;
   after.growth_tracker =
-      choose(bad, static_cast<double>(rule.growth_tracker_start), before.growth_tracker + 1.);
+      choose(bad, static_cast<double>(options.growth_tracker_start), before.growth_tracker + 1.);
   const Number spent = clamp(before.credit - 1., 0., full_credit);
   if (refills) {
     after.credit = choose(bad, spent, full_credit);
@@ -83,30 +118,30 @@ RuleState<Number> next_state(const GradScalerOptions& rule, const RuleState<Numb
   after.overflows = choose(bad, before.overflows + 1., before.overflows);
 
   const auto lowers = bad & (after.credit <= 0.) &
-                      (after.overflows / after.since_change >= rule.overflow_tolerance);
-  const auto grows = after.growth_tracker == static_cast<double>(rule.growth_interval);
+                      (after.overflows / after.since_change >= options.overflow_tolerance);
+  const auto grows = after.growth_tracker == static_cast<double>(options.growth_interval);
   const Number lowered =
-      clamp(as_fp32(before.scale * rule.backoff_factor), rule.min_scale, rule.max_scale);
-  const Number raised = as_fp32(before.scale * rule.growth_factor);
+      clamp(as_fp32(before.scale * options.backoff_factor), options.min_scale, options.max_scale);
+  const Number raised = as_fp32(before.scale * options.growth_factor);
   const Number kept =
-      choose(is_finite(raised), clamp(raised, rule.min_scale, rule.max_scale), before.scale);
+      choose(is_finite(raised), clamp(raised, options.min_scale, options.max_scale), before.scale);
   after.scale = choose(lowers, lowered, choose(grows, kept, before.scale));
   after.growth_tracker = choose(grows, 0., after.growth_tracker);
   after.since_change = choose(lowers | grows, 0., after.since_change);
   after.overflows = choose(lowers, 0., after.overflows);
   after.credit = choose(grows, full_credit, after.credit);
-  if (rule.hysteresis_refill == HysteresisRefill::good_or_backed_off) {
+  if (options.hysteresis_refill == HysteresisRefill::good_or_backed_off) {
     after.credit = choose(lowers, full_credit, after.credit);
   }
   return after;
 }
 
 /// Whether the step from `before` to `after` ought to have lowered a scale that is at its floor.
-inline bool stays_at_floor(const GradScalerOptions& rule, const RuleState<double>& before,
-                           const RuleState<double>& after) {
+inline bool stays_at_floor(const GradScalerOptions& options, const ScaleMemory<double>& before,
+                           const ScaleMemory<double>& after) {
   // since_change is 0 only where the scale was lowered or grew; a bad iteration has lowered it.
-  return rule.dynamic && after.skips > 0. && after.since_change == 0. &&
-         before.scale <= rule.min_scale;
+  return options.dynamic && after.skips > 0. && after.since_change == 0. &&
+         before.scale <= options.min_scale;
 }
 
 }  // namespace torchamp::detail

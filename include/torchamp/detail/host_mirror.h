@@ -7,6 +7,10 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -23,5 +27,27 @@ inline at::Tensor copy_target(at::Device device, at::IntArrayRef sizes) {
     return at::empty(sizes, options);
   }
 }
+
+/// Numbers that only a device knows, copied to host memory without anyone waiting for the copy.
+class HostMirror {
+ public:
+  /// Copies `numbers`, fp32 and always as many, behind what their device is doing. Until the copy
+  /// arrives, the mirror shows `meanwhile`, or else what it has shown before; 0 at first.
+  void send(const at::Tensor& numbers, std::optional<float> meanwhile = {}) {
+    if (!shown_.defined()) shown_ = copy_target(numbers.device(), numbers.sizes()).zero_();
+    if (meanwhile) std::fill_n(shown_.mutable_data_ptr<float>(), shown_.numel(), *meanwhile);
+    shown_.copy_(numbers, /*non_blocking=*/true);
+  }
+
+  bool empty() const { return !shown_.defined(); }
+
+  /// What has arrived of number `i`, from the latest send() or one before.
+  float operator[](int64_t i) const {
+    return static_cast<const volatile float*>(shown_.const_data_ptr<float>())[i];
+  }
+
+ private:
+  at::Tensor shown_;
+};
 
 }  // namespace torchamp::detail
