@@ -1,4 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
+#include <ATen/ops/ones_like.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "support/simulated/generator.h"
 #include "support/simulated/kernel.h"
 #include "support/simulated/register.h"
 
@@ -34,6 +38,22 @@ void convolution_backward(const c10::OperatorHandle& op, torch::jit::Stack* stac
   });
 }
 
+/// The CPU's would draw from the CPU's generator, as it takes none.
+void dropout(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  run_kernel(op, stack, [](torch::jit::Stack* s) {
+    const bool train = s->back().isNone() || s->back().toBool();
+    const double p = (*s)[s->size() - 2].toDouble();
+    const at::Tensor input = (*s)[s->size() - 3].toTensor();
+    const c10::DeviceIndex device =
+        c10::impl::VirtualGuardImpl(c10::kPrivateUse1).getDevice().index();
+    at::Tensor mask = at::ones_like(input, input.options().dtype(at::kBool));
+    if (train) mask.bernoulli_(1. - p, drawing(default_generator(device)));
+    const at::Tensor output = train ? input.mul(mask).div_(1. - p) : input.clone();
+    torch::jit::drop(*s, 3);
+    torch::jit::push(*s, output, mask);
+  });
+}
+
 }  // namespace
 
 void register_fallback(torch::Library& all, torch::Library& aten) {
@@ -41,6 +61,7 @@ void register_fallback(torch::Library& all, torch::Library& aten) {
   aten.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   aten.impl("convolution_backward_overrideable",
             torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
+  aten.impl("native_dropout", torch::CppFunction::makeFromBoxedFunction<&dropout>());
   // `_foreach_` ops would be taken apart for a device without kernels of its own.
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
     if (name.name.rfind("aten::_foreach_", 0) != 0) continue;
