@@ -26,10 +26,10 @@ namespace detail {
 class CastRecording;
 }
 
-/// What a CastRecorder counted. A value. operator<< prints it as a table.
+/// What a CastRecorder counted. A value that any thread may keep; operator<< prints it as a table.
 class CastReport {
  public:
-  /// What is said of one op in one module, forward or backward.
+  /// The numbers of one op in one module, forward or backward.
   struct Row {
     /// Whether the calls were backward's.
     bool backward = false;
@@ -38,7 +38,7 @@ class CastReport {
     /// With its overload, as a Policy takes it: "add.Tensor". A cast that the program asks for
     /// itself is a row of its own, "to.dtype"; the backward of a cast is "ToCopyBackward0".
     std::string op;
-    /// Calls by the program, by the dtype of their (first floating-point) result.
+    /// How often the program called it, by the dtype of the first floating-point result.
     std::map<at::ScalarType, int64_t> calls;
     /// Conversions between floating-point dtypes that autocast made for these calls.
     int64_t casts = 0;
@@ -59,10 +59,10 @@ class CastReport {
                      [](const Row& a, const Row& b) { return a.cast_bytes > b.cast_bytes; });
   }
 
-  /// By op, module and phase; those whose casts moved most bytes come first.
+  /// Returns a row for each op, module and phase; those whose casts moved most bytes come first.
   const std::vector<Row>& rows() const { return rows_; }
 
-  /// The sums over all rows.
+  /// Returns the sums over all rows, with no op and no module.
   Row total() const {
     Row sum;
     for (const Row& row : rows_) {
@@ -75,8 +75,8 @@ class CastReport {
     return sum;
   }
 
-  /// An object with "rows" (phase, module, op and the numbers of a Row, by the names of its
-  /// members) and "total".
+  /// Returns a JSON object with "rows" (phase, module, op and the numbers of a Row, by the names of
+  /// its members) and "total".
   std::string to_json() const { return detail::to_json(rows_, total()); }
 
  private:
@@ -96,25 +96,27 @@ inline std::ostream& operator<<(std::ostream& out, const CastReport& report) {
 ///     train_one_step();
 ///     std::cout << recorder.report();
 ///
-/// Counted are ops that the program or an autograd node calls, each once, with all casts that
-/// autocast makes for them and for the ops that they call; views, copies and ops without
-/// floating-point tensors are not. Conversions inside LibTorch's kernels (type promotion on a CPU,
-/// an op's own temporaries) are no casts, and casts found in the weight cache are not made.
+/// Each op that the program or an autograd node calls counts once, with all casts that autocast
+/// makes for it and for the ops that it calls. Views, copies and ops without floating-point tensors
+/// do not count. Conversions inside LibTorch's kernels (type promotion on a CPU, an op's own
+/// temporaries) are no casts, and a cast that the weight cache already holds is not made.
 ///
-/// The module of an op is the one that owns a parameter among its arguments, if a model is given;
-/// else the innermost user scope around it (RECORD_USER_SCOPE, or a module with a policy, see
-/// ModulePolicies); in backward, the module of the op that made the node.
+/// An op belongs to the module that owns a parameter among its arguments, if a model is given, and
+/// otherwise to the innermost user scope around it (RECORD_USER_SCOPE, or a module with a policy,
+/// see ModulePolicies). In backward it belongs to the module of the op that made the node.
 ///
-/// Records what the calling thread does, and what LibTorch does for it on other threads that take
-/// over its state (autograd's workers, at::launch, at::wrapPropagateTLSState). Several may record
-/// at once. While none does, nothing is paid: no op runs one instruction more. Recording costs some
-/// microseconds per op and memory that grows with their number: record a few steps.
+/// It records what the calling thread does, and what LibTorch does for it on other threads that
+/// take over its state (autograd's workers, at::launch, at::wrapPropagateTLSState). Several may
+/// record at once. While none does, no op runs one instruction more. Recording costs some
+/// microseconds per op, and memory that grows with their number: record a few steps.
 ///
-/// Must be destroyed by the thread that made it; another one leaves the recording running there and
-/// warns. Error: more than 32 observers of ops (recorders, searches and
-/// captures) at once. Never reads a device.
+/// The thread that made a recorder must destroy it; another one warns and leaves the callback
+/// behind. Never reads a device.
+///
+/// Error: more than 32 recorders, searches (first_non_finite_op) and captures (CudaGraph) at once.
 class CastRecorder {
  public:
+  /// Knows no modules: ops belong to user scopes alone.
   [[nodiscard]] CastRecorder() : CastRecorder(detail::NamedParameters{}) {}
 
   /// Knows the modules of `model`: a torch::nn::Module, or whatever else has named_parameters().

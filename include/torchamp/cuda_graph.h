@@ -35,14 +35,14 @@ namespace TORCHAMP_NAMESPACE {
 struct CudaGraphOptions {
   /// Iterations that run eagerly before the capture; at least 1. They make what is made once (the
   /// scale, the optimizer's state, workspaces); the last one is searched for host reads.
-  std::int64_t warmup = 3;
+  int64_t warmup = 3;
   /// False: each call runs the iteration eagerly on the batch as it is, on any device.
   bool enabled = true;
 };
 
-/// A whole training iteration as one CUDA graph: zero_grad, forward under a guard, scaled backward,
-/// unscale_, clip, a fused step and the scale's update are captured once and then replayed, each
-/// time with new inputs. Replaying costs the host one launch instead of thousands.
+/// Runs a whole training iteration as one CUDA graph: zero_grad, forward under a guard, scaled
+/// backward, unscale_, clip, a fused step and the scale's update are captured once and then
+/// replayed, each time with new inputs. A replay costs the host one launch instead of thousands.
 ///
 ///     torchamp::CudaGraph iteration(optimizer, [&](const std::vector<at::Tensor>& batch) {
 ///       optimizer.zero_grad();
@@ -66,9 +66,9 @@ struct CudaGraphOptions {
 /// device, exactly as eagerly.
 ///
 /// In a replay no host code runs: what the body does on the host (counting, printing, choosing a
-/// branch) it does for the last time in the capture. Learning rates may change all the time. After
+/// branch) it does for the last time in the capture. Learning rates may change at any time. After
 /// another change of an optimizer's options or state, the next call runs eagerly and the one after
-/// captures anew. A GradScaler's factors and intervals stay as they were in the capture; its scale
+/// captures again. A GradScaler's factors and intervals stay as they were in the capture; its scale
 /// may be set at any time.
 ///
 /// The optimizers must be those that the body steps, and take scale and overflow flag on the device
@@ -95,7 +95,7 @@ class CudaGraph {
   CudaGraph(torch::optim::Optimizer& optimizer, Body body, CudaGraphOptions options = {})
       : CudaGraph(Optimizers{optimizer}, std::move(body), options) {}
 
-  /// The same for a body that steps several optimizers: `{std::ref(a), std::ref(b)}`.
+  /// Takes a body that steps several optimizers: `{std::ref(a), std::ref(b)}`.
   template <std::invocable<const Tensors&> Body>
   CudaGraph(Optimizers optimizers, Body body, CudaGraphOptions options = {})
       : CudaGraph(std::move(optimizers), wrap(std::move(body)), options,
@@ -115,7 +115,7 @@ class CudaGraph {
   /// Whether the next call replays, if no option or state of an optimizer changes before it.
   bool is_captured() const { return captured_; }
 
-  /// Forgets the graph and the inputs' shapes: the next calls warm up and capture anew.
+  /// Forgets the graph and the inputs' shapes: the next calls warm up and capture again.
   void reset() {
     forget_capture();
     outputs_.clear();
@@ -174,7 +174,7 @@ class CudaGraph {
   std::optional<detail::StaticInputs> inputs_;
   std::unique_ptr<detail::GraphRecorder> recorder_;
   Tensors outputs_;
-  std::int64_t warmed_up_ = 0;
+  int64_t warmed_up_ = 0;
   bool captured_ = false;
   std::vector<double> rates_;
 };
@@ -274,7 +274,7 @@ inline void CudaGraph::warm_up() {
 //   place that replays do not write: a captured iteration that used it would train with weights as
 //   they were then. And a cast made in the capture has no value until the first replay. So the
 //   cache is emptied before and after. Inside, a guard that ends empties it as ever, and each
-//   replay makes the casts anew, as each eager iteration does.
+//   replay makes the casts again, as each eager iteration does.
 inline void CudaGraph::capture() {
   struct WithoutCachedCasts {
     WithoutCachedCasts() { at::autocast::clear_cache(); }

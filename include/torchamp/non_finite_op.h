@@ -20,7 +20,7 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-/// The first op that made an inf or a NaN.
+/// The first op that made an inf or a NaN, as first_non_finite_op() found it.
 struct NonFiniteOp {
   std::string op;  ///< as dispatched: `aten::addmm`, with its overload if it has one
   /// Whether backward called it.
@@ -60,6 +60,8 @@ std::optional<NonFiniteOp> find_non_finite_op(const std::function<void()>& forwa
 /// asks for (a mask filled with -inf) and uninitialised memory are not counted. Reads the device
 /// several times for each op, so it is slow; gradients accumulate as `forward_and_backward` has it.
 /// Ops of threads other than the caller's and autograd's are not looked at.
+///
+/// Errors: whatever `forward_and_backward` throws, and a null owner other than nullptr.
 ///
 /// Parameters are named after `owner`: a module or an optimizer, given itself, by a pointer of any
 /// kind or by a module holder; or a range of pairs of a name and a parameter. Null for none.

@@ -57,14 +57,9 @@ inline at::Tensor count_non_finite(const at::Tensor& gradient) {
 
 }  // namespace detail
 
-/// Which gradients hold infs or NaNs, how many, and how large the others are. For after a skipped
-/// step, before the gradients are cleared:
-///
-///     if (!scaler.step(optimizer)) std::cout << torchamp::overflow_report(model);
-///
-/// `named` is any range of pairs of a name and a parameter. One pass over the gradients and one
-/// read of each device. Gradients are not changed.
-template <typename NamedParameters>
+/// Reports which gradients of `named`, any range of pairs of a name and a parameter, hold infs or
+/// NaNs, as overflow_report() does for a module. Reads each device once.
+template <class NamedParameters>
 OverflowReport overflow_report_of(const NamedParameters& named) {
   const detail::InternalOps guard;
   std::vector<Overflow> found;
@@ -105,10 +100,16 @@ OverflowReport overflow_report_of(const NamedParameters& named) {
   return report;
 }
 
-/// The same for the parameters of a module, submodules included, by their names in it; or for those
-/// of an optimizer, by their places in it. Either is given itself, by a pointer of any kind or by a
-/// module holder; a null one is an error.
-template <typename Owner>
+/// Reports which gradients of a module (submodules included) or of an optimizer hold infs or NaNs,
+/// how many, and how large the others are. For after a skipped step, before the gradients are
+/// cleared:
+///
+///     if (!scaler.step(optimizer)) std::cout << torchamp::overflow_report(model);
+///
+/// A module's parameters go by their names in it, an optimizer's by their places in it. `owner` is
+/// one of them, a pointer of any kind to it, or a module holder; a null one is an error. Makes one
+/// pass over the gradients and reads each device once. Gradients are not changed.
+template <class Owner>
 OverflowReport overflow_report(const Owner& owner) {
   return overflow_report_of(detail::named_parameters_of(owner, "overflow_report"));
 }

@@ -138,14 +138,15 @@ inline std::string python_archive(const GradScalerState& state) {
 
 }  // namespace detail
 
-/// The state_dict of a GradScaler in what Python's torch.save wrote. `keys` lead to it in a larger
-/// checkpoint: {"scaler"} for `torch.save({"model": ..., "scaler": scaler.state_dict()}, path)`.
-/// Nothing else in the file is loaded, and no code in it is run.
+/// Returns the state_dict of a GradScaler from what Python's torch.save wrote. `keys` lead to it in
+/// a larger checkpoint: {"scaler"} for `torch.save({"model": ..., "scaler": scaler.state_dict()},
+/// path)`. Nothing else in the file is loaded, and no code in it is run.
 ///
-/// c10::Error for a file that is damaged, truncated, of another kind, or without such an entry. All
-/// of the file is read, to check the CRC of each of its records; Python can be told to write none
-/// (torch.serialization.set_crc32_options), and a number that changed in such a file is not seen.
-/// The values' ranges are checked by GradScaler::load_state_dict.
+/// All of the file is read, to check the CRC of each of its records; Python can be told to write
+/// none (torch.serialization.set_crc32_options), and a number that changed in such a file goes
+/// unnoticed. GradScaler::load_state_dict checks the ranges of the values. Reads no device.
+///
+/// c10::Error for a stream that is damaged, truncated, of another kind, or without such an entry.
 inline GradScalerState load_python_state(std::istream& in,
                                          std::initializer_list<std::string_view> keys = {}) {
   return detail::load_python_state(
@@ -175,7 +176,9 @@ inline void save_python_state(const GradScalerState& state, std::ostream& out) {
   TORCH_CHECK(reason.empty(), "torchamp::save_python_state: writing has failed: ", reason, '.');
 }
 
-/// The same to a file, which is replaced only once all has been written, see Note [Atomic files].
+/// Writes `state` to a file that Python's torch.load(path) reads, for
+/// torch.amp.GradScaler.load_state_dict. The file is replaced only once all has been written and
+/// flushed to the disk, see Note [Atomic files]. c10::Error where that fails; the old file stays.
 inline void save_python_state(const GradScalerState& state, const std::string& path) {
   const std::string bytes = detail::python_archive(state);
   detail::AtomicFile file(path, "torchamp::save_python_state");

@@ -73,28 +73,30 @@ struct CheckpointOptions {
   std::vector<at::Tensor> buffers = {};
 };
 
-/// Calls function(inputs...) and keeps none of its activations: backward runs it again. Memory for
-/// the time of one more forward.
+/// Calls function(inputs...) and keeps none of its activations: backward runs it again. Saves
+/// memory for the time of one more forward.
 ///
 ///     x = torchamp::checkpoint(block, x);                          // a module holder
 ///     x = torchamp::checkpoint([=](auto x) { return block->forward(x).relu(); }, x);
 ///
+/// The function runs again under the forward's autocast state, policy, cache flag and random state,
+/// with an empty cache of cast weights both times, so that on a CPU the gradients are the plain
+/// ones bit for bit. Parameters and other tensors that it captures get their gradients too, whether
+/// or not an input needs one, and also from torch::autograd::grad and with create_graph.
+/// Checkpoints nest. With grad mode off the function is called, and that is all. Reads no device.
+///
 /// Inputs and outputs are tensors, other values, and vectors, arrays, tuples, pairs, maps and
-/// optionals of them; outputs may be several, and what is not a tensor passes through. An output
-/// type in which tensors cannot be seen (a struct that may hold some, an unordered_map) does not
+/// optionals of them. There may be several outputs, and what is not a tensor passes through. An
+/// output type that may hide tensors (a struct that may hold some, an unordered_map) does not
 /// compile. Of an at::ArrayRef the values are kept; other views of values do not compile. An output
-/// that has its memory in common with an input, a captured tensor or another output comes as a
-/// copy, so that a change of it in place is none of theirs. The function runs again
-/// under the forward's autocast state, policy and cache flag (with an empty cache of cast weights
-/// both times) and random state, so that on a CPU gradients equal the plain ones bit for bit.
-/// Parameters and other tensors that the function captures get their gradients too, whether or not
-/// an input needs one, and also from torch::autograd::grad and with create_graph; checkpoints nest.
+/// that shares memory with an input, a captured tensor or another output is returned as a copy, so
+/// that changing it in place does not change them.
 ///
 /// The function is copied and called again during backward, perhaps on another thread: what it
-/// captures by reference must live until then, and it must do the same both times. An error in it
-/// comes out of the call or out of backward. With grad mode off it is called, and that is all.
-/// Errors if the function changes an input in place, or if the recomputation differs in the shapes
-/// of its outputs or in the parameters that it uses. Reads no device.
+/// captures by reference must live until then, and it must do the same both times.
+///
+/// Errors: whatever the function throws, from the call or from backward; a function that changes an
+/// input in place; a recomputation whose outputs have other shapes, or that uses other parameters.
 template <class Function, class... Inputs>
 auto checkpoint(CheckpointOptions options, Function&& function, Inputs&&... inputs) {
   using Arguments = std::tuple<typename detail::KeptInput<std::decay_t<Inputs>>::type...>;
@@ -155,15 +157,15 @@ requires(!std::same_as<std::decay_t<Function>, CheckpointOptions>) auto checkpoi
 }
 
 /// Runs a torch::nn::Sequential in `segments` parts of equal length, each but the last under
-/// checkpoint(): what is kept between forward and backward are the inputs of the parts, and in
-/// backward the activations of one part. For n equal layers that is least, and of the order of the
-/// square root of n, with about sqrt(n) parts. The modules take and give one tensor each.
+/// checkpoint(). Between forward and backward it keeps the inputs of the parts, and in backward the
+/// activations of one part. For n equal layers, about sqrt(n) parts keep least. Each module takes
+/// and returns one tensor. Reads no device. Error: fewer than one segment, or more than modules.
 template <class Sequential>
-at::Tensor checkpoint_sequential(Sequential& sequential, std::int64_t segments, at::Tensor input) {
-  const auto size = static_cast<std::int64_t>(sequential->size());
+at::Tensor checkpoint_sequential(Sequential& sequential, int64_t segments, at::Tensor input) {
+  const auto size = static_cast<int64_t>(sequential->size());
   TORCH_CHECK_VALUE(segments >= 1 && segments <= size, "checkpoint_sequential: cannot split ", size,
                     " modules into ", segments, " segments. Pass a number from 1 to ", size, ".");
-  for (std::int64_t segment = 0; segment < segments; ++segment) {
+  for (int64_t segment = 0; segment < segments; ++segment) {
     std::vector modules(sequential->begin() + segment * size / segments,
                         sequential->begin() + (segment + 1) * size / segments);
     CheckpointOptions options;
@@ -181,12 +183,12 @@ at::Tensor checkpoint_sequential(Sequential& sequential, std::int64_t segments, 
   return input;
 }
 
-/// checkpoint_sequential() with the number of segments that keeps least: the square root of the
-/// number of modules, rounded.
+/// Runs a torch::nn::Sequential under checkpoint() in as many parts as keep least: the square root
+/// of the number of modules, rounded.
 template <class Sequential>
 at::Tensor checkpoint_sequential(Sequential& sequential, at::Tensor input) {
   const auto root = std::llround(std::sqrt(static_cast<double>(sequential->size())));
-  return checkpoint_sequential(sequential, std::max<std::int64_t>(root, 1), std::move(input));
+  return checkpoint_sequential(sequential, std::max<int64_t>(root, 1), std::move(input));
 }
 
 }  // namespace TORCHAMP_NAMESPACE

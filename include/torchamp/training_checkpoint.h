@@ -24,7 +24,7 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-/// A file from which a run goes on where it was: model, optimizer, scaler and whatever else the
+/// Saves a run to a file, and goes on from it: model, optimizer, scaler and whatever else the
 /// program names, and the states of the random generators of the CPU and of the devices in use.
 ///
 ///     torchamp::TrainingCheckpoint checkpoint("run.pt");
@@ -36,9 +36,10 @@ namespace TORCHAMP_NAMESPACE {
 ///       if (step % 100 == 0) checkpoint.save();
 ///     }
 ///
-/// On a CPU, with the same libraries and number of threads, the run that went on is the same bit
-/// for bit. What is added is referred to: it must live as long as the checkpoint. With several
-/// processes, see save_together() and load_together() in distributed/checkpoint.h.
+/// On a CPU, with the same libraries and number of threads, the run that goes on is the same bit
+/// for bit. The checkpoint refers to what is added, which must live as long as it. For several
+/// processes, see save_together() and load_together() in distributed/checkpoint.h. One thread at a
+/// time may use it.
 class TrainingCheckpoint {
  public:
   /// Names the file; touches nothing.
@@ -68,8 +69,8 @@ class TrainingCheckpoint {
   /// Whether there is such a file.
   bool exists() const { return std::filesystem::exists(path_); }
 
-  /// Writes the file, or throws and leaves the old one. A process killed at any point, or a power
-  /// cut, leaves the old file or the new one, whole, see Note [Atomic files]. Reads the devices.
+  /// Writes the file, or throws and leaves the old one. Whenever the process is killed or the power
+  /// cut, the old file or the new one is there, whole; see Note [Atomic files]. Reads the devices.
   void save() const { save({local_part()}); }
 
   /// Fills what was added; false if there is no file. Tensors, and the weights of models, are
@@ -82,23 +83,24 @@ class TrainingCheckpoint {
   /// TrainingCheckpoint]. All of it is read twice, first to check it. Reads the devices.
   bool load();
 
-  /// For several processes. What this one alone has, as bytes.
+  /// Returns what this process alone has, as bytes. For save() below.
   at::Tensor local_part() const;
-  /// On one process, with the local part of each.
+  /// Writes the file on one of several processes, with the local part of each.
   void save(const std::vector<at::Tensor>& local_parts) const;
-  /// On each: as load(), with the local part of process `rank` of `processes`, which must be as
-  /// many as wrote the file.
-  bool load(std::int64_t rank, std::int64_t processes);
-  /// Without any local part: goes on with another number of processes, not bit for bit.
+  /// Loads the file on one of several processes, with the local part of process `rank`. An error
+  /// unless it was written by as many `processes`.
+  bool load(int64_t rank, int64_t processes);
+  /// Loads the file without any local part: to go on with another number of processes, not bit for
+  /// bit.
   bool load_shared();
-  /// Differs between any two files; that of the file last saved or loaded.
-  std::int64_t file_id() const { return file_id_; }
+  /// Returns the number of the file last saved or loaded, which differs between any two files.
+  int64_t file_id() const { return file_id_; }
 
  private:
   struct Entry {
     std::string name;
     std::function<void(torch::serialize::OutputArchive&)> save;
-    std::function<void(torch::serialize::InputArchive&, std::int64_t version)> load;
+    std::function<void(torch::serialize::InputArchive&, int64_t version)> load;
     /// For values, whose load changes all or nothing: gives what brings the value of now back.
     std::function<std::function<void()>()> keep = {};
   };
@@ -110,14 +112,14 @@ class TrainingCheckpoint {
   static void load_module(torch::nn::Module& module, torch::serialize::InputArchive& archive);
   void write(torch::serialize::OutputArchive& archive, const std::vector<Entry>& entries) const;
   void read(torch::serialize::InputArchive& archive, const std::vector<Entry>& entries,
-            std::int64_t version, Undo& undo) const;
+            int64_t version, Undo& undo) const;
   static void load_entry(const Entry& entry, torch::serialize::InputArchive& archive,
-                         std::int64_t version, Undo& undo);
+                         int64_t version, Undo& undo);
   bool load_parts(const std::function<at::Tensor(torch::serialize::InputArchive&)>& local_part);
 
   std::filesystem::path path_;
   std::vector<Entry> shared_, local_;
-  mutable std::int64_t file_id_ = 0;
+  mutable int64_t file_id_ = 0;
 };
 
 namespace detail {
@@ -132,7 +134,7 @@ void TrainingCheckpoint::add_to(std::vector<Entry>& entries, std::string name, T
   Entry entry{std::move(name), {}, {}};
   if constexpr (std::derived_from<T, torch::optim::Optimizer>) {
     entry.save = [&object](OutputArchive& archive) { detail::save_optimizer(object, archive); };
-    entry.load = [&object](InputArchive& archive, std::int64_t) {
+    entry.load = [&object](InputArchive& archive, int64_t) {
       detail::load_optimizer(object, archive);
     };
   } else if constexpr (requires(OutputArchive & out, InputArchive & in) {
@@ -140,13 +142,13 @@ void TrainingCheckpoint::add_to(std::vector<Entry>& entries, std::string name, T
                          object->load(in);
                        }) {
     entry.save = [&object](OutputArchive& archive) { object->save(archive); };
-    entry.load = [&object](InputArchive& archive, std::int64_t) { load_module(*object, archive); };
+    entry.load = [&object](InputArchive& archive, int64_t) { load_module(*object, archive); };
   } else if constexpr (requires(OutputArchive & out, InputArchive & in) {
                          object.save(out);
                          object.load(in);
                        }) {
     entry.save = [&object](OutputArchive& archive) { object.save(archive); };
-    entry.load = [&object](InputArchive& archive, std::int64_t) {
+    entry.load = [&object](InputArchive& archive, int64_t) {
       if constexpr (std::derived_from<T, torch::nn::Module>) {
         load_module(object, archive);
       } else {
@@ -161,7 +163,7 @@ void TrainingCheckpoint::add_to(std::vector<Entry>& entries, std::string name, T
     entry.save = [&object](OutputArchive& archive) {
       archive.write("value", detail::to_ivalue(object));
     };
-    entry.load = [&object](InputArchive& archive, std::int64_t version) {
+    entry.load = [&object](InputArchive& archive, int64_t version) {
       c10::IValue value;
       archive.read("value", value);
       detail::from_ivalue(value, object, version);

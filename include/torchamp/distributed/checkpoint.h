@@ -44,11 +44,11 @@ inline std::vector<at::Tensor> gather_all(const c10::intrusive_ptr<c10d::Process
   return std::move(gathered[0]);
 }
 
-inline std::vector<std::int64_t> gather_numbers(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                                                std::int64_t number) {
-  std::vector<std::int64_t> numbers;
+inline std::vector<int64_t> gather_numbers(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                           int64_t number) {
+  std::vector<int64_t> numbers;
   for (const at::Tensor& one : gather_all(group, at::full({1}, number, at::kLong))) {
-    numbers.push_back(one.item<std::int64_t>());
+    numbers.push_back(one.item<int64_t>());
   }
   return numbers;
 }
@@ -56,17 +56,17 @@ inline std::vector<std::int64_t> gather_numbers(const c10::intrusive_ptr<c10d::P
 /// Runs `body` on this process, and throws on all processes if it throws on any: its own error
 /// there, on the others one that names the process. Returns body's number of each process.
 template <class Body>
-std::vector<std::int64_t> all_or_none(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                                      const char* call, Body body) {
-  constexpr std::int64_t failed = -1;
+std::vector<int64_t> all_or_none(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                 const char* call, Body body) {
+  constexpr int64_t failed = -1;
   std::exception_ptr error;
-  std::int64_t number = failed;
+  int64_t number = failed;
   try {
     number = body();
   } catch (...) {
     error = std::current_exception();
   }
-  std::vector<std::int64_t> numbers = gather_numbers(group, number);
+  std::vector<int64_t> numbers = gather_numbers(group, number);
   if (error) std::rethrow_exception(error);
   const auto bad = std::ranges::find(numbers, failed);
   TORCH_CHECK(bad == numbers.end(), call, ": process ", bad - numbers.begin(),
@@ -76,9 +76,11 @@ std::vector<std::int64_t> all_or_none(const c10::intrusive_ptr<c10d::ProcessGrou
 
 }  // namespace detail
 
-/// TrainingCheckpoint::save for the processes of `group`, together: process 0 writes the one file,
-/// with what each process has of its own in it (random states, and what add_local() named). All
-/// wait for it. An error on any process is one on all, and the old file stays.
+/// Saves `checkpoint` for all processes of `group`, which call this together: process 0 writes one
+/// file, with what each process has of its own in it (random states, and what add_local() named).
+/// All wait until it is written. Reads the devices.
+///
+/// An error on any process is one on all, and the old file stays.
 inline void save_together(const TrainingCheckpoint& checkpoint,
                           const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   at::Tensor part;
@@ -86,7 +88,7 @@ inline void save_together(const TrainingCheckpoint& checkpoint,
     part = checkpoint.local_part();
     return part.numel();
   });
-  const std::int64_t longest = *std::ranges::max_element(sizes);
+  const int64_t longest = *std::ranges::max_element(sizes);
   at::Tensor padded = at::zeros({longest}, at::kByte);
   padded.narrow(0, 0, part.numel()).copy_(part);
   std::vector<at::Tensor> parts = detail::gather_all(group, padded);
@@ -100,10 +102,13 @@ inline void save_together(const TrainingCheckpoint& checkpoint,
   });
 }
 
-/// TrainingCheckpoint::load for the processes of `group`, together: all read the file that process
-/// 0 wrote, which must lie where all can see it, and each takes up what was its own. False if there
-/// is none. As many processes as wrote it go on bit for bit, on CPUs. An error on any process is
-/// one on all; processes that had read the file by then have what it held.
+/// Loads `checkpoint` on all processes of `group`, which call this together: all read the file that
+/// process 0 wrote, and each takes up what was its own. False if there is no file. The file must
+/// lie where all processes can see it, and as many processes as wrote it must load it; on CPUs they
+/// go on bit for bit.
+///
+/// An error on any process is one on all; processes that had read the file by then keep what it
+/// held.
 inline bool load_together(TrainingCheckpoint& checkpoint,
                           const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   const auto loaded = detail::all_or_none(group, "load_together", [&] {

@@ -33,31 +33,33 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-// Data-parallel training on several processes over LibTorch's c10d. All functions here are
+// Note [Collective calls]
+// Data-parallel training runs on several processes over LibTorch's c10d. All functions here are
 // collective: every process of the group calls them, in the same order. A process that waits for
-// one that has died gets a c10::Error at once, for one that stalls after the group's timeout; the
-// group is of no use after that, and the process should end. Groups come from make_process_group()
-// in process_group.h, or from anywhere else in c10d.
+// another one gets a c10::Error: at once if that one has died, after the group's timeout if it
+// stalls. The group is of no use after that, and the process should end. Groups come from
+// make_process_group() in distributed/process_group.h, or from anywhere else in c10d.
 
 /// What make_process_group() returns.
 using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-/// Gives every process the parameters and buffers of process `root`.
+/// Gives every process the parameters and buffers of process `root`. All processes of the group
+/// call it; see Note [Collective calls] for errors.
 inline void broadcast_module(const torch::nn::Module& module, const ProcessGroupPtr& group,
                              int root = 0) {
   detail::broadcast(group, module.parameters(), root);
   detail::broadcast(group, module.buffers(), root);
 }
 
-/// For GradScalerOptions::agree_found_inf: an overflow on any process is one on all, so that all
-/// skip the step and the scales stay the same.
+/// Makes an overflow on any process one on all, so that all skip the step and their scales stay the
+/// same. For GradScalerOptions::agree_found_inf:
 ///
 ///     torchamp::GradScaler scaler({.agree_found_inf = torchamp::found_inf_agreement(group)});
 ///
-/// DistributedDataParallel averages the gradients, and with them their inf and NaN, before the
-/// scaler looks, so that all find the same; where each process steps parameters of its own (a
-/// sharded optimizer), this is what keeps them together. One reduction of a single number for each
-/// optimizer and iteration. With Gloo the host waits for it, with NCCL the device.
+/// Needed where each process steps parameters of its own (a sharded optimizer).
+/// DistributedDataParallel averages the gradients, and with them their infs and NaNs, before the
+/// scaler looks, so that all processes find the same anyway. Costs one reduction of a single number
+/// for each optimizer and iteration. With Gloo the host waits for it, with NCCL the device.
 inline std::function<void(at::Tensor&)> found_inf_agreement(ProcessGroupPtr group) {
   return [group = std::move(group)](at::Tensor& found_inf) {
     std::vector<at::Tensor> tensors{found_inf};
@@ -72,21 +74,19 @@ struct DistributedDataParallelOptions {
   /// Whether each forward begins with giving all processes the buffers of process 0, such as batch
   /// norm's running statistics.
   bool broadcast_buffers = true;
-  /// For models of which a forward may leave parameters unused: these are looked for in the graph
-  /// of the outputs before each backward; so forward must not return them in a struct of the user's
-  /// own (an error). Without it, leaving one out is an error in the next
-  /// forward.
+  /// For models whose forward may leave parameters unused. They are looked for in the graph of the
+  /// outputs before each backward, so that forward must not return these in a struct of its own (an
+  /// error). Where this is false, an unused parameter is an error in the next forward.
   bool find_unused_parameters = false;
-  /// How large the buckets are in which gradients are averaged.
-  std::int64_t bucket_bytes = std::int64_t{25} * 1024 * 1024;
-  /// For example c10d::BuiltinCommHookType::FP16_COMPRESS, which sends fp16 for fp32.
+  /// The size of the buckets in which gradients are averaged.
+  int64_t bucket_bytes = int64_t{25} * 1024 * 1024;
+  /// How gradients are sent, for example c10d::BuiltinCommHookType::FP16_COMPRESS: as fp16. Unset:
+  /// in their own dtype.
   std::optional<c10d::BuiltinCommHookType> communication = std::nullopt;
 };
 
-/// A model of which each process has a copy and computes the gradients of its own part of the
-/// batch; backward averages them over all processes. A bucket of gradients is sent as soon as
-/// backward has computed all that go into it, while it goes on with the rest. This is c10d's
-/// Reducer, the engine of Python's torch.nn.parallel.DistributedDataParallel.
+/// Trains copies of one model on several processes: each computes the gradients of its own part of
+/// the batch, and backward averages them over all processes.
 ///
 ///     torchamp::DistributedDataParallel net(model, group);
 ///     torch::optim::SGD optimizer(model->parameters(), 0.1);
@@ -94,11 +94,16 @@ struct DistributedDataParallelOptions {
 ///     loss_of(net.forward(part), target).backward();   // the gradients are the averages
 ///     optimizer.step();                                // so that all copies stay the same
 ///
-/// Construction gives all processes the parameters and buffers of process 0, after a look at
-/// whether their shapes are the same. Each forward is followed by at most one backward. The
-/// averages of gradients scaled by GradScaler are scaled as well; checkpoint() works, nested too.
+/// Construction gives all processes the parameters and buffers of process 0; parameters of other
+/// shapes than those of process 0 are an error. At most one backward follows each forward. The
+/// average of gradients that GradScaler scaled is scaled as well. checkpoint() works, nested too.
+/// With MasterWeights, call broadcast_module() first, then make the masters, then this.
 ///
-/// With MasterWeights: broadcast_module() first, then the masters, then this.
+/// A bucket of gradients is sent as soon as backward has computed all that go into it, while it
+/// goes on with the rest. Construction and forward are collective, see
+/// Note [Collective calls]; a forward without gradients sends nothing.
+///
+/// Source: c10d's Reducer, the engine of Python's torch.nn.parallel.DistributedDataParallel.
 template <class Model>
 class DistributedDataParallel {
  public:

@@ -34,8 +34,9 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-/// Lets `group`, of make_process_group(), use NCCL for CUDA tensors instead of Gloo. Each process
-/// makes the device of its LOCAL_RANK current before. An error without a CUDA device.
+/// Lets a `group` of make_process_group() use NCCL for CUDA tensors instead of Gloo. Each process
+/// first makes the device of its LOCAL_RANK current. `timeout` is how long a process waits for the
+/// others. An error without a CUDA device.
 inline void add_nccl(c10d::ProcessGroup& group,
                      std::chrono::milliseconds timeout = std::chrono::minutes(10)) {
   TORCH_CHECK(at::hasCUDA(),

@@ -53,7 +53,7 @@ struct ProcessEnvironment {
   int world_size = 1;                     ///< WORLD_SIZE: how many processes there are
   int local_rank = 0;                     ///< LOCAL_RANK: its number on this machine, for its GPU
   std::string master_addr = "127.0.0.1";  ///< MASTER_ADDR: where the processes meet
-  std::uint16_t master_port = 0;          ///< MASTER_PORT
+  uint16_t master_port = 0;               ///< MASTER_PORT
 
   /// Reads the variables. If neither RANK nor WORLD_SIZE is set, this is the only process. Throws
   /// where some of them are missing or make no sense.
@@ -68,18 +68,20 @@ struct ProcessGroupOptions {
   ProcessEnvironment environment = ProcessEnvironment::read();
 };
 
-/// Meets the other processes and makes the group of all of them, over Gloo: c10d's own, for CPU
-/// tensors and, where LibTorch has CUDA, for CUDA tensors; add_nccl() in nccl.h makes
-/// the latter fast.
+/// Makes the group of all processes that torchrun started, and waits until all are there, for
+/// `timeout` at most. It communicates over Gloo, for CPU tensors and, where LibTorch has CUDA, for
+/// CUDA tensors; add_nccl() in distributed/nccl.h makes the latter fast.
 ///
 ///     const auto group = torchamp::make_process_group({.timeout = std::chrono::seconds(60)});
 ///     torchamp::DistributedDataParallel net(model, group);
 ///
-/// The program is started by torchrun, or several times with RANK, WORLD_SIZE, MASTER_ADDR and
-/// MASTER_PORT set; otherwise it is a group of one, and nothing goes over the network. Gloo uses
-/// the interface that GLOO_SOCKET_IFNAME names. Where MASTER_ADDR is 127.0.0.1 or localhost, all
-/// connections are made and accepted on 127.0.0.1 alone. Nothing is encrypted or authenticated: use
-/// networks that are closed to others. Waits for the other processes, for `timeout` at most.
+/// In place of torchrun, the program may be started several times with RANK, WORLD_SIZE,
+/// MASTER_ADDR and MASTER_PORT set. Where they are not, the group has one process, and nothing goes
+/// over the network. Gloo uses the interface that GLOO_SOCKET_IFNAME names. Where MASTER_ADDR is
+/// 127.0.0.1 or localhost, all connections are made and accepted on 127.0.0.1 alone. Nothing is
+/// encrypted or authenticated: use networks that are closed to others.
+///
+/// Errors: variables that are missing or make no sense, and processes that do not come in time.
 inline c10::intrusive_ptr<c10d::ProcessGroup> make_process_group(ProcessGroupOptions options = {});
 
 namespace detail {
@@ -108,7 +110,7 @@ inline bool is_loopback(const std::string& host) {
 }
 
 /// A socket that accepts connections from this machine only.
-inline int loopback_socket(std::uint16_t port) {
+inline int loopback_socket(uint16_t port) {
   const int number = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
   const int yes = 1;
   sockaddr_in address{};
@@ -179,7 +181,7 @@ inline ProcessEnvironment ProcessEnvironment::read() {
       port || *world_size == 1,
       "make_process_group: the environment variable MASTER_PORT is not set. Start the "
       "program with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.");
-  if (port) result.master_port = static_cast<std::uint16_t>(*port);
+  if (port) result.master_port = static_cast<uint16_t>(*port);
   return result;
 }
 

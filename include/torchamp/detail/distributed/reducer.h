@@ -35,7 +35,7 @@ inline void broadcast(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
 class GradientReducer {
  public:
   GradientReducer(const torch::nn::Module& module, c10::intrusive_ptr<c10d::ProcessGroup> group,
-                  std::int64_t bucket_bytes, bool find_unused_parameters)
+                  int64_t bucket_bytes, bool find_unused_parameters)
       : group_(std::move(group)) {
     std::vector<at::Tensor> parameters;
     std::unordered_map<std::size_t, std::string> names;
@@ -63,14 +63,14 @@ class GradientReducer {
     reducer_ = std::make_shared<c10d::Reducer>(
         std::move(parameters), std::move(buckets), group_, std::move(sparse), bucket_bytes,
         find_unused_parameters, /*gradient_as_bucket_view=*/false, std::move(names),
-        static_cast<std::int64_t>(first), /*skip_all_reduce_unused_params=*/false,
-        /*use_python_reducer=*/false, std::vector<std::int64_t>());
+        static_cast<int64_t>(first), /*skip_all_reduce_unused_params=*/false,
+        /*use_python_reducer=*/false, std::vector<int64_t>());
     // Where it looks for unused parameters, it reports to a logger without asking for one.
     logger_ = std::make_shared<c10d::Logger>(reducer_);
     reducer_->set_logger(logger_);
   }
 
-  /// After the first backward, the buckets are arranged anew, in the order in which it has computed
+  /// After the first backward, the buckets are arranged again, in the order in which it computed
   /// the gradients.
   void before_forward() {
     reducer_->prepare_for_forward();

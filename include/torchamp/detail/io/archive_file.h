@@ -40,15 +40,14 @@ class FileReader final : public caffe2::serialize::ReadAdapterInterface {
     size_ = static_cast<std::size_t>(status.st_size);
   }
   std::size_t size() const override { return size_; }
-  std::size_t read(std::uint64_t position, void* to, std::size_t size,
-                   const char* = "") const override {
+  std::size_t read(uint64_t position, void* to, std::size_t size, const char* = "") const override {
     auto* next = static_cast<char*>(to);
     for (std::size_t left = size; left > 0;) {
       const ssize_t count = ::pread(file_.number(), next, left, static_cast<off_t>(position));
       if (count < 0 && errno == EINTR) continue;
       if (count <= 0) return size - left;
       next += count;
-      position += static_cast<std::uint64_t>(count);
+      position += static_cast<uint64_t>(count);
       left -= static_cast<std::size_t>(count);
     }
     return size;
@@ -69,8 +68,7 @@ class StreamReader final : public caffe2::serialize::ReadAdapterInterface {
     size_ = static_cast<std::size_t>(size);
   }
   std::size_t size() const override { return size_; }
-  std::size_t read(std::uint64_t position, void* to, std::size_t size,
-                   const char* = "") const override {
+  std::size_t read(uint64_t position, void* to, std::size_t size, const char* = "") const override {
     try {
       const auto place = static_cast<std::streamoff>(position);
       if (buffer_->pubseekpos(place, std::ios::in) != std::streampos(place)) return 0;
@@ -88,7 +86,7 @@ class StreamReader final : public caffe2::serialize::ReadAdapterInterface {
 
 using ArchiveBytes = std::shared_ptr<caffe2::serialize::ReadAdapterInterface>;
 
-inline void read_all(const ArchiveBytes& from, std::uint64_t position, void* to, std::size_t size) {
+inline void read_all(const ArchiveBytes& from, uint64_t position, void* to, std::size_t size) {
   TORCH_CHECK(from->read(position, to, size) == size, "it cannot be read to its end.");
 }
 
@@ -100,7 +98,7 @@ inline void read_all(const ArchiveBytes& from, std::uint64_t position, void* to,
 inline constexpr std::string_view seal_name = "torchamp-checksum:";
 inline constexpr std::size_t seal_size = seal_name.size() + 16;
 
-inline std::string hexadecimal(std::uint64_t value) {
+inline std::string hexadecimal(uint64_t value) {
   std::string text(16, '0');
   for (std::size_t i = text.size(); i-- > 0; value >>= 4) text[i] = "0123456789abcdef"[value & 15];
   return text;
@@ -154,10 +152,10 @@ inline bool is_sealed(const ArchiveBytes& archive) {
 
 inline void check_seal(const ArchiveBytes& archive) {
   Checksum sum;
-  const std::uint64_t end = archive->size() - 16;
-  std::string buffer(std::min<std::uint64_t>(end, std::uint64_t{1} << 20), '\0');
-  for (std::uint64_t done = 0; done < end;) {
-    const auto count = std::min<std::uint64_t>(end - done, buffer.size());
+  const uint64_t end = archive->size() - 16;
+  std::string buffer(std::min<uint64_t>(end, uint64_t{1} << 20), '\0');
+  for (uint64_t done = 0; done < end;) {
+    const auto count = std::min<uint64_t>(end - done, buffer.size());
     read_all(archive, done, buffer.data(), count);
     sum.add(buffer.data(), count);
     done += count;
@@ -183,9 +181,7 @@ inline void check_archive(const ArchiveBytes& archive) {
   };
   ZipCheck::check(
       archive->size(),
-      [&](std::uint64_t position, void* to, std::size_t size) {
-        read_all(archive, position, to, size);
-      },
+      [&](uint64_t position, void* to, std::size_t size) { read_all(archive, position, to, size); },
       inflate);
 }
 

@@ -37,11 +37,11 @@ c10::IValue to_ivalue(const T& value) {
   if constexpr (std::is_same_v<T, at::Tensor>) {
     return value.defined() ? c10::IValue(value) : c10::IValue();
   } else if constexpr (is_integer<T>) {
-    constexpr auto largest = std::numeric_limits<std::int64_t>::max();
-    if (value > T{} && static_cast<std::uint64_t>(value) > static_cast<std::uint64_t>(largest)) {
-      return c10::IValue(std::to_string(static_cast<std::uint64_t>(value)));
+    constexpr auto largest = std::numeric_limits<int64_t>::max();
+    if (value > T{} && static_cast<uint64_t>(value) > static_cast<uint64_t>(largest)) {
+      return c10::IValue(std::to_string(static_cast<uint64_t>(value)));
     }
-    return c10::IValue(static_cast<std::int64_t>(value));
+    return c10::IValue(static_cast<int64_t>(value));
   } else if constexpr (std::is_same_v<T, long double>) {
     c10::List<double> parts;
     long double rest = value;
@@ -62,7 +62,7 @@ inline void check_kind(bool right, const c10::IValue& value, const char* wanted)
 }
 
 template <class T>
-T integer_of(const c10::IValue& value, std::int64_t version) {
+T integer_of(const c10::IValue& value, int64_t version) {
   const auto check = [](bool fits, const auto& number) {
     TORCH_CHECK(fits, "it is ", number, " in the file, which an ",
                 std::is_unsigned_v<T> ? "unsigned " : "", "integer of ", 8 * sizeof(T),
@@ -70,21 +70,20 @@ T integer_of(const c10::IValue& value, std::int64_t version) {
   };
   if (value.isString()) {
     const std::string& text = value.toStringRef();
-    std::uint64_t number = 0;
+    uint64_t number = 0;
     const char* const end = text.data() + text.size();
     const auto [stop, error] = std::from_chars(text.data(), end, number);
     check_kind(error == std::errc() && stop == end && !text.empty(), value, "an integer");
     const T narrow = static_cast<T>(number);
-    check(narrow > T{} && static_cast<std::uint64_t>(narrow) == number, number);
+    check(narrow > T{} && static_cast<uint64_t>(narrow) == number, number);
     return narrow;
   }
   check_kind(value.isInt(), value, "an integer");
-  const std::int64_t number = value.toInt();
+  const int64_t number = value.toInt();
   const T narrow = static_cast<T>(number);
   const bool same_bits = version == 1 && std::is_unsigned_v<T> && sizeof(T) == sizeof(number);
-  check(
-      same_bits || (static_cast<std::int64_t>(narrow) == number && (narrow < T{}) == (number < 0)),
-      number);
+  check(same_bits || (static_cast<int64_t>(narrow) == number && (narrow < T{}) == (number < 0)),
+        number);
   return narrow;
 }
 
@@ -108,7 +107,7 @@ T floating_point_of(const c10::IValue& value) {
 /// cannot hold; a float may be rounded. A tensor that has a shape is filled where it is, on its own
 /// device.
 template <class T>
-void from_ivalue(const c10::IValue& value, T& to, std::int64_t version) {
+void from_ivalue(const c10::IValue& value, T& to, int64_t version) {
   if constexpr (std::is_same_v<T, at::Tensor>) {
     check_kind(value.isNone() || value.isTensor(), value, "a tensor");
     if (value.isNone() || !to.defined()) {

@@ -40,7 +40,7 @@ namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
 
-inline constexpr std::int64_t training_checkpoint_version = 2;
+inline constexpr int64_t training_checkpoint_version = 2;
 
 /// LibTorch writes an archive with a key such as "class", and then cannot read it.
 inline std::string archive_key(const std::string& name) {
@@ -51,7 +51,7 @@ inline at::Tensor bytes_of(torch::serialize::OutputArchive& archive) {
   std::ostringstream stream;
   archive.save_to(stream);
   const std::string text = std::move(stream).str();
-  at::Tensor bytes = at::empty({static_cast<std::int64_t>(text.size())}, at::kByte);
+  at::Tensor bytes = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
   std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
   return bytes;
 }
@@ -184,8 +184,8 @@ inline void TrainingCheckpoint::write(torch::serialize::OutputArchive& archive,
 
 /// Notes in `undo` how to bring back what the entry is now.
 inline void TrainingCheckpoint::load_entry(const Entry& entry,
-                                           torch::serialize::InputArchive& archive,
-                                           std::int64_t version, Undo& undo) {
+                                           torch::serialize::InputArchive& archive, int64_t version,
+                                           Undo& undo) {
   if (entry.keep) {
     std::function<void()> back = entry.keep();
     entry.load(archive, version);
@@ -203,7 +203,7 @@ inline void TrainingCheckpoint::load_entry(const Entry& entry,
 }
 
 inline void TrainingCheckpoint::read(torch::serialize::InputArchive& archive,
-                                     const std::vector<Entry>& entries, std::int64_t version,
+                                     const std::vector<Entry>& entries, int64_t version,
                                      Undo& undo) const {
   for (const Entry& entry : entries) {
     torch::serialize::InputArchive nested;
@@ -231,11 +231,11 @@ inline at::Tensor TrainingCheckpoint::local_part() const {
 inline void TrainingCheckpoint::save(const std::vector<at::Tensor>& local_parts) const {
   const at::NoGradGuard no_grad;
   std::random_device random;
-  const std::int64_t id = (static_cast<std::int64_t>(random()) << 31) ^ random();
+  const int64_t id = (static_cast<int64_t>(random()) << 31) ^ random();
   torch::serialize::OutputArchive archive, shared(archive.compilation_unit());
   archive.write("torchamp_checkpoint", c10::IValue(detail::training_checkpoint_version));
   archive.write("id", c10::IValue(id));
-  archive.write("processes", c10::IValue(static_cast<std::int64_t>(local_parts.size())));
+  archive.write("processes", c10::IValue(static_cast<int64_t>(local_parts.size())));
   write(shared, shared_);
   archive.write("shared", shared);
   for (std::size_t rank = 0; rank < local_parts.size(); ++rank) {
@@ -257,7 +257,7 @@ inline bool TrainingCheckpoint::load() {
   return load(0, 1);
 }
 
-inline bool TrainingCheckpoint::load(std::int64_t rank, std::int64_t processes) {
+inline bool TrainingCheckpoint::load(int64_t rank, int64_t processes) {
   return load_parts([&](torch::serialize::InputArchive& archive) {
     c10::IValue saved;
     archive.read("processes", saved);
@@ -285,9 +285,8 @@ inline bool TrainingCheckpoint::load_parts(
   detail::rethrow_with(where, [&] {
     const auto file = std::make_shared<detail::FileReader>(path_);
     detail::check_archive(file);
-    archive.load_from(
-        [&](std::uint64_t at, void* to, std::size_t n) { return file->read(at, to, n); },
-        [&] { return file->size(); }, detail::device_for_files());
+    archive.load_from([&](uint64_t at, void* to, std::size_t n) { return file->read(at, to, n); },
+                      [&] { return file->size(); }, detail::device_for_files());
     TORCH_CHECK(archive.try_read("torchamp_checkpoint", version) && version.isInt() &&
                     archive.try_read("id", id) && id.isInt() && archive.try_read("shared", shared),
                 "it was not written by TrainingCheckpoint::save.");

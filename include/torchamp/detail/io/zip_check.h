@@ -29,12 +29,12 @@ namespace torchamp::detail {
 class ZipCheck {
  public:
   /// Fills `to` with `size` bytes from `offset`, or throws.
-  using Read = std::function<void(std::uint64_t offset, void* to, std::size_t size)>;
+  using Read = std::function<void(uint64_t offset, void* to, std::size_t size)>;
   /// The CRC of a compressed record, uncompressed.
-  using Inflate = std::function<std::uint32_t(const std::string& name)>;
+  using Inflate = std::function<uint32_t(const std::string& name)>;
 
   /// Throws c10::Error unless the `size` bytes are a zip file as it was written.
-  static void check(std::uint64_t size, const Read& read, const Inflate& inflate) {
+  static void check(uint64_t size, const Read& read, const Inflate& inflate) {
     ZipCheck zip(size, read);
     zip.read_end();
     zip.read_directory();
@@ -45,52 +45,52 @@ class ZipCheck {
  private:
   struct Record {
     std::string name;
-    std::uint16_t made_by, needed, flags, method;
-    std::uint32_t time, crc;
-    std::uint64_t packed, size, header;
-    std::uint64_t data = 0;
-    std::uint64_t attributes;
+    uint16_t made_by, needed, flags, method;
+    uint32_t time, crc;
+    uint64_t packed, size, header;
+    uint64_t data = 0;
+    uint64_t attributes;
   };
 
-  static constexpr std::uint32_t end_mark = 0x06054b50, wide_end_mark = 0x06064b50,
-                                 locator_mark = 0x07064b50, entry_mark = 0x02014b50,
-                                 header_mark = 0x04034b50, descriptor_mark = 0x08074b50;
-  static constexpr std::uint32_t wide = 0xffffffff;  // the number is elsewhere, with 64 bits
-  static constexpr std::uint16_t has_descriptor = 8;
+  static constexpr uint32_t end_mark = 0x06054b50, wide_end_mark = 0x06064b50,
+                            locator_mark = 0x07064b50, entry_mark = 0x02014b50,
+                            header_mark = 0x04034b50, descriptor_mark = 0x08074b50;
+  static constexpr uint32_t wide = 0xffffffff;  // the number is elsewhere, with 64 bits
+  static constexpr uint16_t has_descriptor = 8;
 
-  ZipCheck(std::uint64_t size, const Read& read) : size_(size), read_(read) {}
+  ZipCheck(uint64_t size, const Read& read) : size_(size), read_(read) {}
 
   static void expect(bool right, const char* what) {
     TORCH_CHECK(right, "it is damaged: ", what, '.');
   }
 
-  std::string bytes(std::uint64_t offset, std::uint64_t size) const {
+  std::string bytes(uint64_t offset, uint64_t size) const {
     expect(offset <= size_ && size <= size_ - offset, "it ends too early");
     std::string part(size, '\0');
     read_(offset, part.data(), part.size());
     return part;
   }
 
-  static std::uint64_t number(std::string_view from, std::size_t at, std::size_t width) {
+  static uint64_t number(std::string_view from, std::size_t at, std::size_t width) {
     expect(at + width <= from.size(), "a field is cut off");
-    std::uint64_t value = 0;
+    uint64_t value = 0;
     for (std::size_t i = 0; i < width; ++i) {
-      value |= std::uint64_t{static_cast<unsigned char>(from[at + i])} << 8 * i;
+      value |= uint64_t{static_cast<unsigned char>(from[at + i])} << 8 * i;
     }
     return value;
   }
-  static std::uint16_t two(std::string_view from, std::size_t at) {
-    return static_cast<std::uint16_t>(number(from, at, 2));
+  static uint16_t two(std::string_view from, std::size_t at) {
+    return static_cast<uint16_t>(number(from, at, 2));
   }
-  static std::uint32_t four(std::string_view from, std::size_t at) {
-    return static_cast<std::uint32_t>(number(from, at, 4));
+  static uint32_t four(std::string_view from, std::size_t at) {
+    return static_cast<uint32_t>(number(from, at, 4));
   }
 
   /// Finds the directory by the last part of the file.
   void read_end() {
-    constexpr std::uint64_t length = 22, locator_length = 20, wide_length = 56;
-    const std::string tail = bytes(size_ - std::min<std::uint64_t>(size_, length + 0xffff),
-                                   std::min<std::uint64_t>(size_, length + 0xffff));
+    constexpr uint64_t length = 22, locator_length = 20, wide_length = 56;
+    const std::string tail = bytes(size_ - std::min<uint64_t>(size_, length + 0xffff),
+                                   std::min<uint64_t>(size_, length + 0xffff));
     std::size_t at = tail.size();
     for (std::size_t comment = 0; comment + length <= tail.size(); ++comment) {
       const std::size_t here = tail.size() - length - comment;
@@ -100,7 +100,7 @@ class ZipCheck {
     }
     expect(at < tail.size(), "it is no zip file, or is cut off");
     const std::string_view end = std::string_view(tail).substr(at, length);
-    std::uint64_t end_at = size_ - tail.size() + at;
+    uint64_t end_at = size_ - tail.size() + at;
     records_ = two(end, 10);
     directory_size_ = four(end, 12);
     directory_ = four(end, 16);
@@ -109,14 +109,14 @@ class ZipCheck {
     const std::string locator =
         end_at >= locator_length ? bytes(end_at - locator_length, locator_length) : "";
     if (!locator.empty() && four(locator, 0) == locator_mark) {
-      const std::uint64_t wide_at = number(locator, 8, 8);
+      const uint64_t wide_at = number(locator, 8, 8);
       expect(four(locator, 4) == 0 && four(locator, 16) == 1 &&
                  wide_at == end_at - locator_length - wide_length,
              "the place of its end");
       const std::string more = bytes(wide_at, wide_length);
-      const std::uint16_t made_by = two(more, 12);
-      const std::uint64_t records = number(more, 32, 8), size = number(more, 40, 8),
-                          start = number(more, 48, 8);
+      const uint16_t made_by = two(more, 12);
+      const uint64_t records = number(more, 32, 8), size = number(more, 40, 8),
+                     start = number(more, 48, 8);
       expect(four(more, 0) == wide_end_mark && number(more, 4, 8) == wide_length - 12 &&
                  (made_by == 0x31e || made_by == 45) && two(more, 14) == 45 &&
                  number(more, 16, 8) == 0 && number(more, 24, 8) == records &&
@@ -136,7 +136,7 @@ class ZipCheck {
     constexpr std::size_t length = 46;
     expect(records_ > 0 && records_ <= directory.size() / length, "the size of its directory");
     std::size_t at = 0;
-    for (std::uint64_t i = 0; i < records_; ++i) {
+    for (uint64_t i = 0; i < records_; ++i) {
       const std::string_view rest = std::string_view(directory).substr(at);
       const std::size_t name = two(rest, 28), extra = two(rest, 30), comment = two(rest, 32);
       expect(four(rest, 0) == entry_mark && two(rest, 34) == 0 && name > 0 &&
@@ -172,7 +172,7 @@ class ZipCheck {
       expect(size <= extra.size() - 4, "its directory");
       std::string_view field = extra.substr(4, size);
       if (two(extra, 0) == 1) {
-        for (std::uint64_t* value : {&record.size, &record.packed, &record.header}) {
+        for (uint64_t* value : {&record.size, &record.packed, &record.header}) {
           if (*value != wide) continue;
           *value = number(field, 0, 8);
           field.remove_prefix(8);
@@ -185,16 +185,16 @@ class ZipCheck {
 
   void check_headers() {
     std::ranges::sort(all_, {}, &Record::header);
-    std::uint64_t next = 0;
+    uint64_t next = 0;
     for (std::size_t i = 0; i < all_.size(); ++i) {
       Record& record = all_[i];
-      const std::uint64_t limit = i + 1 < all_.size() ? all_[i + 1].header : directory_;
+      const uint64_t limit = i + 1 < all_.size() ? all_[i + 1].header : directory_;
       expect(record.header == next, "the place of a record");
-      constexpr std::uint64_t length = 30;
+      constexpr uint64_t length = 30;
       const std::string header = bytes(record.header, length);
-      const std::uint64_t name = two(header, 26), extra = two(header, 28);
+      const uint64_t name = two(header, 26), extra = two(header, 28);
       const bool described = (record.flags & has_descriptor) != 0;
-      const auto agrees = [&](std::size_t at, std::uint64_t value) {
+      const auto agrees = [&](std::size_t at, uint64_t value) {
         return four(header, at) == value || four(header, at) == wide;
       };
       const bool repeats =
@@ -219,7 +219,7 @@ class ZipCheck {
   /// LibTorch's: padding, and sizes of 64 bits.
   static void check_extra(std::string_view extra) {
     while (!extra.empty()) {
-      const std::uint16_t kind = two(extra, 0);
+      const uint16_t kind = two(extra, 0);
       const std::size_t size = two(extra, 2);
       expect((kind == 0x4246 || kind == 1) && size <= extra.size() - 4, "the header of a record");
       extra.remove_prefix(4 + size);
@@ -227,9 +227,9 @@ class ZipCheck {
   }
 
   /// What follows the data, up to the next record: the CRC and the sizes once more.
-  void check_descriptor(const Record& record, bool described, std::uint64_t limit) const {
-    const std::uint64_t end = record.data + record.packed;
-    std::uint64_t left = limit - end;
+  void check_descriptor(const Record& record, bool described, uint64_t limit) const {
+    const uint64_t end = record.data + record.packed;
+    uint64_t left = limit - end;
     expect(described ? left >= 12 && left <= 24 && left % 4 == 0 : left == 0,
            "the size of a record");
     if (!described) return;
@@ -263,11 +263,11 @@ class ZipCheck {
     }
   }
 
-  std::uint32_t crc_of(const Record& record) const {
+  uint32_t crc_of(const Record& record) const {
     Crc32 crc;
-    std::string buffer(std::min<std::uint64_t>(record.size, std::uint64_t{1} << 20), '\0');
-    for (std::uint64_t done = 0; done < record.size;) {
-      const auto count = std::min<std::uint64_t>(record.size - done, buffer.size());
+    std::string buffer(std::min<uint64_t>(record.size, uint64_t{1} << 20), '\0');
+    for (uint64_t done = 0; done < record.size;) {
+      const auto count = std::min<uint64_t>(record.size - done, buffer.size());
       read_(record.data + done, buffer.data(), count);
       crc.add(buffer.data(), count);
       done += count;
@@ -275,9 +275,9 @@ class ZipCheck {
     return crc.value();
   }
 
-  std::uint64_t size_;
+  uint64_t size_;
   const Read& read_;
-  std::uint64_t records_ = 0, directory_ = 0, directory_size_ = 0;
+  uint64_t records_ = 0, directory_ = 0, directory_size_ = 0;
   std::vector<Record> all_;
 };
 

@@ -18,19 +18,9 @@
 
 namespace torchamp::detail {
 
+/// As Python calls it: "float16".
 inline std::string dtype_name(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kHalf:
-      return "float16";
-    case at::kBFloat16:
-      return "bfloat16";
-    case at::kFloat:
-      return "float32";
-    case at::kDouble:
-      return "float64";
-    default:
-      return c10::toString(dtype);
-  }
+  return std::string(c10::getDtypeNames(dtype).first);
 }
 
 /// `text` as a JSON string.
@@ -103,7 +93,7 @@ void print_cast_report(std::ostream& out, const std::vector<Row>& rows, const Ro
   for (const char* name : {"casts", "bytes", "undone", "by input"}) lines[0].push_back(name);
   const auto add = [&](std::string phase, const Row& row) {
     std::vector<std::string> line{std::move(phase), row.module, row.op};
-    const auto add_number = [&](std::int64_t number) {
+    const auto add_number = [&](int64_t number) {
       line.push_back(number == 0 ? "-" : std::to_string(number));
     };
     for (const auto& [dtype, calls] : total.calls) {

@@ -47,9 +47,9 @@ class NodeEpoch {
   void end() { end_ = at::sequence_number::peek(); }
 
  private:
-  std::uint64_t thread_ = at::RecordFunction::currentThreadId();
-  std::uint64_t first_ = at::sequence_number::peek();
-  std::uint64_t end_ = std::numeric_limits<std::uint64_t>::max();
+  uint64_t thread_ = at::RecordFunction::currentThreadId();
+  uint64_t first_ = at::sequence_number::peek();
+  uint64_t end_ = std::numeric_limits<uint64_t>::max();
 };
 
 /// Calls visit(node, index, edge) for each edge that leaves a node reached from `roots`, and goes
