@@ -204,7 +204,7 @@ class SafeAccumulationResult {
  public:
   /// False if every micro-batch was dropped, or the mean of those that were kept is not finite.
   bool stepped() const { return kept_->read() > 0.; }
-  /// The same as stepped().
+  /// Whether the step was made: stepped().
   explicit operator bool() const { return stepped(); }
   /// Those that were stepped with.
   int64_t kept() const { return static_cast<int64_t>(kept_->read()); }

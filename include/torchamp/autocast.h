@@ -72,15 +72,16 @@ class AutocastGuard {
   [[nodiscard]] explicit AutocastGuard(at::DeviceType device, const AutocastOptions& options = {})
       : region_(device, options.dtype, options.enabled, options.cache_enabled, options.policy) {}
 
-  /// The same as {.dtype = dtype}. A template so that `{}` means the options.
+  /// Begins a region with this dtype, as {.dtype = dtype} does. A template so that `{}` means the
+  /// options.
   template <std::same_as<at::ScalarType> Dtype>
   [[nodiscard]] AutocastGuard(at::DeviceType device, Dtype dtype)
       : AutocastGuard(device, AutocastOptions{.dtype = dtype}) {}
 
-  /// The same for the type of `device`; its index does not matter.
+  /// Begins a region for all devices of the type of `device`; its index does not matter.
   [[nodiscard]] explicit AutocastGuard(at::Device device, const AutocastOptions& options = {})
       : AutocastGuard(device.type(), options) {}
-  /// The same as {.dtype = dtype}, for the type of `device`.
+  /// Begins a region with this dtype for all devices of the type of `device`.
   template <std::same_as<at::ScalarType> Dtype>
   [[nodiscard]] AutocastGuard(at::Device device, Dtype dtype)
       : AutocastGuard(device.type(), dtype) {}

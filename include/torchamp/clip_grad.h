@@ -18,26 +18,27 @@
 #include "torchamp/optim.h"
 #include "torchamp/version.h"
 
-// Clipping of gradients, as torch.nn.utils.clip_grad_norm_ and clip_grad_value_ do it. None of
-// these functions reads a device, and the number of kernels does not grow with the number of
-// gradients, except within ATen's own. (Where some gradients lie on the host and others on a
-// device, the host has to wait for the norm.) Parameters without a gradient are passed over.
-//
-// With a GradScaler, gradients are clipped as if they had not been scaled. Either unscale them
-// first and clip whatever is to be clipped,
-//
-//     scaler.unscale_(optimizer);
-//     torchamp::clip_grad_norm_(model->parameters(), 1.);
-//
-// or name the scaler, which is right before unscale_ and after it:
-//
-//     torchamp::clip_grad_norm_(scaler, optimizer, 1.);
-//
-// Wherever an optimizer is named and is a FusedOptimizer, the gradients stay as they are, and the
-// next step divides them by what the norm is too large by: no pass over the gradients but the one
-// that finds the norm (see Note [Norms of scaled gradients]). They are to stay as they are until
-// then: a step with gradients that were written to, replaced, added or dropped after the clip is an
-// error. (fp64 gradients are multiplied at once: such a step divides by an fp32 number.)
+/// @file
+/// Clipping of gradients, as torch.nn.utils.clip_grad_norm_ and clip_grad_value_ do it. None of
+/// these functions reads a device, and the number of kernels does not grow with the number of
+/// gradients, except within ATen's own. (Where some gradients lie on the host and others on a
+/// device, the host has to wait for the norm.) Parameters without a gradient are passed over.
+///
+/// With a GradScaler, gradients are clipped as if they had not been scaled. Either unscale them
+/// first and clip whatever is to be clipped,
+///
+///     scaler.unscale_(optimizer);
+///     torchamp::clip_grad_norm_(model->parameters(), 1.);
+///
+/// or name the scaler, which is right before unscale_ and after it:
+///
+///     torchamp::clip_grad_norm_(scaler, optimizer, 1.);
+///
+/// Wherever an optimizer is named and is a FusedOptimizer, the gradients stay as they are, and the
+/// next step divides them by what the norm is too large by: no pass over the gradients but the one
+/// that finds the norm (see Note [Norms of scaled gradients]). They are to stay as they are until
+/// then: a step with gradients that were written to, replaced, added or dropped after the clip is
+/// an error. (fp64 gradients are multiplied at once: such a step divides by an fp32 number.)
 
 namespace TORCHAMP_NAMESPACE {
 
@@ -115,17 +116,19 @@ inline at::Tensor clip_grad_norm_(at::TensorList params, double max_norm, double
   return norm;
 }
 
-/// The same for all parameters of all groups of `optimizer`, whose gradients are not scaled.
+/// Clips the gradients of all parameters of `optimizer`, which are not scaled, so that their norm
+/// is at most `max_norm`; returns the norm before. See clip_grad_norm_(params, max_norm). A
+/// FusedOptimizer's gradients stay as they are, and its next step does the clip.
 inline at::Tensor clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm,
                                   double norm_type = 2.) {
   detail::check_max_norm(max_norm);
   return detail::clip_norm(optimizer, at::Tensor(), max_norm, norm_type);
 }
 
-/// The same for gradients that `scaler` has scaled, before scaler.step(optimizer). Gradients that
-/// are still scaled are unscaled (GradScaler::unscale_) or, for a FusedOptimizer, left to its step.
-/// Returns the norm of the unscaled gradients, at any scale at which no gradient is inf. An error
-/// after step(), before update().
+/// Clips gradients that `scaler` has scaled, between backward() and scaler.step(optimizer), as if
+/// they had not been scaled. Gradients that are still scaled are unscaled (GradScaler::unscale_)
+/// or, for a FusedOptimizer, left to its step. Returns the norm of the unscaled gradients, at any
+/// scale at which no gradient is inf. An error after step(), before update().
 inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& optimizer,
                                   double max_norm, double norm_type = 2.) {
   detail::check_max_norm(max_norm);
@@ -152,8 +155,8 @@ inline void clip_grad_value_(at::TensorList params, double value) {
   detail::clip_value(detail::gradients_to_clip(params, "clip_grad_value_"), value);
 }
 
-/// The same for all parameters of all groups of `optimizer`, whose gradients are not scaled. What
-/// clip_grad_norm_ has left to the optimizer's next step is done first.
+/// Clamps the gradients of all parameters of `optimizer`, which are not scaled, to [-value, value].
+/// What clip_grad_norm_ has left to the optimizer's next step is done first.
 inline void clip_grad_value_(torch::optim::Optimizer& optimizer, double value) {
   detail::check_clip_value(value);
   const detail::InternalOps internal;
@@ -166,8 +169,9 @@ inline void clip_grad_value_(torch::optim::Optimizer& optimizer, double value) {
   detail::clip_value(batches, value);
 }
 
-/// The same for gradients that `scaler` has scaled, before scaler.step(optimizer): unscales them
-/// first (GradScaler::unscale_), unless that has been done. An error after step(), before update().
+/// Clamps gradients that `scaler` has scaled, between backward() and scaler.step(optimizer):
+/// unscales them first (GradScaler::unscale_), unless that has been done. An error after step(),
+/// before update().
 inline void clip_grad_value_(GradScaler& scaler, torch::optim::Optimizer& optimizer, double value) {
   detail::check_clip_value(value);
   detail::check_not_stepped("clip_grad_value_", scaler, optimizer);

@@ -67,7 +67,8 @@ class GradScaler {
   /// scaler has scaled already.
   at::Tensor scale(const at::Tensor& outputs);
 
-  /// The same for each of several outputs, on any devices.
+  /// Each of several outputs times the scale; they may lie on different devices. See
+  /// scale(outputs).
   std::vector<at::Tensor> scale(at::TensorList outputs);
 
   /// Divides the gradients of all groups of `optimizer` by the scale, in place, for the program to
@@ -84,7 +85,7 @@ class GradScaler {
   /// came after unscale_, where it had found none or MasterWeights::take_gradients() made them.
   StepResult step(torch::optim::Optimizer& optimizer);
 
-  /// The same for an optimizer that evaluates the loss by itself, once or, as LBFGS, many times:
+  /// Steps an optimizer that evaluates the loss by itself, once or, as LBFGS, many times:
   ///
   ///     scaler.step(lbfgs, [&] { return loss(model->forward(input), target); });
   ///     scaler.update();
@@ -113,8 +114,9 @@ class GradScaler {
   /// stays.
   void update(double new_scale);
 
-  /// The same from a tensor of one element on the scale's type of device. It is read only where it
-  /// lies in host memory; elsewhere a value outside the limits becomes the nearest limit.
+  /// Ends an iteration and sets the scale to the one element of `new_scale`, which lies on the
+  /// scale's type of device. It is read only where it lies in host memory; elsewhere a value
+  /// outside the limits becomes the nearest limit.
   void update(const at::Tensor& new_scale);
 
   /// The scale; 1 if disabled. Reads the device only where the host does not know it, which is so

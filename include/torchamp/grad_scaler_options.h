@@ -33,10 +33,12 @@ enum class HysteresisRefill {
 
 /// The limit that was met, for GradScalerOptions::on_limit.
 struct ScaleLimit {
+  /// Which limit it is.
   enum class Kind {
     min_scale,      ///< the scale ought to be lowered and is at min_scale already
     skips_in_a_row  ///< max_skips_in_a_row iterations in a row were bad
   };
+  /// Which limit was met.
   Kind kind;
   double scale;            ///< the scale as update() has left it
   int64_t skips_in_a_row;  ///< bad iterations in a row, this one included
@@ -69,6 +71,7 @@ struct GradScalerOptions {
   /// scale whose inverse is sure to be finite (torch.amp goes on to 0, divides by it and ruins the
   /// weights); the default ceiling is the largest fp32 number.
   double min_scale = std::numeric_limits<float>::min();
+  /// The scale is never above it; the largest fp32 number by default.
   double max_scale = std::numeric_limits<float>::max();
   /// What happens when the scale ought to be lowered and is at min_scale already.
   AtLimit at_min_scale = AtLimit::warn;
@@ -76,6 +79,7 @@ struct GradScalerOptions {
   /// So many bad iterations are needed to lower the scale. A good one between them does not count
   /// against it, unless hysteresis_refill says so.
   int64_t hysteresis = 1;
+  /// When those bad iterations are counted from the start again.
   HysteresisRefill hysteresis_refill = HysteresisRefill::growth;
 
   /// A bad iteration lowers the scale only if at least this fraction of the iterations since the
@@ -87,6 +91,7 @@ struct GradScalerOptions {
 
   /// 0: no limit. Otherwise at_max_skips happens after every so many bad iterations in a row.
   int64_t max_skips_in_a_row = 0;
+  /// What happens after max_skips_in_a_row bad iterations.
   AtLimit at_max_skips = AtLimit::throw_error;
 
   /// For AtLimit::call. It may call update(new_scale).
@@ -145,12 +150,13 @@ struct GradScalerOptions {
 /// What torch.amp.GradScaler.state_dict() holds, by the same names (its growth_tracker has an
 /// underscore in front). An empty state, as a disabled scaler gives it, has a scale of 0.
 struct GradScalerState {
-  double scale = 0.;
-  double growth_factor = 2.;
-  double backoff_factor = 0.5;
-  int64_t growth_interval = 2000;
-  int64_t growth_tracker = 0;  ///< good iterations since the scale grew or a bad one
+  double scale = 0.;               ///< 0 in an empty state
+  double growth_factor = 2.;       ///< by which the scale grows
+  double backoff_factor = 0.5;     ///< by which it is lowered after a bad iteration
+  int64_t growth_interval = 2000;  ///< good iterations in a row before it grows
+  int64_t growth_tracker = 0;      ///< good iterations since the scale grew or a bad one
 
+  /// Whether it is that of a disabled scaler.
   bool empty() const { return scale == 0.; }
   bool operator==(const GradScalerState&) const = default;
 };

@@ -74,7 +74,7 @@ class MasterWeights {
   /// parameter, or the parameter itself where it is fp32. Without those that need no gradient.
   std::vector<at::Tensor> parameters() const;
 
-  /// The same with the names that the model has for them, for parameter groups.
+  /// What parameters() returns, with the names that the model has for them: for parameter groups.
   std::vector<std::pair<std::string, at::Tensor>> named_parameters() const;
 
   /// After backward(): adds the model's 16-bit gradients to the masters' gradients, in fp32, and
@@ -94,9 +94,9 @@ class MasterWeights {
   /// module of the model is not called.)
   void save(torch::serialize::OutputArchive& archive) const { save(archive, at::kFloat); }
 
-  /// The same in `dtype`, for weights that the model keeps in 16 bits; the others, and buffers, as
-  /// they are. torch::load takes such a file for the dtypes of the model that it loads: read it
-  /// into a model of the same ones.
+  /// Writes the masters' values in `dtype`, for weights that the model keeps in 16 bits; the
+  /// others, and buffers, as they are. torch::load takes such a file for the dtypes of the model
+  /// that it loads: read it into a model of the same ones.
   void save(torch::serialize::OutputArchive& archive, at::ScalarType dtype) const;
 
   /// For torch::load(masters, path): fills masters and model, in place, from what save() or

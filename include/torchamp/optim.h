@@ -23,21 +23,22 @@
 #include "torchamp/scaled_step.h"
 #include "torchamp/version.h"
 
-// Optimizers over ATen's fused kernels. Each takes the options of LibTorch's own optimizer of its
-// kind, computes the same steps (within rounding), keeps its state in LibTorch's own types, and
-// reads and writes its archives, so that one can take the other's place:
-//
-//     torchamp::FusedAdam optimizer(model->parameters(), torch::optim::AdamOptions(1e-3));
-//     …
-//     scaler.step(optimizer);  // reads nothing
-//
-// A step is one call for each group, device and dtype, however many parameters there are. Its state
-// lives on the parameters' device in their dtype. LibTorch's schedulers, groups with options of
-// their own, gradients that appear later and closures work as with LibTorch's.
-//
-// Parameters are fp32, fp64, fp16 or bf16, dense in memory, each in the optimizer once; gradients
-// are dense. Anything else is an error of step(), which then changes nothing. Devices are those for
-// which LibTorch has fused kernels: CPU and CUDA, others by release.
+/// @file
+/// Optimizers over ATen's fused kernels. Each takes the options of LibTorch's own optimizer of its
+/// kind, computes the same steps (within rounding), keeps its state in LibTorch's own types, and
+/// reads and writes its archives, so that one can take the other's place:
+///
+///     torchamp::FusedAdam optimizer(model->parameters(), torch::optim::AdamOptions(1e-3));
+///     …
+///     scaler.step(optimizer);  // reads nothing
+///
+/// A step is one call for each group, device and dtype, however many parameters there are. Its
+/// state lives on the parameters' device in their dtype. LibTorch's schedulers, groups with options
+/// of their own, gradients that appear later and closures work as with LibTorch's.
+///
+/// Parameters are fp32, fp64, fp16 or bf16, dense in memory, each in the optimizer once; gradients
+/// are dense. Anything else is an error of step(), which then changes nothing. Devices are those
+/// for which LibTorch has fused kernels: CPU and CUDA, others by release.
 
 namespace TORCHAMP_NAMESPACE {
 
@@ -100,6 +101,8 @@ class FusedOptimizer : public torch::optim::Optimizer, public ScaledStep {
  protected:
   using Optimizer::Optimizer;
 
+  /// Steps, with the gradients divided by `grad_scale` unless it is undefined, and not if
+  /// `found_inf` is non-zero.
   virtual void step_fused(const at::Tensor& grad_scale, const at::Tensor& found_inf) = 0;
 
  private:

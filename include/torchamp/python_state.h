@@ -28,15 +28,17 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-// Files that Python shares with us:
-//
-//     torch.save(scaler.state_dict(), "scaler.pt")                  # Python
-//     scaler.load_state_dict(torchamp::load_python_state("scaler.pt"));
-//
-//     torchamp::save_python_state(scaler.state_dict(), "scaler.pt");
-//     scaler.load_state_dict(torch.load("scaler.pt"))               # Python
-//
-// torch::save(scaler, path) writes another format, which holds more and which Python does not read.
+/// @file
+/// Files that Python shares with us:
+///
+///     torch.save(scaler.state_dict(), "scaler.pt")                  # Python
+///     scaler.load_state_dict(torchamp::load_python_state("scaler.pt"));
+///
+///     torchamp::save_python_state(scaler.state_dict(), "scaler.pt");
+///     scaler.load_state_dict(torch.load("scaler.pt"))               # Python
+///
+/// torch::save(scaler, path) writes another format, which holds more and which Python does not
+/// read.
 
 namespace detail {
 
