@@ -89,7 +89,7 @@ function(torchamp_add_docs)
   set(DOXYGEN_USE_MDFILE_AS_MAINPAGE ${folder}/pages/README.md)
   set(DOXYGEN_STRIP_FROM_PATH ${PROJECT_SOURCE_DIR}/include ${folder}/pages)
   set(DOXYGEN_STRIP_FROM_INC_PATH ${PROJECT_SOURCE_DIR}/include)
-  set(DOXYGEN_IMAGE_PATH ${PROJECT_SOURCE_DIR})
+  set(DOXYGEN_IMAGE_PATH ${PROJECT_SOURCE_DIR}/examples/benchmark/results)
   set(DOXYGEN_OUTPUT_DIRECTORY ${folder})
   set(DOXYGEN_EXCLUDE_SYMBOLS detail detail::* torchamp::detail torchamp::detail::*)
   # One namespace, whatever the version: see version.h.
