@@ -169,6 +169,62 @@ TEST(Distributed, AddsUpWithoutTrafficBetweenMicroBatches) {
   }
 }
 
+TEST(Distributed, ARegionWithoutTrafficHoldsUntilTheOutermostEnds) {
+  if (ran_in_processes(2)) return;
+  const auto group = make_group();
+  torch::nn::Linear model(1, 1);
+  DistributedDataParallel net(model, group);
+  const auto gradient = [&] {
+    model->zero_grad();
+    net.forward(at::full({1, 1}, group->getRank() + 1.)).sum().backward();
+    return model->weight.grad().item<double>();
+  };
+  {
+    const auto outer = net.no_sync();
+    { const auto inner = net.no_sync(); }
+    EXPECT_EQ(gradient(), group->getRank() + 1.);
+    {
+      const auto inner = net.no_sync(/*enabled=*/false);
+      EXPECT_EQ(gradient(), group->getRank() + 1.);
+    }
+    EXPECT_EQ(gradient(), group->getRank() + 1.);
+  }
+  EXPECT_EQ(gradient(), 1.5);
+}
+
+TEST(Distributed, SendsGradientsAsTheHookOfTheOptionsSays) {
+  if (ran_in_processes(2)) return;
+  const auto group = make_group();
+  const float input = 1.f + 0x1p-12f;  // no fp16 number
+  const auto gradient = [&](const torchamp::DistributedDataParallelOptions& options) {
+    torch::nn::Linear model(1, 1);
+    DistributedDataParallel net(model, group, options);
+    net.forward(at::full({1, 1}, input)).sum().backward();
+    return model->weight.grad().item<float>();
+  };
+  EXPECT_EQ(gradient({}), input);
+  EXPECT_EQ(gradient({.communication = c10d::BuiltinCommHookType::FP16_COMPRESS}), 1.f);
+}
+
+TEST(Distributed, LetsOneProcessRunAForwardWithoutGradients) {
+  if (ran_in_processes(2)) return;
+  const auto group = make_group(std::chrono::seconds(20));
+  at::manual_seed(1);
+  torch::nn::Sequential model(torch::nn::Linear(4, 8), torch::nn::BatchNorm1d(8));
+  DistributedDataParallel net(model, group, {.find_unused_parameters = true, .bucket_bytes = 100});
+  for (int step = 0; step < 3; ++step) {
+    model->zero_grad();
+    net.forward(at::randn({3, 4}) + group->getRank()).sum().backward();
+    expect_same_everywhere(group, model[0]->parameters());
+    if (group->getRank() != 0) continue;
+    const at::NoGradGuard no_grad;
+    EXPECT_FALSE(net.forward(at::randn({3, 4})).requires_grad());
+  }
+  for (const Tensor& parameter : model->parameters()) {
+    expect_same_everywhere(group, {parameter.grad()});
+  }
+}
+
 TEST(Distributed, SendsABucketWhileBackwardGoesOn) {
   if (ran_in_processes(2)) return;
   const auto group = make_group();

@@ -110,6 +110,21 @@ TEST_P(NonFiniteOpOn, DoesNotBlameMasksAndUninitialisedMemory) {
   }));
 }
 
+TEST_P(NonFiniteOpOn, DoesNotBlameNewMemoryThatHoldsNaNs) {
+  struct FilledWithNaN {
+    FilledWithNaN() { at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true); }
+    ~FilledWithNaN() { at::globalContext().setDeterministicAlgorithms(before, false); }
+    bool before = at::globalContext().deterministicAlgorithms();
+  } const filled;
+  ASSERT_TRUE(at::globalContext().deterministicFillUninitializedMemory());
+  ASSERT_TRUE(torch::empty({4}, options()).isnan().all().item<bool>());
+  EXPECT_FALSE(first_non_finite_op([&] {
+    const at::Tensor memory = torch::empty({4}, options());
+    (memory * 2).sum();
+    (torch::empty_like(memory) + memory.new_empty({4})).sum();
+  }));
+}
+
 TEST_P(NonFiniteOpOn, SaysSoWhereTheDataWasNotFinite) {
   const at::Tensor data = torch::tensor({1.F, kInf}).to(GetParam());
   const auto found = first_non_finite_op([&] { (data * 2).sum(); });
@@ -218,6 +233,19 @@ TEST(NonFiniteOp, SearchesOneAfterAnotherInSeveralThreads) {
   }
   for (std::thread& thread : threads) thread.join();
   EXPECT_THAT(ops, ElementsAre("aten::reciprocal", "aten::log", "aten::reciprocal", "aten::log"));
+}
+
+TEST(NonFiniteOp, SearchesWithinASearch) {
+  std::optional<torchamp::NonFiniteOp> inner;
+  const auto outer = first_non_finite_op([&] {
+    torch::ones({1}).log();
+    inner = first_non_finite_op([] { torch::zeros({1}).log(); });
+    torch::ones({1}).log();
+  });
+  ASSERT_TRUE(inner && outer);
+  EXPECT_EQ(inner->op, "aten::log");
+  EXPECT_EQ(inner->ops_before, 1);
+  EXPECT_GT(outer->ops_before, inner->ops_before);
 }
 
 INSTANTIATE_TEST_SUITE_P(Devices, NonFiniteOpOn, all_devices(), device_name);

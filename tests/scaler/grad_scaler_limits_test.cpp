@@ -173,6 +173,22 @@ TEST(GradScalerLimits, ReachTheHostOneUpdateLaterWhereOnlyTheDeviceKnows) {
   EXPECT_EQ(calls.size(), 2U);
 }
 
+TEST(GradScalerLimits, AFixedScaleIsAtNoFloorOnADeviceEither) {
+  for (const bool on_device : {false, true}) {
+    std::vector<ScaleLimit> calls;
+    auto options = GradScalerOptions::fixed(4.);
+    options.min_scale = 4.;
+    options.at_min_scale = AtLimit::call;
+    options.on_limit = [&](const ScaleLimit& limit) { calls.push_back(limit); };
+    GradScaler scaler(options);
+    scaler.scale(torch::ones({}));
+    if (on_device) move_to_device(scaler);
+    for (int i = 0; i < 3; ++i) iterate(scaler, true);
+    EXPECT_EQ(scaler.skips_in_a_row(), 3);
+    EXPECT_TRUE(calls.empty()) << (on_device ? "on a device" : "on the host");
+  }
+}
+
 TEST(GradScalerLimits, AreNotWatchedOnADeviceByDefault) {
   EXPECT_FALSE(torchamp::detail::ScaleLimits::watched({}));
   EXPECT_TRUE(torchamp::detail::ScaleLimits::watched({.min_scale = 1.}));
