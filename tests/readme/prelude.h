@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-// What README.md's code blocks are about: a training program's usual names. Declared only; the
-// blocks are compiled, not run.
+// What the code blocks of README and gallery are about: a training program's usual names. Declared
+// only; the blocks are compiled, not run.
 
 #include <torch/torch.h>
 #include <torchamp/torchamp.h>
