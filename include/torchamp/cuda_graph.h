@@ -4,7 +4,6 @@
 /// @file
 /// @brief CudaGraph: a whole training iteration, captured once and replayed.
 
-#include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/util/Exception.h>
@@ -26,6 +25,7 @@
 #include "torchamp/detail/graph/host_access.h"
 #include "torchamp/detail/graph/recorder.h"
 #include "torchamp/detail/graph/static_inputs.h"
+#include "torchamp/detail/overlay/weight_casts.h"
 #include "torchamp/scaled_step.h"
 #include "torchamp/version.h"
 
@@ -276,10 +276,7 @@ inline void CudaGraph::warm_up() {
 //   cache is emptied before and after. Inside, a guard that ends empties it as ever, and each
 //   replay makes the casts again, as each eager iteration does.
 inline void CudaGraph::capture() {
-  struct WithoutCachedCasts {
-    WithoutCachedCasts() { at::autocast::clear_cache(); }
-    ~WithoutCachedCasts() { at::autocast::clear_cache(); }
-  } const without_cached_casts;
+  const detail::EmptyCastCache without_earlier_casts;
   try {
     recorder_->record([this] { call_body(inputs_->tensors()); });
   } catch (const c10::Error& error) {

@@ -28,18 +28,6 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-/// @file
-/// Files that Python shares with us:
-///
-///     torch.save(scaler.state_dict(), "scaler.pt")                  # Python
-///     scaler.load_state_dict(torchamp::load_python_state("scaler.pt"));
-///
-///     torchamp::save_python_state(scaler.state_dict(), "scaler.pt");
-///     scaler.load_state_dict(torch.load("scaler.pt"))               # Python
-///
-/// torch::save(scaler, path) writes another format, which holds more and which Python does not
-/// read.
-
 namespace detail {
 
 inline GradScalerState python_state(std::string_view pickle,
@@ -116,8 +104,8 @@ GradScalerState load_python_state(const std::string& name, const Open& open,
   }
 }
 
-/// What torch.save would write.
-inline std::string python_archive(const GradScalerState& state) {
+/// The dict of `state`, pickled.
+inline std::string python_pickle(const GradScalerState& state) {
   PickleWriter pickle;
   if (!state.empty()) {
     pickle.entry("scale", state.scale);
@@ -126,7 +114,12 @@ inline std::string python_archive(const GradScalerState& state) {
     pickle.entry("growth_interval", state.growth_interval);
     pickle.entry("_growth_tracker", state.growth_tracker);
   }
-  const std::string dict = std::move(pickle).finish();
+  return std::move(pickle).finish();
+}
+
+/// What torch.save would write.
+inline std::string python_archive(const GradScalerState& state) {
+  const std::string dict = python_pickle(state);
   std::string bytes;
   caffe2::serialize::PyTorchStreamWriter archive([&](const void* data, std::size_t size) {
     bytes.append(static_cast<const char*>(data), size);
@@ -143,6 +136,11 @@ inline std::string python_archive(const GradScalerState& state) {
 /// Returns the state_dict of a GradScaler from what Python's torch.save wrote. `keys` lead to it in
 /// a larger checkpoint: {"scaler"} for `torch.save({"model": ..., "scaler": scaler.state_dict()},
 /// path)`. Nothing else in the file is loaded, and no code in it is run.
+///
+///     torch.save(scaler.state_dict(), "scaler.pt")                  # Python
+///     scaler.load_state_dict(torchamp::load_python_state("scaler.pt"));
+///
+/// What torch::save(scaler, path) writes is another format, which holds more: torch::load reads it.
 ///
 /// All of the file is read, to check the CRC of each of its records; Python can be told to write
 /// none (torch.serialization.set_crc32_options), and a number that changed in such a file goes
@@ -178,9 +176,15 @@ inline void save_python_state(const GradScalerState& state, std::ostream& out) {
   TORCH_CHECK(reason.empty(), "torchamp::save_python_state: writing has failed: ", reason, '.');
 }
 
-/// Writes `state` to a file that Python's torch.load(path) reads, for
-/// torch.amp.GradScaler.load_state_dict. The file is replaced only once all has been written and
-/// flushed to the disk, see Note [Atomic files]. c10::Error where that fails; the old file stays.
+/// Writes `state` to a file that Python's torch.load(path) reads. The file is replaced only once
+/// all has been written and flushed to the disk, see Note [Atomic files]. c10::Error where that
+/// fails; the old file stays.
+///
+///     torchamp::save_python_state(scaler.state_dict(), "scaler.pt");
+///     scaler.load_state_dict(torch.load("scaler.pt"))               # Python
+///
+/// torch::save(scaler, path) writes another format, which holds more and which Python does not
+/// read.
 inline void save_python_state(const GradScalerState& state, const std::string& path) {
   const std::string bytes = detail::python_archive(state);
   detail::AtomicFile file(path, "torchamp::save_python_state");

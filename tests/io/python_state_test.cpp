@@ -142,14 +142,8 @@ TEST(GradScalerFile, NamesTheEntriesWhereAKeyIsMissing) {
 }
 
 TEST(GradScalerFile, WritesThePickleThatPythonReads) {
-  torchamp::detail::PickleWriter writer;
-  writer.entry("scale", kState.scale);
-  writer.entry("growth_factor", kState.growth_factor);
-  writer.entry("backoff_factor", kState.backoff_factor);
-  writer.entry("growth_interval", kState.growth_interval);
-  writer.entry("_growth_tracker", kState.growth_tracker);
   std::ostringstream hex;
-  for (const char byte : std::move(writer).finish()) {
+  for (const char byte : torchamp::detail::python_pickle(kState)) {
     hex << "0123456789abcdef"[(byte >> 4) & 15] << "0123456789abcdef"[byte & 15];
   }
   EXPECT_EQ(hex.str(), recorded().ours);
@@ -389,13 +383,7 @@ TEST(GradScalerFile, SeesAFlipOfAnyBitButOfPadding) {
 }
 
 TEST(GradScalerFile, ReadsAFileWithoutCrcs) {
-  torchamp::detail::PickleWriter pickle;
-  pickle.entry("scale", kState.scale);
-  pickle.entry("growth_factor", kState.growth_factor);
-  pickle.entry("backoff_factor", kState.backoff_factor);
-  pickle.entry("growth_interval", kState.growth_interval);
-  pickle.entry("_growth_tracker", kState.growth_tracker);
-  const std::string dict = std::move(pickle).finish();
+  const std::string dict = torchamp::detail::python_pickle(kState);
   std::string bytes;
   caffe2::serialize::PyTorchStreamWriter writer(
       [&](const void* data, std::size_t size) {

@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
-#include <c10/core/Storage.h>
 
 #include <algorithm>
 #include <cmath>
@@ -23,6 +22,7 @@
 #include "torchamp/detail/internal_ops.h"
 #include "torchamp/detail/observe/named_parameters.h"
 #include "torchamp/detail/observe/observer.h"
+#include "torchamp/detail/observe/storage_map.h"
 #include "torchamp/detail/value_tensors.h"
 #include "torchamp/non_finite_op.h"
 
@@ -204,28 +204,19 @@ class NonFiniteSearch final : public Observer {
     }
   }
 
-  // By storage, which is kept so that its address is not used again.
-  void remember(const at::Tensor& tensor) {
-    if (!remembers(tensor)) remembered_.push_back(tensor.storage());
-  }
+  void remember(const at::Tensor& tensor) { remembered_.set(tensor, true); }
   bool remembers(const at::Tensor& tensor) const {
-    return std::any_of(remembered_.begin(), remembered_.end(), [&](const c10::Storage& storage) {
-      return storage.is_alias_of(tensor.storage());
-    });
+    return remembered_.find(storage_of(tensor)) != nullptr;
   }
   void forget(const at::Tensor& tensor) {
-    const auto is_its = [&](const c10::Storage& storage) {
-      return storage.is_alias_of(tensor.storage()) && tensor.nbytes() == storage.nbytes();
-    };
-    remembered_.erase(std::remove_if(remembered_.begin(), remembered_.end(), is_its),
-                      remembered_.end());
+    if (tensor.nbytes() == tensor.storage().nbytes()) remembered_.erase(storage_of(tensor));
   }
 
   const NamedParameters named_;
   mutable std::mutex mutex_;  // autograd has a thread for each device
   std::map<std::thread::id, Thread> threads_;
   std::map<int64_t, Op> by_sequence_;
-  std::vector<c10::Storage> remembered_;
+  StorageMap<bool> remembered_;  // what is not finite by intention
   std::optional<NonFiniteOp> found_;
   int64_t ops_ = 0;
 };

@@ -66,10 +66,6 @@ struct RecordedTensor {
   bool has_dims;
 };
 
-inline const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
-  return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
-}
-
 /// Calls `function` with each defined floating-point tensor in a list of arguments or results.
 template <class Values, class Function>
 void for_each_floating_tensor(const Values& values, const Function& function) {

@@ -14,6 +14,11 @@
 
 namespace torchamp::detail {
 
+/// Null if it has none.
+inline const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+  return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
+}
+
 /// Something remembered per storage, so that views of a tensor share it. Keeps no storage's memory
 /// alive, and takes no new storage for an old one at the same address.
 template <class Value>

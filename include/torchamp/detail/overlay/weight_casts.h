@@ -18,4 +18,13 @@ class DropWeightCasts {
   DropWeightCasts& operator=(const DropWeightCasts&) = delete;
 };
 
+/// A region that begins with an empty cache of weight casts, and whose casts nobody finds after it.
+class EmptyCastCache {
+ public:
+  EmptyCastCache() { at::autocast::clear_cache(); }
+  ~EmptyCastCache() { at::autocast::clear_cache(); }
+  EmptyCastCache(const EmptyCastCache&) = delete;
+  EmptyCastCache& operator=(const EmptyCastCache&) = delete;
+};
+
 }  // namespace torchamp::detail

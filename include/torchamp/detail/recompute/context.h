@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 
 #include <optional>
@@ -24,13 +23,6 @@ struct RecomputeContext {
   AutocastState autocast = AutocastState::of_this_thread();
   std::optional<RngState> rng;      // unset: as it comes
   std::vector<at::Tensor> buffers;  // that the function changes, and that are to change once
-};
-
-struct EmptyCastCache {
-  EmptyCastCache() { at::autocast::clear_cache(); }
-  EmptyCastCache(const EmptyCastCache&) = delete;
-  EmptyCastCache& operator=(const EmptyCastCache&) = delete;
-  ~EmptyCastCache() { at::autocast::clear_cache(); }
 };
 
 /// Lets buffers be changed in copies while it lives.

@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/overlay/weight_casts.h"
 #include "torchamp/detail/recompute/autograd_graph.h"
 #include "torchamp/detail/recompute/context.h"
 #include "torchamp/detail/recompute/cuts.h"
