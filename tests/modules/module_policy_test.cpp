@@ -376,6 +376,18 @@ TEST(ModulePolicies, RefuseAPatternGivenTwice) {
 
 // WithPolicy
 
+struct SilentImpl : nn::Module {
+  at::Tensor forward(const at::Tensor& x) { return x; }
+};
+TORCH_MODULE(Silent);
+
+TEST(WithPolicy, IsPrintedByTheNameOfAModuleThatDoesNotSayHow) {
+  std::ostringstream printed, expected;
+  printed << WithPolicy<Silent>();
+  expected << Silent();
+  EXPECT_EQ(printed.str(), expected.str());
+}
+
 TEST(WithPolicy, IsTheModuleInAllOtherRespects) {
   WithPolicy<nn::Linear> made(nn::LinearOptions(4, 3).bias(false));
   nn::Linear plain(nn::LinearOptions(4, 3).bias(false));

@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <c10/util/Type.h>
 #include <torch/nn/module.h>
 
 #include <concepts>
 #include <cstddef>
 #include <memory>
 #include <optional>
+#include <ostream>
 #include <tuple>
 #include <type_traits>
+#include <typeinfo>
 #include <utility>
 
 #include "torchamp/detail/modules/forward_scope.h"
@@ -34,6 +37,16 @@ template <class Self, class Module>
 class PolicyModule : public Module, public PolicyHolder {
  public:
   using Module::Module;
+  using PlainPrint = decltype(&torch::nn::Module::pretty_print);
+
+  /// A module that does not say how it prints is printed by its name, which is Module's.
+  void pretty_print(std::ostream& stream) const override {
+    if constexpr (std::same_as<decltype(&Module::pretty_print), PlainPrint>) {
+      stream << c10::demangle(typeid(Module).name());
+    } else {
+      Module::pretty_print(stream);
+    }
+  }
 
   /// A deep copy, as of Module, without a policy.
   std::shared_ptr<torch::nn::Module> clone(
