@@ -51,7 +51,7 @@ struct AutocastFunctionNode : torch::autograd::Function<AutocastFunctionNode<T>>
                                                  torch::autograd::variable_list& gradients) {
     const auto found = ctx->saved_data.find(SavedAutocastState::key);
     TORCH_CHECK(
-        found != ctx->saved_data.end(),
+        found != ctx->saved_data.end() && found->second.isCapsule(),
         "AutocastFunction: forward's autocast state is gone from ctx->saved_data. Leave its "
         "entry '",
         SavedAutocastState::key, "' there when backward changes ctx->saved_data.");

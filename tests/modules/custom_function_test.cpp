@@ -373,4 +373,18 @@ TEST(CustomFunctionErrors, TellsThatTheStateWasRemoved) {
   EXPECT_ERROR(y.backward(), "forward's autocast state is gone from ctx->saved_data. Leave its");
 }
 
+struct Overwriting : AutocastFunction<Overwriting> {
+  static at::Tensor forward(AutogradContext*, const at::Tensor& x) { return x * 2; }
+  static variable_list backward(AutogradContext* ctx, variable_list gradients) {
+    ctx->saved_data["torchamp.state"] = 1;
+    return gradients;
+  }
+};
+
+TEST(CustomFunctionErrors, TellsThatTheStateWasReplaced) {
+  const auto y = Overwriting::apply(at::ones({2}).requires_grad_()).sum();
+  y.backward({}, /*retain_graph=*/true);
+  EXPECT_ERROR(y.backward(), "forward's autocast state is gone from ctx->saved_data. Leave its");
+}
+
 }  // namespace
