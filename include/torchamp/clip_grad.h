@@ -22,7 +22,8 @@
 /// Clipping of gradients, as torch.nn.utils.clip_grad_norm_ and clip_grad_value_ do it. None of
 /// these functions reads a device, and the number of kernels does not grow with the number of
 /// gradients, except within ATen's own. (Where some gradients lie on the host and others on a
-/// device, the host has to wait for the norm.) Parameters without a gradient are passed over.
+/// device, the host has to wait for the norm.) Parameters without a gradient are passed over, and
+/// a gradient that is given twice counts once.
 ///
 /// With a GradScaler, gradients are clipped as if they had not been scaled. Either unscale them
 /// first and clip whatever is to be clipped,
@@ -38,7 +39,8 @@
 /// next step divides them by what the norm is too large by: no pass over the gradients but the one
 /// that finds the norm (see Note [Norms of scaled gradients]). They are to stay as they are until
 /// then: a step with gradients that were written to, replaced, added or dropped after the clip is
-/// an error. (fp64 gradients are multiplied at once: such a step divides by an fp32 number.)
+/// an error (see FusedOptimizer::divide_next_step). (fp64 gradients are multiplied at once: such a
+/// step divides by an fp32 number.)
 
 namespace TORCHAMP_NAMESPACE {
 
@@ -101,7 +103,8 @@ inline void check_clip_value(double value) {
 
 /// Multiplies the gradients of `params` (a vector, a list in braces, or one tensor) in place by
 /// min(1, max_norm / (norm + 1e-6)), where norm is the `norm_type`-norm of all of them as one
-/// vector (2., 1., infinity, any other number).
+/// vector (2., 1., infinity, any other number; 0. counts the gradients that are not all zeros, as
+/// in PyTorch).
 ///
 /// Returns the norm before clipping: a 0-dim tensor in fp32, or fp64 if a gradient is, on the first
 /// gradient's device; 0 if there is no gradient. If it is inf or NaN, so is what becomes of the

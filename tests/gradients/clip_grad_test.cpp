@@ -691,4 +691,16 @@ TEST(ClipGradOnTwoDevices, FindsOneNorm) {
   expect_close(params[1].grad(), torch::full({7}, 1.));
 }
 
+TEST(ClipGradNorm, CountsAGradientThatIsGivenTwiceOnce) {
+  for (const bool sparse : {false, true}) {
+    const Tensor p =
+        with_gradient(sparse ? torch::full({1}, 4.).to_sparse() : torch::full({1}, 4.));
+    EXPECT_NEAR(torchamp::clip_grad_norm_({p, p}, 2.).item<float>(), 4.F, 1e-5);
+    expect_close(p.grad().to_dense(), torch::full({1}, 2.));
+    torch::optim::SGD optimizer({p, p}, 1.);
+    torchamp::clip_grad_norm_(optimizer, 1.);
+    expect_close(p.grad().to_dense(), torch::full({1}, 1.));
+  }
+}
+
 }  // namespace

@@ -6,6 +6,7 @@
 #include <ATen/ops/view_as_real.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
+#include <c10/util/flat_hash_map.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstddef>
@@ -66,13 +67,18 @@ inline bool has_half_gradients(const torch::optim::Optimizer& optimizer) {
   return false;
 }
 
-/// Every gradient of every group of `optimizer`, by device and dtype. Parameters whose gradients
-/// have the conjugate or the negative bit are given resolved() ones. Nothing has been changed where
-/// this throws. `call` begins the error texts.
+/// The gradients that a collection holds already: one that several places of an optimizer lead to,
+/// as the weight of a module that a model has registered twice, is to be changed once.
+using SeenGradients = ska::flat_hash_set<const at::TensorImpl*>;
+
+/// Every gradient of every group of `optimizer`, once, by device and dtype. Parameters whose
+/// gradients have the conjugate or the negative bit are given resolved() ones. Nothing has been
+/// changed where this throws. `call` begins the error texts.
 inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimizer,
                                                HalfGradients half, const char* call) {
   std::vector<GradientBatch> batches;
   std::vector<at::Tensor> to_change, changed;  // parameters and their new gradients
+  SeenGradients seen;
   std::size_t latest = 0;
   auto& groups = optimizer.param_groups();
   for (std::size_t g = 0; g < groups.size(); ++g) {
@@ -86,6 +92,7 @@ inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimize
         return c10::str(call, ": the gradient of parameter ", i, " in group ", g, ' ',
                         parameter.sizes());
       };
+      const at::Tensor before = gradient;
       if (gradient.is_sparse() && gradient.scalar_type() == at::kHalf &&
           half == HalfGradients::allowed && !gradient.is_coalesced()) {
         // Adding up what shares an index may overflow, which must be seen.
@@ -97,6 +104,8 @@ inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimize
         to_change.push_back(parameter);
         changed.push_back(gradient);
       }
+      const at::Tensor& changes = gradient.is_same(before) ? gradient : parameter;
+      if (!seen.insert(changes.unsafeGetTensorImpl()).second) continue;
       at::Tensor values = values_of(gradient, half, where);
       const bool fits = !batches.empty() && batches[latest].device == values.device() &&
                         batches[latest].dtype == values.scalar_type();

@@ -29,21 +29,23 @@
 
 namespace torchamp::detail {
 
-/// The gradients of `params` by device and dtype, sparse ones by their coalesced values, for
-/// kernels to change in place. `call` begins the error texts; nothing has been changed then, except
-/// that gradients before the one in question are coalesced or resolved().
-inline std::vector<GradientBatch> gradients_to_clip(at::TensorList params, const char* call,
-                                                    std::vector<GradientBatch> batches = {}) {
+/// Adds the gradients of `params` that are not in `seen` yet, by device and dtype, sparse ones by
+/// their coalesced values, for kernels to change in place. `call` begins the error texts; nothing
+/// has been changed then, except that gradients before the one in question are coalesced or
+/// resolved().
+inline void add_gradients_to_clip(std::vector<GradientBatch>& batches, SeenGradients& seen,
+                                  at::TensorList params, const char* call) {
   for (std::size_t i = 0; i < params.size(); ++i) {
     if (!params[i].defined()) continue;
     at::Tensor gradient = params[i].unsafeGetTensorImpl()->grad();
     if (!gradient.defined()) continue;
-    if (gradient.is_sparse()) {
-      if (!gradient.is_coalesced()) params[i].mutable_grad() = gradient = gradient.coalesce();
-      gradient = gradient._values();
+    if (gradient.is_sparse() && !gradient.is_coalesced()) {
+      params[i].mutable_grad() = gradient = gradient.coalesce();
     } else if (gradient.is_conj() || gradient.is_neg()) {
       params[i].mutable_grad() = gradient = resolved(gradient);
     }
+    if (!seen.insert(gradient.unsafeGetTensorImpl()).second) continue;
+    if (gradient.is_sparse()) gradient = gradient._values();
     TORCH_CHECK_VALUE(gradient.layout() == at::kStrided &&
                           at::has_internal_overlap(gradient) != at::MemOverlap::Yes,
                       call, ": the gradient of parameter ", i, ' ', params[i].sizes(),
@@ -59,14 +61,21 @@ inline std::vector<GradientBatch> gradients_to_clip(at::TensorList params, const
     if (b == batches.size()) batches.push_back({gradient.device(), gradient.scalar_type(), {}});
     batches[b].gradients.push_back(std::move(gradient));
   }
+}
+
+inline std::vector<GradientBatch> gradients_to_clip(at::TensorList params, const char* call) {
+  std::vector<GradientBatch> batches;
+  SeenGradients seen;
+  add_gradients_to_clip(batches, seen, params, call);
   return batches;
 }
 
 inline std::vector<GradientBatch> gradients_to_clip(torch::optim::Optimizer& optimizer,
                                                     const char* call) {
   std::vector<GradientBatch> batches;
+  SeenGradients seen;
   for (const auto& group : optimizer.param_groups()) {
-    batches = gradients_to_clip(group.params(), call, std::move(batches));
+    add_gradients_to_clip(batches, seen, group.params(), call);
   }
   return batches;
 }
@@ -122,7 +131,7 @@ inline at::Tensor total_norm(const std::vector<GradientBatch>& batches, double n
 //                       it waits for memory. A CPU has to copy first, so there the sum is made in
 //                       fp32, and, if it comes out where fp32 ends, once more in fp64.
 //   maxima, minima      as they are
-//   nonzero elements    as they are, and not divided by the scale
+//   nonzero gradients   as they are, and not divided by the scale
 //   any other norm      of copies divided by the scale, since powers leave fp64's range, too; so on
 //                       devices of which it is not known that they have fp64
 // One pass over the gradients, then; two in the second case on a CPU and in the last one.
