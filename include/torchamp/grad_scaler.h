@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "torchamp/detail/scaler/optimizer_state.h"
@@ -63,8 +64,9 @@ class GradScaler {
   /// `outputs` times the scale: usually the loss. The first tensor decides on which device the
   /// scale lives: pass one from where the parameters are, for where the scale lies on the host and
   /// gradients do not, checking them has to wait. An fp16 or bf16 scalar comes back in fp32, since
-  /// the product may be too large for it; other shapes keep their dtype. Error: a tensor that this
-  /// scaler has scaled already.
+  /// the product may be too large for it; other shapes of floating-point numbers keep their dtype.
+  /// Where the scale is fixed at 1 (skip_non_finite()), `outputs` comes back as it is. Error: a
+  /// tensor that this scaler has scaled already.
   at::Tensor scale(const at::Tensor& outputs);
 
   /// Each of several outputs times the scale; they may lie on different devices. See
@@ -179,6 +181,7 @@ class GradScaler {
   friend class Accumulation;
   friend class SafeAccumulation;
 
+  class FirstScale;
   struct Evaluation {
     detail::OptimizerState state;
     at::Tensor loss;
@@ -202,7 +205,7 @@ class GradScaler {
   void agree(detail::OptimizerState& state);
   bool evaluate(torch::optim::Optimizer& optimizer,
                 const torch::optim::Optimizer::LossClosure& closure, Evaluation& evaluation,
-                int64_t max_retries);
+                int64_t max_retries, std::optional<detail::ScaleMemory<double>>& before);
   static StepResult unscaled_result(at::Tensor value);
   std::shared_ptr<detail::StepRecord> record(const detail::OptimizerState& state);
   std::vector<MissingGradient> report_missing(const torch::optim::Optimizer& optimizer);

@@ -67,9 +67,9 @@ struct GradScalerOptions {
   /// False: only update(new_scale) changes the scale.
   bool dynamic = true;
 
-  /// The scale is never below min_scale nor above max_scale. The default floor is the smallest
-  /// scale whose inverse is sure to be finite (torch.amp goes on to 0, divides by it and ruins the
-  /// weights); the default ceiling is the largest fp32 number.
+  /// The scale is never below min_scale nor above max_scale, each rounded to fp32. The default
+  /// floor is the smallest scale whose inverse is sure to be finite (torch.amp goes on to 0,
+  /// divides by it and ruins the weights); the default ceiling is the largest fp32 number.
   double min_scale = std::numeric_limits<float>::min();
   /// The scale is never above it; the largest fp32 number by default.
   double max_scale = std::numeric_limits<float>::max();

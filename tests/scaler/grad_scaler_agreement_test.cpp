@@ -191,3 +191,18 @@ TEST(GradScalerAgreement, CountsAnotherRanksInfWithoutGradientsOfItsOwn) {
     EXPECT_EQ(scaler.get_scale(), 32768.);
   }
 }
+
+TEST(GradScalerAgreement, LetsARecheckSeeWhatCameAfterTheFlagWasAskedFor) {
+  int calls = 0;
+  GradScaler scaler({.agree_found_inf = [&](at::Tensor&) { ++calls; }, .recheck = true});
+  scaler.scale(torch::ones({}));
+  const at::Tensor w = parameter_with(torch::full({1}, 65536.));
+  auto optimizer = sgd({w});
+  scaler.unscale_(optimizer);
+  const at::Tensor asked = scaler.found_inf(optimizer);
+  w.mutable_grad().fill_(HUGE_VAL);
+  EXPECT_FALSE(scaler.step(optimizer));
+  EXPECT_EQ(w.item<float>(), 0.F);
+  EXPECT_EQ(asked.item<float>(), 0.F) << "as it was when it was asked for";
+  EXPECT_EQ(calls, 2);
+}

@@ -417,3 +417,39 @@ TEST(GradScalerClosure, IsTheOptimizersOwnWhenDisabled) {
   EXPECT_TRUE(result.value().defined());
   EXPECT_TRUE(at::equal(plain.w, other.w));
 }
+
+TEST(GradScalerClosure, PutsTheScaleBackWhereItThrows) {
+  for (const bool on_device : {false, true}) {
+    GradScaler scaler({.init_scale = 1024.});
+    scaler.scale(torch::ones({}));
+    if (on_device) move_to_device(scaler);
+    const at::Tensor w = torch::ones({1}, torch::requires_grad());
+    torch::optim::SGD optimizer({w}, 1.);
+    const auto before = scaler.state_dict();
+    int evaluations = 0;
+    const auto fails = [&]() -> at::Tensor {
+      if (++evaluations == 3) return {};
+      return (w * kInf).sum();
+    };
+    EXPECT_ERROR(scaler.step(optimizer, fails), "the closure has returned no loss");
+    EXPECT_EQ(scaler.state_dict(), before);
+    EXPECT_EQ(scaler.scale_tensor().item<float>(), 1024.F);
+    EXPECT_TRUE(scaler.step(optimizer, [&] { return w.sum(); }));
+  }
+}
+
+TEST(GradScalerClosure, OutlivesAClosureThatEndsAnotherIteration) {
+  GradScaler scaler;
+  const at::Tensor w = torch::ones({1}, torch::requires_grad());
+  const at::Tensor other = torch::ones({1}, torch::requires_grad());
+  torch::optim::SGD outer({w}, 1.);
+  torch::optim::SGD inner({other}, 1.);
+  EXPECT_TRUE(scaler.step(outer, [&] {
+    scaler.scale(other.sum()).backward();
+    scaler.step(inner);
+    scaler.update();
+    return w.sum();
+  }));
+  EXPECT_TRUE(scaler.is_stepped(outer));
+  scaler.update();
+}

@@ -196,3 +196,18 @@ TEST(GradScalerLimits, AreNotWatchedOnADeviceByDefault) {
   EXPECT_FALSE(torchamp::detail::ScaleLimits::watched(GradScalerOptions::megatron()));
   EXPECT_TRUE(torchamp::detail::ScaleLimits::watched({.max_skips_in_a_row = 9}));
 }
+
+TEST(GradScalerLimits, AreRoundedToFp32SoThatAScaleThereCanBeLoadedAgain) {
+  for (const double floor : {0.7, 0.1, 1e-4}) {
+    GradScaler scaler({.init_scale = 1., .min_scale = floor, .at_min_scale = AtLimit::keep_going});
+    scaler.scale(torch::ones({}));
+    for (int i = 0; i < 20; ++i) iterate(scaler, true);
+    EXPECT_EQ(scaler.get_scale(), static_cast<float>(floor));
+    EXPECT_EQ(scaler.get_scale(), scaler.scale_tensor().item<double>());
+    const auto state = scaler.state_dict();
+    EXPECT_NO_THROW(scaler.load_state_dict(state)) << floor;
+    EXPECT_NO_THROW(scaler.update(scaler.get_scale())) << floor;
+  }
+  EXPECT_NO_THROW(GradScaler({.init_scale = 0.1, .max_scale = 0.1}));
+  EXPECT_NO_THROW(GradScaler({.init_scale = 1e-4, .min_scale = 1e-4}));
+}

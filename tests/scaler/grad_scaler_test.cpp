@@ -4,6 +4,7 @@
 #include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <torchamp/autocast.h>
 #include <torchamp/optim.h>
 
 #include <cmath>
@@ -661,6 +662,40 @@ TEST(GradScaler, NeitherThrowsNorSticksInAStepWithoutGradients) {
   EXPECT_TRUE(scaler.step(optimizer));
   scaler.update();
   EXPECT_EQ(scaler.get_scale(), 8.);
+}
+
+TEST(GradScaler, ScalesInARegionAsOutsideOfIt) {
+  using torchamp::Policy;
+  const torchamp::AutocastGuard half(
+      at::kCPU, {.dtype = at::kHalf, .policy = Policy::standard().lower_precision({"mul"})});
+  GradScaler scaler;
+  const at::Tensor loss = scaler.scale(torch::full({}, 3.));
+  EXPECT_EQ(loss.scalar_type(), at::kFloat);
+  EXPECT_EQ(loss.item<float>(), 3 * 65536.F);
+  const torchamp::AutocastGuard wide(at::kCPU, {.policy = Policy::standard().fp32({"mul"})});
+  EXPECT_EQ(scaler.scale(torch::ones({2}, at::kHalf)).scalar_type(), at::kHalf);
+}
+
+TEST(GradScaler, HasNoScaleAfterAFirstTensorThatCannotBeScaled) {
+  GradScaler scaler;
+  const at::Tensor quantized = at::quantize_per_tensor(torch::ones({2}), 0.1, 0, at::kQInt8);
+  EXPECT_ANY_THROW(scaler.scale(quantized));
+  EXPECT_FALSE(scaler.scale_tensor().defined());
+  EXPECT_ANY_THROW(scaler.scale(at::TensorList{torch::ones({}), quantized}));
+  EXPECT_FALSE(scaler.scale_tensor().defined());
+}
+
+TEST(GradScaler, UnscalesTheGradientOfAModuleThatIsRegisteredTwiceOnce) {
+  torch::nn::Linear shared(1, 1);
+  torch::nn::Module model;
+  model.register_module("first", shared);
+  model.register_module("second", shared);
+  torch::optim::SGD optimizer(model.parameters(), 0.);
+  ASSERT_EQ(optimizer.param_groups()[0].params().size(), 4U);
+  GradScaler scaler({.init_scale = 8.});
+  scaler.scale((shared->weight * 3).sum()).backward();
+  scaler.unscale_(optimizer);
+  EXPECT_EQ(shared->weight.grad().item<float>(), 3.F);
 }
 
 INSTANTIATE_TEST_SUITE_P(Devices, GradScalerOn,

@@ -9,6 +9,13 @@
 
 namespace torchamp::detail {
 
+/// Arithmetic with the program's own tensors, which autograd is to see and no autocast region to
+/// cast.
+class UncastOps {
+ private:
+  c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset};
+};
+
 /// The scaler's own arithmetic neither records gradients nor is cast by an autocast region.
 class InternalOps {
  private:

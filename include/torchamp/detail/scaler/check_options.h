@@ -14,9 +14,10 @@ namespace torchamp::detail {
 
 inline void check_scale(const char* call, double scale, const GradScalerOptions& options) {
   const auto narrow = static_cast<float>(scale);
-  TORCH_CHECK_VALUE(narrow >= options.min_scale && narrow <= options.max_scale, call,
-                    ": the scale is ", scale, ". It lies between min_scale (", options.min_scale,
-                    ") and max_scale (", options.max_scale, ").");
+  TORCH_CHECK_VALUE(narrow >= static_cast<float>(options.min_scale) &&
+                        narrow <= static_cast<float>(options.max_scale),
+                    call, ": the scale is ", scale, ". It lies between min_scale (",
+                    options.min_scale, ") and max_scale (", options.max_scale, ").");
 }
 
 /// For all options, so that one function makes all of their errors.

@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -103,10 +104,11 @@ class OptimizerSnapshot {
 }  // namespace detail
 
 /// Evaluates the loss and its gradients, unscaled, until they are finite. False, and the gradients
-/// as they are, if they never were.
+/// as they are, if they never were. `before` gets the state of the scale before it is lowered.
 inline bool GradScaler::evaluate(torch::optim::Optimizer& optimizer,
                                  const torch::optim::Optimizer::LossClosure& closure,
-                                 Evaluation& evaluation, int64_t max_retries) {
+                                 Evaluation& evaluation, int64_t max_retries,
+                                 std::optional<detail::ScaleMemory<double>>& before) {
   for (evaluation.attempts = 1;; ++evaluation.attempts) {
     const detail::DropWeightCasts drop_weight_casts;  // the next evaluation has other weights
     {
@@ -124,6 +126,8 @@ inline bool GradScaler::evaluate(torch::optim::Optimizer& optimizer,
     if (evaluation.attempts > max_retries || !options_.dynamic) return false;
     if (state_.read_scale() <= options_.min_scale) return false;
     const detail::InternalOps guard;
+    if (!before) before = state_.read();
+    before_change();
     state_.back_off(options_);
   }
 }
@@ -146,7 +150,7 @@ inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer,
       return loss;
     }));
   }
-  detail::OptimizerState& state = optimizers_.of(optimizer);
+  const detail::OptimizerState& state = optimizers_.of(optimizer);
   check_not_stepped(state);
   TORCH_CHECK(
       state.stage == Stage::ready,
@@ -154,7 +158,20 @@ inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer,
       "step computes and unscales them by itself: leave unscale_ out.");
 
   Evaluation first;
-  const bool finite = evaluate(optimizer, closure, first, max_retries);
+  std::optional<detail::ScaleMemory<double>> before;
+  const auto put_scale_back = [&] {
+    if (!before) return;
+    const detail::InternalOps guard;
+    before_change();
+    state_.set(*before);
+  };
+  bool finite = false;
+  try {
+    finite = evaluate(optimizer, closure, first, max_retries, before);
+  } catch (...) {
+    put_scale_back();
+    throw;
+  }
   std::vector<MissingGradient> missing;
   at::Tensor value;
   if (!first.state.had_gradients) {
@@ -166,7 +183,7 @@ inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer,
       value = optimizer.step([&] {
         if (std::exchange(is_first, false)) return first.loss;
         Evaluation later;
-        const bool good = evaluate(optimizer, closure, later, max_retries);
+        const bool good = evaluate(optimizer, closure, later, max_retries, before);
         first.state = later.state;
         first.attempts = std::max(first.attempts, later.attempts);
         if (!good) throw detail::StepAbandoned();
@@ -176,12 +193,14 @@ inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer,
       snapshot.restore();
     } catch (...) {
       snapshot.restore();
+      put_scale_back();
       throw;
     }
   }
-  state = std::move(first.state);
-  state.stage = Stage::stepped;
-  const std::shared_ptr<detail::StepRecord> record = this->record(state);
+  detail::OptimizerState& stepped = optimizers_.of(optimizer);  // the closure may have used others
+  stepped = std::move(first.state);
+  stepped.stage = Stage::stepped;
+  const std::shared_ptr<detail::StepRecord> record = this->record(stepped);
   record->value = std::move(value);
   record->missing = std::move(missing);
   record->attempts = first.attempts;

@@ -58,7 +58,11 @@ namespace TORCHAMP_NAMESPACE {
 
 inline GradScaler::GradScaler(GradScalerOptions options)
     : options_((options.enabled ? detail::check_options(options) : void(), std::move(options))),
-      state_(options_) {}
+      state_(options_) {
+  if (!options_.enabled) return;
+  options_.min_scale = detail::as_fp32(options_.min_scale);
+  options_.max_scale = detail::as_fp32(options_.max_scale);
+}
 
 inline void GradScaler::check_started(const char* call) const {
   TORCH_CHECK(state_.created(), "GradScaler::", call,
@@ -90,15 +94,38 @@ inline bool GradScaler::division_may_overflow(torch::optim::Optimizer& optimizer
   return state_.may_be_below_one(options_);
 }
 
+/// The scale is there when it is made, and goes with it unless it is kept.
+class GradScaler::FirstScale {
+ public:
+  FirstScale(detail::ScaleState& state, at::Device device)
+      : state_(state), creates_(!state.created()) {
+    if (creates_) state_.create(device);
+  }
+  ~FirstScale() {
+    if (creates_) state_.drop();
+  }
+  FirstScale(const FirstScale&) = delete;
+  FirstScale& operator=(const FirstScale&) = delete;
+  void keep() { creates_ = false; }
+
+ private:
+  detail::ScaleState& state_;
+  bool creates_;
+};
+
 inline at::Tensor GradScaler::scale(const at::Tensor& outputs) {
   if (!options_.enabled) return outputs;
   TORCH_CHECK_VALUE(outputs.defined(),
                     "GradScaler::scale: the tensor is undefined. Pass the loss.");
   check_not_scaled(outputs, "GradScaler::scale");
-  if (!state_.created()) state_.create(outputs.device());
-  if (stays_at_one()) return outputs;
-  at::Tensor scaled = at::mul(outputs, state_.scale_on(outputs.device()));
-  scaled_.add(scaled);
+  FirstScale first(state_, outputs.device());
+  at::Tensor scaled = outputs;
+  if (!stays_at_one()) {
+    const detail::UncastOps uncast;
+    scaled = at::mul(outputs, state_.scale_on(outputs.device()));
+    scaled_.add(scaled);
+  }
+  first.keep();
   return scaled;
 }
 
@@ -110,12 +137,17 @@ inline std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) {
     check_not_scaled(output, "GradScaler::scale");
   }
   if (outputs.empty()) return {};
-  if (!state_.created()) state_.create(outputs.front().device());
-  if (stays_at_one()) return outputs.vec();
+  FirstScale first(state_, outputs.front().device());
+  const bool is_one = stays_at_one();
+  const detail::UncastOps uncast;
   std::vector<at::Tensor> scales;  // one for each device
   std::vector<at::Tensor> scaled;
   scaled.reserve(outputs.size());
   for (const at::Tensor& output : outputs) {
+    if (is_one) {
+      scaled.push_back(output);
+      continue;
+    }
     auto here = std::find_if(scales.begin(), scales.end(), [&](const at::Tensor& scale) {
       return scale.device() == output.device();
     });
@@ -126,6 +158,7 @@ inline std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) {
     scaled.push_back(at::mul(output, *here));
     scaled_.add(scaled.back());
   }
+  first.keep();
   return scaled;
 }
 
@@ -268,7 +301,12 @@ inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
     grad_scale = state_.scale();
   } else {
     if (state.stage == Stage::ready) unscale(optimizer, state, "GradScaler::step");
-    if (options_.recheck && !state.agreed) check_only(optimizer, state, false);
+    if (options_.recheck && !state.rechecked) {
+      if (state.agreed) state.found_inf = {state.found_inf.tensor.clone(), std::nullopt};
+      check_only(optimizer, state, false);
+      state.agreed = false;
+      state.rechecked = true;
+    }
   }
   agree(state);
 

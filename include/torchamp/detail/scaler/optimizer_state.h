@@ -39,6 +39,7 @@ struct OptimizerState {
   FoundInf found_inf;          ///< undefined while ready
   bool had_gradients = false;  ///< at least one was checked
   bool agreed = false;         ///< agree_found_inf has been called
+  bool rechecked = false;      ///< step() has looked at the gradients once more
   std::size_t gradients = 0;   ///< how many there were when they were unscaled
   std::uint64_t taken = 0;     ///< gradients_taken() then
 };

@@ -52,6 +52,9 @@ class ScaleState {
     device_.skips = scale_and_skips_.select(0, 1);
   }
 
+  /// As before create().
+  void drop() { scale_and_skips_ = device_.scale = device_.skips = at::Tensor(); }
+
   /// What the host may want a mirror of: the scale and the bad iterations in a row, fp32.
   const at::Tensor& scale_and_skips() const { return scale_and_skips_; }
 
