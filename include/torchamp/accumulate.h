@@ -49,9 +49,10 @@ inline void clear_gradients(torch::optim::Optimizer& optimizer) {
 ///
 /// The gradients are those of the mean of the losses. The scale is the same for all of them: that
 /// it was changed within a window is an error, after which discard() begins a new one, and so is
-/// that the gradients were cleared. One bad micro-batch spoils the whole step; see
-/// SafeAccumulation. Within a window, the scaler refuses to be saved. Holds references to scaler
-/// and optimizer. Reads nothing but what scaler.step() reads. One thread at a time.
+/// that gradients were cleared (set to none, as zero_grad() does). One bad micro-batch spoils the
+/// whole step; see SafeAccumulation. Within a window, the scaler refuses to be saved. Holds
+/// references to scaler and optimizer. Reads nothing but what scaler.step() reads. One thread at a
+/// time.
 ///
 /// An exception from LibTorch's backward leaves gradients half added: the window can then only be
 /// dropped. One from the two calls below or from the optimizer's step leaves a window that flush()
@@ -82,26 +83,30 @@ class Accumulation {
   /// Adds the gradients of `loss`. The last micro-batch of a window also steps, calls update(),
   /// clears the gradients, and returns the result. Errors, before anything is done: a loss that is
   /// scaled already or needs no gradient; a window whose step has failed, or whose gradients have
-  /// been cleared, unscaled or stepped with since the last call.
+  /// been cleared since the last call, or unscaled or stepped with by the scaler.
   std::optional<StepResult> backward(const at::Tensor& loss) {
     TORCH_CHECK_VALUE(loss.defined(), "Accumulation::backward: the loss is undefined.");
     scaler_.check_not_scaled(loss, "Accumulation::backward");
     check_open();
-    const at::Tensor scaled = scaler_.scale(at::div(loss, static_cast<double>(micro_batches_)));
+    const at::Tensor part = [&] {
+      const detail::UncastOps uncast;
+      return at::div(loss, static_cast<double>(micro_batches_));
+    }();
+    TORCH_CHECK_VALUE(part.numel() == 1 && part.requires_grad(),
+                      "Accumulation::backward: the loss has ", part.numel(),
+                      " element(s), and requires_grad is ", part.requires_grad(),
+                      ". Pass one number that was computed from the parameters.");
+    const at::Tensor scaled = scaler_.scale(part);
     if (*pending_ == 0) {
       version_ = version_of_scale();
       scaler_.begin_window(pending_);
     } else {
       check_window("backward");
     }
-    TORCH_CHECK_VALUE(scaled.numel() == 1 && scaled.requires_grad(),
-                      "Accumulation::backward: the loss has ", scaled.numel(),
-                      " element(s), and requires_grad is ", scaled.requires_grad(),
-                      ". Pass one number that was computed from the parameters.");
     stage_ = Stage::adding;
     scaled.backward();
     stage_ = Stage::open;
-    had_gradients_ = detail::count_gradients(optimizer_) > 0;
+    gradients_ = detail::count_gradients(optimizer_);
     if (++*pending_ < micro_batches_) return std::nullopt;
     return flush();
   }
@@ -157,7 +162,7 @@ class Accumulation {
     detail::clear_gradients(optimizer_);
     *pending_ = 0;
     stage_ = Stage::open;
-    had_gradients_ = false;
+    gradients_ = 0;
   }
 
   void check_whole(const char* call) const {
@@ -182,7 +187,7 @@ class Accumulation {
                 ": the scale has changed after ", *pending_, " of ", micro_batches_,
                 " micro-batches, whose gradients still have the old one. Leave step and update to "
                 "the accumulation, or call flush() before; call discard() to drop them.");
-    TORCH_CHECK(!had_gradients_ || detail::count_gradients(optimizer_) > 0, "Accumulation::", call,
+    TORCH_CHECK(detail::count_gradients(optimizer_) >= gradients_, "Accumulation::", call,
                 ": the gradients of ", *pending_, " of ", micro_batches_,
                 " micro-batches are gone. Leave out zero_grad(): the accumulation clears them "
                 "after its step. Call discard() to begin a new window.");
@@ -193,8 +198,8 @@ class Accumulation {
   int64_t micro_batches_;
   std::shared_ptr<int64_t> pending_ = std::make_shared<int64_t>(0);  // the scaler looks at it
   Stage stage_ = Stage::open;
-  int64_t version_ = 0;         // of the scale, at the start of the window
-  bool had_gradients_ = false;  // after the last backward()
+  int64_t version_ = 0;        // of the scale, at the start of the window
+  std::size_t gradients_ = 0;  // how many there were after the last backward()
   std::function<void()> before_unscale_, before_step_;
 };
 
@@ -231,12 +236,13 @@ class SafeAccumulationResult {
 ///
 /// Each micro-batch is unscaled and checked by itself, added to sums apart from the parameters'
 /// gradients, and ends an iteration of the scaler: the scale may change within a window, and
-/// growth_interval counts micro-batches. Whether one is kept is decided on the device. One that
-/// gives no parameter of the optimizer a gradient counts as dropped. The step is made with the mean
-/// over those that were kept, unless their sum is not finite: then all are dropped. Costs one fp32
-/// sum for each parameter (fp64 for fp64 parameters), and reads nothing except once in step() for
-/// an optimizer that is no ScaledStep. Gradients are dense. Within a window, the scaler refuses to
-/// be saved. Holds references to scaler and optimizer. One thread at a time.
+/// growth_interval counts micro-batches. Whether one is kept is decided on the device (with a
+/// disabled scaler, all are). One that gives no parameter of the optimizer a gradient counts as
+/// dropped. The step is made with the mean over those that were kept, unless their sum is not
+/// finite: then all are dropped. Costs one fp32 sum for each parameter (fp64 for fp64 parameters),
+/// and reads nothing except once in step() for an optimizer that is no ScaledStep. Gradients are
+/// dense. Within a window, the scaler refuses to be saved. Holds references to scaler and
+/// optimizer. One thread at a time.
 ///
 /// A call that fails leaves the window as it was.
 class SafeAccumulation {

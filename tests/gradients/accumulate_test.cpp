@@ -292,4 +292,28 @@ TEST(SafeAccumulation, WorksDisabledAndNamesItsMisuse) {
   EXPECT_TRUE(other.step()) << "the failed call left no trace";
 }
 
+TEST(Accumulation, RefusesAWindowThatHasLostSomeOfItsGradients) {
+  const at::Tensor a = torch::zeros({1}, torch::requires_grad());
+  const at::Tensor b = torch::zeros({1}, torch::requires_grad());
+  auto optimizer = sgd({a, b});
+  GradScaler scaler;
+  Accumulation accumulation(scaler, optimizer, 3);
+  accumulation.backward((a + b).sum());
+  a.mutable_grad().reset();
+  EXPECT_ERROR(accumulation.backward(b.sum()), "gradients of 1 of 3 micro-batches are gone");
+  accumulation.discard();
+  accumulation.backward(a.sum());
+  EXPECT_NO_THROW(accumulation.backward(b.sum())) << "gradients may come later";
+}
+
+TEST(Accumulation, LeavesTheScalerAloneWhereTheLossIsRefused) {
+  const at::Tensor w = torch::zeros({1}, torch::requires_grad());
+  auto optimizer = sgd({w});
+  GradScaler scaler;
+  Accumulation accumulation(scaler, optimizer, 2);
+  EXPECT_ERROR(accumulation.backward(torch::ones({})), "requires_grad is 0");
+  EXPECT_ERROR(accumulation.backward(w.expand({2})), "the loss has 2 element(s)");
+  EXPECT_FALSE(scaler.scale_tensor().defined());
+}
+
 INSTANTIATE_TEST_SUITE_P(Devices, AccumulateOn, all_devices(), device_name);
