@@ -51,8 +51,7 @@ inline std::vector<MissingGradient> missing_gradients(const torch::optim::Optimi
         missing.push_back({g, i, Reason::undefined_parameter, parameter});
         continue;
       }
-      // A non-leaf's grad() warns.
-      if (parameter.is_leaf() && parameter.grad().defined()) continue;
+      if (parameter.unsafeGetTensorImpl()->grad().defined()) continue;  // a non-leaf's grad() warns
       Reason reason = Reason::not_reached;
       if (!parameter.requires_grad()) {
         reason = Reason::not_required;

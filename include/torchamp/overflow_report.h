@@ -6,7 +6,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/stack.h>
-#include <ATen/ops/view_as_real.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -45,14 +44,20 @@ struct OverflowReport {
 
 namespace detail {
 
+/// All elements of a gradient; of a sparse one, those stored.
+inline at::Tensor stored_values(const at::Tensor& gradient) {
+  if (gradient.layout() == at::kStrided) return gradient;
+  return gradient.is_sparse() ? gradient._values() : gradient.values();
+}
+
 /// 0-dim fp64 tensors: infs, NaNs, largest finite absolute value.
 inline at::Tensor count_non_finite(const at::Tensor& gradient) {
-  at::Tensor values = resolved(gradient.is_sparse() ? gradient._values() : gradient);
-  if (values.is_complex()) values = at::view_as_real(values);
-  const at::Tensor size = values.abs().to(at::kDouble);
-  const at::Tensor bad = size.isfinite().logical_not();
-  return at::stack({size.isinf().sum().to(at::kDouble), size.isnan().sum().to(at::kDouble),
-                    size.masked_fill(bad, 0.).max()});
+  const at::Tensor values = resolved(stored_values(gradient));
+  const at::Tensor wide = values.to(values.is_complex() ? at::kComplexDouble : at::kDouble);
+  const at::Tensor inf = wide.isinf();
+  const at::Tensor nan = wide.isnan().logical_and(inf.logical_not());  // inf + NaN i is an inf
+  return at::stack({inf.sum().to(at::kDouble), nan.sum().to(at::kDouble),
+                    wide.abs().masked_fill(inf.logical_or(nan), 0.).max()});
 }
 
 }  // namespace detail
@@ -69,7 +74,7 @@ OverflowReport overflow_report_of(const NamedParameters& named) {
     if (!parameter.defined()) continue;
     const at::Tensor& gradient = parameter.unsafeGetTensorImpl()->grad();
     if (!gradient.defined()) continue;
-    const int64_t elements = gradient.is_sparse() ? gradient._values().numel() : gradient.numel();
+    const int64_t elements = detail::stored_values(gradient).numel();
     if (elements == 0) continue;
     std::size_t device = 0;
     while (device < counts.size() && counts[device].first != gradient.device()) ++device;

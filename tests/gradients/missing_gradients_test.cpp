@@ -51,3 +51,13 @@ TEST(MissingGradients, IsEmptyWhereEveryParameterHasOne) {
   const auto optimizer = sgd({parameter_with(torch::ones({1})), parameter_with(torch::ones({2}))});
   EXPECT_TRUE(torchamp::missing_gradients(optimizer).empty());
 }
+
+TEST(MissingGradients, LeavesOutANonLeafThatKeepsItsGradient) {
+  const at::Tensor product = torch::ones({1}, torch::requires_grad()) * 2;
+  auto optimizer = sgd({parameter_with(torch::ones({1}))});
+  optimizer.param_groups()[0].params().push_back(product);
+  EXPECT_EQ(torchamp::missing_gradients(optimizer).size(), 1U);
+  product.retain_grad();
+  product.sum().backward();
+  EXPECT_TRUE(torchamp::missing_gradients(optimizer).empty());
+}

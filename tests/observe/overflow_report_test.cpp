@@ -158,4 +158,31 @@ TEST(OverflowReport, ExplainsASkippedStep) {
   EXPECT_EQ(report.overflows[0].largest_finite, 1.) << "unscaled";
 }
 
+TEST(OverflowReport, CountsAComplexElementOnce) {
+  const float inf = std::numeric_limits<float>::infinity();
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  using Number = c10::complex<float>;
+  const at::Tensor w = torch::zeros({4}, at::kComplexFloat).requires_grad_();
+  w.mutable_grad() =
+      torch::tensor({Number(inf, inf), Number(inf, nan), Number(nan, 1), Number(3, 4)});
+  const OverflowReport report =
+      torchamp::overflow_report(std::vector<std::pair<std::string, at::Tensor>>{{"w", w}});
+  ASSERT_EQ(report.overflows.size(), 1U);
+  EXPECT_EQ(report.overflows[0].infs, 2);
+  EXPECT_EQ(report.overflows[0].nans, 1);
+  EXPECT_EQ(report.overflows[0].elements, 4);
+  EXPECT_NEAR(report.overflows[0].largest_finite, 5., 1e-6);
+}
+
+TEST(OverflowReport, ReadsWhatACompressedSparseGradientStores) {
+  const at::Tensor w = torch::zeros({2, 2}).requires_grad_();
+  w.mutable_grad() =
+      torch::tensor({{std::numeric_limits<float>::infinity(), 0.F}, {2.F, 0.F}}).to_sparse_csr();
+  const OverflowReport report =
+      torchamp::overflow_report(std::vector<std::pair<std::string, at::Tensor>>{{"w", w}});
+  ASSERT_EQ(report.overflows.size(), 1U);
+  EXPECT_EQ(report.overflows[0].infs, 1);
+  EXPECT_EQ(report.overflows[0].elements, 2);
+}
+
 INSTANTIATE_TEST_SUITE_P(Devices, OverflowReportOn, all_devices(), device_name);
