@@ -82,7 +82,8 @@ class MasterWeights {
   /// bits. With DistributedDataParallel::no_sync() once, after the last: only the model's gradients
   /// are averaged. Before GradScaler::unscale_: in the before_unscale() of an Accumulation. Two
   /// passes over all parameters (one where the masters have no gradients yet). An error if the
-  /// optimizer has changed the masters since the last copy_to_model().
+  /// optimizer has changed the masters since the last copy_to_model() (not LibTorch's own SGD,
+  /// which writes where autograd does not see it).
   void take_gradients();
 
   /// After the optimizer's step, taken or skipped: gives the model the masters' values, rounded to

@@ -520,4 +520,20 @@ TEST(MasterWeights, ComposeWithRecomputation) {
   expect_equal(gradients(false), gradients(true));
 }
 
+TEST(MasterWeights, AddADenseGradientToASparseOne) {
+  torch::nn::Embedding table(torch::nn::EmbeddingOptions(4, 2).sparse(true));
+  MasterWeights masters(table, {.dtype = at::kBFloat16});
+  for (const bool sparse : {true, false, true}) {
+    (sparse ? table->forward(torch::tensor({1, 1})) : table->weight * 1).sum().backward();
+    masters.take_gradients();
+  }
+  const Tensor gradient = masters.parameters()[0].grad();
+  const Tensor expected = torch::tensor({{1.F, 1.F}, {5.F, 5.F}, {1.F, 1.F}, {1.F, 1.F}});
+  EXPECT_TRUE(at::equal(gradient.to_dense(), expected)) << gradient;
+}
+
+TEST(MasterWeights, RefuseANullModel) {
+  EXPECT_ERROR(MasterWeights(std::shared_ptr<torch::nn::Module>()), "the model is null");
+}
+
 }  // namespace

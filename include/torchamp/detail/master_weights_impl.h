@@ -36,6 +36,7 @@ inline bool is_parameter_of(const std::string& name, const std::string& paramete
 inline MasterWeights::MasterWeights(std::shared_ptr<torch::nn::Module> model,
                                     MasterWeightsOptions options)
     : model_(std::move(model)), options_(std::move(options)) {
+  TORCH_CHECK_VALUE(model_, "MasterWeights: the model is null. Pass one that has been made.");
   TORCH_CHECK_VALUE(options_.dtype == at::kHalf || options_.dtype == at::kBFloat16,
                     "MasterWeights: a model cannot be kept in ", options_.dtype,
                     ". Pass torch::kHalf or torch::kBFloat16.");
@@ -125,6 +126,8 @@ inline void MasterWeights::take_gradients() {
     at::Tensor& sum = weight.master.mutable_grad();
     if (gradient.layout() != at::kStrided) {
       sum = sum.defined() ? sum + gradient.to(at::kFloat) : gradient.to(at::kFloat);
+    } else if (sum.defined() && sum.layout() != at::kStrided) {
+      sum = gradient.to(at::kFloat) + sum;
     } else if (!sum.defined()) {
       sum = at::empty_like(weight.master);
       copies.add(sum, gradient);
