@@ -75,10 +75,11 @@ class FusedOptimizer : public torch::optim::Optimizer, public ScaledStep {
   /// Divides the gradients that are there now by `divisor` (0-dim fp32, on any device) when they
   /// are next stepped with, on top of the scale and of earlier divisors, at the cost of one
   /// multiplication of two numbers. clip_grad_norm_ uses it. The gradients themselves are not
-  /// changed before that step. A divisor whose gradients were all dropped before a step
-  /// (zero_grad() does so by default) is forgotten with them. Gradients that were written to,
-  /// replaced, added or dropped in part make the step an error; see Note [What was clipped is what
-  /// is stepped]. Never reads the device.
+  /// changed before that step, nor may `divisor` be. Gradients that were written to, replaced,
+  /// added or dropped in part make the step an error. If all of them are gone, a divisor is
+  /// forgotten where this thread has run a forward pass since, and the step an error where it has
+  /// not (this class's zero_grad() forgets at once); see Note [What was clipped is what is
+  /// stepped]. Never reads the device.
   void divide_next_step(const at::Tensor& divisor) {
     TORCH_CHECK_VALUE(divisor.defined(), "FusedOptimizer::divide_next_step: no divisor was given.");
     check_scalar(divisor, "divisor");
