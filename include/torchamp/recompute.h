@@ -88,9 +88,10 @@ struct CheckpointOptions {
 /// Inputs and outputs are tensors, other values, and vectors, arrays, tuples, pairs, maps and
 /// optionals of them. There may be several outputs, and what is not a tensor passes through. An
 /// output type that may hide tensors (a struct that may hold some, an unordered_map) does not
-/// compile. Of an at::ArrayRef the values are kept; other views of values do not compile. An output
-/// that shares memory with an input, a captured tensor or another output is returned as a copy, so
-/// that changing it in place does not change them.
+/// compile. Of an at::ArrayRef the values are kept; other views of values do not compile. An input
+/// or captured tensor that the function returns as it is stays that tensor; any other output that
+/// shares memory with an input, a captured tensor or another output is returned as a copy, so that
+/// changing it in place does not change them.
 ///
 /// The function is copied and called again during backward, perhaps on another thread: what it
 /// captures by reference must live until then, and it must do the same both times.

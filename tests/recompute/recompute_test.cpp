@@ -226,6 +226,28 @@ TEST(Checkpoint, GivesViewsAndOutputsThatMayBeChangedInPlace) {
       {x});
 }
 
+TEST(Checkpoint, CopiesViewsOfOthersThatNeedNoGradient) {
+  const Tensor x = leaf({8}), plain = at::randn({8}), constant = at::randn({8});
+  const auto [made, cut, again] = checkpoint(
+      [](const Tensor& t) {
+        const Tensor y = t.exp();
+        return std::make_tuple(y, t.detach(), y.detach());
+      },
+      x);
+  EXPECT_FALSE(cut.is_alias_of(x));
+  EXPECT_FALSE(again.is_alias_of(made));
+  const auto [view, captured, twice, and_twice] = checkpoint(
+      [constant](const Tensor& t) {
+        const Tensor half = t / 2;
+        return std::make_tuple(t.view({2, 4}), constant.view({2, 4}), half, half);
+      },
+      plain);
+  EXPECT_FALSE(view.is_alias_of(plain));
+  EXPECT_FALSE(captured.is_alias_of(constant));
+  EXPECT_FALSE(twice.is_alias_of(and_twice));
+  EXPECT_TRUE(at::equal(view.view({8}), plain));
+}
+
 TEST(Checkpoint, AllowsLeavesMadeInTheFunction) {
   const Tensor x = leaf({8});
   expect_as_without(

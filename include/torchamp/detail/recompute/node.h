@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <mutex>
@@ -45,7 +46,9 @@ namespace torchamp::detail {
 // Note [Outputs that share memory]
 // An output has the RecomputeNode for its history, whatever else views its memory. A change in
 // place of one would be unknown to the history of the others. So an output comes as a copy if
-// anything that is left after the call has its memory: an input, a captured tensor, an output.
+// anything that is left after the call has its memory: an input, a captured tensor, an output. The
+// others have no history here; they are copied likewise, but for tensors that the function hands on
+// as they are, which belong to whoever made them.
 
 /// A function from tensors to tensors: the user's, with all that is not a tensor left out.
 using TensorFunction = std::function<std::vector<at::Tensor>(std::vector<at::Tensor>)>;
@@ -147,7 +150,21 @@ inline std::vector<at::Tensor> RecomputeNode::run(TensorFunction function,
     }
   }
   node.forward_.epoch.end();
-  if (roots.empty()) return outputs;
+  const auto keep_others_apart = [&] {
+    for (std::size_t i = 0; i < outputs.size(); ++i) {
+      if (!outputs[i].defined() || std::ranges::count(node.own_outputs_, i) != 0) continue;
+      const bool is_only_handed_on = outputs[i].use_count() > 1;
+      const auto came_before = [&](const at::Tensor& other) { return other.is_same(outputs[i]); };
+      if (is_only_handed_on ? std::any_of(outputs.begin(), outputs.begin() + i, came_before)
+                            : shares_memory(outputs[i])) {
+        outputs[i] = outputs[i].clone();
+      }
+    }
+  };
+  if (roots.empty()) {
+    keep_others_apart();
+    return outputs;
+  }
 
   std::vector<Edge> outer;
   std::unordered_set<Edge> known;
@@ -161,6 +178,7 @@ inline std::vector<at::Tensor> RecomputeNode::run(TensorFunction function,
   known.clear();
   for (const std::size_t i : node.own_outputs_) outputs[i] = outputs[i].detach();
   // The activations are gone.
+  keep_others_apart();
   for (const std::size_t i : node.own_outputs_) {
     if (shares_memory(outputs[i])) outputs[i] = outputs[i].clone();
   }
