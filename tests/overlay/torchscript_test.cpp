@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <gtest/gtest.h>
+#include <torch/csrc/jit/python/update_graph_executor_opt.h>
 #include <torch/script.h>
 
 #include <sstream>
+#include <thread>
 #include <tuple>
 #include <vector>
 
@@ -107,6 +109,42 @@ TEST(TorchScript, FollowsThePolicyWhicheverStateItFirstRanIn) {
     }
     expect_scripted_equals_eager(module);
   }
+}
+
+at::Tensor product_of_weight(const at::Tensor& x, const at::Tensor& w) {
+  return x.matmul(w).relu() + 1;
+}
+
+TEST(TorchScript, TheBackwardOutsideTheGuardHasTheCastsOfTheForward) {
+  torch::jit::Module module("Module");
+  module.define("def forward(self, x, w):\n    return torch.relu(torch.matmul(x, w)) + 1\n");
+  const Inputs in;
+  for (const bool autocast : {false, true, false, true}) {
+    for (int run = 0; run < runs; ++run) {
+      at::Tensor eager, scripted;
+      {
+        AutocastGuard guard(at::kCPU, {.enabled = autocast});
+        eager = product_of_weight(in.x, in.w);
+        scripted = module.forward({in.x, in.w}).toTensor();
+      }
+      const auto expected = torch::autograd::grad({eager.sum()}, {in.w});
+      const auto gradient = torch::autograd::grad({scripted.sum()}, {in.w});
+      EXPECT_TRUE(torch::equal(gradient[0], expected[0])) << "autocast " << autocast;
+    }
+  }
+}
+
+TEST(TorchScript, TheJitOptimizesAgainAfterTheGuardAndOnOtherThreads) {
+  ASSERT_TRUE(torch::jit::getGraphExecutorOptimize());
+  {
+    AutocastGuard outer(at::kCPU);
+    AutocastGuard inner(at::kCPU, {.policy = Policy::torch()});
+    EXPECT_FALSE(torch::jit::getGraphExecutorOptimize());
+    std::thread([] { EXPECT_TRUE(torch::jit::getGraphExecutorOptimize()); }).join();
+  }
+  EXPECT_TRUE(torch::jit::getGraphExecutorOptimize());
+  const AutocastGuard off(at::kCPU, {.enabled = false});
+  EXPECT_TRUE(torch::jit::getGraphExecutorOptimize());
 }
 
 TEST(TorchScript, OutsideGuardsTheJitsOwnCastsStay) {

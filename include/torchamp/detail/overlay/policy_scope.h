@@ -3,7 +3,9 @@
 
 #include <c10/util/Exception.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
+#include <torch/csrc/jit/python/update_graph_executor_opt.h>
 
+#include <algorithm>
 #include <memory>
 #include <thread>
 #include <utility>
@@ -19,10 +21,12 @@ class PolicyScope {
   /// Null: the slot stays as it is.
   explicit PolicyScope(std::shared_ptr<const ThreadPolicy> policy) {
     if (!policy) return;
+    scripts_were_optimized_ = has_policy_in_force() || torch::jit::getGraphExecutorOptimize();
     before_ = c10::ThreadLocalDebugInfo::current();
     c10::ThreadLocalDebugInfo::_push(policy_slot(),
                                      std::const_pointer_cast<ThreadPolicy>(std::move(policy)));
     ours_ = c10::ThreadLocalDebugInfo::current().get();
+    set_optimization_of_scripts();
   }
 
   PolicyScope(const PolicyScope&) = delete;
@@ -54,7 +58,27 @@ class PolicyScope {
       take_out_from_below();
     }
     ours_ = nullptr;
+    set_optimization_of_scripts();
   }
+
+  static bool has_policy_in_force() {
+    const ThreadPolicy* policy = thread_policy();
+    if (policy == nullptr) return false;
+    const auto& in_force = policy->in_force;
+    return std::any_of(in_force.begin(), in_force.end(), [](const auto& of) { return of; });
+  }
+
+  // See Note [Derivatives of scripts].
+  void set_optimization_of_scripts() const {
+    torch::jit::setGraphExecutorOptimize(!has_policy_in_force() && scripts_were_optimized_);
+  }
+
+  // Note [Derivatives of scripts]
+  // Where gradients are wanted, an optimised script is differentiated by the JIT. Its derivatives
+  // take what the ops of the script were given, and know nothing of the casts that the dispatcher
+  // makes: the backward of a 16-bit `mm` would multiply by the fp32 weight, which is an error. So
+  // scripts run as they are written under a policy, op by op and recorded by autograd. The switch
+  // is the thread's own; LibTorch does not carry it to the threads that take over a state.
 
   // Note [Slots pushed inside a scope]
   // LibTorch keeps a thread's slots as a stack. A profiler that is started inside a scope and
@@ -100,6 +124,7 @@ class PolicyScope {
 
   std::shared_ptr<c10::ThreadLocalDebugInfo> before_;
   const c10::ThreadLocalDebugInfo* ours_ = nullptr;
+  bool scripts_were_optimized_ = true;  // outside all regions
   std::thread::id thread_ = std::this_thread::get_id();
 };
 
