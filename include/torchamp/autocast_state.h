@@ -9,9 +9,10 @@
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
 
+#include <array>
+#include <cstddef>
 #include <memory>
 #include <utility>
-#include <vector>
 
 #include "torchamp/detail/device_autocast_state.h"
 #include "torchamp/detail/devices.h"
@@ -37,11 +38,13 @@ class AutocastState {
   /// Takes a copy of the calling thread's state.
   static AutocastState of_this_thread() {
     AutocastState state;
-    for (const at::DeviceType device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
-      state.devices_.push_back(detail::DeviceAutocastState::of(device));
+    for (std::size_t i = 0; i < detail::device_count; ++i) {
+      state.devices_[i] =
+          detail::DeviceAutocastState::of(at::autocast::_AUTOCAST_SUPPORTED_DEVICES[i]);
     }
     state.cache_enabled_ = at::autocast::is_autocast_cache_enabled();
-    if (const auto* policy = detail::thread_policy()) state.policy_ = policy->shared_from_this();
+    const auto* policy = detail::thread_policy();
+    if (policy != nullptr && policy->inherited) state.policy_ = policy->shared_from_this();
     return state;
   }
 
@@ -68,7 +71,7 @@ class AutocastState {
     return devices_[detail::device_index(device, "AutocastState")];
   }
 
-  std::vector<detail::DeviceAutocastState> devices_;
+  std::array<detail::DeviceAutocastState, detail::device_count> devices_{};
   bool cache_enabled_ = true;
   std::shared_ptr<const detail::ThreadPolicy> policy_;
 };
@@ -82,7 +85,7 @@ class AutocastStateGuard {
   [[nodiscard]] explicit AutocastStateGuard(const AutocastState& state)
       : before_(AutocastState::of_this_thread()), policy_scope_(changed_policy(before_, state)) {
     apply(state);
-    at::autocast::increment_nesting();
+    (void)nesting_.enter();
   }
 
   AutocastStateGuard(const AutocastStateGuard&) = delete;
@@ -94,7 +97,7 @@ class AutocastStateGuard {
 
   ~AutocastStateGuard() {
     if (!policy_scope_.end_of("~AutocastStateGuard")) return;
-    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+    if (nesting_.leave() == 0) at::autocast::clear_cache();
     apply(before_);
   }
 
@@ -120,6 +123,7 @@ class AutocastStateGuard {
   }
 
   AutocastState before_;
+  detail::Nesting nesting_;
   detail::PolicyScope policy_scope_;
 };
 

@@ -109,6 +109,21 @@ TEST(AutocastStateGuard, OfTheOther16BitDtypeCastsWeightsToItsOwn) {
   EXPECT_EQ(x.mm(weight).scalar_type(), at::kBFloat16);
 }
 
+TEST(AutocastStateGuard, ThatTakesEverythingOffGivesTheStateItWasGiven) {
+  const AutocastState none = AutocastState::of_this_thread();
+  const AutocastGuard autocast(at::kCPU);
+  const AutocastStateGuard off(none);
+  EXPECT_EQ(AutocastState::of_this_thread(), none);
+}
+
+TEST(AutocastState, MovedFromItIsStillAState) {
+  AutocastState state = AutocastState::of_this_thread();
+  const AutocastState moved = std::move(state);
+  EXPECT_FALSE(state.is_enabled(at::kCPU));  // NOLINT(bugprone-use-after-move)
+  const AutocastStateGuard guard(state);
+  EXPECT_EQ(AutocastState::of_this_thread(), moved);
+}
+
 TEST(AutocastState, OutlivesTheGuardThatMadeIt) {
   std::optional<AutocastState> state;
   {

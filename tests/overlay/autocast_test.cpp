@@ -5,6 +5,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/jit/python/update_graph_executor_opt.h>
 
 #include <memory>
 #include <optional>
@@ -178,6 +179,31 @@ TEST(AutocastGuard, RestoresWhatWasThereWhateverHappenedInside) {
   EXPECT_EQ(ThreadState(), before);
 }
 
+TEST(AutocastGuard, ItsEndDropsCachedCastsThoughCodeInsideLeftALevelOpen) {
+  const at::Tensor x = at::ones({2, 2}), weight = at::ones({2, 2}).requires_grad_();
+  const auto product = [&] {
+    const AutocastGuard autocast(at::kCPU);
+    at::autocast::increment_nesting();  // by hand, and an exception before its end
+    return x.mm(weight)[0][0].item<float>();
+  };
+  EXPECT_EQ(product(), 2);
+  weight.detach().fill_(3);
+  EXPECT_EQ(product(), 6);
+  EXPECT_EQ(at::autocast::increment_nesting(), 1);
+  at::autocast::decrement_nesting();
+}
+
+TEST(AutocastGuard, RegionsThatEndOutOfOrderLeaveNoLevelOpen) {
+  std::optional<torchamp::detail::AutocastRegion> outer, inner;
+  outer.emplace(at::kCPU, std::nullopt, true, std::nullopt, std::nullopt);
+  inner.emplace(at::kCPU, std::nullopt, true, std::nullopt, std::nullopt);
+  outer.reset();
+  inner.reset();
+  EXPECT_EQ(at::autocast::increment_nesting(), 1);
+  at::autocast::decrement_nesting();
+  at::autocast::set_autocast_enabled(at::kCPU, false);  // what the inner one found
+}
+
 TEST(AutocastGuard, RestoresAfterAnException) {
   const ThreadState before;
   try {
@@ -240,6 +266,7 @@ TEST(AutocastGuard, RegionsThatEndOutOfOrderRestoreWhatEachFound) {
   EXPECT_TRUE(at::autocast::is_autocast_enabled(at::kCPU)) << "what the second found";
   at::autocast::set_autocast_enabled(at::kCPU, false);
   c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(nullptr);
+  torch::jit::setGraphExecutorOptimize(true);
   EXPECT_EQ(ThreadState(), before);
 }
 
@@ -283,6 +310,7 @@ TEST(AutocastGuard, DestroyedByAnotherThreadItWarnsAndTouchesNothing) {
   at::autocast::set_autocast_enabled(at::kCPU, false);
   at::autocast::decrement_nesting();
   c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(nullptr);
+  torch::jit::setGraphExecutorOptimize(true);
 }
 
 TEST(AutocastGuard, UsersOfRawAutocastSeeNoChange) {

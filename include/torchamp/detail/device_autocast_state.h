@@ -30,4 +30,24 @@ struct DeviceAutocastState {
   bool operator==(const DeviceAutocastState&) const = default;
 };
 
+/// A level of the calling thread's autocast nesting, whose end LibTorch's weight cache waits for.
+class Nesting {
+ public:
+  /// Returns the depth inside.
+  int enter() { return inside_ = at::autocast::increment_nesting(); }
+
+  /// Closes the level, with those that code in between has left open (by an exception, say), and
+  /// returns the depth then. Nothing is left to close where that code has closed too many, or where
+  /// a region around this one has ended before it.
+  int leave() const {
+    (void)at::autocast::increment_nesting();
+    int depth = at::autocast::decrement_nesting();
+    while (depth >= inside_) depth = at::autocast::decrement_nesting();
+    return depth;
+  }
+
+ private:
+  int inside_ = 0;
+};
+
 }  // namespace torchamp::detail

@@ -95,7 +95,7 @@ class AutocastRegion {
 
   ~AutocastRegion() {
     if (!policy_scope_.end_of("~AutocastGuard")) return;
-    if (at::autocast::decrement_nesting() == 0 || dtype_changed_) at::autocast::clear_cache();
+    if (nesting_.leave() == 0 || dtype_changed_) at::autocast::clear_cache();
     before_.apply();
     at::autocast::set_autocast_cache_enabled(cache_enabled_before_);
   }
@@ -149,12 +149,13 @@ class AutocastRegion {
     at::autocast::set_autocast_dtype(checked.device, checked.dtype);
     if (cache_enabled) at::autocast::set_autocast_cache_enabled(*cache_enabled);
     // LibTorch's cache does not tell one 16-bit dtype from the other.
-    if (at::autocast::increment_nesting() > 1 && dtype_changed_) at::autocast::clear_cache();
+    if (nesting_.enter() > 1 && dtype_changed_) at::autocast::clear_cache();
   }
 
   DeviceAutocastState before_;
   bool cache_enabled_before_;
   bool dtype_changed_;
+  Nesting nesting_;
   PolicyScope policy_scope_;
 };
 
