@@ -9,8 +9,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <ostream>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -68,19 +70,17 @@ template <class NamedParameters>
 OverflowReport overflow_report_of(const NamedParameters& named) {
   const detail::InternalOps guard;
   std::vector<Overflow> found;
-  std::vector<std::pair<at::Device, std::vector<at::Tensor>>> counts;
-  std::vector<std::pair<std::size_t, std::size_t>> places;  // of each one's counts
+  std::unordered_map<at::Device, std::vector<at::Tensor>> counts;
+  std::vector<int64_t> places;  // of each one's counts among its device's
   for (const auto& [name, parameter] : named) {
     if (!parameter.defined()) continue;
     const at::Tensor& gradient = parameter.unsafeGetTensorImpl()->grad();
     if (!gradient.defined()) continue;
     const int64_t elements = detail::stored_values(gradient).numel();
     if (elements == 0) continue;
-    std::size_t device = 0;
-    while (device < counts.size() && counts[device].first != gradient.device()) ++device;
-    if (device == counts.size()) counts.emplace_back(gradient.device(), std::vector<at::Tensor>());
-    places.emplace_back(device, counts[device].second.size());
-    counts[device].second.push_back(detail::count_non_finite(gradient));
+    std::vector<at::Tensor>& of_device = counts[gradient.device()];
+    places.push_back(std::ssize(of_device));
+    of_device.push_back(detail::count_non_finite(gradient));
     Overflow& one = found.emplace_back();
     one.name = name;
     one.dtype = gradient.scalar_type();
@@ -88,15 +88,13 @@ OverflowReport overflow_report_of(const NamedParameters& named) {
     one.device = gradient.device();
     one.elements = elements;
   }
-  std::vector<at::Tensor> read;
-  read.reserve(counts.size());
-  for (const auto& [device, tensors] : counts) read.push_back(at::stack(tensors).to(at::kCPU));
+  std::unordered_map<at::Device, at::Tensor> read;
+  for (const auto& [device, of_device] : counts) read[device] = at::stack(of_device).to(at::kCPU);
 
   OverflowReport report;
   report.gradients = found.size();
   for (std::size_t i = 0; i < found.size(); ++i) {
-    const auto row =
-        read[places[i].first].accessor<double, 2>()[static_cast<int64_t>(places[i].second)];
+    const auto row = read.at(found[i].device).accessor<double, 2>()[places[i]];
     found[i].infs = static_cast<int64_t>(row[0]);
     found[i].nans = static_cast<int64_t>(row[1]);
     found[i].largest_finite = row[2];
