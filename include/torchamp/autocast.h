@@ -70,7 +70,8 @@ class AutocastGuard {
  public:
   /// Begins a region for all devices of this type; its end is that of the guard's scope.
   [[nodiscard]] explicit AutocastGuard(at::DeviceType device, const AutocastOptions& options = {})
-      : region_(device, options.dtype, options.enabled, options.cache_enabled, options.policy) {}
+      : region_(device, options.dtype, options.enabled, options.cache_enabled,
+                options.policy ? options.policy->data() : nullptr) {}
 
   /// Begins a region with this dtype, as {.dtype = dtype} does. A template so that `{}` means the
   /// options.

@@ -16,7 +16,6 @@
 
 #include "torchamp/detail/device_autocast_state.h"
 #include "torchamp/detail/devices.h"
-#include "torchamp/detail/overlay/policy_scope.h"
 #include "torchamp/detail/overlay/thread_policy.h"
 #include "torchamp/version.h"
 

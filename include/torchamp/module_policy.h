@@ -23,7 +23,7 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/modules/forward_sites.h"
+#include "torchamp/detail/modules/sequential.h"
 #include "torchamp/detail/modules/with_policy.h"
 #include "torchamp/detail/overlay/compile.h"
 #include "torchamp/detail/policy/catalog.h"
@@ -118,10 +118,10 @@ class ModulePolicies {
   };
 
   const Rule* rule_for(const std::string& name) const;
-  std::vector<Chosen> choose(const detail::PolicySites& sites) const;
-  static void hand_down(const detail::PolicySites& sites, std::size_t from,
+  std::vector<Chosen> choose(const detail::ForwardSites& sites) const;
+  static void hand_down(const detail::ForwardSites& sites, std::size_t from,
                         std::vector<Chosen>& chosen);
-  void check_all_used(const detail::PolicySites& sites) const;
+  void check_all_used(const detail::ForwardSites& sites) const;
   void register_overlays(const torch::nn::Module& model) const;
 
   std::vector<Rule> rules_;
@@ -152,7 +152,7 @@ inline const ModulePolicies::Rule* ModulePolicies::rule_for(const std::string& n
   return found;
 }
 
-inline void ModulePolicies::check_all_used(const detail::PolicySites& sites) const {
+inline void ModulePolicies::check_all_used(const detail::ForwardSites& sites) const {
   for (const Rule& rule : rules_) {
     const auto& names = sites.names();
     const bool used = std::any_of(names.begin(), names.end(), [&](const auto& name) {
@@ -195,9 +195,9 @@ inline void ModulePolicies::register_overlays(const torch::nn::Module& model) co
 }
 
 // A Sequential only calls its entries: those without a policy of their own take it over.
-inline void ModulePolicies::hand_down(const detail::PolicySites& sites, std::size_t from,
+inline void ModulePolicies::hand_down(const detail::ForwardSites& sites, std::size_t from,
                                       std::vector<Chosen>& chosen) {
-  const detail::PolicySite& site = sites[from];
+  const detail::ForwardSite& site = sites[from];
   if (site.sequential == nullptr || site.holder != nullptr) return;
   if (!site.entries.empty() && !site.may_be_called_directly()) return;
   for (const torch::nn::AnyModule& entry : *site.sequential) {
@@ -219,7 +219,7 @@ inline void ModulePolicies::hand_down(const detail::PolicySites& sites, std::siz
 }
 
 inline std::vector<ModulePolicies::Chosen> ModulePolicies::choose(
-    const detail::PolicySites& sites) const {
+    const detail::ForwardSites& sites) const {
   std::vector<Chosen> chosen(sites.size());
   for (const auto& [name, index] : sites.names()) {
     const Rule* rule = rule_for(name);
@@ -229,7 +229,7 @@ inline std::vector<ModulePolicies::Chosen> ModulePolicies::choose(
                 "ModulePolicies::apply_to: one module is registered as '", *before.as,
                 "', which fits '", before.rule->pattern, "', and as '", name, "', which fits '",
                 rule->pattern, "'. Set a policy for one of its names only.");
-    const detail::PolicySite& site = sites[index];
+    const detail::ForwardSite& site = sites[index];
     if (site.is_container() && detail::has_wildcard(rule->pattern)) continue;
     TORCH_CHECK(site.reachable(), "ModulePolicies::apply_to: '", name, "' (", site.module->name(),
                 "), which fits '", rule->pattern,
@@ -244,7 +244,7 @@ inline std::vector<ModulePolicies::Chosen> ModulePolicies::choose(
 }
 
 inline std::vector<std::string> ModulePolicies::apply_to(torch::nn::Module& model) const {
-  const detail::PolicySites sites(model);
+  const detail::ForwardSites sites(model);
   check_all_used(sites);
   const std::vector<Chosen> chosen = choose(sites);
   register_overlays(model);

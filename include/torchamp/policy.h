@@ -16,8 +16,10 @@
 #include <string_view>
 #include <utility>
 
+#include "torchamp/detail/policy/castable.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/policy/edit.h"
 #include "torchamp/detail/policy/print.h"
 #include "torchamp/detail/policy/resolve.h"
 #include "torchamp/detail/policy/rule.h"
@@ -44,10 +46,10 @@ class Policy {
   /// binary_cross_entropy (see Note [Binary cross entropy]), LibTorch's own kernels for the rest;
   /// where a device lacks a kernel for an op on LibTorch's CUDA lists, that list's rule. In-place
   /// and out= forms are left alone.
-  static Policy standard() { return Policy(shared_base(detail::BaseTable::standard)); }
+  static Policy standard() { return Policy(detail::unedited(detail::BaseTable::standard)); }
 
   /// LibTorch's own lists for each device, bit for bit.
-  static Policy torch() { return Policy(shared_base(detail::BaseTable::torch)); }
+  static Policy torch() { return Policy(detail::unedited(detail::BaseTable::torch)); }
 
   /// Lets the named ops follow a rule from now on, always or when `when` holds. A name without
   /// overload means those of its overloads that can be cast, for a rule that casts. Running
@@ -57,7 +59,10 @@ class Policy {
   /// Errors, each leaving the policy as it was and naming the edit (`Policy::fp32`): a name that
   /// LibTorch does not know (with the nearest known one); for the rules that cast, an op that
   /// cannot be cast (with the reason); a dtype in `when` that no region has.
-  Policy& set(Cast rule, const OpNames& ops, const When& when = {});
+  Policy& set(Cast rule, const OpNames& ops, const When& when = {}) {
+    data_ = detail::edited(data_, rule, ops, when);
+    return *this;
+  }
 
   /// The named ops take their arguments in the region's dtype. As set().
   Policy& lower_precision(const OpNames& ops, const When& when = {}) {
@@ -98,15 +103,6 @@ class Policy {
   explicit Policy(std::shared_ptr<const detail::PolicyData> data) : data_(std::move(data)) {}
 
  private:
-  static const std::shared_ptr<const detail::PolicyData>& shared_base(detail::BaseTable base) {
-    using Data = detail::PolicyData;
-    using Shared = std::shared_ptr<const Data>;
-    // Never destroyed: static objects' destructors may use guards.
-    static const auto& standard = *new Shared(new Data(detail::BaseTable::standard));
-    static const auto& torch = *new Shared(new Data(detail::BaseTable::torch));
-    return base == detail::BaseTable::standard ? standard : torch;
-  }
-
   using RuleOf = Cast (*)(const detail::PolicyData&, const c10::OperatorHandle&, at::DeviceType);
   Cast common_rule(const char* call, RuleOf rule_of, std::string_view op,
                    at::DeviceType device) const;
@@ -119,35 +115,6 @@ class Policy {
 inline std::ostream& operator<<(std::ostream& out, const Policy& policy) {
   detail::print_policy(out, *policy.data());
   return out;
-}
-
-inline Policy& Policy::set(Cast rule, const OpNames& ops, const When& when) {
-  const detail::CastRow* const row = detail::row_of(rule);
-  TORCH_CHECK(row != nullptr, "Policy::set: ", static_cast<int>(rule), " is not a rule of Cast.");
-  const std::string call = "Policy::" + std::string(row->name);
-  const bool is_family = !ops.family().empty();
-  TORCH_CHECK(!when.dtype || *when.dtype == at::kHalf || *when.dtype == at::kBFloat16 ||
-                  *when.dtype == at::kFloat,
-              call, ": When::dtype is ", *when.dtype,
-              ", but no region has that dtype. Give torch::kHalf, torch::kBFloat16 or, for regions "
-              "of CUDA, torch::kFloat.");
-  if (ops.begin() == ops.end()) return *this;
-  std::shared_ptr<detail::PolicyData> edited(new detail::PolicyData(*data_));
-  for (const std::string& name : ops) {
-    for (const auto& op : detail::overloads_to_edit(call, *row, name, is_family)) {
-      detail::OverloadRules& rules = edited->rules[detail::full_name(op.operator_name())];
-      if (when.always()) {
-        rules = {rule, {}};
-      } else {
-        rules.conditional.push_back(edited->edits.size());
-      }
-    }
-  }
-  detail::Edit record{rule, {}, std::string(ops.family()), when};
-  if (!is_family) record.names.assign(ops.begin(), ops.end());
-  edited->edits.push_back(std::move(record));
-  data_ = std::move(edited);
-  return *this;
 }
 
 inline Cast Policy::lookup(std::string_view op, at::DeviceType device) const {

@@ -15,7 +15,7 @@
 #include "support/expect_error.h"
 #include "support/warnings.h"
 #include "torchamp/autocast.h"
-#include "torchamp/detail/observe/rule_in_force.h"
+#include "torchamp/detail/overlay/rule_of_call.h"
 
 namespace {
 
@@ -83,7 +83,7 @@ TEST(Overlay, CastsOneArgumentOfAnAdditionAndNoneIfAnotherIsWide) {
 
 TEST(RuleOfCall, IsUnchangedOutsideOfRegionsAndNativeWhereLibTorchDecides) {
   const auto rule = [] {
-    return torchamp::detail::rule_of_call("aten::mse_loss", op_named("mse_loss"), at::kCPU, {});
+    return torchamp::detail::rule_of_call(op_named("mse_loss"), at::kCPU, {});
   };
   EXPECT_EQ(rule(), Cast::unchanged);
   const AutocastGuard guard(at::kCPU, {.policy = Policy::torch()});

@@ -151,7 +151,7 @@ TEST(LibTorchLists, SayWhatEachKernelOfACpuDoes) {
        dispatcher.getRegistrationsForDispatchKey(c10::DispatchKey::AutocastCPU)) {
     const auto op = dispatcher.findSchema(name);
     if (!op || op->isKernelFallthroughKernel(c10::DispatchKey::AutocastCPU)) continue;
-    const std::string full_name = torchamp::detail::full_name(name);
+    const std::string full_name = c10::toString(name);
     if (torchamp::detail::takes_named_dimensions(op->schema())) continue;
     const std::optional<Cast> seen = seen_rule(*op);
     ++count;

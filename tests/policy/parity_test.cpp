@@ -199,7 +199,7 @@ class Replay {
     std::set<std::string> ops;
     for (const Call& call : calls_) {
       if (torchamp::detail::why_not_castable(call.op.schema()).empty()) {
-        ops.insert(torchamp::detail::full_name(call.op.operator_name()));
+        ops.insert(c10::toString(call.op.operator_name()));
       }
     }
     { const AutocastGuard standard(device_, {.policy = Policy::standard()}); }

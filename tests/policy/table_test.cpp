@@ -36,8 +36,7 @@ Cast parse_cast(std::string_view text) {
 }
 
 bool is_listed(const c10::OperatorHandle& op) {
-  return torchamp::detail::libtorch_cuda_lists().contains(
-      torchamp::detail::full_name(op.operator_name()));
+  return torchamp::detail::libtorch_cuda_lists().contains(c10::toString(op.operator_name()));
 }
 
 /// A section's rule for a device: `fp32`, or `native:fp32` with its effect.
@@ -136,7 +135,7 @@ TEST(Table, EffectGivesTheDocumentedEffectOfEveryRowOnCpuAndCuda) {
   int native = 0;
   for_each_case(
       [&](const CaseSection& section, const OpCase& op_case, const c10::OperatorHandle& op) {
-        const std::string name = torchamp::detail::full_name(op.operator_name());
+        const std::string name = c10::toString(op.operator_name());
         for (const at::DeviceType device : {at::kCPU, at::kCUDA}) {
           const auto rule = Rule::of(section, device == at::kCPU ? "cpu" : "cuda", op);
           if (!rule) continue;
@@ -153,7 +152,7 @@ TEST(Table, LookupGivesTheDocumentedRuleOfEveryRowOnCpuAndCuda) {
   const Policy policy = Policy::standard();
   for_each_case(
       [&](const CaseSection& section, const OpCase& op_case, const c10::OperatorHandle& op) {
-        const std::string name = torchamp::detail::full_name(op.operator_name());
+        const std::string name = c10::toString(op.operator_name());
         for (const at::DeviceType device : {at::kCPU, at::kCUDA}) {
           const auto rule = Rule::of(section, device == at::kCPU ? "cpu" : "cuda", op);
           if (!rule) continue;
@@ -266,7 +265,7 @@ class TableIsComplete : public ::testing::Test {
   void SetUp() override {
     for_each_case([&](const CaseSection& section, const OpCase&, const c10::OperatorHandle& op) {
       if (!section.attribute("cpu").empty()) {
-        cases_.insert(torchamp::detail::full_name(op.operator_name()));
+        cases_.insert(c10::toString(op.operator_name()));
       }
     });
   }
@@ -285,7 +284,7 @@ TEST_F(TableIsComplete, ForLibTorchsKernelsOfACpu) {
   for (const auto& name :
        c10::Dispatcher::singleton().getRegistrationsForDispatchKey(c10::DispatchKey::AutocastCPU)) {
     if (name.name.starts_with("aten::_autocast_to_")) continue;  // TorchScript's casts: overlays
-    if (name.name.starts_with("aten::")) expect_case(torchamp::detail::full_name(name));
+    if (name.name.starts_with("aten::")) expect_case(c10::toString(name));
   }
 }
 
@@ -295,7 +294,7 @@ TEST_F(TableIsComplete, ForTheFamiliesThatTheTableAddsToLibTorchs) {
     for (const std::string_view op : family) {
       for (const auto& overload : torchamp::detail::find_ops(op, "test", /*missing_ok=*/true)) {
         if (!torchamp::detail::why_not_castable(overload.schema()).empty()) continue;
-        expect_case(torchamp::detail::full_name(overload.operator_name()));
+        expect_case(c10::toString(overload.operator_name()));
       }
     }
   }

@@ -26,7 +26,6 @@ namespace {
 
 using torchamp::AutocastGuard;
 using torchamp::Policy;
-using torchamp::detail::full_name;
 using torchamp::detail::holds_tensors;
 using torchamp::detail::is_running_statistic;
 using torchamp::detail::why_not_castable;
@@ -193,7 +192,7 @@ TEST(UndeclaredWrites, OfTheOpsWithRunningStatisticsThoseAreAllThatIsWrittenTo) 
     for (const std::string& argument : written) {
       EXPECT_TRUE(argument.starts_with("running_")) << argument << ": " << op.schema();
     }
-    if (!written.empty()) writers.insert(full_name(op.operator_name()));
+    if (!written.empty()) writers.insert(c10::toString(op.operator_name()));
   });
   EXPECT_THAT(writers,
               ::testing::IsSupersetOf({"aten::batch_norm", "aten::native_batch_norm",

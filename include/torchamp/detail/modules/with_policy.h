@@ -91,10 +91,12 @@ auto forward_type(Result (Class::*forward)(Arguments...)) {
     return forward;
   }
 }
+
 template <class Module>
 requires requires {
   forward_type<Module>(&Module::forward);
 }
+
 struct ForwardOf<Module> {
   using type = decltype(forward_type<Module>(&Module::forward));
 };

@@ -27,8 +27,8 @@
 #include "torchamp/detail/observe/named_parameters.h"
 #include "torchamp/detail/observe/observer.h"
 #include "torchamp/detail/observe/recorded_op.h"
-#include "torchamp/detail/observe/rule_in_force.h"
 #include "torchamp/detail/observe/storage_map.h"
+#include "torchamp/detail/overlay/rule_of_call.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/rule.h"
 #include "torchamp/version.h"
@@ -321,8 +321,7 @@ inline void CastRecording::end_root(const std::vector<c10::IValue>& outputs,
   bool mixed = has_16_bit_and_fp32(frame.arguments, /*all_decide=*/true);
   bool takes_what_it_gets = false;
   if (mixed || frame.origin) {
-    const Cast rule =
-        rule_of_call(op.full_name, op.handle, frame.arguments.front().device, frame.choice);
+    const Cast rule = rule_of_call(op.handle, frame.arguments.front().device, frame.choice);
     takes_what_it_gets = rule == Cast::unchanged || rule == Cast::promote;
     mixed = mixed &&
             (rule == Cast::promote || has_16_bit_and_fp32(frame.arguments, /*all_decide=*/false));

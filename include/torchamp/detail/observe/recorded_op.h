@@ -14,8 +14,8 @@
 #include <string_view>
 #include <vector>
 
-#include "torchamp/detail/policy/base_rules.h"
 #include "torchamp/detail/policy/catalog.h"
+#include "torchamp/detail/policy/resolve.h"
 #include "torchamp/detail/value_tensors.h"
 
 namespace torchamp::detail {
@@ -38,7 +38,7 @@ struct RecordedOp {
   static std::optional<RecordedOp> of(const c10::OperatorName& name) {
     const auto handle = c10::Dispatcher::singleton().findSchema(name);
     if (!handle) return std::nullopt;
-    const std::string full = torchamp::detail::full_name(name);
+    const std::string full = c10::toString(name);
     const c10::FunctionSchema& schema = handle->schema();
     bool is_view = false;
     for (const auto& result : schema.returns()) {

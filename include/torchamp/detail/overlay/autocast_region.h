@@ -20,10 +20,8 @@
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/overlay/compile.h"
 #include "torchamp/detail/overlay/environment.h"
-#include "torchamp/detail/overlay/policy_scope.h"
 #include "torchamp/detail/overlay/thread_policy.h"
 #include "torchamp/detail/policy/data.h"
-#include "torchamp/policy.h"
 
 namespace torchamp::detail {
 
@@ -83,12 +81,13 @@ inline bool device_is_usable(at::DeviceType device) {
   return false;
 }
 
-/// What an AutocastGuard does: see there. The members of AutocastOptions come one by one.
+/// What an AutocastGuard does: see there. The members of AutocastOptions come one by one; a null
+/// policy is one that is unset.
 class AutocastRegion {
  public:
   AutocastRegion(at::DeviceType device, std::optional<at::ScalarType> dtype, bool enabled,
-                 std::optional<bool> cache_enabled, const std::optional<Policy>& policy)
-      : AutocastRegion(Checked(device, dtype, enabled, policy), cache_enabled) {}
+                 std::optional<bool> cache_enabled, std::shared_ptr<const PolicyData> policy)
+      : AutocastRegion(Checked(device, dtype, enabled, std::move(policy)), cache_enabled) {}
 
   AutocastRegion(const AutocastRegion&) = delete;
   AutocastRegion& operator=(const AutocastRegion&) = delete;
@@ -104,7 +103,7 @@ class AutocastRegion {
   /// The arguments after all checks, so that the constructor changes nothing before it cannot fail.
   struct Checked {
     Checked(at::DeviceType on_device, std::optional<at::ScalarType> asked_dtype,
-            bool asked_to_be_enabled, const std::optional<Policy>& asked_policy)
+            bool asked_to_be_enabled, std::shared_ptr<const PolicyData> asked_policy)
         : device(on_device) {
       const std::size_t index = device_index(device, "AutocastGuard");
       if (asked_dtype) check_is_floating(*asked_dtype);
@@ -116,13 +115,13 @@ class AutocastRegion {
       const ThreadPolicy* outer = thread_policy();
       std::shared_ptr<const PolicyData> data;
       if (environment.policy) {
-        data = environment.policy->data();
+        data = environment.policy;
       } else if (asked_policy) {
-        data = asked_policy->data();
+        data = std::move(asked_policy);
       } else if (outer && outer->inherited) {
         data = outer->inherited;
       } else {
-        data = Policy::standard().data();
+        data = unedited(BaseTable::standard);
       }
       if (enabled) compile_once(*data, device);
       const PolicyData* in_force = enabled ? data.get() : nullptr;

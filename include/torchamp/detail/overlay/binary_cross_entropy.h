@@ -6,8 +6,6 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
-#include <string_view>
-
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -22,9 +20,7 @@ namespace torchamp::detail {
 // on every device, and warns once of what the ban is for, which the dtype of the input alone tells:
 // a 16-bit probability has been rounded already. Policy::torch() keeps the ban.
 
-/// The ops that take probabilities, as the table names them.
-inline constexpr std::string_view probability_loss_ops[] = {"binary_cross_entropy"};
-
+/// Whether the op is given probabilities.
 inline bool takes_probabilities(const c10::OperatorName& op) {
   return op.name == "aten::binary_cross_entropy";
 }

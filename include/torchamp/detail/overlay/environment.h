@@ -4,29 +4,30 @@
 #include <c10/util/Exception.h>
 
 #include <cstdlib>
-#include <optional>
+#include <memory>
 #include <string>
 
-#include "torchamp/policy.h"
-#include "torchamp/policy_text.h"
+#include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/policy/parse.h"
 
 namespace torchamp::detail {
 
 /// What the environment variable TORCHAMP_POLICY makes of all guards of the process.
 struct EnvironmentOverride {
-  bool off = false;              // "off": guards run disabled
-  std::optional<Policy> policy;  // "standard", "torch" or "file:PATH": in place of any other policy
+  bool off = false;  // "off": guards run disabled
+  /// "standard", "torch" or "file:PATH": in place of any other policy; else null.
+  std::shared_ptr<const PolicyData> policy;
 };
 
 inline EnvironmentOverride read_environment(const char* value) {
   const std::string text = value == nullptr ? "" : value;
   if (text.empty()) return {};
-  if (text == "off") return {.off = true, .policy = std::nullopt};
-  if (text == "standard") return {.off = false, .policy = Policy::standard()};
-  if (text == "torch") return {.off = false, .policy = Policy::torch()};
+  if (text == "off") return {.off = true, .policy = nullptr};
+  if (text == "standard") return {.off = false, .policy = unedited(BaseTable::standard)};
+  if (text == "torch") return {.off = false, .policy = unedited(BaseTable::torch)};
   TORCH_CHECK(text.starts_with("file:"), "TORCHAMP_POLICY is '", text,
               "'. Set it to off, standard, torch or file:PATH, or unset it.");
-  return {.off = false, .policy = load_policy(text.substr(5))};
+  return {.off = false, .policy = load_policy_data(text.substr(5))};
 }
 
 /// Read once, at the first guard. A bad value is an error at every guard.

@@ -62,15 +62,15 @@ struct SharedRuntime {
 struct RuntimeRecord {
   static constexpr const char* op = "torchamp::_runtime";
 
-  std::int64_t layout;
+  int64_t layout;
   std::string version;
-  std::int64_t address;
+  int64_t address;
 
   static RuntimeRecord of(const SharedRuntime& runtime) {
     return {TORCHAMP_LAYOUT,
             std::to_string(TORCHAMP_VERSION_MAJOR) + '.' + std::to_string(TORCHAMP_VERSION_MINOR) +
                 '.' + std::to_string(TORCHAMP_VERSION_PATCH),
-            reinterpret_cast<std::int64_t>(&runtime)};
+            reinterpret_cast<int64_t>(&runtime)};
   }
 
   /// Nothing if nobody has made one yet.

@@ -3,8 +3,8 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/jit/frontend/edit_distance.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <limits>
 #include <map>
@@ -20,11 +20,6 @@
 #include "torchamp/detail/text.h"
 
 namespace torchamp::detail {
-
-/// "aten::add.Tensor", or "aten::sum" for the overload without a name.
-inline std::string full_name(const c10::OperatorName& op) {
-  return op.overload_name.empty() ? op.name : op.name + '.' + op.overload_name;
-}
 
 /// Parts of a user's name: "softmax", "softmax.int", "mylib::op", "mylib::op.overload".
 struct ParsedName {
@@ -44,20 +39,8 @@ struct ParsedName {
 
 /// Number of single-character edits between two names, of long ones between their beginnings.
 inline std::size_t edit_distance(std::string_view a, std::string_view b) {
-  a = a.substr(0, longest_shown);
-  b = b.substr(0, longest_shown);
-  std::vector<std::size_t> row(b.size() + 1);
-  for (std::size_t j = 0; j <= b.size(); ++j) row[j] = j;
-  for (std::size_t i = 1; i <= a.size(); ++i) {
-    std::size_t diagonal = row[0];
-    row[0] = i;
-    for (std::size_t j = 1; j <= b.size(); ++j) {
-      const std::size_t substitution = diagonal + (a[i - 1] != b[j - 1]);
-      diagonal = row[j];
-      row[j] = std::min({row[j] + 1, row[j - 1] + 1, substitution});
-    }
-  }
-  return row.back();
+  const std::string from(a.substr(0, longest_shown)), to(b.substr(0, longest_shown));
+  return torch::jit::ComputeEditDistance(from.c_str(), to.c_str(), /*maxEditDistance=*/0);
 }
 
 /// The ops that are registered at the moment. LibTorch tells it of every op that comes or goes, so

@@ -4,6 +4,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/core/operator_name.h>
 #include <ATen/record_function.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/DispatchKeySet.h>
@@ -16,6 +17,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -24,9 +26,7 @@
 #include <vector>
 
 #include "torchamp/detail/devices.h"
-#include "torchamp/detail/policy/catalog.h"
-#include "torchamp/detail/policy/overlay_table.h"
-#include "torchamp/detail/policy/overload_rules.h"
+#include "torchamp/detail/policy/lists.h"
 #include "torchamp/detail/policy/rule.h"
 
 namespace torchamp::detail {
@@ -61,6 +61,31 @@ inline std::optional<Cast> announced_choice(std::string_view scope) {
   return row == nullptr ? std::nullopt : std::optional(row->cast);
 }
 
+/// A policy's rules for the overlays of one device, by the overlays' index.
+class OverlayTable {
+ public:
+  struct Entry {
+    Cast cast = Cast::native;
+    /// Indices of PolicyData::edits that hold only sometimes, tried first, or null. In
+    /// PolicyData::rules.
+    const std::vector<std::size_t>* conditional = nullptr;
+  };
+
+  /// The entry of overlay `index`. An overlay that came after this table is one that its policy did
+  /// not ask for: LibTorch's own rule.
+  Entry operator[](std::size_t index) const {
+    return index < entries_.size() ? entries_[index] : Entry();
+  }
+
+  void set(std::size_t index, Entry entry) {
+    if (index >= entries_.size()) entries_.resize(index + 1);
+    entries_[index] = entry;
+  }
+
+ private:
+  std::vector<Entry> entries_;
+};
+
 /// The contents of a Policy: a base table and edits. Immutable once shared.
 class PolicyData {
  public:
@@ -71,7 +96,7 @@ class PolicyData {
 
   /// What the edits made of one overload; null if they do not reach it.
   const OverloadRules* edited(const c10::OperatorHandle& op) const {
-    const auto found = rules.find(full_name(op.operator_name()));
+    const auto found = rules.find(c10::toString(op.operator_name()));
     return found == rules.end() ? nullptr : &found->second;
   }
 
@@ -130,6 +155,15 @@ class PolicyData {
   mutable std::mutex mutex_;
   mutable std::array<Compiled, device_count> compiled_;
 };
+
+/// The contents of Policy::standard() and Policy::torch(), which all copies share.
+inline const std::shared_ptr<const PolicyData>& unedited(BaseTable base) {
+  using Shared = std::shared_ptr<const PolicyData>;
+  // Never destroyed: static objects' destructors may use guards.
+  static const auto& standard = *new Shared(new PolicyData(BaseTable::standard));
+  static const auto& torch = *new Shared(new PolicyData(BaseTable::torch));
+  return base == BaseTable::standard ? standard : torch;
+}
 
 /// Whether two policies are known to have the same rules. Predicates cannot be compared.
 inline bool is_same(const PolicyData& one, const PolicyData& other) {

@@ -2,17 +2,65 @@
 #pragma once
 
 #include <ATen/autocast_mode.h>
+#include <ATen/core/operator_name.h>
 #include <c10/core/DeviceType.h>
 
 #include <algorithm>
+#include <cstddef>
+#include <functional>
 #include <iterator>
+#include <map>
+#include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
-#include "torchamp/detail/policy/overload_rules.h"
 #include "torchamp/detail/policy/rule.h"
+#include "torchamp/ops.h"
 
 namespace torchamp::detail {
+
+/// The rules of one overload: one that always holds, if there is one, and on top of it those of
+/// edits that hold only sometimes (their indices, in the order in which they were given).
+struct OverloadRules {
+  std::optional<Cast> cast;
+  std::vector<std::size_t> conditional;
+};
+
+/// Rules by full overload name: "aten::pow.Tensor_Scalar".
+using RuleMap = std::map<std::string, OverloadRules, std::less<>>;
+
+/// The ops that take probabilities: see Note [Binary cross entropy].
+inline constexpr std::string_view probability_loss_ops[] = {"binary_cross_entropy"};
+
+/// The rows of Policy::standard() that LibTorch's lists do not have; they come before those.
+struct StandardRow {
+  OpFamily family;
+  Cast cast;
+};
+inline constexpr StandardRow standard_rows[] = {
+    {ops::addition, Cast::fp32},
+    {ops::reduction, Cast::fp32},
+    {ops::order_statistic, Cast::unchanged},
+    {OpFamily("probability_loss", probability_loss_ops), Cast::fp32},
+};
+
+/// Whether the family has the op, whatever its overload.
+inline bool contains(const OpFamily& family, const c10::OperatorName& op) {
+  std::string_view base = op.name;
+  if (!base.starts_with("aten::")) return false;
+  base.remove_prefix(6);
+  for (const std::string_view name : family) {
+    if (name == base) return true;
+  }
+  return false;
+}
+
+/// Whether the op computes in the widest dtype of its arguments by itself: see
+/// Note [One cast for an addition].
+inline bool promotes_its_arguments(const c10::OperatorName& op) {
+  return contains(ops::addition, op);
+}
 
 // "pow, Tensor_Scalar" -> "aten::pow.Tensor_Scalar"
 inline std::string listed_name(std::string_view entry) {
@@ -58,7 +106,7 @@ inline Cast listed_rule(std::string_view full_name) {
 
 // clang-format off
 /// The ops that have an autocast kernel of their own on a CPU, by what it does. LibTorch's headers
-/// do not have these lists; tests/libtorch_lists_test.cpp calls every kernel and compares.
+/// do not have these lists; tests/policy/lists_test.cpp calls every kernel and compares.
 inline constexpr std::string_view cpu_lower_precision_ops[] = {
     "_addmm_activation", "_convolution", "_native_multi_head_attention", "addbmm", "addmm",
     "baddbmm", "bmm", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d",

@@ -66,7 +66,7 @@ inline void print_wrapped(std::ostream& out, const std::vector<std::string>& nam
 inline RuleMap rules_in_force(const PolicyData& policy, at::DeviceType device) {
   RuleMap rules;
   const auto add = [&](const c10::OperatorHandle& op) {
-    rules[full_name(op.operator_name())].cast = rule_in_force(policy, op, device);
+    rules[c10::toString(op.operator_name())].cast = rule_in_force(policy, op, device);
   };
   for (const auto& op : candidates(policy)) add(op);
   auto& dispatcher = c10::Dispatcher::singleton();

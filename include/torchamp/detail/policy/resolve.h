@@ -2,19 +2,35 @@
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/util/Exception.h>
+#include <ATen/core/operator_name.h>
+#include <c10/core/DeviceType.h>
 
 #include <string>
+#include <string_view>
 #include <vector>
 
-#include "torchamp/detail/overlay/cast_arguments.h"
-#include "torchamp/detail/policy/base_rules.h"
+#include "torchamp/detail/overlay/runtime.h"
+#include "torchamp/detail/policy/castable.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/lists.h"
 #include "torchamp/detail/policy/rule.h"
 
 namespace torchamp::detail {
+
+/// The rule of a base table for one overload, before any edit.
+inline Cast base_rule(BaseTable base, const c10::OperatorHandle& op, at::DeviceType device) {
+  if (base == BaseTable::torch) {
+    return has_native_kernel(op, device) ? Cast::native : Cast::unchanged;
+  }
+  const bool castable = why_not_castable(op.schema()).empty();
+  for (const StandardRow& row : standard_rows) {
+    if (castable && contains(row.family, op.operator_name())) return row.cast;
+  }
+  if (has_native_kernel(op, device)) return Cast::native;
+  const Cast listed = listed_rule(c10::toString(op.operator_name()));
+  return castable && listed != Cast::native ? listed : Cast::unchanged;
+}
 
 /// The rule in force for one overload, conditional rules left out.
 inline Cast rule_in_force(const PolicyData& policy, const c10::OperatorHandle& op,
@@ -29,7 +45,53 @@ inline Cast rule_in_force(const PolicyData& policy, const c10::OperatorHandle& o
 inline Cast effect_of_rule(const PolicyData& policy, const c10::OperatorHandle& op,
                            at::DeviceType device) {
   const Cast cast = rule_in_force(policy, op, device);
-  return cast == Cast::native ? kernel_rule(full_name(op.operator_name()), device) : cast;
+  return cast == Cast::native ? kernel_rule(c10::toString(op.operator_name()), device) : cast;
+}
+
+/// Whether LibTorch's own kernel for the device is known to follow `cast`. Only the lists that the
+/// devices share with CUDA can be read; a CPU's kernels cannot, so none is known to.
+inline bool native_agrees(const c10::OperatorHandle& op, at::DeviceType device, Cast cast) {
+  return device != at::kCPU && has_native_kernel(op, device) &&
+         listed_rule(c10::toString(op.operator_name())) == cast;
+}
+
+/// Whether an op must be shielded to stay unchanged: it has an autocast kernel, or calls ops that
+/// may.
+inline bool needs_shield(const c10::OperatorHandle& op, at::DeviceType device) {
+  return has_native_kernel(op, device) ||
+         op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+}
+
+/// What the overlay of `op` has to do under `policy`; native if LibTorch alone does it.
+inline OverlayTable::Entry overlay_entry(const PolicyData& policy, const c10::OperatorHandle& op,
+                                         at::DeviceType device) {
+  OverlayTable::Entry entry;
+  const OverloadRules* edited = policy.edited(op);
+  const bool is_edited = edited != nullptr && edited->cast.has_value();
+  const Cast cast = rule_in_force(policy, op, device);
+  if (cast == Cast::unchanged) {
+    if (is_edited && needs_shield(op, device)) entry.cast = cast;
+  } else if (cast != Cast::native && !native_agrees(op, device, cast)) {
+    entry.cast = cast;
+  }
+  if (edited != nullptr && !edited->conditional.empty()) entry.conditional = &edited->conditional;
+  return entry;
+}
+
+/// The castable ops that a base table speaks of itself, LibTorch's kernels aside.
+inline std::vector<c10::OperatorHandle> base_candidates(BaseTable base) {
+  std::vector<c10::OperatorHandle> candidates;
+  if (base == BaseTable::torch) return candidates;
+  const auto add = [&](std::string_view name) {
+    for (auto& op : find_ops(name, "Policy::standard", /*missing_ok=*/true)) {
+      if (why_not_castable(op.schema()).empty()) candidates.push_back(op);
+    }
+  };
+  for (const StandardRow& row : standard_rows) {
+    for (const std::string_view name : row.family) add(name);
+  }
+  for (const auto& [name, rules] : libtorch_cuda_lists()) add(name);
+  return candidates;
 }
 
 /// The ops that a policy speaks of, LibTorch's kernels aside. Some come more than once.
@@ -39,28 +101,6 @@ inline std::vector<c10::OperatorHandle> candidates(const PolicyData& policy) {
     for (auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) ops.push_back(op);
   }
   return ops;
-}
-
-/// The overloads that an edit, called `call`, reaches with the name `name`.
-inline std::vector<c10::OperatorHandle> overloads_to_edit(const std::string& call,
-                                                          const CastRow& rule,
-                                                          const std::string& name,
-                                                          bool missing_ok) {
-  std::vector<c10::OperatorHandle> found = find_ops(name, call, missing_ok);
-  if (!rule.casts) return found;
-  std::vector<c10::OperatorHandle> castable;
-  std::string reason;
-  for (const auto& op : found) {
-    const std::string why = why_not_castable(op.schema());
-    if (why.empty()) {
-      castable.push_back(op);
-    } else if (reason.empty()) {
-      reason = why;
-    }
-  }
-  TORCH_CHECK(!castable.empty() || missing_ok, call, ": '", name, "' cannot be cast: ", reason,
-              ". Only out-of-place ops with tensor arguments can be.");
-  return castable;
 }
 
 }  // namespace torchamp::detail

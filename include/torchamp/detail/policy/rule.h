@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The words of a policy, which users have through torchamp/policy.h and what lies below it from
-// here.
+// What torchamp/policy.h and the headers below it have in common: Cast, OpCall and When.
 #pragma once
 
 #include <ATen/core/function_schema.h>

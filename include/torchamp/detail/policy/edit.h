@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/operator_name.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/policy/castable.h"
+#include "torchamp/detail/policy/catalog.h"
+#include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/policy/rule.h"
+#include "torchamp/ops.h"
+
+namespace torchamp::detail {
+
+/// The overloads that an edit, called `call`, reaches with the name `name`.
+inline std::vector<c10::OperatorHandle> overloads_to_edit(const std::string& call,
+                                                          const CastRow& rule,
+                                                          const std::string& name,
+                                                          bool missing_ok) {
+  std::vector<c10::OperatorHandle> found = find_ops(name, call, missing_ok);
+  if (!rule.casts) return found;
+  std::vector<c10::OperatorHandle> castable;
+  std::string reason;
+  for (const auto& op : found) {
+    const std::string why = why_not_castable(op.schema());
+    if (why.empty()) {
+      castable.push_back(op);
+    } else if (reason.empty()) {
+      reason = why;
+    }
+  }
+  TORCH_CHECK(!castable.empty() || missing_ok, call, ": '", name, "' cannot be cast: ", reason,
+              ". Only out-of-place ops with tensor arguments can be.");
+  return castable;
+}
+
+/// A policy with one more edit: see Policy::set.
+inline std::shared_ptr<const PolicyData> edited(const std::shared_ptr<const PolicyData>& policy,
+                                                Cast rule, const OpNames& ops, const When& when) {
+  const CastRow* const row = row_of(rule);
+  TORCH_CHECK(row != nullptr, "Policy::set: ", static_cast<int>(rule), " is not a rule of Cast.");
+  const std::string call = "Policy::" + std::string(row->name);
+  const bool is_family = !ops.family().empty();
+  TORCH_CHECK(!when.dtype || *when.dtype == at::kHalf || *when.dtype == at::kBFloat16 ||
+                  *when.dtype == at::kFloat,
+              call, ": When::dtype is ", *when.dtype,
+              ", but no region has that dtype. Give torch::kHalf, torch::kBFloat16 or, for regions "
+              "of CUDA, torch::kFloat.");
+  if (ops.begin() == ops.end()) return policy;
+  auto edited = std::make_shared<PolicyData>(*policy);
+  for (const std::string& name : ops) {
+    for (const auto& op : overloads_to_edit(call, *row, name, is_family)) {
+      OverloadRules& rules = edited->rules[c10::toString(op.operator_name())];
+      if (when.always()) {
+        rules = {rule, {}};
+      } else {
+        rules.conditional.push_back(edited->edits.size());
+      }
+    }
+  }
+  Edit edit{rule, {}, std::string(ops.family()), when};
+  if (!is_family) edit.names.assign(ops.begin(), ops.end());
+  edited->edits.push_back(std::move(edit));
+  return edited;
+}
+
+}  // namespace torchamp::detail

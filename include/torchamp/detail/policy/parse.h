@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "torchamp/detail/policy/catalog.h"
+#include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/policy/edit.h"
+#include "torchamp/detail/policy/print.h"
+#include "torchamp/detail/policy/rule.h"
+#include "torchamp/detail/text.h"
+#include "torchamp/ops.h"
+
+namespace torchamp::detail {
+
+/// The family that `word` ("ops::norm") stands for; null if there is none of that name.
+inline const OpFamily* family_named(std::string_view word) {
+  if (!word.starts_with("ops::")) return nullptr;
+  for (const OpFamily& family : ops::families) {
+    if (family.name() == word.substr(5)) return &family;
+  }
+  return nullptr;
+}
+
+inline constexpr std::string_view white_space = " \t\r\v\f";
+
+/// Without white space at both ends.
+inline std::string_view strip(std::string_view text) {
+  const auto first = text.find_first_not_of(white_space);
+  if (first == std::string_view::npos) return {};
+  return text.substr(first, text.find_last_not_of(white_space) - first + 1);
+}
+
+/// Splits at each of `separators` and strips white space; drops empty pieces.
+inline std::vector<std::string> split(std::string_view text, std::string_view separators) {
+  std::vector<std::string> pieces;
+  while (!text.empty()) {
+    const auto end = text.find_first_of(separators);
+    const std::string_view piece = strip(text.substr(0, end));
+    text = end == std::string_view::npos ? std::string_view() : text.substr(end + 1);
+    if (!piece.empty()) pieces.emplace_back(piece);
+  }
+  return pieces;
+}
+
+/// Reads a policy's text line by line; every error names the line.
+class PolicyParser {
+ public:
+  std::shared_ptr<const PolicyData> parse(std::string_view text) {
+    if (text.starts_with("\xEF\xBB\xBF")) text.remove_prefix(3);  // UTF-8's byte-order mark
+    for (number_ = 1; !text.empty(); ++number_) {
+      const std::string_view line = text.substr(0, text.find('\n'));
+      text.remove_prefix(std::min(line.size() + 1, text.size()));
+      const std::string_view content = strip(line.substr(0, line.find('#')));
+      if (!content.empty()) read(content);
+    }
+    TORCH_CHECK(policy_, call,
+                ": the text is empty. It starts with 'policy standard' or 'policy torch'.");
+    return policy_;
+  }
+
+ private:
+  void read(std::string_view line) {
+    if (!policy_) return read_base(line);
+    const auto colon = line.find(':');
+    check(colon < line.size() - 1 && line[colon + 1] != ':', "'", shorten(line),
+          "' is not of the form 'fp32: op, op'");
+    const auto head = split(line.substr(0, colon), white_space);
+    check(head.size() == 1 || (head.size() == 3 && head[1] == "when"), "'",
+          shorten(line.substr(0, colon)),
+          "' is not a rule, or a rule and 'when float16', 'when bfloat16' or 'when float32'");
+    const When when{.dtype = head.size() == 3 ? std::optional(dtype(head[2])) : std::nullopt};
+    const auto names = split(line.substr(colon + 1), ",");
+    check(!names.empty(), "'", shorten(line), "' names no op");
+    std::vector<std::string> ops;
+    for (const std::string& name : names) {
+      if (const OpFamily* family = family_named(name)) {
+        edit(head[0], *family, when);
+      } else {
+        check_is_no_family(name);
+        ops.push_back(name);
+      }
+    }
+    if (!ops.empty()) edit(head[0], ops, when);
+  }
+
+  void read_base(std::string_view line) {
+    const auto words = split(line, white_space);
+    check(words.size() == 2 && words[0] == "policy" &&
+              (words[1] == "standard" || words[1] == "torch"),
+          "'", shorten(line), "' stands where 'policy standard' or 'policy torch' must");
+    policy_ = unedited(words[1] == "standard" ? BaseTable::standard : BaseTable::torch);
+  }
+
+  void edit(const std::string& rule, const OpNames& ops, const When& when) {
+    const CastRow* const row = row_named(rule);
+    if (row == nullptr) {
+      std::string known;
+      for (const CastRow& known_row : cast_rows) {
+        (known += known.empty() ? "" : ", ").append(known_row.name);
+      }
+      check(false, "there is no rule '", shorten(rule), "'; the rules are ", known);
+    }
+    try {
+      policy_ = edited(policy_, row->cast, ops, when);
+    } catch (const c10::Error& error) {
+      check(false, error.what_without_backtrace());
+    }
+  }
+
+  /// "ops::name" may also be an op, of a library that is called ops.
+  void check_is_no_family(const std::string& name) const {
+    if (!name.starts_with("ops::") || !find_ops(name, "", /*missing_ok=*/true).empty()) return;
+    std::string known;
+    for (const OpFamily& family : ops::families) {
+      known += (known.empty() ? "" : ", ") + std::string(family.name());
+    }
+    check(false, "there is no family '", shorten(name), "'; the families are ", known);
+  }
+
+  at::ScalarType dtype(const std::string& name) const {
+    for (const at::ScalarType dtype : {at::kHalf, at::kBFloat16, at::kFloat}) {
+      if (region_dtype_name(dtype) == name) return dtype;
+    }
+    check(false, "'", shorten(name), "' is not float16, bfloat16 or float32");
+    return at::kFloat;  // not reached, which GCC does not see without optimisation
+  }
+
+  template <class... Pieces>
+  void check(bool holds, const Pieces&... pieces) const {
+    TORCH_CHECK(holds, call, ": line ", number_, ": ", pieces...);
+  }
+
+  static constexpr std::string_view call = "torchamp::parse_policy";
+  int number_ = 1;
+  std::shared_ptr<const PolicyData> policy_;  // null before the line of its base
+};
+
+/// The policy in a file of such text.
+inline std::shared_ptr<const PolicyData> load_policy_data(const std::string& path) {
+  std::FILE* const file = std::fopen(path.c_str(), "rb");
+  TORCH_CHECK(file, "torchamp::load_policy: cannot read '", path, "'.");
+  std::string text;
+  for (int c = std::fgetc(file); c != EOF; c = std::fgetc(file)) text += static_cast<char>(c);
+  const bool failed = std::ferror(file) != 0;
+  (void)std::fclose(file);
+  TORCH_CHECK(!failed, "torchamp::load_policy: cannot read '", path, "'.");
+  return PolicyParser().parse(text);
+}
+
+}  // namespace torchamp::detail
