@@ -17,9 +17,8 @@
 #include <utility>
 
 #include "torchamp/detail/gradients/sum.h"
-#include "torchamp/detail/internal_ops.h"
-#include "torchamp/detail/scaler/optimizer_state.h"
 #include "torchamp/detail/scaler/step_record.h"
+#include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/optim.h"
 #include "torchamp/step_result.h"
@@ -220,10 +219,10 @@ class SafeAccumulationResult {
 
  private:
   friend class SafeAccumulation;
-  SafeAccumulationResult(std::shared_ptr<detail::LazyNumber> kept, int64_t micro_batches)
+  SafeAccumulationResult(std::shared_ptr<detail::ReadOnce<double>> kept, int64_t micro_batches)
       : kept_(std::move(kept)), micro_batches_(micro_batches) {}
 
-  std::shared_ptr<detail::LazyNumber> kept_;
+  std::shared_ptr<detail::ReadOnce<double>> kept_;
   int64_t micro_batches_;
 };
 
@@ -293,7 +292,7 @@ class SafeAccumulation {
                 "SafeAccumulation::step: there is no micro-batch. Call backward(loss) first.");
     check_ready("step");
     detail::clear_gradients(optimizer_);  // a step that has failed may have left its own
-    auto kept = std::make_shared<detail::LazyNumber>(sum_.kept());
+    auto kept = std::make_shared<detail::ReadOnce<double>>(sum_.kept());
     scaler_.take_unscaled(optimizer_, sum_.give_mean_to(optimizer_, *kept), sum_.any());
     try {
       if (before_step) before_step();

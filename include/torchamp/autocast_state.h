@@ -14,7 +14,6 @@
 #include <memory>
 #include <utility>
 
-#include "torchamp/detail/device_autocast_state.h"
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/overlay/thread_policy.h"
 #include "torchamp/version.h"

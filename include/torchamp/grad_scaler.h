@@ -14,7 +14,6 @@
 #include <optional>
 #include <vector>
 
-#include "torchamp/detail/scaler/optimizer_state.h"
 #include "torchamp/detail/scaler/scale_limits.h"
 #include "torchamp/detail/scaler/scale_state.h"
 #include "torchamp/detail/scaler/scaled_outputs.h"

@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/tensor_pairs.h"
+#include "torchamp/detail/tensors.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {

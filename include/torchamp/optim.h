@@ -13,13 +13,13 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/internal_ops.h"
 #include "torchamp/detail/optim/adagrad.h"
 #include "torchamp/detail/optim/adam.h"
 #include "torchamp/detail/optim/counters.h"
 #include "torchamp/detail/optim/pending_divisor.h"
 #include "torchamp/detail/optim/plan.h"
 #include "torchamp/detail/optim/sgd.h"
+#include "torchamp/detail/tensors.h"
 #include "torchamp/scaled_step.h"
 #include "torchamp/version.h"
 

@@ -17,8 +17,8 @@
 #include <vector>
 
 #include "torchamp/detail/gradients/collect.h"
-#include "torchamp/detail/internal_ops.h"
 #include "torchamp/detail/observe/named_parameters.h"
+#include "torchamp/detail/tensors.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {

@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/version_of.h"
+#include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
 

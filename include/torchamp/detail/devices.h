@@ -1,18 +1,84 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/DispatchKey.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <tuple>
+#include <type_traits>
 
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
+
+// ---- What is known of each type of device -------------------------------------------------------
+
+/// Whose lists of ops LibTorch's own autocast kernels follow.
+enum class OpLists {
+  cuda,  ///< those in LibTorch's headers, which most devices have taken over
+  cpu    ///< a CPU's own, which are in its source only
+};
+
+enum class Fp64 { unknown, yes, no };
+
+/// What the library must know of a type of device and LibTorch does not tell.
+struct DeviceFacts {
+  at::DeviceType type;
+  OpLists lists = OpLists::cuda;
+  bool fp32_regions = false;   ///< whether autocast to fp32 is allowed, as in torch.autocast
+  Fp64 fp64 = Fp64::unknown;   ///< whether it computes in fp64
+  bool unscales = false;       ///< whether ATen's kernel that unscales takes fp32 and fp16,
+  bool unscales_bf16 = false;  ///< and bf16
+};
+
+/// A row for each type of device, which may be left out where the defaults hold.
+inline constexpr DeviceFacts device_facts[] = {
+    {.type = at::kCPU,
+     .lists = OpLists::cpu,
+     .fp64 = Fp64::yes,
+     .unscales = true,
+     .unscales_bf16 = true},
+    {.type = at::kCUDA, .fp32_regions = true, .fp64 = Fp64::yes, .unscales = true},
+    {.type = at::kXPU, .fp64 = Fp64::no},  // some have it
+    {.type = at::kMPS, .fp64 = Fp64::no},
+    {.type = at::kHPU, .fp64 = Fp64::no},
+    {.type = at::kMTIA, .fp64 = Fp64::no},
+    {.type = at::kMAIA, .fp64 = Fp64::no},
+    {.type = at::kPrivateUse1},
+};
+
+constexpr DeviceFacts facts_of(at::DeviceType type) {
+  for (const DeviceFacts& facts : device_facts) {
+    if (facts.type == type) return facts;
+  }
+  return {.type = type};
+}
+
+/// Whether there is such a device, as far as LibTorch can tell without touching it.
+inline bool device_is_present(at::DeviceType type) {
+  switch (type) {
+    case at::kCPU:
+      return true;
+    case at::kCUDA:
+      return at::hasCUDA();
+    case at::kMPS:
+      return at::hasMPS();
+    case at::kXPU:
+      return at::hasXPU();
+    default:
+      return c10::impl::hasDeviceGuardImpl(type);  // the backend is loaded
+  }
+}
+
+// ---- Autocast's own devices ---------------------------------------------------------------------
 
 /// The device types that have autocast, and an index for tables by device.
 inline constexpr std::size_t device_count =
@@ -30,5 +96,46 @@ inline std::size_t device_index(at::DeviceType device, const char* call) {
 inline at::DispatchKey autocast_key(at::DeviceType device) {
   return at::autocast::get_autocast_dispatch_key_from_device_type(device);
 }
+
+/// LibTorch's autocast switch and dtype of a thread for one device type.
+struct DeviceAutocastState {
+  at::DeviceType device;
+  at::ScalarType dtype;
+  bool enabled;
+
+  /// As it is on the calling thread.
+  static DeviceAutocastState of(at::DeviceType device) {
+    return {device, at::autocast::get_autocast_dtype(device),
+            at::autocast::is_autocast_enabled(device)};
+  }
+
+  /// Puts it in force on the calling thread.
+  void apply() const {
+    at::autocast::set_autocast_enabled(device, enabled);
+    at::autocast::set_autocast_dtype(device, dtype);
+  }
+
+  bool operator==(const DeviceAutocastState&) const = default;
+};
+
+/// A level of the calling thread's autocast nesting, whose end LibTorch's weight cache waits for.
+class Nesting {
+ public:
+  /// Returns the depth inside.
+  int enter() { return inside_ = at::autocast::increment_nesting(); }
+
+  /// Closes the level, with those that code in between has left open (by an exception, say), and
+  /// returns the depth then. Nothing is left to close where that code has closed too many, or where
+  /// a region around this one has ended before it.
+  int leave() const {
+    (void)at::autocast::increment_nesting();
+    int depth = at::autocast::decrement_nesting();
+    while (depth >= inside_) depth = at::autocast::decrement_nesting();
+    return depth;
+  }
+
+ private:
+  int inside_ = 0;
+};
 
 }  // namespace torchamp::detail

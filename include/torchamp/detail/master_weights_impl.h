@@ -9,10 +9,10 @@
 #include <regex>
 #include <unordered_set>
 
-#include "torchamp/detail/internal_ops.h"
 #include "torchamp/detail/io/module_archive.h"
 #include "torchamp/detail/overlay/weight_casts.h"
-#include "torchamp/detail/scaler/optimizer_state.h"
+#include "torchamp/detail/scaler/step_record.h"
+#include "torchamp/detail/tensors.h"
 #include "torchamp/master_weights.h"
 #include "torchamp/version.h"
 
@@ -37,9 +37,8 @@ inline MasterWeights::MasterWeights(std::shared_ptr<torch::nn::Module> model,
                                     MasterWeightsOptions options)
     : model_(std::move(model)), options_(std::move(options)) {
   TORCH_CHECK_VALUE(model_, "MasterWeights: the model is null. Pass one that has been made.");
-  TORCH_CHECK_VALUE(options_.dtype == at::kHalf || options_.dtype == at::kBFloat16,
-                    "MasterWeights: a model cannot be kept in ", options_.dtype,
-                    ". Pass torch::kHalf or torch::kBFloat16.");
+  TORCH_CHECK_VALUE(detail::is_16_bit(options_.dtype), "MasterWeights: a model cannot be kept in ",
+                    options_.dtype, ". Pass torch::kHalf or torch::kBFloat16.");
   const detail::InternalOps guard;
   const auto parameters = model_->named_parameters();
   std::unordered_set<const at::TensorImpl*> kept;
@@ -67,7 +66,7 @@ inline MasterWeights::MasterWeights(std::shared_ptr<torch::nn::Module> model,
     const at::Tensor& parameter = item.value();
     const at::ScalarType dtype = parameter.scalar_type();
     if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
-    const bool is_narrow = (dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16) &&
+    const bool is_narrow = (dtype == at::kFloat || detail::is_16_bit(dtype)) &&
                            !kept.contains(parameter.unsafeGetTensorImpl());
     Weight weight{item.key(), parameter, is_narrow, {}};
     if (is_narrow) {

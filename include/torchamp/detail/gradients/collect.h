@@ -13,15 +13,13 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/version.h"
+#include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
 
 /// Gradients of one device and dtype, as one batch kernel takes them.
-struct GradientBatch {
-  at::Device device;
-  at::ScalarType dtype;
-  std::vector<at::Tensor> gradients;
+struct GradientBatch : TensorKind {
+  std::vector<at::Tensor> gradients{};
 };
 
 /// Where fp16 gradients are an error, as dividing them by the scale would lose what it was for.
@@ -35,16 +33,15 @@ inline at::Tensor resolved(const at::Tensor& tensor) {
 
 /// The dense strided tensor that holds all values of `gradient`, for kernels to change in place.
 /// Throws for what they cannot take, with `where` to name it.
-template <typename Where>
+template <class Where>
 at::Tensor values_of(const at::Tensor& gradient, HalfGradients half, const Where& where) {
   const at::ScalarType dtype = gradient.scalar_type();
   TORCH_CHECK_VALUE(
       half == HalfGradients::allowed || dtype != at::kHalf, where(),
       " is fp16. Keep the parameters in fp32 and let AutocastGuard cast them: an fp16 gradient "
       "divided by the scale underflows. (A fused optimizer's step takes fp16 gradients.)");
-  TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 ||
-                        dtype == at::kHalf || dtype == at::kComplexFloat ||
-                        dtype == at::kComplexDouble,
+  TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kDouble || is_16_bit(dtype) ||
+                        dtype == at::kComplexFloat || dtype == at::kComplexDouble,
                     where(), " is ", dtype, ". Gradients are fp32, fp64, bf16, or complex.");
   TORCH_CHECK_VALUE(gradient.layout() == at::kStrided || gradient.is_sparse(), where(),
                     " has the layout ", gradient.layout(), ". Gradients are dense or sparse COO.");
@@ -79,7 +76,6 @@ inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimize
   std::vector<GradientBatch> batches;
   std::vector<at::Tensor> to_change, changed;  // parameters and their new gradients
   SeenGradients seen;
-  std::size_t latest = 0;
   auto& groups = optimizer.param_groups();
   for (std::size_t g = 0; g < groups.size(); ++g) {
     const std::vector<at::Tensor>& parameters = groups[g].params();
@@ -107,19 +103,7 @@ inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimize
       const at::Tensor& changes = gradient.is_same(before) ? gradient : parameter;
       if (!seen.insert(changes.unsafeGetTensorImpl()).second) continue;
       at::Tensor values = values_of(gradient, half, where);
-      const bool fits = !batches.empty() && batches[latest].device == values.device() &&
-                        batches[latest].dtype == values.scalar_type();
-      if (!fits) {
-        latest = 0;
-        while (latest < batches.size() && (batches[latest].device != values.device() ||
-                                           batches[latest].dtype != values.scalar_type())) {
-          ++latest;
-        }
-        if (latest == batches.size()) {
-          batches.push_back({values.device(), values.scalar_type(), {}});
-        }
-      }
-      batches[latest].gradients.push_back(std::move(values));
+      group_of(batches, TensorKind::of(values)).gradients.push_back(std::move(values));
     }
   }
   for (std::size_t i = 0; i < to_change.size(); ++i) {

@@ -24,8 +24,9 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/brought_to.h"
+#include "torchamp/detail/devices.h"
 #include "torchamp/detail/gradients/collect.h"
+#include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
 
@@ -53,13 +54,7 @@ inline void add_gradients_to_clip(std::vector<GradientBatch>& batches, SeenGradi
                       ". Gradients are dense or sparse COO, and their elements share no memory: "
                       "give .grad a clone().");
     if (gradient.numel() == 0) continue;
-    std::size_t b = 0;
-    while (b < batches.size() &&
-           (batches[b].device != gradient.device() || batches[b].dtype != gradient.scalar_type())) {
-      ++b;
-    }
-    if (b == batches.size()) batches.push_back({gradient.device(), gradient.scalar_type(), {}});
-    batches[b].gradients.push_back(std::move(gradient));
+    group_of(batches, TensorKind::of(gradient)).gradients.push_back(std::move(gradient));
   }
 }
 
@@ -104,7 +99,7 @@ inline at::ScalarType norm_dtype(const std::vector<GradientBatch>& batches) {
 /// What the norm of a batch is summed up in, if that is not its own dtype.
 inline std::optional<at::ScalarType> sum_dtype(at::ScalarType dtype, bool in_fp64) {
   if (in_fp64) return c10::isComplexType(dtype) ? at::kComplexDouble : at::kDouble;
-  if (dtype == at::kHalf || dtype == at::kBFloat16) return at::kFloat;
+  if (is_16_bit(dtype)) return at::kFloat;
   return std::nullopt;
 }
 
@@ -118,7 +113,7 @@ inline at::Tensor total_norm(const std::vector<GradientBatch>& batches, double n
   for (const GradientBatch& batch : batches) {
     const at::Tensor norm = at::stack(at::_foreach_norm(parts_of_norm(batch, norm_type), norm_type,
                                                         sum_dtype(batch.dtype, in_fp64)));
-    norms.push_back(brought_to(batches[0].device, norm));
+    norms.push_back(to_device_async(batches[0].device, norm));
   }
   for (at::Tensor& norm : norms) norm = norm.to(dtype);
   return at::linalg_vector_norm(norms.size() == 1 ? norms[0] : at::cat(norms), norm_type);
@@ -151,8 +146,8 @@ inline std::vector<GradientBatch> divided(const std::vector<GradientBatch>& batc
     std::vector<at::Tensor> wide = batch.gradients;
     const at::ScalarType dtype = sum_dtype(batch.dtype, false).value_or(batch.dtype);
     for (at::Tensor& gradient : wide) gradient = gradient.to(dtype);
-    const at::Tensor here = brought_to(batch.device, scale).to(c10::toRealValueType(dtype));
-    result.push_back({batch.device, dtype, at::_foreach_div(wide, here)});
+    const at::Tensor here = to_device_async(batch.device, scale).to(c10::toRealValueType(dtype));
+    result.push_back({{batch.device, dtype}, at::_foreach_div(wide, here)});
   }
   return result;
 }
@@ -173,28 +168,33 @@ inline at::Tensor total_norm_divided(const std::vector<GradientBatch>& batches, 
   } else if (sums && all([](at::Device device) { return device.is_cpu(); })) {
     norm = total_norm(batches, norm_type);
     if (!is_reliable(norm)) norm = total_norm(batches, norm_type, /*in_fp64=*/true);
-  } else if (sums && all([](at::Device device) { return device.is_cpu() || device.is_cuda(); })) {
+  } else if (sums &&
+             all([](at::Device device) { return facts_of(device.type()).fp64 == Fp64::yes; })) {
     norm = total_norm(batches, norm_type, /*in_fp64=*/true);
   } else {
     norm = total_norm(scale.defined() ? divided(batches, scale) : batches, norm_type);
-    if (divisor.defined()) norm.div_(brought_to(norm.device(), divisor));
+    if (divisor.defined()) norm.div_(to_device_async(norm.device(), divisor));
     return norm;
   }
   for (const at::Tensor& number : {scale, divisor}) {
-    if (number.defined()) norm.div_(brought_to(norm.device(), number));
+    if (number.defined()) norm.div_(to_device_async(norm.device(), number));
   }
   return norm.to(norm_dtype(batches));
+}
+
+/// Whether ATen's kernel that unscales takes such a batch, and in its own precision.
+inline bool unscale_kernel_takes(const TensorKind& kind) {
+  const DeviceFacts device = facts_of(kind.device.type());
+  return device.unscales && (kind.dtype == at::kFloat || kind.dtype == at::kHalf ||
+                             (kind.dtype == at::kBFloat16 && device.unscales_bf16));
 }
 
 /// Multiplies all gradients in place by a 0-dim tensor: one kernel for each device and dtype.
 inline void multiply(const std::vector<GradientBatch>& batches, const at::Tensor& factor) {
   for (const GradientBatch& batch : batches) {
-    const at::Tensor here = brought_to(batch.device, factor);
-    const bool unscales =
-        (batch.device.is_cpu() || batch.device.is_cuda()) &&
-        (batch.dtype == at::kFloat || batch.dtype == at::kHalf ||
-         (batch.dtype == at::kBFloat16 && batch.device.is_cpu()));  // CUDA's kernel has no bf16
-    if (unscales) {  // the quickest multiplication there is, with a factor in fp32
+    const at::Tensor here = to_device_async(batch.device, factor);
+    if (unscale_kernel_takes(
+            batch)) {  // the quickest multiplication there is, with a factor in fp32
       at::Tensor unused = at::zeros({}, at::TensorOptions(batch.device).dtype(at::kFloat));
       at::_amp_foreach_non_finite_check_and_unscale_(batch.gradients, unused, here.to(at::kFloat));
     } else {

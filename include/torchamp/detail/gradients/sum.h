@@ -18,11 +18,10 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/brought_to.h"
 #include "torchamp/detail/gradients/collect.h"
 #include "torchamp/detail/gradients/unscale.h"
-#include "torchamp/detail/internal_ops.h"
 #include "torchamp/detail/scaler/step_record.h"
+#include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
 
@@ -61,12 +60,12 @@ class GradientSum {
         const at::Tensor& gradient = parameter.unsafeGetTensorImpl()->grad();
         if (!gradient.defined()) continue;
         if (!sum) sum = at::zeros_like(gradient, gradient.options().dtype(sum_dtype(gradient)));
-        batch_for(batches, *sum).take(*sum, gradient);
+        group_of(batches, TensorKind::of(real(*sum))).take(*sum, gradient);
       }
     }
     if (batches.empty()) return;
     for (Batch& batch : batches) {
-      if (found_inf.defined()) batch.flag = brought_to(batch.sums.front().device(), found_inf);
+      if (found_inf.defined()) batch.flag = to_device_async(batch.device, found_inf);
     }
     sums_ = std::move(sums);
     for (Batch& batch : batches) {
@@ -88,9 +87,9 @@ class GradientSum {
   bool any() const { return added_ + flagged_ > 0; }
 
   /// How many sets were added.
-  LazyNumber kept() const {
+  ReadOnce<double> kept() const {
     const InternalOps guard;
-    LazyNumber kept;
+    ReadOnce<double> kept;
     if (dropped_.defined()) {
       kept.tensor = dropped_.neg().add_(static_cast<double>(added_ + flagged_));
     } else {
@@ -102,27 +101,25 @@ class GradientSum {
   /// Gives the parameters the mean over `kept` sets as their gradients, tensors apart from the
   /// sums. Returns 0-dim fp32, 1 if no set was added or the mean is not finite: finite gradients
   /// may add up to an inf. Undefined where no set came with a flag.
-  at::Tensor give_mean_to(torch::optim::Optimizer& optimizer, const LazyNumber& kept) const {
+  at::Tensor give_mean_to(torch::optim::Optimizer& optimizer, const ReadOnce<double>& kept) const {
     const InternalOps guard;
     std::vector<Batch> batches;
     for (std::size_t slot = 0; slot < sums_.size(); ++slot) {
       if (!sums_[slot]) continue;
-      Batch& batch = batch_for(batches, *sums_[slot]);
-      batch.sums.push_back(real(*sums_[slot]));
+      const at::Tensor sum = real(*sums_[slot]);
+      Batch& batch = group_of(batches, TensorKind::of(sum));
+      batch.sums.push_back(sum);
       batch.slots.push_back(slot);
     }
     std::vector<GradientBatch> means;
     std::vector<at::Tensor> of_slot(sums_.size());
     for (const Batch& batch : batches) {
-      const at::Tensor& first = batch.sums.front();
-      GradientBatch& mean =
-          means.emplace_back(GradientBatch{first.device(), first.scalar_type(), {}});
+      GradientBatch& mean = means.emplace_back(GradientBatch{{batch.device, batch.dtype}});
       if (kept.on_host) {
         mean.gradients = at::_foreach_div(batch.sums, *kept.on_host);
       } else {
         mean.gradients = at::_foreach_div(
-            batch.sums,
-            brought_to(first.device(), kept.tensor.clamp_min(1.)).to(first.scalar_type()));
+            batch.sums, to_device_async(batch.device, kept.tensor.clamp_min(1.)).to(batch.dtype));
       }
       for (std::size_t i = 0; i < batch.slots.size(); ++i) {
         const at::Tensor& values = mean.gradients[i];
@@ -150,10 +147,10 @@ class GradientSum {
   void clear() { *this = GradientSum(); }
 
  private:
-  struct Batch {
-    std::vector<at::Tensor> sums, gradients;
-    std::vector<std::size_t> slots;
-    std::optional<at::Tensor> flag;
+  struct Batch : TensorKind {
+    std::vector<at::Tensor> sums{}, gradients{};
+    std::vector<std::size_t> slots{};
+    std::optional<at::Tensor> flag{};
 
     void take(const at::Tensor& sum, const at::Tensor& gradient) {
       at::Tensor added = gradient.to(sum.scalar_type()).resolve_conj().resolve_neg();
@@ -167,17 +164,7 @@ class GradientSum {
   static at::Tensor real(const at::Tensor& t) { return t.is_complex() ? at::view_as_real(t) : t; }
   static at::ScalarType sum_dtype(const at::Tensor& gradient) {
     const at::ScalarType dtype = gradient.scalar_type();
-    return dtype == at::kHalf || dtype == at::kBFloat16 ? at::kFloat : dtype;
-  }
-  static Batch& batch_for(std::vector<Batch>& batches, const at::Tensor& sum) {
-    const at::Tensor as_real = real(sum);
-    for (Batch& batch : batches) {
-      const at::Tensor& first = batch.sums.front();
-      if (first.device() == as_real.device() && first.scalar_type() == as_real.scalar_type()) {
-        return batch;
-      }
-    }
-    return batches.emplace_back();
+    return is_16_bit(dtype) ? at::kFloat : dtype;
   }
 
   std::vector<std::optional<at::Tensor>> sums_;  // in the order of the parameters

@@ -15,8 +15,8 @@
 #include <optional>
 #include <vector>
 
-#include "torchamp/detail/brought_to.h"
 #include "torchamp/detail/gradients/collect.h"
+#include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
 
@@ -41,7 +41,7 @@ inline void multiply_and_check(const std::vector<GradientBatch>& batches,
   }
   for (const at::Tensor& flag : flags) {
     if (!flag.is_same(found_inf)) {
-      found_inf.add_(brought_to(found_inf.device(), flag)).clamp_max_(1.);
+      found_inf.add_(to_device_async(found_inf.device(), flag)).clamp_max_(1.);
     }
   }
 }
@@ -64,14 +64,15 @@ inline void check_divided(const std::vector<GradientBatch>& batches, const at::T
       if (gradient.numel() > 0) gradients.push_back(gradient);
     }
     if (gradients.empty()) continue;
-    const bool narrow = batch.dtype == at::kHalf || batch.dtype == at::kBFloat16;
+    const bool narrow = is_16_bit(batch.dtype);
     const at::Tensor largest =
         at::stack(
             at::_foreach_norm(gradients, std::numeric_limits<double>::infinity(),
                               narrow ? std::optional(at::kFloat) : std::optional<at::ScalarType>()))
             .amax();
-    const at::Tensor bad = largest.div(brought_to(batch.device, scale)).isfinite().logical_not();
-    found_inf.add_(brought_to(found_inf.device(), bad));
+    const at::Tensor bad =
+        largest.div(to_device_async(batch.device, scale)).isfinite().logical_not();
+    found_inf.add_(to_device_async(found_inf.device(), bad));
   }
   found_inf.clamp_max_(1.);
 }

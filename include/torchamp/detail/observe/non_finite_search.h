@@ -19,11 +19,10 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/internal_ops.h"
 #include "torchamp/detail/observe/named_parameters.h"
 #include "torchamp/detail/observe/observer.h"
 #include "torchamp/detail/observe/storage_map.h"
-#include "torchamp/detail/value_tensors.h"
+#include "torchamp/detail/tensors.h"
 #include "torchamp/non_finite_op.h"
 
 namespace torchamp::detail {

@@ -16,14 +16,9 @@
 
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/resolve.h"
-#include "torchamp/detail/value_tensors.h"
+#include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
-
-inline bool is_16_bit(at::ScalarType dtype) {
-  return dtype == at::kHalf || dtype == at::kBFloat16;
-}
-
 /// What a recording has to know of one op overload, whatever its arguments.
 struct RecordedOp {
   c10::OperatorHandle handle;

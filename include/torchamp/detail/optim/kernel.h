@@ -13,20 +13,24 @@
 
 #include "torchamp/detail/optim/counters.h"
 #include "torchamp/detail/optim/scalars.h"
+#include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
 
+/// What parameters have in common that one call steps.
+struct StepKey : TensorKind {
+  std::size_t group;
+  std::shared_ptr<StepCounter> counter;  ///< for kernels that want one count for all parameters
+  bool operator==(const StepKey&) const = default;
+};
+
 /// The parameters that one call of a fused kernel steps: those of one group, device and dtype that
 /// have a gradient. Kept from step to step; the gradients are not.
-struct StepList {
-  std::size_t group;
-  at::Device device;
-  at::ScalarType dtype;
-  std::size_t scalars;                   ///< the index of the device's StepScalars
-  std::shared_ptr<StepCounter> counter;  ///< for kernels that want one count for all parameters
-  std::vector<at::Tensor> params, grads;
-  std::vector<at::Tensor> counters;            ///< one for each parameter, shared or not
-  std::vector<std::vector<at::Tensor>> state;  ///< by kind of state, then by parameter
+struct StepList : StepKey {
+  std::size_t scalars = 0;  ///< the index of the device's StepScalars
+  std::vector<at::Tensor> params{}, grads{};
+  std::vector<at::Tensor> counters{};            ///< one for each parameter, shared or not
+  std::vector<std::vector<at::Tensor>> state{};  ///< by kind of state, then by parameter
 
   /// The learning rate where a captured step reads it (0-dim fp32), and what was last written
   /// there; undefined where steps are not captured.

@@ -12,8 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/brought_to.h"
-#include "torchamp/detail/version_of.h"
+#include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
 
@@ -87,7 +86,7 @@ class PendingDivisor {
   static at::Tensor times(const at::Tensor& a, const at::Tensor& b) {
     if (!a.defined()) return b;
     if (!b.defined()) return a;
-    return a.mul(brought_to(a.device(), b));
+    return a.mul(to_device_async(a.device(), b));
   }
 
  private:

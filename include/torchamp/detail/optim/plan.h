@@ -20,6 +20,7 @@
 #include "torchamp/detail/optim/counters.h"
 #include "torchamp/detail/optim/kernel.h"
 #include "torchamp/detail/optim/scalars.h"
+#include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
 
@@ -98,13 +99,10 @@ inline bool same_layout(const at::Tensor& a, const at::Tensor& b) {
   return a.sizes() == b.sizes() && a.strides() == b.strides();
 }
 
-inline bool same_kind(const at::Tensor& a, const at::Tensor& b) {
-  return a.device() == b.device() && a.scalar_type() == b.scalar_type();
-}
-
 /// `tensor`, or a copy of it with the device, dtype and layout of `param`.
 inline at::Tensor fitted(const at::Tensor& tensor, const at::Tensor& param) {
-  const bool fits = same_kind(tensor, param) && same_layout(tensor, param) && !tensor.is_neg();
+  const bool fits = TensorKind::of(tensor) == TensorKind::of(param) && same_layout(tensor, param) &&
+                    !tensor.is_neg();
   if (fits) return tensor;
   at::Tensor copy = at::empty_like(param);
   copy.copy_(tensor);
@@ -302,8 +300,8 @@ class StepPlan {
 
   static bool add_gradient(StepList& list, const at::Tensor& param, const at::Tensor& grad,
                            State* state) {
-    if (param.device() != list.device || param.scalar_type() != list.dtype ||
-        !param.is_non_overlapping_and_dense() || grad.layout() != at::kStrided) {
+    if (!(TensorKind::of(param) == list) || !param.is_non_overlapping_and_dense() ||
+        grad.layout() != at::kStrided) {
       return false;
     }
     if (!list.state.empty()) {
@@ -326,25 +324,12 @@ class StepPlan {
   std::size_t list_of(std::size_t group, const at::Tensor& param,
                       std::shared_ptr<StepCounter> counter) {
     if (!Kernel::apart || !uses_[group].counted) counter = nullptr;
-    std::size_t l = lists_.size();
-    while (l > 0) {  // the latest is the likeliest
-      const StepList& list = lists_[--l];
-      if (list.group == group && list.device == param.device() &&
-          list.dtype == param.scalar_type() && list.counter == counter) {
-        return l;
-      }
+    StepList& list = group_of(lists_, StepKey{TensorKind::of(param), group, std::move(counter)});
+    if (list.params.empty()) {
+      list.scalars = scalars_of(param.device());
+      list.state.resize(uses_[group].kinds);
     }
-    lists_.push_back({group,
-                      param.device(),
-                      param.scalar_type(),
-                      scalars_of(param.device()),
-                      std::move(counter),
-                      {},
-                      {},
-                      {},
-                      {}});
-    lists_.back().state.resize(uses_[group].kinds);
-    return lists_.size() - 1;
+    return static_cast<std::size_t>(&list - lists_.data());
   }
 
   void add_parameter(StepList& list, const at::Tensor& param, const Options& defaults,

@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/brought_to.h"
 #include "torchamp/detail/optim/counters.h"
+#include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
 
@@ -40,10 +40,10 @@ class StepScalars {
   void begin(const at::Tensor& grad_scale, const at::Tensor& found_inf) {
     grad_scale_.reset();
     found_inf_.reset();
-    if (grad_scale.defined()) grad_scale_ = brought_to(device_, grad_scale);
+    if (grad_scale.defined()) grad_scale_ = to_device_async(device_, grad_scale);
     if (found_inf.defined()) {
       // The kernels skip where the flag is exactly 1. A sum over devices or processes may be more.
-      at::ne_out(flag_, brought_to(device_, found_inf), zero_);
+      at::ne_out(flag_, to_device_async(device_, found_inf), zero_);
       found_inf_ = flag_;
     }
     add_to_counters(one_, 1);

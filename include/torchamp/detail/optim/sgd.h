@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "torchamp/detail/optim/kernel.h"
+#include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
 
@@ -76,7 +77,7 @@ struct SgdKernel {
                    const std::optional<at::Tensor>& grad_scale,
                    const std::optional<at::Tensor>& found_inf) {
     if constexpr (steps_are_lost) {
-      if (list.device.is_cpu() && (list.dtype == at::kHalf || list.dtype == at::kBFloat16)) {
+      if (list.device.is_cpu() && is_16_bit(list.dtype)) {
         return call_in_fp32(o, list, first, grad_scale, found_inf);
       }
     }

@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
 
 #include <atomic>
@@ -16,12 +14,12 @@
 #include <string>
 #include <utility>
 
-#include "torchamp/detail/device_autocast_state.h"
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/overlay/compile.h"
 #include "torchamp/detail/overlay/environment.h"
 #include "torchamp/detail/overlay/thread_policy.h"
 #include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
 
@@ -41,8 +39,7 @@ inline void check_is_floating(at::ScalarType dtype) {
 /// dtype: an error.
 inline bool dtype_is_usable(at::DeviceType device, at::ScalarType dtype) {
   check_is_floating(dtype);
-  if (dtype == at::kHalf || dtype == at::kBFloat16) return true;
-  if (device == at::kCUDA && dtype == at::kFloat) return true;  // as torch.autocast has it
+  if (is_16_bit(dtype) || (dtype == at::kFloat && facts_of(device).fp32_regions)) return true;
 
   static std::atomic<std::uint64_t> warned_of = 0;
   if (warning_is_due(warned_of, static_cast<unsigned>(dtype))) {
@@ -51,22 +48,6 @@ inline bool dtype_is_usable(at::DeviceType device, at::ScalarType dtype) {
                "or {.enabled = false} to leave fp32 alone.");
   }
   return false;
-}
-
-/// Whether there is such a device, as far as LibTorch can tell without touching it.
-inline bool device_is_present(at::DeviceType device) {
-  switch (device) {
-    case at::kCPU:
-      return true;
-    case at::kCUDA:
-      return at::hasCUDA();
-    case at::kMPS:
-      return at::hasMPS();
-    case at::kXPU:
-      return at::hasXPU();
-    default:
-      return c10::impl::hasDeviceGuardImpl(device);  // the backend is loaded
-  }
 }
 
 /// Whether regions of `device` can run; warns once for each type of device if not.

@@ -15,10 +15,9 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/internal_ops.h"
 #include "torchamp/detail/policy/castable.h"
 #include "torchamp/detail/policy/rule.h"
-#include "torchamp/detail/value_tensors.h"
+#include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
 

@@ -24,7 +24,7 @@
 #include "torchamp/detail/recompute/context.h"
 #include "torchamp/detail/recompute/cuts.h"
 #include "torchamp/detail/recompute/gradient_sink.h"
-#include "torchamp/detail/version_of.h"
+#include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
 

@@ -20,8 +20,8 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/internal_ops.h"
 #include "torchamp/detail/overlay/weight_casts.h"
+#include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/optim.h"
 #include "torchamp/version.h"

@@ -14,9 +14,9 @@
 #include <utility>
 
 #include "torchamp/detail/gradients/unscale.h"
-#include "torchamp/detail/internal_ops.h"
 #include "torchamp/detail/overlay/weight_casts.h"
 #include "torchamp/detail/scaler/check_options.h"
+#include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/optim.h"
 #include "torchamp/scaled_step.h"

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "torchamp/detail/host_mirror.h"
+#include "torchamp/detail/host_values.h"
 
 namespace torchamp::detail {
 

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "torchamp/detail/host_mirror.h"
+#include "torchamp/detail/host_values.h"
 #include "torchamp/detail/scaler/scale_update.h"
 #include "torchamp/grad_scaler_options.h"
 

@@ -13,10 +13,10 @@
 #include <limits>
 #include <optional>
 
-#include "torchamp/detail/brought_to.h"
-#include "torchamp/detail/internal_ops.h"
+#include "torchamp/detail/devices.h"
 #include "torchamp/detail/scaler/scale_bound.h"
 #include "torchamp/detail/scaler/scale_update.h"
+#include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler_options.h"
 
 namespace torchamp::detail {
@@ -41,7 +41,7 @@ class ScaleState {
   bool created() const { return device_.scale.defined(); }
   /// 0-dim fp32; undefined before create().
   const at::Tensor& scale() const { return device_.scale; }
-  at::Tensor scale_on(at::Device device) const { return brought_to(device, device_.scale); }
+  at::Tensor scale_on(at::Device device) const { return to_device_async(device, device_.scale); }
   /// The host's copy; null where only the device knows.
   const ScaleMemory<double>* host() const { return host_ ? &*host_ : nullptr; }
 
@@ -92,7 +92,7 @@ class ScaleState {
     if (host_) {
       return at::full({}, 1. / host_->scale, at::TensorOptions(device).dtype(at::kFloat));
     }
-    return brought_to(device, device_.scale.to(number_type()).reciprocal().to(at::kFloat));
+    return to_device_async(device, device_.scale.to(number_type()).reciprocal().to(at::kFloat));
   }
 
   /// Puts these values in place of all that is there. The host must know them.
@@ -202,7 +202,11 @@ class ScaleState {
   }
 
  private:
-  at::ScalarType number_type() const { return device_.scale.is_mps() ? at::kFloat : at::kDouble; }
+  /// In which the device computes an update.
+  at::ScalarType number_type() const {
+    const bool lacks_fp64 = facts_of(device_.scale.device().type()).fp64 == Fp64::no;
+    return lacks_fp64 ? at::kFloat : at::kDouble;
+  }
 
   void follow(const GradScalerOptions& options) {
     const bool matters = options.dynamic && options.min_scale < 1. && !replayed_;

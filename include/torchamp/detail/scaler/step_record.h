@@ -2,40 +2,122 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
 
+#include <cstddef>
 #include <cstdint>
-#include <optional>
+#include <list>
+#include <memory>
+#include <utility>
 #include <vector>
 
-#include "torchamp/detail/scaler/found_inf.h"
+#include "torchamp/detail/host_values.h"
 #include "torchamp/missing_gradients.h"
 
 namespace torchamp::detail {
 
-/// A number that the host knows or that a 0-dim tensor holds.
-struct LazyNumber {
-  at::Tensor tensor;
-  std::optional<double> on_host;
-
-  double read() {
-    if (!on_host) on_host = tensor.item<double>();
-    return *on_host;
-  }
-  /// Makes a later change of the tensor invisible.
-  void keep() {
-    if (!on_host) tensor = tensor.clone();
-  }
-};
-
 /// What a StepResult answers from; shared by its copies.
 struct StepRecord {
-  FoundInf found_inf;
+  ReadOnce<bool> found_inf;
   bool had_gradients = true;
-  LazyNumber scale;         ///< what the gradients were scaled by
-  LazyNumber skips_before;  ///< bad iterations in a row before this one
-  at::Tensor value;         ///< what the optimizer's step returned
+  ReadOnce<double> scale;         ///< what the gradients were scaled by
+  ReadOnce<double> skips_before;  ///< bad iterations in a row before this one
+  at::Tensor value;               ///< what the optimizer's step returned
   std::vector<MissingGradient> missing;
   int64_t attempts = 1;  ///< evaluations of the first loss, for closures
+};
+
+/// How many parameters of `optimizer` have one. Reads no device.
+inline std::size_t count_gradients(const torch::optim::Optimizer& optimizer) {
+  std::size_t count = 0;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      if (parameter.defined() && parameter.unsafeGetTensorImpl()->grad().defined()) ++count;
+    }
+  }
+  return count;
+}
+
+/// How often this thread has moved gradients to master weights.
+inline uint64_t& gradients_taken() {
+  static thread_local uint64_t times = 0;
+  return times;
+}
+
+/// How far an optimizer has come in this iteration, see Note [An iteration].
+struct OptimizerState {
+  enum class Stage { ready, unscaled, stepped };
+  Stage stage = Stage::ready;
+  ReadOnce<bool> found_inf;    ///< undefined while ready
+  bool had_gradients = false;  ///< at least one was checked
+  bool agreed = false;         ///< agree_found_inf has been called
+  bool rechecked = false;      ///< step() has looked at the gradients once more
+  std::size_t gradients = 0;   ///< how many there were when they were unscaled
+  uint64_t taken = 0;          ///< gradients_taken() then
+};
+
+/// The states of the few optimizers that one scaler serves, by identity, in order of appearance.
+class OptimizerStates {
+ public:
+  /// Stays valid until clear().
+  OptimizerState& of(const torch::optim::Optimizer& optimizer) {
+    for (auto& [key, state] : states_) {
+      if (key == &optimizer) return state;
+    }
+    return states_.emplace_back(&optimizer, OptimizerState{}).second;
+  }
+
+  const OptimizerState* find(const torch::optim::Optimizer& optimizer) const {
+    for (const auto& [key, state] : states_) {
+      if (key == &optimizer) return &state;
+    }
+    return nullptr;
+  }
+
+  bool within_iteration() const {
+    for (const auto& [key, state] : states_) {
+      if (state.stage != OptimizerState::Stage::ready) return true;
+    }
+    return false;
+  }
+
+  /// Makes one ready again, in place.
+  void reset(const torch::optim::Optimizer& optimizer) {
+    for (auto& [key, state] : states_) {
+      if (key == &optimizer) state = OptimizerState{};
+    }
+  }
+
+  auto begin() { return states_.begin(); }
+  auto end() { return states_.end(); }
+  void clear() { states_.clear(); }
+
+ private:
+  std::list<std::pair<const torch::optim::Optimizer*, OptimizerState>> states_;
+};
+
+/// The windows of gradient accumulation that take their gradients from one scaler, each by its
+/// count of micro-batches. One that is gone has none.
+class OpenWindows {
+ public:
+  void add(const std::shared_ptr<const int64_t>& pending) {
+    std::erase_if(windows_, [&](const auto& window) {
+      const auto count = window.lock();
+      return !count || count == pending;
+    });
+    windows_.push_back(pending);
+  }
+
+  bool any() const {
+    for (const auto& window : windows_) {
+      const auto count = window.lock();
+      if (count && *count > 0) return true;
+    }
+    return false;
+  }
+
+ private:
+  std::vector<std::weak_ptr<const int64_t>> windows_;
 };
 
 }  // namespace torchamp::detail

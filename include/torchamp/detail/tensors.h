@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/_foreach_copy.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "torchamp/version.h"
+
+namespace torchamp::detail {
+
+/// Arithmetic with the program's own tensors, which autograd is to see and no autocast region to
+/// cast.
+class UncastOps {
+ private:
+  c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset};
+};
+
+/// The library's own arithmetic neither records gradients nor is cast by an autocast region.
+class InternalOps {
+ private:
+  at::NoGradGuard no_grad_;
+  c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset};
+};
+
+/// fp16 or bf16.
+inline bool is_16_bit(at::ScalarType dtype) {
+  return dtype == at::kHalf || dtype == at::kBFloat16;
+}
+
+/// `tensor` on `device`, without waiting. Only a copy from a device to the host is waited for, as
+/// kernels of the host look at it at once (LibTorch's non_blocking copies to the host return before
+/// they are made).
+inline at::Tensor to_device_async(at::Device device, const at::Tensor& tensor) {
+  if (tensor.device() == device) return tensor;
+  return tensor.to(device, tensor.scalar_type(), /*non_blocking=*/!device.is_cpu());
+}
+
+/// How often the tensor's memory was written to in place, as far as LibTorch counts it.
+inline uint32_t version_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.is_inference()) return 0;
+  return static_cast<uint32_t>(tensor._version());
+}
+
+/// Calls `function` with each tensor that an argument or result of an op holds (`Tensor`,
+/// `Tensor[]`, `Tensor?[]`), undefined ones included.
+template <class Function>
+void for_each_tensor_of(const c10::IValue& value, const Function& function) {
+  if (value.isTensor()) {
+    function(value.toTensor());
+  } else if (value.isList()) {
+    for (const c10::IValue& element : value.toListRef()) {
+      if (element.isTensor()) function(element.toTensor());
+    }
+  }
+}
+
+// ---- What one batch kernel takes ----------------------------------------------------------------
+
+/// Where a tensor lies and what its elements are.
+struct TensorKind {
+  at::Device device;
+  at::ScalarType dtype;
+
+  static TensorKind of(const at::Tensor& tensor) { return {tensor.device(), tensor.scalar_type()}; }
+  bool operator==(const TensorKind&) const = default;
+};
+
+/// The group with `key`; a new one at the end if there is none. `Group` is an aggregate whose base
+/// is `Key`. There are few groups, and the latest is the likeliest.
+template <class Group, class Key>
+Group& group_of(std::vector<Group>& groups, Key key) {
+  const auto has_key = [&](const Group& group) { return static_cast<const Key&>(group) == key; };
+  const auto found = std::find_if(groups.rbegin(), groups.rend(), has_key);
+  if (found != groups.rend()) return *found;
+  groups.push_back(Group{std::move(key)});
+  return groups.back();
+}
+
+/// Pairs of tensors of equal shape, for kernels that take all pairs of two kinds at once.
+class TensorPairs {
+ public:
+  void add(at::Tensor to, at::Tensor from) {
+    Batch& batch = group_of(batches_, Kinds{TensorKind::of(to), TensorKind::of(from)});
+    batch.to.push_back(std::move(to));
+    batch.from.push_back(std::move(from));
+  }
+
+  /// Copies each `from` to its `to`, casting.
+  void copy() const {
+    for (const Batch& batch : batches_) at::_foreach_copy_(batch.to, batch.from);
+  }
+
+  /// Adds each `from` to its `to`.
+  void accumulate() const {
+    for (const Batch& batch : batches_) at::_foreach_add_(batch.to, batch.from);
+  }
+
+ private:
+  struct Kinds {
+    TensorKind of_to, of_from;
+    bool operator==(const Kinds&) const = default;
+  };
+  struct Batch : Kinds {
+    std::vector<at::Tensor> to{}, from{};
+  };
+  std::vector<Batch> batches_;
+};
+
+}  // namespace torchamp::detail
