@@ -115,13 +115,13 @@ class MasterWeights {
     at::Tensor master;     // undefined where it needs no gradient or is not narrow
   };
   const Weight* find(const at::Tensor& parameter) const;
-  std::int64_t master_versions() const;
+  int64_t master_versions() const;
 
   std::shared_ptr<torch::nn::Module> model_;
   MasterWeightsOptions options_;
   std::vector<Weight> weights_;
   detail::TensorPairs model_from_masters_;
-  std::int64_t copied_versions_ = 0;  // of the masters, at the last copy_to_model()
+  int64_t copied_versions_ = 0;  // of the masters, at the last copy_to_model()
 };
 
 /// Calls save(), for torch::save.

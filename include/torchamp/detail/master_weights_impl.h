@@ -97,8 +97,8 @@ inline std::vector<at::Tensor> MasterWeights::parameters() const {
   return result;
 }
 
-inline std::int64_t MasterWeights::master_versions() const {
-  std::int64_t sum = 0;
+inline int64_t MasterWeights::master_versions() const {
+  int64_t sum = 0;
   for (const Weight& weight : weights_) {
     if (weight.master.defined()) sum += weight.master._version();
   }

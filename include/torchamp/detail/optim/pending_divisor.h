@@ -94,7 +94,7 @@ class PendingDivisor {
 
   struct Clipped {
     WeakTensor gradient;
-    std::uint32_t version;
+    uint32_t version;
 
     bool is(const at::Tensor& other) const {
       return gradient._unsafe_get_target() == other.unsafeGetTensorImpl();
@@ -143,7 +143,7 @@ class PendingDivisor {
 
   at::Tensor divisor_;
   std::vector<Clipped> clipped_;
-  std::uint64_t graphs_ = 0;  // nodes that this thread had recorded then
+  uint64_t graphs_ = 0;  // nodes that this thread had recorded then
 };
 
 }  // namespace torchamp::detail

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <ATen/ops/add.h>
-#include <ATen/ops/clamp_max.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ne.h>
 #include <ATen/ops/zeros.h>
@@ -357,97 +355,6 @@ inline std::vector<MissingGradient> GradScaler::report_missing(
       "GradScaler::step: no parameter of this optimizer has a gradient, so it was not stepped.",
       list.str());
   return missing;
-}
-
-/// Lets the results that are still in use keep the scale and the count of their step.
-inline void GradScaler::before_change() {
-  for (const auto& weak : records_) {
-    if (const auto record = weak.lock()) {
-      record->scale.keep();
-      record->skips_before.keep();
-    }
-  }
-  records_.clear();
-}
-
-inline void GradScaler::end_iteration() {
-  optimizers_.clear();
-  records_.clear();
-}
-
-inline void GradScaler::update() {
-  if (!options_.enabled) return;
-  check_started("update");
-  TORCH_CHECK(
-      optimizers_.within_iteration(),
-      "GradScaler::update: no optimizer has been stepped or unscaled since the last update. "
-      "Call step(optimizer) first, or update(new_scale) to set the scale. (optimizer.step() is no "
-      "such step: it steps with gradients that are still scaled.)");
-  const detail::ScaleLimits::Met met = apply_update();
-  end_iteration();
-  limits_.announce(options_, met);
-}
-
-/// Brings the scale to what it is after this iteration.
-inline detail::ScaleLimits::Met GradScaler::apply_update() {
-  const detail::InternalOps guard;
-  std::vector<at::Tensor> flags;
-  bool known = state_.host() != nullptr;
-  bool bad = false;
-  for (auto& [key, state] : optimizers_) {
-    if (state.stage == detail::OptimizerState::Stage::ready) continue;
-    agree(state);
-    if (!state.had_gradients && !options_.agree_found_inf) continue;
-    const std::optional<bool> flag = state.found_inf.without_reading();
-    known &= flag.has_value();
-    bad |= flag.value_or(false);
-    flags.push_back(state.found_inf.tensor);
-  }
-  if (flags.empty()) return {};
-  if (known) {
-    const detail::ScaleMemory<double> before = *state_.host();
-    const detail::ScaleMemory<double> after = detail::after_update(options_, before, bad);
-    const detail::ScaleLimits::Met met = detail::ScaleLimits::met(options_, before, after);
-    detail::ScaleLimits::throw_if_met(options_, met);
-    state_.set(after);
-    return met;
-  }
-  const bool watched = detail::ScaleLimits::watched(options_);
-  const detail::ScaleLimits::Met met =
-      watched ? limits_.met_in_mirror(options_) : detail::ScaleLimits::Met{};
-  detail::ScaleLimits::throw_if_met(options_, met);
-  before_change();
-  at::Tensor found_inf = flags.front();
-  for (std::size_t i = 1; i < flags.size(); ++i) found_inf = at::add(found_inf, flags[i]);
-  state_.advance(options_, flags.size() > 1 ? found_inf.clamp_max(1.) : found_inf);
-  if (watched) limits_.send(state_.scale_and_skips());
-  return met;
-}
-
-inline void GradScaler::update(double new_scale) {
-  if (!options_.enabled) return;
-  check_started("update");
-  detail::check_scale("GradScaler::update", new_scale, options_);
-  const detail::InternalOps guard;
-  before_change();
-  state_.set_scale(static_cast<float>(new_scale));
-  end_iteration();
-}
-
-inline void GradScaler::update(const at::Tensor& new_scale) {
-  if (!options_.enabled) return;
-  check_started("update");
-  TORCH_CHECK_VALUE(new_scale.defined() && new_scale.numel() == 1 && !new_scale.requires_grad() &&
-                        !new_scale.is_complex(),
-                    "GradScaler::update: the new scale is one real number without requires_grad.");
-  TORCH_CHECK_VALUE(new_scale.device().type() == state_.scale().device().type(),
-                    "GradScaler::update: the new scale is on ", new_scale.device(),
-                    ", the scale on ", state_.scale().device(), ". Move it there.");
-  if (new_scale.is_cpu()) return update(new_scale.item<double>());
-  const detail::InternalOps guard;
-  before_change();
-  state_.set_scale(new_scale, options_);
-  end_iteration();
 }
 
 inline double GradScaler::get_scale() const {
