@@ -6,11 +6,14 @@
 #include <torch/torch.h>
 #include <torchamp/autocast.h>
 #include <torchamp/grad_scaler.h>
+#include <torchamp/recompute.h>
 
+#include <functional>
 #include <limits>
 #include <sstream>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "support/devices.h"
 #include "support/expect_error.h"
@@ -123,6 +126,67 @@ TEST_P(NonFiniteOpOn, DoesNotBlameNewMemoryThatHoldsNaNs) {
     (memory * 2).sum();
     (torch::empty_like(memory) + memory.new_empty({4})).sum();
   }));
+}
+
+TEST_P(NonFiniteOpOn, DoesNotBlameAnOpForWhatItOverwrites) {
+  const at::Tensor old = torch::full({4}, kInf, options()), ones = torch::ones({4}, options());
+  torch::nn::Linear model(2, 2);
+  model->to(GetParam());
+  torch::optim::SGD optimizer(model->parameters(), 0.1);
+  for (at::Tensor& parameter : model->parameters()) {
+    parameter.mutable_grad() = torch::full_like(parameter, kInf);
+  }
+  const auto fill = [&] { old.fill_(kInf); };
+  for (const auto& overwrite : std::vector<std::function<void()>>{
+           [&] { old.zero_(); }, [&] { old.fill_(2); }, [&] { old.copy_(ones); },
+           [&] { old.normal_(); }, [&] { at::exp_out(const_cast<at::Tensor&>(old), ones); },
+           [&] { at::_foreach_zero_(std::vector<at::Tensor>{old}); },
+           [&] {
+             optimizer.zero_grad(/*set_to_none=*/false);
+             model(torch::ones({1, 2}, options())).sum().backward();
+           }}) {
+    fill();
+    EXPECT_FALSE(first_non_finite_op(overwrite));
+  }
+  fill();
+  const auto found = first_non_finite_op([&] {
+    at::Tensor again = torch::full({4}, kInf, options());
+    at::exp_out(again, ones * 100);
+  });
+  ASSERT_TRUE(found);
+  EXPECT_EQ(found->op, "aten::exp.out");
+}
+
+TEST_P(NonFiniteOpOn, SeesAnOpThatReturnsNothing) {
+  const auto found = first_non_finite_op([&] {
+    const std::vector<at::Tensor> list{torch::ones({2}, options())};
+    at::_foreach_div_(list, 0.);
+  });
+  ASSERT_TRUE(found);
+  EXPECT_EQ(found->op, "aten::_foreach_div_.Scalar");
+  EXPECT_EQ(found->infs, 2);
+}
+
+TEST_P(NonFiniteOpOn, GoesOnAfterDtypesThatHaveFewKernels) {
+  for (const at::ScalarType dtype : {at::kFloat8_e4m3fn, at::kFloat8_e5m2, at::kComplexHalf}) {
+    const auto found = first_non_finite_op([&] {
+      const at::Tensor x = torch::ones({2}, options()), few = x.to(dtype);
+      few.to(dtype == at::kComplexHalf ? at::kComplexFloat : at::kFloat);
+      x.div(0);
+    });
+    ASSERT_TRUE(found) << dtype;
+    EXPECT_EQ(found->op, "aten::div.Scalar") << dtype;
+  }
+}
+
+TEST_P(NonFiniteOpOn, NamesTheForwardOpOfARecomputation) {
+  const at::Tensor w = torch::ones({2}, options()).requires_grad_();
+  const auto found = first_non_finite_op([&] {
+    torchamp::checkpoint([](const at::Tensor& t) { return (t - 1).sqrt(); }, w).sum().backward();
+  });
+  ASSERT_TRUE(found);
+  EXPECT_TRUE(found->in_backward);
+  EXPECT_EQ(found->forward_op, "aten::sqrt");
 }
 
 TEST_P(NonFiniteOpOn, SaysSoWhereTheDataWasNotFinite) {

@@ -6,7 +6,9 @@
 #include <ATen/record_function.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -15,6 +17,7 @@
 #include <optional>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -35,6 +38,8 @@ namespace torchamp::detail {
 // took was. That alone would blame a mask of -inf and memory that nobody has written yet. So what
 // is not finite by intention, from an op that takes an infinite number as an argument or that makes
 // an empty tensor, is remembered by its storage, and what is made of it is not blamed on anyone.
+// What an op overwrites without reading it, such as the gradients that zero_grad() fills with
+// zeros, is none of its inputs.
 
 /// Looks at the ops of one run.
 class NonFiniteSearch final : public Observer {
@@ -52,13 +57,18 @@ class NonFiniteSearch final : public Observer {
     Thread& thread = threads_[std::this_thread::get_id()];
     if (call.scope() == at::RecordScope::BACKWARD_FUNCTION) {
       begun->is_node = true;
-      thread.nodes.emplace_back(call.name(), call.seqNr());
+      thread.nodes.push_back({call.name(), {call.forwardThreadId(), call.seqNr()}});
       return begun;
     }
     const auto name = call.operator_name();
     if (!name) return nullptr;  // a region of code, no op
     begun->is_outermost = ++thread.depth == 1;
-    if (begun->is_outermost && !found_) look_at_inputs(call, *name, thread, *begun);
+    try {
+      if (begun->is_outermost && !found_) look_at_inputs(call, *name, *begun);
+    } catch (...) {  // LibTorch goes on without the end of this call
+      --thread.depth;
+      throw;
+    }
     return begun;
   }
 
@@ -87,28 +97,53 @@ class NonFiniteSearch final : public Observer {
     bool asks_for_it = false;
     bool takes_remembered = false;
     bool takes_non_finite = false;
+    bool computes = true;
     std::vector<std::string> inputs;
+    std::vector<at::Tensor> written;  // by an op that returns nothing
   };
 
   /// How deep a thread is in ops, and in which nodes of the backward pass.
   struct Thread {
     int depth = 0;
-    std::vector<std::pair<std::string, int64_t>> nodes;
+    struct Node {
+      std::string name;
+      std::pair<std::uint64_t, std::int64_t> sequence;  // the forward's thread, the number there
+    };
+    std::vector<Node> nodes;
   };
 
-  template <class Look>
-  static void for_each_tensor(at::ArrayRef<const c10::IValue> values, const Look& look) {
-    for (const c10::IValue& value : values) for_each_tensor_of(value, look);
+  /// `zero_` of `aten::zero_.overload`.
+  static std::string_view short_name(std::string_view name) {
+    name.remove_prefix(name.find("::") + 2);
+    return name.substr(0, name.find('.'));
+  }
+  /// Ops whose first argument comes out with other values, whatever it held.
+  static bool overwrites_first(std::string_view op) {
+    static constexpr std::array<std::string_view, 14> ops{
+        "bernoulli_",     "cauchy_",        "copy_",   "exponential_", "fill_",
+        "geometric_",     "log_normal_",    "normal_", "random_",      "uniform_",
+        "_foreach_copy_", "_foreach_zero_", "zero_",   "resize_as_"};
+    return std::ranges::find(ops, op) != ops.end();
+  }
+  /// Ops that compute nothing.
+  static bool only_arranges(std::string_view op) {
+    return op == "detach_" || op == "requires_grad_" || op == "set_" || op == "resize_";
   }
 
   static bool can_look(const at::Tensor& tensor) {
     return tensor.defined() && (tensor.is_floating_point() || tensor.is_complex()) &&
            tensor.layout() == at::kStrided && !tensor.is_meta() && tensor.numel() > 0;
   }
-  static bool is_finite(const at::Tensor& tensor) { return tensor.isfinite().all().item<bool>(); }
+  /// In a dtype that LibTorch's functions know.
+  static at::Tensor readable(const at::Tensor& tensor) {
+    if (tensor.scalar_type() == at::kComplexHalf) return tensor.to(at::kComplexFloat);
+    return at::isFloat8Type(tensor.scalar_type()) ? tensor.to(at::kFloat) : tensor;
+  }
+  static bool is_finite(const at::Tensor& tensor) {
+    return readable(tensor).isfinite().all().item<bool>();
+  }
 
-  void look_at_inputs(const at::RecordFunction& call, const c10::OperatorName& name,
-                      const Thread& thread, Call& begun) {
+  void look_at_inputs(const at::RecordFunction& call, const c10::OperatorName& name, Call& begun) {
     const at::DisableRecordFunctionGuard quiet;
     const InternalOps guard;
     begun.op.name = c10::toString(name);
@@ -119,7 +154,11 @@ class NonFiniteSearch final : public Observer {
                              !std::isfinite(value.toScalar().toDouble()));
       begun.asks_for_it |= infinite;
     }
-    for_each_tensor(inputs_of(call), [&](const at::Tensor& tensor) {
+    begun.computes = !only_arranges(short_name(begun.op.name));
+    if (!begun.computes) return;
+    const bool overwrites = overwrites_first(short_name(begun.op.name));
+    const std::optional<c10::FunctionSchema> schema = call.operator_schema();
+    const auto look = [&](const at::Tensor& tensor) {
       if (!can_look(tensor)) return;
       name_parameters(tensor, begun.op.parameters);
       const bool finite = is_finite(tensor);
@@ -131,16 +170,31 @@ class NonFiniteSearch final : public Observer {
         begun.takes_non_finite = true;
       }
       begun.inputs.push_back(described(tensor, finite));
-    });
-    // The node that carries this number is made by the last op that began with it.
-    if (thread.nodes.empty() && call.seqNr() >= 0) by_sequence_[call.seqNr()] = begun.op;
+    };
+    const c10::ArrayRef<const c10::IValue> inputs = inputs_of(call);
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      const bool known = schema && i < schema->arguments().size();
+      const c10::AliasInfo* const alias = known ? schema->arguments()[i].alias_info() : nullptr;
+      if (alias && alias->isWrite() && schema->returns().empty()) {
+        for_each_tensor_of(inputs[i],
+                           [&](const at::Tensor& tensor) { begun.written.push_back(tensor); });
+      }
+      if ((overwrites && i == 0) || (known && schema->arguments()[i].is_out())) continue;
+      for_each_tensor_of(inputs[i], look);
+    }
+    // The node that carries this number is made by the last op that began with it on its thread,
+    // in the backward pass too: it may run a function again.
+    if (call.seqNr() >= 0) {
+      by_sequence_[{at::RecordFunction::currentThreadId(), call.seqNr()}] = begun.op;
+    }
   }
 
   void look_at_outputs(const at::RecordFunction& call, const Thread& thread, const Call& begun) {
     const std::vector<c10::IValue>& outputs = call.outputs();
     const at::DisableRecordFunctionGuard quiet;
     const InternalOps guard;
-    for_each_tensor(at::ArrayRef<c10::IValue>(outputs), [&](const at::Tensor& tensor) {
+    if (!begun.computes) return;
+    const auto look = [&](const at::Tensor& tensor) {
       if (found_ || !can_look(tensor)) return;
       if (is_finite(tensor)) {
         forget(tensor);
@@ -149,7 +203,9 @@ class NonFiniteSearch final : public Observer {
       } else {
         blame(tensor, thread, begun);
       }
-    });
+    };
+    for (const c10::IValue& output : outputs) for_each_tensor_of(output, look);
+    for (const at::Tensor& tensor : begun.written) look(tensor);
     if (!found_ && begun.takes_non_finite && !begun.asks_for_it) blame({}, thread, begun);
     ++ops_;
   }
@@ -163,7 +219,7 @@ class NonFiniteSearch final : public Observer {
     found.ops_before = ops_;
     if (output.defined()) {
       found.dtype = output.scalar_type();
-      const at::Tensor size = output.abs();
+      const at::Tensor size = readable(output).abs();
       found.infs = size.isinf().sum().item<int64_t>();
       found.nans = size.isnan().sum().item<int64_t>();
     }
@@ -173,8 +229,9 @@ class NonFiniteSearch final : public Observer {
     found.node = node;
     found.parameters.clear();
     auto next = by_sequence_.upper_bound(sequence);
-    if (sequence < 0 || next == by_sequence_.begin()) return;
-    found.forward_op = (--next)->second.name;
+    if (sequence.second < 0 || next == by_sequence_.begin()) return;
+    if ((--next)->first.first != sequence.first) return;
+    found.forward_op = next->second.name;
     found.parameters = next->second.parameters;
   }
 
@@ -183,12 +240,12 @@ class NonFiniteSearch final : public Observer {
     std::ostringstream text;
     text << tensor.scalar_type() << ' ' << tensor.sizes();
     if (finite) {
-      text << " up to " << tensor.abs().max().item<double>();
+      text << " up to " << readable(tensor).abs().max().item<double>();
     } else if (!remembers(tensor)) {
       std::vector<std::string> names;
       name_parameters(tensor, names);
       for (std::size_t i = 0; i < names.size(); ++i) text << (i == 0 ? " of " : ", ") << names[i];
-      const at::Tensor size = tensor.abs();
+      const at::Tensor size = readable(tensor).abs();
       text << " with " << size.isinf().sum().item<int64_t>() << " inf, "
            << size.isnan().sum().item<int64_t>() << " NaN";
     }
@@ -214,7 +271,7 @@ class NonFiniteSearch final : public Observer {
   const NamedParameters named_;
   mutable std::mutex mutex_;  // autograd has a thread for each device
   std::map<std::thread::id, Thread> threads_;
-  std::map<int64_t, Op> by_sequence_;
+  std::map<std::pair<std::uint64_t, std::int64_t>, Op> by_sequence_;
   StorageMap<bool> remembered_;  // what is not finite by intention
   std::optional<NonFiniteOp> found_;
   int64_t ops_ = 0;
