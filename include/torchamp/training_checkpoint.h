@@ -67,7 +67,8 @@ class TrainingCheckpoint {
   /// The file's name.
   const std::filesystem::path& path() const { return path_; }
   /// Whether there is such a file.
-  bool exists() const { return std::filesystem::exists(path_); }
+  /// Throws where that cannot be known, for example in a folder that may not be searched.
+  bool exists() const;
 
   /// Writes the file, or throws and leaves the old one. Whenever the process is killed or the power
   /// cut, the old file or the new one is there, whole; see Note [Atomic files]. Reads the devices.

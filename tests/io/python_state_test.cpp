@@ -181,7 +181,7 @@ TEST(GradScalerFile, GoesToAFileAndBack) {
   std::filesystem::create_directories(path + "/x");
   EXPECT_ERROR(load_python_state(path), "'" + path + "': it is no file.");
   EXPECT_ERROR(save_python_state(kState, path),
-               "torchamp::save_python_state: cannot replace '" + path + "': Is a directory");
+               "torchamp::save_python_state: '" + path + "' is there and is no file.");
   std::filesystem::remove_all(path);
   EXPECT_ERROR(save_python_state(kState, path + "/x"),
                "torchamp::save_python_state: cannot create '" + path + "/x.partial-");

@@ -2,14 +2,18 @@
 // Files of a TrainingCheckpoint: those of earlier versions, and damaged ones.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <torch/nn/modules/linear.h>
 
 #include <algorithm>
+#include <atomic>
 #include <fstream>
 #include <functional>
 #include <iterator>
 #include <random>
 #include <set>
+#include <thread>
+#include <vector>
 
 #include "support/damaged.h"
 #include "support/expect_error.h"
@@ -245,6 +249,59 @@ TEST(TrainingCheckpointFiles, NamesTheFileWhateverIsWrongWithIt) {
     write(path, bytes);
     EXPECT_ERROR(checkpoint.load(), start + "is damaged");
   }
+}
+
+TEST(TrainingCheckpointFiles, RefusesAPathThatIsNoFileWithoutAWait) {
+  const TemporaryFolder folder;
+  const fs::path pipe = folder / "pipe", one = folder / "one", other = folder / "other";
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+  fs::create_symlink(other, one);
+  fs::create_symlink(one, other);
+  int step = 1;
+  TrainingCheckpoint piped(pipe), circular(one);
+  piped.add("step", step);
+  circular.add("step", step);
+  EXPECT_ERROR(piped.load(), "it is no file.");
+  EXPECT_ERROR(piped.save(),
+               "TrainingCheckpoint::save: '" + pipe.string() + "' is there and is no");
+  EXPECT_TRUE(fs::is_fifo(pipe));
+  EXPECT_ERROR(circular.load(), "TrainingCheckpoint: whether '" + one.string() + "' exists cannot");
+  EXPECT_ERROR(circular.save(), "TrainingCheckpoint::save: cannot replace '" + one.string());
+  EXPECT_TRUE(fs::is_symlink(one));
+}
+
+TEST(TrainingCheckpointFiles, RemovesWhatAKilledWriterLeftAndNothingOfTheUsers) {
+  const TemporaryFolder folder;
+  for (const char* const name :
+       {"run.pt.partial-12", "run.pt.partial-", "run.pt.partial-1-of-2", "run.pt.partial-notes"}) {
+    write(folder / name, "x");
+  }
+  int step = 1;
+  TrainingCheckpoint(folder / "run.pt").add("step", step).save();
+  EXPECT_FALSE(fs::exists(folder / "run.pt.partial-12"));
+  EXPECT_EQ(folder.files(), 4);
+}
+
+TEST(TrainingCheckpointFiles, IsWrittenBySeveralThreadsAtOnce) {
+  const TemporaryFolder folder;
+  std::atomic<int> errors = 0;
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < 4; ++thread) {
+    threads.emplace_back([&] {
+      for (int i = 0; i < 100; ++i) {
+        try {
+          torchamp::detail::AtomicFile file(folder / "run.pt", "test");
+          file.write("x", 1);
+          file.commit();
+        } catch (const c10::Error&) {
+          ++errors;
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(errors, 0);
+  EXPECT_EQ(folder.files(), 1);
 }
 
 TEST(TrainingCheckpointFiles, IsAZipFileThatLibTorchReads) {

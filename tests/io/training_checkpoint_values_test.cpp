@@ -2,6 +2,7 @@
 // What a TrainingCheckpoint fills, in place and without narrowing, and what it refuses to name.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
+#include <torch/nn/module.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adagrad.h>
@@ -278,6 +279,61 @@ struct Broken {
   void load(torch::serialize::InputArchive&) { throw std::out_of_range("no such thing"); }
   bool saves_fail = false;
 };
+
+TEST(TrainingCheckpointValues, RefusesOptimizerStateOfAnotherShape) {
+  const TemporaryFolder folder;
+  torch::nn::Linear small(3, 2), large(7, 2);
+  torch::optim::SGD saved(small->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  torch::optim::SGD optimizer(large->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  small(at::ones({1, 3})).sum().backward();
+  saved.step();
+  TrainingCheckpoint(folder / "run.pt").add("optimizer", saved).save();
+  TrainingCheckpoint checkpoint(folder / "run.pt");
+  checkpoint.add("optimizer", optimizer);
+  EXPECT_ERROR(checkpoint.load(), "state of shape [2, 3] for parameter 0, which is [2, 7]");
+  EXPECT_TRUE(optimizer.state().empty());
+}
+
+TEST(TrainingCheckpointValues, BringsTheOthersBackWhereOneThrowsWhatIsNoException) {
+  struct Thrower {
+    void save(torch::serialize::OutputArchive&) const {}
+    void load(torch::serialize::InputArchive&) { throw 5; }
+  };
+  const TemporaryFolder folder;
+  int step = 1;
+  Thrower thrower;
+  TrainingCheckpoint checkpoint(folder / "run.pt");
+  checkpoint.add("step", step).add("thrower", thrower).save();
+  step = 2;
+  EXPECT_THROW(checkpoint.load(), int);
+  EXPECT_EQ(step, 2);
+}
+
+TEST(TrainingCheckpointValues, FillsABufferOfWhichManyElementsAreOne) {
+  struct Expanded : torch::nn::Module {
+    explicit Expanded(double value) {
+      buffer = register_buffer("buffer", at::full({1}, value).expand({4}));
+    }
+    Tensor buffer;
+  };
+  const TemporaryFolder folder;
+  Expanded saved(1.), module(2.);
+  TrainingCheckpoint(folder / "run.pt").add("module", saved).save();
+  EXPECT_TRUE(TrainingCheckpoint(folder / "run.pt").add("module", module).load());
+  EXPECT_TRUE(at::equal(module.buffer, at::ones({4})));
+}
+
+TEST(TrainingCheckpointValues, HoldsLongDoublesBeyondAllDoubles) {
+  const TemporaryFolder folder;
+  using Limits = std::numeric_limits<long double>;
+  for (const long double number : {Limits::max(), -Limits::max(), Limits::min(),
+                                   Limits::denorm_min(), 1e-310L * (1.L + Limits::epsilon())}) {
+    long double from = number, to = 0;
+    TrainingCheckpoint(folder / "run.pt").add("number", from).save();
+    EXPECT_TRUE(TrainingCheckpoint(folder / "run.pt").add("number", to).load());
+    EXPECT_EQ(to, number);
+  }
+}
 
 TEST(TrainingCheckpointValues, NamesTheObjectWhateverItThrows) {
   const TemporaryFolder folder;

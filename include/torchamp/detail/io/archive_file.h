@@ -32,7 +32,8 @@ class FileReader final : public caffe2::serialize::ReadAdapterInterface {
  public:
   /// Throws where there is no such file.
   explicit FileReader(const std::filesystem::path& path)
-      : file_(::open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
+      : file_(
+            ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)) {  // a pipe may have no writer
     struct stat status {};
     TORCH_CHECK(file_.is_open() && ::fstat(file_.number(), &status) == 0,
                 "it cannot be opened: ", std::strerror(errno), '.');

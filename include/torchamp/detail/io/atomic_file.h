@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -52,18 +53,23 @@ class AtomicFile {
   /// `call` is the public function that errors name.
   AtomicFile(std::filesystem::path path, const char* call) : path_(std::move(path)), call_(call) {
     std::error_code no_link;
-    for (int links = 0; links < 40 && std::filesystem::is_symlink(path_, no_link); ++links) {
+    for (int links = 0; std::filesystem::is_symlink(path_, no_link); ++links) {
+      errno = ELOOP;
+      if (links == 40) fail("replace", path_);
       path_ = path_.parent_path() / std::filesystem::read_symlink(path_);
     }
+    struct stat status {};
+    TORCH_CHECK(::stat(path_.c_str(), &status) != 0 || S_ISREG(status.st_mode), call_, ": '",
+                path_.string(), "' is there and is no file. Give another path.");
     std::random_device random;
     for (int attempt = 0; attempt < 100 && !file_.is_open(); ++attempt) {
       partial_ = path_;
       partial_ += marker + std::to_string(random());
       file_ = Descriptor(::open(partial_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
       if (!file_.is_open() && errno != EEXIST) break;
+      if (file_.is_open() && is_taken_for_left_over()) file_ = Descriptor();
     }
     if (!file_.is_open()) fail("create", partial_);
-    (void)::flock(file_.number(), LOCK_EX | LOCK_NB);
   }
 
   AtomicFile(const AtomicFile&) = delete;
@@ -106,6 +112,14 @@ class AtomicFile {
  private:
   static constexpr const char* marker = ".partial-";
 
+  /// Locks the file. True if another writer, which looked before it was locked, is about to remove
+  /// it or has done so.
+  bool is_taken_for_left_over() const {
+    struct stat status {};
+    if (::flock(file_.number(), LOCK_EX | LOCK_NB) != 0) return errno == EWOULDBLOCK;
+    return ::fstat(file_.number(), &status) == 0 && status.st_nlink == 0;
+  }
+
   std::filesystem::path folder() const {
     const std::filesystem::path parent = path_.parent_path();
     return parent.empty() ? std::filesystem::path(".") : parent;
@@ -116,7 +130,9 @@ class AtomicFile {
     const std::string prefix = path_.filename().string() + marker;
     std::error_code error;
     for (const auto& entry : std::filesystem::directory_iterator(folder(), error)) {
-      if (!entry.path().filename().string().starts_with(prefix)) continue;
+      const std::string name = entry.path().filename().string();
+      if (!name.starts_with(prefix) || name.size() == prefix.size()) continue;
+      if (name.find_first_not_of("0123456789", prefix.size()) != std::string::npos) continue;
       const Descriptor file(::open(entry.path().c_str(), O_RDWR | O_CLOEXEC));
       if (file.is_open() && ::flock(file.number(), LOCK_EX | LOCK_NB) == 0) {
         ::unlink(entry.path().c_str());

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
@@ -8,6 +9,7 @@
 #include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 
+#include <array>
 #include <charconv>
 #include <cmath>
 #include <concepts>
@@ -26,7 +28,8 @@ namespace torchamp::detail {
 // Note [Values in a file]
 // An archive holds 64-bit integers, doubles, bools, strings, tensors, lists, and none. An unsigned
 // integer above all 64-bit ones is its decimal text (files of version 1 have the same 64 bits as a
-// negative number), a long double a list of doubles whose sum it is, an undefined tensor none.
+// negative number), a long double a list of doubles whose sum it is, or where there are none its
+// hexadecimal text, an undefined tensor none.
 
 /// An integer, whatever its type is for.
 template <class T>
@@ -43,13 +46,22 @@ c10::IValue to_ivalue(const T& value) {
     }
     return c10::IValue(static_cast<int64_t>(value));
   } else if constexpr (std::is_same_v<T, long double>) {
+    // A number to which no doubles add up is its text.
+    const auto is_sum = [&](const c10::List<double>& doubles) {
+      long double sum = 0;
+      for (const double part : doubles) sum += static_cast<long double>(part);
+      return sum == value || std::isnan(value);
+    };
     c10::List<double> parts;
     long double rest = value;
     do {
       parts.push_back(static_cast<double>(rest));
       rest -= static_cast<long double>(parts.get(parts.size() - 1));
-    } while (std::isfinite(value) && rest != 0.L && parts.size() < 4);
-    return c10::IValue(std::move(parts));
+    } while (std::isfinite(value) && std::isfinite(rest) && rest != 0.L && parts.size() < 4);
+    if (is_sum(parts)) return c10::IValue(std::move(parts));
+    std::array<char, 64> text{};
+    (void)std::to_chars(text.data(), text.data() + text.size() - 1, value, std::chars_format::hex);
+    return c10::IValue(std::string(text.data()));
   } else if constexpr (std::is_floating_point_v<T>) {
     return c10::IValue(static_cast<double>(value));
   } else {
@@ -92,6 +104,11 @@ T floating_point_of(const c10::IValue& value) {
   long double number = 0;
   if (value.isDoubleList()) {
     for (const double part : value.toDoubleVector()) number += static_cast<long double>(part);
+  } else if (value.isString()) {
+    const std::string& text = value.toStringRef();
+    const char* const end = text.data() + text.size();
+    const auto [stop, error] = std::from_chars(text.data(), end, number, std::chars_format::hex);
+    check_kind(error == std::errc() && stop == end, value, "a floating-point number");
   } else {
     check_kind(value.isDouble(), value, "a floating-point number");
     number = static_cast<long double>(value.toDouble());
@@ -156,7 +173,8 @@ class WeightsInPlace {
   explicit WeightsInPlace(const torch::nn::Module& module) {
     for (const auto& tensors : {module.parameters(), module.buffers()}) {
       for (const at::Tensor& tensor : tensors) {
-        if (tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage()) {
+        if (tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage() &&
+            at::has_internal_overlap(tensor) != at::MemOverlap::Yes) {
           weights_.push_back({tensor, tensor.detach()});
         }
       }

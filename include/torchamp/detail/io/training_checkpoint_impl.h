@@ -9,16 +9,23 @@
 #include <ATen/ops/full_like.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
 #include <torch/optim/lbfgs.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
 
+#include <cstddef>
 #include <cstring>
 #include <exception>
+#include <filesystem>
 #include <map>
 #include <memory>
 #include <optional>
 #include <random>
 #include <sstream>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -116,6 +123,42 @@ inline void save_optimizer(torch::optim::Optimizer& optimizer,
   optimizer.save(archive);
 }
 
+/// The tensors of LibTorch's own kinds of state that have the shape of their parameter.
+inline std::vector<at::Tensor> shaped_state(const torch::optim::OptimizerParamState& state) {
+  using namespace torch::optim;
+  const auto* const base = &state;
+  if (auto* const sgd = dynamic_cast<const SGDParamState*>(base)) return {sgd->momentum_buffer()};
+  if (auto* const adam = dynamic_cast<const AdamParamState*>(base)) {
+    return {adam->exp_avg(), adam->exp_avg_sq(), adam->max_exp_avg_sq()};
+  }
+  if (auto* const adamw = dynamic_cast<const AdamWParamState*>(base)) {
+    return {adamw->exp_avg(), adamw->exp_avg_sq(), adamw->max_exp_avg_sq()};
+  }
+  if (auto* const rms = dynamic_cast<const RMSpropParamState*>(base)) {
+    return {rms->square_avg(), rms->momentum_buffer(), rms->grad_avg()};
+  }
+  if (auto* const adagrad = dynamic_cast<const AdagradParamState*>(base)) return {adagrad->sum()};
+  return {};
+}
+
+/// LibTorch takes over state of any shape, with which the next step fails.
+inline void check_state_fits(const torch::optim::Optimizer& optimizer) {
+  std::size_t place = 0;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
+      if (found != optimizer.state().end() && found->second) {
+        for (const at::Tensor& tensor : shaped_state(*found->second)) {
+          TORCH_CHECK(!tensor.defined() || tensor.sizes() == parameter.sizes(),
+                      "it holds state of shape ", tensor.sizes(), " for parameter ", place,
+                      ", which is ", parameter.sizes(), " in the program");
+        }
+      }
+      ++place;
+    }
+  }
+}
+
 inline void load_optimizer(torch::optim::Optimizer& optimizer,
                            torch::serialize::InputArchive& archive) {
   optimizer.state().clear();  // of parameters that had none in the file
@@ -125,6 +168,7 @@ inline void load_optimizer(torch::optim::Optimizer& optimizer,
     TORCH_CHECK(false, "it is not of this kind of optimizer with these parameters (",
                 error.what_without_backtrace(), ")");
   }
+  check_state_fits(optimizer);
   if (!dynamic_cast<torch::optim::Adagrad*>(&optimizer)) return;
   // It makes its states when it is made, and steps without a look.
   for (const auto& group : optimizer.param_groups()) {
@@ -253,6 +297,14 @@ inline void TrainingCheckpoint::save(const std::vector<at::Tensor>& local_parts)
   file_id_ = id;
 }
 
+inline bool TrainingCheckpoint::exists() const {
+  std::error_code error;
+  const std::filesystem::file_status status = std::filesystem::status(path_, error);
+  TORCH_CHECK(status.type() != std::filesystem::file_type::none, "TrainingCheckpoint: whether '",
+              path_.string(), "' exists cannot be told: ", error.message(), '.');
+  return std::filesystem::exists(status);
+}
+
 inline bool TrainingCheckpoint::load() {
   return load(0, 1);
 }
@@ -320,7 +372,7 @@ inline bool TrainingCheckpoint::load_parts(
     for (; !undo.empty(); undo.pop_back()) {
       try {
         undo.back()();
-      } catch (const std::exception&) {  // the others still go back; the first error counts
+      } catch (...) {  // the others still go back; the first error counts
       }
     }
     random_before.apply();
