@@ -131,7 +131,7 @@ TEST_P(NonFiniteOpOn, DoesNotBlameNewMemoryThatHoldsNaNs) {
 TEST_P(NonFiniteOpOn, DoesNotBlameAnOpForWhatItOverwrites) {
   const at::Tensor old = torch::full({4}, kInf, options()), ones = torch::ones({4}, options());
   torch::nn::Linear model(2, 2);
-  model->to(GetParam());
+  to_device(model, GetParam());
   torch::optim::SGD optimizer(model->parameters(), 0.1);
   for (at::Tensor& parameter : model->parameters()) {
     parameter.mutable_grad() = torch::full_like(parameter, kInf);

@@ -107,7 +107,7 @@ class NonFiniteSearch final : public Observer {
     int depth = 0;
     struct Node {
       std::string name;
-      std::pair<std::uint64_t, std::int64_t> sequence;  // the forward's thread, the number there
+      std::pair<uint64_t, int64_t> sequence;  // the forward's thread, the number there
     };
     std::vector<Node> nodes;
   };
@@ -271,7 +271,7 @@ class NonFiniteSearch final : public Observer {
   const NamedParameters named_;
   mutable std::mutex mutex_;  // autograd has a thread for each device
   std::map<std::thread::id, Thread> threads_;
-  std::map<std::pair<std::uint64_t, std::int64_t>, Op> by_sequence_;
+  std::map<std::pair<uint64_t, int64_t>, Op> by_sequence_;
   StorageMap<bool> remembered_;  // what is not finite by intention
   std::optional<NonFiniteOp> found_;
   int64_t ops_ = 0;
