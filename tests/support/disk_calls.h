@@ -10,6 +10,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -17,6 +18,7 @@
 struct DiskCalls {
   /// So far: "fsync of the file", "rename", "fsync of the folder".
   static inline std::vector<std::string> made;
+  static inline std::mutex mutex;  // writers may be in several threads
   /// The one that does nothing and fails.
   static inline std::string failing;
   /// Where the process is killed: "before fsync 2".
@@ -27,7 +29,10 @@ struct DiskCalls {
   static int make(const std::string& name, int number, const std::string& what, Call call) {
     const std::string point = " " + name + " " + std::to_string(number);
     if (killed_at == "before" + point) raise(SIGKILL);
-    made.push_back(what);
+    {
+      const std::scoped_lock lock(mutex);
+      made.push_back(what);
+    }
     if (failing == what) {
       errno = EIO;
       return -1;
