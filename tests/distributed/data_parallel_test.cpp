@@ -643,6 +643,14 @@ TEST(ProcessEnvironment, SaysWhatIsMissingOrWrong) {
   EXPECT_EQ(read_with({{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_PORT", "29500"}}), "");
 }
 
+TEST(Distributed, IgnoresASignalThatSendingToADeadProcessRaises) {
+  const auto before = std::signal(SIGPIPE, SIG_DFL);
+  (void)torchamp::make_process_group();
+  EXPECT_EQ(std::signal(SIGPIPE, [](int) {}), SIG_IGN);
+  (void)torchamp::make_process_group();
+  EXPECT_NE(std::signal(SIGPIPE, before), SIG_IGN);  // the program's own handler stays
+}
+
 TEST(Distributed, AveragesOverNccl) {
   SKIP_WITHOUT(at::kCUDA);
 #ifdef TORCHAMP_TEST_NCCL

@@ -16,12 +16,14 @@
 #include <ATen/Context.h>
 #include <arpa/inet.h>
 #include <c10/util/Exception.h>
+#include <signal.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <charconv>
 #include <chrono>
+#include <csignal>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -81,6 +83,10 @@ struct ProcessGroupOptions {
 /// 127.0.0.1 or localhost, all connections are made and accepted on 127.0.0.1 alone. Nothing is
 /// encrypted or authenticated: use networks that are closed to others.
 ///
+/// Sending to a process that has died raises SIGPIPE, which would end this one. Where the program
+/// has not set a handler of its own, the signal is ignored from then on, as Python does: the error
+/// of the call is what remains.
+///
 /// Errors: variables that are missing or make no sense, and processes that do not come in time.
 inline c10::intrusive_ptr<c10d::ProcessGroup> make_process_group(ProcessGroupOptions options = {});
 
@@ -107,6 +113,13 @@ inline bool has_agent_store() {
 
 inline bool is_loopback(const std::string& host) {
   return host == "localhost" || host.starts_with("127.");
+}
+
+/// Ignores SIGPIPE if nobody handles it.
+inline void ignore_broken_pipes() {
+  struct sigaction action {};
+  if (::sigaction(SIGPIPE, nullptr, &action) != 0 || (action.sa_flags & SA_SIGINFO) != 0) return;
+  if (action.sa_handler == SIG_DFL) std::signal(SIGPIPE, SIG_IGN);
 }
 
 /// A socket that accepts connections from this machine only.
@@ -188,6 +201,7 @@ inline ProcessEnvironment ProcessEnvironment::read() {
 inline c10::intrusive_ptr<c10d::ProcessGroup> make_process_group(ProcessGroupOptions options) {
   using c10d::ProcessGroup;
   const ProcessEnvironment& environment = options.environment;
+  detail::ignore_broken_pipes();
   const auto store = detail::make_store(environment, options.timeout);
   const auto gloo_options = c10d::ProcessGroupGloo::Options::create(options.timeout);
   gloo_options->devices.push_back(detail::gloo_device(environment.master_addr));
