@@ -67,7 +67,7 @@ class CastInputs {
     if (!tensor.defined()) return tensor;
     for (const at::DeviceType device : devices_) {
       if (!at::autocast::is_eligible(tensor, device) || tensor.scalar_type() == dtype_) continue;
-      const at::Tensor made = cast(tensor, device);
+      at::Tensor made = cast(tensor, device);
       made_.emplace_back(made, version_of(made));
       return made;
     }

@@ -160,10 +160,10 @@ class CastArguments {
     } else if (value.isList()) {
       c10::impl::GenericList list = value.toList().copy();  // keeps the type of its elements
       for (std::size_t i = 0; i < list.size(); ++i) {
-        const c10::IValue element = list.get(i);
+        const c10::IValue& element = list.get(i);
         if (element.isTensor()) list.set(i, cast(element.toTensor()));
       }
-      value = std::move(list);
+      value = list;
     }
   }
 

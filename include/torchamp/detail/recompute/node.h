@@ -155,7 +155,7 @@ inline std::vector<at::Tensor> RecomputeNode::run(TensorFunction function,
       if (!outputs[i].defined() || std::ranges::count(node.own_outputs_, i) != 0) continue;
       const bool is_only_handed_on = outputs[i].use_count() > 1;
       const auto came_before = [&](const at::Tensor& other) { return other.is_same(outputs[i]); };
-      if (is_only_handed_on ? std::any_of(outputs.begin(), outputs.begin() + i, came_before)
+      if (is_only_handed_on ? std::any_of(outputs.data(), &outputs[i], came_before)
                             : shares_memory(outputs[i])) {
         outputs[i] = outputs[i].clone();
       }
