@@ -81,9 +81,11 @@ struct CheckpointOptions {
 ///
 /// The function runs again under the forward's autocast state, policy, cache flag and random state,
 /// with an empty cache of cast weights both times, so that on a CPU the gradients are the plain
-/// ones bit for bit. Parameters and other tensors that it captures get their gradients too, whether
-/// or not an input needs one, and also from torch::autograd::grad and with create_graph.
-/// Checkpoints nest. With grad mode off the function is called, and that is all. Reads no device.
+/// ones bit for bit, but for the order in which the parts of a gradient are added up that a tensor
+/// gets from several nested calls. Parameters and other tensors that it captures get their
+/// gradients too, whether or not an input needs one, and also from torch::autograd::grad and with
+/// create_graph. Checkpoints nest. With grad mode off the function is called, and that is all.
+/// Reads no device.
 ///
 /// Inputs and outputs are tensors, other values, and vectors, arrays, tuples, pairs, maps and
 /// optionals of them. There may be several outputs, and what is not a tensor passes through. An
