@@ -6,6 +6,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <cstddef>
 #include <string>
 #include <string_view>
 
@@ -23,11 +24,14 @@ namespace TORCHAMP_NAMESPACE {
 ///     fp32: ops::norm, pow
 ///     lower_precision when bfloat16: softmax.int
 ///
-/// Errors: a rule with a predicate, which is code; an op of a library called "ops" that has the
-/// name of a family (its overloads can be written one by one).
+/// Errors: a rule with a predicate, which is code, unless later edits have removed it; an op of a
+/// library called "ops" that has the name of a family (its overloads can be written one by one).
 inline std::string to_text(const Policy& policy) {
   std::string text = "policy " + std::string(detail::to_string(policy.data()->base)) + '\n';
-  for (const detail::Edit& edit : policy.data()->edits) {
+  const auto& edits = policy.data()->edits;
+  for (std::size_t i = 0; i < edits.size(); ++i) {
+    const detail::Edit& edit = edits[i];
+    if (edit.when.predicate && !policy.data()->has_conditional(i)) continue;
     const std::string line = detail::to_string(edit);
     TORCH_CHECK(
         !edit.when.predicate, "torchamp::to_text: the rule '", line,
@@ -45,12 +49,12 @@ inline std::string to_text(const Policy& policy) {
 /// The policy that `text` describes: see to_text(). '#' starts a comment; empty lines are passed
 /// over. Errors name the line and what is wrong with it.
 inline Policy parse_policy(std::string_view text) {
-  return Policy(detail::PolicyParser().parse(text));
+  return Policy(detail::PolicyParser("torchamp::parse_policy").parse(text));
 }
 
-/// The policy in a file of such text.
+/// The policy in a file of such text. Errors name the file, too.
 inline Policy load_policy(const std::string& path) {
-  return Policy(detail::load_policy_data(path));
+  return Policy(detail::load_policy_data("torchamp::load_policy", path));
 }
 
 }  // namespace TORCHAMP_NAMESPACE

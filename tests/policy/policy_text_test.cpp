@@ -161,6 +161,38 @@ TEST(PolicyText, APredicateHasNoText) {
                "torchamp::to_text: the rule 'fp32: pow' depends on a predicate");
 }
 
+TEST(PolicyText, APredicateThatALaterEditHasRemovedDoesNotMatter) {
+  const torchamp::When sometimes{.predicate = [](const torchamp::OpCall&) { return true; }};
+  Policy policy = Policy::standard().fp32({"pow"}, sometimes).unchanged({"relu"}).native({"pow"});
+  EXPECT_EQ(torchamp::to_text(policy), "policy standard\nunchanged: relu\nnative: pow\n");
+  // Where one overload keeps it, it does.
+  policy.fp32({"pow"}, sometimes).native({"pow.Scalar"});
+  EXPECT_ERROR((void)torchamp::to_text(policy),
+               "torchamp::to_text: the rule 'fp32: pow' depends on a predicate");
+}
+
+TEST(PolicyText, ReadsALongTextInATimeThatGrowsWithItsLength) {
+  std::string text = "policy torch\n";
+  constexpr std::size_t lines = 50'000;  // a minute where each line copies what came before
+  for (std::size_t i = 0; i < lines; ++i) text += "fp32: mm\n";
+  const auto start = std::chrono::steady_clock::now();
+  EXPECT_EQ(torchamp::parse_policy(text).data()->edits.size(), lines);
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
+}
+
+TEST(PolicyText, ErrorsOfAFileNameItAndTheLine) {
+  const std::string path = ::testing::TempDir() + "torchamp_bad_policy.txt";
+  const auto expect = [&](const std::string& text, const std::string& error) {
+    std::ofstream(path) << text;
+    EXPECT_ERROR((void)torchamp::load_policy(path),
+                 "torchamp::load_policy: '" + path + "': " + error);
+  };
+  expect("policy standard\nfp32: sofmax\n", "line 2: Policy::fp32: LibTorch knows no op 'sofmax'");
+  expect("policy fast\n", "line 1: 'policy fast' stands where");
+  expect("", "the text is empty");
+  std::remove(path.c_str());
+}
+
 TEST(PolicyText, LoadsFromAFile) {
   const std::string path = ::testing::TempDir() + "torchamp_policy.txt";
   std::ofstream(path) << "policy standard\nfp32: relu\n";

@@ -59,6 +59,15 @@ TEST_F(Environment, AFileReplacesThePolicyOfEveryGuard) {
   expect("file:" + path, "torchamp::load_policy: cannot read '.*torchamp_environment_policy.txt'");
 }
 
+TEST_F(Environment, AnErrorInTheFileNamesTheVariableTheFileAndTheLine) {
+  const std::string path = ::testing::TempDir() + "torchamp_environment_bad_policy.txt";
+  std::ofstream(path) << "policy torch\nfp32: rleu\n";
+  expect("file:" + path,
+         "TORCHAMP_POLICY: torchamp::load_policy: '.*torchamp_environment_bad_policy.txt': line 2: "
+         "Policy::fp32: LibTorch knows no op 'rleu'");
+  std::remove(path.c_str());
+}
+
 TEST_F(Environment, ABadValueIsAnErrorAtTheGuard) {
   expect("fast", "TORCHAMP_POLICY is 'fast'. Set it to off, standard, torch or file:PATH");
 }

@@ -27,7 +27,8 @@ inline EnvironmentOverride read_environment(const char* value) {
   if (text == "torch") return {.off = false, .policy = unedited(BaseTable::torch)};
   TORCH_CHECK(text.starts_with("file:"), "TORCHAMP_POLICY is '", text,
               "'. Set it to off, standard, torch or file:PATH, or unset it.");
-  return {.off = false, .policy = load_policy_data(text.substr(5))};
+  return {.off = false,
+          .policy = load_policy_data("TORCHAMP_POLICY: torchamp::load_policy", text.substr(5))};
 }
 
 /// Read once, at the first guard. A bad value is an error at every guard.

@@ -100,6 +100,13 @@ class PolicyData {
     return found == rules.end() ? nullptr : &found->second;
   }
 
+  /// Whether edit `index`, one with a condition, still lies on some overload.
+  bool has_conditional(std::size_t index) const {
+    return std::ranges::any_of(rules, [&](const auto& rule) {
+      return std::ranges::find(rule.second.conditional, index) != rule.second.conditional.end();
+    });
+  }
+
   BaseTable base;
   std::vector<Edit> edits;
   RuleMap rules;  // what the edits made of each overload that they reached

@@ -41,9 +41,8 @@ inline std::vector<c10::OperatorHandle> overloads_to_edit(const std::string& cal
   return castable;
 }
 
-/// A policy with one more edit: see Policy::set.
-inline std::shared_ptr<const PolicyData> edited(const std::shared_ptr<const PolicyData>& policy,
-                                                Cast rule, const OpNames& ops, const When& when) {
+/// Adds an edit: see Policy::set. Where it throws, `policy` is as it was.
+inline void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, const When& when) {
   const CastRow* const row = row_of(rule);
   TORCH_CHECK(row != nullptr, "Policy::set: ", static_cast<int>(rule), " is not a rule of Cast.");
   const std::string call = "Policy::" + std::string(row->name);
@@ -53,22 +52,32 @@ inline std::shared_ptr<const PolicyData> edited(const std::shared_ptr<const Poli
               call, ": When::dtype is ", *when.dtype,
               ", but no region has that dtype. Give torch::kHalf, torch::kBFloat16 or, for regions "
               "of CUDA, torch::kFloat.");
-  if (ops.begin() == ops.end()) return policy;
-  auto edited = std::make_shared<PolicyData>(*policy);
+  std::vector<std::string> reached;
   for (const std::string& name : ops) {
     for (const auto& op : overloads_to_edit(call, *row, name, is_family)) {
-      OverloadRules& rules = edited->rules[c10::toString(op.operator_name())];
-      if (when.always()) {
-        rules = {rule, {}};
-      } else {
-        rules.conditional.push_back(edited->edits.size());
-      }
+      reached.push_back(c10::toString(op.operator_name()));
+    }
+  }
+  if (ops.begin() == ops.end()) return;
+  for (const std::string& op : reached) {
+    OverloadRules& rules = policy.rules[op];
+    if (when.always()) {
+      rules = {rule, {}};
+    } else {
+      rules.conditional.push_back(policy.edits.size());
     }
   }
   Edit edit{rule, {}, std::string(ops.family()), when};
   if (!is_family) edit.names.assign(ops.begin(), ops.end());
-  edited->edits.push_back(std::move(edit));
-  return edited;
+  policy.edits.push_back(std::move(edit));
+}
+
+/// A policy with one more edit: see Policy::set.
+inline std::shared_ptr<const PolicyData> edited(const std::shared_ptr<const PolicyData>& policy,
+                                                Cast rule, const OpNames& ops, const When& when) {
+  auto copy = std::make_shared<PolicyData>(*policy);
+  add_edit(*copy, rule, ops, when);
+  return copy->edits.size() == policy->edits.size() ? policy : copy;
 }
 
 }  // namespace torchamp::detail

@@ -5,11 +5,13 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstdio>
 #include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "torchamp/detail/policy/catalog.h"
@@ -52,9 +54,11 @@ inline std::vector<std::string> split(std::string_view text, std::string_view se
   return pieces;
 }
 
-/// Reads a policy's text line by line; every error names the line.
+/// Reads a policy's text line by line; every error begins with `where` and names the line.
 class PolicyParser {
  public:
+  explicit PolicyParser(std::string where) : where_(std::move(where)) {}
+
   std::shared_ptr<const PolicyData> parse(std::string_view text) {
     if (text.starts_with("\xEF\xBB\xBF")) text.remove_prefix(3);  // UTF-8's byte-order mark
     for (number_ = 1; !text.empty(); ++number_) {
@@ -63,8 +67,9 @@ class PolicyParser {
       const std::string_view content = strip(line.substr(0, line.find('#')));
       if (!content.empty()) read(content);
     }
-    TORCH_CHECK(policy_, call,
+    TORCH_CHECK(policy_, where_,
                 ": the text is empty. It starts with 'policy standard' or 'policy torch'.");
+    if (policy_->edits.empty()) return unedited(policy_->base);
     return policy_;
   }
 
@@ -98,7 +103,8 @@ class PolicyParser {
     check(words.size() == 2 && words[0] == "policy" &&
               (words[1] == "standard" || words[1] == "torch"),
           "'", shorten(line), "' stands where 'policy standard' or 'policy torch' must");
-    policy_ = unedited(words[1] == "standard" ? BaseTable::standard : BaseTable::torch);
+    policy_ = std::make_shared<PolicyData>(words[1] == "standard" ? BaseTable::standard
+                                                                  : BaseTable::torch);
   }
 
   void edit(const std::string& rule, const OpNames& ops, const When& when) {
@@ -111,7 +117,7 @@ class PolicyParser {
       check(false, "there is no rule '", shorten(rule), "'; the rules are ", known);
     }
     try {
-      policy_ = edited(policy_, row->cast, ops, when);
+      add_edit(*policy_, row->cast, ops, when);
     } catch (const c10::Error& error) {
       check(false, error.what_without_backtrace());
     }
@@ -137,24 +143,25 @@ class PolicyParser {
 
   template <class... Pieces>
   void check(bool holds, const Pieces&... pieces) const {
-    TORCH_CHECK(holds, call, ": line ", number_, ": ", pieces...);
+    TORCH_CHECK(holds, where_, ": line ", number_, ": ", pieces...);
   }
 
-  static constexpr std::string_view call = "torchamp::parse_policy";
-  int number_ = 1;
-  std::shared_ptr<const PolicyData> policy_;  // null before the line of its base
+  std::string where_;
+  int64_t number_ = 1;
+  std::shared_ptr<PolicyData> policy_;  // null before the line of its base; edited in place
 };
 
-/// The policy in a file of such text.
-inline std::shared_ptr<const PolicyData> load_policy_data(const std::string& path) {
+/// The policy in a file of such text. `call` begins the error texts.
+inline std::shared_ptr<const PolicyData> load_policy_data(const std::string& call,
+                                                          const std::string& path) {
   std::FILE* const file = std::fopen(path.c_str(), "rb");
-  TORCH_CHECK(file, "torchamp::load_policy: cannot read '", path, "'.");
+  TORCH_CHECK(file, call, ": cannot read '", path, "'.");
   std::string text;
   for (int c = std::fgetc(file); c != EOF; c = std::fgetc(file)) text += static_cast<char>(c);
   const bool failed = std::ferror(file) != 0;
   (void)std::fclose(file);
-  TORCH_CHECK(!failed, "torchamp::load_policy: cannot read '", path, "'.");
-  return PolicyParser().parse(text);
+  TORCH_CHECK(!failed, call, ": cannot read '", path, "'.");
+  return PolicyParser(call + ": '" + path + "'").parse(text);
 }
 
 }  // namespace torchamp::detail
