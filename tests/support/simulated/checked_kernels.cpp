@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
+#include <torch/version.h>
+
 #include <array>
 #include <initializer_list>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "support/simulated/kernel.h"
 #include "support/simulated/register.h"
@@ -96,6 +100,29 @@ void update_scale(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 constexpr std::array<const char*, 6> lists{"self",        "grads",           "exp_avgs",
                                            "exp_avg_sqs", "max_exp_avg_sqs", "state_sums"};
 
+/// 2.11's CPU kernel of SGD stores 16-bit parameters only in part; CUDA's has no such fault.
+bool is_lost_on_the_cpu(const std::string& op, const Tensor& param) {
+  return TORCH_VERSION_MINOR < 15 && op.find("sgd") != std::string::npos &&
+         (param.scalar_type() == at::kHalf || param.scalar_type() == at::kBFloat16);
+}
+
+/// Runs the CPU's kernel on fp32 copies of the lists and copies back what it wrote.
+void run_in_fp32(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  std::vector<std::pair<Tensor, Tensor>> copies;
+  const std::size_t count = op.schema().arguments().size();
+  for (std::size_t i = stack->size() - count; i < stack->size(); ++i) {
+    if (!(*stack)[i].isTensorList()) continue;
+    Tensors wide;
+    for (const Tensor& t : (*stack)[i].toTensorVector()) {
+      wide.push_back(t.to(at::kFloat));
+      copies.emplace_back(t, wide.back());
+    }
+    (*stack)[i] = wide;
+  }
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  for (const auto& [narrow, wide] : copies) narrow.copy_(wide);
+}
+
 void fused(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const std::string whole = op.schema().name().substr(6);
   const char* const name = whole.c_str();
@@ -139,7 +166,11 @@ void fused(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (const Tensor scale = args.tensor("grad_scale"); scale.defined()) {
     check_fp32_scalar(name, "grad_scale", scale);
   }
-  run_kernel(op, stack);
+  if (is_lost_on_the_cpu(whole, params[0])) {
+    run_kernel(op, stack, [&](torch::jit::Stack* host) { run_in_fp32(op, host); });
+  } else {
+    run_kernel(op, stack);
+  }
 }
 
 }  // namespace
