@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "torchamp/detail/gradients/norm.h"
+#include "torchamp/detail/gradients/unscale.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/optim.h"

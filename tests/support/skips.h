@@ -10,7 +10,3 @@
 
 #define SKIP_WITHOUT_FUSED_RNN_CELLS(device) \
   if ((device) == at::kPrivateUse1) GTEST_SKIP() << "the simulated device has no fused RNN cells"
-
-/// For what fails on any accelerator until it is mended in torchamp, and why.
-#define SKIP_UNTIL_MENDED(device, why) \
-  if ((device) == at::kPrivateUse1) GTEST_SKIP() << "to be mended: " << (why)

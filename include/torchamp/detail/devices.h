@@ -35,18 +35,13 @@ struct DeviceFacts {
   OpLists lists = OpLists::cuda;
   bool fp32_regions = false;   ///< whether autocast to fp32 is allowed, as in torch.autocast
   Fp64 fp64 = Fp64::unknown;   ///< whether it computes in fp64
-  bool unscales = false;       ///< whether ATen's kernel that unscales takes fp32 and fp16,
-  bool unscales_bf16 = false;  ///< and bf16
+  bool unscales_bf16 = false;  ///< whether ATen's kernel that unscales takes bf16
 };
 
 /// A row for each type of device, which may be left out where the defaults hold.
 inline constexpr DeviceFacts device_facts[] = {
-    {.type = at::kCPU,
-     .lists = OpLists::cpu,
-     .fp64 = Fp64::yes,
-     .unscales = true,
-     .unscales_bf16 = true},
-    {.type = at::kCUDA, .fp32_regions = true, .fp64 = Fp64::yes, .unscales = true},
+    {.type = at::kCPU, .lists = OpLists::cpu, .fp64 = Fp64::yes, .unscales_bf16 = true},
+    {.type = at::kCUDA, .fp32_regions = true, .fp64 = Fp64::yes},
     {.type = at::kXPU, .fp64 = Fp64::no},  // some have it
     {.type = at::kMPS, .fp64 = Fp64::no},
     {.type = at::kHPU, .fp64 = Fp64::no},

@@ -93,8 +93,9 @@ c10::Device device_of_arguments(const c10::OperatorHandle& op, c10::ArrayRef<c10
   return *device;
 }
 
-/// How many kernels CUDA launches for a `_foreach_` op: one if the lists are alike, else one for
-/// each tensor. (It makes several of one for lists of hundreds, which is not counted here.)
+/// How many kernels CUDA launches for a `_foreach_` op: one if the lists are alike (a copy may
+/// cast), else one for each tensor. (It makes several of one for lists of hundreds, which is not
+/// counted here.)
 int64_t kernels_of(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> args) {
   if (op.schema().name().rfind("aten::_foreach_", 0) != 0) return 1;
   const std::vector<at::Tensor> first = args[0].toTensorVector();
@@ -102,8 +103,9 @@ int64_t kernels_of(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arg
   for (const c10::IValue& arg : args) {
     if (!arg.isTensorList()) continue;
     const std::vector<at::Tensor> list = arg.toTensorVector();
+    const at::Tensor& same = op.schema().name() == "aten::_foreach_copy_" ? list[0] : first[0];
     for (std::size_t i = 0; i < list.size() && i < first.size(); ++i) {
-      alike = alike && list[i].scalar_type() == first[0].scalar_type() &&
+      alike = alike && list[i].scalar_type() == same.scalar_type() &&
               list[i].strides() == first[i].strides() && list[i].is_non_overlapping_and_dense();
     }
   }

@@ -3,9 +3,7 @@
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
 #include <ATen/ops/_foreach_div.h>
-#include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/flatten_dense_tensors.h>
@@ -180,27 +178,6 @@ inline at::Tensor total_norm_divided(const std::vector<GradientBatch>& batches, 
     if (number.defined()) norm.div_(to_device_async(norm.device(), number));
   }
   return norm.to(norm_dtype(batches));
-}
-
-/// Whether ATen's kernel that unscales takes such a batch, and in its own precision.
-inline bool unscale_kernel_takes(const TensorKind& kind) {
-  const DeviceFacts device = facts_of(kind.device.type());
-  return device.unscales && (kind.dtype == at::kFloat || kind.dtype == at::kHalf ||
-                             (kind.dtype == at::kBFloat16 && device.unscales_bf16));
-}
-
-/// Multiplies all gradients in place by a 0-dim tensor: one kernel for each device and dtype.
-inline void multiply(const std::vector<GradientBatch>& batches, const at::Tensor& factor) {
-  for (const GradientBatch& batch : batches) {
-    const at::Tensor here = to_device_async(batch.device, factor);
-    if (unscale_kernel_takes(
-            batch)) {  // the quickest multiplication there is, with a factor in fp32
-      at::Tensor unused = at::zeros({}, at::TensorOptions(batch.device).dtype(at::kFloat));
-      at::_amp_foreach_non_finite_check_and_unscale_(batch.gradients, unused, here.to(at::kFloat));
-    } else {
-      at::_foreach_mul_(batch.gradients, here);
-    }
-  }
 }
 
 }  // namespace torchamp::detail

@@ -1,57 +1,187 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_foreach_norm.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/maximum.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/DispatchKeySet.h>
 #include <c10/util/FunctionRef.h>
 
+#include <array>
 #include <cstddef>
+#include <cstdint>
 #include <limits>
 #include <optional>
+#include <utility>
 #include <vector>
 
+#include "torchamp/detail/devices.h"
 #include "torchamp/detail/gradients/collect.h"
 #include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
 
-/// Multiplies every gradient in place by `factor(device)`, a 0-dim fp32 tensor there (a factor of
-/// exactly 1 changes nothing), and sets `found_inf`, 0-dim fp32, 0 or 1, to 1 if any was not finite
-/// before. One kernel for each device and dtype; never reads a device, though the flags of others
-/// are waited for where `found_inf` lies on the host.
-inline void multiply_and_check(const std::vector<GradientBatch>& batches,
-                               c10::function_ref<at::Tensor(at::Device)> factor,
-                               at::Tensor& found_inf) {
-  std::vector<at::Tensor> factors, flags;  // one for each device
-  for (const GradientBatch& batch : batches) {
-    std::size_t d = 0;
-    while (d < flags.size() && flags[d].device() != batch.device) ++d;
-    if (d == flags.size()) {
-      const bool at_home = batch.device == found_inf.device();
-      factors.push_back(factor(batch.device));
-      flags.push_back(at_home ? found_inf
-                              : at::zeros({}, found_inf.options().device(batch.device)));
-    }
-    at::_amp_foreach_non_finite_check_and_unscale_(batch.gradients, flags[d], factors[d]);
+// Note [The kernel that unscales]
+// ATen's _amp_foreach_non_finite_check_and_unscale_ multiplies all gradients of a dtype by an fp32
+// factor, whatever their precision, and finds what is not finite, in one pass. Not every device has
+// it, and CUDA's takes no bf16 (pytorch issue 127176), for which _foreach_mul_ is no way out: it
+// would round the factor to bf16, too, and launch a kernel for each gradient. So 16-bit gradients
+// that the kernel does not take go through fp32 copies, a part of them at a time.
+// Where nothing is to be multiplied, a GPU, which waits for memory, should only read: the
+// gradients' largest values tell. A CPU takes the kernel there, too, whose instructions are fewer.
+
+/// Whether ATen's kernel that unscales takes such gradients.
+inline bool unscale_kernel_takes(const GradientBatch& batch) {
+  static const c10::OperatorHandle kernel = c10::Dispatcher::singleton().findSchemaOrThrow(
+      "aten::_amp_foreach_non_finite_check_and_unscale_", "");
+  if (batch.gradients.empty()) return true;
+  const c10::DispatchKeySet keys = batch.gradients[0].key_set();
+  if (!kernel.hasKernelForDispatchKey(c10::highestPriorityBackendTypeId(keys))) return false;
+  return batch.dtype == at::kFloat || batch.dtype == at::kDouble || batch.dtype == at::kHalf ||
+         (batch.dtype == at::kBFloat16 && facts_of(batch.device.type()).unscales_bf16);
+}
+
+/// Calls `function` with fp32 copies of the gradients, of bounded size together, until it has had
+/// all, and copies back what it has made of them.
+template <class Function>
+void through_fp32(const GradientBatch& batch, const Function& function,
+                  int64_t elements_at_once = int64_t{1} << 24) {
+  const at::TensorList all = batch.gradients;
+  for (std::size_t begin = 0; begin < all.size();) {
+    GradientBatch wide{{batch.device, at::kFloat}};
+    int64_t elements = 0;
+    do {
+      const at::Tensor& gradient = all[begin + wide.gradients.size()];
+      wide.gradients.push_back(at::empty_like(gradient, gradient.options().dtype(at::kFloat)));
+      elements += gradient.numel();
+    } while (begin + wide.gradients.size() < all.size() &&
+             elements + all[begin + wide.gradients.size()].numel() <= elements_at_once);
+    const at::TensorList narrow = all.slice(begin, wide.gradients.size());
+    at::_foreach_copy_(wide.gradients, narrow);
+    function(wide);
+    at::_foreach_copy_(narrow, wide.gradients);
+    begin += wide.gradients.size();
   }
-  for (const at::Tensor& flag : flags) {
-    if (!flag.is_same(found_inf)) {
-      found_inf.add_(to_device_async(found_inf.device(), flag)).clamp_max_(1.);
+}
+
+/// The largest absolute value of each gradient that is not empty, with at least the precision of
+/// fp32; NaN where it has one.
+inline GradientBatch largest_values(const GradientBatch& batch) {
+  // One that has gaps in memory would have ATen take all of its list one by one.
+  std::array<std::vector<at::Tensor>, 2> lists;
+  for (const at::Tensor& gradient : batch.gradients) {
+    if (gradient.numel() == 0) continue;
+    lists[gradient.is_non_overlapping_and_dense() ? 0 : 1].push_back(gradient);
+  }
+  const at::ScalarType dtype = is_16_bit(batch.dtype) ? at::kFloat : batch.dtype;
+  GradientBatch result{{batch.device, dtype}};
+  for (const std::vector<at::Tensor>& list : lists) {
+    if (list.empty()) continue;
+    for (at::Tensor& largest :
+         at::_foreach_norm(list, std::numeric_limits<double>::infinity(), dtype)) {
+      result.gradients.push_back(std::move(largest));
+    }
+  }
+  return result;
+}
+
+/// Sets `flag`, 0-dim fp32 on their device, to 1 if any of the gradients is not finite. They are
+/// not changed, nor are their versions.
+inline void check(const GradientBatch& batch, at::Tensor& flag) {
+  const at::AutoDispatchBelowADInplaceOrView versions_stay;
+  const auto look_at = [&](const GradientBatch& values) {
+    at::_amp_foreach_non_finite_check_and_unscale_(values.gradients, flag,
+                                                   at::ones({}, flag.options()));
+  };
+  if (batch.device.is_cpu()) return look_at(batch);
+  const GradientBatch largest = largest_values(batch);
+  if (largest.gradients.empty()) return;
+  if (unscale_kernel_takes(largest)) return look_at(largest);
+  const at::Tensor finite = at::stack(largest.gradients).isfinite().all();
+  at::maximum_out(flag, flag, finite.logical_not().to(flag.scalar_type()));
+}
+
+/// Multiplies gradients in place by `factor`, 0-dim fp32 on their device (exactly 1 changes
+/// nothing), and sets `flag` as check() does for what they were before.
+inline void multiply_and_check(const GradientBatch& batch, const at::Tensor& factor,
+                               at::Tensor& flag) {
+  if (unscale_kernel_takes(batch)) {
+    at::_amp_foreach_non_finite_check_and_unscale_(batch.gradients, flag, factor);
+  } else if (is_16_bit(batch.dtype)) {
+    through_fp32(batch, [&](const GradientBatch& wide) { multiply_and_check(wide, factor, flag); });
+  } else {
+    check(batch, flag);
+    at::_foreach_mul_(batch.gradients, factor.to(batch.dtype));
+  }
+}
+
+/// Multiplies all gradients in place by a 0-dim tensor: a few kernels for each device and dtype.
+inline void multiply(const std::vector<GradientBatch>& batches, const at::Tensor& factor) {
+  for (const GradientBatch& batch : batches) {
+    const at::Tensor here = to_device_async(batch.device, factor);
+    if (batch.dtype == at::kFloat || is_16_bit(batch.dtype)) {
+      at::Tensor unused = at::zeros({}, at::TensorOptions(batch.device).dtype(at::kFloat));
+      multiply_and_check(batch, here.to(at::kFloat), unused);
+    } else {  // by a factor that may have fp64's precision
+      at::_foreach_mul_(batch.gradients, here);
     }
   }
 }
 
+/// Flags of several devices that become one.
+class DeviceFlags {
+ public:
+  explicit DeviceFlags(at::Tensor& home) : flags_{home} {}
+
+  at::Tensor& on(at::Device device) {
+    for (at::Tensor& flag : flags_) {
+      if (flag.device() == device) return flag;
+    }
+    return flags_.emplace_back(at::zeros({}, flags_[0].options().device(device)));
+  }
+
+  /// Sets the first to 1 if any is. Never reads a device, though the flags of others are waited for
+  /// where the first lies on the host.
+  void gather() {
+    for (std::size_t i = 1; i < flags_.size(); ++i) {
+      flags_[0].add_(to_device_async(flags_[0].device(), flags_[i])).clamp_max_(1.);
+    }
+  }
+
+ private:
+  std::vector<at::Tensor> flags_;
+};
+
+/// Multiplies every gradient in place by `factor(device)`, a 0-dim fp32 tensor there (a factor of
+/// exactly 1 changes nothing), and sets `found_inf`, 0-dim fp32, 0 or 1, to 1 if any was not finite
+/// before. A few kernels for each device and dtype; for reads see DeviceFlags.
+inline void multiply_and_check(const std::vector<GradientBatch>& batches,
+                               c10::function_ref<at::Tensor(at::Device)> factor,
+                               at::Tensor& found_inf) {
+  DeviceFlags flags(found_inf);
+  std::vector<at::Tensor> factors;  // one for each device
+  for (const GradientBatch& batch : batches) {
+    std::size_t d = 0;
+    while (d < factors.size() && factors[d].device() != batch.device) ++d;
+    if (d == factors.size()) factors.push_back(factor(batch.device));
+    multiply_and_check(batch, factors[d], flags.on(batch.device));
+  }
+  flags.gather();
+}
+
 /// The same without changing the gradients, nor their versions.
 inline void check(const std::vector<GradientBatch>& batches, at::Tensor& found_inf) {
-  const at::AutoDispatchBelowADInplaceOrView versions_stay;
-  multiply_and_check(
-      batches, [&](at::Device device) { return at::ones({}, found_inf.options().device(device)); },
-      found_inf);
+  DeviceFlags flags(found_inf);
+  for (const GradientBatch& batch : batches) check(batch, flags.on(batch.device));
+  flags.gather();
 }
 
 /// Sets `found_inf` to 1 if any gradient is not finite or would not be when divided by
@@ -59,19 +189,13 @@ inline void check(const std::vector<GradientBatch>& batches, at::Tensor& found_i
 inline void check_divided(const std::vector<GradientBatch>& batches, const at::Tensor& scale,
                           at::Tensor& found_inf) {
   for (const GradientBatch& batch : batches) {
-    std::vector<at::Tensor> gradients;
-    for (const at::Tensor& gradient : batch.gradients) {
-      if (gradient.numel() > 0) gradients.push_back(gradient);
-    }
-    if (gradients.empty()) continue;
-    const bool narrow = is_16_bit(batch.dtype);
-    const at::Tensor largest =
-        at::stack(
-            at::_foreach_norm(gradients, std::numeric_limits<double>::infinity(),
-                              narrow ? std::optional(at::kFloat) : std::optional<at::ScalarType>()))
-            .amax();
-    const at::Tensor bad =
-        largest.div(to_device_async(batch.device, scale)).isfinite().logical_not();
+    const std::vector<at::Tensor> largest = largest_values(batch).gradients;
+    if (largest.empty()) continue;
+    const at::Tensor bad = at::stack(largest)
+                               .amax()
+                               .div(to_device_async(batch.device, scale))
+                               .isfinite()
+                               .logical_not();
     found_inf.add_(to_device_async(found_inf.device(), bad));
   }
   found_inf.clamp_max_(1.);
