@@ -113,7 +113,8 @@ inline std::ostream& operator<<(std::ostream& out, const CastReport& report) {
 /// The thread that made a recorder must destroy it; another one warns and leaves the callback
 /// behind. Never reads a device.
 ///
-/// Error: more than 32 recorders, searches (first_non_finite_op) and captures (CudaGraph) at once.
+/// Errors: more than 32 recorders, searches (first_non_finite_op) and captures (CudaGraph) at once;
+/// a static object's destructor, where the thread has recorded before.
 class CastRecorder {
  public:
   /// Knows no modules: ops belong to user scopes alone.

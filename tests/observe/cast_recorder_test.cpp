@@ -482,6 +482,52 @@ TEST(RecorderErrors, RefusesMoreThan32AtOnce) {
   EXPECT_FALSE(at::hasCallbacks());
 }
 
+/// How many calls a recorder has counted.
+int64_t calls(const CastRecorder& recorder) {
+  int64_t sum = 0;
+  for (const auto& [dtype, count] : recorder.report().total().calls) sum += count;
+  return sum;
+}
+
+TEST(RecorderErrors, ARecorderDestroyedOnAnotherThreadFeedsNoLaterOne) {
+  const CollectedWarnings warnings;
+  const auto x = at::ones({2});
+  std::thread([&] {
+    std::optional<CastRecorder> first(std::in_place), later;
+    std::thread([&] { first.reset(); }).join();
+    std::thread elsewhere([&] {
+      later.emplace();
+      std::thread([&] { (void)x.relu(); }).join();
+      (void)x.relu();
+    });
+    elsewhere.join();
+    (void)x.relu();  // on the first one's thread
+    EXPECT_EQ(calls(*later), 1);
+    const CastRecorder own;  // with the callback that the first one has left behind, or without
+    (void)x.relu();
+    EXPECT_EQ(calls(own), 1);
+    EXPECT_EQ(calls(*later), 1);
+  }).join();
+}
+
+TEST(RecorderErrors, AStateFromUnderARecorderThatHasEndedFeedsNoLaterOne) {
+  const auto x = at::ones({2});
+  std::optional<CastRecorder> first(std::in_place);
+  const at::ThreadLocalState before;
+  first.reset();
+  const CastRecorder later;
+  {
+    const at::ThreadLocalStateGuard guard(before);
+    (void)x.relu();
+    const CastRecorder within;
+    (void)x.relu();
+    EXPECT_EQ(calls(within), 1);
+  }
+  EXPECT_EQ(calls(later), 0);
+  (void)x.relu();
+  EXPECT_EQ(calls(later), 1);
+}
+
 TEST(RecorderErrors, WarnsOfDestructionOnAnotherThread) {
   const CollectedWarnings warnings;
   std::optional<CastRecorder> recorder;

@@ -13,9 +13,11 @@
 #include <functional>
 #include <iostream>
 #include <memory>
+#include <optional>
 #include <sstream>
 #include <string>
 
+#include "torchamp/cast_recorder.h"
 #include "torchamp/master_weights.h"
 #include "torchamp/policy_text.h"
 #include "torchamp/torchamp.h"
@@ -129,6 +131,35 @@ TEST_F(StaticDestruction, CanTrain) {
                 TORCH_CHECK(scaler.get_scale() == 8.);
               }),
               ::testing::ExitedWithCode(0), "at the end: done");
+}
+
+void record_casts() {
+  const torchamp::CastRecorder recorder;
+  const AutocastGuard guard(at::kCPU);
+  expect_dtype(at::ones({2, 2}).mm(at::ones({2, 2})), at::kBFloat16);
+  TORCH_CHECK(recorder.report().total().casts == 2, "casts: ", recorder.report());
+}
+
+TEST_F(StaticDestruction, CannotRecordCastsAgainAndSaysSo) {
+  EXPECT_EXIT(run_twice(&record_casts), ::testing::ExitedWithCode(1),
+              "at the end: CastRecorder: cannot record in the destructor of a static object");
+}
+
+TEST_F(StaticDestruction, EndsACastRecorderThatIsStaticItself) {
+  EXPECT_EXIT(
+      {
+        static std::optional<torchamp::CastRecorder> recorder;
+        recorder.emplace();
+        record_casts();
+        std::exit(0);
+      },
+      ::testing::ExitedWithCode(0), "");
+  EXPECT_EXIT(
+      {
+        auto* const kept = new std::optional<torchamp::CastRecorder>;
+        run_twice([kept] { *kept ? kept->reset() : void(kept->emplace()); });
+      },
+      ::testing::ExitedWithCode(0), "at the end: done");
 }
 
 TEST_F(StaticDestruction, CanMakeMasterWeights) {

@@ -20,9 +20,15 @@ namespace torchamp::detail {
 
 // Note [Slots of observers]
 // LibTorch calls a plain function for each op, without a pointer to who is interested. So there is
-// a function per slot of a small table, and the table leads to the observer. A thread that took
-// over another's state may call the function after the observation has ended: the slot is then
-// empty.
+// a function per slot of a small table, and the table leads to the observer. A thread may call the
+// function after the observation has ended, when the slot is empty or another's: it has taken over
+// an old state of the observed thread, or is that thread and another one has ended the observation.
+// So an observer is told only of what runs on threads that have its own callback, by LibTorch's
+// number of it.
+//
+// Note [Callbacks at a program's end]
+// LibTorch keeps a thread's callbacks in a thread_local object. Static objects are destroyed after
+// those of the main thread, and must not touch it: what it pointed to is freed.
 
 /// Is told of calls, from any thread.
 class Observer {
@@ -65,18 +71,29 @@ class ObserverTable {
   void remove(std::size_t slot) {
     const std::scoped_lock lock(mutex_);
     observers_[slot].reset();
+    callbacks_[slot] = at::INVALID_CALLBACK_HANDLE;
   }
 
-  static at::RecordFunctionCallback callback(std::size_t slot) {
-    constexpr auto begins = []<std::size_t... slots>(std::index_sequence<slots...>) {
-      return std::array{&begin_in<slots>...};
+  /// Has the observer in `slot` told of what the calling thread runs. Callbacks that ended
+  /// observations have left behind on it go.
+  at::CallbackHandle listen(std::size_t slot) {
+    const auto begins = functions();
+    const at::RecordFunctionCallbacks here = at::get_record_function_tls_().sorted_tls_callbacks_;
+    for (const at::RecordFunctionCallbacksEntry& entry : here) {
+      const auto own = std::ranges::find(begins, entry.callback_.start());
+      if (own != begins.end() &&
+          callback_in(static_cast<std::size_t>(own - begins.begin())) != entry.handle_) {
+        at::removeCallback(entry.handle_);
+      }
     }
-    (std::make_index_sequence<size>());
-    return at::RecordFunctionCallback(begins[slot], &end)
-        .needsInputs(true)
-        .needsOutputs(true)
-        .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION,
-                 at::RecordScope::USER_SCOPE});
+    const at::CallbackHandle callback = at::addThreadLocalCallback(
+        at::RecordFunctionCallback(begins[slot], &end)
+            .needsInputs(true)
+            .needsOutputs(true)
+            .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION,
+                     at::RecordScope::USER_SCOPE}));
+    const std::scoped_lock lock(mutex_);
+    return callbacks_[slot] = callback;
   }
 
  private:
@@ -85,11 +102,28 @@ class ObserverTable {
     return instance().begin(slot, call);
   }
 
+  static constexpr std::array<at::RecordFunctionCallback::StartCallback, size> functions() {
+    return []<std::size_t... slots>(std::index_sequence<slots...>) {
+      return std::array{&begin_in<slots>...};
+    }
+    (std::make_index_sequence<size>());
+  }
+
+  at::CallbackHandle callback_in(std::size_t slot) {
+    const std::scoped_lock lock(mutex_);
+    return callbacks_[slot];
+  }
+
+  static bool has_callback(at::CallbackHandle callback) {
+    const auto& here = at::get_record_function_tls_().sorted_tls_callbacks_;
+    return std::ranges::any_of(here, [&](const auto& entry) { return entry.handle_ == callback; });
+  }
+
   std::unique_ptr<at::ObserverContext> begin(std::size_t slot, const at::RecordFunction& call) {
     std::shared_ptr<Observer> observer;
     {
       const std::scoped_lock lock(mutex_);
-      observer = observers_[slot];
+      if (has_callback(callbacks_[slot])) observer = observers_[slot];
     }
     if (!observer) return nullptr;
     std::unique_ptr<Observer::Call> begun = observer->begin(call);
@@ -105,7 +139,22 @@ class ObserverTable {
 
   std::mutex mutex_;
   std::array<std::shared_ptr<Observer>, size> observers_;
+  std::array<at::CallbackHandle, size> callbacks_{};  // LibTorch's numbers, of the observers
 };
+
+/// Whether the calling thread still has a list of callbacks: see
+/// Note [Callbacks at a program's end]. Of a thread that has not asked before, not known: true.
+inline bool has_callbacks() {
+  static thread_local bool gone = false;
+  struct End {
+    ~End() { gone = true; }
+  };
+  if (gone) return false;
+  (void)at::get_record_function_tls_();  // makes the list, so that `end` is destroyed before it
+  static thread_local const End end;
+  (void)end;
+  return true;
+}
 
 /// While it lives, an observer is told of what the calling thread runs, and of what LibTorch runs
 /// for it on threads that take over its state. To be destroyed by the thread that made it: another
@@ -114,8 +163,8 @@ class Observation {
  public:
   Observation(const char* who, std::shared_ptr<Observer> observer)
       : who_(who),
-        slot_(ObserverTable::instance().add(who, std::move(observer))),
-        callback_(at::addThreadLocalCallback(ObserverTable::callback(slot_))) {}
+        slot_(add(who, std::move(observer))),
+        callback_(ObserverTable::instance().listen(slot_)) {}
   Observation(const Observation&) = delete;
   Observation& operator=(const Observation&) = delete;
 
@@ -127,10 +176,18 @@ class Observation {
                  "it without effect. Keep it in the scope that it observes.");
       return;
     }
-    at::removeCallback(callback_);
+    if (has_callbacks()) at::removeCallback(callback_);
   }
 
  private:
+  static std::size_t add(const char* who, std::shared_ptr<Observer> observer) {
+    TORCH_CHECK(
+        has_callbacks(), who,
+        ": cannot record in the destructor of a static object, when LibTorch's own state of "
+        "the thread is gone. Record before the program ends.");
+    return ObserverTable::instance().add(who, std::move(observer));
+  }
+
   const char* who_;
   std::size_t slot_;
   at::CallbackHandle callback_;
