@@ -101,8 +101,10 @@ struct GradScalerOptions {
   /// iteration, on every path, with the 0-dim fp32 tensor that is 1 if this process found an inf or
   /// a NaN and 0 otherwise, on the scale's device. It must leave there, in place or as another
   /// tensor, something non-zero if any process found one: a sum or a maximum over all of them. It
-  /// is called without gradients, too. (In a step with a closure, once for each evaluation: the
-  /// processes must evaluate equally often, as they do where their losses and gradients agree.)
+  /// is called without gradients, too. More often, on all processes alike: in a step with a
+  /// closure, once for each evaluation (the processes must evaluate equally often, as they do where
+  /// their losses and gradients agree); with `recheck`, by found_inf() before step() as well as by
+  /// step().
   std::function<void(at::Tensor& found_inf)> agree_found_inf = nullptr;
 
   /// True: step() looks at the gradients once more, as unscale_, clipping and the program have left

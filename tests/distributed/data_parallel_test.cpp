@@ -16,6 +16,7 @@ TEST(Distributed, TrainsOnSeveralProcesses) {
 #include <sys/resource.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/conv.h>
 #include <torch/nn/modules/dropout.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/sgd.h>
@@ -103,7 +104,7 @@ ProcessGroupPtr make_group(std::chrono::milliseconds timeout = std::chrono::seco
 void expect_same_everywhere(const ProcessGroupPtr& group, const std::vector<Tensor>& tensors) {
   for (const Tensor& tensor : tensors) {
     const Tensor value = tensor.detach().contiguous();
-    for (const Tensor& other : torchamp::detail::gather_all(group, value)) {
+    for (const Tensor& other : torchamp::detail::gather_all("test", group, value)) {
       EXPECT_TRUE(at::equal(other, value));
     }
   }
@@ -284,11 +285,29 @@ TEST(Distributed, RefusesModelsOfDifferentShapes) {
   if (ran_in_processes(2)) return;
   const auto group = make_group();
   torch::nn::Linear model(4, 2 + group->getRank());
-  EXPECT_THROW(DistributedDataParallel(model, group), std::exception);
+  EXPECT_ERROR(DistributedDataParallel(model, group), "DistributedDataParallel: ");
   torch::nn::Linear frozen(4, 2);
   for (const Tensor& parameter : frozen->parameters()) parameter.set_requires_grad(false);
   EXPECT_ERROR(DistributedDataParallel(frozen, group),
                "DistributedDataParallel: no parameter of the model needs a gradient");
+}
+
+TEST(Distributed, RefusesModelsWithOtherNumbersOfParameters) {
+  if (ran_in_processes(2)) return;
+  const auto group = make_group(std::chrono::seconds(5));
+  torch::nn::Sequential model(torch::nn::Linear(4, 4));
+  if (group->getRank() == 1) model->push_back(torch::nn::Linear(4, 4));
+  EXPECT_ERROR(DistributedDataParallel(model, group), "DistributedDataParallel: ");
+}
+
+TEST(Distributed, RefusesModelsWithOtherNumbersOfDimensions) {
+  if (ran_in_processes(2)) return;
+  const auto group = make_group(std::chrono::seconds(5));
+  const bool is_first = group->getRank() == 0;
+  torch::nn::Sequential model;
+  is_first ? model->push_back(torch::nn::Linear(4, 4))
+           : model->push_back(torch::nn::Conv2d(2, 2, 3));
+  EXPECT_ERROR(DistributedDataParallel(model, group), "DistributedDataParallel: ");
 }
 
 TEST(Distributed, FindsParametersThatAForwardLeavesUnused) {
@@ -492,9 +511,22 @@ TEST(Distributed, GivesAnErrorWhenAnotherProcessDies) {
     raise(SIGKILL);
   }
   EXPECT_THROW(run.train(4), std::exception);
-  EXPECT_THROW(torchamp::save_together(run.checkpoint, group), std::exception);
+  EXPECT_ERROR(torchamp::save_together(run.checkpoint, group), "save_together: ");
   EXPECT_TRUE(run.checkpoint.load(0, 2));
   EXPECT_EQ(run.step, 2);
+}
+
+TEST(Distributed, NamesTheCallWhenAnotherProcessHasDied) {
+  const TemporaryFolder folder;
+  if (!child_role()) return expect_survivor(folder, -SIGKILL);
+  const auto group = make_group();
+  auto model = make_net();
+  at::Tensor flag = at::zeros({});
+  torchamp::found_inf_agreement(group)(flag);
+  if (group->getRank() == 1) raise(SIGKILL);
+  EXPECT_ERROR(DistributedDataParallel(model, group), "DistributedDataParallel: ");
+  EXPECT_ERROR(torchamp::broadcast_module(*model, group), "broadcast_module: ");
+  EXPECT_ERROR(torchamp::found_inf_agreement(group)(flag), "found_inf_agreement: ");
 }
 
 TEST(Distributed, GivesAnErrorWhenAnotherProcessStalls) {
@@ -506,7 +538,7 @@ TEST(Distributed, GivesAnErrorWhenAnotherProcessStalls) {
   torchamp::save_together(run.checkpoint, group);
   if (group->getRank() == 1) raise(SIGSTOP);  // until this test's end kills it
   EXPECT_THROW(run.train(4), std::exception);
-  EXPECT_THROW(torchamp::save_together(run.checkpoint, group), std::exception);
+  EXPECT_ERROR(torchamp::save_together(run.checkpoint, group), "save_together: ");
   EXPECT_TRUE(run.checkpoint.load(0, 2));
   EXPECT_EQ(run.step, 2);
 }
@@ -515,7 +547,7 @@ TEST(Distributed, GivesAnErrorWhenAnotherProcessNeverComes) {
   if (!child_role()) return Launch(2).expect_success();
   const auto environment = torchamp::ProcessEnvironment::read();
   if (environment.rank == 1) return;
-  EXPECT_THROW(make_group(std::chrono::seconds(2)), std::exception);
+  EXPECT_ERROR(make_group(std::chrono::seconds(2)), "make_process_group: ");
 }
 
 TEST(Distributed, LeavesTheOldCheckpointWhenTheWriterIsKilled) {
@@ -589,7 +621,7 @@ TEST(Distributed, MeetsWithoutTorchrunAndOnLoopbackAlone) {
     return;
   }
   const auto group = make_group();
-  EXPECT_EQ(torchamp::detail::gather_numbers(group, group->getRank()),
+  EXPECT_EQ(torchamp::detail::gather_numbers("test", group, group->getRank()),
             (std::vector<std::int64_t>{0, 1}));
   // What this process listens on, from the kernel's table: hexadecimal, 0A is LISTEN.
   for (const char* table : {"/proc/self/net/tcp", "/proc/self/net/tcp6"}) {
@@ -608,6 +640,15 @@ TEST(Distributed, MeetsWithoutTorchrunAndOnLoopbackAlone) {
       if (state != "0A" || !own.contains("socket:[" + inode + "]")) continue;
       EXPECT_TRUE(local.starts_with("0100007F:")) << table << ": " << local;
     }
+  }
+}
+
+TEST(ProcessGroup, TakesOnlyAddressesForTheLoopbackNetwork) {
+  using torchamp::detail::is_loopback;
+  for (const char* host : {"localhost", "127.0.0.1", "127.5.6.7"}) EXPECT_TRUE(is_loopback(host));
+  for (const char* host : {"127.example.invalid", "127.", "127.0.0.1.example.invalid", "128.0.0.1",
+                           "10.0.0.127", ""}) {
+    EXPECT_FALSE(is_loopback(host)) << host;
   }
 }
 

@@ -25,6 +25,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/distributed/collective.h"
 #include "torchamp/training_checkpoint.h"
 #include "torchamp/version.h"
 
@@ -33,21 +34,23 @@ namespace TORCHAMP_NAMESPACE {
 namespace detail {
 
 /// The value of every process, by rank.
-inline std::vector<at::Tensor> gather_all(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+inline std::vector<at::Tensor> gather_all(const char* call,
+                                          const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                           const at::Tensor& value) {
   std::vector<std::vector<at::Tensor>> gathered(1);
   for (int rank = 0; rank < group->getSize(); ++rank) {
     gathered[0].push_back(at::zeros_like(value));
   }
   std::vector<at::Tensor> own{value};
-  group->allgather(gathered, own)->wait();
+  collective(call, [&] { group->allgather(gathered, own)->wait(); });
   return std::move(gathered[0]);
 }
 
-inline std::vector<int64_t> gather_numbers(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+inline std::vector<int64_t> gather_numbers(const char* call,
+                                           const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                            int64_t number) {
   std::vector<int64_t> numbers;
-  for (const at::Tensor& one : gather_all(group, at::full({1}, number, at::kLong))) {
+  for (const at::Tensor& one : gather_all(call, group, at::full({1}, number, at::kLong))) {
     numbers.push_back(one.item<int64_t>());
   }
   return numbers;
@@ -66,7 +69,7 @@ std::vector<int64_t> all_or_none(const c10::intrusive_ptr<c10d::ProcessGroup>& g
   } catch (...) {
     error = std::current_exception();
   }
-  std::vector<int64_t> numbers = gather_numbers(group, number);
+  std::vector<int64_t> numbers = gather_numbers(call, group, number);
   if (error) std::rethrow_exception(error);
   const auto bad = std::ranges::find(numbers, failed);
   TORCH_CHECK(bad == numbers.end(), call, ": process ", bad - numbers.begin(),
@@ -91,7 +94,7 @@ inline void save_together(const TrainingCheckpoint& checkpoint,
   const int64_t longest = *std::ranges::max_element(sizes);
   at::Tensor padded = at::zeros({longest}, at::kByte);
   padded.narrow(0, 0, part.numel()).copy_(part);
-  std::vector<at::Tensor> parts = detail::gather_all(group, padded);
+  std::vector<at::Tensor> parts = detail::gather_all("save_together", group, padded);
   detail::all_or_none(group, "save_together", [&] {
     if (group->getRank() != 0) return 0;
     for (std::size_t rank = 0; rank < parts.size(); ++rank) {
@@ -118,7 +121,7 @@ inline bool load_together(TrainingCheckpoint& checkpoint,
               "load_together: some processes see the file '", checkpoint.path().string(),
               "', and some do not. Put it where all can read it.");
   if (loaded[0] == 0) return false;
-  const auto ids = detail::gather_numbers(group, checkpoint.file_id());
+  const auto ids = detail::gather_numbers("load_together", group, checkpoint.file_id());
   TORCH_CHECK(std::ranges::count(ids, ids[0]) == std::ssize(ids), "load_together: '",
               checkpoint.path().string(),
               "' is another file on some processes. Put it where all can read it.");

@@ -26,6 +26,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/distributed/collective.h"
 #include "torchamp/detail/distributed/reducer.h"
 #include "torchamp/detail/modules/call_forward.h"
 #include "torchamp/detail/tensor_tree.h"
@@ -36,9 +37,11 @@ namespace TORCHAMP_NAMESPACE {
 // Note [Collective calls]
 // Data-parallel training runs on several processes over LibTorch's c10d. All functions here are
 // collective: every process of the group calls them, in the same order. A process that waits for
-// another one gets a c10::Error: at once if that one has died, after the group's timeout if it
-// stalls. The group is of no use after that, and the process should end. Groups come from
-// make_process_group() in distributed/process_group.h, or from anywhere else in c10d.
+// another one gets a c10::Error that names the call: at once if that one has died, after the
+// group's timeout if it stalls. (From backward(), which LibTorch runs, it gets the std::exception
+// that the group's backend throws.) The group is of no use after that, and the process should end.
+// Groups come from make_process_group() in distributed/process_group.h, or from anywhere else in
+// c10d.
 
 /// What make_process_group() returns.
 using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
@@ -47,8 +50,8 @@ using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 /// call it; see Note [Collective calls] for errors.
 inline void broadcast_module(const torch::nn::Module& module, const ProcessGroupPtr& group,
                              int root = 0) {
-  detail::broadcast(group, module.parameters(), root);
-  detail::broadcast(group, module.buffers(), root);
+  detail::broadcast("broadcast_module", group, module.parameters(), root);
+  detail::broadcast("broadcast_module", group, module.buffers(), root);
 }
 
 /// Makes an overflow on any process one on all, so that all skip the step and their scales stay the
@@ -65,7 +68,7 @@ inline std::function<void(at::Tensor&)> found_inf_agreement(ProcessGroupPtr grou
     std::vector<at::Tensor> tensors{found_inf};
     c10d::AllreduceOptions options;
     options.reduceOp = c10d::ReduceOp::MAX;
-    group->allreduce(tensors, options)->wait();
+    detail::collective("found_inf_agreement", [&] { group->allreduce(tensors, options)->wait(); });
   };
 }
 
@@ -130,7 +133,7 @@ class DistributedDataParallel {
                      "vectors, arrays, tuples, pairs, optionals and std::maps of them.");
     if (reduces) reducer_.before_forward();
     if (reduces && options_.broadcast_buffers && model_->is_training()) {
-      detail::broadcast(reducer_.group(), model_->buffers(), 0);
+      detail::broadcast("DistributedDataParallel::forward", reducer_.group(), model_->buffers(), 0);
     }
     auto outputs = detail::call_forward(model_, inputs...);
     if (reduces) {

@@ -45,6 +45,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "torchamp/detail/distributed/collective.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {
@@ -111,8 +112,11 @@ inline bool has_agent_store() {
   return text && (std::string_view(text) == "True" || std::string_view(text) == "1");
 }
 
+/// Whether it is "localhost" or an address 127.x.x.x; a name that only looks like one is not.
 inline bool is_loopback(const std::string& host) {
-  return host == "localhost" || host.starts_with("127.");
+  in_addr address{};
+  return host == "localhost" || (::inet_pton(AF_INET, host.c_str(), &address) == 1 &&
+                                 ntohl(address.s_addr) >> 24 == IN_LOOPBACKNET);
 }
 
 /// Ignores SIGPIPE if nobody handles it.
@@ -155,7 +159,8 @@ inline c10::intrusive_ptr<c10d::Store> make_store(const ProcessEnvironment& envi
     host = "127.0.0.1";
     if (options.isServer) options.masterListenFd = loopback_socket(environment.master_port);
   }
-  const auto store = c10::make_intrusive<c10d::TCPStore>(host, options);
+  const auto store = collective("make_process_group",
+                                [&] { return c10::make_intrusive<c10d::TCPStore>(host, options); });
   const char* const attempt =
       std::getenv("TORCHELASTIC_RESTART_COUNT");  // keys of before a restart
   return c10::make_intrusive<c10d::PrefixStore>(
@@ -202,12 +207,14 @@ inline c10::intrusive_ptr<c10d::ProcessGroup> make_process_group(ProcessGroupOpt
   using c10d::ProcessGroup;
   const ProcessEnvironment& environment = options.environment;
   detail::ignore_broken_pipes();
-  const auto store = detail::make_store(environment, options.timeout);
   const auto gloo_options = c10d::ProcessGroupGloo::Options::create(options.timeout);
+  const auto store = detail::make_store(environment, options.timeout);
   gloo_options->devices.push_back(detail::gloo_device(environment.master_addr));
-  const auto gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(
-      c10::make_intrusive<c10d::PrefixStore>("gloo", store), environment.rank,
-      environment.world_size, gloo_options);
+  const auto gloo = detail::collective("make_process_group", [&] {
+    return c10::make_intrusive<c10d::ProcessGroupGloo>(
+        c10::make_intrusive<c10d::PrefixStore>("gloo", store), environment.rank,
+        environment.world_size, gloo_options);
+  });
 
   auto group = c10::make_intrusive<ProcessGroup>(store, environment.rank, environment.world_size);
   group->setDefaultBackend(ProcessGroup::BackendType::GLOO);

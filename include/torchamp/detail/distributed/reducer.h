@@ -20,15 +20,17 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/distributed/collective.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
 
-inline void broadcast(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+inline void broadcast(const char* call, const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                       const std::vector<at::Tensor>& tensors, int root) {
   constexpr std::size_t together = 250 << 20;
   const at::NoGradGuard no_grad;
-  if (!tensors.empty()) c10d::broadcast_coalesced(group, tensors, together, root);
+  if (tensors.empty()) return;
+  collective(call, [&] { c10d::broadcast_coalesced(group, tensors, together, root); });
 }
 
 /// c10d's Reducer over the parameters of a module that need gradients.
@@ -47,9 +49,11 @@ class GradientReducer {
     }
     TORCH_CHECK(!parameters.empty(),
                 "DistributedDataParallel: no parameter of the model needs a gradient.");
-    c10d::verify_params_across_processes(group_, parameters, std::nullopt);
-    broadcast(group_, module.parameters(), 0);
-    broadcast(group_, module.buffers(), 0);
+    constexpr const char* call = "DistributedDataParallel";
+    collective(call,
+               [&] { c10d::verify_params_across_processes(group_, parameters, std::nullopt); });
+    broadcast(call, group_, module.parameters(), 0);
+    broadcast(call, group_, module.buffers(), 0);
 
     // A first, small bucket starts the communication early. Backward comes to the last parameters
     // first.
@@ -74,7 +78,8 @@ class GradientReducer {
   /// the gradients.
   void before_forward() {
     reducer_->prepare_for_forward();
-    if (reducer_->should_rebuild_buckets()) reducer_->rebuild_buckets();
+    if (!reducer_->should_rebuild_buckets()) return;
+    collective("DistributedDataParallel::forward", [&] { reducer_->rebuild_buckets(); });
   }
 
   c10d::Reducer* operator->() const { return reducer_.get(); }
