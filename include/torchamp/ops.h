@@ -69,8 +69,9 @@ inline constexpr std::string_view attention_ops[] = {
     "_native_multi_head_attention"};
 
 inline constexpr std::string_view recurrent_ops[] = {
-    "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "_thnn_fused_lstm_cell",
-    "_thnn_fused_gru_cell", "_cudnn_rnn", "mkldnn_rnn_layer"};
+    "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell",
+    "rnn_relu_cell", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "_cudnn_rnn",
+    "mkldnn_rnn_layer"};
 
 inline constexpr std::string_view addition_ops[] = {"add", "sub", "rsub"};
 
@@ -127,7 +128,7 @@ inline constexpr OpFamily conv{"conv", detail::conv_ops};
 inline constexpr OpFamily linear{"linear", detail::linear_ops};
 /// Scaled dot-product and multi-head attention.
 inline constexpr OpFamily attention{"attention", detail::attention_ops};
-/// LSTM, GRU and RNN cells.
+/// LSTMs, GRUs and RNNs, and their cells.
 inline constexpr OpFamily recurrent{"recurrent", detail::recurrent_ops};
 /// `add`, `sub` and `rsub`.
 inline constexpr OpFamily addition{"addition", detail::addition_ops};

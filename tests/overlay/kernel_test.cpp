@@ -11,8 +11,10 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "support/expect_error.h"
+#include "support/simulated/device.h"
 #include "support/warnings.h"
 #include "torchamp/autocast.h"
 #include "torchamp/detail/overlay/rule_of_call.h"
@@ -90,6 +92,53 @@ TEST(RuleOfCall, IsUnchangedOutsideOfRegionsAndNativeWhereLibTorchDecides) {
   EXPECT_EQ(rule(), Cast::native);
   const AutocastGuard off(at::kCPU, {.enabled = false});
   EXPECT_EQ(rule(), Cast::unchanged);
+}
+
+// cuDNN's autocast kernel knows fp16 only: see Note [Recurrent layers].
+TEST(RecurrentLayers, AreCastToTheRegionsDtypeWhereCudasListsAreFollowed) {
+  for (const char* const op : {"lstm.input", "lstm.data", "gru.input", "gru.data", "rnn_tanh.input",
+                               "rnn_tanh.data", "rnn_relu.input", "rnn_relu.data"}) {
+    for (const at::DeviceType device : {at::kCUDA, at::kPrivateUse1}) {
+      EXPECT_EQ(entry(Policy::standard(), op, device), Cast::lower_precision) << op << device;
+      EXPECT_EQ(entry(Policy::torch(), op, device), Cast::native) << op << device;
+    }
+    EXPECT_EQ(entry(Policy::standard(), op, at::kCPU), Cast::native) << op;
+    const Policy edited = Policy::standard().fp32(torchamp::ops::recurrent);
+    EXPECT_EQ(entry(edited, op, at::kCUDA), Cast::fp32) << op << ": the family has them";
+  }
+}
+
+TEST(RecurrentLayers, CastInputHiddenStateAndWeightsAndShowTheirCellsNoAutocast) {
+  if (!simulated::available()) GTEST_SKIP() << "a CUDA device is in the simulated one's place";
+  const auto on_device = [](at::Tensor t) { return t.to(at::Device(at::kPrivateUse1, 0)); };
+  const at::Tensor input = on_device(at::rand({3, 1, 4})), hidden = on_device(at::rand({1, 1, 2}));
+  const std::vector<at::Tensor> weights{on_device(at::rand({2, 4})), on_device(at::rand({2, 2}))};
+  const auto run = [&](at::ScalarType dtype) {
+    std::vector<at::Tensor> cast;
+    for (const at::Tensor& weight : weights) cast.push_back(weight.to(dtype));
+    return at::rnn_tanh(input.to(dtype), hidden.to(dtype), cast, /*has_biases=*/false,
+                        /*num_layers=*/1, /*dropout=*/0., /*train=*/false, /*bidirectional=*/false,
+                        /*batch_first=*/false);
+  };
+  for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) {
+    const auto [expected, expected_hidden] = run(dtype);
+    const AutocastGuard guard(at::kPrivateUse1, dtype);
+    const auto [output, last] = run(at::kFloat);
+    EXPECT_EQ(output.scalar_type(), dtype);
+    EXPECT_TRUE(at::equal(output, expected));
+    EXPECT_TRUE(at::equal(last, expected_hidden));
+  }
+}
+
+TEST(RecurrentLayers, WarnOfAllButTheirScatteredWeights) {
+  const CollectedWarnings warnings;
+  {
+    const torchamp::detail::NoWarningOfScatteredWeights no_warning;
+    TORCH_WARN("RNN module weights are not part of single contiguous chunk of memory. This …");
+    TORCH_WARN("something else");
+  }
+  TORCH_WARN("later");
+  EXPECT_EQ(warnings.text(), "something else\nlater\n");
 }
 
 TEST(BinaryCrossEntropy, IsInFp32OnEveryDeviceUnderStandard) {

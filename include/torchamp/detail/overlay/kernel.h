@@ -22,6 +22,7 @@
 #include "torchamp/detail/overlay/thread_policy.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/policy/lists.h"
 #include "torchamp/detail/policy/rule.h"
 
 namespace torchamp::detail {
@@ -35,6 +36,21 @@ class BoxedKernel : public c10::OperatorKernel {
                   torch::jit::Stack* stack) const {
     call(op, keys, stack);
   }
+};
+
+/// Drops LibTorch's warning of the calling thread that the weights of a recurrent layer are
+/// scattered, and passes on all others, while it lives. See Note [Recurrent layers].
+class NoWarningOfScatteredWeights final : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning& warning) override {
+    if (warning.msg().find("not part of single contiguous chunk") == std::string::npos) {
+      outer_->process(warning);
+    }
+  }
+
+ private:
+  c10::WarningHandler* outer_ = c10::WarningUtils::get_warning_handler();
+  c10::WarningUtils::WarningHandlerGuard guard_{this};
 };
 
 // Note [Overlays]
@@ -59,7 +75,8 @@ class Overlay final : public BoxedKernel {
         device_index_(device_index(device, "Overlay")),
         key_(autocast_key(device)),
         after_(c10::DispatchKeySet::FULL_AFTER, key_),
-        takes_probabilities_(takes_probabilities(op.operator_name())) {}
+        takes_probabilities_(takes_probabilities(op.operator_name())),
+        is_recurrent_layer_(is_recurrent_layer(op.operator_name())) {}
 
   void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
             torch::jit::Stack* stack) const override {
@@ -69,6 +86,8 @@ class Overlay final : public BoxedKernel {
     if (cast == Cast::native) return call_native(op, keys, stack);
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
     const StandIns stand_ins = cast_arguments(cast, op, *stack);
+    std::optional<NoWarningOfScatteredWeights> no_warning;
+    if (is_recurrent_layer_ && cast != Cast::unchanged) no_warning.emplace();
     op.redispatchBoxed(keys & after_, stack);
     stand_ins.copy_back();
   }
@@ -101,6 +120,7 @@ class Overlay final : public BoxedKernel {
   c10::DispatchKey key_;
   c10::DispatchKeySet after_;
   bool takes_probabilities_;
+  bool is_recurrent_layer_;
 };
 
 class SilentWarnings final : public c10::WarningHandler {

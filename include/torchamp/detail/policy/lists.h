@@ -15,6 +15,7 @@
 #include <string_view>
 #include <vector>
 
+#include "torchamp/detail/devices.h"
 #include "torchamp/detail/policy/rule.h"
 #include "torchamp/ops.h"
 
@@ -33,16 +34,30 @@ using RuleMap = std::map<std::string, OverloadRules, std::less<>>;
 /// The ops that take probabilities: see Note [Binary cross entropy].
 inline constexpr std::string_view probability_loss_ops[] = {"binary_cross_entropy"};
 
+// Note [Recurrent layers]
+// On CUDA, lstm, gru, rnn_tanh and rnn_relu end in _cudnn_rnn, whose autocast kernel casts to fp16
+// whatever the region's dtype is. So on CUDA, and where its lists are followed, Policy::standard()
+// casts the layers' own arguments, which cuDNN then takes as they are. The casts of the weights no
+// longer lie in one piece of memory as cuDNN wants them: each call puts them together, as
+// LibTorch's autocast kernel does, but with a warning, which is dropped as nothing can be done.
+
+/// The recurrent layers.
+inline constexpr std::string_view recurrent_layer_ops[] = {"lstm", "gru", "rnn_tanh", "rnn_relu"};
+
 /// The rows of Policy::standard() that LibTorch's lists do not have; they come before those.
 struct StandardRow {
   OpFamily family;
   Cast cast;
+  std::optional<OpLists> lists = std::nullopt;  // only for devices that follow these
+
+  bool is_for(at::DeviceType device) const { return !lists || *lists == facts_of(device).lists; }
 };
 inline constexpr StandardRow standard_rows[] = {
     {ops::addition, Cast::fp32},
     {ops::reduction, Cast::fp32},
     {ops::order_statistic, Cast::unchanged},
     {OpFamily("probability_loss", probability_loss_ops), Cast::fp32},
+    {OpFamily("recurrent_layer", recurrent_layer_ops), Cast::lower_precision, OpLists::cuda},
 };
 
 /// Whether the family has the op, whatever its overload.
@@ -60,6 +75,11 @@ inline bool contains(const OpFamily& family, const c10::OperatorName& op) {
 /// Note [One cast for an addition].
 inline bool promotes_its_arguments(const c10::OperatorName& op) {
   return contains(ops::addition, op);
+}
+
+/// Whether cuDNN takes the op's weights in one piece of memory: see Note [Recurrent layers].
+inline bool is_recurrent_layer(const c10::OperatorName& op) {
+  return contains(OpFamily("recurrent_layer", recurrent_layer_ops), op);
 }
 
 // "pow, Tensor_Scalar" -> "aten::pow.Tensor_Scalar"

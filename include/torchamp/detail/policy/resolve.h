@@ -25,7 +25,9 @@ inline Cast base_rule(BaseTable base, const c10::OperatorHandle& op, at::DeviceT
   }
   const bool castable = why_not_castable(op.schema()).empty();
   for (const StandardRow& row : standard_rows) {
-    if (castable && contains(row.family, op.operator_name())) return row.cast;
+    if (castable && row.is_for(device) && contains(row.family, op.operator_name())) {
+      return row.cast;
+    }
   }
   if (has_native_kernel(op, device)) return Cast::native;
   const Cast listed = listed_rule(c10::toString(op.operator_name()));
