@@ -46,6 +46,30 @@ function(make_python path line)
   file(CHMOD ${path} PERMISSIONS OWNER_READ OWNER_WRITE OWNER_EXECUTE)
 endfunction()
 
+# A LibTorch with CUDA whose libraries name libcudart of `major` and look for it in nvidia/cuda/lib.
+function(make_cuda_libtorch dir major)
+  make_libtorch(${dir}/torch 2.12.0 c10 torch_cpu c10_cuda)
+  file(WRITE ${dir}/empty.cpp "")
+  file(MAKE_DIRECTORY ${dir}/nvidia/cuda/lib ${dir}/nvidia/nccl/lib)
+  set(runtime ${dir}/nvidia/cuda/lib/libcudart.so.${major})
+  execute_process(
+    COMMAND ${CXX} -shared -fPIC -nostdlib -Wl,-soname,libcudart.so.${major} ${dir}/empty.cpp -o ${runtime}
+    COMMAND_ERROR_IS_FATAL ANY)
+  execute_process(
+    COMMAND ${CXX} -shared -fPIC -nostdlib -Wl,--no-as-needed ${dir}/empty.cpp ${runtime}
+            -Wl,-rpath,$ORIGIN/../../nvidia/nccl/lib:$ORIGIN/../../nvidia/cuda/lib -o
+            ${dir}/torch/lib/libtorch_cuda.so COMMAND_ERROR_IS_FATAL ANY)
+endfunction()
+
+# Headers of CUDA `version` as far as they are looked at; with crt/, which NVIDIA's wheels lack, for a toolkit.
+function(make_cuda_headers include version)
+  file(WRITE ${include}/cuda_runtime_api.h "#define CUDART_VERSION  ${version}\n")
+  if(ARGN)
+    file(WRITE ${include}/crt/host_defines.h "")
+    file(WRITE ${include}/nccl.h "")
+  endif()
+endfunction()
+
 # try(NAME EXPECT regex… [REFUSE regex…] [ENV …] [ARGS …]): configures once and looks at what is said.
 function(try name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "EXPECT;REFUSE;ENV;ARGS")
@@ -76,10 +100,19 @@ function(try name)
   message("passed: ${name}")
 endfunction()
 
+# The machine's Python, where the torch that it may have is not seen.
+set(machine ${PYTHON})
+set(PYTHON ${WORK}/python)
+make_python(${PYTHON} "case \"$*\" in *find_spec*) set -- -S \"$@\";; esac; exec ${machine} \"$@\"")
+
 make_libtorch(${WORK}/given/libtorch 2.12.0 c10 torch_cpu)
 make_libtorch(${WORK}/old 2.5.0 c10 torch_cpu)
 make_libtorch(${WORK}/partial 2.12.0 c10)
 make_libtorch(${WORK}/cuda 2.12.0 c10 torch_cpu c10_cuda torch_cuda)
+make_cuda_libtorch(${WORK}/cuda7 7)
+make_cuda_headers(${WORK}/toolkit6/include 6050 TOOLKIT)
+make_cuda_headers(${WORK}/toolkit7/include 7000 TOOLKIT)
+file(MAKE_DIRECTORY ${WORK}/toolkit6/lib ${WORK}/toolkit7/lib)
 make_wheel(2.15.0)
 make_wheel(2.11.0)
 set(site ${WORK}/wheel-2.11.0)
@@ -113,6 +146,20 @@ try("CUDA from a LibTorch without it" ARGS -DCMAKE_PREFIX_PATH=${WORK}/given -DT
 try("CUDA from a LibTorch with it" ARGS -DCMAKE_PREFIX_PATH=${WORK}/cuda -DTORCHAMP_CUDA=ON
     EXPECT "RESULT CUDA ${WORK}/cuda")
 try("no CUDA from a LibTorch with it" ARGS -DCMAKE_PREFIX_PATH=${WORK}/cuda EXPECT "RESULT CPU ${WORK}/cuda")
+
+# Headers of CUDA that do not fit LibTorch's binaries would have objects of another size.
+set(on_cuda7 ARGS -DCMAKE_PREFIX_PATH=${WORK}/cuda7/torch -DTORCHAMP_CUDA=ON)
+set(toolkits -DCUDAToolkit_ROOT=${WORK}/toolkit6 ENV CUDA_HOME=${WORK}/toolkit7)
+try("CUDA of another version only" ${on_cuda7} -DCUDAToolkit_ROOT=${WORK}/toolkit6
+    EXPECT "loads libcudart.so.7, but the only headers of CUDA here are those of 6.5 \\(${WORK}/toolkit6/include\\)"
+           "-DCUDAToolkit_ROOT=DIR, or configure with -DTORCHAMP_CUDA=OFF")
+try("the toolkit of the right version" ${on_cuda7} ${toolkits}
+    EXPECT "HEADERS ${WORK}/toolkit7/include --" "RESULT CUDA")
+make_cuda_headers(${WORK}/cuda7/nvidia/cuda/include 7050)
+file(WRITE ${WORK}/cuda7/nvidia/nccl/include/nccl.h "")
+set(own ${WORK}/cuda7/nvidia/nccl/include ${WORK}/cuda7/nvidia/cuda/include)
+try("headers beside LibTorch's libraries first" ${on_cuda7} ${toolkits}
+    EXPECT "HEADERS ${own};${WORK}/toolkit7/include --" "RESULT CUDA")
 
 # ---- The torch of a Python ------------------------------------------------------------------------
 
