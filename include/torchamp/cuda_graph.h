@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/graph/body.h"
 #include "torchamp/detail/graph/cuda_recorder.h"
 #include "torchamp/detail/graph/host_access.h"
 #include "torchamp/detail/graph/recorder.h"
@@ -80,7 +81,8 @@ struct CudaGraphOptions {
 ///
 /// Errors: an ordinary optimizer, parameters on a CPU or on several devices, at construction; a
 /// body that reads the device (with the op's name), in the last of the warm-up iterations, which
-/// has then run as usual; inputs that do not fit, which leave all as it was.
+/// has then run as usual; a body with DistributedDataParallel, or with checkpoint() that keeps the
+/// random state, in the first one; inputs that do not fit, which leave all as it was.
 ///
 /// Source of the method: PyTorch's notes on CUDA graphs ("whole-network capture").
 class CudaGraph {
@@ -245,6 +247,8 @@ inline bool CudaGraph::prepare_optimizers() {
 
 inline void CudaGraph::call_body(const Tensors& batch) {
   outputs_.clear();
+  std::optional<detail::GraphBody> is_to_be_captured;
+  if (options_.enabled) is_to_be_captured.emplace();
   Tensors outputs = body_(batch);
   for (at::Tensor& output : outputs) {
     if (output.defined()) output = output.detach();  // lets go of the autograd graph

@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/graph/body.h"
 #include "torchamp/detail/modules/call_forward.h"
 #include "torchamp/detail/recompute/node.h"
 #include "torchamp/detail/rng_state.h"
@@ -58,13 +59,32 @@ Output call_with(Function& function, Kept& kept) {
       kept);
 }
 
+/// The random state for a recomputation.
+inline RngState rng_state_to_keep() {
+  constexpr const char* remedy =
+      "Pass {.preserve_rng_state = false} to checkpoint(), and keep dropout out of the function.";
+  TORCH_CHECK(
+      !GraphBody::is_running(),
+      "checkpoint: the iteration of a CudaGraph cannot keep the random state, which lies on "
+      "the host. ",
+      remedy);
+  try {
+    return RngState::now();
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(false,
+                "checkpoint: the random state cannot be kept, as it cannot while a CUDA "
+                "graph is captured. ",
+                remedy, " The error was: ", error.what_without_backtrace());
+  }
+}
+
 }  // namespace detail
 
 /// What checkpoint() puts back for the recomputation.
 struct CheckpointOptions {
   /// The states of LibTorch's default generators (the CPU's, and those of every device in use), so
-  /// that dropout drops the same. A few microseconds; false where the function draws no numbers, or
-  /// where a CUDA graph is captured.
+  /// that dropout drops the same. A few microseconds; false where the function draws no numbers.
+  /// An error within a CudaGraph, or wherever else a CUDA graph is captured, which cannot hold it.
   bool preserve_rng_state = true;
 
   /// Buffers that the function changes, and that are to change once and not again in backward, such
@@ -124,7 +144,7 @@ auto checkpoint(CheckpointOptions options, Function&& function, Inputs&&... inpu
   }
   detail::RecomputeContext context;
   context.buffers = std::move(options.buffers);
-  if (options.preserve_rng_state) context.rng = detail::RngState::now();
+  if (options.preserve_rng_state) context.rng = detail::rng_state_to_keep();
 
   const std::vector<at::Tensor> tensors = detail::tensors_of(arguments);
   // The node keeps the tensors itself.

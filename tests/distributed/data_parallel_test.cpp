@@ -149,6 +149,21 @@ TEST(Distributed, TrainsAsOneProcessWithTheWholeBatch) {
   expect_same_everywhere(group, model->parameters());
 }
 
+TEST(Distributed, IsRefusedInTheIterationOfAGraph) {
+  if (ran_in_processes(1)) return;
+  auto model = make_net();
+  DistributedDataParallel net(model, make_group());
+  {
+    const torchamp::detail::GraphBody body;
+    EXPECT_ERROR(net.forward(at::randn({6, 4})),
+                 "DistributedDataParallel: its gradients are averaged on streams of its own, which "
+                 "the iteration of a CudaGraph cannot hold. Run that iteration eagerly");
+    const auto no_sync = net.no_sync();
+    EXPECT_NO_THROW(net.forward(at::randn({6, 4})));
+  }
+  EXPECT_NO_THROW(net.forward(at::randn({6, 4})).sum().backward());
+}
+
 TEST(Distributed, AddsUpWithoutTrafficBetweenMicroBatches) {
   if (ran_in_processes(2)) return;
   const auto group = make_group();

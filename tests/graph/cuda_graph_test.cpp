@@ -4,15 +4,20 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <memory>
+#include <set>
 #include <utility>
 #include <vector>
 
 #include "support/expect_error.h"
 #include "support/repeating_recorder.h"
+#include "support/simulated/device.h"
 #include "support/tolerances.h"
 #include "torchamp/autocast.h"
 #include "torchamp/detail/graph/host_access.h"
+#include "torchamp/detail/graph/own_stream.h"
 #include "torchamp/optim.h"
+#include "torchamp/recompute.h"
 #include "torchamp/scaled_step.h"
 
 namespace {
@@ -146,6 +151,11 @@ TEST(HostAccessWatch, NamesTheFirstOpThatNeedsTheValues) {
   EXPECT_NE(first([&] { (void)at::unique_dim(x, 0); }), "");
   EXPECT_NE(first([&] { (void)at::unique_consecutive(x); }), "");
   EXPECT_NE(first([&] { (void)at::repeat_interleave(x[0].to(at::kLong)); }), "");
+  const at::Tensor counts = x[0].to(at::kLong);
+  EXPECT_EQ(first([&] { (void)at::repeat_interleave(counts, /*output_size=*/2); }), "");
+  EXPECT_EQ(first([&] { (void)at::repeat_interleave(x, counts, 0, /*output_size=*/2); }), "");
+  EXPECT_EQ(first([&] { (void)at::repeat_interleave(x, 3); }), "");
+  EXPECT_NE(first([&] { (void)at::repeat_interleave(x, counts, 0); }), "");
   EXPECT_NE(first([&] { (void)at::bincount(x[0].to(at::kLong)); }), "");
   EXPECT_NE(first([&] { (void)at::equal(x, x + 1); }), "");
 }
@@ -164,6 +174,43 @@ TEST(HostAccessWatch, NamesCopiesThatWaitAndNoOthers) {
   EXPECT_EQ(first([&] { at::empty_like(device).copy_(device); }), "");
   EXPECT_EQ(first([&] { at::empty_like(host).copy_(host); }), "");
   EXPECT_EQ(first([&] { (void)host.sum().item<float>(); }), "") << "the host may read its own";
+}
+
+TEST_F(OneParameter, RefusesCheckpointsThatKeepTheRandomStateInTheFirstIteration) {
+  bool preserve = true;
+  CudaGraph graph = graph_of([&](const Tensors& batch) {
+    (void)torchamp::checkpoint(
+        {.preserve_rng_state = preserve}, [](const at::Tensor& x) { return x * 2; }, parameter_);
+    return step(batch);
+  });
+  EXPECT_ERROR(graph({torch::ones({2})}),
+               "checkpoint: the iteration of a CudaGraph cannot keep the random state, which lies "
+               "on the host. Pass {.preserve_rng_state = false}");
+  EXPECT_EQ(log_.records, 0);
+  (void)torchamp::checkpoint([](const at::Tensor& x) { return x * 2; }, parameter_);  // outside
+  preserve = false;
+  for (int i = 0; i < 5; ++i) graph({torch::ones({2})});
+  EXPECT_TRUE(graph.is_captured());
+}
+
+// ---- Streams ------------------------------------------------------------------------------------
+
+TEST(OwnStream, IsNobodyElsesWhileItLives) {
+  if (!simulated::available()) GTEST_SKIP() << "a CUDA device is in the simulated one's place";
+  using torchamp::detail::OwnStream;
+  const c10::Device device(at::kPrivateUse1, 1);
+  std::set<c10::StreamId> ids;
+  std::vector<std::unique_ptr<OwnStream>> streams;
+  for (int i = 0; i < 64; ++i) {  // all that there are
+    streams.push_back(std::make_unique<OwnStream>(device));
+    EXPECT_EQ(streams.back()->get().device(), device);
+    EXPECT_TRUE(ids.insert(streams.back()->get().id()).second) << i;
+  }
+  EXPECT_ERROR(OwnStream{device}, "CudaGraph: 64 graphs are alive and hold all streams");
+  const c10::StreamId free = streams[40]->get().id();
+  streams[40] = nullptr;
+  EXPECT_EQ(OwnStream(device).get().id(), free);
+  const OwnStream of_another_device(c10::Device(at::kPrivateUse1, 0));
 }
 
 // ---- The order of things ------------------------------------------------------------------------

@@ -200,6 +200,27 @@ TEST_P(OnDevice, GoesOnFromAnOptimizerStateThatWasLoaded) {
   }
 }
 
+TEST_P(OnDevice, TakesAStateFromTheHostForNoReadOfTheIteration) {
+  SKIP_WITHOUT(GetParam());
+  Training training(GetParam());
+  Repeater::Log log;
+  if (GetParam() != at::kCPU) log.watched = GetParam();
+  const auto graph = graph_of_steps(training, log);
+  std::stringstream saved;
+  for (int i = 0; i < 4; ++i) (*graph)(training.batch(2));
+  EXPECT_TRUE(graph->is_captured());
+  torch::save(*training.optimizer, saved);
+  torch::load(*training.optimizer, saved);
+  auto& adam = static_cast<torchamp::FusedAdam&>(*training.optimizer);
+  for (auto& [param, state] : adam.state()) {
+    auto& moments = static_cast<torch::optim::AdamParamState&>(*state);
+    moments.exp_avg(moments.exp_avg().cpu());
+    moments.exp_avg_sq(moments.exp_avg_sq().cpu());
+  }
+  for (int i = 0; i < 3; ++i) (*graph)(training.batch(2));
+  EXPECT_TRUE(graph->is_captured());
+}
+
 TEST_P(OnDevice, HoldsAWholeWindowOfAccumulation) {
   SKIP_WITHOUT(GetParam());
   Training eager(GetParam()), captured(GetParam());

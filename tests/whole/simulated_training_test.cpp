@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "support/optimizer_kinds.h"
+#include "support/expect_error.h"
 #include "support/simulated/device.h"
 #include "torchamp/detail/graph/host_access.h"
 
@@ -254,6 +255,17 @@ TEST_F(SimulatedTraining, RecomputationDrawsTheSameNumbersAgain) {
     return x.grad().cpu();
   };
   EXPECT_TRUE(torch::equal(gradient(true), gradient(false)));
+}
+
+TEST_F(SimulatedTraining, RecomputationSaysWhyACaptureCannotKeepTheRandomState) {
+  const Tensor x = torch::ones({4}, on(sim0)).requires_grad_();
+  const auto twice = [](const Tensor& t) { return t * 2; };
+  const simulated::Capturing capturing(
+      c10::impl::VirtualGuardImpl(c10::kPrivateUse1).getStream(sim0));
+  EXPECT_ERROR(torchamp::checkpoint(twice, x),
+               "checkpoint: the random state cannot be kept, as it cannot while a CUDA graph is "
+               "captured. Pass {.preserve_rng_state = false}");
+  EXPECT_NO_THROW(torchamp::checkpoint({.preserve_rng_state = false}, twice, x));
 }
 
 TEST_F(SimulatedTraining, RecomputationKeepsTheRegionInTheDevicesThread) {

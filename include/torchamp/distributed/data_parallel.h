@@ -28,6 +28,7 @@
 
 #include "torchamp/detail/distributed/collective.h"
 #include "torchamp/detail/distributed/reducer.h"
+#include "torchamp/detail/graph/body.h"
 #include "torchamp/detail/modules/call_forward.h"
 #include "torchamp/detail/tensor_tree.h"
 #include "torchamp/version.h"
@@ -104,7 +105,7 @@ struct DistributedDataParallelOptions {
 ///
 /// A bucket of gradients is sent as soon as backward has computed all that go into it, while it
 /// goes on with the rest. Construction and forward are collective, see
-/// Note [Collective calls]; a forward without gradients sends nothing.
+/// Note [Collective calls]; a forward without gradients sends nothing. An error within a CudaGraph.
 ///
 /// Source: c10d's Reducer, the engine of Python's torch.nn.parallel.DistributedDataParallel.
 template <class Model>
@@ -126,6 +127,10 @@ class DistributedDataParallel {
   template <class... Inputs>
   auto forward(Inputs&&... inputs) {
     const bool reduces = torch::autograd::GradMode::is_enabled() && syncs_;
+    TORCH_CHECK(!reduces || !detail::GraphBody::is_running(),
+                "DistributedDataParallel: its gradients are averaged on streams of its own, which "
+                "the iteration of a CudaGraph cannot hold. Run that iteration eagerly, with "
+                "{.enabled = false}.");
     using Outputs = std::decay_t<decltype(detail::call_forward(model_, inputs...))>;
     TORCH_CHECK_TYPE(!options_.find_unused_parameters || detail::ShowsItsTensors<Outputs>::value,
                      "DistributedDataParallel: find_unused_parameters starts from the tensors that "

@@ -2,6 +2,11 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/headeronly/version.h>
 
+#include <array>
+#include <cstddef>
+#include <mutex>
+#include <vector>
+
 #include "support/simulated/memory.h"
 #include "support/simulated/register.h"
 
@@ -13,6 +18,22 @@ thread_local c10::DeviceIndex current_device = 0;
 
 c10::Stream stream_of(c10::DeviceIndex device, int64_t id) {
   return c10::Stream(c10::Stream::UNSAFE, {c10::kPrivateUse1, device}, id);
+}
+
+/// The next of the streams that are there for everyone.
+c10::Stream pooled_stream(c10::DeviceIndex device, bool high_priority) {
+  struct Pool {
+    std::mutex mutex;
+    std::vector<int64_t> streams;
+    std::size_t next = 0;
+  };
+  static auto& pools = *new std::array<std::array<Pool, 2>, device_count>;
+  Pool& pool = pools.at(static_cast<std::size_t>(device)).at(high_priority ? 1 : 0);
+  const std::scoped_lock lock(pool.mutex);
+  constexpr std::size_t size = 32;
+  const std::size_t place = pool.next++ % size;
+  if (place == pool.streams.size()) pool.streams.push_back(new_stream(device));
+  return stream_of(device, pool.streams[place]);
 }
 
 /// The current device and streams of each thread, and events.
@@ -46,8 +67,9 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   c10::Stream getDefaultStream(c10::Device device) const override {
     return stream_of(index_of(device), index_of(device));
   }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
-    return getNewStream(device, 0);
+  /// One of 32, in turn, as CUDA's.
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool high_priority) const override {
+    return pooled_stream(index_of(device), high_priority);
   }
   c10::Stream getNewStream(c10::Device device, int) const override {
     return stream_of(index_of(device), new_stream(index_of(device)));

@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 
+#include "torchamp/detail/graph/own_stream.h"
 #include "torchamp/detail/graph/recorder.h"
 
 // Whether CUDA graphs are compiled in: where CUDA's headers are found, unless said otherwise.
@@ -38,20 +39,25 @@ namespace torchamp::detail {
 /// Records with LibTorch's CUDAGraph, on a stream of its own.
 class CudaGraphRecorder final : public GraphRecorder {
  public:
-  explicit CudaGraphRecorder(c10::Device device)
-      : device_(device),
-        side_(c10::impl::VirtualGuardImpl(at::kCUDA).getStreamFromGlobalPool(device)) {}
+  explicit CudaGraphRecorder(c10::Device device) : device_(device), side_(device) {}
+  ~CudaGraphRecorder() override {
+    try {
+      reset();
+    } catch (const std::exception&) {  // at the program's end CUDA may be gone before this is
+      (void)graph_.release();
+    }
+  }
 
   c10::DeviceType device_type() const override { return at::kCUDA; }
 
   void run(const std::function<void()>& work) override {
     const c10::Stream caller = current_stream();
-    order(caller, side_);
+    order(caller, side_.get());
     {
-      const c10::StreamGuard on_side(side_);
+      const c10::StreamGuard on_side(side_.get());
       work();
     }
-    order(side_, caller);
+    order(side_.get(), caller);
   }
 
   void record(const std::function<void()>& work) override {
@@ -59,7 +65,7 @@ class CudaGraphRecorder final : public GraphRecorder {
     reset();
     at::accelerator::synchronizeDevice(device_.index());
     at::accelerator::emptyCache();  // what the eager iterations leave would lie idle
-    const c10::StreamGuard on_side(side_);
+    const c10::StreamGuard on_side(side_.get());
     graph_ = std::make_unique<at::cuda::CUDAGraph>();
     const auto pool = at::cuda::graph_pool_handle();
     try {
@@ -79,7 +85,10 @@ class CudaGraphRecorder final : public GraphRecorder {
     graph_->replay();
   }
 
-  void reset() override { graph_.reset(); }
+  void reset() override {
+    if (graph_) graph_->reset();  // which may throw, as a destructor may not
+    graph_.reset();
+  }
 
  private:
   c10::Stream current_stream() const {
@@ -121,7 +130,7 @@ class CudaGraphRecorder final : public GraphRecorder {
   }
 
   c10::Device device_;
-  c10::Stream side_;
+  OwnStream side_;
   std::unique_ptr<at::cuda::CUDAGraph> graph_;
 };
 

@@ -41,6 +41,7 @@ class HostAccess final : public Observer {
   struct Reader {
     std::string_view name, why;
   };
+  static constexpr std::string_view repeat_interleave = "aten::repeat_interleave";
   /// Ops whose result on the host depends on values on the device.
   static constexpr std::array<Reader, 10> readers{{
       {"aten::_local_scalar_dense", "Tensor::item"},
@@ -50,7 +51,7 @@ class HostAccess final : public Observer {
       {"aten::_unique2", "the result's shape depends on values"},
       {"aten::unique_dim", "the result's shape depends on values"},
       {"aten::unique_consecutive", "the result's shape depends on values"},
-      {"aten::repeat_interleave", "the result's shape depends on values"},
+      {repeat_interleave, "the result's shape depends on values"},
       {"aten::bincount", "the result's shape depends on values"},
       {"aten::equal", "returns a bool"},
   }};
@@ -73,6 +74,8 @@ class HostAccess final : public Observer {
       return;
     }
     if (first.device().type() != device_) return;
+    // Of its overloads, the one that counts: (repeats, output_size), and only if it is not told.
+    if (name == repeat_interleave && (inputs.size() != 2 || !inputs[1].isNone())) return;
     const auto* const found = std::find_if(readers.begin(), readers.end(),
                                            [&](const Reader& r) { return r.name == name; });
     if (found != readers.end()) note(name, found->why, first);

@@ -112,8 +112,9 @@ template <detail::OptimizerKernel Kernel>
 bool FusedOptimizerOf<Kernel>::prepare_captured_step() {
   const detail::InternalOps internal;
   rates_on_device_ = true;
-  const bool like_the_last =
-      stepped_with_.empty() || (plan_.is_for(param_groups_, state_) && same_options());
+  const bool same_plan = plan_.is_for(param_groups_, state_);
+  const bool like_the_last = stepped_with_.empty() || (same_plan && same_options());
+  if (!same_plan) detail::fit_states<Kernel>(param_groups_, state_);
   plan_.write_rates(param_groups_);
   return like_the_last;
 }

@@ -109,6 +109,24 @@ inline at::Tensor fitted(const at::Tensor& tensor, const at::Tensor& param) {
   return copy;
 }
 
+/// Brings the states to where their parameters are, if they are not there: what was loaded may lie
+/// on the host.
+template <OptimizerKernel Kernel>
+void fit_states(const ParamGroups& groups, const ParamStates& states) {
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    const std::size_t kinds = Kernel::kinds(options_of<Kernel>(groups, g));
+    for (const at::Tensor& param : groups[g].params()) {
+      const auto state = states.find(param.unsafeGetTensorImpl());
+      if (state == states.end()) continue;
+      for (std::size_t k = 0; k < kinds; ++k) {
+        at::Tensor& tensor =
+            Kernel::tensor(static_cast<typename Kernel::State&>(*state->second), k);
+        if (tensor.defined() && tensor.sizes() == param.sizes()) tensor = fitted(tensor, param);
+      }
+    }
+  }
+}
+
 // Note [The plan of a fused step]
 // What the kernels are called with (lists of parameters, states and counters by group, device and
 // dtype) is made once and kept. Each step walks over the parameters, collects the gradients, and
