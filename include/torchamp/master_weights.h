@@ -101,7 +101,8 @@ class MasterWeights {
   void save(torch::serialize::OutputArchive& archive, at::ScalarType dtype) const;
 
   /// For torch::load(masters, path): fills masters and model, in place, from what save() or
-  /// torch::save of such a model has written, in any dtype. All or nothing.
+  /// torch::save of such a model has written, in any dtype. All or nothing; an error, too, for a
+  /// file that holds more weights than the model has.
   void load(torch::serialize::InputArchive& archive);
 
   /// What they were made with.

@@ -16,6 +16,7 @@
 #include <istream>
 #include <memory>
 #include <ostream>
+#include <ranges>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -23,6 +24,7 @@
 #include "torchamp/detail/io/archive_file.h"
 #include "torchamp/detail/io/atomic_file.h"
 #include "torchamp/detail/io/pickle.h"
+#include "torchamp/detail/text.h"
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/version.h"
 
@@ -40,11 +42,8 @@ inline GradScalerState python_state(std::string_view pickle,
     TORCH_CHECK(dict->kind == Kind::dict, path, " is not a dict.");
     const PickleReader::Value* const inner = reader.find(*dict, key);
     if (!inner) {
-      std::string others;
-      for (const auto& [name, index] : dict->entries) {
-        others += (others.empty() ? "" : ", ") + std::string(name);
-      }
-      TORCH_CHECK(false, path, " has no entry \"", key, "\". It has: ", others, '.');
+      TORCH_CHECK(false, path, " has no entry \"", key,
+                  "\". It has: ", list_of(dict->entries | std::views::keys), '.');
     }
     dict = inner;
     path += "[\"" + std::string(key) + "\"]";

@@ -80,13 +80,16 @@ class TrainingCheckpoint {
   /// number must fit its type; a float may be rounded.
   ///
   /// An error for a file that is damaged or does not fit what was added, which then stays as it
-  /// was. Any changed byte is damage: the file ends with a checksum, see Note [The file of a
+  /// was: a model of which the file has more weights does not fit, while whole objects in the file
+  /// that were not added are passed over (an optimizer's, where a program only evaluates). Any
+  /// changed byte is damage: the file ends with a checksum, see Note [The file of a
   /// TrainingCheckpoint]. All of it is read twice, first to check it. Reads the devices.
   bool load();
 
   /// Returns what this process alone has, as bytes. For save() below.
   at::Tensor local_part() const;
-  /// Writes the file on one of several processes, with the local part of each.
+  /// Writes the file on one of several processes, with the local part of each. An error, before the
+  /// old file is touched, where there is none, or one that is no local_part().
   void save(const std::vector<at::Tensor>& local_parts) const;
   /// Loads the file on one of several processes, with the local part of process `rank`. An error
   /// unless it was written by as many `processes`.

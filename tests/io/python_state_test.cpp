@@ -141,6 +141,31 @@ TEST(GradScalerFile, NamesTheEntriesWhereAKeyIsMissing) {
   }
 }
 
+TEST(GradScalerFile, ShowsTheBeginningOfNamesThatAreLongOrMany) {
+  torchamp::detail::PickleWriter pickle;
+  for (int i = 0; i < 100; ++i) {
+    pickle.entry(std::to_string(i) + std::string(5000, 'x'), int64_t{i});
+  }
+  const std::string dict = std::move(pickle).finish();
+  std::ostringstream out;
+  caffe2::serialize::PyTorchStreamWriter archive([&](const void* data, std::size_t size) {
+    out.write(static_cast<const char*>(data), static_cast<std::streamsize>(size));
+    return size;
+  });
+  archive.writeRecord("data.pkl", dict.data(), dict.size());
+  archive.writeEndOfFile();
+  std::istringstream in(out.str());
+  try {
+    (void)load_python_state(in, {"scaler"});
+    ADD_FAILURE() << "loaded";
+  } catch (const c10::Error& error) {
+    const std::string what = error.what_without_backtrace();
+    EXPECT_NE(what.find("It has: 0xxx"), std::string::npos) << what;
+    EXPECT_NE(what.find("xxx..., and 80 more."), std::string::npos) << what;
+    EXPECT_LT(what.size(), 4000u);
+  }
+}
+
 TEST(GradScalerFile, WritesThePickleThatPythonReads) {
   std::ostringstream hex;
   for (const char byte : torchamp::detail::python_pickle(kState)) {

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
@@ -12,7 +13,10 @@
 
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <stdexcept>
+#include <string>
+#include <vector>
 
 #include "support/expect_error.h"
 #include "support/temporary_folder.h"
@@ -279,6 +283,92 @@ struct Broken {
   void load(torch::serialize::InputArchive&) { throw std::out_of_range("no such thing"); }
   bool saves_fail = false;
 };
+
+/// Some layers, the first of them within another module.
+struct Layers final : torch::nn::Module {
+  Layers(int count, bool bias) {
+    const auto layer = [bias] {
+      return torch::nn::Linear(torch::nn::LinearOptions(3, 3).bias(bias));
+    };
+    register_module("inner", torch::nn::Sequential(layer()));
+    for (int i = 1; i < count; ++i) register_module("layer" + std::to_string(i), layer());
+  }
+};
+
+TEST(TrainingCheckpointValues, RefusesAModelOfWhichTheFileHasMoreLayersOrWeights) {
+  const TemporaryFolder folder;
+  const auto saved = std::make_shared<Layers>(3, true);
+  TrainingCheckpoint(folder / "run.pt").add("model", saved).save();
+  const auto expect = [&](const std::shared_ptr<Layers>& model, const std::string& names) {
+    const Tensor weight = model->parameters()[0].detach().clone();
+    TrainingCheckpoint checkpoint(folder / "run.pt");
+    checkpoint.add("model", *model);
+    EXPECT_ERROR(
+        checkpoint.load(),
+        "TrainingCheckpoint::load: 'model' in '" + (folder / "run.pt").string() +
+            "' does not fit: it holds what the model in the program does not have: " + names);
+    EXPECT_TRUE(at::equal(model->parameters()[0], weight));
+  };
+  expect(std::make_shared<Layers>(1, true), "layer1, layer2");
+  expect(std::make_shared<Layers>(3, false), "inner.0.bias, layer1.bias, layer2.bias");
+}
+
+TEST(TrainingCheckpointValues, RefusesAnOptimizerOfWhichTheFileHasMoreParameters) {
+  const TemporaryFolder folder;
+  torch::nn::Linear two(3, 3), one(torch::nn::LinearOptions(3, 3).bias(false));
+  torch::optim::SGD saved(two->parameters(), 0.1), optimizer(one->parameters(), 0.1);
+  TrainingCheckpoint(folder / "run.pt").add("optimizer", saved).save();
+  TrainingCheckpoint checkpoint(folder / "run.pt");
+  checkpoint.add("optimizer", optimizer);
+  EXPECT_ERROR(checkpoint.load(), "TrainingCheckpoint::load: 'optimizer' in '");
+}
+
+/// Saves what its state needs, by a save() of its own.
+struct OwnSave final : torch::nn::Module {
+  Tensor weight = register_parameter("weight", at::ones({2}));
+  int64_t count = 0;
+  void save(torch::serialize::OutputArchive& archive) const override {
+    Module::save(archive);
+    archive.write("count", c10::IValue(count));
+  }
+  void load(torch::serialize::InputArchive& archive) override {
+    Module::load(archive);
+    c10::IValue value;
+    archive.read("count", value);
+    count = value.toInt();
+  }
+};
+
+struct OwnSaveWithin final : torch::nn::Module {
+  std::shared_ptr<OwnSave> own = register_module("own", std::make_shared<OwnSave>());
+};
+
+TEST(TrainingCheckpointValues, LoadsAModuleThatSavesMoreThanItsWeights) {
+  const TemporaryFolder folder;
+  const auto saved = std::make_shared<OwnSaveWithin>(), loaded = std::make_shared<OwnSaveWithin>();
+  saved->own->count = 5;
+  TrainingCheckpoint(folder / "run.pt").add("model", saved).save();
+  TrainingCheckpoint checkpoint(folder / "run.pt");
+  checkpoint.add("model", loaded);
+  EXPECT_TRUE(checkpoint.load());
+  EXPECT_EQ(loaded->own->count, 5);
+}
+
+TEST(TrainingCheckpointValues, RefusesToSaveWithoutLocalPartsAndLeavesTheOldFile) {
+  const TemporaryFolder folder;
+  int64_t step = 3;
+  TrainingCheckpoint checkpoint(folder / "run.pt");
+  checkpoint.add("step", step);
+  checkpoint.save();
+  EXPECT_ERROR(checkpoint.save(std::vector<Tensor>{}),
+               "TrainingCheckpoint::save: the list of local parts is empty");
+  EXPECT_ERROR(checkpoint.save({checkpoint.local_part(), Tensor()}),
+               "TrainingCheckpoint::save: local part 1 is not what local_part() gives");
+  EXPECT_ERROR(checkpoint.save({at::ones({3})}), "local part 0 is not what");
+  step = 0;
+  EXPECT_TRUE(checkpoint.load());
+  EXPECT_EQ(step, 3);
+}
 
 TEST(TrainingCheckpointValues, RefusesOptimizerStateOfAnotherShape) {
   const TemporaryFolder folder;

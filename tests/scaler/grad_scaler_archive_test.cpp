@@ -7,9 +7,11 @@
 
 #include <cmath>
 #include <limits>
+#include <random>
 #include <sstream>
 #include <string>
 
+#include "support/damaged.h"
 #include "support/expect_error.h"
 #include "support/optimizers.h"
 
@@ -148,6 +150,27 @@ TEST(GradScalerArchive, RefusesAForeignOneAndChangesNothing) {
   EXPECT_NO_THROW(loads([&](auto& out) { all(out, 4., 1); })) << "the five fields are enough";
   EXPECT_EQ(scaler.get_scale(), 4.);
   EXPECT_EQ(scaler.get_growth_factor(), 3.);
+}
+
+TEST(GradScalerArchive, MakesAnErrorOfAnyDamageOrIsLoadedAsItWas) {
+  GradScaler source(kOptions);
+  iterate(source, true);
+  const std::string whole = saved(source);
+  GradScaler scaler(kOptions);
+  std::mt19937 random(1);
+  int loaded = 0;
+  for (int i = 0; i < 1500; ++i) {
+    const auto before = scaler.state_dict();
+    try {
+      load(scaler, damaged(whole, random));
+      EXPECT_EQ(scaler.state_dict(), source.state_dict());
+      iterate(scaler, false);
+      ++loaded;
+    } catch (const c10::Error&) {
+      EXPECT_EQ(scaler.state_dict(), before);
+    }  // anything else fails the test
+  }
+  EXPECT_LT(loaded, 500) << "there is padding";
 }
 
 TEST(GradScalerState, GoesFromOneScalerToAnother) {

@@ -180,6 +180,7 @@ inline void MasterWeights::load(torch::serialize::InputArchive& archive) {
                     from.sizes(), " in the archive and ", to.sizes(), " in the model", remedy);
         read.emplace_back(to, from);
       });
+  detail::check_nothing_is_left(*model_, archive, "MasterWeights::load: the archive");
   const detail::DropWeightCasts drop_weight_casts;
   for (const auto& [to, from] : read) {
     to.copy_(from);

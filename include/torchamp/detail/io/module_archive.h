@@ -2,11 +2,17 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 #include <torch/serialize/archive.h>
 
+#include <set>
+#include <sstream>
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "torchamp/detail/text.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -51,6 +57,54 @@ void read_module(const torch::nn::Module& module, torch::serialize::InputArchive
     archive.try_read(child.key(), nested);
     read_module(*child.value(), nested, visit, prefix + child.key() + '.');
   }
+}
+
+/// The keys at the top of what module.save() writes.
+inline std::set<std::string> keys_that_saving_writes(const torch::nn::Module& module) {
+  torch::serialize::OutputArchive written;
+  module.save(written);
+  std::ostringstream bytes;
+  written.save_to(bytes);
+  const std::string text = std::move(bytes).str();
+  torch::serialize::InputArchive archive;
+  archive.load_from(text.data(), text.size());
+  const std::vector<std::string> keys = archive.keys();
+  return {keys.begin(), keys.end()};
+}
+
+/// What the archive of a module holds that saving `module` would not write, by dotted names.
+inline std::vector<std::string> left_over(const torch::nn::Module& module,
+                                          torch::serialize::InputArchive& archive,
+                                          const std::string& prefix = "") {
+  std::set<std::string> known;
+  for (const auto& item : module.named_parameters(/*recurse=*/false)) known.insert(item.key());
+  for (const auto& item : module.named_buffers(/*recurse=*/false)) known.insert(item.key());
+  std::vector<std::string> names;
+  for (const auto& child : module.named_children()) {
+    known.insert(child.key());
+    torch::serialize::InputArchive nested;
+    if (!child.value()->is_serializable() || !archive.try_read(child.key(), nested)) continue;
+    for (std::string& name : left_over(*child.value(), nested, prefix + child.key() + '.')) {
+      names.push_back(std::move(name));
+    }
+  }
+  std::set<std::string> own;  // of a module with a save() of its own
+  for (const std::string& key : archive.keys()) {
+    if (known.contains(key)) continue;
+    if (own.empty()) own = keys_that_saving_writes(module);
+    if (!own.contains(key)) names.push_back(prefix + key);
+  }
+  return names;
+}
+
+/// Throws where the archive of a module holds more than `module` takes: layers or weights that the
+/// program's model does not have, and that LibTorch passes over. `archive_name` begins the error.
+inline void check_nothing_is_left(const torch::nn::Module& module,
+                                  torch::serialize::InputArchive& archive,
+                                  const char* archive_name) {
+  const std::vector<std::string> names = left_over(module, archive);
+  TORCH_CHECK(names.empty(), archive_name,
+              " holds what the model in the program does not have: ", list_of(names));
 }
 
 }  // namespace torchamp::detail

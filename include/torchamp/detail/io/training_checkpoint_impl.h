@@ -210,6 +210,7 @@ inline void TrainingCheckpoint::load_module(torch::nn::Module& module,
                     from.dtype(), ' ', from.sizes(), " in the file and ", to.dtype(), ' ',
                     to.sizes(), " in the model");
       });
+  detail::check_nothing_is_left(module, archive, "it");
   detail::WeightsInPlace weights(module);
   module.load(archive);
   weights.take_back();
@@ -273,6 +274,14 @@ inline at::Tensor TrainingCheckpoint::local_part() const {
 }
 
 inline void TrainingCheckpoint::save(const std::vector<at::Tensor>& local_parts) const {
+  TORCH_CHECK_VALUE(!local_parts.empty(),
+                    "TrainingCheckpoint::save: the list of local parts is empty, and such a file "
+                    "could not be loaded. Pass the local_part() of each process.");
+  for (const at::Tensor& part : local_parts) {
+    TORCH_CHECK_VALUE(part.defined() && part.scalar_type() == at::kByte && part.dim() == 1,
+                      "TrainingCheckpoint::save: local part ", &part - local_parts.data(),
+                      " is not what local_part() gives, a vector of bytes.");
+  }
   const at::NoGradGuard no_grad;
   std::random_device random;
   const int64_t id = (static_cast<int64_t>(random()) << 31) ^ random();

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "torchamp/detail/io/checksum.h"
+#include "torchamp/detail/text.h"
 
 namespace torchamp::detail {
 
@@ -259,7 +260,7 @@ class ZipCheck {
         } catch (const std::exception&) {  // right is false
         }
       }
-      TORCH_CHECK(right, "it is damaged: '", record.name, "' in it is not as written.");
+      TORCH_CHECK(right, "it is damaged: '", shorten(record.name), "' in it is not as written.");
     }
   }
 

@@ -2,10 +2,14 @@
 #pragma once
 
 #include <ATen/core/ivalue.h>
+#include <c10/util/Exception.h>
+#include <torch/serialize/archive.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <exception>
 #include <string>
+#include <utility>
 
 #include "torchamp/detail/io/checksum.h"
 #include "torchamp/detail/scaler/check_options.h"
@@ -149,3 +153,22 @@ inline void GradScaler::load(torch::serialize::InputArchive& archive) {
 }
 
 }  // namespace TORCHAMP_NAMESPACE
+
+namespace torch {
+
+/// torch::load for a GradScaler: LibTorch's reader throws exceptions of several kinds for an
+/// archive that is damaged; here they are all c10::Errors.
+template <class... From>
+void load(torchamp::GradScaler& scaler, From&&... from) {
+  serialize::InputArchive archive;
+  try {
+    archive.load_from(std::forward<From>(from)...);
+  } catch (const c10::Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, "GradScaler::load: the archive cannot be read: ", error.what());
+  }
+  scaler.load(archive);
+}
+
+}  // namespace torch
