@@ -480,8 +480,8 @@ toolkit. Install torch with its dependencies (pip install torch==${version}), or
   endif()
   list(REMOVE_DUPLICATES link)
   list(REMOVE_DUPLICATES search)
+  _torchamp_cuda_headers(cuda_includes why "${sonames}" "${search}" "${toolkit}")
   if("torch_cuda" IN_LIST names)
-    _torchamp_cuda_headers(cuda_includes why "${sonames}" "${search}" "${toolkit}")
     if(why)
       set(${failure} "The LibTorch ${origin}, ${prefix}, ${why}" PARENT_SCOPE)
       return()
@@ -526,7 +526,8 @@ toolkit. Install torch with its dependencies (pip install torch==${version}), or
   if("torch_cuda" IN_LIST names)
     set(mode CUDA)
   endif()
-  set_target_properties(torchamp::libtorch PROPERTIES TORCHAMP_DEVICE ${mode} TORCHAMP_PREFIX ${prefix})
+  set_target_properties(torchamp::libtorch PROPERTIES TORCHAMP_DEVICE ${mode} TORCHAMP_PREFIX ${prefix}
+                                                      TORCHAMP_CUDA_HEADERS "${cuda_includes}")
   message(STATUS "torchamp: LibTorch ${version} for ${mode}, ${origin}: ${prefix}")
 endfunction()
 

@@ -195,7 +195,7 @@ TEST_F(OneParameter, RefusesCheckpointsThatKeepTheRandomStateInTheFirstIteration
 
 // ---- Streams ------------------------------------------------------------------------------------
 
-TEST(OwnStream, IsNobodyElsesWhileItLives) {
+TEST(SimulatedOwnStream, IsNobodyElsesWhileItLives) {
   if (!simulated::available()) GTEST_SKIP() << "a CUDA device is in the simulated one's place";
   using torchamp::detail::OwnStream;
   const c10::Device device(at::kPrivateUse1, 1);

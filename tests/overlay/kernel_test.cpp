@@ -108,7 +108,7 @@ TEST(RecurrentLayers, AreCastToTheRegionsDtypeWhereCudasListsAreFollowed) {
   }
 }
 
-TEST(RecurrentLayers, CastInputHiddenStateAndWeightsAndShowTheirCellsNoAutocast) {
+TEST(SimulatedRecurrentLayers, CastInputHiddenStateAndWeightsAndShowTheirCellsNoAutocast) {
   if (!simulated::available()) GTEST_SKIP() << "a CUDA device is in the simulated one's place";
   const auto on_device = [](at::Tensor t) { return t.to(at::Device(at::kPrivateUse1, 0)); };
   const at::Tensor input = on_device(at::rand({3, 1, 4})), hidden = on_device(at::rand({1, 1, 2}));

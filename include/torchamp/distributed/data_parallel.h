@@ -40,7 +40,8 @@ namespace TORCHAMP_NAMESPACE {
 // collective: every process of the group calls them, in the same order. A process that waits for
 // another one gets a c10::Error that names the call: at once if that one has died, after the
 // group's timeout if it stalls. (From backward(), which LibTorch runs, it gets the std::exception
-// that the group's backend throws.) The group is of no use after that, and the process should end.
+// that the group's backend throws. NCCL's errors are no exceptions: see add_nccl().) The group is
+// of no use after that, and the process should end.
 // Groups come from make_process_group() in distributed/process_group.h, or from anywhere else in
 // c10d.
 

@@ -19,6 +19,7 @@
 #include <c10/util/Exception.h>
 
 #include <chrono>
+#include <cstdint>
 
 #ifdef USE_C10D_NCCL
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
@@ -27,21 +28,32 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 #undef USE_C10D_NCCL
 #endif
+#include <nccl.h>
+#include <torch/csrc/cuda/nccl.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "torchamp/detail/cuda_versions.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {
 
 /// Lets a `group` of make_process_group() use NCCL for CUDA tensors instead of Gloo. Each process
-/// first makes the device of its LOCAL_RANK current. `timeout` is how long a process waits for the
-/// others. An error without a CUDA device.
+/// first makes the device of its LOCAL_RANK current. An error without a CUDA device, and where the
+/// program was compiled with another NCCL than LibTorch.
+///
+/// The host does not wait for NCCL, and so gets no error from it: where a process dies, or keeps
+/// the others waiting for longer than `timeout`, LibTorch's watchdog ends the process. With
+/// TORCH_NCCL_BLOCKING_WAIT=1 in the environment the host does wait, at each call, and gets a
+/// c10::Error.
 inline void add_nccl(c10d::ProcessGroup& group,
                      std::chrono::milliseconds timeout = std::chrono::minutes(10)) {
   TORCH_CHECK(at::hasCUDA(),
               "add_nccl: this LibTorch sees no CUDA device. Leave the call out; the "
               "group has Gloo for CPU tensors.");
+  constexpr uint64_t nccl_of_headers =
+      (uint64_t{NCCL_MAJOR} << 32) | (uint64_t{NCCL_MINOR} << 16) | uint64_t{NCCL_PATCH};
+  detail::check_nccl_headers(nccl_of_headers, torch::cuda::nccl::version());
   const auto options = c10d::ProcessGroupNCCL::Options::create();
   options->timeout = timeout;
   group.setBackend(at::kCUDA, c10d::ProcessGroup::BackendType::NCCL,

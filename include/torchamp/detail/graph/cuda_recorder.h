@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 
+#include "torchamp/detail/cuda_versions.h"
 #include "torchamp/detail/graph/own_stream.h"
 #include "torchamp/detail/graph/recorder.h"
 
@@ -23,11 +24,13 @@
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/cuda/CUDAGraph.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <cuda_runtime_api.h>
 
 #include <exception>
 #endif
@@ -143,6 +146,7 @@ inline std::unique_ptr<GraphRecorder> make_cuda_graph_recorder(c10::Device devic
               ", but only a CUDA device has graphs. Move the model there before the optimizer is "
               "made, or pass {.enabled = false} to run eagerly.");
 #if TORCHAMP_CUDA_GRAPHS
+  check_cuda_headers(CUDART_VERSION, at::detail::getCUDAHooks().versionCUDART());
   return std::make_unique<CudaGraphRecorder>(device);
 #else
   TORCH_CHECK(

@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include <cstdint>
+#include <string>
+
+#include "torchamp/version.h"
+
+namespace torchamp::detail {
+
+// Note [Headers of CUDA and NCCL]
+// Some of LibTorch's classes have members that depend on the version of CUDA's or NCCL's headers. A
+// program that was compiled with others than LibTorch makes such objects of another size than
+// LibTorch's own functions take them for, and memory beside them is overwritten.
+
+/// Throws if a program compiled with CUDA's headers of version `headers` must not share a graph
+/// with a LibTorch compiled with those of `library`; both as CUDART_VERSION has it.
+inline void check_cuda_headers(int64_t headers, int64_t library) {
+  const auto text = [](int64_t version) {
+    return c10::str(version / 1000, '.', version % 1000 / 10);
+  };
+  const auto grew = [](int64_t version) {
+    return version >= 12040;
+  };  // as LibTorch's CUDAGraph did
+  TORCH_CHECK(headers / 1000 == library / 1000 && grew(headers) == grew(library),
+              "CudaGraph: this program was compiled with the headers of CUDA ", text(headers),
+              ", LibTorch with those of CUDA ", text(library),
+              ", and its objects have other sizes there. Compile it with the headers of CUDA ",
+              text(library), '.');
+}
+
+/// Throws if a program compiled with NCCL's headers of version `headers` must not share a process
+/// group with a LibTorch compiled with those of `library`; both as torch::cuda::nccl::version() has
+/// it.
+inline void check_nccl_headers(uint64_t headers, uint64_t library) {
+  const auto text = [](uint64_t version) {
+    return c10::str(version >> 32, '.', version >> 16 & 0xffff, '.', version & 0xffff);
+  };
+  TORCH_CHECK(headers >> 16 == library >> 16,
+              "add_nccl: this program was compiled with the headers of NCCL ", text(headers),
+              ", LibTorch with those of NCCL ", text(library),
+              ", and its objects have other sizes there. Compile it with the nccl.h of NCCL ",
+              text(library), ", which comes with the wheel nvidia-nccl.");
+}
+
+}  // namespace torchamp::detail

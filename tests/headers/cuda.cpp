@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Compiled, but not linked: what takes the headers of CUDA and NCCL. A build for a CPU leaves graphs
+// out for want of a library to link with.
+#undef TORCHAMP_CUDA_GRAPHS
+#define TORCHAMP_CUDA_GRAPHS 1
+#include <torchamp/distributed/nccl.h>
+#include <torchamp/torchamp.h>
+
+template class std::unique_ptr<torchamp::detail::CudaGraphRecorder>;
+void (*const add_nccl)(c10d::ProcessGroup&, std::chrono::milliseconds) = &torchamp::add_nccl;
