@@ -3,8 +3,8 @@
 // out for want of a library to link with.
 #undef TORCHAMP_CUDA_GRAPHS
 #define TORCHAMP_CUDA_GRAPHS 1
+#include <torchamp/cuda_graph.h>
 #include <torchamp/distributed/nccl.h>
-#include <torchamp/torchamp.h>
 
 template class std::unique_ptr<torchamp::detail::CudaGraphRecorder>;
 void (*const add_nccl)(c10d::ProcessGroup&, std::chrono::milliseconds) = &torchamp::add_nccl;
