@@ -322,8 +322,12 @@ def complete_iou(a, b):
     eps = 1e-7
     a_low, a_high = a[:, 0:2] - a[:, 2:4] / 2, a[:, 0:2] + a[:, 2:4] / 2
     b_low, b_high = b[:, 0:2] - b[:, 2:4] / 2, b[:, 0:2] + b[:, 2:4] / 2
-    common = (torch.minimum(a_high, b_high) - torch.maximum(a_low, b_low)).clamp_min(0).prod(1)
-    iou = common / (a[:, 2:4].prod(1) + b[:, 2:4].prod(1) - common + eps)
+
+    def area(extent):  # in fp32; not prod(1), whose backward reads the device to look for zeros
+        return extent[:, 0].float() * extent[:, 1]
+
+    common = area((torch.minimum(a_high, b_high) - torch.maximum(a_low, b_low)).clamp_min(0))
+    iou = common / (area(a[:, 2:4]) + area(b[:, 2:4]) - common + eps)
     hull = torch.maximum(a_high, b_high) - torch.minimum(a_low, b_low)
     diagonal = hull.square().sum(1) + eps
     distance = (a[:, 0:2] - b[:, 0:2]).square().sum(1)

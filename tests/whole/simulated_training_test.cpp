@@ -19,8 +19,9 @@
 #include <string>
 #include <vector>
 
-#include "support/optimizer_kinds.h"
+#include "../examples/benchmark/models/yolo_loss.h"
 #include "support/expect_error.h"
+#include "support/optimizer_kinds.h"
 #include "support/simulated/device.h"
 #include "torchamp/detail/graph/host_access.h"
 
@@ -326,6 +327,27 @@ TEST_F(SimulatedTraining, MasterWeightsTrainWithoutAWait) {
   for (int i = 0; i < 10; ++i) last = step();
   EXPECT_EQ(counts.now().waits, 0);
   EXPECT_LT(last.item<float>(), first.item<float>());
+}
+
+TEST_F(SimulatedTraining, TheLossOfTheBenchmarksYoloMakesNobodyWait) {
+  std::vector<Tensor> outputs, batch{torch::empty({2})};
+  for (const int64_t side : {8, 4, 2}) {
+    outputs.push_back(torch::randn({2, 3, side, side, 9}).to(sim0).requires_grad_());
+    batch.push_back(torch::tensor({{0, 1}, {0, 2}, {1, 0}, {1, 1}}).to(sim0));
+    batch.push_back(torch::rand({2, 4}).to(sim0));
+  }
+  batch.push_back(torch::zeros({2, 4}, on(sim0)));
+  const auto loss = [&] {
+    const AutocastGuard autocast(c10::kPrivateUse1);
+    return yolo_loss(outputs, batch);
+  };
+  loss().backward();
+  const Counts counts;
+  const torchamp::detail::HostAccessWatch watch(c10::kPrivateUse1);
+  loss().backward();
+  EXPECT_EQ(counts.now().waits, 0);
+  EXPECT_EQ(watch.first(), "");
+  EXPECT_TRUE(outputs[0].grad().isfinite().all().item<bool>());
 }
 
 TEST_F(SimulatedTraining, TheWatchNamesAReadAndNoStep) {

@@ -11,12 +11,16 @@
 /// centres apart and for different shapes. Boxes [n, 4] as centre, width and height; returns [n].
 inline at::Tensor complete_iou(const at::Tensor& a, const at::Tensor& b) {
   constexpr double eps = 1e-7;
+  // In fp32. Not prod(1), whose backward reads the device to look for zeros.
+  const auto area = [](const at::Tensor& extent) {
+    return extent.select(1, 0).to(torch::kFloat) * extent.select(1, 1);
+  };
   const auto half = [](const at::Tensor& box) { return box.slice(1, 2, 4) / 2; };
   const at::Tensor a_low = a.slice(1, 0, 2) - half(a), a_high = a.slice(1, 0, 2) + half(a);
   const at::Tensor b_low = b.slice(1, 0, 2) - half(b), b_high = b.slice(1, 0, 2) + half(b);
   const at::Tensor common =
-      (torch::minimum(a_high, b_high) - torch::maximum(a_low, b_low)).clamp_min(0).prod(1);
-  const at::Tensor all = a.slice(1, 2, 4).prod(1) + b.slice(1, 2, 4).prod(1) - common + eps;
+      area((torch::minimum(a_high, b_high) - torch::maximum(a_low, b_low)).clamp_min(0));
+  const at::Tensor all = area(a.slice(1, 2, 4)) + area(b.slice(1, 2, 4)) - common + eps;
   const at::Tensor iou = common / all;
   const at::Tensor hull = torch::maximum(a_high, b_high) - torch::minimum(a_low, b_low);
   const at::Tensor diagonal = hull.square().sum(1) + eps;
