@@ -88,7 +88,7 @@ function(torchamp_add_tests name)
     math(EXPR index "${shard} - 1")
     add_test(NAME ${test} COMMAND ${name}_test WORKING_DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR})
     set_tests_properties(
-      ${test} PROPERTIES LABELS unit TIMEOUT 900
+      ${test} PROPERTIES LABELS unit TIMEOUT ${TORCHAMP_TEST_TIMEOUT}
                          ENVIRONMENT "GTEST_TOTAL_SHARDS=${shards};GTEST_SHARD_INDEX=${index}")
     if(arg_IN_ORDER)
       set_property(TEST ${test} APPEND PROPERTY ENVIRONMENT GTEST_SHUFFLE=0)
@@ -101,7 +101,7 @@ function(torchamp_add_tests name)
     add_test(NAME ${name}_simulated COMMAND ${name}_test --gtest_filter=*Simulated*
              WORKING_DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR})
     set_tests_properties(
-      ${name}_simulated PROPERTIES LABELS unit TIMEOUT 900 ENVIRONMENT CUDA_VISIBLE_DEVICES=)
+      ${name}_simulated PROPERTIES LABELS unit TIMEOUT ${TORCHAMP_TEST_TIMEOUT} ENVIRONMENT CUDA_VISIBLE_DEVICES=)
   endif()
 endfunction()
 
