@@ -2,6 +2,8 @@
 #include "support/simulated/counts.h"
 
 #include <mutex>
+#include <optional>
+#include <utility>
 
 namespace simulated {
 
@@ -10,6 +12,7 @@ namespace {
 struct Shared {
   std::mutex mutex;
   Totals totals;
+  std::optional<std::vector<Launch>> log;
 };
 Shared& shared() {
   static Shared* const s = new Shared;  // outlives every thread
@@ -21,6 +24,27 @@ Shared& shared() {
 Totals totals() {
   const std::lock_guard lock(shared().mutex);
   return shared().totals;
+}
+
+void count_launch(const Launch& launch) {
+  const std::lock_guard lock(shared().mutex);
+  shared().totals.kernels += launch.kernels;
+  if (shared().log) shared().log->push_back(launch);
+}
+
+LaunchLog::LaunchLog() {
+  const std::lock_guard lock(shared().mutex);
+  shared().log.emplace();
+}
+
+LaunchLog::~LaunchLog() {
+  const std::lock_guard lock(shared().mutex);
+  shared().log.reset();
+}
+
+std::vector<Launch> LaunchLog::take() {
+  const std::lock_guard lock(shared().mutex);
+  return std::exchange(*shared().log, {});
 }
 
 void count(int64_t Totals::*what, int64_t by) {

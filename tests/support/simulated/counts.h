@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
+#include <vector>
 
 namespace simulated {
 
@@ -36,7 +38,27 @@ class Counts {
   Totals start_;
 };
 
+/// What one op launched.
+struct Launch {
+  std::string op;
+  int64_t kernels;
+  int64_t elements;  ///< of all its arguments on the device
+};
+
+/// What is launched on both devices and all threads while it lives, in order. One at a time.
+class LaunchLog {
+ public:
+  LaunchLog();
+  ~LaunchLog();
+  LaunchLog(const LaunchLog&) = delete;
+  LaunchLog& operator=(const LaunchLog&) = delete;
+
+  /// Up to now, and forgets it.
+  std::vector<Launch> take();
+};
+
 /// For the device's own parts.
+void count_launch(const Launch& launch);
 void count(int64_t Totals::*what, int64_t by = 1);
 
 }  // namespace simulated

@@ -221,7 +221,8 @@ void run_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack,
   const int64_t stream = current_stream(device.index());
   const std::string name = c10::toString(op.operator_name());
   if (makes_the_host_wait(op, args)) wait_for(stream, name);
-  if (!is_view) count(&Totals::kernels, kernels_of(op, args));
+  const int64_t kernels = is_view ? 0 : kernels_of(op, args);
+  int64_t elements = 0;
 
   HostView view;
   std::vector<Accesses*> reads, writes;
@@ -231,6 +232,7 @@ void run_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack,
     for_each_tensor(arg, [&](const at::Tensor& t) {
       if (is_on_device(t) && t.storage().nbytes() > 0) {
         (written ? writes : reads).push_back(&block_of(t.storage().data())->accesses);
+        elements += t.numel();
         if (written) count(&Totals::bytes_written, static_cast<int64_t>(t.nbytes()));
       }
       return view.of(t);
@@ -243,7 +245,10 @@ void run_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack,
       arg = drawing(default_generator(device.index()));
     }
   }
-  if (!is_view) enqueue(stream, name, reads, writes);
+  if (!is_view) {
+    count_launch({name, kernels, elements});
+    enqueue(stream, name, reads, writes);
+  }
   {
     const Unprotected open(is_view ? std::vector<Block*>() : view.blocks());
     if (instead) {

@@ -97,14 +97,13 @@ inline GradientBatch largest_values(const GradientBatch& batch) {
 /// not changed, nor are their versions.
 inline void check(const GradientBatch& batch, at::Tensor& flag) {
   const at::AutoDispatchBelowADInplaceOrView versions_stay;
-  const auto look_at = [&](const GradientBatch& values) {
-    at::_amp_foreach_non_finite_check_and_unscale_(values.gradients, flag,
-                                                   at::ones({}, flag.options()));
+  const auto look_at = [&](const GradientBatch& values, const at::Tensor& factor) {
+    at::_amp_foreach_non_finite_check_and_unscale_(values.gradients, flag, factor);
   };
-  if (batch.device.is_cpu()) return look_at(batch);
+  if (batch.device.is_cpu()) return look_at(batch, at::ones({}, flag.options()));
   const GradientBatch largest = largest_values(batch);
   if (largest.gradients.empty()) return;
-  if (unscale_kernel_takes(largest)) return look_at(largest);
+  if (unscale_kernel_takes(largest)) return look_at(largest, /*any:*/ flag);
   const at::Tensor finite = at::stack(largest.gradients).isfinite().all();
   at::maximum_out(flag, flag, finite.logical_not().to(flag.scalar_type()));
 }

@@ -164,7 +164,9 @@ class ScaleState {
       at::_amp_update_scale_(device_.scale, device_.growth_tracker, found_inf,
                              options.growth_factor, options.backoff_factor,
                              options.growth_interval);
-      device_.scale.clamp_(options.min_scale, options.max_scale);
+      if (may_leave_limits(options)) {
+        device_.scale.clamp_(options.min_scale, options.max_scale);
+      }
       at::addcmul_out(device_.skips, found_inf, device_.skips, found_inf);
     } else {
       const at::ScalarType dtype = number_type();
@@ -208,9 +210,21 @@ class ScaleState {
     return lacks_fp64 ? at::kFloat : at::kDouble;
   }
 
+  /// Whether the update being made may have taken the scale past its limits.
+  bool may_leave_limits(const GradScalerOptions& options) {
+    constexpr double rounding = 0x1p-20;  // the device's, and more
+    return replayed_ || !follows_bound(options) ||
+           at_most_ * options.growth_factor * (1. + rounding) > options.max_scale ||
+           bound_.value() * options.backoff_factor * (1. - rounding) < options.min_scale;
+  }
+
+  bool follows_bound(const GradScalerOptions& options) const {
+    return options.dynamic && options.min_scale < 1. && !replayed_;
+  }
+
   void follow(const GradScalerOptions& options) {
-    const bool matters = options.dynamic && options.min_scale < 1. && !replayed_;
-    if (matters) bound_.lower(options.backoff_factor, options.min_scale, device_.scale);
+    if (follows_bound(options))
+      bound_.lower(options.backoff_factor, options.min_scale, device_.scale);
     if (!options.dynamic) return;
     if (!is_torch_update(options)) {  // which may grow sooner
       at_most_ = options.max_scale;
