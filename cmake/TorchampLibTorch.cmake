@@ -418,6 +418,10 @@ do not fit it: objects would have another size. Install a toolkit of CUDA ${majo
     set(result ${nccl} ${first} ${rest})
     list(REMOVE_DUPLICATES result)
     set(${includes} "${result}" PARENT_SCOPE)
+  elseif(cuda)
+    list(JOIN cuda ", " cuda)
+    message(STATUS "torchamp: CUDA's headers in ${cuda} lack crt/host_defines.h, which comes with a toolkit or the wheel \
+nvidia-cuda-crt: CUDA graphs are left out")
   endif()
 endfunction()
 

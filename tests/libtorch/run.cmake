@@ -161,6 +161,9 @@ set(own ${WORK}/cuda7/nvidia/nccl/include ${WORK}/cuda7/nvidia/cuda/include)
 try("headers beside LibTorch's libraries first" ${on_cuda7} ${toolkits}
     EXPECT "HEADERS ${own};${WORK}/toolkit7/include --" "RESULT CUDA")
 
+try("headers that NVIDIA's wheel leaves out" ${on_cuda7} -DCUDAToolkit_ROOT=${WORK}/toolkit6
+    EXPECT "headers in ${WORK}/cuda7/nvidia/cuda/include lack crt/host_defines.h.* CUDA graphs are left out" "RESULT CUDA")
+
 # ---- The torch of a Python ------------------------------------------------------------------------
 
 try("the torch of a Python" ENV PYTHONPATH=${site} EXPECT "RESULT CPU ${site}/torch" REFUSE fetching)
