@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <stdexcept>
+#include <string_view>
 #include <vector>
 
 #include "support/expect_error.h"
@@ -15,6 +16,8 @@ namespace {
 using torchamp::AutocastGuard;
 using torchamp::Cast;
 using torchamp::OpCall;
+using torchamp::OpFamily;
+using torchamp::OpNames;
 using torchamp::Policy;
 
 at::Tensor bf16() {
@@ -90,6 +93,22 @@ TEST(When, APredicateMayCallOpsItsOwnAmongThemWhichAreNotCast) {
   EXPECT_EQ(seen, (std::vector<at::ScalarType>{at::kFloat, at::kFloat}));
   EXPECT_EQ(at::ones({2, 2}).mm(at::ones({2, 2})).scalar_type(), at::kBFloat16)
       << "autocast is on again";
+}
+
+TEST(When, APredicateIsCalledOnceForACallHoweverOftenAnEditNamesTheOp) {
+  static constexpr std::string_view names[] = {"softmax", "relu", "softmax.int"};
+  for (const OpNames& ops : {OpNames{"softmax", "softmax"}, OpNames{"softmax", "aten::softmax"},
+                             OpNames{"softmax.int", "softmax"}, OpNames(OpFamily("mine", names))}) {
+    int calls = 0;
+    const auto never = [&](const OpCall&) {
+      ++calls;
+      return false;
+    };
+    const AutocastGuard guard(
+        at::kCPU, {.policy = Policy::standard().lower_precision(ops, {.predicate = never})});
+    EXPECT_EQ(bf16().softmax(0).scalar_type(), at::kFloat);
+    EXPECT_EQ(calls, 1);
+  }
 }
 
 TEST(When, APredicateThatThrowsLeavesAutocastOn) {

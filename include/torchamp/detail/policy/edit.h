@@ -7,6 +7,7 @@
 #include <c10/util/Exception.h>
 
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -52,10 +53,10 @@ inline void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, const Wh
               call, ": When::dtype is ", *when.dtype,
               ", but no region has that dtype. Give torch::kHalf, torch::kBFloat16 or, for regions "
               "of CUDA, torch::kFloat.");
-  std::vector<std::string> reached;
+  std::set<std::string> reached;  // once, however many of the names reach it
   for (const std::string& name : ops) {
     for (const auto& op : overloads_to_edit(call, *row, name, is_family)) {
-      reached.push_back(c10::toString(op.operator_name()));
+      reached.insert(c10::toString(op.operator_name()));
     }
   }
   if (ops.begin() == ops.end()) return;
