@@ -240,8 +240,9 @@ class SafeAccumulationResult {
 /// dropped. The step is made with the mean over those that were kept, unless their sum is not
 /// finite: then all are dropped. Costs one fp32 sum for each parameter (fp64 for fp64 parameters),
 /// and reads nothing except once in step() for an optimizer that is no ScaledStep. Gradients are
-/// dense. Within a window, the scaler refuses to be saved. Holds references to scaler and
-/// optimizer. One thread at a time.
+/// dense. Within a window, the scaler refuses to be saved, and parameters may join the optimizer
+/// but not leave it or change their shape. Holds references to scaler and optimizer. One thread at
+/// a time.
 ///
 /// A call that fails leaves the window as it was.
 class SafeAccumulation {
@@ -268,7 +269,7 @@ class SafeAccumulation {
     detail::clear_gradients(optimizer_);
     scaler_.scale(loss).backward();
     if (before_unscale_) before_unscale_();
-    detail::GradientSum::check(optimizer_);
+    sum_.check(optimizer_);
     try {
       scaler_.unscale_(optimizer_);
       const at::Tensor found_inf = scaler_.found_inf(optimizer_);

@@ -418,6 +418,49 @@ TEST(SafeAccumulation, AddsGradientsOfOtherStrides) {
   expect_close(w.detach(), -gradient);
 }
 
+TEST(SafeAccumulation, RefusesParametersThatChangeWithinAWindow) {
+  const at::Tensor w = torch::zeros({4}, torch::requires_grad()), other = zero();
+  auto optimizer = sgd({other, w});
+  GradScaler scaler({.init_scale = 4.});
+  SafeAccumulation accumulation(scaler, optimizer);
+  const auto loss = [&] { return (w * 2).sum() + other.sum(); };
+  accumulation.backward(loss());
+  const auto before = scaler.state_dict();
+  for (const int64_t size : {2, 8}) {
+    w.set_data(torch::zeros({size}));
+    EXPECT_ERROR(accumulation.backward(loss()), "SafeAccumulation::backward: 1 parameter(s)");
+    EXPECT_ERROR(accumulation.step(), "SafeAccumulation::step: 1 parameter(s)");
+  }
+  w.set_data(torch::zeros({4}));
+  accumulation.before_unscale([&] { w.mutable_grad() = torch::ones({1}); });
+  EXPECT_ERROR(accumulation.backward(loss()), "the gradient Float [1] on cpu of parameter 1");
+  accumulation.before_unscale(nullptr);
+  auto& parameters = optimizer.param_groups()[0].params();
+  std::swap(parameters[0], parameters[1]);
+  EXPECT_ERROR(accumulation.backward(loss()), "2 parameter(s) of the optimizer are gone");
+  parameters.pop_back();
+  EXPECT_ERROR(accumulation.step(), "2 parameter(s) of the optimizer are gone");
+  parameters = {other, w};
+  EXPECT_EQ(accumulation.pending(), 1);
+  EXPECT_EQ(scaler.state_dict(), before);
+  accumulation.backward(loss());
+  EXPECT_EQ(accumulation.step().kept(), 2);
+  expect_close(w.detach(), torch::full({4}, -2.));
+}
+
+TEST(SafeAccumulation, TakesParametersThatJoinWithinAWindow) {
+  const at::Tensor w = zero(), late = zero();
+  auto optimizer = sgd({w});
+  GradScaler scaler({.init_scale = 4.});
+  SafeAccumulation accumulation(scaler, optimizer);
+  accumulation.backward((w * 2).sum());
+  optimizer.add_param_group(torch::optim::OptimizerParamGroup({late}));
+  accumulation.backward((w * 2 + late * 4).sum());
+  EXPECT_EQ(accumulation.step().kept(), 2);
+  EXPECT_EQ(w.item<float>(), -2.F);
+  EXPECT_EQ(late.item<float>(), -2.F);
+}
+
 TEST(SafeAccumulation, RefusesGradientsThatTheProgramUnscaled) {
   const at::Tensor w = zero();
   auto optimizer = sgd({w});

@@ -31,18 +31,46 @@ namespace torchamp::detail {
 /// call.
 class GradientSum {
  public:
-  /// Throws for gradients that cannot be summed.
-  static void check(const torch::optim::Optimizer& optimizer) {
+  /// Throws for gradients that cannot be summed, or not with what has been.
+  void check(const torch::optim::Optimizer& optimizer) const {
+    check_parameters(optimizer, "backward");
+    std::size_t slot = 0;
     for (const auto& group : optimizer.param_groups()) {
       for (const at::Tensor& parameter : group.params()) {
+        const std::size_t here = slot++;
         if (!parameter.defined()) continue;
         const at::Tensor& gradient = parameter.unsafeGetTensorImpl()->grad();
         TORCH_CHECK_VALUE(!gradient.defined() || gradient.layout() == at::kStrided,
                           "SafeAccumulation::backward: the gradient ", gradient.sizes(),
                           " has the layout ", gradient.layout(),
                           ". Only dense gradients are summed; use Accumulation.");
+        if (!gradient.defined() || !has_sum(here)) continue;
+        const at::Tensor& sum = *sums_[here];
+        TORCH_CHECK_VALUE(gradient.sizes() == sum.sizes() && gradient.device() == sum.device() &&
+                              gradient.is_complex() == sum.is_complex(),
+                          "SafeAccumulation::backward: the gradient ", gradient.scalar_type(), ' ',
+                          gradient.sizes(), " on ", gradient.device(), " of parameter ", here,
+                          " cannot be added to those of the window, ", sum.scalar_type(), ' ',
+                          sum.sizes(), " on ", sum.device(),
+                          ". Change parameters between windows, or call discard().");
       }
     }
+  }
+
+  /// Throws if the parameters whose gradients have been summed are not where they were.
+  void check_parameters(const torch::optim::Optimizer& optimizer, const char* call) const {
+    std::size_t slot = 0, found = 0, summed = 0;
+    for (const auto& group : optimizer.param_groups()) {
+      for (const at::Tensor& parameter : group.params()) {
+        found += has_sum(slot) && parameter.unsafeGetTensorImpl() == parameters_[slot] &&
+                 parameter.sizes() == sums_[slot]->sizes();
+        ++slot;
+      }
+    }
+    for (slot = 0; slot < sums_.size(); ++slot) summed += has_sum(slot);
+    TORCH_CHECK(found == summed, "SafeAccumulation::", call, ": ", summed - found,
+                " parameter(s) of the optimizer are gone, or have another place or shape than "
+                "earlier in the window. Change them between windows, or call discard().");
   }
 
   /// `found_inf` is 0-dim fp32, 0 or 1; undefined: the gradients are added. A set without gradients
@@ -55,11 +83,16 @@ class GradientSum {
     for (const auto& group : optimizer.param_groups()) {
       for (const at::Tensor& parameter : group.params()) {
         if (sums.size() <= slot) sums.emplace_back();
-        std::optional<at::Tensor>& sum = sums[slot++];
+        if (parameters_.size() <= slot) parameters_.push_back(nullptr);
+        std::optional<at::Tensor>& sum = sums[slot];
+        const std::size_t here = slot++;
         if (!parameter.defined()) continue;
         const at::Tensor& gradient = parameter.unsafeGetTensorImpl()->grad();
         if (!gradient.defined()) continue;
-        if (!sum) sum = at::zeros_like(gradient, gradient.options().dtype(sum_dtype(gradient)));
+        if (!sum) {
+          sum = at::zeros_like(gradient, gradient.options().dtype(sum_dtype(gradient)));
+          parameters_[here] = parameter.unsafeGetTensorImpl();
+        }
         group_of(batches, TensorKind::of(real(*sum))).take(*sum, gradient);
       }
     }
@@ -102,6 +135,7 @@ class GradientSum {
   /// sums. Returns 0-dim fp32, 1 if no set was added or the mean is not finite: finite gradients
   /// may add up to an inf. Undefined where no set came with a flag.
   at::Tensor give_mean_to(torch::optim::Optimizer& optimizer, const ReadOnce<double>& kept) const {
+    check_parameters(optimizer, "step");
     const InternalOps guard;
     std::vector<Batch> batches;
     for (std::size_t slot = 0; slot < sums_.size(); ++slot) {
@@ -161,6 +195,8 @@ class GradientSum {
     }
   };
 
+  bool has_sum(std::size_t slot) const { return slot < sums_.size() && sums_[slot]; }
+
   static at::Tensor real(const at::Tensor& t) { return t.is_complex() ? at::view_as_real(t) : t; }
   static at::ScalarType sum_dtype(const at::Tensor& gradient) {
     const at::ScalarType dtype = gradient.scalar_type();
@@ -168,6 +204,7 @@ class GradientSum {
   }
 
   std::vector<std::optional<at::Tensor>> sums_;  // in the order of the parameters
+  std::vector<const void*> parameters_;          // whose they are
   at::Tensor dropped_;                           // 0-dim fp32
   int64_t added_ = 0;                            // without a flag
   int64_t flagged_ = 0;
