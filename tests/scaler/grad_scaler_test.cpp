@@ -9,6 +9,8 @@
 
 #include <cmath>
 #include <limits>
+#include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "support/devices.h"
@@ -252,6 +254,25 @@ TEST_P(GradScalerOn, DoesNotSeeWhatBecomesNonFiniteAfterUnscalingUnlessAskedTo) 
     EXPECT_EQ(scaler.step(optimizer).stepped(), !recheck);
     EXPECT_EQ(w.isnan().item<bool>(), !recheck);
   }
+}
+
+TEST_P(GradScalerOn, LooksAgainAtTheGradientsOfAStepThatFailedIfAskedTo) {
+  struct FailingOnce : torch::optim::SGD {
+    using SGD::SGD;
+    at::Tensor step(LossClosure closure = nullptr) override {
+      if (!std::exchange(failed, true)) throw std::runtime_error("out of luck");
+      return SGD::step(closure);
+    }
+    bool failed = false;
+  };
+  GradScaler scaler({.init_scale = 4., .recheck = true});
+  start(scaler);
+  const at::Tensor w = parameter_with(tensor({4}));
+  FailingOnce optimizer(std::vector<at::Tensor>{w}, torch::optim::SGDOptions(1.));
+  EXPECT_THROW(scaler.step(optimizer), std::runtime_error);
+  w.mutable_grad().fill_(kNaN);
+  EXPECT_FALSE(scaler.step(optimizer));
+  EXPECT_FALSE(w.isnan().item<bool>());
 }
 
 // ---- Scales below 1 -----------------------------------------------------------------------------

@@ -303,10 +303,11 @@ inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
       if (state.agreed) state.found_inf = {state.found_inf.tensor.clone(), std::nullopt};
       check_only(optimizer, state, false);
       state.agreed = false;
-      state.rechecked = true;
     }
   }
   agree(state);
+  // A step that is tried again sees what its gradients have become, unless processes have agreed.
+  state.rechecked = options_.recheck && options_.agree_found_inf;
 
   std::vector<MissingGradient> missing;
   at::Tensor value;

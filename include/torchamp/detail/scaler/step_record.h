@@ -51,7 +51,7 @@ struct OptimizerState {
   ReadOnce<bool> found_inf;    ///< undefined while ready
   bool had_gradients = false;  ///< at least one was checked
   bool agreed = false;         ///< agree_found_inf has been called
-  bool rechecked = false;      ///< step() has looked at the gradients once more
+  bool rechecked = false;      ///< and that step() has looked once more
   std::size_t gradients = 0;   ///< how many there were when they were unscaled
   uint64_t taken = 0;          ///< gradients_taken() then
 };
