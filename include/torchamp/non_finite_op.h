@@ -59,7 +59,8 @@ std::optional<NonFiniteOp> find_non_finite_op(const std::function<void()>& forwa
 /// Ops are those that the program calls, not those that these call in turn. Infs that the program
 /// asks for (a mask filled with -inf) and uninitialised memory are not counted. Reads the device
 /// several times for each op, so it is slow; gradients accumulate as `forward_and_backward` has it.
-/// Ops of threads other than the caller's and autograd's are not looked at.
+/// Ops of threads other than the caller's and autograd's are not looked at, nor are nested tensors
+/// and dtypes that LibTorch has no functions for, such as fp4.
 ///
 /// Errors: whatever `forward_and_backward` throws, and a null owner other than nullptr.
 ///

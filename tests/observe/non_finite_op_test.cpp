@@ -157,6 +157,49 @@ TEST_P(NonFiniteOpOn, DoesNotBlameAnOpForWhatItOverwrites) {
   EXPECT_EQ(found->op, "aten::exp.out");
 }
 
+TEST_P(NonFiniteOpOn, DoesNotBlameAnOpThatLooksAtAShapeOnly) {
+  const at::Tensor old = torch::full({4}, kInf, options()), ones = torch::ones({4}, options());
+  for (const auto& look : std::vector<std::function<void()>>{
+           [&] { torch::zeros_like(old); }, [&] { torch::full_like(old, 2); },
+           [&] { torch::rand_like(old); }, [&] { old.new_zeros({2}); },
+           [&] { old.new_full({2}, 3); }, [&] { ones.expand_as(old); },
+           [&] { ones.clone().resize_as_(old); }}) {
+    EXPECT_FALSE(first_non_finite_op(look));
+  }
+  const auto found = first_non_finite_op([&] { torch::ones_like(old).div(0); });
+  ASSERT_TRUE(found);
+  EXPECT_EQ(found->op, "aten::div.Scalar");
+}
+
+TEST(NonFiniteOp, LooksAtTheValuesOfSparseTensors) {
+  const at::Tensor dense = torch::eye(3);
+  for (const at::Tensor& sparse : {dense.to_sparse(), dense.to_sparse_csr()}) {
+    const auto found = first_non_finite_op([&] { (sparse * 1e38 * 1e38).to_dense(); });
+    ASSERT_TRUE(found) << sparse.layout();
+    EXPECT_EQ(found->op, "aten::mul.Scalar");
+    EXPECT_EQ(found->infs, 3);
+    EXPECT_THAT(found->inputs, ::testing::Contains("Float [3, 3] up to 1e+38"));
+  }
+  EXPECT_FALSE(first_non_finite_op([] { torch::full({2}, kInf).to_sparse().to_dense(); }))
+      << "a mask";
+}
+
+TEST(NonFiniteOp, PassesOverTensorsThatHaveNoKernelsWithoutAWord) {
+  const at::Tensor four_bits = torch::zeros({4}, at::kByte).view(at::ScalarType::Float4_e2m1fn_x2);
+  const at::Tensor nested = at::_nested_tensor_from_tensor_list(
+      std::vector<at::Tensor>{torch::ones({2, 3}), torch::ones({4, 3})});
+  ::testing::internal::CaptureStderr();
+  const auto found = first_non_finite_op([&] {
+    four_bits.view({2, 2});
+    (nested * 2).relu();
+    torch::ones({2}).div(0);
+  });
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(),
+              ::testing::Not(HasSubstr("RecordFunction")));
+  ASSERT_TRUE(found);
+  EXPECT_EQ(found->op, "aten::div.Scalar");
+}
+
 TEST_P(NonFiniteOpOn, SeesAnOpThatReturnsNothing) {
   const auto found = first_non_finite_op([&] {
     const std::vector<at::Tensor> list{torch::ones({2}, options())};

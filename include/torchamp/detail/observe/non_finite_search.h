@@ -125,14 +125,41 @@ class NonFiniteSearch final : public Observer {
         "_foreach_copy_", "_foreach_zero_", "zero_",   "resize_as_"};
     return std::ranges::find(ops, op) != ops.end();
   }
+  /// Whether an op looks at an argument's shape and dtype only, as `zeros_like` does.
+  static bool ignores_values(std::string_view name, std::size_t argument) {
+    const std::string_view op = short_name(name);
+    if (argument == 0 && overwrites_first(op)) return true;
+    if (!name.starts_with("aten::")) return false;
+    return argument == 0 ? op.ends_with("_like") || op.starts_with("new_")
+                         : op.ends_with("_as") || op.ends_with("_as_");
+  }
   /// Ops that compute nothing.
   static bool only_arranges(std::string_view op) {
     return op == "detach_" || op == "requires_grad_" || op == "set_" || op == "resize_";
   }
 
-  static bool can_look(const at::Tensor& tensor) {
-    return tensor.defined() && (tensor.is_floating_point() || tensor.is_complex()) &&
-           tensor.layout() == at::kStrided && !tensor.is_meta() && tensor.numel() > 0;
+  /// The numbers that a tensor holds, where there are any that LibTorch can look at; else
+  /// undefined.
+  static at::Tensor values_of(const at::Tensor& tensor) {
+    if (!tensor.defined() || tensor.is_meta() || tensor.is_nested()) return {};
+    if (!tensor.is_floating_point() && !tensor.is_complex()) return {};
+    if (tensor.scalar_type() == at::ScalarType::Float4_e2m1fn_x2) return {};
+    const at::Tensor values = [&]() -> at::Tensor {
+      switch (tensor.layout()) {
+        case at::kStrided:
+          return tensor;
+        case at::kSparse:
+          return tensor._values();
+        case at::kSparseCsr:
+        case at::kSparseCsc:
+        case at::kSparseBsr:
+        case at::kSparseBsc:
+          return tensor.values();
+        default:
+          return {};
+      }
+    }();
+    return values.defined() && values.numel() > 0 ? values : at::Tensor();
   }
   /// In a dtype that LibTorch's functions know.
   static at::Tensor readable(const at::Tensor& tensor) {
@@ -156,20 +183,20 @@ class NonFiniteSearch final : public Observer {
     }
     begun.computes = !only_arranges(short_name(begun.op.name));
     if (!begun.computes) return;
-    const bool overwrites = overwrites_first(short_name(begun.op.name));
     const std::optional<c10::FunctionSchema> schema = call.operator_schema();
     const auto look = [&](const at::Tensor& tensor) {
-      if (!can_look(tensor)) return;
-      name_parameters(tensor, begun.op.parameters);
-      const bool finite = is_finite(tensor);
+      const at::Tensor values = values_of(tensor);
+      if (!values.defined()) return;
+      name_parameters(values, begun.op.parameters);
+      const bool finite = is_finite(values);
       if (finite) {
-        forget(tensor);
-      } else if (remembers(tensor)) {
+        forget(values);
+      } else if (remembers(values)) {
         begun.takes_remembered = true;
       } else {
         begun.takes_non_finite = true;
       }
-      begun.inputs.push_back(described(tensor, finite));
+      begun.inputs.push_back(described(values, tensor.sizes(), finite));
     };
     const c10::ArrayRef<const c10::IValue> inputs = inputs_of(call);
     for (std::size_t i = 0; i < inputs.size(); ++i) {
@@ -179,7 +206,7 @@ class NonFiniteSearch final : public Observer {
         for_each_tensor_of(inputs[i],
                            [&](const at::Tensor& tensor) { begun.written.push_back(tensor); });
       }
-      if ((overwrites && i == 0) || (known && schema->arguments()[i].is_out())) continue;
+      if (ignores_values(begun.op.name, i) || (known && schema->arguments()[i].is_out())) continue;
       for_each_tensor_of(inputs[i], look);
     }
     // The node that carries this number is made by the last op that began with it on its thread,
@@ -195,13 +222,14 @@ class NonFiniteSearch final : public Observer {
     const InternalOps guard;
     if (!begun.computes) return;
     const auto look = [&](const at::Tensor& tensor) {
-      if (found_ || !can_look(tensor)) return;
-      if (is_finite(tensor)) {
-        forget(tensor);
+      const at::Tensor values = found_ ? at::Tensor() : values_of(tensor);
+      if (!values.defined()) return;
+      if (is_finite(values)) {
+        forget(values);
       } else if (begun.asks_for_it || begun.takes_remembered) {
-        remember(tensor);
+        remember(values);
       } else {
-        blame(tensor, thread, begun);
+        blame(values, thread, begun);
       }
     };
     for (const c10::IValue& output : outputs) for_each_tensor_of(output, look);
@@ -235,10 +263,11 @@ class NonFiniteSearch final : public Observer {
     found.parameters = next->second.parameters;
   }
 
-  /// What an op was given; with the counts and the names of what came in as it should not.
-  std::string described(const at::Tensor& tensor, bool finite) const {
+  /// What an op was given, a tensor of these sizes; with the counts and the names of what came in
+  /// as it should not.
+  std::string described(const at::Tensor& tensor, at::IntArrayRef sizes, bool finite) const {
     std::ostringstream text;
-    text << tensor.scalar_type() << ' ' << tensor.sizes();
+    text << tensor.scalar_type() << ' ' << sizes;
     if (finite) {
       text << " up to " << readable(tensor).abs().max().item<double>();
     } else if (!remembers(tensor)) {
