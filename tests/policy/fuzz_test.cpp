@@ -6,6 +6,7 @@
 #include <functional>
 #include <optional>
 #include <random>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -58,7 +59,16 @@ struct RandomPolicy {
   Policy base = Policy::standard();
   Policy policy = base;
   std::vector<Edit> edits;
-  bool has_predicate = false;
+
+  /// Whether a predicate is in force: what always holds removes those before it.
+  bool has_predicate() const {
+    std::set<std::string> asked;
+    for (const Edit& edit : edits) {
+      if (edit.predicate) asked.insert(edit.op);
+      if (!edit.predicate && !edit.dtype) asked.erase(edit.op);
+    }
+    return !asked.empty();
+  }
 
   /// What the edits make of an op in a region of `dtype`; conditions left out if there is none.
   Cast effect(const Op& op, std::optional<at::ScalarType> dtype) const {
@@ -172,10 +182,9 @@ class RandomProgram {
         default:
           made.policy.native({op}, when);
       }
-      made.has_predicate = made.has_predicate || edit.predicate.has_value();
       made.edits.push_back(edit);
     }
-    if (made.has_predicate) {
+    if (made.has_predicate()) {
       EXPECT_THROW((void)torchamp::to_text(made.policy), c10::Error);
     } else if (below(2)) {
       made.policy = torchamp::parse_policy(torchamp::to_text(made.policy));
