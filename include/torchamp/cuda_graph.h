@@ -79,10 +79,11 @@ struct CudaGraphOptions {
 /// Threads: one call at a time, with the same current stream. Never reads the device, and the
 /// capture alone waits for it.
 ///
-/// Errors: an ordinary optimizer, parameters on a CPU or on several devices, at construction; a
-/// body that reads the device (with the op's name), in the last of the warm-up iterations, which
-/// has then run as usual; a body with DistributedDataParallel, or with checkpoint() that keeps the
-/// random state, in the first one; inputs that do not fit, which leave all as it was.
+/// Errors: an ordinary optimizer, parameters on a CPU or on several devices, or more graphs alive
+/// than LibTorch has streams for a device (64 with CUDA), at construction; a body that reads the
+/// device (with the op's name), in the last of the warm-up iterations, which has then run as usual;
+/// a body with DistributedDataParallel, or with checkpoint() that keeps the random state, in the
+/// first one; inputs that do not fit, which leave all as it was.
 ///
 /// Source of the method: PyTorch's notes on CUDA graphs ("whole-network capture").
 class CudaGraph {

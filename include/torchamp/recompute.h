@@ -62,7 +62,7 @@ Output call_with(Function& function, Kept& kept) {
 /// The random state for a recomputation.
 inline RngState rng_state_to_keep() {
   constexpr const char* remedy =
-      "Pass {.preserve_rng_state = false} to checkpoint(), and keep dropout out of the function.";
+      "Pass {.preserve_rng_state = false}, and keep dropout out of the function.";
   TORCH_CHECK(
       !GraphBody::is_running(),
       "checkpoint: the iteration of a CudaGraph cannot keep the random state, which lies on "
@@ -182,26 +182,29 @@ requires(!std::same_as<std::decay_t<Function>, CheckpointOptions>) auto checkpoi
 /// Runs a torch::nn::Sequential in `segments` parts of equal length, each but the last under
 /// checkpoint(). Between forward and backward it keeps the inputs of the parts, and in backward the
 /// activations of one part. For n equal layers, about sqrt(n) parts keep least. Each module takes
-/// and returns one tensor. Reads no device. Error: fewer than one segment, or more than modules.
+/// and returns one tensor; their buffers need not be named in `options`. Reads no device. Error:
+/// fewer than one segment, or more than modules.
 template <class Sequential>
-at::Tensor checkpoint_sequential(Sequential& sequential, int64_t segments, at::Tensor input) {
+at::Tensor checkpoint_sequential(Sequential& sequential, int64_t segments, at::Tensor input,
+                                 const CheckpointOptions& options = {}) {
   const auto size = static_cast<int64_t>(sequential->size());
   TORCH_CHECK_VALUE(segments >= 1 && segments <= size, "checkpoint_sequential: cannot split ", size,
                     " modules into ", segments, " segments. Pass a number from 1 to ", size, ".");
   for (int64_t segment = 0; segment < segments; ++segment) {
     std::vector modules(sequential->begin() + segment * size / segments,
                         sequential->begin() + (segment + 1) * size / segments);
-    CheckpointOptions options;
+    CheckpointOptions with_buffers = options;
     for (const auto& module : modules) {
       const auto own = module.ptr()->buffers();
-      options.buffers.insert(options.buffers.end(), own.begin(), own.end());
+      with_buffers.buffers.insert(with_buffers.buffers.end(), own.begin(), own.end());
     }
     auto forward = [modules = std::move(modules)](at::Tensor x) mutable {
       for (auto& module : modules) x = module.template forward<at::Tensor>(std::move(x));
       return x;
     };
-    input = segment + 1 == segments ? forward(std::move(input))
-                                    : checkpoint(std::move(options), std::move(forward), input);
+    input = segment + 1 == segments
+                ? forward(std::move(input))
+                : checkpoint(std::move(with_buffers), std::move(forward), input);
   }
   return input;
 }
@@ -209,9 +212,10 @@ at::Tensor checkpoint_sequential(Sequential& sequential, int64_t segments, at::T
 /// Runs a torch::nn::Sequential under checkpoint() in as many parts as keep least: the square root
 /// of the number of modules, rounded.
 template <class Sequential>
-at::Tensor checkpoint_sequential(Sequential& sequential, at::Tensor input) {
+at::Tensor checkpoint_sequential(Sequential& sequential, at::Tensor input,
+                                 const CheckpointOptions& options = {}) {
   const auto root = std::llround(std::sqrt(static_cast<double>(sequential->size())));
-  return checkpoint_sequential(sequential, std::max<int64_t>(root, 1), std::move(input));
+  return checkpoint_sequential(sequential, std::max<int64_t>(root, 1), std::move(input), options);
 }
 
 }  // namespace TORCHAMP_NAMESPACE

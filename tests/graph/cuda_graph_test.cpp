@@ -178,7 +178,9 @@ TEST(HostAccessWatch, NamesCopiesThatWaitAndNoOthers) {
 
 TEST_F(OneParameter, RefusesCheckpointsThatKeepTheRandomStateInTheFirstIteration) {
   bool preserve = true;
+  torch::nn::Sequential layers(torch::nn::Linear(2, 2), torch::nn::Linear(2, 2));
   CudaGraph graph = graph_of([&](const Tensors& batch) {
+    (void)torchamp::checkpoint_sequential(layers, parameter_, {.preserve_rng_state = preserve});
     (void)torchamp::checkpoint(
         {.preserve_rng_state = preserve}, [](const at::Tensor& x) { return x * 2; }, parameter_);
     return step(batch);
