@@ -165,10 +165,11 @@ inline GradScalerState load_python_state(const std::string& path,
 inline void save_python_state(const GradScalerState& state, std::ostream& out) {
   const std::string bytes = detail::python_archive(state);
   std::string reason;
+  errno = 0;
   try {
     out.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
     out.flush();
-    if (!out) reason = std::strerror(errno);
+    if (!out) reason = errno == 0 ? "the stream refuses it" : std::strerror(errno);
   } catch (const std::exception& error) {
     reason = error.what();
   }
