@@ -16,10 +16,10 @@
 #include <istream>
 #include <memory>
 #include <ostream>
-#include <ranges>
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "torchamp/detail/io/archive_file.h"
 #include "torchamp/detail/io/atomic_file.h"
@@ -42,8 +42,9 @@ inline GradScalerState python_state(std::string_view pickle,
     TORCH_CHECK(dict->kind == Kind::dict, path, " is not a dict.");
     const PickleReader::Value* const inner = reader.find(*dict, key);
     if (!inner) {
-      TORCH_CHECK(false, path, " has no entry \"", key,
-                  "\". It has: ", list_of(dict->entries | std::views::keys), '.');
+      std::vector<std::string_view> names;
+      for (const auto& [name, index] : dict->entries) names.push_back(name);
+      TORCH_CHECK(false, path, " has no entry \"", key, "\". It has: ", list_of(names), '.');
     }
     dict = inner;
     path += "[\"" + std::string(key) + "\"]";
