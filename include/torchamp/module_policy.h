@@ -44,6 +44,9 @@ namespace TORCHAMP_NAMESPACE {
 /// nanoseconds more. C++ modules have no forward hooks and call each other's forward directly,
 /// hence the type; entries of a torch::nn::Sequential can be given policies without it.
 ///
+/// Where forward has default arguments (LSTM, GRU, MultiheadAttention), it cannot be put into a
+/// Sequential, which asks for one signature: put the `Holder` there, whose entries need none.
+///
 /// clone() gives a WithPolicy too, without a policy.
 template <class Holder>
 class WithPolicy

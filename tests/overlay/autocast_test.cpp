@@ -418,6 +418,9 @@ TEST(AutocastGuard, ADeviceWithoutAutocastIsAnError) {
   EXPECT_ERROR(
       AutocastGuard guard(at::kMeta),
       "AutocastGuard: LibTorch has no autocast for the device type 'meta'. Pass torch::kCPU");
+  EXPECT_ERROR(
+      AutocastGuard guard(static_cast<at::DeviceType>(99)),
+      "AutocastGuard: LibTorch has no autocast for the device type '99'. Pass torch::kCPU");
   EXPECT_EQ(ThreadState(), before);
 }
 

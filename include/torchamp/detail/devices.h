@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <string>
 #include <tuple>
 #include <type_traits>
 
@@ -79,11 +80,18 @@ inline bool device_is_present(at::DeviceType type) {
 inline constexpr std::size_t device_count =
     std::tuple_size_v<std::remove_const_t<decltype(at::autocast::_AUTOCAST_SUPPORTED_DEVICES)>>;
 
+/// "cuda", or a number where LibTorch has no such type.
+inline std::string name_of(at::DeviceType device) {
+  return c10::isValidDeviceType(device) ? c10::DeviceTypeName(device, /*lower_case=*/true)
+                                        : std::to_string(static_cast<int>(device));
+}
+
 /// Index of `device` among the devices that have autocast; an error naming `call` for any other.
 inline std::size_t device_index(at::DeviceType device, const char* call) {
   const auto& all = at::autocast::_AUTOCAST_SUPPORTED_DEVICES;
   const auto found = std::find(all.begin(), all.end(), device);
-  TORCH_CHECK(found != all.end(), call, ": LibTorch has no autocast for the device type '", device,
+  TORCH_CHECK(found != all.end(), call, ": LibTorch has no autocast for the device type '",
+              name_of(device),
               "'. Pass torch::kCPU, torch::kCUDA or another device type that has it.");
   return static_cast<std::size_t>(found - all.begin());
 }
