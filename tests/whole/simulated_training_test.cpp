@@ -16,6 +16,7 @@
 #include <cmath>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -192,33 +193,49 @@ TEST_P(SimulatedTrainingOf, KernelsDoNotGrowWithTheParameters) {
 
 // ---- Two devices -------------------------------------------------------------------------------
 
+/// Steps parameters on two devices three times, the second time with an inf on the one `spoiled`,
+/// and expects what comes of it where all are on one device.
+void expect_steps_of_two_devices(const Kind& kind, c10::Device home,
+                                 std::optional<c10::Device> spoiled, bool unscales) {
+  std::vector<Tensor> params, single;
+  for (const c10::Device device : {sim0, sim1}) {
+    params.push_back(torch::ones({4}, on(device)).requires_grad_());
+    single.push_back(torch::ones({4}).requires_grad_());
+  }
+  const auto optimizer = kind.fused({OptimizerParamGroup(params)});
+  const auto reference = kind.fused({OptimizerParamGroup(single)});
+  GradScaler scaler({.init_scale = 4.}), of_reference({.init_scale = 4.});
+  for (int i = 0; i < 3; ++i) {
+    const bool bad = spoiled && i == 1;
+    const Counts counts;
+    scaler.scale(torch::ones({}, on(home)));
+    for (const Tensor& p : params) {
+      p.mutable_grad() = torch::full_like(p, bad && p.device() == *spoiled ? kInf : 8.);
+    }
+    if (unscales) scaler.unscale_(*optimizer);
+    scaler.step(*optimizer);
+    scaler.update();
+    EXPECT_EQ(counts.now().waits, 0);
+    of_reference.scale(torch::ones({}));
+    for (const Tensor& p : single) p.mutable_grad() = torch::full_like(p, bad ? kInf : 8.);
+    of_reference.step(*reference);
+    of_reference.update();
+  }
+  expect_alike({params[0].detach().cpu(), params[1].detach().cpu()},
+               {single[0].detach(), single[1].detach()}, 1e-6);
+  EXPECT_EQ(scaler.get_scale(), of_reference.get_scale());
+}
+
 TEST_P(SimulatedTrainingOf, OneScalerServesTwoDevices) {
-  for (const bool bad : {false, true}) {
-    std::vector<Tensor> params, single;
-    for (const c10::Device device : {sim0, sim1}) {
-      params.push_back(torch::ones({4}, on(device)).requires_grad_());
-      single.push_back(torch::ones({4}).requires_grad_());
+  for (const c10::Device home : {sim0, sim1}) {
+    for (const std::optional<c10::Device> spoiled :
+         {std::optional<c10::Device>(), std::optional(sim0), std::optional(sim1)}) {
+      for (const bool unscales : {false, true}) {
+        SCOPED_TRACE(c10::str("home ", home, ", an inf on ", spoiled ? spoiled->str() : "none",
+                              unscales ? ", unscaled" : ""));
+        expect_steps_of_two_devices(GetParam(), home, spoiled, unscales);
+      }
     }
-    const auto optimizer = GetParam().fused({OptimizerParamGroup(params)});
-    const auto reference = GetParam().fused({OptimizerParamGroup(single)});
-    GradScaler scaler({.init_scale = 4.}), of_reference({.init_scale = 4.});
-    for (int i = 0; i < 3; ++i) {
-      const bool spoiled = bad && i == 1;
-      const Counts counts;
-      scaler.scale(torch::ones({}, on(sim1)));
-      for (const Tensor& p : params) p.mutable_grad() = torch::full_like(p, 8.);
-      if (spoiled) params[1].mutable_grad().fill_(kInf);
-      scaler.step(*optimizer);
-      scaler.update();
-      EXPECT_EQ(counts.now().waits, 0);
-      of_reference.scale(torch::ones({}));
-      for (const Tensor& p : single) p.mutable_grad() = torch::full_like(p, spoiled ? kInf : 8.);
-      of_reference.step(*reference);
-      of_reference.update();
-    }
-    expect_alike({params[0].detach().cpu(), params[1].detach().cpu()},
-                 {single[0].detach(), single[1].detach()}, 1e-6);
-    EXPECT_EQ(scaler.get_scale(), of_reference.get_scale());
   }
 }
 
