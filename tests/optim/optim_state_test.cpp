@@ -263,6 +263,27 @@ TEST_P(FusedOptimizers, FollowTheirParametersToAnotherLayoutWithoutAPause) {
   }
 }
 
+TEST_P(FusedOptimizers, SaveTheStateOfParametersOfAnyLayout) {
+  const auto options = at::TensorOptions(device());
+  const Tensor channels_last =
+      torch::randn({2, 3, 4, 5}, options).contiguous(at::MemoryFormat::ChannelsLast);
+  const Pair pair(kind(), {torch::randn({3, 4}, options).t().requires_grad_(),
+                           channels_last.requires_grad_(), param({5}, options)});
+  step_with_all(pair, 3);
+  const Params params = copies(pair.fused_params);
+  const auto loaded = kind().plain({OptimizerParamGroup(params)});
+  through_archive(*pair.fused, *loaded);
+  for (int i = 0; i < 2; ++i) {
+    pair.new_gradients(1., 1000000);
+    for (std::size_t p = 0; p < params.size(); ++p) {
+      params[p].mutable_grad() = pair.plain_params[p].grad();
+    }
+    pair.plain->step();
+    loaded->step();
+    expect_close(params, pair.plain_params);
+  }
+}
+
 TEST(FusedAdam, GoesOnFromAStateChangedThroughLibTorchsInterface) {
   const std::vector<std::function<void(std::unique_ptr<torch::optim::OptimizerParamState>&)>>
       changes{[](auto& state) {  // another one
