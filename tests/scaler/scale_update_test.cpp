@@ -16,6 +16,8 @@
 #include <string>
 #include <vector>
 
+#include "support/devices.h"
+
 using torchamp::AtLimit;
 using torchamp::GradScalerOptions;
 using torchamp::HysteresisRefill;
@@ -356,6 +358,31 @@ TEST(ScaleBound, IsNeverAboveTheScaleAndNotFarBelowASmallOne) {
     bound.set(0.25);
     EXPECT_EQ(bound.value(), 0.25);
   }
+}
+
+TEST(ScaleBound, HasOneCopyUnderWayAtATime) {
+  SKIP_WITHOUT(at::kPrivateUse1);
+  const torch::NoGradGuard no_grad;
+  const at::Device device(at::kPrivateUse1, 0);
+  const at::Tensor scale = torch::full({}, 64., device);
+  torchamp::detail::ScaleBound bound;
+  bound.set(64.);
+  const simulated::Counts counts;
+  double known = 64.;
+  const auto lower = [&] {
+    scale.mul_(0.5);
+    known *= 0.5;
+    bound.lower(0.5, 0x1p-20, scale);
+    EXPECT_LE(bound.value(), known);
+    EXPECT_GE(bound.value(), known * 0.99);
+  };
+  for (int i = 0; i < 4; ++i) lower();
+  EXPECT_EQ(counts.now().device_to_host, 1) << "the first has not arrived";
+  simulated::wait_for_device(0);
+  lower();
+  EXPECT_EQ(counts.now().device_to_host, 2);
+  simulated::wait_for_device(0);
+  EXPECT_LE(bound.value(), known);
 }
 
 TEST(ScaleState, NeverTakesTheScaleForSmallerThanItIs) {
