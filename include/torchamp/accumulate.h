@@ -42,7 +42,8 @@ inline void clear_gradients(torch::optim::Optimizer& optimizer) {
 ///
 ///     torchamp::Accumulation accumulation(scaler, optimizer, 4);
 ///     for (auto& batch : *loader) {
-///       if (auto result = accumulation.backward(loss_of(batch))) schedule.step();
+///       auto result = accumulation.backward(loss_of(batch));   // of a step, in one call of four
+///       if (result && result->stepped()) schedule.step();
 ///     }
 ///     accumulation.flush();
 ///

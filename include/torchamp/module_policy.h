@@ -72,7 +72,7 @@ class WithPolicy
 /// empty). A module's policy is in force during its forward, on devices where autocast is on, and
 /// replaces that of the guard and of the modules around it.
 ///
-///     torchamp::ModulePolicies policies{{"head", Policy::standard().fp32(ops::linear)},
+///     torchamp::ModulePolicies policies{{"head", Policy::standard().fp32(ops::matmul)},
 ///                                       {"encoder.*.norm", Policy::torch()}};
 ///     policies.apply_to(*model);
 ///

@@ -33,8 +33,7 @@ namespace TORCHAMP_NAMESPACE {
 /// A value: copying costs a reference count, an edit copies the contents first if they are shared,
 /// and a guard keeps what it was given. Different threads may use copies freely.
 ///
-///     auto policy =
-///     torchamp::Policy::standard().fp32({"pow"}).lower_precision({"mylib::attention"});
+///     auto policy = torchamp::Policy::standard().fp32("pow").lower_precision("mylib::attention");
 ///     torchamp::AutocastGuard autocast(torch::kCUDA, {.policy = policy});
 ///
 /// Edits come in order: a later one replaces an earlier one for the same overload. A rule with a
