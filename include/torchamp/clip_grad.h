@@ -10,6 +10,7 @@
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
+#include <cmath>
 #include <vector>
 
 #include "torchamp/detail/gradients/norm.h"
@@ -69,8 +70,15 @@ inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor
                                : total_norm(batches, norm_type);
   if (batches.empty()) return norm;
   if (fused && norm.scalar_type() == at::kFloat) {
-    fused->divide_next_step(norm.add(1e-6).div_(max_norm).clamp_min_(1.));
-    return norm;
+    const at::Tensor excess = norm.add(1e-6).div_(max_norm).clamp_min_(1.);
+    // One that fp32 cannot hold would make gradients of 0; on the host that can be seen.
+    const bool holds = max_norm == 0. || !norm.is_cpu() ||
+                       !std::isfinite(*norm.const_data_ptr<float>()) ||
+                       std::isfinite(*excess.const_data_ptr<float>());
+    if (holds) {
+      fused->divide_next_step(excess);
+      return norm;
+    }
   }
   multiply(batches, clip_coefficient(norm, max_norm));
   if (divisor.defined()) {  // the same gradients' still

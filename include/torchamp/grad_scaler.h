@@ -198,6 +198,7 @@ class GradScaler {
   bool stays_at_one();
   bool division_may_overflow(torch::optim::Optimizer& optimizer);
   bool clip_may_overflow(torch::optim::Optimizer& optimizer);
+  void check_clip(torch::optim::Optimizer& optimizer, at::Tensor& found_inf);
   void unscale(torch::optim::Optimizer& optimizer, detail::OptimizerState& state, const char* call);
   void check_only(torch::optim::Optimizer& optimizer, detail::OptimizerState& state,
                   bool as_if_divided);
@@ -239,6 +240,7 @@ inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive
 
 }  // namespace TORCHAMP_NAMESPACE
 
+#include "torchamp/detail/scaler/clip_overflow.h"        // IWYU pragma: export
 #include "torchamp/detail/scaler/closure_step.h"         // IWYU pragma: export
 #include "torchamp/detail/scaler/grad_scaler_archive.h"  // IWYU pragma: export
 #include "torchamp/detail/scaler/grad_scaler_impl.h"     // IWYU pragma: export

@@ -477,7 +477,7 @@ TEST(SafeAccumulation, RefusesGradientsThatTheProgramUnscaled) {
 }
 
 TEST(SafeAccumulation, AddsGradientsWithTheConjugateBit) {
-  for (const bool enabled : {false}) {
+  for (const bool enabled : {false, true}) {
     const at::Tensor w = torch::zeros({1}, at::kComplexFloat).requires_grad_();
     auto optimizer = sgd({w});
     GradScaler scaler({.init_scale = 4., .enabled = enabled});

@@ -497,6 +497,36 @@ TEST_P(ClipGrad, ClipsAsThePlainOptimizerDoesWhateverTheScale) {
   }
 }
 
+/// A clip that, times the scale, is more than fp32 holds.
+struct HugeClip {
+  double gradient, scale, max_norm, norm_type;
+
+  /// Whether an optimizer with it has stepped, and what it has made of a parameter of 0.
+  template <class Optimizer>
+  std::pair<bool, Tensor> step(const at::TensorOptions& options) const {
+    const Tensor direction = torch::tensor({3., -4., 0.}, options);
+    const Tensor parameter = torch::zeros_like(direction).requires_grad_();
+    Optimizer optimizer({parameter}, SGDOptions(max_norm == 0. ? 1. : 1. / max_norm));
+    torchamp::GradScaler scaler({.init_scale = scale});
+    scaler.scale((parameter * direction * gradient).sum()).backward();
+    (void)torchamp::clip_grad_norm_(scaler, optimizer, max_norm, norm_type);
+    return {scaler.step(optimizer).stepped(), parameter.detach()};
+  }
+};
+
+TEST(ClipGradOnTheHost, StepsAsThePlainOptimizerWhereTheDivisorIsTooLargeForFp32) {
+  for (const HugeClip& clip : {HugeClip{1e32, 1024., 1e-3, inf}, HugeClip{1e32, 1., 1e-7, inf},
+                               HugeClip{1e18, 0x1p31, 1e-12, 2.}, HugeClip{1e18, 0x1p31, 0., 2.}}) {
+    SCOPED_TRACE(c10::str(clip.gradient, ' ', clip.scale, ' ', clip.max_norm));
+    const auto [plain_stepped, plain] = clip.step<torch::optim::SGD>(at::kFloat);
+    const auto [stepped, fused] = clip.step<torchamp::FusedSGD>(at::kFloat);
+    EXPECT_TRUE(plain_stepped);
+    EXPECT_EQ(plain[0].item<float>() != 0.F, clip.max_norm != 0.);
+    EXPECT_TRUE(stepped);
+    expect_close(fused, plain);
+  }
+}
+
 TEST_P(ClipGrad, ClipsOnceMoreWhateverTheScale) {
   for (const double scale : {0x1p-90, 1., 0x1p100}) {
     const Params params{torch::zeros({2000}, options()).requires_grad_()};

@@ -44,16 +44,6 @@ namespace TORCHAMP_NAMESPACE {
 // Below a scale of 1, dividing may turn a finite gradient into an inf. That is looked for, too; see
 // Note [A scale below 1].
 
-// Note [A large scale and a clip]
-//
-// A fused step divides by one fp32 number, the scale times what a clip has left to it, which is the
-// norm of the scaled gradients over max_norm: more than fp32 holds where the scale is so large that
-// the gradients come near to that themselves. So where the scale may be above 2^32, gradients to be
-// clipped are divided by the scale in the pass that checks them, which costs nothing more, and the
-// step divides by the rest. (fp16 gradients, which that would ruin, are too small for it to
-// matter.) Whether it may be is known without a read: the host knows what the scale was once and
-// how often it may have grown since.
-
 inline GradScaler::GradScaler(GradScalerOptions options)
     : options_((options.enabled ? detail::check_options(options) : void(), std::move(options))),
       state_(options_) {
@@ -74,15 +64,6 @@ inline void GradScaler::check_not_scaled(const at::Tensor& output, const char* c
 /// Whether scaling is the identity, and not just for the time being.
 inline bool GradScaler::stays_at_one() {
   return !options_.dynamic && state_.scale_if_fixed() == 1.;
-}
-
-/// Whether the scale times a clip that is left to the step of `optimizer` may be more than fp32
-/// holds; see Note [A large scale and a clip].
-inline bool GradScaler::clip_may_overflow(torch::optim::Optimizer& optimizer) {
-  const auto* const fused = dynamic_cast<FusedOptimizer*>(&optimizer);
-  constexpr double largest_safe_scale = 0x1p32;
-  return fused && state_.may_exceed(largest_safe_scale, options_) &&
-         fused->next_step_divisor().defined() && !detail::has_half_gradients(optimizer);
 }
 
 /// Whether dividing by the scale may make an inf of a finite gradient.
@@ -296,6 +277,7 @@ inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   const bool divides = division_may_overflow(optimizer);
   if (left_to_step && !clip_may_overflow(optimizer)) {
     check_only(optimizer, state, divides);
+    check_clip(optimizer, state.found_inf.tensor);
     grad_scale = state_.scale();
   } else {
     if (state.stage == Stage::ready) unscale(optimizer, state, "GradScaler::step");
