@@ -13,7 +13,8 @@ namespace torchamp::detail {
 /// tables[n][b]: what the byte b does to a CRC after n more bytes.
 using Crc32Tables = std::array<std::array<uint32_t, 256>, 8>;
 
-constexpr Crc32Tables crc32_tables() {
+/// Not constexpr: that would cost each file that includes it more than all else here does.
+inline Crc32Tables crc32_tables() {
   Crc32Tables tables{};
   for (uint32_t byte = 0; byte < 256; ++byte) {
     uint32_t crc = byte;
@@ -33,6 +34,7 @@ constexpr Crc32Tables crc32_tables() {
 class Crc32 {
  public:
   void add(const void* data, std::size_t size) {
+    static const Crc32Tables tables = crc32_tables();
     const auto* byte = static_cast<const unsigned char*>(data);
     uint32_t crc = ~crc_;
     for (; size >= 8; size -= 8, byte += 8) {
@@ -48,8 +50,6 @@ class Crc32 {
   uint32_t value() const { return crc_; }
 
  private:
-  static constexpr Crc32Tables tables = crc32_tables();
-
   uint32_t crc_ = 0;
 };
 
