@@ -171,7 +171,7 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
   void write_steps() const;
 
   // Both follow what is done to the states, also in save().
-  mutable detail::CounterTable counters_;
+  mutable detail::CounterTable<detail::StepCounter> counters_;
   mutable detail::StepPlan<Kernel> plan_;
 
   // Where steps are captured.

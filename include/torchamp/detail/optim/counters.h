@@ -37,13 +37,16 @@ struct StepCounter {
   int64_t at_least, at_most;
 };
 
-using StepCounters = std::vector<std::shared_ptr<StepCounter>>;
+template <class Counter>
+using Counters = std::vector<std::shared_ptr<Counter>>;
+using StepCounters = Counters<StepCounter>;
 
 /// Makes `counters`, which are distinct, known: one read for each device.
-inline void read_counters(const StepCounters& counters) {
+template <class Counter>
+void read_counters(const Counters<Counter>& counters) {
   for (const auto& first : counters) {
     if (first->known()) continue;
-    StepCounters here;
+    Counters<Counter> here;
     std::vector<at::Tensor> values;
     for (const auto& counter : counters) {
       if (counter->known() || counter->value.device() != first->value.device()) continue;
@@ -58,6 +61,9 @@ inline void read_counters(const StepCounters& counters) {
 
 /// Which parameter's steps are counted where. Parameters that were always stepped together share a
 /// counter. Where some of them lack a gradient that others have, those that step get a copy of it.
+/// `Counter` is StepCounter: a template for programs without a fused optimizer, which need not
+/// compile it (0.2 % of what <torch/torch.h> takes).
+template <class Counter>
 class CounterTable {
  public:
   bool empty() const { return counters_.empty(); }
@@ -65,10 +71,10 @@ class CounterTable {
   void erase(void* param) { counters_.erase(param); }
 
   /// Null if the parameter's steps are not counted.
-  std::shared_ptr<StepCounter> find(const at::Tensor& param) const {
+  std::shared_ptr<Counter> find(const at::Tensor& param) const {
     return find(param.unsafeGetTensorImpl());
   }
-  std::shared_ptr<StepCounter> find(void* param) const {
+  std::shared_ptr<Counter> find(void* param) const {
     const auto counter = counters_.find(param);
     return counter == counters_.end() ? nullptr : counter->second;
   }
@@ -76,8 +82,8 @@ class CounterTable {
   /// Gives each of `stepped` a counter on its device that no other parameter shares, and returns
   /// these counters. One that is new starts from `steps_so_far(param)`.
   template <class StepsSoFar>
-  StepCounters assign(const std::vector<at::Tensor>& stepped, const StepsSoFar& steps_so_far) {
-    StepCounters made;
+  Counters<Counter> assign(const std::vector<at::Tensor>& stepped, const StepsSoFar& steps_so_far) {
+    Counters<Counter> made;
     for (const at::Tensor& param : stepped) {
       auto& counter = counters_[param.unsafeGetTensorImpl()];
       if (!counter) counter = one_of(made, param.device(), steps_so_far(param));
@@ -89,7 +95,7 @@ class CounterTable {
   /// once at most.
   template <class F>
   void read(const F& f) const {
-    StepCounters unknown;
+    Counters<Counter> unknown;
     for (const auto& [param, counter] : counters_) {
       bool is_new = !counter->known();
       for (const auto& other : unknown) is_new = is_new && other != counter;
@@ -103,13 +109,13 @@ class CounterTable {
   /// Parameters on one device that step and were counted by one counter until now. There are few of
   /// these, however many parameters.
   struct Share {
-    std::shared_ptr<StepCounter> before;
+    std::shared_ptr<Counter> before;
     at::Device device;
     std::size_t steppers;
-    std::shared_ptr<StepCounter> now;
+    std::shared_ptr<Counter> now;
   };
 
-  static Share& share_of(std::vector<Share>& shares, const std::shared_ptr<StepCounter>& counter,
+  static Share& share_of(std::vector<Share>& shares, const std::shared_ptr<Counter>& counter,
                          at::Device device) {
     for (Share& share : shares) {
       if (share.before == counter && share.device == device) return share;
@@ -119,27 +125,28 @@ class CounterTable {
   }
 
   /// The one among `made` for this device and count; a new one if there is none.
-  static std::shared_ptr<StepCounter> one_of(StepCounters& made, at::Device device, int64_t steps) {
+  static std::shared_ptr<Counter> one_of(Counters<Counter>& made, at::Device device,
+                                         int64_t steps) {
     for (const auto& counter : made) {
       if (counter->at_most == steps && counter->value.device() == device) return counter;
     }
-    made.push_back(std::make_shared<StepCounter>(device, steps));
+    made.push_back(std::make_shared<Counter>(device, steps));
     return made.back();
   }
 
   /// Parts those that step from those that do not, and from those on other devices.
-  StepCounters part(const std::vector<at::Tensor>& stepped) {
+  Counters<Counter> part(const std::vector<at::Tensor>& stepped) {
     std::vector<Share> shares;
     for (const at::Tensor& param : stepped) {
       ++share_of(shares, find(param), param.device()).steppers;
     }
-    StepCounters distinct;
+    Counters<Counter> distinct;
     for (Share& share : shares) {
       std::size_t users = 0;
       for (const auto& [param, counter] : counters_) users += counter == share.before ? 1 : 0;
       const bool as_it_is = share.before->value.device() == share.device && share.steppers == users;
-      share.now = as_it_is ? share.before
-                           : std::make_shared<StepCounter>(share.before->copy_to(share.device));
+      share.now =
+          as_it_is ? share.before : std::make_shared<Counter>(share.before->copy_to(share.device));
       distinct.push_back(share.now);
     }
     for (const at::Tensor& param : stepped) {
@@ -149,7 +156,7 @@ class CounterTable {
     return distinct;
   }
 
-  ska::flat_hash_map<void*, std::shared_ptr<StepCounter>> counters_;
+  ska::flat_hash_map<void*, std::shared_ptr<Counter>> counters_;
 };
 
 }  // namespace torchamp::detail

@@ -184,7 +184,7 @@ class StepPlan {
   /// A plan for `groups`, which check_parameters has passed. Makes the states that are missing and
   /// takes those that are not to their parameters' device, dtype and layout.
   static StepPlan make(const ParamGroups& groups, const Options& defaults, ParamStates& states,
-                       CounterTable& counters) {
+                       CounterTable<StepCounter>& counters) {
     StepPlan plan;
     std::vector<at::Tensor> counted;
     for (std::size_t g = 0; g < groups.size(); ++g) {
@@ -227,7 +227,7 @@ class StepPlan {
 
   /// Forgets the counts of parameters whose states are no longer those that were taken note of.
   /// Returns whether there were any; the plan does not hold then.
-  bool drop_counters(const ParamStates& states, CounterTable& counters) const {
+  bool drop_counters(const ParamStates& states, CounterTable<StepCounter>& counters) const {
     bool any = false;
     for (const StepSlot& slot : slots_) {
       if (!slot.state || state_of(slot, states)) continue;
@@ -351,7 +351,7 @@ class StepPlan {
   }
 
   void add_parameter(StepList& list, const at::Tensor& param, const Options& defaults,
-                     ParamStates& states, const CounterTable& counters) const {
+                     ParamStates& states, const CounterTable<StepCounter>& counters) const {
     list.params.push_back(param);
     if (uses_[list.group].counted) list.counters.push_back(counters.find(param)->value);
     if (list.state.empty()) return;
