@@ -5,15 +5,16 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/jit/frontend/edit_distance.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <limits>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <set>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "torchamp/detail/overlay/runtime.h"
@@ -51,9 +52,12 @@ class OpCatalog {
   static std::vector<std::string> overloads(const std::string& base) {
     OpCatalog& catalog = instance();
     const std::scoped_lock lock(catalog.mutex_);
-    const auto found = catalog.overloads_.find(base);
-    if (found == catalog.overloads_.end()) return {};
-    return {found->second.begin(), found->second.end()};
+    std::vector<std::string> found;
+    const auto& ops = catalog.ops_;
+    for (auto op = ops.lower_bound(base); op != ops.end() && base_of(*op) == base; ++op) {
+      found.push_back(op->substr(std::min(base.size() + 1, op->size())));
+    }
+    return found;
   }
 
   /// The known name nearest to `base` in its namespace, without "aten::"; empty if nothing is known
@@ -76,17 +80,12 @@ class OpCatalog {
    public:
     explicit Listener(OpCatalog& catalog) : catalog_(catalog) {}
     void onOperatorRegistered(const c10::OperatorHandle& op) override {
-      const c10::OperatorName& name = op.operator_name();
       const std::scoped_lock lock(catalog_.mutex_);
-      catalog_.overloads_[name.name].insert(name.overload_name);
+      catalog_.ops_.insert(c10::toString(op.operator_name()));
     }
     void onOperatorDeregistered(const c10::OperatorHandle& op) override {
-      const c10::OperatorName& name = op.operator_name();
       const std::scoped_lock lock(catalog_.mutex_);
-      const auto found = catalog_.overloads_.find(name.name);
-      if (found == catalog_.overloads_.end()) return;
-      found->second.erase(name.overload_name);
-      if (found->second.empty()) catalog_.overloads_.erase(found);
+      catalog_.ops_.erase(c10::toString(op.operator_name()));
     }
 
    private:
@@ -102,9 +101,10 @@ class OpCatalog {
   static OpCatalog& make() {
     pin_this_library();
     auto& catalog = *new OpCatalog;
+    std::unique_ptr<c10::OpRegistrationListener> listener(new Listener(catalog));
     // Its end would take the listener away.
     new c10::RegistrationHandleRAII(
-        c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Listener>(catalog)));
+        c10::Dispatcher::singleton().addRegistrationListener(std::move(listener)));
     return catalog;
   }
 
@@ -112,14 +112,20 @@ class OpCatalog {
     OpCatalog& catalog = instance();
     const std::scoped_lock lock(catalog.mutex_);
     std::vector<std::string> found;
-    for (const auto& [name, overloads] : catalog.overloads_) {
-      if (name.starts_with(space)) found.push_back(name);
+    for (const std::string& op : catalog.ops_) {
+      const std::string_view base = base_of(op);
+      if (!base.starts_with(space)) continue;
+      if (found.empty() || found.back() != base) found.emplace_back(base);
     }
     return found;
   }
 
+  static std::string_view base_of(std::string_view op) {
+    return op.substr(0, op.find('.', op.find("::")));
+  }
+
   std::mutex mutex_;
-  std::map<std::string, std::set<std::string>> overloads_;  // by the name with its namespace
+  std::set<std::string> ops_;  // "aten::add.Tensor"; '.' sorts before all that names are made of
 };
 
 /// Handles of the overloads that `text` names. Without any: an error naming `call`, the op and the
