@@ -52,64 +52,72 @@ class OpFamily {
 
 namespace detail {
 
+using namespace std::string_view_literals;  // lengths that a compiler need not count
+
+
 // clang-format off
 inline constexpr std::string_view matmul_ops[] = {
-    "mm", "bmm", "mv", "matmul", "addmm", "_addmm_activation", "addmv", "addr", "addbmm", "baddbmm",
-    "einsum", "chain_matmul", "linalg_multi_dot", "linalg_vecdot"};
+    "mm"sv, "bmm"sv, "mv"sv, "matmul"sv, "addmm"sv, "_addmm_activation"sv, "addmv"sv, "addr"sv,
+    "addbmm"sv, "baddbmm"sv, "einsum"sv, "chain_matmul"sv, "linalg_multi_dot"sv, "linalg_vecdot"sv};
 
 inline constexpr std::string_view conv_ops[] = {
-    "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d",
-    "conv_transpose3d", "convolution", "_convolution", "cudnn_convolution",
-    "cudnn_convolution_transpose"};
+    "conv1d"sv, "conv2d"sv, "conv3d"sv, "conv_tbc"sv, "conv_transpose1d"sv, "conv_transpose2d"sv,
+    "conv_transpose3d"sv, "convolution"sv, "_convolution"sv, "cudnn_convolution"sv,
+    "cudnn_convolution_transpose"sv};
 
-inline constexpr std::string_view linear_ops[] = {"linear"};
+inline constexpr std::string_view linear_ops[] = {
+    "linear"sv};
 
 inline constexpr std::string_view attention_ops[] = {
-    "scaled_dot_product_attention", "_scaled_dot_product_flash_attention",
-    "_native_multi_head_attention"};
+    "scaled_dot_product_attention"sv, "_scaled_dot_product_flash_attention"sv,
+    "_native_multi_head_attention"sv};
 
 inline constexpr std::string_view recurrent_ops[] = {
-    "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell",
-    "rnn_relu_cell", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "_cudnn_rnn",
-    "mkldnn_rnn_layer"};
+    "lstm"sv, "gru"sv, "rnn_tanh"sv, "rnn_relu"sv, "lstm_cell"sv, "gru_cell"sv, "rnn_tanh_cell"sv,
+    "rnn_relu_cell"sv, "_thnn_fused_lstm_cell"sv, "_thnn_fused_gru_cell"sv, "_cudnn_rnn"sv,
+    "mkldnn_rnn_layer"sv};
 
-inline constexpr std::string_view addition_ops[] = {"add", "sub", "rsub"};
+inline constexpr std::string_view addition_ops[] = {
+    "add"sv, "sub"sv, "rsub"sv};
 
 inline constexpr std::string_view reduction_ops[] = {
-    "sum", "nansum", "mean", "nanmean", "prod", "cumsum", "cumprod", "logsumexp", "logcumsumexp",
-    "norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "frobenius_norm",
-    "nuclear_norm", "var", "std", "var_mean", "std_mean", "trace"};
+    "sum"sv, "nansum"sv, "mean"sv, "nanmean"sv, "prod"sv, "cumsum"sv, "cumprod"sv, "logsumexp"sv,
+    "logcumsumexp"sv, "norm"sv, "linalg_norm"sv, "linalg_vector_norm"sv, "linalg_matrix_norm"sv,
+    "frobenius_norm"sv, "nuclear_norm"sv, "var"sv, "std"sv, "var_mean"sv, "std_mean"sv, "trace"sv};
 
 inline constexpr std::string_view order_statistic_ops[] = {
-    "max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "median", "nanmedian", "mode",
-    "kthvalue", "topk", "sort", "argsort", "msort", "cummax", "cummin", "maximum", "minimum",
-    "fmax", "fmin"};
+    "max"sv, "min"sv, "amax"sv, "amin"sv, "aminmax"sv, "argmax"sv, "argmin"sv, "median"sv,
+    "nanmedian"sv, "mode"sv, "kthvalue"sv, "topk"sv, "sort"sv, "argsort"sv, "msort"sv, "cummax"sv,
+    "cummin"sv, "maximum"sv, "minimum"sv, "fmax"sv, "fmin"sv};
 
 inline constexpr std::string_view norm_ops[] = {
-    "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "native_group_norm", "batch_norm",
-    "native_batch_norm", "cudnn_batch_norm", "instance_norm"};
+    "layer_norm"sv, "native_layer_norm"sv, "rms_norm"sv, "group_norm"sv, "native_group_norm"sv,
+    "batch_norm"sv, "native_batch_norm"sv, "cudnn_batch_norm"sv, "instance_norm"sv};
 
 inline constexpr std::string_view softmax_ops[] = {
-    "softmax", "log_softmax", "special_softmax", "special_log_softmax", "_softmax", "_log_softmax"};
+    "softmax"sv, "log_softmax"sv, "special_softmax"sv, "special_log_softmax"sv, "_softmax"sv,
+    "_log_softmax"sv};
 
 inline constexpr std::string_view loss_ops[] = {
-    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "nll_loss", "nll_loss2d", "nll_loss_nd",
-    "cross_entropy_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div",
-    "poisson_nll_loss", "ctc_loss", "cosine_embedding_loss", "hinge_embedding_loss",
-    "margin_ranking_loss", "multi_margin_loss", "multilabel_margin_loss", "soft_margin_loss",
-    "triplet_margin_loss"};
+    "mse_loss"sv, "l1_loss"sv, "smooth_l1_loss"sv, "huber_loss"sv, "nll_loss"sv, "nll_loss2d"sv,
+    "nll_loss_nd"sv, "cross_entropy_loss"sv, "binary_cross_entropy"sv,
+    "binary_cross_entropy_with_logits"sv, "kl_div"sv, "poisson_nll_loss"sv, "ctc_loss"sv,
+    "cosine_embedding_loss"sv, "hinge_embedding_loss"sv, "margin_ranking_loss"sv,
+    "multi_margin_loss"sv, "multilabel_margin_loss"sv, "soft_margin_loss"sv,
+    "triplet_margin_loss"sv};
 
 inline constexpr std::string_view pointwise_ops[] = {
-    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log1p", "log2", "pow",
-    "reciprocal", "rsqrt", "sinh", "softplus", "tan"};
+    "acos"sv, "asin"sv, "cosh"sv, "erfinv"sv, "exp"sv, "expm1"sv, "log"sv, "log10"sv, "log1p"sv,
+    "log2"sv, "pow"sv, "reciprocal"sv, "rsqrt"sv, "sinh"sv, "softplus"sv, "tan"sv};
 
-inline constexpr std::string_view distance_ops[] = {"cdist", "pdist", "dist", "cosine_similarity", "renorm"};
+inline constexpr std::string_view distance_ops[] = {
+    "cdist"sv, "pdist"sv, "dist"sv, "cosine_similarity"sv, "renorm"sv};
 
 inline constexpr std::string_view interpolation_ops[] = {
-    "upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_nearest2d",
-    "_upsample_nearest_exact2d", "upsample_nearest3d", "_upsample_nearest_exact3d",
-    "upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa", "upsample_trilinear3d",
-    "upsample_bicubic2d", "_upsample_bicubic2d_aa", "grid_sampler"};
+    "upsample_nearest1d"sv, "_upsample_nearest_exact1d"sv, "upsample_nearest2d"sv,
+    "_upsample_nearest_exact2d"sv, "upsample_nearest3d"sv, "_upsample_nearest_exact3d"sv,
+    "upsample_linear1d"sv, "upsample_bilinear2d"sv, "_upsample_bilinear2d_aa"sv,
+    "upsample_trilinear3d"sv, "upsample_bicubic2d"sv, "_upsample_bicubic2d_aa"sv, "grid_sampler"sv};
 // clang-format on
 
 }  // namespace detail

@@ -128,34 +128,37 @@ inline Cast listed_rule(std::string_view full_name) {
 /// The ops that have an autocast kernel of their own on a CPU, by what it does. LibTorch's headers
 /// do not have these lists; tests/policy/lists_test.cpp calls every kernel and compares.
 inline constexpr std::string_view cpu_lower_precision_ops[] = {
-    "_addmm_activation", "_convolution", "_native_multi_head_attention", "addbmm", "addmm",
-    "baddbmm", "bmm", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d",
-    "conv_transpose2d", "conv_transpose3d", "linalg_vecdot", "linear", "matmul", "mkldnn_rnn_layer",
-    "mm", "prelu", "scaled_dot_product_attention"};
+    "_addmm_activation"sv, "_convolution"sv, "_native_multi_head_attention"sv, "addbmm"sv,
+    "addmm"sv, "baddbmm"sv, "bmm"sv, "conv1d"sv, "conv2d"sv, "conv3d"sv, "conv_tbc"sv,
+    "conv_transpose1d"sv, "conv_transpose2d"sv, "conv_transpose3d"sv, "linalg_vecdot"sv, "linear"sv,
+    "matmul"sv, "mkldnn_rnn_layer"sv, "mm"sv, "prelu"sv, "scaled_dot_product_attention"sv};
 inline constexpr std::string_view cpu_fp32_ops[] = {
-    "_grid_sampler_2d_cpu_fallback", "_lu_with_info", "adaptive_avg_pool3d",
-    "adaptive_max_pool3d", "avg_pool3d", "binary_cross_entropy",
-    "binary_cross_entropy_with_logits", "cdist", "cholesky", "cholesky_inverse", "cholesky_solve",
-    "cosine_embedding_loss", "cross_entropy_loss", "ctc_loss", "fake_quantize_per_tensor_affine",
-    "fft_fft", "fft_fft2", "fft_fftn", "fft_hfft", "fft_ifft", "fft_ifft2", "fft_ifftn",
-    "fft_ihfft", "fft_irfft", "fft_irfft2", "fft_irfftn", "fft_rfft", "fft_rfft2", "fft_rfftn",
-    "fractional_max_pool2d", "fractional_max_pool3d", "geqrf", "grid_sampler", "grid_sampler_2d",
-    "grid_sampler_3d", "hinge_embedding_loss", "huber_loss", "inverse", "kl_div", "l1_loss",
-    "linalg_cholesky", "linalg_cholesky_ex", "linalg_cond", "linalg_eig", "linalg_eigh",
-    "linalg_eigvals", "linalg_eigvalsh", "linalg_householder_product", "linalg_inv",
-    "linalg_inv_ex", "linalg_lstsq", "linalg_matrix_rank", "linalg_matrix_sqrth", "linalg_qr",
-    "linalg_solve", "linalg_svd", "linalg_svdvals", "linalg_tensorinv", "linalg_tensorsolve",
-    "lu_solve", "margin_ranking_loss", "max_pool3d", "max_unpool2d", "max_unpool3d", "mse_loss",
-    "multi_margin_loss", "multilabel_margin_loss", "multilabel_margin_loss_forward",
-    "nanquantile", "nll_loss", "nll_loss2d", "orgqr", "ormqr", "pinverse", "poisson_nll_loss",
-    "polar", "prod", "qr", "quantile", "reflection_pad1d", "reflection_pad2d",
-    "replication_pad1d", "replication_pad2d", "replication_pad3d", "smooth_l1_loss",
-    "soft_margin_loss", "stft", "svd", "trace", "triangular_solve", "triplet_margin_loss",
-    "view_as_complex"};
-inline constexpr std::string_view cpu_promote_ops[] = {"cat", "stack", "index_copy"};
+    "_grid_sampler_2d_cpu_fallback"sv, "_lu_with_info"sv, "adaptive_avg_pool3d"sv,
+    "adaptive_max_pool3d"sv, "avg_pool3d"sv, "binary_cross_entropy"sv,
+    "binary_cross_entropy_with_logits"sv, "cdist"sv, "cholesky"sv, "cholesky_inverse"sv,
+    "cholesky_solve"sv, "cosine_embedding_loss"sv, "cross_entropy_loss"sv, "ctc_loss"sv,
+    "fake_quantize_per_tensor_affine"sv, "fft_fft"sv, "fft_fft2"sv, "fft_fftn"sv, "fft_hfft"sv,
+    "fft_ifft"sv, "fft_ifft2"sv, "fft_ifftn"sv, "fft_ihfft"sv, "fft_irfft"sv, "fft_irfft2"sv,
+    "fft_irfftn"sv, "fft_rfft"sv, "fft_rfft2"sv, "fft_rfftn"sv, "fractional_max_pool2d"sv,
+    "fractional_max_pool3d"sv, "geqrf"sv, "grid_sampler"sv, "grid_sampler_2d"sv,
+    "grid_sampler_3d"sv, "hinge_embedding_loss"sv, "huber_loss"sv, "inverse"sv, "kl_div"sv,
+    "l1_loss"sv, "linalg_cholesky"sv, "linalg_cholesky_ex"sv, "linalg_cond"sv, "linalg_eig"sv,
+    "linalg_eigh"sv, "linalg_eigvals"sv, "linalg_eigvalsh"sv, "linalg_householder_product"sv,
+    "linalg_inv"sv, "linalg_inv_ex"sv, "linalg_lstsq"sv, "linalg_matrix_rank"sv,
+    "linalg_matrix_sqrth"sv, "linalg_qr"sv, "linalg_solve"sv, "linalg_svd"sv, "linalg_svdvals"sv,
+    "linalg_tensorinv"sv, "linalg_tensorsolve"sv, "lu_solve"sv, "margin_ranking_loss"sv,
+    "max_pool3d"sv, "max_unpool2d"sv, "max_unpool3d"sv, "mse_loss"sv, "multi_margin_loss"sv,
+    "multilabel_margin_loss"sv, "multilabel_margin_loss_forward"sv, "nanquantile"sv, "nll_loss"sv,
+    "nll_loss2d"sv, "orgqr"sv, "ormqr"sv, "pinverse"sv, "poisson_nll_loss"sv, "polar"sv, "prod"sv,
+    "qr"sv, "quantile"sv, "reflection_pad1d"sv, "reflection_pad2d"sv, "replication_pad1d"sv,
+    "replication_pad2d"sv, "replication_pad3d"sv, "smooth_l1_loss"sv, "soft_margin_loss"sv,
+    "stft"sv, "svd"sv, "trace"sv, "triangular_solve"sv, "triplet_margin_loss"sv,
+    "view_as_complex"sv};
+inline constexpr std::string_view cpu_promote_ops[] = {
+    "cat"sv, "stack"sv, "index_copy"sv};
 /// Ops with a kernel on CUDA that the lists in the headers lack.
 inline constexpr std::string_view cuda_lower_precision_ops[] = {
-    "cudnn_convolution", "cudnn_convolution_transpose"};
+    "cudnn_convolution"sv, "cudnn_convolution_transpose"sv};
 // clang-format on
 
 /// What LibTorch's own autocast kernel for the device, which must be there, does; native if this is
