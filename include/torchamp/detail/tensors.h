@@ -10,7 +10,7 @@
 #include <c10/core/ScalarType.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -80,9 +80,9 @@ struct TensorKind {
 /// is `Key`. There are few groups, and the latest is the likeliest.
 template <class Group, class Key>
 Group& group_of(std::vector<Group>& groups, Key key) {
-  const auto has_key = [&](const Group& group) { return static_cast<const Key&>(group) == key; };
-  const auto found = std::find_if(groups.rbegin(), groups.rend(), has_key);
-  if (found != groups.rend()) return *found;
+  for (std::size_t i = groups.size(); i-- > 0;) {
+    if (static_cast<const Key&>(groups[i]) == key) return groups[i];
+  }
   groups.push_back(Group{std::move(key)});
   return groups.back();
 }

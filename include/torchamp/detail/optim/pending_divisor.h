@@ -6,7 +6,6 @@
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -132,9 +131,10 @@ class PendingDivisor {
     for_each_gradient(groups, [&](const at::Tensor& gradient) {
       const bool is_next = next < clipped_.size() && clipped_[next].is(gradient);
       same = same && is_next && clipped_[next].version == version_of(gradient);
-      any = any || is_next || std::ranges::any_of(clipped_, [&](const Clipped& clipped) {
-              return clipped.is(gradient);
-            });
+      any = any || is_next;
+      for (auto clipped = clipped_.begin(); !any && clipped != clipped_.end(); ++clipped) {
+        any = clipped->is(gradient);
+      }
       ++next;
     });
     if (same && next == clipped_.size()) return Match::same;

@@ -51,16 +51,16 @@ class CastArguments {
       if (argument.name() == "training" || argument.name() == "use_input_stats") {
         training_position_ = i;
       }
-      if (!holds_tensors(*argument.type())) continue;
-      (is_running_statistic(argument) ? statistics_ : positions_).push_back(i);
+      if (is_running_statistic(argument) && holds_tensors(*argument.type())) {
+        statistics_.push_back(i);
+      }
     }
-    if (statistics_.empty()) return;
-    std::erase_if(positions_, [&](std::size_t position) {
-      const std::string& name = schema.arguments()[position].name();
-      if (name != "weight" && name != "bias") return false;
-      beside_statistics_.push_back(position);
-      return true;
-    });
+    for (std::size_t i = 0; i < count_; ++i) {
+      const auto& argument = schema.arguments()[i];
+      if (is_running_statistic(argument) || !holds_tensors(*argument.type())) continue;
+      const bool is_beside = argument.name() == "weight" || argument.name() == "bias";
+      (is_beside && !statistics_.empty() ? beside_statistics_ : positions_).push_back(i);
+    }
   }
 
   /// False if an op of the same name was registered anew, with another number of arguments.

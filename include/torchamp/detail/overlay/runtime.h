@@ -13,7 +13,6 @@
 #include <cstdint>
 #include <functional>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -66,11 +65,11 @@ struct RuntimeRecord {
   std::string version;
   int64_t address;
 
-  static RuntimeRecord of(const SharedRuntime& runtime) {
+  static RuntimeRecord of(const SharedRuntime* runtime) {
     return {TORCHAMP_LAYOUT,
             std::to_string(TORCHAMP_VERSION_MAJOR) + '.' + std::to_string(TORCHAMP_VERSION_MINOR) +
                 '.' + std::to_string(TORCHAMP_VERSION_PATCH),
-            reinterpret_cast<int64_t>(&runtime)};
+            reinterpret_cast<int64_t>(runtime)};
   }
 
   /// Nothing if nobody has made one yet.
@@ -112,19 +111,22 @@ inline SharedRuntime& shared_with(const RuntimeRecord& found, const RuntimeRecor
 }
 
 inline SharedRuntime& make_shared_runtime() {
-  auto runtime = std::make_unique<SharedRuntime>();
-  const RuntimeRecord ours = RuntimeRecord::of(*runtime);
-  const auto found = RuntimeRecord::find();
-  SharedRuntime* shared = found ? &shared_with(*found, ours) : nullptr;
+  if (const auto found = RuntimeRecord::find()) {
+    SharedRuntime& shared = shared_with(*found, RuntimeRecord::of(nullptr));
+    pin_this_library();
+    return shared;
+  }
   pin_this_library();
-  if (shared != nullptr) return *shared;
+  auto* const runtime = new SharedRuntime;
+  const RuntimeRecord ours = RuntimeRecord::of(runtime);
   try {
     // Never destroyed: its end would take the op away.
     auto* const library = new torch::Library(torch::Library::FRAGMENT, "torchamp", std::nullopt,
                                              "torchamp/detail/overlay/runtime.h", __LINE__);
     library->def(ours.schema().c_str());
-    return *runtime.release();
+    return *runtime;
   } catch (const c10::Error&) {
+    delete runtime;
     // Another library defined it between our look and our definition.
     const auto theirs = RuntimeRecord::find();
     if (!theirs) throw;

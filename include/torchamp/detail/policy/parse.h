@@ -83,7 +83,8 @@ class PolicyParser {
     check(head.size() == 1 || (head.size() == 3 && head[1] == "when"), "'",
           shorten(line.substr(0, colon)),
           "' is not a rule, or a rule and 'when float16', 'when bfloat16' or 'when float32'");
-    const When when{.dtype = head.size() == 3 ? std::optional(dtype(head[2])) : std::nullopt};
+    When when;
+    if (head.size() == 3) when.dtype = dtype(head[2]);
     const auto names = split(line.substr(colon + 1), ",");
     check(!names.empty(), "'", shorten(line), "' names no op");
     std::vector<std::string> ops;

@@ -6,7 +6,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
 
-#include <algorithm>
+#include <cstddef>
 #include <vector>
 
 #include "torchamp/version.h"
@@ -19,22 +19,26 @@ namespace torchamp::detail {
 class ScaledOutputs {
  public:
   void check_not_in(const at::Tensor& output, const char* call) const {
-    if (scaled_.empty()) return;
-    const bool known = std::ranges::find(scaled_, weak(output)) != scaled_.end();
-    TORCH_CHECK_VALUE(!known, call,
-                      ": this tensor has been scaled already, and its gradients would be too large "
-                      "by the scale. Pass the loss as it was before scale().");
+    for (const Weak& tensor : scaled_) {
+      TORCH_CHECK_VALUE(
+          tensor._unsafe_get_target() != output.unsafeGetTensorImpl(), call,
+          ": this tensor has been scaled already, and its gradients would be too large by the "
+          "scale. Pass the loss as it was before scale().");
+    }
   }
 
   void add(const at::Tensor& scaled) {
-    std::erase_if(scaled_, [](const Weak& tensor) { return tensor.expired(); });
-    scaled_.push_back(weak(scaled));
+    for (std::size_t i = scaled_.size(); i-- > 0;) {
+      if (!scaled_[i].expired()) continue;
+      scaled_[i].swap(scaled_.back());
+      scaled_.pop_back();
+    }
+    scaled_.emplace_back(scaled.getIntrusivePtr());
   }
 
  private:
   // While it exists, no other tensor can have that one's address.
   using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-  static Weak weak(const at::Tensor& tensor) { return Weak(tensor.getIntrusivePtr()); }
 
   std::vector<Weak> scaled_;
 };

@@ -101,10 +101,12 @@ class OptimizerStates {
 class OpenWindows {
  public:
   void add(const std::shared_ptr<const int64_t>& pending) {
-    std::erase_if(windows_, [&](const auto& window) {
-      const auto count = window.lock();
-      return !count || count == pending;
-    });
+    for (std::size_t i = windows_.size(); i-- > 0;) {
+      const auto count = windows_[i].lock();
+      if (count && count != pending) continue;
+      windows_[i].swap(windows_.back());
+      windows_.pop_back();
+    }
     windows_.push_back(pending);
   }
 
