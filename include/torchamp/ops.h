@@ -54,7 +54,6 @@ namespace detail {
 
 using namespace std::string_view_literals;  // lengths that a compiler need not count
 
-
 // clang-format off
 inline constexpr std::string_view matmul_ops[] = {
     "mm"sv, "bmm"sv, "mv"sv, "matmul"sv, "addmm"sv, "_addmm_activation"sv, "addmv"sv, "addr"sv,

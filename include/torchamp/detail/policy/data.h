@@ -102,9 +102,12 @@ class PolicyData {
 
   /// Whether edit `index`, one with a condition, still lies on some overload.
   bool has_conditional(std::size_t index) const {
-    return std::ranges::any_of(rules, [&](const auto& rule) {
-      return std::ranges::find(rule.second.conditional, index) != rule.second.conditional.end();
-    });
+    for (const auto& [op, of_op] : rules) {
+      for (const std::size_t conditional : of_op.conditional) {
+        if (conditional == index) return true;
+      }
+    }
+    return false;
   }
 
   BaseTable base;
