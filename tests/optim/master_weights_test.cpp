@@ -435,6 +435,19 @@ TEST(MasterWeights, AreSavedInAChosenDtypeAndReadFromAPlainModel) {
   EXPECT_TRUE(at::equal(net->body->weight, plain->body->weight.to(at::kBFloat16)));
 }
 
+TEST(MasterWeights, RefuseAFileThatHoldsMoreWeightsThanTheModel) {
+  using torch::nn::LinearOptions;
+  torch::nn::Linear with_bias(2, 2), without(LinearOptions(2, 2).bias(false));
+  MasterWeights masters(without, {.dtype = at::kBFloat16});
+  const auto values = clones(masters.parameters());
+  std::stringstream file;
+  torch::save(with_bias, file);
+  EXPECT_ERROR(torch::load(masters, file),
+               "MasterWeights::load: the archive holds what the model in the program does not "
+               "have: bias");
+  EXPECT_TRUE(at::equal(masters.parameters()[0], values[0]));
+}
+
 TEST(MasterWeights, StayAsTheyWereWhenLoadingFails) {
   Net net;
   MasterWeights masters(net, {.dtype = at::kBFloat16});
