@@ -47,9 +47,10 @@ class TrainingCheckpoint {
 
   /// Adds an object under a name of its own: a module holder, a torch::optim::Optimizer, whatever
   /// has save(OutputArchive&) and load(InputArchive&) (GradScaler, MasterWeights), a tensor, a
-  /// number, a bool or a string. Where MasterWeights are added, the model is not. An error for a
-  /// name with a quote, a backslash or the end of a line: LibTorch writes such names and cannot
-  /// read them.
+  /// number, a bool or a string. LibTorch's LR schedulers have no save and load: derive one that
+  /// has both, and keep its step_count_ in them. Where MasterWeights are added, the model is not.
+  /// An error for a name with a quote, a backslash or the end of a line: LibTorch writes such names
+  /// and cannot read them.
   template <class T>
   TrainingCheckpoint& add(std::string name, T& object) {
     add_to(shared_, std::move(name), object);
