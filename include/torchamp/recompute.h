@@ -104,8 +104,8 @@ struct CheckpointOptions {
 /// ones bit for bit, but for the order in which the parts of a gradient are added up that a tensor
 /// gets from several nested calls. Parameters and other tensors that it captures get their
 /// gradients too, whether or not an input needs one, and also from torch::autograd::grad and with
-/// create_graph. Checkpoints nest. With grad mode off the function is called, and that is all.
-/// Reads no device.
+/// create_graph (gradients of gradients may differ in 16 bits' rounding). Checkpoints nest. With
+/// grad mode off the function is called, and that is all. Reads no device.
 ///
 /// Inputs and outputs are tensors, other values, and vectors, arrays, tuples, pairs, maps and
 /// optionals of them. There may be several outputs, and what is not a tensor passes through. An
