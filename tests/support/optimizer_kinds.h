@@ -87,6 +87,13 @@ inline const std::vector<Kind>& kinds() {
   return all;
 }
 
+inline const Kind& kind_named(const std::string& name) {
+  for (const Kind& kind : kinds()) {
+    if (kind.name == name) return kind;
+  }
+  TORCH_CHECK(false, "no kind of optimizer is named ", name);
+}
+
 // ---- What the tests do to them ------------------------------------------------------------------
 
 inline Tensor param(at::IntArrayRef sizes, at::TensorOptions options = {}) {
