@@ -159,16 +159,17 @@ inline std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType
   SharedRuntime& runtime = shared_runtime();
   auto& overlays = runtime.overlays[device_index(device, "install_overlay")];
   const std::scoped_lock lock(runtime.mutex);
-  const auto [overlay, is_new] =
-      overlays.try_emplace(name, SharedRuntime::InstalledOverlay{overlays.size(), has_native});
-  const std::size_t index = overlay->second.index;
-  if (!is_new) return index;
+  const std::size_t index = overlays.size();
+  const auto [known, is_new] = overlays.index_of.emplace(name, index);
+  if (!is_new) return known->second;
   try {
     std::optional<c10::SafeKernelFunction> native;
     if (has_native) native = op.getComputedKernelForDispatchKey(autocast_key(device));
+    overlays.has_native.push_back(has_native);
     register_kernel(op, device, make(op, device, index, std::move(native)));
   } catch (...) {
-    overlays.erase(overlay);
+    overlays.has_native.resize(index);
+    overlays.index_of.erase(name);
     throw;
   }
   return index;

@@ -12,12 +12,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <unordered_map>
+#include <vector>
 
 #include "torchamp/detail/devices.h"
 #include "torchamp/version.h"
@@ -43,12 +44,13 @@ namespace torchamp::detail {
 
 /// What all shared libraries of a process have in common.
 struct SharedRuntime {
-  struct InstalledOverlay {
-    std::size_t index;  // in every OverlayTable
-    bool has_native;    // LibTorch had a kernel of its own before
+  /// The overlays of one device, by their index in every OverlayTable.
+  struct Overlays {
+    std::unordered_map<std::string, std::size_t> index_of;  // by full name: "aten::add.Tensor"
+    std::vector<bool> has_native;                           // LibTorch had a kernel of its own
+
+    std::size_t size() const { return has_native.size(); }
   };
-  /// The overlays of one device by the op's full name: "aten::add.Tensor".
-  using Overlays = std::map<std::string, InstalledOverlay, std::less<>>;
 
   std::mutex mutex;                             // guards `overlays`, and registering kernels
   std::array<Overlays, device_count> overlays;  // by device
@@ -160,8 +162,8 @@ inline bool has_native_kernel(const c10::OperatorHandle& op, at::DeviceType devi
   SharedRuntime& runtime = shared_runtime();
   const auto& overlays = runtime.overlays[device_index(device, "has_native_kernel")];
   const std::scoped_lock lock(runtime.mutex);
-  const auto overlay = overlays.find(c10::toString(op.operator_name()));
-  if (overlay != overlays.end()) return overlay->second.has_native;
+  const auto overlay = overlays.index_of.find(c10::toString(op.operator_name()));
+  if (overlay != overlays.index_of.end()) return overlays.has_native[overlay->second];
   const c10::DispatchKey key = autocast_key(device);
   return op.hasKernelForDispatchKey(key) && !op.isKernelFallthroughKernel(key);
 }
