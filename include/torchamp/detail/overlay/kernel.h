@@ -86,9 +86,12 @@ class Overlay final : public BoxedKernel {
     if (cast == Cast::native) return call_native(op, keys, stack);
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
     const StandIns stand_ins = cast_arguments(cast, op, *stack);
-    std::optional<NoWarningOfScatteredWeights> no_warning;
-    if (is_recurrent_layer_ && cast != Cast::unchanged) no_warning.emplace();
-    op.redispatchBoxed(keys & after_, stack);
+    if (is_recurrent_layer_ && cast != Cast::unchanged) {
+      const NoWarningOfScatteredWeights no_warning;
+      op.redispatchBoxed(keys & after_, stack);
+    } else {
+      op.redispatchBoxed(keys & after_, stack);
+    }
     stand_ins.copy_back();
   }
 

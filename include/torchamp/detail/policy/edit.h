@@ -7,7 +7,6 @@
 #include <c10/util/Exception.h>
 
 #include <memory>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -53,10 +52,10 @@ inline void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, const Wh
               call, ": When::dtype is ", *when.dtype,
               ", but no region has that dtype. Give torch::kHalf, torch::kBFloat16 or, for regions "
               "of CUDA, torch::kFloat.");
-  std::set<std::string> reached;  // once, however many of the names reach it
+  std::vector<std::string> reached;
   for (const std::string& name : ops) {
     for (const auto& op : overloads_to_edit(call, *row, name, is_family)) {
-      reached.insert(c10::toString(op.operator_name()));
+      reached.push_back(c10::toString(op.operator_name()));
     }
   }
   if (ops.begin() == ops.end()) return;
@@ -64,8 +63,8 @@ inline void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, const Wh
     OverloadRules& rules = policy.rules[op];
     if (when.always()) {
       rules = {rule, {}};
-    } else {
-      rules.conditional.push_back(policy.edits.size());
+    } else if (rules.conditional.empty() || rules.conditional.back() != policy.edits.size()) {
+      rules.conditional.push_back(policy.edits.size());  // once, however many names reach it
     }
   }
   Edit edit{rule, {}, std::string(ops.family()), when};
