@@ -30,6 +30,15 @@ endfunction()
 
 # ---- Tests ----------------------------------------------------------------------------------------
 
+# Has so many of a target's files compiled as one: what they include costs more than they do.
+option(TORCHAMP_UNITY_TESTS "Compile several files of a test program as one" ON)
+function(torchamp_unity target files)
+  set_target_properties(${target} PROPERTIES UNITY_BUILD ${TORCHAMP_UNITY_TESTS} UNITY_BUILD_BATCH_SIZE ${files})
+  if(TORCHAMP_UNITY_TESTS AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")  # each would be in the main file
+    target_compile_options(${target} PRIVATE -Wno-subobject-linkage)
+  endif()
+endfunction()
+
 # What every test binary shares: the precompiled <torch/torch.h> and GoogleTest, and an object file
 # that includes the umbrella header alone, so that each test is also a check of the one-definition
 # rule.
@@ -49,6 +58,7 @@ function(torchamp_simulated_device)
   target_include_directories(torchamp_simulated_device PUBLIC ${CMAKE_CURRENT_SOURCE_DIR})
   target_compile_features(torchamp_simulated_device PUBLIC cxx_std_20)
   torchamp_warnings(torchamp_simulated_device)
+  torchamp_unity(torchamp_simulated_device 8)
   # LibTorch's macros for autocast kernels
   set_source_files_properties(support/simulated/autocast.cpp PROPERTIES COMPILE_OPTIONS -Wno-pedantic)
 endfunction()
@@ -75,6 +85,7 @@ function(torchamp_add_tests name)
   if(NOT arg_NO_PCH)
     target_precompile_headers(${name}_test REUSE_FROM torchamp_test_support)
   endif()
+  torchamp_unity(${name}_test 4)
   torchamp_warnings(${name}_test)
   set(shards 1)
   if(arg_SHARDS)

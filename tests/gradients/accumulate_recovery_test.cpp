@@ -17,6 +17,7 @@
 
 #include "support/call_counter.h"
 #include "support/expect_error.h"
+#include "support/non_finite.h"
 #include "support/on_device.h"
 #include "support/optimizers.h"
 #include "support/temporary_folder.h"
@@ -28,8 +29,6 @@ using torchamp::GradScaler;
 using torchamp::SafeAccumulation;
 
 namespace {
-
-constexpr float kInf = std::numeric_limits<float>::infinity();
 
 at::Tensor zero() {
   return torch::zeros({1}, torch::requires_grad());

@@ -13,6 +13,7 @@
 #include "support/call_counter.h"
 #include "support/devices.h"
 #include "support/expect_error.h"
+#include "support/non_finite.h"
 #include "support/on_device.h"
 #include "support/optimizers.h"
 #include "support/skips.h"
@@ -24,9 +25,6 @@ using torchamp::SafeAccumulation;
 using torchamp::SafeAccumulationResult;
 
 namespace {
-
-constexpr float kInf = std::numeric_limits<float>::infinity();
-constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
 class AccumulateOn : public ::testing::TestWithParam<at::DeviceType> {
  protected:

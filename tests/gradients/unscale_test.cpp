@@ -8,6 +8,7 @@
 
 #include "support/call_counter.h"
 #include "support/devices.h"
+#include "support/non_finite.h"
 #include "support/simulated/counts.h"
 
 namespace {
@@ -15,8 +16,6 @@ namespace {
 using torchamp::detail::GradientBatch;
 using torchamp::detail::TensorKind;
 using Tensors = std::vector<at::Tensor>;
-
-constexpr float inf = std::numeric_limits<float>::infinity();
 
 GradientBatch batch_of(const Tensors& gradients) {
   return {TensorKind::of(gradients.at(0)), gradients};
@@ -49,7 +48,7 @@ INSTANTIATE_TEST_SUITE_P(Devices, Unscale, all_devices(), device_name);
 
 TEST_P(Unscale, ChecksGradientsOfEveryDtypeWithoutChangingThemOrTheirVersions) {
   for (const at::ScalarType dtype : dtypes) {
-    for (const float value : {1.F, inf, -inf, std::numeric_limits<float>::quiet_NaN()}) {
+    for (const float value : {1.F, kInf, -kInf, kNaN}) {
       for (const std::size_t place : {0U, 1U, 2U, 4U}) {
         SCOPED_TRACE(c10::str(dtype, ' ', value, " in ", place));
         const Tensors gradients = gradients_of(dtype);
@@ -96,7 +95,7 @@ TEST_P(Unscale, MultipliesGradientsOfEveryDtypeByAFactorInFp32) {
       EXPECT_TRUE(torch::allclose(gradients[i], expected[i], dtype == at::kDouble ? 1e-7 : 0., 0.))
           << i;
     }
-    gradients[2][0][0].fill_(inf);
+    gradients[2][0][0].fill_(kInf);
     torchamp::detail::multiply_and_check(
         {batch_of(gradients)}, [](at::Device) { return number(0.); }, flag);
     EXPECT_EQ(flag.item<float>(), 1.F) << "looked at before it was multiplied";

@@ -26,11 +26,6 @@ struct Disk {
   ~Disk() { DiskCalls::failing.clear(); }
 };
 
-std::string content_of(const std::filesystem::path& path) {
-  std::ifstream in(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(in), {}};
-}
-
 void replace(const std::filesystem::path& path, const std::string& bytes) {
   torchamp::detail::AtomicFile file(path, "save");
   file.write(bytes.data(), bytes.size());

@@ -94,11 +94,6 @@ TEST(TrainingCheckpointFiles, DISABLED_WritesAFile) {
   contents.checkpoint.save();
 }
 
-std::string content_of(const fs::path& path) {
-  std::ifstream in(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(in), {}};
-}
-
 void write(const fs::path& path, const std::string& bytes) {
   std::ofstream(path, std::ios::binary) << bytes;
 }

@@ -14,6 +14,7 @@
 
 #include "support/devices.h"
 #include "support/expect_error.h"
+#include "support/policies.h"
 #include "torchamp/autocast.h"
 #include "torchamp/module_policy.h"
 
@@ -26,9 +27,6 @@ using torchamp::ModulePolicies;
 using torchamp::Policy;
 using torchamp::WithPolicy;
 
-Policy relu_in_fp32() {
-  return Policy::standard().fp32({"relu"});
-}
 Policy tanh_in_fp32() {
   return Policy::standard().fp32({"tanh"});
 }
@@ -126,10 +124,10 @@ TEST(ModulePolicies, OfASequentialInASequentialHoldWhereItIsCalledDirectlyToo) {
 }
 
 TEST(ModulePolicies, RefuseASequentialOfWhichAModuleWasReplaced) {
-  struct NetImpl : nn::Module {
+  struct WithEncoder : nn::Module {
     nn::Sequential encoder = register_module("encoder", nn::Sequential(nn::ReLU(), nn::Tanh()));
   };
-  NetImpl net;
+  WithEncoder net;
   net.encoder->replace_module("0", WithPolicy<nn::Sigmoid>());
   const char* text =
       "ModulePolicies::apply_to: the Sequential 'encoder' calls a torch::nn::ReLUImpl (its entry "

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "support/expect_error.h"
+#include "support/policies.h"
 #include "support/thread_state.h"
 #include "support/tolerances.h"
 #include "torchamp/autocast.h"
@@ -33,10 +34,6 @@ using torchamp::AutocastGuard;
 using torchamp::ModulePolicies;
 using torchamp::Policy;
 using torchamp::WithPolicy;
-
-Policy relu_in_fp32() {
-  return Policy::standard().fp32({"relu"});
-}
 
 at::Tensor low(std::initializer_list<std::int64_t> sizes = {2, 4}) {
   return at::ones(sizes, at::kBFloat16);

@@ -17,14 +17,13 @@
 
 #include "support/devices.h"
 #include "support/expect_error.h"
+#include "support/non_finite.h"
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using torchamp::first_non_finite_op;
 
 namespace {
-
-constexpr float kInf = std::numeric_limits<float>::infinity();
 
 class NonFiniteOpOn : public ::testing::TestWithParam<at::DeviceType> {
  protected:

@@ -16,15 +16,13 @@
 #include "support/call_counter.h"
 #include "support/devices.h"
 #include "support/expect_error.h"
+#include "support/non_finite.h"
 #include "support/optimizers.h"
 #include "support/skips.h"
 
 using torchamp::OverflowReport;
 
 namespace {
-
-constexpr float kInf = std::numeric_limits<float>::infinity();
-constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
 class OverflowReportOn : public ::testing::TestWithParam<at::DeviceType> {
  protected:

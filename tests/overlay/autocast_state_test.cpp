@@ -24,7 +24,7 @@ using torchamp::Policy;
 at::ScalarType relu_dtype() {
   return at::ones({2}, at::kHalf).relu().scalar_type();
 }
-at::ScalarType mm_dtype() {
+at::ScalarType dtype_of_mm() {
   return at::ones({2, 2}).mm(at::ones({2, 2})).scalar_type();
 }
 
@@ -38,14 +38,14 @@ TEST(AutocastState, CarriesSwitchDtypeCacheFlagAndPolicyToAnotherThread) {
     {
       const AutocastStateGuard same(state);
       EXPECT_EQ(AutocastState::of_this_thread(), state);
-      EXPECT_EQ(mm_dtype(), at::kHalf);
+      EXPECT_EQ(dtype_of_mm(), at::kHalf);
       EXPECT_EQ(relu_dtype(), at::kFloat);
       EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
       const AutocastGuard inherits(at::kCPU);
       EXPECT_EQ(relu_dtype(), at::kFloat);
     }
     EXPECT_EQ(ThreadState(), before);
-    EXPECT_EQ(mm_dtype(), at::kFloat);
+    EXPECT_EQ(dtype_of_mm(), at::kFloat);
   }).join();
 }
 
@@ -71,7 +71,7 @@ TEST(AutocastState, OfAThreadWithoutGuardsEndsARegion) {
   const ThreadState inside;
   {
     const AutocastStateGuard as_outside(outside);
-    EXPECT_EQ(mm_dtype(), at::kFloat);
+    EXPECT_EQ(dtype_of_mm(), at::kFloat);
     EXPECT_EQ(relu_dtype(), at::kHalf);
     at::autocast::set_autocast_dtype(at::kCPU, at::kHalf);
     at::autocast::set_autocast_cache_enabled(false);

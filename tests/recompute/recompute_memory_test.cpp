@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "support/expect_error.h"
+#include "support/leaf.h"
 #include "support/memory_meter.h"
 #include "torchamp/autocast.h"
 #include "torchamp/recompute.h"
@@ -29,10 +30,6 @@ namespace {
 
 using at::Tensor;
 using torchamp::checkpoint;
-
-Tensor leaf(at::IntArrayRef sizes) {
-  return at::randn(sizes).set_requires_grad(true);
-}
 
 Tensor gradient(const Tensor& loss, const Tensor& of) {
   return torch::autograd::grad({loss.sum()}, {of})[0];

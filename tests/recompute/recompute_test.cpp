@@ -16,6 +16,7 @@
 
 #include "support/devices.h"
 #include "support/expect_error.h"
+#include "support/leaf.h"
 #include "support/memory_meter.h"
 #include "torchamp/autocast.h"
 
@@ -23,10 +24,6 @@ namespace {
 
 using at::Tensor;
 using torchamp::checkpoint;
-
-Tensor leaf(at::IntArrayRef sizes) {
-  return at::randn(sizes).set_requires_grad(true);
-}
 
 /// The gradients of `loss`'s sum with respect to `leaves`; an undefined one as an empty tensor.
 std::vector<Tensor> gradients(const Tensor& loss, const std::vector<Tensor>& leaves) {

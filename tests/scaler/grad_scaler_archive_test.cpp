@@ -21,7 +21,7 @@ using torchamp::GradScalerState;
 
 namespace {
 
-void iterate(GradScaler& scaler, bool bad) {
+void iterate_with(GradScaler& scaler, bool bad) {
   auto optimizer = sgd({parameter_with(torch::full({1}, bad ? HUGE_VAL : 1.))}, 0.);
   scaler.scale(torch::ones({}));
   scaler.step(optimizer);
@@ -47,8 +47,8 @@ const GradScalerOptions kOptions{
 TEST(GradScalerArchive, RestoresAllThatTheUpdateRemembers) {
   for (int good = 0; good < 9; ++good) {
     GradScaler first(kOptions);
-    for (int i = 0; i < good; ++i) iterate(first, i == 2);
-    iterate(first, true);
+    for (int i = 0; i < good; ++i) iterate_with(first, i == 2);
+    iterate_with(first, true);
     GradScaler second(
         {.init_scale = 8., .growth_factor = 3., .hysteresis = 3, .overflow_tolerance = 0.25});
     load(second, saved(first));
@@ -56,8 +56,8 @@ TEST(GradScalerArchive, RestoresAllThatTheUpdateRemembers) {
     EXPECT_EQ(second.skips_in_a_row(), first.skips_in_a_row());
     for (int i = 0; i < 20; ++i) {
       const bool bad = i % 7 < 2;
-      iterate(first, bad);
-      iterate(second, bad);
+      iterate_with(first, bad);
+      iterate_with(second, bad);
       EXPECT_EQ(second.state_dict(), first.state_dict());
     }
   }
@@ -65,10 +65,10 @@ TEST(GradScalerArchive, RestoresAllThatTheUpdateRemembers) {
 
 TEST(GradScalerArchive, LoadsBeforeAndAfterTheFirstUse) {
   GradScaler source({.init_scale = 32.});
-  iterate(source, false);
+  iterate_with(source, false);
   GradScaler fresh;
   GradScaler used;
-  iterate(used, true);
+  iterate_with(used, true);
   const at::Tensor scale = used.scale_tensor();
   for (GradScaler* scaler : {&fresh, &used}) {
     load(*scaler, saved(source));
@@ -104,7 +104,7 @@ TEST(GradScalerArchive, OfADisabledScalerIsEmpty) {
 
 TEST(GradScalerArchive, RefusesAForeignOneAndChangesNothing) {
   GradScaler scaler(kOptions);
-  iterate(scaler, false);
+  iterate_with(scaler, false);
   const std::string before = saved(scaler);
   const auto loads = [&](auto&& write) {
     torch::serialize::OutputArchive out;
@@ -154,7 +154,7 @@ TEST(GradScalerArchive, RefusesAForeignOneAndChangesNothing) {
 
 TEST(GradScalerArchive, MakesAnErrorOfAnyDamageOrIsLoadedAsItWas) {
   GradScaler source(kOptions);
-  iterate(source, true);
+  iterate_with(source, true);
   const std::string whole = saved(source);
   GradScaler scaler(kOptions);
   std::mt19937 random(1);
@@ -164,7 +164,7 @@ TEST(GradScalerArchive, MakesAnErrorOfAnyDamageOrIsLoadedAsItWas) {
     try {
       load(scaler, damaged(whole, random));
       EXPECT_EQ(scaler.state_dict(), source.state_dict());
-      iterate(scaler, false);
+      iterate_with(scaler, false);
       ++loaded;
     } catch (const c10::Error&) {
       EXPECT_EQ(scaler.state_dict(), before);
@@ -176,7 +176,7 @@ TEST(GradScalerArchive, MakesAnErrorOfAnyDamageOrIsLoadedAsItWas) {
 TEST(GradScalerState, GoesFromOneScalerToAnother) {
   GradScaler first(
       {.init_scale = 16., .growth_factor = 3., .backoff_factor = 0.25, .growth_interval = 10});
-  for (int i = 0; i < 4; ++i) iterate(first, false);
+  for (int i = 0; i < 4; ++i) iterate_with(first, false);
   const GradScalerState state = first.state_dict();
   EXPECT_EQ(state, (GradScalerState{16., 3., 0.25, 10, 4}));
   GradScaler second;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "support/expect_error.h"
+#include "support/non_finite.h"
 #include "support/on_device.h"
 #include "support/optimizers.h"
 #include "support/tolerances.h"
@@ -25,8 +26,6 @@ using torchamp::GradScalerOptions;
 using torchamp::StepResult;
 
 namespace {
-
-constexpr float kInf = std::numeric_limits<float>::infinity();
 
 /// Rosenbrock's function, whose gradient overflows, as an fp16 one would, if it is scaled too much.
 struct Valley {

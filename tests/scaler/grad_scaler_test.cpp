@@ -15,6 +15,7 @@
 
 #include "support/devices.h"
 #include "support/expect_error.h"
+#include "support/non_finite.h"
 #include "support/on_device.h"
 #include "support/optimizers.h"
 #include "support/skips.h"
@@ -26,9 +27,6 @@ using torchamp::GradScalerOptions;
 using torchamp::GradScalerState;
 
 namespace {
-
-constexpr float kInf = std::numeric_limits<float>::infinity();
-constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
 struct Where {
   at::DeviceType device;

@@ -7,14 +7,13 @@
 
 #include <limits>
 
+#include "support/non_finite.h"
 #include "support/optimizers.h"
 
 using torchamp::GradScaler;
 using torchamp::StepResult;
 
 namespace {
-
-constexpr float kInf = std::numeric_limits<float>::infinity();
 
 struct Fixture {
   GradScaler scaler{{.init_scale = 4.}};

@@ -19,14 +19,11 @@
 namespace {
 
 using simulated::Counts;
+using simulated::on;
+using simulated::sim0;
+using simulated::sim1;
 using testing::HasSubstr;
 using torch::Tensor;
-
-const c10::Device sim0(c10::kPrivateUse1, 0), sim1(c10::kPrivateUse1, 1);
-
-at::TensorOptions on(c10::Device device, at::ScalarType dtype = at::kFloat) {
-  return at::TensorOptions(device).dtype(dtype);
-}
 
 c10::Stream another_stream(c10::Device device = sim0) {
   return c10::impl::VirtualGuardImpl(c10::kPrivateUse1).getStreamFromGlobalPool(device);

@@ -22,6 +22,7 @@
 
 #include "../examples/benchmark/models/yolo_loss.h"
 #include "support/expect_error.h"
+#include "support/non_finite.h"
 #include "support/optimizer_kinds.h"
 #include "support/simulated/device.h"
 #include "torchamp/detail/graph/host_access.h"
@@ -29,15 +30,11 @@
 namespace {
 
 using simulated::Counts;
+using simulated::on;
+using simulated::sim0;
+using simulated::sim1;
 using torchamp::AutocastGuard;
 using torchamp::GradScaler;
-
-const c10::Device sim0(c10::kPrivateUse1, 0), sim1(c10::kPrivateUse1, 1);
-constexpr float kInf = std::numeric_limits<float>::infinity();
-
-at::TensorOptions on(c10::Device device, at::ScalarType dtype = at::kFloat) {
-  return at::TensorOptions(device).dtype(dtype);
-}
 
 struct Net : torch::nn::Module {
   Net() {

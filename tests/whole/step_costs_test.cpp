@@ -18,9 +18,9 @@
 namespace {
 
 using simulated::Launch;
+using simulated::sim0;
 using torchamp::GradScaler;
 
-const c10::Device sim0(c10::kPrivateUse1, 0);
 constexpr int64_t size = 64;  // of each parameter
 
 struct Cost {

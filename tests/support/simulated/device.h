@@ -24,6 +24,12 @@
 
 namespace simulated {
 
+inline const c10::Device sim0(c10::kPrivateUse1, 0), sim1(c10::kPrivateUse1, 1);
+
+inline at::TensorOptions on(c10::Device device, at::ScalarType dtype = at::kFloat) {
+  return at::TensorOptions(device).dtype(dtype);
+}
+
 /// Whether it is there; see Note [The simulated accelerator].
 bool available();
 

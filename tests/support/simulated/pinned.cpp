@@ -23,7 +23,7 @@ AllPinned& all() {
   return *a;
 }
 
-void release(void* pointer) {
+void release_pinned(void* pointer) {
   const std::lock_guard lock(all().mutex);
   all().blocks.erase(static_cast<const char*>(pointer));
 }
@@ -37,9 +37,9 @@ class PinnedAllocator final : public c10::Allocator {
     std::memset(memory.get(), 0xFF, whole);
     const std::lock_guard lock(all().mutex);
     all().blocks[static_cast<const char*>(memory.get())] = {memory, whole};
-    return {memory.get(), memory.get(), &release, c10::kCPU};
+    return {memory.get(), memory.get(), &release_pinned, c10::kCPU};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  c10::DeleterFnPtr raw_deleter() const override { return &release_pinned; }
   void copy_data(void* to, const void* from, std::size_t bytes) const override {
     std::memcpy(to, from, bytes);
   }
