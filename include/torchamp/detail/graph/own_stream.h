@@ -57,6 +57,7 @@ class OwnStream {
     TORCH_CHECK(false, "CudaGraph: ", taken.size(),
                 " graphs are alive and hold all streams that LibTorch has for ", device,
                 ". Let go of one before another is made.");
+    return c10::Stream(c10::Stream::DEFAULT, device);  // not reached, which GCC does not see
   }
 
   c10::Stream stream_;
