@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "support/devices.h"
 #include "support/expect_error.h"
 #include "support/repeating_recorder.h"
 #include "support/simulated/device.h"
@@ -198,7 +199,7 @@ TEST_F(OneParameter, RefusesCheckpointsThatKeepTheRandomStateInTheFirstIteration
 // ---- Streams ------------------------------------------------------------------------------------
 
 TEST(SimulatedOwnStream, IsNobodyElsesWhileItLives) {
-  if (!simulated::available()) GTEST_SKIP() << "a CUDA device is in the simulated one's place";
+  SKIP_WITHOUT(at::kPrivateUse1);
   using torchamp::detail::OwnStream;
   const c10::Device device(at::kPrivateUse1, 1);
   std::set<c10::StreamId> ids;

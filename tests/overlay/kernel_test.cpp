@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "support/devices.h"
 #include "support/expect_error.h"
 #include "support/simulated/device.h"
 #include "support/warnings.h"
@@ -109,7 +110,7 @@ TEST(RecurrentLayers, AreCastToTheRegionsDtypeWhereCudasListsAreFollowed) {
 }
 
 TEST(SimulatedRecurrentLayers, CastInputHiddenStateAndWeightsAndShowTheirCellsNoAutocast) {
-  if (!simulated::available()) GTEST_SKIP() << "a CUDA device is in the simulated one's place";
+  SKIP_WITHOUT(at::kPrivateUse1);
   const auto on_device = [](at::Tensor t) { return t.to(at::Device(at::kPrivateUse1, 0)); };
   const at::Tensor input = on_device(at::rand({3, 1, 4})), hidden = on_device(at::rand({1, 1, 2}));
   const std::vector<at::Tensor> weights{on_device(at::rand({2, 4})), on_device(at::rand({2, 2}))};

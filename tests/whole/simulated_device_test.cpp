@@ -16,6 +16,8 @@
 #include <thread>
 #include <vector>
 
+#include "support/devices.h"
+
 namespace {
 
 using simulated::Counts;
@@ -43,9 +45,7 @@ std::string error_of(F&& f) {
 class SimulatedDevice : public testing::Test {
  protected:
   void SetUp() override {
-    if (!simulated::available()) {
-      GTEST_SKIP() << "a CUDA device is in the simulated one's place";
-    }
+    SKIP_WITHOUT(at::kPrivateUse1);
     torch::manual_seed(3);
   }
 };

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "../examples/benchmark/models/yolo_loss.h"
+#include "support/devices.h"
 #include "support/expect_error.h"
 #include "support/non_finite.h"
 #include "support/optimizer_kinds.h"
@@ -85,11 +86,7 @@ struct Training {
 
 class SimulatedTraining : public testing::TestWithParam<Kind> {
  protected:
-  void SetUp() override {
-    if (!simulated::available()) {
-      GTEST_SKIP() << "a CUDA device is in the simulated one's place";
-    }
-  }
+  void SetUp() override { SKIP_WITHOUT(at::kPrivateUse1); }
 };
 using SimulatedTrainingOf = SimulatedTraining;
 

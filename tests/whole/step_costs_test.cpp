@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "support/devices.h"
 #include "support/optimizer_kinds.h"
 #include "support/simulated/device.h"
 
@@ -70,11 +71,7 @@ struct Step {
 
 class StepCosts : public testing::TestWithParam<Kind> {
  protected:
-  void SetUp() override {
-    if (!simulated::available()) {
-      GTEST_SKIP() << "a CUDA device is in the simulated one's place";
-    }
-  }
+  void SetUp() override { SKIP_WITHOUT(at::kPrivateUse1); }
 };
 
 INSTANTIATE_TEST_SUITE_P(Kinds, StepCosts, testing::ValuesIn(kinds()),
