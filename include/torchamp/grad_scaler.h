@@ -197,8 +197,8 @@ class GradScaler {
   static void check_not_stepped(const detail::OptimizerState& state);
   bool stays_at_one();
   bool division_may_overflow(torch::optim::Optimizer& optimizer);
-  bool clip_may_overflow(torch::optim::Optimizer& optimizer);
-  void check_clip(torch::optim::Optimizer& optimizer, at::Tensor& found_inf);
+  bool clip_may_overflow(torch::optim::Optimizer& optimizer, const at::Tensor& divisor);
+  void check_clip(const at::Tensor& divisor, at::Tensor& found_inf);
   void unscale(torch::optim::Optimizer& optimizer, detail::OptimizerState& state, const char* call);
   void check_only(torch::optim::Optimizer& optimizer, detail::OptimizerState& state,
                   bool as_if_divided);

@@ -31,6 +31,12 @@ namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
 
+/// What a clip has left to the next step of `optimizer`; undefined if there is nothing.
+inline at::Tensor divisor_left_to(const torch::optim::Optimizer& optimizer) {
+  const auto* const fused = dynamic_cast<const FusedOptimizer*>(&optimizer);
+  return fused ? fused->next_step_divisor() : at::Tensor();
+}
+
 /// Whether the product of two finite fp32 numbers on the host is more than fp32 holds.
 inline bool product_overflows(const at::Tensor& a, const at::Tensor& b) {
   const float one = *a.const_data_ptr<float>(), other = *b.const_data_ptr<float>();
@@ -39,11 +45,10 @@ inline bool product_overflows(const at::Tensor& a, const at::Tensor& b) {
 
 }  // namespace detail
 
-/// Whether the scale times a clip that is left to the step of `optimizer` may be more than fp32
-/// holds; see Note [A large scale and a clip].
-inline bool GradScaler::clip_may_overflow(torch::optim::Optimizer& optimizer) {
-  const auto* const fused = dynamic_cast<FusedOptimizer*>(&optimizer);
-  const at::Tensor divisor = fused ? fused->next_step_divisor() : at::Tensor();
+/// Whether the scale times `divisor`, a clip that is left to the step of `optimizer`, may be more
+/// than fp32 holds; see Note [A large scale and a clip].
+inline bool GradScaler::clip_may_overflow(torch::optim::Optimizer& optimizer,
+                                          const at::Tensor& divisor) {
   if (!divisor.defined()) return false;
   constexpr double largest_safe_scale = 0x1p32;
   const bool may = state_.may_exceed(largest_safe_scale, options_) ||
@@ -52,13 +57,10 @@ inline bool GradScaler::clip_may_overflow(torch::optim::Optimizer& optimizer) {
   return may && !detail::has_half_gradients(optimizer);
 }
 
-/// On the host, sets `found_inf` where the scale times a clip that is left to the step of
-/// `optimizer` is more than fp32 holds.
-inline void GradScaler::check_clip(torch::optim::Optimizer& optimizer, at::Tensor& found_inf) {
-  const auto* const fused = dynamic_cast<FusedOptimizer*>(&optimizer);
-  const at::Tensor divisor = fused ? fused->next_step_divisor() : at::Tensor();
-  if (!divisor.defined()) return;
-  if (!divisor.is_cpu() || !state_.scale().is_cpu()) return;
+/// On the host, sets `found_inf` where the scale times `divisor`, a clip that is left to a step, is
+/// more than fp32 holds.
+inline void GradScaler::check_clip(const at::Tensor& divisor, at::Tensor& found_inf) {
+  if (!divisor.defined() || !divisor.is_cpu() || !state_.scale().is_cpu()) return;
   if (detail::product_overflows(state_.scale(), divisor)) found_inf.fill_(1.);
 }
 

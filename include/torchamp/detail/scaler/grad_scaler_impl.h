@@ -14,6 +14,7 @@
 #include "torchamp/detail/gradients/unscale.h"
 #include "torchamp/detail/overlay/weight_casts.h"
 #include "torchamp/detail/scaler/check_options.h"
+#include "torchamp/detail/scaler/clip_overflow.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/optim.h"
@@ -148,7 +149,7 @@ inline void GradScaler::unscale(torch::optim::Optimizer& optimizer, detail::Opti
       optimizer, stays_at_one() ? detail::HalfGradients::allowed : detail::HalfGradients::refused,
       call);
   auto* const fused = dynamic_cast<FusedOptimizer*>(&optimizer);
-  const at::Tensor divisor = fused ? fused->next_step_divisor() : at::Tensor();
+  const at::Tensor divisor = detail::divisor_left_to(optimizer);
   at::Tensor found_inf = at::zeros({}, state_.scale().options());
   detail::multiply_and_check(
       batches, [this](at::Device device) { return state_.inverse(device); }, found_inf);
@@ -275,9 +276,10 @@ inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   at::Tensor grad_scale;
   const bool left_to_step = state.stage == Stage::ready && fused && !options_.recheck;
   const bool divides = division_may_overflow(optimizer);
-  if (left_to_step && !clip_may_overflow(optimizer)) {
+  const at::Tensor clip = left_to_step ? detail::divisor_left_to(optimizer) : at::Tensor();
+  if (left_to_step && !clip_may_overflow(optimizer, clip)) {
     check_only(optimizer, state, divides);
-    check_clip(optimizer, state.found_inf.tensor);
+    check_clip(clip, state.found_inf.tensor);
     grad_scale = state_.scale();
   } else {
     if (state.stage == Stage::ready) unscale(optimizer, state, "GradScaler::step");
