@@ -33,6 +33,7 @@ using RuleMap = std::map<std::string, OverloadRules, std::less<>>;
 
 /// The ops that take probabilities: see Note [Binary cross entropy].
 inline constexpr std::string_view probability_loss_ops[] = {"binary_cross_entropy"};
+inline constexpr OpFamily probability_loss("probability_loss", probability_loss_ops);
 
 // Note [Recurrent layers]
 // On CUDA, lstm, gru, rnn_tanh and rnn_relu end in _cudnn_rnn, whose autocast kernel casts to fp16
@@ -43,6 +44,7 @@ inline constexpr std::string_view probability_loss_ops[] = {"binary_cross_entrop
 
 /// The recurrent layers.
 inline constexpr std::string_view recurrent_layer_ops[] = {"lstm", "gru", "rnn_tanh", "rnn_relu"};
+inline constexpr OpFamily recurrent_layer("recurrent_layer", recurrent_layer_ops);
 
 /// The rows of Policy::standard() that LibTorch's lists do not have; they come before those.
 struct StandardRow {
@@ -56,8 +58,8 @@ inline constexpr StandardRow standard_rows[] = {
     {ops::addition, Cast::fp32},
     {ops::reduction, Cast::fp32},
     {ops::order_statistic, Cast::unchanged},
-    {OpFamily("probability_loss", probability_loss_ops), Cast::fp32},
-    {OpFamily("recurrent_layer", recurrent_layer_ops), Cast::lower_precision, OpLists::cuda},
+    {probability_loss, Cast::fp32},
+    {recurrent_layer, Cast::lower_precision, OpLists::cuda},
 };
 
 /// Whether the family has the op, whatever its overload.
@@ -79,7 +81,7 @@ inline bool promotes_its_arguments(const c10::OperatorName& op) {
 
 /// Whether cuDNN takes the op's weights in one piece of memory: see Note [Recurrent layers].
 inline bool is_recurrent_layer(const c10::OperatorName& op) {
-  return contains(OpFamily("recurrent_layer", recurrent_layer_ops), op);
+  return contains(recurrent_layer, op);
 }
 
 // "pow, Tensor_Scalar" -> "aten::pow.Tensor_Scalar"
