@@ -124,6 +124,16 @@ class FusedOptimizer : public torch::optim::Optimizer, public ScaledStep {
   detail::PendingDivisor pending_;
 };
 
+namespace detail {
+
+/// What a clip has left to the next step of `optimizer`; undefined if there is nothing.
+inline at::Tensor divisor_left_to(const torch::optim::Optimizer& optimizer) {
+  const auto* const fused = dynamic_cast<const FusedOptimizer*>(&optimizer);
+  return fused ? fused->next_step_divisor() : at::Tensor();
+}
+
+}  // namespace detail
+
 /// A FusedOptimizer that steps with `Kernel`: one of those below, or one of your own, which need
 /// not be ATen's (see torchamp/detail/optim/kernel.h for what it has).
 template <detail::OptimizerKernel Kernel>

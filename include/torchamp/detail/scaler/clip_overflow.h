@@ -31,12 +31,6 @@ namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
 
-/// What a clip has left to the next step of `optimizer`; undefined if there is nothing.
-inline at::Tensor divisor_left_to(const torch::optim::Optimizer& optimizer) {
-  const auto* const fused = dynamic_cast<const FusedOptimizer*>(&optimizer);
-  return fused ? fused->next_step_divisor() : at::Tensor();
-}
-
 /// Whether the product of two finite fp32 numbers on the host is more than fp32 holds.
 inline bool product_overflows(const at::Tensor& a, const at::Tensor& b) {
   const float one = *a.const_data_ptr<float>(), other = *b.const_data_ptr<float>();

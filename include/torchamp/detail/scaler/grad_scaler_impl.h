@@ -14,7 +14,6 @@
 #include "torchamp/detail/gradients/unscale.h"
 #include "torchamp/detail/overlay/weight_casts.h"
 #include "torchamp/detail/scaler/check_options.h"
-#include "torchamp/detail/scaler/clip_overflow.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/optim.h"
