@@ -12,6 +12,7 @@
 #include <torch/optim/sgd.h>
 
 #include <cstdint>
+#include <filesystem>
 #include <limits>
 #include <memory>
 #include <stdexcept>
@@ -112,6 +113,17 @@ TEST(TrainingCheckpointValues, FillsAViewWhereItLies) {
 }
 
 // A captured graph, or a flat buffer that the weights are views of, holds their memory.
+TEST(TrainingCheckpointValues, SavesOfAViewNoMoreThanItShows) {
+  const TemporaryFolder folder;
+  const Tensor large = at::rand({1 << 16});
+  Tensor small = large.narrow(0, 7, 3).requires_grad_(), loaded;
+  TrainingCheckpoint(folder / "run.pt").add("small", small).save();
+  EXPECT_LT(std::filesystem::file_size(folder / "run.pt"), 16 << 10);
+  TrainingCheckpoint(folder / "run.pt").add("small", loaded).load();
+  EXPECT_TRUE(at::equal(loaded, small));
+  EXPECT_TRUE(loaded.requires_grad());
+}
+
 TEST(TrainingCheckpointValues, FillsAModelsWeightsWhereTheyLie) {
   const TemporaryFolder folder;
   torch::nn::BatchNorm1d net(3);

@@ -35,10 +35,18 @@ namespace torchamp::detail {
 template <class T>
 inline constexpr bool is_integer = std::is_integral_v<T> && !std::is_same_v<T, bool>;
 
+/// `tensor`, or a copy of it where its storage holds more, all of which an archive would write.
+inline at::Tensor without_neighbours(const at::Tensor& tensor) {
+  const bool alone = tensor.layout() != at::kStrided || !tensor.has_storage() ||
+                     tensor.storage().nbytes() <= tensor.nbytes();
+  if (alone) return tensor;
+  return tensor.detach().clone().set_requires_grad(tensor.requires_grad());
+}
+
 template <class T>
 c10::IValue to_ivalue(const T& value) {
   if constexpr (std::is_same_v<T, at::Tensor>) {
-    return value.defined() ? c10::IValue(value) : c10::IValue();
+    return value.defined() ? c10::IValue(without_neighbours(value)) : c10::IValue();
   } else if constexpr (is_integer<T>) {
     constexpr auto largest = std::numeric_limits<int64_t>::max();
     if (value > T{} && static_cast<uint64_t>(value) > static_cast<uint64_t>(largest)) {
