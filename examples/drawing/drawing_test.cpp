@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "drawing/canvas.h"
+#include "drawing/histogram.h"
 #include "drawing/plot.h"
 #include "drawing/text.h"
 #include "drawing/ticks.h"
@@ -133,6 +134,21 @@ TEST(LinePlot, DrawsWhatCanBeShown) {
       EXPECT_LT(inked_columns(canvas).first, 100);
     }
   }
+}
+
+TEST(Histogram, DrawsBarsInProportionOverTheMarkedParts) {
+  constexpr Color marked{200, 250, 200};
+  Canvas canvas(316, 242, palette::paper);  // leaves 200 x 100 pixels for two bars
+  Histogram{.first = -1., .values = {1., 2.}, .spans = {{"", -1., 0., marked}}}.draw(
+      canvas, {0, 0, 316, 242});
+  const auto color_at = [&](int x, int y) {
+    const Image& image = canvas.image();
+    return Color{image.at(x, y, 0), image.at(x, y, 1), image.at(x, y, 2)};
+  };
+  EXPECT_EQ(color_at(142, 160), palette::blue);
+  EXPECT_EQ(color_at(142, 124), marked);
+  EXPECT_EQ(color_at(242, 90), palette::blue);
+  EXPECT_EQ(color_at(242, 80), palette::paper);
 }
 
 }  // namespace
