@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# cmake -DPER_CENT=2 -P compare.cmake -- program mixed_program
+# Fails unless both programs end with exit code 0 and print the same lines, with losses that are apart by no more than
+# so many per cent.
+include(${CMAKE_CURRENT_LIST_DIR}/../support/program_arguments.cmake)
+program_arguments(programs)
+foreach(name IN ITEMS fp32 mixed)
+  list(POP_FRONT programs program)
+  execute_process(COMMAND ${program} OUTPUT_VARIABLE ${name} RESULT_VARIABLE code COMMAND_ECHO STDOUT)
+  message("${${name}}")
+  if(NOT code STREQUAL "0")
+    message(FATAL_ERROR "The exit code is ${code}.")
+  endif()
+endforeach()
+
+# Sets the variable to the losses in a text, in units of their fourth decimal.
+function(losses text result)
+  string(REGEX MATCHALL "loss [0-9]+[.][0-9][0-9][0-9][0-9]" found "${text}")
+  string(REGEX REPLACE "loss |[.]" "" found "${found}")
+  set(${result} ${found} PARENT_SCOPE)
+endfunction()
+losses("${fp32}" fp32_losses)
+losses("${mixed}" mixed_losses)
+list(LENGTH fp32_losses count)
+list(LENGTH mixed_losses mixed_count)
+if(count EQUAL 0 OR NOT count EQUAL mixed_count)
+  message(FATAL_ERROR "${count} losses and ${mixed_count}.")
+endif()
+foreach(a b IN ZIP_LISTS fp32_losses mixed_losses)
+  math(EXPR apart "100 * (${a} - ${b})")
+  string(REPLACE "-" "" apart "${apart}")
+  math(EXPR most "${a} * ${PER_CENT}")
+  if(apart GREATER most)
+    message(FATAL_ERROR "${b} is not within ${PER_CENT} % of ${a} (in units of 0.0001).")
+  endif()
+endforeach()

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# cmake [-DWRITE=ON] -P gallery.cmake
+# The differences between the programs here, as the gallery prints them. Fails if the gallery says otherwise, or writes
+# them there.
+set(gallery ${CMAKE_CURRENT_LIST_DIR}/../README.md)
+file(READ ${gallery} text)
+set(expected "${text}")
+foreach(name IN ITEMS classifier dcgan language_model)
+  execute_process(
+    COMMAND diff -U1 --label ${name}.cpp --label ${name}_mixed.cpp ${name}.cpp ${name}_mixed.cpp
+    WORKING_DIRECTORY ${CMAKE_CURRENT_LIST_DIR}
+    OUTPUT_VARIABLE difference RESULT_VARIABLE code)
+  if(NOT code STREQUAL "1")  # 0: none
+    message(FATAL_ERROR "diff of ${name}: ${code}")
+  endif()
+  string(REGEX REPLACE "\n@@[^\n]*" "\n@@" difference "${difference}")
+  string(REGEX MATCHALL "\n[+-]" lines "\n${difference}")
+  list(LENGTH lines count)
+  math(EXPR count "${count} - 2")  # the names
+  if(count GREATER 9)
+    message(FATAL_ERROR "${name}: ${count} lines differ, which are not under ten")
+  endif()
+  string(FIND "${expected}" "```diff\n--- ${name}.cpp\n" begin)
+  if(begin EQUAL -1)
+    message(FATAL_ERROR "the gallery has no diff of ${name}.cpp")
+  endif()
+  string(SUBSTRING "${expected}" 0 ${begin} before)
+  string(SUBSTRING "${expected}" ${begin} -1 after)
+  string(REGEX REPLACE "^```diff\n([^`]*)```" "```diff\n${difference}```" after "${after}")
+  set(expected "${before}${after}")
+endforeach()
+if(WRITE)
+  file(WRITE ${gallery} "${expected}")
+elseif(NOT expected STREQUAL text)
+  message(FATAL_ERROR "the gallery prints other diffs than these files have; write them there by\n"
+                      "  cmake -DWRITE=ON -P ${CMAKE_CURRENT_LIST_FILE}")
+endif()
