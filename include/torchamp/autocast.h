@@ -106,6 +106,7 @@ class AutocastGuard {
 /// may call this at any time, since what is dropped is cast again.
 inline void clear_weight_cache() {
   at::autocast::clear_cache();
+  detail::derived_weights().clear();
 }
 
 }  // namespace TORCHAMP_NAMESPACE

@@ -202,6 +202,7 @@ inline const CudaGraph::Tensors& CudaGraph::operator()(const Tensors& batch) {
     capture();
   }
   recorder_->replay();
+  detail::derived_weights().all_changed();
   return outputs_;
 }
 
@@ -282,6 +283,7 @@ inline void CudaGraph::warm_up() {
 //   replay makes the casts again, as each eager iteration does.
 inline void CudaGraph::capture() {
   const detail::EmptyCastCache without_earlier_casts;
+  const detail::DerivedWeights::Suspension no_casts_are_kept(detail::derived_weights());
   try {
     recorder_->record([this] { call_body(inputs_->tensors()); });
   } catch (const c10::Error& error) {

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "torchamp/detail/distributed/collective.h"
+#include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -31,6 +32,7 @@ inline void broadcast(const char* call, const c10::intrusive_ptr<c10d::ProcessGr
   const at::NoGradGuard no_grad;
   if (tensors.empty()) return;
   collective(call, [&] { c10d::broadcast_coalesced(group, tensors, together, root); });
+  derived_weights().changed(tensors);
 }
 
 /// c10d's Reducer over the parameters of a module that need gradients.

@@ -17,9 +17,11 @@
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/overlay/compile.h"
 #include "torchamp/detail/overlay/environment.h"
+#include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/overlay/thread_policy.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/tensors.h"
+#include "torchamp/detail/weights/derived.h"
 
 namespace torchamp::detail {
 
@@ -76,6 +78,7 @@ class AutocastRegion {
   ~AutocastRegion() {
     if (!policy_scope_.end_of("~AutocastGuard")) return;
     if (nesting_.leave() == 0 || dtype_changed_) at::autocast::clear_cache();
+    if (own_region_ != 0) derived_weights().end_region(own_region_);
     before_.apply();
     at::autocast::set_autocast_cache_enabled(cache_enabled_before_);
   }
@@ -109,6 +112,10 @@ class AutocastRegion {
       if (outer && outer->inherited == data && outer->in_force[index].get() == in_force) return;
       auto inner = std::make_shared<ThreadPolicy>();
       if (outer) *inner = *outer;
+      if (inner->keep.region == 0) {
+        own_region = derived_weights().begin_region();
+        inner->keep = {WeightKeep::Until::region_ends, own_region};
+      }
       inner->in_force[index] = enabled ? data : nullptr;
       inner->inherited = std::move(data);
       policy = std::move(inner);
@@ -118,12 +125,14 @@ class AutocastRegion {
     at::ScalarType dtype;
     bool enabled;
     std::shared_ptr<const ThreadPolicy> policy;  // null: the thread's stays
+    std::uint64_t own_region = 0;                // the outermost guard's number; 0 of others
   };
 
   AutocastRegion(Checked checked, std::optional<bool> cache_enabled)
       : before_(DeviceAutocastState::of(checked.device)),
         cache_enabled_before_(at::autocast::is_autocast_cache_enabled()),
         dtype_changed_(before_.dtype != checked.dtype),
+        own_region_(checked.own_region),
         policy_scope_(std::move(checked.policy)) {
     at::autocast::set_autocast_enabled(checked.device, checked.enabled);
     at::autocast::set_autocast_dtype(checked.device, checked.dtype);
@@ -135,6 +144,7 @@ class AutocastRegion {
   DeviceAutocastState before_;
   bool cache_enabled_before_;
   bool dtype_changed_;
+  std::uint64_t own_region_;
   Nesting nesting_;
   PolicyScope policy_scope_;
 };

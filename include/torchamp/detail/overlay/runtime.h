@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "torchamp/detail/devices.h"
+#include "torchamp/detail/weights/derived.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -53,6 +54,8 @@ struct SharedRuntime {
 
   std::mutex mutex;                             // guards `overlays`, and registering kernels
   std::array<Overlays, device_count> overlays;  // by device
+
+  DerivedWeights derived_weights;
 
   const std::string slot_text = "torchamp policy";
   const std::string_view slot_name = slot_text;
@@ -140,6 +143,11 @@ inline SharedRuntime& make_shared_runtime() {
 inline SharedRuntime& shared_runtime() {
   static SharedRuntime& runtime = make_shared_runtime();
   return runtime;
+}
+
+/// The process's store of what is derived from weights: see there. Any thread.
+inline DerivedWeights& derived_weights() {
+  return shared_runtime().derived_weights;
 }
 
 /// The slot of c10::ThreadLocalDebugInfo that holds the thread's policy. A template, so that only

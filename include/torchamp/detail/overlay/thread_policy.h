@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <ATen/autocast_mode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/csrc/jit/python/update_graph_executor_opt.h>
@@ -16,6 +17,7 @@
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/weights/derived.h"
 
 namespace torchamp::detail {
 
@@ -24,6 +26,8 @@ struct ThreadPolicy final : c10::DebugInfoBase, std::enable_shared_from_this<Thr
   std::shared_ptr<const PolicyData> inherited;  // for a nested guard that names no policy
   /// By device, with its table compiled; null outside guards and where they are disabled.
   std::array<std::shared_ptr<const PolicyData>, device_count> in_force;
+  /// How long what is derived from weights is kept. Its region is never 0 inside a guard.
+  WeightKeep keep;
 };
 
 /// The calling thread's policy, or null outside every guard.
@@ -36,6 +40,14 @@ inline const ThreadPolicy* thread_policy() {
 inline const PolicyData* policy_in_force(std::size_t device_index) {
   const ThreadPolicy* policy = thread_policy();
   return policy == nullptr ? nullptr : policy->in_force[device_index].get();
+}
+
+/// How long the calling thread keeps what it derives from weights: not at all outside of guards, or
+/// where LibTorch's flag for its own cache is off.
+inline WeightKeep keep_of_this_thread() {
+  const ThreadPolicy* policy = thread_policy();
+  if (policy == nullptr || !at::autocast::is_autocast_cache_enabled()) return {};
+  return policy->keep;
 }
 
 /// Puts a ThreadPolicy into the calling thread's slot, and takes it out again.

@@ -2,23 +2,51 @@
 #pragma once
 
 #include <ATen/autocast_mode.h>
+#include <c10/util/Exception.h>
+#include <torch/optim/optimizer.h>
 
+#include "torchamp/detail/overlay/runtime.h"
+#include "torchamp/detail/weights/derived.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
 
-/// Lives where weights are written to, and drops LibTorch's cached casts of them at its end, also
-/// if what writes throws: within an autocast region, an op after it would compute with the old
-/// values. What is dropped is cast again.
+/// Null where another version of torchamp owns the process: what cannot make a guard derives
+/// nothing either.
+inline DerivedWeights* derived_weights_if_any() noexcept {
+  try {
+    return &derived_weights();
+  } catch (const c10::Error&) {
+    return nullptr;
+  }
+}
+
+/// Lives where weights are written to, and at its end, also if what writes throws, drops LibTorch's
+/// cached casts of them, which would go on giving the old values within an autocast region, and
+/// what is kept until weights step. What is dropped is cast again.
 class DropWeightCasts {
  public:
+  /// Where LibTorch counts the writes.
   DropWeightCasts() = default;
-  ~DropWeightCasts() { at::autocast::clear_cache(); }
+  /// Where it may not: the optimizer's parameters are told to have changed, too.
+  explicit DropWeightCasts(const torch::optim::Optimizer& optimizer) : optimizer_(&optimizer) {}
+  ~DropWeightCasts() {
+    at::autocast::clear_cache();
+    DerivedWeights* const derived = derived_weights_if_any();
+    if (derived == nullptr || derived->is_empty()) return;
+    derived->end_window();
+    if (optimizer_ == nullptr) return;
+    for (const auto& group : optimizer_->param_groups()) derived->changed(group.params());
+  }
   DropWeightCasts(const DropWeightCasts&) = delete;
   DropWeightCasts& operator=(const DropWeightCasts&) = delete;
+
+ private:
+  const torch::optim::Optimizer* optimizer_ = nullptr;
 };
 
-/// A region that begins with an empty cache of weight casts, and whose casts nobody finds after it.
+/// A region that begins with an empty cache of LibTorch's weight casts, and whose casts nobody
+/// finds after it: they are part of its autograd graph.
 class EmptyCastCache {
  public:
   EmptyCastCache() { at::autocast::clear_cache(); }

@@ -110,7 +110,8 @@ inline bool GradScaler::evaluate(torch::optim::Optimizer& optimizer,
                                  Evaluation& evaluation, int64_t max_retries,
                                  std::optional<detail::ScaleMemory<double>>& before) {
   for (evaluation.attempts = 1;; ++evaluation.attempts) {
-    const detail::DropWeightCasts drop_weight_casts;  // the next evaluation has other weights
+    const detail::DropWeightCasts drop_weight_casts(
+        optimizer);  // the next evaluation has other weights
     {
       const at::AutoGradMode with_grad(true);
       optimizer.zero_grad();
@@ -140,10 +141,10 @@ inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer,
                     "GradScaler::step: the closure is empty. Pass one that returns the loss.");
   TORCH_CHECK_VALUE(max_retries >= 0, "GradScaler::step: max_retries is ", max_retries,
                     ". It is 0 or more.");
-  const detail::DropWeightCasts drop_weight_casts;
+  const detail::DropWeightCasts drop_weight_casts(optimizer);
   if (!options_.enabled) {
     return unscaled_result(optimizer.step([&] {
-      const detail::DropWeightCasts before_the_next_evaluation;
+      const detail::DropWeightCasts before_the_next_evaluation(optimizer);
       optimizer.zero_grad();
       at::Tensor loss = closure();
       loss.backward();

@@ -264,7 +264,7 @@ inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   TORCH_CHECK(dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
               "GradScaler::step: LBFGS evaluates the loss by itself. Call step(optimizer, closure) "
               "with a closure that returns the loss.");
-  const detail::DropWeightCasts drop_weight_casts;
+  const detail::DropWeightCasts drop_weight_casts(optimizer);
   if (!options_.enabled) return unscaled_result(optimizer.step());
   check_started("step");
   detail::OptimizerState& state = optimizers_.of(optimizer);

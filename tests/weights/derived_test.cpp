@@ -1,0 +1,325 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "torchamp/detail/weights/derived.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "support/leaf.h"
+#include "torchamp/autocast.h"
+#include "torchamp/detail/overlay/thread_policy.h"
+
+namespace {
+
+using torchamp::detail::DerivedWeights;
+using torchamp::detail::Tensors;
+using torchamp::detail::WeightForm;
+using torchamp::detail::WeightKeep;
+
+constexpr WeightForm form{WeightForm::Kind::cast, 15};
+constexpr WeightForm other_form{WeightForm::Kind::fp8, 15};
+constexpr WeightKeep always{.until = WeightKeep::Until::told, .region = 0};
+
+/// A store that doubles weights, and counts how often.
+class Doubled {
+ public:
+  at::Tensor of(const at::Tensor& weight, WeightKeep keep = always, WeightForm as = form) {
+    return store.get(weight, as, keep, [&](const Tensors& reusable) {
+      ++made;
+      const torch::NoGradGuard no_grad;
+      if (reusable.empty()) return Tensors{weight * 2};
+      ++reused;
+      reusable.front().copy_(weight * 2);
+      return reusable;
+    })[0];
+  }
+
+  void expect_right(const at::Tensor& weight) {
+    EXPECT_TRUE(of(weight).equal(weight.detach() * 2));
+  }
+
+  DerivedWeights store;
+  int made = 0;
+  int reused = 0;
+};
+
+TEST(DerivedWeightsTest, makes_what_does_not_change_once) {
+  Doubled doubled;
+  const auto weight = leaf({3, 4});
+  const auto first = doubled.of(weight);
+  EXPECT_TRUE(doubled.of(weight).is_same(first));
+  EXPECT_EQ(doubled.made, 1);
+  EXPECT_EQ(doubled.store.counts().hits, 1);
+  EXPECT_EQ(doubled.store.counts().misses, 1);
+  EXPECT_EQ(doubled.store.counts().bytes, 48);
+}
+
+TEST(DerivedWeightsTest, sees_writes_that_libtorch_counts) {
+  Doubled doubled;
+  const auto weight = leaf({3, 4});
+  const torch::NoGradGuard no_grad;
+  doubled.expect_right(weight);
+  weight.add_(1);
+  doubled.expect_right(weight);
+  weight.t()[0].zero_();
+  doubled.expect_right(weight);
+  weight.detach().mul_(3);
+  doubled.expect_right(weight);
+  weight.set_data(torch::randn({3, 4}));
+  doubled.expect_right(weight);
+  EXPECT_EQ(doubled.made, 5);
+}
+
+TEST(DerivedWeightsTest, is_told_what_libtorch_does_not_count) {
+  Doubled doubled;
+  const auto weight = leaf({3, 4});
+  const auto other = leaf({3, 4});
+  doubled.expect_right(weight);
+  doubled.expect_right(other);
+  weight.data().add_(1);
+  doubled.store.changed(weight);
+  doubled.expect_right(weight);
+  doubled.expect_right(other);
+  EXPECT_EQ(doubled.made, 3);
+  *other.data_ptr<float>() = 7;
+  doubled.store.all_changed();
+  doubled.expect_right(weight);
+  doubled.expect_right(other);
+  EXPECT_EQ(doubled.made, 5);
+}
+
+TEST(DerivedWeightsTest, is_told_of_changes_while_it_makes_something) {
+  DerivedWeights store;
+  const auto weight = leaf({3});
+  const auto make = [&](const Tensors&) { return Tensors{weight.detach() * 2}; };
+  store.get(weight, form, always, [&](const Tensors& reusable) {
+    Tensors made = make(reusable);
+    weight.data().add_(1);
+    store.changed(weight);
+    return made;
+  });
+  EXPECT_TRUE(store.get(weight, form, always, make)[0].equal(weight.detach() * 2));
+  weight.detach().add_(1);
+  store.get(weight, form, always, [&](const Tensors& reusable) {
+    Tensors made = make(reusable);
+    weight.detach().add_(1);
+    return made;
+  });
+  EXPECT_TRUE(store.get(weight, form, always, make)[0].equal(weight.detach() * 2));
+}
+
+TEST(DerivedWeightsTest, writes_to_the_same_memory_if_nobody_else_holds_it) {
+  Doubled doubled;
+  const auto weight = leaf({3, 4});
+  const void* const memory = doubled.of(weight).data_ptr();
+  const auto change = [&] { weight.detach().add_(1); };
+  change();
+  EXPECT_EQ(doubled.of(weight).data_ptr(), memory);
+  EXPECT_EQ(doubled.reused, 1);
+
+  const auto held = doubled.of(weight);
+  const auto values = held.clone();
+  change();
+  EXPECT_NE(doubled.of(weight).data_ptr(), memory);
+  EXPECT_TRUE(held.equal(values));
+
+  const auto view = doubled.of(weight).view({-1});
+  const auto viewed = view.clone();
+  change();
+  doubled.expect_right(weight);
+  EXPECT_TRUE(view.equal(viewed));
+  EXPECT_EQ(doubled.reused, 1);
+}
+
+TEST(DerivedWeightsTest, makes_again_what_somebody_has_written_to) {
+  Doubled doubled;
+  const auto weight = leaf({3, 4});
+  doubled.of(weight).zero_();
+  doubled.expect_right(weight);
+}
+
+TEST(DerivedWeightsTest, tells_views_of_one_weight_apart) {
+  Doubled doubled;
+  const auto weight = leaf({4, 4});
+  const torch::NoGradGuard no_grad;
+  const std::vector<at::Tensor> views = {weight,    weight.t(),          weight[0],
+                                         weight[1], weight.view({2, 8}), weight.slice(1, 0, 4, 2)};
+  for (int i = 0; i < 2; ++i) {
+    for (const auto& view : views) doubled.expect_right(view);
+  }
+  EXPECT_EQ(doubled.made, 6);
+  doubled.expect_right(weight.t());  // another view of the same part
+  EXPECT_EQ(doubled.made, 6);
+  weight.add_(1);
+  for (const auto& view : views) doubled.expect_right(view);
+  EXPECT_EQ(doubled.made, 12);
+}
+
+TEST(DerivedWeightsTest, tells_forms_and_tensors_with_one_memory_apart) {
+  Doubled doubled;
+  const auto weight = leaf({2});
+  const auto twin = weight.data();  // has a version counter of its own
+  doubled.of(weight);
+  EXPECT_EQ(doubled.made, 1);
+  weight.detach().add_(1);  // twin's counter does not see it
+  doubled.expect_right(twin);
+  twin.add_(1);  // both have counted one write
+  doubled.store.changed(weight);
+  doubled.expect_right(weight);
+  doubled.expect_right(twin);
+  doubled.of(weight, always, other_form);
+  EXPECT_EQ(doubled.made, 5);
+  doubled.of(weight, always, other_form);
+  EXPECT_EQ(doubled.made, 5);
+}
+
+TEST(DerivedWeightsTest, never_gives_what_belonged_to_a_weight_that_is_gone) {
+  Doubled doubled;
+  for (int i = 0; i < 300; ++i) {
+    doubled.expect_right(leaf({5}));
+    auto weight = leaf({5});
+    doubled.expect_right(weight);
+    weight.set_data(torch::randn({5}));  // the memory may be the one before
+    doubled.expect_right(weight);
+  }
+  EXPECT_EQ(doubled.made, 900);
+  doubled.store.end_window();  // drops those that are gone
+  EXPECT_EQ(doubled.store.counts().bytes, 0);
+}
+
+TEST(DerivedWeightsTest, does_not_hold_more_of_those_that_are_gone_than_twice_the_others) {
+  Doubled doubled;
+  for (int i = 0; i < 1000; ++i) doubled.of(leaf({1}));
+  EXPECT_LE(doubled.store.counts().bytes, 65 * 4);
+}
+
+TEST(DerivedWeightsTest, keeps_as_long_as_was_asked) {
+  using Until = WeightKeep::Until;
+  Doubled doubled;
+  auto& store = doubled.store;
+  const auto region = store.begin_region();
+  const auto other_region = store.begin_region();
+  const auto a = leaf({1});
+  const auto b = leaf({1});
+  const auto c = leaf({1});
+  const auto d = leaf({1});
+  doubled.of(a, {Until::region_ends, region});
+  doubled.of(b, {Until::region_ends, other_region});
+  doubled.of(c, {Until::weights_step, region});
+  doubled.of(d, {Until::told, region});
+  doubled.of(d, {Until::region_ends, region});  // the longest counts
+  doubled.of(leaf({1}), {Until::made, region});
+  EXPECT_EQ(store.counts().bytes, 16);
+  store.end_region(region);
+  EXPECT_EQ(store.counts().bytes, 12);
+  store.end_window();
+  EXPECT_EQ(store.counts().bytes, 8);
+  store.end_region(other_region);
+  EXPECT_EQ(store.counts().bytes, 4);
+  doubled.of(b, {Until::region_ends, other_region});  // is over
+  EXPECT_EQ(store.counts().bytes, 4);
+  store.clear();
+  EXPECT_EQ(store.counts().bytes, 0);
+}
+
+TEST(DerivedWeightsTest, keeps_and_finds_nothing_while_suspended) {
+  Doubled doubled;
+  const auto weight = leaf({1});
+  doubled.of(weight);
+  {
+    const DerivedWeights::Suspension suspension(doubled.store);
+    doubled.of(weight);
+    doubled.of(leaf({1}));
+    EXPECT_EQ(doubled.made, 3);
+  }
+  EXPECT_EQ(doubled.store.counts().bytes, 4);
+  doubled.of(weight);
+  EXPECT_EQ(doubled.made, 3);
+}
+
+TEST(DerivedWeightsTest, lets_the_least_recently_used_leave_first) {
+  Doubled doubled;
+  std::vector<at::Tensor> weights;
+  for (int i = 0; i < 4; ++i) weights.push_back(leaf({10}));
+  doubled.store.set_budget(120);
+  for (int i = 0; i < 3; ++i) doubled.of(weights[i]);
+  doubled.of(weights[0]);
+  doubled.of(weights[3]);  // instead of 1
+  EXPECT_EQ(doubled.store.counts().bytes, 120);
+  EXPECT_EQ(doubled.made, 4);
+  for (const int i : {0, 2, 3}) doubled.of(weights[i]);
+  EXPECT_EQ(doubled.made, 4);
+  doubled.of(weights[1]);
+  EXPECT_EQ(doubled.made, 5);
+  doubled.of(leaf({31}));
+  EXPECT_EQ(doubled.store.counts().bytes, 120);
+  doubled.store.set_budget(50);
+  EXPECT_EQ(doubled.store.counts().bytes, 40);
+  doubled.of(weights[1]);
+  EXPECT_EQ(doubled.made, 6);
+}
+
+TEST(DerivedWeightsTest, does_not_keep_of_tensors_whose_changes_nobody_counts) {
+  Doubled doubled;
+  {
+    const c10::InferenceMode inference;
+    const auto weight = torch::randn({3});
+    doubled.expect_right(weight);
+    weight.add_(1);
+    doubled.expect_right(weight);
+  }
+  EXPECT_EQ(doubled.store.counts().bytes, 0);
+}
+
+TEST(DerivedWeightsTest, serves_many_threads) {
+  Doubled reference;
+  DerivedWeights store;
+  std::vector<at::Tensor> weights;
+  for (int i = 0; i < 8; ++i) weights.push_back(torch::full({16}, i));
+  std::vector<std::thread> threads;
+  std::atomic<int> wrong = 0;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      for (int i = 0; i < 300; ++i) {
+        const auto& weight = weights[(i + t) % 8];
+        const auto made =
+            store.get(weight, form, always, [&](const Tensors&) { return Tensors{weight * 2}; });
+        if (made[0][3].item<float>() != 2.F * static_cast<float>((i + t) % 8)) ++wrong;
+        if (i % 50 == t) store.all_changed();
+        if (i % 70 == t) store.clear();
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  EXPECT_EQ(wrong, 0);
+}
+
+TEST(KeepOfThisThreadTest, is_the_outermost_guards_region) {
+  using torchamp::detail::keep_of_this_thread;
+  using Until = WeightKeep::Until;
+  EXPECT_EQ(keep_of_this_thread().until, Until::made);
+  std::uint64_t region = 0;
+  {
+    const torchamp::AutocastGuard guard(torch::kCPU);
+    EXPECT_EQ(keep_of_this_thread().until, Until::region_ends);
+    region = keep_of_this_thread().region;
+    EXPECT_NE(region, 0U);
+    {
+      const torchamp::AutocastGuard nested(torch::kCPU, {.policy = torchamp::Policy::torch()});
+      EXPECT_EQ(keep_of_this_thread().region, region);
+      const torchamp::AutocastGuard uncached(torch::kCPU, {.cache_enabled = false});
+      EXPECT_EQ(keep_of_this_thread().until, Until::made);
+    }
+    std::thread([] { EXPECT_EQ(keep_of_this_thread().until, Until::made); }).join();
+  }
+  const torchamp::AutocastGuard guard(torch::kCPU);
+  EXPECT_NE(keep_of_this_thread().region, region);
+}
+
+}  // namespace
