@@ -107,6 +107,16 @@ struct GradScalerOptions {
   /// step().
   std::function<void(at::Tensor& found_inf)> agree_found_inf = nullptr;
 
+  /// True: the scale follows the gradients' magnitude, see predictive(). The growth and backoff
+  /// factors and growth_interval then change how large the scaled gradients are to be.
+  bool follows_gradients = false;
+
+  /// For follows_gradients with agree_found_inf: called at the same times, with the largest
+  /// magnitude of this process's scaled gradients (0-dim fp32). It must leave the maximum over all
+  /// processes there, in place or as another tensor, for their scales to stay alike;
+  /// found_inf_agreement() gives such a function, too.
+  std::function<void(at::Tensor& largest)> agree_largest = nullptr;
+
   /// True: step() looks at the gradients once more, as unscale_, clipping and the program have left
   /// them, at the cost of a second pass. torch.amp does not see what becomes non-finite after its
   /// one check.
@@ -141,6 +151,15 @@ struct GradScalerOptions {
   static GradScalerOptions fairseq() {
     return {.init_scale = 0x1p15, .min_scale = 0x1p-13, .at_min_scale = AtLimit::throw_error};
   }
+
+  /// Follows the gradients' magnitude: OpenSeq2Seq's LogMaxScaler
+  /// (open_seq2seq/optimizers/automatic_loss_scaler.py, with its averages mended). From the first
+  /// backward() on, the scale is the power of two for which the largest of all gradients stays
+  /// below what fp16 holds, by its average, its spread and its latest. So it need not grow slowly,
+  /// and nearly no step is skipped to find it. Decided on the device, without a read: the largest
+  /// magnitude is what the check for infs gives. (Where unscale_ divides the gradients, that check
+  /// is a pass of its own.) Gradients in fp16 and in fp32 behind fp16 layers alike.
+  static GradScalerOptions predictive() { return {.max_scale = 0x1p32, .follows_gradients = true}; }
 
   /// For bf16 and fp32: the scale is 1 and stays so; a step with an inf or a NaN is skipped.
   static GradScalerOptions skip_non_finite() { return {.init_scale = 1., .dynamic = false}; }

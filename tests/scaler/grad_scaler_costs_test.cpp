@@ -142,7 +142,7 @@ TEST_P(GradScalerCosts, AreAHandfulOfOps) {
 TEST_P(GradScalerCosts, TheUpdateOnTheDeviceNeverReads) {
   for (const GradScalerOptions& options :
        {GradScalerOptions::torch(), GradScalerOptions::megatron(), GradScalerOptions::deepspeed(),
-        GradScalerOptions::skip_non_finite()}) {
+        GradScalerOptions::skip_non_finite(), GradScalerOptions::predictive()}) {
     Training<IdleScaled> training(10, GetParam(), options);
     move_to_device(training.scaler);
     const Costs costs = costs_of([&] {

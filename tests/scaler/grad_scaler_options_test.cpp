@@ -71,7 +71,7 @@ TEST(GradScalerOptions, AcceptsEveryPreset) {
   for (const GradScalerOptions& preset :
        {GradScalerOptions::torch(), GradScalerOptions::megatron(), GradScalerOptions::deepspeed(),
         GradScalerOptions::fairseq(), GradScalerOptions::skip_non_finite(),
-        GradScalerOptions::fixed(128.)}) {
+        GradScalerOptions::fixed(128.), GradScalerOptions::predictive()}) {
     EXPECT_NO_THROW(GradScaler{preset});
   }
 }

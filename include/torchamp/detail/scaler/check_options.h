@@ -63,6 +63,10 @@ inline void check_options(const GradScalerOptions& options) {
                "It is 0, or below 0 to delay growth after a bad iteration.");
   check_option(options.max_skips_in_a_row >= 0, call, "max_skips_in_a_row",
                options.max_skips_in_a_row, "It is 0 (no limit) or more.");
+  TORCH_CHECK_VALUE(
+      !options.follows_gradients || !options.agree_found_inf == !options.agree_largest, call,
+      ": follows_gradients is set, and of agree_found_inf and agree_largest one only. Set both, "
+      "or the processes' scales part.");
   const bool calls = options.at_min_scale == AtLimit::call ||
                      (options.at_max_skips == AtLimit::call && options.max_skips_in_a_row > 0);
   TORCH_CHECK_VALUE(!calls || options.on_limit, call,

@@ -6,6 +6,7 @@
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <exception>
 #include <string>
@@ -53,7 +54,8 @@ inline double read_count(torch::serialize::InputArchive& archive, const std::str
 }
 
 /// Of all that a file holds: LibTorch does not see that a file's bytes have changed.
-inline int64_t checksum_of(const GradScalerState& state, const ScaleMemory<double>& rest) {
+inline int64_t checksum_of(const GradScalerState& state, const ScaleMemory<double>& rest,
+                           bool with_forecast) {
   Checksum sum;
   const auto add = [&](const char*, double value) { sum.add(&value, sizeof value); };
   add("scale", state.scale);
@@ -62,6 +64,7 @@ inline int64_t checksum_of(const GradScalerState& state, const ScaleMemory<doubl
   add("growth_interval", static_cast<double>(state.growth_interval));
   add("growth_tracker", static_cast<double>(state.growth_tracker));
   for_each_own_number(add, rest);
+  if (with_forecast) for_each_forecast_number(add, rest.forecast);
   return static_cast<int64_t>(sum.value());
 }
 
@@ -124,7 +127,13 @@ inline void GradScaler::save(torch::serialize::OutputArchive& archive) const {
         archive.write(name, c10::IValue(static_cast<int64_t>(count)));
       },
       values);
-  archive.write("torchamp_checksum", c10::IValue(detail::checksum_of(state, values)));
+  if (state_.forecasts()) {
+    detail::for_each_forecast_number(
+        [&](const char* name, double number) { archive.write(name, c10::IValue(number)); },
+        values.forecast);
+  }
+  archive.write("torchamp_checksum",
+                c10::IValue(detail::checksum_of(state, values, state_.forecasts())));
 }
 
 inline void GradScaler::load(torch::serialize::InputArchive& archive) {
@@ -143,10 +152,21 @@ inline void GradScaler::load(torch::serialize::InputArchive& archive) {
   detail::for_each_own_number(
       [&](const char* name, double& count) { count = detail::read_count(archive, name, count); },
       rest);
+  c10::IValue samples;
+  const bool with_forecast = archive.try_read("torchamp_samples", samples);
+  if (with_forecast) {
+    detail::for_each_forecast_number(
+        [&](const char* name, double& number) {
+          number = detail::read_double(archive, name);
+          TORCH_CHECK_VALUE(std::isfinite(number), "GradScaler::load: \"", name, "\" is ", number,
+                            ", not finite.");
+        },
+        rest.forecast);
+  }
   c10::IValue checksum;
   TORCH_CHECK(
       !archive.try_read("torchamp_checksum", checksum) ||
-          (checksum.isInt() && checksum.toInt() == detail::checksum_of(state, rest)),
+          (checksum.isInt() && checksum.toInt() == detail::checksum_of(state, rest, with_forecast)),
       "GradScaler::load: the archive is damaged: its values are not those that were saved.");
   rest.credit = std::min(rest.credit, full_credit);
   restore("GradScaler::load", state, rest);

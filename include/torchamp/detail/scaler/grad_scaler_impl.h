@@ -150,15 +150,21 @@ inline void GradScaler::unscale(torch::optim::Optimizer& optimizer, detail::Opti
   auto* const fused = dynamic_cast<FusedOptimizer*>(&optimizer);
   const at::Tensor divisor = detail::divisor_left_to(optimizer);
   at::Tensor found_inf = at::zeros({}, state_.scale().options());
+  at::Tensor largest;
+  if (state_.forecasts()) {
+    largest = detail::check_and_measure(batches, state_.scale(), found_inf);
+  }
   detail::multiply_and_check(
       batches, [this](at::Device device) { return state_.inverse(device); }, found_inf);
   if (divisor.defined()) {  // a clip of the same gradients, still to be made
     fused->take_next_step_divisor();
     fused->divide_next_step(divisor);
   }
-  if (division_may_overflow(optimizer)) detail::check(batches, found_inf);
+  const bool may_overflow = division_may_overflow(optimizer);
+  if (may_overflow && !state_.forecasts()) detail::check(batches, found_inf);
   state = {.stage = detail::OptimizerState::Stage::unscaled,
            .found_inf = {std::move(found_inf), std::nullopt},
+           .largest = std::move(largest),
            .had_gradients = !batches.empty(),
            .gradients = detail::count_gradients(optimizer),
            .taken = detail::gradients_taken()};
@@ -172,7 +178,9 @@ inline void GradScaler::check_only(torch::optim::Optimizer& optimizer,
   if (!state.found_inf.tensor.defined()) {
     state.found_inf.tensor = at::zeros({}, state_.scale().options());
   }
-  if (as_if_divided) {
+  if (state_.forecasts() && state.stage == detail::OptimizerState::Stage::ready) {
+    state.largest = detail::check_and_measure(batches, state_.scale(), state.found_inf.tensor);
+  } else if (as_if_divided) {
     detail::check_divided(batches, state_.scale(), state.found_inf.tensor);
   } else {
     detail::check(batches, state.found_inf.tensor);
@@ -190,6 +198,16 @@ inline void GradScaler::agree(detail::OptimizerState& state) {
                 "GradScaler: agree_found_inf has left no tensor of one element.");
     found_inf = found_inf.reshape({}).ne(0).to(state_.scale().options());
     state.found_inf = {std::move(found_inf), std::nullopt};
+  }
+  if (options_.agree_largest && state_.forecasts()) {
+    const detail::InternalOps guard;
+    const auto options = state_.scale().options();
+    at::Tensor largest = state.largest.defined() ? state.largest.to(options, false, /*copy=*/true)
+                                                 : at::zeros({}, options);
+    options_.agree_largest(largest);
+    TORCH_CHECK(largest.defined() && largest.numel() == 1,
+                "GradScaler: agree_largest has left no tensor of one element.");
+    state.largest = largest.reshape({}).to(options);
   }
   state.agreed = true;
 }

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/clamp_max.h>
+#include <ATen/ops/maximum.h>
 #include <c10/util/Exception.h>
 
 #include <cstddef>
@@ -52,6 +53,7 @@ inline void GradScaler::update() {
 inline detail::ScaleLimits::Met GradScaler::apply_update() {
   const detail::InternalOps guard;
   std::vector<at::Tensor> flags;
+  at::Tensor largest;
   bool known = state_.host() != nullptr;
   bool bad = false;
   for (auto& [key, state] : optimizers_) {
@@ -60,13 +62,18 @@ inline detail::ScaleLimits::Met GradScaler::apply_update() {
     if (!state.had_gradients && !options_.agree_found_inf) continue;
     const std::optional<bool> flag = state.found_inf.without_reading();
     known &= flag.has_value();
+    if (state.largest.defined()) {
+      known &= state.largest.is_cpu();
+      largest = largest.defined() ? at::maximum(largest, state.largest) : state.largest;
+    }
     bad |= flag.value_or(false);
     flags.push_back(state.found_inf.tensor);
   }
   if (flags.empty()) return {};
   if (known) {
     const detail::ScaleMemory<double> before = *state_.host();
-    const detail::ScaleMemory<double> after = detail::after_update(options_, before, bad);
+    const detail::ScaleMemory<double> after = detail::after_update(
+        options_, before, bad, largest.defined() ? largest.item<double>() : 0.);
     const detail::ScaleLimits::Met met = detail::ScaleLimits::met(options_, before, after);
     detail::ScaleLimits::throw_if_met(options_, met);
     state_.set(after);
@@ -79,7 +86,7 @@ inline detail::ScaleLimits::Met GradScaler::apply_update() {
   before_change();
   at::Tensor found_inf = flags.front();
   for (std::size_t i = 1; i < flags.size(); ++i) found_inf = at::add(found_inf, flags[i]);
-  state_.advance(options_, flags.size() > 1 ? found_inf.clamp_max(1.) : found_inf);
+  state_.advance(options_, flags.size() > 1 ? found_inf.clamp_max(1.) : found_inf, largest);
   if (watched) limits_.send(state_.scale_and_skips());
   return met;
 }

@@ -6,6 +6,7 @@
 #include <ATen/ops/addcmul.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/nan_to_num.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
@@ -36,7 +37,11 @@ namespace torchamp::detail {
 /// A GradScaler's scale and what its update remembers, on the host or on a device.
 class ScaleState {
  public:
-  explicit ScaleState(const GradScalerOptions& options) : host_(initial_memory(options)) {}
+  explicit ScaleState(const GradScalerOptions& options)
+      : host_(initial_memory(options)), forecasts_(options.dynamic && options.follows_gradients) {}
+
+  /// Whether the update follows the gradients' magnitudes.
+  bool forecasts() const { return forecasts_; }
 
   bool created() const { return device_.scale.defined(); }
   /// 0-dim fp32; undefined before create().
@@ -65,6 +70,11 @@ class ScaleState {
     for_each_number(
         [](const char*, double& value, const at::Tensor& tensor) { value = tensor.item<double>(); },
         values, device_);
+    if (forecasts_) {
+      for_each_forecast_number([](const char*, double& value,
+                                  const at::Tensor& tensor) { value = tensor.item<double>(); },
+                               values.forecast, device_.forecast);
+    }
     return values;
   }
   /// The scale as it stays until it is set, if no update changes it; 0 if not known.
@@ -72,7 +82,7 @@ class ScaleState {
   /// Whether it may be; see Note [A scale below 1].
   bool may_be_below_one(const GradScalerOptions& options) {
     if (host_) return host_->scale < 1.;
-    return options.min_scale < 1. && (replayed_ || bound_.value() < 1.);
+    return options.min_scale < 1. && (replayed_ || forecasts_ || bound_.value() < 1.);
   }
   /// Whether the scale may be more than `limit`; see Note [A large scale and a clip].
   bool may_exceed(double limit, const GradScalerOptions& options) const {
@@ -105,6 +115,11 @@ class ScaleState {
     }
     for_each_number([](const char*, at::Tensor& tensor, double value) { tensor.fill_(value); },
                     device_, values);
+    if (forecasts_) {
+      for_each_forecast_number(
+          [](const char*, at::Tensor& tensor, double value) { tensor.fill_(value); },
+          device_.forecast, values.forecast);
+    }
     bound_.set(values.scale);
     at_most_ = values.scale;
     good_in_a_row_ = static_cast<int64_t>(values.growth_tracker);
@@ -157,8 +172,9 @@ class ScaleState {
   }
 
   /// One iteration whose flag only the device knows: 0-dim fp32 on the scale's device, non-zero if
-  /// bad. In place, without a read.
-  void advance(const GradScalerOptions& options, const at::Tensor& found_inf) {
+  /// bad. `largest`: see after_update(); undefined where it is not known. In place, without a read.
+  void advance(const GradScalerOptions& options, const at::Tensor& found_inf,
+               const at::Tensor& largest = {}) {
     leave_host();
     if (is_torch_update(options)) {
       at::_amp_update_scale_(device_.scale, device_.growth_tracker, found_inf,
@@ -174,10 +190,16 @@ class ScaleState {
       for_each_number([dtype](const char*, at::Tensor& number,
                               const at::Tensor& tensor) { number = tensor.to(dtype); },
                       before, device_);
-      const ScaleMemory<at::Tensor> after = after_update(options, before, found_inf != 0.);
-      for_each_number(
-          [](const char*, at::Tensor& tensor, const at::Tensor& number) { tensor.copy_(number); },
-          device_, after);
+      before.forecast = device_.forecast;  // of that dtype
+      const at::Tensor largest_number =
+          largest.defined() ? largest.to(dtype) : at::zeros({}, before.scale.options());
+      const ScaleMemory<at::Tensor> after =
+          after_update(options, before, found_inf != 0., largest_number);
+      const auto store = [](const char*, at::Tensor& tensor, const at::Tensor& number) {
+        tensor.copy_(number);
+      };
+      for_each_number(store, device_, after);
+      if (forecasts_) for_each_forecast_number(store, device_.forecast, after.forecast);
     }
     follow(options);
   }
@@ -197,6 +219,11 @@ class ScaleState {
           if (!tensor.defined()) tensor = on_device(value, number_type());
         },
         device_, *host_);
+    if (forecasts_) {
+      for_each_forecast_number([&](const char*, at::Tensor& tensor,
+                                   double value) { tensor = on_device(value, number_type()); },
+                               device_.forecast, host_->forecast);
+    }
     bound_.set(host_->scale);
     at_most_ = host_->scale;
     good_in_a_row_ = static_cast<int64_t>(host_->growth_tracker);
@@ -219,7 +246,7 @@ class ScaleState {
   }
 
   bool follows_bound(const GradScalerOptions& options) const {
-    return options.dynamic && options.min_scale < 1. && !replayed_;
+    return options.dynamic && options.min_scale < 1. && !replayed_ && !forecasts_;
   }
 
   void follow(const GradScalerOptions& options) {
@@ -235,6 +262,7 @@ class ScaleState {
   }
 
   std::optional<ScaleMemory<double>> host_;
+  bool forecasts_;
   at::Tensor scale_and_skips_;  // in one piece
   // Of these, only the scale and the skips (parts of scale_and_skips_) where the host knows.
   ScaleMemory<at::Tensor> device_;

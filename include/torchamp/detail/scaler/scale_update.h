@@ -3,13 +3,9 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/clamp.h>
-#include <ATen/ops/isfinite.h>
-#include <ATen/ops/where.h>
 
-#include <algorithm>
-#include <cmath>
-
+#include "torchamp/detail/scaler/gradient_forecast.h"
+#include "torchamp/detail/scaler/scale_arithmetic.h"
 #include "torchamp/grad_scaler_options.h"
 
 namespace torchamp::detail {
@@ -24,6 +20,8 @@ struct ScaleMemory {
   Number since_change;  ///< iterations since the scale last changed
   Number overflows;     ///< bad ones since it was last lowered
   Number skips;         ///< bad ones in a row
+  /// Only where GradScalerOptions::follows_gradients.
+  GradientForecast<Number> forecast{};
 };
 
 /// Calls `f(name, number...)` for each number that torch.amp does not have, in all `memories`. The
@@ -51,55 +49,24 @@ inline ScaleMemory<double> initial_memory(const GradScalerOptions& options) {
           .credit = static_cast<double>(options.hysteresis),
           .since_change = 0.,
           .overflows = 0.,
-          .skips = 0.};
+          .skips = 0.,
+          .forecast = initial_forecast()};
 }
 
 /// Whether ATen's kernel for torch.amp is the whole update. It keeps no credit and no rate of
 /// overflows.
 inline bool is_torch_update(const GradScalerOptions& options) {
-  return options.dynamic && options.hysteresis == 1 && options.overflow_tolerance == 0. &&
-         options.growth_tracker_start == 0;
-}
-
-inline double choose(bool condition, double yes, double no) {
-  return condition ? yes : no;
-}
-inline at::Tensor choose(const at::Tensor& condition, const at::Tensor& yes, const at::Tensor& no) {
-  return at::where(condition, yes, no);
-}
-// Not at::where, which would copy the number to the device.
-inline at::Tensor choose(const at::Tensor& condition, double yes, const at::Tensor& no) {
-  return no.masked_fill(condition, yes);
-}
-inline at::Tensor choose(const at::Tensor& condition, const at::Tensor& yes, double no) {
-  return yes.masked_fill(condition.logical_not(), no);
-}
-
-inline double clamp(double x, double low, double high) {
-  return std::clamp(x, low, high);
-}
-inline at::Tensor clamp(const at::Tensor& x, double low, double high) {
-  return at::clamp(x, low, high);
-}
-
-inline bool is_finite(double x) {
-  return std::isfinite(x);
-}
-inline at::Tensor is_finite(const at::Tensor& x) {
-  return at::isfinite(x);
-}
-
-inline double as_fp32(double x) {
-  return static_cast<float>(x);
-}
-inline at::Tensor as_fp32(const at::Tensor& x) {
-  return x.to(at::kFloat).to(x.scalar_type());
+  return options.dynamic && !options.follows_gradients && options.hysteresis == 1 &&
+         options.overflow_tolerance == 0. && options.growth_tracker_start == 0;
 }
 
 /// What is remembered after an iteration that was `bad` or not (a bool, or a 0-dim bool tensor).
+/// `largest` is the largest magnitude of the scaled gradients, 0 where it is not known; it matters
+/// only where GradScalerOptions::follows_gradients.
 template <class Number, class Bool>
 ScaleMemory<Number> after_update(const GradScalerOptions& options,
-                                 const ScaleMemory<Number>& before, const Bool& bad) {
+                                 const ScaleMemory<Number>& before, const Bool& bad,
+                                 const Number& largest = {}) {
   ScaleMemory<Number> after = before;
   after.skips = choose(bad, before.skips + 1., 0.);
   if (!options.dynamic) return after;
@@ -133,6 +100,17 @@ ScaleMemory<Number> after_update(const GradScalerOptions& options,
   if (options.hysteresis_refill == HysteresisRefill::good_or_backed_off) {
     after.credit = choose(lowers, full_credit, after.credit);
   }
+  if (!options.follows_gradients) return after;
+
+  // A run of bad iterations lowers the aim once.
+  after.forecast = after_iteration<Number, Bool>(options, before.forecast, before.scale, bad,
+                                                 lowers & (before.skips == 0.), grows, largest);
+  const Number predicted =
+      clamp(predicted_scale(options, after.forecast, before.scale, bad, largest), options.min_scale,
+            options.max_scale);
+  // Where nothing is known of the gradients, good iterations raise the scale as ever.
+  after.scale = choose(bad, choose(lowers, predicted, before.scale),
+                       choose(after.forecast.samples > 0., predicted, after.scale));
   return after;
 }
 

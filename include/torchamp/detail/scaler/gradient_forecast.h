@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+
+#include <cmath>
+#include <limits>
+
+#include "torchamp/detail/scaler/scale_arithmetic.h"
+#include "torchamp/grad_scaler_options.h"
+
+namespace torchamp::detail {
+
+// Note [A scale that looks ahead]
+//
+// OpenSeq2Seq's LogMaxScaler (open_seq2seq/optimizers/automatic_loss_scaler.py) takes the
+// logarithms of the gradients' largest magnitudes for normally distributed and chooses the scale so
+// that one in a thousand would overflow: 2^(16 - mean - 3.09 sigma), of moving averages. What is
+// different here:
+//
+// - A bad iteration tells that the gradients were at least 2^16 over the scale: this, as a
+//   logarithm, is what it adds to the averages. LogMaxScaler adds the number 2^16 instead of its
+//   logarithm, 16, and does not divide it by the scale, so that one overflow ruins the averages for
+//   thousands of iterations. Before the first good iteration, it adds nothing.
+// - The averages are weighed so that they are right from the first iteration on.
+// - The latest magnitude counts as well, so that the scale follows at once where gradients grow.
+// - It aims at 2^13 instead of 2^16, for what lies between the loss and a parameter may be larger
+//   than the parameter's gradient. Where that overflows all the same, the aim is lowered by the
+//   backoff factor, once for a run of bad iterations, and raised again by the growth factor after
+//   growth_interval good ones: as torch.amp does with its scale.
+// - After a bad iteration, which does not tell how large the gradients were, the scale retreats by
+//   2^12, or to 1 if nothing is known of the gradients, for one good iteration to measure them.
+// - The scale is a power of two: multiplying and dividing by it are exact.
+
+/// What is known of the gradients' largest magnitudes. Logarithms are to the base 2, of the
+/// unscaled gradients.
+template <class Number>
+struct GradientForecast {
+  Number samples;      ///< how many there were
+  Number mean;         ///< of the logarithms of the latest
+  Number slow_mean;    ///< of more of them
+  Number slow_square;  ///< the mean of their squares
+  Number aim;          ///< the logarithm that the scaled gradients are to have
+};
+
+/// Calls `f(name, number...)` for each number of all `forecasts`; names and order as in archives.
+template <class F, class... Forecasts>
+void for_each_forecast_number(const F& f, Forecasts&... forecasts) {
+  f("torchamp_samples", forecasts.samples...);
+  f("torchamp_log_mean", forecasts.mean...);
+  f("torchamp_log_slow_mean", forecasts.slow_mean...);
+  f("torchamp_log_slow_square", forecasts.slow_square...);
+  f("torchamp_log_aim", forecasts.aim...);
+}
+
+struct ForecastConstants {
+  static constexpr double highest_aim = 13.;
+  static constexpr double lowest_aim = -18.;
+  static constexpr double overflow = 16.;  ///< the logarithm of what fp16 cannot hold
+  static constexpr double sigmas = 3.09;
+  static constexpr double decay = 0.99;
+  static constexpr double slow_decay = 0.9995;
+  static constexpr double retreat = 0x1p-12;
+};
+
+inline GradientForecast<double> initial_forecast() {
+  return {.samples = 0.,
+          .mean = 0.,
+          .slow_mean = 0.,
+          .slow_square = 0.,
+          .aim = ForecastConstants::highest_aim};
+}
+
+/// What is known after an iteration whose gradients were multiplied by `scale`, their largest
+/// magnitude being `largest` then (0: not known). `Bool` as in after_update; `backs_off` and
+/// `grows`: whether the aim does.
+template <class Number, class Bool>
+GradientForecast<Number> after_iteration(const GradScalerOptions& options,
+                                         const GradientForecast<Number>& before,
+                                         const Number& scale, const Bool& bad,
+                                         const Bool& backs_off, const Bool& grows,
+                                         const Number& largest) {
+  using Constants = ForecastConstants;
+  GradientForecast<Number> after = before;
+  const auto is_sample = choose(bad, before.samples, largest) > 0.;
+  const Number log_scale = log2_of(scale);
+  const Number sample = choose(bad, maximum_of(Constants::overflow - log_scale, before.mean),
+                               log2_of(largest) - log_scale);
+  const Number samples = before.samples + 1.;
+  const auto average = [&](const Number& mean, const Number& value, double decay) {
+    const Number weight = (1. - decay) / (1. - power_of(decay, samples));
+    return choose(is_sample, mean + (value - mean) * weight, mean);
+  };
+  after.samples = choose(is_sample, samples, before.samples);
+  after.mean = average(before.mean, sample, Constants::decay);
+  after.slow_mean = average(before.slow_mean, sample, Constants::slow_decay);
+  after.slow_square = average(before.slow_square, sample * sample, Constants::slow_decay);
+  after.aim =
+      choose(backs_off & (before.samples > 0.), before.aim + std::log2(options.backoff_factor),
+             choose(grows, before.aim + std::log2(options.growth_factor), before.aim));
+  after.aim = clamp(after.aim, Constants::lowest_aim, Constants::highest_aim);
+  return after;
+}
+
+/// The scale for the next iteration, within no limits yet; `now` as after_iteration() gave it.
+template <class Number, class Bool>
+Number predicted_scale(const GradScalerOptions& options, const GradientForecast<Number>& now,
+                       const Number& scale, const Bool& bad, const Number& largest) {
+  using Constants = ForecastConstants;
+  constexpr double infinity = std::numeric_limits<double>::infinity();
+  const Number variance = clamp(now.slow_square - now.slow_mean * now.slow_mean, 0., infinity);
+  const Number expected = now.mean + square_root_of(variance) * Constants::sigmas;
+  const Number latest = choose(bad, expected, log2_of(largest) - log2_of(scale));
+  // Nothing is known of the latest if it is -inf.
+  constexpr double rounding = 1e-6;  // so that a whole number stays one
+  const Number target = exp2_of(floor_of(now.aim - maximum_of(expected, latest) + rounding));
+  const Number lower = choose(
+      scale > 1., choose(now.samples > 0., clamp(scale * Constants::retreat, 1., infinity), 1.),
+      as_fp32(scale * options.backoff_factor));
+  return choose(bad, choose(now.samples > 0., minimum_of(target, lower), lower), target);
+}
+
+}  // namespace torchamp::detail

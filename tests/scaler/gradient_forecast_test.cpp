@@ -1,0 +1,254 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The scale that follows the gradients' magnitude, against a model of it in Python,
+// tests/parity/predictive_scale.{py,txt}, and in the cases that it is made for.
+#include <torchamp/detail/scaler/gradient_forecast.h>
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+#include <torchamp/detail/scaler/scale_state.h>
+#include <torchamp/optim.h>
+#include <torchamp/torchamp.h>
+
+#include <cmath>
+#include <fstream>
+#include <random>
+#include <sstream>
+#include <string>
+
+#include "support/call_counter.h"
+#include "support/devices.h"
+#include "support/expect_error.h"
+#include "support/on_device.h"
+#include "support/optimizers.h"
+
+using torchamp::GradScaler;
+using torchamp::GradScalerOptions;
+using torchamp::detail::after_update;
+using torchamp::detail::ScaleMemory;
+using torchamp::detail::ScaleState;
+
+namespace {
+
+constexpr double kHalfMax = 65504.;
+
+/// The largest gradient, unscaled, of each iteration: noise, and 1000-fold for 50 of 500.
+class Bursts {
+ public:
+  explicit Bursts(double size, double noise) : size_(size), noise_(0., noise) {}
+  double at(int iteration) {
+    const double burst = iteration % 500 >= 450 ? 1000. : 1.;
+    return size_ * burst * std::exp2(noise_(random_));
+  }
+
+ private:
+  double size_;
+  std::mt19937 random_{1};
+  std::normal_distribution<double> noise_;
+};
+
+/// The iterations that are skipped where gradients overflow as fp16 does.
+int skips(const GradScalerOptions& options, double size, double noise, int iterations) {
+  Bursts bursts(size, noise);
+  ScaleMemory<double> memory = torchamp::detail::initial_memory(options);
+  int count = 0;
+  for (int i = 0; i < iterations; ++i) {
+    const double largest = bursts.at(i) * memory.scale;
+    const bool bad = largest > kHalfMax;
+    count += bad;
+    memory = after_update(options, memory, bad, bad ? HUGE_VAL : largest);
+  }
+  return count;
+}
+
+class GradientForecast : public ::testing::TestWithParam<at::DeviceType> {
+ protected:
+  void SetUp() override { SKIP_WITHOUT(GetParam()); }
+};
+
+/// One iteration with gradients that are `magnitude` at most, unscaled, and overflow as fp16's.
+template <class Optimizer>
+torchamp::StepResult iterate(GradScaler& scaler, Optimizer& optimizer, double magnitude) {
+  scaler.scale(torch::ones({}, optimizer.param_groups()[0].params()[0].options()));
+  double value = magnitude;
+  for (const at::Tensor& p : optimizer.param_groups()[0].params()) {
+    const at::Tensor scaled = torch::full({3}, value, p.options()) * scaler.scale_tensor();
+    p.mutable_grad() = scaled.masked_fill(scaled.abs() > kHalfMax, HUGE_VAL).detach();
+    value *= -0.5;
+  }
+  const torchamp::StepResult result = scaler.step(optimizer);
+  scaler.update();
+  return result;
+}
+
+std::vector<at::Tensor> parameters_on(at::DeviceType device) {
+  return {parameter_with(torch::ones({3}, device)), parameter_with(torch::ones({3}, device))};
+}
+
+}  // namespace
+
+TEST(GradientForecastUpdate, WalksAsItsModelInPythonDoes) {
+  std::ifstream file("parity/predictive_scale.txt");
+  ASSERT_TRUE(file) << "run in tests/";
+  const torch::NoGradGuard no_grad;
+  GradScalerOptions options;
+  ScaleMemory<double> host{};
+  std::optional<ScaleState> device;
+  int iterations = 0;
+  for (std::string text; std::getline(file, text) && !HasFailure();) {
+    SCOPED_TRACE(text);
+    std::istringstream line(text);
+    if (text[0] == '#') continue;
+    if (text[0] == 'w') {
+      std::string word;
+      options = GradScalerOptions::predictive();
+      line >> word >> options.init_scale >> options.min_scale >> options.max_scale >>
+          options.hysteresis >> options.growth_interval;
+      host = torchamp::detail::initial_memory(options);
+      device.emplace(options);
+      device->create(at::kCPU);
+      continue;
+    }
+    std::string words[6];
+    for (std::string& word : words) line >> word;
+    double numbers[6];
+    for (int i = 0; i < 6; ++i) numbers[i] = std::strtod(words[i].c_str(), nullptr);
+    const auto [bad, largest, scale, mean, slow_mean, slow_square] = numbers;
+    host = after_update(options, host, bad != 0., largest);
+    device->advance(options, torch::full({}, bad), torch::full({}, largest, at::kDouble));
+    for (const ScaleMemory<double>& memory : {host, device->read()}) {
+      ASSERT_EQ(memory.scale, scale);
+      const double tolerance = 1e-9 * std::max(1., slow_square);
+      ASSERT_NEAR(memory.forecast.mean, mean, tolerance);
+      ASSERT_NEAR(memory.forecast.slow_mean, slow_mean, tolerance);
+      ASSERT_NEAR(memory.forecast.slow_square, slow_square, tolerance);
+    }
+    ++iterations;
+  }
+  EXPECT_EQ(iterations, 490);
+}
+
+TEST(GradientForecastUpdate, SkipsAQuarterOfTorchAmpsStepsAtMostWhereGradientsBurst) {
+  for (const double size : {1e-4, 0.1, 1., 30.}) {
+    for (const double noise : {0., 0.5, 1.}) {
+      SCOPED_TRACE(c10::str("size ", size, ", noise ", noise));
+      const int torchs = skips(GradScalerOptions::torch(), size, noise, 20000);
+      EXPECT_LE(4 * skips(GradScalerOptions::predictive(), size, noise, 20000), torchs);
+    }
+  }
+}
+
+TEST(GradientForecastUpdate, SkipsOneStepAtMostFromAScaleThatIsFarTooLarge) {
+  GradScalerOptions options = GradScalerOptions::predictive();
+  options.init_scale = 0x1p30;
+  for (const double size : {1e-6, 1e-3, 1., 100.}) {
+    EXPECT_LE(skips(options, size, 0.5, 400), 1) << size;
+  }
+}
+
+TEST_P(GradientForecast, FindsTheScaleWithTheFirstBackward) {
+  GradScaler scaler(GradScalerOptions::predictive());
+  torchamp::FusedSGD optimizer(parameters_on(GetParam()), torch::optim::SGDOptions(0.));
+  EXPECT_TRUE(iterate(scaler, optimizer, 0x1p-10));
+  EXPECT_EQ(scaler.get_scale(), 0x1p23) << "for a largest gradient of 2^13";
+  for (int i = 0; i < 3; ++i) EXPECT_TRUE(iterate(scaler, optimizer, 0x1p-8));
+  EXPECT_LT(scaler.get_scale(), 0x1p21) << "the spread of what was seen counts, too";
+}
+
+TEST_P(GradientForecast, IsBackAfterABurst) {
+  GradScaler scaler(GradScalerOptions::predictive());
+  torch::optim::SGD optimizer(parameters_on(GetParam()), 0.);
+  for (int i = 0; i < 20; ++i) iterate(scaler, optimizer, 1.);
+  EXPECT_EQ(scaler.get_scale(), 0x1p13);
+  EXPECT_FALSE(iterate(scaler, optimizer, 0x1p12));
+  EXPECT_EQ(scaler.get_scale(), 2.);
+  EXPECT_TRUE(iterate(scaler, optimizer, 1.));
+  EXPECT_GE(scaler.get_scale(), 0x1p8) << "one iteration later";
+  EXPECT_EQ(scaler.skips_in_a_row(), 0);
+}
+
+TEST_P(GradientForecast, GivesTheSameScaleWhoeverDividesAndWhereverItIsKnown) {
+  GradScaler fused(GradScalerOptions::predictive()), plain(fused.options()),
+      unscaled(fused.options());
+  torchamp::FusedSGD fused_sgd(parameters_on(GetParam()), torch::optim::SGDOptions(0.));
+  torchamp::FusedSGD unscaled_sgd(parameters_on(GetParam()), torch::optim::SGDOptions(0.));
+  torch::optim::SGD plain_sgd(parameters_on(GetParam()), 0.);
+  unscaled.scale(torch::ones({}, GetParam()));
+  move_to_device(unscaled);
+  Bursts bursts(1., 1.);
+  for (int i = 430; i < 500; ++i) {
+    const double magnitude = i % 20 == 7 ? 0. : i % 20 == 9 ? std::nan("") : bursts.at(i);
+    const bool stepped = iterate(fused, fused_sgd, magnitude).stepped();
+    EXPECT_EQ(stepped, iterate(plain, plain_sgd, magnitude).stepped());
+    EXPECT_EQ(stepped, iterate(unscaled, unscaled_sgd, magnitude).stepped());
+    ASSERT_EQ(fused.get_scale(), plain.get_scale()) << i;
+    ASSERT_EQ(fused.get_scale(), unscaled.get_scale()) << i;
+  }
+}
+
+TEST_P(GradientForecast, NeitherReadsTheDeviceNorLooksAtTheGradientsAPassMore) {
+  GradScaler scaler(GradScalerOptions::predictive());
+  torchamp::FusedSGD optimizer(parameters_on(GetParam()), torch::optim::SGDOptions(0.));
+  iterate(scaler, optimizer, 1.);
+  if (GetParam() == at::kCPU) move_to_device(scaler);
+  const CallCounter counter;
+  scaler.step(optimizer);
+  scaler.update();
+  EXPECT_EQ(counter.reads(), 0);
+  EXPECT_EQ(counter.called("aten::_foreach_norm"), 1) << "the check";
+  EXPECT_EQ(counter.called("aten::_amp_foreach_non_finite_check_and_unscale_"), 0);
+}
+
+TEST_P(GradientForecast, GoesOnFromAFileAsIfItHadNotStopped) {
+  GradScaler scaler(GradScalerOptions::predictive());
+  torch::optim::SGD optimizer(parameters_on(GetParam()), 0.);
+  Bursts bursts(1., 1.);
+  for (int i = 440; i < 460; ++i) iterate(scaler, optimizer, bursts.at(i));
+  std::stringstream file;
+  torch::save(scaler, file);
+  GradScaler loaded(GradScalerOptions::predictive()), ordinary;
+  torch::load(loaded, file);
+  file.seekg(0);
+  torch::load(ordinary, file);
+  EXPECT_EQ(ordinary.get_scale(), scaler.get_scale());
+  for (int i = 460; i < 480; ++i) {
+    const double magnitude = bursts.at(i);
+    iterate(scaler, optimizer, magnitude);
+    iterate(loaded, optimizer, magnitude);
+    ASSERT_EQ(loaded.get_scale(), scaler.get_scale());
+  }
+}
+
+TEST_P(GradientForecast, KeepsTheLimits) {
+  GradScalerOptions options = GradScalerOptions::predictive();
+  options.init_scale = 64.;
+  options.min_scale = 32.;
+  options.max_scale = 256.;
+  options.hysteresis = 2;
+  options.max_skips_in_a_row = 3;
+  GradScaler scaler(options);
+  torch::optim::SGD optimizer(parameters_on(GetParam()), 0.);
+  EXPECT_TRUE(iterate(scaler, optimizer, 1e-6));
+  EXPECT_EQ(scaler.get_scale(), 256.);
+  EXPECT_FALSE(iterate(scaler, optimizer, HUGE_VAL));
+  EXPECT_EQ(scaler.get_scale(), 256.) << "the first of two is forgiven";
+  EXPECT_FALSE(iterate(scaler, optimizer, HUGE_VAL));
+  EXPECT_EQ(scaler.get_scale(), 32.);
+  EXPECT_EQ(scaler.skips_in_a_row(), 2);
+  if (GetParam() == at::kCPU) {
+    EXPECT_ERROR(iterate(scaler, optimizer, HUGE_VAL), "in 3 iterations in a row");
+    EXPECT_EQ(scaler.skips_in_a_row(), 2);
+  }
+}
+
+TEST(GradientForecastUpdate, AgreesAcrossProcesses) {
+  GradScalerOptions options = GradScalerOptions::predictive();
+  options.agree_found_inf = [](at::Tensor&) {};
+  EXPECT_ERROR(GradScaler{options}, "of agree_found_inf and agree_largest one only");
+  options.agree_largest = [](at::Tensor& largest) { largest.clamp_min_(0x1p20); };
+  GradScaler scaler(options);
+  torch::optim::SGD optimizer(parameters_on(at::kCPU), 0.);
+  iterate(scaler, optimizer, 0x1p-10);
+  EXPECT_EQ(scaler.get_scale(), 0x1p9) << "another process has gradients of 16";
+}
+
+INSTANTIATE_TEST_SUITE_P(Devices, GradientForecast, all_devices(), device_name);
