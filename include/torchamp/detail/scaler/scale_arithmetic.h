@@ -16,6 +16,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 // The arithmetic of a scale update, for doubles on the host and 0-dim tensors on a device.
