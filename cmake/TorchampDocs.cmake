@@ -10,7 +10,7 @@ set(_torchamp_docs_headers
     autocast autocast_state policy policy_text ops grad_scaler grad_scaler_options step_result missing_gradients
     accumulate optim scaled_step clip_grad cuda_graph
     # Models
-    custom_function module_policy recompute master_weights
+    custom_function module_policy recompute host_memory master_weights
     # To look at
     cast_recorder overflow_report non_finite_op
     # Files and processes
