@@ -20,13 +20,18 @@ namespace support {
 ///     for (int64_t step = 1; step <= steps; ++step) {
 ///       if (bar.is_due(step)) bar.show(step, "loss 0.12");   // so the text is made only when seen
 ///     }
+///
+/// A run that goes on from an earlier one begins at `begun` of the steps.
 class ProgressBar {
   using Clock = std::chrono::steady_clock;
 
  public:
-  ProgressBar(std::string title, std::int64_t total, std::FILE* out = stdout)
+  ProgressBar(std::string title, std::int64_t total, std::FILE* out = stdout,
+              std::int64_t begun = 0)
       : title_(std::move(title)),
         total_(total),
+        begun_(begun),
+        shown_(begun),
         out_(out),
         is_terminal_(isatty(fileno(out)) == 1) {}
 
@@ -41,14 +46,16 @@ class ProgressBar {
   /// on a terminal and ten times a run elsewhere.
   bool is_due(std::int64_t done) const {
     if (done >= total_) return true;
-    if (!is_terminal_) return done * 10 / total_ != (done - 1) * 10 / total_;
+    if (!is_terminal_) return done * 10 / total_ != shown_ * 10 / total_;
     return Clock::now() - shown_at_ >= std::chrono::milliseconds(100);
   }
 
   void show(std::int64_t done, const std::string& status) {
+    shown_ = done;
     shown_at_ = Clock::now();
     const double elapsed = std::chrono::duration<double>(shown_at_ - started_at_).count();
-    const double left = elapsed / static_cast<double>(done) * static_cast<double>(total_ - done);
+    const double left =
+        elapsed / static_cast<double>(done - begun_) * static_cast<double>(total_ - done);
     const std::string time =
         done < total_ ? format("%.0f s left", left) : format("%.1f s", elapsed);
     if (is_terminal_) {
@@ -68,7 +75,8 @@ class ProgressBar {
 
  private:
   std::string title_;
-  std::int64_t total_;
+  std::int64_t total_, begun_;
+  std::int64_t shown_;  // how many steps were done when the last line was written
   std::FILE* out_;
   bool is_terminal_;
   bool line_open_ = false;

@@ -115,12 +115,12 @@ TEST(Table, AlignsItsColumns) {
 
 // ---- Progress -----------------------------------------------------------------------------------
 
-TEST(ProgressBar, WritesALinePerTenthOfARunWhereThereIsNoTerminal) {
+/// What is written where there is no terminal if each `every`th step after `begun` asks.
+std::vector<std::string> lines_of_bar(int total, int begun, int every) {
   std::FILE* file = std::tmpfile();
-  ASSERT_NE(file, nullptr);
   {
-    ProgressBar bar("run", 25, file);
-    for (int step = 1; step <= 25; ++step) {
+    ProgressBar bar("run", total, file, begun);
+    for (int step = begun + every; step <= total; step += every) {
       if (bar.is_due(step)) bar.show(step, "loss 1");
     }
   }
@@ -129,9 +129,26 @@ TEST(ProgressBar, WritesALinePerTenthOfARunWhereThereIsNoTerminal) {
   std::array<char, 256> line;
   while (std::fgets(line.data(), line.size(), file)) lines.emplace_back(line.data());
   std::fclose(file);
+  return lines;
+}
+
+TEST(ProgressBar, WritesALinePerTenthOfARunWhereThereIsNoTerminal) {
+  const auto lines = lines_of_bar(25, 0, 1);
   EXPECT_EQ(lines.size(), 10U);
   EXPECT_THAT(lines.front(), HasSubstr("run 3/25  loss 1  "));
   EXPECT_THAT(lines.back(), HasSubstr("run 25/25  loss 1  0.0 s\n"));
+}
+
+TEST(ProgressBar, PassesOverNoTenthThatEndsBetweenTwoLooks) {
+  const auto lines = lines_of_bar(100, 0, 7);  // none of these but 70 ends a tenth
+  EXPECT_EQ(lines.size(), 9U);
+  EXPECT_THAT(lines.front(), HasSubstr("run 14/100"));
+}
+
+TEST(ProgressBar, GoesOnFromAnEarlierRun) {
+  const auto lines = lines_of_bar(100, 50, 1);
+  EXPECT_EQ(lines.size(), 5U);
+  EXPECT_THAT(lines.front(), HasSubstr("run 60/100"));
 }
 
 }  // namespace

@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <torch/torch.h>
+#include <torchamp/torchamp.h>
+#include <torchamp/training_checkpoint.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <numbers>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gpt/model.h"
+#include "gpt/options.h"
+#include "gpt/processes.h"
+#include "gpt/text.h"
+#include "support/format.h"
+#include "support/progress_bar.h"
+
+/// Matrices are decayed; norms and biases are not.
+inline std::vector<torch::optim::OptimizerParamGroup> parameter_groups(const Gpt& model) {
+  std::vector<torch::Tensor> matrices, vectors;
+  for (const auto& parameter : model->parameters()) {
+    (parameter.dim() > 1 ? matrices : vectors).push_back(parameter);
+  }
+  const auto options = [](double decay) {
+    return std::make_unique<torch::optim::AdamWOptions>(
+        torch::optim::AdamWOptions(1e-3).betas({0.9, 0.95}).weight_decay(decay));
+  };
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  groups.emplace_back(std::move(matrices), options(0.1));
+  groups.emplace_back(std::move(vectors), options(0.));
+  return groups;
+}
+
+/// Of step `step` from 0: rises evenly in the first tenth of the steps (in 100 at most), then falls
+/// to a tenth along a cosine.
+inline double learning_rate(std::int64_t step, std::int64_t steps) {
+  constexpr double highest = 1e-3;
+  const auto warm_up = std::min<std::int64_t>(100, steps / 10);
+  if (step < warm_up) return highest * static_cast<double>(step + 1) / static_cast<double>(warm_up);
+  const double done = static_cast<double>(step - warm_up) / static_cast<double>(steps - warm_up);
+  return highest * (0.55 + 0.45 * std::cos(std::numbers::pi * done));
+}
+
+/// A run, from its start or from where its file left it.
+class Training {
+ public:
+  Training(const Options& options, const Text& text, Processes& processes)
+      : options_(options), text_(text), processes_(processes) {
+    processes_.share(model_);
+    checkpoint_.add("model", model_).add("optimizer", optimizer_).add("scaler", scaler_);
+    checkpoint_.add("step", step_).add("losses", losses_).add("speeds", speeds_);
+    torch::manual_seed(static_cast<std::uint64_t>(options.seed + processes.rank()));  // of batches
+    processes_.load(checkpoint_);
+  }
+
+  Gpt& model() { return model_; }
+  torch::Device device() const { return device_; }
+  std::int64_t step() const { return step_; }
+  const torch::Tensor& losses() const { return losses_; }  ///< of each step
+  const torch::Tensor& speeds() const { return speeds_; }  ///< tokens per second in each step
+  torchamp::AutocastOptions autocast() const {
+    return {.dtype = options_.device.chosen_dtype(), .enabled = options_.mixed()};
+  }
+
+  /// Trains to the end. Shows its progress on the first process.
+  void run() {
+    using Clock = std::chrono::steady_clock;
+    const bool shows = processes_.rank() == 0;
+    support::ProgressBar bar("gpt", options_.steps, stdout, step_);
+    const double tokens = static_cast<double>(options_.batch * options_.accumulate *
+                                              options_.sizes.length * processes_.count());
+    std::vector<torch::Tensor> losses;  // stay on the device: reading one would wait for it
+    Clock::time_point start = Clock::now();
+    while (step_ < options_.steps) {
+      losses.push_back(train_one_step());
+      ++step_;
+      const bool saves = step_ % options_.save_every == 0 || step_ == options_.steps;
+      if (!saves && losses.size() < 10) continue;
+
+      const auto read = torch::stack(losses).cpu();
+      const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
+      const double speed = tokens * static_cast<double>(losses.size()) / seconds;
+      append(losses_, read);
+      append(speeds_, torch::full_like(read, speed));
+      if (shows && bar.is_due(step_)) {
+        bar.show(step_,
+                 support::format("loss %.3f  %.0f tokens/s", losses_[-1].item<double>(), speed));
+      }
+      losses.clear();
+      if (saves) processes_.save(checkpoint_);
+      start = Clock::now();
+    }
+  }
+
+ private:
+  /// One step over several batches; their mean loss.
+  torch::Tensor train_one_step() {
+    for (auto& group : optimizer_.param_groups()) {
+      group.options().set_lr(learning_rate(step_, options_.steps));
+    }
+    optimizer_.zero_grad();
+    torch::Tensor mean = torch::zeros({}, device_);
+    for (std::int64_t i = 0; i < options_.accumulate; ++i) {
+      const auto batch = text_.batch(options_.batch, options_.sizes.length).to(device_);
+      processes_.accumulate(/*last=*/i + 1 == options_.accumulate, [&] {
+        torch::Tensor loss;
+        {
+          torchamp::AutocastGuard guard(device_, autocast());
+          loss = loss_of(processes_, batch) / options_.accumulate;
+        }
+        scaler_.scale(loss).backward();
+        mean += loss.detach();
+      });
+    }
+    torchamp::clip_grad_norm_(scaler_, optimizer_, /*max_norm=*/1.);
+    scaler_.step(optimizer_);
+    scaler_.update();
+    return mean;
+  }
+
+  static void append(torch::Tensor& all, const torch::Tensor& more) {
+    all = all.defined() ? torch::cat({all, more}) : more;
+  }
+
+  Gpt make_model() const {
+    torch::manual_seed(static_cast<std::uint64_t>(options_.seed));
+    Gpt model(options_.sizes);
+    model->to(device_);
+    return model;
+  }
+
+  const Options& options_;
+  const Text& text_;
+  Processes& processes_;
+  torch::Device device_ = processes_.device_of(options_.device.chosen_device());
+  Gpt model_ = make_model();
+  torchamp::FusedAdamW optimizer_{parameter_groups(model_), torch::optim::AdamWOptions(1e-3)};
+  torchamp::GradScaler scaler_{{.enabled = options_.mixed()}};
+  std::int64_t step_ = 0;
+  torch::Tensor losses_, speeds_;
+  torchamp::TrainingCheckpoint checkpoint_{options_.out / "checkpoint.pt"};
+};
