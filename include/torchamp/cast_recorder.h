@@ -51,6 +51,10 @@ class CastReport {
     /// How many of the calls ran in fp32 only because an input was fp32 while another had 16 bits:
     /// by type promotion, and not by a rule.
     int64_t fp32_by_input = 0;
+    /// How many of the calls ran in fp8: see Policy::fp8.
+    int64_t fp8 = 0;
+    /// How many of the calls followed the rule fp8 and ran as lower_precision, by the reason.
+    std::map<std::string, int64_t> not_fp8 = {};
   };
 
   /// For CastRecorder: sorts the rows.
@@ -71,12 +75,14 @@ class CastReport {
       sum.cast_bytes += row.cast_bytes;
       sum.undone += row.undone;
       sum.fp32_by_input += row.fp32_by_input;
+      sum.fp8 += row.fp8;
+      for (const auto& [why, calls] : row.not_fp8) sum.not_fp8[why] += calls;
     }
     return sum;
   }
 
   /// Returns a JSON object with "rows" (phase, module, op and the numbers of a Row, by the names of
-  /// its members) and "total".
+  /// its members, those about fp8 only where there were calls under that rule) and "total".
   std::string to_json() const { return detail::to_json(rows_, total()); }
 
  private:

@@ -67,6 +67,9 @@ inline constexpr std::string_view conv_ops[] = {
 inline constexpr std::string_view linear_ops[] = {
     "linear"sv};
 
+inline constexpr std::string_view dense_ops[] = {
+    "linear"sv, "addmm"sv, "mm"sv, "matmul"sv};
+
 inline constexpr std::string_view attention_ops[] = {
     "scaled_dot_product_attention"sv, "_scaled_dot_product_flash_attention"sv,
     "_native_multi_head_attention"sv};
@@ -133,6 +136,9 @@ inline constexpr OpFamily matmul{"matmul", detail::matmul_ops};
 inline constexpr OpFamily conv{"conv", detail::conv_ops};
 /// `linear`, which scripts and torch::linear call; not torch::nn::Linear.
 inline constexpr OpFamily linear{"linear", detail::linear_ops};
+/// Products with a matrix, which can be in fp8: `linear`, `addmm`, `mm`, `matmul`. These are what
+/// torch::nn::Linear calls. All are in other families, too.
+inline constexpr OpFamily dense{"dense", detail::dense_ops};
 /// Scaled dot-product and multi-head attention.
 inline constexpr OpFamily attention{"attention", detail::attention_ops};
 /// LSTMs, GRUs and RNNs, and their cells.
@@ -158,8 +164,8 @@ inline constexpr OpFamily interpolation{"interpolation", detail::interpolation_o
 
 /// All of them, in the order of their declaration.
 inline constexpr OpFamily families[] = {
-    matmul,          conv, linear,  attention, recurrent, addition, reduction,
-    order_statistic, norm, softmax, loss,      pointwise, distance, interpolation};
+    matmul,          conv, linear,  dense, attention, recurrent, addition,     reduction,
+    order_statistic, norm, softmax, loss,  pointwise, distance,  interpolation};
 
 }  // namespace ops
 

@@ -4,11 +4,13 @@
 /// @file
 /// @brief Policy: which ops run in which dtype.
 
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/Device.h>
 #include <c10/core/DeviceType.h>
 #include <c10/util/Exception.h>
 
+#include <concepts>
 #include <memory>
 #include <optional>
 #include <ostream>
@@ -16,6 +18,7 @@
 #include <string_view>
 #include <utility>
 
+#include "torchamp/detail/fp8/run.h"
 #include "torchamp/detail/policy/castable.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
@@ -23,6 +26,7 @@
 #include "torchamp/detail/policy/print.h"
 #include "torchamp/detail/policy/resolve.h"
 #include "torchamp/detail/policy/rule.h"
+#include "torchamp/fp8.h"
 #include "torchamp/ops.h"
 #include "torchamp/version.h"
 
@@ -58,28 +62,51 @@ class Policy {
   /// Errors, each leaving the policy as it was and naming the edit (`Policy::fp32`): a name that
   /// LibTorch does not know (with the nearest known one); for the rules that cast, an op that
   /// cannot be cast (with the reason); a dtype in `when` that no region has.
-  Policy& set(Cast rule, const OpNames& ops, const When& when = {}) {
-    data_ = detail::edited(data_, rule, ops, when);
-    return *this;
+  template <std::same_as<Cast> Rule>  // see Note [Who compiles fp8]
+  Policy& set(Rule rule, const OpNames& ops, const When& when = {}) {
+    if (rule == Cast::fp8) return this->template fp8<Fp8Options, at::Tensor>(ops, {}, when);
+    return edit(rule, ops, when);
   }
 
   /// The named ops take their arguments in the region's dtype. As set().
   Policy& lower_precision(const OpNames& ops, const When& when = {}) {
-    return set(Cast::lower_precision, ops, when);
+    return edit(Cast::lower_precision, ops, when);
   }
   /// The named ops take their arguments in fp32. As set().
-  Policy& fp32(const OpNames& ops, const When& when = {}) { return set(Cast::fp32, ops, when); }
+  Policy& fp32(const OpNames& ops, const When& when = {}) { return edit(Cast::fp32, ops, when); }
   /// The named ops take their arguments in the widest dtype among them. As set().
   Policy& promote(const OpNames& ops, const When& when = {}) {
-    return set(Cast::promote, ops, when);
+    return edit(Cast::promote, ops, when);
   }
   /// The named ops run in the dtypes that they are given, and so do the ops that they call. As
   /// set().
   Policy& unchanged(const OpNames& ops, const When& when = {}) {
-    return set(Cast::unchanged, ops, when);
+    return edit(Cast::unchanged, ops, when);
   }
   /// The named ops go back to LibTorch's own rule for the device. As set().
-  Policy& native(const OpNames& ops, const When& when = {}) { return set(Cast::native, ops, when); }
+  Policy& native(const OpNames& ops, const When& when = {}) {
+    return edit(Cast::native, ops, when);
+  }
+
+  /// The named products run in fp8: their factors become 8-bit numbers at scales of this very call,
+  /// and so does the gradient that arrives in backward; the result has the region's dtype. The ops
+  /// are `linear`, `addmm`, `mm` and `matmul` (ops::dense), with a matrix as their second factor.
+  ///
+  ///     auto policy = torchamp::Policy::standard().fp8(torchamp::ops::dense);
+  ///
+  /// On GPUs with fp8 units the products are made by these; on a CPU they are rehearsed, with the
+  /// same 8-bit operands and scales. Where a call cannot be in fp8 it runs as lower_precision,
+  /// which a CastRecorder counts. An fp32 region is left alone. An inf or NaN in a factor makes all
+  /// of the result NaN. There is no second derivative, which is an error when it is asked for. A
+  /// region that ends without a single product in fp8 warns once, and names those that it has
+  /// called. Never reads the device, and keeps nothing from call to call.
+  ///
+  /// Errors: as set(), and any other op; at the guard, with `options.strict`, a device that cannot.
+  template <std::same_as<Fp8Options> Options = Fp8Options, class Tensor = at::Tensor>
+  Policy& fp8(const OpNames& ops, const Options& options = {}, const When& when = {}) {
+    data_ = detail::edited(data_, Cast::fp8, ops, when, detail::make_fp8_rule<Tensor>(options));
+    return *this;
+  }
 
   /// The rule in force for one overload on one type of device, conditional rules left out.
   /// A name without overload is the overload without a name, else what all castable overloads have
@@ -102,6 +129,11 @@ class Policy {
   explicit Policy(std::shared_ptr<const detail::PolicyData> data) : data_(std::move(data)) {}
 
  private:
+  Policy& edit(Cast rule, const OpNames& ops, const When& when) {
+    data_ = detail::edited(data_, rule, ops, when);
+    return *this;
+  }
+
   using RuleOf = Cast (*)(const detail::PolicyData&, const c10::OperatorHandle&, at::DeviceType);
   Cast common_rule(const char* call, RuleOf rule_of, std::string_view op,
                    at::DeviceType device) const;

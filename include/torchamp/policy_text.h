@@ -4,12 +4,14 @@
 /// @file
 /// @brief Policies as text, in a string or a file.
 
+#include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
 #include <cstddef>
 #include <string>
 #include <string_view>
 
+#include "torchamp/detail/fp8/run.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/parse.h"
 #include "torchamp/detail/policy/print.h"
@@ -23,6 +25,7 @@ namespace TORCHAMP_NAMESPACE {
 ///     policy standard
 ///     fp32: ops::norm, pow
 ///     lower_precision when bfloat16: softmax.int
+///     fp8(only_worthwhile): ops::dense
 ///
 /// Errors: a rule with a predicate, which is code, unless later edits have removed it; an op of a
 /// library called "ops" that has the name of a family (its overloads can be written one by one).
@@ -49,12 +52,14 @@ inline std::string to_text(const Policy& policy) {
 /// The policy that `text` describes: see to_text(). '#' starts a comment; empty lines are passed
 /// over. Errors name the line and what is wrong with it.
 inline Policy parse_policy(std::string_view text) {
-  return Policy(detail::PolicyParser("torchamp::parse_policy").parse(text));
+  return Policy(detail::PolicyParser("torchamp::parse_policy", &detail::parse_fp8_rule<at::Tensor>)
+                    .parse(text));
 }
 
 /// The policy in a file of such text. Errors name the file, too.
 inline Policy load_policy(const std::string& path) {
-  return Policy(detail::load_policy_data("torchamp::load_policy", path));
+  return Policy(
+      detail::load_policy_data("torchamp::load_policy", path, &detail::parse_fp8_rule<at::Tensor>));
 }
 
 }  // namespace TORCHAMP_NAMESPACE

@@ -52,10 +52,20 @@ TEST(Ops, OverloadsWithNamedDimensionsAreNotCast) {
 TEST(Ops, NoNameIsInTwoFamiliesOrTwiceInOne) {
   std::map<std::string_view, std::string_view> family_of;
   for (const OpFamily& family : ops::families) {
+    if (family == ops::dense) continue;
     for (const std::string_view op : family) {
       const auto [found, is_new] = family_of.emplace(op, family.name());
       EXPECT_TRUE(is_new) << op << " is in ops::" << family.name() << " and ops::" << found->second;
     }
+  }
+}
+
+TEST(Ops, DenseProductsAreInTheFamiliesOfLinearAndMatmulToo) {
+  const std::set<std::string_view> dense(ops::dense.begin(), ops::dense.end());
+  EXPECT_EQ(dense, (std::set<std::string_view>{"linear", "addmm", "mm", "matmul"}));
+  for (const std::string_view op : dense) {
+    const OpFamily& other = op == "linear" ? ops::linear : ops::matmul;
+    EXPECT_NE(std::find(other.begin(), other.end(), op), other.end()) << op;
   }
 }
 

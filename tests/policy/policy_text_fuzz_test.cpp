@@ -56,6 +56,14 @@ Policy random_policy(Random& random) {
   for (std::size_t edits = random.below(6); edits > 0; --edits) {
     torchamp::When when;
     if (random.below(3) == 0) when.dtype = random.one_of(dtypes);
+    if (random.below(6) == 0) {
+      policy.fp8(random.below(2) ? torchamp::ops::dense : torchamp::OpNames{"mm", "linear"},
+                 torchamp::Fp8Options{.recipe = random.one_of(torchamp::detail::fp8_recipes).recipe,
+                                      .strict = random.below(2) == 0,
+                                      .only_worthwhile = random.below(2) == 0},
+                 when);
+      continue;
+    }
     if (random.below(3) == 0) {
       edit(policy, random.one_of(casts), random.one_of(torchamp::ops::families), when);
       continue;
@@ -83,6 +91,7 @@ void expect_same(const Policy& one, const Policy& other) {
   for (std::size_t i = 0; i < one.data()->edits.size(); ++i) {
     EXPECT_EQ(one.data()->edits[i].when.dtype, other.data()->edits[i].when.dtype);
     EXPECT_EQ(one.data()->edits[i].cast, other.data()->edits[i].cast);
+    EXPECT_EQ(one.data()->edits[i].fp8.options, other.data()->edits[i].fp8.options);
   }
   ASSERT_EQ(one.data()->rules.size(), other.data()->rules.size());
   for (const auto& [name, rules] : one.data()->rules) {
@@ -120,6 +129,9 @@ void damage(std::string& text, Random& random) {
                                                 "ops::norm",
                                                 "fp32",
                                                 "fp32: mm\n",
+                                                "fp8(strict) ",
+                                                "(",
+                                                ")",
                                                 "policy torch\n",
                                                 ".",
                                                 "\0",

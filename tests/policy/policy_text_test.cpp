@@ -55,6 +55,34 @@ TEST(PolicyText, ReadsBackARuleForEachDtypeThatARegionCanHave) {
             "policy torch\nfp32 when float32: mm\n");
 }
 
+TEST(PolicyText, WritesAndReadsTheOptionsOfFp8InBrackets) {
+  const Policy policy =
+      Policy::standard()
+          .fp8(torchamp::ops::dense)
+          .fp8({"mm"}, {.strict = true, .only_worthwhile = true}, {.dtype = at::kBFloat16});
+  const std::string text =
+      "policy standard\n"
+      "fp8: ops::dense\n"
+      "fp8(strict only_worthwhile) when bfloat16: mm\n";
+  EXPECT_EQ(torchamp::to_text(policy), text);
+  EXPECT_EQ(torchamp::to_text(torchamp::parse_policy(text)), text);
+  EXPECT_EQ(torchamp::to_text(torchamp::parse_policy(
+                "policy standard\nfp8 ( only_worthwhile, recipe=tensorwise ): linear")),
+            "policy standard\nfp8(only_worthwhile): linear\n");
+  EXPECT_EQ(torchamp::parse_policy(text).lookup("linear", at::kCPU), Cast::fp8);
+}
+
+TEST(PolicyText, AWrongFp8RuleIsAnErrorThatNamesTheLine) {
+  const auto parse = [](const std::string& line) {
+    return torchamp::parse_policy("policy standard\n" + line);
+  };
+  EXPECT_ERROR(parse("fp8(fast): mm"), "line 2: there is no option 'fast' of fp8; the options are");
+  EXPECT_ERROR(parse("fp8(recipe=best): mm"), "there is no option 'recipe=best' of fp8");
+  EXPECT_ERROR(parse("fp8(strict: mm"), "'fp8(strict' is not of the form 'fp8(option option)'");
+  EXPECT_ERROR(parse("fp32(strict): mm"), "'fp32(strict)' is not of the form");
+  EXPECT_ERROR(parse("fp8: softmax"), "line 2: Policy::fp8: 'softmax' cannot run in fp8: only");
+}
+
 TEST(PolicyText, AnEditWithoutNamesIsNoEdit) {
   const Policy policy = Policy::standard().fp32({}).unchanged(std::vector<std::string>{});
   EXPECT_EQ(torchamp::to_text(policy), "policy standard\n");

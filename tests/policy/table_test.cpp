@@ -28,8 +28,8 @@ using torchamp::Policy;
 const std::string parity = TORCHAMP_TEST_PARITY_DIR;
 
 Cast parse_cast(std::string_view text) {
-  for (const Cast cast :
-       {Cast::native, Cast::lower_precision, Cast::fp32, Cast::promote, Cast::unchanged}) {
+  for (const Cast cast : {Cast::native, Cast::lower_precision, Cast::fp32, Cast::promote,
+                          Cast::unchanged, Cast::fp8}) {
     if (to_string(cast) == text) return cast;
   }
   TORCH_CHECK(false, "cases.txt names the rule '", text, "'");

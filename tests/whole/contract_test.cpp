@@ -15,8 +15,8 @@ namespace {
 
 TEST(Contract, Policy) {
   using torchamp::Cast;
-  for (const Cast cast :
-       {Cast::native, Cast::lower_precision, Cast::fp32, Cast::promote, Cast::unchanged}) {
+  for (const Cast cast : {Cast::native, Cast::lower_precision, Cast::fp32, Cast::promote,
+                          Cast::unchanged, Cast::fp8}) {
     (void)cast;
   }
   const std::list<std::string> list{"relu"};
@@ -27,6 +27,15 @@ TEST(Contract, Policy) {
                                .unchanged({"softmax.int"})
                                .native(torchamp::ops::addition);
   EXPECT_EQ(&self, &policy);
+  EXPECT_EQ(&policy.fp8(torchamp::ops::dense), &policy);
+  policy.fp8(torchamp::ops::linear, torchamp::Fp8Options{})
+      .fp8({"mm"}, {.recipe = torchamp::Fp8Recipe::tensorwise})
+      .fp8({"mm"}, {.recipe = torchamp::Fp8Recipe::tensorwise, .strict = true},
+           {.dtype = torch::kBFloat16})
+      .fp8("addmm", torchamp::Fp8Options::worthwhile())
+      .set(Cast::fp8, {"matmul"})
+      .set(Cast::fp32, {"matmul"}, {.dtype = torch::kHalf});
+  EXPECT_EQ(policy.lookup("mm", torch::kCPU), Cast::fp8);
   policy = torchamp::Policy::torch();
   const Cast rule = policy.lookup(std::string_view("softmax.int"), torch::kCUDA);
   EXPECT_EQ(rule, Cast::native);

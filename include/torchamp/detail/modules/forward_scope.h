@@ -38,6 +38,7 @@ inline std::shared_ptr<const ThreadPolicy> thread_policy_with(
       inner->in_force[i] = policy;
     }
   }
+  if (const Fp8Rule* rule = policy->fp8()) inner->fp8 = rule->make_usage(inner->fp8);
   return inner;
 }
 

@@ -85,7 +85,8 @@ struct RecordedFrame final : Observer::Call {
     bool undone;
   };
   std::vector<CastMade> casts;
-  std::optional<Cast> choice;  // see Note [A choice is told once]
+  std::optional<Cast> choice;      // see Note [A choice is told once]
+  std::optional<std::string> fp8;  // under the rule fp8: empty, or why it was not followed
   std::optional<DtypeChange> origin;
 };
 
@@ -149,6 +150,11 @@ inline std::unique_ptr<Observer::Call> CastRecording::begin(const at::RecordFunc
     if (const auto choice = announced_choice(call.name())) {
       const auto& stack = stacks_[std::this_thread::get_id()];
       if (!stack.empty()) stack.back()->choice = choice;
+      return nullptr;
+    }
+    if (std::string_view(call.name()).starts_with(fp8_scope)) {
+      const auto& stack = stacks_[std::this_thread::get_id()];
+      if (!stack.empty()) stack.back()->fp8 = std::string(call.name()).substr(fp8_scope.size());
       return nullptr;
     }
   }
@@ -311,6 +317,7 @@ inline void CastRecording::end_root(const std::vector<c10::IValue>& outputs,
   }
   CastReport::Row& row = row_of(frame);
   ++row.calls[dtype];
+  if (frame.fp8) ++(frame.fp8->empty() ? row.fp8 : row.not_fp8[*frame.fp8]);
   for (const auto& cast : frame.casts) {
     ++row.casts;
     row.cast_bytes += cast.bytes;

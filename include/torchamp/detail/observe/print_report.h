@@ -52,6 +52,14 @@ std::string json_numbers(const Row& row) {
   }
   out << "}, \"casts\": " << row.casts << ", \"cast_bytes\": " << row.cast_bytes
       << ", \"undone\": " << row.undone << ", \"fp32_by_input\": " << row.fp32_by_input;
+  if (row.fp8 == 0 && row.not_fp8.empty()) return out.str();
+  out << ", \"fp8\": " << row.fp8 << ", \"not_fp8\": {";
+  separator = "";
+  for (const auto& [why, calls] : row.not_fp8) {
+    out << separator << json_string(why) << ": " << calls;
+    separator = ", ";
+  }
+  out << '}';
   return out.str();
 }
 
@@ -91,6 +99,8 @@ void print_cast_report(std::ostream& out, const std::vector<Row>& rows, const Ro
   std::vector<std::vector<std::string>> lines{{"phase", "module", "op"}};
   for (const auto& [dtype, calls] : total.calls) lines[0].push_back(dtype_name(dtype));
   for (const char* name : {"casts", "bytes", "undone", "by input"}) lines[0].push_back(name);
+  const bool fp8 = total.fp8 != 0 || !total.not_fp8.empty();
+  if (fp8) lines[0].emplace_back("fp8");
   const auto add = [&](std::string phase, const Row& row) {
     std::vector<std::string> line{std::move(phase), row.module, row.op};
     const auto add_number = [&](int64_t number) {
@@ -103,6 +113,7 @@ void print_cast_report(std::ostream& out, const std::vector<Row>& rows, const Ro
     for (const auto number : {row.casts, row.cast_bytes, row.undone, row.fp32_by_input}) {
       add_number(number);
     }
+    if (fp8) add_number(row.fp8);
     lines.push_back(std::move(line));
   };
   for (const Row& row : rows) add(row.backward ? "backward" : "forward", row);
@@ -111,6 +122,10 @@ void print_cast_report(std::ostream& out, const std::vector<Row>& rows, const Ro
   out << "calls by dtype; casts made for them, with the bytes read and written; undone: casts back "
          "to the\ndtype that an earlier cast left; by input: calls in fp32 only because an input "
          "was fp32\n";
+  if (fp8) out << "fp8: calls in fp8\n";
+  for (const auto& [why, calls] : total.not_fp8) {
+    out << calls << " under the rule fp8 ran as lower_precision: " << why << '\n';
+  }
 }
 
 }  // namespace torchamp::detail

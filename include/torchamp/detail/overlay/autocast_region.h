@@ -9,12 +9,14 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
 #include <utility>
 
 #include "torchamp/detail/devices.h"
+#include "torchamp/detail/fp8/rule.h"
 #include "torchamp/detail/overlay/compile.h"
 #include "torchamp/detail/overlay/environment.h"
 #include "torchamp/detail/overlay/runtime.h"
@@ -81,6 +83,7 @@ class AutocastRegion {
     if (own_region_ != 0) derived_weights().end_region(own_region_);
     before_.apply();
     at::autocast::set_autocast_cache_enabled(cache_enabled_before_);
+    if (fp8_ != nullptr && std::uncaught_exceptions() == exceptions_) fp8_->warn_if_unused();
   }
 
  private:
@@ -108,6 +111,8 @@ class AutocastRegion {
         data = unedited(BaseTable::standard);
       }
       if (enabled) compile_once(*data, device);
+      const Fp8Rule* const rule = enabled && is_16_bit(dtype) ? data->fp8() : nullptr;
+      if (rule != nullptr) check_fp8(*data, index, device);
       const PolicyData* in_force = enabled ? data.get() : nullptr;
       if (outer && outer->inherited == data && outer->in_force[index].get() == in_force) return;
       auto inner = std::make_shared<ThreadPolicy>();
@@ -117,6 +122,7 @@ class AutocastRegion {
         inner->keep = {WeightKeep::Until::region_ends, own_region};
       }
       inner->in_force[index] = enabled ? data : nullptr;
+      if (rule != nullptr) fp8 = inner->fp8 = rule->make_usage(inner->fp8);
       inner->inherited = std::move(data);
       policy = std::move(inner);
     }
@@ -126,13 +132,22 @@ class AutocastRegion {
     bool enabled;
     std::shared_ptr<const ThreadPolicy> policy;  // null: the thread's stays
     std::uint64_t own_region = 0;                // the outermost guard's number; 0 of others
+    std::shared_ptr<Fp8Usage> fp8;               // null: without an fp8 rule, or the outer region's
   };
+
+  static void check_fp8(const PolicyData& policy, std::size_t index, at::DeviceType device) {
+    const std::string why = policy.strict_fp8_refusal(index);
+    TORCH_CHECK(why.empty(), "AutocastGuard: the policy's fp8 rule is strict, and ", device,
+                " cannot follow it: ", why,
+                ". Leave Fp8Options::strict out to run as lower_precision there.");
+  }
 
   AutocastRegion(Checked checked, std::optional<bool> cache_enabled)
       : before_(DeviceAutocastState::of(checked.device)),
         cache_enabled_before_(at::autocast::is_autocast_cache_enabled()),
         dtype_changed_(before_.dtype != checked.dtype),
         own_region_(checked.own_region),
+        fp8_(std::move(checked.fp8)),
         policy_scope_(std::move(checked.policy)) {
     at::autocast::set_autocast_enabled(checked.device, checked.enabled);
     at::autocast::set_autocast_dtype(checked.device, checked.dtype);
@@ -146,6 +161,8 @@ class AutocastRegion {
   bool dtype_changed_;
   std::uint64_t own_region_;
   Nesting nesting_;
+  std::shared_ptr<Fp8Usage> fp8_;
+  int exceptions_ = std::uncaught_exceptions();
   PolicyScope policy_scope_;
 };
 

@@ -73,6 +73,7 @@ class CastArguments {
     const std::size_t first = stack.size() - count_;
     switch (cast) {
       case Cast::lower_precision:
+      case Cast::fp8:  // where it cannot be
         return to(at::autocast::get_autocast_dtype(device), device, stack, first);
       case Cast::promote:
         return to(widest(device, stack, first), device, stack, first);

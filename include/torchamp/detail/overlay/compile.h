@@ -7,14 +7,19 @@
 #include <cstddef>
 #include <memory>
 #include <optional>
+#include <string>
+#include <string_view>
 #include <utility>
 
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/overlay/kernel.h"
+#include "torchamp/detail/policy/castable.h"
+#include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/lists.h"
 #include "torchamp/detail/policy/resolve.h"
 #include "torchamp/detail/policy/rule.h"
+#include "torchamp/ops.h"
 
 namespace torchamp::detail {
 
@@ -23,6 +28,24 @@ inline std::unique_ptr<BoxedKernel> make_overlay(const c10::OperatorHandle& op,
                                                  std::optional<c10::SafeKernelFunction>&& native) {
   const bool promotes = promotes_its_arguments(op.operator_name());
   return std::unique_ptr<BoxedKernel>(new Overlay(op, index, device, promotes, std::move(native)));
+}
+
+/// Asks whether the device can follow the policy's fp8 rules, and has overlays see the products
+/// that are called instead.
+inline void prepare_fp8(const PolicyData& policy, at::DeviceType device, OverlayTable& table) {
+  for (const Edit& edit : policy.edits) {
+    if (edit.fp8.run == nullptr) continue;
+    const auto recipe = static_cast<std::size_t>(edit.fp8.options.recipe);
+    if (table.fp8_refusals.size() <= recipe) table.fp8_refusals.resize(recipe + 1);
+    table.fp8_refusals[recipe] = edit.fp8.why_not(edit.fp8.options, device);
+  }
+  for (const OpFamily& family : products) {
+    for (const std::string_view name : family) {
+      for (const auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) {
+        if (why_not_castable(op.schema()).empty()) install_overlay(op, device, &make_overlay);
+      }
+    }
+  }
 }
 
 /// Installs the overlays that `policy` needs on `device` and returns its table of them.
@@ -34,6 +57,7 @@ inline OverlayTable compile_overlays(const PolicyData& policy, at::DeviceType de
     if (entry.cast == Cast::native && entry.conditional == nullptr) continue;
     table.set(install_overlay(op, device, &make_overlay), entry);
   }
+  if (policy.fp8() != nullptr) prepare_fp8(policy, device, table);
   return table;
 }
 

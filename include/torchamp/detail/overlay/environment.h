@@ -28,7 +28,8 @@ inline EnvironmentOverride read_environment(const char* value) {
   TORCH_CHECK(text.starts_with("file:"), "TORCHAMP_POLICY is '", text,
               "'. Set it to off, standard, torch or file:PATH, or unset it.");
   return {.off = false,
-          .policy = load_policy_data("TORCHAMP_POLICY: torchamp::load_policy", text.substr(5))};
+          .policy = load_policy_data("TORCHAMP_POLICY: torchamp::load_policy", text.substr(5),
+                                     /*parse_fp8=*/nullptr)};
 }
 
 /// Read once, at the first guard. A bad value is an error at every guard.

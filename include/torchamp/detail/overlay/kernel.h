@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "torchamp/detail/devices.h"
+#include "torchamp/detail/fp8/rule.h"
 #include "torchamp/detail/overlay/binary_cross_entropy.h"
 #include "torchamp/detail/overlay/cast_arguments.h"
 #include "torchamp/detail/overlay/runtime.h"
@@ -76,17 +77,20 @@ class Overlay final : public BoxedKernel {
         key_(autocast_key(device)),
         after_(c10::DispatchKeySet::FULL_AFTER, key_),
         takes_probabilities_(takes_probabilities(op.operator_name())),
-        is_recurrent_layer_(is_recurrent_layer(op.operator_name())) {}
+        is_recurrent_layer_(is_recurrent_layer(op.operator_name())),
+        is_product_(is_product(op.operator_name())) {}
 
   void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
             torch::jit::Stack* stack) const override {
     const PolicyData* policy = policy_in_force(device_index_);
-    const Cast cast =
-        policy == nullptr ? Cast::native : policy->rule(device_index_, index_, device_, op, *stack);
-    if (cast == Cast::native) return call_native(op, keys, stack);
+    const OverlayTable::Rule rule = policy == nullptr
+                                        ? OverlayTable::Rule()
+                                        : policy->rule(device_index_, index_, device_, op, *stack);
+    if (is_product_ && policy != nullptr && call_fp8(*policy, rule, op, *stack)) return;
+    if (rule.cast == Cast::native) return call_native(op, keys, stack);
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
-    const StandIns stand_ins = cast_arguments(cast, op, *stack);
-    if (is_recurrent_layer_ && cast != Cast::unchanged) {
+    const StandIns stand_ins = cast_arguments(rule.cast, op, *stack);
+    if (is_recurrent_layer_ && rule.cast != Cast::unchanged) {
       const NoWarningOfScatteredWeights no_warning;
       op.redispatchBoxed(keys & after_, stack);
     } else {
@@ -103,6 +107,29 @@ class Overlay final : public BoxedKernel {
     } else {
       op.redispatchBoxed(keys & after_, stack);
     }
+  }
+
+  /// Runs the call in fp8 if its rule says so and it can be; tells those who want to know.
+  bool call_fp8(const PolicyData& policy, const OverlayTable::Rule& rule,
+                const c10::OperatorHandle& op, torch::jit::Stack& stack) const {
+    Fp8Usage* const usage = thread_policy()->fp8.get();
+    if (rule.fp8 == nullptr) {
+      if (usage != nullptr && !usage->has_run() && policy.fp8() != nullptr) {
+        usage->called_instead(c10::toString(op.operator_name()), {});
+      }
+      return false;
+    }
+    std::string why = policy.fp8_refusal(device_index_, *rule.fp8);
+    if (why.empty()) {
+      const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
+      why = rule.fp8->run(rule.fp8->options, op, device_, stack);
+    }
+    announce(fp8_scope, why);
+    if (usage != nullptr && why.empty()) usage->run();
+    if (usage != nullptr && !why.empty() && !usage->has_run()) {
+      usage->called_instead(c10::toString(op.operator_name()), why);
+    }
+    return why.empty();
   }
 
   StandIns cast_arguments(Cast cast, const c10::OperatorHandle& op,
@@ -124,6 +151,7 @@ class Overlay final : public BoxedKernel {
   c10::DispatchKeySet after_;
   bool takes_probabilities_;
   bool is_recurrent_layer_;
+  bool is_product_;
 };
 
 class SilentWarnings final : public c10::WarningHandler {

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "torchamp/detail/devices.h"
+#include "torchamp/detail/fp8/rule.h"
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/weights/derived.h"
@@ -28,6 +29,7 @@ struct ThreadPolicy final : c10::DebugInfoBase, std::enable_shared_from_this<Thr
   std::array<std::shared_ptr<const PolicyData>, device_count> in_force;
   /// How long what is derived from weights is kept. Its region is never 0 inside a guard.
   WeightKeep keep;
+  std::shared_ptr<Fp8Usage> fp8;  // of the innermost region whose policy has an fp8 rule
 };
 
 /// The calling thread's policy, or null outside every guard.

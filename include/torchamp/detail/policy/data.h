@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "torchamp/detail/devices.h"
+#include "torchamp/detail/fp8/rule.h"
 #include "torchamp/detail/policy/lists.h"
 #include "torchamp/detail/policy/rule.h"
 
@@ -39,6 +40,7 @@ struct Edit {
   std::vector<std::string> names;
   std::string family;  // instead of `names`, if not empty
   When when;
+  Fp8Rule fp8 = {};  // of the rule fp8
 };
 
 // Note [A choice is told once]
@@ -47,12 +49,20 @@ struct Edit {
 // scope of this name and the rule's within the op. Without a recorder that is one look at a flag.
 inline constexpr std::string_view choice_scope = "torchamp rule: ";
 
-inline void announce_choice(Cast cast) {
+inline void announce(std::string_view kind, std::string_view what) {
   if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) {
     at::RecordFunction scope(std::move(*callbacks));
-    scope.before(std::string(choice_scope).append(to_string(cast)));
+    scope.before(std::string(kind).append(what));
   }
 }
+
+inline void announce_choice(Cast cast) {
+  announce(choice_scope, to_string(cast));
+}
+
+/// So does a call under the rule fp8, with nothing behind the name if it ran in fp8, else with why
+/// it did not.
+inline constexpr std::string_view fp8_scope = "torchamp fp8: ";
 
 /// The rule in a scope's name; nothing if it is no such scope.
 inline std::optional<Cast> announced_choice(std::string_view scope) {
@@ -64,8 +74,11 @@ inline std::optional<Cast> announced_choice(std::string_view scope) {
 /// A policy's rules for the overlays of one device, by the overlays' index.
 class OverlayTable {
  public:
-  struct Entry {
+  struct Rule {
     Cast cast = Cast::native;
+    const Fp8Rule* fp8 = nullptr;  // of Cast::fp8, and not null then
+  };
+  struct Entry : Rule {
     /// Indices of PolicyData::edits that hold only sometimes, tried first, or null. In
     /// PolicyData::rules.
     const std::vector<std::size_t>* conditional = nullptr;
@@ -81,6 +94,10 @@ class OverlayTable {
     if (index >= entries_.size()) entries_.resize(index + 1);
     entries_[index] = entry;
   }
+
+  /// By Fp8Recipe, as far as rules of the policy have it: why it cannot be on the device; empty if
+  /// it can.
+  std::vector<std::string> fp8_refusals;
 
  private:
   std::vector<Entry> entries_;
@@ -126,13 +143,39 @@ class PolicyData {
   }
 
   /// The rule of overlay `overlay` on a device, whose table has been made, for one call.
-  Cast rule(std::size_t device_index, std::size_t overlay, at::DeviceType device,
-            const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> stack) const {
+  OverlayTable::Rule rule(std::size_t device_index, std::size_t overlay, at::DeviceType device,
+                          const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> stack) const {
     const OverlayTable::Entry entry = compiled_[device_index].table[overlay];
-    if (entry.conditional == nullptr) return entry.cast;
-    const Cast cast = choose(entry, device, OpCall(op.schema(), stack));
-    announce_choice(cast);
-    return cast;
+    if (entry.conditional == nullptr) return entry;
+    const OverlayTable::Rule rule = choose(entry, device, OpCall(op.schema(), stack));
+    announce_choice(rule.cast);
+    return rule;
+  }
+
+  /// An edit's fp8 rule, which later ones may have replaced; null if there is none.
+  const Fp8Rule* fp8() const {
+    for (const Edit& edit : edits) {
+      if (edit.fp8.run != nullptr) return &edit.fp8;
+    }
+    return nullptr;
+  }
+
+  /// Why a strict fp8 rule cannot be followed on a device, whose table has been made; empty if it
+  /// can, or if there is none.
+  std::string strict_fp8_refusal(std::size_t device_index) const {
+    for (const Edit& edit : edits) {
+      if (edit.fp8.run != nullptr && edit.fp8.options.strict) {
+        const std::string& why = fp8_refusal(device_index, edit.fp8);
+        if (!why.empty()) return why;
+      }
+    }
+    return {};
+  }
+
+  /// Why an fp8 rule cannot be followed on a device, whose table has been made; empty if it can.
+  const std::string& fp8_refusal(std::size_t device_index, const Fp8Rule& rule) const {
+    return compiled_[device_index]
+        .table.fp8_refusals[static_cast<std::size_t>(rule.options.recipe)];
   }
 
   /// The rules of overlay `overlay` on a device, whose table has been made.
@@ -141,13 +184,15 @@ class PolicyData {
   }
 
  private:
-  Cast choose(const OverlayTable::Entry& entry, at::DeviceType device, const OpCall& call) const {
+  OverlayTable::Rule choose(const OverlayTable::Entry& entry, at::DeviceType device,
+                            const OpCall& call) const {
     const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
     for (std::size_t i = entry.conditional->size(); i-- > 0;) {  // the last that holds wins
       const Edit& edit = edits[(*entry.conditional)[i]];
-      if (holds(edit.when, dtype, call)) return edit.cast;
+      if (holds(edit.when, dtype, call))
+        return {edit.cast, edit.fp8.run == nullptr ? nullptr : &edit.fp8};
     }
-    return entry.cast;
+    return entry;
   }
 
   static bool holds(const When& when, at::ScalarType dtype, const OpCall& call) {
@@ -179,7 +224,8 @@ inline const std::shared_ptr<const PolicyData>& unedited(BaseTable base) {
 inline bool is_same(const PolicyData& one, const PolicyData& other) {
   const auto same_edit = [](const Edit& a, const Edit& b) {
     return a.cast == b.cast && a.names == b.names && a.family == b.family &&
-           a.when.dtype == b.when.dtype && !a.when.predicate && !b.when.predicate;
+           a.when.dtype == b.when.dtype && !a.when.predicate && !b.when.predicate &&
+           a.fp8.options == b.fp8.options;
   };
   return &one == &other ||
          (one.base == other.base && std::equal(one.edits.begin(), one.edits.end(),

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/fp8/rule.h"
 #include "torchamp/detail/policy/castable.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
@@ -28,21 +29,25 @@ inline std::vector<c10::OperatorHandle> overloads_to_edit(const std::string& cal
   if (!rule.casts) return found;
   std::vector<c10::OperatorHandle> castable;
   std::string reason;
+  const bool fp8 = rule.cast == Cast::fp8;
   for (const auto& op : found) {
-    const std::string why = why_not_castable(op.schema());
+    const std::string why =
+        fp8 ? why_not_fp8(c10::toString(op.operator_name())) : why_not_castable(op.schema());
     if (why.empty()) {
       castable.push_back(op);
     } else if (reason.empty()) {
       reason = why;
     }
   }
-  TORCH_CHECK(!castable.empty() || missing_ok, call, ": '", name, "' cannot be cast: ", reason,
-              ". Only out-of-place ops with tensor arguments can be.");
+  TORCH_CHECK(!castable.empty() || (missing_ok && (!fp8 || found.empty())), call, ": '", name,
+              fp8 ? "' cannot run in fp8: " : "' cannot be cast: ", reason,
+              fp8 ? "." : ". Only out-of-place ops with tensor arguments can be.");
   return castable;
 }
 
-/// Adds an edit: see Policy::set. Where it throws, `policy` is as it was.
-inline void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, const When& when) {
+/// Adds an edit: see Policy::set. Where it throws, `policy` is as it was. `fp8`: of the rule fp8.
+inline void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, const When& when,
+                     const Fp8Rule& fp8 = {}) {
   const CastRow* const row = row_of(rule);
   TORCH_CHECK(row != nullptr, "Policy::set: ", static_cast<int>(rule), " is not a rule of Cast.");
   const std::string call = "Policy::" + std::string(row->name);
@@ -62,21 +67,22 @@ inline void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, const Wh
   for (const std::string& op : reached) {
     OverloadRules& rules = policy.rules[op];
     if (when.always()) {
-      rules = {rule, {}};
+      rules = {rule, {}, policy.edits.size()};
     } else if (rules.conditional.empty() || rules.conditional.back() != policy.edits.size()) {
       rules.conditional.push_back(policy.edits.size());  // once, however many names reach it
     }
   }
-  Edit edit{rule, {}, std::string(ops.family()), when};
+  Edit edit{rule, {}, std::string(ops.family()), when, fp8};
   if (!is_family) edit.names.assign(ops.begin(), ops.end());
   policy.edits.push_back(std::move(edit));
 }
 
 /// A policy with one more edit: see Policy::set.
 inline std::shared_ptr<const PolicyData> edited(const std::shared_ptr<const PolicyData>& policy,
-                                                Cast rule, const OpNames& ops, const When& when) {
+                                                Cast rule, const OpNames& ops, const When& when,
+                                                const Fp8Rule& fp8 = {}) {
   auto copy = std::make_shared<PolicyData>(*policy);
-  add_edit(*copy, rule, ops, when);
+  add_edit(*copy, rule, ops, when, fp8);
   return copy->edits.size() == policy->edits.size() ? policy : copy;
 }
 

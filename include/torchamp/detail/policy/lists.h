@@ -26,6 +26,7 @@ namespace torchamp::detail {
 struct OverloadRules {
   std::optional<Cast> cast;
   std::vector<std::size_t> conditional;
+  std::size_t edit = 0;  // that set `cast`
 };
 
 /// Rules by full overload name: "aten::pow.Tensor_Scalar".
@@ -82,6 +83,16 @@ inline bool promotes_its_arguments(const c10::OperatorName& op) {
 /// Whether cuDNN takes the op's weights in one piece of memory: see Note [Recurrent layers].
 inline bool is_recurrent_layer(const c10::OperatorName& op) {
   return contains(recurrent_layer, op);
+}
+
+/// What is made of products: what a region with an fp8 rule may call instead of products in fp8.
+inline constexpr OpFamily products[] = {ops::matmul, ops::linear, ops::conv, ops::recurrent};
+
+inline bool is_product(const c10::OperatorName& op) {
+  for (const OpFamily& family : products) {
+    if (contains(family, op)) return true;
+  }
+  return false;
 }
 
 // "pow, Tensor_Scalar" -> "aten::pow.Tensor_Scalar"

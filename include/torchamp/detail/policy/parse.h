@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/fp8/rule.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/edit.h"
@@ -57,7 +58,9 @@ inline std::vector<std::string> split(std::string_view text, std::string_view se
 /// Reads a policy's text line by line; every error begins with `where` and names the line.
 class PolicyParser {
  public:
-  explicit PolicyParser(std::string where) : where_(std::move(where)) {}
+  /// `parse_fp8`: null where fp8 rules are an error: see Note [Who compiles fp8].
+  PolicyParser(std::string where, ParseFp8Rule parse_fp8)
+      : where_(std::move(where)), parse_fp8_(parse_fp8) {}
 
   std::shared_ptr<const PolicyData> parse(std::string_view text) {
     if (text.starts_with("\xEF\xBB\xBF")) text.remove_prefix(3);  // UTF-8's byte-order mark
@@ -79,7 +82,9 @@ class PolicyParser {
     const auto colon = line.find(':');
     check(colon < line.size() - 1 && line[colon + 1] != ':', "'", shorten(line),
           "' is not of the form 'fp32: op, op'");
-    const auto head = split(line.substr(0, colon), white_space);
+    std::string head_text(line.substr(0, colon));
+    const std::string fp8 = take_options(head_text);
+    const auto head = split(head_text, white_space);
     check(head.size() == 1 || (head.size() == 3 && head[1] == "when"), "'",
           shorten(line.substr(0, colon)),
           "' is not a rule, or a rule and 'when float16', 'when bfloat16' or 'when float32'");
@@ -90,13 +95,13 @@ class PolicyParser {
     std::vector<std::string> ops;
     for (const std::string& name : names) {
       if (const OpFamily* family = family_named(name)) {
-        edit(head[0], *family, when);
+        edit(head[0], *family, when, fp8);
       } else {
         check_is_no_family(name);
         ops.push_back(name);
       }
     }
-    if (!ops.empty()) edit(head[0], ops, when);
+    if (!ops.empty()) edit(head[0], ops, when, fp8);
   }
 
   void read_base(std::string_view line) {
@@ -108,7 +113,20 @@ class PolicyParser {
                                                                   : BaseTable::torch);
   }
 
-  void edit(const std::string& rule, const OpNames& ops, const When& when) {
+  /// Takes what is in brackets behind "fp8" out of `head`.
+  std::string take_options(std::string& head) const {
+    const auto open = head.find('(');
+    if (open == std::string::npos) return {};
+    const auto close = head.find(')', open);
+    check(close != std::string::npos && strip(head.substr(0, open)) == "fp8", "'", shorten(head),
+          "' is not of the form 'fp8(option option)'");
+    std::string options = head.substr(open + 1, close - open - 1);
+    head.replace(open, close - open + 1, " ");
+    return options;
+  }
+
+  void edit(const std::string& rule, const OpNames& ops, const When& when,
+            const std::string& fp8_options) {
     const CastRow* const row = row_named(rule);
     if (row == nullptr) {
       std::string known;
@@ -117,8 +135,12 @@ class PolicyParser {
       }
       check(false, "there is no rule '", shorten(rule), "'; the rules are ", known);
     }
+    const bool is_fp8 = row->cast == Cast::fp8;
+    check(!is_fp8 || parse_fp8_ != nullptr,
+          "an fp8 rule cannot come from the environment. Give it in the program, by Policy::fp8 or "
+          "load_policy()");
     try {
-      add_edit(*policy_, row->cast, ops, when);
+      add_edit(*policy_, row->cast, ops, when, is_fp8 ? parse_fp8_(fp8_options) : Fp8Rule());
     } catch (const c10::Error& error) {
       check(false, error.what_without_backtrace());
     }
@@ -148,13 +170,15 @@ class PolicyParser {
   }
 
   std::string where_;
+  ParseFp8Rule parse_fp8_;
   int64_t number_ = 1;
   std::shared_ptr<PolicyData> policy_;  // null before the line of its base; edited in place
 };
 
 /// The policy in a file of such text. `call` begins the error texts.
 inline std::shared_ptr<const PolicyData> load_policy_data(const std::string& call,
-                                                          const std::string& path) {
+                                                          const std::string& path,
+                                                          ParseFp8Rule parse_fp8) {
   std::FILE* const file = std::fopen(path.c_str(), "rb");
   TORCH_CHECK(file, call, ": cannot read '", path, "'.");
   std::string text;
@@ -162,7 +186,7 @@ inline std::shared_ptr<const PolicyData> load_policy_data(const std::string& cal
   const bool failed = std::ferror(file) != 0;
   (void)std::fclose(file);
   TORCH_CHECK(!failed, call, ": cannot read '", path, "'.");
-  return PolicyParser(call + ": '" + path + "'").parse(text);
+  return PolicyParser(call + ": '" + path + "'", parse_fp8).parse(text);
 }
 
 }  // namespace torchamp::detail

@@ -75,6 +75,7 @@ inline OverlayTable::Entry overlay_entry(const PolicyData& policy, const c10::Op
     if (is_edited && needs_shield(op, device)) entry.cast = cast;
   } else if (cast != Cast::native && !native_agrees(op, device, cast)) {
     entry.cast = cast;
+    if (cast == Cast::fp8) entry.fp8 = &policy.edits[edited->edit].fp8;
   }
   if (edited != nullptr && !edited->conditional.empty()) entry.conditional = &edited->conditional;
   return entry;

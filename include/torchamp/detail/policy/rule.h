@@ -28,6 +28,7 @@ enum class Cast : std::uint8_t {
   fp32,             ///< cast to fp32; an op with an optional output dtype is asked for fp32 instead
   promote,          ///< cast to the widest dtype among the arguments
   unchanged,        ///< left as they are, also in the ops that this op calls
+  fp8,              ///< products are made of 8-bit numbers: see Policy::fp8
 };
 
 namespace detail {
@@ -45,6 +46,7 @@ inline constexpr CastRow cast_rows[] = {
     {Cast::lower_precision, "lower_precision", true, "arguments are cast to the region's dtype"},
     {Cast::fp32, "fp32", true, "arguments are cast to fp32, or the result is asked for in fp32"},
     {Cast::promote, "promote", true, "arguments are cast to the widest dtype among them"},
+    {Cast::fp8, "fp8", true, "products of 8-bit numbers, as Policy::fp8 says"},
     {Cast::unchanged, "unchanged", false, "arguments are left as they are"},
     {Cast::native, "native", false,
      "LibTorch's own kernel for the device decides, which does what is said behind it"},
@@ -68,7 +70,7 @@ constexpr const CastRow* row_named(std::string_view name) {
 
 }  // namespace detail
 
-/// "native", "lower_precision", "fp32", "promote" or "unchanged".
+/// "native", "lower_precision", "fp32", "promote", "unchanged" or "fp8".
 constexpr std::string_view to_string(Cast cast) {
   const detail::CastRow* const row = detail::row_of(cast);
   return row == nullptr ? "?" : row->name;

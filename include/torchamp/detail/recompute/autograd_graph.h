@@ -4,35 +4,19 @@
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
-#include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <cstdint>
 #include <limits>
-#include <memory>
-#include <type_traits>
 #include <unordered_set>
 #include <utility>
 #include <vector>
 
-#include "torchamp/version.h"
+#include "torchamp/detail/autograd_node.h"
 
 namespace torchamp::detail {
-
-using NodePtr = decltype(torch::autograd::Edge::function);
-
-/// Makes a node of the autograd graph. LibTorch counts references to nodes with c10::intrusive_ptr,
-/// in older versions with std::shared_ptr.
-template <class T, class Pointer = NodePtr>
-auto make_node() {
-  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
-    return std::shared_ptr<T>(new T, [](auto* node) { deleteNode(node); });
-  } else {
-    return c10::make_intrusive<T>();
-  }
-}
 
 /// Tells the nodes that the calling thread makes after this object, up to end(), from all others.
 class NodeEpoch {

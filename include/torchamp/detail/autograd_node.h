@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <memory>
+#include <type_traits>
+#include <utility>
+
+#include "torchamp/version.h"
+
+namespace torchamp::detail {
+
+using NodePtr = decltype(torch::autograd::Edge::function);
+
+/// Makes a node of the autograd graph. LibTorch counts references to nodes with c10::intrusive_ptr,
+/// in older versions with std::shared_ptr.
+template <class T, class Pointer = NodePtr, class... Args>
+auto make_node(Args&&... args) {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
+    return std::shared_ptr<T>(new T(std::forward<Args>(args)...),
+                              [](auto* node) { deleteNode(node); });
+  } else {
+    return c10::make_intrusive<T>(std::forward<Args>(args)...);
+  }
+}
+
+}  // namespace torchamp::detail

@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/ops/aminmax.h>
+#include <ATen/ops/div.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/ScalarType.h>
+
+#include <tuple>
+
+#include "torchamp/detail/fp8/formats.h"
+#include "torchamp/version.h"
+
+namespace torchamp::detail {
+
+/// A matrix in 8 bits.
+template <class Tensor>
+struct Fp8Matrix {
+  Tensor codes;
+  Tensor inverse_scale;  // what the codes' values are to be multiplied by: 0-dim fp32
+
+  Fp8Matrix t() const { return {codes.t(), inverse_scale}; }
+};
+
+/// The largest magnitude in `tensor` as fp32, without dimensions; NaN if there is one.
+template <class Tensor>
+Tensor largest_magnitude(const Tensor& tensor) {
+  if (tensor.numel() == 0) return at::zeros({}, tensor.options().dtype(at::kFloat));
+  const auto extremes = at::aminmax(tensor);
+  return at::maximum(std::get<1>(extremes), std::get<0>(extremes).neg()).to(at::kFloat);
+}
+
+// Note [Scales of fp8]
+// A scale is the largest power of two with largest magnitude * scale <= the format's largest
+// number. So scaling rounds nothing and overflows nowhere, whatever a conversion does on overflow
+// (LibTorch 2.15's saturates, 2.11's gives NaN), and the scale of a loss, a power of two as well,
+// changes the scales and not the codes. An inf or NaN makes the scale NaN, and with it all that is
+// computed from the matrix: a scaler then skips the step. (A conversion alone would make 448 of an
+// inf.) Magnitudes below 2^-110, where products underflow in fp32 anyway, are scaled as that one,
+// so that scales and their inverses stay finite. Nothing is read by the host, and nothing is kept.
+
+/// The scale for a tensor of this largest magnitude: see Note [Scales of fp8].
+template <class Tensor>
+Tensor scale_for(const Tensor& magnitude, at::ScalarType format) {
+  // As a CPU scalar it is an argument of the kernel, and not a copy to the device.
+  const Tensor largest = at::scalar_tensor(largest_of(format), at::kFloat);
+  Tensor scale = at::div(largest, magnitude.clamp_min(0x1p-110));
+  scale.view(at::kInt).bitwise_and_(0x7F800000);  // the power of two below
+  return scale.add_(magnitude.mul(0));
+}
+
+/// `matrix`, in fp32 or a 16-bit dtype, in 8 bits at one scale.
+template <class Tensor>
+Fp8Matrix<Tensor> quantize(const Tensor& matrix, at::ScalarType format) {
+  const Tensor scale = scale_for(largest_magnitude(matrix), format);
+  // fp16 does not hold every scale. bf16 does, and so every product with one.
+  const Tensor wide = matrix.scalar_type() == at::kHalf ? matrix.to(at::kFloat) : matrix;
+  return {at::mul(wide, scale).to(format), scale.reciprocal()};
+}
+
+}  // namespace torchamp::detail

@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/stack.h>
+#include <ATen/ops/add.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/ScalarType.h>
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "torchamp/detail/fp8/function.h"
+#include "torchamp/detail/fp8/product.h"
+#include "torchamp/detail/fp8/rule.h"
+#include "torchamp/detail/fp8/text.h"
+#include "torchamp/detail/fp8/usage.h"
+#include "torchamp/fp8.h"
+
+namespace torchamp::detail {
+
+/// A call of one of the ops that can be in fp8: result = beta * added + alpha * x w^T.
+template <class Tensor>
+struct Fp8Call {
+  Tensor x, w, added;  // `added` may be undefined
+  bool w_is_transposed;
+  c10::Scalar beta = 1, alpha = 1;
+
+  static Fp8Call of(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+    const std::string& name = op.operator_name().name;
+    const auto argument = [&](std::size_t i) -> const c10::IValue& {
+      return stack[stack.size() - op.schema().arguments().size() + i];
+    };
+    if (name == "aten::addmm") {
+      return {argument(1).toTensor(), argument(2).toTensor(), argument(0).toTensor(), true,
+              argument(3).toScalar(), argument(4).toScalar()};
+    }
+    if (name == "aten::linear") {
+      return {argument(0).toTensor(), argument(1).toTensor(),
+              argument(2).isTensor() ? argument(2).toTensor() : Tensor(), false};
+    }
+    return {argument(0).toTensor(), argument(1).toTensor(), Tensor(), true};
+  }
+
+  /// K and N of the product.
+  int64_t contraction() const { return w.size(w_is_transposed ? 0 : 1); }
+  int64_t columns() const { return w.size(w_is_transposed ? 1 : 0); }
+};
+
+/// Why a call cannot be in fp8; empty if it can. Sizes that do not fit together are left to
+/// LibTorch, whose op then says so.
+template <class Tensor>
+std::string why_not_in_fp8(const Fp8Options& options, const Fp8Call<Tensor>& call,
+                           at::DeviceType device, at::ScalarType dtype) {
+  if (dtype != at::kHalf && dtype != at::kBFloat16) return "the region is not in 16 bits";
+  for (const Tensor& tensor : {call.x, call.w}) {
+    if (!tensor.defined() || !at::autocast::is_eligible(tensor, device)) {
+      return "a factor is not of a dtype or device that autocast casts";
+    }
+    if (tensor.layout() != at::kStrided || tensor.is_nested()) return "a factor is not dense";
+    if (tensor._fw_grad(0).defined()) return "a factor has a forward-mode gradient";
+  }
+  if (call.w.dim() != 2) {
+    return "the second factor has " + std::to_string(call.w.dim()) + " dimensions";
+  }
+  if (call.x.dim() == 0 || call.x.size(-1) != call.contraction()) return "sizes do not fit";
+  if (!options.only_worthwhile) return {};
+  const int64_t k = call.contraction();
+  const int64_t n = call.columns();
+  if (k % 16 != 0 || n % 16 != 0) return "not worthwhile: K or N is not a multiple of 16";
+  if (k <= 4096 && n <= 1024) return "not worthwhile: K is at most 4096 and N at most 1024";
+  return {};
+}
+
+/// Fp8Rule::run.
+template <class Tensor>
+std::string run_fp8(const Fp8Options& options, const c10::OperatorHandle& op, at::DeviceType device,
+                    torch::jit::Stack& stack) {
+  const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
+  Fp8Call<Tensor> call = Fp8Call<Tensor>::of(op, stack);
+  std::string why = why_not_in_fp8(options, call, device, dtype);
+  if (!why.empty()) return why;
+  if (op.operator_name().name != "aten::linear" && op.operator_name().name != "aten::matmul" &&
+      call.x.dim() != 2) {
+    return "sizes do not fit";
+  }
+  Tensor result = fp8_linear(call.x, call.w, call.w_is_transposed, dtype);
+  if (!call.alpha.equal(1)) result = result.mul(call.alpha);
+  if (call.added.defined() && !call.beta.equal(0)) {
+    const Tensor added = at::autocast::cached_cast(dtype, call.added, device);
+    result = at::add(result, added, call.beta);
+  }
+  torch::jit::drop(stack, op.schema().arguments().size());
+  torch::jit::push(stack, std::move(result));
+  return {};
+}
+
+/// Fp8Rule::why_not.
+template <class Tensor>
+std::string why_no_fp8_on(const Fp8Options&, at::DeviceType device) {
+  return why_no_fp8_product<Tensor>(device);
+}
+
+/// Fp8Rule::make_usage.
+template <class Tensor>
+std::shared_ptr<Fp8Usage> make_fp8_usage(const std::shared_ptr<Fp8Usage>& outer) {
+  return std::make_shared<Fp8RegionUsage<Tensor>>(outer);
+}
+
+/// The rule of Cast::fp8 with `options`.
+template <class Tensor>
+Fp8Rule make_fp8_rule(const Fp8Options& options) {
+  return {options, &run_fp8<Tensor>, &why_no_fp8_on<Tensor>, &fp8_text<Fp8Options>,
+          &make_fp8_usage<Tensor>};
+}
+
+/// A ParseFp8Rule.
+template <class Tensor>
+Fp8Rule parse_fp8_rule(const std::string& options) {
+  return make_fp8_rule<Tensor>(parse_fp8_options<Fp8Options>(options));
+}
+
+}  // namespace torchamp::detail

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include <cctype>
+#include <string>
+#include <string_view>
+
+#include "torchamp/fp8.h"
+#include "torchamp/version.h"
+
+namespace torchamp::detail {
+
+/// A recipe's name in texts.
+struct Fp8RecipeRow {
+  Fp8Recipe recipe;
+  std::string_view name;
+};
+
+inline constexpr Fp8RecipeRow fp8_recipes[] = {
+    {Fp8Recipe::tensorwise, "tensorwise"},
+};
+
+/// Fp8Rule::text.
+template <class Options>
+std::string fp8_text(const Options& options) {
+  std::string text;
+  const auto add = [&](std::string_view piece) { (text += text.empty() ? "" : " ") += piece; };
+  for (const Fp8RecipeRow& row : fp8_recipes) {
+    if (row.recipe != options.recipe || row.recipe == Fp8Recipe::tensorwise) continue;
+    add("recipe=");
+    text += row.name;
+  }
+  if (options.strict) add("strict");
+  if (options.only_worthwhile) add("only_worthwhile");
+  return text.empty() ? "fp8" : "fp8(" + text + ')';
+}
+
+/// Sets what `word` says: "recipe=rowwise", "strict". False if there is no such option.
+template <class Options>
+bool set_fp8_option(std::string_view word, Options& options) {
+  if (word == "strict") return options.strict = true;
+  if (word == "only_worthwhile") return options.only_worthwhile = true;
+  for (const Fp8RecipeRow& row : fp8_recipes) {
+    if (!word.starts_with("recipe=") || word.substr(7) != row.name) continue;
+    options.recipe = row.recipe;
+    return true;
+  }
+  return false;
+}
+
+/// The options in a text, separated by white space or commas.
+template <class Options>
+Options parse_fp8_options(std::string_view text) {
+  Options options;
+  while (!text.empty()) {
+    const auto end = text.find_first_of(" \t\r\v\f,");
+    const std::string_view word = text.substr(0, end);
+    text = end == std::string_view::npos ? std::string_view() : text.substr(end + 1);
+    if (word.empty() || set_fp8_option(word, options)) continue;
+    std::string known = "strict, only_worthwhile";
+    for (const Fp8RecipeRow& row : fp8_recipes) known.append(", recipe=").append(row.name);
+    TORCH_CHECK(false, "there is no option '", word.substr(0, 60), "' of fp8; the options are ",
+                known);
+  }
+  return options;
+}
+
+}  // namespace torchamp::detail
