@@ -38,14 +38,6 @@ class Arguments {
   const c10::IValue* first_;
 };
 
-float value_of(const Tensor& tensor) {
-  const OnDevice on_device;
-  HostView view;
-  const Tensor host = view.of(tensor);
-  const Unprotected open(view.blocks());
-  return *host.const_data_ptr<float>();
-}
-
 void check_fp32_scalar(const char* op, const char* name, const Tensor& tensor) {
   TORCH_CHECK(is_on_device(tensor), op, ": ", name, " must be on the device, is on ",
               tensor.device());
@@ -53,11 +45,18 @@ void check_fp32_scalar(const char* op, const char* name, const Tensor& tensor) {
   TORCH_CHECK(tensor.scalar_type() == at::kFloat, op, ": ", name, " must be a float tensor.");
 }
 
-/// CUDA's kernels compare the flag with 1; what it is beside 0 is a mistake.
-void check_flag(const char* op, const Tensor& flag) {
-  check_fp32_scalar(op, "found_inf", flag);
-  const float value = value_of(flag);
-  TORCH_CHECK(value == 0.F || value == 1.F, op, ": found_inf is ", value, ", neither 0 nor 1");
+/// CUDA's kernels compare the flag with 1; what it is beside 0 is a mistake. Called by the kernel,
+/// with its arguments on the host.
+void check_flag(const c10::OperatorHandle& op, const torch::jit::Stack& host) {
+  const Tensor flag = Arguments(op, host).tensor("found_inf");
+  if (!flag.defined()) return;
+  const float value = *flag.const_data_ptr<float>();
+  TORCH_CHECK(value == 0.F || value == 1.F, op.schema().name().substr(6), ": found_inf is ", value,
+              ", neither 0 nor 1");
+}
+
+void run_on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* host) {
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), host);
 }
 
 // ---- Of the scaler -----------------------------------------------------------------------------
@@ -67,7 +66,7 @@ void unscale(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const Arguments args(op, *stack);
   const Tensors gradients = args.list("self");
   check_fp32_scalar(name, "inv_scale", args.tensor("inv_scale"));
-  check_flag(name, args.tensor("found_inf"));
+  check_fp32_scalar(name, "found_inf", args.tensor("found_inf"));
   for (const Tensor& g : gradients) {
     TORCH_CHECK(is_on_device(g), name, ": one of scaled_grads was not a tensor on the device.");
     TORCH_CHECK(g.device() == gradients[0].device(), name,
@@ -80,7 +79,10 @@ void unscale(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for '",
         c10::toString(g.scalar_type()), "'");
   }
-  run_kernel(op, stack);
+  run_kernel(op, stack, [op](torch::jit::Stack* host) {
+    check_flag(op, *host);
+    run_on_the_cpu(op, host);
+  });
 }
 
 void update_scale(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -119,7 +121,7 @@ void run_in_fp32(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     }
     (*stack)[i] = wide;
   }
-  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  run_on_the_cpu(op, stack);
   for (const auto& [narrow, wide] : copies) narrow.copy_(wide);
 }
 
@@ -162,15 +164,16 @@ void fused(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     TORCH_CHECK(lr.device() == params[0].device(), name, ": lr is a tensor on ", lr.device(),
                 ", the parameters are on ", params[0].device());
   }
-  if (const Tensor flag = args.tensor("found_inf"); flag.defined()) check_flag(name, flag);
+  if (const Tensor flag = args.tensor("found_inf"); flag.defined()) {
+    check_fp32_scalar(name, "found_inf", flag);
+  }
   if (const Tensor scale = args.tensor("grad_scale"); scale.defined()) {
     check_fp32_scalar(name, "grad_scale", scale);
   }
-  if (is_lost_on_the_cpu(whole, params[0])) {
-    run_kernel(op, stack, [&](torch::jit::Stack* host) { run_in_fp32(op, host); });
-  } else {
-    run_kernel(op, stack);
-  }
+  run_kernel(op, stack, [op, wide = is_lost_on_the_cpu(whole, params[0])](torch::jit::Stack* host) {
+    check_flag(op, *host);
+    wide ? run_in_fp32(op, host) : run_on_the_cpu(op, host);
+  });
 }
 
 }  // namespace

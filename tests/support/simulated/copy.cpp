@@ -8,9 +8,11 @@
 #include <cstring>
 #include <string>
 
+#include "support/simulated/capture.h"
 #include "support/simulated/counts.h"
 #include "support/simulated/kernel.h"
 #include "support/simulated/pinned.h"
+#include "support/simulated/recorded.h"
 #include "support/simulated/register.h"
 
 namespace simulated {
@@ -19,18 +21,41 @@ namespace {
 
 using at::Tensor;
 
-std::vector<Accesses*> accesses(const Tensor& tensor) {
+std::vector<Accesses*> accesses(const Tensor& tensor, Capture* capture = nullptr) {
   if (tensor.storage().nbytes() == 0) return {};
-  return {&block_of(tensor.storage().data())->accesses};
+  Block* const block = block_of(tensor.storage().data());
+  return {capture ? capture->accesses(*block) : &block->accesses};
+}
+
+void count_written(const Tensor& to) {
+  count(&Totals::bytes_written, static_cast<int64_t>(to.nbytes()));
 }
 
 /// to.copy_(from), either of them on the device, by the device's hands.
-void move_bytes(const Tensor& from, const Tensor& to) {
-  HostView view;
+void move_bytes(const Tensor& from, const Tensor& to, Capture* capture = nullptr) {
+  HostView view(capture);
   const Tensor source = view.of(from), target = view.of(to);
   const Unprotected open(view.blocks());
   target.copy_(source);
-  if (!to.is_cpu()) count(&Totals::bytes_written, static_cast<int64_t>(to.nbytes()));
+  if (!to.is_cpu() && !capture) count_written(to);
+}
+
+/// Writes what was `taken` to pinned memory when the stream has got there.
+void defer_to_host(int64_t stream, const std::shared_ptr<void>& pinned, const Tensor& taken,
+                   char* target) {
+  defer(stream,
+        [pinned, taken, target] { std::memcpy(target, taken.const_data_ptr(), taken.nbytes()); });
+}
+
+/// Looks, when the stream has got there, whether the host has left pinned memory alone.
+void defer_look_at(int64_t stream, const std::shared_ptr<void>& pinned, const Tensor& from) {
+  const auto* const source = static_cast<const char*>(from.const_data_ptr());
+  defer(stream, [pinned, source, taken = std::string(source, from.nbytes())] {
+    if (pinned.use_count() == 1) return;  // given back meanwhile: nobody has written to it
+    if (std::memcmp(source, taken.data(), taken.size()) != 0) {
+      violated("the host wrote to pinned memory before a non-blocking copy had read it");
+    }
+  });
 }
 
 Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype,
@@ -56,15 +81,25 @@ Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
 
 void within_device(const Tensor& from, const Tensor& to) {
   const c10::DeviceGuard guard(to.device());
-  count_launch({"copy_", 1, to.numel()});
-  enqueue(current_stream(to.device().index()), "copy_", accesses(from), accesses(to));
-  move_bytes(from, to);
+  const int64_t stream = current_stream(to.device().index());
+  Capture* const capture = capture_of(stream);
+  if (!capture) count_launch({"copy_", 1, to.numel()});
+  enqueue(stream, "copy_", accesses(from, capture), accesses(to, capture));
+  move_bytes(from, to, capture);
+  if (!capture) return;
+  record_copy(*capture, "copy_", from, to, [](const Tensor& source, const Tensor& target, int64_t) {
+    count_launch({"copy_", 1, target.numel()});
+    count_written(target);
+    target.copy_(source);
+  });
 }
 
 /// On the source's stream, which waits for the target's, and the other way round after it.
 void between_devices(const Tensor& from, const Tensor& to) {
   const int64_t source = current_stream(from.device().index());
   const int64_t target = current_stream(to.device().index());
+  TORCH_CHECK(!is_capturing(source) && !is_capturing(target),
+              "simulated device: a graph with a copy to another device");
   count(&Totals::device_to_device);
   join(source, target);
   enqueue(source, "copy_ to another device", accesses(from), accesses(to));
@@ -78,37 +113,49 @@ void to_device(const Tensor& from, const Tensor& to, bool non_blocking) {
   const std::shared_ptr<void> pinned = pinned_block(from.storage().data());
   const bool direct = from.is_contiguous() && to.is_contiguous() && from.dtype() == to.dtype();
   if (!pinned) refuse_in_capture(stream, "copy_ from pageable memory to the device");
-  count(&Totals::host_to_device);
-  enqueue(stream, "copy_ to the device", {}, accesses(to));
-  move_bytes(from, to);
+  Capture* const capture = capture_of(stream);
+  if (!capture) count(&Totals::host_to_device);
+  enqueue(stream, "copy_ to the device", {}, accesses(to, capture));
+  move_bytes(from, to, capture);
   if (!non_blocking) return wait_for(stream, "copy_ to the device");
-  if (!pinned || !direct || from.numel() == 0) return;
-  const auto* const source = static_cast<const char*>(from.const_data_ptr());
-  defer(stream, [pinned, source, taken = std::string(source, from.nbytes())] {
-    if (pinned.use_count() == 1) return;  // given back meanwhile: nobody has written to it
-    if (std::memcmp(source, taken.data(), taken.size()) != 0) {
-      violated("the host wrote to pinned memory before a non-blocking copy had read it");
-    }
-  });
+  if (capture) {
+    TORCH_CHECK(direct, "simulated device: a graph with a copy that casts or gathers on the host");
+    record_copy(*capture, "copy_ to the device", from, to,
+                [pinned](const Tensor& source, const Tensor& target, int64_t on) {
+                  count(&Totals::host_to_device);
+                  count_written(target);
+                  target.copy_(source);
+                  if (source.numel() > 0) defer_look_at(on, pinned, source);
+                });
+  } else if (pinned && direct && from.numel() > 0) {
+    defer_look_at(stream, pinned, from);
+  }
 }
 
 void to_host(const Tensor& from, const Tensor& to, bool non_blocking) {
   const c10::DeviceGuard guard(from.device());
   const int64_t stream = current_stream(from.device().index());
-  count(&Totals::device_to_host);
+  Capture* const capture = capture_of(stream);
+  if (!capture) count(&Totals::device_to_host);
   const std::shared_ptr<void> pinned = pinned_block(to.storage().data());
   const bool direct = from.is_contiguous() && to.is_contiguous() && from.dtype() == to.dtype();
-  enqueue(stream, "copy_ to the host", accesses(from), {});
+  enqueue(stream, "copy_ to the host", accesses(from, capture), {});
   if (!non_blocking || !pinned || !direct) {
     wait_for(stream, "copy_ to the host");
     return move_bytes(from, to);
   }
   if (from.numel() == 0) return;
+  if (capture) {
+    return record_copy(*capture, "copy_ to the host", from, to,
+                       [pinned](const Tensor& source, const Tensor& target, int64_t on) {
+                         count(&Totals::device_to_host);
+                         defer_to_host(on, pinned, source.clone(),
+                                       static_cast<char*>(target.mutable_data_ptr()));
+                       });
+  }
   const Tensor taken = at::empty(from.sizes(), from.options().device(at::kCPU));
   move_bytes(from, taken);
-  defer(stream, [pinned, taken, target = static_cast<char*>(to.mutable_data_ptr())] {
-    std::memcpy(target, taken.const_data_ptr(), taken.nbytes());
-  });
+  defer_to_host(stream, pinned, taken, static_cast<char*>(to.mutable_data_ptr()));
 }
 
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {

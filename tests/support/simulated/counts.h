@@ -15,6 +15,7 @@ struct Totals {
   int64_t device_to_device = 0;  ///< copies between the devices; within one they are kernels
   int64_t waits = 0;             ///< times that the host waited for a device
   int64_t bytes_written = 0;     ///< by kernels and copies, to the devices' memory
+  int64_t graph_launches = 0;    ///< replays, whose kernels and copies count as well
 };
 
 Totals totals();
@@ -31,7 +32,8 @@ class Counts {
             end.device_to_host - start_.device_to_host,
             end.device_to_device - start_.device_to_device,
             end.waits - start_.waits,
-            end.bytes_written - start_.bytes_written};
+            end.bytes_written - start_.bytes_written,
+            end.graph_launches - start_.graph_launches};
   }
 
  private:

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "support/simulated/counts.h"
+#include "support/simulated/graph.h"
 #include "support/simulated/streams.h"
 
 // Note [The simulated accelerator]
@@ -17,8 +18,8 @@
 // faults when the host touches it outside of kernels and copies (memory.h), work is ordered by
 // streams and events alone (streams.h), kernels refuse what CUDA's refuse (kernel.h,
 // checked_kernels.cpp), a capturing stream refuses what a graph cannot hold (streams.h), and what
-// is launched, copied and waited for is counted (counts.h). There are no sparse tensors, and no
-// graphs.
+// is launched, copied and waited for is counted (counts.h). Graphs record its work and do it again
+// (graph.h). There are no sparse tensors.
 // LibTorch knows one accelerator in a process. Where there is a CUDA device, that is the one; with
 // CUDA_VISIBLE_DEVICES set to nothing, it is this one.
 

@@ -54,6 +54,21 @@ void dropout(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   });
 }
 
+/// A mask is turned into indices first, by an op that the host waits for, as on CUDA.
+void index(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  c10::List<std::optional<at::Tensor>> indices;
+  for (const std::optional<at::Tensor>& t : stack->back().toOptionalTensorList()) {
+    const bool is_mask = t && t->defined() && t->scalar_type() == at::kBool && is_on_device(*t);
+    if (!is_mask) {
+      indices.push_back(t);
+      continue;
+    }
+    for (const at::Tensor& column : t->nonzero().unbind(1)) indices.push_back(column);
+  }
+  stack->back() = std::move(indices);
+  run_kernel(op, stack);
+}
+
 }  // namespace
 
 void register_fallback(torch::Library& all, torch::Library& aten) {
@@ -61,6 +76,7 @@ void register_fallback(torch::Library& all, torch::Library& aten) {
   aten.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   aten.impl("convolution_backward_overrideable",
             torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
+  aten.impl("index.Tensor", torch::CppFunction::makeFromBoxedFunction<&index>());
   aten.impl("native_dropout", torch::CppFunction::makeFromBoxedFunction<&dropout>());
   // `_foreach_` ops would be taken apart for a device without kernels of its own.
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {

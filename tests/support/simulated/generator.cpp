@@ -7,6 +7,7 @@
 
 #include <array>
 
+#include "support/simulated/capture.h"
 #include "support/simulated/memory.h"
 
 namespace simulated {
@@ -47,12 +48,23 @@ class DeviceGenerator final : public c10::GeneratorImpl {
   }
 
   const at::Generator& draw() {
+    if (Capture* const capture = capture_of(current_stream(device().index()))) {
+      TORCH_CHECK(capture->device() == device().index() && this == of_device(),
+                  "simulated device: a generator that is not a device's own is not in the graph");
+      return capture->rehearsing(inner_);
+    }
     ++draws_;
     return inner_;
   }
 
  private:
-  void refuse(const char* what) const { refuse_in_capture(current_stream(device().index()), what); }
+  const DeviceGenerator* of_device() const {
+    return static_cast<DeviceGenerator*>(
+        default_generator(device().index()).unsafeGetGeneratorImpl());
+  }
+  void refuse(const char* what) const {
+    refuse_in_capture(current_stream(device().index()), what, false);
+  }
   DeviceGenerator* clone_impl() const override {
     return new DeviceGenerator(device().index(), inner_.clone());
   }

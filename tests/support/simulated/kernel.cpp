@@ -11,39 +11,15 @@
 #include <cstring>
 #include <string_view>
 
+#include "support/simulated/capture.h"
 #include "support/simulated/counts.h"
 #include "support/simulated/generator.h"
+#include "support/simulated/ivalues.h"
+#include "support/simulated/recorded.h"
 
 namespace simulated {
 
 namespace {
-
-/// Calls f(tensor) for every tensor of an argument, and stores what it returns.
-template <class F>
-void for_each_tensor(c10::IValue& value, F&& f) {
-  if (value.isTensor()) {
-    value = f(value.toTensor());
-  } else if (value.isTensorList()) {
-    std::vector<at::Tensor> list;
-    for (const at::Tensor& t : value.toTensorVector()) list.push_back(f(t));
-    value = list;
-  } else if (value.isOptionalTensorList()) {
-    c10::List<std::optional<at::Tensor>> list;
-    for (const std::optional<at::Tensor>& t : value.toOptionalTensorList()) {
-      list.push_back(t ? std::optional(f(*t)) : std::nullopt);
-    }
-    value = std::move(list);
-  }
-}
-
-template <class F>
-void look_at_each_tensor(const c10::IValue& value, F&& f) {
-  c10::IValue copy = value;
-  for_each_tensor(copy, [&](const at::Tensor& t) {
-    f(t);
-    return t;
-  });
-}
 
 /// Ops whose result's shape, or whose result on the host, depends on values: the host waits.
 bool makes_the_host_wait(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> args) {
@@ -83,7 +59,10 @@ c10::Device device_of_arguments(const c10::OperatorHandle& op, c10::ArrayRef<c10
   for (const c10::IValue& arg : args) {
     look_at_each_tensor(arg, [&](const at::Tensor& t) {
       if (!t.defined() || t.device() == *device) return;
-      if (t.is_cpu() && (t.dim() == 0 || takes_indices_from_the_host(op.schema().name()))) return;
+      if (t.is_cpu() && t.dim() == 0) return;
+      if (t.is_cpu() && takes_indices_from_the_host(op.schema().name())) {
+        return refuse_in_capture(current_stream(device->index()), "indices from the host");
+      }
       TORCH_CHECK(
           false, "simulated device: ", op.operator_name(),
           ": Expected all tensors to be on the same device, but found at least two devices, ",
@@ -112,6 +91,11 @@ int64_t kernels_of(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arg
   return alike ? 1 : static_cast<int64_t>(first.size());
 }
 
+void check_device(const Capture& capture, c10::Device device, const std::string& what) {
+  TORCH_CHECK(capture.device() == device.index(), "simulated device: ", what, " on ", device,
+              " in a capture of sim:", static_cast<int>(capture.device()));
+}
+
 }  // namespace
 
 // ---- HostView ----------------------------------------------------------------------------------
@@ -125,7 +109,7 @@ at::Tensor HostView::of(const at::Tensor& tensor) {
       place_of_.try_emplace(storage.unsafeGetStorageImpl(), storages_.size());
   const std::size_t place = at->second;
   if (is_new_storage) {
-    void* const data = storage.mutable_data();
+    void* const data = bytes_of(storage);
     storages_.push_back({storage,
                          c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(),
                                       c10::DataPtr(data, c10::kCPU), c10::GetCPUAllocator(), true),
@@ -143,7 +127,16 @@ at::Tensor HostView::of(const at::Tensor& tensor) {
   return host;
 }
 
-at::Tensor HostView::back(const at::Tensor& result, c10::Device device) {
+/// Where its bytes are for the view.
+void* HostView::bytes_of(const c10::Storage& storage) const {
+  void* const data = storage.mutable_data();
+  if (!capture_ || storage.nbytes() == 0) return data;
+  const Block& block = *block_of(data);
+  return capture_->copy_of(block) + (static_cast<char*>(data) - block.base);
+}
+
+at::Tensor HostView::back(const at::Tensor& result, c10::Device device, bool& is_fresh) {
+  is_fresh = false;
   if (!result.defined()) return result;
   for (const Pair& pair : tensors_) {
     if (pair.host.is_same(result)) return pair.device;
@@ -158,13 +151,14 @@ at::Tensor HostView::back(const at::Tensor& result, c10::Device device) {
                                                       result.storage_offset());
     return view;
   }
+  is_fresh = true;
   at::Tensor fresh = empty_like_on(device, result);
   if (fresh.numel() > 0) {
-    HostView view;
+    HostView view(capture_);
     at::Tensor host = view.of(fresh);
     const Unprotected open(view.blocks());
     host.copy_(result);
-    count(&Totals::bytes_written, static_cast<int64_t>(fresh.nbytes()));
+    if (!capture_) count(&Totals::bytes_written, static_cast<int64_t>(fresh.nbytes()));
   }
   return fresh;
 }
@@ -174,12 +168,13 @@ void HostView::resize_arguments() {
     c10::TensorImpl* const impl = pair.device.unsafeGetTensorImpl();
     c10::StorageImpl* const storage = pair.device.storage().unsafeGetStorageImpl();
     const c10::Storage& host = pair.host.storage();
-    if (host.data() != storage->data()) {  // grown: the CPU has made it a new place
+    if (host.data() != bytes_of(pair.device.storage())) {  // grown: the CPU has made it a new place
       const c10::DeviceGuard guard(pair.device.device());
       c10::DataPtr grown = device_allocator()->allocate(host.nbytes());
       if (host.nbytes() > 0) {
-        const Unprotected open({block_of(grown.get())});
-        std::memcpy(grown.get(), host.data(), host.nbytes());
+        Block* const block = block_of(grown.get());
+        const Unprotected open({block});
+        std::memcpy(capture_ ? capture_->copy_of(*block) : block->base, host.data(), host.nbytes());
       }
       storage->set_data_ptr(std::move(grown));
       storage->set_nbytes(host.nbytes());
@@ -193,6 +188,7 @@ void HostView::resize_arguments() {
 
 std::vector<Block*> HostView::blocks() const {
   std::vector<Block*> blocks;
+  if (capture_) return blocks;  // it works on copies
   for (const StoragePair& pair : storages_) {
     if (pair.device.nbytes() > 0) blocks.push_back(block_of(pair.device.data()));
   }
@@ -219,34 +215,47 @@ void run_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack,
   const c10::Device device = device_of_arguments(op, args);
   const c10::DeviceGuard guard(device);
   const int64_t stream = current_stream(device.index());
+  Capture* const capture = is_view ? nullptr : capture_of(stream);
   const std::string name = c10::toString(op.operator_name());
   if (makes_the_host_wait(op, args)) wait_for(stream, name);
   const int64_t kernels = is_view ? 0 : kernels_of(op, args);
   int64_t elements = 0;
+  std::optional<RecordedKernel> recorded;
+  if (capture) {
+    check_device(*capture, device, name);
+    recorded.emplace(op, args, kernels, instead);
+  }
 
-  HostView view;
+  HostView view(capture);
+  const auto accesses_of = [&](const at::Tensor& t) {
+    Block* const block = block_of(t.storage().data());
+    return capture ? capture->accesses(*block) : &block->accesses;
+  };
   std::vector<Accesses*> reads, writes;
   for (std::size_t i = 0; i < arguments.size(); ++i) {
     c10::IValue& arg = (*stack)[first + i];
     const bool written = arguments[i].alias_info() && arguments[i].alias_info()->isWrite();
     for_each_tensor(arg, [&](const at::Tensor& t) {
       if (is_on_device(t) && t.storage().nbytes() > 0) {
-        (written ? writes : reads).push_back(&block_of(t.storage().data())->accesses);
+        (written ? writes : reads).push_back(accesses_of(t));
         elements += t.numel();
-        if (written) count(&Totals::bytes_written, static_cast<int64_t>(t.nbytes()));
+        if (written && !capture) {
+          count(&Totals::bytes_written, static_cast<int64_t>(t.nbytes()));
+        }
       }
       return view.of(t);
     });
     if (arg.isDevice()) {
       arg = c10::Device(c10::kCPU);
-    } else if (arg.isGenerator()) {
-      arg = drawing(arg.toGenerator());
-    } else if (arg.isNone() && arguments[i].type()->str() == "Generator?") {
-      arg = drawing(default_generator(device.index()));
+    } else if (arg.isGenerator() || (arg.isNone() && arguments[i].type()->str() == "Generator?")) {
+      const at::Generator generator =
+          arg.isNone() ? default_generator(device.index()) : arg.toGenerator();
+      arg = drawing(generator);
+      if (recorded) recorded->draws_from(i, generator);
     }
   }
   if (!is_view) {
-    count_launch({name, kernels, elements});
+    if (!capture) count_launch({name, kernels, elements});
     enqueue(stream, name, reads, writes);
   }
   {
@@ -261,13 +270,16 @@ void run_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack,
   std::vector<Accesses*> fresh;
   for (std::size_t i = stack->size() - returns.size(); i < stack->size(); ++i) {
     for_each_tensor((*stack)[i], [&](const at::Tensor& t) {
-      at::Tensor result = view.back(t, device);
+      bool is_fresh = false;
+      at::Tensor result = view.back(t, device, is_fresh);
       if (!is_view && result.defined() && result.storage().nbytes() > 0) {
-        fresh.push_back(&block_of(result.storage().data())->accesses);
+        fresh.push_back(accesses_of(result));
       }
+      if (recorded) recorded->returns(is_fresh ? result : at::Tensor());
       return result;
     });
   }
+  if (recorded) std::move(*recorded).record(*capture);
   // Fresh results are this kernel's too; what it was given, it has been seen to use above.
   std::erase_if(fresh, [&](Accesses* a) { return a->written.stream >= 0 || !a->read.empty(); });
   if (!fresh.empty()) enqueue(stream, name, {}, fresh);

@@ -28,10 +28,14 @@ class OnDevice {
 /// Device tensors as CPU tensors over the same bytes, for the length of one kernel.
 class HostView {
  public:
+  /// Of `capture`'s copies of the bytes, unless it is null.
+  explicit HostView(Capture* capture = nullptr) : capture_(capture) {}
+
   at::Tensor of(const at::Tensor& tensor);
 
-  /// What a kernel returned, on the device: an argument itself, a view of an argument, or a copy.
-  at::Tensor back(const at::Tensor& result, c10::Device device);
+  /// What a kernel returned, on the device: an argument itself, a view of an argument, or a copy,
+  /// in fresh memory.
+  at::Tensor back(const at::Tensor& result, c10::Device device, bool& is_fresh);
 
   /// Gives arguments that the kernel resized their new shape and contents.
   void resize_arguments();
@@ -39,9 +43,12 @@ class HostView {
   std::vector<Block*> blocks() const;
 
  private:
+  void* bytes_of(const c10::Storage& storage) const;
+
   struct Pair {
     at::Tensor device, host;
   };
+  Capture* capture_;
   std::vector<Pair> tensors_;
   std::unordered_map<const void*, std::size_t> place_of_;  // of tensors and of storages, by address
   struct StoragePair {
@@ -55,7 +62,7 @@ class HostView {
 at::Tensor empty_like_on(c10::Device device, const at::Tensor& like);
 
 /// Runs `op` on the arguments on the stack by its CPU kernel, or by `instead`, as one kernel of the
-/// device that the arguments are on. An error if they are not all there.
+/// device that the arguments are on. An error if they are not all there. A capture keeps `instead`.
 void run_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack,
                 const std::function<void(torch::jit::Stack*)>& instead = nullptr);
 

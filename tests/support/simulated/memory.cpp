@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "support/simulated/memory.h"
 
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 #include <execinfo.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <csignal>
 #include <cstdint>
@@ -14,6 +16,9 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <utility>
+
+#include "support/simulated/capture.h"
 
 namespace simulated {
 
@@ -35,11 +40,14 @@ struct Arena {
   std::size_t used = 0;
   std::map<std::size_t, std::vector<char*>> free;  // by size
   std::map<char*, std::unique_ptr<Block>> blocks;
+  std::size_t in_use = 0;
 };
 
 struct Memory {
   std::mutex mutex;
   std::array<Arena, device_count> arenas;
+  std::uint64_t blocks_so_far = 0;
+  int64_t allocations_left = -1;  // no limit
 };
 Memory& memory() {
   static Memory* const m = new Memory;  // outlives every tensor
@@ -53,27 +61,42 @@ void protect(const Block& block, int how) {
               "simulated device: mprotect: ", std::strerror(errno));
 }
 
+/// With the mutex held.
+void give_back(Memory& m, const Block& block) {
+  Arena& arena = m.arenas[static_cast<std::size_t>(block.device)];
+  madvise(block.base, block.mapped, MADV_DONTNEED);
+  arena.in_use -= block.mapped;
+  arena.free[block.mapped].push_back(block.base);
+  arena.blocks.erase(block.base);
+}
+
 void release(void* pointer) {
   Memory& m = memory();
   Block* const block = block_of(pointer);
-  check_freed(block->accesses);
+  const std::shared_ptr<Pool> pool = block->pool;
+  if (pool) {
+    if (Capture* const capture = pool->capture) capture->add_poison(*block);
+  } else {
+    check_freed(block->accesses);
+    Capture::forget_everywhere(*block);
+  }
   const std::lock_guard lock(m.mutex);
-  Arena& arena = m.arenas[static_cast<std::size_t>(block->device)];
-  madvise(block->base, block->mapped, MADV_DONTNEED);
-  arena.free[block->mapped].push_back(block->base);
-  arena.blocks.erase(block->base);
+  if (pool && !pool->released) return pool->idle.push_back(block);
+  give_back(m, *block);
 }
 
-class DeviceAllocator final : public c10::Allocator {
+class DeviceAllocator final : public c10::DeviceAllocator {
  public:
   c10::DataPtr allocate(std::size_t bytes) override {
     const c10::Device device = c10::impl::VirtualGuardImpl(c10::kPrivateUse1).getDevice();
     if (bytes == 0) return {nullptr, device};
-    Block* const block = take(bytes, device.index());
+    Capture* const capture = capture_of(current_stream(device.index()));
+    Block* const block = take(bytes, device.index(), capture ? capture->pool() : nullptr);
     {
       const Unprotected open({block});
       std::memset(block->base, 0xFF, block->mapped);
     }
+    if (capture) capture->add_poison(*block);
     return {block->base, block->base, &release, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -82,16 +105,41 @@ class DeviceAllocator final : public c10::Allocator {
     std::memcpy(to, from, bytes);
   }
 
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {}  // there is none
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
+    if (data.get()) block_of(data.get())->accesses.recorded.insert(stream.id());
+  }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override { return {}; }
+  void resetAccumulatedStats(c10::DeviceIndex) override {}
+  void resetPeakStats(c10::DeviceIndex) override {}
+
  private:
-  static Block* take(std::size_t bytes, c10::DeviceIndex device) {
+  static Block* take(std::size_t bytes, c10::DeviceIndex device,
+                     const std::shared_ptr<Pool>& pool) {
     static const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
     const std::size_t mapped = (bytes + page - 1) / page * page;
+    const int64_t home = current_stream(device);
     auto block = std::make_unique<Block>();
     block->mapped = mapped;
     block->device = device;
-    block->accesses.home = current_stream(device);
+    block->accesses.home = home;
+    block->pool = pool;
     Memory& m = memory();
     const std::lock_guard lock(m.mutex);
+    TORCH_CHECK_WITH(OutOfMemoryError, m.allocations_left != 0,
+                     "simulated device: out of memory, by an AllocationLimit");
+    if (m.allocations_left > 0) --m.allocations_left;
+    if (pool) {
+      const auto idle = std::find_if(pool->idle.begin(), pool->idle.end(), [&](const Block* b) {
+        return b->device == device && b->mapped == mapped && b->accesses.home == home;
+      });
+      if (idle != pool->idle.end()) {
+        Block* const again = *idle;
+        pool->idle.erase(idle);
+        return again;
+      }
+    }
     Arena& arena = m.arenas[static_cast<std::size_t>(device)];
     if (std::vector<char*>& free = arena.free[mapped]; !free.empty()) {
       block->base = free.back();
@@ -102,6 +150,8 @@ class DeviceAllocator final : public c10::Allocator {
       block->base = arena.base + arena.used;
       arena.used += mapped;
     }
+    block->serial = ++m.blocks_so_far;
+    arena.in_use += mapped;
     Block* const taken = block.get();
     arena.blocks[taken->base] = std::move(block);
     return taken;
@@ -153,6 +203,39 @@ Block* block_of(const void* pointer) {
   TORCH_CHECK(pointer < block->base + block->mapped, "simulated device: ", pointer,
               " is free memory");
   return block;
+}
+
+Block* find_block(const char* base, std::uint64_t serial) {
+  const auto device = device_of(base);
+  if (!device) return nullptr;
+  Memory& m = memory();
+  const std::lock_guard lock(m.mutex);
+  const auto& blocks = m.arenas[static_cast<std::size_t>(*device)].blocks;
+  const auto found = blocks.find(const_cast<char*>(base));
+  return found != blocks.end() && found->second->serial == serial ? found->second.get() : nullptr;
+}
+
+void release_pool(Pool& pool) {
+  Memory& m = memory();
+  const std::lock_guard lock(m.mutex);
+  for (Block* const block : std::exchange(pool.idle, {})) give_back(m, *block);
+  pool.released = true;
+}
+
+std::size_t bytes_in_use(c10::DeviceIndex device) {
+  Memory& m = memory();
+  const std::lock_guard lock(m.mutex);
+  return m.arenas[static_cast<std::size_t>(device)].in_use;
+}
+
+AllocationLimit::AllocationLimit(int64_t more) {
+  const std::lock_guard lock(memory().mutex);
+  memory().allocations_left = more;
+}
+
+AllocationLimit::~AllocationLimit() {
+  const std::lock_guard lock(memory().mutex);
+  memory().allocations_left = -1;
 }
 
 Unprotected::Unprotected(std::vector<Block*> blocks) : blocks_(std::move(blocks)) {

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <utility>
 
+#include "support/simulated/capture.h"
 #include "support/simulated/counts.h"
 #include "support/simulated/memory.h"
 
@@ -28,7 +29,13 @@ struct StreamState {
   std::uint64_t count = 0;
   Clock seen;  // of other streams
   std::deque<Deferred> deferred;
-  int capturing = 0;
+  Capture* capture = nullptr;
+};
+
+/// A capture under way, or one that has ended.
+struct CaptureState {
+  int64_t origin;
+  std::string fault;
 };
 
 struct Streams {
@@ -36,6 +43,7 @@ struct Streams {
   std::vector<StreamState> all{StreamState(0), StreamState(1)};
   Clock host;  // what some thread of the host has waited for
   std::vector<std::string> violations;
+  std::map<std::uint64_t, CaptureState> captures;  // under way, by their numbers
 
   StreamState& operator[](int64_t stream) { return all.at(static_cast<std::size_t>(stream)); }
 };
@@ -69,6 +77,18 @@ void run_deferred(StreamState& stream, std::uint64_t up_to) {
     stream.deferred.pop_front();
     run();
   }
+}
+
+/// `stream` waits for work of a capture, or of none (0).
+void join_capture(Streams& s, int64_t stream, std::uint64_t other) {
+  Capture*& own = s[stream].capture;
+  if ((own ? own->id() : 0) == other) return;
+  const auto found = s.captures.find(other);
+  TORCH_CHECK(!own, "simulated device: dependency created on uncaptured work in another stream");
+  TORCH_CHECK(found != s.captures.end(),
+              "simulated device: operation not permitted on an event last recorded in a capturing "
+              "stream");
+  own = s[found->second.origin].capture;
 }
 
 /// The host has waited for everything in `clock`.
@@ -161,6 +181,7 @@ bool is_idle(int64_t stream) {
 void join(int64_t stream, int64_t other) {
   Streams& s = streams();
   const std::lock_guard lock(s.mutex);
+  join_capture(s, stream, s[other].capture ? s[other].capture->id() : 0);
   raise(s[stream].seen, seen_by(s, other));
 }
 
@@ -185,11 +206,15 @@ void record(Event& event, int64_t stream) {
   event.at = {stream, s[stream].count};
   event.seen = seen_by(s, stream);
   event.queries = 0;
+  event.capture = s[stream].capture ? s[stream].capture->id() : 0;
 }
 
 void block(const Event& event, int64_t stream) {
-  const std::lock_guard lock(streams().mutex);
-  raise(streams()[stream].seen, event.seen);
+  if (event.at.stream < 0) return;
+  Streams& s = streams();
+  const std::lock_guard lock(s.mutex);
+  join_capture(s, stream, event.capture);
+  raise(s[stream].seen, event.seen);
 }
 
 bool query(Event& event) {
@@ -211,25 +236,46 @@ void wait_for(const Event& event) {
   host_waited(s, event.seen);
 }
 
-Capturing::Capturing(c10::Stream stream) : stream_(stream.id()) {
-  const std::lock_guard lock(streams().mutex);
-  ++streams()[stream_].capturing;
+void begin_capture(Capture& capture, int64_t stream) {
+  Streams& s = streams();
+  const std::lock_guard lock(s.mutex);
+  TORCH_CHECK(!s[stream].capture, "simulated device: stream ", stream, " captures already");
+  s[stream].capture = &capture;
+  s.captures[capture.id()] = {stream, ""};
   ++captures_of_this_thread;
 }
 
-Capturing::~Capturing() {
-  const std::lock_guard lock(streams().mutex);
-  --streams()[stream_].capturing;
+std::string end_capture(Capture& capture) {
+  Streams& s = streams();
+  const std::lock_guard lock(s.mutex);
+  const CaptureState state = s.captures.at(capture.id());
+  s.captures.erase(capture.id());
   --captures_of_this_thread;
+  std::string fault = state.fault;
+  const Clock seen = seen_by(s, state.origin);
+  for (std::size_t i = 0; i < s.all.size(); ++i) {
+    if (s.all[i].capture != &capture) continue;
+    s.all[i].capture = nullptr;
+    if (!knows(seen, {static_cast<int64_t>(i), s.all[i].count}) && fault.empty()) {
+      fault = "capturing stream has unjoined work";
+    }
+  }
+  return fault;
 }
 
-bool is_capturing(int64_t stream) {
+Capture* capture_of(int64_t stream) {
   const std::lock_guard lock(streams().mutex);
-  return streams()[stream].capturing > 0;
+  return streams()[stream].capture;
 }
 
-void refuse_in_capture(int64_t stream, std::string_view what) {
-  TORCH_CHECK(captures_of_this_thread == 0 && !is_capturing(stream), "simulated device: ", what,
+void refuse_in_capture(int64_t stream, std::string_view what, bool breaks_it) {
+  Streams& s = streams();
+  const std::lock_guard lock(s.mutex);
+  const Capture* const capture = s[stream].capture;
+  if (capture && breaks_it) {
+    s.captures.at(capture->id()).fault = "operation failed due to a previous error during capture";
+  }
+  TORCH_CHECK(captures_of_this_thread == 0 && !capture, "simulated device: ", what,
               ": operation not permitted when stream is capturing");
 }
 

@@ -14,6 +14,8 @@
 
 namespace simulated {
 
+class Capture;
+
 /// How far each stream has got, by its number.
 using Clock = std::map<int64_t, std::uint64_t>;
 
@@ -69,6 +71,7 @@ void check_freed(const Accesses& accesses);
 struct Event {
   Stamp at;
   Clock seen;
+  std::uint64_t capture = 0;  ///< that it was recorded in
   int queries = 0;
 };
 void record(Event& event, int64_t stream);
@@ -79,21 +82,20 @@ void wait_for(const Event& event);
 
 // ---- Capture -----------------------------------------------------------------------------------
 
-/// While it lives, `stream` is as one that a graph is captured from: what makes the host wait, or
-/// touches the generator's state, throws, on whatever thread it happens.
-class Capturing {
- public:
-  explicit Capturing(c10::Stream stream);
-  ~Capturing();
-  Capturing(const Capturing&) = delete;
-  Capturing& operator=(const Capturing&) = delete;
-
- private:
-  int64_t stream_;
-};
-bool is_capturing(int64_t stream);
-/// Throws as CUDA does if the stream captures, or this thread's capture is under way.
-void refuse_in_capture(int64_t stream, std::string_view what);
+/// From here on `stream`, and each that waits for it, gives its work to `capture`, which must live
+/// until it has ended, on the same thread. A capture is invalid once one of its streams has waited,
+/// or the host for it. A wait for what is not in the capture is an error, as CUDA has it.
+void begin_capture(Capture& capture, int64_t stream);
+/// Returns why it is invalid, or nothing.
+std::string end_capture(Capture& capture);
+/// Null if it captures nothing.
+Capture* capture_of(int64_t stream);
+inline bool is_capturing(int64_t stream) {
+  return capture_of(stream) != nullptr;
+}
+/// Throws as CUDA does if the stream captures, or this thread's capture is under way. What LibTorch
+/// alone refuses does not break a capture.
+void refuse_in_capture(int64_t stream, std::string_view what, bool breaks_it = true);
 
 // ---- What could not be thrown ------------------------------------------------------------------
 
