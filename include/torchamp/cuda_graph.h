@@ -22,8 +22,8 @@
 #include <vector>
 
 #include "torchamp/detail/graph/body.h"
-#include "torchamp/detail/graph/cuda_recorder.h"
 #include "torchamp/detail/graph/host_access.h"
+#include "torchamp/detail/graph/make_recorder.h"
 #include "torchamp/detail/graph/recorder.h"
 #include "torchamp/detail/graph/static_inputs.h"
 #include "torchamp/detail/overlay/weight_casts.h"
@@ -41,9 +41,10 @@ struct CudaGraphOptions {
   bool enabled = true;
 };
 
-/// Runs a whole training iteration as one CUDA graph: zero_grad, forward under a guard, scaled
-/// backward, unscale_, clip, a fused step and the scale's update are captured once and then
-/// replayed, each time with new inputs. A replay costs the host one launch instead of thousands.
+/// Runs a whole training iteration as one graph of its device, a CUDA graph: zero_grad, forward
+/// under a guard, scaled backward, unscale_, clip, a fused step and the scale's update are captured
+/// once and then replayed, each time with new inputs. A replay costs the host one launch instead of
+/// thousands.
 ///
 ///     torchamp::CudaGraph iteration(optimizer, [&](const std::vector<at::Tensor>& batch) {
 ///       optimizer.zero_grad();
@@ -67,10 +68,10 @@ struct CudaGraphOptions {
 /// device, exactly as eagerly.
 ///
 /// In a replay no host code runs: what the body does on the host (counting, printing, choosing a
-/// branch) it does for the last time in the capture. Learning rates may change at any time. After
-/// another change of an optimizer's options or state, the next call runs eagerly and the one after
-/// captures again. A GradScaler's factors and intervals stay as they were in the capture; its scale
-/// may be set at any time.
+/// branch) it does for the last time in the capture. Learning rates may change at any time;
+/// captured steps round them to fp32. After another change of an optimizer's options or state, the
+/// next call runs eagerly and the one after captures again. A GradScaler's factors and intervals
+/// stay as they were in the capture; its scale may be set at any time.
 ///
 /// The optimizers must be those that the body steps, and take scale and overflow flag on the device
 /// (torchamp's fused ones). A guard belongs inside of the body. Random numbers (dropout) go on from
@@ -79,11 +80,15 @@ struct CudaGraphOptions {
 /// Threads: one call at a time, with the same current stream. Never reads the device, and the
 /// capture alone waits for it.
 ///
-/// Errors: an ordinary optimizer, parameters on a CPU or on several devices, or more graphs alive
-/// than LibTorch has streams for a device (64 with CUDA), at construction; a body that reads the
-/// device (with the op's name), in the last of the warm-up iterations, which has then run as usual;
-/// a body with DistributedDataParallel, or with checkpoint() that keeps the random state, in the
-/// first one; inputs that do not fit, which leave all as it was.
+/// Devices: CUDA, and with LibTorch 2.15 each one whose backend registers graphs there
+/// (REGISTER_GRAPH_IMPL in ATen/core/GraphImplInterface.h).
+///
+/// Errors: an ordinary optimizer, parameters on several devices or on one without graphs (a CPU,
+/// say), or more graphs alive than LibTorch has streams for a device (64 with CUDA), at
+/// construction; a body that reads the device (with the op's name), in the last of the warm-up
+/// iterations, which has then run as usual; a body with DistributedDataParallel, or with
+/// checkpoint() that keeps the random state, in the first one; inputs that do not fit, which leave
+/// all as it was.
 ///
 /// Source of the method: PyTorch's notes on CUDA graphs ("whole-network capture").
 class CudaGraph {
@@ -102,7 +107,7 @@ class CudaGraph {
   template <std::invocable<const Tensors&> Body>
   CudaGraph(Optimizers optimizers, Body body, CudaGraphOptions options = {})
       : CudaGraph(std::move(optimizers), wrap(std::move(body)), options,
-                  &detail::make_cuda_graph_recorder) {}
+                  &detail::make_graph_recorder) {}
 
   CudaGraph(const CudaGraph&) = delete;
   CudaGraph(CudaGraph&&) = delete;

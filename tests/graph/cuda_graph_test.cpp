@@ -58,9 +58,10 @@ TEST_F(OneParameter, RefusesAnOrdinaryOptimizer) {
 }
 
 TEST_F(OneParameter, RefusesParametersOnACpu) {
-  EXPECT_ERROR(CudaGraph(fused_, [](const Tensors&) {}),
-               "CudaGraph: the optimizers' parameters are on cpu, but only a CUDA device has "
-               "graphs. Move the model there");
+  EXPECT_ERROR(
+      CudaGraph(fused_, [](const Tensors&) {}),
+      "CudaGraph: the optimizers' parameters are on cpu, which has no graphs that LibTorch "
+      "knows of. Move the model to a device that has some (CUDA, say)");
 }
 
 TEST_F(OneParameter, RefusesParametersOnSeveralDevices) {

@@ -3,9 +3,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <limits>
 #include <memory>
-#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -14,106 +12,9 @@
 
 #include "support/devices.h"
 #include "support/expect_error.h"
-#include "support/repeating_recorder.h"
-#include "support/tolerances.h"
-#include "torchamp/autocast.h"
-#include "torchamp/clip_grad.h"
-#include "torchamp/cuda_graph.h"
-#include "torchamp/grad_scaler.h"
-#include "torchamp/optim.h"
+#include "support/graph_training.h"
 
 namespace {
-
-using torchamp::CudaGraph;
-using torchamp::CudaGraphOptions;
-using Tensors = CudaGraph::Tensors;
-
-/// A CudaGraph on `device`: a real one on CUDA, one that repeats on a CPU.
-template <class Body>
-std::unique_ptr<CudaGraph> make_graph(at::DeviceType device, torch::optim::Optimizer& optimizer,
-                                      Body body, Repeater::Log& log,
-                                      CudaGraphOptions options = {}) {
-  if (device == at::kCUDA) {
-    return std::make_unique<CudaGraph>(optimizer, std::move(body), options);
-  }
-  return std::make_unique<CudaGraph>(
-      CudaGraph::Optimizers{optimizer},
-      [body = std::move(body)](const Tensors& batch) mutable -> Tensors { return {body(batch)}; },
-      options, repeating(log));
-}
-
-/// A small network that is trained as users train: guard, scaler, clipping, fused step.
-struct Training {
-  explicit Training(at::DeviceType device_type, const std::string& kind = "adam")
-      : device(device_type) {
-    torch::manual_seed(7);
-    net = torch::nn::Sequential(torch::nn::Linear(6, 8), torch::nn::BatchNorm1d(8),
-                                torch::nn::ReLU(), torch::nn::Linear(8, 1));
-    to_device(net, device);
-    const auto parameters = net->parameters();
-    if (kind == "adam") {
-      optimizer =
-          std::make_unique<torchamp::FusedAdam>(parameters, torch::optim::AdamOptions(0.01));
-    } else if (kind == "adamw") {
-      optimizer = std::make_unique<torchamp::FusedAdamW>(
-          parameters, torch::optim::AdamWOptions(0.01).amsgrad(true));
-    } else {
-      optimizer = std::make_unique<torchamp::FusedSGD>(
-          parameters, torch::optim::SGDOptions(0.05).momentum(0.9).nesterov(true));
-    }
-  }
-
-  at::Tensor step(const Tensors& batch) {
-    ++calls;
-    optimizer->zero_grad();
-    at::Tensor loss;
-    {
-      const torchamp::AutocastGuard autocast(device.type());
-      loss = torch::mse_loss(net->forward(batch[0]), batch[1]);
-    }
-    scaler.scale(loss).backward();
-    torchamp::clip_grad_norm_(scaler, *optimizer, 0.5);
-    scaler.step(*optimizer);
-    scaler.update();
-    return loss;
-  }
-
-  /// Batch `i`; every fifth one overflows.
-  Tensors batch(int i) const {
-    auto generator = at::make_generator<at::CPUGeneratorImpl>(100 + i);
-    at::Tensor x = at::randn({4, 6}, generator), y = at::randn({4, 1}, generator);
-    if (i % 5 == 3) y.fill_(std::numeric_limits<float>::infinity());
-    return {x.to(device), y.to(device)};
-  }
-
-  at::Device device;
-  torch::nn::Sequential net;
-  std::unique_ptr<torch::optim::Optimizer> optimizer;
-  torchamp::GradScaler scaler{{.init_scale = 1024., .growth_interval = 3}};
-  int calls = 0;
-};
-
-/// A graph of `training`'s steps.
-std::unique_ptr<CudaGraph> graph_of_steps(Training& training, Repeater::Log& log) {
-  return make_graph(
-      training.device.type(), *training.optimizer,
-      [&training](const Tensors& batch) { return training.step(batch); }, log);
-}
-
-void expect_equal_training(const Training& a, const Training& b) {
-  const auto pa = a.net->parameters(), pb = b.net->parameters();
-  for (std::size_t i = 0; i < pa.size(); ++i) expect_close(pa[i], pb[i]);
-  const auto ba = a.net->buffers(), bb = b.net->buffers();
-  for (std::size_t i = 0; i < ba.size(); ++i) expect_close(ba[i], bb[i]);
-  EXPECT_EQ(a.scaler.get_scale(), b.scaler.get_scale());
-}
-
-/// Takes batch `i` to both, which must agree afterwards.
-void step_both(Training& eager, Training& captured, CudaGraph& graph, int i) {
-  eager.step(eager.batch(i));
-  graph(captured.batch(i));
-  expect_equal_training(captured, eager);
-}
 
 // ---- The same as eagerly ------------------------------------------------------------------------
 
@@ -135,7 +36,7 @@ TEST_P(OnDevice, AgreesWithTheEagerRunStepByStep) {
       expect_equal_training(captured, eager);
     }
     EXPECT_TRUE(graph->is_captured());
-    EXPECT_EQ(captured.calls, GetParam() == at::kCUDA ? 4 : 24);
+    EXPECT_EQ(captured.calls, has_graphs(GetParam()) ? 4 : 24);
   }
 }
 
@@ -242,7 +143,7 @@ TEST_P(OnDevice, HoldsAWholeWindowOfAccumulation) {
   };
   Repeater::Log log;
   const auto graph = make_graph(
-      GetParam(), *captured.optimizer,
+      GetParam(), {*captured.optimizer},
       [&](const Tensors& batches) { return window(captured, batches); }, log);
   for (int i = 0; i < 8; ++i) {
     Tensors batches = eager.batch(i);
@@ -282,13 +183,8 @@ TEST_P(OnDevice, HoldsSeveralOptimizers) {
     return {step(captured, captured_optimizers, batch)};
   };
   Repeater::Log log;
-  std::optional<CudaGraph> graph;
-  const CudaGraph::Optimizers both{*captured_optimizers.first, *captured_optimizers.second};
-  if (GetParam() == at::kCUDA) {
-    graph.emplace(both, body);
-  } else {
-    graph.emplace(both, body, CudaGraphOptions{}, repeating(log));
-  }
+  const auto graph =
+      make_graph(GetParam(), {*captured_optimizers.first, *captured_optimizers.second}, body, log);
   for (int i = 0; i < 10; ++i) {
     step(eager, eager_optimizers, eager.batch(i));
     (*graph)(captured.batch(i));
@@ -296,95 +192,108 @@ TEST_P(OnDevice, HoldsSeveralOptimizers) {
   }
 }
 
-// ---- On a GPU alone -----------------------------------------------------------------------------
+// ---- Where there are graphs ---------------------------------------------------------------------
 
-TEST(CudaGraphOnCuda, TakesInputsFromTheHost) {
-  SKIP_WITHOUT(at::kCUDA);
-  Training eager(at::kCUDA), captured(at::kCUDA);
-  CudaGraph graph(*captured.optimizer, [&](const Tensors& batch) { return captured.step(batch); });
+class WithGraphs : public ::testing::TestWithParam<at::DeviceType> {
+ protected:
+  Repeater::Log log_;  // of nothing
+
+  std::unique_ptr<CudaGraph> graph_of(Training& training, auto body,
+                                      CudaGraphOptions options = {}) {
+    return make_graph(GetParam(), {*training.optimizer}, std::move(body), log_, options);
+  }
+};
+INSTANTIATE_TEST_SUITE_P(CudaGraph, WithGraphs, ::testing::Values(at::kCUDA, at::kPrivateUse1),
+                         device_name);
+
+TEST_P(WithGraphs, TakesInputsFromTheHost) {
+  SKIP_WITHOUT(GetParam());
+  Training eager(GetParam()), captured(GetParam());
+  const auto graph = graph_of_steps(captured, log_);
   for (int i = 0; i < 8; ++i) {
     const Tensors batch = eager.batch(i);
     eager.step(batch);
-    graph({batch[0].cpu().pin_memory(), batch[1].cpu()});
+    (*graph)({batch[0].cpu().pin_memory(), batch[1].cpu()});
     expect_equal_training(captured, eager);
   }
 }
 
-TEST(CudaGraphOnCuda, FindsReadsAndCopiesBeforeTheCapture) {
-  SKIP_WITHOUT(at::kCUDA);
-  Training training(at::kCUDA);
+TEST_P(WithGraphs, FindsReadsAndCopiesBeforeTheCapture) {
+  SKIP_WITHOUT(GetParam());
+  Training training(GetParam());
   const auto expect_found = [&](auto access, const char* text) {
-    CudaGraph graph(*training.optimizer,
-                    [&](const Tensors& batch) {
-                      access(batch);
-                      return training.step(batch);
-                    },
-                    {.warmup = 1});
-    EXPECT_ERROR(graph(training.batch(0)), text);
-    EXPECT_FALSE(graph.is_captured());
+    const auto graph = graph_of(training,
+                                [&](const Tensors& batch) {
+                                  access(batch);
+                                  return training.step(batch);
+                                },
+                                {.warmup = 1});
+    EXPECT_ERROR((*graph)(training.batch(0)), text);
+    EXPECT_FALSE(graph->is_captured());
   };
   expect_found([](const Tensors& batch) { batch[0].sum().item<float>(); }, "Tensor::item");
   expect_found([](const Tensors& batch) { batch[0].cpu(); }, "from the device to the host");
-  expect_found([](const Tensors&) { torch::ones({2}).cuda(); }, "from the host to the device");
+  expect_found([](const Tensors& batch) { torch::ones({2}).to(batch[0].device()); },
+               "from the host to the device");
   expect_found([](const Tensors& batch) { batch[0].nonzero(); }, "aten::nonzero");
   expect_found([](const Tensors& batch) { batch[0].index({batch[0] > 0}); }, "aten::nonzero");
 }
 
-TEST(CudaGraphOnCuda, RecoversFromAnExceptionInTheCapture) {
-  SKIP_WITHOUT(at::kCUDA);
-  Training eager(at::kCUDA), captured(at::kCUDA);
+TEST_P(WithGraphs, RecoversFromAnExceptionInTheCapture) {
+  SKIP_WITHOUT(GetParam());
+  Training eager(GetParam()), captured(GetParam());
   bool fails = true;
-  CudaGraph graph(*captured.optimizer,
-                  [&](const Tensors& batch) {
-                    at::Tensor loss = captured.step(batch);
-                    if (captured.calls == 3 && std::exchange(fails, false))
-                      throw std::runtime_error("mine");
-                    return loss;
-                  },
-                  {.warmup = 2});
+  const auto graph = graph_of(captured,
+                              [&](const Tensors& batch) {
+                                at::Tensor loss = captured.step(batch);
+                                if (captured.calls == 3 && std::exchange(fails, false))
+                                  throw std::runtime_error("mine");
+                                return loss;
+                              },
+                              {.warmup = 2});
   for (int i = 0; i < 10; ++i) {
     if (i == 2) {
-      EXPECT_THROW(graph(captured.batch(i)), std::runtime_error);
+      EXPECT_THROW((*graph)(captured.batch(i)), std::runtime_error);
     }
-    step_both(eager, captured, graph, i);
+    step_both(eager, captured, *graph, i);
   }
-  EXPECT_TRUE(graph.is_captured());
+  EXPECT_TRUE(graph->is_captured());
 }
 
-TEST(CudaGraphOnCuda, IsRightWithinAGuardThatStaysOpen) {
-  SKIP_WITHOUT(at::kCUDA);
-  Training eager(at::kCUDA), captured(at::kCUDA);
-  CudaGraph graph(*captured.optimizer, [&](const Tensors& batch) { return captured.step(batch); });
+TEST_P(WithGraphs, IsRightWithinAGuardThatStaysOpen) {
+  SKIP_WITHOUT(GetParam());
+  Training eager(GetParam()), captured(GetParam());
+  const auto graph = graph_of_steps(captured, log_);
   for (int i = 0; i < 10; ++i) eager.step(eager.batch(i));
-  const torchamp::AutocastGuard outside(at::kCUDA, {.enabled = false});
-  for (int i = 0; i < 10; ++i) graph(captured.batch(i));
+  const torchamp::AutocastGuard outside(GetParam(), {.enabled = false});
+  for (int i = 0; i < 10; ++i) (*graph)(captured.batch(i));
   expect_equal_training(captured, eager);
 }
 
-TEST(CudaGraphOnCuda, DrawsNewRandomNumbersInEachReplay) {
-  SKIP_WITHOUT(at::kCUDA);
-  Training training(at::kCUDA);
-  CudaGraph graph(*training.optimizer,
-                  [&](const Tensors& batch) {
-                    training.step(batch);
-                    return torch::rand({4}, torch::device(at::kCUDA));
-                  },
-                  {.warmup = 1});
-  graph(training.batch(0));
-  const at::Tensor first = graph(training.batch(1))[0].clone();
-  const at::Tensor second = graph(training.batch(2))[0].clone();
+TEST_P(WithGraphs, DrawsNewRandomNumbersInEachReplay) {
+  SKIP_WITHOUT(GetParam());
+  Training training(GetParam());
+  const auto graph = graph_of(training,
+                              [&](const Tensors& batch) {
+                                training.step(batch);
+                                return torch::rand({4}, torch::device(GetParam()));
+                              },
+                              {.warmup = 1});
+  (*graph)(training.batch(0));
+  const at::Tensor first = (*graph)(training.batch(1))[0].clone();
+  const at::Tensor second = (*graph)(training.batch(2))[0].clone();
   EXPECT_FALSE(at::equal(first, second));
 }
 
-TEST(CudaGraphOnCuda, GivesItsMemoryBack) {
-  SKIP_WITHOUT(at::kCUDA);
-  Training training(at::kCUDA);
+TEST_P(WithGraphs, GivesItsMemoryBack) {
+  SKIP_WITHOUT(GetParam());
+  Training training(GetParam());
   for (int i = 0; i < 3; ++i) {
-    CudaGraph graph(*training.optimizer, [&](const Tensors& batch) { return training.step(batch); },
-                    {.warmup = 1});
-    for (int step = 0; step < 4; ++step) graph(training.batch(step));
+    const auto graph = graph_of(
+        training, [&](const Tensors& batch) { return training.step(batch); }, {.warmup = 1});
+    for (int step = 0; step < 4; ++step) (*graph)(training.batch(step));
   }
-  Training eager(at::kCUDA);  // the model is whole without its graph
+  Training eager(GetParam());  // the model is whole without its graph
   EXPECT_NO_THROW(training.step(training.batch(0)));
   EXPECT_TRUE(training.net->parameters()[0].isfinite().all().item<bool>());
 }

@@ -6,7 +6,7 @@
 #include <torchamp/cuda_graph.h>
 #include <torchamp/distributed/nccl.h>
 
-template class std::unique_ptr<torchamp::detail::CudaGraphRecorder>;
+template class std::unique_ptr<torchamp::detail::CudaDeviceGraph>;
 
 [[maybe_unused]] static void use(c10d::ProcessGroup& group) {
   torchamp::add_nccl(group);
