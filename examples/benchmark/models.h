@@ -2,13 +2,18 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
+#include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "benchmark/models/bert.h"
 #include "benchmark/models/checkerboard.h"
 #include "benchmark/models/feed_forward.h"
+#include "benchmark/models/gpt.h"
 #include "benchmark/models/unet.h"
 #include "benchmark/models/yolo.h"
 #include "benchmark/workload.h"
@@ -17,32 +22,40 @@
 /// What the comparison knows of a workload before it is made.
 struct ModelEntry {
   std::string name, title;
-  Sizes small, full;                     ///< the presets
-  std::int64_t small_steps, full_steps;  ///< per round
+  std::map<Preset, Sizes> sizes;
+  std::map<Preset, std::int64_t> steps;  ///< per round
+  /// What torch.amp saved of the time against fp32 on NVIDIA's V100 and T4, see write_report().
+  std::string saved_elsewhere;
   std::unique_ptr<Workload> (*make)(const Sizes&);
 };
 
 template <class Model>
-ModelEntry model_entry(std::string name, std::string title, std::int64_t small_steps,
-                       std::int64_t full_steps) {
-  return {std::move(name),
-          std::move(title),
-          Model::sizes(true),
-          Model::sizes(false),
-          small_steps,
-          full_steps,
-          [](const Sizes& sizes) -> std::unique_ptr<Workload> {
-            return std::make_unique<Model>(sizes);
-          }};
+ModelEntry model_entry(std::string name, std::string title, std::array<std::int64_t, 3> steps,
+                       std::string saved_elsewhere = "") {
+  ModelEntry entry{std::move(name),
+                   std::move(title),
+                   {},
+                   {},
+                   std::move(saved_elsewhere),
+                   [](const Sizes& sizes) -> std::unique_ptr<Workload> {
+                     return std::make_unique<Model>(sizes);
+                   }};
+  std::size_t i = 0;
+  for (const Preset preset : {Preset::small, Preset::large, Preset::full}) {
+    entry.sizes[preset] = Model::sizes(preset);
+    entry.steps[preset] = steps[i++];
+  }
+  return entry;
 }
 
 inline const std::vector<ModelEntry>& all_models() {
   static const std::vector<ModelEntry> models{
-      model_entry<FeedForward>("feed_forward", "Feed-forward", 40, 100),
-      model_entry<UNet>("unet", "UNet", 4, 8),
-      model_entry<Bert>("bert", "BERT", 20, 8),
-      model_entry<Yolo>("yolo", "YOLO", 4, 4),
-      model_entry<Checkerboard>("checkerboard", "Checkerboard", 40, 10),
+      model_entry<FeedForward>("feed_forward", "Feed-forward", {40, 10, 100}, "nothing"),
+      model_entry<UNet>("unet", "UNet", {4, 2, 8}, "5 to 30 %"),
+      model_entry<Bert>("bert", "BERT", {20, 2, 8}, "50 to 60 %"),
+      model_entry<GptWorkload>("gpt", "GPT", {10, 2, 4}),
+      model_entry<Yolo>("yolo", "YOLO", {4, 2, 4}),
+      model_entry<Checkerboard>("checkerboard", "Checkerboard", {40, 4, 10}),
   };
   return models;
 }

@@ -188,6 +188,54 @@ class Checkerboard(nn.Sequential):
         return F.mse_loss(self(batch[0]), batch[1])
 
 
+# ---- GPT -----------------------------------------------------------------------------------------
+
+
+class GptBlock(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.attention, self.output = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        def split(t):
+            return t.view(t.size(0), t.size(1), self.heads, -1).transpose(1, 2)
+
+        query, key, value = self.attention(self.norm1(x)).chunk(3, -1)
+        attended = F.scaled_dot_product_attention(
+            split(query), split(key), split(value), is_causal=True)
+        y = x + self.output(attended.transpose(1, 2).reshape(x.shape))
+        return y + self.down(F.gelu(self.up(self.norm2(y))))
+
+
+class Gpt(nn.Module):
+    def __init__(self, sizes):
+        super().__init__()
+        self.batch, self.length = sizes["batch"], sizes["length"]
+        width = sizes["width"]
+        self.words, self.positions = nn.Embedding(256, width), nn.Embedding(self.length, width)
+        self.blocks = nn.Sequential(
+            *(GptBlock(width, sizes["heads"]) for _ in range(sizes["layers"])))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 256, bias=False)
+        self.recipe = Recipe(optimizer="adamw", clip_norm=1.0, accumulate=2)
+
+    def make_batch(self):
+        return [torch.randint(256, (self.batch, self.length + 1))]
+
+    def forward(self, text):
+        places = torch.arange(text.size(1), device=text.device)
+        x = self.words(text) + self.positions(places)
+        return self.head(self.norm(self.blocks(x)))
+
+    def loss(self, batch):
+        logits = self(batch[0][:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), batch[0][:, 1:].flatten())
+
+
 # ---- YOLO ----------------------------------------------------------------------------------------
 
 
@@ -341,5 +389,5 @@ def complete_iou(a, b):
     return iou - (distance / diagonal + shape * weight)
 
 
-MODELS = {"feed_forward": FeedForward, "unet": UNet, "bert": Bert, "yolo": Yolo,
+MODELS = {"feed_forward": FeedForward, "unet": UNet, "bert": Bert, "gpt": Gpt, "yolo": Yolo,
           "checkerboard": Checkerboard}

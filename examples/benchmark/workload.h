@@ -13,6 +13,10 @@
 /// A workload's sizes by name, such as {"batch", 16}. models.py knows the same names.
 using Sizes = std::map<std::string, std::int64_t>;
 
+/// How large a workload is: `small` for steps of milliseconds, `large` so that products take most
+/// of a step on a CPU with fast 16-bit units, `full` for a GPU.
+enum class Preset { small, large, full };
+
 /// How a workload's weights are updated.
 struct Recipe {
   enum class Optimizer { adam, adamw, sgd } optimizer = Optimizer::adam;

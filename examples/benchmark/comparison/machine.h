@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <string>
 #include <system_error>
+#include <utility>
 #include <vector>
 
 #include "benchmark/comparison/options.h"
@@ -15,6 +16,7 @@
 #include "support/arguments.h"
 #include "support/cpu_features.h"
 #include "support/device.h"
+#include "support/product_times.h"
 
 /// What a shell command writes, up to the first line's end; empty if it fails.
 inline std::string first_line_of(const std::string& command) {
@@ -58,6 +60,27 @@ inline std::string command_without_paths(int argc, const char* const* argv) {
   return command;
 }
 
+/// The preset that was asked for; else the one that fits the device. On a CPU products are timed.
+inline void choose_preset(Plan& plan, const std::string& wish) {
+  plan.why.clear();
+  if (plan.device != "cpu") {
+    plan.preset = Preset::full;
+  } else {
+    torch::set_num_threads(static_cast<int>(plan.threads));
+    const auto dtype = plan.dtypes.back() == "fp16" ? at::kHalf : at::kBFloat16;
+    const support::ProductTimes times = support::time_products(dtype);
+    plan.preset = times.speedup() >= 1.3 ? Preset::large : Preset::small;
+    plan.why = support::describe(times, dtype) + " ";
+  }
+  constexpr std::pair<const char*, Preset> presets[] = {
+      {"small", Preset::small}, {"large", Preset::large}, {"full", Preset::full}};
+  for (const auto& [name, preset] : presets) {
+    if (wish == name) plan.preset = preset;
+    if (plan.preset == preset) plan.why += std::string("The preset is ") + name;
+  }
+  plan.why += wish == "auto" ? "." : ", as was asked for.";
+}
+
 /// All that is settled before the first worker starts. Throws support::UsageError.
 inline Plan make_plan(const Options& options) {
   Plan plan;
@@ -74,9 +97,9 @@ inline Plan make_plan(const Options& options) {
     if (is_fast(at::kHalf)) plan.dtypes.emplace_back("fp16");
     if (is_fast(at::kBFloat16) || plan.dtypes.empty()) plan.dtypes.emplace_back("bf16");
   }
-  plan.small = options.preset == "small" || (options.preset == "auto" && !cuda);
   plan.rounds = options.rounds;
   plan.threads = options.threads > 0 || cuda ? options.threads : torch::get_num_threads();
+  choose_preset(plan, options.preset);
   plan.clock = options.clock;
   if (plan.clock == "processor" && (cuda || plan.threads != 1)) {
     throw support::UsageError("--clock processor: needs --device cpu --threads 1");
@@ -101,7 +124,7 @@ inline Circumstances describe(const Plan& plan, const std::string& command) {
   if (plan.device == "cuda") {
     const std::string name = first_line_of("nvidia-smi --query-gpu=name --format=csv,noheader");
     circumstances.device_name = name.empty() ? "CUDA device" : name;
-    circumstances.device = circumstances.device_name + ".";
+    circumstances.device = circumstances.device_name + ". " + plan.why;
     return circumstances;
   }
   circumstances.device_name = support::cpu_name();
@@ -117,7 +140,7 @@ inline Circumstances describe(const Plan& plan, const std::string& command) {
     circumstances.device += units.empty() ? ", without fast " + name + " products"
                                           : ", with fast " + name + " products (" + units + ")";
   }
-  circumstances.device += ".";
+  circumstances.device += ". " + plan.why;
   return circumstances;
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Five models, trained in every way that a user of LibTorch or PyTorch has, side by side: time,
+// Six models, trained in every way that a user of LibTorch or PyTorch has, side by side: time,
 // memory and final loss. `comparison --help` lists the options.
 #include <algorithm>
 #include <deque>
@@ -33,10 +33,9 @@ int compare(const Options& options, const std::string& command) {
     if (!wanted.empty() && std::find(wanted.begin(), wanted.end(), model.name) == wanted.end()) {
       continue;
     }
-    races.push_back(
-        {.model = &model,
-         .sizes = sizes_of(model, plan.small, options.sizes),
-         .steps = options.steps.value_or(plan.small ? model.small_steps : model.full_steps)});
+    races.push_back({.model = &model,
+                     .sizes = sizes_of(model, plan.preset, options.sizes),
+                     .steps = options.steps.value_or(model.steps.at(plan.preset))});
     run(plan, races.back());
   }
 

@@ -64,10 +64,10 @@ inline void set_size(Sizes& sizes, const std::string& text) {
   }
 }
 
-/// `preset` with what the options change.
-inline Sizes sizes_of(const ModelEntry& model, bool small,
+/// The sizes of `preset`, with what the options change.
+inline Sizes sizes_of(const ModelEntry& model, Preset preset,
                       const std::vector<std::string>& changes) {
-  Sizes sizes = small ? model.small : model.full;
+  Sizes sizes = model.sizes.at(preset);
   for (const std::string& change : changes) {
     if (change.starts_with(model.name + ".")) set_size(sizes, change.substr(model.name.size() + 1));
   }
@@ -79,7 +79,7 @@ inline std::optional<Options> parse_options(int argc, const char* const* argv) {
   Options options;
   std::string out = options.out.string();
   support::Arguments arguments("comparison",
-                               "Trains five models in fp32 and in mixed precision, with LibTorch "
+                               "Trains six models in fp32 and in mixed precision, with LibTorch "
                                "by hand, with torchamp and\n"
                                "with Python's torch.amp, all from the same weights and in turns, "
                                "and writes what each takes\n"
@@ -100,18 +100,21 @@ inline std::optional<Options> parse_options(int argc, const char* const* argv) {
   for (const ModelEntry& model : all_models()) names.push_back(model.name);
   arguments.add_choice("--device", {"auto", "cpu", "cuda"}, "Default: CUDA where there is one.",
                        options.device.device);
-  arguments.add("--models", "LIST", "Of feed_forward,unet,bert,yolo,checkerboard. Default: all.",
+  arguments.add("--models", "LIST",
+                "Of feed_forward,unet,bert,gpt,yolo,checkerboard. Default: all.",
                 list(options.models, names));
   arguments.add("--dtypes", "LIST",
                 "Of fp16,bf16. Default: both on CUDA; on a CPU those it is fast in, else bf16.",
                 list(options.dtypes, {"fp16", "bf16"}));
-  arguments.add_choice("--preset", {"auto", "small", "full"},
-                       "Sizes of models and batches. Default: full on CUDA, small on a CPU.",
-                       options.preset);
+  arguments.add_choice(
+      "--preset", {"auto", "small", "large", "full"},
+      "Sizes of models and batches. Default: full on CUDA; on a CPU large if 16-bit products are\n"
+      "faster than fp32's, as measured at the start, else small.",
+      options.preset);
   arguments.add("--set", "MODEL.SIZE=N", "Another size, such as bert.batch=8. May be repeated.",
                 [&](const std::string& text) {
                   const std::string model = text.substr(0, text.find('.'));
-                  sizes_of(find_model(model), true, {text});
+                  sizes_of(find_model(model), Preset::small, {text});
                   options.sizes.push_back(text);
                 });
   arguments.add("--python", "PATH",
@@ -139,7 +142,7 @@ inline WorkerOptions parse_worker_options(int argc, const char* const* argv) {
   support::Arguments arguments("comparison --worker", "Serves the comparison.");
   arguments.add("--model", "NAME", "", [&](const std::string& text) {
     options.model = text;
-    options.sizes = find_model(text).small;
+    options.sizes = find_model(text).sizes.at(Preset::small);
   });
   arguments.add_choice("--casts", {"fp32", "raw", "torch", "standard"}, "", options.way.casts);
   arguments.add_choice("--dtype", {"fp32", "fp16", "bf16"}, "", options.way.dtype);

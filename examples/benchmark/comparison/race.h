@@ -25,7 +25,8 @@ struct Plan {
   std::string python;         ///< empty: none
   std::string worker_script;  ///< its twin
   std::vector<std::string> dtypes;
-  bool small = true;
+  Preset preset = Preset::small;
+  std::string why;  ///< this preset, for the reader
   std::int64_t rounds = 7;
   std::int64_t threads = 0;
   std::string clock = "wall";  ///< wall, processor
@@ -52,7 +53,7 @@ inline std::string why_not(const Plan& plan, const ModelEntry& model, const Way&
   if (!way.is_captured()) return "";
   if (plan.device != "cuda") return "only a CUDA device has graphs";
   if (way.is_python()) {
-    const bool averages = model.make(model.small)->recipe().weight_average;
+    const bool averages = model.make(model.sizes.at(Preset::small))->recipe().weight_average;
     return averages ? "torch.amp tells nobody on the device whether a step was skipped, which the "
                       "average of the weights has to know"
                     : "";

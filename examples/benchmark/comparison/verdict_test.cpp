@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "benchmark/comparison/machine.h"
 #include "benchmark/comparison/race.h"
 #include "benchmark/comparison/report.h"
 #include "support/format.h"
@@ -55,7 +56,9 @@ struct MadeUpRace {
 
   std::string wrong(const Contestant& contestant) const { return judge(race, contestant).wrong; }
 
-  Race race{.model = &find_model("unet"), .sizes = find_model("unet").small, .steps = 1};
+  Race race{.model = &find_model("unet"),
+            .sizes = find_model("unet").sizes.at(Preset::small),
+            .steps = 1};
 };
 
 TEST(Verdict, AcceptsLossesThatDifferByRounding) {
@@ -138,6 +141,30 @@ TEST(Report, IsContentWhereAllAgree) {
   EXPECT_TRUE(print_table(screen, all.race));
 }
 
+TEST(Report, ShowsWhatIsSavedBesideWhatWasSavedElsewhere) {
+  MadeUpRace all;
+  all.add(libtorch, 0.5, 1., {0.5});
+  all.add(mixed, 0.5, 1., {0.25});
+  std::deque<Race> races;
+  races.push_back(std::move(all.race));
+  std::ostringstream summary;
+  write_summary(summary, races, /*captured=*/false);
+  EXPECT_THAT(summary.str(), HasSubstr("\n| UNet |  | 50 % |  |  | 5 to 30 % |\n"));
+}
+
+TEST(Plan, TakesThePresetThatWasAskedForAndElseTheOneThatTheProductsAreFastEnoughFor) {
+  Plan plan;
+  plan.device = "cpu";
+  plan.threads = 1;
+  plan.dtypes = {"bf16"};
+  choose_preset(plan, "full");
+  EXPECT_EQ(plan.preset, Preset::full);
+  EXPECT_THAT(plan.why, HasSubstr(" The preset is full, as was asked for."));
+  choose_preset(plan, "auto");
+  EXPECT_NE(plan.preset, Preset::full);
+  EXPECT_THAT(plan.why, HasSubstr("A product of 512 x 512 matrices takes "));
+}
+
 TEST(Race, SkipsCapturedWaysWithAReason) {
   Way captured = fused;
   captured.launch = "captured";
@@ -161,13 +188,14 @@ TEST(Race, SkipsCapturedWaysWithAReason) {
 }
 
 TEST(Models, HaveThePublishedNumbersOfParameters) {
-  const auto count = [](const char* name, bool small) {
+  const auto count = [](const char* name, Preset preset) {
     const ModelEntry& entry = find_model(name);
-    return count_parameters(entry.make(small ? entry.small : entry.full)->module());
+    return count_parameters(entry.make(entry.sizes.at(preset))->module());
   };
-  EXPECT_EQ(count("unet", false), 7'703'497);
-  EXPECT_EQ(count("unet", true), 7'703'497);
-  EXPECT_EQ(count("yolo", false), 1'872'157);  // YOLOv5n with 80 classes
+  for (const Preset preset : {Preset::small, Preset::large, Preset::full}) {
+    EXPECT_EQ(count("unet", preset), 7'703'497);
+  }
+  EXPECT_EQ(count("yolo", Preset::full), 1'872'157);  // YOLOv5n with 80 classes
 }
 
 }  // namespace

@@ -10,11 +10,19 @@
 /// can be compared by their losses.
 class Bert final : public Workload {
  public:
-  static Sizes sizes(bool small) {
-    return small ? Sizes{{"batch", 4},   {"length", 32}, {"layers", 2},
-                         {"width", 128}, {"heads", 2},   {"vocabulary", 2048}}
-                 : Sizes{{"batch", 32},  {"length", 128}, {"layers", 12},
-                         {"width", 768}, {"heads", 12},   {"vocabulary", 30522}};
+  static Sizes sizes(Preset preset) {
+    switch (preset) {
+      case Preset::small:
+        return {{"batch", 4},   {"length", 32}, {"layers", 2},
+                {"width", 128}, {"heads", 2},   {"vocabulary", 2048}};
+      case Preset::large:
+        return {{"batch", 4},   {"length", 128}, {"layers", 2},
+                {"width", 768}, {"heads", 12},   {"vocabulary", 4096}};
+      case Preset::full:
+        break;
+    }
+    return {{"batch", 32},  {"length", 128}, {"layers", 12},
+            {"width", 768}, {"heads", 12},   {"vocabulary", 30522}};
   }
 
   explicit Bert(const Sizes& sizes) : sizes_(sizes), net_(sizes) {}

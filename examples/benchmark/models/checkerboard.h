@@ -10,8 +10,16 @@
 /// convolutions of 1 x 1.
 class Checkerboard final : public Workload {
  public:
-  static Sizes sizes(bool small) {
-    return small ? Sizes{{"side", 16}, {"channels", 256}} : Sizes{{"side", 512}, {"channels", 256}};
+  static Sizes sizes(Preset preset) {
+    switch (preset) {
+      case Preset::small:
+        return {{"side", 16}, {"channels", 256}};
+      case Preset::large:
+        return {{"side", 64}, {"channels", 256}};
+      case Preset::full:
+        break;
+    }
+    return {{"side", 512}, {"channels", 256}};
   }
 
   explicit Checkerboard(const Sizes& sizes) : sizes_(sizes), net_(network(sizes.at("channels"))) {}

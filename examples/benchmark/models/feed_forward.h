@@ -19,8 +19,16 @@ class FeedForward final : public Workload {
        {53, 15},   {22, 9}, {7, 5}, {7, 5},  {4, 3},   {9, 6}}};
   static constexpr std::int64_t continuous = 16;
 
-  static Sizes sizes(bool small) {
-    return small ? Sizes{{"batch", 64}, {"hidden", 200}} : Sizes{{"batch", 128}, {"hidden", 1000}};
+  static Sizes sizes(Preset preset) {
+    switch (preset) {
+      case Preset::small:
+        return {{"batch", 64}, {"hidden", 200}};
+      case Preset::large:
+        return {{"batch", 256}, {"hidden", 1024}};
+      case Preset::full:
+        break;
+    }
+    return {{"batch", 128}, {"hidden", 1000}};
   }
 
   explicit FeedForward(const Sizes& sizes) : sizes_(sizes), net_(sizes.at("hidden")) {}

@@ -12,9 +12,16 @@ class UNet final : public Workload {
  public:
   static constexpr std::int64_t classes = 9;
 
-  static Sizes sizes(bool small) {
-    return small ? Sizes{{"batch", 1}, {"side", 32}, {"channels", 64}}
-                 : Sizes{{"batch", 16}, {"side", 256}, {"channels", 64}};
+  static Sizes sizes(Preset preset) {
+    switch (preset) {
+      case Preset::small:
+        return {{"batch", 1}, {"side", 32}, {"channels", 64}};
+      case Preset::large:
+        return {{"batch", 2}, {"side", 64}, {"channels", 64}};
+      case Preset::full:
+        break;
+    }
+    return {{"batch", 16}, {"side", 256}, {"channels", 64}};
   }
 
   explicit UNet(const Sizes& sizes) : sizes_(sizes), net_(sizes.at("channels")) {}

@@ -15,11 +15,19 @@
 /// on real steps alone. 16 channels and 80 classes give YOLOv5n's 1,872,157 parameters.
 class Yolo final : public Workload {
  public:
-  static Sizes sizes(bool small) {
-    return small ? Sizes{{"batch", 2},   {"side", 128},  {"channels", 8},
-                         {"classes", 8}, {"targets", 4}, {"nominal_batch", 4}}
-                 : Sizes{{"batch", 16},   {"side", 640},  {"channels", 16},
-                         {"classes", 80}, {"targets", 8}, {"nominal_batch", 64}};
+  static Sizes sizes(Preset preset) {
+    switch (preset) {
+      case Preset::small:
+        return {{"batch", 2},   {"side", 128},  {"channels", 8},
+                {"classes", 8}, {"targets", 4}, {"nominal_batch", 4}};
+      case Preset::large:
+        return {{"batch", 2},    {"side", 256},  {"channels", 16},
+                {"classes", 80}, {"targets", 8}, {"nominal_batch", 4}};
+      case Preset::full:
+        break;
+    }
+    return {{"batch", 16},   {"side", 640},  {"channels", 16},
+            {"classes", 80}, {"targets", 8}, {"nominal_batch", 64}};
   }
 
   explicit Yolo(const Sizes& sizes)

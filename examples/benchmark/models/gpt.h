@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "benchmark/workload.h"
+#include "gpt/model.h"
+
+/// The model of examples/gpt, and its way to train: AdamW, two batches a step, clipping.
+class GptWorkload final : public Workload {
+ public:
+  static Sizes sizes(Preset preset) {
+    switch (preset) {
+      case Preset::small:
+        return {{"batch", 4}, {"length", 64}, {"layers", 2}, {"width", 128}, {"heads", 4}};
+      case Preset::large:
+        return {{"batch", 8}, {"length", 128}, {"layers", 4}, {"width", 384}, {"heads", 6}};
+      case Preset::full:
+        break;
+    }
+    return {{"batch", 32}, {"length", 256}, {"layers", 6}, {"width", 384}, {"heads", 6}};
+  }
+
+  explicit GptWorkload(const Sizes& sizes)
+      : sizes_(sizes),
+        net_(GptSizes{.layers = sizes.at("layers"),
+                      .width = sizes.at("width"),
+                      .heads = sizes.at("heads"),
+                      .length = sizes.at("length")}) {}
+
+  torch::nn::Module& module() override { return *net_; }
+  Recipe recipe() const override {
+    return {.optimizer = Recipe::Optimizer::adamw, .clip_norm = 1., .accumulate = 2};
+  }
+
+  /// Letters [batch, length + 1].
+  std::vector<at::Tensor> make_batch() const override {
+    return {torch::randint(256, {sizes_.at("batch"), sizes_.at("length") + 1})};
+  }
+
+  at::Tensor loss(const std::vector<at::Tensor>& batch) override {
+    return loss_of(*net_, batch[0]);
+  }
+
+ private:
+  Sizes sizes_;
+  Gpt net_;
+};
