@@ -76,6 +76,8 @@ inline void choose_preset(Plan& plan, const std::string& wish) {
       {"small", Preset::small}, {"large", Preset::large}, {"full", Preset::full}};
   for (const auto& [name, preset] : presets) {
     if (wish == name) plan.preset = preset;
+  }
+  for (const auto& [name, preset] : presets) {
     if (plan.preset == preset) plan.why += std::string("The preset is ") + name;
   }
   plan.why += wish == "auto" ? "." : ", as was asked for.";
