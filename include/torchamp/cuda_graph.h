@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "torchamp/detail/graph/body.h"
+#include "torchamp/detail/graph/gradients_before.h"
 #include "torchamp/detail/graph/host_access.h"
 #include "torchamp/detail/graph/make_recorder.h"
 #include "torchamp/detail/graph/recorder.h"
@@ -88,7 +89,9 @@ struct CudaGraphOptions {
 /// construction; a body that reads the device (with the op's name), in the last of the warm-up
 /// iterations, which has then run as usual; a body with DistributedDataParallel, or with
 /// checkpoint() that keeps the random state, in the first one; inputs that do not fit, which leave
-/// all as it was.
+/// all as it was. A capture that fails (with c10::OutOfMemoryError for lack of memory) leaves
+/// weights, optimizer and scale as they were, and the next call captures again; after an error
+/// between unscale_ and update, call GradScaler::discard() before it.
 ///
 /// Source of the method: PyTorch's notes on CUDA graphs ("whole-network capture").
 class CudaGraph {
@@ -170,6 +173,7 @@ class CudaGraph {
   void call_body(const Tensors& batch);
   void warm_up();
   void capture();
+  void forget_failed_capture(const detail::GradientsBefore& gradients);
 
   void forget_capture() {
     captured_ = false;
@@ -289,17 +293,40 @@ inline void CudaGraph::warm_up() {
 inline void CudaGraph::capture() {
   const detail::EmptyCastCache without_earlier_casts;
   const detail::DerivedWeights::Suspension no_casts_are_kept(detail::derived_weights());
+  const detail::GradientsBefore gradients(optimizers_);
   try {
     recorder_->record([this] { call_body(inputs_->tensors()); });
+  } catch (const c10::OutOfMemoryError& error) {
+    forget_failed_capture(gradients);
+    TORCH_CHECK_WITH(OutOfMemoryError, false,
+                     "CudaGraph: there is not enough memory to capture the iteration, though it "
+                     "ran eagerly ",
+                     warmed_up_,
+                     " times: a graph has memory of its own. Free some, or make the batch smaller "
+                     "and call reset(). The error was: ",
+                     error.what_without_backtrace());
   } catch (const c10::Error& error) {
-    outputs_.clear();
+    forget_failed_capture(gradients);
     TORCH_CHECK(false, "CudaGraph: the iteration cannot be captured, though it ran eagerly ",
                 warmed_up_,
                 " times. The usual reason is an autograd graph of an earlier eager step "
                 "that is still alive: let go of its loss. The error was: ",
                 error.what_without_backtrace());
+  } catch (...) {
+    forget_failed_capture(gradients);
+    throw;
   }
   captured_ = true;
+}
+
+/// The device has done nothing of what the body asked for: gradients that it made have no values,
+/// and a step that it made is none, which the device alone knows.
+inline void CudaGraph::forget_failed_capture(const detail::GradientsBefore& gradients) {
+  outputs_.clear();
+  gradients.drop_others(optimizers_);
+  for (torch::optim::Optimizer& optimizer : optimizers_) {
+    if (auto* const step = dynamic_cast<CapturedStep*>(&optimizer)) step->note_replayed_step();
+  }
 }
 
 }  // namespace TORCHAMP_NAMESPACE

@@ -2,7 +2,6 @@
 // What is said of captured training, where there are graphs: on the simulated device bit for bit.
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -10,7 +9,6 @@
 #include <limits>
 #include <memory>
 #include <optional>
-#include <sstream>
 #include <string>
 #include <thread>
 #include <utility>
@@ -25,51 +23,6 @@
 
 namespace {
 
-/// CUDA's kernels may add in another order from run to run; the simulated device's do not.
-void expect_same(const at::Tensor& actual, const at::Tensor& expected) {
-  if (actual.device().type() != at::kPrivateUse1) return expect_close(actual, expected);
-  const at::Tensor a = actual.detach().cpu(), e = expected.detach().cpu();
-  ASSERT_EQ(a.scalar_type(), e.scalar_type());
-  EXPECT_TRUE(at::equal(a, e)) << "largest difference: "
-                               << (a.to(at::kDouble) - e.to(at::kDouble)).abs().max();
-}
-
-void expect_same(const std::vector<at::Tensor>& actual, const std::vector<at::Tensor>& expected) {
-  ASSERT_EQ(actual.size(), expected.size());
-  for (std::size_t i = 0; i < actual.size(); ++i) {
-    SCOPED_TRACE(i);
-    expect_same(actual[i], expected[i]);
-  }
-}
-
-void expect_same(const Training& actual, const Training& expected) {
-  expect_same(actual.net->parameters(), expected.net->parameters());
-  expect_same(actual.net->buffers(), expected.net->buffers());
-  const auto a = actual.scaler.state_dict(), e = expected.scaler.state_dict();
-  EXPECT_EQ(a.scale, e.scale);
-  EXPECT_EQ(a.growth_tracker, e.growth_tracker);
-}
-
-class CapturedTraining : public ::testing::TestWithParam<at::DeviceType> {
- protected:
-  void SetUp() override {
-    SKIP_WITHOUT(GetParam());
-    torch::manual_seed(11);
-  }
-
-  std::unique_ptr<CudaGraph> graph_of(torch::optim::Optimizer& optimizer, auto body,
-                                      CudaGraphOptions options = {}) {
-    return make_graph(GetParam(), {optimizer}, std::move(body), log_, options);
-  }
-  std::unique_ptr<CudaGraph> graph_of(Training& training, CudaGraphOptions options = {}) {
-    return graph_of(
-        *training.optimizer, [&](const Tensors& batch) { return training.step(batch); }, options);
-  }
-  c10::impl::VirtualGuardImpl backend() const { return c10::impl::VirtualGuardImpl(GetParam()); }
-  at::TensorOptions here() const { return at::device(GetParam()).dtype(at::kFloat); }
-
-  Repeater::Log log_;  // of nothing
-};
 INSTANTIATE_TEST_SUITE_P(CudaGraph, CapturedTraining,
                          ::testing::Values(at::kCUDA, at::kPrivateUse1), device_name);
 
@@ -415,58 +368,6 @@ TEST_P(CapturedTraining, LetsAnotherStreamOfAnotherThreadWorkDuringTheCapture) {
     expect_same(captured, eager);
   }
   EXPECT_EQ(seen, 32.);
-}
-
-// ---- What fails ---------------------------------------------------------------------------------
-
-TEST_P(CapturedTraining, SaysWhenAnEarlierStepsAutogradGraphIsAlive) {
-  Training training(GetParam());
-  const at::Tensor loss =
-      torch::mse_loss(training.net->forward(training.batch(0)[0]), training.batch(0)[1]);
-  loss.backward({}, /*retain_graph=*/true);  // its nodes belong to the caller's stream
-  const auto graph = graph_of(training, {.warmup = 1});
-  (*graph)(training.batch(0));
-  EXPECT_ERROR(
-      (*graph)(training.batch(1)),
-      "The usual reason is an autograd graph of an earlier eager step that is still alive");
-}
-
-/// Captures that lack memory, one after another, each for one allocation less than the one after
-/// it, and then one that does not.
-TEST_P(CapturedTraining, GoesOnAfterCapturesThatRanOutOfMemoryAnywhere) {
-  if (GetParam() != at::kPrivateUse1)
-    GTEST_SKIP() << "only the simulated device's memory is limited";
-  Training eager(GetParam()), captured(GetParam());
-  const auto graph = graph_of(captured, {.warmup = 1});
-  eager.step(eager.batch(0));
-  (*graph)(captured.batch(0));
-  const c10::Stream stream = backend().getStream(captured.device);
-  const std::size_t before = simulated::bytes_in_use(0);
-  const Tensors batch = captured.batch(1);
-  int failures = 0;
-  for (bool fails = true; fails; ++failures) {
-    ASSERT_LT(failures, 1000);
-    SCOPED_TRACE(failures);
-    const simulated::AllocationLimit limit(failures);
-    try {
-      (*graph)(batch);
-      fails = false;
-    } catch (const c10::Error& error) {
-      EXPECT_THAT(error.what_without_backtrace(), testing::HasSubstr("out of memory"));
-      EXPECT_FALSE(graph->is_captured());
-      EXPECT_FALSE(at::autocast::is_autocast_enabled(GetParam()));
-      EXPECT_EQ(backend().getStream(captured.device), stream);
-    }
-  }
-  EXPECT_GT(failures, 50);
-  eager.step(eager.batch(1));
-  expect_same(captured, eager);
-  for (int i = 2; i < 8; ++i) {
-    eager.step(eager.batch(i));
-    (*graph)(captured.batch(i));
-    expect_same(captured, eager);
-  }
-  (void)before;
 }
 
 }  // namespace

@@ -2,12 +2,15 @@
 #pragma once
 
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include <algorithm>
 #include <limits>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "support/devices.h"
 #include "support/graphs.h"
@@ -104,3 +107,50 @@ inline void step_both(Training& eager, Training& captured, CudaGraph& graph, int
   graph(captured.batch(i));
   expect_equal_training(captured, eager);
 }
+
+/// CUDA's kernels may add in another order from run to run; the simulated device's do not.
+inline void expect_same(const at::Tensor& actual, const at::Tensor& expected) {
+  if (actual.device().type() != at::kPrivateUse1) return expect_close(actual, expected);
+  const at::Tensor a = actual.detach().cpu(), e = expected.detach().cpu();
+  ASSERT_EQ(a.scalar_type(), e.scalar_type());
+  EXPECT_TRUE(at::equal(a, e)) << "largest difference: "
+                               << (a.to(at::kDouble) - e.to(at::kDouble)).abs().max();
+}
+
+inline void expect_same(const std::vector<at::Tensor>& actual,
+                        const std::vector<at::Tensor>& expected) {
+  ASSERT_EQ(actual.size(), expected.size());
+  for (std::size_t i = 0; i < actual.size(); ++i) {
+    SCOPED_TRACE(i);
+    expect_same(actual[i], expected[i]);
+  }
+}
+
+inline void expect_same(const Training& actual, const Training& expected) {
+  expect_same(actual.net->parameters(), expected.net->parameters());
+  expect_same(actual.net->buffers(), expected.net->buffers());
+  const auto a = actual.scaler.state_dict(), e = expected.scaler.state_dict();
+  EXPECT_EQ(a.scale, e.scale);
+  EXPECT_EQ(a.growth_tracker, e.growth_tracker);
+}
+
+class CapturedTraining : public ::testing::TestWithParam<at::DeviceType> {
+ protected:
+  void SetUp() override {
+    SKIP_WITHOUT(GetParam());
+    torch::manual_seed(11);
+  }
+
+  std::unique_ptr<CudaGraph> graph_of(torch::optim::Optimizer& optimizer, auto body,
+                                      CudaGraphOptions options = {}) {
+    return make_graph(GetParam(), {optimizer}, std::move(body), log_, options);
+  }
+  std::unique_ptr<CudaGraph> graph_of(Training& training, CudaGraphOptions options = {}) {
+    return graph_of(
+        *training.optimizer, [&](const Tensors& batch) { return training.step(batch); }, options);
+  }
+  c10::impl::VirtualGuardImpl backend() const { return c10::impl::VirtualGuardImpl(GetParam()); }
+  at::TensorOptions here() const { return at::device(GetParam()).dtype(at::kFloat); }
+
+  Repeater::Log log_;  // of nothing
+};
