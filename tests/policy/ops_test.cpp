@@ -84,7 +84,7 @@ TEST(Ops, AlmostEveryOpOnLibTorchsListsIsInAFamily) {
   for (const OpFamily& family : ops::families) {
     for (const std::string_view op : family) in_families.insert("aten::" + std::string(op));
   }
-  for (const auto& [name, cast] : torchamp::detail::libtorch_cuda_lists()) {
+  for (const auto& [name, cast, conditional, edit] : torchamp::detail::libtorch_cuda_lists()) {
     const std::string base = torchamp::detail::ParsedName::of(name).base;
     if (!in_families.contains(base)) left_over.insert(base.substr(6));
   }

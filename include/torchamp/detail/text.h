@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <ATen/core/operator_name.h>
+
 #include <cstddef>
 #include <string>
 #include <string_view>
@@ -8,6 +10,12 @@
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
+
+/// "aten::add.Tensor". c10::toString() writes the same through a stream, which takes ten times as
+/// long.
+inline std::string full_name(const c10::OperatorName& op) {
+  return op.overload_name.empty() ? op.name : op.name + '.' + op.overload_name;
+}
 
 /// How much of a name that nobody knows is looked at and shown.
 inline constexpr std::size_t longest_shown = 128;

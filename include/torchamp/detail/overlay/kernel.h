@@ -25,6 +25,7 @@
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/lists.h"
 #include "torchamp/detail/policy/rule.h"
+#include "torchamp/detail/text.h"
 
 namespace torchamp::detail {
 
@@ -171,7 +172,7 @@ inline void register_kernel(const c10::OperatorHandle& op, at::DeviceType device
   auto* const library =
       new torch::Library(torch::Library::IMPL, qualified.substr(0, qualified.find("::")),
                          autocast_key(device), "torchamp/detail/overlay/kernel.h", __LINE__);
-  library->impl(c10::toString(op.operator_name()).c_str(),
+  library->impl(full_name(op.operator_name()).c_str(),
                 torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
 }
 
@@ -185,7 +186,7 @@ using MakeKernel = std::unique_ptr<BoxedKernel> (*)(
 /// tables.
 inline std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType device,
                                    MakeKernel make) {
-  const std::string name = c10::toString(op.operator_name());
+  const std::string name = full_name(op.operator_name());
   const bool has_native = has_native_kernel(op, device);
   SharedRuntime& runtime = shared_runtime();
   auto& overlays = runtime.overlays[device_index(device, "install_overlay")];

@@ -15,6 +15,7 @@
 #include "torchamp/detail/policy/lists.h"
 #include "torchamp/detail/policy/resolve.h"
 #include "torchamp/detail/policy/rule.h"
+#include "torchamp/detail/text.h"
 
 namespace torchamp::detail {
 
@@ -36,7 +37,7 @@ inline Cast rule_of_call(const c10::OperatorHandle& op, at::DeviceType device,
     }
   }
   if (!has_native_kernel(op, device)) return Cast::unchanged;
-  const Cast effect = kernel_rule(c10::toString(op.operator_name()), device);
+  const Cast effect = kernel_rule(full_name(op.operator_name()), device);
   return effect == Cast::promote ? effect : Cast::native;
 }
 

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "torchamp/detail/devices.h"
+#include "torchamp/detail/text.h"
 #include "torchamp/detail/weights/derived.h"
 #include "torchamp/version.h"
 
@@ -169,7 +170,7 @@ inline bool has_native_kernel(const c10::OperatorHandle& op, at::DeviceType devi
   SharedRuntime& runtime = shared_runtime();
   const auto& overlays = runtime.overlays[device_index(device, "has_native_kernel")];
   const std::scoped_lock lock(runtime.mutex);
-  const auto overlay = overlays.index_of.find(c10::toString(op.operator_name()));
+  const auto overlay = overlays.index_of.find(full_name(op.operator_name()));
   if (overlay != overlays.index_of.end()) return overlays.has_native[overlay->second];
   const c10::DispatchKey key = autocast_key(device);
   return op.hasKernelForDispatchKey(key) && !op.isKernelFallthroughKernel(key);

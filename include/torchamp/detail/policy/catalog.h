@@ -5,15 +5,14 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/jit/frontend/edit_distance.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -53,9 +52,16 @@ class OpCatalog {
     OpCatalog& catalog = instance();
     const std::scoped_lock lock(catalog.mutex_);
     std::vector<std::string> found;
-    const auto& ops = catalog.ops_;
-    for (auto op = ops.lower_bound(base); op != ops.end() && base_of(*op) == base; ++op) {
-      found.push_back(op->substr(std::min(base.size() + 1, op->size())));
+    const auto op = catalog.ops_.find(base);
+    if (op == catalog.ops_.end()) return found;
+    for (std::string_view rest = op->second; !rest.empty();) {
+      const std::string_view overload = rest.substr(0, rest.find(separator));
+      rest.remove_prefix(overload.size() + 1);
+      std::size_t place = found.size();
+      found.emplace_back(overload);
+      for (; place > 0 && found[place] < found[place - 1]; --place) {
+        found[place].swap(found[place - 1]);
+      }
     }
     return found;
   }
@@ -63,16 +69,19 @@ class OpCatalog {
   /// The known name nearest to `base` in its namespace, without "aten::"; empty if nothing is known
   /// there.
   static std::string nearest(std::string_view base) {
+    OpCatalog& catalog = instance();
+    const std::scoped_lock lock(catalog.mutex_);
     const std::string_view space = base.substr(0, base.find("::") + 2);
-    std::string best;
+    std::string_view best;
     std::size_t best_distance = std::numeric_limits<std::size_t>::max();
-    for (const std::string& name : names(space)) {
+    for (const auto& [name, overloads] : catalog.ops_) {
+      if (!name.starts_with(space)) continue;
       const std::size_t distance = edit_distance(base, name);
-      if (distance >= best_distance) continue;
+      if (distance > best_distance || (distance == best_distance && name > best)) continue;
       best_distance = distance;
       best = name;
     }
-    return best.starts_with("aten::") ? best.substr(6) : best;
+    return std::string(best.starts_with("aten::") ? best.substr(6) : best);
   }
 
  private:
@@ -80,12 +89,10 @@ class OpCatalog {
    public:
     explicit Listener(OpCatalog& catalog) : catalog_(catalog) {}
     void onOperatorRegistered(const c10::OperatorHandle& op) override {
-      const std::scoped_lock lock(catalog_.mutex_);
-      catalog_.ops_.insert(c10::toString(op.operator_name()));
+      catalog_.add(op.operator_name());
     }
     void onOperatorDeregistered(const c10::OperatorHandle& op) override {
-      const std::scoped_lock lock(catalog_.mutex_);
-      catalog_.ops_.erase(c10::toString(op.operator_name()));
+      catalog_.remove(op.operator_name());
     }
 
    private:
@@ -108,24 +115,31 @@ class OpCatalog {
     return catalog;
   }
 
-  static std::vector<std::string> names(std::string_view space) {
-    OpCatalog& catalog = instance();
-    const std::scoped_lock lock(catalog.mutex_);
-    std::vector<std::string> found;
-    for (const std::string& op : catalog.ops_) {
-      const std::string_view base = base_of(op);
-      if (!base.starts_with(space)) continue;
-      if (found.empty() || found.back() != base) found.emplace_back(base);
-    }
-    return found;
+  void add(const c10::OperatorName& op) {
+    const std::scoped_lock lock(mutex_);
+    (ops_[op.name] += op.overload_name) += separator;
   }
 
-  static std::string_view base_of(std::string_view op) {
-    return op.substr(0, op.find('.', op.find("::")));
+  void remove(const c10::OperatorName& op) {
+    const std::scoped_lock lock(mutex_);
+    std::string& overloads = ops_[op.name];
+    for (std::size_t begin = 0; begin < overloads.size();) {
+      const std::size_t size = overloads.find(separator, begin) - begin;
+      if (overloads.compare(begin, size, op.overload_name) == 0) {
+        overloads.erase(begin, size + 1);
+      } else {
+        begin += size + 1;
+      }
+    }
+    if (overloads.empty()) ops_.erase(op.name);
   }
+
+  static constexpr char separator = ',';
 
   std::mutex mutex_;
-  std::set<std::string> ops_;  // "aten::add.Tensor"; '.' sorts before all that names are made of
+  // "aten::add": "Tensor,Scalar,". LibTorch's headers use this type of map, so that it costs no
+  // compile time.
+  std::unordered_map<std::string, std::string> ops_;
 };
 
 /// Handles of the overloads that `text` names. Without any: an error naming `call`, the op and the

@@ -29,6 +29,7 @@
 #include "torchamp/detail/fp8/rule.h"
 #include "torchamp/detail/policy/lists.h"
 #include "torchamp/detail/policy/rule.h"
+#include "torchamp/detail/text.h"
 
 namespace torchamp::detail {
 
@@ -113,13 +114,12 @@ class PolicyData {
 
   /// What the edits made of one overload; null if they do not reach it.
   const OverloadRules* edited(const c10::OperatorHandle& op) const {
-    const auto found = rules.find(c10::toString(op.operator_name()));
-    return found == rules.end() ? nullptr : &found->second;
+    return rules.empty() ? nullptr : rules.find(full_name(op.operator_name()));
   }
 
   /// Whether edit `index`, one with a condition, still lies on some overload.
   bool has_conditional(std::size_t index) const {
-    for (const auto& [op, of_op] : rules) {
+    for (const OverloadRules& of_op : rules) {
       for (const std::size_t conditional : of_op.conditional) {
         if (conditional == index) return true;
       }

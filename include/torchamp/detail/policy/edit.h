@@ -16,6 +16,7 @@
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/rule.h"
+#include "torchamp/detail/text.h"
 #include "torchamp/ops.h"
 
 namespace torchamp::detail {
@@ -60,14 +61,14 @@ inline void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, const Wh
   std::vector<std::string> reached;
   for (const std::string& name : ops) {
     for (const auto& op : overloads_to_edit(call, *row, name, is_family)) {
-      reached.push_back(c10::toString(op.operator_name()));
+      reached.push_back(full_name(op.operator_name()));
     }
   }
   if (ops.begin() == ops.end()) return;
   for (const std::string& op : reached) {
     OverloadRules& rules = policy.rules[op];
     if (when.always()) {
-      rules = {rule, {}, policy.edits.size()};
+      rules = {op, rule, {}, policy.edits.size()};
     } else if (rules.conditional.empty() || rules.conditional.back() != policy.edits.size()) {
       rules.conditional.push_back(policy.edits.size());  // once, however many names reach it
     }

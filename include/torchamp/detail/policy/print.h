@@ -15,6 +15,7 @@
 #include "torchamp/detail/policy/lists.h"
 #include "torchamp/detail/policy/resolve.h"
 #include "torchamp/detail/policy/rule.h"
+#include "torchamp/detail/text.h"
 
 namespace torchamp::detail {
 
@@ -67,7 +68,7 @@ inline void print_wrapped(std::ostream& out, const std::vector<std::string>& nam
 inline RuleMap rules_in_force(const PolicyData& policy, at::DeviceType device) {
   RuleMap rules;
   const auto add = [&](const c10::OperatorHandle& op) {
-    rules[c10::toString(op.operator_name())].cast = rule_in_force(policy, op, device);
+    rules[full_name(op.operator_name())].cast = rule_in_force(policy, op, device);
   };
   for (const auto& op : candidates(policy)) add(op);
   auto& dispatcher = c10::Dispatcher::singleton();
@@ -83,10 +84,10 @@ inline RuleMap rules_in_force(const PolicyData& policy, at::DeviceType device) {
 inline void print_group(std::ostream& out, const RuleMap& rules, at::DeviceType device, Cast cast,
                         Cast effect) {
   std::vector<std::string> names;
-  for (const auto& [name, rule] : rules) {
+  for (const OverloadRules& rule : rules) {
     if (rule.cast != cast) continue;
-    if ((cast == Cast::native ? kernel_rule(name, device) : cast) != effect) continue;
-    names.push_back(name.starts_with("aten::") ? name.substr(6) : name);
+    if ((cast == Cast::native ? kernel_rule(rule.op, device) : cast) != effect) continue;
+    names.push_back(rule.op.starts_with("aten::") ? rule.op.substr(6) : rule.op);
   }
   if (names.empty()) return;
   out << "  " << torchamp::to_string(cast);

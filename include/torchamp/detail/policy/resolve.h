@@ -15,6 +15,7 @@
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/lists.h"
 #include "torchamp/detail/policy/rule.h"
+#include "torchamp/detail/text.h"
 
 namespace torchamp::detail {
 
@@ -30,7 +31,7 @@ inline Cast base_rule(BaseTable base, const c10::OperatorHandle& op, at::DeviceT
     }
   }
   if (has_native_kernel(op, device)) return Cast::native;
-  const Cast listed = listed_rule(c10::toString(op.operator_name()));
+  const Cast listed = listed_rule(full_name(op.operator_name()));
   return castable && listed != Cast::native ? listed : Cast::unchanged;
 }
 
@@ -47,14 +48,14 @@ inline Cast rule_in_force(const PolicyData& policy, const c10::OperatorHandle& o
 inline Cast effect_of_rule(const PolicyData& policy, const c10::OperatorHandle& op,
                            at::DeviceType device) {
   const Cast cast = rule_in_force(policy, op, device);
-  return cast == Cast::native ? kernel_rule(c10::toString(op.operator_name()), device) : cast;
+  return cast == Cast::native ? kernel_rule(full_name(op.operator_name()), device) : cast;
 }
 
 /// Whether LibTorch's own kernel for the device is known to follow `cast`. Only the lists that the
 /// devices share with CUDA can be read; a CPU's kernels cannot, so none is known to.
 inline bool native_agrees(const c10::OperatorHandle& op, at::DeviceType device, Cast cast) {
   return device != at::kCPU && has_native_kernel(op, device) &&
-         listed_rule(c10::toString(op.operator_name())) == cast;
+         listed_rule(full_name(op.operator_name())) == cast;
 }
 
 /// Whether an op must be shielded to stay unchanged: it has an autocast kernel, or calls ops that
@@ -93,15 +94,15 @@ inline std::vector<c10::OperatorHandle> base_candidates(BaseTable base) {
   for (const StandardRow& row : standard_rows) {
     for (const std::string_view name : row.family) add(name);
   }
-  for (const auto& [name, rules] : libtorch_cuda_lists()) add(name);
+  for (const OverloadRules& rules : libtorch_cuda_lists()) add(rules.op);
   return candidates;
 }
 
 /// The ops that a policy speaks of, LibTorch's kernels aside. Some come more than once.
 inline std::vector<c10::OperatorHandle> candidates(const PolicyData& policy) {
   std::vector<c10::OperatorHandle> ops = base_candidates(policy.base);
-  for (const auto& [name, rules] : policy.rules) {
-    for (auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) ops.push_back(op);
+  for (const OverloadRules& rules : policy.rules) {
+    for (auto& op : find_ops(rules.op, "Policy", /*missing_ok=*/true)) ops.push_back(op);
   }
   return ops;
 }
