@@ -39,6 +39,10 @@ class Workload {
 
   /// Forward and loss: what a guard is laid around.
   virtual at::Tensor loss(const std::vector<at::Tensor>& batch) = 0;
+
+  /// From now on backward computes the activations within layers again, which forward does not
+  /// keep. False: this model cannot.
+  virtual bool recompute() { return false; }
 };
 
 inline std::int64_t count_parameters(const torch::nn::Module& module) {

@@ -3,6 +3,7 @@
 // clipping, accumulation, several processes, and a file to go on from. `gpt --help` lists the
 // options.
 #include <torch/torch.h>
+#include <torchamp/host_memory.h>
 #include <torchamp/torchamp.h>
 
 #include <algorithm>
@@ -99,6 +100,7 @@ void make_folder(const std::filesystem::path& folder) {
 int run(int argc, char** argv) {
   const std::optional<Options> options = parse_options(argc, argv);
   if (!options) return 0;
+  torchamp::keep_host_memory();
   make_folder(options->out);
   const std::string letters = read_text(options->text);
   const Text text(letters, options->sizes.length);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <torch/torch.h>
+#include <torchamp/recompute.h>
 
 #include <cmath>
 #include <cstdint>
@@ -72,10 +73,12 @@ struct GptImpl : torch::nn::Module {
   torch::Tensor forward(const torch::Tensor& text) {
     const auto places = torch::arange(text.size(1), text.options());
     auto x = words->forward(text) + positions->forward(places);
-    return head->forward(norm->forward(blocks->forward(x)));
+    x = recomputes ? torchamp::checkpoint_sequential(blocks, x) : blocks->forward(x);
+    return head->forward(norm->forward(x));
   }
 
   GptSizes sizes;
+  bool recomputes = false;  ///< backward computes most activations again: slower, in less memory
   torch::nn::Embedding words{nullptr}, positions{nullptr};
   torch::nn::Sequential blocks;
   torch::nn::LayerNorm norm{nullptr};

@@ -19,7 +19,7 @@ struct Options {
   std::int64_t batch = 16, accumulate = 2, steps = 500, save_every = 100, sample = 400;
   std::int64_t seed = 0;
   support::DeviceOptions device;
-  std::string precision = "mixed";
+  std::string precision = "mixed", recompute = "no";
   std::filesystem::path out = "torchamp-gpt";
 
   bool mixed() const { return precision == "mixed"; }
@@ -54,6 +54,8 @@ inline std::optional<Options> parse_options(int argc, const char* const* argv) {
                         options.sample, 0, 1 << 20);
   options.device.add_to(arguments);
   arguments.add_choice("--precision", {"mixed", "fp32"}, "Default: mixed.", options.precision);
+  arguments.add_choice("--recompute", {"no", "yes"},
+                       "Activations again in backward: slower, in less memory.", options.recompute);
   arguments.add_integer("--seed", "Of start weights and batches. Default: 0.", options.seed, 0,
                         INT64_C(0x7fffffff));
   arguments.add("--out", "DIR", "Where model, chart and checkpoint go. Default: " + out + ".", out);

@@ -133,6 +133,7 @@ class Training {
     torch::manual_seed(static_cast<std::uint64_t>(options_.seed));
     Gpt model(options_.sizes);
     model->to(device_);
+    model->recomputes = options_.recompute == "yes";
     return model;
   }
 

@@ -11,6 +11,7 @@
 #include "arguments.h"
 #include "cpu_features.h"
 #include "format.h"
+#include "product_times.h"
 
 namespace support {
 
@@ -44,7 +45,7 @@ inline std::string short_name(c10::ScalarType dtype) {
   return dtype == c10::kBFloat16 ? "bf16" : dtype == c10::kHalf ? "fp16" : "fp32";
 }
 
-/// What to expect of `dtype` on `device`, in one line or a few.
+/// What to expect of `dtype` on `device`, in one line or a few; on a CPU products are timed.
 inline std::string describe(c10::Device device, c10::ScalarType dtype) {
   if (device.is_cuda()) return "Device: CUDA.\n";
   const std::string name = short_name(dtype);
@@ -55,11 +56,14 @@ inline std::string describe(c10::Device device, c10::ScalarType dtype) {
   const std::string text =
       format("Device: CPU (%s, %d thread%s), ", cpu_name().c_str(), torch::get_num_threads(),
              torch::get_num_threads() == 1 ? "" : "s");
-  if (!units.empty()) return text + "with fast " + name + " products (" + units + ").\n";
+  const std::string measured = describe(time_products(dtype), dtype) + "\n";
+  if (!units.empty()) {
+    return text + "with fast " + name + " products (" + units + ").\n" + measured;
+  }
   return text + "without fast " + name + " products:\n" + name +
          " takes several times as long as fp32 here, and so does mixed precision. It pays on a\n"
          "GPU, and on a CPU with avx512_" +
-         name + " or amx_" + name + ".\n";
+         name + " or amx_" + name + ".\n" + measured;
 }
 
 }  // namespace support

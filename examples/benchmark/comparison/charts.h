@@ -141,13 +141,15 @@ inline drawing::Canvas draw_ratios(const std::string& below, const std::deque<Ra
   for (const Race& race : races) {
     const auto verdicts = judge(race);
     const struct {
-      const char *optimizer, *launch, *label;
+      const char *optimizer, *launch, *variant, *label;
       drawing::Color color;
-    } kinds[] = {{"stock", "eager", "", drawing::palette::orange},
-                 {"fused", "eager", ", fused", drawing::palette::green},
-                 {"fused", "captured", ", captured", drawing::palette::purple}};
+    } kinds[] = {{"stock", "eager", "plain", "", drawing::palette::orange},
+                 {"fused", "eager", "plain", ", fused", drawing::palette::green},
+                 {"fused", "eager", "kept", ", fused, memory kept", drawing::palette::blue},
+                 {"fused", "captured", "plain", ", captured", drawing::palette::purple}};
     for (const auto& kind : kinds) {
-      const Verdict* const best = best_of(verdicts, "standard", kind.optimizer, kind.launch);
+      const Verdict* const best =
+          best_of(verdicts, "standard", kind.optimizer, kind.launch, kind.variant);
       if (!best || !best->to_python) continue;
       panel.bars.push_back({race.model->title + kind.label, *best->to_python,
                             support::format("%.2f", *best->to_python), kind.color});

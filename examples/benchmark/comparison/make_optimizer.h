@@ -5,20 +5,27 @@
 #include <torchamp/optim.h>
 
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "benchmark/workload.h"
 
+using NamedParameters = std::vector<std::pair<std::string, at::Tensor>>;
+
+inline NamedParameters named_parameters(const torch::nn::Module& module) {
+  NamedParameters parameters;
+  for (const auto& item : module.named_parameters()) parameters.push_back(item.pair());
+  return parameters;
+}
+
 /// A detector's parameters in the groups of its recipe: decayed weights, other weights, biases.
 inline std::vector<torch::optim::OptimizerParamGroup> detector_groups(
-    const torch::nn::Module& module) {
+    const NamedParameters& parameters) {
   std::vector<at::Tensor> decayed, weights, biases;
-  for (const auto& item : module.named_parameters()) {
-    auto& group = item.key().ends_with("bias") ? biases
-                  : item.value().dim() > 1     ? decayed
-                                               : weights;
-    group.push_back(item.value());
+  for (const auto& [name, value] : parameters) {
+    auto& group = name.ends_with("bias") ? biases : value.dim() > 1 ? decayed : weights;
+    group.push_back(value);
   }
   const auto options = [](double decay) {
     torch::optim::SGDOptions values(0.01);
@@ -33,7 +40,7 @@ inline std::vector<torch::optim::OptimizerParamGroup> detector_groups(
 }
 
 /// LibTorch's own optimizer after `recipe`, or torchamp's fused one.
-inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(const torch::nn::Module& module,
+inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(const NamedParameters& parameters,
                                                                const Recipe& recipe, bool fused) {
   using torch::optim::OptimizerParamGroup;
   const auto make = [&]<class Stock, class Fused, class Options>(
@@ -42,18 +49,20 @@ inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(const torch::nn::
     if (fused) return std::make_unique<Fused>(groups, options);
     return std::make_unique<Stock>(groups, options);
   };
+  std::vector<at::Tensor> values;
+  for (const auto& [name, value] : parameters) values.push_back(value);
   const double rate = recipe.learning_rate;
   switch (recipe.optimizer) {
     case Recipe::Optimizer::adam:
       return make.operator()<torch::optim::Adam, torchamp::FusedAdam>(
-          {OptimizerParamGroup(module.parameters())}, torch::optim::AdamOptions(rate));
+          {OptimizerParamGroup(values)}, torch::optim::AdamOptions(rate));
     case Recipe::Optimizer::adamw:
       return make.operator()<torch::optim::AdamW, torchamp::FusedAdamW>(
-          {OptimizerParamGroup(module.parameters())}, torch::optim::AdamWOptions(rate));
+          {OptimizerParamGroup(values)}, torch::optim::AdamWOptions(rate));
     case Recipe::Optimizer::sgd:
       break;
   }
-  return make.operator()<torch::optim::SGD, torchamp::FusedSGD>(detector_groups(module),
+  return make.operator()<torch::optim::SGD, torchamp::FusedSGD>(detector_groups(parameters),
                                                                 torch::optim::SGDOptions(rate));
 }
 

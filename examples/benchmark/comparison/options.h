@@ -148,6 +148,8 @@ inline WorkerOptions parse_worker_options(int argc, const char* const* argv) {
   arguments.add_choice("--dtype", {"fp32", "fp16", "bf16"}, "", options.way.dtype);
   arguments.add_choice("--optimizer", {"stock", "fused"}, "", options.way.optimizer);
   arguments.add_choice("--launch", {"eager", "captured"}, "", options.way.launch);
+  arguments.add_choice("--variant", {"plain", "masters", "recomputed", "kept"}, "",
+                       options.way.variant);
   arguments.add("--device", "DEVICE", "", options.device);
   arguments.add_integer("--threads", "", options.threads, 0, 1024);
   arguments.add("--set", "SIZE=N", "",

@@ -50,10 +50,15 @@ struct Race {
 
 /// Why `way` cannot be gone with this model on this device; empty if it can.
 inline std::string why_not(const Plan& plan, const ModelEntry& model, const Way& way) {
+  const auto make = [&] { return model.make(model.sizes.at(Preset::small)); };
+  if (way.variant == "recomputed" && !make()->recompute()) return "its layers cannot be recomputed";
+  if (way.variant == "masters" && make()->recipe().weight_average) {
+    return "the average of the weights would be one of weights in 16 bits";
+  }
   if (!way.is_captured()) return "";
   if (plan.device != "cuda") return "only a CUDA device has graphs";
   if (way.is_python()) {
-    const bool averages = model.make(model.sizes.at(Preset::small))->recipe().weight_average;
+    const bool averages = make()->recipe().weight_average;
     return averages ? "torch.amp tells nobody on the device whether a step was skipped, which the "
                       "average of the weights has to know"
                     : "";
@@ -79,7 +84,12 @@ inline std::vector<std::string> skipped_text(const Race& race) {
 inline std::vector<std::string> worker_command(const Plan& plan, const Race& race, const Way& way) {
   std::vector<std::string> command;
   if (way.is_python()) {
-    command = {plan.python, "-B", plan.worker_script};
+    // What torchamp::keep_host_memory() asks of glibc, asked from outside.
+    if (way.variant == "kept") {
+      command = {"env", "MALLOC_MMAP_MAX_=0", "MALLOC_TRIM_THRESHOLD_=2147483647",
+                 "MALLOC_TOP_PAD_=67108864"};
+    }
+    command.insert(command.end(), {plan.python, "-B", plan.worker_script});
   } else {
     command = {plan.self, "--worker"};
   }
@@ -88,7 +98,10 @@ inline std::vector<std::string> worker_command(const Plan& plan, const Race& rac
     command.push_back(value);
   };
   add("--model", race.model->name);
-  if (!way.is_python()) add("--casts", way.casts);
+  if (!way.is_python()) {
+    add("--casts", way.casts);
+    add("--variant", way.variant);
+  }
   add("--dtype", way.dtype);
   add("--optimizer", way.optimizer);
   add("--launch", way.launch);
@@ -102,7 +115,7 @@ inline std::vector<std::string> worker_command(const Plan& plan, const Race& rac
 /// begins with another one, so that what disturbs the machine disturbs all alike.
 inline void run(const Plan& plan, Race& race) {
   std::vector<Way> ways;
-  for (Way& way : all_ways(plan.dtypes, !plan.python.empty())) {
+  for (Way& way : all_ways(plan.dtypes, !plan.python.empty(), plan.device == "cpu")) {
     std::string reason = why_not(plan, *race.model, way);
     if (reason.empty()) {
       ways.push_back(std::move(way));

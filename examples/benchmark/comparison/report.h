@@ -42,14 +42,16 @@ inline std::string ratio_cell(const std::optional<double>& ratio) {
   return ratio ? support::format("%.2f", *ratio) : "";
 }
 
-/// The best of torchamp's ways that count, by its time over Python's: of one kind of `launch`.
+/// The best of torchamp's ways that count, by its time over Python's: of one kind of `launch` and
+/// one `variant`.
 inline const Verdict* best_of(const std::vector<Verdict>& verdicts, const std::string& casts,
-                              const std::string& optimizer, const std::string& launch) {
+                              const std::string& optimizer, const std::string& launch,
+                              const std::string& variant = "plain") {
   const Verdict* best = nullptr;
   for (const Verdict& verdict : verdicts) {
     const Way& way = verdict.contestant->way();
     if (way.is_python() || way.casts != casts || way.optimizer != optimizer ||
-        way.launch != launch || !verdict.counts()) {
+        way.launch != launch || way.variant != variant || !verdict.counts()) {
       continue;
     }
     if (!best || verdict.seconds < best->seconds) best = &verdict;
@@ -59,12 +61,14 @@ inline const Verdict* best_of(const std::vector<Verdict>& verdicts, const std::s
 
 /// One line for each model: what torchamp's standard policy takes of Python's time and saves
 /// against fp32, beside what torch.amp saved elsewhere.
-inline void write_summary(std::ostream& out, const std::deque<Race>& races, bool captured) {
+inline void write_summary(std::ostream& out, const std::deque<Race>& races, bool cuda) {
   struct Column {
-    const char *optimizer, *launch, *title;
+    const char *optimizer, *launch, *variant, *title;
   };
-  std::vector<Column> columns{{"stock", "eager", "stock optimizer"}, {"fused", "eager", "fused"}};
-  if (captured) columns.push_back({"fused", "captured", "captured"});
+  std::vector<Column> columns{{"stock", "eager", "plain", "stock optimizer"},
+                              {"fused", "eager", "plain", "fused"}};
+  columns.push_back(cuda ? Column{"fused", "captured", "plain", "captured"}
+                         : Column{"fused", "eager", "kept", "fused, memory kept"});
   out << "| model ";
   for (const Column& column : columns) {
     out << "| " << column.title << " | saved against fp32 ";
@@ -76,7 +80,8 @@ inline void write_summary(std::ostream& out, const std::deque<Race>& races, bool
     out << "| " << race.model->title;
     const auto verdicts = judge(race);
     for (const Column& column : columns) {
-      const Verdict* const best = best_of(verdicts, "standard", column.optimizer, column.launch);
+      const Verdict* const best =
+          best_of(verdicts, "standard", column.optimizer, column.launch, column.variant);
       out << " | " << (best ? ratio_cell(best->to_python) : "") << " | "
           << (best && best->saved ? support::format("%.0f %%", *best->saved * 100.) : "");
     }
@@ -161,7 +166,8 @@ inline void write_report(std::ostream& out, const Plan& plan, const Circumstance
 
 /// Every round of every way.
 inline void write_csv(std::ostream& out, const std::deque<Race>& races) {
-  out << "model,language,casts,dtype,optimizer,launch,round,steps,seconds_per_step,loss,peak_bytes,"
+  out << "model,language,casts,dtype,optimizer,launch,variant,round,steps,seconds_per_step,loss,"
+         "peak_bytes,"
          "wrong\n";
   for (const Race& race : races) {
     for (const Verdict& verdict : judge(race)) {
@@ -169,8 +175,8 @@ inline void write_csv(std::ostream& out, const std::deque<Race>& races) {
       std::int64_t number = 0;
       for (const Round& round : verdict.contestant->rounds()) {
         out << race.model->name << ',' << way.language << ',' << way.casts << ',' << way.dtype
-            << ',' << way.optimizer << ',' << way.launch << ',' << ++number << ',' << race.steps
-            << ','
+            << ',' << way.optimizer << ',' << way.launch << ',' << way.variant << ',' << ++number
+            << ',' << race.steps << ','
             << support::format("%.6g,%.6g,%lld", round.seconds, round.loss,
                                static_cast<long long>(round.peak_bytes))
             << ',' << (verdict.counts() ? "no" : "yes") << '\n';

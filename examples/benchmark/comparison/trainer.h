@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 #include <torchamp/clip_grad.h>
 #include <torchamp/cuda_graph.h>
+#include <torchamp/master_weights.h>
 #include <torchamp/optim.h>
 #include <torchamp/torchamp.h>
 
@@ -48,8 +49,15 @@ class Trainer {
       for (const at::Tensor& input : batch) inputs_.back().push_back(input.to(device));
     }
     workload_->module().to(device);
+    if (way.variant == "recomputed") workload_->recompute();
+    if (way.variant == "masters") {
+      masters_.emplace(workload_->module().shared_from_this(),
+                       torchamp::MasterWeightsOptions{.dtype = dtype_of(way)});
+    }
     parameters_ = workload_->module().parameters();
-    optimizer_ = make_optimizer(workload_->module(), recipe_, way.optimizer == "fused");
+    optimizer_ = make_optimizer(
+        masters_ ? masters_->named_parameters() : named_parameters(workload_->module()), recipe_,
+        way.optimizer == "fused");
     scaler_.emplace(torchamp::GradScalerOptions{.enabled = !way.is_fp32()});
     zero_ = torch::zeros({}, device);
     if (recipe_.weight_average) average_.emplace(workload_->module());
@@ -101,6 +109,7 @@ class Trainer {
       at::Tensor loss = forward(batch);
       if (recipe_.accumulate > 1) loss = loss / static_cast<double>(recipe_.accumulate);
       scaler_->scale(loss).backward();
+      if (masters_) masters_->take_gradients();
       sum = i == 0 ? loss.detach() : sum + loss.detach();
     }
     if (recipe_.clip_norm > 0.) {
@@ -119,6 +128,7 @@ class Trainer {
       scaler_->step(*optimizer_);
       scaler_->update();
     }
+    if (masters_) masters_->copy_to_model();
     return sum;
   }
 
@@ -156,6 +166,7 @@ class Trainer {
   std::vector<at::Tensor> parameters_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   std::optional<torchamp::GradScaler> scaler_;
+  std::optional<torchamp::MasterWeights> masters_;
   std::optional<WeightAverage> average_;
   at::Tensor zero_;
   std::optional<torchamp::CudaGraph> graph_;

@@ -49,8 +49,15 @@ inline const Contestant* find(const Race& race, const Way& way) {
   return nullptr;
 }
 
+/// What has variants in one of our ways alone is measured by plain ones.
+inline Way without_own_variant(Way way) {
+  if (way.variant != "kept") way.variant = "plain";
+  return way;
+}
+
 /// Python's way to do the same, eagerly.
 inline Way python_twin(Way way) {
+  way = without_own_variant(std::move(way));
   way.language = "python";
   if (!way.is_fp32()) way.casts = "torch";
   way.launch = "eager";
@@ -58,6 +65,7 @@ inline Way python_twin(Way way) {
 }
 
 inline Way fp32_twin(Way way) {
+  way = without_own_variant(std::move(way));
   way.casts = way.dtype = "fp32";
   return way;
 }

@@ -126,9 +126,10 @@ TEST(Report, MarksWrongResultsAndGivesThemNoTime) {
   std::deque<Race> races;
   races.push_back(std::move(all.race));
   write_csv(csv, races);
-  EXPECT_THAT(csv.str(), HasSubstr("unet,cpp,fp32,fp32,stock,eager,1,1,0.125,0.5,1048576,no\n"));
   EXPECT_THAT(csv.str(),
-              HasSubstr("unet,cpp,standard,bf16,stock,eager,1,1,0.0625,0.7,1048576,yes\n"));
+              HasSubstr("unet,cpp,fp32,fp32,stock,eager,plain,1,1,0.125,0.5,1048576,no\n"));
+  EXPECT_THAT(csv.str(),
+              HasSubstr("unet,cpp,standard,bf16,stock,eager,plain,1,1,0.0625,0.7,1048576,yes\n"));
   EXPECT_FALSE(print_table(screen, races.front()));
   EXPECT_THAT(screen.str(), HasSubstr("torchamp, bf16: another final loss than LibTorch, fp32"));
 }
@@ -141,6 +142,29 @@ TEST(Report, IsContentWhereAllAgree) {
   EXPECT_TRUE(print_table(screen, all.race));
 }
 
+TEST(Verdict, MeasuresAVariantByItsOwnKindAndElseByPlainWays) {
+  MadeUpRace all;
+  const auto variant = [](Way way, const char* name) {
+    way.variant = name;
+    return way;
+  };
+  const Way fused_fp32{"cpp", "fp32", "fp32", "fused", "eager"};
+  all.add(fused_fp32, 0.5, 1., {8.});
+  all.add(variant(fused_fp32, "kept"), 0.5, 1., {4.});
+  EXPECT_EQ(judge(all.race, all.add(variant(fused, "masters"), 0.5, 1., {2.})).saved, 0.75);
+  EXPECT_EQ(judge(all.race, all.add(variant(fused, "kept"), 0.5, 1., {2.})).saved, 0.5);
+}
+
+TEST(Race, RecomputesModelsThatCan) {
+  Way way = fused;
+  way.variant = "recomputed";
+  Plan plan;
+  plan.device = "cpu";
+  EXPECT_EQ(why_not(plan, find_model("bert"), way), "");
+  EXPECT_EQ(why_not(plan, find_model("gpt"), way), "");
+  EXPECT_EQ(why_not(plan, find_model("unet"), way), "its layers cannot be recomputed");
+}
+
 TEST(Report, ShowsWhatIsSavedBesideWhatWasSavedElsewhere) {
   MadeUpRace all;
   all.add(libtorch, 0.5, 1., {0.5});
@@ -148,8 +172,8 @@ TEST(Report, ShowsWhatIsSavedBesideWhatWasSavedElsewhere) {
   std::deque<Race> races;
   races.push_back(std::move(all.race));
   std::ostringstream summary;
-  write_summary(summary, races, /*captured=*/false);
-  EXPECT_THAT(summary.str(), HasSubstr("\n| UNet |  | 50 % |  |  | 5 to 30 % |\n"));
+  write_summary(summary, races, /*cuda=*/false);
+  EXPECT_THAT(summary.str(), HasSubstr("\n| UNet |  | 50 % |  |  |  |  | 5 to 30 % |\n"));
 }
 
 TEST(Plan, TakesThePresetThatWasAskedForAndElseTheOneThatTheProductsAreFastEnoughFor) {

@@ -16,6 +16,7 @@ struct Way {
   std::string dtype = "bf16";      ///< fp16, bf16; fp32 where casts are
   std::string optimizer = "stock";  ///< stock, fused
   std::string launch = "eager";     ///< eager, captured
+  std::string variant = "plain";    ///< plain, masters, recomputed, kept (host memory)
 
   bool is_python() const { return language == "python"; }
   bool is_fp32() const { return casts == "fp32"; }
@@ -31,6 +32,9 @@ struct Way {
     text += ", " + dtype;
     if (optimizer == "fused") text += ", fused";
     if (is_captured()) text += ", captured";
+    if (variant == "kept") text += ", memory kept";
+    if (variant == "masters") text += ", master weights";
+    if (variant == "recomputed") text += ", recomputed";
     return text;
   }
 
@@ -41,23 +45,35 @@ inline c10::ScalarType dtype_of(const Way& way) {
   return way.dtype == "fp16" ? c10::kHalf : way.dtype == "bf16" ? c10::kBFloat16 : c10::kFloat;
 }
 
-/// All ways, Python's first: they are what the others are measured by.
-inline std::vector<Way> all_ways(const std::vector<std::string>& dtypes, bool python) {
+/// All ways, Python's first: they are what the others are measured by. `host`: on a CPU, where the
+/// host's memory may be kept.
+inline std::vector<Way> all_ways(const std::vector<std::string>& dtypes, bool python, bool host) {
   std::vector<Way> ways;
+  const auto add_variant = [&](const char* language, const char* casts, const std::string& dtype,
+                               const char* variant) {
+    ways.push_back({language, casts, dtype, "fused", "eager", variant});
+  };
   const auto add = [&](const char* language, const char* casts, const std::string& dtype) {
     const bool by_hand = casts == std::string("raw");
     ways.push_back({language, casts, dtype, "stock", "eager"});
     if (by_hand) return;
     ways.push_back({language, casts, dtype, "fused", "eager"});
     ways.push_back({language, casts, dtype, "fused", "captured"});
+    if (host && casts != std::string("torch")) add_variant(language, casts, dtype, "kept");
   };
   if (python) {
     add("python", "fp32", "fp32");
-    for (const std::string& dtype : dtypes) add("python", "torch", dtype);
+    for (const std::string& dtype : dtypes) {
+      add("python", "torch", dtype);
+      if (host) add_variant("python", "torch", dtype, "kept");
+    }
   }
   add("cpp", "fp32", "fp32");
   for (const std::string& dtype : dtypes) {
     for (const char* casts : {"raw", "torch", "standard"}) add("cpp", casts, dtype);
+    for (const char* variant : {"masters", "recomputed"}) {
+      add_variant("cpp", "standard", dtype, variant);
+    }
   }
   return ways;
 }

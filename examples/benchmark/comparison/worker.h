@@ -3,6 +3,7 @@
 
 #include <ATen/DeviceAccelerator.h>
 #include <torch/version.h>
+#include <torchamp/host_memory.h>
 
 #include <algorithm>
 #include <exception>
@@ -43,6 +44,7 @@ struct WorkerOptions {
 /// model's memory.
 inline void use_once(Way way, at::Device device) {
   way.launch = "eager";
+  way.variant = "plain";
   Trainer(find_model("checkerboard").make({{"side", 4}, {"channels", 4}}), way, device).train(1);
 }
 
@@ -54,6 +56,9 @@ inline int serve(const WorkerOptions& options) {
     return 1;
   };
   try {
+    if (options.way.variant == "kept") {
+      TORCH_CHECK(torchamp::keep_host_memory(), "this process's malloc is not glibc's");
+    }
     if (options.threads > 0) torch::set_num_threads(static_cast<int>(options.threads));
     const at::Device device(options.device);
     use_once(options.way, device);

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <torchamp/recompute.h>
+
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "benchmark/workload.h"
@@ -46,6 +49,8 @@ class Bert final : public Workload {
             torch::nn::functional::cross_entropy(logits[1], batch[3])) /
            2;
   }
+
+  bool recompute() override { return net_->recomputes = true; }
 
  private:
   struct LayerImpl : torch::nn::Module {
@@ -99,7 +104,11 @@ class Bert final : public Workload {
       const at::Tensor places = torch::arange(tokens.size(1), tokens.options());
       at::Tensor x = words->forward(tokens) + positions->forward(places) + segments->forward(kinds);
       x = norm->forward(x);
-      for (const auto& layer : *layers) x = layer->as<LayerImpl>()->forward(x);
+      for (const auto& module : *layers) {
+        const auto layer = std::dynamic_pointer_cast<LayerImpl>(module);
+        x = recomputes ? torchamp::checkpoint({.preserve_rng_state = false}, layer, x)
+                       : layer->forward(x);
+      }
       return head->forward(x);
     }
 
@@ -107,6 +116,7 @@ class Bert final : public Workload {
     torch::nn::LayerNorm norm{nullptr};
     torch::nn::ModuleList layers;
     torch::nn::Linear head{nullptr};
+    bool recomputes = false;
   };
   TORCH_MODULE(Net);
 

@@ -39,6 +39,8 @@ class GptWorkload final : public Workload {
     return {torch::randint(256, {sizes_.at("batch"), sizes_.at("length") + 1})};
   }
 
+  bool recompute() override { return net_->recomputes = true; }
+
   at::Tensor loss(const std::vector<at::Tensor>& batch) override {
     return loss_of(*net_, batch[0]);
   }
