@@ -21,6 +21,12 @@
 
 namespace TORCHAMP_NAMESPACE {
 
+/// How MasterWeights keeps its masters.
+enum class MasterStorage {
+  full,   ///< as tensors of their own: with the model's weights 6 bytes a weight
+  split,  ///< what the model's bf16 weights lack of them: 4 bytes. For fused optimizers only
+};
+
 /// Which parameters MasterWeights keeps in 16 bits, and which in fp32.
 struct MasterWeightsOptions {
   /// fp16 or bf16.
@@ -32,6 +38,9 @@ struct MasterWeightsOptions {
   /// Whether normalisation layers stay fp32: modules whose type is named …Norm, …Norm1d, 2d or 3d
   /// (BatchNorm2d, LayerNorm, GroupNorm, your own RMSNorm).
   bool keep_norms = true;
+
+  /// How masters are kept; see MasterWeights.
+  MasterStorage storage = MasterStorage::full;
 };
 
 /// A model kept in 16 bits, with fp32 masters of its weights for the optimizer. 16 bits are enough
@@ -56,11 +65,22 @@ struct MasterWeightsOptions {
 /// model's parameters, after. Buffers stay as they are, and so do parameters that are not fp32,
 /// fp16 or bf16. A parameter that needs no gradient gets no master.
 ///
+/// With `.storage = MasterStorage::split` (bf16 only) the model's weight is the upper half of its
+/// master, rounded (ties away from zero), and the 16 bits that it lacks lie beside it. parameters()
+/// gives the model's weights, whose gradients become fp32 in take_gradients(). A fused optimizer
+/// steps both halves, in pieces of bounded size, and computes what it would compute with masters of
+/// their own; its state is fp32. There is nothing to copy to the model: copy_to_model() is not
+/// needed. Any other optimizer is an error: of GradScaler::step and unscale_, or, without a scaler,
+/// of copy_to_model(), and of take_gradients() when it is next called. So is writing to the
+/// weights, once gradients were taken. Move the model before; a model that is cloned has bf16
+/// weights and no masters.
+///
 /// Reads no device. One thread at a time.
 class MasterWeights {
  public:
   /// Casts the parameters of `model`, in place. Errors, before anything is changed: a dtype other
-  /// than fp16 and bf16; a name in keep_fp32 that the model does not have.
+  /// than fp16 and bf16, or than bf16 for MasterStorage::split; a name in keep_fp32 that the model
+  /// does not have.
   explicit MasterWeights(std::shared_ptr<torch::nn::Module> model,
                          MasterWeightsOptions options = {});
 
@@ -71,7 +91,8 @@ class MasterWeights {
       : MasterWeights(std::shared_ptr<torch::nn::Module>(model.ptr()), std::move(options)) {}
 
   /// What the optimizer updates and clip_grad_norm_ clips, in the model's order: the master of each
-  /// parameter, or the parameter itself where it is fp32. Without those that need no gradient.
+  /// parameter, or the parameter itself where it is fp32 or split. Without those that need no
+  /// gradient.
   std::vector<at::Tensor> parameters() const;
 
   /// What parameters() returns, with the names that the model has for them: for parameter groups.
@@ -87,7 +108,7 @@ class MasterWeights {
   void take_gradients();
 
   /// After the optimizer's step, taken or skipped: gives the model the masters' values, rounded to
-  /// 16 bits. One pass over all parameters of a device.
+  /// 16 bits. One pass over all parameters of a device; split masters need none.
   void copy_to_model();
 
   /// For torch::save(masters, path): what torch::save(model, path) writes, but with the masters'
@@ -113,8 +134,13 @@ class MasterWeights {
     std::string name;
     at::Tensor parameter;  // of the model
     bool is_narrow;        // kept in 16 bits
-    at::Tensor master;     // undefined where it needs no gradient or is not narrow
+    bool is_split;         // with the other 16 beside it
+    at::Tensor master;     // undefined where it needs no gradient, is split or is not narrow
+
+    at::Tensor value() const;
+    void set(const at::Tensor& value) const;
   };
+  void check_split(const char* call) const;
   const Weight* find(const at::Tensor& parameter) const;
   int64_t master_versions() const;
 

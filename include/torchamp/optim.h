@@ -19,6 +19,7 @@
 #include "torchamp/detail/optim/pending_divisor.h"
 #include "torchamp/detail/optim/plan.h"
 #include "torchamp/detail/optim/sgd.h"
+#include "torchamp/detail/split_weight.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/scaled_step.h"
 #include "torchamp/version.h"
@@ -45,7 +46,9 @@ namespace TORCHAMP_NAMESPACE {
 /// What all fused optimizers have in common: they step all parameters of a group, device and dtype
 /// with one call of a kernel, and decide on the device whether a step is taken. Neither step() nor
 /// step_scaled() ever reads the device. One thread at a time.
-class FusedOptimizer : public torch::optim::Optimizer, public ScaledStep {
+class FusedOptimizer : public torch::optim::Optimizer,
+                       public ScaledStep,
+                       public detail::StepsSplitWeights {
  public:
   /// As torch::optim::Optimizer::step: runs the closure, if there is one, with gradients enabled,
   /// steps, and returns the closure's value or an undefined tensor.
@@ -70,6 +73,12 @@ class FusedOptimizer : public torch::optim::Optimizer, public ScaledStep {
   void zero_grad(bool set_to_none = true) {
     pending_.forget();
     Optimizer::zero_grad(set_to_none);
+  }
+
+  /// As torch::optim::Optimizer::add_param_group.
+  void add_param_group(const torch::optim::OptimizerParamGroup& group) {
+    Optimizer::add_param_group(group);
+    note_split_weights();
   }
 
   /// Divides the gradients that are there now by `divisor` (0-dim fp32, on any device) when they
@@ -101,6 +110,15 @@ class FusedOptimizer : public torch::optim::Optimizer, public ScaledStep {
 
  protected:
   using Optimizer::Optimizer;
+
+  /// Has MasterWeights know that its weights are stepped here.
+  void note_split_weights() const {
+    for (const auto& group : param_groups_) {
+      for (const at::Tensor& param : group.params()) {
+        if (auto* const split = detail::split_of(param)) split->has_optimizer = true;
+      }
+    }
+  }
 
   /// Steps, with the gradients divided by `grad_scale` unless it is undefined, and not if
   /// `found_inf` is non-zero.

@@ -12,6 +12,8 @@
 #include "torchamp/detail/io/module_archive.h"
 #include "torchamp/detail/overlay/weight_casts.h"
 #include "torchamp/detail/scaler/step_record.h"
+#include "torchamp/detail/split_bits.h"
+#include "torchamp/detail/split_weight.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/master_weights.h"
 #include "torchamp/version.h"
@@ -39,6 +41,11 @@ inline MasterWeights::MasterWeights(std::shared_ptr<torch::nn::Module> model,
   TORCH_CHECK_VALUE(model_, "MasterWeights: the model is null. Pass one that has been made.");
   TORCH_CHECK_VALUE(detail::is_16_bit(options_.dtype), "MasterWeights: a model cannot be kept in ",
                     options_.dtype, ". Pass torch::kHalf or torch::kBFloat16.");
+  const bool splits = options_.storage == MasterStorage::split;
+  TORCH_CHECK_VALUE(!splits || options_.dtype == at::kBFloat16, "MasterWeights: masters of ",
+                    options_.dtype,
+                    " weights cannot be split, as these are not the upper half of "
+                    "fp32 numbers. Pass .dtype = torch::kBFloat16 with MasterStorage::split.");
   const detail::InternalOps guard;
   const auto parameters = model_->named_parameters();
   std::unordered_set<const at::TensorImpl*> kept;
@@ -61,6 +68,13 @@ inline MasterWeights::MasterWeights(std::shared_ptr<torch::nn::Module> model,
                       c10::Join(", ", parameters.keys()), ".");
   }
 
+  for (const auto& item : parameters) {
+    TORCH_CHECK(!splits || detail::can_be_split(item.value()), "MasterWeights: the parameter '",
+                item.key(),
+                "' carries data of its device's own, and so cannot be split. Pass "
+                "MasterStorage::full.");
+  }
+
   std::unordered_set<const at::TensorImpl*> seen;  // a parameter may have several names
   for (const auto& item : parameters) {
     const at::Tensor& parameter = item.value();
@@ -68,14 +82,20 @@ inline MasterWeights::MasterWeights(std::shared_ptr<torch::nn::Module> model,
     if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
     const bool is_narrow = (dtype == at::kFloat || detail::is_16_bit(dtype)) &&
                            !kept.contains(parameter.unsafeGetTensorImpl());
-    Weight weight{item.key(), parameter, is_narrow, {}};
+    Weight weight{item.key(), parameter, is_narrow, /*is_split=*/false, {}};
     if (is_narrow) {
-      const at::Tensor wide = parameter.variable_data().to(at::kFloat);
+      const at::Tensor wide = weight.value().to(at::kFloat);
       parameter.mutable_grad().reset();
-      parameter.set_data(parameter.detach().to(options_.dtype));
-      if (parameter.requires_grad()) {
-        weight.master = wide.set_requires_grad(true);
-        model_from_masters_.add(parameter, weight.master);
+      detail::remove_split(parameter);  // of earlier MasterWeights
+      if (splits && parameter.requires_grad()) {
+        detail::make_split(parameter, wide);
+        weight.is_split = true;
+      } else {
+        parameter.set_data(wide.to(options_.dtype));
+        if (parameter.requires_grad()) {
+          weight.master = wide.set_requires_grad(true);
+          model_from_masters_.add(parameter, weight.master);
+        }
       }
     }
     weights_.push_back(std::move(weight));
@@ -85,7 +105,8 @@ inline MasterWeights::MasterWeights(std::shared_ptr<torch::nn::Module> model,
 inline std::vector<std::pair<std::string, at::Tensor>> MasterWeights::named_parameters() const {
   std::vector<std::pair<std::string, at::Tensor>> result;
   for (const Weight& weight : weights_) {
-    const at::Tensor& tensor = weight.is_narrow ? weight.master : weight.parameter;
+    const bool is_own_master = !weight.is_narrow || weight.is_split;
+    const at::Tensor& tensor = is_own_master ? weight.parameter : weight.master;
     if (tensor.defined() && tensor.requires_grad()) result.emplace_back(weight.name, tensor);
   }
   return result;
@@ -95,6 +116,35 @@ inline std::vector<at::Tensor> MasterWeights::parameters() const {
   std::vector<at::Tensor> result;
   for (auto& [name, tensor] : named_parameters()) result.push_back(std::move(tensor));
   return result;
+}
+
+/// What the optimizer goes by, in the dtype that it is kept in.
+inline at::Tensor MasterWeights::Weight::value() const {
+  if (master.defined()) return master.detach();
+  const detail::SplitWeight* const split = detail::split_of(parameter);
+  return split ? detail::joined(parameter, *split) : parameter.variable_data();
+}
+
+inline void MasterWeights::Weight::set(const at::Tensor& value) const {
+  if (detail::SplitWeight* const split = detail::split_of(parameter)) {
+    detail::write_split(value, parameter, split->low);
+    parameter.unsafeGetTensorImpl()->bump_version();
+    split->note_version(parameter);
+    return;
+  }
+  parameter.copy_(value);
+  if (master.defined()) master.copy_(value);
+}
+
+/// Throws if split weights were moved, or were written to by others.
+inline void MasterWeights::check_split(const char* call) const {
+  if (options_.storage != MasterStorage::split) return;
+  for (const Weight& weight : weights_) {
+    const auto where = [&] { return c10::str(call, ": the weight '", weight.name, "'"); };
+    TORCH_CHECK_VALUE(!weight.is_split || detail::split_of(weight.parameter), where(),
+                      detail::split_was_moved);
+    detail::check_split(weight.parameter, where);
+  }
 }
 
 inline int64_t MasterWeights::master_versions() const {
@@ -109,19 +159,34 @@ inline void MasterWeights::take_gradients() {
   TORCH_CHECK(master_versions() == copied_versions_,
               "MasterWeights::take_gradients: the masters have changed, and the model has not been "
               "given their values. Call copy_to_model() after each step, taken or skipped.");
+  check_split("MasterWeights::take_gradients");
   for (const Weight& weight : weights_) {
-    TORCH_CHECK(!weight.is_narrow || weight.master.defined() || !weight.parameter.grad().defined(),
-                "MasterWeights::take_gradients: the parameter '", weight.name,
-                "' has a gradient and no master. It needed no gradient when the MasterWeights were "
-                "made; make them after unfreezing it.");
+    const detail::SplitWeight* const split = detail::split_of(weight.parameter);
+    TORCH_CHECK(
+        !weight.is_narrow || weight.master.defined() || split || !weight.parameter.grad().defined(),
+        "MasterWeights::take_gradients: the parameter '", weight.name,
+        "' has a gradient and no master. It needed no gradient when the MasterWeights were "
+        "made; make them after unfreezing it.");
+    const bool is_taken_again = split && split->was_taken && weight.parameter.grad().defined() &&
+                                weight.parameter.grad().scalar_type() != at::kFloat;
+    TORCH_CHECK(!is_taken_again || split->has_optimizer,
+                "MasterWeights::take_gradients: no fused optimizer has the weight '", weight.name,
+                "'", detail::split_needs_fused);
   }
   const detail::InternalOps guard;
   detail::TensorPairs copies, sums;
   bool taken = false;
   for (const Weight& weight : weights_) {
-    if (!weight.master.defined()) continue;
     const at::Tensor gradient = weight.parameter.grad();
     if (!gradient.defined()) continue;
+    if (detail::SplitWeight* const split = detail::split_of(weight.parameter)) {
+      split->take_note(weight.parameter);
+      if (gradient.scalar_type() == at::kFloat) continue;  // backward has added to the fp32 sum
+      weight.parameter.mutable_grad() = detail::widened(weight.parameter, gradient, copies);
+      taken = true;
+      continue;
+    }
+    if (!weight.master.defined()) continue;
     at::Tensor& sum = weight.master.mutable_grad();
     if (gradient.layout() != at::kStrided) {
       sum = sum.defined() ? sum + gradient.to(at::kFloat) : gradient.to(at::kFloat);
@@ -144,6 +209,13 @@ inline void MasterWeights::take_gradients() {
 }
 
 inline void MasterWeights::copy_to_model() {
+  check_split("MasterWeights::copy_to_model");
+  for (const Weight& weight : weights_) {
+    const detail::SplitWeight* const split = detail::split_of(weight.parameter);
+    TORCH_CHECK(!split || split->has_optimizer || !weight.parameter.grad().defined(),
+                "MasterWeights::copy_to_model: no fused optimizer has the weight '", weight.name,
+                "'", detail::split_needs_fused);
+  }
   const detail::InternalOps guard;
   model_from_masters_.copy();
   copied_versions_ = master_versions();
@@ -160,11 +232,11 @@ inline void MasterWeights::save(torch::serialize::OutputArchive& archive,
                                 at::ScalarType dtype) const {
   TORCH_CHECK_VALUE(c10::isFloatingType(dtype), "MasterWeights::save: ", dtype,
                     " is not a floating-point dtype.");
+  check_split("MasterWeights::save");
   const detail::InternalOps guard;
   detail::write_module(*model_, archive, [&](const at::Tensor& parameter) {
     const Weight* const weight = find(parameter);
-    if (!weight || !weight->is_narrow) return parameter;
-    return (weight->master.defined() ? weight->master : parameter).detach().to(dtype);
+    return weight && weight->is_narrow ? weight->value().to(dtype) : parameter;
   });
 }
 
@@ -183,9 +255,11 @@ inline void MasterWeights::load(torch::serialize::InputArchive& archive) {
   detail::check_nothing_is_left(*model_, archive, "MasterWeights::load: the archive");
   const detail::DropWeightCasts drop_weight_casts;
   for (const auto& [to, from] : read) {
-    to.copy_(from);
-    const Weight* const weight = find(to);
-    if (weight && weight->master.defined()) weight->master.copy_(from);
+    if (const Weight* const weight = find(to)) {
+      weight->set(from);
+    } else {
+      to.copy_(from);
+    }
   }
   copied_versions_ = master_versions();
 }

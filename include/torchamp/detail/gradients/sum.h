@@ -21,6 +21,7 @@
 #include "torchamp/detail/gradients/collect.h"
 #include "torchamp/detail/gradients/unscale.h"
 #include "torchamp/detail/scaler/step_record.h"
+#include "torchamp/detail/split_weight.h"
 #include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
@@ -172,7 +173,7 @@ class GradientSum {
       for (at::Tensor& parameter : group.params()) {
         if (slot >= of_slot.size()) return bad;
         const at::Tensor& mean = of_slot[slot++];
-        if (mean.defined()) parameter.mutable_grad() = mean.to(parameter.scalar_type());
+        if (mean.defined()) parameter.mutable_grad() = mean.to(step_dtype(parameter));
       }
     }
     return bad;

@@ -53,6 +53,7 @@ FusedOptimizerOf<Kernel>::FusedOptimizerOf(
   for (std::size_t g = 0; g < param_groups_.size(); ++g) {
     detail::Counterpart<Kernel>::check(detail::options_of<Kernel>(param_groups_, g));
   }
+  note_split_weights();
 }
 
 template <detail::OptimizerKernel Kernel>

@@ -21,6 +21,7 @@ namespace torchamp::detail {
 struct StepKey : TensorKind {
   std::size_t group;
   std::shared_ptr<StepCounter> counter;  ///< for kernels that want one count for all parameters
+  bool is_split = false;                 ///< see Note [Split weights]
   bool operator==(const StepKey&) const = default;
 };
 
@@ -31,6 +32,7 @@ struct StepList : StepKey {
   std::vector<at::Tensor> params{}, grads{};
   std::vector<at::Tensor> counters{};            ///< one for each parameter, shared or not
   std::vector<std::vector<at::Tensor>> state{};  ///< by kind of state, then by parameter
+  std::vector<at::Tensor> low{};                 ///< of split weights, one for each parameter
 
   /// The learning rate where a captured step reads it (0-dim fp32), and what was last written
   /// there; undefined where steps are not captured.

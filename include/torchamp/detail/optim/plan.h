@@ -20,6 +20,8 @@
 #include "torchamp/detail/optim/counters.h"
 #include "torchamp/detail/optim/kernel.h"
 #include "torchamp/detail/optim/scalars.h"
+#include "torchamp/detail/optim/split_step.h"
+#include "torchamp/detail/split_weight.h"
 #include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
@@ -79,6 +81,7 @@ void check_parameters(const ParamGroups& groups, const ParamStates& states) {
                         "::step: ", place_of(g, i), " has gaps or overlaps in memory (sizes ",
                         param.sizes(), ", strides ", param.strides(),
                         "). Make the parameter from a contiguous() tensor.");
+      check_split(param, grad, [&] { return c10::str(Kernel::name, "::step: ", place_of(g, i)); });
       const auto state = states.find(param.unsafeGetTensorImpl());
       if (state == states.end()) continue;
       for (std::size_t k = 0; k < kinds; ++k) {
@@ -99,12 +102,13 @@ inline bool same_layout(const at::Tensor& a, const at::Tensor& b) {
   return a.sizes() == b.sizes() && a.strides() == b.strides();
 }
 
-/// `tensor`, or a copy of it with the device, dtype and layout of `param`.
+/// `tensor`, or a copy of it with the device and layout of `param`, and the dtype of its steps.
 inline at::Tensor fitted(const at::Tensor& tensor, const at::Tensor& param) {
-  const bool fits = TensorKind::of(tensor) == TensorKind::of(param) && same_layout(tensor, param) &&
-                    !tensor.is_neg();
-  if (fits) return tensor;
-  at::Tensor copy = at::empty_like(param);
+  const TensorKind kind{param.device(), step_dtype(param)};
+  if (TensorKind::of(tensor) == kind && same_layout(tensor, param) && !tensor.is_neg()) {
+    return tensor;
+  }
+  at::Tensor copy = at::empty_like(param, param.options().dtype(kind.dtype));
   copy.copy_(tensor);
   return copy;
 }
@@ -280,13 +284,18 @@ class StepPlan {
   void run(const ParamGroups& groups, const at::Tensor& grad_scale, const at::Tensor& found_inf) {
     for (StepScalars& scalars : scalars_) scalars.begin(grad_scale, found_inf);
     for (const StepList& list : lists_) {
-      Kernel::step(options_of<Kernel>(groups, list.group), list, scalars_[list.scalars]);
+      const Options& options = options_of<Kernel>(groups, list.group);
+      if (list.is_split) {
+        step_split<Kernel>(options, list, scalars_[list.scalars]);
+      } else {
+        Kernel::step(options, list, scalars_[list.scalars]);
+      }
     }
     for (StepScalars& scalars : scalars_) scalars.end();
     for (StepList& list : lists_) {
       list.grads.clear();
       // The kernels do not tell autograd, nor a cache of weight casts, that they write.
-      for (const at::Tensor& param : list.params) param.unsafeGetTensorImpl()->bump_version();
+      for (const at::Tensor& param : list.params) note_written(param);
     }
   }
 
@@ -294,6 +303,11 @@ class StepPlan {
   static StepUse use_of(const ParamGroups& groups, std::size_t group) {
     const Options& options = options_of<Kernel>(groups, group);
     return {Kernel::kinds(options), Kernel::counted(options)};
+  }
+
+  static void note_written(const at::Tensor& param) {
+    param.unsafeGetTensorImpl()->bump_version();
+    if (SplitWeight* const split = split_of(param)) split->note_version(param);
   }
 
   static int64_t steps_of(const torch::optim::OptimizerParamState& state) {
@@ -322,6 +336,9 @@ class StepPlan {
         grad.layout() != at::kStrided) {
       return false;
     }
+    const SplitWeight* const split = split_of(param);
+    if ((split != nullptr) != list.is_split) return false;
+    if (split && !can_step_split(list, param, grad, *split)) return false;
     if (!list.state.empty()) {
       const std::size_t i = list.grads.size();
       if (!state || !has_tensors(list, i, *state)) return false;
@@ -329,6 +346,12 @@ class StepPlan {
     }
     list.grads.push_back(fitted(grad, param));
     return true;
+  }
+
+  static bool can_step_split(const StepList& list, const at::Tensor& param, const at::Tensor& grad,
+                             const SplitWeight& split) {
+    return split.low.is_same(list.low[list.grads.size()]) && grad.scalar_type() == at::kFloat &&
+           split.fits(param) && split.is_unwritten(param);
   }
 
   std::size_t scalars_of(at::Device device) {
@@ -342,7 +365,8 @@ class StepPlan {
   std::size_t list_of(std::size_t group, const at::Tensor& param,
                       std::shared_ptr<StepCounter> counter) {
     if (!Kernel::apart || !uses_[group].counted) counter = nullptr;
-    StepList& list = group_of(lists_, StepKey{TensorKind::of(param), group, std::move(counter)});
+    StepList& list = group_of(lists_, StepKey{TensorKind::of(param), group, std::move(counter),
+                                              split_of(param) != nullptr});
     if (list.params.empty()) {
       list.scalars = scalars_of(param.device());
       list.state.resize(uses_[group].kinds);
@@ -353,13 +377,20 @@ class StepPlan {
   void add_parameter(StepList& list, const at::Tensor& param, const Options& defaults,
                      ParamStates& states, const CounterTable<StepCounter>& counters) const {
     list.params.push_back(param);
+    SplitWeight* const split = split_of(param);
+    if (split) {
+      split->has_optimizer = true;
+      list.low.push_back(split->low);
+    }
     if (uses_[list.group].counted) list.counters.push_back(counters.find(param)->value);
     if (list.state.empty()) return;
     auto& state = states[param.unsafeGetTensorImpl()];
     if (!state) state = std::make_unique<State>();
     for (std::size_t k = 0; k < list.state.size(); ++k) {
       at::Tensor& tensor = Kernel::tensor(static_cast<State&>(*state), k);
-      tensor = tensor.defined() ? fitted(tensor, param) : Kernel::initial(k, param, defaults);
+      tensor = tensor.defined()
+                   ? fitted(tensor, param)
+                   : Kernel::initial(k, split ? joined(param, *split) : param, defaults);
       list.state[k].push_back(tensor);
     }
   }

@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/util/Exception.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "torchamp/detail/tensors.h"
+#include "torchamp/version.h"
+
+namespace torchamp::detail {
+
+// Note [Split weights]
+// An fp32 master is kept as two halves: the bf16 weight that the model computes with (`high`), and
+// the 16 bits that it lacks (`low`):
+//
+//     high = (bits + 0x8000) >> 16      low = int16(bits)      bits = (high << 16) + low
+//
+// modulo 2^32, so that every pattern comes back: ties, denormals, -0, infs, NaNs. `high` is the
+// master rounded to the nearest bf16, ties away from zero; the largest finite values round to an
+// inf, whose `low` brings them back. A NaN whose 16 upper bits are all ones but for the sign, as
+// CUDA makes them, would carry into a `high` of 0 (and one of the smallest payload into an inf), so
+// a step that is taken makes the NaNs that it leaves the usual one, 0x7fc00000 or its negative.
+// What was given or loaded keeps its bits, and so do all where the step is skipped.
+//
+// `low` hangs at the weight's TensorImpl, so that whoever is given the weight finds it, and so that
+// it lives as long as the weight. Gradients of split weights are fp32. Only the fused optimizers
+// write both halves. That another one does not do so unnoticed:
+//   - GradScaler's step and unscale_ look whether the optimizer is a FusedOptimizer
+//   - MasterWeights looks whether a FusedOptimizer has the weights, and whether their versions are
+//     those that the last fused step has left
+
+/// What a split weight has beside the weight itself.
+struct SplitWeight final : c10::BackendMeta {
+  at::Tensor low;  ///< int16, laid out as the weight
+
+  bool has_optimizer = false;            ///< a FusedOptimizer was given the weight
+  bool was_taken = false;                ///< gradients were, once
+  std::optional<uint32_t> version = {};  ///< of the weight, once it was taken note of
+
+  /// Whether `low` belongs to what `high` holds: the weight may have been moved.
+  bool fits(const at::Tensor& high) const {
+    return high.scalar_type() == at::kBFloat16 && high.device() == low.device() &&
+           high.sizes() == low.sizes() && high.strides() == low.strides();
+  }
+
+  /// Whether nobody has written to `high` since note_version(), as far as LibTorch counts it.
+  bool is_unwritten(const at::Tensor& high) const {
+    return !version || *version == version_of(high);
+  }
+  void note_version(const at::Tensor& high) {
+    if (version) version = version_of(high);
+  }
+
+  /// Takes note that gradients were taken. From here on, nobody else is to write to `high`.
+  void take_note(const at::Tensor& high) {
+    was_taken = true;
+    version = version_of(high);
+  }
+};
+
+/// Null for a tensor that is no split weight.
+inline SplitWeight* split_of(const at::Tensor& tensor) {
+  c10::BackendMeta* const meta = tensor.unsafeGetTensorImpl()->get_backend_meta();
+  return meta ? dynamic_cast<SplitWeight*>(meta) : nullptr;
+}
+
+/// The end of errors about split weights that other optimizers step.
+inline constexpr const char* split_needs_fused =
+    ". With MasterStorage::split half of each weight lies where only fused optimizers (FusedAdam, "
+    "FusedAdamW, FusedSGD, FusedAdagrad) and MasterWeights::load() write it. Step it with one of "
+    "those, or make the masters with MasterStorage::full.";
+
+inline constexpr const char* split_was_moved =
+    " was moved, cast or given another shape since its MasterWeights, with MasterStorage::split, "
+    "were made. Do that before.";
+
+/// The dtype of a parameter's gradient and of an optimizer's state for it.
+inline at::ScalarType step_dtype(const at::Tensor& parameter) {
+  return split_of(parameter) ? at::kFloat : parameter.scalar_type();
+}
+
+/// Throws for a split weight that was moved or written to. `where` begins the error.
+template <class Where>
+void check_split(const at::Tensor& weight, const Where& where) {
+  const SplitWeight* const split = split_of(weight);
+  if (!split) return;
+  TORCH_CHECK_VALUE(split->fits(weight), where(), split_was_moved);
+  TORCH_CHECK(split->is_unwritten(weight), where(), " was written to since the last step",
+              split_needs_fused);
+}
+
+/// The same, and for one that cannot be stepped with `gradient`.
+template <class Where>
+void check_split(const at::Tensor& weight, const at::Tensor& gradient, const Where& where) {
+  check_split(weight, where);
+  TORCH_CHECK(!split_of(weight) || gradient.scalar_type() == at::kFloat, where(),
+              " has a gradient of ", gradient.scalar_type(),
+              ". It is a weight of MasterWeights with MasterStorage::split, whose gradients are "
+              "fp32: call MasterWeights::take_gradients() after backward().");
+}
+
+/// An optimizer that writes both halves of split weights.
+struct StepsSplitWeights {
+ protected:
+  StepsSplitWeights() = default;
+  virtual ~StepsSplitWeights() = default;
+};
+
+/// Throws if `parameter` is a split weight and `optimizer` would write one half only.
+template <class Where>
+void check_steps_split(const torch::optim::Optimizer& optimizer, const at::Tensor& parameter,
+                       const Where& where) {
+  TORCH_CHECK_TYPE(!split_of(parameter) || dynamic_cast<const StepsSplitWeights*>(&optimizer),
+                   where(), " is that of a split weight, and this is no fused optimizer",
+                   split_needs_fused);
+}
+
+}  // namespace torchamp::detail
