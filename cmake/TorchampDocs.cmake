@@ -7,7 +7,8 @@
 set(_torchamp_docs_headers
     torchamp
     # The training loop
-    autocast autocast_state policy fp8 policy_text ops grad_scaler grad_scaler_options step_result missing_gradients
+    autocast autocast_state weight_cache policy fp8 policy_text ops grad_scaler grad_scaler_options step_result
+    missing_gradients
     accumulate optim scaled_step clip_grad cuda_graph
     # Models
     custom_function module_policy recompute host_memory master_weights

@@ -4,7 +4,6 @@
 /// @file
 /// @brief AutocastGuard: a region in which ops cast their arguments as a policy says.
 
-#include <ATen/autocast_mode.h>
 #include <c10/core/Device.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
@@ -16,6 +15,7 @@
 #include "torchamp/detail/overlay/autocast_region.h"
 #include "torchamp/policy.h"
 #include "torchamp/version.h"
+#include "torchamp/weight_cache.h"
 
 namespace TORCHAMP_NAMESPACE {
 
@@ -34,6 +34,11 @@ struct AutocastOptions {
   std::optional<bool> cache_enabled = std::nullopt;
   /// Unset: the enclosing guard's; at the outermost, Policy::standard().
   std::optional<Policy> policy = std::nullopt;
+  /// How long casts of weights are kept, and by whom. Unset: as `cache_enabled` says, `false` as
+  /// WeightCache::none; where that is unset, or true inside a guard with a cache of torchamp's, as
+  /// it is. At first LibTorch's. Errors: `cache_enabled = false` with any other than none, true
+  /// with none.
+  std::optional<WeightCache> cache = std::nullopt;
 };
 
 /// A region of the calling thread in which ops cast their arguments as a Policy says.
@@ -70,7 +75,7 @@ class AutocastGuard {
  public:
   /// Begins a region for all devices of this type; its end is that of the guard's scope.
   [[nodiscard]] explicit AutocastGuard(at::DeviceType device, const AutocastOptions& options = {})
-      : region_(device, options.dtype, options.enabled, options.cache_enabled,
+      : region_(device, options.dtype, options.enabled, options.cache_enabled, options.cache,
                 options.policy ? options.policy->data() : nullptr) {}
 
   /// Begins a region with this dtype, as {.dtype = dtype} does. A template so that `{}` means the
@@ -98,15 +103,5 @@ class AutocastGuard {
  private:
   detail::AutocastRegion region_;
 };
-
-/// Forgets the casts of fp32 weights that LibTorch keeps until the outermost guard ends.
-/// Call it after writing to a weight in place inside a region, by a plain optimizer's own step, say
-/// (steps of a GradScaler or of a fused optimizer do so themselves): the cache knows a weight by
-/// its identity and would go on giving the cast of its old values. All threads share the cache; any
-/// may call this at any time, since what is dropped is cast again.
-inline void clear_weight_cache() {
-  at::autocast::clear_cache();
-  detail::derived_weights().clear();
-}
 
 }  // namespace TORCHAMP_NAMESPACE

@@ -55,6 +55,11 @@ class CastReport {
     int64_t fp8 = 0;
     /// How many of the calls followed the rule fp8 and ran as lower_precision, by the reason.
     std::map<std::string, int64_t> not_fp8 = {};
+    /// How many casts of weights were found in torchamp's own cache (see WeightCache), and not
+    /// made.
+    int64_t cache_hits = 0;
+    /// How many of `casts` the cache made, and may have kept.
+    int64_t cache_misses = 0;
   };
 
   /// For CastRecorder: sorts the rows.
@@ -77,12 +82,14 @@ class CastReport {
       sum.fp32_by_input += row.fp32_by_input;
       sum.fp8 += row.fp8;
       for (const auto& [why, calls] : row.not_fp8) sum.not_fp8[why] += calls;
+      sum.cache_hits += row.cache_hits;
+      sum.cache_misses += row.cache_misses;
     }
     return sum;
   }
 
   /// Returns a JSON object with "rows" (phase, module, op and the numbers of a Row, by the names of
-  /// its members, those about fp8 only where there were calls under that rule) and "total".
+  /// its members, those about fp8 and torchamp's own cache only where they were used) and "total".
   std::string to_json() const { return detail::to_json(rows_, total()); }
 
  private:

@@ -195,8 +195,8 @@ TEST(AutocastGuard, ItsEndDropsCachedCastsThoughCodeInsideLeftALevelOpen) {
 
 TEST(AutocastGuard, RegionsThatEndOutOfOrderLeaveNoLevelOpen) {
   std::optional<torchamp::detail::AutocastRegion> outer, inner;
-  outer.emplace(at::kCPU, std::nullopt, true, std::nullopt, nullptr);
-  inner.emplace(at::kCPU, std::nullopt, true, std::nullopt, nullptr);
+  outer.emplace(at::kCPU, std::nullopt, true, std::nullopt, std::nullopt, nullptr);
+  inner.emplace(at::kCPU, std::nullopt, true, std::nullopt, std::nullopt, nullptr);
   outer.reset();
   inner.reset();
   EXPECT_EQ(at::autocast::increment_nesting(), 1);

@@ -49,7 +49,7 @@ class Doubled {
   int reused = 0;
 };
 
-TEST(DerivedWeightsTest, makes_what_does_not_change_once) {
+TEST(DerivedWeights, MakesWhatDoesNotChangeOnce) {
   Doubled doubled;
   const auto weight = leaf({3, 4});
   const auto first = doubled.of(weight);
@@ -60,7 +60,7 @@ TEST(DerivedWeightsTest, makes_what_does_not_change_once) {
   EXPECT_EQ(doubled.store.counts().bytes, 48);
 }
 
-TEST(DerivedWeightsTest, sees_writes_that_libtorch_counts) {
+TEST(DerivedWeights, SeesWritesThatLibtorchCounts) {
   Doubled doubled;
   const auto weight = leaf({3, 4});
   const torch::NoGradGuard no_grad;
@@ -76,7 +76,7 @@ TEST(DerivedWeightsTest, sees_writes_that_libtorch_counts) {
   EXPECT_EQ(doubled.made, 5);
 }
 
-TEST(DerivedWeightsTest, is_told_what_libtorch_does_not_count) {
+TEST(DerivedWeights, IsToldWhatLibtorchDoesNotCount) {
   Doubled doubled;
   const auto weight = leaf({3, 4});
   const auto other = leaf({3, 4});
@@ -94,7 +94,7 @@ TEST(DerivedWeightsTest, is_told_what_libtorch_does_not_count) {
   EXPECT_EQ(doubled.made, 5);
 }
 
-TEST(DerivedWeightsTest, is_told_of_changes_while_it_makes_something) {
+TEST(DerivedWeights, IsToldOfChangesWhileItMakesSomething) {
   DerivedWeights store;
   const auto weight = leaf({3});
   const auto make = [&](const Tensors&) { return Tensors{weight.detach() * 2}; };
@@ -114,7 +114,7 @@ TEST(DerivedWeightsTest, is_told_of_changes_while_it_makes_something) {
   EXPECT_TRUE(store.get(weight, form, always, make)[0].equal(weight.detach() * 2));
 }
 
-TEST(DerivedWeightsTest, writes_to_the_same_memory_if_nobody_else_holds_it) {
+TEST(DerivedWeights, WritesToTheSameMemoryIfNobodyElseHoldsIt) {
   Doubled doubled;
   const auto weight = leaf({3, 4});
   const void* const memory = doubled.of(weight).data_ptr();
@@ -137,14 +137,14 @@ TEST(DerivedWeightsTest, writes_to_the_same_memory_if_nobody_else_holds_it) {
   EXPECT_EQ(doubled.reused, 1);
 }
 
-TEST(DerivedWeightsTest, makes_again_what_somebody_has_written_to) {
+TEST(DerivedWeights, MakesAgainWhatSomebodyHasWrittenTo) {
   Doubled doubled;
   const auto weight = leaf({3, 4});
   doubled.of(weight).zero_();
   doubled.expect_right(weight);
 }
 
-TEST(DerivedWeightsTest, tells_views_of_one_weight_apart) {
+TEST(DerivedWeights, TellsViewsOfOneWeightApart) {
   Doubled doubled;
   const auto weight = leaf({4, 4});
   const torch::NoGradGuard no_grad;
@@ -161,7 +161,7 @@ TEST(DerivedWeightsTest, tells_views_of_one_weight_apart) {
   EXPECT_EQ(doubled.made, 12);
 }
 
-TEST(DerivedWeightsTest, tells_forms_and_tensors_with_one_memory_apart) {
+TEST(DerivedWeights, TellsFormsAndTensorsWithOneMemoryApart) {
   Doubled doubled;
   const auto weight = leaf({2});
   const auto twin = weight.data();  // has a version counter of its own
@@ -179,7 +179,7 @@ TEST(DerivedWeightsTest, tells_forms_and_tensors_with_one_memory_apart) {
   EXPECT_EQ(doubled.made, 5);
 }
 
-TEST(DerivedWeightsTest, never_gives_what_belonged_to_a_weight_that_is_gone) {
+TEST(DerivedWeights, NeverGivesWhatBelongedToAWeightThatIsGone) {
   Doubled doubled;
   for (int i = 0; i < 300; ++i) {
     doubled.expect_right(leaf({5}));
@@ -193,13 +193,13 @@ TEST(DerivedWeightsTest, never_gives_what_belonged_to_a_weight_that_is_gone) {
   EXPECT_EQ(doubled.store.counts().bytes, 0);
 }
 
-TEST(DerivedWeightsTest, does_not_hold_more_of_those_that_are_gone_than_twice_the_others) {
+TEST(DerivedWeights, DoesNotHoldMoreOfThoseThatAreGoneThanTwiceTheOthers) {
   Doubled doubled;
   for (int i = 0; i < 1000; ++i) doubled.of(leaf({1}));
   EXPECT_LE(doubled.store.counts().bytes, 65 * 4);
 }
 
-TEST(DerivedWeightsTest, keeps_as_long_as_was_asked) {
+TEST(DerivedWeights, KeepsAsLongAsWasAsked) {
   using Until = WeightKeep::Until;
   Doubled doubled;
   auto& store = doubled.store;
@@ -228,7 +228,7 @@ TEST(DerivedWeightsTest, keeps_as_long_as_was_asked) {
   EXPECT_EQ(store.counts().bytes, 0);
 }
 
-TEST(DerivedWeightsTest, keeps_and_finds_nothing_while_suspended) {
+TEST(DerivedWeights, KeepsAndFindsNothingWhileSuspended) {
   Doubled doubled;
   const auto weight = leaf({1});
   doubled.of(weight);
@@ -243,7 +243,7 @@ TEST(DerivedWeightsTest, keeps_and_finds_nothing_while_suspended) {
   EXPECT_EQ(doubled.made, 3);
 }
 
-TEST(DerivedWeightsTest, lets_the_least_recently_used_leave_first) {
+TEST(DerivedWeights, LetsTheLeastRecentlyUsedLeaveFirst) {
   Doubled doubled;
   std::vector<at::Tensor> weights;
   for (int i = 0; i < 4; ++i) weights.push_back(leaf({10}));
@@ -265,7 +265,7 @@ TEST(DerivedWeightsTest, lets_the_least_recently_used_leave_first) {
   EXPECT_EQ(doubled.made, 6);
 }
 
-TEST(DerivedWeightsTest, does_not_keep_of_tensors_whose_changes_nobody_counts) {
+TEST(DerivedWeights, DoesNotKeepOfTensorsWhoseChangesNobodyCounts) {
   Doubled doubled;
   {
     const c10::InferenceMode inference;
@@ -277,7 +277,7 @@ TEST(DerivedWeightsTest, does_not_keep_of_tensors_whose_changes_nobody_counts) {
   EXPECT_EQ(doubled.store.counts().bytes, 0);
 }
 
-TEST(DerivedWeightsTest, serves_many_threads) {
+TEST(DerivedWeights, ServesManyThreads) {
   Doubled reference;
   DerivedWeights store;
   std::vector<at::Tensor> weights;
@@ -300,7 +300,7 @@ TEST(DerivedWeightsTest, serves_many_threads) {
   EXPECT_EQ(wrong, 0);
 }
 
-TEST(KeepOfThisThreadTest, is_the_outermost_guards_region) {
+TEST(KeepOfThisThread, IsTheOutermostGuardsRegion) {
   using torchamp::detail::keep_of_this_thread;
   using Until = WeightKeep::Until;
   EXPECT_EQ(keep_of_this_thread().until, Until::made);

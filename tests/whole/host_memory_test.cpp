@@ -62,13 +62,13 @@ class Training {
   at::Tensor input_ = torch::randn({64, 512});
 };
 
-TEST(KeepHostMemoryTest, lets_a_step_take_no_page_faults_to_speak_of) {
+TEST(KeepHostMemory, LetsAStepTakeNoPageFaultsToSpeakOf) {
   if (!torchamp::keep_host_memory()) GTEST_SKIP() << "malloc is not glibc's";
   Training training;
   EXPECT_LT(training.faults_of_steps(5, 5), 100);
 }
 
-TEST(KeepHostMemoryTest, may_be_called_again_and_by_any_thread) {
+TEST(KeepHostMemory, MayBeCalledAgainAndByAnyThread) {
   const bool kept = torchamp::keep_host_memory();
   std::thread([&] { EXPECT_EQ(torchamp::keep_host_memory(), kept); }).join();
   if (!kept) GTEST_SKIP() << "malloc is not glibc's";
@@ -76,7 +76,7 @@ TEST(KeepHostMemoryTest, may_be_called_again_and_by_any_thread) {
   EXPECT_LT(training.faults_of_steps(5, 5), 100);
 }
 
-TEST(KeepHostMemoryTest, gives_no_block_pages_of_its_own) {
+TEST(KeepHostMemory, GivesNoBlockPagesOfItsOwn) {
   if (!torchamp::keep_host_memory()) GTEST_SKIP() << "malloc is not glibc's";
   const std::size_t before = mallinfo2().hblks;
   const at::Tensor large = torch::empty({12 << 20});  // 48 MB: above all of glibc's own limits

@@ -34,8 +34,7 @@ inline std::shared_ptr<const ThreadPolicy> thread_policy_with(
   const auto& devices = at::autocast::_AUTOCAST_SUPPORTED_DEVICES;
   for (std::size_t i = 0; i < device_count; ++i) {
     if (at::autocast::is_autocast_enabled(devices[i])) {
-      compile_once(*policy, devices[i]);
-      inner->in_force[i] = policy;
+      inner->in_force[i] = ready_policy(policy, devices[i], inner->keeps_casts);
     }
   }
   if (const Fp8Rule* rule = policy->fp8()) inner->fp8 = rule->make_usage(inner->fp8);

@@ -31,6 +31,7 @@
 #include "torchamp/detail/overlay/rule_of_call.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/rule.h"
+#include "torchamp/detail/weights/cast.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -85,9 +86,19 @@ struct RecordedFrame final : Observer::Call {
     bool undone;
   };
   std::vector<CastMade> casts;
+  int64_t cache_hits = 0;
+  int64_t cache_misses = 0;
   std::optional<Cast> choice;      // see Note [A choice is told once]
   std::optional<std::string> fp8;  // under the rule fp8: empty, or why it was not followed
   std::optional<DtypeChange> origin;
+
+  /// A look into the cache of weights, for this root.
+  void add(const WeightCastNote& note) {
+    ++(note.hit ? cache_hits : cache_misses);
+    if (!note.in_place) return;
+    const auto width = c10::elementSize(note.from) + c10::elementSize(note.to);
+    casts.push_back({{note.from, note.to}, note.numel * static_cast<int64_t>(width), false});
+  }
 };
 
 /// What a CastRecorder counts.
@@ -155,6 +166,11 @@ inline std::unique_ptr<Observer::Call> CastRecording::begin(const at::RecordFunc
     if (std::string_view(call.name()).starts_with(fp8_scope)) {
       const auto& stack = stacks_[std::this_thread::get_id()];
       if (!stack.empty()) stack.back()->fp8 = std::string(call.name()).substr(fp8_scope.size());
+      return nullptr;
+    }
+    if (const auto note = WeightCastNote::of(call.name())) {
+      const auto& stack = stacks_[std::this_thread::get_id()];
+      if (!stack.empty() && stack.back()->root != nullptr) stack.back()->root->add(*note);
       return nullptr;
     }
   }
@@ -323,6 +339,8 @@ inline void CastRecording::end_root(const std::vector<c10::IValue>& outputs,
     row.cast_bytes += cast.bytes;
     row.undone += cast.undone ? 1 : 0;
   }
+  row.cache_hits += frame.cache_hits;
+  row.cache_misses += frame.cache_misses;
   if (op.is_conversion || dtype != at::kFloat) return;
 
   bool mixed = has_16_bit_and_fp32(frame.arguments, /*all_decide=*/true);

@@ -41,6 +41,12 @@ inline std::string json_string(std::string_view text) {
   return out.str();
 }
 
+/// Whether torchamp's own cache of weights was asked.
+template <class Row>
+bool used_cache(const Row& row) {
+  return row.cache_hits + row.cache_misses > 0;
+}
+
 template <class Row>
 std::string json_numbers(const Row& row) {
   std::ostringstream out;
@@ -52,6 +58,9 @@ std::string json_numbers(const Row& row) {
   }
   out << "}, \"casts\": " << row.casts << ", \"cast_bytes\": " << row.cast_bytes
       << ", \"undone\": " << row.undone << ", \"fp32_by_input\": " << row.fp32_by_input;
+  if (used_cache(row)) {
+    out << ", \"cache_hits\": " << row.cache_hits << ", \"cache_misses\": " << row.cache_misses;
+  }
   if (row.fp8 == 0 && row.not_fp8.empty()) return out.str();
   out << ", \"fp8\": " << row.fp8 << ", \"not_fp8\": {";
   separator = "";
@@ -101,6 +110,7 @@ void print_cast_report(std::ostream& out, const std::vector<Row>& rows, const Ro
   for (const char* name : {"casts", "bytes", "undone", "by input"}) lines[0].push_back(name);
   const bool fp8 = total.fp8 != 0 || !total.not_fp8.empty();
   if (fp8) lines[0].emplace_back("fp8");
+  if (used_cache(total)) lines[0].emplace_back("kept");
   const auto add = [&](std::string phase, const Row& row) {
     std::vector<std::string> line{std::move(phase), row.module, row.op};
     const auto add_number = [&](int64_t number) {
@@ -114,6 +124,7 @@ void print_cast_report(std::ostream& out, const std::vector<Row>& rows, const Ro
       add_number(number);
     }
     if (fp8) add_number(row.fp8);
+    if (used_cache(total)) add_number(row.cache_hits);
     lines.push_back(std::move(line));
   };
   for (const Row& row : rows) add(row.backward ? "backward" : "forward", row);
@@ -126,6 +137,7 @@ void print_cast_report(std::ostream& out, const std::vector<Row>& rows, const Ro
   for (const auto& [why, calls] : total.not_fp8) {
     out << calls << " under the rule fp8 ran as lower_precision: " << why << '\n';
   }
+  if (used_cache(total)) out << "kept: casts of weights that were not made, but found\n";
 }
 
 }  // namespace torchamp::detail

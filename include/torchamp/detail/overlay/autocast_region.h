@@ -24,6 +24,7 @@
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/detail/weights/derived.h"
+#include "torchamp/weight_cache.h"
 
 namespace torchamp::detail {
 
@@ -66,13 +67,48 @@ inline bool device_is_usable(at::DeviceType device) {
   return false;
 }
 
+/// What the two options say together; unset: as it is on the calling thread. `cache_enabled = true`
+/// leaves a cache of torchamp's.
+inline std::optional<WeightCache> asked_cache(std::optional<bool> enabled,
+                                              std::optional<WeightCache> cache) {
+  if (!cache) {
+    if (enabled == false) return WeightCache::none;
+    const ThreadPolicy* const outer = thread_policy();
+    if (!enabled || !outer || outer->keep.until != WeightKeep::Until::made) return std::nullopt;
+    return WeightCache::libtorch;
+  }
+  TORCH_CHECK_VALUE(!enabled || *enabled == (*cache != WeightCache::none),
+                    "AutocastGuard: cache_enabled = ", *enabled ? "true" : "false",
+                    " contradicts cache, which ", *enabled ? "is WeightCache::none" : "keeps casts",
+                    ". Leave cache_enabled unset.");
+  return cache;
+}
+
+inline WeightKeep::Until until_of(WeightCache cache) {
+  switch (cache) {
+    case WeightCache::none:
+      return WeightKeep::Until::made;
+    case WeightCache::libtorch:
+    case WeightCache::region:
+      return WeightKeep::Until::region_ends;
+    case WeightCache::window:
+      return WeightKeep::Until::weights_step;
+    case WeightCache::kept:
+      return WeightKeep::Until::told;
+  }
+  TORCH_CHECK_VALUE(false, "AutocastGuard: ", static_cast<int>(cache),
+                    " is no WeightCache. Pass one of its enumerators.");
+}
+
 /// What an AutocastGuard does: see there. The members of AutocastOptions come one by one; a null
 /// policy is one that is unset.
 class AutocastRegion {
  public:
   AutocastRegion(at::DeviceType device, std::optional<at::ScalarType> dtype, bool enabled,
-                 std::optional<bool> cache_enabled, std::shared_ptr<const PolicyData> policy)
-      : AutocastRegion(Checked(device, dtype, enabled, std::move(policy)), cache_enabled) {}
+                 std::optional<bool> cache_enabled, std::optional<WeightCache> cache,
+                 std::shared_ptr<const PolicyData> policy)
+      : AutocastRegion(Checked(device, dtype, enabled, asked_cache(cache_enabled, cache), policy),
+                       cache_enabled || !cache ? cache_enabled : cache != WeightCache::none) {}
 
   AutocastRegion(const AutocastRegion&) = delete;
   AutocastRegion& operator=(const AutocastRegion&) = delete;
@@ -90,7 +126,8 @@ class AutocastRegion {
   /// The arguments after all checks, so that the constructor changes nothing before it cannot fail.
   struct Checked {
     Checked(at::DeviceType on_device, std::optional<at::ScalarType> asked_dtype,
-            bool asked_to_be_enabled, std::shared_ptr<const PolicyData> asked_policy)
+            bool asked_to_be_enabled, std::optional<WeightCache> cache,
+            std::shared_ptr<const PolicyData> asked_policy)
         : device(on_device) {
       const std::size_t index = device_index(device, "AutocastGuard");
       if (asked_dtype) check_is_floating(*asked_dtype);
@@ -110,18 +147,28 @@ class AutocastRegion {
       } else {
         data = unedited(BaseTable::standard);
       }
-      if (enabled) compile_once(*data, device);
-      const Fp8Rule* const rule = enabled && is_16_bit(dtype) ? data->fp8() : nullptr;
-      if (rule != nullptr) check_fp8(*data, index, device);
-      const PolicyData* in_force = enabled ? data.get() : nullptr;
-      if (outer && outer->inherited == data && outer->in_force[index].get() == in_force) return;
+      const WeightKeep::Until until = cache ? until_of(*cache)
+                                      : outer && outer->keep.region != 0
+                                          ? outer->keep.until
+                                          : WeightKeep::Until::region_ends;
+      const bool keeps_casts = cache ? *cache >= WeightCache::region : outer && outer->keeps_casts;
+      std::shared_ptr<const PolicyData> in_force;
+      if (enabled) in_force = ready_policy(data, device, keeps_casts);
+      const Fp8Rule* const rule = enabled && is_16_bit(dtype) ? in_force->fp8() : nullptr;
+      if (rule != nullptr) check_fp8(*in_force, index, device);
+      if (outer && outer->inherited == data && outer->in_force[index] == in_force &&
+          outer->keep.until == until && outer->keeps_casts == keeps_casts) {
+        return;
+      }
       auto inner = std::make_shared<ThreadPolicy>();
       if (outer) *inner = *outer;
       if (inner->keep.region == 0) {
         own_region = derived_weights().begin_region();
-        inner->keep = {WeightKeep::Until::region_ends, own_region};
+        inner->keep.region = own_region;
       }
-      inner->in_force[index] = enabled ? data : nullptr;
+      inner->keep.until = until;
+      inner->keeps_casts = keeps_casts;
+      inner->in_force[index] = std::move(in_force);
       if (rule != nullptr) fp8 = inner->fp8 = rule->make_usage(inner->fp8);
       inner->inherited = std::move(data);
       policy = std::move(inner);

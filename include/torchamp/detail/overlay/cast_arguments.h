@@ -15,9 +15,14 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/overlay/runtime.h"
+#include "torchamp/detail/overlay/thread_policy.h"
 #include "torchamp/detail/policy/castable.h"
+#include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/rule.h"
 #include "torchamp/detail/tensors.h"
+#include "torchamp/detail/weights/cast.h"
+#include "torchamp/detail/weights/derived.h"
 
 namespace torchamp::detail {
 
@@ -58,6 +63,9 @@ class CastArguments {
     for (std::size_t i = 0; i < count_; ++i) {
       const auto& argument = schema.arguments()[i];
       if (is_running_statistic(argument) || !holds_tensors(*argument.type())) continue;
+      if (const WeightPlace place = place_of_weight(argument.name()); place != WeightPlace::none) {
+        weight_places_.emplace_back(i, place);
+      }
       const bool is_beside = argument.name() == "weight" || argument.name() == "bias";
       (is_beside && !statistics_.empty() ? beside_statistics_ : positions_).push_back(i);
     }
@@ -85,7 +93,9 @@ class CastArguments {
       case Cast::unchanged:
         break;
     }
-    return {};
+    if (cast != lower_precision_kept) return {};
+    cast_weights(at::autocast::get_autocast_dtype(device), device, stack, first);
+    return to(at::autocast::get_autocast_dtype(device), device, stack, first);
   }
 
  private:
@@ -168,6 +178,39 @@ class CastArguments {
     }
   }
 
+  // Takes casts of weights from the store, of those that it keeps.
+  void cast_weights(at::ScalarType dtype, at::DeviceType device, torch::jit::Stack& stack,
+                    std::size_t first) const {
+    const WeightKeep keep = keep_of_this_thread();
+    if (keep.until == WeightKeep::Until::made) return;
+    DerivedWeights& store = derived_weights();
+    const auto takes = [&](const at::Tensor& tensor, std::size_t position) {
+      return needs_cast(tensor, dtype, device) && is_weight(tensor, place_at(position));
+    };
+    for (const std::size_t position : positions_) {
+      c10::IValue& value = stack[first + position];
+      if (value.isTensor()) {
+        const at::Tensor& tensor = value.toTensor();
+        if (takes(tensor, position)) value = kept_cast(store, tensor, dtype, keep);
+      } else if (value.isList()) {
+        c10::impl::GenericList list = value.toList().copy();
+        for (std::size_t i = 0; i < list.size(); ++i) {
+          const c10::IValue element = list.get(i);
+          if (!element.isTensor() || !takes(element.toTensor(), position)) continue;
+          list.set(i, kept_cast(store, element.toTensor(), dtype, keep));
+        }
+        value = list;
+      }
+    }
+  }
+
+  WeightPlace place_at(std::size_t position) const {
+    for (const auto& [at, place] : weight_places_) {
+      if (at == position) return place;
+    }
+    return WeightPlace::none;
+  }
+
   static bool needs_cast(const at::Tensor& tensor, at::ScalarType dtype, at::DeviceType device) {
     return is_castable(tensor, device) && tensor.scalar_type() != dtype;
   }
@@ -224,6 +267,7 @@ class CastArguments {
   std::vector<std::size_t> positions_;          // of the arguments that hold tensors
   std::vector<std::size_t> statistics_;         // of running statistics; not in positions_
   std::vector<std::size_t> beside_statistics_;  // of their weight and bias; not in positions_
+  std::vector<std::pair<std::size_t, WeightPlace>> weight_places_;
   std::optional<std::size_t> dtype_position_;
   std::optional<std::size_t> training_position_;  // of what says whether statistics are updated
   std::size_t count_;

@@ -30,6 +30,8 @@ struct ThreadPolicy final : c10::DebugInfoBase, std::enable_shared_from_this<Thr
   /// How long what is derived from weights is kept. Its region is never 0 inside a guard.
   WeightKeep keep;
   std::shared_ptr<Fp8Usage> fp8;  // of the innermost region whose policy has an fp8 rule
+  /// Whether casts are kept so as well, and not by LibTorch.
+  bool keeps_casts = false;
 };
 
 /// The calling thread's policy, or null outside every guard.

@@ -72,6 +72,9 @@ inline std::optional<Cast> announced_choice(std::string_view scope) {
   return row == nullptr ? std::nullopt : std::optional(row->cast);
 }
 
+/// lower_precision with casts of weights that are kept, see WeightCache. Only tables have it.
+inline constexpr Cast lower_precision_kept = static_cast<Cast>(0x80);
+
 /// A policy's rules for the overlays of one device, by the overlays' index.
 class OverlayTable {
  public:
@@ -110,6 +113,17 @@ class PolicyData {
   explicit PolicyData(BaseTable base_table) : base(base_table) {}
   /// A copy to edit; it starts without compiled tables.
   PolicyData(const PolicyData& other) : base(other.base), edits(other.edits), rules(other.rules) {}
+  /// The same policy whose tables keep casts of weights. Any thread.
+  std::shared_ptr<const PolicyData> keeping_casts() const {
+    const std::scoped_lock lock(mutex_);
+    if (!keeping_casts_) {
+      auto copy = std::make_shared<PolicyData>(*this);
+      copy->keeps_casts = true;
+      keeping_casts_ = std::move(copy);
+    }
+    return keeping_casts_;
+  }
+
   PolicyData& operator=(const PolicyData&) = delete;
 
   /// What the edits made of one overload; null if they do not reach it.
@@ -129,7 +143,8 @@ class PolicyData {
 
   BaseTable base;
   std::vector<Edit> edits;
-  RuleMap rules;  // what the edits made of each overload that they reached
+  RuleMap rules;             // what the edits made of each overload that they reached
+  bool keeps_casts = false;  // its tables have lower_precision_kept
 
   /// Has `compile` make the table for a device, if it has not been made. Any thread.
   template <class Compile>
@@ -147,8 +162,10 @@ class PolicyData {
                           const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> stack) const {
     const OverlayTable::Entry entry = compiled_[device_index].table[overlay];
     if (entry.conditional == nullptr) return entry;
-    const OverlayTable::Rule rule = choose(entry, device, OpCall(op.schema(), stack));
-    announce_choice(rule.cast);
+    OverlayTable::Rule rule = choose(entry, device, OpCall(op.schema(), stack));
+    const bool lowers = rule.cast == Cast::lower_precision || rule.cast == lower_precision_kept;
+    announce_choice(lowers ? Cast::lower_precision : rule.cast);
+    if (lowers && keeps_casts) rule.cast = lower_precision_kept;
     return rule;
   }
 
@@ -209,6 +226,7 @@ class PolicyData {
   };
   mutable std::mutex mutex_;
   mutable std::array<Compiled, device_count> compiled_;
+  mutable std::shared_ptr<const PolicyData> keeping_casts_;
 };
 
 /// The contents of Policy::standard() and Policy::torch(), which all copies share.

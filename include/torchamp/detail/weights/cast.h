@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/ScalarType.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "torchamp/detail/autograd_node.h"
+#include "torchamp/detail/weights/derived.h"
+#include "torchamp/version.h"
+
+namespace torchamp::detail {
+
+/// Where an op wants a weight, by what its schema calls the argument.
+enum class WeightPlace : std::uint8_t { none, weight, second_matrix, bias_of_product };
+
+inline WeightPlace place_of_weight(std::string_view argument) {
+  if (argument == "weight" || argument == "bias") return WeightPlace::weight;
+  if (argument == "mat2" || argument == "other") return WeightPlace::second_matrix;
+  return argument == "self" ? WeightPlace::bias_of_product : WeightPlace::none;
+}
+
+// Note [What is taken for a weight]
+// A leaf that wants gradients is a weight, and so is a view of one (`w.t()`, as torch::nn::Linear
+// calls addmm). A leaf without gradients may be a frozen weight, or a batch, or, without a graph,
+// any activation, whose cast nobody would ask for again. So one counts where the op calls it weight
+// or bias, and otherwise where it is the second matrix of a product, or the vector that is added to
+// one: torch::nn::Linear's weight and bias.
+
+/// Whether casts of this argument are worth keeping: see Note [What is taken for a weight].
+inline bool is_weight(const at::Tensor& tensor, WeightPlace place) {
+  const at::TensorBase& owner = tensor.is_view() ? tensor._base() : tensor;
+  if (!owner.is_leaf()) return false;
+  if (owner.requires_grad()) return true;
+  switch (place) {
+    case WeightPlace::weight:
+      return true;
+    case WeightPlace::second_matrix:
+      return tensor.dim() == 2;
+    case WeightPlace::bias_of_product:
+      return tensor.dim() == 1;
+    case WeightPlace::none:
+      break;
+  }
+  return false;
+}
+
+/// Tells whoever records (a CastRecorder, LibTorch's profiler) of a look into the cache, by an
+/// empty user scope of a name with this beginning. Without a recorder that is one look at a flag.
+inline constexpr std::string_view weight_cast_scope = "torchamp weight cast: ";
+
+/// What is told. Of a cast that was made, but for one into the memory of the last one, an op tells.
+struct WeightCastNote {
+  bool hit = false;
+  bool in_place = false;
+  at::ScalarType from = at::kFloat;  // of a cast in place, as `to` and `numel`
+  at::ScalarType to = at::kFloat;
+  int64_t numel = 0;
+
+  void tell() const {
+    auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
+    if (!callbacks) return;
+    at::RecordFunction scope(std::move(*callbacks));
+    std::string text(weight_cast_scope);
+    text += hit ? "kept" : "made";
+    if (in_place) {
+      for (const int64_t number : {static_cast<int64_t>(from), static_cast<int64_t>(to), numel}) {
+        text += ' ' + std::to_string(number);
+      }
+    }
+    scope.before(std::move(text));
+  }
+
+  /// From a scope's name; nothing if it is no such scope.
+  static std::optional<WeightCastNote> of(std::string_view scope) {
+    if (!scope.starts_with(weight_cast_scope)) return std::nullopt;
+    scope.remove_prefix(weight_cast_scope.size());
+    WeightCastNote note{.hit = scope == "kept"};
+    int from = 0;
+    int to = 0;
+    long long numel = 0;
+    const std::string text(scope);
+    note.in_place = std::sscanf(text.c_str(), "made %d %d %lld", &from, &to, &numel) == 3;
+    note.from = static_cast<at::ScalarType>(from);
+    note.to = static_cast<at::ScalarType>(to);
+    note.numel = numel;
+    return note;
+  }
+};
+
+/// The node of a cast whose values were kept: what LibTorch's own node for a cast does.
+struct KeptCastBackward final : torch::autograd::Node {
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+    at::Tensor& gradient = gradients[0];
+    return {gradient.defined() ? gradient.to(dtype) : at::Tensor()};
+  }
+  std::string name() const override { return "ToCopyBackward0"; }
+
+  at::ScalarType dtype = at::kFloat;  // of the weight
+};
+
+// Note [The graph of a kept cast]
+// What is kept are values, which no graph holds. Each use gets a tensor and a node of its own, so
+// that gradients reach the weight as from a cast made for that use: those of two uses add up in the
+// weight's dtype, a graph may be freed, or go backward twice, and a cast made without gradients
+// serves a graph as well.
+
+/// The weight in another dtype, as `weight.to(dtype)`; cast only if it has changed since it was
+/// last asked for and kept.
+inline at::Tensor kept_cast(DerivedWeights& store, const at::Tensor& weight, at::ScalarType dtype,
+                            WeightKeep keep) {
+  WeightCastNote note{.from = weight.scalar_type(), .to = dtype, .numel = weight.numel()};
+  const auto cast = [&](const Tensors& reusable) {
+    std::optional<c10::InferenceMode> counted;  // a tensor of inference mode counts no writes
+    if (c10::InferenceMode::is_enabled()) counted.emplace(false);
+    const c10::NoGradGuard no_grad;
+    if (reusable.empty()) return Tensors{weight.to(dtype)};
+    note.in_place = true;
+    const at::DisableRecordFunctionGuard told_by_the_note;
+    reusable.front().copy_(weight);
+    return reusable;
+  };
+  const Tensors made = store.get(
+      weight, {WeightForm::Kind::cast, static_cast<std::uint32_t>(dtype)}, keep, cast, &note.hit);
+  note.tell();
+  const c10::TensorImpl* const values = made.front().unsafeGetTensorImpl();
+  at::Tensor use(values->shallow_copy_and_detach(values->version_counter(),
+                                                 /*allow_tensor_metadata_change=*/false));
+  if (c10::GradMode::is_enabled() && weight.requires_grad()) {
+    auto node = make_node<KeptCastBackward>();
+    node->dtype = weight.scalar_type();
+    node->set_next_edges(torch::autograd::collect_next_edges(weight));
+    torch::autograd::set_history(use, node);
+  }
+  return use;
+}
+
+}  // namespace torchamp::detail

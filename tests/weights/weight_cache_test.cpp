@@ -1,0 +1,687 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "torchamp/weight_cache.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "support/expect_error.h"
+#include "support/leaf.h"
+#include "torchamp/autocast.h"
+#include "torchamp/cast_recorder.h"
+#include "torchamp/grad_scaler.h"
+#include "torchamp/module_policy.h"
+#include "torchamp/optim.h"
+#include "torchamp/recompute.h"
+
+namespace {
+
+using torchamp::AutocastGuard;
+using torchamp::AutocastOptions;
+using torchamp::Policy;
+using torchamp::WeightCache;
+
+constexpr WeightCache own_caches[] = {WeightCache::region, WeightCache::window, WeightCache::kept};
+
+AutocastOptions with(WeightCache cache, at::ScalarType dtype = at::kBFloat16) {
+  return {.dtype = dtype, .cache = cache};
+}
+
+using Tensors = std::vector<at::Tensor>;
+using Function = std::function<at::Tensor(const at::Tensor&)>;
+
+/// The output of `function` under a guard, and the gradients of `inputs` and `weights`.
+Tensors values_and_gradients(const AutocastOptions& options, const Function& function,
+                             const at::Tensor& input, const Tensors& weights) {
+  Tensors wanted;
+  for (const auto& weight : weights) {
+    if (weight.requires_grad()) wanted.push_back(weight);
+  }
+  at::Tensor output;
+  {
+    const AutocastGuard guard(at::kCPU, options);
+    output = function(input);
+  }
+  Tensors result{output.detach()};
+  if (wanted.empty()) return result;
+  for (auto& gradient : torch::autograd::grad({output.to(at::kFloat).pow(2).sum()}, wanted)) {
+    result.push_back(std::move(gradient));
+  }
+  return result;
+}
+
+void expect_same(const Tensors& actual, const Tensors& expected, const std::string& what) {
+  ASSERT_EQ(actual.size(), expected.size());
+  for (std::size_t i = 0; i < actual.size(); ++i) {
+    EXPECT_EQ(actual[i].scalar_type(), expected[i].scalar_type()) << what;
+    EXPECT_TRUE(actual[i].equal(expected[i])) << what << ", " << i;
+  }
+}
+
+class WeightCaches : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    torch::manual_seed(1);
+    torch::set_num_threads(1);  // the tensors are small
+    torchamp::clear_weight_cache();
+    before_ = torchamp::weight_cache_stats();
+  }
+  void TearDown() override { torchamp::clear_weight_cache(); }
+
+  int64_t misses() const { return torchamp::weight_cache_stats().misses - before_.misses; }
+  int64_t hits() const { return torchamp::weight_cache_stats().hits - before_.hits; }
+  static int64_t bytes() { return torchamp::weight_cache_stats().bytes; }
+
+  /// What the slow, plain path gives.
+  static Tensors plain(const Function& function, const at::Tensor& input, const Tensors& weights,
+                       at::ScalarType dtype = at::kBFloat16) {
+    return values_and_gradients(with(WeightCache::none, dtype), function, input, weights);
+  }
+
+  /// Two calls with each cache equal the plain path.
+  void expect_plain(const Function& function, const at::Tensor& input, const Tensors& weights,
+                    const std::string& what) {
+    const Tensors expected = plain(function, input, weights);
+    for (const WeightCache cache : own_caches) {
+      for (int i = 0; i < 2; ++i) {
+        expect_same(values_and_gradients(with(cache), function, input, weights), expected, what);
+      }
+    }
+  }
+
+ private:
+  torchamp::WeightCacheStats before_;
+};
+
+torch::nn::Sequential make_net() {
+  return torch::nn::Sequential(torch::nn::Linear(8, 16), torch::nn::ReLU(),
+                               torch::nn::Linear(16, 4));
+}
+
+Function forward_of(torch::nn::Sequential& net) {
+  return [&net](const at::Tensor& input) { return net->forward(input); };
+}
+
+TEST_F(WeightCaches, CastsAWeightThatDoesNotChangeOnce) {
+  auto net = make_net();
+  const auto input = torch::randn({3, 8});
+  for (int i = 0; i < 4; ++i) {
+    const AutocastGuard guard(at::kCPU, with(WeightCache::kept));
+    net->forward(input).sum().backward();
+  }
+  EXPECT_EQ(misses(), 4);  // two weights, two biases
+  EXPECT_EQ(hits(), 12);
+  EXPECT_EQ(bytes(), 2 * (8 * 16 + 16 + 16 * 4 + 4));
+}
+
+TEST_F(WeightCaches, GivesWhatCastsForEachUseGive) {
+  auto net = make_net();
+  expect_plain(forward_of(net), torch::randn({3, 8}), net->parameters(), "two dimensions");
+  expect_plain(forward_of(net), torch::randn({2, 3, 8}), net->parameters(), "three dimensions");
+
+  torch::nn::Conv2d conv(3, 4, 3);
+  expect_plain([&](const auto& input) { return conv(input); }, torch::randn({2, 3, 8, 8}),
+               conv->parameters(), "convolution");
+  torch::nn::ConvTranspose1d transposed(3, 4, 3);
+  expect_plain([&](const auto& input) { return transposed(input); }, torch::randn({2, 3, 8}),
+               transposed->parameters(), "transposed convolution");
+  torch::nn::GRUCell cell(8, 8);
+  expect_plain([&](const auto& input) { return cell(input, cell(input)); }, torch::randn({2, 8}),
+               cell->parameters(), "a cell used twice");
+  torch::nn::LSTM lstm(8, 8);
+  expect_plain([&](const auto& input) { return std::get<0>(lstm(input)); }, torch::randn({3, 2, 8}),
+               lstm->parameters(), "LSTM");
+  torch::nn::MultiheadAttention attention(8, 2);
+  expect_plain([&](const auto& input) { return std::get<0>(attention(input, input, input)); },
+               torch::randn({3, 2, 8}), attention->parameters(), "attention");
+  const auto left = leaf({8, 8});
+  expect_plain(
+      [&](const auto& input) {
+        return left.matmul(input).mm(left.t()).mm(left[0].view({8, 1}));
+      },
+      torch::randn({8, 8}), {left}, "views of one weight");
+  const auto bag = leaf({2, 3, 8});
+  expect_plain([&](const auto& input) { return torch::bmm(bag, input); }, torch::randn({2, 8, 5}),
+               {bag}, "a batch of weights");
+}
+
+TEST_F(WeightCaches, FollowsThePolicy) {
+  auto net = make_net();
+  const auto input = torch::randn({3, 8});
+  for (const Policy& policy :
+       {Policy::standard().fp32(torchamp::ops::matmul), Policy::torch(),
+        Policy::torch().unchanged({"addmm"}), Policy::standard().lower_precision({"relu"}),
+        Policy::standard().lower_precision({"addmm"}, {.dtype = at::kBFloat16}),
+        Policy::standard().fp32({"addmm"}, {.predicate = [](const torchamp::OpCall& call) {
+                                  return call.argument("mat1").toTensor().size(1) == 16;
+                                }})}) {
+    const auto run = [&](WeightCache cache) {
+      return values_and_gradients({.dtype = at::kBFloat16, .policy = policy, .cache = cache},
+                                  forward_of(net), input, net->parameters());
+    };
+    std::ostringstream text;
+    text << policy;
+    expect_same(run(WeightCache::kept), run(WeightCache::none), text.str());
+    expect_same(run(WeightCache::kept), run(WeightCache::none), text.str());
+  }
+}
+
+TEST_F(WeightCaches, CoversModulesWithAPolicyOfTheirOwn) {
+  auto net = make_net();
+  const auto input = torch::randn({3, 8});
+  torchamp::ModulePolicies{{"0", Policy::standard().fp32({"addmm"})}, {"2", Policy::torch()}}
+      .apply_to(*net);
+  expect_plain(forward_of(net), input, net->parameters(), "module policies");
+  torchamp::clear_weight_cache();
+  const auto before = hits();
+  for (int i = 0; i < 2; ++i) {
+    const AutocastGuard guard(at::kCPU, with(WeightCache::kept));
+    net->forward(input);
+  }
+  EXPECT_EQ(hits() - before, 2);
+}
+
+TEST_F(WeightCaches, AddsTheGradientsOfTwoUsesInTheWeightsDtype) {
+  const auto weight = leaf({4, 4});
+  const Function twice = [&](const at::Tensor& input) {
+    return input.mm(weight) + (input * 300).mm(weight);
+  };
+  expect_plain(twice, torch::randn({4, 4}), {weight}, "used twice");
+}
+
+TEST_F(WeightCaches, TakesFrozenWeights) {
+  auto net = make_net();
+  for (auto& parameter : net->parameters()) parameter.set_requires_grad(false);
+  const auto input = leaf({3, 8});
+  expect_plain(forward_of(net), input, {input}, "frozen");
+  EXPECT_EQ(misses(), 3 * 5);  // four, and the leaf that is the input, for each cache
+  torch::nn::Conv1d conv(3, 4, 3);
+  conv->weight.set_requires_grad(false);
+  const auto signal = leaf({2, 3, 9});
+  expect_plain([&](const auto& x) { return conv(x); }, signal, {signal, conv->bias}, "frozen conv");
+}
+
+TEST_F(WeightCaches, DoesNotKeepCastsOfActivations) {
+  const torch::NoGradGuard no_grad;
+  torch::nn::LayerNorm norm(torch::nn::LayerNormOptions({8}));
+  const auto x = torch::randn({2, 4, 8});
+  const AutocastGuard guard(at::kCPU, with(WeightCache::kept));
+  const auto y = norm(x);
+  torch::matmul(y, y.transpose(1, 2));
+  torch::bmm(y, x.transpose(1, 2));
+  EXPECT_EQ(bytes(), 0);
+}
+
+TEST_F(WeightCaches, ServesGraphsWithWhatWasCastWithoutOne) {
+  auto net = make_net();
+  const auto input = torch::randn({3, 8});
+  const auto expected = plain(forward_of(net), input, net->parameters());
+  {
+    const torch::NoGradGuard no_grad;
+    const AutocastGuard guard(at::kCPU, with(WeightCache::kept));
+    net->forward(input);
+  }
+  {
+    const c10::InferenceMode inference;
+    const AutocastGuard guard(at::kCPU, with(WeightCache::kept));
+    EXPECT_TRUE(net->forward(input).is_inference());
+  }
+  expect_same(
+      values_and_gradients(with(WeightCache::kept), forward_of(net), input, net->parameters()),
+      expected, "after no_grad");
+  EXPECT_EQ(misses(), 4);
+  {
+    torchamp::clear_weight_cache();
+    const c10::InferenceMode inference;
+    const AutocastGuard guard(at::kCPU, with(WeightCache::kept));
+    net->forward(input);
+  }
+  expect_same(
+      values_and_gradients(with(WeightCache::kept), forward_of(net), input, net->parameters()),
+      expected, "after inference mode");
+  EXPECT_EQ(misses(), 8);
+}
+
+TEST_F(WeightCaches, LetsGraphsGoBackwardAgain) {
+  auto net = make_net();
+  const auto input = torch::randn({3, 8});
+  const auto gradients_of = [&](WeightCache cache) {
+    net->zero_grad();
+    const AutocastGuard guard(at::kCPU, with(cache));
+    const auto first = net->forward(input).sum();
+    const auto second = net->forward(input * 2).sum();
+    first.backward({}, /*retain_graph=*/true);
+    first.backward();
+    second.backward();
+    net->forward(input).sum().backward();
+    Tensors gradients;
+    for (const auto& parameter : net->parameters()) gradients.push_back(parameter.grad());
+    return gradients;
+  };
+  const auto expected = gradients_of(WeightCache::none);
+  for (const auto cache : own_caches) expect_same(gradients_of(cache), expected, "again");
+}
+
+TEST_F(WeightCaches, HasGradientsOfGradients) {
+  const auto weight = leaf({4, 4});
+  const auto input = torch::randn({4, 4});
+  const auto second_order = [&](WeightCache cache) {
+    const AutocastGuard guard(at::kCPU, with(cache));
+    const auto loss = input.mm(weight).mm(weight).sum();
+    const auto first = torch::autograd::grad({loss}, {weight}, {}, true, /*create_graph=*/true);
+    return torch::autograd::grad({first[0].pow(2).sum()}, {weight});
+  };
+  expect_same(second_order(WeightCache::kept), second_order(WeightCache::none), "second order");
+}
+
+TEST_F(WeightCaches, ServesRecomputation) {
+  auto net = make_net();
+  const auto input = leaf({3, 8});
+  const Function recomputed = [&](const at::Tensor& x) { return torchamp::checkpoint(net, x); };
+  auto weights = net->parameters();
+  weights.push_back(input);
+  const auto gradients_of = [&](WeightCache cache) {
+    for (auto& weight : weights) weight.mutable_grad() = at::Tensor();
+    {
+      const AutocastGuard guard(at::kCPU, with(cache));
+      torchamp::checkpoint(net, input).sum().backward();
+    }
+    Tensors gradients;
+    for (const auto& weight : weights) gradients.push_back(weight.grad());
+    return gradients;
+  };
+  expect_same(gradients_of(WeightCache::kept), gradients_of(WeightCache::none), "recomputed");
+  EXPECT_EQ(misses(), 4);
+  EXPECT_EQ(hits(), 4);
+}
+
+TEST_F(WeightCaches, SeesWritesInsideARegion) {
+  auto net = make_net();
+  const auto input = torch::randn({3, 8});
+  for (const WeightCache cache : own_caches) {
+    const AutocastGuard guard(at::kCPU, with(cache));
+    for (int i = 0; i < 3; ++i) {
+      const auto actual = net->forward(input);
+      {
+        const AutocastGuard plainly(at::kCPU, with(WeightCache::none));
+        EXPECT_TRUE(actual.equal(net->forward(input)));
+      }
+      const torch::NoGradGuard no_grad;
+      for (auto& parameter : net->parameters()) parameter.mul_(1.5);
+    }
+  }
+}
+
+TEST_F(WeightCaches, IsToldOfWritesThatNobodyCounts) {
+  auto net = make_net();
+  const auto input = torch::randn({3, 8});
+  const auto run = [&](WeightCache cache) {
+    const torch::NoGradGuard no_grad;
+    const AutocastGuard guard(at::kCPU, with(cache));
+    return net->forward(input);
+  };
+  const auto write = [&] {
+    for (auto& parameter : net->parameters()) parameter.data().add_(1);
+  };
+  const auto old = run(WeightCache::kept);
+  write();
+  // What is not told is not known: this is what the documentation says.
+  EXPECT_TRUE(run(WeightCache::kept).equal(old));
+  torchamp::weights_changed();
+  EXPECT_TRUE(run(WeightCache::kept).equal(run(WeightCache::none)));
+  write();
+  torchamp::weights_changed(net->parameters());
+  EXPECT_TRUE(run(WeightCache::kept).equal(run(WeightCache::none)));
+  write();
+  torchamp::clear_weight_cache();
+  EXPECT_TRUE(run(WeightCache::kept).equal(run(WeightCache::none)));
+}
+
+/// Trains for some steps, and returns the weights.
+template <class Optimizer, class Options>
+Tensors trained(WeightCache cache, const Options& options, bool region_around, bool by_scaler) {
+  torch::manual_seed(3);
+  auto net = make_net();
+  Optimizer optimizer(net->parameters(), options);
+  torchamp::GradScaler scaler({.init_scale = 8., .enabled = by_scaler});
+  const auto input = torch::randn({3, 8});
+  const auto steps = [&] {
+    for (int i = 0; i < 3; ++i) {
+      optimizer.zero_grad();
+      for (int micro = 0; micro < 2; ++micro) {
+        at::Tensor loss;
+        {
+          const AutocastGuard guard(at::kCPU, with(cache));
+          loss = net->forward(input * (micro + 1)).pow(2).mean();
+        }
+        scaler.scale(loss).backward();
+      }
+      scaler.step(optimizer);
+      scaler.update();
+    }
+  };
+  if (region_around) {
+    const AutocastGuard guard(at::kCPU, with(cache));
+    steps();
+  } else {
+    steps();
+  }
+  Tensors weights;
+  for (const auto& parameter : net->parameters()) weights.push_back(parameter.detach().clone());
+  return weights;
+}
+
+template <class Optimizer, class Options>
+void expect_trains_alike(const Options& options, const char* name) {
+  for (const bool by_scaler : {false, true}) {  // a disabled one's step is the optimizer's own
+    const auto expected = trained<Optimizer>(WeightCache::none, options, false, by_scaler);
+    for (const auto cache : own_caches) {
+      for (const bool region_around : {false, true}) {
+        expect_same(trained<Optimizer>(cache, options, region_around, by_scaler), expected, name);
+      }
+    }
+  }
+}
+
+TEST_F(WeightCaches, SeesTheStepsOfOptimizers) {
+  expect_trains_alike<torch::optim::SGD>(torch::optim::SGDOptions(0.1), "SGD");
+  expect_trains_alike<torch::optim::AdamW>(torch::optim::AdamWOptions(0.1), "AdamW");
+  expect_trains_alike<torchamp::FusedSGD>(torch::optim::SGDOptions(0.1), "FusedSGD");
+  expect_trains_alike<torchamp::FusedAdamW>(torch::optim::AdamWOptions(0.1), "FusedAdamW");
+}
+
+TEST_F(WeightCaches, KeepsCastsForAWindowOfMicroBatches) {
+  auto net = make_net();
+  torchamp::FusedSGD optimizer(net->parameters(), torch::optim::SGDOptions(0.1));
+  torchamp::GradScaler scaler;
+  const auto input = torch::randn({3, 8});
+  for (int step = 1; step <= 3; ++step) {
+    for (int micro = 0; micro < 4; ++micro) {
+      at::Tensor loss;
+      {
+        const AutocastGuard guard(at::kCPU, with(WeightCache::window));
+        loss = net->forward(input).mean();
+      }
+      scaler.scale(loss).backward();
+    }
+    EXPECT_GT(bytes(), 0);
+    scaler.step(optimizer);
+    scaler.update();
+    EXPECT_EQ(bytes(), 0);
+    EXPECT_EQ(misses(), 4 * step);
+  }
+}
+
+TEST_F(WeightCaches, KeepsNothingBeyondTheOutermostGuardUnlessAsked) {
+  auto net = make_net();
+  const auto input = torch::randn({3, 8});
+  {
+    const AutocastGuard outer(at::kCPU, at::kBFloat16);
+    {
+      const AutocastGuard guard(at::kCPU, with(WeightCache::region));
+      net->forward(input);
+      net->forward(input);
+    }
+    EXPECT_EQ(misses(), 4);
+    EXPECT_GT(bytes(), 0);
+    {
+      const AutocastGuard guard(at::kCPU, with(WeightCache::region));
+      net->forward(input);
+    }
+    EXPECT_EQ(misses(), 4);
+  }
+  EXPECT_EQ(bytes(), 0);
+  try {
+    const AutocastGuard guard(at::kCPU, with(WeightCache::region));
+    net->forward(input);
+    throw std::runtime_error("in a region");
+  } catch (const std::runtime_error&) {
+  }
+  EXPECT_EQ(bytes(), 0);
+}
+
+TEST_F(WeightCaches, IsInheritedByNestedGuards) {
+  auto net = make_net();
+  const auto input = torch::randn({3, 8});
+  const AutocastGuard outer(at::kCPU, with(WeightCache::kept));
+  net->forward(input);
+  {
+    const AutocastGuard nested(at::kCPU, {.policy = Policy::torch()});
+    net->forward(input);
+    const AutocastGuard enabled(at::kCPU, {.cache_enabled = true});
+    net->forward(input);
+  }
+  EXPECT_EQ(misses(), 4);
+  EXPECT_EQ(hits(), 8);
+  {
+    const AutocastGuard off(at::kCPU, {.enabled = false});
+    EXPECT_EQ(net->forward(input).scalar_type(), at::kFloat);
+    const AutocastGuard uncached(at::kCPU, {.cache_enabled = false});
+    net->forward(input);
+    const AutocastGuard libtorchs(at::kCPU, with(WeightCache::libtorch));
+    net->forward(input);
+  }
+  EXPECT_EQ(hits(), 8);
+  net->forward(input);
+  EXPECT_EQ(hits(), 12);
+}
+
+TEST_F(WeightCaches, RefusesOptionsThatContradictEachOther) {
+  const auto make = [](AutocastOptions options) { const AutocastGuard guard(at::kCPU, options); };
+  const auto state = at::autocast::is_autocast_enabled(at::kCPU);
+  for (const auto cache : {WeightCache::libtorch, WeightCache::region, WeightCache::kept}) {
+    EXPECT_ERROR((make({.cache_enabled = false, .cache = cache})),
+                 "cache_enabled = false contradicts cache, which keeps casts");
+  }
+  EXPECT_ERROR((make({.cache_enabled = true, .cache = WeightCache::none})),
+               "cache_enabled = true contradicts cache, which is WeightCache::none");
+  EXPECT_ERROR(make({.cache = static_cast<WeightCache>(9)}), "9 is no WeightCache");
+  EXPECT_EQ(at::autocast::is_autocast_enabled(at::kCPU), state);
+  EXPECT_TRUE(at::autocast::is_autocast_cache_enabled());
+  make({.cache_enabled = true, .cache = WeightCache::region});
+  make({.cache_enabled = false, .cache = WeightCache::none});
+  EXPECT_ERROR(torchamp::set_weight_cache_budget(-1), "-1 bytes are no budget");
+}
+
+TEST_F(WeightCaches, CastsIntoTheSameMemoryUnlessAGraphHoldsIt) {
+  const auto weight = leaf({64, 64});
+  const auto input = torch::randn({4, 64});
+  const auto run = [&] {
+    const AutocastGuard guard(at::kCPU, with(WeightCache::kept));
+    return input.mm(weight);
+  };
+  const auto change = [&] {
+    const torch::NoGradGuard no_grad;
+    weight.add_(1);
+  };
+  run();
+  const auto kept = bytes();
+  auto held = leaf({4, 64});
+  at::Tensor product;
+  {
+    const AutocastGuard guard(at::kCPU, with(WeightCache::kept));
+    product = (held * 1).mm(weight);  // holds the cast for held's gradient
+  }
+  const auto cast = weight.detach().to(at::kBFloat16);
+  change();
+  EXPECT_TRUE(run().equal(input.to(at::kBFloat16).mm(weight.detach().to(at::kBFloat16))));
+  product.sum().backward();  // not with the new values
+  EXPECT_TRUE(held.grad().equal(torch::ones({4, 64}, at::kBFloat16).mm(cast.t()).to(at::kFloat)));
+  EXPECT_EQ(bytes(), kept);
+}
+
+TEST_F(WeightCaches, KeepsTwoDtypesAtOnce) {
+  auto net = make_net();
+  const auto input = torch::randn({3, 8});
+  for (int i = 0; i < 3; ++i) {
+    for (const auto dtype : {at::kBFloat16, at::kHalf}) {
+      expect_same(values_and_gradients(with(WeightCache::kept, dtype), forward_of(net), input,
+                                       net->parameters()),
+                  plain(forward_of(net), input, net->parameters(), dtype), "two dtypes");
+    }
+  }
+  EXPECT_EQ(misses(), 8);
+}
+
+TEST_F(WeightCaches, ServesTwoThreadsWithTwoDtypes) {
+  auto net = make_net();
+  const auto input = torch::randn({3, 8});
+  const at::ScalarType dtypes[] = {at::kBFloat16, at::kHalf};
+  Tensors expected[2];
+  for (int t = 0; t < 2; ++t) {
+    expected[t] = plain(forward_of(net), input, net->parameters(), dtypes[t]);
+  }
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 2; ++t) {
+    threads.emplace_back([&, t] {
+      for (int i = 0; i < 50; ++i) {
+        expect_same(values_and_gradients(with(own_caches[i % 3], dtypes[t]), forward_of(net), input,
+                                         net->parameters()),
+                    expected[t], "threads");
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+TEST_F(WeightCaches, SurvivesWhatBecomesOfModels) {
+  const auto input = torch::randn({3, 8});
+  const auto check = [&](torch::nn::Sequential& net, const char* what) {
+    expect_same(
+        values_and_gradients(with(WeightCache::kept), forward_of(net), input, net->parameters()),
+        plain(forward_of(net), input, net->parameters()), what);
+  };
+  auto net = make_net();
+  check(net, "new");
+  auto copy = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(net->clone());
+  torch::nn::Sequential cloned(copy);
+  check(cloned, "clone");
+  net->to(at::kDouble);
+  net->to(at::kFloat);
+  check(net, "to and back");
+  {
+    const torch::NoGradGuard no_grad;
+    for (auto& parameter : net->parameters()) parameter.set_data(torch::randn_like(parameter));
+  }
+  check(net, "set_data");
+  std::stringstream file;
+  torch::save(cloned, file);
+  torch::load(net, file);
+  check(net, "load");
+  {
+    torch::optim::Adam first(net->parameters(), torch::optim::AdamOptions(0.1));
+    net->forward(input).sum().backward();
+    first.step();
+  }
+  check(net, "a step");
+  torch::optim::AdamW second(net->parameters(), torch::optim::AdamWOptions(0.1));
+  second.step();
+  check(net, "another optimizer's");
+  for (int i = 0; i < 20; ++i) {
+    auto other = make_net();  // where another has been before
+    check(other, "freed and made again");
+  }
+  // Two tensors, one memory, and a counter each.
+  auto alias = make_net();
+  for (std::size_t i = 0; i < 4; ++i) {
+    alias->parameters()[i].set_data(net->parameters()[i].detach());
+  }
+  check(alias, "alias");
+  {
+    const torch::NoGradGuard no_grad;
+    for (auto& parameter : alias->parameters()) parameter.mul_(2);
+  }
+  check(alias, "alias, written");
+}
+
+TEST_F(WeightCaches, FreesCastsOfWeightsThatAreGone) {
+  {
+    auto net = make_net();
+    const AutocastGuard guard(at::kCPU, with(WeightCache::kept));
+    net->forward(torch::randn({3, 8}));
+  }
+  auto net = make_net();
+  {
+    const AutocastGuard guard(at::kCPU, with(WeightCache::kept));
+    net->forward(torch::randn({3, 8}));
+  }
+  EXPECT_EQ(bytes(), 2 * (8 * 16 + 16 + 16 * 4 + 4));
+}
+
+TEST_F(WeightCaches, StaysWithinItsBudget) {
+  auto net = make_net();
+  const auto input = torch::randn({3, 8});
+  const auto expected = plain(forward_of(net), input, net->parameters());
+  for (const int64_t budget : {0, 100, 300}) {
+    torchamp::set_weight_cache_budget(budget);
+    for (int i = 0; i < 2; ++i) {
+      expect_same(
+          values_and_gradients(with(WeightCache::kept), forward_of(net), input, net->parameters()),
+          expected, "budget");
+      EXPECT_LE(bytes(), budget);
+    }
+  }
+  torchamp::set_weight_cache_budget(std::numeric_limits<int64_t>::max());
+}
+
+TEST_F(WeightCaches, DoesNotChangeRawAutocast) {
+  auto net = make_net();
+  const auto input = torch::randn({3, 8});
+  const auto raw = [&] {
+    at::autocast::set_autocast_enabled(at::kCPU, true);
+    at::autocast::increment_nesting();
+    const auto output = net->forward(input);
+    const bool casts_once = net->forward(input).equal(output);
+    at::autocast::decrement_nesting();
+    at::autocast::clear_cache();
+    at::autocast::set_autocast_enabled(at::kCPU, false);
+    EXPECT_TRUE(casts_once);
+    return output;
+  };
+  const auto before = raw();
+  {
+    const AutocastGuard guard(at::kCPU, with(WeightCache::kept));
+    net->forward(input);
+  }
+  const auto looked = hits() + misses();
+  EXPECT_TRUE(raw().equal(before));
+  {
+    const AutocastGuard guard(at::kCPU, at::kBFloat16);
+    EXPECT_TRUE(net->forward(input).equal(before));
+  }
+  EXPECT_EQ(hits() + misses(), looked);
+}
+
+TEST_F(WeightCaches, IsInTheCastReport) {
+  auto net = make_net();
+  const auto input = torch::randn({3, 8});
+  const torchamp::CastRecorder recorder(*net);
+  for (int i = 0; i < 3; ++i) {
+    if (i == 2) {
+      const torch::NoGradGuard no_grad;
+      for (auto& parameter : net->parameters()) parameter.add_(1);
+    }
+    const AutocastGuard guard(at::kCPU, with(WeightCache::kept));
+    net->forward(input);
+  }
+  const auto report = recorder.report();
+  const auto total = report.total();
+  EXPECT_EQ(total.cache_hits, 4);
+  EXPECT_EQ(total.cache_misses, 8);
+  EXPECT_EQ(total.casts, 8 + 3);  // of weights, and of each call's input
+  std::ostringstream text;
+  text << report;
+  EXPECT_NE(text.str().find("kept"), std::string::npos) << text.str();
+  EXPECT_NE(report.to_json().find("\"cache_hits\": 4, \"cache_misses\": 8"), std::string::npos);
+}
+
+}  // namespace
