@@ -121,7 +121,7 @@ class PolicyParser {
     check(close != std::string::npos && strip(head.substr(0, open)) == "fp8", "'", shorten(head),
           "' is not of the form 'fp8(option option)'");
     std::string options = head.substr(open + 1, close - open - 1);
-    head.replace(open, close - open + 1, " ");
+    head = head.substr(0, open) + " " + head.substr(close + 1);
     return options;
   }
 
