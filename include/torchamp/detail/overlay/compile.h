@@ -59,7 +59,7 @@ inline std::vector<c10::OperatorHandle> natively_lowered(at::DeviceType device) 
   if (device == at::kCPU) {
     for (const std::string_view name : cpu_lower_precision_ops) add(name);
   } else {
-    for (const auto& [name, rules] : libtorch_cuda_lists()) add(name);
+    for (const OverloadRules& rules : libtorch_cuda_lists()) add(rules.op);
     for (const std::string_view name : cuda_lower_precision_ops) add(name);
   }
   return ops;
