@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <cmath>
+#include <limits>
 #include <memory>
 #include <sstream>
 #include <stdexcept>
@@ -194,22 +196,13 @@ TEST_P(OnDevice, HoldsSeveralOptimizers) {
 
 // ---- Where there are graphs ---------------------------------------------------------------------
 
-class WithGraphs : public ::testing::TestWithParam<at::DeviceType> {
- protected:
-  Repeater::Log log_;  // of nothing
-
-  std::unique_ptr<CudaGraph> graph_of(Training& training, auto body,
-                                      CudaGraphOptions options = {}) {
-    return make_graph(GetParam(), {*training.optimizer}, std::move(body), log_, options);
-  }
-};
+using WithGraphs = CapturedTraining;
 INSTANTIATE_TEST_SUITE_P(CudaGraph, WithGraphs, ::testing::Values(at::kCUDA, at::kPrivateUse1),
                          device_name);
 
 TEST_P(WithGraphs, TakesInputsFromTheHost) {
-  SKIP_WITHOUT(GetParam());
   Training eager(GetParam()), captured(GetParam());
-  const auto graph = graph_of_steps(captured, log_);
+  const auto graph = graph_of(captured);
   for (int i = 0; i < 8; ++i) {
     const Tensors batch = eager.batch(i);
     eager.step(batch);
@@ -219,10 +212,9 @@ TEST_P(WithGraphs, TakesInputsFromTheHost) {
 }
 
 TEST_P(WithGraphs, FindsReadsAndCopiesBeforeTheCapture) {
-  SKIP_WITHOUT(GetParam());
   Training training(GetParam());
   const auto expect_found = [&](auto access, const char* text) {
-    const auto graph = graph_of(training,
+    const auto graph = graph_of(*training.optimizer,
                                 [&](const Tensors& batch) {
                                   access(batch);
                                   return training.step(batch);
@@ -240,10 +232,9 @@ TEST_P(WithGraphs, FindsReadsAndCopiesBeforeTheCapture) {
 }
 
 TEST_P(WithGraphs, RecoversFromAnExceptionInTheCapture) {
-  SKIP_WITHOUT(GetParam());
   Training eager(GetParam()), captured(GetParam());
   bool fails = true;
-  const auto graph = graph_of(captured,
+  const auto graph = graph_of(*captured.optimizer,
                               [&](const Tensors& batch) {
                                 at::Tensor loss = captured.step(batch);
                                 if (captured.calls == 3 && std::exchange(fails, false))
@@ -261,9 +252,8 @@ TEST_P(WithGraphs, RecoversFromAnExceptionInTheCapture) {
 }
 
 TEST_P(WithGraphs, IsRightWithinAGuardThatStaysOpen) {
-  SKIP_WITHOUT(GetParam());
   Training eager(GetParam()), captured(GetParam());
-  const auto graph = graph_of_steps(captured, log_);
+  const auto graph = graph_of(captured);
   for (int i = 0; i < 10; ++i) eager.step(eager.batch(i));
   const torchamp::AutocastGuard outside(GetParam(), {.enabled = false});
   for (int i = 0; i < 10; ++i) (*graph)(captured.batch(i));
@@ -271,9 +261,8 @@ TEST_P(WithGraphs, IsRightWithinAGuardThatStaysOpen) {
 }
 
 TEST_P(WithGraphs, DrawsNewRandomNumbersInEachReplay) {
-  SKIP_WITHOUT(GetParam());
   Training training(GetParam());
-  const auto graph = graph_of(training,
+  const auto graph = graph_of(*training.optimizer,
                               [&](const Tensors& batch) {
                                 training.step(batch);
                                 return torch::rand({4}, torch::device(GetParam()));
@@ -286,16 +275,95 @@ TEST_P(WithGraphs, DrawsNewRandomNumbersInEachReplay) {
 }
 
 TEST_P(WithGraphs, GivesItsMemoryBack) {
-  SKIP_WITHOUT(GetParam());
   Training training(GetParam());
   for (int i = 0; i < 3; ++i) {
-    const auto graph = graph_of(
-        training, [&](const Tensors& batch) { return training.step(batch); }, {.warmup = 1});
+    const auto graph = graph_of(training, {.warmup = 1});
     for (int step = 0; step < 4; ++step) (*graph)(training.batch(step));
   }
   Training eager(GetParam());  // the model is whole without its graph
   EXPECT_NO_THROW(training.step(training.batch(0)));
   EXPECT_TRUE(training.net->parameters()[0].isfinite().all().item<bool>());
+}
+
+TEST_P(WithGraphs, WarmsUpOnTheStreamThatItCapturesOn) {
+  Training training(GetParam());
+  const c10::Stream caller = backend().getStream(training.device);
+  std::vector<c10::Stream> streams;
+  const auto graph = graph_of(*training.optimizer, [&](const Tensors& batch) {
+    streams.push_back(backend().getStream(training.device));
+    return training.step(batch);
+  });
+  for (int i = 0; i < 5; ++i) (*graph)(training.batch(i));
+  ASSERT_EQ(streams.size(), 4);
+  for (const c10::Stream stream : streams) {
+    EXPECT_EQ(stream, streams[0]);
+    EXPECT_NE(stream, caller);
+  }
+}
+
+TEST_P(WithGraphs, SkipsWhatOverflowsOnlyWhenDividedByAScaleThatReplaysHaveLowered) {
+  const auto run = [&](bool captures) {
+    const at::Tensor weight = torch::ones({}, here()).requires_grad_();
+    torchamp::FusedSGD optimizer({weight}, torch::optim::SGDOptions(0.125));
+    torchamp::GradScaler scaler({.init_scale = 2.});
+    const auto graph = graph_of(optimizer,
+                                [&](const Tensors& batch) {
+                                  optimizer.zero_grad();
+                                  const at::Tensor loss = (weight * batch[0]).sum();
+                                  scaler.scale(loss).backward();
+                                  scaler.step(optimizer);
+                                  scaler.update();
+                                  return loss;
+                                },
+                                {.warmup = 1, .enabled = captures});
+    for (int i = 0; i < 9; ++i) {
+      const bool lowers = i > 1 && i < 7;  // to 1/16
+      const float value = lowers ? std::numeric_limits<float>::infinity() : i < 2 ? 1.F : 2e38F;
+      (*graph)({torch::full({4}, value, here())});
+    }
+    return std::pair(weight.item<float>(), scaler.get_scale());
+  };
+  const auto expected = run(false);
+  EXPECT_EQ(run(true), expected);
+  EXPECT_TRUE(std::isfinite(expected.first));
+}
+
+TEST_P(WithGraphs, AReplayIsOneLaunchWithoutWaitsAndCopiesOverTheHost) {
+  if (GetParam() != at::kPrivateUse1) GTEST_SKIP() << "only the simulated device counts";
+  Training eager(GetParam()), captured(GetParam());
+  const auto graph = graph_of(captured);
+  for (int i = 0; i < 4; ++i) {
+    eager.step(eager.batch(2));
+    (*graph)(captured.batch(2));
+  }
+  const Tensors batch = captured.batch(2);
+  const simulated::Counts of_eager;
+  eager.step(batch);
+  const auto expected = of_eager.now();
+  const simulated::Counts of_replay;
+  (*graph)(batch);
+  const auto counts = of_replay.now();
+  EXPECT_EQ(counts.graph_launches, 1);
+  EXPECT_EQ(counts.waits + counts.host_to_device + counts.device_to_host, 0);
+  EXPECT_GE(counts.kernels, expected.kernels + 2) << "two inputs are copied in";
+  EXPECT_LE(counts.kernels, expected.kernels + 6) << "and a scale may be below 1 for all it knows";
+}
+
+TEST_P(WithGraphs, GivesItsMemoryBackAtReset) {
+  if (GetParam() != at::kPrivateUse1) GTEST_SKIP() << "only the simulated device tells exactly";
+  Training training(GetParam());
+  const auto graph = graph_of(training, {.warmup = 1});
+  (*graph)(training.batch(0));
+  training.optimizer->zero_grad();
+  graph->reset();
+  const std::size_t before = simulated::bytes_in_use(0);
+  for (int i = 0; i < 3; ++i) (*graph)(training.batch(i));
+  EXPECT_GT(simulated::bytes_in_use(0), before);
+  training.optimizer->zero_grad();
+  graph->reset();
+  EXPECT_EQ(simulated::bytes_in_use(0), before);
+  for (int i = 0; i < 3; ++i) (*graph)(training.batch(i));
+  EXPECT_TRUE(graph->is_captured());
 }
 
 }  // namespace

@@ -93,6 +93,33 @@ TEST_P(FailedCapture, ACaptureThatFailedLeavesNoGradientsWithoutValues) {
   EXPECT_TRUE(kept.grad().cpu().eq(3.).all().item<bool>()) << "as before";
 }
 
+TEST_P(FailedCapture, ForgetsACaptureThatTurnsOutToBeInvalidAtItsEnd) {
+  Training eager(GetParam()), captured(GetParam());
+  bool waits = false;
+  const auto graph =
+      graph_of(*captured.optimizer,
+               [&](const Tensors& batch) {
+                 const at::Tensor loss = captured.step(batch);
+                 try {
+                   if (waits) loss.item<double>();
+                 } catch (const c10::Error&) {  // goes on as if it had not been refused
+                 }
+                 return loss;
+               },
+               {.warmup = 1});
+  const Tensors& outputs = (*graph)(captured.batch(0));
+  eager.step(eager.batch(0));
+  waits = true;
+  EXPECT_ERROR((*graph)(captured.batch(1)), "CudaGraph: the iteration cannot be captured");
+  EXPECT_TRUE(outputs.empty());
+  waits = false;
+  for (int i = 1; i < 5; ++i) {
+    eager.step(eager.batch(i));
+    (*graph)(captured.batch(i));
+    expect_same(captured, eager);
+  }
+}
+
 TEST_P(FailedCapture, AfterAFailureBetweenUnscaleAndStepDiscardLetsItGoOn) {
   Training eager(GetParam()), captured(GetParam());
   bool fails = false;

@@ -25,14 +25,14 @@ Graph::~Graph() {
   reset();
 }
 
-void Graph::begin() {
+void Graph::begin(bool only_this_thread) {
   TORCH_CHECK(!capture_ && !recorded_, "simulated device: this graph has been captured already");
   const c10::Device device = c10::impl::VirtualGuardImpl(c10::kPrivateUse1).getDevice();
   const int64_t stream = current_stream(device.index());
   TORCH_CHECK(stream >= device_count,
               "simulated device: graphs must be captured on a non-default stream.");
   auto capture = std::make_unique<Capture>(device.index());
-  begin_capture(*capture, stream);
+  begin_capture(*capture, stream, only_this_thread);
   capture_ = std::move(capture);
   pool_ = capture_->pool();
   device_ = device.index();
@@ -95,7 +95,9 @@ namespace {
 class RegisteredGraph final : public at::GraphImplInterface {
  public:
   explicit RegisteredGraph(const at::GraphImplArgs&) {}
-  void capture_begin(at::MempoolId_t, at::GraphCaptureMode) override { graph_.begin(); }
+  void capture_begin(at::MempoolId_t, at::GraphCaptureMode mode) override {
+    graph_.begin(mode == at::GraphCaptureMode::ThreadLocal);
+  }
   void capture_end() override { graph_.end(); }
   void instantiate() override {}
   void replay() override { graph_.replay(); }

@@ -24,8 +24,9 @@ class Graph {
   Graph(const Graph&) = delete;
   Graph& operator=(const Graph&) = delete;
 
-  /// Captures from the current stream of the current device.
-  void begin();
+  /// Captures from the current stream of the current device. `only_this_thread`: other threads may
+  /// wait meanwhile (cudaStreamCaptureModeThreadLocal).
+  void begin(bool only_this_thread = true);
   /// Throws if the capture is invalid: after a wait, or with work on other streams that the first
   /// one does not wait for. It has ended then as well.
   void end();

@@ -3,6 +3,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <array>
 #include <deque>
 #include <memory>
@@ -36,6 +37,7 @@ struct StreamState {
 struct CaptureState {
   int64_t origin;
   std::string fault;
+  bool restricts_all_threads;
 };
 
 struct Streams {
@@ -236,12 +238,12 @@ void wait_for(const Event& event) {
   host_waited(s, event.seen);
 }
 
-void begin_capture(Capture& capture, int64_t stream) {
+void begin_capture(Capture& capture, int64_t stream, bool only_this_thread) {
   Streams& s = streams();
   const std::lock_guard lock(s.mutex);
   TORCH_CHECK(!s[stream].capture, "simulated device: stream ", stream, " captures already");
   s[stream].capture = &capture;
-  s.captures[capture.id()] = {stream, ""};
+  s.captures[capture.id()] = {stream, "", !only_this_thread};
   ++captures_of_this_thread;
 }
 
@@ -275,7 +277,10 @@ void refuse_in_capture(int64_t stream, std::string_view what, bool breaks_it) {
   if (capture && breaks_it) {
     s.captures.at(capture->id()).fault = "operation failed due to a previous error during capture";
   }
-  TORCH_CHECK(captures_of_this_thread == 0 && !capture, "simulated device: ", what,
+  const bool all = std::any_of(s.captures.begin(), s.captures.end(), [](const auto& under_way) {
+    return under_way.second.restricts_all_threads;
+  });
+  TORCH_CHECK(captures_of_this_thread == 0 && !capture && !all, "simulated device: ", what,
               ": operation not permitted when stream is capturing");
 }
 

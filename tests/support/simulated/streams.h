@@ -83,9 +83,10 @@ void wait_for(const Event& event);
 // ---- Capture -----------------------------------------------------------------------------------
 
 /// From here on `stream`, and each that waits for it, gives its work to `capture`, which must live
-/// until it has ended, on the same thread. A capture is invalid once one of its streams has waited,
-/// or the host for it. A wait for what is not in the capture is an error, as CUDA has it.
-void begin_capture(Capture& capture, int64_t stream);
+/// until it has ended, on the same thread; `only_this_thread`: others may wait for other streams. A
+/// capture is invalid once one of its streams has waited, or the host for it. A wait for what is
+/// not in the capture is an error, as CUDA has it.
+void begin_capture(Capture& capture, int64_t stream, bool only_this_thread = true);
 /// Returns why it is invalid, or nothing.
 std::string end_capture(Capture& capture);
 /// Null if it captures nothing.
