@@ -7,19 +7,19 @@
 set(_torchamp_docs_headers
     torchamp
     # The training loop
-    autocast autocast_state weight_cache policy fp8 policy_text ops grad_scaler grad_scaler_options step_result
-    missing_gradients
+    autocast autocast_state weight_cache policy fp8 policy_text policy_file ops grad_scaler grad_scaler_options
+    step_result missing_gradients
     accumulate optim scaled_step clip_grad cuda_graph
     # Models
     custom_function module_policy recompute host_memory master_weights
     # To look at
-    cast_recorder overflow_report non_finite_op
+    cast_recorder precision_audit overflow_report non_finite_op
     # Files and processes
     training_checkpoint python_state distributed/process_group distributed/nccl distributed/data_parallel
     distributed/checkpoint version)
 
 # Public names that a public header takes from detail/.
-set(_torchamp_docs_parts include/torchamp/detail/policy/rule.h)
+set(_torchamp_docs_parts include/torchamp/detail/policy/rule.h include/torchamp/detail/audit/audit_row.h)
 
 # Writes `file`, a Markdown file of the source tree, to `to` as Doxygen wants it: headings with the anchors that GitHub
 # gives them, links relative to the top folder.

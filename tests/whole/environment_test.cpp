@@ -59,6 +59,13 @@ TEST_F(Environment, AFileReplacesThePolicyOfEveryGuard) {
   expect("file:" + path, "torchamp::load_policy: cannot read '.*torchamp_environment_policy.txt'");
 }
 
+TEST_F(Environment, AFileWithPoliciesOfModulesGivesThoseOfOps) {
+  const std::string path = ::testing::TempDir() + "torchamp_environment_policies.txt";
+  std::ofstream(path) << "policy torch  # chosen\nfp32: relu  # reason\nmodule head\nfp32: mm\n";
+  expect("file:" + path, "mm BFloat16, add BFloat16, relu Float");
+  std::remove(path.c_str());
+}
+
 TEST_F(Environment, AnErrorInTheFileNamesTheVariableTheFileAndTheLine) {
   const std::string path = ::testing::TempDir() + "torchamp_environment_bad_policy.txt";
   std::ofstream(path) << "policy torch\nfp32: rleu\n";

@@ -14,6 +14,7 @@
 #include "torchamp/detail/overlay/compile.h"
 #include "torchamp/detail/overlay/environment.h"
 #include "torchamp/detail/overlay/thread_policy.h"
+#include "torchamp/detail/overlay/trial.h"
 #include "torchamp/detail/policy/data.h"
 
 namespace torchamp::detail {
@@ -56,8 +57,11 @@ class ForwardScope {
  private:
   static std::shared_ptr<const ThreadPolicy> policy_of(const ModulePolicy* module) {
     if (module == nullptr || module->policy == nullptr) return nullptr;
-    const EnvironmentOverride& environment = environment_override();
-    if (environment.off || environment.policy) return nullptr;
+    const GuardTrial* trial = guard_trial();
+    const EnvironmentOverride& environment = guard_override();
+    if (environment.off || (environment.policy && !(trial && trial->module_policies))) {
+      return nullptr;
+    }
     return thread_policy_with(module->policy);
   }
 

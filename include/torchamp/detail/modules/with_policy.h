@@ -24,6 +24,7 @@ class PolicyHolder {
   virtual ~PolicyHolder() = default;
 
   const ModulePolicy* module_policy() const { return policy_.get(); }
+  const std::shared_ptr<const ModulePolicy>& shared_module_policy() const { return policy_; }
   void set_module_policy(std::shared_ptr<const ModulePolicy> policy) {
     policy_ = std::move(policy);
   }

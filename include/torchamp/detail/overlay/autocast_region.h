@@ -21,6 +21,7 @@
 #include "torchamp/detail/overlay/environment.h"
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/overlay/thread_policy.h"
+#include "torchamp/detail/overlay/trial.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/detail/weights/derived.h"
@@ -132,7 +133,8 @@ class AutocastRegion {
       const std::size_t index = device_index(device, "AutocastGuard");
       if (asked_dtype) check_is_floating(*asked_dtype);
       dtype = asked_dtype.value_or(at::autocast::get_autocast_dtype(device));
-      const EnvironmentOverride& environment = environment_override();
+      const EnvironmentOverride& environment = guard_override();
+      if (const GuardTrial* trial = guard_trial()) ++trial->guards_made;
       enabled = asked_to_be_enabled && !environment.off && device_is_usable(device) &&
                 dtype_is_usable(device, dtype);
 

@@ -27,9 +27,11 @@ inline EnvironmentOverride read_environment(const char* value) {
   if (text == "torch") return {.off = false, .policy = unedited(BaseTable::torch)};
   TORCH_CHECK(text.starts_with("file:"), "TORCHAMP_POLICY is '", text,
               "'. Set it to off, standard, torch or file:PATH, or unset it.");
+  const std::string call = "TORCHAMP_POLICY: torchamp::load_policy", path = text.substr(5);
+  const auto parts = parts_of_policies(read_policy_file(call, path));
   return {.off = false,
-          .policy = load_policy_data("TORCHAMP_POLICY: torchamp::load_policy", text.substr(5),
-                                     /*parse_fp8=*/nullptr)};
+          .policy = PolicyParser(call + ": '" + path + "'", /*parse_fp8=*/nullptr)
+                        .parse(parts.front().second)};
 }
 
 /// Read once, at the first guard. A bad value is an error at every guard.

@@ -22,6 +22,8 @@
 
 namespace torchamp::detail {
 
+struct GuardTrial;
+
 /// What a guard puts into the thread's slot. Immutable: LibTorch shares it with other threads.
 struct ThreadPolicy final : c10::DebugInfoBase, std::enable_shared_from_this<ThreadPolicy> {
   std::shared_ptr<const PolicyData> inherited;  // for a nested guard that names no policy
@@ -32,6 +34,7 @@ struct ThreadPolicy final : c10::DebugInfoBase, std::enable_shared_from_this<Thr
   std::shared_ptr<Fp8Usage> fp8;  // of the innermost region whose policy has an fp8 rule
   /// Whether casts are kept so as well, and not by LibTorch.
   bool keeps_casts = false;
+  std::shared_ptr<const GuardTrial> trial;  // of a PrecisionAudit; null otherwise
 };
 
 /// The calling thread's policy, or null outside every guard.

@@ -175,10 +175,8 @@ class PolicyParser {
   std::shared_ptr<PolicyData> policy_;  // null before the line of its base; edited in place
 };
 
-/// The policy in a file of such text. `call` begins the error texts.
-inline std::shared_ptr<const PolicyData> load_policy_data(const std::string& call,
-                                                          const std::string& path,
-                                                          ParseFp8Rule parse_fp8) {
+/// What is in the file. `call` begins the error texts.
+inline std::string read_policy_file(const std::string& call, const std::string& path) {
   std::FILE* const file = std::fopen(path.c_str(), "rb");
   TORCH_CHECK(file, call, ": cannot read '", path, "'.");
   std::string text;
@@ -186,7 +184,41 @@ inline std::shared_ptr<const PolicyData> load_policy_data(const std::string& cal
   const bool failed = std::ferror(file) != 0;
   (void)std::fclose(file);
   TORCH_CHECK(!failed, call, ": cannot read '", path, "'.");
-  return PolicyParser(call + ": '" + path + "'", parse_fp8).parse(text);
+  return text;
+}
+
+/// The name in a line "module NAME", with which a module's part of a file begins; nothing of any
+/// other line.
+inline std::optional<std::string> module_of_line(std::string_view line) {
+  const auto words = split(line.substr(0, line.find('#')), white_space);
+  if (words.empty() || words[0] != "module" || words.size() > 2) return std::nullopt;
+  return words.size() == 2 ? words[1] : std::string();
+}
+
+/// A text for a policy and for those of modules, cut into parts: the first is for all ops, by an
+/// empty name. A module's part holds the first as well; lines keep their numbers.
+inline std::vector<std::pair<std::string, std::string>> parts_of_policies(std::string_view text) {
+  std::vector<std::pair<std::string, std::string>> parts(1);
+  std::string lines_before;
+  while (!text.empty()) {
+    const std::string_view line = text.substr(0, text.find('\n'));
+    text.remove_prefix(std::min(line.size() + 1, text.size()));
+    if (auto module = module_of_line(line)) {
+      parts.emplace_back(std::move(*module), parts[0].second + lines_before + '\n');
+      lines_before += '\n';
+      continue;
+    }
+    parts.back().second.append(line).append("\n");
+    if (parts.size() > 1) lines_before += '\n';
+  }
+  return parts;
+}
+
+/// The policy in a file of such text. `call` begins the error texts.
+inline std::shared_ptr<const PolicyData> load_policy_data(const std::string& call,
+                                                          const std::string& path,
+                                                          ParseFp8Rule parse_fp8) {
+  return PolicyParser(call + ": '" + path + "'", parse_fp8).parse(read_policy_file(call, path));
 }
 
 }  // namespace torchamp::detail

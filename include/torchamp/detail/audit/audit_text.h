@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <ostream>
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/audit/audit_row.h"
+#include "torchamp/detail/io/atomic_file.h"
+#include "torchamp/detail/policy/parse.h"
+
+namespace torchamp::detail {
+
+/// `value` as printf's `format` says.
+inline std::string formatted(const char* format, double value) {
+  char text[64];
+  (void)std::snprintf(text, sizeof text, format, value);
+  return text;
+}
+
+inline constexpr const char* audit_csv_head =
+    "module,op,calls,elements,error,gradient_loss,underflow,overflow,vanished,largest,smallest,"
+    "fp32_us,low_us,cast_us,problem";
+
+/// In quotes where it must be.
+inline std::string csv_field(const std::string& text) {
+  if (text.find_first_of(",\"\n\r") == std::string::npos) return text;
+  std::string quoted = "\"";
+  for (const char c : text) {
+    if (c == '\n' || c == '\r') {
+      quoted += ' ';
+    } else {
+      quoted += c == '"' ? std::string("\"\"") : std::string(1, c);
+    }
+  }
+  return quoted + '"';
+}
+
+inline std::string audit_csv(const std::vector<AuditRow>& rows) {
+  std::string text = std::string(audit_csv_head) + '\n';
+  for (const AuditRow& row : rows) {
+    text += csv_field(row.module) + ',' + csv_field(row.op) + ',' + std::to_string(row.calls) +
+            ',' + std::to_string(row.elements);
+    for (const double number :
+         {row.error, row.gradient_loss, row.underflow, row.overflow, row.vanished, row.largest,
+          row.smallest, row.fp32_us, row.low_us, row.cast_us}) {
+      text += ',' + formatted("%.17g", number);
+    }
+    text += ',' + csv_field(row.problem) + '\n';
+  }
+  return text;
+}
+
+/// The fields of a line of CSV.
+inline std::vector<std::string> csv_fields(std::string_view line) {
+  std::vector<std::string> fields(1);
+  bool quoted = false;
+  for (std::size_t i = 0; i < line.size(); ++i) {
+    const char c = line[i];
+    if (quoted && c == '"' && i + 1 < line.size() && line[i + 1] == '"') {
+      fields.back() += '"';
+      ++i;
+    } else if (c == '"') {
+      quoted = !quoted;
+    } else if (c == ',' && !quoted) {
+      fields.emplace_back();
+    } else {
+      fields.back() += c;
+    }
+  }
+  return fields;
+}
+
+/// `rows` with the times of a text of audit_csv(). `where` begins the error texts.
+inline std::vector<AuditRow> with_times(std::vector<AuditRow> rows, std::string_view text,
+                                        const std::string& where) {
+  std::map<std::pair<std::string, std::string>, std::vector<double>> times;
+  for (int64_t number = 1; !text.empty(); ++number) {
+    std::string_view line = text.substr(0, text.find('\n'));
+    text.remove_prefix(std::min(line.size() + 1, text.size()));
+    if (line.ends_with('\r')) line.remove_suffix(1);
+    if (number == 1) {
+      TORCH_CHECK(line == audit_csv_head, where, ": line 1 is not '", audit_csv_head,
+                  "', with which PrecisionAudit::write_csv() begins.");
+      continue;
+    }
+    if (line.empty()) continue;
+    const std::vector<std::string> fields = csv_fields(line);
+    constexpr std::size_t count = 15, first_time = 11;
+    TORCH_CHECK(fields.size() == count, where, ": line ", number, " has ", fields.size(),
+                " fields, not ", count, '.');
+    std::vector<double> numbers;
+    for (std::size_t i = first_time; i < first_time + 3; ++i) {
+      char* end = nullptr;
+      numbers.push_back(std::strtod(fields[i].c_str(), &end));
+      TORCH_CHECK(!fields[i].empty() && *end == '\0' && numbers.back() >= 0., where, ": line ",
+                  number, ": '", fields[i], "' is no time in microseconds.");
+    }
+    const bool is_new = times.emplace(std::pair(fields[0], fields[1]), numbers).second;
+    TORCH_CHECK(is_new, where, ": line ", number, " is the second one for the op '", fields[1],
+                "' in the module '", fields[0], "'.");
+  }
+  for (AuditRow& row : rows) {
+    const auto found = times.find({row.module, row.op});
+    TORCH_CHECK(found != times.end(), where, ": there is no line for the op '", row.op,
+                "' in the module '", row.module, "': it is of another model or another step.");
+    row.fp32_us = found->second[0];
+    row.low_us = found->second[1];
+    row.cast_us = found->second[2];
+  }
+  TORCH_CHECK(times.size() == rows.size(), where, ": it has ", times.size(), " ops and the audit ",
+              rows.size(), ": it is of another model or another step.");
+  return rows;
+}
+
+inline void print_audit_row(std::ostream& out, const AuditRow& row, const std::string& where) {
+  out << formatted("%10.3g", row.error) << formatted("%10.2g", row.gradient_loss)
+      << formatted("%9.2f%%", 100. * row.underflow) << formatted("%9.2f%%", 100. * row.overflow)
+      << formatted("%9.2f%%", 100. * row.vanished) << formatted("%11.3g", row.smallest)
+      << formatted("%11.3g", row.largest) << formatted("%10.1f", row.fp32_us)
+      << formatted("%10.1f", row.low_us) << formatted("%10.1f", row.cast_us) << "  " << where;
+  if (!row.problem.empty()) out << "  (not in 16 bits: " << row.problem.substr(0, 60) << ')';
+  out << '\n';
+}
+
+inline void print_audit(std::ostream& out, const std::vector<AuditRow>& rows,
+                        const AuditRow& total) {
+  out << "     error  grad lost underflow  overflow  vanished   smallest    largest   us fp32"
+         " us 16 bit  us casts  op in module\n";
+  for (const AuditRow& row : rows) {
+    print_audit_row(out, row, row.op + (row.module.empty() ? "" : " in " + row.module));
+  }
+  print_audit_row(out, total, c10::str("total of ", rows.size(), " rows, ", total.calls, " calls"));
+}
+
+/// Puts a text into the place of a file, as a whole or not at all. `call` begins the error texts.
+inline void write_text(const char* call, const std::string& path, const std::string& text) {
+  AtomicFile file(path, call);
+  file.write(text.data(), text.size());
+  file.commit();
+}
+
+}  // namespace torchamp::detail

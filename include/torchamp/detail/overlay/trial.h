@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+#include "torchamp/detail/overlay/environment.h"
+#include "torchamp/detail/overlay/thread_policy.h"
+#include "torchamp/detail/policy/data.h"
+
+namespace torchamp::detail {
+
+/// What the guards of a thread do for the time of a trial, whatever they were given.
+struct GuardTrial {
+  EnvironmentOverride guards;
+  bool module_policies = false;                  ///< whether those of modules hold all the same
+  mutable std::atomic<int64_t> guards_made = 0;  ///< while it was in force
+};
+
+/// The trial in force on the calling thread, or null.
+inline const GuardTrial* guard_trial() {
+  const ThreadPolicy* policy = thread_policy();
+  return policy == nullptr ? nullptr : policy->trial.get();
+}
+
+/// What overrides the guards of the calling thread: a trial, or else the environment.
+inline const EnvironmentOverride& guard_override() {
+  const GuardTrial* trial = guard_trial();
+  return trial == nullptr ? environment_override() : trial->guards;
+}
+
+/// Puts a trial in force on the calling thread, and on those that take over its state.
+class TrialScope {
+ public:
+  explicit TrialScope(std::shared_ptr<const GuardTrial> trial) : scope_(with(std::move(trial))) {}
+
+ private:
+  static std::shared_ptr<const ThreadPolicy> with(std::shared_ptr<const GuardTrial> trial) {
+    auto inner = std::make_shared<ThreadPolicy>();
+    if (const ThreadPolicy* outer = thread_policy()) *inner = *outer;
+    inner->trial = std::move(trial);
+    return inner;
+  }
+
+  PolicyScope scope_;
+};
+
+}  // namespace torchamp::detail

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+/// @file
+/// @brief A policy and those of a model's modules, in one file.
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+#include <torch/nn/module.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/fp8/run.h"
+#include "torchamp/detail/policy/parse.h"
+#include "torchamp/module_policy.h"
+#include "torchamp/policy.h"
+#include "torchamp/version.h"
+
+namespace TORCHAMP_NAMESPACE {
+
+/// What load_policies() has read.
+struct LoadedPolicies {
+  /// For the guards.
+  Policy policy = Policy::standard();
+  /// For the model's modules.
+  ModulePolicies modules{};
+
+  /// Gives the model's modules their policies: ModulePolicies::apply_to(), with its errors where
+  /// the file is for a model with other modules. Guards are given `policy`.
+  std::vector<std::string> apply_to(torch::nn::Module& model) const {
+    return modules.apply_to(model);
+  }
+};
+
+/// Reads a text as to_text() and save_policy() write it: a policy, and after each line
+/// `module NAME` what is different in that module.
+///
+///     policy torch
+///     lower_precision: addmm, gelu
+///     module head
+///     fp32: addmm
+///
+/// `#` starts a comment. Errors name the file, the line and what is wrong with it.
+inline LoadedPolicies load_policies(const std::string& path) {
+  const std::string call = "torchamp::load_policies";
+  const auto parts = detail::parts_of_policies(detail::read_policy_file(call, path));
+  LoadedPolicies loaded;
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    const auto& [module, text] = parts[i];
+    const Policy policy(
+        detail::PolicyParser(call + ": '" + path + "'", &detail::parse_fp8_rule<at::Tensor>)
+            .parse(text));
+    if (i == 0) {
+      loaded.policy = policy;
+    } else {
+      TORCH_CHECK(!module.empty(), call, ": '", path, "' has a line 'module' without a name.");
+      loaded.modules.set(module, policy);
+    }
+  }
+  return loaded;
+}
+
+}  // namespace TORCHAMP_NAMESPACE

@@ -1,0 +1,407 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Which ops an audit finds harmful, what it chooses, and that it changes nothing.
+#include <torchamp/precision_audit.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+#include <torchamp/detail/audit/choose.h>
+#include <torchamp/torchamp.h>
+
+#include <cmath>
+#include <fstream>
+#include <functional>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "support/devices.h"
+#include "support/expect_error.h"
+#include "support/temporary_folder.h"
+#include "support/thread_state.h"
+
+using ::testing::HasSubstr;
+using torchamp::AuditedPolicy;
+using torchamp::AuditRow;
+using torchamp::AutocastGuard;
+using torchamp::Policy;
+using torchamp::PrecisionAudit;
+
+namespace {
+
+namespace nn = torch::nn;
+
+/// A model with room for a planted weakness between two linear layers.
+struct NetImpl : nn::Module {
+  using Weakness = std::function<at::Tensor(const at::Tensor&)>;
+
+  explicit NetImpl(Weakness planted = nullptr) : weakness(std::move(planted)) {
+    first = register_module("first", nn::Linear(8, 16));
+    norm = register_module("norm", nn::BatchNorm1d(16));
+    last = register_module("last", torchamp::WithPolicy<nn::Linear>(16, 4));
+  }
+
+  at::Tensor forward(const at::Tensor& x) {
+    at::Tensor y = torch::dropout(norm(first(x)).tanh(), 0.25, is_training());
+    if (weakness) y = weakness(y);
+    return last(y);
+  }
+
+  Weakness weakness;
+  nn::Linear first{nullptr};
+  nn::BatchNorm1d norm{nullptr};
+  torchamp::WithPolicy<nn::Linear> last{nullptr};
+};
+TORCH_MODULE(Net);
+
+Net net(NetImpl::Weakness weakness = nullptr, at::DeviceType device = at::kCPU) {
+  torch::manual_seed(0);
+  Net model(std::move(weakness));
+  (void)to_device(model, device);
+  return model;
+}
+
+std::function<void()> step_of(const Net& model) {
+  const at::Tensor x = torch::randn({32, 8}).to(model->first->weight.device());
+  return [model = model, x]() mutable {
+    at::Tensor loss;
+    {
+      const AutocastGuard autocast(x.device(), {.dtype = at::kBFloat16});
+      loss = model(x).square().mean();
+    }
+    loss.backward();
+  };
+}
+
+/// Times that make lowering worth it everywhere, and casts nothing.
+void write_times(const PrecisionAudit& audit, const std::string& path) {
+  std::istringstream lines(audit.to_csv());
+  std::ofstream out(path);
+  std::string line;
+  std::getline(lines, line);
+  out << line << '\n';
+  for (const AuditRow& row : audit.rows()) {
+    out << row.module << ',' << row.op << ",0,0,0,0,0,0,0,0,0,10,5,0.01,\n";
+  }
+}
+
+std::vector<at::Tensor> state_of(const torch::nn::Module& model) {
+  std::vector<at::Tensor> state;
+  for (const auto& list : {model.parameters(), model.buffers()}) {
+    for (const at::Tensor& tensor : list) state.push_back(tensor.detach().clone());
+  }
+  return state;
+}
+
+void expect_same(const std::vector<at::Tensor>& one, const std::vector<at::Tensor>& other) {
+  ASSERT_EQ(one.size(), other.size());
+  for (std::size_t i = 0; i < one.size(); ++i) EXPECT_TRUE(at::equal(one[i], other[i])) << i;
+}
+
+const AuditRow* row_of(const PrecisionAudit& audit, const std::string& op,
+                       const std::string& module) {
+  for (const AuditRow& row : audit.rows()) {
+    if (row.op == op && row.module == module) return &row;
+  }
+  return nullptr;
+}
+
+bool is_lowered(const AuditedPolicy& audited, const std::string& op) {
+  for (const auto& decision : audited.decisions) {
+    if (decision.op == op && decision.lowered) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+class PrecisionAuditOn : public ::testing::TestWithParam<at::DeviceType> {
+ protected:
+  void SetUp() override { SKIP_WITHOUT(GetParam()); }
+};
+
+TEST_P(PrecisionAuditOn, HasARowForEachOpAndModule) {
+  Net model = net(nullptr, GetParam());
+  PrecisionAudit audit(model, {.dtype = at::kBFloat16});
+  audit.run(step_of(model), 2);
+  const AuditRow* const first = row_of(audit, "addmm", "first");
+  const AuditRow* const last = row_of(audit, "addmm", "last");
+  ASSERT_NE(first, nullptr);
+  ASSERT_NE(last, nullptr);
+  EXPECT_EQ(first->calls, 1);
+  EXPECT_EQ(first->elements, 32 * 16);
+  EXPECT_GT(first->error, 0.);
+  EXPECT_GT(first->fp32_us, 0.);
+  EXPECT_GT(first->low_us, 0.);
+  EXPECT_GT(first->cast_us, 0.);
+  EXPECT_LT(first->gradient_loss, 1e-4);
+  EXPECT_NE(row_of(audit, "tanh", ""), nullptr);
+  double error = 0.;
+  for (const AuditRow& row : audit.rows()) error += row.error;
+  EXPECT_DOUBLE_EQ(audit.total().error, error);
+}
+
+TEST_P(PrecisionAuditOn, ChangesNothing) {
+  Net model = net(nullptr, GetParam());
+  torchamp::ModulePolicies{{"last", Policy::standard()}}.apply_to(*model);
+  const auto step = step_of(model);
+  step();
+  const auto gradient = model->first->weight.grad();
+  const auto state = state_of(*model);
+  const auto values = gradient.clone();
+  torch::manual_seed(7);
+  const at::Tensor expected = torch::rand({3});
+  torch::manual_seed(7);
+  const AutocastGuard autocast(GetParam(), {.dtype = at::kBFloat16});
+  PrecisionAudit audit(model);
+  audit.run(step, 1);
+  (void)audit.policy();
+  EXPECT_TRUE(at::equal(torch::rand({3}), expected));
+  expect_same(state_of(*model), state);
+  EXPECT_TRUE(model->first->weight.grad().is_same(gradient));
+  EXPECT_TRUE(at::equal(gradient, values));
+  ASSERT_NE(model->last->module_policy(), nullptr);
+  EXPECT_NE(model->last->module_policy()->policy, nullptr);
+  EXPECT_TRUE(at::autocast::is_autocast_enabled(GetParam()));
+}
+
+TEST_P(PrecisionAuditOn, WeighsErrorsByTheGradientsThatArrive) {
+  Net model = net(nullptr, GetParam());
+  model->eval();
+  const at::Tensor x = torch::randn({32, 8}).to(GetParam());
+  PrecisionAudit audit(model, {.dtype = at::kBFloat16});
+  audit.run([&] { (model(x) * 3.).sum().backward(); }, 1);
+  at::Tensor y = torch::dropout(model->norm(model->first(x)).tanh(), 0.25, false).detach();
+  const at::Tensor weight = model->last->weight.detach(), bias = model->last->bias.detach();
+  const at::Tensor exact = torch::addmm(bias, y, weight.t());
+  const auto narrow = [](const at::Tensor& t) { return t.to(at::kBFloat16); };
+  const at::Tensor rounded =
+      torch::addmm(narrow(bias), narrow(y), narrow(weight).t()).to(at::kFloat);
+  const double error = ((exact - rounded).square() * 9.).sum().item<double>();
+  ASSERT_NE(row_of(audit, "addmm", "last"), nullptr);
+  EXPECT_NEAR(row_of(audit, "addmm", "last")->error, error, 1e-5 * error);
+}
+
+INSTANTIATE_TEST_SUITE_P(Devices, PrecisionAuditOn, all_devices(), device_name);
+
+TEST(PrecisionAudit, PutsAPlantedWeaknessFirstAndLeavesItInFp32) {
+  struct Case {
+    std::string op;
+    at::ScalarType dtype;
+    NetImpl::Weakness weakness;
+  };
+  const Case cases[] = {
+      {"sub.Tensor", at::kBFloat16,
+       [](const at::Tensor& y) {
+         const at::Tensor offset = torch::full_like(y, 4096.);
+         return torch::sub(y.detach().mul(0.).add_(4096.).add_(y), offset);
+       }},
+      {"exp", at::kHalf, [](const at::Tensor& y) { return y.mul(0.).add_(11.5).exp() * 1e-5 + y; }},
+      {"softmax.int", at::kBFloat16,
+       [logits = (torch::randn({100000}) + 40.).detach().requires_grad_()](const at::Tensor& y) {
+         const at::Tensor values = torch::linspace(-1e3, 1e3, 100000);
+         return y + torch::dot(torch::softmax(logits, 0), values);
+       }},
+      {"mul.Scalar", at::kHalf,
+       [](const at::Tensor& y) { return y + torch::mul(y.tanh(), c10::Scalar(1e-12)); }},
+  };
+  for (const Case& one : cases) {
+    SCOPED_TRACE(one.op);
+    Net model = net(one.weakness);
+    PrecisionAudit audit(model, {.dtype = one.dtype});
+    audit.run(step_of(model), 1);
+    std::stringstream table;
+    table << audit;
+    const AuditRow& worst = audit.rows().front();
+    const bool tiny = one.op == "mul.Scalar";  // whose argument's gradients are lost
+    EXPECT_EQ(worst.op, tiny ? "tanh" : one.op) << table.str();
+    const AuditedPolicy chosen = audit.policy();
+    EXPECT_LE(chosen.error, chosen.budget);
+    EXPECT_FALSE(is_lowered(chosen, worst.op)) << chosen;
+  }
+}
+
+TEST(PrecisionAudit, LowersEverythingWhereNothingMatters) {
+  const TemporaryFolder folder;
+  Net model = net();
+  PrecisionAudit audit(model, {.dtype = at::kBFloat16});
+  audit.run(step_of(model), 1);
+  write_times(audit, folder / "times.csv");
+  audit.read_times(folder / "times.csv");
+  const AuditedPolicy chosen = audit.policy({.error_budget = 1.});
+  EXPECT_FALSE(chosen.decisions.empty());
+  for (const auto& decision : chosen.decisions) EXPECT_TRUE(decision.lowered) << decision.op;
+  EXPECT_LE(chosen.error, 1.);
+  EXPECT_GT(chosen.error, 0.);
+}
+
+TEST(PrecisionAudit, LowersNothingForABudgetOfNothing) {
+  const TemporaryFolder folder;
+  Net model = net();
+  PrecisionAudit audit(model, {.dtype = at::kBFloat16});
+  audit.run(step_of(model), 1);
+  write_times(audit, folder / "times.csv");
+  audit.read_times(folder / "times.csv");
+  const AuditedPolicy chosen = audit.policy({.error_budget = 0.});
+  EXPECT_EQ(chosen.error, 0.);
+  for (const auto& decision : chosen.decisions) {
+    EXPECT_FALSE(decision.lowered) << decision.op;
+  }
+}
+
+TEST(PrecisionAudit, GivesTheSameErrorsToTheBitAndTheSameChoiceFromTheSameTimes) {
+  const TemporaryFolder folder;
+  Net model = net();
+  const auto step = step_of(model);
+  PrecisionAudit one(model, {.dtype = at::kBFloat16}), other(model, {.dtype = at::kBFloat16});
+  one.run(step, 1);
+  other.run(step, 2);
+  one.write_csv(folder / "one.csv");
+  one.read_times(folder / "one.csv");
+  other.read_times(folder / "one.csv");
+  EXPECT_EQ(one.rows(), other.rows());
+  const AuditedPolicy a = one.policy({.error_budget = 1e-6});
+  const AuditedPolicy b = other.policy({.error_budget = 1e-6});
+  ASSERT_EQ(a.decisions.size(), b.decisions.size());
+  for (std::size_t i = 0; i < a.decisions.size(); ++i) {
+    EXPECT_EQ(a.decisions[i].op, b.decisions[i].op);
+    EXPECT_EQ(a.decisions[i].lowered, b.decisions[i].lowered);
+  }
+  EXPECT_EQ(a.error, b.error);
+}
+
+TEST(PrecisionAudit, SavesWhatItChoseForAnotherRun) {
+  const TemporaryFolder folder;
+  Net model = net();
+  AuditedPolicy chosen;
+  chosen.policy.lower_precision("addmm").fp32("tanh");
+  chosen.decisions = {{"", "addmm", true, "fast"},
+                      {"", "tanh", false, "slow"},
+                      {"last", "addmm", false, "the last layer matters"}};
+  torchamp::save_policy(chosen, folder / "policy");
+  const auto loaded = torchamp::load_policies(folder / "policy");
+  EXPECT_EQ(loaded.policy.lookup("addmm", at::kCPU), torchamp::Cast::lower_precision);
+  EXPECT_EQ(loaded.policy.lookup("tanh", at::kCPU), torchamp::Cast::fp32);
+  EXPECT_EQ(loaded.apply_to(*model), (std::vector<std::string>{"last"}));
+  const AutocastGuard autocast(at::kCPU, {.dtype = at::kBFloat16, .policy = loaded.policy});
+  EXPECT_EQ(model(torch::randn({4, 8})).scalar_type(), at::kFloat) << "of the last layer";
+  EXPECT_EQ(model->first(torch::randn({4, 8})).scalar_type(), at::kBFloat16);
+  std::ifstream file(folder / "policy");
+  const std::string text((std::istreambuf_iterator<char>(file)), {});
+  EXPECT_THAT(text, HasSubstr("fp32: addmm  # the last layer matters"));
+
+  nn::Sequential another(nn::Linear(2, 2));
+  EXPECT_ERROR(loaded.apply_to(*another), "no module of the model fits 'last'");
+}
+
+TEST(PrecisionAudit, NamesTheLineOfAPolicyFileThatCannotBeRead) {
+  const TemporaryFolder folder;
+  const auto load = [&](const std::string& text) {
+    std::ofstream(folder / "policy") << text;
+    return torchamp::load_policies(folder / "policy");
+  };
+  EXPECT_ERROR(load("policy torch\nmodule a\nfp32: mm\nmodule b\nfp64: mm\n"),
+               "line 5: there is no rule 'fp64'");
+  EXPECT_ERROR(load("policy torch\nmodule a\nmodule a\n"), "'a' has a policy already");
+  EXPECT_ERROR(load("policy torch\nmodule\n"), "'module' without a name");
+  EXPECT_ERROR(torchamp::load_policies(folder / "none"), "cannot read");
+}
+
+TEST(PrecisionAudit, RefusesAStepThatIsNoneAndChangesNothing) {
+  Net model = net();
+  torch::optim::SGD optimizer(model->parameters(), 0.1);
+  const auto step = step_of(model);
+  const auto state = state_of(*model);
+  torch::manual_seed(7);
+  const at::Tensor expected = torch::rand({3});
+  torch::manual_seed(7);
+  PrecisionAudit audit(model, {.dtype = at::kBFloat16});
+  audit.run(step, 1);
+  const auto rows = audit.rows();
+  int64_t size = 4, count = 0;
+  at::Generator own = at::make_generator<at::CPUGeneratorImpl>(1);
+  const auto loss = [&](const at::Tensor& x) { return model(x).square().mean(); };
+  struct Case {
+    std::function<void()> step;
+    std::string error;
+  };
+  const Case cases[] = {
+      {[&] {
+         (void)loss(torch::randn({4, 8}));
+       },
+       "has not called backward()"},
+      {[&] {
+         step();
+         optimizer.step();
+       },
+       "has changed the parameter 'first.weight'"},
+      {[&] {
+         loss(torch::ones({++size, 8})).backward();
+       },
+       "not deterministic"},
+      {[&] {
+         loss(torch::randn({4, 8}, own)).backward();
+       },
+       "not deterministic"},
+      {[&] {
+         (void)torch::ones({count++ < 2 ? 4 : 5}).requires_grad_().exp();
+         loss(torch::ones({4, 8})).backward();
+       },
+       "not the same each time"},
+      {[] { TORCH_CHECK(false, "by the step"); }, "by the step"},
+      {nullptr, "the step is empty"},
+  };
+  for (const Case& one : cases) {
+    SCOPED_TRACE(one.error);
+    EXPECT_ERROR(audit.run(one.step, 2), one.error);
+    EXPECT_EQ(audit.rows(), rows);
+    expect_same(state_of(*model), state);
+    EXPECT_FALSE(model->first->weight.grad().defined());
+    EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
+  }
+  EXPECT_TRUE(at::equal(torch::rand({3}), expected));
+  EXPECT_ERROR(audit.run(step, 0), "n is 0");
+  EXPECT_ERROR(audit.policy({.error_budget = -1.}), "the error budget is -1");
+}
+
+TEST(PrecisionAudit, RefusesModelsAndTimesThatItCannotUse) {
+  const TemporaryFolder folder;
+  Net model = net();
+  EXPECT_ERROR(PrecisionAudit(model, {.dtype = at::kFloat}), "the dtype is Float");
+  nn::Sequential empty(nn::ReLU{});
+  EXPECT_ERROR(PrecisionAudit{empty}, "no parameter on a device with autocast");
+  PrecisionAudit audit(model, {.dtype = at::kBFloat16});
+  EXPECT_ERROR(audit.policy(), "nothing has been measured");
+  at::Tensor& weight = model->first->weight;
+  EXPECT_ERROR(audit.run([&] { weight.view({-1})[0].backward(); }, 1), "no op that can be cast");
+  audit.run(step_of(model), 1);
+  const auto rows = audit.rows();
+  const auto read = [&](const std::string& text) {
+    std::ofstream(folder / "csv") << text;
+    audit.read_times(folder / "csv");
+  };
+  const std::string csv = audit.to_csv(), head = csv.substr(0, csv.find('\n') + 1);
+  EXPECT_ERROR(read("what\n"), "line 1 is not");
+  EXPECT_ERROR(read(head + "a,b\n"), "line 2 has 2 fields");
+  EXPECT_ERROR(read(head + "a,b,0,0,0,0,0,0,0,0,0,1,x,1,\n"), "'x' is no time");
+  EXPECT_ERROR(read(head + "a,b,0,0,0,0,0,0,0,0,0,1,1,1,\n"), "another model or another step");
+  EXPECT_ERROR(read(csv + "a,b,0,0,0,0,0,0,0,0,0,1,1,1,\n"), "another model or another step");
+  EXPECT_ERROR(read(csv + csv.substr(head.size())), "is the second one");
+  EXPECT_EQ(audit.rows(), rows);
+  read(csv);
+  EXPECT_EQ(audit.rows(), rows);
+}
+
+TEST(PrecisionAuditChooser, LowersNothingWhoseCastsCostMoreThanItSaves) {
+  using torchamp::detail::Chooser;
+  // a -> b -> c -> d: b saves little, but lies between two that save much; d's casts cost more.
+  const Chooser chooser({{100., 10., 4.}, {5., 6., 1.}, {100., 10., 2.}, {5., 1., 0.}},
+                        {{std::nullopt, 0, 1.}, {0, 1, 3.}, {1, 2, 3.}, {std::nullopt, 3, 6.}});
+  const auto choices = chooser.choices();
+  EXPECT_EQ(choices.front(), (Chooser::Lowered{true, true, true, false}));
+  EXPECT_EQ(choices.back(), (Chooser::Lowered{false, false, false, false}));
+  for (std::size_t i = 1; i < choices.size(); ++i) {
+    EXPECT_LE(chooser.error(choices[i]), chooser.error(choices[i - 1]));
+  }
+  EXPECT_EQ(chooser.us(choices.front()), 10. + 6. + 10. + 5. + 1.);
+}
