@@ -14,6 +14,11 @@ struct GptSizes {
   std::int64_t letters = 256;
 };
 
+/// What Python's nn.Linear does, in one op: C++'s forward() adds the bias in a pass of its own.
+inline torch::Tensor project(const torch::nn::Linear& layer, const torch::Tensor& x) {
+  return torch::linear(x, layer->weight, layer->bias);
+}
+
 /// Attention to what came before, then two linear layers, each added to what came in.
 struct GptBlockImpl : torch::nn::Module {
   explicit GptBlockImpl(const GptSizes& sizes) : heads(sizes.heads) {
@@ -31,11 +36,11 @@ struct GptBlockImpl : torch::nn::Module {
     const auto split = [&](const torch::Tensor& t) {  // [batch, heads, length, width / heads]
       return t.view({t.size(0), t.size(1), heads, -1}).transpose(1, 2);
     };
-    const auto parts = attention->forward(norm1->forward(x)).chunk(3, -1);
+    const auto parts = project(attention, norm1->forward(x)).chunk(3, -1);
     const auto attended = torch::scaled_dot_product_attention(
         split(parts[0]), split(parts[1]), split(parts[2]), {}, 0., /*is_causal=*/true);
-    const auto y = x + output->forward(attended.transpose(1, 2).reshape(x.sizes()));
-    return y + down->forward(torch::gelu(up->forward(norm2->forward(y))));
+    const auto y = x + project(output, attended.transpose(1, 2).reshape(x.sizes()));
+    return y + project(down, torch::gelu(project(up, norm2->forward(y))));
   }
 
   std::int64_t heads;
@@ -74,7 +79,7 @@ struct GptImpl : torch::nn::Module {
     const auto places = torch::arange(text.size(1), text.options());
     auto x = words->forward(text) + positions->forward(places);
     x = recomputes ? torchamp::checkpoint_sequential(blocks, x) : blocks->forward(x);
-    return head->forward(norm->forward(x));
+    return project(head, norm->forward(x));
   }
 
   GptSizes sizes;
