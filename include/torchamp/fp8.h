@@ -11,16 +11,32 @@
 namespace TORCHAMP_NAMESPACE {
 
 /// How the operands of a product become 8-bit numbers, and at what scales.
+/// All scales are of this very call.
 enum class Fp8Recipe : std::uint8_t {
-  /// One scale a tensor, of this very call: the power of two that brings the largest magnitude just
-  /// below the format's. e4m3 in forward, e5m2 for gradients.
+  /// One scale a tensor: the largest power of two with which it stays in the format's range. e4m3
+  /// in
+  /// forward, e5m2 for gradients.
   tensorwise,
+  /// e4m3 everywhere, such a scale for each row of what is multiplied.
+  rowwise,
+  /// e4m3 everywhere, such a scale for each 1 x 128 elements, in weights for each 128 x 128. As
+  /// TransformerEngine's Float8BlockScaling.
+  blockwise,
+  /// e4m3 everywhere, such a scale (an e8m0 number) for each 1 x 32 elements.
+  mxfp8,
+  /// e2m1, 4 bits; an e4m3 scale for each 1 x 16 elements, in weights for each 16 x 16, and a power
+  /// of two for the tensor. Gradients are rounded at random (by LibTorch's generators); weights'
+  /// gradients are made of factors that a Hadamard transform has spread. As TransformerEngine's
+  /// NVFP4BlockScaling, whose scale of the tensor is no power of two.
+  nvfp4,
 };
 
 /// What Policy::fp8 takes beside the ops. An aggregate: `{.recipe = Fp8Recipe::tensorwise}`.
 struct Fp8Options {
   /// How operands are scaled and rounded.
   Fp8Recipe recipe = Fp8Recipe::tensorwise;
+  /// Whether `nvfp4` rounds gradients at random, and not to the nearest.
+  bool stochastic_rounding = true;
   /// Whether a device that has no fp8 products for this recipe is an error at the guard. Otherwise
   /// the calls run as lower_precision there; a CastRecorder says how many, and why.
   bool strict = false;
@@ -31,7 +47,8 @@ struct Fp8Options {
 
   /// Fp8 where it is worth it: with `only_worthwhile`.
   static constexpr Fp8Options worthwhile(Fp8Recipe recipe = Fp8Recipe::tensorwise) {
-    return {.recipe = recipe, .strict = false, .only_worthwhile = true};
+    return {
+        .recipe = recipe, .stochastic_rounding = true, .strict = false, .only_worthwhile = true};
   }
 
   /// Equal when every member is.

@@ -87,3 +87,41 @@ inline at::Tensor through(const SmallFormat& format, const at::Tensor& tensor) {
   const double magnitude = std::fmax(largest_of(tensor), std::ldexp(1, -110));
   return through(format, tensor, power_of_two_scale(magnitude, format.largest()));
 }
+
+inline constexpr SmallFormat e2m1{2, 1, 1, false, false};
+
+/// `matrix` in fp64, each block of `rows` x `columns` through e4m3 at its own power of two.
+inline at::Tensor through_blocks(const at::Tensor& matrix, int64_t rows, int64_t columns) {
+  at::Tensor result = matrix.detach().to(at::kDouble).contiguous().clone();
+  for (int64_t row = 0; row < result.size(0); row += rows) {
+    for (int64_t column = 0; column < result.size(1); column += columns) {
+      const at::Tensor block = result.slice(0, row, row + rows).slice(1, column, column + columns);
+      block.copy_(through(e4m3, block));
+    }
+  }
+  return result;
+}
+
+/// `matrix` in fp64, as NVFP4 with blocks of `rows` x 16 has it, rounded to the nearest. Divides in
+/// fp32, as the recipe does.
+inline at::Tensor through_nvfp4(const at::Tensor& matrix, int64_t rows) {
+  const double scale =
+      power_of_two_scale(std::fmax(largest_of(matrix), std::ldexp(1, -110)), 6 * 448.);
+  at::Tensor result = matrix.detach().to(at::kDouble).contiguous().clone();
+  for (int64_t row = 0; row < result.size(0); row += rows) {
+    for (int64_t column = 0; column < result.size(1); column += 16) {
+      at::Tensor block = result.slice(0, row, row + rows).slice(1, column, column + 16);
+      const auto largest = static_cast<float>(largest_of(block) * scale);
+      const double block_scale = e4m3.value(e4m3.nearest(std::fmax(largest / 6, 0x1p-9F)));
+      at::Tensor values = block.contiguous();
+      for (int64_t i = 0; i < values.numel(); ++i) {
+        double& value = values.data_ptr<double>()[i];
+        const float number = static_cast<float>(value * scale) / static_cast<float>(block_scale);
+        value =
+            e2m1.value(e2m1.nearest(std::fmax(-6.F, std::fmin(6.F, number)))) * block_scale / scale;
+      }
+      block.copy_(values);
+    }
+  }
+  return result;
+}

@@ -25,6 +25,7 @@ bool start() {
   register_fallback(*library("_", c10::DispatchKey::PrivateUse1), *aten);
   register_copies(*aten);
   register_checked_kernels(*aten);
+  register_scaled_mm(*aten);
   library("_", c10::DispatchKey::AutocastPrivateUse1)
       ->fallback(torch::CppFunction::makeFallthrough());
   register_autocast(*library("aten", c10::DispatchKey::AutocastPrivateUse1));

@@ -10,6 +10,7 @@ void register_guard();
 void register_hooks();
 void register_copies(torch::Library& aten);
 void register_checked_kernels(torch::Library& aten);
+void register_scaled_mm(torch::Library& aten);
 void register_fallback(torch::Library& all, torch::Library& aten);
 void register_autocast(torch::Library& aten);
 

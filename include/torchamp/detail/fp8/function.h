@@ -18,7 +18,10 @@
 #include "torchamp/detail/autograd_node.h"
 #include "torchamp/detail/fp8/product.h"
 #include "torchamp/detail/fp8/quantize.h"
+#include "torchamp/detail/fp8/recipes.h"
+#include "torchamp/detail/fp8/weight_forms.h"
 #include "torchamp/detail/tensors.h"
+#include "torchamp/fp8.h"
 
 namespace torchamp::detail {
 
@@ -36,21 +39,29 @@ class NoSecondDerivative final : public torch::autograd::Node {
   }
 };
 
+/// The rows of a matrix of all dimensions but the last.
+inline int64_t rows_of(at::IntArrayRef sizes) {
+  int64_t rows = 1;
+  for (std::size_t i = 0; i + 1 < sizes.size(); ++i) rows *= sizes[i];
+  return rows;
+}
+
 /// The derivative of an fp8 product x w^T of matrices. Keeps the 8-bit operands.
 template <class Tensor>
 class Fp8Backward final : public torch::autograd::Node {
  public:
   struct Operands {
-    Fp8Matrix<Tensor> x, w;      // [M, K] and [N, K]
+    Fp8Matrix<Tensor> x, w;      // of the transposes: [K, M] and [K, N]
     std::vector<int64_t> sizes;  // of the caller's x
     bool w_is_transposed;        // the caller's was [K, N]
     at::ScalarType dtype;
+    Fp8Options options;
   };
 
   void keep(Operands operands) { operands_ = std::move(operands); }
 
   void release_variables() override {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard<std::mutex> lock(mutex_);
     operands_ = {};
     released_ = true;
   }
@@ -68,24 +79,32 @@ class Fp8Backward final : public torch::autograd::Node {
 template <class Tensor>
 torch::autograd::variable_list Fp8Backward<Tensor>::apply(
     torch::autograd::variable_list&& gradients) {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   TORCH_CHECK(!released_,
               "torchamp: backward through an fp8 product a second time, whose operands have been "
               "freed. Pass retain_graph=true to the first backward.");
   torch::autograd::variable_list results(2);
   const Tensor& gradient = gradients[0];
   if (!gradient.defined()) return results;
+  const Operands& saved = operands_;
   {
     const InternalOps internal;
-    const auto& [x, w, sizes, w_is_transposed, dtype] = operands_;
-    const Tensor matrix = gradient.reshape({x.codes.size(0), w.codes.size(0)});
-    const Fp8Matrix<Tensor> g = quantize(matrix, at::kFloat8_e5m2);
-    if (task_should_compute_output(0)) {
-      results[0] = fp8_product(g, w.t(), dtype, /*fast=*/false).reshape(sizes);
+    const bool for_x = task_should_compute_output(0);
+    const bool for_w = task_should_compute_output(1);
+    const Tensor matrix = gradient.reshape({rows_of(saved.sizes), gradient.size(-1)});
+    const Fp8Options& options = saved.options;
+    constexpr auto operand = Fp8Operand::gradient;
+    Fp8Matrix<Tensor> g;
+    if (for_x || is_transposable(options.recipe, operand)) {
+      g = quantize_as(options, operand, /*transposed=*/false, matrix);
     }
-    if (task_should_compute_output(1)) {
-      results[1] = w_is_transposed ? fp8_product(x.t(), g.t(), dtype, /*fast=*/false)
-                                   : fp8_product(g.t(), x.t(), dtype, /*fast=*/false);
+    if (for_x) {
+      results[0] = fp8_product(g, saved.w, saved.dtype, /*fast=*/false).reshape(saved.sizes);
+    }
+    if (for_w) {
+      const Fp8Matrix<Tensor> g_t = quantize_transposed(options, operand, matrix, g);
+      results[1] = saved.w_is_transposed ? fp8_product(saved.x, g_t, saved.dtype, /*fast=*/false)
+                                         : fp8_product(g_t, saved.x, saved.dtype, /*fast=*/false);
     }
   }
   if (at::GradMode::is_enabled()) {  // create_graph
@@ -100,29 +119,36 @@ torch::autograd::variable_list Fp8Backward<Tensor>::apply(
 
 /// x w^T in fp8, in `dtype`; w is [N, K], or [K, N] if it is transposed. Recorded by autograd.
 template <class Tensor>
-Tensor fp8_linear(const Tensor& x, const Tensor& w, bool w_is_transposed, at::ScalarType dtype) {
-  typename Fp8Backward<Tensor>::Operands operands;
+Tensor fp8_linear(const Fp8Options& options, const Tensor& x, const Tensor& w, bool w_is_transposed,
+                  at::ScalarType dtype) {
+  const bool recorded = at::GradMode::is_enabled();
+  const bool for_x = recorded && x.requires_grad();
+  const bool for_w = recorded && w.requires_grad();
+  typename Fp8Backward<Tensor>::Operands saved;
   Tensor result;
   {
     const InternalOps internal;
     const Tensor rows = w_is_transposed ? w.t() : w;
+    const Tensor matrix = x.reshape({rows_of(x.sizes()), rows.size(1)});
+    constexpr auto operand = Fp8Operand::input;
+    const auto x_form = quantize_as(options, operand, /*transposed=*/false, matrix);
+    const WeightForms<Tensor> forms = weight_forms(options, rows, for_x);
+    result = fp8_product(x_form, forms.plain, dtype, /*fast=*/true);
     std::vector<int64_t> sizes = x.sizes().vec();
     sizes.back() = rows.size(0);
-    int64_t count = 1;
-    for (std::size_t i = 0; i + 1 < sizes.size(); ++i) count *= sizes[i];
-    operands.x = quantize(x.reshape({count, rows.size(1)}), at::kFloat8_e4m3fn);
-    operands.w = quantize(rows, at::kFloat8_e4m3fn);
-    result = at::_unsafe_view(fp8_product(operands.x, operands.w, dtype, /*fast=*/true), sizes);
+    result = at::_unsafe_view(result, sizes);
+    if (for_x) saved.w = forms.transposed;
+    if (for_w) saved.x = quantize_transposed(options, operand, matrix, x_form);
   }
-  if (at::GradMode::is_enabled() && (x.requires_grad() || w.requires_grad())) {
-    operands.sizes = x.sizes().vec();
-    operands.w_is_transposed = w_is_transposed;
-    operands.dtype = dtype;
-    auto node = make_node<Fp8Backward<Tensor>>();
-    node->set_next_edges(torch::autograd::collect_next_edges(x, w));
-    node->keep(std::move(operands));
-    torch::autograd::create_gradient_edge(result, std::move(node));
-  }
+  if (!for_x && !for_w) return result;
+  saved.sizes = x.sizes().vec();
+  saved.w_is_transposed = w_is_transposed;
+  saved.dtype = dtype;
+  saved.options = options;
+  auto node = make_node<Fp8Backward<Tensor>>();
+  node->set_next_edges(torch::autograd::collect_next_edges(x, w));
+  node->keep(std::move(saved));
+  torch::autograd::create_gradient_edge(result, std::move(node));
   return result;
 }
 

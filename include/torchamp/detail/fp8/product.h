@@ -12,8 +12,11 @@
 #include <cstdint>
 #include <string>
 
+#include "torchamp/detail/fp8/blocks.h"
 #include "torchamp/detail/fp8/formats.h"
 #include "torchamp/detail/fp8/quantize.h"
+#include "torchamp/detail/fp8/recipes.h"
+#include "torchamp/fp8.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -34,14 +37,28 @@ inline bool cpu_multiplies_bf16() {
 #endif
 }
 
+/// What the matrix stands for but for its inverse_scale, in bf16 or fp32. Exact: a block's scale is
+/// a power of two, or has 4 bits beside an element's 2.
+template <class Tensor>
+Tensor decoded(const Fp8Matrix<Tensor>& matrix, at::ScalarType dtype) {
+  Tensor values = decode(matrix.codes, dtype);
+  const Tensor& scales = matrix.block_scales;
+  if (scales.defined()) {
+    const Fp8Block block{values.size(0) / scales.size(0), values.size(1) / scales.size(1)};
+    in_blocks(values, block).mul_(beside_blocks(scales.to(dtype)));
+  }
+  return values.narrow(0, 0, matrix.rows);
+}
+
 /// See Note [The rehearsal of fp8 on a CPU].
 template <class Tensor>
 Tensor rehearsed_product(const Fp8Matrix<Tensor>& a, const Fp8Matrix<Tensor>& b,
                          at::ScalarType dtype) {
   const bool in_bf16 = dtype == at::kBFloat16 && cpu_multiplies_bf16();
   const at::ScalarType values = in_bf16 ? at::kBFloat16 : at::kFloat;
-  Tensor product = at::mm(decode(a.codes, values), decode(b.codes, values).t());
-  return product.mul_(a.inverse_scale.mul(b.inverse_scale)).to(dtype);
+  Tensor product = at::mm(decoded(a, values), decoded(b, values).t());
+  if (a.inverse_scale.defined()) product.mul_(a.inverse_scale.mul(b.inverse_scale));
+  return product.to(dtype);
 }
 
 /// Row-major, with zeros behind rows and columns up to multiples of 16. As bytes: not every kernel
@@ -61,29 +78,34 @@ Tensor padded_to_16(const Tensor& codes, bool pad_rows) {
 template <class Tensor>
 Tensor fp8_product(const Fp8Matrix<Tensor>& a, const Fp8Matrix<Tensor>& b, at::ScalarType dtype,
                    bool fast) {
-  const int64_t rows = a.codes.size(0);
-  const int64_t columns = b.codes.size(0);
-  if (rows == 0 || columns == 0 || a.codes.size(1) == 0) {
-    return at::zeros({rows, columns}, a.codes.options().dtype(dtype));
+  if (a.rows == 0 || b.rows == 0 || a.columns == 0) {
+    return at::zeros({a.rows, b.rows}, a.codes.options().dtype(dtype));
   }
   if (a.codes.is_cpu()) return rehearsed_product(a, b, dtype);
-  const Tensor product = at::_scaled_mm(
-      padded_to_16(a.codes, /*pad_rows=*/false), padded_to_16(b.codes, /*pad_rows=*/true).t(),
-      a.inverse_scale, b.inverse_scale, /*bias=*/{}, /*scale_result=*/{}, dtype, fast);
-  return product.narrow(1, 0, columns).contiguous();
+  const Tensor columns = padded_to_16(b.codes, /*pad_rows=*/true);
+  Tensor scale_a = a.inverse_scale, scale_b = b.inverse_scale;
+  if (a.block_scales.defined()) {  // one a row
+    scale_a = a.block_scales.contiguous();
+    scale_b = at::constant_pad_nd(b.block_scales.t(), {0, columns.size(0) - b.rows}).contiguous();
+  }
+  const Tensor product =
+      at::_scaled_mm(padded_to_16(a.codes, /*pad_rows=*/false), columns.t(), scale_a, scale_b,
+                     /*bias=*/{}, /*scale_result=*/{}, dtype, fast);
+  return product.narrow(1, 0, b.rows).contiguous();
 }
 
 /// Why fp8_product() cannot be on the current device of a type, by a trial of 16 x 16; empty if it
 /// can.
 template <class Tensor>
-std::string why_no_fp8_product(at::DeviceType device) {
+std::string why_no_fp8_product(const Fp8Options& options, at::DeviceType device) {
   if (device == at::kCPU) return {};
+  if (options.recipe != Fp8Recipe::tensorwise && options.recipe != Fp8Recipe::rowwise) {
+    return "products of this recipe are made on a CPU only";
+  }
   try {
-    const auto options = at::TensorOptions(device).dtype(at::kFloat);
-    const Fp8Matrix<Tensor> zeros{
-        at::zeros({16, 16}, options.dtype(at::kByte)).view(at::kFloat8_e4m3fn),
-        at::zeros({}, options)};
-    (void)fp8_product(zeros, zeros, at::kBFloat16, /*fast=*/true);
+    const Tensor zeros = at::zeros({16, 16}, at::TensorOptions(device).dtype(at::kBFloat16));
+    const auto matrix = quantize_as(options, Fp8Operand::input, /*transposed=*/false, zeros);
+    (void)fp8_product(matrix, matrix, at::kBFloat16, /*fast=*/true);
     return {};
   } catch (const c10::Error& error) {
     const std::string text = error.what_without_backtrace();

@@ -9,6 +9,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/ScalarType.h>
 
+#include <cstdint>
 #include <tuple>
 
 #include "torchamp/detail/fp8/formats.h"
@@ -16,13 +17,19 @@
 
 namespace torchamp::detail {
 
-/// A matrix in 8 bits.
+/// A matrix in 8 bits (or in 4, as those e4m3 numbers that are e2m1 numbers). An element is its
+/// code's value, times the scale of its block, times the scale of all.
 template <class Tensor>
 struct Fp8Matrix {
-  Tensor codes;
-  Tensor inverse_scale;  // what the codes' values are to be multiplied by: 0-dim fp32
+  int64_t rows = 0, columns = 0;
+  Tensor codes;          // with zeros behind rows and columns, up to whole blocks
+  Tensor inverse_scale;  // fp32, without dimensions; undefined: 1
+  Tensor block_scales;   // a matrix of them, for blocks of equal sizes; undefined: 1
 
-  Fp8Matrix t() const { return {codes.t(), inverse_scale}; }
+  Fp8Matrix t() const {
+    return {columns, rows, codes.t(), inverse_scale,
+            block_scales.defined() ? block_scales.t() : block_scales};
+  }
 };
 
 /// The largest magnitude in `tensor` as fp32, without dimensions; NaN if there is one.
@@ -42,12 +49,12 @@ Tensor largest_magnitude(const Tensor& tensor) {
 // inf.) Magnitudes below 2^-110, where products underflow in fp32 anyway, are scaled as that one,
 // so that scales and their inverses stay finite. Nothing is read by the host, and nothing is kept.
 
-/// The scale for a tensor of this largest magnitude: see Note [Scales of fp8].
+/// The scales for what is of these largest magnitudes, in a format whose largest number is
+/// `largest`: see Note [Scales of fp8].
 template <class Tensor>
-Tensor scale_for(const Tensor& magnitude, at::ScalarType format) {
+Tensor scale_for(const Tensor& magnitude, double largest) {
   // As a CPU scalar it is an argument of the kernel, and not a copy to the device.
-  const Tensor largest = at::scalar_tensor(largest_of(format), at::kFloat);
-  Tensor scale = at::div(largest, magnitude.clamp_min(0x1p-110));
+  Tensor scale = at::div(at::scalar_tensor(largest, at::kFloat), magnitude.clamp_min(0x1p-110));
   scale.view(at::kInt).bitwise_and_(0x7F800000);  // the power of two below
   return scale.add_(magnitude.mul(0));
 }
@@ -55,10 +62,10 @@ Tensor scale_for(const Tensor& magnitude, at::ScalarType format) {
 /// `matrix`, in fp32 or a 16-bit dtype, in 8 bits at one scale.
 template <class Tensor>
 Fp8Matrix<Tensor> quantize(const Tensor& matrix, at::ScalarType format) {
-  const Tensor scale = scale_for(largest_magnitude(matrix), format);
+  const Tensor scale = scale_for(largest_magnitude(matrix), largest_of(format));
   // fp16 does not hold every scale. bf16 does, and so every product with one.
   const Tensor wide = matrix.scalar_type() == at::kHalf ? matrix.to(at::kFloat) : matrix;
-  return {at::mul(wide, scale).to(format), scale.reciprocal()};
+  return {matrix.size(0), matrix.size(1), at::mul(wide, scale).to(format), scale.reciprocal(), {}};
 }
 
 }  // namespace torchamp::detail

@@ -68,6 +68,9 @@ std::string why_not_in_fp8(const Fp8Options& options, const Fp8Call<Tensor>& cal
     return "the second factor has " + std::to_string(call.w.dim()) + " dimensions";
   }
   if (call.x.dim() == 0 || call.x.size(-1) != call.contraction()) return "sizes do not fit";
+  if (options.recipe == Fp8Recipe::rowwise && dtype == at::kHalf && !call.x.is_cpu()) {
+    return "rowwise products of a GPU are in bf16 only";
+  }
   if (!options.only_worthwhile) return {};
   const int64_t k = call.contraction();
   const int64_t n = call.columns();
@@ -88,7 +91,7 @@ std::string run_fp8(const Fp8Options& options, const c10::OperatorHandle& op, at
       call.x.dim() != 2) {
     return "sizes do not fit";
   }
-  Tensor result = fp8_linear(call.x, call.w, call.w_is_transposed, dtype);
+  Tensor result = fp8_linear(options, call.x, call.w, call.w_is_transposed, dtype);
   if (!call.alpha.equal(1)) result = result.mul(call.alpha);
   if (call.added.defined() && !call.beta.equal(0)) {
     const Tensor added = at::autocast::cached_cast(dtype, call.added, device);
@@ -101,8 +104,8 @@ std::string run_fp8(const Fp8Options& options, const c10::OperatorHandle& op, at
 
 /// Fp8Rule::why_not.
 template <class Tensor>
-std::string why_no_fp8_on(const Fp8Options&, at::DeviceType device) {
-  return why_no_fp8_product<Tensor>(device);
+std::string why_no_fp8_on(const Fp8Options& options, at::DeviceType device) {
+  return why_no_fp8_product<Tensor>(options, device);
 }
 
 /// Fp8Rule::make_usage.

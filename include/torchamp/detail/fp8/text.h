@@ -19,7 +19,9 @@ struct Fp8RecipeRow {
 };
 
 inline constexpr Fp8RecipeRow fp8_recipes[] = {
-    {Fp8Recipe::tensorwise, "tensorwise"},
+    {Fp8Recipe::tensorwise, "tensorwise"}, {Fp8Recipe::rowwise, "rowwise"},
+    {Fp8Recipe::blockwise, "blockwise"},   {Fp8Recipe::mxfp8, "mxfp8"},
+    {Fp8Recipe::nvfp4, "nvfp4"},
 };
 
 /// Fp8Rule::text.
@@ -32,6 +34,7 @@ std::string fp8_text(const Options& options) {
     add("recipe=");
     text += row.name;
   }
+  if (!options.stochastic_rounding) add("round_to_nearest");
   if (options.strict) add("strict");
   if (options.only_worthwhile) add("only_worthwhile");
   return text.empty() ? "fp8" : "fp8(" + text + ')';
@@ -40,6 +43,10 @@ std::string fp8_text(const Options& options) {
 /// Sets what `word` says: "recipe=rowwise", "strict". False if there is no such option.
 template <class Options>
 bool set_fp8_option(std::string_view word, Options& options) {
+  if (word == "round_to_nearest") {
+    options.stochastic_rounding = false;
+    return true;
+  }
   if (word == "strict") return options.strict = true;
   if (word == "only_worthwhile") return options.only_worthwhile = true;
   for (const Fp8RecipeRow& row : fp8_recipes) {
@@ -59,7 +66,7 @@ Options parse_fp8_options(std::string_view text) {
     const std::string_view word = text.substr(0, end);
     text = end == std::string_view::npos ? std::string_view() : text.substr(end + 1);
     if (word.empty() || set_fp8_option(word, options)) continue;
-    std::string known = "strict, only_worthwhile";
+    std::string known = "round_to_nearest, strict, only_worthwhile";
     for (const Fp8RecipeRow& row : fp8_recipes) known.append(", recipe=").append(row.name);
     TORCH_CHECK(false, "there is no option '", word.substr(0, 60), "' of fp8; the options are ",
                 known);

@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The path of an accelerator: layouts, padding, and what it must not do. On the simulated one,
+// whose
+// `_scaled_mm` asks for what CUDA's asks for, and on a GPU where there is one.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <string>
+#include <vector>
+
+#include "support/devices.h"
+#include "support/expect_error.h"
+#include "support/simulated/counts.h"
+#include "support/simulated/scaled_mm.h"
+#include "torchamp/cast_recorder.h"
+#include "torchamp/torchamp.h"
+
+namespace {
+
+using torchamp::AutocastGuard;
+using torchamp::Policy;
+namespace ops = torchamp::ops;
+
+class Fp8Device : public ::testing::TestWithParam<at::DeviceType> {};
+
+struct Result {
+  torch::Tensor y, dx, dw;
+};
+
+Result run(const torch::Tensor& x, const torch::Tensor& w, const torch::Tensor& g,
+           at::DeviceType device, at::ScalarType dtype) {
+  const torch::Tensor x_there = x.to(device).requires_grad_();
+  const torch::Tensor w_there = w.to(device).requires_grad_();
+  const AutocastGuard guard(device, {.dtype = dtype, .policy = Policy::standard().fp8(ops::dense)});
+  const torch::Tensor y = torch::linear(x_there, w_there);
+  y.backward(g.to(device));
+  return {y.detach().cpu(), x_there.grad().cpu(), w_there.grad().cpu()};
+}
+
+const std::vector<std::vector<int64_t>> shapes = {{16, 16, 16}, {32, 48, 16}, {5, 16, 32},
+                                                  {16, 17, 16}, {3, 9, 21},   {1, 1, 1},
+                                                  {0, 4, 3},    {2, 0, 3},    {7, 31, 40}};
+
+TEST_P(Fp8Device, AgreesWithTheRehearsalExactlyWhereSumsAreExact) {
+  SKIP_WITHOUT(GetParam());
+  torch::manual_seed(1);
+  for (const auto& shape : shapes) {
+    for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) {
+      const torch::Tensor x = torch::randint(-3, 4, {shape[0], shape[1]}).to(torch::kFloat);
+      const torch::Tensor w = torch::randint(-1, 2, {shape[2], shape[1]}).to(torch::kFloat);
+      const torch::Tensor g = torch::randint(-2, 3, {shape[0], shape[2]}).to(dtype);
+      const Result there = run(x, w, g, GetParam(), dtype);
+      const Result here = run(x, w, g, at::kCPU, dtype);
+      EXPECT_TRUE(there.y.equal(here.y)) << shape << dtype;
+      EXPECT_TRUE(there.dx.equal(here.dx)) << shape << dtype;
+      EXPECT_TRUE(there.dw.equal(here.dw)) << shape << dtype;
+    }
+  }
+}
+
+TEST_P(Fp8Device, AgreesWithTheRehearsalWithinAStepOfBf16) {
+  SKIP_WITHOUT(GetParam());
+  torch::manual_seed(2);
+  for (const auto& shape : shapes) {
+    const torch::Tensor x = torch::randn({shape[0], shape[1]}) * 1e-3;
+    const torch::Tensor w = torch::randn({shape[2], shape[1]}) * 30;
+    const torch::Tensor g = torch::randn({shape[0], shape[2]}).to(at::kBFloat16) * 1e4;
+    const Result there = run(x, w, g, GetParam(), at::kBFloat16);
+    const Result here = run(x, w, g, at::kCPU, at::kBFloat16);
+    const double step = 0x1p-7;
+    EXPECT_TRUE(there.y.allclose(here.y, step, 1e-4)) << shape;
+    EXPECT_TRUE(there.dx.allclose(here.dx, step, 1)) << shape;
+    EXPECT_TRUE(there.dw.allclose(here.dw, step, 1e-3)) << shape;
+  }
+}
+
+TEST_P(Fp8Device, ReadsAndCopiesNothing) {
+  SKIP_WITHOUT(GetParam());
+  if (GetParam() != at::kPrivateUse1) GTEST_SKIP() << "only the simulated device counts";
+  const torch::Tensor x = torch::randn({6, 20}).to(GetParam()).requires_grad_();
+  const torch::Tensor w = torch::randn({9, 20}).to(GetParam()).requires_grad_();
+  const AutocastGuard guard(GetParam(), {.policy = Policy::standard().fp8(ops::dense)});
+  const simulated::Counts counts;
+  torch::linear(x, w).sum().backward();
+  EXPECT_EQ(counts.now().waits, 0);
+  EXPECT_EQ(counts.now().device_to_host, 0);
+  EXPECT_EQ(counts.now().host_to_device, 0);
+}
+
+TEST_P(Fp8Device, WithoutFp8UnitsCallsRunInLowerPrecisionAndTheReportSaysWhy) {
+  SKIP_WITHOUT(GetParam());
+  if (GetParam() != at::kPrivateUse1) GTEST_SKIP() << "only the simulated device can be told";
+  const simulated::NoFp8Units old_device;
+  const torch::Tensor x = torch::ones({4, 16}).to(GetParam()),
+                      w = torch::ones({8, 16}).to(GetParam());
+  torchamp::CastRecorder recorder;
+  {
+    const AutocastGuard guard(GetParam(),
+                              {.dtype = at::kHalf, .policy = Policy::standard().fp8(ops::dense)});
+    EXPECT_EQ(torch::linear(x, w).scalar_type(), at::kHalf);
+  }
+  const auto total = recorder.report().total();
+  EXPECT_EQ(total.fp8, 0);
+  ASSERT_EQ(total.not_fp8.size(), 1u) << recorder.report();
+  EXPECT_NE(total.not_fp8.begin()->first.find("compute capability"), std::string::npos);
+
+  const Policy strict = Policy::standard().fp8(ops::dense, {.strict = true});
+  EXPECT_ERROR(const AutocastGuard made(GetParam(), {.dtype = at::kHalf, .policy = strict}),
+               "AutocastGuard: the policy's fp8 rule is strict, and ");
+  EXPECT_FALSE(at::autocast::is_autocast_enabled(GetParam()));
+  const AutocastGuard here(at::kCPU, {.policy = strict});
+  EXPECT_EQ(torch::linear(torch::ones({4, 16}), torch::ones({8, 16})).scalar_type(), at::kBFloat16);
+}
+
+INSTANTIATE_TEST_SUITE_P(Devices, Fp8Device, ::testing::Values(at::kCUDA, at::kPrivateUse1),
+                         device_name);
+
+}  // namespace
