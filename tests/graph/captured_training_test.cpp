@@ -6,11 +6,11 @@
 #include <torch/torch.h>
 
 #include <cmath>
+#include <future>
 #include <limits>
 #include <memory>
 #include <optional>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -353,11 +353,11 @@ TEST_P(CapturedTraining, LetsAnotherStreamOfAnotherThreadWorkDuringTheCapture) {
       graph_of(*captured.optimizer,
                [&](const Tensors& batch) {
                  if (captured.calls == 2) {  // the capture
-                   std::thread([&] {
+                   std::async(std::launch::async, [&] {
                      const c10::StreamGuard elsewhere(backend().getNewStream(device));
                      const at::Tensor ones = torch::ones({16}, here());
                      seen = (ones + ones).sum().item<double>();  // may wait, too
-                   }).join();
+                   }).get();
                  }
                  return captured.step(batch);
                },
