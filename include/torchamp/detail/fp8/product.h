@@ -7,6 +7,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
+#include <c10/core/TensorOptions.h>
 #include <c10/util/Exception.h>
 
 #include <cstdint>
