@@ -270,6 +270,35 @@ TEST(PrecisionAudit, GivesTheSameErrorsToTheBitAndTheSameChoiceFromTheSameTimes)
   EXPECT_EQ(a.error, b.error);
 }
 
+TEST(PrecisionAudit, MeasuresAStepWithoutAGuardWithItsForwardInOneAndItsBackwardInNone) {
+  Net model = net();
+  const at::Tensor x = torch::randn({32, 8});
+  int in_forward = 0, in_backward = 0, backwards = 0;
+  const auto is_on = [] { return at::autocast::is_autocast_enabled(at::kCPU) ? 1 : 0; };
+  PrecisionAudit audit(model, {.dtype = at::kBFloat16});
+  audit.run(
+      [&] {
+        for (int micro_batch = 0; micro_batch < 2; ++micro_batch) {
+          const at::Tensor y = model(x);
+          in_forward += is_on();
+          y.register_hook([&](const at::Tensor& gradient) {
+            ++backwards;
+            in_backward += is_on();
+            return gradient;
+          });
+          y.square().mean().backward();
+        }
+      },
+      1);
+  EXPECT_EQ(in_forward, 0) << "an audit runs with guards off";
+  EXPECT_EQ(row_of(audit, "addmm", "last")->calls, 2);
+  backwards = 0;
+  (void)audit.policy();
+  EXPECT_GT(in_forward, 0);
+  EXPECT_GT(backwards, 0);
+  EXPECT_EQ(in_backward, 0);
+}
+
 TEST(PrecisionAudit, SavesWhatItChoseForAnotherRun) {
   const TemporaryFolder folder;
   Net model = net();
