@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/main_gradient.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/version.h"
 
@@ -41,6 +42,11 @@ struct MasterWeightsOptions {
 
   /// How masters are kept; see MasterWeights.
   MasterStorage storage = MasterStorage::full;
+
+  /// Whether backward adds each 16-bit gradient to the masters' gradients, in fp32, and frees it as
+  /// soon as it has made it, so that take_gradients() is not needed, micro-batches add up in fp32,
+  /// and the model's gradients take no memory. DistributedDataParallel averages them in fp32.
+  bool main_gradients = false;
 };
 
 /// A model kept in 16 bits, with fp32 masters of its weights for the optimizer. 16 bits are enough
@@ -75,6 +81,10 @@ struct MasterWeightsOptions {
 /// weights, once gradients were taken. Move the model before; a model that is cloned has bf16
 /// weights and no masters.
 ///
+/// With `.main_gradients` the line with take_gradients() falls away: backward() does it, one
+/// gradient at a time. What take_gradients() refuses is an error of backward() then. (A gradient
+/// that the program's own hook on a weight sees is still of 16 bits.)
+///
 /// Reads no device. One thread at a time.
 class MasterWeights {
  public:
@@ -104,7 +114,7 @@ class MasterWeights {
   /// are averaged. Before GradScaler::unscale_: in the before_unscale() of an Accumulation. Two
   /// passes over all parameters (one where the masters have no gradients yet). An error if the
   /// optimizer has changed the masters since the last copy_to_model() (not LibTorch's own SGD,
-  /// which writes where autograd does not see it).
+  /// which writes where autograd does not see it). Finds nothing with `.main_gradients`.
   void take_gradients();
 
   /// After the optimizer's step, taken or skipped: gives the model the masters' values, rounded to
@@ -136,6 +146,7 @@ class MasterWeights {
     bool is_narrow;        // kept in 16 bits
     bool is_split;         // with the other 16 beside it
     at::Tensor master;     // undefined where it needs no gradient, is split or is not narrow
+    std::shared_ptr<detail::MainGradient> main = nullptr;  // where backward takes gradients
 
     at::Tensor value() const;
     void set(const at::Tensor& value) const;
@@ -143,6 +154,7 @@ class MasterWeights {
   void check_split(const char* call) const;
   const Weight* find(const at::Tensor& parameter) const;
   int64_t master_versions() const;
+  void note_copied();
 
   std::shared_ptr<torch::nn::Module> model_;
   MasterWeightsOptions options_;

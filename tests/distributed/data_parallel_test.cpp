@@ -31,6 +31,7 @@ TEST(Distributed, TrainsOnSeveralProcesses) {
 
 #include "support/devices.h"
 #include "support/expect_error.h"
+#include "support/launch.h"
 #include "support/processes.h"
 #include "support/temporary_folder.h"
 #include "support/tolerances.h"
@@ -52,63 +53,6 @@ namespace {
 using at::Tensor;
 using torchamp::DistributedDataParallel;
 using torchamp::ProcessGroupPtr;
-
-/// The running test's body in several processes, which meet at a store in this one, as torchrun's
-/// do.
-class Launch {
- public:
-  explicit Launch(int processes, std::map<std::string, std::string> environment = {}) {
-    c10d::TCPStoreOptions options;
-    options.isServer = true;
-    options.waitWorkers = false;
-    options.masterListenFd = torchamp::detail::loopback_socket(0);
-    sockaddr_in address{};
-    socklen_t size = sizeof address;
-    getsockname(*options.masterListenFd, reinterpret_cast<sockaddr*>(&address), &size);
-    options.port = ntohs(address.sin_port);
-    store_ = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
-    environment.insert({{"TORCHELASTIC_USE_AGENT_STORE", "True"},
-                        {"MASTER_ADDR", "127.0.0.1"},
-                        {"MASTER_PORT", std::to_string(options.port)},
-                        {"WORLD_SIZE", std::to_string(processes)}});
-    for (int rank = 0; rank < processes; ++rank) {
-      environment["RANK"] = environment["LOCAL_RANK"] = std::to_string(rank);
-      ranks_.emplace_back("rank", environment);
-    }
-  }
-  ChildProcess& rank(int number) { return ranks_[static_cast<std::size_t>(number)]; }
-  void expect_success() {
-    for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
-      EXPECT_EQ(ranks_[rank].wait(), 0) << "rank " << rank;
-    }
-  }
-
- private:
-  c10::intrusive_ptr<c10d::TCPStore> store_;
-  std::vector<ChildProcess> ranks_;
-};
-
-/// First line of a body for several processes: true in the process that has started and awaited
-/// them.
-bool ran_in_processes(int count) {
-  if (child_role()) return false;
-  Launch(count).expect_success();
-  return true;
-}
-
-ProcessGroupPtr make_group(std::chrono::milliseconds timeout = std::chrono::seconds(60)) {
-  return torchamp::make_process_group({.timeout = timeout});
-}
-
-/// Expects the same values on every process.
-void expect_same_everywhere(const ProcessGroupPtr& group, const std::vector<Tensor>& tensors) {
-  for (const Tensor& tensor : tensors) {
-    const Tensor value = tensor.detach().contiguous();
-    for (const Tensor& other : torchamp::detail::gather_all("test", group, value)) {
-      EXPECT_TRUE(at::equal(other, value));
-    }
-  }
-}
 
 torch::nn::Sequential make_net(std::uint64_t seed = 1) {
   at::manual_seed(seed);

@@ -73,6 +73,10 @@ inline MasterWeights::MasterWeights(std::shared_ptr<torch::nn::Module> model,
                 item.key(),
                 "' carries data of its device's own, and so cannot be split. Pass "
                 "MasterStorage::full.");
+    TORCH_CHECK(!options_.main_gradients || !detail::has_other_hook(item.value()),
+                "MasterWeights: the parameter '", item.key(),
+                "' has a hook after the accumulation of its gradient, of which LibTorch keeps one "
+                "only. Make the MasterWeights without main_gradients.");
   }
 
   std::unordered_set<const at::TensorImpl*> seen;  // a parameter may have several names
@@ -97,6 +101,10 @@ inline MasterWeights::MasterWeights(std::shared_ptr<torch::nn::Module> model,
           model_from_masters_.add(parameter, weight.master);
         }
       }
+    }
+    detail::unhook_main_gradient(parameter);
+    if (is_narrow && options_.main_gradients) {
+      weight.main = detail::hook_main_gradient(weight.name, parameter, weight.master);
     }
     weights_.push_back(std::move(weight));
   }
@@ -218,7 +226,14 @@ inline void MasterWeights::copy_to_model() {
   }
   const detail::InternalOps guard;
   model_from_masters_.copy();
+  note_copied();
+}
+
+inline void MasterWeights::note_copied() {
   copied_versions_ = master_versions();
+  for (const Weight& weight : weights_) {
+    if (weight.main && weight.master.defined()) weight.main->note_copied(weight.master);
+  }
 }
 
 inline const MasterWeights::Weight* MasterWeights::find(const at::Tensor& parameter) const {
@@ -261,7 +276,7 @@ inline void MasterWeights::load(torch::serialize::InputArchive& archive) {
       to.copy_(from);
     }
   }
-  copied_versions_ = master_versions();
+  note_copied();
 }
 
 }  // namespace TORCHAMP_NAMESPACE

@@ -88,6 +88,11 @@ struct DistributedDataParallelOptions {
   /// How gradients are sent, for example c10d::BuiltinCommHookType::FP16_COMPRESS: as fp16. Unset:
   /// in their own dtype.
   std::optional<c10d::BuiltinCommHookType> communication = std::nullopt;
+  /// The dtype in which gradients are sent: bf16 or fp16 halve what fp32 ones take on the wire (an
+  /// overflow there is an inf that the scaler finds), fp32 doubles what 16-bit ones take, and makes
+  /// their sums exact to fp32 before they are rounded. Unset: their own; fp32 for the main
+  /// gradients of MasterWeights.
+  std::optional<at::ScalarType> reduce_dtype = std::nullopt;
 };
 
 /// Trains copies of one model on several processes: each computes the gradients of its own part of
@@ -102,7 +107,9 @@ struct DistributedDataParallelOptions {
 /// Construction gives all processes the parameters and buffers of process 0; parameters of other
 /// shapes than those of process 0 are an error. At most one backward follows each forward. The
 /// average of gradients that GradScaler scaled is scaled as well. checkpoint() works, nested too.
-/// With MasterWeights, call broadcast_module() first, then make the masters, then this.
+/// With MasterWeights, call broadcast_module() first, then make the masters, then this. If they
+/// have main_gradients, these are averaged, in fp32 and in buckets of torchamp's own; under
+/// no_sync() they add up, and the backward after it averages the sums.
 ///
 /// A bucket of gradients is sent as soon as backward has computed all that go into it, while it
 /// goes on with the rest. Construction and forward are collective, see
@@ -117,9 +124,9 @@ class DistributedDataParallel {
                           DistributedDataParallelOptions options = {})
       : model_(std::move(model)),
         options_(options),
-        reducer_(*model_, std::move(group), options.bucket_bytes, options.find_unused_parameters) {
-    if (options.communication) reducer_->register_builtin_comm_hook(*options.communication);
-  }
+        reducer_(*model_, std::move(group),
+                 {options.bucket_bytes, options.find_unused_parameters, options.communication,
+                  options.reduce_dtype}) {}
 
   DistributedDataParallel(const DistributedDataParallel&) = delete;
   DistributedDataParallel& operator=(const DistributedDataParallel&) = delete;
@@ -143,8 +150,8 @@ class DistributedDataParallel {
     }
     auto outputs = detail::call_forward(model_, inputs...);
     if (reduces) {
-      reducer_->prepare_for_backward(options_.find_unused_parameters ? detail::tensors_of(outputs)
-                                                                     : std::vector<at::Tensor>());
+      reducer_.prepare_for_backward(options_.find_unused_parameters ? detail::tensors_of(outputs)
+                                                                    : std::vector<at::Tensor>());
     }
     return outputs;
   }

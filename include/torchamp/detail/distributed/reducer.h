@@ -8,6 +8,7 @@
 #include <torch/nn/module.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
+#include <torch/csrc/distributed/c10d/default_comm_hooks.hpp>
 #include <torch/csrc/distributed/c10d/logger.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
@@ -21,6 +22,8 @@
 #include <vector>
 
 #include "torchamp/detail/distributed/collective.h"
+#include "torchamp/detail/distributed/main_reducer.h"
+#include "torchamp/detail/distributed/reduce_dtype.h"
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/version.h"
 
@@ -35,12 +38,29 @@ inline void broadcast(const char* call, const c10::intrusive_ptr<c10d::ProcessGr
   derived_weights().changed(tensors);
 }
 
-/// c10d's Reducer over the parameters of a module that need gradients.
+/// How gradients are averaged, see DistributedDataParallelOptions.
+struct ReducerOptions {
+  int64_t bucket_bytes;
+  bool find_unused_parameters;
+  std::optional<c10d::BuiltinCommHookType> communication;
+  std::optional<at::ScalarType> reduce_dtype;
+};
+
+/// c10d's Reducer over the parameters of a module that need gradients; a MainGradientReducer where
+/// there are main gradients.
 class GradientReducer {
  public:
   GradientReducer(const torch::nn::Module& module, c10::intrusive_ptr<c10d::ProcessGroup> group,
-                  int64_t bucket_bytes, bool find_unused_parameters)
+                  const ReducerOptions& options)
       : group_(std::move(group)) {
+    check_reduce_dtype(options.reduce_dtype);
+    TORCH_CHECK_VALUE(!options.communication || !options.reduce_dtype,
+                      "DistributedDataParallel: communication and reduce_dtype both say how "
+                      "gradients are sent. Pass one of them.");
+    const bool has_main_gradients = MainGradientReducer::is_for(module);
+    TORCH_CHECK_VALUE(!options.communication || !has_main_gradients,
+                      "DistributedDataParallel: communication is for c10d's Reducer, which does "
+                      "not average main gradients. Pass reduce_dtype.");
     std::vector<at::Tensor> parameters;
     std::unordered_map<std::size_t, std::string> names;
     for (const auto& item : module.named_parameters()) {
@@ -57,9 +77,16 @@ class GradientReducer {
     broadcast(call, group_, module.parameters(), 0);
     broadcast(call, group_, module.buffers(), 0);
 
+    if (has_main_gradients) {
+      main_ = std::make_shared<MainGradientReducer>(
+          module, group_, options.reduce_dtype.value_or(at::kFloat), options.bucket_bytes,
+          options.find_unused_parameters);
+      main_->hook();
+      return;
+    }
     // A first, small bucket starts the communication early. Backward comes to the last parameters
     // first.
-    const auto bytes = static_cast<std::size_t>(bucket_bytes);
+    const auto bytes = static_cast<std::size_t>(options.bucket_bytes);
     const std::size_t first = std::min<std::size_t>(c10d::kDefaultFirstBucketBytes, bytes);
     std::vector<bool> sparse(parameters.size(), false);
     auto [buckets, limits] =
@@ -67,28 +94,38 @@ class GradientReducer {
     std::ranges::reverse(buckets);
     // No views: the Optimizer::zero_grad of C++ detaches gradients in place, an error for a view.
     reducer_ = std::make_shared<c10d::Reducer>(
-        std::move(parameters), std::move(buckets), group_, std::move(sparse), bucket_bytes,
-        find_unused_parameters, /*gradient_as_bucket_view=*/false, std::move(names),
+        std::move(parameters), std::move(buckets), group_, std::move(sparse), options.bucket_bytes,
+        options.find_unused_parameters, /*gradient_as_bucket_view=*/false, std::move(names),
         static_cast<int64_t>(first), /*skip_all_reduce_unused_params=*/false,
         /*use_python_reducer=*/false, std::vector<int64_t>());
     // Where it looks for unused parameters, it reports to a logger without asking for one.
     logger_ = std::make_shared<c10d::Logger>(reducer_);
     reducer_->set_logger(logger_);
+    if (options.communication) reducer_->register_builtin_comm_hook(*options.communication);
+    if (options.reduce_dtype) {
+      reducer_->register_comm_hook(std::make_unique<ReduceInDtype>(group_, *options.reduce_dtype));
+    }
   }
 
   /// After the first backward, the buckets are arranged again, in the order in which it computed
   /// the gradients.
   void before_forward() {
+    if (main_) return;
     reducer_->prepare_for_forward();
     if (!reducer_->should_rebuild_buckets()) return;
     collective("DistributedDataParallel::forward", [&] { reducer_->rebuild_buckets(); });
   }
 
-  c10d::Reducer* operator->() const { return reducer_.get(); }
+  /// The next backward averages. `outputs` of the forward are where unused parameters are looked
+  /// for.
+  void prepare_for_backward(const std::vector<at::Tensor>& outputs) {
+    main_ ? main_->prepare_for_backward() : reducer_->prepare_for_backward(outputs);
+  }
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
 
  private:
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::shared_ptr<MainGradientReducer> main_;  // or
   std::shared_ptr<c10d::Reducer> reducer_;
   std::shared_ptr<c10d::Logger> logger_;
 };
