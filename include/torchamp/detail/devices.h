@@ -12,9 +12,11 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <type_traits>
+#include <vector>
 
 #include "torchamp/version.h"
 
@@ -30,28 +32,50 @@ enum class OpLists {
 
 enum class Fp64 { unknown, yes, no };
 
-/// What the library must know of a type of device and LibTorch does not tell.
+/// What the library must know of a type of device and LibTorch does not tell. (LibTorch tells
+/// whether it has a kernel, fused ones among them, and pinned memory.)
 struct DeviceFacts {
   at::DeviceType type;
+  bool (*is_built_in)() =
+      nullptr;  ///< whether this LibTorch has it; null: if its backend is loaded
   OpLists lists = OpLists::cuda;
   bool fp32_regions = false;   ///< whether autocast to fp32 is allowed, as in torch.autocast
   Fp64 fp64 = Fp64::unknown;   ///< whether it computes in fp64
   bool unscales_bf16 = false;  ///< whether ATen's kernel that unscales takes bf16
+  bool fused = true;  ///< whether its fused optimizers, if any, heed the scale and the flag
 };
 
 /// A row for each type of device, which may be left out where the defaults hold.
 inline constexpr DeviceFacts device_facts[] = {
-    {.type = at::kCPU, .lists = OpLists::cpu, .fp64 = Fp64::yes, .unscales_bf16 = true},
-    {.type = at::kCUDA, .fp32_regions = true, .fp64 = Fp64::yes},
-    {.type = at::kXPU, .fp64 = Fp64::no},  // some have it
-    {.type = at::kMPS, .fp64 = Fp64::no},
+    {.type = at::kCPU,
+     .is_built_in = [] { return true; },
+     .lists = OpLists::cpu,
+     .fp64 = Fp64::yes,
+     .unscales_bf16 = true},
+    {.type = at::kCUDA,
+     .is_built_in = [] { return at::hasCUDA(); },
+     .fp32_regions = true,
+     .fp64 = Fp64::yes},
+    {.type = at::kXPU, .is_built_in = [] { return at::hasXPU(); }, .fp64 = Fp64::no},  // some have
+    {.type = at::kMPS,  // fused: heeded only from pytorch pull request 186360 on
+     .is_built_in = [] { return at::hasMPS(); },
+     .fp64 = Fp64::no,
+     .fused = false},
     {.type = at::kHPU, .fp64 = Fp64::no},
     {.type = at::kMTIA, .fp64 = Fp64::no},
     {.type = at::kMAIA, .fp64 = Fp64::no},
     {.type = at::kPrivateUse1},
 };
 
-constexpr DeviceFacts facts_of(at::DeviceType type) {
+/// What a backend outside of LibTorch, which is kPrivateUse1, says of itself before its first use,
+/// in place of its row.
+inline std::optional<DeviceFacts>& facts_of_own_backend() {
+  static std::optional<DeviceFacts> facts;
+  return facts;
+}
+
+inline DeviceFacts facts_of(at::DeviceType type) {
+  if (type == at::kPrivateUse1 && facts_of_own_backend()) return *facts_of_own_backend();
   for (const DeviceFacts& facts : device_facts) {
     if (facts.type == type) return facts;
   }
@@ -60,18 +84,21 @@ constexpr DeviceFacts facts_of(at::DeviceType type) {
 
 /// Whether there is such a device, as far as LibTorch can tell without touching it.
 inline bool device_is_present(at::DeviceType type) {
-  switch (type) {
-    case at::kCPU:
-      return true;
-    case at::kCUDA:
-      return at::hasCUDA();
-    case at::kMPS:
-      return at::hasMPS();
-    case at::kXPU:
-      return at::hasXPU();
-    default:
-      return c10::impl::hasDeviceGuardImpl(type);  // the backend is loaded
+  const DeviceFacts facts = facts_of(type);
+  return facts.is_built_in ? facts.is_built_in() : c10::impl::hasDeviceGuardImpl(type);
+}
+
+/// The devices that say all of a policy: for each kind of lists the first that follows them, so
+/// that a table printed without a GPU tells what one will do, and all that are present.
+inline std::vector<at::DeviceType> devices_to_print() {
+  std::vector<at::DeviceType> devices;
+  bool printed[] = {false, false};
+  for (const DeviceFacts& facts : device_facts) {
+    bool& has_lists = printed[static_cast<std::size_t>(facts.lists)];
+    if (!has_lists || device_is_present(facts.type)) devices.push_back(facts.type);
+    has_lists = true;
   }
+  return devices;
 }
 
 // ---- Autocast's own devices ---------------------------------------------------------------------

@@ -215,8 +215,9 @@ inline Cast kernel_rule(std::string_view full_name, at::DeviceType device) {
   const auto has = [&](const auto& list) {
     return std::find(std::begin(list), std::end(list), base) != std::end(list);
   };
-  if (device == at::kCUDA && has(cuda_lower_precision_ops)) return Cast::lower_precision;
-  if (device != at::kCPU) return listed_rule(full_name);
+  if (facts_of(device).lists == OpLists::cuda) {
+    return has(cuda_lower_precision_ops) ? Cast::lower_precision : listed_rule(full_name);
+  }
   if (has(cpu_lower_precision_ops)) return Cast::lower_precision;
   if (has(cpu_fp32_ops)) return Cast::fp32;
   return has(cpu_promote_ops) ? Cast::promote : Cast::native;

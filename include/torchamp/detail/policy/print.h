@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "torchamp/detail/devices.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/lists.h"
@@ -102,7 +103,7 @@ inline void print_policy(std::ostream& out, const PolicyData& policy) {
     out << "  " << to_string(edit) << (edit.when.predicate ? "  (when its predicate holds)" : "")
         << '\n';
   }
-  for (const at::DeviceType device : {at::kCPU, at::kCUDA}) {
+  for (const at::DeviceType device : devices_to_print()) {
     out << "on " << c10::DeviceTypeName(device, /*lower_case=*/true) << '\n';
     const RuleMap rules = rules_in_force(policy, device);
     for (const CastRow& effect : cast_rows) {

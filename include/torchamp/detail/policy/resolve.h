@@ -54,7 +54,7 @@ inline Cast effect_of_rule(const PolicyData& policy, const c10::OperatorHandle& 
 /// Whether LibTorch's own kernel for the device is known to follow `cast`. Only the lists that the
 /// devices share with CUDA can be read; a CPU's kernels cannot, so none is known to.
 inline bool native_agrees(const c10::OperatorHandle& op, at::DeviceType device, Cast cast) {
-  return device != at::kCPU && has_native_kernel(op, device) &&
+  return facts_of(device).lists == OpLists::cuda && has_native_kernel(op, device) &&
          listed_rule(full_name(op.operator_name())) == cast;
 }
 
