@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // A network learns to paint a checkerboard, in fp32 and in mixed precision: what is gained, what is
 // lost, on the screen and in pictures. `checkerboard --help` lists the options.
+#include <torchamp/host_memory.h>
+
 #include <cmath>
 #include <iostream>
 
@@ -19,6 +21,7 @@ namespace {
 int run(int argc, char** argv) {
   const std::optional<Options> options = parse_options(argc, argv);
   if (!options) return 0;
+  torchamp::keep_host_memory();
   support::count_cpu_memory();
   const Target target(options->image);
   prepare_output_folder(options->out);
