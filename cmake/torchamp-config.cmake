@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# find_package(torchamp): the target torchamp::torchamp, over the LibTorch that
-# TorchampLibTorch.cmake finds, or fetches where the package is REQUIRED.
+# find_package(torchamp): the targets torchamp::torchamp and torchamp::compiled, over the LibTorch
+# that TorchampLibTorch.cmake finds, or fetches where the package is REQUIRED.
 
 include(${CMAKE_CURRENT_LIST_DIR}/TorchampLibTorch.cmake)
 if(torchamp_FIND_REQUIRED)

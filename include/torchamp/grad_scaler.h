@@ -14,6 +14,7 @@
 #include <optional>
 #include <vector>
 
+#include "torchamp/detail/bodies.h"
 #include "torchamp/detail/scaler/scale_limits.h"
 #include "torchamp/detail/scaler/scale_state.h"
 #include "torchamp/detail/scaler/scaled_outputs.h"
@@ -56,9 +57,11 @@ class GradScaler {
 
   GradScaler(const GradScaler&) = delete;
   GradScaler& operator=(const GradScaler&) = delete;
-  GradScaler(GradScaler&&) = default;
-  GradScaler& operator=(GradScaler&&) = default;
-  ~GradScaler() = default;
+  /// Takes over the state of the other one, which may then only be assigned to or destroyed.
+  GradScaler(GradScaler&&) noexcept;
+  /// As the constructor that moves.
+  GradScaler& operator=(GradScaler&&) noexcept;
+  ~GradScaler();
 
   /// `outputs` times the scale: usually the loss. The first tensor decides on which device the
   /// scale lives: pass one from where the parameters are, for where the scale lies on the host and
@@ -240,8 +243,10 @@ inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive
 
 }  // namespace TORCHAMP_NAMESPACE
 
+#if TORCHAMP_BODIES
 #include "torchamp/detail/scaler/clip_overflow.h"        // IWYU pragma: export
 #include "torchamp/detail/scaler/closure_step.h"         // IWYU pragma: export
 #include "torchamp/detail/scaler/grad_scaler_archive.h"  // IWYU pragma: export
 #include "torchamp/detail/scaler/grad_scaler_impl.h"     // IWYU pragma: export
 #include "torchamp/detail/scaler/grad_scaler_update.h"   // IWYU pragma: export
+#endif

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/bodies.h"
 #include "torchamp/detail/optim/adagrad.h"
 #include "torchamp/detail/optim/adam.h"
 #include "torchamp/detail/optim/counters.h"
@@ -50,30 +51,16 @@ class FusedOptimizer : public torch::optim::Optimizer,
                        public ScaledStep,
                        public detail::StepsSplitWeights {
  public:
+  ~FusedOptimizer() override;
+
   /// As torch::optim::Optimizer::step: runs the closure, if there is one, with gradients enabled,
   /// steps, and returns the closure's value or an undefined tensor.
-  at::Tensor step(LossClosure closure = nullptr) override {
-    at::Tensor loss;
-    if (closure) {
-      at::AutoGradMode with_gradients(true);
-      loss = closure();
-    }
-    step_divided(at::Tensor(), at::Tensor());
-    return loss;
-  }
+  at::Tensor step(LossClosure closure = nullptr) override;
 
-  at::Tensor step_scaled(const at::Tensor& grad_scale, const at::Tensor& found_inf) override {
-    check_scalar(grad_scale, "grad_scale");
-    check_scalar(found_inf, "found_inf");
-    step_divided(grad_scale, found_inf);
-    return {};
-  }
+  at::Tensor step_scaled(const at::Tensor& grad_scale, const at::Tensor& found_inf) override;
 
   /// As torch::optim::Optimizer::zero_grad; also forgets what divide_next_step has left.
-  void zero_grad(bool set_to_none = true) {
-    pending_.forget();
-    Optimizer::zero_grad(set_to_none);
-  }
+  void zero_grad(bool set_to_none = true);
 
   /// As torch::optim::Optimizer::add_param_group.
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
@@ -89,24 +76,15 @@ class FusedOptimizer : public torch::optim::Optimizer,
   /// forgotten where this thread has run a forward pass since, and the step an error where it has
   /// not (this class's zero_grad() forgets at once); see Note [What was clipped is what is
   /// stepped]. Never reads the device.
-  void divide_next_step(const at::Tensor& divisor) {
-    TORCH_CHECK_VALUE(divisor.defined(), "FusedOptimizer::divide_next_step: no divisor was given.");
-    check_scalar(divisor, "divisor");
-    const detail::InternalOps internal;
-    pending_.add(param_groups(), divisor);
-  }
+  void divide_next_step(const at::Tensor& divisor);
 
   /// What divide_next_step left for the next step; undefined if there is nothing. An error if it
   /// was left for other gradients than there are now. Never reads the device.
-  at::Tensor next_step_divisor() const { return pending_.of(param_groups()); }
+  at::Tensor next_step_divisor() const;
 
   /// The same, and leaves nothing for the next step; what was left for other gradients than there
   /// are now is forgotten.
-  at::Tensor take_next_step_divisor() {
-    at::Tensor divisor = pending_.is_for(param_groups()) ? next_step_divisor() : at::Tensor();
-    pending_.forget();
-    return divisor;
-  }
+  at::Tensor take_next_step_divisor();
 
  protected:
   using Optimizer::Optimizer;
@@ -125,19 +103,8 @@ class FusedOptimizer : public torch::optim::Optimizer,
   virtual void step_fused(const at::Tensor& grad_scale, const at::Tensor& found_inf) = 0;
 
  private:
-  void step_divided(const at::Tensor& grad_scale, const at::Tensor& found_inf) {
-    const detail::InternalOps internal;
-    const at::Tensor divisor = pending_.for_step(param_groups());
-    step_fused(detail::PendingDivisor::times(grad_scale, divisor), found_inf);
-    pending_.forget();
-  }
-
-  static void check_scalar(const at::Tensor& tensor, const char* name) {
-    TORCH_CHECK_VALUE(
-        !tensor.defined() || (tensor.dim() == 0 && tensor.scalar_type() == at::kFloat),
-        "FusedOptimizer: ", name, " is of dtype ", tensor.scalar_type(), " and shape ",
-        tensor.sizes(), ". It must be a 0-dim fp32 tensor.");
-  }
+  void step_divided(const at::Tensor& grad_scale, const at::Tensor& found_inf);
+  static void check_scalar(const at::Tensor& tensor, const char* name);
 
   detail::PendingDivisor pending_;
 };
@@ -167,6 +134,7 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
   /// One group of `params`.
   explicit FusedOptimizerOf(std::vector<at::Tensor> params, Options defaults = {})
       : FusedOptimizerOf(detail::one_group(std::move(params)), std::move(defaults)) {}
+  ~FusedOptimizerOf() override;
 
   /// The states of the parameters, in the types of LibTorch's own optimizer; a parameter whose
   /// every step was skipped may have one or not. Brings their step counts, which live on the
@@ -223,3 +191,14 @@ using FusedAdagrad = FusedOptimizerOf<detail::AdagradKernel>;
 }  // namespace TORCHAMP_NAMESPACE
 
 #include "torchamp/detail/optim/fused_optimizer_impl.h"  // IWYU pragma: export
+
+#ifdef TORCHAMP_COMPILED
+namespace TORCHAMP_NAMESPACE {
+
+extern template class FusedOptimizerOf<detail::AdamKernel>;
+extern template class FusedOptimizerOf<detail::AdamWKernel>;
+extern template class FusedOptimizerOf<detail::SgdKernel>;
+extern template class FusedOptimizerOf<detail::AdagradKernel>;
+
+}  // namespace TORCHAMP_NAMESPACE
+#endif

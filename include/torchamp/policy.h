@@ -18,13 +18,10 @@
 #include <string_view>
 #include <utility>
 
+#include "torchamp/detail/bodies.h"
+#include "torchamp/detail/fp8/rule.h"
 #include "torchamp/detail/fp8/run.h"
-#include "torchamp/detail/policy/castable.h"
-#include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
-#include "torchamp/detail/policy/edit.h"
-#include "torchamp/detail/policy/print.h"
-#include "torchamp/detail/policy/resolve.h"
 #include "torchamp/detail/policy/rule.h"
 #include "torchamp/fp8.h"
 #include "torchamp/ops.h"
@@ -49,10 +46,10 @@ class Policy {
   /// binary_cross_entropy (see Note [Binary cross entropy]), LibTorch's own kernels for the rest;
   /// where a device lacks a kernel for an op on LibTorch's CUDA lists, that list's rule. In-place
   /// and out= forms are left alone.
-  static Policy standard() { return Policy(detail::unedited(detail::BaseTable::standard)); }
+  static Policy standard();
 
   /// LibTorch's own lists for each device, bit for bit.
-  static Policy torch() { return Policy(detail::unedited(detail::BaseTable::torch)); }
+  static Policy torch();
 
   /// Lets the named ops follow a rule from now on, always or when `when` holds. A name without
   /// overload means those of its overloads that can be cast, for a rule that casts. Running
@@ -104,8 +101,7 @@ class Policy {
   /// Errors: as set(), and any other op; at the guard, with `options.strict`, a device that cannot.
   template <std::same_as<Fp8Options> Options = Fp8Options, class Tensor = at::Tensor>
   Policy& fp8(const OpNames& ops, const Options& options = {}, const When& when = {}) {
-    data_ = detail::edited(data_, Cast::fp8, ops, when, detail::make_fp8_rule<Tensor>(options));
-    return *this;
+    return edit(Cast::fp8, ops, when, detail::make_fp8_rule<Tensor>(options));
   }
 
   /// The rule in force for one overload on one type of device, conditional rules left out.
@@ -129,10 +125,7 @@ class Policy {
   explicit Policy(std::shared_ptr<const detail::PolicyData> data) : data_(std::move(data)) {}
 
  private:
-  Policy& edit(Cast rule, const OpNames& ops, const When& when) {
-    data_ = detail::edited(data_, rule, ops, when);
-    return *this;
-  }
+  Policy& edit(Cast rule, const OpNames& ops, const When& when, const detail::Fp8Rule& fp8 = {});
 
   using RuleOf = Cast (*)(const detail::PolicyData&, const c10::OperatorHandle&, at::DeviceType);
   Cast common_rule(const char* call, RuleOf rule_of, std::string_view op,
@@ -143,42 +136,10 @@ class Policy {
 
 /// Prints the table: the edits, then per rule the ops that follow it on a CPU and on CUDA; for
 /// LibTorch's own kernels, what they do (see Policy::effect).
-inline std::ostream& operator<<(std::ostream& out, const Policy& policy) {
-  detail::print_policy(out, *policy.data());
-  return out;
-}
-
-inline Cast Policy::lookup(std::string_view op, at::DeviceType device) const {
-  return common_rule("Policy::lookup", &detail::rule_in_force, op, device);
-}
-
-inline Cast Policy::effect(std::string_view op, at::DeviceType device) const {
-  return common_rule("Policy::effect", &detail::effect_of_rule, op, device);
-}
-
-inline Cast Policy::common_rule(const char* call, RuleOf rule_of, std::string_view op,
-                                at::DeviceType device) const {
-  (void)detail::device_index(device, call);
-  const auto overloads = detail::find_ops(op, call);
-  if (overloads.front().operator_name().overload_name.empty() || overloads.size() == 1) {
-    return rule_of(*data_, overloads.front(), device);
-  }
-  std::optional<Cast> common;
-  std::string listing;
-  bool agree = true;
-  for (const auto& overload : overloads) {
-    if (!detail::why_not_castable(overload.schema()).empty()) continue;
-    const Cast cast = rule_of(*data_, overload, device);
-    agree = agree && (!common || *common == cast);
-    if (!common) common = cast;
-    (listing += listing.empty() ? "" : ", ")
-        .append(overload.operator_name().overload_name)
-        .append(": ")
-        .append(to_string(cast));
-  }
-  TORCH_CHECK(agree, call, ": the overloads of '", op, "' follow different rules (", listing,
-              "). Name one, as '", op, ".", overloads.front().operator_name().overload_name, "'.");
-  return common.value_or(Cast::unchanged);
-}
+std::ostream& operator<<(std::ostream& out, const Policy& policy);
 
 }  // namespace TORCHAMP_NAMESPACE
+
+#if TORCHAMP_BODIES
+#include "torchamp/detail/policy/policy_impl.h"  // IWYU pragma: export
+#endif

@@ -1,8 +1,9 @@
 #!/bin/sh
 # SPDX-License-Identifier: BSD-3-Clause
 # How much torchamp adds to compile time: torchamp/torchamp.h to a file that includes torch/torch.h,
-# or, with `program`, guard, scaler and a fused optimizer to a training program, optimised.
-# Usage: include_time.sh INCLUDE_DIRECTORY_OF_TORCHAMP LIBTORCH_PREFIX [ROUNDS | instructions] [program]
+# or, with `program`, guard, scaler and a fused optimizer to a training program, optimised; with
+# `compiled` the same where the library is compiled apart (torchamp/compiled.h).
+# Usage: include_time.sh INCLUDE_DIRECTORY_OF_TORCHAMP LIBTORCH_PREFIX [ROUNDS | instructions] [program | compiled]
 # By default user seconds of both, in turn, and the median of the pairs' ratios (5 rounds): quick, and
 # noisy by some percent. `instructions` counts those of the compiler (needs valgrind; some twenty
 # minutes) and is the same each time. The compiler is CXX, by default c++; the program's flags are
@@ -10,18 +11,23 @@
 #
 # Note [What a program costs to compile]
 # LibTorch 2.15, g++ 12, -O2, billions of instructions of the compiler (`perf stat -e
-# instructions:u`) and bytes of code and data of such a program's object file:
-#   without torchamp                        58.6    62,174
-#   torchamp.h included, nothing used       65.4    62,174
-#   and a guard                             77.7   185,543
-#   and a scaler                            74.8   145,417
-#   and a fused optimizer                   75.6   138,430
-#   and all three                           95.3   321,762
-# So 63 % more. Reading the headers is 12 of these, at -O2; with -fsyntax-only it is 6 % of what
-# torch/torch.h takes. The rest is the code that the program uses. No part stands out: 480 functions,
-# the largest of 6 kB; without any error text it would be about 29 kB less, without reading policy
-# files about 19 kB. With -Os what is added is 30 % smaller. Whoever wants less precompiles
-# torch/torch.h, or keeps the training loop in a file of its own.
+# instructions:u`) and bytes of code and data of the object file:
+#   without torchamp                                58.6    62,174
+#   guard, scaler and a fused optimizer            100.7   361,516
+#   the same, the library compiled apart            63.6    58,359
+#   the library's own file, once                    89.3   418,569
+#   torchamp.h included, nothing used               66.4    62,174
+#   the same, the library compiled apart            64.0
+# So 72 %, or 8.6 % with TORCHAMP_COMPILED. Header-only there is no way near that: no part stands
+# out (some 500 functions, the largest of 6 kB), and the compiler spends 0.12 to 0.13 billion on a
+# kilobyte of them; on one of the rest of the program, most of it instances of LibTorch's templates,
+# 0.27. -Os makes it 84.8. Of what is included and not used, half is not for reading it: GCC
+# prepares every virtual function that a call in the program could come to, whether or not an object
+# of its class is made (-fno-devirtualize shows it).
+# With -fsyntax-only, torchamp.h is 6.7 % of what torch/torch.h takes (41.9), or 4.5 % with
+# TORCHAMP_COMPILED. Every type in a container, optional or smart pointer that LibTorch's headers
+# do not have there is 0.02 of these billions, a map of a new type 0.05 to 0.07, ATen/autocast_mode.h,
+# which torch/torch.h does not include, 0.12.
 set -eu
 include=$(realpath "$1")
 torch=$(realpath "$2")
@@ -30,10 +36,11 @@ what=${4:-headers}
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 output=-fsyntax-only
-if [ "$what" = program ]; then
+if [ "$what" != headers ]; then
   program=$(dirname "$0")/training_program.cpp
   cp "$program" "$folder/without.cpp"
   { echo '#define WITH_TORCHAMP' && cat "$program"; } >"$folder/with.cpp"
+  if [ "$what" = compiled ]; then sed -i '1i #define TORCHAMP_COMPILED' "$folder/with.cpp"; fi
   output="${CXXFLAGS:--O2} -c"
 else
   echo '#include <torch/torch.h>' >"$folder/without.cpp"
@@ -74,7 +81,7 @@ unit = sys.argv[2]
 print(f"without torchamp: {statistics.median(a for a, _ in pairs):.6g} {unit}")
 print(f"with torchamp:    {statistics.median(b for _, b in pairs):.6g} {unit}")
 print(f"added:            {100 * (statistics.median(b / a for a, b in pairs) - 1):.2f} %")' "$folder/pairs" "$unit"
-if [ "$what" = program ]; then
+if [ "$what" != headers ]; then
   echo 'code and data, bytes:'
   size "$folder/without.o" "$folder/with.o" | awk 'NR > 1 { print "  " $1 + $2, $6 }'
 fi

@@ -14,6 +14,7 @@
 #include <string>
 #include <utility>
 
+#include "torchamp/detail/bodies.h"
 #include "torchamp/detail/overlay/weight_casts.h"
 #include "torchamp/optim.h"
 #include "torchamp/version.h"
@@ -44,6 +45,69 @@ class Counterpart {
 };
 
 }  // namespace detail
+
+#if TORCHAMP_BODIES
+
+TORCHAMP_BODY FusedOptimizer::~FusedOptimizer() = default;
+
+TORCHAMP_BODY at::Tensor FusedOptimizer::step(LossClosure closure) {
+  at::Tensor loss;
+  if (closure) {
+    at::AutoGradMode with_gradients(true);
+    loss = closure();
+  }
+  step_divided(at::Tensor(), at::Tensor());
+  return loss;
+}
+
+TORCHAMP_BODY at::Tensor FusedOptimizer::step_scaled(const at::Tensor& grad_scale,
+                                                     const at::Tensor& found_inf) {
+  check_scalar(grad_scale, "grad_scale");
+  check_scalar(found_inf, "found_inf");
+  step_divided(grad_scale, found_inf);
+  return {};
+}
+
+TORCHAMP_BODY void FusedOptimizer::zero_grad(bool set_to_none) {
+  pending_.forget();
+  Optimizer::zero_grad(set_to_none);
+}
+
+TORCHAMP_BODY void FusedOptimizer::divide_next_step(const at::Tensor& divisor) {
+  TORCH_CHECK_VALUE(divisor.defined(), "FusedOptimizer::divide_next_step: no divisor was given.");
+  check_scalar(divisor, "divisor");
+  const detail::InternalOps internal;
+  pending_.add(param_groups(), divisor);
+}
+
+TORCHAMP_BODY at::Tensor FusedOptimizer::next_step_divisor() const {
+  return pending_.of(param_groups());
+}
+
+TORCHAMP_BODY at::Tensor FusedOptimizer::take_next_step_divisor() {
+  at::Tensor divisor = pending_.is_for(param_groups()) ? next_step_divisor() : at::Tensor();
+  pending_.forget();
+  return divisor;
+}
+
+TORCHAMP_BODY void FusedOptimizer::step_divided(const at::Tensor& grad_scale,
+                                                const at::Tensor& found_inf) {
+  const detail::InternalOps internal;
+  const at::Tensor divisor = pending_.for_step(param_groups());
+  step_fused(detail::PendingDivisor::times(grad_scale, divisor), found_inf);
+  pending_.forget();
+}
+
+TORCHAMP_BODY void FusedOptimizer::check_scalar(const at::Tensor& tensor, const char* name) {
+  TORCH_CHECK_VALUE(!tensor.defined() || (tensor.dim() == 0 && tensor.scalar_type() == at::kFloat),
+                    "FusedOptimizer: ", name, " is of dtype ", tensor.scalar_type(), " and shape ",
+                    tensor.sizes(), ". It must be a 0-dim fp32 tensor.");
+}
+
+#endif  // TORCHAMP_BODIES
+
+template <detail::OptimizerKernel Kernel>
+FusedOptimizerOf<Kernel>::~FusedOptimizerOf() = default;
 
 template <detail::OptimizerKernel Kernel>
 FusedOptimizerOf<Kernel>::FusedOptimizerOf(

@@ -6,6 +6,7 @@
 
 #include <cmath>
 
+#include "torchamp/detail/bodies.h"
 #include "torchamp/detail/gradients/collect.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler.h"
@@ -41,8 +42,8 @@ inline bool product_overflows(const at::Tensor& a, const at::Tensor& b) {
 
 /// Whether the scale times `divisor`, a clip that is left to the step of `optimizer`, may be more
 /// than fp32 holds; see Note [A large scale and a clip].
-inline bool GradScaler::clip_may_overflow(torch::optim::Optimizer& optimizer,
-                                          const at::Tensor& divisor) {
+TORCHAMP_BODY bool GradScaler::clip_may_overflow(torch::optim::Optimizer& optimizer,
+                                                 const at::Tensor& divisor) {
   if (!divisor.defined()) return false;
   constexpr double largest_safe_scale = 0x1p32;
   const bool may = state_.may_exceed(largest_safe_scale, options_) ||
@@ -53,7 +54,7 @@ inline bool GradScaler::clip_may_overflow(torch::optim::Optimizer& optimizer,
 
 /// On the host, sets `found_inf` where the scale times `divisor`, a clip that is left to a step, is
 /// more than fp32 holds.
-inline void GradScaler::check_clip(const at::Tensor& divisor, at::Tensor& found_inf) {
+TORCHAMP_BODY void GradScaler::check_clip(const at::Tensor& divisor, at::Tensor& found_inf) {
   if (!divisor.defined() || !divisor.is_cpu() || !state_.scale().is_cpu()) return;
   if (detail::product_overflows(state_.scale(), divisor)) found_inf.fill_(1.);
 }

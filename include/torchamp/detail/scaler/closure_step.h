@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/bodies.h"
 #include "torchamp/detail/overlay/weight_casts.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler.h"
@@ -105,10 +106,10 @@ class OptimizerSnapshot {
 
 /// Evaluates the loss and its gradients, unscaled, until they are finite. False, and the gradients
 /// as they are, if they never were. `before` gets the state of the scale before it is lowered.
-inline bool GradScaler::evaluate(torch::optim::Optimizer& optimizer,
-                                 const torch::optim::Optimizer::LossClosure& closure,
-                                 Evaluation& evaluation, int64_t max_retries,
-                                 std::optional<detail::ScaleMemory<double>>& before) {
+TORCHAMP_BODY bool GradScaler::evaluate(torch::optim::Optimizer& optimizer,
+                                        const torch::optim::Optimizer::LossClosure& closure,
+                                        Evaluation& evaluation, int64_t max_retries,
+                                        std::optional<detail::ScaleMemory<double>>& before) {
   for (evaluation.attempts = 1;; ++evaluation.attempts) {
     const detail::DropWeightCasts drop_weight_casts(
         optimizer);  // the next evaluation has other weights
@@ -133,9 +134,9 @@ inline bool GradScaler::evaluate(torch::optim::Optimizer& optimizer,
   }
 }
 
-inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer,
-                                   const torch::optim::Optimizer::LossClosure& closure,
-                                   int64_t max_retries) {
+TORCHAMP_BODY StepResult GradScaler::step(torch::optim::Optimizer& optimizer,
+                                          const torch::optim::Optimizer::LossClosure& closure,
+                                          int64_t max_retries) {
   using Stage = detail::OptimizerState::Stage;
   TORCH_CHECK_VALUE(closure,
                     "GradScaler::step: the closure is empty. Pass one that returns the loss.");

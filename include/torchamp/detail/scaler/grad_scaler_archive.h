@@ -12,6 +12,7 @@
 #include <string>
 #include <utility>
 
+#include "torchamp/detail/bodies.h"
 #include "torchamp/detail/io/checksum.h"
 #include "torchamp/detail/scaler/check_options.h"
 #include "torchamp/grad_scaler.h"
@@ -79,14 +80,14 @@ inline GradScalerState state_of(const GradScalerOptions& options,
 
 }  // namespace detail
 
-inline GradScalerState GradScaler::state_dict() const {
+TORCHAMP_BODY GradScalerState GradScaler::state_dict() const {
   if (!options_.enabled) return {};
   return detail::state_of(options_, state_.read());
 }
 
 /// Takes over `state`, and of `rest` what the state does not hold.
-inline void GradScaler::restore(const char* call, const GradScalerState& state,
-                                detail::ScaleMemory<double> rest) {
+TORCHAMP_BODY void GradScaler::restore(const char* call, const GradScalerState& state,
+                                       detail::ScaleMemory<double> rest) {
   detail::check_state(call, state, options_);
   const detail::InternalOps guard;
   rest.scale = static_cast<float>(state.scale);
@@ -99,12 +100,12 @@ inline void GradScaler::restore(const char* call, const GradScalerState& state,
   options_.growth_interval = state.growth_interval;
 }
 
-inline void GradScaler::load_state_dict(const GradScalerState& state) {
+TORCHAMP_BODY void GradScaler::load_state_dict(const GradScalerState& state) {
   if (!options_.enabled) return;
   restore("GradScaler::load_state_dict", state, detail::initial_memory(options_));
 }
 
-inline void GradScaler::save(torch::serialize::OutputArchive& archive) const {
+TORCHAMP_BODY void GradScaler::save(torch::serialize::OutputArchive& archive) const {
   TORCH_CHECK(!windows_.any(),
               "GradScaler::save: within a window of gradient accumulation, whose gradients no file "
               "would hold. Save after the accumulation's step, or end the window before: "
@@ -136,7 +137,7 @@ inline void GradScaler::save(torch::serialize::OutputArchive& archive) const {
                 c10::IValue(detail::checksum_of(state, values, state_.forecasts())));
 }
 
-inline void GradScaler::load(torch::serialize::InputArchive& archive) {
+TORCHAMP_BODY void GradScaler::load(torch::serialize::InputArchive& archive) {
   if (!options_.enabled) return;
   c10::IValue enabled;
   TORCH_CHECK(

@@ -11,6 +11,7 @@
 #include <sstream>
 #include <utility>
 
+#include "torchamp/detail/bodies.h"
 #include "torchamp/detail/gradients/unscale.h"
 #include "torchamp/detail/overlay/weight_casts.h"
 #include "torchamp/detail/scaler/check_options.h"
@@ -44,7 +45,7 @@ namespace TORCHAMP_NAMESPACE {
 // Below a scale of 1, dividing may turn a finite gradient into an inf. That is looked for, too; see
 // Note [A scale below 1].
 
-inline GradScaler::GradScaler(GradScalerOptions options)
+TORCHAMP_BODY GradScaler::GradScaler(GradScalerOptions options)
     : options_((options.enabled ? detail::check_options(options) : void(), std::move(options))),
       state_(options_) {
   if (!options_.enabled) return;
@@ -52,22 +53,26 @@ inline GradScaler::GradScaler(GradScalerOptions options)
   options_.max_scale = detail::as_fp32(options_.max_scale);
 }
 
-inline void GradScaler::check_started(const char* call) const {
+TORCHAMP_BODY GradScaler::GradScaler(GradScaler&&) noexcept = default;
+TORCHAMP_BODY GradScaler& GradScaler::operator=(GradScaler&&) noexcept = default;
+TORCHAMP_BODY GradScaler::~GradScaler() = default;
+
+TORCHAMP_BODY void GradScaler::check_started(const char* call) const {
   TORCH_CHECK(state_.created(), "GradScaler::", call,
               ": nothing has been scaled yet. Call scale(loss).backward() first.");
 }
 
-inline void GradScaler::check_not_scaled(const at::Tensor& output, const char* call) const {
+TORCHAMP_BODY void GradScaler::check_not_scaled(const at::Tensor& output, const char* call) const {
   scaled_.check_not_in(output, call);
 }
 
 /// Whether scaling is the identity, and not just for the time being.
-inline bool GradScaler::stays_at_one() {
+TORCHAMP_BODY bool GradScaler::stays_at_one() {
   return !options_.dynamic && state_.scale_if_fixed() == 1.;
 }
 
 /// Whether dividing by the scale may make an inf of a finite gradient.
-inline bool GradScaler::division_may_overflow(torch::optim::Optimizer& optimizer) {
+TORCHAMP_BODY bool GradScaler::division_may_overflow(torch::optim::Optimizer& optimizer) {
   const auto* const captured = dynamic_cast<CapturedStep*>(&optimizer);
   if (captured && captured->may_be_captured()) state_.expect_replays();
   return state_.may_be_below_one(options_);
@@ -92,7 +97,7 @@ class GradScaler::FirstScale {
   bool creates_;
 };
 
-inline at::Tensor GradScaler::scale(const at::Tensor& outputs) {
+TORCHAMP_BODY at::Tensor GradScaler::scale(const at::Tensor& outputs) {
   if (!options_.enabled) return outputs;
   TORCH_CHECK_VALUE(outputs.defined(),
                     "GradScaler::scale: the tensor is undefined. Pass the loss.");
@@ -108,7 +113,7 @@ inline at::Tensor GradScaler::scale(const at::Tensor& outputs) {
   return scaled;
 }
 
-inline std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) {
+TORCHAMP_BODY std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) {
   if (!options_.enabled) return outputs.vec();
   for (const at::Tensor& output : outputs) {
     TORCH_CHECK_VALUE(output.defined(),
@@ -141,8 +146,8 @@ inline std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) {
   return scaled;
 }
 
-inline void GradScaler::unscale(torch::optim::Optimizer& optimizer, detail::OptimizerState& state,
-                                const char* call) {
+TORCHAMP_BODY void GradScaler::unscale(torch::optim::Optimizer& optimizer,
+                                       detail::OptimizerState& state, const char* call) {
   const detail::InternalOps guard;
   const auto batches = detail::gradients_of(
       optimizer, stays_at_one() ? detail::HalfGradients::allowed : detail::HalfGradients::refused,
@@ -170,8 +175,8 @@ inline void GradScaler::unscale(torch::optim::Optimizer& optimizer, detail::Opti
            .taken = detail::gradients_taken()};
 }
 
-inline void GradScaler::check_only(torch::optim::Optimizer& optimizer,
-                                   detail::OptimizerState& state, bool as_if_divided) {
+TORCHAMP_BODY void GradScaler::check_only(torch::optim::Optimizer& optimizer,
+                                          detail::OptimizerState& state, bool as_if_divided) {
   const detail::InternalOps guard;
   const auto batches =
       detail::gradients_of(optimizer, detail::HalfGradients::allowed, "GradScaler::step");
@@ -188,7 +193,7 @@ inline void GradScaler::check_only(torch::optim::Optimizer& optimizer,
   state.had_gradients |= !batches.empty();
 }
 
-inline void GradScaler::agree(detail::OptimizerState& state) {
+TORCHAMP_BODY void GradScaler::agree(detail::OptimizerState& state) {
   if (state.agreed) return;
   if (options_.agree_found_inf) {
     const detail::InternalOps guard;
@@ -212,7 +217,7 @@ inline void GradScaler::agree(detail::OptimizerState& state) {
   state.agreed = true;
 }
 
-inline void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
+TORCHAMP_BODY void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   if (!options_.enabled) return;
   check_started("unscale_");
   detail::OptimizerState& state = optimizers_.of(optimizer);
@@ -226,19 +231,19 @@ inline void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   unscale(optimizer, state, "GradScaler::unscale_");
 }
 
-inline void GradScaler::discard(const torch::optim::Optimizer& optimizer) {
+TORCHAMP_BODY void GradScaler::discard(const torch::optim::Optimizer& optimizer) {
   optimizers_.reset(optimizer);
 }
 
 /// From here on, saving is refused while `pending` is not 0.
-inline void GradScaler::begin_window(const std::shared_ptr<const int64_t>& pending) {
+TORCHAMP_BODY void GradScaler::begin_window(const std::shared_ptr<const int64_t>& pending) {
   windows_.add(pending);
 }
 
 /// Makes a "ready" optimizer "unscaled" whose gradients are the program's own, with a flag that
 /// says whether to step.
-inline void GradScaler::take_unscaled(const torch::optim::Optimizer& optimizer,
-                                      at::Tensor found_inf, bool had_gradients) {
+TORCHAMP_BODY void GradScaler::take_unscaled(const torch::optim::Optimizer& optimizer,
+                                             at::Tensor found_inf, bool had_gradients) {
   if (!options_.enabled) return;
   optimizers_.of(optimizer) = {.stage = detail::OptimizerState::Stage::unscaled,
                                .found_inf = {std::move(found_inf), std::nullopt},
@@ -247,7 +252,7 @@ inline void GradScaler::take_unscaled(const torch::optim::Optimizer& optimizer,
                                .taken = detail::gradients_taken()};
 }
 
-inline void GradScaler::check_not_stepped(const detail::OptimizerState& state) {
+TORCHAMP_BODY void GradScaler::check_not_stepped(const detail::OptimizerState& state) {
   TORCH_CHECK(state.stage != detail::OptimizerState::Stage::stepped,
               "GradScaler::step: this optimizer has been stepped already. Call update() once all "
               "optimizers have been stepped.");
@@ -255,8 +260,8 @@ inline void GradScaler::check_not_stepped(const detail::OptimizerState& state) {
 
 /// Whether what unscale_ has divided and checked is what there is. (Gradients that the program
 /// makes up by itself, zeros for a parameter that has none, say, are its own business.)
-inline void GradScaler::check_complete(const torch::optim::Optimizer& optimizer,
-                                       const detail::OptimizerState& state) {
+TORCHAMP_BODY void GradScaler::check_complete(const torch::optim::Optimizer& optimizer,
+                                              const detail::OptimizerState& state) {
   const bool taken = state.taken != detail::gradients_taken();
   if (!taken && state.had_gradients) return;
   TORCH_CHECK(detail::count_gradients(optimizer) <= state.gradients,
@@ -268,7 +273,7 @@ inline void GradScaler::check_complete(const torch::optim::Optimizer& optimizer,
 }
 
 /// What a disabled scaler's step returns.
-inline StepResult GradScaler::unscaled_result(at::Tensor value) {
+TORCHAMP_BODY StepResult GradScaler::unscaled_result(at::Tensor value) {
   auto record = std::make_shared<detail::StepRecord>();
   record->found_inf.on_host = false;
   record->scale.on_host = 1.;
@@ -277,7 +282,7 @@ inline StepResult GradScaler::unscaled_result(at::Tensor value) {
   return StepResult(std::move(record));
 }
 
-inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
+TORCHAMP_BODY StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   using Stage = detail::OptimizerState::Stage;
   TORCH_CHECK(dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
               "GradScaler::step: LBFGS evaluates the loss by itself. Call step(optimizer, closure) "
@@ -327,7 +332,8 @@ inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
 }
 
 /// The record of a step that has been made.
-inline std::shared_ptr<detail::StepRecord> GradScaler::record(const detail::OptimizerState& state) {
+TORCHAMP_BODY std::shared_ptr<detail::StepRecord> GradScaler::record(
+    const detail::OptimizerState& state) {
   auto record = std::make_shared<detail::StepRecord>();
   record->found_inf = state.found_inf;
   record->had_gradients = state.had_gradients;
@@ -342,7 +348,7 @@ inline std::shared_ptr<detail::StepRecord> GradScaler::record(const detail::Opti
   return record;
 }
 
-inline std::vector<MissingGradient> GradScaler::report_missing(
+TORCHAMP_BODY std::vector<MissingGradient> GradScaler::report_missing(
     const torch::optim::Optimizer& optimizer) {
   std::vector<MissingGradient> missing = missing_gradients(optimizer, state_.scale().device());
   if (warned_of_missing_) return missing;
@@ -359,29 +365,29 @@ inline std::vector<MissingGradient> GradScaler::report_missing(
   return missing;
 }
 
-inline double GradScaler::get_scale() const {
+TORCHAMP_BODY double GradScaler::get_scale() const {
   return options_.enabled ? state_.read_scale() : 1.;
 }
 
-inline at::Tensor GradScaler::scale_tensor() const {
+TORCHAMP_BODY at::Tensor GradScaler::scale_tensor() const {
   return options_.enabled ? state_.scale() : at::Tensor();
 }
 
-inline int64_t GradScaler::skips_in_a_row() const {
+TORCHAMP_BODY int64_t GradScaler::skips_in_a_row() const {
   return options_.enabled ? static_cast<int64_t>(state_.read_skips()) : 0;
 }
 
-inline bool GradScaler::is_unscaled(const torch::optim::Optimizer& optimizer) const {
+TORCHAMP_BODY bool GradScaler::is_unscaled(const torch::optim::Optimizer& optimizer) const {
   const detail::OptimizerState* state = optimizers_.find(optimizer);
   return state && state->stage == detail::OptimizerState::Stage::unscaled;
 }
 
-inline bool GradScaler::is_stepped(const torch::optim::Optimizer& optimizer) const {
+TORCHAMP_BODY bool GradScaler::is_stepped(const torch::optim::Optimizer& optimizer) const {
   const detail::OptimizerState* state = optimizers_.find(optimizer);
   return state && state->stage == detail::OptimizerState::Stage::stepped;
 }
 
-inline at::Tensor GradScaler::found_inf(const torch::optim::Optimizer& optimizer) {
+TORCHAMP_BODY at::Tensor GradScaler::found_inf(const torch::optim::Optimizer& optimizer) {
   if (!optimizers_.find(optimizer)) return {};
   detail::OptimizerState& state = optimizers_.of(optimizer);
   if (state.stage == detail::OptimizerState::Stage::ready) return {};
@@ -389,17 +395,17 @@ inline at::Tensor GradScaler::found_inf(const torch::optim::Optimizer& optimizer
   return state.found_inf.tensor;
 }
 
-inline void GradScaler::set_growth_factor(double factor) {
+TORCHAMP_BODY void GradScaler::set_growth_factor(double factor) {
   detail::check_growth_factor("GradScaler::set_growth_factor", factor);
   options_.growth_factor = factor;
 }
 
-inline void GradScaler::set_backoff_factor(double factor) {
+TORCHAMP_BODY void GradScaler::set_backoff_factor(double factor) {
   detail::check_backoff_factor("GradScaler::set_backoff_factor", factor);
   options_.backoff_factor = factor;
 }
 
-inline void GradScaler::set_growth_interval(int64_t interval) {
+TORCHAMP_BODY void GradScaler::set_growth_interval(int64_t interval) {
   detail::check_growth_interval("GradScaler::set_growth_interval", interval);
   options_.growth_interval = interval;
   state_.limit_growth_tracker(interval);

@@ -11,6 +11,7 @@
 #include <optional>
 #include <vector>
 
+#include "torchamp/detail/bodies.h"
 #include "torchamp/detail/scaler/check_options.h"
 #include "torchamp/detail/scaler/scale_limits.h"
 #include "torchamp/detail/scaler/scale_update.h"
@@ -21,7 +22,7 @@
 namespace TORCHAMP_NAMESPACE {
 
 /// Lets the results that are still in use keep the scale and the count of their step.
-inline void GradScaler::before_change() {
+TORCHAMP_BODY void GradScaler::before_change() {
   for (const auto& weak : records_) {
     if (const auto record = weak.lock()) {
       record->scale.keep();
@@ -31,12 +32,12 @@ inline void GradScaler::before_change() {
   records_.clear();
 }
 
-inline void GradScaler::end_iteration() {
+TORCHAMP_BODY void GradScaler::end_iteration() {
   optimizers_.clear();
   records_.clear();
 }
 
-inline void GradScaler::update() {
+TORCHAMP_BODY void GradScaler::update() {
   if (!options_.enabled) return;
   check_started("update");
   TORCH_CHECK(
@@ -50,7 +51,7 @@ inline void GradScaler::update() {
 }
 
 /// Brings the scale to what it is after this iteration.
-inline detail::ScaleLimits::Met GradScaler::apply_update() {
+TORCHAMP_BODY detail::ScaleLimits::Met GradScaler::apply_update() {
   const detail::InternalOps guard;
   std::vector<at::Tensor> flags;
   at::Tensor largest;
@@ -91,7 +92,7 @@ inline detail::ScaleLimits::Met GradScaler::apply_update() {
   return met;
 }
 
-inline void GradScaler::update(double new_scale) {
+TORCHAMP_BODY void GradScaler::update(double new_scale) {
   if (!options_.enabled) return;
   check_started("update");
   detail::check_scale("GradScaler::update", new_scale, options_);
@@ -101,7 +102,7 @@ inline void GradScaler::update(double new_scale) {
   end_iteration();
 }
 
-inline void GradScaler::update(const at::Tensor& new_scale) {
+TORCHAMP_BODY void GradScaler::update(const at::Tensor& new_scale) {
   if (!options_.enabled) return;
   check_started("update");
   TORCH_CHECK_VALUE(new_scale.defined() && new_scale.numel() == 1 && !new_scale.requires_grad() &&

@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+// Note [Compiled once]
+// torchamp is header-only: every source file that uses a guard, a scaler or a fused optimizer
+// compiles it. A program may define TORCHAMP_COMPILED instead, in all of its source files. Then the
+// headers only declare what is large and not a template, and one file, which includes
+// torchamp/compiled.h, defines it. Linking CMake's target torchamp::compiled does both.
+//
+// Such functions are defined in headers of their own, which are included if TORCHAMP_BODIES is 1,
+// and are TORCHAMP_BODY there: inline, but for that one file.
+
+/// @cond
+#if !defined(TORCHAMP_COMPILED)
+#define TORCHAMP_BODIES 1
+#define TORCHAMP_BODY inline
+#elif defined(TORCHAMP_DEFINES_BODIES)  // by torchamp/compiled.h
+#define TORCHAMP_BODIES 1
+#define TORCHAMP_BODY
+#else
+#define TORCHAMP_BODIES 0
+#endif
+/// @endcond

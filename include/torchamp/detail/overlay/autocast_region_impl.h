@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/autocast_mode.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "torchamp/detail/bodies.h"
+#include "torchamp/detail/devices.h"
+#include "torchamp/detail/fp8/rule.h"
+#include "torchamp/detail/overlay/autocast_region.h"
+#include "torchamp/detail/overlay/compile.h"
+#include "torchamp/detail/overlay/environment.h"
+#include "torchamp/detail/overlay/runtime.h"
+#include "torchamp/detail/overlay/thread_policy.h"
+#include "torchamp/detail/overlay/trial.h"
+#include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/tensors.h"
+#include "torchamp/detail/weights/derived.h"
+#include "torchamp/weight_cache.h"
+
+namespace torchamp::detail {
+
+/// Whether a warning about the `number`th of at most 64 cases is due: the first time, or always
+/// where the program asked LibTorch for that.
+inline bool warning_is_due(std::atomic<std::uint64_t>& warned_of, unsigned number) {
+  const std::uint64_t bit = std::uint64_t{1} << number;
+  return (warned_of.fetch_or(bit) & bit) == 0 || c10::WarningUtils::get_warnAlways();
+}
+
+inline void check_is_floating(at::ScalarType dtype) {
+  TORCH_CHECK(c10::isFloatingType(dtype), "AutocastGuard: the dtype ", dtype,
+              " is not floating-point. Pass torch::kHalf or torch::kBFloat16.");
+}
+
+/// Whether `device` runs autocast in `dtype`; warns once for each dtype if not. Not a floating
+/// dtype: an error.
+inline bool dtype_is_usable(at::DeviceType device, at::ScalarType dtype) {
+  check_is_floating(dtype);
+  if (is_16_bit(dtype) || (dtype == at::kFloat && facts_of(device).fp32_regions)) return true;
+
+  static std::atomic<std::uint64_t> warned_of = 0;
+  if (warning_is_due(warned_of, static_cast<unsigned>(dtype))) {
+    TORCH_WARN("AutocastGuard: autocast on ", device, " supports fp16 and bf16, not ", dtype,
+               ". The region runs with autocast disabled. Pass torch::kBFloat16 or torch::kHalf, "
+               "or {.enabled = false} to leave fp32 alone.");
+  }
+  return false;
+}
+
+/// Whether regions of `device` can run; warns once for each type of device if not.
+inline bool device_is_usable(at::DeviceType device) {
+  if (device_is_present(device)) return true;
+  static std::atomic<std::uint64_t> warned_of = 0;
+  if (warning_is_due(warned_of, static_cast<unsigned>(device))) {
+    const std::string name = c10::DeviceTypeName(device);
+    TORCH_WARN("AutocastGuard: there is no ", name, " device. ", name,
+               " regions run with autocast disabled. Pass torch::kCPU for a CPU.");
+  }
+  return false;
+}
+
+/// What the two options say together; unset: as it is on the calling thread. `cache_enabled = true`
+/// leaves a cache of torchamp's.
+inline std::optional<WeightCache> asked_cache(std::optional<bool> enabled,
+                                              std::optional<WeightCache> cache) {
+  if (!cache) {
+    if (enabled == false) return WeightCache::none;
+    const ThreadPolicy* const outer = thread_policy();
+    if (!enabled || !outer || outer->keep.until != WeightKeep::Until::made) return std::nullopt;
+    return WeightCache::libtorch;
+  }
+  TORCH_CHECK_VALUE(!enabled || *enabled == (*cache != WeightCache::none),
+                    "AutocastGuard: cache_enabled = ", *enabled ? "true" : "false",
+                    " contradicts cache, which ", *enabled ? "is WeightCache::none" : "keeps casts",
+                    ". Leave cache_enabled unset.");
+  return cache;
+}
+
+inline WeightKeep::Until until_of(WeightCache cache) {
+  switch (cache) {
+    case WeightCache::none:
+      return WeightKeep::Until::made;
+    case WeightCache::libtorch:
+    case WeightCache::region:
+      return WeightKeep::Until::region_ends;
+    case WeightCache::window:
+      return WeightKeep::Until::weights_step;
+    case WeightCache::kept:
+      return WeightKeep::Until::told;
+  }
+  TORCH_CHECK_VALUE(false, "AutocastGuard: ", static_cast<int>(cache),
+                    " is no WeightCache. Pass one of its enumerators.");
+}
+
+TORCHAMP_BODY AutocastRegion::Checked::Checked(at::DeviceType on_device,
+                                               std::optional<at::ScalarType> asked_dtype,
+                                               bool asked_to_be_enabled,
+                                               std::optional<WeightCache> cache,
+                                               std::shared_ptr<const PolicyData> asked_policy)
+    : device(on_device) {
+  const std::size_t index = device_index(device, "AutocastGuard");
+  if (asked_dtype) check_is_floating(*asked_dtype);
+  dtype = asked_dtype.value_or(at::autocast::get_autocast_dtype(device));
+  const EnvironmentOverride& environment = guard_override();
+  if (const GuardTrial* trial = guard_trial()) ++trial->guards_made;
+  enabled = asked_to_be_enabled && !environment.off && device_is_usable(device) &&
+            dtype_is_usable(device, dtype);
+
+  const ThreadPolicy* outer = thread_policy();
+  std::shared_ptr<const PolicyData> data;
+  if (environment.policy) {
+    data = environment.policy;
+  } else if (asked_policy) {
+    data = std::move(asked_policy);
+  } else if (outer && outer->inherited) {
+    data = outer->inherited;
+  } else {
+    data = unedited(BaseTable::standard);
+  }
+  const WeightKeep::Until until = cache ? until_of(*cache)
+                                  : outer && outer->keep.region != 0
+                                      ? outer->keep.until
+                                      : WeightKeep::Until::region_ends;
+  const bool keeps_casts = cache ? *cache >= WeightCache::region : outer && outer->keeps_casts;
+  std::shared_ptr<const PolicyData> in_force;
+  if (enabled) in_force = ready_policy(data, device, keeps_casts);
+  const Fp8Rule* const rule = enabled && is_16_bit(dtype) ? in_force->fp8() : nullptr;
+  if (rule != nullptr) check_fp8(*in_force, index, device);
+  if (outer && outer->inherited == data && outer->in_force[index] == in_force &&
+      outer->keep.until == until && outer->keeps_casts == keeps_casts) {
+    return;
+  }
+  auto inner = std::make_shared<ThreadPolicy>();
+  if (outer) *inner = *outer;
+  if (inner->keep.region == 0) {
+    own_region = derived_weights().begin_region();
+    inner->keep.region = own_region;
+  }
+  inner->keep.until = until;
+  inner->keeps_casts = keeps_casts;
+  inner->in_force[index] = std::move(in_force);
+  if (rule != nullptr) fp8 = inner->fp8 = rule->make_usage(inner->fp8);
+  inner->inherited = std::move(data);
+  policy = std::move(inner);
+}
+
+TORCHAMP_BODY void AutocastRegion::check_fp8(const PolicyData& policy, std::size_t index,
+                                             at::DeviceType device) {
+  const std::string why = policy.strict_fp8_refusal(index);
+  TORCH_CHECK(why.empty(), "AutocastGuard: the policy's fp8 rule is strict, and ", device,
+              " cannot follow it: ", why,
+              ". Leave Fp8Options::strict out to run as lower_precision there.");
+}
+
+TORCHAMP_BODY AutocastRegion::AutocastRegion(at::DeviceType device,
+                                             std::optional<at::ScalarType> dtype, bool enabled,
+                                             std::optional<bool> cache_enabled,
+                                             std::optional<WeightCache> cache,
+                                             std::shared_ptr<const PolicyData> policy)
+    : AutocastRegion(Checked(device, dtype, enabled, asked_cache(cache_enabled, cache), policy),
+                     cache_enabled || !cache ? cache_enabled : cache != WeightCache::none) {}
+
+TORCHAMP_BODY AutocastRegion::AutocastRegion(Checked checked, std::optional<bool> cache_enabled)
+    : before_(DeviceAutocastState::of(checked.device)),
+      cache_enabled_before_(at::autocast::is_autocast_cache_enabled()),
+      dtype_changed_(before_.dtype != checked.dtype),
+      own_region_(checked.own_region),
+      fp8_(std::move(checked.fp8)),
+      policy_scope_(std::move(checked.policy)) {
+  at::autocast::set_autocast_enabled(checked.device, checked.enabled);
+  at::autocast::set_autocast_dtype(checked.device, checked.dtype);
+  if (cache_enabled) at::autocast::set_autocast_cache_enabled(*cache_enabled);
+  // LibTorch's cache does not tell one 16-bit dtype from the other.
+  if (nesting_.enter() > 1 && dtype_changed_) at::autocast::clear_cache();
+}
+
+TORCHAMP_BODY AutocastRegion::~AutocastRegion() {
+  if (!policy_scope_.end_of("~AutocastGuard")) return;
+  if (nesting_.leave() == 0 || dtype_changed_) at::autocast::clear_cache();
+  if (own_region_ != 0) derived_weights().end_region(own_region_);
+  before_.apply();
+  at::autocast::set_autocast_cache_enabled(cache_enabled_before_);
+  if (fp8_ != nullptr && std::uncaught_exceptions() == exceptions_) fp8_->warn_if_unused();
+}
+
+}  // namespace torchamp::detail
