@@ -58,6 +58,23 @@ TEST_P(Fp8Device, AgreesWithTheRehearsalExactlyWhereSumsAreExact) {
   }
 }
 
+TEST_P(Fp8Device, ScalesOfRowsAgreeWithTheRehearsalToo) {
+  SKIP_WITHOUT(GetParam());
+  torch::manual_seed(2);
+  const Policy policy =
+      Policy::standard().fp8(ops::dense, {.recipe = torchamp::Fp8Recipe::rowwise, .strict = true});
+  for (const auto& shape : shapes) {
+    const torch::Tensor x = torch::randint(-3, 4, {shape[0], shape[1]}).to(torch::kFloat);
+    const torch::Tensor w = torch::randint(-1, 2, {shape[2], shape[1]}).to(torch::kFloat);
+    const auto product = [&](at::DeviceType device) {
+      const torch::Tensor x_there = x.to(device), w_there = w.to(device);
+      const AutocastGuard guard(device, {.dtype = at::kBFloat16, .policy = policy});
+      return torch::linear(x_there, w_there).cpu();
+    };
+    EXPECT_TRUE(product(GetParam()).equal(product(at::kCPU))) << shape;
+  }
+}
+
 TEST_P(Fp8Device, AgreesWithTheRehearsalWithinAStepOfBf16) {
   SKIP_WITHOUT(GetParam());
   torch::manual_seed(2);
