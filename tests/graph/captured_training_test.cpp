@@ -139,11 +139,12 @@ TEST_P(CapturedTraining, ClipsDividedGradientsAndReturnsTheirNorm) {
 }
 
 TEST_P(CapturedTraining, StepsMasterWeights) {
-  const auto run = [&](bool captures) {
+  using torchamp::MasterStorage;
+  const auto run = [&](const torchamp::MasterWeightsOptions& how, bool captures) {
     torch::manual_seed(3);
     torch::nn::Linear model(6, 2);
     to_device(model, c10::Device(GetParam(), 0));
-    torchamp::MasterWeights masters(model, {.dtype = at::kHalf});
+    torchamp::MasterWeights masters(model, how);
     torchamp::FusedAdam optimizer(masters.parameters(), AdamOptions(Training::lr));
     torchamp::GradScaler scaler({.init_scale = 64., .growth_interval = 2});
     const auto graph = graph_of(optimizer,
@@ -151,7 +152,7 @@ TEST_P(CapturedTraining, StepsMasterWeights) {
                                   const at::Tensor loss =
                                       model->forward(batch[0]).to(at::kFloat).square().mean();
                                   scaler.scale(loss).backward();
-                                  masters.take_gradients();
+                                  if (!how.main_gradients) masters.take_gradients();
                                   scaler.step(optimizer);
                                   scaler.update();
                                   masters.copy_to_model();
@@ -162,7 +163,7 @@ TEST_P(CapturedTraining, StepsMasterWeights) {
     std::vector<at::Tensor> results;
     for (int i = 0; i < 8; ++i) {
       const auto generator = at::make_generator<at::CPUGeneratorImpl>(40 + i);
-      const at::Tensor x = at::randn({3, 6}, generator).to(at::kHalf).to(GetParam());
+      const at::Tensor x = at::randn({3, 6}, generator).to(how.dtype).to(GetParam());
       results.push_back((*graph)({x})[0].clone());
     }
     EXPECT_EQ(graph->is_captured(), captures);
@@ -170,7 +171,15 @@ TEST_P(CapturedTraining, StepsMasterWeights) {
     for (const at::Tensor& p : masters.parameters()) results.push_back(p.detach());
     return results;
   };
-  expect_same(run(true), run(false));
+  for (const bool main_gradients : {false, true}) {
+    for (const MasterStorage storage : {MasterStorage::full, MasterStorage::split}) {
+      const bool splits = storage == MasterStorage::split;
+      const torchamp::MasterWeightsOptions how{.dtype = splits ? at::kBFloat16 : at::kHalf,
+                                               .storage = storage,
+                                               .main_gradients = main_gradients};
+      expect_same(run(how, true), run(how, false));
+    }
+  }
 }
 
 TEST_P(CapturedTraining, RecomputesActivationsWithoutTheRandomState) {
