@@ -4,7 +4,6 @@
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
-#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -37,7 +36,6 @@ class Graph {
 
  private:
   std::unique_ptr<Capture> capture_;
-  int64_t stream_ = 0;
   c10::DeviceIndex device_ = 0;
   std::shared_ptr<Pool> pool_;
   std::vector<Work> work_;
