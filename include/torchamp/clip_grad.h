@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_foreach_clamp_max.h>
 #include <ATen/ops/_foreach_clamp_min.h>
+#include <ATen/ops/softshrink.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
@@ -64,26 +65,32 @@ inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor
   const InternalOps internal;
   const auto batches = gradients_to_clip(optimizer, "clip_grad_norm_");
   auto* const fused = dynamic_cast<FusedOptimizer*>(&optimizer);
-  const at::Tensor divisor = fused ? fused->next_step_divisor() : at::Tensor();
+  const Divisor left = ClipLeft::to(optimizer);
+  const at::Tensor divisor = left.value();
   const bool is_divided = scale.defined() || divisor.defined();
   at::Tensor norm = is_divided ? total_norm_divided(batches, norm_type, scale, divisor)
                                : total_norm(batches, norm_type);
   if (batches.empty()) return norm;
   if (fused && norm.scalar_type() == at::kFloat) {
-    const at::Tensor excess = norm.add(1e-6).div_(max_norm).clamp_min_(1.);
+    constexpr double eps = 1e-6;
+    if (!norm.is_cpu() && max_norm > eps) {  // max(1, (norm + eps) / max_norm), in fewer kernels
+      ClipLeft::add(*fused, {at::softshrink(norm, max_norm - eps), 1. / max_norm});
+      return norm;
+    }
+    const at::Tensor excess = norm.add(eps).div_(max_norm).clamp_min_(1.);
     // One that fp32 cannot hold would make gradients of 0; on the host that can be seen.
     const bool holds = max_norm == 0. || !norm.is_cpu() ||
                        !std::isfinite(*norm.const_data_ptr<float>()) ||
                        std::isfinite(*excess.const_data_ptr<float>());
     if (holds) {
-      fused->divide_next_step(excess);
+      ClipLeft::add(*fused, {excess, 0., /*is_number=*/max_norm != 0.});
       return norm;
     }
   }
   multiply(batches, clip_coefficient(norm, max_norm));
   if (divisor.defined()) {  // the same gradients' still
     fused->take_next_step_divisor();
-    fused->divide_next_step(divisor);
+    ClipLeft::add(*fused, left);
   }
   return norm;
 }

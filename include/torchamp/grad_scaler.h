@@ -27,10 +27,12 @@ namespace TORCHAMP_NAMESPACE {
 
 class Accumulation;
 class SafeAccumulation;
+class ScaledStep;
 
 namespace detail {
+struct Divisor;
 struct GradScalerPeer;  // the tests'
-}
+}  // namespace detail
 
 /// Scales the loss, so that small gradients survive 16-bit arithmetic, and steps the optimizer with
 /// the gradients divided again, unless one of them is inf or NaN: then the step is skipped and the
@@ -200,15 +202,18 @@ class GradScaler {
   static void check_not_stepped(const detail::OptimizerState& state);
   bool stays_at_one();
   bool division_may_overflow(torch::optim::Optimizer& optimizer);
-  bool clip_may_overflow(torch::optim::Optimizer& optimizer, const at::Tensor& divisor);
-  void check_clip(const at::Tensor& divisor, at::Tensor& found_inf);
+  bool clip_may_overflow(torch::optim::Optimizer& optimizer, const detail::Divisor& divisor);
+  void check_clip(const detail::Divisor& divisor, at::Tensor& found_inf);
   void unscale(torch::optim::Optimizer& optimizer, detail::OptimizerState& state, const char* call);
   void check_only(torch::optim::Optimizer& optimizer, detail::OptimizerState& state,
-                  bool as_if_divided);
+                  bool as_if_divided, const at::Tensor& number = {});
   void agree(detail::OptimizerState& state);
   bool evaluate(torch::optim::Optimizer& optimizer,
                 const torch::optim::Optimizer::LossClosure& closure, Evaluation& evaluation,
                 int64_t max_retries, std::optional<detail::ScaleMemory<double>>& before);
+  at::Tensor scale_and_clip(const detail::Divisor& clip) const;
+  static at::Tensor step_scaled(ScaledStep& optimizer, const at::Tensor& grad_scale,
+                                const detail::OptimizerState& state, bool clipped);
   static StepResult unscaled_result(at::Tensor value);
   std::shared_ptr<detail::StepRecord> record(const detail::OptimizerState& state);
   std::vector<MissingGradient> report_missing(const torch::optim::Optimizer& optimizer);

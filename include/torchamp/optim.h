@@ -39,10 +39,18 @@
 /// of their own, gradients that appear later and closures work as with LibTorch's.
 ///
 /// Parameters are fp32, fp64, fp16 or bf16, dense in memory, each in the optimizer once; gradients
-/// are dense. Anything else is an error of step(), which then changes nothing. Devices are those
-/// for which LibTorch has fused kernels: CPU and CUDA, others by release.
+/// are dense. Anything else is an error of step(), which then changes nothing.
+///
+/// On a device for which LibTorch has no fused kernel that heeds the scale and the flag, a step
+/// consists of `_foreach_` ops, reads nothing either, and costs some 30 launches for one list of
+/// parameters: see Note [Steps without a fused kernel].
 
 namespace TORCHAMP_NAMESPACE {
+
+class GradScaler;
+namespace detail {
+struct ClipLeft;
+}
 
 /// What all fused optimizers have in common: they step all parameters of a group, device and dtype
 /// with one call of a kernel, and decide on the device whether a step is taken. Neither step() nor
@@ -99,23 +107,41 @@ class FusedOptimizer : public torch::optim::Optimizer,
   }
 
   /// Steps, with the gradients divided by `grad_scale` unless it is undefined, and not if
-  /// `found_inf` is non-zero.
-  virtual void step_fused(const at::Tensor& grad_scale, const at::Tensor& found_inf) = 0;
+  /// `found_inf` is non-zero. `is_exact`: it is 0 or 1.
+  virtual void step_fused(const at::Tensor& grad_scale, const at::Tensor& found_inf,
+                          bool is_exact) = 0;
 
  private:
+  friend class GradScaler;
+  friend struct detail::ClipLeft;
+
+  void divide_next_step_by(const detail::Divisor& divisor);
   void step_divided(const at::Tensor& grad_scale, const at::Tensor& found_inf);
   static void check_scalar(const at::Tensor& tensor, const char* name);
 
   detail::PendingDivisor pending_;
+
+  /// What a scaler says of the step that it is making.
+  struct Known {
+    bool clip_in_scale = false;  ///< what is pending is part of the scale
+    at::Tensor exact_flag{};     ///< a flag that is 0 or 1
+  };
+  Known known_;
 };
 
 namespace detail {
 
-/// What a clip has left to the next step of `optimizer`; undefined if there is nothing.
-inline at::Tensor divisor_left_to(const torch::optim::Optimizer& optimizer) {
-  const auto* const fused = dynamic_cast<const FusedOptimizer*>(&optimizer);
-  return fused ? fused->next_step_divisor() : at::Tensor();
-}
+/// What clips leave to the next step of an optimizer.
+struct ClipLeft {
+  /// Undefined if there is nothing.
+  static Divisor to(const torch::optim::Optimizer& optimizer) {
+    const auto* const fused = dynamic_cast<const FusedOptimizer*>(&optimizer);
+    return fused ? fused->pending_.of(fused->param_groups()) : Divisor();
+  }
+  static void add(FusedOptimizer& optimizer, const Divisor& divisor) {
+    optimizer.divide_next_step_by(divisor);
+  }
+};
 
 }  // namespace detail
 
@@ -159,7 +185,8 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
   void note_replayed_step() override;
 
  protected:
-  void step_fused(const at::Tensor& grad_scale, const at::Tensor& found_inf) override;
+  void step_fused(const at::Tensor& grad_scale, const at::Tensor& found_inf,
+                  bool is_exact) override;
 
  private:
   bool same_options() const;

@@ -19,6 +19,7 @@
 #include "support/numbers.h"
 #include "support/on_device.h"
 #include "support/optimizer_kinds.h"
+#include "support/simulated/facts.h"
 #include "support/skips.h"
 #include "support/tolerances.h"
 
@@ -525,6 +526,42 @@ TEST(ClipGradOnTheHost, StepsAsThePlainOptimizerWhereTheDivisorIsTooLargeForFp32
     EXPECT_TRUE(stepped);
     expect_close(fused, plain);
   }
+}
+
+TEST_P(ClipGrad, NeverStepsWithADivisorThatFp32CannotHold) {
+  for (const bool fp64 : {false, true}) {
+    const simulated::Facts facts(
+        {.type = at::kPrivateUse1,
+         .fp64 = fp64 ? torchamp::detail::Fp64::yes : torchamp::detail::Fp64::unknown});
+    const Tensor direction = torch::tensor({3., -4., 0.}, options());
+    const Tensor parameter = torch::zeros_like(direction).requires_grad_();
+    torchamp::FusedSGD optimizer({parameter}, SGDOptions(1000.));
+    torchamp::GradScaler scaler({.init_scale = 1024.});
+    int skipped = 0;
+    for (bool stepped = false; !stepped; skipped += stepped ? 0 : 1) {
+      ASSERT_LT(skipped, 12);
+      optimizer.zero_grad();
+      scaler.scale((parameter * direction * 1e34).sum()).backward();
+      (void)torchamp::clip_grad_norm_(scaler, optimizer, 1e-3, inf);
+      stepped = scaler.step(optimizer).stepped();
+      scaler.update();
+      if (!stepped) {
+        ASSERT_EQ(parameter.detach().abs().sum().item<float>(), 0.F);
+      }
+    }
+    EXPECT_EQ(skipped > 0, GetParam() != at::kCPU) << "on the host the product is no hindrance";
+    expect_close(parameter.detach(), torch::tensor({-0.75, 1., 0.}, options()));
+  }
+}
+
+TEST_P(ClipGrad, ToANormOfZeroIsAStepWithZeros) {
+  const Tensor parameter = torch::ones({3}, options()).requires_grad_();
+  torchamp::FusedSGD optimizer({parameter}, SGDOptions(1.));
+  torchamp::GradScaler scaler({.init_scale = 4.});
+  scaler.scale((parameter * 2.).sum()).backward();
+  (void)torchamp::clip_grad_norm_(scaler, optimizer, 0.);
+  EXPECT_TRUE(scaler.step(optimizer).stepped());
+  expect_close(parameter.detach(), torch::ones({3}, options()));
 }
 
 TEST_P(ClipGrad, ClipsOnceMoreWhateverTheScale) {

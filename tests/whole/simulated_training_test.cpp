@@ -10,6 +10,7 @@
 #include <torchamp/grad_scaler.h>
 #include <torchamp/master_weights.h>
 #include <torchamp/optim.h>
+#include <torchamp/policy.h>
 #include <torchamp/recompute.h>
 
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -17,6 +18,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -26,6 +28,8 @@
 #include "support/non_finite.h"
 #include "support/optimizer_kinds.h"
 #include "support/simulated/device.h"
+#include "support/simulated/facts.h"
+#include "support/simulated/pinned.h"
 #include "torchamp/detail/graph/host_access.h"
 
 namespace {
@@ -230,6 +234,87 @@ TEST_P(SimulatedTrainingOf, OneScalerServesTwoDevices) {
         expect_steps_of_two_devices(GetParam(), home, spoiled, unscales);
       }
     }
+  }
+}
+
+TEST_P(SimulatedTrainingOf, OneScalerServesTheHostAndADevice) {
+  for (const c10::Device home : {c10::Device(at::kCPU), sim0}) {
+    for (const c10::Device spoiled : {c10::Device(at::kCPU), sim0}) {
+      const Params params{torch::ones({3}).requires_grad_(),
+                          torch::ones({3}, on(sim0)).requires_grad_()};
+      const Params single{torch::ones({3}).requires_grad_(), torch::ones({3}).requires_grad_()};
+      const auto optimizer = GetParam().fused({OptimizerParamGroup(params)});
+      const auto reference = GetParam().fused({OptimizerParamGroup(single)});
+      GradScaler scaler({.init_scale = 4.});
+      scaler.scale(torch::ones({}, on(home)));
+      for (int i = 0; i < 3; ++i) {
+        for (const Tensor& p : params) {
+          p.mutable_grad() = torch::full_like(p, i == 1 && p.device() == spoiled ? kInf : 8.);
+        }
+        EXPECT_EQ(scaler.step(*optimizer).stepped(), i != 1);
+        scaler.update();
+        if (i == 1) continue;
+        for (const Tensor& p : single) p.mutable_grad() = torch::full_like(p, i == 0 ? 2. : 4.);
+        reference->step();
+      }
+      EXPECT_EQ(scaler.get_scale(), 2.);
+      expect_alike({params[0].detach(), params[1].detach().cpu()},
+                   {single[0].detach(), single[1].detach()}, 1e-6);
+    }
+  }
+}
+
+// ---- Devices of other kinds --------------------------------------------------------------------
+
+TEST_F(SimulatedTraining, GoesTheSameWayWhateverKindOfDeviceItIs) {
+  for (const at::DeviceType type :
+       {at::kCUDA, at::kXPU, at::kMPS, at::kHPU, at::kMTIA, at::kMAIA, at::kPrivateUse1}) {
+    SCOPED_TRACE(c10::str(type));
+    const simulated::Facts facts(simulated::facts_like(type));
+    for (const char* kind : {"adamw", "sgd_momentum"}) {
+      for (const bool clips : {false, true}) {
+        Training here(sim0, kind_named(kind), /*fused=*/true);
+        Training there(at::kCPU, kind_named(kind), /*fused=*/true);
+        for (int i = 0; i < 4; ++i) {
+          const Counts counts;
+          here.step(clips);
+          EXPECT_EQ(counts.now().waits, 0);
+          there.step(clips);
+        }
+        expect_alike(here.parameters(), there.parameters(), 2e-2);
+        EXPECT_EQ(here.scaler.get_scale(), there.scaler.get_scale());
+      }
+    }
+  }
+}
+
+TEST_F(SimulatedTraining, WatchesLimitsWithoutPinnedMemory) {
+  const simulated::WithoutPinnedMemory without;
+  const Tensor p = torch::ones({4}, on(sim0)).requires_grad_();
+  torchamp::FusedSGD optimizer({p}, SGDOptions(1.));
+  GradScaler scaler({.init_scale = 16., .max_skips_in_a_row = 2});
+  scaler.scale(torch::ones({}, on(sim0)));
+  const auto bad_iteration = [&] {
+    p.mutable_grad() = torch::full_like(p, kInf);
+    scaler.step(optimizer);
+    scaler.update();
+  };
+  bad_iteration();
+  bad_iteration();
+  EXPECT_ERROR(bad_iteration(), "gradients held infs or NaNs in 2 iterations in a row");
+  EXPECT_EQ(scaler.get_scale(), 4.);
+}
+
+TEST_F(SimulatedTraining, PrintsAndLooksUpTheRulesOfADeviceThatIsThere) {
+  std::ostringstream out;
+  out << torchamp::Policy::standard();
+  const std::string name = c10::DeviceTypeName(at::kPrivateUse1, /*lower_case=*/true);
+  const std::size_t own = out.str().find("on " + name + '\n');
+  ASSERT_NE(own, std::string::npos) << out.str();
+  EXPECT_NE(out.str().find("  fp32\n", own), std::string::npos);
+  for (const at::DeviceType device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
+    EXPECT_EQ(torchamp::Policy::standard().lookup("sum", device), torchamp::Cast::fp32) << device;
+    EXPECT_EQ(torchamp::Policy::torch().effect("relu", device), torchamp::Cast::unchanged);
   }
 }
 

@@ -16,6 +16,7 @@ struct Totals {
   int64_t waits = 0;             ///< times that the host waited for a device
   int64_t bytes_written = 0;     ///< by kernels and copies, to the devices' memory
   int64_t graph_launches = 0;    ///< replays, whose kernels and copies count as well
+  int64_t bytes_read = 0;  ///< by kernels outside of graphs: all arguments but those of `out=`
 };
 
 Totals totals();
@@ -33,7 +34,8 @@ class Counts {
             end.device_to_device - start_.device_to_device,
             end.waits - start_.waits,
             end.bytes_written - start_.bytes_written,
-            end.graph_launches - start_.graph_launches};
+            end.graph_launches - start_.graph_launches,
+            end.bytes_read - start_.bytes_read};
   }
 
  private:

@@ -40,7 +40,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return {c10::kPrivateUse1, block_of(pointer)->device};
   }
   bool isPinnedPtr(const void* pointer) const override { return pinned_block(pointer) != nullptr; }
-  at::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
+  at::Allocator* getPinnedMemoryAllocator() const override {
+    TORCH_CHECK_NOT_IMPLEMENTED(!WithoutPinnedMemory::missing(), "no pinned memory");
+    return pinned_allocator();
+  }
 
  private:
   static c10::impl::VirtualGuardImpl guard() {

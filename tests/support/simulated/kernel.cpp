@@ -239,9 +239,9 @@ void run_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack,
       if (is_on_device(t) && t.storage().nbytes() > 0) {
         (written ? writes : reads).push_back(accesses_of(t));
         elements += t.numel();
-        if (written && !capture) {
-          count(&Totals::bytes_written, static_cast<int64_t>(t.nbytes()));
-        }
+        const auto bytes = static_cast<int64_t>(t.nbytes());
+        if (written && !capture) count(&Totals::bytes_written, bytes);
+        if (!is_view && !capture && !arguments[i].is_out()) count(&Totals::bytes_read, bytes);
       }
       return view.of(t);
     });

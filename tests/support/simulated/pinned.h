@@ -3,6 +3,7 @@
 
 #include <c10/core/Allocator.h>
 
+#include <atomic>
 #include <memory>
 
 namespace simulated {
@@ -13,5 +14,19 @@ c10::Allocator* pinned_allocator();
 /// Keeps the pinned memory that `pointer` lies in for as long as it is held, as CUDA does for a
 /// copy under way; null if it is not pinned.
 std::shared_ptr<void> pinned_block(const void* pointer);
+
+/// Takes pinned memory away while it lives, as from a backend that has none.
+class WithoutPinnedMemory {
+ public:
+  WithoutPinnedMemory() { missing() = true; }
+  ~WithoutPinnedMemory() { missing() = false; }
+  WithoutPinnedMemory(const WithoutPinnedMemory&) = delete;
+  WithoutPinnedMemory& operator=(const WithoutPinnedMemory&) = delete;
+
+  static std::atomic<bool>& missing() {
+    static std::atomic<bool> is_missing = false;
+    return is_missing;
+  }
+};
 
 }  // namespace simulated

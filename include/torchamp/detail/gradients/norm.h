@@ -6,6 +6,8 @@
 #include <ATen/ops/_foreach_div.h>
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/div.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/flatten_dense_tensors.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/stack.h>
@@ -174,10 +176,16 @@ inline at::Tensor total_norm_divided(const std::vector<GradientBatch>& batches, 
     if (divisor.defined()) norm.div_(to_device_async(norm.device(), divisor));
     return norm;
   }
+  const at::ScalarType dtype = norm_dtype(batches);
   for (const at::Tensor& number : {scale, divisor}) {
-    if (number.defined()) norm.div_(to_device_async(norm.device(), number));
+    if (!number.defined()) continue;
+    // To the norm's own dtype at once, unless it is divided again.
+    const bool again = number.is_same(scale) && divisor.defined();
+    at::Tensor quotient = at::empty({}, norm.options().dtype(again ? norm.scalar_type() : dtype));
+    at::div_out(quotient, norm, to_device_async(norm.device(), number));
+    norm = std::move(quotient);
   }
-  return norm.to(norm_dtype(batches));
+  return norm.to(dtype);
 }
 
 }  // namespace torchamp::detail

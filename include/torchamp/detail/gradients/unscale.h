@@ -5,6 +5,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
 #include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/_foreach_div.h>
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/empty_like.h>
@@ -36,7 +37,11 @@ namespace torchamp::detail {
 // would round the factor to bf16, too, and launch a kernel for each gradient. So 16-bit gradients
 // that the kernel does not take go through fp32 copies, a part of them at a time.
 // Where nothing is to be multiplied, a GPU, which waits for memory, should only read: the
-// gradients' largest values tell. A CPU takes the kernel there, too, whose instructions are fewer.
+// gradients' largest values tell, and the kernel looks at these. A CPU gives it the gradients
+// there, too, which takes fewer instructions.
+//
+// What a device is to be asked beside costs no launch: a 0 among the gradients comes out of the
+// look as a new flag, and a number among the largest values is looked at with them.
 
 /// Whether ATen's kernel that unscales takes such gradients.
 inline bool unscale_kernel_takes(const GradientBatch& batch) {
@@ -72,9 +77,16 @@ void through_fp32(const GradientBatch& batch, const Function& function,
   }
 }
 
-/// The largest absolute value of each gradient that is not empty, with at least the precision of
-/// fp32; NaN where it has one.
-inline GradientBatch largest_values(const GradientBatch& batch) {
+/// What check() reads of a batch.
+struct LargestValues {
+  /// The largest absolute value of each gradient that is not empty, with at least the precision of
+  /// fp32; NaN where it has one.
+  GradientBatch values;
+  at::Tensor flag{};  ///< 0-dim fp32, 0; undefined where one would be a launch of its own
+};
+
+/// `zero`, one element of fp32 on the gradients' device, is what the flag is made from.
+inline LargestValues largest_values(const GradientBatch& batch, const at::Tensor& zero = {}) {
   // One that has gaps in memory would have ATen take all of its list one by one.
   std::array<std::vector<at::Tensor>, 2> lists;
   for (const at::Tensor& gradient : batch.gradients) {
@@ -82,30 +94,43 @@ inline GradientBatch largest_values(const GradientBatch& batch) {
     lists[gradient.is_non_overlapping_and_dense() ? 0 : 1].push_back(gradient);
   }
   const at::ScalarType dtype = is_16_bit(batch.dtype) ? at::kFloat : batch.dtype;
-  GradientBatch result{{batch.device, dtype}};
+  const bool makes_flag = zero.defined() && dtype == at::kFloat && !lists[0].empty();
+  if (makes_flag) lists[0].push_back(zero.view(batch.dtype));
+  LargestValues result{{{batch.device, dtype}}};
   for (const std::vector<at::Tensor>& list : lists) {
     if (list.empty()) continue;
     for (at::Tensor& largest :
          at::_foreach_norm(list, std::numeric_limits<double>::infinity(), dtype)) {
-      result.gradients.push_back(std::move(largest));
+      result.values.gradients.push_back(std::move(largest));
+    }
+    if (makes_flag && &list == &lists[0]) {
+      result.flag = std::move(result.values.gradients.back());
+      result.values.gradients.pop_back();
     }
   }
   return result;
 }
 
-/// Sets `flag`, 0-dim fp32 on their device, to 1 if any of the gradients is not finite. They are
-/// not changed, nor are their versions.
+/// Sets `flag`, 0-dim fp32 on their device, to 1 if any of these numbers is not finite. May write
+/// to them, but changes none that is finite.
+inline void look_at(const GradientBatch& numbers, const at::Tensor& one, at::Tensor& flag) {
+  if (numbers.gradients.empty()) return;
+  if (unscale_kernel_takes(numbers)) {
+    at::_amp_foreach_non_finite_check_and_unscale_(numbers.gradients, flag, one);
+  } else {
+    const at::Tensor finite = at::stack(numbers.gradients).isfinite().all();
+    at::maximum_out(flag, flag, finite.logical_not().to(flag.scalar_type()));
+  }
+}
+
+/// Sets `flag` to 1 if any of the gradients is not finite. They are not changed, nor are their
+/// versions.
 inline void check(const GradientBatch& batch, at::Tensor& flag) {
   const at::AutoDispatchBelowADInplaceOrView versions_stay;
-  const auto look_at = [&](const GradientBatch& values, const at::Tensor& factor) {
-    at::_amp_foreach_non_finite_check_and_unscale_(values.gradients, flag, factor);
-  };
-  if (batch.device.is_cpu()) return look_at(batch, at::ones({}, flag.options()));
-  const GradientBatch largest = largest_values(batch);
-  if (largest.gradients.empty()) return;
-  if (unscale_kernel_takes(largest)) return look_at(largest, /*any:*/ flag);
-  const at::Tensor finite = at::stack(largest.gradients).isfinite().all();
-  at::maximum_out(flag, flag, finite.logical_not().to(flag.scalar_type()));
+  if (batch.device.is_cpu() && !batch.gradients.empty() && unscale_kernel_takes(batch)) {
+    return look_at(batch, at::ones({}, flag.options()), flag);
+  }
+  look_at(largest_values(batch).values, /*any number: these are no gradients*/ flag, flag);
 }
 
 /// Multiplies gradients in place by `factor`, 0-dim fp32 on their device (exactly 1 changes
@@ -176,28 +201,52 @@ inline void multiply_and_check(const std::vector<GradientBatch>& batches,
   flags.gather();
 }
 
-/// The same without changing the gradients, nor their versions.
-inline void check(const std::vector<GradientBatch>& batches, at::Tensor& found_inf) {
+/// What check() looks for, and makes its flag with, beside the gradients. All may be undefined.
+struct CheckWith {
+  at::Tensor zero{};    ///< one element of fp32 on the flag's device: saves the launch of a 0
+  at::Tensor one{};     ///< 0-dim fp32 on the flag's device; wanted where `number` is there
+  at::Tensor scale{};   ///< 0-dim fp32: gradients that an inf comes of when divided by it count
+  at::Tensor number{};  ///< 0-dim fp32 on the flag's device, not the host: counts like a gradient
+};
+
+/// Sets `found_inf`, 0-dim fp32, 0 or 1, to 1 if any gradient is not finite; makes it, on `home`,
+/// where it is undefined. Neither the gradients are changed nor their versions. One look at each
+/// gradient, and one at each one's largest value; for reads see DeviceFlags.
+inline void check(const std::vector<GradientBatch>& batches, at::Tensor& found_inf, at::Device home,
+                  const CheckWith& with = {}) {
+  const at::AutoDispatchBelowADInplaceOrView versions_stay;
+  std::vector<LargestValues> looks;
+  for (const GradientBatch& batch : batches) {
+    const bool flags = !found_inf.defined() && batch.device == home;
+    const bool at_once = batch.device.is_cpu() && !with.scale.defined();
+    looks.push_back(at_once ? LargestValues{batch}
+                            : largest_values(batch, flags ? with.zero : at::Tensor()));
+    if (looks.back().flag.defined()) found_inf = looks.back().flag;
+  }
+  if (!found_inf.defined()) {
+    found_inf = at::zeros({}, at::TensorOptions(home).dtype(at::kFloat));
+  }
   DeviceFlags flags(found_inf);
-  for (const GradientBatch& batch : batches) check(batch, flags.on(batch.device));
+  at::Tensor number = with.number;
+  for (LargestValues& look : looks) {
+    const at::Device device = look.values.device;
+    at::Tensor& flag = flags.on(device);
+    if (device.is_cpu() && !with.scale.defined()) {
+      check(look.values, flag);
+      continue;
+    }
+    std::vector<at::Tensor>& values = look.values.gradients;
+    if (values.empty()) continue;
+    if (with.scale.defined()) at::_foreach_div_(values, to_device_async(device, with.scale));
+    const bool takes_number = number.defined() && device == home && look.values.dtype == at::kFloat;
+    if (takes_number) values.push_back(std::exchange(number, {}));
+    look_at(look.values, takes_number ? with.one : flag, flag);
+  }
+  if (number.defined()) look_at({{home, at::kFloat}, {number}}, with.one, found_inf);
   flags.gather();
 }
-
-/// Sets `found_inf` to 1 if any gradient is not finite or would not be when divided by
-/// `scale`, 0-dim fp32, with at least the precision of fp32. The gradients are not changed.
-inline void check_divided(const std::vector<GradientBatch>& batches, const at::Tensor& scale,
-                          at::Tensor& found_inf) {
-  for (const GradientBatch& batch : batches) {
-    const std::vector<at::Tensor> largest = largest_values(batch).gradients;
-    if (largest.empty()) continue;
-    const at::Tensor bad = at::stack(largest)
-                               .amax()
-                               .div(to_device_async(batch.device, scale))
-                               .isfinite()
-                               .logical_not();
-    found_inf.add_(to_device_async(found_inf.device(), bad));
-  }
-  found_inf.clamp_max_(1.);
+inline void check(const std::vector<GradientBatch>& batches, at::Tensor& found_inf) {
+  check(batches, found_inf, found_inf.device());
 }
 
 /// As check_divided, and gives the largest magnitude of all the gradients: 0-dim, with at least the
@@ -207,7 +256,7 @@ inline at::Tensor check_and_measure(const std::vector<GradientBatch>& batches,
                                     const at::Tensor& scale, at::Tensor& found_inf) {
   at::Tensor largest;
   for (const GradientBatch& batch : batches) {
-    const std::vector<at::Tensor> values = largest_values(batch).gradients;
+    const std::vector<at::Tensor> values = largest_values(batch).values.gradients;
     if (values.empty()) continue;
     const at::Tensor here = to_device_async(found_inf.device(), at::stack(values).amax());
     largest = largest.defined() ? at::maximum(largest, here) : here;

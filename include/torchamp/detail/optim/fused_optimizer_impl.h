@@ -76,12 +76,17 @@ TORCHAMP_BODY void FusedOptimizer::zero_grad(bool set_to_none) {
 TORCHAMP_BODY void FusedOptimizer::divide_next_step(const at::Tensor& divisor) {
   TORCH_CHECK_VALUE(divisor.defined(), "FusedOptimizer::divide_next_step: no divisor was given.");
   check_scalar(divisor, "divisor");
+  divide_next_step_by({divisor});
+}
+
+TORCHAMP_BODY void FusedOptimizer::divide_next_step_by(const detail::Divisor& divisor) {
   const detail::InternalOps internal;
   pending_.add(param_groups(), divisor);
 }
 
 TORCHAMP_BODY at::Tensor FusedOptimizer::next_step_divisor() const {
-  return pending_.of(param_groups());
+  const detail::InternalOps internal;
+  return pending_.of(param_groups()).value();
 }
 
 TORCHAMP_BODY at::Tensor FusedOptimizer::take_next_step_divisor() {
@@ -93,8 +98,9 @@ TORCHAMP_BODY at::Tensor FusedOptimizer::take_next_step_divisor() {
 TORCHAMP_BODY void FusedOptimizer::step_divided(const at::Tensor& grad_scale,
                                                 const at::Tensor& found_inf) {
   const detail::InternalOps internal;
-  const at::Tensor divisor = pending_.for_step(param_groups());
-  step_fused(detail::PendingDivisor::times(grad_scale, divisor), found_inf);
+  const detail::Divisor divisor = pending_.for_step(param_groups());
+  step_fused(known_.clip_in_scale ? grad_scale : divisor.times(grad_scale), found_inf,
+             found_inf.defined() && found_inf.is_same(known_.exact_flag));
   pending_.forget();
 }
 
@@ -191,8 +197,8 @@ void FusedOptimizerOf<Kernel>::note_replayed_step() {
 }
 
 template <detail::OptimizerKernel Kernel>
-void FusedOptimizerOf<Kernel>::step_fused(const at::Tensor& grad_scale,
-                                          const at::Tensor& found_inf) {
+void FusedOptimizerOf<Kernel>::step_fused(const at::Tensor& grad_scale, const at::Tensor& found_inf,
+                                          bool is_exact) {
   const detail::DropWeightCasts drop_weight_casts;
   if (!plan_.collect_gradients(param_groups_, state_)) {
     plan_.drop_counters(state_, counters_);
@@ -209,7 +215,7 @@ void FusedOptimizerOf<Kernel>::step_fused(const at::Tensor& grad_scale,
       stepped_with_.push_back(detail::options_of<Kernel>(param_groups_, g));
     }
   }
-  plan_.run(param_groups_, grad_scale, found_inf);
+  plan_.run(param_groups_, grad_scale, found_inf, is_exact);
 }
 
 /// Whether the options are those of the last step, but for the learning rates.

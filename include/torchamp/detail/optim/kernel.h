@@ -29,6 +29,7 @@ struct StepKey : TensorKind {
 /// have a gradient. Kept from step to step; the gradients are not.
 struct StepList : StepKey {
   std::size_t scalars = 0;  ///< the index of the device's StepScalars
+  bool by_foreach = false;  ///< the device lacks Kernel::op
   std::vector<at::Tensor> params{}, grads{};
   std::vector<at::Tensor> counters{};            ///< one for each parameter, shared or not
   std::vector<std::vector<at::Tensor>> state{};  ///< by kind of state, then by parameter
@@ -53,6 +54,8 @@ struct StepList : StepKey {
 ///     counted(options)   whether steps are counted on the device
 ///     steps, set_steps   the count as LibTorch's state holds it, for parameters that are counted
 ///     step(options, …)   the step of all parameters of a list
+///     op                 if there, the op of ATen's that step() calls; where the device lacks it,
+///                        list.by_foreach is true, and all parameters of a list have one count
 ///
 /// step() divides the gradients by scalars.grad_scale(), if it is there, and changes nothing where
 /// scalars.found_inf() is there and 1. The counters count the step already. It never reads the

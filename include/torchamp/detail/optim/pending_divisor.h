@@ -3,6 +3,9 @@
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/addcmul.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/rsub.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
@@ -31,26 +34,51 @@ namespace torchamp::detail {
 // Writes that leave the clipped gradients what they are (the check, GradScaler::unscale_) keep the
 // divisor.
 
+/// A number that gradients are to be divided by.
+struct Divisor {
+  at::Tensor number{};     ///< 0-dim fp32; undefined if there is none
+  double per_excess = 0.;  ///< if not 0, the divisor is 1 + per_excess * number, in one kernel less
+  bool is_number = true;   ///< or else it may be inf, to make gradients of 0
+
+  bool defined() const { return number.defined(); }
+
+  /// 0-dim fp32; undefined if there is none.
+  at::Tensor value() const {
+    return defined() && per_excess != 0. ? at::rsub(number, 1., -per_excess) : number;
+  }
+
+  /// The product with `factor`, on its device, where it is defined.
+  at::Tensor times(const at::Tensor& factor) const {
+    if (!factor.defined()) return value();
+    if (!defined()) return factor;
+    const at::Tensor here = to_device_async(factor.device(), number);
+    return per_excess != 0. ? at::addcmul(factor, here, factor, per_excess) : factor.mul(here);
+  }
+};
+
 /// What the gradients of an optimizer are still to be divided by when they are next stepped with.
 class PendingDivisor {
  public:
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 
-  /// Divides the gradients that are there now by `divisor`, 0-dim, on top of what is pending for
-  /// them. An error if that was left for others, unless these are all gone.
-  void add(const Groups& groups, const at::Tensor& divisor) {
-    const at::Tensor before = of(groups);
+  /// Divides the gradients that are there now by `divisor`, on top of what is pending for them. An
+  /// error if that was left for others, unless these are all gone.
+  void add(const Groups& groups, const Divisor& divisor) {
+    const Divisor before = of(groups);
     std::vector<Clipped> clipped;
     for_each_gradient(groups, [&](const at::Tensor& gradient) {
       clipped.push_back({WeakTensor(gradient.getIntrusivePtr()), version_of(gradient)});
     });
-    divisor_ = times(before, divisor);
+    divisor_ = divisor;
+    if (before.defined()) {
+      divisor_ = {divisor.times(before.value()), 0., before.is_number && divisor.is_number};
+    }
     clipped_ = std::move(clipped);
     graphs_ = at::sequence_number::peek();
   }
 
   /// The divisor of the gradients that are there now; undefined if there is none.
-  at::Tensor of(const Groups& groups) const {
+  Divisor of(const Groups& groups) const {
     if (!divisor_.defined()) return {};
     switch (compare(groups)) {
       case Match::same:
@@ -63,8 +91,8 @@ class PendingDivisor {
   }
 
   /// The same for a step with them; an error if they were put in the clipped ones' place.
-  at::Tensor for_step(const Groups& groups) const {
-    at::Tensor divisor = of(groups);
+  Divisor for_step(const Groups& groups) const {
+    Divisor divisor = of(groups);
     TORCH_CHECK(divisor.defined() || !divisor_.defined() || !has_gradients(groups) ||
                     at::sequence_number::peek() != graphs_,
                 message);
@@ -77,15 +105,8 @@ class PendingDivisor {
   }
 
   void forget() {
-    divisor_.reset();
+    divisor_ = {};
     clipped_.clear();
-  }
-
-  /// The product of two numbers on the device of the first; an undefined one counts as 1.
-  static at::Tensor times(const at::Tensor& a, const at::Tensor& b) {
-    if (!a.defined()) return b;
-    if (!b.defined()) return a;
-    return a.mul(to_device_async(a.device(), b));
   }
 
  private:
@@ -141,7 +162,7 @@ class PendingDivisor {
     return any ? Match::different : Match::gone;
   }
 
-  at::Tensor divisor_;
+  Divisor divisor_;
   std::vector<Clipped> clipped_;
   uint64_t graphs_ = 0;  // nodes that this thread had recorded then
 };

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "torchamp/detail/optim/counters.h"
+#include "torchamp/detail/optim/foreach_step.h"
 #include "torchamp/detail/optim/kernel.h"
 #include "torchamp/detail/optim/scalars.h"
 #include "torchamp/detail/optim/split_step.h"
@@ -281,8 +282,9 @@ class StepPlan {
   }
 
   /// Steps with the gradients collected.
-  void run(const ParamGroups& groups, const at::Tensor& grad_scale, const at::Tensor& found_inf) {
-    for (StepScalars& scalars : scalars_) scalars.begin(grad_scale, found_inf);
+  void run(const ParamGroups& groups, const at::Tensor& grad_scale, const at::Tensor& found_inf,
+           bool is_exact) {
+    for (StepScalars& scalars : scalars_) scalars.begin(grad_scale, found_inf, is_exact);
     for (const StepList& list : lists_) {
       const Options& options = options_of<Kernel>(groups, list.group);
       if (list.is_split) {
@@ -361,14 +363,24 @@ class StepPlan {
     return s;
   }
 
+  static bool lacks_op(const at::Tensor& param) {
+    if constexpr (requires { Kernel::op; }) {
+      return !has_fused_kernel(Kernel::op, param);
+    } else {
+      return false;
+    }
+  }
+
   /// The list that the parameter belongs to, which may be a new one.
   std::size_t list_of(std::size_t group, const at::Tensor& param,
                       std::shared_ptr<StepCounter> counter) {
-    if (!Kernel::apart || !uses_[group].counted) counter = nullptr;
+    const bool by_foreach = lacks_op(param);
+    if (!(Kernel::apart || by_foreach) || !uses_[group].counted) counter = nullptr;
     StepList& list = group_of(lists_, StepKey{TensorKind::of(param), group, std::move(counter),
                                               split_of(param) != nullptr});
     if (list.params.empty()) {
       list.scalars = scalars_of(param.device());
+      list.by_foreach = by_foreach;
       list.state.resize(uses_[group].kinds);
     }
     return static_cast<std::size_t>(&list - lists_.data());

@@ -2,26 +2,43 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ne.h>
+#include <ATen/ops/rsub.h>
+#include <c10/core/DispatchKeySet.h>
 
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/devices.h"
 #include "torchamp/detail/optim/counters.h"
 #include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
+
+/// Whether the device of `tensor` has ATen's fused kernel `op`, "aten::_fused_sgd_", and it does
+/// what is said of those in optim.h.
+inline bool has_fused_kernel(const char* op, const at::Tensor& tensor) {
+  if (!facts_of(tensor.device().type()).fused) return false;
+  return c10::Dispatcher::singleton().findSchemaOrThrow(op, "").hasKernelForDispatchKey(
+      c10::highestPriorityBackendTypeId(tensor.key_set()));
+}
 
 /// What a step needs on one device beside lists of tensors: the scale, the overflow flag, constants
 /// (an op with a number of the host costs several times one with a tensor), and the step counters.
 class StepScalars {
  public:
   explicit StepScalars(at::Device device)
-      : device_(device), zero_(number(0.F)), one_(number(1.F)), flag_(number(0.F)) {}
+      : device_(device),
+        zero_(number(0.F)),
+        one_(number(1.F)),
+        flag_(number(0.F)),
+        counts_by_sgd_(has_fused_kernel("aten::_fused_sgd_", one_)) {}
 
   at::Device device() const { return device_; }
   const at::Tensor& one() const { return one_; }
@@ -32,26 +49,25 @@ class StepScalars {
 
   void add_counter(std::shared_ptr<StepCounter> counter) {
     values_.push_back(counter->value);
+    ones_.push_back(one_);
     counters_.push_back(std::move(counter));
   }
 
-  /// Takes the scale and the flag to this device and counts the step, which the kernels want to
-  /// find counted.
-  void begin(const at::Tensor& grad_scale, const at::Tensor& found_inf) {
+  /// Takes the scale and the flag to this device and counts the step, unless it is skipped: the
+  /// kernels want to find it counted. `is_exact`: the flag is 0 or 1.
+  void begin(const at::Tensor& grad_scale, const at::Tensor& found_inf, bool is_exact) {
     grad_scale_.reset();
     found_inf_.reset();
     if (grad_scale.defined()) grad_scale_ = to_device_async(device_, grad_scale);
     if (found_inf.defined()) {
+      found_inf_ = to_device_async(device_, found_inf);
       // The kernels skip where the flag is exactly 1. A sum over devices or processes may be more.
-      at::ne_out(flag_, to_device_async(device_, found_inf), zero_);
-      found_inf_ = flag_;
+      if (!is_exact) found_inf_ = at::ne_out(flag_, *found_inf_, zero_);
     }
-    add_to_counters(one_, 1);
+    count_step();
   }
 
-  /// Takes the step off the counters again if it was skipped.
   void end() {
-    if (found_inf_) add_to_counters(*found_inf_, -1);
     for (const auto& counter : counters_) {
       if (!found_inf_) ++counter->at_least;
       ++counter->at_most;
@@ -70,19 +86,25 @@ class StepScalars {
     return at::full({}, value, at::device(device_).dtype(at::kFloat));
   }
 
-  void add_to_counters(const at::Tensor& amount, int sign) {
-    if (values_.size() == 1) {
-      values_[0].add_(amount, sign);
-    } else if (!values_.empty()) {
-      at::_foreach_add_(values_, amount, sign);
+  void count_step() {
+    if (values_.empty()) return;
+    if (!found_inf_) {
+      at::_foreach_add_(values_, one_);
+    } else if (!counts_by_sgd_) {
+      at::_foreach_add_(values_, at::rsub(*found_inf_, 1.));
+    } else {  // SGD's kernel adds numbers to numbers, or does not, in one launch
+      at::_fused_sgd_(values_, ones_, {}, /*weight_decay=*/0., /*momentum=*/0., /*lr=*/1.,
+                      /*dampening=*/0., /*nesterov=*/false, /*maximize=*/true,
+                      /*is_first_step=*/false, /*grad_scale=*/{}, found_inf_);
     }
   }
 
   at::Device device_;
   at::Tensor zero_, one_, flag_;
+  bool counts_by_sgd_;
   std::optional<at::Tensor> grad_scale_, found_inf_;
   StepCounters counters_;
-  std::vector<at::Tensor> values_;
+  std::vector<at::Tensor> values_, ones_;  // one for each counter
 };
 
 }  // namespace torchamp::detail

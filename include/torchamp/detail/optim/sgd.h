@@ -2,12 +2,15 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/eq.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/ne.h>
+#include <ATen/ops/rsub.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/ScalarType.h>
 #include <torch/optim/sgd.h>
@@ -18,6 +21,7 @@
 #include <optional>
 #include <vector>
 
+#include "torchamp/detail/optim/foreach_step.h"
 #include "torchamp/detail/optim/kernel.h"
 #include "torchamp/detail/tensors.h"
 
@@ -36,6 +40,7 @@ struct SgdKernel {
   using Options = torch::optim::SGDOptions;
   using State = torch::optim::SGDParamState;
   static constexpr const char* name = "FusedSGD";
+  static constexpr const char* op = "aten::_fused_sgd_";
   static constexpr bool apart = true;
 
   static std::size_t kinds(const Options& o) { return o.momentum() == 0 ? 0 : 1; }
@@ -48,6 +53,7 @@ struct SgdKernel {
   static void set_steps(State&, int64_t) {}
 
   static void step(const Options& o, const StepList& list, const StepScalars& scalars) {
+    if (list.by_foreach) return step_by_foreach(o, list, scalars);
     const auto& found_inf = scalars.found_inf();
     if (!counted(o) || list.counter->at_least > 0) {
       call(o, list, /*first=*/false, scalars.grad_scale(), found_inf);
@@ -68,6 +74,29 @@ struct SgdKernel {
   }
 
  private:
+  static void step_by_foreach(const Options& o, const StepList& list, const StepScalars& scalars) {
+    ForeachStep step(list, scalars);
+    step.decay(o.weight_decay());
+    const at::Tensor rate = step.rate_if_taken(o.lr());
+    if (o.momentum() != 0.) {
+      const std::vector<at::Tensor>& buffers = step.state[0];
+      at::Tensor weight = step.taken;  // of the gradient in the buffer
+      if (counted(o))
+        weight =
+            at::rsub(step.count().ne(1.).to(weight.scalar_type()), 1., o.dampening()).mul_(weight);
+      const std::vector<at::Tensor> parts = at::_foreach_mul(step.grads, weight);
+      at::_foreach_mul_(buffers, step.taken.mul(o.momentum() - 1.).add_(1.));
+      at::_foreach_add_(buffers, parts);
+      if (o.nesterov()) {
+        at::_foreach_add_(step.grads, buffers, o.momentum());
+      } else {
+        at::_foreach_copy_(step.grads, buffers);
+      }
+    }
+    step.descend(step.grads, rate);
+    step.store();
+  }
+
   // Found in 2.11: the CPU's kernel computes 16-bit parameters by vectors and stores only the rest.
   static constexpr bool cpu_loses_16_bit_steps =
       TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15;

@@ -67,6 +67,7 @@ class SplitPiece {
     part.dtype = at::kFloat;
     part.scalars = list.scalars;
     part.rate = list.rate;
+    part.by_foreach = list.by_foreach;
     part.state.resize(list.state.size());
     return part;
   }

@@ -27,8 +27,8 @@ namespace TORCHAMP_NAMESPACE {
 //
 // At a lower scale that takes gradients whose norm is above 2^96 max_norm. On the host the product
 // is looked at, and such gradients are divided as above, or the step skipped where some are fp16.
-// On a device that would be a read, or four launches more in each step: there such a step is made
-// with gradients of 0.
+// On a device, where looking would be a read, the check of the gradients looks at the product, too:
+// if fp32 cannot hold it, the step is skipped and the scale lowered, until it can.
 
 namespace detail {
 
@@ -43,20 +43,20 @@ inline bool product_overflows(const at::Tensor& a, const at::Tensor& b) {
 /// Whether the scale times `divisor`, a clip that is left to the step of `optimizer`, may be more
 /// than fp32 holds; see Note [A large scale and a clip].
 TORCHAMP_BODY bool GradScaler::clip_may_overflow(torch::optim::Optimizer& optimizer,
-                                                 const at::Tensor& divisor) {
+                                                 const detail::Divisor& divisor) {
   if (!divisor.defined()) return false;
   constexpr double largest_safe_scale = 0x1p32;
   const bool may = state_.may_exceed(largest_safe_scale, options_) ||
-                   (divisor.is_cpu() && state_.scale().is_cpu() &&
-                    detail::product_overflows(state_.scale(), divisor));
+                   (divisor.number.is_cpu() && state_.scale().is_cpu() &&
+                    detail::product_overflows(state_.scale(), divisor.value()));
   return may && !detail::has_half_gradients(optimizer);
 }
 
 /// On the host, sets `found_inf` where the scale times `divisor`, a clip that is left to a step, is
 /// more than fp32 holds.
-TORCHAMP_BODY void GradScaler::check_clip(const at::Tensor& divisor, at::Tensor& found_inf) {
-  if (!divisor.defined() || !divisor.is_cpu() || !state_.scale().is_cpu()) return;
-  if (detail::product_overflows(state_.scale(), divisor)) found_inf.fill_(1.);
+TORCHAMP_BODY void GradScaler::check_clip(const detail::Divisor& divisor, at::Tensor& found_inf) {
+  if (!divisor.defined() || !divisor.number.is_cpu() || !state_.scale().is_cpu()) return;
+  if (detail::product_overflows(state_.scale(), divisor.value())) found_inf.fill_(1.);
 }
 
 }  // namespace TORCHAMP_NAMESPACE

@@ -153,7 +153,7 @@ TORCHAMP_BODY void GradScaler::unscale(torch::optim::Optimizer& optimizer,
       optimizer, stays_at_one() ? detail::HalfGradients::allowed : detail::HalfGradients::refused,
       call);
   auto* const fused = dynamic_cast<FusedOptimizer*>(&optimizer);
-  const at::Tensor divisor = detail::divisor_left_to(optimizer);
+  const detail::Divisor divisor = detail::ClipLeft::to(optimizer);
   at::Tensor found_inf = at::zeros({}, state_.scale().options());
   at::Tensor largest;
   if (state_.forecasts()) {
@@ -163,7 +163,7 @@ TORCHAMP_BODY void GradScaler::unscale(torch::optim::Optimizer& optimizer,
       batches, [this](at::Device device) { return state_.inverse(device); }, found_inf);
   if (divisor.defined()) {  // a clip of the same gradients, still to be made
     fused->take_next_step_divisor();
-    fused->divide_next_step(divisor);
+    detail::ClipLeft::add(*fused, divisor);
   }
   const bool may_overflow = division_may_overflow(optimizer);
   if (may_overflow && !state_.forecasts()) detail::check(batches, found_inf);
@@ -171,24 +171,32 @@ TORCHAMP_BODY void GradScaler::unscale(torch::optim::Optimizer& optimizer,
            .found_inf = {std::move(found_inf), std::nullopt},
            .largest = std::move(largest),
            .had_gradients = !batches.empty(),
+           .exact = true,
            .gradients = detail::count_gradients(optimizer),
            .taken = detail::gradients_taken()};
 }
 
+/// `number`: one more that is to be finite, where the scale is.
 TORCHAMP_BODY void GradScaler::check_only(torch::optim::Optimizer& optimizer,
-                                          detail::OptimizerState& state, bool as_if_divided) {
+                                          detail::OptimizerState& state, bool as_if_divided,
+                                          const at::Tensor& number) {
   const detail::InternalOps guard;
   const auto batches =
       detail::gradients_of(optimizer, detail::HalfGradients::allowed, "GradScaler::step");
-  if (!state.found_inf.tensor.defined()) {
-    state.found_inf.tensor = at::zeros({}, state_.scale().options());
-  }
+  at::Tensor& found_inf = state.found_inf.tensor;
+  if (!found_inf.defined()) state.exact = true;
   if (state_.forecasts() && state.stage == detail::OptimizerState::Stage::ready) {
-    state.largest = detail::check_and_measure(batches, state_.scale(), state.found_inf.tensor);
-  } else if (as_if_divided) {
-    detail::check_divided(batches, state_.scale(), state.found_inf.tensor);
+    if (!found_inf.defined()) found_inf = at::zeros({}, state_.scale().options());
+    state.largest = detail::check_and_measure(batches, state_.scale(), found_inf);
+    if (number.defined()) {
+      detail::look_at({{number.device(), at::kFloat}, {number}}, state_.one(), found_inf);
+    }
   } else {
-    detail::check(batches, state.found_inf.tensor);
+    detail::check(batches, found_inf, state_.scale().device(),
+                  {.zero = state_.zero(),
+                   .one = state_.one(),
+                   .scale = as_if_divided ? state_.scale() : at::Tensor(),
+                   .number = number});
   }
   state.had_gradients |= !batches.empty();
 }
@@ -203,6 +211,7 @@ TORCHAMP_BODY void GradScaler::agree(detail::OptimizerState& state) {
                 "GradScaler: agree_found_inf has left no tensor of one element.");
     found_inf = found_inf.reshape({}).ne(0).to(state_.scale().options());
     state.found_inf = {std::move(found_inf), std::nullopt};
+    state.exact = true;
   }
   if (options_.agree_largest && state_.forecasts()) {
     const detail::InternalOps guard;
@@ -282,6 +291,29 @@ TORCHAMP_BODY StepResult GradScaler::unscaled_result(at::Tensor value) {
   return StepResult(std::move(record));
 }
 
+/// The scale times what a clip has left to a step.
+TORCHAMP_BODY at::Tensor GradScaler::scale_and_clip(const detail::Divisor& clip) const {
+  const detail::InternalOps guard;
+  return clip.times(state_.scale());
+}
+
+/// `clipped`: the scale holds what a clip has left to the step.
+TORCHAMP_BODY at::Tensor GradScaler::step_scaled(ScaledStep& optimizer,
+                                                 const at::Tensor& grad_scale,
+                                                 const detail::OptimizerState& state,
+                                                 bool clipped) {
+  const at::Tensor& found_inf = state.found_inf.tensor;
+  auto* const fused = dynamic_cast<FusedOptimizer*>(&optimizer);
+  if (!fused) return optimizer.step_scaled(grad_scale, found_inf);
+  const struct Known {
+    FusedOptimizer& optimizer;
+    ~Known() { optimizer.known_ = {}; }
+  } known{*fused};
+  fused->known_ = {.clip_in_scale = clipped && grad_scale.defined(),
+                   .exact_flag = state.exact ? found_inf : at::Tensor()};
+  return optimizer.step_scaled(grad_scale, found_inf);
+}
+
 TORCHAMP_BODY StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   using Stage = detail::OptimizerState::Stage;
   TORCH_CHECK(dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
@@ -298,11 +330,12 @@ TORCHAMP_BODY StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   at::Tensor grad_scale;
   const bool left_to_step = state.stage == Stage::ready && fused && !options_.recheck;
   const bool divides = division_may_overflow(optimizer);
-  const at::Tensor clip = left_to_step ? detail::divisor_left_to(optimizer) : at::Tensor();
+  const detail::Divisor clip = left_to_step ? detail::ClipLeft::to(optimizer) : detail::Divisor();
   if (left_to_step && !clip_may_overflow(optimizer, clip)) {
-    check_only(optimizer, state, divides);
+    grad_scale = scale_and_clip(clip);
+    const bool looks_at_product = clip.defined() && clip.is_number && !grad_scale.is_cpu();
+    check_only(optimizer, state, divides, looks_at_product ? grad_scale : at::Tensor());
     check_clip(clip, state.found_inf.tensor);
-    grad_scale = state_.scale();
   } else {
     if (state.stage == Stage::ready) unscale(optimizer, state, "GradScaler::step");
     if (options_.recheck && !state.rechecked) {
@@ -320,7 +353,7 @@ TORCHAMP_BODY StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   if (!state.had_gradients) {
     missing = report_missing(optimizer);
   } else if (fused) {
-    value = fused->step_scaled(grad_scale, state.found_inf.tensor);
+    value = step_scaled(*fused, grad_scale, state, clip.defined());
   } else if (!state.found_inf.read()) {
     value = optimizer.step();
   }
@@ -343,6 +376,7 @@ TORCHAMP_BODY std::shared_ptr<detail::StepRecord> GradScaler::record(
   } else {
     record->scale.tensor = state_.scale();
     record->skips_before.tensor = state_.skips();
+    record->lazy_skips = state_.lazy_skips();
     records_.push_back(record);
   }
   return record;

@@ -24,10 +24,7 @@ namespace TORCHAMP_NAMESPACE {
 /// Lets the results that are still in use keep the scale and the count of their step.
 TORCHAMP_BODY void GradScaler::before_change() {
   for (const auto& weak : records_) {
-    if (const auto record = weak.lock()) {
-      record->scale.keep();
-      record->skips_before.keep();
-    }
+    if (const auto record = weak.lock()) record->keep();
   }
   records_.clear();
 }
@@ -87,7 +84,8 @@ TORCHAMP_BODY detail::ScaleLimits::Met GradScaler::apply_update() {
   before_change();
   at::Tensor found_inf = flags.front();
   for (std::size_t i = 1; i < flags.size(); ++i) found_inf = at::add(found_inf, flags[i]);
-  state_.advance(options_, flags.size() > 1 ? found_inf.clamp_max(1.) : found_inf, largest);
+  state_.advance(options_, flags.size() > 1 ? found_inf.clamp_max(1.) : found_inf, largest,
+                 watched);
   if (watched) limits_.send(state_.scale_and_skips());
   return met;
 }

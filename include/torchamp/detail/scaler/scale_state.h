@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_amp_update_scale.h>
 #include <ATen/ops/addcmul.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/nan_to_num.h>
 #include <ATen/ops/zeros.h>
@@ -17,6 +18,7 @@
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/scaler/scale_bound.h"
 #include "torchamp/detail/scaler/scale_update.h"
+#include "torchamp/detail/scaler/skip_count.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler_options.h"
 
@@ -52,13 +54,23 @@ class ScaleState {
 
   void create(at::Device device) {
     const c10::InferenceMode no_inference(false);
-    scale_and_skips_ = at::full({2}, host_->scale, at::TensorOptions(device).dtype(at::kFloat));
+    const at::TensorOptions options = at::TensorOptions(device).dtype(at::kFloat);
+    if (!device.is_cpu()) zero_and_one_ = at::arange(2, options);
+    scale_and_skips_ = at::full({2}, host_->scale, options);
     device_.scale = scale_and_skips_.select(0, 0);
     device_.skips = scale_and_skips_.select(0, 1);
   }
 
   /// As before create().
-  void drop() { scale_and_skips_ = device_.scale = device_.skips = at::Tensor(); }
+  void drop() { scale_and_skips_ = device_.scale = device_.skips = zero_and_one_ = at::Tensor(); }
+
+  /// Constants on the scale's device, fp32: one element, and 0-dim. Undefined on the host.
+  at::Tensor zero() const {
+    return zero_and_one_.defined() ? zero_and_one_.narrow(0, 0, 1) : at::Tensor();
+  }
+  at::Tensor one() const {
+    return zero_and_one_.defined() ? zero_and_one_.select(0, 1) : at::Tensor();
+  }
 
   /// What the host may want a mirror of: the scale and the bad iterations in a row, fp32.
   const at::Tensor& scale_and_skips() const { return scale_and_skips_; }
@@ -75,6 +87,7 @@ class ScaleState {
                                   const at::Tensor& tensor) { value = tensor.item<double>(); },
                                values.forecast, device_.forecast);
     }
+    values.skips = read_skips();
     return values;
   }
   /// The scale as it stays until it is set, if no update changes it; 0 if not known.
@@ -90,12 +103,19 @@ class ScaleState {
     return options.max_scale > limit && (replayed_ || at_most_ > limit);
   }
   /// From now on the device may change the scale without the host's knowledge.
-  void expect_replays() { replayed_ = true; }
+  void expect_replays() {
+    replayed_ = true;
+    if (!host_) count_skips_at_once();
+  }
 
   double read_scale() const { return host_ ? host_->scale : device_.scale.item<double>(); }
-  double read_skips() const { return host_ ? host_->skips : device_.skips.item<double>(); }
-  /// 0-dim, on the device; only where the host does not know.
-  const at::Tensor& skips() const { return device_.skips; }
+  double read_skips() const {
+    if (host_) return host_->skips;
+    return (lazy_skips_.defined() ? lazy_skips_.tensor() : device_.skips).item<double>();
+  }
+  /// Only where the host does not know: 0-dim, on the device; undefined if lazy_skips() is not.
+  at::Tensor skips() const { return lazy_skips_.defined() ? at::Tensor() : device_.skips; }
+  const SkipCount& lazy_skips() const { return lazy_skips_; }
 
   /// 1/scale as a 0-dim fp32 tensor on `device`, computed in fp64 as torch.amp does.
   at::Tensor inverse(at::Device device) const {
@@ -113,6 +133,7 @@ class ScaleState {
       if (created() && changes) device_.scale.fill_(values.scale);
       return;
     }
+    lazy_skips_ = {};
     for_each_number([](const char*, at::Tensor& tensor, double value) { tensor.fill_(value); },
                     device_, values);
     if (forecasts_) {
@@ -171,11 +192,17 @@ class ScaleState {
     }
   }
 
-  /// One iteration whose flag only the device knows: 0-dim fp32 on the scale's device, non-zero if
-  /// bad. `largest`: see after_update(); undefined where it is not known. In place, without a read.
+  /// One iteration whose flag only the device knows: 0-dim fp32 on the scale's device, 1 if bad or
+  /// else 0. `largest`: see after_update(); undefined where it is not known. `shows_skips`: whether
+  /// scale_and_skips() is to be up to date. In place, without a read.
   void advance(const GradScalerOptions& options, const at::Tensor& found_inf,
-               const at::Tensor& largest = {}) {
+               const at::Tensor& largest = {}, bool shows_skips = false) {
     leave_host();
+    const bool lazily = is_torch_update(options) && !shows_skips && !replayed_;
+    if (lazily && !lazy_skips_.defined()) {
+      lazy_skips_ = SkipCount(device_.skips.to(at::kFloat, false, /*copy=*/true));
+    }
+    if (!lazily) count_skips_at_once();
     if (is_torch_update(options)) {
       at::_amp_update_scale_(device_.scale, device_.growth_tracker, found_inf,
                              options.growth_factor, options.backoff_factor,
@@ -183,7 +210,11 @@ class ScaleState {
       if (may_leave_limits(options)) {
         device_.scale.clamp_(options.min_scale, options.max_scale);
       }
-      at::addcmul_out(device_.skips, found_inf, device_.skips, found_inf);
+      if (lazily) {
+        lazy_skips_.add(found_inf);
+      } else {
+        at::addcmul_out(device_.skips, found_inf, device_.skips, found_inf);
+      }
     } else {
       const at::ScalarType dtype = number_type();
       ScaleMemory<at::Tensor> before;
@@ -231,6 +262,13 @@ class ScaleState {
   }
 
  private:
+  /// From now on each iteration changes device_.skips, which is brought up to date.
+  void count_skips_at_once() {
+    if (!lazy_skips_.defined()) return;
+    device_.skips.copy_(lazy_skips_.tensor());
+    lazy_skips_ = {};
+  }
+
   /// In which the device computes an update.
   at::ScalarType number_type() const {
     const bool lacks_fp64 = facts_of(device_.scale.device().type()).fp64 == Fp64::no;
@@ -264,8 +302,10 @@ class ScaleState {
   std::optional<ScaleMemory<double>> host_;
   bool forecasts_;
   at::Tensor scale_and_skips_;  // in one piece
+  at::Tensor zero_and_one_;
   // Of these, only the scale and the skips (parts of scale_and_skips_) where the host knows.
   ScaleMemory<at::Tensor> device_;
+  SkipCount lazy_skips_;  // if defined, what device_.skips does not tell
   ScaleBound bound_;
   double at_most_ = 0.;        // the scale is not above this
   int64_t good_in_a_row_ = 0;  // what device_.growth_tracker may be where it is so

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "torchamp/detail/host_values.h"
+#include "torchamp/detail/scaler/skip_count.h"
 #include "torchamp/missing_gradients.h"
 
 namespace torchamp::detail {
@@ -21,10 +22,25 @@ struct StepRecord {
   ReadOnce<bool> found_inf;
   bool had_gradients = true;
   ReadOnce<double> scale;         ///< what the gradients were scaled by
-  ReadOnce<double> skips_before;  ///< bad iterations in a row before this one
-  at::Tensor value;               ///< what the optimizer's step returned
+  ReadOnce<double> skips_before;  ///< bad iterations in a row before this one, if not lazy_skips
+  SkipCount lazy_skips{};
+  at::Tensor value;  ///< what the optimizer's step returned
   std::vector<MissingGradient> missing;
   int64_t attempts = 1;  ///< evaluations of the first loss, for closures
+
+  /// Bad iterations in a row before this one; reads the device where the host does not know.
+  double read_skips_before() {
+    if (lazy_skips.defined() && !skips_before.tensor.defined()) {
+      skips_before.tensor = lazy_skips.tensor();
+    }
+    return skips_before.read();
+  }
+
+  /// Makes later changes of the scale's state invisible.
+  void keep() {
+    scale.keep();
+    if (!lazy_skips.defined()) skips_before.keep();
+  }
 };
 
 /// How many parameters of `optimizer` have one. Reads no device.
@@ -53,6 +69,7 @@ struct OptimizerState {
   bool had_gradients = false;  ///< at least one was checked
   bool agreed = false;         ///< agree_found_inf has been called
   bool rechecked = false;      ///< and that step() has looked once more
+  bool exact = false;          ///< the flag is 0 or 1, as kernels want it
   std::size_t gradients = 0;   ///< how many there were when they were unscaled
   uint64_t taken = 0;          ///< gradients_taken() then
 };

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <torchamp/detail/devices.h>
+
+namespace simulated {
+
+/// Makes the simulated accelerator another kind of device for torchamp, for as long as it lives.
+/// Objects that know the device from before may go on as they were.
+class Facts {
+ public:
+  explicit Facts(const torchamp::detail::DeviceFacts& facts) {
+    torchamp::detail::facts_of_own_backend() = facts;
+  }
+  ~Facts() { torchamp::detail::facts_of_own_backend().reset(); }
+  Facts(const Facts&) = delete;
+  Facts& operator=(const Facts&) = delete;
+};
+
+/// Those of the table's row for `type`.
+inline torchamp::detail::DeviceFacts facts_like(at::DeviceType type) {
+  torchamp::detail::DeviceFacts facts = torchamp::detail::facts_of(type);
+  facts.type = at::kPrivateUse1;
+  return facts;
+}
+
+}  // namespace simulated
