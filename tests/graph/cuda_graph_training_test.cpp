@@ -346,7 +346,8 @@ TEST_P(WithGraphs, AReplayIsOneLaunchWithoutWaitsAndCopiesOverTheHost) {
   EXPECT_EQ(counts.graph_launches, 1);
   EXPECT_EQ(counts.waits + counts.host_to_device + counts.device_to_host, 0);
   EXPECT_GE(counts.kernels, expected.kernels + 2) << "two inputs are copied in";
-  EXPECT_LE(counts.kernels, expected.kernels + 6) << "and a scale may be below 1 for all it knows";
+  EXPECT_LE(counts.kernels, expected.kernels + 10)
+      << "and the scale may be anything for all it knows";
 }
 
 TEST_P(WithGraphs, GivesItsMemoryBackAtReset) {

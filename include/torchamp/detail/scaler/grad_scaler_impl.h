@@ -153,7 +153,9 @@ TORCHAMP_BODY void GradScaler::unscale(torch::optim::Optimizer& optimizer,
       optimizer, stays_at_one() ? detail::HalfGradients::allowed : detail::HalfGradients::refused,
       call);
   auto* const fused = dynamic_cast<FusedOptimizer*>(&optimizer);
-  const detail::Divisor divisor = detail::ClipLeft::to(optimizer);
+  const detail::Divisor left = detail::ClipLeft::to(optimizer);
+  // Computed here: the step that follows is not to run out of memory once this one is recorded.
+  const detail::Divisor divisor{left.value(), 0., left.is_number};
   at::Tensor found_inf = at::zeros({}, state_.scale().options());
   at::Tensor largest;
   if (state_.forecasts()) {
@@ -333,6 +335,8 @@ TORCHAMP_BODY StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   const detail::Divisor clip = left_to_step ? detail::ClipLeft::to(optimizer) : detail::Divisor();
   if (left_to_step && !clip_may_overflow(optimizer, clip)) {
     grad_scale = scale_and_clip(clip);
+    // A step that is tried again looks anew: a failed capture has taken its flag's memory with it.
+    if (!state.agreed) state.found_inf = {};
     const bool looks_at_product = clip.defined() && clip.is_number && !grad_scale.is_cpu();
     check_only(optimizer, state, divides, looks_at_product ? grad_scale : at::Tensor());
     check_clip(clip, state.found_inf.tensor);
