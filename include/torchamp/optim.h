@@ -60,6 +60,8 @@ class FusedOptimizer : public torch::optim::Optimizer,
                        public detail::StepsSplitWeights {
  public:
   ~FusedOptimizer() override;
+  FusedOptimizer(FusedOptimizer&&) = default;
+  FusedOptimizer& operator=(FusedOptimizer&&) = default;
 
   /// As torch::optim::Optimizer::step: runs the closure, if there is one, with gradients enabled,
   /// steps, and returns the closure's value or an undefined tensor.
@@ -161,6 +163,8 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
   explicit FusedOptimizerOf(std::vector<at::Tensor> params, Options defaults = {})
       : FusedOptimizerOf(detail::one_group(std::move(params)), std::move(defaults)) {}
   ~FusedOptimizerOf() override;
+  FusedOptimizerOf(FusedOptimizerOf&&) = default;
+  FusedOptimizerOf& operator=(FusedOptimizerOf&&) = default;
 
   /// The states of the parameters, in the types of LibTorch's own optimizer; a parameter whose
   /// every step was skipped may have one or not. Brings their step counts, which live on the
