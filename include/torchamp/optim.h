@@ -163,8 +163,10 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
   explicit FusedOptimizerOf(std::vector<at::Tensor> params, Options defaults = {})
       : FusedOptimizerOf(detail::one_group(std::move(params)), std::move(defaults)) {}
   ~FusedOptimizerOf() override;
+  // NOLINTBEGIN(performance-noexcept-move-constructor): LibTorch's own may throw
   FusedOptimizerOf(FusedOptimizerOf&&) = default;
   FusedOptimizerOf& operator=(FusedOptimizerOf&&) = default;
+  // NOLINTEND(performance-noexcept-move-constructor)
 
   /// The states of the parameters, in the types of LibTorch's own optimizer; a parameter whose
   /// every step was skipped may have one or not. Brings their step counts, which live on the

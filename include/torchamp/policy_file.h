@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <torch/nn/module.h>
 
 #include <string>
@@ -45,13 +46,13 @@ struct LoadedPolicies {
 /// `#` starts a comment. Errors name the file, the line and what is wrong with it.
 inline LoadedPolicies load_policies(const std::string& path) {
   const std::string call = "torchamp::load_policies";
+  const std::string place = c10::str(call, ": '", path, "'");
   const auto parts = detail::parts_of_policies(detail::read_policy_file(call, path));
   LoadedPolicies loaded;
   for (std::size_t i = 0; i < parts.size(); ++i) {
     const auto& [module, text] = parts[i];
     const Policy policy(
-        detail::PolicyParser(call + ": '" + path + "'", &detail::parse_fp8_rule<at::Tensor>)
-            .parse(text));
+        detail::PolicyParser(place, &detail::parse_fp8_rule<at::Tensor>).parse(text));
     if (i == 0) {
       loaded.policy = policy;
     } else {

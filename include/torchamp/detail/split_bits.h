@@ -100,6 +100,7 @@ class SplitRuns {
 
   static std::vector<at::Tensor> as_int16(const std::vector<at::Tensor>& tensors) {
     std::vector<at::Tensor> views;
+    views.reserve(tensors.size());
     for (const at::Tensor& tensor : tensors) views.push_back(tensor.view(at::kShort));
     return views;
   }

@@ -121,6 +121,7 @@ inline void PrecisionAudit::run(const std::function<void()>& step, int64_t n) {
     for (double AuditRow::*const time :
          {&AuditRow::fp32_us, &AuditRow::low_us, &AuditRow::cast_us}) {
       std::vector<double> times;
+      times.reserve(runs.size());
       for (const auto& run : runs) times.push_back(run[r].*time);
       data.rows[r].*time = detail::median(std::move(times));
     }
@@ -128,6 +129,7 @@ inline void PrecisionAudit::run(const std::function<void()>& step, int64_t n) {
   data.edges = edges[0];
   for (std::size_t e = 0; e < data.edges.size(); ++e) {
     std::vector<double> times;
+    times.reserve(edges.size());
     for (const auto& run : edges) times.push_back(run[e].us);
     data.edges[e].us = detail::median(std::move(times));
   }

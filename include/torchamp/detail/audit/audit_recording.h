@@ -284,7 +284,7 @@ class AuditRecording final : public Observer {
     if (exact.numel() == 0) return;
     row.largest = std::max(row.largest, magnitude.amax().item<double>());
     const double infinity = std::numeric_limits<double>::infinity();
-    const double smallest =
+    const auto smallest =
         magnitude.masked_fill(not_zero.logical_not(), infinity).amin().item<double>();
     if (std::isfinite(smallest) && (row.smallest == 0. || smallest < row.smallest)) {
       row.smallest = smallest;

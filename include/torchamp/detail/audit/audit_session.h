@@ -68,9 +68,9 @@ class BackwardWithoutAutocast final : public Observer {
 /// at the end.
 class AuditSession {
  public:
-  AuditSession(const AuditedModel& audited, const std::function<void()>& step)
+  AuditSession(const AuditedModel& audited, std::function<void()> step)
       : audited_(audited),
-        step_(step),
+        step_(std::move(step)),
         sites_(*audited.model),
         policies_(sites_),
         state_(*audited.model) {}

@@ -148,7 +148,7 @@ inline double gradient_error(const std::vector<at::Tensor>& gradients,
     const at::Tensor wide = exact[i].to(at::kDouble);
     const double all =
         std::max(wide.square().sum().item<double>(), least * static_cast<double>(wide.numel()));
-    const double error = gradients[i].to(at::kDouble).sub(wide).square().sum().item<double>();
+    const auto error = gradients[i].to(at::kDouble).sub(wide).square().sum().item<double>();
     if (!std::isfinite(error)) return infinity;
     if (all > 0.) sum += error / all;
     ++count;

@@ -96,6 +96,7 @@ class CallTrial {
       });
       if (with_gradient.empty()) return result;
       std::vector<at::Tensor> gradients;
+      gradients.reserve(with_gradient.size());
       for (const at::Tensor& tensor : with_gradient) gradients.push_back(at::ones_like(tensor));
       result.seconds += seconds_on(device_, [&] {
         (void)torch::autograd::grad(with_gradient, leaves, gradients, /*retain_graph=*/false,
@@ -167,7 +168,7 @@ class CallTrial {
     if (!value.isList()) return value;
     c10::impl::GenericList list = value.toList().copy();
     for (std::size_t i = 0; i < list.size(); ++i) {
-      const c10::IValue element = list.get(i);
+      const c10::IValue& element = list.get(i);
       if (element.isTensor() && element.toTensor().defined()) {
         list.set(i, function(element.toTensor()));
       }

@@ -86,6 +86,7 @@ class ForeachStep {
  private:
   static void widen(std::vector<at::Tensor>& tensors) {
     std::vector<at::Tensor> wide;
+    wide.reserve(tensors.size());
     for (const at::Tensor& tensor : tensors) {
       wide.push_back(at::empty_like(tensor, tensor.options().dtype(at::kFloat)));
     }

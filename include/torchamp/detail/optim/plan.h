@@ -205,7 +205,8 @@ class StepPlan {
       return Kernel::steps(static_cast<const State&>(*state->second));
     };
     for (auto& counter : counters.assign(counted, steps_so_far)) {
-      plan.scalars_[plan.scalars_of(counter->value.device())].add_counter(std::move(counter));
+      StepScalars& scalars = plan.scalars_[plan.scalars_of(counter->value.device())];
+      scalars.add_counter(std::move(counter));
     }
     auto slot = plan.slots_.begin();
     for (std::size_t g = 0; g < groups.size(); ++g) {

@@ -30,8 +30,8 @@ inline constexpr int64_t split_piece_unit = 1 << 12;
 /// A part of a list of split weights that is stepped at once.
 class SplitPiece {
  public:
-  SplitPiece(const StepList& list, const at::Tensor& buffer)
-      : list_(list), buffer_(buffer), runs_(list.device), piece_(part_of(list)) {}
+  SplitPiece(const StepList& list, at::Tensor buffer)
+      : list_(list), buffer_(std::move(buffer)), runs_(list.device), piece_(part_of(list)) {}
 
   int64_t room() const { return buffer_.numel() - elements_; }
   bool empty() const { return elements_ == 0; }

@@ -168,8 +168,9 @@ TORCHAMP_BODY AutocastRegion::AutocastRegion(at::DeviceType device,
                                              std::optional<bool> cache_enabled,
                                              std::optional<WeightCache> cache,
                                              std::shared_ptr<const PolicyData> policy)
-    : AutocastRegion(Checked(device, dtype, enabled, asked_cache(cache_enabled, cache), policy),
-                     cache_enabled || !cache ? cache_enabled : cache != WeightCache::none) {}
+    : AutocastRegion(
+          Checked(device, dtype, enabled, asked_cache(cache_enabled, cache), std::move(policy)),
+          cache_enabled || !cache ? cache_enabled : cache != WeightCache::none) {}
 
 TORCHAMP_BODY AutocastRegion::AutocastRegion(Checked checked, std::optional<bool> cache_enabled)
     : before_(DeviceAutocastState::of(checked.device)),

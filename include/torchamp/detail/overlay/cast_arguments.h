@@ -195,7 +195,7 @@ class CastArguments {
       } else if (value.isList()) {
         c10::impl::GenericList list = value.toList().copy();
         for (std::size_t i = 0; i < list.size(); ++i) {
-          const c10::IValue element = list.get(i);
+          const c10::IValue& element = list.get(i);
           if (!element.isTensor() || !takes(element.toTensor(), position)) continue;
           list.set(i, kept_cast(store, element.toTensor(), dtype, keep));
         }

@@ -203,8 +203,8 @@ class DerivedWeights {
 
  private:
   struct Entry {
-    Entry(const WeightStamp& of, WeightForm as, WeightKeep keep_for, Tensors made)
-        : stamp(of), form(as), tensors(std::move(made)) {
+    Entry(WeightStamp of, WeightForm as, WeightKeep keep_for, Tensors made)
+        : stamp(std::move(of)), form(as), tensors(std::move(made)) {
       keep(keep_for);
       for (const at::Tensor& tensor : tensors) {
         versions.push_back(tensor._version());
