@@ -6,9 +6,9 @@
 
 /// @file
 /// Defines what the other headers only declare where TORCHAMP_COMPILED is defined. A program that
-/// defines it includes this header, first of all, in one of its source files. CMake's target
-/// torchamp::compiled, linked instead of torchamp::torchamp, does both. Source files that use
-/// torchamp then compile almost as fast as without it; what they do stays the same.
+/// defines it, in all of its source files, includes this header, first of all, in one of them.
+/// CMake's target torchamp::compiled, linked instead of torchamp::torchamp, does both. Source files
+/// that use torchamp then compile almost as fast as without it; what they do stays the same.
 
 #ifndef TORCHAMP_COMPILED
 #define TORCHAMP_COMPILED

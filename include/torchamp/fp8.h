@@ -10,12 +10,11 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-/// How the operands of a product become 8-bit numbers, and at what scales.
-/// All scales are of this very call.
+/// How the operands of a product become numbers of 8 or 4 bits, and at what scales. All scales are
+/// of this very call.
 enum class Fp8Recipe : std::uint8_t {
-  /// One scale a tensor: the largest power of two with which it stays in the format's range. e4m3
-  /// in
-  /// forward, e5m2 for gradients.
+  /// One scale a tensor: the largest power of two that keeps every element in the format's range.
+  /// e4m3 in forward, e5m2 for gradients.
   tensorwise,
   /// e4m3 everywhere, such a scale for each row of what is multiplied.
   rowwise,

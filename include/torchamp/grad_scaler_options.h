@@ -153,12 +153,15 @@ struct GradScalerOptions {
   }
 
   /// Follows the gradients' magnitude: OpenSeq2Seq's LogMaxScaler
-  /// (open_seq2seq/optimizers/automatic_loss_scaler.py, with its averages mended). From the first
-  /// backward() on, the scale is the power of two for which the largest of all gradients stays
-  /// below what fp16 holds, by its average, its spread and its latest. So it need not grow slowly,
-  /// and nearly no step is skipped to find it. Decided on the device, without a read: the largest
-  /// magnitude is what the check for infs gives. (Where unscale_ divides the gradients, that check
-  /// is a pass of its own.) Gradients in fp16 and in fp32 behind fp16 layers alike.
+  /// (open_seq2seq/optimizers/automatic_loss_scaler.py), with the mistakes of its averages mended:
+  /// see Note [A scale that looks ahead]. From the first backward() on, the scale is the largest
+  /// power of two at which the largest gradient is expected to stay well within fp16's range,
+  /// from a running mean and variance of its logarithm, and from its latest value. So it need not
+  /// grow slowly, and nearly no step is skipped to find it. Over several processes set
+  /// agree_found_inf and agree_largest; one of them alone is an error. Decided on the device,
+  /// without a read: the largest magnitude is what the check for infs gives. (Where unscale_
+  /// divides the gradients, that check is a pass of its own.) Gradients in fp16 and in fp32 behind
+  /// fp16 layers alike.
   static GradScalerOptions predictive() { return {.max_scale = 0x1p32, .follows_gradients = true}; }
 
   /// For bf16 and fp32: the scale is 1 and stays so; a step with an inf or a NaN is skipped.

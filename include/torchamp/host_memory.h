@@ -59,8 +59,8 @@ inline bool malloc_is_glibcs() {
 /// Returns whether the settings are in force. False, and nothing changed, where malloc is not
 /// glibc's: on another C library, under a sanitizer, with jemalloc or tcmalloc loaded.
 ///
-/// The process never grows smaller, then, than it was at its largest, whatever needed that much:
-/// blocks above 2 GB aside, and but for calls of malloc_trim(0), which gives back what is free now.
+/// The process then never shrinks below its peak, except for blocks above 2 GB (where glibc knows
+/// such thresholds) and after malloc_trim(0), which gives back what is free now.
 /// It cannot be undone, since glibc does not adapt its settings any more once they were set. Values
 /// that the environment gave (MALLOC_TRIM_THRESHOLD_ and the like) are overridden. The library
 /// never calls it by itself.

@@ -25,7 +25,8 @@ namespace TORCHAMP_NAMESPACE {
 /// How MasterWeights keeps its masters.
 enum class MasterStorage {
   full,   ///< as tensors of their own: with the model's weights 6 bytes a weight
-  split,  ///< what the model's bf16 weights lack of them: 4 bytes. For fused optimizers only
+  split,  ///< only the 16 bits that the model's bf16 weights lack: with these, 4 bytes a weight.
+          ///< For fused optimizers only
 };
 
 /// Which parameters MasterWeights keeps in 16 bits, and which in fp32.
@@ -45,7 +46,8 @@ struct MasterWeightsOptions {
 
   /// Whether backward adds each 16-bit gradient to the masters' gradients, in fp32, and frees it as
   /// soon as it has made it, so that take_gradients() is not needed, micro-batches add up in fp32,
-  /// and the model's gradients take no memory. DistributedDataParallel averages them in fp32.
+  /// and the model's gradients take no memory. DistributedDataParallel averages them in fp32, or in
+  /// its reduce_dtype.
   bool main_gradients = false;
 };
 
@@ -82,8 +84,8 @@ struct MasterWeightsOptions {
 /// weights and no masters.
 ///
 /// With `.main_gradients` the line with take_gradients() falls away: backward() does it, one
-/// gradient at a time. What take_gradients() refuses is an error of backward() then. (A gradient
-/// that the program's own hook on a weight sees is still of 16 bits.)
+/// gradient at a time. What take_gradients() refuses is an error of backward() then. (The program's
+/// own hook on a weight still sees the 16-bit gradient.)
 ///
 /// Reads no device. One thread at a time.
 class MasterWeights {

@@ -127,7 +127,7 @@ inline constexpr std::string_view interpolation_ops[] = {
 /// The families of ops that the standard table is made of, and those that users edit together.
 /// An op calls others (`linear` calls `addmm`), and only the outermost op on a list is cast, so a
 /// rule for `mm` alone does not reach `linear`: edit the family. torch::nn::Linear in C++ does not
-/// call `linear` but `addmm` or `matmul`: for it edit ops::matmul too.
+/// call `linear` but `addmm` or `matmul`: for it edit ops::matmul too, or ops::dense.
 namespace ops {
 
 /// Matrix products and what is made of them: `mm`, `matmul`, `einsum`, …
@@ -136,8 +136,8 @@ inline constexpr OpFamily matmul{"matmul", detail::matmul_ops};
 inline constexpr OpFamily conv{"conv", detail::conv_ops};
 /// `linear`, which scripts and torch::linear call; not torch::nn::Linear.
 inline constexpr OpFamily linear{"linear", detail::linear_ops};
-/// Products with a matrix, which can be in fp8: `linear`, `addmm`, `mm`, `matmul`. These are what
-/// torch::nn::Linear calls. All are in other families, too.
+/// Products with a matrix, which can be in fp8: `linear`, `addmm`, `mm`, `matmul`. What
+/// torch::nn::Linear calls is among them. All are in other families, too.
 inline constexpr OpFamily dense{"dense", detail::dense_ops};
 /// Scaled dot-product and multi-head attention.
 inline constexpr OpFamily attention{"attention", detail::attention_ops};

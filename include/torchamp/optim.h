@@ -34,7 +34,8 @@
 ///     …
 ///     scaler.step(optimizer);  // reads nothing
 ///
-/// A step is one call for each group, device and dtype, however many parameters there are. Its
+/// Where there are fused kernels, a step is one call for each group, device and dtype, however many
+/// parameters there are. Its
 /// state lives on the parameters' device in their dtype. LibTorch's schedulers, groups with options
 /// of their own, gradients that appear later and closures work as with LibTorch's.
 ///
@@ -53,7 +54,7 @@ struct ClipLeft;
 }
 
 /// What all fused optimizers have in common: they step all parameters of a group, device and dtype
-/// with one call of a kernel, and decide on the device whether a step is taken. Neither step() nor
+/// together, and decide on the device whether a step is taken. Neither step() nor
 /// step_scaled() ever reads the device. One thread at a time.
 class FusedOptimizer : public torch::optim::Optimizer,
                        public ScaledStep,
@@ -169,7 +170,7 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
   // NOLINTEND(performance-noexcept-move-constructor)
 
   /// The states of the parameters, in the types of LibTorch's own optimizer; a parameter whose
-  /// every step was skipped may have one or not. Brings their step counts, which live on the
+  /// every step was skipped may or may not have one. Brings their step counts, which live on the
   /// device, up to date: reads it if a step since then could be skipped. They may be changed: the
   /// next step starts from them. (state() of a reference to torch::optim::Optimizer gives them as
   /// they were last brought up to date. They may be changed there, too; a count is taken from there

@@ -96,7 +96,8 @@ class Policy {
   /// which a CastRecorder counts. An fp32 region is left alone. An inf or NaN in a factor makes all
   /// of the result NaN. There is no second derivative, which is an error when it is asked for. A
   /// region that ends without a single product in fp8 warns once, and names those that it has
-  /// called. Never reads the device, and keeps nothing from call to call.
+  /// called. Never reads the device. Keeps no statistics from call to call; 8-bit forms of
+  /// parameters are kept as casts of weights are (see AutocastOptions::cache).
   ///
   /// Errors: as set(), and any other op; at the guard, with `options.strict`, a device that cannot.
   template <std::same_as<Fp8Options> Options = Fp8Options, class Tensor = at::Tensor>

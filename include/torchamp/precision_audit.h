@@ -42,8 +42,8 @@ struct AuditBudget {
   /// nothing beside the others counts as if its numbers had a thousandth of their mean square.)
   /// Unset: what the step's gradients differ by under Policy::torch().
   std::optional<double> error_budget = std::nullopt;
-  /// An op at whose results rounding to 16 bits takes away more of the gradients than this share
-  /// (AuditRow::gradient_loss) stays in fp32.
+  /// An op stays in fp32 if rounding the gradients that arrive at its results to 16 bits loses
+  /// more than this share of them (AuditRow::gradient_loss).
   double gradient_loss_limit = 1e-3;
 };
 
@@ -52,7 +52,7 @@ struct AuditDecision {
   std::string module{};  ///< whose policy has the rule; empty for the policy of all others
   std::string op{};      ///< as a Policy takes it
   bool lowered = false;  ///< lower_precision, or else fp32
-  std::string reason{};  ///< for a reader
+  std::string reason{};  ///< in words
 };
 
 /// What PrecisionAudit::policy() chose, and how it measured.
@@ -117,7 +117,7 @@ class PrecisionAudit {
   void run(const std::function<void()>& step, int64_t n = 5);
 
   /// A row for each op and module. First those that lose gradients, are infinite or cannot run in
-  /// 16 bits, then by falling error. Times are medians over the runs.
+  /// 16 bits, then in descending order of error. Times are medians over the runs.
   const std::vector<AuditRow>& rows() const;
 
   /// The sums over all rows, with no op and no module.
@@ -134,7 +134,8 @@ class PrecisionAudit {
 
   /// Chooses what to lower: by error for each microsecond saved, casts between neighbours counted,
   /// measured again as a whole and taken back until within the budget. See
-  /// Note [How an audit chooses]. Runs the step of run() again, which must still be valid. Where
+  /// Note [How an audit chooses]. Calls the step given to run() again: what it refers to must still
+  /// exist. Where
   /// times were measured here, a choice that is slower than Policy::torch() by more than twice the
   /// spread gives way to that one, if it keeps to the budget. Errors: nothing has been measured; a
   /// budget below 0.

@@ -48,11 +48,11 @@ struct WeightCacheStats {
 };
 
 /// Forgets the casts of weights that LibTorch keeps until the outermost guard ends, and all that
-/// torchamp's own cache holds.
-/// Call it after writing to a weight in place inside a region, by a plain optimizer's own step, say
-/// (steps of a GradScaler or of a fused optimizer do so themselves): LibTorch's cache knows a
-/// weight by its identity and would go on giving the cast of its old values. All threads share the
-/// caches; any may call this at any time, since what is dropped is cast again.
+/// torchamp's own cache holds. Call it after writing to a weight in place inside a region, by a
+/// plain optimizer's own step, say (steps of a GradScaler or of a fused optimizer do so
+/// themselves): LibTorch's cache knows a weight by its identity and would go on giving the cast of
+/// its old values. All threads share the caches; any may call this at any time, since what is
+/// dropped is cast again.
 inline void clear_weight_cache() {
   at::autocast::clear_cache();
   detail::derived_weights().clear();

@@ -91,7 +91,7 @@ struct DistributedDataParallelOptions {
   /// The dtype in which gradients are sent: bf16 or fp16 halve what fp32 ones take on the wire (an
   /// overflow there is an inf that the scaler finds), fp32 doubles what 16-bit ones take, and makes
   /// their sums exact to fp32 before they are rounded. Unset: their own; fp32 for the main
-  /// gradients of MasterWeights.
+  /// gradients of MasterWeights. An error together with `communication`.
   std::optional<at::ScalarType> reduce_dtype = std::nullopt;
 };
 

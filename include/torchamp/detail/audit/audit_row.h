@@ -21,8 +21,8 @@ struct AuditRow {
   /// The sum of (dL/dout)^2 (out16 - out32)^2 over them; infinite if it overflows where a gradient
   /// arrives, or cannot run in 16 bits.
   double error = 0.;
-  /// The share of the squares of the gradients that arrive at a result which rounding them to 16
-  /// bits takes away, 1 if all become 0: that of the call where it is largest.
+  /// The largest share, over all calls, of the squared gradients arriving at a result that is lost
+  /// by rounding them to 16 bits; 1 if all become 0.
   double gradient_loss = 0.;
   /// Shares of the results that in 16 bits are too small for full precision (0 included), are
   /// infinite though fp32 holds them, or are 0 though in fp32 they are not.
