@@ -249,9 +249,9 @@ inline void check(const std::vector<GradientBatch>& batches, at::Tensor& found_i
   check(batches, found_inf, found_inf.device());
 }
 
-/// As check_divided, and gives the largest magnitude of all the gradients: 0-dim, with at least the
-/// precision of fp32, where `found_inf` lies; not finite where one is not, undefined if they have
-/// no element.
+/// Sets `found_inf`, 0-dim fp32, 0 or 1, to 1 if any gradient is not finite, or would not be when
+/// divided by `scale`. Returns the largest magnitude of all: 0-dim, with at least the precision of
+/// fp32, where `found_inf` lies; not finite where one is not, undefined if they have no element.
 inline at::Tensor check_and_measure(const std::vector<GradientBatch>& batches,
                                     const at::Tensor& scale, at::Tensor& found_inf) {
   at::Tensor largest;
