@@ -24,8 +24,6 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <cuda_runtime_api.h>
-
-#include <exception>
 #endif
 
 namespace torchamp::detail {
@@ -50,14 +48,6 @@ class CudaDeviceGraph final : public DeviceGraph {
   /// capture_end() leaves with the allocators still set to ask this graph which allocations are its
   /// own, at the latest in the next capture: they must forget it before it is gone.
   void abandon() noexcept override {
-    const auto attempt = [](const auto& call) noexcept {
-      try {
-        call();
-        return true;
-      } catch (const std::exception&) {  // the reason for all this is on its way already
-        return false;
-      }
-    };
     if (!attempt([&] { graph_->capture_end(); })) {
       attempt([&] {
         c10::cuda::CUDACachingAllocator::endAllocateToPool(device_.index(), pool_);

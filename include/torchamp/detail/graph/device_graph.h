@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <exception>
+
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -27,6 +29,19 @@ class DeviceGraph {
 
   /// Lets go of the recording and its memory.
   virtual void reset() = 0;
+
+ protected:
+  /// For abandon(): returns whether `call` has not thrown. The error for which a recording is
+  /// abandoned is on its way already.
+  template <class Call>
+  static bool attempt(const Call& call) noexcept {
+    try {
+      call();
+      return true;
+    } catch (const std::exception&) {
+      return false;
+    }
+  }
 };
 
 }  // namespace torchamp::detail

@@ -12,7 +12,6 @@
 #define TORCHAMP_REGISTERED_GRAPHS 1
 #include <ATen/core/GraphImplInterface.h>
 
-#include <exception>
 #include <utility>
 #else
 #define TORCHAMP_REGISTERED_GRAPHS 0
@@ -35,12 +34,6 @@ class RegisteredGraph final : public DeviceGraph {
   void reset() override { graph_->reset(); }
 
   void abandon() noexcept override {
-    const auto attempt = [](const auto& call) noexcept {
-      try {
-        call();
-      } catch (const std::exception&) {  // the reason for all this is on its way already
-      }
-    };
     attempt([&] { graph_->capture_end(); });
     attempt([&] { graph_->reset(); });
   }
