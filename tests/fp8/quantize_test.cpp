@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <set>
 #include <vector>
 
 #include "support/fp8_reference.h"
@@ -70,6 +71,38 @@ TEST(Fp8Quantize, CodesAndScalesAreThoseOfASlowReferenceToTheBit) {
         }
       }
     }
+  }
+}
+
+// At scale 1, which the largest number of a format keeps: each number that a code stands for, the
+// ties between two codes, and the fp32 numbers on either side of both.
+TEST(Fp8Quantize, EachOf256CodesIsWhatItsNumberBecomesAndTiesGoToTheEvenCode) {
+  for (const auto& [dtype, reference] : formats) {
+    std::vector<float> numbers;
+    for (int code = 0; code < 128; ++code) {
+      const auto number = static_cast<float>(reference.value(code));
+      if (!std::isfinite(number)) continue;
+      const auto next = static_cast<float>(reference.value(code + 1));
+      const float tie = std::isfinite(next) ? (number + next) / 2 : number;
+      for (const float middle : {number, tie}) {
+        for (const float near :
+             {std::nextafter(middle, 0.F), middle, std::nextafter(middle, 1e9F)}) {
+          if (near <= reference.largest()) numbers.insert(numbers.end(), {near, -near});
+        }
+      }
+    }
+    const auto quantized = quantize(at::tensor(numbers).unsqueeze(0), dtype);
+    EXPECT_EQ(quantized.inverse_scale.item<double>(), 1);
+    const at::Tensor codes = quantized.codes.view(at::kByte).flatten();
+    std::set<int> met;
+    for (std::size_t i = 0; i < numbers.size(); ++i) {
+      const int code = codes[static_cast<int64_t>(i)].item<int>();
+      ASSERT_EQ(code, reference.nearest(numbers[i])) << dtype << ' ' << numbers[i];
+      met.insert(code);
+    }
+    int finite = 0;
+    for (int code = 0; code < 256; ++code) finite += std::isfinite(reference.value(code)) ? 1 : 0;
+    EXPECT_EQ(met.size(), static_cast<std::size_t>(finite));
   }
 }
 

@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "torchamp/detail/fp8/recipes.h"
 
+#include <c10/util/Float8_e8m0fnu.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <limits>
 #include <vector>
 
@@ -185,30 +188,97 @@ TEST(Fp8Recipes, ALossScaledByAPowerOfTwoHasGradientsScaledByIt) {
   }
 }
 
-// The scales that e8m0 numbers hold: one for each of its powers of two that fp32's range needs.
-TEST(Fp8Mxfp8, ScalesArePowersOfTwo) {
-  for (int exponent = -100; exponent <= 127; ++exponent) {
-    for (const double mantissa : {1., 1.5, 1.75, 1.9}) {
-      const double magnitude = std::ldexp(mantissa, exponent);
-      const auto form = quantize_as({.recipe = Fp8Recipe::mxfp8}, Fp8Operand::input, false,
-                                    at::full({1, 32}, magnitude, at::kFloat));
-      EXPECT_EQ(form.block_scales.item<double>(), 1 / power_of_two_scale(magnitude, 448));
+/// The form of one row of an input.
+auto form_of_row(Fp8Recipe recipe, const at::Tensor& row) {
+  return quantize_as({.recipe = recipe}, Fp8Operand::input, false, row.view({1, -1}));
+}
+
+// A block whose largest magnitude is 448 times a code's value has that scale, and 225 times is the
+// other end. fp32 holds no such block for the eight codes at the top; the nine at the bottom are
+// those of magnitudes below 2^-110, which are scaled as that one.
+TEST(Fp8Mxfp8, EachOf256CodesOfE8m0IsTheScaleOfItsBlock) {
+  for (int code = 0; code < 256; ++code) {
+    const c10::Float8_e8m0fnu known(static_cast<std::uint8_t>(code),
+                                    c10::Float8_e8m0fnu::from_bits());
+    const double value = e8m0_value(code);
+    if (code == 255) {
+      EXPECT_TRUE(std::isnan(static_cast<float>(known)));
+      continue;
+    }
+    EXPECT_EQ(static_cast<double>(static_cast<float>(known)), value) << code;
+    for (const double of_block : {225., 256., 447., 448.}) {
+      const auto magnitude = static_cast<float>(of_block * value);
+      const auto form = form_of_row(Fp8Recipe::mxfp8, at::full({32}, -magnitude, at::kFloat));
+      const float scale = form.block_scales.item<float>();
+      if (!std::isfinite(magnitude)) {
+        EXPECT_GE(code, 247);
+        EXPECT_TRUE(std::isnan(scale)) << code;
+        continue;
+      }
+      EXPECT_LE(code, 247);
+      EXPECT_EQ(scale, code < 9 ? 0x1p-118 : value) << code << ' ' << of_block;
+      const int as_e8m0 = c10::Float8_e8m0fnu(scale).x;
+      EXPECT_EQ(as_e8m0, std::max(code, 9));
+      const double slow = e4m3.value(e4m3.nearest(magnitude / static_cast<double>(scale)));
+      EXPECT_EQ(decoded(form, at::kFloat)[0][0].item<double>(), static_cast<float>(-slow * scale));
     }
   }
 }
 
+TEST(Fp8Mxfp8, AnInfOrNanInABlockIsTheNanOfE8m0) {
+  const float inf = std::numeric_limits<float>::infinity();
+  for (const float bad : {inf, -inf, std::numeric_limits<float>::quiet_NaN()}) {
+    at::Tensor row = at::ones({64});
+    row[40].fill_(bad);
+    const at::Tensor scales = form_of_row(Fp8Recipe::mxfp8, row).block_scales;
+    EXPECT_EQ(scales[0][0].item<double>(), 0x1p-8);
+    const int code = c10::Float8_e8m0fnu(scales[0][1].item<float>()).x;
+    EXPECT_EQ(code, 255);
+  }
+}
+
 TEST(Fp8Nvfp4, AllCodesOfE2m1AreWhatRoundingToTheNearestGives) {
-  for (int code = 0; code < e2m1.codes(); ++code) {
-    const at::Tensor value = at::full({1}, e2m1.value(code), at::kFloat);
-    EXPECT_EQ(rounded_to_e2m1(value, false).item<double>(), e2m1.value(code));
-    EXPECT_EQ(rounded_to_e2m1(value, true).item<double>(), e2m1.value(code));
+  std::vector<float> numbers;
+  for (int code = 0; code < e2m1.codes() / 2; ++code) {
+    const auto number = static_cast<float>(e2m1.value(code));
+    const auto next = static_cast<float>(e2m1.value(std::min(code + 1, 7)));
+    for (const float middle : {number, (number + next) / 2}) {  // itself, a tie
+      for (const float near : {std::nextafter(middle, 0.F), middle, std::nextafter(middle, 9.F)}) {
+        if (near <= 6) numbers.insert(numbers.end(), {near, -near});
+      }
+    }
+    for (const bool stochastic : {false, true}) {
+      for (const float sign : {1.F, -1.F}) {
+        const auto same = rounded_to_e2m1(at::full({1}, sign * number), stochastic).item<float>();
+        EXPECT_EQ(same, sign * number);
+        EXPECT_EQ(std::signbit(same), std::signbit(sign * number));
+      }
+    }
   }
-  const at::Tensor numbers = at::linspace(-6, 6, 1537, at::kFloat);  // ties are among them
-  const at::Tensor rounded = rounded_to_e2m1(numbers, false);
-  for (int64_t i = 0; i < numbers.numel(); ++i) {
-    ASSERT_EQ(rounded[i].item<double>(), e2m1.value(e2m1.nearest(numbers[i].item<double>())))
-        << numbers[i].item<double>();
+  for (float number = -6; number <= 6; number += 0x1p-7F) numbers.push_back(number);
+  const at::Tensor rounded = rounded_to_e2m1(at::tensor(numbers), false);
+  for (std::size_t i = 0; i < numbers.size(); ++i) {
+    const float result = rounded[static_cast<int64_t>(i)].item<float>();
+    ASSERT_EQ(result, e2m1.value(e2m1.nearest(numbers[i]))) << numbers[i];
+    ASSERT_EQ(std::signbit(result), std::signbit(numbers[i])) << numbers[i];
   }
+}
+
+// Each positive code of e4m3, and in each block all of e2m1: what the format holds stays as it is.
+TEST(Fp8Nvfp4, EachScaleOfE4m3WithAllCodesOfE2m1IsKeptToTheBit) {
+  std::vector<float> numbers;
+  for (int scale = 1; scale < 127; ++scale) {
+    for (int code = 0; code < 16; ++code) {
+      numbers.push_back(static_cast<float>(e4m3.value(scale) * e2m1.value(code)));
+    }
+  }
+  const at::Tensor matrix = at::tensor(numbers);
+  const auto form = form_of_row(Fp8Recipe::nvfp4, matrix);
+  EXPECT_EQ(form.inverse_scale.item<double>(), 1);
+  const at::Tensor codes = form.block_scales.view(at::kByte).flatten();
+  EXPECT_TRUE(codes.equal(at::arange(1, 127, at::kByte)));
+  EXPECT_TRUE(decoded(form, at::kFloat)[0].equal(matrix));
+  EXPECT_TRUE(decoded(form, at::kBFloat16)[0].to(at::kFloat).equal(matrix));
 }
 
 TEST(Fp8Nvfp4, StochasticRoundingIsRightOnAverageAndRepeatsItself) {

@@ -60,6 +60,11 @@ struct SmallFormat {
 inline constexpr SmallFormat e4m3{4, 3, 7, false, true};
 inline constexpr SmallFormat e5m2{5, 2, 15, true, false};
 
+/// What a code of e8m0 means: a power of two, or NaN.
+inline double e8m0_value(int code) {
+  return code == 255 ? std::numeric_limits<double>::quiet_NaN() : std::ldexp(1, code - 127);
+}
+
 /// The largest power of two with magnitude * scale <= largest.
 inline double power_of_two_scale(double magnitude, double largest) {
   double scale = std::ldexp(1, 120);
