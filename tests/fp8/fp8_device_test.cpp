@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The path of an accelerator: layouts, padding, and what it must not do. On the simulated one,
-// whose
-// `_scaled_mm` asks for what CUDA's asks for, and on a GPU where there is one.
+// whose `_scaled_mm` asks for what CUDA's asks for, and on a GPU where there is one.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -28,10 +27,11 @@ struct Result {
 };
 
 Result run(const torch::Tensor& x, const torch::Tensor& w, const torch::Tensor& g,
-           at::DeviceType device, at::ScalarType dtype) {
+           at::DeviceType device, at::ScalarType dtype, torchamp::Fp8Options options = {}) {
   const torch::Tensor x_there = x.to(device).requires_grad_();
   const torch::Tensor w_there = w.to(device).requires_grad_();
-  const AutocastGuard guard(device, {.dtype = dtype, .policy = Policy::standard().fp8(ops::dense)});
+  const AutocastGuard guard(
+      device, {.dtype = dtype, .policy = Policy::standard().fp8(ops::dense, options)});
   const torch::Tensor y = torch::linear(x_there, w_there);
   y.backward(g.to(device));
   return {y.detach().cpu(), x_there.grad().cpu(), w_there.grad().cpu()};
@@ -58,21 +58,42 @@ TEST_P(Fp8Device, AgreesWithTheRehearsalExactlyWhereSumsAreExact) {
   }
 }
 
-TEST_P(Fp8Device, ScalesOfRowsAgreeWithTheRehearsalToo) {
+TEST_P(Fp8Device, ScalesOfRowsAgreeWithTheRehearsalForwardAndBackward) {
   SKIP_WITHOUT(GetParam());
   torch::manual_seed(2);
-  const Policy policy =
-      Policy::standard().fp8(ops::dense, {.recipe = torchamp::Fp8Recipe::rowwise, .strict = true});
+  const torchamp::Fp8Options rowwise{.recipe = torchamp::Fp8Recipe::rowwise, .strict = true};
   for (const auto& shape : shapes) {
-    const torch::Tensor x = torch::randint(-3, 4, {shape[0], shape[1]}).to(torch::kFloat);
-    const torch::Tensor w = torch::randint(-1, 2, {shape[2], shape[1]}).to(torch::kFloat);
-    const auto product = [&](at::DeviceType device) {
-      const torch::Tensor x_there = x.to(device), w_there = w.to(device);
-      const AutocastGuard guard(device, {.dtype = at::kBFloat16, .policy = policy});
-      return torch::linear(x_there, w_there).cpu();
-    };
-    EXPECT_TRUE(product(GetParam()).equal(product(at::kCPU))) << shape;
+    // Rows and columns of different magnitudes, so that a scale in a wrong place shows.
+    const torch::Tensor rows = torch::exp2(torch::randint(-4, 5, {shape[0], 1})).to(torch::kFloat);
+    const torch::Tensor columns =
+        torch::exp2(torch::randint(-4, 5, {1, shape[2]})).to(torch::kFloat);
+    const torch::Tensor x = torch::randint(-3, 4, {shape[0], shape[1]}).to(torch::kFloat) * rows;
+    const torch::Tensor w = torch::randint(-1, 2, {shape[2], shape[1]}) * columns.t();
+    const torch::Tensor g =
+        (torch::randint(-2, 3, {shape[0], shape[2]}) / columns / rows).to(at::kBFloat16);
+    const Result there = run(x, w, g, GetParam(), at::kBFloat16, rowwise);
+    const Result here = run(x, w, g, at::kCPU, at::kBFloat16, rowwise);
+    EXPECT_TRUE(there.y.equal(here.y)) << shape;
+    EXPECT_TRUE(there.dx.equal(here.dx)) << shape;
+    EXPECT_TRUE(there.dw.equal(here.dw)) << shape;
+    if (shape[0] * shape[1] * shape[2] == 0) continue;
+    const auto magnitude = [](const torch::Tensor& t) { return t.abs().sum().item<double>(); };
+    EXPECT_GT(magnitude(here.y) + magnitude(here.dx) + magnitude(here.dw), 0) << shape;
   }
+}
+
+TEST_P(Fp8Device, ScalesOfRowsInFp16RunInLowerPrecisionAndTheReportSaysWhy) {
+  SKIP_WITHOUT(GetParam());
+  const torch::Tensor x = torch::ones({4, 16}).to(GetParam()),
+                      w = torch::ones({8, 16}).to(GetParam());
+  torchamp::CastRecorder recorder;
+  {
+    const Policy policy =
+        Policy::standard().fp8(ops::dense, {.recipe = torchamp::Fp8Recipe::rowwise});
+    const AutocastGuard guard(GetParam(), {.dtype = at::kHalf, .policy = policy});
+    EXPECT_EQ(torch::linear(x, w).scalar_type(), at::kHalf);
+  }
+  EXPECT_EQ(recorder.report().total().not_fp8.at("rowwise products of a GPU are in bf16 only"), 1);
 }
 
 TEST_P(Fp8Device, AgreesWithTheRehearsalWithinAStepOfBf16) {
