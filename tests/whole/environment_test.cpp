@@ -75,6 +75,18 @@ TEST_F(Environment, AnErrorInTheFileNamesTheVariableTheFileAndTheLine) {
   std::remove(path.c_str());
 }
 
+TEST_F(Environment, AnFp8RuleInTheFileIsAnErrorThatSaysWhereItBelongs) {
+  const std::string path = ::testing::TempDir() + "torchamp_environment_fp8_policy.txt";
+  for (const char* rule : {"fp8: ops::dense", "fp8(recipe=rowwise strict): mm"}) {
+    std::ofstream(path) << "policy standard\n" << rule << '\n';
+    expect("file:" + path,
+           "TORCHAMP_POLICY: torchamp::load_policy: '.*torchamp_environment_fp8_policy.txt': line "
+           "2: an fp8 rule cannot come from the environment. Give it in the program, by "
+           "Policy::fp8 or load_policy");
+  }
+  std::remove(path.c_str());
+}
+
 TEST_F(Environment, ABadValueIsAnErrorAtTheGuard) {
   expect("fast", "TORCHAMP_POLICY is 'fast'. Set it to off, standard, torch or file:PATH");
 }
