@@ -13,7 +13,7 @@ set(_torchamp_docs_headers
     # Models
     custom_function module_policy recompute host_memory master_weights
     # To look at
-    cast_recorder precision_audit overflow_report non_finite_op
+    cast_recorder precision_audit overflow_report non_finite_op underflow_meter
     # Files and processes
     training_checkpoint python_state distributed/process_group distributed/nccl distributed/data_parallel
     distributed/checkpoint compiled version)

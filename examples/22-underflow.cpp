@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Why a loss is scaled: fp16 has no number between 0 and 6e-8, and gradients are often smaller. A
 // classifier whose loss counts little, as one of several may, is trained in fp32 and in fp16, with
-// and without the scaler. What gets lost is measured, and drawn into a PNG file:
+// and without the scaler. What gets lost is measured, in fp32's gradients and by a meter in the
+// fp16 runs, and drawn into a PNG file:
 //   22-underflow [FILE.png]
 #include <torch/torch.h>
 #include <torchamp/torchamp.h>
+#include <torchamp/underflow_meter.h>
 
 #include <cmath>
 #include <cstdint>
 #include <iostream>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -47,6 +50,7 @@ TORCH_MODULE(Net);
 struct Run {
   std::vector<double> losses{};
   torch::Tensor magnitudes{};  ///< of all gradients that are not 0
+  torchamp::UnderflowReport underflow{};
 };
 
 Run train(torch::Device device, bool fp16, bool scaled) {
@@ -57,9 +61,11 @@ Run train(torch::Device device, bool fp16, bool scaled) {
   net->to(device);
   torch::optim::Adam optimizer(net->parameters(), torch::optim::AdamOptions(1e-2));
   torchamp::GradScaler scaler({.enabled = scaled});
+  torchamp::UnderflowMeter meter(*net, {.every = 25});
   Run run;
   std::vector<torch::Tensor> magnitudes;
   for (std::int64_t step = 0; step < steps; ++step) {
+    const auto metered = meter.step(scaler);
     optimizer.zero_grad();
     torch::Tensor loss;
     {
@@ -74,6 +80,7 @@ Run train(torch::Device device, bool fp16, bool scaled) {
     scaler.update();
     run.losses.push_back(loss.item<double>());
   }
+  run.underflow = meter.report();
   run.magnitudes = torch::cat(magnitudes).cpu();
   return run;
 }
@@ -81,6 +88,14 @@ Run train(torch::Device device, bool fp16, bool scaled) {
 /// The share of `magnitudes` that are 0 in fp16, in per cent.
 double lost(const torch::Tensor& magnitudes) {
   return 100. * magnitudes.to(torch::kHalf).eq(0.).to(torch::kFloat).mean().item<double>();
+}
+
+/// What a meter found of the gradients of a layer's inputs.
+double share(const Run& run, const std::string& layer) {
+  for (const auto& row : run.underflow.rows) {
+    if (row.module == layer && !row.of_weights) return row.share();
+  }
+  return 0.;
 }
 
 /// The share of `magnitudes` in [2^lowest, 2^(lowest + 1)), and so on, in per cent.
@@ -105,6 +120,9 @@ int main(int argc, char** argv) {
       before, scale, after, fp32.losses.back(), scaled.losses.back(), unscaled.losses.back());
   support::check(before > 40. && after < 1.,
                  "fp16 loses nearly half of the gradients, unless scaled");
+  std::cout << "\nnot scaled: " << unscaled.underflow << "\nscaled: " << scaled.underflow << '\n';
+  support::check(share(unscaled, "last") > 0.05 && share(scaled, "last") < 0.005,
+                 "the meter sees it where it happens: in the layers, scaling helps");
   support::check(std::abs(scaled.losses.back() / fp32.losses.back() - 1.) < 0.1,
                  "with the scaler, fp16 ends at the loss of fp32");
   support::check(!(unscaled.losses.back() < 10. * fp32.losses.back()), "without it, it does not");

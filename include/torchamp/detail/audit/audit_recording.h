@@ -27,6 +27,7 @@
 #include "torchamp/detail/audit/op_trial.h"
 #include "torchamp/detail/observe/named_parameters.h"
 #include "torchamp/detail/observe/observer.h"
+#include "torchamp/detail/observe/parameter_owners.h"
 #include "torchamp/detail/observe/recorded_op.h"
 #include "torchamp/detail/observe/storage_map.h"
 #include "torchamp/detail/policy/castable.h"
@@ -64,13 +65,7 @@ struct GradientSums {
 class AuditRecording final : public Observer {
  public:
   AuditRecording(const NamedParameters& parameters, at::DeviceType device, at::ScalarType low)
-      : device_(device), low_(low) {
-    for (const auto& [name, parameter] : parameters) {
-      if (!storage_of(parameter) || owners_.find(storage_of(parameter))) continue;
-      const auto dot = name.rfind('.');
-      owners_.set(parameter, dot == std::string::npos ? "" : name.substr(0, dot));
-    }
-  }
+      : device_(device), low_(low), owners_(owners_of(parameters)) {}
 
   std::unique_ptr<Observer::Call> begin(const at::RecordFunction& call) override {
     const std::scoped_lock lock(mutex_);

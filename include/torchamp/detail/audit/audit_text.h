@@ -5,7 +5,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
 #include <map>
 #include <ostream>
@@ -17,16 +16,10 @@
 
 #include "torchamp/detail/audit/audit_row.h"
 #include "torchamp/detail/io/atomic_file.h"
+#include "torchamp/detail/observe/print_report.h"
 #include "torchamp/detail/policy/parse.h"
 
 namespace torchamp::detail {
-
-/// `value` as printf's `format` says.
-inline std::string formatted(const char* format, double value) {
-  char text[64];
-  (void)std::snprintf(text, sizeof text, format, value);
-  return text;
-}
 
 inline constexpr const char* audit_csv_head =
     "module,op,calls,elements,error,gradient_loss,underflow,overflow,vanished,largest,smallest,"

@@ -138,7 +138,7 @@ class CallTrial {
     std::vector<bool> wants_gradient;
     torch::jit::Stack stack;
     for (std::size_t i = 0; i < arguments_.size(); ++i) {
-      stack.push_back(changed(arguments_[i], [&](const at::Tensor& tensor) {
+      stack.push_back(with_tensors_changed(arguments_[i], [&](const at::Tensor& tensor) {
         wants_gradient.push_back(records_ && tensor.requires_grad());
         return tensor.detach();
       }));
@@ -150,30 +150,13 @@ class CallTrial {
     (void)casts_(rule, device_.type(), stack);
     std::size_t next = 0;
     for (c10::IValue& value : stack) {
-      value = changed(value, [&](const at::Tensor& tensor) {
+      value = with_tensors_changed(value, [&](const at::Tensor& tensor) {
         const bool wanted = wants_gradient[next++];
         if (!wanted || !tensor.is_floating_point()) return tensor;
         return tensor.detach().requires_grad_();
       });
     }
     return stack;
-  }
-
-  /// With `function` of each defined tensor in its place.
-  template <class Function>
-  static c10::IValue changed(const c10::IValue& value, const Function& function) {
-    if (value.isTensor()) {
-      return value.toTensor().defined() ? c10::IValue(function(value.toTensor())) : value;
-    }
-    if (!value.isList()) return value;
-    c10::impl::GenericList list = value.toList().copy();
-    for (std::size_t i = 0; i < list.size(); ++i) {
-      const c10::IValue& element = list.get(i);
-      if (element.isTensor() && element.toTensor().defined()) {
-        list.set(i, function(element.toTensor()));
-      }
-    }
-    return list;
   }
 
   c10::OperatorHandle op_;

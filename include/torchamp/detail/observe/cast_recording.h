@@ -26,6 +26,7 @@
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/observe/named_parameters.h"
 #include "torchamp/detail/observe/observer.h"
+#include "torchamp/detail/observe/parameter_owners.h"
 #include "torchamp/detail/observe/recorded_op.h"
 #include "torchamp/detail/observe/storage_map.h"
 #include "torchamp/detail/overlay/rule_of_call.h"
@@ -105,13 +106,7 @@ struct RecordedFrame final : Observer::Call {
 class CastRecording final : public Observer {
  public:
   /// `parameters`: by their names in the model.
-  explicit CastRecording(const NamedParameters& parameters) {
-    for (const auto& [name, parameter] : parameters) {
-      if (!storage_of(parameter) || owners_.find(storage_of(parameter))) continue;
-      const auto dot = name.rfind('.');
-      owners_.set(parameter, dot == std::string::npos ? "" : name.substr(0, dot));
-    }
-  }
+  explicit CastRecording(const NamedParameters& parameters) : owners_(owners_of(parameters)) {}
 
   std::unique_ptr<Observer::Call> begin(const at::RecordFunction& call) override;
   void end(const at::RecordFunction& call, Observer::Call& begun) override;

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <iomanip>
 #include <ostream>
 #include <set>
@@ -17,6 +18,13 @@
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
+
+/// `value` as printf's `format` says.
+inline std::string formatted(const char* format, double value) {
+  char text[64];
+  (void)std::snprintf(text, sizeof text, format, value);
+  return text;
+}
 
 /// As Python calls it: "float16".
 inline std::string dtype_name(at::ScalarType dtype) {
@@ -87,8 +95,9 @@ std::string to_json(const std::vector<Row>& rows, const Row& total) {
   return out.str();
 }
 
-/// Cells of text in aligned columns, the first three to the left.
-inline void print_columns(std::ostream& out, const std::vector<std::vector<std::string>>& lines) {
+/// Cells of text in aligned columns, the first of them to the left.
+inline void print_columns(std::ostream& out, const std::vector<std::vector<std::string>>& lines,
+                          std::size_t to_the_left = 3) {
   std::vector<std::size_t> widths(lines.front().size(), 0);
   for (const auto& line : lines) {
     for (std::size_t i = 0; i < line.size(); ++i) widths[i] = std::max(widths[i], line[i].size());
@@ -97,7 +106,7 @@ inline void print_columns(std::ostream& out, const std::vector<std::vector<std::
     std::string text;
     for (std::size_t i = 0; i < line.size(); ++i) {
       const std::string space(widths[i] - line[i].size(), ' ');
-      text += (i == 0 ? "" : "  ") + (i < 3 ? line[i] + space : space + line[i]);
+      text += (i == 0 ? "" : "  ") + (i < to_the_left ? line[i] + space : space + line[i]);
     }
     out << text << '\n';
   }

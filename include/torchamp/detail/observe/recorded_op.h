@@ -9,6 +9,7 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
 
+#include <cstddef>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -60,6 +61,23 @@ struct RecordedTensor {
   at::DeviceType device;
   bool has_dims;
 };
+
+/// `value`, an argument of an op, with `function` of each defined tensor in its place.
+template <class Function>
+c10::IValue with_tensors_changed(const c10::IValue& value, const Function& function) {
+  if (value.isTensor()) {
+    return value.toTensor().defined() ? c10::IValue(function(value.toTensor())) : value;
+  }
+  if (!value.isList()) return value;
+  c10::impl::GenericList list = value.toList().copy();
+  for (std::size_t i = 0; i < list.size(); ++i) {
+    const c10::IValue& element = list.get(i);
+    if (element.isTensor() && element.toTensor().defined()) {
+      list.set(i, function(element.toTensor()));
+    }
+  }
+  return list;
+}
 
 /// Calls `function` with each defined floating-point tensor in a list of arguments or results.
 template <class Values, class Function>
