@@ -33,6 +33,11 @@ struct AuditData;
 struct PrecisionAuditOptions {
   /// fp16 or bf16; unset: the device's current autocast dtype.
   std::optional<at::ScalarType> dtype = std::nullopt;
+  /// For a model that several processes train: replaces a 1-D tensor of numbers on the model's
+  /// device by their means over all processes, as average_over() in distributed/data_parallel.h
+  /// does. Then all processes call run(), read_times() and policy() alike, with steps of their own
+  /// data; errors and times are means over them, and they all choose the same.
+  std::function<void(at::Tensor&)> average = nullptr;
 };
 
 /// What PrecisionAudit::policy() keeps to.
@@ -113,7 +118,9 @@ class PrecisionAudit {
   /// Runs `step` once as it is and `n` times measuring it, each time from the same state. A further
   /// call replaces what was measured. Errors, after which the audit is as before: `step` changes a
   /// parameter, does not call backward(), calls other ops or gives other shapes or gradients from
-  /// one run to the next, or calls no op that can be cast; n below 1; and whatever `step` throws.
+  /// one run to the next, calls no op that can be cast, waits for other processes though
+  /// PrecisionAuditOptions::average is unset, or is another one there; n below 1; and whatever
+  /// `step` throws.
   void run(const std::function<void()>& step, int64_t n = 5);
 
   /// A row for each op and module. First those that lose gradients, are infinite or cannot run in

@@ -74,6 +74,18 @@ inline std::function<void(at::Tensor&)> found_inf_agreement(ProcessGroupPtr grou
   };
 }
 
+/// Replaces the numbers of a tensor by their means over all processes, the same to the bit on each.
+/// For PrecisionAuditOptions::average:
+///
+///     torchamp::PrecisionAudit audit(*model, {.average = torchamp::average_over(group)});
+inline std::function<void(at::Tensor&)> average_over(ProcessGroupPtr group) {
+  return [group = std::move(group)](at::Tensor& numbers) {
+    std::vector<at::Tensor> tensors{numbers};
+    detail::collective("average_over", [&] { group->allreduce(tensors)->wait(); });
+    numbers.div_(group->getSize());
+  };
+}
+
 /// What DistributedDataParallel does beyond its default.
 struct DistributedDataParallelOptions {
   /// Whether each forward begins with giving all processes the buffers of process 0, such as batch

@@ -9,6 +9,7 @@
 #include <memory>
 #include <utility>
 
+#include "torchamp/detail/audit/agree.h"
 #include "torchamp/detail/audit/audit_session.h"
 #include "torchamp/detail/audit/audit_text.h"
 #include "torchamp/detail/audit/choose.h"
@@ -38,7 +39,8 @@ inline double spread(std::vector<double> values) {
   return values[values.size() * 3 / 4] - values[values.size() / 4];
 }
 
-inline AuditedModel audited_model(torch::nn::Module& model, std::optional<at::ScalarType> dtype) {
+inline AuditedModel audited_model(torch::nn::Module& model, const PrecisionAuditOptions& options) {
+  const std::optional<at::ScalarType> dtype = options.dtype;
   TORCH_CHECK_VALUE(!dtype || is_16_bit(*dtype), "PrecisionAudit: the dtype is ", *dtype,
                     ". Pass torch::kHalf or torch::kBFloat16.");
   for (const at::Tensor& parameter : model.parameters()) {
@@ -46,7 +48,8 @@ inline AuditedModel audited_model(torch::nn::Module& model, std::optional<at::Sc
       continue;
     }
     const at::Device device = parameter.device();
-    return {&model, device, dtype.value_or(at::autocast::get_autocast_dtype(device.type()))};
+    return {&model, device, dtype.value_or(at::autocast::get_autocast_dtype(device.type())),
+            options.average};
   }
   TORCH_CHECK_VALUE(false, "PrecisionAudit: the model has no parameter on a device with autocast.");
 }
@@ -87,7 +90,7 @@ inline void sort_rows(AuditData& data) {
 inline PrecisionAudit::PrecisionAudit(torch::nn::Module& model,
                                       const PrecisionAuditOptions& options)
     : data_(std::make_shared<detail::AuditData>(
-          detail::AuditData{.audited = detail::audited_model(model, options.dtype)})) {}
+          detail::AuditData{.audited = detail::audited_model(model, options)})) {}
 
 inline void PrecisionAudit::run(const std::function<void()>& step, int64_t n) {
   TORCH_CHECK_VALUE(step, "PrecisionAudit::run: the step is empty.");
@@ -133,6 +136,7 @@ inline void PrecisionAudit::run(const std::function<void()>& step, int64_t n) {
     for (const auto& run : edges) times.push_back(run[e].us);
     data.edges[e].us = detail::median(std::move(times));
   }
+  detail::agree(data.audited, data.rows, data.edges);
   detail::sort_rows(data);
   *data_ = std::move(data);
 }
@@ -183,10 +187,13 @@ inline void PrecisionAudit::read_times(const std::string& path) {
   // A file tells the casts of a row as a whole: its edges share it as they were measured.
   std::vector<double> measured(rows.size(), 0.);
   for (const detail::AuditEdge& edge : data_->edges) measured[edge.consumer] += 1.;
-  for (detail::AuditEdge& edge : data_->edges) {
+  auto edges = data_->edges;
+  for (detail::AuditEdge& edge : edges) {
     edge.us = rows[edge.consumer].cast_us / measured[edge.consumer];
   }
+  detail::agree(data_->audited, rows, edges);
   data_->rows = std::move(rows);
+  data_->edges = std::move(edges);
   data_->times_were_read = true;
 }
 

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/audit/agree.h"
 #include "torchamp/detail/audit/audit_impl.h"
 #include "torchamp/detail/audit/audit_session.h"
 #include "torchamp/detail/audit/audit_text.h"
@@ -169,7 +170,12 @@ inline AuditedPolicy PrecisionAudit::policy(const AuditBudget& budget) const {
   const detail::AuditChoice choice(*data_, session.sites(), budget.gradient_loss_limit);
   const detail::Chooser chooser = choice.chooser();
   session.run_exactly();
-  const double torch_error = session.run_under(Policy::torch(), {}).first;
+  const auto error_under = [&](const Policy& policy, const ModulePolicies& modules) {
+    double error = session.run_under(policy, modules).first;
+    detail::average_numbers(data_->audited, {&error});
+    return error;
+  };
+  const double torch_error = error_under(Policy::torch(), {});
   const double most = budget.error_budget.value_or(torch_error);
 
   std::vector<detail::Chooser::Lowered> choices = chooser.choices();
@@ -181,7 +187,7 @@ inline AuditedPolicy PrecisionAudit::policy(const AuditBudget& budget) const {
   while (low < high) {
     const std::size_t middle = (low + high) / 2;
     AuditedPolicy tried = choice.policies(choices[middle]);
-    tried.error = session.run_under(tried.policy, tried.modules).first;
+    tried.error = error_under(tried.policy, tried.modules);
     if (tried.error <= most) {
       high = middle;
       best = std::move(tried);
@@ -201,6 +207,8 @@ inline AuditedPolicy PrecisionAudit::policy(const AuditBudget& budget) const {
   best.fp32_us = detail::median(fp32_us);
   best.spread_us =
       std::max({detail::spread(us), detail::spread(torch_us), detail::spread(fp32_us)});
+  detail::average_numbers(data_->audited,
+                          {&best.us, &best.torch_us, &best.fp32_us, &best.spread_us});
   if (!data_->times_were_read && torch_error <= most &&
       best.us > best.torch_us + 2. * best.spread_us) {
     AuditedPolicy torchs{.error = torch_error, .us = best.torch_us};

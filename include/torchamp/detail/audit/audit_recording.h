@@ -87,6 +87,7 @@ class AuditRecording final : public Observer {
       ++thread.backward;
       return frame;
     }
+    if (std::string_view(call.name()).starts_with("c10d::")) waits_for_others_ = true;
     if (thread.backward > 0 || thread.audited > 0) return nullptr;
     const auto name = call.operator_name();
     if (!name || !problem_.empty()) return nullptr;
@@ -121,6 +122,8 @@ class AuditRecording final : public Observer {
   }
 
   bool ran_backward() const { return ran_backward_; }
+  /// Whether it called a collective of c10d.
+  bool waits_for_others() const { return waits_for_others_; }
   /// What went wrong in looking; empty if nothing.
   const std::string& problem() const { return problem_; }
   /// The calls with their modules and shapes, in order.
@@ -335,7 +338,7 @@ class AuditRecording final : public Observer {
   std::vector<Sums> rows_;
   std::vector<AuditEdge> edges_;
   std::vector<std::string> calls_;
-  bool ran_backward_ = false;
+  bool ran_backward_ = false, waits_for_others_ = false;
   std::string problem_;
 };
 

@@ -38,6 +38,7 @@ struct AuditedModel {
   torch::nn::Module* model;
   at::Device device;
   at::ScalarType dtype;
+  std::function<void(at::Tensor&)> average{};  // over processes; empty: there is one
 };
 
 /// Switches autocast off while backward runs, for a step that is all in one region.
@@ -98,6 +99,10 @@ class AuditSession {
     TORCH_CHECK(recording->ran_backward(),
                 "PrecisionAudit::run: the step has not called backward(). It computes the loss and "
                 "calls loss.backward().");
+    TORCH_CHECK(audited_.average || !recording->waits_for_others(),
+                "PrecisionAudit::run: the step waits for other processes, which may choose another "
+                "policy and then wait for good. Let them choose alike: give the audit the option "
+                "average, torchamp::average_over(group).");
     check_same_gradients();
     return recording;
   }
