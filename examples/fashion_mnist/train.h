@@ -10,6 +10,7 @@
 #include <string>
 
 #include "fashion_mnist/data.h"
+#include "fashion_mnist/network.h"
 #include "support/format.h"
 #include "support/progress_bar.h"
 #include "support/step_timer.h"
@@ -28,14 +29,6 @@ struct Run {
   double accuracy = 0.;  ///< on the test images, in per cent
   double seconds_per_step = 0.;
 };
-
-/// Two convolutions and a linear layer, 20 thousand weights.
-inline torch::nn::Sequential make_network() {
-  using namespace torch::nn;
-  return Sequential(Conv2d(Conv2dOptions(1, 16, 3).padding(1)), BatchNorm2d(16), ReLU(),
-                    MaxPool2d(2), Conv2d(Conv2dOptions(16, 32, 3).padding(1)), BatchNorm2d(32),
-                    ReLU(), MaxPool2d(2), Flatten(), Linear(32 * 7 * 7, 10));
-}
 
 /// The share of the test images whose class the network finds, in per cent.
 inline double test_accuracy(torch::nn::Sequential& network,

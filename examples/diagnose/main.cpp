@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// All that torchamp can tell of a training program in one look: three programs (a checkerboard,
+// Fashion-MNIST, a small transformer) are audited and trained, and one HTML page, which needs no
+// other file, shows which of their ops may run in 16 bits, what is cast, what underflows, how the
+// scale went and what overflowed. `diagnose --help` lists the options.
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <fstream>
+#include <iostream>
+#include <string>
+#include <vector>
+
+#include "diagnose/diagnose.h"
+#include "diagnose/page.h"
+#include "diagnose/programs.h"
+#include "support/arguments.h"
+#include "support/device.h"
+
+namespace {
+
+int run(int argc, char** argv) {
+  std::string out = "diagnose.html", data = "/usr/share/datasets/fashion-mnist",
+              text = DIAGNOSE_TEXT;
+  support::DeviceOptions device{.dtype = "fp16"};
+  Setting setting;
+  Sizes sizes;
+  support::Arguments arguments(
+      "diagnose",
+      "Audits and trains three small programs in 16 bits, and writes one HTML page of what it\n"
+      "found: which ops may run in 16 bits, casts, underflow, the scale, overflows.");
+  arguments.add("--out", "FILE", "The page. Default: " + out + ".", out);
+  arguments.add("--data", "DIR", "The folder of Fashion-MNIST.\nDefault: " + data + ".", data);
+  arguments.add("--text", "PATH",
+                "What the transformer learns: a file, or a folder of headers.\n"
+                "Default: LibTorch's.",
+                text);
+  device.add_to(arguments);
+  arguments.add_integer("--steps", "Training steps of each program. Default: 100.", setting.steps,
+                        1, 1'000'000);
+  arguments.add_integer("--size", "Pixels along a side of the board. Default: 32.", sizes.board, 4,
+                        1024);
+  arguments.add_integer("--batch", "Images, and parts of the text. Default: 16.", sizes.batch, 2,
+                        4096);
+  if (!arguments.parse(argc, argv)) return 0;
+  setting.device = device.chosen_device();
+  setting.dtype = device.chosen_dtype();
+
+  std::vector<Diagnosis> all;
+  const auto look_at = [&](const auto& make) {
+    torch::manual_seed(0);
+    all.push_back(diagnose(make(), setting));
+    std::cout << all.back().program.name << ": " << all.back().rows.size() << " ops audited, "
+              << all.back().skips.size() << " of " << setting.steps << " steps skipped\n"
+              << std::flush;
+  };
+  look_at([&] { return checkerboard_program(sizes, setting.device); });
+  look_at([&] { return fashion_mnist_program(sizes, setting.device, data); });
+  look_at([&] { return transformer_program(sizes, setting.device, text); });
+
+  std::ofstream file(out, std::ios::binary);
+  file << page(all, setting);
+  file.close();
+  if (!file) throw support::UsageError("--out: cannot write '" + out + "'");
+  std::cout << "see " << out << '\n';
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return support::run_program("diagnose", [&] { return run(argc, argv); });
+}
