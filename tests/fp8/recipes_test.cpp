@@ -6,12 +6,16 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <set>
 #include <vector>
 
 #include "support/fp8_reference.h"
+#include "torchamp/detail/fp8/codes.h"
 #include "torchamp/detail/fp8/product.h"
 #include "torchamp/torchamp.h"
 
@@ -22,13 +26,32 @@ using torchamp::Fp8Options;
 using torchamp::Fp8Recipe;
 using torchamp::Policy;
 using torchamp::detail::decoded;
+using torchamp::detail::e2m1_codes;
+using torchamp::detail::E2m1Rounding;
+using torchamp::detail::Floats;
 using torchamp::detail::Fp8Operand;
 using torchamp::detail::hadamard_transformed;
 using torchamp::detail::quantize_as;
-using torchamp::detail::rounded_to_e2m1;
+using torchamp::detail::RandomStreams;
+using torchamp::detail::Words;
 
 constexpr Fp8Recipe recipes[] = {Fp8Recipe::tensorwise, Fp8Recipe::rowwise, Fp8Recipe::blockwise,
                                  Fp8Recipe::mxfp8, Fp8Recipe::nvfp4};
+
+/// Numbers up to 6 through e2m1, four at a time; `random` gives 24 bits for each.
+template <E2m1Rounding rounding, class Random>
+std::vector<float> rounded_to_e2m1(const std::vector<float>& numbers, Random random) {
+  std::vector<float> results;
+  for (std::size_t i = 0; i < numbers.size(); i += 4) {
+    Floats four = {};
+    for (std::size_t k = 0; k < 4 && i + k < numbers.size(); ++k) four[k] = numbers[i + k];
+    const Words codes = e2m1_codes<rounding>(four, random());
+    for (std::size_t k = 0; k < 4 && i + k < numbers.size(); ++k) {
+      results.push_back(static_cast<float>(e4m3.value(static_cast<int>(codes[k]))));
+    }
+  }
+  return results;
+}
 
 /// What the recipe makes of an operand, or of its transpose, slowly and in fp64. NVFP4's transposes
 /// of inputs and gradients after their transform.
@@ -244,23 +267,43 @@ TEST(Fp8Nvfp4, AllCodesOfE2m1AreWhatRoundingToTheNearestGives) {
     const auto next = static_cast<float>(e2m1.value(std::min(code + 1, 7)));
     for (const float middle : {number, (number + next) / 2}) {  // itself, a tie
       for (const float near : {std::nextafter(middle, 0.F), middle, std::nextafter(middle, 9.F)}) {
-        if (near <= 6) numbers.insert(numbers.end(), {near, -near});
-      }
-    }
-    for (const bool stochastic : {false, true}) {
-      for (const float sign : {1.F, -1.F}) {
-        const auto same = rounded_to_e2m1(at::full({1}, sign * number), stochastic).item<float>();
-        EXPECT_EQ(same, sign * number);
-        EXPECT_EQ(std::signbit(same), std::signbit(sign * number));
+        numbers.insert(numbers.end(), {near, -near});
       }
     }
   }
   for (float number = -6; number <= 6; number += 0x1p-7F) numbers.push_back(number);
-  const at::Tensor rounded = rounded_to_e2m1(at::tensor(numbers), false);
+  const auto rounded = rounded_to_e2m1<E2m1Rounding::to_nearest>(numbers, [] { return Words{}; });
   for (std::size_t i = 0; i < numbers.size(); ++i) {
-    const float result = rounded[static_cast<int64_t>(i)].item<float>();
-    ASSERT_EQ(result, e2m1.value(e2m1.nearest(numbers[i]))) << numbers[i];
-    ASSERT_EQ(std::signbit(result), std::signbit(numbers[i])) << numbers[i];
+    ASSERT_EQ(rounded[i], e2m1.value(e2m1.nearest(numbers[i]))) << numbers[i];
+    ASSERT_EQ(std::signbit(rounded[i]), std::signbit(numbers[i])) << numbers[i];
+  }
+}
+
+// The two ends of what is drawn. What e2m1 has stays as it is: a sum in fp32 once made 8 of 6.
+TEST(Fp8Nvfp4, RoundingAtRandomGoesToOneOfTheNeighboursWhateverIsDrawn) {
+  std::vector<float> numbers;
+  for (float number = 0; number <= 6; number += 0x1p-7F) {
+    for (const float near : {std::nextafter(number, 0.F), number, std::nextafter(number, 9.F)}) {
+      if (near <= 6) numbers.insert(numbers.end(), {near, -near});
+    }
+  }
+  const auto down = rounded_to_e2m1<E2m1Rounding::at_random>(numbers, [] { return Words{}; });
+  const auto up =
+      rounded_to_e2m1<E2m1Rounding::at_random>(numbers, [] { return Words{} + 0xFFFFFFU; });
+  for (std::size_t i = 0; i < numbers.size(); ++i) {
+    double below = 0, above = 6;
+    for (int code = 0; code < 8; ++code) {
+      const double value = e2m1.value(code), magnitude = std::fabs(numbers[i]);
+      if (value <= magnitude) below = std::max(below, value);
+      if (value >= magnitude) above = std::min(above, value);
+    }
+    ASSERT_EQ(std::fabs(down[i]), below) << numbers[i];
+    // What is nearer to the lower one than 2^-23 of a step is of no account.
+    const double distance = std::fabs(numbers[i]) - below;
+    if (distance == 0 || distance > 0x1p-22) {
+      ASSERT_EQ(std::fabs(up[i]), above) << numbers[i];
+    }
+    ASSERT_EQ(std::signbit(up[i]), std::signbit(numbers[i]));
   }
 }
 
@@ -281,25 +324,109 @@ TEST(Fp8Nvfp4, EachScaleOfE4m3WithAllCodesOfE2m1IsKeptToTheBit) {
   EXPECT_TRUE(decoded(form, at::kBFloat16)[0].to(at::kFloat).equal(matrix));
 }
 
-TEST(Fp8Nvfp4, StochasticRoundingIsRightOnAverageAndRepeatsItself) {
-  for (const double number : {0.1, 0.25, 1.3, 2.5, 3.9, 4.2, 5.5, -5.5}) {
-    torch::manual_seed(5);
-    const at::Tensor numbers = at::full({20000}, number, at::kFloat);
-    const at::Tensor rounded = rounded_to_e2m1(numbers, true);
-    EXPECT_NEAR(rounded.mean().item<double>(), number, 0.03);
-    EXPECT_EQ(std::get<0>(at::_unique(rounded)).numel(), 2);
-    torch::manual_seed(5);
-    EXPECT_TRUE(rounded_to_e2m1(numbers, true).equal(rounded));
+TEST(Fp8Nvfp4, RoundingAtRandomIsRightOnAverage) {
+  for (const float number : {0.1F, 0.25F, 1.3F, 2.5F, 3.9F, 4.2F, 5.5F, -5.5F}) {
+    RandomStreams streams(5);
+    const auto rounded = rounded_to_e2m1<E2m1Rounding::at_random>(std::vector<float>(20000, number),
+                                                                  [&] { return streams.next(); });
+    EXPECT_NEAR(at::tensor(rounded).mean().item<double>(), number, 0.03);
+    EXPECT_EQ(std::set<float>(rounded.begin(), rounded.end()).size(), 2u);
   }
+}
+
+TEST(Fp8Nvfp4, RandomNumbersAreThoseOfLibTorchsGeneratorAndDifferFromPlaceToPlace) {
+  // All numbers lie in the middle of two codes, but for the first of each block.
+  at::Tensor matrix = at::full({64, 1040}, 2.5, at::kFloat);
+  matrix.slice(1, 0, 1040, 16).fill_(6);
+  const auto draw = [&](std::uint64_t seed) {
+    torch::manual_seed(seed);
+    const auto form =
+        quantize_as({.recipe = Fp8Recipe::nvfp4}, Fp8Operand::gradient, false, matrix);
+    return decoded(form, at::kFloat) * form.inverse_scale;
+  };
+  const at::Tensor drawn = draw(5);
+  EXPECT_TRUE(draw(5).equal(drawn));
+  EXPECT_FALSE(draw(6).equal(drawn));
+  EXPECT_NEAR(drawn.slice(1, 1, 16).mean().item<double>(), 2.5, 0.07);
+  for (int64_t row = 1; row < 64; ++row) EXPECT_FALSE(drawn[row].equal(drawn[row - 1])) << row;
+  EXPECT_FALSE(drawn.slice(1, 0, 512).equal(drawn.slice(1, 512, 1024)));
 }
 
 TEST(Fp8Nvfp4, TheHadamardTransformIsOrthogonalAndLeavesProductsAsTheyAre) {
   torch::manual_seed(6);
   const at::Tensor by = hadamard_transformed(at::eye(16));
   EXPECT_TRUE(by.mm(by.t()).equal(at::eye(16)));
+  // TransformerEngine's signs of the rows, and a Hadamard matrix in its natural order.
+  const int signs[] = {1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1};
+  for (unsigned row = 0; row < 16; ++row) {
+    for (unsigned column = 0; column < 16; ++column) {
+      const int sign = std::popcount(row & column) % 2 == 0 ? 1 : -1;
+      EXPECT_EQ(by[row][column].item<double>(), 0.25 * sign * signs[row]);
+    }
+  }
   const at::Tensor a = at::randint(-4, 5, {3, 37}).to(at::kFloat);
-  const at::Tensor b = at::randint(-4, 5, {5, 37}).to(at::kFloat);
-  EXPECT_TRUE(hadamard_transformed(a).mm(hadamard_transformed(b).t()).equal(a.mm(b.t())));
+  const at::Tensor b = at::randint(-4, 5, {530, 37}).to(at::kFloat);
+  for (const at::Tensor& same : {b, b.t().contiguous().t(), b.to(at::kHalf), b.to(at::kBFloat16)}) {
+    EXPECT_TRUE(hadamard_transformed(a).mm(hadamard_transformed(same).t()).equal(a.mm(b.t())));
+  }
+}
+
+/// That two forms stand for the same, to the bit.
+void expect_same_form(const at::Tensor& a, const at::Tensor& b, Fp8Recipe recipe) {
+  for (const auto operand : {Fp8Operand::input, Fp8Operand::weight}) {
+    for (const bool transposed : {false, true}) {
+      EXPECT_TRUE(quantized(recipe, operand, transposed, a)
+                      .equal(quantized(recipe, operand, transposed, b)))
+          << static_cast<int>(recipe) << static_cast<int>(operand) << transposed;
+    }
+  }
+}
+
+TEST(Fp8Recipes, HowAMatrixLiesInMemoryDoesNotMatter) {
+  torch::manual_seed(8);
+  for (const Fp8Recipe recipe : recipes) {
+    const at::Tensor matrix = at::randn({21, 53}).to(at::kBFloat16).to(at::kFloat);
+    const at::Tensor wide = at::zeros({21, 159}), tall = at::zeros({63, 53});
+    wide.slice(1, 0, 159, 3).copy_(matrix);
+    tall.slice(0, 1, 63, 3).copy_(matrix);
+    for (const at::Tensor& same :
+         {matrix.t().contiguous().t(), wide.slice(1, 0, 159, 3), tall.slice(0, 1, 63, 3),
+          wide.t().contiguous().slice(0, 0, 159, 3).t(), at::_neg_view(-matrix)}) {
+      EXPECT_TRUE(same.equal(matrix));
+      expect_same_form(same, matrix, recipe);
+    }
+    const at::Tensor row = matrix.narrow(0, 0, 1), column = matrix.narrow(1, 0, 1);
+    expect_same_form(row.expand({20, 53}), row.expand({20, 53}).contiguous(), recipe);
+    expect_same_form(column.expand({21, 40}), column.expand({21, 40}).contiguous(), recipe);
+    expect_same_form(column, column.contiguous(), recipe);
+    expect_same_form(at::_efficientzerotensor({4, 20}), at::zeros({4, 20}), recipe);
+  }
+}
+
+TEST(Fp8Recipes, PiecesOfLargeMatricesAreQuantisedAsTheWhole) {
+  torch::manual_seed(9);
+  at::Tensor matrix = at::randn({34, 1100});
+  for (const int64_t place : {0, 512, 1024}) matrix[5][place].fill_(20);  // nvfp4's scale of all
+  for (const Fp8Recipe recipe : {Fp8Recipe::blockwise, Fp8Recipe::mxfp8, Fp8Recipe::nvfp4}) {
+    for (const auto operand : {Fp8Operand::input, Fp8Operand::weight}) {
+      for (const bool lies_transposed : {false, true}) {
+        const at::Tensor lying = lies_transposed ? matrix.t().contiguous().t() : matrix;
+        const at::Tensor whole = quantized(recipe, operand, false, lying);
+        std::vector<at::Tensor> pieces;
+        for (const at::Tensor& piece : matrix.split(512, 1)) {
+          pieces.push_back(quantized(recipe, operand, false, piece));
+        }
+        EXPECT_TRUE(whole.equal(at::cat(pieces, 1))) << static_cast<int>(recipe);
+      }
+    }
+  }
+  const at::Tensor whole = quantized(Fp8Recipe::rowwise, Fp8Operand::input, false, matrix);
+  for (int64_t row = 0; row < 34; row += 10) {
+    EXPECT_TRUE(whole[row].equal(
+        quantized(Fp8Recipe::tensorwise, Fp8Operand::input, false, matrix.narrow(0, row, 1))[0]));
+  }
+  EXPECT_TRUE(quantized(Fp8Recipe::rowwise, Fp8Operand::input, true, matrix.t().contiguous().t())
+                  .equal(whole));
 }
 
 TEST(Fp8Recipes, EachTrains) {

@@ -1,124 +1,134 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <ATen/ops/constant_pad_nd.h>
-#include <ATen/ops/copysign.h>
-#include <ATen/ops/from_blob.h>
-#include <ATen/ops/full_like.h>
-#include <ATen/ops/matmul.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
-#include <ATen/ops/rand_like.h>
-#include <ATen/ops/where.h>
 #include <c10/core/ScalarType.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Exception.h>
 
 #include <cstdint>
 
 #include "torchamp/detail/fp8/quantize.h"
+#include "torchamp/detail/fp8/rows.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
 
-/// How large the blocks of one scale are. No columns: whole rows.
-struct Fp8Block {
-  int64_t rows, columns;
+/// A matrix on a CPU whose rows, or those of its transpose, lie in memory as the kernels take them,
+/// in fp32 or bf16.
+template <class Tensor>
+struct InRows {
+  Tensor matrix;
+  bool is_transposed;
+
+  explicit InRows(const Tensor& any) : matrix(any) {
+    if (matrix.is_neg() || matrix._is_zerotensor()) matrix = matrix.clone();
+    if (matrix.scalar_type() == at::kHalf) matrix = matrix.to(at::kFloat);
+    is_transposed = matrix.stride(1) != 1 && matrix.stride(0) == 1;
+    if (is_transposed) matrix = matrix.t();
+    if (matrix.stride(1) != 1) matrix = matrix.contiguous();
+  }
+
+  /// Calls `function` with the Rows.
+  template <class Function>
+  void visit(const Function& function) const {
+    const int64_t rows = matrix.size(0), columns = matrix.size(1), stride = matrix.stride(0);
+    if (matrix.scalar_type() == at::kFloat) {
+      function(Rows<const float>{matrix.template const_data_ptr<float>(), rows, columns, stride});
+    } else {
+      function(Rows<const c10::BFloat16>{matrix.template const_data_ptr<c10::BFloat16>(), rows,
+                                         columns, stride});
+    }
+  }
 };
 
-/// With zeros behind rows and columns, up to whole blocks.
-template <class Tensor>
-Tensor padded_to(const Tensor& matrix, Fp8Block block) {
-  const int64_t rows = (block.rows - matrix.size(0) % block.rows) % block.rows;
-  const int64_t columns = (block.columns - matrix.size(1) % block.columns) % block.columns;
-  if (rows == 0 && columns == 0) return matrix;
-  return at::constant_pad_nd(matrix, {0, columns, 0, rows});
-}
-
-/// A view with dimensions [row of blocks, row in it, column of blocks, column in it].
-template <class Tensor>
-Tensor in_blocks(const Tensor& padded, Fp8Block block) {
-  return padded.unflatten(1, {padded.size(1) / block.columns, block.columns})
-      .unflatten(0, {padded.size(0) / block.rows, block.rows});
-}
-
-/// Scales of blocks beside in_blocks().
-template <class Tensor>
-Tensor beside_blocks(const Tensor& scales) {
-  return scales.unsqueeze(1).unsqueeze(3);
+/// The kernel of a CPU. `inverse_scale`: that of the matrix. `scale_dtype`: what holds
+/// Blocks::Scale.
+template <class Blocks, class Tensor>
+Fp8Matrix<Tensor> quantize_on_cpu(const Tensor& matrix, Fp8Block block, const Blocks& blocks,
+                                  at::ScalarType scale_dtype, const Tensor& inverse_scale) {
+  const InRows<Tensor> in_rows(matrix);
+  const int64_t rows = in_rows.matrix.size(0), columns = in_rows.matrix.size(1);
+  const Fp8Block lying = (in_rows.is_transposed ? block.t() : block).within(rows, columns);
+  const auto options = matrix.options().dtype(at::kFloat8_e4m3fn);
+  Fp8Matrix<Tensor> form{rows,
+                         columns,
+                         at::empty({rows, columns}, options),
+                         inverse_scale,
+                         at::empty({blocks_in(rows, lying.rows), blocks_in(columns, lying.columns)},
+                                   options.dtype(scale_dtype)),
+                         lying};
+  auto* const codes = static_cast<std::uint8_t*>(form.codes.mutable_data_ptr());
+  auto* const scales = static_cast<typename Blocks::Scale*>(form.block_scales.mutable_data_ptr());
+  in_rows.visit([&](const auto& source) { quantize_rows(source, lying, blocks, codes, scales); });
+  return in_rows.is_transposed ? form.t() : form;
 }
 
 /// In e4m3 with a power of two for each block: see Note [Scales of fp8]. Those of 1 x 32 are what
-/// e8m0 numbers hold.
+/// e8m0 numbers hold. On other devices than a CPU for whole rows only.
 template <class Tensor>
 Fp8Matrix<Tensor> quantize_blocks(const Tensor& matrix, Fp8Block block) {
   if (matrix.numel() == 0) return quantize(matrix, at::kFloat8_e4m3fn);
-  if (block.columns == 0) block.columns = matrix.size(1);
-  const Tensor padded = padded_to(matrix, block);
-  const Tensor blocks = in_blocks(padded, block);
-  const Tensor scales =
-      scale_for(blocks.abs().amax({1, 3}).to(at::kFloat), largest_of(at::kFloat8_e4m3fn));
+  if (matrix.is_cpu()) return quantize_on_cpu(matrix, block, E4m3Blocks(), at::kFloat, Tensor());
+  const Tensor scales = scale_for(matrix.abs().amax({1}, /*keepdim=*/true).to(at::kFloat),
+                                  largest_of(at::kFloat8_e4m3fn));
   // bf16 holds every scale, and every product with one.
   const bool narrow = matrix.scalar_type() == at::kBFloat16;
-  const Tensor scaled = at::mul(blocks, beside_blocks(narrow ? scales.to(at::kBFloat16) : scales));
-  return {matrix.size(0), matrix.size(1), scaled.to(at::kFloat8_e4m3fn).reshape(padded.sizes()),
-          Tensor(), scales.reciprocal()};
+  const Tensor scaled = at::mul(matrix, narrow ? scales.to(at::kBFloat16) : scales);
+  return {matrix.size(0), matrix.size(1),      scaled.to(at::kFloat8_e4m3fn),
+          Tensor(),       scales.reciprocal(), block};
 }
 
-/// Numbers up to 6 as e2m1 has them: multiples of 0.5 below 2, of 1 below 4, of 2 above. To the
-/// nearest, of two to that with the even code; or to either neighbour at random, nearer ones more
-/// often, so that the mean is right.
-template <class Tensor>
-Tensor rounded_to_e2m1(const Tensor& numbers, bool stochastic) {
-  const Tensor magnitude = numbers.abs();
-  const Tensor step = at::where(
-      magnitude < 2, at::full_like(magnitude, 0.5),
-      at::where(magnitude < 4, at::full_like(magnitude, 1.), at::full_like(magnitude, 2.)));
-  const Tensor steps = magnitude / step;
-  const Tensor whole = stochastic ? (steps + at::rand_like(steps)).floor() : steps.round();
-  return at::copysign(whole * step, numbers);
-}
-
-/// In e2m1 with an e4m3 scale for each block and a power of two for all.
+/// In e2m1 with an e4m3 scale for each block and a power of two for all. On a CPU.
 template <class Tensor>
 Fp8Matrix<Tensor> quantize_nvfp4(const Tensor& matrix, Fp8Block block, bool stochastic) {
   if (matrix.numel() == 0) return quantize(matrix, at::kFloat8_e4m3fn);
-  constexpr double largest = 6;
-  const Tensor scale =
-      scale_for(largest_magnitude(matrix), largest * largest_of(at::kFloat8_e4m3fn));
-  const Tensor padded = padded_to(matrix.to(at::kFloat).mul(scale), block);
-  const Tensor blocks = in_blocks(padded, block);
-  // Where it would be 0 it is the smallest that e4m3 has.
-  const Tensor block_scales =
-      (blocks.abs().amax({1, 3}) / largest).clamp_min(0x1p-9).to(at::kFloat8_e4m3fn);
-  const Tensor numbers = (blocks / beside_blocks(block_scales.to(at::kFloat)))
-                             .clamp(-largest, largest);  // the block's scale was rounded
-  const Tensor codes = rounded_to_e2m1(numbers, stochastic).to(at::kFloat8_e4m3fn);
-  return {matrix.size(0), matrix.size(1), codes.reshape(padded.sizes()), scale.reciprocal(),
-          block_scales};
+  const Tensor scale = scale_for(largest_magnitude(matrix), 6 * largest_of(at::kFloat8_e4m3fn));
+  const float of_matrix = scale.template item<float>();
+  const Tensor inverse = scale.reciprocal();
+  if (!stochastic) {
+    const E2m1Blocks<E2m1Rounding::to_nearest> blocks{of_matrix, 0};
+    return quantize_on_cpu(matrix, block, blocks, at::kFloat8_e4m3fn, inverse);
+  }
+  const auto seed = at::empty({}, at::kLong).random_().template item<int64_t>();
+  const E2m1Blocks<E2m1Rounding::at_random> blocks{of_matrix, static_cast<std::uint64_t>(seed)};
+  return quantize_on_cpu(matrix, block, blocks, at::kFloat8_e4m3fn, inverse);
 }
 
-// Note [The Hadamard transform]
-// A few large elements in a block of 16 leave no codes for the others. So both factors of a
-// weight's gradient are multiplied, 16 by 16 along the contraction, by an orthogonal matrix, which
-// spreads such elements over the block and drops out of the product: (G H)(H' X) = G X. Its entries
-// are 1/4 or -1/4, so it is exact where the sums are. The signs are TransformerEngine's.
+/// The numbers that the codes of blocks stand for, but for the scale of the matrix.
+template <class T, class Tensor>
+Tensor decoded_blocks(const Fp8Matrix<Tensor>& form) {
+  const bool is_transposed = !form.codes.is_contiguous();
+  const Fp8Matrix<Tensor> lying = is_transposed ? form.t() : form;
+  const Tensor& scales = lying.block_scales;
+  TORCH_INTERNAL_ASSERT(lying.codes.is_contiguous() && scales.is_contiguous());
+  Tensor numbers =
+      at::empty(lying.codes.sizes(), scales.options().dtype(c10::CppTypeToScalarType<T>()));
+  const Rows<T> to{numbers.template mutable_data_ptr<T>(), numbers.size(0), numbers.size(1),
+                   numbers.size(1)};
+  const auto* const codes = static_cast<const std::uint8_t*>(lying.codes.const_data_ptr());
+  const Fp8Block block = lying.block.within(to.rows, to.columns);
+  if (scales.scalar_type() == at::kFloat) {
+    decode_rows<E4m3Blocks>(codes, scales.template const_data_ptr<float>(), block, to);
+  } else {
+    const auto* const as_codes = static_cast<const std::uint8_t*>(scales.const_data_ptr());
+    decode_rows<E2m1Blocks<E2m1Rounding::to_nearest>>(codes, as_codes, block, to);
+  }
+  return is_transposed ? numbers.t() : numbers;
+}
 
-/// `matrix` after the transform of its rows, with zeros behind its columns up to whole blocks.
+/// `matrix` after the transform of its rows: see Note [The Hadamard transform].
 template <class Tensor>
 Tensor hadamard_transformed(const Tensor& matrix) {
-  static const struct Transform {
-    Transform() {
-      constexpr int signs[] = {1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1};
-      for (unsigned row = 0; row < 16; ++row) {
-        for (unsigned column = 0; column < 16; ++column) {
-          const bool odd = __builtin_parity(row & column) != 0;
-          entries[row * 16 + column] = 0.25F * static_cast<float>(odd ? -signs[row] : signs[row]);
-        }
-      }
-    }
-    float entries[256];
-  } transform;
-  const Tensor padded = padded_to(matrix.to(at::kFloat), {1, 16});
-  const Tensor by = at::from_blob(const_cast<float*>(transform.entries), {16, 16}, at::kFloat);
-  return at::matmul(padded.unflatten(1, {padded.size(1) / 16, 16}), by).flatten(1);
+  const Tensor lying = matrix.t();
+  const InRows<Tensor> in_rows(lying.stride(1) == 1 ? lying : lying.contiguous());
+  const int64_t rows = blocks_in(lying.size(0), chunk) * chunk;
+  Tensor result = at::empty({rows, lying.size(1)}, matrix.options().dtype(at::kFloat));
+  in_rows.visit([&](const auto& source) {
+    hadamard_transform_rows(source, result.template mutable_data_ptr<float>());
+  });
+  return result.t();
 }
 
 }  // namespace torchamp::detail

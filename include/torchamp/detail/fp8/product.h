@@ -42,13 +42,9 @@ inline bool cpu_multiplies_bf16() {
 /// a power of two, or has 4 bits beside an element's 2.
 template <class Tensor>
 Tensor decoded(const Fp8Matrix<Tensor>& matrix, at::ScalarType dtype) {
-  Tensor values = decode(matrix.codes, dtype);
-  const Tensor& scales = matrix.block_scales;
-  if (scales.defined()) {
-    const Fp8Block block{values.size(0) / scales.size(0), values.size(1) / scales.size(1)};
-    in_blocks(values, block).mul_(beside_blocks(scales.to(dtype)));
-  }
-  return values.narrow(0, 0, matrix.rows);
+  if (!matrix.block_scales.defined()) return decode(matrix.codes, dtype);
+  return dtype == at::kFloat ? decoded_blocks<float>(matrix)
+                             : decoded_blocks<c10::BFloat16>(matrix);
 }
 
 /// See Note [The rehearsal of fp8 on a CPU].

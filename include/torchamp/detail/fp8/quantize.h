@@ -13,6 +13,7 @@
 #include <tuple>
 
 #include "torchamp/detail/fp8/formats.h"
+#include "torchamp/detail/fp8/rows.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -22,13 +23,18 @@ namespace torchamp::detail {
 template <class Tensor>
 struct Fp8Matrix {
   int64_t rows = 0, columns = 0;
-  Tensor codes;          // with zeros behind rows and columns, up to whole blocks
+  Tensor codes;
   Tensor inverse_scale;  // fp32, without dimensions; undefined: 1
-  Tensor block_scales;   // a matrix of them, for blocks of equal sizes; undefined: 1
+  Tensor block_scales;   // a matrix of them; undefined: 1
+  Fp8Block block = {};   // how large each is
 
   Fp8Matrix t() const {
-    return {columns, rows, codes.t(), inverse_scale,
-            block_scales.defined() ? block_scales.t() : block_scales};
+    return {columns,
+            rows,
+            codes.t(),
+            inverse_scale,
+            block_scales.defined() ? block_scales.t() : block_scales,
+            block.t()};
   }
 };
 
@@ -46,8 +52,9 @@ Tensor largest_magnitude(const Tensor& tensor) {
 // (LibTorch 2.15's saturates, 2.11's gives NaN), and the scale of a loss, a power of two as well,
 // changes the scales and not the codes. An inf or NaN makes the scale NaN, and with it all that is
 // computed from the matrix: a scaler then skips the step. (A conversion alone would make 448 of an
-// inf.) Magnitudes below 2^-110, where products underflow in fp32 anyway, are scaled as that one,
-// so that scales and their inverses stay finite. Nothing is read by the host, and nothing is kept.
+// inf.) Magnitudes below 2^-110 are scaled as that one and lose bits, so that scales, their
+// inverses and what is decoded stay in the range of fp32. Nothing is read by the host, and nothing
+// is kept.
 
 /// The scales for what is of these largest magnitudes, in a format whose largest number is
 /// `largest`: see Note [Scales of fp8].
@@ -65,7 +72,8 @@ Fp8Matrix<Tensor> quantize(const Tensor& matrix, at::ScalarType format) {
   const Tensor scale = scale_for(largest_magnitude(matrix), largest_of(format));
   // fp16 does not hold every scale. bf16 does, and so every product with one.
   const Tensor wide = matrix.scalar_type() == at::kHalf ? matrix.to(at::kFloat) : matrix;
-  return {matrix.size(0), matrix.size(1), at::mul(wide, scale).to(format), scale.reciprocal(), {}};
+  return {
+      matrix.size(0), matrix.size(1), at::mul(wide, scale).to(format), scale.reciprocal(), {}, {}};
 }
 
 }  // namespace torchamp::detail

@@ -21,31 +21,38 @@ namespace torchamp::detail {
 /// Which operand of a layer.
 enum class Fp8Operand : std::uint8_t { input, weight, gradient };
 
+/// The blocks of one scale; none for `tensorwise`.
+constexpr Fp8Block block_of(Fp8Recipe recipe, Fp8Operand operand) {
+  const bool is_weight = operand == Fp8Operand::weight;
+  switch (recipe) {
+    case Fp8Recipe::rowwise:
+      return {1, 0};
+    case Fp8Recipe::blockwise:
+      return {is_weight ? 128 : 1, 128};
+    case Fp8Recipe::mxfp8:
+      return {1, 32};
+    case Fp8Recipe::nvfp4:
+      return {is_weight ? 16 : 1, 16};
+    case Fp8Recipe::tensorwise:
+      break;
+  }
+  return {};
+}
+
 /// The form in which `matrix` is multiplied along its columns. `transposed`: it is the transpose of
 /// the operand.
 template <class Tensor>
 Fp8Matrix<Tensor> quantize_as(const Fp8Options& options, Fp8Operand operand, bool transposed,
                               const Tensor& matrix) {
-  const bool is_weight = operand == Fp8Operand::weight;
   const bool is_gradient = operand == Fp8Operand::gradient;
-  switch (options.recipe) {
-    case Fp8Recipe::rowwise:
-      return quantize_blocks(matrix, {1, 0});
-    case Fp8Recipe::blockwise:
-      return quantize_blocks(matrix, {is_weight ? 128 : 1, 128});
-    case Fp8Recipe::mxfp8:
-      return quantize_blocks(matrix, {1, 32});
-    case Fp8Recipe::nvfp4: {
-      const bool stochastic = is_gradient && options.stochastic_rounding;
-      if (transposed && !is_weight) {
-        return quantize_nvfp4(hadamard_transformed(matrix), {1, 16}, stochastic);
-      }
-      return quantize_nvfp4(matrix, {is_weight ? 16 : 1, 16}, stochastic);
-    }
-    case Fp8Recipe::tensorwise:
-      break;
+  const Fp8Block block = block_of(options.recipe, operand);
+  if (options.recipe == Fp8Recipe::tensorwise) {
+    return quantize(matrix, is_gradient ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn);
   }
-  return quantize(matrix, is_gradient ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn);
+  if (options.recipe != Fp8Recipe::nvfp4) return quantize_blocks(matrix, block);
+  const bool stochastic = is_gradient && options.stochastic_rounding;
+  const bool is_transformed = transposed && operand != Fp8Operand::weight && matrix.numel() > 0;
+  return quantize_nvfp4(is_transformed ? hadamard_transformed(matrix) : matrix, block, stochastic);
 }
 
 /// Whether the form of the transpose is the transpose of the form.

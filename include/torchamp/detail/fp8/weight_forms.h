@@ -31,15 +31,16 @@ void append_tensors(const Fp8Matrix<Tensor>& form, std::vector<Tensor>& tensors)
   }
 }
 
-/// The form whose tensors begin at `place` of `tensors`; `place` then is behind them.
+/// A weight's form whose tensors begin at `place` of `tensors`; `place` then is behind them.
 template <class Tensor>
 Fp8Matrix<Tensor> form_of(Fp8Recipe recipe, int64_t rows, int64_t columns,
                           const std::vector<Tensor>& tensors, std::size_t& place) {
   const bool has_scale = recipe == Fp8Recipe::tensorwise || recipe == Fp8Recipe::nvfp4;
   const bool has_blocks = recipe != Fp8Recipe::tensorwise;
-  Fp8Matrix<Tensor> form{rows, columns, tensors[place++], {}, {}};
+  Fp8Matrix<Tensor> form{rows, columns, tensors[place++], {}, {}, {}};
   if (has_scale) form.inverse_scale = tensors[place++];
   if (has_blocks) form.block_scales = tensors[place++];
+  form.block = block_of(recipe, Fp8Operand::weight);
   return form;
 }
 
@@ -58,7 +59,7 @@ WeightForms<Tensor> weight_forms(const Fp8Options& options, const Tensor& w, boo
     append_tensors(plain, tensors);
     if (transposed && !is_view) {
       auto form = quantize_transposed(options, operand, w, plain);
-      form.codes = form.codes.contiguous();
+      if (!w.is_cpu()) form.codes = form.codes.contiguous();
       append_tensors(form, tensors);
     }
     return tensors;

@@ -1,0 +1,359 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <c10/util/BFloat16.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <iterator>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+#include "torchamp/detail/fp8/codes.h"
+#include "torchamp/version.h"
+
+namespace torchamp::detail {
+
+// Note [Kernels of the rehearsal]
+// One pass over the memory of a matrix finds the magnitudes of the blocks of a tile, another writes
+// their codes. Both go through rows as they lie in memory, 16 elements at a time, wherever the
+// blocks lie: along these rows, across them, or square. Sixteen are four vectors of fp32, and loops
+// of that length are what compilers make vector instructions of at -O2.
+
+/// A matrix in memory, with elements of a row side by side.
+template <class T>
+struct Rows {
+  T* data;
+  int64_t rows, columns, stride;
+
+  T* row(int64_t i) const { return data + i * stride; }
+};
+
+/// How large the blocks of one scale are, at the edges of a matrix what is left there. 0: as large
+/// as the matrix.
+struct Fp8Block {
+  int64_t rows = 0, columns = 0;
+
+  Fp8Block t() const { return {columns, rows}; }
+  /// For a matrix of this size, which is not empty.
+  Fp8Block within(int64_t all_rows, int64_t all_columns) const {
+    return {rows == 0 ? all_rows : rows, columns == 0 ? all_columns : columns};
+  }
+};
+
+constexpr int64_t blocks_in(int64_t size, int64_t block) {
+  return (size + block - 1) / block;
+}
+
+/// Sixteen elements of a row.
+constexpr int64_t chunk = 16;
+using ChunkOfFloats = Floats[chunk / 4];
+
+inline float to_float(float number) {
+  return number;
+}
+inline float to_float(c10::BFloat16 number) {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(number.x) << 16);
+}
+
+/// Up to 16 elements, with zeros behind.
+template <class T>
+[[gnu::always_inline]] inline void load_chunk(const T* from, int64_t size, ChunkOfFloats& to) {
+  float numbers[chunk];
+  if (size >= chunk) {
+    for (int64_t k = 0; k < chunk; ++k) numbers[k] = to_float(from[k]);
+  } else {
+    for (int64_t k = 0; k < chunk; ++k) numbers[k] = k < size ? to_float(from[k]) : 0.F;
+  }
+  std::memcpy(to, numbers, sizeof to);
+}
+
+/// Up to 16 bytes, with zeros behind.
+inline void load_words(const std::uint8_t* from, int64_t size, std::uint32_t (&to)[chunk]) {
+  std::uint8_t bytes[chunk] = {};
+  if (size >= chunk) {
+    std::memcpy(bytes, from, sizeof bytes);
+  } else {
+    std::memcpy(bytes, from, static_cast<std::size_t>(size));
+  }
+  for (int64_t k = 0; k < chunk; ++k) to[k] = bytes[k];
+}
+
+/// The first `size` of 16 elements.
+template <class T>
+void store_chunk(const T (&from)[chunk], int64_t size, T* to) {
+  if (size >= chunk) {
+    std::memcpy(to, from, sizeof from);
+  } else {
+    std::memcpy(to, from, static_cast<std::size_t>(size) * sizeof(T));
+  }
+}
+
+/// Four numbers of an array.
+inline Floats floats_at(const float* from) {
+  Floats numbers;
+  std::memcpy(&numbers, from, sizeof numbers);
+  return numbers;
+}
+
+/// Of each column the largest magnitude, by bits, whose order puts NaN above inf.
+template <class T>
+class Magnitudes {
+  using Vector = std::conditional_t<sizeof(T) == 2, Shorts, Integers>;
+  using Bits = std::conditional_t<sizeof(T) == 2, std::int16_t, std::int32_t>;
+  using Chunk = Vector[chunk * sizeof(T) / sizeof(Vector)];
+
+ public:
+  explicit Magnitudes(int64_t columns)
+      : columns_(columns), largest_(static_cast<std::size_t>(blocks_in(columns, chunk) * chunk)) {}
+
+  void include(const T* row) {
+    for (int64_t j = 0; j < columns_; j += chunk) {
+      Chunk numbers = {}, here;
+      if (columns_ - j >= chunk) {
+        std::memcpy(numbers, row + j, sizeof numbers);
+      } else {
+        std::memcpy(numbers, row + j, static_cast<std::size_t>(columns_ - j) * sizeof(T));
+      }
+      std::memcpy(here, largest_.data() + j, sizeof here);
+      for (std::size_t k = 0; k < std::size(here); ++k) {
+        const Vector magnitudes = numbers[k] & std::numeric_limits<Bits>::max();
+        here[k] = here[k] < magnitudes ? magnitudes : here[k];
+      }
+      std::memcpy(largest_.data() + j, here, sizeof here);
+    }
+  }
+
+  float of_columns(int64_t begin, int64_t end) const {
+    Bits bits = largest_[static_cast<std::size_t>(begin)];
+    if (end - begin > 1) {  // whole chunks, or the last ones
+      Vector vectors = {};
+      for (int64_t j = begin; j < end; j += static_cast<int64_t>(sizeof(Vector) / sizeof(Bits))) {
+        Vector here;
+        std::memcpy(&here, largest_.data() + j, sizeof here);
+        vectors = vectors < here ? here : vectors;
+      }
+      for (std::size_t k = 0; k < sizeof vectors / sizeof bits; ++k) {
+        bits = std::max(bits, vectors[k]);
+      }
+    }
+    return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << (32 - 8 * sizeof(T)));
+  }
+
+ private:
+  int64_t columns_;
+  std::vector<Bits> largest_;
+};
+
+/// Sets the elements of one block: one, or whole chunks, of which those behind `end` do not count.
+inline void fill_columns(std::vector<float>& columns, int64_t begin, int64_t end, float value) {
+  if (end - begin == 1) {
+    columns[static_cast<std::size_t>(begin)] = value;
+    return;
+  }
+  ChunkOfFloats four;
+  for (Floats& values : four) values = Floats{} + value;
+  for (int64_t j = begin; j < end; j += chunk) {
+    std::memcpy(columns.data() + j, four, sizeof four);
+  }
+}
+
+/// e4m3 numbers with powers of two as scales: see Note [Scales of fp8].
+struct E4m3Blocks {
+  using Scale = float;  // the inverse, by which a code's number is multiplied
+
+  static float number(Scale inverse) { return inverse; }
+
+  /// For a block of this largest magnitude.
+  static Scale scale_of(float magnitude) {
+    constexpr std::uint32_t exponent = 0x7F800000U;
+    if (std::bit_cast<std::uint32_t>(magnitude) >= exponent) return std::nanf("");
+    const float quotient = 448.F / std::max(magnitude, 0x1p-110F);
+    return 1.F / std::bit_cast<float>(std::bit_cast<std::uint32_t>(quotient) & exponent);
+  }
+
+  /// What elements are multiplied by.
+  static float factor_of(Scale inverse) { return 1.F / inverse; }
+
+  struct Writer {
+    Writer(const E4m3Blocks&, int64_t /*place*/) {}
+    Words codes(Floats numbers, Floats factors) { return e4m3_codes(numbers * factors); }
+  };
+};
+
+/// e2m1 numbers with e4m3 numbers as scales, beside a power of two for the matrix.
+template <E2m1Rounding rounding>
+struct E2m1Blocks {
+  using Scale = std::uint8_t;
+
+  float of_matrix;     // its scale
+  std::uint64_t seed;  // of the random numbers
+
+  static float number(Scale code) { return e4m3_numbers(Words{} + code)[0]; }
+
+  /// Where it would be 0 it is the smallest that e4m3 has.
+  Scale scale_of(float magnitude) const {
+    const float wanted = magnitude * of_matrix / 6.F;
+    return static_cast<Scale>(e4m3_codes(Floats{} + std::max(wanted, 0x1p-9F))[0]);
+  }
+
+  /// What elements are divided by after the multiplication by the scale of all.
+  static float factor_of(Scale code) { return number(code); }
+
+  struct Writer {
+    Writer(const E2m1Blocks& blocks, int64_t place)
+        : of_matrix(blocks.of_matrix), random(blocks.seed ^ static_cast<std::uint64_t>(place)) {}
+    Words codes(Floats numbers, Floats factors) {
+      const Words bits = rounding == E2m1Rounding::at_random ? random.next() : Words{};
+      return e2m1_codes<rounding>(numbers * of_matrix / factors, bits);
+    }
+    float of_matrix;
+    RandomStreams random;
+  };
+};
+
+/// Calls `function(row of blocks, first column, last column + 1)` for the tiles of a matrix, in
+/// parallel. A tile is as high as a block, holds whole blocks, and starts at a chunk.
+template <class Function>
+void for_each_tile(int64_t rows, int64_t columns, Fp8Block block, const Function& function) {
+  const int64_t width = block.columns > 512 ? columns : 512;  // blocks are 1, 16, 32 or 128 wide
+  const int64_t across = blocks_in(columns, width), tiles = across * blocks_in(rows, block.rows);
+  const int64_t grain = std::max<int64_t>(1, 32768 / (block.rows * std::min(width, columns)));
+  at::parallel_for(0, tiles, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t tile = begin; tile < end; ++tile) {
+      const int64_t first = tile % across * width;
+      function(tile / across, first, std::min(columns, first + width));
+    }
+  });
+}
+
+/// Writes the codes and scales of `matrix` in dense rows, for blocks of a size that is not 0.
+template <class T, class Blocks>
+void quantize_rows(const Rows<const T>& matrix, Fp8Block block, const Blocks& blocks,
+                   std::uint8_t* codes, typename Blocks::Scale* scales) {
+  const int64_t scale_columns = blocks_in(matrix.columns, block.columns);
+  for_each_tile(matrix.rows, matrix.columns, block, [&](int64_t band, int64_t first, int64_t last) {
+    const int64_t size = last - first, top = band * block.rows;
+    const int64_t bottom = std::min(matrix.rows, top + block.rows);
+    Magnitudes<T> largest(size);
+    for (int64_t i = top; i < bottom; ++i) largest.include(matrix.row(i) + first);
+    std::vector<float> factors(static_cast<std::size_t>(blocks_in(size, chunk) * chunk), 1.F);
+    for (int64_t j = 0; j < size; j += block.columns) {
+      const int64_t behind = std::min(size, j + block.columns);
+      const auto scale = blocks.scale_of(largest.of_columns(j, behind));
+      scales[band * scale_columns + (first + j) / block.columns] = scale;
+      fill_columns(factors, j, behind, blocks.factor_of(scale));
+    }
+    ChunkOfFloats numbers;
+    std::uint8_t written[chunk];
+    for (int64_t i = top; i < bottom; ++i) {
+      const int64_t place = i * matrix.columns + first;
+      const T* const row = matrix.row(i) + first;
+      typename Blocks::Writer writer(blocks, place);
+      for (int64_t j = 0; j < size; j += chunk) {
+        load_chunk(row + j, size - j, numbers);
+        std::uint32_t words[chunk];
+        for (int k = 0; k < 4; ++k) {
+          const Words four = writer.codes(numbers[k], floats_at(factors.data() + j + 4 * k));
+          std::memcpy(words + 4 * k, &four, sizeof four);
+        }
+        for (int64_t k = 0; k < chunk; ++k) written[k] = static_cast<std::uint8_t>(words[k]);
+        store_chunk(written, size - j, codes + place + j);
+      }
+    }
+  });
+}
+
+/// Numbers that `T` holds.
+inline void convert_chunk(const ChunkOfFloats& from, float (&to)[chunk]) {
+  std::memcpy(to, from, sizeof to);
+}
+inline void convert_chunk(const ChunkOfFloats& from, c10::BFloat16 (&to)[chunk]) {
+  std::uint32_t bits[chunk];
+  std::uint16_t upper[chunk];
+  std::memcpy(bits, from, sizeof bits);
+  for (int64_t k = 0; k < chunk; ++k) upper[k] = static_cast<std::uint16_t>(bits[k] >> 16);
+  std::memcpy(to, upper, sizeof upper);
+}
+
+/// Writes codes times the scales of their blocks, as quantize_rows() left them, in dense rows.
+template <class Blocks, class T>
+void decode_rows(const std::uint8_t* codes, const typename Blocks::Scale* scales, Fp8Block block,
+                 const Rows<T>& matrix) {
+  const int64_t scale_columns = blocks_in(matrix.columns, block.columns);
+  for_each_tile(matrix.rows, matrix.columns, block, [&](int64_t band, int64_t first, int64_t last) {
+    const int64_t size = last - first, top = band * block.rows;
+    const int64_t bottom = std::min(matrix.rows, top + block.rows);
+    std::vector<float> factors(static_cast<std::size_t>(blocks_in(size, chunk) * chunk));
+    for (int64_t j = 0; j < size; j += block.columns) {
+      const auto scale = scales[band * scale_columns + (first + j) / block.columns];
+      fill_columns(factors, j, std::min(size, j + block.columns), Blocks::number(scale));
+    }
+    for (int64_t i = top; i < bottom; ++i) {
+      const std::uint8_t* const from = codes + i * matrix.columns + first;
+      T* const to = matrix.row(i) + first;
+      for (int64_t j = 0; j < size; j += chunk) {
+        std::uint32_t words[chunk];
+        load_words(from + j, size - j, words);
+        ChunkOfFloats numbers;
+        for (int k = 0; k < 4; ++k) {
+          Words four;
+          std::memcpy(&four, words + 4 * k, sizeof four);
+          numbers[k] = e4m3_numbers(four) * floats_at(factors.data() + j + 4 * k);
+        }
+        T written[chunk];
+        convert_chunk(numbers, written);
+        store_chunk(written, size - j, to + j);
+      }
+    }
+  });
+}
+
+// Note [The Hadamard transform]
+// A few large elements in a block of 16 leave no codes for the others. So both factors of a
+// weight's gradient are multiplied, 16 by 16 along the contraction, by an orthogonal matrix, which
+// spreads such elements over the block and drops out of the product: (G H)(H' X) = G X. Its entries
+// are 1/4 or -1/4, so it is exact where the sums are. The signs are TransformerEngine's.
+
+/// Writes the transform of the columns of `matrix`, 16 rows at a time, in dense rows; their number
+/// is that of whole blocks.
+template <class T>
+void hadamard_transform_rows(const Rows<const T>& matrix, float* to) {
+  const auto transform = [&](int64_t top, int64_t column, int64_t width) {
+    constexpr float signs[chunk] = {1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1};
+    ChunkOfFloats rows[chunk];
+    for (int64_t i = 0; i < chunk; ++i) {
+      const bool is_there = top + i < matrix.rows;
+      load_chunk(is_there ? matrix.row(top + i) + column : nullptr, is_there ? width : 0, rows[i]);
+      for (Floats& four : rows[i]) four *= 0.25F * signs[i];
+    }
+    for (int64_t half = 1; half < chunk; half *= 2) {
+      for (int64_t i = 0; i < chunk; ++i) {
+        if ((i & half) != 0) continue;
+        for (int k = 0; k < 4; ++k) {
+          const Floats a = rows[i][k], b = rows[i + half][k];
+          rows[i][k] = a + b;
+          rows[i + half][k] = a - b;
+        }
+      }
+    }
+    for (int64_t i = 0; i < chunk; ++i) {
+      float written[chunk];
+      convert_chunk(rows[i], written);
+      store_chunk(written, width, to + (top + i) * matrix.columns + column);
+    }
+  };
+  for_each_tile(matrix.rows, matrix.columns, {chunk, 1},
+                [&](int64_t band, int64_t first, int64_t last) {
+                  for (int64_t j = first; j < last; j += chunk)
+                    transform(band * chunk, j, last - j);
+                });
+}
+
+}  // namespace torchamp::detail
