@@ -30,10 +30,10 @@ endfunction()
 
 # ---- Tests ----------------------------------------------------------------------------------------
 
-# Has so many of a target's files compiled as one: what they include costs more than they do.
-option(TORCHAMP_UNITY_TESTS "Compile several files of a test program as one" ON)
-function(torchamp_unity target files)
-  set_target_properties(${target} PROPERTIES UNITY_BUILD ${TORCHAMP_UNITY_TESTS} UNITY_BUILD_BATCH_SIZE ${files})
+# Has all of a target's files compiled as one: what they include costs more than they do.
+option(TORCHAMP_UNITY_TESTS "Compile all files of a test program as one" ON)
+function(torchamp_unity target)
+  set_target_properties(${target} PROPERTIES UNITY_BUILD ${TORCHAMP_UNITY_TESTS} UNITY_BUILD_BATCH_SIZE 0)
   if(TORCHAMP_UNITY_TESTS AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")  # each would be in the main file
     target_compile_options(${target} PRIVATE -Wno-subobject-linkage)
   endif()
@@ -44,7 +44,7 @@ endfunction()
 # rule.
 function(torchamp_test_support)
   add_library(torchamp_test_support OBJECT support/umbrella.cpp)
-  target_link_libraries(torchamp_test_support PUBLIC torchamp::torchamp GTest::gmock_main)
+  target_link_libraries(torchamp_test_support PUBLIC torchamp_once GTest::gmock_main)
   target_include_directories(torchamp_test_support PUBLIC ${CMAKE_CURRENT_SOURCE_DIR})
   target_precompile_headers(torchamp_test_support PRIVATE <torch/torch.h> <gmock/gmock.h> <gtest/gtest.h>)
   torchamp_warnings(torchamp_test_support)
@@ -58,7 +58,7 @@ function(torchamp_simulated_device)
   target_include_directories(torchamp_simulated_device PUBLIC ${CMAKE_CURRENT_SOURCE_DIR})
   target_compile_features(torchamp_simulated_device PUBLIC cxx_std_20)
   torchamp_warnings(torchamp_simulated_device)
-  torchamp_unity(torchamp_simulated_device 8)
+  torchamp_unity(torchamp_simulated_device)
   # LibTorch's macros for autocast kernels
   set_source_files_properties(support/simulated/autocast.cpp PROPERTIES COMPILE_OPTIONS -Wno-pedantic)
 endfunction()
@@ -67,8 +67,9 @@ endfunction()
 #                    [LINKS target…] [DEFINITIONS NAME=VALUE…]):
 # builds folder/file_test.cpp (the folder is NAME), all of them, as the program NAME_test and runs
 # it from this folder, its tests dealt out over n entries of CTest (1). IN_ORDER: in the order in
-# which they are written, also where GTEST_SHUFFLE is set. NO_PCH: with other compiler flags than
-# the precompiled header's. SIMULATED: with the simulated accelerator; where a CUDA device takes its
+# which they are written, also where GTEST_SHUFFLE is set. OpenMP's threads sleep while they wait:
+# tests run side by side, and what spins takes the others' cores. NO_PCH: with other compiler flags
+# than the precompiled header's. SIMULATED: with the simulated accelerator; where a CUDA device takes its
 # place, it has a run of its own. The limit is for machines that are ten times as slow as ours.
 function(torchamp_add_tests name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "IN_ORDER;NO_PCH;SIMULATED" "FOLDER;SHARDS" "FILES;LINKS;DEFINITIONS")
@@ -85,7 +86,7 @@ function(torchamp_add_tests name)
   if(NOT arg_NO_PCH)
     target_precompile_headers(${name}_test REUSE_FROM torchamp_test_support)
   endif()
-  torchamp_unity(${name}_test 4)
+  torchamp_unity(${name}_test)
   torchamp_warnings(${name}_test)
   set(shards 1)
   if(arg_SHARDS)
@@ -100,7 +101,7 @@ function(torchamp_add_tests name)
     add_test(NAME ${test} COMMAND ${name}_test WORKING_DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR})
     set_tests_properties(
       ${test} PROPERTIES LABELS unit TIMEOUT ${TORCHAMP_TEST_TIMEOUT}
-                         ENVIRONMENT "GTEST_TOTAL_SHARDS=${shards};GTEST_SHARD_INDEX=${index}")
+                         ENVIRONMENT "GTEST_TOTAL_SHARDS=${shards};GTEST_SHARD_INDEX=${index};OMP_WAIT_POLICY=passive")
     if(arg_IN_ORDER)
       set_property(TEST ${test} APPEND PROPERTY ENVIRONMENT GTEST_SHUFFLE=0)
     endif()

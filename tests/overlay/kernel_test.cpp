@@ -18,6 +18,7 @@
 #include "support/simulated/device.h"
 #include "support/warnings.h"
 #include "torchamp/autocast.h"
+#include "torchamp/detail/overlay/compile.h"
 #include "torchamp/detail/overlay/rule_of_call.h"
 
 namespace {

@@ -18,6 +18,8 @@
 #include "support/op_case.h"
 #include "support/warnings.h"
 #include "torchamp/autocast.h"
+#include "torchamp/detail/policy/castable.h"
+#include "torchamp/detail/policy/catalog.h"
 
 namespace {
 
