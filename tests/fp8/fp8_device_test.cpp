@@ -37,14 +37,14 @@ Result run(const torch::Tensor& x, const torch::Tensor& w, const torch::Tensor& 
   return {y.detach().cpu(), x_there.grad().cpu(), w_there.grad().cpu()};
 }
 
-const std::vector<std::vector<int64_t>> shapes = {{16, 16, 16}, {32, 48, 16}, {5, 16, 32},
-                                                  {16, 17, 16}, {3, 9, 21},   {1, 1, 1},
-                                                  {0, 4, 3},    {2, 0, 3},    {7, 31, 40}};
+const std::vector<std::vector<int64_t>> kShapes = {{16, 16, 16}, {32, 48, 16}, {5, 16, 32},
+                                                   {16, 17, 16}, {3, 9, 21},   {1, 1, 1},
+                                                   {0, 4, 3},    {2, 0, 3},    {7, 31, 40}};
 
 TEST_P(Fp8Device, AgreesWithTheRehearsalExactlyWhereSumsAreExact) {
   SKIP_WITHOUT(GetParam());
   torch::manual_seed(1);
-  for (const auto& shape : shapes) {
+  for (const auto& shape : kShapes) {
     for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) {
       const torch::Tensor x = torch::randint(-3, 4, {shape[0], shape[1]}).to(torch::kFloat);
       const torch::Tensor w = torch::randint(-1, 2, {shape[2], shape[1]}).to(torch::kFloat);
@@ -62,7 +62,7 @@ TEST_P(Fp8Device, ScalesOfRowsAgreeWithTheRehearsalForwardAndBackward) {
   SKIP_WITHOUT(GetParam());
   torch::manual_seed(2);
   const torchamp::Fp8Options rowwise{.recipe = torchamp::Fp8Recipe::rowwise, .strict = true};
-  for (const auto& shape : shapes) {
+  for (const auto& shape : kShapes) {
     // Rows and columns of different magnitudes, so that a scale in a wrong place shows.
     const torch::Tensor rows = torch::exp2(torch::randint(-4, 5, {shape[0], 1})).to(torch::kFloat);
     const torch::Tensor columns =
@@ -99,7 +99,7 @@ TEST_P(Fp8Device, ScalesOfRowsInFp16RunInLowerPrecisionAndTheReportSaysWhy) {
 TEST_P(Fp8Device, AgreesWithTheRehearsalWithinAStepOfBf16) {
   SKIP_WITHOUT(GetParam());
   torch::manual_seed(2);
-  for (const auto& shape : shapes) {
+  for (const auto& shape : kShapes) {
     const torch::Tensor x = torch::randn({shape[0], shape[1]}) * 1e-3;
     const torch::Tensor w = torch::randn({shape[2], shape[1]}) * 30;
     const torch::Tensor g = torch::randn({shape[0], shape[2]}).to(at::kBFloat16) * 1e4;
