@@ -96,6 +96,7 @@ inline drawing::Color color_of(const Way& way) {
   if (way.is_python()) return way.is_fp32() ? Color{176, 190, 208} : palette::blue;
   if (way.is_fp32()) return Color{190, 194, 200};
   if (way.casts == "raw") return palette::purple;
+  if (way.casts == "audited") return Color{166, 118, 29};
   return way.casts == "torch" ? palette::green : palette::orange;
 }
 

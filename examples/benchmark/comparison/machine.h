@@ -91,6 +91,7 @@ inline Plan make_plan(const Options& options) {
   plan.self = std::filesystem::read_symlink("/proc/self/exe").string();
   plan.python = choose_python(options.python);
   plan.worker_script = BENCHMARK_SOURCE_DIR "/worker.py";
+  plan.casts = options.casts;
   plan.dtypes = options.dtypes;
   if (plan.dtypes.empty()) {
     const auto is_fast = [cuda](at::ScalarType dtype) {

@@ -21,6 +21,7 @@ struct Options {
   support::DeviceOptions device;
   std::vector<std::string> models;  ///< empty: all
   std::vector<std::string> dtypes;  ///< empty: those that the device is fast in
+  std::vector<std::string> casts{"fp32", "raw", "torch", "standard"};
   std::string preset = "auto";
   std::string python = "auto";
   std::vector<std::string> sizes;  ///< as given: MODEL.NAME=N
@@ -106,6 +107,11 @@ inline std::optional<Options> parse_options(int argc, const char* const* argv) {
   arguments.add("--dtypes", "LIST",
                 "Of fp16,bf16. Default: both on CUDA; on a CPU those it is fast in, else bf16.",
                 list(options.dtypes, {"fp16", "bf16"}));
+  arguments.add("--casts", "LIST",
+                "Of fp32,raw,torch,standard,audited: nothing, at::autocast by hand, and three "
+                "policies, the last of\nwhich PrecisionAudit chooses before the others start. "
+                "Default: all but audited.",
+                list(options.casts, {"fp32", "raw", "torch", "standard", "audited"}));
   arguments.add_choice(
       "--preset", {"auto", "small", "large", "full"},
       "Sizes of models and batches. Default: full on CUDA; on a CPU large if 16-bit products are\n"
@@ -144,7 +150,10 @@ inline WorkerOptions parse_worker_options(int argc, const char* const* argv) {
     options.model = text;
     options.sizes = find_model(text).sizes.at(Preset::small);
   });
-  arguments.add_choice("--casts", {"fp32", "raw", "torch", "standard"}, "", options.way.casts);
+  arguments.add_choice("--casts", {"fp32", "raw", "torch", "standard", "audited"}, "",
+                       options.way.casts);
+  arguments.add("--policy", "FILE", "", options.policy);
+  arguments.add("--audit", "FILE", "", options.audit);
   arguments.add_choice("--dtype", {"fp32", "fp16", "bf16"}, "", options.way.dtype);
   arguments.add_choice("--optimizer", {"stock", "fused"}, "", options.way.optimizer);
   arguments.add_choice("--launch", {"eager", "captured"}, "", options.way.launch);

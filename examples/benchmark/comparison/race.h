@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "benchmark/comparison/child_process.h"
 #include "benchmark/comparison/contestant.h"
 #include "benchmark/comparison/way.h"
 #include "benchmark/models.h"
@@ -24,7 +25,7 @@ struct Plan {
   std::string self;           ///< this program
   std::string python;         ///< empty: none
   std::string worker_script;  ///< its twin
-  std::vector<std::string> dtypes;
+  std::vector<std::string> dtypes, casts;
   Preset preset = Preset::small;
   std::string why;  ///< this preset, for the reader
   std::int64_t rounds = 7;
@@ -81,6 +82,11 @@ inline std::vector<std::string> skipped_text(const Race& race) {
   return sentences;
 }
 
+/// Where the policy of a model's audited ways lies.
+inline std::string policy_file(const Plan& plan, const Race& race, const std::string& dtype) {
+  return plan.out / (race.model->name + "-" + dtype + ".policy");
+}
+
 inline std::vector<std::string> worker_command(const Plan& plan, const Race& race, const Way& way) {
   std::vector<std::string> command;
   if (way.is_python()) {
@@ -105,18 +111,42 @@ inline std::vector<std::string> worker_command(const Plan& plan, const Race& rac
   add("--dtype", way.dtype);
   add("--optimizer", way.optimizer);
   add("--launch", way.launch);
+  if (way.casts == "audited") add("--policy", policy_file(plan, race, way.dtype));
   add("--device", plan.device);
   add("--threads", std::to_string(plan.threads));
   for (const auto& [name, value] : race.sizes) add("--set", name + "=" + std::to_string(value));
   return command;
 }
 
+/// Has a policy chosen for what is trained in `dtype`, before anything else runs. Returns why it
+/// could not be; empty if it could.
+inline std::string audit(const Plan& plan, const Race& race, const std::string& dtype) {
+  const std::string file = policy_file(plan, race, dtype);
+  std::vector<std::string> command = worker_command(
+      plan, race, {.casts = "torch", .dtype = dtype, .optimizer = "stock", .launch = "eager"});
+  command.insert(command.end(), {"--audit", file});
+  ChildProcess worker(std::move(command), plan.out / "workers.log");
+  std::string reason = "its audit ended unexpectedly (see workers.log)";
+  while (const auto line = worker.read_line()) {
+    if (*line == "audited") return "";
+    if (line->starts_with("error ")) reason = "its audit failed: " + line->substr(6);
+  }
+  return reason;
+}
+
 /// Lets all ways take turns: in each round every one runs the same number of steps, and each round
 /// begins with another one, so that what disturbs the machine disturbs all alike.
 inline void run(const Plan& plan, Race& race) {
   std::vector<Way> ways;
+  std::map<std::string, std::string> audits;  // by dtype
   for (Way& way : all_ways(plan.dtypes, !plan.python.empty(), plan.device == "cpu")) {
+    if (std::find(plan.casts.begin(), plan.casts.end(), way.casts) == plan.casts.end()) continue;
     std::string reason = why_not(plan, *race.model, way);
+    if (way.casts == "audited") {
+      const auto [found, is_new] = audits.try_emplace(way.dtype);
+      if (is_new) found->second = audit(plan, race, way.dtype);
+      if (reason.empty()) reason = found->second;
+    }
     if (reason.empty()) {
       ways.push_back(std::move(way));
     } else {

@@ -89,6 +89,54 @@ inline void write_summary(std::ostream& out, const std::deque<Race>& races, bool
   }
 }
 
+/// The distance between the quartiles of a contestant's rounds, in seconds.
+inline double spread(const Contestant& contestant) {
+  std::vector<double> seconds;
+  for (const Round& round : contestant.rounds()) seconds.push_back(round.seconds);
+  std::sort(seconds.begin(), seconds.end());
+  return seconds[seconds.size() * 3 / 4] - seconds[seconds.size() / 4];
+}
+
+/// A line for each model and optimizer: an audit's choice beside Policy::torch(). Nothing if
+/// nothing was audited.
+inline void write_audited(std::ostream& out, const std::deque<Race>& races) {
+  using support::format;
+  using support::format_seconds;
+  std::string lines;
+  for (const Race& race : races) {
+    for (const Contestant& contestant : race.contestants) {
+      Way way = contestant.way();
+      if (way.casts != "audited" || contestant.failed()) continue;
+      way.casts = "torch";
+      const Contestant* const torchs = find(race, way);
+      const Contestant* const fp32 = find(race, fp32_twin(way));
+      const Verdict chosen = judge(race, contestant);
+      if (torchs == nullptr || !chosen.counts()) continue;
+      const double seconds = judge(race, *torchs).seconds;
+      const double noise = 2. * std::max(spread(contestant), spread(*torchs));
+      const bool is_enough = contestant.rounds().size() >= 4;  // to have quartiles
+      const char* const result = !is_enough                         ? "too few rounds"
+                                 : chosen.seconds < seconds - noise ? "faster"
+                                 : chosen.seconds > seconds + noise ? "slower"
+                                                                    : "within noise";
+      lines += "| " + race.model->title + " | " + way.dtype + ", " + way.optimizer + " | " +
+               (fp32 ? format_seconds(judge(race, *fp32).seconds) : "") + " | " +
+               format_seconds(seconds) + " | " + format_seconds(chosen.seconds) + " | " +
+               format("%.2f", time_ratio(contestant, *torchs)) + " | " + format_seconds(noise) +
+               " | " + result + " |\n";
+    }
+  }
+  if (lines.empty()) return;
+  out << "## An audited policy beside Policy::torch()\n\n"
+         "What PrecisionAudit chose for each model before the ways took turns; the files "
+         "MODEL-DTYPE.policy "
+         "beside this report have every rule\nwith its reason. Noise is twice the larger distance "
+         "between the quartiles of the two ways' rounds.\n\n"
+         "| model | | fp32 | Policy::torch() | audited | ratio | noise | |\n"
+         "|---|---|---:|---:|---:|---:|---:|---|\n"
+      << lines << '\n';
+}
+
 inline void write_table(std::ostream& out, const Race& race) {
   using support::format;
   out << "| way | time per step | ratio to Python | saved against fp32 | peak memory | final loss "
@@ -141,13 +189,16 @@ inline void write_report(std::ostream& out, const Plan& plan, const Circumstance
          "Python's or with fp32's is marked as wrong and has no time. \"at::autocast by hand\" "
          "switches LibTorch's own autocast and uses\ntorchamp's GradScaler, as LibTorch has "
          "none.\n\n";
-  out << "## Summary: torchamp's time over Python's\n\n"
-         "The standard policy, in the faster dtype where there are two. The last column is what "
-         "torch.amp saved against fp32 on NVIDIA's V100 and\nT4 when it was new, by a well-known "
-         "measurement (ResidentMario's spell-feedforward-rossman, spell-unet-bob-ross and\n"
-         "spell-tweet-sentiment-extraction).\n\n";
-  write_summary(out, races, plan.device == "cuda");
-  out << '\n';
+  if (std::find(plan.casts.begin(), plan.casts.end(), "standard") != plan.casts.end()) {
+    out << "## Summary: torchamp's time over Python's\n\n"
+           "The standard policy, in the faster dtype where there are two. The last column is what "
+           "torch.amp saved against fp32 on NVIDIA's V100 and\nT4 when it was new, by a well-known "
+           "measurement (ResidentMario's spell-feedforward-rossman, spell-unet-bob-ross and\n"
+           "spell-tweet-sentiment-extraction).\n\n";
+    write_summary(out, races, plan.device == "cuda");
+    out << '\n';
+  }
+  write_audited(out, races);
   if (!python.empty()) out << "![Time over Python's](ratio.png)\n\n";
   out << "![Time per step](time.png)\n\n![Peak memory](memory.png)\n\n";
   for (const Race& race : races) {

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# cmake -DOUT=folder -DMODELS=a,b -P smoke.cmake -- program [argument…]
+# cmake -DOUT=folder -DMODELS=a,b [-DWAYS=9] [-DTEXT=regex] -P smoke.cmake -- program [argument…]
 # Runs the comparison, which itself judges the losses, and looks at what it leaves: the table with a line for each way,
 # the charts, and raw numbers whose final losses agree, by a cruder measure than the program's own.
 include(${CMAKE_CURRENT_LIST_DIR}/../../support/program_arguments.cmake)
 program_arguments(command)
+if(NOT WAYS)
+  set(WAYS 9)
+endif()
 file(REMOVE_RECURSE "${OUT}")
 execute_process(COMMAND ${command} --out "${OUT}" --models "${MODELS}" RESULT_VARIABLE code)
 if(NOT code STREQUAL "0")
@@ -78,10 +81,13 @@ foreach(model IN LISTS models)
     endif()
     math(EXPR ways "${ways} + 1")
   endforeach()
-  if(ways LESS 9)  # in one round: fp32 stock, fused and kept, by hand, two policies stock and fused, one kept
+  if(ways LESS WAYS)  # in one round: fp32 stock, fused and kept, by hand, two policies stock and fused, one kept
     message(FATAL_ERROR "raw.csv has ${ways} rows of ${model}.")
   endif()
 endforeach()
+if(NOT report MATCHES "${TEXT}")
+  message(FATAL_ERROR "report.md has nothing that matches '${TEXT}'.")
+endif()
 string(REGEX MATCHALL "\n## [^\n]+\n\n[0-9,]+ parameters" chapters "${report}")
 list(LENGTH models expected)
 list(LENGTH chapters found)

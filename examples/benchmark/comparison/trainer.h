@@ -6,6 +6,8 @@
 #include <torchamp/cuda_graph.h>
 #include <torchamp/master_weights.h>
 #include <torchamp/optim.h>
+#include <torchamp/policy_file.h>
+#include <torchamp/precision_audit.h>
 #include <torchamp/torchamp.h>
 
 #include <algorithm>
@@ -34,7 +36,9 @@ struct Trained {
 /// Trains a workload in one of the ways of this language. Python's twin is in worker.py.
 class Trainer {
  public:
-  Trainer(std::unique_ptr<Workload> workload, const Way& way, at::Device device)
+  /// `policy_file`: what an audited way follows.
+  Trainer(std::unique_ptr<Workload> workload, const Way& way, at::Device device,
+          const std::string& policy_file = "")
       : workload_(std::move(workload)),
         recipe_(workload_->recipe()),
         way_(way),
@@ -49,6 +53,11 @@ class Trainer {
       for (const at::Tensor& input : batch) inputs_.back().push_back(input.to(device));
     }
     workload_->module().to(device);
+    if (way.casts == "audited") {
+      const torchamp::LoadedPolicies loaded = torchamp::load_policies(policy_file);
+      policy_ = loaded.policy;
+      loaded.apply_to(workload_->module());
+    }
     if (way.variant == "recomputed") workload_->recompute();
     if (way.variant == "masters") {
       masters_.emplace(workload_->module().shared_from_this(),
@@ -70,6 +79,19 @@ class Trainer {
   }
 
   std::int64_t parameter_count() const { return count_parameters(workload_->module()); }
+
+  /// The policy that an audit chooses for the first iteration.
+  torchamp::AuditedPolicy audit() {
+    torchamp::PrecisionAudit audit(workload_->module(), {.dtype = dtype_of(way_)});
+    const double scale = way_.dtype == "fp16" ? 0x1p10 : 1.;
+    audit.run([&] {
+      for (std::int64_t i = 0; i < recipe_.accumulate; ++i) {
+        const at::Tensor loss = forward(micro_batch(inputs_.front(), i));
+        loss.backward(torch::full_like(loss, scale / static_cast<double>(recipe_.accumulate)));
+      }
+    });
+    return audit.policy();
+  }
 
   Trained train(std::int64_t steps) {
     using Clock = std::chrono::steady_clock;
@@ -102,11 +124,7 @@ class Trainer {
     optimizer_->zero_grad();
     at::Tensor sum;
     for (std::int64_t i = 0; i < recipe_.accumulate; ++i) {
-      const auto first = inputs.begin() + static_cast<std::ptrdiff_t>(i) *
-                                              static_cast<std::ptrdiff_t>(inputs_per_batch_);
-      const std::vector<at::Tensor> batch(first,
-                                          first + static_cast<std::ptrdiff_t>(inputs_per_batch_));
-      at::Tensor loss = forward(batch);
+      at::Tensor loss = forward(micro_batch(inputs, i));
       if (recipe_.accumulate > 1) loss = loss / static_cast<double>(recipe_.accumulate);
       scaler_->scale(loss).backward();
       if (masters_) masters_->take_gradients();
@@ -130,6 +148,12 @@ class Trainer {
     }
     if (masters_) masters_->copy_to_model();
     return sum;
+  }
+
+  std::vector<at::Tensor> micro_batch(const std::vector<at::Tensor>& inputs, std::int64_t i) const {
+    const auto size = static_cast<std::ptrdiff_t>(inputs_per_batch_);
+    const auto first = inputs.begin() + static_cast<std::ptrdiff_t>(i) * size;
+    return {first, first + size};
   }
 
   at::Tensor forward(const std::vector<at::Tensor>& batch) {

@@ -176,6 +176,27 @@ TEST(Report, ShowsWhatIsSavedBesideWhatWasSavedElsewhere) {
   EXPECT_THAT(summary.str(), HasSubstr("\n| UNet |  | 50 % |  |  |  |  | 5 to 30 % |\n"));
 }
 
+TEST(Report, CallsAnAuditedPolicyFasterOrSlowerOnlyBeyondNoise) {
+  const auto line = [](const std::vector<double>& torch, const std::vector<double>& audited) {
+    MadeUpRace all;
+    const Way way{"cpp", "audited", "bf16", "fused", "eager"};
+    Way torchs = way;
+    torchs.casts = "torch";
+    all.add(torchs, 0.5, 1., torch);
+    all.add(way, 0.5, 1., audited);
+    std::deque<Race> races;
+    races.push_back(std::move(all.race));
+    std::ostringstream text;
+    write_audited(text, races);
+    return text.str();
+  };
+  const std::vector<double> steady{4., 4., 4., 4.}, noisy{3., 4., 5., 4.};
+  EXPECT_THAT(line(steady, {2., 2., 2., 2.}),
+              HasSubstr("| UNet | bf16, fused |  | 4 s | 2 s | 0.50 | 0 us | faster |"));
+  EXPECT_THAT(line({2., 2., 2., 2.}, steady), HasSubstr("| slower |"));
+  EXPECT_THAT(line(noisy, {3., 3., 3., 3.}), HasSubstr("| within noise |"));
+}
+
 TEST(Plan, TakesThePresetThatWasAskedForAndElseTheOneThatTheProductsAreFastEnoughFor) {
   Plan plan;
   plan.device = "cpu";

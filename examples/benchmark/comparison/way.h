@@ -11,9 +11,10 @@
 /// One of the ways to train a model that are compared. Its fields are words, as on a worker's
 /// command line.
 struct Way {
-  std::string language = "cpp";    ///< cpp, python
-  std::string casts = "standard";  ///< fp32, raw (at::autocast by hand), torch, standard (policies)
-  std::string dtype = "bf16";      ///< fp16, bf16; fp32 where casts are
+  std::string language = "cpp";  ///< cpp, python
+  /// fp32, raw (at::autocast by hand), torch, standard, audited (policies)
+  std::string casts = "standard";
+  std::string dtype = "bf16";       ///< fp16, bf16; fp32 where casts are
   std::string optimizer = "stock";  ///< stock, fused
   std::string launch = "eager";     ///< eager, captured
   std::string variant = "plain";    ///< plain, masters, recomputed, kept (host memory)
@@ -24,10 +25,11 @@ struct Way {
 
   /// "torchamp standard, fp16, fused, captured"
   std::string name() const {
-    std::string text = is_python()        ? "Python torch.amp"
-                       : casts == "raw"   ? "at::autocast by hand"
-                       : casts == "torch" ? "torchamp, torch policy"
-                                          : "torchamp";
+    std::string text = is_python()          ? "Python torch.amp"
+                       : casts == "raw"     ? "at::autocast by hand"
+                       : casts == "torch"   ? "torchamp, torch policy"
+                       : casts == "audited" ? "torchamp, audited policy"
+                                            : "torchamp";
     if (is_fp32()) text = is_python() ? "Python" : "LibTorch";
     text += ", " + dtype;
     if (optimizer == "fused") text += ", fused";
@@ -71,6 +73,9 @@ inline std::vector<Way> all_ways(const std::vector<std::string>& dtypes, bool py
   add("cpp", "fp32", "fp32");
   for (const std::string& dtype : dtypes) {
     for (const char* casts : {"raw", "torch", "standard"}) add("cpp", casts, dtype);
+    for (const char* optimizer : {"stock", "fused"}) {
+      ways.push_back({"cpp", "audited", dtype, optimizer, "eager"});
+    }
     for (const char* variant : {"masters", "recomputed"}) {
       add_variant("cpp", "standard", dtype, variant);
     }

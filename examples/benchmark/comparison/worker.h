@@ -24,6 +24,8 @@ struct WorkerOptions {
   std::string device = "cpu";
   Sizes sizes;
   std::int64_t threads = 0;  ///< 0: LibTorch's own choice
+  std::string policy;        ///< the file that an audited way follows
+  std::string audit;         ///< the file to write it to: the worker audits, and trains nothing
 };
 
 // Note [Workers]
@@ -34,6 +36,7 @@ struct WorkerOptions {
 //     (at first)   ready parameters=7703497 libtorch=2.15.0
 //     run 20       ran seconds=0.512 processor=0.498 loss=0.693 first=0.701 peak=1048576
 //     (a failure)  error what went wrong
+//     (--audit)    audited
 //
 //   Other lines are passed over. It ends with its input. Before it takes the time of a run it makes
 //   two steps, to warm the caches that others have used in between. "peak" is the most memory taken
@@ -45,6 +48,7 @@ struct WorkerOptions {
 inline void use_once(Way way, at::Device device) {
   way.launch = "eager";
   way.variant = "plain";
+  if (way.casts == "audited") way.casts = "torch";
   Trainer(find_model("checkerboard").make({{"side", 4}, {"channels", 4}}), way, device).train(1);
 }
 
@@ -62,9 +66,16 @@ inline int serve(const WorkerOptions& options) {
     if (options.threads > 0) torch::set_num_threads(static_cast<int>(options.threads));
     const at::Device device(options.device);
     use_once(options.way, device);
+    if (!options.audit.empty()) {
+      Trainer trainer(find_model(options.model).make(options.sizes), options.way, device);
+      torchamp::save_policy(trainer.audit(), options.audit);
+      std::cout << "audited" << std::endl;
+      return 0;
+    }
     const std::int64_t before = process_memory("VmRSS");
     const support::PeakMemory memory(device);
-    Trainer trainer(find_model(options.model).make(options.sizes), options.way, device);
+    Trainer trainer(find_model(options.model).make(options.sizes), options.way, device,
+                    options.policy);
     std::cout << "ready parameters=" << trainer.parameter_count() << " libtorch=" << TORCH_VERSION
               << std::endl;
     std::string command;
