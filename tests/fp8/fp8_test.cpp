@@ -253,7 +253,7 @@ TEST(Fp8, DoesNothingInDisabledRegionsOrForOtherDtypes) {
   const auto total = recorder.report().total();
   EXPECT_EQ(total.fp8, 0);
   EXPECT_EQ(total.not_fp8.at("the second factor has 3 dimensions"), 1);
-  EXPECT_EQ(total.not_fp8.at("a factor is not of a dtype or device that autocast casts"), 1);
+  EXPECT_EQ(total.not_fp8.at("a factor is not in fp32 or 16 bits on the region's device"), 1);
   std::ostringstream out;
   out << recorder.report();
   EXPECT_NE(out.str().find("1 under the rule fp8 ran as lower_precision: the second factor has 3"),

@@ -175,6 +175,9 @@ TEST(Fp8Recipes, AnInfOrNanIsNeverHidden) {
           at::kCPU, {.policy = Policy::standard().fp8(torchamp::ops::dense, {.recipe = recipe})});
       const torch::Tensor y = torch::linear(x, w);
       EXPECT_TRUE(y[1].isnan().all().item<bool>()) << static_cast<int>(recipe);
+      const bool one_scale = recipe == Fp8Recipe::tensorwise || recipe == Fp8Recipe::nvfp4;
+      EXPECT_EQ(y[0].isnan().all().item<bool>(), one_scale) << static_cast<int>(recipe);
+      EXPECT_EQ(y[0].isfinite().all().item<bool>(), !one_scale) << static_cast<int>(recipe);
       y.sum().backward();
       EXPECT_TRUE(w.grad().isnan().any().item<bool>()) << static_cast<int>(recipe);
     }

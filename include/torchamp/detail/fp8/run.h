@@ -19,6 +19,7 @@
 #include "torchamp/detail/fp8/rule.h"
 #include "torchamp/detail/fp8/text.h"
 #include "torchamp/detail/fp8/usage.h"
+#include "torchamp/detail/tensors.h"
 #include "torchamp/fp8.h"
 
 namespace torchamp::detail {
@@ -51,15 +52,34 @@ struct Fp8Call {
   int64_t columns() const { return w.size(w_is_transposed ? 1 : 0); }
 };
 
-/// Why a call cannot be in fp8; empty if it can. Sizes that do not fit together are left to
-/// LibTorch, whose op then says so.
+/// Whether autocast casts the tensor, and the kernels of fp8 take it.
+template <class Tensor>
+bool can_be_in_fp8(const Tensor& tensor, at::DeviceType device) {
+  const at::ScalarType dtype = tensor.scalar_type();
+  return (dtype == at::kFloat || is_16_bit(dtype)) && at::autocast::is_eligible(tensor, device);
+}
+
+/// Whether the tensor fits what is added to a result of `x` and `columns`: from the last dimension
+/// on, its sizes are the result's or 1.
+template <class Tensor>
+bool can_be_added(const Tensor& tensor, const Tensor& x, int64_t columns) {
+  if (tensor.dim() > x.dim()) return false;
+  for (int64_t d = 1; d <= tensor.dim(); ++d) {
+    const int64_t size = tensor.size(-d);
+    if (size != 1 && size != (d == 1 ? columns : x.size(-d))) return false;
+  }
+  return true;
+}
+
+/// Why a call cannot be in fp8; empty if it can. What does not fit together is left to LibTorch,
+/// whose op then says so.
 template <class Tensor>
 std::string why_not_in_fp8(const Fp8Options& options, const Fp8Call<Tensor>& call,
                            at::DeviceType device, at::ScalarType dtype) {
   if (dtype != at::kHalf && dtype != at::kBFloat16) return "the region is not in 16 bits";
   for (const Tensor& tensor : {call.x, call.w}) {
-    if (!tensor.defined() || !at::autocast::is_eligible(tensor, device)) {
-      return "a factor is not of a dtype or device that autocast casts";
+    if (!tensor.defined() || !can_be_in_fp8(tensor, device)) {
+      return "a factor is not in fp32 or 16 bits on the region's device";
     }
     if (tensor.layout() != at::kStrided || tensor.is_nested()) return "a factor is not dense";
     if (tensor._fw_grad(0).defined()) return "a factor has a forward-mode gradient";
@@ -68,6 +88,10 @@ std::string why_not_in_fp8(const Fp8Options& options, const Fp8Call<Tensor>& cal
     return "the second factor has " + std::to_string(call.w.dim()) + " dimensions";
   }
   if (call.x.dim() == 0 || call.x.size(-1) != call.contraction()) return "sizes do not fit";
+  if (call.added.defined()) {
+    if (!can_be_in_fp8(call.added, device)) return "what is added is not in fp32 or 16 bits";
+    if (!can_be_added(call.added, call.x, call.columns())) return "sizes do not fit";
+  }
   if (options.recipe == Fp8Recipe::rowwise && dtype == at::kHalf && !call.x.is_cpu()) {
     return "rowwise products of a GPU are in bf16 only";
   }
