@@ -78,8 +78,15 @@ struct CudaGraphOptions {
 /// (torchamp's fused ones). A guard belongs inside of the body. Random numbers (dropout) go on from
 /// replay to replay.
 ///
-/// Threads: one call at a time, with the same current stream. Never reads the device, and the
-/// capture alone waits for it.
+/// Threads: one call at a time, with the same current stream. Never reads the device. The capture
+/// waits for it; a replay only for replays long before, where the host is so many ahead that the
+/// scale could have come below 1 meanwhile (16 at a scale of 65536). A step captured for a scale
+/// from 1 to 2^32 is captured anew if it leaves that range, since more is to be checked there.
+///
+/// Memory: what the warm-ups make on the device (optimizer state, gradients, the scale) belongs to
+/// the graph's own stream. It may be used on the caller's after any call, but must not be freed
+/// while work given to the caller's since then uses it: synchronize the device
+/// before optimizer, scaler or model go, if they go before the program ends.
 ///
 /// Devices: CUDA, and with LibTorch 2.15 each one whose backend registers graphs there
 /// (REGISTER_GRAPH_IMPL in ATen/core/GraphImplInterface.h).
@@ -130,6 +137,7 @@ class CudaGraph {
   void reset() {
     forget_capture();
     outputs_.clear();
+    states_.clear();
     if (inputs_) inputs_->reset();
     warmed_up_ = 0;
   }
@@ -186,6 +194,8 @@ class CudaGraph {
   std::optional<detail::StaticInputs> inputs_;
   std::unique_ptr<detail::GraphRecorder> recorder_;
   Tensors outputs_;
+  detail::ReplayedStates states_;
+  Tensors kept_;  // until the caller's stream waits for the body's
   int64_t warmed_up_ = 0;
   bool captured_ = false;
   std::vector<double> rates_;
@@ -203,14 +213,20 @@ inline const CudaGraph::Tensors& CudaGraph::operator()(const Tensors& batch) {
     warm_up();
     return outputs_;
   }
+  const auto holds = [](const auto& state) { return state->holds(); };
+  if (captured_ && !std::all_of(states_.begin(), states_.end(), holds)) forget_capture();
   if (captured_) {
     for (torch::optim::Optimizer& optimizer : optimizers_) {
       if (auto* const step = dynamic_cast<CapturedStep*>(&optimizer)) step->note_replayed_step();
     }
+    for (const auto& state : states_) state->note_replay();
   } else {
     capture();
   }
   recorder_->replay();
+  for (const auto& state : states_) {
+    if (state->wants_look()) recorder_->run([&] { state->look(); });
+  }
   detail::derived_weights().all_changed();
   return outputs_;
 }
@@ -261,6 +277,10 @@ inline void CudaGraph::call_body(const Tensors& batch) {
   std::optional<detail::GraphBody> is_to_be_captured;
   if (options_.enabled) is_to_be_captured.emplace();
   Tensors outputs = body_(batch);
+  if (is_to_be_captured) {
+    states_ = std::move(is_to_be_captured->states);
+    kept_ = std::move(is_to_be_captured->kept);
+  }
   for (at::Tensor& output : outputs) {
     if (output.defined()) output = output.detach();  // lets go of the autograd graph
   }
@@ -275,6 +295,7 @@ inline void CudaGraph::warm_up() {
     call_body(inputs_->tensors());
     access = watch.first();
   });
+  kept_.clear();
   TORCH_CHECK(access.empty(),
               "CudaGraph: the iteration makes host and device wait for each other, which a graph "
               "cannot hold: ",
@@ -294,6 +315,7 @@ inline void CudaGraph::capture() {
   const detail::EmptyCastCache without_earlier_casts;
   const detail::DerivedWeights::Suspension no_casts_are_kept(detail::derived_weights());
   const detail::GradientsBefore gradients(optimizers_);
+  for (const auto& state : states_) recorder_->run([&] { state->settle(); });
   try {
     recorder_->record([this] { call_body(inputs_->tensors()); });
   } catch (const c10::OutOfMemoryError& error) {

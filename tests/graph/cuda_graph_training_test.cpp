@@ -302,12 +302,14 @@ TEST_P(WithGraphs, WarmsUpOnTheStreamThatItCapturesOn) {
 }
 
 TEST_P(WithGraphs, SkipsWhatOverflowsOnlyWhenDividedByAScaleThatReplaysHaveLowered) {
-  const auto run = [&](bool captures) {
+  const auto run = [&](double init_scale, int lowered, bool captures) {
     const at::Tensor weight = torch::ones({}, here()).requires_grad_();
     torchamp::FusedSGD optimizer({weight}, torch::optim::SGDOptions(0.125));
-    torchamp::GradScaler scaler({.init_scale = 2.});
+    torchamp::GradScaler scaler({.init_scale = init_scale});
+    int calls = 0;
     const auto graph = graph_of(optimizer,
                                 [&](const Tensors& batch) {
+                                  ++calls;
                                   optimizer.zero_grad();
                                   const at::Tensor loss = (weight * batch[0]).sum();
                                   scaler.scale(loss).backward();
@@ -316,16 +318,63 @@ TEST_P(WithGraphs, SkipsWhatOverflowsOnlyWhenDividedByAScaleThatReplaysHaveLower
                                   return loss;
                                 },
                                 {.warmup = 1, .enabled = captures});
-    for (int i = 0; i < 9; ++i) {
-      const bool lowers = i > 1 && i < 7;  // to 1/16
+    for (int i = 0; i < lowered + 4; ++i) {
+      const bool lowers = i > 1 && i < lowered + 2;  // to 1/16
       const float value = lowers ? std::numeric_limits<float>::infinity() : i < 2 ? 1.F : 2e38F;
       (*graph)({torch::full({4}, value, here())});
     }
+    if (captures) {
+      EXPECT_EQ(calls, init_scale < 16. ? 2 : 3) << "with the look from the first capture on";
+    }
     return std::pair(weight.item<float>(), scaler.get_scale());
   };
-  const auto expected = run(false);
-  EXPECT_EQ(run(true), expected);
-  EXPECT_TRUE(std::isfinite(expected.first));
+  for (const auto& [init_scale, lowered] : {std::pair(2., 5), std::pair(1024., 14)}) {
+    const auto expected = run(init_scale, lowered, false);
+    EXPECT_EQ(run(init_scale, lowered, true), expected);
+    EXPECT_TRUE(std::isfinite(expected.first));
+  }
+}
+
+TEST_P(WithGraphs, FollowsScalesSetByHandToWhereTheStepMustDoMore) {
+  Training eager(GetParam()), captured(GetParam());
+  const auto graph = graph_of(captured, {.warmup = 1});
+  for (int i = 0; i < 18; ++i) {
+    for (Training* training : {&eager, &captured}) {
+      if (i == 4) training->scaler.update(0x1p40);
+      if (i == 8) training->scaler.update(0.25);
+      if (i == 12) training->scaler.update(torch::full({}, 4096., here()));
+    }
+    eager.step(eager.batch(2));
+    (*graph)(captured.batch(2));
+    expect_equal_training(captured, eager);
+  }
+  EXPECT_EQ(captured.calls, 4) << "captured, and anew for scales above 2^32 and below 1";
+}
+
+TEST_P(WithGraphs, IsNotCapturedAnewThoughTheHostRunsAheadOfTheDevice) {
+  const at::Tensor weight = torch::ones({}, here()).requires_grad_();
+  torchamp::FusedSGD optimizer({weight}, torch::optim::SGDOptions(0.125));
+  torchamp::GradScaler scaler({.growth_interval = 3, .max_scale = 0x1p18});
+  int calls = 0;
+  const auto graph = graph_of(optimizer,
+                              [&](const Tensors&) -> Tensors {
+                                ++calls;
+                                optimizer.zero_grad();
+                                scaler.scale(weight * 2).backward();
+                                torchamp::clip_grad_norm_(scaler, optimizer, 0.5);
+                                scaler.step(optimizer);
+                                scaler.update();
+                                return {};
+                              },
+                              {.warmup = 1});
+  const simulated::Counts counts;
+  for (int i = 0; i < 80; ++i) (*graph)({});
+  EXPECT_EQ(calls, 2);
+  if (GetParam() == at::kPrivateUse1) {
+    EXPECT_LE(counts.now().waits, 80 / 4) << "only so many replays behind";
+  }
+  EXPECT_EQ(scaler.get_scale(), 0x1p18);
+  EXPECT_NEAR(weight.item<float>(), 1. - 80 * 0.0625, 1e-4);
 }
 
 TEST_P(WithGraphs, AReplayIsOneLaunchWithoutWaitsAndCopiesOverTheHost) {
@@ -346,8 +395,7 @@ TEST_P(WithGraphs, AReplayIsOneLaunchWithoutWaitsAndCopiesOverTheHost) {
   EXPECT_EQ(counts.graph_launches, 1);
   EXPECT_EQ(counts.waits + counts.host_to_device + counts.device_to_host, 0);
   EXPECT_GE(counts.kernels, expected.kernels + 2) << "two inputs are copied in";
-  EXPECT_LE(counts.kernels, expected.kernels + 10)
-      << "and the scale may be anything for all it knows";
+  EXPECT_LE(counts.kernels, expected.kernels + 3) << "and skips are counted at once";
 }
 
 TEST_P(WithGraphs, GivesItsMemoryBackAtReset) {

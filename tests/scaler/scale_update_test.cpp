@@ -349,8 +349,13 @@ TEST(ScaleBound, IsNeverAboveTheScaleAndNotFarBelowASmallOne) {
     for (const bool bad : iterations(random(), 300)) {
       state.advance(options, torch::full({}, bad ? 1.F : 0.F));
       bound.lower(factor, options.min_scale, state.scale());
+      bound.grow(options.growth_factor, options.growth_interval);
       const double scale = state.read_scale();
       ASSERT_LE(bound.value(), scale);
+      ASSERT_GE(bound.at_most(), scale * 0.99999);
+      if (scale < 1000.) {
+        ASSERT_LE(bound.at_most(), scale * 3. / factor);
+      }
       // On a CPU what is asked for is there at once.
       ASSERT_GE(bound.value(), std::min(scale, 1000.) * factor * 0.99);
       ASSERT_TRUE(state.may_be_below_one(options) || scale >= 1.);

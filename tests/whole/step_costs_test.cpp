@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "support/devices.h"
+#include "support/graphs.h"
 #include "support/optimizer_kinds.h"
 #include "support/simulated/device.h"
 
@@ -39,6 +40,15 @@ struct Cost {
   simulated::Totals totals;
 };
 
+/// Lists of little tensors are slower with several threads.
+struct OneThread {
+  OneThread() { at::set_num_threads(1); }
+  OneThread(const OneThread&) = delete;
+  OneThread& operator=(const OneThread&) = delete;
+  ~OneThread() { at::set_num_threads(before); }
+  int before = at::get_num_threads();
+};
+
 /// Parameters with gradients, an optimizer and a scaler that have made a few steps.
 struct Step {
   template <class Make>
@@ -52,19 +62,38 @@ struct Step {
     for (int i = 0; i < 3; ++i) once();
   }
 
-  void once() {
+  ~Step() { simulated::wait_for_device(0); }  // what a graph's stream has made is its memory
+  Step(const Step&) = delete;
+  Step& operator=(const Step&) = delete;
+
+  /// From now on, each time is a replay.
+  void capture() {
+    scaler.update(65536.);
+    graph = make_graph(at::kPrivateUse1, {*optimizer},
+                       [this](const torchamp::CudaGraph::Tensors&) {
+                         step();
+                         return Tensor();
+                       },
+                       log, {.warmup = 1});
+    for (int i = 0; i < 3; ++i) once();
+    ASSERT_TRUE(graph->is_captured());
+  }
+
+  void once() { graph ? void((*graph)({})) : step(); }
+
+  void step() {
     if (clip) torchamp::clip_grad_norm_(scaler, *optimizer, 0.1);
     scaler.step(*optimizer);
     scaler.update();
   }
 
   Cost cost() {
-    simulated::LaunchLog log;
+    simulated::LaunchLog launches;
     const simulated::Counts counts;
     once();
     Cost cost;
     cost.totals = counts.now();
-    for (const Launch& launch : log.take()) {
+    for (const Launch& launch : launches.take()) {
       const bool is_large = 2 * launch.elements >= size * static_cast<int64_t>(params.size());
       const std::size_t begin = launch.op.rfind(':') + 1;
       const std::string name = launch.op.substr(begin, launch.op.find('.') - begin);
@@ -78,10 +107,13 @@ struct Step {
   /// Of all parameters, or all gradients.
   int64_t bytes() const { return static_cast<int64_t>(params.size()) * size * 4; }
 
+  OneThread one_thread;
   bool clip;
   std::vector<Tensor> params;
   std::unique_ptr<Optimizer> optimizer;
   GradScaler scaler{{.init_scale = 1024.}};
+  Repeater::Log log;  // of nothing
+  std::unique_ptr<torchamp::CudaGraph> graph;
 };
 
 Names operator+(Names a, const Names& b) {
@@ -134,6 +166,47 @@ TEST_P(StepCosts, AFusedStepMakesTheseSmallLaunchesHoweverManyParameters) {
       EXPECT_EQ(cost.totals.device_to_host, 0);
     }
   }
+}
+
+/// Where replays are expected: the count of skips in a row.
+const Names skips{"addcmul"};
+
+TEST_P(StepCosts, AReplayMakesOneSmallLaunchMore) {
+  const std::string kind = GetParam().name;
+  const std::string kernel = "_fused_" + kind.substr(0, kind.find('_')) + '_';
+  const bool twice = kind == "sgd_dampening";
+  const Names flags = twice ? Names{"ne", "eq", "maximum", "maximum"} : none;
+  const Names counting = kind.starts_with("ada") || twice ? count : none;
+  for (const bool clips : {false, true}) {
+    const Names small = (clips ? clip_small : none) + look + counting + flags + update + skips;
+    EXPECT_LE(small.size(), (clips ? 8U : 4U) + (twice ? 4 : 0));
+    const Names large = (clips ? Names{"_foreach_div", "_foreach_norm"} : none) +
+                        Names{"_foreach_norm", kernel} + (twice ? Names{kernel} : none);
+    for (const int params : kind == "adam" ? std::vector<int>{10, 100} : std::vector<int>{10}) {
+      Step step(GetParam().fused, params, clips);
+      step.capture();
+      const Cost cost = step.cost();
+      EXPECT_THAT(cost.small, ElementsAreArray(small)) << params;
+      EXPECT_THAT(cost.large, ElementsAreArray(large)) << params;
+      EXPECT_EQ(cost.totals.graph_launches, 1);
+      EXPECT_EQ(cost.totals.waits, 0);
+      EXPECT_EQ(cost.totals.host_to_device, 0);
+      EXPECT_EQ(cost.totals.device_to_host, 0);
+    }
+  }
+}
+
+TEST(StepCostsOf, AClipIsLeftToTheStepHoweverOftenTheScaleMayHaveGrown) {
+  SKIP_WITHOUT(at::kPrivateUse1);
+  Step step(kind_named("sgd").fused, 2, /*clips=*/true);
+  step.scaler.set_growth_interval(1);
+  for (int i = 0; i < 80; ++i) {
+    for (const Tensor& p : step.params) p.mutable_grad().fill_(i % 2 == 0 ? std::nan("") : 1e-3);
+    step.once();
+    simulated::wait_for_device(0);
+  }
+  EXPECT_LE(step.scaler.get_scale(), 0x1p14);
+  EXPECT_THAT(step.cost().small, ElementsAreArray(clip_small + look + update));
 }
 
 TEST(StepCostsOf, SkipsAreCountedOnceInManyIterations) {

@@ -1,27 +1,55 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <vector>
+
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
+
+/// Something on the device that captured work relies on and changes with each replay, as far as the
+/// host can follow it.
+class ReplayedState {
+ public:
+  virtual ~ReplayedState() = default;
+  /// Called before a capture, not in it: finds out what there is now. Waits for the device.
+  virtual void settle() = 0;
+  /// Called before a replay: whether what was captured still holds.
+  virtual bool holds() = 0;
+  /// Called before each replay but the first, for which the capture counts.
+  virtual void note_replay() = 0;
+  /// Whether look() is to be called behind a replay, on the stream of the body.
+  virtual bool wants_look() const = 0;
+  virtual void look() = 0;
+};
+using ReplayedStates = std::vector<std::shared_ptr<ReplayedState>>;
 
 /// Marks the calling thread as one that runs the body of a CudaGraph, warm-ups included, while it
 /// lives: what a graph cannot hold is refused there by name, before anything is captured.
 class GraphBody {
  public:
-  GraphBody() : outer_(running()) { running() = true; }
+  GraphBody() : outer_(current()) { current() = this; }
   GraphBody(const GraphBody&) = delete;
   GraphBody& operator=(const GraphBody&) = delete;
-  ~GraphBody() { running() = outer_; }
+  ~GraphBody() { current() = outer_; }
 
-  static bool is_running() { return running(); }
+  /// Null outside of a body.
+  static GraphBody*& current() {
+    static thread_local GraphBody* body = nullptr;
+    return body;
+  }
+  static bool is_running() { return current() != nullptr; }
+
+  /// What the body relies on, as those add to it who use it.
+  ReplayedStates states;
+  /// Memory of the caller's stream that the body has used for the last time.
+  std::vector<at::Tensor> kept;
 
  private:
-  static bool& running() {
-    static thread_local bool is = false;
-    return is;
-  }
-  bool outer_;
+  GraphBody* outer_;
 };
 
 }  // namespace torchamp::detail

@@ -13,6 +13,7 @@
 
 #include "torchamp/detail/bodies.h"
 #include "torchamp/detail/gradients/unscale.h"
+#include "torchamp/detail/graph/body.h"
 #include "torchamp/detail/overlay/weight_casts.h"
 #include "torchamp/detail/scaler/check_options.h"
 #include "torchamp/detail/tensors.h"
@@ -74,7 +75,9 @@ TORCHAMP_BODY bool GradScaler::stays_at_one() {
 /// Whether dividing by the scale may make an inf of a finite gradient.
 TORCHAMP_BODY bool GradScaler::division_may_overflow(torch::optim::Optimizer& optimizer) {
   const auto* const captured = dynamic_cast<CapturedStep*>(&optimizer);
-  if (captured && captured->may_be_captured()) state_.expect_replays();
+  const bool is_replayed =
+      detail::GraphBody::is_running() || (captured && captured->may_be_captured());
+  if (is_replayed) state_.expect_replays();
   return state_.may_be_below_one(options_);
 }
 

@@ -2,8 +2,15 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <vector>
 
 #include "torchamp/detail/host_values.h"
 
@@ -13,49 +20,144 @@ namespace torchamp::detail {
 //
 // Dividing by a scale below 1 may turn a finite gradient into an inf, which has to be found, too,
 // and costs a second look at the gradients. A device's scale is not read for the sake of that. The
-// host knows what it was once and by how much each update() may have lowered it since. Before this
-// bound gets near 1, the scale is copied to host memory, and nobody waits for the copy: when it has
-// arrived, the bound starts from it. So the second look is taken only where the scale is below 1 or
-// just above it. Where a CUDA graph may replay updates that the host never sees, it is always
-// taken, unless min_scale is 1 or more.
+// host knows what it was once and by how much each update() may have changed it since. Before the
+// lower bound gets near 1, the scale is copied to host memory, and nobody waits for the copy: when
+// it has arrived, both bounds start from it. So the second look is taken only where the scale is
+// below 1 or just above it. For captured steps see Note [What replays do to the scale].
 
-/// A number that a scale which only the device knows is not below.
+/// Numbers that a scale which only the device knows is not below, and not above.
 class ScaleBound {
  public:
+  /// For good_in_a_row, where the scale may grow after the next good iteration.
+  static constexpr int64_t grows_at_once = std::numeric_limits<int64_t>::max() - 1;
+
   double value() {
-    if (copying_ && mirror_[0] != not_here_yet) {
-      value_ = std::max(value_, static_cast<double>(mirror_[0]) * lowered_since_);
-      copying_ = false;
-    }
+    take_copies();
     return value_;
   }
-
-  /// The host has set the scale; 0: to what it does not know.
-  void set(double scale) {
-    value_ = scale;
-    lowered_since_ = 0.;  // what a copy under way will say is out of date
+  double at_most() {
+    take_copies();
+    return rise_.at_most;
   }
 
+  /// The host has set the scale, which has not grown for so many good iterations.
+  void set(double scale, int64_t good_in_a_row = 0) { set(scale, scale, good_in_a_row); }
+  /// The host has set the scale to what it does not know.
+  void set_unknown(double max_scale) { set(0., max_scale, 0); }
+
   /// An update may have multiplied the scale by `factor`, and has not left it below `min_scale`.
-  void lower(double factor, double min_scale, const at::Tensor& scale) {
+  void lower(double factor, double min_scale) {
     factor *= 1. - 0x1p-23;  // the device rounds
     value_ = std::max(value() * factor, min_scale);
-    lowered_since_ *= factor;
-    if (value_ < near_one && !copying_) {
-      mirror_.send(scale, not_here_yet);
-      copying_ = true;
-      lowered_since_ = 1.;
+    for (Copy& copy : copies_) copy.lowered_since *= factor;
+  }
+  void lower(double factor, double min_scale, const at::Tensor& scale) {
+    lower(factor, min_scale);
+    look_at(scale);
+  }
+
+  /// An update has multiplied the scale by `factor` if `interval` iterations in a row were good.
+  void grow(double factor, int64_t interval) {
+    take_copies();
+    rise_.count(factor, interval);
+    for (Copy& copy : copies_) copy.rise.count(factor, interval);
+  }
+  /// An update may have raised the scale to anything.
+  void grow_to(double max_scale) { rise_.at_most = max_scale; }
+
+  /// Has the scale copied to the host if it may be near 1, and no copy is under way.
+  void look_at(const at::Tensor& scale) {
+    if (value_ < 0x1p10 && under_way() == 0) send(scale);
+  }
+  /// The same in any case, for wait_for_a_copy().
+  void look_now(const at::Tensor& scale) { note_arrival(send(scale), scale.device()); }
+  /// Whether it should be between replays.
+  bool wants_look_between_replays() const { return value_ < 0x1p8 && under_way() < 4; }
+
+  /// Waits for the device to get to the oldest copy under way. False if there is none.
+  bool wait_for_a_copy() {
+    take_copies();
+    Copy* oldest = nullptr;
+    for (Copy& copy : copies_) {
+      if (copy.under_way && (!oldest || copy.number < oldest->number)) oldest = &copy;
     }
+    if (!oldest || !oldest->arrival) return false;
+    oldest->arrival->synchronize();
+    take_copies();
+    return true;
   }
 
  private:
   static constexpr float not_here_yet = -1.F;
-  static constexpr double near_one = 0x1p10;
+  static constexpr double infinity = std::numeric_limits<double>::infinity();
+
+  struct Rise {
+    double at_most;
+    int64_t good_in_a_row;  ///< what the growth tracker may be
+
+    void count(double factor, int64_t interval) {
+      if (++good_in_a_row < interval) return;
+      good_in_a_row = 0;
+      at_most *= factor;
+    }
+  };
+
+  struct Copy {
+    HostMirror mirror{};  ///< of the scale
+    bool under_way = false;
+    int64_t number = 0;
+    double lowered_since = 0.;  ///< the copy was made
+    Rise rise{infinity, 0};     ///< since then
+    std::optional<c10::Event> arrival{};
+  };
+
+  void set(double at_least, double at_most, int64_t good_in_a_row) {
+    value_ = at_least;
+    rise_ = {at_most, good_in_a_row};
+    for (Copy& copy : copies_) {  // what it will say is out of date
+      copy.lowered_since = 0.;
+      copy.rise.at_most = infinity;
+    }
+  }
+
+  void take_copies() {
+    for (Copy& copy : copies_) {
+      if (!copy.under_way || copy.mirror[0] == not_here_yet) continue;
+      const double scale = copy.mirror[0];
+      value_ = std::max(value_, scale * copy.lowered_since);
+      const double at_most = scale > 0. ? scale * copy.rise.at_most : infinity;
+      if (at_most < rise_.at_most) rise_ = {at_most, copy.rise.good_in_a_row};
+      copy.under_way = false;
+    }
+  }
+
+  int64_t under_way() const {
+    return std::count_if(copies_.begin(), copies_.end(),
+                         [](const Copy& copy) { return copy.under_way; });
+  }
+
+  Copy& send(const at::Tensor& scale) {
+    auto copy = std::find_if(copies_.begin(), copies_.end(),
+                             [](const Copy& other) { return !other.under_way; });
+    if (copy == copies_.end()) copy = copies_.insert(copy, Copy{});
+    copy->mirror.send(scale, not_here_yet);
+    copy->under_way = true;
+    copy->number = ++sent_;
+    copy->lowered_since = 1.;
+    copy->rise = {1., grows_at_once};
+    return *copy;
+  }
+
+  static void note_arrival(Copy& copy, c10::Device device) {
+    if (device.is_cpu()) return;  // it is there
+    if (!copy.arrival) copy.arrival.emplace(device.type());
+    copy.arrival->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  }
 
   double value_ = 0.;
-  HostMirror mirror_;  // of the scale
-  bool copying_ = false;
-  double lowered_since_ = 0.;  // the copy was made
+  Rise rise_{0., 0};
+  std::vector<Copy> copies_;
+  int64_t sent_ = 0;
 };
 
 }  // namespace torchamp::detail

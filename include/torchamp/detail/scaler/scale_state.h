@@ -12,10 +12,13 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
+#include <memory>
 #include <optional>
+#include <utility>
 
 #include "torchamp/detail/devices.h"
+#include "torchamp/detail/graph/body.h"
+#include "torchamp/detail/scaler/captured_scale.h"
 #include "torchamp/detail/scaler/scale_bound.h"
 #include "torchamp/detail/scaler/scale_update.h"
 #include "torchamp/detail/scaler/skip_count.h"
@@ -91,20 +94,24 @@ class ScaleState {
     return values;
   }
   /// The scale as it stays until it is set, if no update changes it; 0 if not known.
-  double scale_if_fixed() { return host_ ? host_->scale : replayed_ ? 0. : bound_.value(); }
+  double scale_if_fixed() { return host_ ? host_->scale : is_replayed() ? 0. : bound_->value(); }
   /// Whether it may be; see Note [A scale below 1].
   bool may_be_below_one(const GradScalerOptions& options) {
     if (host_) return host_->scale < 1.;
-    return options.min_scale < 1. && (replayed_ || forecasts_ || bound_.value() < 1.);
+    return options.min_scale < 1. && (forecasts_ || may_be_below(1., options));
   }
   /// Whether the scale may be more than `limit`; see Note [A large scale and a clip].
-  bool may_exceed(double limit, const GradScalerOptions& options) const {
+  bool may_exceed(double limit, const GradScalerOptions& options) {
     if (host_) return host_->scale > limit;
-    return options.max_scale > limit && (replayed_ || at_most_ > limit);
+    return options.max_scale > limit && may_be_above(limit, options);
   }
-  /// From now on the device may change the scale without the host's knowledge.
+  /// From now on replays may change the scale: those of a CudaGraph, if this is called in its body,
+  /// or else, if no CudaGraph is known that they could be of, some that the host never hears of.
   void expect_replays() {
-    replayed_ = true;
+    if (replays_ != Replays::unseen) {
+      const bool by_cuda_graph = GraphBody::is_running() || replays_ == Replays::followed;
+      replays_ = by_cuda_graph ? Replays::followed : Replays::unseen;
+    }
     if (!host_) count_skips_at_once();
   }
 
@@ -141,17 +148,14 @@ class ScaleState {
           [](const char*, at::Tensor& tensor, double value) { tensor.fill_(value); },
           device_.forecast, values.forecast);
     }
-    bound_.set(values.scale);
-    at_most_ = values.scale;
-    good_in_a_row_ = static_cast<int64_t>(values.growth_tracker);
+    bound_->set(values.scale, static_cast<int64_t>(values.growth_tracker));
   }
 
   /// Takes the scale from a tensor that only the device can read; what is not a number within the
   /// limits becomes the nearest limit.
   void set_scale(const at::Tensor& scale, const GradScalerOptions& options) {
     leave_host();
-    bound_.set(0.);
-    at_most_ = options.max_scale;
+    bound_->set_unknown(options.max_scale);
     device_.scale.copy_(at::nan_to_num(scale.reshape({}), options.min_scale)
                             .clamp(options.min_scale, options.max_scale),
                         /*non_blocking=*/true);
@@ -165,9 +169,7 @@ class ScaleState {
       set(values);
     } else {
       device_.scale.fill_(scale);
-      bound_.set(scale);
-      at_most_ = scale;
-      good_in_a_row_ = std::numeric_limits<int64_t>::max() - 1;  // it may grow at once
+      bound_->set(scale, ScaleBound::grows_at_once);
     }
   }
 
@@ -198,7 +200,7 @@ class ScaleState {
   void advance(const GradScalerOptions& options, const at::Tensor& found_inf,
                const at::Tensor& largest = {}, bool shows_skips = false) {
     leave_host();
-    const bool lazily = is_torch_update(options) && !shows_skips && !replayed_;
+    const bool lazily = is_torch_update(options) && !shows_skips && !is_replayed();
     if (lazily && !lazy_skips_.defined()) {
       lazy_skips_ = SkipCount(device_.skips.to(at::kFloat, false, /*copy=*/true));
     }
@@ -255,9 +257,7 @@ class ScaleState {
                                    double value) { tensor = on_device(value, number_type()); },
                                device_.forecast, host_->forecast);
     }
-    bound_.set(host_->scale);
-    at_most_ = host_->scale;
-    good_in_a_row_ = static_cast<int64_t>(host_->growth_tracker);
+    bound_->set(host_->scale, static_cast<int64_t>(host_->growth_tracker));
     host_.reset();
   }
 
@@ -266,6 +266,9 @@ class ScaleState {
   void count_skips_at_once() {
     if (!lazy_skips_.defined()) return;
     device_.skips.copy_(lazy_skips_.tensor());
+    if (GraphBody* const body = GraphBody::current()) {
+      for (at::Tensor& part : lazy_skips_.parts()) body->kept.push_back(std::move(part));
+    }
     lazy_skips_ = {};
   }
 
@@ -278,26 +281,55 @@ class ScaleState {
   /// Whether the update being made may have taken the scale past its limits.
   bool may_leave_limits(const GradScalerOptions& options) {
     constexpr double rounding = 0x1p-20;  // the device's, and more
-    return replayed_ || !follows_bound(options) ||
-           at_most_ * options.growth_factor * (1. + rounding) > options.max_scale ||
-           bound_.value() * options.backoff_factor * (1. - rounding) < options.min_scale;
+    if (!follows_bound(options)) return true;
+    return may_be_above(options.max_scale / options.growth_factor * (1. - rounding), options) ||
+           may_be_below(options.min_scale / options.backoff_factor * (1. + rounding), options);
   }
 
   bool follows_bound(const GradScalerOptions& options) const {
-    return options.dynamic && options.min_scale < 1. && !replayed_ && !forecasts_;
+    return options.dynamic && options.min_scale < 1. && !forecasts_ && replays_ != Replays::unseen;
+  }
+
+  bool may_be_below(double limit, const GradScalerOptions& options) {
+    if (replays_ == Replays::unseen) return true;
+    CapturedScale* const captured = this->captured(options);
+    return captured ? captured->may_be_below(limit) : bound_->value() < limit;
+  }
+  bool may_be_above(double limit, const GradScalerOptions& options) {
+    if (replays_ == Replays::unseen) return true;
+    CapturedScale* const captured = this->captured(options);
+    return captured ? captured->may_be_above(limit) : bound_->at_most() > limit;
+  }
+
+  /// What the body of the CudaGraph that is running takes for granted; null outside of one.
+  CapturedScale* captured(const GradScalerOptions& options) {
+    GraphBody* const body = GraphBody::current();
+    if (!body || replays_ != Replays::followed) return nullptr;
+    for (const auto& state : body->states) {
+      auto* const captured = dynamic_cast<CapturedScale*>(state.get());
+      if (captured && captured->is_of(bound_)) return captured;
+    }
+    auto captured = std::make_shared<CapturedScale>(bound_, device_.scale, ScaleMoves(options));
+    body->states.push_back(captured);
+    return captured.get();
   }
 
   void follow(const GradScalerOptions& options) {
-    if (follows_bound(options))
-      bound_.lower(options.backoff_factor, options.min_scale, device_.scale);
-    if (!options.dynamic) return;
-    if (!is_torch_update(options)) {  // which may grow sooner
-      at_most_ = options.max_scale;
-    } else if (++good_in_a_row_ >= options.growth_interval) {
-      good_in_a_row_ = 0;
-      at_most_ *= options.growth_factor;
+    const bool lowers = follows_bound(options);
+    ScaleMoves(options).follow(*bound_, lowers);
+    if (CapturedScale* const captured = this->captured(options)) {
+      captured->add_update(lowers);
+    } else if (lowers) {
+      bound_->look_at(device_.scale);
     }
   }
+
+  enum class Replays {
+    none,
+    followed,  ///< see Note [What replays do to the scale]
+    unseen,    ///< the scale may be anything
+  };
+  bool is_replayed() const { return replays_ != Replays::none; }
 
   std::optional<ScaleMemory<double>> host_;
   bool forecasts_;
@@ -306,10 +338,8 @@ class ScaleState {
   // Of these, only the scale and the skips (parts of scale_and_skips_) where the host knows.
   ScaleMemory<at::Tensor> device_;
   SkipCount lazy_skips_;  // if defined, what device_.skips does not tell
-  ScaleBound bound_;
-  double at_most_ = 0.;        // the scale is not above this
-  int64_t good_in_a_row_ = 0;  // what device_.growth_tracker may be where it is so
-  bool replayed_ = false;
+  std::shared_ptr<ScaleBound> bound_ = std::make_shared<ScaleBound>();
+  Replays replays_ = Replays::none;
 };
 
 }  // namespace torchamp::detail

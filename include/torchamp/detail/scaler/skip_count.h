@@ -31,6 +31,13 @@ class SkipCount {
     flags_.clear();
   }
 
+  /// What it is counted from.
+  std::vector<at::Tensor> parts() const {
+    std::vector<at::Tensor> parts = flags_;
+    parts.push_back(before_);
+    return parts;
+  }
+
   /// 0-dim fp32; not to be changed.
   at::Tensor tensor() const {
     if (flags_.empty()) return before_;

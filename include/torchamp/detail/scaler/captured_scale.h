@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <utility>
+
+#include "torchamp/detail/graph/body.h"
+#include "torchamp/detail/scaler/scale_bound.h"
+#include "torchamp/detail/scaler/scale_update.h"
+#include "torchamp/grad_scaler_options.h"
+
+namespace torchamp::detail {
+
+// Note [What replays do to the scale]
+//
+// A captured step leaves out what the scale, as far as its bounds tell, makes unnecessary: the look
+// at gradients that a scale below 1 may make infs of, the clamp to limits that are far away, the
+// division of gradients before the step where the scale is above 2^32. Replays move the scale
+// without the host's seeing it. So the host follows the bounds from replay to replay, and copies
+// the scale to its memory, as it does between eager steps. Where a bound no longer holds, the
+// iteration is captured anew, with what has become necessary.
+//
+// A host that is many replays ahead of the device knows little of the scale. Rather than take the
+// worst for granted, it waits before a replay until the device has come to a copy that was made
+// some replays ago: a scale of 2^n lets it be n replays ahead, so the device never runs out of
+// work. Near the bound, where it would, a step is captured as one beyond it.
+
+/// By how much one update may move the scale.
+struct ScaleMoves {
+  explicit ScaleMoves(const GradScalerOptions& options)
+      : growth_factor(options.growth_factor),
+        backoff_factor(options.backoff_factor),
+        growth_interval(options.growth_interval),
+        min_scale(options.min_scale),
+        max_scale(options.max_scale),
+        dynamic(options.dynamic),
+        is_torch(is_torch_update(options)) {}
+
+  /// `lowers`: whether the lower bound is followed, too.
+  void follow(ScaleBound& bound, bool lowers) const {
+    if (!dynamic) return;
+    if (lowers) bound.lower(backoff_factor, min_scale);
+    if (is_torch) {
+      bound.grow(growth_factor, growth_interval);
+    } else {  // which may grow sooner
+      bound.grow_to(max_scale);
+    }
+  }
+
+  double growth_factor, backoff_factor;
+  int64_t growth_interval;
+  double min_scale, max_scale;
+  bool dynamic, is_torch;
+};
+
+/// What one captured iteration takes for granted of a scale.
+class CapturedScale final : public ReplayedState {
+ public:
+  CapturedScale(std::shared_ptr<ScaleBound> bound, at::Tensor scale, const ScaleMoves& moves)
+      : bound_(std::move(bound)), scale_(std::move(scale)), moves_(moves) {}
+
+  bool is_of(const std::shared_ptr<ScaleBound>& bound) const { return bound == bound_; }
+
+  /// Whether the scale may be below `limit`, or so near that replays would soon have to wait; if
+  /// not, this is taken for granted.
+  bool may_be_below(double limit) {
+    if (bound_->value() < limit * room()) return true;
+    at_least_ = std::max(at_least_, limit);
+    return false;
+  }
+  bool may_be_above(double limit) {
+    if (bound_->at_most() * room() > limit) return true;
+    at_most_ = std::min(at_most_, limit);
+    return false;
+  }
+
+  /// The iteration has made an update.
+  void add_update(bool lowers) {
+    ++updates_;
+    lowers_ = lowers;
+  }
+
+  void settle() override {
+    bound_->look_now(scale_);
+    while (bound_->wait_for_a_copy()) {
+    }
+  }
+
+  bool holds() override {
+    if (is_within(1.)) return true;
+    while (bound_->wait_for_a_copy()) {
+      if (is_within(4.)) return true;
+    }
+    settle();  // a bound that no copy was wanted for has become a wide one
+    return is_within(4.);
+  }
+
+  void note_replay() override {
+    for (int64_t i = 0; i < updates_; ++i) moves_.follow(*bound_, lowers_);
+  }
+
+  bool wants_look() const override {
+    return lowers_ && at_least_ > 0. && bound_->wants_look_between_replays();
+  }
+  void look() override { bound_->look_now(scale_); }
+
+ private:
+  /// How far from a limit a scale is to be that replays start from.
+  double room() const { return moves_.dynamic ? 16. : 1.; }
+
+  bool is_within(double factor) {
+    return bound_->value() >= at_least_ * factor && bound_->at_most() * factor <= at_most_;
+  }
+
+  std::shared_ptr<ScaleBound> bound_;
+  at::Tensor scale_;
+  ScaleMoves moves_;
+  double at_least_ = 0., at_most_ = std::numeric_limits<double>::infinity();
+  int64_t updates_ = 0;
+  bool lowers_ = false;
+};
+
+}  // namespace torchamp::detail
