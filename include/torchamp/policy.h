@@ -94,11 +94,11 @@ class Policy {
   /// On GPUs with fp8 units the products are made by these; on a CPU they are rehearsed, with the
   /// same 8-bit operands and scales. Where a call cannot be in fp8 it runs as lower_precision,
   /// which a CastRecorder counts. An fp32 region is left alone. An inf or NaN in a factor makes NaN
-  /// all of the result that its scale takes part in: under `tensorwise` and `nvfp4` the whole. There
-  /// is no second derivative, which is an error when it is asked for. A region that ends without a
-  /// single product in fp8 warns once, and names those that it has called. Never reads the device.
-  /// Keeps no statistics from call to call; 8-bit forms of parameters are kept as casts of weights
-  /// are (see AutocastOptions::cache).
+  /// all of the result that its scale takes part in: under `tensorwise` and `nvfp4` the whole.
+  /// There is no second derivative, which is an error when it is asked for. A region that ends
+  /// without a single product in fp8 warns once, and names those that it has called. Never reads
+  /// the device. Keeps no statistics from call to call; 8-bit forms of parameters are kept as casts
+  /// of weights are (see AutocastOptions::cache).
   ///
   /// Errors: as set(), and any other op; at the guard, with `options.strict`, a device that cannot.
   template <std::same_as<Fp8Options> Options = Fp8Options, class Tensor = at::Tensor>

@@ -43,6 +43,22 @@ TEST_P(CapturedTraining, GivesTheWeightsAndTheScaleOfEagerIterations) {
   }
 }
 
+TEST_P(CapturedTraining, MakesItsProductsInFp8AsEagerIterationsDo) {
+  Training eager(GetParam()), captured(GetParam()), in_16_bits(GetParam());
+  eager.policy = torchamp::Policy::standard().fp8(torchamp::ops::dense, {.strict = true});
+  captured.policy = eager.policy;
+  const auto graph = graph_of(captured);
+  for (int i = 0; i < 9; ++i) {
+    SCOPED_TRACE(i);
+    const at::Tensor expected = eager.step(eager.batch(i));
+    expect_same((*graph)(captured.batch(i))[0], expected);
+    expect_same(captured, eager);
+    in_16_bits.step(in_16_bits.batch(i));
+  }
+  EXPECT_EQ(captured.calls, 4) << "replays do not run the body";
+  EXPECT_FALSE(at::equal(eager.net->parameters()[0].cpu(), in_16_bits.net->parameters()[0].cpu()));
+}
+
 TEST_P(CapturedTraining, StepsEveryKindOfFusedOptimizer) {
   for (const Kind& kind : kinds()) {
     SCOPED_TRACE(kind.name);

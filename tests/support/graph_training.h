@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -59,7 +60,7 @@ struct Training {
     optimizer->zero_grad();
     at::Tensor loss;
     {
-      const torchamp::AutocastGuard autocast(device.type());
+      const torchamp::AutocastGuard autocast(device.type(), {.policy = policy});
       loss = torch::mse_loss(net->forward(batch[0]), batch[1]);
     }
     scaler.scale(loss).backward();
@@ -82,6 +83,7 @@ struct Training {
   at::Device device;
   torch::nn::Sequential net;
   std::unique_ptr<torch::optim::Optimizer> optimizer;
+  std::optional<torchamp::Policy> policy;  // none: the standard one
   torchamp::GradScaler scaler{{.init_scale = 1024., .growth_interval = 3}};
   int calls = 0;
 };
