@@ -16,7 +16,7 @@ set(_torchamp_docs_headers
     cast_recorder precision_audit overflow_report non_finite_op underflow_meter
     # Files and processes
     training_checkpoint python_state distributed/process_group distributed/nccl distributed/data_parallel
-    distributed/checkpoint compiled version)
+    distributed/sharded_masters distributed/checkpoint compiled version)
 
 # Public names that a public header takes from detail/.
 set(_torchamp_docs_parts include/torchamp/detail/policy/rule.h include/torchamp/detail/audit/audit_row.h)

@@ -16,6 +16,7 @@
 
 #include "torchamp/detail/gradients/norm.h"
 #include "torchamp/detail/gradients/unscale.h"
+#include "torchamp/detail/shards.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/optim.h"
@@ -70,6 +71,9 @@ inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor
   const bool is_divided = scale.defined() || divisor.defined();
   at::Tensor norm = is_divided ? total_norm_divided(batches, norm_type, scale, divisor)
                                : total_norm(batches, norm_type);
+  CommonShards shards("clip_grad_norm_");
+  for (const auto& group : optimizer.param_groups()) shards.add(group.params());
+  if (shards.get()) norm = shards.get()->norm_of_all(norm, norm_type);
   if (batches.empty()) return norm;
   if (fused && norm.scalar_type() == at::kFloat) {
     constexpr double eps = 1e-6;
@@ -131,6 +135,8 @@ inline at::Tensor clip_grad_norm_(at::TensorList params, double max_norm, double
   const detail::InternalOps internal;
   const auto batches = detail::gradients_to_clip(params, "clip_grad_norm_");
   at::Tensor norm = detail::total_norm(batches, norm_type);
+  const auto* const shards = detail::CommonShards("clip_grad_norm_").add(params).get();
+  if (shards) norm = shards->norm_of_all(norm, norm_type);
   if (!batches.empty()) detail::multiply(batches, detail::clip_coefficient(norm, max_norm));
   return norm;
 }

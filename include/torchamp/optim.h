@@ -100,11 +100,11 @@ class FusedOptimizer : public torch::optim::Optimizer,
  protected:
   using Optimizer::Optimizer;
 
-  /// Has MasterWeights know that its weights are stepped here.
+  /// Has MasterWeights and ShardedMasterWeights know that their weights are stepped here.
   void note_split_weights() const {
     for (const auto& group : param_groups_) {
       for (const at::Tensor& param : group.params()) {
-        if (auto* const split = detail::split_of(param)) split->has_optimizer = true;
+        if (auto* const meta = detail::weight_meta_of(param)) meta->has_optimizer = true;
       }
     }
   }

@@ -33,50 +33,73 @@ inline bool is_parameter_of(const std::string& name, const std::string& paramete
   return parameter == name || parameter.starts_with(name + '.');
 }
 
+/// The parameters that stay fp32. Throws where `keep_fp32` names what there is not; `owner` begins
+/// the error.
+inline std::unordered_set<const at::TensorImpl*> parameters_kept_fp32(
+    const char* owner, const torch::nn::Module& model, const std::vector<std::string>& keep_fp32,
+    bool keep_norms) {
+  std::unordered_set<const at::TensorImpl*> kept;
+  for (const auto& module : model.modules()) {
+    if (!keep_norms || !is_norm(*module)) continue;
+    for (const at::Tensor& parameter : module->parameters()) {
+      kept.insert(parameter.unsafeGetTensorImpl());
+    }
+  }
+  const auto parameters = model.named_parameters();
+  for (const std::string& name : keep_fp32) {
+    bool found = false;
+    for (const auto& item : parameters) {
+      if (!is_parameter_of(name, item.key())) continue;
+      kept.insert(item.value().unsafeGetTensorImpl());
+      found = true;
+    }
+    TORCH_CHECK_VALUE(found, owner, ": keep_fp32 names '", name,
+                      "', but the model has no parameter of that name and no module with parameters"
+                      ". Its parameters are: ",
+                      c10::Join(", ", parameters.keys()), ".");
+  }
+  return kept;
+}
+
+/// Throws unless the dtype is one that a model can be kept in, and, for split masters, bf16.
+inline void check_narrow_dtype(const char* owner, at::ScalarType dtype, MasterStorage storage) {
+  TORCH_CHECK_VALUE(is_16_bit(dtype), owner, ": a model cannot be kept in ", dtype,
+                    ". Pass torch::kHalf or torch::kBFloat16.");
+  TORCH_CHECK_VALUE(storage != MasterStorage::split || dtype == at::kBFloat16, owner,
+                    ": masters of ", dtype,
+                    " weights cannot be split, as these are not the upper half of "
+                    "fp32 numbers. Pass .dtype = torch::kBFloat16 with MasterStorage::split.");
+}
+
+/// Throws for a parameter that cannot be split, or, where backward is to take gradients, that has a
+/// hook of the program's own in the place for ours.
+inline void check_may_be_master(const char* owner, const std::string& name,
+                                const at::Tensor& parameter, bool splits, const char* hook_remedy) {
+  TORCH_CHECK(!splits || can_be_split(parameter), owner, ": the parameter '", name,
+              "' carries data of its device's own, and so cannot be split. Pass "
+              "MasterStorage::full.");
+  TORCH_CHECK(!hook_remedy || !has_other_hook(parameter), owner, ": the parameter '", name,
+              "' has a hook after the accumulation of its gradient, of which LibTorch keeps one "
+              "only",
+              hook_remedy);
+}
+
 }  // namespace detail
 
 inline MasterWeights::MasterWeights(std::shared_ptr<torch::nn::Module> model,
                                     MasterWeightsOptions options)
     : model_(std::move(model)), options_(std::move(options)) {
   TORCH_CHECK_VALUE(model_, "MasterWeights: the model is null. Pass one that has been made.");
-  TORCH_CHECK_VALUE(detail::is_16_bit(options_.dtype), "MasterWeights: a model cannot be kept in ",
-                    options_.dtype, ". Pass torch::kHalf or torch::kBFloat16.");
   const bool splits = options_.storage == MasterStorage::split;
-  TORCH_CHECK_VALUE(!splits || options_.dtype == at::kBFloat16, "MasterWeights: masters of ",
-                    options_.dtype,
-                    " weights cannot be split, as these are not the upper half of "
-                    "fp32 numbers. Pass .dtype = torch::kBFloat16 with MasterStorage::split.");
+  detail::check_narrow_dtype("MasterWeights", options_.dtype, options_.storage);
   const detail::InternalOps guard;
   const auto parameters = model_->named_parameters();
-  std::unordered_set<const at::TensorImpl*> kept;
-  for (const auto& module : model_->modules()) {
-    if (!options_.keep_norms || !detail::is_norm(*module)) continue;
-    for (const at::Tensor& parameter : module->parameters()) {
-      kept.insert(parameter.unsafeGetTensorImpl());
-    }
-  }
-  for (const std::string& name : options_.keep_fp32) {
-    bool found = false;
-    for (const auto& item : parameters) {
-      if (!detail::is_parameter_of(name, item.key())) continue;
-      kept.insert(item.value().unsafeGetTensorImpl());
-      found = true;
-    }
-    TORCH_CHECK_VALUE(found, "MasterWeights: keep_fp32 names '", name,
-                      "', but the model has no parameter of that name and no module with parameters"
-                      ". Its parameters are: ",
-                      c10::Join(", ", parameters.keys()), ".");
-  }
-
+  const auto kept = detail::parameters_kept_fp32("MasterWeights", *model_, options_.keep_fp32,
+                                                 options_.keep_norms);
   for (const auto& item : parameters) {
-    TORCH_CHECK(!splits || detail::can_be_split(item.value()), "MasterWeights: the parameter '",
-                item.key(),
-                "' carries data of its device's own, and so cannot be split. Pass "
-                "MasterStorage::full.");
-    TORCH_CHECK(!options_.main_gradients || !detail::has_other_hook(item.value()),
-                "MasterWeights: the parameter '", item.key(),
-                "' has a hook after the accumulation of its gradient, of which LibTorch keeps one "
-                "only. Make the MasterWeights without main_gradients.");
+    detail::check_may_be_master(
+        "MasterWeights", item.key(), item.value(), splits,
+        options_.main_gradients ? ". Make the MasterWeights without main_gradients." : nullptr);
   }
 
   std::unordered_set<const at::TensorImpl*> seen;  // a parameter may have several names

@@ -3,13 +3,13 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
-#include <c10/core/TensorImpl.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
 #include <optional>
 
+#include "torchamp/detail/shards.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/version.h"
 
@@ -36,10 +36,9 @@ namespace torchamp::detail {
 //     those that the last fused step has left
 
 /// What a split weight has beside the weight itself.
-struct SplitWeight final : c10::BackendMeta {
+struct SplitWeight final : WeightMeta {
   at::Tensor low;  ///< int16, laid out as the weight
 
-  bool has_optimizer = false;            ///< a FusedOptimizer was given the weight
   bool was_taken = false;                ///< gradients were, once
   std::optional<uint32_t> version = {};  ///< of the weight, once it was taken note of
 

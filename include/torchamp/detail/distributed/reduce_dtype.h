@@ -18,10 +18,9 @@
 
 namespace torchamp::detail {
 
-inline void check_reduce_dtype(const std::optional<at::ScalarType>& dtype) {
-  TORCH_CHECK_VALUE(!dtype || *dtype == at::kFloat || is_16_bit(*dtype),
-                    "DistributedDataParallel: gradients cannot be sent as ",
-                    dtype.value_or(at::kFloat),
+inline void check_reduce_dtype(const char* owner, const std::optional<at::ScalarType>& dtype) {
+  TORCH_CHECK_VALUE(!dtype || *dtype == at::kFloat || is_16_bit(*dtype), owner,
+                    ": gradients cannot be sent as ", dtype.value_or(at::kFloat),
                     ". Pass torch::kFloat, torch::kBFloat16 or torch::kHalf as reduce_dtype.");
 }
 

@@ -53,7 +53,7 @@ class GradientReducer {
   GradientReducer(const torch::nn::Module& module, c10::intrusive_ptr<c10d::ProcessGroup> group,
                   const ReducerOptions& options)
       : group_(std::move(group)) {
-    check_reduce_dtype(options.reduce_dtype);
+    check_reduce_dtype("DistributedDataParallel", options.reduce_dtype);
     TORCH_CHECK_VALUE(!options.communication || !options.reduce_dtype,
                       "DistributedDataParallel: communication and reduce_dtype both say how "
                       "gradients are sent. Pass one of them.");

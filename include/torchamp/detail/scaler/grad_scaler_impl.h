@@ -152,6 +152,7 @@ TORCHAMP_BODY std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) 
 TORCHAMP_BODY void GradScaler::unscale(torch::optim::Optimizer& optimizer,
                                        detail::OptimizerState& state, const char* call) {
   const detail::InternalOps guard;
+  std::shared_ptr<detail::Shards> shards = detail::shards_of(optimizer, call);
   const auto batches = detail::gradients_of(
       optimizer, stays_at_one() ? detail::HalfGradients::allowed : detail::HalfGradients::refused,
       call);
@@ -178,7 +179,8 @@ TORCHAMP_BODY void GradScaler::unscale(torch::optim::Optimizer& optimizer,
            .had_gradients = !batches.empty(),
            .exact = true,
            .gradients = detail::count_gradients(optimizer),
-           .taken = detail::gradients_taken()};
+           .taken = detail::gradients_taken(),
+           .shards = std::move(shards)};
 }
 
 /// `number`: one more that is to be finite, where the scale is.
@@ -186,6 +188,7 @@ TORCHAMP_BODY void GradScaler::check_only(torch::optim::Optimizer& optimizer,
                                           detail::OptimizerState& state, bool as_if_divided,
                                           const at::Tensor& number) {
   const detail::InternalOps guard;
+  state.shards = detail::shards_of(optimizer, "GradScaler::step");
   const auto batches =
       detail::gradients_of(optimizer, detail::HalfGradients::allowed, "GradScaler::step");
   at::Tensor& found_inf = state.found_inf.tensor;
@@ -208,22 +211,23 @@ TORCHAMP_BODY void GradScaler::check_only(torch::optim::Optimizer& optimizer,
 
 TORCHAMP_BODY void GradScaler::agree(detail::OptimizerState& state) {
   if (state.agreed) return;
-  if (options_.agree_found_inf) {
+  if (options_.agree_found_inf || state.shards) {
     const detail::InternalOps guard;
     at::Tensor found_inf = state.found_inf.tensor.clone();
-    options_.agree_found_inf(found_inf);
+    options_.agree_found_inf ? options_.agree_found_inf(found_inf)
+                             : state.shards->agree_largest(found_inf);
     TORCH_CHECK(found_inf.defined() && found_inf.numel() == 1,
                 "GradScaler: agree_found_inf has left no tensor of one element.");
     found_inf = found_inf.reshape({}).ne(0).to(state_.scale().options());
     state.found_inf = {std::move(found_inf), std::nullopt};
     state.exact = true;
   }
-  if (options_.agree_largest && state_.forecasts()) {
+  if ((options_.agree_largest || state.shards) && state_.forecasts()) {
     const detail::InternalOps guard;
     const auto options = state_.scale().options();
     at::Tensor largest = state.largest.defined() ? state.largest.to(options, false, /*copy=*/true)
                                                  : at::zeros({}, options);
-    options_.agree_largest(largest);
+    options_.agree_largest ? options_.agree_largest(largest) : state.shards->agree_largest(largest);
     TORCH_CHECK(largest.defined() && largest.numel() == 1,
                 "GradScaler: agree_largest has left no tensor of one element.");
     state.largest = largest.reshape({}).to(options);
@@ -263,7 +267,8 @@ TORCHAMP_BODY void GradScaler::take_unscaled(const torch::optim::Optimizer& opti
                                .found_inf = {std::move(found_inf), std::nullopt},
                                .had_gradients = had_gradients,
                                .gradients = detail::count_gradients(optimizer),
-                               .taken = detail::gradients_taken()};
+                               .taken = detail::gradients_taken(),
+                               .shards = detail::shards_of(optimizer, "GradScaler::step")};
 }
 
 TORCHAMP_BODY void GradScaler::check_not_stepped(const detail::OptimizerState& state) {
@@ -353,7 +358,7 @@ TORCHAMP_BODY StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   }
   agree(state);
   // A step that is tried again sees what its gradients have become, unless processes have agreed.
-  state.rechecked = options_.recheck && options_.agree_found_inf;
+  state.rechecked = options_.recheck && (options_.agree_found_inf || state.shards);
 
   std::vector<MissingGradient> missing;
   at::Tensor value;

@@ -13,6 +13,7 @@
 
 #include "torchamp/detail/host_values.h"
 #include "torchamp/detail/scaler/skip_count.h"
+#include "torchamp/detail/shards.h"
 #include "torchamp/missing_gradients.h"
 
 namespace torchamp::detail {
@@ -72,6 +73,7 @@ struct OptimizerState {
   bool exact = false;          ///< the flag is 0 or 1, as kernels want it
   std::size_t gradients = 0;   ///< how many there were when they were unscaled
   uint64_t taken = 0;          ///< gradients_taken() then
+  std::shared_ptr<Shards> shards{};  ///< who must agree, where they are shards of gradients
 };
 
 /// The states of the few optimizers that one scaler serves, by identity, in order of appearance.

@@ -1,0 +1,345 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <optional>
+#include <unordered_set>
+
+#include "torchamp/detail/distributed/collective.h"
+#include "torchamp/detail/distributed/reducer.h"
+#include "torchamp/detail/graph/body.h"
+#include "torchamp/detail/io/module_archive.h"
+#include "torchamp/detail/main_gradient.h"
+#include "torchamp/detail/overlay/weight_casts.h"
+#include "torchamp/detail/split_bits.h"
+#include "torchamp/detail/split_weight.h"
+#include "torchamp/detail/tensors.h"
+#include "torchamp/distributed/checkpoint.h"
+#include "torchamp/distributed/sharded_masters.h"
+#include "torchamp/master_weights.h"
+#include "torchamp/version.h"
+
+namespace TORCHAMP_NAMESPACE {
+
+inline ShardedMasterWeights::ShardedMasterWeights(std::shared_ptr<torch::nn::Module> model,
+                                                  ProcessGroupPtr group,
+                                                  ShardedMasterWeightsOptions options)
+    : model_(std::move(model)), options_(std::move(options)) {
+  static constexpr const char* owner = "ShardedMasterWeights";
+  TORCH_CHECK_VALUE(model_, owner, ": the model is null. Pass one that has been made.");
+  TORCH_CHECK_VALUE(group, owner, ": the group is null. Pass what make_process_group() returns.");
+  TORCH_CHECK_VALUE(options_.bucket_bytes > 0, owner, ": bucket_bytes is ", options_.bucket_bytes,
+                    ". It must be above 0.");
+  detail::check_narrow_dtype(owner, options_.dtype, options_.storage);
+  detail::check_reduce_dtype(owner, options_.reduce_dtype);
+  const detail::InternalOps guard;
+  const auto kept =
+      detail::parameters_kept_fp32(owner, *model_, options_.keep_fp32, options_.keep_norms);
+  const bool splits = options_.storage == MasterStorage::split;
+  const at::ScalarType wire = options_.reduce_dtype.value_or(at::kFloat);
+  std::unordered_set<const at::TensorImpl*> seen;  // a parameter may have several names
+  for (const auto& item : model_->named_parameters()) {
+    const at::Tensor& parameter = item.value();
+    if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
+    const at::ScalarType dtype = parameter.scalar_type();
+    const bool is_kept = kept.contains(parameter.unsafeGetTensorImpl());
+    TORCH_CHECK_VALUE(
+        !parameter.requires_grad() || dtype == at::kFloat || (detail::is_16_bit(dtype) && !is_kept),
+        owner, ": the parameter '", item.key(), "' is ", dtype,
+        is_kept ? " and is to stay fp32. Cast it before."
+                : " and needs a gradient. Weights that are trained are fp32.");
+    detail::check_may_be_master(owner, item.key(), parameter, splits, ". Remove it.");
+    const bool is_float = dtype == at::kFloat || detail::is_16_bit(dtype);
+    weights_.push_back({item.key(), parameter, is_float && !is_kept});
+  }
+  const auto per_element = static_cast<int64_t>(c10::elementSize(wire));
+  detail::ShardLayout layout(group->getSize(),
+                             std::max<int64_t>(options_.bucket_bytes / per_element, 1));
+  for (std::size_t w = weights_.size(); w-- > 0;) {  // backward comes to the last ones first
+    Weight& weight = weights_[w];
+    const at::Tensor& parameter = weight.parameter;
+    if (!parameter.requires_grad() || parameter.numel() == 0) continue;
+    const bool is_dense = parameter.is_non_overlapping_and_dense();
+    weight.index = by_index_.size();
+    weight.is_sharded = true;
+    by_index_.push_back(w);
+    layout.add(weight.name, is_dense ? parameter : parameter.contiguous(),
+               weight.is_narrow ? options_.dtype : at::kFloat);
+  }
+  TORCH_CHECK_VALUE(!by_index_.empty(), owner, ": no parameter of the model needs a gradient.");
+  layout.sort_buckets();
+  const auto prints = detail::gather_numbers(
+      owner, group, layout.fingerprint() ^ (int64_t{1} << static_cast<int>(wire)));
+  const auto other =
+      std::ranges::find_if(prints, [&](int64_t print) { return print != prints[0]; });
+  TORCH_CHECK_VALUE(other == prints.end(), owner, ": process ", other - prints.begin(),
+                    " has another model or other options than process 0.");
+  detail::broadcast(owner, group, model_->parameters(), 0);
+  detail::broadcast(owner, group, model_->buffers(), 0);
+
+  shards_ = std::make_shared<detail::ShardGroup>(std::move(group), std::move(layout));
+  make_pieces();
+  std::vector<detail::GradientScatter::Weight> scattered;
+  for (const std::size_t w : by_index_) {
+    scattered.push_back({weights_[w].parameter, weights_[w].piece});
+  }
+  scatter_ = std::make_shared<detail::GradientScatter>(shards_->layout(), shards_->group(),
+                                                       std::move(scattered), wire,
+                                                       options_.find_unused_parameters);
+  scatter_->hook();
+}
+
+inline void ShardedMasterWeights::make_pieces() {
+  const detail::ShardLayout& layout = shards_->layout();
+  const int64_t rank = shards_->group()->getRank();
+  const auto is_split = [&](const detail::ShardBucket& bucket) {
+    return options_.storage == MasterStorage::split && bucket.dtype != at::kFloat;
+  };
+  for (const detail::ShardBucket& bucket : layout.buckets()) {
+    const auto options =
+        at::device(bucket.device).dtype(is_split(bucket) ? at::kShort : at::kFloat);
+    shares_.push_back(at::zeros({bucket.slot}, options));
+  }
+  for (Weight& weight : weights_) {
+    const at::Tensor& parameter = weight.parameter;
+    detail::remove_split(parameter);  // of earlier MasterWeights
+    detail::unhook_main_gradient(parameter);
+    parameter.mutable_grad().reset();
+    const at::Tensor value = parameter.variable_data();
+    if (!weight.is_sharded) {
+      if (weight.is_narrow) parameter.set_data(value.to(options_.dtype));
+      continue;
+    }
+    const detail::ShardedWeight& place = layout.weights()[weight.index];
+    const detail::ShardBucket& bucket = layout.buckets()[place.bucket];
+    const at::Tensor& share = shares_[place.bucket];
+    c10::intrusive_ptr<detail::WeightMeta> meta;
+    if (is_split(bucket)) {
+      // The piece is a part of the model's weight, and of its padding.
+      const at::Tensor padded =
+          at::zeros({place.piece * layout.processes()}, parameter.options().dtype(bucket.dtype));
+      parameter.set_data(detail::sharing(padded, 0, place.sizes, place.strides));
+      weight.piece = detail::sharing(padded, rank * place.piece, place.piece);
+      auto split = c10::make_intrusive<detail::SplitWeight>();
+      split->low = detail::sharing(share, place.offset, place.piece);
+      meta = std::move(split);
+    } else {
+      parameter.set_data(
+          at::empty_strided(place.sizes, place.strides, parameter.options().dtype(bucket.dtype)));
+      weight.piece = detail::sharing(share, place.offset, place.piece);
+      meta = c10::make_intrusive<detail::WeightMeta>();
+    }
+    meta->shards = shards_;
+    meta->index = weight.index;
+    weight.piece.unsafeGetTensorImpl()->set_backend_meta(std::move(meta));
+    set(weight, value);
+    weight.piece.set_requires_grad(true);
+  }
+}
+
+inline std::vector<std::pair<std::string, at::Tensor>> ShardedMasterWeights::named_parameters()
+    const {
+  std::vector<std::pair<std::string, at::Tensor>> result;
+  for (const Weight& weight : weights_) {
+    if (weight.is_sharded && weight.parameter.requires_grad()) {
+      result.emplace_back(weight.name, weight.piece);
+    }
+  }
+  return result;
+}
+
+inline std::vector<at::Tensor> ShardedMasterWeights::parameters() const {
+  std::vector<at::Tensor> result;
+  for (auto& [name, piece] : named_parameters()) result.push_back(std::move(piece));
+  return result;
+}
+
+/// Gives the model, and this process's piece of its master, the value of a weight.
+inline void ShardedMasterWeights::set(const Weight& weight, const at::Tensor& value) const {
+  const at::Tensor& parameter = weight.parameter;
+  if (!weight.is_sharded) {
+    parameter.copy_(value);
+    return;
+  }
+  const at::Tensor wide =
+      at::empty_like(parameter, parameter.options().dtype(at::kFloat).requires_grad(false));
+  wide.copy_(value);
+  const auto own = [&](const at::Tensor& whole) {
+    return shards_->layout().piece_of(weight.index, shards_->group()->getRank(), whole);
+  };
+  const at::Tensor mine = own(wide);
+  if (detail::SplitWeight* const split = detail::split_of(weight.piece)) {
+    const at::Tensor high = at::empty_like(wide, wide.options().dtype(at::kBFloat16));
+    const at::Tensor low = at::empty_like(wide, wide.options().dtype(at::kShort));
+    detail::write_split(wide, high, low);
+    parameter.copy_(high);
+    split->low.narrow(0, 0, mine.numel()).copy_(own(low));
+    weight.piece.unsafeGetTensorImpl()->bump_version();
+    split->note_version(weight.piece);
+    return;
+  }
+  parameter.copy_(wide);
+  weight.piece.detach().narrow(0, 0, mine.numel()).copy_(mine);
+}
+
+inline void ShardedMasterWeights::check_optimizer(const torch::optim::Optimizer& optimizer) const {
+  shards_->check(optimizer, "ShardedMasterWeights::check_optimizer");
+}
+
+inline void ShardedMasterWeights::check_stepped(const char* call) const {
+  bool has_optimizer = false, has_gradient = false;
+  for (const Weight& weight : weights_) {
+    TORCH_CHECK(weight.is_sharded || !weight.parameter.requires_grad() ||
+                    !weight.parameter.grad().defined(),
+                call, ": the parameter '", weight.name,
+                "' has a gradient and no master. It needed no gradient when the "
+                "ShardedMasterWeights were made; make them after unfreezing it.");
+    if (!weight.is_sharded) continue;
+    has_optimizer |= detail::weight_meta_of(weight.piece)->has_optimizer;
+    has_gradient |= weight.piece.grad().defined();
+    detail::check_split(weight.piece,
+                        [&] { return c10::str(call, ": the weight '", weight.name, "'"); });
+  }
+  TORCH_CHECK(has_optimizer || !has_gradient, call,
+              ": no optimizer is known that steps each element of the pieces by itself. Take a "
+              "fused one, or a GradScaler, or call check_optimizer() with LibTorch's own.");
+}
+
+inline void ShardedMasterWeights::copy_to_model() {
+  static constexpr const char* call = "ShardedMasterWeights::copy_to_model";
+  TORCH_CHECK(!detail::GraphBody::is_running(), call,
+              ": processes exchange weights, which the iteration of a CudaGraph cannot hold. Run "
+              "that iteration eagerly, with {.enabled = false}.");
+  check_stepped(call);
+  const detail::InternalOps guard;
+  const detail::DropWeightCasts drop_weight_casts;
+  const detail::ShardLayout& layout = shards_->layout();
+  for (std::size_t b = 0; b < layout.buckets().size(); ++b) {
+    const detail::ShardBucket& bucket = layout.buckets()[b];
+    at::Tensor mine = shares_[b];
+    if (mine.scalar_type() == at::kShort) {
+      mine = at::empty({bucket.slot}, mine.options().dtype(bucket.dtype));
+      detail::TensorPairs highs;
+      for (const std::size_t i : bucket.weights) {
+        const detail::ShardedWeight& place = layout.weights()[i];
+        highs.add(mine.narrow(0, place.offset, place.piece), weights_[by_index_[i]].piece.detach());
+      }
+      highs.copy();
+    } else if (bucket.dtype != at::kFloat) {
+      mine = mine.to(bucket.dtype);
+    }
+    const at::Tensor all = shards_->all_gathered(call, mine);
+    detail::TensorPairs copies;
+    for (const std::size_t i : bucket.weights) {
+      layout.for_each_part(
+          i, all, weights_[by_index_[i]].parameter,
+          [&](const at::Tensor& part, const at::Tensor& of_model) { copies.add(of_model, part); });
+    }
+    copies.copy();
+  }
+  scatter_->note_copied();
+  whole_.clear();
+}
+
+inline void ShardedMasterWeights::gather() {
+  const detail::InternalOps guard;
+  const detail::ShardLayout& layout = shards_->layout();
+  whole_.assign(layout.weights().size(), at::Tensor());
+  for (std::size_t b = 0; b < layout.buckets().size(); ++b) {
+    at::Tensor mine = shares_[b];
+    if (mine.scalar_type() == at::kShort) {
+      mine = at::empty({layout.buckets()[b].slot}, mine.options().dtype(at::kFloat));
+      for (const std::size_t i : layout.buckets()[b].weights) {
+        const detail::ShardedWeight& place = layout.weights()[i];
+        const at::Tensor& piece = weights_[by_index_[i]].piece;
+        mine.narrow(0, place.offset, place.piece)
+            .copy_(detail::joined(piece, *detail::split_of(piece)));
+      }
+    }
+    at::Tensor all = shards_->all_gathered("ShardedMasterWeights::gather", mine);
+    if (shards_->group()->getRank() != 0) continue;
+    all = all.cpu();
+    for (const std::size_t i : layout.buckets()[b].weights) {
+      const detail::ShardedWeight& place = layout.weights()[i];
+      whole_[i] = at::empty_strided(place.sizes, place.strides, all.options());
+      layout.for_each_part(i, all, whole_[i], [](const at::Tensor& part, const at::Tensor& whole) {
+        whole.copy_(part);
+      });
+    }
+  }
+}
+
+inline const ShardedMasterWeights::Weight* ShardedMasterWeights::find(
+    const at::Tensor& parameter) const {
+  for (const Weight& weight : weights_) {
+    if (weight.parameter.is_same(parameter)) return &weight;
+  }
+  return nullptr;
+}
+
+inline void ShardedMasterWeights::save(torch::serialize::OutputArchive& archive,
+                                       at::ScalarType dtype) const {
+  TORCH_CHECK_VALUE(c10::isFloatingType(dtype), "ShardedMasterWeights::save: ", dtype,
+                    " is not a floating-point dtype.");
+  TORCH_CHECK(!whole_.empty() && whole_[0].defined(),
+              "ShardedMasterWeights::save: the masters lie on several processes. Call gather() on "
+              "all of them, and then this on process 0.");
+  const detail::InternalOps guard;
+  detail::write_module(*model_, archive, [&](const at::Tensor& parameter) {
+    const Weight* const weight = find(parameter);
+    if (!weight) return parameter;
+    const at::Tensor value =
+        weight->is_sharded ? whole_[weight->index] : weight->parameter.variable_data();
+    return weight->is_narrow ? value.to(dtype) : value;
+  });
+}
+
+inline void ShardedMasterWeights::load(torch::serialize::InputArchive& archive) {
+  static constexpr const char* remedy =
+      ". Load what torch::save of these ShardedMasterWeights, or of such a model, has written.";
+  const detail::InternalOps guard;
+  std::vector<std::pair<at::Tensor, at::Tensor>> read;
+  detail::read_module(
+      *model_, archive, [&](const std::string& name, const at::Tensor& to, const at::Tensor& from) {
+        TORCH_CHECK(from.defined(), "ShardedMasterWeights::load: the archive has no '", name, "'",
+                    remedy);
+        TORCH_CHECK(from.sizes() == to.sizes(), "ShardedMasterWeights::load: '", name, "' is ",
+                    from.sizes(), " in the archive and ", to.sizes(), " in the model", remedy);
+        read.emplace_back(to, from);
+      });
+  detail::check_nothing_is_left(*model_, archive, "ShardedMasterWeights::load: the archive");
+  const detail::DropWeightCasts drop_weight_casts;
+  for (const auto& [to, from] : read) {
+    if (const Weight* const weight = find(to)) {
+      set(*weight, from);
+    } else {
+      to.copy_(from);
+    }
+  }
+  scatter_->note_copied();
+  whole_.clear();
+}
+
+inline std::function<void()> ShardedMasterWeights::keep() const {
+  const detail::InternalOps guard;
+  std::vector<std::pair<at::Tensor, at::Tensor>> kept;  // tensors and their values
+  for (const Weight& weight : weights_) kept.emplace_back(weight.parameter.detach(), at::Tensor());
+  for (const at::Tensor& buffer : model_->buffers()) kept.emplace_back(buffer, at::Tensor());
+  for (const at::Tensor& share : shares_) kept.emplace_back(share, at::Tensor());
+  for (auto& [tensor, value] : kept) value = tensor.clone();
+  return [kept = std::move(kept), scatter = scatter_] {
+    const detail::InternalOps internal;
+    for (const auto& [tensor, value] : kept) tensor.copy_(value);
+    scatter->note_copied();
+  };
+}
+
+}  // namespace TORCHAMP_NAMESPACE
