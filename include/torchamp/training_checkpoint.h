@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "torchamp/detail/io/checkpoint_values.h"
+#include "torchamp/detail/shards.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {
@@ -87,7 +88,9 @@ class TrainingCheckpoint {
   /// TrainingCheckpoint]. All of it is read twice, first to check it. Reads the devices.
   bool load();
 
-  /// Returns what this process alone has, as bytes. For save() below.
+  /// Returns what this process alone has, as bytes. For save() below. Where ShardedMasterWeights or
+  /// an optimizer of their pieces were added, all processes call it together: it brings these to
+  /// process 0, which then calls save().
   at::Tensor local_part() const;
   /// Writes the file on one of several processes, with the local part of each. An error, before the
   /// old file is touched, where there is none, or one that is no local_part().
@@ -106,8 +109,11 @@ class TrainingCheckpoint {
     std::string name;
     std::function<void(torch::serialize::OutputArchive&)> save;
     std::function<void(torch::serialize::InputArchive&, int64_t version)> load;
-    /// For values, whose load changes all or nothing: gives what brings the value of now back.
+    /// For values and shares: gives what brings back the value of now; nothing where what save()
+    /// writes does.
     std::function<std::function<void()>()> keep = {};
+    /// For what lies on several processes: brings it to process 0.
+    std::function<void()> gather = {};
   };
   using Undo = std::vector<std::function<void()>>;
 
@@ -130,6 +136,12 @@ class TrainingCheckpoint {
 namespace detail {
 void save_optimizer(torch::optim::Optimizer& optimizer, torch::serialize::OutputArchive& archive);
 void load_optimizer(torch::optim::Optimizer& optimizer, torch::serialize::InputArchive& archive);
+void save_any_optimizer(torch::optim::Optimizer& optimizer,
+                        torch::serialize::OutputArchive& archive);
+void load_any_optimizer(torch::optim::Optimizer& optimizer,
+                        torch::serialize::InputArchive& archive);
+void gather_optimizer(torch::optim::Optimizer& optimizer);
+std::function<void()> keep_optimizer(torch::optim::Optimizer& optimizer);
 }  // namespace detail
 
 template <class T>
@@ -138,10 +150,12 @@ void TrainingCheckpoint::add_to(std::vector<Entry>& entries, std::string name, T
   using torch::serialize::OutputArchive;
   Entry entry{std::move(name), {}, {}};
   if constexpr (std::derived_from<T, torch::optim::Optimizer>) {
-    entry.save = [&object](OutputArchive& archive) { detail::save_optimizer(object, archive); };
+    entry.save = [&object](OutputArchive& archive) { detail::save_any_optimizer(object, archive); };
     entry.load = [&object](InputArchive& archive, int64_t) {
-      detail::load_optimizer(object, archive);
+      detail::load_any_optimizer(object, archive);
     };
+    entry.keep = [&object] { return detail::keep_optimizer(object); };
+    entry.gather = [&object] { detail::gather_optimizer(object); };
   } else if constexpr (requires(OutputArchive & out, InputArchive & in) {
                          object->save(out);
                          object->load(in);
@@ -160,6 +174,10 @@ void TrainingCheckpoint::add_to(std::vector<Entry>& entries, std::string name, T
         object.load(archive);
       }
     };
+    if constexpr (std::derived_from<T, detail::HeldInShares>) {
+      entry.keep = [&object] { return object.keep(); };
+      entry.gather = [&object] { object.gather(); };
+    }
   } else {
     static_assert(
         std::is_same_v<T, at::Tensor> || std::is_arithmetic_v<T> || std::is_same_v<T, std::string>,

@@ -108,7 +108,7 @@ inline void save_together(const TrainingCheckpoint& checkpoint,
 /// Loads `checkpoint` on all processes of `group`, which call this together: all read the file that
 /// process 0 wrote, and each takes up what was its own. False if there is no file. The file must
 /// lie where all processes can see it, and as many processes as wrote it must load it; on CPUs they
-/// go on bit for bit.
+/// go on bit for bit. (Any other number calls TrainingCheckpoint::load_shared() on each process.)
 ///
 /// An error on any process is one on all; processes that had read the file by then keep what it
 /// held.

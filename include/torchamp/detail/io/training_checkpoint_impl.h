@@ -19,6 +19,7 @@
 #include <cstring>
 #include <exception>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -184,6 +185,36 @@ inline void load_optimizer(torch::optim::Optimizer& optimizer,
   }
 }
 
+// ---- Optimizers of pieces of ShardedMasterWeights, or any
+// -----------------------------------------
+
+inline void save_any_optimizer(torch::optim::Optimizer& optimizer,
+                               torch::serialize::OutputArchive& archive) {
+  const auto shards = shards_of(optimizer, "TrainingCheckpoint::save");
+  shards ? shards->save(optimizer, archive) : save_optimizer(optimizer, archive);
+}
+
+inline void load_any_optimizer(torch::optim::Optimizer& optimizer,
+                               torch::serialize::InputArchive& archive) {
+  const auto shards = shards_of(optimizer, "TrainingCheckpoint::load");
+  shards ? shards->load(optimizer, archive) : load_optimizer(optimizer, archive);
+}
+
+inline void gather_optimizer(torch::optim::Optimizer& optimizer) {
+  const auto shards = shards_of(optimizer, "TrainingCheckpoint::save");
+  if (shards) shards->gather(optimizer);
+}
+
+inline std::function<void()> keep_optimizer(torch::optim::Optimizer& optimizer) {
+  if (!shards_of(optimizer, "TrainingCheckpoint::load")) return {};
+  torch::serialize::OutputArchive own;
+  save_optimizer(optimizer, own);
+  return [&optimizer, bytes = bytes_of(own)] {
+    auto before = archive_of(bytes);
+    load_optimizer(optimizer, before);
+  };
+}
+
 }  // namespace detail
 
 inline void TrainingCheckpoint::add_entry(std::vector<Entry>& entries, Entry entry) const {
@@ -231,10 +262,9 @@ inline void TrainingCheckpoint::write(torch::serialize::OutputArchive& archive,
 inline void TrainingCheckpoint::load_entry(const Entry& entry,
                                            torch::serialize::InputArchive& archive, int64_t version,
                                            Undo& undo) {
-  if (entry.keep) {
-    std::function<void()> back = entry.keep();
-    entry.load(archive, version);
+  if (std::function<void()> back = entry.keep ? entry.keep() : nullptr) {
     undo.push_back(std::move(back));
+    entry.load(archive, version);
     return;
   }
   torch::serialize::OutputArchive now;
@@ -265,6 +295,9 @@ inline void TrainingCheckpoint::read(torch::serialize::InputArchive& archive,
 }
 
 inline at::Tensor TrainingCheckpoint::local_part() const {
+  for (const Entry& entry : shared_) {
+    if (entry.gather) entry.gather();
+  }
   torch::serialize::OutputArchive archive, rng(archive.compilation_unit());
   const at::NoGradGuard no_grad;
   for (const auto& [device, state] : detail::RngState::now().by_device()) rng.write(device, state);
