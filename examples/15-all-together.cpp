@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Everything on one model: two processes, a model in 16 bits with fp32 masters, a guard and a
-// scaler, a batch in parts, recomputation, clipping, a fused optimizer, and a file to go on from.
+// Everything on one model: two processes that keep half of the masters and of the optimizer's state
+// each, a model in bf16 that is the upper half of its masters, gradients added up in fp32, a guard
+// and a scaler, a batch in parts, recomputation, clipping, and a file to go on from.
 //   torchrun --nproc-per-node 2 --no-python 15-all-together
 #include <torch/torch.h>
 #include <torchamp/distributed/checkpoint.h>
-#include <torchamp/distributed/data_parallel.h>
 #include <torchamp/distributed/process_group.h>
-#include <torchamp/master_weights.h>
+#include <torchamp/distributed/sharded_masters.h>
 #include <torchamp/recompute.h>
 #include <torchamp/torchamp.h>
 #include <torchamp/training_checkpoint.h>
@@ -44,14 +44,6 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
-/// With the same weights on all processes.
-Net make_net(const torchamp::ProcessGroupPtr& group) {
-  torch::manual_seed(0);
-  Net net;
-  torchamp::broadcast_module(*net, group);
-  return net;
-}
-
 struct Training {
   Training(torchamp::ProcessGroupPtr processes, const std::string& file)
       : group(std::move(processes)), checkpoint(file) {
@@ -68,18 +60,17 @@ struct Training {
     for (int part = 0; part < parts; ++part) {
       const auto data = torch::randn({16, 8});
       const auto target = data.narrow(1, 0, 2).sin();
-      const auto no_sync = parallel.no_sync(part + 1 < parts);  // average once, after the last
+      const auto no_sync = masters.no_sync(part + 1 < parts);  // send once, after the last
       torch::Tensor loss;
       {
         torchamp::AutocastGuard autocast(torch::kCPU);
-        loss = torch::mse_loss(parallel.forward(data), target);
+        loss = torch::mse_loss(net->forward(data), target);
       }
       scaler.scale(loss / parts).backward();
       mean += loss.item<double>() / parts;
     }
-    masters.take_gradients();
-    torchamp::clip_grad_norm_(scaler, optimizer, 1.);
-    scaler.step(optimizer);
+    torchamp::clip_grad_norm_(scaler, optimizer, 1.);  // by the norm of all processes' gradients
+    scaler.step(optimizer);                            // on both processes, or on none
     scaler.update();
     masters.copy_to_model();
     ++step;
@@ -87,22 +78,18 @@ struct Training {
   }
 
   torchamp::ProcessGroupPtr group;
-  Net net = make_net(group);
-  torchamp::MasterWeights masters{net, {.dtype = torch::kBFloat16}};
-  torchamp::DistributedDataParallel<Net> parallel{net, group};
+  Net net;
+  torchamp::ShardedMasterWeights masters{
+      net, group, {.dtype = torch::kBFloat16, .storage = torchamp::MasterStorage::split}};
   torchamp::FusedAdamW optimizer{masters.parameters(), torch::optim::AdamWOptions(3e-3)};
-  torchamp::GradScaler scaler{
-      {.init_scale = 1024., .agree_found_inf = torchamp::found_inf_agreement(group)}};
+  torchamp::GradScaler scaler{{.init_scale = 1024.}};
   std::int64_t step = 0;
   torchamp::TrainingCheckpoint checkpoint;
 };
 
-/// The masters as one vector.
-torch::Tensor weights(const Training& training) {
+torch::Tensor as_one_vector(const std::vector<torch::Tensor>& tensors) {
   std::vector<torch::Tensor> flat;
-  for (const auto& weight : training.masters.parameters()) {
-    flat.push_back(weight.detach().flatten());
-  }
+  for (const auto& tensor : tensors) flat.push_back(tensor.detach().to(torch::kFloat).flatten());
   return torch::cat(flat);
 }
 
@@ -138,9 +125,16 @@ int main(int argc, char** argv) {
                                      training.scaler.get_scale());
       }
     }
-    const bool same = same_everywhere(group, weights(training));
+    const auto weights = as_one_vector(training.net->parameters());
+    const auto pieces = as_one_vector(training.masters.parameters());
+    const bool same = same_everywhere(group, weights);
     if (group->getRank() != 0) return same ? 0 : 1;
+    std::cout << support::format("this process steps %d of %d weights\n",
+                                 static_cast<int>(pieces.numel()),
+                                 static_cast<int>(weights.numel()));
     support::check(same, "all processes have the same weights, bit for bit");
+    support::check(pieces.numel() * group->getSize() == weights.numel(),
+                   "each keeps its share of masters and states");
     support::check(loss < 0.02, "the loss has fallen to less than a twentieth");
     return 0;
   });
