@@ -142,10 +142,9 @@ class PrecisionAudit {
   /// Chooses what to lower: by error for each microsecond saved, casts between neighbours counted,
   /// measured again as a whole and taken back until within the budget. See
   /// Note [How an audit chooses]. Calls the step given to run() again: what it refers to must still
-  /// exist. Where
-  /// times were measured here, a choice that is slower than Policy::torch() by more than twice the
-  /// spread gives way to that one, if it keeps to the budget. Errors: nothing has been measured; a
-  /// budget below 0.
+  /// exist. Where times were measured here, a choice that is slower than Policy::torch() gives way
+  /// to that one, if it keeps to the budget. Errors: nothing has been measured; a budget or limit
+  /// below 0; and whatever the step throws.
   AuditedPolicy policy(const AuditBudget& budget = {}) const;
 
  private:

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 #include <torchamp/detail/audit/choose.h>
+#include <torchamp/recompute.h>
 #include <torchamp/torchamp.h>
 
 #include <cmath>
@@ -15,10 +16,10 @@
 #include <string>
 #include <vector>
 
+#include "support/audited_net.h"
 #include "support/devices.h"
 #include "support/expect_error.h"
 #include "support/temporary_folder.h"
-#include "support/thread_state.h"
 
 using ::testing::HasSubstr;
 using torchamp::AuditedPolicy;
@@ -30,48 +31,6 @@ using torchamp::PrecisionAudit;
 namespace {
 
 namespace nn = torch::nn;
-
-/// A model with room for a planted weakness between two linear layers.
-struct NetImpl : nn::Module {
-  using Weakness = std::function<at::Tensor(const at::Tensor&)>;
-
-  explicit NetImpl(Weakness planted = nullptr) : weakness(std::move(planted)) {
-    first = register_module("first", nn::Linear(8, 16));
-    norm = register_module("norm", nn::BatchNorm1d(16));
-    last = register_module("last", torchamp::WithPolicy<nn::Linear>(16, 4));
-  }
-
-  at::Tensor forward(const at::Tensor& x) {
-    at::Tensor y = torch::dropout(norm(first(x)).tanh(), 0.25, is_training());
-    if (weakness) y = weakness(y);
-    return last(y);
-  }
-
-  Weakness weakness;
-  nn::Linear first{nullptr};
-  nn::BatchNorm1d norm{nullptr};
-  torchamp::WithPolicy<nn::Linear> last{nullptr};
-};
-TORCH_MODULE(Net);
-
-Net net(NetImpl::Weakness weakness = nullptr, at::DeviceType device = at::kCPU) {
-  torch::manual_seed(0);
-  Net model(std::move(weakness));
-  (void)to_device(model, device);
-  return model;
-}
-
-std::function<void()> step_of(const Net& model) {
-  const at::Tensor x = torch::randn({32, 8}).to(model->first->weight.device());
-  return [model = model, x]() mutable {
-    at::Tensor loss;
-    {
-      const AutocastGuard autocast(x.device(), {.dtype = at::kBFloat16});
-      loss = model(x).square().mean();
-    }
-    loss.backward();
-  };
-}
 
 /// Times that make lowering worth it everywhere, and casts nothing.
 void write_times(const PrecisionAudit& audit, const std::string& path) {
@@ -85,17 +44,11 @@ void write_times(const PrecisionAudit& audit, const std::string& path) {
   }
 }
 
-std::vector<at::Tensor> state_of(const torch::nn::Module& model) {
-  std::vector<at::Tensor> state;
-  for (const auto& list : {model.parameters(), model.buffers()}) {
-    for (const at::Tensor& tensor : list) state.push_back(tensor.detach().clone());
-  }
-  return state;
-}
-
-void expect_same(const std::vector<at::Tensor>& one, const std::vector<at::Tensor>& other) {
-  ASSERT_EQ(one.size(), other.size());
-  for (std::size_t i = 0; i < one.size(); ++i) EXPECT_TRUE(at::equal(one[i], other[i])) << i;
+/// Gives `audit` such times.
+void take_times(PrecisionAudit& audit) {
+  const TemporaryFolder folder;
+  write_times(audit, folder / "times.csv");
+  audit.read_times(folder / "times.csv");
 }
 
 const AuditRow* row_of(const PrecisionAudit& audit, const std::string& op,
@@ -205,7 +158,6 @@ TEST(PrecisionAudit, PutsAPlantedWeaknessFirstAndLeavesItInFp32) {
       {"mul.Scalar", at::kHalf,
        [](const at::Tensor& y) { return y + torch::mul(y.tanh(), c10::Scalar(1e-12)); }},
   };
-  const TemporaryFolder folder;
   for (const Case& one : cases) {
     SCOPED_TRACE(one.op);
     Net model = net(one.weakness);
@@ -216,8 +168,7 @@ TEST(PrecisionAudit, PutsAPlantedWeaknessFirstAndLeavesItInFp32) {
     const std::string worst = audit.rows().front().op;
     const bool tiny = one.op == "mul.Scalar";  // whose argument's gradients are lost
     EXPECT_EQ(worst, tiny ? "tanh" : one.op) << table.str();
-    write_times(audit, folder / "times.csv");
-    audit.read_times(folder / "times.csv");
+    take_times(audit);
     const AuditedPolicy chosen = audit.policy();
     EXPECT_LE(chosen.error, chosen.budget);
     EXPECT_FALSE(is_lowered(chosen, worst)) << chosen;
@@ -225,12 +176,10 @@ TEST(PrecisionAudit, PutsAPlantedWeaknessFirstAndLeavesItInFp32) {
 }
 
 TEST(PrecisionAudit, LowersEverythingWhereNothingMatters) {
-  const TemporaryFolder folder;
   Net model = net();
   PrecisionAudit audit(model, {.dtype = at::kBFloat16});
   audit.run(step_of(model), 1);
-  write_times(audit, folder / "times.csv");
-  audit.read_times(folder / "times.csv");
+  take_times(audit);
   const AuditedPolicy chosen = audit.policy({.error_budget = 1.});
   EXPECT_FALSE(chosen.decisions.empty());
   for (const auto& decision : chosen.decisions) EXPECT_TRUE(decision.lowered) << decision.op;
@@ -239,12 +188,10 @@ TEST(PrecisionAudit, LowersEverythingWhereNothingMatters) {
 }
 
 TEST(PrecisionAudit, LowersNothingForABudgetOfNothing) {
-  const TemporaryFolder folder;
   Net model = net();
   PrecisionAudit audit(model, {.dtype = at::kBFloat16});
   audit.run(step_of(model), 1);
-  write_times(audit, folder / "times.csv");
-  audit.read_times(folder / "times.csv");
+  take_times(audit);
   const AuditedPolicy chosen = audit.policy({.error_budget = 0.});
   EXPECT_EQ(chosen.error, 0.);
   for (const auto& decision : chosen.decisions) {
@@ -302,6 +249,24 @@ TEST(PrecisionAudit, MeasuresAStepWithoutAGuardWithItsForwardInOneAndItsBackward
   EXPECT_EQ(in_backward, 0);
 }
 
+TEST(PrecisionAudit, WeighsErrorsOfActivationsThatBackwardComputesAgain) {
+  Net model = net();
+  model->eval();
+  const at::Tensor x = torch::randn({32, 8}).requires_grad_();
+  const auto forward = [&](const at::Tensor& input) { return model(input); };
+  PrecisionAudit plain(model, {.dtype = at::kBFloat16}), again(model, {.dtype = at::kBFloat16});
+  plain.run([&] { forward(x).square().mean().backward(); }, 1);
+  again.run([&] { torchamp::checkpoint(forward, x).square().mean().backward(); }, 1);
+  for (const char* const module : {"first", "last"}) {
+    const AuditRow* const one = row_of(plain, "addmm", module);
+    const AuditRow* const other = row_of(again, "addmm", module);
+    ASSERT_NE(other, nullptr);
+    EXPECT_EQ(other->calls, 2) << "forward, and in backward";
+    EXPECT_GT(one->error, 0.);
+    EXPECT_DOUBLE_EQ(other->error, one->error);
+  }
+}
+
 TEST(PrecisionAudit, SavesWhatItChoseForAnotherRun) {
   const TemporaryFolder folder;
   Net model = net();
@@ -324,104 +289,6 @@ TEST(PrecisionAudit, SavesWhatItChoseForAnotherRun) {
 
   nn::Sequential another(nn::Linear(2, 2));
   EXPECT_ERROR(loaded.apply_to(*another), "no module of the model fits 'last'");
-}
-
-TEST(PrecisionAudit, NamesTheLineOfAPolicyFileThatCannotBeRead) {
-  const TemporaryFolder folder;
-  const auto load = [&](const std::string& text) {
-    std::ofstream(folder / "policy") << text;
-    return torchamp::load_policies(folder / "policy");
-  };
-  EXPECT_ERROR(load("policy torch\nmodule a\nfp32: mm\nmodule b\nfp64: mm\n"),
-               "line 5: there is no rule 'fp64'");
-  EXPECT_ERROR(load("policy torch\nmodule a\nmodule a\n"), "'a' has a policy already");
-  EXPECT_ERROR(load("policy torch\nmodule\n"), "'module' without a name");
-  EXPECT_ERROR(torchamp::load_policies(folder / "none"), "cannot read");
-}
-
-TEST(PrecisionAudit, RefusesAStepThatIsNoneAndChangesNothing) {
-  Net model = net();
-  torch::optim::SGD optimizer(model->parameters(), 0.1);
-  const auto step = step_of(model);
-  const auto state = state_of(*model);
-  torch::manual_seed(7);
-  const at::Tensor expected = torch::rand({3});
-  torch::manual_seed(7);
-  PrecisionAudit audit(model, {.dtype = at::kBFloat16});
-  audit.run(step, 1);
-  const auto rows = audit.rows();
-  int64_t size = 4, count = 0;
-  at::Generator own = at::make_generator<at::CPUGeneratorImpl>(1);
-  const auto loss = [&](const at::Tensor& x) { return model(x).square().mean(); };
-  struct Case {
-    std::function<void()> step;
-    std::string error;
-  };
-  const Case cases[] = {
-      {[&] {
-         (void)loss(torch::randn({4, 8}));
-       },
-       "has not called backward()"},
-      {[&] {
-         step();
-         optimizer.step();
-       },
-       "has changed the parameter 'first.weight'"},
-      {[&] {
-         loss(torch::ones({++size, 8})).backward();
-       },
-       "not deterministic"},
-      {[&] {
-         loss(torch::randn({4, 8}, own)).backward();
-       },
-       "not deterministic"},
-      {[&] {
-         (void)torch::ones({count++ < 2 ? 4 : 5}).requires_grad_().exp();
-         loss(torch::ones({4, 8})).backward();
-       },
-       "not the same each time"},
-      {[] { TORCH_CHECK(false, "by the step"); }, "by the step"},
-      {nullptr, "the step is empty"},
-  };
-  for (const Case& one : cases) {
-    SCOPED_TRACE(one.error);
-    EXPECT_ERROR(audit.run(one.step, 2), one.error);
-    EXPECT_EQ(audit.rows(), rows);
-    expect_same(state_of(*model), state);
-    EXPECT_FALSE(model->first->weight.grad().defined());
-    EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
-  }
-  EXPECT_TRUE(at::equal(torch::rand({3}), expected));
-  EXPECT_ERROR(audit.run(step, 0), "n is 0");
-  EXPECT_ERROR(audit.policy({.error_budget = -1.}), "the error budget is -1");
-}
-
-TEST(PrecisionAudit, RefusesModelsAndTimesThatItCannotUse) {
-  const TemporaryFolder folder;
-  Net model = net();
-  EXPECT_ERROR(PrecisionAudit(model, {.dtype = at::kFloat}), "the dtype is Float");
-  nn::Sequential empty(nn::ReLU{});
-  EXPECT_ERROR(PrecisionAudit{empty}, "no parameter on a device with autocast");
-  PrecisionAudit audit(model, {.dtype = at::kBFloat16});
-  EXPECT_ERROR(audit.policy(), "nothing has been measured");
-  at::Tensor& weight = model->first->weight;
-  EXPECT_ERROR(audit.run([&] { weight.view({-1})[0].backward(); }, 1), "no op that can be cast");
-  audit.run(step_of(model), 1);
-  const auto rows = audit.rows();
-  const auto read = [&](const std::string& text) {
-    std::ofstream(folder / "csv") << text;
-    audit.read_times(folder / "csv");
-  };
-  const std::string csv = audit.to_csv(), head = csv.substr(0, csv.find('\n') + 1);
-  EXPECT_ERROR(read("what\n"), "line 1 is not");
-  EXPECT_ERROR(read(head + "a,b\n"), "line 2 has 2 fields");
-  EXPECT_ERROR(read(head + "a,b,0,0,0,0,0,0,0,0,0,1,x,1,\n"), "'x' is no time");
-  EXPECT_ERROR(read(head + "a,b,0,0,0,0,0,0,0,0,0,1,1,1,\n"), "another model or another step");
-  EXPECT_ERROR(read(csv + "a,b,0,0,0,0,0,0,0,0,0,1,1,1,\n"), "another model or another step");
-  EXPECT_ERROR(read(csv + csv.substr(head.size())), "is the second one");
-  EXPECT_EQ(audit.rows(), rows);
-  read(csv);
-  EXPECT_EQ(audit.rows(), rows);
 }
 
 TEST(PrecisionAuditChooser, LowersNothingWhoseCastsCostMoreThanItSaves) {

@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -144,6 +145,7 @@ class AuditChoice {
     if (!is_lowered && (overflow > 0. || !std::isfinite(error))) {
       return formatted("%.2g", 100. * overflow) + " % of its results overflow";
     }
+    if (!is_lowered && lost > 1.) return "its gradients overflow in 16 bits";
     if (!is_lowered && lost > limit_) {
       return "16 bits lose " + formatted("%.2g", 100. * lost) + " % of its gradients";
     }
@@ -166,6 +168,8 @@ inline AuditedPolicy PrecisionAudit::policy(const AuditBudget& budget) const {
   TORCH_CHECK_VALUE(!budget.error_budget || *budget.error_budget >= 0., call,
                     ": the error budget is ", budget.error_budget.value_or(0.),
                     ". It is 0 or more.");
+  TORCH_CHECK_VALUE(budget.gradient_loss_limit >= 0., call, ": the gradient_loss_limit is ",
+                    budget.gradient_loss_limit, ". It is 0 or more.");
   detail::AuditSession session(data_->audited, data_->step);
   const detail::AuditChoice choice(*data_, session.sites(), budget.gradient_loss_limit);
   const detail::Chooser chooser = choice.chooser();
@@ -209,8 +213,8 @@ inline AuditedPolicy PrecisionAudit::policy(const AuditBudget& budget) const {
       std::max({detail::spread(us), detail::spread(torch_us), detail::spread(fp32_us)});
   detail::average_numbers(data_->audited,
                           {&best.us, &best.torch_us, &best.fp32_us, &best.spread_us});
-  if (!data_->times_were_read && torch_error <= most &&
-      best.us > best.torch_us + 2. * best.spread_us) {
+  if (!data_->times_were_read && std::isfinite(torch_error) && torch_error <= most &&
+      best.us > best.torch_us) {
     AuditedPolicy torchs{.error = torch_error, .us = best.torch_us};
     torchs.torch_us = best.torch_us;
     torchs.fp32_us = best.fp32_us;
@@ -225,8 +229,11 @@ inline AuditedPolicy PrecisionAudit::policy(const AuditBudget& budget) const {
 namespace detail {
 
 inline std::string text_of(const AuditDecision& decision) {
+  std::string reason = decision.reason;  // on one line
+  std::replace_if(
+      reason.begin(), reason.end(), [](char c) { return c == '\n' || c == '\r'; }, ' ');
   return std::string(to_string(decision.lowered ? Cast::lower_precision : Cast::fp32)) + ": " +
-         decision.op + "  # " + decision.reason + '\n';
+         decision.op + "  # " + reason + '\n';
 }
 
 }  // namespace detail

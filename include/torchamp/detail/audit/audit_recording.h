@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros_like.h>
 #include <ATen/record_function.h>
 #include <c10/core/ScalarType.h>
@@ -43,7 +44,8 @@ namespace torchamp::detail {
 // program's. A hook on the program's own result is told the gradient that arrives there.
 //
 // The step runs with all guards off, so that arguments and gradients are those of fp32, and an op's
-// error is its own and not what came in.
+// error is its own and not what came in. Of activations that backward computes again (checkpoint())
+// the second computation is a forward pass as well, and the one whose results get gradients.
 
 /// Which row's result a row takes, and what a cast of it costs a step. No producer: the program's
 /// own tensors and those of ops that no policy casts.
@@ -74,7 +76,7 @@ class AuditRecording final : public Observer {
     if (call.scope() == at::RecordScope::BACKWARD_FUNCTION) {
       ran_backward_ = true;
       frame->kind = Frame::Kind::backward;
-      ++thread.backward;
+      thread.backward.push_back(at::GradMode::is_enabled());
       return frame;
     }
     if (call.scope() == at::RecordScope::USER_SCOPE) {
@@ -84,11 +86,11 @@ class AuditRecording final : public Observer {
     }
     if (std::string_view(call.name()).starts_with("autograd::engine::")) {
       frame->kind = Frame::Kind::backward;
-      ++thread.backward;
+      thread.backward.push_back(at::GradMode::is_enabled());
       return frame;
     }
     if (std::string_view(call.name()).starts_with("c10d::")) waits_for_others_ = true;
-    if (thread.backward > 0 || thread.audited > 0) return nullptr;
+    if (thread.is_in_backward() || thread.audited > 0) return nullptr;
     const auto name = call.operator_name();
     if (!name || !problem_.empty()) return nullptr;
     try {
@@ -105,7 +107,7 @@ class AuditRecording final : public Observer {
     Thread& thread = threads_[std::this_thread::get_id()];
     switch (frame.kind) {
       case Frame::Kind::backward:
-        --thread.backward;
+        thread.backward.pop_back();
         return;
       case Frame::Kind::module:
         thread.modules.pop_back();
@@ -162,8 +164,14 @@ class AuditRecording final : public Observer {
     at::Device device = at::kCPU;
   };
   struct Thread {
-    int backward = 0, audited = 0;
+    std::vector<bool> backward;  // its nodes: whether gradients were recorded at their begin
+    int audited = 0;
     std::vector<std::string> modules;
+
+    /// Not where a node computes activations again, with gradients: that is a forward pass.
+    bool is_in_backward() const {
+      return !backward.empty() && (backward.back() || !at::GradMode::is_enabled());
+    }
   };
   struct Sums {
     AuditRow row;

@@ -22,7 +22,7 @@ struct AuditRow {
   /// arrives, or cannot run in 16 bits.
   double error = 0.;
   /// The largest share, over all calls, of the squared gradients arriving at a result that is lost
-  /// by rounding them to 16 bits; 1 if all become 0.
+  /// by rounding them to 16 bits; 1 if all become 0, infinite if one overflows.
   double gradient_loss = 0.;
   /// Shares of the results that in 16 bits are too small for full precision (0 included), are
   /// infinite though fp32 holds them, or are 0 though in fp32 they are not.

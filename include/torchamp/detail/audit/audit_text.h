@@ -3,6 +3,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -96,8 +97,9 @@ inline std::vector<AuditRow> with_times(std::vector<AuditRow> rows, std::string_
     for (std::size_t i = first_time; i < first_time + 3; ++i) {
       char* end = nullptr;
       numbers.push_back(std::strtod(fields[i].c_str(), &end));
-      TORCH_CHECK(!fields[i].empty() && *end == '\0' && numbers.back() >= 0., where, ": line ",
-                  number, ": '", fields[i], "' is no time in microseconds.");
+      TORCH_CHECK(!fields[i].empty() && *end == '\0' && numbers.back() >= 0. &&
+                      std::isfinite(numbers.back()),
+                  where, ": line ", number, ": '", fields[i], "' is no time in microseconds.");
     }
     const bool is_new = times.emplace(std::pair(fields[0], fields[1]), numbers).second;
     TORCH_CHECK(is_new, where, ": line ", number, " is the second one for the op '", fields[1],

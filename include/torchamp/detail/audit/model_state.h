@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/equal.h>
+#include <ATen/ops/view_as_real.h>
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 #include <torch/nn/module.h>
@@ -12,6 +13,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <exception>
 #include <limits>
 #include <memory>
 #include <string>
@@ -41,12 +43,12 @@ class ModelState {
     const NotRecordedOps internal;
     for (const auto& item : model.named_parameters()) {
       if (!item.value().defined()) continue;
-      parameters_.push_back({item.key(), item.value(), item.value().detach().clone()});
+      parameters_.emplace_back(item.key(), item.value());
       gradients_.push_back(item.value().grad());
     }
     for (const auto& item : model.named_buffers()) {
       if (item.value().defined()) {
-        buffers_.push_back({item.key(), item.value(), item.value().detach().clone()});
+        buffers_.emplace_back(item.key(), item.value());
       }
     }
     for (const auto& item : model.named_modules("", /*include_self=*/true)) {
@@ -56,7 +58,11 @@ class ModelState {
   ModelState(const ModelState&) = delete;
   ModelState& operator=(const ModelState&) = delete;
   ~ModelState() {
-    begin_step();
+    try {
+      begin_step();
+    } catch (const std::exception& error) {
+      TORCH_WARN("PrecisionAudit: cannot put the model back as it was: ", error.what());
+    }
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       parameters_[i].tensor.mutable_grad() = gradients_[i];
     }
@@ -67,12 +73,10 @@ class ModelState {
     const NotRecordedOps internal;
     const DropWeightCasts drop_casts;
     for (const Kept& kept : parameters_) {
-      if (differs(kept)) kept.tensor.detach().copy_(kept.values);
+      kept.put_back();
       kept.tensor.mutable_grad() = at::Tensor();
     }
-    for (const Kept& kept : buffers_) {
-      if (differs(kept)) kept.tensor.detach().copy_(kept.values);
-    }
+    for (const Kept& kept : buffers_) kept.put_back();
     for (const auto& [module, trains] : trains_) {
       if (module->is_training() != trains) module->train(trains);
     }
@@ -82,7 +86,7 @@ class ModelState {
   void check_parameters_unchanged() const {
     const NotRecordedOps internal;
     for (const Kept& kept : parameters_) {
-      TORCH_CHECK(!differs(kept), "PrecisionAudit::run: the step has changed the parameter '",
+      TORCH_CHECK(!kept.differs(), "PrecisionAudit::run: the step has changed the parameter '",
                   kept.name,
                   "'. It computes the loss and calls backward(); leave the optimizer out.");
     }
@@ -94,9 +98,10 @@ class ModelState {
     const NotRecordedOps internal;
     std::vector<at::Tensor> all;
     for (const Kept& kept : parameters_) {
-      const at::Tensor gradient = kept.tensor.grad();
-      all.push_back(gradient.defined() ? gradient.detach().to(at::kFloat, false, /*copy=*/true)
-                                       : at::Tensor());
+      at::Tensor gradient =
+          kept.tensor.grad().defined() ? dense(kept.tensor.grad().detach()) : at::Tensor();
+      if (gradient.defined() && gradient.is_complex()) gradient = at::view_as_real(gradient);
+      all.push_back(gradient.defined() ? gradient.to(at::kFloat, false, /*copy=*/true) : gradient);
     }
     return all;
   }
@@ -104,20 +109,48 @@ class ModelState {
   const std::string& name_of_parameter(std::size_t index) const { return parameters_[index].name; }
 
  private:
-  struct Kept {
-    std::string name;
-    at::Tensor tensor, values;
-  };
-
-  /// Bit for bit, for NaN differs from itself.
-  static bool differs(const Kept& kept) {
-    const at::Tensor now = kept.tensor.detach();
-    if (at::equal(now, kept.values)) return false;
-    const auto bits = [](const at::Tensor& values) {
-      return values.reshape({-1}).contiguous().view(at::kByte);
-    };
-    return !at::equal(bits(now), bits(kept.values));
+  static at::Tensor dense(const at::Tensor& tensor) {
+    return tensor.layout() == at::kStrided ? tensor : tensor.to_dense();
   }
+
+  /// A parameter or a buffer, its memory, and what was in there.
+  struct Kept {
+    Kept(std::string its_name, const at::Tensor& its_tensor)
+        : name(std::move(its_name)),
+          tensor(its_tensor),
+          memory(its_tensor.detach()),
+          values(memory.clone()),
+          requires_grad(its_tensor.requires_grad()) {}
+
+    /// Bit for bit, for NaN differs from itself; also if it is of another kind.
+    bool differs() const {
+      if (!is_alike(tensor, values)) return true;
+      const at::Tensor now = dense(tensor.detach()), before = dense(values);
+      if (at::equal(now, before)) return false;
+      const auto bits = [](const at::Tensor& numbers) {
+        return numbers.reshape({-1}).contiguous().view(at::kByte);
+      };
+      return !at::equal(bits(now), bits(before));
+    }
+
+    void put_back() const {
+      at::Tensor same = tensor;
+      const bool has_its_memory =
+          is_alike(tensor, memory) && (!tensor.has_storage() || tensor.is_alias_of(memory));
+      if (!has_its_memory || !tensor.has_storage()) same.set_data(memory);
+      if (differs()) same.detach().copy_(values);
+      if (same.requires_grad() != requires_grad) same.set_requires_grad(requires_grad);
+    }
+
+    static bool is_alike(const at::Tensor& one, const at::Tensor& other) {
+      return one.layout() == other.layout() && one.device() == other.device() &&
+             one.scalar_type() == other.scalar_type() && one.sizes().equals(other.sizes());
+    }
+
+    std::string name;
+    at::Tensor tensor, memory, values;
+    bool requires_grad;
+  };
 
   RngState random_;
   std::vector<Kept> parameters_, buffers_;
