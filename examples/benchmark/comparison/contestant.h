@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "benchmark/comparison/child_process.h"
+#include "benchmark/comparison/op_profile.h"
 #include "benchmark/comparison/way.h"
 
 /// What a worker tells of a run, see Note [Workers].
@@ -59,6 +60,17 @@ class Contestant {
     if (const auto round = run(steps)) rounds_.push_back(*round);
   }
 
+  /// Asks a C++ worker where the time of its steps goes.
+  void profile(std::int64_t steps) {
+    if (failed()) return;
+    worker_->write_line("profile " + std::to_string(steps));
+    const auto answer = expect("profiled");
+    if (!answer) return;
+    for (const char* kind : kOpKinds) shares_.push_back(std::stod(field(*answer, kind)));
+  }
+  /// The share of each of kOpKinds in a step; empty if there is no profile.
+  const std::vector<double>& shares() const { return shares_; }
+
   /// Ends the worker. What it told stays.
   void dismiss() { worker_.reset(); }
 
@@ -104,4 +116,5 @@ class Contestant {
   std::string libtorch_;
   double first_loss_ = 0.;
   std::vector<Round> rounds_;
+  std::vector<double> shares_;
 };

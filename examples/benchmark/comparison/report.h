@@ -160,6 +160,26 @@ inline void write_table(std::ostream& out, const Race& race) {
   }
 }
 
+/// Where the time of a step goes, of the ways that were asked.
+inline void write_profiles(std::ostream& out, const Race& race) {
+  bool any = false;
+  for (const Contestant& contestant : race.contestants) {
+    if (contestant.shares().empty()) continue;
+    if (!any) {
+      out << "| % of the time of a step ";
+      for (const char* kind : kOpKinds) out << "| " << kind << ' ';
+      out << "|\n|---";
+      for (std::size_t i = 0; i < kOpKinds.size(); ++i) out << "|---:";
+      out << "|\n";
+    }
+    any = true;
+    out << "| " << contestant.way().name();
+    for (const double share : contestant.shares()) out << support::format(" | %.0f", share * 100.);
+    out << " |\n";
+  }
+  if (any) out << '\n';
+}
+
 inline void write_report(std::ostream& out, const Plan& plan, const Circumstances& circumstances,
                          const std::deque<Race>& races) {
   std::string cpp, python;
@@ -188,7 +208,13 @@ inline void write_report(std::ostream& out, const Plan& plan, const Circumstance
       << ". The final loss is the mean of the last round; a way whose loss disagrees with\n"
          "Python's or with fp32's is marked as wrong and has no time. \"at::autocast by hand\" "
          "switches LibTorch's own autocast and uses\ntorchamp's GradScaler, as LibTorch has "
-         "none.\n\n";
+         "none. "
+      << (plan.device == "cpu"
+              ? "Where the time of a step goes is told by LibTorch's own record of ops, in steps "
+                "apart from the rounds: \"optimizer\"\nis fused and `_foreach_` kernels and the "
+                "scaler's, \"norms\" softmax and losses, too, \"rest\" all that is no op: "
+                "autograd, the\nprogram, torchamp outside of ops.\n\n"
+              : "\n\n");
   if (std::find(plan.casts.begin(), plan.casts.end(), "standard") != plan.casts.end()) {
     out << "## Summary: torchamp's time over Python's\n\n"
            "The standard policy, in the faster dtype where there are two. The last column is what "
@@ -211,6 +237,7 @@ inline void write_report(std::ostream& out, const Plan& plan, const Circumstance
         << race.steps << " steps a round.\n\n";
     write_table(out, race);
     out << '\n';
+    write_profiles(out, race);
     for (const std::string& sentence : skipped_text(race)) out << sentence << "\n\n";
   }
 }

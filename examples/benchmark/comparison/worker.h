@@ -10,6 +10,7 @@
 #include <iostream>
 #include <string>
 
+#include "benchmark/comparison/op_profile.h"
 #include "benchmark/comparison/process_memory.h"
 #include "benchmark/comparison/trainer.h"
 #include "benchmark/comparison/way.h"
@@ -35,6 +36,7 @@ struct WorkerOptions {
 //
 //     (at first)   ready parameters=7703497 libtorch=2.15.0
 //     run 20       ran seconds=0.512 processor=0.498 loss=0.693 first=0.701 peak=1048576
+//     profile 20   profiled products=0.61 casts=0.12 … (the C++ one: see OpProfile)
 //     (a failure)  error what went wrong
 //     (--audit)    audited
 //
@@ -82,6 +84,17 @@ inline int serve(const WorkerOptions& options) {
     std::int64_t steps = 0;
     while (std::cin >> command >> steps) {
       trainer.train(2);
+      if (command == "profile") {
+        const OpProfile profile;
+        trainer.train(steps);
+        std::cout << "profiled";
+        const auto shares = profile.shares();
+        for (std::size_t kind = 0; kind < shares.size(); ++kind) {
+          std::cout << support::format(" %s=%.4f", kOpKinds[kind], shares[kind]);
+        }
+        std::cout << std::endl;
+        continue;
+      }
       const Trained trained = trainer.train(steps);
       const std::int64_t peak = device.is_cpu() ? process_memory("VmHWM") - before : memory.bytes();
       std::cout << support::format("ran seconds=%.9g processor=%.9g loss=%.9g first=%.9g peak=%lld",
