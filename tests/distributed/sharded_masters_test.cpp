@@ -4,100 +4,51 @@
 #if __has_include(<gloo/rendezvous/store.h>)
 
 #include <ATen/ATen.h>
-#include <signal.h>
+#include <ATen/DeviceAccelerator.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
-#include <torch/nn/modules/normalization.h>
-#include <torch/optim/adagrad.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/lbfgs.h>
-#include <torch/optim/rmsprop.h>
 #include <torch/optim/schedulers/step_lr.h>
 #include <torch/optim/sgd.h>
 #include <torch/serialize.h>
 
-#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
+#include <sstream>
 #include <string>
 #include <vector>
 
+#include "support/devices.h"
 #include "support/expect_error.h"
 #include "support/launch.h"
 #include "support/memory_meter.h"
+#include "support/sharded.h"
 #include "support/staging_group.h"
-#include "support/temporary_folder.h"
 #include "torchamp/clip_grad.h"
 #include "torchamp/distributed/sharded_masters.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/master_weights.h"
 #include "torchamp/optim.h"
-#include "torchamp/training_checkpoint.h"
+#if TORCHAMP_CUDA_GRAPHS && __has_include(<nccl.h>)  // a CUDA build, with CUDA's headers
+#define TORCHAMP_TEST_NCCL
+#include "torchamp/distributed/nccl.h"
+#endif
 
 namespace {
 
 using at::Tensor;
+using sharded::batch_of;
+using sharded::expect_same_bits;
+using sharded::kinds;
+using sharded::loss_of;
+using sharded::make_net;
+using sharded::Net;
 using torchamp::MasterStorage;
 using torchamp::MasterWeights;
 using torchamp::ShardedMasterWeights;
-
-/// Of sizes that no number of processes divides, with a norm that stays fp32.
-struct NetImpl : torch::nn::Module {
-  Tensor forward(const Tensor& x) {
-    const Tensor hidden = norm(first(x.to(first->weight.scalar_type())).to(at::kFloat));
-    return last(hidden.to(last->weight.scalar_type())).to(at::kFloat);
-  }
-  torch::nn::Linear first{register_module("first", torch::nn::Linear(5, 7))};
-  torch::nn::LayerNorm norm{
-      register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({7})))};
-  torch::nn::Linear last{register_module("last", torch::nn::Linear(7, 3))};
-};
-TORCH_MODULE(Net);
-
-Net make_net(std::uint64_t seed = 1) {
-  at::manual_seed(seed);
-  return Net();
-}
-
-/// The batch of one process in one step, the same wherever it is made.
-Tensor batch_of(int rank, int step) {
-  at::manual_seed(static_cast<std::uint64_t>(1000 * step + rank + 7));
-  return at::randn({6, 5});
-}
-
-Tensor loss_of(Net& net, const Tensor& batch) {
-  return net->forward(batch).pow(2).mean();
-}
-
-using Make = std::unique_ptr<torch::optim::Optimizer> (*)(std::vector<Tensor>);
-
-template <class Optimizer, class Options>
-std::unique_ptr<torch::optim::Optimizer> make(std::vector<Tensor> parameters) {
-  Options options(0.05);
-  if constexpr (std::is_same_v<Options, torch::optim::SGDOptions>) options.momentum(0.9);
-  return std::make_unique<Optimizer>(std::move(parameters), options);
-}
-
-const std::vector<std::pair<std::string, Make>>& kinds() {
-  using namespace torch::optim;
-  static const std::vector<std::pair<std::string, Make>> all{
-      {"FusedAdamW", make<torchamp::FusedAdamW, AdamWOptions>},
-      {"FusedSGD", make<torchamp::FusedSGD, SGDOptions>},
-      {"FusedAdagrad", make<torchamp::FusedAdagrad, AdagradOptions>},
-      {"AdamW", make<AdamW, AdamWOptions>},
-      {"RMSprop", make<RMSprop, RMSpropOptions>}};
-  return all;
-}
-
-void expect_same_bits(torch::nn::Module& a, torch::nn::Module& b) {
-  const auto left = a.named_parameters(), right = b.named_parameters();
-  for (const auto& item : left) {
-    EXPECT_EQ(item.value().scalar_type(), right[item.key()].scalar_type());
-    EXPECT_TRUE(at::equal(item.value(), right[item.key()])) << item.key();
-  }
-}
 
 void expect_equal_to_one_process(int processes) {
   if (ran_in_processes(processes)) return;
@@ -388,168 +339,117 @@ TEST(ShardedMasters, RefuseWhatTheyCannotDo) {
   backward();
 }
 
-/// A run whose processes all have the same data, so that its weights do not depend on how many they
-/// are.
-struct Training {
-  Training(const torchamp::ProcessGroupPtr& group, MasterStorage storage, Make make_optimizer,
-           const std::string& file)
-      : masters(net, group, {.dtype = at::kBFloat16, .storage = storage, .bucket_bytes = 100}),
-        optimizer(make_optimizer(masters.parameters())),
-        checkpoint(file) {
-    checkpoint.add("model", masters).add("optimizer", *optimizer).add("scaler", scaler);
-    checkpoint.add("step", step);
-  }
-
-  template <class Masters>
-  static void train_one_step(Net& net, Masters& masters, torch::optim::Optimizer& optimizer,
-                             torchamp::GradScaler& scaler, std::int64_t& step) {
-    optimizer.zero_grad();
-    scaler.scale(loss_of(net, batch_of(0, static_cast<int>(step)))).backward();
-    masters.take_gradients();
-    scaler.step(optimizer);
-    scaler.update();
-    masters.copy_to_model();
-    ++step;
-  }
-  void train(std::int64_t until) {
-    while (step < until) train_one_step(net, masters, *optimizer, scaler, step);
-  }
-
-  Net net = make_net();
-  ShardedMasterWeights masters;
-  std::unique_ptr<torch::optim::Optimizer> optimizer;
-  torchamp::GradScaler scaler{{.init_scale = 64., .growth_interval = 2}};
-  std::int64_t step = 0;
-  torchamp::TrainingCheckpoint checkpoint;
-};
-
-/// The fp32 weights of a file.
-std::vector<Tensor> weights_in(const std::string& file) {
-  Net net;
-  torch::load(net, file);
-  return net->parameters();
-}
-
-TEST(ShardedMasters, GoOnOnAnyNumberOfProcessesFromOneFile) {
-  const TemporaryFolder folder;
-  if (!child_role()) {
-    for (const auto& [stage, processes] : {std::pair{"write", 4}, {"hand on", 3}, {"go on", 2}}) {
-      auto environment = folder.environment();
-      environment["TORCHAMP_TEST_STAGE"] = stage;
-      Launch(processes, environment).expect_success();
+TEST(ShardedMasters, SendGradientsInTheDtypeOfChoiceAndSumThemInFp32) {
+  if (ran_in_processes(2)) return;
+  const auto group = c10::make_intrusive<StagingGroup>(make_group());
+  const int rank = group->getRank();
+  constexpr std::int64_t elements = 36 + 8 + 22 + 4;  // with the padding of 35, 7, 21 and 3
+  std::vector<Tensor> weights;
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
+    at::manual_seed(1);
+    torch::nn::Sequential net(torch::nn::Linear(5, 7), torch::nn::Linear(7, 3));
+    torchamp::ShardedMasterWeightsOptions options{.dtype = at::kBFloat16, .bucket_bytes = 60};
+    if (dtype != at::kFloat) options.reduce_dtype = dtype;
+    ShardedMasterWeights masters(net.ptr(), group, options);
+    torchamp::FusedAdamW optimizer(masters.parameters(), torch::optim::AdamWOptions(0.05));
+    for (int step = 0; step < 3; ++step) {
+      const std::int64_t sent = group->exchanged_bytes, gathered = group->gathered_bytes;
+      optimizer.zero_grad();
+      net->forward(batch_of(rank, step).to(at::kBFloat16)).to(at::kFloat).pow(2).mean().backward();
+      EXPECT_EQ(group->exchanged_bytes - sent, elements * (dtype == at::kFloat ? 4 : 2));
+      optimizer.step();
+      masters.copy_to_model();
+      EXPECT_EQ(group->gathered_bytes - gathered, elements / 2 * 2);  // half of them, in bf16
     }
-    // An unsharded run reads it, too.
-    for (const std::size_t kind : {0, 4}) {
-      const std::string name = kinds()[kind].first;
-      Net net = make_net(5);
-      MasterWeights masters(net, {.dtype = at::kBFloat16});
-      const auto optimizer = kinds()[kind].second(masters.parameters());
-      torchamp::GradScaler scaler;
-      std::int64_t step = 0;
-      torchamp::TrainingCheckpoint checkpoint(folder / (name + ".pt"));
-      checkpoint.add("model", masters).add("optimizer", *optimizer).add("scaler", scaler);
-      checkpoint.add("step", step);
-      ASSERT_TRUE(checkpoint.load_shared());
-      while (step < 5) Training::train_one_step(net, masters, *optimizer, scaler, step);
-      torch::save(masters, folder / "unsharded.pt");
-      const auto expected = weights_in(folder / (name + "-model.pt"));
-      const auto weights = weights_in(folder / "unsharded.pt");
-      for (std::size_t i = 0; i < weights.size(); ++i) {
-        EXPECT_TRUE(at::equal(weights[i], expected[i])) << name;
-      }
+    if (dtype == at::kFloat) {
+      for (const Tensor& weight : net->parameters()) weights.push_back(weight.detach().clone());
     }
-    return;
-  }
-  const std::string stage = std::getenv("TORCHAMP_TEST_STAGE");
-  const auto group = make_group();
-  for (const std::size_t kind : {0, 4}) {
-    const auto& [name, make_optimizer] = kinds()[kind];
-    SCOPED_TRACE(name);
-    const MasterStorage storage = kind == 0 ? MasterStorage::split : MasterStorage::full;
-    Training run(group, storage, make_optimizer, folder / (name + ".pt"));
-    const std::string result = folder / (name + "-model.pt");
-    if (stage == "write") {
-      EXPECT_FALSE(torchamp::load_together(run.checkpoint, group));
-      run.train(3);
-      torchamp::save_together(run.checkpoint, group);
-      if (group->getRank() == 0) torch::save(run.masters, folder / (name + "-3.pt"));
-      run.train(5);
-      run.masters.gather();
-      if (group->getRank() == 0) {
-        torch::save(run.masters, result);
-      } else {
-        EXPECT_ERROR(torch::save(run.masters, result), "this on process 0");
-      }
-      EXPECT_TRUE(torchamp::load_together(run.checkpoint, group));
-      run.train(4);
-      EXPECT_ERROR(torch::save(run.masters, result), "Call gather() on all of them");
-      continue;
-    }
-    EXPECT_ERROR(torchamp::load_together(run.checkpoint, group), "Go on with as many");
-    EXPECT_TRUE(run.checkpoint.load_shared());
-    EXPECT_EQ(run.step, 3);
-    const bool goes_on = stage == "go on";  // thirds of fp32 gradients are not exact
-    if (goes_on) run.train(5);
-    run.masters.gather();
-    if (group->getRank() == 0) torch::save(run.masters, folder / "again.pt");
-    if (!goes_on) torchamp::save_together(run.checkpoint, group);
-    if (group->getRank() != 0) continue;
-    const auto expected = weights_in(goes_on ? result : std::string(folder / (name + "-3.pt")));
-    const auto weights = weights_in(folder / "again.pt");
     for (std::size_t i = 0; i < weights.size(); ++i) {
-      EXPECT_TRUE(at::equal(weights[i], expected[i])) << i;
+      const Tensor weight = net->parameters()[i].detach();
+      // The gradients of bf16 weights are bf16.
+      EXPECT_TRUE(dtype == at::kHalf ? at::allclose(weight, weights[i], 0.02, 0.02)
+                                     : at::equal(weight, weights[i]));
     }
+
+    torchamp::GradScaler scaler({.init_scale = 65536.});
+    optimizer.zero_grad();
+    scaler.scale(net->forward(at::ones({8, 5}, at::kBFloat16)).to(at::kFloat).sum()).backward();
+    EXPECT_EQ(scaler.step(optimizer).stepped(), dtype != at::kHalf) << "65536 is no fp16 number";
+    scaler.update();
+    EXPECT_EQ(scaler.get_scale(), dtype == at::kHalf ? 32768. : 65536.);
   }
 }
 
-TEST(ShardedMasters, AreAsTheyWereAfterAFileThatDoesNotFit) {
-  const TemporaryFolder folder;
-  if (!child_role()) return Launch(2, folder.environment()).expect_success();
-  const auto group = make_group();
+TEST(ShardedMasters, TrainOnTheSimulatedDeviceAsOnTheCpu) {
+  SKIP_WITHOUT(at::kPrivateUse1);
+  if (ran_in_processes(2)) return;
+  const auto group = c10::make_intrusive<StagingGroup>(make_group());
   for (const MasterStorage storage : {MasterStorage::full, MasterStorage::split}) {
-    Training sgd(group, storage, kinds()[1].second, folder / "run.pt");
-    sgd.train(2);
-    torchamp::save_together(sgd.checkpoint, group);
-    Training adam(group, storage, kinds()[0].second, folder / "run.pt");
-    adam.train(1);
-    std::vector<Tensor> before = adam.net->parameters();
-    for (Tensor& parameter : before) parameter = parameter.detach().clone();
-    EXPECT_ERROR(torchamp::load_together(adam.checkpoint, group), "'optimizer' in");
-    EXPECT_EQ(adam.step, 1);
-    const auto after = adam.net->parameters();
-    for (std::size_t i = 0; i < after.size(); ++i) EXPECT_TRUE(at::equal(after[i], before[i]));
-    adam.train(3);
-    Training other(group, storage, kinds()[0].second, folder / "other.pt");
-    other.train(3);
-    expect_same_bits(*adam.net, *other.net);
+    const auto trained = [&](at::Device device, bool clips) {
+      at::manual_seed(1);
+      auto net = to_device(torch::nn::Sequential(torch::nn::Linear(5, 7), torch::nn::Linear(7, 3)),
+                           device);
+      ShardedMasterWeights masters(
+          net.ptr(), group, {.dtype = at::kBFloat16, .storage = storage, .bucket_bytes = 60});
+      torchamp::FusedAdamW optimizer(masters.parameters(), torch::optim::AdamWOptions(0.05));
+      torchamp::GradScaler scaler({.init_scale = 64.});
+      for (int step = 0; step < 3; ++step) {
+        optimizer.zero_grad();
+        const Tensor x = batch_of(group->getRank(), step).to(at::kBFloat16).to(device);
+        Tensor loss = net->forward(x).to(at::kFloat).pow(2).mean();
+        if (step == 1 && group->getRank() == 1) loss = loss * INFINITY;
+        scaler.scale(loss).backward();
+        if (clips) torchamp::clip_grad_norm_(scaler, optimizer, 0.1);
+        EXPECT_EQ(scaler.step(optimizer).stepped(), step != 1);
+        scaler.update();
+        masters.copy_to_model();
+      }
+      std::vector<Tensor> weights;
+      for (const Tensor& weight : net->parameters()) weights.push_back(weight.detach().cpu());
+      masters.gather();
+      if (group->getRank() == 0) {
+        std::ostringstream file;
+        torch::save(masters, file);
+        EXPECT_FALSE(file.str().empty());
+      }
+      return weights;
+    };
+    for (const bool clips : {false, true}) {
+      const auto here = trained(at::kCPU, clips), there = trained(simulated::sim0, clips);
+      for (std::size_t i = 0; i < here.size(); ++i) {
+        EXPECT_TRUE(clips ? at::allclose(there[i], here[i], 1. / 128, 1e-5)
+                          : at::equal(there[i], here[i]));
+      }
+    }
   }
 }
 
-TEST(ShardedMasters, GiveAnErrorWhenAnotherProcessDiesOrStallsAndTheFileIsWhole) {
-  const TemporaryFolder folder;
-  if (!child_role()) {
-    for (const char* const stage : {"dies", "stalls"}) {
-      auto environment = folder.environment();
-      environment["TORCHAMP_TEST_STAGE"] = stage;
-      Launch launch(2, environment);
-      if (std::string(stage) == "dies") {
-        EXPECT_EQ(launch.rank(1).wait(), -SIGKILL);
-      }
-      EXPECT_EQ(launch.rank(0).wait(), 0) << "the survivor";
-    }
-    return;
-  }
-  const bool stalls = std::string(std::getenv("TORCHAMP_TEST_STAGE")) == "stalls";
-  const auto group = make_group(std::chrono::seconds(stalls ? 2 : 60));
-  Training run(group, MasterStorage::full, kinds()[0].second, folder / "run.pt");
-  run.train(2);
-  torchamp::save_together(run.checkpoint, group);
-  if (group->getRank() == 1) raise(stalls ? SIGSTOP : SIGKILL);
-  EXPECT_THROW(run.train(4), std::exception);
-  EXPECT_ERROR(run.masters.copy_to_model(), "ShardedMasterWeights::copy_to_model: ");
-  EXPECT_ERROR(torchamp::save_together(run.checkpoint, group), "save_together: ");
-  EXPECT_TRUE(run.checkpoint.load(0, 2));
-  EXPECT_EQ(run.step, 2);
+TEST(ShardedMasters, ExchangeOverNccl) {
+  SKIP_WITHOUT(at::kCUDA);
+#ifdef TORCHAMP_TEST_NCCL
+  if (at::getNumGPUs() < 2) GTEST_SKIP() << "NCCL needs a CUDA device for each of two processes";
+  if (ran_in_processes(2)) return;
+  const auto environment = torchamp::ProcessEnvironment::read();
+  const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(environment.local_rank));
+  at::accelerator::setDeviceIndex(device.index());
+  const auto group = make_group();
+  torchamp::add_nccl(*group);
+  torch::nn::Linear net(4, 2);
+  net->to(device);
+  ShardedMasterWeights masters(net, group, {.dtype = at::kBFloat16});
+  torchamp::FusedSGD optimizer(masters.parameters(), torch::optim::SGDOptions(1.));
+  const Tensor before = net->bias.detach().to(at::kFloat);
+  (net->bias.to(at::kFloat) * (group->getRank() + 1.))
+      .sum()
+      .add(net->weight.to(at::kFloat).sum())
+      .backward();
+  EXPECT_EQ(torchamp::clip_grad_norm_(optimizer, 100.).item<float>(), std::sqrt(8.F + 2 * 2.25F));
+  optimizer.step();
+  masters.copy_to_model();
+  EXPECT_TRUE(at::allclose(net->bias.detach().to(at::kFloat), before - 1.5, 0.01, 0.01));
+#else
+  GTEST_SKIP() << "no nccl.h beside CUDA's headers";
+#endif
 }
 
 }  // namespace

@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <gtest/gtest.h>
+
+#if __has_include(<gloo/rendezvous/store.h>)
+
+#include <ATen/ATen.h>
+#include <signal.h>
+#include <torch/serialize.h>
+
+#include <chrono>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "support/expect_error.h"
+#include "support/launch.h"
+#include "support/sharded.h"
+#include "support/temporary_folder.h"
+#include "torchamp/distributed/checkpoint.h"
+#include "torchamp/distributed/sharded_masters.h"
+#include "torchamp/grad_scaler.h"
+#include "torchamp/master_weights.h"
+#include "torchamp/training_checkpoint.h"
+
+namespace {
+
+using at::Tensor;
+using sharded::batch_of;
+using sharded::expect_same_bits;
+using sharded::kinds;
+using sharded::loss_of;
+using sharded::Make;
+using sharded::make_net;
+using sharded::Net;
+using torchamp::MasterStorage;
+using torchamp::MasterWeights;
+using torchamp::ShardedMasterWeights;
+
+/// A run whose processes all have the same data, so that its weights do not depend on how many they
+/// are.
+struct ShardedRun {
+  ShardedRun(const torchamp::ProcessGroupPtr& group, MasterStorage storage, Make make_optimizer,
+             const std::string& file)
+      : masters(net, group, {.dtype = at::kBFloat16, .storage = storage, .bucket_bytes = 100}),
+        optimizer(make_optimizer(masters.parameters())),
+        checkpoint(file) {
+    checkpoint.add("model", masters).add("optimizer", *optimizer).add("scaler", scaler);
+    checkpoint.add("step", step);
+  }
+
+  template <class Masters>
+  static void train_one_step(Net& net, Masters& masters, torch::optim::Optimizer& optimizer,
+                             torchamp::GradScaler& scaler, std::int64_t& step) {
+    optimizer.zero_grad();
+    scaler.scale(loss_of(net, batch_of(0, static_cast<int>(step)))).backward();
+    masters.take_gradients();
+    scaler.step(optimizer);
+    scaler.update();
+    masters.copy_to_model();
+    ++step;
+  }
+  void train(std::int64_t until) {
+    while (step < until) train_one_step(net, masters, *optimizer, scaler, step);
+  }
+
+  Net net = make_net();
+  ShardedMasterWeights masters;
+  std::unique_ptr<torch::optim::Optimizer> optimizer;
+  torchamp::GradScaler scaler{{.init_scale = 64., .growth_interval = 2}};
+  std::int64_t step = 0;
+  torchamp::TrainingCheckpoint checkpoint;
+};
+
+/// The fp32 weights of a file.
+std::vector<Tensor> weights_in(const std::string& file) {
+  Net net;
+  torch::load(net, file);
+  return net->parameters();
+}
+
+TEST(ShardedCheckpoint, GoOnOnAnyNumberOfProcessesFromOneFile) {
+  const TemporaryFolder folder;
+  if (!child_role()) {
+    for (const auto& [stage, processes] : {std::pair{"write", 4}, {"hand on", 3}, {"go on", 2}}) {
+      auto environment = folder.environment();
+      environment["TORCHAMP_TEST_STAGE"] = stage;
+      Launch(processes, environment).expect_success();
+    }
+    // An unsharded run reads it, too.
+    for (const std::size_t kind : {0, 4}) {
+      const std::string name = kinds()[kind].first;
+      Net net = make_net(5);
+      MasterWeights masters(net, {.dtype = at::kBFloat16});
+      const auto optimizer = kinds()[kind].second(masters.parameters());
+      torchamp::GradScaler scaler;
+      std::int64_t step = 0;
+      torchamp::TrainingCheckpoint checkpoint(folder / (name + ".pt"));
+      checkpoint.add("model", masters).add("optimizer", *optimizer).add("scaler", scaler);
+      checkpoint.add("step", step);
+      ASSERT_TRUE(checkpoint.load_shared());
+      while (step < 5) ShardedRun::train_one_step(net, masters, *optimizer, scaler, step);
+      torch::save(masters, folder / "unsharded.pt");
+      const auto expected = weights_in(folder / (name + "-model.pt"));
+      const auto weights = weights_in(folder / "unsharded.pt");
+      for (std::size_t i = 0; i < weights.size(); ++i) {
+        EXPECT_TRUE(at::equal(weights[i], expected[i])) << name;
+      }
+    }
+    return;
+  }
+  const std::string stage = std::getenv("TORCHAMP_TEST_STAGE");
+  const auto group = make_group();
+  for (const std::size_t kind : {0, 4}) {
+    const auto& [name, make_optimizer] = kinds()[kind];
+    SCOPED_TRACE(name);
+    const MasterStorage storage = kind == 0 ? MasterStorage::split : MasterStorage::full;
+    ShardedRun run(group, storage, make_optimizer, folder / (name + ".pt"));
+    const std::string result = folder / (name + "-model.pt");
+    if (stage == "write") {
+      EXPECT_FALSE(torchamp::load_together(run.checkpoint, group));
+      run.train(3);
+      torchamp::save_together(run.checkpoint, group);
+      if (group->getRank() == 0) torch::save(run.masters, folder / (name + "-3.pt"));
+      run.train(5);
+      run.masters.gather();
+      if (group->getRank() == 0) {
+        torch::save(run.masters, result);
+      } else {
+        EXPECT_ERROR(torch::save(run.masters, result), "this on process 0");
+      }
+      EXPECT_TRUE(torchamp::load_together(run.checkpoint, group));
+      run.train(4);
+      EXPECT_ERROR(torch::save(run.masters, result), "Call gather() on all of them");
+      continue;
+    }
+    EXPECT_ERROR(torchamp::load_together(run.checkpoint, group), "Go on with as many");
+    EXPECT_TRUE(run.checkpoint.load_shared());
+    EXPECT_EQ(run.step, 3);
+    const bool goes_on = stage == "go on";  // thirds of fp32 gradients are not exact
+    if (goes_on) run.train(5);
+    run.masters.gather();
+    if (group->getRank() == 0) torch::save(run.masters, folder / "again.pt");
+    if (!goes_on) torchamp::save_together(run.checkpoint, group);
+    if (group->getRank() != 0) continue;
+    const auto expected = weights_in(goes_on ? result : std::string(folder / (name + "-3.pt")));
+    const auto weights = weights_in(folder / "again.pt");
+    for (std::size_t i = 0; i < weights.size(); ++i) {
+      EXPECT_TRUE(at::equal(weights[i], expected[i])) << i;
+    }
+  }
+}
+
+TEST(ShardedCheckpoint, AreAsTheyWereAfterAFileThatDoesNotFit) {
+  const TemporaryFolder folder;
+  if (!child_role()) return Launch(2, folder.environment()).expect_success();
+  const auto group = make_group();
+  for (const MasterStorage storage : {MasterStorage::full, MasterStorage::split}) {
+    ShardedRun sgd(group, storage, kinds()[1].second, folder / "run.pt");
+    sgd.train(2);
+    torchamp::save_together(sgd.checkpoint, group);
+    ShardedRun adam(group, storage, kinds()[0].second, folder / "run.pt");
+    adam.train(1);
+    std::vector<Tensor> before = adam.net->parameters();
+    for (Tensor& parameter : before) parameter = parameter.detach().clone();
+    EXPECT_ERROR(torchamp::load_together(adam.checkpoint, group), "'optimizer' in");
+    EXPECT_EQ(adam.step, 1);
+    const auto after = adam.net->parameters();
+    for (std::size_t i = 0; i < after.size(); ++i) EXPECT_TRUE(at::equal(after[i], before[i]));
+    adam.train(3);
+    ShardedRun other(group, storage, kinds()[0].second, folder / "other.pt");
+    other.train(3);
+    expect_same_bits(*adam.net, *other.net);
+  }
+}
+
+TEST(ShardedCheckpoint, GiveAnErrorWhenAnotherProcessDiesOrStallsAndTheFileIsWhole) {
+  const TemporaryFolder folder;
+  if (!child_role()) {
+    for (const char* const stage : {"dies", "stalls"}) {
+      auto environment = folder.environment();
+      environment["TORCHAMP_TEST_STAGE"] = stage;
+      Launch launch(2, environment);
+      if (std::string(stage) == "dies") {
+        EXPECT_EQ(launch.rank(1).wait(), -SIGKILL);
+      }
+      EXPECT_EQ(launch.rank(0).wait(), 0) << "the survivor";
+    }
+    return;
+  }
+  const bool stalls = std::string(std::getenv("TORCHAMP_TEST_STAGE")) == "stalls";
+  const auto group = make_group(std::chrono::seconds(stalls ? 2 : 60));
+  ShardedRun run(group, MasterStorage::full, kinds()[0].second, folder / "run.pt");
+  run.train(2);
+  torchamp::save_together(run.checkpoint, group);
+  if (group->getRank() == 1) raise(stalls ? SIGSTOP : SIGKILL);
+  EXPECT_THROW(run.train(4), std::exception);
+  EXPECT_ERROR(run.masters.copy_to_model(), "ShardedMasterWeights::copy_to_model: ");
+  EXPECT_ERROR(torchamp::save_together(run.checkpoint, group), "save_together: ");
+  EXPECT_TRUE(run.checkpoint.load(0, 2));
+  EXPECT_EQ(run.step, 2);
+}
+
+}  // namespace
+
+#endif
