@@ -152,13 +152,13 @@ std::string spread(const std::vector<double>& values) {
 
 int run(int argc, char** argv) {
   std::string data = "/usr/share/datasets/fashion-mnist", file = "fp8.png";
-  std::int64_t steps = 100, seeds = 5;
+  std::int64_t steps = 200, seeds = 5;
   support::Arguments arguments("fp8",
                                "Trains a classifier and a small transformer on a CPU in fp32, in "
                                "bf16 and in every\nfp8 recipe, and compares them.");
   arguments.add("--data", "DIR", "The folder of Fashion-MNIST. Default: " + data + ".", data);
   arguments.add("--picture", "FILE", "Where to draw the losses. Default: " + file + ".", file);
-  arguments.add_integer("--steps", "Of 128 rows. Default: 100.", steps, 2, 1'000'000);
+  arguments.add_integer("--steps", "Of 128 rows. Default: 200.", steps, 2, 1'000'000);
   arguments.add_integer("--seeds", "How many runs of each. Default: 5.", seeds, 1, 1000);
   if (!arguments.parse(argc, argv)) return 0;
 
