@@ -9,6 +9,7 @@
 #include <torchamp/recompute.h>
 #include <torchamp/torchamp.h>
 
+#include <algorithm>
 #include <cmath>
 #include <fstream>
 #include <functional>
@@ -197,6 +198,34 @@ TEST(PrecisionAudit, LowersNothingForABudgetOfNothing) {
   for (const auto& decision : chosen.decisions) {
     EXPECT_FALSE(decision.lowered) << decision.op;
   }
+}
+
+TEST(PrecisionAudit, LowersWhatSavesMostWhereTheBudgetDoesNotDoForAll) {
+  const TemporaryFolder folder;
+  Net model = net();
+  model->eval();
+  PrecisionAudit audit(model, {.dtype = at::kBFloat16});
+  audit.run(step_of(model), 1);
+  const auto choose = [&](double products_us, double norm_us, double budget) {
+    std::ofstream out(folder / "times.csv");
+    out << audit.to_csv().substr(0, audit.to_csv().find('\n') + 1);
+    for (const AuditRow& row : audit.rows()) {
+      const double us = row.op == "addmm" ? products_us : row.op == "batch_norm" ? norm_us : 0.;
+      out << row.module << ',' << row.op << ",0,0,0,0,0,0,0,0,0," << us << ",1,0,\n";
+    }
+    out.close();
+    audit.read_times(folder / "times.csv");
+    return audit.policy({.error_budget = budget});
+  };
+  // Per microsecond, the norm has less error than the products, so they are given up first.
+  const double products = choose(1e3, 0., 1.).error, norm = choose(0., 1e3, 1.).error;
+  ASSERT_GT(norm, 0.);
+  const double both = choose(1e3, 1e3, 1.).error;
+  ASSERT_LT(std::max(products, norm), both);
+  const AuditedPolicy chosen = choose(1e3, 999., (std::max(products, norm) + both) / 2.);
+  EXPECT_TRUE(is_lowered(chosen, "addmm")) << chosen;
+  EXPECT_FALSE(is_lowered(chosen, "batch_norm")) << chosen;
+  EXPECT_LE(chosen.error, chosen.budget);
 }
 
 TEST(PrecisionAudit, GivesTheSameErrorsToTheBitAndTheSameChoiceFromTheSameTimes) {

@@ -185,13 +185,18 @@ inline AuditedPolicy PrecisionAudit::policy(const AuditBudget& budget) const {
   std::vector<detail::Chooser::Lowered> choices = chooser.choices();
   const double us_of_none = chooser.us(choices.back());
   std::erase_if(choices, [&](const auto& lowered) { return chooser.us(lowered) > us_of_none; });
+  using Lowered = detail::Chooser::Lowered;
+  const auto measured = [&](const Lowered& lowered) {
+    AuditedPolicy tried = choice.policies(lowered);
+    tried.error = error_under(tried.policy, tried.modules);
+    return tried;
+  };
   // The first that keeps to the budget; nothing lowered, the last, has no error.
   std::size_t low = 0, high = choices.size() - 1;
   AuditedPolicy best = choice.policies(choices[high]);
   while (low < high) {
     const std::size_t middle = (low + high) / 2;
-    AuditedPolicy tried = choice.policies(choices[middle]);
-    tried.error = error_under(tried.policy, tried.modules);
+    AuditedPolicy tried = measured(choices[middle]);
     if (tried.error <= most) {
       high = middle;
       best = std::move(tried);
@@ -199,6 +204,27 @@ inline AuditedPolicy PrecisionAudit::policy(const AuditBudget& budget) const {
       low = middle + 1;
     }
   }
+  const auto extend = [&](Lowered& lowered, AuditedPolicy& policy) {
+    std::vector<bool> seen(lowered.size(), false);
+    for (int tries = 12; tries > 0; --tries) {
+      const auto next = chooser.best_to_add(lowered, seen);
+      if (!next) return;
+      seen[*next] = true;
+      Lowered more = lowered;
+      more[*next] = true;
+      AuditedPolicy tried = measured(more);
+      if (!(tried.error <= most)) continue;
+      lowered = std::move(more);
+      policy = std::move(tried);
+    }
+  };
+  Lowered chosen = choices[high], other = choices.back();
+  AuditedPolicy of_other = choice.policies(other);
+  if (most > 0.) {
+    extend(chosen, best);
+    extend(other, of_other);
+  }
+  if (chooser.us(other) < chooser.us(chosen)) best = std::move(of_other);
 
   std::vector<double> us, torch_us, fp32_us;
   for (int64_t i = 0; i < data_->n; ++i) {  // in turn, so that a busy moment is for all
