@@ -27,7 +27,8 @@
 /// these functions reads a device, and the number of kernels does not grow with the number of
 /// gradients, except within ATen's own. (Where some gradients lie on the host and others on a
 /// device, the host has to wait for the norm.) Parameters without a gradient are passed over, and
-/// a gradient that is given twice counts once.
+/// a gradient that is given twice counts once. The norm of pieces of ShardedMasterWeights is that
+/// of all processes, which call it together.
 ///
 /// With a GradScaler, gradients are clipped as if they had not been scaled. Either unscale them
 /// first and clip whatever is to be clipped,

@@ -5,6 +5,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/DeviceAccelerator.h>
+#include <ATen/record_function.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adamw.h>
@@ -13,10 +14,12 @@
 #include <torch/optim/sgd.h>
 #include <torch/serialize.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
+#include <mutex>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -121,6 +124,27 @@ TEST(ShardedMasters, KeepTheirShareOfMastersAndStatesAlone) {
     EXPECT_GE(bytes, expected);
     EXPECT_LT(bytes, expected + bucket);
   }
+}
+
+TEST(ShardedMasters, SendABucketWhileBackwardGoesOn) {
+  if (ran_in_processes(2)) return;
+  const auto group = make_group();
+  Net net = make_net();
+  ShardedMasterWeights masters(net, group, {.dtype = at::kBFloat16, .bucket_bytes = 50});
+  static std::vector<std::string> ops;
+  static std::mutex mutex;
+  const Tensor loss = loss_of(net, batch_of(group->getRank(), 0));
+  const auto handle = at::addGlobalCallback(at::RecordFunctionCallback(
+      [](const at::RecordFunction& op) -> std::unique_ptr<at::ObserverContext> {
+        const std::lock_guard lock(mutex);
+        ops.emplace_back(op.name());
+        return nullptr;
+      }));
+  loss.backward();
+  at::removeCallback(handle);
+  const auto sent = std::ranges::find(ops, "c10d::alltoall_base_");
+  ASSERT_NE(sent, ops.end());
+  EXPECT_NE(std::find(sent, ops.end(), "aten::mm"), ops.end());
 }
 
 TEST(ShardedMasters, AgreeOnTheNormThatIsClippedAndOnWhetherToStep) {

@@ -61,7 +61,8 @@ inline void broadcast_module(const torch::nn::Module& module, const ProcessGroup
 ///
 ///     torchamp::GradScaler scaler({.agree_found_inf = torchamp::found_inf_agreement(group)});
 ///
-/// Needed where each process steps parameters of its own (a sharded optimizer).
+/// Needed where each process steps parameters of its own; ShardedMasterWeights do this by
+/// themselves.
 /// DistributedDataParallel averages the gradients, and with them their infs and NaNs, before the
 /// scaler looks, so that all processes find the same anyway. Costs one reduction of a single number
 /// for each optimizer and iteration. With Gloo the host waits for it, with NCCL the device.

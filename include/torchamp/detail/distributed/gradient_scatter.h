@@ -50,9 +50,9 @@ class GradientScatter : public std::enable_shared_from_this<GradientScatter> {
     at::Tensor parameter, piece;
   };
 
-  GradientScatter(const ShardLayout& layout, c10::intrusive_ptr<c10d::ProcessGroup> group,
+  GradientScatter(ShardLayout layout, c10::intrusive_ptr<c10d::ProcessGroup> group,
                   std::vector<Weight> weights, at::ScalarType dtype, bool find_unused)
-      : layout_(layout),
+      : layout_(std::move(layout)),
         group_(std::move(group)),
         weights_(std::move(weights)),
         dtype_(dtype),
