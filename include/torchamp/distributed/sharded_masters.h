@@ -76,10 +76,10 @@ struct ShardedMasterWeightsOptions {
 /// processes to the pieces: sums in fp32, in the order of the ranks, so that elementwise optimizers
 /// make of the weights, bit for bit, what one process would that adds up the same gradients.
 /// clip_grad_norm_ takes the norm of all pieces, and a GradScaler skips a step on all processes or
-/// on none, without agree_found_inf. copy_to_model() gathers the 16-bit weights. checkpoint() works. For
-/// files, see gather(); a TrainingCheckpoint that has the masters and the optimizer calls it by
-/// itself in save_together(). Its file holds whole weights and states: load_shared() reads it on
-/// any number of processes, and so does a program with MasterWeights.
+/// on none, without agree_found_inf. copy_to_model() gathers the 16-bit weights. checkpoint()
+/// works. For files, see gather(); a TrainingCheckpoint that has the masters and the optimizer
+/// calls it by itself in save_together(). Its file holds whole weights and states: load_shared()
+/// reads it on any number of processes, and so does a program with MasterWeights.
 ///
 /// Optimizers are those that treat each element by itself: the fused ones, and LibTorch's Adam,
 /// AdamW, SGD, RMSprop and Adagrad. Any other is an error of GradScaler::step and unscale_, and,
