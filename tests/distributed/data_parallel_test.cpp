@@ -54,7 +54,7 @@ using at::Tensor;
 using torchamp::DistributedDataParallel;
 using torchamp::ProcessGroupPtr;
 
-torch::nn::Sequential make_net(std::uint64_t seed = 1) {
+torch::nn::Sequential three_layers(std::uint64_t seed = 1) {
   at::manual_seed(seed);
   return torch::nn::Sequential(torch::nn::Linear(4, 8), torch::nn::Linear(8, 8),
                                torch::nn::Linear(8, 2));
@@ -76,8 +76,8 @@ Tensor part_of(const Tensor& batch, const ProcessGroupPtr& group) {
 TEST(Distributed, TrainsAsOneProcessWithTheWholeBatch) {
   if (ran_in_processes(2)) return;
   const auto group = make_group();
-  auto alone = make_net();
-  auto model = make_net();
+  auto alone = three_layers();
+  auto model = three_layers();
   DistributedDataParallel net(model, group, {.bucket_bytes = 300});
   torch::optim::SGD optimizer(model->parameters(), 0.1), of_alone(alone->parameters(), 0.1);
   for (int step = 0; step < 4; ++step) {
@@ -95,7 +95,7 @@ TEST(Distributed, TrainsAsOneProcessWithTheWholeBatch) {
 
 TEST(Distributed, IsRefusedInTheIterationOfAGraph) {
   if (ran_in_processes(1)) return;
-  auto model = make_net();
+  auto model = three_layers();
   DistributedDataParallel net(model, make_group());
   {
     const torchamp::detail::GraphBody body;
@@ -111,8 +111,8 @@ TEST(Distributed, IsRefusedInTheIterationOfAGraph) {
 TEST(Distributed, AddsUpWithoutTrafficBetweenMicroBatches) {
   if (ran_in_processes(2)) return;
   const auto group = make_group();
-  auto alone = make_net();
-  auto model = make_net();
+  auto alone = three_layers();
+  auto model = three_layers();
   DistributedDataParallel net(model, group);
   for (int step = 0; step < 2; ++step) {
     model->zero_grad();
@@ -188,7 +188,7 @@ TEST(Distributed, LetsOneProcessRunAForwardWithoutGradients) {
 TEST(Distributed, SendsABucketWhileBackwardGoesOn) {
   if (ran_in_processes(2)) return;
   const auto group = make_group();
-  auto model = make_net();
+  auto model = three_layers();
   DistributedDataParallel net(model, group, {.bucket_bytes = 300});
   static std::vector<std::string> ops;
   static std::mutex mutex;
@@ -310,7 +310,7 @@ TEST(Distributed, SkipsTheStepEverywhereWhenOneProcessOverflows) {
   if (ran_in_processes(2)) return;
   const auto group = make_group();
   for (const bool fused : {false, true}) {
-    auto model = make_net();
+    auto model = three_layers();
     DistributedDataParallel net(model, group);
     const auto optimizer = make_sgd(model->parameters(), fused);
     torchamp::GradScaler scaler({.init_scale = 8., .growth_interval = 2});
@@ -479,7 +479,7 @@ TEST(Distributed, NamesTheCallWhenAnotherProcessHasDied) {
   const TemporaryFolder folder;
   if (!child_role()) return expect_survivor(folder, -SIGKILL);
   const auto group = make_group();
-  auto model = make_net();
+  auto model = three_layers();
   at::Tensor flag = at::zeros({});
   torchamp::found_inf_agreement(group)(flag);
   if (group->getRank() == 1) raise(SIGKILL);
