@@ -51,6 +51,11 @@ namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
 
+/// What a flag for gradients scaled by a scaler may be made from.
+struct ClipZero {
+  static at::Tensor of(const GradScaler& scaler) { return scaler.state_.zero(); }
+};
+
 inline void check_max_norm(double max_norm) {
   TORCH_CHECK_VALUE(max_norm >= 0., "clip_grad_norm_: max_norm is ", max_norm,
                     ". It must be 0 or more.");
@@ -61,25 +66,39 @@ inline at::Tensor clip_coefficient(const at::Tensor& norm, double max_norm) {
   return norm.add(1e-6).reciprocal_().mul_(max_norm).clamp_max_(1.);
 }
 
-/// `scale`: what the gradients are scaled by; undefined for 1.
+// Note [One read for norm and check]
+// A norm of a positive order is not finite where a gradient is not, nor is what a step is to divide
+// by then. So where a clip is left to a step that a GradScaler makes, the scaler looks at these two
+// numbers instead of the gradients. (On the host it looks at the gradients all the same where the
+// number is not finite: there such a step is made where all gradients are finite.)
+
+/// `scale`: what the gradients are scaled by; undefined for 1. `zero`: one element of fp32, 0, on
+/// the scale's device, or undefined.
 inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor& scale,
-                            double max_norm, double norm_type) {
+                            double max_norm, double norm_type, const at::Tensor& zero = {}) {
   const InternalOps internal;
   const auto batches = gradients_to_clip(optimizer, "clip_grad_norm_");
   auto* const fused = dynamic_cast<FusedOptimizer*>(&optimizer);
   const Divisor left = ClipLeft::to(optimizer);
   const at::Tensor divisor = left.value();
   const bool is_divided = scale.defined() || divisor.defined();
-  at::Tensor norm = is_divided ? total_norm_divided(batches, norm_type, scale, divisor)
+  FreeZero flag{fused ? zero : at::Tensor()};
+  at::Tensor norm = is_divided ? total_norm_divided(batches, norm_type, scale, divisor, &flag)
                                : total_norm(batches, norm_type);
   CommonShards shards("clip_grad_norm_");
   for (const auto& group : optimizer.param_groups()) shards.add(group.params());
   if (shards.get()) norm = shards.get()->norm_of_all(norm, norm_type);
+  // A maximum over processes may lose NaNs.
+  const bool tells_finite = norm_type > 0. && !shards.get();
   if (batches.empty()) return norm;
   if (fused && norm.scalar_type() == at::kFloat) {
     constexpr double eps = 1e-6;
     if (!norm.is_cpu() && max_norm > eps) {  // max(1, (norm + eps) / max_norm), in fewer kernels
-      ClipLeft::add(*fused, {at::softshrink(norm, max_norm - eps), 1. / max_norm});
+      ClipLeft::add(*fused, {.number = at::softshrink(norm, max_norm - eps),
+                             .per_excess = 1. / max_norm,
+                             .tells_finite = tells_finite,
+                             .norm = norm,
+                             .zero = flag.result});
       return norm;
     }
     const at::Tensor excess = norm.add(eps).div_(max_norm).clamp_min_(1.);
@@ -88,7 +107,10 @@ inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor
                        !std::isfinite(*norm.const_data_ptr<float>()) ||
                        std::isfinite(*excess.const_data_ptr<float>());
     if (holds) {
-      ClipLeft::add(*fused, {excess, 0., /*is_number=*/max_norm != 0.});
+      ClipLeft::add(*fused, {.number = excess,
+                             .is_number = max_norm != 0.,
+                             .tells_finite = tells_finite && max_norm != 0.,
+                             .norm = norm});
       return norm;
     }
   }
@@ -159,10 +181,11 @@ inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& o
                                   double max_norm, double norm_type = 2.) {
   detail::check_max_norm(max_norm);
   detail::check_not_stepped("clip_grad_norm_", scaler, optimizer);
-  at::Tensor scale;
+  at::Tensor scale, zero;
   if (scaler.is_enabled() && !scaler.is_unscaled(optimizer)) {
     if (dynamic_cast<FusedOptimizer*>(&optimizer)) {
       scale = scaler.scale_tensor();
+      zero = detail::ClipZero::of(scaler);
       TORCH_CHECK(scale.defined(),
                   "clip_grad_norm_: nothing has been scaled yet. Call scale(loss).backward() "
                   "first.");
@@ -170,7 +193,7 @@ inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& o
       scaler.unscale_(optimizer);
     }
   }
-  return detail::clip_norm(optimizer, scale, max_norm, norm_type);
+  return detail::clip_norm(optimizer, scale, max_norm, norm_type, zero);
 }
 
 /// Clamps the elements of the gradients of `params` in place to [-value, value]. Errors: as

@@ -31,6 +31,7 @@ class ScaledStep;
 
 namespace detail {
 struct Divisor;
+struct ClipZero;
 struct GradScalerPeer;  // the tests'
 }  // namespace detail
 
@@ -182,6 +183,7 @@ class GradScaler {
 
  private:
   friend struct detail::GradScalerPeer;
+  friend struct detail::ClipZero;
   friend class Accumulation;
   friend class SafeAccumulation;
 
@@ -206,7 +208,8 @@ class GradScaler {
   void check_clip(const detail::Divisor& divisor, at::Tensor& found_inf);
   void unscale(torch::optim::Optimizer& optimizer, detail::OptimizerState& state, const char* call);
   void check_only(torch::optim::Optimizer& optimizer, detail::OptimizerState& state,
-                  bool as_if_divided, const at::Tensor& number = {});
+                  bool as_if_divided, const detail::Divisor* clip = nullptr,
+                  const at::Tensor& grad_scale = {});
   void agree(detail::OptimizerState& state);
   bool evaluate(torch::optim::Optimizer& optimizer,
                 const torch::optim::Optimizer::LossClosure& closure, Evaluation& evaluation,

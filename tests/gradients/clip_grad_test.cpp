@@ -554,6 +554,33 @@ TEST_P(ClipGrad, NeverStepsWithADivisorThatFp32CannotHold) {
   }
 }
 
+TEST_P(ClipGrad, SkipsAFusedStepWithInfsAndNaNsWhateverTheNorm) {
+  for (const bool fp64 : {false, true}) {
+    const simulated::Facts facts(
+        {.type = at::kPrivateUse1,
+         .fp64 = fp64 ? torchamp::detail::Fp64::yes : torchamp::detail::Fp64::unknown});
+    const Params params{torch::ones({3}, options()).requires_grad_(),
+                        torch::ones({2}, options(at::kHalf)).requires_grad_()};
+    torchamp::FusedSGD optimizer(params, SGDOptions(1.));
+    torchamp::GradScaler scaler({.init_scale = 1024.});
+
+    for (const double norm_type : {2., 1., inf, 3., 0., -1.}) {
+      for (const double max_norm : {0.5, 1e-8, 0.}) {
+        for (const double bad : {inf, -inf, std::nan(""), 1.}) {
+          SCOPED_TRACE(c10::str(norm_type, ' ', max_norm, ' ', bad));
+          optimizer.zero_grad();
+          scaler.scale(params[0].sum() + params[1].sum()).backward();
+          params[bad == inf ? 1 : 0].mutable_grad().narrow(0, 1, 1).mul_(bad);
+          (void)torchamp::clip_grad_norm_(scaler, optimizer, max_norm, norm_type);
+          EXPECT_EQ(scaler.step(optimizer).stepped(), bad == 1.);
+          scaler.update(1024.);
+          for (const Tensor& p : params) EXPECT_TRUE(p.isfinite().all().item<bool>());
+        }
+      }
+    }
+  }
+}
+
 TEST_P(ClipGrad, ToANormOfZeroIsAStepWithZeros) {
   const Tensor parameter = torch::ones({3}, options()).requires_grad_();
   torchamp::FusedSGD optimizer({parameter}, SGDOptions(1.));

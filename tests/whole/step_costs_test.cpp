@@ -6,10 +6,13 @@
 #include <torch/torch.h>
 #include <torchamp/clip_grad.h>
 #include <torchamp/grad_scaler.h>
+#include <torchamp/master_weights.h>
 #include <torchamp/optim.h>
 
 #include <cmath>
 #include <memory>
+#include <optional>
+#include <ostream>
 #include <string>
 #include <vector>
 
@@ -17,6 +20,7 @@
 #include "support/graphs.h"
 #include "support/optimizer_kinds.h"
 #include "support/simulated/device.h"
+#include "support/simulated/facts.h"
 
 namespace {
 
@@ -125,7 +129,8 @@ const Names none;
 
 // ---- The launches, one by one -------------------------------------------------------------------
 
-/// The largest values are looked at, which finds infs and NaNs in the gradients.
+/// The largest values, or what a clip makes the step divide by, are looked at, which finds infs and
+/// NaNs in the gradients.
 const Names look{"_amp_foreach_non_finite_check_and_unscale_"};
 /// The step is counted, or not.
 const Names count{"_fused_sgd_"};
@@ -152,10 +157,10 @@ TEST_P(StepCosts, AFusedStepMakesTheseSmallLaunchesHoweverManyParameters) {
   for (const bool clips : {false, true}) {
     const Names small = (clips ? clip_small : none) + look + counting + flags + update;
     EXPECT_LE(small.size(), (clips ? 8U : 4U) + (twice ? 3 : 0));
-    // The copies divided by the scale are for devices that may lack fp64; see
-    // Note [Norms of scaled gradients].
-    const Names large = (clips ? Names{"_foreach_div", "_foreach_norm"} : none) +
-                        Names{"_foreach_norm", kernel} + (twice ? Names{kernel} : none);
+    // With a clip, the norm tells whether all is finite. Its copies divided by the scale are for
+    // devices that may lack fp64; see Note [Norms of scaled gradients].
+    const Names large = (clips ? Names{"_foreach_div"} : none) + Names{"_foreach_norm", kernel} +
+                        (twice ? Names{kernel} : none);
     for (const int params :
          kind == "adam" ? std::vector<int>{10, 100, 1000} : std::vector<int>{10}) {
       const Cost cost = Step(GetParam().fused, params, clips).cost();
@@ -180,8 +185,8 @@ TEST_P(StepCosts, AReplayMakesOneSmallLaunchMore) {
   for (const bool clips : {false, true}) {
     const Names small = (clips ? clip_small : none) + look + counting + flags + update + skips;
     EXPECT_LE(small.size(), (clips ? 8U : 4U) + (twice ? 4 : 0));
-    const Names large = (clips ? Names{"_foreach_div", "_foreach_norm"} : none) +
-                        Names{"_foreach_norm", kernel} + (twice ? Names{kernel} : none);
+    const Names large = (clips ? Names{"_foreach_div"} : none) + Names{"_foreach_norm", kernel} +
+                        (twice ? Names{kernel} : none);
     for (const int params : kind == "adam" ? std::vector<int>{10, 100} : std::vector<int>{10}) {
       Step step(GetParam().fused, params, clips);
       step.capture();
@@ -194,6 +199,18 @@ TEST_P(StepCosts, AReplayMakesOneSmallLaunchMore) {
       EXPECT_EQ(cost.totals.device_to_host, 0);
     }
   }
+}
+
+TEST(StepCostsOf, AClipMakesOneMoreWhereNormsAreSummedUpInFp64) {
+  SKIP_WITHOUT(at::kPrivateUse1);
+  const simulated::Facts like_cuda(simulated::facts_like(at::kCUDA));
+  const Names divides{"cat", "linalg_vector_norm", "div", "softshrink", "addcmul"};
+  Step step(kind_named("adam").fused, 10, /*clips=*/true);
+  const Cost eager = step.cost();
+  EXPECT_THAT(eager.small, ElementsAreArray(divides + look + count + update));
+  EXPECT_THAT(eager.large, ElementsAreArray(Names{"_foreach_norm", "_fused_adam_"}));
+  step.capture();
+  EXPECT_THAT(step.cost().small, ElementsAreArray(divides + look + count + update + skips));
 }
 
 TEST(StepCostsOf, AClipIsLeftToTheStepHoweverOftenTheScaleMayHaveGrown) {
@@ -242,6 +259,80 @@ TEST(StepCostsOf, AFusedStepReadsTheGradientsTwiceAndWritesThemOnce) {
   EXPECT_LE(totals.bytes_read, 3 * step.bytes() + numbers);
   EXPECT_GE(totals.bytes_written, 2 * step.bytes());
   EXPECT_LE(totals.bytes_written, 2 * step.bytes() + numbers);
+}
+
+/// Bytes for each parameter, as CUDA's kernels move them: read, and written.
+struct Moved {
+  double read, written;
+  bool operator==(const Moved&) const = default;
+};
+std::ostream& operator<<(std::ostream& out, const Moved& moved) {
+  return out << moved.read << " + " << moved.written;
+}
+
+TEST(StepCostsOf, AFusedStepReadsTheGradientsOnceMoreForCheckAndNormTogether) {
+  SKIP_WITHOUT(at::kPrivateUse1);
+  const simulated::Facts like_cuda(simulated::facts_like(at::kCUDA));
+  const OneThread one_thread;
+  const int64_t n = 1 << 16;
+  enum class How { without_scaler, scaled, clipped, unscaled_and_clipped };
+  using torchamp::MasterStorage;
+  const auto moved = [&](How how, std::optional<MasterStorage> masters, bool is_plain = false) {
+    torch::nn::Linear model(torch::nn::LinearOptions(512, n / 512).bias(false));
+    to_device(model, sim0);
+    std::optional<torchamp::MasterWeights> weights;
+    if (masters) {
+      weights.emplace(model,
+                      torchamp::MasterWeightsOptions{.dtype = at::kBFloat16, .storage = *masters});
+    }
+    const Groups groups{OptimizerParamGroup(masters ? weights->parameters() : model->parameters())};
+    std::unique_ptr<Optimizer> optimizer = kind_named("adamw").fused(groups);
+    if (is_plain) optimizer = std::make_unique<Idle>(groups);
+    GradScaler scaler({.init_scale = 1024.});
+    scaler.scale(torch::ones({}, at::device(sim0)));
+    const auto step = [&] {
+      model->weight.mutable_grad() = torch::ones_like(model->weight);
+      const simulated::Counts counts;
+      if (masters) weights->take_gradients();
+      if (how == How::unscaled_and_clipped) scaler.unscale_(*optimizer);
+      if (how >= How::clipped) torchamp::clip_grad_norm_(scaler, *optimizer, 0.1);
+      if (how == How::without_scaler) {
+        optimizer->step();
+      } else {
+        scaler.step(*optimizer);
+        scaler.update();
+      }
+      if (masters) weights->copy_to_model();
+      const simulated::Totals totals = counts.now();
+      optimizer->zero_grad();
+      const auto each = [n](int64_t bytes) {
+        return std::round(static_cast<double>(bytes) / static_cast<double>(n) * 100.) / 100.;
+      };
+      return Moved{each(totals.bytes_read), each(totals.bytes_written)};
+    };
+    (void)step();
+    return step();
+  };
+  const auto full = MasterStorage::full, split = MasterStorage::split;
+  const Moved bare{16, 12};  // parameters, gradients and two moments; all but the gradients
+  EXPECT_EQ(moved(How::without_scaler, {}), bare);
+  // The check or the norm reads the gradients; ATen's kernel stores those that it divides.
+  EXPECT_EQ(moved(How::scaled, {}), (Moved{bare.read + 4, bare.written + 4}));
+  EXPECT_EQ(moved(How::clipped, {}), (Moved{bare.read + 4, bare.written + 4}));
+  EXPECT_EQ(moved(How::unscaled_and_clipped, {}), (Moved{bare.read + 8, bare.written + 8}));
+  // An optimizer of LibTorch's, without its own step: the gradients are divided, and clipped.
+  EXPECT_EQ(moved(How::scaled, {}, true), (Moved{4, 4}));
+  EXPECT_EQ(moved(How::clipped, {}, true), (Moved{12, 8}));
+  // Gradients in bf16 become fp32, and masters bf16.
+  const Moved masters{bare.read + 2 + 4, bare.written + 4 + 2};
+  EXPECT_EQ(moved(How::without_scaler, full), masters);
+  EXPECT_EQ(moved(How::scaled, full), (Moved{masters.read + 4, masters.written + 4}));
+  EXPECT_EQ(moved(How::clipped, full), (Moved{masters.read + 4, masters.written + 4}));
+  // A device joins and splits them by ops of ATen's, a pass or two each; one more looks at the
+  // flag.
+  EXPECT_EQ(moved(How::without_scaler, split), (Moved{55, 45}));
+  EXPECT_EQ(moved(How::scaled, split), (Moved{60, 50}));
+  EXPECT_EQ(moved(How::clipped, split), (Moved{60, 50}));
 }
 
 TEST(StepCostsOf, APlainStepWaitsOnceAndLaunchesTheSameForAnyNumberOfParameters) {

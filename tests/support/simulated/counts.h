@@ -16,7 +16,7 @@ struct Totals {
   int64_t waits = 0;             ///< times that the host waited for a device
   int64_t bytes_written = 0;     ///< by kernels and copies, to the devices' memory
   int64_t graph_launches = 0;    ///< replays, whose kernels and copies count as well
-  int64_t bytes_read = 0;  ///< by kernels outside of graphs: all arguments but those of `out=`
+  int64_t bytes_read = 0;  ///< by kernels outside of graphs: arguments that they do not only store
 };
 
 Totals totals();

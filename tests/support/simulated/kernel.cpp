@@ -91,6 +91,29 @@ int64_t kernels_of(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arg
   return alike ? 1 : static_cast<int64_t>(first.size());
 }
 
+/// Whether a kernel stores the argument at `i`. CUDA's fused optimizers may store gradients, and do
+/// if they divide them.
+bool stores(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> args, std::size_t i) {
+  const auto& arguments = op.schema().arguments();
+  if (!arguments[i].alias_info() || !arguments[i].alias_info()->isWrite()) return false;
+  if (op.schema().name().rfind("aten::_fused_", 0) != 0 || arguments[i].name() != "grads") {
+    return true;
+  }
+  for (std::size_t k = 0; k < args.size(); ++k) {
+    if (arguments[k].name() == "grad_scale") return args[k].isTensor();
+  }
+  return true;
+}
+
+/// Whether a kernel loads the argument at `i`, and does not only store it.
+bool loads(const c10::OperatorHandle& op, std::size_t i) {
+  static constexpr std::array<std::string_view, 6> copies{
+      "aten::copy_", "aten::_foreach_copy_", "aten::fill_",
+      "aten::zero_", "aten::_foreach_zero_", "aten::_foreach_fill_"};
+  if (op.schema().arguments()[i].is_out()) return false;
+  return i > 0 || std::find(copies.begin(), copies.end(), op.schema().name()) == copies.end();
+}
+
 void check_device(const Capture& capture, c10::Device device, const std::string& what) {
   TORCH_CHECK(capture.device() == device.index(), "simulated device: ", what, " on ", device,
               " in a capture of sim:", static_cast<int>(capture.device()));
@@ -231,17 +254,20 @@ void run_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack,
     Block* const block = block_of(t.storage().data());
     return capture ? capture->accesses(*block) : &block->accesses;
   };
+  std::vector<bool> stored;
+  for (std::size_t i = 0; i < arguments.size(); ++i) stored.push_back(stores(op, args, i));
   std::vector<Accesses*> reads, writes;
   for (std::size_t i = 0; i < arguments.size(); ++i) {
     c10::IValue& arg = (*stack)[first + i];
     const bool written = arguments[i].alias_info() && arguments[i].alias_info()->isWrite();
+    const bool is_stored = stored[i];
     for_each_tensor(arg, [&](const at::Tensor& t) {
       if (is_on_device(t) && t.storage().nbytes() > 0) {
         (written ? writes : reads).push_back(accesses_of(t));
         elements += t.numel();
         const auto bytes = static_cast<int64_t>(t.nbytes());
-        if (written && !capture) count(&Totals::bytes_written, bytes);
-        if (!is_view && !capture && !arguments[i].is_out()) count(&Totals::bytes_read, bytes);
+        if (is_stored && !capture) count(&Totals::bytes_written, bytes);
+        if (!is_view && !capture && loads(op, i)) count(&Totals::bytes_read, bytes);
       }
       return view.of(t);
     });

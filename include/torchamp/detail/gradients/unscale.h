@@ -207,14 +207,25 @@ struct CheckWith {
   at::Tensor one{};     ///< 0-dim fp32 on the flag's device; wanted where `number` is there
   at::Tensor scale{};   ///< 0-dim fp32: gradients that an inf comes of when divided by it count
   at::Tensor number{};  ///< 0-dim fp32 on the flag's device, not the host: counts like a gradient
+  at::Tensor norm{};    ///< 0-dim fp32, not finite where a gradient is not: saves a look at them
+  at::Tensor flag{};  ///< 0-dim fp32 on the flag's device, 0: saves the launch of one with `number`
 };
 
 /// Sets `found_inf`, 0-dim fp32, 0 or 1, to 1 if any gradient is not finite; makes it, on `home`,
 /// where it is undefined. Neither the gradients are changed nor their versions. One look at each
-/// gradient, and one at each one's largest value; for reads see DeviceFlags.
+/// gradient, and one at each one's largest value, or at a number that tells as much; for reads see
+/// DeviceFlags.
 inline void check(const std::vector<GradientBatch>& batches, at::Tensor& found_inf, at::Device home,
                   const CheckWith& with = {}) {
   const at::AutoDispatchBelowADInplaceOrView versions_stay;
+  if (with.number.defined() && with.norm.defined() && with.norm.device() == home) {
+    if (!found_inf.defined() && with.flag.defined() && with.flag.device() == home) {
+      found_inf = with.flag;
+    } else if (!found_inf.defined()) {
+      found_inf = at::zeros({}, at::TensorOptions(home).dtype(at::kFloat));
+    }
+    return look_at({{home, at::kFloat}, {with.number, with.norm}}, with.one, found_inf);
+  }
   std::vector<LargestValues> looks;
   for (const GradientBatch& batch : batches) {
     const bool flags = !found_inf.defined() && batch.device == home;

@@ -39,6 +39,10 @@ struct Divisor {
   at::Tensor number{};     ///< 0-dim fp32; undefined if there is none
   double per_excess = 0.;  ///< if not 0, the divisor is 1 + per_excess * number, in one kernel less
   bool is_number = true;   ///< or else it may be inf, to make gradients of 0
+  /// Whether it is not finite where a gradient is not, or is too large to be divided by the scale.
+  bool tells_finite = false;
+  at::Tensor norm{};  ///< with tells_finite: tells as well, on devices whose ops lose NaNs
+  at::Tensor zero{};  ///< 0-dim fp32 on the number's device, new, for a flag; or undefined
 
   bool defined() const { return number.defined(); }
 
@@ -71,7 +75,10 @@ class PendingDivisor {
     });
     divisor_ = divisor;
     if (before.defined()) {
-      divisor_ = {divisor.times(before.value()), 0., before.is_number && divisor.is_number};
+      divisor_.number = divisor.times(before.value());
+      divisor_.per_excess = 0.;
+      divisor_.is_number = before.is_number && divisor.is_number;
+      divisor_.tells_finite = divisor.tells_finite;
     }
     clipped_ = std::move(clipped);
     graphs_ = at::sequence_number::peek();

@@ -7,6 +7,7 @@
 #include <torch/optim/lbfgs.h>
 
 #include <algorithm>
+#include <cmath>
 #include <optional>
 #include <sstream>
 #include <utility>
@@ -183,12 +184,15 @@ TORCHAMP_BODY void GradScaler::unscale(torch::optim::Optimizer& optimizer,
            .shards = std::move(shards)};
 }
 
-/// `number`: one more that is to be finite, where the scale is.
+/// `clip`: what is left to the step, if anything is; `grad_scale`: what the step divides by then.
 TORCHAMP_BODY void GradScaler::check_only(torch::optim::Optimizer& optimizer,
                                           detail::OptimizerState& state, bool as_if_divided,
-                                          const at::Tensor& number) {
+                                          const detail::Divisor* clip,
+                                          const at::Tensor& grad_scale) {
   const detail::InternalOps guard;
   state.shards = detail::shards_of(optimizer, "GradScaler::step");
+  const bool on_host = grad_scale.is_cpu();
+  const at::Tensor number = clip && clip->is_number && !on_host ? grad_scale : at::Tensor();
   const auto batches =
       detail::gradients_of(optimizer, detail::HalfGradients::allowed, "GradScaler::step");
   at::Tensor& found_inf = state.found_inf.tensor;
@@ -199,12 +203,17 @@ TORCHAMP_BODY void GradScaler::check_only(torch::optim::Optimizer& optimizer,
     if (number.defined()) {
       detail::look_at({{number.device(), at::kFloat}, {number}}, state_.one(), found_inf);
     }
+  } else if (clip && clip->tells_finite && on_host && !found_inf.defined() &&
+             std::isfinite(*grad_scale.const_data_ptr<float>())) {
+    found_inf = at::zeros({}, state_.scale().options());
   } else {
     detail::check(batches, found_inf, state_.scale().device(),
                   {.zero = state_.zero(),
                    .one = state_.one(),
                    .scale = as_if_divided ? state_.scale() : at::Tensor(),
-                   .number = number});
+                   .number = number,
+                   .norm = clip && clip->tells_finite ? clip->norm : at::Tensor(),
+                   .flag = clip ? clip->zero : at::Tensor()});
   }
   state.had_gradients |= !batches.empty();
 }
@@ -345,8 +354,7 @@ TORCHAMP_BODY StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
     grad_scale = scale_and_clip(clip);
     // A step that is tried again looks anew: a failed capture has taken its flag's memory with it.
     if (!state.agreed) state.found_inf = {};
-    const bool looks_at_product = clip.defined() && clip.is_number && !grad_scale.is_cpu();
-    check_only(optimizer, state, divides, looks_at_product ? grad_scale : at::Tensor());
+    check_only(optimizer, state, divides, clip.defined() ? &clip : nullptr, grad_scale);
     check_clip(clip, state.found_inf.tensor);
   } else {
     if (state.stage == Stage::ready) unscale(optimizer, state, "GradScaler::step");
