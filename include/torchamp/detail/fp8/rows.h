@@ -259,7 +259,7 @@ void quantize_rows(const Rows<const T>& matrix, Fp8Block block, const Blocks& bl
       for (int64_t j = 0; j < size; j += chunk) {
         load_chunk(row + j, size - j, numbers);
         std::uint32_t words[chunk];
-        for (int k = 0; k < 4; ++k) {
+        for (int64_t k = 0; k < 4; ++k) {
           const Words four = writer.codes(numbers[k], floats_at(factors.data() + j + 4 * k));
           std::memcpy(words + 4 * k, &four, sizeof four);
         }
@@ -302,7 +302,7 @@ void decode_rows(const std::uint8_t* codes, const typename Blocks::Scale* scales
         std::uint32_t words[chunk];
         load_words(from + j, size - j, words);
         ChunkOfFloats numbers;
-        for (int k = 0; k < 4; ++k) {
+        for (int64_t k = 0; k < 4; ++k) {
           Words four;
           std::memcpy(&four, words + 4 * k, sizeof four);
           numbers[k] = e4m3_numbers(four) * floats_at(factors.data() + j + 4 * k);
@@ -336,7 +336,7 @@ void hadamard_transform_rows(const Rows<const T>& matrix, float* to) {
     for (int64_t half = 1; half < chunk; half *= 2) {
       for (int64_t i = 0; i < chunk; ++i) {
         if ((i & half) != 0) continue;
-        for (int k = 0; k < 4; ++k) {
+        for (int64_t k = 0; k < 4; ++k) {
           const Floats a = rows[i][k], b = rows[i + half][k];
           rows[i][k] = a + b;
           rows[i + half][k] = a - b;
