@@ -11,7 +11,7 @@
 #include <memory>
 #include <vector>
 
-#include "torchamp/version.h"
+#include "torchamp/detail/host_values.h"
 
 namespace torchamp::detail {
 
@@ -20,21 +20,57 @@ namespace torchamp::detail {
 /// could be skipped.
 struct StepCounter {
   StepCounter(at::Device device, int64_t steps)
-      : value(at::full({}, static_cast<float>(steps), at::device(device).dtype(at::kFloat))),
+      : numbers(at::full({2}, static_cast<float>(steps), at::device(device).dtype(at::kFloat))),
+        value(numbers.select(0, 0)),
         at_least(steps),
-        at_most(steps) {}
+        at_most(steps) {
+    numbers.select(0, 1).fill_(steps == 0 ? 1. : 0.);
+  }
 
   bool known() const { return at_least == at_most; }
 
   /// The same count, for parameters on `device` that go their own way from here on.
   StepCounter copy_to(at::Device device) const {
     StepCounter copy(*this);
-    copy.value = value.to(device, value.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
+    copy.numbers = numbers.to(device, numbers.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
+    copy.value = copy.numbers.select(0, 0);
+    copy.mirror = {};
+    copy.asked = false;
     return copy;
   }
 
-  at::Tensor value;  ///< 0-dim fp32
+  /// Whether only the device knows if there was a step at all.
+  bool may_be_first() const { return at_least == 0 && at_most > 0; }
+
+  /// Has the host learn, some time later, whether there was one. Waits for nobody.
+  void ask() {
+    if (asked || !may_be_first()) return;
+    mirror.send(value, not_here_yet);
+    asked = true;
+  }
+  /// Takes the answer, if it is there, and one that can be had at once.
+  void learn() {
+    if (!may_be_first()) return;
+    float steps = 0.F;
+    if (value.is_cpu()) {
+      steps = *value.const_data_ptr<float>();
+    } else if (asked && mirror[0] != not_here_yet) {
+      steps = mirror[0];
+      asked = false;
+    }
+    if (steps > 0.F) at_least = 1;
+  }
+
+  at::Tensor numbers;  ///< the count, and 1 as long as it is 0, where someone keeps that
+  at::Tensor value;    ///< the count, 0-dim fp32
   int64_t at_least, at_most;
+
+  at::Tensor gates{};   ///< see Note [First steps of SGD]
+  HostMirror mirror{};  ///< of the count
+  bool asked = false;   ///< and it is under way
+
+ private:
+  static constexpr float not_here_yet = -1.F;
 };
 
 template <class Counter>

@@ -54,6 +54,9 @@ struct StepList : StepKey {
 ///     counted(options)   whether steps are counted on the device
 ///     steps, set_steps   the count as LibTorch's state holds it, for parameters that are counted
 ///     step(options, …)   the step of all parameters of a list
+///     counts_first_only  if there and true, all that step() asks of list.counter is
+///     may_be_first(),
+///                        gates and whether at_least and at_most are 0
 ///     op                 if there, the op of ATen's that step() calls; where the device lacks it,
 ///                        list.by_foreach is true, and all parameters of a list have one count
 ///

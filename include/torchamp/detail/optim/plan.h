@@ -97,7 +97,7 @@ class StepPlan {
     };
     for (auto& counter : counters.assign(counted, steps_so_far)) {
       StepScalars& scalars = plan.scalars_[plan.scalars_of(counter->value.device())];
-      scalars.add_counter(std::move(counter));
+      scalars.add_counter(std::move(counter), counts_first_only());
     }
     auto slot = plan.slots_.begin();
     for (std::size_t g = 0; g < groups.size(); ++g) {
@@ -253,6 +253,14 @@ class StepPlan {
     while (s < scalars_.size() && scalars_[s].device() != device) ++s;
     if (s == scalars_.size()) scalars_.emplace_back(device);
     return s;
+  }
+
+  static constexpr bool counts_first_only() {
+    if constexpr (requires { Kernel::counts_first_only; }) {
+      return Kernel::counts_first_only;
+    } else {
+      return false;
+    }
   }
 
   static bool lacks_op(const at::Tensor& param) {

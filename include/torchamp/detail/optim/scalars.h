@@ -5,18 +5,24 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_fused_sgd.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/maximum.h>
 #include <ATen/ops/ne.h>
 #include <ATen/ops/rsub.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/DispatchKeySet.h>
 
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "torchamp/detail/devices.h"
+#include "torchamp/detail/graph/body.h"
 #include "torchamp/detail/optim/counters.h"
+#include "torchamp/detail/optim/first_step.h"
 #include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
@@ -47,7 +53,16 @@ class StepScalars {
   const std::optional<at::Tensor>& grad_scale() const { return grad_scale_; }
   const std::optional<at::Tensor>& found_inf() const { return found_inf_; }
 
-  void add_counter(std::shared_ptr<StepCounter> counter) {
+  /// `first_only`: all that matters is whether a step is the first.
+  void add_counter(std::shared_ptr<StepCounter> counter, bool first_only) {
+    if (first_only && counts_by_sgd_) {
+      if (!first_and_later_.defined()) {
+        first_and_later_ = at::arange(2, one_.options()).flip(0);
+        unused_ = at::zeros({2}, one_.options());
+      }
+      firsts_.push_back(std::move(counter));
+      return;
+    }
     values_.push_back(counter->value);
     ones_.push_back(one_);
     counters_.push_back(std::move(counter));
@@ -65,13 +80,18 @@ class StepScalars {
       if (!is_exact) found_inf_ = at::ne_out(flag_, *found_inf_, zero_);
     }
     count_step();
+    for (const auto& counter : firsts_) make_gates(*counter);
   }
 
   void end() {
-    for (const auto& counter : counters_) {
-      if (!found_inf_) ++counter->at_least;
-      ++counter->at_most;
+    note_first_steps();
+    for (const auto* const counters : {&counters_, &firsts_}) {
+      for (const auto& counter : *counters) {
+        if (!found_inf_) ++counter->at_least;
+        ++counter->at_most;
+      }
     }
+    for (const auto& counter : firsts_) follow_up(counter);
     grad_scale_.reset();
     found_inf_.reset();
   }
@@ -79,6 +99,7 @@ class StepScalars {
   /// Takes note of a step that was made without begin() and end(), and may have been skipped.
   void note_step() {
     for (const auto& counter : counters_) ++counter->at_most;
+    for (const auto& counter : firsts_) ++counter->at_most;
   }
 
  private:
@@ -99,12 +120,44 @@ class StepScalars {
     }
   }
 
+  void make_gates(StepCounter& counter) const {
+    counter.learn();
+    if (!counter.may_be_first()) return;
+    counter.gates = found_inf_ ? at::maximum(counter.numbers, *found_inf_) : counter.numbers;
+  }
+
+  /// Where a first step may have been made, it is noted, or not: SGD's kernel copies gradients of a
+  /// first step to the buffers.
+  void note_first_steps() const {
+    std::vector<at::Tensor> numbers;
+    for (const auto& counter : firsts_) {
+      if (counter->at_least == 0) numbers.push_back(counter->numbers);
+    }
+    if (numbers.empty()) return;
+    const std::vector<at::Tensor> unused(numbers.size(), unused_);
+    const std::vector<at::Tensor> now(numbers.size(), first_and_later_);
+    at::_fused_sgd_(unused, now, numbers, /*weight_decay=*/0., /*momentum=*/1., /*lr=*/0.,
+                    /*dampening=*/0., /*nesterov=*/false, /*maximize=*/false,
+                    /*is_first_step=*/true, /*grad_scale=*/{}, found_inf_);
+  }
+
+  static void follow_up(const std::shared_ptr<StepCounter>& counter) {
+    counter->gates = at::Tensor();
+    if (!counter->may_be_first()) return;
+    if (GraphBody* const body = GraphBody::current()) {
+      body->states.push_back(std::make_shared<FirstStepToCome>(counter));
+    } else {
+      counter->ask();
+    }
+  }
+
   at::Device device_;
   at::Tensor zero_, one_, flag_;
+  at::Tensor first_and_later_, unused_;  // 1 and 0, and two numbers
   bool counts_by_sgd_;
   std::optional<at::Tensor> grad_scale_, found_inf_;
-  StepCounters counters_;
-  std::vector<at::Tensor> values_, ones_;  // one for each counter
+  StepCounters counters_, firsts_;
+  std::vector<at::Tensor> values_, ones_;  // one for each of counters_
 };
 
 }  // namespace torchamp::detail

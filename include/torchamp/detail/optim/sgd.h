@@ -6,10 +6,6 @@
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_fused_sgd.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/eq.h>
-#include <ATen/ops/maximum.h>
-#include <ATen/ops/ne.h>
 #include <ATen/ops/rsub.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/ScalarType.h>
@@ -33,8 +29,10 @@ namespace torchamp::detail {
 // that does not read never learns whether the buffer was filled (PyTorch's own optimizer takes it
 // for granted and goes on with uninitialised memory). Here buffers start as zeros. Without
 // dampening, a later step makes of zeros what the first step makes of anything. With dampening,
-// steps are counted on the device, and while the first step may be still to come, the kernel is
-// called twice, as the first and as a later step: one of the calls is skipped.
+// the device keeps two numbers, whether there was a step and whether there was none. While the host
+// does not know, the kernel is called twice, as the first and as a later step, and one of these or
+// the flag, whichever is larger, skips a call: the gates. Each step has the numbers copied to the
+// host until it has learned that there was a step; nobody waits for the copy.
 struct SgdKernel {
   using LibTorch = torch::optim::SGD;
   using Options = torch::optim::SGDOptions;
@@ -42,6 +40,7 @@ struct SgdKernel {
   static constexpr const char* name = "FusedSGD";
   static constexpr const char* op = "aten::_fused_sgd_";
   static constexpr bool apart = true;
+  static constexpr bool counts_first_only = true;
 
   static std::size_t kinds(const Options& o) { return o.momentum() == 0 ? 0 : 1; }
   static at::Tensor& tensor(State& s, std::size_t) { return s.momentum_buffer(); }
@@ -60,16 +59,9 @@ struct SgdKernel {
     } else if (list.counter->at_most == 0) {
       call(o, list, /*first=*/true, scalars.grad_scale(), found_inf);
     } else {
-      const at::Tensor& count = list.counter->value;  // 1: this would be the first step
-      at::Tensor is_later = at::empty_like(count), is_first = at::empty_like(count);
-      at::ne_out(is_later, count, scalars.one());
-      at::eq_out(is_first, count, scalars.one());
-      if (found_inf) {
-        at::maximum_out(is_later, is_later, *found_inf);
-        at::maximum_out(is_first, is_first, *found_inf);
-      }
-      call(o, list, /*first=*/true, scalars.grad_scale(), is_later);
-      call(o, list, /*first=*/false, scalars.grad_scale(), is_first);
+      const at::Tensor& gates = list.counter->gates;
+      call(o, list, /*first=*/true, scalars.grad_scale(), gates.select(0, 0));
+      call(o, list, /*first=*/false, scalars.grad_scale(), gates.select(0, 1));
     }
   }
 
