@@ -8,6 +8,7 @@
 #include <c10/util/Exception.h>
 
 #include <cstdint>
+#include <utility>
 
 #include "torchamp/detail/fp8/quantize.h"
 #include "torchamp/detail/fp8/rows.h"
@@ -22,7 +23,7 @@ struct InRows {
   Tensor matrix;
   bool is_transposed;
 
-  explicit InRows(const Tensor& any) : matrix(any) {
+  explicit InRows(Tensor any) : matrix(std::move(any)) {
     if (matrix.is_neg() || matrix._is_zerotensor()) matrix = matrix.clone();
     if (matrix.scalar_type() == at::kHalf) matrix = matrix.to(at::kFloat);
     is_transposed = matrix.stride(1) != 1 && matrix.stride(0) == 1;
@@ -85,7 +86,7 @@ template <class Tensor>
 Fp8Matrix<Tensor> quantize_nvfp4(const Tensor& matrix, Fp8Block block, bool stochastic) {
   if (matrix.numel() == 0) return quantize(matrix, at::kFloat8_e4m3fn);
   const Tensor scale = scale_for(largest_magnitude(matrix), 6 * largest_of(at::kFloat8_e4m3fn));
-  const float of_matrix = scale.template item<float>();
+  const auto of_matrix = scale.template item<float>();
   const Tensor inverse = scale.reciprocal();
   if (!stochastic) {
     const E2m1Blocks<E2m1Rounding::to_nearest> blocks{of_matrix, 0};
