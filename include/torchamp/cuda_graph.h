@@ -28,6 +28,8 @@
 #include "torchamp/detail/graph/recorder.h"
 #include "torchamp/detail/graph/static_inputs.h"
 #include "torchamp/detail/overlay/weight_casts.h"
+#include "torchamp/detail/weights/derived.h"
+#include "torchamp/detail/weights/store.h"
 #include "torchamp/scaled_step.h"
 #include "torchamp/version.h"
 

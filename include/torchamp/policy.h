@@ -21,11 +21,14 @@
 #include "torchamp/detail/bodies.h"
 #include "torchamp/detail/fp8/rule.h"
 #include "torchamp/detail/fp8/run.h"
-#include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/rule.h"
 #include "torchamp/fp8.h"
 #include "torchamp/ops.h"
 #include "torchamp/version.h"
+
+namespace torchamp::detail {
+class PolicyData;
+}
 
 namespace TORCHAMP_NAMESPACE {
 

@@ -11,7 +11,8 @@
 
 #include <cstdint>
 
-#include "torchamp/detail/overlay/runtime.h"
+#include "torchamp/detail/weights/derived.h"
+#include "torchamp/detail/weights/store.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {

@@ -20,6 +20,7 @@
 #include "support/thread_state.h"
 #include "support/tolerances.h"
 #include "support/warnings.h"
+#include "torchamp/detail/overlay/thread_policy.h"
 
 namespace {
 

@@ -19,6 +19,7 @@
 #include "support/warnings.h"
 #include "torchamp/autocast.h"
 #include "torchamp/detail/overlay/compile.h"
+#include "torchamp/detail/overlay/policy_scope.h"
 #include "torchamp/detail/overlay/rule_of_call.h"
 
 namespace {

@@ -11,6 +11,9 @@
 #include <string_view>
 #include <vector>
 
+#include "torchamp/detail/policy/castable.h"
+#include "torchamp/detail/policy/catalog.h"
+#include "torchamp/detail/policy/lists.h"
 #include "torchamp/policy.h"
 
 namespace {

@@ -28,6 +28,7 @@
 #include "support/unboxed_ops.h"
 #include "support/warnings.h"
 #include "torchamp/autocast.h"
+#include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/policy/castable.h"
 
 namespace {

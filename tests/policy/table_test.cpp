@@ -20,6 +20,7 @@
 #include "torchamp/autocast.h"
 #include "torchamp/detail/policy/castable.h"
 #include "torchamp/detail/policy/catalog.h"
+#include "torchamp/detail/policy/lists.h"
 
 namespace {
 

@@ -20,6 +20,7 @@
 #include "support/op_case.h"
 #include "support/warnings.h"
 #include "torchamp/autocast.h"
+#include "torchamp/detail/policy/castable.h"
 #include "torchamp/ops.h"
 
 namespace {

@@ -13,7 +13,7 @@
 
 #include "support/leaf.h"
 #include "torchamp/autocast.h"
-#include "torchamp/detail/overlay/thread_policy.h"
+#include "torchamp/detail/weights/store.h"
 
 namespace {
 

@@ -8,6 +8,8 @@
 #include <typeinfo>
 
 #include "torchamp/autocast.h"
+#include "torchamp/detail/overlay/runtime.h"
+#include "torchamp/detail/overlay/thread_policy.h"
 
 extern "C" __attribute__((visibility("default"))) Plugin torchamp_test_plugin() {
   return {

@@ -24,7 +24,8 @@
 #include "torchamp/detail/distributed/collective.h"
 #include "torchamp/detail/distributed/main_reducer.h"
 #include "torchamp/detail/distributed/reduce_dtype.h"
-#include "torchamp/detail/overlay/runtime.h"
+#include "torchamp/detail/weights/derived.h"
+#include "torchamp/detail/weights/store.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {

@@ -9,10 +9,9 @@
 
 #include "torchamp/detail/fp8/quantize.h"
 #include "torchamp/detail/fp8/recipes.h"
-#include "torchamp/detail/overlay/runtime.h"
-#include "torchamp/detail/overlay/thread_policy.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/detail/weights/derived.h"
+#include "torchamp/detail/weights/store.h"
 #include "torchamp/fp8.h"
 
 namespace torchamp::detail {

@@ -13,6 +13,7 @@
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/overlay/compile.h"
 #include "torchamp/detail/overlay/environment.h"
+#include "torchamp/detail/overlay/policy_scope.h"
 #include "torchamp/detail/overlay/thread_policy.h"
 #include "torchamp/detail/overlay/trial.h"
 #include "torchamp/detail/policy/data.h"

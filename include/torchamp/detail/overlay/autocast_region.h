@@ -13,11 +13,12 @@
 #include "torchamp/detail/bodies.h"
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/fp8/rule.h"
-#include "torchamp/detail/overlay/thread_policy.h"
-#include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/overlay/policy_scope.h"
 #include "torchamp/weight_cache.h"
 
 namespace torchamp::detail {
+
+class PolicyData;
 
 /// What an AutocastGuard does: see there. The members of AutocastOptions come one by one; a null
 /// policy is one that is unset.

@@ -27,6 +27,7 @@
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/detail/weights/derived.h"
+#include "torchamp/detail/weights/store.h"
 #include "torchamp/weight_cache.h"
 
 namespace torchamp::detail {

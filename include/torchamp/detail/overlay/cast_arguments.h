@@ -23,6 +23,7 @@
 #include "torchamp/detail/tensors.h"
 #include "torchamp/detail/weights/cast.h"
 #include "torchamp/detail/weights/derived.h"
+#include "torchamp/detail/weights/store.h"
 
 namespace torchamp::detail {
 

@@ -146,11 +146,6 @@ inline SharedRuntime& shared_runtime() {
   return runtime;
 }
 
-/// The process's store of what is derived from weights: see there. Any thread.
-inline DerivedWeights& derived_weights() {
-  return shared_runtime().derived_weights;
-}
-
 /// The slot of c10::ThreadLocalDebugInfo that holds the thread's policy. A template, so that only
 /// the branch for the running LibTorch's type of kind is compiled.
 template <class Kind = c10::DebugInfoKind>

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "torchamp/detail/overlay/environment.h"
+#include "torchamp/detail/overlay/policy_scope.h"
 #include "torchamp/detail/overlay/thread_policy.h"
 #include "torchamp/detail/policy/data.h"
 

@@ -2,24 +2,12 @@
 #pragma once
 
 #include <ATen/autocast_mode.h>
-#include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
-#include "torchamp/detail/overlay/runtime.h"
-#include "torchamp/detail/weights/derived.h"
+#include "torchamp/detail/bodies.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
-
-/// Null where another version of torchamp owns the process: what cannot make a guard derives
-/// nothing either.
-inline DerivedWeights* derived_weights_if_any() noexcept {
-  try {
-    return &derived_weights();
-  } catch (const c10::Error&) {
-    return nullptr;
-  }
-}
 
 /// Lives where weights are written to, and at its end, also if what writes throws, drops LibTorch's
 /// cached casts of them, which would go on giving the old values within an autocast region, and
@@ -30,14 +18,7 @@ class DropWeightCasts {
   DropWeightCasts() = default;
   /// Where it may not: the optimizer's parameters are told to have changed, too.
   explicit DropWeightCasts(const torch::optim::Optimizer& optimizer) : optimizer_(&optimizer) {}
-  ~DropWeightCasts() {
-    at::autocast::clear_cache();
-    DerivedWeights* const derived = derived_weights_if_any();
-    if (derived == nullptr || derived->is_empty()) return;
-    derived->end_window();
-    if (optimizer_ == nullptr) return;
-    for (const auto& group : optimizer_->param_groups()) derived->changed(group.params());
-  }
+  ~DropWeightCasts();
   DropWeightCasts(const DropWeightCasts&) = delete;
   DropWeightCasts& operator=(const DropWeightCasts&) = delete;
 
@@ -56,3 +37,7 @@ class EmptyCastCache {
 };
 
 }  // namespace torchamp::detail
+
+#if TORCHAMP_BODIES
+#include "torchamp/detail/overlay/weight_casts_impl.h"  // IWYU pragma: export
+#endif

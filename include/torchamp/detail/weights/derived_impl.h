@@ -1,0 +1,296 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/core/UndefinedTensorImpl.h>
+#include <c10/util/ArrayRef.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
+#include <limits>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/bodies.h"
+#include "torchamp/detail/weights/derived.h"
+#include "torchamp/detail/weights/stamp.h"
+
+namespace torchamp::detail {
+
+/// What a DerivedWeights keeps.
+struct DerivedWeights::Entries {
+  struct Entry {
+    Entry(WeightStamp of, WeightForm as, WeightKeep keep_for, Tensors made)
+        : stamp(std::move(of)), form(as), tensors(std::move(made)) {
+      keep(keep_for);
+      for (const at::Tensor& tensor : tensors) {
+        versions.push_back(tensor._version());
+        bytes += static_cast<int64_t>(tensor.nbytes());
+      }
+    }
+
+    bool holds(const at::Tensor& weight) const {
+      if (is_stale || !stamp.holds(weight)) return false;
+      for (std::size_t i = 0; i < tensors.size(); ++i) {
+        if (tensors[i]._version() != versions[i]) return false;  // somebody has written to it
+      }
+      return true;
+    }
+
+    /// For what asks for longest.
+    void keep(WeightKeep asked) {
+      if (asked.until < until) return;
+      until = asked.until;
+      region = asked.region;
+    }
+
+    WeightStamp stamp;
+    WeightForm form;
+    Tensors tensors;
+    std::vector<int64_t> versions;
+    int64_t bytes = 0;
+    WeightKeep::Until until = WeightKeep::Until::made;
+    std::uint64_t region = 0;
+    std::uint64_t used = 0;
+    bool is_stale = false;
+  };
+
+  struct Owner {
+    using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+    Weak self;  // keeps the address from being used again
+    std::vector<Entry> entries;
+  };
+
+  static bool is_unshared(const at::Tensor& tensor) {
+    return tensor.use_count() == 1 && tensor.storage().use_count() == 1;
+  }
+
+  static void mark(Owner& owner) {
+    for (Entry& entry : owner.entries) entry.is_stale = true;
+  }
+
+  // Of two open regions with one slot, the earlier one is taken for ended: nothing is kept for it.
+  std::atomic<std::uint64_t>& slot_of(std::uint64_t region) {
+    return open_regions[region % std::size(open_regions)];
+  }
+
+  bool is_over(const Entry& entry) {
+    return entry.until == WeightKeep::Until::region_ends && slot_of(entry.region) != entry.region;
+  }
+
+  Entry* find(const at::Tensor& weight, WeightForm form) {
+    const auto owner = owners.find(owner_of(weight));
+    if (owner == owners.end()) return nullptr;
+    for (Entry& entry : owner->second.entries) {
+      if (entry.form == form && entry.stamp.is_of(weight)) return &entry;
+    }
+    return nullptr;
+  }
+
+  Tensors take(const at::Tensor& weight, Entry* entry) {
+    auto& entries = owners.find(owner_of(weight))->second.entries;
+    Tensors tensors = std::move(entry->tensors);
+    forget(*entry);
+    entries.erase(entries.begin() + (entry - entries.data()));
+    return tensors;
+  }
+
+  void forget(const Entry& entry) {
+    counts.bytes -= entry.bytes;
+    --size;
+  }
+
+  void add(const at::Tensor& weight, Entry entry, std::vector<Tensors>& dropped) {
+    if (entry.bytes > budget || is_over(entry)) return;
+    if (Entry* const other = find(weight, entry.form)) {  // another thread was quicker
+      dropped.push_back(take(weight, other));
+    }
+    make_room(entry.bytes, dropped);
+    entry.used = ++uses;
+    counts.bytes += entry.bytes;
+    ++size;
+    const c10::TensorImpl* const address = owner_of(weight);
+    auto found = owners.find(address);
+    if (found == owners.end()) {
+      if (owners.size() >= purge_at) {
+        purge([](const Entry&, std::uint64_t) { return false; }, 0, dropped);
+        purge_at = std::max<std::size_t>(64, 2 * owners.size());
+      }
+      const at::TensorBase& owner = weight.is_view() ? weight._base() : weight;
+      Owner fresh{.self = Owner::Weak(owner.getIntrusivePtr()), .entries = {}};
+      found = owners.emplace(address, std::move(fresh)).first;
+    }
+    found->second.entries.push_back(std::move(entry));
+  }
+
+  // Drops what is least recently used until `bytes` more fit.
+  void make_room(int64_t bytes, std::vector<Tensors>& dropped) {
+    while (counts.bytes > budget - bytes && size != 0) {
+      std::uint64_t oldest = std::numeric_limits<std::uint64_t>::max();
+      for (const auto& [address, owner] : owners) {
+        for (const Entry& entry : owner.entries) oldest = std::min(oldest, entry.used);
+      }
+      purge([](const Entry& entry, std::uint64_t used) { return entry.used == used; }, oldest,
+            dropped);
+    }
+  }
+
+  // Which entries leave; `number` is what it says of them.
+  using Leaves = bool (*)(const Entry&, std::uint64_t number);
+
+  void drop_if(Leaves leaves, std::uint64_t number = 0) {
+    std::vector<Tensors> dropped;
+    const std::scoped_lock lock(mutex);
+    purge(leaves, number, dropped);
+  }
+
+  // Takes out what `leaves` says, and what belongs to weights that are gone.
+  void purge(Leaves leaves, std::uint64_t number, std::vector<Tensors>& dropped) {
+    for (auto found = owners.begin(); found != owners.end();) {
+      Owner& owner = found->second;
+      const bool is_gone = owner.self.expired();
+      std::erase_if(owner.entries, [&](Entry& entry) {
+        if (!is_gone && !leaves(entry, number)) return false;
+        forget(entry);
+        dropped.push_back(std::move(entry.tensors));
+        return true;
+      });
+      found = owner.entries.empty() ? owners.erase(found) : std::next(found);
+    }
+  }
+
+  std::mutex mutex;  // guards what is not atomic
+  std::unordered_map<const c10::TensorImpl*, Owner> owners;
+  Counts counts;
+  std::uint64_t uses = 0;
+  std::size_t purge_at = 64;  // owners, after which those that are gone are looked for
+  int64_t budget = std::numeric_limits<int64_t>::max();
+  std::atomic<std::size_t> size = 0;
+  std::atomic<std::uint64_t> times_told = 0;
+  std::atomic<int64_t> suspensions = 0;
+  std::atomic<std::uint64_t> regions = 0;
+  std::atomic<std::uint64_t> open_regions[64] = {};
+};
+
+TORCHAMP_BODY DerivedWeights::DerivedWeights() : entries_(new Entries) {}
+
+TORCHAMP_BODY DerivedWeights::~DerivedWeights() {
+  delete entries_;
+}
+
+TORCHAMP_BODY DerivedWeights::Found DerivedWeights::find(const at::Tensor& weight, WeightForm form,
+                                                         WeightKeep keep) {
+  if (keep.until == WeightKeep::Until::made || entries_->suspensions > 0 ||
+      !counts_changes(weight) || stream_is_captured(weight)) {
+    return {Found::Is::not_for_keeping, {}};
+  }
+  Found found{Found::Is::outdated, {}};
+  {
+    const std::scoped_lock lock(entries_->mutex);
+    if (Entries::Entry* const entry = entries_->find(weight, form)) {
+      if (entry->holds(weight)) {
+        ++entries_->counts.hits;
+        entry->keep(keep);
+        entry->used = ++entries_->uses;
+        return {Found::Is::kept, entry->tensors};
+      }
+      found.tensors = entries_->take(weight, entry);
+    }
+    ++entries_->counts.misses;
+    found.times_told = entries_->times_told;
+  }
+  Tensors& reusable = found.tensors;
+  if (!std::all_of(reusable.begin(), reusable.end(), &Entries::is_unshared)) reusable.clear();
+  return found;
+}
+
+TORCHAMP_BODY void DerivedWeights::add(const at::Tensor& weight, WeightStamp stamp, WeightForm form,
+                                       WeightKeep keep, const Tensors& made,
+                                       std::uint64_t times_told) {
+  std::vector<Tensors> dropped;  // freed without the lock
+  const std::scoped_lock lock(entries_->mutex);
+  if (times_told == entries_->times_told && entries_->suspensions == 0) {
+    entries_->add(weight, Entries::Entry(std::move(stamp), form, keep, made), dropped);
+  }
+}
+
+TORCHAMP_BODY void DerivedWeights::changed(at::TensorList weights) {
+  ++entries_->times_told;
+  if (is_empty()) return;
+  const std::scoped_lock lock(entries_->mutex);
+  for (const at::Tensor& weight : weights) {
+    if (!weight.defined()) continue;
+    const auto owner = entries_->owners.find(owner_of(weight));
+    if (owner != entries_->owners.end()) Entries::mark(owner->second);
+  }
+}
+
+TORCHAMP_BODY void DerivedWeights::all_changed() {
+  ++entries_->times_told;
+  if (is_empty()) return;
+  const std::scoped_lock lock(entries_->mutex);
+  for (auto& [address, owner] : entries_->owners) Entries::mark(owner);
+}
+
+TORCHAMP_BODY std::uint64_t DerivedWeights::begin_region() {
+  const std::uint64_t region = ++entries_->regions;
+  entries_->slot_of(region).store(region, std::memory_order_relaxed);
+  return region;
+}
+
+TORCHAMP_BODY void DerivedWeights::end_region(std::uint64_t region) {
+  std::uint64_t expected = region;
+  entries_->slot_of(region).compare_exchange_strong(expected, 0);
+  if (is_empty()) return;
+  entries_->drop_if(
+      [](const Entries::Entry& entry, std::uint64_t ended) {
+        return entry.until == WeightKeep::Until::region_ends && entry.region == ended;
+      },
+      region);
+}
+
+TORCHAMP_BODY void DerivedWeights::end_window() {
+  if (is_empty()) return;
+  entries_->drop_if([](const Entries::Entry& entry, std::uint64_t) {
+    return entry.until == WeightKeep::Until::weights_step;
+  });
+}
+
+TORCHAMP_BODY void DerivedWeights::clear() {
+  ++entries_->times_told;
+  if (is_empty()) return;
+  entries_->drop_if([](const Entries::Entry&, std::uint64_t) { return true; });
+}
+
+TORCHAMP_BODY DerivedWeights::Suspension::Suspension(DerivedWeights& weights) : weights_(weights) {
+  ++weights_.entries_->suspensions;
+}
+
+TORCHAMP_BODY DerivedWeights::Suspension::~Suspension() {
+  --weights_.entries_->suspensions;
+}
+
+TORCHAMP_BODY void DerivedWeights::set_budget(int64_t bytes) {
+  std::vector<Tensors> dropped;
+  const std::scoped_lock lock(entries_->mutex);
+  entries_->budget = bytes;
+  entries_->make_room(0, dropped);
+}
+
+TORCHAMP_BODY bool DerivedWeights::is_empty() const {
+  return entries_->size.load(std::memory_order_relaxed) == 0;
+}
+
+TORCHAMP_BODY DerivedWeights::Counts DerivedWeights::counts() const {
+  const std::scoped_lock lock(entries_->mutex);
+  return entries_->counts;
+}
+
+}  // namespace torchamp::detail

@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include "torchamp/detail/bodies.h"
+#include "torchamp/detail/weights/derived.h"
+
+namespace torchamp::detail {
+
+/// The process's store of what is derived from weights: see there. Any thread.
+DerivedWeights& derived_weights();
+
+/// How long the calling thread keeps what it derives from weights: not at all outside of guards, or
+/// where LibTorch's flag for its own cache is off.
+WeightKeep keep_of_this_thread();
+
+}  // namespace torchamp::detail
+
+#if TORCHAMP_BODIES
+#include "torchamp/detail/weights/store_impl.h"  // IWYU pragma: export
+#endif
