@@ -13,18 +13,18 @@
 # LibTorch 2.15, g++ 12, -O2, billions of instructions of the compiler (`perf stat -e
 # instructions:u`) and bytes of code and data of the object file:
 #   without torchamp                                58.6    62,174
-#   guard, scaler and a fused optimizer            110.5   444,938
-#   the same, the library compiled apart            63.9    58,305
+#   guard, scaler and a fused optimizer            113.2   464,012
+#   the same, the library compiled apart            63.6    57,290
 #   the library's own file, once                   100.4   521,874
 #   torchamp.h included, nothing used               67.9    62,174
-#   the same, the library compiled apart            64.2
-# So 89 %, or 9.1 % with TORCHAMP_COMPILED. Header-only there is no way near that: no part stands
+#   the same, the library compiled apart            64.1
+# So 93 %, or 8.5 % with TORCHAMP_COMPILED. Header-only there is no way near that: no part stands
 # out (520 functions, the largest of 6 kB), and the compiler spends 0.12 to 0.13 billion on a
 # kilobyte of them; on one of the rest of the program, most of it instances of LibTorch's templates,
 # 0.27. -Os makes it 91.5. Of what is included and not used, half is not for reading it: GCC
 # prepares every virtual function that a call in the program could come to, whether or not an object
 # of its class is made (-fno-devirtualize shows it).
-# With -fsyntax-only, torchamp.h is 8.1 % of what torch/torch.h takes (41.9), or 5.3 % with
+# With -fsyntax-only, torchamp.h is 8.5 % of what torch/torch.h takes (42.0), or 4.5 % with
 # TORCHAMP_COMPILED. Every type in a container, optional or smart pointer that LibTorch's headers
 # do not have there is 0.02 of these billions, a map of a new type 0.05 to 0.07, ATen/autocast_mode.h,
 # which torch/torch.h does not include, 0.12.
