@@ -367,7 +367,7 @@ TEST(ShardedMasters, SendGradientsInTheDtypeOfChoiceAndSumThemInFp32) {
   if (ran_in_processes(2)) return;
   const auto group = c10::make_intrusive<StagingGroup>(make_group());
   const int rank = group->getRank();
-  constexpr std::int64_t elements = 36 + 8 + 22 + 4;  // with the padding of 35, 7, 21 and 3
+  constexpr std::int64_t numbers = 36 + 8 + 22 + 4;  // with the padding of 35, 7, 21 and 3
   std::vector<Tensor> weights;
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
     at::manual_seed(1);
@@ -380,10 +380,10 @@ TEST(ShardedMasters, SendGradientsInTheDtypeOfChoiceAndSumThemInFp32) {
       const std::int64_t sent = group->exchanged_bytes, gathered = group->gathered_bytes;
       optimizer.zero_grad();
       net->forward(batch_of(rank, step).to(at::kBFloat16)).to(at::kFloat).pow(2).mean().backward();
-      EXPECT_EQ(group->exchanged_bytes - sent, elements * (dtype == at::kFloat ? 4 : 2));
+      EXPECT_EQ(group->exchanged_bytes - sent, numbers * (dtype == at::kFloat ? 4 : 2));
       optimizer.step();
       masters.copy_to_model();
-      EXPECT_EQ(group->gathered_bytes - gathered, elements / 2 * 2);  // half of them, in bf16
+      EXPECT_EQ(group->gathered_bytes - gathered, numbers / 2 * 2);  // half of them, in bf16
     }
     if (dtype == at::kFloat) {
       for (const Tensor& weight : net->parameters()) weights.push_back(weight.detach().clone());
