@@ -161,7 +161,10 @@ struct GradScalerOptions {
   /// agree_found_inf and agree_largest; one of them alone is an error. Decided on the device,
   /// without a read: the largest magnitude is what the check for infs gives. (Where unscale_
   /// divides the gradients, that check is a pass of its own.) Gradients in fp16 and in fp32 behind
-  /// fp16 layers alike.
+  /// fp16 layers alike. A batch of NaNs is taken for an overflow, but tells nothing of the
+  /// gradients: two good iterations after a run of them the scale is back, but for the factor of 2
+  /// that each run costs until growth_interval iterations were good. As long as all gradients are
+  /// 0, the scale grows as torch.amp's does.
   static GradScalerOptions predictive() { return {.max_scale = 0x1p32, .follows_gradients = true}; }
 
   /// For bf16 and fp32: the scale is 1 and stays so; a step with an inf or a NaN is skipped.

@@ -57,8 +57,9 @@ class Predictive:
         if bad:
             self.good = 0
             self.credit = max(self.credit - 1, 0)
-            if knows:
-                self.sample(max(16 - bits, self.fast.get()))
+            if knows and not self.previous_bad:
+                mean = self.fast.get()
+                self.sample(max(min(16 - bits, mean + 4), mean))
             if self.credit == 0:
                 if knows and not self.previous_bad:
                     self.aim = max(self.aim - 1, -18.0)

@@ -145,6 +145,28 @@ TEST(GradientForecastUpdate, SkipsOneStepAtMostFromAScaleThatIsFarTooLarge) {
   }
 }
 
+TEST(GradientForecastUpdate, IsBackTwoIterationsAfterARunOfNaNs) {
+  const GradScalerOptions options = GradScalerOptions::predictive();
+  for (const int bad : {1, 2, 6, 10, 20}) {
+    SCOPED_TRACE(bad);
+    std::mt19937 random(1);
+    std::normal_distribution<double> noise(0., 0.5);
+    ScaleMemory<double> memory = torchamp::detail::initial_memory(options);
+    const auto iterate = [&] {
+      memory = after_update(options, memory, false, std::exp2(noise(random)) * memory.scale);
+    };
+    for (int i = 0; i < 20; ++i) iterate();
+    const double before = memory.scale;
+    for (int i = 0; i < bad; ++i) memory = after_update(options, memory, true, std::nan(""));
+    const double torchs = std::exp2(16 - bad);
+    EXPECT_GE(memory.scale, std::min(torchs, before) * 0x1p-17) << "the retreat, and a bit each";
+    for (int i = 0; i < 2; ++i) iterate();
+    EXPECT_GE(memory.scale, before / 16.);
+    for (int i = 0; i < 100; ++i) iterate();
+    EXPECT_GE(memory.scale, before / 4.);
+  }
+}
+
 TEST_P(GradientForecast, FindsTheScaleWithTheFirstBackward) {
   GradScaler scaler(GradScalerOptions::predictive());
   torchamp::FusedSGD optimizer(parameters_on(GetParam()), torch::optim::SGDOptions(0.));

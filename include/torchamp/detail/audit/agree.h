@@ -63,6 +63,7 @@ inline void agree(const AuditedModel& audited, std::vector<AuditRow>& rows,
               "PrecisionAudit: the steps of the processes do not call the same ops. Give all of "
               "them the same model and step.");
   std::vector<double> has_problem;
+  has_problem.reserve(rows.size());
   for (const AuditRow& row : rows) has_problem.push_back(row.problem.empty() ? 0. : 1.);
   std::vector<double*> numbers;
   for (std::size_t i = 0; i < rows.size(); ++i) {

@@ -80,7 +80,7 @@ struct UnderflowHistory {
     }
     for (const auto& [device, tensors] : lost_on) {
       const at::Tensor all = at::cat(tensors).cpu();
-      const int64_t* number = all.const_data_ptr<int64_t>();
+      const auto* number = all.const_data_ptr<int64_t>();
       for (const Counts& one : counts) {
         if (one.lost.device() != device) continue;
         for (const std::size_t row : one.rows) {
@@ -91,7 +91,7 @@ struct UnderflowHistory {
     }
     for (const auto& [device, tensors] : scales_on) {
       const at::Tensor all = at::stack(tensors).cpu();
-      const float* number = all.const_data_ptr<float>();
+      const auto* number = all.const_data_ptr<float>();
       for (std::size_t i = 0; i < scales.size(); ++i) {
         if (scales[i].defined() && scales[i].device() == device) report.steps[i].scale = *number++;
       }

@@ -22,7 +22,9 @@ namespace torchamp::detail {
 // - A bad iteration tells that the gradients were at least 2^16 over the scale: this, as a
 //   logarithm, is what it adds to the averages. LogMaxScaler adds the number 2^16 instead of its
 //   logarithm, 16, and does not divide it by the scale, so that one overflow ruins the averages for
-//   thousands of iterations. Before the first good iteration, it adds nothing.
+//   thousands of iterations. But no more than 2^4 over the mean, and once for a run of bad
+//   iterations, since a batch of NaNs says nothing of the gradients. Before the first good
+//   iteration, it adds nothing.
 // - The averages are weighed so that they are right from the first iteration on.
 // - The latest magnitude counts as well, so that the scale follows at once where gradients grow.
 // - It aims at 2^13 instead of 2^16, for what lies between the loss and a parameter may be larger
@@ -58,6 +60,7 @@ struct ForecastConstants {
   static constexpr double highest_aim = 13.;
   static constexpr double lowest_aim = -18.;
   static constexpr double overflow = 16.;  ///< the logarithm of what fp16 cannot hold
+  static constexpr double surprise = 4.;   ///< the most that a bad iteration adds to the mean
   static constexpr double sigmas = 3.09;
   static constexpr double decay = 0.99;
   static constexpr double slow_decay = 0.9995;
@@ -73,20 +76,22 @@ inline GradientForecast<double> initial_forecast() {
 }
 
 /// What is known after an iteration whose gradients were multiplied by `scale`, their largest
-/// magnitude being `largest` then (0: not known). `Bool` as in after_update; `backs_off` and
-/// `grows`: whether the aim does.
+/// magnitude being `largest` then (0: not known). `Bool` as in after_update; `is_first`: of a run
+/// of bad iterations; `lowers` and `grows`: whether scales do that are torch.amp's.
 template <class Number, class Bool>
 GradientForecast<Number> after_iteration(const GradScalerOptions& options,
                                          const GradientForecast<Number>& before,
-                                         const Number& scale, const Bool& bad,
-                                         const Bool& backs_off, const Bool& grows,
+                                         const Number& scale, const Bool& bad, const Bool& is_first,
+                                         const Bool& lowers, const Bool& grows,
                                          const Number& largest) {
   using Constants = ForecastConstants;
   GradientForecast<Number> after = before;
-  const auto is_sample = choose(bad, before.samples, largest) > 0.;
+  const auto is_sample = choose(bad, choose(is_first, before.samples, 0.), largest) > 0.;
   const Number log_scale = log2_of(scale);
-  const Number sample = choose(bad, maximum_of(Constants::overflow - log_scale, before.mean),
-                               log2_of(largest) - log_scale);
+  const Number overflowed =
+      minimum_of(Constants::overflow - log_scale, before.mean + Constants::surprise);
+  const Number sample =
+      choose(bad, maximum_of(overflowed, before.mean), log2_of(largest) - log_scale);
   const Number samples = before.samples + 1.;
   const auto average = [&](const Number& mean, const Number& value, double decay) {
     const Number weight = (1. - decay) / (1. - power_of(decay, samples));
@@ -96,9 +101,9 @@ GradientForecast<Number> after_iteration(const GradScalerOptions& options,
   after.mean = average(before.mean, sample, Constants::decay);
   after.slow_mean = average(before.slow_mean, sample, Constants::slow_decay);
   after.slow_square = average(before.slow_square, sample * sample, Constants::slow_decay);
-  after.aim =
-      choose(backs_off & (before.samples > 0.), before.aim + std::log2(options.backoff_factor),
-             choose(grows, before.aim + std::log2(options.growth_factor), before.aim));
+  after.aim = choose(lowers & is_first & (before.samples > 0.),
+                     before.aim + std::log2(options.backoff_factor),
+                     choose(grows, before.aim + std::log2(options.growth_factor), before.aim));
   after.aim = clamp(after.aim, Constants::lowest_aim, Constants::highest_aim);
   return after;
 }

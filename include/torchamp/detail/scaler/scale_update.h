@@ -102,9 +102,8 @@ ScaleMemory<Number> after_update(const GradScalerOptions& options,
   }
   if (!options.follows_gradients) return after;
 
-  // A run of bad iterations lowers the aim once.
   after.forecast = after_iteration<Number, Bool>(options, before.forecast, before.scale, bad,
-                                                 lowers & (before.skips == 0.), grows, largest);
+                                                 before.skips == 0., lowers, grows, largest);
   const Number predicted =
       clamp(predicted_scale(options, after.forecast, before.scale, bad, largest), options.min_scale,
             options.max_scale);
