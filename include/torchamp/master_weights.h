@@ -77,11 +77,11 @@ struct MasterWeightsOptions {
 /// master, rounded (ties away from zero), and the 16 bits that it lacks lie beside it. parameters()
 /// gives the model's weights, whose gradients become fp32 in take_gradients(). A fused optimizer
 /// steps both halves, in pieces of bounded size, and computes what it would compute with masters of
-/// their own; its state is fp32. There is nothing to copy to the model: copy_to_model() is not
-/// needed. Any other optimizer is an error: of GradScaler::step and unscale_, or, without a scaler,
-/// of copy_to_model(), and of take_gradients() when it is next called. So is writing to the
-/// weights, once gradients were taken. Move the model before; a model that is cloned has bf16
-/// weights and no masters.
+/// their own from the same gradients; its state is fp32. There is nothing to copy to the model:
+/// copy_to_model() is not needed. Any other optimizer is an error: of GradScaler::step and
+/// unscale_, or, without a scaler, of copy_to_model(), and of take_gradients() when it is next
+/// called. So is writing to the weights, once gradients were taken. Move the model before; a model
+/// that is cloned has bf16 weights and no masters.
 ///
 /// With `.main_gradients` the line with take_gradients() falls away: backward() does it, one
 /// gradient at a time. What take_gradients() refuses is an error of backward() then. (The program's

@@ -96,10 +96,11 @@ void save_policy(const AuditedPolicy& audited, const std::string& path);
 ///     torchamp::save_policy(best, "model.policy");
 ///
 /// A step computes the loss and calls backward(), with a guard where training has one, and has no
-/// optimizer. It runs with guards off, in the precision of its tensors; after each call in forward
-/// of an op that a policy can cast, the call is made again in fp32 and in 16 bits on copies: see
-/// Note [What an audit measures]. Reads the device for each op, and takes several times the time
-/// and memory of a step. Regions of at::autocast without torchamp are not switched off.
+/// optimizer. It runs with guards off, in the precision of its tensors (audit a model in fp32,
+/// before MasterWeights or to() narrow it); after each call in forward of an op that a policy can
+/// cast, the call is made again in fp32 and in 16 bits on copies: see Note [What an audit
+/// measures]. Reads the device for each op, and takes several times the time and memory of a step.
+/// Regions of at::autocast without torchamp are not switched off.
 ///
 /// Whatever happens, the model's parameters, gradients, buffers and module policies, the default
 /// random generators and the thread's autocast state are afterwards as before, bit for bit.
