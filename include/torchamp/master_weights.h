@@ -120,7 +120,9 @@ class MasterWeights {
   void take_gradients();
 
   /// After the optimizer's step, taken or skipped: gives the model the masters' values, rounded to
-  /// 16 bits. One pass over all parameters of a device; split masters need none.
+  /// 16 bits. One pass over all parameters of a device; split masters need none. An error, before
+  /// anything is changed, if masters of their own are what they were at the last call, no gradients
+  /// were taken since, and the model holds some: take_gradients() was forgotten.
   void copy_to_model();
 
   /// For torch::save(masters, path): what torch::save(model, path) writes, but with the masters'
@@ -154,6 +156,7 @@ class MasterWeights {
     void set(const at::Tensor& value) const;
   };
   void check_split(const char* call) const;
+  void check_taken() const;
   const Weight* find(const at::Tensor& parameter) const;
   int64_t master_versions() const;
   void note_copied();
@@ -163,6 +166,7 @@ class MasterWeights {
   std::vector<Weight> weights_;
   detail::TensorPairs model_from_masters_;
   int64_t copied_versions_ = 0;  // of the masters, at the last copy_to_model()
+  bool was_taken_ = false;       // gradients were, or load() was called, since then
 };
 
 /// Calls save(), for torch::save.

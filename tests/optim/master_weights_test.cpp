@@ -275,6 +275,67 @@ TEST(MasterWeights, SayThatTheModelWasNotGivenTheNewValues) {
   }
 }
 
+TEST(MasterWeights, SayThatTheModelsGradientsWereForgotten) {
+  for (const bool scaled : {false, true}) {
+    Net net;
+    MasterWeights masters(net, {.dtype = at::kBFloat16});
+    torchamp::FusedSGD optimizer(masters.parameters(), torch::optim::SGDOptions(0.1));
+    torchamp::GradScaler scaler({.enabled = scaled});
+    const auto step = [&](bool takes) {
+      optimizer.zero_grad();
+      scaler.scale(loss_of(net, at::randn({8, 4}))).backward();
+      if (takes) masters.take_gradients();
+      EXPECT_TRUE(scaler.step(optimizer).stepped());  // the norms' gradients are there
+      scaler.update();
+    };
+    for (int i = 0; i < 2; ++i) {
+      step(/*takes=*/true);
+      masters.copy_to_model();
+    }
+    const auto before = clones(masters.parameters());
+    step(/*takes=*/false);
+    EXPECT_ERROR(masters.copy_to_model(), "Call take_gradients() after backward()");
+    const Tensor pending = net->body->weight.grad();
+    EXPECT_TRUE(pending.defined());
+    EXPECT_ERROR(masters.copy_to_model(), "the weight 'body.weight' has a gradient");
+    EXPECT_TRUE(at::equal(masters.parameters()[0], before[0]));
+    net->zero_grad();
+    masters.copy_to_model();
+    step(/*takes=*/true);
+    masters.copy_to_model();
+    EXPECT_FALSE(at::equal(masters.parameters()[0], before[0]));
+  }
+}
+
+TEST(MasterWeights, MissNoGradientsWhereNoneAreToBeTaken) {
+  Net net;
+  MasterWeights masters(net, {.dtype = at::kBFloat16});
+  torchamp::FusedSGD optimizer(masters.parameters(), torch::optim::SGDOptions(0.1));
+  const auto pass = [&] { loss_of(net, at::randn({8, 4})).backward(); };
+  masters.copy_to_model();
+  pass();
+  masters.take_gradients();  // and a step that is skipped
+  masters.copy_to_model();
+  pass();
+  net->zero_grad();
+  masters.copy_to_model();
+  net->own->forward(at::randn({8, 4})).sum().backward();  // narrow weights have no part in it
+  optimizer.step();
+  masters.copy_to_model();
+  pass();
+  masters.take_gradients();
+  optimizer.step();
+  pass();  // with weights of before
+  masters.copy_to_model();
+  masters.parameters()[0].detach().zero_();  // an average that is tried out, say
+  masters.copy_to_model();
+  EXPECT_EQ(net->body->weight.count_nonzero().item<int64_t>(), 0);
+  std::stringstream file;
+  torch::save(masters, file);
+  torch::load(masters, file);
+  masters.copy_to_model();
+}
+
 TEST(MasterWeights, SayThatAParameterWasUnfrozenTooLate) {
   Net net;
   MasterWeights masters(net, {.dtype = at::kBFloat16});

@@ -234,12 +234,30 @@ inline void MasterWeights::take_gradients() {
     weight.parameter.mutable_grad().reset();
     taken = true;
   }
-  if (taken) ++detail::gradients_taken();
+  if (taken) {
+    ++detail::gradients_taken();
+    was_taken_ = true;
+  }
   copies.copy();
   sums.accumulate();
 }
 
+/// Throws if the model's gradients cannot have reached the optimizer. Masters that have changed
+/// were stepped, or written to by the program, and are to be copied in any case.
+inline void MasterWeights::check_taken() const {
+  if (was_taken_ || options_.main_gradients || master_versions() != copied_versions_) return;
+  for (const Weight& weight : weights_) {
+    TORCH_CHECK(
+        !weight.master.defined() || !weight.parameter.grad().defined(),
+        "MasterWeights::copy_to_model: the weight '", weight.name,
+        "' has a gradient, and none were taken since the last copy_to_model(): a step knows "
+        "nothing of it. Call take_gradients() after backward(), before unscale_ and the "
+        "step; or drop the gradients with the model's zero_grad().");
+  }
+}
+
 inline void MasterWeights::copy_to_model() {
+  check_taken();
   check_split("MasterWeights::copy_to_model");
   for (const Weight& weight : weights_) {
     const detail::SplitWeight* const split = detail::split_of(weight.parameter);
@@ -250,6 +268,7 @@ inline void MasterWeights::copy_to_model() {
   const detail::InternalOps guard;
   model_from_masters_.copy();
   note_copied();
+  was_taken_ = false;
 }
 
 inline void MasterWeights::note_copied() {
@@ -300,6 +319,7 @@ inline void MasterWeights::load(torch::serialize::InputArchive& archive) {
     }
   }
   note_copied();
+  was_taken_ = true;  // gradients that the model holds are of before
 }
 
 }  // namespace TORCHAMP_NAMESPACE
