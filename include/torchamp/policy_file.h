@@ -43,7 +43,7 @@ struct LoadedPolicies {
 ///     module head
 ///     fp32: addmm
 ///
-/// `#` starts a comment. Errors name the file, the line and what is wrong with it.
+/// `#` starts a comment. Errors name the file, the line (or the module) and what is wrong with it.
 inline LoadedPolicies load_policies(const std::string& path) {
   const std::string call = "torchamp::load_policies";
   const std::string place = c10::str(call, ": '", path, "'");
@@ -57,6 +57,10 @@ inline LoadedPolicies load_policies(const std::string& path) {
       loaded.policy = policy;
     } else {
       TORCH_CHECK(!module.empty(), call, ": '", path, "' has a line 'module' without a name.");
+      for (std::size_t k = 1; k < i; ++k) {
+        TORCH_CHECK(parts[k].first != module, call, ": '", path, "' has two lines 'module ", module,
+                    "'. Put what is under them under one.");
+      }
       loaded.modules.set(module, policy);
     }
   }

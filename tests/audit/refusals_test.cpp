@@ -8,6 +8,7 @@
 #include <torchamp/precision_audit.h>
 #include <torchamp/torchamp.h>
 
+#include <filesystem>
 #include <fstream>
 #include <functional>
 #include <limits>
@@ -76,7 +77,7 @@ TEST(PrecisionAudit, NamesTheLineOfAPolicyFileThatCannotBeRead) {
   };
   EXPECT_ERROR(load("policy torch\nmodule a\nfp32: mm\nmodule b\nfp64: mm\n"),
                "line 5: there is no rule 'fp64'");
-  EXPECT_ERROR(load("policy torch\nmodule a\nmodule a\n"), "'a' has a policy already");
+  EXPECT_ERROR(load("policy torch\nmodule a\nmodule a\n"), "policy' has two lines 'module a'");
   EXPECT_ERROR(load("policy torch\nmodule\n"), "'module' without a name");
   EXPECT_ERROR(torchamp::load_policies(folder / "none"), "cannot read");
 }
@@ -304,4 +305,14 @@ TEST(PolicyFile, OfAnotherModelLeavesAllModulesAsTheyAre) {
   EXPECT_ERROR(torchamp::load_policies(folder / "policy").apply_to(*model),
                "no module of the model fits 'head'");
   EXPECT_EQ(model->last->module_policy(), nullptr);
+}
+
+TEST(PolicyFile, NamesNoModuleThatCouldNotBeReadBack) {
+  const TemporaryFolder folder;
+  AuditedPolicy chosen;
+  for (const char* const name : {"q#1", "a b"}) {
+    chosen.decisions = {{name, "addmm", true, "fast"}};
+    EXPECT_ERROR(torchamp::save_policy(chosen, folder / "odd"), "cannot name the module '");
+    EXPECT_FALSE(std::filesystem::exists(folder / "odd"));
+  }
 }

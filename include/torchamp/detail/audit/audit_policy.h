@@ -274,6 +274,9 @@ inline void save_policy(const AuditedPolicy& audited, const std::string& path) {
   for (const AuditDecision& decision : audited.decisions) {
     if (decision.module != module) {
       module = decision.module;
+      TORCH_CHECK_VALUE(module.find_first_of("# \t\r\n") == std::string::npos,
+                        "torchamp::save_policy: a file cannot name the module '", module,
+                        "'. Register it under a name without '#' and spaces.");
       text += "module " + module + '\n';
     }
     text += detail::text_of(decision);
