@@ -44,7 +44,8 @@ struct PrecisionAuditOptions {
 struct AuditBudget {
   /// The most that the gradients may differ from those of fp32: the squared length of the
   /// difference over that of the gradient, the mean over all parameters. (A gradient that is nearly
-  /// nothing beside the others counts as if its numbers had a thousandth of their mean square.)
+  /// nothing beside the others counts as if its numbers had a thousandth of their mean square, and
+  /// no parameter counts for more than 1.)
   /// Unset: what the step's gradients differ by under Policy::torch().
   std::optional<double> error_budget = std::nullopt;
   /// An op stays in fp32 if rounding the gradients that arrive at its results to 16 bits loses

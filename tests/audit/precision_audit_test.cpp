@@ -176,6 +176,16 @@ TEST(PrecisionAudit, PutsAPlantedWeaknessFirstAndLeavesItInFp32) {
   }
 }
 
+TEST(PrecisionAudit, CountsAGradientThatIsAllNoiseForNoMoreThanOneThatIsWrong) {
+  using torchamp::detail::gradient_error;
+  const at::Tensor gradient = torch::ones({10}), nothing = torch::zeros({10});
+  const at::Tensor noise = torch::full({10}, 0.5);
+  EXPECT_NEAR(gradient_error({gradient * 1.1F, nothing}, {gradient, nothing}), 0.005, 1e-8);
+  EXPECT_DOUBLE_EQ(gradient_error({gradient, noise}, {gradient, nothing}), 0.5);
+  EXPECT_DOUBLE_EQ(gradient_error({gradient * 9., noise}, {gradient, nothing}), 1.);
+  EXPECT_EQ(gradient_error({gradient, noise / 0.}, {gradient, nothing}), HUGE_VAL);
+}
+
 TEST(PrecisionAudit, LowersEverythingWhereNothingMatters) {
   Net model = net();
   PrecisionAudit audit(model, {.dtype = at::kBFloat16});

@@ -161,7 +161,8 @@ class ModelState {
 /// How far `gradients` are from `exact`: the squared length of the difference over that of the
 /// exact one, the mean over all parameters that have one. A gradient that is nearly nothing beside
 /// the others, of a bias before a batch norm, say, counts as if its numbers had a thousandth of the
-/// others' mean square. Infinite where not finite.
+/// others' mean square; and one that is wrong altogether counts as 1: of a bias that attention does
+/// not depend on, all is noise. Infinite where not finite.
 inline double gradient_error(const std::vector<at::Tensor>& gradients,
                              const std::vector<at::Tensor>& exact) {
   const NotRecordedOps internal;
@@ -183,7 +184,7 @@ inline double gradient_error(const std::vector<at::Tensor>& gradients,
         std::max(wide.square().sum().item<double>(), least * static_cast<double>(wide.numel()));
     const auto error = gradients[i].to(at::kDouble).sub(wide).square().sum().item<double>();
     if (!std::isfinite(error)) return infinity;
-    if (all > 0.) sum += error / all;
+    if (all > 0.) sum += std::min(error / all, 1.);
     ++count;
   }
   return count == 0 ? 0. : sum / static_cast<double>(count);
