@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "torchamp/detail/gradients/sum.h"
+#include "torchamp/detail/master_meta.h"
 #include "torchamp/detail/scaler/step_record.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler.h"
@@ -137,10 +138,10 @@ class Accumulation {
   }
 
   /// Clears the gradients of an incomplete window, or of one whose step has failed, and begins a
-  /// new one. (Gradients that the optimizer does not hold, of a model under MasterWeights, are left
-  /// to the program: `model->zero_grad()`.)
+  /// new one. Those of a model under MasterWeights, too.
   void discard() {
     clear();
+    detail::drop_narrow_gradients(optimizer_);
     scaler_.discard(optimizer_);
   }
 
@@ -263,11 +264,13 @@ class SafeAccumulation {
   void before_unscale(std::function<void()> call) { before_unscale_ = std::move(call); }
 
   /// Computes the gradients of `loss` and adds them, unless one holds an inf or a NaN. Clears the
-  /// parameters' gradients before and after. If update() throws, at a limit of the scaler, the
-  /// micro-batch counts as never given, and the scaler as before it.
+  /// parameters' gradients before and after, and before, those of a model under MasterWeights. If
+  /// update() throws, at a limit of the scaler, the micro-batch counts as never given, and the
+  /// scaler as before it.
   void backward(const at::Tensor& loss) {
     check_ready("backward");
     detail::clear_gradients(optimizer_);
+    detail::drop_narrow_gradients(optimizer_);  // that an exception has left
     scaler_.scale(loss).backward();
     if (before_unscale_) before_unscale_();
     sum_.check(optimizer_);
@@ -308,22 +311,27 @@ class SafeAccumulation {
       throw;
     }
     const int64_t micro_batches = *pending_;
-    discard();
+    clear();
     return {std::move(kept), micro_batches};
   }
 
-  /// Drops what was added, clears the parameters' gradients, and begins a new window.
+  /// Drops what was added, clears the parameters' gradients, those of a model under MasterWeights,
+  /// too, and begins a new window.
   void discard() {
-    detail::clear_gradients(optimizer_);
-    scaler_.discard(optimizer_);
-    sum_.clear();
-    *pending_ = 0;
+    clear();
+    detail::drop_narrow_gradients(optimizer_);
   }
 
   /// Micro-batches since the last step, dropped ones included.
   int64_t pending() const { return *pending_; }
 
  private:
+  void clear() {
+    detail::clear_gradients(optimizer_);
+    scaler_.discard(optimizer_);
+    sum_.clear();
+    *pending_ = 0;
+  }
   void check_ready(const char* call) const {
     TORCH_CHECK(!scaler_.is_unscaled(optimizer_) && !scaler_.is_stepped(optimizer_),
                 "SafeAccumulation::", call,

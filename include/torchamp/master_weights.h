@@ -59,7 +59,7 @@ struct MasterWeightsOptions {
 ///     torchamp::MasterWeights masters(model, {.dtype = torch::kBFloat16});
 ///     torchamp::FusedAdamW optimizer(masters.parameters(), torch::optim::AdamWOptions(1e-3));
 ///     ...
-///     optimizer.zero_grad();
+///     masters.zero_grad();
 ///     scaler.scale(loss).backward();
 ///     masters.take_gradients();
 ///     scaler.unscale_(optimizer);
@@ -118,6 +118,11 @@ class MasterWeights {
   /// optimizer has changed the masters since the last copy_to_model() (not LibTorch's own SGD,
   /// which writes where autograd does not see it). Finds nothing with `.main_gradients`.
   void take_gradients();
+
+  /// Drops the gradients, both of the model and of parameters(): before backward(), instead of the
+  /// optimizer's zero_grad(), which leaves those that the model still holds, and after an exception
+  /// between backward() and take_gradients(). (Accumulation::discard() does it, too.)
+  void zero_grad();
 
   /// After the optimizer's step, taken or skipped: gives the model the masters' values, rounded to
   /// 16 bits. One pass over all parameters of a device; split masters need none. An error, before

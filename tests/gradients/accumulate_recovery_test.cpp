@@ -596,6 +596,58 @@ TEST(AccumulationOfMasterWeights, AreTakenAnywhereWithoutAScale) {
   EXPECT_EQ(narrow.master(), 0.F);
 }
 
+TEST(AccumulationOfMasterWeights, DropsTheModelsGradientsWithTheWindow) {
+  Narrow narrow;
+  auto optimizer = sgd(narrow.masters->parameters());
+  GradScaler scaler({.init_scale = 1024.});
+  Accumulation accumulation(scaler, optimizer, 2);
+  accumulation.before_unscale([&] { narrow.masters->take_gradients(); });
+  accumulation.backward(narrow.loss(8));
+  accumulation.discard();
+  EXPECT_FALSE(narrow.net->weight.grad().defined());
+  for (int i = 0; i < 2; ++i) accumulation.backward(narrow.loss(1));
+  EXPECT_EQ(narrow.master(), 0.F);
+}
+
+TEST(AccumulationOfMasterWeights, AddsNothingThatAnExceptionHasLeft) {
+  for (const bool discards : {false, true}) {
+    Narrow narrow;
+    auto optimizer = sgd(narrow.masters->parameters());
+    GradScaler scaler({.init_scale = 1024.});
+    SafeAccumulation accumulation(scaler, optimizer);
+    accumulation.before_unscale([] { throw std::runtime_error("out of luck"); });
+    EXPECT_THROW(accumulation.backward(narrow.loss(8)), std::runtime_error);
+    EXPECT_TRUE(narrow.net->weight.grad().defined());
+    if (discards) {
+      accumulation.discard();
+      EXPECT_FALSE(narrow.net->weight.grad().defined());
+    }
+    accumulation.before_unscale([&] { narrow.masters->take_gradients(); });
+    accumulation.backward(narrow.loss(1));
+    EXPECT_EQ(accumulation.step().kept(), 1);
+    EXPECT_EQ(narrow.master(), 0.F);
+  }
+}
+
+/// Dropped after the step, they would not be missed by copy_to_model().
+TEST(AccumulationOfMasterWeights, LeavesGradientsThatWereForgotten) {
+  for (const bool safe : {false, true}) {
+    Narrow narrow;
+    const at::Tensor beside = zero();
+    auto optimizer = sgd({narrow.masters->parameters()[0], beside});
+    GradScaler scaler({.init_scale = 1024.});
+    if (safe) {
+      SafeAccumulation accumulation(scaler, optimizer);
+      accumulation.backward(narrow.loss(1) + beside.sum());
+      EXPECT_TRUE(accumulation.step().stepped());
+    } else {
+      Accumulation accumulation(scaler, optimizer, 1);
+      EXPECT_TRUE(accumulation.backward(narrow.loss(1) + beside.sum())->stepped());
+    }
+    EXPECT_ERROR(narrow.masters->copy_to_model(), "Call take_gradients() after backward()");
+  }
+}
+
 TEST(AccumulationOfMasterWeights, DropsBadMicroBatches) {
   Narrow narrow;
   auto optimizer = sgd(narrow.masters->parameters());

@@ -336,6 +336,27 @@ TEST(MasterWeights, MissNoGradientsWhereNoneAreToBeTaken) {
   masters.copy_to_model();
 }
 
+TEST(MasterWeights, DropGradientsWithThoseOfTheModel) {
+  torch::nn::Linear net(torch::nn::LinearOptions(1, 1).bias(false));
+  const auto pass = [&](float x) { net->forward(at::full({1, 1}, x, at::kBFloat16)).backward(); };
+  MasterWeights masters(net, {.dtype = at::kBFloat16});
+  pass(8);
+  masters.take_gradients();
+  pass(8);
+  masters.zero_grad();
+  EXPECT_FALSE(net->weight.grad().defined());
+  EXPECT_FALSE(masters.parameters()[0].grad().defined());
+
+  MasterWeights direct(net, {.dtype = at::kBFloat16, .main_gradients = true});
+  pass(2);
+  net->zero_grad();  // leaves the masters'
+  pass(2);
+  EXPECT_EQ(direct.parameters()[0].grad().item<float>(), 4.F);
+  direct.zero_grad();
+  pass(2);
+  EXPECT_EQ(direct.parameters()[0].grad().item<float>(), 2.F);
+}
+
 TEST(MasterWeights, SayThatAParameterWasUnfrozenTooLate) {
   Net net;
   MasterWeights masters(net, {.dtype = at::kBFloat16});

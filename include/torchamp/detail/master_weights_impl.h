@@ -10,6 +10,7 @@
 #include <unordered_set>
 
 #include "torchamp/detail/io/module_archive.h"
+#include "torchamp/detail/master_meta.h"
 #include "torchamp/detail/overlay/weight_casts.h"
 #include "torchamp/detail/scaler/step_record.h"
 #include "torchamp/detail/split_bits.h"
@@ -121,6 +122,7 @@ inline MasterWeights::MasterWeights(std::shared_ptr<torch::nn::Module> model,
         parameter.set_data(wide.to(options_.dtype));
         if (parameter.requires_grad()) {
           weight.master = wide.set_requires_grad(true);
+          detail::note_narrow(weight.master, parameter);
           model_from_masters_.add(parameter, weight.master);
         }
       }
@@ -240,6 +242,13 @@ inline void MasterWeights::take_gradients() {
   }
   copies.copy();
   sums.accumulate();
+}
+
+inline void MasterWeights::zero_grad() {
+  for (const Weight& weight : weights_) {
+    weight.parameter.mutable_grad().reset();
+    if (weight.master.defined()) weight.master.mutable_grad().reset();
+  }
 }
 
 /// Throws if the model's gradients cannot have reached the optimizer. Masters that have changed
