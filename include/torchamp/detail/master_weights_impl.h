@@ -307,18 +307,8 @@ inline void MasterWeights::save(torch::serialize::OutputArchive& archive,
 }
 
 inline void MasterWeights::load(torch::serialize::InputArchive& archive) {
-  static constexpr const char* remedy =
-      ". Load what torch::save of these MasterWeights, or of such a model, has written.";
   const detail::InternalOps guard;
-  std::vector<std::pair<at::Tensor, at::Tensor>> read;
-  detail::read_module(
-      *model_, archive, [&](const std::string& name, const at::Tensor& to, const at::Tensor& from) {
-        TORCH_CHECK(from.defined(), "MasterWeights::load: the archive has no '", name, "'", remedy);
-        TORCH_CHECK(from.sizes() == to.sizes(), "MasterWeights::load: '", name, "' is ",
-                    from.sizes(), " in the archive and ", to.sizes(), " in the model", remedy);
-        read.emplace_back(to, from);
-      });
-  detail::check_nothing_is_left(*model_, archive, "MasterWeights::load: the archive");
+  const auto read = detail::read_all(*model_, archive, "MasterWeights");
   const detail::DropWeightCasts drop_weight_casts;
   for (const auto& [to, from] : read) {
     if (const Weight* const weight = find(to)) {

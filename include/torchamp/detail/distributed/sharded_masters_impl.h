@@ -303,19 +303,8 @@ inline void ShardedMasterWeights::save(torch::serialize::OutputArchive& archive,
 }
 
 inline void ShardedMasterWeights::load(torch::serialize::InputArchive& archive) {
-  static constexpr const char* remedy =
-      ". Load what torch::save of these ShardedMasterWeights, or of such a model, has written.";
   const detail::InternalOps guard;
-  std::vector<std::pair<at::Tensor, at::Tensor>> read;
-  detail::read_module(
-      *model_, archive, [&](const std::string& name, const at::Tensor& to, const at::Tensor& from) {
-        TORCH_CHECK(from.defined(), "ShardedMasterWeights::load: the archive has no '", name, "'",
-                    remedy);
-        TORCH_CHECK(from.sizes() == to.sizes(), "ShardedMasterWeights::load: '", name, "' is ",
-                    from.sizes(), " in the archive and ", to.sizes(), " in the model", remedy);
-        read.emplace_back(to, from);
-      });
-  detail::check_nothing_is_left(*model_, archive, "ShardedMasterWeights::load: the archive");
+  const auto read = detail::read_all(*model_, archive, "ShardedMasterWeights");
   const detail::DropWeightCasts drop_weight_casts;
   for (const auto& [to, from] : read) {
     if (const Weight* const weight = find(to)) {

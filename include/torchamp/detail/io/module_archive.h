@@ -107,4 +107,25 @@ inline void check_nothing_is_left(const torch::nn::Module& module,
               " holds what the model in the program does not have: ", list_of(names));
 }
 
+/// Each parameter and buffer of `module`, with what the archive holds for it. Throws for one that
+/// is missing or of another shape, and where the archive holds more. For load() of `masters`, a
+/// class that saves a model.
+inline std::vector<std::pair<at::Tensor, at::Tensor>> read_all(
+    const torch::nn::Module& module, torch::serialize::InputArchive& archive,
+    const std::string& masters) {
+  const std::string place = masters + "::load: ";
+  const std::string remedy =
+      ". Load what torch::save of these " + masters + ", or of such a model, has written.";
+  std::vector<std::pair<at::Tensor, at::Tensor>> read;
+  read_module(module, archive,
+              [&](const std::string& name, const at::Tensor& to, const at::Tensor& from) {
+                TORCH_CHECK(from.defined(), place, "the archive has no '", name, "'", remedy);
+                TORCH_CHECK(from.sizes() == to.sizes(), place, "'", name, "' is ", from.sizes(),
+                            " in the archive and ", to.sizes(), " in the model", remedy);
+                read.emplace_back(to, from);
+              });
+  check_nothing_is_left(module, archive, (place + "the archive").c_str());
+  return read;
+}
+
 }  // namespace torchamp::detail
