@@ -22,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/distributed/any_process.h"
 #include "torchamp/detail/distributed/collective.h"
 #include "torchamp/detail/distributed/exchange.h"
 #include "torchamp/detail/distributed/main_reducer.h"
@@ -252,18 +253,7 @@ class GradientScatter : public std::enable_shared_from_this<GradientScatter> {
       }
       return is_ready_;
     }
-    const auto count = static_cast<int64_t>(weights_.size());
-    at::Tensor used = at::zeros({count}, at::kInt);
-    auto* const flags = used.mutable_data_ptr<int32_t>();
-    for (std::size_t w = 0; w < weights_.size(); ++w) flags[w] = is_ready_[w] ? 1 : 0;
-    std::vector<at::Tensor> tensors{used.to(weights_[0].parameter.device())};
-    collective(call, [&] { group_->allreduce(tensors)->wait(); });
-    used = tensors[0].cpu();
-    std::vector<bool> result(weights_.size());
-    for (std::size_t w = 0; w < weights_.size(); ++w) {
-      result[w] = used.const_data_ptr<int32_t>()[w] > 0;
-    }
-    return result;
+    return on_any_process(*group_, is_ready_, weights_[0].parameter.device(), call);
   }
 
   const std::string& name(std::size_t w) const { return layout_.weights()[w].name; }

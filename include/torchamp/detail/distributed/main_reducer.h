@@ -5,7 +5,6 @@
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
@@ -26,6 +25,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/distributed/any_process.h"
 #include "torchamp/detail/distributed/collective.h"
 #include "torchamp/detail/main_gradient.h"
 #include "torchamp/detail/tensors.h"
@@ -242,20 +242,11 @@ class MainGradientReducer : public std::enable_shared_from_this<MainGradientRedu
       }
       return result;
     }
-    const auto count = static_cast<int64_t>(parameters_.size());
-    at::Tensor used = at::zeros({count}, at::kInt);
-    auto* const flags = used.mutable_data_ptr<int32_t>();
     for (std::size_t p = 0; p < parameters_.size(); ++p) {
       const at::Tensor owner = owner_of_gradient(parameters_[p]);
-      flags[p] = owner.defined() && owner.grad().defined() ? 1 : 0;
+      result[p] = owner.defined() && owner.grad().defined();
     }
-    std::vector<at::Tensor> tensors{used.to(parameters_[0].tensor.device())};
-    collective(call, [&] { group_->allreduce(tensors)->wait(); });
-    used = tensors[0].cpu();
-    for (std::size_t p = 0; p < parameters_.size(); ++p) {
-      result[p] = used.const_data_ptr<int32_t>()[p] > 0;
-    }
-    return result;
+    return on_any_process(*group_, result, parameters_[0].tensor.device(), call);
   }
 
   bool divides_first() const { return dtype_ == at::kHalf; }
