@@ -218,6 +218,10 @@ TEST(PolicyText, ErrorsOfAFileNameItAndTheLine) {
   expect("policy standard\nfp32: sofmax\n", "line 2: Policy::fp32: LibTorch knows no op 'sofmax'");
   expect("policy fast\n", "line 1: 'policy fast' stands where");
   expect("", "the text is empty");
+  expect(
+      "policy torch\nfp32: mm\n\nmodule head  # the last\nfp32: addmm\n",
+      "line 4: 'module head' begins the policy of a module, and this call reads a single policy. "
+      "Read such a file by torchamp::load_policies");
   std::remove(path.c_str());
 }
 

@@ -55,6 +55,14 @@ inline std::vector<std::string> split(std::string_view text, std::string_view se
   return pieces;
 }
 
+/// The name in a line "module NAME", with which a module's part of a file begins; nothing of any
+/// other line.
+inline std::optional<std::string> module_of_line(std::string_view line) {
+  const auto words = split(line.substr(0, line.find('#')), white_space);
+  if (words.empty() || words[0] != "module" || words.size() > 2) return std::nullopt;
+  return words.size() == 2 ? words[1] : std::string();
+}
+
 /// Reads a policy's text line by line; every error begins with `where` and names the line.
 class PolicyParser {
  public:
@@ -79,6 +87,9 @@ class PolicyParser {
  private:
   void read(std::string_view line) {
     if (!policy_) return read_base(line);
+    check(!module_of_line(line), "'", shorten(line),
+          "' begins the policy of a module, and this call reads a single policy. Read such a file "
+          "by torchamp::load_policies, in policy_file.h");
     const auto colon = line.find(':');
     check(colon < line.size() - 1 && line[colon + 1] != ':', "'", shorten(line),
           "' is not of the form 'fp32: op, op'");
@@ -185,14 +196,6 @@ inline std::string read_policy_file(const std::string& call, const std::string& 
   (void)std::fclose(file);
   TORCH_CHECK(!failed, call, ": cannot read '", path, "'.");
   return text;
-}
-
-/// The name in a line "module NAME", with which a module's part of a file begins; nothing of any
-/// other line.
-inline std::optional<std::string> module_of_line(std::string_view line) {
-  const auto words = split(line.substr(0, line.find('#')), white_space);
-  if (words.empty() || words[0] != "module" || words.size() > 2) return std::nullopt;
-  return words.size() == 2 ? words[1] : std::string();
 }
 
 /// A text for a policy and for those of modules, cut into parts: the first is for all ops, by an
