@@ -81,6 +81,10 @@ TEST(PolicyText, AWrongFp8RuleIsAnErrorThatNamesTheLine) {
   EXPECT_ERROR(parse("fp8(strict: mm"), "'fp8(strict' is not of the form 'fp8(option option)'");
   EXPECT_ERROR(parse("fp32(strict): mm"), "'fp32(strict)' is not of the form");
   EXPECT_ERROR(parse("fp8: softmax"), "line 2: Policy::fp8: 'softmax' cannot run in fp8: only");
+  EXPECT_ERROR(parse("fp8(strict, strict): mm"),
+               "line 2: the option 'strict' of fp8 is given twice");
+  EXPECT_ERROR(parse("fp8(recipe=rowwise strict recipe=mxfp8): mm"),
+               "the option 'recipe' of fp8 is given twice; leave one of them");
 }
 
 TEST(PolicyText, AnEditWithoutNamesIsNoEdit) {

@@ -57,15 +57,24 @@ bool set_fp8_option(std::string_view word, Options& options) {
   return false;
 }
 
-/// The options in a text, separated by white space or commas.
+/// The options in a text, separated by white space or commas. Error: one that there is not, or one
+/// given twice.
 template <class Options>
 Options parse_fp8_options(std::string_view text) {
   Options options;
+  std::string given = " ";
   while (!text.empty()) {
     const auto end = text.find_first_of(" \t\r\v\f,");
     const std::string_view word = text.substr(0, end);
     text = end == std::string_view::npos ? std::string_view() : text.substr(end + 1);
-    if (word.empty() || set_fp8_option(word, options)) continue;
+    if (word.empty()) continue;
+    if (set_fp8_option(word, options)) {
+      const std::string name(word.substr(0, word.find('=')));
+      TORCH_CHECK(given.find(' ' + name + ' ') == std::string::npos, "the option '", name,
+                  "' of fp8 is given twice; leave one of them");
+      given += name + ' ';
+      continue;
+    }
     std::string known = "round_to_nearest, strict, only_worthwhile";
     for (const Fp8RecipeRow& row : fp8_recipes) known.append(", recipe=").append(row.name);
     TORCH_CHECK(false, "there is no option '", word.substr(0, 60), "' of fp8; the options are ",
