@@ -36,7 +36,8 @@ enum class Fp8Recipe : std::uint8_t {
 struct Fp8Options {
   /// How operands are scaled and rounded.
   Fp8Recipe recipe = Fp8Recipe::tensorwise;
-  /// Whether `nvfp4` rounds gradients at random, and not to the nearest.
+  /// Whether `nvfp4` rounds gradients at random, and not to the nearest. (False is
+  /// `round_to_nearest` in a policy's text; the other recipes always round to the nearest.)
   bool stochastic_rounding = true;
   /// Whether a device that has no fp8 products for this recipe is an error at the guard. Otherwise
   /// the calls run as lower_precision there; a CastRecorder says how many, and why.

@@ -70,6 +70,11 @@ TEST(PolicyText, WritesAndReadsTheOptionsOfFp8InBrackets) {
                 "policy standard\nfp8 ( only_worthwhile, recipe=tensorwise ): linear")),
             "policy standard\nfp8(only_worthwhile): linear\n");
   EXPECT_EQ(torchamp::parse_policy(text).lookup("linear", at::kCPU), Cast::fp8);
+  const Policy nearest = Policy::torch().fp8(
+      {"mm"}, {.recipe = torchamp::Fp8Recipe::nvfp4, .stochastic_rounding = false});
+  EXPECT_EQ(torchamp::to_text(nearest), "policy torch\nfp8(recipe=nvfp4 round_to_nearest): mm\n");
+  EXPECT_EQ(torchamp::to_text(torchamp::parse_policy(torchamp::to_text(nearest))),
+            torchamp::to_text(nearest));
 }
 
 TEST(PolicyText, AWrongFp8RuleIsAnErrorThatNamesTheLine) {
