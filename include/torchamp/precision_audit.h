@@ -46,7 +46,8 @@ struct AuditBudget {
   /// difference over that of the gradient, the mean over all parameters. (A gradient that is nearly
   /// nothing beside the others counts as if its numbers had a thousandth of their mean square, and
   /// no parameter counts for more than 1.)
-  /// Unset: what the step's gradients differ by under Policy::torch().
+  /// Unset: what the step's gradients differ by under Policy::torch(), or, where they are not
+  /// finite under it, 1: all finite gradients keep to that.
   std::optional<double> error_budget = std::nullopt;
   /// An op stays in fp32 if rounding the gradients that arrive at its results to 16 bits loses
   /// more than this share of them (AuditRow::gradient_loss).
@@ -121,8 +122,9 @@ class PrecisionAudit {
   /// call replaces what was measured. Errors, after which the audit is as before: `step` changes a
   /// parameter, does not call backward(), calls other ops or gives other shapes or gradients from
   /// one run to the next, calls no op that can be cast, waits for other processes though
-  /// PrecisionAuditOptions::average is unset, or is another one there; n below 1; and whatever
-  /// `step` throws.
+  /// PrecisionAuditOptions::average is unset, or is another one there, or gives no parameter a
+  /// gradient, or one that is not finite in fp32; a model whose parameters are all frozen; n below
+  /// 1; and whatever `step` throws.
   void run(const std::function<void()>& step, int64_t n = 5);
 
   /// A row for each op and module. First those that lose gradients, are infinite or cannot run in
@@ -145,8 +147,9 @@ class PrecisionAudit {
   /// measured again as a whole and taken back until within the budget. See
   /// Note [How an audit chooses]. Calls the step given to run() again: what it refers to must still
   /// exist. Where times were measured here, a choice that is slower than Policy::torch() gives way
-  /// to that one, if it keeps to the budget. Errors: nothing has been measured; a budget or limit
-  /// below 0; and whatever the step throws.
+  /// to that one, if it keeps to the budget. Gradients that are not finite keep to no budget.
+  /// Errors: nothing has been measured; a budget or limit below 0; a model that is frozen, or
+  /// gradients that are not finite in fp32, by now; and whatever the step throws.
   AuditedPolicy policy(const AuditBudget& budget = {}) const;
 
  private:

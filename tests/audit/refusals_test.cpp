@@ -8,6 +8,7 @@
 #include <torchamp/precision_audit.h>
 #include <torchamp/torchamp.h>
 
+#include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -137,6 +138,46 @@ TEST(PrecisionAudit, RefusesAStepThatIsNoneAndChangesNothing) {
   EXPECT_TRUE(at::equal(torch::rand({3}), expected));
   EXPECT_ERROR(audit.run(step, 0), "n is 0");
   EXPECT_ERROR(audit.policy({.error_budget = -1.}), "the error budget is -1");
+}
+
+TEST(PrecisionAudit, NamesTheGradientThatIsNotFiniteAndTheFrozenModel) {
+  constexpr double infinity = std::numeric_limits<double>::infinity();
+  Net model = net();
+  double factor = 1.;
+  const auto step = [&] { (model(torch::ones({4, 8})).square().mean() * factor).backward(); };
+  PrecisionAudit audit(model, {.dtype = at::kBFloat16});
+  audit.run(step, 1);
+  const auto rows = audit.rows();
+  const auto expect_refusals = [&](const std::string& error) {
+    SCOPED_TRACE(error);
+    const AllAsBefore as_before(*model);
+    EXPECT_ERROR(audit.run(step, 1), "PrecisionAudit::run: " + error);
+    EXPECT_ERROR(audit.policy(), "PrecisionAudit::policy: " + error);
+    EXPECT_EQ(audit.rows(), rows);
+  };
+  factor = infinity;
+  expect_refusals("the step's gradient of 'first.weight' holds a");
+  factor = std::numeric_limits<double>::quiet_NaN();
+  expect_refusals("the step's gradient of 'first.weight' holds a NaN in fp32 already");
+  factor = 1.;
+  for (const at::Tensor& parameter : model->parameters()) parameter.set_requires_grad(false);
+  expect_refusals("no parameter of the model needs a gradient");
+  model->last->bias.set_requires_grad(true);
+  EXPECT_ERROR(audit.run([] { torch::ones({2}).requires_grad_().exp().sum().backward(); }, 1),
+               "the step gives no parameter of the model a gradient");
+}
+
+TEST(PrecisionAudit, KeepsToFiniteGradientsWherePolicyTorchsOverflow) {
+  Net model = net([](const at::Tensor& y) { return y * 1e6; });  // more than fp16 holds
+  PrecisionAudit audit(model, {.dtype = at::kHalf});
+  const at::Tensor x = torch::randn({16, 8});
+  audit.run([&] { (model(x).square().mean() * 1e-9).backward(); }, 1);
+  for (const AuditedPolicy& chosen :
+       {audit.policy(), audit.policy({.error_budget = std::numeric_limits<double>::infinity()})}) {
+    EXPECT_FALSE(std::isfinite(chosen.torch_error)) << chosen;
+    EXPECT_TRUE(std::isfinite(chosen.error)) << chosen;
+  }
+  EXPECT_EQ(audit.policy().budget, 1.);
 }
 
 TEST(PrecisionAudit, RefusesModelsAndTimesThatItCannotUse) {

@@ -83,6 +83,14 @@ TEST(Distributed, AnAuditThatWouldWaitForOthersForGoodSaysSo) {
                    },
                    1),
                "do not call the same ops");
+  const char* const problem[] = {"another process has a problem with its step", "holds a NaN"};
+  EXPECT_ERROR(together.run(
+                   [&] {
+                     const Tensor loss = model->forward(at::ones({4, 8})).sum();
+                     (loss * (group->getRank() == 1 ? NAN : 1.)).backward();
+                   },
+                   1),
+               problem[group->getRank()]);
 }
 
 TEST(Distributed, AMeterCountsTheGradientsOfItsOwnProcess) {

@@ -44,6 +44,17 @@ inline void average_numbers(const AuditedModel& audited, const std::vector<doubl
   }
 }
 
+/// Throws if there is a problem on any of the processes that audit together: on all of them.
+inline void check_no_problem(const char* call, const AuditedModel& audited,
+                             const std::string& problem) {
+  double problems = problem.empty() ? 0. : 1.;
+  average_numbers(audited, {&problems});
+  TORCH_CHECK(
+      problems == 0., call, ": ",
+      problem.empty() ? "another process has a problem with its step, and says which" : problem,
+      ".");
+}
+
 /// Gives rows and edges, as a step calls them, the means over the processes of what a choice
 /// depends on. Error: the rows are others elsewhere.
 inline void agree(const AuditedModel& audited, std::vector<AuditRow>& rows,

@@ -54,6 +54,16 @@ inline AuditedModel audited_model(torch::nn::Module& model, const PrecisionAudit
   TORCH_CHECK_VALUE(false, "PrecisionAudit: the model has no parameter on a device with autocast.");
 }
 
+/// Throws for a model that is frozen as a whole.
+inline void check_is_trained(const char* call, const torch::nn::Module& model) {
+  for (const at::Tensor& parameter : model.parameters()) {
+    if (parameter.defined() && parameter.requires_grad()) return;
+  }
+  TORCH_CHECK(false, call,
+              ": no parameter of the model needs a gradient, and an audit measures errors by "
+              "gradients. Call requires_grad_(true) on those that are trained.");
+}
+
 /// Whether a row must stay in fp32 whatever the budget.
 inline bool is_harmful(const AuditRow& row, double gradient_loss_limit) {
   return !row.problem.empty() || !std::isfinite(row.error) || row.overflow > 0. ||
@@ -95,7 +105,9 @@ inline PrecisionAudit::PrecisionAudit(torch::nn::Module& model,
 inline void PrecisionAudit::run(const std::function<void()>& step, int64_t n) {
   TORCH_CHECK_VALUE(step, "PrecisionAudit::run: the step is empty.");
   TORCH_CHECK_VALUE(n >= 1, "PrecisionAudit::run: n is ", n, ". It is 1 or more.");
+  constexpr const char* call = "PrecisionAudit::run";
   detail::AuditData data{.audited = data_->audited, .step = step, .n = n};
+  detail::check_is_trained(call, *data.audited.model);
   detail::AuditSession session(data.audited, step);
   session.run_exactly();
   std::vector<std::string> calls;
@@ -103,7 +115,10 @@ inline void PrecisionAudit::run(const std::function<void()>& step, int64_t n) {
   std::vector<std::vector<detail::AuditEdge>> edges;
   for (int64_t i = 0; i < n; ++i) {
     const auto recording = session.run_recorded();
-    if (i == 0) calls = recording->calls();
+    if (i == 0) {
+      detail::check_no_problem(call, data.audited, session.problem_of_gradients());
+      calls = recording->calls();
+    }
     for (std::size_t c = 0; c < std::max(calls.size(), recording->calls().size()); ++c) {
       const auto& now = recording->calls();
       TORCH_CHECK(c < calls.size() && c < now.size() && calls[c] == now[c],

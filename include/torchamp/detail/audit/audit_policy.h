@@ -170,17 +170,24 @@ inline AuditedPolicy PrecisionAudit::policy(const AuditBudget& budget) const {
                     ". It is 0 or more.");
   TORCH_CHECK_VALUE(budget.gradient_loss_limit >= 0., call, ": the gradient_loss_limit is ",
                     budget.gradient_loss_limit, ". It is 0 or more.");
+  detail::check_is_trained(call, *data_->audited.model);
   detail::AuditSession session(data_->audited, data_->step);
   const detail::AuditChoice choice(*data_, session.sites(), budget.gradient_loss_limit);
   const detail::Chooser chooser = choice.chooser();
   session.run_exactly();
+  detail::check_no_problem(call, data_->audited, session.problem_of_gradients());
   const auto error_under = [&](const Policy& policy, const ModulePolicies& modules) {
     double error = session.run_under(policy, modules).first;
     detail::average_numbers(data_->audited, {&error});
     return error;
   };
   const double torch_error = error_under(Policy::torch(), {});
-  const double most = budget.error_budget.value_or(torch_error);
+  constexpr double any_finite_error = 1.;  // see gradient_error()
+  const double most =
+      budget.error_budget.value_or(std::isfinite(torch_error) ? torch_error : any_finite_error);
+  const auto keeps_to_it = [&](const AuditedPolicy& tried) {
+    return std::isfinite(tried.error) && tried.error <= most;
+  };
 
   std::vector<detail::Chooser::Lowered> choices = chooser.choices();
   const double us_of_none = chooser.us(choices.back());
@@ -197,7 +204,7 @@ inline AuditedPolicy PrecisionAudit::policy(const AuditBudget& budget) const {
   while (low < high) {
     const std::size_t middle = (low + high) / 2;
     AuditedPolicy tried = measured(choices[middle]);
-    if (tried.error <= most) {
+    if (keeps_to_it(tried)) {
       high = middle;
       best = std::move(tried);
     } else {
@@ -213,7 +220,7 @@ inline AuditedPolicy PrecisionAudit::policy(const AuditBudget& budget) const {
       Lowered more = lowered;
       more[*next] = true;
       AuditedPolicy tried = measured(more);
-      if (!(tried.error <= most)) continue;
+      if (!keeps_to_it(tried)) continue;
       lowered = std::move(more);
       policy = std::move(tried);
     }

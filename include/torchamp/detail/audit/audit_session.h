@@ -86,6 +86,23 @@ class AuditSession {
     has_guards_ = trial->guards_made > 0;
   }
 
+  /// Why run_exactly() has given nothing to compare other gradients with; empty if it has.
+  std::string problem_of_gradients() const {
+    const NotRecordedOps internal;
+    bool has_gradient = false;
+    for (std::size_t i = 0; i < exact_.size(); ++i) {
+      has_gradient |= exact_[i].defined();
+      if (is_finite_gradient(exact_[i])) continue;
+      return "the step's gradient of '" + state_.name_of_parameter(i) + "' holds " +
+             (exact_[i].isnan().any().item<bool>() ? "a NaN" : "an inf") +
+             " in fp32 already, so that no error can be measured against it. Give the step data "
+             "and parameters that are finite, and a loss that is small enough";
+    }
+    if (has_gradient) return {};
+    return "the step gives no parameter of the model a gradient, so that there are none to "
+           "compare. Let its loss depend on parameters that need one";
+  }
+
   /// Runs the step with guards off, looked at op by op. Errors: see PrecisionAudit::run.
   std::shared_ptr<const AuditRecording> run_recorded() {
     for (std::size_t i = 0; i < sites_.size(); ++i) sites_[i].put(unedited(BaseTable::torch));
