@@ -8,6 +8,9 @@
 #include <ATen/core/ivalue.h>
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
+#include <torch/optim/schedulers/lr_scheduler.h>
+#include <torch/optim/schedulers/reduce_on_plateau_scheduler.h>
+#include <torch/optim/schedulers/step_lr.h>
 #include <torch/serialize/archive.h>
 
 #include <concepts>
@@ -48,10 +51,16 @@ class TrainingCheckpoint {
 
   /// Adds an object under a name of its own: a module holder, a torch::optim::Optimizer, whatever
   /// has save(OutputArchive&) and load(InputArchive&) (GradScaler, MasterWeights), a tensor, a
-  /// number, a bool or a string. LibTorch's LR schedulers have no save and load: derive one that
-  /// has both, and keep its step_count_ in them. Where MasterWeights are added, the model is not.
-  /// An error for a name with a quote, a backslash or the end of a line: LibTorch writes such names
-  /// and cannot read them.
+  /// number, a bool, a string or LibTorch's StepLR. Where MasterWeights are added, the model is
+  /// not.
+  ///
+  /// Learning rates belong to the optimizer: add it with its scheduler. Of a StepLR, also as an
+  /// LRScheduler&, the number of steps is kept, all that changes in it; its interval and factor are
+  /// the program's. A scheduler derived from LRScheduler says itself what it keeps, in save and
+  /// load, its step_count_ too. ReduceLROnPlateauScheduler hides its state and cannot be added.
+  ///
+  /// An error for a name with a quote, a backslash or the end of a line, which LibTorch writes and
+  /// cannot read, and for an LRScheduler& that is no StepLR.
   template <class T>
   TrainingCheckpoint& add(std::string name, T& object) {
     add_to(shared_, std::move(name), object);
@@ -142,6 +151,7 @@ void load_any_optimizer(torch::optim::Optimizer& optimizer,
                         torch::serialize::InputArchive& archive);
 void gather_optimizer(torch::optim::Optimizer& optimizer);
 std::function<void()> keep_optimizer(torch::optim::Optimizer& optimizer);
+unsigned& step_count_of(torch::optim::LRScheduler& scheduler, const std::string& name);
 }  // namespace detail
 
 template <class T>
@@ -178,6 +188,19 @@ void TrainingCheckpoint::add_to(std::vector<Entry>& entries, std::string name, T
       entry.keep = [&object] { return object.keep(); };
       entry.gather = [&object] { object.gather(); };
     }
+  } else if constexpr (std::derived_from<T, torch::optim::LRScheduler>) {
+    static_assert(
+        std::is_same_v<T, torch::optim::StepLR> || std::is_same_v<T, torch::optim::LRScheduler>,
+        "TrainingCheckpoint::add cannot know what a scheduler of your own keeps: give it "
+        "save(OutputArchive&) and load(InputArchive&), and keep its step_count_ in them");
+    unsigned& steps = detail::step_count_of(object, entry.name);
+    return add_to(entries, std::move(entry.name), steps);
+  } else if constexpr (std::derived_from<T, torch::optim::ReduceLROnPlateauScheduler>) {
+    static_assert(
+        sizeof(T) == 0,
+        "TrainingCheckpoint::add cannot read LibTorch's ReduceLROnPlateauScheduler, which "
+        "hides its state: write a scheduler of your own, with save(OutputArchive&) and "
+        "load(InputArchive&)");
   } else {
     static_assert(
         std::is_same_v<T, at::Tensor> || std::is_arithmetic_v<T> || std::is_same_v<T, std::string>,

@@ -8,6 +8,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full_like.h>
 #include <c10/util/Exception.h>
+#include <c10/util/Type.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
@@ -27,6 +28,7 @@
 #include <sstream>
 #include <string>
 #include <system_error>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -213,6 +215,20 @@ inline std::function<void()> keep_optimizer(torch::optim::Optimizer& optimizer) 
     auto before = archive_of(bytes);
     load_optimizer(optimizer, before);
   };
+}
+
+/// The one thing that changes in a StepLR, which LibTorch shows to derived classes alone.
+inline unsigned& step_count_of(torch::optim::LRScheduler& scheduler, const std::string& name) {
+  TORCH_CHECK_TYPE(
+      typeid(scheduler) == typeid(torch::optim::StepLR), "TrainingCheckpoint::add: '", name,
+      "' is a ", c10::demangle(typeid(scheduler).name()),
+      ", and of an LRScheduler& only LibTorch's StepLR is known whole. Give it "
+      "save(OutputArchive&) and load(InputArchive&), keep its step_count_ in them, and "
+      "add it as what it is.");
+  struct Access : torch::optim::LRScheduler {
+    static unsigned& of(LRScheduler& any) { return any.*&Access::step_count_; }
+  };
+  return Access::of(scheduler);
 }
 
 }  // namespace detail

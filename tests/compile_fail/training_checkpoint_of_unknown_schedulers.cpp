@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// error: cannot know what a scheduler of your own keeps.*ReduceLROnPlateauScheduler, which hides
+#include <torchamp/training_checkpoint.h>
+
+struct Constant : torch::optim::LRScheduler {
+  using LRScheduler::LRScheduler;
+  std::vector<double> get_lrs() override { return get_current_lrs(); }
+};
+
+void of_unknown_schedulers(Constant& own, torch::optim::ReduceLROnPlateauScheduler& libtorchs) {
+  torchamp::TrainingCheckpoint checkpoint("run.pt");
+  checkpoint.add("own", own);
+  checkpoint.add("LibTorch's", libtorchs);
+}
