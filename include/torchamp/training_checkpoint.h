@@ -143,8 +143,6 @@ class TrainingCheckpoint {
 };
 
 namespace detail {
-void save_optimizer(torch::optim::Optimizer& optimizer, torch::serialize::OutputArchive& archive);
-void load_optimizer(torch::optim::Optimizer& optimizer, torch::serialize::InputArchive& archive);
 void save_any_optimizer(torch::optim::Optimizer& optimizer,
                         torch::serialize::OutputArchive& archive);
 void load_any_optimizer(torch::optim::Optimizer& optimizer,
