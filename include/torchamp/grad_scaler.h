@@ -256,5 +256,6 @@ inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive
 #include "torchamp/detail/scaler/closure_step.h"         // IWYU pragma: export
 #include "torchamp/detail/scaler/grad_scaler_archive.h"  // IWYU pragma: export
 #include "torchamp/detail/scaler/grad_scaler_impl.h"     // IWYU pragma: export
+#include "torchamp/detail/scaler/grad_scaler_step.h"     // IWYU pragma: export
 #include "torchamp/detail/scaler/grad_scaler_update.h"   // IWYU pragma: export
 #endif

@@ -4,18 +4,15 @@
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ne.h>
 #include <ATen/ops/zeros.h>
-#include <torch/optim/lbfgs.h>
 
 #include <algorithm>
 #include <cmath>
 #include <optional>
-#include <sstream>
 #include <utility>
 
 #include "torchamp/detail/bodies.h"
 #include "torchamp/detail/gradients/unscale.h"
 #include "torchamp/detail/graph/body.h"
-#include "torchamp/detail/overlay/weight_casts.h"
 #include "torchamp/detail/scaler/check_options.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler.h"
@@ -278,145 +275,6 @@ TORCHAMP_BODY void GradScaler::take_unscaled(const torch::optim::Optimizer& opti
                                .gradients = detail::count_gradients(optimizer),
                                .taken = detail::gradients_taken(),
                                .shards = detail::shards_of(optimizer, "GradScaler::step")};
-}
-
-TORCHAMP_BODY void GradScaler::check_not_stepped(const detail::OptimizerState& state) {
-  TORCH_CHECK(state.stage != detail::OptimizerState::Stage::stepped,
-              "GradScaler::step: this optimizer has been stepped already. Call update() once all "
-              "optimizers have been stepped.");
-}
-
-/// Whether what unscale_ has divided and checked is what there is. (Gradients that the program
-/// makes up by itself, zeros for a parameter that has none, say, are its own business.)
-TORCHAMP_BODY void GradScaler::check_complete(const torch::optim::Optimizer& optimizer,
-                                              const detail::OptimizerState& state) {
-  const bool taken = state.taken != detail::gradients_taken();
-  if (!taken && state.had_gradients) return;
-  TORCH_CHECK(detail::count_gradients(optimizer) <= state.gradients,
-              "GradScaler::step: gradients came after unscale_, which have neither been divided by "
-              "the scale nor checked. Let them be complete before: ",
-              taken ? "call MasterWeights::take_gradients() before unscale_, and with an "
-                      "Accumulation in before_unscale."
-                    : "unscale_ found none at all.");
-}
-
-/// What a disabled scaler's step returns.
-TORCHAMP_BODY StepResult GradScaler::unscaled_result(at::Tensor value) {
-  auto record = std::make_shared<detail::StepRecord>();
-  record->found_inf.on_host = false;
-  record->scale.on_host = 1.;
-  record->skips_before.on_host = 0.;
-  record->value = std::move(value);
-  return StepResult(std::move(record));
-}
-
-/// The scale times what a clip has left to a step.
-TORCHAMP_BODY at::Tensor GradScaler::scale_and_clip(const detail::Divisor& clip) const {
-  const detail::InternalOps guard;
-  return clip.times(state_.scale());
-}
-
-/// `clipped`: the scale holds what a clip has left to the step.
-TORCHAMP_BODY at::Tensor GradScaler::step_scaled(ScaledStep& optimizer,
-                                                 const at::Tensor& grad_scale,
-                                                 const detail::OptimizerState& state,
-                                                 bool clipped) {
-  const at::Tensor& found_inf = state.found_inf.tensor;
-  auto* const fused = dynamic_cast<FusedOptimizer*>(&optimizer);
-  if (!fused) return optimizer.step_scaled(grad_scale, found_inf);
-  const struct Known {
-    FusedOptimizer& optimizer;
-    ~Known() { optimizer.known_ = {}; }
-  } known{*fused};
-  fused->known_ = {.clip_in_scale = clipped && grad_scale.defined(),
-                   .exact_flag = state.exact ? found_inf : at::Tensor()};
-  return optimizer.step_scaled(grad_scale, found_inf);
-}
-
-TORCHAMP_BODY StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
-  using Stage = detail::OptimizerState::Stage;
-  TORCH_CHECK(dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
-              "GradScaler::step: LBFGS evaluates the loss by itself. Call step(optimizer, closure) "
-              "with a closure that returns the loss.");
-  const detail::DropWeightCasts drop_weight_casts(optimizer);
-  if (!options_.enabled) return unscaled_result(optimizer.step());
-  check_started("step");
-  detail::OptimizerState& state = optimizers_.of(optimizer);
-  check_not_stepped(state);
-  if (state.stage == Stage::unscaled) check_complete(optimizer, state);
-
-  auto* const fused = dynamic_cast<ScaledStep*>(&optimizer);
-  at::Tensor grad_scale;
-  const bool left_to_step = state.stage == Stage::ready && fused && !options_.recheck;
-  const bool divides = division_may_overflow(optimizer);
-  const detail::Divisor clip = left_to_step ? detail::ClipLeft::to(optimizer) : detail::Divisor();
-  if (left_to_step && !clip_may_overflow(optimizer, clip)) {
-    grad_scale = scale_and_clip(clip);
-    // A step that is tried again looks anew: a failed capture has taken its flag's memory with it.
-    if (!state.agreed) state.found_inf = {};
-    check_only(optimizer, state, divides, clip.defined() ? &clip : nullptr, grad_scale);
-    check_clip(clip, state.found_inf.tensor);
-  } else {
-    if (state.stage == Stage::ready) unscale(optimizer, state, "GradScaler::step");
-    if (options_.recheck && !state.rechecked) {
-      if (state.agreed) state.found_inf = {state.found_inf.tensor.clone(), std::nullopt};
-      check_only(optimizer, state, false);
-      state.agreed = false;
-    }
-  }
-  agree(state);
-  // A step that is tried again sees what its gradients have become, unless processes have agreed.
-  state.rechecked = options_.recheck && (options_.agree_found_inf || state.shards);
-
-  std::vector<MissingGradient> missing;
-  at::Tensor value;
-  if (!state.had_gradients) {
-    missing = report_missing(optimizer);
-  } else if (fused) {
-    value = step_scaled(*fused, grad_scale, state, clip.defined());
-  } else if (!state.found_inf.read()) {
-    value = optimizer.step();
-  }
-  state.stage = Stage::stepped;
-  const std::shared_ptr<detail::StepRecord> record = this->record(state);
-  record->value = std::move(value);
-  record->missing = std::move(missing);
-  return StepResult(record);
-}
-
-/// The record of a step that has been made.
-TORCHAMP_BODY std::shared_ptr<detail::StepRecord> GradScaler::record(
-    const detail::OptimizerState& state) {
-  auto record = std::make_shared<detail::StepRecord>();
-  record->found_inf = state.found_inf;
-  record->had_gradients = state.had_gradients;
-  if (const auto* host = state_.host()) {
-    record->scale.on_host = host->scale;
-    record->skips_before.on_host = host->skips;
-  } else {
-    record->scale.tensor = state_.scale();
-    record->skips_before.tensor = state_.skips();
-    record->lazy_skips = state_.lazy_skips();
-    records_.push_back(record);
-  }
-  return record;
-}
-
-TORCHAMP_BODY std::vector<MissingGradient> GradScaler::report_missing(
-    const torch::optim::Optimizer& optimizer) {
-  std::vector<MissingGradient> missing = missing_gradients(optimizer, state_.scale().device());
-  if (warned_of_missing_) return missing;
-  warned_of_missing_ = true;
-  std::ostringstream list;
-  constexpr std::size_t most = 10;
-  for (std::size_t i = 0; i < std::min(missing.size(), most); ++i) {
-    list << "\n  " << missing[i];
-  }
-  if (missing.size() > most) list << "\n  and " << missing.size() - most << " more";
-  TORCH_WARN(
-      "GradScaler::step: no parameter of this optimizer has a gradient, so it was not stepped.",
-      list.str());
-  return missing;
 }
 
 TORCHAMP_BODY double GradScaler::get_scale() const {
