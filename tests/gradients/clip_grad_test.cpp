@@ -8,37 +8,27 @@
 #include <cmath>
 #include <fstream>
 #include <functional>
-#include <limits>
 #include <sstream>
 #include <string>
 #include <vector>
 
 #include "support/call_counter.h"
+#include "support/clipping.h"
 #include "support/devices.h"
 #include "support/expect_error.h"
 #include "support/numbers.h"
-#include "support/on_device.h"
 #include "support/optimizer_kinds.h"
-#include "support/simulated/facts.h"
 #include "support/skips.h"
 #include "support/tolerances.h"
 
 namespace {
 
-constexpr double inf = std::numeric_limits<double>::infinity();
-constexpr double nan = std::numeric_limits<double>::quiet_NaN();
-
-Tensor with_gradient(const Tensor& gradient) {
-  Tensor p = torch::zeros(gradient.sizes(), gradient.options().layout(at::kStrided));
-  p.requires_grad_().mutable_grad() = gradient;
-  return p;
-}
-
-Params with_gradients(const std::vector<Tensor>& gradients) {
-  Params params;
-  for (const Tensor& gradient : gradients) params.push_back(with_gradient(gradient.clone()));
-  return params;
-}
+using clipping::backward;
+using clipping::ClipGrad;
+using clipping::inf;
+using clipping::nan;
+using clipping::with_gradient;
+using clipping::with_gradients;
 
 /// Clips one gradient after the other in fp64, in the plainest way; returns the norm.
 double clip_slowly(const Params& params, double max_norm, double norm_type) {
@@ -60,17 +50,6 @@ double clip_slowly(const Params& params, double max_norm, double norm_type) {
   }
   return norm;
 }
-
-class ClipGrad : public testing::TestWithParam<at::DeviceType> {
- protected:
-  void SetUp() override {
-    SKIP_WITHOUT(GetParam());
-    torch::manual_seed(2);
-  }
-  static at::TensorOptions options(at::ScalarType dtype = at::kFloat) {
-    return at::TensorOptions(GetParam()).dtype(dtype);
-  }
-};
 
 INSTANTIATE_TEST_SUITE_P(Devices, ClipGrad, all_devices(), device_name);
 
@@ -277,14 +256,6 @@ TEST_P(ClipGrad, CallsNoMoreForMoreGradientsAndReadsNothing) {
 // ---- Gradients that are scaled
 // -------------------------------------------------------------------
 
-void backward(torchamp::GradScaler& scaler, Optimizer& optimizer, const Params& params,
-              const std::vector<Tensor>& gradients) {
-  optimizer.zero_grad();
-  Tensor loss = torch::zeros({}, params[0].options().dtype(at::kFloat).requires_grad(false));
-  for (std::size_t i = 0; i < params.size(); ++i) loss = loss + (params[i] * gradients[i]).sum();
-  scaler.scale(loss).backward();
-}
-
 TEST_P(ClipGrad, IsRightBeforeAndAfterUnscaling) {
   const std::vector<Tensor> gradients{torch::full({4}, 3., options()),
                                       torch::full({7}, 2., options())};
@@ -444,333 +415,6 @@ TEST_P(ClipGrad, WalksAsThePlainestCodeDoes) {
         fast_scaler.update();
       }
       EXPECT_EQ(fast_scaler.get_scale(), slow_scaler.get_scale());
-    }
-  }
-}
-
-// ---- Large and small scales
-// ----------------------------------------------------------------------
-
-/// The norm and the step of gradients that were scaled and clipped.
-struct ClippedStep {
-  Tensor norm;
-  Params params;
-};
-
-template <class Optimizer>
-ClippedStep clipped_step(const std::vector<Tensor>& gradients, double scale, double max_norm,
-                         double norm_type, bool on_device = false) {
-  Params params;
-  for (const Tensor& g : gradients) params.push_back(torch::zeros_like(g).requires_grad_());
-  Optimizer optimizer(params, SGDOptions(1.));
-  torchamp::GradScaler scaler({.init_scale = scale});
-  backward(scaler, optimizer, params, gradients);
-  if (on_device) move_to_device(scaler);
-  ClippedStep result;
-  result.norm = torchamp::clip_grad_norm_(scaler, optimizer, max_norm, norm_type);
-  EXPECT_TRUE(scaler.step(optimizer).stepped());
-  scaler.update();
-  result.params = params;
-  return result;
-}
-
-TEST_P(ClipGrad, ClipsAsThePlainOptimizerDoesWhateverTheScale) {
-  const std::vector<Tensor> gradients{torch::randn({3000}, options()).clamp(-3., 3.),
-                                      torch::randn({5}, options()).clamp(-3., 3.)};
-  for (const double scale :
-       {0x1p-120, 0x1p-90, 0x1p-60, 1., 0x1p20, 0x1p31, 0x1p40, 0x1p58, 0x1p64, 0x1p100, 0x1p125}) {
-    for (const double norm_type : {2., 1., inf, -inf, 3., 0.5, 10., 0.}) {
-      for (const double max_norm : {1e-3, 1., 1e6}) {
-        SCOPED_TRACE(c10::str(scale, ' ', norm_type, ' ', max_norm));
-        const ClippedStep plain =
-            clipped_step<torch::optim::SGD>(gradients, scale, max_norm, norm_type);
-        const ClippedStep fused =
-            clipped_step<torchamp::FusedSGD>(gradients, scale, max_norm, norm_type, dice(2) == 0);
-        ASSERT_TRUE(std::isfinite(plain.norm.item<double>()));
-        expect_close(fused.norm, plain.norm);
-        EXPECT_EQ(fused.norm.scalar_type(), at::kFloat);
-        const double larger = 1. / std::max(plain.params[0].abs().max().item<double>(), 1e-30);
-        for (std::size_t i = 0; i < gradients.size(); ++i) {  // small steps are compared as well
-          expect_close(fused.params[i] * larger, plain.params[i] * larger);
-        }
-      }
-    }
-  }
-}
-
-/// A clip that, times the scale, is more than fp32 holds.
-struct HugeClip {
-  double gradient, scale, max_norm, norm_type;
-
-  /// Whether an optimizer with it has stepped, and what it has made of a parameter of 0.
-  template <class Optimizer>
-  std::pair<bool, Tensor> step(const at::TensorOptions& options) const {
-    const Tensor direction = torch::tensor({3., -4., 0.}, options);
-    const Tensor parameter = torch::zeros_like(direction).requires_grad_();
-    Optimizer optimizer({parameter}, SGDOptions(max_norm == 0. ? 1. : 1. / max_norm));
-    torchamp::GradScaler scaler({.init_scale = scale});
-    scaler.scale((parameter * direction * gradient).sum()).backward();
-    (void)torchamp::clip_grad_norm_(scaler, optimizer, max_norm, norm_type);
-    return {scaler.step(optimizer).stepped(), parameter.detach()};
-  }
-};
-
-TEST(ClipGradOnTheHost, StepsAsThePlainOptimizerWhereTheDivisorIsTooLargeForFp32) {
-  for (const HugeClip& clip : {HugeClip{1e32, 1024., 1e-3, inf}, HugeClip{1e32, 1., 1e-7, inf},
-                               HugeClip{1e18, 0x1p31, 1e-12, 2.}, HugeClip{1e18, 0x1p31, 0., 2.}}) {
-    SCOPED_TRACE(c10::str(clip.gradient, ' ', clip.scale, ' ', clip.max_norm));
-    const auto [plain_stepped, plain] = clip.step<torch::optim::SGD>(at::kFloat);
-    const auto [stepped, fused] = clip.step<torchamp::FusedSGD>(at::kFloat);
-    EXPECT_TRUE(plain_stepped);
-    EXPECT_EQ(plain[0].item<float>() != 0.F, clip.max_norm != 0.);
-    EXPECT_TRUE(stepped);
-    expect_close(fused, plain);
-  }
-}
-
-TEST_P(ClipGrad, NeverStepsWithADivisorThatFp32CannotHold) {
-  for (const bool fp64 : {false, true}) {
-    const simulated::Facts facts(
-        {.type = at::kPrivateUse1,
-         .fp64 = fp64 ? torchamp::detail::Fp64::yes : torchamp::detail::Fp64::unknown});
-    const Tensor direction = torch::tensor({3., -4., 0.}, options());
-    const Tensor parameter = torch::zeros_like(direction).requires_grad_();
-    torchamp::FusedSGD optimizer({parameter}, SGDOptions(1000.));
-    torchamp::GradScaler scaler({.init_scale = 1024.});
-    int skipped = 0;
-    for (bool stepped = false; !stepped; skipped += stepped ? 0 : 1) {
-      ASSERT_LT(skipped, 12);
-      optimizer.zero_grad();
-      scaler.scale((parameter * direction * 1e34).sum()).backward();
-      (void)torchamp::clip_grad_norm_(scaler, optimizer, 1e-3, inf);
-      stepped = scaler.step(optimizer).stepped();
-      scaler.update();
-      if (!stepped) {
-        ASSERT_EQ(parameter.detach().abs().sum().item<float>(), 0.F);
-      }
-    }
-    EXPECT_EQ(skipped > 0, GetParam() != at::kCPU) << "on the host the product is no hindrance";
-    expect_close(parameter.detach(), torch::tensor({-0.75, 1., 0.}, options()));
-  }
-}
-
-TEST_P(ClipGrad, SkipsAFusedStepWithInfsAndNaNsWhateverTheNorm) {
-  for (const bool fp64 : {false, true}) {
-    const simulated::Facts facts(
-        {.type = at::kPrivateUse1,
-         .fp64 = fp64 ? torchamp::detail::Fp64::yes : torchamp::detail::Fp64::unknown});
-    const Params params{torch::ones({3}, options()).requires_grad_(),
-                        torch::ones({2}, options(at::kHalf)).requires_grad_()};
-    torchamp::FusedSGD optimizer(params, SGDOptions(1.));
-    torchamp::GradScaler scaler({.init_scale = 1024.});
-
-    for (const double norm_type : {2., 1., inf, 3., 0., -1.}) {
-      for (const double max_norm : {0.5, 1e-8, 0.}) {
-        for (const double bad : {inf, -inf, std::nan(""), 1.}) {
-          SCOPED_TRACE(c10::str(norm_type, ' ', max_norm, ' ', bad));
-          optimizer.zero_grad();
-          scaler.scale(params[0].sum() + params[1].sum()).backward();
-          params[bad == inf ? 1 : 0].mutable_grad().narrow(0, 1, 1).mul_(bad);
-          (void)torchamp::clip_grad_norm_(scaler, optimizer, max_norm, norm_type);
-          EXPECT_EQ(scaler.step(optimizer).stepped(), bad == 1.);
-          scaler.update(1024.);
-          for (const Tensor& p : params) EXPECT_TRUE(p.isfinite().all().item<bool>());
-        }
-      }
-    }
-  }
-}
-
-TEST_P(ClipGrad, ToANormOfZeroIsAStepWithZeros) {
-  const Tensor parameter = torch::ones({3}, options()).requires_grad_();
-  torchamp::FusedSGD optimizer({parameter}, SGDOptions(1.));
-  torchamp::GradScaler scaler({.init_scale = 4.});
-  scaler.scale((parameter * 2.).sum()).backward();
-  (void)torchamp::clip_grad_norm_(scaler, optimizer, 0.);
-  EXPECT_TRUE(scaler.step(optimizer).stepped());
-  expect_close(parameter.detach(), torch::ones({3}, options()));
-}
-
-TEST_P(ClipGrad, ClipsOnceMoreWhateverTheScale) {
-  for (const double scale : {0x1p-90, 1., 0x1p100}) {
-    const Params params{torch::zeros({2000}, options()).requires_grad_()};
-    torchamp::FusedSGD optimizer(params, SGDOptions(1.));
-    torchamp::GradScaler scaler({.init_scale = scale});
-    backward(scaler, optimizer, params, {torch::full({2000}, 3., options())});
-    const auto norm = [&](double limit) {
-      return torchamp::clip_grad_norm_(scaler, optimizer, limit).item<double>();
-    };
-    EXPECT_NEAR(norm(2.), 3. * std::sqrt(2000.), 1e-3);
-    EXPECT_NEAR(norm(1.), 2., 1e-5);
-    scaler.unscale_(optimizer);  // between the clips, too
-    EXPECT_NEAR(norm(0.5), 1., 1e-5);
-    scaler.step(optimizer);
-    expect_close(params[0], torch::full({2000}, -0.5 / std::sqrt(2000.), options()));
-  }
-}
-
-TEST_P(ClipGrad, LeavesFp16GradientsToAFusedStepAtALargeScale) {
-  const Params params{torch::zeros({4}, options(at::kHalf)).requires_grad_()};
-  torchamp::FusedSGD optimizer(params, SGDOptions(0x1p40));
-  params[0].mutable_grad() = torch::ones({4}, options(at::kHalf));
-  torchamp::GradScaler scaler({.init_scale = 0x1p40});
-  scaler.scale(torch::ones({}, options()));
-  expect_close(torchamp::clip_grad_norm_(scaler, optimizer, 0.),
-               torch::full({}, 0x1p-39, options()));
-  optimizer.take_next_step_divisor();
-  optimizer.divide_next_step(number(2., params[0].device()));
-  scaler.step(optimizer);
-  expect_close(params[0], torch::full({4}, -0.5, options(at::kHalf)));
-}
-
-TEST_P(ClipGrad, ClipsFp64GradientsOnTopOfADivisor) {
-  const Params params{torch::zeros({4}, options(at::kDouble)).requires_grad_()};
-  torchamp::FusedSGD optimizer(params, SGDOptions(1.));
-  params[0].mutable_grad() = torch::full({4}, 2., options(at::kDouble));
-  optimizer.divide_next_step(number(2., params[0].device()));
-  EXPECT_EQ(torchamp::clip_grad_norm_(optimizer, 1.).item<double>(), 2.);
-  optimizer.step();
-  expect_close(params[0], torch::full({4}, -1. / (2. + 1e-6), options(at::kDouble)));
-}
-
-TEST(ClipGradPasses, AreOneUnlessTheNormIsWhereFp32Ends) {
-  struct Passes {
-    int norms, copies;
-  };
-  const auto passes = [](double scale, double norm_type) -> Passes {
-    const Params params{torch::zeros({3000}).requires_grad_()};
-    torchamp::FusedSGD optimizer(params, SGDOptions(1.));
-    torchamp::GradScaler scaler({.init_scale = scale});
-    backward(scaler, optimizer, params, {torch::full({3000}, 0.3)});
-    const CallCounter counter;
-    torchamp::clip_grad_norm_(scaler, optimizer, 1., norm_type);
-    EXPECT_EQ(counter.reads(), 0);
-    return {counter.called("aten::_foreach_norm"), counter.called("aten::_foreach_div")};
-  };
-  for (const double scale : {0x1p-30, 1., 0x1p16, 0x1p40}) {
-    for (const double norm_type : {2., 1.}) {
-      EXPECT_EQ(passes(scale, norm_type).norms, 1) << scale;
-      EXPECT_EQ(passes(scale, norm_type).copies, 0) << scale;
-    }
-  }
-  EXPECT_EQ(passes(0x1p64, 2.).norms, 2);
-  EXPECT_EQ(passes(0x1p-60, 2.).norms, 2);
-  EXPECT_EQ(passes(0x1p125, 1.).norms, 2);
-  for (const double scale : {0x1p-90, 0x1p16, 0x1p120}) {
-    EXPECT_EQ(passes(scale, inf).norms, 1);
-    EXPECT_EQ(passes(scale, inf).copies, 0);
-    EXPECT_EQ(passes(scale, 3.).norms, 1);
-    EXPECT_EQ(passes(scale, 3.).copies, 1);
-  }
-}
-
-// ---- What was clipped is what is stepped
-// ---------------------------------------------------------
-
-/// Two parameters with gradients, clipped to a half, and what to do then.
-struct Clipped {
-  Params params = with_gradients({torch::full({4}, 3.), torch::full({7}, 2.)});
-  Tensor without = torch::zeros({2}).requires_grad_();
-  torchamp::FusedSGD optimizer{Params{params[0], params[1], without}, SGDOptions(1.)};
-
-  Clipped() { torchamp::clip_grad_norm_(optimizer, 4.); }
-  void step_is_refused() {
-    EXPECT_ERROR(optimizer.step(),
-                 "the gradients are not those that clip_grad_norm_ has clipped and left to the "
-                 "next step");
-    for (const Tensor& p : params) expect_close(p, torch::zeros_like(p));
-    EXPECT_ERROR(optimizer.step(), "Clip after the last such change");  // until told otherwise
-    optimizer.take_next_step_divisor();
-    EXPECT_FALSE(optimizer.next_step_divisor().defined());
-    optimizer.step();
-    for (const Tensor& p : params) {
-      if (p.grad().defined()) expect_close(p, -p.grad());
-    }
-  }
-};
-
-TEST(ClipLeftToAStep, IsRefusedForGradientsThatWereChangedAfterIt) {
-  const std::vector<std::function<void(Clipped&)>> changes{
-      [](Clipped& c) { c.params[0].mutable_grad() = c.params[0].grad().clone(); },
-      [](Clipped& c) { c.params[1].mutable_grad() = c.params[1].grad().clone(); },
-      [](Clipped& c) {
-        for (Tensor& p : c.params) p.mutable_grad() = p.grad().clone();
-      },
-      [](Clipped& c) { c.params[0].mutable_grad().reset(); },
-      [](Clipped& c) { c.params[1].mutable_grad().reset(); },
-      [](Clipped& c) { c.params[0].grad().mul_(2.); },
-      [](Clipped& c) { c.params[1].grad().add_(1.); },
-      [](Clipped& c) { c.without.mutable_grad() = torch::ones({2}); },
-      [](Clipped& c) { c.params[1].sum().backward(); },
-      [](Clipped& c) { static_cast<Optimizer&>(c.optimizer).zero_grad(/*set_to_none=*/false); },
-      [](Clipped& c) {
-        c.optimizer.add_param_group(OptimizerParamGroup({with_gradient(torch::full({3}, 2.))}));
-      }};
-  for (std::size_t i = 0; i < changes.size(); ++i) {
-    SCOPED_TRACE(i);
-    Clipped clipped;
-    changes[i](clipped);
-    clipped.step_is_refused();
-  }
-}
-
-TEST(ClipLeftToAStep, IsRefusedForASecondClipOrUnscalingOfChangedGradients) {
-  Clipped clipped;
-  clipped.params[1].grad().add_(1.);
-  EXPECT_ERROR(torchamp::clip_grad_norm_(clipped.optimizer, 1.), "are not those that");
-  EXPECT_ERROR(torchamp::clip_grad_value_(clipped.optimizer, 1.), "are not those that");
-  torchamp::GradScaler scaler({.init_scale = 4.});
-  scaler.scale(torch::ones({}));
-  EXPECT_ERROR(scaler.unscale_(clipped.optimizer), "are not those that");
-  EXPECT_ERROR(scaler.step(clipped.optimizer), "are not those that");
-  expect_close(clipped.params[0].grad(), torch::full({4}, 3.));
-}
-
-TEST(ClipLeftToAStep, IsForgottenWithTheGradientsThatItWasFor) {
-  const std::vector<std::function<void(Clipped&)>> drops{
-      [](Clipped& c) { c.optimizer.zero_grad(); },
-      [](Clipped& c) { c.optimizer.zero_grad(/*set_to_none=*/false); },
-      [](Clipped& c) { static_cast<Optimizer&>(c.optimizer).zero_grad(); },
-      [](Clipped& c) {
-        for (Tensor& p : c.params) p.mutable_grad().reset();
-      }};
-  for (std::size_t i = 0; i < drops.size(); ++i) {
-    for (const bool clips_again : {false, true}) {
-      SCOPED_TRACE(c10::str(i, clips_again));
-      Clipped clipped;
-      drops[i](clipped);
-      (clipped.params[0].sum() * 3. + clipped.params[1].sum() * 2.).backward();
-      if (clips_again) {
-        expect_close(torchamp::clip_grad_norm_(clipped.optimizer, 4.), torch::full({}, 8.));
-      }
-      clipped.optimizer.step();
-      expect_close(clipped.params[0], torch::full({4}, clips_again ? -1.5 : -3.));
-      expect_close(clipped.params[1], torch::full({7}, clips_again ? -1. : -2.));
-    }
-  }
-}
-
-TEST(ClipLeftToAStep, IsForgottenByAStepWithoutGradients) {
-  Clipped clipped;
-  for (Tensor& p : clipped.params) p.mutable_grad().reset();
-  clipped.optimizer.step();
-  for (Tensor& p : clipped.params) p.mutable_grad() = torch::ones_like(p);
-  clipped.optimizer.step();
-  expect_close(clipped.params[0], torch::full({4}, -1.));
-}
-
-TEST(ClipLeftToAStep, StaysWithGradientsThatTheScalerChecksOrUnscales) {
-  for (const bool recheck : {false, true}) {
-    for (const bool unscales : {false, true}) {
-      Clipped clipped;
-      for (const Tensor& p : clipped.params) p.grad().mul_(16.);
-      clipped.optimizer.take_next_step_divisor();
-      torchamp::GradScaler scaler({.init_scale = 16., .recheck = recheck});
-      scaler.scale(torch::ones({}));
-      torchamp::clip_grad_norm_(scaler, clipped.optimizer, 4.);
-      if (unscales) scaler.unscale_(clipped.optimizer);
-      scaler.step(clipped.optimizer);
-      expect_close(clipped.params[0], torch::full({4}, -1.5));
     }
   }
 }
