@@ -5,18 +5,16 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 #include <torchamp/clip_grad.h>
-#include <torchamp/master_weights.h>
 #include <torchamp/optim.h>
 #include <torchamp/training_checkpoint.h>
 
-#include <limits>
-#include <memory>
-#include <sstream>
 #include <stdexcept>
+#include <string>
 #include <utility>
+#include <vector>
 
-#include "support/call_counter.h"
 #include "support/expect_error.h"
+#include "support/leaf.h"
 #include "support/non_finite.h"
 #include "support/on_device.h"
 #include "support/optimizers.h"
@@ -30,10 +28,6 @@ using torchamp::SafeAccumulation;
 
 namespace {
 
-at::Tensor zero() {
-  return torch::zeros({1}, torch::requires_grad());
-}
-
 /// SGD whose step throws while it is told to.
 struct Failing : torch::optim::SGD {
   using SGD::SGD;
@@ -43,16 +37,6 @@ struct Failing : torch::optim::SGD {
   }
   bool fails = true;
 };
-
-/// The optimizers that tests run with, at a learning rate of 1.
-std::unique_ptr<torch::optim::Optimizer> sgd_of(const at::Tensor& w, bool fused) {
-  if (fused) {
-    return std::make_unique<torchamp::FusedSGD>(std::vector<at::Tensor>{w},
-                                                torch::optim::SGDOptions(1.));
-  }
-  return std::make_unique<torch::optim::SGD>(std::vector<at::Tensor>{w},
-                                             torch::optim::SGDOptions(1.));
-}
 
 }  // namespace
 
@@ -282,7 +266,7 @@ TEST(SafeAccumulation, DropsAWindowWhoseFiniteGradientsAddUpToAnInf) {
   for (const bool fused : {false, true}) {
     for (const bool rule_on_device : {false, true}) {
       const at::Tensor w = zero();
-      const auto optimizer = sgd_of(w, fused);
+      const auto optimizer = plain_or_fused_sgd({w}, fused);
       GradScaler scaler({.init_scale = 1.});
       scaler.scale(torch::ones({}));
       if (rule_on_device) move_to_device(scaler);
@@ -329,7 +313,7 @@ TEST(SafeAccumulation, IsClippedByEitherForm) {
     for (const bool with_scaler : {false, true}) {
       SCOPED_TRACE(testing::Message() << fused << with_scaler);
       const at::Tensor w = torch::zeros({2}, torch::requires_grad());
-      const auto optimizer = sgd_of(w, fused);
+      const auto optimizer = plain_or_fused_sgd({w}, fused);
       GradScaler scaler({.init_scale = 1024.});
       SafeAccumulation accumulation(scaler, *optimizer);
       for (int i = 0; i < 3; ++i) accumulation.backward((w * torch::tensor({30.F, 40.F})).sum());
@@ -489,174 +473,6 @@ TEST(SafeAccumulation, AddsGradientsWithTheConjugateBit) {
     EXPECT_TRUE(accumulation.step());
     expect_close(torch::view_as_real(w.detach()), torch::tensor({{-2.F, 3.F}}));
   }
-}
-
-// ---- Master weights
-// ------------------------------------------------------------------------------------------
-
-namespace {
-
-/// One weight of 1 in bf16, with its master.
-struct Narrow {
-  Narrow() {
-    torch::nn::init::ones_(net->weight);
-    masters.emplace(net, torchamp::MasterWeightsOptions{.dtype = at::kBFloat16});
-  }
-  at::Tensor loss(float x) {
-    return net->forward(torch::full({1, 1}, x, at::kBFloat16)).to(at::kFloat).sum();
-  }
-  float master() const { return masters->parameters()[0].item<float>(); }
-
-  torch::nn::Linear net{torch::nn::LinearOptions(1, 1).bias(false)};
-  std::optional<torchamp::MasterWeights> masters;
-};
-
-}  // namespace
-
-TEST(AccumulationOfMasterWeights, StepsWithWhatIsTakenBeforeUnscaling) {
-  for (const bool fused : {false, true}) {
-    Narrow narrow;
-    const auto optimizer = sgd_of(narrow.masters->parameters()[0], fused);
-    GradScaler scaler({.init_scale = 1024.});
-    Accumulation accumulation(scaler, *optimizer, 2);
-    accumulation.before_unscale([&] { narrow.masters->take_gradients(); });
-    accumulation.before_step([&] { torchamp::clip_grad_norm_(narrow.masters->parameters(), 0.5); });
-    for (int i = 0; i < 4; ++i) {
-      if (auto result = accumulation.backward(narrow.loss(8))) {
-        EXPECT_TRUE(result->stepped());
-        narrow.masters->copy_to_model();
-      }
-    }
-    EXPECT_NEAR(narrow.master(), 0.F, 1e-5);
-    EXPECT_NEAR(narrow.net->weight.item<float>(), 0.F, 1e-5);
-  }
-}
-
-TEST(AccumulationOfMasterWeights, AreNotTakenWhereTheyWouldStayScaled) {
-  for (const bool others : {false, true}) {  // an fp32 parameter beside it
-    Narrow narrow;
-    const at::Tensor beside = zero();
-    std::vector<at::Tensor> parameters = narrow.masters->parameters();
-    if (others) parameters.push_back(beside);
-    auto optimizer = sgd(parameters);
-    GradScaler scaler({.init_scale = 1024.});
-    Accumulation accumulation(scaler, optimizer, 1);
-    accumulation.before_step([&] { narrow.masters->take_gradients(); });
-    for (int i = 0; i < 2; ++i) {
-      EXPECT_ERROR(accumulation.backward(narrow.loss(1) + beside.sum()),
-                   "gradients came after unscale_");
-      EXPECT_ERROR(accumulation.flush(), "with an Accumulation in before_unscale");
-      accumulation.discard();
-    }
-    EXPECT_EQ(narrow.master(), 1.F);
-    accumulation.before_step(nullptr);
-    accumulation.before_unscale([&] { narrow.masters->take_gradients(); });
-    EXPECT_TRUE(accumulation.backward(narrow.loss(1))->stepped());
-    EXPECT_EQ(narrow.master(), 0.F);
-  }
-}
-
-TEST(AccumulationOfMasterWeights, AreNotTakenIntoTheMeanOfMicroBatches) {
-  Narrow narrow;
-  const at::Tensor beside = zero();
-  auto optimizer = sgd({narrow.masters->parameters()[0], beside});
-  GradScaler scaler({.init_scale = 1024.});
-  SafeAccumulation accumulation(scaler, optimizer);
-  accumulation.backward(narrow.loss(1) + beside.sum());
-  EXPECT_ERROR(accumulation.step([&] { narrow.masters->take_gradients(); }),
-               "gradients came after unscale_");
-  EXPECT_EQ(narrow.master(), 1.F);
-}
-
-/// Gradients of the program's own may come after unscaling, and those of others be taken.
-TEST(AccumulationOfMasterWeights, RaiseNoFalseAlarm) {
-  Narrow narrow;
-  const at::Tensor w = zero(), unused = zero();
-  auto optimizer = sgd({w, unused});
-  GradScaler scaler({.init_scale = 1024.});
-  Accumulation accumulation(scaler, optimizer, 1);
-  accumulation.before_step([&] { unused.mutable_grad() = torch::ones({1}); });
-  EXPECT_TRUE(accumulation.backward(w.sum())->stepped());
-  EXPECT_EQ(unused.item<float>(), -1.F);
-  accumulation.before_step([&] {
-    narrow.loss(1).backward();
-    narrow.masters->take_gradients();
-  });
-  EXPECT_TRUE(accumulation.backward(w.sum())->stepped());
-  EXPECT_EQ(w.item<float>(), -2.F);
-}
-
-TEST(AccumulationOfMasterWeights, AreTakenAnywhereWithoutAScale) {
-  Narrow narrow;
-  auto optimizer = sgd(narrow.masters->parameters());
-  GradScaler scaler({.enabled = false});
-  Accumulation accumulation(scaler, optimizer, 1);
-  accumulation.before_step([&] { narrow.masters->take_gradients(); });
-  accumulation.backward(narrow.loss(1));
-  EXPECT_EQ(narrow.master(), 0.F);
-}
-
-TEST(AccumulationOfMasterWeights, DropsTheModelsGradientsWithTheWindow) {
-  Narrow narrow;
-  auto optimizer = sgd(narrow.masters->parameters());
-  GradScaler scaler({.init_scale = 1024.});
-  Accumulation accumulation(scaler, optimizer, 2);
-  accumulation.before_unscale([&] { narrow.masters->take_gradients(); });
-  accumulation.backward(narrow.loss(8));
-  accumulation.discard();
-  EXPECT_FALSE(narrow.net->weight.grad().defined());
-  for (int i = 0; i < 2; ++i) accumulation.backward(narrow.loss(1));
-  EXPECT_EQ(narrow.master(), 0.F);
-}
-
-TEST(AccumulationOfMasterWeights, AddsNothingThatAnExceptionHasLeft) {
-  for (const bool discards : {false, true}) {
-    Narrow narrow;
-    auto optimizer = sgd(narrow.masters->parameters());
-    GradScaler scaler({.init_scale = 1024.});
-    SafeAccumulation accumulation(scaler, optimizer);
-    accumulation.before_unscale([] { throw std::runtime_error("out of luck"); });
-    EXPECT_THROW(accumulation.backward(narrow.loss(8)), std::runtime_error);
-    EXPECT_TRUE(narrow.net->weight.grad().defined());
-    if (discards) {
-      accumulation.discard();
-      EXPECT_FALSE(narrow.net->weight.grad().defined());
-    }
-    accumulation.before_unscale([&] { narrow.masters->take_gradients(); });
-    accumulation.backward(narrow.loss(1));
-    EXPECT_EQ(accumulation.step().kept(), 1);
-    EXPECT_EQ(narrow.master(), 0.F);
-  }
-}
-
-/// Dropped after the step, they would not be missed by copy_to_model().
-TEST(AccumulationOfMasterWeights, LeavesGradientsThatWereForgotten) {
-  for (const bool safe : {false, true}) {
-    Narrow narrow;
-    const at::Tensor beside = zero();
-    auto optimizer = sgd({narrow.masters->parameters()[0], beside});
-    GradScaler scaler({.init_scale = 1024.});
-    if (safe) {
-      SafeAccumulation accumulation(scaler, optimizer);
-      accumulation.backward(narrow.loss(1) + beside.sum());
-      EXPECT_TRUE(accumulation.step().stepped());
-    } else {
-      Accumulation accumulation(scaler, optimizer, 1);
-      EXPECT_TRUE(accumulation.backward(narrow.loss(1) + beside.sum())->stepped());
-    }
-    EXPECT_ERROR(narrow.masters->copy_to_model(), "Call take_gradients() after backward()");
-  }
-}
-
-TEST(AccumulationOfMasterWeights, DropsBadMicroBatches) {
-  Narrow narrow;
-  auto optimizer = sgd(narrow.masters->parameters());
-  GradScaler scaler({.init_scale = 1024.});
-  SafeAccumulation accumulation(scaler, optimizer);
-  accumulation.before_unscale([&] { narrow.masters->take_gradients(); });
-  for (const float x : {1.F, kInf, 3.F}) accumulation.backward(narrow.loss(x));
-  EXPECT_EQ(accumulation.step().kept(), 2);
-  EXPECT_EQ(narrow.master(), -1.F);
 }
 
 // ---- Checkpoints

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <torchamp/optim.h>
 #include <torchamp/scaled_step.h>
 
 #include <torch/optim/sgd.h>
 #include <torch/torch.h>
 
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -49,4 +51,12 @@ inline at::Tensor parameter_with(const at::Tensor& gradient) {
 
 inline torch::optim::SGD sgd(std::vector<at::Tensor> parameters, double lr = 1.) {
   return torch::optim::SGD(std::move(parameters), torch::optim::SGDOptions(lr));
+}
+
+/// LibTorch's SGD, or torchamp's.
+inline std::unique_ptr<torch::optim::Optimizer> plain_or_fused_sgd(
+    std::vector<at::Tensor> parameters, bool fused, double lr = 1.) {
+  const torch::optim::SGDOptions options(lr);
+  if (fused) return std::make_unique<torchamp::FusedSGD>(std::move(parameters), options);
+  return std::make_unique<torch::optim::SGD>(std::move(parameters), options);
 }
