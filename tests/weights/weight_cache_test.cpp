@@ -4,11 +4,10 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <cstddef>
 #include <cstdint>
-#include <functional>
-#include <memory>
+#include <limits>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
@@ -16,11 +15,10 @@
 
 #include "support/expect_error.h"
 #include "support/leaf.h"
+#include "support/weight_caches.h"
 #include "torchamp/autocast.h"
 #include "torchamp/cast_recorder.h"
-#include "torchamp/grad_scaler.h"
 #include "torchamp/module_policy.h"
-#include "torchamp/optim.h"
 #include "torchamp/recompute.h"
 
 namespace {
@@ -29,87 +27,15 @@ using torchamp::AutocastGuard;
 using torchamp::AutocastOptions;
 using torchamp::Policy;
 using torchamp::WeightCache;
-
-constexpr WeightCache own_caches[] = {WeightCache::region, WeightCache::window, WeightCache::kept};
-
-AutocastOptions with(WeightCache cache, at::ScalarType dtype = at::kBFloat16) {
-  return {.dtype = dtype, .cache = cache};
-}
-
-using Tensors = std::vector<at::Tensor>;
-using Function = std::function<at::Tensor(const at::Tensor&)>;
-
-/// The output of `function` under a guard, and the gradients of `inputs` and `weights`.
-Tensors values_and_gradients(const AutocastOptions& options, const Function& function,
-                             const at::Tensor& input, const Tensors& weights) {
-  Tensors wanted;
-  for (const auto& weight : weights) {
-    if (weight.requires_grad()) wanted.push_back(weight);
-  }
-  at::Tensor output;
-  {
-    const AutocastGuard guard(at::kCPU, options);
-    output = function(input);
-  }
-  Tensors result{output.detach()};
-  if (wanted.empty()) return result;
-  for (auto& gradient : torch::autograd::grad({output.to(at::kFloat).pow(2).sum()}, wanted)) {
-    result.push_back(std::move(gradient));
-  }
-  return result;
-}
-
-void expect_same(const Tensors& actual, const Tensors& expected, const std::string& what) {
-  ASSERT_EQ(actual.size(), expected.size());
-  for (std::size_t i = 0; i < actual.size(); ++i) {
-    EXPECT_EQ(actual[i].scalar_type(), expected[i].scalar_type()) << what;
-    EXPECT_TRUE(actual[i].equal(expected[i])) << what << ", " << i;
-  }
-}
-
-class WeightCaches : public ::testing::Test {
- protected:
-  void SetUp() override {
-    torch::manual_seed(1);
-    torch::set_num_threads(1);  // the tensors are small
-    torchamp::clear_weight_cache();
-    before_ = torchamp::weight_cache_stats();
-  }
-  void TearDown() override { torchamp::clear_weight_cache(); }
-
-  int64_t misses() const { return torchamp::weight_cache_stats().misses - before_.misses; }
-  int64_t hits() const { return torchamp::weight_cache_stats().hits - before_.hits; }
-  static int64_t bytes() { return torchamp::weight_cache_stats().bytes; }
-
-  /// What the slow, plain path gives.
-  static Tensors plain(const Function& function, const at::Tensor& input, const Tensors& weights,
-                       at::ScalarType dtype = at::kBFloat16) {
-    return values_and_gradients(with(WeightCache::none, dtype), function, input, weights);
-  }
-
-  /// Two calls with each cache equal the plain path.
-  void expect_plain(const Function& function, const at::Tensor& input, const Tensors& weights,
-                    const std::string& what) {
-    const Tensors expected = plain(function, input, weights);
-    for (const WeightCache cache : own_caches) {
-      for (int i = 0; i < 2; ++i) {
-        expect_same(values_and_gradients(with(cache), function, input, weights), expected, what);
-      }
-    }
-  }
-
- private:
-  torchamp::WeightCacheStats before_;
-};
-
-torch::nn::Sequential make_net() {
-  return torch::nn::Sequential(torch::nn::Linear(8, 16), torch::nn::ReLU(),
-                               torch::nn::Linear(16, 4));
-}
-
-Function forward_of(torch::nn::Sequential& net) {
-  return [&net](const at::Tensor& input) { return net->forward(input); };
-}
+using weight_caches::expect_same;
+using weight_caches::forward_of;
+using weight_caches::Function;
+using weight_caches::make_net;
+using weight_caches::own_caches;
+using weight_caches::Tensors;
+using weight_caches::values_and_gradients;
+using weight_caches::WeightCaches;
+using weight_caches::with;
 
 TEST_F(WeightCaches, CastsAWeightThatDoesNotChangeOnce) {
   auto net = make_net();
@@ -304,123 +230,6 @@ TEST_F(WeightCaches, ServesRecomputation) {
   EXPECT_EQ(hits(), 4);
 }
 
-TEST_F(WeightCaches, SeesWritesInsideARegion) {
-  auto net = make_net();
-  const auto input = torch::randn({3, 8});
-  for (const WeightCache cache : own_caches) {
-    const AutocastGuard guard(at::kCPU, with(cache));
-    for (int i = 0; i < 3; ++i) {
-      const auto actual = net->forward(input);
-      {
-        const AutocastGuard plainly(at::kCPU, with(WeightCache::none));
-        EXPECT_TRUE(actual.equal(net->forward(input)));
-      }
-      const torch::NoGradGuard no_grad;
-      for (auto& parameter : net->parameters()) parameter.mul_(1.5);
-    }
-  }
-}
-
-TEST_F(WeightCaches, IsToldOfWritesThatNobodyCounts) {
-  auto net = make_net();
-  const auto input = torch::randn({3, 8});
-  const auto run = [&](WeightCache cache) {
-    const torch::NoGradGuard no_grad;
-    const AutocastGuard guard(at::kCPU, with(cache));
-    return net->forward(input);
-  };
-  const auto write = [&] {
-    for (auto& parameter : net->parameters()) parameter.data().add_(1);
-  };
-  const auto old = run(WeightCache::kept);
-  write();
-  // What is not told is not known: this is what the documentation says.
-  EXPECT_TRUE(run(WeightCache::kept).equal(old));
-  torchamp::weights_changed();
-  EXPECT_TRUE(run(WeightCache::kept).equal(run(WeightCache::none)));
-  write();
-  torchamp::weights_changed(net->parameters());
-  EXPECT_TRUE(run(WeightCache::kept).equal(run(WeightCache::none)));
-  write();
-  torchamp::clear_weight_cache();
-  EXPECT_TRUE(run(WeightCache::kept).equal(run(WeightCache::none)));
-}
-
-/// Trains for some steps, and returns the weights.
-template <class Optimizer, class Options>
-Tensors trained(WeightCache cache, const Options& options, bool region_around, bool by_scaler) {
-  torch::manual_seed(3);
-  auto net = make_net();
-  Optimizer optimizer(net->parameters(), options);
-  torchamp::GradScaler scaler({.init_scale = 8., .enabled = by_scaler});
-  const auto input = torch::randn({3, 8});
-  const auto steps = [&] {
-    for (int i = 0; i < 3; ++i) {
-      optimizer.zero_grad();
-      for (int micro = 0; micro < 2; ++micro) {
-        at::Tensor loss;
-        {
-          const AutocastGuard guard(at::kCPU, with(cache));
-          loss = net->forward(input * (micro + 1)).pow(2).mean();
-        }
-        scaler.scale(loss).backward();
-      }
-      scaler.step(optimizer);
-      scaler.update();
-    }
-  };
-  if (region_around) {
-    const AutocastGuard guard(at::kCPU, with(cache));
-    steps();
-  } else {
-    steps();
-  }
-  Tensors weights;
-  for (const auto& parameter : net->parameters()) weights.push_back(parameter.detach().clone());
-  return weights;
-}
-
-template <class Optimizer, class Options>
-void expect_trains_alike(const Options& options, const char* name) {
-  for (const bool by_scaler : {false, true}) {  // a disabled one's step is the optimizer's own
-    const auto expected = trained<Optimizer>(WeightCache::none, options, false, by_scaler);
-    for (const auto cache : own_caches) {
-      for (const bool region_around : {false, true}) {
-        expect_same(trained<Optimizer>(cache, options, region_around, by_scaler), expected, name);
-      }
-    }
-  }
-}
-
-TEST_F(WeightCaches, SeesTheStepsOfOptimizers) {
-  expect_trains_alike<torch::optim::SGD>(torch::optim::SGDOptions(0.1), "SGD");
-  expect_trains_alike<torch::optim::AdamW>(torch::optim::AdamWOptions(0.1), "AdamW");
-  expect_trains_alike<torchamp::FusedSGD>(torch::optim::SGDOptions(0.1), "FusedSGD");
-  expect_trains_alike<torchamp::FusedAdamW>(torch::optim::AdamWOptions(0.1), "FusedAdamW");
-}
-
-TEST_F(WeightCaches, KeepsCastsForAWindowOfMicroBatches) {
-  auto net = make_net();
-  torchamp::FusedSGD optimizer(net->parameters(), torch::optim::SGDOptions(0.1));
-  torchamp::GradScaler scaler;
-  const auto input = torch::randn({3, 8});
-  for (int step = 1; step <= 3; ++step) {
-    for (int micro = 0; micro < 4; ++micro) {
-      at::Tensor loss;
-      {
-        const AutocastGuard guard(at::kCPU, with(WeightCache::window));
-        loss = net->forward(input).mean();
-      }
-      scaler.scale(loss).backward();
-    }
-    EXPECT_GT(bytes(), 0);
-    scaler.step(optimizer);
-    scaler.update();
-    EXPECT_EQ(bytes(), 0);
-    EXPECT_EQ(misses(), 4 * step);
-  }
-}
-
 TEST_F(WeightCaches, KeepsNothingBeyondTheOutermostGuardUnlessAsked) {
   auto net = make_net();
   const auto input = torch::randn({3, 8});
@@ -492,33 +301,6 @@ TEST_F(WeightCaches, RefusesOptionsThatContradictEachOther) {
   EXPECT_ERROR(torchamp::set_weight_cache_budget(-1), "-1 bytes are no budget");
 }
 
-TEST_F(WeightCaches, CastsIntoTheSameMemoryUnlessAGraphHoldsIt) {
-  const auto weight = leaf({64, 64});
-  const auto input = torch::randn({4, 64});
-  const auto run = [&] {
-    const AutocastGuard guard(at::kCPU, with(WeightCache::kept));
-    return input.mm(weight);
-  };
-  const auto change = [&] {
-    const torch::NoGradGuard no_grad;
-    weight.add_(1);
-  };
-  run();
-  const auto kept = bytes();
-  auto held = leaf({4, 64});
-  at::Tensor product;
-  {
-    const AutocastGuard guard(at::kCPU, with(WeightCache::kept));
-    product = (held * 1).mm(weight);  // holds the cast for held's gradient
-  }
-  const auto cast = weight.detach().to(at::kBFloat16);
-  change();
-  EXPECT_TRUE(run().equal(input.to(at::kBFloat16).mm(weight.detach().to(at::kBFloat16))));
-  product.sum().backward();  // not with the new values
-  EXPECT_TRUE(held.grad().equal(torch::ones({4, 64}, at::kBFloat16).mm(cast.t()).to(at::kFloat)));
-  EXPECT_EQ(bytes(), kept);
-}
-
 TEST_F(WeightCaches, KeepsTwoDtypesAtOnce) {
   auto net = make_net();
   const auto input = torch::randn({3, 8});
@@ -551,70 +333,6 @@ TEST_F(WeightCaches, ServesTwoThreadsWithTwoDtypes) {
     });
   }
   for (auto& thread : threads) thread.join();
-}
-
-TEST_F(WeightCaches, SurvivesWhatBecomesOfModels) {
-  const auto input = torch::randn({3, 8});
-  const auto check = [&](torch::nn::Sequential& net, const char* what) {
-    expect_same(
-        values_and_gradients(with(WeightCache::kept), forward_of(net), input, net->parameters()),
-        plain(forward_of(net), input, net->parameters()), what);
-  };
-  auto net = make_net();
-  check(net, "new");
-  auto copy = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(net->clone());
-  torch::nn::Sequential cloned(copy);
-  check(cloned, "clone");
-  net->to(at::kDouble);
-  net->to(at::kFloat);
-  check(net, "to and back");
-  {
-    const torch::NoGradGuard no_grad;
-    for (auto& parameter : net->parameters()) parameter.set_data(torch::randn_like(parameter));
-  }
-  check(net, "set_data");
-  std::stringstream file;
-  torch::save(cloned, file);
-  torch::load(net, file);
-  check(net, "load");
-  {
-    torch::optim::Adam first(net->parameters(), torch::optim::AdamOptions(0.1));
-    net->forward(input).sum().backward();
-    first.step();
-  }
-  check(net, "a step");
-  torch::optim::AdamW second(net->parameters(), torch::optim::AdamWOptions(0.1));
-  second.step();
-  check(net, "another optimizer's");
-  for (int i = 0; i < 20; ++i) {
-    auto other = make_net();  // where another has been before
-    check(other, "freed and made again");
-  }
-  // Two tensors, one memory, and a counter each.
-  auto alias = make_net();
-  for (std::size_t i = 0; i < 4; ++i) {
-    alias->parameters()[i].set_data(net->parameters()[i].detach());
-  }
-  check(alias, "alias");
-  {
-    const torch::NoGradGuard no_grad;
-    for (auto& parameter : alias->parameters()) parameter.mul_(2);
-  }
-  check(alias, "alias, written");
-}
-
-TEST_F(WeightCaches, FreesCastsOfWeightsThatAreGone) {
-  {
-    auto net = make_net();
-    const AutocastGuard guard(at::kCPU, with(WeightCache::kept));
-    net->forward(torch::randn({3, 8}));
-  }
-  auto net = make_net();
-  {
-    const AutocastGuard guard(at::kCPU, with(WeightCache::kept));
-    net->forward(torch::randn({3, 8}));
-  }
-  EXPECT_EQ(bytes(), 2 * (8 * 16 + 16 + 16 * 4 + 4));
 }
 
 TEST_F(WeightCaches, StaysWithinItsBudget) {
