@@ -2,11 +2,13 @@
 #include "torchamp/autocast.h"
 
 #include <ATen/ATen.h>
+#include <ATen/ThreadLocalState.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/jit/python/update_graph_executor_opt.h>
 
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -20,6 +22,7 @@
 #include "support/thread_state.h"
 #include "support/tolerances.h"
 #include "support/warnings.h"
+#include "torchamp/autocast_state.h"
 #include "torchamp/detail/overlay/thread_policy.h"
 
 namespace {
@@ -312,6 +315,60 @@ TEST(AutocastGuard, DestroyedByAnotherThreadItWarnsAndTouchesNothing) {
   at::autocast::decrement_nesting();
   c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(nullptr);
   torch::jit::setGraphExecutorOptimize(true);
+}
+
+TEST(AutocastGuard, AGuardLikeTheLastUsesItsMemoryForARegionOfItsOwn) {
+  const auto policy_of = [](const torchamp::AutocastOptions& options) {
+    const AutocastGuard autocast(at::kCPU, options);
+    return std::pair(torchamp::detail::thread_policy(),
+                     torchamp::detail::thread_policy()->keep.region);
+  };
+  const auto first = policy_of({}), second = policy_of({});
+  EXPECT_EQ(second.first, first.first);
+  EXPECT_NE(second.second, first.second);
+  {
+    const AutocastGuard other(at::kCPU, {.policy = Policy::torch()});
+    EXPECT_EQ(add_dtype(at::kBFloat16), at::kBFloat16);
+  }
+  const AutocastGuard disabled(at::kCPU, {.enabled = false});
+  EXPECT_EQ(mm_dtype(), at::kFloat);
+}
+
+TEST(AutocastGuard, AGuardLikeTheLastLeavesAStateThatSomebodyHasTakenAsItWas) {
+  std::optional<torchamp::AutocastState> state;
+  std::uint64_t region = 0;
+  {
+    const AutocastGuard autocast(at::kCPU);
+    state = torchamp::AutocastState::of_this_thread();
+    region = torchamp::detail::thread_policy()->keep.region;
+  }
+  {
+    const AutocastGuard next(at::kCPU);
+    EXPECT_NE(torchamp::detail::thread_policy()->keep.region, region);
+  }
+  const torchamp::AutocastStateGuard again(*state);
+  EXPECT_EQ(torchamp::detail::thread_policy()->keep.region, region);
+
+  const at::ThreadLocalState carried;  // by LibTorch, as to autograd's threads
+  state.reset();
+  std::thread([&] {
+    const at::ThreadLocalStateGuard taken_over(carried);
+    EXPECT_EQ(torchamp::detail::thread_policy()->keep.region, region);
+    const AutocastGuard nested(at::kCPU);
+    EXPECT_EQ(torchamp::detail::thread_policy()->keep.region, region);
+  }).join();
+}
+
+TEST(AutocastGuard, ItsEndLetsGoOfWhatItsPolicysPredicatesHold) {
+  auto held = std::make_shared<int>();
+  const std::weak_ptr<int> watched = held;
+  {
+    const auto is_held = [held = std::move(held)](const torchamp::OpCall&) { return !!held; };
+    const AutocastGuard autocast(
+        at::kCPU, {.policy = Policy::standard().fp32({"mm"}, {.predicate = is_held})});
+    EXPECT_EQ(mm_dtype(), at::kFloat);
+  }
+  EXPECT_TRUE(watched.expired());
 }
 
 TEST(AutocastGuard, UsersOfRawAutocastSeeNoChange) {

@@ -43,9 +43,9 @@ class AutocastRegion {
     at::DeviceType device;
     at::ScalarType dtype;
     bool enabled;
-    std::shared_ptr<const ThreadPolicy> policy;  // null: the thread's stays
-    std::uint64_t own_region = 0;                // the outermost guard's number; 0 of others
-    std::shared_ptr<Fp8Usage> fp8;               // null: without an fp8 rule, or the outer region's
+    PolicyNode policy;              // empty: the thread's stays
+    std::uint64_t own_region = 0;   // the outermost guard's number; 0 of others
+    std::shared_ptr<Fp8Usage> fp8;  // null: without an fp8 rule, or the outer region's
   };
 
   static void check_fp8(const PolicyData& policy, std::size_t index, at::DeviceType device);

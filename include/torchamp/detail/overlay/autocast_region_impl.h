@@ -22,6 +22,7 @@
 #include "torchamp/detail/overlay/compile.h"
 #include "torchamp/detail/overlay/environment.h"
 #include "torchamp/detail/overlay/runtime.h"
+#include "torchamp/detail/overlay/spare_policy.h"
 #include "torchamp/detail/overlay/thread_policy.h"
 #include "torchamp/detail/overlay/trial.h"
 #include "torchamp/detail/policy/data.h"
@@ -119,16 +120,10 @@ TORCHAMP_BODY AutocastRegion::Checked::Checked(at::DeviceType on_device,
             dtype_is_usable(device, dtype);
 
   const ThreadPolicy* outer = thread_policy();
-  std::shared_ptr<const PolicyData> data;
-  if (environment.policy) {
-    data = environment.policy;
-  } else if (asked_policy) {
-    data = std::move(asked_policy);
-  } else if (outer && outer->inherited) {
-    data = outer->inherited;
-  } else {
-    data = unedited(BaseTable::standard);
-  }
+  const auto& data = environment.policy          ? environment.policy
+                     : asked_policy              ? asked_policy
+                     : outer && outer->inherited ? outer->inherited
+                                                 : unedited(BaseTable::standard);
   const WeightKeep::Until until = cache ? until_of(*cache)
                                   : outer && outer->keep.region != 0
                                       ? outer->keep.until
@@ -142,6 +137,13 @@ TORCHAMP_BODY AutocastRegion::Checked::Checked(at::DeviceType on_device,
       outer->keep.until == until && outer->keeps_casts == keeps_casts) {
     return;
   }
+  const ThreadPolicy* const spare = outer || !in_force || rule ? nullptr : SparePolicy::look();
+  if (spare && spare->in_force[index] == in_force && spare->inherited == data &&
+      spare->keep.until == until && spare->keeps_casts == keeps_casts) {
+    own_region = derived_weights().begin_region();
+    policy = SparePolicy::take(own_region);
+    return;
+  }
   auto inner = std::make_shared<ThreadPolicy>();
   if (outer) *inner = *outer;
   if (inner->keep.region == 0) {
@@ -152,8 +154,8 @@ TORCHAMP_BODY AutocastRegion::Checked::Checked(at::DeviceType on_device,
   inner->keeps_casts = keeps_casts;
   inner->in_force[index] = std::move(in_force);
   if (rule != nullptr) fp8 = inner->fp8 = rule->make_usage(inner->fp8);
-  inner->inherited = std::move(data);
-  policy = std::move(inner);
+  inner->inherited = data;
+  policy.policy = std::move(inner);
 }
 
 TORCHAMP_BODY void AutocastRegion::check_fp8(const PolicyData& policy, std::size_t index,

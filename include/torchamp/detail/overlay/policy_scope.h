@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <thread>
+#include <utility>
 
 #include "torchamp/detail/bodies.h"
 #include "torchamp/version.h"
@@ -13,11 +14,20 @@ namespace torchamp::detail {
 
 struct ThreadPolicy;
 
+/// A policy to put into a thread's slot, and the node of LibTorch's list of slots that has it
+/// already; null if there is none yet.
+struct PolicyNode {
+  std::shared_ptr<const ThreadPolicy> policy{};
+  std::shared_ptr<c10::ThreadLocalDebugInfo> node{};
+};
+
 /// Puts a ThreadPolicy into the calling thread's slot, and takes it out again.
 class PolicyScope {
  public:
-  /// Null: the slot stays as it is.
-  explicit PolicyScope(std::shared_ptr<const ThreadPolicy> policy);
+  /// Without a policy the slot stays as it is.
+  explicit PolicyScope(PolicyNode policy);
+  explicit PolicyScope(std::shared_ptr<const ThreadPolicy> policy)
+      : PolicyScope(PolicyNode{.policy = std::move(policy)}) {}
 
   PolicyScope(const PolicyScope&) = delete;
   PolicyScope& operator=(const PolicyScope&) = delete;
@@ -37,6 +47,7 @@ class PolicyScope {
   bool take_out();
   static bool on_top(c10::DebugInfoKind kind);
 
+  std::shared_ptr<const ThreadPolicy> policy_;
   std::shared_ptr<c10::ThreadLocalDebugInfo> before_;
   const c10::ThreadLocalDebugInfo* ours_ = nullptr;
   bool scripts_were_optimized_ = true;  // outside all regions

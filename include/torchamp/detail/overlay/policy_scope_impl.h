@@ -13,17 +13,23 @@
 #include "torchamp/detail/bodies.h"
 #include "torchamp/detail/overlay/policy_scope.h"
 #include "torchamp/detail/overlay/runtime.h"
+#include "torchamp/detail/overlay/spare_policy.h"
 #include "torchamp/detail/overlay/thread_policy.h"
 
 namespace torchamp::detail {
 
-TORCHAMP_BODY PolicyScope::PolicyScope(std::shared_ptr<const ThreadPolicy> policy) {
-  if (!policy) return;
+TORCHAMP_BODY PolicyScope::PolicyScope(PolicyNode policy) : policy_(std::move(policy.policy)) {
+  using Info = c10::ThreadLocalDebugInfo;
+  if (!policy_) return;
   scripts_were_optimized_ = has_policy_in_force() || torch::jit::getGraphExecutorOptimize();
-  before_ = c10::ThreadLocalDebugInfo::current();
-  c10::ThreadLocalDebugInfo::_push(policy_slot(),
-                                   std::const_pointer_cast<ThreadPolicy>(std::move(policy)));
-  ours_ = c10::ThreadLocalDebugInfo::current().get();
+  before_ = Info::current();
+  if (policy.node) {
+    ours_ = policy.node.get();
+    Info::_forceCurrentDebugInfo(std::move(policy.node));
+  } else {
+    Info::_push(policy_slot(), std::const_pointer_cast<ThreadPolicy>(policy_));
+    ours_ = Info::current().get();
+  }
   set_optimization_of_scripts();
 }
 
@@ -40,8 +46,11 @@ TORCHAMP_BODY bool PolicyScope::end_of(const char* guard) {
 
 TORCHAMP_BODY void PolicyScope::end() noexcept {
   if (ours_ == nullptr || !is_on_its_thread()) return;
-  if (c10::ThreadLocalDebugInfo::current().get() == ours_) {
+  auto node = c10::ThreadLocalDebugInfo::current();
+  if (node.get() == ours_) {
+    const bool is_outermost = before_ == nullptr;
     c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(std::move(before_));
+    if (is_outermost) SparePolicy::leave({std::move(policy_), std::move(node)});
   } else {
     take_out_from_below();
   }

@@ -76,9 +76,14 @@ struct DerivedWeights::Entries {
     for (Entry& entry : owner.entries) entry.is_stale = true;
   }
 
-  // Of two open regions with one slot, the earlier one is taken for ended: nothing is kept for it.
+  // A region's number is most_threads times how many its thread has begun, plus the thread's
+  // number. A thread's last two have slots of their own. Of two open regions that share a slot, one
+  // may be taken for ended: nothing is kept for it then.
+  static constexpr std::uint64_t most_threads = 1 << 24;
+
   std::atomic<std::uint64_t>& slot_of(std::uint64_t region) {
-    return open_regions[region % std::size(open_regions)];
+    const std::uint64_t thread = region % most_threads, begun = region / most_threads;
+    return open_regions[(2 * thread + begun % 2) % std::size(open_regions)];
   }
 
   bool is_over(const Entry& entry) {
@@ -175,8 +180,8 @@ struct DerivedWeights::Entries {
   std::atomic<std::size_t> size = 0;
   std::atomic<std::uint64_t> times_told = 0;
   std::atomic<int64_t> suspensions = 0;
-  std::atomic<std::uint64_t> regions = 0;
-  std::atomic<std::uint64_t> open_regions[64] = {};
+  std::atomic<std::uint64_t> threads = 0;  // that have begun regions
+  std::atomic<std::uint64_t> open_regions[256] = {};
 };
 
 TORCHAMP_BODY DerivedWeights::DerivedWeights() : entries_(new Entries) {}
@@ -240,14 +245,16 @@ TORCHAMP_BODY void DerivedWeights::all_changed() {
 }
 
 TORCHAMP_BODY std::uint64_t DerivedWeights::begin_region() {
-  const std::uint64_t region = ++entries_->regions;
+  // Threads number their regions by themselves: a counter for all would make each of them wait.
+  static thread_local std::uint64_t region = entries_->threads++ % Entries::most_threads;
+  region += Entries::most_threads;
   entries_->slot_of(region).store(region, std::memory_order_relaxed);
   return region;
 }
 
 TORCHAMP_BODY void DerivedWeights::end_region(std::uint64_t region) {
-  std::uint64_t expected = region;
-  entries_->slot_of(region).compare_exchange_strong(expected, 0);
+  std::atomic<std::uint64_t>& slot = entries_->slot_of(region);
+  if (slot.load(std::memory_order_relaxed) == region) slot.store(0, std::memory_order_relaxed);
   if (is_empty()) return;
   entries_->drop_if(
       [](const Entries::Entry& entry, std::uint64_t ended) {
