@@ -167,13 +167,12 @@ inline void register_kernel(const c10::OperatorHandle& op, at::DeviceType device
   // cover.
   SilentWarnings silent;
   const c10::WarningUtils::WarningHandlerGuard no_warning(&silent);
-  const std::string& qualified = op.operator_name().name;
-  // Never destroyed: it owns the registration.
-  auto* const library =
-      new torch::Library(torch::Library::IMPL, qualified.substr(0, qualified.find("::")),
-                         autocast_key(device), "torchamp/detail/overlay/kernel.h", __LINE__);
-  library->impl(full_name(op.operator_name()).c_str(),
-                torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
+  // Never destroyed: its end would take the kernel away. (A torch::Library would first parse the
+  // name, which takes longer than all else that the first guard does for an op.)
+  new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().registerImpl(
+      op.operator_name(), autocast_key(device),
+      c10::KernelFunction::makeFromBoxedFunctor(std::move(kernel)), std::nullopt, nullptr,
+      "torchamp/detail/overlay/kernel.h"));
 }
 
 /// Makes an op's kernel for a device, given its index in the tables and LibTorch's own kernel if

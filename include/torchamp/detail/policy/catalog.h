@@ -6,13 +6,14 @@
 #include <torch/csrc/jit/frontend/edit_distance.h>
 
 #include <cstddef>
+#include <functional>
+#include <iterator>
 #include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -52,13 +53,11 @@ class OpCatalog {
     OpCatalog& catalog = instance();
     const std::scoped_lock lock(catalog.mutex_);
     std::vector<std::string> found;
-    const auto op = catalog.ops_.find(base);
-    if (op == catalog.ops_.end()) return found;
-    for (std::string_view rest = op->second; !rest.empty();) {
-      const std::string_view overload = rest.substr(0, rest.find(separator));
-      rest.remove_prefix(overload.size() + 1);
+    for (std::size_t at = catalog.first_of(base); at != 0; at = catalog.ops_[at].next) {
+      const c10::OperatorName* const op = catalog.ops_[at].name;
+      if (op == nullptr || op->name != base) continue;
       std::size_t place = found.size();
-      found.emplace_back(overload);
+      found.push_back(op->overload_name);
       for (; place > 0 && found[place] < found[place - 1]; --place) {
         found[place].swap(found[place - 1]);
       }
@@ -74,8 +73,10 @@ class OpCatalog {
     const std::string_view space = base.substr(0, base.find("::") + 2);
     std::string_view best;
     std::size_t best_distance = std::numeric_limits<std::size_t>::max();
-    for (const auto& [name, overloads] : catalog.ops_) {
-      if (!name.starts_with(space)) continue;
+    for (const Op& op : catalog.ops_) {
+      if (op.name == nullptr || !op.name->name.starts_with(space)) continue;
+      const std::string_view name = op.name->name;
+      if (name == best) continue;
       const std::size_t distance = edit_distance(base, name);
       if (distance > best_distance || (distance == best_distance && name > best)) continue;
       best_distance = distance;
@@ -115,31 +116,34 @@ class OpCatalog {
     return catalog;
   }
 
+  // A table with chains, as LibTorch has some 3400 ops and tells of all of them within the first
+  // guard: a map would allocate for each.
+  struct Op {
+    const c10::OperatorName* name = nullptr;  // LibTorch's own; null where there is no op any more
+    std::size_t next = 0;                     // the next one whose name has that hash; 0 is none
+  };
+
+  std::size_t& first_of(std::string_view base) {
+    return first_[std::hash<std::string_view>()(base) % std::size(first_)];
+  }
+
   void add(const c10::OperatorName& op) {
     const std::scoped_lock lock(mutex_);
-    (ops_[op.name] += op.overload_name) += separator;
+    std::size_t& first = first_of(op.name);
+    ops_.push_back({&op, first});
+    first = ops_.size() - 1;
   }
 
   void remove(const c10::OperatorName& op) {
     const std::scoped_lock lock(mutex_);
-    std::string& overloads = ops_[op.name];
-    for (std::size_t begin = 0; begin < overloads.size();) {
-      const std::size_t size = overloads.find(separator, begin) - begin;
-      if (overloads.compare(begin, size, op.overload_name) == 0) {
-        overloads.erase(begin, size + 1);
-      } else {
-        begin += size + 1;
-      }
+    for (std::size_t at = first_of(op.name); at != 0; at = ops_[at].next) {
+      if (ops_[at].name == &op) ops_[at].name = nullptr;
     }
-    if (overloads.empty()) ops_.erase(op.name);
   }
 
-  static constexpr char separator = ',';
-
   std::mutex mutex_;
-  // "aten::add": "Tensor,Scalar,". LibTorch's headers use this type of map, so that it costs no
-  // compile time.
-  std::unordered_map<std::string, std::string> ops_;
+  std::vector<Op> ops_{1};  // the first is none
+  std::size_t first_[4096] = {};
 };
 
 /// Handles of the overloads that `text` names. Without any: an error naming `call`, the op and the
