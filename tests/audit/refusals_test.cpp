@@ -83,6 +83,28 @@ TEST(PrecisionAudit, NamesTheLineOfAPolicyFileThatCannotBeRead) {
   EXPECT_ERROR(torchamp::load_policies(folder / "none"), "cannot read");
 }
 
+TEST(PrecisionAudit, SaysThatAStepHasRegisteredWhatCannotBeTakenBack) {
+  for (const bool is_buffer : {false, true}) {
+    Net model = net();
+    const auto step = step_of(model);
+    bool registers = true;
+    PrecisionAudit audit(model, {.dtype = at::kBFloat16});
+    const auto run = [&] {
+      audit.run(
+          [&] {
+            if (std::exchange(registers, false)) {
+              is_buffer ? model->register_buffer("late", torch::ones({2}))
+                        : model->register_parameter("late", torch::ones({2}));
+            }
+            step();
+          },
+          1);
+    };
+    EXPECT_ERROR(run(), "the step has registered 'late' in the model. Run it once before");
+    EXPECT_NO_THROW(run());
+  }
+}
+
 TEST(PrecisionAudit, RefusesAStepThatIsNoneAndChangesNothing) {
   Net model = net();
   torch::optim::SGD optimizer(model->parameters(), 0.1);

@@ -39,7 +39,7 @@ class NotRecordedOps {
 /// What a step may change of a model and of random numbers, put back bit for bit at the end.
 class ModelState {
  public:
-  explicit ModelState(const torch::nn::Module& model) : random_(RngState::now()) {
+  explicit ModelState(const torch::nn::Module& model) : model_(model), random_(RngState::now()) {
     const NotRecordedOps internal;
     for (const auto& item : model.named_parameters()) {
       if (!item.value().defined()) continue;
@@ -85,6 +85,8 @@ class ModelState {
 
   void check_parameters_unchanged() const {
     const NotRecordedOps internal;
+    for (const auto& item : model_.named_parameters()) check_is_known(parameters_, item);
+    for (const auto& item : model_.named_buffers()) check_is_known(buffers_, item);
     for (const Kept& kept : parameters_) {
       TORCH_CHECK(!kept.differs(), "PrecisionAudit::run: the step has changed the parameter '",
                   kept.name,
@@ -152,6 +154,17 @@ class ModelState {
     bool requires_grad;
   };
 
+  template <class Item>
+  static void check_is_known(const std::vector<Kept>& all, const Item& item) {
+    const bool is_known =
+        !item.value().defined() || std::ranges::any_of(all, [&](const Kept& kept) {
+          return kept.tensor.is_same(item.value());
+        });
+    TORCH_CHECK(is_known, "PrecisionAudit::run: the step has registered '", item.key(),
+                "' in the model. Run it once before the audit.");
+  }
+
+  const torch::nn::Module& model_;
   RngState random_;
   std::vector<Kept> parameters_, buffers_;
   std::vector<at::Tensor> gradients_;
