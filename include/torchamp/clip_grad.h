@@ -12,6 +12,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <cmath>
+#include <limits>
 #include <vector>
 
 #include "torchamp/detail/gradients/norm.h"
@@ -92,8 +93,9 @@ inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor
   const bool tells_finite = norm_type > 0. && !shards.get();
   if (batches.empty()) return norm;
   if (fused && norm.scalar_type() == at::kFloat) {
-    constexpr double eps = 1e-6;
-    if (!norm.is_cpu() && max_norm > eps) {  // max(1, (norm + eps) / max_norm), in fewer kernels
+    constexpr double eps = 1e-6, most = std::numeric_limits<float>::max();
+    // max(1, (norm + eps) / max_norm), in fewer kernels, where fp32 holds max_norm
+    if (!norm.is_cpu() && max_norm > eps && max_norm <= most) {
       ClipLeft::add(*fused, {.number = at::softshrink(norm, max_norm - eps),
                              .per_excess = 1. / max_norm,
                              .tells_finite = tells_finite,

@@ -164,6 +164,26 @@ TEST_P(ClipGrad, ToANormOfZeroIsAStepWithZeros) {
   expect_close(parameter.detach(), torch::ones({3}, options()));
 }
 
+TEST_P(ClipGrad, ToAnyNormLeavesGradientsAsTheyAre) {
+  for (const double max_norm : {0x1p127, 1e39, 1e300, inf}) {
+    SCOPED_TRACE(max_norm);
+    const Tensor parameter = torch::ones({3}, options()).requires_grad_();
+    torchamp::FusedSGD optimizer({parameter}, SGDOptions(0.125));
+    torchamp::GradScaler scaler({.init_scale = 4.});
+    scaler.scale((parameter * 2.).sum()).backward();
+    expect_close(torchamp::clip_grad_norm_(scaler, optimizer, max_norm),
+                 torch::full({}, std::sqrt(12.), options()));
+    EXPECT_TRUE(scaler.step(optimizer).stepped());
+    expect_close(parameter.detach(), torch::full({3}, 0.75, options()));
+    parameter.mutable_grad() = torch::full({3}, 8., options());
+    (void)torchamp::clip_grad_norm_(parameter, max_norm);
+    expect_close(parameter.grad(), torch::full({3}, 8., options()));
+    (void)torchamp::clip_grad_norm_(optimizer, max_norm);
+    optimizer.step();
+    expect_close(parameter.detach(), torch::full({3}, -0.25, options()));
+  }
+}
+
 TEST_P(ClipGrad, ClipsOnceMoreWhateverTheScale) {
   for (const double scale : {0x1p-90, 1., 0x1p100}) {
     const Params params{torch::zeros({2000}, options()).requires_grad_()};
