@@ -98,6 +98,19 @@ TEST_P(FailedCapture, ACaptureThatFailedLeavesNoGradientsWithoutValues) {
   EXPECT_TRUE(kept.grad().cpu().eq(3.).all().item<bool>()) << "as before";
 }
 
+TEST_P(FailedCapture, AWarmUpThatThrowsLeavesWhatItMadeToTheCallersStream) {
+  const at::Tensor weight = torch::ones({4}, here()).requires_grad_();
+  torchamp::FusedSGD optimizer({weight}, SGDOptions(0.125));
+  const bool fails = true;
+  const auto graph = graph_of(optimizer, [&](const Tensors& batch) {
+    (weight * batch[0]).sum().backward();
+    TORCH_CHECK(!fails, "mine");
+    return weight.sum();
+  });
+  EXPECT_ERROR((*graph)({torch::full({4}, 3., here())}), "mine");
+  EXPECT_TRUE(weight.grad().mul(2.).cpu().eq(6.).all().item<bool>());
+}
+
 TEST_P(FailedCapture, ForgetsACaptureThatTurnsOutToBeInvalidAtItsEnd) {
   Training eager(GetParam()), captured(GetParam());
   bool waits = false;

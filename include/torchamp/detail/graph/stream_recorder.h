@@ -40,9 +40,12 @@ class StreamRecorder final : public GraphRecorder {
   void run(const std::function<void()>& work) override {
     const c10::Stream caller = backend().getStream(device_);
     order(caller, side_.get());
-    {
+    try {
       const c10::StreamGuard on_side(side_.get());
       work();
+    } catch (...) {
+      order(side_.get(), caller);  // what was done is there
+      throw;
     }
     order(side_.get(), caller);
   }
