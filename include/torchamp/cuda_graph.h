@@ -72,8 +72,9 @@ struct CudaGraphOptions {
 ///
 /// In a replay no host code runs: what the body does on the host (counting, printing, choosing a
 /// branch) it does for the last time in the capture. Learning rates may change at any time;
-/// captured steps round them to fp32. After another change of an optimizer's options or state, the
-/// next call runs eagerly and the one after captures again. A GradScaler's factors and intervals
+/// captured steps round them to fp32. After another change of an optimizer's options or state, or a
+/// step of it with gradients of other parameters, eager or in another graph, the next call runs
+/// eagerly and the one after captures again. A GradScaler's factors and intervals
 /// stay as they were in the capture; its scale may be set at any time.
 ///
 /// The optimizers must be those that the body steps, and take scale and overflow flag on the device
@@ -140,6 +141,7 @@ class CudaGraph {
     forget_capture();
     outputs_.clear();
     states_.clear();
+    made_eagerly_.clear();
     if (inputs_) inputs_->reset();
     warmed_up_ = 0;
   }
@@ -197,6 +199,7 @@ class CudaGraph {
   std::unique_ptr<detail::GraphRecorder> recorder_;
   Tensors outputs_;
   detail::ReplayedStates states_;
+  std::vector<std::weak_ptr<const void>> made_eagerly_;
   Tensors kept_;  // until the caller's stream waits for the body's
   int64_t warmed_up_ = 0;
   bool captured_ = false;
@@ -210,7 +213,8 @@ inline const CudaGraph::Tensors& CudaGraph::operator()(const Tensors& batch) {
   }
   inputs_->fill(batch);
   const bool prepared = prepare_optimizers();
-  if (!prepared || warmed_up_ < options_.warmup) {
+  const auto is_gone = [](const auto& made) { return made.expired(); };
+  if (!prepared || warmed_up_ < options_.warmup || std::ranges::any_of(made_eagerly_, is_gone)) {
     forget_capture();
     warm_up();
     return outputs_;
@@ -281,6 +285,7 @@ inline void CudaGraph::call_body(const Tensors& batch) {
   Tensors outputs = body_(batch);
   if (is_to_be_captured) {
     states_ = std::move(is_to_be_captured->states);
+    made_eagerly_ = std::move(is_to_be_captured->made_eagerly);
     kept_ = std::move(is_to_be_captured->kept);
   }
   for (at::Tensor& output : outputs) {

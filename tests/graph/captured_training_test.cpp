@@ -272,20 +272,6 @@ TEST_P(CapturedTraining, TakesAScaleSetByHandButNotAScalersOptions) {
   }
 }
 
-TEST_P(CapturedTraining, AnEagerStepBetweenReplaysIsOneOfThem) {
-  Training eager(GetParam()), captured(GetParam());
-  const auto graph = graph_of(captured, {.warmup = 1});
-  for (int i = 0; i < 9; ++i) {
-    eager.step(eager.batch(i));
-    if (i == 5) {
-      captured.step(captured.batch(i));
-    } else {
-      (*graph)(captured.batch(i));
-    }
-    expect_same(captured, eager);
-  }
-}
-
 // ---- Its memory ---------------------------------------------------------------------------------
 
 TEST_P(CapturedTraining, KeepsItsMemoryFromOthersAndOverwritesItsOutputs) {

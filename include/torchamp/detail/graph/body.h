@@ -45,6 +45,8 @@ class GraphBody {
 
   /// What the body relies on, as those add to it who use it.
   ReplayedStates states;
+  /// The same, of what only eager work makes: once one is gone, an iteration has to run eagerly.
+  std::vector<std::weak_ptr<const void>> made_eagerly;
   /// Memory of the caller's stream that the body has used for the last time.
   std::vector<at::Tensor> kept;
 

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "torchamp/detail/bodies.h"
+#include "torchamp/detail/graph/body.h"
 #include "torchamp/detail/overlay/weight_casts.h"
 #include "torchamp/optim.h"
 #include "torchamp/version.h"
@@ -216,6 +217,9 @@ void FusedOptimizerOf<Kernel>::step_fused(const at::Tensor& grad_scale, const at
     }
   }
   plan_.run(param_groups_, grad_scale, found_inf, is_exact);
+  if (auto* const body = detail::GraphBody::current()) {
+    body->made_eagerly.push_back(plan_.identity());
+  }
 }
 
 /// Whether the options are those of the last step, but for the learning rates.

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/full.h>
 #include <c10/core/ScalarType.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstddef>
@@ -82,6 +83,7 @@ class StepPlan {
   static StepPlan make(const ParamGroups& groups, const Options& defaults, ParamStates& states,
                        CounterTable<StepCounter>& counters) {
     StepPlan plan;
+    plan.identity_ = std::make_shared<char>();
     std::vector<at::Tensor> counted;
     for (std::size_t g = 0; g < groups.size(); ++g) {
       plan.uses_.push_back(use_of(groups, g));
@@ -155,6 +157,9 @@ class StepPlan {
     return slot == slots_.cend();
   }
 
+  /// Lives as long as what captured steps of this plan read and write.
+  std::weak_ptr<const void> identity() const { return identity_; }
+
   /// Makes the steps read their learning rates from the device and writes there those that changed.
   void write_rates(const ParamGroups& groups) {
     for (StepList& list : lists_) {
@@ -163,6 +168,10 @@ class StepPlan {
         list.rate = at::full({}, rate, at::device(list.device).dtype(at::kFloat));
       } else if (rate != list.written_rate) {
         list.rate.fill_(rate);
+        if (!list.device.is_cpu()) {  // it may be memory of a graph's stream
+          list.rate.record_stream(
+              c10::impl::VirtualGuardImpl(list.device.type()).getStream(list.device));
+        }
       }
       list.written_rate = rate;
     }
@@ -311,6 +320,7 @@ class StepPlan {
   std::vector<StepUse> uses_;    ///< for each group
   std::vector<StepList> lists_;
   std::vector<StepScalars> scalars_;
+  std::shared_ptr<const void> identity_;
 };
 
 }  // namespace torchamp::detail
