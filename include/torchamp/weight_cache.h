@@ -61,14 +61,15 @@ inline void clear_weight_cache() {
 
 /// Tells that any weight may have other values now. Call it after writes that LibTorch does not
 /// count, while torchamp's own cache is in use: through `.data()` (as LibTorch's own SGD does in
-/// steps that no GradScaler makes) or a pointer, by a kernel of your own, by a graph that something
-/// other than a CudaGraph replays. Any thread; reads no device.
+/// steps that no GradScaler makes) or a pointer, through another tensor that was given the weight's
+/// memory and is no view of it, by a kernel of your own, by a graph that something other than a
+/// CudaGraph replays. Any thread; reads no device.
 inline void weights_changed() {
   at::autocast::clear_cache();
   detail::derived_weights().all_changed();
 }
 
-/// Tells the same of these weights only, and of their views.
+/// Tells the same of these weights only, and of all that shares their memory.
 inline void weights_changed(at::TensorList weights) {
   at::autocast::clear_cache();
   detail::derived_weights().changed(weights);

@@ -70,6 +70,29 @@ TEST_F(WeightCaches, IsToldOfWritesThatNobodyCounts) {
   EXPECT_TRUE(run(WeightCache::kept).equal(run(WeightCache::none)));
 }
 
+TEST_F(WeightCaches, SeesStepsOfOtherTensorsInTheMemoryOfAWeight) {
+  const auto input = torch::randn({3, 8});
+  for (const bool by_scaler : {true, false}) {
+    torch::nn::Linear trained(8, 4), replica(8, 4);
+    replica->weight.set_data(trained->weight);  // has a version counter of its own
+    const auto run = [&](WeightCache cache) {
+      const torch::NoGradGuard no_grad;
+      const AutocastGuard guard(at::kCPU, with(cache));
+      return replica->forward(input);
+    };
+    torchamp::FusedSGD fused({trained->weight}, torch::optim::SGDOptions(0.5));
+    torch::optim::SGD plain({trained->weight}, torch::optim::SGDOptions(0.5));
+    torchamp::GradScaler scaler;
+    for (int step = 0; step < 3; ++step) {
+      (void)run(WeightCache::kept);
+      scaler.scale(trained->weight.pow(2).sum()).backward();
+      by_scaler ? void(scaler.step(plain)) : void(fused.step());
+      if (by_scaler) scaler.update();
+      EXPECT_TRUE(run(WeightCache::kept).equal(run(WeightCache::none)));
+    }
+  }
+}
+
 /// Trains for some steps, and returns the weights.
 template <class Optimizer, class Options>
 Tensors trained(WeightCache cache, const Options& options, bool region_around, bool by_scaler) {

@@ -200,7 +200,7 @@ void FusedOptimizerOf<Kernel>::note_replayed_step() {
 template <detail::OptimizerKernel Kernel>
 void FusedOptimizerOf<Kernel>::step_fused(const at::Tensor& grad_scale, const at::Tensor& found_inf,
                                           bool is_exact) {
-  const detail::DropWeightCasts drop_weight_casts;
+  const detail::DropWeightCasts drop_weight_casts(*this);
   if (!plan_.collect_gradients(param_groups_, state_)) {
     plan_.drop_counters(state_, counters_);
     plan_ = {};  // holds no gradients, should what follows throw

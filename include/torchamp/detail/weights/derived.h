@@ -93,8 +93,8 @@ class DerivedWeights {
     return made;
   }
 
-  /// The weights, or what looks at their memory through them, may have other values now, though
-  /// LibTorch has not counted a write.
+  /// The weights, and what else looks at their memory, may have other values now, though LibTorch
+  /// has not counted a write.
   void changed(at::TensorList weights);
 
   /// Any weight may have other values now.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/core/UndefinedTensorImpl.h>
 #include <c10/util/ArrayRef.h>
@@ -15,6 +16,7 @@
 #include <limits>
 #include <mutex>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -70,10 +72,6 @@ struct DerivedWeights::Entries {
 
   static bool is_unshared(const at::Tensor& tensor) {
     return tensor.use_count() == 1 && tensor.storage().use_count() == 1;
-  }
-
-  static void mark(Owner& owner) {
-    for (Entry& entry : owner.entries) entry.is_stale = true;
   }
 
   // A region's number is most_threads times how many its thread has begun, plus the thread's
@@ -229,11 +227,17 @@ TORCHAMP_BODY void DerivedWeights::add(const at::Tensor& weight, WeightStamp sta
 TORCHAMP_BODY void DerivedWeights::changed(at::TensorList weights) {
   ++entries_->times_told;
   if (is_empty()) return;
-  const std::scoped_lock lock(entries_->mutex);
+  std::unordered_set<const c10::StorageImpl*> memory;
   for (const at::Tensor& weight : weights) {
-    if (!weight.defined()) continue;
-    const auto owner = entries_->owners.find(owner_of(weight));
-    if (owner != entries_->owners.end()) Entries::mark(owner->second);
+    if (weight.defined() && weight.has_storage()) {
+      memory.insert(weight.storage().unsafeGetStorageImpl());
+    }
+  }
+  const std::scoped_lock lock(entries_->mutex);
+  for (auto& [address, owner] : entries_->owners) {
+    for (Entries::Entry& entry : owner.entries) {
+      if (memory.contains(entry.stamp.memory())) entry.is_stale = true;
+    }
   }
 }
 
@@ -241,7 +245,9 @@ TORCHAMP_BODY void DerivedWeights::all_changed() {
   ++entries_->times_told;
   if (is_empty()) return;
   const std::scoped_lock lock(entries_->mutex);
-  for (auto& [address, owner] : entries_->owners) Entries::mark(owner);
+  for (auto& [address, owner] : entries_->owners) {
+    for (Entries::Entry& entry : owner.entries) entry.is_stale = true;
+  }
 }
 
 TORCHAMP_BODY std::uint64_t DerivedWeights::begin_region() {

@@ -77,6 +77,9 @@ class WeightStamp {
            (!stream_ || stream_ == current_stream(weight));
   }
 
+  /// Of the weight; only to be compared.
+  const c10::StorageImpl* memory() const { return address_; }
+
   /// Whether the weight, which it is_of(), has the same values as then, as far as LibTorch counts.
   bool holds(const at::Tensor& weight) const {
     const c10::StorageImpl* const now = weight.storage().unsafeGetStorageImpl();
