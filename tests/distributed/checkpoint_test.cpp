@@ -17,7 +17,9 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
+#include <exception>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -149,22 +151,28 @@ void expect_survivor(const TemporaryFolder& folder, std::optional<int> status) {
   EXPECT_EQ(launch.rank(0).wait(), 0) << "the survivor";
 }
 
-TEST(Distributed, GivesAnErrorWhenAnotherProcessDies) {
-  const TemporaryFolder folder;
-  if (!child_role()) return expect_survivor(folder, -SIGKILL);
-  const auto group = make_group();
+/// Has the second of two processes `fail` once both have saved. Expects the first to get errors,
+/// and to load what was saved.
+void fail_after_a_checkpoint(const TemporaryFolder& folder, const ProcessGroupPtr& group,
+                             const std::function<void(Training&)>& fail) {
   Training run(group, folder / "run.pt");
   run.train(2);
   torchamp::save_together(run.checkpoint, group);
-  if (group->getRank() == 1) {
-    const torchamp::AutocastGuard autocast(at::kCPU);
-    run.parallel->forward(at::randn({6, 4}));
-    raise(SIGKILL);
-  }
+  if (group->getRank() == 1) fail(run);
   EXPECT_THROW(run.train(4), std::exception);
   EXPECT_ERROR(torchamp::save_together(run.checkpoint, group), "save_together: ");
   EXPECT_TRUE(run.checkpoint.load(0, 2));
   EXPECT_EQ(run.step, 2);
+}
+
+TEST(Distributed, GivesAnErrorWhenAnotherProcessDies) {
+  const TemporaryFolder folder;
+  if (!child_role()) return expect_survivor(folder, -SIGKILL);
+  fail_after_a_checkpoint(folder, make_group(), [](Training& run) {
+    const torchamp::AutocastGuard autocast(at::kCPU);
+    run.parallel->forward(at::randn({6, 4}));
+    raise(SIGKILL);
+  });
 }
 
 TEST(Distributed, NamesTheCallWhenAnotherProcessHasDied) {
@@ -183,15 +191,9 @@ TEST(Distributed, NamesTheCallWhenAnotherProcessHasDied) {
 TEST(Distributed, GivesAnErrorWhenAnotherProcessStalls) {
   const TemporaryFolder folder;
   if (!child_role()) return expect_survivor(folder, std::nullopt);
-  const auto group = make_group(std::chrono::seconds(3));
-  Training run(group, folder / "run.pt");
-  run.train(2);
-  torchamp::save_together(run.checkpoint, group);
-  if (group->getRank() == 1) raise(SIGSTOP);  // until this test's end kills it
-  EXPECT_THROW(run.train(4), std::exception);
-  EXPECT_ERROR(torchamp::save_together(run.checkpoint, group), "save_together: ");
-  EXPECT_TRUE(run.checkpoint.load(0, 2));
-  EXPECT_EQ(run.step, 2);
+  fail_after_a_checkpoint(folder, make_group(std::chrono::seconds(3)), [](Training&) {
+    raise(SIGSTOP);  // until this test's end kills it
+  });
 }
 
 TEST(Distributed, LeavesTheOldCheckpointWhenTheWriterIsKilled) {

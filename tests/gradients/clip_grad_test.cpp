@@ -18,6 +18,7 @@
 #include "support/expect_error.h"
 #include "support/numbers.h"
 #include "support/optimizer_kinds.h"
+#include "support/optimizers.h"
 #include "support/skips.h"
 #include "support/tolerances.h"
 
@@ -263,9 +264,8 @@ TEST_P(ClipGrad, IsRightBeforeAndAfterUnscaling) {
     for (const bool unscaled : {false, true}) {
       const Params params{torch::zeros({4}, options()).requires_grad_(),
                           torch::zeros({7}, options()).requires_grad_()};
-      torch::optim::SGD plain_optimizer(params, SGDOptions(1.));
-      torchamp::FusedSGD fused_optimizer(params, SGDOptions(1.));
-      Optimizer& optimizer = fused ? static_cast<Optimizer&>(fused_optimizer) : plain_optimizer;
+      const auto either = plain_or_fused_sgd(params, fused);
+      Optimizer& optimizer = *either;
       torchamp::GradScaler scaler({.init_scale = 1024.});
       backward(scaler, optimizer, params, gradients);
       if (unscaled) scaler.unscale_(optimizer);
@@ -286,9 +286,8 @@ TEST_P(ClipGrad, IsRightBeforeAndAfterUnscaling) {
 TEST_P(ClipGrad, RefusesToClipAfterTheStep) {
   for (const bool fused : {false, true}) {
     const Params params{torch::zeros({2}, options()).requires_grad_()};
-    torch::optim::SGD plain_optimizer(params, SGDOptions(1.));
-    torchamp::FusedSGD fused_optimizer(params, SGDOptions(1.));
-    Optimizer& optimizer = fused ? static_cast<Optimizer&>(fused_optimizer) : plain_optimizer;
+    const auto either = plain_or_fused_sgd(params, fused);
+    Optimizer& optimizer = *either;
     torchamp::GradScaler scaler({.init_scale = 64.});
     const Tensor gradient = torch::full({2}, 3., options());
     backward(scaler, optimizer, params, {gradient});
@@ -310,9 +309,8 @@ TEST_P(ClipGrad, RefusesToClipAfterTheStep) {
 TEST_P(ClipGrad, ClipsTwice) {
   for (const bool fused : {false, true}) {
     const Params params{torch::zeros({4}, options()).requires_grad_()};
-    torch::optim::SGD plain_optimizer(params, SGDOptions(1.));
-    torchamp::FusedSGD fused_optimizer(params, SGDOptions(1.));
-    Optimizer& optimizer = fused ? static_cast<Optimizer&>(fused_optimizer) : plain_optimizer;
+    const auto either = plain_or_fused_sgd(params, fused);
+    Optimizer& optimizer = *either;
     torchamp::GradScaler scaler({.init_scale = 64.});
     backward(scaler, optimizer, params, {torch::tensor({4., 3., 0., 0.}, options())});
     const auto norm = [&](double limit, double kind) {

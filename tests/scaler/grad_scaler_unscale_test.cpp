@@ -179,12 +179,9 @@ TEST_P(GradScalerOn, SeesAGradientThatUnscalingMakesInfinite) {
         start(scaler);
         const at::Tensor w = parameter_with(tensor({1, 1e38F}).to(dtype));
         const at::Tensor empty = parameter_with(tensor({}).to(dtype));
-        auto plain_optimizer = sgd({w, empty}, 1e-30);
-        torchamp::FusedSGD fused_optimizer({w, empty}, torch::optim::SGDOptions(1e-30));
-        torch::optim::Optimizer& optimizer =
-            fused ? static_cast<torch::optim::Optimizer&>(fused_optimizer) : plain_optimizer;
-        if (unscaled) scaler.unscale_(optimizer);
-        EXPECT_EQ(scaler.step(optimizer).stepped(), !overflows);
+        const auto optimizer = plain_or_fused_sgd({w, empty}, fused, 1e-30);
+        if (unscaled) scaler.unscale_(*optimizer);
+        EXPECT_EQ(scaler.step(*optimizer).stepped(), !overflows);
         EXPECT_EQ(w[1].item<float>() == 0.F, overflows);
         scaler.update();
         EXPECT_EQ(scaler.get_scale(), overflows ? 0.125 : 0.25);
