@@ -28,6 +28,7 @@
 #include "torchamp/detail/distributed/collective.h"
 #include "torchamp/detail/distributed/exchange.h"
 #include "torchamp/detail/distributed/shard_layout.h"
+#include "torchamp/detail/optim/state_tensors.h"
 #include "torchamp/detail/shards.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/optim.h"
@@ -37,29 +38,13 @@
 namespace torchamp::detail {
 
 /// LibTorch's optimizers that treat each element by itself: what their groups' options and
-/// parameters' states are, and the tensors of a state.
+/// parameters' states are.
 template <class OptimizerType, class OptionsType, class StateType>
 struct ElementwiseKind {
   using Optimizer = OptimizerType;
   using Options = OptionsType;
   using State = StateType;
 };
-
-inline std::vector<at::Tensor*> tensors_of(torch::optim::AdamParamState& state) {
-  return {&state.exp_avg(), &state.exp_avg_sq(), &state.max_exp_avg_sq()};
-}
-inline std::vector<at::Tensor*> tensors_of(torch::optim::AdamWParamState& state) {
-  return {&state.exp_avg(), &state.exp_avg_sq(), &state.max_exp_avg_sq()};
-}
-inline std::vector<at::Tensor*> tensors_of(torch::optim::SGDParamState& state) {
-  return {&state.momentum_buffer()};
-}
-inline std::vector<at::Tensor*> tensors_of(torch::optim::RMSpropParamState& state) {
-  return {&state.square_avg(), &state.momentum_buffer(), &state.grad_avg()};
-}
-inline std::vector<at::Tensor*> tensors_of(torch::optim::AdagradParamState& state) {
-  return {&state.sum()};
-}
 
 /// Calls visit(ElementwiseKind) with the kind that `optimizer` is, or takes the place of; false if
 /// there is none.
@@ -152,9 +137,8 @@ class ShardGroup final : public Shards {
       pieces->load(written);
       for_each_state(kind, *pieces, *whole, [&](const auto& own, void* key, std::size_t w) {
         auto state = std::make_unique<typename Kind::State>(own);
-        for (at::Tensor* const tensor : tensors_of(*state)) {
-          if (tensor->defined()) *tensor = joined_state(w, *tensor, writes);
-        }
+        for_each_state_tensor(
+            *state, [&](at::Tensor& tensor) { tensor = joined_state(w, tensor, writes); });
         if (writes) whole->state()[key] = std::move(state);
       });
       if (writes) gathered_[&optimizer] = whole;
@@ -183,9 +167,7 @@ class ShardGroup final : public Shards {
       }
       for_each_state(kind, *whole, *pieces, [&](const auto& all, void* key, std::size_t w) {
         auto state = std::make_unique<typename Kind::State>(all);
-        for (at::Tensor* const tensor : tensors_of(*state)) {
-          if (tensor->defined()) *tensor = own_part(w, *tensor);
-        }
+        for_each_state_tensor(*state, [&](at::Tensor& tensor) { tensor = own_part(w, tensor); });
         pieces->state()[key] = std::move(state);
       });
       torch::serialize::OutputArchive own;

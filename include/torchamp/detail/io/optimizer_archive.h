@@ -5,12 +5,8 @@
 #include <ATen/ops/full_like.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/adagrad.h>
-#include <torch/optim/adam.h>
-#include <torch/optim/adamw.h>
 #include <torch/optim/lbfgs.h>
 #include <torch/optim/optimizer.h>
-#include <torch/optim/rmsprop.h>
-#include <torch/optim/sgd.h>
 #include <torch/serialize/archive.h>
 
 #include <cstddef>
@@ -19,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/optim/state_tensors.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -57,24 +54,6 @@ inline void save_optimizer(torch::optim::Optimizer& optimizer,
   optimizer.save(archive);
 }
 
-/// The tensors of LibTorch's own kinds of state that have the shape of their parameter.
-inline std::vector<at::Tensor> shaped_state(const torch::optim::OptimizerParamState& state) {
-  using namespace torch::optim;
-  const auto* const base = &state;
-  if (auto* const sgd = dynamic_cast<const SGDParamState*>(base)) return {sgd->momentum_buffer()};
-  if (auto* const adam = dynamic_cast<const AdamParamState*>(base)) {
-    return {adam->exp_avg(), adam->exp_avg_sq(), adam->max_exp_avg_sq()};
-  }
-  if (auto* const adamw = dynamic_cast<const AdamWParamState*>(base)) {
-    return {adamw->exp_avg(), adamw->exp_avg_sq(), adamw->max_exp_avg_sq()};
-  }
-  if (auto* const rms = dynamic_cast<const RMSpropParamState*>(base)) {
-    return {rms->square_avg(), rms->momentum_buffer(), rms->grad_avg()};
-  }
-  if (auto* const adagrad = dynamic_cast<const AdagradParamState*>(base)) return {adagrad->sum()};
-  return {};
-}
-
 /// LibTorch takes over state of any shape, with which the next step fails.
 inline void check_state_fits(const torch::optim::Optimizer& optimizer) {
   std::size_t place = 0;
@@ -82,11 +61,11 @@ inline void check_state_fits(const torch::optim::Optimizer& optimizer) {
     for (const at::Tensor& parameter : group.params()) {
       const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
       if (found != optimizer.state().end() && found->second) {
-        for (const at::Tensor& tensor : shaped_state(*found->second)) {
-          TORCH_CHECK(!tensor.defined() || tensor.sizes() == parameter.sizes(),
-                      "it holds state of shape ", tensor.sizes(), " for parameter ", place,
-                      ", which is ", parameter.sizes(), " in the program");
-        }
+        for_each_state_tensor(*found->second, [&](const at::Tensor& tensor) {
+          TORCH_CHECK(tensor.sizes() == parameter.sizes(), "it holds state of shape ",
+                      tensor.sizes(), " for parameter ", place, ", which is ", parameter.sizes(),
+                      " in the program");
+        });
       }
       ++place;
     }

@@ -4,13 +4,8 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
-#include <torch/optim/adagrad.h>
-#include <torch/optim/adam.h>
-#include <torch/optim/adamw.h>
 #include <torch/optim/lbfgs.h>
 #include <torch/optim/optimizer.h>
-#include <torch/optim/rmsprop.h>
-#include <torch/optim/sgd.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -21,6 +16,7 @@
 #include <vector>
 
 #include "torchamp/detail/bodies.h"
+#include "torchamp/detail/optim/state_tensors.h"
 #include "torchamp/detail/overlay/weight_casts.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler.h"
@@ -43,31 +39,6 @@ namespace detail {
 /// Leaves an optimizer's step; caught by GradScaler::step.
 struct StepAbandoned : std::exception {};
 
-/// Calls f for the tensors of `state` that its optimizer, one of LibTorch's, writes in place. (What
-/// else LBFGS holds it replaces.)
-template <class F>
-void for_each_written(torch::optim::OptimizerParamState& state, const F& f) {
-  if (auto* const adam = dynamic_cast<torch::optim::AdamParamState*>(&state)) {
-    f(adam->exp_avg());
-    f(adam->exp_avg_sq());
-    f(adam->max_exp_avg_sq());
-  } else if (auto* const adamw = dynamic_cast<torch::optim::AdamWParamState*>(&state)) {
-    f(adamw->exp_avg());
-    f(adamw->exp_avg_sq());
-    f(adamw->max_exp_avg_sq());
-  } else if (auto* const adagrad = dynamic_cast<torch::optim::AdagradParamState*>(&state)) {
-    f(adagrad->sum());
-  } else if (auto* const rmsprop = dynamic_cast<torch::optim::RMSpropParamState*>(&state)) {
-    f(rmsprop->square_avg());
-    f(rmsprop->momentum_buffer());
-    f(rmsprop->grad_avg());
-  } else if (auto* const sgd = dynamic_cast<torch::optim::SGDParamState*>(&state)) {
-    f(sgd->momentum_buffer());
-  } else if (auto* const lbfgs = dynamic_cast<torch::optim::LBFGSParamState*>(&state)) {
-    f(lbfgs->prev_flat_grad());
-  }
-}
-
 /// A copy of an optimizer's parameters and state, whose values can be put back where they were. (Of
 /// a fused one, whose step changes nothing where it throws, the parameters only.)
 class OptimizerSnapshot {
@@ -81,7 +52,11 @@ class OptimizerSnapshot {
     for (const auto& [key, state] : optimizer.state()) {
       if (!state) continue;
       auto& copy = states_[key] = state->clone();  // which has the same tensors
-      for_each_written(*copy, [this](const at::Tensor& tensor) { keep(tensor); });
+      if (auto* const lbfgs = dynamic_cast<torch::optim::LBFGSParamState*>(copy.get())) {
+        keep(lbfgs->prev_flat_grad());  // what else it holds it replaces
+      } else {
+        for_each_state_tensor(*copy, [this](const at::Tensor& tensor) { keep(tensor); });
+      }
     }
   }
 

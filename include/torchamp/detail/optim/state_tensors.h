@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/optimizer.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
+
+#include "torchamp/version.h"
+
+namespace torchamp::detail {
+
+/// Calls f for the tensors that LibTorch's own optimizers keep for a parameter, of its shape and
+/// written in place, so far as they are defined. For none of LBFGS's and other kinds of state.
+template <class F>
+void for_each_state_tensor(torch::optim::OptimizerParamState& state, const F& f) {
+  using namespace torch::optim;
+  const auto each = [&f](auto&... tensors) { ((tensors.defined() ? f(tensors) : void()), ...); };
+  if (auto* const adam = dynamic_cast<AdamParamState*>(&state)) {
+    each(adam->exp_avg(), adam->exp_avg_sq(), adam->max_exp_avg_sq());
+  } else if (auto* const adamw = dynamic_cast<AdamWParamState*>(&state)) {
+    each(adamw->exp_avg(), adamw->exp_avg_sq(), adamw->max_exp_avg_sq());
+  } else if (auto* const sgd = dynamic_cast<SGDParamState*>(&state)) {
+    each(sgd->momentum_buffer());
+  } else if (auto* const rmsprop = dynamic_cast<RMSpropParamState*>(&state)) {
+    each(rmsprop->square_avg(), rmsprop->momentum_buffer(), rmsprop->grad_avg());
+  } else if (auto* const adagrad = dynamic_cast<AdagradParamState*>(&state)) {
+    each(adagrad->sum());
+  }
+}
+
+}  // namespace torchamp::detail
