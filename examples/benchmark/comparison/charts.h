@@ -142,15 +142,17 @@ inline drawing::Canvas draw_ratios(const std::string& below, const std::deque<Ra
   for (const Race& race : races) {
     const auto verdicts = judge(race);
     const struct {
-      const char *optimizer, *launch, *variant, *label;
+      const char *casts, *optimizer, *launch, *variant, *label;
       drawing::Color color;
-    } kinds[] = {{"stock", "eager", "plain", "", drawing::palette::orange},
-                 {"fused", "eager", "plain", ", fused", drawing::palette::green},
-                 {"fused", "eager", "kept", ", fused, memory kept", drawing::palette::blue},
-                 {"fused", "captured", "plain", ", captured", drawing::palette::purple}};
+    } kinds[] = {
+        {"standard", "stock", "eager", "plain", "", drawing::palette::orange},
+        {"standard", "fused", "eager", "plain", ", fused", drawing::palette::green},
+        {"standard", "fused", "eager", "kept", ", fused, memory kept", drawing::palette::blue},
+        {"audited", "fused", "eager", "kept", ", audited, memory kept", drawing::palette::muted},
+        {"standard", "fused", "captured", "plain", ", captured", drawing::palette::purple}};
     for (const auto& kind : kinds) {
       const Verdict* const best =
-          best_of(verdicts, "standard", kind.optimizer, kind.launch, kind.variant);
+          best_of(verdicts, kind.casts, kind.optimizer, kind.launch, kind.variant);
       if (!best || !best->to_python) continue;
       panel.bars.push_back({race.model->title + kind.label, *best->to_python,
                             support::format("%.2f", *best->to_python), kind.color});

@@ -59,33 +59,91 @@ inline const Verdict* best_of(const std::vector<Verdict>& verdicts, const std::s
   return best;
 }
 
-/// One line for each model: what torchamp's standard policy takes of Python's time and saves
-/// against fp32, beside what torch.amp saved elsewhere.
+/// A way of torchamp's, as a column of the summary.
+struct SummaryColumn {
+  const char *casts, *optimizer, *launch, *variant, *title;
+
+  const Verdict* best(const std::vector<Verdict>& verdicts) const {
+    return best_of(verdicts, casts, optimizer, launch, variant);
+  }
+};
+
+inline std::vector<SummaryColumn> summary_columns(const std::deque<Race>& races, bool cuda) {
+  std::vector<SummaryColumn> columns{{"standard", "stock", "eager", "plain", "stock optimizer"},
+                                     {"standard", "fused", "eager", "plain", "fused"}};
+  if (cuda) {
+    columns.push_back({"standard", "fused", "captured", "plain", "captured"});
+  } else {
+    columns.push_back({"standard", "fused", "eager", "kept", "fused, memory kept"});
+  }
+  const SummaryColumn audited{"audited", "fused", "eager", cuda ? "plain" : "kept",
+                              cuda ? "audited, fused" : "audited, fused, memory kept"};
+  for (const Race& race : races) {
+    if (!audited.best(judge(race))) continue;
+    columns.push_back(audited);
+    break;
+  }
+  return columns;
+}
+
+inline double mean(const std::vector<double>& values) {
+  double sum = 0.;
+  for (const double value : values) sum += value;
+  return sum / static_cast<double>(values.size());
+}
+
+/// One line for each model: what torchamp takes of Python's time and saves against fp32, beside
+/// what torch.amp saved elsewhere.
 inline void write_summary(std::ostream& out, const std::deque<Race>& races, bool cuda) {
-  struct Column {
-    const char *optimizer, *launch, *variant, *title;
-  };
-  std::vector<Column> columns{{"stock", "eager", "plain", "stock optimizer"},
-                              {"fused", "eager", "plain", "fused"}};
-  columns.push_back(cuda ? Column{"fused", "captured", "plain", "captured"}
-                         : Column{"fused", "eager", "kept", "fused, memory kept"});
+  const std::vector<SummaryColumn> columns = summary_columns(races, cuda);
   out << "| model ";
-  for (const Column& column : columns) {
+  for (const SummaryColumn& column : columns) {
     out << "| " << column.title << " | saved against fp32 ";
   }
   out << "| torch.amp saved on GPUs |\n|---";
   for (std::size_t i = 0; i < columns.size(); ++i) out << "|---:|---:";
   out << "|---:|\n";
+  std::vector<std::vector<double>> ratios(columns.size());
   for (const Race& race : races) {
     out << "| " << race.model->title;
     const auto verdicts = judge(race);
-    for (const Column& column : columns) {
-      const Verdict* const best =
-          best_of(verdicts, "standard", column.optimizer, column.launch, column.variant);
+    for (std::size_t i = 0; i < columns.size(); ++i) {
+      const Verdict* const best = columns[i].best(verdicts);
       out << " | " << (best ? ratio_cell(best->to_python) : "") << " | "
           << (best && best->saved ? support::format("%.0f %%", *best->saved * 100.) : "");
+      if (best && best->to_python) ratios[i].push_back(*best->to_python);
     }
     out << " | " << race.model->saved_elsewhere << " |\n";
+  }
+  if (races.size() < 2 || ratios.front().empty()) return;
+  out << "| *in the mean*";
+  for (const auto& of_column : ratios) {
+    out << " | " << (of_column.empty() ? "" : support::format("%.2f", mean(of_column))) << " | ";
+  }
+  out << " | |\n";
+}
+
+/// What keeping the host's memory gains over a Python that does not.
+inline void write_kept_over_plain(std::ostream& out, const std::deque<Race>& races) {
+  for (const SummaryColumn& column : summary_columns(races, /*cuda=*/false)) {
+    if (column.variant != std::string("kept")) continue;
+    std::vector<double> ratios;
+    for (const Race& race : races) {
+      const auto verdicts = judge(race);
+      const Verdict* const best = column.best(verdicts);
+      if (!best) continue;
+      Way plain = python_twin(best->contestant->way());
+      plain.variant = "plain";
+      if (const Contestant* const python = find(race, plain)) {
+        ratios.push_back(time_ratio(*best->contestant, *python));
+      }
+    }
+    if (ratios.empty()) continue;
+    out << "\nOver a Python that does not keep its memory, \"" << column.title << "\" takes ";
+    for (std::size_t i = 0; i < ratios.size(); ++i) {
+      out << (i == 0 ? "" : ", ") << support::format("%.2f", ratios[i]);
+    }
+    out << support::format("; in the mean %.2f.\n", mean(ratios));
   }
 }
 
@@ -222,6 +280,7 @@ inline void write_report(std::ostream& out, const Plan& plan, const Circumstance
            "measurement (ResidentMario's spell-feedforward-rossman, spell-unet-bob-ross and\n"
            "spell-tweet-sentiment-extraction).\n\n";
     write_summary(out, races, plan.device == "cuda");
+    if (plan.device != "cuda") write_kept_over_plain(out, races);
     out << '\n';
   }
   write_audited(out, races);

@@ -72,10 +72,7 @@ inline std::vector<Way> all_ways(const std::vector<std::string>& dtypes, bool py
   }
   add("cpp", "fp32", "fp32");
   for (const std::string& dtype : dtypes) {
-    for (const char* casts : {"raw", "torch", "standard"}) add("cpp", casts, dtype);
-    for (const char* optimizer : {"stock", "fused"}) {
-      ways.push_back({"cpp", "audited", dtype, optimizer, "eager"});
-    }
+    for (const char* casts : {"raw", "torch", "standard", "audited"}) add("cpp", casts, dtype);
     for (const char* variant : {"masters", "recomputed"}) {
       add_variant("cpp", "standard", dtype, variant);
     }
