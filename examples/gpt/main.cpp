@@ -107,6 +107,13 @@ int run(int argc, char** argv) {
   Processes processes;
   Training training(*options, text, processes);
   const bool speaks = processes.rank() == 0;
+  if (!options->audit.empty()) {
+    if (!speaks) return 0;
+    const torchamp::AuditedPolicy chosen = training.audit();
+    torchamp::save_policy(chosen, options->audit);
+    std::cout << chosen << "Wrote " << options->audit << '\n';
+    return 0;
+  }
   if (speaks) {
     std::int64_t parameters = 0;
     for (const auto& parameter : training.model()->parameters()) parameters += parameter.numel();

@@ -20,6 +20,7 @@ struct Options {
   std::int64_t seed = 0;
   support::DeviceOptions device;
   std::string precision = "mixed", recompute = "no";
+  std::string audit, policy;  ///< files; empty: none
   std::filesystem::path out = "torchamp-gpt";
 
   bool mixed() const { return precision == "mixed"; }
@@ -54,6 +55,12 @@ inline std::optional<Options> parse_options(int argc, const char* const* argv) {
                         options.sample, 0, 1 << 20);
   options.device.add_to(arguments);
   arguments.add_choice("--precision", {"mixed", "fp32"}, "Default: mixed.", options.precision);
+  arguments.add("--audit", "FILE",
+                "Instead of training, measures which ops this model may run in 16 bits on this "
+                "machine, and writes it to FILE.",
+                options.audit);
+  arguments.add("--policy", "FILE", "Which ops run in 16 bits, as --audit has written it.",
+                options.policy);
   arguments.add_choice("--recompute", {"no", "yes"},
                        "Activations again in backward: slower, in less memory.", options.recompute);
   arguments.add_integer("--seed", "Of start weights and batches. Default: 0.", options.seed, 0,
@@ -64,6 +71,9 @@ inline std::optional<Options> parse_options(int argc, const char* const* argv) {
   if (options.sizes.width % options.sizes.heads != 0) {
     throw support::UsageError("--heads: they do not divide the width, " +
                               std::to_string(options.sizes.width));
+  }
+  if (!options.mixed() && !(options.audit.empty() && options.policy.empty())) {
+    throw support::UsageError("--precision fp32: has nothing to do with --audit and --policy");
   }
   return options;
 }

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <torch/torch.h>
+#include <torchamp/policy_file.h>
+#include <torchamp/precision_audit.h>
 #include <torchamp/torchamp.h>
 #include <torchamp/training_checkpoint.h>
 
@@ -11,6 +13,7 @@
 #include <cstdint>
 #include <memory>
 #include <numbers>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,6 +22,7 @@
 #include "gpt/options.h"
 #include "gpt/processes.h"
 #include "gpt/text.h"
+#include "support/arguments.h"
 #include "support/format.h"
 #include "support/progress_bar.h"
 
@@ -53,6 +57,7 @@ class Training {
  public:
   Training(const Options& options, const Text& text, Processes& processes)
       : options_(options), text_(text), processes_(processes) {
+    if (!options.policy.empty()) take_policy();
     processes_.share(model_);
     checkpoint_.add("model", model_).add("optimizer", optimizer_).add("scaler", scaler_);
     checkpoint_.add("step", step_).add("losses", losses_).add("speeds", speeds_);
@@ -65,8 +70,25 @@ class Training {
   std::int64_t step() const { return step_; }
   const torch::Tensor& losses() const { return losses_; }  ///< of each step
   const torch::Tensor& speeds() const { return speeds_; }  ///< tokens per second in each step
+  /// The batches of a step cast each weight once.
   torchamp::AutocastOptions autocast() const {
-    return {.dtype = options_.device.chosen_dtype(), .enabled = options_.mixed()};
+    return {.dtype = options_.device.chosen_dtype(),
+            .enabled = options_.mixed(),
+            .policy = policy_,
+            .cache = torchamp::WeightCache::window};
+  }
+
+  /// Which ops may run in 16 bits, measured with one batch.
+  torchamp::AuditedPolicy audit() {
+    const auto dtype = options_.device.chosen_dtype();
+    const double scale = dtype == torch::kHalf ? 0x1p10 : 1.;
+    const auto batch = text_.batch(options_.batch, options_.sizes.length).to(device_);
+    torchamp::PrecisionAudit audit(*model_, {.dtype = dtype});
+    audit.run([&] {
+      const auto loss = loss_of(*model_, batch);
+      loss.backward(torch::full_like(loss, scale));
+    });
+    return audit.policy();
   }
 
   /// Trains to the end. Shows its progress on the first process.
@@ -100,6 +122,16 @@ class Training {
   }
 
  private:
+  void take_policy() {
+    try {
+      const auto policies = torchamp::load_policies(options_.policy);
+      policies.apply_to(*model_);
+      policy_ = policies.policy;
+    } catch (const c10::Error& error) {
+      throw support::UsageError(std::string("--policy: ") + error.what_without_backtrace());
+    }
+  }
+
   /// One step over several batches; their mean loss.
   torch::Tensor train_one_step() {
     for (auto& group : optimizer_.param_groups()) {
@@ -144,6 +176,7 @@ class Training {
   Gpt model_ = make_model();
   torchamp::FusedAdamW optimizer_{parameter_groups(model_), torch::optim::AdamWOptions(1e-3)};
   torchamp::GradScaler scaler_{{.enabled = options_.mixed()}};
+  std::optional<torchamp::Policy> policy_;
   std::int64_t step_ = 0;
   torch::Tensor losses_, speeds_;
   torchamp::TrainingCheckpoint checkpoint_{options_.out / "checkpoint.pt"};

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "torchamp/version.h"
 
@@ -100,16 +101,19 @@ Words e2m1_codes(Floats numbers, Words random) {
 class RandomStreams {
  public:
   explicit RandomStreams(std::uint64_t seed) {
+    std::uint32_t words[4][4];
     for (int stream = 0; stream < 4; ++stream) {
       for (int word = 0; word < 4; word += 2) {
         std::uint64_t mixed = seed += 0x9E3779B97F4A7C15U;
         mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9U;
         mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EBU;
         mixed ^= mixed >> 31;
-        state_[word][stream] = static_cast<std::uint32_t>(mixed);
-        state_[word + 1][stream] = static_cast<std::uint32_t>(mixed >> 32);
+        words[word][stream] = static_cast<std::uint32_t>(mixed);
+        words[word + 1][stream] = static_cast<std::uint32_t>(mixed >> 32);
       }
     }
+    static_assert(sizeof(words) == sizeof(state_));
+    std::memcpy(state_, words, sizeof(words));
   }
 
   /// The next 24 bits of each.
@@ -128,7 +132,7 @@ class RandomStreams {
   }
 
  private:
-  Words state_[4] = {};
+  Words state_[4];
 };
 
 }  // namespace torchamp::detail
