@@ -80,8 +80,8 @@ struct MasterWeightsOptions {
 /// their own from the same gradients; its state is fp32. There is nothing to copy to the model:
 /// copy_to_model() is not needed. Any other optimizer is an error: of GradScaler::step and
 /// unscale_, or, without a scaler, of copy_to_model(), and of take_gradients() when it is next
-/// called. So is writing to the weights, once gradients were taken. Move the model before; a model
-/// that is cloned has bf16 weights and no masters.
+/// called. So is writing to the weights. Move the model before; a model
+/// that is cloned, moved or cast later has rounded weights and no masters.
 ///
 /// With `.main_gradients` the line with take_gradients() falls away: backward() does it, one
 /// gradient at a time. What take_gradients() refuses is an error of backward() then. (The program's
@@ -160,7 +160,7 @@ class MasterWeights {
     at::Tensor value() const;
     void set(const at::Tensor& value) const;
   };
-  void check_split(const char* call) const;
+  void check_split(const char* call, bool unwritten = true) const;
   void check_taken() const;
   const Weight* find(const at::Tensor& parameter) const;
   int64_t master_versions() const;

@@ -5,10 +5,12 @@
 
 #include <ATen/ATen.h>
 #include <torch/nn/modules/linear.h>
+#include <torch/serialize.h>
 
 #include <cmath>
 #include <cstdint>
 #include <optional>
+#include <sstream>
 #include <vector>
 
 #include "support/expect_error.h"
@@ -186,6 +188,24 @@ TEST(MainGradientsOfProcesses, TrainAllCopiesAlike) {
   }
   EXPECT_LT(last, first);
   expect_same_everywhere(group, {net->weight.to(at::kFloat), net->bias.to(at::kFloat)});
+}
+
+TEST(SplitMastersOfProcesses, StartAsThoseOfTheFirst) {
+  if (ran_in_processes(2)) return;
+  const auto group = make_group();
+  at::manual_seed(1 + static_cast<std::uint64_t>(group->getRank()));
+  torch::nn::Linear net(5, 3), read(5, 3);
+  MasterWeights masters(net, {.dtype = at::kBFloat16, .storage = MasterStorage::split});
+  torchamp::broadcast_module(*net, group);
+  net->forward(at::ones({2, 5}, at::kBFloat16)).sum().backward();
+  EXPECT_NO_THROW(masters.take_gradients()) << "this is no write of the program's";
+  std::stringstream file;
+  torch::save(masters, file);
+  torch::load(read, file);
+  at::manual_seed(1);
+  const torch::nn::Linear first(5, 3);
+  EXPECT_TRUE(at::equal(read->weight, first->weight));
+  EXPECT_TRUE(at::equal(read->bias, first->bias));
 }
 
 TEST(MainGradientsOfProcesses, MayBeMissingOnAProcessWhereUnusedParametersAreLookedFor) {

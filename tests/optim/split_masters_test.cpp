@@ -388,6 +388,12 @@ TEST(SplitMasters, SayThatTheirWeightsWereWrittenTo) {
     twins.model->weights[0].sum().backward();
     twins.masters.take_gradients();
   };
+  {
+    Twins early(kind_named("adamw"), {at::ones({4})});
+    const at::NoGradGuard no_grad;
+    early.model->weights[0].zero_();
+    EXPECT_ERROR(early.masters.take_gradients(), "the weight '0' was written to since its masters");
+  }
   pass();
   twins.of_split->step();
   pass();
@@ -407,6 +413,35 @@ TEST(SplitMasters, SayThatGradientsWereNotTakenOrTheModelWasMoved) {
   EXPECT_ERROR(twins.of_split->step(), "call MasterWeights::take_gradients() after backward()");
   twins.model->to(at::kDouble);
   EXPECT_ERROR(twins.masters.take_gradients(), "was moved, cast or given another shape");
+}
+
+TEST(SplitMasters, GoOnAfterAStepWithAClosureThatHasThrown) {
+  torch::nn::Linear model(3, 3);
+  MasterWeightsOptions options = split;
+  options.main_gradients = true;
+  const MasterWeights masters(model, options);
+  torchamp::FusedSGD optimizer(masters.parameters(), torch::optim::SGDOptions(0.5));
+  torchamp::GradScaler scaler;
+  const auto step = [&] {
+    const auto loss = [&] { return model->forward(at::ones({2, 3}, at::kBFloat16)).sum(); };
+    return scaler.step(optimizer, loss).stepped();
+  };
+  auto& parameters = optimizer.param_groups()[0].params();
+  parameters.push_back(parameters[0]);
+  EXPECT_ERROR(step(), "is in the optimizer twice");
+  parameters.pop_back();
+  EXPECT_TRUE(step());
+}
+
+TEST(SplitMasters, RefuseAFileOnceTheModelWasCast) {
+  torch::nn::Linear model(3, 3);
+  torchamp::MasterWeights masters(model, split);
+  std::stringstream file;
+  torch::save(masters, file);
+  model->to(at::kFloat);
+  const at::Tensor weight = model->weight.detach().clone();
+  EXPECT_ERROR(torch::load(masters, file), "MasterWeights::load: the weight 'weight' was moved");
+  EXPECT_TRUE(at::equal(model->weight, weight));
 }
 
 }  // namespace

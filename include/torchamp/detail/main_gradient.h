@@ -84,7 +84,7 @@ class MainGradient {
       const bool is_again = split->was_taken && gradient.scalar_type() != at::kFloat;
       TORCH_CHECK(!is_again || split->has_optimizer, where(), " is stepped by no fused optimizer",
                   split_needs_fused);
-      split->take_note(weight);
+      split->was_taken = true;
       if (gradient.scalar_type() == at::kFloat) return;
       at::Tensor wide;
       add_to_main(wide, gradient, weight);

@@ -169,14 +169,15 @@ inline void MasterWeights::Weight::set(const at::Tensor& value) const {
   if (master.defined()) master.copy_(value);
 }
 
-/// Throws if split weights were moved, or were written to by others.
-inline void MasterWeights::check_split(const char* call) const {
+/// Throws if split weights were moved, or, if `unwritten`, were written to by others.
+inline void MasterWeights::check_split(const char* call, bool unwritten) const {
   if (options_.storage != MasterStorage::split) return;
   for (const Weight& weight : weights_) {
+    if (!weight.is_split) continue;
     const auto where = [&] { return c10::str(call, ": the weight '", weight.name, "'"); };
-    TORCH_CHECK_VALUE(!weight.is_split || detail::split_of(weight.parameter), where(),
-                      detail::split_was_moved);
-    detail::check_split(weight.parameter, where);
+    const detail::SplitWeight* const split = detail::split_of(weight.parameter);
+    TORCH_CHECK_VALUE(split && split->fits(weight.parameter), where(), detail::split_was_moved);
+    if (unwritten) detail::check_split(weight.parameter, where);
   }
 }
 
@@ -213,7 +214,7 @@ inline void MasterWeights::take_gradients() {
     const at::Tensor gradient = weight.parameter.grad();
     if (!gradient.defined()) continue;
     if (detail::SplitWeight* const split = detail::split_of(weight.parameter)) {
-      split->take_note(weight.parameter);
+      split->was_taken = true;
       if (gradient.scalar_type() == at::kFloat) continue;  // backward has added to the fp32 sum
       weight.parameter.mutable_grad() = detail::widened(weight.parameter, gradient, copies);
       taken = true;
@@ -307,6 +308,7 @@ inline void MasterWeights::save(torch::serialize::OutputArchive& archive,
 }
 
 inline void MasterWeights::load(torch::serialize::InputArchive& archive) {
+  check_split("MasterWeights::load", /*unwritten=*/false);
   const detail::InternalOps guard;
   const auto read = detail::read_all(*model_, archive, "MasterWeights");
   const detail::DropWeightCasts drop_weight_casts;

@@ -218,6 +218,7 @@ inline void make_split(const at::Tensor& parameter, const at::Tensor& value) {
   split->low = at::empty_like(high, high.options().dtype(at::kShort));
   write_split(value, high, split->low);
   parameter.set_data(high);
+  split->note_version(parameter);
   parameter.unsafeGetTensorImpl()->set_backend_meta(std::move(split));
 }
 

@@ -7,7 +7,6 @@
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
-#include <optional>
 
 #include "torchamp/detail/shards.h"
 #include "torchamp/detail/tensors.h"
@@ -39,8 +38,8 @@ namespace torchamp::detail {
 struct SplitWeight final : WeightMeta {
   at::Tensor low;  ///< int16, laid out as the weight
 
-  bool was_taken = false;                ///< gradients were, once
-  std::optional<uint32_t> version = {};  ///< of the weight, once it was taken note of
+  bool was_taken = false;  ///< gradients were, once
+  uint32_t version = 0;    ///< of the weight, when both halves were written
 
   /// Whether `low` belongs to what `high` holds: the weight may have been moved.
   bool fits(const at::Tensor& high) const {
@@ -49,18 +48,8 @@ struct SplitWeight final : WeightMeta {
   }
 
   /// Whether nobody has written to `high` since note_version(), as far as LibTorch counts it.
-  bool is_unwritten(const at::Tensor& high) const {
-    return !version || *version == version_of(high);
-  }
-  void note_version(const at::Tensor& high) {
-    if (version) version = version_of(high);
-  }
-
-  /// Takes note that gradients were taken. From here on, nobody else is to write to `high`.
-  void take_note(const at::Tensor& high) {
-    was_taken = true;
-    version = version_of(high);
-  }
+  bool is_unwritten(const at::Tensor& high) const { return version == version_of(high); }
+  void note_version(const at::Tensor& high) { version = version_of(high); }
 };
 
 /// Null for a tensor that is no split weight.
@@ -90,8 +79,8 @@ void check_split(const at::Tensor& weight, const Where& where) {
   const SplitWeight* const split = split_of(weight);
   if (!split) return;
   TORCH_CHECK_VALUE(split->fits(weight), where(), split_was_moved);
-  TORCH_CHECK(split->is_unwritten(weight), where(), " was written to since the last step",
-              split_needs_fused);
+  TORCH_CHECK(split->is_unwritten(weight), where(),
+              " was written to since its masters were made or stepped", split_needs_fused);
 }
 
 /// The same, and for one that cannot be stepped with `gradient`.

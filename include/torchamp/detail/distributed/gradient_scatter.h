@@ -226,7 +226,7 @@ class GradientScatter : public std::enable_shared_from_this<GradientScatter> {
       } else {
         gradient = std::move(part);
       }
-      if (auto* const split = split_of(weights_[w].piece)) split->take_note(weights_[w].piece);
+      if (auto* const split = split_of(weights_[w].piece)) split->was_taken = true;
     }
     sums.accumulate();
     for (Bucket& bucket : buckets_) bucket = {};

@@ -24,18 +24,29 @@
 #include "torchamp/detail/distributed/collective.h"
 #include "torchamp/detail/distributed/main_reducer.h"
 #include "torchamp/detail/distributed/reduce_dtype.h"
+#include "torchamp/detail/split_bits.h"
+#include "torchamp/detail/split_weight.h"
 #include "torchamp/detail/weights/derived.h"
 #include "torchamp/detail/weights/store.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
 
+/// Of split weights, both halves.
 inline void broadcast(const char* call, const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                       const std::vector<at::Tensor>& tensors, int root) {
   constexpr std::size_t together = 250 << 20;
   const at::NoGradGuard no_grad;
   if (tensors.empty()) return;
-  collective(call, [&] { c10d::broadcast_coalesced(group, tensors, together, root); });
+  std::vector<at::Tensor> all = tensors, whole;
+  for (const at::Tensor& tensor : tensors) {
+    const SplitWeight* const split = split_of(tensor);
+    if (!split) continue;
+    all.push_back(in_memory_order(split->low).view(at::kByte));  // backends lack int16
+    if (split->is_unwritten(tensor)) whole.push_back(tensor);
+  }
+  collective(call, [&] { c10d::broadcast_coalesced(group, all, together, root); });
+  for (const at::Tensor& tensor : whole) split_of(tensor)->note_version(tensor);
   derived_weights().changed(tensors);
 }
 

@@ -18,6 +18,7 @@
 #include "torchamp/detail/bodies.h"
 #include "torchamp/detail/optim/state_tensors.h"
 #include "torchamp/detail/overlay/weight_casts.h"
+#include "torchamp/detail/split_weight.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/optim.h"
@@ -46,7 +47,9 @@ class OptimizerSnapshot {
   explicit OptimizerSnapshot(torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {
     const at::NoGradGuard no_grad;
     for (const auto& group : optimizer.param_groups()) {
-      for (const at::Tensor& parameter : group.params()) keep(parameter);
+      for (const at::Tensor& parameter : group.params()) {
+        if (parameter.defined() && !split_of(parameter)) keep(parameter);  // a fused one's
+      }
     }
     if (is_fused()) return;
     for (const auto& [key, state] : optimizer.state()) {
