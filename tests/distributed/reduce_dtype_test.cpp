@@ -16,6 +16,7 @@
 #include "support/expect_error.h"
 #include "support/launch.h"
 #include "torchamp/distributed/data_parallel.h"
+#include "torchamp/distributed/sharded_masters.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/master_weights.h"
 #include "torchamp/optim.h"
@@ -188,6 +189,30 @@ TEST(MainGradientsOfProcesses, TrainAllCopiesAlike) {
   }
   EXPECT_LT(last, first);
   expect_same_everywhere(group, {net->weight.to(at::kFloat), net->bias.to(at::kFloat)});
+}
+
+TEST(MainGradientsOfProcesses, AreAveragedByOneDataParallelAtATime) {
+  if (ran_in_processes(2)) return;
+  const auto group = make_group();
+  const torchamp::MasterWeightsOptions options{.dtype = at::kBFloat16, .main_gradients = true};
+  const Product net;
+  const MasterWeights masters(net, options);
+  const auto expect_average = [&](auto& parallel) {
+    for (const Tensor& parameter : masters.parameters()) parameter.mutable_grad().reset();
+    parallel.forward(group->getRank() == 0 ? 2. : 4.).backward();
+    EXPECT_TRUE(at::equal(masters.parameters()[0].grad(), at::full({5}, 3.F)));
+  };
+  {
+    torchamp::DistributedDataParallel parallel(net, group);
+    EXPECT_ERROR(torchamp::DistributedDataParallel(net, group),
+                 "'a' are averaged by another DistributedDataParallel. Let go of that one first");
+    EXPECT_ERROR(MasterWeights(net, options), "'a' are averaged by a DistributedDataParallel");
+    EXPECT_ERROR(torchamp::ShardedMasterWeights(net, group, {.dtype = at::kBFloat16}),
+                 "'a' are averaged by a DistributedDataParallel");
+    expect_average(parallel);
+  }
+  torchamp::DistributedDataParallel parallel(net, group);
+  expect_average(parallel);
 }
 
 TEST(SplitMastersOfProcesses, StartAsThoseOfTheFirst) {

@@ -133,6 +133,12 @@ inline std::shared_ptr<MainGradient> main_gradient_of(const at::Tensor& weight) 
   return ours ? ours->main() : nullptr;
 }
 
+/// Whether a DistributedDataParallel averages the weight's main gradients.
+inline bool is_averaged(const at::Tensor& weight) {
+  const auto main = main_gradient_of(weight);
+  return main && main->when_taken;
+}
+
 /// Whether a hook of somebody else's is in the only place that there is.
 inline bool has_other_hook(const at::Tensor& weight) {
   return hook_of(weight) && !main_gradient_of(weight);

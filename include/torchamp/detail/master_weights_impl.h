@@ -83,6 +83,9 @@ inline void check_may_be_master(const char* owner, const std::string& name,
               "' has a hook after the accumulation of its gradient, of which LibTorch keeps one "
               "only",
               hook_remedy);
+  TORCH_CHECK(!is_averaged(parameter), owner, ": the gradients of the parameter '", name,
+              "' are averaged by a DistributedDataParallel. Let go of that first, and make another "
+              "of it after the masters.");
 }
 
 }  // namespace detail

@@ -122,7 +122,8 @@ struct DistributedDataParallelOptions {
 /// average of gradients that GradScaler scaled is scaled as well. checkpoint() works, nested too.
 /// With MasterWeights, call broadcast_module() first, then make the masters, then this. If they
 /// have main_gradients, these are averaged, in fp32 and in buckets of torchamp's own; under
-/// no_sync() they add up, and the backward after it averages the sums.
+/// no_sync() they add up, and the backward after it averages the sums. A second one for the same
+/// main gradients is an error while the first one lives, and so are other masters.
 ///
 /// A bucket of gradients is sent as soon as backward has computed all that go into it, while it
 /// goes on with the rest. Construction and forward are collective, see

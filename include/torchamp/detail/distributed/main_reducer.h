@@ -70,6 +70,9 @@ class MainGradientReducer : public std::enable_shared_from_this<MainGradientRedu
           "DistributedDataParallel: the parameter '", item.key(),
           "' has a hook after the accumulation of its gradient, of which LibTorch keeps one "
           "only, and which averaging main gradients needs.");
+      TORCH_CHECK(!is_averaged(item.value()), "DistributedDataParallel: the gradients of '",
+                  item.key(),
+                  "' are averaged by another DistributedDataParallel. Let go of that one first.");
       const at::ScalarType type = item.value().scalar_type();
       TORCH_CHECK(type == at::kFloat || is_16_bit(type), "DistributedDataParallel: the parameter '",
                   item.key(), "' is ", type,
