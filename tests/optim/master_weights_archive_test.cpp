@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Archives of master weights.
+#include "torchamp/master_weights.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/serialize.h>
+
+#include <cstddef>
+#include <sstream>
+#include <vector>
+
+#include "support/expect_error.h"
+#include "support/master_nets.h"
+
+namespace {
+
+using at::Tensor;
+using master_nets::clones;
+using master_nets::expect_equal;
+using master_nets::Net;
+using torchamp::MasterWeights;
+
+TEST(MasterWeights, AreSavedInFp32AndReadBackWhole) {
+  Net net;
+  MasterWeights masters(net, {.dtype = at::kBFloat16});
+  const auto values = clones(masters.parameters());
+  const auto model_values = clones(net->parameters());
+  std::stringstream file;
+  torch::save(masters, file);
+  expect_equal(net->parameters(), model_values);
+
+  Net full;  // a plain fp32 model reads the masters
+  torch::load(full, file);
+  std::vector<Tensor> trainable;
+  for (const Tensor& parameter : full->parameters()) {
+    EXPECT_EQ(parameter.scalar_type(), at::kFloat);
+    if (parameter.requires_grad()) trainable.push_back(parameter);
+  }
+  expect_equal(trainable, values);
+
+  Net other;
+  MasterWeights others(other, {.dtype = at::kBFloat16});
+  const auto tensors = others.parameters();
+  net->batch->running_mean.fill_(3);
+  std::stringstream again;
+  torch::save(masters, again);
+  torch::load(others, again);
+  expect_equal(others.parameters(), values);
+  expect_equal(other->parameters(), model_values);
+  EXPECT_TRUE(at::equal(other->batch->running_mean, at::full({4}, 3.f)));
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    EXPECT_TRUE(others.parameters()[i].is_same(tensors[i]));
+  }
+  others.take_gradients();  // counts as copied
+}
+
+TEST(MasterWeights, AreSavedInAChosenDtypeAndReadFromAPlainModel) {
+  Net net;
+  MasterWeights masters(net, {.dtype = at::kBFloat16});
+  torch::serialize::OutputArchive out;
+  masters.save(out, at::kHalf);
+  std::stringstream file;
+  out.save_to(file);
+  torch::serialize::InputArchive in, body;
+  in.load_from(file);
+  in.read("body", body);
+  Tensor weight;
+  body.read("weight", weight);
+  const Tensor rounded = masters.named_parameters()[0].second.detach().to(at::kHalf);
+  EXPECT_EQ(weight.scalar_type(), at::kHalf);
+  EXPECT_TRUE(at::equal(weight, rounded));
+  torch::serialize::InputArchive half;
+  file.seekg(0);
+  half.load_from(file);
+  masters.load(half);
+  EXPECT_TRUE(at::equal(masters.named_parameters()[0].second, rounded.to(at::kFloat)));
+
+  Net plain;
+  std::stringstream plain_file;
+  torch::save(plain, plain_file);
+  torch::load(masters, plain_file);
+  EXPECT_TRUE(at::equal(masters.named_parameters()[0].second, plain->body->weight));
+  EXPECT_TRUE(at::equal(net->body->weight, plain->body->weight.to(at::kBFloat16)));
+}
+
+TEST(MasterWeights, RefuseAFileThatHoldsMoreWeightsThanTheModel) {
+  using torch::nn::LinearOptions;
+  torch::nn::Linear with_bias(2, 2), without(LinearOptions(2, 2).bias(false));
+  MasterWeights masters(without, {.dtype = at::kBFloat16});
+  const auto values = clones(masters.parameters());
+  std::stringstream file;
+  torch::save(with_bias, file);
+  EXPECT_ERROR(torch::load(masters, file),
+               "MasterWeights::load: the archive holds what the model in the program does not "
+               "have: bias");
+  EXPECT_TRUE(at::equal(masters.parameters()[0], values[0]));
+}
+
+TEST(MasterWeights, StayAsTheyWereWhenLoadingFails) {
+  Net net;
+  MasterWeights masters(net, {.dtype = at::kBFloat16});
+  const auto values = clones(masters.parameters());
+  const auto model_values = clones(net->parameters());
+
+  torch::nn::Linear small(2, 2);
+  std::stringstream missing;
+  torch::save(small, missing);
+  EXPECT_ERROR(torch::load(masters, missing), "MasterWeights::load: the archive has no 'frozen'");
+
+  Net wide;
+  wide->head->weight.set_data(at::randn({3, 4}));
+  std::stringstream shapes;
+  torch::save(wide, shapes);
+  EXPECT_ERROR(
+      torch::load(masters, shapes),
+      "MasterWeights::load: 'head.weight' is [3, 4] in the archive and [2, 4] in the model");
+  expect_equal(masters.parameters(), values);
+  expect_equal(net->parameters(), model_values);
+}
+
+}  // namespace
