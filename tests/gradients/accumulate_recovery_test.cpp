@@ -40,8 +40,7 @@ struct Failing : torch::optim::SGD {
 
 }  // namespace
 
-// ---- Accumulation
-// ------------------------------------------------------------------------------------------
+// ---- Accumulation -------------------------------------------------------------------------------
 
 TEST(AccumulationAfterAnError, AddsNothingToAWindowWhoseStepFailed) {
   for (const bool in_optimizer : {false, true}) {
@@ -188,8 +187,7 @@ TEST(AccumulationMisuse, TakesNoLossThatIsScaledAlready) {
   EXPECT_EQ(safe.pending() + accumulation.pending(), 0);
 }
 
-// ---- SafeAccumulation
-// ------------------------------------------------------------------------------------------
+// ---- SafeAccumulation ---------------------------------------------------------------------------
 
 TEST(SafeAccumulationAfterAnError, RepeatsTheSameStep) {
   for (const bool in_optimizer : {false, true}) {
@@ -475,8 +473,7 @@ TEST(SafeAccumulation, AddsGradientsWithTheConjugateBit) {
   }
 }
 
-// ---- Checkpoints
-// ------------------------------------------------------------------------------------------
+// ---- Checkpoints --------------------------------------------------------------------------------
 
 TEST(AccumulationInACheckpoint, IsNotSavedWithinAWindow) {
   const TemporaryFolder folder;

@@ -36,8 +36,7 @@ class AccumulateOn : public ::testing::TestWithParam<at::DeviceType> {
 
 }  // namespace
 
-// ---- One scale for a window
-// -----------------------------------------------------------------------
+// ---- One scale for a window ---------------------------------------------------------------------
 
 TEST_P(AccumulateOn, StepsWithTheMeanAfterTheLastMicroBatch) {
   const at::Tensor w = tensor({0}).requires_grad_();
@@ -137,8 +136,7 @@ TEST(Accumulation, ChecksItsArgumentsAndWorksDisabled) {
   EXPECT_EQ(w.item<float>(), -3.F);
 }
 
-// ---- One bad micro-batch at a time
-// ----------------------------------------------------------------
+// ---- One bad micro-batch at a time --------------------------------------------------------------
 
 TEST_P(AccumulateOn, DropsTheBadMicroBatchesAndKeepsTheOthers) {
   for (const bool with_fused : {false, true}) {

@@ -64,8 +64,7 @@ void expect_same_gradients(const Params& actual, const Params& expected) {
   }
 }
 
-// ---- Gradients that are not scaled
-// ---------------------------------------------------------------
+// ---- Gradients that are not scaled --------------------------------------------------------------
 
 TEST_P(ClipGrad, ClipsAsThePlainestCodeDoes) {
   for (const double norm_type : {2., 1., inf, 3., 0.5}) {
@@ -254,8 +253,7 @@ TEST_P(ClipGrad, CallsNoMoreForMoreGradientsAndReadsNothing) {
   }
 }
 
-// ---- Gradients that are scaled
-// -------------------------------------------------------------------
+// ---- Gradients that are scaled ------------------------------------------------------------------
 
 TEST_P(ClipGrad, IsRightBeforeAndAfterUnscaling) {
   const std::vector<Tensor> gradients{torch::full({4}, 3., options()),

@@ -36,8 +36,7 @@ namespace {
 using torchamp::AutocastGuard;
 using torchamp::Policy;
 
-// ---- A result against its record
-// ------------------------------------------------------------------
+// ---- A result against its record ----------------------------------------------------------------
 
 /// `size`: the mean of the results' absolute values; `weight`: how much of an element's error the
 /// number can hold.
@@ -103,8 +102,7 @@ std::string machine(at::DeviceType device) {
   return text;
 }
 
-// ---- The replay
-// -----------------------------------------------------------------------------------
+// ---- The replay ---------------------------------------------------------------------------------
 
 /// A case in one variant, with the op of the running LibTorch.
 struct Call {

@@ -130,8 +130,7 @@ Outcome under_standard(const OpCase& op_case, const c10::OperatorHandle& op,
   return call_boxed(op_case, op, variant);
 }
 
-// ---- Tests
-// ----------------------------------------------------------------------------------------
+// ---- Tests --------------------------------------------------------------------------------------
 
 TEST(Table, EffectGivesTheDocumentedEffectOfEveryRowOnCpuAndCuda) {
   const Policy policy = Policy::standard();

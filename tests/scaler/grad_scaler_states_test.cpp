@@ -182,8 +182,7 @@ TEST(GradScalerStates, AMovedScalerGoesOn) {
   second.update();
 }
 
-// ---- Mistakes that can be told
-// --------------------------------------------------------------------
+// ---- Mistakes that can be told ------------------------------------------------------------------
 
 TEST(GradScalerStates, TakesNoTensorThatItHasScaled) {
   torchamp::GradScaler scaler({.init_scale = 4.}), other({.init_scale = 8.});

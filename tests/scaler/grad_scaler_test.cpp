@@ -190,8 +190,7 @@ TEST(GradScaler, SkipsNonFiniteStepsWithoutScaling) {
   EXPECT_EQ(scaler.get_scale(), 1.);
 }
 
-// ---- Several optimizers
-// ---------------------------------------------------------------------------
+// ---- Several optimizers -------------------------------------------------------------------------
 
 TEST_P(GradScalerOn, SkipsOnlyTheBadOptimizerAndBacksOffForBoth) {
   GradScaler scaler({.init_scale = 4., .growth_interval = 1});
@@ -270,8 +269,7 @@ TEST(GradScaler, WaitsForTheFlagOfABusyDeviceWhereTheScaleLiesOnTheHost) {
             65536.F);
 }
 
-// ---- update(new_scale), getters, setters
-// ---------------------------------------------------------
+// ---- update(new_scale), getters, setters --------------------------------------------------------
 
 TEST_P(GradScalerOn, TakesANewScaleAndKeepsTheTracker) {
   GradScaler scaler({.init_scale = 4., .growth_interval = 3});
@@ -358,8 +356,7 @@ TEST(GradScaler, DoesNothingWhenDisabled) {
   EXPECT_FALSE(scaler.scale_tensor().defined());
 }
 
-// ---- Without gradients
-// ----------------------------------------------------------------------------
+// ---- Without gradients --------------------------------------------------------------------------
 
 TEST(GradScaler, NeitherThrowsNorSticksInAStepWithoutGradients) {
   GradScaler scaler({.init_scale = 4., .growth_interval = 1});

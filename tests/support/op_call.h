@@ -91,8 +91,7 @@ inline std::optional<c10::OperatorHandle> find_op(const std::string& name) {
   return c10::Dispatcher::singleton().findSchema({"aten::" + name.substr(0, dot), overload});
 }
 
-// ---- Arguments
-// ------------------------------------------------------------------------------------
+// ---- Arguments ----------------------------------------------------------------------------------
 
 /// Element `index` of the tensor at `place` in its case: between 0 and 1, the same in Python.
 inline double fraction(std::int64_t index, int place) {
@@ -191,8 +190,7 @@ inline Stack make_arguments(const OpCase& op_case, const c10::FunctionSchema& sc
   return stack;
 }
 
-// ---- Results
-// --------------------------------------------------------------------------------------
+// ---- Results ------------------------------------------------------------------------------------
 
 /// What a call gave: values, tensors in lists one by one; or an error, by its Python name.
 struct Outcome {
