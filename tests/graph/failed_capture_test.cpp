@@ -14,6 +14,7 @@
 #include "support/expect_error.h"
 #include "support/graph_training.h"
 #include "support/optimizer_kinds.h"
+#include "support/simulated/memory.h"
 
 namespace {
 
@@ -170,6 +171,20 @@ TEST_P(FailedCapture, AfterAFailureBetweenUnscaleAndStepDiscardLetsItGoOn) {
 
 /// Captures that lack memory, one after another, each for one allocation more than the last one's,
 /// and then one that does not.
+TEST_P(FailedCapture, GoesOnAfterItsInputsDidNotFitIntoMemory) {
+  if (GetParam() != at::kPrivateUse1) {
+    GTEST_SKIP() << "only the simulated device's memory is limited";
+  }
+  Training eager(GetParam()), captured(GetParam());
+  const auto graph = graph_of(captured);
+  for (int more = 0; more < 2; ++more) {
+    const Tensors batch = captured.batch(0);
+    const simulated::AllocationLimit limit(more);
+    EXPECT_THROW((*graph)(batch), c10::OutOfMemoryError);
+  }
+  step_both(eager, captured, *graph, 0);
+}
+
 TEST_P(FailedCapture, GoesOnAfterCapturesThatRanOutOfMemoryAnywhere) {
   if (GetParam() != at::kPrivateUse1) {
     GTEST_SKIP() << "only the simulated device's memory is limited";

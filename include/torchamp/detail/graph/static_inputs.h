@@ -6,6 +6,7 @@
 #include <c10/core/Device.h>
 #include <c10/util/Exception.h>
 
+#include <utility>
 #include <vector>
 
 #include "torchamp/version.h"
@@ -21,9 +22,11 @@ class StaticInputs {
   void fill(const std::vector<at::Tensor>& batch) {
     check(batch);
     if (!allocated_) {
+      std::vector<at::Tensor> fresh;
       for (const at::Tensor& input : batch) {
-        tensors_.push_back(at::empty_like(input, input.options().device(device_)));
+        fresh.push_back(at::empty_like(input, input.options().device(device_)));
       }
+      tensors_ = std::move(fresh);
       allocated_ = true;
     }
     for (std::size_t i = 0; i < batch.size(); ++i) {
