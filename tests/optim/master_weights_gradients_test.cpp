@@ -17,6 +17,8 @@
 
 #include "support/expect_error.h"
 #include "support/master_nets.h"
+#include "support/simulated/device.h"
+#include "support/simulated/memory.h"
 #include "support/tolerances.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/optim.h"
@@ -39,6 +41,35 @@ TEST(MasterWeights, FreeTheModelsGradientsAndLeaveThoseOfFp32Parameters) {
   EXPECT_TRUE(net->own->gain.grad().is_same(of_norm));
   for (const Tensor& parameter : masters.parameters()) {
     EXPECT_EQ(parameter.grad().scalar_type(), at::kFloat);
+  }
+}
+
+TEST(MasterWeights, TakeAllGradientsOrNoneWhereMemoryRunsOut) {
+  if (!simulated::available()) GTEST_SKIP() << "only the simulated device's memory is limited";
+  for (const auto storage : {torchamp::MasterStorage::full, torchamp::MasterStorage::split}) {
+    const auto model = to_device(torch::nn::Linear(3, 2), simulated::sim0);
+    MasterWeights masters(model, {.dtype = at::kBFloat16, .storage = storage});
+    const Tensor input = at::ones({2, 3}, simulated::on(simulated::sim0, at::kBFloat16));
+    for (int passes = 1; passes <= 2; ++passes) {
+      at::linear(input, model->weight, model->bias).sum().backward();
+      int failures = 0;
+      for (bool fails = true; fails; failures += fails ? 1 : 0) {
+        ASSERT_LT(failures, 20);
+        const Tensor of_weight = model->weight.grad(), of_bias = model->bias.grad();
+        const simulated::AllocationLimit limit(failures);
+        try {
+          masters.take_gradients();
+          fails = false;
+        } catch (const c10::OutOfMemoryError&) {
+          EXPECT_TRUE(model->weight.grad().is_same(of_weight));
+          EXPECT_TRUE(model->bias.grad().is_same(of_bias));
+        }
+      }
+      EXPECT_TRUE(failures > 0 || passes > 1);
+      for (const Tensor& parameter : masters.parameters()) {
+        EXPECT_TRUE(parameter.grad().eq(2. * passes).all().item<bool>());
+      }
+    }
   }
 }
 

@@ -212,19 +212,21 @@ inline void MasterWeights::take_gradients() {
   }
   const detail::InternalOps guard;
   detail::TensorPairs copies, sums;
-  bool taken = false;
+  struct Taken {
+    at::Tensor parameter, owner, gradient;  // in fp32, of the owner
+  };
+  std::vector<Taken> taken;  // in place once nothing can fail
   for (const Weight& weight : weights_) {
     const at::Tensor gradient = weight.parameter.grad();
     if (!gradient.defined()) continue;
-    if (detail::SplitWeight* const split = detail::split_of(weight.parameter)) {
-      split->was_taken = true;
+    if (detail::split_of(weight.parameter)) {
       if (gradient.scalar_type() == at::kFloat) continue;  // backward has added to the fp32 sum
-      weight.parameter.mutable_grad() = detail::widened(weight.parameter, gradient, copies);
-      taken = true;
+      taken.push_back({weight.parameter, weight.parameter,
+                       detail::widened(weight.parameter, gradient, copies)});
       continue;
     }
     if (!weight.master.defined()) continue;
-    at::Tensor& sum = weight.master.mutable_grad();
+    at::Tensor sum = weight.master.grad();
     if (gradient.layout() != at::kStrided) {
       sum = sum.defined() ? sum + gradient.to(at::kFloat) : gradient.to(at::kFloat);
     } else if (sum.defined() && sum.layout() != at::kStrided) {
@@ -237,15 +239,18 @@ inline void MasterWeights::take_gradients() {
       copies.add(wide, gradient);
       sums.add(sum, wide);
     }
-    weight.parameter.mutable_grad().reset();
-    taken = true;
-  }
-  if (taken) {
-    ++detail::gradients_taken();
-    was_taken_ = true;
+    taken.push_back({weight.parameter, weight.master, std::move(sum)});
   }
   copies.copy();
   sums.accumulate();
+  if (taken.empty()) return;
+  for (Taken& one : taken) {
+    if (detail::SplitWeight* const split = detail::split_of(one.parameter)) split->was_taken = true;
+    one.parameter.mutable_grad().reset();
+    one.owner.mutable_grad() = std::move(one.gradient);
+  }
+  ++detail::gradients_taken();
+  was_taken_ = true;
 }
 
 inline void MasterWeights::zero_grad() {
