@@ -100,6 +100,20 @@ TEST(ShardedMasters, TrainAsOneProcessBitForBitOnThreeAndInAWorldOfOne) {
   expect_equal_to_one_process(child_role() && std::string(size) == "1" ? 1 : 3);
 }
 
+TEST(ShardedMasters, PassOverParametersWithoutElements) {
+  if (ran_in_processes(2)) return;
+  const auto group = make_group();
+  torch::nn::Linear net(3, 2);
+  const Tensor none = net->register_parameter("none", at::ones({0, 2}));
+  ShardedMasterWeights masters(net, group, {.dtype = at::kBFloat16});
+  torchamp::FusedSGD optimizer(masters.parameters(), torch::optim::SGDOptions(0.5));
+  const Tensor before = net->bias.detach().clone();
+  (net->forward(at::ones({1, 3}, at::kBFloat16)).sum() + none.sum()).backward();
+  optimizer.step();
+  EXPECT_NO_THROW(masters.copy_to_model());
+  EXPECT_FALSE(at::equal(net->bias, before));
+}
+
 TEST(ShardedMasters, KeepTheirShareOfMastersAndStatesAlone) {
   if (ran_in_processes(4)) return;
   const auto group = c10::make_intrusive<StagingGroup>(make_group());

@@ -197,8 +197,8 @@ inline void ShardedMasterWeights::check_optimizer(const torch::optim::Optimizer&
 inline void ShardedMasterWeights::check_stepped(const char* call) const {
   bool has_optimizer = false, has_gradient = false;
   for (const Weight& weight : weights_) {
-    TORCH_CHECK(weight.is_sharded || !weight.parameter.requires_grad() ||
-                    !weight.parameter.grad().defined(),
+    TORCH_CHECK(weight.is_sharded || weight.parameter.numel() == 0 ||
+                    !weight.parameter.requires_grad() || !weight.parameter.grad().defined(),
                 call, ": the parameter '", weight.name,
                 "' has a gradient and no master. It needed no gradient when the "
                 "ShardedMasterWeights were made; make them after unfreezing it.");
