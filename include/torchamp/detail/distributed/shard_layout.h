@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/distributed/same_everywhere.h"
 #include "torchamp/detail/split_bits.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/version.h"
@@ -101,17 +102,15 @@ class ShardLayout {
 
   /// A number that differs, but for chance, between different layouts.
   int64_t fingerprint() const {
-    uint64_t hash = 0xcbf29ce484222325U;  // FNV-1a
-    const auto mix = [&hash](int64_t number) {
-      hash = (hash ^ static_cast<uint64_t>(number)) * 0x100000001b3U;
-    };
+    Fingerprint print;
+    const auto mix = [&print](int64_t number) { print.mix(number); };
     for (const ShardedWeight& weight : weights_) {
       for (const int64_t number : weight.sizes) mix(number);
       for (const int64_t number : weight.strides) mix(number);
       mix(static_cast<int64_t>(weight.bucket));
       mix(static_cast<int64_t>(buckets_[weight.bucket].dtype));
     }
-    return static_cast<int64_t>(hash);
+    return print.value();
   }
   const std::vector<ShardedWeight>& weights() const { return weights_; }
   const std::vector<ShardBucket>& buckets() const { return buckets_; }

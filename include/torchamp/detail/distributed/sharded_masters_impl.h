@@ -15,6 +15,7 @@
 
 #include "torchamp/detail/distributed/collective.h"
 #include "torchamp/detail/distributed/reducer.h"
+#include "torchamp/detail/distributed/same_everywhere.h"
 #include "torchamp/detail/graph/body.h"
 #include "torchamp/detail/io/module_archive.h"
 #include "torchamp/detail/main_gradient.h"
@@ -76,12 +77,7 @@ inline ShardedMasterWeights::ShardedMasterWeights(std::shared_ptr<torch::nn::Mod
   }
   TORCH_CHECK_VALUE(!by_index_.empty(), owner, ": no parameter of the model needs a gradient.");
   layout.sort_buckets();
-  const auto prints = detail::gather_numbers(
-      owner, group, layout.fingerprint() ^ (int64_t{1} << static_cast<int>(wire)));
-  const auto other =
-      std::ranges::find_if(prints, [&](int64_t print) { return print != prints[0]; });
-  TORCH_CHECK_VALUE(other == prints.end(), owner, ": process ", other - prints.begin(),
-                    " has another model or other options than process 0.");
+  check_same_everywhere(owner, group, layout);
   detail::broadcast(owner, group, model_->parameters(), 0);
   detail::broadcast(owner, group, model_->buffers(), 0);
 
@@ -95,6 +91,31 @@ inline ShardedMasterWeights::ShardedMasterWeights(std::shared_ptr<torch::nn::Mod
                                                        std::move(scattered), wire,
                                                        options_.find_unused_parameters);
   scatter_->hook();
+}
+
+/// Throws where another process has other options or another model, whose exchanges would not fit.
+inline void ShardedMasterWeights::check_same_everywhere(const char* owner,
+                                                        const ProcessGroupPtr& group,
+                                                        const detail::ShardLayout& layout) const {
+  detail::SameEverywhere same;
+  same.add("dtype", static_cast<int64_t>(options_.dtype));
+  same.add("storage", static_cast<int64_t>(options_.storage));
+  same.add("find_unused_parameters", options_.find_unused_parameters);
+  same.add("bucket_bytes", options_.bucket_bytes);
+  same.add("reduce_dtype", static_cast<int64_t>(options_.reduce_dtype.value_or(at::kFloat)));
+  detail::Fingerprint model;
+  model.mix(layout.fingerprint());
+  const auto mix = [&](const at::Tensor& tensor) {
+    model.mix(static_cast<int64_t>(tensor.scalar_type()));
+    for (const int64_t size : tensor.sizes()) model.mix(size);
+  };
+  for (const Weight& weight : weights_) {
+    mix(weight.parameter);
+    model.mix((weight.is_narrow ? 2 : 0) + (weight.is_sharded ? 1 : 0));
+  }
+  for (const at::Tensor& buffer : model_->buffers()) mix(buffer);
+  same.add("model or other options (keep_fp32, keep_norms)", model.value());
+  same.check(owner, group);
 }
 
 inline void ShardedMasterWeights::make_pieces() {
