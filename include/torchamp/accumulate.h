@@ -113,15 +113,21 @@ class Accumulation {
   }
 
   /// Steps with an incomplete window, at the end of an epoch: its gradients are those of the sum of
-  /// the losses over `micro_batches`. Nothing if none is pending. After an error of the step, tries
-  /// it again. (If update() throws, at a limit of the scaler, the step was skipped and the window
-  /// is dropped.)
+  /// the losses over `micro_batches`. Nothing if none is pending. Sends what was computed within
+  /// ShardedMasterWeights::no_sync(), for which all processes call it; for that of a
+  /// DistributedDataParallel, call its sync_gradients() in before_unscale(). After an error of the
+  /// step, tries it again. (If update() throws, at a limit of the scaler, the step was skipped and
+  /// the window is dropped.)
   std::optional<StepResult> flush() {
     check_whole("flush");
     if (*pending_ == 0) return std::nullopt;
     check_window("flush");
     stage_ = Stage::stepping;
-    if (before_unscale_ && !scaler_.is_unscaled(optimizer_)) before_unscale_();
+    if (!scaler_.is_unscaled(optimizer_)) {
+      const auto unsent = detail::unsent_of(optimizer_);
+      if (unsent && unsent->any()) unsent->send();
+      if (before_unscale_) before_unscale_();
+    }
     if (before_step_) {
       if (!scaler_.is_unscaled(optimizer_)) scaler_.unscale_(optimizer_);
       before_step_();
@@ -138,10 +144,11 @@ class Accumulation {
   }
 
   /// Clears the gradients of an incomplete window, or of one whose step has failed, and begins a
-  /// new one. Those of a model under MasterWeights, too.
+  /// new one. Those of a model under MasterWeights, and those that ShardedMasterWeights have not
+  /// sent, too.
   void discard() {
     clear();
-    detail::drop_narrow_gradients(optimizer_);
+    detail::drop_model_gradients(optimizer_);
     scaler_.discard(optimizer_);
   }
 
@@ -270,8 +277,15 @@ class SafeAccumulation {
   void backward(const at::Tensor& loss) {
     check_ready("backward");
     detail::clear_gradients(optimizer_);
-    detail::drop_narrow_gradients(optimizer_);  // that an exception has left
+    detail::drop_model_gradients(optimizer_);  // that an exception has left
     scaler_.scale(loss).backward();
+    if (const auto unsent = detail::unsent_of(optimizer_); unsent && unsent->any()) {
+      unsent->drop();
+      TORCH_CHECK(false,
+                  "SafeAccumulation::backward: the gradients of this micro-batch were computed "
+                  "within no_sync() and not sent, so that nobody can tell whether to keep them. "
+                  "Leave no_sync() out.");
+    }
     if (before_unscale_) before_unscale_();
     sum_.check(optimizer_);
     try {
@@ -319,7 +333,7 @@ class SafeAccumulation {
   /// too, and begins a new window.
   void discard() {
     clear();
-    detail::drop_narrow_gradients(optimizer_);
+    detail::drop_model_gradients(optimizer_);
   }
 
   /// Micro-batches since the last step, dropped ones included.

@@ -28,8 +28,10 @@ inline void note_narrow(const at::Tensor& master, const at::Tensor& narrow) {
   master.unsafeGetTensorImpl()->set_backend_meta(std::move(meta));
 }
 
-/// Drops the 16-bit gradients of the weights whose masters `optimizer` has.
-inline void drop_narrow_gradients(const torch::optim::Optimizer& optimizer) {
+/// Drops the gradients that the model still holds of the weights whose masters `optimizer` has:
+/// those that were not taken, and those that were not sent.
+inline void drop_model_gradients(const torch::optim::Optimizer& optimizer) {
+  if (const auto unsent = unsent_of(optimizer)) unsent->drop();
   for (const auto& group : optimizer.param_groups()) {
     for (const at::Tensor& master : group.params()) {
       if (!master.defined()) continue;

@@ -21,6 +21,22 @@ namespace torchamp::detail {
 // them at the piece: the tensors of its WeightMeta. All processes have a piece of every master, and
 // pieces of equal size, so that they always ask together.
 
+/// Gradients in the model that backward passes have not sent to the pieces.
+class UnsentGradients {
+ public:
+  UnsentGradients() = default;
+  UnsentGradients(const UnsentGradients&) = delete;
+  UnsentGradients& operator=(const UnsentGradients&) = delete;
+  virtual ~UnsentGradients() = default;
+
+  /// Whether there are some of passes within no_sync().
+  virtual bool any() const = 0;
+  /// Sends them, as a backward pass outside of no_sync() does at its end. All processes call it.
+  virtual void send() = 0;
+  /// Drops them, and those that an exception has left.
+  virtual void drop() = 0;
+};
+
 /// The processes that have a piece each of some masters.
 class Shards {
  public:
@@ -45,6 +61,8 @@ class Shards {
   /// Takes this process's pieces of a whole state.
   virtual void load(torch::optim::Optimizer& optimizer,
                     torch::serialize::InputArchive& archive) const = 0;
+
+  std::weak_ptr<UnsentGradients> unsent{};
 };
 
 /// What a weight carries for this library.
@@ -104,6 +122,17 @@ inline std::shared_ptr<Shards> shards_of(const torch::optim::Optimizer& optimize
         shards->check(optimizer, call);
         return shards;
       }
+    }
+  }
+  return nullptr;
+}
+
+/// Where the gradients of the optimizer's pieces come from; null if it has none.
+inline std::shared_ptr<UnsentGradients> unsent_of(const torch::optim::Optimizer& optimizer) {
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& tensor : group.params()) {
+      if (!tensor.defined()) continue;
+      if (const auto shards = shards_of(tensor)) return shards->unsent.lock();
     }
   }
   return nullptr;

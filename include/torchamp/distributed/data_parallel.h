@@ -163,6 +163,7 @@ class DistributedDataParallel {
       detail::broadcast("DistributedDataParallel::forward", reducer_.group(), model_->buffers(), 0);
     }
     auto outputs = detail::call_forward(model_, inputs...);
+    if (torch::autograd::GradMode::is_enabled()) is_synced_ = reduces;
     if (reduces) {
       reducer_.prepare_for_backward(options_.find_unused_parameters ? detail::tensors_of(outputs)
                                                                     : std::vector<at::Tensor>());
@@ -175,8 +176,24 @@ class DistributedDataParallel {
   /// The processes that average.
   const ProcessGroupPtr& group() const { return reducer_.group(); }
 
+  /// Averages the gradients that backward passes within no_sync() have left, as the next one
+  /// outside of it would: for a step that comes earlier than planned, before gradients are taken,
+  /// unscaled or clipped. In the before_unscale() of an Accumulation, say, whose last window may be
+  /// incomplete. Does nothing where the last forward with gradients was outside of no_sync().
+  /// Collective; reads the device.
+  void sync_gradients() {
+    if (is_synced_) return;
+    TORCH_CHECK(!detail::GraphBody::is_running(),
+                "DistributedDataParallel::sync_gradients: processes exchange gradients, which the "
+                "iteration of a CudaGraph cannot hold. Run that iteration eagerly, with "
+                "{.enabled = false}.");
+    reducer_.average_now(*model_);
+    is_synced_ = true;
+  }
+
   /// A region whose forwards and their backwards leave the gradients as they are, added up on each
-  /// process: for all micro-batches of a step but the last.
+  /// process: for all micro-batches of a step but the last; a step that comes earlier is preceded
+  /// by sync_gradients(), or the processes' weights part.
   ///
   ///     for (int i = 0; i < parts; ++i) {
   ///       const auto no_sync = net.no_sync(/*enabled=*/i + 1 < parts);
@@ -206,6 +223,7 @@ class DistributedDataParallel {
   DistributedDataParallelOptions options_;
   detail::GradientReducer reducer_;
   bool syncs_ = true;
+  bool is_synced_ = true;  // no backward within no_sync() has left gradients
 };
 
 }  // namespace TORCHAMP_NAMESPACE

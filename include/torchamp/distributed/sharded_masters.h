@@ -122,8 +122,15 @@ class ShardedMasterWeights final : public detail::HeldInShares {
   /// MasterWeights.
   void take_gradients() {}
 
+  /// Sends what backward passes within no_sync() have left, as the next one outside of it would:
+  /// for a step that comes earlier than planned. An Accumulation's flush() does it. Nothing if
+  /// there is none. Collective.
+  void sync_gradients();
+
   /// After the optimizer's step, taken or skipped: gathers the new weights of all processes, in 16
-  /// bits (those that stay fp32, in fp32), and gives them to the model. Collective.
+  /// bits (those that stay fp32, in fp32), and gives them to the model. Collective. An error,
+  /// before anything is changed, if gradients within no_sync() were not sent: the step has missed
+  /// them.
   void copy_to_model();
 
   /// Throws unless `optimizer` treats each element by itself. A program that uses one of LibTorch's
@@ -132,8 +139,9 @@ class ShardedMasterWeights final : public detail::HeldInShares {
 
   /// A region whose backward passes send nothing: gradients add up on each process, in fp32, in the
   /// model's own .grad (whose zero_grad() drops them), and the next backward outside of it sends
-  /// the sums. For all micro-batches of a step but the last. Without it every backward sends, and
-  /// the averages add up, which takes less memory and more traffic.
+  /// the sums. For all micro-batches of a step but the last; a step that comes earlier is preceded
+  /// by sync_gradients(). Without it every backward sends, and the averages add up, which takes
+  /// less memory and more traffic. Not with a SafeAccumulation, which looks at each micro-batch.
   class NoSync {
    public:
     NoSync(const NoSync&) = delete;

@@ -14,6 +14,7 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -28,6 +29,7 @@
 #include "torchamp/detail/distributed/main_reducer.h"
 #include "torchamp/detail/distributed/shard_layout.h"
 #include "torchamp/detail/main_gradient.h"
+#include "torchamp/detail/shards.h"
 #include "torchamp/detail/split_weight.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/version.h"
@@ -45,7 +47,8 @@ namespace torchamp::detail {
 // and gives the pieces their gradients.
 
 /// Brings the gradients of a model, as backward makes them, to the pieces of its masters.
-class GradientScatter : public std::enable_shared_from_this<GradientScatter> {
+class GradientScatter final : public UnsentGradients,
+                              public std::enable_shared_from_this<GradientScatter> {
  public:
   struct Weight {
     at::Tensor parameter, piece;
@@ -65,7 +68,7 @@ class GradientScatter : public std::enable_shared_from_this<GradientScatter> {
   }
   GradientScatter(const GradientScatter&) = delete;
   GradientScatter& operator=(const GradientScatter&) = delete;
-  ~GradientScatter() {
+  ~GradientScatter() override {
     for (const Weight& weight : weights_) {
       const auto* const ours = dynamic_cast<const GradientReadyHook*>(hook_of(weight.parameter));
       if (ours) torch::autograd::impl::set_post_acc_grad_hooks(weight.parameter, nullptr);
@@ -91,6 +94,24 @@ class GradientScatter : public std::enable_shared_from_this<GradientScatter> {
   /// Whether backward sends; else gradients add up, in fp32, where they are.
   bool& sends() { return sends_; }
 
+  bool any() const override {
+    return has_unsent_ && std::ranges::any_of(weights_, [](const Weight& weight) {
+             return weight.parameter.unsafeGetTensorImpl()->grad().defined();
+           });
+  }
+  void send() override {
+    {
+      const std::lock_guard lock(mutex_);
+      for (std::size_t w = 0; w < weights_.size(); ++w) check_copied(w);
+      start(/*task=*/-1);
+    }
+    finish();
+  }
+  void drop() override {
+    for (const Weight& weight : weights_) weight.parameter.mutable_grad().reset();
+    has_unsent_ = false;
+  }
+
  private:
   struct Bucket {
     std::size_t missing = 0;
@@ -107,10 +128,9 @@ class GradientScatter : public std::enable_shared_from_this<GradientScatter> {
     TORCH_CHECK(gradient.layout() == at::kStrided, "backward: the gradient of '", name(w),
                 "' has the layout ", gradient.layout(),
                 ". ShardedMasterWeights take dense ones: for an embedding, sparse(false).");
-    TORCH_CHECK(version_of(weights_[w].piece) == copied_[w], "backward: the weight '", name(w),
-                "' was computed with old values: the optimizer has changed its masters since. Call "
-                "ShardedMasterWeights::copy_to_model() after each step, taken or skipped.");
+    check_copied(w);
     if (!sends_) {
+      has_unsent_ = true;
       if (gradient.scalar_type() == at::kFloat) return;
       parameter.mutable_grad() = laid_out_as(parameter, gradient).to(at::kFloat);
       return;
@@ -123,10 +143,22 @@ class GradientScatter : public std::enable_shared_from_this<GradientScatter> {
     while (next_ < buckets_.size() && buckets_[next_].missing == 0) send_next();
   }
 
+  void check_copied(std::size_t w) const {
+    TORCH_CHECK(version_of(weights_[w].piece) == copied_[w], "backward: the weight '", name(w),
+                "' was computed with old values: the optimizer has changed its masters since. Call "
+                "ShardedMasterWeights::copy_to_model() after each step, taken or skipped.");
+  }
+
   /// At the first gradient of a backward pass.
   void begin() {
     const int task = torch::autograd::get_current_graph_task_id();
     if (runs_ && task == task_) return;
+    start(task);
+    torch::autograd::Engine::get_default_engine().queue_callback(
+        [self = shared_from_this()] { self->finish(); });
+  }
+
+  void start(int task) {
     TORCH_CHECK(!runs_ || next_ == 0,
                 "backward: the one before has ended with an error when some of its gradients were "
                 "sent, so that processes may be out of step. End them all, and go on from a "
@@ -138,8 +170,7 @@ class GradientScatter : public std::enable_shared_from_this<GradientScatter> {
     next_ = 0;
     task_ = task;
     runs_ = true;
-    torch::autograd::Engine::get_default_engine().queue_callback(
-        [self = shared_from_this()] { self->finish(); });
+    has_unsent_ = false;
   }
 
   /// Moves a gradient to its bucket.
@@ -266,6 +297,7 @@ class GradientScatter : public std::enable_shared_from_this<GradientScatter> {
   at::ScalarType dtype_;
   bool find_unused_;
   bool sends_ = true;
+  bool has_unsent_ = false;  // a pass has left gradients, since one has sent
   std::mutex mutex_;
   bool runs_ = false;             // a backward pass, and has not ended
   int task_ = -1;                 // which one

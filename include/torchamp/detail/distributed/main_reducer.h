@@ -65,18 +65,10 @@ class MainGradientReducer : public std::enable_shared_from_this<MainGradientRedu
     for (const auto& item : module.named_parameters()) {
       if (!item.value().requires_grad()) continue;
       if (!seen.insert(item.value().unsafeGetTensorImpl()).second) continue;
-      TORCH_CHECK(
-          main_gradient_of(item.value()) || !has_other_hook(item.value()),
-          "DistributedDataParallel: the parameter '", item.key(),
-          "' has a hook after the accumulation of its gradient, of which LibTorch keeps one "
-          "only, and which averaging main gradients needs.");
-      TORCH_CHECK(!is_averaged(item.value()), "DistributedDataParallel: the gradients of '",
-                  item.key(),
-                  "' are averaged by another DistributedDataParallel. Let go of that one first.");
       const at::ScalarType type = item.value().scalar_type();
-      TORCH_CHECK(type == at::kFloat || is_16_bit(type), "DistributedDataParallel: the parameter '",
-                  item.key(), "' is ", type,
-                  ", and in a model with main gradients only fp32, fp16 and bf16 are averaged.");
+      TORCH_CHECK(type == at::kFloat || is_16_bit(type) || type == at::kDouble,
+                  "DistributedDataParallel: the parameter '", item.key(), "' is ", type,
+                  ", and only fp32, fp16, bf16 and fp64 gradients can be averaged here.");
       parameters_.push_back({item.key(), item.value()});
     }
     std::ranges::reverse(parameters_);
@@ -98,6 +90,7 @@ class MainGradientReducer : public std::enable_shared_from_this<MainGradientRedu
   MainGradientReducer(const MainGradientReducer&) = delete;
   MainGradientReducer& operator=(const MainGradientReducer&) = delete;
   ~MainGradientReducer() {
+    if (!is_hooked_) return;
     for (const Parameter& parameter : parameters_) {
       if (const auto main = main_gradient_of(parameter.tensor)) {
         main->when_taken = nullptr;
@@ -109,6 +102,22 @@ class MainGradientReducer : public std::enable_shared_from_this<MainGradientRedu
 
   /// Once it is held by a shared_ptr.
   void hook() {
+    for (std::size_t p = parameters_.size(); p-- > 0;) {
+      const Parameter& parameter = parameters_[p];
+      TORCH_CHECK(
+          !has_other_hook(parameter.tensor), "DistributedDataParallel: the parameter '",
+          parameter.name,
+          "' has a hook after the accumulation of its gradient, of which LibTorch keeps one "
+          "only, and which averaging main gradients needs.");
+      TORCH_CHECK(!is_averaged(parameter.tensor), "DistributedDataParallel: the gradients of '",
+                  parameter.name,
+                  "' are averaged by another DistributedDataParallel. Let go of that one first.");
+      TORCH_CHECK(parameter.tensor.scalar_type() != at::kDouble,
+                  "DistributedDataParallel: the parameter '", parameter.name, "' is ",
+                  parameter.tensor.scalar_type(),
+                  ", and in a model with main gradients only fp32, fp16 and bf16 are averaged.");
+    }
+    is_hooked_ = true;
     for (std::size_t p = 0; p < parameters_.size(); ++p) {
       auto ready = [self = weak_from_this(), p] {
         if (const auto reducer = self.lock()) reducer->note_ready(p);
@@ -134,6 +143,13 @@ class MainGradientReducer : public std::enable_shared_from_this<MainGradientRedu
     }
     next_ = 0;
     state_ = State::armed;
+  }
+
+  /// Averages the gradients as they are; those that only other processes have, too.
+  void average_now() {
+    prepare_for_backward();
+    state_ = State::running;
+    finish(/*find_unused=*/true);
   }
 
  private:
@@ -165,7 +181,7 @@ class MainGradientReducer : public std::enable_shared_from_this<MainGradientRedu
     if (state_ == State::armed) {
       state_ = State::running;
       torch::autograd::Engine::get_default_engine().queue_callback(
-          [self = shared_from_this()] { self->finish(); });
+          [self = shared_from_this()] { self->finish(self->find_unused_); });
     }
     if (parameters_[p].is_ready) return;
     parameters_[p].is_ready = true;
@@ -206,13 +222,13 @@ class MainGradientReducer : public std::enable_shared_from_this<MainGradientRedu
   }
 
   /// At the end of backward.
-  void finish() {
+  void finish(bool find_unused) {
     const std::lock_guard lock(mutex_);
     if (state_ != State::running) return;
     state_ = State::idle;
     const InternalOps internal;
     while (next_ < buckets_.size()) send(buckets_[next_++]);
-    const std::vector<bool> is_used = used_anywhere();
+    const std::vector<bool> is_used = used_anywhere(find_unused);
     for (Bucket& bucket : buckets_) {
       collective(call, [&] { bucket.work->wait(); });
       TensorPairs copies;
@@ -222,7 +238,9 @@ class MainGradientReducer : public std::enable_shared_from_this<MainGradientRedu
         if (!owner.defined() || !is_used[p]) continue;
         at::Tensor& gradient = owner.mutable_grad();
         if (!gradient.defined()) {
-          gradient = at::empty_like(owner, owner.options().dtype(at::kFloat).requires_grad(false));
+          const bool is_main = main_gradient_of(parameters_[p].tensor) != nullptr;
+          const at::ScalarType dtype = is_main ? at::kFloat : owner.scalar_type();
+          gradient = at::empty_like(owner, owner.options().dtype(dtype).requires_grad(false));
         }
         copies.add(gradient, view_of(bucket.flat, parameters_[p]));
       }
@@ -233,9 +251,9 @@ class MainGradientReducer : public std::enable_shared_from_this<MainGradientRedu
   }
 
   /// Which parameters have a gradient on any process.
-  std::vector<bool> used_anywhere() {
+  std::vector<bool> used_anywhere(bool find_unused) {
     std::vector<bool> result(parameters_.size(), true);
-    if (!find_unused_) {
+    if (!find_unused) {
       for (const Parameter& parameter : parameters_) {
         const at::Tensor owner = owner_of_gradient(parameter);
         TORCH_CHECK(parameter.is_ready || !owner.defined() || owner.grad().defined(),
@@ -263,6 +281,7 @@ class MainGradientReducer : public std::enable_shared_from_this<MainGradientRedu
   std::vector<Bucket> buckets_;
   std::mutex mutex_;
   State state_ = State::idle;
+  bool is_hooked_ = false;
   std::size_t next_ = 0;  // the bucket to be sent
 };
 

@@ -64,7 +64,7 @@ class GradientReducer {
  public:
   GradientReducer(const torch::nn::Module& module, c10::intrusive_ptr<c10d::ProcessGroup> group,
                   const ReducerOptions& options)
-      : group_(std::move(group)) {
+      : group_(std::move(group)), options_(options) {
     check_reduce_dtype("DistributedDataParallel", options.reduce_dtype);
     TORCH_CHECK_VALUE(!options.communication || !options.reduce_dtype,
                       "DistributedDataParallel: communication and reduce_dtype both say how "
@@ -135,8 +135,27 @@ class GradientReducer {
   }
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
 
+  /// Averages the gradients as they are, of the module that was given.
+  void average_now(const torch::nn::Module& module) {
+    if (main_) return main_->average_now();
+    const auto own = std::make_shared<MainGradientReducer>(
+        module, group_, dtype_on_the_wire(module), options_.bucket_bytes, true);
+    own->average_now();
+  }
+
  private:
+  at::ScalarType dtype_on_the_wire(const torch::nn::Module& module) const {
+    if (options_.reduce_dtype) return *options_.reduce_dtype;
+    if (options_.communication == c10d::BuiltinCommHookType::FP16_COMPRESS) return at::kHalf;
+    const std::vector<at::Tensor> parameters = module.parameters();
+    const bool is_wide = std::ranges::any_of(parameters, [](const at::Tensor& parameter) {
+      return parameter.requires_grad() && parameter.scalar_type() == at::kDouble;
+    });
+    return is_wide ? at::kDouble : at::kFloat;
+  }
+
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  ReducerOptions options_;
   std::shared_ptr<MainGradientReducer> main_;  // or
   std::shared_ptr<c10d::Reducer> reducer_;
   std::shared_ptr<c10d::Logger> logger_;

@@ -91,6 +91,7 @@ inline ShardedMasterWeights::ShardedMasterWeights(std::shared_ptr<torch::nn::Mod
                                                        std::move(scattered), wire,
                                                        options_.find_unused_parameters);
   scatter_->hook();
+  shards_->unsent = scatter_;
 }
 
 /// Throws where another process has other options or another model, whose exchanges would not fit.
@@ -229,9 +230,17 @@ inline void ShardedMasterWeights::check_stepped(const char* call) const {
     detail::check_split(weight.piece,
                         [&] { return c10::str(call, ": the weight '", weight.name, "'"); });
   }
+  TORCH_CHECK(!scatter_->any(), call,
+              ": backward passes within no_sync() have left gradients that were not sent, so that "
+              "no step knows of them. Leave the last backward of a step out of no_sync(), call "
+              "sync_gradients() before the step, or drop them by the model's zero_grad().");
   TORCH_CHECK(has_optimizer || !has_gradient, call,
               ": no optimizer is known that steps each element of the pieces by itself. Take a "
               "fused one, or a GradScaler, or call check_optimizer() with LibTorch's own.");
+}
+
+inline void ShardedMasterWeights::sync_gradients() {
+  if (scatter_->any()) scatter_->send();
 }
 
 inline void ShardedMasterWeights::copy_to_model() {
