@@ -92,7 +92,8 @@ class MasterWeights {
  public:
   /// Casts the parameters of `model`, in place. Errors, before anything is changed: a dtype other
   /// than fp16 and bf16, or than bf16 for MasterStorage::split; a name in keep_fp32 that the model
-  /// does not have.
+  /// does not have; a parameter that has a master in other MasterWeights or ShardedMasterWeights
+  /// which still exist.
   explicit MasterWeights(std::shared_ptr<torch::nn::Module> model,
                          MasterWeightsOptions options = {});
 
@@ -172,6 +173,7 @@ class MasterWeights {
   detail::TensorPairs model_from_masters_;
   int64_t copied_versions_ = 0;  // of the masters, at the last copy_to_model()
   bool was_taken_ = false;       // gradients were, or load() was called, since then
+  std::shared_ptr<const void> token_ = std::make_shared<char>();  // what weights go by
 };
 
 /// Calls save(), for torch::save.

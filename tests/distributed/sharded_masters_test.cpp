@@ -20,8 +20,10 @@
 #include <cstdlib>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "support/devices.h"
@@ -375,6 +377,42 @@ TEST(ShardedMasters, RefuseWhatTheyCannotDo) {
   EXPECT_ERROR(net->first(at::ones({1, 5}, at::kBFloat16)).sum().backward(),
                "no gradient. Pass {.find_unused_parameters = true}");
   backward();
+}
+
+TEST(ShardedMasters, RefuseAModelWhoseMastersOthersKeep) {
+  if (ran_in_processes(2)) return;
+  const auto group = make_group();
+  const char* const error = "the parameter 'first.weight' has a master already";
+  for (const MasterStorage storage : {MasterStorage::full, MasterStorage::split}) {
+    Net net = make_net();
+    std::optional<ShardedMasterWeights> sharded;
+    std::optional<MasterWeights> own;
+    const auto make_sharded = [&] {
+      sharded.emplace(net, group,
+                      torchamp::ShardedMasterWeightsOptions{
+                          .dtype = at::kBFloat16, .keep_fp32 = {"last"}, .storage = storage});
+    };
+    const auto make_own = [&] {
+      own.emplace(net, torchamp::MasterWeightsOptions{.dtype = at::kBFloat16, .storage = storage});
+    };
+    make_own();
+    EXPECT_ERROR(ShardedMasterWeights(net, group, {.dtype = at::kBFloat16}), error);
+    own.reset();
+    net->to(at::kFloat);
+    make_sharded();
+    EXPECT_ERROR(MasterWeights(net, {.dtype = at::kBFloat16}), error);
+    EXPECT_ERROR(ShardedMasterWeights(net, group, {.dtype = at::kBFloat16}), error);
+    loss_of(net, batch_of(group->getRank(), 0)).backward();  // the first go on
+    EXPECT_TRUE(sharded->parameters()[0].grad().defined());
+    const auto pieces = sharded->parameters();  // may outlive them
+    sharded.reset();
+    make_own();
+    loss_of(net, batch_of(0, 0)).backward();
+    own->take_gradients();
+    for (const Tensor& parameter : own->parameters()) {
+      EXPECT_EQ(parameter.grad().scalar_type(), at::kFloat);
+    }
+  }
 }
 
 TEST(ShardedMasters, SendGradientsInTheDtypeOfChoiceAndSumThemInFp32) {

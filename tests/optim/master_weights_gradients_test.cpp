@@ -13,7 +13,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <sstream>
+#include <utility>
 
 #include "support/expect_error.h"
 #include "support/master_nets.h"
@@ -207,14 +209,16 @@ TEST(MasterWeights, MissNoGradientsWhereNoneAreToBeTaken) {
 TEST(MasterWeights, DropGradientsWithThoseOfTheModel) {
   torch::nn::Linear net(torch::nn::LinearOptions(1, 1).bias(false));
   const auto pass = [&](float x) { net->forward(at::full({1, 1}, x, at::kBFloat16)).backward(); };
-  MasterWeights masters(net, {.dtype = at::kBFloat16});
+  std::optional<MasterWeights> masters(std::in_place, net,
+                                       torchamp::MasterWeightsOptions{.dtype = at::kBFloat16});
   pass(8);
-  masters.take_gradients();
+  masters->take_gradients();
   pass(8);
-  masters.zero_grad();
+  masters->zero_grad();
   EXPECT_FALSE(net->weight.grad().defined());
-  EXPECT_FALSE(masters.parameters()[0].grad().defined());
+  EXPECT_FALSE(masters->parameters()[0].grad().defined());
 
+  masters.reset();
   MasterWeights direct(net, {.dtype = at::kBFloat16, .main_gradients = true});
   pass(2);
   net->zero_grad();  // leaves the masters'

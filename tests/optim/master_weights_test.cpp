@@ -16,8 +16,10 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "support/expect_error.h"
@@ -304,6 +306,49 @@ TEST(MasterWeights, ComposeWithRecomputation) {
 
 TEST(MasterWeights, RefuseANullModel) {
   EXPECT_ERROR(MasterWeights(std::shared_ptr<torch::nn::Module>()), "the model is null");
+}
+
+TEST(MasterWeights, RefuseAModelWhoseMastersOthersKeep) {
+  for (const auto storage : {torchamp::MasterStorage::full, torchamp::MasterStorage::split}) {
+    for (const bool main_gradients : {false, true}) {
+      Net net;
+      const torchamp::MasterWeightsOptions options{
+          .dtype = at::kBFloat16, .storage = storage, .main_gradients = main_gradients};
+      std::optional<MasterWeights> first(std::in_place, net, options);
+      const auto values = clones(first->parameters());
+      for (const auto other : {torchamp::MasterStorage::full, torchamp::MasterStorage::split}) {
+        EXPECT_ERROR(MasterWeights(net, {.dtype = at::kBFloat16, .storage = other}),
+                     "MasterWeights: the parameter 'body.weight' has a master already");
+      }
+      expect_equal(first->parameters(), values);
+      {
+        const torchamp::AutocastGuard autocast(at::kCPU, at::kBFloat16);
+        net->forward(at::randn({4, 4})).sum().backward();
+      }
+      first->take_gradients();
+      EXPECT_TRUE(first->parameters()[0].grad().defined());
+      const MasterWeights copy = *first;  // keeps the same masters
+      first.reset();
+      EXPECT_ERROR(MasterWeights(net, options), "has a master already");
+    }
+  }
+  Net net;
+  { const MasterWeights gone(net, {.dtype = at::kBFloat16, .keep_fp32 = {"head"}}); }
+  MasterWeights masters(net, {.dtype = at::kBFloat16, .keep_norms = false});
+  EXPECT_EQ(net->head->weight.scalar_type(), at::kBFloat16);
+  masters.parameters()[0].mutable_grad() = at::ones_like(masters.parameters()[0].detach());
+  EXPECT_NO_THROW(masters.zero_grad());
+}
+
+TEST(MasterWeights, OfTwoModelsMayShareAFrozenPart) {
+  torch::nn::Linear trunk(4, 4);
+  for (const Tensor& parameter : trunk->parameters()) parameter.set_requires_grad(false);
+  const auto with_head = [&] { return torch::nn::Sequential(trunk, torch::nn::Linear(4, 2)); };
+  const auto one = with_head(), other = with_head();
+  const MasterWeights of_one(one, {.dtype = at::kBFloat16});
+  const MasterWeights of_other(other, {.dtype = at::kBFloat16});
+  EXPECT_EQ(of_one.parameters().size(), 2u);
+  EXPECT_EQ(of_other.parameters().size(), 2u);
 }
 
 }  // namespace

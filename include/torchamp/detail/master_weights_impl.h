@@ -72,10 +72,17 @@ inline void check_narrow_dtype(const char* owner, at::ScalarType dtype, MasterSt
                     "fp32 numbers. Pass .dtype = torch::kBFloat16 with MasterStorage::split.");
 }
 
-/// Throws for a parameter that cannot be split, or, where backward is to take gradients, that has a
-/// hook of the program's own in the place for ours.
+/// Throws for a parameter that has a master already, or that cannot be split, or, where backward is
+/// to take gradients, that has a hook of the program's own in the place for ours.
 inline void check_may_be_master(const char* owner, const std::string& name,
                                 const at::Tensor& parameter, bool splits, const char* hook_remedy) {
+  TORCH_CHECK(!is_averaged(parameter), owner, ": the gradients of the parameter '", name,
+              "' are averaged by a DistributedDataParallel. Let go of that first, and make another "
+              "of it after the masters.");
+  const WeightMeta* const meta = weight_meta_of(parameter);
+  TORCH_CHECK(!meta || meta->masters.expired(), owner, ": the parameter '", name,
+              "' has a master already, of other MasterWeights or ShardedMasterWeights, which would "
+              "overwrite what these give the model. Use those, or let them go before.");
   TORCH_CHECK(!splits || can_be_split(parameter), owner, ": the parameter '", name,
               "' carries data of its device's own, and so cannot be split. Pass "
               "MasterStorage::full.");
@@ -83,9 +90,6 @@ inline void check_may_be_master(const char* owner, const std::string& name,
               "' has a hook after the accumulation of its gradient, of which LibTorch keeps one "
               "only",
               hook_remedy);
-  TORCH_CHECK(!is_averaged(parameter), owner, ": the gradients of the parameter '", name,
-              "' are averaged by a DistributedDataParallel. Let go of that first, and make another "
-              "of it after the masters.");
 }
 
 }  // namespace detail
@@ -115,9 +119,11 @@ inline MasterWeights::MasterWeights(std::shared_ptr<torch::nn::Module> model,
                            !kept.contains(parameter.unsafeGetTensorImpl());
     Weight weight{item.key(), parameter, is_narrow, /*is_split=*/false, {}};
     if (is_narrow) {
-      const at::Tensor wide = weight.value().to(at::kFloat);
+      const at::Tensor value = weight.value();
+      const at::Tensor wide = value.to(at::kFloat);
+      detail::remove_weight_meta(wide);  // which may be the parameter under another name
+      detail::remove_weight_meta(parameter);
       parameter.mutable_grad().reset();
-      detail::remove_split(parameter);  // of earlier MasterWeights
       if (splits && parameter.requires_grad()) {
         detail::make_split(parameter, wide);
         weight.is_split = true;
@@ -134,6 +140,7 @@ inline MasterWeights::MasterWeights(std::shared_ptr<torch::nn::Module> model,
     if (is_narrow && options_.main_gradients) {
       weight.main = detail::hook_main_gradient(weight.name, parameter, weight.master);
     }
+    if (weight.is_split || weight.master.defined()) detail::note_masters(parameter, token_);
     weights_.push_back(std::move(weight));
   }
 }

@@ -204,11 +204,12 @@ inline at::Tensor widened(const at::Tensor& weight, const at::Tensor& gradient,
 // ---- Weights that are split and no longer split -------------------------------------------------
 
 inline bool can_be_split(const at::Tensor& parameter) {
-  return split_of(parameter) || !parameter.unsafeGetTensorImpl()->get_backend_meta();
+  return weight_meta_of(parameter) || !parameter.unsafeGetTensorImpl()->get_backend_meta();
 }
 
-inline void remove_split(const at::Tensor& parameter) {
-  if (split_of(parameter)) parameter.unsafeGetTensorImpl()->set_backend_meta({});
+/// Takes off what earlier MasterWeights, which are gone, have put there.
+inline void remove_weight_meta(const at::Tensor& parameter) {
+  if (weight_meta_of(parameter)) parameter.unsafeGetTensorImpl()->set_backend_meta({});
 }
 
 /// Makes `parameter` the upper half of `value`, and has it carry the lower one.

@@ -92,6 +92,7 @@ inline ShardedMasterWeights::ShardedMasterWeights(std::shared_ptr<torch::nn::Mod
                                                        options_.find_unused_parameters);
   scatter_->hook();
   shards_->unsent = scatter_;
+  for (const std::size_t w : by_index_) detail::note_masters(weights_[w].parameter, scatter_);
 }
 
 /// Throws where another process has other options or another model, whose exchanges would not fit.
@@ -132,7 +133,7 @@ inline void ShardedMasterWeights::make_pieces() {
   }
   for (Weight& weight : weights_) {
     const at::Tensor& parameter = weight.parameter;
-    detail::remove_split(parameter);  // of earlier MasterWeights
+    detail::remove_weight_meta(parameter);  // of earlier MasterWeights
     detail::unhook_main_gradient(parameter);
     parameter.mutable_grad().reset();
     const at::Tensor value = parameter.variable_data();
