@@ -19,6 +19,7 @@
 
 #include "support/devices.h"
 #include "support/expect_error.h"
+#include "support/memory_meter.h"
 #include "support/thread_state.h"
 #include "support/tolerances.h"
 #include "support/warnings.h"
@@ -357,6 +358,14 @@ TEST(AutocastGuard, AGuardLikeTheLastLeavesAStateThatSomebodyHasTakenAsItWas) {
     const AutocastGuard nested(at::kCPU);
     EXPECT_EQ(torchamp::detail::thread_policy()->keep.region, region);
   }).join();
+}
+
+TEST(AutocastGuard, AGuardLikeTheLastHidesNothingThatOthersLookAt) {
+  { const AutocastGuard last(at::kCPU); }
+  const MemoryMeter meter;  // as a profiler, in a slot of the thread
+  const AutocastGuard like_the_last(at::kCPU);
+  const at::Tensor tensor = at::ones({16});
+  EXPECT_EQ(meter.bytes(), 64);
 }
 
 TEST(AutocastGuard, ItsEndLetsGoOfWhatItsPolicysPredicatesHold) {

@@ -5,6 +5,7 @@
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <atomic>
 #include <cstddef>
@@ -137,7 +138,10 @@ TORCHAMP_BODY AutocastRegion::Checked::Checked(at::DeviceType on_device,
       outer->keep.until == until && outer->keeps_casts == keeps_casts) {
     return;
   }
-  const ThreadPolicy* const spare = outer || !in_force || rule ? nullptr : SparePolicy::look();
+  // A spare node has nothing below it: it would hide what others, a profiler say, have put there.
+  const bool is_below_all = c10::ThreadLocalDebugInfo::current() == nullptr;
+  const ThreadPolicy* const spare =
+      !is_below_all || !in_force || rule ? nullptr : SparePolicy::look();
   if (spare && spare->in_force[index] == in_force && spare->inherited == data &&
       spare->keep.until == until && spare->keeps_casts == keeps_casts) {
     own_region = derived_weights().begin_region();
