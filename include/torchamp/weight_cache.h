@@ -29,7 +29,9 @@ namespace TORCHAMP_NAMESPACE {
 /// the graph, so values and gradients are bit for bit those of casts made for each use. It also
 /// takes views of weights, as the `w.t()` of torch::nn::Linear, and frozen weights. Ops that
 /// LibTorch's own kernels would cast for run through an overlay, which costs about 0.2 µs a call,
-/// as long as the process lives.
+/// as long as the process lives. What is kept of weights that are gone is freed at the end of the
+/// next outermost guard, in the next step of a GradScaler or of a fused optimizer, and by
+/// weight_cache_stats() and clear_weight_cache(), whichever comes first.
 ///
 /// What writes to weights without LibTorch's counting has to tell: see weights_changed().
 enum class WeightCache : std::uint8_t {
@@ -83,8 +85,10 @@ inline void set_weight_cache_budget(int64_t bytes) {
   detail::derived_weights().set_budget(bytes);
 }
 
-/// Returns what torchamp's own cache of weights has done. Any thread.
+/// Returns what torchamp's own cache of weights has done. Frees what it keeps of weights that are
+/// gone. Any thread.
 inline WeightCacheStats weight_cache_stats() {
+  detail::derived_weights().drop_gone();
   const auto counts = detail::derived_weights().counts();
   return {counts.hits, counts.misses, counts.bytes};
 }

@@ -6,10 +6,14 @@
 #include <torch/torch.h>
 
 #include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <iterator>
 #include <memory>
 #include <sstream>
 
 #include "support/leaf.h"
+#include "support/memory_meter.h"
 #include "support/weight_caches.h"
 #include "torchamp/autocast.h"
 #include "torchamp/grad_scaler.h"
@@ -257,6 +261,34 @@ TEST_F(WeightCaches, FreesCastsOfWeightsThatAreGone) {
     net->forward(torch::randn({3, 8}));
   }
   EXPECT_EQ(bytes(), 2 * (8 * 16 + 16 + 16 * 4 + 4));
+}
+
+TEST_F(WeightCaches, FreesWhatItKeptOfAModelThatIsGoneAtTheNextGuardStepOrCount) {
+  constexpr int64_t kept = 2 * (8 * 16 + 16 + 16 * 4 + 4);
+  auto weight = leaf({1});
+  weight.mutable_grad() = torch::ones({1});
+  torchamp::FusedSGD optimizer({weight}, torch::optim::SGDOptions(0.1));
+  optimizer.step();  // which makes its states
+  const std::function<void()> occasions[] = {
+      [] { const AutocastGuard guard(at::kCPU, at::kBFloat16); },
+      [&] { optimizer.step(); },
+      [] { torchamp::clear_weight_cache(); },
+      [] { EXPECT_EQ(bytes(), 0); },
+  };
+  for (std::size_t i = 0; i < std::size(occasions); ++i) {
+    SCOPED_TRACE(i);
+    const auto input = torch::randn({3, 8});
+    const MemoryMeter meter;
+    {
+      auto net = make_net();
+      const AutocastGuard guard(at::kCPU, with(WeightCache::kept));
+      const torch::NoGradGuard no_grad;
+      net->forward(input);
+    }
+    EXPECT_GE(meter.bytes(), kept) << "nobody has looked yet";
+    occasions[i]();
+    EXPECT_EQ(meter.bytes(), 0);
+  }
 }
 
 }  // namespace

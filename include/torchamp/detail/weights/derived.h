@@ -110,6 +110,9 @@ class DerivedWeights {
   /// Drops what was kept until weights step.
   void end_window();
 
+  /// Drops what belongs to weights that are gone.
+  void drop_gone();
+
   /// Drops all.
   void clear();
 

@@ -276,6 +276,11 @@ TORCHAMP_BODY void DerivedWeights::end_window() {
   });
 }
 
+TORCHAMP_BODY void DerivedWeights::drop_gone() {
+  if (is_empty()) return;
+  entries_->drop_if([](const Entries::Entry&, std::uint64_t) { return false; });
+}
+
 TORCHAMP_BODY void DerivedWeights::clear() {
   ++entries_->times_told;
   if (is_empty()) return;
