@@ -47,10 +47,12 @@ TEST(Distributed, AveragesWhatMicroBatchesHaveLeftWhenAskedTo) {
     at::ScalarType dtype;
     bool has_masters, has_main_gradients;
   };
-  for (const auto& [dtype, has_masters, has_main] : {Case{at::kFloat, false, false},
-                                                     {at::kDouble, false, false},
-                                                     {at::kBFloat16, true, false},
-                                                     {at::kBFloat16, true, true}}) {
+  for (const Case& one : {Case{at::kFloat, false, false},
+                          {at::kDouble, false, false},
+                          {at::kBFloat16, true, false},
+                          {at::kBFloat16, true, true}}) {
+    const at::ScalarType dtype = one.dtype;
+    const bool has_masters = one.has_masters, has_main = one.has_main_gradients;
     SCOPED_TRACE(c10::str(dtype, ", ", has_main));
     auto model = linear_layers();
     std::optional<torchamp::MasterWeights> masters;
