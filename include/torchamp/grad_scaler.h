@@ -196,6 +196,7 @@ class GradScaler {
 
   void check_started(const char* call) const;
   void check_not_scaled(const at::Tensor& output, const char* call) const;
+  void note_loss(const at::Tensor& output);
   void begin_window(const std::shared_ptr<const int64_t>& pending);
   void take_unscaled(const torch::optim::Optimizer& optimizer, at::Tensor found_inf,
                      bool had_gradients);
@@ -210,6 +211,7 @@ class GradScaler {
   void check_only(torch::optim::Optimizer& optimizer, detail::OptimizerState& state,
                   bool as_if_divided, const detail::Divisor* clip = nullptr,
                   const at::Tensor& grad_scale = {});
+  void mark_bad_loss(at::Tensor& largest) const;
   void agree(detail::OptimizerState& state);
   bool evaluate(torch::optim::Optimizer& optimizer,
                 const torch::optim::Optimizer::LossClosure& closure, Evaluation& evaluation,
@@ -233,6 +235,8 @@ class GradScaler {
   detail::OpenWindows windows_;
   std::vector<std::weak_ptr<detail::StepRecord>> records_;  // of this iteration
   bool warned_of_missing_ = false;
+  at::Tensor bad_loss_;                  // NaN if what was scaled in this iteration was not finite
+  const void* bad_loss_body_ = nullptr;  // the body of a CudaGraph in which it was made
 };
 
 /// Calls save(), for torch::save.

@@ -108,8 +108,16 @@ struct GradScalerOptions {
   std::function<void(at::Tensor& found_inf)> agree_found_inf = nullptr;
 
   /// True: the scale follows the gradients' magnitude, see predictive(). The growth and backoff
-  /// factors and growth_interval then change how large the scaled gradients are to be.
+  /// factors and growth_interval then change how large the scaled gradients are to be. Not without
+  /// `dynamic`.
   bool follows_gradients = false;
+
+  /// For follows_gradients. True: a bad iteration in which scale() was given an inf or a NaN (a
+  /// batch of NaNs, an overflow in forward) is skipped and leaves the scale as it is, since a lower
+  /// one would not have mended it. Over several processes only with agree_largest, which tells all
+  /// of them: one's loss is not another's, even where their gradients are averaged. Costs a small
+  /// kernel for each scale() and some for each update(); reads nothing.
+  bool forgives_bad_losses = false;
 
   /// For follows_gradients with agree_found_inf: called at the same times, with the largest
   /// magnitude of this process's scaled gradients (0-dim fp32). It must leave the maximum over all
@@ -163,8 +171,9 @@ struct GradScalerOptions {
   /// divides the gradients, that check is a pass of its own.) Gradients in fp16 and in fp32 behind
   /// fp16 layers alike. A batch of NaNs is taken for an overflow, but tells nothing of the
   /// gradients: two good iterations after a run of them the scale is back, but for the factor of 2
-  /// that each run costs until growth_interval iterations were good. As long as all gradients are
-  /// 0, the scale grows as torch.amp's does.
+  /// that each run costs until growth_interval iterations were good. Where batches of NaNs come
+  /// more often than that, set forgives_bad_losses, and they cost their own step alone. As long as
+  /// all gradients are 0, the scale grows as torch.amp's does.
   static GradScalerOptions predictive() { return {.max_scale = 0x1p32, .follows_gradients = true}; }
 
   /// For bf16 and fp32: the scale is 1 and stays so; a step with an inf or a NaN is skipped.

@@ -5,9 +5,10 @@ Refresh with
     python tests/parity/predictive_scale.py > tests/parity/predictive_scale.txt
 
 A walk begins with
-    walk init_scale min_scale max_scale hysteresis growth_interval
+    walk init_scale min_scale max_scale hysteresis growth_interval forgives_bad_losses
 and goes on with an iteration a line:
-    B M S A V W     B: 1 if bad; M: the largest magnitude of the scaled gradients; S: the scale afterwards;
+    B M S A V W     B: 1 if bad; M: the largest magnitude of the scaled gradients, or, where bad losses are forgiven,
+                    inf for such a loss; S: the scale afterwards;
                     A, V, W: mean of log2 of the magnitudes, over the latest and over more, and mean of their squares
 """
 
@@ -32,7 +33,8 @@ class Average:
 
 
 class Predictive:
-    def __init__(self, init, low, high, hysteresis, interval):
+    def __init__(self, init, low, high, hysteresis, interval, forgives):
+        self.forgives = forgives
         self.scale, self.low, self.high = init, low, high
         self.credit = self.hysteresis = hysteresis
         self.interval = interval
@@ -52,6 +54,11 @@ class Predictive:
         self.scale = min(max(scale, self.low), self.high)
 
     def iterate(self, bad, largest):
+        if self.forgives and largest == math.inf:
+            if bad:
+                self.previous_bad = True
+                return
+            largest = 0.0
         bits = math.log2(self.scale)
         knows = bool(self.fast.values)
         if bad:
@@ -85,15 +92,19 @@ class Predictive:
         self.previous_bad = bad
 
 
-def walk(rng, steps, init, low, high, hysteresis, interval, size, noise, hidden, burst):
-    print("walk", repr(init), repr(low), repr(high), hysteresis, interval)
-    model = Predictive(init, low, high, hysteresis, interval)
+def walk(rng, steps, init, low, high, hysteresis, interval, size, noise, hidden, burst, forgives=0):
+    print("walk", repr(init), repr(low), repr(high), hysteresis, interval, forgives)
+    model = Predictive(init, low, high, hysteresis, interval, forgives)
     for step in range(steps):
         magnitude = size * 2 ** rng.gauss(0, noise) * (1000 if step % 50 >= 45 and burst else 1)
         if rng.random() < 0.05:
             magnitude = rng.choice([0.0, math.inf, 0.0, 1e-12])
         largest = magnitude * model.scale
         bad = largest * hidden > HALF_MAX
+        if forgives and rng.random() < 0.2:
+            largest, bad = math.inf, rng.random() < 0.8
+        elif forgives:
+            largest = min(largest, 3.4e38)
         largest = float("%.6g" % largest)
         model.iterate(bad, largest)
         averages = (model.fast.get(), model.slow.get(), model.square.get())
@@ -113,6 +124,12 @@ def main():
         (8.0, 2.0**-126, 2.0**32, 1, 3, 0.0, 0.0, 1, False),
     ]:
         walk(rng, 70, init, low, high, hysteresis, interval, size, noise, hidden, burst)
+    for init, hysteresis, interval, size, noise, hidden, burst in [
+        (65536.0, 1, 2000, 1.0, 0.5, 1, True),
+        (2.0**30, 2, 5, 30.0, 1.5, 64, True),
+        (2.0, 1, 3, 1e-9, 0.3, 1, False),
+    ]:
+        walk(rng, 70, init, 2.0**-126, 2.0**32, hysteresis, interval, size, noise, hidden, burst, forgives=1)
 
 
 if __name__ == "__main__":

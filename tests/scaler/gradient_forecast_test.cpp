@@ -67,8 +67,9 @@ class GradientForecast : public ::testing::TestWithParam<at::DeviceType> {
 
 /// One iteration with gradients that are `magnitude` at most, unscaled, and overflow as fp16's.
 template <class Optimizer>
-torchamp::StepResult iterate(GradScaler& scaler, Optimizer& optimizer, double magnitude) {
-  scaler.scale(torch::ones({}, optimizer.param_groups()[0].params()[0].options()));
+torchamp::StepResult iterate(GradScaler& scaler, Optimizer& optimizer, double magnitude,
+                             double loss = 1.) {
+  scaler.scale(torch::full({}, loss, optimizer.param_groups()[0].params()[0].options()));
   double value = magnitude;
   for (const at::Tensor& p : optimizer.param_groups()[0].params()) {
     const at::Tensor scaled = torch::full({3}, value, p.options()) * scaler.scale_tensor();
@@ -102,7 +103,7 @@ TEST(GradientForecastUpdate, WalksAsItsModelInPythonDoes) {
       std::string word;
       options = GradScalerOptions::predictive();
       line >> word >> options.init_scale >> options.min_scale >> options.max_scale >>
-          options.hysteresis >> options.growth_interval;
+          options.hysteresis >> options.growth_interval >> options.forgives_bad_losses;
       host = torchamp::detail::initial_memory(options);
       device.emplace(options);
       device->create(at::kCPU);
@@ -124,7 +125,7 @@ TEST(GradientForecastUpdate, WalksAsItsModelInPythonDoes) {
     }
     ++iterations;
   }
-  EXPECT_EQ(iterations, 490);
+  EXPECT_EQ(iterations, 700);
 }
 
 TEST(GradientForecastUpdate, SkipsAQuarterOfTorchAmpsStepsAtMostWhereGradientsBurst) {
@@ -240,6 +241,54 @@ TEST_P(GradientForecast, GoesOnFromAFileAsIfItHadNotStopped) {
   }
 }
 
+TEST_P(GradientForecast, ForgivesBatchesOfNaNsAndNoOverflowsOfTheScale) {
+  GradScalerOptions options = GradScalerOptions::predictive();
+  options.forgives_bad_losses = true;
+  GradScaler forgiving(options), other(GradScalerOptions::predictive());
+  torch::optim::SGD plain(parameters_on(GetParam()), 0.);
+  torchamp::FusedSGD fused(parameters_on(GetParam()), torch::optim::SGDOptions(0.));
+  for (int i = 0; i < 2; ++i) {  // the first overflows
+    iterate(forgiving, plain, 1.);
+    iterate(other, fused, 1.);
+  }
+  const double scale = forgiving.get_scale();
+  for (int i = 1; i <= 60; ++i) {
+    const bool is_bad = i % 6 == 0;
+    const double loss = !is_bad ? 1. : i % 12 == 0 ? HUGE_VAL : std::nan("");
+    const auto step = [&](GradScaler& scaler, auto& optimizer) {
+      EXPECT_EQ(iterate(scaler, optimizer, is_bad ? std::nan("") : 1., loss).stepped(), !is_bad);
+    };
+    i % 4 < 2 ? step(forgiving, plain) : step(forgiving, fused);
+    step(other, fused);
+    ASSERT_EQ(forgiving.get_scale(), scale) << i;
+    EXPECT_EQ(forgiving.skips_in_a_row(), is_bad ? 1 : 0);
+  }
+  EXPECT_LT(other.get_scale(), scale / 100.);
+  iterate(forgiving, plain, 1., HUGE_VAL);  // whose gradients are finite all the same
+  EXPECT_EQ(forgiving.get_scale(), scale);
+  EXPECT_FALSE(iterate(forgiving, plain, 0x1p12));
+  EXPECT_LT(forgiving.get_scale(), scale / 1000.) << "an overflow";
+}
+
+TEST_P(GradientForecast, ForgivesWithoutReadingTheDevice) {
+  GradScalerOptions options = GradScalerOptions::predictive();
+  options.forgives_bad_losses = true;
+  GradScaler scaler(options);
+  torchamp::FusedSGD optimizer(parameters_on(GetParam()), torch::optim::SGDOptions(0.));
+  for (int k = 0; k < 2; ++k) iterate(scaler, optimizer, 1.);
+  if (GetParam() == at::kCPU) move_to_device(scaler);
+  const double scale = scaler.get_scale();
+  const auto loss = torch::full({2}, HUGE_VAL, torch::TensorOptions(GetParam()));
+  const auto bad = torch::full({}, std::nan(""), torch::TensorOptions(GetParam()));
+  for (const at::Tensor& p : optimizer.param_groups()[0].params()) p.mutable_grad().fill_(HUGE_VAL);
+  const CallCounter counter;
+  (void)scaler.scale(std::vector<at::Tensor>{loss, bad});
+  scaler.step(optimizer);
+  scaler.update();
+  EXPECT_EQ(counter.reads(), 0);
+  EXPECT_EQ(scaler.get_scale(), scale);
+}
+
 TEST_P(GradientForecast, KeepsTheLimits) {
   GradScalerOptions options = GradScalerOptions::predictive();
   options.init_scale = 64.;
@@ -271,6 +320,58 @@ TEST(GradientForecastUpdate, AgreesAcrossProcesses) {
   torch::optim::SGD optimizer(parameters_on(at::kCPU), 0.);
   iterate(scaler, optimizer, 0x1p-10);
   EXPECT_EQ(scaler.get_scale(), 0x1p9) << "another process has gradients of 16";
+}
+
+TEST(GradientForecastUpdate, ForgivesAnotherProcessesLoss) {
+  GradScalerOptions options = GradScalerOptions::predictive();
+  options.forgives_bad_losses = true;
+  bool other_has_nans = false;
+  double own = 0.;  // what this process tells the others
+  options.agree_found_inf = [&](at::Tensor& found_inf) {
+    if (other_has_nans) found_inf.fill_(1.);
+  };
+  options.agree_largest = [&](at::Tensor& largest) {
+    own = largest.item<double>();
+    if (other_has_nans) largest.fill_(HUGE_VAL);
+  };
+  GradScaler scaler(options);
+  torch::optim::SGD optimizer(parameters_on(at::kCPU), 0.);
+  for (int k = 0; k < 2; ++k) iterate(scaler, optimizer, 1.);
+  const double scale = scaler.get_scale();
+  other_has_nans = true;
+  for (const double magnitude : {1., std::nan("")}) {  // also where it gets NaNs by averaging
+    EXPECT_FALSE(iterate(scaler, optimizer, magnitude).stepped());
+    EXPECT_EQ(scaler.get_scale(), scale);
+    EXPECT_TRUE(std::isfinite(own)) << "its own loss is";
+  }
+  other_has_nans = false;
+  EXPECT_FALSE(iterate(scaler, optimizer, 1e6).stepped());
+  EXPECT_LT(scaler.get_scale(), scale);
+  EXPECT_TRUE(std::isfinite(own));
+  iterate(scaler, optimizer, std::nan(""), std::nan(""));
+  EXPECT_EQ(own, HUGE_VAL);
+}
+
+TEST(GradientForecastUpdate, RefusesOptionsThatContradictIt) {
+  GradScalerOptions options = GradScalerOptions::predictive();
+  options.dynamic = false;
+  EXPECT_ERROR(GradScaler{options}, "follows_gradients is set, and dynamic is not");
+  options = GradScalerOptions::torch();
+  options.forgives_bad_losses = true;
+  EXPECT_ERROR(GradScaler{options}, "forgives_bad_losses is set, and follows_gradients is not");
+}
+
+TEST(GradientForecastUpdate, ForgetsABadLossThatItsProgramDiscards) {
+  GradScalerOptions options = GradScalerOptions::predictive();
+  options.forgives_bad_losses = true;
+  GradScaler scaler(options);
+  torch::optim::SGD optimizer(parameters_on(at::kCPU), 0.);
+  for (int k = 0; k < 2; ++k) iterate(scaler, optimizer, 1.);
+  const double scale = scaler.get_scale();
+  (void)scaler.scale(torch::full({}, std::nan("")));
+  scaler.discard(optimizer);
+  EXPECT_FALSE(iterate(scaler, optimizer, 1e6).stepped());
+  EXPECT_LT(scaler.get_scale(), scale);
 }
 
 INSTANTIATE_TEST_SUITE_P(Devices, GradientForecast, all_devices(), device_name);

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <ATen/ops/isnan.h>
 #include <ATen/ops/mul.h>
+#include <ATen/ops/nan_to_num.h>
 #include <ATen/ops/ne.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <optional>
 #include <utility>
 
@@ -110,8 +113,22 @@ TORCHAMP_BODY at::Tensor GradScaler::scale(const at::Tensor& outputs) {
     scaled = at::mul(outputs, state_.scale_on(outputs.device()));
     scaled_.add(scaled);
   }
+  note_loss(outputs);
   first.keep();
   return scaled;
+}
+
+/// Keeps, without a read, whether all that was scaled in this iteration was finite.
+TORCHAMP_BODY void GradScaler::note_loss(const at::Tensor& output) {
+  if (!options_.forgives_bad_losses || !output.is_floating_point()) return;
+  const detail::InternalOps guard;
+  at::Tensor bad = output.detach();
+  bad = bad.sub(bad);  // 0, or NaN
+  if (bad.dim() > 0) bad = bad.sum();
+  bad = detail::to_device_async(state_.scale().device(), bad.to(at::kFloat));
+  const void* const body = detail::GraphBody::current();
+  bad_loss_ = bad_loss_.defined() && body == bad_loss_body_ ? bad_loss_.add(bad) : bad;
+  bad_loss_body_ = body;
 }
 
 TORCHAMP_BODY std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) {
@@ -143,6 +160,7 @@ TORCHAMP_BODY std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) 
     scaled.push_back(at::mul(output, *here));
     scaled_.add(scaled.back());
   }
+  for (const at::Tensor& output : outputs) note_loss(output);
   first.keep();
   return scaled;
 }
@@ -215,6 +233,18 @@ TORCHAMP_BODY void GradScaler::check_only(torch::optim::Optimizer& optimizer,
   state.had_gradients |= !batches.empty();
 }
 
+/// Makes `largest` what after_update() wants with forgives_bad_losses.
+TORCHAMP_BODY void GradScaler::mark_bad_loss(at::Tensor& largest) const {
+  constexpr double most = std::numeric_limits<float>::max();
+  constexpr double infinity = std::numeric_limits<double>::infinity();
+  const detail::InternalOps guard;
+  if (largest.defined()) largest = at::nan_to_num(largest, most, most);
+  if (!bad_loss_.defined() || bad_loss_body_ != detail::GraphBody::current()) return;
+  if (!largest.defined()) largest = at::zeros({}, state_.scale().options());
+  const at::Tensor is_bad = at::isnan(bad_loss_);
+  largest = largest.masked_fill(detail::to_device_async(largest.device(), is_bad), infinity);
+}
+
 TORCHAMP_BODY void GradScaler::agree(detail::OptimizerState& state) {
   if (state.agreed) return;
   if (options_.agree_found_inf || state.shards) {
@@ -228,6 +258,7 @@ TORCHAMP_BODY void GradScaler::agree(detail::OptimizerState& state) {
     state.found_inf = {std::move(found_inf), std::nullopt};
     state.exact = true;
   }
+  if (options_.forgives_bad_losses) mark_bad_loss(state.largest);
   if ((options_.agree_largest || state.shards) && state_.forecasts()) {
     const detail::InternalOps guard;
     const auto options = state_.scale().options();
@@ -257,6 +288,7 @@ TORCHAMP_BODY void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
 
 TORCHAMP_BODY void GradScaler::discard(const torch::optim::Optimizer& optimizer) {
   optimizers_.reset(optimizer);
+  bad_loss_ = at::Tensor();  // it may have been this one's
 }
 
 /// From here on, saving is refused while `pending` is not 0.

@@ -32,6 +32,7 @@ TORCHAMP_BODY void GradScaler::before_change() {
 TORCHAMP_BODY void GradScaler::end_iteration() {
   optimizers_.clear();
   records_.clear();
+  bad_loss_ = at::Tensor();
 }
 
 TORCHAMP_BODY void GradScaler::update() {

@@ -4,6 +4,8 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 
+#include <limits>
+
 #include "torchamp/detail/scaler/gradient_forecast.h"
 #include "torchamp/detail/scaler/scale_arithmetic.h"
 #include "torchamp/grad_scaler_options.h"
@@ -62,7 +64,8 @@ inline bool is_torch_update(const GradScalerOptions& options) {
 
 /// What is remembered after an iteration that was `bad` or not (a bool, or a 0-dim bool tensor).
 /// `largest` is the largest magnitude of the scaled gradients, 0 where it is not known; it matters
-/// only where GradScalerOptions::follows_gradients.
+/// only where GradScalerOptions::follows_gradients. With forgives_bad_losses it is an inf where a
+/// loss was not finite, and only there.
 template <class Number, class Bool>
 ScaleMemory<Number> after_update(const GradScalerOptions& options,
                                  const ScaleMemory<Number>& before, const Bool& bad,
@@ -102,14 +105,28 @@ ScaleMemory<Number> after_update(const GradScalerOptions& options,
   }
   if (!options.follows_gradients) return after;
 
+  constexpr double bad_loss = std::numeric_limits<double>::infinity();
+  const Number known =
+      options.forgives_bad_losses ? choose(largest == bad_loss, 0., largest) : largest;
   after.forecast = after_iteration<Number, Bool>(options, before.forecast, before.scale, bad,
-                                                 before.skips == 0., lowers, grows, largest);
-  const Number predicted =
-      clamp(predicted_scale(options, after.forecast, before.scale, bad, largest), options.min_scale,
-            options.max_scale);
+                                                 before.skips == 0., lowers, grows, known);
+  const Number predicted = clamp(predicted_scale(options, after.forecast, before.scale, bad, known),
+                                 options.min_scale, options.max_scale);
   // Where nothing is known of the gradients, good iterations raise the scale as ever.
   after.scale = choose(bad, choose(lowers, predicted, before.scale),
                        choose(after.forecast.samples > 0., predicted, after.scale));
+  if (!options.forgives_bad_losses) return after;
+
+  const auto forgiven = bad & (largest == bad_loss);
+  const auto forgive = [&](const char*, Number& now, const Number& then) {
+    now = choose(forgiven, then, now);
+  };
+  const Number skips = after.skips;
+  const Number since_change = choose(forgiven, before.since_change + 1., after.since_change);
+  for_each_number(forgive, after, before);
+  for_each_forecast_number(forgive, after.forecast, before.forecast);
+  after.skips = skips;
+  after.since_change = since_change;  // 0 would say that the scale was lowered
   return after;
 }
 
