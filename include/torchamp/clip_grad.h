@@ -118,8 +118,7 @@ inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor
   }
   multiply(batches, clip_coefficient(norm, max_norm));
   if (divisor.defined()) {  // the same gradients' still
-    fused->take_next_step_divisor();
-    ClipLeft::add(*fused, left);
+    ClipLeft::keep(*fused, left);
   }
   return norm;
 }

@@ -144,6 +144,11 @@ struct ClipLeft {
   static void add(FusedOptimizer& optimizer, const Divisor& divisor) {
     optimizer.divide_next_step_by(divisor);
   }
+  /// The same gradients have other values now. Asks no device for memory.
+  static void keep(FusedOptimizer& optimizer, const Divisor& divisor) {
+    optimizer.pending_.forget();
+    add(optimizer, divisor);
+  }
 };
 
 }  // namespace detail

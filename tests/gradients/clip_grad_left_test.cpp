@@ -12,6 +12,8 @@
 
 #include "support/clipping.h"
 #include "support/expect_error.h"
+#include "support/simulated/device.h"
+#include "support/simulated/memory.h"
 #include "support/tolerances.h"
 
 namespace {
@@ -125,6 +127,29 @@ TEST(ClipLeftToAStep, StaysWithGradientsThatTheScalerChecksOrUnscales) {
       expect_close(clipped.params[0], torch::full({4}, -1.5));
     }
   }
+}
+
+TEST(ClipLeftToAStep, StaysWithGradientsThatAreUnscaledOnceThereIsMemory) {
+  if (!simulated::available()) GTEST_SKIP() << "only the simulated device's memory is limited";
+  const Tensor parameter = torch::ones({4}, simulated::on(simulated::sim0)).requires_grad_();
+  torchamp::FusedSGD optimizer({parameter}, SGDOptions(0.5));
+  torchamp::GradScaler scaler({.init_scale = 8.});
+  scaler.scale((parameter * 3.).sum()).backward();
+  torchamp::clip_grad_norm_(scaler, optimizer, 1.);
+  int failures = 0;
+  for (bool fails = true; fails; failures += fails ? 1 : 0) {
+    ASSERT_LT(failures, 20);
+    try {
+      const simulated::AllocationLimit limit(failures);
+      scaler.unscale_(optimizer);
+      fails = false;
+    } catch (const c10::OutOfMemoryError&) {
+      EXPECT_TRUE(parameter.grad().eq(24.).all().item<bool>()) << "not divided yet";
+    }
+  }
+  EXPECT_GT(failures, 0);
+  scaler.step(optimizer);
+  expect_close(parameter.detach(), torch::full({4}, 0.75, parameter.options()));
 }
 
 }  // namespace

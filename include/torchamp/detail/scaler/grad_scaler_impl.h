@@ -184,8 +184,7 @@ TORCHAMP_BODY void GradScaler::unscale(torch::optim::Optimizer& optimizer,
   detail::multiply_and_check(
       batches, [this](at::Device device) { return state_.inverse(device); }, found_inf);
   if (divisor.defined()) {  // a clip of the same gradients, still to be made
-    fused->take_next_step_divisor();
-    detail::ClipLeft::add(*fused, divisor);
+    detail::ClipLeft::keep(*fused, divisor);
   }
   const bool may_overflow = division_may_overflow(optimizer);
   if (may_overflow && !state_.forecasts()) detail::check(batches, found_inf);
