@@ -33,9 +33,8 @@ namespace torchamp::detail {
 //   growth_interval good ones: as torch.amp does with its scale.
 // - After a bad iteration, which does not tell how large the gradients were, the scale retreats by
 //   2^12, or to 1 if nothing is known of the gradients, for one good iteration to measure them.
-// - A loss that is not finite says that the gradients' infs and NaNs are none of the scale's: it
-// was
-//   given to scale() before that had any part in it. Such an iteration can be forgiven altogether
+// - A loss that is not finite says that infs and NaNs of the gradients are none of the scale's: the
+//   scale had no part in it yet. Such an iteration can be forgiven altogether
 //   (forgives_bad_losses). Gradients alone do not tell: an overflow of the scale in the first step
 //   of backward spoils all of them as a batch of NaNs does, and their magnitudes before it are far
 //   below fp16's limit in both cases, as the aim has them. Not by default: processes whose
