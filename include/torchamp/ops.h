@@ -5,10 +5,9 @@
 /// @brief The ops that an edit of a policy names: names, lists and families.
 
 #include <algorithm>
-#include <concepts>
 #include <cstddef>
 #include <initializer_list>
-#include <ranges>
+#include <iterator>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -122,6 +121,14 @@ inline constexpr std::string_view interpolation_ops[] = {
     "upsample_trilinear3d"sv, "upsample_bicubic2d"sv, "_upsample_bicubic2d_aa"sv, "grid_sampler"sv};
 // clang-format on
 
+/// Whether a range-based for loop over `Names` gives names. (The concepts of <ranges> ask the same,
+/// and take ten times as long to compile.)
+template <class Names>
+concept is_range_of_names = requires(Names& names) {
+  std::string_view(*std::begin(names));
+  std::begin(names) != std::end(names);
+};
+
 }  // namespace detail
 
 /// The families of ops that the standard table is made of, and those that users edit together.
@@ -190,11 +197,10 @@ class OpNames {
     }
   }
   /// Any range of names.
-  template <std::ranges::input_range Names>
-  requires(std::convertible_to<std::ranges::range_reference_t<Names>, std::string_view> &&
-           !std::convertible_to<Names, std::string_view> &&
-           !std::same_as<std::remove_cvref_t<Names>, OpFamily> &&
-           !std::same_as<std::remove_cvref_t<Names>, OpNames>) OpNames(Names&& names) {
+  template <class Names>
+  requires(detail::is_range_of_names<Names> && !std::is_convertible_v<Names, std::string_view> &&
+           !std::is_same_v<std::remove_cvref_t<Names>, OpFamily> &&
+           !std::is_same_v<std::remove_cvref_t<Names>, OpNames>) OpNames(Names&& names) {
     for (auto&& name : names) names_.emplace_back(std::string_view(name));
   }
 
