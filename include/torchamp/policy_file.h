@@ -15,6 +15,7 @@
 
 #include "torchamp/detail/fp8/run.h"
 #include "torchamp/detail/policy/parse.h"
+#include "torchamp/detail/policy/parts.h"
 #include "torchamp/module_policy.h"
 #include "torchamp/policy.h"
 #include "torchamp/version.h"

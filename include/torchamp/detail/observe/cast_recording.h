@@ -24,6 +24,7 @@
 
 #include "torchamp/cast_recorder.h"
 #include "torchamp/detail/devices.h"
+#include "torchamp/detail/observe/announcements.h"
 #include "torchamp/detail/observe/named_parameters.h"
 #include "torchamp/detail/observe/observer.h"
 #include "torchamp/detail/observe/parameter_owners.h"
@@ -163,7 +164,7 @@ inline std::unique_ptr<Observer::Call> CastRecording::begin(const at::RecordFunc
       if (!stack.empty()) stack.back()->fp8 = std::string(call.name()).substr(fp8_scope.size());
       return nullptr;
     }
-    if (const auto note = WeightCastNote::of(call.name())) {
+    if (const auto note = announced_weight_cast(call.name())) {
       const auto& stack = stacks_[std::this_thread::get_id()];
       if (!stack.empty() && stack.back()->root != nullptr) stack.back()->root->add(*note);
       return nullptr;

@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/observe/announcements.h"
 #include "torchamp/detail/observe/call_in_fp32.h"
 #include "torchamp/detail/observe/named_parameters.h"
 #include "torchamp/detail/observe/observer.h"

@@ -28,10 +28,10 @@ inline EnvironmentOverride read_environment(const char* value) {
   TORCH_CHECK(text.starts_with("file:"), "TORCHAMP_POLICY is '", text,
               "'. Set it to off, standard, torch or file:PATH, or unset it.");
   const std::string call = "TORCHAMP_POLICY: torchamp::load_policy", path = text.substr(5);
-  const auto parts = parts_of_policies(read_policy_file(call, path));
+  const std::string file = read_policy_file(call, path);
   return {.off = false,
           .policy = PolicyParser(call + ": '" + path + "'", /*parse_fp8=*/nullptr)
-                        .parse(parts.front().second)};
+                        .parse(text_before_modules(file))};
 }
 
 /// Read once, at the first guard. A bad value is an error at every guard.

@@ -198,23 +198,15 @@ inline std::string read_policy_file(const std::string& call, const std::string& 
   return text;
 }
 
-/// A text for a policy and for those of modules, cut into parts: the first is for all ops, by an
-/// empty name. A module's part holds the first as well; lines keep their numbers.
-inline std::vector<std::pair<std::string, std::string>> parts_of_policies(std::string_view text) {
-  std::vector<std::pair<std::string, std::string>> parts(1);
-  std::string lines_before;
-  while (!text.empty()) {
-    const std::string_view line = text.substr(0, text.find('\n'));
-    text.remove_prefix(std::min(line.size() + 1, text.size()));
-    if (auto module = module_of_line(line)) {
-      parts.emplace_back(std::move(*module), parts[0].second + lines_before + '\n');
-      lines_before += '\n';
-      continue;
-    }
-    parts.back().second.append(line).append("\n");
-    if (parts.size() > 1) lines_before += '\n';
+/// What stands in a text before the first line "module NAME", and so is for all ops.
+inline std::string_view text_before_modules(std::string_view text) {
+  std::size_t end = 0;
+  while (end < text.size()) {
+    const std::size_t size = text.substr(end).find('\n');
+    if (module_of_line(text.substr(end, size))) break;
+    end = size == std::string_view::npos ? text.size() : end + size + 1;
   }
-  return parts;
+  return text.substr(0, end);
 }
 
 /// The policy in a file of such text. `call` begins the error texts.

@@ -11,8 +11,6 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <cstdint>
-#include <cstdio>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -82,22 +80,6 @@ struct WeightCastNote {
     }
     scope.before(std::move(text));
   }
-
-  /// From a scope's name; nothing if it is no such scope.
-  static std::optional<WeightCastNote> of(std::string_view scope) {
-    if (!scope.starts_with(weight_cast_scope)) return std::nullopt;
-    scope.remove_prefix(weight_cast_scope.size());
-    WeightCastNote note{.hit = scope == "kept"};
-    int from = 0;
-    int to = 0;
-    long long numel = 0;
-    const std::string text(scope);
-    note.in_place = std::sscanf(text.c_str(), "made %d %d %lld", &from, &to, &numel) == 3;
-    note.from = static_cast<at::ScalarType>(from);
-    note.to = static_cast<at::ScalarType>(to);
-    note.numel = numel;
-    return note;
-  }
 };
 
 /// The node of a cast whose values were kept: what LibTorch's own node for a cast does.
@@ -123,8 +105,6 @@ inline at::Tensor kept_cast(DerivedWeights& store, const at::Tensor& weight, at:
                             WeightKeep keep) {
   WeightCastNote note{.from = weight.scalar_type(), .to = dtype, .numel = weight.numel()};
   const auto cast = [&](const Tensors& reusable) {
-    std::optional<c10::InferenceMode> counted;  // a tensor of inference mode counts no writes
-    if (c10::InferenceMode::is_enabled()) counted.emplace(false);
     const c10::NoGradGuard no_grad;
     if (reusable.empty()) return Tensors{weight.to(dtype)};
     note.in_place = true;
@@ -132,8 +112,13 @@ inline at::Tensor kept_cast(DerivedWeights& store, const at::Tensor& weight, at:
     reusable.front().copy_(weight);
     return reusable;
   };
-  const Tensors made = store.get(
-      weight, {WeightForm::Kind::cast, static_cast<std::uint32_t>(dtype)}, keep, cast, &note.hit);
+  const auto counted_cast = [&](const Tensors& reusable) {
+    if (!c10::InferenceMode::is_enabled()) return cast(reusable);
+    const c10::InferenceMode counts_writes(false);
+    return cast(reusable);
+  };
+  const WeightForm form{WeightForm::Kind::cast, static_cast<std::uint32_t>(dtype)};
+  const Tensors made = store.get(weight, form, keep, counted_cast, &note.hit);
   note.tell();
   const c10::TensorImpl* const values = made.front().unsafeGetTensorImpl();
   at::Tensor use(values->shallow_copy_and_detach(values->version_counter(),
