@@ -10,6 +10,7 @@
 #include <c10/core/ScalarType.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <utility>
@@ -31,18 +32,19 @@ namespace torchamp::detail {
 class StandIns {
  public:
   void add(at::Tensor original, at::Tensor copy) {
-    pairs_.emplace_back(std::move(original), std::move(copy));
+    originals_.push_back(std::move(original));
+    copies_.push_back(std::move(copy));
   }
 
   /// Brings what the op has written to where it belongs.
   void copy_back() const {
-    if (pairs_.empty()) return;
+    if (copies_.empty()) return;
     const InternalOps internal;
-    for (const auto& [original, copy] : pairs_) original.copy_(copy);
+    for (std::size_t i = 0; i < copies_.size(); ++i) originals_[i].copy_(copies_[i]);
   }
 
  private:
-  std::vector<std::pair<at::Tensor, at::Tensor>> pairs_;
+  std::vector<at::Tensor> originals_, copies_;
 };
 
 /// Casts the arguments of one op on the interpreter's stack. Made once per op, from its schema.
@@ -50,7 +52,9 @@ class CastArguments {
  public:
   /// `promotes`: the op itself computes in the widest dtype of its arguments, as additions do.
   CastArguments(const c10::FunctionSchema& schema, bool promotes)
-      : count_(schema.arguments().size()), promotes_(promotes) {
+      : weight_places_(schema.arguments().size()),
+        count_(schema.arguments().size()),
+        promotes_(promotes) {
     for (std::size_t i = 0; i < count_; ++i) {
       const auto& argument = schema.arguments()[i];
       if (is_dtype(argument, /*optional=*/true)) dtype_position_ = i;
@@ -64,9 +68,7 @@ class CastArguments {
     for (std::size_t i = 0; i < count_; ++i) {
       const auto& argument = schema.arguments()[i];
       if (is_running_statistic(argument) || !holds_tensors(*argument.type())) continue;
-      if (const WeightPlace place = place_of_weight(argument.name()); place != WeightPlace::none) {
-        weight_places_.emplace_back(i, place);
-      }
+      weight_places_[i] = static_cast<std::uint8_t>(place_of_weight(argument.name()));
       const bool is_beside = argument.name() == "weight" || argument.name() == "bias";
       (is_beside && !statistics_.empty() ? beside_statistics_ : positions_).push_back(i);
     }
@@ -186,7 +188,8 @@ class CastArguments {
     if (keep.until == WeightKeep::Until::made) return;
     DerivedWeights& store = derived_weights();
     const auto takes = [&](const at::Tensor& tensor, std::size_t position) {
-      return needs_cast(tensor, dtype, device) && is_weight(tensor, place_at(position));
+      return needs_cast(tensor, dtype, device) &&
+             is_weight(tensor, static_cast<WeightPlace>(weight_places_[position]));
     };
     for (const std::size_t position : positions_) {
       c10::IValue& value = stack[first + position];
@@ -203,13 +206,6 @@ class CastArguments {
         value = list;
       }
     }
-  }
-
-  WeightPlace place_at(std::size_t position) const {
-    for (const auto& [at, place] : weight_places_) {
-      if (at == position) return place;
-    }
-    return WeightPlace::none;
   }
 
   static bool needs_cast(const at::Tensor& tensor, at::ScalarType dtype, at::DeviceType device) {
@@ -268,7 +264,7 @@ class CastArguments {
   std::vector<std::size_t> positions_;          // of the arguments that hold tensors
   std::vector<std::size_t> statistics_;         // of running statistics; not in positions_
   std::vector<std::size_t> beside_statistics_;  // of their weight and bias; not in positions_
-  std::vector<std::pair<std::size_t, WeightPlace>> weight_places_;
+  std::vector<std::uint8_t> weight_places_;     // a WeightPlace for each argument
   std::optional<std::size_t> dtype_position_;
   std::optional<std::size_t> training_position_;  // of what says whether statistics are updated
   std::size_t count_;
