@@ -16,7 +16,6 @@
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <limits>
@@ -181,19 +180,19 @@ inline at::Tensor total_norm_divided(const std::vector<GradientBatch>& batches, 
                                      const at::Tensor& scale, const at::Tensor& divisor,
                                      FreeZero* zero = nullptr) {
   if (batches.empty() || norm_type == 0.) return total_norm(batches, norm_type);
-  const auto all = [&](const auto& is) {
-    return std::all_of(batches.begin(), batches.end(),
-                       [&](const GradientBatch& batch) { return is(batch.device); });
-  };
+  bool on_host = true, have_fp64 = true;
+  for (const GradientBatch& batch : batches) {
+    on_host = on_host && batch.device.is_cpu();
+    have_fp64 = have_fp64 && facts_of(batch.device.type()).fp64 == Fp64::yes;
+  }
   const bool sums = norm_type == 1. || norm_type == 2.;
   at::Tensor norm;
   if (std::isinf(norm_type)) {
     norm = total_norm(batches, norm_type, /*in_fp64=*/false, zero);
-  } else if (sums && all([](at::Device device) { return device.is_cpu(); })) {
+  } else if (sums && on_host) {
     norm = total_norm(batches, norm_type);
     if (!is_reliable(norm)) norm = total_norm(batches, norm_type, /*in_fp64=*/true);
-  } else if (sums &&
-             all([](at::Device device) { return facts_of(device.type()).fp64 == Fp64::yes; })) {
+  } else if (sums && have_fp64) {
     norm = total_norm(batches, norm_type, /*in_fp64=*/true, zero);
   } else {
     norm = total_norm(scale.defined() ? divided(batches, scale) : batches, norm_type,

@@ -16,7 +16,6 @@
 #include <c10/core/DispatchKeySet.h>
 #include <c10/util/FunctionRef.h>
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -88,7 +87,7 @@ struct LargestValues {
 /// `zero`, one element of fp32 on the gradients' device, is what the flag is made from.
 inline LargestValues largest_values(const GradientBatch& batch, const at::Tensor& zero = {}) {
   // One that has gaps in memory would have ATen take all of its list one by one.
-  std::array<std::vector<at::Tensor>, 2> lists;
+  std::vector<at::Tensor> lists[2];
   for (const at::Tensor& gradient : batch.gradients) {
     if (gradient.numel() == 0) continue;
     lists[gradient.is_non_overlapping_and_dense() ? 0 : 1].push_back(gradient);
@@ -226,32 +225,35 @@ inline void check(const std::vector<GradientBatch>& batches, at::Tensor& found_i
     }
     return look_at({{home, at::kFloat}, {with.number, with.norm}}, with.one, found_inf);
   }
-  std::vector<LargestValues> looks;
+  std::vector<GradientBatch> looks;
   for (const GradientBatch& batch : batches) {
+    if (batch.device.is_cpu() && !with.scale.defined()) {
+      looks.push_back(batch);
+      continue;
+    }
     const bool flags = !found_inf.defined() && batch.device == home;
-    const bool at_once = batch.device.is_cpu() && !with.scale.defined();
-    looks.push_back(at_once ? LargestValues{batch}
-                            : largest_values(batch, flags ? with.zero : at::Tensor()));
-    if (looks.back().flag.defined()) found_inf = looks.back().flag;
+    LargestValues largest = largest_values(batch, flags ? with.zero : at::Tensor());
+    looks.push_back(std::move(largest.values));
+    if (largest.flag.defined()) found_inf = largest.flag;
   }
   if (!found_inf.defined()) {
     found_inf = at::zeros({}, at::TensorOptions(home).dtype(at::kFloat));
   }
   DeviceFlags flags(found_inf);
   at::Tensor number = with.number;
-  for (LargestValues& look : looks) {
-    const at::Device device = look.values.device;
+  for (GradientBatch& look : looks) {
+    const at::Device device = look.device;
     at::Tensor& flag = flags.on(device);
     if (device.is_cpu() && !with.scale.defined()) {
-      check(look.values, flag);
+      check(look, flag);
       continue;
     }
-    std::vector<at::Tensor>& values = look.values.gradients;
+    std::vector<at::Tensor>& values = look.gradients;
     if (values.empty()) continue;
     if (with.scale.defined()) at::_foreach_div_(values, to_device_async(device, with.scale));
-    const bool takes_number = number.defined() && device == home && look.values.dtype == at::kFloat;
+    const bool takes_number = number.defined() && device == home && look.dtype == at::kFloat;
     if (takes_number) values.push_back(std::exchange(number, {}));
-    look_at(look.values, takes_number ? with.one : flag, flag);
+    look_at(look, takes_number ? with.one : flag, flag);
   }
   if (number.defined()) look_at({{home, at::kFloat}, {number}}, with.one, found_inf);
   flags.gather();

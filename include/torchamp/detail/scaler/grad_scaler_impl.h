@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <limits>
 #include <optional>
 #include <utility>
@@ -150,14 +151,10 @@ TORCHAMP_BODY std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) 
       scaled.push_back(output);
       continue;
     }
-    auto here = std::find_if(scales.begin(), scales.end(), [&](const at::Tensor& scale) {
-      return scale.device() == output.device();
-    });
-    if (here == scales.end()) {
-      scales.push_back(state_.scale_on(output.device()));
-      here = scales.end() - 1;
-    }
-    scaled.push_back(at::mul(output, *here));
+    std::size_t d = 0;
+    while (d < scales.size() && scales[d].device() != output.device()) ++d;
+    if (d == scales.size()) scales.push_back(state_.scale_on(output.device()));
+    scaled.push_back(at::mul(output, scales[d]));
     scaled_.add(scaled.back());
   }
   for (const at::Tensor& output : outputs) note_loss(output);

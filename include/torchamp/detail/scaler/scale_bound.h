@@ -132,20 +132,26 @@ class ScaleBound {
   }
 
   int64_t under_way() const {
-    return std::count_if(copies_.begin(), copies_.end(),
-                         [](const Copy& copy) { return copy.under_way; });
+    int64_t count = 0;
+    for (const Copy& copy : copies_) count += copy.under_way ? 1 : 0;
+    return count;
   }
 
   Copy& send(const at::Tensor& scale) {
-    auto copy = std::find_if(copies_.begin(), copies_.end(),
-                             [](const Copy& other) { return !other.under_way; });
-    if (copy == copies_.end()) copy = copies_.insert(copy, Copy{});
-    copy->mirror.send(scale, not_here_yet);
-    copy->under_way = true;
-    copy->number = ++sent_;
-    copy->lowered_since = 1.;
-    copy->rise = {1., grows_at_once};
-    return *copy;
+    Copy& copy = free_copy();
+    copy.mirror.send(scale, not_here_yet);
+    copy.under_way = true;
+    copy.number = ++sent_;
+    copy.lowered_since = 1.;
+    copy.rise = {1., grows_at_once};
+    return copy;
+  }
+
+  Copy& free_copy() {
+    for (Copy& copy : copies_) {
+      if (!copy.under_way) return copy;
+    }
+    return copies_.emplace_back();
   }
 
   static void note_arrival(Copy& copy, c10::Device device) {
