@@ -87,8 +87,8 @@ TEST(Ops, AlmostEveryOpOnLibTorchsListsIsInAFamily) {
   for (const OpFamily& family : ops::families) {
     for (const std::string_view op : family) in_families.insert("aten::" + std::string(op));
   }
-  for (const auto& [name, cast, conditional, edit] : torchamp::detail::libtorch_cuda_lists()) {
-    const std::string base = torchamp::detail::ParsedName::of(name).base;
+  for (const auto& rules : torchamp::detail::libtorch_cuda_lists()) {
+    const std::string base = torchamp::detail::ParsedName::of(rules.op).base;
     if (!in_families.contains(base)) left_over.insert(base.substr(6));
   }
   EXPECT_THAT(left_over, ::testing::UnorderedElementsAre(

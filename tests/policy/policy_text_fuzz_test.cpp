@@ -94,9 +94,10 @@ void expect_same(const Policy& one, const Policy& other) {
     EXPECT_EQ(one.data()->edits[i].fp8.options, other.data()->edits[i].fp8.options);
   }
   ASSERT_EQ(one.data()->rules.size(), other.data()->rules.size());
-  for (const auto& [name, cast, conditional, edit] : one.data()->rules) {
+  for (const auto& [name, has_cast, cast, conditional, edit] : one.data()->rules) {
     const auto* const found = other.data()->rules.find(name);
     ASSERT_NE(found, nullptr) << name;
+    EXPECT_EQ(has_cast, found->has_cast) << name;
     EXPECT_EQ(cast, found->cast) << name;
     EXPECT_EQ(conditional, found->conditional) << name;
   }

@@ -12,11 +12,9 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
-#include <optional>
 #include <string>
 #include <tuple>
 #include <type_traits>
-#include <vector>
 
 #include "torchamp/version.h"
 
@@ -68,9 +66,9 @@ inline constexpr DeviceFacts device_facts[] = {
 };
 
 /// What a backend outside of LibTorch, which is kPrivateUse1, says of itself before its first use,
-/// in place of its row.
-inline std::optional<DeviceFacts>& facts_of_own_backend() {
-  static std::optional<DeviceFacts> facts;
+/// in place of its row; null: nothing.
+inline const DeviceFacts*& facts_of_own_backend() {
+  static const DeviceFacts* facts = nullptr;
   return facts;
 }
 
@@ -88,17 +86,14 @@ inline bool device_is_present(at::DeviceType type) {
   return facts.is_built_in ? facts.is_built_in() : c10::impl::hasDeviceGuardImpl(type);
 }
 
-/// The devices that say all of a policy: for each kind of lists the first that follows them, so
-/// that a table printed without a GPU tells what one will do, and all that are present.
-inline std::vector<at::DeviceType> devices_to_print() {
-  std::vector<at::DeviceType> devices;
-  bool printed[] = {false, false};
+/// Whether a row is among the devices that say all of a policy: for each kind of lists the first
+/// that follows them, so that a table printed without a GPU tells what one will do, and all that
+/// are present.
+inline bool is_to_print(const DeviceFacts& row) {
   for (const DeviceFacts& facts : device_facts) {
-    bool& has_lists = printed[static_cast<std::size_t>(facts.lists)];
-    if (!has_lists || device_is_present(facts.type)) devices.push_back(facts.type);
-    has_lists = true;
+    if (facts.lists == row.lists) return &facts == &row || device_is_present(row.type);
   }
-  return devices;
+  return false;
 }
 
 // ---- Autocast's own devices ---------------------------------------------------------------------

@@ -9,12 +9,15 @@ namespace simulated {
 /// Objects that know the device from before may go on as they were.
 class Facts {
  public:
-  explicit Facts(const torchamp::detail::DeviceFacts& facts) {
-    torchamp::detail::facts_of_own_backend() = facts;
+  explicit Facts(const torchamp::detail::DeviceFacts& facts) : facts_(facts) {
+    torchamp::detail::facts_of_own_backend() = &facts_;
   }
-  ~Facts() { torchamp::detail::facts_of_own_backend().reset(); }
+  ~Facts() { torchamp::detail::facts_of_own_backend() = nullptr; }
   Facts(const Facts&) = delete;
   Facts& operator=(const Facts&) = delete;
+
+ private:
+  torchamp::detail::DeviceFacts facts_;
 };
 
 /// Those of the table's row for `type`.

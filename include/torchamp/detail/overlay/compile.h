@@ -6,7 +6,6 @@
 
 #include <cstddef>
 #include <memory>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -27,9 +26,9 @@ namespace torchamp::detail {
 
 inline std::unique_ptr<BoxedKernel> make_overlay(const c10::OperatorHandle& op,
                                                  at::DeviceType device, std::size_t index,
-                                                 std::optional<c10::SafeKernelFunction>&& native) {
+                                                 const c10::SafeKernelFunction* native) {
   const bool promotes = promotes_its_arguments(op.operator_name());
-  return std::unique_ptr<BoxedKernel>(new Overlay(op, index, device, promotes, std::move(native)));
+  return std::unique_ptr<BoxedKernel>(new Overlay(op, index, device, promotes, native));
 }
 
 /// Asks whether the device can follow the policy's fp8 rules, and has overlays see the products

@@ -11,7 +11,6 @@
 #include <cstddef>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <utility>
 
@@ -69,9 +68,9 @@ class NoWarningOfScatteredWeights final : public c10::WarningHandler {
 class Overlay final : public BoxedKernel {
  public:
   Overlay(const c10::OperatorHandle& op, std::size_t index, at::DeviceType device, bool promotes,
-          std::optional<c10::SafeKernelFunction> native)
+          const c10::SafeKernelFunction* native)
       : cast_arguments_(op.schema(), promotes),
-        native_(std::move(native)),
+        native_(native),
         index_(index),
         device_(device),
         device_index_(device_index(device, "Overlay")),
@@ -144,7 +143,7 @@ class Overlay final : public BoxedKernel {
   }
 
   CastArguments cast_arguments_;
-  std::optional<c10::SafeKernelFunction> native_;
+  const c10::SafeKernelFunction* native_;  // null if there was none
   std::size_t index_;
   at::DeviceType device_;
   std::size_t device_index_;
@@ -175,11 +174,11 @@ inline void register_kernel(const c10::OperatorHandle& op, at::DeviceType device
       "torchamp/detail/overlay/kernel.h"));
 }
 
-/// Makes an op's kernel for a device, given its index in the tables and LibTorch's own kernel if
-/// there is one.
-using MakeKernel = std::unique_ptr<BoxedKernel> (*)(
-    const c10::OperatorHandle& op, at::DeviceType device, std::size_t index,
-    std::optional<c10::SafeKernelFunction>&& native);
+/// Makes an op's kernel for a device, given its index in the tables and LibTorch's own kernel,
+/// which lives as long as the process, or null.
+using MakeKernel = std::unique_ptr<BoxedKernel> (*)(const c10::OperatorHandle& op,
+                                                    at::DeviceType device, std::size_t index,
+                                                    const c10::SafeKernelFunction* native);
 
 /// Makes sure that the op has its overlay for the device; returns the overlay's index in the
 /// tables.
@@ -194,10 +193,13 @@ inline std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType
   const auto [known, is_new] = overlays.index_of.emplace(name, index);
   if (!is_new) return known->second;
   try {
-    std::optional<c10::SafeKernelFunction> native;
-    if (has_native) native = op.getComputedKernelForDispatchKey(autocast_key(device));
+    const c10::SafeKernelFunction* native = nullptr;
+    if (has_native) {  // never destroyed, like the kernel that calls it
+      native =
+          new c10::SafeKernelFunction(op.getComputedKernelForDispatchKey(autocast_key(device)));
+    }
     overlays.has_native.push_back(has_native);
-    register_kernel(op, device, make(op, device, index, std::move(native)));
+    register_kernel(op, device, make(op, device, index, native));
   } catch (...) {
     overlays.has_native.resize(index);
     overlays.index_of.erase(name);
@@ -232,9 +234,9 @@ class ScriptCastOverlay final : public BoxedKernel {
   c10::DispatchKeySet after_;
 };
 
-inline std::unique_ptr<BoxedKernel> make_script_cast_overlay(
-    const c10::OperatorHandle&, at::DeviceType device, std::size_t,
-    std::optional<c10::SafeKernelFunction>&&) {
+inline std::unique_ptr<BoxedKernel> make_script_cast_overlay(const c10::OperatorHandle&,
+                                                             at::DeviceType device, std::size_t,
+                                                             const c10::SafeKernelFunction*) {
   return std::unique_ptr<BoxedKernel>(new ScriptCastOverlay(device));
 }
 

@@ -5,7 +5,6 @@
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/csrc/jit/python/update_graph_executor_opt.h>
 
-#include <algorithm>
 #include <exception>
 #include <memory>
 #include <utility>
@@ -61,8 +60,10 @@ TORCHAMP_BODY void PolicyScope::end() noexcept {
 TORCHAMP_BODY bool PolicyScope::has_policy_in_force() {
   const ThreadPolicy* policy = thread_policy();
   if (policy == nullptr) return false;
-  const auto& in_force = policy->in_force;
-  return std::any_of(in_force.begin(), in_force.end(), [](const auto& of) { return of; });
+  for (const auto& of_device : policy->in_force) {
+    if (of_device) return true;
+  }
+  return false;
 }
 
 // See Note [Derivatives of scripts].

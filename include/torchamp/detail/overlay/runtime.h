@@ -66,9 +66,9 @@ struct SharedRuntime {
 struct RuntimeRecord {
   static constexpr const char* op = "torchamp::_runtime";
 
-  int64_t layout;
-  std::string version;
-  int64_t address;
+  int64_t layout = 0;
+  std::string version{};
+  int64_t address = 0;
 
   static RuntimeRecord of(const SharedRuntime* runtime) {
     return {TORCHAMP_LAYOUT,
@@ -77,14 +77,14 @@ struct RuntimeRecord {
             reinterpret_cast<int64_t>(runtime)};
   }
 
-  /// Nothing if nobody has made one yet.
-  static std::optional<RuntimeRecord> find() {
+  /// With address 0 if nobody has made one yet.
+  static RuntimeRecord find() {
     const auto found = c10::Dispatcher::singleton().findSchema({op, ""});
-    if (!found) return std::nullopt;
+    if (!found) return {};
     const auto& arguments = found->schema().arguments();
-    return RuntimeRecord{arguments.at(0).default_value()->toInt(),
-                         arguments.at(1).default_value()->toStringRef(),
-                         arguments.at(2).default_value()->toInt()};
+    return {arguments.at(0).default_value()->toInt(),
+            arguments.at(1).default_value()->toStringRef(),
+            arguments.at(2).default_value()->toInt()};
   }
 
   std::string schema() const {
@@ -116,8 +116,8 @@ inline SharedRuntime& shared_with(const RuntimeRecord& found, const RuntimeRecor
 }
 
 inline SharedRuntime& make_shared_runtime() {
-  if (const auto found = RuntimeRecord::find()) {
-    SharedRuntime& shared = shared_with(*found, RuntimeRecord::of(nullptr));
+  if (const RuntimeRecord found = RuntimeRecord::find(); found.address != 0) {
+    SharedRuntime& shared = shared_with(found, RuntimeRecord::of(nullptr));
     pin_this_library();
     return shared;
   }
@@ -133,9 +133,9 @@ inline SharedRuntime& make_shared_runtime() {
   } catch (const c10::Error&) {
     delete runtime;
     // Another library defined it between our look and our definition.
-    const auto theirs = RuntimeRecord::find();
-    if (!theirs) throw;
-    return shared_with(*theirs, ours);
+    const RuntimeRecord theirs = RuntimeRecord::find();
+    if (theirs.address == 0) throw;
+    return shared_with(theirs, ours);
   }
 }
 

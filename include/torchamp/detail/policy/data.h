@@ -19,7 +19,6 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -64,13 +63,6 @@ inline void announce_choice(Cast cast) {
 /// So does a call under the rule fp8, with nothing behind the name if it ran in fp8, else with why
 /// it did not.
 inline constexpr std::string_view fp8_scope = "torchamp fp8: ";
-
-/// The rule in a scope's name; nothing if it is no such scope.
-inline std::optional<Cast> announced_choice(std::string_view scope) {
-  if (!scope.starts_with(choice_scope)) return std::nullopt;
-  const CastRow* const row = row_named(scope.substr(choice_scope.size()));
-  return row == nullptr ? std::nullopt : std::optional(row->cast);
-}
 
 /// lower_precision with casts of weights that are kept, see WeightCache. Only tables have it.
 inline constexpr Cast lower_precision_kept = static_cast<Cast>(0x80);

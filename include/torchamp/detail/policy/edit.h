@@ -68,7 +68,7 @@ inline void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, const Wh
   for (const std::string& op : reached) {
     OverloadRules& rules = policy.rules[op];
     if (when.always()) {
-      rules = {op, rule, {}, policy.edits.size()};
+      rules = {op, /*has_cast=*/true, rule, {}, policy.edits.size()};
     } else if (rules.conditional.empty() || rules.conditional.back() != policy.edits.size()) {
       rules.conditional.push_back(policy.edits.size());  // once, however many names reach it
     }

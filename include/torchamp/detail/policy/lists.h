@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <iterator>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -23,8 +22,9 @@ namespace torchamp::detail {
 /// The rules of one overload: one that always holds, if there is one, and on top of it those of
 /// edits that hold only sometimes (their indices, in the order in which they were given).
 struct OverloadRules {
-  std::string op;  // "aten::pow.Tensor_Scalar"
-  std::optional<Cast> cast = std::nullopt;
+  std::string op;         // "aten::pow.Tensor_Scalar"
+  bool has_cast = false;  // whether an edit has set `cast`
+  Cast cast = Cast::native;
   std::vector<std::size_t> conditional = {};
   std::size_t edit = 0;  // that set `cast`
 };
@@ -84,16 +84,18 @@ inline constexpr OpFamily recurrent_layer("recurrent_layer", recurrent_layer_ops
 struct StandardRow {
   OpFamily family;
   Cast cast;
-  std::optional<OpLists> lists = std::nullopt;  // only for devices that follow these
+  bool like_cuda_only = false;  // for devices that follow CUDA's lists
 
-  bool is_for(at::DeviceType device) const { return !lists || *lists == facts_of(device).lists; }
+  bool is_for(at::DeviceType device) const {
+    return !like_cuda_only || facts_of(device).lists == OpLists::cuda;
+  }
 };
 inline constexpr StandardRow standard_rows[] = {
     {ops::addition, Cast::fp32},
     {ops::reduction, Cast::fp32},
     {ops::order_statistic, Cast::unchanged},
     {probability_loss, Cast::fp32},
-    {recurrent_layer, Cast::lower_precision, OpLists::cuda},
+    {recurrent_layer, Cast::lower_precision, /*like_cuda_only=*/true},
 };
 
 /// Whether the family has the op, whatever its overload.
@@ -167,7 +169,7 @@ inline const RuleMap& libtorch_cuda_lists() {
 /// The rule that LibTorch's CUDA lists have for an overload; native if they have none.
 inline Cast listed_rule(std::string_view full_name) {
   const OverloadRules* const listed = libtorch_cuda_lists().find(full_name);
-  return listed == nullptr ? Cast::native : *listed->cast;
+  return listed == nullptr ? Cast::native : listed->cast;
 }
 
 // clang-format off

@@ -5,7 +5,6 @@
 #include <c10/core/DeviceType.h>
 #include <c10/util/Exception.h>
 
-#include <optional>
 #include <ostream>
 #include <string>
 #include <string_view>
@@ -60,14 +59,14 @@ TORCHAMP_BODY Cast Policy::common_rule(const char* call, RuleOf rule_of, std::st
   if (overloads.front().operator_name().overload_name.empty() || overloads.size() == 1) {
     return rule_of(*data_, overloads.front(), device);
   }
-  std::optional<Cast> common;
+  Cast common = Cast::unchanged;
   std::string listing;
   bool agree = true;
   for (const auto& overload : overloads) {
     if (!detail::why_not_castable(overload.schema()).empty()) continue;
     const Cast cast = rule_of(*data_, overload, device);
-    agree = agree && (!common || *common == cast);
-    if (!common) common = cast;
+    agree = agree && (listing.empty() || common == cast);
+    common = cast;
     (listing += listing.empty() ? "" : ", ")
         .append(overload.operator_name().overload_name)
         .append(": ")
@@ -75,7 +74,7 @@ TORCHAMP_BODY Cast Policy::common_rule(const char* call, RuleOf rule_of, std::st
   }
   TORCH_CHECK(agree, call, ": the overloads of '", op, "' follow different rules (", listing,
               "). Name one, as '", op, ".", overloads.front().operator_name().overload_name, "'.");
-  return common.value_or(Cast::unchanged);
+  return common;
 }
 
 }  // namespace TORCHAMP_NAMESPACE

@@ -103,7 +103,9 @@ inline void print_policy(std::ostream& out, const PolicyData& policy) {
     out << "  " << to_string(edit) << (edit.when.predicate ? "  (when its predicate holds)" : "")
         << '\n';
   }
-  for (const at::DeviceType device : devices_to_print()) {
+  for (const DeviceFacts& facts : device_facts) {
+    if (!is_to_print(facts)) continue;
+    const at::DeviceType device = facts.type;
     out << "on " << c10::DeviceTypeName(device, /*lower_case=*/true) << '\n';
     const RuleMap rules = rules_in_force(policy, device);
     for (const CastRow& effect : cast_rows) {

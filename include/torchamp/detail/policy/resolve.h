@@ -39,8 +39,8 @@ inline Cast base_rule(BaseTable base, const c10::OperatorHandle& op, at::DeviceT
 inline Cast rule_in_force(const PolicyData& policy, const c10::OperatorHandle& op,
                           at::DeviceType device) {
   const OverloadRules* edited = policy.edited(op);
-  if (edited == nullptr || !edited->cast) return base_rule(policy.base, op, device);
-  return *edited->cast == Cast::native ? base_rule(BaseTable::torch, op, device) : *edited->cast;
+  if (edited == nullptr || !edited->has_cast) return base_rule(policy.base, op, device);
+  return edited->cast == Cast::native ? base_rule(BaseTable::torch, op, device) : edited->cast;
 }
 
 /// What that rule does, where LibTorch's own kernel decides what this does; native if that is not
@@ -70,7 +70,7 @@ inline OverlayTable::Entry overlay_entry(const PolicyData& policy, const c10::Op
                                          at::DeviceType device) {
   OverlayTable::Entry entry;
   const OverloadRules* edited = policy.edited(op);
-  const bool is_edited = edited != nullptr && edited->cast.has_value();
+  const bool is_edited = edited != nullptr && edited->has_cast;
   const Cast cast = rule_in_force(policy, op, device);
   if (cast == Cast::unchanged) {
     if (is_edited && needs_shield(op, device)) entry.cast = cast;
