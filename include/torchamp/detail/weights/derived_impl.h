@@ -12,10 +12,10 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <iterator>
 #include <limits>
 #include <mutex>
-#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -28,9 +28,17 @@ namespace torchamp::detail {
 
 /// What a DerivedWeights keeps.
 struct DerivedWeights::Entries {
+  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
+  static Weak weak_owner_of(const at::Tensor& weight) {
+    const at::TensorBase& owner = weight.is_view() ? weight._base() : weight;
+    return Weak(owner.getIntrusivePtr());
+  }
+
   struct Entry {
-    Entry(WeightStamp of, WeightForm as, WeightKeep keep_for, Tensors made)
-        : stamp(std::move(of)), form(as), tensors(std::move(made)) {
+    Entry(const at::Tensor& weight, WeightStamp of, WeightForm as, WeightKeep keep_for,
+          Tensors made)
+        : owner(weak_owner_of(weight)), stamp(std::move(of)), form(as), tensors(std::move(made)) {
       keep(keep_for);
       for (const at::Tensor& tensor : tensors) {
         versions.push_back(tensor._version());
@@ -53,6 +61,9 @@ struct DerivedWeights::Entries {
       region = asked.region;
     }
 
+    const c10::TensorImpl* address() const { return owner._unsafe_get_target(); }
+
+    Weak owner;  // keeps the address from being used again
     WeightStamp stamp;
     WeightForm form;
     Tensors tensors;
@@ -64,14 +75,15 @@ struct DerivedWeights::Entries {
     bool is_stale = false;
   };
 
-  struct Owner {
-    using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-    Weak self;  // keeps the address from being used again
-    std::vector<Entry> entries;
-  };
-
   static bool is_unshared(const at::Tensor& tensor) {
     return tensor.use_count() == 1 && tensor.storage().use_count() == 1;
+  }
+
+  Entries() = default;
+  Entries(const Entries&) = delete;
+  Entries& operator=(const Entries&) = delete;
+  ~Entries() {
+    for (const Entry* const entry : entries) delete entry;
   }
 
   // A region's number is most_threads times how many its thread has begun, plus the thread's
@@ -88,58 +100,69 @@ struct DerivedWeights::Entries {
     return entry.until == WeightKeep::Until::region_ends && slot_of(entry.region) != entry.region;
   }
 
-  Entry* find(const at::Tensor& weight, WeightForm form) {
-    const auto owner = owners.find(owner_of(weight));
-    if (owner == owners.end()) return nullptr;
-    for (Entry& entry : owner->second.entries) {
-      if (entry.form == form && entry.stamp.is_of(weight)) return &entry;
+  // Where the entries of an owner begin, or would.
+  std::size_t place_of(const c10::TensorImpl* owner) const {
+    const std::less<> before;  // an order of any pointers
+    std::size_t begin = 0;
+    for (std::size_t end = entries.size(); begin < end;) {
+      const std::size_t middle = begin + (end - begin) / 2;
+      before(entries[middle]->address(), owner) ? begin = middle + 1 : end = middle;
     }
-    return nullptr;
+    return begin;
   }
 
-  Tensors take(const at::Tensor& weight, Entry* entry) {
-    auto& entries = owners.find(owner_of(weight))->second.entries;
+  bool is_of(std::size_t place, const c10::TensorImpl* owner) const {
+    return place < entries.size() && entries[place]->address() == owner;
+  }
+
+  // The place of the weight's entry, or the first one behind all of its owner's.
+  std::size_t find(const at::Tensor& weight, WeightForm form) const {
+    const c10::TensorImpl* const owner = owner_of(weight);
+    std::size_t place = place_of(owner);
+    while (is_of(place, owner) &&
+           (entries[place]->form != form || !entries[place]->stamp.is_of(weight))) {
+      ++place;
+    }
+    return place;
+  }
+
+  // Takes the entry apart, which is no longer to be found then.
+  Tensors take(Entry* entry) {
     Tensors tensors = std::move(entry->tensors);
-    forget(*entry);
-    entries.erase(entries.begin() + (entry - entries.data()));
+    counts.bytes -= entry->bytes;
+    delete entry;
     return tensors;
   }
 
-  void forget(const Entry& entry) {
-    counts.bytes -= entry.bytes;
+  Tensors take_at(std::size_t place) {
+    Tensors tensors = take(entries[place]);
+    entries.erase(entries.begin() + static_cast<std::ptrdiff_t>(place));
     --size;
+    return tensors;
   }
 
   void add(const at::Tensor& weight, Entry entry, std::vector<Tensors>& dropped) {
     if (entry.bytes > budget || is_over(entry)) return;
-    if (Entry* const other = find(weight, entry.form)) {  // another thread was quicker
-      dropped.push_back(take(weight, other));
-    }
+    const c10::TensorImpl* const owner = owner_of(weight);
+    const std::size_t other = find(weight, entry.form);
+    if (is_of(other, owner)) dropped.push_back(take_at(other));  // another thread was quicker
     make_room(entry.bytes, dropped);
+    if (entries.size() >= purge_at) {
+      purge([](const Entry&, std::uint64_t) { return false; }, 0, dropped);
+      purge_at = std::max<std::size_t>(64, 2 * entries.size());
+    }
     entry.used = ++uses;
     counts.bytes += entry.bytes;
     ++size;
-    const c10::TensorImpl* const address = owner_of(weight);
-    auto found = owners.find(address);
-    if (found == owners.end()) {
-      if (owners.size() >= purge_at) {
-        purge([](const Entry&, std::uint64_t) { return false; }, 0, dropped);
-        purge_at = std::max<std::size_t>(64, 2 * owners.size());
-      }
-      const at::TensorBase& owner = weight.is_view() ? weight._base() : weight;
-      Owner fresh{.self = Owner::Weak(owner.getIntrusivePtr()), .entries = {}};
-      found = owners.emplace(address, std::move(fresh)).first;
-    }
-    found->second.entries.push_back(std::move(entry));
+    const auto place = entries.begin() + static_cast<std::ptrdiff_t>(find(weight, entry.form));
+    entries.insert(place, new Entry(std::move(entry)));
   }
 
   // Drops what is least recently used until `bytes` more fit.
   void make_room(int64_t bytes, std::vector<Tensors>& dropped) {
     while (counts.bytes > budget - bytes && size != 0) {
       std::uint64_t oldest = std::numeric_limits<std::uint64_t>::max();
-      for (const auto& [address, owner] : owners) {
-        for (const Entry& entry : owner.entries) oldest = std::min(oldest, entry.used);
-      }
+      for (const Entry* const entry : entries) oldest = std::min(oldest, entry->used);
       purge([](const Entry& entry, std::uint64_t used) { return entry.used == used; }, oldest,
             dropped);
     }
@@ -156,24 +179,23 @@ struct DerivedWeights::Entries {
 
   // Takes out what `leaves` says, and what belongs to weights that are gone.
   void purge(Leaves leaves, std::uint64_t number, std::vector<Tensors>& dropped) {
-    for (auto found = owners.begin(); found != owners.end();) {
-      Owner& owner = found->second;
-      const bool is_gone = owner.self.expired();
-      std::erase_if(owner.entries, [&](Entry& entry) {
-        if (!is_gone && !leaves(entry, number)) return false;
-        forget(entry);
-        dropped.push_back(std::move(entry.tensors));
-        return true;
-      });
-      found = owner.entries.empty() ? owners.erase(found) : std::next(found);
+    std::size_t left = 0;
+    for (Entry* const entry : entries) {
+      if (entry->owner.expired() || leaves(*entry, number)) {
+        dropped.push_back(take(entry));
+      } else {
+        entries[left++] = entry;
+      }
     }
+    while (entries.size() > left) entries.pop_back();
+    size = left;
   }
 
-  std::mutex mutex;  // guards what is not atomic
-  std::unordered_map<const c10::TensorImpl*, Owner> owners;
+  std::mutex mutex;             // guards what is not atomic
+  std::vector<Entry*> entries;  // owned; by their owners' addresses
   Counts counts;
   std::uint64_t uses = 0;
-  std::size_t purge_at = 64;  // owners, after which those that are gone are looked for
+  std::size_t purge_at = 64;  // entries, after which those of weights that are gone are looked for
   int64_t budget = std::numeric_limits<int64_t>::max();
   std::atomic<std::size_t> size = 0;
   std::atomic<std::uint64_t> times_told = 0;
@@ -197,20 +219,26 @@ TORCHAMP_BODY DerivedWeights::Found DerivedWeights::find(const at::Tensor& weigh
   Found found{Found::Is::outdated, {}};
   {
     const std::scoped_lock lock(entries_->mutex);
-    if (Entries::Entry* const entry = entries_->find(weight, form)) {
+    const std::size_t place = entries_->find(weight, form);
+    if (entries_->is_of(place, owner_of(weight))) {
+      Entries::Entry* const entry = entries_->entries[place];
       if (entry->holds(weight)) {
         ++entries_->counts.hits;
         entry->keep(keep);
         entry->used = ++entries_->uses;
         return {Found::Is::kept, entry->tensors};
       }
-      found.tensors = entries_->take(weight, entry);
+      found.tensors = entries_->take_at(place);
     }
     ++entries_->counts.misses;
     found.times_told = entries_->times_told;
   }
   Tensors& reusable = found.tensors;
-  if (!std::all_of(reusable.begin(), reusable.end(), &Entries::is_unshared)) reusable.clear();
+  bool all_unshared = true;
+  for (const at::Tensor& tensor : reusable) {
+    all_unshared = all_unshared && Entries::is_unshared(tensor);
+  }
+  if (!all_unshared) reusable.clear();
   return found;
 }
 
@@ -220,7 +248,7 @@ TORCHAMP_BODY void DerivedWeights::add(const at::Tensor& weight, WeightStamp sta
   std::vector<Tensors> dropped;  // freed without the lock
   const std::scoped_lock lock(entries_->mutex);
   if (times_told == entries_->times_told && entries_->suspensions == 0) {
-    entries_->add(weight, Entries::Entry(std::move(stamp), form, keep, made), dropped);
+    entries_->add(weight, Entries::Entry(weight, std::move(stamp), form, keep, made), dropped);
   }
 }
 
@@ -234,10 +262,8 @@ TORCHAMP_BODY void DerivedWeights::changed(at::TensorList weights) {
     }
   }
   const std::scoped_lock lock(entries_->mutex);
-  for (auto& [address, owner] : entries_->owners) {
-    for (Entries::Entry& entry : owner.entries) {
-      if (memory.contains(entry.stamp.memory())) entry.is_stale = true;
-    }
+  for (Entries::Entry* const entry : entries_->entries) {
+    if (memory.contains(entry->stamp.memory())) entry->is_stale = true;
   }
 }
 
@@ -245,9 +271,7 @@ TORCHAMP_BODY void DerivedWeights::all_changed() {
   ++entries_->times_told;
   if (is_empty()) return;
   const std::scoped_lock lock(entries_->mutex);
-  for (auto& [address, owner] : entries_->owners) {
-    for (Entries::Entry& entry : owner.entries) entry.is_stale = true;
-  }
+  for (Entries::Entry* const entry : entries_->entries) entry->is_stale = true;
 }
 
 TORCHAMP_BODY std::uint64_t DerivedWeights::begin_region() {
