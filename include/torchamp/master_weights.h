@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "torchamp/detail/main_gradient.h"
+#include "torchamp/detail/tensor_pairs.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/version.h"
 

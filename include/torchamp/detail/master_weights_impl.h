@@ -10,6 +10,7 @@
 #include <unordered_set>
 
 #include "torchamp/detail/io/module_archive.h"
+#include "torchamp/detail/make_split.h"
 #include "torchamp/detail/master_meta.h"
 #include "torchamp/detail/overlay/weight_casts.h"
 #include "torchamp/detail/scaler/step_record.h"

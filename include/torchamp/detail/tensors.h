@@ -4,8 +4,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>
-#include <ATen/ops/_foreach_add.h>
-#include <ATen/ops/_foreach_copy.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -86,35 +84,5 @@ Group& group_of(std::vector<Group>& groups, Key key) {
   groups.push_back(Group{std::move(key)});
   return groups.back();
 }
-
-/// Pairs of tensors of equal shape, for kernels that take all pairs of two kinds at once.
-class TensorPairs {
- public:
-  void add(at::Tensor to, at::Tensor from) {
-    Batch& batch = group_of(batches_, Kinds{TensorKind::of(to), TensorKind::of(from)});
-    batch.to.push_back(std::move(to));
-    batch.from.push_back(std::move(from));
-  }
-
-  /// Copies each `from` to its `to`, casting.
-  void copy() const {
-    for (const Batch& batch : batches_) at::_foreach_copy_(batch.to, batch.from);
-  }
-
-  /// Adds each `from` to its `to`.
-  void accumulate() const {
-    for (const Batch& batch : batches_) at::_foreach_add_(batch.to, batch.from);
-  }
-
- private:
-  struct Kinds {
-    TensorKind of_to, of_from;
-    bool operator==(const Kinds&) const = default;
-  };
-  struct Batch : Kinds {
-    std::vector<at::Tensor> to{}, from{};
-  };
-  std::vector<Batch> batches_;
-};
 
 }  // namespace torchamp::detail

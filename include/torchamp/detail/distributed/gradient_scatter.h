@@ -31,6 +31,7 @@
 #include "torchamp/detail/main_gradient.h"
 #include "torchamp/detail/shards.h"
 #include "torchamp/detail/split_weight.h"
+#include "torchamp/detail/tensor_pairs.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/version.h"
 

@@ -28,6 +28,7 @@
 #include "torchamp/detail/distributed/any_process.h"
 #include "torchamp/detail/distributed/collective.h"
 #include "torchamp/detail/main_gradient.h"
+#include "torchamp/detail/tensor_pairs.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/version.h"
 

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <utility>
+
+#include "torchamp/detail/shards.h"
+#include "torchamp/detail/split_bits.h"
+#include "torchamp/detail/split_weight.h"
+#include "torchamp/detail/tensor_pairs.h"
+#include "torchamp/detail/tensors.h"
+
+namespace torchamp::detail {
+
+// What MasterWeights do with split weights, beside steps.
+
+/// Writes both halves of `value`.
+inline void write_split(const at::Tensor& value, const at::Tensor& high, const at::Tensor& low) {
+  if (value.numel() == 0) return;
+  at::Tensor wide = value;
+  if (!(TensorKind::of(value) == TensorKind{high.device(), at::kFloat}) ||
+      value.strides() != high.strides()) {
+    wide = at::empty_like(high, high.options().dtype(at::kFloat).requires_grad(false));
+    wide.copy_(value);
+  }
+  SplitRuns whole(high.device());
+  whole.add(in_memory_order(high.detach()), in_memory_order(low));
+  whole.split(in_memory_order(wide), SplitNaNs::as_they_are);
+}
+
+/// `gradient` of a split weight in fp32; dense ones are filled by `copies`.
+inline at::Tensor widened(const at::Tensor& weight, const at::Tensor& gradient,
+                          TensorPairs& copies) {
+  if (gradient.layout() != at::kStrided) return gradient.to(at::kFloat);
+  at::Tensor wide = at::empty_like(weight, weight.options().dtype(at::kFloat).requires_grad(false));
+  copies.add(wide, gradient);
+  return wide;
+}
+
+// ---- Weights that are split and no longer split -------------------------------------------------
+
+inline bool can_be_split(const at::Tensor& parameter) {
+  return weight_meta_of(parameter) || !parameter.unsafeGetTensorImpl()->get_backend_meta();
+}
+
+/// Takes off what earlier MasterWeights, which are gone, have put there.
+inline void remove_weight_meta(const at::Tensor& parameter) {
+  if (weight_meta_of(parameter)) parameter.unsafeGetTensorImpl()->set_backend_meta({});
+}
+
+/// Makes `parameter` the upper half of `value`, and has it carry the lower one.
+inline void make_split(const at::Tensor& parameter, const at::Tensor& value) {
+  auto split = c10::make_intrusive<SplitWeight>();
+  const at::Tensor high = at::empty_like(value, value.options().dtype(at::kBFloat16));
+  split->low = at::empty_like(high, high.options().dtype(at::kShort));
+  write_split(value, high, split->low);
+  parameter.set_data(high);
+  split->note_version(parameter);
+  parameter.unsafeGetTensorImpl()->set_backend_meta(std::move(split));
+}
+
+}  // namespace torchamp::detail
