@@ -18,12 +18,12 @@ using NodePtr = decltype(torch::autograd::Edge::function);
 /// Makes a node of the autograd graph. LibTorch counts references to nodes with c10::intrusive_ptr,
 /// in older versions with std::shared_ptr.
 template <class T, class Pointer = NodePtr, class... Args>
-auto make_node(Args&&... args) {
+Pointer make_node(Args&&... args) {
+  auto* const node = new T(std::forward<Args>(args)...);
   if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
-    return std::shared_ptr<T>(new T(std::forward<Args>(args)...),
-                              [](auto* node) { deleteNode(node); });
-  } else {
-    return c10::make_intrusive<T>(std::forward<Args>(args)...);
+    return Pointer(node, [](auto* unused) { deleteNode(unused); });
+  } else {  // (a pointer to T would be another type to compile)
+    return Pointer::unsafe_steal_from_new(node);
   }
 }
 

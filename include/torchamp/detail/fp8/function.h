@@ -110,7 +110,7 @@ torch::autograd::variable_list Fp8Backward<Tensor>::apply(
   if (at::GradMode::is_enabled()) {  // create_graph
     for (Tensor& result : results) {
       if (!result.defined()) continue;
-      auto error = make_node<NoSecondDerivative<Tensor>>();
+      NodePtr error = make_node<NoSecondDerivative<Tensor>>();
       torch::autograd::create_gradient_edge(result, std::move(error));
     }
   }
@@ -145,9 +145,9 @@ Tensor fp8_linear(const Fp8Options& options, const Tensor& x, const Tensor& w, b
   saved.w_is_transposed = w_is_transposed;
   saved.dtype = dtype;
   saved.options = options;
-  auto node = make_node<Fp8Backward<Tensor>>();
+  NodePtr node = make_node<Fp8Backward<Tensor>>();
   node->set_next_edges(torch::autograd::collect_next_edges(x, w));
-  node->keep(std::move(saved));
+  static_cast<Fp8Backward<Tensor>&>(*node).keep(std::move(saved));
   torch::autograd::create_gradient_edge(result, std::move(node));
   return result;
 }

@@ -7,7 +7,6 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/core/ScalarType.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <cstdint>
@@ -83,14 +82,18 @@ struct WeightCastNote {
 };
 
 /// The node of a cast whose values were kept: what LibTorch's own node for a cast does.
-struct KeptCastBackward final : torch::autograd::Node {
+class KeptCastBackward final : public torch::autograd::Node {
+ public:
+  explicit KeptCastBackward(at::ScalarType of_weight) : dtype_(of_weight) {}
+
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
     at::Tensor& gradient = gradients[0];
-    return {gradient.defined() ? gradient.to(dtype) : at::Tensor()};
+    return {gradient.defined() ? gradient.to(dtype_) : at::Tensor()};
   }
   std::string name() const override { return "ToCopyBackward0"; }
 
-  at::ScalarType dtype = at::kFloat;  // of the weight
+ private:
+  at::ScalarType dtype_;
 };
 
 // Note [The graph of a kept cast]
@@ -124,10 +127,9 @@ inline at::Tensor kept_cast(DerivedWeights& store, const at::Tensor& weight, at:
   at::Tensor use(values->shallow_copy_and_detach(values->version_counter(),
                                                  /*allow_tensor_metadata_change=*/false));
   if (c10::GradMode::is_enabled() && weight.requires_grad()) {
-    auto node = make_node<KeptCastBackward>();
-    node->dtype = weight.scalar_type();
+    NodePtr node = make_node<KeptCastBackward>(weight.scalar_type());
     node->set_next_edges(torch::autograd::collect_next_edges(weight));
-    torch::autograd::set_history(use, node);
+    torch::autograd::create_gradient_edge(use, std::move(node));
   }
   return use;
 }
