@@ -193,6 +193,10 @@ class GradScaler {
     at::Tensor loss;
     int64_t attempts = 0;
   };
+  struct ScaleBefore {
+    bool is_known = false;
+    detail::ScaleMemory<double> memory{};
+  };
 
   void check_started(const char* call) const;
   void check_not_scaled(const at::Tensor& output, const char* call) const;
@@ -215,7 +219,7 @@ class GradScaler {
   void agree(detail::OptimizerState& state);
   bool evaluate(torch::optim::Optimizer& optimizer,
                 const torch::optim::Optimizer::LossClosure& closure, Evaluation& evaluation,
-                int64_t max_retries, std::optional<detail::ScaleMemory<double>>& before);
+                int64_t max_retries, ScaleBefore& before);
   at::Tensor scale_and_clip(const detail::Divisor& clip) const;
   static at::Tensor step_scaled(ScaledStep& optimizer, const at::Tensor& grad_scale,
                                 const detail::OptimizerState& state, bool clipped);

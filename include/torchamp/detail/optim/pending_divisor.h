@@ -69,9 +69,11 @@ class PendingDivisor {
   /// error if that was left for others, unless these are all gone.
   void add(const Groups& groups, const Divisor& divisor) {
     const Divisor before = of(groups);
-    std::vector<Clipped> clipped;
+    std::vector<WeakTensor> clipped;
+    std::vector<uint32_t> versions;
     for_each_gradient(groups, [&](const at::Tensor& gradient) {
-      clipped.push_back({WeakTensor(gradient.getIntrusivePtr()), version_of(gradient)});
+      clipped.emplace_back(gradient.getIntrusivePtr());
+      versions.push_back(version_of(gradient));
     });
     divisor_ = divisor;
     if (before.defined()) {
@@ -81,6 +83,7 @@ class PendingDivisor {
       divisor_.tells_finite = divisor.tells_finite;
     }
     clipped_ = std::move(clipped);
+    versions_ = std::move(versions);
     graphs_ = at::sequence_number::peek();
   }
 
@@ -119,14 +122,9 @@ class PendingDivisor {
  private:
   using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
-  struct Clipped {
-    WeakTensor gradient;
-    uint32_t version;
-
-    bool is(const at::Tensor& other) const {
-      return gradient._unsafe_get_target() == other.unsafeGetTensorImpl();
-    }
-  };
+  static bool is(const WeakTensor& clipped, const at::Tensor& gradient) {
+    return clipped._unsafe_get_target() == gradient.unsafeGetTensorImpl();
+  }
 
   enum class Match { same, gone, different };
 
@@ -157,12 +155,10 @@ class PendingDivisor {
     std::size_t next = 0;
     bool same = true, any = false;
     for_each_gradient(groups, [&](const at::Tensor& gradient) {
-      const bool is_next = next < clipped_.size() && clipped_[next].is(gradient);
-      same = same && is_next && clipped_[next].version == version_of(gradient);
+      const bool is_next = next < clipped_.size() && is(clipped_[next], gradient);
+      same = same && is_next && versions_[next] == version_of(gradient);
       any = any || is_next;
-      for (auto clipped = clipped_.begin(); !any && clipped != clipped_.end(); ++clipped) {
-        any = clipped->is(gradient);
-      }
+      for (std::size_t i = 0; !any && i < clipped_.size(); ++i) any = is(clipped_[i], gradient);
       ++next;
     });
     if (same && next == clipped_.size()) return Match::same;
@@ -170,8 +166,9 @@ class PendingDivisor {
   }
 
   Divisor divisor_;
-  std::vector<Clipped> clipped_;
-  uint64_t graphs_ = 0;  // nodes that this thread had recorded then
+  std::vector<WeakTensor> clipped_;  // the gradients
+  std::vector<uint32_t> versions_;   // theirs
+  uint64_t graphs_ = 0;              // nodes that this thread had recorded then
 };
 
 }  // namespace torchamp::detail

@@ -145,7 +145,7 @@ class StepScalars {
     counter->gates = at::Tensor();
     if (!counter->may_be_first()) return;
     if (GraphBody* const body = GraphBody::current()) {
-      body->states.push_back(std::make_shared<FirstStepToCome>(counter));
+      body->states.push_back(std::shared_ptr<ReplayedState>(new FirstStepToCome(counter)));
     } else {
       counter->ask();
     }

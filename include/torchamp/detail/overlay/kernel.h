@@ -184,13 +184,13 @@ using MakeKernel = std::unique_ptr<BoxedKernel> (*)(const c10::OperatorHandle& o
 /// tables.
 inline std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType device,
                                    MakeKernel make) {
-  const std::string name = full_name(op.operator_name());
+  std::string name = full_name(op.operator_name());
   const bool has_native = has_native_kernel(op, device);
   SharedRuntime& runtime = shared_runtime();
   auto& overlays = runtime.overlays[device_index(device, "install_overlay")];
   const std::scoped_lock lock(runtime.mutex);
   const std::size_t index = overlays.size();
-  const auto [known, is_new] = overlays.index_of.emplace(name, index);
+  const auto [known, is_new] = overlays.index_of.emplace(std::move(name), overlays.size());
   if (!is_new) return known->second;
   try {
     const c10::SafeKernelFunction* native = nullptr;
@@ -202,7 +202,7 @@ inline std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType
     register_kernel(op, device, make(op, device, index, native));
   } catch (...) {
     overlays.has_native.resize(index);
-    overlays.index_of.erase(name);
+    overlays.index_of.erase(known);
     throw;
   }
   return index;

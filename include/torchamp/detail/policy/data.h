@@ -109,9 +109,9 @@ class PolicyData {
   std::shared_ptr<const PolicyData> keeping_casts() const {
     const std::scoped_lock lock(mutex_);
     if (!keeping_casts_) {
-      auto copy = std::make_shared<PolicyData>(*this);
+      auto* const copy = new PolicyData(*this);
+      keeping_casts_.reset(copy);
       copy->keeps_casts = true;
-      keeping_casts_ = std::move(copy);
     }
     return keeping_casts_;
   }
@@ -232,14 +232,17 @@ inline const std::shared_ptr<const PolicyData>& unedited(BaseTable base) {
 
 /// Whether two policies are known to have the same rules. Predicates cannot be compared.
 inline bool is_same(const PolicyData& one, const PolicyData& other) {
-  const auto same_edit = [](const Edit& a, const Edit& b) {
-    return a.cast == b.cast && a.names == b.names && a.family == b.family &&
-           a.when.dtype == b.when.dtype && !a.when.predicate && !b.when.predicate &&
-           a.fp8.options == b.fp8.options;
-  };
-  return &one == &other ||
-         (one.base == other.base && std::equal(one.edits.begin(), one.edits.end(),
-                                               other.edits.begin(), other.edits.end(), same_edit));
+  if (&one == &other) return true;
+  if (one.base != other.base || one.edits.size() != other.edits.size()) return false;
+  for (std::size_t i = 0; i < one.edits.size(); ++i) {
+    const Edit& a = one.edits[i];
+    const Edit& b = other.edits[i];
+    const bool same = a.cast == b.cast && a.names == b.names && a.family == b.family &&
+                      a.when.dtype == b.when.dtype && !a.when.predicate && !b.when.predicate &&
+                      a.fp8.options == b.fp8.options;
+    if (!same) return false;
+  }
+  return true;
 }
 
 }  // namespace torchamp::detail

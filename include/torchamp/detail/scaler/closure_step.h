@@ -65,18 +65,20 @@ class OptimizerSnapshot {
 
   void restore() {
     const at::NoGradGuard no_grad;
-    for (auto& [tensor, values] : kept_) tensor.copy_(values);
+    for (std::size_t i = 0; i < kept_.size(); ++i) kept_[i].copy_(values_[i]);
     if (!is_fused()) optimizer_.state() = std::move(states_);
   }
 
  private:
   bool is_fused() const { return dynamic_cast<const FusedOptimizer*>(&optimizer_) != nullptr; }
   void keep(const at::Tensor& tensor) {
-    if (tensor.defined()) kept_.emplace_back(tensor, tensor.detach().clone());
+    if (!tensor.defined()) return;
+    kept_.push_back(tensor);
+    values_.push_back(tensor.detach().clone());
   }
 
   torch::optim::Optimizer& optimizer_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> kept_;  // tensors and their values
+  std::vector<at::Tensor> kept_, values_;
   ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>> states_;
 };
 
@@ -87,7 +89,7 @@ class OptimizerSnapshot {
 TORCHAMP_BODY bool GradScaler::evaluate(torch::optim::Optimizer& optimizer,
                                         const torch::optim::Optimizer::LossClosure& closure,
                                         Evaluation& evaluation, int64_t max_retries,
-                                        std::optional<detail::ScaleMemory<double>>& before) {
+                                        ScaleBefore& before) {
   for (evaluation.attempts = 1;; ++evaluation.attempts) {
     const detail::DropWeightCasts drop_weight_casts(
         optimizer);  // the next evaluation has other weights
@@ -106,7 +108,7 @@ TORCHAMP_BODY bool GradScaler::evaluate(torch::optim::Optimizer& optimizer,
     if (evaluation.attempts > max_retries || !options_.dynamic) return false;
     if (state_.read_scale() <= options_.min_scale) return false;
     const detail::InternalOps guard;
-    if (!before) before = state_.read();
+    if (!before.is_known) before = {true, state_.read()};
     before_change();
     state_.back_off(options_);
   }
@@ -138,12 +140,12 @@ TORCHAMP_BODY StepResult GradScaler::step(torch::optim::Optimizer& optimizer,
       "step computes and unscales them by itself: leave unscale_ out.");
 
   Evaluation first;
-  std::optional<detail::ScaleMemory<double>> before;
+  ScaleBefore before;
   const auto put_scale_back = [&] {
-    if (!before) return;
+    if (!before.is_known) return;
     const detail::InternalOps guard;
     before_change();
-    state_.set(*before);
+    state_.set(before.memory);
   };
   bool finite = false;
   try {

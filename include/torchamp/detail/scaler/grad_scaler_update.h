@@ -55,7 +55,8 @@ TORCHAMP_BODY detail::ScaleLimits::Met GradScaler::apply_update() {
   at::Tensor largest;
   bool known = state_.host() != nullptr;
   bool bad = false;
-  for (auto& [key, state] : optimizers_) {
+  for (auto& entry : optimizers_) {
+    detail::OptimizerState& state = entry.state;
     if (state.stage == detail::OptimizerState::Stage::ready) continue;
     agree(state);
     if (!state.had_gradients && !options_.agree_found_inf) continue;

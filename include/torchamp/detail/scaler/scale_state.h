@@ -53,13 +53,13 @@ class ScaleState {
   const at::Tensor& scale() const { return device_.scale; }
   at::Tensor scale_on(at::Device device) const { return to_device_async(device, device_.scale); }
   /// The host's copy; null where only the device knows.
-  const ScaleMemory<double>* host() const { return host_ ? &*host_ : nullptr; }
+  const ScaleMemory<double>* host() const { return on_host_ ? &host_ : nullptr; }
 
   void create(at::Device device) {
     const c10::InferenceMode no_inference(false);
     const at::TensorOptions options = at::TensorOptions(device).dtype(at::kFloat);
     if (!device.is_cpu()) zero_and_one_ = at::arange(2, options);
-    scale_and_skips_ = at::full({2}, host_->scale, options);
+    scale_and_skips_ = at::full({2}, host_.scale, options);
     device_.scale = scale_and_skips_.select(0, 0);
     device_.skips = scale_and_skips_.select(0, 1);
   }
@@ -80,7 +80,7 @@ class ScaleState {
 
   /// All of it; reads the device where the host does not know.
   ScaleMemory<double> read() const {
-    if (host_) return *host_;
+    if (on_host_) return host_;
     ScaleMemory<double> values{};
     for_each_number(
         [](const char*, double& value, const at::Tensor& tensor) { value = tensor.item<double>(); },
@@ -94,15 +94,15 @@ class ScaleState {
     return values;
   }
   /// The scale as it stays until it is set, if no update changes it; 0 if not known.
-  double scale_if_fixed() { return host_ ? host_->scale : is_replayed() ? 0. : bound_->value(); }
+  double scale_if_fixed() { return on_host_ ? host_.scale : is_replayed() ? 0. : bound_->value(); }
   /// Whether it may be; see Note [A scale below 1].
   bool may_be_below_one(const GradScalerOptions& options) {
-    if (host_) return host_->scale < 1.;
+    if (on_host_) return host_.scale < 1.;
     return options.min_scale < 1. && (forecasts_ || may_be_below(1., options));
   }
   /// Whether the scale may be more than `limit`; see Note [A large scale and a clip].
   bool may_exceed(double limit, const GradScalerOptions& options) {
-    if (host_) return host_->scale > limit;
+    if (on_host_) return host_.scale > limit;
     return options.max_scale > limit && may_be_above(limit, options);
   }
   /// From now on replays may change the scale: those of a CudaGraph, if this is called in its body,
@@ -112,12 +112,12 @@ class ScaleState {
       const bool by_cuda_graph = GraphBody::is_running() || replays_ == Replays::followed;
       replays_ = by_cuda_graph ? Replays::followed : Replays::unseen;
     }
-    if (!host_) count_skips_at_once();
+    if (!on_host_) count_skips_at_once();
   }
 
-  double read_scale() const { return host_ ? host_->scale : device_.scale.item<double>(); }
+  double read_scale() const { return on_host_ ? host_.scale : device_.scale.item<double>(); }
   double read_skips() const {
-    if (host_) return host_->skips;
+    if (on_host_) return host_.skips;
     return (lazy_skips_.defined() ? lazy_skips_.tensor() : device_.skips).item<double>();
   }
   /// Only where the host does not know: 0-dim, on the device; undefined if lazy_skips() is not.
@@ -126,16 +126,16 @@ class ScaleState {
 
   /// 1/scale as a 0-dim fp32 tensor on `device`, computed in fp64 as torch.amp does.
   at::Tensor inverse(at::Device device) const {
-    if (host_) {
-      return at::full({}, 1. / host_->scale, at::TensorOptions(device).dtype(at::kFloat));
+    if (on_host_) {
+      return at::full({}, 1. / host_.scale, at::TensorOptions(device).dtype(at::kFloat));
     }
     return to_device_async(device, device_.scale.to(number_type()).reciprocal().to(at::kFloat));
   }
 
   /// Puts these values in place of all that is there. The host must know them.
   void set(const ScaleMemory<double>& values) {
-    if (host_) {
-      const bool changes = values.scale != host_->scale;
+    if (on_host_) {
+      const bool changes = values.scale != host_.scale;
       host_ = values;
       if (created() && changes) device_.scale.fill_(values.scale);
       return;
@@ -163,8 +163,8 @@ class ScaleState {
 
   /// As the scale is written by hand.
   void set_scale(double scale) {
-    if (host_) {
-      ScaleMemory<double> values = *host_;
+    if (on_host_) {
+      ScaleMemory<double> values = host_;
       values.scale = scale;
       set(values);
     } else {
@@ -187,8 +187,8 @@ class ScaleState {
   /// Keeps the tracker below a shorter interval, so that it is met at the next good iteration.
   void limit_growth_tracker(int64_t growth_interval) {
     const int64_t last = growth_interval - 1;
-    if (host_) {
-      host_->growth_tracker = std::min(host_->growth_tracker, static_cast<double>(last));
+    if (on_host_) {
+      host_.growth_tracker = std::min(host_.growth_tracker, static_cast<double>(last));
     } else {
       device_.growth_tracker.clamp_max_(last);
     }
@@ -239,26 +239,26 @@ class ScaleState {
 
   /// Moves what is remembered to the device, for good.
   void leave_host() {
-    if (!host_) return;
+    if (!on_host_) return;
     const c10::InferenceMode no_inference(false);
     const auto on_device = [this](double value, at::ScalarType dtype) {
       return at::full({}, value, device_.scale.options().dtype(dtype));
     };
     // As _amp_update_scale_ wants it.
-    device_.growth_tracker = on_device(host_->growth_tracker, at::kInt);
-    device_.skips.fill_(host_->skips);
+    device_.growth_tracker = on_device(host_.growth_tracker, at::kInt);
+    device_.skips.fill_(host_.skips);
     for_each_own_number(
         [&](const char*, at::Tensor& tensor, double value) {
           if (!tensor.defined()) tensor = on_device(value, number_type());
         },
-        device_, *host_);
+        device_, host_);
     if (forecasts_) {
       for_each_forecast_number([&](const char*, at::Tensor& tensor,
                                    double value) { tensor = on_device(value, number_type()); },
-                               device_.forecast, host_->forecast);
+                               device_.forecast, host_.forecast);
     }
-    bound_->set(host_->scale, static_cast<int64_t>(host_->growth_tracker));
-    host_.reset();
+    bound_->set(host_.scale, static_cast<int64_t>(host_.growth_tracker));
+    on_host_ = false;
   }
 
  private:
@@ -309,9 +309,9 @@ class ScaleState {
       auto* const captured = dynamic_cast<CapturedScale*>(state.get());
       if (captured && captured->is_of(bound_)) return captured;
     }
-    auto captured = std::make_shared<CapturedScale>(bound_, device_.scale, ScaleMoves(options));
-    body->states.push_back(captured);
-    return captured.get();
+    auto* const captured = new CapturedScale(bound_, device_.scale, ScaleMoves(options));
+    body->states.push_back(std::shared_ptr<ReplayedState>(captured));
+    return captured;
   }
 
   void follow(const GradScalerOptions& options) {
@@ -331,7 +331,8 @@ class ScaleState {
   };
   bool is_replayed() const { return replays_ != Replays::none; }
 
-  std::optional<ScaleMemory<double>> host_;
+  bool on_host_ = true;
+  ScaleMemory<double> host_;  // where the host knows
   bool forecasts_;
   at::Tensor scale_and_skips_;  // in one piece
   at::Tensor zero_and_one_;

@@ -79,41 +79,47 @@ struct OptimizerState {
 /// The states of the few optimizers that one scaler serves, by identity, in order of appearance.
 class OptimizerStates {
  public:
+  struct Entry {
+    const torch::optim::Optimizer* optimizer;
+    OptimizerState state{};
+  };
+
   /// Stays valid until clear().
   OptimizerState& of(const torch::optim::Optimizer& optimizer) {
-    for (auto& [key, state] : states_) {
-      if (key == &optimizer) return state;
+    for (Entry& entry : entries_) {
+      if (entry.optimizer == &optimizer) return entry.state;
     }
-    return states_.emplace_back(&optimizer, OptimizerState{}).second;
+    entries_.push_back({&optimizer});
+    return entries_.back().state;
   }
 
   const OptimizerState* find(const torch::optim::Optimizer& optimizer) const {
-    for (const auto& [key, state] : states_) {
-      if (key == &optimizer) return &state;
+    for (const Entry& entry : entries_) {
+      if (entry.optimizer == &optimizer) return &entry.state;
     }
     return nullptr;
   }
 
   bool within_iteration() const {
-    for (const auto& [key, state] : states_) {
-      if (state.stage != OptimizerState::Stage::ready) return true;
+    for (const Entry& entry : entries_) {
+      if (entry.state.stage != OptimizerState::Stage::ready) return true;
     }
     return false;
   }
 
   /// Makes one ready again, in place.
   void reset(const torch::optim::Optimizer& optimizer) {
-    for (auto& [key, state] : states_) {
-      if (key == &optimizer) state = OptimizerState{};
+    for (Entry& entry : entries_) {
+      if (entry.optimizer == &optimizer) entry.state = OptimizerState{};
     }
   }
 
-  auto begin() { return states_.begin(); }
-  auto end() { return states_.end(); }
-  void clear() { states_.clear(); }
+  auto begin() { return entries_.begin(); }
+  auto end() { return entries_.end(); }
+  void clear() { entries_.clear(); }
 
  private:
-  std::list<std::pair<const torch::optim::Optimizer*, OptimizerState>> states_;
+  std::list<Entry> entries_;
 };
 
 /// The windows of gradient accumulation that take their gradients from one scaler, each by its
