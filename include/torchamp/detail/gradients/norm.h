@@ -195,8 +195,8 @@ inline at::Tensor total_norm_divided(const std::vector<GradientBatch>& batches, 
   } else if (sums && have_fp64) {
     norm = total_norm(batches, norm_type, /*in_fp64=*/true, zero);
   } else {
-    norm = total_norm(scale.defined() ? divided(batches, scale) : batches, norm_type,
-                      /*in_fp64=*/false, zero);
+    norm = scale.defined() ? total_norm(divided(batches, scale), norm_type, /*in_fp64=*/false, zero)
+                           : total_norm(batches, norm_type, /*in_fp64=*/false, zero);
     if (divisor.defined()) norm.div_(to_device_async(norm.device(), divisor));
     return norm;
   }

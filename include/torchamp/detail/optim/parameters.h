@@ -25,9 +25,7 @@ using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
 using ParamStates = ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>>;
 
 inline ParamGroups one_group(std::vector<at::Tensor> params) {
-  ParamGroups groups;
-  groups.emplace_back(std::move(params));
-  return groups;
+  return {torch::optim::OptimizerParamGroup(std::move(params))};
 }
 
 inline std::string place_of(std::size_t group, std::size_t index) {

@@ -33,27 +33,27 @@ namespace torchamp::detail {
 // If not, it is made anew, from the groups, the states and the counters, which are all that
 // outlives it. A state that is not the plan's says itself how many steps it has behind it.
 
-/// A parameter in a plan.
-struct StepSlot {
-  static constexpr std::size_t no_list = static_cast<std::size_t>(-1);
-  c10::TensorImpl* param;
-  std::size_t list;  ///< no_list for a parameter without a gradient
-
-  /// Null if there is none. Only to be compared.
-  const torch::optim::OptimizerParamState* state = nullptr;
-  int64_t steps = 0;  ///< as the state holds them
-};
-
-/// What a plan relies on of a group's options.
-struct StepUse {
-  std::size_t kinds;
-  bool counted;
-  bool operator==(const StepUse&) const = default;
-};
-
 /// What a step of `Kernel` calls the fused kernels with.
 template <OptimizerKernel Kernel>
 class StepPlan {
+  /// A parameter in a plan.
+  struct Slot {
+    static constexpr std::size_t no_list = static_cast<std::size_t>(-1);
+    c10::TensorImpl* param;
+    std::size_t list;  ///< no_list for a parameter without a gradient
+
+    /// Null if there is none. Only to be compared.
+    const torch::optim::OptimizerParamState* state = nullptr;
+    int64_t steps = 0;  ///< as the state holds them
+  };
+
+  /// What a plan relies on of a group's options.
+  struct Use {
+    std::size_t kinds;
+    bool counted;
+    bool operator==(const Use&) const = default;
+  };
+
  public:
   using Options = typename Kernel::Options;
   using State = typename Kernel::State;
@@ -68,7 +68,7 @@ class StepPlan {
       for (const at::Tensor& param : groups[g].params()) {
         if (slot == slots_.cend() || slot->param != param.unsafeGetTensorImpl()) return false;
         const at::Tensor& grad = gradient_of(param);
-        if (grad.defined() != (slot->list != StepSlot::no_list)) return false;
+        if (grad.defined() != (slot->list != Slot::no_list)) return false;
         State* const state = slot->state ? state_of(*slot, states) : nullptr;
         if (slot->state && !state) return false;
         if (grad.defined() && !add_gradient(lists_[slot->list], param, grad, state)) return false;
@@ -88,7 +88,7 @@ class StepPlan {
     for (std::size_t g = 0; g < groups.size(); ++g) {
       plan.uses_.push_back(use_of(groups, g));
       for (const at::Tensor& param : groups[g].params()) {
-        plan.slots_.push_back({param.unsafeGetTensorImpl(), StepSlot::no_list});
+        plan.slots_.push_back({param.unsafeGetTensorImpl(), Slot::no_list});
         if (plan.uses_[g].counted && gradient_of(param).defined()) counted.push_back(param);
       }
     }
@@ -117,7 +117,7 @@ class StepPlan {
 
   /// Takes note of the states that there are, and of the steps that they hold.
   void note_states(const ParamStates& states) {
-    for (StepSlot& slot : slots_) {
+    for (Slot& slot : slots_) {
       const auto state = states.find(slot.param);
       slot.state = state == states.end() ? nullptr : state->second.get();
       slot.steps = slot.state ? steps_of(*slot.state) : 0;
@@ -128,7 +128,7 @@ class StepPlan {
   /// Returns whether there were any; the plan does not hold then.
   bool drop_counters(const ParamStates& states, CounterTable<StepCounter>& counters) const {
     bool any = false;
-    for (const StepSlot& slot : slots_) {
+    for (const Slot& slot : slots_) {
       if (!slot.state || state_of(slot, states)) continue;
       counters.erase(slot.param);
       any = true;
@@ -147,7 +147,7 @@ class StepPlan {
         if (slot == slots_.cend() || slot->param != param.unsafeGetTensorImpl()) return false;
         State* const state = slot->state ? state_of(*slot, states) : nullptr;
         if (slot->state && !state) return false;
-        if (slot->list != StepSlot::no_list) {
+        if (slot->list != Slot::no_list) {
           const std::size_t i = next[slot->list]++;
           if (state && !has_tensors(lists_[slot->list], i, *state)) return false;
         }
@@ -203,7 +203,7 @@ class StepPlan {
   }
 
  private:
-  static StepUse use_of(const ParamGroups& groups, std::size_t group) {
+  static Use use_of(const ParamGroups& groups, std::size_t group) {
     const Options& options = options_of<Kernel>(groups, group);
     return {Kernel::kinds(options), Kernel::counted(options)};
   }
@@ -218,7 +218,7 @@ class StepPlan {
   }
 
   /// The state that was taken note of; null if there is another one by now, or none.
-  static State* state_of(const StepSlot& slot, const ParamStates& states) {
+  static State* state_of(const Slot& slot, const ParamStates& states) {
     const auto state = states.find(slot.param);
     const bool same = state != states.end() && state->second.get() == slot.state &&
                       steps_of(*slot.state) == slot.steps;
@@ -316,8 +316,8 @@ class StepPlan {
     }
   }
 
-  std::vector<StepSlot> slots_;  ///< for each parameter of each group, in order
-  std::vector<StepUse> uses_;    ///< for each group
+  std::vector<Slot> slots_;  ///< for each parameter of each group, in order
+  std::vector<Use> uses_;    ///< for each group
   std::vector<StepList> lists_;
   std::vector<StepScalars> scalars_;
   std::shared_ptr<const void> identity_;

@@ -184,15 +184,16 @@ using MakeKernel = std::unique_ptr<BoxedKernel> (*)(const c10::OperatorHandle& o
 /// tables.
 inline std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType device,
                                    MakeKernel make) {
-  std::string name = full_name(op.operator_name());
+  const std::string name = full_name(op.operator_name());
   const bool has_native = has_native_kernel(op, device);
   SharedRuntime& runtime = shared_runtime();
   auto& overlays = runtime.overlays[device_index(device, "install_overlay")];
   const std::scoped_lock lock(runtime.mutex);
   const std::size_t index = overlays.size();
-  const auto [known, is_new] = overlays.index_of.emplace(std::move(name), overlays.size());
-  if (!is_new) return known->second;
+  const auto known = overlays.index_of.find(name);
+  if (known != overlays.index_of.end()) return known->second;
   try {
+    overlays.index_of[name] = index;
     const c10::SafeKernelFunction* native = nullptr;
     if (has_native) {  // never destroyed, like the kernel that calls it
       native =
@@ -202,7 +203,7 @@ inline std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType
     register_kernel(op, device, make(op, device, index, native));
   } catch (...) {
     overlays.has_native.resize(index);
-    overlays.index_of.erase(known);
+    overlays.index_of.erase(name);
     throw;
   }
   return index;

@@ -66,8 +66,10 @@ class SparePolicy {
   }
 
   static bool has_predicates(const PolicyData& policy) {
-    return std::any_of(policy.edits.begin(), policy.edits.end(),
-                       [](const Edit& edit) { return edit.when.predicate != nullptr; });
+    for (const Edit& edit : policy.edits) {
+      if (edit.when.predicate) return true;
+    }
+    return false;
   }
 
   static bool is_unshared(const PolicyNode& of) {

@@ -109,9 +109,9 @@ class PolicyData {
   std::shared_ptr<const PolicyData> keeping_casts() const {
     const std::scoped_lock lock(mutex_);
     if (!keeping_casts_) {
-      auto* const copy = new PolicyData(*this);
-      keeping_casts_.reset(copy);
+      auto copy = std::make_shared<PolicyData>(*this);
       copy->keeps_casts = true;
+      keeping_casts_ = std::move(copy);
     }
     return keeping_casts_;
   }

@@ -41,15 +41,18 @@ struct CastRow {
   std::string_view text;  // for the legend of a printed policy
 };
 
+using namespace std::string_view_literals;  // lengths that a compiler need not count
 /// Every rule. A new one is an enumerator, a row here, a case of CastArguments and a test.
 inline constexpr CastRow cast_rows[] = {
-    {Cast::lower_precision, "lower_precision", true, "arguments are cast to the region's dtype"},
-    {Cast::fp32, "fp32", true, "arguments are cast to fp32, or the result is asked for in fp32"},
-    {Cast::promote, "promote", true, "arguments are cast to the widest dtype among them"},
-    {Cast::fp8, "fp8", true, "products of 8-bit numbers, as Policy::fp8 says"},
-    {Cast::unchanged, "unchanged", false, "arguments are left as they are"},
-    {Cast::native, "native", false,
-     "LibTorch's own kernel for the device decides, which does what is said behind it"},
+    {Cast::lower_precision, "lower_precision"sv, true,
+     "arguments are cast to the region's dtype"sv},
+    {Cast::fp32, "fp32"sv, true,
+     "arguments are cast to fp32, or the result is asked for in fp32"sv},
+    {Cast::promote, "promote"sv, true, "arguments are cast to the widest dtype among them"sv},
+    {Cast::fp8, "fp8"sv, true, "products of 8-bit numbers, as Policy::fp8 says"sv},
+    {Cast::unchanged, "unchanged"sv, false, "arguments are left as they are"sv},
+    {Cast::native, "native"sv, false,
+     "LibTorch's own kernel for the device decides, which does what is said behind it"sv},
 };
 
 /// Null for a value that is no rule.
