@@ -67,7 +67,7 @@ inline bool has_half_gradients(const torch::optim::Optimizer& optimizer) {
 
 /// The gradients that a collection holds already: one that several places of an optimizer lead to,
 /// as the weight of a module that a model has registered twice, is to be changed once.
-using SeenGradients = ska::flat_hash_set<const at::TensorImpl*>;
+using SeenGradients = ska::flat_hash_set<const void*>;
 
 /// Every gradient of every group of `optimizer`, once, by device and dtype. Parameters whose
 /// gradients have the conjugate or the negative bit are given resolved() ones. Nothing has been

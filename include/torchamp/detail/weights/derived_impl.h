@@ -6,6 +6,7 @@
 #include <c10/core/TensorImpl.h>
 #include <c10/core/UndefinedTensorImpl.h>
 #include <c10/util/ArrayRef.h>
+#include <c10/util/flat_hash_map.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <algorithm>
@@ -16,7 +17,6 @@
 #include <iterator>
 #include <limits>
 #include <mutex>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -255,7 +255,7 @@ TORCHAMP_BODY void DerivedWeights::add(const at::Tensor& weight, WeightStamp sta
 TORCHAMP_BODY void DerivedWeights::changed(at::TensorList weights) {
   ++entries_->times_told;
   if (is_empty()) return;
-  std::unordered_set<const c10::StorageImpl*> memory;
+  ska::flat_hash_set<const void*> memory;
   for (const at::Tensor& weight : weights) {
     if (weight.defined() && weight.has_storage()) {
       memory.insert(weight.storage().unsafeGetStorageImpl());
@@ -263,7 +263,7 @@ TORCHAMP_BODY void DerivedWeights::changed(at::TensorList weights) {
   }
   const std::scoped_lock lock(entries_->mutex);
   for (Entries::Entry* const entry : entries_->entries) {
-    if (memory.contains(entry->stamp.memory())) entry->is_stale = true;
+    if (memory.count(entry->stamp.memory()) != 0) entry->is_stale = true;
   }
 }
 
