@@ -14,8 +14,8 @@
 
 namespace torchamp::detail {
 
-// What overlays tell those who record, by the names of empty scopes: see Note [A choice is told
-// once].
+// What overlays tell those who record, by the names of empty scopes: see
+// Note [A choice is told once].
 
 /// The rule in a scope's name; nothing if it is no such scope.
 inline std::optional<Cast> announced_choice(std::string_view scope) {
