@@ -6,6 +6,7 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <memory>
 #include <utility>
 
 #include "torchamp/detail/shards.h"
@@ -16,7 +17,7 @@
 
 namespace torchamp::detail {
 
-// What MasterWeights do with split weights, beside steps.
+// What MasterWeights do with weights, split ones above all, beside steps.
 
 /// Writes both halves of `value`.
 inline void write_split(const at::Tensor& value, const at::Tensor& high, const at::Tensor& low) {
@@ -50,6 +51,14 @@ inline bool can_be_split(const at::Tensor& parameter) {
 /// Takes off what earlier MasterWeights, which are gone, have put there.
 inline void remove_weight_meta(const at::Tensor& parameter) {
   if (weight_meta_of(parameter)) parameter.unsafeGetTensorImpl()->set_backend_meta({});
+}
+
+/// Has a model's weight tell that `masters` keep its master, for as long as they live. Not one that
+/// carries data of its device's own.
+inline void note_masters(const at::Tensor& weight, const std::shared_ptr<const void>& masters) {
+  c10::TensorImpl* const tensor = weight.unsafeGetTensorImpl();
+  if (!tensor->get_backend_meta()) tensor->set_backend_meta(c10::make_intrusive<WeightMeta>());
+  if (WeightMeta* const meta = weight_meta_of(weight)) meta->masters = masters;
 }
 
 /// Makes `parameter` the upper half of `value`, and has it carry the lower one.

@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/util/Exception.h>
-#include <c10/util/intrusive_ptr.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
@@ -79,14 +78,6 @@ struct WeightMeta : c10::BackendMeta {
 inline WeightMeta* weight_meta_of(const at::Tensor& tensor) {
   c10::BackendMeta* const meta = tensor.unsafeGetTensorImpl()->get_backend_meta();
   return meta ? dynamic_cast<WeightMeta*>(meta) : nullptr;
-}
-
-/// Has a model's weight tell that `masters` keep its master, for as long as they live. Not one that
-/// carries data of its device's own.
-inline void note_masters(const at::Tensor& weight, const std::shared_ptr<const void>& masters) {
-  c10::TensorImpl* const tensor = weight.unsafeGetTensorImpl();
-  if (!tensor->get_backend_meta()) tensor->set_backend_meta(c10::make_intrusive<WeightMeta>());
-  if (WeightMeta* const meta = weight_meta_of(weight)) meta->masters = masters;
 }
 
 /// Null for what is no piece of a master.
