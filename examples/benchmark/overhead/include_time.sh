@@ -13,12 +13,12 @@
 # LibTorch 2.15, g++ 12, -O2, billions of instructions of the compiler (`perf stat -e
 # instructions:u`) and bytes of code and data of the object file:
 #   without torchamp                                58.6    62,174
-#   guard, scaler and a fused optimizer            113.2   464,012
-#   the same, the library compiled apart            63.6    57,290
-#   the library's own file, once                   100.4   521,874
-#   torchamp.h included, nothing used               67.9    62,174
-#   the same, the library compiled apart            64.1
-# So 93 %, or 8.5 % with TORCHAMP_COMPILED. Header-only there is no way near that: no part stands
+#   guard, scaler and a fused optimizer            111.1   457,783
+#   the same, the library compiled apart            62.8    57,290
+#   the library's own file, once                   103.3   549,320
+#   torchamp.h included, nothing used               67.3    68,930
+#   the same, the library compiled apart            63.2    61,123
+# So 90 %, or 7.2 % with TORCHAMP_COMPILED. Header-only there is no way near that: no part stands
 # out (520 functions, the largest of 6 kB), and the compiler spends 0.12 to 0.13 billion on a
 # kilobyte of them; on one of the rest of the program, most of it instances of LibTorch's templates,
 # 0.27. -Os makes it 91.5. Of what is included and not used, half is not for reading it: GCC
