@@ -80,13 +80,9 @@ class CallTrial {
     if (rng_) random.emplace(*rng_);
     Result result;
     try {
-      torch::jit::Stack stack = arguments(rule);
-      std::vector<at::Tensor> leaves;
-      for (c10::IValue& value : stack) {
-        for_each_tensor_of(value, [&](const at::Tensor& tensor) {
-          if (tensor.defined() && tensor.requires_grad()) leaves.push_back(tensor);
-        });
-      }
+      Arguments call = arguments(rule);
+      torch::jit::Stack& stack = call.stack;
+      const std::vector<at::Tensor>& leaves = call.leaves;
       const at::AutoGradMode with_grad(!leaves.empty());
       result.seconds = seconds_on(device_, [&] { op_.callBoxed(stack); });
       std::vector<at::Tensor> with_gradient;
@@ -98,10 +94,16 @@ class CallTrial {
       std::vector<at::Tensor> gradients;
       gradients.reserve(with_gradient.size());
       for (const at::Tensor& tensor : with_gradient) gradients.push_back(at::ones_like(tensor));
+      std::vector<at::Tensor> of_leaves;
       result.seconds += seconds_on(device_, [&] {
-        (void)torch::autograd::grad(with_gradient, leaves, gradients, /*retain_graph=*/false,
-                                    /*create_graph=*/false, /*allow_unused=*/true);
+        of_leaves = torch::autograd::grad(with_gradient, leaves, gradients, /*retain_graph=*/false,
+                                          /*create_graph=*/false, /*allow_unused=*/true);
       });
+      for (std::size_t i = 0; i < leaves.size(); ++i) {
+        TORCH_CHECK(
+            !call.is_cast[i] || !of_leaves[i].defined() || of_leaves[i].layout() == at::kStrided,
+            "its gradient is sparse, which the backward of a cast does not take");
+      }
     } catch (const c10::Error& error) {
       result = {.problem = error.what_without_backtrace()};
     }
@@ -132,14 +134,23 @@ class CallTrial {
     bool cache_;
   };
 
-  /// The arguments, cast, as leaves of a graph of their own.
-  torch::jit::Stack arguments(Cast rule) const {
+  /// The arguments of one call, cast, as leaves of a graph of their own.
+  struct Arguments {
+    torch::jit::Stack stack;
+    std::vector<at::Tensor> leaves;  // of which gradients are wanted
+    std::vector<bool> is_cast;       // for each of these
+  };
+
+  Arguments arguments(Cast rule) const {
     const at::NoGradGuard no_grad;
     std::vector<bool> wants_gradient;
-    torch::jit::Stack stack;
+    std::vector<at::ScalarType> dtypes;
+    Arguments result;
+    torch::jit::Stack& stack = result.stack;
     for (std::size_t i = 0; i < arguments_.size(); ++i) {
       stack.push_back(with_tensors_changed(arguments_[i], [&](const at::Tensor& tensor) {
         wants_gradient.push_back(records_ && tensor.requires_grad());
+        dtypes.push_back(tensor.scalar_type());
         return tensor.detach();
       }));
       if (is_running_statistic(op_.schema().arguments()[i]) && stack[i].isTensor() &&
@@ -151,12 +162,14 @@ class CallTrial {
     std::size_t next = 0;
     for (c10::IValue& value : stack) {
       value = with_tensors_changed(value, [&](const at::Tensor& tensor) {
-        const bool wanted = wants_gradient[next++];
-        if (!wanted || !tensor.is_floating_point()) return tensor;
-        return tensor.detach().requires_grad_();
+        const std::size_t i = next++;
+        if (!wants_gradient[i] || !tensor.is_floating_point()) return tensor;
+        result.leaves.push_back(tensor.detach().requires_grad_());
+        result.is_cast.push_back(tensor.scalar_type() != dtypes[i]);
+        return result.leaves.back();
       });
     }
-    return stack;
+    return result;
   }
 
   c10::OperatorHandle op_;

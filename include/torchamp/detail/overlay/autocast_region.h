@@ -26,7 +26,7 @@ class AutocastRegion {
  public:
   AutocastRegion(at::DeviceType device, std::optional<at::ScalarType> dtype, bool enabled,
                  std::optional<bool> cache_enabled, std::optional<WeightCache> cache,
-                 std::shared_ptr<const PolicyData> policy);
+                 const std::shared_ptr<const PolicyData>& policy);
 
   AutocastRegion(const AutocastRegion&) = delete;
   AutocastRegion& operator=(const AutocastRegion&) = delete;
@@ -38,7 +38,7 @@ class AutocastRegion {
   struct Checked {
     Checked(at::DeviceType on_device, std::optional<at::ScalarType> asked_dtype,
             bool asked_to_be_enabled, std::optional<WeightCache> cache,
-            std::shared_ptr<const PolicyData> asked_policy);
+            const std::shared_ptr<const PolicyData>& asked_policy);
 
     at::DeviceType device;
     at::ScalarType dtype;

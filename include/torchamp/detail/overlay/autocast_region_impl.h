@@ -106,11 +106,9 @@ inline WeightKeep::Until until_of(WeightCache cache) {
                     " is no WeightCache. Pass one of its enumerators.");
 }
 
-TORCHAMP_BODY AutocastRegion::Checked::Checked(at::DeviceType on_device,
-                                               std::optional<at::ScalarType> asked_dtype,
-                                               bool asked_to_be_enabled,
-                                               std::optional<WeightCache> cache,
-                                               std::shared_ptr<const PolicyData> asked_policy)
+TORCHAMP_BODY AutocastRegion::Checked::Checked(
+    at::DeviceType on_device, std::optional<at::ScalarType> asked_dtype, bool asked_to_be_enabled,
+    std::optional<WeightCache> cache, const std::shared_ptr<const PolicyData>& asked_policy)
     : device(on_device) {
   const std::size_t index = device_index(device, "AutocastGuard");
   if (asked_dtype) check_is_floating(*asked_dtype);
@@ -174,10 +172,9 @@ TORCHAMP_BODY AutocastRegion::AutocastRegion(at::DeviceType device,
                                              std::optional<at::ScalarType> dtype, bool enabled,
                                              std::optional<bool> cache_enabled,
                                              std::optional<WeightCache> cache,
-                                             std::shared_ptr<const PolicyData> policy)
-    : AutocastRegion(
-          Checked(device, dtype, enabled, asked_cache(cache_enabled, cache), std::move(policy)),
-          cache_enabled || !cache ? cache_enabled : cache != WeightCache::none) {}
+                                             const std::shared_ptr<const PolicyData>& policy)
+    : AutocastRegion(Checked(device, dtype, enabled, asked_cache(cache_enabled, cache), policy),
+                     cache_enabled || !cache ? cache_enabled : cache != WeightCache::none) {}
 
 TORCHAMP_BODY AutocastRegion::AutocastRegion(Checked checked, std::optional<bool> cache_enabled)
     : before_(DeviceAutocastState::of(checked.device)),
