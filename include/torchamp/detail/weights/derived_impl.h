@@ -16,6 +16,7 @@
 #include <functional>
 #include <iterator>
 #include <limits>
+#include <memory>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -79,13 +80,6 @@ struct DerivedWeights::Entries {
     return tensor.use_count() == 1 && tensor.storage().use_count() == 1;
   }
 
-  Entries() = default;
-  Entries(const Entries&) = delete;
-  Entries& operator=(const Entries&) = delete;
-  ~Entries() {
-    for (const Entry* const entry : entries) delete entry;
-  }
-
   // A region's number is most_threads times how many its thread has begun, plus the thread's
   // number. A thread's last two have slots of their own. Of two open regions that share a slot, one
   // may be taken for ended: nothing is kept for it then.
@@ -126,16 +120,9 @@ struct DerivedWeights::Entries {
     return place;
   }
 
-  // Takes the entry apart, which is no longer to be found then.
-  Tensors take(Entry* entry) {
-    Tensors tensors = std::move(entry->tensors);
-    counts.bytes -= entry->bytes;
-    delete entry;
-    return tensors;
-  }
-
   Tensors take_at(std::size_t place) {
-    Tensors tensors = take(entries[place]);
+    Tensors tensors = std::move(entries[place]->tensors);
+    counts.bytes -= entries[place]->bytes;
     entries.erase(entries.begin() + static_cast<std::ptrdiff_t>(place));
     --size;
     return tensors;
@@ -152,17 +139,18 @@ struct DerivedWeights::Entries {
       purge_at = std::max<std::size_t>(64, 2 * entries.size());
     }
     entry.used = ++uses;
-    counts.bytes += entry.bytes;
-    ++size;
+    const int64_t bytes = entry.bytes;
     const auto place = entries.begin() + static_cast<std::ptrdiff_t>(find(weight, entry.form));
-    entries.insert(place, new Entry(std::move(entry)));
+    entries.insert(place, std::make_unique<Entry>(std::move(entry)));
+    counts.bytes += bytes;
+    ++size;
   }
 
   // Drops what is least recently used until `bytes` more fit.
   void make_room(int64_t bytes, std::vector<Tensors>& dropped) {
     while (counts.bytes > budget - bytes && size != 0) {
       std::uint64_t oldest = std::numeric_limits<std::uint64_t>::max();
-      for (const Entry* const entry : entries) oldest = std::min(oldest, entry->used);
+      for (const auto& entry : entries) oldest = std::min(oldest, entry->used);
       purge([](const Entry& entry, std::uint64_t used) { return entry.used == used; }, oldest,
             dropped);
     }
@@ -180,19 +168,20 @@ struct DerivedWeights::Entries {
   // Takes out what `leaves` says, and what belongs to weights that are gone.
   void purge(Leaves leaves, std::uint64_t number, std::vector<Tensors>& dropped) {
     std::size_t left = 0;
-    for (Entry* const entry : entries) {
+    for (auto& entry : entries) {
       if (entry->owner.expired() || leaves(*entry, number)) {
-        dropped.push_back(take(entry));
+        counts.bytes -= entry->bytes;
+        dropped.push_back(std::move(entry->tensors));
       } else {
-        entries[left++] = entry;
+        entries[left++].swap(entry);
       }
     }
     while (entries.size() > left) entries.pop_back();
     size = left;
   }
 
-  std::mutex mutex;             // guards what is not atomic
-  std::vector<Entry*> entries;  // owned; by their owners' addresses
+  std::mutex mutex;                             // guards what is not atomic
+  std::vector<std::unique_ptr<Entry>> entries;  // by their owners' addresses
   Counts counts;
   std::uint64_t uses = 0;
   std::size_t purge_at = 64;  // entries, after which those of weights that are gone are looked for
@@ -221,7 +210,7 @@ TORCHAMP_BODY DerivedWeights::Found DerivedWeights::find(const at::Tensor& weigh
     const std::scoped_lock lock(entries_->mutex);
     const std::size_t place = entries_->find(weight, form);
     if (entries_->is_of(place, owner_of(weight))) {
-      Entries::Entry* const entry = entries_->entries[place];
+      Entries::Entry* const entry = entries_->entries[place].get();
       if (entry->holds(weight)) {
         ++entries_->counts.hits;
         entry->keep(keep);
@@ -262,7 +251,7 @@ TORCHAMP_BODY void DerivedWeights::changed(at::TensorList weights) {
     }
   }
   const std::scoped_lock lock(entries_->mutex);
-  for (Entries::Entry* const entry : entries_->entries) {
+  for (const auto& entry : entries_->entries) {
     if (memory.count(entry->stamp.memory()) != 0) entry->is_stale = true;
   }
 }
@@ -271,7 +260,7 @@ TORCHAMP_BODY void DerivedWeights::all_changed() {
   ++entries_->times_told;
   if (is_empty()) return;
   const std::scoped_lock lock(entries_->mutex);
-  for (Entries::Entry* const entry : entries_->entries) entry->is_stale = true;
+  for (const auto& entry : entries_->entries) entry->is_stale = true;
 }
 
 TORCHAMP_BODY std::uint64_t DerivedWeights::begin_region() {
