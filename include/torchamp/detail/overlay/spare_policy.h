@@ -3,7 +3,6 @@
 
 #include <c10/util/ThreadLocalDebugInfo.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -73,8 +72,8 @@ class SparePolicy {
   }
 
   static bool is_unshared(const PolicyNode& of) {
-    if (of.node.use_count() != 1 || of.policy.use_count() != 2)
-      return false;                                       // the node's and ours
+    constexpr long ours_and_the_nodes = 2;
+    if (of.node.use_count() != 1 || of.policy.use_count() != ours_and_the_nodes) return false;
     std::atomic_thread_fence(std::memory_order_acquire);  // after those who had a share
     return true;
   }
