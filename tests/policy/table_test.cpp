@@ -276,9 +276,9 @@ class TableIsComplete : public ::testing::Test {
 };
 
 TEST_F(TableIsComplete, ForLibTorchsCudaLists) {
-  for (const auto& [name, cast, conditional, edit] : torchamp::detail::libtorch_cuda_lists()) {
-    EXPECT_TRUE(find_op(name.substr(6))) << "the lists' macros are misread: " << name;
-    expect_case(name);
+  for (const auto& rules : torchamp::detail::libtorch_cuda_lists()) {
+    EXPECT_TRUE(find_op(rules.op.substr(6))) << "the lists' macros are misread: " << rules.op;
+    expect_case(rules.op);
   }
 }
 
