@@ -115,7 +115,9 @@ struct GradScalerOptions {
   /// For follows_gradients. True: a bad iteration in which scale() was given an inf or a NaN (a
   /// batch of NaNs, an overflow in forward) is skipped and leaves the scale as it is, since a lower
   /// one would not have mended it. Over several processes only with agree_largest, which tells all
-  /// of them: one's loss is not another's, even where their gradients are averaged. Costs a small
+  /// of them: one's loss is not another's, even where their gradients are averaged. It holds for
+  /// iterations: a step with a closure backs off in itself, and a program that leaves an iteration
+  /// without update() calls discard(), or its bad loss counts for the next. Costs a small
   /// kernel for each scale() and some for each update(); reads nothing.
   bool forgives_bad_losses = false;
 
@@ -170,13 +172,15 @@ struct GradScalerOptions {
   /// without a read: the largest magnitude is what the check for infs gives. (Where unscale_
   /// divides the gradients, that check is a pass of its own.) Gradients in fp16 and in fp32 behind
   /// fp16 layers alike. A batch of NaNs is taken for an overflow, but tells nothing of the
-  /// gradients: two good iterations after a run of them the scale is back, but for the factor of 2
-  /// that each run costs until growth_interval iterations were good. Where batches of NaNs come
+  /// gradients: after some hundred iterations a run of them costs a factor of 2 or 4, from the
+  /// second good iteration on until growth_interval iterations were good; sooner, while the
+  /// gradients' variance is hardly known, up to 2^5. Where batches of NaNs come
   /// more often than that, set forgives_bad_losses, and they cost their own step alone. As long as
   /// all gradients are 0, the scale grows as torch.amp's does.
   static GradScalerOptions predictive() { return {.max_scale = 0x1p32, .follows_gradients = true}; }
 
   /// For bf16 and fp32: the scale is 1 and stays so; a step with an inf or a NaN is skipped.
+  /// (A file of another scaler brings its scale along; update(1.) sets it back.)
   static GradScalerOptions skip_non_finite() { return {.init_scale = 1., .dynamic = false}; }
 
   /// A scale that nothing but update(new_scale) changes.

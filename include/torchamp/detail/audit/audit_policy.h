@@ -308,7 +308,9 @@ inline std::ostream& operator<<(std::ostream& out, const AuditedPolicy& audited)
     out << "  " << detail::text_of(decision);
   }
   for (const std::string& op : audited.joined) {
-    out << op << " follows one rule in several modules, which can have no policy of their own\n";
+    out << op
+        << " follows one rule in several modules, which can have no policy of their own (unless"
+           " they are declared as torchamp::WithPolicy<...>)\n";
   }
   return out;
 }

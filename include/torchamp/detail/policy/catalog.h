@@ -163,7 +163,8 @@ inline std::vector<c10::OperatorHandle> find_ops(std::string_view text, std::str
   if (overloads.empty() || !name.overload) {
     const std::string nearest = OpCatalog::nearest(name.base);
     TORCH_CHECK(!nearest.empty(), call, ": LibTorch knows no op '", shorten(text),
-                "', nor any other of its namespace. Load the library that registers it first.");
+                "', nor any other of its namespace. Load the library that registers it first. "
+                "LibTorch's own ops are named without one: 'softmax'.");
     TORCH_CHECK(false, call, ": LibTorch knows no op '", shorten(text), "'. Did you mean '",
                 nearest, "'?");
   }
