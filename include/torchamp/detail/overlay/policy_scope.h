@@ -8,18 +8,10 @@
 #include <utility>
 
 #include "torchamp/detail/bodies.h"
+#include "torchamp/detail/overlay/policy_node.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
-
-struct ThreadPolicy;
-
-/// A policy to put into a thread's slot, and the node of LibTorch's list of slots that has it
-/// already; null if there is none yet.
-struct PolicyNode {
-  std::shared_ptr<const ThreadPolicy> policy{};
-  std::shared_ptr<c10::ThreadLocalDebugInfo> node{};
-};
 
 /// Puts a ThreadPolicy into the calling thread's slot, and takes it out again.
 class PolicyScope {

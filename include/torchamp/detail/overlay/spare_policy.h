@@ -8,7 +8,7 @@
 #include <memory>
 #include <utility>
 
-#include "torchamp/detail/overlay/policy_scope.h"
+#include "torchamp/detail/overlay/policy_node.h"
 #include "torchamp/detail/overlay/thread_policy.h"
 #include "torchamp/detail/policy/data.h"
 
