@@ -81,8 +81,7 @@ class GradScaler {
   /// Divides the gradients of all groups of `optimizer` by the scale, in place, for the program to
   /// clip or look at; step() will not do so again. Once for each optimizer between two calls of
   /// update(), after the last backward(): what a later one adds stays scaled, and nobody notices.
-  /// Errors: fp16 gradients (before any has been changed), a
-  /// second call, a call after step().
+  /// Errors: fp16 gradients (before any has been changed), a second call, a call after step().
   void unscale_(torch::optim::Optimizer& optimizer);
 
   /// Unscales the gradients if unscale_ has not, and calls `optimizer.step()` unless one of them is

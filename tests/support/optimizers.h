@@ -8,6 +8,7 @@
 #include <torch/torch.h>
 
 #include <memory>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
@@ -39,6 +40,16 @@ class PlainScaledSGD : public torch::optim::SGD, public torchamp::ScaledStep {
 
   int scaled_steps = 0;
   at::Tensor given_scale, given_found_inf;
+};
+
+/// SGD whose step throws while it is told to.
+struct FailingSgd : torch::optim::SGD {
+  using SGD::SGD;
+  at::Tensor step(LossClosure closure = nullptr) override {
+    if (fails) throw std::runtime_error("out of luck");
+    return SGD::step(closure);
+  }
+  bool fails = true;
 };
 
 /// A leaf with the gradient `gradient`.

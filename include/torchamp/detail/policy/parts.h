@@ -14,18 +14,19 @@ namespace torchamp::detail {
 /// A text for a policy and for those of modules, cut into parts: the first is for all ops, by an
 /// empty name. A module's part holds the first as well; lines keep their numbers.
 inline std::vector<std::pair<std::string, std::string>> parts_of_policies(std::string_view text) {
-  std::vector<std::pair<std::string, std::string>> parts(1);
+  const std::string_view common = text_before_modules(text);
+  text.remove_prefix(common.size());
+  std::vector<std::pair<std::string, std::string>> parts{{std::string(), std::string(common)}};
   std::string lines_before;
   while (!text.empty()) {
     const std::string_view line = text.substr(0, text.find('\n'));
     text.remove_prefix(std::min(line.size() + 1, text.size()));
     if (auto module = module_of_line(line)) {
       parts.emplace_back(std::move(*module), parts[0].second + lines_before + '\n');
-      lines_before += '\n';
-      continue;
+    } else {
+      parts.back().second.append(line).append("\n");
     }
-    parts.back().second.append(line).append("\n");
-    if (parts.size() > 1) lines_before += '\n';
+    lines_before += '\n';
   }
   return parts;
 }
