@@ -92,6 +92,46 @@ TEST(Distributed, AveragesWhatMicroBatchesHaveLeftWhenAskedTo) {
   }
 }
 
+/// Two layers, of which a forward may leave out the second.
+struct BranchesImpl : torch::nn::Module {
+  Tensor forward(const Tensor& x, bool uses_second) {
+    return uses_second ? second(first(x)) : first(x);
+  }
+  torch::nn::Linear first{register_module("first", torch::nn::Linear(3, 3))};
+  torch::nn::Linear second{register_module("second", torch::nn::Linear(3, 3))};
+};
+TORCH_MODULE(Branches);
+
+TEST(Distributed, AParameterThatAWindowLeavesUnusedHasNoGradientWhateverTheWindowBeforeUsed) {
+  if (ran_in_processes(2)) return;
+  const auto group = make_group();
+  Branches model;
+  DistributedDataParallel net(model, group, {.find_unused_parameters = true});
+  const auto backward = [&](bool uses_second, bool syncs) {
+    const auto no_sync = net.no_sync(!syncs);
+    net.forward(at::full({1, 3}, group->getRank() + 1.), uses_second).sum().backward();
+  };
+  for (const bool is_sent : {true, false}) {
+    SCOPED_TRACE(is_sent);
+    backward(/*uses_second=*/group->getRank() == 1, /*syncs=*/false);
+    if (is_sent) {
+      net.sync_gradients();
+      expect_same_everywhere(group, {model->second->weight.grad()});
+    }
+    model->zero_grad();
+    backward(false, true);
+    EXPECT_FALSE(model->second->weight.grad().defined());
+    expect_same_everywhere(group, {model->first->weight.grad()});
+    model->zero_grad();
+
+    backward(group->getRank() == 1, false);  // a window that goes on knows what it has used
+    backward(false, true);
+    ASSERT_TRUE(model->second->weight.grad().defined());
+    expect_same_everywhere(group, {model->first->weight.grad(), model->second->weight.grad()});
+    model->zero_grad();
+  }
+}
+
 TEST(Distributed, AWindowThatEndsEarlyStepsAlikeOnAllProcesses) {
   if (ran_in_processes(2)) return;
   const auto group = make_group();

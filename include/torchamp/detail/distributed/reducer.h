@@ -13,8 +13,10 @@
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -56,6 +58,28 @@ struct ReducerOptions {
   bool find_unused_parameters;
   std::optional<c10d::BuiltinCommHookType> communication;
   std::optional<at::ScalarType> reduce_dtype;
+};
+
+// Note [What a window has used]
+// With find_unused_parameters, c10d's Reducer marks what a backward pass uses, within no_sync() as
+// well, until a pass averages. It takes each mark for a gradient, and fails where there is none, so
+// the marks go where gradients do: with those that are averaged without it, and those that the
+// program has dropped.
+
+/// c10d's Reducer, for windows that end without it.
+class WindowReducer final : public c10d::Reducer {
+ public:
+  using Reducer::Reducer;
+
+  /// Drops the marks of all parameters, or of those without a gradient.
+  void drop_marks(bool all) {
+    const std::lock_guard lock(mutex_);
+    if (!local_used_map_.defined()) return;
+    auto* const marks = local_used_map_.mutable_data_ptr<int32_t>();
+    for (std::size_t p = 0; p < params_.size(); ++p) {
+      if (all || !params_[p].unsafeGetTensorImpl()->grad().defined()) marks[p] = 0;
+    }
+  }
 };
 
 /// c10d's Reducer over the parameters of a module that need gradients; a MainGradientReducer where
@@ -105,7 +129,7 @@ class GradientReducer {
         c10d::compute_bucket_assignment_by_size(parameters, {first, bytes}, sparse);
     std::ranges::reverse(buckets);
     // No views: the Optimizer::zero_grad of C++ detaches gradients in place, an error for a view.
-    reducer_ = std::make_shared<c10d::Reducer>(
+    reducer_ = std::make_shared<WindowReducer>(
         std::move(parameters), std::move(buckets), group_, std::move(sparse), options.bucket_bytes,
         options.find_unused_parameters, /*gradient_as_bucket_view=*/false, std::move(names),
         static_cast<int64_t>(first), /*skip_all_reduce_unused_params=*/false,
@@ -123,6 +147,7 @@ class GradientReducer {
   /// the gradients.
   void before_forward() {
     if (main_) return;
+    reducer_->drop_marks(/*all=*/false);
     reducer_->prepare_for_forward();
     if (!reducer_->should_rebuild_buckets()) return;
     collective("DistributedDataParallel::forward", [&] { reducer_->rebuild_buckets(); });
@@ -141,6 +166,7 @@ class GradientReducer {
     const auto own = std::make_shared<MainGradientReducer>(
         module, group_, dtype_on_the_wire(module), options_.bucket_bytes, true);
     own->average_now();
+    reducer_->drop_marks(/*all=*/true);
   }
 
  private:
@@ -157,7 +183,7 @@ class GradientReducer {
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   ReducerOptions options_;
   std::shared_ptr<MainGradientReducer> main_;  // or
-  std::shared_ptr<c10d::Reducer> reducer_;
+  std::shared_ptr<WindowReducer> reducer_;
   std::shared_ptr<c10d::Logger> logger_;
 };
 
