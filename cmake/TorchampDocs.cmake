@@ -13,13 +13,13 @@ set(_torchamp_docs_headers
     # Models
     custom_function module_policy recompute host_memory master_weights
     # To look at
-    cast_recorder precision_audit overflow_report non_finite_op underflow_meter
+    cast_recorder precision_audit audit_row overflow_report non_finite_op underflow_meter
     # Files and processes
     training_checkpoint python_state distributed/process_group distributed/nccl distributed/data_parallel
     distributed/sharded_masters distributed/checkpoint compiled version)
 
 # Public names that a public header takes from detail/.
-set(_torchamp_docs_parts include/torchamp/detail/policy/rule.h include/torchamp/detail/audit/audit_row.h)
+set(_torchamp_docs_parts include/torchamp/detail/policy/rule.h)
 
 # Writes `file`, a Markdown file of the source tree, to `to` as Doxygen wants it: headings with the anchors that GitHub
 # gives them, links relative to the top folder.

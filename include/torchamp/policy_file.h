@@ -28,11 +28,19 @@ struct LoadedPolicies {
   Policy policy = Policy::standard();
   /// For the model's modules.
   ModulePolicies modules{};
+  /// The file that it was.
+  std::string path{};
 
   /// Gives the model's modules their policies: ModulePolicies::apply_to(), with its errors where
-  /// the file is for a model with other modules. Guards are given `policy`.
+  /// the file is for a model with other modules, which name the file. Guards are given `policy`.
   std::vector<std::string> apply_to(torch::nn::Module& model) const {
-    return modules.apply_to(model);
+    try {
+      return modules.apply_to(model);
+    } catch (const c10::Error& error) {
+      TORCH_CHECK(false, "LoadedPolicies::apply_to: the model is another one than '", path,
+                  "', which torchamp::load_policies read, was written for: ",
+                  error.what_without_backtrace());
+    }
   }
 };
 
@@ -50,6 +58,7 @@ inline LoadedPolicies load_policies(const std::string& path) {
   const std::string place = c10::str(call, ": '", path, "'");
   const auto parts = detail::parts_of_policies(detail::read_policy_file(call, path));
   LoadedPolicies loaded;
+  loaded.path = path;
   for (std::size_t i = 0; i < parts.size(); ++i) {
     const auto& [module, text] = parts[i];
     const Policy policy(

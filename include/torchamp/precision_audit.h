@@ -18,7 +18,7 @@
 #include <string>
 #include <vector>
 
-#include "torchamp/detail/audit/audit_row.h"
+#include "torchamp/audit_row.h"  // IWYU pragma: export
 #include "torchamp/module_policy.h"
 #include "torchamp/policy.h"
 #include "torchamp/policy_file.h"
@@ -123,8 +123,8 @@ class PrecisionAudit {
   /// parameter, does not call backward(), calls other ops or gives other shapes or gradients from
   /// one run to the next, calls no op that can be cast, waits for other processes though
   /// PrecisionAuditOptions::average is unset, or is another one there, or gives no parameter a
-  /// gradient, or one that is not finite in fp32; a model whose parameters are all frozen; n below
-  /// 1; and whatever `step` throws.
+  /// gradient, or one that is not finite in fp32; a model whose parameters are all frozen, or one
+  /// of which is trained in 16 bits; n below 1; and whatever `step` throws.
   void run(const std::function<void()>& step, int64_t n = 5);
 
   /// A row for each op and module. First those that lose gradients, are infinite or cannot run in
@@ -148,15 +148,16 @@ class PrecisionAudit {
   /// Note [How an audit chooses]. Calls the step given to run() again: what it refers to must still
   /// exist. Where times were measured here, a choice that is slower than Policy::torch() gives way
   /// to that one, if it keeps to the budget. Gradients that are not finite keep to no budget.
-  /// Errors: nothing has been measured; a budget or limit below 0; a model that is frozen, or
-  /// gradients that are not finite in fp32, by now; and whatever the step throws.
+  /// Errors: nothing has been measured; a budget or limit below 0; a model that is frozen or in 16
+  /// bits, or gradients that are not finite in fp32, by now; and whatever the step throws.
   AuditedPolicy policy(const AuditBudget& budget = {}) const;
 
  private:
   std::shared_ptr<detail::AuditData> data_;
 };
 
-/// Prints the rows as a table, the most harmful first, and the totals.
+/// Prints the rows as a table, the most harmful first, the totals, and what the columns mean (see
+/// AuditRow); or that nothing has been measured.
 std::ostream& operator<<(std::ostream& out, const PrecisionAudit& audit);
 
 }  // namespace TORCHAMP_NAMESPACE

@@ -95,6 +95,31 @@ TEST_P(PrecisionAuditOn, HasARowForEachOpAndModule) {
   EXPECT_DOUBLE_EQ(audit.total().error, error);
 }
 
+TEST(PrecisionAudit, PrintsWhatItsColumnsMeanAndThatNothingHasRun) {
+  Net model = net();
+  PrecisionAudit audit(model, {.dtype = at::kBFloat16});
+  const auto printed = [&] {
+    std::ostringstream out;
+    out << audit;
+    return out.str();
+  };
+  EXPECT_EQ(printed(), "PrecisionAudit: nothing has been measured. Call run(step) first.\n");
+  audit.run(step_of(model), 1);
+  const std::string table = printed(), head = table.substr(0, table.find('\n'));
+  const std::string row = table.substr(head.size() + 1, table.find('\n', head.size() + 1));
+  EXPECT_EQ(head.find("  op in module"), row.find("  " + audit.rows()[0].op)) << table;
+  for (const char* const column : {"error", "grad lost", "underflow", "overflow", "vanished",
+                                   "smallest", "largest", "us fp32", "us 16 bit", "us casts"}) {
+    const std::size_t at = head.find(column);
+    ASSERT_NE(at, std::string::npos) << column;
+    EXPECT_NE(table.find(column, table.find("total of")), std::string::npos) << column;
+    // A number ends where the name of its column does.
+    const std::size_t end = at + std::string(column).size();
+    EXPECT_NE(row[end - 1], ' ') << column << "\n" << table;
+    EXPECT_EQ(row[end], ' ') << column << "\n" << table;
+  }
+}
+
 TEST_P(PrecisionAuditOn, ChangesNothing) {
   Net model = net(nullptr, GetParam());
   torchamp::ModulePolicies{{"last", Policy::standard()}}.apply_to(*model);

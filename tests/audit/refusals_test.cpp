@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <torchamp/master_weights.h>
 #include <torchamp/policy_file.h>
 #include <torchamp/precision_audit.h>
 #include <torchamp/torchamp.h>
@@ -25,6 +26,7 @@
 #include "support/thread_state.h"
 
 using torchamp::AuditedPolicy;
+using torchamp::AuditRow;
 using torchamp::ModulePolicies;
 using torchamp::Policy;
 using torchamp::PrecisionAudit;
@@ -230,6 +232,21 @@ TEST(PrecisionAudit, RefusesModelsAndTimesThatItCannotUse) {
   EXPECT_EQ(audit.rows(), rows);
 }
 
+TEST(PrecisionAudit, NamesTheWeightsThatAreNotInFp32AndTheRemedy) {
+  Net model = net();
+  const auto step = step_of(model);
+  PrecisionAudit early(model, {.dtype = at::kBFloat16});
+  early.run(step, 1);
+  const torchamp::MasterWeights masters(model, {.dtype = at::kBFloat16});
+  PrecisionAudit audit(model, {.dtype = at::kBFloat16});
+  const AllAsBefore as_before(*model);
+  EXPECT_ERROR(audit.run(step, 1),
+               "PrecisionAudit::run: the parameter 'first.weight' is in BFloat16, and errors are "
+               "measured against a step in fp32. Audit the model before MasterWeights or to() make "
+               "it narrow, or a copy of it that to(torch::kFloat) has widened.");
+  EXPECT_ERROR(early.policy(), "PrecisionAudit::policy: the parameter 'first.weight' is in BFl");
+}
+
 TEST(PrecisionAudit, PutsBackWhateverAStepDoesToTheModel) {
   Net model = net();
   const auto loss = [&](at::ScalarType dtype = at::kFloat) {
@@ -370,7 +387,10 @@ TEST(PolicyFile, OfAnotherModelLeavesAllModulesAsTheyAre) {
   Net model = net();
   std::ofstream(folder / "policy") << "policy torch\nmodule last\nfp32: addmm\nmodule head\n";
   EXPECT_ERROR(torchamp::load_policies(folder / "policy").apply_to(*model),
-               "no module of the model fits 'head'");
+               "LoadedPolicies::apply_to: the model is another one than '" +
+                   (folder / "policy").string() +
+                   "', which torchamp::load_policies read, was written for: "
+                   "ModulePolicies::apply_to: no module of the model fits 'head'. The nearest");
   EXPECT_EQ(model->last->module_policy(), nullptr);
 }
 

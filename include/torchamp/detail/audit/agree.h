@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/audit_row.h"
 #include "torchamp/detail/audit/audit_recording.h"
-#include "torchamp/detail/audit/audit_row.h"
 #include "torchamp/detail/audit/audit_session.h"
 #include "torchamp/detail/audit/model_state.h"
 #include "torchamp/detail/devices.h"

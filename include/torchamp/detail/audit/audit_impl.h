@@ -54,12 +54,20 @@ inline AuditedModel audited_model(torch::nn::Module& model, const PrecisionAudit
   TORCH_CHECK_VALUE(false, "PrecisionAudit: the model has no parameter on a device with autocast.");
 }
 
-/// Throws for a model that is frozen as a whole.
+/// Throws for a model that is frozen as a whole, and for one that is trained in 16 bits.
 inline void check_is_trained(const char* call, const torch::nn::Module& model) {
-  for (const at::Tensor& parameter : model.parameters()) {
-    if (parameter.defined() && parameter.requires_grad()) return;
+  bool is_trained = false;
+  for (const auto& item : model.named_parameters()) {
+    const at::Tensor& parameter = item.value();
+    if (!parameter.defined() || !parameter.requires_grad()) continue;
+    is_trained = true;
+    TORCH_CHECK(!is_16_bit(parameter.scalar_type()), call, ": the parameter '", item.key(),
+                "' is in ", parameter.scalar_type(),
+                ", and errors are measured against a step in fp32. Audit the model before "
+                "MasterWeights or to() make it narrow, or a copy of it that to(torch::kFloat) has "
+                "widened.");
   }
-  TORCH_CHECK(false, call,
+  TORCH_CHECK(is_trained, call,
               ": no parameter of the model needs a gradient, and an audit measures errors by "
               "gradients. Call requires_grad_(true) on those that are trained.");
 }

@@ -24,7 +24,7 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/audit/audit_row.h"
+#include "torchamp/audit_row.h"
 #include "torchamp/detail/audit/op_trial.h"
 #include "torchamp/detail/observe/named_parameters.h"
 #include "torchamp/detail/observe/observer.h"

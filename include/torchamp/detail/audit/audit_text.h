@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/audit/audit_row.h"
+#include "torchamp/audit_row.h"
 #include "torchamp/detail/io/atomic_file.h"
 #include "torchamp/detail/observe/print_report.h"
 #include "torchamp/detail/policy/parse.h"
@@ -128,14 +128,30 @@ inline void print_audit_row(std::ostream& out, const AuditRow& row, const std::s
   out << '\n';
 }
 
+/// What the columns of print_audit() are.
+inline constexpr const char* audit_legend =
+    "error: by how much rounding the results to 16 bits changes the loss, squared and summed over "
+    "them\n"
+    "grad lost: largest share of the gradients arriving at them, squared, that rounding those "
+    "loses\n"
+    "underflow, overflow, vanished: results that 16 bits hold with less precision, as inf, as 0\n"
+    "smallest, largest: magnitudes of the results in fp32\n"
+    "us fp32, us 16 bit: microseconds of a step, forward and backward; us casts: of casting all "
+    "arguments\n";
+
 inline void print_audit(std::ostream& out, const std::vector<AuditRow>& rows,
                         const AuditRow& total) {
-  out << "     error  grad lost underflow  overflow  vanished   smallest    largest   us fp32"
+  if (rows.empty()) {
+    out << "PrecisionAudit: nothing has been measured. Call run(step) first.\n";
+    return;
+  }
+  out << "     error grad lost underflow  overflow  vanished   smallest    largest   us fp32"
          " us 16 bit  us casts  op in module\n";
   for (const AuditRow& row : rows) {
     print_audit_row(out, row, row.op + (row.module.empty() ? "" : " in " + row.module));
   }
   print_audit_row(out, total, c10::str("total of ", rows.size(), " rows, ", total.calls, " calls"));
+  out << audit_legend;
 }
 
 /// Puts a text into the place of a file, as a whole or not at all. `call` begins the error texts.

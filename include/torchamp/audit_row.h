@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+/// @file
+/// @brief AuditRow: what a PrecisionAudit measured of one op in one module.
+
 #include <cstdint>
 #include <string>
 
