@@ -225,6 +225,8 @@ TEST(Policy, AnUnknownNameIsAnErrorWithTheNearestKnownOne) {
   EXPECT_ERROR(Policy::standard().unchanged({"softmax.string"}),
                "Policy::unchanged: the op 'aten::softmax' has no overload 'string'. It has '");
   EXPECT_ERROR((void)Policy::standard().lookup("lieanr", at::kCPU), "Did you mean 'linear'?");
+  // Of two that are as near, the one in more families.
+  EXPECT_ERROR((void)Policy::standard().lookup("adddmm", at::kCPU), "Did you mean 'addmm'?");
   EXPECT_ERROR(Policy::standard().fp32({"no_such_library::relu"}),
                "LibTorch knows no op 'no_such_library::relu', nor any other of its namespace. Load "
                "the library that registers it first.");

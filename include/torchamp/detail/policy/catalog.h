@@ -19,6 +19,7 @@
 
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/text.h"
+#include "torchamp/ops.h"
 
 namespace torchamp::detail {
 
@@ -44,6 +45,15 @@ inline std::size_t edit_distance(std::string_view a, std::string_view b) {
   return torch::jit::ComputeEditDistance(from.c_str(), to.c_str(), /*maxEditDistance=*/0);
 }
 
+/// How many families of torchamp::ops have the op.
+inline std::size_t count_families(std::string_view name) {
+  std::size_t count = 0;
+  for (const OpFamily& family : ops::families) {
+    for (const std::string_view op : family) count += op == name ? 1 : 0;
+  }
+  return count;
+}
+
 /// The ops that are registered at the moment. LibTorch tells it of every op that comes or goes, so
 /// that it needs no look at all of them; LibTorch's own lists keep the names of ops that have gone.
 class OpCatalog {
@@ -66,20 +76,26 @@ class OpCatalog {
   }
 
   /// The known name nearest to `base` in its namespace, without "aten::"; empty if nothing is known
-  /// there.
+  /// there. Of several as near, the one in most families, and of these the first by name.
   static std::string nearest(std::string_view base) {
     OpCatalog& catalog = instance();
     const std::scoped_lock lock(catalog.mutex_);
     const std::string_view space = base.substr(0, base.find("::") + 2);
     std::string_view best;
-    std::size_t best_distance = std::numeric_limits<std::size_t>::max();
+    std::size_t best_distance = std::numeric_limits<std::size_t>::max(), best_families = 0;
     for (const Op& op : catalog.ops_) {
       if (op.name == nullptr || !op.name->name.starts_with(space)) continue;
       const std::string_view name = op.name->name;
       if (name == best) continue;
       const std::size_t distance = edit_distance(base, name);
-      if (distance > best_distance || (distance == best_distance && name > best)) continue;
+      if (distance > best_distance) continue;
+      const std::size_t families = name.starts_with("aten::") ? count_families(name.substr(6)) : 0;
+      if (distance == best_distance &&
+          (families < best_families || (families == best_families && name > best))) {
+        continue;
+      }
       best_distance = distance;
+      best_families = families;
       best = name;
     }
     return std::string(best.starts_with("aten::") ? best.substr(6) : best);
