@@ -174,8 +174,9 @@ class GradScaler {
   void load_state_dict(const GradScalerState& state);
 
   /// For torch::save(scaler, path) and torch::load(scaler, path): the state, and what the update
-  /// remembers beyond torch.amp. Saving is refused within an iteration, and within a window of an
-  /// Accumulation or SafeAccumulation, whose gradients would be lost; loading takes over all or
+  /// remembers beyond torch.amp. Save after update(): it is refused from unscale_() or step() on,
+  /// and within a window of an Accumulation or SafeAccumulation, whose gradients would be lost;
+  /// what scale() and backward() alone have done is not in the file. Loading takes over all or
   /// nothing.
   void save(torch::serialize::OutputArchive& archive) const;
   /// For torch::load(scaler, path): takes over what save() has written, all of it or nothing.
