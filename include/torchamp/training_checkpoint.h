@@ -28,6 +28,9 @@
 
 namespace TORCHAMP_NAMESPACE {
 
+class GradScaler;
+class MasterWeights;
+
 /// Saves a run to a file, and goes on from it: model, optimizer, scaler and whatever else the
 /// program names, and the states of the random generators of the CPU and of the devices in use.
 ///
@@ -41,7 +44,8 @@ namespace TORCHAMP_NAMESPACE {
 ///     }
 ///
 /// On a CPU, with the same libraries and number of threads, the run that goes on is the same bit
-/// for bit. The checkpoint refers to what is added, which must live as long as it. For several
+/// for bit. Gradients are not kept: save after update(), not between backward() and step(). The
+/// checkpoint refers to what is added, which must live as long as it. For several
 /// processes, see save_together() and load_together() in distributed/checkpoint.h. One thread at a
 /// time may use it.
 class TrainingCheckpoint {
@@ -54,10 +58,11 @@ class TrainingCheckpoint {
   /// number, a bool, a string or LibTorch's StepLR. Where MasterWeights are added, the model is
   /// not.
   ///
-  /// Learning rates belong to the optimizer: add it with its scheduler. Of a StepLR, also as an
-  /// LRScheduler&, the number of steps is kept, all that changes in it; its interval and factor are
-  /// the program's. A scheduler derived from LRScheduler says itself what it keeps, in save and
-  /// load, its step_count_ too. ReduceLROnPlateauScheduler hides its state and cannot be added.
+  /// Learning rates belong to the optimizer: add it with its scheduler, or save() and load() are
+  /// errors (unless the program's own object may hold it). Of a StepLR, also as an LRScheduler&,
+  /// the number of steps is kept, all that changes in it; its interval and factor are the
+  /// program's. A scheduler derived from LRScheduler says itself what it keeps, in save and load,
+  /// its step_count_ too. ReduceLROnPlateauScheduler hides its state and cannot be added.
   ///
   /// An error for a name with a quote, a backslash or the end of a line, which LibTorch writes and
   /// cannot read, and for an LRScheduler& that is no StepLR.
@@ -123,12 +128,17 @@ class TrainingCheckpoint {
     std::function<std::function<void()>()> keep = {};
     /// For what lies on several processes: brings it to process 0.
     std::function<void()> gather = {};
+    /// The learning rates that an optimizer has, and that a StepLR has set in its own.
+    std::function<std::vector<double>()> rates = {}, scheduled_rates = {};
+    /// Of the program's own: nobody knows what it saves.
+    bool is_own = false;
   };
   using Undo = std::vector<std::function<void()>>;
 
   template <class T>
   void add_to(std::vector<Entry>& entries, std::string name, T& object);
   void add_entry(std::vector<Entry>& entries, Entry entry) const;
+  void check_schedulers(const char* call) const;
   static void load_module(torch::nn::Module& module, torch::serialize::InputArchive& archive);
   void write(torch::serialize::OutputArchive& archive, const std::vector<Entry>& entries) const;
   void read(torch::serialize::InputArchive& archive, const std::vector<Entry>& entries,
@@ -150,6 +160,15 @@ void load_any_optimizer(torch::optim::Optimizer& optimizer,
 void gather_optimizer(torch::optim::Optimizer& optimizer);
 std::function<void()> keep_optimizer(torch::optim::Optimizer& optimizer);
 unsigned& step_count_of(torch::optim::LRScheduler& scheduler, const std::string& name);
+std::vector<double> rates_of(const torch::optim::Optimizer& optimizer);
+std::vector<double> rates_of(const torch::optim::LRScheduler& scheduler);
+
+/// Whether a program has made the type, and it may hold an optimizer.
+template <class T>
+inline constexpr bool may_hold_optimizer =
+    !std::derived_from<T, torch::nn::Module> && !std::derived_from<T, HeldInShares> &&
+    !std::derived_from<T, torch::optim::LRScheduler> && !std::is_same_v<T, GradScaler> &&
+    !std::is_same_v<T, MasterWeights>;
 }  // namespace detail
 
 template <class T>
@@ -164,6 +183,7 @@ void TrainingCheckpoint::add_to(std::vector<Entry>& entries, std::string name, T
     };
     entry.keep = [&object] { return detail::keep_optimizer(object); };
     entry.gather = [&object] { detail::gather_optimizer(object); };
+    entry.rates = [&object] { return detail::rates_of(object); };
   } else if constexpr (requires(OutputArchive & out, InputArchive & in) {
                          object->save(out);
                          object->load(in);
@@ -174,6 +194,7 @@ void TrainingCheckpoint::add_to(std::vector<Entry>& entries, std::string name, T
                          object.save(out);
                          object.load(in);
                        }) {
+    entry.is_own = detail::may_hold_optimizer<T>;
     entry.save = [&object](OutputArchive& archive) { object.save(archive); };
     entry.load = [&object](InputArchive& archive, int64_t) {
       if constexpr (std::derived_from<T, torch::nn::Module>) {
@@ -192,7 +213,9 @@ void TrainingCheckpoint::add_to(std::vector<Entry>& entries, std::string name, T
         "TrainingCheckpoint::add cannot know what a scheduler of your own keeps: give it "
         "save(OutputArchive&) and load(InputArchive&), and keep its step_count_ in them");
     unsigned& steps = detail::step_count_of(object, entry.name);
-    return add_to(entries, std::move(entry.name), steps);
+    add_to(entries, std::move(entry.name), steps);
+    entries.back().scheduled_rates = [&object] { return detail::rates_of(object); };
+    return;
   } else if constexpr (std::derived_from<T, torch::optim::ReduceLROnPlateauScheduler>) {
     static_assert(
         sizeof(T) == 0,

@@ -232,6 +232,42 @@ TEST(TrainingCheckpoint, RefusesASchedulerOfWhichItSeesOnlyTheBase) {
   EXPECT_NO_THROW(checkpoint.add("schedule", own));
 }
 
+TEST(TrainingCheckpoint, RefusesASchedulerWithoutItsOptimizer) {
+  const TemporaryFolder folder;
+  torch::nn::Linear net(4, 2);
+  torch::optim::SGD optimizer(net->parameters(), 0.1), other(net->parameters(), 0.2);
+  torch::optim::StepLR schedule(optimizer, 1);
+  const std::string error =
+      ": 'schedule' sets the learning rates of an optimizer that is not in the checkpoint, without "
+      "which a run goes on at other rates. Add the optimizer, too.";
+  TrainingCheckpoint checkpoint(folder / "run.pt");
+  checkpoint.add("schedule", schedule).add("other", other);
+  EXPECT_ERROR(checkpoint.save(), "TrainingCheckpoint::save" + error);
+  EXPECT_FALSE(checkpoint.exists());
+  checkpoint.add_local("optimizer", optimizer);
+  schedule.step();
+  checkpoint.save();
+  schedule.step();
+  TrainingCheckpoint without(folder / "run.pt");
+  without.add("schedule", schedule);
+  EXPECT_ERROR(without.load(), "TrainingCheckpoint::load" + error);
+  TrainingCheckpoint scheduled_by_base(folder / "run.pt");
+  torch::optim::LRScheduler& base = schedule;
+  scheduled_by_base.add_local("schedule", base);
+  EXPECT_ERROR(scheduled_by_base.load_shared(), "TrainingCheckpoint::load" + error);
+  EXPECT_TRUE(checkpoint.load());
+
+  // Who knows what the program's own objects save?
+  struct Own {
+    torch::optim::Optimizer& held;
+    void save(torch::serialize::OutputArchive& archive) const { held.save(archive); }
+    void load(torch::serialize::InputArchive& archive) { held.load(archive); }
+  } own{optimizer};
+  TrainingCheckpoint of_own(folder / "own.pt");
+  of_own.add("schedule", schedule).add("own", own);
+  EXPECT_NO_THROW(of_own.save());
+}
+
 TEST(TrainingCheckpoint, LeavesTheSchedulerAsItWasWhereTheFileDoesNotFit) {
   const TemporaryFolder folder;
   ScheduledRun run(folder / "run.pt", "LibTorch's");

@@ -282,9 +282,24 @@ TEST(TrainingCheckpointValues, NamesTheOptimizerThatIsOfAnotherKind) {
   sgd.step();
   TrainingCheckpoint checkpoint(folder / "run.pt");
   checkpoint.add("optimizer", sgd);
+  const std::string does_not_fit = "TrainingCheckpoint::load: 'optimizer' in '" +
+                                   (folder / "run.pt").string() + "' does not fit: ";
   EXPECT_ERROR(checkpoint.load(),
-               "does not fit: it is not of this kind of optimizer with these parameters (");
+               does_not_fit +
+                   "it holds the state of an Adam or AdamW, and the program's optimizer "
+                   "is an SGD. Make the optimizer of the run that saved it, or do not "
+                   "add this one: it then begins anew.");
   EXPECT_EQ(sgd.state().size(), 1U);
+  TrainingCheckpoint(folder / "run.pt").add("optimizer", sgd).save();
+  torchamp::FusedAdamW fused({w}, torch::optim::AdamWOptions(0.25));
+  fused.step();
+  TrainingCheckpoint of_fused(folder / "run.pt");
+  of_fused.add("optimizer", fused);
+  EXPECT_ERROR(of_fused.load(), does_not_fit +
+                                    "it holds the state of an SGD, and the program's "
+                                    "optimizer is an Adam or AdamW. Make");
+  EXPECT_EQ(fused.state().size(), 1U);
+  EXPECT_EQ(fused.param_groups()[0].options().get_lr(), 0.25);
 }
 
 /// Whose load and save throw what is no c10::Error.
@@ -332,7 +347,25 @@ TEST(TrainingCheckpointValues, RefusesAnOptimizerOfWhichTheFileHasMoreParameters
   TrainingCheckpoint(folder / "run.pt").add("optimizer", saved).save();
   TrainingCheckpoint checkpoint(folder / "run.pt");
   checkpoint.add("optimizer", optimizer);
-  EXPECT_ERROR(checkpoint.load(), "TrainingCheckpoint::load: 'optimizer' in '");
+  EXPECT_ERROR(checkpoint.load(),
+               "TrainingCheckpoint::load: 'optimizer' in '" + (folder / "run.pt").string() +
+                   "' does not fit: it has parameter groups of [2] parameters, and the program's "
+                   "optimizer [1]. Make model and optimizer those of the run that saved it, or do "
+                   "not add this optimizer: it then begins anew.");
+}
+
+TEST(TrainingCheckpointValues, RefusesAModelOfWhichTheFileHasFewerLayers) {
+  const TemporaryFolder folder;
+  const auto saved = std::make_shared<Layers>(1, true), model = std::make_shared<Layers>(2, true);
+  TrainingCheckpoint(folder / "run.pt").add("model", saved).save();
+  TrainingCheckpoint checkpoint(folder / "run.pt");
+  checkpoint.add("model", *model);
+  const Tensor weight = model->parameters()[0].detach().clone();
+  EXPECT_ERROR(checkpoint.load(),
+               "TrainingCheckpoint::load: 'model' in '" + (folder / "run.pt").string() +
+                   "' does not fit: it lacks what the model in the program has: layer1.weight, "
+                   "layer1.bias");
+  EXPECT_TRUE(at::equal(model->parameters()[0], weight));
 }
 
 /// Saves what its state needs, by a save() of its own.

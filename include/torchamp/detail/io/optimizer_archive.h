@@ -2,16 +2,24 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/full_like.h>
+#include <c10/util/ArrayRef.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/lbfgs.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
+#include <algorithm>
 #include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <exception>
 #include <memory>
 #include <optional>
+#include <sstream>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -46,12 +54,98 @@ inline void save_lbfgs(torch::optim::LBFGS& optimizer, torch::serialize::OutputA
   put_back();
 }
 
+inline at::Tensor bytes_of(torch::serialize::OutputArchive& archive) {
+  std::ostringstream stream;
+  archive.save_to(stream);
+  const std::string text = std::move(stream).str();
+  at::Tensor bytes = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
+  std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
+  return bytes;
+}
+
+inline torch::serialize::InputArchive archive_of(const at::Tensor& bytes) {
+  torch::serialize::InputArchive archive;
+  archive.load_from(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes());
+  return archive;
+}
+
 inline void save_optimizer(torch::optim::Optimizer& optimizer,
                            torch::serialize::OutputArchive& archive) {
   if (auto* const lbfgs = dynamic_cast<torch::optim::LBFGS*>(&optimizer)) {
     return save_lbfgs(*lbfgs, archive);
   }
   optimizer.save(archive);
+}
+
+/// The kind of LibTorch's optimizers whose options were written; empty for any other.
+inline std::string kind_of_options(torch::serialize::InputArchive& archive) {
+  constexpr std::pair<const char*, const char*> kinds[] = {{"amsgrad", "an Adam or AdamW"},
+                                                           {"nesterov", "an SGD"},
+                                                           {"lr_decay", "an Adagrad"},
+                                                           {"centered", "an RMSprop"},
+                                                           {"max_iter", "an LBFGS"}};
+  const std::vector<std::string> keys = archive.keys();
+  for (const auto& [key, kind] : kinds) {
+    if (std::find(keys.begin(), keys.end(), key) != keys.end()) return kind;
+  }
+  return {};
+}
+
+/// The kind and the sizes of the parameter groups of an optimizer that was written.
+struct OptimizerShape {
+  std::string kind{};
+  std::vector<int64_t> groups{};
+
+  /// Throws for an archive that no optimizer of LibTorch's wrote.
+  static OptimizerShape of(torch::serialize::InputArchive& archive) {
+    torch::serialize::InputArchive all;
+    at::Tensor count, size;
+    archive.read("param_groups", all);
+    all.read("param_groups/size", count);
+    OptimizerShape shape;
+    for (int64_t g = 0; g < count.item<int64_t>(); ++g) {
+      torch::serialize::InputArchive group, options;
+      all.read("param_groups/" + std::to_string(g), group);
+      group.read("params/size", size);
+      shape.groups.push_back(size.item<int64_t>());
+      group.read("options", options);
+      shape.kind = kind_of_options(options);
+    }
+    return shape;
+  }
+
+  static OptimizerShape of(const torch::optim::Optimizer& optimizer) {
+    OptimizerShape shape;
+    for (const auto& group : optimizer.param_groups()) {
+      shape.groups.push_back(static_cast<int64_t>(group.params().size()));
+      torch::serialize::OutputArchive options;
+      group.options().serialize(options);
+      auto written = archive_of(bytes_of(options));
+      shape.kind = kind_of_options(written);
+    }
+    return shape;
+  }
+};
+
+/// Throws where what the archive holds is of another kind, or of other parameter groups.
+inline void check_archive_fits(const torch::optim::Optimizer& optimizer,
+                               torch::serialize::InputArchive& archive) {
+  OptimizerShape held, wanted;
+  try {
+    held = OptimizerShape::of(archive);
+    wanted = OptimizerShape::of(optimizer);
+  } catch (const std::exception&) {
+    return;  // of the program's own, which knows what it reads
+  }
+  TORCH_CHECK(held.kind == wanted.kind || held.kind.empty() || wanted.kind.empty(),
+              "it holds the state of ", held.kind, ", and the program's optimizer is ", wanted.kind,
+              ". Make the optimizer of the run that saved it, or do not add this one: it then "
+              "begins anew.");
+  TORCH_CHECK(held.groups == wanted.groups, "it has parameter groups of ",
+              at::IntArrayRef(held.groups), " parameters, and the program's optimizer ",
+              at::IntArrayRef(wanted.groups),
+              ". Make model and optimizer those of the run that saved it, or do not add this "
+              "optimizer: it then begins anew.");
 }
 
 /// LibTorch takes over state of any shape, with which the next step fails.
@@ -74,6 +168,7 @@ inline void check_state_fits(const torch::optim::Optimizer& optimizer) {
 
 inline void load_optimizer(torch::optim::Optimizer& optimizer,
                            torch::serialize::InputArchive& archive) {
+  check_archive_fits(optimizer, archive);
   optimizer.state().clear();  // of parameters that had none in the file
   try {
     optimizer.load(archive);

@@ -5,12 +5,10 @@
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <c10/util/Type.h>
 
 #include <cstddef>
-#include <cstring>
 #include <exception>
 #include <filesystem>
 #include <functional>
@@ -18,7 +16,7 @@
 #include <memory>
 #include <optional>
 #include <random>
-#include <sstream>
+#include <set>
 #include <string>
 #include <system_error>
 #include <typeinfo>
@@ -49,21 +47,6 @@ inline constexpr int64_t training_checkpoint_version = 2;
 /// LibTorch writes an archive with a key such as "class", and then cannot read it.
 inline std::string archive_key(const std::string& name) {
   return "object:" + name;
-}
-
-inline at::Tensor bytes_of(torch::serialize::OutputArchive& archive) {
-  std::ostringstream stream;
-  archive.save_to(stream);
-  const std::string text = std::move(stream).str();
-  at::Tensor bytes = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
-  std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
-  return bytes;
-}
-
-inline torch::serialize::InputArchive archive_of(const at::Tensor& bytes) {
-  torch::serialize::InputArchive archive;
-  archive.load_from(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes());
-  return archive;
 }
 
 /// Runs `body`; what it throws becomes a c10::Error that starts with where().
@@ -127,7 +110,48 @@ inline unsigned& step_count_of(torch::optim::LRScheduler& scheduler, const std::
   return Access::of(scheduler);
 }
 
+/// Empty for an optimizer of the program's own whose options do not tell.
+inline std::vector<double> rates_of(const torch::optim::Optimizer& optimizer) {
+  std::vector<double> rates;
+  try {
+    for (const auto& group : optimizer.param_groups()) rates.push_back(group.options().get_lr());
+  } catch (const c10::Error&) {
+    rates.clear();
+  }
+  return rates;
+}
+
+/// The rates in its optimizer, which LibTorch shows to derived classes alone.
+inline std::vector<double> rates_of(const torch::optim::LRScheduler& scheduler) {
+  struct Access : torch::optim::LRScheduler {
+    static std::vector<double> of(const LRScheduler& any) {
+      return (any.*&Access::get_current_lrs)();
+    }
+  };
+  return Access::of(scheduler);
+}
+
 }  // namespace detail
+
+/// LibTorch does not tell which optimizer a scheduler is of: one that was added has its rates.
+inline void TrainingCheckpoint::check_schedulers(const char* call) const {
+  const auto lists = {&shared_, &local_};
+  std::set<std::vector<double>> known;
+  for (const auto* list : lists) {
+    for (const Entry& entry : *list) {
+      if (entry.is_own) return;
+      if (entry.rates) known.insert(entry.rates());
+    }
+  }
+  for (const auto* list : lists) {
+    for (const Entry& entry : *list) {
+      TORCH_CHECK(!entry.scheduled_rates || known.contains(entry.scheduled_rates()), call, ": '",
+                  entry.name,
+                  "' sets the learning rates of an optimizer that is not in the checkpoint, "
+                  "without which a run goes on at other rates. Add the optimizer, too.");
+    }
+  }
+}
 
 inline void TrainingCheckpoint::add_entry(std::vector<Entry>& entries, Entry entry) const {
   TORCH_CHECK_VALUE(entry.name.find_first_of("\"\\\n") == std::string::npos,
@@ -146,16 +170,26 @@ inline void TrainingCheckpoint::add_entry(std::vector<Entry>& entries, Entry ent
 /// LibTorch takes the bytes of a file for the dtype of the model that it loads.
 inline void TrainingCheckpoint::load_module(torch::nn::Module& module,
                                             torch::serialize::InputArchive& archive) {
+  std::vector<std::string> missing;
   detail::read_module(
-      module, archive, [](const std::string& name, const at::Tensor& to, const at::Tensor& from) {
-        if (!from.defined()) return;
+      module, archive, [&](const std::string& name, const at::Tensor& to, const at::Tensor& from) {
+        if (!from.defined()) {
+          if (to.defined()) missing.push_back(name);
+          return;
+        }
         TORCH_CHECK(from.sizes() == to.sizes() && from.dtype() == to.dtype(), "'", name, "' is ",
                     from.dtype(), ' ', from.sizes(), " in the file and ", to.dtype(), ' ',
                     to.sizes(), " in the model");
       });
   detail::check_nothing_is_left(module, archive, "it");
   detail::WeightsInPlace weights(module);
-  module.load(archive);
+  try {
+    module.load(archive);
+  } catch (const std::exception&) {
+    TORCH_CHECK(missing.empty(),
+                "it lacks what the model in the program has: ", detail::list_of(missing));
+    throw;
+  }
   weights.take_back();
 }
 
@@ -219,6 +253,7 @@ inline at::Tensor TrainingCheckpoint::local_part() const {
 }
 
 inline void TrainingCheckpoint::save(const std::vector<at::Tensor>& local_parts) const {
+  check_schedulers("TrainingCheckpoint::save");
   TORCH_CHECK_VALUE(!local_parts.empty(),
                     "TrainingCheckpoint::save: the list of local parts is empty, and such a file "
                     "could not be loaded. Pass the local_part() of each process.");
@@ -282,6 +317,7 @@ inline bool TrainingCheckpoint::load_shared() {
 
 inline bool TrainingCheckpoint::load_parts(
     const std::function<at::Tensor(torch::serialize::InputArchive&)>& local_part) {
+  check_schedulers("TrainingCheckpoint::load");
   if (!exists()) return false;
   const at::NoGradGuard no_grad;
   torch::serialize::InputArchive archive, shared, local, rng;
