@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "torchamp/detail/main_gradient.h"
+#include "torchamp/detail/make_split.h"
 #include "torchamp/detail/tensor_pairs.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/version.h"
@@ -94,7 +95,7 @@ class MasterWeights {
   /// Casts the parameters of `model`, in place. Errors, before anything is changed: a dtype other
   /// than fp16 and bf16, or than bf16 for MasterStorage::split; a name in keep_fp32 that the model
   /// does not have; a parameter that has a master in other MasterWeights or ShardedMasterWeights
-  /// which still exist.
+  /// which still exist. Where memory runs out, the model is as it was.
   explicit MasterWeights(std::shared_ptr<torch::nn::Module> model,
                          MasterWeightsOptions options = {});
 
@@ -160,7 +161,7 @@ class MasterWeights {
     std::shared_ptr<detail::MainGradient> main = nullptr;  // where backward takes gradients
 
     at::Tensor value() const;
-    void set(const at::Tensor& value) const;
+    void set(const at::Tensor& value, const detail::NarrowWeight& halves) const;
   };
   void check_split(const char* call, bool unwritten = true) const;
   void check_taken() const;

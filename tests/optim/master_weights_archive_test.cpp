@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Archives of master weights.
+// Archives of master weights, and models that stay as they are where memory runs out.
 #include "torchamp/master_weights.h"
 
 #include <ATen/ATen.h>
@@ -8,11 +8,14 @@
 #include <torch/serialize.h>
 
 #include <cstddef>
+#include <optional>
 #include <sstream>
 #include <vector>
 
 #include "support/expect_error.h"
 #include "support/master_nets.h"
+#include "support/out_of_memory.h"
+#include "support/simulated/device.h"
 
 namespace {
 
@@ -118,6 +121,68 @@ TEST(MasterWeights, StayAsTheyWereWhenLoadingFails) {
       "MasterWeights::load: 'head.weight' is [3, 4] in the archive and [2, 4] in the model");
   expect_equal(masters.parameters(), values);
   expect_equal(net->parameters(), model_values);
+}
+
+/// How masters are kept, and whether backward takes gradients.
+std::vector<torchamp::MasterWeightsOptions> all_options() {
+  using torchamp::MasterStorage;
+  return {{.dtype = at::kBFloat16},
+          {.dtype = at::kBFloat16, .main_gradients = true},
+          {.dtype = at::kBFloat16, .storage = MasterStorage::split},
+          {.dtype = at::kBFloat16, .storage = MasterStorage::split, .main_gradients = true}};
+}
+
+/// What a plain model reads from the masters' file.
+std::vector<Tensor> saved_values_of(const MasterWeights& masters) {
+  std::stringstream file;
+  torch::save(masters, file);
+  torch::nn::Linear plain(3, 2);
+  torch::load(plain, file, at::Device(at::kCPU));
+  return clones(plain->parameters());
+}
+
+TEST(MasterWeights, LeaveTheModelAsItWasWhereMemoryRunsOut) {
+  if (!simulated::available()) GTEST_SKIP() << "only the simulated device's memory is limited";
+  for (const auto& options : all_options()) {
+    const auto model = to_device(torch::nn::Linear(3, 2), simulated::sim0);
+    model->weight.mutable_grad() = at::ones_like(model->weight);
+    const Tensor gradient = model->weight.grad(), memory = model->weight.detach();
+    std::vector<Tensor> values;
+    for (const Tensor& parameter : model->parameters()) values.push_back(parameter.detach().cpu());
+    std::optional<MasterWeights> masters;
+    const int failures =
+        until_memory_suffices([&] { masters.emplace(model, options); },
+                              [&] {
+                                EXPECT_TRUE(model->weight.is_alias_of(memory));
+                                EXPECT_TRUE(model->weight.grad().is_same(gradient));
+                                for (std::size_t p = 0; p < values.size(); ++p) {
+                                  EXPECT_EQ(model->parameters()[p].scalar_type(), at::kFloat);
+                                  EXPECT_TRUE(at::equal(model->parameters()[p].cpu(), values[p]));
+                                }
+                              });
+    EXPECT_GE(failures, 2);
+    expect_equal(saved_values_of(*masters), values);
+  }
+}
+
+TEST(MasterWeights, LoadAllOrNothingWhereMemoryRunsOut) {
+  if (!simulated::available()) GTEST_SKIP() << "only the simulated device's memory is limited";
+  for (const auto& options : all_options()) {
+    const auto model = to_device(torch::nn::Linear(3, 2), simulated::sim0);
+    MasterWeights masters(model, options);
+    const auto before = saved_values_of(masters);
+    const torch::nn::Linear other(3, 2);
+    std::stringstream file;
+    torch::save(other, file);
+    const int failures = until_memory_suffices(
+        [&] {
+          file.seekg(0);
+          torch::load(masters, file);
+        },
+        [&] { expect_equal(saved_values_of(masters), before); });
+    EXPECT_GE(failures, 2);
+    expect_equal(saved_values_of(masters), clones(other->parameters()));
+  }
 }
 
 }  // namespace

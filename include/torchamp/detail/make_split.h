@@ -61,15 +61,32 @@ inline void note_masters(const at::Tensor& weight, const std::shared_ptr<const v
   if (WeightMeta* const meta = weight_meta_of(weight)) meta->masters = masters;
 }
 
-/// Makes `parameter` the upper half of `value`, and has it carry the lower one.
-inline void make_split(const at::Tensor& parameter, const at::Tensor& value) {
-  auto split = c10::make_intrusive<SplitWeight>();
-  const at::Tensor high = at::empty_like(value, value.options().dtype(at::kBFloat16));
-  split->low = at::empty_like(high, high.options().dtype(at::kShort));
-  write_split(value, high, split->low);
-  parameter.set_data(high);
-  split->note_version(parameter);
-  parameter.unsafeGetTensorImpl()->set_backend_meta(std::move(split));
-}
+/// What a weight's value becomes, in memory of its own: the weight in 16 bits, and those that it
+/// lacks, where it is split.
+struct NarrowWeight {
+  static NarrowWeight of(const at::Tensor& value, at::ScalarType dtype) {
+    return {value.to(dtype, /*non_blocking=*/false, /*copy=*/true), {}};
+  }
+  /// Laid out as `like`.
+  static NarrowWeight split(const at::Tensor& value, const at::Tensor& like) {
+    const auto options = like.options().requires_grad(false);
+    NarrowWeight halves{at::empty_like(like, options.dtype(at::kBFloat16)), {}};
+    halves.low = at::empty_like(like, options.dtype(at::kShort));
+    write_split(value, halves.high, halves.low);
+    return halves;
+  }
+
+  /// Has `parameter` be that, and carry what it lacks.
+  void give_to(const at::Tensor& parameter) const {
+    parameter.set_data(high);
+    if (!low.defined()) return;
+    auto split = c10::make_intrusive<SplitWeight>();
+    split->low = low;
+    split->note_version(parameter);
+    parameter.unsafeGetTensorImpl()->set_backend_meta(std::move(split));
+  }
+
+  at::Tensor high, low{};
+};
 
 }  // namespace torchamp::detail

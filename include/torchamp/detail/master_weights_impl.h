@@ -6,8 +6,11 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
+#include <cstddef>
 #include <regex>
 #include <unordered_set>
+#include <utility>
+#include <vector>
 
 #include "torchamp/detail/io/module_archive.h"
 #include "torchamp/detail/make_split.h"
@@ -111,6 +114,8 @@ inline MasterWeights::MasterWeights(std::shared_ptr<torch::nn::Module> model,
         options_.main_gradients ? ". Make the MasterWeights without main_gradients." : nullptr);
   }
 
+  // What the weights become, in memory of its own: the model changes once there is all of it.
+  std::vector<detail::NarrowWeight> narrow;
   std::unordered_set<const at::TensorImpl*> seen;  // a parameter may have several names
   for (const auto& item : parameters) {
     const at::Tensor& parameter = item.value();
@@ -119,30 +124,36 @@ inline MasterWeights::MasterWeights(std::shared_ptr<torch::nn::Module> model,
     const bool is_narrow = (dtype == at::kFloat || detail::is_16_bit(dtype)) &&
                            !kept.contains(parameter.unsafeGetTensorImpl());
     Weight weight{item.key(), parameter, is_narrow, /*is_split=*/false, {}};
+    narrow.emplace_back();
     if (is_narrow) {
-      const at::Tensor value = weight.value();
-      const at::Tensor wide = value.to(at::kFloat);
+      const at::Tensor wide = weight.value().to(at::kFloat);
       detail::remove_weight_meta(wide);  // which may be the parameter under another name
-      detail::remove_weight_meta(parameter);
-      parameter.mutable_grad().reset();
-      if (splits && parameter.requires_grad()) {
-        detail::make_split(parameter, wide);
-        weight.is_split = true;
-      } else {
-        parameter.set_data(wide.to(options_.dtype));
-        if (parameter.requires_grad()) {
-          weight.master = wide.set_requires_grad(true);
-          detail::note_narrow(weight.master, parameter);
-          model_from_masters_.add(parameter, weight.master);
-        }
+      weight.is_split = splits && parameter.requires_grad();
+      narrow.back() = weight.is_split ? detail::NarrowWeight::split(wide, wide)
+                                      : detail::NarrowWeight::of(wide, options_.dtype);
+      if (parameter.requires_grad() && !weight.is_split) {
+        weight.master = wide.set_requires_grad(true);
       }
     }
+    weights_.push_back(std::move(weight));
+  }
+
+  for (std::size_t w = 0; w < weights_.size(); ++w) {
+    Weight& weight = weights_[w];
+    const at::Tensor& parameter = weight.parameter;
     detail::unhook_main_gradient(parameter);
-    if (is_narrow && options_.main_gradients) {
+    if (!weight.is_narrow) continue;
+    detail::remove_weight_meta(parameter);
+    parameter.mutable_grad().reset();
+    narrow[w].give_to(parameter);
+    if (weight.master.defined()) {
+      detail::note_narrow(weight.master, parameter);
+      model_from_masters_.add(parameter, weight.master);
+    }
+    if (options_.main_gradients) {
       weight.main = detail::hook_main_gradient(weight.name, parameter, weight.master);
     }
     if (weight.is_split || weight.master.defined()) detail::note_masters(parameter, token_);
-    weights_.push_back(std::move(weight));
   }
 }
 
@@ -169,9 +180,12 @@ inline at::Tensor MasterWeights::Weight::value() const {
   return split ? detail::joined(parameter, *split) : parameter.variable_data();
 }
 
-inline void MasterWeights::Weight::set(const at::Tensor& value) const {
+/// `value` is on the weight's device, and `halves` are what it is split into.
+inline void MasterWeights::Weight::set(const at::Tensor& value,
+                                       const detail::NarrowWeight& halves) const {
   if (detail::SplitWeight* const split = detail::split_of(parameter)) {
-    detail::write_split(value, parameter, split->low);
+    parameter.copy_(halves.high);
+    split->low.copy_(halves.low);
     parameter.unsafeGetTensorImpl()->bump_version();
     split->note_version(parameter);
     return;
@@ -326,11 +340,19 @@ inline void MasterWeights::save(torch::serialize::OutputArchive& archive,
 inline void MasterWeights::load(torch::serialize::InputArchive& archive) {
   check_split("MasterWeights::load", /*unwritten=*/false);
   const detail::InternalOps guard;
-  const auto read = detail::read_all(*model_, archive, "MasterWeights");
+  auto read = detail::read_all(*model_, archive, "MasterWeights");
+  std::vector<detail::NarrowWeight> halves(read.size());
+  for (std::size_t i = 0; i < read.size(); ++i) {  // memory first: then nothing fails
+    auto& [to, from] = read[i];
+    const Weight* const weight = find(to);
+    from = from.to(to.device(), weight && weight->is_narrow ? at::kFloat : to.scalar_type());
+    if (weight && weight->is_split) halves[i] = detail::NarrowWeight::split(from, to);
+  }
   const detail::DropWeightCasts drop_weight_casts;
-  for (const auto& [to, from] : read) {
+  for (std::size_t i = 0; i < read.size(); ++i) {
+    const auto& [to, from] = read[i];
     if (const Weight* const weight = find(to)) {
-      weight->set(from);
+      weight->set(from, halves[i]);
     } else {
       to.copy_(from);
     }
