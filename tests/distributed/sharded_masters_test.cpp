@@ -30,6 +30,7 @@
 #include "support/expect_error.h"
 #include "support/launch.h"
 #include "support/memory_meter.h"
+#include "support/out_of_memory.h"
 #include "support/sharded.h"
 #include "support/staging_group.h"
 #include "torchamp/clip_grad.h"
@@ -497,6 +498,50 @@ TEST(ShardedMasters, TrainOnTheSimulatedDeviceAsOnTheCpu) {
                           : at::equal(there[i], here[i]));
       }
     }
+  }
+}
+
+TEST(ShardedMasters, LeaveTheModelInFp32AndLoadAllOrNothingWhereMemoryRunsOut) {
+  SKIP_WITHOUT(at::kPrivateUse1);
+  if (ran_in_processes(1)) return;
+  const auto group = c10::make_intrusive<StagingGroup>(make_group());
+  const auto saved = [](ShardedMasterWeights& masters) {
+    masters.gather();
+    std::stringstream file;
+    torch::save(masters, file);
+    torch::nn::Linear plain(3, 2);
+    torch::load(plain, file, at::Device(at::kCPU));
+    return plain;
+  };
+  for (const MasterStorage storage : {MasterStorage::full, MasterStorage::split}) {
+    const auto net = to_device(torch::nn::Linear(3, 2), simulated::sim0);
+    torch::nn::Linear before(3, 2), other(3, 2);
+    before->weight.set_data(net->weight.detach().cpu());
+    before->bias.set_data(net->bias.detach().cpu());
+    std::optional<ShardedMasterWeights> masters;
+    EXPECT_GE(until_memory_suffices(
+                  [&] {
+                    masters.emplace(net, group,
+                                    torchamp::ShardedMasterWeightsOptions{.dtype = at::kBFloat16,
+                                                                          .storage = storage});
+                  },
+                  [&] {
+                    EXPECT_TRUE(at::equal(net->weight.cpu(), before->weight));
+                    EXPECT_TRUE(at::equal(net->bias.cpu(), before->bias));
+                  }),
+              4);
+    expect_same_bits(*saved(*masters), *before);
+
+    std::stringstream file;
+    torch::save(other, file);
+    EXPECT_GE(until_memory_suffices(
+                  [&] {
+                    file.seekg(0);
+                    torch::load(*masters, file);
+                  },
+                  [&] { expect_same_bits(*saved(*masters), *before); }),
+              2);
+    expect_same_bits(*saved(*masters), *other);
   }
 }
 

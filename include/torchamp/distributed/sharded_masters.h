@@ -96,7 +96,8 @@ class ShardedMasterWeights final : public detail::HeldInShares {
  public:
   /// Casts the parameters of `model`, in place, and keeps this process's pieces of their masters.
   /// Errors, before anything is changed: those of MasterWeights; a reduce_dtype that is not fp32,
-  /// fp16 or bf16; a model or an option that is another on another process.
+  /// fp16 or bf16; a model or an option that is another on another process. Where memory runs out,
+  /// the model has the values of process 0.
   ShardedMasterWeights(std::shared_ptr<torch::nn::Module> model, ProcessGroupPtr group,
                        ShardedMasterWeightsOptions options = {});
 
@@ -198,7 +199,7 @@ class ShardedMasterWeights final : public detail::HeldInShares {
   void check_same_everywhere(const char* owner, const ProcessGroupPtr& group,
                              const detail::ShardLayout& layout) const;
   void make_pieces();
-  void set(const Weight& weight, const at::Tensor& value) const;
+  void set(const Weight& weight, const at::Tensor& value, const at::Tensor& parameter) const;
   const Weight* find(const at::Tensor& parameter) const;
   void check_stepped(const char* call) const;
 

@@ -133,14 +133,12 @@ inline void ShardedMasterWeights::make_pieces() {
         at::device(bucket.device).dtype(is_split(bucket) ? at::kShort : at::kFloat);
     shares_.push_back(at::zeros({bucket.slot}, options));
   }
+  std::vector<at::Tensor> narrow;  // what the model's weights become, once there is all of it
   for (Weight& weight : weights_) {
     const at::Tensor& parameter = weight.parameter;
-    detail::remove_weight_meta(parameter);  // of earlier MasterWeights
-    detail::unhook_main_gradient(parameter);
-    parameter.mutable_grad().reset();
     const at::Tensor value = parameter.variable_data();
     if (!weight.is_sharded) {
-      if (weight.is_narrow) parameter.set_data(value.to(options_.dtype));
+      narrow.push_back(weight.is_narrow ? value.to(options_.dtype) : at::Tensor());
       continue;
     }
     const detail::ShardedWeight& place = layout.weights()[weight.index];
@@ -151,13 +149,13 @@ inline void ShardedMasterWeights::make_pieces() {
       // The piece is a part of the model's weight, and of its padding.
       const at::Tensor padded =
           at::zeros({place.piece * layout.processes()}, parameter.options().dtype(bucket.dtype));
-      parameter.set_data(detail::sharing(padded, 0, place.sizes, place.strides));
+      narrow.push_back(detail::sharing(padded, 0, place.sizes, place.strides));
       weight.piece = detail::sharing(padded, rank * place.piece, place.piece);
       auto split = c10::make_intrusive<detail::SplitWeight>();
       split->low = detail::sharing(share, place.offset, place.piece);
       meta = std::move(split);
     } else {
-      parameter.set_data(
+      narrow.push_back(
           at::empty_strided(place.sizes, place.strides, parameter.options().dtype(bucket.dtype)));
       weight.piece = detail::sharing(share, place.offset, place.piece);
       meta = c10::make_intrusive<detail::WeightMeta>();
@@ -165,8 +163,15 @@ inline void ShardedMasterWeights::make_pieces() {
     meta->shards = shards_;
     meta->index = weight.index;
     weight.piece.unsafeGetTensorImpl()->set_backend_meta(std::move(meta));
-    set(weight, value);
+    set(weight, value, narrow.back());
     weight.piece.set_requires_grad(true);
+  }
+  for (std::size_t w = 0; w < weights_.size(); ++w) {
+    const at::Tensor& parameter = weights_[w].parameter;
+    detail::remove_weight_meta(parameter);  // of earlier MasterWeights
+    detail::unhook_main_gradient(parameter);
+    parameter.mutable_grad().reset();
+    if (narrow[w].defined()) parameter.set_data(narrow[w]);
   }
 }
 
@@ -187,9 +192,10 @@ inline std::vector<at::Tensor> ShardedMasterWeights::parameters() const {
   return result;
 }
 
-/// Gives the model, and this process's piece of its master, the value of a weight.
-inline void ShardedMasterWeights::set(const Weight& weight, const at::Tensor& value) const {
-  const at::Tensor& parameter = weight.parameter;
+/// Gives `parameter`, which is the model's or is to be, and this process's piece of its master, the
+/// value of a weight.
+inline void ShardedMasterWeights::set(const Weight& weight, const at::Tensor& value,
+                                      const at::Tensor& parameter) const {
   if (!weight.is_sharded) {
     parameter.copy_(value);
     return;
@@ -339,12 +345,18 @@ inline void ShardedMasterWeights::load(torch::serialize::InputArchive& archive) 
   const detail::InternalOps guard;
   const auto read = detail::read_all(*model_, archive, "ShardedMasterWeights");
   const detail::DropWeightCasts drop_weight_casts;
-  for (const auto& [to, from] : read) {
-    if (const Weight* const weight = find(to)) {
-      set(*weight, from);
-    } else {
-      to.copy_(from);
+  const std::function<void()> back = keep();
+  try {
+    for (const auto& [to, from] : read) {
+      if (const Weight* const weight = find(to)) {
+        set(*weight, from, to);
+      } else {
+        to.copy_(from);
+      }
     }
+  } catch (...) {  // for lack of memory
+    back();
+    throw;
   }
   scatter_->note_copied();
   whole_.clear();
