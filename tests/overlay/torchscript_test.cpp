@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <gtest/gtest.h>
 #include <torch/csrc/jit/python/update_graph_executor_opt.h>
+#include <torch/csrc/jit/runtime/logging.h>
 #include <torch/script.h>
 
 #include <sstream>
@@ -134,17 +135,67 @@ TEST(TorchScript, TheBackwardOutsideTheGuardHasTheCastsOfTheForward) {
   }
 }
 
+/// Whether the JIT may optimise a script that the calling thread runs now.
+bool is_optimized() {
+  torch::jit::Module module("Module");
+  module.define("def forward(self, x):\n    return torch.relu(x)\n");
+  module.forward({at::ones({2})});
+  return torch::jit::getGraphExecutorOptimize();
+}
+
 TEST(TorchScript, TheJitOptimizesAgainAfterTheGuardAndOnOtherThreads) {
-  ASSERT_TRUE(torch::jit::getGraphExecutorOptimize());
+  ASSERT_TRUE(is_optimized());
   {
     AutocastGuard outer(at::kCPU);
     AutocastGuard inner(at::kCPU, {.policy = Policy::torch()});
-    EXPECT_FALSE(torch::jit::getGraphExecutorOptimize());
-    std::thread([] { EXPECT_TRUE(torch::jit::getGraphExecutorOptimize()); }).join();
+    EXPECT_FALSE(is_optimized());
+    std::thread([] { EXPECT_TRUE(is_optimized()); }).join();
+    {
+      const AutocastGuard off(at::kCPU, {.enabled = false});
+      EXPECT_TRUE(is_optimized());
+    }
+    EXPECT_FALSE(is_optimized());
   }
   EXPECT_TRUE(torch::jit::getGraphExecutorOptimize());
   const AutocastGuard off(at::kCPU, {.enabled = false});
+  EXPECT_TRUE(is_optimized());
+}
+
+TEST(TorchScript, AGuardThrowsTheJitsSwitchOnlyWhereAScriptRuns) {
+  const AutocastGuard guard(at::kCPU);
+  EXPECT_TRUE(torch::jit::getGraphExecutorOptimize()) << "see Note [Derivatives of scripts]";
+  EXPECT_FALSE(is_optimized());
+}
+
+TEST(TorchScript, WhatTheProgramHasSwitchedOffStaysOff) {
+  torch::jit::setGraphExecutorOptimize(false);
+  {
+    const AutocastGuard outer(at::kCPU);
+    EXPECT_FALSE(is_optimized());
+    const AutocastGuard off(at::kCPU, {.enabled = false});
+    EXPECT_FALSE(is_optimized());
+  }
+  EXPECT_FALSE(is_optimized());
+  torch::jit::setGraphExecutorOptimize(true);
+}
+
+TEST(TorchScript, FollowsThePolicyBesideALoggerOfTheProgram) {
+  namespace logging = torch::jit::logging;
+  torch::jit::Module module = compiled();
+  logging::LockingLogger of_the_program;
+  { const AutocastGuard before(at::kCPU); }
+  logging::LoggerBase* const ours = logging::setLogger(&of_the_program);
+  {
+    const AutocastGuard guard(at::kCPU);
+    expect_scripted_equals_eager(module);
+    EXPECT_EQ(logging::getLogger(), &of_the_program);
+  }
   EXPECT_TRUE(torch::jit::getGraphExecutorOptimize());
+  EXPECT_GE(of_the_program.getCounterValue(logging::runtime_counters::GRAPH_EXECUTOR_INVOCATIONS),
+            runs);
+  EXPECT_EQ(logging::setLogger(ours), &of_the_program);
+  const AutocastGuard guard(at::kCPU);
+  expect_scripted_equals_eager(module);
 }
 
 TEST(TorchScript, OutsideGuardsTheJitsOwnCastsStay) {

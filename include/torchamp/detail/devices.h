@@ -153,8 +153,8 @@ class Nesting {
   /// returns the depth then. Nothing is left to close where that code has closed too many, or where
   /// a region around this one has ended before it.
   int leave() const {
-    (void)at::autocast::increment_nesting();
     int depth = at::autocast::decrement_nesting();
+    if (depth < inside_ - 1) return at::autocast::increment_nesting();  // it was closed already
     while (depth >= inside_) depth = at::autocast::decrement_nesting();
     return depth;
   }

@@ -58,8 +58,8 @@ class ForwardScope {
  private:
   static std::shared_ptr<const ThreadPolicy> policy_of(const ModulePolicy* module) {
     if (module == nullptr || module->policy == nullptr) return nullptr;
-    const GuardTrial* trial = guard_trial();
-    const EnvironmentOverride& environment = guard_override();
+    const GuardTrial* trial = guard_trial(thread_policy());
+    const EnvironmentOverride& environment = guard_override(trial);
     if (environment.off || (environment.policy && !(trial && trial->module_policies))) {
       return nullptr;
     }

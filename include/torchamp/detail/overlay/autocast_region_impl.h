@@ -113,12 +113,13 @@ TORCHAMP_BODY AutocastRegion::Checked::Checked(
   const std::size_t index = device_index(device, "AutocastGuard");
   if (asked_dtype) check_is_floating(*asked_dtype);
   dtype = asked_dtype.value_or(at::autocast::get_autocast_dtype(device));
-  const EnvironmentOverride& environment = guard_override();
-  if (const GuardTrial* trial = guard_trial()) ++trial->guards_made;
+  const ThreadPolicy* const outer = thread_policy();
+  const GuardTrial* const trial = guard_trial(outer);
+  const EnvironmentOverride& environment = guard_override(trial);
+  if (trial != nullptr) ++trial->guards_made;
   enabled = asked_to_be_enabled && !environment.off && device_is_usable(device) &&
             dtype_is_usable(device, dtype);
 
-  const ThreadPolicy* outer = thread_policy();
   const auto& data = environment.policy          ? environment.policy
                      : asked_policy              ? asked_policy
                      : outer && outer->inherited ? outer->inherited

@@ -33,8 +33,6 @@ class PolicyScope {
  private:
   bool is_on_its_thread() const { return thread_ == std::this_thread::get_id(); }
   void end() noexcept;
-  static bool has_policy_in_force();
-  void set_optimization_of_scripts() const;
   void take_out_from_below() noexcept;
   bool take_out();
   static bool on_top(c10::DebugInfoKind kind);
@@ -42,7 +40,7 @@ class PolicyScope {
   std::shared_ptr<const ThreadPolicy> policy_;
   std::shared_ptr<c10::ThreadLocalDebugInfo> before_;
   const c10::ThreadLocalDebugInfo* ours_ = nullptr;
-  bool scripts_were_optimized_ = true;  // outside all regions
+  bool scripts_outside_ = true;  // see ScriptSwitch
   std::thread::id thread_ = std::this_thread::get_id();
 };
 

@@ -3,7 +3,6 @@
 
 #include <c10/util/Exception.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
-#include <torch/csrc/jit/python/update_graph_executor_opt.h>
 
 #include <exception>
 #include <memory>
@@ -12,6 +11,7 @@
 #include "torchamp/detail/bodies.h"
 #include "torchamp/detail/overlay/policy_scope.h"
 #include "torchamp/detail/overlay/runtime.h"
+#include "torchamp/detail/overlay/script_switch.h"
 #include "torchamp/detail/overlay/spare_policy.h"
 #include "torchamp/detail/overlay/thread_policy.h"
 
@@ -20,8 +20,8 @@ namespace torchamp::detail {
 TORCHAMP_BODY PolicyScope::PolicyScope(PolicyNode policy) : policy_(std::move(policy.policy)) {
   using Info = c10::ThreadLocalDebugInfo;
   if (!policy_) return;
-  scripts_were_optimized_ = has_policy_in_force() || torch::jit::getGraphExecutorOptimize();
   before_ = Info::current();
+  const ThreadPolicy* const outer = before_ ? thread_policy() : nullptr;
   if (policy.node) {
     ours_ = policy.node.get();
     Info::_forceCurrentDebugInfo(std::move(policy.node));
@@ -29,7 +29,7 @@ TORCHAMP_BODY PolicyScope::PolicyScope(PolicyNode policy) : policy_(std::move(po
     Info::_push(policy_slot(), std::const_pointer_cast<ThreadPolicy>(policy_));
     ours_ = Info::current().get();
   }
-  set_optimization_of_scripts();
+  scripts_outside_ = ScriptSwitch::begin_scope(outer, policy_.get());
 }
 
 TORCHAMP_BODY bool PolicyScope::end_of(const char* guard) {
@@ -46,37 +46,17 @@ TORCHAMP_BODY bool PolicyScope::end_of(const char* guard) {
 TORCHAMP_BODY void PolicyScope::end() noexcept {
   if (ours_ == nullptr || !is_on_its_thread()) return;
   auto node = c10::ThreadLocalDebugInfo::current();
-  if (node.get() == ours_) {
-    const bool is_outermost = before_ == nullptr;
+  const bool is_on_top = node.get() == ours_;
+  const bool is_outermost = is_on_top && before_ == nullptr;
+  if (is_on_top) {
     c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(std::move(before_));
     if (is_outermost) SparePolicy::leave({std::move(policy_), std::move(node)});
   } else {
     take_out_from_below();
   }
   ours_ = nullptr;
-  set_optimization_of_scripts();
+  ScriptSwitch::end_scope(is_outermost ? nullptr : thread_policy(), scripts_outside_);
 }
-
-TORCHAMP_BODY bool PolicyScope::has_policy_in_force() {
-  const ThreadPolicy* policy = thread_policy();
-  if (policy == nullptr) return false;
-  for (const auto& of_device : policy->in_force) {
-    if (of_device) return true;
-  }
-  return false;
-}
-
-// See Note [Derivatives of scripts].
-TORCHAMP_BODY void PolicyScope::set_optimization_of_scripts() const {
-  torch::jit::setGraphExecutorOptimize(!has_policy_in_force() && scripts_were_optimized_);
-}
-
-// Note [Derivatives of scripts]
-// Where gradients are wanted, an optimised script is differentiated by the JIT. Its derivatives
-// take what the ops of the script were given, and know nothing of the casts that the dispatcher
-// makes: the backward of a 16-bit `mm` would multiply by the fp32 weight, which is an error. So
-// scripts run as they are written under a policy, op by op and recorded by autograd. The switch
-// is the thread's own; LibTorch does not carry it to the threads that take over a state.
 
 // Note [Slots pushed inside a scope]
 // LibTorch keeps a thread's slots as a stack. A profiler that is started inside a scope and

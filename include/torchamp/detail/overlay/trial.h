@@ -20,15 +20,13 @@ struct GuardTrial {
   mutable std::atomic<int64_t> guards_made = 0;  ///< while it was in force
 };
 
-/// The trial in force on the calling thread, or null.
-inline const GuardTrial* guard_trial() {
-  const ThreadPolicy* policy = thread_policy();
+/// The trial in force where this is the thread's policy, or null.
+inline const GuardTrial* guard_trial(const ThreadPolicy* policy) {
   return policy == nullptr ? nullptr : policy->trial.get();
 }
 
-/// What overrides the guards of the calling thread: a trial, or else the environment.
-inline const EnvironmentOverride& guard_override() {
-  const GuardTrial* trial = guard_trial();
+/// What overrides the guards of a thread with this trial: that, or else the environment.
+inline const EnvironmentOverride& guard_override(const GuardTrial* trial) {
   return trial == nullptr ? environment_override() : trial->guards;
 }
 
