@@ -240,8 +240,8 @@ class GradScaler {
   detail::OpenWindows windows_;
   std::vector<std::weak_ptr<detail::StepRecord>> records_;  // of this iteration
   bool warned_of_missing_ = false;
-  at::Tensor bad_loss_;                  // NaN if what was scaled in this iteration was not finite
-  const void* bad_loss_body_ = nullptr;  // the body of a CudaGraph in which it was made
+  at::Tensor bad_loss_;              // NaN if what was scaled in this iteration was not finite
+  std::uint64_t bad_loss_body_ = 0;  // the body of a CudaGraph in which it was made
 };
 
 /// Calls save(), for torch::save.

@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -42,6 +44,9 @@ class GraphBody {
     return body;
   }
   static bool is_running() { return current() != nullptr; }
+  /// Which body this thread runs, of all that there were, a failed one's next try being another; 0
+  /// outside of a body.
+  static std::uint64_t current_number() { return is_running() ? current()->number_ : 0; }
 
   /// What the body relies on, as those add to it who use it.
   ReplayedStates states;
@@ -51,7 +56,13 @@ class GraphBody {
   std::vector<at::Tensor> kept;
 
  private:
+  static std::uint64_t next_number() {
+    static std::atomic<std::uint64_t> last = 0;
+    return ++last;
+  }
+
   GraphBody* outer_;
+  std::uint64_t number_ = next_number();
 };
 
 }  // namespace torchamp::detail

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <cstdint>
 #include <limits>
 #include <optional>
 #include <utility>
@@ -127,7 +128,7 @@ TORCHAMP_BODY void GradScaler::note_loss(const at::Tensor& output) {
   bad = bad.sub(bad);  // 0, or NaN
   if (bad.dim() > 0) bad = bad.sum();
   bad = detail::to_device_async(state_.scale().device(), bad.to(at::kFloat));
-  const void* const body = detail::GraphBody::current();
+  const std::uint64_t body = detail::GraphBody::current_number();
   bad_loss_ = bad_loss_.defined() && body == bad_loss_body_ ? bad_loss_.add(bad) : bad;
   bad_loss_body_ = body;
 }
@@ -235,7 +236,7 @@ TORCHAMP_BODY void GradScaler::mark_bad_loss(at::Tensor& largest) const {
   constexpr double infinity = std::numeric_limits<double>::infinity();
   const detail::InternalOps guard;
   if (largest.defined()) largest = at::nan_to_num(largest, most, most);
-  if (!bad_loss_.defined() || bad_loss_body_ != detail::GraphBody::current()) return;
+  if (!bad_loss_.defined() || bad_loss_body_ != detail::GraphBody::current_number()) return;
   if (!largest.defined()) largest = at::zeros({}, state_.scale().options());
   const at::Tensor is_bad = at::isnan(bad_loss_);
   largest = largest.masked_fill(detail::to_device_async(largest.device(), is_bad), infinity);
