@@ -58,6 +58,7 @@ class Training {
   Training(const Options& options, const Text& text, Processes& processes)
       : options_(options), text_(text), processes_(processes) {
     if (!options.policy.empty()) take_policy();
+    optimizer_.drop_gradients_after_step();
     processes_.share(model_);
     checkpoint_.add("model", model_).add("optimizer", optimizer_).add("scaler", scaler_);
     checkpoint_.add("step", step_).add("losses", losses_).add("speeds", speeds_);
@@ -137,7 +138,6 @@ class Training {
     for (auto& group : optimizer_.param_groups()) {
       group.options().set_lr(learning_rate(step_, options_.steps));
     }
-    optimizer_.zero_grad();
     torch::Tensor mean = torch::zeros({}, device_);
     for (std::int64_t i = 0; i < options_.accumulate; ++i) {
       const auto batch = text_.batch(options_.batch, options_.sizes.length).to(device_);

@@ -73,6 +73,16 @@ class FusedOptimizer : public torch::optim::Optimizer,
   /// As torch::optim::Optimizer::zero_grad; also forgets what divide_next_step has left.
   void zero_grad(bool set_to_none = true);
 
+  /// From now on every step, taken or skipped, ends with the gradients dropped (set to none, as
+  /// zero_grad() does): nobody can look at them then, so look before the step. In exchange it need
+  /// not leave them divided. On a CPU, large fp32 and fp64 gradients are then read and not written:
+  /// a scaled and clipped step moves 1.15 times the bytes of one without a scaler, else 1.3 times.
+  /// Never reads the device.
+  void drop_gradients_after_step(bool drop = true) { drops_gradients_ = drop; }
+
+  /// Whether each step drops its gradients.
+  bool drops_gradients_after_step() const { return drops_gradients_; }
+
   /// As torch::optim::Optimizer::add_param_group.
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
     Optimizer::add_param_group(group);
@@ -123,6 +133,7 @@ class FusedOptimizer : public torch::optim::Optimizer,
   static void check_scalar(const at::Tensor& tensor, const char* name);
 
   detail::PendingDivisor pending_;
+  bool drops_gradients_ = false;
 
   /// What a scaler says of the step that it is making.
   struct Known {

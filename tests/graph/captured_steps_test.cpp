@@ -86,4 +86,23 @@ TEST_P(CapturedSteps, TwoGraphsMayStepDifferentParametersOfOneOptimizer) {
   expect_same(trained(true), trained(false));
 }
 
+TEST_P(CapturedSteps, DropGradientsAsEagerOnesDo) {
+  Training eager(GetParam()), captured(GetParam());
+  for (Training* const training : {&eager, &captured}) {
+    dynamic_cast<torchamp::FusedOptimizer&>(*training->optimizer).drop_gradients_after_step();
+  }
+  const auto graph = graph_of(captured, {.warmup = 1});
+  for (int i = 0; i < 9; ++i) {
+    eager.step(eager.batch(i));
+    if (i == 5) {
+      captured.step(captured.batch(i));
+    } else {
+      (*graph)(captured.batch(i));
+    }
+    expect_same(captured, eager);
+    EXPECT_FALSE(captured.net->parameters()[0].grad().defined());
+  }
+  EXPECT_TRUE(graph->is_captured());
+}
+
 }  // namespace

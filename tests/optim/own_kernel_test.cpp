@@ -111,4 +111,27 @@ TEST(OwnKernel, StepsSkipsAndExchangesStateAsTheCounterpartInLibTorch) {
   }
 }
 
+/// Steps by the norm of each gradient.
+struct NormedKernel : RMSpropKernel {
+  static void step(const Options& o, const torchamp::detail::StepList& list,
+                   const torchamp::detail::StepScalars& scalars) {
+    const auto& scale = scalars.grad_scale();
+    const Params grads = scale ? at::_foreach_div(list.grads, *scale) : list.grads;
+    for (std::size_t i = 0; i < grads.size(); ++i) {
+      list.params[i].sub_(grads[i].div(grads[i].norm()), o.lr());
+    }
+  }
+};
+
+TEST(OwnKernel, StepsWholeParametersAlsoWhenGradientsAreDropped) {
+  const int64_t size = 2 * torchamp::detail::divided_at_once;
+  const Tensor p = torch::zeros({size}).requires_grad_();
+  torchamp::FusedOptimizerOf<NormedKernel> optimizer({p}, torch::optim::RMSpropOptions(1.));
+  optimizer.drop_gradients_after_step();
+  p.mutable_grad() = torch::ones({size});
+  optimizer.step_scaled(number(4., at::kCPU), number(0., at::kCPU));
+  expect_close(p.detach().norm(), torch::ones({}));
+  EXPECT_FALSE(p.grad().defined());
+}
+
 }  // namespace

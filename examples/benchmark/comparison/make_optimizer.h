@@ -46,8 +46,10 @@ inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(const NamedParame
   const auto make = [&]<class Stock, class Fused, class Options>(
                         std::vector<OptimizerParamGroup> groups,
                         Options options) -> std::unique_ptr<torch::optim::Optimizer> {
-    if (fused) return std::make_unique<Fused>(groups, options);
-    return std::make_unique<Stock>(groups, options);
+    if (!fused) return std::make_unique<Stock>(groups, options);
+    auto optimizer = std::make_unique<Fused>(groups, options);
+    optimizer->drop_gradients_after_step();
+    return optimizer;
   };
   std::vector<at::Tensor> values;
   for (const auto& [name, value] : parameters) values.push_back(value);

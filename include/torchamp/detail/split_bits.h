@@ -26,11 +26,6 @@
 
 namespace torchamp::detail {
 
-/// The elements of a tensor without gaps or overlaps, in the order of memory.
-inline at::Tensor in_memory_order(const at::Tensor& tensor) {
-  return tensor.as_strided({tensor.numel()}, {1});
-}
-
 /// What becomes of NaNs when masters are split; see Note [Split weights].
 enum class SplitNaNs { as_they_are, usual };
 

@@ -74,6 +74,11 @@ struct TensorKind {
   bool operator==(const TensorKind&) const = default;
 };
 
+/// The elements of a tensor without gaps or overlaps, in the order of memory.
+inline at::Tensor in_memory_order(const at::Tensor& tensor) {
+  return tensor.as_strided({tensor.numel()}, {1});
+}
+
 /// The group with `key`; a new one at the end if there is none. `Group` is an aggregate whose base
 /// is `Key`. There are few groups, and the latest is the likeliest.
 template <class Group, class Key>

@@ -103,6 +103,12 @@ TORCHAMP_BODY void FusedOptimizer::step_divided(const at::Tensor& grad_scale,
   step_fused(known_.clip_in_scale ? grad_scale : divisor.times(grad_scale), found_inf,
              found_inf.defined() && found_inf.is_same(known_.exact_flag));
   pending_.forget();
+  if (!drops_gradients_) return;
+  for (const auto& group : param_groups()) {
+    for (const at::Tensor& param : group.params()) {
+      if (param.defined()) param.mutable_grad().reset();
+    }
+  }
 }
 
 TORCHAMP_BODY void FusedOptimizer::check_scalar(const at::Tensor& tensor, const char* name) {
@@ -216,7 +222,7 @@ void FusedOptimizerOf<Kernel>::step_fused(const at::Tensor& grad_scale, const at
       stepped_with_.push_back(detail::options_of<Kernel>(param_groups_, g));
     }
   }
-  plan_.run(param_groups_, grad_scale, found_inf, is_exact);
+  plan_.run(param_groups_, grad_scale, found_inf, is_exact, drops_gradients_after_step());
   if (auto* const body = detail::GraphBody::current()) {
     body->made_eagerly.push_back(plan_.identity());
   }

@@ -39,6 +39,32 @@ struct StepList : StepKey {
   /// there; undefined where steps are not captured.
   at::Tensor rate{};
   double written_rate = 0.;
+
+  /// The list without its parameters.
+  StepList emptied() const {
+    StepList list{static_cast<const StepKey&>(*this)};
+    list.scalars = scalars;
+    list.by_foreach = by_foreach;
+    list.rate = rate;
+    list.written_rate = written_rate;
+    list.state.resize(state.size());
+    return list;
+  }
+
+  /// Adds what `of` makes of the tensors of the i-th parameter of `from`.
+  template <class F>
+  void add(const StepList& from, std::size_t i, const F& of) {
+    params.push_back(of(from.params[i]));
+    add_beside_param(from, i, of);
+  }
+
+  /// The same, but for the parameter itself.
+  template <class F>
+  void add_beside_param(const StepList& from, std::size_t i, const F& of) {
+    grads.push_back(of(from.grads[i]));
+    if (!from.counters.empty()) counters.push_back(from.counters[i]);
+    for (std::size_t k = 0; k < state.size(); ++k) state[k].push_back(of(from.state[k][i]));
+  }
 };
 
 /// What distinguishes one fused optimizer from another:

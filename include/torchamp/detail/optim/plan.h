@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "torchamp/detail/optim/counters.h"
+#include "torchamp/detail/optim/dropped_gradients.h"
 #include "torchamp/detail/optim/foreach_step.h"
 #include "torchamp/detail/optim/kernel.h"
 #include "torchamp/detail/optim/parameters.h"
@@ -182,14 +183,16 @@ class StepPlan {
     for (StepScalars& scalars : scalars_) scalars.note_step();
   }
 
-  /// Steps with the gradients collected.
+  /// Steps with the gradients collected. `drops`: they are dropped after it.
   void run(const ParamGroups& groups, const at::Tensor& grad_scale, const at::Tensor& found_inf,
-           bool is_exact) {
+           bool is_exact, bool drops) {
     for (StepScalars& scalars : scalars_) scalars.begin(grad_scale, found_inf, is_exact);
     for (const StepList& list : lists_) {
       const Options& options = options_of<Kernel>(groups, list.group);
       if (list.is_split) {
-        step_split<Kernel>(options, list, scalars_[list.scalars]);
+        step_split<Kernel>(options, list, scalars_[list.scalars], drops);
+      } else if (drops) {
+        step_and_drop<Kernel>(options, list, scalars_[list.scalars]);
       } else {
         Kernel::step(options, list, scalars_[list.scalars]);
       }

@@ -53,6 +53,13 @@ class StepScalars {
   const std::optional<at::Tensor>& grad_scale() const { return grad_scale_; }
   const std::optional<at::Tensor>& found_inf() const { return found_inf_; }
 
+  /// The same, for gradients that have been divided.
+  StepScalars without_scale() const {
+    StepScalars unscaled = *this;
+    unscaled.grad_scale_.reset();
+    return unscaled;
+  }
+
   /// `first_only`: all that matters is whether a step is the first.
   void add_counter(std::shared_ptr<StepCounter> counter, bool first_only) {
     if (first_only && counts_by_sgd_) {

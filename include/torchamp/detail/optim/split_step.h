@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/optim/dropped_gradients.h"
 #include "torchamp/detail/optim/kernel.h"
 #include "torchamp/detail/optim/scalars.h"
 #include "torchamp/detail/split_bits.h"
@@ -20,18 +21,19 @@ namespace torchamp::detail {
 // Note [Steps of split weights]
 // A kernel steps fp32 weights, so masters are put together, stepped and split, some elements at a
 // time, in a buffer that all pieces share. A piece holds several small weights or a part of a large
-// one. It ends where a weight does or at a multiple of split_piece_unit elements, so that ATen's
+// one. It ends where a weight does or at a multiple of piece_unit elements, so that ATen's
 // kernels, which round the last few elements of a tensor otherwise than the rest, give the values
 // that they would give whole masters.
-
-/// Where a weight is cut: a multiple of what a kernel takes in one vector or one block.
-inline constexpr int64_t split_piece_unit = 1 << 12;
 
 /// A part of a list of split weights that is stepped at once.
 class SplitPiece {
  public:
-  SplitPiece(const StepList& list, at::Tensor buffer)
-      : list_(list), buffer_(std::move(buffer)), runs_(list.device), piece_(part_of(list)) {}
+  SplitPiece(const StepList& list, at::Tensor buffer, at::Tensor gradients)
+      : list_(list),
+        buffer_(std::move(buffer)),
+        gradients_(std::move(gradients)),
+        runs_(list.device),
+        piece_(part_of(list)) {}
 
   int64_t room() const { return buffer_.numel() - elements_; }
   bool empty() const { return elements_ == 0; }
@@ -42,11 +44,7 @@ class SplitPiece {
       return in_memory_order(tensor).narrow(0, begin, size);
     };
     runs_.add(part(list_.params[i]), part(list_.low[i]));
-    piece_.grads.push_back(part(list_.grads[i]));
-    if (!list_.counters.empty()) piece_.counters.push_back(list_.counters[i]);
-    for (std::size_t k = 0; k < list_.state.size(); ++k) {
-      piece_.state[k].push_back(part(list_.state[k][i]));
-    }
+    piece_.add_beside_param(list_, i, part);
     elements_ += size;
   }
 
@@ -54,7 +52,12 @@ class SplitPiece {
   template <OptimizerKernel Kernel>
   void step(const typename Kernel::Options& options, const StepScalars& scalars) {
     piece_.params = runs_.join(buffer_);
-    Kernel::step(options, piece_, scalars);
+    if (gradients_.defined()) {
+      divide_into(gradients_, *scalars.grad_scale(), piece_.grads);
+      Kernel::step(options, piece_, scalars.without_scale());
+    } else {
+      Kernel::step(options, piece_, scalars);
+    }
     runs_.split(buffer_, SplitNaNs::usual, scalars.found_inf());
     runs_ = SplitRuns(list_.device);
     piece_ = part_of(list_);
@@ -63,38 +66,37 @@ class SplitPiece {
 
  private:
   static StepList part_of(const StepList& list) {
-    StepList part{static_cast<const StepKey&>(list)};
+    StepList part = list.emptied();
     part.dtype = at::kFloat;
-    part.scalars = list.scalars;
-    part.rate = list.rate;
-    part.by_foreach = list.by_foreach;
-    part.state.resize(list.state.size());
     return part;
   }
 
   const StepList& list_;
   at::Tensor buffer_;
+  at::Tensor gradients_;  // where they are divided; undefined if the kernel does that
   SplitRuns runs_;
   StepList piece_;
   int64_t elements_ = 0;
 };
 
-/// Kernel::step for a list of split weights.
+/// Kernel::step for a list of split weights. `drops`: the gradients are dropped after the step.
 template <OptimizerKernel Kernel>
 void step_split(const typename Kernel::Options& options, const StepList& list,
-                const StepScalars& scalars) {
-  const bool is_skipped = list.device.is_cpu() && scalars.found_inf() &&
-                          *scalars.found_inf()->template const_data_ptr<float>() == 1.F;
-  if (is_skipped) return;
+                const StepScalars& scalars, bool drops) {
+  if (is_known_skipped(scalars)) return;
   int64_t elements = 0;
   for (const at::Tensor& param : list.params) elements += param.numel();
   elements = std::min(elements, split_elements_at_once(list.device));
-  SplitPiece piece(list, at::empty({elements}, at::device(list.device).dtype(at::kFloat)));
+  const auto buffer = [&] {
+    return at::empty({elements}, at::device(list.device).dtype(at::kFloat));
+  };
+  const bool apart = drops && divides_apart(list, scalars);
+  SplitPiece piece(list, buffer(), apart ? buffer() : at::Tensor());
   for (std::size_t i = 0; i < list.params.size(); ++i) {
     const int64_t size = list.params[i].numel();
     for (int64_t begin = 0; begin < size;) {
       int64_t part = std::min(size - begin, piece.room());
-      if (part < size - begin) part -= part % split_piece_unit;
+      if (part < size - begin) part -= part % piece_unit;
       if (part > 0) piece.add(i, begin, part);
       begin += part;
       if (begin < size || piece.room() == 0) piece.template step<Kernel>(options, scalars);
