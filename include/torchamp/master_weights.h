@@ -94,8 +94,9 @@ class MasterWeights {
  public:
   /// Casts the parameters of `model`, in place. Errors, before anything is changed: a dtype other
   /// than fp16 and bf16, or than bf16 for MasterStorage::split; a name in keep_fp32 that the model
-  /// does not have; a parameter that has a master in other MasterWeights or ShardedMasterWeights
-  /// which still exist. Where memory runs out, the model is as it was.
+  /// does not have; a trained parameter that expand() gave; one that has a master in other
+  /// MasterWeights or ShardedMasterWeights which still exist. Where memory runs out, the model is
+  /// as it was.
   explicit MasterWeights(std::shared_ptr<torch::nn::Module> model,
                          MasterWeightsOptions options = {});
 

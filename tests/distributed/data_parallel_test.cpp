@@ -198,6 +198,8 @@ TEST(Distributed, StartsEveryProcessWithTheModelOfTheFirst) {
   at::manual_seed(static_cast<std::uint64_t>(group->getRank()));
   torch::nn::Sequential model(torch::nn::Linear(4, 8), torch::nn::BatchNorm1d(8));
   model[1]->as<torch::nn::BatchNorm1d>()->running_mean.fill_(group->getRank() + 5.);
+  const Tensor mask = at::full({1, 3}, group->getRank() + 9.).expand({2, 3});
+  model->register_buffer("mask", mask);  // of which many elements are one
   DistributedDataParallel net(model, group);
   expect_same_everywhere(group, model->parameters());
   expect_same_everywhere(group, model->buffers());
@@ -220,6 +222,7 @@ TEST(Distributed, StartsEveryProcessWithTheModelOfTheFirst) {
   torchamp::broadcast_module(*model, group, /*root=*/1);
   EXPECT_EQ(weight[0][0].item<int>(), 6);
   EXPECT_EQ(mean[0].item<int>(), 8);
+  EXPECT_EQ(mask[1][2].item<int>(), 9);
   expect_same_everywhere(group, model->buffers());
 }
 

@@ -342,6 +342,10 @@ TEST(ShardedMasters, RefuseWhatTheyCannotDo) {
   EXPECT_ERROR(ShardedMasterWeights(make_net(), group, {.keep_fp32 = {"lats"}}),
                "keep_fp32 names 'lats'");
   EXPECT_ERROR(ShardedMasterWeights(make_net(), group, {.bucket_bytes = 0}), "bucket_bytes is 0");
+  torch::nn::Linear expanded(3, 2);
+  expanded->weight.set_data(at::ones({2, 1}).expand({2, 3}));
+  EXPECT_ERROR(ShardedMasterWeights(expanded, group),
+               "ShardedMasterWeights: several elements of the parameter 'weight' (sizes [2, 3]");
   const torch::nn::Linear other(4 + rank, 2);
   EXPECT_ERROR(ShardedMasterWeights(other, group), "process 1 has another model or other options");
   EXPECT_EQ(other->weight.scalar_type(), at::kFloat) << "as it was";

@@ -308,6 +308,26 @@ TEST(MasterWeights, RefuseANullModel) {
   EXPECT_ERROR(MasterWeights(std::shared_ptr<torch::nn::Module>()), "the model is null");
 }
 
+TEST(MasterWeights, RefuseAWeightOfWhichManyElementsAreOne) {
+  torch::nn::Linear net(3, 2);
+  net->weight.set_data(at::ones({2, 1}).expand({2, 3}));
+  for (const auto storage : {torchamp::MasterStorage::full, torchamp::MasterStorage::split}) {
+    for (const bool main_gradients : {false, true}) {
+      EXPECT_ERROR(
+          MasterWeights(
+              net, {.dtype = at::kBFloat16, .storage = storage, .main_gradients = main_gradients}),
+          "MasterWeights: several elements of the parameter 'weight' (sizes [2, 3], "
+          "strides [1, 0]) are one number in memory, as expand() gives them, which no "
+          "optimizer can step. Give it memory of its own: "
+          "parameter.set_data(parameter.contiguous()).");
+    }
+  }
+  EXPECT_EQ(net->bias.scalar_type(), at::kFloat) << "as it was";
+  net->weight.set_requires_grad(false);
+  const MasterWeights masters(net, {.dtype = at::kBFloat16});
+  EXPECT_EQ(net->weight.scalar_type(), at::kBFloat16);
+}
+
 TEST(MasterWeights, RefuseAModelWhoseMastersOthersKeep) {
   for (const auto storage : {torchamp::MasterStorage::full, torchamp::MasterStorage::split}) {
     for (const bool main_gradients : {false, true}) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/util/Exception.h>
@@ -76,7 +77,8 @@ inline void check_narrow_dtype(const char* owner, at::ScalarType dtype, MasterSt
                     "fp32 numbers. Pass .dtype = torch::kBFloat16 with MasterStorage::split.");
 }
 
-/// Throws for a parameter that has a master already, or that cannot be split, or, where backward is
+/// Throws for a parameter that has a master already, that no optimizer can step or that cannot be
+/// split, or, where backward is
 /// to take gradients, that has a hook of the program's own in the place for ours.
 inline void check_may_be_master(const char* owner, const std::string& name,
                                 const at::Tensor& parameter, bool splits, const char* hook_remedy) {
@@ -87,6 +89,12 @@ inline void check_may_be_master(const char* owner, const std::string& name,
   TORCH_CHECK(!meta || meta->masters.expired(), owner, ": the parameter '", name,
               "' has a master already, of other MasterWeights or ShardedMasterWeights, which would "
               "overwrite what these give the model. Use those, or let them go before.");
+  TORCH_CHECK(!parameter.requires_grad() || parameter.layout() != at::kStrided ||
+                  at::has_internal_overlap(parameter) != at::MemOverlap::Yes,
+              owner, ": several elements of the parameter '", name, "' (sizes ", parameter.sizes(),
+              ", strides ", parameter.strides(),
+              ") are one number in memory, as expand() gives them, which no optimizer can step. "
+              "Give it memory of its own: parameter.set_data(parameter.contiguous()).");
   TORCH_CHECK(!splits || can_be_split(parameter), owner, ": the parameter '", name,
               "' carries data of its device's own, and so cannot be split. Pass "
               "MasterStorage::full.");

@@ -34,13 +34,23 @@
 
 namespace torchamp::detail {
 
+/// What of an expanded tensor lies in memory: it cannot be written to as it is.
+inline at::Tensor without_repetition(at::Tensor tensor) {
+  if (tensor.layout() != at::kStrided) return tensor;
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.stride(d) == 0 && tensor.size(d) > 1) tensor = tensor.narrow(d, 0, 1);
+  }
+  return tensor;
+}
+
 /// Of split weights, both halves.
 inline void broadcast(const char* call, const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                       const std::vector<at::Tensor>& tensors, int root) {
   constexpr std::size_t together = 250 << 20;
   const at::NoGradGuard no_grad;
   if (tensors.empty()) return;
-  std::vector<at::Tensor> all = tensors, whole;
+  std::vector<at::Tensor> all, whole;
+  for (const at::Tensor& tensor : tensors) all.push_back(without_repetition(tensor));
   for (const at::Tensor& tensor : tensors) {
     const SplitWeight* const split = split_of(tensor);
     if (!split) continue;
