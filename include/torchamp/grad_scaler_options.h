@@ -115,10 +115,11 @@ struct GradScalerOptions {
   /// For follows_gradients. True: a bad iteration in which scale() was given an inf or a NaN (a
   /// batch of NaNs, an overflow in forward) is skipped and leaves the scale as it is, since a lower
   /// one would not have mended it. Over several processes only with agree_largest, which tells all
-  /// of them: one's loss is not another's, even where their gradients are averaged. It holds for
-  /// iterations: a step with a closure backs off in itself, and a program that leaves an iteration
-  /// without update() calls discard(), or its bad loss counts for the next. Costs a small
-  /// kernel for each scale() and some for each update(); reads nothing.
+  /// of them: one's loss is not another's, even where their gradients are averaged. A step with a
+  /// closure is skipped then, without another evaluation. A program that leaves an iteration
+  /// without update() calls discard(), or its bad loss counts for the next. Costs a small kernel
+  /// for each scale() and some for each update(); reads nothing (but for a step with a closure that
+  /// is bad).
   bool forgives_bad_losses = false;
 
   /// For follows_gradients with agree_found_inf: called at the same times, with the largest

@@ -176,6 +176,44 @@ TEST(GradScalerClosure, SkipsAfterTheLastRetryAndLeavesEverythingAsItWas) {
   EXPECT_EQ(scaler.skips_in_a_row(), 1);
 }
 
+TEST(GradScalerClosure, TriesNoLowerScaleForABadLossThatIsForgiven) {
+  bool other_has_nans = false;  // another process
+  for (const bool forgives : {true, false}) {
+    GradScalerOptions options = GradScalerOptions::predictive();
+    options.forgives_bad_losses = forgives;
+    options.agree_found_inf = [&](at::Tensor& found_inf) {
+      if (other_has_nans) found_inf.fill_(1.);
+    };
+    options.agree_largest = [&](at::Tensor& largest) {
+      if (other_has_nans) largest.fill_(HUGE_VAL);
+    };
+    GradScaler scaler(options);
+    Valley valley;
+    LBFGS optimizer = lbfgs(valley.w, /*with_line_search=*/false);
+    double factor = 1.;
+    const auto step = [&] {
+      valley.evaluations = 0;
+      return scaler.step(optimizer, [&] { return valley.loss() * factor; });
+    };
+    EXPECT_TRUE(step());
+    scaler.update();
+    const double scale = scaler.get_scale();
+    for (const bool own : {true, false}) {
+      factor = own ? std::nan("") : 1.;
+      other_has_nans = !own;
+      const at::Tensor w = valley.w.detach().clone();
+      EXPECT_EQ(step().attempts(), forgives ? 1 : 9) << own;
+      EXPECT_EQ(valley.evaluations, forgives ? 1 : 9) << own;
+      EXPECT_EQ(scaler.skips_in_a_row(), own ? 0 : 1);
+      scaler.update();
+      EXPECT_TRUE(at::equal(valley.w, w));
+      if (forgives) EXPECT_EQ(scaler.get_scale(), scale) << own;
+    }
+    if (!forgives) EXPECT_LT(scaler.get_scale(), scale);
+    other_has_nans = false;
+  }
+}
+
 TEST(GradScalerClosure, AbandonsAStepInTheMiddleOfALineSearch) {
   // Every evaluation after the first `good` ones overflows.
   for (int good = 1; good < 12; ++good) {

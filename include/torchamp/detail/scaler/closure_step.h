@@ -8,6 +8,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -33,7 +34,8 @@ namespace TORCHAMP_NAMESPACE {
 // that overflows is made again at a lower scale. The first evaluation is made before the optimizer
 // is called, so that a step that must be skipped has not begun. If a later one, at a point that a
 // line search tries, cannot be made finite, the step is abandoned: an exception leaves the
-// optimizer, and its parameters and state are put back.
+// optimizer, and its parameters and state are put back. With forgives_bad_losses that is so at once
+// where the loss itself is an inf or a NaN.
 
 namespace detail {
 
@@ -105,6 +107,10 @@ TORCHAMP_BODY bool GradScaler::evaluate(torch::optim::Optimizer& optimizer,
     unscale(optimizer, evaluation.state, "GradScaler::step");
     agree(evaluation.state);
     if (!evaluation.state.found_inf.read()) return true;
+    const at::Tensor& largest = evaluation.state.largest;  // inf for a bad loss, see after_update()
+    if (options_.forgives_bad_losses && largest.defined() && std::isinf(largest.item<double>())) {
+      return false;  // which no scale would mend
+    }
     if (evaluation.attempts > max_retries || !options_.dynamic) return false;
     if (state_.read_scale() <= options_.min_scale) return false;
     const detail::InternalOps guard;
