@@ -5,7 +5,9 @@
 /// @brief Accumulation and SafeAccumulation: several micro-batches make one step.
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/clamp_max.h>
 #include <ATen/ops/div.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
@@ -290,9 +292,9 @@ class SafeAccumulation {
     sum_.check(optimizer_);
     try {
       scaler_.unscale_(optimizer_);
-      const at::Tensor found_inf = scaler_.found_inf(optimizer_);
+      auto set = sum_.prepared(optimizer_, scaler_.found_inf(optimizer_));
       scaler_.update();  // before the sums are touched, for it may throw
-      sum_.add(optimizer_, found_inf);
+      sum_.add(std::move(set));
     } catch (...) {
       scaler_.discard(optimizer_);
       throw;
@@ -312,13 +314,18 @@ class SafeAccumulation {
     check_ready("step");
     detail::clear_gradients(optimizer_);  // a step that has failed may have left its own
     auto kept = std::make_shared<detail::ReadOnce<double>>(sum_.kept());
+    at::Tensor skipped;  // memory for what comes after the step, where nothing may fail
+    if (kept->tensor.defined()) skipped = at::empty_like(kept->tensor);
     scaler_.take_unscaled(optimizer_, sum_.give_mean_to(optimizer_, *kept), sum_.any());
     try {
       if (before_step) before_step();
       if (scaler_.is_enabled() || sum_.any()) {
         const at::Tensor found_inf = scaler_.step(optimizer_).found_inf();
         const detail::InternalOps guard;
-        if (kept->tensor.defined()) kept->tensor.mul_(found_inf.eq(0.));
+        if (skipped.defined()) {
+          at::clamp_max_out(skipped, found_inf, 1.);
+          kept->tensor.addcmul_(kept->tensor, skipped, -1.);
+        }
       }
     } catch (...) {
       scaler_.discard(optimizer_);

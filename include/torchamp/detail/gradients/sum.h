@@ -74,48 +74,13 @@ class GradientSum {
                 "earlier in the window. Change them between windows, or call discard().");
   }
 
+  /// A set of gradients, with all the memory that adding it takes.
+  class Addition;
+
   /// `found_inf` is 0-dim fp32, 0 or 1; undefined: the gradients are added. A set without gradients
   /// counts as not added.
-  void add(const torch::optim::Optimizer& optimizer, const at::Tensor& found_inf) {
-    const InternalOps guard;
-    std::vector<Batch> batches;
-    std::size_t slot = 0;
-    std::vector<std::optional<at::Tensor>> sums = sums_;
-    for (const auto& group : optimizer.param_groups()) {
-      for (const at::Tensor& parameter : group.params()) {
-        if (sums.size() <= slot) sums.emplace_back();
-        if (parameters_.size() <= slot) parameters_.push_back(nullptr);
-        std::optional<at::Tensor>& sum = sums[slot];
-        const std::size_t here = slot++;
-        if (!parameter.defined()) continue;
-        const at::Tensor& gradient = parameter.unsafeGetTensorImpl()->grad();
-        if (!gradient.defined()) continue;
-        if (!sum) {
-          sum = at::zeros_like(gradient, gradient.options().dtype(sum_dtype(gradient)));
-          parameters_[here] = parameter.unsafeGetTensorImpl();
-        }
-        group_of(batches, TensorKind::of(real(*sum))).take(*sum, gradient);
-      }
-    }
-    if (batches.empty()) return;
-    for (Batch& batch : batches) {
-      if (found_inf.defined()) batch.flag = to_device_async(batch.device, found_inf);
-    }
-    sums_ = std::move(sums);
-    for (Batch& batch : batches) {
-      at::_fused_sgd_(batch.sums, batch.gradients, {}, /*weight_decay=*/0., /*momentum=*/0.,
-                      /*lr=*/1.,
-                      /*dampening=*/0., /*nesterov=*/false, /*maximize=*/true,
-                      /*is_first_step=*/false, /*grad_scale=*/std::nullopt, batch.flag);
-    }
-    if (!found_inf.defined()) {
-      ++added_;
-    } else {
-      if (!dropped_.defined()) dropped_ = at::zeros({}, found_inf.options());
-      dropped_.add_(found_inf);
-      ++flagged_;
-    }
-  }
+  Addition prepared(const torch::optim::Optimizer& optimizer, const at::Tensor& found_inf) const;
+  void add(Addition set);
 
   /// Whether there is a set, added or not, that had gradients.
   bool any() const { return added_ + flagged_ > 0; }
@@ -210,5 +175,65 @@ class GradientSum {
   int64_t added_ = 0;                            // without a flag
   int64_t flagged_ = 0;
 };
+
+class GradientSum::Addition {
+  friend class GradientSum;
+
+  std::vector<Batch> batches_;
+  std::vector<std::optional<at::Tensor>> sums_;
+  std::vector<const void*> parameters_;
+  at::Tensor found_inf_, dropped_;
+};
+
+inline GradientSum::Addition GradientSum::prepared(const torch::optim::Optimizer& optimizer,
+                                                   const at::Tensor& found_inf) const {
+  const InternalOps guard;
+  Addition set;
+  set.sums_ = sums_;
+  set.parameters_ = parameters_;
+  set.found_inf_ = found_inf;
+  set.dropped_ = dropped_;
+  std::size_t slot = 0;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      if (set.sums_.size() <= slot) set.sums_.emplace_back();
+      if (set.parameters_.size() <= slot) set.parameters_.push_back(nullptr);
+      std::optional<at::Tensor>& sum = set.sums_[slot];
+      const std::size_t here = slot++;
+      if (!parameter.defined()) continue;
+      const at::Tensor& gradient = parameter.unsafeGetTensorImpl()->grad();
+      if (!gradient.defined()) continue;
+      if (!sum) {
+        sum = at::zeros_like(gradient, gradient.options().dtype(sum_dtype(gradient)));
+        set.parameters_[here] = parameter.unsafeGetTensorImpl();
+      }
+      group_of(set.batches_, TensorKind::of(real(*sum))).take(*sum, gradient);
+    }
+  }
+  if (!found_inf.defined()) return set;
+  for (Batch& batch : set.batches_) batch.flag = to_device_async(batch.device, found_inf);
+  if (!dropped_.defined()) set.dropped_ = at::zeros({}, found_inf.options());
+  return set;
+}
+
+inline void GradientSum::add(Addition set) {
+  if (set.batches_.empty()) return;
+  const InternalOps guard;
+  sums_ = std::move(set.sums_);
+  parameters_ = std::move(set.parameters_);
+  for (Batch& batch : set.batches_) {
+    at::_fused_sgd_(batch.sums, batch.gradients, {}, /*weight_decay=*/0., /*momentum=*/0.,
+                    /*lr=*/1.,
+                    /*dampening=*/0., /*nesterov=*/false, /*maximize=*/true,
+                    /*is_first_step=*/false, /*grad_scale=*/std::nullopt, batch.flag);
+  }
+  dropped_ = std::move(set.dropped_);
+  if (set.found_inf_.defined()) {
+    dropped_.add_(set.found_inf_);
+    ++flagged_;
+  } else {
+    ++added_;
+  }
+}
 
 }  // namespace torchamp::detail

@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Calls that run out of the device's memory anywhere leave everything as it was.
+#include <ATen/Context.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+#include <torchamp/accumulate.h>
+#include <torchamp/autocast.h>
+#include <torchamp/grad_scaler.h>
+#include <torchamp/optim.h>
+#include <torchamp/precision_audit.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "support/devices.h"
+#include "support/out_of_memory.h"
+#include "support/simulated/device.h"
+
+namespace {
+
+using at::Tensor;
+using simulated::on;
+using simulated::sim0;
+using torchamp::GradScaler;
+
+struct OutOfMemory : testing::Test {
+  void SetUp() override { SKIP_WITHOUT(at::kPrivateUse1); }
+};
+
+std::vector<Tensor> on_host(const std::vector<Tensor>& tensors) {
+  std::vector<Tensor> copies;
+  for (const Tensor& tensor : tensors) {
+    copies.push_back(tensor.defined() ? tensor.detach().cpu() : Tensor());
+  }
+  return copies;
+}
+
+void expect_same(const std::vector<Tensor>& actual, const std::vector<Tensor>& expected) {
+  ASSERT_EQ(actual.size(), expected.size());
+  for (std::size_t i = 0; i < actual.size(); ++i) {
+    ASSERT_EQ(actual[i].defined(), expected[i].defined()) << i;
+    EXPECT_TRUE(!actual[i].defined() || at::equal(actual[i], expected[i])) << i;
+  }
+}
+
+torch::nn::Sequential make_net() {
+  torch::manual_seed(3);
+  return to_device(torch::nn::Sequential(torch::nn::Linear(4, 6), torch::nn::BatchNorm1d(6),
+                                         torch::nn::Linear(6, 2)),
+                   sim0);
+}
+
+/// Parameters, buffers and gradients of a model, and the random numbers to come.
+std::vector<Tensor> all_of(torch::nn::Sequential& net) {
+  std::vector<Tensor> tensors = net->parameters();
+  for (const Tensor& parameter : net->parameters()) tensors.push_back(parameter.grad());
+  for (const Tensor& buffer : net->buffers()) tensors.push_back(buffer);
+  for (const at::Device device : {at::Device(at::kCPU), sim0}) {
+    tensors.push_back(at::globalContext().defaultGenerator(device).get_state());
+  }
+  return on_host(tensors);
+}
+
+TEST_F(OutOfMemory, AnAuditPutsTheModelBack) {
+  auto net = make_net();
+  const Tensor x = at::randn({8, 4}).to(sim0);
+  net->forward(x).sum().backward();
+  torchamp::PrecisionAudit audit(net, {.dtype = at::kHalf});
+  const auto step = [&] {
+    const torchamp::AutocastGuard autocast(sim0);
+    torch::dropout(net->forward(x), 0.5, true).pow(2).mean().backward();
+  };
+  audit.run(step, 1);
+  const auto before = all_of(net);
+  const std::string measured = audit.to_csv();
+  int failures = 0;
+  for (std::int64_t allocations = 0;; allocations += 1 + allocations / 16) {
+    SCOPED_TRACE(allocations);
+    ASSERT_LT(allocations, 100'000);
+    try {
+      const simulated::AllocationLimit limit(allocations);
+      audit.run(step, 1);
+      break;
+    } catch (const c10::Error&) {
+      ++failures;
+    }
+    expect_same(all_of(net), before);
+    EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kPrivateUse1));
+    EXPECT_EQ(audit.to_csv(), measured);
+    if (HasFailure()) break;
+  }
+  EXPECT_GT(failures, 20);
+  expect_same(all_of(net), before);
+}
+
+/// Parameters of several kinds, so that there are several sums.
+struct Window {
+  GradScaler scaler{{.init_scale = 8.}};
+  std::vector<Tensor> parameters{at::ones({3}, on(sim0)).requires_grad_(),
+                                 at::ones({2}, on(sim0, at::kDouble)).requires_grad_()};
+  torchamp::FusedSGD optimizer{parameters, torch::optim::SGDOptions(0.5)};
+
+  Tensor loss(double factor) const {
+    return (parameters[0] * factor).sum().to(at::kDouble) + (parameters[1] * factor).sum();
+  }
+};
+
+TEST_F(OutOfMemory, ASafeAccumulationAddsAMicroBatchOnceOrNotAtAll) {
+  const auto run = [](bool fails) {
+    Window window;
+    torchamp::SafeAccumulation accumulation(window.scaler, window.optimizer);
+    int failures = 0;
+    for (const double factor : {1., 2., 1e300, 5.}) {
+      const auto call = [&] { accumulation.backward(window.loss(factor)); };
+      fails ? void(failures += until_memory_suffices(call, [] {})) : call();
+    }
+    std::optional<torchamp::SafeAccumulationResult> result;
+    const auto step = [&] { result = accumulation.step(); };
+    fails ? void(failures += until_memory_suffices(step, [] {})) : step();
+    EXPECT_EQ(result->kept(), 3);
+    EXPECT_EQ(failures > 20, fails);
+    auto all = on_host(window.parameters);
+    all.push_back(at::tensor(window.scaler.get_scale()));
+    all.push_back(at::tensor(window.scaler.state_dict().growth_tracker));
+    return all;
+  };
+  expect_same(run(true), run(false));
+}
+
+TEST_F(OutOfMemory, AnAccumulationStepsOnceWithItsWindow) {
+  const auto run = [](bool fails) {
+    Window window;
+    torchamp::Accumulation accumulation(window.scaler, window.optimizer, 2);
+    int failures = 0;
+    accumulation.backward(window.loss(1.));
+    for (std::int64_t allocations = fails ? 0 : 1000; accumulation.pending() > 0; ++allocations) {
+      const simulated::AllocationLimit limit(allocations);
+      try {
+        if (accumulation.pending() == 1) {
+          accumulation.backward(window.loss(2.));
+        } else {
+          accumulation.flush();
+        }
+      } catch (const c10::OutOfMemoryError&) {
+        ++failures;
+      } catch (const c10::Error& error) {  // a backward that is half done
+        EXPECT_NE(std::string(error.what()).find("half-way"), std::string::npos) << error.what();
+        ++failures;
+        accumulation.discard();
+        const simulated::AllocationLimit enough(1000);
+        accumulation.backward(window.loss(1.));
+      }
+    }
+    EXPECT_EQ(failures > 5, fails);
+    return on_host(window.parameters);
+  };
+  expect_same(run(true), run(false));
+}
+
+TEST_F(OutOfMemory, KeptCastsAreThoseOfTheWeightsAllTheSame) {
+  auto net = make_net();
+  net->eval();
+  const Tensor x = at::randn({8, 4}).to(sim0);
+  const auto forward = [&](torchamp::WeightCache cache) {
+    const torchamp::AutocastGuard autocast(sim0, {.dtype = at::kHalf, .cache = cache});
+    return net->forward(x).detach();
+  };
+  for (const auto cache : {torchamp::WeightCache::region, torchamp::WeightCache::kept}) {
+    for (int i = 0; i < 2; ++i) {
+      Tensor y;
+      EXPECT_GT(until_memory_suffices([&] { y = forward(cache); }, [] {}), 2);
+      EXPECT_TRUE(at::equal(y.cpu(), forward(torchamp::WeightCache::none).cpu()));
+      const at::NoGradGuard no_grad;
+      for (Tensor& parameter : net->parameters()) parameter.mul_(1.5);
+    }
+  }
+}
+
+}  // namespace
