@@ -20,6 +20,7 @@
 #include "support/optimizer_kinds.h"
 #include "support/tolerances.h"
 #include "torchamp/grad_scaler.h"
+#include "torchamp/master_weights.h"
 #include "torchamp/optim.h"
 
 namespace {
@@ -132,6 +133,18 @@ TEST(OwnKernel, StepsWholeParametersAlsoWhenGradientsAreDropped) {
   optimizer.step_scaled(number(4., at::kCPU), number(0., at::kCPU));
   expect_close(p.detach().norm(), torch::ones({}));
   EXPECT_FALSE(p.grad().defined());
+}
+
+TEST(OwnKernel, StepsWholeParametersOfSplitMasters) {
+  const torch::nn::Linear model(torch::nn::LinearOptions(300, 250).bias(false));
+  torch::nn::init::zeros_(model->weight);
+  const torchamp::MasterWeights masters(
+      model, {.dtype = at::kBFloat16, .storage = torchamp::MasterStorage::split});
+  torchamp::FusedOptimizerOf<NormedKernel> optimizer(masters.parameters(),
+                                                     torch::optim::RMSpropOptions(1.));
+  model->weight.mutable_grad() = torch::ones({250, 300});
+  optimizer.step();
+  expect_close(model->weight.detach().to(at::kFloat).norm(), torch::ones({}), at::kBFloat16);
 }
 
 }  // namespace

@@ -43,40 +43,51 @@ inline bool is_known_skipped(const StepScalars& scalars) {
   return found_inf && found_inf->is_cpu() && *found_inf->const_data_ptr<float>() == 1.F;
 }
 
-/// Divides `gradients`, flat, into `buffer`, one behind the other, and puts the results in their
-/// place.
-inline void divide_into(const at::Tensor& buffer, const at::Tensor& scale,
-                        std::vector<at::Tensor>& gradients) {
-  int64_t begin = 0;
-  for (at::Tensor& gradient : gradients) {
-    at::Tensor divided = buffer.narrow(0, begin, gradient.numel());
-    at::div_out(divided, gradient, scale);
-    begin += gradient.numel();
-    gradient = std::move(divided);
-  }
-}
-
 /// Whether gradients of `list` are divided apart from the step, if they are dropped after it.
 inline bool divides_apart(const StepList& list, const StepScalars& scalars) {
   return list.device.is_cpu() && !list.by_foreach && scalars.grad_scale() &&
          (list.dtype == at::kFloat || list.dtype == at::kDouble);
 }
 
+/// Steps pieces of a list, with the gradients divided in a buffer beforehand.
+class ApartDivision {
+ public:
+  /// For pieces of at most `elements`.
+  ApartDivision(const StepList& list, const StepScalars& scalars, int64_t elements)
+      : scale_(*scalars.grad_scale()),
+        unscaled_(scalars.without_scale()),
+        buffer_(at::empty({elements}, at::device(list.device).dtype(list.dtype))) {}
+
+  /// Kernel::step for `piece`, whose tensors are flat and whose gradients are replaced.
+  template <OptimizerKernel Kernel>
+  void step(const typename Kernel::Options& options, StepList& piece) const {
+    int64_t begin = 0;
+    for (at::Tensor& gradient : piece.grads) {
+      at::Tensor divided = buffer_.narrow(0, begin, gradient.numel());
+      at::div_out(divided, gradient, scale_);
+      begin += gradient.numel();
+      gradient = std::move(divided);
+    }
+    Kernel::step(options, piece, unscaled_);
+  }
+
+ private:
+  at::Tensor scale_;
+  StepScalars unscaled_;
+  at::Tensor buffer_;
+};
+
 /// Kernel::step for a list whose gradients are dropped after the step: may leave them scaled.
 template <OptimizerKernel Kernel>
 void step_and_drop(const typename Kernel::Options& options, const StepList& list,
                    const StepScalars& scalars) {
   const auto is_large = [](const at::Tensor& param) { return param.numel() >= divided_at_once; };
-  bool apart = false;
-  // Another kernel may do something else to a part of a parameter than to the whole.
-  if constexpr (requires { Kernel::op; }) {
-    apart = divides_apart(list, scalars) && std::ranges::any_of(list.params, is_large);
-  }
+  const bool apart = may_step_parts<Kernel> && divides_apart(list, scalars) &&
+                     std::ranges::any_of(list.params, is_large);
   if (!apart) return Kernel::step(options, list, scalars);
   if (is_known_skipped(scalars)) return;
 
-  const StepScalars unscaled = scalars.without_scale();
-  const at::Tensor buffer = at::empty({divided_at_once}, at::device(list.device).dtype(list.dtype));
+  const ApartDivision division(list, scalars, divided_at_once);
   StepList small = list.emptied();
   for (std::size_t i = 0; i < list.params.size(); ++i) {
     if (!is_large(list.params[i])) {
@@ -91,8 +102,7 @@ void step_and_drop(const typename Kernel::Options& options, const StepList& list
       piece.add(list, i, [&](const at::Tensor& tensor) {
         return in_memory_order(tensor).narrow(0, begin, std::min(most, size - begin));
       });
-      divide_into(buffer, *scalars.grad_scale(), piece.grads);
-      Kernel::step(options, piece, unscaled);
+      division.step<Kernel>(options, piece);
     }
   }
   if (!small.params.empty()) Kernel::step(options, small, scalars);

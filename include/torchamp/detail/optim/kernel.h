@@ -84,7 +84,8 @@ struct StepList : StepKey {
 ///     may_be_first(),
 ///                        gates and whether at_least and at_most are 0
 ///     op                 if there, the op of ATen's that step() calls; where the device lacks it,
-///                        list.by_foreach is true, and all parameters of a list have one count
+///                        list.by_foreach is true, and all parameters of a list have one count.
+///                        step() may then be called with parts of parameters
 ///
 /// step() divides the gradients by scalars.grad_scale(), if it is there, and changes nothing where
 /// scalars.found_inf() is there and 1. The counters count the step already. It never reads the
@@ -103,6 +104,12 @@ concept OptimizerKernel = std::derived_from<typename K::LibTorch, torch::optim::
   { K::steps(state) } -> std::same_as<int64_t>;
   K::set_steps(state, int64_t{});
   K::step(options, list, scalars);
+};
+
+/// Whether a step of `Kernel` does to a part of a parameter what it would do to it in the whole.
+template <class Kernel>
+inline constexpr bool may_step_parts = requires {
+  Kernel::op;
 };
 
 }  // namespace torchamp::detail

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -28,12 +29,13 @@ namespace torchamp::detail {
 /// A part of a list of split weights that is stepped at once.
 class SplitPiece {
  public:
-  SplitPiece(const StepList& list, at::Tensor buffer, at::Tensor gradients)
-      : list_(list),
-        buffer_(std::move(buffer)),
-        gradients_(std::move(gradients)),
-        runs_(list.device),
-        piece_(part_of(list)) {}
+  SplitPiece(const StepList& list, at::Tensor buffer)
+      : list_(list), buffer_(std::move(buffer)), runs_(list.device), piece_(part_of(list)) {}
+
+  /// The gradients are dropped after the step.
+  void drop_gradients(const StepScalars& scalars) {
+    if (divides_apart(piece_, scalars)) division_.emplace(piece_, scalars, buffer_.numel());
+  }
 
   int64_t room() const { return buffer_.numel() - elements_; }
   bool empty() const { return elements_ == 0; }
@@ -52,9 +54,8 @@ class SplitPiece {
   template <OptimizerKernel Kernel>
   void step(const typename Kernel::Options& options, const StepScalars& scalars) {
     piece_.params = runs_.join(buffer_);
-    if (gradients_.defined()) {
-      divide_into(gradients_, *scalars.grad_scale(), piece_.grads);
-      Kernel::step(options, piece_, scalars.without_scale());
+    if (division_) {
+      division_->step<Kernel>(options, piece_);
     } else {
       Kernel::step(options, piece_, scalars);
     }
@@ -73,7 +74,7 @@ class SplitPiece {
 
   const StepList& list_;
   at::Tensor buffer_;
-  at::Tensor gradients_;  // where they are divided; undefined if the kernel does that
+  std::optional<ApartDivision> division_;
   SplitRuns runs_;
   StepList piece_;
   int64_t elements_ = 0;
@@ -84,16 +85,20 @@ template <OptimizerKernel Kernel>
 void step_split(const typename Kernel::Options& options, const StepList& list,
                 const StepScalars& scalars, bool drops) {
   if (is_known_skipped(scalars)) return;
-  int64_t elements = 0;
-  for (const at::Tensor& param : list.params) elements += param.numel();
+  int64_t elements = 0, largest = 0;
+  for (const at::Tensor& param : list.params) {
+    elements += param.numel();
+    largest = std::max(largest, param.numel());
+  }
   elements = std::min(elements, split_elements_at_once(list.device));
-  const auto buffer = [&] {
-    return at::empty({elements}, at::device(list.device).dtype(at::kFloat));
-  };
-  const bool apart = drops && divides_apart(list, scalars);
-  SplitPiece piece(list, buffer(), apart ? buffer() : at::Tensor());
+  if (!may_step_parts<Kernel>) elements = std::max(elements, largest);
+  SplitPiece piece(list, at::empty({elements}, at::device(list.device).dtype(at::kFloat)));
+  if (drops) piece.drop_gradients(scalars);
   for (std::size_t i = 0; i < list.params.size(); ++i) {
     const int64_t size = list.params[i].numel();
+    if (!may_step_parts<Kernel> && piece.room() < size) {
+      piece.template step<Kernel>(options, scalars);
+    }
     for (int64_t begin = 0; begin < size;) {
       int64_t part = std::min(size - begin, piece.room());
       if (part < size - begin) part -= part % piece_unit;
