@@ -13,6 +13,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -39,6 +40,19 @@ inline void clear_gradients(torch::optim::Optimizer& optimizer) {
   }
 }
 
+inline std::shared_ptr<AccumulationWindow> open_window(const torch::optim::Optimizer& optimizer) {
+  return std::make_shared<AccumulationWindow>(AccumulationWindow{&optimizer});
+}
+
+/// A warning out of a destructor.
+template <class... Parts>
+void warn(const Parts&... parts) noexcept {
+  try {
+    TORCH_WARN(parts...);
+  } catch (const std::exception&) {  // by the program's handler
+  }
+}
+
 }  // namespace detail
 
 /// Gradient accumulation: `micro_batches` losses make one step of `optimizer`.
@@ -52,10 +66,10 @@ inline void clear_gradients(torch::optim::Optimizer& optimizer) {
 ///
 /// The gradients are those of the mean of the losses. The scale is the same for all of them: that
 /// it was changed within a window is an error, after which discard() begins a new one, and so is
-/// that gradients were cleared (set to none, as zero_grad() does). One bad micro-batch spoils the
-/// whole step; see SafeAccumulation. Within a window, the scaler refuses to be saved. Holds
-/// references to scaler and optimizer. Reads nothing but what scaler.step() reads. One thread at a
-/// time.
+/// that gradients were cleared (set to none, as zero_grad() does), and that the program has called
+/// the scaler's step() and update() by itself. One bad micro-batch spoils the whole step; see
+/// SafeAccumulation. Within a window, the scaler refuses to be saved. Holds references to scaler
+/// and optimizer. Reads nothing but what scaler.step() reads. One thread at a time.
 ///
 /// An exception from LibTorch's backward leaves gradients half added: the window can then only be
 /// dropped. One from the two calls below or from the optimizer's step leaves a window that flush()
@@ -64,7 +78,10 @@ class Accumulation {
  public:
   /// Steps `optimizer` once in `micro_batches` calls of backward(). Error: fewer than 1.
   Accumulation(GradScaler& scaler, torch::optim::Optimizer& optimizer, int64_t micro_batches)
-      : scaler_(scaler), optimizer_(optimizer), micro_batches_(micro_batches) {
+      : scaler_(scaler),
+        optimizer_(optimizer),
+        micro_batches_(micro_batches),
+        window_(detail::open_window(optimizer)) {
     TORCH_CHECK_VALUE(micro_batches >= 1, "Accumulation: micro_batches is ", micro_batches,
                       ". It is 1 or more.");
   }
@@ -73,7 +90,13 @@ class Accumulation {
   Accumulation& operator=(const Accumulation&) = delete;
   Accumulation(Accumulation&&) = default;
   Accumulation& operator=(Accumulation&&) = delete;
-  ~Accumulation() = default;
+  /// A warning where a window is open: flush() or discard() it before.
+  ~Accumulation() {
+    if (!window_ || window_->pending == 0) return;
+    detail::warn("Accumulation: destroyed with ", window_->pending, " of ", micro_batches_,
+                 " micro-batches, whose gradients are still there and will be added to the next. "
+                 "Call flush() before to step with them, or discard() to drop them.");
+  }
 
   /// Called before each step, with the gradients of the whole window, still scaled, wherever
   /// backward() has put them: the place for MasterWeights::take_gradients().
@@ -100,9 +123,9 @@ class Accumulation {
                       " element(s), and requires_grad is ", part.requires_grad(),
                       ". Pass one number that was computed from the parameters.");
     const at::Tensor scaled = scaler_.scale(part);
-    if (*pending_ == 0) {
+    if (window_->pending == 0) {
       version_ = version_of_scale();
-      scaler_.begin_window(pending_);
+      scaler_.begin_window(window_);
     } else {
       check_window("backward");
     }
@@ -110,7 +133,7 @@ class Accumulation {
     scaled.backward();
     stage_ = Stage::open;
     gradients_ = detail::count_gradients(optimizer_);
-    if (++*pending_ < micro_batches_) return std::nullopt;
+    if (++window_->pending < micro_batches_) return std::nullopt;
     return flush();
   }
 
@@ -122,7 +145,7 @@ class Accumulation {
   /// the window is dropped.)
   std::optional<StepResult> flush() {
     check_whole("flush");
-    if (*pending_ == 0) return std::nullopt;
+    if (window_->pending == 0) return std::nullopt;
     check_window("flush");
     stage_ = Stage::stepping;
     if (!scaler_.is_unscaled(optimizer_)) {
@@ -155,7 +178,7 @@ class Accumulation {
   }
 
   /// Micro-batches since the last step.
-  int64_t pending() const { return *pending_; }
+  int64_t pending() const { return window_->pending; }
 
  private:
   enum class Stage {
@@ -170,7 +193,8 @@ class Accumulation {
   }
   void clear() {
     detail::clear_gradients(optimizer_);
-    *pending_ = 0;
+    window_->pending = 0;
+    window_->was_used = false;
     stage_ = Stage::open;
     gradients_ = 0;
   }
@@ -183,8 +207,8 @@ class Accumulation {
   /// Whether gradients may be added.
   void check_open() const {
     check_whole("backward");
-    TORCH_CHECK(stage_ == Stage::open, "Accumulation::backward: the step with ", *pending_, " of ",
-                micro_batches_,
+    TORCH_CHECK(stage_ == Stage::open, "Accumulation::backward: the step with ", window_->pending,
+                " of ", micro_batches_,
                 " micro-batches has failed, so that the window has no room for another. Call "
                 "flush() to try the step again, or discard() to drop the window.");
     TORCH_CHECK(!scaler_.is_unscaled(optimizer_) && !scaler_.is_stepped(optimizer_),
@@ -194,19 +218,24 @@ class Accumulation {
   }
   void check_window(const char* call) const {
     TORCH_CHECK(version_of_scale() == version_, "Accumulation::", call,
-                ": the scale has changed after ", *pending_, " of ", micro_batches_,
+                ": the scale has changed after ", window_->pending, " of ", micro_batches_,
                 " micro-batches, whose gradients still have the old one. Leave step and update to "
                 "the accumulation, or call flush() before; call discard() to drop them.");
     TORCH_CHECK(detail::count_gradients(optimizer_) >= gradients_, "Accumulation::", call,
-                ": the gradients of ", *pending_, " of ", micro_batches_,
+                ": the gradients of ", window_->pending, " of ", micro_batches_,
                 " micro-batches are gone. Leave out zero_grad(): the accumulation clears them "
                 "after its step. Call discard() to begin a new window.");
+    TORCH_CHECK(stage_ != Stage::open || !window_->was_used, "Accumulation::", call,
+                ": the scaler has stepped with the gradients of ", window_->pending, " of ",
+                micro_batches_,
+                " micro-batches, or unscaled them, in an iteration that has ended. Leave step and "
+                "update to the accumulation, and call discard() to drop them.");
   }
 
   GradScaler& scaler_;
   torch::optim::Optimizer& optimizer_;
   int64_t micro_batches_;
-  std::shared_ptr<int64_t> pending_ = std::make_shared<int64_t>(0);  // the scaler looks at it
+  std::shared_ptr<detail::AccumulationWindow> window_;  // the scaler looks at it
   Stage stage_ = Stage::open;
   int64_t version_ = 0;        // of the scale, at the start of the window
   std::size_t gradients_ = 0;  // how many there were after the last backward()
@@ -260,13 +289,19 @@ class SafeAccumulation {
  public:
   /// Steps `optimizer` with what step() finds added up.
   SafeAccumulation(GradScaler& scaler, torch::optim::Optimizer& optimizer)
-      : scaler_(scaler), optimizer_(optimizer) {}
+      : scaler_(scaler), optimizer_(optimizer), window_(detail::open_window(optimizer)) {}
 
   SafeAccumulation(const SafeAccumulation&) = delete;
   SafeAccumulation& operator=(const SafeAccumulation&) = delete;
   SafeAccumulation(SafeAccumulation&&) = default;
   SafeAccumulation& operator=(SafeAccumulation&&) = delete;
-  ~SafeAccumulation() = default;
+  /// A warning where a window is open: call step() or discard() before.
+  ~SafeAccumulation() {
+    if (!window_ || window_->pending == 0) return;
+    detail::warn(
+        "SafeAccumulation: destroyed with ", window_->pending,
+        " micro-batch(es), with which no step was made. Call step() before, or discard().");
+  }
 
   /// Called after each backward(), with the gradients still scaled, wherever it has put them: the
   /// place for MasterWeights::take_gradients().
@@ -299,7 +334,7 @@ class SafeAccumulation {
       scaler_.discard(optimizer_);
       throw;
     }
-    if (++*pending_ == 1) scaler_.begin_window(pending_);
+    if (++window_->pending == 1) scaler_.begin_window(window_);
     detail::clear_gradients(optimizer_);
   }
 
@@ -309,7 +344,7 @@ class SafeAccumulation {
   /// `before_step` or the optimizer's step, the window is as it was, and step() may be called
   /// again.
   SafeAccumulationResult step(const std::function<void()>& before_step = nullptr) {
-    TORCH_CHECK(*pending_ > 0,
+    TORCH_CHECK(window_->pending > 0,
                 "SafeAccumulation::step: there is no micro-batch. Call backward(loss) first.");
     check_ready("step");
     detail::clear_gradients(optimizer_);  // a step that has failed may have left its own
@@ -331,7 +366,7 @@ class SafeAccumulation {
       scaler_.discard(optimizer_);
       throw;
     }
-    const int64_t micro_batches = *pending_;
+    const int64_t micro_batches = window_->pending;
     clear();
     return {std::move(kept), micro_batches};
   }
@@ -344,14 +379,14 @@ class SafeAccumulation {
   }
 
   /// Micro-batches since the last step, dropped ones included.
-  int64_t pending() const { return *pending_; }
+  int64_t pending() const { return window_->pending; }
 
  private:
   void clear() {
     detail::clear_gradients(optimizer_);
     scaler_.discard(optimizer_);
     sum_.clear();
-    *pending_ = 0;
+    window_->pending = 0;
   }
   void check_ready(const char* call) const {
     TORCH_CHECK(!scaler_.is_unscaled(optimizer_) && !scaler_.is_stepped(optimizer_),
@@ -364,7 +399,7 @@ class SafeAccumulation {
   GradScaler& scaler_;
   torch::optim::Optimizer& optimizer_;
   detail::GradientSum sum_;
-  std::shared_ptr<int64_t> pending_ = std::make_shared<int64_t>(0);  // the scaler looks at it
+  std::shared_ptr<detail::AccumulationWindow> window_;  // the scaler looks at it
   std::function<void()> before_unscale_;
 };
 

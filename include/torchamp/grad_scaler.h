@@ -203,7 +203,7 @@ class GradScaler {
   void check_started(const char* call) const;
   void check_not_scaled(const at::Tensor& output, const char* call) const;
   void note_loss(const at::Tensor& output);
-  void begin_window(const std::shared_ptr<const int64_t>& pending);
+  void begin_window(const std::shared_ptr<detail::AccumulationWindow>& window);
   void take_unscaled(const torch::optim::Optimizer& optimizer, at::Tensor found_inf,
                      bool had_gradients);
   static void check_complete(const torch::optim::Optimizer& optimizer,

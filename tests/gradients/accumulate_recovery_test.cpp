@@ -2,18 +2,23 @@
 // What an Accumulation does after an error, and what it does not take.
 #include <torchamp/accumulate.h>
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <torchamp/optim.h>
 #include <torchamp/training_checkpoint.h>
 
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "support/expect_error.h"
 #include "support/leaf.h"
+#include "support/non_finite.h"
 #include "support/optimizers.h"
 #include "support/temporary_folder.h"
+#include "support/warnings.h"
 
 using torchamp::Accumulation;
 using torchamp::GradScaler;
@@ -96,6 +101,63 @@ TEST(AccumulationAfterAnError, AddsNothingToGradientsThatTheProgramUnscaledOrSte
     for (int i = 0; i < 4; ++i) accumulation.backward((w * 2).sum());
     EXPECT_EQ(w.item<float>(), stepped ? -3.F : -2.F);
   }
+}
+
+TEST(AccumulationMisuse, AStepOfTheProgramsOwnWithinAWindowIsAnErrorAfterItsUpdate) {
+  for (const bool fused : {false, true}) {
+    const at::Tensor w = zero();
+    torch::optim::SGD plain({w}, torch::optim::SGDOptions(1.));
+    torchamp::FusedSGD of_ours({w}, torch::optim::SGDOptions(1.));
+    torch::optim::Optimizer& optimizer =
+        fused ? static_cast<torch::optim::Optimizer&>(of_ours) : plain;
+    GradScaler scaler({.init_scale = 1024.});  // which stays as it is
+    Accumulation accumulation(scaler, optimizer, 2);
+    accumulation.backward((w * 4).sum());
+    scaler.step(optimizer);
+    scaler.update();
+    const std::string error =
+        ": the scaler has stepped with the gradients of 1 of 2 micro-batches, or unscaled them, in "
+        "an iteration that has ended. Leave step and update to the accumulation, and call "
+        "discard() to drop them.";
+    EXPECT_ERROR(accumulation.backward((w * 4).sum()), "Accumulation::backward" + error);
+    EXPECT_ERROR(accumulation.flush(), "Accumulation::flush" + error);
+    accumulation.discard();
+    for (int i = 0; i < 2; ++i) accumulation.backward((w * 2).sum());
+    EXPECT_EQ(w.item<float>(), -4.F);
+    // Before update(), a step with what there is may be left to flush().
+    accumulation.backward((w * 4).sum());
+    scaler.unscale_(optimizer);
+    EXPECT_TRUE(accumulation.flush()->stepped());
+    EXPECT_EQ(w.item<float>(), -6.F);
+  }
+}
+
+TEST(AccumulationMisuse, AWindowThatIsLeftOpenIsAWarning) {
+  const at::Tensor w = zero();
+  auto optimizer = sgd({w});
+  GradScaler scaler;
+  const CollectedWarnings warnings;
+  {
+    Accumulation accumulation(scaler, optimizer, 2);
+    Accumulation moved = std::move(accumulation);
+    for (int i = 0; i < 4; ++i) moved.backward(w.sum());
+    moved.backward(w.sum());
+    moved.discard();
+    SafeAccumulation safe(scaler, optimizer);
+    safe.backward(w.sum());
+    safe.step();
+  }
+  EXPECT_EQ(warnings.text(), "");
+  { Accumulation(scaler, optimizer, 4).backward(w.sum()); }
+  EXPECT_EQ(warnings.text(),
+            "Accumulation: destroyed with 1 of 4 micro-batches, whose gradients are still there "
+            "and will be added to the next. Call flush() before to step with them, or discard() to "
+            "drop them.\n");
+  { SafeAccumulation(scaler, optimizer).backward(w.sum()); }
+  EXPECT_THAT(
+      warnings.text(),
+      ::testing::EndsWith("\nSafeAccumulation: destroyed with 1 micro-batch(es), with which "
+                          "no step was made. Call step() before, or discard().\n"));
 }
 
 TEST(AccumulationAfterAnError, DropsAWindowToWhichHalfAMicroBatchWasAdded) {

@@ -288,9 +288,10 @@ TORCHAMP_BODY void GradScaler::discard(const torch::optim::Optimizer& optimizer)
   bad_loss_ = at::Tensor();  // it may have been this one's
 }
 
-/// From here on, saving is refused while `pending` is not 0.
-TORCHAMP_BODY void GradScaler::begin_window(const std::shared_ptr<const int64_t>& pending) {
-  windows_.add(pending);
+/// From here on, saving is refused while the window is not empty.
+TORCHAMP_BODY void GradScaler::begin_window(
+    const std::shared_ptr<detail::AccumulationWindow>& window) {
+  windows_.add(window);
 }
 
 /// Makes a "ready" optimizer "unscaled" whose gradients are the program's own, with a flag that

@@ -30,6 +30,7 @@ TORCHAMP_BODY void GradScaler::before_change() {
 }
 
 TORCHAMP_BODY void GradScaler::end_iteration() {
+  windows_.end_iteration(optimizers_);
   optimizers_.clear();
   records_.clear();
   bad_loss_ = at::Tensor();

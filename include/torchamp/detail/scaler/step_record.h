@@ -122,30 +122,46 @@ class OptimizerStates {
   std::list<Entry> entries_;
 };
 
-/// The windows of gradient accumulation that take their gradients from one scaler, each by its
-/// count of micro-batches. One that is gone has none.
+/// A window of gradient accumulation.
+struct AccumulationWindow {
+  const torch::optim::Optimizer* optimizer;
+  int64_t pending = 0;    ///< micro-batches
+  bool was_used = false;  ///< the scaler has unscaled or stepped with them in an earlier iteration
+};
+
+/// The windows that take their gradients from one scaler. One that is gone has none.
 class OpenWindows {
  public:
-  void add(const std::shared_ptr<const int64_t>& pending) {
+  void add(const std::shared_ptr<AccumulationWindow>& added) {
     for (std::size_t i = windows_.size(); i-- > 0;) {
-      const auto count = windows_[i].lock();
-      if (count && count != pending) continue;
+      const auto window = windows_[i].lock();
+      if (window && window != added) continue;
       windows_[i].swap(windows_.back());
       windows_.pop_back();
     }
-    windows_.push_back(pending);
+    windows_.push_back(added);
   }
 
   bool any() const {
-    for (const auto& window : windows_) {
-      const auto count = window.lock();
-      if (count && *count > 0) return true;
+    for (const auto& weak : windows_) {
+      const auto window = weak.lock();
+      if (window && window->pending > 0) return true;
     }
     return false;
   }
 
+  /// Notes whose gradients the scaler has used in the iteration that ends.
+  void end_iteration(const OptimizerStates& states) const {
+    for (const auto& weak : windows_) {
+      const auto window = weak.lock();
+      if (!window || window->pending == 0) continue;
+      const OptimizerState* const state = states.find(*window->optimizer);
+      window->was_used |= state && state->stage != OptimizerState::Stage::ready;
+    }
+  }
+
  private:
-  std::vector<std::weak_ptr<const int64_t>> windows_;
+  std::vector<std::weak_ptr<AccumulationWindow>> windows_;
 };
 
 }  // namespace torchamp::detail
