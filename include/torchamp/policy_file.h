@@ -37,9 +37,8 @@ struct LoadedPolicies {
     try {
       return modules.apply_to(model);
     } catch (const c10::Error& error) {
-      TORCH_CHECK(false, "LoadedPolicies::apply_to: the model is another one than '", path,
-                  "', which torchamp::load_policies read, was written for: ",
-                  error.what_without_backtrace());
+      TORCH_CHECK(false, "LoadedPolicies::apply_to: what torchamp::load_policies read in '", path,
+                  "' does not fit the model: ", error.what_without_backtrace());
     }
   }
 };
@@ -57,6 +56,10 @@ inline LoadedPolicies load_policies(const std::string& path) {
   const std::string call = "torchamp::load_policies";
   const std::string place = c10::str(call, ": '", path, "'");
   const auto parts = detail::parts_of_policies(detail::read_policy_file(call, path));
+  TORCH_CHECK(parts.size() == 1 || detail::says_something(parts[0].second), place,
+              ": nothing stands before the line 'module ", parts[1].first,
+              "'. The text begins with 'policy standard' or 'policy torch', which holds for all "
+              "ops.");
   LoadedPolicies loaded;
   loaded.path = path;
   for (std::size_t i = 0; i < parts.size(); ++i) {

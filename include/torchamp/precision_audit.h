@@ -124,7 +124,8 @@ class PrecisionAudit {
   /// one run to the next, calls no op that can be cast, waits for other processes though
   /// PrecisionAuditOptions::average is unset, or is another one there, or gives no parameter a
   /// gradient, or one that is not finite in fp32; a model whose parameters are all frozen, or one
-  /// of which is trained in 16 bits; n below 1; and whatever `step` throws.
+  /// of which is trained in 16 bits; gradients that are off on the thread; n below 1; and whatever
+  /// `step` throws.
   void run(const std::function<void()>& step, int64_t n = 5);
 
   /// A row for each op and module. First those that lose gradients, are infinite or cannot run in

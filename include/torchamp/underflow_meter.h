@@ -79,7 +79,8 @@ struct UnderflowReport {
   }
 };
 
-/// Prints a line for each row, and the latest 20 steps with their scales.
+/// Prints a line for each row, and the latest 20 steps with their scales; or that no 16-bit
+/// gradient was made.
 std::ostream& operator<<(std::ostream& out, const UnderflowReport& report);
 
 /// Counts, every so many steps, the elements of 16-bit gradients that underflow:
@@ -111,7 +112,8 @@ std::ostream& operator<<(std::ostream& out, const UnderflowReport& report);
 class UnderflowMeter {
  public:
   /// The step that is metered while this lives, if it is its turn. One that an exception ends
-  /// counts as a step, but nothing of it is kept. The thread that made it must destroy it.
+  /// counts as a step, but nothing of it is kept. The thread that made it must destroy it. It may
+  /// outlive its meter.
   class [[nodiscard]] Step {
    public:
     Step(const Step&) = delete;
@@ -123,9 +125,9 @@ class UnderflowMeter {
 
    private:
     friend class UnderflowMeter;
-    Step(UnderflowMeter& meter, const GradScaler* scaler);
+    Step(const UnderflowMeter& meter, const GradScaler* scaler);
 
-    UnderflowMeter& meter_;
+    std::shared_ptr<detail::UnderflowHistory> history_;
     std::shared_ptr<detail::UnderflowRecording> recording_;
     std::optional<detail::Observation> observation_;
     at::Tensor scale_;  // undefined where the host knows it
@@ -139,17 +141,16 @@ class UnderflowMeter {
   requires requires(const Model& model) { model.named_parameters(); }
   explicit UnderflowMeter(const Model& model, const UnderflowMeterOptions& options = {})
       : UnderflowMeter(detail::parameters_by_name(model), options) {}
-  /// Steps refer to it.
   UnderflowMeter(const UnderflowMeter&) = delete;
   UnderflowMeter& operator=(const UnderflowMeter&) = delete;
   ~UnderflowMeter();
 
   /// Begins a step, which ends with the result. Errors: the last step has not ended; more than 32
   /// recorders, searches, meters and captures at once.
-  Step step() { return {*this, nullptr}; }
+  Step step() & { return {*this, nullptr}; }
 
   /// As step(), of a loss that `scaler` scales: keeps its scale, without reading it.
-  Step step(const GradScaler& scaler) { return {*this, &scaler}; }
+  Step step(const GradScaler& scaler) & { return {*this, &scaler}; }
 
   /// What was counted in the steps that have ended. Reads each device, for counts and for scales.
   UnderflowReport report() const;
@@ -159,9 +160,7 @@ class UnderflowMeter {
 
   detail::NamedParameters parameters_;
   int64_t every_;
-  int64_t steps_ = 0;
-  bool in_step_ = false;
-  std::unique_ptr<detail::UnderflowHistory> history_;
+  std::shared_ptr<detail::UnderflowHistory> history_;
 };
 
 }  // namespace TORCHAMP_NAMESPACE

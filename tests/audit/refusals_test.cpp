@@ -82,6 +82,10 @@ TEST(PrecisionAudit, NamesTheLineOfAPolicyFileThatCannotBeRead) {
                "line 5: there is no rule 'fp64'");
   EXPECT_ERROR(load("policy torch\nmodule a\nmodule a\n"), "policy' has two lines 'module a'");
   EXPECT_ERROR(load("policy torch\nmodule\n"), "'module' without a name");
+  EXPECT_ERROR(load("# for b\nmodule b\nfp32: mm\n"),
+               "policy': nothing stands before the line 'module b'. The text begins with 'policy "
+               "standard' or 'policy torch', which holds for all ops.");
+  EXPECT_ERROR(load("# nothing\n"), "the text is empty");
   EXPECT_ERROR(torchamp::load_policies(folder / "none"), "cannot read");
 }
 
@@ -189,6 +193,31 @@ TEST(PrecisionAudit, NamesTheGradientThatIsNotFiniteAndTheFrozenModel) {
   model->last->bias.set_requires_grad(true);
   EXPECT_ERROR(audit.run([] { torch::ones({2}).requires_grad_().exp().sum().backward(); }, 1),
                "the step gives no parameter of the model a gradient");
+}
+
+TEST(PrecisionAudit, SaysThatGradientsAreOffOrThatThereIsNothingToCast) {
+  Net model = net();
+  const auto step = step_of(model);
+  PrecisionAudit audit(model, {.dtype = at::kBFloat16});
+  audit.run(step, 1);
+  {
+    const at::NoGradGuard no_grad;
+    const char* const error =
+        ": gradients are off on this thread, by a NoGradGuard or an InferenceMode, and an audit "
+        "measures errors by gradients. Call it outside of that.";
+    EXPECT_ERROR(audit.run(step, 1), std::string("PrecisionAudit::run") + error);
+    EXPECT_ERROR(audit.policy(), std::string("PrecisionAudit::policy") + error);
+    const c10::InferenceMode inference;
+    EXPECT_ERROR(audit.run(step, 1), error);
+  }
+  model->to(at::kDouble);
+  EXPECT_ERROR(audit.run(
+                   [&] {
+                     model(torch::ones({4, 8}, at::kDouble)).sum().backward();
+                   },
+                   1),
+               "calls no op that can be cast, on the device of the model's parameters. (Tensors in "
+               "fp64 are never cast: audit the model in fp32.)");
 }
 
 TEST(PrecisionAudit, KeepsToFiniteGradientsWherePolicyTorchsOverflow) {
@@ -387,10 +416,10 @@ TEST(PolicyFile, OfAnotherModelLeavesAllModulesAsTheyAre) {
   Net model = net();
   std::ofstream(folder / "policy") << "policy torch\nmodule last\nfp32: addmm\nmodule head\n";
   EXPECT_ERROR(torchamp::load_policies(folder / "policy").apply_to(*model),
-               "LoadedPolicies::apply_to: the model is another one than '" +
+               "LoadedPolicies::apply_to: what torchamp::load_policies read in '" +
                    (folder / "policy").string() +
-                   "', which torchamp::load_policies read, was written for: "
-                   "ModulePolicies::apply_to: no module of the model fits 'head'. The nearest");
+                   "' does not fit the model: ModulePolicies::apply_to: no module of the model "
+                   "fits 'head'. The nearest");
   EXPECT_EQ(model->last->module_policy(), nullptr);
 }
 

@@ -8,10 +8,12 @@
 
 #include <cmath>
 #include <functional>
+#include <memory>
 #include <sstream>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "support/devices.h"
@@ -303,6 +305,40 @@ TEST(UnderflowMeter, RefusesWhatItCannotMeter) {
   }
   { const auto next = meter.step(); }
   EXPECT_EQ(meter.report().steps_in_all, 2);
+}
+
+template <class Meter>
+concept can_step = requires(Meter&& meter) {
+  std::forward<Meter>(meter).step();
+};
+static_assert(can_step<UnderflowMeter&> && !can_step<UnderflowMeter>, "nobody could ask it");
+
+TEST(UnderflowMeter, MayGoBeforeItsStepEnds) {
+  Net model;
+  auto meter = std::make_unique<UnderflowMeter>(*model);
+  const auto metered = meter->step();
+  meter.reset();
+  const AutocastGuard autocast(at::kCPU);
+  model(torch::ones({4, 8})).sum().backward();
+  EXPECT_TRUE(metered.is_metered());
+}
+
+TEST(UnderflowMeter, SaysThatNoSixteenBitGradientWasMade) {
+  Net model;
+  UnderflowMeter meter(*model);
+  const auto printed = [&] {
+    std::ostringstream text;
+    text << meter.report();
+    return text.str();
+  };
+  EXPECT_EQ(printed(), "0 of 0 steps metered\n");
+  {
+    const auto metered = meter.step();
+    model(torch::ones({4, 8})).sum().backward();
+  }
+  EXPECT_EQ(printed(),
+            "1 of 1 steps metered: no 16-bit gradient was made in them (are forward, under a "
+            "guard, and backward within the step?)\nstep  scale  share\n   0      1      -\n");
 }
 
 TEST(UnderflowMeter, ReadsNothingOfADeviceUntilItIsAsked) {

@@ -188,7 +188,13 @@ TEST(PolicyText, ErrorsNameTheLineAndTheFault) {
          "line 2: there is no family 'ops::none'; the families are matmul");
   expect("policy torch\nfp32: sofmax\n",
          "line 2: Policy::fp32: LibTorch knows no op 'sofmax'. Did you mean 'softmax'?");
-  expect("policy torch\npolicy standard\n", "line 2: 'policy standard' is not of the form");
+  expect("policy torch\npolicy standard\n",
+         "line 2: 'policy standard' is a second line of its kind. A text begins with one, which "
+         "holds for the modules in it, too");
+  for (const std::string line : {"modules b", "Module b", "module a b"}) {
+    expect("policy torch\n" + line + "\n",
+           "line 2: '" + line + "' is not of the form 'fp32: op, op' or 'module NAME'");
+  }
 }
 
 TEST(PolicyText, APredicateHasNoText) {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <ATen/core/grad_mode.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -54,8 +56,11 @@ inline AuditedModel audited_model(torch::nn::Module& model, const PrecisionAudit
   TORCH_CHECK_VALUE(false, "PrecisionAudit: the model has no parameter on a device with autocast.");
 }
 
-/// Throws for a model that is frozen as a whole, and for one that is trained in 16 bits.
+/// Throws for a model that is frozen as a whole or trained in 16 bits, and without gradients.
 inline void check_is_trained(const char* call, const torch::nn::Module& model) {
+  TORCH_CHECK(at::GradMode::is_enabled(), call,
+              ": gradients are off on this thread, by a NoGradGuard or an InferenceMode, and an "
+              "audit measures errors by gradients. Call it outside of that.");
   bool is_trained = false;
   for (const auto& item : model.named_parameters()) {
     const at::Tensor& parameter = item.value();
@@ -141,7 +146,7 @@ inline void PrecisionAudit::run(const std::function<void()>& step, int64_t n) {
   }
   TORCH_CHECK(!calls.empty(),
               "PrecisionAudit::run: the step calls no op that can be cast, on the device of the "
-              "model's parameters.");
+              "model's parameters. (Tensors in fp64 are never cast: audit the model in fp32.)");
   data.rows = runs[0];
   for (std::size_t r = 0; r < data.rows.size(); ++r) {
     for (double AuditRow::*const time :

@@ -34,6 +34,8 @@ struct UnderflowHistory {
     std::vector<std::size_t> rows{};  // indices in `rows`
     at::Tensor lost{};                // for each of these
   };
+  int64_t steps_in_all = 0;  // those that have begun
+  bool in_step = false;
   std::vector<UnderflowRow> rows;
   std::map<std::pair<std::string, bool>, std::size_t> row_index;
   std::vector<UnderflowStep> steps;
@@ -111,7 +113,7 @@ inline UnderflowMeter::UnderflowMeter(detail::NamedParameters parameters,
                                       const UnderflowMeterOptions& options)
     : parameters_(std::move(parameters)),
       every_(options.every),
-      history_(std::make_unique<detail::UnderflowHistory>()) {
+      history_(std::make_shared<detail::UnderflowHistory>()) {
   TORCH_CHECK_VALUE(every_ >= 1, "UnderflowMeter: every is ", every_, ". It is 1 or more.");
 }
 
@@ -120,15 +122,16 @@ inline UnderflowMeter::~UnderflowMeter() = default;
 inline UnderflowReport UnderflowMeter::report() const {
   const detail::InternalOps internal;
   UnderflowReport report = history_->read();
-  report.steps_in_all = steps_ - (in_step_ ? 1 : 0);
+  report.steps_in_all = history_->steps_in_all - (history_->in_step ? 1 : 0);
   return report;
 }
 
-inline UnderflowMeter::Step::Step(UnderflowMeter& meter, const GradScaler* scaler) : meter_(meter) {
-  TORCH_CHECK(!meter.in_step_,
+inline UnderflowMeter::Step::Step(const UnderflowMeter& meter, const GradScaler* scaler)
+    : history_(meter.history_) {
+  TORCH_CHECK(!history_->in_step,
               "UnderflowMeter::step: the last step has not ended. It ends with the object that "
               "step() returned: let that go first.");
-  if (meter.steps_ % meter.every_ == 0) {
+  if (history_->steps_in_all % meter.every_ == 0) {
     auto recording = std::make_shared<detail::UnderflowRecording>(meter.parameters_);
     if (scaler != nullptr) {
       const detail::InternalOps internal;
@@ -140,30 +143,38 @@ inline UnderflowMeter::Step::Step(UnderflowMeter& meter, const GradScaler* scale
     recording_ = std::move(recording);
     exceptions_ = std::uncaught_exceptions();
   }
-  ++meter.steps_;
-  meter.in_step_ = true;
+  ++history_->steps_in_all;
+  history_->in_step = true;
 }
 
 inline UnderflowMeter::Step::~Step() {
   observation_.reset();
-  meter_.in_step_ = false;
+  history_->in_step = false;
   if (!recording_ || std::uncaught_exceptions() > exceptions_) return;
   try {
     const at::DisableRecordFunctionGuard not_recorded;
     const detail::InternalOps internal;
-    meter_.history_->add({.step = meter_.steps_ - 1, .scale = known_scale_}, scale_, *recording_);
+    history_->add({.step = history_->steps_in_all - 1, .scale = known_scale_}, scale_, *recording_);
   } catch (const std::exception& error) {
-    TORCH_WARN("UnderflowMeter: the counts of step ", meter_.steps_ - 1,
+    TORCH_WARN("UnderflowMeter: the counts of step ", history_->steps_in_all - 1,
                " are lost: ", error.what());
   }
 }
 
 inline std::ostream& operator<<(std::ostream& out, const UnderflowReport& report) {
   const auto percent = [](double share) { return detail::formatted("%.2f %%", 100. * share); };
-  const UnderflowRow total = report.total();
-  out << report.steps.size() << " of " << report.steps_in_all
-      << " steps metered: " << percent(total.share())
-      << " of the elements of 16-bit gradients underflow\n";
+  out << report.steps.size() << " of " << report.steps_in_all << " steps metered";
+  if (report.steps.empty()) {
+    out << '\n';
+    return out;
+  }
+  if (report.rows.empty()) {
+    out << ": no 16-bit gradient was made in them (are forward, under a guard, and backward within "
+           "the step?)\n";
+  } else {
+    out << ": " << percent(report.total().share())
+        << " of the elements of 16-bit gradients underflow\n";
+  }
   std::vector<std::vector<std::string>> lines{
       {"module", "gradients", "elements", "zero", "share", "not looked at"}};
   for (const UnderflowRow& row : report.rows) {
@@ -171,14 +182,14 @@ inline std::ostream& operator<<(std::ostream& out, const UnderflowReport& report
                      std::to_string(row.elements), std::to_string(row.lost), percent(row.share()),
                      row.not_looked_at == 0 ? "-" : std::to_string(row.not_looked_at)});
   }
-  detail::print_columns(out, lines, 2);
+  if (!report.rows.empty()) detail::print_columns(out, lines, 2);
   constexpr std::size_t most = 20;
   lines = {{"step", "scale", "share"}};
   for (std::size_t i = report.steps.size() - std::min(most, report.steps.size());
        i < report.steps.size(); ++i) {
     const UnderflowStep& step = report.steps[i];
-    lines.push_back(
-        {std::to_string(step.step), detail::formatted("%g", step.scale), percent(step.share())});
+    lines.push_back({std::to_string(step.step), detail::formatted("%g", step.scale),
+                     step.elements == 0 ? "-" : percent(step.share())});
   }
   detail::print_columns(out, lines, 0);
   return out;

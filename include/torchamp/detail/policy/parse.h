@@ -91,8 +91,14 @@ class PolicyParser {
           "' begins the policy of a module, and this call reads a single policy. Read such a file "
           "by torchamp::load_policies, in policy_file.h");
     const auto colon = line.find(':');
-    check(colon < line.size() - 1 && line[colon + 1] != ':', "'", shorten(line),
-          "' is not of the form 'fp32: op, op'");
+    if (colon >= line.size() - 1 || line[colon + 1] == ':') {
+      check(!line.starts_with("policy"), "'", shorten(line),
+            "' is a second line of its kind. A text begins with one, which holds for the modules "
+            "in it, too");
+      const bool is_like_module = line.substr(1).starts_with("odule");
+      check(false, "'", shorten(line), "' is not of the form 'fp32: op, op'",
+            is_like_module ? " or 'module NAME'" : "");
+    }
     std::string head_text(line.substr(0, colon));
     const std::string fp8 = take_options(head_text);
     const auto head = split(head_text, white_space);

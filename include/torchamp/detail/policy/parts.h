@@ -31,4 +31,14 @@ inline std::vector<std::pair<std::string, std::string>> parts_of_policies(std::s
   return parts;
 }
 
+/// Whether there is more than comments.
+inline bool says_something(std::string_view text) {
+  while (!text.empty()) {
+    const std::string_view line = text.substr(0, text.find('\n'));
+    text.remove_prefix(std::min(line.size() + 1, text.size()));
+    if (!strip(line.substr(0, line.find('#'))).empty()) return true;
+  }
+  return false;
+}
+
 }  // namespace torchamp::detail
