@@ -254,6 +254,33 @@ TEST(CustomOp, OneThatComesBackWithOtherArgumentsIsAnErrorWhereItIsCast) {
   EXPECT_ERROR(changes(), "'torchamp_goes::changes' was registered again with other arguments");
 }
 
+TEST(CustomOp, OneThatComesBackAsItWasIsCastAgain) {
+  const auto product = [](const at::Tensor& x, const at::Tensor& y) { return x * y; };
+  constexpr const char* schema = "returns(Tensor x, Tensor y) -> Tensor";
+  auto library = library_that_goes(torch::Library::DEF);
+  library->def(schema, product);
+  const Policy policy = Policy::standard().lower_precision({"torchamp_goes::returns"});
+  { const AutocastGuard installs(at::kCPU, {.policy = policy}); }
+  const AutocastGuard guard(at::kCPU, {.policy = policy});
+  const auto op = [] {
+    return c10::Dispatcher::singleton().findSchemaOrThrow("torchamp_goes::returns", "");
+  };
+  for (int time = 0; time < 2; ++time) {
+    library.reset();
+    library = library_that_goes(torch::Library::DEF);
+    library->def("returns(Tensor x) -> Tensor",
+                 torch::CppFunction::makeFromBoxedFunction<&leave_argument_as_result>());
+    torch::jit::Stack other{ones(at::kFloat)};
+    EXPECT_ERROR(op().callBoxed(other), "was registered again with other arguments");
+    library.reset();
+    library = library_that_goes(torch::Library::DEF);
+    library->def(schema, product);
+    torch::jit::Stack stack{ones(at::kFloat), ones(at::kFloat)};
+    op().callBoxed(stack);
+    EXPECT_EQ(stack.back().toTensor().scalar_type(), at::kBFloat16);
+  }
+}
+
 TEST(CustomOp, AnOverloadThatIsRegisteredLaterCanBeNamed) {
   auto library = library_that_goes(torch::Library::DEF);
   library->def("grows(Tensor x) -> Tensor", [](const at::Tensor& x) { return x * 2; });

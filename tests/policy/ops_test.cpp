@@ -31,6 +31,34 @@ TEST(Ops, EveryNameIsAnOpOfThisLibTorch) {
   }
 }
 
+TEST(Ops, EveryOverloadThatLibTorchKnowsIsFoundByItsName) {
+  std::map<std::string, std::vector<std::string>> overloads_of;
+  for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (!c10::Dispatcher::singleton().findSchema(name)) continue;
+    overloads_of[name.name].push_back(name.overload_name);
+  }
+  EXPECT_GT(overloads_of.size(), 1000U);
+  for (auto& [base, overloads] : overloads_of) {
+    std::sort(overloads.begin(), overloads.end());
+    std::vector<std::string> found;
+    for (const auto& op : torchamp::detail::find_ops(base, "test")) {
+      EXPECT_EQ(op.operator_name().name, base);
+      found.push_back(op.operator_name().overload_name);
+    }
+    EXPECT_EQ(found, overloads) << base;
+  }
+}
+
+TEST(Ops, EveryNameOfTheStandardTableHasOneRow) {
+  for (const auto& row : torchamp::detail::standard_rows) {
+    for (const std::string_view op : row.family) {
+      EXPECT_EQ(torchamp::detail::standard_row({"aten::" + std::string(op), "any"}), &row) << op;
+      EXPECT_EQ(torchamp::detail::standard_row({"mylib::" + std::string(op), ""}), nullptr) << op;
+    }
+  }
+  EXPECT_EQ(torchamp::detail::standard_row({"aten::mm", ""}), nullptr);
+}
+
 TEST(Ops, EveryNameCanBeCast) {
   for (const OpFamily& family : ops::families) {
     for (const std::string_view op : family) {

@@ -4,6 +4,8 @@
 #include <ATen/core/operator_name.h>
 
 #include <cstddef>
+#include <cstdint>
+#include <cstring>
 #include <string>
 #include <string_view>
 
@@ -15,6 +17,25 @@ namespace torchamp::detail {
 /// long.
 inline std::string full_name(const c10::OperatorName& op) {
   return op.overload_name.empty() ? op.name : op.name + '.' + op.overload_name;
+}
+
+/// A hash for tables in memory. std::hash takes three times as long.
+inline std::uint64_t quick_hash(std::string_view name) {
+  std::uint64_t hash = name.size();
+  const auto mix = [&](std::size_t at, std::size_t size) {
+    std::uint64_t word = 0;
+    std::memcpy(&word, name.data() + at, size);
+    hash = (hash ^ word) * 0x9E3779B97F4A7C15u;
+    hash ^= hash >> 32;
+  };
+  constexpr std::size_t word_size = sizeof(std::uint64_t);
+  for (std::size_t at = 0; at + word_size < name.size(); at += word_size) mix(at, word_size);
+  if (name.size() >= word_size) {
+    mix(name.size() - word_size, word_size);
+  } else {
+    mix(0, name.size());
+  }
+  return hash;
 }
 
 /// How much of a name that nobody knows is looked at and shown.

@@ -74,9 +74,6 @@ class CastArguments {
     }
   }
 
-  /// False if an op of the same name was registered anew, with another number of arguments.
-  bool fit(const c10::FunctionSchema& schema) const { return schema.arguments().size() == count_; }
-
   /// Casts as `cast` says (lower_precision, fp32 or promote) for a region of `device`. After the op
   /// has run, the stand-ins are to be copied back.
   [[nodiscard]] StandIns operator()(Cast cast, at::DeviceType device,

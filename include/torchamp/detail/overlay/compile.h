@@ -27,8 +27,7 @@ namespace torchamp::detail {
 inline std::unique_ptr<BoxedKernel> make_overlay(const c10::OperatorHandle& op,
                                                  at::DeviceType device, std::size_t index,
                                                  const c10::SafeKernelFunction* native) {
-  const bool promotes = promotes_its_arguments(op.operator_name());
-  return std::unique_ptr<BoxedKernel>(new Overlay(op, index, device, promotes, native));
+  return std::unique_ptr<BoxedKernel>(new Overlay(op, index, device, native));
 }
 
 /// Asks whether the device can follow the policy's fp8 rules, and has overlays see the products
@@ -58,7 +57,7 @@ inline std::vector<c10::OperatorHandle> natively_lowered(at::DeviceType device) 
   if (device == at::kCPU) {
     for (const std::string_view name : cpu_lower_precision_ops) add(name);
   } else {
-    for (const OverloadRules& rules : libtorch_cuda_lists()) add(rules.op);
+    for (const ListedRule& rules : libtorch_cuda_lists()) add(rules.op);
     for (const std::string_view name : cuda_lower_precision_ops) add(name);
   }
   return ops;

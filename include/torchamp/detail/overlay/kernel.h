@@ -8,6 +8,7 @@
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <cstddef>
 #include <memory>
 #include <mutex>
@@ -67,30 +68,30 @@ class NoWarningOfScatteredWeights final : public c10::WarningHandler {
 // first guard with a new policy be made before such threads start.
 class Overlay final : public BoxedKernel {
  public:
-  Overlay(const c10::OperatorHandle& op, std::size_t index, at::DeviceType device, bool promotes,
+  Overlay(const c10::OperatorHandle& op, std::size_t index, at::DeviceType device,
           const c10::SafeKernelFunction* native)
-      : cast_arguments_(op.schema(), promotes),
-        native_(native),
+      : native_(native),
         index_(index),
         device_(device),
         device_index_(device_index(device, "Overlay")),
         key_(autocast_key(device)),
         after_(c10::DispatchKeySet::FULL_AFTER, key_),
-        takes_probabilities_(takes_probabilities(op.operator_name())),
-        is_recurrent_layer_(is_recurrent_layer(op.operator_name())),
-        is_product_(is_product(op.operator_name())) {}
+        argument_count_(op.schema().arguments().size()) {}
+  Overlay(const Overlay&) = delete;
+  Overlay& operator=(const Overlay&) = delete;
+  ~Overlay() override { delete facts_.load(std::memory_order_relaxed); }
 
   void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
             torch::jit::Stack* stack) const override {
     const PolicyData* policy = policy_in_force(device_index_);
-    const OverlayTable::Rule rule = policy == nullptr
-                                        ? OverlayTable::Rule()
-                                        : policy->rule(device_index_, index_, device_, op, *stack);
-    if (is_product_ && policy != nullptr && call_fp8(*policy, rule, op, *stack)) return;
+    if (policy == nullptr) return call_native(op, keys, stack);
+    const OverlayTable::Rule rule = policy->rule(device_index_, index_, device_, op, *stack);
+    const Facts* const facts = facts_of_op(op);
+    if (facts != nullptr && facts->is_product && call_fp8(*policy, rule, op, *stack)) return;
     if (rule.cast == Cast::native) return call_native(op, keys, stack);
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
-    const StandIns stand_ins = cast_arguments(rule.cast, op, *stack);
-    if (is_recurrent_layer_ && rule.cast != Cast::unchanged) {
+    const StandIns stand_ins = cast_arguments(facts, rule.cast, op, *stack);
+    if (rule.cast != Cast::unchanged && facts->is_recurrent_layer) {
       const NoWarningOfScatteredWeights no_warning;
       op.redispatchBoxed(keys & after_, stack);
     } else {
@@ -100,6 +101,37 @@ class Overlay final : public BoxedKernel {
   }
 
  private:
+  /// What a call needs to know of its op. Most ops with an overlay are never called, so the first
+  /// call finds it out.
+  struct Facts {
+    explicit Facts(const c10::OperatorHandle& op)
+        : cast_arguments(op.schema(), promotes_its_arguments(op.operator_name())),
+          takes_probabilities(detail::takes_probabilities(op.operator_name())),
+          is_recurrent_layer(detail::is_recurrent_layer(op.operator_name())),
+          is_product(detail::is_product(op.operator_name())) {}
+
+    CastArguments cast_arguments;
+    bool takes_probabilities;
+    bool is_recurrent_layer;
+    bool is_product;
+  };
+
+  /// Whether the op still has the arguments that it had when the overlay was made.
+  bool is_as_it_was(const c10::OperatorHandle& op) const {
+    return op.schema().arguments().size() == argument_count_;
+  }
+
+  /// Null of an op that is not as it was.
+  const Facts* facts_of_op(const c10::OperatorHandle& op) const {
+    const Facts* known = facts_.load(std::memory_order_acquire);
+    if (known != nullptr || !is_as_it_was(op)) return known;
+    auto made = std::make_unique<const Facts>(op);
+    if (facts_.compare_exchange_strong(known, made.get(), std::memory_order_acq_rel)) {
+      known = made.release();
+    }
+    return known;
+  }
+
   void call_native(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                    torch::jit::Stack* stack) const {
     if (native_) {
@@ -132,26 +164,24 @@ class Overlay final : public BoxedKernel {
     return why.empty();
   }
 
-  StandIns cast_arguments(Cast cast, const c10::OperatorHandle& op,
+  StandIns cast_arguments(const Facts* facts, Cast cast, const c10::OperatorHandle& op,
                           torch::jit::Stack& stack) const {
     if (cast == Cast::unchanged) return {};
-    TORCH_CHECK(cast_arguments_.fit(op.schema()), "torchamp: '", op.operator_name(),
+    TORCH_CHECK(facts != nullptr && is_as_it_was(op), "torchamp: '", op.operator_name(),
                 "' was registered again with other arguments, but policies hold on to its first "
                 "schema. Give the new one another name.");
-    if (takes_probabilities_ && cast == Cast::fp32) warn_of_16_bit_probabilities(op, stack);
-    return cast_arguments_(cast, device_, stack);
+    if (facts->takes_probabilities && cast == Cast::fp32) warn_of_16_bit_probabilities(op, stack);
+    return facts->cast_arguments(cast, device_, stack);
   }
 
-  CastArguments cast_arguments_;
   const c10::SafeKernelFunction* native_;  // null if there was none
   std::size_t index_;
   at::DeviceType device_;
   std::size_t device_index_;
   c10::DispatchKey key_;
   c10::DispatchKeySet after_;
-  bool takes_probabilities_;
-  bool is_recurrent_layer_;
-  bool is_product_;
+  std::size_t argument_count_;
+  mutable std::atomic<const Facts*> facts_ = nullptr;
 };
 
 class SilentWarnings final : public c10::WarningHandler {
@@ -185,15 +215,14 @@ using MakeKernel = std::unique_ptr<BoxedKernel> (*)(const c10::OperatorHandle& o
 inline std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType device,
                                    MakeKernel make) {
   const std::string name = full_name(op.operator_name());
-  const bool has_native = has_native_kernel(op, device);
   SharedRuntime& runtime = shared_runtime();
   auto& overlays = runtime.overlays[device_index(device, "install_overlay")];
   const std::scoped_lock lock(runtime.mutex);
   const std::size_t index = overlays.size();
-  const auto known = overlays.index_of.find(name);
-  if (known != overlays.index_of.end()) return known->second;
+  const auto [known, is_new] = overlays.index_of.try_emplace(name, index);
+  if (!is_new) return known->second;
   try {
-    overlays.index_of[name] = index;
+    const bool has_native = has_autocast_kernel(op, device);
     const c10::SafeKernelFunction* native = nullptr;
     if (has_native) {  // never destroyed, like the kernel that calls it
       native =

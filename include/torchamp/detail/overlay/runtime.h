@@ -2,12 +2,13 @@
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/function_schema.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/jit_type.h>
 #include <ATen/core/operator_name.h>
 #include <c10/util/Exception.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <dlfcn.h>
-#include <torch/library.h>
-
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -17,6 +18,7 @@
 #include <string_view>
 #include <type_traits>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "torchamp/detail/devices.h"
@@ -87,9 +89,18 @@ struct RuntimeRecord {
             arguments.at(2).default_value()->toInt()};
   }
 
-  std::string schema() const {
-    return op + ("(int layout=" + std::to_string(layout)) + ", str version=\"" + version +
-           "\", int address=" + std::to_string(address) + ") -> ()";
+  /// "torchamp::_runtime(int layout=…, str version=…, int address=…) -> ()". (The text would take
+  /// longer to parse.)
+  c10::FunctionSchema schema() const {
+    const auto argument = [](const char* name, c10::TypePtr type, c10::IValue value) {
+      return c10::Argument(name, std::move(type), std::nullopt, std::move(value));
+    };
+    return {op,
+            "",
+            {argument("layout", c10::IntType::get(), layout),
+             argument("version", c10::StringType::get(), version),
+             argument("address", c10::IntType::get(), address)},
+            {}};
   }
 };
 
@@ -101,7 +112,8 @@ inline const char* this_library() {
 
 inline void pin_this_library() {
   // Null for the main program, which stays anyway.
-  (void)dlopen(this_library(), RTLD_NOW | RTLD_NOLOAD | RTLD_NODELETE);
+  [[maybe_unused]] static void* const pinned =
+      dlopen(this_library(), RTLD_NOW | RTLD_NOLOAD | RTLD_NODELETE);
 }
 
 /// The runtime at `found`. Error: one of another layout than `ours`.
@@ -126,9 +138,8 @@ inline SharedRuntime& make_shared_runtime() {
   const RuntimeRecord ours = RuntimeRecord::of(runtime);
   try {
     // Never destroyed: its end would take the op away.
-    auto* const library = new torch::Library(torch::Library::FRAGMENT, "torchamp", std::nullopt,
-                                             "torchamp/detail/overlay/runtime.h", __LINE__);
-    library->def(ours.schema().c_str());
+    new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().registerDef(
+        ours.schema(), "torchamp/detail/overlay/runtime.h"));
     return *runtime;
   } catch (const c10::Error&) {
     delete runtime;
@@ -159,16 +170,21 @@ Kind policy_slot() {
   }
 }
 
+/// Whether there is a kernel for the op under a device's autocast key.
+inline bool has_autocast_kernel(const c10::OperatorHandle& op, at::DeviceType device) {
+  const c10::DispatchKey key = autocast_key(device);
+  return op.hasKernelForDispatchKey(key) && !op.isKernelFallthroughKernel(key);
+}
+
 /// Whether LibTorch itself has an autocast kernel for the op and device, overlays left out of
 /// account.
 inline bool has_native_kernel(const c10::OperatorHandle& op, at::DeviceType device) {
   SharedRuntime& runtime = shared_runtime();
   const auto& overlays = runtime.overlays[device_index(device, "has_native_kernel")];
   const std::scoped_lock lock(runtime.mutex);
+  if (!has_autocast_kernel(op, device)) return false;
   const auto overlay = overlays.index_of.find(full_name(op.operator_name()));
-  if (overlay != overlays.index_of.end()) return overlays.has_native[overlay->second];
-  const c10::DispatchKey key = autocast_key(device);
-  return op.hasKernelForDispatchKey(key) && !op.isKernelFallthroughKernel(key);
+  return overlay == overlays.index_of.end() || overlays.has_native[overlay->second];
 }
 
 }  // namespace torchamp::detail

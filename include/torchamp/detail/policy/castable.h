@@ -11,6 +11,8 @@
 
 namespace torchamp::detail {
 
+using namespace std::string_view_literals;
+
 /// Whether `type` is `Tensor`, `Tensor?`, `Tensor[]`, `Tensor[]?` or `Tensor?[]`.
 inline bool holds_tensors(const c10::Type& type) {
   switch (type.kind()) {
@@ -29,8 +31,8 @@ inline bool holds_tensors(const c10::Type& type) {
 
 /// Whether `argument` is `ScalarType dtype`, or, if `optional`, `ScalarType? dtype`.
 inline bool is_dtype(const c10::Argument& argument, bool optional) {
+  if (argument.name() != "dtype"sv) return false;
   const c10::Type* type = argument.real_type().get();
-  if (argument.name() != "dtype") return false;
   const bool is_optional = type->kind() == c10::TypeKind::OptionalType;
   if (is_optional) type = type->castRaw<c10::OptionalType>()->getElementType().get();
   return is_optional == optional && type->kind() == c10::TypeKind::ScalarTypeType;
@@ -39,9 +41,9 @@ inline bool is_dtype(const c10::Argument& argument, bool optional) {
 /// Whether the op takes named dimensions, which newer LibTorchs do not have. It can be covered, as
 /// LibTorch boxes names as strings, but the table does not cast it.
 inline bool takes_named_dimensions(const c10::FunctionSchema& schema) {
-  const std::string& overload = schema.overload_name();
-  return overload.find("imname") != std::string::npos ||
-         overload.find("names") != std::string::npos;
+  const std::string_view overload = schema.overload_name();
+  return overload.find("name"sv) != overload.npos &&
+         (overload.find("imname"sv) != overload.npos || overload.find("names"sv) != overload.npos);
 }
 
 // Note [Ops that write to what they do not declare]
@@ -64,13 +66,13 @@ inline bool writes_to_argument(const c10::FunctionSchema& schema) {
   if (schema.is_mutable()) return true;
   if (name.ends_with('_') && !name.ends_with("__")) return true;
   for (const auto& argument : schema.arguments()) {
-    if (argument.name() == "dst" || argument.name() == "qaccum") return true;
+    if (argument.name() == "dst"sv || argument.name() == "qaccum"sv) return true;
   }
   return false;
 }
 
 /// Why the tensor arguments of an op cannot be cast; empty if they can.
-inline std::string why_not_castable(const c10::FunctionSchema& schema) {
+inline std::string_view why_not_castable(const c10::FunctionSchema& schema) {
   bool has_tensors = false;
   bool names_dtype = false;
   for (const auto& argument : schema.arguments()) {

@@ -5,8 +5,9 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/jit/frontend/edit_distance.h>
 
+#include <algorithm>
 #include <cstddef>
-#include <functional>
+#include <cstdint>
 #include <iterator>
 #include <limits>
 #include <memory>
@@ -14,6 +15,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -58,20 +60,18 @@ inline std::size_t count_families(std::string_view name) {
 /// that it needs no look at all of them; LibTorch's own lists keep the names of ops that have gone.
 class OpCatalog {
  public:
-  /// The overload names of "aten::add", sorted: empty if the op is unknown. Any thread.
-  static std::vector<std::string> overloads(const std::string& base) {
+  /// The overloads of "aten::add", by their names: none if the op is unknown. Any thread.
+  static std::vector<c10::OperatorHandle> overloads(std::string_view base) {
     OpCatalog& catalog = instance();
     const std::scoped_lock lock(catalog.mutex_);
-    std::vector<std::string> found;
-    for (std::size_t at = catalog.first_of(base); at != 0; at = catalog.ops_[at].next) {
-      const c10::OperatorName* const op = catalog.ops_[at].name;
-      if (op == nullptr || op->name != base) continue;
-      std::size_t place = found.size();
-      found.push_back(op->overload_name);
-      for (; place > 0 && found[place] < found[place - 1]; --place) {
-        found[place].swap(found[place - 1]);
-      }
+    std::vector<c10::OperatorHandle> found;
+    for (std::size_t at = catalog.first_of(base); at != 0; at = catalog.ops_[at - 1].next) {
+      const Op& op = catalog.ops_[at - 1];
+      if (!op.is_gone && op.name().name == base) found.push_back(op.handle);
     }
+    std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) {
+      return a.operator_name().overload_name < b.operator_name().overload_name;
+    });
     return found;
   }
 
@@ -84,8 +84,8 @@ class OpCatalog {
     std::string_view best;
     std::size_t best_distance = std::numeric_limits<std::size_t>::max(), best_families = 0;
     for (const Op& op : catalog.ops_) {
-      if (op.name == nullptr || !op.name->name.starts_with(space)) continue;
-      const std::string_view name = op.name->name;
+      if (op.is_gone || !op.name().name.starts_with(space)) continue;
+      const std::string_view name = op.name().name;
       if (name == best) continue;
       const std::size_t distance = edit_distance(base, name);
       if (distance > best_distance) continue;
@@ -105,9 +105,7 @@ class OpCatalog {
   class Listener final : public c10::OpRegistrationListener {
    public:
     explicit Listener(OpCatalog& catalog) : catalog_(catalog) {}
-    void onOperatorRegistered(const c10::OperatorHandle& op) override {
-      catalog_.add(op.operator_name());
-    }
+    void onOperatorRegistered(const c10::OperatorHandle& op) override { catalog_.add(op); }
     void onOperatorDeregistered(const c10::OperatorHandle& op) override {
       catalog_.remove(op.operator_name());
     }
@@ -126,40 +124,77 @@ class OpCatalog {
     pin_this_library();
     auto& catalog = *new OpCatalog;
     std::unique_ptr<c10::OpRegistrationListener> listener(new Listener(catalog));
+    catalog.ops_.reserve(4096);
     // Its end would take the listener away.
     new c10::RegistrationHandleRAII(
         c10::Dispatcher::singleton().addRegistrationListener(std::move(listener)));
+    const std::scoped_lock lock(catalog.mutex_);
+    catalog.link_those_told_at_first();
     return catalog;
   }
 
   // A table with chains, as LibTorch has some 3400 ops and tells of all of them within the first
   // guard: a map would allocate for each.
   struct Op {
-    const c10::OperatorName* name = nullptr;  // LibTorch's own; null where there is no op any more
-    std::size_t next = 0;                     // the next one whose name has that hash; 0 is none
+    c10::OperatorHandle handle;
+    bool is_gone = false;    // the handle leads nowhere then
+    std::uint32_t next = 0;  // the next one whose name has that hash, from 1; 0 is none
+
+    const c10::OperatorName& name() const { return handle.operator_name(); }
   };
 
-  std::size_t& first_of(std::string_view base) {
-    return first_[std::hash<std::string_view>()(base) % std::size(first_)];
+  std::uint32_t& first_of(std::string_view base) {
+    return first_[quick_hash(base) % std::size(first_)];
   }
 
-  void add(const c10::OperatorName& op) {
-    const std::scoped_lock lock(mutex_);
-    std::size_t& first = first_of(op.name);
-    ops_.push_back({&op, first});
-    first = ops_.size() - 1;
+  void link(std::size_t index) {
+    std::uint32_t& first = first_of(ops_[index].name().name);
+    ops_[index].next = first;
+    first = static_cast<std::uint32_t>(index + 1);
   }
 
-  void remove(const c10::OperatorName& op) {
+  // Note [The first walk over all ops]
+  // Most of what the first guard waits for is memory: the names of all ops, which nobody has looked
+  // at for long. LibTorch tells of them one by one on the thread that makes the catalog, and lets
+  // nobody register meanwhile: so these are taken down without a lock, their names are fetched
+  // ahead, and only then hashed.
+  bool is_first_walk() const { return std::this_thread::get_id() == maker_ && !is_linked_; }
+
+  /// With the lock held.
+  void link_those_told_at_first() {
+    if (is_linked_) return;
+    for (std::size_t i = 0; i < told_at_first_; ++i) link(i);
+    is_linked_ = true;
+  }
+
+  void add(const c10::OperatorHandle& op) {
+    const c10::OperatorName& name = op.operator_name();
+    if (is_first_walk()) {
+      __builtin_prefetch(name.name.data());
+      ops_.push_back({op});
+      told_at_first_ = ops_.size();
+      return;
+    }
     const std::scoped_lock lock(mutex_);
-    for (std::size_t at = first_of(op.name); at != 0; at = ops_[at].next) {
-      if (ops_[at].name == &op) ops_[at].name = nullptr;
+    ops_.push_back({op});
+    link(ops_.size() - 1);
+  }
+
+  void remove(const c10::OperatorName& name) {
+    const std::scoped_lock lock(mutex_);
+    link_those_told_at_first();
+    for (std::size_t at = first_of(name.name); at != 0; at = ops_[at - 1].next) {
+      Op& op = ops_[at - 1];
+      if (!op.is_gone && &op.name() == &name) op.is_gone = true;
     }
   }
 
+  const std::thread::id maker_ = std::this_thread::get_id();
+  bool is_linked_ = false;  // what the first walk has told of
+  std::size_t told_at_first_ = 0;
   std::mutex mutex_;
-  std::vector<Op> ops_{1};  // the first is none
-  std::size_t first_[4096] = {};
+  std::vector<Op> ops_;
+  std::uint32_t first_[4096] = {};
 };
 
 /// Handles of the overloads that `text` names. Without any: an error naming `call`, the op and the
@@ -167,13 +202,11 @@ class OpCatalog {
 inline std::vector<c10::OperatorHandle> find_ops(std::string_view text, std::string_view call,
                                                  bool missing_ok = false) {
   const ParsedName name = ParsedName::of(text);
+  const std::vector<c10::OperatorHandle> overloads = OpCatalog::overloads(name.base);
+  if (!name.overload && !overloads.empty()) return overloads;
   std::vector<c10::OperatorHandle> found;
-  const std::vector<std::string> overloads = OpCatalog::overloads(name.base);
-  for (const std::string& overload : overloads) {
-    if (name.overload && *name.overload != overload) continue;
-    if (auto op = c10::Dispatcher::singleton().findSchema({name.base, overload})) {
-      found.push_back(*op);
-    }
+  for (const c10::OperatorHandle& op : overloads) {
+    if (op.operator_name().overload_name == name.overload) found.push_back(op);
   }
   if (!found.empty() || missing_ok) return found;
   if (overloads.empty() || !name.overload) {
@@ -185,7 +218,8 @@ inline std::vector<c10::OperatorHandle> find_ops(std::string_view text, std::str
                 nearest, "'?");
   }
   std::string known;
-  for (const std::string& overload : overloads) {
+  for (const c10::OperatorHandle& op : overloads) {
+    const std::string& overload = op.operator_name().overload_name;
     known += (known.empty() ? "'" : ", '") + (overload.empty() ? name.base : overload) + "'";
   }
   TORCH_CHECK(false, call, ": the op '", name.base, "' has no overload '", shorten(*name.overload),

@@ -32,8 +32,8 @@ inline std::vector<c10::OperatorHandle> overloads_to_edit(const std::string& cal
   std::string reason;
   const bool fp8 = rule.cast == Cast::fp8;
   for (const auto& op : found) {
-    const std::string why =
-        fp8 ? why_not_fp8(c10::toString(op.operator_name())) : why_not_castable(op.schema());
+    const std::string why = fp8 ? why_not_fp8(c10::toString(op.operator_name()))
+                                : std::string(why_not_castable(op.schema()));
     if (why.empty()) {
       castable.push_back(op);
     } else if (reason.empty()) {

@@ -5,6 +5,7 @@
 #include <ATen/core/operator_name.h>
 #include <c10/core/DeviceType.h>
 
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -19,28 +20,57 @@
 
 namespace torchamp::detail {
 
+/// An op on a device, and what rules depend on, each looked up once at most.
+class OpOnDevice {
+ public:
+  OpOnDevice(const c10::OperatorHandle& op, at::DeviceType device) : op_(op), device_(device) {}
+
+  const c10::OperatorHandle& op() const { return op_; }
+  at::DeviceType device() const { return device_; }
+
+  /// "aten::add.Tensor".
+  const std::string& name() {
+    if (name_.empty()) name_ = full_name(op_.operator_name());
+    return name_;
+  }
+  /// Whether its arguments can be cast.
+  bool is_castable() {
+    if (!is_castable_) is_castable_ = why_not_castable(op_.schema()).empty();
+    return *is_castable_;
+  }
+  /// Whether LibTorch itself has a kernel for it.
+  bool has_native() {
+    if (!has_native_) has_native_ = has_native_kernel(op_, device_);
+    return *has_native_;
+  }
+
+ private:
+  const c10::OperatorHandle& op_;
+  at::DeviceType device_;
+  std::string name_;
+  std::optional<bool> is_castable_, has_native_;
+};
+
 /// The rule of a base table for one overload, before any edit.
-inline Cast base_rule(BaseTable base, const c10::OperatorHandle& op, at::DeviceType device) {
-  if (base == BaseTable::torch) {
-    return has_native_kernel(op, device) ? Cast::native : Cast::unchanged;
-  }
-  const bool castable = why_not_castable(op.schema()).empty();
-  for (const StandardRow& row : standard_rows) {
-    if (castable && row.is_for(device) && contains(row.family, op.operator_name())) {
-      return row.cast;
-    }
-  }
-  if (has_native_kernel(op, device)) return Cast::native;
-  const Cast listed = listed_rule(full_name(op.operator_name()));
-  return castable && listed != Cast::native ? listed : Cast::unchanged;
+inline Cast base_rule(BaseTable base, OpOnDevice& op) {
+  if (base == BaseTable::torch) return op.has_native() ? Cast::native : Cast::unchanged;
+  const StandardRow* const row = standard_row(op.op().operator_name());
+  if (row != nullptr && row->is_for(op.device()) && op.is_castable()) return row->cast;
+  if (op.has_native()) return Cast::native;
+  const Cast listed = listed_rule(op.name());
+  return listed != Cast::native && op.is_castable() ? listed : Cast::unchanged;
 }
 
-/// The rule in force for one overload, conditional rules left out.
+/// The rule in force for one overload, conditional rules left out. `edited`: what the policy's
+/// edits made of it, or null.
+inline Cast rule_in_force(const PolicyData& policy, const OverloadRules* edited, OpOnDevice& op) {
+  if (edited == nullptr || !edited->has_cast) return base_rule(policy.base, op);
+  return edited->cast == Cast::native ? base_rule(BaseTable::torch, op) : edited->cast;
+}
 inline Cast rule_in_force(const PolicyData& policy, const c10::OperatorHandle& op,
                           at::DeviceType device) {
-  const OverloadRules* edited = policy.edited(op);
-  if (edited == nullptr || !edited->has_cast) return base_rule(policy.base, op, device);
-  return edited->cast == Cast::native ? base_rule(BaseTable::torch, op, device) : edited->cast;
+  OpOnDevice on_device(op, device);
+  return rule_in_force(policy, policy.edited(op), on_device);
 }
 
 /// What that rule does, where LibTorch's own kernel decides what this does; native if that is not
@@ -53,28 +83,29 @@ inline Cast effect_of_rule(const PolicyData& policy, const c10::OperatorHandle& 
 
 /// Whether LibTorch's own kernel for the device is known to follow `cast`. Only the lists that the
 /// devices share with CUDA can be read; a CPU's kernels cannot, so none is known to.
-inline bool native_agrees(const c10::OperatorHandle& op, at::DeviceType device, Cast cast) {
-  return facts_of(device).lists == OpLists::cuda && has_native_kernel(op, device) &&
-         listed_rule(full_name(op.operator_name())) == cast;
+inline bool native_agrees(OpOnDevice& op, Cast cast) {
+  return facts_of(op.device()).lists == OpLists::cuda && op.has_native() &&
+         listed_rule(op.name()) == cast;
 }
 
 /// Whether an op must be shielded to stay unchanged: it has an autocast kernel, or calls ops that
 /// may.
-inline bool needs_shield(const c10::OperatorHandle& op, at::DeviceType device) {
-  return has_native_kernel(op, device) ||
-         op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+inline bool needs_shield(OpOnDevice& op) {
+  return op.has_native() ||
+         op.op().hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
 }
 
 /// What the overlay of `op` has to do under `policy`; native if LibTorch alone does it.
 inline OverlayTable::Entry overlay_entry(const PolicyData& policy, const c10::OperatorHandle& op,
                                          at::DeviceType device) {
+  OpOnDevice on_device(op, device);
   OverlayTable::Entry entry;
   const OverloadRules* edited = policy.edited(op);
   const bool is_edited = edited != nullptr && edited->has_cast;
-  const Cast cast = rule_in_force(policy, op, device);
+  const Cast cast = rule_in_force(policy, edited, on_device);
   if (cast == Cast::unchanged) {
-    if (is_edited && needs_shield(op, device)) entry.cast = cast;
-  } else if (cast != Cast::native && !native_agrees(op, device, cast)) {
+    if (is_edited && needs_shield(on_device)) entry.cast = cast;
+  } else if (cast != Cast::native && !native_agrees(on_device, cast)) {
     entry.cast = cast;
     if (cast == Cast::fp8) entry.fp8 = &policy.edits[edited->edit].fp8;
   }
@@ -94,7 +125,7 @@ inline std::vector<c10::OperatorHandle> base_candidates(BaseTable base) {
   for (const StandardRow& row : standard_rows) {
     for (const std::string_view name : row.family) add(name);
   }
-  for (const OverloadRules& rules : libtorch_cuda_lists()) add(rules.op);
+  for (const ListedRule& rules : libtorch_cuda_lists()) add(rules.op);
   return candidates;
 }
 
