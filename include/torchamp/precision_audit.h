@@ -31,7 +31,8 @@ struct AuditData;
 
 /// What a PrecisionAudit is made with.
 struct PrecisionAuditOptions {
-  /// fp16 or bf16; unset: the device's current autocast dtype.
+  /// fp16 or bf16, which the step's guards then have, too; unset: what its first guard in 16 bits
+  /// asks for, or without one, the device's current autocast dtype.
   std::optional<at::ScalarType> dtype = std::nullopt;
   /// For a model that several processes train: replaces a 1-D tensor of numbers on the model's
   /// device by their means over all processes, as average_over() in distributed/data_parallel.h

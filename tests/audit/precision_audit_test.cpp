@@ -23,6 +23,7 @@
 #include "support/temporary_folder.h"
 
 using ::testing::HasSubstr;
+using ::testing::Not;
 using torchamp::AuditedPolicy;
 using torchamp::AuditRow;
 using torchamp::AutocastGuard;
@@ -311,6 +312,46 @@ TEST(PrecisionAudit, MeasuresAStepWithoutAGuardWithItsForwardInOneAndItsBackward
   EXPECT_GT(in_forward, 0);
   EXPECT_GT(backwards, 0);
   EXPECT_EQ(in_backward, 0);
+}
+
+TEST(PrecisionAudit, MeasuresInTheDtypeOfTheStepsGuardUnlessItIsGivenOne) {
+  Net model = net([](const at::Tensor& y) { return torch::mm(y * 1e6, torch::eye(16)) * 1e-6; });
+  const at::Tensor x = torch::randn({32, 8});
+  at::ScalarType asked = at::kHalf;
+  const auto step = [&] {
+    at::Tensor loss;
+    {
+      const AutocastGuard autocast(at::kCPU, asked);
+      loss = model(x).to(at::kFloat).square().mean();
+    }
+    loss.backward();
+  };
+  const auto overflows = [](const PrecisionAudit& audit) { return audit.total().overflow > 0.; };
+  PrecisionAudit audit(model);
+  audit.run(step, 1);
+  EXPECT_TRUE(overflows(audit)) << "in fp16";
+  EXPECT_FALSE(std::isfinite(audit.policy().torch_error));
+  asked = at::kBFloat16;
+  audit.run(step, 1);
+  EXPECT_FALSE(overflows(audit));
+  EXPECT_TRUE(std::isfinite(audit.policy().torch_error));
+  asked = at::kHalf;
+  PrecisionAudit of_bfloat16(model, {.dtype = at::kBFloat16});
+  of_bfloat16.run(step, 1);
+  EXPECT_FALSE(overflows(of_bfloat16));
+  EXPECT_TRUE(std::isfinite(of_bfloat16.policy().torch_error)) << "the guard is in bf16 then";
+}
+
+TEST(PrecisionAudit, SaysWhereAGuardDoesNotPay) {
+  const auto printed = [](const AuditedPolicy& audited) {
+    std::ostringstream out;
+    out << audited;
+    return out.str();
+  };
+  const std::string hint = "fp32 takes less time here: train without a guard\n";
+  EXPECT_THAT(printed({.us = 4., .fp32_us = 2., .spread_us = 1.}), HasSubstr(hint));
+  EXPECT_THAT(printed({.us = 4., .fp32_us = 2., .spread_us = 3.}), Not(HasSubstr(hint)));
+  EXPECT_THAT(printed({}), Not(HasSubstr(hint)));
 }
 
 TEST(PrecisionAudit, WeighsErrorsOfActivationsThatBackwardComputesAgain) {

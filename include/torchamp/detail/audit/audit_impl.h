@@ -50,8 +50,11 @@ inline AuditedModel audited_model(torch::nn::Module& model, const PrecisionAudit
       continue;
     }
     const at::Device device = parameter.device();
-    return {&model, device, dtype.value_or(at::autocast::get_autocast_dtype(device.type())),
-            options.average};
+    return {.model = &model,
+            .device = device,
+            .dtype = dtype.value_or(at::autocast::get_autocast_dtype(device.type())),
+            .takes_dtype_of_guard = !dtype,
+            .average = options.average};
   }
   TORCH_CHECK_VALUE(false, "PrecisionAudit: the model has no parameter on a device with autocast.");
 }
@@ -123,6 +126,7 @@ inline void PrecisionAudit::run(const std::function<void()>& step, int64_t n) {
   detail::check_is_trained(call, *data.audited.model);
   detail::AuditSession session(data.audited, step);
   session.run_exactly();
+  data.audited = session.audited();
   std::vector<std::string> calls;
   std::vector<std::vector<AuditRow>> runs;
   std::vector<std::vector<detail::AuditEdge>> edges;

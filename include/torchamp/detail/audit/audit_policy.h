@@ -299,6 +299,9 @@ inline std::ostream& operator<<(std::ostream& out, const AuditedPolicy& audited)
       << detail::formatted("%.1f", audited.torch_us) << ", fp32 "
       << detail::formatted("%.1f", audited.fp32_us) << "; quartiles up to "
       << detail::formatted("%.1f", audited.spread_us) << " apart)\n";
+  if (audited.us > audited.fp32_us + audited.spread_us) {
+    out << "fp32 takes less time here: train without a guard\n";
+  }
   std::string module;
   for (const AuditDecision& decision : audited.decisions) {
     if (decision.module != module) {

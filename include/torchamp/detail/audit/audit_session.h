@@ -38,6 +38,7 @@ struct AuditedModel {
   torch::nn::Module* model;
   at::Device device;
   at::ScalarType dtype;
+  bool takes_dtype_of_guard = false;           // of the step's first; `dtype` is for steps without
   std::function<void(at::Tensor&)> average{};  // over processes; empty: there is one
 };
 
@@ -78,12 +79,19 @@ class AuditSession {
 
   const ForwardSites& sites() const { return sites_; }
 
+  /// What is audited, with the dtype that it is audited in, once run_exactly() was called.
+  const AuditedModel& audited() const { return audited_; }
+
   /// Runs the step with guards off, and takes its gradients for exact.
   void run_exactly() {
     const auto trial = std::make_shared<GuardTrial>();
     run_off(trial);
     exact_ = state_.gradients();
     has_guards_ = trial->guards_made > 0;
+    const at::ScalarType asked = trial->asked_dtype;
+    if (audited_.takes_dtype_of_guard && asked != at::ScalarType::Undefined) {
+      audited_.dtype = asked;
+    }
   }
 
   /// Why run_exactly() has given nothing to compare other gradients with; empty if it has.
@@ -129,6 +137,8 @@ class AuditSession {
     const auto trial = std::make_shared<GuardTrial>();
     trial->guards.policy = policy.data();
     trial->module_policies = true;
+    trial->device = audited_.device.type();
+    trial->dtype = audited_.dtype;
     state_.begin_step();
     (void)modules.apply_to(*audited_.model);
     double seconds = 0.;
@@ -155,12 +165,13 @@ class AuditSession {
  private:
   double run_off(const std::shared_ptr<GuardTrial>& trial) {
     trial->guards.off = true;
+    trial->device = audited_.device.type();
     state_.begin_step();
     const EmptyCastCache own_casts;
     const TrialScope scope(trial);
     const AutocastRegion off(audited_.device.type(), std::nullopt, false, std::nullopt,
                              std::nullopt, nullptr);
-    trial->guards_made = 0;
+    trial->forget_guards();
     const double seconds = seconds_on(audited_.device, step_);
     state_.check_parameters_unchanged();
     return seconds;

@@ -1,23 +1,48 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <c10/core/DeviceType.h>
+#include <c10/core/ScalarType.h>
+
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "torchamp/detail/overlay/environment.h"
 #include "torchamp/detail/overlay/policy_scope.h"
 #include "torchamp/detail/overlay/thread_policy.h"
 #include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
 
 /// What the guards of a thread do for the time of a trial, whatever they were given.
 struct GuardTrial {
   EnvironmentOverride guards;
-  bool module_policies = false;                  ///< whether those of modules hold all the same
+  bool module_policies = false;  ///< whether those of modules hold all the same
+  /// Of guards on this device that are in 16 bits: which dtype they have instead, if any.
+  std::optional<at::DeviceType> device = std::nullopt;
+  std::optional<at::ScalarType> dtype = std::nullopt;
   mutable std::atomic<int64_t> guards_made = 0;  ///< while it was in force
+  /// The dtype that the first such guard asked for.
+  mutable std::atomic<at::ScalarType> asked_dtype = at::ScalarType::Undefined;
+
+  /// The dtype of a guard that is made now, and asks for `asked`.
+  at::ScalarType dtype_of_guard(at::DeviceType on, at::ScalarType asked) const {
+    ++guards_made;
+    if (on != device || !is_16_bit(asked)) return asked;
+    at::ScalarType none = at::ScalarType::Undefined;
+    asked_dtype.compare_exchange_strong(none, asked);
+    return dtype.value_or(asked);
+  }
+
+  /// As if no guard had been made yet.
+  void forget_guards() const {
+    guards_made = 0;
+    asked_dtype = at::ScalarType::Undefined;
+  }
 };
 
 /// The trial in force where this is the thread's policy, or null.
