@@ -99,7 +99,8 @@ class TrainingCheckpoint {
   /// was: a model of which the file has more weights does not fit, while whole objects in the file
   /// that were not added are passed over (an optimizer's, where a program only evaluates). Any
   /// changed byte is damage: the file ends with a checksum, see Note [The file of a
-  /// TrainingCheckpoint]. All of it is read twice, first to check it. Reads the devices.
+  /// TrainingCheckpoint]. All of it is read twice, first to check it. Where a device's memory runs
+  /// out, all stays as it was, too. Reads the devices.
   bool load();
 
   /// Returns what this process alone has, as bytes. For save() below. Where ShardedMasterWeights or
@@ -126,6 +127,9 @@ class TrainingCheckpoint {
     /// For values and shares: gives what brings back the value of now; nothing where what save()
     /// writes does.
     std::function<std::function<void()>()> keep = {};
+    /// Where what save() writes does: gives what brings back all tensors of now, without memory of
+    /// a device. For loads that ran out of that.
+    std::function<std::function<void()>()> hold = {};
     /// For what lies on several processes: brings it to process 0.
     std::function<void()> gather = {};
     /// The learning rates that an optimizer has, and that a StepLR has set in its own.
@@ -159,6 +163,7 @@ void load_any_optimizer(torch::optim::Optimizer& optimizer,
                         torch::serialize::InputArchive& archive);
 void gather_optimizer(torch::optim::Optimizer& optimizer);
 std::function<void()> keep_optimizer(torch::optim::Optimizer& optimizer);
+std::function<void()> hold_optimizer(torch::optim::Optimizer& optimizer);
 unsigned& step_count_of(torch::optim::LRScheduler& scheduler, const std::string& name);
 std::vector<double> rates_of(const torch::optim::Optimizer& optimizer);
 std::vector<double> rates_of(const torch::optim::LRScheduler& scheduler);
@@ -182,6 +187,7 @@ void TrainingCheckpoint::add_to(std::vector<Entry>& entries, std::string name, T
       detail::load_any_optimizer(object, archive);
     };
     entry.keep = [&object] { return detail::keep_optimizer(object); };
+    entry.hold = [&object] { return detail::hold_optimizer(object); };
     entry.gather = [&object] { detail::gather_optimizer(object); };
     entry.rates = [&object] { return detail::rates_of(object); };
   } else if constexpr (requires(OutputArchive & out, InputArchive & in) {
@@ -190,11 +196,15 @@ void TrainingCheckpoint::add_to(std::vector<Entry>& entries, std::string name, T
                        }) {
     entry.save = [&object](OutputArchive& archive) { object->save(archive); };
     entry.load = [&object](InputArchive& archive, int64_t) { load_module(*object, archive); };
+    entry.hold = [&object] { return detail::hold_module(*object); };
   } else if constexpr (requires(OutputArchive & out, InputArchive & in) {
                          object.save(out);
                          object.load(in);
                        }) {
     entry.is_own = detail::may_hold_optimizer<T>;
+    if constexpr (std::derived_from<T, torch::nn::Module>) {
+      entry.hold = [&object] { return detail::hold_module(object); };
+    }
     entry.save = [&object](OutputArchive& archive) { object.save(archive); };
     entry.load = [&object](InputArchive& archive, int64_t) {
       if constexpr (std::derived_from<T, torch::nn::Module>) {

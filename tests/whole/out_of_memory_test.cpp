@@ -8,6 +8,7 @@
 #include <torchamp/grad_scaler.h>
 #include <torchamp/optim.h>
 #include <torchamp/precision_audit.h>
+#include <torchamp/training_checkpoint.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -18,6 +19,7 @@
 #include "support/devices.h"
 #include "support/out_of_memory.h"
 #include "support/simulated/device.h"
+#include "support/temporary_folder.h"
 
 namespace {
 
@@ -77,7 +79,7 @@ TEST_F(OutOfMemory, AnAuditPutsTheModelBack) {
   const auto before = all_of(net);
   const std::string measured = audit.to_csv();
   int failures = 0;
-  for (std::int64_t allocations = 0;; allocations += 1 + allocations / 16) {
+  for (std::int64_t allocations = 0;; allocations += 1 + allocations / 4) {
     SCOPED_TRACE(allocations);
     ASSERT_LT(allocations, 100'000);
     try {
@@ -92,7 +94,7 @@ TEST_F(OutOfMemory, AnAuditPutsTheModelBack) {
     EXPECT_EQ(audit.to_csv(), measured);
     if (HasFailure()) break;
   }
-  EXPECT_GT(failures, 20);
+  EXPECT_GT(failures, 10);
   expect_same(all_of(net), before);
 }
 
@@ -113,14 +115,14 @@ TEST_F(OutOfMemory, ASafeAccumulationAddsAMicroBatchOnceOrNotAtAll) {
     Window window;
     torchamp::SafeAccumulation accumulation(window.scaler, window.optimizer);
     int failures = 0;
-    for (const double factor : {1., 2., 1e300, 5.}) {
+    for (const double factor : {1., 1e300, 5.}) {
       const auto call = [&] { accumulation.backward(window.loss(factor)); };
       fails ? void(failures += until_memory_suffices(call, [] {})) : call();
     }
     std::optional<torchamp::SafeAccumulationResult> result;
     const auto step = [&] { result = accumulation.step(); };
     fails ? void(failures += until_memory_suffices(step, [] {})) : step();
-    EXPECT_EQ(result->kept(), 3);
+    EXPECT_EQ(result->kept(), 2);
     EXPECT_EQ(failures > 20, fails);
     auto all = on_host(window.parameters);
     all.push_back(at::tensor(window.scaler.get_scale()));
@@ -158,6 +160,57 @@ TEST_F(OutOfMemory, AnAccumulationStepsOnceWithItsWindow) {
     return on_host(window.parameters);
   };
   expect_same(run(true), run(false));
+}
+
+/// What a checkpoint has.
+struct AdamRun {
+  void train() {
+    optimizer.zero_grad();
+    scaler.scale(net->forward(at::ones({8, 4}, on(sim0))).pow(2).mean()).backward();
+    scaler.step(optimizer);
+    scaler.update();
+    optimizer.zero_grad();
+    noted.add_(1.);
+  }
+  std::vector<Tensor> state() {
+    auto tensors = all_of(net);
+    for (const Tensor& parameter : net->parameters()) {
+      const auto& of = *optimizer.state().at(parameter.unsafeGetTensorImpl());
+      const auto& moments = static_cast<const torch::optim::AdamParamState&>(of);
+      tensors.push_back(at::tensor(moments.step()));
+      tensors.push_back(moments.exp_avg().cpu());
+      tensors.push_back(moments.exp_avg_sq().cpu());
+    }
+    tensors.push_back(noted.cpu());
+    tensors.push_back(at::tensor(scaler.get_scale()));
+    return tensors;
+  }
+
+  torch::nn::Sequential net = make_net();
+  torchamp::FusedAdam optimizer{net->parameters(), torch::optim::AdamOptions(0.1)};
+  GradScaler scaler{{.init_scale = 8., .growth_interval = 2}};
+  Tensor noted = at::zeros({3}, on(sim0));
+};
+
+TEST_F(OutOfMemory, ACheckpointLoadsAllOrNothing) {
+  const TemporaryFolder folder;
+  AdamRun run, undisturbed;
+  torchamp::TrainingCheckpoint checkpoint(folder / "checkpoint.pt");
+  checkpoint.add("net", run.net).add("optimizer", run.optimizer).add("scaler", run.scaler);
+  checkpoint.add("noted", run.noted);
+  for (int i = 0; i < 3; ++i) run.train();
+  for (int i = 0; i < 3; ++i) undisturbed.train();
+  checkpoint.save();
+  const auto saved = run.state();
+  const int failures =
+      until_memory_suffices([&] { checkpoint.load(); },
+                            [&] {
+                              run.train();
+                              undisturbed.train();
+                              expect_same(all_of(run.net), all_of(undisturbed.net));
+                            });
+  EXPECT_GT(failures, 5);
+  expect_same(run.state(), saved);
 }
 
 TEST_F(OutOfMemory, KeptCastsAreThoseOfTheWeightsAllTheSame) {

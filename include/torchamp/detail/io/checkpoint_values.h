@@ -207,4 +207,25 @@ class WeightsInPlace {
   std::vector<Weight> weights_;
 };
 
+/// What brings back the values of a module's tensors, which it keeps on the host.
+inline std::function<void()> hold_module(const torch::nn::Module& module) {
+  struct Held {
+    at::Tensor tensor, memory, values;
+  };
+  std::vector<Held> all;
+  for (const auto& tensors : {module.parameters(), module.buffers()}) {
+    for (const at::Tensor& tensor : tensors) {
+      if (!tensor.defined() || tensor.layout() != at::kStrided || !tensor.has_storage()) continue;
+      const at::Tensor memory = tensor.detach();
+      all.push_back({tensor, memory, memory.to(at::kCPU, tensor.scalar_type(), false, true)});
+    }
+  }
+  return [all = std::move(all)] {
+    for (const auto& [tensor, memory, values] : all) {
+      if (!tensor.is_alias_of(memory)) at::Tensor(tensor).set_data(memory);
+      memory.copy_(values);
+    }
+  };
+}
+
 }  // namespace torchamp::detail

@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <sstream>
@@ -190,6 +191,26 @@ inline void load_optimizer(torch::optim::Optimizer& optimizer,
       state = std::move(first);
     }
   }
+}
+
+/// What brings back the tensors and options that an optimizer of LibTorch's kind has now.
+inline std::function<void()> hold_optimizer(torch::optim::Optimizer& optimizer) {
+  using State = std::shared_ptr<torch::optim::OptimizerParamState>;
+  std::vector<std::pair<void*, State>> states;
+  for (const auto& [key, state] : optimizer.state()) {
+    if (state) states.emplace_back(key, state->clone());
+  }
+  std::vector<std::shared_ptr<torch::optim::OptimizerOptions>> options;
+  for (const auto& group : optimizer.param_groups()) {
+    options.emplace_back(group.options().clone());
+  }
+  return [&optimizer, states = std::move(states), options = std::move(options)] {
+    optimizer.state().clear();
+    for (const auto& [key, state] : states) optimizer.state()[key] = state->clone();
+    for (std::size_t g = 0; g < options.size(); ++g) {
+      optimizer.param_groups()[g].set_options(options[g]->clone());
+    }
+  };
 }
 
 }  // namespace torchamp::detail

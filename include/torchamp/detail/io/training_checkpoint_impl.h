@@ -216,9 +216,15 @@ inline void TrainingCheckpoint::load_entry(const Entry& entry,
   torch::serialize::OutputArchive now;
   detail::rethrow_with([] { return std::string("what is here now could not be kept: "); },
                        [&] { entry.save(now); });
-  undo.push_back([&entry, bytes = detail::bytes_of(now)] {
-    auto before = detail::archive_of(bytes);
-    entry.load(before, detail::training_checkpoint_version);
+  undo.push_back([&entry, bytes = detail::bytes_of(now),
+                  held = entry.hold ? entry.hold() : std::function<void()>()] {
+    try {
+      auto before = detail::archive_of(bytes);
+      entry.load(before, detail::training_checkpoint_version);
+    } catch (...) {
+      if (!held) throw;
+      held();
+    }
   });
   entry.load(archive, version);
 }
