@@ -5,6 +5,8 @@
 #include <torchamp/grad_scaler.h>
 
 #include <cmath>
+#include <cstddef>
+#include <cstdint>
 #include <fstream>
 #include <limits>
 #include <map>
@@ -39,6 +41,53 @@ TEST_P(FusedOptimizers, DivideAndSkipOnTheDevice) {
     for (int i = 0; i < 15; ++i) {
       pair.random_step();
       pair.expect_equal();
+    }
+  }
+}
+
+/// The same values with strides in the other order.
+Tensor reversed(const Tensor& tensor) {
+  std::vector<int64_t> order(static_cast<std::size_t>(tensor.dim()));
+  for (std::size_t i = 0; i < order.size(); ++i)
+    order[i] = tensor.dim() - 1 - static_cast<int64_t>(i);
+  return tensor.permute(order).contiguous().permute(order);
+}
+
+/// As contiguous parameters in fp64 are stepped by LibTorch's own.
+TEST_P(FusedOptimizers, StepAtFarScalesWhateverTheLayouts) {
+  const auto options = at::TensorOptions(device());
+  for (const double scale : {0x1p-126, 0x1p120}) {
+    SCOPED_TRACE(scale);
+    const Tensor image = torch::randn({2, 3, 4, 5}, options);
+    Params params{torch::randn({}, options), torch::randn({0, 3}, options),
+                  torch::randn({5, 4}, options).t(), torch::randn({9}, options).narrow(0, 2, 5),
+                  image.contiguous(at::MemoryFormat::ChannelsLast)};
+    Params wide;
+    for (Tensor& p : params) {
+      p = p.detach().requires_grad_();
+      wide.push_back(p.detach().cpu().to(at::kDouble).contiguous().requires_grad_());
+    }
+    const auto plain = kind().plain({OptimizerParamGroup(wide)});
+    const auto fused = kind().fused({OptimizerParamGroup(params)});
+    torchamp::GradScaler scaler({.init_scale = scale});
+    (void)scaler.scale(torch::ones({}, options));
+    for (int step = 0; step < 3; ++step) {
+      for (std::size_t i = 0; i < params.size(); ++i) {
+        const double size = scale < 1. ? 0x1p10 : 0x1p-10;  // so that scaled ones are normal
+        const Tensor scaled = torch::randn(params[i].sizes(), options) * (size * scale);
+        params[i].mutable_grad() = step == 1 ? reversed(scaled) : scaled;
+        wide[i].mutable_grad() = scaled.cpu().to(at::kDouble) / scale;
+      }
+      if (step == 2) scaler.unscale_(*fused);
+      EXPECT_TRUE(scaler.step(*fused).stepped());
+      scaler.update();
+      plain->step();
+      for (std::size_t i = 0; i < params.size(); ++i) {
+        const Tensor actual = params[i].detach().cpu().to(at::kDouble), expected = wide[i].detach();
+        if (expected.numel() == 0) continue;
+        EXPECT_LE((actual - expected).abs().max().item<double>(),
+                  1e-5 * expected.abs().max().item<double>());
+      }
     }
   }
 }
