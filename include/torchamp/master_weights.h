@@ -11,6 +11,7 @@
 #include <torch/serialize/archive.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -148,6 +149,10 @@ class MasterWeights {
   /// torch::save of such a model has written, in any dtype. All or nothing; an error, too, for a
   /// file that holds more weights than the model has.
   void load(torch::serialize::InputArchive& archive);
+
+  /// For TrainingCheckpoint: what brings back the weights of now, which it keeps on the host. Not
+  /// for longer than these masters live.
+  std::function<void()> keep();
 
   /// What they were made with.
   const MasterWeightsOptions& options() const { return options_; }

@@ -100,7 +100,8 @@ class TrainingCheckpoint {
   /// that were not added are passed over (an optimizer's, where a program only evaluates). Any
   /// changed byte is damage: the file ends with a checksum, see Note [The file of a
   /// TrainingCheckpoint]. All of it is read twice, first to check it. Where a device's memory runs
-  /// out, all stays as it was, too. Reads the devices.
+  /// out, all stays as it was, too, but for objects of the program's own whose load() does not see
+  /// to it. Reads the devices.
   bool load();
 
   /// Returns what this process alone has, as bytes. For save() below. Where ShardedMasterWeights or
@@ -213,6 +214,9 @@ void TrainingCheckpoint::add_to(std::vector<Entry>& entries, std::string name, T
         object.load(archive);
       }
     };
+    if constexpr (std::is_same_v<T, MasterWeights>) {
+      entry.keep = [&object] { return object.keep(); };
+    }
     if constexpr (std::derived_from<T, detail::HeldInShares>) {
       entry.keep = [&object] { return object.keep(); };
       entry.gather = [&object] { object.gather(); };

@@ -6,6 +6,7 @@
 #include <torchamp/accumulate.h>
 #include <torchamp/autocast.h>
 #include <torchamp/grad_scaler.h>
+#include <torchamp/master_weights.h>
 #include <torchamp/optim.h>
 #include <torchamp/precision_audit.h>
 #include <torchamp/training_checkpoint.h>
@@ -13,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -211,6 +213,53 @@ TEST_F(OutOfMemory, ACheckpointLoadsAllOrNothing) {
                             });
   EXPECT_GT(failures, 5);
   expect_same(run.state(), saved);
+}
+
+TEST_F(OutOfMemory, ACheckpointOfMasterWeightsLoadsAllOrNothing) {
+  const TemporaryFolder folder;
+  for (const auto storage : {torchamp::MasterStorage::full, torchamp::MasterStorage::split}) {
+    torch::manual_seed(4);
+    const auto net = to_device(torch::nn::Linear(4, 2), sim0);
+    torchamp::MasterWeights masters(net, {.dtype = at::kBFloat16, .storage = storage});
+    torchamp::FusedAdam optimizer(masters.parameters(), torch::optim::AdamOptions(0.1));
+    torchamp::TrainingCheckpoint checkpoint(folder / "checkpoint.pt");
+    const auto other_net = to_device(torch::nn::Linear(4, 2), sim0);
+    torchamp::MasterWeights others(
+        other_net, {.dtype = at::kBFloat16, .storage = torchamp::MasterStorage::split});
+    checkpoint.add("masters", masters).add("optimizer", optimizer).add("others", others);
+    const auto train = [&] {
+      at::linear(at::ones({2, 4}, on(sim0, at::kBFloat16)), net->weight, net->bias)
+          .sum()
+          .backward();
+      masters.take_gradients();
+      optimizer.step();
+      masters.copy_to_model();
+      masters.zero_grad();
+    };
+    const auto state = [&] {
+      std::stringstream file;
+      torch::save(masters, file);
+      torch::nn::Linear plain(4, 2);
+      torch::load(plain, file, at::Device(at::kCPU));
+      auto tensors = on_host(plain->parameters());
+      for (const Tensor& weight : net->parameters()) tensors.push_back(weight.detach().cpu());
+      return tensors;
+    };
+    train();
+    checkpoint.save();
+    const auto saved = state();
+    train();
+    auto before = state();
+    const int failures = until_memory_suffices([&] { checkpoint.load(); },
+                                               [&] {
+                                                 expect_same(state(), before);
+                                                 train();
+                                                 before = state();
+                                               });
+    EXPECT_GT(failures, 5);
+    expect_same(state(), saved);
+    train();
+  }
 }
 
 TEST_F(OutOfMemory, KeptCastsAreThoseOfTheWeightsAllTheSame) {

@@ -8,6 +8,7 @@
 
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "torchamp/detail/shards.h"
 #include "torchamp/detail/split_bits.h"
@@ -60,6 +61,22 @@ inline void note_masters(const at::Tensor& weight, const std::shared_ptr<const v
   if (!tensor->get_backend_meta()) tensor->set_backend_meta(c10::make_intrusive<WeightMeta>());
   if (WeightMeta* const meta = weight_meta_of(weight)) meta->masters = masters;
 }
+
+/// Tensors, and what they hold, on the host.
+class HostCopies {
+ public:
+  void add(const at::Tensor& tensor) {
+    if (!tensor.defined()) return;
+    const at::Tensor memory = tensor.detach();
+    all_.emplace_back(memory, memory.to(at::kCPU, memory.scalar_type(), false, /*copy=*/true));
+  }
+  void put_back() const {
+    for (const auto& [tensor, values] : all_) tensor.copy_(values);
+  }
+
+ private:
+  std::vector<std::pair<at::Tensor, at::Tensor>> all_;
+};
 
 /// What a weight's value becomes, in memory of its own: the weight in 16 bits, and those that it
 /// lacks, where it is split.

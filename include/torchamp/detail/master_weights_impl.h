@@ -369,4 +369,28 @@ inline void MasterWeights::load(torch::serialize::InputArchive& archive) {
   was_taken_ = true;  // gradients that the model holds are of before
 }
 
+inline std::function<void()> MasterWeights::keep() {
+  const detail::InternalOps guard;
+  detail::HostCopies kept;
+  for (const Weight& weight : weights_) {
+    kept.add(weight.parameter);
+    kept.add(weight.master);
+    if (const auto* const split = detail::split_of(weight.parameter)) kept.add(split->low);
+  }
+  for (const at::Tensor& buffer : model_->buffers()) kept.add(buffer);
+  const bool was_copied = master_versions() == copied_versions_;
+  return [this, kept = std::move(kept), was_copied, was_taken = was_taken_] {
+    const detail::InternalOps internal;
+    const detail::DropWeightCasts drop_weight_casts;
+    kept.put_back();
+    for (const Weight& weight : weights_) {
+      detail::SplitWeight* const split = detail::split_of(weight.parameter);
+      if (split) split->note_version(weight.parameter);
+    }
+    note_copied();
+    if (!was_copied) --copied_versions_;
+    was_taken_ = was_taken;
+  };
+}
+
 }  // namespace TORCHAMP_NAMESPACE
