@@ -58,11 +58,13 @@ class TrainingCheckpoint {
   /// number, a bool, a string or LibTorch's StepLR. Where MasterWeights are added, the model is
   /// not.
   ///
-  /// Learning rates belong to the optimizer: add it with its scheduler, or save() and load() are
-  /// errors (unless the program's own object may hold it). Of a StepLR, also as an LRScheduler&,
-  /// the number of steps is kept, all that changes in it; its interval and factor are the
-  /// program's. A scheduler derived from LRScheduler says itself what it keeps, in save and load,
-  /// its step_count_ too. ReduceLROnPlateauScheduler hides its state and cannot be added.
+  /// An optimizer's options come from the file as well, the weight decay too where an AdamW reads
+  /// Adam's, which LibTorch writes alike. Learning rates belong to the optimizer: add it with its
+  /// scheduler, or save() and load() are errors (unless the program's own object may hold it). Of a
+  /// StepLR, also as an LRScheduler&, the number of steps is kept, all that changes in it; its
+  /// interval and factor are the program's. A scheduler derived from LRScheduler says itself what
+  /// it keeps, in save and load, its step_count_ too. ReduceLROnPlateauScheduler hides its state
+  /// and cannot be added.
   ///
   /// An error for a name with a quote, a backslash or the end of a line, which LibTorch writes and
   /// cannot read, and for an LRScheduler& that is no StepLR.
