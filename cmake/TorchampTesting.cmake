@@ -185,7 +185,8 @@ function(torchamp_add_header_test)
   endif()
   torchamp_syntax_command(command)
   torchamp_add_script_test(headers_listed_and_light headers/run.cmake LABELS headers
-                           ARGS "-DHEADERS=${headers}" "-DCOMPILE=${command}")
+                           ARGS "-DHEADERS=${headers}" "-DCOMPILE=${command}" -DNM=${CMAKE_NM}
+                                -DBUILD=${CMAKE_CURRENT_BINARY_DIR}/headers)
 endfunction()
 
 # torchamp_add_consume_test(HOW): the same small program, with torchamp got in the way HOW.

@@ -60,15 +60,16 @@ class FusedOptimizer : public torch::optim::Optimizer,
                        public ScaledStep,
                        public detail::StepsSplitWeights {
  public:
-  ~FusedOptimizer() override;
+  TORCHAMP_BODY ~FusedOptimizer() override;
   FusedOptimizer(FusedOptimizer&&) = default;
   FusedOptimizer& operator=(FusedOptimizer&&) = default;
 
   /// As torch::optim::Optimizer::step: runs the closure, if there is one, with gradients enabled,
   /// steps, and returns the closure's value or an undefined tensor.
-  at::Tensor step(LossClosure closure = nullptr) override;
+  TORCHAMP_BODY at::Tensor step(LossClosure closure = nullptr) override;
 
-  at::Tensor step_scaled(const at::Tensor& grad_scale, const at::Tensor& found_inf) override;
+  TORCHAMP_BODY at::Tensor step_scaled(const at::Tensor& grad_scale,
+                                       const at::Tensor& found_inf) override;
 
   /// As torch::optim::Optimizer::zero_grad; also forgets what divide_next_step has left.
   void zero_grad(bool set_to_none = true);

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # The headers in the tree are those that CMake installs, and the umbrella header stays light: it brings in neither all of
 # <torch/torch.h> nor the standard headers that take long to compile. Each puts what it has into the namespace of its version.
+# A file that includes public headers and uses nothing of them gets no code of theirs: see Note [Compiled once].
 #
-#   cmake -DSOURCE=DIR -DHEADERS=LIST -DCOMPILE=COMMAND… -P run.cmake
+#   cmake -DSOURCE=DIR -DHEADERS=LIST -DCOMPILE=COMMAND… -DNM=COMMAND -DBUILD=DIR -P run.cmake
 
 file(GLOB_RECURSE present ${SOURCE}/include/*.h)
 list(REMOVE_ITEM present ${HEADERS})
@@ -23,3 +24,16 @@ foreach(header IN LISTS HEADERS)
     message(SEND_ERROR "${header}: include torchamp/version.h and open namespace TORCHAMP_NAMESPACE, as its note says")
   endif()
 endforeach()
+
+file(GLOB public RELATIVE ${SOURCE}/include ${SOURCE}/include/torchamp/*.h ${SOURCE}/include/torchamp/distributed/*.h)
+list(FILTER public EXCLUDE REGEX "/(compiled|nccl|process_group)[.]h$")  # the code itself; what needs more than LibTorch
+list(TRANSFORM public REPLACE "(.+)" "#include <\\1>\n")
+list(JOIN public "" includes)
+file(WRITE ${BUILD}/unused.cpp "${includes}")
+list(REMOVE_ITEM COMPILE -fsyntax-only)
+execute_process(COMMAND ${COMPILE} -c ${BUILD}/unused.cpp -o ${BUILD}/unused.o COMMAND_ERROR_IS_FATAL ANY)
+execute_process(COMMAND ${NM} --demangle --defined-only ${BUILD}/unused.o OUTPUT_VARIABLE symbols COMMAND_ERROR_IS_FATAL ANY)
+string(REGEX MATCHALL " (W|T|V vtable for) torchamp::[^\n]*" emitted "${symbols}")
+if(emitted)
+  message(SEND_ERROR "including the public headers alone emits ${emitted}")
+endif()

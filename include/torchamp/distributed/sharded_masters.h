@@ -164,7 +164,7 @@ class ShardedMasterWeights final : public detail::HeldInShares {
 
   /// Brings the masters of all processes to the host memory of process 0, which may then save()
   /// them until the next copy_to_model(). Collective; reads the device.
-  void gather() override;
+  inline void gather() override;
 
   /// For torch::save(masters, path) on process 0 after gather(): what torch::save(model, path)
   /// writes, but with the masters' values, in fp32. Any fp32 model, MasterWeights and
@@ -179,7 +179,7 @@ class ShardedMasterWeights final : public detail::HeldInShares {
   void load(torch::serialize::InputArchive& archive);
 
   /// For TrainingCheckpoint: what brings back the weights of now, on this process.
-  std::function<void()> keep() const override;
+  inline std::function<void()> keep() const override;
 
   /// What they were made with.
   const ShardedMasterWeightsOptions& options() const { return options_; }

@@ -109,8 +109,8 @@ class CastRecording final : public Observer {
   /// `parameters`: by their names in the model.
   explicit CastRecording(const NamedParameters& parameters) : owners_(owners_of(parameters)) {}
 
-  std::unique_ptr<Observer::Call> begin(const at::RecordFunction& call) override;
-  void end(const at::RecordFunction& call, Observer::Call& begun) override;
+  inline std::unique_ptr<Observer::Call> begin(const at::RecordFunction& call) override;
+  inline void end(const at::RecordFunction& call, Observer::Call& begun) override;
 
   std::vector<CastReport::Row> rows() const {
     const std::scoped_lock lock(mutex_);

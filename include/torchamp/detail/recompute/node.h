@@ -92,7 +92,7 @@ class RecomputeNode final : public torch::autograd::Node {
   };
 
  protected:
-  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
+  inline torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
 
  private:
   bool released_ = false;
