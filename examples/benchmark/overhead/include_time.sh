@@ -13,18 +13,19 @@
 # LibTorch 2.15, g++ 12, -O2, billions of instructions of the compiler (`perf stat -e
 # instructions:u`) and bytes of code and data of the object file:
 #   without torchamp                                58.6    62,174
-#   guard, scaler and a fused optimizer            111.1   457,783
+#   guard, scaler and a fused optimizer            112.8   469,375
 #   the same, the library compiled apart            62.8    57,290
-#   the library's own file, once                   103.3   549,320
-#   torchamp.h included, nothing used               67.3    68,930
-#   the same, the library compiled apart            63.2    61,123
-# So 90 %, or 7.2 % with TORCHAMP_COMPILED. Header-only there is no way near that: no part stands
+#   the library's own file, once                   105.8   566,939
+#   torchamp.h included, nothing used               66.7    60,984
+#   the same, the library compiled apart            63.3    61,123
+# So 93 %, or 7.3 % with TORCHAMP_COMPILED. Header-only there is no way near that: no part stands
 # out (520 functions, the largest of 6 kB), and the compiler spends 0.12 to 0.13 billion on a
 # kilobyte of them; on one of the rest of the program, most of it instances of LibTorch's templates,
-# 0.27. -Os makes it 91.5. Of what is included and not used, half is not for reading it: GCC
-# prepares every virtual function that a call in the program could come to, whether or not an object
-# of its class is made (-fno-devirtualize shows it).
-# With -fsyntax-only, torchamp.h is 6.9 % of what torch/torch.h takes (42.0), or 4.0 % with
+# 0.27. -Os makes it 91.5. What is included and not used takes 3.1 in a file that has nothing but
+# torch/torch.h (43.6, so 7 %; 1.7 with TORCHAMP_COMPILED). The program takes 5 more because GCC
+# decides otherwise what to do about LibTorch's virtual calls: with -fno-devirtualize it takes 52.1
+# without torchamp.h and 55.2 with it.
+# With -fsyntax-only, torchamp.h is 7.3 % of what torch/torch.h takes (41.9), or 4.0 % with
 # TORCHAMP_COMPILED. Six tenths of it are instances of templates over types that LibTorch's headers
 # do not have there. In these billions: a std::vector of such a type takes 0.008, and 0.012 more
 # where something is added to it; an optional 0.016; a shared_ptr 0.008, and 0.015 more with
