@@ -6,10 +6,11 @@
 #include <ATen/ops/view_as_real.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
-#include <c10/util/flat_hash_map.h>
 #include <torch/optim/optimizer.h>
 
+#include <bit>
 #include <cstddef>
+#include <cstdint>
 #include <utility>
 #include <vector>
 
@@ -67,7 +68,33 @@ inline bool has_half_gradients(const torch::optim::Optimizer& optimizer) {
 
 /// The gradients that a collection holds already: one that several places of an optimizer lead to,
 /// as the weight of a module that a model has registered twice, is to be changed once.
-using SeenGradients = ska::flat_hash_set<const void*>;
+/// (A table that grows allocates more often than all else in a step of small gradients.)
+class SeenGradients {
+ public:
+  /// Of at most `count` gradients.
+  explicit SeenGradients(std::size_t count) : slots_(std::bit_ceil(2 * count + 1)) {}
+
+  /// Whether it is new.
+  bool insert(const c10::TensorImpl* gradient) {
+    const std::size_t last = slots_.size() - 1;
+    const auto address = reinterpret_cast<std::uintptr_t>(gradient);
+    std::size_t at = (address * 0x9E3779B97F4A7C15u >> 32) & last;
+    for (; slots_[at] != nullptr; at = (at + 1) & last) {
+      if (slots_[at] == gradient) return false;
+    }
+    slots_[at] = gradient;
+    return true;
+  }
+
+ private:
+  std::vector<const c10::TensorImpl*> slots_;  // a power of two, less than half of them taken
+};
+
+inline std::size_t count_parameters(const torch::optim::Optimizer& optimizer) {
+  std::size_t count = 0;
+  for (const auto& group : optimizer.param_groups()) count += group.params().size();
+  return count;
+}
 
 /// Every gradient of every group of `optimizer`, once, by device and dtype. Parameters whose
 /// gradients have the conjugate or the negative bit are given resolved() ones. Nothing has been
@@ -76,7 +103,8 @@ inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimize
                                                HalfGradients half, const char* call) {
   std::vector<GradientBatch> batches;
   std::vector<at::Tensor> to_change, changed;  // parameters and their new gradients
-  SeenGradients seen;
+  const std::size_t count = count_parameters(optimizer);
+  SeenGradients seen(count);
   auto& groups = optimizer.param_groups();
   for (std::size_t g = 0; g < groups.size(); ++g) {
     const std::vector<at::Tensor>& parameters = groups[g].params();
@@ -90,22 +118,25 @@ inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimize
                         parameter.sizes());
       };
       check_steps_split(optimizer, parameter, where);
-      const at::Tensor before = gradient;
+      bool is_new = false;
       if (gradient.is_sparse() && gradient.scalar_type() == at::kHalf &&
           half == HalfGradients::allowed && !gradient.is_coalesced()) {
         // Adding up what shares an index may overflow, which must be seen.
         gradient = gradient.coalesce();
-        to_change.push_back(parameter);
-        changed.push_back(gradient);
+        is_new = true;
       } else if (gradient.is_conj() || gradient.is_neg()) {
         gradient = resolved(gradient);
+        is_new = true;
+      }
+      if (is_new) {
         to_change.push_back(parameter);
         changed.push_back(gradient);
       }
-      const at::Tensor& changes = gradient.is_same(before) ? gradient : parameter;
-      if (!seen.insert(changes.unsafeGetTensorImpl()).second) continue;
+      if (!seen.insert((is_new ? parameter : gradient).unsafeGetTensorImpl())) continue;
       at::Tensor values = values_of(gradient, half, where);
-      group_of(batches, TensorKind::of(values)).gradients.push_back(std::move(values));
+      std::vector<at::Tensor>& batch = group_of(batches, TensorKind::of(values)).gradients;
+      if (batch.empty()) batch.reserve(count);
+      batch.push_back(std::move(values));
     }
   }
   for (std::size_t i = 0; i < to_change.size(); ++i) {

@@ -44,7 +44,7 @@ inline void add_gradients_to_clip(std::vector<GradientBatch>& batches, SeenGradi
     } else if (gradient.is_conj() || gradient.is_neg()) {
       params[i].mutable_grad() = gradient = resolved(gradient);
     }
-    if (!seen.insert(gradient.unsafeGetTensorImpl()).second) continue;
+    if (!seen.insert(gradient.unsafeGetTensorImpl())) continue;
     if (gradient.is_sparse()) gradient = gradient._values();
     TORCH_CHECK_VALUE(gradient.layout() == at::kStrided &&
                           at::has_internal_overlap(gradient) != at::MemOverlap::Yes,
@@ -59,7 +59,7 @@ inline void add_gradients_to_clip(std::vector<GradientBatch>& batches, SeenGradi
 
 inline std::vector<GradientBatch> gradients_to_clip(at::TensorList params, const char* call) {
   std::vector<GradientBatch> batches;
-  SeenGradients seen;
+  SeenGradients seen(params.size());
   add_gradients_to_clip(batches, seen, params, call);
   return batches;
 }
@@ -67,7 +67,7 @@ inline std::vector<GradientBatch> gradients_to_clip(at::TensorList params, const
 inline std::vector<GradientBatch> gradients_to_clip(torch::optim::Optimizer& optimizer,
                                                     const char* call) {
   std::vector<GradientBatch> batches;
-  SeenGradients seen;
+  SeenGradients seen(count_parameters(optimizer));
   for (const auto& group : optimizer.param_groups()) {
     add_gradients_to_clip(batches, seen, group.params(), call);
   }

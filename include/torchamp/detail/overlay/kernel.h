@@ -219,9 +219,10 @@ inline std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType
   auto& overlays = runtime.overlays[device_index(device, "install_overlay")];
   const std::scoped_lock lock(runtime.mutex);
   const std::size_t index = overlays.size();
-  const auto [known, is_new] = overlays.index_of.try_emplace(name, index);
-  if (!is_new) return known->second;
+  const auto known = overlays.index_of.find(name);
+  if (known != overlays.index_of.end()) return known->second;
   try {
+    overlays.index_of[name] = index;
     const bool has_native = has_autocast_kernel(op, device);
     const c10::SafeKernelFunction* native = nullptr;
     if (has_native) {  // never destroyed, like the kernel that calls it

@@ -5,7 +5,6 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/jit/frontend/edit_distance.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
@@ -67,11 +66,14 @@ class OpCatalog {
     std::vector<c10::OperatorHandle> found;
     for (std::size_t at = catalog.first_of(base); at != 0; at = catalog.ops_[at - 1].next) {
       const Op& op = catalog.ops_[at - 1];
-      if (!op.is_gone && op.name().name == base) found.push_back(op.handle);
+      if (op.is_gone || op.name().name != base) continue;
+      std::size_t place = found.size();
+      found.push_back(op.handle);
+      // std::sort takes longer to compile than the rest of this.
+      for (; place > 0 && is_before(found[place], found[place - 1]); --place) {
+        std::swap(found[place], found[place - 1]);
+      }
     }
-    std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) {
-      return a.operator_name().overload_name < b.operator_name().overload_name;
-    });
     return found;
   }
 
@@ -142,6 +144,10 @@ class OpCatalog {
 
     const c10::OperatorName& name() const { return handle.operator_name(); }
   };
+
+  static bool is_before(const c10::OperatorHandle& a, const c10::OperatorHandle& b) {
+    return a.operator_name().overload_name < b.operator_name().overload_name;
+  }
 
   std::uint32_t& first_of(std::string_view base) {
     return first_[quick_hash(base) % std::size(first_)];

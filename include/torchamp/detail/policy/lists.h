@@ -68,46 +68,6 @@ class RuleMap {
   std::vector<OverloadRules> rules_;
 };
 
-/// Items with a name, `op`, in the order in which they came; found by it.
-template <class Item>
-class NamedList {
- public:
-  /// Null if there is none.
-  const Item* find(std::string_view op) const {
-    const std::size_t index = slots_[slot_of(op)];
-    return index == 0 ? nullptr : &items_[index - 1];
-  }
-
-  /// In place of an item of that name, if there is one.
-  void set(Item item) {
-    std::uint16_t& index = slots_[slot_of(item.op)];
-    if (index != 0) {
-      items_[index - 1] = std::move(item);
-      return;
-    }
-    TORCH_INTERNAL_ASSERT(items_.size() + 1 < std::size(slots_));
-    items_.push_back(std::move(item));
-    index = static_cast<std::uint16_t>(items_.size());
-  }
-
-  std::size_t size() const { return items_.size(); }
-  auto begin() const { return items_.begin(); }
-  auto end() const { return items_.end(); }
-
- private:
-  /// Where the name is, or belongs.
-  std::size_t slot_of(std::string_view op) const {
-    std::size_t slot = quick_hash(op) % std::size(slots_);
-    while (slots_[slot] != 0 && items_[slots_[slot] - 1].op != op) {
-      slot = (slot + 1) % std::size(slots_);
-    }
-    return slot;
-  }
-
-  std::vector<Item> items_;
-  std::uint16_t slots_[1024] = {};  // from 1; LibTorch's lists have some 120 names
-};
-
 /// The ops that take probabilities: see Note [Binary cross entropy].
 inline constexpr std::string_view probability_loss_ops[] = {"binary_cross_entropy"};
 inline constexpr OpFamily probability_loss("probability_loss", probability_loss_ops);
@@ -141,25 +101,67 @@ inline constexpr StandardRow standard_rows[] = {
     {recurrent_layer, Cast::lower_precision, /*like_cuda_only=*/true},
 };
 
-/// A name in the families of standard_rows, and its row.
-struct StandardName {
-  std::string_view op;
-  const StandardRow* row;
+/// What is listed of an op or overload: its row of standard_rows, or its rule on LibTorch's lists.
+struct ListedRule {
+  std::string op;
+  Cast cast;
+  const StandardRow* row = nullptr;
 };
+
+/// Listed rules in the order in which they came; found by name.
+class RuleList {
+ public:
+  /// Null if there is none.
+  const ListedRule* find(std::string_view op) const {
+    const std::size_t index = slots_[slot_of(op)];
+    return index == 0 ? nullptr : &rules_[index - 1];
+  }
+
+  /// In place of one of that name, if there is one.
+  void set(ListedRule rule) {
+    std::uint16_t& index = slots_[slot_of(rule.op)];
+    if (index != 0) {
+      rules_[index - 1] = std::move(rule);
+      return;
+    }
+    TORCH_INTERNAL_ASSERT(rules_.size() + 1 < std::size(slots_));
+    rules_.push_back(std::move(rule));
+    index = static_cast<std::uint16_t>(rules_.size());
+  }
+
+  std::size_t size() const { return rules_.size(); }
+  auto begin() const { return rules_.begin(); }
+  auto end() const { return rules_.end(); }
+
+ private:
+  /// Where the name is, or belongs.
+  std::size_t slot_of(std::string_view op) const {
+    std::size_t slot = quick_hash(op) % std::size(slots_);
+    while (slots_[slot] != 0 && rules_[slots_[slot] - 1].op != op) {
+      slot = (slot + 1) % std::size(slots_);
+    }
+    return slot;
+  }
+
+  std::vector<ListedRule> rules_;
+  std::uint16_t slots_[1024] = {};  // from 1; LibTorch's lists have some 120 names
+};
+
+inline RuleList list_standard_rows() {
+  RuleList list;
+  for (const StandardRow& row : standard_rows) {
+    for (const std::string_view name : row.family) list.set({std::string(name), row.cast, &row});
+  }
+  return list;
+}
 
 /// The row of an op, whatever its overload and whether it is for a device; null if it has none.
 inline const StandardRow* standard_row(const c10::OperatorName& op) {
-  static const auto& names = *[] {  // never destroyed
-    auto* const all = new NamedList<StandardName>;
-    for (const StandardRow& row : standard_rows) {
-      for (const std::string_view name : row.family) all->set({name, &row});
-    }
-    return all;
-  }();
+  static const auto& names = *new RuleList(list_standard_rows());  // never destroyed
   const std::string_view base = op.name;
   if (!base.starts_with("aten::"sv)) return nullptr;
-  const StandardName* const name = names.find(base.substr(6));
-  return name == nullptr ? nullptr : name->row;
+  const ListedRule* const listed = names.find(base.substr(6));
+  return listed == nullptr ? nullptr : listed->row;
 }
 
 /// Whether the family has the op, whatever its overload.
@@ -204,16 +206,10 @@ inline std::string listed_name(std::string_view entry) {
   return name;
 }
 
-/// A rule on LibTorch's lists, by full overload name: "aten::pow.Tensor_Scalar".
-struct ListedRule {
-  std::string op;
-  Cast cast;
-};
-
-/// The rules on LibTorch's own CUDA lists. Read from the macros of ATen/autocast_mode.h, so that a
-/// newer LibTorch's lists are followed.
-inline NamedList<ListedRule> read_libtorch_cuda_lists() {
-  NamedList<ListedRule> lists;
+/// The rules on LibTorch's own CUDA lists, by full overload name: "aten::pow.Tensor_Scalar". Read
+/// from the macros of ATen/autocast_mode.h, so that a newer LibTorch's lists are followed.
+inline RuleList read_libtorch_cuda_lists() {
+  RuleList lists;
   const auto add = [&](const char* entry, Cast cast) { lists.set({listed_name(entry), cast}); };
 #define TORCHAMP_LOWER(...) add(#__VA_ARGS__, Cast::lower_precision);
 #define TORCHAMP_FP32(...) add(#__VA_ARGS__, Cast::fp32);
@@ -231,9 +227,8 @@ inline NamedList<ListedRule> read_libtorch_cuda_lists() {
   return lists;
 }
 
-inline const NamedList<ListedRule>& libtorch_cuda_lists() {
-  static const auto& lists =
-      *new NamedList<ListedRule>(read_libtorch_cuda_lists());  // never destroyed
+inline const RuleList& libtorch_cuda_lists() {
+  static const auto& lists = *new RuleList(read_libtorch_cuda_lists());  // never destroyed
   return lists;
 }
 
