@@ -11,8 +11,8 @@
 // and are TORCHAMP_BODY there: inline, but for that one file.
 //
 // A virtual function of a class that is no template is inline, or TORCHAMP_BODY, where the class
-// declares it, too. Otherwise the class has a key function, and the compiler emits the class and all
-// that it calls into each file that includes the header, whether it is used or not.
+// declares it, too. Otherwise the class has a key function, and the compiler emits the class and
+// all that it calls into each file that includes the header, whether it is used or not.
 
 /// @cond
 #if !defined(TORCHAMP_COMPILED)
