@@ -97,7 +97,8 @@ class MasterWeights {
   /// than fp16 and bf16, or than bf16 for MasterStorage::split; a name in keep_fp32 that the model
   /// does not have; a trained parameter that expand() gave; one that has a master in other
   /// MasterWeights or ShardedMasterWeights which still exist. Where memory runs out, the model is
-  /// as it was.
+  /// as it was: until it returns, its weights are there before and after the cast, with split ones
+  /// of an fp32 model 8 bytes a weight.
   explicit MasterWeights(std::shared_ptr<torch::nn::Module> model,
                          MasterWeightsOptions options = {});
 

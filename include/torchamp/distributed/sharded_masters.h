@@ -97,7 +97,8 @@ class ShardedMasterWeights final : public detail::HeldInShares {
   /// Casts the parameters of `model`, in place, and keeps this process's pieces of their masters.
   /// Errors, before anything is changed: those of MasterWeights; a reduce_dtype that is not fp32,
   /// fp16 or bf16; a model or an option that is another on another process. Where memory runs out,
-  /// the model has the values of process 0.
+  /// the model has the values of process 0, in fp32: until it returns, the weights are there in
+  /// fp32 and in `dtype`.
   ShardedMasterWeights(std::shared_ptr<torch::nn::Module> model, ProcessGroupPtr group,
                        ShardedMasterWeightsOptions options = {});
 
