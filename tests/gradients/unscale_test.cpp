@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "torchamp/detail/gradients/unscale.h"
 
+#include <sys/mman.h>
 #include <torch/torch.h>
 
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
 #include <limits>
 #include <vector>
 
@@ -137,6 +141,47 @@ TEST_P(Unscale, LaunchesNoMoreKernelsForMoreGradients) {
     };
     EXPECT_EQ(kernels(300), kernels(3)) << dtype;
   }
+}
+
+TEST_P(Unscale, FindsWhatIsNotFiniteInLargeGradients) {
+  constexpr double infinity = std::numeric_limits<double>::infinity();
+  const auto flag_of = [&](const Tensors& gradients) {
+    at::Tensor flag = number(0.);
+    torchamp::detail::check({batch_of(gradients)}, flag);
+    return flag.item<float>();
+  };
+  for (const at::ScalarType dtype : dtypes) {
+    SCOPED_TRACE(dtype);
+    // With a norm that fp32 does not hold.
+    const at::Tensor dense =
+        torch::full({201, 201}, dtype == at::kHalf ? 6e4 : 1e30, options(dtype));
+    const at::Tensor small = torch::ones({3}, options(dtype));
+    const at::Tensor gapped = torch::ones({201, 402}, options(dtype)).narrow(1, 0, 201);
+    EXPECT_EQ(flag_of({dense, small, dense.t(), gapped}), 0.F);
+    for (const at::Tensor& gradient : {dense, small, gapped}) {
+      const at::Tensor last = gradient.view(gradient.sizes()).select(0, -1);
+      for (const double bad : {infinity, -infinity, std::nan("")}) {
+        const at::Tensor before = last.clone();
+        (last.dim() == 0 ? last : last.select(0, -1)).fill_(bad);
+        EXPECT_EQ(flag_of({dense, small, dense.t(), gapped}), 1.F) << bad;
+        last.copy_(before);
+      }
+    }
+  }
+}
+
+TEST(UnscaleOnACpu, LooksAtLargeGradientsWithoutWritingToThem) {
+  constexpr std::size_t bytes = std::size_t{1} << 20;
+  void* const memory =
+      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(memory, MAP_FAILED);
+  const at::Tensor gradient = at::from_blob(memory, {static_cast<int64_t>(bytes / sizeof(float))});
+  gradient.fill_(1.5);
+  ASSERT_EQ(mprotect(memory, bytes, PROT_READ), 0);  // a write ends the program
+  at::Tensor flag = torch::zeros({});
+  torchamp::detail::check({batch_of({gradient})}, flag);
+  EXPECT_EQ(flag.item<float>(), 0.F);
+  munmap(memory, bytes);
 }
 
 TEST_P(Unscale, OnlyReadsToCheck) {
