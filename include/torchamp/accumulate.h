@@ -13,7 +13,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -49,7 +48,7 @@ template <class... Parts>
 void warn(const Parts&... parts) noexcept {
   try {
     TORCH_WARN(parts...);
-  } catch (const std::exception&) {  // by the program's handler
+  } catch (...) {  // by the program's handler
   }
 }
 
@@ -225,7 +224,7 @@ class Accumulation {
                 ": the gradients of ", window_->pending, " of ", micro_batches_,
                 " micro-batches are gone. Leave out zero_grad(): the accumulation clears them "
                 "after its step. Call discard() to begin a new window.");
-    TORCH_CHECK(stage_ != Stage::open || !window_->was_used, "Accumulation::", call,
+    TORCH_CHECK(!window_->was_used, "Accumulation::", call,
                 ": the scaler has stepped with the gradients of ", window_->pending, " of ",
                 micro_batches_,
                 " micro-batches, or unscaled them, in an iteration that has ended. Leave step and "

@@ -74,8 +74,9 @@ class FusedOptimizer : public torch::optim::Optimizer,
   /// As torch::optim::Optimizer::zero_grad; also forgets what divide_next_step has left.
   void zero_grad(bool set_to_none = true);
 
-  /// From now on every step, taken or skipped, ends with the gradients dropped (set to none, as
-  /// zero_grad() does): nobody can look at them then, so look before the step. In exchange it need
+  /// From now on every step that is asked of this optimizer, taken or skipped, ends with the
+  /// gradients dropped (set to none, as zero_grad() does): nobody can look at them then, an
+  /// overflow_report() neither, so call unscale_ and look before the step. In exchange it need
   /// not leave them divided. On a CPU, large fp32 and fp64 gradients are then read and not written:
   /// a scaled and clipped step moves 1.15 times the bytes of one without a scaler, else 1.3 times.
   /// Never reads the device.

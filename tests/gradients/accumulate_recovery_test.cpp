@@ -84,6 +84,27 @@ TEST(AccumulationAfterAnError, AddsNothingToAnIncompleteWindowWhoseStepFailed) {
   EXPECT_EQ(w.item<float>(), -1.F);
 }
 
+TEST(AccumulationAfterAnError, DividesGradientsOnceThoughAnUpdateComesBeforeTheStepIsTriedAgain) {
+  const at::Tensor w = zero();
+  auto optimizer = sgd({w});
+  bool fails = true;
+  GradScaler scaler({.init_scale = 65536.});
+  Accumulation accumulation(scaler, optimizer, 2);
+  accumulation.before_step([&] {
+    if (fails) throw std::runtime_error("mine");
+  });
+  accumulation.backward((w * 1).sum());
+  EXPECT_THROW(accumulation.backward((w * 3).sum()), std::runtime_error);
+  scaler.update();  // another accumulation's, say
+  fails = false;
+  EXPECT_ERROR(accumulation.flush(), "call discard() to drop them");
+  EXPECT_EQ(w.item<float>(), 0.F);
+  accumulation.discard();
+  accumulation.backward((w * 1).sum());
+  EXPECT_TRUE(accumulation.backward((w * 3).sum())->stepped());
+  EXPECT_EQ(w.item<float>(), -2.F);
+}
+
 TEST(AccumulationAfterAnError, AddsNothingToGradientsThatTheProgramUnscaledOrSteppedWith) {
   for (const bool stepped : {false, true}) {
     const at::Tensor w = zero();

@@ -58,7 +58,7 @@ struct StepList : StepKey {
     add_beside_param(from, i, of);
   }
 
-  /// The same, but for the parameter itself.
+  /// Adds what `of` makes of the tensors beside the i-th parameter: gradient, counter, state.
   template <class F>
   void add_beside_param(const StepList& from, std::size_t i, const F& of) {
     grads.push_back(of(from.grads[i]));

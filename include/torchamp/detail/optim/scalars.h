@@ -53,7 +53,7 @@ class StepScalars {
   const std::optional<at::Tensor>& grad_scale() const { return grad_scale_; }
   const std::optional<at::Tensor>& found_inf() const { return found_inf_; }
 
-  /// The same, for gradients that have been divided.
+  /// A copy without the scale, for gradients that have been divided.
   StepScalars without_scale() const {
     StepScalars unscaled = *this;
     unscaled.grad_scale_.reset();
