@@ -150,8 +150,9 @@ class PrecisionAudit {
   /// Note [How an audit chooses]. Calls the step given to run() again: what it refers to must still
   /// exist. Where times were measured here, a choice that is slower than Policy::torch() gives way
   /// to that one, if it keeps to the budget. Gradients that are not finite keep to no budget.
-  /// Errors: nothing has been measured; a budget or limit below 0; a model that is frozen or in 16
-  /// bits, or gradients that are not finite in fp32, by now; and whatever the step throws.
+  /// Errors: nothing has been measured; a budget or limit below 0; gradients that are off on the
+  /// thread; a model that is frozen or in 16 bits, or gradients that are not finite in fp32, by
+  /// now; and whatever the step throws.
   AuditedPolicy policy(const AuditBudget& budget = {}) const;
 
  private:

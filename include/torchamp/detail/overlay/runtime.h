@@ -9,6 +9,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <dlfcn.h>
+
 #include <array>
 #include <cstddef>
 #include <cstdint>

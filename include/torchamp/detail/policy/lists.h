@@ -147,6 +147,8 @@ class RuleList {
   std::uint16_t slots_[1024] = {};  // from 1; LibTorch's lists have some 120 names
 };
 
+/// No name may stand in two rows, where the last would hold: the test
+/// Ops.EveryNameOfTheStandardTableHasOneRow looks.
 inline RuleList list_standard_rows() {
   RuleList list;
   for (const StandardRow& row : standard_rows) {
