@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
+#include <ATen/ThreadLocalState.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/jit/python/update_graph_executor_opt.h>
 #include <torch/csrc/jit/runtime/logging.h>
@@ -177,6 +178,33 @@ TEST(TorchScript, WhatTheProgramHasSwitchedOffStaysOff) {
   }
   EXPECT_FALSE(is_optimized());
   torch::jit::setGraphExecutorOptimize(true);
+}
+
+/// Under a policy that the calling thread took over, and with the JIT's switch as given.
+void expect_guards_leave_the_switch(bool optimize) {
+  torch::jit::setGraphExecutorOptimize(optimize);
+  for (const bool enabled : {false, true}) {
+    for (const Policy& policy : policies()) {
+      {
+        const AutocastGuard guard(at::kCPU, {.enabled = enabled, .policy = policy});
+        EXPECT_EQ(is_optimized(), optimize && !enabled);
+        const AutocastGuard off(at::kCPU, {.enabled = false});
+        EXPECT_EQ(is_optimized(), optimize);
+      }
+      EXPECT_EQ(is_optimized(), optimize) << "after a guard, enabled " << enabled;
+    }
+  }
+}
+
+TEST(TorchScript, GuardsHoldUnderAPolicyThatTheThreadTookOverAndLeaveTheSwitchAsItWas) {
+  const AutocastGuard guard(at::kCPU);
+  const at::ThreadLocalState state;
+  for (const bool optimize : {false, true}) {
+    std::thread([&] {
+      const at::ThreadLocalStateGuard taken_over(state);
+      expect_guards_leave_the_switch(optimize);
+    }).join();
+  }
 }
 
 TEST(TorchScript, FollowsThePolicyBesideALoggerOfTheProgram) {

@@ -23,6 +23,7 @@
 #include "torchamp/detail/overlay/compile.h"
 #include "torchamp/detail/overlay/environment.h"
 #include "torchamp/detail/overlay/runtime.h"
+#include "torchamp/detail/overlay/script_switch.h"
 #include "torchamp/detail/overlay/spare_policy.h"
 #include "torchamp/detail/overlay/thread_policy.h"
 #include "torchamp/detail/overlay/trial.h"
@@ -135,6 +136,8 @@ TORCHAMP_BODY AutocastRegion::Checked::Checked(
   if (rule != nullptr) check_fp8(*in_force, index, device);
   if (outer && outer->inherited == data && outer->in_force[index] == in_force &&
       outer->keep.until == until && outer->keeps_casts == keeps_casts) {
+    // Taken over, it does not hold for scripts yet: see Note [Derivatives of scripts].
+    if (enabled && !ScriptSwitch::has_scope()) policy.policy = outer->shared_from_this();
     return;
   }
   // A spare node has nothing below it: it would hide what others, a profiler say, have put there.

@@ -26,6 +26,10 @@ namespace torchamp::detail {
 // there, by a logger that does nothing else, and put back by the end of the guard. A program's own
 // logger has precedence, and guards throw the switch themselves where ours is not in force, or with
 // a LibTorch that is not known to tell its logger first.
+//
+// The logger acts where a guard of its own library is on the thread. So the first of them takes the
+// switch as it finds it, and puts it back so, even under a policy that is in force already: one of
+// a state that the thread took over, or of another library.
 
 /// Whether a thread with this policy has one in force, for any device.
 inline bool is_in_force(const ThreadPolicy* policy) {
@@ -39,12 +43,16 @@ inline bool is_in_force(const ThreadPolicy* policy) {
 /// Whether the JIT may optimise scripts that the calling thread runs. For a PolicyScope.
 class ScriptSwitch {
  public:
+  /// Whether the calling thread has a scope, so that its scripts run as their policy wants.
+  static bool has_scope() { return of_this_thread().scopes > 0; }
+
   /// A scope has put `inner` in the place of `outer`, which may be null. Returns what to give
   /// end_scope().
   static bool begin_scope(const ThreadPolicy* outer, const ThreadPolicy* inner) {
     State& state = of_this_thread();
-    if (!is_in_force(outer)) state.outside = torch::jit::getGraphExecutorOptimize();
-    ++state.scopes;
+    if (state.scopes++ == 0 || !is_in_force(outer)) {
+      state.outside = torch::jit::getGraphExecutorOptimize();
+    }
     if (!is_in_force(inner)) {
       set(state.outside);
     } else if (!Logger::is_told()) {
@@ -55,8 +63,7 @@ class ScriptSwitch {
 
   /// A scope has put `outer` back.
   static void end_scope(const ThreadPolicy* outer, bool outside) {
-    --of_this_thread().scopes;
-    if (!is_in_force(outer)) {
+    if (--of_this_thread().scopes == 0 || !is_in_force(outer)) {
       set(outside);
     } else if (!Logger::is_told()) {
       set(false);
@@ -66,7 +73,7 @@ class ScriptSwitch {
  private:
   struct State {
     int scopes = 0;
-    bool outside = true;  // of all policies
+    bool outside = true;  // of all policies, or of all scopes
   };
 
   static State& of_this_thread() {
@@ -82,7 +89,7 @@ class ScriptSwitch {
   class Logger final : public torch::jit::logging::LoggerBase {
    public:
     void addStatValue(const std::string&, int64_t) override {
-      if (of_this_thread().scopes > 0 && is_in_force(thread_policy())) set(false);
+      if (has_scope() && is_in_force(thread_policy())) set(false);
     }
 
     /// Whether the JIT tells this library's logger of scripts that run.
