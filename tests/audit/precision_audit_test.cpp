@@ -342,6 +342,28 @@ TEST(PrecisionAudit, MeasuresInTheDtypeOfTheStepsGuardUnlessItIsGivenOne) {
   EXPECT_TRUE(std::isfinite(of_bfloat16.policy().torch_error)) << "the guard is in bf16 then";
 }
 
+TEST(PrecisionAudit, TakesNoDtypeFromAGuardThatIsDisabledAndGivesItNone) {
+  Net model = net([](const at::Tensor& y) { return torch::mm(y * 1e6, torch::eye(16)) * 1e-6; });
+  const at::Tensor x = torch::randn({32, 8});
+  bool stays_half = true;
+  PrecisionAudit audit(model);
+  audit.run(
+      [&] {
+        at::Tensor loss;
+        {
+          const AutocastGuard off(at::kCPU, {.dtype = at::kHalf, .enabled = false});
+          stays_half = stays_half && at::autocast::get_autocast_dtype(at::kCPU) == at::kHalf;
+          const AutocastGuard autocast(at::kCPU, at::kBFloat16);
+          loss = model(x).to(at::kFloat).square().mean();
+        }
+        loss.backward();
+      },
+      1);
+  EXPECT_EQ(audit.total().overflow, 0.) << "measured in fp16";
+  EXPECT_TRUE(std::isfinite(audit.policy().torch_error));
+  EXPECT_TRUE(stays_half);
+}
+
 TEST(PrecisionAudit, SaysWhereAGuardDoesNotPay) {
   const auto printed = [](const AuditedPolicy& audited) {
     std::ostringstream out;

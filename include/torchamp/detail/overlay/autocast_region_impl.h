@@ -117,7 +117,7 @@ TORCHAMP_BODY AutocastRegion::Checked::Checked(
   const ThreadPolicy* const outer = thread_policy();
   const GuardTrial* const trial = guard_trial(outer);
   const EnvironmentOverride& environment = guard_override(trial);
-  if (trial != nullptr) dtype = trial->dtype_of_guard(device, dtype);
+  if (trial != nullptr) dtype = trial->dtype_of_guard(device, dtype, asked_to_be_enabled);
   enabled = asked_to_be_enabled && !environment.off && device_is_usable(device) &&
             dtype_is_usable(device, dtype);
 

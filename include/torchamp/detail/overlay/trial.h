@@ -22,17 +22,17 @@ namespace torchamp::detail {
 struct GuardTrial {
   EnvironmentOverride guards;
   bool module_policies = false;  ///< whether those of modules hold all the same
-  /// Of guards on this device that are in 16 bits: which dtype they have instead, if any.
+  /// Of guards on this device that are to run in 16 bits: which dtype they have instead, if any.
   std::optional<at::DeviceType> device = std::nullopt;
   std::optional<at::ScalarType> dtype = std::nullopt;
   mutable std::atomic<int64_t> guards_made = 0;  ///< while it was in force
   /// The dtype that the first such guard asked for.
   mutable std::atomic<at::ScalarType> asked_dtype = at::ScalarType::Undefined;
 
-  /// The dtype of a guard that is made now, and asks for `asked`.
-  at::ScalarType dtype_of_guard(at::DeviceType on, at::ScalarType asked) const {
+  /// The dtype of a guard that is made now, and asks for `asked` and to be `enabled` or not.
+  at::ScalarType dtype_of_guard(at::DeviceType on, at::ScalarType asked, bool enabled) const {
     ++guards_made;
-    if (on != device || !is_16_bit(asked)) return asked;
+    if (!enabled || on != device || !is_16_bit(asked)) return asked;
     at::ScalarType none = at::ScalarType::Undefined;
     asked_dtype.compare_exchange_strong(none, asked);
     return dtype.value_or(asked);
