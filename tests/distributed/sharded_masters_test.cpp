@@ -18,6 +18,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -505,18 +506,48 @@ TEST(ShardedMasters, TrainOnTheSimulatedDeviceAsOnTheCpu) {
   }
 }
 
+/// What a plain model reads from the masters' file.
+torch::nn::Linear in_a_plain_model(ShardedMasterWeights& masters) {
+  masters.gather();
+  std::stringstream file;
+  torch::save(masters, file);
+  torch::nn::Linear plain(3, 2);
+  torch::load(plain, file, at::Device(at::kCPU));
+  return plain;
+}
+
+TEST(ShardedMasters, AreKeptAndBroughtBackWithoutMemoryOfTheDevice) {
+  SKIP_WITHOUT(at::kPrivateUse1);
+  if (ran_in_processes(1)) return;
+  const auto group = c10::make_intrusive<StagingGroup>(make_group());
+  for (const MasterStorage storage : {MasterStorage::full, MasterStorage::split}) {
+    const auto net = to_device(torch::nn::Linear(3, 2), simulated::sim0);
+    ShardedMasterWeights masters(net, group, {.dtype = at::kBFloat16, .storage = storage});
+    const torchamp::detail::HeldInShares& held = masters;
+    auto before = in_a_plain_model(masters);
+    const Tensor narrow = net->weight.detach().cpu();
+    std::function<void()> back;
+    {
+      const simulated::AllocationLimit none(0);
+      back = held.keep();
+    }
+    std::stringstream file;
+    torch::save(torch::nn::Linear(3, 2), file);
+    torch::load(masters, file);
+    EXPECT_FALSE(at::equal(net->weight.detach().cpu(), narrow));
+    {
+      const simulated::AllocationLimit none(0);
+      back();
+    }
+    EXPECT_TRUE(at::equal(net->weight.detach().cpu(), narrow));
+    expect_same_bits(*in_a_plain_model(masters), *before);
+  }
+}
+
 TEST(ShardedMasters, LeaveTheModelInFp32AndLoadAllOrNothingWhereMemoryRunsOut) {
   SKIP_WITHOUT(at::kPrivateUse1);
   if (ran_in_processes(1)) return;
   const auto group = c10::make_intrusive<StagingGroup>(make_group());
-  const auto saved = [](ShardedMasterWeights& masters) {
-    masters.gather();
-    std::stringstream file;
-    torch::save(masters, file);
-    torch::nn::Linear plain(3, 2);
-    torch::load(plain, file, at::Device(at::kCPU));
-    return plain;
-  };
   for (const MasterStorage storage : {MasterStorage::full, MasterStorage::split}) {
     const auto net = to_device(torch::nn::Linear(3, 2), simulated::sim0);
     torch::nn::Linear before(3, 2), other(3, 2);
@@ -534,7 +565,7 @@ TEST(ShardedMasters, LeaveTheModelInFp32AndLoadAllOrNothingWhereMemoryRunsOut) {
                     EXPECT_TRUE(at::equal(net->bias.cpu(), before->bias));
                   }),
               4);
-    expect_same_bits(*saved(*masters), *before);
+    expect_same_bits(*in_a_plain_model(*masters), *before);
 
     std::stringstream file;
     torch::save(other, file);
@@ -543,9 +574,9 @@ TEST(ShardedMasters, LeaveTheModelInFp32AndLoadAllOrNothingWhereMemoryRunsOut) {
                     file.seekg(0);
                     torch::load(*masters, file);
                   },
-                  [&] { expect_same_bits(*saved(*masters), *before); }),
+                  [&] { expect_same_bits(*in_a_plain_model(*masters), *before); }),
               2);
-    expect_same_bits(*saved(*masters), *other);
+    expect_same_bits(*in_a_plain_model(*masters), *other);
   }
 }
 

@@ -364,14 +364,13 @@ inline void ShardedMasterWeights::load(torch::serialize::InputArchive& archive) 
 
 inline std::function<void()> ShardedMasterWeights::keep() const {
   const detail::InternalOps guard;
-  std::vector<std::pair<at::Tensor, at::Tensor>> kept;  // tensors and their values
-  for (const Weight& weight : weights_) kept.emplace_back(weight.parameter.detach(), at::Tensor());
-  for (const at::Tensor& buffer : model_->buffers()) kept.emplace_back(buffer, at::Tensor());
-  for (const at::Tensor& share : shares_) kept.emplace_back(share, at::Tensor());
-  for (auto& [tensor, value] : kept) value = tensor.clone();
+  detail::HostCopies kept;  // memory of the device may be short
+  for (const Weight& weight : weights_) kept.add(weight.parameter);
+  for (const at::Tensor& buffer : model_->buffers()) kept.add(buffer);
+  for (const at::Tensor& share : shares_) kept.add(share);
   return [kept = std::move(kept), scatter = scatter_] {
     const detail::InternalOps internal;
-    for (const auto& [tensor, value] : kept) tensor.copy_(value);
+    kept.put_back();
     scatter->note_copied();
   };
 }
