@@ -148,7 +148,9 @@ class MasterWeights {
 
   /// For torch::load(masters, path): fills masters and model, in place, from what save() or
   /// torch::save of such a model has written, in any dtype. All or nothing; an error, too, for a
-  /// file that holds more weights than the model has.
+  /// file that holds more weights than the model has, and for a buffer or frozen weight of which
+  /// several elements are one number in memory. Until it returns, the values that it reads take 4
+  /// bytes a weight more on the device, those of split weights 8.
   void load(torch::serialize::InputArchive& archive);
 
   /// For TrainingCheckpoint: what brings back the weights of now, which it keeps on the host. Not

@@ -8,6 +8,7 @@
 #include <torch/serialize.h>
 
 #include <cstddef>
+#include <memory>
 #include <optional>
 #include <sstream>
 #include <vector>
@@ -121,6 +122,33 @@ TEST(MasterWeights, StayAsTheyWereWhenLoadingFails) {
       "MasterWeights::load: 'head.weight' is [3, 4] in the archive and [2, 4] in the model");
   expect_equal(masters.parameters(), values);
   expect_equal(net->parameters(), model_values);
+}
+
+TEST(MasterWeights, RefuseToFillATensorOfWhichManyElementsAreOne) {
+  struct Masked : torch::nn::Module {
+    Tensor weight = register_parameter("weight", at::randn({3, 2}));
+    Tensor mask = register_buffer("mask", at::ones({1}).expand({4}));
+  };
+  const auto model = std::make_shared<Masked>();
+  MasterWeights masters(model, {.dtype = at::kBFloat16});
+  std::stringstream file;
+  torch::save(masters, file);
+  const auto values = clones(masters.parameters());
+  {
+    const at::NoGradGuard no_grad;
+    masters.parameters()[0].fill_(3.);
+  }
+  masters.copy_to_model();
+  EXPECT_ERROR(torch::load(masters, file),
+               "MasterWeights::load: several elements of 'mask' (sizes [4], strides [0]) are one "
+               "number in memory");
+  EXPECT_TRUE(at::equal(masters.parameters()[0], at::full({3, 2}, 3.F)));
+  EXPECT_TRUE(at::equal(model->weight, at::full({3, 2}, 3., at::kBFloat16)));
+
+  model->mask.set_data(model->mask.contiguous());
+  file.seekg(0);
+  torch::load(masters, file);
+  expect_equal(masters.parameters(), values);
 }
 
 /// How masters are kept, and whether backward takes gradients.

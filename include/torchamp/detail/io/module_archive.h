@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 #include <torch/nn/module.h>
@@ -108,8 +109,8 @@ inline void check_nothing_is_left(const torch::nn::Module& module,
 }
 
 /// Each parameter and buffer of `module`, with what the archive holds for it. Throws for one that
-/// is missing or of another shape, and where the archive holds more. For load() of `masters`, a
-/// class that saves a model.
+/// is missing, of another shape or cannot be filled, and where the archive holds more. For load()
+/// of `masters`, a class that saves a model.
 inline std::vector<std::pair<at::Tensor, at::Tensor>> read_all(
     const torch::nn::Module& module, torch::serialize::InputArchive& archive,
     const std::string& masters) {
@@ -122,6 +123,13 @@ inline std::vector<std::pair<at::Tensor, at::Tensor>> read_all(
                 TORCH_CHECK(from.defined(), place, "the archive has no '", name, "'", remedy);
                 TORCH_CHECK(from.sizes() == to.sizes(), place, "'", name, "' is ", from.sizes(),
                             " in the archive and ", to.sizes(), " in the model", remedy);
+                TORCH_CHECK(!to.defined() || to.layout() != at::kStrided ||
+                                at::has_internal_overlap(to) != at::MemOverlap::Yes,
+                            place, "several elements of '", name, "' (sizes ", to.sizes(),
+                            ", strides ", to.strides(),
+                            ") are one number in memory, as expand() gives them, which a file's "
+                            "values cannot fill. Give it memory of its own: "
+                            "tensor.set_data(tensor.contiguous()).");
                 read.emplace_back(to, from);
               });
   check_nothing_is_left(module, archive, (place + "the archive").c_str());
