@@ -127,8 +127,8 @@ class TrainingCheckpoint {
     std::string name;
     std::function<void(torch::serialize::OutputArchive&)> save;
     std::function<void(torch::serialize::InputArchive&, int64_t version)> load;
-    /// For values and shares: gives what brings back the value of now; nothing where what save()
-    /// writes does.
+    /// For values, MasterWeights and shares: gives what brings back the value of now; nothing where
+    /// what save() writes does.
     std::function<std::function<void()>()> keep = {};
     /// Where what save() writes does: gives what brings back all tensors of now, without memory of
     /// a device. For loads that ran out of that.

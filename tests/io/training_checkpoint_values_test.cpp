@@ -22,6 +22,7 @@
 #include "support/expect_error.h"
 #include "support/temporary_folder.h"
 #include "torchamp/grad_scaler.h"
+#include "torchamp/master_weights.h"
 #include "torchamp/optim.h"
 #include "torchamp/training_checkpoint.h"
 
@@ -288,7 +289,7 @@ TEST(TrainingCheckpointValues, NamesTheOptimizerThatIsOfAnotherKind) {
                does_not_fit +
                    "it holds the state of an Adam or AdamW, and the program's optimizer "
                    "is an SGD. Make the optimizer of the run that saved it, or do not "
-                   "add this one: it then begins anew.");
+                   "add this one: it then starts without state.");
   EXPECT_EQ(sgd.state().size(), 1U);
   TrainingCheckpoint(folder / "run.pt").add("optimizer", sgd).save();
   torchamp::FusedAdamW fused({w}, torch::optim::AdamWOptions(0.25));
@@ -351,7 +352,7 @@ TEST(TrainingCheckpointValues, RefusesAnOptimizerOfWhichTheFileHasMoreParameters
                "TrainingCheckpoint::load: 'optimizer' in '" + (folder / "run.pt").string() +
                    "' does not fit: it has parameter groups of [2] parameters, and the program's "
                    "optimizer [1]. Make model and optimizer those of the run that saved it, or do "
-                   "not add this optimizer: it then begins anew.");
+                   "not add this optimizer: it then starts without state.");
 }
 
 TEST(TrainingCheckpointValues, RefusesAModelOfWhichTheFileHasFewerLayers) {
@@ -456,6 +457,36 @@ TEST(TrainingCheckpointValues, FillsABufferOfWhichManyElementsAreOne) {
   TrainingCheckpoint(folder / "run.pt").add("module", saved).save();
   EXPECT_TRUE(TrainingCheckpoint(folder / "run.pt").add("module", module).load());
   EXPECT_TRUE(at::equal(module.buffer, at::ones({4})));
+}
+
+/// Cannot be loaded, and notices late.
+struct Unloadable final : torch::nn::Module {
+  Tensor mask = register_buffer("mask", at::ones({1}).expand({4}));
+  Tensor statistics = register_buffer("statistics", at::zeros({2}));
+  void load(torch::serialize::InputArchive& /*archive*/) override {
+    statistics.fill_(7.);
+    throw std::runtime_error("no");
+  }
+};
+
+TEST(TrainingCheckpointValues, BringsBackWhatFollowsABufferOfWhichManyElementsAreOne) {
+  const TemporaryFolder folder;
+  Unloadable module;
+  TrainingCheckpoint checkpoint(folder / "run.pt");
+  checkpoint.add("module", module).save();
+  EXPECT_ERROR(checkpoint.load(), "'module' in ");
+  EXPECT_TRUE(at::equal(module.statistics, at::zeros({2})));
+}
+
+TEST(TrainingCheckpointValues, LeavesMastersOfSuchAModelAsTheyWere) {
+  const TemporaryFolder folder;
+  const auto model = std::make_shared<Unloadable>();
+  const Tensor weight = model->register_parameter("weight", at::ones({2}));
+  torchamp::MasterWeights masters(model, {.dtype = at::kBFloat16});
+  TrainingCheckpoint checkpoint(folder / "run.pt");
+  checkpoint.add("masters", masters).save();
+  EXPECT_ERROR(checkpoint.load(), "MasterWeights::load: several elements of 'mask'");
+  masters.take_gradients();  // the model has the masters' values
 }
 
 TEST(TrainingCheckpointValues, HoldsLongDoublesBeyondAllDoubles) {

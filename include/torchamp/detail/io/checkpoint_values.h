@@ -223,7 +223,8 @@ inline std::function<void()> hold_module(const torch::nn::Module& module) {
   return [all = std::move(all)] {
     for (const auto& [tensor, memory, values] : all) {
       if (!tensor.is_alias_of(memory)) at::Tensor(tensor).set_data(memory);
-      memory.copy_(values);
+      // Where several elements are one number, no load has filled it.
+      if (at::has_internal_overlap(memory) != at::MemOverlap::Yes) memory.copy_(values);
     }
   };
 }
