@@ -12,16 +12,19 @@
 #include <cmath>
 #include <cstdint>
 #include <sstream>
+#include <string>
 
 #include "support/devices.h"
 #include "support/expect_error.h"
 #include "support/memory_meter.h"
+#include "support/temporary_folder.h"
 #include "torchamp/autocast.h"
 #include "torchamp/clip_grad.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/master_weights.h"
 #include "torchamp/optim.h"
 #include "torchamp/recompute.h"
+#include "torchamp/training_checkpoint.h"
 
 namespace {
 
@@ -146,6 +149,25 @@ TEST(MainGradients, SayThatTheModelWasNotGivenTheNewValues) {
   torch::optim::Adam optimizer(masters.parameters());
   model->pass(1.F);
   optimizer.step();
+  EXPECT_ERROR(model->pass(1.F), "Call MasterWeights::copy_to_model() after each step");
+  model->weight.mutable_grad().reset();
+  masters.copy_to_model();
+  model->pass(1.F);
+}
+
+TEST(MainGradients, SayItStillAfterALoadThatFailed) {
+  const TemporaryFolder folder;
+  const Weight model;
+  MasterWeights masters(model, options(MasterStorage::full));
+  std::string text = "no number";
+  std::int64_t number = 1;
+  torchamp::TrainingCheckpoint saved(folder / "run.pt"), checkpoint(folder / "run.pt");
+  saved.add("masters", masters).add("number", text).save();
+  checkpoint.add("masters", masters).add("number", number);
+  torch::optim::Adam optimizer(masters.parameters());
+  model->pass(1.F);
+  optimizer.step();
+  EXPECT_ERROR(checkpoint.load(), "'number' in ");
   EXPECT_ERROR(model->pass(1.F), "Call MasterWeights::copy_to_model() after each step");
   model->weight.mutable_grad().reset();
   masters.copy_to_model();

@@ -78,8 +78,8 @@ inline void check_narrow_dtype(const char* owner, at::ScalarType dtype, MasterSt
 }
 
 /// Throws for a parameter that has a master already, that no optimizer can step or that cannot be
-/// split, or, where backward is
-/// to take gradients, that has a hook of the program's own in the place for ours.
+/// split, or, where backward is to take gradients, that has a hook of the program's own in the
+/// place for ours.
 inline void check_may_be_master(const char* owner, const std::string& name,
                                 const at::Tensor& parameter, bool splits, const char* hook_remedy) {
   TORCH_CHECK(!is_averaged(parameter), owner, ": the gradients of the parameter '", name,
@@ -387,8 +387,11 @@ inline std::function<void()> MasterWeights::keep() {
       detail::SplitWeight* const split = detail::split_of(weight.parameter);
       if (split) split->note_version(weight.parameter);
     }
-    note_copied();
-    if (!was_copied) --copied_versions_;
+    if (was_copied) {
+      note_copied();
+    } else {
+      copied_versions_ = master_versions() - 1;
+    }
     was_taken_ = was_taken;
   };
 }
