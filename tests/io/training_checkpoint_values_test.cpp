@@ -8,11 +8,13 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
 #include <torch/optim/lbfgs.h>
 #include <torch/optim/sgd.h>
 
 #include <cstdint>
 #include <filesystem>
+#include <initializer_list>
 #include <limits>
 #include <memory>
 #include <stdexcept>
@@ -270,6 +272,26 @@ TEST(TrainingCheckpointValues, GoesOnWithAnAdagradFromAFusedOneThatHasNotStepped
   w.mutable_grad() = at::ones({2});
   EXPECT_NO_THROW(optimizer.step());
   EXPECT_TRUE(at::allclose(w.detach(), at::full({2}, 1 - 0.5 / 2)));
+}
+
+TEST(TrainingCheckpointValues, ReadsGroupsOfDifferentSizes) {
+  const TemporaryFolder folder;
+  const std::vector<Tensor> w{at::ones({2}).requires_grad_(), at::ones({3}).requires_grad_(),
+                              at::ones({4}).requires_grad_()};
+  const std::vector<torch::optim::OptimizerParamGroup> groups{{{w[0], w[1]}}, {{w[2]}}};
+  for (const Tensor& one : w) one.mutable_grad() = at::ones_like(one);
+  torch::optim::AdamW plain(groups, torch::optim::AdamWOptions(0.1));
+  torchamp::FusedAdamW fused(groups, torch::optim::AdamWOptions(0.1));
+  for (torch::optim::Optimizer* const optimizer :
+       std::initializer_list<torch::optim::Optimizer*>{&plain, &fused}) {
+    optimizer->step();
+    TrainingCheckpoint checkpoint(folder / "run.pt");
+    checkpoint.add("optimizer", *optimizer);
+    checkpoint.save();
+    optimizer->state().clear();
+    EXPECT_TRUE(checkpoint.load());
+    EXPECT_EQ(optimizer->state().size(), 3U);
+  }
 }
 
 TEST(TrainingCheckpointValues, NamesTheOptimizerThatIsOfAnotherKind) {

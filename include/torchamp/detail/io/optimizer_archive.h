@@ -100,12 +100,13 @@ struct OptimizerShape {
   /// Throws for an archive that no optimizer of LibTorch's wrote.
   static OptimizerShape of(torch::serialize::InputArchive& archive) {
     torch::serialize::InputArchive all;
-    at::Tensor count, size;
+    at::Tensor count;
     archive.read("param_groups", all);
     all.read("param_groups/size", count);
     OptimizerShape shape;
     for (int64_t g = 0; g < count.item<int64_t>(); ++g) {
       torch::serialize::InputArchive group, options;
+      at::Tensor size;  // a new one each time: read() into one that is there changes the archive's
       all.read("param_groups/" + std::to_string(g), group);
       group.read("params/size", size);
       shape.groups.push_back(size.item<int64_t>());
