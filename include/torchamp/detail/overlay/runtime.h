@@ -93,8 +93,8 @@ struct RuntimeRecord {
   /// "torchamp::_runtime(int layout=…, str version=…, int address=…) -> ()". (The text would take
   /// longer to parse.)
   c10::FunctionSchema schema() const {
-    const auto argument = [](const char* name, c10::TypePtr type, c10::IValue value) {
-      return c10::Argument(name, std::move(type), std::nullopt, std::move(value));
+    const auto argument = [](const char* name, const c10::TypePtr& type, c10::IValue value) {
+      return c10::Argument(name, type, std::nullopt, std::move(value));
     };
     return {op,
             "",

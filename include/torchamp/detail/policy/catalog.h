@@ -208,7 +208,7 @@ class OpCatalog {
 inline std::vector<c10::OperatorHandle> find_ops(std::string_view text, std::string_view call,
                                                  bool missing_ok = false) {
   const ParsedName name = ParsedName::of(text);
-  const std::vector<c10::OperatorHandle> overloads = OpCatalog::overloads(name.base);
+  std::vector<c10::OperatorHandle> overloads = OpCatalog::overloads(name.base);
   if (!name.overload && !overloads.empty()) return overloads;
   std::vector<c10::OperatorHandle> found;
   for (const c10::OperatorHandle& op : overloads) {
