@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <functional>
 #include <vector>
 
 #include "support/devices.h"
@@ -16,18 +17,26 @@ using CapturedSteps = CapturedTraining;
 INSTANTIATE_TEST_SUITE_P(CudaGraph, CapturedSteps, ::testing::Values(at::kCUDA, at::kPrivateUse1),
                          device_name);
 
-TEST_P(CapturedSteps, AnEagerStepBetweenReplaysIsOneOfThem) {
-  Training eager(GetParam()), captured(GetParam());
-  const auto graph = graph_of(captured, {.warmup = 1});
+/// Steps `eager`, and `captured` by `graph`, but for one eager step between its replays, and calls
+/// `check` after each.
+void expect_same_steps(
+    Training& eager, Training& captured, CudaGraph& graph,
+    const std::function<void()>& check = [] {}) {
   for (int i = 0; i < 9; ++i) {
     eager.step(eager.batch(i));
     if (i == 5) {
       captured.step(captured.batch(i));
     } else {
-      (*graph)(captured.batch(i));
+      graph(captured.batch(i));
     }
     expect_same(captured, eager);
+    check();
   }
+}
+
+TEST_P(CapturedSteps, AnEagerStepBetweenReplaysIsOneOfThem) {
+  Training eager(GetParam()), captured(GetParam());
+  expect_same_steps(eager, captured, *graph_of(captured, {.warmup = 1}));
 }
 
 TEST_P(CapturedSteps, AnEagerStepWithoutSomeGradientsHasTheNextIterationsCapturedAnew) {
@@ -92,16 +101,8 @@ TEST_P(CapturedSteps, DropGradientsAsEagerOnesDo) {
     dynamic_cast<torchamp::FusedOptimizer&>(*training->optimizer).drop_gradients_after_step();
   }
   const auto graph = graph_of(captured, {.warmup = 1});
-  for (int i = 0; i < 9; ++i) {
-    eager.step(eager.batch(i));
-    if (i == 5) {
-      captured.step(captured.batch(i));
-    } else {
-      (*graph)(captured.batch(i));
-    }
-    expect_same(captured, eager);
-    EXPECT_FALSE(captured.net->parameters()[0].grad().defined());
-  }
+  expect_same_steps(eager, captured, *graph,
+                    [&captured] { EXPECT_FALSE(captured.net->parameters()[0].grad().defined()); });
   EXPECT_TRUE(graph->is_captured());
 }
 

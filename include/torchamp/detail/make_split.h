@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/core/ScalarType.h>
@@ -62,27 +61,6 @@ inline void note_masters(const at::Tensor& weight, const std::shared_ptr<const v
   if (!tensor->get_backend_meta()) tensor->set_backend_meta(c10::make_intrusive<WeightMeta>());
   if (WeightMeta* const meta = weight_meta_of(weight)) meta->masters = masters;
 }
-
-/// Tensors, and what they hold, on the host. Passes over those of which several elements are one
-/// number in memory: no load fills them.
-class HostCopies {
- public:
-  void add(const at::Tensor& tensor) {
-    if (!tensor.defined()) return;
-    if (tensor.layout() == at::kStrided &&
-        at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
-      return;
-    }
-    const at::Tensor memory = tensor.detach();
-    all_.emplace_back(memory, memory.to(at::kCPU, memory.scalar_type(), false, /*copy=*/true));
-  }
-  void put_back() const {
-    for (const auto& [tensor, values] : all_) tensor.copy_(values);
-  }
-
- private:
-  std::vector<std::pair<at::Tensor, at::Tensor>> all_;
-};
 
 /// What a weight's value becomes, in memory of its own: the weight in 16 bits, and those that it
 /// lacks, where it is split.

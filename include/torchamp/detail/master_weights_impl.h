@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/util/Exception.h>
@@ -13,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/host_copies.h"
 #include "torchamp/detail/io/module_archive.h"
 #include "torchamp/detail/make_split.h"
 #include "torchamp/detail/master_meta.h"
@@ -89,9 +89,8 @@ inline void check_may_be_master(const char* owner, const std::string& name,
   TORCH_CHECK(!meta || meta->masters.expired(), owner, ": the parameter '", name,
               "' has a master already, of other MasterWeights or ShardedMasterWeights, which would "
               "overwrite what these give the model. Use those, or let them go before.");
-  TORCH_CHECK(!parameter.requires_grad() || parameter.layout() != at::kStrided ||
-                  at::has_internal_overlap(parameter) != at::MemOverlap::Yes,
-              owner, ": several elements of the parameter '", name, "' (sizes ", parameter.sizes(),
+  TORCH_CHECK(!parameter.requires_grad() || !repeats_elements(parameter), owner,
+              ": several elements of the parameter '", name, "' (sizes ", parameter.sizes(),
               ", strides ", parameter.strides(),
               ") are one number in memory, as expand() gives them, which no optimizer can step. "
               "Give it memory of its own: parameter.set_data(parameter.contiguous()).");

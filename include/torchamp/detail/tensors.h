@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>
@@ -77,6 +78,11 @@ struct TensorKind {
 /// The elements of a tensor without gaps or overlaps, in the order of memory.
 inline at::Tensor in_memory_order(const at::Tensor& tensor) {
   return tensor.as_strided({tensor.numel()}, {1});
+}
+
+/// Whether several elements of a dense tensor are one number in memory, as expand() gives them.
+inline bool repeats_elements(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && at::has_internal_overlap(tensor) == at::MemOverlap::Yes;
 }
 
 /// The group with `key`; a new one at the end if there is none. `Group` is an aggregate whose base

@@ -17,6 +17,7 @@
 #include "torchamp/detail/distributed/reducer.h"
 #include "torchamp/detail/distributed/same_everywhere.h"
 #include "torchamp/detail/graph/body.h"
+#include "torchamp/detail/host_copies.h"
 #include "torchamp/detail/io/module_archive.h"
 #include "torchamp/detail/main_gradient.h"
 #include "torchamp/detail/make_split.h"

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/view_as_real.h>
 #include <c10/core/ScalarType.h>
@@ -50,7 +49,7 @@ at::Tensor values_of(const at::Tensor& gradient, HalfGradients half, const Where
   at::Tensor values = gradient.is_sparse() ? gradient._values() : gradient;
   if (values.is_complex()) values = at::view_as_real(values);
   TORCH_CHECK_VALUE(
-      at::has_internal_overlap(values) != at::MemOverlap::Yes, where(),
+      !repeats_elements(values), where(),
       " is an expanded tensor, whose elements share memory. Give .grad a clone() of it.");
   return values;
 }

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_foreach_div.h>
 #include <ATen/ops/_foreach_norm.h>
@@ -46,10 +45,9 @@ inline void add_gradients_to_clip(std::vector<GradientBatch>& batches, SeenGradi
     }
     if (!seen.insert(gradient.unsafeGetTensorImpl())) continue;
     if (gradient.is_sparse()) gradient = gradient._values();
-    TORCH_CHECK_VALUE(gradient.layout() == at::kStrided &&
-                          at::has_internal_overlap(gradient) != at::MemOverlap::Yes,
-                      call, ": the gradient of parameter ", i, ' ', params[i].sizes(),
-                      " has the layout ", gradient.layout(), " and strides ", gradient.strides(),
+    TORCH_CHECK_VALUE(gradient.layout() == at::kStrided && !repeats_elements(gradient), call,
+                      ": the gradient of parameter ", i, ' ', params[i].sizes(), " has the layout ",
+                      gradient.layout(), " and strides ", gradient.strides(),
                       ". Gradients are dense or sparse COO, and their elements share no memory: "
                       "give .grad a clone().");
     if (gradient.numel() == 0) continue;

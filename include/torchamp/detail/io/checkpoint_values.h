@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
@@ -21,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/host_copies.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -182,7 +182,7 @@ class WeightsInPlace {
     for (const auto& tensors : {module.parameters(), module.buffers()}) {
       for (const at::Tensor& tensor : tensors) {
         if (tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage() &&
-            at::has_internal_overlap(tensor) != at::MemOverlap::Yes) {
+            !repeats_elements(tensor)) {
           weights_.push_back({tensor, tensor.detach()});
         }
       }
@@ -209,24 +209,15 @@ class WeightsInPlace {
 
 /// What brings back the values of a module's tensors, which it keeps on the host.
 inline std::function<void()> hold_module(const torch::nn::Module& module) {
-  struct Held {
-    at::Tensor tensor, memory, values;
-  };
-  std::vector<Held> all;
+  HostCopies held;
   for (const auto& tensors : {module.parameters(), module.buffers()}) {
     for (const at::Tensor& tensor : tensors) {
-      if (!tensor.defined() || tensor.layout() != at::kStrided || !tensor.has_storage()) continue;
-      const at::Tensor memory = tensor.detach();
-      all.push_back({tensor, memory, memory.to(at::kCPU, tensor.scalar_type(), false, true)});
+      if (tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage()) {
+        held.add(tensor);
+      }
     }
   }
-  return [all = std::move(all)] {
-    for (const auto& [tensor, memory, values] : all) {
-      if (!tensor.is_alias_of(memory)) at::Tensor(tensor).set_data(memory);
-      // Where several elements are one number, no load has filled it.
-      if (at::has_internal_overlap(memory) != at::MemOverlap::Yes) memory.copy_(values);
-    }
-  };
+  return [held = std::move(held)] { held.put_back(); };
 }
 
 }  // namespace torchamp::detail

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 #include <torch/nn/module.h>
@@ -123,10 +122,8 @@ inline std::vector<std::pair<at::Tensor, at::Tensor>> read_all(
                 TORCH_CHECK(from.defined(), place, "the archive has no '", name, "'", remedy);
                 TORCH_CHECK(from.sizes() == to.sizes(), place, "'", name, "' is ", from.sizes(),
                             " in the archive and ", to.sizes(), " in the model", remedy);
-                TORCH_CHECK(!to.defined() || to.layout() != at::kStrided ||
-                                at::has_internal_overlap(to) != at::MemOverlap::Yes,
-                            place, "several elements of '", name, "' (sizes ", to.sizes(),
-                            ", strides ", to.strides(),
+                TORCH_CHECK(!to.defined() || !repeats_elements(to), place, "several elements of '",
+                            name, "' (sizes ", to.sizes(), ", strides ", to.strides(),
                             ") are one number in memory, as expand() gives them, which a file's "
                             "values cannot fill. Give it memory of its own: "
                             "tensor.set_data(tensor.contiguous()).");
