@@ -60,7 +60,9 @@ TEST_P(CapturedTraining, ForgivesBadLossesAndNoOverflowsAsEagerIterationsDo) {
     const at::Tensor expected = eager.step(batch);
     expect_same((*graph)(batch)[0], expected);
     expect_same(captured, eager);
-    if (!expected.isfinite().item<bool>()) EXPECT_EQ(eager.scaler.get_scale(), before);
+    if (!expected.isfinite().item<bool>()) {
+      EXPECT_EQ(eager.scaler.get_scale(), before);
+    }
     if (i % 9 == 7) lowest = std::min(lowest, eager.scaler.get_scale() / before);
   }
   EXPECT_LT(lowest, 0x1p-8);

@@ -34,7 +34,9 @@ TEST_P(FailedCapture, SaysWhenAnEarlierStepsAutogradGraphIsAlive) {
       (*graph)(training.batch(1)),
       "The usual reason is an autograd graph of an earlier eager step that is still alive");
 #else  // on the simulated device, 2.11 accumulates gradients on the stream that they come from
-  if (GetParam() == at::kPrivateUse1) EXPECT_NO_THROW((*graph)(training.batch(1)));
+  if (GetParam() == at::kPrivateUse1) {
+    EXPECT_NO_THROW((*graph)(training.batch(1)));
+  }
 #endif
 }
 

@@ -207,9 +207,13 @@ TEST(GradScalerClosure, TriesNoLowerScaleForABadLossThatIsForgiven) {
       EXPECT_EQ(scaler.skips_in_a_row(), own ? 0 : 1);
       scaler.update();
       EXPECT_TRUE(at::equal(valley.w, w));
-      if (forgives) EXPECT_EQ(scaler.get_scale(), scale) << own;
+      if (forgives) {
+        EXPECT_EQ(scaler.get_scale(), scale) << own;
+      }
     }
-    if (!forgives) EXPECT_LT(scaler.get_scale(), scale);
+    if (!forgives) {
+      EXPECT_LT(scaler.get_scale(), scale);
+    }
     other_has_nans = false;
   }
 }
