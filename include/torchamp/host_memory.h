@@ -12,6 +12,7 @@
 #include <limits>
 #endif
 
+#include "torchamp/detail/host_blocks.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {
@@ -49,24 +50,28 @@ inline bool malloc_is_glibcs() {
 //     LibTorch's THP_MEM_ALLOC_ENABLE=1         7000 to 9000   314 ms, and 15 % more memory
 //     all three, and huge pages                            0   307 ms, and 15 % more memory
 //
-// An allocator of our own would give nothing more, and would leave out what oneDNN and the
-// standard library take.
+// An allocator of our own gives these large tensors nothing more, and would leave out what oneDNN
+// and the standard library take. Small ones it helps: see Note [Blocks that a thread keeps].
 
 /// Makes the process keep the host memory that it has freed, for its next use: LibTorch's tensors
 /// on a CPU, and all else that comes from malloc. After a few steps, a training step then takes no
-/// page faults to speak of. Call it once, at the start of main; more calls do nothing more.
+/// page faults to speak of. Blocks of up to 1 MB that tensors free are the same thread's next ones,
+/// without malloc. Call it once, at the start of main, and not in a plugin that is unloaded; more
+/// calls do nothing more.
 ///
 /// Returns whether the settings are in force. False, and nothing changed, where malloc is not
 /// glibc's: on another C library, under a sanitizer, with jemalloc or tcmalloc loaded.
 ///
 /// The process then never shrinks below its peak, except for blocks above 2 GB (where glibc knows
-/// such thresholds) and after malloc_trim(0), which gives back what is free now.
-/// It cannot be undone, since glibc does not adapt its settings any more once they were set. Values
-/// that the environment gave (MALLOC_TRIM_THRESHOLD_ and the like) are overridden. The library
-/// never calls it by itself.
+/// such thresholds) and after malloc_trim(0), which gives back what is free now, but for the at
+/// most 32 MB that each thread keeps until it ends. It cannot be undone, since glibc does not adapt
+/// its settings any more once they were set. Values that the environment gave
+/// (MALLOC_TRIM_THRESHOLD_ and the like) are overridden. An allocator that the program gave to
+/// c10::SetCPUAllocator stays. The library never calls it by itself.
 ///
-/// Threads: any; memory that is in use already is freed as before. Touches no device.
-/// Source: mallopt(3).
+/// Threads: any, while no other thread makes its first tensors; memory that is in use already is
+/// freed as before. Touches no device.
+/// Source: mallopt(3), c10::SetCPUAllocator.
 inline bool keep_host_memory() {
 #ifdef __GLIBC__
   if (!detail::malloc_is_glibcs()) return false;
@@ -75,7 +80,9 @@ inline bool keep_host_memory() {
   // Old versions take no threshold above 32 MB; they are asked for no blocks of that kind at all.
   const bool one_heap = mallopt(M_MMAP_THRESHOLD, largest) == 1 || mallopt(M_MMAP_MAX, 0) == 1;
   const bool no_trim = mallopt(M_TRIM_THRESHOLD, largest) == 1;
-  return one_heap && no_trim && mallopt(M_TOP_PAD, growth) == 1;
+  if (!one_heap || !no_trim || mallopt(M_TOP_PAD, growth) != 1) return false;
+  detail::HostBlocks::install();
+  return true;
 #else
   return false;
 #endif
