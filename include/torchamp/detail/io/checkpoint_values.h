@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "torchamp/detail/host_copies.h"
+#include "torchamp/detail/tensors.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {

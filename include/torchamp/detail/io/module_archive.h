@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/tensors.h"
 #include "torchamp/detail/text.h"
 #include "torchamp/version.h"
 
