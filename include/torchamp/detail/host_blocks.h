@@ -36,7 +36,7 @@ struct BlockSizes {
   static constexpr std::size_t class_of(std::size_t bytes) {
     if (bytes > largest) return none;
     const std::size_t last = std::max(bytes, smallest) - 1;
-    const int shift = std::bit_width(last) - 3;  // leaves the first bit and the two behind it
+    const auto shift = std::bit_width(last) - 3;  // leaves the first bit and the two behind it
     return 4 * (static_cast<std::size_t>(shift) - 3) + (last >> shift) - 7;
   }
   static constexpr std::size_t bytes_of(std::size_t size_class) {
@@ -105,7 +105,7 @@ class HostBlocks final : public c10::Allocator {
  public:
   /// Nothing changes where the program has an allocator of its own.
   static void install() {
-    static HostBlocks* const blocks = new HostBlocks;  // never destroyed: tensors may live longer
+    static auto* const blocks = new HostBlocks;  // never destroyed: tensors may live longer
     if (c10::GetCPUAllocator() == c10::GetDefaultCPUAllocator()) c10::SetCPUAllocator(blocks);
   }
 
