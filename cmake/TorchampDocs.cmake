@@ -9,7 +9,7 @@ set(_torchamp_docs_headers
     # The training loop
     autocast autocast_state weight_cache policy fp8 policy_text policy_file ops grad_scaler grad_scaler_options
     step_result missing_gradients
-    accumulate optim scaled_step clip_grad cuda_graph
+    accumulate safe_accumulation optim scaled_step clip_grad cuda_graph
     # Models
     custom_function module_policy recompute host_memory master_weights
     # To look at

@@ -3,11 +3,11 @@
 // .conj().imag() give.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
-#include <torchamp/accumulate.h>
 #include <torchamp/clip_grad.h>
 #include <torchamp/master_weights.h>
 #include <torchamp/optim.h>
 #include <torchamp/overflow_report.h>
+#include <torchamp/safe_accumulation.h>
 
 #include <functional>
 #include <vector>

@@ -18,13 +18,13 @@
 #include "support/expect_error.h"
 #include "support/memory_meter.h"
 #include "support/optimizer_kinds.h"
-#include "torchamp/accumulate.h"
 #include "torchamp/autocast.h"
 #include "torchamp/clip_grad.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/master_weights.h"
 #include "torchamp/optim.h"
 #include "torchamp/recompute.h"
+#include "torchamp/safe_accumulation.h"
 
 namespace {
 

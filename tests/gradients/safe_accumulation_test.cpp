@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // What a SafeAccumulation does after an error, what it adds and what it does not take.
-#include <torchamp/accumulate.h>
+#include <torchamp/safe_accumulation.h>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
