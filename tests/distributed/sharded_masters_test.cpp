@@ -4,45 +4,27 @@
 #if __has_include(<gloo/rendezvous/store.h>)
 
 #include <ATen/ATen.h>
-#include <ATen/DeviceAccelerator.h>
-#include <ATen/record_function.h>
-#include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/lbfgs.h>
 #include <torch/optim/schedulers/step_lr.h>
 #include <torch/optim/sgd.h>
-#include <torch/serialize.h>
 
-#include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstdlib>
-#include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
-#include <sstream>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "support/devices.h"
 #include "support/expect_error.h"
 #include "support/launch.h"
-#include "support/memory_meter.h"
-#include "support/out_of_memory.h"
 #include "support/sharded.h"
-#include "support/staging_group.h"
 #include "torchamp/clip_grad.h"
 #include "torchamp/distributed/sharded_masters.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/master_weights.h"
 #include "torchamp/optim.h"
-#if TORCHAMP_CUDA_GRAPHS && __has_include(<nccl.h>)  // a CUDA build, with CUDA's headers
-#define TORCHAMP_TEST_NCCL
-#include "torchamp/distributed/nccl.h"
-#endif
 
 namespace {
 
@@ -95,9 +77,11 @@ void expect_equal_to_one_process(int processes) {
 TEST(ShardedMasters, TrainAsOneProcessBitForBitOnTwo) {
   expect_equal_to_one_process(2);
 }
+
 TEST(ShardedMasters, TrainAsOneProcessBitForBitOnFour) {
   expect_equal_to_one_process(4);
 }
+
 TEST(ShardedMasters, TrainAsOneProcessBitForBitOnThreeAndInAWorldOfOne) {
   if (!child_role()) Launch(1).expect_success();
   const char* const size = std::getenv("WORLD_SIZE");
@@ -116,123 +100,6 @@ TEST(ShardedMasters, PassOverParametersWithoutElements) {
   optimizer.step();
   EXPECT_NO_THROW(masters.copy_to_model());
   EXPECT_FALSE(at::equal(net->bias, before));
-}
-
-TEST(ShardedMasters, KeepTheirShareOfMastersAndStatesAlone) {
-  if (ran_in_processes(4)) return;
-  const auto group = c10::make_intrusive<StagingGroup>(make_group());
-  constexpr std::int64_t width = 128, count = 2 * (width * width + width), bucket = 20'000;
-  const auto bytes_of = [&](MasterStorage storage) {
-    torch::nn::Sequential net(torch::nn::Linear(width, width), torch::nn::Linear(width, width));
-    const MemoryMeter meter;
-    ShardedMasterWeights masters(
-        net.ptr(), group, {.dtype = at::kBFloat16, .storage = storage, .bucket_bytes = bucket});
-    torchamp::FusedAdamW optimizer(masters.parameters(), torch::optim::AdamWOptions(1e-3));
-    net->forward(at::ones({1, width}, at::kBFloat16)).sum().backward();
-    optimizer.step();
-    optimizer.zero_grad();
-    masters.copy_to_model();
-    return meter.bytes();
-  };
-  // The model, and a quarter of masters and states.
-  const std::int64_t full = count * (2 + 12 / 4), split = count * 2 + count * 10 / 4;
-  for (const auto& [storage, expected] :
-       {std::pair(MasterStorage::full, full), std::pair(MasterStorage::split, split)}) {
-    const std::int64_t bytes = bytes_of(storage);
-    EXPECT_GE(bytes, expected);
-    EXPECT_LT(bytes, expected + bucket);
-  }
-}
-
-TEST(ShardedMasters, SendABucketWhileBackwardGoesOn) {
-  if (ran_in_processes(2)) return;
-  const auto group = make_group();
-  Net net = make_net();
-  ShardedMasterWeights masters(net, group, {.dtype = at::kBFloat16, .bucket_bytes = 50});
-  static std::vector<std::string> ops;
-  static std::mutex mutex;
-  const Tensor loss = loss_of(net, batch_of(group->getRank(), 0));
-  const auto handle = at::addGlobalCallback(at::RecordFunctionCallback(
-      [](const at::RecordFunction& op) -> std::unique_ptr<at::ObserverContext> {
-        const std::lock_guard lock(mutex);
-        ops.emplace_back(op.name());
-        return nullptr;
-      }));
-  loss.backward();
-  at::removeCallback(handle);
-  const auto sent = std::ranges::find(ops, "c10d::alltoall_base_");
-  ASSERT_NE(sent, ops.end());
-  EXPECT_NE(std::find(sent, ops.end(), "aten::mm"), ops.end());
-}
-
-TEST(ShardedMasters, AgreeOnTheNormThatIsClippedAndOnWhetherToStep) {
-  if (ran_in_processes(2)) return;
-  const auto group = make_group();
-  const int rank = group->getRank();
-  for (const bool fused : {true, false}) {
-    for (const double norm_type : {2., 1., 3., static_cast<double>(INFINITY)}) {
-      Net net = make_net(), alone = make_net();
-      ShardedMasterWeights masters(net, group, {.dtype = at::kBFloat16});
-      MasterWeights of_alone(alone, {.dtype = at::kBFloat16, .main_gradients = true});
-      const auto optimizer = kinds()[fused ? 0 : 3].second(masters.parameters());
-      const auto optimizer_alone = kinds()[fused ? 0 : 3].second(of_alone.parameters());
-      torchamp::GradScaler scaler({.init_scale = 1024., .growth_interval = 2});
-      torchamp::GradScaler scaler_alone({.init_scale = 1024., .growth_interval = 2});
-      for (int step = 0; step < 4; ++step) {
-        const bool overflows = step == 2;  // on process 1
-        const auto loss = [&](Net& model, int of) {
-          const Tensor result = loss_of(model, batch_of(of, step));
-          return overflows && of == 1 ? result * INFINITY : result;
-        };
-        optimizer->zero_grad();
-        scaler.scale(loss(net, rank)).backward();
-        const Tensor norm = torchamp::clip_grad_norm_(scaler, *optimizer, 0.1, norm_type);
-        EXPECT_EQ(scaler.step(*optimizer).stepped(), !overflows);
-        scaler.update();
-        masters.copy_to_model();
-
-        optimizer_alone->zero_grad();
-        for (const int of : {0, 1}) scaler_alone.scale(loss(alone, of) / 2).backward();
-        const Tensor expected =
-            torchamp::clip_grad_norm_(scaler_alone, *optimizer_alone, 0.1, norm_type);
-        scaler_alone.step(*optimizer_alone);
-        scaler_alone.update();
-        of_alone.copy_to_model();
-        if (!overflows) {
-          EXPECT_NEAR(norm.item<double>(), expected.item<double>(), 1e-6 * expected.item<double>());
-        }
-        expect_same_everywhere(group, {norm.nan_to_num()});
-        EXPECT_EQ(scaler.get_scale(), scaler_alone.get_scale());
-      }
-      // Clipping makes the norms differ in the last bit; 16 bits may round to the other side.
-      const auto left = net->named_parameters(), right = alone->named_parameters();
-      for (const auto& item : left) {
-        EXPECT_TRUE(at::allclose(item.value(), right[item.key()], /*rtol=*/1. / 128, 1e-5))
-            << item.key();
-      }
-    }
-  }
-}
-
-TEST(ShardedMasters, NeverStepApartWhereOnlyOnesPiecesOverflow) {
-  if (ran_in_processes(2)) return;
-  const auto group = make_group();
-  for (const bool unscales : {false, true}) {
-    torch::nn::Linear net(4, 2);
-    ShardedMasterWeights masters(net, group, {.dtype = at::kBFloat16});
-    torchamp::FusedSGD optimizer(masters.parameters(), torch::optim::SGDOptions(0.1));
-    torchamp::GradScaler scaler({.init_scale = 2.});
-    // The second row of the weight is process 1's piece.
-    const Tensor factor = at::tensor({1.F, INFINITY}).unsqueeze(1);
-    scaler.scale((net->weight.to(at::kFloat) * factor).sum() + net->bias.to(at::kFloat).sum())
-        .backward();
-    const bool is_finite = masters.parameters()[0].grad().isfinite().all().item<bool>();
-    EXPECT_EQ(is_finite, group->getRank() == 0);
-    if (unscales) scaler.unscale_(optimizer);
-    EXPECT_FALSE(scaler.step(optimizer).stepped());
-    scaler.update();
-    EXPECT_EQ(scaler.get_scale(), 1.);
-  }
 }
 
 TEST(ShardedMasters, TakeGroupsSchedulersFrozenUnusedAndAccumulatedWeights) {
@@ -316,18 +183,6 @@ TEST(ShardedMasters, TakeGroupsSchedulersFrozenUnusedAndAccumulatedWeights) {
     schedule_alone.step();
   }
   expect_same_bits(*net, *alone);
-}
-
-TEST(ShardedMasters, AddUpWhatEveryBackwardSends) {
-  if (ran_in_processes(2)) return;
-  const auto group = make_group();
-  torch::nn::Linear net(3, 1);
-  ShardedMasterWeights masters(net, group, {.dtype = at::kBFloat16});
-  for (const double factor : {256., 1.}) {  // 257 is no bf16 number
-    (net->weight.sum() * (factor * (group->getRank() + 1)) + net->bias.sum()).backward();
-  }
-  EXPECT_TRUE(at::equal(masters.parameters()[0].grad().narrow(0, 0, 1), at::full({1}, 385.5F)));
-  EXPECT_FALSE(net->weight.grad().defined());
 }
 
 TEST(ShardedMasters, RefuseWhatTheyCannotDo) {
@@ -419,193 +274,6 @@ TEST(ShardedMasters, RefuseAModelWhoseMastersOthersKeep) {
       EXPECT_EQ(parameter.grad().scalar_type(), at::kFloat);
     }
   }
-}
-
-TEST(ShardedMasters, SendGradientsInTheDtypeOfChoiceAndSumThemInFp32) {
-  if (ran_in_processes(2)) return;
-  const auto group = c10::make_intrusive<StagingGroup>(make_group());
-  const int rank = group->getRank();
-  constexpr std::int64_t numbers = 36 + 8 + 22 + 4;  // with the padding of 35, 7, 21 and 3
-  std::vector<Tensor> weights;
-  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
-    at::manual_seed(1);
-    torch::nn::Sequential net(torch::nn::Linear(5, 7), torch::nn::Linear(7, 3));
-    torchamp::ShardedMasterWeightsOptions options{.dtype = at::kBFloat16, .bucket_bytes = 60};
-    if (dtype != at::kFloat) options.reduce_dtype = dtype;
-    ShardedMasterWeights masters(net.ptr(), group, options);
-    torchamp::FusedAdamW optimizer(masters.parameters(), torch::optim::AdamWOptions(0.05));
-    for (int step = 0; step < 3; ++step) {
-      const std::int64_t sent = group->exchanged_bytes, gathered = group->gathered_bytes;
-      optimizer.zero_grad();
-      net->forward(batch_of(rank, step).to(at::kBFloat16)).to(at::kFloat).pow(2).mean().backward();
-      EXPECT_EQ(group->exchanged_bytes - sent, numbers * (dtype == at::kFloat ? 4 : 2));
-      optimizer.step();
-      masters.copy_to_model();
-      EXPECT_EQ(group->gathered_bytes - gathered, numbers / 2 * 2);  // half of them, in bf16
-    }
-    if (dtype == at::kFloat) {
-      for (const Tensor& weight : net->parameters()) weights.push_back(weight.detach().clone());
-    }
-    for (std::size_t i = 0; i < weights.size(); ++i) {
-      const Tensor weight = net->parameters()[i].detach();
-      // The gradients of bf16 weights are bf16.
-      EXPECT_TRUE(dtype == at::kHalf ? at::allclose(weight, weights[i], 0.02, 0.02)
-                                     : at::equal(weight, weights[i]));
-    }
-
-    torchamp::GradScaler scaler({.init_scale = 65536.});
-    optimizer.zero_grad();
-    scaler.scale(net->forward(at::ones({8, 5}, at::kBFloat16)).to(at::kFloat).sum()).backward();
-    EXPECT_EQ(scaler.step(optimizer).stepped(), dtype != at::kHalf) << "65536 is no fp16 number";
-    scaler.update();
-    EXPECT_EQ(scaler.get_scale(), dtype == at::kHalf ? 32768. : 65536.);
-  }
-}
-
-TEST(ShardedMasters, TrainOnTheSimulatedDeviceAsOnTheCpu) {
-  SKIP_WITHOUT(at::kPrivateUse1);
-  if (ran_in_processes(2)) return;
-  const auto group = c10::make_intrusive<StagingGroup>(make_group());
-  for (const MasterStorage storage : {MasterStorage::full, MasterStorage::split}) {
-    const auto trained = [&](at::Device device, bool clips) {
-      at::manual_seed(1);
-      auto net = to_device(torch::nn::Sequential(torch::nn::Linear(5, 7), torch::nn::Linear(7, 3)),
-                           device);
-      ShardedMasterWeights masters(
-          net.ptr(), group, {.dtype = at::kBFloat16, .storage = storage, .bucket_bytes = 60});
-      torchamp::FusedAdamW optimizer(masters.parameters(), torch::optim::AdamWOptions(0.05));
-      torchamp::GradScaler scaler({.init_scale = 64.});
-      for (int step = 0; step < 3; ++step) {
-        optimizer.zero_grad();
-        const Tensor x = batch_of(group->getRank(), step).to(at::kBFloat16).to(device);
-        Tensor loss = net->forward(x).to(at::kFloat).pow(2).mean();
-        if (step == 1 && group->getRank() == 1) loss = loss * INFINITY;
-        scaler.scale(loss).backward();
-        if (clips) torchamp::clip_grad_norm_(scaler, optimizer, 0.1);
-        EXPECT_EQ(scaler.step(optimizer).stepped(), step != 1);
-        scaler.update();
-        masters.copy_to_model();
-      }
-      std::vector<Tensor> weights;
-      for (const Tensor& weight : net->parameters()) weights.push_back(weight.detach().cpu());
-      masters.gather();
-      if (group->getRank() == 0) {
-        std::ostringstream file;
-        torch::save(masters, file);
-        EXPECT_FALSE(file.str().empty());
-      }
-      return weights;
-    };
-    for (const bool clips : {false, true}) {
-      const auto here = trained(at::kCPU, clips), there = trained(simulated::sim0, clips);
-      for (std::size_t i = 0; i < here.size(); ++i) {
-        EXPECT_TRUE(clips ? at::allclose(there[i], here[i], 1. / 128, 1e-5)
-                          : at::equal(there[i], here[i]));
-      }
-    }
-  }
-}
-
-/// What a plain model reads from the masters' file.
-torch::nn::Linear in_a_plain_model(ShardedMasterWeights& masters) {
-  masters.gather();
-  std::stringstream file;
-  torch::save(masters, file);
-  torch::nn::Linear plain(3, 2);
-  torch::load(plain, file, at::Device(at::kCPU));
-  return plain;
-}
-
-TEST(ShardedMasters, AreKeptAndBroughtBackWithoutMemoryOfTheDevice) {
-  SKIP_WITHOUT(at::kPrivateUse1);
-  if (ran_in_processes(1)) return;
-  const auto group = c10::make_intrusive<StagingGroup>(make_group());
-  for (const MasterStorage storage : {MasterStorage::full, MasterStorage::split}) {
-    const auto net = to_device(torch::nn::Linear(3, 2), simulated::sim0);
-    ShardedMasterWeights masters(net, group, {.dtype = at::kBFloat16, .storage = storage});
-    const torchamp::detail::HeldInShares& held = masters;
-    auto before = in_a_plain_model(masters);
-    const Tensor narrow = net->weight.detach().cpu();
-    std::function<void()> back;
-    {
-      const simulated::AllocationLimit none(0);
-      back = held.keep();
-    }
-    std::stringstream file;
-    torch::save(torch::nn::Linear(3, 2), file);
-    torch::load(masters, file);
-    EXPECT_FALSE(at::equal(net->weight.detach().cpu(), narrow));
-    {
-      const simulated::AllocationLimit none(0);
-      back();
-    }
-    EXPECT_TRUE(at::equal(net->weight.detach().cpu(), narrow));
-    expect_same_bits(*in_a_plain_model(masters), *before);
-  }
-}
-
-TEST(ShardedMasters, LeaveTheModelInFp32AndLoadAllOrNothingWhereMemoryRunsOut) {
-  SKIP_WITHOUT(at::kPrivateUse1);
-  if (ran_in_processes(1)) return;
-  const auto group = c10::make_intrusive<StagingGroup>(make_group());
-  for (const MasterStorage storage : {MasterStorage::full, MasterStorage::split}) {
-    const auto net = to_device(torch::nn::Linear(3, 2), simulated::sim0);
-    torch::nn::Linear before(3, 2), other(3, 2);
-    before->weight.set_data(net->weight.detach().cpu());
-    before->bias.set_data(net->bias.detach().cpu());
-    std::optional<ShardedMasterWeights> masters;
-    EXPECT_GE(until_memory_suffices(
-                  [&] {
-                    masters.emplace(net, group,
-                                    torchamp::ShardedMasterWeightsOptions{.dtype = at::kBFloat16,
-                                                                          .storage = storage});
-                  },
-                  [&] {
-                    EXPECT_TRUE(at::equal(net->weight.cpu(), before->weight));
-                    EXPECT_TRUE(at::equal(net->bias.cpu(), before->bias));
-                  }),
-              4);
-    expect_same_bits(*in_a_plain_model(*masters), *before);
-
-    std::stringstream file;
-    torch::save(other, file);
-    EXPECT_GE(until_memory_suffices(
-                  [&] {
-                    file.seekg(0);
-                    torch::load(*masters, file);
-                  },
-                  [&] { expect_same_bits(*in_a_plain_model(*masters), *before); }),
-              2);
-    expect_same_bits(*in_a_plain_model(*masters), *other);
-  }
-}
-
-TEST(ShardedMasters, ExchangeOverNccl) {
-  SKIP_WITHOUT(at::kCUDA);
-#ifdef TORCHAMP_TEST_NCCL
-  if (at::getNumGPUs() < 2) GTEST_SKIP() << "NCCL needs a CUDA device for each of two processes";
-  if (ran_in_processes(2)) return;
-  const auto environment = torchamp::ProcessEnvironment::read();
-  const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(environment.local_rank));
-  at::accelerator::setDeviceIndex(device.index());
-  const auto group = make_group();
-  torchamp::add_nccl(*group);
-  torch::nn::Linear net(4, 2);
-  net->to(device);
-  ShardedMasterWeights masters(net, group, {.dtype = at::kBFloat16});
-  torchamp::FusedSGD optimizer(masters.parameters(), torch::optim::SGDOptions(1.));
-  const Tensor before = net->bias.detach().to(at::kFloat);
-  (net->bias.to(at::kFloat) * (group->getRank() + 1.))
-      .sum()
-      .add(net->weight.to(at::kFloat).sum())
-      .backward();
-  EXPECT_EQ(torchamp::clip_grad_norm_(optimizer, 100.).item<float>(), std::sqrt(8.F + 2 * 2.25F));
-  optimizer.step();
-  masters.copy_to_model();
-  EXPECT_TRUE(at::allclose(net->bias.detach().to(at::kFloat), before - 1.5, 0.01, 0.01));
-#else
-  GTEST_SKIP() << "no nccl.h beside CUDA's headers";
-#endif
 }
 
 }  // namespace
