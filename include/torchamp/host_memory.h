@@ -67,10 +67,10 @@ inline bool malloc_is_glibcs() {
 /// most 32 MB that each thread keeps until it ends. It cannot be undone, since glibc does not adapt
 /// its settings any more once they were set. Values that the environment gave
 /// (MALLOC_TRIM_THRESHOLD_ and the like) are overridden. An allocator that the program gave to
-/// c10::SetCPUAllocator stays. The library never calls it by itself.
+/// c10::SetCPUAllocator stays, and may be given later. The library never calls it by itself.
 ///
-/// Threads: any, while no other thread makes its first tensors; memory that is in use already is
-/// freed as before. Touches no device.
+/// Threads: any, while no other thread makes its first tensors; memory may be in use already.
+/// Touches no device.
 /// Source: mallopt(3), c10::SetCPUAllocator.
 inline bool keep_host_memory() {
 #ifdef __GLIBC__

@@ -1,47 +1,54 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <cstddef>  // so that __GLIBC__ is there
+#ifdef __GLIBC__
+
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/alignment.h>
 #include <c10/core/impl/alloc_cpu.h>
 #include <c10/util/Exception.h>
+#include <c10/util/Flags.h>
+#include <malloc.h>
 
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <cstddef>
+#include <cstdint>
 #include <new>
 #include <utility>
 
 #include "torchamp/version.h"
 
+// LibTorch's flags, which fill memory that it takes from malloc.
+C10_DECLARE_bool(caffe2_cpu_allocator_do_zero_fill);
+C10_DECLARE_bool(caffe2_cpu_allocator_do_junk_fill);
+
 namespace torchamp::detail {
 
-/// What lies in front of a CPU tensor's memory, as long as LibTorch aligns that.
-struct alignas(64) HostBlock {
-  std::size_t size_class;
-  HostBlock* next;  ///< of those that are free
-
-  void* memory() { return this + 1; }
-  static HostBlock* of(void* memory) { return static_cast<HostBlock*>(memory) - 1; }
-};
-
-/// Four sizes for each power of two, so that a block is at most a quarter larger than asked for.
+/// Multiples of 64 bytes, four for each power of two. So a block is at most 63 bytes or a quarter
+/// larger than asked for, and two sizes differ by more than malloc adds.
 struct BlockSizes {
   static constexpr std::size_t smallest = 64;
   static constexpr std::size_t largest = std::size_t{1} << 20;
-  static constexpr std::size_t count = 4 * std::bit_width(largest / smallest) - 3;
-  static constexpr std::size_t none = count;  ///< the class of larger blocks
+  static constexpr std::size_t count = 4 * std::bit_width(largest / smallest) - 8;
+  static constexpr std::size_t none = count;  ///< the class of other blocks
+  static constexpr std::size_t added = 40;    ///< at most, by glibc's malloc to an aligned block
 
   static constexpr std::size_t class_of(std::size_t bytes) {
     if (bytes > largest) return none;
-    const std::size_t last = std::max(bytes, smallest) - 1;
-    const auto shift = std::bit_width(last) - 3;  // leaves the first bit and the two behind it
-    return 4 * (static_cast<std::size_t>(shift) - 3) + (last >> shift) - 7;
+    const std::size_t last = std::max<std::size_t>(bytes, 1) - 1;
+    const int shift = std::max(static_cast<int>(std::bit_width(last)) - 3, 6);
+    return 4 * static_cast<std::size_t>(shift - 6) + (last >> shift);
   }
   static constexpr std::size_t bytes_of(std::size_t size_class) {
-    const std::size_t quarters = size_class + 3;
-    return (smallest / 8) * (5 + quarters % 4) << (quarters / 4);
+    if (size_class < 4) return smallest * (size_class + 1);
+    return smallest * (5 + size_class % 4) << (size_class / 4 - 1);
+  }
+  /// The class that a block is of for which malloc has so many bytes.
+  static constexpr std::size_t class_within(std::size_t bytes) {
+    return bytes < smallest || bytes > largest + added ? none : class_of(bytes + 1) - 1;
   }
 };
 
@@ -55,39 +62,54 @@ class FreeBlocks {
     return blocks;
   }
 
-  HostBlock* take(std::size_t size_class) {
-    HostBlock* const block = first_[size_class];
+  void* take(std::size_t size_class) {
+    Block* const block = first_[size_class];
     if (block != nullptr) {
       first_[size_class] = block->next;
-      bytes_ -= BlockSizes::bytes_of(size_class);
+      bytes_ -= bytes_taken(size_class);
     }
     return block;
   }
 
-  /// False where the thread has enough of them, or ends.
-  bool keep(HostBlock* block) {
-    const std::size_t bytes = BlockSizes::bytes_of(block->size_class);
-    if (ended_ || bytes_ + bytes > most_bytes) return false;
+  /// False where the block is of no class, and where the thread has enough of them, or ends.
+  bool keep(void* memory) {
+    const std::size_t size_class = BlockSizes::class_within(malloc_usable_size(memory));
+    if (size_class == BlockSizes::none || ended_) return false;
+    if (reinterpret_cast<std::uintptr_t>(memory) % c10::gAlignment != 0) return false;
+    const std::size_t bytes = bytes_taken(size_class);
+    if (bytes_ + bytes > most_bytes) return false;
     static thread_local const End end;  // not before the thread has a block to give back
-    block->next = std::exchange(first_[block->size_class], block);
+    first_[size_class] = new (memory) Block{first_[size_class]};
     bytes_ += bytes;
     return true;
   }
 
- private:
-  struct End {
-    ~End() { of_thread().end(); }
-  };
-
-  void end() {
-    ended_ = true;  // what the thread frees after this goes back at once
-    for (HostBlock* first : first_) {
+  /// Whether there were any.
+  bool give_back() {
+    for (Block* first : std::exchange(first_, {})) {
       while (first != nullptr) c10::free_cpu(std::exchange(first, first->next));
     }
-    first_ = {};
+    return std::exchange(bytes_, 0) > 0;
   }
 
-  std::array<HostBlock*, BlockSizes::count> first_{};
+ private:
+  static std::size_t bytes_taken(std::size_t size_class) {
+    return BlockSizes::bytes_of(size_class) + BlockSizes::added;
+  }
+
+  /// What lies in a block that is free.
+  struct Block {
+    Block* next;
+  };
+
+  struct End {
+    ~End() {
+      of_thread().ended_ = true;  // what the thread frees after this goes back at once
+      of_thread().give_back();
+    }
+  };
+
+  std::array<Block*, BlockSizes::count> first_{};
   std::size_t bytes_ = 0;
   bool ended_ = false;
 };
@@ -98,13 +120,18 @@ class FreeBlocks {
 // neighbours when it is freed. With keep_host_memory()'s settings that is 5 % of a step of a
 // feed-forward model 200 wide, 4 % of a GPT 128 wide and 3 % of such a BERT; nothing of models
 // whose tensors have millions of elements (bf16, fused Adam, one thread of a CPU with avx512_bf16).
+//
+// A block is what malloc gave, with nothing of ours around it. LibTorch's oneDNN tensors, and
+// programs that use raw_deallocate(), free memory by the allocator that is set then, not by the one
+// that it came from. So ours must be able to free LibTorch's blocks, and LibTorch's ours.
 
 /// LibTorch's allocator of CPU memory, which reports to its profiler as before, but keeps small
-/// blocks.
+/// blocks. For processes with glibc's malloc.
 class HostBlocks final : public c10::Allocator {
  public:
-  /// Nothing changes where the program has an allocator of its own.
+  /// Nothing changes where the program has an allocator of its own, or has new memory filled.
   static void install() {
+    if (FLAGS_caffe2_cpu_allocator_do_zero_fill || FLAGS_caffe2_cpu_allocator_do_junk_fill) return;
     static auto* const blocks = new HostBlocks;  // never destroyed: tensors may live longer
     if (c10::GetCPUAllocator() == c10::GetDefaultCPUAllocator()) c10::SetCPUAllocator(blocks);
   }
@@ -112,7 +139,7 @@ class HostBlocks final : public c10::Allocator {
   c10::DataPtr allocate(std::size_t bytes) override {
     void* memory = nullptr;
     if (bytes > 0) {
-      memory = block_of(bytes)->memory();
+      memory = block_of(bytes);
       c10::profiledCPUMemoryReporter().New(memory, bytes);
     }
     return {memory, memory, &free, c10::Device(c10::kCPU)};
@@ -125,30 +152,34 @@ class HostBlocks final : public c10::Allocator {
   }
 
  private:
-  static HostBlock* block_of(std::size_t bytes) {
+  static void* block_of(std::size_t bytes) {
     const std::size_t size_class = BlockSizes::class_of(bytes);
-    std::size_t room = bytes;
-    if (size_class != BlockSizes::none) {
-      if (HostBlock* const kept = FreeBlocks::of_thread().take(size_class)) return kept;
-      room = BlockSizes::bytes_of(size_class);
-    }
+    if (size_class == BlockSizes::none) return new_block(bytes, bytes);
+    void* const kept = FreeBlocks::of_thread().take(size_class);
+    return kept != nullptr ? kept : new_block(BlockSizes::bytes_of(size_class), bytes);
+  }
+
+  /// With room for more bytes than are asked for.
+  static void* new_block(std::size_t room, std::size_t bytes) {
     try {
-      // The sum of a size that is out of range could wrap around.
-      void* const memory = c10::alloc_cpu(std::max(room, sizeof(HostBlock) + room));
-      return new (memory) HostBlock{size_class, nullptr};
+      return c10::alloc_cpu(room);
     } catch (c10::Error&) {
-      c10::profiledCPUMemoryReporter().OutOfMemory(bytes);
-      throw;
+      // What the thread keeps may be what is lacking.
+      if (!FreeBlocks::of_thread().give_back()) {
+        c10::profiledCPUMemoryReporter().OutOfMemory(bytes);
+        throw;
+      }
     }
+    return new_block(room, bytes);
   }
 
   static void free(void* memory) {
     if (memory == nullptr) return;
     c10::profiledCPUMemoryReporter().Delete(memory);
-    HostBlock* const block = HostBlock::of(memory);
-    if (block->size_class != BlockSizes::none && FreeBlocks::of_thread().keep(block)) return;
-    c10::free_cpu(block);
+    if (!FreeBlocks::of_thread().keep(memory)) c10::free_cpu(memory);
   }
 };
 
 }  // namespace torchamp::detail
+
+#endif  // __GLIBC__
