@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// How the file of a TrainingCheckpoint comes to be, whenever its writing ends.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <utility>
+
+#include "support/disk_calls.h"
+#include "support/expect_error.h"
+#include "support/processes.h"
+#include "support/temporary_folder.h"
+#include "torchamp/training_checkpoint.h"
+
+namespace {
+
+namespace fs = std::filesystem;
+using at::Tensor;
+using torchamp::TrainingCheckpoint;
+
+TEST(TrainingCheckpoint, SeesAFileThatIsCutShortOrChanged) {
+  const TemporaryFolder folder;
+  const fs::path path = folder / "run.pt";
+  Tensor tensor = at::zeros({1000});
+  TrainingCheckpoint checkpoint(path);
+  checkpoint.add("tensor", tensor);
+  checkpoint.save();
+  const auto size = fs::file_size(path);
+  std::string whole(size, '\0');
+  std::ifstream(path, std::ios::binary).read(whole.data(), static_cast<std::streamsize>(size));
+  for (const std::size_t part : {size / 4, size / 2, size - 1}) {
+    std::ofstream(path, std::ios::binary) << whole.substr(0, part);
+    EXPECT_ERROR(checkpoint.load(), "is damaged");
+  }
+}
+
+TEST(TrainingCheckpoint, FollowsALinkAndHasTheRightsOfOtherNewFiles) {
+  const TemporaryFolder folder;
+  int step = 1;
+  fs::create_symlink(folder / "real.pt", folder / "link.pt");
+  TrainingCheckpoint checkpoint(folder / "link.pt");
+  checkpoint.add("step", step);
+  checkpoint.save();
+  checkpoint.save();
+  EXPECT_TRUE(fs::is_symlink(folder / "link.pt"));
+  EXPECT_TRUE(fs::is_regular_file(folder / "real.pt"));
+  std::ofstream(folder / "other") << "x";
+  EXPECT_EQ(fs::status(folder / "real.pt").permissions(),
+            fs::status(folder / "other").permissions());
+  EXPECT_ERROR(TrainingCheckpoint(folder / "none/run.pt").save(), "No such file or directory");
+}
+
+/// A checkpoint whose file holds a step and a tensor full of it.
+struct Numbered {
+  explicit Numbered(const fs::path& path) : checkpoint(path) {
+    checkpoint.add("step", step).add("tensor", tensor);
+  }
+  void save(std::int64_t number) {
+    step = number;
+    tensor = at::full({20000}, static_cast<double>(number), at::kDouble);
+    checkpoint.save();
+  }
+  /// The step, after a look at whether the file is whole.
+  std::int64_t load() {
+    EXPECT_TRUE(checkpoint.load());
+    EXPECT_TRUE(at::equal(tensor, at::full({20000}, static_cast<double>(step), at::kDouble)));
+    return step;
+  }
+  std::int64_t step = 0;
+  Tensor tensor = at::zeros({20000}, at::kDouble);
+  TrainingCheckpoint checkpoint;
+};
+
+// The kernel kills a process that writes beyond its limit of file size, at that very byte.
+TEST(TrainingCheckpoint, LeavesTheOldFileWholeWhereverItsWritingIsKilled) {
+  const TemporaryFolder folder;
+  Numbered numbered(folder / "run.pt");
+  if (const auto role = child_role()) {
+    const rlimit no_core{0, 0}, limit{std::stoul(*role), std::stoul(*role)};
+    setrlimit(RLIMIT_CORE, &no_core);
+    setrlimit(RLIMIT_FSIZE, &limit);
+    numbered.save(2);
+    return;
+  }
+  numbered.save(1);
+  const auto size = static_cast<double>(fs::file_size(folder / "run.pt"));
+  for (const double part : {0., 0.01, 0.5, 0.999}) {
+    const auto bytes = static_cast<std::size_t>(size * part);
+    EXPECT_EQ(ChildProcess(std::to_string(bytes), folder.environment()).wait(), -SIGXFSZ);
+    EXPECT_EQ(numbered.load(), 1);
+    EXPECT_EQ(folder.files(), 2) << "the file and what the killed process has left";
+    numbered.save(1);
+    EXPECT_EQ(folder.files(), 1);
+  }
+  EXPECT_EQ(
+      ChildProcess(std::to_string(fs::file_size(folder / "run.pt")), folder.environment()).wait(),
+      0);
+  EXPECT_EQ(numbered.load(), 2);
+}
+
+TEST(TrainingCheckpoint, IsTheOldFileUntilItsNameIsTheNewOnes) {
+  const TemporaryFolder folder;
+  Numbered numbered(folder / "run.pt");
+  if (const auto role = child_role()) {
+    DiskCalls::killed_at = *role;
+    numbered.save(2);
+    return;
+  }
+  for (const auto& [point, found] : {std::pair{"before fsync 1", 1},
+                                     {"after fsync 1", 1},
+                                     {"before rename 1", 1},
+                                     {"after rename 1", 2},
+                                     {"before fsync 2", 2},
+                                     {"after fsync 2", 2}}) {
+    numbered.save(1);
+    EXPECT_EQ(ChildProcess(point, folder.environment()).wait(), -SIGKILL) << point;
+    EXPECT_EQ(numbered.load(), found) << point;
+  }
+  numbered.save(3);
+  EXPECT_EQ(folder.files(), 1);
+}
+
+TEST(TrainingCheckpoint, IsWholeWheneverTheProcessIsKilled) {
+  const TemporaryFolder folder;
+  Numbered numbered(folder / "run.pt");
+  if (child_role()) {
+    for (std::int64_t number = numbered.load() + 1;; ++number) numbered.save(number);
+  }
+  numbered.save(0);
+  std::int64_t latest = 0;
+  for (int kill = 0; kill < 6; ++kill) {
+    ChildProcess writer("writer", folder.environment());
+    const auto started = fs::last_write_time(folder / "run.pt");
+    for (int tries = 0; fs::last_write_time(folder / "run.pt") == started && tries < 12000;
+         ++tries) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(1700 * kill));
+    writer.kill();
+    EXPECT_EQ(writer.wait(), -SIGKILL);
+    const std::int64_t step = numbered.load();
+    EXPECT_GT(step, latest);
+    latest = step;
+  }
+}
+
+TEST(TrainingCheckpoint, LeavesTheOldFileAndNothingElseOnAFullDisk) {
+  const TemporaryFolder folder;
+  Numbered numbered(folder / "run.pt");
+  if (child_role()) {
+    signal(SIGXFSZ, SIG_IGN);
+    const rlimit limit{5000, 5000};
+    setrlimit(RLIMIT_FSIZE, &limit);
+    EXPECT_ERROR(numbered.save(2), "TrainingCheckpoint::save: cannot write");
+    return;
+  }
+  numbered.save(1);
+  EXPECT_EQ(ChildProcess("writer", folder.environment()).wait(), 0);
+  EXPECT_EQ(numbered.load(), 1);
+  EXPECT_EQ(folder.files(), 1);
+}
+
+}  // namespace
