@@ -2,7 +2,6 @@
 #include "torchamp/cast_recorder.h"
 
 #include <ATen/ATen.h>
-#include <ATen/ThreadLocalState.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -10,57 +9,25 @@
 #include <torch/nn/modules.h>
 #include <torch/nn/modules/container/sequential.h>
 
-#include <map>
-#include <memory>
 #include <optional>
-#include <stdexcept>
-#include <string>
-#include <thread>
-#include <vector>
+#include <utility>
 
 #include "support/devices.h"
-#include "support/expect_error.h"
+#include "support/recorder_on.h"
 #include "support/skips.h"
-#include "support/warnings.h"
 #include "torchamp/autocast.h"
 #include "torchamp/module_policy.h"
 
 namespace {
 
 namespace nn = torch::nn;
+using recorder_on::Calls;
+using recorder_on::Recorder;
+using recorder_on::row_of;
 using torchamp::AutocastGuard;
 using torchamp::CastRecorder;
-using torchamp::CastReport;
-using torchamp::OpCall;
 using torchamp::Policy;
-using Calls = std::map<at::ScalarType, std::int64_t>;
 
-/// The report's row for an op; one without any counts if there is none.
-CastReport::Row row_of(const CastReport& report, const std::string& op,
-                       const std::string& module = "", bool backward = false) {
-  for (const auto& row : report.rows()) {
-    if (row.op == op && row.module == module && row.backward == backward) return row;
-  }
-  return {};
-}
-CastReport::Row row_of(const CastRecorder& recorder, const std::string& op,
-                       const std::string& module = "", bool backward = false) {
-  return row_of(recorder.report(), op, module, backward);
-}
-
-class Recorder : public ::testing::TestWithParam<at::DeviceType> {
- protected:
-  void SetUp() override { SKIP_WITHOUT(GetParam()); }
-
-  at::DeviceType device() const { return GetParam(); }
-  at::ScalarType low() const { return at::autocast::get_autocast_dtype(device()); }
-  at::Tensor wide(std::initializer_list<std::int64_t> sizes) const {
-    return at::ones(sizes, device());
-  }
-  at::Tensor narrow(std::initializer_list<std::int64_t> sizes) const {
-    return at::ones(sizes, at::dtype(low()).device(device()));
-  }
-};
 INSTANTIATE_TEST_SUITE_P(Devices, Recorder, all_devices(), device_name);
 
 TEST_P(Recorder, CountsCallsCastsAndBytesOfAProduct) {
@@ -184,135 +151,6 @@ TEST_P(Recorder, WorksUnderRawAutocastAndWithoutAny) {
   EXPECT_EQ(row.casts, 2);
 }
 
-// Casts that undo each other
-
-TEST_P(Recorder, SeesACastOfACastsResultBack) {
-  const auto x = wide({4});
-  const CastRecorder recorder;
-  const AutocastGuard autocast(device());
-  const auto y = x.to(low());
-  EXPECT_EQ(recorder.report().total().undone, 0);
-  (void)y.view({2, 2}).exp();
-  EXPECT_EQ(row_of(recorder, "exp").undone, 1);
-}
-
-TEST_P(Recorder, SeesACastBackAfterAnOpInFp32) {
-  const auto x = narrow({2, 2});
-  const CastRecorder recorder;
-  const AutocastGuard autocast(device());
-  auto y = x.exp();  // softmax's own kernel casts on accelerators
-  EXPECT_EQ(row_of(recorder, "exp").casts, 1);
-  y = at::dropout(y, 0.5, /*train=*/true).t() * 0.5;
-  (void)y.mm(x);
-  EXPECT_EQ(row_of(recorder, "mm").casts, 1);
-  EXPECT_EQ(row_of(recorder, "mm").undone, 1);
-  EXPECT_EQ(recorder.report().total().undone, 1);
-}
-
-TEST_P(Recorder, TakesNoOtherCastsForUndone) {
-  const auto x = wide({2, 2});
-  const auto y = narrow({2, 2});
-  const CastRecorder recorder;
-  const AutocastGuard autocast(device());
-  (void)x.mm(x).exp();        // to 16 bits for mm, and its result to fp32
-  (void)y.exp().exp().mm(y);  // the second exp wants fp32 itself
-  (void)y.softmax(-1).exp();  // stays in fp32
-  EXPECT_EQ(recorder.report().total().undone, 0) << recorder.report();
-}
-
-// Ops in fp32 because of an input
-
-TEST_P(Recorder, SeesOpsInFp32BecauseOfAnInput) {
-  const auto x = narrow({2, 2});
-  const auto y = wide({2, 2});
-  const CastRecorder recorder;
-  const AutocastGuard autocast(device());
-  (void)(x * y);
-  (void)(x * y.sum());  // a tensor without dimensions decides nothing
-  (void)at::cat({x, y});
-  (void)at::cat({x, x});
-  (void)at::mse_loss(x, y);  // its rule is fp32
-  (void)(x + y);             // and so is that of additions
-  (void)at::ones_like(y).mul_(x);
-  (void)x.mm(y);
-  EXPECT_EQ(row_of(recorder, "mul.Tensor").calls, (Calls{{at::kFloat, 1}, {low(), 1}}));
-  EXPECT_EQ(row_of(recorder, "mul.Tensor").fp32_by_input, 1);
-  EXPECT_EQ(row_of(recorder, "cat").calls, (Calls{{at::kFloat, 1}, {low(), 1}}));
-  EXPECT_EQ(row_of(recorder, "cat").fp32_by_input, 1);
-  EXPECT_EQ(recorder.report().total().fp32_by_input, 2) << recorder.report();
-}
-
-TEST_P(Recorder, AsksThePolicyWhetherARuleWantedFp32) {
-  const auto x = narrow({2});
-  const auto y = wide({2});
-  const auto count = [&](const Policy& policy, auto call) {
-    const CastRecorder recorder;
-    const AutocastGuard autocast(device(), {.policy = policy});
-    (void)call();
-    return recorder.report().total().fp32_by_input;
-  };
-  const auto add = [&] { return x + y; };
-  const auto mul = [&] { return x * y; };
-  EXPECT_EQ(count(Policy::standard(), add), 0);
-  EXPECT_EQ(count(Policy::torch(), add), 1);
-  EXPECT_EQ(count(Policy::standard().promote({"mul"}), mul), 1);
-  EXPECT_EQ(count(Policy::standard().fp32({"mul"}), mul), 0);
-  const auto when_size = [](std::int64_t size) {
-    return torchamp::When{.predicate = [size](const OpCall& call) {
-      return (call.argument("self").toTensor() + 0).numel() == size;
-    }};
-  };
-  EXPECT_EQ(count(Policy::standard().fp32({"mul"}, when_size(2)), mul), 0);
-  EXPECT_EQ(count(Policy::standard().fp32({"mul"}, when_size(3)), mul), 1);
-}
-
-TEST_P(Recorder, LetsAPredicateBeCalledOnceForEachCall) {
-  const auto x = narrow({2});
-  const auto y = wide({2});
-  int calls = 0;
-  const torchamp::When counted{.predicate = [&](const OpCall&) { return ++calls % 2 == 1; }};
-  const CastRecorder recorder, another;
-  const AutocastGuard autocast(device(), {.policy = Policy::torch().promote({"mul"}, counted)});
-  (void)(x * y);  // promoted by a rule
-  EXPECT_EQ(calls, 1);
-  (void)(x * y);  // by type promotion
-  EXPECT_EQ(calls, 2);
-  EXPECT_EQ(row_of(recorder, "mul.Tensor").fp32_by_input, 2) << recorder.report();
-  EXPECT_EQ(row_of(another, "mul.Tensor").fp32_by_input, 2);
-}
-
-TEST_P(Recorder, KeepsOutOfAPredicatesWay) {
-  const auto x = narrow({2});
-  const auto y = wide({2});
-  const CastRecorder recorder;
-  const torchamp::When when{.predicate = [&](const OpCall& call) {
-    EXPECT_TRUE(recorder.report().rows().empty());  // must not wait for itself
-    std::thread(at::wrapPropagateTLSState([&] { (void)recorder.report(); })).join();
-    return (call.argument("self").toTensor() + 0).numel() == 2;
-  }};
-  const AutocastGuard autocast(device(), {.policy = Policy::torch().fp32({"mul"}, when)});
-  (void)(x * y);
-  const auto report = recorder.report();
-  ASSERT_EQ(report.rows().size(), 1u) << "the predicate's own ops are not the program's" << report;
-  EXPECT_EQ(row_of(report, "mul.Tensor").casts, 1) << report;
-  EXPECT_EQ(row_of(report, "mul.Tensor").fp32_by_input, 0) << report;
-}
-
-TEST_P(Recorder, TellsAChoiceOfTheInnerOpFromTheOuterOnes) {
-  const auto x = narrow({2, 2});
-  const auto y = wide({2, 2});
-  const torchamp::When always{.predicate = [](const OpCall&) { return true; }};
-  const CastRecorder recorder;
-  const AutocastGuard autocast(
-      device(), {.policy = Policy::torch().unchanged({"mul"}, always).fp32({"addcmul"}, always)});
-  RECORD_USER_SCOPE("scope");
-  (void)at::addcmul(x, x, y);
-  (void)(x * y);
-  const auto report = recorder.report();
-  EXPECT_EQ(row_of(report, "addcmul", "scope").fp32_by_input, 0) << report;
-  EXPECT_EQ(row_of(report, "mul.Tensor", "scope").fp32_by_input, 1) << report;
-}
-
 // Modules and backward
 
 TEST_P(Recorder, NamesTheModulesThatOwnTheParameters) {
@@ -403,53 +241,6 @@ TEST_P(Recorder, CountsTheOpsOfAScript) {
   EXPECT_EQ(row_of(recorder, "relu").calls, (Calls{{low(), 1}}));
 }
 
-// Threads, nesting, lifetime
-
-TEST_P(Recorder, FollowsLibTorchsThreadStateAndNoOtherThread) {
-  const auto x = wide({2});
-  const CastRecorder recorder;
-  std::thread(at::wrapPropagateTLSState([&] { (void)x.relu(); })).join();
-  std::thread([&] { (void)x.exp(); }).join();
-  EXPECT_EQ(row_of(recorder, "relu").calls, (Calls{{at::kFloat, 1}}));
-  EXPECT_EQ(recorder.report().rows().size(), 1u);
-}
-
-TEST_P(Recorder, CountsOnSeveralThreadsAtOnce) {
-  const auto x = narrow({8});
-  const CastRecorder recorder;
-  const AutocastGuard autocast(device());
-  std::vector<std::thread> threads;
-  for (int i = 0; i < 4; ++i) {
-    threads.emplace_back(at::wrapPropagateTLSState([&] {
-      for (int step = 0; step < 50; ++step) (void)x.exp();
-    }));
-  }
-  for (int step = 0; step < 50; ++step) (void)recorder.report();
-  for (auto& thread : threads) thread.join();
-  EXPECT_EQ(row_of(recorder, "exp").calls, (Calls{{at::kFloat, 200}}));
-  EXPECT_EQ(row_of(recorder, "exp").casts, 200);
-}
-
-TEST_P(Recorder, RecordsFromItsConstructionToItsDestruction) {
-  const auto x = wide({2});
-  ASSERT_FALSE(at::hasCallbacks());
-  {
-    const CastRecorder outer;
-    (void)x.relu();
-    {
-      const CastRecorder inner;
-      (void)x.relu();
-      EXPECT_EQ(row_of(inner, "relu").calls, (Calls{{at::kFloat, 1}}));
-    }
-    (void)x.relu();
-    EXPECT_EQ(row_of(outer, "relu").calls, (Calls{{at::kFloat, 3}}));
-  }
-  EXPECT_FALSE(at::hasCallbacks());
-  std::optional<CastRecorder> ended(std::in_place);
-  RECORD_USER_SCOPE("outlives the recorder");
-  ended.reset();
-}
-
 TEST_P(Recorder, ChangesNoResult) {
   const auto x = at::randn({4, 4}, device()).requires_grad_();
   const auto run = [&] {
@@ -468,72 +259,6 @@ TEST_P(Recorder, LeavesOutOpsThatThrow) {
   (void)x.relu();
   ASSERT_EQ(recorder.report().rows().size(), 1u);
   EXPECT_EQ(recorder.report().rows()[0].op, "relu");
-}
-
-TEST(RecorderErrors, RefusesMoreThan32AtOnce) {
-  std::vector<std::unique_ptr<std::optional<CastRecorder>>> recorders;
-  for (int i = 0; i < 32; ++i) {
-    recorders.push_back(std::make_unique<std::optional<CastRecorder>>(std::in_place));
-  }
-  EXPECT_ERROR((void)CastRecorder(), "CastRecorder: 32 are recording at once already.");
-  recorders.pop_back();
-  EXPECT_NO_THROW((void)CastRecorder());
-  recorders.clear();
-  EXPECT_FALSE(at::hasCallbacks());
-}
-
-/// How many calls a recorder has counted.
-int64_t calls(const CastRecorder& recorder) {
-  int64_t sum = 0;
-  for (const auto& [dtype, count] : recorder.report().total().calls) sum += count;
-  return sum;
-}
-
-TEST(RecorderErrors, ARecorderDestroyedOnAnotherThreadFeedsNoLaterOne) {
-  const CollectedWarnings warnings;
-  const auto x = at::ones({2});
-  std::thread([&] {
-    std::optional<CastRecorder> first(std::in_place), later;
-    std::thread([&] { first.reset(); }).join();
-    std::thread elsewhere([&] {
-      later.emplace();
-      std::thread([&] { (void)x.relu(); }).join();
-      (void)x.relu();
-    });
-    elsewhere.join();
-    (void)x.relu();  // on the first one's thread
-    EXPECT_EQ(calls(*later), 1);
-    const CastRecorder own;  // with the callback that the first one has left behind, or without
-    (void)x.relu();
-    EXPECT_EQ(calls(own), 1);
-    EXPECT_EQ(calls(*later), 1);
-  }).join();
-}
-
-TEST(RecorderErrors, AStateFromUnderARecorderThatHasEndedFeedsNoLaterOne) {
-  const auto x = at::ones({2});
-  std::optional<CastRecorder> first(std::in_place);
-  const at::ThreadLocalState before;
-  first.reset();
-  const CastRecorder later;
-  {
-    const at::ThreadLocalStateGuard guard(before);
-    (void)x.relu();
-    const CastRecorder within;
-    (void)x.relu();
-    EXPECT_EQ(calls(within), 1);
-  }
-  EXPECT_EQ(calls(later), 0);
-  (void)x.relu();
-  EXPECT_EQ(calls(later), 1);
-}
-
-TEST(RecorderErrors, WarnsOfDestructionOnAnotherThread) {
-  const CollectedWarnings warnings;
-  std::optional<CastRecorder> recorder;
-  std::thread([&] { recorder.emplace(); }).join();
-  recorder.reset();
-  EXPECT_THAT(warnings.text(), ::testing::HasSubstr("~CastRecorder: destroyed by another thread"));
 }
 
 }  // namespace
