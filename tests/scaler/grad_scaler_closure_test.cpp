@@ -4,19 +4,13 @@
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
-#include <torchamp/optim.h>
 
 #include <cmath>
-#include <limits>
-#include <optional>
-#include <vector>
+#include <cstddef>
 
-#include "support/expect_error.h"
 #include "support/non_finite.h"
 #include "support/on_device.h"
 #include "support/optimizers.h"
-#include "support/tolerances.h"
-#include "support/warnings.h"
 
 using torch::optim::LBFGS;
 using torch::optim::LBFGSOptions;
@@ -81,22 +75,6 @@ void expect_equal(const LBFGSParamState& a, const LBFGSParamState& b) {
     EXPECT_TRUE(at::equal(a.old_stps()[i], b.old_stps()[i]));
   }
 }
-
-/// Evaluates its loss twice in a step, and moves the parameters and its state in between.
-struct TwoLooks : torch::optim::SGD {
-  using SGD::SGD;
-  at::Tensor step(LossClosure closure) override {
-    at::Tensor loss = closure();
-    for (int i = 0; i < 2; ++i) {
-      const torch::NoGradGuard no_grad;
-      at::Tensor& p = param_groups()[0].params()[0];
-      p.sub_(p.grad());
-      state_[p.unsafeGetTensorImpl()] = std::make_unique<torch::optim::SGDParamState>();
-      if (i == 0) loss = closure();
-    }
-    return loss;
-  }
-};
 
 }  // namespace
 
@@ -251,122 +229,6 @@ TEST(GradScalerClosure, AbandonsAStepInTheMiddleOfALineSearch) {
   }
 }
 
-TEST(GradScalerClosure, PutsBackAnyOptimizersParametersAndState) {
-  const at::Tensor w = torch::ones({2}, torch::requires_grad());
-  TwoLooks optimizer({w}, torch::optim::SGDOptions(1.));
-  GradScaler scaler({.init_scale = 4.});
-  int calls = 0;
-  const auto loss = [&] { return (w * (++calls == 1 ? 1.F : kInf)).sum(); };
-  EXPECT_FALSE(scaler.step(optimizer, loss, 1));
-  EXPECT_EQ(calls, 3);
-  expect_close(w.detach(), torch::ones({2}));
-  EXPECT_TRUE(optimizer.state().empty());
-  scaler.update();
-  calls = -10;
-  EXPECT_ERROR(scaler.step(optimizer,
-                           [&] {
-                             TORCH_CHECK(++calls < -8, "out of luck");
-                             return w.sum();
-                           }),
-               "out of luck");
-  expect_close(w.detach(), torch::ones({2}));
-  EXPECT_TRUE(scaler.step(optimizer, [&] { return w.sum(); })) << "the failed call left no trace";
-}
-
-/// Steps and throws.
-template <class Base>
-struct Stumbles : Base {
-  using Base::Base;
-  at::Tensor step(torch::optim::Optimizer::LossClosure closure) override {
-    at::Tensor loss = closure();
-    Base::step(nullptr);
-    TORCH_CHECK(!stumbles, "stumbled");
-    return loss;
-  }
-  bool stumbles = false;
-};
-
-template <class Base, class Options>
-void expect_state_put_back(const Options& options) {
-  torch::manual_seed(3);
-  const at::Tensor plain_w = torch::randn({4}).requires_grad_();
-  const at::Tensor w = plain_w.detach().clone().requires_grad_();
-  Stumbles<Base> plain({plain_w}, options);
-  Stumbles<Base> optimizer({w}, options);
-  GradScaler scaler({.init_scale = 4.});
-  const auto loss_of = [](const at::Tensor& x) { return (x * x * x).sum(); };
-  for (int i = 0; i < 5; ++i) {
-    plain.step([&] {
-      plain.zero_grad();
-      at::Tensor value = loss_of(plain_w);
-      value.backward();
-      return value;
-    });
-    if (i != 0) {  // so that there is a state
-      optimizer.stumbles = true;
-      EXPECT_ERROR(scaler.step(optimizer, [&] { return loss_of(w); }), "stumbled");
-      optimizer.stumbles = false;
-    }
-    scaler.step(optimizer, [&] { return loss_of(w); });
-    scaler.update();
-    expect_close(w, plain_w);
-  }
-}
-
-TEST(GradScalerClosure, PutsBackTheStatesOfLibTorchsOptimizersAfterAnException) {
-  using namespace torch::optim;
-  expect_state_put_back<Adam>(AdamOptions(0.1).amsgrad(true));
-  expect_state_put_back<AdamW>(AdamWOptions(0.1).amsgrad(true));
-  expect_state_put_back<Adagrad>(AdagradOptions(0.1));
-  expect_state_put_back<RMSprop>(RMSpropOptions(0.1).momentum(0.9).centered(true));
-  expect_state_put_back<SGD>(SGDOptions(0.1).momentum(0.9));
-}
-
-TEST(GradScalerClosure, PutsValuesBackIntoTheTensorsThatHeldThem) {
-  const at::Tensor w = torch::ones({4}).requires_grad_();
-  Stumbles<torch::optim::Adam> optimizer({w}, torch::optim::AdamOptions(0.1));
-  GradScaler scaler({.init_scale = 4.});
-  scaler.step(optimizer, [&] { return w.sum(); });
-  scaler.update();
-  const auto average = [&] {
-    return static_cast<torch::optim::AdamParamState&>(*optimizer.state().begin()->second).exp_avg();
-  };
-  const at::Tensor held = average();
-  const at::Tensor before = held.clone();
-  optimizer.stumbles = true;
-  EXPECT_ERROR(scaler.step(optimizer, [&] { return 3 * w.sum(); }), "stumbled");
-  EXPECT_TRUE(average().is_same(held));
-  EXPECT_TRUE(at::equal(held, before));
-}
-
-TEST(GradScalerClosure, LeavesAFusedOptimizersStateAndCountsToIt) {
-  const at::Tensor w = torch::ones({4}).requires_grad_();
-  const at::Tensor plain_w = torch::ones({4}).requires_grad_();
-  torchamp::FusedAdam optimizer({w}, torch::optim::AdamOptions(0.1));
-  torch::optim::Adam plain({plain_w}, torch::optim::AdamOptions(0.1));
-  GradScaler scaler({.init_scale = 4.});
-  GradScaler plain_scaler({.init_scale = 4.});
-  for (int i = 0; i < 4; ++i) {
-    if (i == 2) {
-      optimizer.param_groups()[0].options().set_lr(0.1);
-      const at::Tensor sparse = torch::ones({2, 1}).requires_grad_();
-      optimizer.add_param_group(torch::optim::OptimizerParamGroup({sparse}));
-      const auto loss = [&] {
-        const at::Tensor row = torch::zeros({1}, at::kLong);
-        return w.sum() + at::embedding(sparse, row, -1, false, /*sparse=*/true).sum();
-      };
-      EXPECT_ERROR(scaler.step(optimizer, loss), "has a gradient of layout Sparse");
-      optimizer.param_groups().pop_back();
-      expect_close(w, plain_w);
-    }
-    scaler.step(optimizer, [&] { return (i + 1) * w.sum(); });
-    scaler.update();
-    plain_scaler.step(plain, [&] { return (i + 1) * plain_w.sum(); });
-    plain_scaler.update();
-    expect_close(w, plain_w);
-  }
-}
-
 TEST(GradScalerClosure, ServesOptimizersThatEvaluateOnce) {
   const at::Tensor w = torch::ones({1}, torch::requires_grad());
   auto plain = sgd({w});
@@ -406,41 +268,6 @@ TEST(GradScalerClosure, RetriesWhereOnlyTheDeviceKnowsTheScale) {
   EXPECT_EQ(result.scale(), 64.);
 }
 
-TEST(GradScalerClosure, NamesItsMisuse) {
-  const at::Tensor w = torch::ones({2}, torch::requires_grad());
-  auto optimizer = sgd({w});
-  GradScaler scaler;
-  EXPECT_ERROR(scaler.step(optimizer, nullptr), "the closure is empty");
-  LBFGS needs_closure({w});
-  EXPECT_ERROR(scaler.step(needs_closure),
-               "LBFGS evaluates the loss by itself. Call step(optimizer, closure)");
-  EXPECT_ERROR(scaler.step(
-                   optimizer, [&] { return w.sum(); }, -1),
-               "max_retries is -1");
-  EXPECT_ERROR(scaler.step(optimizer, [&] { return at::Tensor(); }),
-               "returned no loss of one element");
-  EXPECT_ERROR(scaler.step(optimizer, [&] { return w * 2; }), "returned no loss of one element");
-  scaler.scale(w.sum()).backward();
-  scaler.unscale_(optimizer);
-  EXPECT_ERROR(scaler.step(optimizer, [&] { return w.sum(); }), "leave unscale_ out");
-  scaler.update();
-  scaler.step(optimizer, [&] { return w.sum(); });
-  EXPECT_ERROR(scaler.step(optimizer, [&] { return w.sum(); }), "has been stepped already");
-}
-
-TEST(GradScalerClosure, NamesParametersThatTheLossDoesNotReach) {
-  const at::Tensor w = torch::ones({2}, torch::requires_grad());
-  auto optimizer = sgd({w});
-  GradScaler scaler;
-  const CollectedWarnings warnings;
-  const StepResult result =
-      scaler.step(optimizer, [] { return torch::ones({}, torch::requires_grad()) * 1; });
-  EXPECT_FALSE(result);
-  EXPECT_FALSE(result.had_gradients());
-  EXPECT_EQ(result.missing_gradients().size(), 1U);
-  scaler.update();
-}
-
 TEST(GradScalerClosure, IsTheOptimizersOwnWhenDisabled) {
   Valley plain;
   Valley other;
@@ -457,26 +284,6 @@ TEST(GradScalerClosure, IsTheOptimizersOwnWhenDisabled) {
   EXPECT_TRUE(result);
   EXPECT_TRUE(result.value().defined());
   EXPECT_TRUE(at::equal(plain.w, other.w));
-}
-
-TEST(GradScalerClosure, PutsTheScaleBackWhereItThrows) {
-  for (const bool on_device : {false, true}) {
-    GradScaler scaler({.init_scale = 1024.});
-    scaler.scale(torch::ones({}));
-    if (on_device) move_to_device(scaler);
-    const at::Tensor w = torch::ones({1}, torch::requires_grad());
-    torch::optim::SGD optimizer({w}, 1.);
-    const auto before = scaler.state_dict();
-    int evaluations = 0;
-    const auto fails = [&]() -> at::Tensor {
-      if (++evaluations == 3) return {};
-      return (w * kInf).sum();
-    };
-    EXPECT_ERROR(scaler.step(optimizer, fails), "the closure has returned no loss");
-    EXPECT_EQ(scaler.state_dict(), before);
-    EXPECT_EQ(scaler.scale_tensor().item<float>(), 1024.F);
-    EXPECT_TRUE(scaler.step(optimizer, [&] { return w.sum(); }));
-  }
 }
 
 TEST(GradScalerClosure, OutlivesAClosureThatEndsAnotherIteration) {
