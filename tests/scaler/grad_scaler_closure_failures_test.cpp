@@ -177,6 +177,25 @@ TEST(GradScalerClosure, NamesItsMisuse) {
   EXPECT_ERROR(scaler.step(optimizer, [&] { return w.sum(); }), "has been stepped already");
 }
 
+TEST(GradScalerClosure, RefusesAClosureThatCallsBackward) {
+  for (const bool enabled : {true, false}) {
+    const at::Tensor w = torch::ones({2}, torch::requires_grad());
+    auto optimizer = sgd({w});
+    GradScaler scaler({.enabled = enabled});
+    const auto as_libtorch_wants_it = [&] {
+      optimizer.zero_grad();
+      at::Tensor loss = w.sum();  // a second backward of which is no error of LibTorch's
+      scaler.scale(loss).backward();
+      return loss;
+    };
+    EXPECT_ERROR(scaler.step(optimizer, as_libtorch_wants_it),
+                 "GradScaler::step: the closure has called backward(). Let it compute the loss");
+    EXPECT_TRUE(at::equal(w, torch::ones({2})));
+    EXPECT_TRUE(scaler.step(optimizer, [&] { return w.sum(); }));
+    EXPECT_FALSE(at::equal(w, torch::ones({2})));
+  }
+}
+
 TEST(GradScalerClosure, NamesParametersThatTheLossDoesNotReach) {
   const at::Tensor w = torch::ones({2}, torch::requires_grad());
   auto optimizer = sgd({w});

@@ -84,6 +84,27 @@ class OptimizerSnapshot {
   ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>> states_;
 };
 
+/// The loss, with the parameters' gradients cleared. An error if `closure` has called backward(),
+/// as one that is given to an optimizer's own step does: another backward() would add to its
+/// gradients.
+inline at::Tensor evaluate_loss(torch::optim::Optimizer& optimizer,
+                                const torch::optim::Optimizer::LossClosure& closure) {
+  optimizer.zero_grad();
+  at::Tensor loss = closure();
+  TORCH_CHECK_VALUE(loss.defined() && loss.numel() == 1,
+                    "GradScaler::step: the closure has returned no loss of one element. It "
+                    "computes the loss and leaves backward() to the scaler.");
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      TORCH_CHECK_VALUE(
+          !parameter.defined() || !parameter.grad().defined(),
+          "GradScaler::step: the closure has called backward(). Let it compute the loss and return "
+          "it: zero_grad(), scale() and backward() are done here, at each evaluation.");
+    }
+  }
+  return loss;
+}
+
 }  // namespace detail
 
 /// Evaluates the loss and its gradients, unscaled, until they are finite. False, and the gradients
@@ -97,11 +118,7 @@ TORCHAMP_BODY bool GradScaler::evaluate(torch::optim::Optimizer& optimizer,
         optimizer);  // the next evaluation has other weights
     {
       const at::AutoGradMode with_grad(true);
-      optimizer.zero_grad();
-      evaluation.loss = closure();
-      TORCH_CHECK_VALUE(evaluation.loss.defined() && evaluation.loss.numel() == 1,
-                        "GradScaler::step: the closure has returned no loss of one element. It "
-                        "computes the loss and leaves backward() to the scaler.");
+      evaluation.loss = detail::evaluate_loss(optimizer, closure);
       scale(evaluation.loss).backward();
     }
     unscale(optimizer, evaluation.state, "GradScaler::step");
@@ -132,8 +149,7 @@ TORCHAMP_BODY StepResult GradScaler::step(torch::optim::Optimizer& optimizer,
   if (!options_.enabled) {
     return unscaled_result(optimizer.step([&] {
       const detail::DropWeightCasts before_the_next_evaluation(optimizer);
-      optimizer.zero_grad();
-      at::Tensor loss = closure();
+      at::Tensor loss = detail::evaluate_loss(optimizer, closure);
       loss.backward();
       return loss;
     }));
