@@ -224,9 +224,10 @@ inline std::vector<c10::OperatorHandle> find_ops(std::string_view text, std::str
                 nearest, "'?");
   }
   std::string known;
+  const std::string base(text.substr(0, text.size() - name.overload->size() - 1));
   for (const c10::OperatorHandle& op : overloads) {
     const std::string& overload = op.operator_name().overload_name;
-    known += (known.empty() ? "'" : ", '") + (overload.empty() ? name.base : overload) + "'";
+    known += (known.empty() ? "'" : ", '") + base + (overload.empty() ? "" : '.' + overload) + "'";
   }
   TORCH_CHECK(false, call, ": the op '", name.base, "' has no overload '", shorten(*name.overload),
               "'. It has ", known, ".");
