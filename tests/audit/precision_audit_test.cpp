@@ -364,6 +364,14 @@ TEST(PrecisionAudit, TakesNoDtypeFromAGuardThatIsDisabledAndGivesItNone) {
   EXPECT_TRUE(stays_half);
 }
 
+TEST(PrecisionAudit, PrintsWhatAChoiceEdits) {
+  AuditedPolicy chosen;
+  EXPECT_THAT(::testing::PrintToString(chosen), HasSubstr("\nPolicy::torch(), as it is\n"));
+  chosen.decisions.push_back({.op = "relu", .reason = "why"});
+  EXPECT_THAT(::testing::PrintToString(chosen),
+              HasSubstr("\nPolicy::torch(), and on top of it\n  fp32: relu  # why\n"));
+}
+
 TEST(PrecisionAudit, SaysWhereAGuardDoesNotPay) {
   const auto printed = [](const AuditedPolicy& audited) {
     std::ostringstream out;

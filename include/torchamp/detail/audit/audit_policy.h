@@ -302,6 +302,7 @@ inline std::ostream& operator<<(std::ostream& out, const AuditedPolicy& audited)
   if (audited.us > audited.fp32_us + audited.spread_us) {
     out << "fp32 takes less time here: train without a guard\n";
   }
+  out << "Policy::torch()" << (audited.decisions.empty() ? ", as it is\n" : ", and on top of it\n");
   std::string module;
   for (const AuditDecision& decision : audited.decisions) {
     if (decision.module != module) {
