@@ -120,6 +120,9 @@ OverflowReport overflow_report(const Owner& owner) {
 /// One line for each gradient: `fc1.weight (Float [64, 32] on cpu): 3 inf, 1 NaN of 2048, largest
 /// finite 1.5e+38`
 inline std::ostream& operator<<(std::ostream& out, const OverflowReport& report) {
+  if (report.gradients == 0) {
+    return out << "no parameter has a gradient: report after backward(), before zero_grad()\n";
+  }
   out << report.overflows.size() << " of " << report.gradients << " gradients hold infs or NaNs\n";
   for (const Overflow& one : report.overflows) {
     out << "  " << one.name << " (" << one.dtype << ' ' << at::IntArrayRef(one.sizes) << " on "

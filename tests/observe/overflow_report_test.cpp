@@ -105,7 +105,8 @@ TEST(OverflowReport, IsEmptyWithoutGradients) {
   EXPECT_EQ(report.gradients, 0U);
   std::ostringstream text;
   text << report;
-  EXPECT_EQ(text.str(), "0 of 0 gradients hold infs or NaNs\n");
+  EXPECT_EQ(text.str(),
+            "no parameter has a gradient: report after backward(), before zero_grad()\n");
 }
 
 TEST(OverflowReport, TakesAModuleOrAnOptimizerInAnyForm) {
