@@ -210,7 +210,7 @@ TEST(GradScalerFile, GoesToAFileAndBack) {
                "torchamp::save_python_state: '" + path + "' is there and is no file.");
   std::filesystem::remove_all(path);
   EXPECT_ERROR(save_python_state(kState, path + "/x"),
-               "torchamp::save_python_state: cannot create '" + path + "/x.partial-");
+               "torchamp::save_python_state: there is no folder '" + path + "'. Create it before.");
 }
 
 TEST(GradScalerFile, SaysSoWhereWritingFails) {

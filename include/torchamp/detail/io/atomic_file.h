@@ -142,6 +142,9 @@ class AtomicFile {
 
   [[noreturn]] void fail(const char* what, const std::filesystem::path& path) const {
     const int number = errno;
+    std::error_code error;
+    TORCH_CHECK(std::filesystem::exists(folder(), error) || error, call_, ": there is no folder '",
+                folder().string(), "'. Create it before.");
     TORCH_CHECK(false, call_, ": cannot ", what, " '", path.string(), "': ", std::strerror(number),
                 ". The file that was there before is untouched.");
   }
