@@ -88,8 +88,8 @@ inline std::ostream& operator<<(std::ostream& out, const MissingGradient& missin
                 "made?)";
     case Reason::not_reached:
       return out << ": no backward() has reached it since its gradient was cleared (is the loss "
-                    "detached from it? If MasterWeights took its gradient, the optimizer is to be "
-                    "over masters.parameters())";
+                    "detached from it? With MasterWeights, call take_gradients() before, and give "
+                    "the optimizer masters.parameters())";
   }
   return out;
 }
