@@ -15,9 +15,12 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <functional>
 #include <limits>
 #include <memory>
+#include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "torchamp/host_memory.h"
@@ -26,12 +29,27 @@ namespace {
 
 using torchamp::detail::BlockSizes;
 using torchamp::detail::FreeBlocks;
+using torchamp::detail::HostBlocks;
 
 at::Tensor bytes(int64_t count) {
   return torch::empty({count}, at::kByte);
 }
 
+/// On a thread that has kept no blocks yet, and so has room for them.
+void on_new_thread(const std::function<void()>& check) {
+  std::thread(check).join();
+}
+
 class HostBlocksTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    // Sanitizers, whose malloc is not glibc's, are to see the blocks, too.
+    if (!torchamp::keep_host_memory()) HostBlocks::install();
+  }
+};
+
+/// Where memory is counted, or runs out.
+class HostBlocksOfGlibc : public testing::Test {
  protected:
   void SetUp() override {
     if (!torchamp::keep_host_memory()) GTEST_SKIP() << "malloc is not glibc's";
@@ -67,29 +85,33 @@ TEST(BlockSizes, AreFoundAgainFromWhatMallocMakesOfThem) {
 }
 
 TEST_F(HostBlocksTest, GiveAThreadTheBlockThatItFreedLast) {
-  for (const int64_t size : {1, 64, 65, 1000, 70000, 1 << 20}) {
-    const void* const first = bytes(size).const_data_ptr();
-    EXPECT_EQ(bytes(size).const_data_ptr(), first) << size;
-  }
+  on_new_thread([] {
+    for (const int64_t size : {1, 64, 65, 1000, 70000, 1 << 20}) {
+      const void* const first = bytes(size).const_data_ptr();
+      EXPECT_EQ(bytes(size).const_data_ptr(), first) << size;
+    }
+  });
 }
 
 TEST_F(HostBlocksTest, AreTakenAgainHoweverMallocRoundsTheirSizes) {
-  c10::Allocator& allocator = *c10::GetCPUAllocator();
-  std::vector<at::Tensor> between;
-  for (int64_t size = 1; size <= 20000; size += 1 + size / 64) {
-    std::vector<void*> holes;  // which malloc fills again, a little larger than asked for
-    for (int64_t i = 0; i < 8; ++i) {
-      holes.push_back(std::malloc(static_cast<std::size_t>(size + 16 * i)));
-      between.push_back(bytes(size));
+  on_new_thread([] {
+    c10::Allocator& allocator = *c10::GetCPUAllocator();
+    std::vector<at::Tensor> between;
+    for (int64_t size = 1; size <= 20000; size += 1 + size / 64) {
+      std::vector<void*> holes;  // which malloc fills again, a little larger than asked for
+      for (int64_t i = 0; i < 8; ++i) {
+        holes.push_back(std::malloc(static_cast<std::size_t>(size + 16 * i)));
+        between.push_back(bytes(size));
+      }
+      for (void* hole : holes) std::free(hole);
+      std::vector<void*> made(16);
+      for (void*& memory : made) memory = allocator.raw_allocate(static_cast<std::size_t>(size));
+      for (void* memory : made) {
+        allocator.raw_deallocate(memory);
+        EXPECT_EQ(bytes(size).const_data_ptr(), memory) << size;
+      }
     }
-    for (void* hole : holes) std::free(hole);
-    std::vector<void*> made(16);
-    for (void*& memory : made) memory = allocator.raw_allocate(static_cast<std::size_t>(size));
-    for (void* memory : made) {
-      allocator.raw_deallocate(memory);
-      EXPECT_EQ(bytes(size).const_data_ptr(), memory) << size;
-    }
-  }
+  });
 }
 
 TEST_F(HostBlocksTest, OverlapNoOtherAndAreAligned) {
@@ -107,7 +129,7 @@ TEST_F(HostBlocksTest, OverlapNoOtherAndAreAligned) {
   }
 }
 
-TEST_F(HostBlocksTest, MayBeFreedByAnotherThreadWhichKeepsALimitedNumber) {
+TEST_F(HostBlocksOfGlibc, MayBeFreedByAnotherThreadWhichKeepsALimitedNumber) {
   const std::size_t before = mallinfo2().uordblks;
   std::size_t kept = 0;
   std::thread([&] {
@@ -123,7 +145,7 @@ TEST_F(HostBlocksTest, MayBeFreedByAnotherThreadWhichKeepsALimitedNumber) {
   EXPECT_LT(mallinfo2().uordblks, before + (4 << 20)) << "after the thread has ended";
 }
 
-TEST_F(HostBlocksTest, AreKeptInALimitedNumberHoweverSmallTheyAre) {
+TEST_F(HostBlocksOfGlibc, AreKeptInALimitedNumberHoweverSmallTheyAre) {
   c10::Allocator& allocator = *c10::GetCPUAllocator();
   const std::size_t before = mallinfo2().uordblks;
   std::size_t kept = 0;
@@ -137,6 +159,26 @@ TEST_F(HostBlocksTest, AreKeptInALimitedNumberHoweverSmallTheyAre) {
   }).join();
   EXPECT_GT(kept, FreeBlocks::most_bytes / 2);
   EXPECT_LT(kept, FreeBlocks::most_bytes + (4 << 20));
+}
+
+TEST_F(HostBlocksTest, PassBetweenThreadsThatEndBeforeThem) {
+  std::vector<at::Tensor> made;
+  std::vector<std::thread> threads;
+  std::mutex mutex;
+  for (int64_t first = 1; first <= 3; ++first) {
+    threads.emplace_back([&, first] {
+      for (int64_t size = first; size < 100000; size += 1 + size / 8) {
+        at::Tensor mine = torch::full({size}, size);
+        const std::lock_guard lock(mutex);
+        made.push_back(std::move(mine));
+        if (made.size() > 20) made.erase(made.begin(), made.begin() + 10);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const at::Tensor& tensor : made) {
+    EXPECT_TRUE(tensor.eq(tensor.numel()).all().item<bool>()) << tensor.numel();
+  }
 }
 
 TEST_F(HostBlocksTest, MayBeFreedWhileAThreadEnds) {
@@ -160,7 +202,7 @@ TEST_F(HostBlocksTest, CanBeTakenAndGivenBackWithoutATensor) {
   allocator.raw_deallocate(nullptr);
 }
 
-TEST_F(HostBlocksTest, AreNeverSmallerThanASizeThatIsOutOfRange) {
+TEST_F(HostBlocksOfGlibc, AreNeverSmallerThanASizeThatIsOutOfRange) {
   c10::Allocator& allocator = *c10::GetCPUAllocator();
   for (const std::size_t less : {0, 1, 63, 64, 65, 1000}) {
     EXPECT_THROW(allocator.allocate(std::numeric_limits<std::size_t>::max() - less), c10::Error);
@@ -250,7 +292,7 @@ class NoMorePages {
   rlimit before_{};
 };
 
-TEST_F(HostBlocksTest, AreGivenBackWhereMemoryRunsOut) {
+TEST_F(HostBlocksOfGlibc, AreGivenBackWhereMemoryRunsOut) {
   std::vector<at::Tensor> made;
   made.reserve(10000);
   const NoMorePages limit;
@@ -278,7 +320,7 @@ struct Reports final : c10::MemoryReportingInfoBase {
   int64_t taken = 0, freed = 0, refused = 0;
 };
 
-TEST_F(HostBlocksTest, AreReportedToTheProfilerWithTheSizesAskedFor) {
+TEST_F(HostBlocksOfGlibc, AreReportedToTheProfilerWithTheSizesAskedFor) {
   bytes(1000);
   const auto reports = std::make_shared<Reports>();
   {
@@ -304,7 +346,7 @@ TEST_F(HostBlocksTest, LeaveAnAllocatorOfTheProgramsOwn) {
   c10::Allocator* const ours = c10::GetCPUAllocator();
   static Own own;
   c10::SetCPUAllocator(&own);
-  EXPECT_TRUE(torchamp::keep_host_memory());
+  HostBlocks::install();
   EXPECT_EQ(c10::GetCPUAllocator(), &own);
   c10::SetCPUAllocator(ours);
 }
@@ -314,7 +356,7 @@ TEST_F(HostBlocksTest, LeaveLibTorchsAllocatorWhereItFillsNewMemory) {
        {&FLAGS_caffe2_cpu_allocator_do_zero_fill, &FLAGS_caffe2_cpu_allocator_do_junk_fill}) {
     const WithLibTorchsAllocator libtorchs;
     *flag = true;
-    EXPECT_TRUE(torchamp::keep_host_memory());
+    HostBlocks::install();
     *flag = false;
     EXPECT_EQ(c10::GetCPUAllocator(), c10::GetDefaultCPUAllocator());
   }
