@@ -182,6 +182,8 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
   explicit FusedOptimizerOf(std::vector<at::Tensor> params, Options defaults = {})
       : FusedOptimizerOf(detail::one_group(std::move(params)), std::move(defaults)) {}
   ~FusedOptimizerOf() override;
+  /// As torch::optim::Optimizer::add_param_group. Errors: as of the constructor.
+  void add_param_group(const torch::optim::OptimizerParamGroup& group);
   // NOLINTBEGIN(performance-noexcept-move-constructor): LibTorch's own may throw
   FusedOptimizerOf(FusedOptimizerOf&&) = default;
   FusedOptimizerOf& operator=(FusedOptimizerOf&&) = default;

@@ -127,10 +127,21 @@ FusedOptimizerOf<Kernel>::FusedOptimizerOf(
     const std::vector<torch::optim::OptimizerParamGroup>& groups, Options defaults)
     : FusedOptimizer(groups, std::make_unique<Options>(defaults)) {
   detail::Counterpart<Kernel>::check(defaults);
+  for (std::size_t g = 0; g < groups.size(); ++g) {  // LibTorch takes the defaults for another's
+    if (groups[g].has_options()) (void)detail::options_of<Kernel>(groups, g);
+  }
   for (std::size_t g = 0; g < param_groups_.size(); ++g) {
     detail::Counterpart<Kernel>::check(detail::options_of<Kernel>(param_groups_, g));
   }
   note_split_weights();
+}
+
+template <detail::OptimizerKernel Kernel>
+void FusedOptimizerOf<Kernel>::add_param_group(const torch::optim::OptimizerParamGroup& group) {
+  if (group.has_options()) {
+    detail::Counterpart<Kernel>::check(detail::options_of<Kernel>(group, param_groups_.size()));
+  }
+  FusedOptimizer::add_param_group(group);
 }
 
 template <detail::OptimizerKernel Kernel>

@@ -36,14 +36,19 @@ inline const at::Tensor& gradient_of(const at::Tensor& param) {
   return param.unsafeGetTensorImpl()->grad();  // Tensor::grad() looks whether to warn of non-leaves
 }
 
-/// The options of a group, which must be those that `Kernel` goes by.
+/// The options of a group, which must be those that `Kernel` goes by. `number` is for the error.
 template <OptimizerKernel Kernel>
-const typename Kernel::Options& options_of(const ParamGroups& groups, std::size_t group) {
-  const auto* const options =
-      dynamic_cast<const typename Kernel::Options*>(&groups[group].options());
-  TORCH_CHECK_TYPE(options, Kernel::name, ": the options of group ", group,
+const typename Kernel::Options& options_of(const torch::optim::OptimizerParamGroup& group,
+                                           std::size_t number) {
+  const auto* const options = dynamic_cast<const typename Kernel::Options*>(&group.options());
+  TORCH_CHECK_TYPE(options, Kernel::name, ": the options of group ", number,
                    " are another optimizer's. Give it those that ", Kernel::name, " takes.");
   return *options;
+}
+
+template <OptimizerKernel Kernel>
+const typename Kernel::Options& options_of(const ParamGroups& groups, std::size_t group) {
+  return options_of<Kernel>(groups[group], group);
 }
 
 /// Throws for a parameter with a gradient that the kernels cannot step. Changes nothing.
