@@ -246,7 +246,8 @@ TEST(PolicyText, LoadsFromAFile) {
   EXPECT_EQ(torchamp::load_policy(path).lookup("relu", at::kCPU), Cast::fp32);
   std::remove(path.c_str());
   EXPECT_ERROR((void)torchamp::load_policy(path),
-               "torchamp::load_policy: cannot read '" + path + "'");
+               "torchamp::load_policy: cannot read '" + path + "': No such file or directory.");
+  EXPECT_ERROR((void)torchamp::load_policy(::testing::TempDir()), "': Is a directory.");
 }
 
 }  // namespace

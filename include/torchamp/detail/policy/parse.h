@@ -5,8 +5,10 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
@@ -195,12 +197,12 @@ class PolicyParser {
 /// What is in the file. `call` begins the error texts.
 inline std::string read_policy_file(const std::string& call, const std::string& path) {
   std::FILE* const file = std::fopen(path.c_str(), "rb");
-  TORCH_CHECK(file, call, ": cannot read '", path, "'.");
+  TORCH_CHECK(file, call, ": cannot read '", path, "': ", std::strerror(errno), ".");
   std::string text;
   for (int c = std::fgetc(file); c != EOF; c = std::fgetc(file)) text += static_cast<char>(c);
-  const bool failed = std::ferror(file) != 0;
+  const int error = std::ferror(file) != 0 ? errno : 0;
   (void)std::fclose(file);
-  TORCH_CHECK(!failed, call, ": cannot read '", path, "'.");
+  TORCH_CHECK(error == 0, call, ": cannot read '", path, "': ", std::strerror(error), ".");
   return text;
 }
 
