@@ -121,7 +121,8 @@ OverflowReport overflow_report(const Owner& owner) {
 /// finite 1.5e+38`
 inline std::ostream& operator<<(std::ostream& out, const OverflowReport& report) {
   if (report.gradients == 0) {
-    return out << "no parameter has a gradient: report after backward(), before zero_grad()\n";
+    return out << "no parameter has a gradient: report after backward(), before zero_grad()\n(or a "
+                  "step that drops them, see drop_gradients_after_step())\n";
   }
   out << report.overflows.size() << " of " << report.gradients << " gradients hold infs or NaNs\n";
   for (const Overflow& one : report.overflows) {

@@ -106,7 +106,8 @@ TEST(OverflowReport, IsEmptyWithoutGradients) {
   std::ostringstream text;
   text << report;
   EXPECT_EQ(text.str(),
-            "no parameter has a gradient: report after backward(), before zero_grad()\n");
+            "no parameter has a gradient: report after backward(), before zero_grad()\n(or a step "
+            "that drops them, see drop_gradients_after_step())\n");
 }
 
 TEST(OverflowReport, TakesAModuleOrAnOptimizerInAnyForm) {
