@@ -119,7 +119,9 @@ struct CheckpointOptions {
 /// captures by reference must live until then, and it must do the same both times.
 ///
 /// Errors: whatever the function throws, from the call or from backward; a function that changes an
-/// input in place; a recomputation whose outputs have other shapes, or that uses other parameters.
+/// input in place; a recomputation whose outputs have other shapes, or that uses other parameters;
+/// parameters that were written to between the call and backward (not by LibTorch's own SGD, which
+/// writes where autograd does not see it).
 template <class Function, class... Inputs>
 auto checkpoint(CheckpointOptions options, Function&& function, Inputs&&... inputs) {
   using Arguments = std::tuple<typename detail::KeptInput<std::decay_t<Inputs>>::type...>;

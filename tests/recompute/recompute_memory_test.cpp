@@ -160,6 +160,26 @@ TEST(CheckpointMemory, RefusesActivationsThatTheFunctionKeptFromItsFirstRun) {
                "checkpoint: the recomputation used other parameters");
 }
 
+TEST(CheckpointMemory, RefusesAParameterThatWasWrittenToBeforeBackward) {
+  const Tensor x = leaf({4}), w = leaf({4});
+  const auto function = [&](const Tensor& t) { return (t * w).exp(); };
+  for (const bool nested : {false, true}) {
+    const Tensor y = nested
+                         ? checkpoint([&](const Tensor& t) { return checkpoint(function, t); }, x)
+                         : checkpoint(function, x);
+    {
+      const at::NoGradGuard no_grad;
+      w.mul_(2);
+    }
+    EXPECT_ERROR(y.sum().backward(),
+                 "checkpoint: a parameter or captured leaf of shape [4] was changed in place after "
+                 "the forward pass");
+    EXPECT_FALSE(w.grad().defined());
+    const Tensor again = checkpoint(function, x);
+    EXPECT_TRUE(at::equal(gradient(again, w), gradient(function(x), w)));
+  }
+}
+
 TEST(CheckpointMemory, RefusesATensorMadeLaterInPlaceOfACapturedOne) {
   const Tensor x = leaf({4}), w = leaf({4});
   Tensor captured = w;

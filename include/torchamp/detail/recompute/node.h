@@ -199,6 +199,7 @@ inline std::vector<at::Tensor> RecomputeNode::run(TensorFunction function,
       ++node.forward_.inner_leaves;
       continue;
     }
+    if (leaf) node.forward_.leaves.emplace_back(leaf, version_of(leaf->variable));
     node.forward_.outer_edges.emplace(edge, edges.size());
     edges.push_back(std::move(edge));
   }
@@ -222,6 +223,7 @@ inline torch::autograd::variable_list RecomputeNode::apply(
     function = function_;
     context = context_;
     for (const auto& input : inputs_) inputs.push_back(input.unpack());
+    forward_.check_leaves();
   }
 
   // With create_graph, the recomputed graph stays connected to the inputs' history.
