@@ -5,6 +5,7 @@
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <gtest/gtest.h>
 #include <malloc.h>
+#include <pthread.h>
 #include <sys/resource.h>
 #include <torch/torch.h>
 #include <unistd.h>
@@ -187,6 +188,18 @@ TEST_F(HostBlocksTest, MayBeFreedWhileAThreadEnds) {
     last = torch::ones({100});
     bytes(1000);
   }).join();
+}
+
+TEST_F(HostBlocksOfGlibc, AreGivenBackByAThreadThatFreesItsFirstAtItsVeryEnd) {
+  pthread_key_t key{};  // whose values go behind all thread_local variables
+  ASSERT_EQ(pthread_key_create(&key, [](void* last) { delete static_cast<at::Tensor*>(last); }), 0);
+  const std::size_t before = mallinfo2().uordblks;
+  for (int i = 0; i < 20; ++i) {
+    auto* const last = new at::Tensor(bytes(1 << 20));
+    std::thread([&] { EXPECT_EQ(pthread_setspecific(key, last), 0); }).join();
+  }
+  EXPECT_LT(mallinfo2().uordblks, before + (4 << 20));
+  pthread_key_delete(key);
 }
 
 TEST_F(HostBlocksTest, CanBeTakenAndGivenBackWithoutATensor) {

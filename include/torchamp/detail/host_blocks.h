@@ -11,12 +11,14 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Flags.h>
 #include <malloc.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <array>
 #include <bit>
 #include <cstdint>
 #include <new>
+#include <optional>
 #include <utility>
 
 #include "torchamp/version.h"
@@ -77,8 +79,7 @@ class FreeBlocks {
     if (size_class == BlockSizes::none || ended_) return false;
     if (reinterpret_cast<std::uintptr_t>(memory) % c10::gAlignment != 0) return false;
     const std::size_t bytes = bytes_taken(size_class);
-    if (bytes_ + bytes > most_bytes) return false;
-    static thread_local const End end;  // not before the thread has a block to give back
+    if (bytes_ + bytes > most_bytes || !give_back_at_end()) return false;
     first_[size_class] = new (memory) Block{first_[size_class]};
     bytes_ += bytes;
     return true;
@@ -102,15 +103,27 @@ class FreeBlocks {
     Block* next;
   };
 
-  struct End {
-    ~End() {
-      of_thread().ended_ = true;  // what the thread frees after this goes back at once
-      of_thread().give_back();
-    }
-  };
+  /// Whether the thread's end will give the blocks back. Behind all thread_local variables, and
+  /// even where the first block comes from what ends as late as this.
+  bool give_back_at_end() {
+    if (will_end_) return true;
+    static const std::optional<pthread_key_t> key = [] {
+      pthread_key_t made{};
+      const auto end = [](void* blocks) { static_cast<FreeBlocks*>(blocks)->end(); };
+      return pthread_key_create(&made, end) == 0 ? std::optional(made) : std::nullopt;
+    }();
+    will_end_ = key && pthread_setspecific(*key, this) == 0;
+    return will_end_;
+  }
+
+  void end() {
+    ended_ = true;  // what the thread frees after this goes back at once
+    give_back();
+  }
 
   std::array<Block*, BlockSizes::count> first_{};
   std::size_t bytes_ = 0;
+  bool will_end_ = false;
   bool ended_ = false;
 };
 
