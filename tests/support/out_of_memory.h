@@ -8,15 +8,16 @@
 
 #include "support/simulated/memory.h"
 
-/// Calls `call` with memory of the simulated devices for 0, 1, 2, … allocations, until it has
-/// enough; after each failure, with all memory again, `failed`. Returns how often it failed.
-template <class Call, class Failed>
+/// Calls `call` with memory for 0, 1, 2, … allocations, of the simulated devices or of what `Limit`
+/// limits, until it has enough; after each failure, with all memory again, `failed`. Returns how
+/// often it failed.
+template <class Limit = simulated::AllocationLimit, class Call, class Failed>
 int until_memory_suffices(const Call& call, const Failed& failed) {
   constexpr int most = 500;
   for (int allocations = 0; allocations < most; ++allocations) {
     SCOPED_TRACE(allocations);
     try {
-      const simulated::AllocationLimit limit(allocations);
+      const Limit limit(allocations);
       call();
       return allocations;
     } catch (const c10::Error& error) {  // which a collective call words anew

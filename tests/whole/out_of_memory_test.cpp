@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Calls that run out of the device's memory anywhere leave everything as it was.
+// Calls that run out of memory anywhere leave everything as it was.
 #include <ATen/Context.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "support/devices.h"
+#include "support/host_allocation_limit.h"
 #include "support/out_of_memory.h"
 #include "support/simulated/device.h"
 #include "support/temporary_folder.h"
@@ -259,6 +260,73 @@ TEST_F(OutOfMemory, ACheckpointOfMasterWeightsLoadsAllOrNothing) {
     EXPECT_GT(failures, 5);
     expect_same(state(), saved);
     train();
+  }
+}
+
+/// What an optimizer on the host steps piece by piece, in several lists.
+struct StepByPieces {
+  /// Split weights, each group with a list of its own, or fp32 and fp64 ones whose gradients are
+  /// divided before they are dropped.
+  explicit StepByPieces(bool splits) {
+    if (splits) {
+      masters.emplace(net, torchamp::MasterWeightsOptions{
+                               .dtype = at::kBFloat16, .storage = torchamp::MasterStorage::split});
+      parameters = masters->parameters();
+    } else {
+      constexpr std::int64_t size = torchamp::detail::divided_at_once + 5000;
+      parameters = {at::randn({size}).requires_grad_(),
+                    at::randn({size}, at::kDouble).requires_grad_()};
+    }
+    optimizer.emplace(
+        std::vector<torch::optim::OptimizerParamGroup>{{{parameters[0]}}, {{parameters[1]}}},
+        torch::optim::AdamOptions(0.1));
+    optimizer->drop_gradients_after_step();
+  }
+
+  void give_gradients(int i) {
+    torch::manual_seed(static_cast<std::uint64_t>(i));
+    for (Tensor& parameter : parameters) {
+      const auto dtype = masters ? at::kFloat : parameter.scalar_type();
+      parameter.mutable_grad() = at::randn(parameter.sizes(), dtype);
+    }
+  }
+  void step() { optimizer->step_scaled(at::full({}, 4.F), at::zeros({})); }
+
+  std::vector<Tensor> values() {
+    if (!masters) return {parameters[0].detach().clone(), parameters[1].detach().clone()};
+    std::stringstream file;
+    torch::save(*masters, file);
+    torch::nn::Linear plain(300, 300);
+    torch::load(plain, file);
+    return on_host(plain->parameters());
+  }
+
+  torch::nn::Linear net{300, 300};
+  std::optional<torchamp::MasterWeights> masters;
+  std::vector<Tensor> parameters;
+  std::optional<torchamp::FusedAdam> optimizer;
+};
+
+TEST(OutOfHostMemory, AStepByPiecesIsCountedAndMadeOnceOrNotAtAll) {
+  for (const bool splits : {true, false}) {
+    SCOPED_TRACE(splits);
+    const auto run = [splits](bool fails) {
+      torch::manual_seed(5);
+      StepByPieces training(splits);
+      int failures = 0;
+      for (int i = 0; i < 3; ++i) {
+        training.give_gradients(i);
+        const auto before = training.values();
+        const auto step = [&] { training.step(); };
+        const auto nothing_changed = [&] { expect_same(training.values(), before); };
+        fails ? void(failures += until_memory_suffices<HostAllocationLimit>(step, nothing_changed))
+              : step();
+        if (training.masters) training.masters->copy_to_model();
+      }
+      EXPECT_EQ(failures > 6, fails);
+      return training.values();
+    };
+    expect_same(run(true), run(false));
   }
 }
 

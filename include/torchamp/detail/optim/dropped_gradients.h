@@ -3,15 +3,15 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/div.h>
-#include <ATen/ops/empty.h>
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <utility>
-#include <vector>
 
 #include "torchamp/detail/optim/kernel.h"
+#include "torchamp/detail/optim/pieces.h"
 #include "torchamp/detail/optim/scalars.h"
 #include "torchamp/detail/tensors.h"
 
@@ -21,21 +21,12 @@ namespace torchamp::detail {
 // ATen's fused kernels write the gradients that they divide: of an Adam's 32 bytes read and written
 // for an fp32 parameter, 4. Where the optimizer drops its gradients after the step, nobody would
 // read those. So on a CPU, a large gradient is divided piece by piece into a buffer that stays in
-// the cache, and the kernel steps with that. Pieces end where ATen's kernels round as they would in
-// the middle of a tensor (see Note [Steps of split weights]). Small gradients are in the cache
-// anyway, 16-bit ones are not rounded when a kernel divides them itself, and on a GPU the launches
-// would cost more than the bytes.
+// the cache, and the kernel steps with that: see Note [Steps by pieces]. Small gradients are in the
+// cache anyway, 16-bit ones are not rounded when a kernel divides them itself, and on a GPU the
+// launches would cost more than the bytes.
 
-/// Where a parameter is cut: a multiple of what a kernel takes in one vector or one block.
-inline constexpr int64_t piece_unit = 1 << 12;
-
-/// The least elements of a gradient that is divided by pieces, and the most of a piece.
+/// The least elements of a gradient that is divided apart, and the most of a piece.
 inline constexpr int64_t divided_at_once = 1 << 18;
-
-/// The next multiple of `unit`, unless `size` is one.
-inline int64_t rounded_up(int64_t size, int64_t unit) {
-  return (size + unit - 1) / unit * unit;
-}
 
 /// Whether a step with `scalars` is not taken, as far as the host knows without asking a device.
 inline bool is_known_skipped(const StepScalars& scalars) {
@@ -52,11 +43,14 @@ inline bool divides_apart(const StepList& list, const StepScalars& scalars) {
 /// Steps pieces of a list, with the gradients divided in a buffer beforehand.
 class ApartDivision {
  public:
-  /// For pieces of at most `elements`.
-  ApartDivision(const StepList& list, const StepScalars& scalars, int64_t elements)
-      : scale_(*scalars.grad_scale()),
-        unscaled_(scalars.without_scale()),
-        buffer_(at::empty({elements}, at::device(list.device).dtype(list.dtype))) {}
+  /// The size of the buffer for pieces of at most `elements`: the last number is the scale.
+  static int64_t buffer_size(int64_t elements) { return elements + 1; }
+
+  /// `buffer` is of the list's dtype.
+  ApartDivision(const StepScalars& scalars, at::Tensor buffer)
+      : unscaled_(scalars.without_scale()), buffer_(std::move(buffer)) {
+    scale().copy_(*scalars.grad_scale());
+  }
 
   /// Kernel::step for `piece`, whose tensors are flat and whose gradients are replaced.
   template <OptimizerKernel Kernel>
@@ -64,7 +58,7 @@ class ApartDivision {
     int64_t begin = 0;
     for (at::Tensor& gradient : piece.grads) {
       at::Tensor divided = buffer_.narrow(0, begin, gradient.numel());
-      at::div_out(divided, gradient, scale_);
+      at::div_out(divided, gradient, scale());
       begin += gradient.numel();
       gradient = std::move(divided);
     }
@@ -72,39 +66,84 @@ class ApartDivision {
   }
 
  private:
-  at::Tensor scale_;
+  at::Tensor scale() const { return buffer_.select(0, buffer_.numel() - 1); }
+
   StepScalars unscaled_;
   at::Tensor buffer_;
 };
 
+/// A part of a list that is stepped at once, with its gradients divided apart.
+template <OptimizerKernel Kernel>
+class DividedPiece {
+ public:
+  using Options = typename Kernel::Options;
+
+  DividedPiece(const Options& options, const StepList& list, const StepScalars& scalars,
+               const at::Tensor& buffer)
+      : options_(options), list_(list), division_(scalars, buffer), piece_(list.emptied()) {}
+
+  int64_t room() const { return divided_at_once - elements_; }
+  bool empty() const { return elements_ == 0; }
+
+  /// Adds `size` elements of the i-th parameter, from `begin` on.
+  void add(std::size_t i, int64_t begin, int64_t size) {
+    piece_.add(list_, i, [&](const at::Tensor& tensor) {
+      return in_memory_order(tensor).narrow(0, begin, size);
+    });
+    elements_ += size;
+  }
+
+  /// Steps what was added, and is empty again.
+  void step() {
+    division_.template step<Kernel>(options_, piece_);
+    piece_ = list_.emptied();
+    elements_ = 0;
+  }
+
+ private:
+  const Options& options_;
+  const StepList& list_;
+  ApartDivision division_;
+  StepList piece_;
+  int64_t elements_ = 0;
+};
+
+inline bool is_divided_apart(const at::Tensor& param) {
+  return param.numel() >= divided_at_once;
+}
+
+/// Whether gradients of `list`, which are dropped after the step, are divided by pieces.
+template <OptimizerKernel Kernel>
+bool divides_by_pieces(const StepList& list, const StepScalars& scalars) {
+  return may_step_parts<Kernel> && divides_apart(list, scalars) &&
+         std::ranges::any_of(list.params, is_divided_apart);
+}
+
+/// What step_and_drop wants of `buffers`.
+template <OptimizerKernel Kernel>
+void want_dropped(PieceBuffers& buffers, const StepList& list, const StepScalars& scalars) {
+  if (divides_by_pieces<Kernel>(list, scalars))
+    buffers.want(list, ApartDivision::buffer_size(divided_at_once));
+}
+
 /// Kernel::step for a list whose gradients are dropped after the step: may leave them scaled.
 template <OptimizerKernel Kernel>
 void step_and_drop(const typename Kernel::Options& options, const StepList& list,
-                   const StepScalars& scalars) {
-  const auto is_large = [](const at::Tensor& param) { return param.numel() >= divided_at_once; };
-  const bool apart = may_step_parts<Kernel> && divides_apart(list, scalars) &&
-                     std::ranges::any_of(list.params, is_large);
-  if (!apart) return Kernel::step(options, list, scalars);
+                   const StepScalars& scalars, PieceBuffers& buffers) {
+  if (!divides_by_pieces<Kernel>(list, scalars)) return Kernel::step(options, list, scalars);
   if (is_known_skipped(scalars)) return;
 
-  const ApartDivision division(list, scalars, divided_at_once);
+  DividedPiece<Kernel> piece(options, list, scalars,
+                             buffers.get(list, ApartDivision::buffer_size(divided_at_once)));
   StepList small = list.emptied();
   for (std::size_t i = 0; i < list.params.size(); ++i) {
-    if (!is_large(list.params[i])) {
+    if (is_divided_apart(list.params[i])) {
+      add_by_parts(piece, i, list.params[i].numel());
+    } else {
       small.add(list, i, [](const at::Tensor& tensor) { return tensor; });
-      continue;
-    }
-    const int64_t size = list.params[i].numel();
-    const int64_t pieces = rounded_up(size, divided_at_once) / divided_at_once;
-    const int64_t most = rounded_up(rounded_up(size, pieces) / pieces, piece_unit);
-    for (int64_t begin = 0; begin < size; begin += most) {
-      StepList piece = list.emptied();
-      piece.add(list, i, [&](const at::Tensor& tensor) {
-        return in_memory_order(tensor).narrow(0, begin, std::min(most, size - begin));
-      });
-      division.step<Kernel>(options, piece);
     }
   }
+  if (!piece.empty()) piece.step();
   if (!small.params.empty()) Kernel::step(options, small, scalars);
 }
 

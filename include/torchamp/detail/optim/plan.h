@@ -183,16 +183,20 @@ class StepPlan {
     for (StepScalars& scalars : scalars_) scalars.note_step();
   }
 
-  /// Steps with the gradients collected. `drops`: they are dropped after it.
+  /// Steps with the gradients collected. `drops`: they are dropped after it. Takes memory first:
+  /// where it runs out, no step is counted, nor any list stepped. (Only where a step is made of
+  /// `_foreach_` ops, or masters are split on a device, do single lists need more on their way.)
   void run(const ParamGroups& groups, const at::Tensor& grad_scale, const at::Tensor& found_inf,
            bool is_exact, bool drops) {
-    for (StepScalars& scalars : scalars_) scalars.begin(grad_scale, found_inf, is_exact);
+    for (StepScalars& scalars : scalars_) scalars.prepare(grad_scale, found_inf, is_exact);
+    StepBuffers buffers = make_buffers(drops);
+    for (StepScalars& scalars : scalars_) scalars.begin();
     for (const StepList& list : lists_) {
       const Options& options = options_of<Kernel>(groups, list.group);
       if (list.is_split) {
-        step_split<Kernel>(options, list, scalars_[list.scalars], drops);
+        step_split<Kernel>(options, list, scalars_[list.scalars], drops, buffers);
       } else if (drops) {
-        step_and_drop<Kernel>(options, list, scalars_[list.scalars]);
+        step_and_drop<Kernel>(options, list, scalars_[list.scalars], buffers.gradients);
       } else {
         Kernel::step(options, list, scalars_[list.scalars]);
       }
@@ -206,6 +210,22 @@ class StepPlan {
   }
 
  private:
+  /// The buffers of all lists.
+  StepBuffers make_buffers(bool drops) const {
+    StepBuffers buffers;
+    for (const StepList& list : lists_) {
+      const StepScalars& scalars = scalars_[list.scalars];
+      if (list.is_split) {
+        want_split<Kernel>(buffers, list, scalars, drops);
+      } else if (drops) {
+        want_dropped<Kernel>(buffers.gradients, list, scalars);
+      }
+    }
+    buffers.masters.allocate();
+    buffers.gradients.allocate();
+    return buffers;
+  }
+
   static Use use_of(const ParamGroups& groups, std::size_t group) {
     const Options& options = options_of<Kernel>(groups, group);
     return {Kernel::kinds(options), Kernel::counted(options)};

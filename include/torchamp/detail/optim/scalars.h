@@ -75,9 +75,9 @@ class StepScalars {
     counters_.push_back(std::move(counter));
   }
 
-  /// Takes the scale and the flag to this device and counts the step, unless it is skipped: the
-  /// kernels want to find it counted. `is_exact`: the flag is 0 or 1.
-  void begin(const at::Tensor& grad_scale, const at::Tensor& found_inf, bool is_exact) {
+  /// Takes the scale and the flag to this device, and all memory that counting takes. `is_exact`:
+  /// the flag is 0 or 1.
+  void prepare(const at::Tensor& grad_scale, const at::Tensor& found_inf, bool is_exact) {
     grad_scale_.reset();
     found_inf_.reset();
     if (grad_scale.defined()) grad_scale_ = to_device_async(device_, grad_scale);
@@ -86,8 +86,22 @@ class StepScalars {
       // The kernels skip where the flag is exactly 1. A sum over devices or processes may be more.
       if (!is_exact) found_inf_ = at::ne_out(flag_, *found_inf_, zero_);
     }
-    count_step();
+    if (found_inf_ && !values_.empty() && !counts_by_sgd_) taken_ = at::rsub(*found_inf_, 1.);
     for (const auto& counter : firsts_) make_gates(*counter);
+  }
+
+  /// Counts the step, unless it is skipped: the kernels want to find it counted.
+  void begin() {
+    if (values_.empty()) return;
+    if (!found_inf_) {
+      at::_foreach_add_(values_, one_);
+    } else if (!counts_by_sgd_) {
+      at::_foreach_add_(values_, taken_);
+    } else {  // SGD's kernel adds numbers to numbers, or does not, in one launch
+      at::_fused_sgd_(values_, ones_, {}, /*weight_decay=*/0., /*momentum=*/0., /*lr=*/1.,
+                      /*dampening=*/0., /*nesterov=*/false, /*maximize=*/true,
+                      /*is_first_step=*/false, /*grad_scale=*/{}, found_inf_);
+    }
   }
 
   void end() {
@@ -101,6 +115,7 @@ class StepScalars {
     for (const auto& counter : firsts_) follow_up(counter);
     grad_scale_.reset();
     found_inf_.reset();
+    taken_ = at::Tensor();
   }
 
   /// Takes note of a step that was made without begin() and end(), and may have been skipped.
@@ -112,19 +127,6 @@ class StepScalars {
  private:
   at::Tensor number(float value) const {
     return at::full({}, value, at::device(device_).dtype(at::kFloat));
-  }
-
-  void count_step() {
-    if (values_.empty()) return;
-    if (!found_inf_) {
-      at::_foreach_add_(values_, one_);
-    } else if (!counts_by_sgd_) {
-      at::_foreach_add_(values_, at::rsub(*found_inf_, 1.));
-    } else {  // SGD's kernel adds numbers to numbers, or does not, in one launch
-      at::_fused_sgd_(values_, ones_, {}, /*weight_decay=*/0., /*momentum=*/0., /*lr=*/1.,
-                      /*dampening=*/0., /*nesterov=*/false, /*maximize=*/true,
-                      /*is_first_step=*/false, /*grad_scale=*/{}, found_inf_);
-    }
   }
 
   void make_gates(StepCounter& counter) const {
@@ -160,6 +162,7 @@ class StepScalars {
 
   at::Device device_;
   at::Tensor zero_, one_, flag_;
+  at::Tensor taken_;                     // 1, or 0 if the step is skipped
   at::Tensor first_and_later_, unused_;  // 1 and 0, and two numbers
   bool counts_by_sgd_;
   std::optional<at::Tensor> grad_scale_, found_inf_;
