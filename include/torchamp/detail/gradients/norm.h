@@ -147,11 +147,11 @@ inline at::Tensor total_norm(const std::vector<GradientBatch>& batches, double n
 //                       fp32, and, if it comes out where fp32 ends, once more in fp64.
 //   maxima, minima      as they are
 //   nonzero gradients   as they are, and not divided by the scale
-//   any other norm      of copies divided by the scale, since powers leave fp64's range, too; so on
-//                       devices of which it is not known that they have fp64
-// One pass over the gradients, then; two in the second case on a CPU and in the last one.
+//   any other norm      of copies divided by the scale, since powers leave fp64's range, too; so
+//                       are sums and squares on devices that are not known to have fp64
+// That is one pass over the gradients, two where a CPU sums once more and where copies are divided.
 
-/// Whether a norm made of fp32 squares, on the host, is one that they can make.
+/// Whether fp32 squares, on the host, could hold what this norm was made of.
 inline bool is_reliable(const at::Tensor& norm) {
   const double value = norm.scalar_type() == at::kDouble ? *norm.const_data_ptr<double>()
                                                          : *norm.const_data_ptr<float>();

@@ -41,7 +41,7 @@ namespace torchamp::detail {
 // largest values: where a large gradient's is finite, so is the gradient, and the kernel looks at
 // all others.
 //
-// What a device is to be asked beside costs no launch: a 0 among the gradients comes out of the
+// What else a device is asked costs no launch of its own: a 0 among the gradients comes out of the
 // look as a new flag, and a number among the largest values is looked at with them.
 
 /// Whether ATen's kernel that unscales takes such gradients.
@@ -195,8 +195,8 @@ class DeviceFlags {
     return flags_.emplace_back(at::zeros({}, flags_[0].options().device(device)));
   }
 
-  /// Sets the first to 1 if any is. Never reads a device, though the flags of others are waited for
-  /// where the first lies on the host.
+  /// Sets the first to 1 if any is. Reads no device, but waits for the others' flags where the
+  /// first lies on the host.
   void gather() {
     for (std::size_t i = 1; i < flags_.size(); ++i) {
       flags_[0].add_(to_device_async(flags_[0].device(), flags_[i])).clamp_max_(1.);

@@ -29,7 +29,7 @@ struct StepCounter {
 
   bool known() const { return at_least == at_most; }
 
-  /// The same count, for parameters on `device` that go their own way from here on.
+  /// The same count, for parameters on `device` whose steps are counted apart from here on.
   StepCounter copy_to(at::Device device) const {
     StepCounter copy(*this);
     copy.numbers = numbers.to(device, numbers.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
@@ -39,7 +39,7 @@ struct StepCounter {
     return copy;
   }
 
-  /// Whether only the device knows if there was a step at all.
+  /// Whether only the device knows if a step was made at all.
   bool may_be_first() const { return at_least == 0 && at_most > 0; }
 
   /// Has the host learn, some time later, whether there was one. Waits for nobody.
@@ -96,7 +96,7 @@ void read_counters(const Counters<Counter>& counters) {
 }
 
 /// Which parameter's steps are counted where. Parameters that were always stepped together share a
-/// counter. Where some of them lack a gradient that others have, those that step get a copy of it.
+/// counter. Once only some of them have gradients, these get a copy of it.
 /// `Counter` is StepCounter: a template for programs without a fused optimizer, which need not
 /// compile it (0.2 % of what <torch/torch.h> takes).
 template <class Counter>
@@ -170,7 +170,8 @@ class CounterTable {
     return made.back();
   }
 
-  /// Parts those that step from those that do not, and from those on other devices.
+  /// Gives parameters that step a counter apart from those that do not, and from those on other
+  /// devices.
   Counters<Counter> part(const std::vector<at::Tensor>& stepped) {
     std::vector<Share> shares;
     for (const at::Tensor& param : stepped) {

@@ -31,8 +31,8 @@ namespace torchamp::detail {
 // finds out on the way whether the plan still holds: the same parameters, the same of them with
 // gradients, the layouts that the states were made for, the same kinds of state, the same states.
 // (LibTorch gives everyone a reference to the map of states, to clear it or to put others there.)
-// If not, it is made anew, from the groups, the states and the counters, which are all that
-// outlives it. A state that is not the plan's says itself how many steps it has behind it.
+// If not, a new one is made from the groups, the states and the counters: nothing else outlives a
+// plan. A state that is not the plan's holds itself how many steps were made with it.
 
 /// What a step of `Kernel` calls the fused kernels with.
 template <OptimizerKernel Kernel>
@@ -116,7 +116,7 @@ class StepPlan {
     return plan;
   }
 
-  /// Takes note of the states that there are, and of the steps that they hold.
+  /// Remembers which states there are, and how many steps each holds.
   void note_states(const ParamStates& states) {
     for (Slot& slot : slots_) {
       const auto state = states.find(slot.param);
@@ -125,8 +125,8 @@ class StepPlan {
     }
   }
 
-  /// Forgets the counts of parameters whose states are no longer those that were taken note of.
-  /// Returns whether there were any; the plan does not hold then.
+  /// Forgets the counts of parameters whose states are no longer those of note_states(). Returns
+  /// whether there were any; the plan does not hold then.
   bool drop_counters(const ParamStates& states, CounterTable<StepCounter>& counters) const {
     bool any = false;
     for (const Slot& slot : slots_) {
@@ -240,7 +240,7 @@ class StepPlan {
     return Kernel::steps(static_cast<const State&>(state));
   }
 
-  /// The state that was taken note of; null if there is another one by now, or none.
+  /// The state of note_states(); null if there is another one by now, or none.
   static State* state_of(const Slot& slot, const ParamStates& states) {
     const auto state = states.find(slot.param);
     const bool same = state != states.end() && state->second.get() == slot.state &&

@@ -118,7 +118,7 @@ class StepScalars {
     taken_ = at::Tensor();
   }
 
-  /// Takes note of a step that was made without begin() and end(), and may have been skipped.
+  /// Counts, on the host, a replayed step, which may have been skipped.
   void note_step() {
     for (const auto& counter : counters_) ++counter->at_most;
     for (const auto& counter : firsts_) ++counter->at_most;
@@ -135,8 +135,8 @@ class StepScalars {
     counter.gates = found_inf_ ? at::maximum(counter.numbers, *found_inf_) : counter.numbers;
   }
 
-  /// Where a first step may have been made, it is noted, or not: SGD's kernel copies gradients of a
-  /// first step to the buffers.
+  /// Has the device note a first step, unless it was skipped: SGD's kernel copies what it takes for
+  /// gradients of a first step to what it takes for buffers.
   void note_first_steps() const {
     std::vector<at::Tensor> numbers;
     for (const auto& counter : firsts_) {

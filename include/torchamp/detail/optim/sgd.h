@@ -30,9 +30,10 @@ namespace torchamp::detail {
 // for granted and goes on with uninitialised memory). Here buffers start as zeros. Without
 // dampening, a later step makes of zeros what the first step makes of anything. With dampening,
 // the device keeps two numbers, whether there was a step and whether there was none. While the host
-// does not know, the kernel is called twice, as the first and as a later step, and one of these or
-// the flag, whichever is larger, skips a call: the gates. Each step has the numbers copied to the
-// host until it has learned that there was a step; nobody waits for the copy.
+// does not know, the kernel is called twice, as for the first step and as for a later one, and each
+// call is skipped where its gate is 1: the larger of one of these numbers and the flag. Each step
+// has the numbers copied to the host until it has learned that there was a step; nothing waits for
+// the copy.
 struct SgdKernel {
   using LibTorch = torch::optim::SGD;
   using Options = torch::optim::SGDOptions;
