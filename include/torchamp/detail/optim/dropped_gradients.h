@@ -48,8 +48,10 @@ class ApartDivision {
 
   /// `buffer` is of the list's dtype.
   ApartDivision(const StepScalars& scalars, at::Tensor buffer)
-      : unscaled_(scalars.without_scale()), buffer_(std::move(buffer)) {
-    scale().copy_(*scalars.grad_scale());
+      : unscaled_(scalars.without_scale()),
+        buffer_(std::move(buffer)),
+        scale_(buffer_.select(0, buffer_.numel() - 1)) {
+    scale_.copy_(*scalars.grad_scale());
   }
 
   /// Kernel::step for `piece`, whose tensors are flat and whose gradients are replaced.
@@ -58,7 +60,7 @@ class ApartDivision {
     int64_t begin = 0;
     for (at::Tensor& gradient : piece.grads) {
       at::Tensor divided = buffer_.narrow(0, begin, gradient.numel());
-      at::div_out(divided, gradient, scale());
+      at::div_out(divided, gradient, scale_);
       begin += gradient.numel();
       gradient = std::move(divided);
     }
@@ -66,10 +68,8 @@ class ApartDivision {
   }
 
  private:
-  at::Tensor scale() const { return buffer_.select(0, buffer_.numel() - 1); }
-
   StepScalars unscaled_;
-  at::Tensor buffer_;
+  at::Tensor buffer_, scale_;
 };
 
 /// A part of a list that is stepped at once, with its gradients divided apart.
@@ -122,8 +122,9 @@ bool divides_by_pieces(const StepList& list, const StepScalars& scalars) {
 /// What step_and_drop wants of `buffers`.
 template <OptimizerKernel Kernel>
 void want_dropped(PieceBuffers& buffers, const StepList& list, const StepScalars& scalars) {
-  if (divides_by_pieces<Kernel>(list, scalars))
+  if (divides_by_pieces<Kernel>(list, scalars)) {
     buffers.want(list, ApartDivision::buffer_size(divided_at_once));
+  }
 }
 
 /// Kernel::step for a list whose gradients are dropped after the step: may leave them scaled.
