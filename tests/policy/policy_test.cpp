@@ -224,7 +224,8 @@ TEST(Policy, AnUnknownNameIsAnErrorWithTheNearestKnownOne) {
                "Policy::fp32: LibTorch knows no op 'sofmax'. Did you mean 'softmax'?");
   EXPECT_ERROR(Policy::standard().unchanged({"softmax.string"}),
                "Policy::unchanged: the op 'aten::softmax' has no overload 'string'. It has '");
-  EXPECT_ERROR(Policy::standard().fp32({"outer.axis"}), "has no overload 'axis'. It has 'outer', 'outer.out'.");
+  EXPECT_ERROR(Policy::standard().fp32({"outer.axis"}),
+               "has no overload 'axis'. It has 'outer', 'outer.out'.");
   EXPECT_ERROR((void)Policy::standard().lookup("lieanr", at::kCPU), "Did you mean 'linear'?");
   // Of two that are as near, the one in more families.
   EXPECT_ERROR((void)Policy::standard().lookup("adddmm", at::kCPU), "Did you mean 'addmm'?");
