@@ -45,6 +45,13 @@ class Counterpart {
   typename Kernel::LibTorch optimizer_;
 };
 
+/// Throws for a group with options of its own that are out of range or another optimizer's, for
+/// which LibTorch takes the defaults. `number` is for the error.
+template <OptimizerKernel Kernel>
+void check_options(const torch::optim::OptimizerParamGroup& group, std::size_t number) {
+  if (group.has_options()) Counterpart<Kernel>::check(options_of<Kernel>(group, number));
+}
+
 }  // namespace detail
 
 #if TORCHAMP_BODIES
@@ -127,20 +134,13 @@ FusedOptimizerOf<Kernel>::FusedOptimizerOf(
     const std::vector<torch::optim::OptimizerParamGroup>& groups, Options defaults)
     : FusedOptimizer(groups, std::make_unique<Options>(defaults)) {
   detail::Counterpart<Kernel>::check(defaults);
-  for (std::size_t g = 0; g < groups.size(); ++g) {  // LibTorch takes the defaults for another's
-    if (groups[g].has_options()) (void)detail::options_of<Kernel>(groups, g);
-  }
-  for (std::size_t g = 0; g < param_groups_.size(); ++g) {
-    detail::Counterpart<Kernel>::check(detail::options_of<Kernel>(param_groups_, g));
-  }
+  for (std::size_t g = 0; g < groups.size(); ++g) detail::check_options<Kernel>(groups[g], g);
   note_split_weights();
 }
 
 template <detail::OptimizerKernel Kernel>
 void FusedOptimizerOf<Kernel>::add_param_group(const torch::optim::OptimizerParamGroup& group) {
-  if (group.has_options()) {
-    detail::Counterpart<Kernel>::check(detail::options_of<Kernel>(group, param_groups_.size()));
-  }
+  detail::check_options<Kernel>(group, param_groups_.size());
   FusedOptimizer::add_param_group(group);
 }
 

@@ -19,6 +19,7 @@
 #include "torchamp/detail/bodies.h"
 #include "torchamp/detail/optim/state_tensors.h"
 #include "torchamp/detail/overlay/weight_casts.h"
+#include "torchamp/detail/scaler/step_record.h"
 #include "torchamp/detail/split_weight.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler.h"
@@ -94,14 +95,10 @@ inline at::Tensor evaluate_loss(torch::optim::Optimizer& optimizer,
   TORCH_CHECK_VALUE(loss.defined() && loss.numel() == 1,
                     "GradScaler::step: the closure has returned no loss of one element. It "
                     "computes the loss and leaves backward() to the scaler.");
-  for (const auto& group : optimizer.param_groups()) {
-    for (const at::Tensor& parameter : group.params()) {
-      TORCH_CHECK_VALUE(
-          !parameter.defined() || !parameter.grad().defined(),
-          "GradScaler::step: the closure has called backward(). Let it compute the loss and return "
-          "it: zero_grad(), scale() and backward() are done here, at each evaluation.");
-    }
-  }
+  TORCH_CHECK_VALUE(
+      count_gradients(optimizer) == 0,
+      "GradScaler::step: the closure has called backward(). Let it compute the loss and return "
+      "it: zero_grad(), scale() and backward() are done here, at each evaluation.");
   return loss;
 }
 
