@@ -184,7 +184,7 @@ function(torchamp_add_header_test)
     message(STATUS "Headers of CUDA or NCCL not found: what includes them is not compiled")
   endif()
   torchamp_syntax_command(command)
-  torchamp_add_script_test(headers_listed_and_light headers/run.cmake LABELS headers
+  torchamp_add_script_test(headers_light headers/run.cmake LABELS headers
                            ARGS "-DHEADERS=${headers}" "-DCOMPILE=${command}" -DNM=${CMAKE_NM}
                                 -DBUILD=${CMAKE_CURRENT_BINARY_DIR}/headers)
 endfunction()
