@@ -64,9 +64,9 @@ struct AutocastOptions {
 /// Never reads the device.
 ///
 /// The environment variable TORCHAMP_POLICY, read at the first guard, overrides all guards for a
-/// quick comparison: `off`, `standard`, `torch` or `file:PATH` (a text as in policy_text.h, or
-/// what save_policy() has written, whose part about modules is passed over; an fp8 rule there is an
-/// error).
+/// quick comparison: `off`, `standard`, `torch` or `file:PATH` (a text as in policy_text.h, which
+/// some source file of the program includes, or what save_policy() has written, whose part about
+/// modules is passed over; an fp8 rule there is an error).
 ///
 /// A region of a device that is not there (CUDA without a CUDA device, MPS in a LibTorch built
 /// without it), and a dtype that the device's autocast does not support (fp32 on a CPU, say), warn

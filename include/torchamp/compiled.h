@@ -19,6 +19,7 @@
 #include "torchamp/grad_scaler.h"
 #include "torchamp/optim.h"
 #include "torchamp/policy.h"
+#include "torchamp/policy_text.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {

@@ -11,9 +11,9 @@
 #include <c10/util/Exception.h>
 
 #include <concepts>
+#include <iosfwd>
 #include <memory>
 #include <optional>
-#include <ostream>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -139,9 +139,21 @@ class Policy {
   std::shared_ptr<const detail::PolicyData> data_;
 };
 
+namespace detail {
+/// What torchamp/policy_text.h brings: see Note [Extras].
+template <class AnyPolicy>
+struct PolicyPrinter {
+  static_assert(sizeof(AnyPolicy) == 0,
+                "torchamp: include torchamp/policy_text.h, which prints policies.");
+};
+}  // namespace detail
+
 /// Prints the table: the edits, then per rule the ops that follow it on a CPU and on CUDA; for
-/// LibTorch's own kernels, what they do (see Policy::effect).
-std::ostream& operator<<(std::ostream& out, const Policy& policy);
+/// LibTorch's own kernels, what they do (see Policy::effect). Needs torchamp/policy_text.h.
+template <std::same_as<Policy> AnyPolicy>
+std::ostream& operator<<(std::ostream& out, const AnyPolicy& policy) {
+  return detail::PolicyPrinter<AnyPolicy>::print(out, policy);
+}
 
 }  // namespace TORCHAMP_NAMESPACE
 

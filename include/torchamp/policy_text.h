@@ -2,16 +2,19 @@
 #pragma once
 
 /// @file
-/// @brief Policies as text, in a string or a file.
+/// @brief Policies as text, printed, in a string or a file.
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
 #include <cstddef>
+#include <ostream>
 #include <string>
 #include <string_view>
 
+#include "torchamp/detail/bodies.h"
 #include "torchamp/detail/fp8/run.h"
+#include "torchamp/detail/overlay/environment.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/parse.h"
 #include "torchamp/detail/policy/print.h"
@@ -19,6 +22,26 @@
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {
+
+namespace detail {
+
+template <>
+struct PolicyPrinter<Policy> {
+  static std::ostream& print(std::ostream& out, const Policy& policy) {
+    print_policy(out, *policy.data());
+    return out;
+  }
+};
+
+#if TORCHAMP_BODIES
+/// Lets TORCHAMP_POLICY name a file.
+inline const bool environment_names_files = [] {
+  policy_file_reader() = &read_environment_policy;
+  return true;
+}();
+#endif
+
+}  // namespace detail
 
 /// The policy as text that parse_policy() reads back: its base table and its edits, a line each.
 ///

@@ -5,6 +5,8 @@
 #include <torchamp/torchamp.h>
 
 #ifdef TORCHAMP_COMPILED
+#include <torchamp/policy_text.h>
+
 #include <sstream>
 
 // Whatever is only declared here must be defined in the library's own file.

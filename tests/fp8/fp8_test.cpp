@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "torchamp/fp8.h"
+#include "torchamp/policy_text.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

@@ -20,7 +20,7 @@ foreach(header IN LISTS HEADERS)
 endforeach()
 
 file(GLOB public RELATIVE ${SOURCE}/include ${SOURCE}/include/torchamp/*.h ${SOURCE}/include/torchamp/distributed/*.h)
-list(FILTER public EXCLUDE REGEX "/(compiled|nccl|process_group)[.]h$")  # the code itself; what needs more than LibTorch
+list(FILTER public EXCLUDE REGEX "/(compiled|nccl|policy_text|process_group)[.]h$")  # the code itself; what needs more than LibTorch; what registers itself
 list(TRANSFORM public REPLACE "(.+)" "#include <\\1>\n")
 list(JOIN public "" includes)
 file(WRITE ${BUILD}/unused.cpp "${includes}")

@@ -19,6 +19,7 @@
 #include "torchamp/autocast.h"
 #include "torchamp/cast_recorder.h"
 #include "torchamp/module_policy.h"
+#include "torchamp/policy_text.h"
 #include "torchamp/recompute.h"
 
 namespace {

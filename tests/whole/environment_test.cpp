@@ -8,7 +8,10 @@
 #include <iostream>
 #include <string>
 
+#include "support/expect_error.h"
 #include "torchamp/autocast.h"
+#include "torchamp/detail/overlay/environment.h"
+#include "torchamp/policy_text.h"
 
 namespace {
 
@@ -85,6 +88,13 @@ TEST_F(Environment, AnFp8RuleInTheFileIsAnErrorThatSaysWhereItBelongs) {
            "Policy::fp8 or load_policy");
   }
   std::remove(path.c_str());
+}
+
+TEST_F(Environment, AFileIsAnErrorThatNamesTheHeaderWhereNoSourceFileReadsPolicies) {
+  EXPECT_ERROR(
+      torchamp::detail::read_environment("file:some.policy", /*read_file=*/nullptr),
+      "TORCHAMP_POLICY is 'file:some.policy', and this program does not read policy files. "
+      "Include torchamp/policy_text.h");
 }
 
 TEST_F(Environment, ABadValueIsAnErrorAtTheGuard) {

@@ -14,6 +14,13 @@
 // declares it, too. Otherwise the class has a key function, and the compiler emits the class and
 // all that it calls into each file that includes the header, whether it is used or not.
 
+// Note [Extras]
+// torchamp.h brings what a training loop needs; all else is an extra, with a header of its own, and
+// no header of the core includes one. Where an extra is reached through a name of the core
+// (printing a Policy, say), that name is a template here which calls a class template. The extra's
+// header specialises that; without it, a static_assert says which header to include. Where an extra
+// is reached at run time, its header registers a function, and the error of the core names it.
+
 /// @cond
 #if !defined(TORCHAMP_COMPILED)
 #define TORCHAMP_BODIES 1

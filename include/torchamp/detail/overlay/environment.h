@@ -8,7 +8,6 @@
 #include <string>
 
 #include "torchamp/detail/policy/data.h"
-#include "torchamp/detail/policy/parse.h"
 
 namespace torchamp::detail {
 
@@ -19,7 +18,17 @@ struct EnvironmentOverride {
   std::shared_ptr<const PolicyData> policy;
 };
 
-inline EnvironmentOverride read_environment(const char* value) {
+/// Reads the policy in a file; errors begin with `call`.
+using PolicyFileReader = std::shared_ptr<const PolicyData> (*)(const std::string& call,
+                                                               const std::string& path);
+
+/// Which torchamp/policy_text.h registers; null where no source file includes that.
+inline PolicyFileReader& policy_file_reader() {
+  static PolicyFileReader reader = nullptr;
+  return reader;
+}
+
+inline EnvironmentOverride read_environment(const char* value, PolicyFileReader read_file) {
   const std::string text = value == nullptr ? "" : value;
   if (text.empty()) return {};
   if (text == "off") return {.off = true, .policy = nullptr};
@@ -27,18 +36,18 @@ inline EnvironmentOverride read_environment(const char* value) {
   if (text == "torch") return {.off = false, .policy = unedited(BaseTable::torch)};
   TORCH_CHECK(text.starts_with("file:"), "TORCHAMP_POLICY is '", text,
               "'. Set it to off, standard, torch or file:PATH, or unset it.");
-  const std::string call = "TORCHAMP_POLICY: torchamp::load_policy", path = text.substr(5);
-  const std::string file = read_policy_file(call, path);
+  TORCH_CHECK(read_file != nullptr, "TORCHAMP_POLICY is '", text,
+              "', and this program does not read policy files. Include torchamp/policy_text.h in "
+              "one of its source files, or link torchamp::compiled.");
   return {.off = false,
-          .policy = PolicyParser(call + ": '" + path + "'", /*parse_fp8=*/nullptr)
-                        .parse(text_before_modules(file))};
+          .policy = read_file("TORCHAMP_POLICY: torchamp::load_policy", text.substr(5))};
 }
 
 /// Read once, at the first guard. A bad value is an error at every guard.
 inline const EnvironmentOverride& environment_override() {
   // Never destroyed: static objects' destructors may use guards.
-  static const auto& override =
-      *new EnvironmentOverride(read_environment(std::getenv("TORCHAMP_POLICY")));
+  static const auto& override = *new EnvironmentOverride(
+      read_environment(std::getenv("TORCHAMP_POLICY"), policy_file_reader()));
   return override;
 }
 

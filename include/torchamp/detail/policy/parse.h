@@ -217,6 +217,14 @@ inline std::string_view text_before_modules(std::string_view text) {
   return text.substr(0, end);
 }
 
+/// A PolicyFileReader: of a file with parts for modules, the part for all ops, without fp8 rules.
+inline std::shared_ptr<const PolicyData> read_environment_policy(const std::string& call,
+                                                                 const std::string& path) {
+  const std::string text = read_policy_file(call, path);
+  return PolicyParser(call + ": '" + path + "'", /*parse_fp8=*/nullptr)
+      .parse(text_before_modules(text));
+}
+
 /// The policy in a file of such text. `call` begins the error texts.
 inline std::shared_ptr<const PolicyData> load_policy_data(const std::string& call,
                                                           const std::string& path,

@@ -5,7 +5,6 @@
 #include <c10/core/DeviceType.h>
 #include <c10/util/Exception.h>
 
-#include <ostream>
 #include <string>
 #include <string_view>
 
@@ -16,7 +15,6 @@
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/edit.h"
-#include "torchamp/detail/policy/print.h"
 #include "torchamp/detail/policy/resolve.h"
 #include "torchamp/detail/policy/rule.h"
 #include "torchamp/ops.h"
@@ -37,11 +35,6 @@ TORCHAMP_BODY Policy& Policy::edit(Cast rule, const OpNames& ops, const When& wh
                                    const detail::Fp8Rule& fp8) {
   data_ = detail::edited(data_, rule, ops, when, fp8);
   return *this;
-}
-
-TORCHAMP_BODY std::ostream& operator<<(std::ostream& out, const Policy& policy) {
-  detail::print_policy(out, *policy.data());
-  return out;
 }
 
 TORCHAMP_BODY Cast Policy::lookup(std::string_view op, at::DeviceType device) const {
