@@ -23,8 +23,8 @@ TEST(Nccl, AveragesInAWorldOfOne) {
   SKIP_WITHOUT(at::kCUDA);
   const auto group = c10::make_intrusive<c10d::ProcessGroup>(c10::make_intrusive<c10d::HashStore>(),
                                                              /*rank=*/0, /*size=*/1);
-  group->setDefaultBackend(c10d::ProcessGroup::BackendType::NCCL);
   torchamp::add_nccl(*group);
+  group->setDefaultBackend(c10d::ProcessGroup::BackendType::NCCL);
   torch::nn::Linear model(4, 2);
   model->to(at::kCUDA);
   torchamp::DistributedDataParallel net(model, group);

@@ -23,6 +23,7 @@
 #include <ATen/cuda/CUDAGraph.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAException.h>
 #include <cuda_runtime_api.h>
 #endif
 
@@ -60,6 +61,10 @@ class CudaDeviceGraph final : public DeviceGraph {
       });
     }
     graph_.reset();
+    // The thread still has the error of a capture that had ended before, which the next op would
+    // take for its own. LibTorch's check forgets what it reports; cudaGetLastError() itself would
+    // have to be linked.
+    attempt([] { C10_CUDA_CHECK(cudaErrorIllegalState); });
   }
 
  private:
