@@ -48,7 +48,8 @@ class Policy {
   /// fp16 (or bf16) for matmul, conv and linear ops, fp32 for additions, reductions and
   /// binary_cross_entropy (see Note [Binary cross entropy]), LibTorch's own kernels for the rest;
   /// where a device lacks a kernel for an op on LibTorch's CUDA lists, that list's rule. In-place
-  /// and out= forms are left alone.
+  /// and out= forms are left alone. On a CPU without LSTMs in the region's dtype (oneDNN's bf16
+  /// ones take avx512), LSTMs, GRUs and RNNs run in fp32, with one warning.
   static Policy standard();
 
   /// LibTorch's own lists for each device, bit for bit.
@@ -111,7 +112,9 @@ class Policy {
 
   /// The rule in force for one overload on one type of device, conditional rules left out.
   /// A name without overload is the overload without a name, else what all castable overloads have
-  /// in common; if they differ, an error that lists them. An op on no list is `unchanged`.
+  /// in common; if they differ, an error that lists them. An op on no list is `unchanged`. Where a
+  /// CPU has recurrent layers in one 16-bit dtype only, the rule is that for the calling thread's
+  /// autocast dtype; the first such question tries.
   Cast lookup(std::string_view op, at::DeviceType device) const;
   /// The rule in force on the type of `device`: see the other lookup().
   Cast lookup(std::string_view op, at::Device device) const { return lookup(op, device.type()); }

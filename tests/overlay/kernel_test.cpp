@@ -9,7 +9,9 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -86,6 +88,14 @@ TEST(Overlay, CastsOneArgumentOfAnAdditionAndNoneIfAnotherIsWide) {
   EXPECT_FALSE(is_cast(narrow + narrow, 1));
 }
 
+TEST(Overlay, LeavesAnOpThatIsSetBackToNativeToTheOpsThatItCalls) {
+  EXPECT_EQ(entry(Policy::standard().native({"einsum"}), "einsum", at::kCPU), Cast::native);
+  EXPECT_EQ(entry(Policy::standard().unchanged({"einsum"}), "einsum", at::kCPU), Cast::unchanged);
+  const AutocastGuard guard(at::kCPU, {.policy = Policy::standard().native({"einsum"})});
+  const at::Tensor x = at::ones({2, 2});
+  EXPECT_EQ(at::einsum("ij,jk->ik", {x, x}).scalar_type(), at::kBFloat16);
+}
+
 TEST(RuleOfCall, IsUnchangedOutsideOfRegionsAndNativeWhereLibTorchDecides) {
   const auto rule = [] {
     return torchamp::detail::rule_of_call(op_named("mse_loss"), at::kCPU, {});
@@ -105,10 +115,143 @@ TEST(RecurrentLayers, AreCastToTheRegionsDtypeWhereCudasListsAreFollowed) {
       EXPECT_EQ(entry(Policy::standard(), op, device), Cast::lower_precision) << op << device;
       EXPECT_EQ(entry(Policy::torch(), op, device), Cast::native) << op << device;
     }
-    EXPECT_EQ(entry(Policy::standard(), op, at::kCPU), Cast::native) << op;
+    EXPECT_EQ(entry(Policy::torch(), op, at::kCPU), Cast::native) << op;
     const Policy edited = Policy::standard().fp32(torchamp::ops::recurrent);
     EXPECT_EQ(entry(edited, op, at::kCUDA), Cast::fp32) << op << ": the family has them";
   }
+}
+
+/// The result of an LSTM and the gradients of its input and weights, the region's own work left to
+/// `scope`, which is made before the forward pass and ends before the backward pass.
+template <class Scope>
+std::vector<at::Tensor> lstm_and_gradients(at::ScalarType input_dtype, Scope scope) {
+  at::manual_seed(3);
+  std::vector<at::Tensor> leaves{at::randn({3, 2, 4}).to(input_dtype)};
+  for (const auto& sizes : {std::vector<int64_t>{12, 4}, {12, 3}, {12}, {12}}) {
+    leaves.push_back(at::randn(sizes));
+  }
+  for (at::Tensor& leaf : leaves) leaf.requires_grad_();
+  const at::Tensor hidden = at::zeros({1, 2, 3}, leaves[0].options());
+  at::Tensor output;
+  {
+    const auto region = scope();
+    output = std::get<0>(at::lstm(leaves[0], {hidden, hidden}, at::TensorList(leaves).slice(1),
+                                  /*has_biases=*/true, /*num_layers=*/1, /*dropout=*/0.,
+                                  /*train=*/true, /*bidirectional=*/false, /*batch_first=*/false));
+  }
+  output.sum().backward();
+  std::vector<at::Tensor> result{output.detach()};
+  for (const at::Tensor& leaf : leaves) result.push_back(leaf.grad());
+  return result;
+}
+
+/// LibTorch's own autocast on the calling thread's CPU, while it lives.
+class RawAutocast {
+ public:
+  explicit RawAutocast(at::ScalarType dtype)
+      : before_(torchamp::detail::DeviceAutocastState::of(at::kCPU)) {
+    torchamp::detail::DeviceAutocastState{at::kCPU, dtype, true}.apply();
+  }
+  RawAutocast(const RawAutocast&) = delete;
+  RawAutocast& operator=(const RawAutocast&) = delete;
+  ~RawAutocast() {
+    before_.apply();
+    at::autocast::clear_cache();
+  }
+
+ private:
+  torchamp::detail::DeviceAutocastState before_;
+};
+
+void expect_equal(const std::vector<at::Tensor>& some, const std::vector<at::Tensor>& others) {
+  ASSERT_EQ(some.size(), others.size());
+  for (std::size_t i = 0; i < some.size(); ++i) {
+    EXPECT_EQ(some[i].scalar_type(), others[i].scalar_type()) << i;
+    EXPECT_TRUE(at::equal(some[i], others[i])) << i;
+  }
+}
+
+class RecurrentLayersOnACpu : public ::testing::TestWithParam<at::ScalarType> {
+ protected:
+  /// Null where LibTorch's autocast cannot run an LSTM in the dtype here.
+  std::optional<std::vector<at::Tensor>> libtorchs() const {
+    try {
+      return lstm_and_gradients(at::kFloat, [&] { return RawAutocast(GetParam()); });
+    } catch (const std::exception& error) {
+      EXPECT_NE(std::string(error.what()).find("primitive descriptor for the LSTM"),
+                std::string::npos)
+          << error.what();
+      return std::nullopt;
+    }
+  }
+
+  /// The result under a guard.
+  std::vector<at::Tensor> under(const Policy& policy, at::ScalarType input = at::kFloat) const {
+    return lstm_and_gradients(input, [&] { return HeldGuard(policy, GetParam()); });
+  }
+
+ private:
+  struct HeldGuard {
+    HeldGuard(const Policy& policy, at::ScalarType dtype)
+        : guard(at::kCPU, {.dtype = dtype, .policy = policy}) {}
+    AutocastGuard guard;
+  };
+};
+INSTANTIATE_TEST_SUITE_P(Dtypes, RecurrentLayersOnACpu, ::testing::Values(at::kBFloat16, at::kHalf),
+                         [](const auto& dtype) { return std::string(c10::toString(dtype.param)); });
+
+TEST_P(RecurrentLayersOnACpu, RunAsLibTorchRunsThemAndInFp32WhereItCannot) {
+  const auto in_fp32 = [](auto input) { return lstm_and_gradients(input, [] { return 0; }); };
+  const auto expected = libtorchs();
+  expect_equal(under(Policy::standard()), expected ? *expected : in_fp32(at::kFloat));
+  if (expected) return;
+  const auto narrow = under(Policy::standard(), GetParam());
+  EXPECT_EQ(narrow[0].scalar_type(), at::kFloat);
+  EXPECT_EQ(narrow[1].scalar_type(), GetParam()) << "the gradient of the input";
+}
+
+TEST_P(RecurrentLayersOnACpu, AreToldByEffectAndLookupAndTheirCallsFollow) {
+  const bool lacking = !libtorchs();
+  for (const char* const op : {"lstm", "gru", "rnn_tanh", "rnn_relu"}) {
+    for (const char* const overload : {"", ".input", ".data"}) {
+      const std::string name = std::string(op) + overload;
+      const AutocastGuard guard(at::kCPU, GetParam());
+      const Cast expected = lacking ? Cast::fp32 : Cast::unchanged;
+      EXPECT_EQ(Policy::standard().effect(name, at::kCPU), expected) << name;
+      EXPECT_EQ(Policy::standard().lookup(name, at::kCPU), expected) << name;
+      EXPECT_EQ(Policy::torch().effect(name, at::kCPU), Cast::unchanged) << name;
+    }
+  }
+  EXPECT_EQ(Policy::standard().native("lstm").effect("lstm", at::kCPU), Cast::unchanged);
+  const CollectedWarnings warnings;
+  (void)under(Policy::standard());
+  EXPECT_EQ(warnings.text().find("this CPU has no LSTM in") != std::string::npos, lacking);
+}
+
+TEST_P(RecurrentLayersOnACpu, StayLibTorchsUnderItsOwnPolicyAndAreAsEdited) {
+  const auto expected = libtorchs();
+  if (expected) {
+    expect_equal(under(Policy::torch()), *expected);
+    expect_equal(under(Policy::standard().native(torchamp::ops::recurrent)), *expected);
+  } else {
+    EXPECT_ANY_THROW((void)under(Policy::torch()));
+    EXPECT_ANY_THROW((void)under(Policy::standard().native(torchamp::ops::recurrent)));
+  }
+  const auto wide = under(Policy::standard().fp32(torchamp::ops::recurrent));
+  expect_equal(wide, lstm_and_gradients(at::kFloat, [] { return 0; }));
+  const auto low = under(Policy::standard().lower_precision(torchamp::ops::recurrent));
+  EXPECT_EQ(low[0].scalar_type(), GetParam());
+}
+
+TEST_P(RecurrentLayersOnACpu, AreLibTorchsWhileOneDnnIsOff) {
+  auto& context = at::globalContext();
+  const bool before = context.userEnabledMkldnn();
+  context.setUserEnabledMkldnn(false);
+  const auto expected = libtorchs();
+  const auto standard = under(Policy::standard());
+  context.setUserEnabledMkldnn(before);
+  ASSERT_TRUE(expected);
+  expect_equal(standard, *expected);
 }
 
 TEST(SimulatedRecurrentLayers, CastInputHiddenStateAndWeightsAndShowTheirCellsNoAutocast) {

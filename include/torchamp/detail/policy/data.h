@@ -27,6 +27,7 @@
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/fp8/rule.h"
 #include "torchamp/detail/policy/lists.h"
+#include "torchamp/detail/policy/recurrent.h"
 #include "torchamp/detail/policy/rule.h"
 #include "torchamp/detail/text.h"
 
@@ -75,8 +76,8 @@ class OverlayTable {
     const Fp8Rule* fp8 = nullptr;  // of Cast::fp8, and not null then
   };
   struct Entry : Rule {
-    /// Indices of PolicyData::edits that hold only sometimes, tried first, or null. In
-    /// PolicyData::rules.
+    /// Indices of PolicyData::edits that hold only sometimes, tried first. Null if there are none
+    /// and the rule itself holds always. Lives as long as PolicyData::rules.
     const std::vector<std::size_t>* conditional = nullptr;
   };
 
@@ -155,6 +156,11 @@ class PolicyData {
     const OverlayTable::Entry entry = compiled_[device_index].table[overlay];
     if (entry.conditional == nullptr) return entry;
     OverlayTable::Rule rule = choose(entry, device, OpCall(op.schema(), stack));
+    if (rule.cast == fp32_where_lacking) {
+      const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
+      rule.cast = has_recurrent_layers(device, dtype) ? Cast::native : Cast::fp32;
+      if (rule.cast == Cast::fp32) warn_of_recurrent_layers_in_fp32(dtype);
+    }
     const bool lowers = rule.cast == Cast::lower_precision || rule.cast == lower_precision_kept;
     announce_choice(lowers ? Cast::lower_precision : rule.cast);
     if (lowers && keeps_casts) rule.cast = lower_precision_kept;

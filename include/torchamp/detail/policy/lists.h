@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "torchamp/detail/devices.h"
+#include "torchamp/detail/policy/recurrent.h"
 #include "torchamp/detail/policy/rule.h"
 #include "torchamp/detail/text.h"
 #include "torchamp/ops.h"
@@ -72,25 +73,18 @@ class RuleMap {
 inline constexpr std::string_view probability_loss_ops[] = {"binary_cross_entropy"};
 inline constexpr OpFamily probability_loss("probability_loss", probability_loss_ops);
 
-// Note [Recurrent layers]
-// On CUDA, lstm, gru, rnn_tanh and rnn_relu end in _cudnn_rnn, whose autocast kernel casts to fp16
-// whatever the region's dtype is. So on CUDA, and where its lists are followed, Policy::standard()
-// casts the layers' own arguments, which cuDNN then takes as they are. The casts of the weights no
-// longer lie in one piece of memory as cuDNN wants them: each call puts them together, as
-// LibTorch's autocast kernel does, but with a warning, which is dropped as nothing can be done.
-
-/// The recurrent layers.
-inline constexpr std::string_view recurrent_layer_ops[] = {"lstm", "gru", "rnn_tanh", "rnn_relu"};
-inline constexpr OpFamily recurrent_layer("recurrent_layer", recurrent_layer_ops);
+/// fp32 in regions of a dtype that the device has no recurrent layers in, native in others: see
+/// Note [Recurrent layers]. Only the standard table has it.
+inline constexpr Cast fp32_where_lacking = static_cast<Cast>(0x81);
 
 /// The rows of Policy::standard() that LibTorch's lists do not have; they come before those.
 struct StandardRow {
   OpFamily family;
   Cast cast;
-  bool like_cuda_only = false;  // for devices that follow CUDA's lists
+  Cast cast_on_cpu = cast;  // and on other devices that do not follow CUDA's lists
 
-  bool is_for(at::DeviceType device) const {
-    return !like_cuda_only || facts_of(device).lists == OpLists::cuda;
+  Cast cast_for(at::DeviceType device) const {
+    return facts_of(device).lists == OpLists::cuda ? cast : cast_on_cpu;
   }
 };
 inline constexpr StandardRow standard_rows[] = {
@@ -98,7 +92,7 @@ inline constexpr StandardRow standard_rows[] = {
     {ops::reduction, Cast::fp32},
     {ops::order_statistic, Cast::unchanged},
     {probability_loss, Cast::fp32},
-    {recurrent_layer, Cast::lower_precision, /*like_cuda_only=*/true},
+    {recurrent_layer, Cast::lower_precision, /*cast_on_cpu=*/fp32_where_lacking},
 };
 
 /// What is listed of an op or overload: its row of standard_rows, or its rule on LibTorch's lists.

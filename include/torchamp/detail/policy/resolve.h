@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/operator_name.h>
 #include <c10/core/DeviceType.h>
 
+#include <cstddef>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -15,6 +17,7 @@
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/lists.h"
+#include "torchamp/detail/policy/recurrent.h"
 #include "torchamp/detail/policy/rule.h"
 #include "torchamp/detail/text.h"
 
@@ -51,26 +54,31 @@ class OpOnDevice {
   std::optional<bool> is_castable_, has_native_;
 };
 
-/// The rule of a base table for one overload, before any edit.
+/// The rule of a base table for one overload, before any edit; may be fp32_where_lacking.
 inline Cast base_rule(BaseTable base, OpOnDevice& op) {
   if (base == BaseTable::torch) return op.has_native() ? Cast::native : Cast::unchanged;
   const StandardRow* const row = standard_row(op.op().operator_name());
-  if (row != nullptr && row->is_for(op.device()) && op.is_castable()) return row->cast;
+  if (row != nullptr && op.is_castable()) return row->cast_for(op.device());
   if (op.has_native()) return Cast::native;
   const Cast listed = listed_rule(op.name());
   return listed != Cast::native && op.is_castable() ? listed : Cast::unchanged;
 }
 
 /// The rule in force for one overload, conditional rules left out. `edited`: what the policy's
-/// edits made of it, or null.
+/// edits made of it, or null. May be fp32_where_lacking.
 inline Cast rule_in_force(const PolicyData& policy, const OverloadRules* edited, OpOnDevice& op) {
   if (edited == nullptr || !edited->has_cast) return base_rule(policy.base, op);
   return edited->cast == Cast::native ? base_rule(BaseTable::torch, op) : edited->cast;
 }
+/// The same in regions of the dtype that the calling thread has for the device.
 inline Cast rule_in_force(const PolicyData& policy, const c10::OperatorHandle& op,
                           at::DeviceType device) {
   OpOnDevice on_device(op, device);
-  return rule_in_force(policy, policy.edited(op), on_device);
+  const Cast cast = rule_in_force(policy, policy.edited(op), on_device);
+  if (cast != fp32_where_lacking) return cast;
+  return has_recurrent_layers(device, at::autocast::get_autocast_dtype(device))
+             ? base_rule(BaseTable::torch, on_device)
+             : Cast::fp32;
 }
 
 /// What that rule does, where LibTorch's own kernel decides what this does; native if that is not
@@ -101,15 +109,20 @@ inline OverlayTable::Entry overlay_entry(const PolicyData& policy, const c10::Op
   OpOnDevice on_device(op, device);
   OverlayTable::Entry entry;
   const OverloadRules* edited = policy.edited(op);
-  const bool is_edited = edited != nullptr && edited->has_cast;
+  const bool is_shield = edited != nullptr && edited->has_cast && edited->cast == Cast::unchanged;
   const Cast cast = rule_in_force(policy, edited, on_device);
   if (cast == Cast::unchanged) {
-    if (is_edited && needs_shield(on_device)) entry.cast = cast;
+    if (is_shield && needs_shield(on_device)) entry.cast = cast;
   } else if (cast != Cast::native && !native_agrees(on_device, cast)) {
     entry.cast = cast;
     if (cast == Cast::fp8) entry.fp8 = &policy.edits[edited->edit].fp8;
   }
-  if (edited != nullptr && !edited->conditional.empty()) entry.conditional = &edited->conditional;
+  if (edited != nullptr && !edited->conditional.empty()) {
+    entry.conditional = &edited->conditional;
+  } else if (cast == fp32_where_lacking) {
+    static const auto& no_edits = *new std::vector<std::size_t>;  // never destroyed
+    entry.conditional = &no_edits;
+  }
   return entry;
 }
 
