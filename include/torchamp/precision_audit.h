@@ -73,7 +73,7 @@ struct AuditedPolicy {
   std::vector<AuditDecision> decisions{};
   double error = 0.;        ///< of the gradients, measured under it: see AuditBudget
   double budget = 0.;       ///< what it had to keep to
-  double torch_error = 0.;  ///< that of Policy::torch()
+  double torch_error = 0.;  ///< that of Policy::torch(); infinite if the step throws under it
   /// Microseconds of a step: the median of as many runs as the audit's; and the largest distance
   /// between the quartiles of these three.
   double us = 0., torch_us = 0., fp32_us = 0., spread_us = 0.;

@@ -15,6 +15,7 @@
 #include <functional>
 #include <sstream>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "support/audited_net.h"
@@ -94,6 +95,22 @@ TEST_P(PrecisionAuditOn, HasARowForEachOpAndModule) {
   double error = 0.;
   for (const AuditRow& row : audit.rows()) error += row.error;
   EXPECT_DOUBLE_EQ(audit.total().error, error);
+}
+
+// Policy::torch(), which the audit compares with, throws where a CPU has no LSTM in bf16.
+TEST(PrecisionAudit, ChoosesForAnLstmOnEveryCpu) {
+  torch::manual_seed(0);
+  nn::LSTM model(4, 3);
+  const auto x = torch::randn({3, 2, 4});
+  PrecisionAudit audit(model, {.dtype = at::kBFloat16});
+  audit.run([&] { std::get<0>(model(x)).sum().backward(); }, 1);
+  ASSERT_NE(row_of(audit, "lstm.input", ""), nullptr);
+  const AuditedPolicy audited = audit.policy({.error_budget = 1.});
+  EXPECT_TRUE(std::isfinite(audited.error));
+  EXPECT_TRUE(std::isfinite(audited.us));
+  const bool lacking = Policy::standard().effect("lstm", at::kCPU) == torchamp::Cast::fp32;
+  EXPECT_EQ(std::isinf(audited.torch_error), lacking);
+  EXPECT_EQ(std::isinf(audited.torch_us), lacking);
 }
 
 TEST(PrecisionAudit, PrintsWhatItsColumnsMeanAndThatNothingHasRun) {

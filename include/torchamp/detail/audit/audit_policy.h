@@ -7,6 +7,8 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
+#include <limits>
 #include <map>
 #include <optional>
 #include <set>
@@ -181,7 +183,15 @@ inline AuditedPolicy PrecisionAudit::policy(const AuditBudget& budget) const {
     detail::average_numbers(data_->audited, {&error});
     return error;
   };
-  const double torch_error = error_under(Policy::torch(), {});
+  // Infinite where the step cannot run so: see Note [Recurrent layers].
+  double torch_error = std::numeric_limits<double>::infinity();
+  bool runs_under_torch = true;
+  try {
+    torch_error = session.run_under(Policy::torch(), {}).first;
+  } catch (const std::exception&) {
+    runs_under_torch = false;
+  }
+  detail::average_numbers(data_->audited, {&torch_error});
   constexpr double any_finite_error = 1.;  // see gradient_error()
   const double most =
       budget.error_budget.value_or(std::isfinite(torch_error) ? torch_error : any_finite_error);
@@ -236,11 +246,12 @@ inline AuditedPolicy PrecisionAudit::policy(const AuditBudget& budget) const {
   std::vector<double> us, torch_us, fp32_us;
   for (int64_t i = 0; i < data_->n; ++i) {  // in turn, so that a busy moment is for all
     us.push_back(session.run_under(best.policy, best.modules).second);
-    torch_us.push_back(session.run_under(Policy::torch(), {}).second);
+    torch_us.push_back(runs_under_torch ? session.run_under(Policy::torch(), {}).second : 0.);
     fp32_us.push_back(session.us_exactly());
   }
   best.us = detail::median(us);
-  best.torch_us = detail::median(torch_us);
+  best.torch_us =
+      runs_under_torch ? detail::median(torch_us) : std::numeric_limits<double>::infinity();
   best.fp32_us = detail::median(fp32_us);
   best.spread_us =
       std::max({detail::spread(us), detail::spread(torch_us), detail::spread(fp32_us)});
