@@ -4,7 +4,6 @@
 //   torchrun --nproc-per-node 4 --no-python memory --out memory.png
 #include <torch/torch.h>
 
-#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <iostream>
@@ -18,6 +17,7 @@
 #include "memory/ways.h"
 #include "support/arguments.h"
 #include "support/check.h"
+#include "support/cpu_features.h"
 #include "support/format.h"
 #include "support/table.h"
 
@@ -107,13 +107,18 @@ bool is_near(double planned, double measured) {
 
 int main(int argc, char** argv) {
   return support::run_program("memory", [&] {
-    GptSizes sizes{.layers = 9, .width = 128, .heads = 4, .length = 32};
-    std::int64_t rows = 16, billions = 0;
+    // Where bf16 products are slow all sizes are halved, and bytes keep their proportions.
+    const std::int64_t unit = support::fast_matmul_units(torch::kBFloat16).empty() ? 1 : 2;
+    GptSizes sizes{
+        .layers = 9, .width = 64 * unit, .heads = 2 * unit, .length = 32, .letters = 128 * unit};
+    std::int64_t rows = 8 * unit, billions = 0;
     std::string file = "memory.png";
     support::Arguments arguments("memory", "Measures and plans what training takes in memory.");
     arguments.add_integer("--layers", "Of the transformer. Default: 9.", sizes.layers, 2, 1000);
-    arguments.add_integer("--width", "Of the transformer. Default: 128.", sizes.width, 4, 65536);
-    arguments.add_integer("--batch", "Texts of 32 letters. Default: 16.", rows, 1, 65536);
+    arguments.add_integer("--width", "Of the transformer. Default: 128, or 64 where bf16 is slow.",
+                          sizes.width, 4, 65536);
+    arguments.add_integer("--batch", "Texts of 32 letters. Default: 16, or 8 where bf16 is slow.",
+                          rows, 1, 65536);
     arguments.add_integer("--billions", "Plan for so many billions of weights, too.", billions, 1,
                           1 << 20);
     arguments.add("--out", "FILE.png", "The chart. Default: " + file + ".", file);
@@ -121,7 +126,8 @@ int main(int argc, char** argv) {
 
     torch::set_num_threads(1);
     support::count_cpu_memory();
-    const auto group = torchamp::make_process_group({.timeout = std::chrono::seconds(60)});
+    // The others wait while process 0 measures what is not sharded.
+    const auto group = torchamp::make_process_group();
     const std::vector<Row> all = measure_all(sizes, rows, group);
     const Weights weights = Weights::of(sizes);
     if (group->getRank() == 0) {

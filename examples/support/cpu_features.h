@@ -4,14 +4,24 @@
 #include <ATen/cpu/Utils.h>
 #include <c10/core/ScalarType.h>
 
+#include <cstdlib>
 #include <string>
 #include <vector>
 
 namespace support {
 
+/// Whether ONEDNN_MAX_CPU_ISA keeps oneDNN from instructions for 16-bit products.
+inline bool onednn_is_held_back() {
+  const char* const isa = std::getenv("ONEDNN_MAX_CPU_ISA");
+  const std::string most = isa == nullptr ? "" : isa;
+  return most == "SSE41" || most.starts_with("AVX2") || most == "AVX" || most == "AVX512_CORE" ||
+         most == "AVX512_CORE_VNNI";
+}
+
 /// The instruction sets of this CPU that multiply matrices in `dtype` (fp16 or bf16) at full speed,
 /// by LibTorch's names; none: such products take many times as long as those in fp32.
 inline std::vector<std::string> fast_matmul_units(c10::ScalarType dtype) {
+  if (onednn_is_held_back()) return {};
   const auto capabilities = at::cpu::get_cpu_capabilities();
   const std::vector<std::string> candidates =
       dtype == c10::kBFloat16
