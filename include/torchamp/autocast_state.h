@@ -116,7 +116,7 @@ class AutocastStateGuard {
       dtypes_change = dtypes_change || now.dtype != device.dtype;
       device.apply();
     }
-    at::autocast::set_autocast_cache_enabled(state.cache_enabled_);
+    detail::NoCastCache::set_flag(state.cache_enabled_);
     // LibTorch's cache does not tell one 16-bit dtype from the other.
     if (dtypes_change) at::autocast::clear_cache();
   }

@@ -99,10 +99,14 @@ struct CheckpointOptions {
 ///     x = torchamp::checkpoint(block, x);                          // a module holder
 ///     x = torchamp::checkpoint([=](auto x) { return block->forward(x).relu(); }, x);
 ///
-/// The function runs again under the forward's autocast state, policy, cache flag and random state,
-/// with an empty cache of cast weights both times, so that on a CPU the gradients are the plain
-/// ones bit for bit, but for the order in which the parts of a gradient are added up that a tensor
-/// gets from several nested calls. Parameters and other tensors that it captures get their
+/// The function runs again under the forward's autocast state, policy and random state. Neither run
+/// uses LibTorch's cache of cast weights, which all threads share: each use of a weight is a cast
+/// of its own, as with `{.cache_enabled = false}`. (Where a function uses a weight many times, as
+/// an unrolled recurrent layer does, take a WeightCache of torchamp's.) So on a CPU the gradients
+/// are, bit for bit, those of the plain call under such a guard, or under one with torchamp's
+/// cache: where LibTorch's cache would share a cast, it adds up the gradients of the uses in 16
+/// bits, and this in fp32. The order may differ in which the parts of a gradient are added up that
+/// a tensor gets from several nested calls. Parameters and other tensors that it captures get their
 /// gradients too, whether or not an input needs one, and also from torch::autograd::grad and with
 /// create_graph (gradients of gradients may differ in 16 bits' rounding). Checkpoints nest. With
 /// grad mode off the function is called, and that is all. Reads no device.
@@ -120,8 +124,13 @@ struct CheckpointOptions {
 ///
 /// Errors: whatever the function throws, from the call or from backward; a function that changes an
 /// input in place; a recomputation whose outputs have other shapes, or that uses other parameters;
-/// parameters that were written to between the call and backward (not by LibTorch's own SGD, which
-/// writes where autograd does not see it).
+/// parameters, buffers and other tensors that an op of the function has read, and that were written
+/// to between the call and backward. Not seen are writes that LibTorch does not count: through
+/// `.data()`, as its own SGD makes them, or a pointer. What the function itself writes to, such as
+/// a count of batches, is not looked at.
+///
+/// Any thread, and several at once over one model, but for buffers that the function changes, and
+/// for random numbers: threads share LibTorch's default generators.
 template <class Function, class... Inputs>
 auto checkpoint(CheckpointOptions options, Function&& function, Inputs&&... inputs) {
   using Arguments = std::tuple<typename detail::KeptInput<std::decay_t<Inputs>>::type...>;

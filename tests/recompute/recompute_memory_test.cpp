@@ -172,12 +172,67 @@ TEST(CheckpointMemory, RefusesAParameterThatWasWrittenToBeforeBackward) {
       w.mul_(2);
     }
     EXPECT_ERROR(y.sum().backward(),
-                 "checkpoint: a parameter or captured leaf of shape [4] was changed in place after "
-                 "the forward pass");
+                 "checkpoint: a parameter, buffer or other tensor of shape [4] that the function "
+                 "reads was changed in place after the forward pass");
     EXPECT_FALSE(w.grad().defined());
     const Tensor again = checkpoint(function, x);
     EXPECT_TRUE(at::equal(gradient(again, w), gradient(function(x), w)));
   }
+}
+
+TEST(CheckpointMemory, RefusesAnyTensorThatItReadsAndThatWasWrittenToBeforeBackward) {
+  const Tensor x = leaf({4}), w = leaf({4}), frozen = at::rand({4}), shift = at::rand({4});
+  const Tensor history = w * 3, rows = at::rand({2, 4}), row = rows[1];
+  torch::nn::BatchNorm1d norm(4);
+  norm->eval();
+  const auto function = [&](const Tensor& t) {
+    const Tensor parts[] = {t * frozen, history.exp(), row + shift};
+    return at::stack(parts).mul(norm->forward(at::stack(parts))).sin();
+  };
+  const Tensor written[] = {frozen, shift, history, rows, norm->running_mean};
+  for (const bool nested : {false, true}) {
+    for (const Tensor& one : written) {
+      const auto inner = [&](const Tensor& t) { return checkpoint(function, t); };
+      const Tensor y = nested ? checkpoint(inner, x) : checkpoint(function, x);
+      {
+        const at::NoGradGuard no_grad;
+        one.mul_(2);
+      }
+      EXPECT_ERROR(y.sum().backward(), "was changed in place after the forward pass");
+      const Tensor again = checkpoint(function, x);
+      EXPECT_TRUE(at::equal(gradient(again, x), gradient(function(x), x)));
+    }
+  }
+}
+
+// What the function makes, and what each of its runs writes to, are its own.
+TEST(CheckpointMemory, AllowsWritesToWhatTheFunctionHasMadeOrWritesToItself) {
+  const Tensor x = leaf({2, 4}), count = at::zeros({}), scratch = at::zeros({2, 4});
+  Tensor kept;
+  const auto function = [&](const Tensor& t) {
+    count.add_(1);
+    scratch.copy_(t.detach());
+    const Tensor place = t.argmax(1, /*keepdim=*/true), y = t.gather(1, place).exp();
+    kept = at::linear(y.detach(), at::ones({4, 1}));
+    return std::make_tuple(y + kept.sin(), place);
+  };
+  const auto [y, place] = checkpoint(function, x);
+  const auto [again, and_place] = checkpoint(function, x);
+  place.add_(1);
+  kept.mul_(2);
+  count.zero_();
+  const Tensor expected = gradient(std::get<0>(function(x)), x);
+  EXPECT_TRUE(at::equal(gradient(y, x), expected));
+  EXPECT_TRUE(at::equal(gradient(again, x), expected));
+}
+
+TEST(CheckpointMemory, CountsTwoCallsOfAModuleWithBuffersBeforeBackward) {
+  torch::nn::BatchNorm1d norm(4);
+  const Tensor x = leaf({8, 4});
+  const auto of_lambda = [&](const Tensor& t) { return norm->forward(t).sin(); };
+  const Tensor y = checkpoint(norm, x) * checkpoint(norm, x) + checkpoint(of_lambda, x);
+  const Tensor plain = norm->forward(x);
+  EXPECT_TRUE(at::allclose(gradient(y, x), gradient(plain * plain + plain.sin(), x), 1e-5, 1e-6));
 }
 
 TEST(CheckpointMemory, RefusesATensorMadeLaterInPlaceOfACapturedOne) {

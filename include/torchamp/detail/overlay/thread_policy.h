@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <ATen/autocast_mode.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <array>
@@ -41,5 +42,30 @@ inline const PolicyData* policy_in_force(std::size_t device_index) {
   const ThreadPolicy* policy = thread_policy();
   return policy == nullptr ? nullptr : policy->in_force[device_index].get();
 }
+
+/// While it lives, casts of the calling thread neither come from LibTorch's cache of cast weights,
+/// which all threads share, nor go there; guards do not switch it on.
+class NoCastCache {
+ public:
+  NoCastCache() : before_(at::autocast::is_autocast_cache_enabled()) {
+    at::autocast::set_autocast_cache_enabled(false);
+    ++depth_;
+  }
+  NoCastCache(const NoCastCache&) = delete;
+  NoCastCache& operator=(const NoCastCache&) = delete;
+  ~NoCastCache() {
+    --depth_;
+    at::autocast::set_autocast_cache_enabled(before_);
+  }
+
+  /// Sets LibTorch's flag, as far as it may be on.
+  static void set_flag(bool enabled) {
+    at::autocast::set_autocast_cache_enabled(enabled && depth_ == 0);
+  }
+
+ private:
+  static inline thread_local int depth_ = 0;
+  bool before_;
+};
 
 }  // namespace torchamp::detail

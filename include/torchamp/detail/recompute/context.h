@@ -13,10 +13,11 @@
 namespace torchamp::detail {
 
 // Note [Weight casts in a recomputed function]
-// LibTorch's cache of cast weights hands out tensors with a history. A cast from before the call
-// would be an outer edge that the recomputation, which comes after the region has ended, cannot
-// reach; and the cache would keep the casts of the function's inputs. So the function starts with
-// an empty cache, and its casts are dropped at the end, both times.
+// LibTorch's cache of cast weights hands out tensors with a history, to all threads. A cast from
+// before the call would be an outer edge that the recomputation, which comes after the region has
+// ended, cannot reach; and one of the recomputation, whose edges are cut, would reach the graphs of
+// other threads. So the function does without that cache, both times. What torchamp's own cache
+// keeps are values, and each use has a node of its own: these may be shared.
 
 /// How the recomputation finds things as the forward found them.
 struct RecomputeContext {

@@ -5,11 +5,9 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include <cstddef>
-#include <cstdint>
 #include <optional>
 #include <unordered_map>
 #include <unordered_set>
@@ -18,7 +16,7 @@
 
 #include "torchamp/detail/recompute/autograd_graph.h"
 #include "torchamp/detail/recompute/gradient_sink.h"
-#include "torchamp/detail/tensors.h"
+#include "torchamp/detail/recompute/reads.h"
 
 namespace torchamp::detail {
 
@@ -36,17 +34,7 @@ struct DroppedGraph {
   std::unordered_map<torch::autograd::Edge, std::size_t> outer_edges;
   /// How many leaves the function made itself. Nobody sees their gradient.
   std::size_t inner_leaves = 0;
-  /// Leaves behind outer edges, which hold them: parameters, say; and their versions.
-  std::vector<std::pair<const torch::autograd::AccumulateGrad*, uint32_t>> leaves;
-
-  void check_leaves() const {
-    for (const auto& [leaf, version] : leaves) {
-      TORCH_CHECK(version_of(leaf->variable) == version,
-                  "checkpoint: a parameter or captured leaf of shape ", leaf->variable.sizes(),
-                  " was changed in place after the forward pass, so that backward cannot run the "
-                  "function again. Step and write to weights after backward().");
-    }
-  }
+  ReadTensors reads;
 
   /// The outer edge to which a single path leads from a node that the forward left behind.
   std::optional<torch::autograd::Edge> outer_edge_behind(torch::autograd::Edge edge) const {

@@ -19,11 +19,12 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/overlay/weight_casts.h"
+#include "torchamp/detail/overlay/thread_policy.h"
 #include "torchamp/detail/recompute/autograd_graph.h"
 #include "torchamp/detail/recompute/context.h"
 #include "torchamp/detail/recompute/cuts.h"
 #include "torchamp/detail/recompute/gradient_sink.h"
+#include "torchamp/detail/recompute/reads.h"
 #include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
@@ -128,8 +129,10 @@ inline std::vector<at::Tensor> RecomputeNode::run(TensorFunction function,
   node.forward_.epoch = NodeEpoch();
   std::vector<at::Tensor> outputs;
   {
-    const EmptyCastCache cache;
+    const NoCastCache no_cache;
+    ReadRecorder recorder;
     outputs = function(std::move(cut_inputs));
+    node.forward_.reads = recorder.take();
   }
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     TORCH_CHECK(version_of(inputs[i]) == versions[i], "checkpoint: the function changed its ", i,
@@ -199,7 +202,6 @@ inline std::vector<at::Tensor> RecomputeNode::run(TensorFunction function,
       ++node.forward_.inner_leaves;
       continue;
     }
-    if (leaf) node.forward_.leaves.emplace_back(leaf, version_of(leaf->variable));
     node.forward_.outer_edges.emplace(edge, edges.size());
     edges.push_back(std::move(edge));
   }
@@ -223,7 +225,7 @@ inline torch::autograd::variable_list RecomputeNode::apply(
     function = function_;
     context = context_;
     for (const auto& input : inputs_) inputs.push_back(input.unpack());
-    forward_.check_leaves();
+    forward_.reads.check_unchanged();
   }
 
   // With create_graph, the recomputed graph stays connected to the inputs' history.
@@ -243,7 +245,7 @@ inline torch::autograd::variable_list RecomputeNode::apply(
   {
     const torch::autograd::AutoGradMode grad_mode(true);
     const AutocastStateGuard autocast(context->autocast);
-    const EmptyCastCache cache;
+    const NoCastCache no_cache;
     const BufferScope buffers(context->buffers);
     std::optional<RngScope> rng;
     if (context->rng) rng.emplace(*context->rng);

@@ -10,7 +10,7 @@ namespace torchamp::detail {
 DerivedWeights& derived_weights();
 
 /// How long the calling thread keeps what it derives from weights: not at all outside of guards, or
-/// where LibTorch's flag for its own cache is off.
+/// in those without a cache.
 WeightKeep keep_of_this_thread();
 
 }  // namespace torchamp::detail
