@@ -3,6 +3,8 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <filesystem>
 #include <fstream>
@@ -62,6 +64,39 @@ TEST(AtomicFile, GoesOnWhereFoldersCannotBeFlushed) {
   const Disk disk("fsync of the folder");
   replace(folder / "file", "new");
   EXPECT_EQ(content_of(folder / "file"), "new");
+}
+
+TEST(AtomicFile, KeepsModeAndOwnerOfTheFileThatItReplaces) {
+  const TemporaryFolder folder;
+  const std::filesystem::path path = folder / "file";
+  const mode_t mask = ::umask(022);
+  replace(path, "new");
+  struct stat made {};
+  ASSERT_EQ(::stat(path.c_str(), &made), 0);
+  EXPECT_EQ(made.st_mode & 0777, 0644U);
+  const bool may_give_away = ::geteuid() == 0;
+  if (may_give_away) {
+    ASSERT_EQ(::chown(path.c_str(), 1234, 5678), 0);
+  }
+  for (const mode_t mode : {0600U, 0640U, 0400U, 0666U}) {
+    ASSERT_EQ(::chmod(path.c_str(), mode), 0);
+    {
+      torchamp::detail::AtomicFile file(path, "save");
+      for (const auto& entry : std::filesystem::directory_iterator(path.parent_path())) {
+        if (entry.path() == path) continue;
+        EXPECT_EQ(static_cast<mode_t>(entry.status().permissions()), 0600U)
+            << "while it is written";
+      }
+      file.write("newer", 5);
+      file.commit();
+    }
+    struct stat kept {};
+    ASSERT_EQ(::stat(path.c_str(), &kept), 0);
+    EXPECT_EQ(kept.st_mode & 0777, mode);
+    EXPECT_EQ(kept.st_uid, may_give_away ? 1234 : made.st_uid);
+    EXPECT_EQ(kept.st_gid, may_give_away ? 5678 : made.st_gid);
+  }
+  ::umask(mask);
 }
 
 }  // namespace

@@ -25,7 +25,7 @@ namespace torchamp::detail {
 // the system does at once; then the folder is flushed. Whenever the process or the machine stops,
 // the old file or the new one is there, whole. A process that is killed leaves the other file
 // behind. Whoever writes holds a lock on it; so the next writer can tell what is left over and
-// remove it.
+// remove it. The new file gets mode and owner of the old one; before, it is its writer's alone.
 
 /// An open file descriptor.
 class Descriptor {
@@ -58,14 +58,15 @@ class AtomicFile {
       if (links == 40) fail("replace", path_);
       path_ = path_.parent_path() / std::filesystem::read_symlink(path_);
     }
-    struct stat status {};
-    TORCH_CHECK(::stat(path_.c_str(), &status) != 0 || S_ISREG(status.st_mode), call_, ": '",
-                path_.string(), "' is there and is no file. Give another path.");
+    replaces_ = ::stat(path_.c_str(), &before_) == 0;
+    TORCH_CHECK(!replaces_ || S_ISREG(before_.st_mode), call_, ": '", path_.string(),
+                "' is there and is no file. Give another path.");
+    const mode_t mode = replaces_ ? S_IRUSR | S_IWUSR : 0666;
     std::random_device random;
     for (int attempt = 0; attempt < 100 && !file_.is_open(); ++attempt) {
       partial_ = path_;
       partial_ += marker + std::to_string(random());
-      file_ = Descriptor(::open(partial_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
+      file_ = Descriptor(::open(partial_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, mode));
       if (!file_.is_open() && errno != EEXIST) break;
       if (file_.is_open() && is_taken_for_left_over()) file_ = Descriptor();
     }
@@ -96,6 +97,7 @@ class AtomicFile {
   }
 
   void commit() {
+    if (replaces_) keep_access();
     if (error_ == 0 && ::fsync(file_.number()) != 0) error_ = errno;
     if (error_ != 0) {
       errno = error_;
@@ -118,6 +120,19 @@ class AtomicFile {
     struct stat status {};
     if (::flock(file_.number(), LOCK_EX | LOCK_NB) != 0) return errno == EWOULDBLOCK;
     return ::fstat(file_.number(), &status) == 0 && status.st_nlink == 0;
+  }
+
+  /// Nobody may do more with the new file than with the old one, which is why its mode comes last.
+  /// The system may not allow to keep the owner. Nor the group: its members then become others, and
+  /// those of another one take their place, so both get only what both had.
+  void keep_access() const {
+    mode_t mode = before_.st_mode & 0777;
+    [[maybe_unused]] const int owner = ::fchown(file_.number(), before_.st_uid, gid_t(-1));
+    if (::fchown(file_.number(), uid_t(-1), before_.st_gid) != 0) {
+      const mode_t both = (mode >> 3) & mode & 7;
+      mode = (mode & 0700) | (both << 3) | both;
+    }
+    (void)::fchmod(file_.number(), mode);
   }
 
   std::filesystem::path folder() const {
@@ -152,7 +167,9 @@ class AtomicFile {
   std::filesystem::path path_, partial_;
   const char* call_;
   Descriptor file_;
-  int error_ = 0;  // the first one
+  int error_ = 0;          // the first one
+  bool replaces_ = false;  // a file that was there at construction
+  struct stat before_ {};  // what it was
   bool committed_ = false;
 };
 
