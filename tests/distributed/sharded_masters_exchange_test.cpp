@@ -23,14 +23,18 @@
 #include <vector>
 
 #include "support/devices.h"
+#include "support/expect_error.h"
 #include "support/launch.h"
 #include "support/sharded.h"
 #include "support/staging_group.h"
+#include "support/temporary_folder.h"
 #include "torchamp/clip_grad.h"
+#include "torchamp/distributed/checkpoint.h"
 #include "torchamp/distributed/sharded_masters.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/master_weights.h"
 #include "torchamp/optim.h"
+#include "torchamp/training_checkpoint.h"
 #if TORCHAMP_CUDA_GRAPHS && __has_include(<nccl.h>)  // a CUDA build, with CUDA's headers
 #define TORCHAMP_TEST_NCCL
 #include "torchamp/distributed/nccl.h"
@@ -234,6 +238,29 @@ TEST(ShardedMasters, TrainOnTheSimulatedDeviceAsOnTheCpu) {
       }
     }
   }
+}
+
+// As with NCCL alone, which takes no tensor of the host.
+TEST(ShardedMasters, AgreeOverASimulatedDeviceWhereTheGroupHasNothingElse) {
+  SKIP_WITHOUT(at::kPrivateUse1);
+  if (ran_in_processes(2)) return;
+  const auto group = c10::make_intrusive<StagingGroup>(make_group());
+  group->take_only(at::kPrivateUse1);
+  auto net = to_device(torch::nn::Linear(5, 3), simulated::sim0);
+  const std::int64_t bucket_bytes = group->getRank() == 0 ? 60 : 80;
+  EXPECT_ERROR(ShardedMasterWeights(net, group, {.bucket_bytes = bucket_bytes}),
+               "ShardedMasterWeights: process 1 has another bucket_bytes than process 0");
+  ShardedMasterWeights masters(net, group, {.dtype = at::kBFloat16});
+  torchamp::FusedAdamW optimizer(masters.parameters(), torch::optim::AdamWOptions(0.05));
+  net->forward(at::ones({2, 5}, net->weight.options())).sum().backward();
+  optimizer.step();
+  masters.copy_to_model();
+  std::int64_t step = 1;
+  const TemporaryFolder folder;
+  torchamp::TrainingCheckpoint checkpoint(folder / "run.pt");
+  checkpoint.add("model", masters).add("optimizer", optimizer).add("step", step);
+  torchamp::save_together(checkpoint, group);
+  EXPECT_EQ(folder.files(), group->getRank() == 0 ? 1 : 0);
 }
 
 TEST(ShardedMasters, ExchangeOverNccl) {

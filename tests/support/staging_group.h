@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -22,6 +23,12 @@ class StagingGroup final : public c10d::ProcessGroup {
 
   explicit StagingGroup(c10::intrusive_ptr<c10d::ProcessGroup> group)
       : ProcessGroup(group->getRank(), group->getSize()), group_(std::move(group)) {}
+
+  /// Makes it a group without a backend for CPU tensors, as one with NCCL alone.
+  void take_only(c10::DeviceType type) {
+    only_ = type;
+    setBackend(type, BackendType::CUSTOM, std::nullopt);
+  }
 
   std::int64_t exchanged_bytes = 0;  ///< by all_to_all_single()
   std::int64_t gathered_bytes = 0;   ///< by all_gather_single()
@@ -69,7 +76,9 @@ class StagingGroup final : public c10d::ProcessGroup {
   }
 
  private:
-  static at::Tensor on_host(const at::Tensor& tensor) {
+  at::Tensor on_host(const at::Tensor& tensor) const {
+    TORCH_CHECK(!only_ || tensor.device().type() == *only_,
+                "No backend type associated with device type ", tensor.device().type());
     auto memory = std::make_shared<std::vector<std::byte>>(tensor.nbytes() + 1);
     at::Tensor copy = at::from_blob(
         memory->data(), tensor.sizes(), [memory](void*) {},
@@ -79,7 +88,7 @@ class StagingGroup final : public c10d::ProcessGroup {
   }
 
   template <class Call>
-  static WorkPtr staged(Tensors& tensors, const Call& call) {
+  WorkPtr staged(Tensors& tensors, const Call& call) const {
     const at::NoGradGuard no_grad;
     Tensors host;
     for (const at::Tensor& tensor : tensors) host.push_back(on_host(tensor));
@@ -90,4 +99,5 @@ class StagingGroup final : public c10d::ProcessGroup {
   }
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::optional<c10::DeviceType> only_;
 };

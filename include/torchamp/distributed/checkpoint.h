@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "torchamp/detail/distributed/collective.h"
+#include "torchamp/detail/distributed/exchange.h"
 #include "torchamp/training_checkpoint.h"
 #include "torchamp/version.h"
 
@@ -33,16 +34,17 @@ namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
 
-/// The value of every process, by rank.
+/// The value of every process, by rank; on the host, as what each gives.
 inline std::vector<at::Tensor> gather_all(const char* call,
                                           const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                           const at::Tensor& value) {
+  std::vector<at::Tensor> own{value.to(exchange_device(*group))};
   std::vector<std::vector<at::Tensor>> gathered(1);
   for (int rank = 0; rank < group->getSize(); ++rank) {
-    gathered[0].push_back(at::zeros_like(value));
+    gathered[0].push_back(at::zeros_like(own[0]));
   }
-  std::vector<at::Tensor> own{value};
   collective(call, [&] { group->allgather(gathered, own)->wait(); });
+  for (at::Tensor& one : gathered[0]) one = one.cpu();
   return std::move(gathered[0]);
 }
 

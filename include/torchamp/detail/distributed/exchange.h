@@ -2,15 +2,27 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
+
+/// Where processes exchange what lies on the host: there if the group can, else on the current
+/// device of those that it can, as with NCCL alone.
+inline at::Device exchange_device(const c10d::ProcessGroup& group) {
+  const std::vector<c10::Device> devices = group.getDeviceTypes();
+  const auto is_cpu = [](const c10::Device& device) { return device.is_cpu(); };
+  if (devices.empty() || std::ranges::any_of(devices, is_cpu)) return at::kCPU;
+  return c10::impl::VirtualGuardImpl(devices[0].type()).getDevice();
+}
 
 // LibTorch renames c10d's collectives. A template asks for the new name first.
 
