@@ -80,6 +80,44 @@ std::vector<Tensor> weights_in(const std::string& file) {
   return net->parameters();
 }
 
+/// A line through 0-dimensional parameters.
+struct ScalarsImpl : torch::nn::Module {
+  Tensor forward(const Tensor& x) { return x * slope + offset; }
+  Tensor slope{register_parameter("slope", at::full({}, 0.5))};
+  Tensor offset{register_parameter("offset", at::full({}, 0.25))};
+};
+TORCH_MODULE(Scalars);
+
+TEST(ShardedCheckpoint, HoldParametersWithoutDimensions) {
+  if (ran_in_processes(2)) return;
+  const auto group = make_group();
+  const std::unique_ptr<TemporaryFolder> folder =
+      group->getRank() == 0 ? std::make_unique<TemporaryFolder>() : nullptr;
+  for (const auto& [name, make] : kinds()) {
+    Scalars net, other;
+    ShardedMasterWeights masters(net, group, {.dtype = at::kBFloat16});
+    const auto optimizer = make(masters.parameters());
+    masters.check_optimizer(*optimizer);
+    const auto step = [&](Scalars& of, ShardedMasterWeights& with, torch::optim::Optimizer& by) {
+      of->zero_grad();
+      of->forward(at::ones({3}, at::kBFloat16)).sum().backward();
+      by.step();
+      with.copy_to_model();
+    };
+    step(net, masters, *optimizer);
+    torchamp::TrainingCheckpoint checkpoint(folder ? *folder / "run.pt" : "");
+    checkpoint.add("model", masters).add("optimizer", *optimizer);
+    torchamp::save_together(checkpoint, group);
+    if (!folder) continue;
+    MasterWeights unsharded(other, {.dtype = at::kBFloat16});
+    const auto alone = make(unsharded.parameters());
+    torchamp::TrainingCheckpoint read(*folder / "run.pt");
+    read.add("model", unsharded).add("optimizer", *alone);
+    ASSERT_TRUE(read.load_shared()) << name;
+    expect_same_bits(*net, *other);
+  }
+}
+
 TEST(ShardedCheckpoint, GoOnOnAnyNumberOfProcessesFromOneFile) {
   const TemporaryFolder folder;
   if (!child_role()) {

@@ -201,7 +201,7 @@ class ShardGroup final : public Shards {
       std::vector<at::Tensor> tensors;
       for (const at::Tensor& piece : group.params()) {
         const at::Tensor shape =
-            whole ? at::zeros({1}).expand(layout_.weights()[index_of(piece)].sizes) : at::Tensor();
+            whole ? at::zeros({}).expand(layout_.weights()[index_of(piece)].sizes) : at::Tensor();
         tensors.push_back(whole ? shape : piece);
       }
       result->param_groups().emplace_back(std::move(tensors), group.options().clone());
