@@ -109,6 +109,25 @@ TEST(ReduceDtype, LeavesAnOverflowOnTheWireToTheScaler) {
   }
 }
 
+// Above 65504 there is nothing but inf in fp16.
+TEST(ReduceDtype, GivesAveragesInFp16WhoseSumsWouldOverflow) {
+  if (ran_in_processes(4)) return;
+  const auto group = make_group();
+  const Product net;
+  torchamp::DistributedDataParallel parallel(net, group, {.reduce_dtype = at::kHalf});
+  parallel.forward(40000.).backward();
+  for (const Tensor& gradient : gradients_of(net->parameters())) {
+    EXPECT_TRUE(at::equal(gradient, at::full({5}, 40000.))) << gradient;
+  }
+  Product sharded;
+  torchamp::ShardedMasterWeights masters(sharded, group,
+                                         {.keep_fp32 = {"a", "b", "c"}, .reduce_dtype = at::kHalf});
+  sharded->forward(40000.).backward();
+  for (const Tensor& gradient : gradients_of(masters.parameters())) {
+    EXPECT_TRUE(((gradient == 40000.) | (gradient == 0.)).all().item<bool>()) << gradient;
+  }
+}
+
 TEST(ReduceDtype, DoublesWhatSixteenBitGradientsTakeAndSumsThemInFp32) {
   if (ran_in_processes(2)) return;
   const auto group = c10::make_intrusive<CountingGroup>(make_group());
