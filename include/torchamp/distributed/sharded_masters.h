@@ -74,14 +74,16 @@ struct ShardedMasterWeightsOptions {
 /// Construction gives all processes the parameters and buffers of process 0. backward() frees each
 /// gradient as it makes it, sends full buckets while it goes on, and leaves the averages over all
 /// processes to the pieces: sums in fp32, in the order of the ranks, so that elementwise optimizers
-/// make of the weights, bit for bit, what one process would that adds up the same gradients.
-/// clip_grad_norm_ takes the norm of all pieces, right to its rounding, and a GradScaler skips a
-/// step on all processes or on none, without agree_found_inf. copy_to_model() gathers the 16-bit
-/// weights. checkpoint() works. An exception in a backward() that has begun to send ends the run:
-/// the processes go on from a checkpoint. For files, see gather(); a TrainingCheckpoint that has
-/// the masters and the optimizer calls it by itself in save_together(). Its file holds whole
-/// weights and states: load_shared() reads it on any number of processes, and so does a program
-/// with MasterWeights.
+/// make of the weights what one process would that adds up the same gradients: bit for bit where a
+/// kernel treats all elements alike. (ATen's CPU kernels take the last elements of a tensor, and of
+/// a thread's part of it, which fill no vector, one by one; these are others in a piece than in the
+/// whole, and may differ by a rounding in each step.) clip_grad_norm_ takes the norm of all pieces,
+/// right to its rounding, and a GradScaler skips a step on all processes or on none, without
+/// agree_found_inf. copy_to_model() gathers the 16-bit weights. checkpoint() works. An exception in
+/// a backward() that has begun to send ends the run: the processes go on from a checkpoint. For
+/// files, see gather(); a TrainingCheckpoint that has the masters and the optimizer calls it by
+/// itself in save_together(). Its file holds whole weights and states: load_shared() reads it on
+/// any number of processes, and so does a program with MasterWeights.
 ///
 /// Optimizers are those that treat each element by itself: the fused ones, and LibTorch's Adam,
 /// AdamW, SGD, RMSprop and Adagrad. Any other is an error of GradScaler::step and unscale_, and,
