@@ -89,13 +89,17 @@ class TrainingCheckpoint {
   bool exists() const;
 
   /// Writes the file, or throws and leaves the old one. Whenever the process is killed or the power
-  /// cut, the old file or the new one is there, whole; see Note [Atomic files]. Reads the devices.
+  /// cut, the old file or the new one is there, whole; see Note [Atomic files]. The new one has the
+  /// old one's mode and, as far as the system allows it, its owner and group. Reads the devices.
   void save() const { save({local_part()}); }
 
   /// Fills what was added; false if there is no file. Tensors, and the weights of models, are
   /// filled where they lie, on their own device: optimizers, views and captured graphs see the new
   /// values. A tensor that is undefined, here or in the file, becomes what it was at save(). A
-  /// number must fit its type; a float may be rounded.
+  /// number must fit its type; a float may be rounded. Where the file has tensors of a device that
+  /// this machine has not (cuda:1, where there is one GPU), all come by way of the host: what is
+  /// filled, and the states of optimizers, go on to their devices, what else an object's own load()
+  /// reads lies in host memory.
   ///
   /// An error for a file that is damaged or does not fit what was added, which then stays as it
   /// was: a model of which the file has more weights does not fit, while whole objects in the file

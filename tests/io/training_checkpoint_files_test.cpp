@@ -17,6 +17,7 @@
 
 #include "support/damaged.h"
 #include "support/expect_error.h"
+#include "support/moved_file.h"
 #include "support/temporary_folder.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/optim.h"
@@ -188,42 +189,10 @@ TEST(TrainingCheckpointFiles, ReadsAFileOfVersion01) {
   EXPECT_TRUE(at::equal(at::rand({3}), next));
 }
 
-/// The file with each record passed through `change`, without CRCs.
-std::string rewritten(const std::string& path,
-                      const std::function<std::string(const std::string&, std::string)>& change) {
-  caffe2::serialize::PyTorchStreamReader reader(path);
-  std::string bytes;
-  caffe2::serialize::PyTorchStreamWriter writer(
-      [&](const void* data, std::size_t size) {
-        bytes.append(static_cast<const char*>(data), size);
-        return size;
-      },
-      /*compute_crc32=*/false);
-  for (const std::string& name : reader.getAllRecords()) {
-    if (name.starts_with(".data/") || name == "version") continue;  // the writer's own
-    const auto [data, size] = reader.getRecord(name);
-    const std::string record = change(name, {static_cast<const char*>(data.get()), size});
-    writer.writeRecord(name, record.data(), record.size());
-  }
-  writer.writeEndOfFile();
-  return bytes;
-}
-
 TEST(TrainingCheckpointFiles, ReadsAFileWithoutCrcsAndOfADeviceThatIsNotHere) {
   if (at::globalContext().hasXPU()) GTEST_SKIP() << "the device is here";
   const TemporaryFolder folder;
-  // "xpu" is as long as "cpu", and stands where a storage says what it was on.
-  const auto moved = rewritten("files/checkpoint-0.1.pt", [](const auto& name, std::string record) {
-    if (name != "data.pkl") return record;
-    int storages = 0;
-    for (std::size_t at = 0; (at = record.find(std::string("X\3\0\0\0cpu", 8), at)) != record.npos;
-         ++storages) {
-      record.replace(at + 5, 3, "xpu");
-    }
-    EXPECT_GT(storages, 0);
-    return record;
-  });
-  write(folder / "run.pt", moved);
+  write(folder / "run.pt", moved_file("files/checkpoint-0.1.pt", "cpu", "xpu:0"));
   Contents expected(folder / "other.pt"), read(folder / "run.pt");
   expected.fill();
   EXPECT_TRUE(read.checkpoint.load());

@@ -6,8 +6,10 @@
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <string>
@@ -17,6 +19,15 @@
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
+
+/// Whether this process has the device.
+inline bool device_is_here(at::Device device) {
+  if (device.is_cpu()) return true;
+  const auto type = at::accelerator::getAccelerator();
+  if (type != device.type()) return false;
+  const auto& hooks = at::globalContext().getAcceleratorHooksInterface(*type);
+  return std::max<c10::DeviceIndex>(device.index(), 0) < hooks.deviceCount();
+}
 
 /// The default generators of the CPU and of every accelerator that the process has used so far.
 inline std::vector<at::Generator> default_generators() {
@@ -57,7 +68,7 @@ class RngState {
     RngState state;
     for (const auto& [name, bytes] : by_device) {
       const at::Device device(name);
-      TORCH_CHECK(is_here(device), "it holds the random state of ", name,
+      TORCH_CHECK(device_is_here(device), "it holds the random state of ", name,
                   ", and this machine has no such device. Go on where there is one, or call "
                   "load_shared(), which goes on without random states.");
       at::Generator generator = at::globalContext().defaultGenerator(device);
@@ -77,13 +88,6 @@ class RngState {
   }
 
  private:
-  static bool is_here(const at::Device& device) {
-    if (device.is_cpu()) return true;
-    const auto type = at::accelerator::getAccelerator();
-    return type == device.type() &&
-           device.index() < at::globalContext().getAcceleratorHooksInterface(*type).deviceCount();
-  }
-
   std::vector<std::pair<at::Generator, at::Tensor>> states_;
 };
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <c10/core/Device.h>
+#include <c10/core/DeviceType.h>
 #include <c10/util/Exception.h>
 #include <caffe2/serialize/inline_container.h>
 #include <fcntl.h>
@@ -9,19 +11,24 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <filesystem>
 #include <istream>
+#include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <utility>
 
 #include "torchamp/detail/io/atomic_file.h"
 #include "torchamp/detail/io/checksum.h"
 #include "torchamp/detail/io/zip_check.h"
+#include "torchamp/detail/rng_state.h"
 
 namespace torchamp::detail {
 
@@ -184,6 +191,45 @@ inline void check_archive(const ArchiveBytes& archive) {
       archive->size(),
       [&](uint64_t position, void* to, std::size_t size) { read_all(archive, position, to, size); },
       inflate);
+}
+
+// Note [Devices in archives]
+// LibTorch loads a tensor to the device that it was saved from, which this machine may not have.
+// The pickle of an archive has that device's name with each storage, as a string: 'X', the length
+// in four bytes, the text. Any other string of that kind ("cuda:1" as a key, say) is taken for one,
+// too, which does no harm: the tensors then come by way of the host.
+
+/// Whether a text is the name of a device with an index that this process does not have.
+inline bool is_missing_device(std::string_view text) {
+  const std::size_t colon = text.find(':');
+  if (colon == std::string_view::npos) return false;
+  for (int type = 0; type < c10::COMPILE_TIME_MAX_DEVICE_TYPES; ++type) {
+    const auto device = static_cast<c10::DeviceType>(type);
+    if (text.substr(0, colon) != c10::DeviceTypeName(device, /*lower_case=*/true)) continue;
+    int index = 0;
+    const auto [stop, error] =
+        std::from_chars(text.data() + colon + 1, text.data() + text.size(), index);
+    if (error != std::errc() || stop != text.data() + text.size()) return false;
+    return index > std::numeric_limits<c10::DeviceIndex>::max() || index < 0 ||
+           !device_is_here({device, static_cast<c10::DeviceIndex>(index)});
+  }
+  return false;
+}
+
+/// The device to load an archive's tensors to: unset for those that they were saved from, the CPU
+/// where one of these is not here. See Note [Devices in archives].
+inline std::optional<at::Device> device_for(const ArchiveBytes& archive) {
+  caffe2::serialize::PyTorchStreamReader reader(archive);
+  if (!reader.hasRecord("data.pkl")) return std::nullopt;
+  const auto [data, size] = reader.getRecord("data.pkl");
+  const std::string_view pickle(static_cast<const char*>(data.get()), size);
+  for (std::size_t at = pickle.find('X'); at != pickle.npos; at = pickle.find('X', at + 1)) {
+    const std::string_view after = pickle.substr(at + 1);
+    if (after.size() < 4 || after.substr(1, 3) != std::string_view("\0\0\0", 3)) continue;
+    const auto length = static_cast<unsigned char>(after[0]);
+    if (is_missing_device(after.substr(4, length))) return at::Device(at::kCPU);
+  }
+  return std::nullopt;
 }
 
 }  // namespace torchamp::detail

@@ -64,9 +64,10 @@ inline at::Tensor bytes_of(torch::serialize::OutputArchive& archive) {
   return bytes;
 }
 
-inline torch::serialize::InputArchive archive_of(const at::Tensor& bytes) {
+inline torch::serialize::InputArchive archive_of(const at::Tensor& bytes,
+                                                 std::optional<at::Device> device = {}) {
   torch::serialize::InputArchive archive;
-  archive.load_from(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes());
+  archive.load_from(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes(), device);
   return archive;
 }
 
@@ -150,18 +151,32 @@ inline void check_archive_fits(const torch::optim::Optimizer& optimizer,
               "optimizer: it then starts without state.");
 }
 
-/// LibTorch takes over state of any shape, with which the next step fails.
-inline void check_state_fits(const torch::optim::Optimizer& optimizer) {
+/// LibTorch takes over state of any shape, with which the next step fails, and leaves it on the
+/// device that the archive was loaded to.
+inline void fit_state(torch::optim::Optimizer& optimizer) {
   std::size_t place = 0;
   for (const auto& group : optimizer.param_groups()) {
     for (const at::Tensor& parameter : group.params()) {
       const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
       if (found != optimizer.state().end() && found->second) {
-        for_each_state_tensor(*found->second, [&](const at::Tensor& tensor) {
+        for_each_state_tensor(*found->second, [&](at::Tensor& tensor) {
           TORCH_CHECK(tensor.sizes() == parameter.sizes(), "it holds state of shape ",
                       tensor.sizes(), " for parameter ", place, ", which is ", parameter.sizes(),
                       " in the program");
+          tensor = tensor.to(parameter.device());
         });
+        if (auto* const state = dynamic_cast<torch::optim::LBFGSParamState*>(found->second.get())) {
+          const auto move = [&](auto& tensors) {
+            for (at::Tensor& tensor : tensors) tensor = tensor.to(parameter.device());
+          };
+          for (auto* const tensors : {&state->old_dirs(), &state->old_stps(), &state->ro()}) {
+            move(*tensors);
+          }
+          for (at::Tensor* const tensor :
+               {&state->d(), &state->H_diag(), &state->prev_flat_grad()}) {
+            if (tensor->defined()) *tensor = tensor->to(parameter.device());
+          }
+        }
       }
       ++place;
     }
@@ -178,7 +193,7 @@ inline void load_optimizer(torch::optim::Optimizer& optimizer,
     TORCH_CHECK(false, "it is not of this kind of optimizer with these parameters (",
                 error.what_without_backtrace(), ")");
   }
-  check_state_fits(optimizer);
+  fit_state(optimizer);
   if (!dynamic_cast<torch::optim::Adagrad*>(&optimizer)) return;
   // It makes its states when it is made, and steps without a look.
   for (const auto& group : optimizer.param_groups()) {

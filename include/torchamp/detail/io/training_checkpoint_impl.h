@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <ATen/Context.h>
-#include <ATen/DeviceAccelerator.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/Type.h>
+#include <caffe2/serialize/in_memory_adapter.h>
 
 #include <cstddef>
 #include <exception>
@@ -59,14 +58,6 @@ void rethrow_with(const Where& where, const Body& body) {
   } catch (const std::exception& error) {
     TORCH_CHECK(false, where(), error.what());
   }
-}
-
-/// The device to load tensors to: unset for the one that they were saved from, which this machine
-/// may not have.
-inline std::optional<at::Device> device_for_files() {
-  const auto type = at::accelerator::getAccelerator();
-  if (type && at::globalContext().getAcceleratorHooksInterface(*type).deviceCount() > 0) return {};
-  return at::Device(at::kCPU);
 }
 
 inline void save_any_optimizer(torch::optim::Optimizer& optimizer,
@@ -334,7 +325,7 @@ inline bool TrainingCheckpoint::load_parts(
     const auto file = std::make_shared<detail::FileReader>(path_);
     detail::check_archive(file);
     archive.load_from([&](uint64_t at, void* to, std::size_t n) { return file->read(at, to, n); },
-                      [&] { return file->size(); }, detail::device_for_files());
+                      [&] { return file->size(); }, detail::device_for(file));
     TORCH_CHECK(archive.try_read("torchamp_checkpoint", version) && version.isInt() &&
                     archive.try_read("id", id) && id.isInt() && archive.try_read("shared", shared),
                 "it was not written by TrainingCheckpoint::save.");
@@ -345,7 +336,10 @@ inline bool TrainingCheckpoint::load_parts(
                 "it is damaged: its checksum is gone.");
     const at::Tensor part = local_part(archive);
     if (!part.defined()) return;
-    local = detail::archive_of(part.cpu());
+    const at::Tensor bytes = part.cpu();
+    local = detail::archive_of(
+        bytes, detail::device_for(std::make_shared<caffe2::serialize::MemoryReadAdapter>(
+                   bytes.const_data_ptr(), bytes.numel())));
     local.read("rng", rng);
     std::map<std::string, at::Tensor> states;
     for (const std::string& device : rng.keys()) {
