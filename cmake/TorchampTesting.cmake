@@ -44,7 +44,7 @@ endfunction()
 # rule.
 function(torchamp_test_support)
   add_library(torchamp_test_support OBJECT support/umbrella.cpp)
-  target_link_libraries(torchamp_test_support PUBLIC torchamp_once GTest::gmock_main)
+  target_link_libraries(torchamp_test_support PUBLIC ${torchamp} GTest::gmock_main)
   target_include_directories(torchamp_test_support PUBLIC ${CMAKE_CURRENT_SOURCE_DIR})
   target_precompile_headers(torchamp_test_support PRIVATE <torch/torch.h> <gmock/gmock.h> <gtest/gtest.h>)
   torchamp_warnings(torchamp_test_support)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# find_package(torchamp): the targets torchamp::torchamp and torchamp::compiled, over the LibTorch
-# that TorchampLibTorch.cmake finds, or fetches where the package is REQUIRED.
+# find_package(torchamp): the targets torchamp::torchamp, torchamp::library and torchamp::compiled, over torchamp::libtorch,
+# the LibTorch that TorchampLibTorch.cmake finds, or fetches where the package is REQUIRED. Targets of the project that
+# know nothing of torchamp link it as TORCH_LIBRARIES, as after find_package(Torch).
 
 include(${CMAKE_CURRENT_LIST_DIR}/TorchampLibTorch.cmake)
 if(torchamp_FIND_REQUIRED)
@@ -15,4 +16,9 @@ endif()
 
 if(NOT TARGET torchamp::torchamp)
   include(${CMAKE_CURRENT_LIST_DIR}/torchamp-targets.cmake)
+endif()
+include(${CMAKE_CURRENT_LIST_DIR}/TorchampCompiled.cmake)
+torchamp_add_compiled()
+if(NOT TORCH_LIBRARIES)
+  set(TORCH_LIBRARIES torchamp::libtorch)
 endif()

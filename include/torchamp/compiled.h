@@ -6,14 +6,19 @@
 
 /// @file
 /// Defines what the other headers only declare where TORCHAMP_COMPILED is defined. A program that
-/// defines it, in all of its source files, includes this header, first of all, in one of them.
-/// CMake's target torchamp::compiled, linked instead of torchamp::torchamp, does both. Source files
-/// that use torchamp then compile almost as fast as without it; what they do stays the same.
+/// defines it, in all of its source files, includes this header in one of them. CMake's targets
+/// torchamp::library and torchamp::compiled do both. Source files that use torchamp then compile
+/// almost as fast as without it; what they do stays the same. Where TORCHAMP_COMPILED is not
+/// defined, another header of torchamp before this one is an error.
+
+#if defined(TORCHAMP_BODIES) && !defined(TORCHAMP_COMPILED)
+#error torchamp/compiled.h comes after another header of torchamp, which has taken this program for one that is compiled \
+    header-only. Define TORCHAMP_COMPILED for all source files of the program, or link torchamp::library or torchamp::compiled.
+#endif
 
 #ifndef TORCHAMP_COMPILED
 #define TORCHAMP_COMPILED
 #endif
-#define TORCHAMP_DEFINES_BODIES
 
 #include "torchamp/autocast.h"
 #include "torchamp/grad_scaler.h"
@@ -22,7 +27,30 @@
 #include "torchamp/policy_text.h"
 #include "torchamp/version.h"
 
+// Every header with such definitions: see Note [Compiled once] in detail/bodies.h.
+/// @cond
+#undef TORCHAMP_BODIES
+#define TORCHAMP_BODIES 1
+/// @endcond
+#include "torchamp/detail/optim/fused_optimizer_impl.h"
+#include "torchamp/detail/overlay/autocast_region_impl.h"
+#include "torchamp/detail/overlay/policy_scope_impl.h"
+#include "torchamp/detail/overlay/weight_casts_impl.h"
+#include "torchamp/detail/policy/policy_impl.h"
+#include "torchamp/detail/scaler/clip_overflow.h"
+#include "torchamp/detail/scaler/closure_step.h"
+#include "torchamp/detail/scaler/grad_scaler_archive.h"
+#include "torchamp/detail/scaler/grad_scaler_impl.h"
+#include "torchamp/detail/scaler/grad_scaler_step.h"
+#include "torchamp/detail/scaler/grad_scaler_update.h"
+#include "torchamp/detail/weights/derived_impl.h"
+#include "torchamp/detail/weights/store_impl.h"
+
 namespace TORCHAMP_NAMESPACE {
+
+namespace detail {
+inline const bool environment_names_files = let_environment_name_files();
+}
 
 template class FusedOptimizerOf<detail::AdamKernel>;
 template class FusedOptimizerOf<detail::AdamWKernel>;

@@ -12,7 +12,6 @@
 #include <string>
 #include <string_view>
 
-#include "torchamp/detail/bodies.h"
 #include "torchamp/detail/fp8/run.h"
 #include "torchamp/detail/overlay/environment.h"
 #include "torchamp/detail/policy/data.h"
@@ -33,12 +32,13 @@ struct PolicyPrinter<Policy> {
   }
 };
 
-#if TORCHAMP_BODIES
 /// Lets TORCHAMP_POLICY name a file.
-inline const bool environment_names_files = [] {
+inline bool let_environment_name_files() {
   policy_file_reader() = &read_environment_policy;
   return true;
-}();
+}
+#ifndef TORCHAMP_COMPILED  // else torchamp/compiled.h does this
+inline const bool environment_names_files = let_environment_name_files();
 #endif
 
 }  // namespace detail

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#pragma once
+
+// Templates, and functions that compiled.h takes at a second time: see Note [Compiled once].
+#ifndef TORCHAMP_FUSED_OPTIMIZER_TEMPLATES
+#define TORCHAMP_FUSED_OPTIMIZER_TEMPLATES
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
@@ -53,78 +56,6 @@ void check_options(const torch::optim::OptimizerParamGroup& group, std::size_t n
 }
 
 }  // namespace detail
-
-#if TORCHAMP_BODIES
-
-TORCHAMP_BODY FusedOptimizer::~FusedOptimizer() = default;
-
-TORCHAMP_BODY at::Tensor FusedOptimizer::step(LossClosure closure) {
-  at::Tensor loss;
-  if (closure) {
-    at::AutoGradMode with_gradients(true);
-    loss = closure();
-  }
-  step_divided(at::Tensor(), at::Tensor());
-  return loss;
-}
-
-TORCHAMP_BODY at::Tensor FusedOptimizer::step_scaled(const at::Tensor& grad_scale,
-                                                     const at::Tensor& found_inf) {
-  check_scalar(grad_scale, "grad_scale");
-  check_scalar(found_inf, "found_inf");
-  step_divided(grad_scale, found_inf);
-  return {};
-}
-
-TORCHAMP_BODY void FusedOptimizer::zero_grad(bool set_to_none) {
-  pending_.forget();
-  Optimizer::zero_grad(set_to_none);
-}
-
-TORCHAMP_BODY void FusedOptimizer::divide_next_step(const at::Tensor& divisor) {
-  TORCH_CHECK_VALUE(divisor.defined(), "FusedOptimizer::divide_next_step: no divisor was given.");
-  check_scalar(divisor, "divisor");
-  divide_next_step_by({divisor});
-}
-
-TORCHAMP_BODY void FusedOptimizer::divide_next_step_by(const detail::Divisor& divisor) {
-  const detail::InternalOps internal;
-  pending_.add(param_groups(), divisor);
-}
-
-TORCHAMP_BODY at::Tensor FusedOptimizer::next_step_divisor() const {
-  const detail::InternalOps internal;
-  return pending_.of(param_groups()).value();
-}
-
-TORCHAMP_BODY at::Tensor FusedOptimizer::take_next_step_divisor() {
-  at::Tensor divisor = pending_.is_for(param_groups()) ? next_step_divisor() : at::Tensor();
-  pending_.forget();
-  return divisor;
-}
-
-TORCHAMP_BODY void FusedOptimizer::step_divided(const at::Tensor& grad_scale,
-                                                const at::Tensor& found_inf) {
-  const detail::InternalOps internal;
-  const detail::Divisor divisor = pending_.for_step(param_groups());
-  step_fused(known_.clip_in_scale ? grad_scale : divisor.times(grad_scale), found_inf,
-             found_inf.defined() && found_inf.is_same(known_.exact_flag));
-  pending_.forget();
-  if (!drops_gradients_) return;
-  for (const auto& group : param_groups()) {
-    for (const at::Tensor& param : group.params()) {
-      if (param.defined()) param.mutable_grad().reset();
-    }
-  }
-}
-
-TORCHAMP_BODY void FusedOptimizer::check_scalar(const at::Tensor& tensor, const char* name) {
-  TORCH_CHECK_VALUE(!tensor.defined() || (tensor.dim() == 0 && tensor.scalar_type() == at::kFloat),
-                    "FusedOptimizer: ", name, " is of dtype ", tensor.scalar_type(), " and shape ",
-                    tensor.sizes(), ". It must be a 0-dim fp32 tensor.");
-}
-
-#endif  // TORCHAMP_BODIES
 
 template <detail::OptimizerKernel Kernel>
 FusedOptimizerOf<Kernel>::~FusedOptimizerOf() = default;
@@ -284,3 +215,82 @@ void FusedOptimizerOf<Kernel>::write_steps() const {
 }
 
 }  // namespace TORCHAMP_NAMESPACE
+
+#endif  // TORCHAMP_FUSED_OPTIMIZER_TEMPLATES
+
+#if TORCHAMP_BODIES && !defined(TORCHAMP_FUSED_OPTIMIZER_BODIES)
+#define TORCHAMP_FUSED_OPTIMIZER_BODIES
+
+namespace TORCHAMP_NAMESPACE {
+
+TORCHAMP_BODY FusedOptimizer::~FusedOptimizer() = default;
+
+TORCHAMP_BODY at::Tensor FusedOptimizer::step(LossClosure closure) {
+  at::Tensor loss;
+  if (closure) {
+    at::AutoGradMode with_gradients(true);
+    loss = closure();
+  }
+  step_divided(at::Tensor(), at::Tensor());
+  return loss;
+}
+
+TORCHAMP_BODY at::Tensor FusedOptimizer::step_scaled(const at::Tensor& grad_scale,
+                                                     const at::Tensor& found_inf) {
+  check_scalar(grad_scale, "grad_scale");
+  check_scalar(found_inf, "found_inf");
+  step_divided(grad_scale, found_inf);
+  return {};
+}
+
+TORCHAMP_BODY void FusedOptimizer::zero_grad(bool set_to_none) {
+  pending_.forget();
+  Optimizer::zero_grad(set_to_none);
+}
+
+TORCHAMP_BODY void FusedOptimizer::divide_next_step(const at::Tensor& divisor) {
+  TORCH_CHECK_VALUE(divisor.defined(), "FusedOptimizer::divide_next_step: no divisor was given.");
+  check_scalar(divisor, "divisor");
+  divide_next_step_by({divisor});
+}
+
+TORCHAMP_BODY void FusedOptimizer::divide_next_step_by(const detail::Divisor& divisor) {
+  const detail::InternalOps internal;
+  pending_.add(param_groups(), divisor);
+}
+
+TORCHAMP_BODY at::Tensor FusedOptimizer::next_step_divisor() const {
+  const detail::InternalOps internal;
+  return pending_.of(param_groups()).value();
+}
+
+TORCHAMP_BODY at::Tensor FusedOptimizer::take_next_step_divisor() {
+  at::Tensor divisor = pending_.is_for(param_groups()) ? next_step_divisor() : at::Tensor();
+  pending_.forget();
+  return divisor;
+}
+
+TORCHAMP_BODY void FusedOptimizer::step_divided(const at::Tensor& grad_scale,
+                                                const at::Tensor& found_inf) {
+  const detail::InternalOps internal;
+  const detail::Divisor divisor = pending_.for_step(param_groups());
+  step_fused(known_.clip_in_scale ? grad_scale : divisor.times(grad_scale), found_inf,
+             found_inf.defined() && found_inf.is_same(known_.exact_flag));
+  pending_.forget();
+  if (!drops_gradients_) return;
+  for (const auto& group : param_groups()) {
+    for (const at::Tensor& param : group.params()) {
+      if (param.defined()) param.mutable_grad().reset();
+    }
+  }
+}
+
+TORCHAMP_BODY void FusedOptimizer::check_scalar(const at::Tensor& tensor, const char* name) {
+  TORCH_CHECK_VALUE(!tensor.defined() || (tensor.dim() == 0 && tensor.scalar_type() == at::kFloat),
+                    "FusedOptimizer: ", name, " is of dtype ", tensor.scalar_type(), " and shape ",
+                    tensor.sizes(), ". It must be a 0-dim fp32 tensor.");
+}
+
+}  // namespace TORCHAMP_NAMESPACE
+
+#endif

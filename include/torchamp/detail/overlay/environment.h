@@ -38,7 +38,7 @@ inline EnvironmentOverride read_environment(const char* value, PolicyFileReader 
               "'. Set it to off, standard, torch or file:PATH, or unset it.");
   TORCH_CHECK(read_file != nullptr, "TORCHAMP_POLICY is '", text,
               "', and this program does not read policy files. Include torchamp/policy_text.h in "
-              "one of its source files, or link torchamp::compiled.");
+              "one of its source files, or link torchamp::library.");
   return {.off = false,
           .policy = read_file("TORCHAMP_POLICY: torchamp::load_policy", text.substr(5))};
 }
