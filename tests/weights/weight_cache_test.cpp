@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <sstream>
@@ -48,6 +49,19 @@ TEST_F(WeightCaches, CastsAWeightThatDoesNotChangeOnce) {
   EXPECT_EQ(misses(), 4);  // two weights, two biases
   EXPECT_EQ(hits(), 12);
   EXPECT_EQ(bytes(), 2 * (8 * 16 + 16 + 16 * 4 + 4));
+}
+
+TEST_F(WeightCaches, KeepsFewCastsOfMatricesThatAreGone) {
+  const at::NoGradGuard no_grad;
+  const AutocastGuard guard(at::kCPU, with(WeightCache::region));
+  const auto x = torch::ones({1, 2048});
+  constexpr int64_t a_cast = 2 * 2048 * 2048;
+  int64_t most = 0;
+  for (int i = 0; i < 12; ++i) {
+    (void)torch::matmul(x, torch::empty({2048, 2048}));
+    most = std::max(most, bytes());
+  }
+  EXPECT_LE(most, 3 * a_cast);
 }
 
 TEST_F(WeightCaches, GivesWhatCastsForEachUseGive) {

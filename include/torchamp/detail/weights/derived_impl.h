@@ -134,9 +134,10 @@ struct DerivedWeights::Entries {
     const std::size_t other = find(weight, entry.form);
     if (is_of(other, owner)) dropped.push_back(take_at(other));  // another thread was quicker
     make_room(entry.bytes, dropped);
-    if (entries.size() >= purge_at) {
+    if (entries.size() >= purge_at || counts.bytes >= purge_at_bytes) {
       purge([](const Entry&, std::uint64_t) { return false; }, 0, dropped);
       purge_at = std::max<std::size_t>(64, 2 * entries.size());
+      purge_at_bytes = std::max<int64_t>(least_bytes_to_purge, 2 * counts.bytes);
     }
     entry.used = ++uses;
     const int64_t bytes = entry.bytes;
@@ -184,7 +185,11 @@ struct DerivedWeights::Entries {
   std::vector<std::unique_ptr<Entry>> entries;  // by their owners' addresses
   Counts counts;
   std::uint64_t uses = 0;
-  std::size_t purge_at = 64;  // entries, after which those of weights that are gone are looked for
+  // How many entries or bytes there are when those of weights that are gone are looked for. So at
+  // most half of what is kept, or this little, is of no use to anybody.
+  static constexpr int64_t least_bytes_to_purge = int64_t{1} << 24;
+  std::size_t purge_at = 64;
+  int64_t purge_at_bytes = least_bytes_to_purge;
   int64_t budget = std::numeric_limits<int64_t>::max();
   std::atomic<std::size_t> size = 0;
   std::atomic<std::uint64_t> times_told = 0;
