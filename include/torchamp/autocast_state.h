@@ -43,7 +43,9 @@ class AutocastState {
     }
     state.cache_enabled_ = at::autocast::is_autocast_cache_enabled();
     const auto* policy = detail::thread_policy();
-    if (policy != nullptr && policy->inherited) state.policy_ = policy->shared_from_this();
+    if (policy != nullptr && policy->inherited) {
+      state.policy_ = policy->outside ? policy->outside : policy->shared_from_this();
+    }
     return state;
   }
 
@@ -101,10 +103,14 @@ class AutocastStateGuard {
   }
 
  private:
-  /// The policy to put in force; null if it is in force already.
+  /// The policy to put in force; null if it is in force already. In a backward pass one that is
+  /// gets a scope of its own: see Note [Sums of gradients].
   static std::shared_ptr<const detail::ThreadPolicy> changed_policy(const AutocastState& before,
                                                                     const AutocastState& state) {
-    if (state.policy_ == before.policy_) return nullptr;
+    if (state.policy_ == before.policy_ &&
+        (!state.policy_ || !detail::leaves_sums_alone(*detail::thread_policy()))) {
+      return nullptr;
+    }
     return state.policy_ ? state.policy_ : std::make_shared<const detail::ThreadPolicy>();
   }
 

@@ -37,7 +37,8 @@ struct Fp8Options {
   /// Whether `nvfp4` rounds gradients at random, and not to the nearest. (False is
   /// `round_to_nearest` in a policy's text; the other recipes always round to the nearest.)
   bool stochastic_rounding = true;
-  /// Whether a device that has no fp8 products for this recipe is an error at the guard. Otherwise
+  /// Whether a device that has no fp8 products for this recipe, or none in regions of this dtype
+  /// (rowwise ones in fp16 on a GPU), is an error at the guard. Otherwise
   /// the calls run as lower_precision there; a CastRecorder says how many, and why.
   bool strict = false;
   /// Whether calls that are known to gain nothing on a GPU run as lower_precision, on every device

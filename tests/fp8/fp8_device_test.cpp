@@ -96,6 +96,20 @@ TEST_P(Fp8Device, ScalesOfRowsInFp16RunInLowerPrecisionAndTheReportSaysWhy) {
   EXPECT_EQ(recorder.report().total().not_fp8.at("rowwise products of a GPU are in bf16 only"), 1);
 }
 
+TEST_P(Fp8Device, StrictScalesOfRowsAreAnErrorOfTheGuardInFp16) {
+  SKIP_WITHOUT(GetParam());
+  const torchamp::Fp8Options rowwise{.recipe = torchamp::Fp8Recipe::rowwise, .strict = true};
+  const Policy strict = Policy::standard().fp8(ops::dense, rowwise);
+  EXPECT_ERROR(const AutocastGuard made(GetParam(), {.dtype = at::kHalf, .policy = strict}),
+               " cannot follow it in a region in Half: rowwise products of a GPU are in bf16 only");
+  EXPECT_FALSE(at::autocast::is_autocast_enabled(GetParam()));
+  const AutocastGuard in_bf16(GetParam(), {.dtype = at::kBFloat16, .policy = strict});
+  const AutocastGuard on_a_cpu(at::kCPU, {.dtype = at::kHalf, .policy = strict});
+  // A rule for bf16 alone says nothing of a region in fp16.
+  const Policy bf16_alone = Policy::standard().fp8(ops::dense, rowwise, {.dtype = at::kBFloat16});
+  const AutocastGuard in_fp16(GetParam(), {.dtype = at::kHalf, .policy = bf16_alone});
+}
+
 TEST_P(Fp8Device, AgreesWithTheRehearsalWithinAStepOfBf16) {
   SKIP_WITHOUT(GetParam());
   torch::manual_seed(2);

@@ -4,6 +4,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <c10/core/DeviceType.h>
+#include <c10/core/ScalarType.h>
 
 #include <memory>
 #include <string>
@@ -63,6 +64,14 @@ inline std::string why_not_fp8(std::string_view full_name) {
     return {};
   }
   return "only linear, addmm, mm and matmul can (ops::dense)";
+}
+
+/// Why products of the recipe cannot be in regions of a dtype on a device; empty if they can.
+inline std::string_view why_not_fp8_in(const Fp8Options& options, at::DeviceType device,
+                                       at::ScalarType dtype) {
+  const bool refuses =
+      options.recipe == Fp8Recipe::rowwise && dtype == at::kHalf && device != at::kCPU;
+  return refuses ? "rowwise products of a GPU are in bf16 only" : "";
 }
 
 }  // namespace torchamp::detail

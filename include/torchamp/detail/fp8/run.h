@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "torchamp/detail/fp8/function.h"
@@ -92,8 +93,8 @@ std::string why_not_in_fp8(const Fp8Options& options, const Fp8Call<Tensor>& cal
     if (!can_be_in_fp8(call.added, device)) return "what is added is not in fp32 or 16 bits";
     if (!can_be_added(call.added, call.x, call.columns())) return "sizes do not fit";
   }
-  if (options.recipe == Fp8Recipe::rowwise && dtype == at::kHalf && !call.x.is_cpu()) {
-    return "rowwise products of a GPU are in bf16 only";
+  if (const std::string_view why = why_not_fp8_in(options, device, dtype); !why.empty()) {
+    return std::string(why);
   }
   if (!options.only_worthwhile) return {};
   const int64_t k = call.contraction();

@@ -29,9 +29,7 @@ struct ModulePolicy {
 /// The calling thread's state with `policy` in force, on the devices where autocast is on.
 inline std::shared_ptr<const ThreadPolicy> thread_policy_with(
     const std::shared_ptr<const PolicyData>& policy) {
-  const ThreadPolicy* outer = thread_policy();
-  auto inner = std::make_shared<ThreadPolicy>();
-  if (outer) *inner = *outer;
+  auto inner = copy_of(thread_policy());
   inner->inherited = policy;
   const auto& devices = at::autocast::_AUTOCAST_SUPPORTED_DEVICES;
   for (std::size_t i = 0; i < device_count; ++i) {

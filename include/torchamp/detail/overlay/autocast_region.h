@@ -48,7 +48,8 @@ class AutocastRegion {
     std::shared_ptr<Fp8Usage> fp8;  // null: without an fp8 rule, or the outer region's
   };
 
-  static void check_fp8(const PolicyData& policy, std::size_t index, at::DeviceType device);
+  static void check_fp8(const PolicyData& policy, std::size_t index, at::DeviceType device,
+                        at::ScalarType dtype);
   AutocastRegion(Checked checked, std::optional<bool> cache_enabled);
 
   DeviceAutocastState before_;

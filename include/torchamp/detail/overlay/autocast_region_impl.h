@@ -133,25 +133,28 @@ TORCHAMP_BODY AutocastRegion::Checked::Checked(
   std::shared_ptr<const PolicyData> in_force;
   if (enabled) in_force = ready_policy(data, device, keeps_casts);
   const Fp8Rule* const rule = enabled && is_16_bit(dtype) ? in_force->fp8() : nullptr;
-  if (rule != nullptr) check_fp8(*in_force, index, device);
+  if (rule != nullptr) check_fp8(*in_force, index, device, dtype);
   if (outer && outer->inherited == data && outer->in_force[index] == in_force &&
       outer->keep.until == until && outer->keeps_casts == keeps_casts) {
-    // Taken over, it does not hold for scripts yet: see Note [Derivatives of scripts].
-    if (enabled && !ScriptSwitch::has_scope()) policy.policy = outer->shared_from_this();
+    // Taken over, it does not hold for scripts yet: see Note [Derivatives of scripts]. In backward
+    // it does not hold for sums: see Note [Sums of gradients].
+    if (enabled && (!ScriptSwitch::has_scope() || leaves_sums_alone(*outer))) {
+      policy.policy = outer->shared_from_this();
+    }
     return;
   }
   // A spare node has nothing below it: it would hide what others, a profiler say, have put there.
   const bool is_below_all = c10::ThreadLocalDebugInfo::current() == nullptr;
+  const bool in_backward = this_backward_pass() != ThreadPolicy::no_backward_pass;
   const ThreadPolicy* const spare =
-      !is_below_all || !in_force || rule ? nullptr : SparePolicy::look();
+      !is_below_all || !in_force || rule || in_backward ? nullptr : SparePolicy::look();
   if (spare && spare->in_force[index] == in_force && spare->inherited == data &&
       spare->keep.until == until && spare->keeps_casts == keeps_casts) {
     own_region = derived_weights().begin_region();
     policy = SparePolicy::take(own_region);
     return;
   }
-  auto inner = std::make_shared<ThreadPolicy>();
-  if (outer) *inner = *outer;
+  auto inner = copy_of(outer);
   if (inner->keep.region == 0) {
     own_region = derived_weights().begin_region();
     inner->keep.region = own_region;
@@ -165,10 +168,10 @@ TORCHAMP_BODY AutocastRegion::Checked::Checked(
 }
 
 TORCHAMP_BODY void AutocastRegion::check_fp8(const PolicyData& policy, std::size_t index,
-                                             at::DeviceType device) {
-  const std::string why = policy.strict_fp8_refusal(index);
+                                             at::DeviceType device, at::ScalarType dtype) {
+  const std::string why = policy.strict_fp8_refusal(index, device, dtype);
   TORCH_CHECK(why.empty(), "AutocastGuard: the policy's fp8 rule is strict, and ", device,
-              " cannot follow it: ", why,
+              " cannot follow it in a region in ", dtype, ": ", why,
               ". Leave Fp8Options::strict out to run as lower_precision there.");
 }
 

@@ -76,15 +76,19 @@ class Overlay final : public BoxedKernel {
         device_index_(device_index(device, "Overlay")),
         key_(autocast_key(device)),
         after_(c10::DispatchKeySet::FULL_AFTER, key_),
-        argument_count_(op.schema().arguments().size()) {}
+        argument_count_(op.schema().arguments().size()),
+        adds_gradients_(adds_gradients(op.operator_name())) {}
   Overlay(const Overlay&) = delete;
   Overlay& operator=(const Overlay&) = delete;
   ~Overlay() override { delete facts_.load(std::memory_order_relaxed); }
 
   void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
             torch::jit::Stack* stack) const override {
-    const PolicyData* policy = policy_in_force(device_index_);
+    const ThreadPolicy* const of_thread = thread_policy();
+    if (of_thread == nullptr) return call_native(op, keys, stack);
+    const PolicyData* const policy = of_thread->in_force[device_index_].get();
     if (policy == nullptr) return call_native(op, keys, stack);
+    if (adds_gradients_ && leaves_sums_alone(*of_thread)) return call_native(op, keys, stack);
     const OverlayTable::Rule rule = policy->rule(device_index_, index_, device_, op, *stack);
     const Facts* const facts = facts_of_op(op);
     if (facts != nullptr && facts->is_product && call_fp8(*policy, rule, op, *stack)) return;
@@ -181,6 +185,7 @@ class Overlay final : public BoxedKernel {
   c10::DispatchKey key_;
   c10::DispatchKeySet after_;
   std::size_t argument_count_;
+  bool adds_gradients_;
   mutable std::atomic<const Facts*> facts_ = nullptr;
 };
 

@@ -20,6 +20,14 @@ namespace torchamp::detail {
 TORCHAMP_BODY PolicyScope::PolicyScope(PolicyNode policy) : policy_(std::move(policy.policy)) {
   using Info = c10::ThreadLocalDebugInfo;
   if (!policy_) return;
+  const int pass = this_backward_pass();
+  if (pass != policy_->backward_pass && pass != ThreadPolicy::no_backward_pass) {
+    auto copy = copy_of(policy_.get());  // see Note [Sums of gradients]
+    copy->backward_pass = pass;
+    copy->outside = policy_->outside ? policy_->outside : policy_;
+    policy_ = std::move(copy);
+    policy.node = nullptr;
+  }
   before_ = Info::current();
   const ThreadPolicy* const outer = before_ ? thread_policy() : nullptr;
   if (policy.node) {

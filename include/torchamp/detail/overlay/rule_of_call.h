@@ -27,7 +27,10 @@ inline Cast rule_of_call(const c10::OperatorHandle& op, at::DeviceType device,
   if (!at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device)) {
     return Cast::unchanged;
   }
-  if (const PolicyData* policy = policy_in_force(device_index(device, "CastRecorder"))) {
+  const PolicyData* const policy = policy_in_force(device_index(device, "CastRecorder"));
+  const bool is_autograds = policy != nullptr && adds_gradients(op.operator_name()) &&
+                            leaves_sums_alone(*thread_policy());
+  if (policy != nullptr && !is_autograds) {
     const OverlayTable::Entry rules = overlay_entry(*policy, op, device);
     if (rules.conditional != nullptr) {
       const Cast rule = choice.value_or(Cast::unchanged);

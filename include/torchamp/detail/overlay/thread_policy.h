@@ -2,7 +2,9 @@
 #pragma once
 
 #include <ATen/autocast_mode.h>
+#include <ATen/core/operator_name.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <array>
 #include <cstddef>
@@ -29,7 +31,48 @@ struct ThreadPolicy final : c10::DebugInfoBase, std::enable_shared_from_this<Thr
   /// Whether casts are kept so as well, and not by LibTorch.
   bool keeps_casts = false;
   std::shared_ptr<const GuardTrial> trial;  // of a PrecisionAudit; null otherwise
+  /// The backward pass, by autograd's number, in which a scope put it in force; else none. See
+  /// Note [Sums of gradients].
+  int backward_pass = no_backward_pass;
+  /// Of which it is a copy, made for the backward pass; null outside of one.
+  std::shared_ptr<const ThreadPolicy> outside;
+
+  static constexpr int no_backward_pass = -1;
 };
+
+/// A copy to change, for a scope inside of the policy's, if there is one.
+inline std::shared_ptr<ThreadPolicy> copy_of(const ThreadPolicy* policy) {
+  auto copy = std::make_shared<ThreadPolicy>();
+  if (policy != nullptr) *copy = *policy;
+  copy->backward_pass = ThreadPolicy::no_backward_pass;
+  copy->outside = nullptr;
+  return copy;
+}
+
+// Note [Sums of gradients]
+// Where a tensor was used twice autograd adds its two gradients by `add`, between the nodes of the
+// graph, and hands the sum to the next node as it is, whose kernels take it in the gradients' dtype
+// only. A backward pass that began in a region runs in its state, so these additions come to the
+// policy. Nothing tells them from a node's own. But a forward pass within backward (a
+// recomputation, a custom function) has a scope of its own: so scopes that begin in a backward pass
+// note its number, and what is added in the pass outside of these is left to LibTorch, as are sums
+// of AccumulateGrad and of hooks.
+
+/// The number of the backward pass that the calling thread works for, or no_backward_pass.
+inline int this_backward_pass() {
+  return torch::autograd::get_current_graph_task_id();
+}
+
+/// Whether autograd adds up gradients by this op.
+inline bool adds_gradients(const c10::OperatorName& op) {
+  return op.name == "aten::add" && op.overload_name == "Tensor";
+}
+
+/// Whether what is added now is left to LibTorch: see Note [Sums of gradients].
+inline bool leaves_sums_alone(const ThreadPolicy& policy) {
+  const int pass = this_backward_pass();
+  return pass != ThreadPolicy::no_backward_pass && pass != policy.backward_pass;
+}
 
 /// The calling thread's policy, or null outside every guard.
 inline const ThreadPolicy* thread_policy() {

@@ -62,8 +62,7 @@ class TrialScope {
 
  private:
   static std::shared_ptr<const ThreadPolicy> with(std::shared_ptr<const GuardTrial> trial) {
-    auto inner = std::make_shared<ThreadPolicy>();
-    if (const ThreadPolicy* outer = thread_policy()) *inner = *outer;
+    auto inner = copy_of(thread_policy());
     inner->trial = std::move(trial);
     return inner;
   }

@@ -68,6 +68,9 @@ inline constexpr std::string_view fp8_scope = "torchamp fp8: ";
 /// lower_precision with casts of weights that are kept, see WeightCache. Only tables have it.
 inline constexpr Cast lower_precision_kept = static_cast<Cast>(0x80);
 
+/// fp32 where the op's value does not fit into what it fills. Only tables have it.
+inline constexpr Cast fp32_where_it_must = static_cast<Cast>(0x81);
+
 /// A policy's rules for the overlays of one device, by the overlays' index.
 class OverlayTable {
  public:
@@ -175,14 +178,16 @@ class PolicyData {
     return nullptr;
   }
 
-  /// Why a strict fp8 rule cannot be followed on a device, whose table has been made; empty if it
-  /// can, or if there is none.
-  std::string strict_fp8_refusal(std::size_t device_index) const {
+  /// Why a strict fp8 rule cannot be followed in a region of a device, whose table has been made,
+  /// and a dtype; empty if it can, or if there is none.
+  std::string strict_fp8_refusal(std::size_t device_index, at::DeviceType device,
+                                 at::ScalarType dtype) const {
     for (const Edit& edit : edits) {
-      if (edit.fp8.run != nullptr && edit.fp8.options.strict) {
-        const std::string& why = fp8_refusal(device_index, edit.fp8);
-        if (!why.empty()) return why;
-      }
+      if (edit.fp8.run == nullptr || !edit.fp8.options.strict) continue;
+      if (const std::string& why = fp8_refusal(device_index, edit.fp8); !why.empty()) return why;
+      if (edit.when.dtype.value_or(dtype) != dtype) continue;
+      const std::string_view why = why_not_fp8_in(edit.fp8.options, device, dtype);
+      if (!why.empty()) return std::string(why);
     }
     return {};
   }
