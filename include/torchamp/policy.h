@@ -47,9 +47,12 @@ class Policy {
  public:
   /// fp16 (or bf16) for matmul, conv and linear ops, fp32 for additions, reductions and
   /// binary_cross_entropy (see Note [Binary cross entropy]), LibTorch's own kernels for the rest;
-  /// where a device lacks a kernel for an op on LibTorch's CUDA lists, that list's rule. In-place
-  /// and out= forms are left alone. On a CPU without LSTMs in the region's dtype (oneDNN's bf16
-  /// ones take avx512), LSTMs, GRUs and RNNs run in fp32, with one warning.
+  /// where a device lacks a kernel for an op on LibTorch's CUDA lists, that list's rule. Calls that
+  /// LibTorch would refuse for their dtypes are cast so that it takes them, as far as
+  /// Note [What LibTorch refuses] goes; other in-place and out= forms are left alone. Sums of
+  /// gradients that autograd makes keep their dtype: see Note [Sums of gradients].
+  /// On a CPU without LSTMs in the region's dtype (oneDNN's bf16 ones take avx512), LSTMs, GRUs and
+  /// RNNs run in fp32, with one warning.
   static Policy standard();
 
   /// LibTorch's own lists for each device, bit for bit.

@@ -6,6 +6,7 @@
 #include <torch/version.h>
 
 #include <array>
+#include <limits>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -304,6 +305,72 @@ TEST(Policy, PromoteGoesToTheWidestDtypeAmongTheArgumentsWhateverTheRegions) {
   EXPECT_EQ(fp16.dot(bf16).scalar_type(), at::kFloat) << "neither holds the other";
   EXPECT_EQ(at::atan2(ones(at::kFloat, {3}), fp16).scalar_type(), at::kFloat);
   EXPECT_EQ(at::atan2(index, index).scalar_type(), at::kFloat) << "nothing to cast";
+}
+
+TEST(Policy, StandardCastsWhatAnOpInPlaceReadsToTheDtypeOfWhatItWritesTo) {
+  for (const at::ScalarType lower : {at::kHalf, at::kBFloat16}) {
+    const at::Tensor wide = ones(at::kFloat), index = at::arange(2);
+    const AutocastGuard guard(at::kCPU, lower);
+    const at::Tensor product = at::mm(wide, wide);  // of twos
+    at::Tensor into = wide.clone();
+    into.index_put_({index}, product);
+    EXPECT_TRUE(into.equal(product.to(at::kFloat))) << into;
+    into.addmm_(product, wide);
+    EXPECT_TRUE(into.equal(at::full({2, 2}, 6.F))) << into;
+    EXPECT_EQ(into.scalar_type(), at::kFloat);
+    at::Tensor low = product.clone();
+    low.index_add_(0, index, wide);
+    EXPECT_TRUE(low.equal(at::full({2, 2}, 3, low.options()))) << low;
+    EXPECT_EQ(low.scalar_type(), lower);
+    at::Tensor whole = at::zeros({2}, at::kLong);
+    whole.index_put_({index}, at::ones({2}, at::kLong));
+    EXPECT_TRUE(whole.equal(at::ones({2}, at::kLong)));
+    at::Tensor twice = at::zeros({2, 2}, at::kDouble);
+    twice.index_put_({index}, product);
+    EXPECT_TRUE(twice.equal(product.to(at::kDouble)));
+
+    at::Tensor learned = at::ones({2, 2}).requires_grad_();
+    (wide.clone().index_put_({index}, at::mm(learned, wide)) * 3).sum().backward();
+    EXPECT_TRUE(learned.grad().equal(at::full({2, 2}, 6.F))) << learned.grad();
+  }
+}
+
+TEST(Policy, AnEditTakesARowForOpsInPlaceAway) {
+  const at::Tensor wide = ones(at::kFloat), low = ones(at::kBFloat16), index = at::arange(2);
+  for (const Policy& policy :
+       {Policy::standard().unchanged({"index_put_", "lerp"}),
+        Policy::standard().native({"index_put_", "lerp"}), Policy::torch()}) {
+    EXPECT_EQ(policy.lookup("index_put_", at::kCPU), Cast::unchanged);
+    const AutocastGuard guard(at::kCPU, {.policy = policy});
+    EXPECT_ERROR(wide.clone().index_put_({index}, low), "source and destination dtypes match");
+    EXPECT_ERROR((void)at::lerp(wide, low, 0.5), "expected dtype float");
+  }
+  EXPECT_EQ(Policy::standard().lookup("index_put_", at::kCUDA), Cast::promote);
+  EXPECT_ERROR(Policy::standard().fp32("index_put_"), "cannot be cast");
+}
+
+TEST(Policy, MaskedFillIsInFp32WhereItsValueDoesNotFit) {
+  const at::Tensor mask = at::eye(2).to(at::kBool);
+  const auto dtype = [&](at::ScalarType of, const at::Scalar& value) {
+    return ones(of).masked_fill(mask, value).scalar_type();
+  };
+  constexpr double inf = std::numeric_limits<double>::infinity();
+  {
+    const AutocastGuard guard(at::kCPU, at::kHalf);
+    EXPECT_EQ(dtype(at::kHalf, -1e9), at::kFloat);
+    EXPECT_EQ(ones(at::kHalf).masked_fill(mask, -1e9).min().item<float>(), -1e9F);
+    EXPECT_EQ(dtype(at::kHalf, 1 << 20), at::kFloat);
+    EXPECT_EQ(dtype(at::kHalf, -65504.), at::kHalf);
+    EXPECT_EQ(dtype(at::kHalf, 65505.), at::kFloat);
+    EXPECT_EQ(dtype(at::kHalf, -inf), at::kHalf);
+    EXPECT_EQ(dtype(at::kHalf, true), at::kHalf);
+    EXPECT_EQ(dtype(at::kBFloat16, -1e9), at::kBFloat16);
+    EXPECT_EQ(dtype(at::kBFloat16, 3.4e38), at::kFloat);
+    EXPECT_EQ(dtype(at::kFloat, -1e9), at::kFloat);
+    EXPECT_EQ(dtype(at::kLong, -1e9), at::kLong);
+  }
+  const AutocastGuard always(at::kCPU, {.policy = Policy::standard().fp32("masked_fill")});
+  EXPECT_EQ(dtype(at::kHalf, 0.), at::kFloat);
 }
 
 TEST(Policy, WhatPolicyTorchComputesStandardComputesForEveryLayout) {

@@ -207,6 +207,30 @@ struct NormRun {
   at::Tensor mean, var, trained, evaluated;
 };
 
+// LibTorch's instance_norm narrows the statistics of a 16-bit input by itself where it has no
+// weight.
+TEST(UndeclaredWrites, StatisticsOfALoweredInstanceNormGoThroughNo16Bits) {
+  for (const bool affine : {false, true}) {
+    const auto weight = affine ? at::ones({3}) : at::Tensor();
+    const auto bias = affine ? at::zeros({3}) : at::Tensor();
+    const auto mean = at::zeros({3}), var = at::ones({3});
+    const auto exact_mean = at::zeros({3}), exact_var = at::ones({3});
+    const auto x = (at::arange(240, at::kFloat).sin() * 2 + 3).view({4, 3, 20}).to(at::kBFloat16);
+    for (int i = 0; i < 200; ++i) {
+      at::instance_norm(x.to(at::kFloat), weight, bias, exact_mean, exact_var, true, 0.01, 1e-5,
+                        false);
+      const AutocastGuard guard(at::kCPU,
+                                {.dtype = at::kBFloat16,
+                                 .policy = Policy::standard().lower_precision({"instance_norm"})});
+      const auto y =
+          at::instance_norm(x.to(at::kFloat), weight, bias, mean, var, true, 0.01, 1e-5, false);
+      EXPECT_EQ(y.scalar_type(), at::kBFloat16);
+    }
+    EXPECT_TRUE(at::allclose(mean, exact_mean, 1e-5)) << mean << exact_mean << affine;
+    EXPECT_TRUE(at::allclose(var, exact_var, 1e-5)) << var << exact_var << affine;
+  }
+}
+
 enum class Norm { batch, instance };
 
 NormRun run(Norm norm, at::ScalarType model, const std::optional<Policy>& policy) {

@@ -6,11 +6,14 @@
 #include <ATen/core/function_schema.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/stack.h>
+#include <ATen/ops/ones_like.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <string>
 #include <utility>
@@ -58,6 +61,13 @@ class CastArguments {
     for (std::size_t i = 0; i < count_; ++i) {
       const auto& argument = schema.arguments()[i];
       if (is_dtype(argument, /*optional=*/true)) dtype_position_ = i;
+      if (argument.alias_info() != nullptr && argument.alias_info()->isWrite() &&
+          argument.type()->kind() == c10::TypeKind::TensorType) {
+        written_position_ = i;
+      }
+      if (argument.name() == "weight" && schema.name() == "aten::instance_norm") {
+        unit_weight_position_ = i;
+      }
       if (argument.name() == "training" || argument.name() == "use_input_stats") {
         training_position_ = i;
       }
@@ -84,7 +94,8 @@ class CastArguments {
       case Cast::fp8:  // where it cannot be
         return to(at::autocast::get_autocast_dtype(device), device, stack, first);
       case Cast::promote:
-        return to(widest(device, stack, first), device, stack, first);
+        return to(written_position_ ? dtype_written_to(stack, first) : widest(device, stack, first),
+                  device, stack, first);
       case Cast::fp32:
         if (dtype_position_ && can_ask_for_fp32(device, stack, first)) return {};
         if (promotes_ && widen_one(device, stack, first)) return {};
@@ -92,6 +103,9 @@ class CastArguments {
       case Cast::native:
       case Cast::unchanged:
         break;
+    }
+    if (cast == fp32_where_it_must && !value_fits(stack)) {
+      return to(at::kFloat, device, stack, first);
     }
     if (cast != lower_precision_kept) return {};
     cast_weights(at::autocast::get_autocast_dtype(device), device, stack, first);
@@ -133,11 +147,33 @@ class CastArguments {
     return widest_of(dtype, statistics_, device, stack, first);
   }
 
+  /// That of the tensor which the op writes to, if it can be computed in.
+  std::optional<at::ScalarType> dtype_written_to(const torch::jit::Stack& stack,
+                                                 std::size_t first) const {
+    const c10::IValue& value = stack[first + *written_position_];
+    if (!value.isTensor() || !value.toTensor().is_floating_point()) return std::nullopt;
+    return value.toTensor().scalar_type();
+  }
+
+  /// Whether the number at the end of the arguments fits into the dtype of the first.
+  bool value_fits(const torch::jit::Stack& stack) const {
+    const at::ScalarType dtype = stack[stack.size() - count_].toTensor().scalar_type();
+    const c10::Scalar value = stack.back().toScalar();
+    if (!is_16_bit(dtype) || value.isComplex()) return true;
+    const double number = std::abs(value.toDouble());
+    const double most = dtype == at::kHalf
+                            ? static_cast<double>(std::numeric_limits<c10::Half>::max())
+                            : static_cast<double>(std::numeric_limits<c10::BFloat16>::max());
+    return !(number > most) || std::isinf(number);
+  }
+
   // Note [Casts of running statistics]
   // Statistics in fp32 that were cast to 16 bits would lose what an update adds, so they are never
   // narrowed. Where an op needs them wider than they are (`fp32` on a model in 16 bits) it is given
   // a copy, which is copied back if the op has updated it. LibTorch's kernels take weight and bias
-  // in the dtype of the statistics, which may be wider than the input's, and in no other.
+  // in the dtype of the statistics, which may be wider than the input's, and in no other. Its
+  // instance_norm narrows statistics by itself where there is no weight, so it is given one of
+  // ones.
   StandIns to(std::optional<at::ScalarType> dtype, at::DeviceType device, torch::jit::Stack& stack,
               std::size_t first) const {
     StandIns stand_ins;
@@ -148,6 +184,14 @@ class CastArguments {
     const at::ScalarType wide = *widest_of(dtype, statistics_, device, stack, first);
     for (const std::size_t position : beside_statistics_) {
       cast_value(wide, device, stack[first + position]);
+    }
+    if (unit_weight_position_ && wide != *dtype) {
+      c10::IValue& weight = stack[first + *unit_weight_position_];
+      const c10::IValue& statistic = stack[first + statistics_.front()];
+      const bool has_weight = weight.isTensor() && weight.toTensor().defined();
+      if (!has_weight && statistic.isTensor() && statistic.toTensor().defined()) {
+        weight = at::ones_like(statistic.toTensor());
+      }
     }
     const c10::IValue& training = stack[first + training_position_.value_or(0)];
     const bool updates = !training_position_ || !training.isBool() || training.toBool();
@@ -264,6 +308,8 @@ class CastArguments {
   std::vector<std::uint8_t> weight_places_;     // a WeightPlace for each argument
   std::optional<std::size_t> dtype_position_;
   std::optional<std::size_t> training_position_;  // of what says whether statistics are updated
+  std::optional<std::size_t> written_position_;
+  std::optional<std::size_t> unit_weight_position_;  // of instance_norm's weight
   std::size_t count_;
   bool promotes_;
 };

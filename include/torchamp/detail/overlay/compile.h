@@ -78,13 +78,26 @@ inline OverlayTable::Entry entry_keeping_casts(const PolicyData& policy,
   return entry;
 }
 
+/// overlay_entry(), where masked_fill's rule of the standard table holds only sometimes: see
+/// Note [What LibTorch refuses].
+inline OverlayTable::Entry entry_as_made(const PolicyData& policy, const c10::OperatorHandle& op,
+                                         OverlayTable::Entry entry) {
+  const OverloadRules* const edited = policy.edited(op);
+  const StandardRow* const row = standard_row(op.operator_name());
+  if (row != nullptr && row->family == fill && entry.cast == Cast::fp32 &&
+      (edited == nullptr || !edited->has_cast)) {
+    entry.cast = fp32_where_it_must;
+  }
+  return entry;
+}
+
 /// Installs the overlays that `policy` needs on `device` and returns its table of them.
 inline OverlayTable compile_overlays(const PolicyData& policy, at::DeviceType device) {
   install_script_cast_overlays(device);
   OverlayTable table;
   const auto add = [&](const c10::OperatorHandle& op, OverlayTable::Entry entry) {
     if (entry.cast == Cast::native && entry.conditional == nullptr) return;
-    table.set(install_overlay(op, device, &make_overlay), entry);
+    table.set(install_overlay(op, device, &make_overlay), entry_as_made(policy, op, entry));
   };
   const auto entry_of = policy.keeps_casts ? &entry_keeping_casts : &overlay_entry;
   if (policy.keeps_casts) {

@@ -69,7 +69,7 @@ inline constexpr std::string_view fp8_scope = "torchamp fp8: ";
 inline constexpr Cast lower_precision_kept = static_cast<Cast>(0x80);
 
 /// fp32 where the op's value does not fit into what it fills. Only tables have it.
-inline constexpr Cast fp32_where_it_must = static_cast<Cast>(0x81);
+inline constexpr Cast fp32_where_it_must = static_cast<Cast>(0x82);
 
 /// A policy's rules for the overlays of one device, by the overlays' index.
 class OverlayTable {
@@ -165,7 +165,9 @@ class PolicyData {
       if (rule.cast == Cast::fp32) warn_of_recurrent_layers_in_fp32(dtype);
     }
     const bool lowers = rule.cast == Cast::lower_precision || rule.cast == lower_precision_kept;
-    announce_choice(lowers ? Cast::lower_precision : rule.cast);
+    announce_choice(lowers                            ? Cast::lower_precision
+                    : rule.cast == fp32_where_it_must ? Cast::fp32
+                                                      : rule.cast);
     if (lowers && keeps_casts) rule.cast = lower_precision_kept;
     return rule;
   }

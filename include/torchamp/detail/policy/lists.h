@@ -17,6 +17,7 @@
 
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/policy/recurrent.h"
+#include "torchamp/detail/policy/refused.h"
 #include "torchamp/detail/policy/rule.h"
 #include "torchamp/detail/text.h"
 #include "torchamp/ops.h"
@@ -81,7 +82,9 @@ inline constexpr Cast fp32_where_lacking = static_cast<Cast>(0x81);
 struct StandardRow {
   OpFamily family;
   Cast cast;
-  Cast cast_on_cpu = cast;  // and on other devices that do not follow CUDA's lists
+  Cast cast_on_cpu = cast;     // and on other devices that do not follow CUDA's lists
+  bool unless_native = false;  // where LibTorch has no kernel of its own
+  bool writes = false;         // for ops that write to an argument
 
   Cast cast_for(at::DeviceType device) const {
     return facts_of(device).lists == OpLists::cuda ? cast : cast_on_cpu;
@@ -93,6 +96,10 @@ inline constexpr StandardRow standard_rows[] = {
     {ops::order_statistic, Cast::unchanged},
     {probability_loss, Cast::fp32},
     {recurrent_layer, Cast::lower_precision, /*cast_on_cpu=*/fp32_where_lacking},
+    {.family = decomposition, .cast = Cast::fp32, .unless_native = true},
+    {.family = one_dtype, .cast = Cast::promote, .unless_native = true},
+    {.family = one_dtype_in_place, .cast = Cast::promote, .writes = true},
+    {fill, Cast::fp32},  // see fp32_where_it_must
 };
 
 /// What is listed of an op or overload: its row of standard_rows, or its rule on LibTorch's lists.
@@ -151,12 +158,16 @@ inline RuleList list_standard_rows() {
   return list;
 }
 
-/// The row of an op, whatever its overload and whether it is for a device; null if it has none.
+/// The row of an op, by its overload's name or else its own, whether it is for a device or not;
+/// null if it has none.
 inline const StandardRow* standard_row(const c10::OperatorName& op) {
   static const auto& names = *new RuleList(list_standard_rows());  // never destroyed
   const std::string_view base = op.name;
   if (!base.starts_with("aten::"sv)) return nullptr;
-  const ListedRule* const listed = names.find(base.substr(6));
+  const ListedRule* listed = names.find(base.substr(6));
+  if (!op.overload_name.empty() && listed == nullptr) {
+    listed = names.find(full_name(op).substr(6));
+  }
   return listed == nullptr ? nullptr : listed->row;
 }
 

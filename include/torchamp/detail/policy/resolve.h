@@ -58,7 +58,10 @@ class OpOnDevice {
 inline Cast base_rule(BaseTable base, OpOnDevice& op) {
   if (base == BaseTable::torch) return op.has_native() ? Cast::native : Cast::unchanged;
   const StandardRow* const row = standard_row(op.op().operator_name());
-  if (row != nullptr && op.is_castable()) return row->cast_for(op.device());
+  if (row != nullptr && (row->writes || op.is_castable()) &&
+      !(row->unless_native && op.has_native())) {
+    return row->cast_for(op.device());
+  }
   if (op.has_native()) return Cast::native;
   const Cast listed = listed_rule(op.name());
   return listed != Cast::native && op.is_castable() ? listed : Cast::unchanged;
@@ -126,19 +129,19 @@ inline OverlayTable::Entry overlay_entry(const PolicyData& policy, const c10::Op
   return entry;
 }
 
-/// The castable ops that a base table speaks of itself, LibTorch's kernels aside.
+/// The ops that a base table speaks of itself, LibTorch's kernels aside.
 inline std::vector<c10::OperatorHandle> base_candidates(BaseTable base) {
   std::vector<c10::OperatorHandle> candidates;
   if (base == BaseTable::torch) return candidates;
-  const auto add = [&](std::string_view name) {
+  const auto add = [&](std::string_view name, bool writes) {
     for (auto& op : find_ops(name, "Policy::standard", /*missing_ok=*/true)) {
-      if (why_not_castable(op.schema()).empty()) candidates.push_back(op);
+      if (writes || why_not_castable(op.schema()).empty()) candidates.push_back(op);
     }
   };
   for (const StandardRow& row : standard_rows) {
-    for (const std::string_view name : row.family) add(name);
+    for (const std::string_view name : row.family) add(name, row.writes);
   }
-  for (const ListedRule& rules : libtorch_cuda_lists()) add(rules.op);
+  for (const ListedRule& rules : libtorch_cuda_lists()) add(rules.op, false);
   return candidates;
 }
 
