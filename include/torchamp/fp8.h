@@ -26,7 +26,9 @@ enum class Fp8Recipe : std::uint8_t {
   /// e2m1, 4 bits; an e4m3 scale for each 1 x 16 elements, in weights for each 16 x 16, and a power
   /// of two for the tensor. Gradients are rounded at random (LibTorch's generator of the CPU gives
   /// a seed for each); weights' gradients are made of factors that a Hadamard transform has spread.
-  /// As TransformerEngine's NVFP4BlockScaling, whose scale of the tensor is no power of two.
+  /// As TransformerEngine's NVFP4BlockScaling, whose scale of the tensor is no power of two. The
+  /// mean of random rounding is right: scales of blocks are rounded up there, so that nothing lies
+  /// beyond the largest number, where TransformerEngine rounds them to the nearest and cuts.
   nvfp4,
 };
 

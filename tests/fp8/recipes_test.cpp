@@ -337,6 +337,26 @@ TEST(Fp8Nvfp4, RoundingAtRandomIsRightOnAverage) {
   }
 }
 
+// A block whose scale is rounded down would have its largest elements cut, each time.
+TEST(Fp8Nvfp4, AMatrixRoundedAtRandomIsRightOnAverage) {
+  torch::manual_seed(6);
+  const at::Tensor blocks = at::linspace(1., 2., 64).unsqueeze(1);  // scales of all roundings
+  for (const at::Tensor& matrix :
+       {at::randn({64, 64}), blocks * at::ones({64, 64}), at::randn({64, 64}).exp() * blocks}) {
+    const at::Tensor exact = matrix.to(at::kDouble);
+    double length = 0;
+    constexpr int count = 300;
+    for (int i = 0; i < count; ++i) {
+      const auto form =
+          quantize_as({.recipe = Fp8Recipe::nvfp4}, Fp8Operand::gradient, false, matrix);
+      const at::Tensor values =
+          decoded(form, at::kFloat).to(at::kDouble) * form.inverse_scale.to(at::kDouble);
+      length += (values * exact).sum().item<double>() / exact.square().sum().item<double>();
+    }
+    EXPECT_NEAR(length / count, 1., 1e-3);
+  }
+}
+
 TEST(Fp8Nvfp4, RandomNumbersAreThoseOfLibTorchsGeneratorAndDifferFromPlaceToPlace) {
   // All numbers lie in the middle of two codes, but for the first of each block.
   at::Tensor matrix = at::full({64, 1040}, 2.5, at::kFloat);

@@ -187,6 +187,16 @@ struct E4m3Blocks {
   };
 };
 
+// Note [The mean of random rounding]
+// A number that is rounded at random is right in the mean, unless it lies beyond 6, the largest of
+// e2m1, and is cut. A block's largest element is 6 times the scale that its block should have.
+// Rounded to the nearest, every other scale is smaller than that, by up to a 16th, and the largest
+// elements of such a block are cut: a matrix of normal numbers comes out 0.35 % too small in the
+// mean, of lognormal ones 0.8 %, a single block up to 6 %. So for rounding at random scales are
+// rounded up, by up to an 8th, and the mean is right; the squared error grows by a fifth, 0.022 of
+// the squared length for 0.019. (TransformerEngine rounds them to the nearest.) Elements that are
+// rounded to the nearest keep scales rounded to the nearest: 0.009, whatever the mean.
+
 /// e2m1 numbers with e4m3 numbers as scales, beside a power of two for the matrix.
 template <E2m1Rounding rounding>
 struct E2m1Blocks {
@@ -197,10 +207,13 @@ struct E2m1Blocks {
 
   static float number(Scale code) { return e4m3_numbers(Words{} + code)[0]; }
 
-  /// Where it would be 0 it is the smallest that e4m3 has.
+  /// Where it would be 0 it is the smallest that e4m3 has. For elements that are rounded at random
+  /// it is rounded up: see Note [The mean of random rounding].
   Scale scale_of(float magnitude) const {
-    const float wanted = magnitude * of_matrix / 6.F;
-    return static_cast<Scale>(e4m3_codes(Floats{} + std::max(wanted, 0x1p-9F))[0]);
+    const float wanted = std::max(magnitude * of_matrix / 6.F, 0x1p-9F);
+    const auto nearest = static_cast<Scale>(e4m3_codes(Floats{} + wanted)[0]);
+    const bool is_below = rounding == E2m1Rounding::at_random && number(nearest) < wanted;
+    return is_below ? nearest + 1 : nearest;
   }
 
   /// What elements are divided by after the multiplication by the scale of all.
