@@ -12,10 +12,10 @@
 #include <torch/nn/modules/container/named_any.h>
 #include <torch/nn/pimpl.h>
 
-#include <algorithm>
 #include <concepts>
 #include <cstddef>
 #include <initializer_list>
+#include <map>
 #include <memory>
 #include <set>
 #include <string>
@@ -77,8 +77,8 @@ class WithPolicy
 ///     policies.apply_to(*model);
 ///
 /// A name stands for that module. A pattern must fit the whole name: `?` is one character, `*` any
-/// number of them without a dot, `**` any number with dots. A name wins over patterns; a module
-/// that two patterns fit is an error.
+/// number of them without a dot, `**` any number with dots, and behind a backslash (`\*`) each
+/// stands for itself. A name wins over patterns; a module that two patterns fit is an error.
 ///
 /// Forward can be put under a policy for modules declared as WithPolicy, for entries of a
 /// torch::nn::Sequential, and for a torch::nn::Sequential as a whole (which means its entries). A
@@ -97,6 +97,9 @@ class ModulePolicies {
 
   /// Adds a name or pattern. Error: one that is there already.
   ModulePolicies& set(std::string pattern, const Policy& policy);
+
+  /// The names and patterns with their policies, in the order in which they were added.
+  std::vector<std::pair<std::string, Policy>> entries() const;
 
   /// Makes these the policies of the model's modules; modules that nothing fits have none
   /// afterwards. Returns the names of the modules that have one. Call it again for a clone, and
@@ -120,60 +123,93 @@ class ModulePolicies {
     const std::string* from = nullptr;  // the Sequential that hands the rule down to it
   };
 
-  const Rule* rule_for(const std::string& name) const;
+  /// What fits one name. Rules that name it win over patterns.
+  struct Fit {
+    enum class Kind { pattern, pattern_of_the_same_text, name } kind = Kind::pattern;
+    const Rule* rule = nullptr;
+    const Rule* other = nullptr;  // of the same kind
+
+    void add(Kind its_kind, const Rule& its_rule);
+  };
+
+  std::vector<Fit> fits(const detail::ForwardSites& sites) const;
   std::vector<Chosen> choose(const detail::ForwardSites& sites) const;
   static void hand_down(const detail::ForwardSites& sites, std::size_t from,
                         std::vector<Chosen>& chosen);
-  void check_all_used(const detail::ForwardSites& sites) const;
+  [[noreturn]] static void refuse_unused(const Rule& rule, const detail::ForwardSites& sites);
   void register_overlays(const torch::nn::Module& model) const;
 
   std::vector<Rule> rules_;
+  std::set<std::string> patterns_;  // those of the rules
 };
 
 inline ModulePolicies& ModulePolicies::set(std::string pattern, const Policy& policy) {
-  for (const Rule& rule : rules_) {
-    TORCH_CHECK(rule.pattern != pattern, "ModulePolicies::set: '", pattern,
-                "' has a policy already. Leave out one of the two.");
-  }
+  TORCH_CHECK(patterns_.insert(pattern).second, "ModulePolicies::set: '", pattern,
+              "' has a policy already. Leave out one of the two.");
   rules_.push_back({std::move(pattern), policy.data()});
   return *this;
 }
 
-inline const ModulePolicies::Rule* ModulePolicies::rule_for(const std::string& name) const {
-  const Rule* found = nullptr;
-  for (const Rule& rule : rules_) {
-    if (rule.pattern == name) return &rule;
-  }
-  if (name.empty()) return nullptr;  // patterns speak of what is in the model
-  for (const Rule& rule : rules_) {
-    if (!detail::matches(rule.pattern, name)) continue;
-    TORCH_CHECK(found == nullptr, "ModulePolicies::apply_to: the module '", name, "' fits both '",
-                found->pattern, "' and '", rule.pattern,
-                "'. Set a policy for its name, or narrow one of the patterns.");
-    found = &rule;
-  }
-  return found;
+inline std::vector<std::pair<std::string, Policy>> ModulePolicies::entries() const {
+  std::vector<std::pair<std::string, Policy>> entries;
+  entries.reserve(rules_.size());
+  for (const Rule& rule : rules_) entries.emplace_back(rule.pattern, Policy(rule.policy));
+  return entries;
 }
 
-inline void ModulePolicies::check_all_used(const detail::ForwardSites& sites) const {
+inline void ModulePolicies::Fit::add(Kind its_kind, const Rule& its_rule) {
+  if (rule == nullptr || its_kind > kind) {
+    *this = {its_kind, &its_rule, nullptr};
+  } else if (its_kind == kind && other == nullptr && rule != &its_rule) {
+    other = &its_rule;
+  }
+}
+
+// In the order of sites.names(). A pattern is compared with the names that begin as it does.
+inline std::vector<ModulePolicies::Fit> ModulePolicies::fits(
+    const detail::ForwardSites& sites) const {
+  const auto& names = sites.names();
+  std::map<std::string_view, std::size_t> places;
+  for (std::size_t i = 0; i < names.size(); ++i) places.emplace(names[i].first, i);
+  std::vector<Fit> fits(names.size());
   for (const Rule& rule : rules_) {
-    const auto& names = sites.names();
-    const bool used = std::any_of(names.begin(), names.end(), [&](const auto& name) {
-      return name.first.empty() ? rule.pattern.empty() : detail::matches(rule.pattern, name.first);
-    });
-    if (used) continue;
-    std::string nearest;  // the model's own name is empty
-    for (const auto& [name, index] : names) {
-      if (nearest.empty() || detail::edit_distance(rule.pattern, name) <
-                                 detail::edit_distance(rule.pattern, nearest)) {
-        nearest = name;
+    bool is_used = false;
+    const auto add = [&](std::size_t place, Fit::Kind kind) {
+      fits[place].add(kind, rule);
+      is_used = true;
+    };
+    const std::string literal = detail::literal_of(rule.pattern);
+    if (!detail::has_wildcard(rule.pattern)) {
+      const auto named = places.find(literal);
+      if (named != places.end()) add(named->second, Fit::Kind::name);
+    } else {
+      for (auto at = places.lower_bound(literal);
+           at != places.end() && at->first.starts_with(literal); ++at) {
+        // The model's own name is empty, and patterns speak of what is in the model.
+        if (!at->first.empty() && detail::matches(rule.pattern, at->first)) {
+          add(at->second, Fit::Kind::pattern);
+        }
       }
     }
-    TORCH_CHECK(!nearest.empty(), "ModulePolicies::apply_to: no module of the model fits '",
-                rule.pattern, "'. The model has no modules in it; its own name is ''.");
-    TORCH_CHECK(false, "ModulePolicies::apply_to: no module of the model fits '", rule.pattern,
-                "'. The nearest name is '", nearest, "'.");
+    const auto same = rule.pattern == literal ? places.end() : places.find(rule.pattern);
+    if (same != places.end()) add(same->second, Fit::Kind::pattern_of_the_same_text);
+    if (!is_used) refuse_unused(rule, sites);
   }
+  return fits;
+}
+
+inline void ModulePolicies::refuse_unused(const Rule& rule, const detail::ForwardSites& sites) {
+  std::string nearest;  // the model's own name is empty
+  for (const auto& [name, index] : sites.names()) {
+    if (nearest.empty() ||
+        detail::edit_distance(rule.pattern, name) < detail::edit_distance(rule.pattern, nearest)) {
+      nearest = name;
+    }
+  }
+  TORCH_CHECK(!nearest.empty(), "ModulePolicies::apply_to: no module of the model fits '",
+              rule.pattern, "'. The model has no modules in it; its own name is ''.");
+  C10_THROW_ERROR(Error, c10::str("ModulePolicies::apply_to: no module of the model fits '",
+                                  rule.pattern, "'. The nearest name is '", nearest, "'."));
 }
 
 // Registers with the dispatcher here what the policies need for the devices that the model may run
@@ -224,9 +260,14 @@ inline void ModulePolicies::hand_down(const detail::ForwardSites& sites, std::si
 inline std::vector<ModulePolicies::Chosen> ModulePolicies::choose(
     const detail::ForwardSites& sites) const {
   std::vector<Chosen> chosen(sites.size());
-  for (const auto& [name, index] : sites.names()) {
-    const Rule* rule = rule_for(name);
+  const std::vector<Fit> all = fits(sites);
+  for (std::size_t place = 0; place < all.size(); ++place) {
+    const auto& [name, index] = sites.names()[place];
+    const Rule* const rule = all[place].rule;
     if (rule == nullptr) continue;
+    TORCH_CHECK(all[place].other == nullptr, "ModulePolicies::apply_to: the module '", name,
+                "' fits both '", rule->pattern, "' and '", all[place].other->pattern,
+                "'. Set a policy for its name, or narrow one of the patterns.");
     const Chosen& before = chosen[index];
     TORCH_CHECK(before.rule == nullptr || detail::is_same(*before.rule->policy, *rule->policy),
                 "ModulePolicies::apply_to: one module is registered as '", *before.as,
@@ -248,7 +289,6 @@ inline std::vector<ModulePolicies::Chosen> ModulePolicies::choose(
 
 inline std::vector<std::string> ModulePolicies::apply_to(torch::nn::Module& model) const {
   const detail::ForwardSites sites(model);
-  check_all_used(sites);
   const std::vector<Chosen> chosen = choose(sites);
   register_overlays(model);
   std::vector<std::string> names;

@@ -9,8 +9,9 @@
 #include <c10/util/StringUtil.h>
 #include <torch/nn/module.h>
 
+#include <set>
 #include <string>
-#include <utility>
+#include <string_view>
 #include <vector>
 
 #include "torchamp/detail/fp8/run.h"
@@ -51,31 +52,30 @@ struct LoadedPolicies {
 ///     module head
 ///     fp32: addmm
 ///
-/// `#` starts a comment. Errors name the file, the line (or the module) and what is wrong with it.
+/// NAME is a name or a pattern as ModulePolicies takes it. A module's part that begins with a line
+/// `policy standard` or `policy torch` stands alone: what is before the modules is not in it. `#`
+/// starts a comment. Errors name the file, the line (or the module) and what is wrong with it.
 inline LoadedPolicies load_policies(const std::string& path) {
   const std::string call = "torchamp::load_policies";
   const std::string place = c10::str(call, ": '", path, "'");
-  const auto parts = detail::parts_of_policies(detail::read_policy_file(call, path));
-  TORCH_CHECK(parts.size() == 1 || detail::says_something(parts[0].second), place,
-              ": nothing stands before the line 'module ", parts[1].first,
+  const std::string text = detail::read_policy_file(call, path);
+  const auto parts = detail::parts_of_policies(text);
+  TORCH_CHECK(parts.size() == 1 || detail::says_something(parts[0].text), place,
+              ": nothing stands before the line 'module ", parts[1].module,
               "'. The text begins with 'policy standard' or 'policy torch', which holds for all "
               "ops.");
   LoadedPolicies loaded;
   loaded.path = path;
-  for (std::size_t i = 0; i < parts.size(); ++i) {
-    const auto& [module, text] = parts[i];
-    const Policy policy(
-        detail::PolicyParser(place, &detail::parse_fp8_rule<at::Tensor>).parse(text));
-    if (i == 0) {
-      loaded.policy = policy;
-    } else {
-      TORCH_CHECK(!module.empty(), call, ": '", path, "' has a line 'module' without a name.");
-      for (std::size_t k = 1; k < i; ++k) {
-        TORCH_CHECK(parts[k].first != module, call, ": '", path, "' has two lines 'module ", module,
-                    "'. Put what is under them under one.");
-      }
-      loaded.modules.set(module, policy);
-    }
+  detail::PolicyParser parser(place, &detail::parse_fp8_rule<at::Tensor>);
+  loaded.policy = Policy(parser.parse(parts[0].text));
+  std::set<std::string_view> modules;
+  for (const auto& part : parts) {
+    if (&part == &parts[0]) continue;
+    const Policy policy(parser.parse_part(*loaded.policy.data(), part.text, part.first_line));
+    TORCH_CHECK(!part.module.empty(), call, ": '", path, "' has a line 'module' without a name.");
+    TORCH_CHECK(modules.insert(part.module).second, call, ": '", path, "' has two lines 'module ",
+                part.module, "'. Put what is under them under one.");
+    loaded.modules.set(part.module, policy);
   }
   return loaded;
 }

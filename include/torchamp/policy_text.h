@@ -11,6 +11,7 @@
 #include <ostream>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "torchamp/detail/fp8/run.h"
 #include "torchamp/detail/overlay/environment.h"
@@ -41,6 +42,25 @@ inline bool let_environment_name_files() {
 inline const bool environment_names_files = let_environment_name_files();
 #endif
 
+/// The lines of a policy's text after the first, one for each edit: empty for one that later ones
+/// have removed. `call` begins the error texts.
+inline std::vector<std::string> lines_of_edits(const char* call, const PolicyData& policy) {
+  std::vector<std::string> lines(policy.edits.size());
+  for (std::size_t i = 0; i < lines.size(); ++i) {
+    const Edit& edit = policy.edits[i];
+    if (edit.when.predicate && !policy.has_conditional(i)) continue;
+    lines[i] = to_string(edit);
+    TORCH_CHECK(!edit.when.predicate, call, ": the rule '", lines[i],
+                "' depends on a predicate, which is code and has no text. Make that edit in the "
+                "program.");
+    for (const std::string& name : edit.names) {
+      TORCH_CHECK(family_named(name) == nullptr, call, ": in the rule '", lines[i], "', the op '",
+                  name, "' has the name of a family. Name its overloads, as 'lib::op.overload'.");
+    }
+  }
+  return lines;
+}
+
 }  // namespace detail
 
 /// The policy as text that parse_policy() reads back: its base table and its edits, a line each.
@@ -54,20 +74,8 @@ inline const bool environment_names_files = let_environment_name_files();
 /// library called "ops" that has the name of a family (its overloads can be written one by one).
 inline std::string to_text(const Policy& policy) {
   std::string text = "policy " + std::string(detail::to_string(policy.data()->base)) + '\n';
-  const auto& edits = policy.data()->edits;
-  for (std::size_t i = 0; i < edits.size(); ++i) {
-    const detail::Edit& edit = edits[i];
-    if (edit.when.predicate && !policy.data()->has_conditional(i)) continue;
-    const std::string line = detail::to_string(edit);
-    TORCH_CHECK(
-        !edit.when.predicate, "torchamp::to_text: the rule '", line,
-        "' depends on a predicate, which is code and has no text. Make that edit in the program.");
-    for (const std::string& name : edit.names) {
-      TORCH_CHECK(detail::family_named(name) == nullptr, "torchamp::to_text: in the rule '", line,
-                  "', the op '", name,
-                  "' has the name of a family. Name its overloads, as 'lib::op.overload'.");
-    }
-    text += line + '\n';
+  for (const std::string& line : detail::lines_of_edits("torchamp::to_text", *policy.data())) {
+    if (!line.empty()) text += line + '\n';
   }
   return text;
 }

@@ -295,6 +295,40 @@ TEST(ModulePolicies, FitPatternsToWholeNames) {
   EXPECT_TRUE(matches("", ""));
 }
 
+TEST(ModulePolicies, TakeAWildcardBehindABackslashForItself) {
+  using torchamp::detail::matches;
+  EXPECT_TRUE(matches("h\\*", "h*"));
+  EXPECT_FALSE(matches("h\\*", "head"));
+  EXPECT_TRUE(matches("\\?\\\\*", "?\\x"));
+  EXPECT_TRUE(matches("h\\", "h\\"));
+  for (const std::string name : {"h*", "h?d", "h\\*", "**", "h", ""}) {
+    EXPECT_FALSE(torchamp::detail::has_wildcard(torchamp::detail::pattern_of(name))) << name;
+    EXPECT_EQ(torchamp::detail::literal_of(torchamp::detail::pattern_of(name)), name);
+    EXPECT_TRUE(matches(torchamp::detail::pattern_of(name), name)) << name;
+  }
+  struct StarredImpl : nn::Module {
+    WithPolicy<Probe> star = register_module("h*", WithPolicy<Probe>());
+    WithPolicy<Probe> head = register_module("head", WithPolicy<Probe>());
+  };
+  StarredImpl model;
+  const Policy policy = relu_in_fp32();
+  EXPECT_EQ((ModulePolicies{{"h\\*", policy}}.apply_to(model)), (Names{"h*"}));
+  EXPECT_EQ((ModulePolicies{{"h*", policy}}.apply_to(model)), (Names{"h*", "head"}));
+  EXPECT_EQ((ModulePolicies{{"h\\*", policy}, {"h*", Policy::standard()}}.apply_to(model)),
+            (Names{"h*", "head"}));
+  EXPECT_EQ(model.star->module_policy()->policy, policy.data());
+  EXPECT_NE(model.head->module_policy()->policy, policy.data());
+}
+
+TEST(ModulePolicies, TellTheirEntriesInOrder) {
+  const ModulePolicies policies{{"head", relu_in_fp32()}, {"encoder.*", Policy::torch()}};
+  const auto entries = policies.entries();
+  ASSERT_EQ(entries.size(), 2U);
+  EXPECT_EQ(entries[0].first, "head");
+  EXPECT_EQ(entries[1].first, "encoder.*");
+  EXPECT_EQ(entries[1].second.data(), Policy::torch().data());
+}
+
 TEST(ModulePolicies, SkipContainersThatAPatternFits) {
   struct ListedImpl : nn::Module {
     nn::ModuleList layers = register_module("layers", nn::ModuleList(WithPolicy<Probe>()));

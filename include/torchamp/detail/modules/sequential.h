@@ -8,11 +8,11 @@
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/container/sequential.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <typeinfo>
 #include <utility>
@@ -191,12 +191,12 @@ class ForwardSites {
   }
 
   static void check_all_registered(const ForwardSite& site) {
-    const auto children = site.sequential->children();
+    std::set<const torch::nn::Module*> children;
+    for (const auto& child : site.sequential->children()) children.insert(child.get());
     std::size_t place = 0;
     for (const torch::nn::AnyModule& entry : *site.sequential) {
-      const bool registered =
-          std::find(children.begin(), children.end(), entry.ptr()) != children.end();
-      TORCH_CHECK(registered, "ModulePolicies::apply_to: the Sequential '", site.name, "' calls a ",
+      TORCH_CHECK(children.contains(entry.ptr().get()),
+                  "ModulePolicies::apply_to: the Sequential '", site.name, "' calls a ",
                   entry.ptr()->name(), " (its entry ", place,
                   ") that is not registered with it. Was it replaced with replace_module? A "
                   "Sequential goes on calling the former module: make the Sequential anew.");

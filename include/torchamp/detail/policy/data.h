@@ -243,17 +243,19 @@ inline const std::shared_ptr<const PolicyData>& unedited(BaseTable base) {
   return base == BaseTable::standard ? standard : torch;
 }
 
-/// Whether two policies are known to have the same rules. Predicates cannot be compared.
+/// Whether two edits are known to be the same. Predicates cannot be compared.
+inline bool is_same(const Edit& a, const Edit& b) {
+  return a.cast == b.cast && a.names == b.names && a.family == b.family &&
+         a.when.dtype == b.when.dtype && !a.when.predicate && !b.when.predicate &&
+         a.fp8.options == b.fp8.options;
+}
+
+/// Whether two policies are known to have the same rules.
 inline bool is_same(const PolicyData& one, const PolicyData& other) {
   if (&one == &other) return true;
   if (one.base != other.base || one.edits.size() != other.edits.size()) return false;
   for (std::size_t i = 0; i < one.edits.size(); ++i) {
-    const Edit& a = one.edits[i];
-    const Edit& b = other.edits[i];
-    const bool same = a.cast == b.cast && a.names == b.names && a.family == b.family &&
-                      a.when.dtype == b.when.dtype && !a.when.predicate && !b.when.predicate &&
-                      a.fp8.options == b.fp8.options;
-    if (!same) return false;
+    if (!is_same(one.edits[i], other.edits[i])) return false;
   }
   return true;
 }

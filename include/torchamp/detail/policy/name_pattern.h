@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -9,13 +10,41 @@
 
 namespace torchamp::detail {
 
+/// The characters that stand for others; behind a backslash each stands for itself.
+inline constexpr std::string_view wildcards = "*?";
+
+/// What a pattern begins with before its first wildcard: all of it if it has none.
+inline std::string literal_of(std::string_view pattern) {
+  std::string literal;
+  for (std::size_t i = 0; i < pattern.size(); ++i) {
+    if (wildcards.find(pattern[i]) != std::string_view::npos) break;
+    if (pattern[i] == '\\' && i + 1 < pattern.size()) ++i;
+    literal += pattern[i];
+  }
+  return literal;
+}
+
 inline bool has_wildcard(std::string_view pattern) {
-  return pattern.find_first_of("*?") != std::string_view::npos;
+  for (std::size_t i = 0; i < pattern.size(); ++i) {
+    if (wildcards.find(pattern[i]) != std::string_view::npos) return true;
+    if (pattern[i] == '\\') ++i;
+  }
+  return false;
+}
+
+/// The pattern that fits this name alone.
+inline std::string pattern_of(std::string_view name) {
+  std::string pattern;
+  for (const char c : name) {
+    if (c == '\\' || wildcards.find(c) != std::string_view::npos) pattern += '\\';
+    pattern += c;
+  }
+  return pattern;
 }
 
 /// Whether all of the dotted `name` fits `pattern`: '?' stands for one character and '*' for any
-/// number of them within one part of the name, "**" for any number with dots. Takes no longer than
-/// the product of their lengths.
+/// number of them within one part of the name, "**" for any number with dots; behind a backslash
+/// each character stands for itself. Takes no longer than the product of their lengths.
 inline bool matches(std::string_view pattern, std::string_view name) {
   // fits[i]: the pattern's beginning so far fits the first i characters of the name.
   std::vector<bool> fits(name.size() + 1, false);
@@ -30,9 +59,12 @@ inline bool matches(std::string_view pattern, std::string_view name) {
       pattern.remove_prefix(crosses_dots ? 2 : 1);
       continue;
     }
+    const bool is_escape = token == '\\' && pattern.size() > 1;
+    if (is_escape) pattern.remove_prefix(1);
+    const char wanted = pattern.front();
     bool any = false;
     for (std::size_t i = name.size(); i > 0; --i) {
-      const bool same = token == '?' ? name[i - 1] != '.' : name[i - 1] == token;
+      const bool same = token == '?' ? name[i - 1] != '.' : name[i - 1] == wanted;
       fits[i] = fits[i - 1] && same;
       any = any || fits[i];
     }

@@ -73,8 +73,23 @@ class PolicyParser {
       : where_(std::move(where)), parse_fp8_(parse_fp8) {}
 
   std::shared_ptr<const PolicyData> parse(std::string_view text) {
+    policy_ = nullptr;
+    return parse_from(1, text);
+  }
+
+  /// A module's part, whose first line has this number: what is different from `common`, or a
+  /// policy of its own.
+  std::shared_ptr<const PolicyData> parse_part(const PolicyData& common, std::string_view text,
+                                               int64_t first_line) {
+    policy_ = std::make_shared<PolicyData>(common);
+    may_begin_anew_ = true;
+    return parse_from(first_line, text);
+  }
+
+ private:
+  std::shared_ptr<const PolicyData> parse_from(int64_t first_line, std::string_view text) {
     if (text.starts_with("\xEF\xBB\xBF")) text.remove_prefix(3);  // UTF-8's byte-order mark
-    for (number_ = 1; !text.empty(); ++number_) {
+    for (number_ = first_line; !text.empty(); ++number_) {
       const std::string_view line = text.substr(0, text.find('\n'));
       text.remove_prefix(std::min(line.size() + 1, text.size()));
       const std::string_view content = strip(line.substr(0, line.find('#')));
@@ -86,9 +101,10 @@ class PolicyParser {
     return policy_;
   }
 
- private:
   void read(std::string_view line) {
-    if (!policy_) return read_base(line);
+    const bool begins_anew =
+        std::exchange(may_begin_anew_, false) && split(line, white_space)[0] == "policy";
+    if (!policy_ || begins_anew) return read_base(line);
     check(!module_of_line(line), "'", shorten(line),
           "' begins the policy of a module, and this call reads a single policy. Read such a file "
           "by torchamp::load_policies, in policy_file.h");
@@ -191,6 +207,7 @@ class PolicyParser {
   std::string where_;
   ParseFp8Rule parse_fp8_;
   int64_t number_ = 1;
+  bool may_begin_anew_ = false;         // at the begin of a module's part
   std::shared_ptr<PolicyData> policy_;  // null before the line of its base; edited in place
 };
 
