@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <charconv>
 #include <cmath>
-#include <cstdio>
 #include <string>
 #include <vector>
 
@@ -19,8 +19,9 @@ namespace detail {
 
 inline std::string tick_label(double value) {
   char text[32];
-  std::snprintf(text, sizeof text, "%.6g", value);
-  return text;
+  const auto written =
+      std::to_chars(text, text + sizeof text, value, std::chars_format::general, 6);
+  return {text, written.ptr};
 }
 
 }  // namespace detail

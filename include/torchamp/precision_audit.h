@@ -86,8 +86,11 @@ struct AuditedPolicy {
 std::ostream& operator<<(std::ostream& out, const AuditedPolicy& audited);
 
 /// Writes what an audit chose as text for load_policies() and TORCHAMP_POLICY=file:PATH (which
-/// takes the part about ops): a rule a line, with its reason as a comment. The file is replaced as
-/// a whole or not at all. Errors name the file.
+/// takes the part about ops): `policy` and `modules` as they are by now, a rule a line, those of
+/// the audit with their reasons as comments. (Where `policy` has no edits, or `modules` not the
+/// module of a decision, the decisions stand for it.) The file is replaced as a whole or not at
+/// all. Errors: a rule that has no text (see to_text()), a module's name with '#' or white space;
+/// they name the file where it is to blame.
 void save_policy(const AuditedPolicy& audited, const std::string& path);
 
 /// Measures which ops of a model may run in 16 bits, and what that saves.
@@ -108,7 +111,8 @@ void save_policy(const AuditedPolicy& audited, const std::string& path);
 /// Whatever happens, the model's parameters, gradients, buffers and module policies, the default
 /// random generators and the thread's autocast state are afterwards as before, bit for bit.
 ///
-/// One thread at a time; the model must outlive the audit.
+/// A copy has rows of its own, of the same model and step. One thread at a time; the model must
+/// outlive the audit.
 class PrecisionAudit {
  public:
   /// Error: a dtype that is not fp16 or bf16; a model without parameters on a device with autocast.
@@ -118,6 +122,9 @@ class PrecisionAudit {
   explicit PrecisionAudit(const torch::nn::ModuleHolder<Contained>& model,
                           const PrecisionAuditOptions& options = {})
       : PrecisionAudit(static_cast<torch::nn::Module&>(*model.ptr()), options) {}
+  PrecisionAudit(const PrecisionAudit& other);
+  PrecisionAudit& operator=(const PrecisionAudit& other);
+  ~PrecisionAudit() = default;
 
   /// Runs `step` once as it is and `n` times measuring it, each time from the same state. A further
   /// call replaces what was measured. Errors, after which the audit is as before: `step` changes a

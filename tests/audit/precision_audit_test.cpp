@@ -13,6 +13,8 @@
 #include <cmath>
 #include <fstream>
 #include <functional>
+#include <locale>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <tuple>
@@ -21,6 +23,7 @@
 #include "support/audited_net.h"
 #include "support/devices.h"
 #include "support/expect_error.h"
+#include "support/locales.h"
 #include "support/temporary_folder.h"
 
 using ::testing::HasSubstr;
@@ -449,10 +452,157 @@ TEST(PrecisionAuditChooser, LowersNothingWhoseCastsCostMoreThanItSaves) {
   const Chooser chooser({{100., 10., 4.}, {5., 6., 1.}, {100., 10., 2.}, {5., 1., 0.}},
                         {{std::nullopt, 0, 1.}, {0, 1, 3.}, {1, 2, 3.}, {std::nullopt, 3, 6.}});
   const auto choices = chooser.choices();
-  EXPECT_EQ(choices.front(), (Chooser::Lowered{true, true, true, false}));
-  EXPECT_EQ(choices.back(), (Chooser::Lowered{false, false, false, false}));
+  EXPECT_EQ(choices[0], (Chooser::Lowered{true, true, true, false}));
+  EXPECT_EQ(choices[choices.size() - 1], (Chooser::Lowered{false, false, false, false}));
   for (std::size_t i = 1; i < choices.size(); ++i) {
     EXPECT_LE(chooser.error(choices[i]), chooser.error(choices[i - 1]));
+    EXPECT_EQ(chooser.us(choices[i]), choices.us(i));
   }
-  EXPECT_EQ(chooser.us(choices.front()), 10. + 6. + 10. + 5. + 1.);
+  EXPECT_EQ(chooser.us(choices[0]), 10. + 6. + 10. + 5. + 1.);
+}
+
+TEST(PrecisionAuditChooser, TakesBackFirstWhatHasMostErrorForWhatItSaves) {
+  using torchamp::detail::Chooser;
+  // Errors for each microsecond: 0.1, 3, 0.5, and 2 for one that has the largest error.
+  const Chooser chooser({{11., 1., 1.}, {2., 1., 3.}, {3., 1., 1.}, {6., 1., 10.}}, {});
+  const auto choices = chooser.choices();
+  ASSERT_EQ(choices.size(), 5U);
+  EXPECT_EQ(choices[0], (Chooser::Lowered{true, true, true, true}));
+  EXPECT_EQ(choices[1], (Chooser::Lowered{true, false, true, true}));
+  EXPECT_EQ(choices[2], (Chooser::Lowered{true, false, true, false}));
+  EXPECT_EQ(choices[3], (Chooser::Lowered{true, false, false, false}));
+  EXPECT_EQ(choices[4], (Chooser::Lowered{false, false, false, false}));
+}
+
+// The row of choices as it is defined: each time all rates and costs anew.
+TEST(PrecisionAuditChooser, TakesBackAsALookAtAllEachTimeWould) {
+  using torchamp::detail::Chooser;
+  torch::manual_seed(0);
+  const auto draw = [](int64_t most) { return torch::randint(most, {}).item<int64_t>(); };
+  for (int trial = 0; trial < 200; ++trial) {
+    std::vector<torchamp::detail::Choosable> all;
+    std::vector<torchamp::detail::ChoosableEdge> edges;
+    const auto count = static_cast<std::size_t>(1 + draw(8));
+    const auto number = [&] { return static_cast<double>(draw(20)); };
+    const auto unit = [&] { return static_cast<std::size_t>(draw(static_cast<int64_t>(count))); };
+    for (std::size_t i = 0; i < count; ++i)
+      all.push_back({number(), number(), number(), draw(5) > 0});
+    for (std::size_t i = 0; i < 2 * count; ++i) {
+      edges.push_back({draw(4) > 0 ? std::optional(unit()) : std::nullopt, unit(), number() / 4.});
+    }
+    const Chooser chooser(all, edges);
+    const auto choices = chooser.choices();
+    Chooser::Lowered now;
+    for (const auto& one : all) now.push_back(one.may_be_lowered);
+    const auto saved = [&](std::size_t i) {
+      Chooser::Lowered without = now;
+      without[i] = false;
+      return chooser.us(without) - chooser.us(now);
+    };
+    const auto take_back_what_costs = [&] {
+      for (;;) {
+        std::size_t worst = count;
+        for (std::size_t i = 0; i < count; ++i) {
+          if (now[i] && saved(i) < 0. && (worst == count || saved(i) < saved(worst))) worst = i;
+        }
+        if (worst == count) return;
+        now[worst] = false;
+      }
+    };
+    take_back_what_costs();
+    for (std::size_t c = 0;; ++c) {
+      ASSERT_LT(c, choices.size());
+      ASSERT_EQ(choices[c], now) << trial << ' ' << c;
+      ASSERT_EQ(choices.us(c), chooser.us(now));
+      const auto rate = [&](std::size_t i) { return all[i].error / std::max(saved(i), 1e-3); };
+      std::size_t worst = count;
+      for (std::size_t i = 0; i < count; ++i) {
+        if (now[i] && (worst == count || rate(i) > rate(worst))) worst = i;
+      }
+      if (worst == count) {
+        EXPECT_EQ(c + 1, choices.size());
+        break;
+      }
+      now[worst] = false;
+      take_back_what_costs();
+    }
+  }
+}
+
+TEST(PrecisionAudit, LeavesNoHookOnAParameterThatAnOpGivesBack) {
+  Net model = net();
+  const at::Tensor weight = model->first->weight;
+  at::Tensor kept;
+  PrecisionAudit audit(model, {.dtype = at::kBFloat16});
+  const auto step = step_of(model);
+  audit.run(
+      [&] {
+        kept = torch::tanh(weight);
+        (torch::dropout(weight, 0.5, false).sum() + kept.sum()).backward();
+        step();
+      },
+      1);
+  ASSERT_NE(row_of(audit, "dropout", "first"), nullptr);
+  EXPECT_GT(row_of(audit, "dropout", "first")->error, 0.);
+  const auto* const meta = torch::autograd::impl::get_autograd_meta(weight);
+  ASSERT_NE(meta, nullptr);
+  if (meta->cpp_hooks_list_) {
+    for (const auto& hook : *meta->cpp_hooks_list_) EXPECT_FALSE(hook);
+  }
+}
+
+TEST(PrecisionAudit, ACopyHasRowsOfItsOwn) {
+  Net model = net();
+  PrecisionAudit audit(model, {.dtype = at::kBFloat16});
+  audit.run(step_of(model), 1);
+  const auto rows = audit.rows();
+  PrecisionAudit copy(audit), assigned(model, {.dtype = at::kBFloat16});
+  assigned = audit;
+  EXPECT_EQ(copy.rows(), rows);
+  EXPECT_EQ(assigned.rows(), rows);
+  take_times(copy);
+  EXPECT_EQ(audit.rows(), rows);
+  EXPECT_EQ(assigned.rows(), rows);
+  EXPECT_NE(copy.rows(), rows);
+  EXPECT_FALSE(copy.policy().decisions.empty());
+}
+
+TEST(PrecisionAudit, WritesAndReadsTheSameFilesWhateverTheLocale) {
+  const TemporaryFolder folder;
+  Net model = net();
+  PrecisionAudit audit(model, {.dtype = at::kBFloat16});
+  audit.run(step_of(model), 1);
+  const auto rows = audit.rows();
+  const std::string csv = audit.to_csv();
+  const auto printed = [&] {
+    std::ostringstream out;
+    out.imbue(std::locale::classic());
+    out << audit;
+    return out.str();
+  };
+  const std::string table = printed();
+  AuditedPolicy chosen;
+  chosen.error = 1.5e-8;
+  chosen.policy.lower_precision("addmm");
+  const auto saved = [&] {
+    torchamp::save_policy(chosen, folder / "policy");
+    return content_of(folder / "policy");
+  };
+  const std::string policy = saved();
+  EXPECT_THAT(policy, HasSubstr("1.5e-08"));
+  const auto check = [&] {
+    EXPECT_EQ(audit.to_csv(), csv);
+    EXPECT_EQ(printed(), table);
+    EXPECT_EQ(saved(), policy);
+    audit.write_csv(folder / "csv");
+    audit.read_times(folder / "csv");
+    EXPECT_EQ(audit.rows(), rows);
+  };
+  {
+    const GroupingStreams grouping;
+    check();
+  }
+  const CommaOfC comma;
+  check();
+  if (!comma.is_there()) GTEST_SKIP() << "no locale of C's with a decimal comma, and no localedef";
 }

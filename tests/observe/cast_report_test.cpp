@@ -6,6 +6,8 @@
 #include <sstream>
 #include <string>
 
+#include "support/locales.h"
+
 namespace {
 
 using torchamp::CastReport;
@@ -82,6 +84,23 @@ TEST(CastReport, WritesJson) {
 TEST(CastReport, EscapesNamesInJson) {
   const std::string json = CastReport({row(false, "a \"b\"\\\n", "mm", 0)}).to_json();
   EXPECT_NE(json.find(R"("module": "a \"b\"\\\u000a")"), std::string::npos) << json;
+}
+
+TEST(CastReport, WritesTheSameJsonWhateverTheLocale) {
+  auto mm = row(false, "a\n", "mm", 406272);
+  mm.calls = {{at::kFloat, 1234567}};
+  mm.cache_hits = 1000;
+  mm.fp8 = 2000;
+  mm.not_fp8 = {{"why", 3000}};
+  const CastReport report({mm});
+  const std::string json = report.to_json();
+  EXPECT_NE(json.find("\"cast_bytes\": 406272"), std::string::npos) << json;
+  {
+    const GroupingStreams grouping;
+    EXPECT_EQ(report.to_json(), json);
+  }
+  const CommaOfC comma;
+  EXPECT_EQ(report.to_json(), json);
 }
 
 }  // namespace

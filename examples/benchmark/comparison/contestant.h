@@ -13,6 +13,7 @@
 #include "benchmark/comparison/child_process.h"
 #include "benchmark/comparison/op_profile.h"
 #include "benchmark/comparison/way.h"
+#include "support/format.h"
 
 /// What a worker tells of a run, see Note [Workers].
 struct Round {
@@ -66,7 +67,7 @@ class Contestant {
     worker_->write_line("profile " + std::to_string(steps));
     const auto answer = expect("profiled");
     if (!answer) return;
-    for (const char* kind : kOpKinds) shares_.push_back(std::stod(field(*answer, kind)));
+    for (const char* kind : kOpKinds) shares_.push_back(support::number_of(field(*answer, kind)));
   }
   /// The share of each of kOpKinds in a step; empty if there is no profile.
   const std::vector<double>& shares() const { return shares_; }
@@ -82,9 +83,9 @@ class Contestant {
     if (!answer) return std::nullopt;
     Round round;
     std::istringstream(field(*answer, "peak")) >> round.peak_bytes;
-    round.seconds = std::stod(field(*answer, clock_)) / static_cast<double>(steps);
-    round.loss = std::stod(field(*answer, "loss"));  // "nan" and "inf" too
-    round.first_loss = std::stod(field(*answer, "first"));
+    round.seconds = support::number_of(field(*answer, clock_)) / static_cast<double>(steps);
+    round.loss = support::number_of(field(*answer, "loss"));  // "nan" and "inf" too
+    round.first_loss = support::number_of(field(*answer, "first"));
     return round;
   }
 

@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iostream>
+#include <locale>
 #include <string>
 
 #include "benchmark/comparison/charts.h"
@@ -42,6 +43,7 @@ int compare(const Options& options, const std::string& command) {
   std::cout << '\n';
   const auto write_text = [&](const char* name, const auto& write) {
     std::ofstream file(plan.out / name);
+    file.imbue(std::locale::classic());
     write(file);
     std::cout << "Wrote " << (plan.out / name).string() << '\n';
   };

@@ -118,6 +118,14 @@ inline PrecisionAudit::PrecisionAudit(torch::nn::Module& model,
     : data_(std::make_shared<detail::AuditData>(
           detail::AuditData{.audited = detail::audited_model(model, options)})) {}
 
+inline PrecisionAudit::PrecisionAudit(const PrecisionAudit& other)
+    : data_(std::make_shared<detail::AuditData>(*other.data_)) {}
+
+inline PrecisionAudit& PrecisionAudit::operator=(const PrecisionAudit& other) {
+  *data_ = detail::AuditData(*other.data_);
+  return *this;
+}
+
 inline void PrecisionAudit::run(const std::function<void()>& step, int64_t n) {
   TORCH_CHECK_VALUE(step, "PrecisionAudit::run: the step is empty.");
   TORCH_CHECK_VALUE(n >= 1, "PrecisionAudit::run: n is ", n, ". It is 1 or more.");

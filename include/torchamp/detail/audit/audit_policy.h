@@ -10,6 +10,7 @@
 #include <exception>
 #include <limits>
 #include <map>
+#include <memory>
 #include <optional>
 #include <set>
 #include <string>
@@ -21,6 +22,9 @@
 #include "torchamp/detail/audit/audit_session.h"
 #include "torchamp/detail/audit/audit_text.h"
 #include "torchamp/detail/audit/choose.h"
+#include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/policy/edit.h"
+#include "torchamp/detail/policy/name_pattern.h"
 #include "torchamp/precision_audit.h"
 
 namespace TORCHAMP_NAMESPACE {
@@ -33,31 +37,47 @@ struct AuditUnit {
   std::vector<std::size_t> rows;
 };
 
-/// The innermost module at or around `name` that can be given a policy; empty if there is none.
-inline std::string policy_site(const ForwardSites& sites, std::string name) {
-  while (!name.empty()) {
-    for (const auto& [known, index] : sites.names()) {
-      if (known == name && (sites[index].holder != nullptr || !sites[index].entries.empty())) {
-        return sites[index].name;
-      }
+/// The modules that can be given a policy, by all their names.
+class PolicySites {
+ public:
+  explicit PolicySites(const ForwardSites& sites) {
+    for (const auto& [name, index] : sites.names()) {
+      if (name.empty() || (sites[index].holder == nullptr && sites[index].entries.empty()))
+        continue;
+      names_.emplace(name, &sites[index].name);
     }
-    const auto dot = name.rfind('.');
-    name = dot == std::string::npos ? std::string() : name.substr(0, dot);
   }
-  return name;
-}
+
+  /// The innermost one at or around the module `name`; empty if there is none.
+  std::string around(std::string name) const {
+    while (!name.empty()) {
+      const auto found = names_.find(name);
+      if (found != names_.end()) return *found->second;
+      const auto dot = name.rfind('.');
+      name = dot == std::string::npos ? std::string() : name.substr(0, dot);
+    }
+    return name;
+  }
+
+ private:
+  std::map<std::string, const std::string*> names_;
+};
 
 /// From what was measured to policies.
 class AuditChoice {
  public:
   AuditChoice(const AuditData& data, const ForwardSites& sites, double gradient_loss_limit)
       : data_(data), limit_(gradient_loss_limit) {
+    const PolicySites policy_sites(sites);
     unit_of_.resize(data.rows.size());
     std::map<std::pair<std::string, std::string>, std::size_t> index;
     for (std::size_t r = 0; r < data.rows.size(); ++r) {
-      const std::string site = policy_site(sites, data.rows[r].module);
+      const std::string site = policy_sites.around(data.rows[r].module);
       const auto [found, is_new] = index.try_emplace({site, data.rows[r].op}, units_.size());
-      if (is_new) units_.push_back({site, data.rows[r].op, {}});
+      if (is_new) {
+        units_.push_back({site, data.rows[r].op, {}});
+        units_of_op_[data.rows[r].op].push_back(found->second);
+      }
       unit_of_[r] = found->second;
       units_[found->second].rows.push_back(r);
     }
@@ -88,19 +108,20 @@ class AuditChoice {
   AuditedPolicy policies(const Chooser::Lowered& lowered) const {
     AuditedPolicy result;
     std::map<std::string, bool> common;  // by op: the guards' rule
-    std::map<std::string, std::pair<int, int>> votes;
-    for (std::size_t u = 0; u < units_.size(); ++u) {
-      if (units_[u].module.empty()) common[units_[u].op] = lowered[u];
-      auto& [yes, all] = votes[units_[u].op];
-      yes += lowered[u] ? 1 : 0;
-      ++all;
+    const auto policy = std::make_shared<PolicyData>(BaseTable::torch);
+    for (const auto& [op, units] : units_of_op_) {
+      std::size_t votes = 0;
+      std::optional<bool> of_guards;
+      for (const std::size_t u : units) {
+        votes += lowered[u] ? 1 : 0;
+        if (units_[u].module.empty()) of_guards = lowered[u];
+      }
+      const bool is_lowered = of_guards.value_or(2 * votes >= units.size());
+      common.emplace(op, is_lowered);
+      add_edit(*policy, rule(is_lowered), op, {});
+      result.decisions.push_back({"", op, is_lowered, reason(units, is_lowered, lowered)});
     }
-    for (const auto& [op, vote] : votes) common.try_emplace(op, 2 * vote.first >= vote.second);
-    for (const auto& [op, is_lowered] : common) {
-      result.policy.set(is_lowered ? Cast::lower_precision : Cast::fp32, op);
-      result.decisions.push_back({"", op, is_lowered, reason(op, is_lowered, lowered)});
-    }
-    std::map<std::string, Policy> of_modules;
+    std::map<std::string, std::shared_ptr<PolicyData>> of_modules;
     for (std::size_t u = 0; u < units_.size(); ++u) {
       const AuditUnit& unit = units_[u];
       if (unit.module.empty()) {
@@ -110,23 +131,25 @@ class AuditChoice {
         continue;
       }
       if (lowered[u] == common.at(unit.op)) continue;
-      auto& policy = of_modules.try_emplace(unit.module, result.policy).first->second;
-      policy.set(lowered[u] ? Cast::lower_precision : Cast::fp32, unit.op);
+      auto& of_module = of_modules[unit.module];
+      if (!of_module) of_module = std::make_shared<PolicyData>(*policy);
+      add_edit(*of_module, rule(lowered[u]), unit.op, {});
       result.decisions.push_back({unit.module, unit.op, lowered[u], reason_of({u}, lowered[u])});
     }
-    for (const auto& [module, policy] : of_modules) result.modules.set(module, policy);
+    result.policy = Policy(policy);
+    for (const auto& [module, its] : of_modules)
+      result.modules.set(pattern_of(module), Policy(its));
     std::stable_sort(result.decisions.begin(), result.decisions.end(),
                      [](const auto& a, const auto& b) { return a.module < b.module; });
     return result;
   }
 
  private:
-  std::string reason(const std::string& op, bool is_lowered,
+  static Cast rule(bool is_lowered) { return is_lowered ? Cast::lower_precision : Cast::fp32; }
+
+  std::string reason(std::vector<std::size_t> units, bool is_lowered,
                      const Chooser::Lowered& lowered) const {
-    std::vector<std::size_t> units;
-    for (std::size_t u = 0; u < units_.size(); ++u) {
-      if (units_[u].op == op && lowered[u] == is_lowered) units.push_back(u);
-    }
+    std::erase_if(units, [&](std::size_t u) { return lowered[u] != is_lowered; });
     return reason_of(units, is_lowered);
   }
 
@@ -145,21 +168,21 @@ class AuditChoice {
       }
     }
     if (!is_lowered && (overflow > 0. || !std::isfinite(error))) {
-      return formatted("%.2g", 100. * overflow) + " % of its results overflow";
+      return number_text(100. * overflow, 2) + " % of its results overflow";
     }
     if (!is_lowered && lost > 1.) return "its gradients overflow in 16 bits";
     if (!is_lowered && lost > limit_) {
-      return "16 bits lose " + formatted("%.2g", 100. * lost) + " % of its gradients";
+      return "16 bits lose " + number_text(100. * lost, 2) + " % of its gradients";
     }
-    return "error " + formatted("%.2g", error) + ", " + formatted("%.4g", fp32_us) +
-           " us in fp32, " + formatted("%.4g", low_us) + " in 16 bits, " +
-           formatted("%.4g", cast_us) + " in casts";
+    return "error " + number_text(error, 2) + ", " + number_text(fp32_us, 4) + " us in fp32, " +
+           number_text(low_us, 4) + " in 16 bits, " + number_text(cast_us, 4) + " in casts";
   }
 
   const AuditData& data_;
   double limit_;
   std::vector<AuditUnit> units_;
   std::vector<std::size_t> unit_of_;  // by row
+  std::map<std::string, std::vector<std::size_t>> units_of_op_;
 };
 
 }  // namespace detail
@@ -199,9 +222,11 @@ inline AuditedPolicy PrecisionAudit::policy(const AuditBudget& budget) const {
     return std::isfinite(tried.error) && tried.error <= most;
   };
 
-  std::vector<detail::Chooser::Lowered> choices = chooser.choices();
-  const double us_of_none = chooser.us(choices.back());
-  std::erase_if(choices, [&](const auto& lowered) { return chooser.us(lowered) > us_of_none; });
+  const detail::Chooser::Choices all = chooser.choices();
+  std::vector<std::size_t> choices;  // in `all`, those that save something, and nothing lowered
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    if (all.us(i) <= all.us(all.size() - 1)) choices.push_back(i);
+  }
   using Lowered = detail::Chooser::Lowered;
   const auto measured = [&](const Lowered& lowered) {
     AuditedPolicy tried = choice.policies(lowered);
@@ -210,10 +235,10 @@ inline AuditedPolicy PrecisionAudit::policy(const AuditBudget& budget) const {
   };
   // The first that keeps to the budget; nothing lowered, the last, has no error.
   std::size_t low = 0, high = choices.size() - 1;
-  AuditedPolicy best = choice.policies(choices[high]);
+  AuditedPolicy best = choice.policies(all[choices[high]]);
   while (low < high) {
     const std::size_t middle = (low + high) / 2;
-    AuditedPolicy tried = measured(choices[middle]);
+    AuditedPolicy tried = measured(all[choices[middle]]);
     if (keeps_to_it(tried)) {
       high = middle;
       best = std::move(tried);
@@ -235,7 +260,7 @@ inline AuditedPolicy PrecisionAudit::policy(const AuditBudget& budget) const {
       policy = std::move(tried);
     }
   };
-  Lowered chosen = choices[high], other = choices.back();
+  Lowered chosen = all[choices[high]], other = all[choices.back()];
   AuditedPolicy of_other = choice.policies(other);
   if (most > 0.) {
     extend(chosen, best);
@@ -270,64 +295,6 @@ inline AuditedPolicy PrecisionAudit::policy(const AuditBudget& budget) const {
   return best;
 }
 
-namespace detail {
-
-inline std::string text_of(const AuditDecision& decision) {
-  std::string reason = decision.reason;  // on one line
-  std::replace_if(
-      reason.begin(), reason.end(), [](char c) { return c == '\n' || c == '\r'; }, ' ');
-  return std::string(to_string(decision.lowered ? Cast::lower_precision : Cast::fp32)) + ": " +
-         decision.op + "  # " + reason + '\n';
-}
-
-}  // namespace detail
-
-inline void save_policy(const AuditedPolicy& audited, const std::string& path) {
-  std::string text =
-      "# Written by torchamp::save_policy: read it with torchamp::load_policies, or set\n"
-      "# TORCHAMP_POLICY=file:PATH for the part about ops.\n# Error of the gradients " +
-      detail::formatted("%.3g", audited.error) + ", of Policy::torch() " +
-      detail::formatted("%.3g", audited.torch_error) + ".\npolicy torch\n";
-  std::string module;
-  for (const AuditDecision& decision : audited.decisions) {
-    if (decision.module != module) {
-      module = decision.module;
-      TORCH_CHECK_VALUE(module.find_first_of("# \t\r\n") == std::string::npos,
-                        "torchamp::save_policy: a file cannot name the module '", module,
-                        "'. Register it under a name without '#' and spaces.");
-      text += "module " + module + '\n';
-    }
-    text += detail::text_of(decision);
-  }
-  detail::write_text("torchamp::save_policy", path, text);
-}
-
-inline std::ostream& operator<<(std::ostream& out, const AuditedPolicy& audited) {
-  out << "error of the gradients " << detail::formatted("%.3g", audited.error) << " (budget "
-      << detail::formatted("%.3g", audited.budget) << ", Policy::torch() "
-      << detail::formatted("%.3g", audited.torch_error) << ")\nus a step "
-      << detail::formatted("%.1f", audited.us) << " (Policy::torch() "
-      << detail::formatted("%.1f", audited.torch_us) << ", fp32 "
-      << detail::formatted("%.1f", audited.fp32_us) << "; quartiles up to "
-      << detail::formatted("%.1f", audited.spread_us) << " apart)\n";
-  if (audited.us > audited.fp32_us + audited.spread_us) {
-    out << "fp32 takes less time here: train without a guard\n";
-  }
-  out << "Policy::torch()" << (audited.decisions.empty() ? ", as it is\n" : ", and on top of it\n");
-  std::string module;
-  for (const AuditDecision& decision : audited.decisions) {
-    if (decision.module != module) {
-      module = decision.module;
-      out << "in module " << module << ":\n";
-    }
-    out << "  " << detail::text_of(decision);
-  }
-  for (const std::string& op : audited.joined) {
-    out << op
-        << " follows one rule in several modules, which can have no policy of their own (unless"
-           " they are declared as torchamp::WithPolicy<...>)\n";
-  }
-  return out;
-}
-
 }  // namespace TORCHAMP_NAMESPACE
+
+#include "torchamp/detail/audit/saved_policy.h"  // IWYU pragma: export

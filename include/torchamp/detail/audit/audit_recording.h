@@ -60,6 +60,7 @@ struct AuditEdge {
 /// Sums of squares, of what arrives at one result.
 struct GradientSums {
   std::mutex mutex;
+  at::Tensor squares;  // of the result's errors; undefined once the run has ended
   double error = 0., lost = 0., all = 0.;
 };
 
@@ -68,6 +69,18 @@ class AuditRecording final : public Observer {
  public:
   AuditRecording(const NamedParameters& parameters, at::DeviceType device, at::ScalarType low)
       : device_(device), low_(low), owners_(owners_of(parameters)) {}
+  AuditRecording(const AuditRecording&) = delete;
+  AuditRecording& operator=(const AuditRecording&) = delete;
+  /// Takes its hooks off what outlives the run.
+  ~AuditRecording() override {
+    for (const auto& [leaf, hook] : hooks_of_leaves_) leaf.remove_hook(hook);
+    for (const Sums& sums : rows_) {
+      for (const auto& gradient : sums.gradients) {
+        const std::scoped_lock lock(gradient->mutex);
+        gradient->squares = at::Tensor();
+      }
+    }
+  }
 
   std::unique_ptr<Observer::Call> begin(const at::RecordFunction& call) override {
     const std::scoped_lock lock(mutex_);
@@ -300,21 +313,28 @@ class AuditRecording final : public Observer {
   /// Weighs `squares`, of the errors of `output`, by the gradients that arrive there.
   void watch(const at::Tensor& output, std::size_t row, at::Tensor squares) {
     auto sums = std::make_shared<GradientSums>();
+    sums->squares = std::move(squares);
     rows_[row].gradients.push_back(sums);
-    output.register_hook(
-        [sums, squares = std::move(squares), low = low_](const at::Tensor& gradient) {
-          if (!gradient.defined() || !gradient.sizes().equals(squares.sizes())) return gradient;
-          const at::DisableRecordFunctionGuard not_recorded;
-          const InternalOps internal;
-          const std::scoped_lock lock(sums->mutex);
-          const at::Tensor wide = gradient.to(at::kFloat).to(at::kDouble);
-          const at::Tensor square = wide.square();
-          const at::Tensor lost = wide.sub(gradient.to(low).to(at::kDouble)).square();
-          sums->error += square.mul(squares).masked_fill(square == 0., 0.).sum().item<double>();
-          sums->lost += lost.sum().item<double>();
-          sums->all += square.sum().item<double>();
-          return gradient;
-        });
+    const unsigned hook = output.register_hook([sums, low = low_](const at::Tensor& gradient) {
+      const at::DisableRecordFunctionGuard not_recorded;
+      const InternalOps internal;
+      const std::scoped_lock lock(sums->mutex);
+      const at::Tensor& of_result = sums->squares;
+      if (!of_result.defined() || !gradient.defined() ||
+          !gradient.sizes().equals(of_result.sizes())) {
+        return gradient;
+      }
+      const at::Tensor wide = gradient.to(at::kFloat).to(at::kDouble);
+      const at::Tensor square = wide.square();
+      const at::Tensor lost = wide.sub(gradient.to(low).to(at::kDouble)).square();
+      sums->error += square.mul(of_result).masked_fill(square == 0., 0.).sum().item<double>();
+      sums->lost += lost.sum().item<double>();
+      sums->all += square.sum().item<double>();
+      return gradient;
+    });
+    // An op may give back its argument, as dropout() does that drops nothing, and that may be a
+    // parameter.
+    if (output.is_leaf()) hooks_of_leaves_.emplace_back(output, hook);
   }
 
   void add_edge(const at::Tensor& input, const Frame& frame, AuditRow& row) {
@@ -327,12 +347,9 @@ class AuditRecording final : public Observer {
     const std::size_t* made_by = made_by_.find(storage_of(input));
     const std::optional<std::size_t> producer =
         made_by == nullptr ? std::nullopt : std::optional(*made_by);
-    for (AuditEdge& edge : edges_) {
-      if (edge.producer != producer || edge.consumer != frame.row) continue;
-      edge.us += us;
-      return;
-    }
-    edges_.push_back({producer, frame.row, us});
+    const auto [found, is_new] = edge_index_.try_emplace({producer, frame.row}, edges_.size());
+    if (is_new) edges_.push_back({producer, frame.row, 0.});
+    edges_[found->second].us += us;
   }
 
   at::DeviceType device_;
@@ -344,7 +361,9 @@ class AuditRecording final : public Observer {
   StorageMap<std::size_t> made_by_;  // rows by their results
   std::map<std::pair<std::string, std::string>, std::size_t> index_;
   std::vector<Sums> rows_;
+  std::map<std::pair<std::optional<std::size_t>, std::size_t>, std::size_t> edge_index_;
   std::vector<AuditEdge> edges_;
+  std::vector<std::pair<at::Tensor, unsigned>> hooks_of_leaves_;
   std::vector<std::string> calls_;
   bool ran_backward_ = false, waits_for_others_ = false;
   std::string problem_;

@@ -3,15 +3,16 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <map>
 #include <ostream>
-#include <sstream>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -48,7 +49,7 @@ inline std::string audit_csv(const std::vector<AuditRow>& rows) {
     for (const double number :
          {row.error, row.gradient_loss, row.underflow, row.overflow, row.vanished, row.largest,
           row.smallest, row.fp32_us, row.low_us, row.cast_us}) {
-      text += ',' + formatted("%.17g", number);
+      text += ',' + number_text(number, 17);
     }
     text += ',' + csv_field(row.problem) + '\n';
   }
@@ -95,9 +96,9 @@ inline std::vector<AuditRow> with_times(std::vector<AuditRow> rows, std::string_
                 " fields, not ", count, '.');
     std::vector<double> numbers;
     for (std::size_t i = first_time; i < first_time + 3; ++i) {
-      char* end = nullptr;
-      numbers.push_back(std::strtod(fields[i].c_str(), &end));
-      TORCH_CHECK(!fields[i].empty() && *end == '\0' && numbers.back() >= 0. &&
+      const char* const end = fields[i].data() + fields[i].size();
+      const auto read = std::from_chars(fields[i].data(), end, numbers.emplace_back());
+      TORCH_CHECK(read.ec == std::errc() && read.ptr == end && numbers.back() >= 0. &&
                       std::isfinite(numbers.back()),
                   where, ": line ", number, ": '", fields[i], "' is no time in microseconds.");
     }
@@ -119,11 +120,18 @@ inline std::vector<AuditRow> with_times(std::vector<AuditRow> rows, std::string_
 }
 
 inline void print_audit_row(std::ostream& out, const AuditRow& row, const std::string& where) {
-  out << formatted("%10.3g", row.error) << formatted("%10.2g", row.gradient_loss)
-      << formatted("%9.2f%%", 100. * row.underflow) << formatted("%9.2f%%", 100. * row.overflow)
-      << formatted("%9.2f%%", 100. * row.vanished) << formatted("%11.3g", row.smallest)
-      << formatted("%11.3g", row.largest) << formatted("%10.1f", row.fp32_us)
-      << formatted("%10.1f", row.low_us) << formatted("%10.1f", row.cast_us) << "  " << where;
+  const auto cell = [&](std::string text, std::size_t width = 10) {
+    out << std::string(width - std::min(width, text.size()), ' ') << text;
+  };
+  cell(number_text(row.error, 3));
+  cell(number_text(row.gradient_loss, 2));
+  for (const double share : {row.underflow, row.overflow, row.vanished}) {
+    cell(fixed_text(100. * share, 2) + '%');
+  }
+  cell(number_text(row.smallest, 3), 11);
+  cell(number_text(row.largest, 3), 11);
+  for (const double us : {row.fp32_us, row.low_us, row.cast_us}) cell(fixed_text(us, 1));
+  out << "  " << where;
   if (!row.problem.empty()) out << "  (not in 16 bits: " << row.problem.substr(0, 60) << ')';
   out << '\n';
 }
@@ -150,7 +158,9 @@ inline void print_audit(std::ostream& out, const std::vector<AuditRow>& rows,
   for (const AuditRow& row : rows) {
     print_audit_row(out, row, row.op + (row.module.empty() ? "" : " in " + row.module));
   }
-  print_audit_row(out, total, c10::str("total of ", rows.size(), " rows, ", total.calls, " calls"));
+  print_audit_row(out, total,
+                  "total of " + std::to_string(rows.size()) + " rows, " +
+                      std::to_string(total.calls) + " calls");
   out << audit_legend;
 }
 

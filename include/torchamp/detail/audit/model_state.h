@@ -16,6 +16,7 @@
 #include <exception>
 #include <limits>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -85,8 +86,8 @@ class ModelState {
 
   void check_parameters_unchanged() const {
     const NotRecordedOps internal;
-    for (const auto& item : model_.named_parameters()) check_is_known(parameters_, item);
-    for (const auto& item : model_.named_buffers()) check_is_known(buffers_, item);
+    check_all_known(parameters_, model_.named_parameters());
+    check_all_known(buffers_, model_.named_buffers());
     for (const Kept& kept : parameters_) {
       TORCH_CHECK(!kept.differs(), "PrecisionAudit::run: the step has changed the parameter '",
                   kept.name,
@@ -154,14 +155,15 @@ class ModelState {
     bool requires_grad;
   };
 
-  template <class Item>
-  static void check_is_known(const std::vector<Kept>& all, const Item& item) {
-    const bool is_known =
-        !item.value().defined() || std::ranges::any_of(all, [&](const Kept& kept) {
-          return kept.tensor.is_same(item.value());
-        });
-    TORCH_CHECK(is_known, "PrecisionAudit::run: the step has registered '", item.key(),
-                "' in the model. Run it once before the audit.");
+  template <class Items>
+  static void check_all_known(const std::vector<Kept>& all, const Items& items) {
+    std::set<const at::TensorImpl*> known;
+    for (const Kept& kept : all) known.insert(kept.tensor.unsafeGetTensorImpl());
+    for (const auto& item : items) {
+      TORCH_CHECK(!item.value().defined() || known.contains(item.value().unsafeGetTensorImpl()),
+                  "PrecisionAudit::run: the step has registered '", item.key(),
+                  "' in the model. Run it once before the audit.");
+    }
   }
 
   const torch::nn::Module& model_;

@@ -3,7 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
-#include <c10/util/StringUtil.h>
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
@@ -34,7 +33,8 @@ inline NamedParameters parameters_by_place(const torch::optim::Optimizer& optimi
   for (std::size_t g = 0; g < groups.size(); ++g) {
     const std::vector<at::Tensor>& parameters = groups[g].params();
     for (std::size_t i = 0; i < parameters.size(); ++i) {
-      named.emplace_back(c10::str("group ", g, ", parameter ", i), parameters[i]);
+      named.emplace_back("group " + std::to_string(g) + ", parameter " + std::to_string(i),
+                         parameters[i]);
     }
   }
   return named;

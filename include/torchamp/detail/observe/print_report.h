@@ -4,10 +4,11 @@
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cstddef>
 #include <cstdint>
-#include <cstdio>
 #include <iomanip>
+#include <locale>
 #include <ostream>
 #include <set>
 #include <sstream>
@@ -19,11 +20,24 @@
 
 namespace torchamp::detail {
 
-/// `value` as printf's `format` says.
-inline std::string formatted(const char* format, double value) {
-  char text[64];
-  (void)std::snprintf(text, sizeof text, format, value);
-  return text;
+// Numbers in reports and files are the same whatever locale the program has set, of C or of C++.
+
+/// A stream with the classic locale.
+inline std::ostringstream classic_stream() {
+  std::ostringstream out;
+  out.imbue(std::locale::classic());
+  return out;
+}
+
+/// `value` as printf's %g has it in the C locale, with so many digits; `fixed`: as its %f.
+inline std::string number_text(double value, int digits = 6,
+                               std::chars_format format = std::chars_format::general) {
+  char text[384];  // the largest double has 309 digits before the point
+  const auto written = std::to_chars(text, text + sizeof text, value, format, digits);
+  return {text, written.ptr};
+}
+inline std::string fixed_text(double value, int digits) {
+  return number_text(value, digits, std::chars_format::fixed);
 }
 
 /// As Python calls it: "float16".
@@ -33,7 +47,7 @@ inline std::string dtype_name(at::ScalarType dtype) {
 
 /// `text` as a JSON string.
 inline std::string json_string(std::string_view text) {
-  std::ostringstream out;
+  std::ostringstream out = classic_stream();
   out << '"';
   for (const char c : text) {
     if (c == '"' || c == '\\') {
@@ -57,7 +71,7 @@ bool used_cache(const Row& row) {
 
 template <class Row>
 std::string json_numbers(const Row& row) {
-  std::ostringstream out;
+  std::ostringstream out = classic_stream();
   out << "\"calls\": {";
   const char* separator = "";
   for (const auto& [dtype, calls] : row.calls) {
@@ -82,7 +96,7 @@ std::string json_numbers(const Row& row) {
 
 template <class Row>
 std::string to_json(const std::vector<Row>& rows, const Row& total) {
-  std::ostringstream out;
+  std::ostringstream out = classic_stream();
   out << "{\"rows\": [";
   const char* separator = "\n  ";
   for (const Row& row : rows) {

@@ -162,7 +162,7 @@ inline UnderflowMeter::Step::~Step() {
 }
 
 inline std::ostream& operator<<(std::ostream& out, const UnderflowReport& report) {
-  const auto percent = [](double share) { return detail::formatted("%.2f %%", 100. * share); };
+  const auto percent = [](double share) { return detail::fixed_text(100. * share, 2) + " %"; };
   out << report.steps.size() << " of " << report.steps_in_all << " steps metered";
   if (report.steps.empty()) {
     out << '\n';
@@ -188,7 +188,7 @@ inline std::ostream& operator<<(std::ostream& out, const UnderflowReport& report
   for (std::size_t i = report.steps.size() - std::min(most, report.steps.size());
        i < report.steps.size(); ++i) {
     const UnderflowStep& step = report.steps[i];
-    lines.push_back({std::to_string(step.step), detail::formatted("%g", step.scale),
+    lines.push_back({std::to_string(step.step), detail::number_text(step.scale),
                      step.elements == 0 ? "-" : percent(step.share())});
   }
   detail::print_columns(out, lines, 0);
