@@ -30,7 +30,7 @@ struct NonFiniteOp {
   /// Parameters among the inputs of the op (in backward: of forward_op), views of them included.
   std::vector<std::string> parameters;
   /// False: what came in was inf or NaN already, and no op had made it: the input data or a
-  /// parameter.
+  /// parameter. (Infs that the program asked for, of which the op made NaNs, do not count.)
   bool inputs_were_finite = true;
   /// Dtype, shape and largest absolute value of each tensor; of one that came in with infs or NaNs
   /// how many, and its name if it is a parameter.
@@ -57,22 +57,23 @@ std::optional<NonFiniteOp> find_non_finite_op(const std::function<void()>& forwa
 ///     if (auto op = torchamp::first_non_finite_op(replay, model)) std::cout << *op;
 ///
 /// Ops are those that the program calls, not those that these call in turn. Infs that the program
-/// asks for (a mask filled with -inf) and uninitialised memory are not counted. Reads the device
-/// several times for each op, so it is slow; gradients accumulate as `forward_and_backward` has it.
+/// asks for (a mask filled with -inf) and uninitialised memory are not counted. What was inf or NaN
+/// before the run (a mask, the data, a parameter) counts if a gradient is made of it, or without
+/// backward() a result; a mask that ends in a softmax does not. Reads the device several times for
+/// each op, so it is slow; gradients accumulate as `forward_and_backward` has it.
 /// Ops of threads other than the caller's and autograd's are not looked at, nor are nested tensors
 /// and dtypes that LibTorch has no functions for, such as fp4.
 ///
-/// Errors: whatever `forward_and_backward` throws, and a null owner other than nullptr.
+/// Errors: whatever `forward_and_backward` throws; an empty function; an owner that is a null
+/// pointer or an empty holder.
 ///
 /// Parameters are named after `owner`: a module or an optimizer, given itself, by a pointer of any
-/// kind or by a module holder; or a range of pairs of a name and a parameter. Null for none.
+/// kind or by a module holder; or a range of pairs of a name and a parameter. nullptr for none.
 template <class Owner = std::nullptr_t>
 std::optional<NonFiniteOp> first_non_finite_op(const std::function<void()>& forward_and_backward,
                                                const Owner& owner = nullptr) {
   detail::NamedParameters named;
-  if constexpr (std::is_pointer_v<Owner>) {
-    if (owner != nullptr) named = detail::named_parameters_of(*owner, "first_non_finite_op");
-  } else if constexpr (!std::is_null_pointer_v<Owner>) {
+  if constexpr (!std::is_null_pointer_v<Owner>) {
     named = detail::named_parameters_of(owner, "first_non_finite_op");
   }
   return detail::find_non_finite_op(forward_and_backward, named);

@@ -72,12 +72,16 @@ OverflowReport overflow_report_of(const NamedParameters& named) {
   std::vector<Overflow> found;
   std::unordered_map<at::Device, std::vector<at::Tensor>> counts;
   std::vector<int64_t> places;  // of each one's counts among its device's
+  std::size_t empty = 0;        // gradients without elements, which are finite
   for (const auto& [name, parameter] : named) {
     if (!parameter.defined()) continue;
     const at::Tensor& gradient = parameter.unsafeGetTensorImpl()->grad();
     if (!gradient.defined()) continue;
     const int64_t elements = detail::stored_values(gradient).numel();
-    if (elements == 0) continue;
+    if (elements == 0) {
+      ++empty;
+      continue;
+    }
     std::vector<at::Tensor>& of_device = counts[gradient.device()];
     places.push_back(std::ssize(of_device));
     of_device.push_back(detail::count_non_finite(gradient));
@@ -92,7 +96,7 @@ OverflowReport overflow_report_of(const NamedParameters& named) {
   for (const auto& [device, of_device] : counts) read[device] = at::stack(of_device).to(at::kCPU);
 
   OverflowReport report;
-  report.gradients = found.size();
+  report.gradients = found.size() + empty;
   for (std::size_t i = 0; i < found.size(); ++i) {
     const auto row = read.at(found[i].device).accessor<double, 2>()[places[i]];
     found[i].infs = static_cast<int64_t>(row[0]);

@@ -9,7 +9,9 @@
 #include <torch/nn/modules.h>
 #include <torch/nn/modules/container/sequential.h>
 
+#include <cstdint>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include "support/devices.h"
@@ -262,6 +264,33 @@ TEST_P(Recorder, LeavesOutOpsThatThrow) {
   (void)x.relu();
   ASSERT_EQ(recorder.report().rows().size(), 1u);
   EXPECT_EQ(recorder.report().rows()[0].op, "relu");
+}
+
+TEST_P(Recorder, KnowsTheModulesInEachBackwardOfAGraphThatIsRetained) {
+  nn::Sequential model(nn::Linear(3, 2), nn::Linear(2, 1));
+  to_device(model, device());
+  const auto x = wide({2, 3});
+  const CastRecorder recorder(*model);
+  at::Tensor loss;
+  {
+    const AutocastGuard autocast(device());
+    loss = model->forward(x).to(at::kFloat).sum();
+  }
+  loss.backward({}, /*retain_graph=*/true);
+  const auto calls_of = [&](const std::string& module) {
+    std::int64_t calls = 0;
+    for (const auto& row : recorder.report().rows()) {
+      if (!row.backward || row.module != module) continue;
+      for (const auto& [dtype, count] : row.calls) calls += count;
+    }
+    return calls;
+  };
+  const auto nobodys = calls_of(""), first = calls_of("0"), last = calls_of("1");
+  EXPECT_GT(first, 0);
+  loss.backward();
+  EXPECT_GE(calls_of("0"), 2 * first) << recorder.report();
+  EXPECT_GE(calls_of("1"), 2 * last) << recorder.report();
+  EXPECT_LE(calls_of(""), 2 * nobodys + 4) << recorder.report();
 }
 
 }  // namespace

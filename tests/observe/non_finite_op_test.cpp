@@ -10,6 +10,8 @@
 
 #include <functional>
 #include <limits>
+#include <memory>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -306,8 +308,84 @@ TEST_P(NonFiniteOpOn, NamesParametersAfterAModuleOrAnOptimizerInAnyForm) {
   EXPECT_THAT(names(optimizer), ElementsAre("group 0, parameter 0"));
   EXPECT_THAT(names(&optimizer), ElementsAre("group 0, parameter 0"));
   EXPECT_THAT(names(nullptr), ElementsAre());
-  EXPECT_THAT(names(static_cast<torch::nn::Module*>(nullptr)), ElementsAre());
-  EXPECT_ERROR(names(torch::nn::Linear{nullptr}), "first_non_finite_op: was given a null pointer");
+  const char* const error = "first_non_finite_op: was given a null pointer";
+  EXPECT_ERROR(names(torch::nn::Linear{nullptr}), error);
+  EXPECT_ERROR(names(static_cast<torch::nn::Module*>(nullptr)), error);
+  EXPECT_ERROR(names(std::shared_ptr<torch::nn::Module>()), error);
+}
+
+TEST_P(NonFiniteOpOn, PassesOverAMaskFromBeforeTheRunToTheFaultBehindIt) {
+  const at::Tensor mask = torch::full({4, 4}, -kInf, options()).triu(1);
+  const at::Tensor keys = torch::randn({4, 4}, options());
+  const at::Tensor w = torch::randn({4, 4}, options()).requires_grad_();
+  const auto attend = [&](const at::Tensor& values) {
+    const at::Tensor scores = torch::mm(w, keys) + mask.expand({4, 4}).contiguous();
+    return torch::mm(torch::softmax(scores, -1), values);
+  };
+  EXPECT_FALSE(first_non_finite_op([&] { attend(keys); }));
+  EXPECT_FALSE(first_non_finite_op([&] { attend(keys).sum().backward(); }));
+  EXPECT_FALSE(first_non_finite_op([&] {
+    const at::Tensor logged = (torch::mm(w, keys) + mask).detach().clone();
+    attend(keys).sum().backward();
+  }));
+  const auto found = first_non_finite_op([&] { attend(keys.div(0.)).sum().backward(); });
+  ASSERT_TRUE(found);
+  EXPECT_EQ(found->op, "aten::div.Scalar");
+  const auto behind = first_non_finite_op(
+      [&] { (attend(keys).abs().add(1.).log() * 1e38 * 1e38).sum().backward(); });
+  ASSERT_TRUE(behind);
+  EXPECT_EQ(behind->op, "aten::mul.Scalar");
+  EXPECT_TRUE(behind->inputs_were_finite);
+}
+
+TEST_P(NonFiniteOpOn, NamesWhatMadeNaNsOfARowThatIsMaskedAltogether) {
+  const at::Tensor w = torch::randn({2, 4}, options()).requires_grad_();
+  const at::Tensor given = torch::full({2, 4}, -kInf, options());
+  const auto from_outside =
+      first_non_finite_op([&] { torch::softmax(w + given, -1).sum().backward(); });
+  ASSERT_TRUE(from_outside);
+  EXPECT_EQ(from_outside->op, "aten::add.Tensor");
+  EXPECT_FALSE(from_outside->inputs_were_finite);
+  EXPECT_THAT(from_outside->inputs, ::testing::Contains("Float [2, 4] with 8 inf, 0 NaN"));
+  const auto made = first_non_finite_op([&] {
+    const at::Tensor mask = torch::full({2, 4}, -kInf, options());
+    torch::softmax(w + mask, -1).sum().backward();
+  });
+  ASSERT_TRUE(made);
+  EXPECT_THAT(made->op, HasSubstr("softmax"));
+  EXPECT_TRUE(made->inputs_were_finite);
+  EXPECT_EQ(made->nans, 8);
+}
+
+TEST_P(NonFiniteOpOn, DoesNotBlameDataThatTheProgramMakesFinite) {
+  const at::Tensor data = torch::tensor({1.F, std::numeric_limits<float>::quiet_NaN()});
+  const at::Tensor x = data.to(GetParam());
+  const at::Tensor w = torch::ones({2}, options()).requires_grad_();
+  EXPECT_FALSE(first_non_finite_op([&] { (torch::nan_to_num(x) * w).sum().backward(); }));
+  const auto found = first_non_finite_op([&] {
+    const at::Tensor y = x * w;
+    y.nan_to_num().sum().backward();
+  });
+  ASSERT_TRUE(found) << "the gradient of w is 0 times NaN";
+  EXPECT_EQ(found->op, "aten::mul.Tensor");
+  EXPECT_FALSE(found->inputs_were_finite);
+}
+
+TEST(NonFiniteOp, PassesOverTheMaskThatAttentionMakesOfBools) {
+  const at::Tensor allowed = torch::ones({4, 4}, at::kBool).tril();
+  const at::Tensor q = torch::randn({1, 2, 4, 8}).requires_grad_();
+  const at::Tensor k = torch::randn({1, 2, 4, 8}).requires_grad_();
+  const auto attend = [&](double scale) {
+    return at::scaled_dot_product_attention(q, k, k * scale, allowed).sum();
+  };
+  EXPECT_FALSE(first_non_finite_op([&] { attend(1.).backward(); }));
+  const auto found = first_non_finite_op([&] { (attend(1.) * 0.).log().backward(); });
+  ASSERT_TRUE(found);
+  EXPECT_EQ(found->op, "aten::log");
+}
+
+TEST(NonFiniteOp, RefusesAnEmptyFunction) {
+  EXPECT_ERROR(first_non_finite_op(nullptr), "first_non_finite_op: the function is empty");
 }
 
 TEST_P(NonFiniteOpOn, FindsNothingWhereThereIsNothing) {

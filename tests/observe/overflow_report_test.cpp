@@ -186,3 +186,15 @@ TEST(OverflowReport, ReadsWhatACompressedSparseGradientStores) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Devices, OverflowReportOn, all_devices(), device_name);
+
+TEST(OverflowReport, CountsGradientsWithoutElementsAsThere) {
+  const at::Tensor parameter = torch::empty({0, 3}).requires_grad_();
+  (parameter * 2.).sum().backward();
+  const std::vector<std::pair<std::string, at::Tensor>> named{{"empty", parameter}};
+  const OverflowReport report = torchamp::overflow_report_of(named);
+  EXPECT_EQ(report.gradients, 1U);
+  EXPECT_TRUE(report.empty());
+  std::ostringstream text;
+  text << report;
+  EXPECT_EQ(text.str(), "0 of 1 gradients hold infs or NaNs\n");
+}

@@ -367,3 +367,26 @@ TEST(UnderflowMeter, ReadsNothingOfADeviceUntilItIsAsked) {
   EXPECT_EQ(report.steps[1].scale, 65536.);
   EXPECT_EQ(counts.now().device_to_host, 2) << "counts and scales";
 }
+
+TEST_P(Meter, KnowsTheModulesInEachBackwardOfAGraphThatIsRetained) {
+  Net model = net();
+  const at::Tensor x = randn({4, 8});
+  const auto count = [&](int times) {
+    UnderflowMeter meter(*model);
+    {
+      const auto metered = meter.step();
+      const at::Tensor loss = in_half([&] { return model(x); }).to(at::kFloat).sum();
+      for (int i = 1; i <= times; ++i) loss.backward({}, /*retain_graph=*/i < times);
+    }
+    return meter.report();
+  };
+  const UnderflowReport once = count(1), twice = count(2);
+  for (const char* const module : {"", "first", "last"}) {
+    for (const bool of_weights : {false, true}) {
+      EXPECT_EQ(row_of(twice, module, of_weights).elements,
+                2 * row_of(once, module, of_weights).elements)
+          << module << of_weights;
+    }
+  }
+  EXPECT_GT(row_of(once, "last", true).elements, 0);
+}

@@ -187,8 +187,9 @@ inline std::unique_ptr<Observer::Call> CastRecording::begin(const at::RecordFunc
     frame->node = call.name();
     frame->is_node = true;
     frame->caller = nullptr;
-    auto module = forward_modules_.extract({call.forwardThreadId(), call.seqNr()});
-    if (module) frame->module = std::move(module.mapped());
+    // It stays: backward() may come again, with retain_graph.
+    const auto module = forward_modules_.find({call.forwardThreadId(), call.seqNr()});
+    if (module != forward_modules_.end()) frame->module = module->second;
   } else if (const RecordedOp* op = op_of(call)) {
     start_op(call, *op, *frame);
   } else if (std::string_view(call.name()).starts_with("autograd::engine::")) {

@@ -140,8 +140,9 @@ class UnderflowRecording final : public Observer {
     frame.kind = Frame::Kind::node;
     frame.in_backward = true;
     frame.accumulates = std::string_view(call.name()).ends_with("AccumulateGrad");
-    auto module = forward_modules_.extract({call.forwardThreadId(), call.seqNr()});
-    frame.module = module ? std::move(module.mapped()) : std::string();
+    // It stays: backward() may come again, with retain_graph.
+    const auto module = forward_modules_.find({call.forwardThreadId(), call.seqNr()});
+    frame.module = module == forward_modules_.end() ? std::string() : module->second;
     if (!frame.accumulates) return;
     for_each_floating_tensor(inputs_of(call), [&](const at::Tensor& gradient) {
       const std::vector<Made>* const parts = made_of_.find(storage_of(gradient));
