@@ -11,7 +11,6 @@
 #include <ostream>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "torchamp/detail/fp8/run.h"
 #include "torchamp/detail/overlay/environment.h"
@@ -41,25 +40,6 @@ inline bool let_environment_name_files() {
 #ifndef TORCHAMP_COMPILED  // else torchamp/compiled.h does this
 inline const bool environment_names_files = let_environment_name_files();
 #endif
-
-/// The lines of a policy's text after the first, one for each edit: empty for one that later ones
-/// have removed. `call` begins the error texts.
-inline std::vector<std::string> lines_of_edits(const char* call, const PolicyData& policy) {
-  std::vector<std::string> lines(policy.edits.size());
-  for (std::size_t i = 0; i < lines.size(); ++i) {
-    const Edit& edit = policy.edits[i];
-    if (edit.when.predicate && !policy.has_conditional(i)) continue;
-    lines[i] = to_string(edit);
-    TORCH_CHECK(!edit.when.predicate, call, ": the rule '", lines[i],
-                "' depends on a predicate, which is code and has no text. Make that edit in the "
-                "program.");
-    for (const std::string& name : edit.names) {
-      TORCH_CHECK(family_named(name) == nullptr, call, ": in the rule '", lines[i], "', the op '",
-                  name, "' has the name of a family. Name its overloads, as 'lib::op.overload'.");
-    }
-  }
-  return lines;
-}
 
 }  // namespace detail
 

@@ -13,6 +13,7 @@
 #include "support/audited_net.h"
 #include "support/expect_error.h"
 #include "support/temporary_folder.h"
+#include "torchamp/policy_text.h"
 #include "torchamp/precision_audit.h"
 #include "torchamp/torchamp.h"
 

@@ -16,7 +16,8 @@
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/edit.h"
 #include "torchamp/detail/policy/name_pattern.h"
-#include "torchamp/policy_text.h"
+#include "torchamp/detail/policy/parse.h"
+#include "torchamp/detail/policy/print.h"
 #include "torchamp/precision_audit.h"
 
 namespace TORCHAMP_NAMESPACE {

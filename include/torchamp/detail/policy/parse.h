@@ -36,6 +36,25 @@ inline const OpFamily* family_named(std::string_view word) {
   return nullptr;
 }
 
+/// The lines of a policy's text after the first, one for each edit: empty for one that later ones
+/// have removed. `call` begins the error texts.
+inline std::vector<std::string> lines_of_edits(const char* call, const PolicyData& policy) {
+  std::vector<std::string> lines(policy.edits.size());
+  for (std::size_t i = 0; i < lines.size(); ++i) {
+    const Edit& edit = policy.edits[i];
+    if (edit.when.predicate && !policy.has_conditional(i)) continue;
+    lines[i] = to_string(edit);
+    TORCH_CHECK(!edit.when.predicate, call, ": the rule '", lines[i],
+                "' depends on a predicate, which is code and has no text. Make that edit in the "
+                "program.");
+    for (const std::string& name : edit.names) {
+      TORCH_CHECK(family_named(name) == nullptr, call, ": in the rule '", lines[i], "', the op '",
+                  name, "' has the name of a family. Name its overloads, as 'lib::op.overload'.");
+    }
+  }
+  return lines;
+}
+
 inline constexpr std::string_view white_space = " \t\r\v\f";
 
 /// Without white space at both ends.
