@@ -116,7 +116,8 @@ class GradScaler {
 
   /// Ends an iteration: lowers the scale if any optimizer's gradients held an inf or a NaN, raises
   /// it after growth_interval iterations without. Not before some optimizer has been stepped or
-  /// unscaled. If limits are set to throw, this is where it happens.
+  /// unscaled. If limits are set to throw, this is where it happens. Warns once in a scaler's life
+  /// when 100 iterations in a row were bad (up to 32 later where only the device knows).
   void update();
 
   /// Ends an iteration and sets the scale. What the gradients held is forgotten; growth_tracker
@@ -191,6 +192,7 @@ class GradScaler {
   friend class SafeAccumulation;
 
   class FirstScale;
+  class WithinClosure;
   struct Evaluation {
     detail::OptimizerState state;
     at::Tensor loss;
@@ -205,11 +207,11 @@ class GradScaler {
   void check_not_scaled(const at::Tensor& output, const char* call) const;
   void note_loss(const at::Tensor& output);
   void begin_window(const std::shared_ptr<detail::AccumulationWindow>& window);
-  void take_unscaled(const torch::optim::Optimizer& optimizer, at::Tensor found_inf,
-                     bool had_gradients);
+  void take_unscaled(torch::optim::Optimizer& optimizer, at::Tensor found_inf, bool had_gradients);
   static void check_complete(const torch::optim::Optimizer& optimizer,
                              const detail::OptimizerState& state);
   static void check_not_stepped(const detail::OptimizerState& state);
+  static void note_written(const torch::optim::Optimizer& optimizer);
   bool stays_at_one();
   bool division_may_overflow(torch::optim::Optimizer& optimizer);
   bool clip_may_overflow(torch::optim::Optimizer& optimizer, const detail::Divisor& divisor);

@@ -83,8 +83,10 @@ struct MasterWeightsOptions {
 /// their own from the same gradients; its state is fp32. There is nothing to copy to the model:
 /// copy_to_model() is not needed. Any other optimizer is an error: of GradScaler::step and
 /// unscale_, or, without a scaler, of copy_to_model(), and of take_gradients() when it is next
-/// called. So is writing to the weights. Move the model before; a model
-/// that is cloned, moved or cast later has rounded weights and no masters.
+/// called. (LibTorch's SGD is found out by what it asks for, the weights' data(). A program that
+/// does so between take_gradients() and dropping the gradients without a step calls zero_grad()
+/// here, or the fused optimizer's, to drop them.) So is writing to the weights. Move the model
+/// before; a model that is cloned, moved or cast later has rounded weights and no masters.
 ///
 /// With `.main_gradients` the line with take_gradients() falls away: backward() does it, one
 /// gradient at a time. What take_gradients() refuses is an error of backward() then. (The program's
@@ -121,8 +123,9 @@ class MasterWeights {
   /// bits. With DistributedDataParallel::no_sync() once, after the last: only the model's gradients
   /// are averaged. Before GradScaler::unscale_: in the before_unscale() of an Accumulation. Two
   /// passes over all parameters (one where the masters have no gradients yet). An error if the
-  /// optimizer has changed the masters since the last copy_to_model() (not LibTorch's own SGD,
-  /// which writes where autograd does not see it). Finds nothing with `.main_gradients`.
+  /// optimizer has changed the masters since the last copy_to_model() (but LibTorch's own SGD,
+  /// which writes where autograd does not see it, only by a GradScaler's step). Finds nothing with
+  /// `.main_gradients`.
   void take_gradients();
 
   /// Drops the gradients, both of the model and of parameters(): before backward(), instead of the
@@ -171,6 +174,7 @@ class MasterWeights {
 
     at::Tensor value() const;
     void set(const at::Tensor& value, const detail::NarrowWeight& halves) const;
+    void check_not_half_stepped(const char* call) const;
   };
   void check_split(const char* call, bool unwritten = true) const;
   void check_taken() const;

@@ -112,7 +112,7 @@ class FusedOptimizer : public torch::optim::Optimizer,
  protected:
   using Optimizer::Optimizer;
 
-  /// Has MasterWeights and ShardedMasterWeights know that their weights are stepped here.
+  /// Has ShardedMasterWeights know that their weights are stepped here.
   void note_split_weights() const {
     for (const auto& group : param_groups_) {
       for (const at::Tensor& param : group.params()) {

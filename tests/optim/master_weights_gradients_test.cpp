@@ -145,6 +145,39 @@ TEST(MasterWeights, SayThatTheModelWasNotGivenTheNewValues) {
   }
 }
 
+TEST(MasterWeights, SayThatTheModelWasNotGivenTheValuesOfASGDThatAScalerHasStepped) {
+  for (const bool main_gradients : {false, true}) {
+    for (const bool enabled : {false, true}) {
+      for (const bool with_closure : {false, true}) {
+        Net net;
+        MasterWeights masters(net, {.dtype = at::kBFloat16, .main_gradients = main_gradients});
+        torch::optim::SGD optimizer(masters.parameters(), 0.1);
+        torchamp::GradScaler scaler({.init_scale = 2., .enabled = enabled});
+        const auto pass = [&] {
+          masters.zero_grad();
+          scaler.scale(loss_of(net, at::ones({8, 4}))).backward();
+          masters.take_gradients();
+        };
+        pass();
+        if (with_closure) {
+          // The masters are the closure's parameters.
+          scaler.step(optimizer, [&] {
+            Tensor sum = at::zeros({});
+            for (const Tensor& master : masters.parameters()) sum = sum + master.sum();
+            return sum;
+          });
+        } else {
+          scaler.step(optimizer);
+        }
+        scaler.update();
+        EXPECT_ERROR(pass(), "Call");
+        masters.copy_to_model();
+        pass();
+      }
+    }
+  }
+}
+
 TEST(MasterWeights, SayThatTheModelsGradientsWereForgotten) {
   for (const bool scaled : {false, true}) {
     Net net;

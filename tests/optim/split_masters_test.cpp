@@ -374,12 +374,65 @@ TEST(SplitMasters, RefuseOtherOptimizersWithoutAScaler) {
     wrong.pass();
     wrong.masters.take_gradients();
     wrong.optimizer->step();
-    EXPECT_ERROR(wrong.masters.copy_to_model(),
-                 adam ? "the weight '0' was written to" : "no fused optimizer has the weight '0'");
+    const char* const what = adam ? "the weight '0' was written to"
+                                  : "the weight '0' was given a gradient that no fused optimizer";
+    EXPECT_ERROR(wrong.masters.copy_to_model(), what);
     wrong.pass();
-    EXPECT_ERROR(wrong.masters.take_gradients(),
-                 adam ? "the weight '0' was written to" : "no fused optimizer has the weight '0'");
+    EXPECT_ERROR(wrong.masters.take_gradients(), what);
   }
+}
+
+TEST(SplitMasters, RefuseOtherOptimizersOfWeightsThatAFusedOneHasOrHad) {
+  for (const bool main_gradients : {false, true}) {
+    for (const bool is_gone : {false, true}) {
+      SCOPED_TRACE(c10::str(main_gradients, ' ', is_gone));
+      const Weights model(Params{at::ones({4})});
+      torchamp::MasterWeightsOptions options = split;
+      options.main_gradients = main_gradients;
+      MasterWeights masters(model, options);
+      std::optional<torchamp::FusedAdam> fused(std::in_place, masters.parameters());
+      torch::optim::SGD sgd(masters.parameters(), 0.1);
+      const auto pass = [&] {
+        sgd.zero_grad();
+        model->weights[0].sum().backward();
+        masters.take_gradients();
+      };
+      pass();
+      fused->step();
+      masters.copy_to_model();
+      if (is_gone) fused.reset();
+      pass();
+      sgd.step();
+      EXPECT_ERROR(masters.copy_to_model(), "that no fused optimizer has stepped with");
+      EXPECT_ERROR(pass(), "that no fused optimizer has stepped with");
+      masters.zero_grad();
+      pass();  // one is to be made again
+    }
+  }
+}
+
+TEST(SplitMasters, MayLoseGradientsWithoutAStepAndBeSteppedInGroupsAddedThroughTheBaseClass) {
+  const Weights model(Params{at::ones({4}), at::ones({3})});
+  MasterWeights masters(model, split);
+  torchamp::FusedAdam optimizer({masters.parameters()[0]});
+  static_cast<Optimizer&>(optimizer).add_param_group(
+      OptimizerParamGroup({masters.parameters()[1]}));
+  const auto pass = [&] {
+    (model->weights[0].sum() + model->weights[1].sum()).backward();
+    masters.take_gradients();
+  };
+  for (int i = 0; i < 3; ++i) {  // not stepped with
+    static_cast<Optimizer&>(optimizer).zero_grad();
+    pass();
+  }
+  (void)model->weights[0].detach();
+  optimizer.zero_grad();
+  pass();
+  optimizer.step();
+  masters.copy_to_model();
+  static_cast<Optimizer&>(optimizer).zero_grad();
+  (void)model->weights[0].detach();
+  pass();
 }
 
 TEST(SplitMasters, SayThatTheirWeightsWereWrittenTo) {

@@ -196,6 +196,53 @@ TEST(GradScalerClosure, RefusesAClosureThatCallsBackward) {
   }
 }
 
+TEST(GradScalerClosure, RefusesAClosureThatStepsOrUnscalesTheOptimizer) {
+  const at::Tensor w = torch::ones({2}, torch::requires_grad());
+  auto optimizer = sgd({w}), other = sgd({parameter_with(torch::ones({1}))});
+  GradScaler scaler;
+  scaler.scale(torch::ones({}));
+  scaler.step(other);
+  const auto loss = [&] { return w.sum(); };
+  const auto after = [&](const auto& call) {
+    return [&] {
+      call();
+      return w.sum();
+    };
+  };
+  const char* const asked = "Let the closure compute the loss and return it";
+  EXPECT_ERROR(scaler.step(optimizer, after([&] { scaler.step(optimizer, loss); })), asked);
+  EXPECT_ERROR(scaler.step(optimizer, after([&] { scaler.step(optimizer); })), asked);
+  EXPECT_ERROR(scaler.step(optimizer, after([&] { scaler.unscale_(optimizer); })), asked);
+  EXPECT_ERROR(scaler.step(optimizer, after([&] {
+                             scaler.discard(optimizer);
+                             scaler.step(optimizer);
+                           })),
+               asked);
+  EXPECT_TRUE(at::equal(w, torch::ones({2})));
+  EXPECT_FALSE(scaler.is_stepped(optimizer));
+  EXPECT_TRUE(scaler.is_stepped(other));
+  EXPECT_ERROR(scaler.step(optimizer, after([&] {
+                             scaler.update();
+                             scaler.step(optimizer);
+                           })),
+               asked);
+  EXPECT_TRUE(scaler.step(optimizer, loss));
+  scaler.update();
+  EXPECT_TRUE(scaler.step(optimizer, loss));
+}
+
+TEST(GradScalerClosure, SaysThatTheLossNeedsNoGradient) {
+  for (const bool enabled : {true, false}) {
+    const at::Tensor w = torch::ones({2}, torch::requires_grad());
+    auto optimizer = sgd({w});
+    GradScaler scaler({.enabled = enabled});
+    EXPECT_ERROR(scaler.step(optimizer, [&] { return w.detach().sum(); }),
+                 "GradScaler::step: the loss that the closure has returned, Float on cpu, needs no "
+                 "gradient");
+    EXPECT_TRUE(scaler.step(optimizer, [&] { return w.sum(); }));
+  }
+}
+
 TEST(GradScalerClosure, NamesParametersThatTheLossDoesNotReach) {
   const at::Tensor w = torch::ones({2}, torch::requires_grad());
   auto optimizer = sgd({w});

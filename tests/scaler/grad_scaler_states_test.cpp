@@ -5,9 +5,15 @@
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <torchamp/clip_grad.h>
+#include <torchamp/optim.h>
 
 #include <limits>
+#include <optional>
+#include <sstream>
 #include <string>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "support/expect_error.h"
@@ -149,6 +155,59 @@ TEST(GradScalerStates, OptimizersAreApart) {
   scaler.update();
   scaler.step(two);
   scaler.step(one);
+}
+
+TEST(GradScalerStates, TakesNoOptimizerForOneThatWasAtItsAddress) {
+  for (const bool same_parameter : {false, true}) {
+    for (const bool fused : {false, true}) {
+      SCOPED_TRACE(c10::str(same_parameter, ' ', fused));
+      torchamp::GradScaler scaler({.init_scale = 4.});
+      scaler.scale(torch::ones({}));
+      const at::Tensor a = parameter_with(torch::full({1}, 4.));
+      const at::Tensor b = same_parameter ? a : parameter_with(torch::full({1}, 4.));
+      const auto walk = [&](auto kind) {
+        using Kind = typename decltype(kind)::type;
+        const torch::optim::SGDOptions options(1.);
+        std::optional<Kind> optimizer;
+        optimizer.emplace(std::vector<at::Tensor>{a}, options);
+        scaler.unscale_(*optimizer);
+        torchamp::clip_grad_norm_(scaler, *optimizer, 0.5);
+        optimizer.emplace(std::vector<at::Tensor>{b}, options);
+        b.mutable_grad() = torch::full({1}, 4.);
+        EXPECT_FALSE(scaler.is_unscaled(*optimizer));
+        EXPECT_FALSE(scaler.found_inf(*optimizer).defined());
+        EXPECT_EQ(torchamp::clip_grad_norm_(scaler, *optimizer, 100.).template item<float>(), 1.F);
+        scaler.step(*optimizer);
+        EXPECT_EQ(b.item<float>(), -1.F);
+        optimizer.emplace(std::vector<at::Tensor>{b}, options);
+        b.mutable_grad() = torch::full({1}, 4.);
+        scaler.step(*optimizer);
+        EXPECT_EQ(b.item<float>(), -2.F) << "this one has not stepped yet";
+      };
+      if (fused) {
+        walk(std::type_identity<torchamp::FusedSGD>());
+      } else {
+        walk(std::type_identity<torch::optim::SGD>());
+      }
+      scaler.update();
+    }
+  }
+}
+
+TEST(GradScalerStates, KnowsAnOptimizerThatWasMovedOrGivenOtherStates) {
+  torchamp::GradScaler scaler({.init_scale = 4.});
+  scaler.scale(torch::ones({}));
+  const at::Tensor w = parameter_with(torch::full({1}, 4.));
+  torchamp::FusedSGD first({w}, torch::optim::SGDOptions(1.));
+  scaler.unscale_(first);
+  torchamp::FusedSGD second = std::move(first);
+  EXPECT_TRUE(scaler.is_unscaled(second));
+  std::stringstream file;
+  torch::save(static_cast<torch::optim::Optimizer&>(second), file);
+  torch::load(static_cast<torch::optim::Optimizer&>(second), file);
+  EXPECT_TRUE(scaler.is_unscaled(second));
+  scaler.step(second);
+  EXPECT_EQ(w.item<float>(), -1.F);
 }
 
 TEST(GradScalerStates, AStepThatThrewMayBeRepeated) {

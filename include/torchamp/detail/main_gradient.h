@@ -81,11 +81,9 @@ class MainGradient {
                 "MasterWeights::copy_to_model() after each step, taken or skipped.");
     if (split) {
       check_split(weight, where);
-      const bool is_again = split->was_taken && gradient.scalar_type() != at::kFloat;
-      TORCH_CHECK(!is_again || split->has_optimizer, where(), " is stepped by no fused optimizer",
-                  split_needs_fused);
-      split->was_taken = true;
       if (gradient.scalar_type() == at::kFloat) return;
+      check_not_half_stepped(weight, where);
+      split->note_taken();
       at::Tensor wide;
       add_to_main(wide, gradient, weight);
       weight.mutable_grad() = std::move(wide);

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "torchamp/detail/shards.h"
+#include "torchamp/detail/split_weight.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -29,12 +30,13 @@ inline void note_narrow(const at::Tensor& master, const at::Tensor& narrow) {
 }
 
 /// Drops the gradients that the model still holds of the weights whose masters `optimizer` has:
-/// those that were not taken, and those that were not sent.
+/// those that were not taken, and those that were not sent. The optimizer's own are gone.
 inline void drop_model_gradients(const torch::optim::Optimizer& optimizer) {
   if (const auto unsent = unsent_of(optimizer)) unsent->drop();
   for (const auto& group : optimizer.param_groups()) {
     for (const at::Tensor& master : group.params()) {
       if (!master.defined()) continue;
+      note_gradient_dropped(master);
       const auto* const meta =
           dynamic_cast<MasterMeta*>(master.unsafeGetTensorImpl()->get_backend_meta());
       if (!meta) continue;

@@ -201,6 +201,11 @@ inline void MasterWeights::Weight::set(const at::Tensor& value,
   if (master.defined()) master.copy_(value);
 }
 
+inline void MasterWeights::Weight::check_not_half_stepped(const char* call) const {
+  detail::check_not_half_stepped(parameter,
+                                 [&] { return c10::str(call, ": the weight '", name, "'"); });
+}
+
 /// Throws if split weights were moved, or, if `unwritten`, were written to by others.
 inline void MasterWeights::check_split(const char* call, bool unwritten) const {
   if (options_.storage != MasterStorage::split) return;
@@ -233,11 +238,10 @@ inline void MasterWeights::take_gradients() {
         "MasterWeights::take_gradients: the parameter '", weight.name,
         "' has a gradient and no master. It needed no gradient when the MasterWeights were "
         "made; make them after unfreezing it.");
-    const bool is_taken_again = split && split->was_taken && weight.parameter.grad().defined() &&
-                                weight.parameter.grad().scalar_type() != at::kFloat;
-    TORCH_CHECK(!is_taken_again || split->has_optimizer,
-                "MasterWeights::take_gradients: no fused optimizer has the weight '", weight.name,
-                "'", detail::split_needs_fused);
+    if (split && weight.parameter.grad().defined() &&
+        weight.parameter.grad().scalar_type() != at::kFloat) {
+      weight.check_not_half_stepped("MasterWeights::take_gradients");
+    }
   }
   const detail::InternalOps guard;
   detail::TensorPairs copies, sums;
@@ -274,7 +278,7 @@ inline void MasterWeights::take_gradients() {
   sums.accumulate();
   if (taken.empty()) return;
   for (Taken& one : taken) {
-    if (detail::SplitWeight* const split = detail::split_of(one.parameter)) split->was_taken = true;
+    if (detail::SplitWeight* const split = detail::split_of(one.parameter)) split->note_taken();
     one.parameter.mutable_grad().reset();
     one.owner.mutable_grad() = std::move(one.gradient);
   }
@@ -286,6 +290,7 @@ inline void MasterWeights::zero_grad() {
   for (const Weight& weight : weights_) {
     weight.parameter.mutable_grad().reset();
     if (weight.master.defined()) weight.master.mutable_grad().reset();
+    detail::note_gradient_dropped(weight.parameter);
   }
 }
 
@@ -307,10 +312,9 @@ inline void MasterWeights::copy_to_model() {
   check_taken();
   check_split("MasterWeights::copy_to_model");
   for (const Weight& weight : weights_) {
-    const detail::SplitWeight* const split = detail::split_of(weight.parameter);
-    TORCH_CHECK(!split || split->has_optimizer || !weight.parameter.grad().defined(),
-                "MasterWeights::copy_to_model: no fused optimizer has the weight '", weight.name,
-                "'", detail::split_needs_fused);
+    if (weight.parameter.grad().defined()) {
+      weight.check_not_half_stepped("MasterWeights::copy_to_model");
+    }
   }
   const detail::InternalOps guard;
   model_from_masters_.copy();

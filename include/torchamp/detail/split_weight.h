@@ -3,9 +3,12 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
+#include <c10/core/TensorImpl.h>
 #include <c10/util/Exception.h>
+#include <c10/util/intrusive_ptr.h>
 #include <torch/optim/optimizer.h>
 
+#include <atomic>
 #include <cstdint>
 
 #include "torchamp/detail/shards.h"
@@ -31,15 +34,25 @@ namespace torchamp::detail {
 // it lives as long as the weight. Gradients of split weights are fp32. Only the fused optimizers
 // write both halves. That another one does not do so unnoticed:
 //   - GradScaler's step and unscale_ look whether the optimizer is a FusedOptimizer
-//   - MasterWeights looks whether a FusedOptimizer has the weights, and whether their versions are
-//     those that the last fused step has left
+//   - MasterWeights looks whether the weights' versions are those that the last fused step has left
+//   - LibTorch's SGD, which hides its writes, asks for the weight's data(). LibTorch asks this meta
+//     for a clone() then. So where gradients are gone, or come to copy_to_model(), that no fused
+//     optimizer has stepped with, MasterWeights looks whether data() was asked for meanwhile
 
 /// What a split weight has beside the weight itself.
 struct SplitWeight final : WeightMeta {
   at::Tensor low;  ///< int16, laid out as the weight
 
-  bool was_taken = false;  ///< gradients were, once
+  bool was_taken = false;  ///< a gradient was; neither stepped with by a fused one nor dropped
   uint32_t version = 0;    ///< of the weight, when both halves were written
+  /// data() or detach() of the weight was asked for since a gradient was taken. Any thread may ask.
+  mutable std::atomic<bool> has_alias = false;
+
+  c10::intrusive_ptr<c10::BackendMeta> clone(
+      const c10::intrusive_ptr<c10::BackendMeta>& self) const override {
+    has_alias.store(true, std::memory_order_relaxed);
+    return self;
+  }
 
   /// Whether `low` belongs to what `high` holds: the weight may have been moved.
   bool fits(const at::Tensor& high) const {
@@ -49,7 +62,15 @@ struct SplitWeight final : WeightMeta {
 
   /// Whether nobody has written to `high` since note_version(), as far as LibTorch counts it.
   bool is_unwritten(const at::Tensor& high) const { return version == version_of(high); }
-  void note_version(const at::Tensor& high) { version = version_of(high); }
+  void note_version(const at::Tensor& high) {
+    version = version_of(high);
+    was_taken = false;
+  }
+  /// A gradient of 16 bits has become one of fp32.
+  void note_taken() {
+    was_taken = true;
+    has_alias = false;
+  }
 };
 
 /// Null for a tensor that is no split weight.
@@ -91,6 +112,24 @@ void check_split(const at::Tensor& weight, const at::Tensor& gradient, const Whe
               " has a gradient of ", gradient.scalar_type(),
               ". It is a weight of MasterWeights with MasterStorage::split, whose gradients are "
               "fp32: call MasterWeights::take_gradients() after backward().");
+}
+
+/// Throws where somebody else may have stepped the weight with a gradient that no fused optimizer
+/// has stepped with.
+template <class Where>
+void check_not_half_stepped(const at::Tensor& weight, const Where& where) {
+  const SplitWeight* const split = split_of(weight);
+  TORCH_CHECK(!split || !split->was_taken || !split->has_alias, where(),
+              " was given a gradient that no fused optimizer has stepped with, and its data() or "
+              "detach() was taken since, as LibTorch's SGD does to write it",
+              split_needs_fused,
+              " (If there was no step: drop such gradients by the zero_grad() of MasterWeights.)");
+}
+
+/// The program has dropped the gradient of a weight, which may be split.
+inline void note_gradient_dropped(const at::Tensor& weight) {
+  if (!weight.defined()) return;
+  if (SplitWeight* const split = split_of(weight)) split->was_taken = false;
 }
 
 /// An optimizer that writes both halves of split weights.

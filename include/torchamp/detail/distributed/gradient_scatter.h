@@ -257,8 +257,8 @@ class GradientScatter final : public UnsentGradients,
         sums.add(gradient, std::move(part));
       } else {
         gradient = std::move(part);
+        if (auto* const split = split_of(weights_[w].piece)) split->note_taken();
       }
-      if (auto* const split = split_of(weights_[w].piece)) split->was_taken = true;
     }
     sums.accumulate();
     for (Bucket& bucket : buckets_) bucket = {};

@@ -237,8 +237,9 @@ inline void ShardedMasterWeights::check_stepped(const char* call) const {
     if (!weight.is_sharded) continue;
     has_optimizer |= detail::weight_meta_of(weight.piece)->has_optimizer;
     has_gradient |= weight.piece.grad().defined();
-    detail::check_split(weight.piece,
-                        [&] { return c10::str(call, ": the weight '", weight.name, "'"); });
+    const auto where = [&] { return c10::str(call, ": the weight '", weight.name, "'"); };
+    detail::check_split(weight.piece, where);
+    if (weight.piece.grad().defined()) detail::check_not_half_stepped(weight.piece, where);
   }
   TORCH_CHECK(!scatter_->any(), call,
               ": backward passes within no_sync() have left gradients that were not sent, so that "

@@ -22,8 +22,9 @@ inline void clear_gradients(torch::optim::Optimizer& optimizer) {
   }
 }
 
-inline std::shared_ptr<AccumulationWindow> open_window(const torch::optim::Optimizer& optimizer) {
-  return std::make_shared<AccumulationWindow>(AccumulationWindow{&optimizer});
+inline std::shared_ptr<AccumulationWindow> open_window(torch::optim::Optimizer& optimizer) {
+  return std::make_shared<AccumulationWindow>(
+      AccumulationWindow{.optimizer = OptimizerNumber::give(optimizer)});
 }
 
 /// A warning out of a destructor.

@@ -78,6 +78,12 @@ void FusedOptimizerOf<Kernel>::add_param_group(const torch::optim::OptimizerPara
 template <detail::OptimizerKernel Kernel>
 detail::ParamStates& FusedOptimizerOf<Kernel>::state() {
   write_steps();
+  // What a kernel takes for a state that was stepped, though every step was skipped.
+  counters_.read([&](void* param, int64_t steps) {
+    const auto state = state_.find(param);
+    if (steps > 0 || state == state_.end()) return;
+    if (Kernel::steps(static_cast<State&>(*state->second)) > 0) state_.erase(state);
+  });
   counters_.clear();
   plan_ = {};
   return state_;
@@ -123,7 +129,7 @@ void FusedOptimizerOf<Kernel>::load(torch::serialize::InputArchive& archive) {
     static_cast<Options&>(param_groups_[g].options()) =
         static_cast<const Options&>(loaded.param_groups()[g].options());
   }
-  state_ = std::move(loaded.state());
+  detail::replace_states(*this, std::move(loaded.state()));
   counters_.clear();
   plan_ = {};
 }
@@ -246,6 +252,9 @@ TORCHAMP_BODY at::Tensor FusedOptimizer::step_scaled(const at::Tensor& grad_scal
 TORCHAMP_BODY void FusedOptimizer::zero_grad(bool set_to_none) {
   pending_.forget();
   Optimizer::zero_grad(set_to_none);
+  for (const auto& group : param_groups_) {
+    for (const at::Tensor& param : group.params()) detail::note_gradient_dropped(param);
+  }
 }
 
 TORCHAMP_BODY void FusedOptimizer::divide_next_step(const at::Tensor& divisor) {

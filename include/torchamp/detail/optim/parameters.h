@@ -24,6 +24,14 @@ namespace torchamp::detail {
 using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
 using ParamStates = ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>>;
 
+/// Puts others in the place of an optimizer's states. It stays the same optimizer; see Note [Which
+/// optimizer it is].
+inline void replace_states(torch::optim::Optimizer& optimizer, ParamStates states) {
+  const float load_factor = optimizer.state().max_load_factor();
+  optimizer.state() = std::move(states);
+  optimizer.state().max_load_factor(load_factor);
+}
+
 inline ParamGroups one_group(std::vector<at::Tensor> params) {
   return {torch::optim::OptimizerParamGroup(std::move(params))};
 }

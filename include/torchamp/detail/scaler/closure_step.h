@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "torchamp/detail/bodies.h"
+#include "torchamp/detail/optim/parameters.h"
 #include "torchamp/detail/optim/state_tensors.h"
 #include "torchamp/detail/overlay/weight_casts.h"
 #include "torchamp/detail/scaler/step_record.h"
@@ -69,7 +70,7 @@ class OptimizerSnapshot {
   void restore() {
     const at::NoGradGuard no_grad;
     for (std::size_t i = 0; i < kept_.size(); ++i) kept_[i].copy_(values_[i]);
-    if (!is_fused()) optimizer_.state() = std::move(states_);
+    if (!is_fused()) replace_states(optimizer_, std::move(states_));
   }
 
  private:
@@ -82,7 +83,7 @@ class OptimizerSnapshot {
 
   torch::optim::Optimizer& optimizer_;
   std::vector<at::Tensor> kept_, values_;
-  ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>> states_;
+  ParamStates states_;
 };
 
 /// The loss, with the parameters' gradients cleared. An error if `closure` has called backward(),
@@ -99,6 +100,11 @@ inline at::Tensor evaluate_loss(torch::optim::Optimizer& optimizer,
       count_gradients(optimizer) == 0,
       "GradScaler::step: the closure has called backward(). Let it compute the loss and return "
       "it: zero_grad(), scale() and backward() are done here, at each evaluation.");
+  TORCH_CHECK_VALUE(
+      loss.requires_grad(), "GradScaler::step: the loss that the closure has returned, ",
+      loss.scalar_type(), " on ", loss.device(),
+      ", needs no gradient: no parameter that does took part in it. Compute it in the closure from "
+      "the model's output, without a NoGradGuard and without detach() or item() on the way.");
   return loss;
 }
 
@@ -134,6 +140,24 @@ TORCHAMP_BODY bool GradScaler::evaluate(torch::optim::Optimizer& optimizer,
   }
 }
 
+/// Marks an optimizer as being stepped with a closure while it lives.
+class GradScaler::WithinClosure {
+ public:
+  WithinClosure(detail::OptimizerStates& states, torch::optim::Optimizer& optimizer)
+      : states_(states), optimizer_(optimizer) {
+    states_.of(optimizer).in_closure = true;
+  }
+  ~WithinClosure() {
+    if (auto* const state = states_.find(optimizer_)) state->in_closure = false;
+  }
+  WithinClosure(const WithinClosure&) = delete;
+  WithinClosure& operator=(const WithinClosure&) = delete;
+
+ private:
+  detail::OptimizerStates& states_;
+  const torch::optim::Optimizer& optimizer_;
+};
+
 TORCHAMP_BODY StepResult GradScaler::step(torch::optim::Optimizer& optimizer,
                                           const torch::optim::Optimizer::LossClosure& closure,
                                           int64_t max_retries) {
@@ -144,12 +168,14 @@ TORCHAMP_BODY StepResult GradScaler::step(torch::optim::Optimizer& optimizer,
                     ". It is 0 or more.");
   const detail::DropWeightCasts drop_weight_casts(optimizer);
   if (!options_.enabled) {
-    return unscaled_result(optimizer.step([&] {
+    at::Tensor value = optimizer.step([&] {
       const detail::DropWeightCasts before_the_next_evaluation(optimizer);
       at::Tensor loss = detail::evaluate_loss(optimizer, closure);
       loss.backward();
       return loss;
-    }));
+    });
+    note_written(optimizer);
+    return unscaled_result(std::move(value));
   }
   const detail::OptimizerState& state = optimizers_.of(optimizer);
   check_not_stepped(state);
@@ -158,6 +184,7 @@ TORCHAMP_BODY StepResult GradScaler::step(torch::optim::Optimizer& optimizer,
       "GradScaler::step: the gradients of this optimizer have been unscaled. With a closure, "
       "step computes and unscales them by itself: leave unscale_ out.");
 
+  const WithinClosure within_closure(optimizers_, optimizer);
   Evaluation first;
   ScaleBefore before;
   const auto put_scale_back = [&] {
@@ -190,6 +217,7 @@ TORCHAMP_BODY StepResult GradScaler::step(torch::optim::Optimizer& optimizer,
         if (!good) throw detail::StepAbandoned();
         return later.loss;
       });
+      note_written(optimizer);
     } catch (const detail::StepAbandoned&) {
       snapshot.restore();
     } catch (...) {

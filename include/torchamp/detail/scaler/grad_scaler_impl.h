@@ -36,10 +36,10 @@ namespace TORCHAMP_NAMESPACE {
 //             or NaN is recorded. step() does this first if the program has not.
 //   stepped   step(): the optimizer has stepped or been skipped
 //
-// in this order. unscale_() wants "ready", step() "ready" or "unscaled". An optimizer is known by
-// its address. update() collects what was recorded of all of them and makes them "ready". So one
-// scale serves several optimizers, each of which skips by itself, while one bad optimizer lowers
-// the scale for all.
+// in this order. unscale_() wants "ready", step() "ready" or "unscaled". update() collects what was
+// recorded of all of them and makes them "ready". So one scale serves several optimizers, each of
+// which skips by itself, while one bad optimizer lowers the scale for all. One that is gone counts
+// for the scale, and is not taken for another; see Note [Which optimizer it is].
 //
 // What is scaled and what is checked: gradients are checked as they are when they are unscaled, so
 // an inf that the program puts in afterwards is stepped with (but see GradScalerOptions::recheck).
@@ -273,6 +273,9 @@ TORCHAMP_BODY void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   if (!options_.enabled) return;
   check_started("unscale_");
   detail::OptimizerState& state = optimizers_.of(optimizer);
+  TORCH_CHECK(!state.in_closure,
+              "GradScaler::unscale_: this optimizer is being stepped with a closure, which has "
+              "called unscale_. Let the closure compute the loss and return it: step unscales.");
   TORCH_CHECK(
       state.stage != detail::OptimizerState::Stage::unscaled,
       "GradScaler::unscale_: the gradients of this optimizer have been unscaled already. Call "
@@ -296,7 +299,7 @@ TORCHAMP_BODY void GradScaler::begin_window(
 
 /// Makes a "ready" optimizer "unscaled" whose gradients are the program's own, with a flag that
 /// says whether to step.
-TORCHAMP_BODY void GradScaler::take_unscaled(const torch::optim::Optimizer& optimizer,
+TORCHAMP_BODY void GradScaler::take_unscaled(torch::optim::Optimizer& optimizer,
                                              at::Tensor found_inf, bool had_gradients) {
   if (!options_.enabled) return;
   optimizers_.of(optimizer) = {.stage = detail::OptimizerState::Stage::unscaled,
@@ -330,11 +333,10 @@ TORCHAMP_BODY bool GradScaler::is_stepped(const torch::optim::Optimizer& optimiz
 }
 
 TORCHAMP_BODY at::Tensor GradScaler::found_inf(const torch::optim::Optimizer& optimizer) {
-  if (!optimizers_.find(optimizer)) return {};
-  detail::OptimizerState& state = optimizers_.of(optimizer);
-  if (state.stage == detail::OptimizerState::Stage::ready) return {};
-  agree(state);
-  return state.found_inf.tensor;
+  detail::OptimizerState* const state = optimizers_.find(optimizer);
+  if (!state || state->stage == detail::OptimizerState::Stage::ready) return {};
+  agree(*state);
+  return state->found_inf.tensor;
 }
 
 TORCHAMP_BODY void GradScaler::set_growth_factor(double factor) {

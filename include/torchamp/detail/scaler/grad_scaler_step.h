@@ -25,6 +25,9 @@
 namespace TORCHAMP_NAMESPACE {
 
 TORCHAMP_BODY void GradScaler::check_not_stepped(const detail::OptimizerState& state) {
+  TORCH_CHECK(!state.in_closure,
+              "GradScaler::step: this optimizer is being stepped, and the closure of that step has "
+              "called step(). Let the closure compute the loss and return it.");
   TORCH_CHECK(state.stage != detail::OptimizerState::Stage::stepped,
               "GradScaler::step: this optimizer has been stepped already. Call update() once all "
               "optimizers have been stepped.");
@@ -42,6 +45,16 @@ TORCHAMP_BODY void GradScaler::check_complete(const torch::optim::Optimizer& opt
               taken ? "call MasterWeights::take_gradients() before unscale_, and with an "
                       "Accumulation in before_unscale."
                     : "unscale_ found none at all.");
+}
+
+/// Has masters notice a step that LibTorch's own optimizers may hide: SGD writes through data().
+TORCHAMP_BODY void GradScaler::note_written(const torch::optim::Optimizer& optimizer) {
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& param : group.params()) {
+      if (!param.defined() || !param.unsafeGetTensorImpl()->grad().defined()) continue;
+      if (detail::weight_meta_of(param)) param.unsafeGetTensorImpl()->bump_version();
+    }
+  }
 }
 
 /// What a disabled scaler's step returns.
@@ -83,7 +96,11 @@ TORCHAMP_BODY StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
               "GradScaler::step: LBFGS evaluates the loss by itself. Call step(optimizer, closure) "
               "with a closure that returns the loss.");
   const detail::DropWeightCasts drop_weight_casts(optimizer);
-  if (!options_.enabled) return unscaled_result(optimizer.step());
+  if (!options_.enabled) {
+    at::Tensor value = optimizer.step();
+    note_written(optimizer);
+    return unscaled_result(std::move(value));
+  }
   check_started("step");
   detail::OptimizerState& state = optimizers_.of(optimizer);
   check_not_stepped(state);
@@ -120,6 +137,7 @@ TORCHAMP_BODY StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
     value = step_scaled(*fused, grad_scale, state, clip.defined());
   } else if (!state.found_inf.read()) {
     value = optimizer.step();
+    note_written(optimizer);
   }
   state.stage = Stage::stepped;
   const std::shared_ptr<detail::StepRecord> record = this->record(state);

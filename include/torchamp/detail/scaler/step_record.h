@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <list>
@@ -61,6 +62,37 @@ inline uint64_t& gradients_taken() {
   return times;
 }
 
+// Note [Which optimizer it is]
+// An optimizer's address does not tell: another one may be made there as soon as it is gone, and it
+// may be moved. LibTorch's has no name either. But each has a map of states of its own, which moves
+// with it and has a load factor at which it grows, 1/2 by default. So an optimizer of which
+// something is recorded gets a load factor of its own, a little below that.
+
+/// Numbers optimizers.
+class OptimizerNumber {
+ public:
+  /// 0 if `optimizer` has got none.
+  static uint32_t of(const torch::optim::Optimizer& optimizer) {
+    const float below_half = 0.5F - optimizer.state().max_load_factor();
+    const bool is_ours = below_half > 0.F && below_half <= static_cast<float>(count) * spacing;
+    return is_ours ? static_cast<uint32_t>(below_half / spacing) : 0;
+  }
+
+  /// Gives it one, if it has none.
+  static uint32_t give(torch::optim::Optimizer& optimizer) {
+    static std::atomic<uint32_t> last = 0;
+    if (of(optimizer) == 0) {
+      const uint32_t number = last++ % count + 1;
+      optimizer.state().max_load_factor(0.5F - static_cast<float>(number) * spacing);
+    }
+    return of(optimizer);
+  }
+
+ private:
+  static constexpr float spacing = 0x1p-25F;  // of fp32 numbers just below 1/2
+  static constexpr uint32_t count = 1U << 21;
+};
+
 /// How far an optimizer has come in this iteration, see Note [An iteration].
 struct OptimizerState {
   enum class Stage { ready, unscaled, stepped };
@@ -71,33 +103,41 @@ struct OptimizerState {
   bool agreed = false;         ///< agree_found_inf has been called
   bool rechecked = false;      ///< and that step() has looked once more
   bool exact = false;          ///< the flag is 0 or 1, as kernels want it
+  bool in_closure = false;     ///< a step with a closure is being made
   std::size_t gradients = 0;   ///< how many there were when they were unscaled
   uint64_t taken = 0;          ///< gradients_taken() then
   std::shared_ptr<Shards> shards{};  ///< who must agree, where they are shards of gradients
 };
 
-/// The states of the few optimizers that one scaler serves, by identity, in order of appearance.
+/// The states of the few optimizers that one scaler serves, in order of appearance; see Note [Which
+/// optimizer it is].
 class OptimizerStates {
  public:
   struct Entry {
-    const torch::optim::Optimizer* optimizer;
+    uint32_t optimizer;
     OptimizerState state{};
   };
 
   /// Stays valid until clear().
-  OptimizerState& of(const torch::optim::Optimizer& optimizer) {
-    for (Entry& entry : entries_) {
-      if (entry.optimizer == &optimizer) return entry.state;
-    }
-    entries_.push_back({&optimizer});
+  OptimizerState& of(torch::optim::Optimizer& optimizer) {
+    const uint32_t number = OptimizerNumber::give(optimizer);
+    if (OptimizerState* const state = find(number)) return *state;
+    entries_.push_back({number});
     return entries_.back().state;
   }
 
-  const OptimizerState* find(const torch::optim::Optimizer& optimizer) const {
-    for (const Entry& entry : entries_) {
-      if (entry.optimizer == &optimizer) return &entry.state;
+  /// Null if there is none.
+  OptimizerState* find(uint32_t number) {
+    for (Entry& entry : entries_) {
+      if (entry.optimizer == number) return &entry.state;
     }
     return nullptr;
+  }
+  OptimizerState* find(const torch::optim::Optimizer& optimizer) {
+    return find(OptimizerNumber::of(optimizer));
+  }
+  const OptimizerState* find(const torch::optim::Optimizer& optimizer) const {
+    return const_cast<OptimizerStates*>(this)->find(optimizer);
   }
 
   bool within_iteration() const {
@@ -109,14 +149,19 @@ class OptimizerStates {
 
   /// Makes one ready again, in place.
   void reset(const torch::optim::Optimizer& optimizer) {
-    for (Entry& entry : entries_) {
-      if (entry.optimizer == &optimizer) entry.state = OptimizerState{};
-    }
+    OptimizerState* const state = find(optimizer);
+    if (!state) return;
+    const bool in_closure = state->in_closure;
+    *state = {};
+    state->in_closure = in_closure;
   }
 
   auto begin() { return entries_.begin(); }
   auto end() { return entries_.end(); }
-  void clear() { entries_.clear(); }
+  /// Ends the iteration of all but those whose closure has ended it.
+  void clear() {
+    entries_.remove_if([](const Entry& entry) { return !entry.state.in_closure; });
+  }
 
  private:
   std::list<Entry> entries_;
@@ -124,7 +169,7 @@ class OptimizerStates {
 
 /// A window of gradient accumulation.
 struct AccumulationWindow {
-  const torch::optim::Optimizer* optimizer;
+  uint32_t optimizer;     ///< its number
   int64_t pending = 0;    ///< micro-batches
   bool was_used = false;  ///< the scaler has unscaled or stepped with them in an earlier iteration
 };
@@ -151,11 +196,11 @@ class OpenWindows {
   }
 
   /// Notes whose gradients the scaler has used in the iteration that ends.
-  void end_iteration(const OptimizerStates& states) const {
+  void end_iteration(OptimizerStates& states) const {
     for (const auto& weak : windows_) {
       const auto window = weak.lock();
       if (!window || window->pending == 0) continue;
-      const OptimizerState* const state = states.find(*window->optimizer);
+      const OptimizerState* const state = states.find(window->optimizer);
       window->was_used |= state && state->stage != OptimizerState::Stage::ready;
     }
   }
