@@ -385,6 +385,52 @@ TEST(FusedAdam, TakesUpAmsgradLater) {
   EXPECT_GT(adam_state(optimizer.state(), params[0]).max_exp_avg_sq().min().item<double>(), 0.);
 }
 
+TEST(FusedAdam, TakesNoStateForOneThatWasAtItsAddress) {
+  const Tensor p = param({3});
+  torchamp::FusedAdam optimizer({p});
+  auto& states = static_cast<Optimizer&>(optimizer).state();
+  std::unique_ptr<torch::optim::OptimizerParamState>* slot = nullptr;
+  bool same_address = false;
+  for (int i = 0; i < 100 && !same_address; ++i) {
+    p.mutable_grad() = torch::ones({3});
+    for (int s = 0; s < 3; ++s) optimizer.step();
+    slot = &states.at(p.unsafeGetTensorImpl());
+    const void* const before = slot->get();
+    *slot = nullptr;
+    auto other = std::make_unique<AdamParamState>();
+    same_address = other.get() == before;
+    *slot = std::move(other);
+  }
+  ASSERT_TRUE(same_address);
+  optimizer.step();
+  EXPECT_EQ(adam_state(optimizer.state(), p).step(), 1);
+}
+
+TEST(FusedSGD, MakesAFirstStepAfterSkippedOnesWhateverWasSetMeanwhile) {
+  for (const bool asks_for_state : {false, true}) {
+    for (const double dampening_before : {0., 0.5}) {
+      const Pair pair(kind_named("sgd"), {param({4}), param({3})});
+      const auto set = [&](double dampening) {
+        for (Optimizer* optimizer : {pair.plain.get(), pair.fused.get()}) {
+          static_cast<SGDOptions&>(optimizer->param_groups()[0].options())
+              .momentum(0.9)
+              .dampening(dampening);
+        }
+      };
+      set(dampening_before);
+      auto& fused = static_cast<torchamp::FusedSGD&>(*pair.fused);
+      for (const Tensor& p : pair.fused_params) p.mutable_grad() = torch::ones_like(p);
+      for (int i = 0; i < 2; ++i) fused.step_scaled({}, torch::ones({}));  // skipped
+      if (asks_for_state) (void)fused.state();
+      set(0.5);
+      for (int i = 0; i < 3; ++i) {
+        pair.random_step();
+        pair.expect_equal();
+      }
+    }
+  }
+}
+
 TEST(FusedSGD, TakesUpMomentumAndDampeningLater) {
   const Pair pair(kind_named("sgd"), {param({4}), param({3})});
   pair.random_step();

@@ -65,6 +65,7 @@ struct StepCounter {
   at::Tensor value;    ///< the count, 0-dim fp32
   int64_t at_least, at_most;
 
+  bool gated = false;   ///< gates are asked for
   at::Tensor gates{};   ///< see Note [First steps of SGD]
   HostMirror mirror{};  ///< of the count
   bool asked = false;   ///< and it is under way

@@ -75,7 +75,7 @@ struct StepList : StepKey {
 ///     name               for error texts
 ///     apart              whether a call needs parameters with one common count of steps
 ///     kinds(options)     how many kinds of state tensors a parameter has
-///     tensor(state, k)   the one of kind k
+///     tensor(state, k)   the one of kind k; that of kind 0 always, if undefined
 ///     initial(k, …)      what it starts as
 ///     counted(options)   whether steps are counted on the device
 ///     steps, set_steps   the count as LibTorch's state holds it, for parameters that are counted
@@ -83,6 +83,8 @@ struct StepList : StepKey {
 ///     counts_first_only  if there and true, all that step() asks of list.counter is
 ///     may_be_first(),
 ///                        gates and whether at_least and at_most are 0
+///     asks_counter(options)
+///                        if there, whether step() asks list.counter at all; or else it may
 ///     op                 if there, the op of ATen's that step() calls; where the device lacks it,
 ///                        list.by_foreach is true, and all parameters of a list have one count.
 ///                        step() may then be called with parts of parameters

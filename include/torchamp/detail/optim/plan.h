@@ -43,8 +43,10 @@ class StepPlan {
     c10::TensorImpl* param;
     std::size_t list;  ///< no_list for a parameter without a gradient
 
-    /// Null if there is none. Only to be compared.
+    /// Null if there is none. Only to be compared. Another one may be made at the address of one
+    /// that is gone, but without tensors.
     const torch::optim::OptimizerParamState* state = nullptr;
+    bool has_tensor = false;
     int64_t steps = 0;  ///< as the state holds them
   };
 
@@ -52,6 +54,7 @@ class StepPlan {
   struct Use {
     std::size_t kinds;
     bool counted;
+    bool asks_counter;  ///< of its own
     bool operator==(const Use&) const = default;
   };
 
@@ -99,6 +102,7 @@ class StepPlan {
       return Kernel::steps(static_cast<const State&>(*state->second));
     };
     for (auto& counter : counters.assign(counted, steps_so_far)) {
+      counter->gated = false;
       StepScalars& scalars = plan.scalars_[plan.scalars_of(counter->value.device())];
       scalars.add_counter(std::move(counter), counts_first_only());
     }
@@ -122,6 +126,7 @@ class StepPlan {
       const auto state = states.find(slot.param);
       slot.state = state == states.end() ? nullptr : state->second.get();
       slot.steps = slot.state ? steps_of(*slot.state) : 0;
+      slot.has_tensor = slot.state && first_tensor(*state->second).defined();
     }
   }
 
@@ -228,7 +233,11 @@ class StepPlan {
 
   static Use use_of(const ParamGroups& groups, std::size_t group) {
     const Options& options = options_of<Kernel>(groups, group);
-    return {Kernel::kinds(options), Kernel::counted(options)};
+    bool asks_counter = Kernel::counted(options);
+    if constexpr (requires { Kernel::asks_counter(options); }) {
+      asks_counter = Kernel::asks_counter(options);
+    }
+    return {Kernel::kinds(options), Kernel::counted(options), asks_counter};
   }
 
   static void note_written(const at::Tensor& param) {
@@ -240,11 +249,16 @@ class StepPlan {
     return Kernel::steps(static_cast<const State&>(state));
   }
 
+  static const at::Tensor& first_tensor(torch::optim::OptimizerParamState& state) {
+    return Kernel::tensor(static_cast<State&>(state), 0);
+  }
+
   /// The state of note_states(); null if there is another one by now, or none.
   static State* state_of(const Slot& slot, const ParamStates& states) {
     const auto state = states.find(slot.param);
     const bool same = state != states.end() && state->second.get() == slot.state &&
-                      steps_of(*slot.state) == slot.steps;
+                      steps_of(*slot.state) == slot.steps &&
+                      first_tensor(*state->second).defined() == slot.has_tensor;
     return same ? static_cast<State*>(state->second.get()) : nullptr;
   }
 
@@ -307,7 +321,8 @@ class StepPlan {
   std::size_t list_of(std::size_t group, const at::Tensor& param,
                       std::shared_ptr<StepCounter> counter) {
     const bool by_foreach = lacks_op(param);
-    if (!(Kernel::apart || by_foreach) || !uses_[group].counted) counter = nullptr;
+    if (!(Kernel::apart || by_foreach) || !uses_[group].asks_counter) counter = nullptr;
+    if (counter) counter->gated = true;
     StepList& list = group_of(lists_, StepKey{TensorKind::of(param), group, std::move(counter),
                                               split_of(param) != nullptr});
     if (list.params.empty()) {
@@ -322,10 +337,9 @@ class StepPlan {
                      ParamStates& states, const CounterTable<StepCounter>& counters) const {
     list.params.push_back(param);
     SplitWeight* const split = split_of(param);
-    if (split) {
-      split->has_optimizer = true;
-      list.low.push_back(split->low);
-    }
+    if (split) list.low.push_back(split->low);
+    // Its group may have been added by torch::optim::Optimizer, which tells nobody.
+    if (WeightMeta* const meta = weight_meta_of(param)) meta->has_optimizer = true;
     if (uses_[list.group].counted) list.counters.push_back(counters.find(param)->value);
     if (list.state.empty()) return;
     auto& state = states[param.unsafeGetTensorImpl()];

@@ -131,7 +131,7 @@ class StepScalars {
 
   void make_gates(StepCounter& counter) const {
     counter.learn();
-    if (!counter.may_be_first()) return;
+    if (!counter.gated || !counter.may_be_first()) return;
     counter.gates = found_inf_ ? at::maximum(counter.numbers, *found_inf_) : counter.numbers;
   }
 

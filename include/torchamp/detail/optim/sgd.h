@@ -27,13 +27,13 @@ namespace torchamp::detail {
 // A momentum buffer starts as the first gradient that is stepped with, undampened. ATen's kernel
 // does so when it is told is_first_step, and then skips or not like any other step, so that a host
 // that does not read never learns whether the buffer was filled (PyTorch's own optimizer takes it
-// for granted and goes on with uninitialised memory). Here buffers start as zeros. Without
-// dampening, a later step makes of zeros what the first step makes of anything. With dampening,
-// the device keeps two numbers, whether there was a step and whether there was none. While the host
-// does not know, the kernel is called twice, as for the first step and as for a later one, and each
-// call is skipped where its gate is 1: the larger of one of these numbers and the flag. Each step
-// has the numbers copied to the host until it has learned that there was a step; nothing waits for
-// the copy.
+// for granted and goes on with uninitialised memory). Here buffers start as zeros, and the device
+// keeps two numbers, whether there was a step and whether there was none. Each step has them copied
+// to the host until it has learned that there was a step; nothing waits for the copy. Without
+// dampening, a later step makes of zeros what the first step makes of anything: the numbers matter
+// only if dampening is set later. With dampening, while the host does not know, the kernel is
+// called twice, as for the first step and as for a later one, and each call is skipped where its
+// gate is 1: the larger of one of these numbers and the flag.
 struct SgdKernel {
   using LibTorch = torch::optim::SGD;
   using Options = torch::optim::SGDOptions;
@@ -48,14 +48,15 @@ struct SgdKernel {
   static at::Tensor initial(std::size_t, const at::Tensor& param, const Options&) {
     return at::zeros_like(param);
   }
-  static bool counted(const Options& o) { return o.momentum() != 0 && o.dampening() != 0; }
+  static bool counted(const Options& o) { return o.momentum() != 0; }
+  static bool asks_counter(const Options& o) { return counted(o) && o.dampening() != 0; }
   static int64_t steps(const State& s) { return s.momentum_buffer().defined() ? 1 : 0; }
   static void set_steps(State&, int64_t) {}
 
   static void step(const Options& o, const StepList& list, const StepScalars& scalars) {
     if (list.by_foreach) return step_by_foreach(o, list, scalars);
     const auto& found_inf = scalars.found_inf();
-    if (!counted(o) || list.counter->at_least > 0) {
+    if (!asks_counter(o) || list.counter->at_least > 0) {
       call(o, list, /*first=*/false, scalars.grad_scale(), found_inf);
     } else if (list.counter->at_most == 0) {
       call(o, list, /*first=*/true, scalars.grad_scale(), found_inf);
@@ -74,7 +75,7 @@ struct SgdKernel {
     if (o.momentum() != 0.) {
       const std::vector<at::Tensor>& buffers = step.state[0];
       at::Tensor weight = step.taken;  // of the gradient in the buffer
-      if (counted(o))
+      if (asks_counter(o))
         weight =
             at::rsub(step.count().ne(1.).to(weight.scalar_type()), 1., o.dampening()).mul_(weight);
       const std::vector<at::Tensor> parts = at::_foreach_mul(step.grads, weight);
