@@ -166,7 +166,7 @@ TEST_P(GradScalerCosts, ASecondLookIsTakenOnlyWhereTheScaleMayBeBelowOne) {
     scaler.step(training.optimizer);
     scaler.update();
     EXPECT_EQ(counter.reads(), 0);
-    EXPECT_LE(counter.called("aten::copy_"), 1);
+    EXPECT_LE(counter.called("aten::copy_"), 2) << "of the scale, and of the skips once in 32";
     return counter.called("aten::_foreach_div_");
   };
   for (int i = 0; i < 100; ++i) {

@@ -197,6 +197,33 @@ TEST(GradScalerLimits, AreNotWatchedOnADeviceByDefault) {
   EXPECT_TRUE(torchamp::detail::ScaleLimits::watched({.max_skips_in_a_row = 9}));
 }
 
+/// What must be said once, whatever the options.
+const char* const hundred_skips = "gradients held infs or NaNs in the last ";
+
+TEST(GradScalerLimits, WarnOnceAfterAHundredSkipsInARow) {
+  GradScalerOptions watched{.max_skips_in_a_row = 1000};
+  for (const GradScalerOptions& options :
+       {GradScalerOptions::skip_non_finite(), GradScalerOptions(), GradScalerOptions::megatron(),
+        GradScalerOptions::predictive(), watched}) {
+    for (const bool on_device : {false, true}) {
+      GradScaler scaler(options);
+      scaler.scale(torch::ones({}));
+      if (on_device) move_to_device(scaler);
+      const CollectedWarnings warnings;
+      for (int i = 0; i < 99; ++i) iterate(scaler, true);
+      iterate(scaler, false);
+      for (int i = 0; i < 99; ++i) iterate(scaler, true);
+      EXPECT_EQ(count(warnings.text(), hundred_skips), 0U);
+      for (int i = 0; i < (on_device ? 33 : 1); ++i) iterate(scaler, true);
+      EXPECT_EQ(count(warnings.text(), hundred_skips), 1U) << on_device;
+      for (int i = 0; i < 150; ++i) iterate(scaler, true);
+      EXPECT_EQ(count(warnings.text(), hundred_skips), 1U) << on_device;
+      EXPECT_THAT(warnings.text(), HasSubstr("overflow_report()"));
+      EXPECT_THAT(warnings.text(), HasSubstr("first_non_finite_op()"));
+    }
+  }
+}
+
 TEST(GradScalerLimits, AreRoundedToFp32SoThatAScaleThereCanBeLoadedAgain) {
   for (const double floor : {0.7, 0.1, 1e-4}) {
     GradScaler scaler({.init_scale = 1., .min_scale = floor, .at_min_scale = AtLimit::keep_going});

@@ -327,10 +327,45 @@ TEST(ScaleUpdate, DoesTheSameOnADeviceAsOnTheHost) {
       ASSERT_EQ(read.growth_tracker, host.growth_tracker);
       if (torchamp::detail::is_torch_update(options)) continue;
       ASSERT_EQ(read.credit, host.credit);
+      if (options.overflow_tolerance == 0.) continue;
       ASSERT_EQ(read.since_change, host.since_change);
       ASSERT_EQ(read.overflows, host.overflows);
     }
     EXPECT_EQ(device.inverse(at::kCPU).item<float>(), static_cast<float>(1. / host.scale));
+  }
+}
+
+TEST(ScaleUpdate, GoesOnOnADeviceFromWhatAFileAndANewIntervalHaveSet) {
+  std::mt19937 random(9);
+  for (const auto refill : {HysteresisRefill::growth, HysteresisRefill::good_step,
+                            HysteresisRefill::good_or_backed_off}) {
+    GradScalerOptions options{.growth_interval = 7,
+                              .min_scale = 1.,
+                              .hysteresis = 3,
+                              .hysteresis_refill = refill,
+                              .growth_tracker_start = -1};
+    ScaleState device(options);
+    device.create(at::kCPU);
+    device.leave_host();
+    ScaleMemory<double> host = torchamp::detail::initial_memory(options);
+    for (int round = 0; round < 6; ++round) {
+      host.scale = 1024.;
+      host.credit = round % 4;
+      host.growth_tracker = round % 3;
+      device.set(host);
+      options.growth_interval = 4 + round % 2;
+      device.limit_growth_tracker(options.growth_interval);
+      host.growth_tracker =
+          std::min(host.growth_tracker, static_cast<double>(options.growth_interval - 1));
+      for (const bool bad : iterations(random(), 30)) {
+        host = after_update(options, host, bad);
+        device.advance(options, torch::full({}, bad ? 1.F : 0.F));
+        const ScaleMemory<double> read = device.read();
+        ASSERT_EQ(read.scale, host.scale);
+        ASSERT_EQ(read.credit, host.credit);
+        ASSERT_EQ(read.growth_tracker, host.growth_tracker);
+      }
+    }
   }
 }
 

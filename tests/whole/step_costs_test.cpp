@@ -14,6 +14,7 @@
 #include <optional>
 #include <ostream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "support/devices.h"
@@ -21,6 +22,7 @@
 #include "support/optimizer_kinds.h"
 #include "support/simulated/device.h"
 #include "support/simulated/facts.h"
+#include "support/warnings.h"
 
 namespace {
 
@@ -56,7 +58,9 @@ struct OneThread {
 /// Parameters with gradients, an optimizer and a scaler that have made a few steps.
 struct Step {
   template <class Make>
-  Step(const Make& make, int count, bool clips) : clip(clips) {
+  Step(const Make& make, int count, bool clips,
+       torchamp::GradScalerOptions options = {.init_scale = 1024.})
+      : clip(clips), scaler(std::move(options)) {
     for (int i = 0; i < count; ++i) {
       params.push_back(torch::ones({size}, at::device(sim0)).requires_grad_());
       params.back().mutable_grad() = torch::ones({size}, at::device(sim0));
@@ -115,7 +119,7 @@ struct Step {
   bool clip;
   std::vector<Tensor> params;
   std::unique_ptr<Optimizer> optimizer;
-  GradScaler scaler{{.init_scale = 1024.}};
+  GradScaler scaler;
   Repeater::Log log;  // of nothing
   std::unique_ptr<torchamp::CudaGraph> graph;
 };
@@ -136,6 +140,8 @@ const Names look{"_amp_foreach_non_finite_check_and_unscale_"};
 const Names count{"_fused_sgd_"};
 /// The scale and its tracker.
 const Names update{"_amp_update_scale_"};
+/// Where replays are expected, or limits watched: the count of skips in a row.
+const Names skips{"addcmul"};
 /// The norm of norms; by how much it is too large; what the step divides by.
 const Names clip_small{"cat", "linalg_vector_norm", "softshrink", "addcmul"};
 
@@ -150,13 +156,15 @@ INSTANTIATE_TEST_SUITE_P(Kinds, StepCosts, testing::ValuesIn(kinds()),
 TEST_P(StepCosts, AFusedStepMakesTheseSmallLaunchesHoweverManyParameters) {
   const std::string kind = GetParam().name;
   const std::string kernel = "_fused_" + kind.substr(0, kind.find('_')) + '_';
-  // While SGD's first step may be still to come, it is called twice, with two flags.
+  // While SGD's first step may be still to come, it is noted; with dampening, SGD is called twice,
+  // with two flags.
   const bool twice = kind == "sgd_dampening";
+  const bool notes = kind.starts_with("sgd_") && kind != "sgd_decay";
   const Names flags = twice ? Names{"maximum"} : none;
   const Names counting = kind.starts_with("ada") ? count : none;
   for (const bool clips : {false, true}) {
     const Names small =
-        (clips ? clip_small : none) + look + counting + flags + (twice ? count : none) + update;
+        (clips ? clip_small : none) + look + counting + flags + (notes ? count : none) + update;
     EXPECT_LE(small.size(), clips ? 8U : 4U);
     // With a clip, the norm tells whether all is finite. Its copies divided by the scale are for
     // devices that may lack fp64; see Note [Norms of scaled gradients].
@@ -173,9 +181,6 @@ TEST_P(StepCosts, AFusedStepMakesTheseSmallLaunchesHoweverManyParameters) {
     }
   }
 }
-
-/// Where replays are expected: the count of skips in a row.
-const Names skips{"addcmul"};
 
 TEST_P(StepCosts, AReplayMakesOneSmallLaunchMore) {
   const std::string kind = GetParam().name;
@@ -195,6 +200,38 @@ TEST_P(StepCosts, AReplayMakesOneSmallLaunchMore) {
       EXPECT_EQ(cost.totals.waits, 0);
       EXPECT_EQ(cost.totals.host_to_device, 0);
       EXPECT_EQ(cost.totals.device_to_host, 0);
+    }
+  }
+}
+
+TEST(StepCostsOf, PresetsOfTheScalerTakeTheseLaunchesForTheirUpdates) {
+  SKIP_WITHOUT(at::kPrivateUse1);
+  using torchamp::GradScalerOptions;
+  const Names credit{"_amp_update_scale_", "threshold_backward", "clamp"};
+  const Names from_minus_one{"copy_", "add"};
+  struct Row {
+    std::string name;
+    GradScalerOptions options;
+    Names update;
+    int copies;  // to the host, which must learn what the limits want
+  };
+  const Row rows[] = {
+      {"skip_non_finite", GradScalerOptions::skip_non_finite(), none, 0},
+      {"fixed", GradScalerOptions::fixed(8.), none, 0},
+      {"limits", {.min_scale = 1., .max_skips_in_a_row = 50}, update + skips, 1},
+      {"fairseq", GradScalerOptions::fairseq(), update + skips, 1},
+      {"megatron", GradScalerOptions::megatron(), credit + update + update, 0},
+      {"deepspeed", GradScalerOptions::deepspeed(),
+       credit + update + update + from_minus_one + skips, 1},
+  };
+  for (const Row& row : rows) {
+    for (const bool clips : {false, true}) {
+      const Cost cost = Step(kind_named("adam").fused, 4, clips, row.options).cost();
+      EXPECT_THAT(cost.small,
+                  ElementsAreArray((clips ? clip_small : none) + look + count + row.update))
+          << row.name;
+      EXPECT_EQ(cost.totals.device_to_host, row.copies) << row.name;
+      EXPECT_EQ(cost.totals.waits, 0) << row.name;
     }
   }
 }
@@ -270,6 +307,40 @@ TEST(StepCostsOf, SkipsAreCountedOnceInManyIterations) {
   for (const Tensor& p : step.params) p.mutable_grad().fill_(1e-30);
   step.once();
   EXPECT_EQ(step.scaler.skips_in_a_row(), 0);
+}
+
+TEST(StepCostsOf, ALongRunOfSkipsIsToldWithoutAWaitEagerOrReplayed) {
+  SKIP_WITHOUT(at::kPrivateUse1);
+  for (const auto& options :
+       {torchamp::GradScalerOptions::skip_non_finite(), torchamp::GradScalerOptions::megatron()}) {
+    for (const bool replays : {false, true}) {
+      Step step(kind_named("adam").fused, 2, /*clips=*/false, options);
+      if (replays) step.capture();
+      const CollectedWarnings warnings;
+      int64_t copies = 0, waits = 0;
+      const auto iterate = [&](double gradient, int times) {
+        for (const Tensor& p : step.params) p.mutable_grad().fill_(gradient);
+        for (int i = 0; i < times; ++i) {
+          const Cost cost = step.cost();
+          copies += cost.totals.device_to_host;
+          waits += cost.totals.waits;
+          simulated::wait_for_device(0);
+        }
+      };
+      iterate(1e-3, 60);
+      iterate(std::nan(""), 99);
+      iterate(1e-3, 1);
+      EXPECT_THAT(warnings.text(), testing::Not(testing::HasSubstr("infs or NaNs")));
+      iterate(std::nan(""), 140);
+      EXPECT_THAT(warnings.text(), testing::HasSubstr("infs or NaNs in the last 1")) << replays;
+      if (!options.dynamic) {
+        EXPECT_LE(copies, 300 / 32 + 1);
+      }
+      if (!replays || !options.dynamic) {  // or else a scale near its floor is captured anew
+        EXPECT_EQ(waits, 0);
+      }
+    }
+  }
 }
 
 TEST(StepCostsOf, AFusedStepReadsTheGradientsTwiceAndWritesThemOnce) {

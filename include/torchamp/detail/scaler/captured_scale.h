@@ -39,13 +39,13 @@ struct ScaleMoves {
         min_scale(options.min_scale),
         max_scale(options.max_scale),
         dynamic(options.dynamic),
-        is_torch(is_torch_update(options)) {}
+        counts_good(!options.follows_gradients) {}
 
   /// `lowers`: whether the lower bound is followed, too.
   void follow(ScaleBound& bound, bool lowers) const {
     if (!dynamic) return;
     if (lowers) bound.lower(backoff_factor, min_scale);
-    if (is_torch) {
+    if (counts_good) {
       bound.grow(growth_factor, growth_interval);
     } else {  // which may grow sooner
       bound.grow_to(max_scale);
@@ -55,7 +55,7 @@ struct ScaleMoves {
   double growth_factor, backoff_factor;
   int64_t growth_interval;
   double min_scale, max_scale;
-  bool dynamic, is_torch;
+  bool dynamic, counts_good;
 };
 
 /// What one captured iteration takes for granted of a scale.

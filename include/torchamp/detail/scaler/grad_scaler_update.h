@@ -47,6 +47,7 @@ TORCHAMP_BODY void GradScaler::update() {
   const detail::ScaleLimits::Met met = apply_update();
   end_iteration();
   limits_.announce(options_, met);
+  state_.warn_of_skips();
 }
 
 /// Brings the scale to what it is after this iteration.

@@ -22,6 +22,7 @@
 #include "torchamp/detail/scaler/scale_bound.h"
 #include "torchamp/detail/scaler/scale_update.h"
 #include "torchamp/detail/scaler/skip_count.h"
+#include "torchamp/detail/scaler/spent_credit.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler_options.h"
 
@@ -43,7 +44,9 @@ namespace torchamp::detail {
 class ScaleState {
  public:
   explicit ScaleState(const GradScalerOptions& options)
-      : host_(initial_memory(options)), forecasts_(options.dynamic && options.follows_gradients) {}
+      : host_(initial_memory(options)),
+        forecasts_(options.dynamic && options.follows_gradients),
+        credit_(options) {}
 
   /// Whether the update follows the gradients' magnitudes.
   bool forecasts() const { return forecasts_; }
@@ -90,6 +93,7 @@ class ScaleState {
                                   const at::Tensor& tensor) { value = tensor.item<double>(); },
                                values.forecast, device_.forecast);
     }
+    if (credit_.defined()) values.credit = credit_.credit();
     values.skips = read_skips();
     return values;
   }
@@ -143,6 +147,7 @@ class ScaleState {
     lazy_skips_ = {};
     for_each_number([](const char*, at::Tensor& tensor, double value) { tensor.fill_(value); },
                     device_, values);
+    if (credit_.defined()) credit_.set(values.credit, values.growth_tracker);
     if (forecasts_) {
       for_each_forecast_number(
           [](const char*, at::Tensor& tensor, double value) { tensor.fill_(value); },
@@ -191,6 +196,7 @@ class ScaleState {
       host_.growth_tracker = std::min(host_.growth_tracker, static_cast<double>(last));
     } else {
       device_.growth_tracker.clamp_max_(last);
+      if (credit_.defined()) credit_.limit_growth_tracker(last);
     }
   }
 
@@ -200,20 +206,26 @@ class ScaleState {
   void advance(const GradScalerOptions& options, const at::Tensor& found_inf,
                const at::Tensor& largest = {}, bool shows_skips = false) {
     leave_host();
-    const bool lazily = is_torch_update(options) && !shows_skips && !is_replayed();
+    const bool by_formula = options.dynamic && !is_torch_update(options) && !credit_.serves();
+    const bool lazily = !by_formula && !shows_skips && !is_replayed();
     if (lazily && !lazy_skips_.defined()) {
       lazy_skips_ = SkipCount(device_.skips.to(at::kFloat, false, /*copy=*/true));
     }
     if (!lazily) count_skips_at_once();
-    if (is_torch_update(options)) {
-      at::_amp_update_scale_(device_.scale, device_.growth_tracker, found_inf,
-                             options.growth_factor, options.backoff_factor,
-                             options.growth_interval);
-      if (may_leave_limits(options)) {
+    bool counted = false;
+    if (!by_formula) {
+      if (credit_.serves()) {
+        credit_.update(options, device_.scale, found_inf);
+      } else if (options.dynamic) {
+        at::_amp_update_scale_(device_.scale, device_.growth_tracker, found_inf,
+                               options.growth_factor, options.backoff_factor,
+                               options.growth_interval);
+      }
+      if (options.dynamic && may_leave_limits(options)) {
         device_.scale.clamp_(options.min_scale, options.max_scale);
       }
       if (lazily) {
-        lazy_skips_.add(found_inf);
+        counted = lazy_skips_.add(found_inf);
       } else {
         at::addcmul_out(device_.skips, found_inf, device_.skips, found_inf);
       }
@@ -235,7 +247,11 @@ class ScaleState {
       if (forecasts_) for_each_forecast_number(store, device_.forecast, after.forecast);
     }
     follow(options);
+    watch_skips(lazily, counted);
   }
+
+  /// Warns of a long run of bad iterations.
+  void warn_of_skips() { on_host_ ? skip_warning_->note(host_.skips) : skip_warning_->look(); }
 
   /// Moves what is remembered to the device, for good.
   void leave_host() {
@@ -257,6 +273,11 @@ class ScaleState {
                                    double value) { tensor = on_device(value, number_type()); },
                                device_.forecast, host_.forecast);
     }
+    if (credit_.serves()) {
+      credit_.create(device_.scale);
+      credit_.set(host_.credit, host_.growth_tracker);
+      device_.growth_tracker = credit_.growth_tracker();
+    }
     bound_->set(host_.scale, static_cast<int64_t>(host_.growth_tracker));
     on_host_ = false;
   }
@@ -270,6 +291,17 @@ class ScaleState {
       for (at::Tensor& part : lazy_skips_.parts()) body->kept.push_back(std::move(part));
     }
     lazy_skips_ = {};
+  }
+
+  /// Has the host learn of the skips some time.
+  void watch_skips(bool lazily, bool counted) {
+    if (replays_ == Replays::unseen) return;
+    GraphBody* const body = GraphBody::current();
+    if (body && is_replayed()) {
+      body->states.push_back(std::make_shared<CapturedSkips>(skip_warning_, device_.skips));
+    } else if (lazily ? counted : skip_warning_->is_due()) {
+      skip_warning_->send(lazily ? lazy_skips_.tensor() : device_.skips);
+    }
   }
 
   /// In which the device computes an update.
@@ -287,7 +319,7 @@ class ScaleState {
   }
 
   bool follows_bound(const GradScalerOptions& options) const {
-    return options.dynamic && options.min_scale < 1. && !forecasts_ && replays_ != Replays::unseen;
+    return options.dynamic && !forecasts_ && replays_ != Replays::unseen;
   }
 
   bool may_be_below(double limit, const GradScalerOptions& options) {
@@ -334,6 +366,8 @@ class ScaleState {
   bool on_host_ = true;
   ScaleMemory<double> host_;  // where the host knows
   bool forecasts_;
+  SpentCredit credit_;
+  std::shared_ptr<SkipWarning> skip_warning_ = std::make_shared<SkipWarning>();
   at::Tensor scale_and_skips_;  // in one piece
   at::Tensor zero_and_one_;
   // Of these, only the scale and the skips (parts of scale_and_skips_) where the host knows.

@@ -5,10 +5,16 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/stack.h>
 
+#include <c10/util/Exception.h>
+
 #include <cstddef>
+#include <cstdint>
+#include <memory>
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/graph/body.h"
+#include "torchamp/detail/host_values.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -24,11 +30,13 @@ class SkipCount {
   bool defined() const { return before_.defined(); }
 
   /// One iteration more. `found_inf`, 0-dim fp32, is 1 if it was bad, or else 0, and stays so.
-  void add(const at::Tensor& found_inf) {
+  /// Whether the count is there now, for the next tensor() to take no launch.
+  bool add(const at::Tensor& found_inf) {
     flags_.push_back(found_inf);
-    if (flags_.size() < most_flags) return;
+    if (flags_.size() < most_flags) return false;
     before_ = tensor();
     flags_.clear();
+    return true;
   }
 
   /// What it is counted from.
@@ -51,6 +59,61 @@ class SkipCount {
 
   at::Tensor before_;
   std::vector<at::Tensor> flags_;  // of the iterations since
+};
+
+/// Warns of a long run of bad iterations, once. Where only the device knows the run, it is copied
+/// to the host once in `interval` iterations, and nobody waits for the copy.
+class SkipWarning {
+ public:
+  static constexpr int64_t many = 100, interval = 32;
+
+  void note(double skips) {
+    if (skips < many || warned_) return;
+    warned_ = true;
+    TORCH_WARN(
+        "GradScaler::update: gradients held infs or NaNs in the last ", static_cast<int64_t>(skips),
+        " iterations, and their steps were skipped. No scale mends that where the data or the "
+        "weights hold a NaN: overflow_report() (torchamp/overflow_report.h) names the layers "
+        "whose gradients do, first_non_finite_op() (torchamp/non_finite_op.h) the op that "
+        "made the first one. This is said once.");
+  }
+
+  /// `skips`, 0-dim fp32: what there is now.
+  void send(const at::Tensor& skips) {
+    iterations_ = 0;
+    mirror_.send(skips);
+  }
+  /// Whether to send(), after an iteration more.
+  bool is_due() { return ++iterations_ >= interval; }
+  bool is_due_now() const { return iterations_ >= interval; }
+  /// Warns if what has arrived says so.
+  void look() {
+    if (!mirror_.empty()) note(mirror_[0]);
+  }
+
+ private:
+  bool warned_ = false;
+  int64_t iterations_ = 0;
+  HostMirror mirror_;
+};
+
+/// The same for iterations that are replayed.
+class CapturedSkips final : public ReplayedState {
+ public:
+  CapturedSkips(std::shared_ptr<SkipWarning> warning, at::Tensor skips)
+      : warning_(std::move(warning)), skips_(std::move(skips)) {}
+  void settle() override {}
+  bool holds() override { return true; }
+  void note_replay() override {
+    (void)warning_->is_due();
+    warning_->look();
+  }
+  bool wants_look() const override { return warning_->is_due_now(); }
+  void look() override { warning_->send(skips_); }
+
+ private:
+  std::shared_ptr<SkipWarning> warning_;
+  at::Tensor skips_;
 };
 
 }  // namespace torchamp::detail
