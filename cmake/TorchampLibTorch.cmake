@@ -276,11 +276,14 @@ function(_torchamp_fetch_libtorch prefix failure cuda)
   set(${failure} "${why}" PARENT_SCOPE)
 endfunction()
 
-# Of what torch's wheel requires, NVIDIA's libraries alone.
+# Of what torch's wheel requires, NVIDIA's libraries alone; and the headers of CUDA that these leave out.
 function(_torchamp_nvidia_requirements line partial)
   file(GLOB metadata ${partial}/unpacked/torch-*.dist-info/METADATA)
   file(STRINGS ${metadata} requirements REGEX "^Requires-Dist: (cuda-toolkit|nvidia-)")
   list(TRANSFORM requirements REPLACE "^Requires-Dist: ([^ ;]+).*$" "\\1")
+  if(requirements MATCHES "cuda-toolkit[^;]*==([0-9]+[.][0-9]+)")
+    list(APPEND requirements "nvidia-cuda-crt==${CMAKE_MATCH_1}.*")
+  endif()
   list(JOIN requirements " " requirements)
   set(${line} "${requirements}" PARENT_SCOPE)
 endfunction()
