@@ -279,7 +279,8 @@ TEST_P(Recorder, KnowsTheModulesInEachBackwardOfAGraphThatIsRetained) {
   loss.backward({}, /*retain_graph=*/true);
   const auto calls_of = [&](const std::string& module) {
     std::int64_t calls = 0;
-    for (const auto& row : recorder.report().rows()) {
+    const auto report = recorder.report();
+    for (const auto& row : report.rows()) {
       if (!row.backward || row.module != module) continue;
       for (const auto& [dtype, count] : row.calls) calls += count;
     }
