@@ -37,8 +37,9 @@ struct Overflow {
 
 /// What overflow_report finds.
 struct OverflowReport {
-  std::vector<Overflow> overflows;  ///< in the order of the parameters
-  std::size_t gradients = 0;        ///< looked at
+  std::vector<Overflow> overflows;   ///< in the order of the parameters
+  std::size_t gradients = 0;         ///< looked at
+  std::size_t without_elements = 0;  ///< gradients with nothing to look at
 
   /// Whether all gradients are finite.
   bool empty() const { return overflows.empty(); }
@@ -72,14 +73,14 @@ OverflowReport overflow_report_of(const NamedParameters& named) {
   std::vector<Overflow> found;
   std::unordered_map<at::Device, std::vector<at::Tensor>> counts;
   std::vector<int64_t> places;  // of each one's counts among its device's
-  std::size_t empty = 0;        // gradients without elements, which are finite
+  std::size_t without_elements = 0;
   for (const auto& [name, parameter] : named) {
     if (!parameter.defined()) continue;
     const at::Tensor& gradient = parameter.unsafeGetTensorImpl()->grad();
     if (!gradient.defined()) continue;
     const int64_t elements = detail::stored_values(gradient).numel();
     if (elements == 0) {
-      ++empty;
+      ++without_elements;
       continue;
     }
     std::vector<at::Tensor>& of_device = counts[gradient.device()];
@@ -96,7 +97,8 @@ OverflowReport overflow_report_of(const NamedParameters& named) {
   for (const auto& [device, of_device] : counts) read[device] = at::stack(of_device).to(at::kCPU);
 
   OverflowReport report;
-  report.gradients = found.size() + empty;
+  report.gradients = found.size();
+  report.without_elements = without_elements;
   for (std::size_t i = 0; i < found.size(); ++i) {
     const auto row = read.at(found[i].device).accessor<double, 2>()[places[i]];
     found[i].infs = static_cast<int64_t>(row[0]);
@@ -124,11 +126,15 @@ OverflowReport overflow_report(const Owner& owner) {
 /// One line for each gradient: `fc1.weight (Float [64, 32] on cpu): 3 inf, 1 NaN of 2048, largest
 /// finite 1.5e+38`
 inline std::ostream& operator<<(std::ostream& out, const OverflowReport& report) {
-  if (report.gradients == 0) {
+  if (report.gradients + report.without_elements == 0) {
     return out << "no parameter has a gradient: report after backward(), before zero_grad()\n(or a "
                   "step that drops them, see drop_gradients_after_step())\n";
   }
-  out << report.overflows.size() << " of " << report.gradients << " gradients hold infs or NaNs\n";
+  out << report.overflows.size() << " of " << report.gradients << " gradients hold infs or NaNs";
+  if (report.without_elements > 0) {
+    out << " (and " << report.without_elements << " have no elements)";
+  }
+  out << '\n';
   for (const Overflow& one : report.overflows) {
     out << "  " << one.name << " (" << one.dtype << ' ' << at::IntArrayRef(one.sizes) << " on "
         << one.device << "): " << one.infs << " inf, " << one.nans << " NaN of " << one.elements

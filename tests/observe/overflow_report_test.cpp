@@ -187,14 +187,15 @@ TEST(OverflowReport, ReadsWhatACompressedSparseGradientStores) {
 
 INSTANTIATE_TEST_SUITE_P(Devices, OverflowReportOn, all_devices(), device_name);
 
-TEST(OverflowReport, CountsGradientsWithoutElementsAsThere) {
+TEST(OverflowReport, TellsGradientsWithoutElementsFromNone) {
   const at::Tensor parameter = torch::empty({0, 3}).requires_grad_();
   (parameter * 2.).sum().backward();
   const std::vector<std::pair<std::string, at::Tensor>> named{{"empty", parameter}};
   const OverflowReport report = torchamp::overflow_report_of(named);
-  EXPECT_EQ(report.gradients, 1U);
+  EXPECT_EQ(report.gradients, 0U);
+  EXPECT_EQ(report.without_elements, 1U);
   EXPECT_TRUE(report.empty());
   std::ostringstream text;
   text << report;
-  EXPECT_EQ(text.str(), "0 of 1 gradients hold infs or NaNs\n");
+  EXPECT_EQ(text.str(), "0 of 0 gradients hold infs or NaNs (and 1 have no elements)\n");
 }
