@@ -147,6 +147,17 @@ TEST(MirrorValues, RandomNumbersFollowTheSeedAndThePosition) {
   EXPECT_NEAR(kept, 7500, 250);
 }
 
+TEST(MirrorValues, SparseTensorsAreCoalescedAndAddedToDenseOnes) {
+  const auto run = [](c10::Device device) {
+    const Tensor rows = at::tensor({2, 0, 2}, at::kLong).view({1, 3}).to(device);
+    const Tensor sparse = at::sparse_coo_tensor(rows, values_of({3, 2}).to(device), {4, 2});
+    Tensor dense = at::ones({4, 2}, device);
+    dense.add_(sparse, 2.);
+    return at::cat({sparse.coalesce()._values(), dense}).cpu();
+  };
+  EXPECT_TRUE(at::allclose(run(at::kCUDA), run(at::kCPU)));
+}
+
 // ---- Late work ---------------------------------------------------------------------------------
 
 class LateWork : public testing::Test {
@@ -171,6 +182,14 @@ TEST_F(LateWork, TrainsAsEarlyWorkDoes) {
   const Tensor late = train();
   stand_in_late(false);
   EXPECT_TRUE(at::equal(late, train()));
+}
+
+TEST_F(LateWork, IsInTheOrderOfTheTensorsDeviceWhateverTheCurrentOne) {
+  const Tensor x = at::zeros({4}, at::Device(at::kCUDA, 1));
+  const c10::cuda::CUDAGuard elsewhere(0);
+  for (int i = 0; i < 3; ++i) x.add_(1.);
+  const Tensor y = (x * 2).to(at::Device(at::kCUDA, 0)) + 1;
+  EXPECT_EQ(y.sum().item<double>(), 28.);
 }
 
 TEST_F(LateWork, AMissingRecordStreamShows) {

@@ -2,6 +2,7 @@
 // Puts the mirror before LibTorch's CUDA kernels when the library is loaded. See README.md.
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/Exception.h>
 
@@ -21,15 +22,28 @@ using torch::jit::Stack;
 
 namespace {
 
-const c10::cuda::CUDAStream current_stream(c10::DeviceIndex device) {
-  return c10::cuda::getCurrentCUDAStream(device);
+/// Calls `use` with the device's current stream. The legacy one, whose handle is nullptr, is that
+/// of the current device.
+template <class Use>
+auto with_stream(c10::DeviceIndex device, const Use& use) {
+  const c10::cuda::CUDAGuard guard(device);
+  return use(static_cast<void*>(c10::cuda::getCurrentCUDAStream(device).stream()));
+}
+
+bool captures(c10::DeviceIndex device) {
+  return with_stream(device, stand_in_captures);
+}
+void finish(c10::DeviceIndex device) {
+  with_stream(device, stand_in_finish);
 }
 
 template <class F>
-void submit(void* stream, F work) {
-  stand_in_submit(
-      stream, [](void* data) { (*static_cast<F*>(data))(); }, new F(std::move(work)),
-      [](void* data) { delete static_cast<F*>(data); });
+void submit(c10::DeviceIndex device, F work) {
+  with_stream(device, [&](void* stream) {
+    stand_in_submit(
+        stream, [](void* data) { (*static_cast<F*>(data))(); }, new F(std::move(work)),
+        [](void* data) { delete static_cast<F*>(data); });
+  });
 }
 
 /// The devices of a call's CUDA tensors, or of its argument `device`, in order.
@@ -75,6 +89,12 @@ Draw draw_of(const Op& op, const Stack& arguments, c10::DeviceIndex device) {
 
 /// A CUDA tensor with a CPU tensor's values.
 Tensor on_cuda(const Tensor& values, c10::DeviceIndex device) {
+  if (values.layout() == at::kSparse) {
+    const c10::Device cuda(at::kCUDA, device);
+    return at::_sparse_coo_tensor_unsafe(on_cuda(values._indices(), device),
+                                         on_cuda(values._values(), device), values.sizes(),
+                                         values.options().device(cuda), values.is_coalesced());
+  }
   const Tensor result =
       at::empty(values.sizes(), values.options().device(at::Device(at::kCUDA, device)));
   if (values.numel() > 0) store(on_host(result), values);
@@ -91,13 +111,14 @@ class Mirrored final : public c10::OperatorKernel {
     const std::vector<c10::DeviceIndex> devices = devices_of(arguments);
     // Copies from and to the host are real, and what they need besides are calls of their own.
     const bool is_real = op_->name == "copy_" && any_on_cpu(arguments);
-    if (devices.empty() || is_real) return op_->original.callBoxed(handle, keys, stack);
-    void* const stream = current_stream(devices.front()).stream();
-    const bool captures = stand_in_captures(stream);
-    if (op_->reads_back && !captures) return compute_at_once(stack, arguments, devices.front());
+    if (devices.empty() || is_real || writes_to_sparse(arguments))
+      return op_->original.callBoxed(handle, keys, stack);
+    const c10::DeviceIndex device = devices.front();
+    const bool is_captured = captures(device);
+    if (op_->reads_back && !is_captured) return compute_at_once(stack, arguments, device);
 
     const auto call = std::make_shared<Call>(*op_);
-    if (op_->is_random) call->draw = draw_of(*op_, arguments, devices.front());
+    if (op_->is_random) call->draw = draw_of(*op_, arguments, device);
     for (const std::size_t i : op_->written) {
       for_each_tensor(arguments[i], [&](const Tensor& tensor) {
         if (!is_on_cuda(tensor) || tensor.layout() != at::kStrided || tensor.numel() == 0) return;
@@ -105,23 +126,32 @@ class Mirrored final : public c10::OperatorKernel {
         call->written.push_back({memory, bytes_spanned(tensor), {}});
       });
     }
-    if (!call->written.empty()) submit(stream, [call] { call->keep_written(); });
+    if (!call->written.empty()) submit(device, [call] { call->keep_written(); });
 
     op_->original.callBoxed(handle, keys, stack);
     try {
-      describe(*call, arguments, *stack, captures || stand_in_is_late());
+      describe(*call, arguments, *stack, is_captured || stand_in_is_late());
     } catch (const std::exception& error) {
       return no_values(op_->name, error.what());
     }
-    if (devices.size() > 1 && stand_in_is_late()) {  // each may go on after the original's events
-      for (const c10::DeviceIndex device : devices)
-        stand_in_finish(current_stream(device).stream());
+    // Each device may go on after the original's events, and none waits for what comes now.
+    const bool at_once = devices.size() > 1 && stand_in_is_late();
+    for (const c10::DeviceIndex one : devices) {
+      if (at_once) finish(one);
     }
-    submit(stream, [call] { call->compute(); });
-    if (devices.size() > 1 && stand_in_is_late()) stand_in_finish(stream);
+    submit(device, [call] { call->compute(); });
+    if (at_once) finish(device);
   }
 
  private:
+  bool writes_to_sparse(const Stack& arguments) const {
+    return std::any_of(op_->written.begin(), op_->written.end(), [&](std::size_t i) {
+      const IValue& argument = arguments[i];
+      return argument.isTensor() && argument.toTensor().defined() &&
+             argument.toTensor().is_sparse();
+    });
+  }
+
   /// What the call works on: the arguments' and the results' memory.
   void describe(Call& call, const Stack& arguments, const Stack& stack, bool later) const {
     const PlainCalls plain;
@@ -150,7 +180,7 @@ class Mirrored final : public c10::OperatorKernel {
 
   /// The original would read from the device what its kernels, which compute nothing, have left.
   void compute_at_once(Stack* stack, const Stack& arguments, c10::DeviceIndex device) const {
-    current_stream(device).synchronize();
+    c10::cuda::getCurrentCUDAStream(device).synchronize();
     Call call(*op_);
     for (const IValue& argument : arguments)
       call.arguments.push_back(map_tensors(argument, on_host));
@@ -199,7 +229,8 @@ const Names left_alone = {"empty",
                           "_has_same_storage_numel"};
 /// Without a kernel of CUDA's own, but with host code that computes.
 const Names also_mirrored = {"copy_", "convolution_backward"};
-const Names data_shaped = {"nonzero",
+const Names data_shaped = {"_coalesce",
+                           "nonzero",
                            "masked_select",
                            "_unique",
                            "_unique2",
@@ -219,6 +250,8 @@ const Names data_shaped = {"nonzero",
                            "_fft_r2c",
                            "_fft_c2r",
                            "_fft_c2c"};
+/// Of sparse tensors, what kernels of their own do; the rest is made of dense ops.
+const Names of_sparse_tensors = {"_coalesce", "add.out", "add_.Tensor", "sub_.Tensor"};
 /// Sums of products are rounded once, as tensor cores do.
 const Names products_in_fp32 = {"mm",
                                 "addmm",
@@ -249,23 +282,24 @@ bool returns_numbers(const c10::FunctionSchema& schema) {
   });
 }
 
-std::unique_ptr<Op> describe_op(const OperatorHandle& handle) {
+std::unique_ptr<Op> describe_op(const OperatorHandle& handle, c10::DispatchKey key) {
   const c10::OperatorName& full = handle.operator_name();
   const std::string base = full.name.substr(std::string("aten::").size());
   const std::string name = full.overload_name.empty() ? base : base + "." + full.overload_name;
   if (left_alone.count(base) != 0 || returns_view(handle.schema())) return nullptr;
-  const bool has_kernel = handle.hasKernelForDispatchKey(c10::DispatchKey::CUDA);
-  if (!has_kernel && (also_mirrored.count(base) == 0 || name != base)) return nullptr;
+  const bool is_dense = key == c10::DispatchKey::CUDA;
+  if (!is_dense && of_sparse_tensors.count(name) == 0) return nullptr;
+  const bool is_chosen = is_dense && also_mirrored.count(base) != 0 && name == base;
+  if (!handle.hasKernelForDispatchKey(key) && !is_chosen) return nullptr;
 
   auto op = std::make_unique<Op>(
-      Op{.handle = handle,
-         .original = handle.getComputedKernelForDispatchKey(c10::DispatchKey::CUDA),
-         .name = name});
+      Op{.handle = handle, .original = handle.getComputedKernelForDispatchKey(key), .name = name});
   op->substitute = substitute_for(name);
   if (!op->substitute && full.overload_name == "out") op->substitute = substitute_for(base);
   if (!op->substitute && full.overload_name == "dtype_out")
     op->substitute = substitute_for(base + ".dtype");
-  if (!op->substitute && !handle.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU))
+  if (!op->substitute && !handle.hasComputedKernelForDispatchKey(
+                             is_dense ? c10::DispatchKey::CPU : c10::DispatchKey::SparseCPU))
     return nullptr;
   op->in_fp32 = !op->substitute && products_in_fp32.count(base) != 0;
 
@@ -297,13 +331,14 @@ void install() {
   for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0) continue;
     const std::optional<OperatorHandle> handle = dispatcher.findSchema(name);
-    if (!handle) continue;
-    std::unique_ptr<Op> op = describe_op(*handle);
-    if (!op) continue;
-    auto kernel = std::make_unique<Mirrored>(std::move(op));
-    new c10::RegistrationHandleRAII(dispatcher.registerImpl(
-        name, c10::DispatchKey::CUDA, c10::KernelFunction::makeFromBoxedFunctor(std::move(kernel)),
-        std::nullopt, nullptr, "cuda_on_host"));  // for good
+    for (const auto key : {c10::DispatchKey::CUDA, c10::DispatchKey::SparseCUDA}) {
+      std::unique_ptr<Op> op = handle ? describe_op(*handle, key) : nullptr;
+      if (!op) continue;
+      auto kernel = std::make_unique<Mirrored>(std::move(op));
+      new c10::RegistrationHandleRAII(dispatcher.registerImpl(
+          name, key, c10::KernelFunction::makeFromBoxedFunctor(std::move(kernel)), std::nullopt,
+          nullptr, "cuda_on_host"));  // for good
+    }
   }
   c10::WarningUtils::set_warning_handler(before);
   at::globalContext().setSDPUseCuDNN(false);  // cuDNN's attention is of its graph API

@@ -33,7 +33,12 @@ bool is_narrow(at::ScalarType dtype) {
 
 Tensor on_host(const Tensor& tensor) {
   if (!is_on_cuda(tensor)) return tensor;
-  TORCH_CHECK(tensor.layout() == at::kStrided, "the mirror takes strided tensors");
+  if (tensor.layout() == at::kSparse) {
+    return at::_sparse_coo_tensor_unsafe(on_host(tensor._indices()), on_host(tensor._values()),
+                                         tensor.sizes(), tensor.options().device(at::kCPU),
+                                         tensor.is_coalesced());
+  }
+  TORCH_CHECK(tensor.layout() == at::kStrided, "the mirror takes strided and sparse COO tensors");
   const auto options = at::TensorOptions().dtype(tensor.scalar_type()).device(at::kCPU);
   if (tensor.numel() == 0) return at::empty_strided(tensor.sizes(), tensor.strides(), options);
   Tensor result = at::from_blob(stand_in_alias(tensor.const_data_ptr()), tensor.sizes(),

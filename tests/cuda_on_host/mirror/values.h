@@ -30,7 +30,8 @@ bool is_on_cuda(const at::Tensor& tensor);
 /// fp16, bf16 and fp8.
 bool is_narrow(at::ScalarType dtype);
 
-/// A CPU tensor over a CUDA tensor's memory; other tensors as they are. Holds no reference.
+/// A CPU tensor over a CUDA tensor's memory, or a sparse one over that of its indices and values;
+/// other tensors as they are. Holds no reference.
 at::Tensor on_host(const at::Tensor& tensor);
 
 /// The bytes from a strided tensor's first element to its last.

@@ -72,6 +72,12 @@ cudnnStatus_t cudnnGetStream(cudnnHandle_t handle, cudaStream_t* stream) {
 size_t cudnnGetVersion() {
   return CUDNN_VERSION;
 }
+cudnnStatus_t cudnnGetProperty(libraryPropertyType property, int* value) {
+  *value = property == MAJOR_VERSION   ? CUDNN_MAJOR
+           : property == MINOR_VERSION ? CUDNN_MINOR
+                                       : CUDNN_PATCHLEVEL;
+  return CUDNN_STATUS_SUCCESS;
+}
 size_t cudnnGetCudartVersion() {
   return CUDART_VERSION;
 }

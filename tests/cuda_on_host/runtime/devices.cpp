@@ -27,8 +27,6 @@ int visible_devices(int all) {
   return std::min(all, static_cast<int>(commas) + 1);
 }
 
-constexpr int version = 13000;  // of driver and runtime: what all wheels of CUDA 13 accept
-
 }  // namespace
 
 int device_count() {
@@ -54,7 +52,7 @@ cudaError_t cudaGetDeviceCount(int* count) {
 }
 
 cudaError_t cudaDriverGetVersion(int* result) {
-  *result = version;
+  *result = CUDART_VERSION;
   return cudaSuccess;
 }
 cudaError_t cudaRuntimeGetVersion(int* result) {

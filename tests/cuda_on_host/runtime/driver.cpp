@@ -68,6 +68,18 @@ CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdev
   return CUDA_SUCCESS;
 }
 
+// NVIDIA's other libraries ask for these where they find a driver, and then do without one.
+CUresult cuGetExportTable(const void** table, const CUuuid*) {
+  *table = nullptr;
+  return CUDA_ERROR_NOT_FOUND;
+}
+CUresult cuGetProcAddress_v2(const char*, void** function, int, cuuint64_t,
+                             CUdriverProcAddressQueryResult* result) {
+  *function = nullptr;
+  if (result) *result = CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
+  return CUDA_ERROR_NOT_FOUND;
+}
+
 CUresult cuLogsRegisterCallback(CUlogsCallback, void*, CUlogsCallbackHandle* handle) {
   *handle = nullptr;
   return CUDA_SUCCESS;
