@@ -92,7 +92,7 @@ TEST_F(Environment, AnFp8RuleInTheFileIsAnErrorThatSaysWhereItBelongs) {
 
 TEST_F(Environment, AFileIsAnErrorThatNamesTheHeaderWhereNoSourceFileReadsPolicies) {
   EXPECT_ERROR(
-      torchamp::detail::read_environment("file:some.policy", /*read_file=*/nullptr),
+      torchamp::detail::environment_policy("file:some.policy", /*read_file=*/nullptr),
       "TORCHAMP_POLICY is 'file:some.policy', and this program does not read policy files. "
       "Include torchamp/policy_text.h");
 }

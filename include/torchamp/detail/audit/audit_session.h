@@ -19,13 +19,13 @@
 #include <vector>
 
 #include "torchamp/detail/audit/audit_recording.h"
+#include "torchamp/detail/audit/guard_trial.h"
 #include "torchamp/detail/audit/model_state.h"
 #include "torchamp/detail/audit/op_trial.h"
 #include "torchamp/detail/modules/sequential.h"
 #include "torchamp/detail/observe/named_parameters.h"
 #include "torchamp/detail/observe/observer.h"
 #include "torchamp/detail/overlay/autocast_region.h"
-#include "torchamp/detail/overlay/trial.h"
 #include "torchamp/detail/overlay/weight_casts.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/module_policy.h"
@@ -135,7 +135,7 @@ class AuditSession {
   /// The error of the step's gradients under a policy and those of modules, and how long it took.
   std::pair<double, double> run_under(const Policy& policy, const ModulePolicies& modules) {
     const auto trial = std::make_shared<GuardTrial>();
-    trial->guards.policy = policy.data();
+    trial->policy = policy.data();
     trial->module_policies = true;
     trial->device = audited_.device.type();
     trial->dtype = audited_.dtype;
@@ -164,7 +164,7 @@ class AuditSession {
 
  private:
   double run_off(const std::shared_ptr<GuardTrial>& trial) {
-    trial->guards.off = true;
+    trial->off = true;
     trial->device = audited_.device.type();
     state_.begin_step();
     const EmptyCastCache own_casts;

@@ -15,7 +15,6 @@
 #include "torchamp/detail/overlay/environment.h"
 #include "torchamp/detail/overlay/policy_scope.h"
 #include "torchamp/detail/overlay/thread_policy.h"
-#include "torchamp/detail/overlay/trial.h"
 #include "torchamp/detail/policy/data.h"
 
 namespace torchamp::detail {
@@ -56,11 +55,8 @@ class ForwardScope {
  private:
   static std::shared_ptr<const ThreadPolicy> policy_of(const ModulePolicy* module) {
     if (module == nullptr || module->policy == nullptr) return nullptr;
-    const GuardTrial* trial = guard_trial(thread_policy());
-    const EnvironmentOverride& environment = guard_override(trial);
-    if (environment.off || (environment.policy && !(trial && trial->module_policies))) {
-      return nullptr;
-    }
+    const GuardOverride& guards = guard_override(thread_policy());
+    if (guards.off || (guards.policy && !guards.module_policies)) return nullptr;
     return thread_policy_with(module->policy);
   }
 

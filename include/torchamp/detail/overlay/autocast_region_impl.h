@@ -26,7 +26,6 @@
 #include "torchamp/detail/overlay/script_switch.h"
 #include "torchamp/detail/overlay/spare_policy.h"
 #include "torchamp/detail/overlay/thread_policy.h"
-#include "torchamp/detail/overlay/trial.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/detail/weights/derived.h"
@@ -115,13 +114,12 @@ TORCHAMP_BODY AutocastRegion::Checked::Checked(
   if (asked_dtype) check_is_floating(*asked_dtype);
   dtype = asked_dtype.value_or(at::autocast::get_autocast_dtype(device));
   const ThreadPolicy* const outer = thread_policy();
-  const GuardTrial* const trial = guard_trial(outer);
-  const EnvironmentOverride& environment = guard_override(trial);
-  if (trial != nullptr) dtype = trial->dtype_of_guard(device, dtype, asked_to_be_enabled);
-  enabled = asked_to_be_enabled && !environment.off && device_is_usable(device) &&
+  const GuardOverride& guards = guard_override(outer);
+  dtype = guards.dtype_of_guard(device, dtype, asked_to_be_enabled);
+  enabled = asked_to_be_enabled && !guards.off && device_is_usable(device) &&
             dtype_is_usable(device, dtype);
 
-  const auto& data = environment.policy          ? environment.policy
+  const auto& data = guards.policy               ? guards.policy
                      : asked_policy              ? asked_policy
                      : outer && outer->inherited ? outer->inherited
                                                  : unedited(BaseTable::standard);

@@ -18,7 +18,7 @@
 
 namespace torchamp::detail {
 
-struct GuardTrial;
+struct GuardOverride;
 
 /// What a guard puts into the thread's slot. Immutable: LibTorch shares it with other threads.
 struct ThreadPolicy final : c10::DebugInfoBase, std::enable_shared_from_this<ThreadPolicy> {
@@ -30,7 +30,7 @@ struct ThreadPolicy final : c10::DebugInfoBase, std::enable_shared_from_this<Thr
   std::shared_ptr<Fp8Usage> fp8;  // of the innermost region whose policy has an fp8 rule
   /// Whether casts are kept so as well, and not by LibTorch.
   bool keeps_casts = false;
-  std::shared_ptr<const GuardTrial> trial;  // of a PrecisionAudit; null otherwise
+  std::shared_ptr<const GuardOverride> guards;  // of the guards inside; null but for a trial
   /// The backward pass, by autograd's number, in which a scope put it in force; else none. See
   /// Note [Sums of gradients].
   int backward_pass = no_backward_pass;

@@ -13,15 +13,12 @@
 #include "torchamp/detail/overlay/environment.h"
 #include "torchamp/detail/overlay/policy_scope.h"
 #include "torchamp/detail/overlay/thread_policy.h"
-#include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
 
-/// What the guards of a thread do for the time of a trial, whatever they were given.
-struct GuardTrial {
-  EnvironmentOverride guards;
-  bool module_policies = false;  ///< whether those of modules hold all the same
+/// What the guards of a thread do while an audit runs a step.
+struct GuardTrial final : GuardOverride {
   /// Of guards on this device that are to run in 16 bits: which dtype they have instead, if any.
   std::optional<at::DeviceType> device = std::nullopt;
   std::optional<at::ScalarType> dtype = std::nullopt;
@@ -29,8 +26,8 @@ struct GuardTrial {
   /// The dtype that the first such guard asked for.
   mutable std::atomic<at::ScalarType> asked_dtype = at::ScalarType::Undefined;
 
-  /// The dtype of a guard that is made now, and asks for `asked` and to be `enabled` or not.
-  at::ScalarType dtype_of_guard(at::DeviceType on, at::ScalarType asked, bool enabled) const {
+  at::ScalarType dtype_of_guard(at::DeviceType on, at::ScalarType asked,
+                                bool enabled) const override {
     ++guards_made;
     if (!enabled || on != device || !is_16_bit(asked)) return asked;
     at::ScalarType none = at::ScalarType::Undefined;
@@ -45,16 +42,6 @@ struct GuardTrial {
   }
 };
 
-/// The trial in force where this is the thread's policy, or null.
-inline const GuardTrial* guard_trial(const ThreadPolicy* policy) {
-  return policy == nullptr ? nullptr : policy->trial.get();
-}
-
-/// What overrides the guards of a thread with this trial: that, or else the environment.
-inline const EnvironmentOverride& guard_override(const GuardTrial* trial) {
-  return trial == nullptr ? environment_override() : trial->guards;
-}
-
 /// Puts a trial in force on the calling thread, and on those that take over its state.
 class TrialScope {
  public:
@@ -63,7 +50,7 @@ class TrialScope {
  private:
   static std::shared_ptr<const ThreadPolicy> with(std::shared_ptr<const GuardTrial> trial) {
     auto inner = copy_of(thread_policy());
-    inner->trial = std::move(trial);
+    inner->guards = std::move(trial);
     return inner;
   }
 
