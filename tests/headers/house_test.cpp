@@ -105,7 +105,7 @@ constexpr Budget budgets[] = {
     {"grad_scaler.h", 69, 9900},
     {"torchamp.h", 110, 15000},
 };
-constexpr Budget all_headers = {"include/", 214, 31000};  // to come down to 160 and 24,000
+constexpr Budget all_headers = {"include/", 214, 31400};  // to come down to 160 and 24,000
 
 /// Includes that go up from the core as yet. One that is gone is to be taken out of this list.
 const std::set<std::string> still_upward = {
