@@ -115,14 +115,14 @@ TEST_P(BackwardInRegion, LeavesTheForwardPassThatFollowsToThePolicy) {
 
 /// What an addition in backward gives, and what runs it.
 at::ScalarType added = at::ScalarType::Undefined;
-std::function<void(const std::function<void()>& add)> around;
+std::function<void(const std::function<void()>& add)> in_a_scope;
 
 template <class Base>
 struct Adds : Base {
   static torch::Tensor forward(AutogradContext*, const torch::Tensor& x) { return x.clone(); }
   static variable_list backward(AutogradContext*, variable_list gradients) {
     const torch::Tensor lower = gradients[0].to(torch::kHalf);
-    around([&] { added = (lower + lower).scalar_type(); });
+    in_a_scope([&] { added = (lower + lower).scalar_type(); });
     return gradients;
   }
 };
@@ -132,7 +132,7 @@ struct AutocastAdds : Adds<torchamp::AutocastFunction<AutocastAdds>> {};
 TEST_P(BackwardInRegion, FollowsThePolicyWhereAFunctionOfTheProgramsMakesAGuard) {
   const torch::Tensor x = leaf({2, 2});
   const auto sum = [&](bool in_region, auto run_in_backward) {
-    around = run_in_backward;
+    in_a_scope = run_in_backward;
     added = at::ScalarType::Undefined;
     if (in_region) {
       const AutocastGuard guard(device(), dtype());
@@ -166,7 +166,7 @@ TEST_P(BackwardInRegion, FollowsThePolicyWhereAFunctionOfTheProgramsMakesAGuard)
 
 TEST_P(BackwardInRegion, FollowsThePolicyInAnAutocastFunction) {
   const torch::Tensor x = leaf({2, 2});
-  around = [](const auto& add) { add(); };
+  in_a_scope = [](const auto& add) { add(); };
   for (const bool inside : {true, false}) {
     added = at::ScalarType::Undefined;
     torch::Tensor y;

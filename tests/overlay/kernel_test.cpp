@@ -134,7 +134,7 @@ std::vector<at::Tensor> lstm_and_gradients(at::ScalarType input_dtype, Scope sco
   const at::Tensor hidden = at::zeros({1, 2, 3}, leaves[0].options());
   at::Tensor output;
   {
-    const auto region = scope();
+    [[maybe_unused]] const auto region = scope();
     output = std::get<0>(at::lstm(leaves[0], {hidden, hidden}, at::TensorList(leaves).slice(1),
                                   /*has_biases=*/true, /*num_layers=*/1, /*dropout=*/0.,
                                   /*train=*/true, /*bidirectional=*/false, /*batch_first=*/false));
