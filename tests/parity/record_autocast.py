@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Records what torch.amp does: runs each case under torch.amp.autocast for bf16 and fp16.
 
-    python tests/parity/record_autocast.py [cpu] [cuda]
+    python tests/parity/record_autocast.py [--missing] [cpu] [cuda]
 
 The cases are those of cases.txt and PyTorch's own, which are read from the installed package
 (torch.testing._internal.autocast_test_lists) and written down in the same syntax. The record,
@@ -10,7 +10,8 @@ autocast_cpu.txt or autocast_cuda.txt beside this script, repeats each case and 
 region and input below it: dtype and shape of each result, and the means of its elements, of their
 absolute values, and of their products with -2, -1, 0, 1, 2, -2, …; and one line where the device has
 an autocast kernel for the op. Without arguments every device
-that PyTorch sees is recorded. tests/parity_test.cpp replays the record in C++.
+that PyTorch sees is recorded. --missing keeps what the record has, and its heading, and records the cases
+that it lacks. tests/policy/parity_test.cpp replays the record in C++.
 """
 
 import ast
@@ -290,36 +291,51 @@ def machine(device):
     return "+".join([torch.backends.cpu.get_cpu_capability(), *units])
 
 
-def record(device):
+def recorded(path):
+    """The heading of a record, and the lines of each of its cases, the case first."""
+    lines = path.read_text().splitlines()
+    cases = {}
+    for line in lines:
+        if line.startswith("  "):
+            results.append(line)
+        elif line and not line.startswith(("#", "[")):
+            results = [line]
+            cases.setdefault(line, results)  # one that stands there twice has the same results
+    return next(line for line in lines if line.startswith("[record]")), cases
+
+
+def record(device, only_missing):
+    path = HERE / f"autocast_{device}.txt"
     version = torch.__version__.split("+")[0]
-    lines = [
-        "# What torch.amp does with each case: written by record_autocast.py, not by hand.",
-        f"[record] device={device} torch={version} machine={machine(device)}",
-    ]
+    heading = f"[record] device={device} torch={version} machine={machine(device)}"
+    known = {}
+    if only_missing:
+        heading, known = recorded(path)
+    lines = ["# What torch.amp does with each case: written by record_autocast.py, not by hand.", heading]
     counts = collections.Counter()
     for sections in (our_sections(), torch_sections(device)):
         for header, cases in sections:
             lines += ["", header]
             for case in cases:
-                results = record_case(case, device, "compare=magnitudes" in header)
+                results = known.get(case) or record_case(case, device, "compare=magnitudes" in header)
                 counts["cases"] += 1
                 counts["results"] += sum(line.startswith("  ") for line in results)
                 counts["errors"] += sum(": error " in line for line in results)
                 lines += results
-    path = HERE / f"autocast_{device}.txt"
     path.write_text("\n".join(lines) + "\n")
     print(f"{path.name}: {dict(counts)}")
 
 
 def main():
     known = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-    asked = sys.argv[1:] or known
+    only_missing = "--missing" in sys.argv
+    asked = [device for device in sys.argv[1:] if device != "--missing"] or known
     for device in asked:
         if device not in known:
             sys.exit(f"no device '{device}' here; there is {' and '.join(known)}")
     warnings.simplefilter("ignore")
     for device in asked:
-        record(device)
+        record(device, only_missing)
 
 
 if __name__ == "__main__":
