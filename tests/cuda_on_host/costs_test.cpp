@@ -2,6 +2,7 @@
 // What torchamp's steps cost in LibTorch's real CUDA code: launches, waits, copies, allocations.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <torch/version.h>
 
 #include <memory>
 #include <string>
@@ -55,6 +56,9 @@ StandInCounts counts_of(const F& f) {
   return after;
 }
 
+/// LibTorch 2.11 fills what its norms of lists write to.
+constexpr uint64_t more_for_norms = TORCH_VERSION_MINOR >= 15 ? 0 : 1;
+
 class CostsOnHost : public testing::TestWithParam<Kind> {};
 INSTANTIATE_TEST_SUITE_P(Kinds, CostsOnHost, testing::ValuesIn(kinds()),
                          [](const auto& instance) { return instance.param.name; });
@@ -63,7 +67,7 @@ TEST_P(CostsOnHost, AFusedStepLaunchesFewKernelsAndNeverWaits) {
   for (const bool clips : {false, true}) {
     CountedSteps training(GetParam(), clips);
     const StandInCounts costs = counts_of([&] { training.step(); });
-    EXPECT_LE(costs.kernels, clips ? 11U : 6U);
+    EXPECT_LE(costs.kernels, (clips ? 11U : 6U) + more_for_norms);
     EXPECT_GT(costs.kernels, 0U);
     EXPECT_EQ(costs.waits, 0U);
     EXPECT_EQ(costs.pageable, 0U);

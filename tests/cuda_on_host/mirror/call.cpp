@@ -141,7 +141,8 @@ Stack Call::run(bool in_fp32) {
   for (std::size_t i = 0; i < outputs.size() && i < given.size(); ++i) {
     const std::vector<Tensor> to = tensors_of(outputs[i]), from = tensors_of(given[i]);
     for (std::size_t j = 0; j < to.size() && j < from.size(); ++j) {
-      if (!to[j].defined() || !from[j].defined() || to[j].numel() == 0) continue;
+      if (!to[j].defined() || !from[j].defined()) continue;
+      if (to[j].numel() == 0 || from[j].numel() == 0) continue;  // which only one of them fills
       if (to[j].sizes() == from[j].sizes()) {
         store(to[j], from[j]);
       } else {
