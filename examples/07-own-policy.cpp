@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Which op runs in which precision is a table: look at it, change it, give it to a guard.
 #include <torch/torch.h>
+#include <torchamp/policy_text.h>
 #include <torchamp/torchamp.h>
 
 #include <iostream>
