@@ -102,7 +102,7 @@ struct Budget {
 constexpr Budget budgets[] = {
     {"autocast.h", 57, 7100},
     {"optim.h", 44, 5900},
-    {"grad_scaler.h", 69, 9900},
+    {"grad_scaler.h", 70, 10100},
     {"torchamp.h", 110, 15000},
 };
 constexpr Budget all_headers = {"include/", 214, 31400};  // to come down to 160 and 24,000
