@@ -122,7 +122,9 @@ class PrecisionAudit {
   explicit PrecisionAudit(const torch::nn::ModuleHolder<Contained>& model,
                           const PrecisionAuditOptions& options = {})
       : PrecisionAudit(static_cast<torch::nn::Module&>(*model.ptr()), options) {}
+  /// A copy has rows of its own.
   PrecisionAudit(const PrecisionAudit& other);
+  /// As the copy constructor.
   PrecisionAudit& operator=(const PrecisionAudit& other);
   ~PrecisionAudit() = default;
 
