@@ -122,7 +122,7 @@ inline PrecisionAudit::PrecisionAudit(const PrecisionAudit& other)
     : data_(std::make_shared<detail::AuditData>(*other.data_)) {}
 
 inline PrecisionAudit& PrecisionAudit::operator=(const PrecisionAudit& other) {
-  *data_ = detail::AuditData(*other.data_);
+  if (this != &other) *data_ = detail::AuditData(*other.data_);
   return *this;
 }
 

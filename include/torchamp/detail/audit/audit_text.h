@@ -120,7 +120,7 @@ inline std::vector<AuditRow> with_times(std::vector<AuditRow> rows, std::string_
 }
 
 inline void print_audit_row(std::ostream& out, const AuditRow& row, const std::string& where) {
-  const auto cell = [&](std::string text, std::size_t width = 10) {
+  const auto cell = [&](const std::string& text, std::size_t width = 10) {
     out << std::string(width - std::min(width, text.size()), ' ') << text;
   };
   cell(number_text(row.error, 3));

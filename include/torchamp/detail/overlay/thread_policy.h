@@ -92,22 +92,22 @@ class NoCastCache {
  public:
   NoCastCache() : before_(at::autocast::is_autocast_cache_enabled()) {
     at::autocast::set_autocast_cache_enabled(false);
-    ++depth_;
+    ++depth;
   }
   NoCastCache(const NoCastCache&) = delete;
   NoCastCache& operator=(const NoCastCache&) = delete;
   ~NoCastCache() {
-    --depth_;
+    --depth;
     at::autocast::set_autocast_cache_enabled(before_);
   }
 
   /// Sets LibTorch's flag, as far as it may be on.
   static void set_flag(bool enabled) {
-    at::autocast::set_autocast_cache_enabled(enabled && depth_ == 0);
+    at::autocast::set_autocast_cache_enabled(enabled && depth == 0);
   }
 
  private:
-  static inline thread_local int depth_ = 0;
+  static inline thread_local int depth = 0;
   bool before_;
 };
 
