@@ -38,7 +38,6 @@
 #include "torchamp/detail/overlay/weight_casts_impl.h"
 #include "torchamp/detail/policy/policy_impl.h"
 #include "torchamp/detail/scaler/clip_overflow.h"
-#include "torchamp/detail/scaler/closure_step.h"
 #include "torchamp/detail/scaler/grad_scaler_archive.h"
 #include "torchamp/detail/scaler/grad_scaler_impl.h"
 #include "torchamp/detail/scaler/grad_scaler_step.h"

@@ -33,6 +33,13 @@ namespace detail {
 struct Divisor;
 struct ClipZero;
 struct GradScalerPeer;  // the tests'
+
+/// What torchamp/closure_step.h brings: see Note [Extras].
+template <class AnyScaler>
+class ClosureStep {
+  static_assert(sizeof(AnyScaler) == 0,
+                "torchamp: include torchamp/closure_step.h, which steps with a closure.");
+};
 }  // namespace detail
 
 /// Scales the loss, so that small gradients survive 16-bit arithmetic, and steps the optimizer with
@@ -104,10 +111,13 @@ class GradScaler {
   /// while the scale is above its floor; if that does not help, the step is skipped: parameters and
   /// optimizer state are as before (of an optimizer that is not LibTorch's, state tensors that it
   /// changes in place are not put back). Keeps a copy of the parameters and of the state meanwhile
-  /// (not of a FusedOptimizer's). Reads the device once for each evaluation. See Note [A step with
-  /// a closure].
+  /// (not of a FusedOptimizer's). Reads the device once for each evaluation. Needs
+  /// torchamp/closure_step.h, see Note [A step with a closure] there.
+  template <class AnyScaler = GradScaler>
   StepResult step(torch::optim::Optimizer& optimizer,
-                  const torch::optim::Optimizer::LossClosure& closure, int64_t max_retries = 8);
+                  const torch::optim::Optimizer::LossClosure& closure, int64_t max_retries = 8) {
+    return detail::ClosureStep<AnyScaler>(*this, optimizer, closure, max_retries).step();
+  }
 
   /// Forgets what this iteration has recorded of `optimizer`: for a program that drops its
   /// gradients after an error and goes on. They then count as neither unscaled nor stepped with;
@@ -188,20 +198,11 @@ class GradScaler {
  private:
   friend struct detail::GradScalerPeer;
   friend struct detail::ClipZero;
+  friend class detail::ClosureStep<GradScaler>;
   friend class Accumulation;
   friend class SafeAccumulation;
 
   class FirstScale;
-  class WithinClosure;
-  struct Evaluation {
-    detail::OptimizerState state;
-    at::Tensor loss;
-    int64_t attempts = 0;
-  };
-  struct ScaleBefore {
-    bool is_known = false;
-    detail::ScaleMemory<double> memory{};
-  };
 
   void check_started(const char* call) const;
   void check_not_scaled(const at::Tensor& output, const char* call) const;
@@ -222,14 +223,12 @@ class GradScaler {
                   const at::Tensor& grad_scale = {});
   void mark_bad_loss(at::Tensor& largest) const;
   void agree(detail::OptimizerState& state);
-  bool evaluate(torch::optim::Optimizer& optimizer,
-                const torch::optim::Optimizer::LossClosure& closure, Evaluation& evaluation,
-                int64_t max_retries, ScaleBefore& before);
   at::Tensor scale_and_clip(const detail::Divisor& clip) const;
   static at::Tensor step_scaled(ScaledStep& optimizer, const at::Tensor& grad_scale,
                                 const detail::OptimizerState& state, bool clipped);
   static StepResult unscaled_result(at::Tensor value);
-  std::shared_ptr<detail::StepRecord> record(const detail::OptimizerState& state);
+  StepResult finish_step(detail::OptimizerState& state, at::Tensor value,
+                         std::vector<MissingGradient> missing, int64_t attempts = 1);
   std::vector<MissingGradient> report_missing(const torch::optim::Optimizer& optimizer);
   void restore(const char* call, const GradScalerState& state, detail::ScaleMemory<double> rest);
   detail::ScaleLimits::Met apply_update();
@@ -266,7 +265,6 @@ inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive
 
 #if TORCHAMP_BODIES
 #include "torchamp/detail/scaler/clip_overflow.h"        // IWYU pragma: export
-#include "torchamp/detail/scaler/closure_step.h"         // IWYU pragma: export
 #include "torchamp/detail/scaler/grad_scaler_archive.h"  // IWYU pragma: export
 #include "torchamp/detail/scaler/grad_scaler_impl.h"     // IWYU pragma: export
 #include "torchamp/detail/scaler/grad_scaler_step.h"     // IWYU pragma: export

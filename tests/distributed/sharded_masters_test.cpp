@@ -21,6 +21,7 @@
 #include "support/launch.h"
 #include "support/sharded.h"
 #include "torchamp/clip_grad.h"
+#include "torchamp/closure_step.h"
 #include "torchamp/distributed/sharded_masters.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/master_weights.h"

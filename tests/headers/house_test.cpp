@@ -77,7 +77,7 @@ constexpr Place places[] = {
     {"detail/policy/print.h", 8},
     {"detail/scaler/captured_scale.h", 8},
     {"detail/scaler/gradient_forecast.h", 8},
-    {"detail/scaler/closure_step.h", 8},
+    {"closure_step.h", 8},
     // 9: what else training takes
     {"detail/gradients/accumulation.h", 9},
     {"detail/gradients/sum.h", 9},
@@ -102,8 +102,8 @@ struct Budget {
 constexpr Budget budgets[] = {
     {"autocast.h", 57, 7100},
     {"optim.h", 44, 5900},
-    {"grad_scaler.h", 70, 10100},
-    {"torchamp.h", 110, 15000},
+    {"grad_scaler.h", 69, 9850},
+    {"torchamp.h", 106, 14600},
 };
 constexpr Budget all_headers = {"include/", 214, 31400};  // to come down to 160 and 24,000
 
@@ -137,7 +137,6 @@ const std::set<std::string> still_upward = {
     "detail/scaler/scale_state.h -> detail/scaler/captured_scale.h",
     "detail/scaler/scale_update.h -> detail/scaler/gradient_forecast.h",
     "detail/scaler/step_record.h -> detail/shards.h",
-    "grad_scaler.h -> detail/scaler/closure_step.h",
     "optim.h -> detail/split_weight.h",
     "policy.h -> detail/fp8/rule.h",
     "policy.h -> detail/fp8/run.h",

@@ -22,6 +22,7 @@
 #include "support/simulated/device.h"
 #include "support/simulated/memory.h"
 #include "support/tolerances.h"
+#include "torchamp/closure_step.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/optim.h"
 

@@ -20,6 +20,7 @@
 #include "support/optimizer_kinds.h"
 #include "torchamp/autocast.h"
 #include "torchamp/clip_grad.h"
+#include "torchamp/closure_step.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/master_weights.h"
 #include "torchamp/optim.h"

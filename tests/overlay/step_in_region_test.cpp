@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 #include <torchamp/accumulate.h>
+#include <torchamp/closure_step.h>
 #include <torchamp/grad_scaler.h>
 #include <torchamp/master_weights.h>
 #include <torchamp/optim.h>

@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <torchamp/closure_step.h>
 
 #include <barrier>
 #include <cmath>

@@ -94,7 +94,7 @@ TORCHAMP_BODY StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   using Stage = detail::OptimizerState::Stage;
   TORCH_CHECK(dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
               "GradScaler::step: LBFGS evaluates the loss by itself. Call step(optimizer, closure) "
-              "with a closure that returns the loss.");
+              "(torchamp/closure_step.h) with a closure that returns the loss.");
   const detail::DropWeightCasts drop_weight_casts(optimizer);
   if (!options_.enabled) {
     at::Tensor value = optimizer.step();
@@ -139,16 +139,14 @@ TORCHAMP_BODY StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
     value = optimizer.step();
     note_written(optimizer);
   }
-  state.stage = Stage::stepped;
-  const std::shared_ptr<detail::StepRecord> record = this->record(state);
-  record->value = std::move(value);
-  record->missing = std::move(missing);
-  return StepResult(record);
+  return finish_step(state, std::move(value), std::move(missing));
 }
 
-/// The record of a step that has been made.
-TORCHAMP_BODY std::shared_ptr<detail::StepRecord> GradScaler::record(
-    const detail::OptimizerState& state) {
+/// The optimizer of `state` has stepped or been skipped.
+TORCHAMP_BODY StepResult GradScaler::finish_step(detail::OptimizerState& state, at::Tensor value,
+                                                 std::vector<MissingGradient> missing,
+                                                 int64_t attempts) {
+  state.stage = detail::OptimizerState::Stage::stepped;
   auto record = std::make_shared<detail::StepRecord>();
   record->found_inf = state.found_inf;
   record->had_gradients = state.had_gradients;
@@ -161,7 +159,10 @@ TORCHAMP_BODY std::shared_ptr<detail::StepRecord> GradScaler::record(
     record->lazy_skips = state_.lazy_skips();
     records_.push_back(record);
   }
-  return record;
+  record->value = std::move(value);
+  record->missing = std::move(missing);
+  record->attempts = attempts;
+  return StepResult(std::move(record));
 }
 
 TORCHAMP_BODY std::vector<MissingGradient> GradScaler::report_missing(

@@ -178,17 +178,6 @@ class ScaleState {
     }
   }
 
-  /// Lowers the scale at once, whatever hysteresis says.
-  void back_off(const GradScalerOptions& options) {
-    ScaleMemory<double> values = read();
-    values.scale =
-        clamp(as_fp32(values.scale * options.backoff_factor), options.min_scale, options.max_scale);
-    values.growth_tracker = static_cast<double>(options.growth_tracker_start);
-    values.since_change = 0.;
-    values.overflows = 0.;
-    set(values);
-  }
-
   /// Keeps the tracker below a shorter interval, so that it is met at the next good iteration.
   void limit_growth_tracker(int64_t growth_interval) {
     const int64_t last = growth_interval - 1;

@@ -1,13 +1,18 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Steps of optimizers that evaluate the loss by themselves.
-#include <torchamp/grad_scaler.h>
+#include <torchamp/closure_step.h>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <torchamp/grad_scaler.h>
+#include <torchamp/optim.h>
 
 #include <cmath>
 #include <cstddef>
+#include <cstdint>
+#include <functional>
 
+#include "support/expect_error.h"
 #include "support/non_finite.h"
 #include "support/on_device.h"
 #include "support/optimizers.h"
@@ -239,6 +244,31 @@ TEST(GradScalerClosure, ServesOptimizersThatEvaluateOnce) {
   EXPECT_EQ(fused.scaled_steps, 0) << "the gradients have been unscaled and checked";
   scaler.update();
   EXPECT_EQ(w.item<float>(), -4.F);
+}
+
+TEST(GradScalerClosure, TakesEveryClosureAndOptimizerThatTakeEachOther) {
+  using LossClosure = torch::optim::Optimizer::LossClosure;
+  const at::Tensor w = torch::ones({1}, torch::requires_grad());
+  auto plain = sgd({w});
+  torchamp::FusedSGD fused({w}, torchamp::FusedSGD::Options(1.));
+  torch::optim::Optimizer& any = plain;
+  const auto constant = [w] { return w.sum(); };
+  const LossClosure function = constant;
+  GradScaler scaler({.init_scale = 4.});
+  const auto stepped = [&](const StepResult& result) {
+    scaler.update();
+    return result.stepped();
+  };
+  EXPECT_TRUE(stepped(scaler.step(plain, constant)));
+  EXPECT_TRUE(stepped(scaler.step(fused, function, 2)));
+  EXPECT_TRUE(stepped(scaler.step(any, std::ref(constant))));
+  EXPECT_TRUE(stepped(scaler.step(any, LossClosure(constant), 0)));
+  using Step = StepResult (GradScaler::*)(torch::optim::Optimizer&, const LossClosure&, int64_t);
+  const auto step = static_cast<Step>(&GradScaler::step);
+  EXPECT_TRUE(stepped((scaler.*step)(any, function, 1)));
+  EXPECT_EQ(w.item<float>(), -4.F);
+  EXPECT_ERROR(scaler.step(plain, nullptr), "the closure is empty");
+  EXPECT_ERROR(scaler.step(plain, {}), "the closure is empty");
 }
 
 TEST(GradScalerClosure, GivesUpAtTheFloorAndWithAFixedScale) {

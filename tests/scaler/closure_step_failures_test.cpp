@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // What a step with a closure that fails leaves behind, and what its errors say.
-#include <torchamp/grad_scaler.h>
+#include <torchamp/closure_step.h>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <torchamp/grad_scaler.h>
 #include <torchamp/optim.h>
 
 #include <memory>

@@ -1,0 +1,283 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+/// @file
+/// @brief GradScaler::step with a closure, for LBFGS and other optimizers that evaluate the loss.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+#include <torch/optim/lbfgs.h>
+#include <torch/optim/optimizer.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/optim/parameters.h"
+#include "torchamp/detail/optim/state_tensors.h"
+#include "torchamp/detail/overlay/weight_casts.h"
+#include "torchamp/detail/scaler/scale_update.h"
+#include "torchamp/detail/scaler/step_record.h"
+#include "torchamp/detail/split_weight.h"
+#include "torchamp/detail/tensors.h"
+#include "torchamp/grad_scaler.h"
+#include "torchamp/missing_gradients.h"
+#include "torchamp/optim.h"
+#include "torchamp/step_result.h"
+#include "torchamp/version.h"
+
+namespace TORCHAMP_NAMESPACE {
+
+// Note [A step with a closure]
+//
+// The optimizer evaluates the loss as often as it likes, LBFGS some twenty times in one step, and
+// looks at the gradients in between. So each evaluation scales, unscales and checks by itself. One
+// that overflows is made again at a lower scale. The first evaluation is made before the optimizer
+// is called, so that a step that must be skipped has not begun. If a later one, at a point that a
+// line search tries, cannot be made finite, the step is abandoned: an exception leaves the
+// optimizer, and its parameters and state are put back. With forgives_bad_losses that is so at once
+// where the loss itself is an inf or a NaN.
+
+namespace detail {
+
+/// Leaves an optimizer's step; caught by GradScaler::step.
+struct StepAbandoned : std::exception {};
+
+/// A copy of an optimizer's parameters and state, whose values can be put back where they were. (Of
+/// a fused one, whose step changes nothing where it throws, the parameters only.)
+class OptimizerSnapshot {
+ public:
+  explicit OptimizerSnapshot(torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {
+    const at::NoGradGuard no_grad;
+    for (const auto& group : optimizer.param_groups()) {
+      for (const at::Tensor& parameter : group.params()) {
+        if (parameter.defined() && !split_of(parameter)) keep(parameter);  // a fused one's
+      }
+    }
+    if (is_fused()) return;
+    for (const auto& [key, state] : optimizer.state()) {
+      if (!state) continue;
+      auto& copy = states_[key] = state->clone();  // which has the same tensors
+      if (auto* const lbfgs = dynamic_cast<torch::optim::LBFGSParamState*>(copy.get())) {
+        keep(lbfgs->prev_flat_grad());  // what else it holds it replaces
+      } else {
+        for_each_state_tensor(*copy, [this](const at::Tensor& tensor) { keep(tensor); });
+      }
+    }
+  }
+
+  void restore() {
+    const at::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < kept_.size(); ++i) kept_[i].copy_(values_[i]);
+    if (!is_fused()) replace_states(optimizer_, std::move(states_));
+  }
+
+ private:
+  bool is_fused() const { return dynamic_cast<const FusedOptimizer*>(&optimizer_) != nullptr; }
+  void keep(const at::Tensor& tensor) {
+    if (!tensor.defined()) return;
+    kept_.push_back(tensor);
+    values_.push_back(tensor.detach().clone());
+  }
+
+  torch::optim::Optimizer& optimizer_;
+  std::vector<at::Tensor> kept_, values_;
+  ParamStates states_;
+};
+
+/// The loss, with the parameters' gradients cleared. An error if `closure` has called backward(),
+/// as one that is given to an optimizer's own step does: another backward() would add to its
+/// gradients.
+inline at::Tensor evaluate_loss(torch::optim::Optimizer& optimizer,
+                                const torch::optim::Optimizer::LossClosure& closure) {
+  optimizer.zero_grad();
+  at::Tensor loss = closure();
+  TORCH_CHECK_VALUE(loss.defined() && loss.numel() == 1,
+                    "GradScaler::step: the closure has returned no loss of one element. It "
+                    "computes the loss and leaves backward() to the scaler.");
+  TORCH_CHECK_VALUE(
+      count_gradients(optimizer) == 0,
+      "GradScaler::step: the closure has called backward(). Let it compute the loss and return "
+      "it: zero_grad(), scale() and backward() are done here, at each evaluation.");
+  TORCH_CHECK_VALUE(
+      loss.requires_grad(), "GradScaler::step: the loss that the closure has returned, ",
+      loss.scalar_type(), " on ", loss.device(),
+      ", needs no gradient: no parameter that does took part in it. Compute it in the closure from "
+      "the model's output, without a NoGradGuard and without detach() or item() on the way.");
+  return loss;
+}
+
+/// One call of GradScaler::step with a closure.
+template <>
+class ClosureStep<GradScaler> {
+ public:
+  using LossClosure = torch::optim::Optimizer::LossClosure;
+
+  ClosureStep(GradScaler& scaler, torch::optim::Optimizer& optimizer, const LossClosure& closure,
+              int64_t max_retries)
+      : scaler_(scaler), optimizer_(optimizer), closure_(closure), max_retries_(max_retries) {}
+
+  StepResult step() {
+    TORCH_CHECK_VALUE(closure_,
+                      "GradScaler::step: the closure is empty. Pass one that returns the loss.");
+    TORCH_CHECK_VALUE(max_retries_ >= 0, "GradScaler::step: max_retries is ", max_retries_,
+                      ". It is 0 or more.");
+    const DropWeightCasts drop_weight_casts(optimizer_);
+    return scaler_.is_enabled() ? step_scaled() : step_unscaled();
+  }
+
+ private:
+  struct Evaluation {
+    OptimizerState state;
+    at::Tensor loss;
+    int64_t attempts = 0;
+  };
+
+  /// Marks an optimizer as being stepped with a closure while it lives.
+  class WithinClosure {
+   public:
+    WithinClosure(OptimizerStates& states, torch::optim::Optimizer& optimizer)
+        : states_(states), optimizer_(optimizer) {
+      states_.of(optimizer).in_closure = true;
+    }
+    ~WithinClosure() {
+      if (auto* const state = states_.find(optimizer_)) state->in_closure = false;
+    }
+    WithinClosure(const WithinClosure&) = delete;
+    WithinClosure& operator=(const WithinClosure&) = delete;
+
+   private:
+    OptimizerStates& states_;
+    const torch::optim::Optimizer& optimizer_;
+  };
+
+  /// A disabled scaler's.
+  StepResult step_unscaled() {
+    at::Tensor value = optimizer_.step([this] {
+      const DropWeightCasts before_the_next_evaluation(optimizer_);
+      at::Tensor loss = evaluate_loss(optimizer_, closure_);
+      loss.backward();
+      return loss;
+    });
+    GradScaler::note_written(optimizer_);
+    return GradScaler::unscaled_result(std::move(value));
+  }
+
+  StepResult step_scaled() {
+    using Stage = OptimizerState::Stage;
+    const OptimizerState& state = scaler_.optimizers_.of(optimizer_);
+    GradScaler::check_not_stepped(state);
+    TORCH_CHECK(
+        state.stage == Stage::ready,
+        "GradScaler::step: the gradients of this optimizer have been unscaled. With a closure, "
+        "step computes and unscales them by itself: leave unscale_ out.");
+
+    const WithinClosure within_closure(scaler_.optimizers_, optimizer_);
+    Evaluation first;
+    bool finite = false;
+    try {
+      finite = evaluate(first);
+    } catch (...) {
+      put_scale_back();
+      throw;
+    }
+    std::vector<MissingGradient> missing;
+    at::Tensor value;
+    if (!first.state.had_gradients) {
+      missing = scaler_.report_missing(optimizer_);
+    } else if (finite) {
+      value = step_from(first);
+    }
+    OptimizerState& stepped = scaler_.optimizers_.of(optimizer_);  // the closure may use others
+    stepped = std::move(first.state);
+    return scaler_.finish_step(stepped, std::move(value), std::move(missing), first.attempts);
+  }
+
+  /// What the optimizer's step returns; undefined, with all as it was, if it was abandoned.
+  at::Tensor step_from(Evaluation& first) {
+    OptimizerSnapshot snapshot(optimizer_);
+    bool is_first = true;
+    try {
+      at::Tensor value = optimizer_.step([&] {
+        if (std::exchange(is_first, false)) return first.loss;
+        Evaluation later;
+        const bool good = evaluate(later);
+        first.state = later.state;
+        first.attempts = std::max(first.attempts, later.attempts);
+        if (!good) throw StepAbandoned();
+        return later.loss;
+      });
+      GradScaler::note_written(optimizer_);
+      return value;
+    } catch (const StepAbandoned&) {
+      snapshot.restore();
+      return {};
+    } catch (...) {
+      snapshot.restore();
+      put_scale_back();
+      throw;
+    }
+  }
+
+  /// Evaluates the loss and its gradients, unscaled, until they are finite. False, and the
+  /// gradients as they are, if they never were.
+  bool evaluate(Evaluation& evaluation) {
+    for (evaluation.attempts = 1;; ++evaluation.attempts) {
+      const DropWeightCasts drop_weight_casts(optimizer_);  // the next evaluation has other weights
+      {
+        const at::AutoGradMode with_grad(true);
+        evaluation.loss = evaluate_loss(optimizer_, closure_);
+        scaler_.scale(evaluation.loss).backward();
+      }
+      scaler_.unscale(optimizer_, evaluation.state, "GradScaler::step");
+      scaler_.agree(evaluation.state);
+      if (!evaluation.state.found_inf.read()) return true;
+      const GradScalerOptions& options = scaler_.options();
+      const at::Tensor& largest = evaluation.state.largest;  // inf for a bad loss: after_update()
+      if (options.forgives_bad_losses && largest.defined() && std::isinf(largest.item<double>())) {
+        return false;  // which no scale would mend
+      }
+      if (evaluation.attempts > max_retries_ || !options.dynamic) return false;
+      if (scaler_.state_.read_scale() <= options.min_scale) return false;
+      back_off(options);
+    }
+  }
+
+  /// Lowers the scale at once, whatever hysteresis says.
+  void back_off(const GradScalerOptions& options) {
+    const InternalOps guard;
+    ScaleMemory<double> values = scaler_.state_.read();
+    if (!scale_before_) scale_before_ = values;
+    values.scale =
+        clamp(as_fp32(values.scale * options.backoff_factor), options.min_scale, options.max_scale);
+    values.growth_tracker = static_cast<double>(options.growth_tracker_start);
+    values.since_change = 0.;
+    values.overflows = 0.;
+    scaler_.before_change();
+    scaler_.state_.set(values);
+  }
+
+  void put_scale_back() {
+    if (!scale_before_) return;
+    const InternalOps guard;
+    scaler_.before_change();
+    scaler_.state_.set(*scale_before_);
+  }
+
+  GradScaler& scaler_;
+  torch::optim::Optimizer& optimizer_;
+  const LossClosure& closure_;
+  int64_t max_retries_;
+  std::optional<ScaleMemory<double>> scale_before_;  // it was lowered
+};
+
+}  // namespace detail
+
+}  // namespace TORCHAMP_NAMESPACE
