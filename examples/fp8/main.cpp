@@ -4,6 +4,7 @@
 // data. Prints the accuracies over several seeds and draws the losses of the first. `fp8 --help`
 // lists the options.
 #include <torch/torch.h>
+#include <torchamp/fp8.h>
 #include <torchamp/torchamp.h>
 
 #include <algorithm>

@@ -4,11 +4,9 @@
 /// @file
 /// @brief Policy: which ops run in which dtype.
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/Device.h>
 #include <c10/core/DeviceType.h>
-#include <c10/util/Exception.h>
 
 #include <concepts>
 #include <iosfwd>
@@ -19,10 +17,8 @@
 #include <utility>
 
 #include "torchamp/detail/bodies.h"
-#include "torchamp/detail/fp8/rule.h"
-#include "torchamp/detail/fp8/run.h"
+#include "torchamp/detail/policy/op_rule.h"
 #include "torchamp/detail/policy/rule.h"
-#include "torchamp/fp8.h"
 #include "torchamp/ops.h"
 #include "torchamp/version.h"
 
@@ -31,6 +27,16 @@ class PolicyData;
 }
 
 namespace TORCHAMP_NAMESPACE {
+
+namespace detail {
+/// What torchamp/fp8.h brings: see Note [Extras].
+template <class AnyPolicy>
+struct Fp8Extra {
+  static_assert(sizeof(AnyPolicy) == 0,
+                "torchamp: include torchamp/fp8.h, which makes products in fp8.");
+  using Options = When;
+};
+}  // namespace detail
 
 /// A dtype policy table: which ops run in which precision inside an AutocastGuard.
 ///
@@ -65,10 +71,9 @@ class Policy {
   ///
   /// Errors, each leaving the policy as it was and naming the edit (`Policy::fp32`): a name that
   /// LibTorch does not know (with the nearest known one); for the rules that cast, an op that
-  /// cannot be cast (with the reason); a dtype in `when` that no region has.
-  template <std::same_as<Cast> Rule>  // see Note [Who compiles fp8]
-  Policy& set(Rule rule, const OpNames& ops, const When& when = {}) {
-    if (rule == Cast::fp8) return this->template fp8<Fp8Options, at::Tensor>(ops, {}, when);
+  /// cannot be cast (with the reason); a dtype in `when` that no region has; Cast::fp8 in a program
+  /// none of whose source files includes torchamp/fp8.h.
+  Policy& set(Cast rule, const OpNames& ops, const When& when = {}) {
     return edit(rule, ops, when);
   }
 
@@ -92,9 +97,10 @@ class Policy {
     return edit(Cast::native, ops, when);
   }
 
-  /// The named products run in fp8: their factors become 8-bit numbers at scales of this very call,
-  /// and so does the gradient that arrives in backward; the result has the region's dtype. The ops
-  /// are `linear`, `addmm`, `mm` and `matmul` (ops::dense), with a matrix as their second factor.
+  /// The named products run in fp8 (needs torchamp/fp8.h, which has Fp8Options): their factors
+  /// become 8-bit numbers at scales of this very call, and so does the gradient that arrives in
+  /// backward; the result has the region's dtype. The ops are `linear`, `addmm`, `mm` and `matmul`
+  /// (ops::dense), with a matrix as their second factor.
   ///
   ///     auto policy = torchamp::Policy::standard().fp8(torchamp::ops::dense);
   ///
@@ -108,9 +114,10 @@ class Policy {
   /// of weights are (see AutocastOptions::cache).
   ///
   /// Errors: as set(), and any other op; at the guard, with `options.strict`, a device that cannot.
-  template <std::same_as<Fp8Options> Options = Fp8Options, class Tensor = at::Tensor>
-  Policy& fp8(const OpNames& ops, const Options& options = {}, const When& when = {}) {
-    return edit(Cast::fp8, ops, when, detail::make_fp8_rule<Tensor>(options));
+  template <class AnyPolicy = Policy>
+  Policy& fp8(const OpNames& ops, const typename detail::Fp8Extra<AnyPolicy>::Options& options = {},
+              const When& when = {}) {
+    return edit(Cast::fp8, ops, when, detail::Fp8Extra<AnyPolicy>::rule(options));
   }
 
   /// The rule in force for one overload on one type of device, conditional rules left out.
@@ -136,7 +143,8 @@ class Policy {
   explicit Policy(std::shared_ptr<const detail::PolicyData> data) : data_(std::move(data)) {}
 
  private:
-  Policy& edit(Cast rule, const OpNames& ops, const When& when, const detail::Fp8Rule& fp8 = {});
+  Policy& edit(Cast rule, const OpNames& ops, const When& when,
+               std::shared_ptr<const detail::OpRule> op_rule = nullptr);
 
   using RuleOf = Cast (*)(const detail::PolicyData&, const c10::OperatorHandle&, at::DeviceType);
   Cast common_rule(const char* call, RuleOf rule_of, std::string_view op,

@@ -14,9 +14,9 @@
 #include <string_view>
 #include <vector>
 
-#include "torchamp/detail/fp8/run.h"
 #include "torchamp/detail/policy/parse.h"
 #include "torchamp/detail/policy/parts.h"
+#include "torchamp/fp8.h"
 #include "torchamp/module_policy.h"
 #include "torchamp/policy.h"
 #include "torchamp/version.h"
@@ -66,7 +66,7 @@ inline LoadedPolicies load_policies(const std::string& path) {
               "ops.");
   LoadedPolicies loaded;
   loaded.path = path;
-  detail::PolicyParser parser(place, &detail::parse_fp8_rule<at::Tensor>);
+  detail::PolicyParser parser(place, &detail::parse_fp8_rule);
   loaded.policy = Policy(parser.parse(parts[0].text));
   std::set<std::string_view> modules;
   for (const auto& part : parts) {

@@ -4,7 +4,6 @@
 /// @file
 /// @brief Policies as text, printed, in a string or a file.
 
-#include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
 #include <cstddef>
@@ -12,11 +11,11 @@
 #include <string>
 #include <string_view>
 
-#include "torchamp/detail/fp8/run.h"
 #include "torchamp/detail/overlay/environment.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/parse.h"
 #include "torchamp/detail/policy/print.h"
+#include "torchamp/fp8.h"
 #include "torchamp/policy.h"
 #include "torchamp/version.h"
 
@@ -63,14 +62,13 @@ inline std::string to_text(const Policy& policy) {
 /// The policy that `text` describes: see to_text(). '#' starts a comment; empty lines are passed
 /// over. Errors name the line and what is wrong with it.
 inline Policy parse_policy(std::string_view text) {
-  return Policy(detail::PolicyParser("torchamp::parse_policy", &detail::parse_fp8_rule<at::Tensor>)
-                    .parse(text));
+  return Policy(
+      detail::PolicyParser("torchamp::parse_policy", &detail::parse_fp8_rule).parse(text));
 }
 
 /// The policy in a file of such text. Errors name the file, too.
 inline Policy load_policy(const std::string& path) {
-  return Policy(
-      detail::load_policy_data("torchamp::load_policy", path, &detail::parse_fp8_rule<at::Tensor>));
+  return Policy(detail::load_policy_data("torchamp::load_policy", path, &detail::parse_fp8_rule));
 }
 
 }  // namespace TORCHAMP_NAMESPACE

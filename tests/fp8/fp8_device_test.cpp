@@ -12,6 +12,7 @@
 #include "support/simulated/counts.h"
 #include "support/simulated/scaled_mm.h"
 #include "torchamp/cast_recorder.h"
+#include "torchamp/fp8.h"
 #include "torchamp/torchamp.h"
 
 namespace {

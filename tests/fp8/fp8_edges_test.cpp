@@ -11,6 +11,7 @@
 
 #include "support/expect_error.h"
 #include "torchamp/cast_recorder.h"
+#include "torchamp/fp8.h"
 #include "torchamp/torchamp.h"
 
 namespace {

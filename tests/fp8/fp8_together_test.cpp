@@ -9,6 +9,7 @@
 
 #include "torchamp/accumulate.h"
 #include "torchamp/cast_recorder.h"
+#include "torchamp/fp8.h"
 #include "torchamp/master_weights.h"
 #include "torchamp/module_policy.h"
 #include "torchamp/recompute.h"

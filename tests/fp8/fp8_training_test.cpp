@@ -12,6 +12,7 @@
 #if __has_include(<gloo/rendezvous/store.h>)
 #include "support/launch.h"
 #include "torchamp/distributed/data_parallel.h"
+#include "torchamp/fp8.h"
 #endif
 
 namespace {

@@ -17,6 +17,7 @@
 #include "support/fp8_reference.h"
 #include "torchamp/detail/fp8/codes.h"
 #include "torchamp/detail/fp8/product.h"
+#include "torchamp/fp8.h"
 #include "torchamp/torchamp.h"
 
 namespace {

@@ -19,6 +19,7 @@
 #include "support/expect_error.h"
 #include "support/graph_training.h"
 #include "support/optimizer_kinds.h"
+#include "torchamp/fp8.h"
 #include "torchamp/master_weights.h"
 #include "torchamp/recompute.h"
 

@@ -64,7 +64,7 @@ constexpr Place places[] = {
     {"torchamp.h", 7},
     // 8: extras
     {"detail/fp8/", 8},
-    {"fp8.h", 8},
+    {"fp8", 8},
     {"detail/weights/", 8},
     {"weight_cache.h", 8},
     {"detail/graph/", 8},
@@ -100,12 +100,12 @@ struct Budget {
 };
 // To come down to 22 and 3,400, 18 and 2,400, 20 and 3,000, 52 and 8,300.
 constexpr Budget budgets[] = {
-    {"autocast.h", 57, 7100},
+    {"autocast.h", 41, 5300},
     {"optim.h", 44, 5900},
-    {"grad_scaler.h", 69, 9850},
-    {"torchamp.h", 106, 14600},
+    {"grad_scaler.h", 68, 9750},
+    {"torchamp.h", 93, 12900},
 };
-constexpr Budget all_headers = {"include/", 214, 31400};  // to come down to 160 and 24,000
+constexpr Budget all_headers = {"include/", 214, 31300};  // to come down to 160 and 24,000
 
 /// Includes that go up from the core as yet. One that is gone is to be taken out of this list.
 const std::set<std::string> still_upward = {
@@ -115,32 +115,22 @@ const std::set<std::string> still_upward = {
     "detail/optim/parameters.h -> detail/split_weight.h",
     "detail/optim/plan.h -> detail/optim/split_step.h",
     "detail/optim/plan.h -> detail/split_weight.h",
-    "detail/overlay/autocast_region.h -> detail/fp8/rule.h",
     "detail/overlay/autocast_region.h -> weight_cache.h",
-    "detail/overlay/autocast_region_impl.h -> detail/fp8/rule.h",
     "detail/overlay/autocast_region_impl.h -> detail/weights/derived.h",
     "detail/overlay/autocast_region_impl.h -> detail/weights/store.h",
     "detail/overlay/autocast_region_impl.h -> weight_cache.h",
     "detail/overlay/cast_arguments.h -> detail/weights/cast.h",
     "detail/overlay/cast_arguments.h -> detail/weights/derived.h",
     "detail/overlay/cast_arguments.h -> detail/weights/store.h",
-    "detail/overlay/kernel.h -> detail/fp8/rule.h",
     "detail/overlay/runtime.h -> detail/weights/derived.h",
-    "detail/overlay/thread_policy.h -> detail/fp8/rule.h",
     "detail/overlay/thread_policy.h -> detail/weights/derived.h",
     "detail/overlay/weight_casts_impl.h -> detail/weights/derived.h",
     "detail/overlay/weight_casts_impl.h -> detail/weights/store.h",
-    "detail/policy/data.h -> detail/fp8/rule.h",
-    "detail/policy/edit.h -> detail/fp8/rule.h",
-    "detail/policy/policy_impl.h -> detail/fp8/rule.h",
     "detail/scaler/grad_scaler_archive.h -> detail/io/checksum.h",
     "detail/scaler/scale_state.h -> detail/scaler/captured_scale.h",
     "detail/scaler/scale_update.h -> detail/scaler/gradient_forecast.h",
     "detail/scaler/step_record.h -> detail/shards.h",
     "optim.h -> detail/split_weight.h",
-    "policy.h -> detail/fp8/rule.h",
-    "policy.h -> detail/fp8/run.h",
-    "policy.h -> fp8.h",
 };
 
 struct Header {

@@ -13,6 +13,7 @@
 
 #include "support/expect_error.h"
 #include "torchamp/autocast.h"
+#include "torchamp/fp8.h"
 #include "torchamp/policy_text.h"
 
 namespace {

@@ -91,7 +91,10 @@ void expect_same(const Policy& one, const Policy& other) {
   for (std::size_t i = 0; i < one.data()->edits.size(); ++i) {
     EXPECT_EQ(one.data()->edits[i].when.dtype, other.data()->edits[i].when.dtype);
     EXPECT_EQ(one.data()->edits[i].cast, other.data()->edits[i].cast);
-    EXPECT_EQ(one.data()->edits[i].fp8.options, other.data()->edits[i].fp8.options);
+    const auto& rule = one.data()->edits[i].op_rule;
+    const auto& other_rule = other.data()->edits[i].op_rule;
+    ASSERT_EQ(rule == nullptr, other_rule == nullptr);
+    EXPECT_TRUE(rule == nullptr || rule->text() == other_rule->text());
   }
   ASSERT_EQ(one.data()->rules.size(), other.data()->rules.size());
   for (const auto& [name, has_cast, cast, conditional, edit] : one.data()->rules) {

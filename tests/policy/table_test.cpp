@@ -21,6 +21,7 @@
 #include "torchamp/detail/policy/castable.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/lists.h"
+#include "torchamp/fp8.h"
 
 namespace {
 

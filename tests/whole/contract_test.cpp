@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "torchamp/fp8.h"
 #include "torchamp/policy_text.h"
 #include "torchamp/torchamp.h"
 

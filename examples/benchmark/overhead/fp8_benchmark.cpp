@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <benchmark/benchmark.h>
+#include <torchamp/fp8.h>
 #include <torchamp/torchamp.h>
 
 namespace {

@@ -18,12 +18,11 @@ namespace torchamp::detail {
 
 /// A matrix on a CPU whose rows, or those of its transpose, lie in memory as the kernels take them,
 /// in fp32 or bf16.
-template <class Tensor>
 struct InRows {
-  Tensor matrix;
+  at::Tensor matrix;
   bool is_transposed;
 
-  explicit InRows(Tensor any) : matrix(std::move(any)) {
+  explicit InRows(at::Tensor any) : matrix(std::move(any)) {
     if (matrix.is_neg() || matrix._is_zerotensor()) matrix = matrix.clone();
     if (matrix.scalar_type() == at::kHalf) matrix = matrix.to(at::kFloat);
     is_transposed = matrix.stride(1) != 1 && matrix.stride(0) == 1;
@@ -46,20 +45,20 @@ struct InRows {
 
 /// The kernel of a CPU. `inverse_scale`: that of the matrix. `scale_dtype`: what holds
 /// Blocks::Scale.
-template <class Blocks, class Tensor>
-Fp8Matrix<Tensor> quantize_on_cpu(const Tensor& matrix, Fp8Block block, const Blocks& blocks,
-                                  at::ScalarType scale_dtype, const Tensor& inverse_scale) {
-  const InRows<Tensor> in_rows(matrix);
+template <class Blocks>
+Fp8Matrix quantize_on_cpu(const at::Tensor& matrix, Fp8Block block, const Blocks& blocks,
+                          at::ScalarType scale_dtype, const at::Tensor& inverse_scale) {
+  const InRows in_rows(matrix);
   const int64_t rows = in_rows.matrix.size(0), columns = in_rows.matrix.size(1);
   const Fp8Block lying = (in_rows.is_transposed ? block.t() : block).within(rows, columns);
   const auto options = matrix.options().dtype(at::kFloat8_e4m3fn);
-  Fp8Matrix<Tensor> form{rows,
-                         columns,
-                         at::empty({rows, columns}, options),
-                         inverse_scale,
-                         at::empty({blocks_in(rows, lying.rows), blocks_in(columns, lying.columns)},
-                                   options.dtype(scale_dtype)),
-                         lying};
+  Fp8Matrix form{rows,
+                 columns,
+                 at::empty({rows, columns}, options),
+                 inverse_scale,
+                 at::empty({blocks_in(rows, lying.rows), blocks_in(columns, lying.columns)},
+                           options.dtype(scale_dtype)),
+                 lying};
   auto* const codes = static_cast<std::uint8_t*>(form.codes.mutable_data_ptr());
   auto* const scales = static_cast<typename Blocks::Scale*>(form.block_scales.mutable_data_ptr());
   in_rows.visit([&](const auto& source) { quantize_rows(source, lying, blocks, codes, scales); });
@@ -68,26 +67,25 @@ Fp8Matrix<Tensor> quantize_on_cpu(const Tensor& matrix, Fp8Block block, const Bl
 
 /// In e4m3 with a power of two for each block: see Note [Scales of fp8]. Those of 1 x 32 are what
 /// e8m0 numbers hold. On other devices than a CPU for whole rows only.
-template <class Tensor>
-Fp8Matrix<Tensor> quantize_blocks(const Tensor& matrix, Fp8Block block) {
+inline Fp8Matrix quantize_blocks(const at::Tensor& matrix, Fp8Block block) {
   if (matrix.numel() == 0) return quantize(matrix, at::kFloat8_e4m3fn);
-  if (matrix.is_cpu()) return quantize_on_cpu(matrix, block, E4m3Blocks(), at::kFloat, Tensor());
-  const Tensor scales = scale_for(matrix.abs().amax({1}, /*keepdim=*/true).to(at::kFloat),
-                                  largest_of(at::kFloat8_e4m3fn));
+  if (matrix.is_cpu())
+    return quantize_on_cpu(matrix, block, E4m3Blocks(), at::kFloat, at::Tensor());
+  const at::Tensor scales = scale_for(matrix.abs().amax({1}, /*keepdim=*/true).to(at::kFloat),
+                                      largest_of(at::kFloat8_e4m3fn));
   // bf16 holds every scale, and every product with one.
   const bool narrow = matrix.scalar_type() == at::kBFloat16;
-  const Tensor scaled = at::mul(matrix, narrow ? scales.to(at::kBFloat16) : scales);
+  const at::Tensor scaled = at::mul(matrix, narrow ? scales.to(at::kBFloat16) : scales);
   return {matrix.size(0), matrix.size(1),      scaled.to(at::kFloat8_e4m3fn),
-          Tensor(),       scales.reciprocal(), block};
+          at::Tensor(),   scales.reciprocal(), block};
 }
 
 /// In e2m1 with an e4m3 scale for each block and a power of two for all. On a CPU.
-template <class Tensor>
-Fp8Matrix<Tensor> quantize_nvfp4(const Tensor& matrix, Fp8Block block, bool stochastic) {
+inline Fp8Matrix quantize_nvfp4(const at::Tensor& matrix, Fp8Block block, bool stochastic) {
   if (matrix.numel() == 0) return quantize(matrix, at::kFloat8_e4m3fn);
-  const Tensor scale = scale_for(largest_magnitude(matrix), 6 * largest_of(at::kFloat8_e4m3fn));
+  const at::Tensor scale = scale_for(largest_magnitude(matrix), 6 * largest_of(at::kFloat8_e4m3fn));
   const auto of_matrix = scale.template item<float>();
-  const Tensor inverse = scale.reciprocal();
+  const at::Tensor inverse = scale.reciprocal();
   if (!stochastic) {
     const E2m1Blocks<E2m1Rounding::to_nearest> blocks{of_matrix, 0};
     return quantize_on_cpu(matrix, block, blocks, at::kFloat8_e4m3fn, inverse);
@@ -98,13 +96,13 @@ Fp8Matrix<Tensor> quantize_nvfp4(const Tensor& matrix, Fp8Block block, bool stoc
 }
 
 /// The numbers that the codes of blocks stand for, but for the scale of the matrix.
-template <class T, class Tensor>
-Tensor decoded_blocks(const Fp8Matrix<Tensor>& form) {
+template <class T>
+at::Tensor decoded_blocks(const Fp8Matrix& form) {
   const bool is_transposed = !form.codes.is_contiguous();
-  const Fp8Matrix<Tensor> lying = is_transposed ? form.t() : form;
-  const Tensor& scales = lying.block_scales;
+  const Fp8Matrix lying = is_transposed ? form.t() : form;
+  const at::Tensor& scales = lying.block_scales;
   TORCH_INTERNAL_ASSERT(lying.codes.is_contiguous() && scales.is_contiguous());
-  Tensor numbers =
+  at::Tensor numbers =
       at::empty(lying.codes.sizes(), scales.options().dtype(c10::CppTypeToScalarType<T>()));
   const Rows<T> to{numbers.template mutable_data_ptr<T>(), numbers.size(0), numbers.size(1),
                    numbers.size(1)};
@@ -120,12 +118,11 @@ Tensor decoded_blocks(const Fp8Matrix<Tensor>& form) {
 }
 
 /// `matrix` after the transform of its rows: see Note [The Hadamard transform].
-template <class Tensor>
-Tensor hadamard_transformed(const Tensor& matrix) {
-  const Tensor lying = matrix.t();
-  const InRows<Tensor> in_rows(lying.stride(1) == 1 ? lying : lying.contiguous());
+inline at::Tensor hadamard_transformed(const at::Tensor& matrix) {
+  const at::Tensor lying = matrix.t();
+  const InRows in_rows(lying.stride(1) == 1 ? lying : lying.contiguous());
   const int64_t rows = blocks_in(lying.size(0), chunk) * chunk;
-  Tensor result = at::empty({rows, lying.size(1)}, matrix.options().dtype(at::kFloat));
+  at::Tensor result = at::empty({rows, lying.size(1)}, matrix.options().dtype(at::kFloat));
   in_rows.visit([&](const auto& source) {
     hadamard_transform_rows(source, result.template mutable_data_ptr<float>());
   });

@@ -35,10 +35,11 @@ struct DecodeTable {
 
 /// The values of dense 8-bit codes on a CPU, in a dtype that holds all of them exactly. LibTorch's
 /// own conversion of e4m3 takes ten times as long.
-template <class Format, class Value, class Tensor>
-Tensor decode_as(const Tensor& codes) {
+template <class Format, class Value>
+at::Tensor decode_as(const at::Tensor& codes) {
   static const DecodeTable<Format, Value> table;
-  Tensor values = at::empty_like(codes, codes.options().dtype(c10::CppTypeToScalarType<Value>()));
+  at::Tensor values =
+      at::empty_like(codes, codes.options().dtype(c10::CppTypeToScalarType<Value>()));
   TORCH_INTERNAL_ASSERT(values.strides() == codes.strides(), "fp8 codes with gaps");
   const auto* const from = static_cast<const std::uint8_t*>(codes.const_data_ptr());
   auto* const to = static_cast<Value*>(values.mutable_data_ptr());
@@ -49,8 +50,7 @@ Tensor decode_as(const Tensor& codes) {
 }
 
 /// As decode_as(), in bf16 or fp32.
-template <class Tensor>
-Tensor decode(const Tensor& codes, at::ScalarType dtype) {
+inline at::Tensor decode(const at::Tensor& codes, at::ScalarType dtype) {
   const bool e4m3 = codes.scalar_type() == at::kFloat8_e4m3fn;
   if (dtype == at::kBFloat16) {
     return e4m3 ? decode_as<c10::Float8_e4m3fn, c10::BFloat16>(codes)

@@ -17,7 +17,7 @@
 #include "torchamp/detail/fp8/formats.h"
 #include "torchamp/detail/fp8/quantize.h"
 #include "torchamp/detail/fp8/recipes.h"
-#include "torchamp/fp8.h"
+#include "torchamp/fp8_options.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -40,52 +40,47 @@ inline bool cpu_multiplies_bf16() {
 
 /// What the matrix stands for but for its inverse_scale, in bf16 or fp32. Exact: a block's scale is
 /// a power of two, or has 4 bits beside an element's 2.
-template <class Tensor>
-Tensor decoded(const Fp8Matrix<Tensor>& matrix, at::ScalarType dtype) {
+inline at::Tensor decoded(const Fp8Matrix& matrix, at::ScalarType dtype) {
   if (!matrix.block_scales.defined()) return decode(matrix.codes, dtype);
   return dtype == at::kFloat ? decoded_blocks<float>(matrix)
                              : decoded_blocks<c10::BFloat16>(matrix);
 }
 
 /// See Note [The rehearsal of fp8 on a CPU].
-template <class Tensor>
-Tensor rehearsed_product(const Fp8Matrix<Tensor>& a, const Fp8Matrix<Tensor>& b,
-                         at::ScalarType dtype) {
+inline at::Tensor rehearsed_product(const Fp8Matrix& a, const Fp8Matrix& b, at::ScalarType dtype) {
   const bool in_bf16 = dtype == at::kBFloat16 && cpu_multiplies_bf16();
   const at::ScalarType values = in_bf16 ? at::kBFloat16 : at::kFloat;
-  Tensor product = at::mm(decoded(a, values), decoded(b, values).t());
+  at::Tensor product = at::mm(decoded(a, values), decoded(b, values).t());
   if (a.inverse_scale.defined()) product.mul_(a.inverse_scale.mul(b.inverse_scale));
   return product.to(dtype);
 }
 
 /// Row-major, with zeros behind rows and columns up to multiples of 16. As bytes: not every kernel
 /// that this takes has the 8-bit formats, and the zero of both is 0.
-template <class Tensor>
-Tensor padded_to_16(const Tensor& codes, bool pad_rows) {
+inline at::Tensor padded_to_16(const at::Tensor& codes, bool pad_rows) {
   const auto missing = [](int64_t size) { return (16 - size % 16) % 16; };
   const int64_t rows = pad_rows ? missing(codes.size(0)) : 0;
   const int64_t columns = missing(codes.size(1));
-  Tensor bytes = codes.view(at::kByte);
+  at::Tensor bytes = codes.view(at::kByte);
   if (rows != 0 || columns != 0) bytes = at::constant_pad_nd(bytes, {0, columns, 0, rows});
   return bytes.contiguous().view(codes.scalar_type());
 }
 
 /// `a` [M, K] times the transpose of `b` [N, K], in `dtype`. `fast`: a GPU may keep fewer bits of
 /// the sums.
-template <class Tensor>
-Tensor fp8_product(const Fp8Matrix<Tensor>& a, const Fp8Matrix<Tensor>& b, at::ScalarType dtype,
-                   bool fast) {
+inline at::Tensor fp8_product(const Fp8Matrix& a, const Fp8Matrix& b, at::ScalarType dtype,
+                              bool fast) {
   if (a.rows == 0 || b.rows == 0 || a.columns == 0) {
     return at::zeros({a.rows, b.rows}, a.codes.options().dtype(dtype));
   }
   if (a.codes.is_cpu()) return rehearsed_product(a, b, dtype);
-  const Tensor columns = padded_to_16(b.codes, /*pad_rows=*/true);
-  Tensor scale_a = a.inverse_scale, scale_b = b.inverse_scale;
+  const at::Tensor columns = padded_to_16(b.codes, /*pad_rows=*/true);
+  at::Tensor scale_a = a.inverse_scale, scale_b = b.inverse_scale;
   if (a.block_scales.defined()) {  // one a row
     scale_a = a.block_scales.contiguous();
     scale_b = at::constant_pad_nd(b.block_scales.t(), {0, columns.size(0) - b.rows}).contiguous();
   }
-  const Tensor product =
+  const at::Tensor product =
       at::_scaled_mm(padded_to_16(a.codes, /*pad_rows=*/false), columns.t(), scale_a, scale_b,
                      /*bias=*/{}, /*scale_result=*/{}, dtype, fast);
   return product.narrow(1, 0, b.rows).contiguous();
@@ -93,14 +88,13 @@ Tensor fp8_product(const Fp8Matrix<Tensor>& a, const Fp8Matrix<Tensor>& b, at::S
 
 /// Why fp8_product() cannot be on the current device of a type, by a trial of 16 x 16; empty if it
 /// can.
-template <class Tensor>
-std::string why_no_fp8_product(const Fp8Options& options, at::DeviceType device) {
+inline std::string why_no_fp8_product(const Fp8Options& options, at::DeviceType device) {
   if (device == at::kCPU) return {};
   if (options.recipe != Fp8Recipe::tensorwise && options.recipe != Fp8Recipe::rowwise) {
     return "products of this recipe are made on a CPU only";
   }
   try {
-    const Tensor zeros = at::zeros({16, 16}, at::TensorOptions(device).dtype(at::kBFloat16));
+    const at::Tensor zeros = at::zeros({16, 16}, at::TensorOptions(device).dtype(at::kBFloat16));
     const auto matrix = quantize_as(options, Fp8Operand::input, /*transposed=*/false, zeros);
     (void)fp8_product(matrix, matrix, at::kBFloat16, /*fast=*/true);
     return {};

@@ -20,13 +20,12 @@ namespace torchamp::detail {
 
 /// A matrix in 8 bits (or in 4, as those e4m3 numbers that are e2m1 numbers). An element is its
 /// code's value, times the scale of its block, times the scale of all.
-template <class Tensor>
 struct Fp8Matrix {
   int64_t rows = 0, columns = 0;
-  Tensor codes;
-  Tensor inverse_scale;  // fp32, without dimensions; undefined: 1
-  Tensor block_scales;   // a matrix of them; undefined: 1
-  Fp8Block block = {};   // how large each is
+  at::Tensor codes;
+  at::Tensor inverse_scale;  // fp32, without dimensions; undefined: 1
+  at::Tensor block_scales;   // a matrix of them; undefined: 1
+  Fp8Block block = {};       // how large each is
 
   Fp8Matrix t() const {
     return {columns,
@@ -39,8 +38,7 @@ struct Fp8Matrix {
 };
 
 /// The largest magnitude in `tensor` as fp32, without dimensions; NaN if there is one.
-template <class Tensor>
-Tensor largest_magnitude(const Tensor& tensor) {
+inline at::Tensor largest_magnitude(const at::Tensor& tensor) {
   if (tensor.numel() == 0) return at::zeros({}, tensor.options().dtype(at::kFloat));
   const auto extremes = at::aminmax(tensor);
   return at::maximum(std::get<1>(extremes), std::get<0>(extremes).neg()).to(at::kFloat);
@@ -58,20 +56,18 @@ Tensor largest_magnitude(const Tensor& tensor) {
 
 /// The scales for what is of these largest magnitudes, in a format whose largest number is
 /// `largest`: see Note [Scales of fp8].
-template <class Tensor>
-Tensor scale_for(const Tensor& magnitude, double largest) {
+inline at::Tensor scale_for(const at::Tensor& magnitude, double largest) {
   // As a CPU scalar it is an argument of the kernel, and not a copy to the device.
-  Tensor scale = at::div(at::scalar_tensor(largest, at::kFloat), magnitude.clamp_min(0x1p-110));
+  at::Tensor scale = at::div(at::scalar_tensor(largest, at::kFloat), magnitude.clamp_min(0x1p-110));
   scale.view(at::kInt).bitwise_and_(0x7F800000);  // the power of two below
   return scale.add_(magnitude.mul(0));
 }
 
 /// `matrix`, in fp32 or a 16-bit dtype, in 8 bits at one scale.
-template <class Tensor>
-Fp8Matrix<Tensor> quantize(const Tensor& matrix, at::ScalarType format) {
-  const Tensor scale = scale_for(largest_magnitude(matrix), largest_of(format));
+inline Fp8Matrix quantize(const at::Tensor& matrix, at::ScalarType format) {
+  const at::Tensor scale = scale_for(largest_magnitude(matrix), largest_of(format));
   // fp16 does not hold every scale. bf16 does, and so every product with one.
-  const Tensor wide = matrix.scalar_type() == at::kHalf ? matrix.to(at::kFloat) : matrix;
+  const at::Tensor wide = matrix.scalar_type() == at::kHalf ? matrix.to(at::kFloat) : matrix;
   return {
       matrix.size(0), matrix.size(1), at::mul(wide, scale).to(format), scale.reciprocal(), {}, {}};
 }

@@ -7,7 +7,7 @@
 
 #include "torchamp/detail/fp8/blocks.h"
 #include "torchamp/detail/fp8/quantize.h"
-#include "torchamp/fp8.h"
+#include "torchamp/fp8_options.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -41,9 +41,8 @@ constexpr Fp8Block block_of(Fp8Recipe recipe, Fp8Operand operand) {
 
 /// The form in which `matrix` is multiplied along its columns. `transposed`: it is the transpose of
 /// the operand.
-template <class Tensor>
-Fp8Matrix<Tensor> quantize_as(const Fp8Options& options, Fp8Operand operand, bool transposed,
-                              const Tensor& matrix) {
+inline Fp8Matrix quantize_as(const Fp8Options& options, Fp8Operand operand, bool transposed,
+                             const at::Tensor& matrix) {
   const bool is_gradient = operand == Fp8Operand::gradient;
   const Fp8Block block = block_of(options.recipe, operand);
   if (options.recipe == Fp8Recipe::tensorwise) {
@@ -63,9 +62,8 @@ constexpr bool is_transposable(Fp8Recipe recipe, Fp8Operand operand) {
 }
 
 /// The form of the transpose of `matrix`, whose own form is `form`.
-template <class Tensor>
-Fp8Matrix<Tensor> quantize_transposed(const Fp8Options& options, Fp8Operand operand,
-                                      const Tensor& matrix, const Fp8Matrix<Tensor>& form) {
+inline Fp8Matrix quantize_transposed(const Fp8Options& options, Fp8Operand operand,
+                                     const at::Tensor& matrix, const Fp8Matrix& form) {
   if (is_transposable(options.recipe, operand)) return form.t();
   return quantize_as(options, operand, /*transposed=*/true, matrix.t());
 }

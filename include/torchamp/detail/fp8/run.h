@@ -17,18 +17,18 @@
 
 #include "torchamp/detail/fp8/function.h"
 #include "torchamp/detail/fp8/product.h"
-#include "torchamp/detail/fp8/rule.h"
 #include "torchamp/detail/fp8/text.h"
 #include "torchamp/detail/fp8/usage.h"
+#include "torchamp/detail/policy/op_rule.h"
 #include "torchamp/detail/tensors.h"
-#include "torchamp/fp8.h"
+#include "torchamp/fp8_options.h"
+#include "torchamp/ops.h"
 
 namespace torchamp::detail {
 
 /// A call of one of the ops that can be in fp8: result = beta * added + alpha * x w^T.
-template <class Tensor>
 struct Fp8Call {
-  Tensor x, w, added;  // `added` may be undefined
+  at::Tensor x, w, added;  // `added` may be undefined
   bool w_is_transposed;
   c10::Scalar beta = 1, alpha = 1;
 
@@ -43,9 +43,9 @@ struct Fp8Call {
     }
     if (name == "aten::linear") {
       return {argument(0).toTensor(), argument(1).toTensor(),
-              argument(2).isTensor() ? argument(2).toTensor() : Tensor(), false};
+              argument(2).isTensor() ? argument(2).toTensor() : at::Tensor(), false};
     }
-    return {argument(0).toTensor(), argument(1).toTensor(), Tensor(), true};
+    return {argument(0).toTensor(), argument(1).toTensor(), at::Tensor(), true};
   }
 
   /// K and N of the product.
@@ -53,17 +53,23 @@ struct Fp8Call {
   int64_t columns() const { return w.size(w_is_transposed ? 1 : 0); }
 };
 
+/// Why products of the recipe cannot be in regions of a dtype on a device; empty if they can.
+inline std::string_view why_not_fp8_in(const Fp8Options& options, at::DeviceType device,
+                                       at::ScalarType dtype) {
+  const bool refuses =
+      options.recipe == Fp8Recipe::rowwise && dtype == at::kHalf && device != at::kCPU;
+  return refuses ? "rowwise products of a GPU are in bf16 only" : "";
+}
+
 /// Whether autocast casts the tensor, and the kernels of fp8 take it.
-template <class Tensor>
-bool can_be_in_fp8(const Tensor& tensor, at::DeviceType device) {
+inline bool can_be_in_fp8(const at::Tensor& tensor, at::DeviceType device) {
   const at::ScalarType dtype = tensor.scalar_type();
   return (dtype == at::kFloat || is_16_bit(dtype)) && at::autocast::is_eligible(tensor, device);
 }
 
 /// Whether the tensor fits what is added to a result of `x` and `columns`: from the last dimension
 /// on, its sizes are the result's or 1.
-template <class Tensor>
-bool can_be_added(const Tensor& tensor, const Tensor& x, int64_t columns) {
+inline bool can_be_added(const at::Tensor& tensor, const at::Tensor& x, int64_t columns) {
   if (tensor.dim() > x.dim()) return false;
   for (int64_t d = 1; d <= tensor.dim(); ++d) {
     const int64_t size = tensor.size(-d);
@@ -74,11 +80,10 @@ bool can_be_added(const Tensor& tensor, const Tensor& x, int64_t columns) {
 
 /// Why a call cannot be in fp8; empty if it can. What does not fit together is left to LibTorch,
 /// whose op then says so.
-template <class Tensor>
-std::string why_not_in_fp8(const Fp8Options& options, const Fp8Call<Tensor>& call,
-                           at::DeviceType device, at::ScalarType dtype) {
+inline std::string why_not_in_fp8(const Fp8Options& options, const Fp8Call& call,
+                                  at::DeviceType device, at::ScalarType dtype) {
   if (dtype != at::kHalf && dtype != at::kBFloat16) return "the region is not in 16 bits";
-  for (const Tensor& tensor : {call.x, call.w}) {
+  for (const at::Tensor& tensor : {call.x, call.w}) {
     if (!tensor.defined() || !can_be_in_fp8(tensor, device)) {
       return "a factor is not in fp32 or 16 bits on the region's device";
     }
@@ -104,22 +109,21 @@ std::string why_not_in_fp8(const Fp8Options& options, const Fp8Call<Tensor>& cal
   return {};
 }
 
-/// Fp8Rule::run.
-template <class Tensor>
-std::string run_fp8(const Fp8Options& options, const c10::OperatorHandle& op, at::DeviceType device,
-                    torch::jit::Stack& stack) {
+/// OpRule::run.
+inline std::string run_fp8(const Fp8Options& options, const c10::OperatorHandle& op,
+                           at::DeviceType device, torch::jit::Stack& stack) {
   const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
-  Fp8Call<Tensor> call = Fp8Call<Tensor>::of(op, stack);
+  Fp8Call call = Fp8Call::of(op, stack);
   std::string why = why_not_in_fp8(options, call, device, dtype);
   if (!why.empty()) return why;
   if (op.operator_name().name != "aten::linear" && op.operator_name().name != "aten::matmul" &&
       call.x.dim() != 2) {
     return "sizes do not fit";
   }
-  Tensor result = fp8_linear(options, call.x, call.w, call.w_is_transposed, dtype);
+  at::Tensor result = fp8_linear(options, call.x, call.w, call.w_is_transposed, dtype);
   if (!call.alpha.equal(1)) result = result.mul(call.alpha);
   if (call.added.defined() && !call.beta.equal(0)) {
-    const Tensor added = at::autocast::cached_cast(dtype, call.added, device);
+    const at::Tensor added = at::autocast::cached_cast(dtype, call.added, device);
     result = at::add(result, added, call.beta);
   }
   torch::jit::drop(stack, op.schema().arguments().size());
@@ -127,29 +131,47 @@ std::string run_fp8(const Fp8Options& options, const c10::OperatorHandle& op, at
   return {};
 }
 
-/// Fp8Rule::why_not.
-template <class Tensor>
-std::string why_no_fp8_on(const Fp8Options& options, at::DeviceType device) {
-  return why_no_fp8_product<Tensor>(options, device);
-}
+/// The rule of Cast::fp8: see Policy::fp8.
+class Fp8Rule final : public OpRule {
+ public:
+  explicit Fp8Rule(const Fp8Options& options) : options_(options) {}
 
-/// Fp8Rule::make_usage.
-template <class Tensor>
-std::shared_ptr<Fp8Usage> make_fp8_usage(const std::shared_ptr<Fp8Usage>& outer) {
-  return std::make_shared<Fp8RegionUsage<Tensor>>(outer);
-}
+  std::string run(const c10::OperatorHandle& op, at::DeviceType device,
+                  torch::jit::Stack& stack) const override {
+    return run_fp8(options_, op, device, stack);
+  }
 
-/// The rule of Cast::fp8 with `options`.
-template <class Tensor>
-Fp8Rule make_fp8_rule(const Fp8Options& options) {
-  return {options, &run_fp8<Tensor>, &why_no_fp8_on<Tensor>, &fp8_text<Fp8Options>,
-          &make_fp8_usage<Tensor>};
-}
+  std::string why_not_op(std::string_view full_name) const override {
+    for (const std::string_view name : ops::dense) {
+      if (full_name == "aten::" + std::string(name)) return {};
+    }
+    return "only linear, addmm, mm and matmul can (ops::dense)";
+  }
+
+  std::string why_not_on(at::DeviceType device) const override {
+    return why_no_fp8_product(options_, device);
+  }
+
+  std::string why_not_in(at::DeviceType device, at::ScalarType dtype) const override {
+    return std::string(why_not_fp8_in(options_, device, dtype));
+  }
+
+  bool is_strict() const override { return options_.strict; }
+
+  std::string text() const override { return fp8_text(options_); }
+
+  std::shared_ptr<OpRuleUsage> make_usage(
+      const std::shared_ptr<OpRuleUsage>& outer) const override {
+    return std::make_shared<Fp8Usage>(outer);
+  }
+
+ private:
+  Fp8Options options_;
+};
 
 /// A ParseFp8Rule.
-template <class Tensor>
-Fp8Rule parse_fp8_rule(const std::string& options) {
-  return make_fp8_rule<Tensor>(parse_fp8_options<Fp8Options>(options));
+inline std::shared_ptr<const OpRule> parse_fp8_rule(const std::string& options) {
+  return std::make_shared<Fp8Rule>(parse_fp8_options(options));
 }
 
 }  // namespace torchamp::detail

@@ -7,7 +7,7 @@
 #include <string>
 #include <string_view>
 
-#include "torchamp/fp8.h"
+#include "torchamp/fp8_options.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -24,9 +24,8 @@ inline constexpr Fp8RecipeRow fp8_recipes[] = {
     {Fp8Recipe::nvfp4, "nvfp4"},
 };
 
-/// Fp8Rule::text.
-template <class Options>
-std::string fp8_text(const Options& options) {
+/// OpRule::text.
+inline std::string fp8_text(const Fp8Options& options) {
   std::string text;
   const auto add = [&](std::string_view piece) { (text += text.empty() ? "" : " ") += piece; };
   for (const Fp8RecipeRow& row : fp8_recipes) {
@@ -41,8 +40,7 @@ std::string fp8_text(const Options& options) {
 }
 
 /// Sets what `word` says: "recipe=rowwise", "strict". False if there is no such option.
-template <class Options>
-bool set_fp8_option(std::string_view word, Options& options) {
+inline bool set_fp8_option(std::string_view word, Fp8Options& options) {
   if (word == "round_to_nearest") {
     options.stochastic_rounding = false;
     return true;
@@ -59,9 +57,8 @@ bool set_fp8_option(std::string_view word, Options& options) {
 
 /// The options in a text, separated by white space or commas. Error: one that there is not, or one
 /// given twice.
-template <class Options>
-Options parse_fp8_options(std::string_view text) {
-  Options options;
+inline Fp8Options parse_fp8_options(std::string_view text) {
+  Fp8Options options;
   std::string given = " ";
   while (!text.empty()) {
     const auto end = text.find_first_of(" \t\r\v\f,");

@@ -9,16 +9,15 @@
 #include <string>
 #include <utility>
 
-#include "torchamp/detail/fp8/rule.h"
+#include "torchamp/detail/policy/op_rule.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
 
-/// What an Fp8Usage is. A template for the sake of Note [Who compiles fp8].
-template <class Tensor>
-class Fp8RegionUsage final : public Fp8Usage {
+/// Whether a region makes any product in fp8, and what it calls instead.
+class Fp8Usage final : public OpRuleUsage {
  public:
-  explicit Fp8RegionUsage(std::shared_ptr<Fp8Usage> outer) : outer_(std::move(outer)) {}
+  explicit Fp8Usage(std::shared_ptr<OpRuleUsage> outer) : outer_(std::move(outer)) {}
 
   bool has_run() const override { return has_run_.load(std::memory_order_relaxed); }
 
@@ -49,7 +48,7 @@ class Fp8RegionUsage final : public Fp8Usage {
   }
 
  private:
-  std::shared_ptr<Fp8Usage> outer_;
+  std::shared_ptr<OpRuleUsage> outer_;
   std::atomic<bool> has_run_ = false;
   mutable std::mutex mutex_;
   std::string called_;

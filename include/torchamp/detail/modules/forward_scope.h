@@ -16,6 +16,7 @@
 #include "torchamp/detail/overlay/policy_scope.h"
 #include "torchamp/detail/overlay/thread_policy.h"
 #include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/policy/op_rule.h"
 
 namespace torchamp::detail {
 
@@ -36,7 +37,9 @@ inline std::shared_ptr<const ThreadPolicy> thread_policy_with(
       inner->in_force[i] = ready_policy(policy, devices[i], inner->keeps_casts);
     }
   }
-  if (const Fp8Rule* rule = policy->fp8()) inner->fp8 = rule->make_usage(inner->fp8);
+  if (const OpRule* rule = policy->op_rule()) {
+    inner->op_rule_usage = rule->make_usage(inner->op_rule_usage);
+  }
   return inner;
 }
 

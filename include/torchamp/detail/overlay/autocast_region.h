@@ -12,8 +12,8 @@
 
 #include "torchamp/detail/bodies.h"
 #include "torchamp/detail/devices.h"
-#include "torchamp/detail/fp8/rule.h"
 #include "torchamp/detail/overlay/policy_scope.h"
+#include "torchamp/detail/policy/op_rule.h"
 #include "torchamp/weight_cache.h"
 
 namespace torchamp::detail {
@@ -43,13 +43,13 @@ class AutocastRegion {
     at::DeviceType device;
     at::ScalarType dtype;
     bool enabled;
-    PolicyNode policy;              // empty: the thread's stays
-    std::uint64_t own_region = 0;   // the outermost guard's number; 0 of others
-    std::shared_ptr<Fp8Usage> fp8;  // null: without an fp8 rule, or the outer region's
+    PolicyNode policy;                           // empty: the thread's stays
+    std::uint64_t own_region = 0;                // the outermost guard's number; 0 of others
+    std::shared_ptr<OpRuleUsage> op_rule_usage;  // null: no OpRule, or the outer region's
   };
 
-  static void check_fp8(const PolicyData& policy, std::size_t index, at::DeviceType device,
-                        at::ScalarType dtype);
+  static void check_strict_rules(const PolicyData& policy, std::size_t index, at::DeviceType device,
+                                 at::ScalarType dtype);
   AutocastRegion(Checked checked, std::optional<bool> cache_enabled);
 
   DeviceAutocastState before_;
@@ -57,7 +57,7 @@ class AutocastRegion {
   bool dtype_changed_;
   std::uint64_t own_region_;
   Nesting nesting_;
-  std::shared_ptr<Fp8Usage> fp8_;
+  std::shared_ptr<OpRuleUsage> op_rule_usage_;
   int exceptions_ = std::uncaught_exceptions();
   PolicyScope policy_scope_;
 };

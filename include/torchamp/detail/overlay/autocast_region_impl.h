@@ -18,7 +18,6 @@
 
 #include "torchamp/detail/bodies.h"
 #include "torchamp/detail/devices.h"
-#include "torchamp/detail/fp8/rule.h"
 #include "torchamp/detail/overlay/autocast_region.h"
 #include "torchamp/detail/overlay/compile.h"
 #include "torchamp/detail/overlay/environment.h"
@@ -27,6 +26,7 @@
 #include "torchamp/detail/overlay/spare_policy.h"
 #include "torchamp/detail/overlay/thread_policy.h"
 #include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/policy/op_rule.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/detail/weights/derived.h"
 #include "torchamp/detail/weights/store.h"
@@ -130,8 +130,8 @@ TORCHAMP_BODY AutocastRegion::Checked::Checked(
   const bool keeps_casts = cache ? *cache >= WeightCache::region : outer && outer->keeps_casts;
   std::shared_ptr<const PolicyData> in_force;
   if (enabled) in_force = ready_policy(data, device, keeps_casts);
-  const Fp8Rule* const rule = enabled && is_16_bit(dtype) ? in_force->fp8() : nullptr;
-  if (rule != nullptr) check_fp8(*in_force, index, device, dtype);
+  const OpRule* const rule = enabled && is_16_bit(dtype) ? in_force->op_rule() : nullptr;
+  if (rule != nullptr) check_strict_rules(*in_force, index, device, dtype);
   if (outer && outer->inherited == data && outer->in_force[index] == in_force &&
       outer->keep.until == until && outer->keeps_casts == keeps_casts) {
     // Taken over, it does not hold for scripts yet: see Note [Derivatives of scripts]. In backward
@@ -160,14 +160,16 @@ TORCHAMP_BODY AutocastRegion::Checked::Checked(
   inner->keep.until = until;
   inner->keeps_casts = keeps_casts;
   inner->in_force[index] = std::move(in_force);
-  if (rule != nullptr) fp8 = inner->fp8 = rule->make_usage(inner->fp8);
+  if (rule != nullptr) {
+    op_rule_usage = inner->op_rule_usage = rule->make_usage(inner->op_rule_usage);
+  }
   inner->inherited = data;
   policy.policy = std::move(inner);
 }
 
-TORCHAMP_BODY void AutocastRegion::check_fp8(const PolicyData& policy, std::size_t index,
-                                             at::DeviceType device, at::ScalarType dtype) {
-  const std::string why = policy.strict_fp8_refusal(index, device, dtype);
+TORCHAMP_BODY void AutocastRegion::check_strict_rules(const PolicyData& policy, std::size_t index,
+                                                      at::DeviceType device, at::ScalarType dtype) {
+  const std::string why = policy.strict_refusal(index, device, dtype);
   TORCH_CHECK(why.empty(), "AutocastGuard: the policy's fp8 rule is strict, and ", device,
               " cannot follow it in a region in ", dtype, ": ", why,
               ". Leave Fp8Options::strict out to run as lower_precision there.");
@@ -186,7 +188,7 @@ TORCHAMP_BODY AutocastRegion::AutocastRegion(Checked checked, std::optional<bool
       cache_enabled_before_(at::autocast::is_autocast_cache_enabled()),
       dtype_changed_(before_.dtype != checked.dtype),
       own_region_(checked.own_region),
-      fp8_(std::move(checked.fp8)),
+      op_rule_usage_(std::move(checked.op_rule_usage)),
       policy_scope_(std::move(checked.policy)) {
   at::autocast::set_autocast_enabled(checked.device, checked.enabled);
   at::autocast::set_autocast_dtype(checked.device, checked.dtype);
@@ -201,7 +203,9 @@ TORCHAMP_BODY AutocastRegion::~AutocastRegion() {
   if (own_region_ != 0) derived_weights().end_region(own_region_);
   before_.apply();
   at::autocast::set_autocast_cache_enabled(cache_enabled_before_);
-  if (fp8_ != nullptr && std::uncaught_exceptions() == exceptions_) fp8_->warn_if_unused();
+  if (op_rule_usage_ != nullptr && std::uncaught_exceptions() == exceptions_) {
+    op_rule_usage_->warn_if_unused();
+  }
 }
 
 }  // namespace torchamp::detail

@@ -30,14 +30,11 @@ inline std::unique_ptr<BoxedKernel> make_overlay(const c10::OperatorHandle& op,
   return std::unique_ptr<BoxedKernel>(new Overlay(op, index, device, native));
 }
 
-/// Asks whether the device can follow the policy's fp8 rules, and has overlays see the products
-/// that are called instead.
-inline void prepare_fp8(const PolicyData& policy, at::DeviceType device, OverlayTable& table) {
+/// Asks whether the device can follow the policy's OpRules, and has overlays see the products that
+/// are called instead.
+inline void prepare_op_rules(const PolicyData& policy, at::DeviceType device, OverlayTable& table) {
   for (const Edit& edit : policy.edits) {
-    if (edit.fp8.run == nullptr) continue;
-    const auto recipe = static_cast<std::size_t>(edit.fp8.options.recipe);
-    if (table.fp8_refusals.size() <= recipe) table.fp8_refusals.resize(recipe + 1);
-    table.fp8_refusals[recipe] = edit.fp8.why_not(edit.fp8.options, device);
+    table.refusals.push_back(edit.op_rule ? edit.op_rule->why_not_on(device) : std::string());
   }
   for (const OpFamily& family : products) {
     for (const std::string_view name : family) {
@@ -104,7 +101,7 @@ inline OverlayTable compile_overlays(const PolicyData& policy, at::DeviceType de
     for (const auto& op : natively_lowered(device)) add(op, entry_of(policy, op, device));
   }
   for (const auto& op : candidates(policy)) add(op, entry_of(policy, op, device));
-  if (policy.fp8() != nullptr) prepare_fp8(policy, device, table);
+  if (policy.op_rule() != nullptr) prepare_op_rules(policy, device, table);
   return table;
 }
 

@@ -16,7 +16,6 @@
 #include <utility>
 
 #include "torchamp/detail/devices.h"
-#include "torchamp/detail/fp8/rule.h"
 #include "torchamp/detail/overlay/binary_cross_entropy.h"
 #include "torchamp/detail/overlay/cast_arguments.h"
 #include "torchamp/detail/overlay/runtime.h"
@@ -24,6 +23,7 @@
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/lists.h"
+#include "torchamp/detail/policy/op_rule.h"
 #include "torchamp/detail/policy/rule.h"
 #include "torchamp/detail/text.h"
 
@@ -91,7 +91,9 @@ class Overlay final : public BoxedKernel {
     if (adds_gradients_ && leaves_sums_alone(*of_thread)) return call_native(op, keys, stack);
     const OverlayTable::Rule rule = policy->rule(device_index_, index_, device_, op, *stack);
     const Facts* const facts = facts_of_op(op);
-    if (facts != nullptr && facts->is_product && call_fp8(*policy, rule, op, *stack)) return;
+    if (facts != nullptr && facts->is_product &&
+        follow_op_rule(*of_thread, *policy, rule, op, *stack))
+      return;
     if (rule.cast == Cast::native) return call_native(op, keys, stack);
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
     const StandIns stand_ins = cast_arguments(facts, rule.cast, op, *stack);
@@ -145,20 +147,22 @@ class Overlay final : public BoxedKernel {
     }
   }
 
-  /// Runs the call in fp8 if its rule says so and it can be; tells those who want to know.
-  bool call_fp8(const PolicyData& policy, const OverlayTable::Rule& rule,
-                const c10::OperatorHandle& op, torch::jit::Stack& stack) const {
-    Fp8Usage* const usage = thread_policy()->fp8.get();
-    if (rule.fp8 == nullptr) {
-      if (usage != nullptr && !usage->has_run() && policy.fp8() != nullptr) {
+  /// Lets the OpRule of the call's rule run it, if there is one and it can; tells those who want to
+  /// know.
+  bool follow_op_rule(const ThreadPolicy& of_thread, const PolicyData& policy,
+                      const OverlayTable::Rule& rule, const c10::OperatorHandle& op,
+                      torch::jit::Stack& stack) const {
+    OpRuleUsage* const usage = of_thread.op_rule_usage.get();
+    if (rule.edit == nullptr) {
+      if (usage != nullptr && !usage->has_run() && policy.op_rule() != nullptr) {
         usage->called_instead(c10::toString(op.operator_name()), {});
       }
       return false;
     }
-    std::string why = policy.fp8_refusal(device_index_, *rule.fp8);
+    std::string why = policy.refusal(device_index_, *rule.edit);
     if (why.empty()) {
       const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
-      why = rule.fp8->run(rule.fp8->options, op, device_, stack);
+      why = rule.edit->op_rule->run(op, device_, stack);
     }
     announce(fp8_scope, why);
     if (usage != nullptr && why.empty()) usage->run();

@@ -11,9 +11,9 @@
 #include <memory>
 
 #include "torchamp/detail/devices.h"
-#include "torchamp/detail/fp8/rule.h"
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/policy/op_rule.h"
 #include "torchamp/detail/weights/derived.h"
 
 namespace torchamp::detail {
@@ -27,7 +27,7 @@ struct ThreadPolicy final : c10::DebugInfoBase, std::enable_shared_from_this<Thr
   std::array<std::shared_ptr<const PolicyData>, device_count> in_force;
   /// How long what is derived from weights is kept. Its region is never 0 inside a guard.
   WeightKeep keep;
-  std::shared_ptr<Fp8Usage> fp8;  // of the innermost region whose policy has an fp8 rule
+  std::shared_ptr<OpRuleUsage> op_rule_usage;  // of the innermost region with an OpRule
   /// Whether casts are kept so as well, and not by LibTorch.
   bool keeps_casts = false;
   std::shared_ptr<const GuardOverride> guards;  // of the guards inside; null but for a trial

@@ -25,8 +25,8 @@
 #include <vector>
 
 #include "torchamp/detail/devices.h"
-#include "torchamp/detail/fp8/rule.h"
 #include "torchamp/detail/policy/lists.h"
+#include "torchamp/detail/policy/op_rule.h"
 #include "torchamp/detail/policy/recurrent.h"
 #include "torchamp/detail/policy/rule.h"
 #include "torchamp/detail/text.h"
@@ -41,7 +41,7 @@ struct Edit {
   std::vector<std::string> names;
   std::string family;  // instead of `names`, if not empty
   When when;
-  Fp8Rule fp8 = {};  // of the rule fp8
+  std::shared_ptr<const OpRule> op_rule = nullptr;  // of the rule fp8, and not null then
 };
 
 // Note [A choice is told once]
@@ -76,7 +76,7 @@ class OverlayTable {
  public:
   struct Rule {
     Cast cast = Cast::native;
-    const Fp8Rule* fp8 = nullptr;  // of Cast::fp8, and not null then
+    const Edit* edit = nullptr;  // of Cast::fp8, and not null then
   };
   struct Entry : Rule {
     /// Indices of PolicyData::edits that hold only sometimes, tried first. Null if there are none
@@ -95,9 +95,8 @@ class OverlayTable {
     entries_[index] = entry;
   }
 
-  /// By Fp8Recipe, as far as rules of the policy have it: why it cannot be on the device; empty if
-  /// it can.
-  std::vector<std::string> fp8_refusals;
+  /// By the policy's edits: why the device cannot follow their OpRule; empty if it can.
+  std::vector<std::string> refusals;
 
  private:
   std::vector<Entry> entries_;
@@ -172,32 +171,32 @@ class PolicyData {
     return rule;
   }
 
-  /// An edit's fp8 rule, which later ones may have replaced; null if there is none.
-  const Fp8Rule* fp8() const {
+  /// An edit's OpRule, which later ones may have replaced; null if there is none.
+  const OpRule* op_rule() const {
     for (const Edit& edit : edits) {
-      if (edit.fp8.run != nullptr) return &edit.fp8;
+      if (edit.op_rule != nullptr) return edit.op_rule.get();
     }
     return nullptr;
   }
 
-  /// Why a strict fp8 rule cannot be followed in a region of a device, whose table has been made,
-  /// and a dtype; empty if it can, or if there is none.
-  std::string strict_fp8_refusal(std::size_t device_index, at::DeviceType device,
-                                 at::ScalarType dtype) const {
+  /// Why a strict OpRule cannot be followed in a region of a device, whose table has been made, and
+  /// a dtype; empty if it can, or if there is none.
+  std::string strict_refusal(std::size_t device_index, at::DeviceType device,
+                             at::ScalarType dtype) const {
     for (const Edit& edit : edits) {
-      if (edit.fp8.run == nullptr || !edit.fp8.options.strict) continue;
-      if (const std::string& why = fp8_refusal(device_index, edit.fp8); !why.empty()) return why;
+      if (edit.op_rule == nullptr || !edit.op_rule->is_strict()) continue;
+      if (const std::string& why = refusal(device_index, edit); !why.empty()) return why;
       if (edit.when.dtype.value_or(dtype) != dtype) continue;
-      const std::string_view why = why_not_fp8_in(edit.fp8.options, device, dtype);
-      if (!why.empty()) return std::string(why);
+      std::string why = edit.op_rule->why_not_in(device, dtype);
+      if (!why.empty()) return why;
     }
     return {};
   }
 
-  /// Why an fp8 rule cannot be followed on a device, whose table has been made; empty if it can.
-  const std::string& fp8_refusal(std::size_t device_index, const Fp8Rule& rule) const {
-    return compiled_[device_index]
-        .table.fp8_refusals[static_cast<std::size_t>(rule.options.recipe)];
+  /// Why an edit's OpRule cannot be followed on a device, whose table has been made; empty if it
+  /// can.
+  const std::string& refusal(std::size_t device_index, const Edit& edit) const {
+    return compiled_[device_index].table.refusals[static_cast<std::size_t>(&edit - edits.data())];
   }
 
   /// The rules of overlay `overlay` on a device, whose table has been made.
@@ -212,7 +211,7 @@ class PolicyData {
     for (std::size_t i = entry.conditional->size(); i-- > 0;) {  // the last that holds wins
       const Edit& edit = edits[(*entry.conditional)[i]];
       if (holds(edit.when, dtype, call))
-        return {edit.cast, edit.fp8.run == nullptr ? nullptr : &edit.fp8};
+        return {edit.cast, edit.op_rule == nullptr ? nullptr : &edit};
     }
     return entry;
   }
@@ -247,7 +246,8 @@ inline const std::shared_ptr<const PolicyData>& unedited(BaseTable base) {
 inline bool is_same(const Edit& a, const Edit& b) {
   return a.cast == b.cast && a.names == b.names && a.family == b.family &&
          a.when.dtype == b.when.dtype && !a.when.predicate && !b.when.predicate &&
-         a.fp8.options == b.fp8.options;
+         (a.op_rule == nullptr) == (b.op_rule == nullptr) &&
+         (a.op_rule == nullptr || a.op_rule->text() == b.op_rule->text());
 }
 
 /// Whether two policies are known to have the same rules.

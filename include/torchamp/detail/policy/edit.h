@@ -11,28 +11,30 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/fp8/rule.h"
 #include "torchamp/detail/policy/castable.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/policy/op_rule.h"
 #include "torchamp/detail/policy/rule.h"
 #include "torchamp/detail/text.h"
 #include "torchamp/ops.h"
 
 namespace torchamp::detail {
 
-/// The overloads that an edit, called `call`, reaches with the name `name`.
+/// The overloads that an edit, called `call`, reaches with the name `name`. `op_rule`: of the rule
+/// fp8.
 inline std::vector<c10::OperatorHandle> overloads_to_edit(const std::string& call,
                                                           const CastRow& rule,
+                                                          const OpRule* op_rule,
                                                           const std::string& name,
                                                           bool missing_ok) {
   std::vector<c10::OperatorHandle> found = find_ops(name, call, missing_ok);
   if (!rule.casts) return found;
   std::vector<c10::OperatorHandle> castable;
   std::string reason;
-  const bool fp8 = rule.cast == Cast::fp8;
+  const bool fp8 = op_rule != nullptr;
   for (const auto& op : found) {
-    const std::string why = fp8 ? why_not_fp8(c10::toString(op.operator_name()))
+    const std::string why = fp8 ? op_rule->why_not_op(c10::toString(op.operator_name()))
                                 : std::string(why_not_castable(op.schema()));
     if (why.empty()) {
       castable.push_back(op);
@@ -46,12 +48,18 @@ inline std::vector<c10::OperatorHandle> overloads_to_edit(const std::string& cal
   return castable;
 }
 
-/// Adds an edit: see Policy::set. Where it throws, `policy` is as it was. `fp8`: of the rule fp8.
+/// Adds an edit: see Policy::set. Where it throws, `policy` is as it was. `op_rule`: of the rule
+/// fp8, whose own by default.
 inline void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, const When& when,
-                     const Fp8Rule& fp8 = {}) {
+                     std::shared_ptr<const OpRule> op_rule = nullptr) {
   const CastRow* const row = row_of(rule);
   TORCH_CHECK(row != nullptr, "Policy::set: ", static_cast<int>(rule), " is not a rule of Cast.");
   const std::string call = "Policy::" + std::string(row->name);
+  if (rule == Cast::fp8 && op_rule == nullptr) {
+    TORCH_CHECK(fp8_rule_maker() != nullptr,
+                "Policy::set: the rule fp8 needs torchamp/fp8.h. Include it in some source file.");
+    op_rule = fp8_rule_maker()();
+  }
   const bool is_family = !ops.family().empty();
   TORCH_CHECK(!when.dtype || *when.dtype == at::kHalf || *when.dtype == at::kBFloat16 ||
                   *when.dtype == at::kFloat,
@@ -60,7 +68,7 @@ inline void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, const Wh
               "of CUDA, torch::kFloat.");
   std::vector<std::string> reached;
   for (const std::string& name : ops) {
-    for (const auto& op : overloads_to_edit(call, *row, name, is_family)) {
+    for (const auto& op : overloads_to_edit(call, *row, op_rule.get(), name, is_family)) {
       reached.push_back(full_name(op.operator_name()));
     }
   }
@@ -73,7 +81,7 @@ inline void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, const Wh
       rules.conditional.push_back(policy.edits.size());  // once, however many names reach it
     }
   }
-  Edit edit{rule, {}, std::string(ops.family()), when, fp8};
+  Edit edit{rule, {}, std::string(ops.family()), when, std::move(op_rule)};
   if (!is_family) edit.names.assign(ops.begin(), ops.end());
   policy.edits.push_back(std::move(edit));
 }
@@ -81,9 +89,9 @@ inline void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, const Wh
 /// A policy with one more edit: see Policy::set.
 inline std::shared_ptr<const PolicyData> edited(const std::shared_ptr<const PolicyData>& policy,
                                                 Cast rule, const OpNames& ops, const When& when,
-                                                const Fp8Rule& fp8 = {}) {
+                                                std::shared_ptr<const OpRule> op_rule = nullptr) {
   auto copy = std::make_shared<PolicyData>(*policy);
-  add_edit(*copy, rule, ops, when, fp8);
+  add_edit(*copy, rule, ops, when, std::move(op_rule));
   return copy->edits.size() == policy->edits.size() ? policy : copy;
 }
 

@@ -16,7 +16,6 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/fp8/rule.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/edit.h"
@@ -84,10 +83,14 @@ inline std::optional<std::string> module_of_line(std::string_view line) {
   return words.size() == 2 ? words[1] : std::string();
 }
 
+/// Makes the rule whose options are what a policy's text has in brackets; an unknown one is an
+/// error.
+using ParseFp8Rule = std::shared_ptr<const OpRule> (*)(const std::string& options);
+
 /// Reads a policy's text line by line; every error begins with `where` and names the line.
 class PolicyParser {
  public:
-  /// `parse_fp8`: null where fp8 rules are an error: see Note [Who compiles fp8].
+  /// `parse_fp8`: null where fp8 rules are an error.
   PolicyParser(std::string where, ParseFp8Rule parse_fp8)
       : where_(std::move(where)), parse_fp8_(parse_fp8) {}
 
@@ -194,7 +197,7 @@ class PolicyParser {
           "an fp8 rule cannot come from the environment. Give it in the program, by Policy::fp8 or "
           "load_policy()");
     try {
-      add_edit(*policy_, row->cast, ops, when, is_fp8 ? parse_fp8_(fp8_options) : Fp8Rule());
+      add_edit(*policy_, row->cast, ops, when, is_fp8 ? parse_fp8_(fp8_options) : nullptr);
     } catch (const c10::Error& error) {
       check(false, error.what_without_backtrace());
     }

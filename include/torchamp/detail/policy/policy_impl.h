@@ -5,16 +5,18 @@
 #include <c10/core/DeviceType.h>
 #include <c10/util/Exception.h>
 
+#include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "torchamp/detail/bodies.h"
 #include "torchamp/detail/devices.h"
-#include "torchamp/detail/fp8/rule.h"
 #include "torchamp/detail/policy/castable.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/edit.h"
+#include "torchamp/detail/policy/op_rule.h"
 #include "torchamp/detail/policy/resolve.h"
 #include "torchamp/detail/policy/rule.h"
 #include "torchamp/ops.h"
@@ -32,8 +34,8 @@ TORCHAMP_BODY Policy Policy::torch() {
 }
 
 TORCHAMP_BODY Policy& Policy::edit(Cast rule, const OpNames& ops, const When& when,
-                                   const detail::Fp8Rule& fp8) {
-  data_ = detail::edited(data_, rule, ops, when, fp8);
+                                   std::shared_ptr<const detail::OpRule> op_rule) {
+  data_ = detail::edited(data_, rule, ops, when, std::move(op_rule));
   return *this;
 }
 

@@ -42,7 +42,7 @@ inline std::string_view region_dtype_name(at::ScalarType dtype) {
 /// One edit as text: "fp32 when float16: ops::norm, pow".
 inline std::string to_string(const Edit& edit) {
   std::string text(torchamp::to_string(edit.cast));
-  if (edit.fp8.run != nullptr) text = edit.fp8.text(edit.fp8.options);
+  if (edit.op_rule != nullptr) text = edit.op_rule->text();
   if (edit.when.dtype) text.append(" when ").append(region_dtype_name(*edit.when.dtype));
   text += ": ";
   if (!edit.family.empty()) return text + "ops::" + edit.family;

@@ -118,7 +118,7 @@ inline OverlayTable::Entry overlay_entry(const PolicyData& policy, const c10::Op
     if (is_shield && needs_shield(on_device)) entry.cast = cast;
   } else if (cast != Cast::native && !native_agrees(on_device, cast)) {
     entry.cast = cast;
-    if (cast == Cast::fp8) entry.fp8 = &policy.edits[edited->edit].fp8;
+    if (cast == Cast::fp8) entry.edit = &policy.edits[edited->edit];
   }
   if (edited != nullptr && !edited->conditional.empty()) {
     entry.conditional = &edited->conditional;
