@@ -6,6 +6,7 @@
 #include <torchamp/precision_audit.h>
 #include <torchamp/torchamp.h>
 #include <torchamp/training_checkpoint.h>
+#include <torchamp/weight_cache.h>
 
 #include <algorithm>
 #include <chrono>

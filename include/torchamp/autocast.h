@@ -12,10 +12,10 @@
 #include <cstddef>
 #include <optional>
 
+#include "torchamp/cast_cache.h"
 #include "torchamp/detail/overlay/autocast_region.h"
 #include "torchamp/policy.h"
 #include "torchamp/version.h"
-#include "torchamp/weight_cache.h"
 
 namespace TORCHAMP_NAMESPACE {
 

@@ -27,6 +27,7 @@
 #include "torchamp/detail/graph/make_recorder.h"
 #include "torchamp/detail/graph/recorder.h"
 #include "torchamp/detail/graph/static_inputs.h"
+#include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/overlay/weight_casts.h"
 #include "torchamp/detail/weights/derived.h"
 #include "torchamp/detail/weights/store.h"
@@ -233,7 +234,7 @@ inline const CudaGraph::Tensors& CudaGraph::operator()(const Tensors& batch) {
   for (const auto& state : states_) {
     if (state->wants_look()) recorder_->run([&] { state->look(); });
   }
-  detail::derived_weights().all_changed();
+  if (auto* const kept = detail::kept_weights()) kept->all_changed();
   return outputs_;
 }
 

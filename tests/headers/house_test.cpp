@@ -40,6 +40,7 @@ constexpr Place places[] = {
     {"detail/autograd_node.h", 1},
     {"detail/tensor_pairs.h", 1},
     // 2: what a process has once
+    {"detail/overlay/kept_weights.h", 2},
     {"detail/overlay/runtime.h", 2},
     {"detail/graph/body.h", 2},
     // 3: rules and tables
@@ -49,6 +50,7 @@ constexpr Place places[] = {
     // 4: threads' policies, regions and their kernels
     {"detail/overlay/", 4},
     {"autocast", 4},
+    {"cast_cache.h", 4},
     // 5: gradients
     {"detail/gradients/", 5},
     {"missing_gradients.h", 5},
@@ -100,32 +102,20 @@ struct Budget {
 };
 // To come down to 22 and 3,400, 18 and 2,400, 20 and 3,000, 52 and 8,300.
 constexpr Budget budgets[] = {
-    {"autocast.h", 41, 5300},
-    {"optim.h", 44, 5900},
-    {"grad_scaler.h", 68, 9750},
-    {"torchamp.h", 93, 12900},
+    {"autocast.h", 35, 4500},
+    {"optim.h", 31, 4050},
+    {"grad_scaler.h", 55, 7950},
+    {"torchamp.h", 86, 12200},
 };
-constexpr Budget all_headers = {"include/", 214, 31300};  // to come down to 160 and 24,000
+constexpr Budget all_headers = {"include/", 217, 31500};  // to come down to 160 and 24,000
 
 /// Includes that go up from the core as yet. One that is gone is to be taken out of this list.
 const std::set<std::string> still_upward = {
-    "autocast.h -> weight_cache.h",
     "clip_grad.h -> detail/shards.h",
     "detail/gradients/collect.h -> detail/split_weight.h",
     "detail/optim/parameters.h -> detail/split_weight.h",
     "detail/optim/plan.h -> detail/optim/split_step.h",
     "detail/optim/plan.h -> detail/split_weight.h",
-    "detail/overlay/autocast_region.h -> weight_cache.h",
-    "detail/overlay/autocast_region_impl.h -> detail/weights/derived.h",
-    "detail/overlay/autocast_region_impl.h -> detail/weights/store.h",
-    "detail/overlay/autocast_region_impl.h -> weight_cache.h",
-    "detail/overlay/cast_arguments.h -> detail/weights/cast.h",
-    "detail/overlay/cast_arguments.h -> detail/weights/derived.h",
-    "detail/overlay/cast_arguments.h -> detail/weights/store.h",
-    "detail/overlay/runtime.h -> detail/weights/derived.h",
-    "detail/overlay/thread_policy.h -> detail/weights/derived.h",
-    "detail/overlay/weight_casts_impl.h -> detail/weights/derived.h",
-    "detail/overlay/weight_casts_impl.h -> detail/weights/store.h",
     "detail/scaler/grad_scaler_archive.h -> detail/io/checksum.h",
     "detail/scaler/scale_state.h -> detail/scaler/captured_scale.h",
     "detail/scaler/scale_update.h -> detail/scaler/gradient_forecast.h",

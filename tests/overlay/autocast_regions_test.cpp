@@ -7,9 +7,11 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/jit/python/update_graph_executor_opt.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -21,6 +23,8 @@
 #include "support/warnings.h"
 #include "torchamp/autocast.h"
 #include "torchamp/autocast_state.h"
+#include "torchamp/detail/overlay/kept_weights.h"
+#include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/overlay/thread_policy.h"
 
 namespace {
@@ -196,7 +200,46 @@ TEST(AutocastGuard, DestroyedByAnotherThreadItWarnsAndTouchesNothing) {
   torch::jit::setGraphExecutorOptimize(true);
 }
 
+/// What is kept of weights while it lives, as far as regions go.
+class Regions final : public torchamp::detail::KeptWeights {
+ public:
+  Regions() { torchamp::detail::shared_runtime().kept_weights = this; }
+  ~Regions() { torchamp::detail::shared_runtime().kept_weights = nullptr; }
+
+  std::uint64_t begin_region() override {
+    open_.insert(++last_);
+    return last_;
+  }
+  void end_region(std::uint64_t region) override { EXPECT_EQ(open_.erase(region), 1U); }
+  void end_window() override {}
+  void changed(at::TensorList) override {}
+  void all_changed() override {}
+  void clear() override {}
+
+  std::uint64_t begun() const { return last_; }
+  std::size_t open() const { return open_.size(); }
+
+ private:
+  std::uint64_t last_ = 0;
+  std::set<std::uint64_t> open_;
+};
+
+TEST(AutocastGuard, TheOutermostTellsWhoKeepsThingsOfWeightsOfItsBeginAndEnd) {
+  const Regions regions;
+  for (std::uint64_t i = 1; i <= 3; ++i) {
+    const AutocastGuard outermost(at::kCPU);
+    const AutocastGuard nested(at::kCPU, {.policy = Policy::torch()});
+    EXPECT_EQ(regions.begun(), i);
+    EXPECT_EQ(regions.open(), 1U);
+    EXPECT_EQ(torchamp::detail::thread_policy()->keep.region, i);
+  }
+  EXPECT_EQ(regions.open(), 0U);
+  EXPECT_ANY_THROW(AutocastGuard(at::kCPU, at::kInt));
+  EXPECT_EQ(regions.begun(), 3U);
+}
+
 TEST(AutocastGuard, AGuardLikeTheLastUsesItsMemoryForARegionOfItsOwn) {
+  const Regions regions;
   const auto policy_of = [](const torchamp::AutocastOptions& options) {
     const AutocastGuard autocast(at::kCPU, options);
     return std::pair(torchamp::detail::thread_policy(),
@@ -214,6 +257,7 @@ TEST(AutocastGuard, AGuardLikeTheLastUsesItsMemoryForARegionOfItsOwn) {
 }
 
 TEST(AutocastGuard, AGuardLikeTheLastLeavesAStateThatSomebodyHasTakenAsItWas) {
+  const Regions regions;
   std::optional<torchamp::AutocastState> state;
   std::uint64_t region = 0;
   {

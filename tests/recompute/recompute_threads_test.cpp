@@ -17,6 +17,7 @@
 #include "support/leaf.h"
 #include "torchamp/autocast.h"
 #include "torchamp/recompute.h"
+#include "torchamp/weight_cache.h"
 
 namespace {
 
@@ -98,8 +99,8 @@ Tensor shared_gradient(bool checkpointed, const AutocastOptions& options) {
 
 TEST(CheckpointThreads, AddUpGradientsOfAWeightAsWhereEachUseHasACastOfItsOwn) {
   using torchamp::WeightCache;
-  for (const WeightCache cache :
-       {WeightCache::none, WeightCache::region, WeightCache::window, WeightCache::kept}) {
+  for (const WeightCache cache : std::vector<WeightCache>{WeightCache::none, WeightCache::region,
+                                                          WeightCache::window, WeightCache::kept}) {
     const Tensor plain = shared_gradient(false, {.cache = cache});
     EXPECT_TRUE(at::equal(shared_gradient(true, {.cache = cache}), plain));
   }

@@ -13,7 +13,9 @@
 
 #include "support/leaf.h"
 #include "torchamp/autocast.h"
+#include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/weights/store.h"
+#include "torchamp/weight_cache.h"
 
 namespace {
 
@@ -303,6 +305,7 @@ TEST(DerivedWeights, ServesManyThreads) {
 TEST(KeepOfThisThread, IsTheOutermostGuardsRegion) {
   using torchamp::detail::keep_of_this_thread;
   using Until = WeightKeep::Until;
+  (void)torchamp::detail::derived_weights();
   EXPECT_EQ(keep_of_this_thread().until, Until::made);
   std::uint64_t region = 0;
   {
@@ -320,6 +323,25 @@ TEST(KeepOfThisThread, IsTheOutermostGuardsRegion) {
   }
   const torchamp::AutocastGuard guard(torch::kCPU);
   EXPECT_NE(keep_of_this_thread().region, region);
+}
+
+TEST(KeepOfThisThread, IsNothingInARegionThatBeganBeforeTheStore) {
+  using torchamp::detail::keep_of_this_thread;
+  using Until = WeightKeep::Until;
+  auto& known = torchamp::detail::shared_runtime().kept_weights;
+  (void)torchamp::detail::derived_weights();
+  auto* const store = known.exchange(nullptr);
+  const torchamp::AutocastGuard before(torch::kCPU);
+  known = store;
+  EXPECT_EQ(keep_of_this_thread().until, Until::made);
+  {
+    const torchamp::AutocastGuard nested(torch::kCPU, {.policy = torchamp::Policy::torch()});
+    EXPECT_EQ(keep_of_this_thread().until, Until::region_ends);
+    EXPECT_NE(keep_of_this_thread().region, 0U);
+    const torchamp::AutocastGuard kept(torch::kCPU, {.cache = torchamp::WeightCache::kept});
+    EXPECT_EQ(keep_of_this_thread().until, Until::told);
+  }
+  EXPECT_EQ(keep_of_this_thread().until, Until::made);
 }
 
 }  // namespace

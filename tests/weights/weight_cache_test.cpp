@@ -302,13 +302,13 @@ TEST_F(WeightCaches, IsInheritedByNestedGuards) {
 TEST_F(WeightCaches, RefusesOptionsThatContradictEachOther) {
   const auto make = [](AutocastOptions options) { const AutocastGuard guard(at::kCPU, options); };
   const auto state = at::autocast::is_autocast_enabled(at::kCPU);
-  for (const auto cache : {WeightCache::libtorch, WeightCache::region, WeightCache::kept}) {
+  for (const WeightCache cache :
+       std::vector<WeightCache>{WeightCache::libtorch, WeightCache::region, WeightCache::kept}) {
     EXPECT_ERROR((make({.cache_enabled = false, .cache = cache})),
                  "cache_enabled = false contradicts cache, which keeps casts");
   }
   EXPECT_ERROR((make({.cache_enabled = true, .cache = WeightCache::none})),
                "cache_enabled = true contradicts cache, which is WeightCache::none");
-  EXPECT_ERROR(make({.cache = static_cast<WeightCache>(9)}), "9 is no WeightCache");
   EXPECT_EQ(at::autocast::is_autocast_enabled(at::kCPU), state);
   EXPECT_TRUE(at::autocast::is_autocast_cache_enabled());
   make({.cache_enabled = true, .cache = WeightCache::region});

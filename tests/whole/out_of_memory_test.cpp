@@ -10,6 +10,7 @@
 #include <torchamp/optim.h>
 #include <torchamp/precision_audit.h>
 #include <torchamp/training_checkpoint.h>
+#include <torchamp/weight_cache.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -338,7 +339,8 @@ TEST_F(OutOfMemory, KeptCastsAreThoseOfTheWeightsAllTheSame) {
     const torchamp::AutocastGuard autocast(sim0, {.dtype = at::kHalf, .cache = cache});
     return net->forward(x).detach();
   };
-  for (const auto cache : {torchamp::WeightCache::region, torchamp::WeightCache::kept}) {
+  using torchamp::WeightCache;
+  for (const WeightCache cache : std::vector<WeightCache>{WeightCache::region, WeightCache::kept}) {
     for (int i = 0; i < 2; ++i) {
       Tensor y;
       EXPECT_GT(until_memory_suffices([&] { y = forward(cache); }, [] {}), 2);

@@ -26,10 +26,10 @@
 #include "torchamp/detail/distributed/collective.h"
 #include "torchamp/detail/distributed/main_reducer.h"
 #include "torchamp/detail/distributed/reduce_dtype.h"
+#include "torchamp/detail/overlay/kept_weights.h"
+#include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/split_bits.h"
 #include "torchamp/detail/split_weight.h"
-#include "torchamp/detail/weights/derived.h"
-#include "torchamp/detail/weights/store.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -59,7 +59,7 @@ inline void broadcast(const char* call, const c10::intrusive_ptr<c10d::ProcessGr
   }
   collective(call, [&] { c10d::broadcast_coalesced(group, all, together, root); });
   for (const at::Tensor& tensor : whole) split_of(tensor)->note_version(tensor);
-  derived_weights().changed(tensors);
+  if (KeptWeights* const kept = kept_weights()) kept->changed(tensors);
 }
 
 /// How gradients are averaged, see DistributedDataParallelOptions.

@@ -21,6 +21,7 @@
 #include "torchamp/detail/fp8/usage.h"
 #include "torchamp/detail/policy/op_rule.h"
 #include "torchamp/detail/tensors.h"
+#include "torchamp/detail/weights/store.h"
 #include "torchamp/fp8_options.h"
 #include "torchamp/ops.h"
 
@@ -149,6 +150,7 @@ class Fp8Rule final : public OpRule {
   }
 
   std::string why_not_on(at::DeviceType device) const override {
+    (void)derived_weights();  // there before the first region with this rule begins
     return why_no_fp8_product(options_, device);
   }
 

@@ -10,11 +10,11 @@
 #include <memory>
 #include <optional>
 
+#include "torchamp/cast_cache.h"
 #include "torchamp/detail/bodies.h"
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/overlay/policy_scope.h"
 #include "torchamp/detail/policy/op_rule.h"
-#include "torchamp/weight_cache.h"
 
 namespace torchamp::detail {
 
@@ -43,8 +43,8 @@ class AutocastRegion {
     at::DeviceType device;
     at::ScalarType dtype;
     bool enabled;
-    PolicyNode policy;                           // empty: the thread's stays
-    std::uint64_t own_region = 0;                // the outermost guard's number; 0 of others
+    PolicyNode policy;             // empty: the thread's stays
+    std::uint64_t own_region = 0;  // of an outermost guard, if things are kept of weights; else 0
     std::shared_ptr<OpRuleUsage> op_rule_usage;  // null: no OpRule, or the outer region's
   };
 

@@ -16,11 +16,13 @@
 #include <string>
 #include <utility>
 
+#include "torchamp/cast_cache.h"
 #include "torchamp/detail/bodies.h"
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/overlay/autocast_region.h"
 #include "torchamp/detail/overlay/compile.h"
 #include "torchamp/detail/overlay/environment.h"
+#include "torchamp/detail/overlay/kept_weights.h"
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/overlay/script_switch.h"
 #include "torchamp/detail/overlay/spare_policy.h"
@@ -28,9 +30,6 @@
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/op_rule.h"
 #include "torchamp/detail/tensors.h"
-#include "torchamp/detail/weights/derived.h"
-#include "torchamp/detail/weights/store.h"
-#include "torchamp/weight_cache.h"
 
 namespace torchamp::detail {
 
@@ -90,20 +89,10 @@ inline std::optional<WeightCache> asked_cache(std::optional<bool> enabled,
   return cache;
 }
 
-inline WeightKeep::Until until_of(WeightCache cache) {
-  switch (cache) {
-    case WeightCache::none:
-      return WeightKeep::Until::made;
-    case WeightCache::libtorch:
-    case WeightCache::region:
-      return WeightKeep::Until::region_ends;
-    case WeightCache::window:
-      return WeightKeep::Until::weights_step;
-    case WeightCache::kept:
-      return WeightKeep::Until::told;
-  }
-  TORCH_CHECK_VALUE(false, "AutocastGuard: ", static_cast<int>(cache),
-                    " is no WeightCache. Pass one of its enumerators.");
+/// The number of an outermost guard's region, by which things are kept of weights; 0 if none are.
+inline std::uint64_t begin_region() {
+  KeptWeights* const kept = kept_weights();
+  return kept == nullptr ? 0 : kept->begin_region();
 }
 
 TORCHAMP_BODY AutocastRegion::Checked::Checked(
@@ -123,17 +112,20 @@ TORCHAMP_BODY AutocastRegion::Checked::Checked(
                      : asked_policy              ? asked_policy
                      : outer && outer->inherited ? outer->inherited
                                                  : unedited(BaseTable::standard);
-  const WeightKeep::Until until = cache ? until_of(*cache)
-                                  : outer && outer->keep.region != 0
-                                      ? outer->keep.until
-                                      : WeightKeep::Until::region_ends;
-  const bool keeps_casts = cache ? *cache >= WeightCache::region : outer && outer->keeps_casts;
+  const bool is_inner = outer && outer->is_in_guard;
+  const WeightKeep::Until until = cache      ? cache->until()
+                                  : is_inner ? outer->keep.until
+                                             : WeightKeep::Until::region_ends;
+  const WeightCasts* const casts = cache ? cache->casts() : outer ? outer->casts : nullptr;
   std::shared_ptr<const PolicyData> in_force;
-  if (enabled) in_force = ready_policy(data, device, keeps_casts);
+  if (enabled) {
+    prepare_region(*data, casts, device);
+    in_force = data;
+  }
   const OpRule* const rule = enabled && is_16_bit(dtype) ? in_force->op_rule() : nullptr;
   if (rule != nullptr) check_strict_rules(*in_force, index, device, dtype);
   if (outer && outer->inherited == data && outer->in_force[index] == in_force &&
-      outer->keep.until == until && outer->keeps_casts == keeps_casts) {
+      outer->keep.until == until && outer->casts == casts) {
     // Taken over, it does not hold for scripts yet: see Note [Derivatives of scripts]. In backward
     // it does not hold for sums: see Note [Sums of gradients].
     if (enabled && (!ScriptSwitch::has_scope() || leaves_sums_alone(*outer))) {
@@ -147,18 +139,16 @@ TORCHAMP_BODY AutocastRegion::Checked::Checked(
   const ThreadPolicy* const spare =
       !is_below_all || !in_force || rule || in_backward ? nullptr : SparePolicy::look();
   if (spare && spare->in_force[index] == in_force && spare->inherited == data &&
-      spare->keep.until == until && spare->keeps_casts == keeps_casts) {
-    own_region = derived_weights().begin_region();
+      spare->keep.until == until && spare->casts == casts) {
+    own_region = begin_region();
     policy = SparePolicy::take(own_region);
     return;
   }
   auto inner = copy_of(outer);
-  if (inner->keep.region == 0) {
-    own_region = derived_weights().begin_region();
-    inner->keep.region = own_region;
-  }
+  if (inner->keep.region == 0) inner->keep.region = own_region = begin_region();
+  inner->is_in_guard = true;
   inner->keep.until = until;
-  inner->keeps_casts = keeps_casts;
+  inner->casts = casts;
   inner->in_force[index] = std::move(in_force);
   if (rule != nullptr) {
     op_rule_usage = inner->op_rule_usage = rule->make_usage(inner->op_rule_usage);
@@ -200,7 +190,7 @@ TORCHAMP_BODY AutocastRegion::AutocastRegion(Checked checked, std::optional<bool
 TORCHAMP_BODY AutocastRegion::~AutocastRegion() {
   if (!policy_scope_.end_of("~AutocastGuard")) return;
   if (nesting_.leave() == 0 || dtype_changed_) at::autocast::clear_cache();
-  if (own_region_ != 0) derived_weights().end_region(own_region_);
+  if (own_region_ != 0) kept_weights()->end_region(own_region_);
   before_.apply();
   at::autocast::set_autocast_cache_enabled(cache_enabled_before_);
   if (op_rule_usage_ != nullptr && std::uncaught_exceptions() == exceptions_) {

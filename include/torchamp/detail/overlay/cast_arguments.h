@@ -12,7 +12,6 @@
 
 #include <cmath>
 #include <cstddef>
-#include <cstdint>
 #include <limits>
 #include <optional>
 #include <string>
@@ -25,9 +24,6 @@
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/rule.h"
 #include "torchamp/detail/tensors.h"
-#include "torchamp/detail/weights/cast.h"
-#include "torchamp/detail/weights/derived.h"
-#include "torchamp/detail/weights/store.h"
 
 namespace torchamp::detail {
 
@@ -55,9 +51,7 @@ class CastArguments {
  public:
   /// `promotes`: the op itself computes in the widest dtype of its arguments, as additions do.
   CastArguments(const c10::FunctionSchema& schema, bool promotes)
-      : weight_places_(schema.arguments().size()),
-        count_(schema.arguments().size()),
-        promotes_(promotes) {
+      : count_(schema.arguments().size()), promotes_(promotes) {
     for (std::size_t i = 0; i < count_; ++i) {
       const auto& argument = schema.arguments()[i];
       if (is_dtype(argument, /*optional=*/true)) dtype_position_ = i;
@@ -78,7 +72,6 @@ class CastArguments {
     for (std::size_t i = 0; i < count_; ++i) {
       const auto& argument = schema.arguments()[i];
       if (is_running_statistic(argument) || !holds_tensors(*argument.type())) continue;
-      weight_places_[i] = static_cast<std::uint8_t>(place_of_weight(argument.name()));
       const bool is_beside = argument.name() == "weight" || argument.name() == "bias";
       (is_beside && !statistics_.empty() ? beside_statistics_ : positions_).push_back(i);
     }
@@ -107,10 +100,11 @@ class CastArguments {
     if (cast == fp32_where_it_must && !value_fits(stack)) {
       return to(at::kFloat, device, stack, first);
     }
-    if (cast != lower_precision_kept) return {};
-    cast_weights(at::autocast::get_autocast_dtype(device), device, stack, first);
-    return to(at::autocast::get_autocast_dtype(device), device, stack, first);
+    return {};
   }
+
+  /// Of the arguments that hold tensors, running statistics and what is beside them left out.
+  const std::vector<std::size_t>& positions() const { return positions_; }
 
  private:
   static bool is_castable(const at::Tensor& tensor, at::DeviceType device) {
@@ -222,33 +216,6 @@ class CastArguments {
     }
   }
 
-  // Takes casts of weights from the store, of those that it keeps.
-  void cast_weights(at::ScalarType dtype, at::DeviceType device, torch::jit::Stack& stack,
-                    std::size_t first) const {
-    const WeightKeep keep = keep_of_this_thread();
-    if (keep.until == WeightKeep::Until::made) return;
-    DerivedWeights& store = derived_weights();
-    const auto takes = [&](const at::Tensor& tensor, std::size_t position) {
-      return needs_cast(tensor, dtype, device) &&
-             is_weight(tensor, static_cast<WeightPlace>(weight_places_[position]));
-    };
-    for (const std::size_t position : positions_) {
-      c10::IValue& value = stack[first + position];
-      if (value.isTensor()) {
-        const at::Tensor& tensor = value.toTensor();
-        if (takes(tensor, position)) value = kept_cast(store, tensor, dtype, keep);
-      } else if (value.isList()) {
-        c10::impl::GenericList list = value.toList().copy();
-        for (std::size_t i = 0; i < list.size(); ++i) {
-          const c10::IValue& element = list.get(i);
-          if (!element.isTensor() || !takes(element.toTensor(), position)) continue;
-          list.set(i, kept_cast(store, element.toTensor(), dtype, keep));
-        }
-        value = list;
-      }
-    }
-  }
-
   static bool needs_cast(const at::Tensor& tensor, at::ScalarType dtype, at::DeviceType device) {
     return is_castable(tensor, device) && tensor.scalar_type() != dtype;
   }
@@ -305,7 +272,6 @@ class CastArguments {
   std::vector<std::size_t> positions_;          // of the arguments that hold tensors
   std::vector<std::size_t> statistics_;         // of running statistics; not in positions_
   std::vector<std::size_t> beside_statistics_;  // of their weight and bias; not in positions_
-  std::vector<std::uint8_t> weight_places_;     // a WeightPlace for each argument
   std::optional<std::size_t> dtype_position_;
   std::optional<std::size_t> training_position_;  // of what says whether statistics are updated
   std::optional<std::size_t> written_position_;

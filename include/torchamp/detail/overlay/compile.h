@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "torchamp/detail/devices.h"
+#include "torchamp/detail/overlay/kept_weights.h"
 #include "torchamp/detail/overlay/kernel.h"
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/policy/castable.h"
@@ -45,36 +46,6 @@ inline void prepare_op_rules(const PolicyData& policy, at::DeviceType device, Ov
   }
 }
 
-/// The ops that LibTorch's own kernels for the device may cast to its 16-bit dtype.
-inline std::vector<c10::OperatorHandle> natively_lowered(at::DeviceType device) {
-  std::vector<c10::OperatorHandle> ops;
-  const auto add = [&](std::string_view name) {
-    for (auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) ops.push_back(op);
-  };
-  if (device == at::kCPU) {
-    for (const std::string_view name : cpu_lower_precision_ops) add(name);
-  } else {
-    for (const ListedRule& rules : libtorch_cuda_lists()) add(rules.op);
-    for (const std::string_view name : cuda_lower_precision_ops) add(name);
-  }
-  return ops;
-}
-
-/// overlay_entry(), with kept casts of weights where the op is lowered, by the policy or by
-/// LibTorch's own kernel.
-inline OverlayTable::Entry entry_keeping_casts(const PolicyData& policy,
-                                               const c10::OperatorHandle& op,
-                                               at::DeviceType device) {
-  OverlayTable::Entry entry = overlay_entry(policy, op, device);
-  const bool may_be_native = entry.cast == Cast::native && has_native_kernel(op, device) &&
-                             why_not_castable(op.schema()).empty();
-  if (entry.cast == Cast::lower_precision ||
-      (may_be_native && effect_of_rule(policy, op, device) == Cast::lower_precision)) {
-    entry.cast = lower_precision_kept;
-  }
-  return entry;
-}
-
 /// overlay_entry(), where masked_fill's rule of the standard table holds only sometimes: see
 /// Note [What LibTorch refuses].
 inline OverlayTable::Entry entry_as_made(const PolicyData& policy, const c10::OperatorHandle& op,
@@ -96,11 +67,7 @@ inline OverlayTable compile_overlays(const PolicyData& policy, at::DeviceType de
     if (entry.cast == Cast::native && entry.conditional == nullptr) return;
     table.set(install_overlay(op, device, &make_overlay), entry_as_made(policy, op, entry));
   };
-  const auto entry_of = policy.keeps_casts ? &entry_keeping_casts : &overlay_entry;
-  if (policy.keeps_casts) {
-    for (const auto& op : natively_lowered(device)) add(op, entry_of(policy, op, device));
-  }
-  for (const auto& op : candidates(policy)) add(op, entry_of(policy, op, device));
+  for (const auto& op : candidates(policy)) add(op, overlay_entry(policy, op, device));
   if (policy.op_rule() != nullptr) prepare_op_rules(policy, device, table);
   return table;
 }
@@ -111,12 +78,11 @@ inline void compile_once(const PolicyData& policy, at::DeviceType device) {
                       [&] { return compile_overlays(policy, device); });
 }
 
-/// The policy as a ThreadPolicy puts it in force on a device, ready for use.
-inline std::shared_ptr<const PolicyData> ready_policy(
-    const std::shared_ptr<const PolicyData>& policy, at::DeviceType device, bool keeps_casts) {
-  std::shared_ptr<const PolicyData> ready = keeps_casts ? policy->keeping_casts() : policy;
-  compile_once(*ready, device);
-  return ready;
+/// Makes all ready for a region of a device: the policy, and who casts weights, if not LibTorch.
+inline void prepare_region(const PolicyData& policy, const WeightCasts* casts,
+                           at::DeviceType device) {
+  compile_once(policy, device);
+  if (casts != nullptr) casts->prepare(device);
 }
 
 }  // namespace torchamp::detail

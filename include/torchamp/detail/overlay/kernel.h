@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/operator_name.h>
 #include <ATen/core/stack.h>
@@ -18,8 +19,10 @@
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/overlay/binary_cross_entropy.h"
 #include "torchamp/detail/overlay/cast_arguments.h"
+#include "torchamp/detail/overlay/kept_weights.h"
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/overlay/thread_policy.h"
+#include "torchamp/detail/policy/castable.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/lists.h"
@@ -54,6 +57,12 @@ class NoWarningOfScatteredWeights final : public c10::WarningHandler {
   c10::WarningHandler* outer_ = c10::WarningUtils::get_warning_handler();
   c10::WarningUtils::WarningHandlerGuard guard_{this};
 };
+
+/// Whether LibTorch's own kernel for the device casts the op's arguments to 16 bits.
+inline bool lowers_natively(const c10::OperatorHandle& op, at::DeviceType device) {
+  return has_native_kernel(op, device) && why_not_castable(op.schema()).empty() &&
+         kernel_rule(full_name(op.operator_name()), device) == Cast::lower_precision;
+}
 
 // Note [Overlays]
 // An overlay is a boxed kernel for one op under one device's autocast key. It is registered at most
@@ -94,10 +103,12 @@ class Overlay final : public BoxedKernel {
     if (facts != nullptr && facts->is_product &&
         follow_op_rule(*of_thread, *policy, rule, op, *stack))
       return;
-    if (rule.cast == Cast::native) return call_native(op, keys, stack);
+    const WeightCasts* const casts = casts_of_weights(*of_thread, rule, facts);
+    const Cast cast = casts != nullptr ? Cast::lower_precision : rule.cast;
+    if (cast == Cast::native) return call_native(op, keys, stack);
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
-    const StandIns stand_ins = cast_arguments(facts, rule.cast, op, *stack);
-    if (rule.cast != Cast::unchanged && facts->is_recurrent_layer) {
+    const StandIns stand_ins = cast_arguments(facts, cast, casts, op, *stack);
+    if (cast != Cast::unchanged && facts->is_recurrent_layer) {
       const NoWarningOfScatteredWeights no_warning;
       op.redispatchBoxed(keys & after_, stack);
     } else {
@@ -110,16 +121,18 @@ class Overlay final : public BoxedKernel {
   /// What a call needs to know of its op. Most ops with an overlay are never called, so the first
   /// call finds it out.
   struct Facts {
-    explicit Facts(const c10::OperatorHandle& op)
+    Facts(const c10::OperatorHandle& op, at::DeviceType device)
         : cast_arguments(op.schema(), promotes_its_arguments(op.operator_name())),
           takes_probabilities(detail::takes_probabilities(op.operator_name())),
           is_recurrent_layer(detail::is_recurrent_layer(op.operator_name())),
-          is_product(detail::is_product(op.operator_name())) {}
+          is_product(detail::is_product(op.operator_name())),
+          is_natively_lowered(lowers_natively(op, device)) {}
 
     CastArguments cast_arguments;
     bool takes_probabilities;
     bool is_recurrent_layer;
     bool is_product;
+    bool is_natively_lowered;
   };
 
   /// Whether the op still has the arguments that it had when the overlay was made.
@@ -131,7 +144,7 @@ class Overlay final : public BoxedKernel {
   const Facts* facts_of_op(const c10::OperatorHandle& op) const {
     const Facts* known = facts_.load(std::memory_order_acquire);
     if (known != nullptr || !is_as_it_was(op)) return known;
-    auto made = std::make_unique<const Facts>(op);
+    auto made = std::make_unique<const Facts>(op, device_);
     if (facts_.compare_exchange_strong(known, made.get(), std::memory_order_acq_rel)) {
       known = made.release();
     }
@@ -172,13 +185,26 @@ class Overlay final : public BoxedKernel {
     return why.empty();
   }
 
-  StandIns cast_arguments(const Facts* facts, Cast cast, const c10::OperatorHandle& op,
-                          torch::jit::Stack& stack) const {
+  /// Who casts the call's weights to 16 bits, if not LibTorch.
+  static const WeightCasts* casts_of_weights(const ThreadPolicy& of_thread,
+                                             const OverlayTable::Rule& rule, const Facts* facts) {
+    if (of_thread.casts == nullptr) return nullptr;
+    const bool is_native = rule.cast == Cast::native && !rule.is_chosen && facts != nullptr &&
+                           facts->is_natively_lowered;
+    return is_native || rule.cast == Cast::lower_precision ? of_thread.casts : nullptr;
+  }
+
+  StandIns cast_arguments(const Facts* facts, Cast cast, const WeightCasts* casts,
+                          const c10::OperatorHandle& op, torch::jit::Stack& stack) const {
     if (cast == Cast::unchanged) return {};
     TORCH_CHECK(facts != nullptr && is_as_it_was(op), "torchamp: '", op.operator_name(),
                 "' was registered again with other arguments, but policies hold on to its first "
                 "schema. Give the new one another name.");
     if (facts->takes_probabilities && cast == Cast::fp32) warn_of_16_bit_probabilities(op, stack);
+    if (casts != nullptr) {
+      casts->cast(op.schema(), facts->cast_arguments.positions(),
+                  at::autocast::get_autocast_dtype(device_), device_, stack);
+    }
     return facts->cast_arguments(cast, device_, stack);
   }
 

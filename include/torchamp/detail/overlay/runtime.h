@@ -11,6 +11,7 @@
 #include <dlfcn.h>
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
@@ -23,8 +24,8 @@
 #include <vector>
 
 #include "torchamp/detail/devices.h"
+#include "torchamp/detail/overlay/kept_weights.h"
 #include "torchamp/detail/text.h"
-#include "torchamp/detail/weights/derived.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -59,7 +60,7 @@ struct SharedRuntime {
   std::mutex mutex;                             // guards `overlays`, and registering kernels
   std::array<Overlays, device_count> overlays;  // by device
 
-  DerivedWeights derived_weights;
+  std::atomic<KeptWeights*> kept_weights = nullptr;  // never freed, like the runtime
 
   const std::string slot_text = "torchamp policy";
   const std::string_view slot_name = slot_text;
@@ -156,6 +157,16 @@ inline SharedRuntime& make_shared_runtime() {
 inline SharedRuntime& shared_runtime() {
   static SharedRuntime& runtime = make_shared_runtime();
   return runtime;
+}
+
+/// What is kept of weights. Null where nothing has been, and where another version of torchamp owns
+/// the process: what cannot make a guard keeps nothing either.
+inline KeptWeights* kept_weights() noexcept {
+  try {
+    return shared_runtime().kept_weights.load(std::memory_order_acquire);
+  } catch (const c10::Error&) {
+    return nullptr;
+  }
 }
 
 /// The slot of c10::ThreadLocalDebugInfo that holds the thread's policy. A template, so that only

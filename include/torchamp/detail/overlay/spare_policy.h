@@ -44,7 +44,7 @@ class SparePolicy {
   /// Keeps what a scope that was outermost has taken out of the slot, if it may be of use.
   static void leave(PolicyNode last) {
     const ThreadPolicy& policy = *last.policy;
-    if (is_over() || policy.keep.region == 0 || policy.op_rule_usage || policy.guards ||
+    if (is_over() || !policy.is_in_guard || policy.op_rule_usage || policy.guards ||
         policy.outside || has_predicates(*policy.inherited) || !is_unshared(last)) {
       return;
     }

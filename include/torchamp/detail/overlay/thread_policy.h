@@ -11,10 +11,10 @@
 #include <memory>
 
 #include "torchamp/detail/devices.h"
+#include "torchamp/detail/overlay/kept_weights.h"
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/op_rule.h"
-#include "torchamp/detail/weights/derived.h"
 
 namespace torchamp::detail {
 
@@ -25,11 +25,10 @@ struct ThreadPolicy final : c10::DebugInfoBase, std::enable_shared_from_this<Thr
   std::shared_ptr<const PolicyData> inherited;  // for a nested guard that names no policy
   /// By device, with its table compiled; null outside guards and where they are disabled.
   std::array<std::shared_ptr<const PolicyData>, device_count> in_force;
-  /// How long what is derived from weights is kept. Its region is never 0 inside a guard.
-  WeightKeep keep;
-  std::shared_ptr<OpRuleUsage> op_rule_usage;  // of the innermost region with an OpRule
-  /// Whether casts are kept so as well, and not by LibTorch.
-  bool keeps_casts = false;
+  bool is_in_guard = false;
+  WeightKeep keep;                              // of what is made of weights
+  const WeightCasts* casts = nullptr;           // of weights; null: LibTorch's
+  std::shared_ptr<OpRuleUsage> op_rule_usage;   // of the innermost region with an OpRule
   std::shared_ptr<const GuardOverride> guards;  // of the guards inside; null but for a trial
   /// The backward pass, by autograd's number, in which a scope put it in force; else none. See
   /// Note [Sums of gradients].

@@ -65,9 +65,6 @@ inline void announce_choice(Cast cast) {
 /// it did not.
 inline constexpr std::string_view fp8_scope = "torchamp fp8: ";
 
-/// lower_precision with casts of weights that are kept, see WeightCache. Only tables have it.
-inline constexpr Cast lower_precision_kept = static_cast<Cast>(0x80);
-
 /// fp32 where the op's value does not fit into what it fills. Only tables have it.
 inline constexpr Cast fp32_where_it_must = static_cast<Cast>(0x82);
 
@@ -77,6 +74,7 @@ class OverlayTable {
   struct Rule {
     Cast cast = Cast::native;
     const Edit* edit = nullptr;  // of Cast::fp8, and not null then
+    bool is_chosen = false;      // for this call, by a condition
   };
   struct Entry : Rule {
     /// Indices of PolicyData::edits that hold only sometimes, tried first. Null if there are none
@@ -108,17 +106,6 @@ class PolicyData {
   explicit PolicyData(BaseTable base_table) : base(base_table) {}
   /// A copy to edit; it starts without compiled tables.
   PolicyData(const PolicyData& other) : base(other.base), edits(other.edits), rules(other.rules) {}
-  /// The same policy whose tables keep casts of weights. Any thread.
-  std::shared_ptr<const PolicyData> keeping_casts() const {
-    const std::scoped_lock lock(mutex_);
-    if (!keeping_casts_) {
-      auto copy = std::make_shared<PolicyData>(*this);
-      copy->keeps_casts = true;
-      keeping_casts_ = std::move(copy);
-    }
-    return keeping_casts_;
-  }
-
   PolicyData& operator=(const PolicyData&) = delete;
 
   /// What the edits made of one overload; null if they do not reach it.
@@ -138,8 +125,7 @@ class PolicyData {
 
   BaseTable base;
   std::vector<Edit> edits;
-  RuleMap rules;             // what the edits made of each overload that they reached
-  bool keeps_casts = false;  // its tables have lower_precision_kept
+  RuleMap rules;  // what the edits made of each overload that they reached
 
   /// Has `compile` make the table for a device, if it has not been made. Any thread.
   template <class Compile>
@@ -163,11 +149,8 @@ class PolicyData {
       rule.cast = has_recurrent_layers(device, dtype) ? Cast::native : Cast::fp32;
       if (rule.cast == Cast::fp32) warn_of_recurrent_layers_in_fp32(dtype);
     }
-    const bool lowers = rule.cast == Cast::lower_precision || rule.cast == lower_precision_kept;
-    announce_choice(lowers                            ? Cast::lower_precision
-                    : rule.cast == fp32_where_it_must ? Cast::fp32
-                                                      : rule.cast);
-    if (lowers && keeps_casts) rule.cast = lower_precision_kept;
+    announce_choice(rule.cast == fp32_where_it_must ? Cast::fp32 : rule.cast);
+    rule.is_chosen = true;
     return rule;
   }
 
@@ -211,7 +194,7 @@ class PolicyData {
     for (std::size_t i = entry.conditional->size(); i-- > 0;) {  // the last that holds wins
       const Edit& edit = edits[(*entry.conditional)[i]];
       if (holds(edit.when, dtype, call))
-        return {edit.cast, edit.op_rule == nullptr ? nullptr : &edit};
+        return {.cast = edit.cast, .edit = edit.op_rule == nullptr ? nullptr : &edit};
     }
     return entry;
   }
@@ -230,7 +213,6 @@ class PolicyData {
   };
   mutable std::mutex mutex_;
   mutable std::array<Compiled, device_count> compiled_;
-  mutable std::shared_ptr<const PolicyData> keeping_casts_;
 };
 
 /// The contents of Policy::standard() and Policy::torch(), which all copies share.

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "torchamp/detail/bodies.h"
+#include "torchamp/detail/overlay/kept_weights.h"
 #include "torchamp/detail/weights/stamp.h"
 #include "torchamp/version.h"
 
@@ -50,20 +51,8 @@ struct WeightForm {
   bool operator==(const WeightForm&) const = default;
 };
 
-/// How long something is kept.
-struct WeightKeep {
-  enum class Until : std::uint8_t {
-    made,          ///< not at all
-    region_ends,   ///< the outermost guard's end
-    weights_step,  ///< the next step of any optimizer that the library sees
-    told,          ///< until the program drops it, or the weight is gone
-  };
-  Until until = Until::made;
-  std::uint64_t region = 0;  ///< that of the outermost guard
-};
-
 /// What was derived from weights, for as long as it holds and is to be kept. Any thread.
-class DerivedWeights {
+class DerivedWeights final : public KeptWeights {
  public:
   struct Counts {
     int64_t hits = 0;
@@ -72,8 +61,6 @@ class DerivedWeights {
   };
 
   DerivedWeights();
-  DerivedWeights(const DerivedWeights&) = delete;
-  DerivedWeights& operator=(const DerivedWeights&) = delete;
   ~DerivedWeights();
 
   /// What `make` gives for the weight as it is now: see Note [What is derived from weights]. `hit`
@@ -93,28 +80,15 @@ class DerivedWeights {
     return made;
   }
 
-  /// The weights, and what else looks at their memory, may have other values now, though LibTorch
-  /// has not counted a write.
-  void changed(at::TensorList weights);
-
-  /// Any weight may have other values now.
-  void all_changed();
-
-  /// The outermost guard begins; returns the region's number, which is not 0.
-  std::uint64_t begin_region();
-
-  /// Drops what was kept for the region, and what belongs to weights that are gone. Nothing is kept
-  /// for it any more, by threads that still have its state.
-  void end_region(std::uint64_t region);
-
-  /// Drops what was kept until weights step.
-  void end_window();
+  TORCHAMP_BODY void changed(at::TensorList weights) override;
+  TORCHAMP_BODY void all_changed() override;
+  TORCHAMP_BODY std::uint64_t begin_region() override;
+  TORCHAMP_BODY void end_region(std::uint64_t region) override;
+  TORCHAMP_BODY void end_window() override;
+  TORCHAMP_BODY void clear() override;
 
   /// Drops what belongs to weights that are gone.
   void drop_gone();
-
-  /// Drops all.
-  void clear();
 
   /// Nothing is kept or found while one of these lives.
   class Suspension {

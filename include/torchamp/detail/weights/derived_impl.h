@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "torchamp/detail/bodies.h"
+#include "torchamp/detail/overlay/kept_weights.h"
 #include "torchamp/detail/weights/derived.h"
 #include "torchamp/detail/weights/stamp.h"
 

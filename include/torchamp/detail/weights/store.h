@@ -2,15 +2,17 @@
 #pragma once
 
 #include "torchamp/detail/bodies.h"
+#include "torchamp/detail/overlay/kept_weights.h"
 #include "torchamp/detail/weights/derived.h"
 
 namespace torchamp::detail {
 
-/// The process's store of what is derived from weights: see there. Any thread.
+/// The process's store of what is derived from weights, which the first call makes: see there. Any
+/// thread.
 DerivedWeights& derived_weights();
 
-/// How long the calling thread keeps what it derives from weights: not at all outside of guards, or
-/// in those without a cache.
+/// How long the calling thread keeps what it derives from weights: not at all outside of guards, in
+/// those without a cache, and for a region that began before the store.
 WeightKeep keep_of_this_thread();
 
 }  // namespace torchamp::detail

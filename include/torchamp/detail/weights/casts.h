@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/function_schema.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/stack.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/ScalarType.h>
+
+#include <array>
+#include <cstddef>
+#include <mutex>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/devices.h"
+#include "torchamp/detail/overlay/compile.h"
+#include "torchamp/detail/overlay/kept_weights.h"
+#include "torchamp/detail/overlay/kernel.h"
+#include "torchamp/detail/policy/castable.h"
+#include "torchamp/detail/policy/catalog.h"
+#include "torchamp/detail/policy/lists.h"
+#include "torchamp/detail/weights/cast.h"
+#include "torchamp/detail/weights/derived.h"
+#include "torchamp/detail/weights/store.h"
+
+namespace torchamp::detail {
+
+/// Has overlays see the ops that LibTorch's own kernels for the device cast to 16 bits.
+inline void install_overlays_of_natively_lowered(at::DeviceType device) {
+  const auto install = [&](std::string_view name) {
+    for (const auto& op : find_ops(name, "WeightCache", /*missing_ok=*/true)) {
+      if (lowers_natively(op, device)) install_overlay(op, device, &make_overlay);
+    }
+  };
+  if (device == at::kCPU) {
+    for (const std::string_view name : cpu_lower_precision_ops) install(name);
+  } else {
+    for (const ListedRule& rules : libtorch_cuda_lists()) install(rules.op);
+    for (const std::string_view name : cuda_lower_precision_ops) install(name);
+  }
+}
+
+/// Takes casts of weights from the store.
+class StoredWeightCasts final : public WeightCasts {
+ public:
+  void prepare(at::DeviceType device) const override {
+    static std::array<std::once_flag, device_count> prepared;
+    std::call_once(prepared[device_index(device, "WeightCache")], [&] {
+      install_overlays_of_natively_lowered(device);
+      (void)derived_weights();
+    });
+  }
+
+  void cast(const c10::FunctionSchema& schema, const std::vector<std::size_t>& positions,
+            at::ScalarType dtype, at::DeviceType device, torch::jit::Stack& stack) const override {
+    const WeightKeep keep = keep_of_this_thread();
+    if (keep.until == WeightKeep::Until::made) return;
+    const std::size_t first = stack.size() - schema.arguments().size();
+    for (const std::size_t position : positions) {
+      const auto takes = [&](const at::Tensor& tensor) {
+        return tensor.defined() && at::autocast::is_eligible(tensor, device) &&
+               tensor.scalar_type() != dtype &&
+               is_weight(tensor, place_of_weight(schema.arguments()[position].name()));
+      };
+      c10::IValue& value = stack[first + position];
+      if (value.isTensor()) {
+        const at::Tensor& tensor = value.toTensor();
+        if (takes(tensor)) value = kept_cast(derived_weights(), tensor, dtype, keep);
+      } else if (value.isList()) {
+        c10::impl::GenericList list = value.toList().copy();  // keeps the type of its elements
+        for (std::size_t i = 0; i < list.size(); ++i) {
+          const c10::IValue& element = list.get(i);
+          if (!element.isTensor() || !takes(element.toTensor())) continue;
+          list.set(i, kept_cast(derived_weights(), element.toTensor(), dtype, keep));
+        }
+        value = list;
+      }
+    }
+  }
+};
+
+inline const StoredWeightCasts& stored_weight_casts() {
+  static const auto& casts = *new StoredWeightCasts;  // never destroyed: threads point to it
+  return casts;
+}
+
+}  // namespace torchamp::detail
