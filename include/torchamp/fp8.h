@@ -4,6 +4,8 @@
 /// @file
 /// @brief Policy::fp8: products of 8-bit numbers.
 
+#include <c10/util/Exception.h>
+
 #include <memory>
 
 #include "torchamp/detail/fp8/run.h"
@@ -20,6 +22,9 @@ template <>
 struct Fp8Extra<Policy> {
   using Options = Fp8Options;
   static std::shared_ptr<const OpRule> rule(const Fp8Options& options) {
+    TORCH_CHECK_VALUE(options.recipe <= Fp8Recipe::nvfp4,
+                      "Policy::fp8: ", static_cast<int>(options.recipe),
+                      " is not a recipe of Fp8Recipe.");
     return std::make_shared<Fp8Rule>(options);
   }
 };

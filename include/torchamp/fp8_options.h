@@ -40,8 +40,9 @@ struct Fp8Options {
   /// `round_to_nearest` in a policy's text; the other recipes always round to the nearest.)
   bool stochastic_rounding = true;
   /// Whether a device that has no fp8 products for this recipe, or none in regions of this dtype
-  /// (rowwise ones in fp16 on a GPU), is an error at the guard. Otherwise
-  /// the calls run as lower_precision there; a CastRecorder says how many, and why.
+  /// (rowwise ones in fp16 on a GPU), is an error at the guard, and of a module's policy at the
+  /// module's forward. Otherwise the calls run as lower_precision there; a CastRecorder says how
+  /// many, and why.
   bool strict = false;
   /// Whether calls that are known to gain nothing on a GPU run as lower_precision, on every device
   /// alike: those with K (the contraction) or N (the columns of the result) not a multiple of 16,

@@ -66,7 +66,7 @@ class Policy {
 
   /// Lets the named ops follow a rule from now on, always or when `when` holds. A name without
   /// overload means those of its overloads that can be cast, for a rule that casts. Running
-  /// statistics of norms are updated as without a cast, and never narrowed: see
+  /// statistics of norms are updated as without a cast, which never narrows them: see
   /// Note [Casts of running statistics].
   ///
   /// Errors, each leaving the policy as it was and naming the edit (`Policy::fp32`): a name that
@@ -113,7 +113,8 @@ class Policy {
   /// the device. Keeps no statistics from call to call; 8-bit forms of parameters are kept as casts
   /// of weights are (see AutocastOptions::cache).
   ///
-  /// Errors: as set(), and any other op; at the guard, with `options.strict`, a device that cannot.
+  /// Errors: as set(), and any other op; at the guard (of a module's policy: at its
+  /// forward), with `options.strict`, a device that cannot.
   template <class AnyPolicy = Policy>
   Policy& fp8(const OpNames& ops, const typename detail::Fp8Extra<AnyPolicy>::Options& options = {},
               const When& when = {}) {

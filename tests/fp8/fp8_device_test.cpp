@@ -13,6 +13,7 @@
 #include "support/simulated/scaled_mm.h"
 #include "torchamp/cast_recorder.h"
 #include "torchamp/fp8.h"
+#include "torchamp/module_policy.h"
 #include "torchamp/torchamp.h"
 
 namespace {
@@ -109,6 +110,39 @@ TEST_P(Fp8Device, StrictScalesOfRowsAreAnErrorOfTheGuardInFp16) {
   // A rule for bf16 alone says nothing of a region in fp16.
   const Policy bf16_alone = Policy::standard().fp8(ops::dense, rowwise, {.dtype = at::kBFloat16});
   const AutocastGuard in_fp16(GetParam(), {.dtype = at::kHalf, .policy = bf16_alone});
+}
+
+TEST_P(Fp8Device, AModulesStrictRuleIsAnErrorOfItsForward) {
+  SKIP_WITHOUT(GetParam());
+  const torchamp::Fp8Options rowwise{.recipe = torchamp::Fp8Recipe::rowwise, .strict = true};
+  const torch::Tensor x = torch::ones({4, 16}).to(GetParam());
+  torch::nn::Sequential model(
+      torch::nn::Functional([](const torch::Tensor& of) { return torch::linear(of, of); }));
+  torchamp::ModulePolicies{{"0", Policy::standard().fp8(ops::dense, rowwise)}}.apply_to(*model);
+  EXPECT_EQ(model->forward(x).scalar_type(), at::kFloat);  // no region
+  {
+    const AutocastGuard in_fp16(GetParam(), at::kHalf);
+    EXPECT_ERROR(model->forward(x), "ModulePolicies: the policy's fp8 rule is strict, and ");
+    EXPECT_EQ(torch::linear(x, x).scalar_type(), at::kHalf);  // under the guard's own policy again
+  }
+  const AutocastGuard in_bf16(GetParam(), at::kBFloat16);
+  EXPECT_EQ(model->forward(x).scalar_type(), at::kBFloat16);
+}
+
+TEST_P(Fp8Device, AStrictRuleThatIsNotInForceAsksNothingOfTheDevice) {
+  SKIP_WITHOUT(GetParam());
+  if (GetParam() != at::kPrivateUse1) GTEST_SKIP() << "only the simulated device can be told";
+  const simulated::NoFp8Units old_device;
+  const torchamp::Fp8Options strict{.strict = true};
+  {
+    const Policy replaced = Policy::standard().fp8(ops::dense, strict).fp32(ops::dense);
+    const AutocastGuard guard(GetParam(), {.dtype = at::kHalf, .policy = replaced});
+  }
+  const Policy bf16_alone = Policy::standard().fp8(ops::dense, strict, {.dtype = at::kBFloat16});
+  const AutocastGuard in_fp16(GetParam(), {.dtype = at::kHalf, .policy = bf16_alone});
+  EXPECT_ERROR(
+      const AutocastGuard in_bf16(GetParam(), {.dtype = at::kBFloat16, .policy = bf16_alone}),
+      "AutocastGuard: the policy's fp8 rule is strict, and ");
 }
 
 TEST_P(Fp8Device, AgreesWithTheRehearsalWithinAStepOfBf16) {

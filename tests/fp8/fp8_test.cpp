@@ -306,6 +306,12 @@ TEST(Fp8, AnOpThatCannotIsAnErrorAndLeavesThePolicyAsItWas) {
   EXPECT_EQ(policy.lookup("mm", torch::kCPU), Cast::native);
 }
 
+TEST(Fp8, ARecipeThatThereIsNotIsAnError) {
+  Policy policy = Policy::standard();
+  EXPECT_ERROR(policy.fp8(ops::dense, {.recipe = static_cast<torchamp::Fp8Recipe>(5)}),
+               "Policy::fp8: 5 is not a recipe of Fp8Recipe.");
+}
+
 TEST(Fp8, IsPrintedWithItsOptions) {
   std::ostringstream out;
   out << Policy::standard().fp8({"linear"}, {.strict = true}) << Cast::fp8;

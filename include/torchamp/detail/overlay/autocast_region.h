@@ -48,8 +48,6 @@ class AutocastRegion {
     std::shared_ptr<OpRuleUsage> op_rule_usage;  // null: no OpRule, or the outer region's
   };
 
-  static void check_strict_rules(const PolicyData& policy, std::size_t index, at::DeviceType device,
-                                 at::ScalarType dtype);
   AutocastRegion(Checked checked, std::optional<bool> cache_enabled);
 
   DeviceAutocastState before_;

@@ -119,11 +119,10 @@ TORCHAMP_BODY AutocastRegion::Checked::Checked(
   const WeightCasts* const casts = cache ? cache->casts() : outer ? outer->casts : nullptr;
   std::shared_ptr<const PolicyData> in_force;
   if (enabled) {
-    prepare_region(*data, casts, device);
+    prepare_region("AutocastGuard", *data, casts, device, dtype);
     in_force = data;
   }
   const OpRule* const rule = enabled && is_16_bit(dtype) ? in_force->op_rule() : nullptr;
-  if (rule != nullptr) check_strict_rules(*in_force, index, device, dtype);
   if (outer && outer->inherited == data && outer->in_force[index] == in_force &&
       outer->keep.until == until && outer->casts == casts) {
     // Taken over, it does not hold for scripts yet: see Note [Derivatives of scripts]. In backward
@@ -155,14 +154,6 @@ TORCHAMP_BODY AutocastRegion::Checked::Checked(
   }
   inner->inherited = data;
   policy.policy = std::move(inner);
-}
-
-TORCHAMP_BODY void AutocastRegion::check_strict_rules(const PolicyData& policy, std::size_t index,
-                                                      at::DeviceType device, at::ScalarType dtype) {
-  const std::string why = policy.strict_refusal(index, device, dtype);
-  TORCH_CHECK(why.empty(), "AutocastGuard: the policy's fp8 rule is strict, and ", device,
-              " cannot follow it in a region in ", dtype, ": ", why,
-              ". Leave Fp8Options::strict out to run as lower_precision there.");
 }
 
 TORCHAMP_BODY AutocastRegion::AutocastRegion(at::DeviceType device,

@@ -3,6 +3,8 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/DeviceType.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
 
 #include <cstddef>
 #include <memory>
@@ -21,6 +23,7 @@
 #include "torchamp/detail/policy/lists.h"
 #include "torchamp/detail/policy/resolve.h"
 #include "torchamp/detail/policy/rule.h"
+#include "torchamp/detail/tensors.h"
 #include "torchamp/ops.h"
 
 namespace torchamp::detail {
@@ -79,9 +82,15 @@ inline void compile_once(const PolicyData& policy, at::DeviceType device) {
 }
 
 /// Makes all ready for a region of a device: the policy, and who casts weights, if not LibTorch.
-inline void prepare_region(const PolicyData& policy, const WeightCasts* casts,
-                           at::DeviceType device) {
+/// Error, of `call`: a strict fp8 rule that the region cannot follow.
+inline void prepare_region(const char* call, const PolicyData& policy, const WeightCasts* casts,
+                           at::DeviceType device, at::ScalarType dtype) {
   compile_once(policy, device);
+  const std::string why =
+      is_16_bit(dtype) ? policy.strict_refusal(device_index(device, call), device, dtype) : "";
+  TORCH_CHECK(why.empty(), call, ": the policy's fp8 rule is strict, and ", device,
+              " cannot follow it in a region in ", dtype, ": ", why,
+              ". Leave Fp8Options::strict out to run as lower_precision there.");
   if (casts != nullptr) casts->prepare(device);
 }
 

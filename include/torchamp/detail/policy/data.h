@@ -123,6 +123,15 @@ class PolicyData {
     return false;
   }
 
+  /// Whether an edit of the policy's still lies on some overload.
+  bool is_in_force(const Edit& edit) const {
+    const auto index = static_cast<std::size_t>(&edit - edits.data());
+    for (const OverloadRules& of_op : rules) {
+      if (of_op.has_cast && of_op.edit == index) return true;
+    }
+    return has_conditional(index);
+  }
+
   BaseTable base;
   std::vector<Edit> edits;
   RuleMap rules;  // what the edits made of each overload that they reached
@@ -168,8 +177,8 @@ class PolicyData {
                              at::ScalarType dtype) const {
     for (const Edit& edit : edits) {
       if (edit.op_rule == nullptr || !edit.op_rule->is_strict()) continue;
+      if (edit.when.dtype.value_or(dtype) != dtype || !is_in_force(edit)) continue;
       if (const std::string& why = refusal(device_index, edit); !why.empty()) return why;
-      if (edit.when.dtype.value_or(dtype) != dtype) continue;
       std::string why = edit.op_rule->why_not_in(device, dtype);
       if (!why.empty()) return why;
     }
