@@ -195,3 +195,40 @@ TEST_P(Unscale, OnlyReadsToCheck) {
     EXPECT_LE(counts.now().bytes_written, 64) << dtype;
   }
 }
+
+TEST_P(Unscale, MeasuresTheLargestMagnitudeOfAllBatches) {
+  const std::vector<GradientBatch> batches{
+      batch_of({torch::ones({3}, options()), torch::full({2}, -8., options())}),
+      batch_of({torch::empty({0}, options(at::kHalf))}),
+      batch_of({torch::full({2}, 2., options(at::kBFloat16)),
+                torch::zeros({}, options(at::kBFloat16))})};
+  at::Tensor flag = number(0.);
+  const at::Tensor largest = torchamp::detail::check_and_measure(batches, number(4.), flag);
+  EXPECT_EQ(largest.item<float>(), 8.F);
+  EXPECT_EQ(largest.dim(), 0);
+  EXPECT_EQ(flag.item<float>(), 0.F);
+}
+
+TEST_P(Unscale, MeasuresNothingWhereThereAreNoElements) {
+  for (const float before : {0.F, 1.F}) {
+    at::Tensor flag = number(before);
+    EXPECT_FALSE(torchamp::detail::check_and_measure({batch_of({torch::empty({0}, options())})},
+                                                     number(1.), flag)
+                     .defined());
+    EXPECT_EQ(flag.item<float>(), before);
+  }
+}
+
+TEST_P(Unscale, FindsWhileItMeasuresWhatIsNotFiniteOrBecomesSoByTheDivision) {
+  const auto flag_of = [&](double value, double scale, double before) {
+    at::Tensor flag = number(before);
+    (void)torchamp::detail::check_and_measure({batch_of({torch::full({2}, value, options())})},
+                                              number(scale), flag);
+    return flag.item<float>();
+  };
+  EXPECT_EQ(flag_of(8., 0x1p-100, 0.), 0.F);
+  EXPECT_EQ(flag_of(8., 0x1p-126, 0.), 1.F) << "8 * 2^126";
+  for (const float value : {kInf, -kInf, kNaN}) EXPECT_EQ(flag_of(value, 4., 0.), 1.F) << value;
+  EXPECT_EQ(flag_of(8., 4., 1.), 1.F) << "found before";
+  EXPECT_EQ(flag_of(kInf, 4., 1.), 1.F) << "found twice";
+}
