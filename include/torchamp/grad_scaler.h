@@ -96,7 +96,8 @@ class GradScaler {
   /// parameters has a gradient is not stepped: a warning, once, and the result name the parameters
   /// and the reasons. If `optimizer.step()` throws, step() may be called again. Within an autocast
   /// region, ops after it see the new weights. Errors: LBFGS, which needs a closure; gradients that
-  /// came after unscale_, where it had found none or MasterWeights::take_gradients() made them.
+  /// came after unscale_, where it had found none or MasterWeights::take_gradients() made them; a
+  /// fused optimizer two of whose parameters have one gradient, unless unscale_ has divided it.
   StepResult step(torch::optim::Optimizer& optimizer);
 
   /// Steps an optimizer that evaluates the loss by itself, once or, as LBFGS, many times:

@@ -207,6 +207,12 @@ TORCHAMP_BODY void GradScaler::check_only(torch::optim::Optimizer& optimizer,
   const at::Tensor number = clip && clip->is_number && !on_host ? grad_scale : at::Tensor();
   const auto batches =
       detail::gradients_of(optimizer, detail::HalfGradients::allowed, "GradScaler::step");
+  if (grad_scale.defined() && (clip != nullptr || !stays_at_one()) &&
+      dynamic_cast<const FusedOptimizer*>(&optimizer) != nullptr) {
+    std::size_t seen = 0;
+    for (const auto& batch : batches) seen += batch.gradients.size();
+    detail::check_none_is_shared(optimizer, seen);
+  }
   at::Tensor& found_inf = state.found_inf.tensor;
   if (!found_inf.defined()) state.exact = true;
   if (state_.forecasts() && state.stage == detail::OptimizerState::Stage::ready) {

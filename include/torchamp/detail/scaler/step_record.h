@@ -2,12 +2,15 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <list>
+#include <map>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -54,6 +57,24 @@ inline std::size_t count_gradients(const torch::optim::Optimizer& optimizer) {
     }
   }
   return count;
+}
+
+/// Error: two parameters with one gradient, which a step that divides would divide twice. `seen`:
+/// how many different ones there are.
+inline void check_none_is_shared(const torch::optim::Optimizer& optimizer, std::size_t seen) {
+  if (seen == count_gradients(optimizer)) return;
+  std::map<const c10::TensorImpl*, const c10::TensorImpl*> owner_of;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      if (!parameter.defined() || !parameter.unsafeGetTensorImpl()->grad().defined()) continue;
+      const c10::TensorImpl* const owner = parameter.unsafeGetTensorImpl();
+      const auto found = owner_of.emplace(owner->grad().unsafeGetTensorImpl(), owner).first;
+      TORCH_CHECK_VALUE(found->second == owner, "GradScaler::step: the gradient of a parameter ",
+                        parameter.sizes(),
+                        " is that of another one, too, and the fused step would divide it twice. "
+                        "Give one of them a clone(), or call unscale_ before step.");
+    }
+  }
 }
 
 /// How often this thread has moved gradients to master weights.
