@@ -16,6 +16,7 @@
 #include "support/expect_error.h"
 #include "support/policies.h"
 #include "torchamp/autocast.h"
+#include "torchamp/fp8.h"
 #include "torchamp/module_policy.h"
 
 namespace {
@@ -95,6 +96,8 @@ TEST(ModulePolicies, AreDifferentIfAnyPartOfThemIs) {
   EXPECT_TRUE(may_meet(base, relu_in_fp32()));
   EXPECT_TRUE(may_meet(conditional, conditional));
   EXPECT_FALSE(may_meet(conditional, Policy::standard().fp32({"relu"}, {{}, when})));
+  EXPECT_FALSE(may_meet(conditional, base));
+  EXPECT_FALSE(may_meet(base, conditional));
   EXPECT_FALSE(may_meet(base, Policy::torch().fp32({"relu"})));
   EXPECT_FALSE(may_meet(base, Policy::standard().unchanged({"relu"})));
   EXPECT_FALSE(may_meet(base, Policy::standard().fp32({"tanh"})));
@@ -102,6 +105,11 @@ TEST(ModulePolicies, AreDifferentIfAnyPartOfThemIs) {
   EXPECT_FALSE(may_meet(base, relu_in_fp32().fp32({"tanh"})));
   EXPECT_FALSE(may_meet(Policy::standard().fp32(torchamp::ops::softmax),
                         Policy::standard().fp32(torchamp::ops::loss)));
+  const Policy fp8 = Policy::standard().fp8(torchamp::ops::dense);
+  EXPECT_TRUE(may_meet(fp8, Policy::standard().fp8(torchamp::ops::dense)));
+  EXPECT_FALSE(may_meet(
+      fp8, Policy::standard().fp8(torchamp::ops::dense, {.recipe = torchamp::Fp8Recipe::rowwise})));
+  EXPECT_FALSE(may_meet(fp8, Policy::standard().fp32(torchamp::ops::dense)));
 }
 
 TEST(ModulePolicies, OfASequentialInASequentialHoldWhereItIsCalledDirectlyToo) {

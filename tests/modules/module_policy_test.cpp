@@ -21,6 +21,7 @@
 
 #include "support/expect_error.h"
 #include "support/policies.h"
+#include "support/raw_autocast.h"
 #include "support/thread_state.h"
 #include "support/tolerances.h"
 #include "torchamp/autocast.h"
@@ -115,6 +116,18 @@ TEST(ModulePolicies, DoNotSwitchAutocastOn) {
   const AutocastGuard off(at::kCPU, {.enabled = false});
   (void)net->forward(low());
   EXPECT_EQ(net->head->seen, at::kBFloat16);
+}
+
+TEST(ModulePolicies, DoNotHoldWhereAutocastIsSwitchedOnByOtherMeansInside) {
+  struct RawImpl : nn::Module {
+    at::Tensor forward(const at::Tensor& x) {
+      const RawAutocast raw(at::kCPU, at::kBFloat16);
+      return x.relu();
+    }
+  };
+  WithPolicy<nn::ModuleHolder<RawImpl>> module;
+  ModulePolicies{{"", relu_in_fp32()}}.apply_to(*module);
+  EXPECT_EQ(module(low()).scalar_type(), at::kBFloat16);
 }
 
 TEST(ModulePolicies, OfAnInnerModuleReplacesTheOuterOne) {
@@ -254,13 +267,17 @@ TEST(ModulePolicies, YieldToTheEnvironment) {
     setenv("TORCHAMP_POLICY", value, 1);
     WithPolicy<nn::ReLU> relu;
     ModulePolicies{{"", relu_in_fp32()}}.apply_to(*relu);
+    {
+      const RawAutocast raw(at::kCPU, at::kBFloat16);
+      std::cerr << "raw " << relu(low()).scalar_type() << ", ";
+    }
     const AutocastGuard autocast(at::kCPU);
     std::cerr << "relu " << relu(low()).scalar_type() << '\n';
     std::exit(0);
   };
-  EXPECT_EXIT(report(""), ::testing::ExitedWithCode(0), "relu Float");
-  EXPECT_EXIT(report("standard"), ::testing::ExitedWithCode(0), "relu BFloat16");
-  EXPECT_EXIT(report("off"), ::testing::ExitedWithCode(0), "relu BFloat16");
+  EXPECT_EXIT(report(""), ::testing::ExitedWithCode(0), "raw Float, relu Float");
+  EXPECT_EXIT(report("standard"), ::testing::ExitedWithCode(0), "raw BFloat16, relu BFloat16");
+  EXPECT_EXIT(report("off"), ::testing::ExitedWithCode(0), "raw BFloat16, relu BFloat16");
 }
 
 // Names and patterns

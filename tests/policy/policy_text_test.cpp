@@ -97,6 +97,11 @@ TEST(PolicyText, AnEditWithoutNamesIsNoEdit) {
   EXPECT_EQ(torchamp::to_text(policy), "policy standard\n");
 }
 
+TEST(PolicyText, WithoutEditsIsOfThePolicyThatIsMadeOnce) {
+  EXPECT_EQ(torchamp::parse_policy("policy standard\n").data(), Policy::standard().data());
+  EXPECT_EQ(torchamp::parse_policy("policy torch").data(), Policy::torch().data());
+}
+
 TEST(PolicyText, WritesAUsersOwnFamilyByItsNames) {
   static constexpr std::string_view names[] = {"relu", "gelu"};
   for (const char* name : {"mine", "norm"}) {  // also one that is called as one of torchamp's
@@ -208,6 +213,10 @@ TEST(PolicyText, APredicateThatALaterEditHasRemovedDoesNotMatter) {
   const torchamp::When sometimes{.predicate = [](const torchamp::OpCall&) { return true; }};
   Policy policy = Policy::standard().fp32({"pow"}, sometimes).unchanged({"relu"}).native({"pow"});
   EXPECT_EQ(torchamp::to_text(policy), "policy standard\nunchanged: relu\nnative: pow\n");
+  // Nor does it where another one is still there.
+  policy.fp32({"tanh"}, {.dtype = at::kHalf});
+  EXPECT_EQ(torchamp::to_text(policy),
+            "policy standard\nunchanged: relu\nnative: pow\nfp32 when float16: tanh\n");
   // Where one overload keeps it, it does.
   policy.fp32({"pow"}, sometimes).native({"pow.Scalar"});
   EXPECT_ERROR((void)torchamp::to_text(policy),

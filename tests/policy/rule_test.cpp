@@ -2,8 +2,10 @@
 #include "torchamp/policy.h"
 
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 #include <gtest/gtest.h>
 
+#include <memory>
 #include <stdexcept>
 #include <string_view>
 #include <vector>
@@ -93,6 +95,28 @@ TEST(When, APredicateMayCallOpsItsOwnAmongThemWhichAreNotCast) {
   EXPECT_EQ(seen, (std::vector<at::ScalarType>{at::kFloat, at::kFloat}));
   EXPECT_EQ(at::ones({2, 2}).mm(at::ones({2, 2})).scalar_type(), at::kBFloat16)
       << "autocast is on again";
+}
+
+TEST(When, WhatAPredicateCallsIsNotRecorded) {
+  static int recorded;
+  recorded = 0;
+  const at::CallbackHandle callback =
+      at::addThreadLocalCallback(at::RecordFunctionCallback([](const at::RecordFunction& op) {
+                                   recorded += op.name() == std::string_view("aten::erf") ? 1 : 0;
+                                   return std::unique_ptr<at::ObserverContext>();
+                                 }).scopes({at::RecordScope::FUNCTION}));
+  const auto calls_another = [](const OpCall& call) {
+    return call.argument("self").toTensor().erf().defined();
+  };
+  {
+    const AutocastGuard guard(
+        at::kCPU, {.policy = Policy::standard().fp32({"relu"}, {.predicate = calls_another})});
+    EXPECT_EQ(bf16().relu().scalar_type(), at::kFloat);
+    EXPECT_EQ(recorded, 0);
+    (void)bf16().erf();
+    EXPECT_EQ(recorded, 1);
+  }
+  at::removeCallback(callback);
 }
 
 TEST(When, APredicateIsCalledOnceForACallHoweverOftenAnEditNamesTheOp) {

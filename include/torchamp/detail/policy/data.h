@@ -237,7 +237,6 @@ inline const std::shared_ptr<const PolicyData>& unedited(BaseTable base) {
 inline bool is_same(const Edit& a, const Edit& b) {
   return a.cast == b.cast && a.names == b.names && a.family == b.family &&
          a.when.dtype == b.when.dtype && !a.when.predicate && !b.when.predicate &&
-         (a.op_rule == nullptr) == (b.op_rule == nullptr) &&
          (a.op_rule == nullptr || a.op_rule->text() == b.op_rule->text());
 }
 
