@@ -24,6 +24,8 @@ struct Disk {
   explicit Disk(const std::string& failing = "") {
     DiskCalls::made.clear();
     DiskCalls::failing = failing;
+    DiskCalls::error = EIO;
+    DiskCalls::failures = 1'000'000;
   }
   ~Disk() { DiskCalls::failing.clear(); }
 };
@@ -39,7 +41,8 @@ TEST(AtomicFile, FlushesTheFileBeforeItIsRenamedAndTheFolderAfterwards) {
   replace(folder / "file", "old");
   const Disk disk;
   replace(folder / "file", "new");
-  EXPECT_THAT(DiskCalls::made, ElementsAre("fsync of the file", "rename", "fsync of the folder"));
+  EXPECT_THAT(DiskCalls::made,
+              ElementsAre("open", "fsync of the file", "rename", "fsync of the folder"));
   EXPECT_EQ(content_of(folder / "file"), "new");
 }
 
@@ -49,7 +52,7 @@ TEST(AtomicFile, LeavesTheOldFileWhereTheNewOneDoesNotReachTheDisk) {
   {
     const Disk disk("fsync of the file");
     EXPECT_ERROR(replace(folder / "file", "new"), "save: cannot write '");
-    EXPECT_THAT(DiskCalls::made, ElementsAre("fsync of the file"));
+    EXPECT_THAT(DiskCalls::made, ElementsAre("open", "fsync of the file"));
   }
   {
     const Disk disk("rename");
@@ -64,6 +67,37 @@ TEST(AtomicFile, GoesOnWhereFoldersCannotBeFlushed) {
   const Disk disk("fsync of the folder");
   replace(folder / "file", "new");
   EXPECT_EQ(content_of(folder / "file"), "new");
+}
+
+TEST(AtomicFile, FollowsLinksFromTheFolderThatTheyLieIn) {
+  const TemporaryFolder folder;
+  std::filesystem::create_directory(folder / "inner");
+  std::filesystem::create_symlink("inner/second", folder / "first");
+  std::filesystem::create_symlink("file", folder / "inner/second");
+  for (const char* const bytes : {"old", "new"}) {
+    replace(folder / "first", bytes);
+    EXPECT_EQ(content_of(folder / "inner/file"), bytes);
+  }
+  EXPECT_TRUE(std::filesystem::is_symlink(folder / "first"));
+  EXPECT_TRUE(std::filesystem::is_symlink(folder / "inner/second"));
+}
+
+TEST(AtomicFile, TakesAnotherNameThanThatOfAFileThatIsThere) {
+  const TemporaryFolder folder;
+  const Disk disk("open");
+  DiskCalls::error = EEXIST;
+  DiskCalls::failures = 2;
+  replace(folder / "file", "new");
+  EXPECT_THAT(DiskCalls::made, ElementsAre("open", "open", "open", "fsync of the file", "rename",
+                                           "fsync of the folder"));
+  EXPECT_EQ(content_of(folder / "file"), "new");
+}
+
+TEST(AtomicFile, TriesNoOtherNameWhereItCannotBeMade) {
+  const TemporaryFolder folder;
+  const Disk disk("open");
+  EXPECT_ERROR(replace(folder / "file", "new"), "save: cannot create '");
+  EXPECT_THAT(DiskCalls::made, ElementsAre("open"));
 }
 
 TEST(AtomicFile, KeepsModeAndOwnerOfTheFileThatItReplaces) {
