@@ -88,6 +88,17 @@ TEST(Overlay, CastsOneArgumentOfAnAdditionAndNoneIfAnotherIsWide) {
   EXPECT_FALSE(is_cast(narrow + narrow, 1));
 }
 
+TEST(Overlay, CastsNothingThatIsWrittenToIntegers) {
+  at::Tensor whole = at::zeros({2}, at::kLong);
+  for (const at::ScalarType lower : {at::kHalf, at::kBFloat16}) {
+    const at::Tensor low = at::full({2}, 1.5, lower);
+    const AutocastGuard guard(at::kCPU, lower);
+    EXPECT_ERROR(whole.index_put_({at::arange(2)}, low), "source and destination dtypes match");
+    EXPECT_ERROR(whole.index_add_(0, at::arange(2), low), "must have the same scalar type");
+  }
+  EXPECT_TRUE(whole.equal(at::zeros({2}, at::kLong)));
+}
+
 TEST(Overlay, LeavesAnOpThatIsSetBackToNativeToTheOpsThatItCalls) {
   EXPECT_EQ(entry(Policy::standard().native({"einsum"}), "einsum", at::kCPU), Cast::native);
   EXPECT_EQ(entry(Policy::standard().unchanged({"einsum"}), "einsum", at::kCPU), Cast::unchanged);

@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "support/call_counter.h"
 #include "support/devices.h"
 
 using torchamp::AtLimit;
@@ -423,6 +424,84 @@ TEST(ScaleBound, HasOneCopyUnderWayAtATime) {
   EXPECT_EQ(counts.now().device_to_host, 2);
   simulated::wait_for_device(0);
   EXPECT_LE(bound.value(), known);
+}
+
+/// A scale on the simulated device, which is behind the host, and its bound.
+struct BoundOnDevice {
+  explicit BoundOnDevice(double value)
+      : scale(torch::full({}, value, at::Device(at::kPrivateUse1, 0))) {
+    bound.set_unknown(0x1p24);
+    bound.look_now(scale);
+  }
+  void arrive() const { simulated::wait_for_device(0); }
+  const torch::NoGradGuard no_grad;
+  at::Tensor scale;
+  torchamp::detail::ScaleBound bound;
+};
+
+TEST(ScaleBound, CountsWhatUpdatesHaveDoneSinceACopyWasMade) {
+  SKIP_WITHOUT(at::kPrivateUse1);
+  BoundOnDevice lowered(64.), grown(64.);
+  lowered.bound.lower(0.5, 0x1p-20);
+  lowered.arrive();
+  EXPECT_LE(lowered.bound.value(), 32.);
+  EXPECT_GE(lowered.bound.value(), 31.9);
+  EXPECT_EQ(lowered.bound.at_most(), 64.);
+  grown.bound.grow(2., 5);  // nobody knows how many good iterations there were before
+  grown.bound.grow(2., 5);
+  grown.arrive();
+  EXPECT_EQ(grown.bound.value(), 64.);
+  EXPECT_EQ(grown.bound.at_most(), 128.);
+}
+
+TEST(ScaleBound, IsNotChangedByACopyOfAScaleThatHasBeenReplaced) {
+  SKIP_WITHOUT(at::kPrivateUse1);
+  for (const double set : {2., 4096.}) {
+    BoundOnDevice old(64.);
+    old.bound.set(set);
+    old.arrive();
+    EXPECT_EQ(old.bound.value(), set);
+    EXPECT_EQ(old.bound.at_most(), set);
+  }
+}
+
+TEST(ScaleBound, KnowsNoMoreFromACopyThanItDidBefore) {
+  SKIP_WITHOUT(at::kPrivateUse1);
+  BoundOnDevice zero(0.);  // which no update makes
+  zero.arrive();
+  EXPECT_EQ(zero.bound.value(), 0.);
+  EXPECT_EQ(zero.bound.at_most(), 0x1p24);
+  BoundOnDevice low(64.);
+  low.bound.lower(0.5, 256.);
+  low.arrive();
+  EXPECT_EQ(low.bound.value(), 256.) << "of both, what is nearer";
+}
+
+TEST(ScaleBound, WaitsForItsOldestCopyAndUsesItAgain) {
+  SKIP_WITHOUT(at::kPrivateUse1);
+  BoundOnDevice behind(64.);
+  behind.bound.look_now(behind.scale);
+  EXPECT_TRUE(behind.bound.wait_for_a_copy());
+  const CallCounter calls;
+  behind.bound.look_now(behind.scale);  // where the first copy was
+  EXPECT_EQ(calls.called("aten::empty"), 0);
+  EXPECT_TRUE(behind.bound.wait_for_a_copy());
+  EXPECT_TRUE(behind.bound.wait_for_a_copy()) << "the one before has not waited for this one";
+  EXPECT_FALSE(behind.bound.wait_for_a_copy());
+}
+
+TEST(ScaleBound, HasACopyMadeOfASmallScaleOnly) {
+  SKIP_WITHOUT(at::kPrivateUse1);
+  const torch::NoGradGuard no_grad;
+  const at::Tensor scale = torch::full({}, 2048., at::Device(at::kPrivateUse1, 0));
+  torchamp::detail::ScaleBound bound;
+  bound.set(2049.);
+  const simulated::Counts counts;
+  bound.lower(0.5, 0x1p-20, scale);
+  EXPECT_EQ(counts.now().device_to_host, 0);
+  bound.lower(0.999, 0x1p-20, scale);
+  EXPECT_EQ(counts.now().device_to_host, 1);
+  simulated::wait_for_device(0);
 }
 
 TEST(ScaleState, NeverTakesTheScaleForSmallerThanItIs) {

@@ -58,7 +58,6 @@ class ScaleBound {
 
   /// An update has multiplied the scale by `factor` if `interval` iterations in a row were good.
   void grow(double factor, int64_t interval) {
-    take_copies();
     rise_.count(factor, interval);
     for (Copy& copy : copies_) copy.rise.count(factor, interval);
   }
