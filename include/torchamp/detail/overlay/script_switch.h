@@ -19,7 +19,9 @@ namespace torchamp::detail {
 // take what the ops of the script were given, and know nothing of the casts that the dispatcher
 // makes: the backward of a 16-bit `mm` would multiply by the fp32 weight, which is an error. So
 // scripts run as they are written under a policy, op by op and recorded by autograd. The switch
-// is the thread's own; LibTorch does not carry it to the threads that take over a state.
+// is the thread's own; LibTorch does not carry it to the threads that take over a state. Nor does
+// it undo what the JIT has done: a script has a plan for autocast and one without, and one that was
+// optimised under at::autocast alone, or on such a thread, is used by regions as well.
 //
 // Throwing the switch takes LibTorch 100 ns, most guards' threads run no scripts, and the JIT tells
 // its logger of each run of a script before it picks the script's plan. So the switch is thrown
