@@ -15,12 +15,12 @@
 #include <limits>
 #include <vector>
 
+#include "torchamp/detail/gradients/deferred_clip.h"
 #include "torchamp/detail/gradients/norm.h"
 #include "torchamp/detail/gradients/unscale.h"
 #include "torchamp/detail/shards.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler.h"
-#include "torchamp/optim.h"
 #include "torchamp/version.h"
 
 /// @file
@@ -79,11 +79,11 @@ inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor
                             double max_norm, double norm_type, const at::Tensor& zero = {}) {
   const InternalOps internal;
   const auto batches = gradients_to_clip(optimizer, "clip_grad_norm_");
-  auto* const fused = dynamic_cast<FusedOptimizer*>(&optimizer);
+  const bool defers = ClipLeft::can_be_left_to(optimizer);
   const Divisor left = ClipLeft::to(optimizer);
   const at::Tensor divisor = left.value();
   const bool is_divided = scale.defined() || divisor.defined();
-  FreeZero flag{fused ? zero : at::Tensor()};
+  FreeZero flag{defers ? zero : at::Tensor()};
   at::Tensor norm = is_divided ? total_norm_divided(batches, norm_type, scale, divisor, &flag)
                                : total_norm(batches, norm_type);
   CommonShards shards("clip_grad_norm_");
@@ -92,15 +92,15 @@ inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor
   // A maximum over processes may lose NaNs.
   const bool tells_finite = norm_type > 0. && !shards.get();
   if (batches.empty()) return norm;
-  if (fused && norm.scalar_type() == at::kFloat) {
+  if (defers && norm.scalar_type() == at::kFloat) {
     constexpr double eps = 1e-6, most = std::numeric_limits<float>::max();
     // max(1, (norm + eps) / max_norm), in fewer kernels, where fp32 holds max_norm
     if (!norm.is_cpu() && max_norm > eps && max_norm <= most) {
-      ClipLeft::add(*fused, {.number = at::softshrink(norm, max_norm - eps),
-                             .per_excess = 1. / max_norm,
-                             .tells_finite = tells_finite,
-                             .norm = norm,
-                             .zero = flag.result});
+      ClipLeft::add(optimizer, {.number = at::softshrink(norm, max_norm - eps),
+                                .per_excess = 1. / max_norm,
+                                .tells_finite = tells_finite,
+                                .norm = norm,
+                                .zero = flag.result});
       return norm;
     }
     const at::Tensor excess = norm.add(eps).div_(max_norm).clamp_min_(1.);
@@ -109,16 +109,16 @@ inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor
                        !std::isfinite(*norm.const_data_ptr<float>()) ||
                        std::isfinite(*excess.const_data_ptr<float>());
     if (holds) {
-      ClipLeft::add(*fused, {.number = excess,
-                             .is_number = max_norm != 0.,
-                             .tells_finite = tells_finite && max_norm != 0.,
-                             .norm = norm});
+      ClipLeft::add(optimizer, {.number = excess,
+                                .is_number = max_norm != 0.,
+                                .tells_finite = tells_finite && max_norm != 0.,
+                                .norm = norm});
       return norm;
     }
   }
   multiply(batches, clip_coefficient(norm, max_norm));
   if (divisor.defined()) {  // the same gradients' still
-    ClipLeft::keep(*fused, left);
+    ClipLeft::keep(optimizer, left);
   }
   return norm;
 }
@@ -184,7 +184,7 @@ inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& o
   detail::check_not_stepped("clip_grad_norm_", scaler, optimizer);
   at::Tensor scale, zero;
   if (scaler.is_enabled() && !scaler.is_unscaled(optimizer)) {
-    if (dynamic_cast<FusedOptimizer*>(&optimizer)) {
+    if (detail::ClipLeft::can_be_left_to(optimizer)) {
       scale = scaler.scale_tensor();
       zero = detail::ClipZero::of(scaler);
       TORCH_CHECK(scale.defined(),
@@ -211,11 +211,9 @@ inline void clip_grad_value_(torch::optim::Optimizer& optimizer, double value) {
   detail::check_clip_value(value);
   const detail::InternalOps internal;
   const auto batches = detail::gradients_to_clip(optimizer, "clip_grad_value_");
-  if (auto* const fused = dynamic_cast<FusedOptimizer*>(&optimizer)) {
-    const at::Tensor divisor = fused->next_step_divisor();
-    if (divisor.defined()) detail::multiply(batches, divisor.reciprocal());
-    fused->take_next_step_divisor();
-  }
+  const at::Tensor divisor = detail::ClipLeft::to(optimizer).value();
+  if (divisor.defined()) detail::multiply(batches, divisor.reciprocal());
+  detail::ClipLeft::forget(optimizer);
   detail::clip_value(batches, value);
 }
 

@@ -27,7 +27,6 @@ namespace TORCHAMP_NAMESPACE {
 
 class Accumulation;
 class SafeAccumulation;
-class ScaledStep;
 
 namespace detail {
 struct Divisor;
@@ -224,9 +223,6 @@ class GradScaler {
                   const at::Tensor& grad_scale = {});
   void mark_bad_loss(at::Tensor& largest) const;
   void agree(detail::OptimizerState& state);
-  at::Tensor scale_and_clip(const detail::Divisor& clip) const;
-  static at::Tensor step_scaled(ScaledStep& optimizer, const at::Tensor& grad_scale,
-                                const detail::OptimizerState& state, bool clipped);
   static StepResult unscaled_result(at::Tensor value);
   StepResult finish_step(detail::OptimizerState& state, at::Tensor value,
                          std::vector<MissingGradient> missing, int64_t attempts = 1);

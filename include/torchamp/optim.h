@@ -14,10 +14,10 @@
 #include <vector>
 
 #include "torchamp/detail/bodies.h"
+#include "torchamp/detail/gradients/deferred_clip.h"
 #include "torchamp/detail/optim/adagrad.h"
 #include "torchamp/detail/optim/adam.h"
 #include "torchamp/detail/optim/counters.h"
-#include "torchamp/detail/optim/pending_divisor.h"
 #include "torchamp/detail/optim/plan.h"
 #include "torchamp/detail/optim/sgd.h"
 #include "torchamp/detail/split_weight.h"
@@ -48,16 +48,11 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-class GradScaler;
-namespace detail {
-struct ClipLeft;
-}
-
 /// What all fused optimizers have in common: they step all parameters of a group, device and dtype
 /// together, and decide on the device whether a step is taken. Neither step() nor
 /// step_scaled() ever reads the device. One thread at a time.
 class FusedOptimizer : public torch::optim::Optimizer,
-                       public ScaledStep,
+                       public detail::DefersClips,
                        public detail::StepsSplitWeights {
  public:
   TORCHAMP_BODY ~FusedOptimizer() override;
@@ -69,7 +64,7 @@ class FusedOptimizer : public torch::optim::Optimizer,
   TORCHAMP_BODY at::Tensor step(LossClosure closure = nullptr) override;
 
   TORCHAMP_BODY at::Tensor step_scaled(const at::Tensor& grad_scale,
-                                       const at::Tensor& found_inf) override;
+                                       const at::Tensor& found_inf) final;
 
   /// As torch::optim::Optimizer::zero_grad; also forgets what divide_next_step has left.
   void zero_grad(bool set_to_none = true);
@@ -127,44 +122,12 @@ class FusedOptimizer : public torch::optim::Optimizer,
                           bool is_exact) = 0;
 
  private:
-  friend class GradScaler;
-  friend struct detail::ClipLeft;
-
-  void divide_next_step_by(const detail::Divisor& divisor);
-  void step_divided(const at::Tensor& grad_scale, const at::Tensor& found_inf);
+  TORCHAMP_BODY void step_knowing(const at::Tensor& grad_scale, const at::Tensor& found_inf,
+                                  const detail::StepFacts& facts) final;
   static void check_scalar(const at::Tensor& tensor, const char* name);
 
-  detail::PendingDivisor pending_;
   bool drops_gradients_ = false;
-
-  /// What a scaler says of the step that it is making.
-  struct Known {
-    bool clip_in_scale = false;  ///< what is pending is part of the scale
-    at::Tensor exact_flag{};     ///< a flag that is 0 or 1
-  };
-  Known known_;
 };
-
-namespace detail {
-
-/// What clips leave to the next step of an optimizer.
-struct ClipLeft {
-  /// Undefined if there is nothing.
-  static Divisor to(const torch::optim::Optimizer& optimizer) {
-    const auto* const fused = dynamic_cast<const FusedOptimizer*>(&optimizer);
-    return fused ? fused->pending_.of(fused->param_groups()) : Divisor();
-  }
-  static void add(FusedOptimizer& optimizer, const Divisor& divisor) {
-    optimizer.divide_next_step_by(divisor);
-  }
-  /// The same gradients have other values now. Asks no device for memory.
-  static void keep(FusedOptimizer& optimizer, const Divisor& divisor) {
-    optimizer.pending_.forget();
-    add(optimizer, divisor);
-  }
-};
-
-}  // namespace detail
 
 /// A FusedOptimizer that steps with `Kernel`: one of those below, or one of your own, which need
 /// not be ATen's (see torchamp/detail/optim/kernel.h for what it has).

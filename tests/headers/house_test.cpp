@@ -54,10 +54,10 @@ constexpr Place places[] = {
     // 5: gradients
     {"detail/gradients/", 5},
     {"missing_gradients.h", 5},
+    {"scaled_step.h", 5},
     // 6: optimizers
     {"detail/optim/", 6},
     {"optim.h", 6},
-    {"scaled_step.h", 6},
     // 7: the scaler
     {"detail/scaler/", 7},
     {"grad_scaler", 7},
@@ -104,7 +104,7 @@ struct Budget {
 constexpr Budget budgets[] = {
     {"autocast.h", 35, 4500},
     {"optim.h", 31, 4050},
-    {"grad_scaler.h", 55, 7950},
+    {"grad_scaler.h", 39, 5400},
     {"torchamp.h", 86, 12200},
 };
 constexpr Budget all_headers = {"include/", 217, 31500};  // to come down to 160 and 24,000

@@ -6,8 +6,8 @@
 
 #include <memory>
 
+#include "torchamp/detail/gradients/deferred_clip.h"
 #include "torchamp/detail/scaler/step_record.h"
-#include "torchamp/optim.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -17,9 +17,7 @@ namespace torchamp::detail {
 /// Drops the gradients, and a clip of them that is left to the next step.
 inline void clear_gradients(torch::optim::Optimizer& optimizer) {
   optimizer.zero_grad();
-  if (auto* const fused = dynamic_cast<FusedOptimizer*>(&optimizer)) {
-    fused->take_next_step_divisor();
-  }
+  ClipLeft::forget(optimizer);
 }
 
 inline std::shared_ptr<AccumulationWindow> open_window(torch::optim::Optimizer& optimizer) {

@@ -237,7 +237,7 @@ TORCHAMP_BODY at::Tensor FusedOptimizer::step(LossClosure closure) {
     at::AutoGradMode with_gradients(true);
     loss = closure();
   }
-  step_divided(at::Tensor(), at::Tensor());
+  step_knowing(at::Tensor(), at::Tensor(), {});
   return loss;
 }
 
@@ -245,12 +245,12 @@ TORCHAMP_BODY at::Tensor FusedOptimizer::step_scaled(const at::Tensor& grad_scal
                                                      const at::Tensor& found_inf) {
   check_scalar(grad_scale, "grad_scale");
   check_scalar(found_inf, "found_inf");
-  step_divided(grad_scale, found_inf);
+  step_knowing(grad_scale, found_inf, {});
   return {};
 }
 
 TORCHAMP_BODY void FusedOptimizer::zero_grad(bool set_to_none) {
-  pending_.forget();
+  deferred_clip_.forget();
   Optimizer::zero_grad(set_to_none);
   for (const auto& group : param_groups_) {
     for (const at::Tensor& param : group.params()) detail::note_gradient_dropped(param);
@@ -260,32 +260,28 @@ TORCHAMP_BODY void FusedOptimizer::zero_grad(bool set_to_none) {
 TORCHAMP_BODY void FusedOptimizer::divide_next_step(const at::Tensor& divisor) {
   TORCH_CHECK_VALUE(divisor.defined(), "FusedOptimizer::divide_next_step: no divisor was given.");
   check_scalar(divisor, "divisor");
-  divide_next_step_by({divisor});
-}
-
-TORCHAMP_BODY void FusedOptimizer::divide_next_step_by(const detail::Divisor& divisor) {
-  const detail::InternalOps internal;
-  pending_.add(param_groups(), divisor);
+  detail::ClipLeft::add(*this, {divisor});
 }
 
 TORCHAMP_BODY at::Tensor FusedOptimizer::next_step_divisor() const {
   const detail::InternalOps internal;
-  return pending_.of(param_groups()).value();
+  return deferred_clip_.of(param_groups()).value();
 }
 
 TORCHAMP_BODY at::Tensor FusedOptimizer::take_next_step_divisor() {
-  at::Tensor divisor = pending_.is_for(param_groups()) ? next_step_divisor() : at::Tensor();
-  pending_.forget();
+  at::Tensor divisor = deferred_clip_.is_for(param_groups()) ? next_step_divisor() : at::Tensor();
+  deferred_clip_.forget();
   return divisor;
 }
 
-TORCHAMP_BODY void FusedOptimizer::step_divided(const at::Tensor& grad_scale,
-                                                const at::Tensor& found_inf) {
+TORCHAMP_BODY void FusedOptimizer::step_knowing(const at::Tensor& grad_scale,
+                                                const at::Tensor& found_inf,
+                                                const detail::StepFacts& facts) {
   const detail::InternalOps internal;
-  const detail::Divisor divisor = pending_.for_step(param_groups());
-  step_fused(known_.clip_in_scale ? grad_scale : divisor.times(grad_scale), found_inf,
-             found_inf.defined() && found_inf.is_same(known_.exact_flag));
-  pending_.forget();
+  const detail::Divisor divisor = deferred_clip_.for_step(param_groups());
+  step_fused(facts.clip_in_scale ? grad_scale : divisor.times(grad_scale), found_inf,
+             found_inf.defined() && facts.exact_flag);
+  deferred_clip_.forget();
   if (!drops_gradients_) return;
   for (const auto& group : param_groups()) {
     for (const at::Tensor& param : group.params()) {

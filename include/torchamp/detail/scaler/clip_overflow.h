@@ -8,9 +8,9 @@
 
 #include "torchamp/detail/bodies.h"
 #include "torchamp/detail/gradients/collect.h"
+#include "torchamp/detail/gradients/deferred_clip.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler.h"
-#include "torchamp/optim.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {

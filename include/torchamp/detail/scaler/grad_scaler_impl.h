@@ -16,12 +16,12 @@
 #include <utility>
 
 #include "torchamp/detail/bodies.h"
+#include "torchamp/detail/gradients/deferred_clip.h"
 #include "torchamp/detail/gradients/unscale.h"
 #include "torchamp/detail/graph/body.h"
 #include "torchamp/detail/scaler/check_options.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler.h"
-#include "torchamp/optim.h"
 #include "torchamp/scaled_step.h"
 #include "torchamp/version.h"
 
@@ -170,7 +170,6 @@ TORCHAMP_BODY void GradScaler::unscale(torch::optim::Optimizer& optimizer,
   const auto batches = detail::gradients_of(
       optimizer, stays_at_one() ? detail::HalfGradients::allowed : detail::HalfGradients::refused,
       call);
-  auto* const fused = dynamic_cast<FusedOptimizer*>(&optimizer);
   const detail::Divisor left = detail::ClipLeft::to(optimizer);
   // Computed here: the step that follows is not to run out of memory once this one is recorded.
   const detail::Divisor divisor{left.value(), 0., left.is_number};
@@ -182,7 +181,7 @@ TORCHAMP_BODY void GradScaler::unscale(torch::optim::Optimizer& optimizer,
   detail::multiply_and_check(
       batches, [this](at::Device device) { return state_.inverse(device); }, found_inf);
   if (divisor.defined()) {  // a clip of the same gradients, still to be made
-    detail::ClipLeft::keep(*fused, divisor);
+    detail::ClipLeft::keep(optimizer, divisor);
   }
   const bool may_overflow = division_may_overflow(optimizer);
   if (may_overflow && !state_.forecasts()) detail::check(batches, found_inf);

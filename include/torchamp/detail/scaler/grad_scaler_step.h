@@ -14,11 +14,11 @@
 #include <vector>
 
 #include "torchamp/detail/bodies.h"
+#include "torchamp/detail/gradients/deferred_clip.h"
 #include "torchamp/detail/overlay/weight_casts.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/missing_gradients.h"
-#include "torchamp/optim.h"
 #include "torchamp/scaled_step.h"
 #include "torchamp/version.h"
 
@@ -67,29 +67,6 @@ TORCHAMP_BODY StepResult GradScaler::unscaled_result(at::Tensor value) {
   return StepResult(std::move(record));
 }
 
-/// The scale times what a clip has left to a step.
-TORCHAMP_BODY at::Tensor GradScaler::scale_and_clip(const detail::Divisor& clip) const {
-  const detail::InternalOps guard;
-  return clip.times(state_.scale());
-}
-
-/// `clipped`: the scale holds what a clip has left to the step.
-TORCHAMP_BODY at::Tensor GradScaler::step_scaled(ScaledStep& optimizer,
-                                                 const at::Tensor& grad_scale,
-                                                 const detail::OptimizerState& state,
-                                                 bool clipped) {
-  const at::Tensor& found_inf = state.found_inf.tensor;
-  auto* const fused = dynamic_cast<FusedOptimizer*>(&optimizer);
-  if (!fused) return optimizer.step_scaled(grad_scale, found_inf);
-  const struct Known {
-    FusedOptimizer& optimizer;
-    ~Known() { optimizer.known_ = {}; }
-  } known{*fused};
-  fused->known_ = {.clip_in_scale = clipped && grad_scale.defined(),
-                   .exact_flag = state.exact ? found_inf : at::Tensor()};
-  return optimizer.step_scaled(grad_scale, found_inf);
-}
-
 TORCHAMP_BODY StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   using Stage = detail::OptimizerState::Stage;
   TORCH_CHECK(dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
@@ -112,7 +89,10 @@ TORCHAMP_BODY StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   const bool divides = division_may_overflow(optimizer);
   const detail::Divisor clip = left_to_step ? detail::ClipLeft::to(optimizer) : detail::Divisor();
   if (left_to_step && !clip_may_overflow(optimizer, clip)) {
-    grad_scale = scale_and_clip(clip);
+    {
+      const detail::InternalOps guard;
+      grad_scale = clip.times(state_.scale());
+    }
     // A step that is tried again looks anew: a failed capture has taken its flag's memory with it.
     if (!state.agreed) state.found_inf = {};
     check_only(optimizer, state, divides, clip.defined() ? &clip : nullptr, grad_scale);
@@ -134,7 +114,9 @@ TORCHAMP_BODY StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   if (!state.had_gradients) {
     missing = report_missing(optimizer);
   } else if (fused) {
-    value = step_scaled(*fused, grad_scale, state, clip.defined());
+    value = detail::ClipLeft::step_scaled(
+        *fused, grad_scale, state.found_inf.tensor,
+        {.clip_in_scale = clip.defined() && grad_scale.defined(), .exact_flag = state.exact});
   } else if (!state.found_inf.read()) {
     value = optimizer.step();
     note_written(optimizer);

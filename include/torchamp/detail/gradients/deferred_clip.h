@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "torchamp/detail/tensors.h"
+#include "torchamp/scaled_step.h"
 
 namespace torchamp::detail {
 
@@ -61,7 +62,7 @@ struct Divisor {
 };
 
 /// What the gradients of an optimizer are still to be divided by when they are next stepped with.
-class PendingDivisor {
+class DeferredClip {
  public:
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 
@@ -169,6 +170,62 @@ class PendingDivisor {
   std::vector<WeakTensor> clipped_;  // the gradients
   std::vector<uint32_t> versions_;   // theirs
   uint64_t graphs_ = 0;              // nodes that this thread had recorded then
+};
+
+/// What a scaler knows of the step that it is making.
+struct StepFacts {
+  bool clip_in_scale = false;  ///< the scale holds what a clip has left to the step
+  bool exact_flag = false;     ///< the flag is 0 or 1
+};
+
+/// What an optimizer is, beside torch::optim::Optimizer, whose step divides by what clips have left
+/// to it.
+class DefersClips : public ScaledStep {
+ protected:
+  /// step_scaled() for a scaler.
+  virtual void step_knowing(const at::Tensor& grad_scale, const at::Tensor& found_inf,
+                            const StepFacts& facts) = 0;
+
+  DeferredClip deferred_clip_;
+
+ private:
+  friend struct ClipLeft;
+};
+
+/// What clips leave to the next step of an optimizer.
+struct ClipLeft {
+  /// Undefined if there is nothing.
+  static Divisor to(const torch::optim::Optimizer& optimizer) {
+    const auto* const defers = dynamic_cast<const DefersClips*>(&optimizer);
+    return defers ? defers->deferred_clip_.of(optimizer.param_groups()) : Divisor();
+  }
+  /// False if this optimizer's gradients have to be multiplied now.
+  static bool can_be_left_to(const torch::optim::Optimizer& optimizer) {
+    return dynamic_cast<const DefersClips*>(&optimizer) != nullptr;
+  }
+  /// On top of what is left already. Only where it can be.
+  static void add(torch::optim::Optimizer& optimizer, const Divisor& divisor) {
+    const InternalOps internal;
+    dynamic_cast<DefersClips&>(optimizer).deferred_clip_.add(optimizer.param_groups(), divisor);
+  }
+  /// The same gradients have other values now. Asks no device for memory.
+  static void keep(torch::optim::Optimizer& optimizer, const Divisor& divisor) {
+    forget(optimizer);
+    add(optimizer, divisor);
+  }
+  static void forget(torch::optim::Optimizer& optimizer) {
+    if (auto* const defers = dynamic_cast<DefersClips*>(&optimizer)) {
+      defers->deferred_clip_.forget();
+    }
+  }
+  /// ScaledStep::step_scaled(); `facts` are for those who defer clips.
+  static at::Tensor step_scaled(ScaledStep& optimizer, const at::Tensor& grad_scale,
+                                const at::Tensor& found_inf, const StepFacts& facts) {
+    auto* const defers = dynamic_cast<DefersClips*>(&optimizer);
+    if (!defers) return optimizer.step_scaled(grad_scale, found_inf);
+    defers->step_knowing(grad_scale, found_inf, facts);
+    return {};
+  }
 };
 
 }  // namespace torchamp::detail
