@@ -2,8 +2,10 @@
 // Memory and casts that a function under checkpoint() has in common with what is around it.
 #include <ATen/ATen.h>
 #include <ATen/SequenceNumber.h>
+#include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/dropout.h>
@@ -20,6 +22,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "support/call_counter.h"
 #include "support/expect_error.h"
 #include "support/leaf.h"
 #include "support/memory_meter.h"
@@ -149,6 +152,57 @@ TEST(CheckpointMemory, CapturesAViewOfAParameterThatAnOptimizerHasStepped) {
   }
 }
 
+TEST(CheckpointMemory, ComputesNothingForACapturedViewWhoseGradientIsNotAskedFor) {
+  const Tensor x = leaf({2, 2}), w = leaf({2, 2});
+  const Tensor view = w.t();
+  {
+    const at::NoGradGuard no_grad;
+    w.mul_(2);
+  }
+  const Tensor y = checkpoint([view](const Tensor& t) { return t.mm(view); }, x);
+  const CallCounter calls;
+  (void)gradient(y, x);
+  EXPECT_EQ(calls.called_anywhere("aten::mm"), 2) << "one again, and one for x";
+}
+
+TEST(CheckpointMemory, CapturesAViewThatOnlyAnUnusedOutputDependsOn) {
+  const Tensor x = leaf({2, 2}), w = leaf({2, 2});
+  const Tensor view = w.t();
+  {
+    const at::NoGradGuard no_grad;
+    w.mul_(2);
+  }
+  const auto function = [&](const Tensor& t) { return std::make_pair(t * w, view.exp()); };
+  const Tensor expected = gradient(function(x).first, w);
+  EXPECT_TRUE(at::equal(gradient(checkpoint(function, x).first, w), expected));
+}
+
+/// A copy whose gradient goes nowhere.
+struct WithoutGradient : torch::autograd::Function<WithoutGradient> {
+  static Tensor forward(torch::autograd::AutogradContext*, const Tensor& x) { return x.clone(); }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 const torch::autograd::variable_list&) {
+    return {Tensor()};
+  }
+};
+
+TEST(CheckpointMemory, KeepsAnActivationFromWhichNoGradientComes) {
+  const Tensor x = leaf({4}), w = leaf({4});
+  Tensor kept;
+  const auto function = [&](const Tensor& t) {
+    if (!kept.defined()) kept = WithoutGradient::apply(w);
+    return t * kept + w;
+  };
+  EXPECT_TRUE(at::equal(gradient(checkpoint(function, x), w), at::ones({4})));
+}
+
+TEST(CheckpointMemory, GivesNoGradientWhereNoneArrives) {
+  const Tensor x = leaf({4});
+  const Tensor y = checkpoint([](const Tensor& t) { return t.exp(); }, x);
+  WithoutGradient::apply(y).sum().backward();
+  EXPECT_FALSE(x.grad().defined());
+}
+
 TEST(CheckpointMemory, RefusesActivationsThatTheFunctionKeptFromItsFirstRun) {
   const Tensor x = leaf({4}), w = leaf({4});
   Tensor kept;
@@ -208,23 +262,35 @@ TEST(CheckpointMemory, RefusesAnyTensorThatItReadsAndThatWasWrittenToBeforeBackw
 // What the function makes, and what each of its runs writes to, are its own.
 TEST(CheckpointMemory, AllowsWritesToWhatTheFunctionHasMadeOrWritesToItself) {
   const Tensor x = leaf({2, 4}), count = at::zeros({}), scratch = at::zeros({2, 4});
-  Tensor kept;
+  Tensor kept, sorted;
   const auto function = [&](const Tensor& t) {
     count.add_(1);
     scratch.copy_(t.detach());
     const Tensor place = std::get<1>(t.sort(1));  // an argument of ops within sort
     const Tensor y = t.gather(1, place).exp();
     kept = at::linear(y.detach(), at::ones({4, 4}));
+    sorted = std::get<0>(t.detach().sort(1));
     return std::make_tuple(y + kept.sin(), place);
   };
+  const Tensor expected = gradient(std::get<0>(function(x)), x);
   const auto [y, place] = checkpoint(function, x);
   const auto [again, and_place] = checkpoint(function, x);
   place.add_(1);
   kept.mul_(2);
+  sorted.mul_(2);  // the first argument of an op within sort
   count.zero_();
-  const Tensor expected = gradient(std::get<0>(function(x)), x);
+  EXPECT_TRUE(at::equal(gradient(again, x), expected));  // while the latest kept and sorted live
   EXPECT_TRUE(at::equal(gradient(y, x), expected));
-  EXPECT_TRUE(at::equal(gradient(again, x), expected));
+}
+
+TEST(CheckpointMemory, ReadsTensorsMadeInInferenceMode) {
+  const Tensor x = leaf({4});
+  const Tensor constant = [] {
+    const c10::InferenceMode inference;
+    return at::rand({4});
+  }();
+  const auto function = [&](const Tensor& t) { return t.exp() + constant; };
+  EXPECT_TRUE(at::equal(gradient(checkpoint(function, x), x), gradient(function(x), x)));
 }
 
 TEST(CheckpointMemory, CountsTwoCallsOfAModuleWithBuffersBeforeBackward) {

@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "support/call_counter.h"
 #include "support/expect_error.h"
 #include "support/leaf.h"
 #include "torchamp/autocast.h"
@@ -98,6 +99,27 @@ TEST(Checkpoint, LeavesGradAloneUnderAutogradGrad) {
   gradients(checkpoint([w](const Tensor& h) { return (h * w).exp(); }, x), {w});
   EXPECT_FALSE(w.grad().defined());
   EXPECT_FALSE(x.grad().defined());
+}
+
+TEST(Checkpoint, ComputesOnlyTheGradientsThatAreAskedFor) {
+  const Tensor x = leaf({4, 8}), w = leaf({8, 8});
+  const auto products = [](const Tensor& y, const Tensor& of) {
+    const CallCounter calls;
+    (void)gradients(y, {of});
+    return calls.called_anywhere("aten::mm");
+  };
+  const auto function = [w](const Tensor& t) { return t.mm(w).tanh(); };
+  EXPECT_EQ(products(function(x), w), 1);
+  EXPECT_EQ(products(checkpoint(function, x), w), 2) << "one again, and one for w";
+  EXPECT_EQ(products(checkpoint(function, x), x), 2);
+}
+
+TEST(Checkpoint, ComputesNoGradientOfALeafThatTheFunctionHasMade) {
+  const auto function = [](const Tensor& t) { return t.mm(leaf({8, 8})); };
+  const Tensor y = checkpoint(function, at::randn({4, 8})).sum();
+  const CallCounter calls;
+  y.backward();
+  EXPECT_EQ(calls.called_anywhere("aten::mm"), 1) << "the function's own, again";
 }
 
 // w and 2w both enter the function: the gradient of 2w must reach w once, through the outer graph.

@@ -22,6 +22,8 @@ class CallCounter {
 
   int called() const { return sum(counts().outer); }
   int called(const std::string& op) const { return count(counts().outer, op); }
+  /// Those called from within others counted, too: from autograd's nodes, say.
+  int called_anywhere(const std::string& op) const { return count(counts().all, op); }
   /// Numbers that the host asked tensors for. (On the CPU, some kernels do so inside.)
   int reads() const {
     return called("aten::item") + called("aten::_local_scalar_dense") + called("aten::equal") +
@@ -32,7 +34,7 @@ class CallCounter {
  private:
   struct Counts {
     int depth = 0;
-    std::map<std::string, int> outer;
+    std::map<std::string, int> outer, all;
   };
   static Counts& counts() {
     static thread_local Counts counts;
@@ -40,6 +42,7 @@ class CallCounter {
   }
   static std::unique_ptr<at::ObserverContext> enter(const at::RecordFunction& op) {
     if (counts().depth++ == 0) ++counts().outer[op.name()];
+    ++counts().all[op.name()];
     return nullptr;
   }
   static void leave(const at::RecordFunction&, at::ObserverContext*) { --counts().depth; }

@@ -287,13 +287,12 @@ inline torch::autograd::variable_list RecomputeNode::apply(
     views.emplace_back(edge, view.outer);
   }
   torch::autograd::variable_list result(num_outputs());
-  if (from.empty() || to.empty()) return result;
+  if (to.empty()) return result;
   torch::autograd::variable_list arrived = torch::autograd::Engine::get_default_engine().execute(
       from, arriving, /*keep_graph=*/create_graph, create_graph, /*accumulate_grad=*/false, to);
   for (std::size_t i = 0; i < places.size(); ++i) result[places[i]] = std::move(arrived[i]);
   for (std::size_t i = 0; i < views.size(); ++i) {
     const at::Tensor& gradient = arrived[places.size() + i];
-    if (!gradient.defined()) continue;
     const auto& [view, outer] = views[i];
     const at::Tensor part = Sinks::View::send_on(view, outer, gradient);
     at::Tensor& sum = result[forward_.outer_edges.at(outer)];

@@ -75,12 +75,11 @@ class ReadRecorder {
   ReadTensors take() {
     ReadTensors result;
     for (const auto& [tensor, seen] : seen_) {
-      if (seen.is_own || seen.tensor.expired()) continue;
+      if (seen.is_own) continue;
       const auto alive = seen.tensor.lock();
       if (!alive || alive->version_counter().current_version() != seen.version) continue;
       result.reads_.push_back({seen.tensor, seen.version});
     }
-    seen_.clear();
     return result;
   }
 
