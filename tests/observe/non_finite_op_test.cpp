@@ -233,6 +233,30 @@ TEST_P(NonFiniteOpOn, NamesTheForwardOpOfARecomputation) {
   EXPECT_EQ(found->forward_op, "aten::sqrt");
 }
 
+TEST_P(NonFiniteOpOn, NamesNoForwardOpThatRanBeforeTheSearch) {
+  struct Scale : torch::nn::Module {
+    explicit Scale(const at::Tensor& by) : factor(register_parameter("factor", by)) {}
+    at::Tensor factor;
+  } model(torch::full({2}, 1e30, options()));
+  const at::Tensor x = torch::ones({2}, options()).requires_grad_();
+  for (const bool on_another_thread : {false, true}) {
+    at::Tensor y;
+    const auto forward = [&] { y = x * model.factor; };
+    on_another_thread ? std::thread(forward).join() : forward();
+    const auto found = first_non_finite_op(
+        [&] {
+          (void)x.exp();  // which has to do with nothing
+          y.backward(torch::full({2}, 1e20, options()));
+        },
+        &model);
+    ASSERT_TRUE(found);
+    EXPECT_TRUE(found->in_backward);
+    EXPECT_EQ(found->node, "MulBackward0");
+    EXPECT_EQ(found->forward_op, "");
+    EXPECT_THAT(found->parameters, ::testing::IsEmpty());
+  }
+}
+
 TEST_P(NonFiniteOpOn, SaysSoWhereTheDataWasNotFinite) {
   const at::Tensor data = torch::tensor({1.F, kInf}).to(GetParam());
   const auto found = first_non_finite_op([&] { (data * 2).sum(); });

@@ -292,7 +292,7 @@ class NonFiniteSearch final : public Observer {
     found.node = node;
     found.parameters.clear();
     auto next = by_sequence_.upper_bound(sequence);
-    if (sequence.second < 0 || next == by_sequence_.begin()) return found;
+    if (next == by_sequence_.begin()) return found;
     if ((--next)->first.first != sequence.first) return found;
     found.forward_op = next->second.name;
     found.parameters = next->second.parameters;
