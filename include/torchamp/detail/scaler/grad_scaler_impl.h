@@ -207,7 +207,7 @@ TORCHAMP_BODY void GradScaler::check_only(torch::optim::Optimizer& optimizer,
   const auto batches =
       detail::gradients_of(optimizer, detail::HalfGradients::allowed, "GradScaler::step");
   if (grad_scale.defined() && (clip != nullptr || !stays_at_one()) &&
-      dynamic_cast<const FusedOptimizer*>(&optimizer) != nullptr) {
+      detail::ClipLeft::can_be_left_to(optimizer)) {  // so its step divides them where they lie
     std::size_t seen = 0;
     for (const auto& batch : batches) seen += batch.gradients.size();
     detail::check_none_is_shared(optimizer, seen);
