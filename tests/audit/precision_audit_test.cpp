@@ -231,6 +231,123 @@ TEST(PrecisionAudit, CountsAGradientThatIsAllNoiseForNoMoreThanOneThatIsWrong) {
   EXPECT_DOUBLE_EQ(gradient_error({gradient, noise}, {gradient, nothing}), 0.5);
   EXPECT_DOUBLE_EQ(gradient_error({gradient * 9., noise}, {gradient, nothing}), 1.);
   EXPECT_EQ(gradient_error({gradient, noise / 0.}, {gradient, nothing}), HUGE_VAL);
+  EXPECT_EQ(gradient_error({gradient, at::Tensor()}, {gradient, nothing}), HUGE_VAL);
+  EXPECT_EQ(gradient_error({gradient, noise}, {gradient, at::Tensor()}), 0.) << "no exact one";
+  EXPECT_EQ(gradient_error({nothing}, {nothing}), 0.);
+  EXPECT_EQ(gradient_error({}, {}), 0.);
+}
+
+TEST(PrecisionAudit, SumsItsRowsUp) {
+  Net model = net([](const at::Tensor& y) {
+    const at::Tensor large = torch::mm(y * 1e6, torch::eye(16)) * 1e-6;
+    const at::Tensor tiny = torch::sigmoid(y.narrow(1, 0, 2) - 20.);
+    return large + torch::relu(-1. - y.abs()) + tiny.sum();
+  });
+  const at::Tensor x = torch::randn({32, 8});
+  PrecisionAudit audit(model, {.dtype = at::kHalf});
+  EXPECT_EQ(audit.total(), AuditRow()) << "of none";
+  audit.run(
+      [&] {
+        at::Tensor loss;
+        {
+          const AutocastGuard autocast(at::kCPU, at::kHalf);
+          loss = model(x).to(at::kFloat).square().mean();
+        }
+        loss.backward();
+      },
+      1);
+  AuditRow sum;
+  sum.smallest = HUGE_VAL;
+  for (const AuditRow& row : audit.rows()) {
+    sum.calls += row.calls;
+    sum.elements += row.elements;
+    sum.error += row.error;
+    sum.fp32_us += row.fp32_us;
+    sum.low_us += row.low_us;
+    sum.cast_us += row.cast_us;
+    sum.gradient_loss = std::max(sum.gradient_loss, row.gradient_loss);
+    sum.largest = std::max(sum.largest, row.largest);
+    if (row.smallest != 0.) sum.smallest = std::min(sum.smallest, row.smallest);
+  }
+  const auto share = [&](double AuditRow::*member) {
+    double count = 0.;
+    for (const AuditRow& row : audit.rows())
+      count += row.*member * static_cast<double>(row.elements);
+    return count / static_cast<double>(sum.elements);
+  };
+  const AuditRow total = audit.total();
+  EXPECT_EQ(total.calls, sum.calls);
+  EXPECT_EQ(total.elements, sum.elements);
+  EXPECT_EQ(total.error, sum.error);
+  EXPECT_EQ(total.gradient_loss, sum.gradient_loss);
+  EXPECT_EQ(total.largest, sum.largest);
+  EXPECT_EQ(total.smallest, sum.smallest);
+  EXPECT_DOUBLE_EQ(total.fp32_us, sum.fp32_us);
+  EXPECT_DOUBLE_EQ(total.low_us, sum.low_us);
+  EXPECT_DOUBLE_EQ(total.cast_us, sum.cast_us);
+  for (const auto member : {&AuditRow::underflow, &AuditRow::overflow, &AuditRow::vanished}) {
+    EXPECT_GT(total.*member, 0.);
+    EXPECT_DOUBLE_EQ(total.*member, share(member));
+  }
+}
+
+TEST(PrecisionAudit, GivesTheReasonOfARule) {
+  const auto reason = [](const std::vector<AuditRow>& rows, bool lowered) {
+    nn::Linear model(2, 2);
+    torchamp::detail::AuditData data{.audited = {model.get(), at::kCPU, at::kBFloat16}};
+    data.rows = rows;
+    for (AuditRow& row : data.rows) row.op = "exp";
+    const torchamp::detail::ForwardSites sites(*model);
+    const torchamp::detail::AuditChoice choice(data, sites, /*gradient_loss_limit=*/0.01);
+    return choice.policies({lowered}).decisions.at(0).reason;
+  };
+  const AuditRow usual{.error = 1., .fp32_us = 10., .low_us = 5., .cast_us = 2.};
+  const std::string sums = "error 2, 20 us in fp32, 10 in 16 bits, 4 in casts";
+  EXPECT_EQ(reason({usual, usual}, true), sums);
+  EXPECT_EQ(reason({usual, usual}, false), sums);
+  // Each of them in a row that others follow, and told only of what stays in fp32.
+  const auto of = [&](double AuditRow::*member, double value, bool lowered) {
+    AuditRow row = usual;
+    row.*member = value;
+    return reason({row, usual}, lowered);
+  };
+  EXPECT_EQ(of(&AuditRow::overflow, 0.25, false), "25 % of its results overflow");
+  EXPECT_EQ(of(&AuditRow::overflow, 0.25, true), sums);
+  EXPECT_EQ(of(&AuditRow::error, HUGE_VAL, false), "0 % of its results overflow");
+  EXPECT_EQ(of(&AuditRow::gradient_loss, HUGE_VAL, false), "its gradients overflow in 16 bits");
+  EXPECT_EQ(of(&AuditRow::gradient_loss, 0.5, false), "16 bits lose 50 % of its gradients");
+  EXPECT_EQ(of(&AuditRow::gradient_loss, 0.01, false), sums) << "within the limit";
+  for (const double loss : {0.5, HUGE_VAL})
+    EXPECT_EQ(of(&AuditRow::gradient_loss, loss, true), sums);
+  AuditRow refused = usual;
+  refused.problem = "why";
+  for (const bool lowered : {false, true}) {
+    EXPECT_EQ(reason({usual, refused}, lowered), "cannot run in 16 bits");
+  }
+}
+
+TEST(PrecisionAudit, AgreesWithOtherProcessesOnRowsAndEdges) {
+  const AuditRow fine{.op = "exp", .error = 1.}, refused{.op = "mm", .problem = "why"};
+  std::vector<AuditRow> rows{fine, refused};
+  std::vector<torchamp::detail::AuditEdge> edges{{0, 1, 8.}};
+  torchamp::detail::AuditedModel audited{nullptr, at::kCPU, at::kBFloat16};
+  torchamp::detail::agree(audited, rows, edges);
+  EXPECT_EQ(rows, (std::vector{fine, refused})) << "there is one process";
+  double other = 0.;  // of three, the third is as this one
+  audited.average = [&](at::Tensor& numbers) {
+    if (numbers.numel() > 1) numbers.mul_(2. / 3.).add_(other);
+  };
+  torchamp::detail::agree(audited, rows, edges);
+  EXPECT_EQ(rows[0].problem, "");
+  EXPECT_EQ(rows[1].problem, "why");
+  EXPECT_NEAR(rows[0].error, 2. / 3., 1e-6);
+  EXPECT_NEAR(edges[0].us, 16. / 3., 1e-5);
+  other = 1. / 3.;
+  torchamp::detail::agree(audited, rows, edges);
+  EXPECT_EQ(rows[0].problem, "it cannot run in 16 bits on another process");
+  EXPECT_EQ(rows[1].problem, "why");
+  audited.average = [](at::Tensor& numbers) { numbers.add_(1.); };
+  EXPECT_ERROR(torchamp::detail::agree(audited, rows, edges), "do not call the same ops");
 }
 
 TEST(PrecisionAudit, LowersEverythingWhereNothingMatters) {
