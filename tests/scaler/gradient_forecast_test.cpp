@@ -128,6 +128,29 @@ TEST(GradientForecastUpdate, WalksAsItsModelInPythonDoes) {
   EXPECT_EQ(iterations, 700);
 }
 
+TEST(GradientForecastUpdate, KeepsItsNumbersWithinBounds) {
+  using torchamp::detail::after_iteration;
+  using torchamp::detail::predicted_scale;
+  using Forecast = torchamp::detail::GradientForecast<double>;
+  const GradScalerOptions options = GradScalerOptions::predictive();
+  const Forecast before{
+      .samples = 10., .mean = 10., .slow_mean = 10., .slow_square = 100., .aim = -18.};
+  const Forecast after =
+      after_iteration<double, bool>(options, before, /*scale=*/0x1p10, /*bad=*/true,
+                                    /*is_first=*/true, /*lowers=*/true, /*grows=*/false, 0.);
+  EXPECT_EQ(after.mean, 10.) << "2^6, which overflows, tells nothing";
+  EXPECT_EQ(after.aim, -18.) << "as low as it gets";
+  const auto scale_for = [&](const Forecast& now, bool bad, double largest) {
+    return predicted_scale<double, bool>(options, now, 0x1p10, bad, largest);
+  };
+  const Forecast rounded{
+      .samples = 10., .mean = 1e-9, .slow_mean = 1., .slow_square = 1. - 1e-12, .aim = 13.};
+  EXPECT_EQ(scale_for(rounded, false, 0x1p10), 0x1p13) << "a variance of no less than 0";
+  const Forecast large{
+      .samples = 10., .mean = 20., .slow_mean = 20., .slow_square = 400., .aim = 13.};
+  EXPECT_EQ(scale_for(large, true, 0.), 0x1p-7) << "below what it would retreat to";
+}
+
 TEST(GradientForecastUpdate, SkipsAQuarterOfTorchAmpsStepsAtMostWhereGradientsBurst) {
   for (const double size : {1e-4, 0.1, 1., 30.}) {
     for (const double noise : {0., 0.5, 1.}) {

@@ -222,6 +222,44 @@ std::vector<bool> iterations(std::mt19937::result_type seed, std::size_t count) 
 
 }  // namespace
 
+TEST(ScaleUpdate, IsTheKernelsOnlyWhereNoOptionSaysMore) {
+  using torchamp::detail::is_torch_update;
+  EXPECT_TRUE(is_torch_update({}));
+  EXPECT_FALSE(is_torch_update({.dynamic = false}));
+  EXPECT_FALSE(is_torch_update({.hysteresis = 2}));
+  EXPECT_FALSE(is_torch_update({.overflow_tolerance = 0.1}));
+  EXPECT_FALSE(is_torch_update({.growth_tracker_start = -1}));
+  EXPECT_FALSE(is_torch_update(GradScalerOptions::predictive()));
+}
+
+TEST(ScaleUpdate, BringsWhatAFileHoldsWithinTheOptionsLimits) {
+  const GradScalerOptions options{
+      .growth_interval = 1, .min_scale = 4., .max_scale = 64., .hysteresis = 2};
+  ScaleMemory<double> memory = torchamp::detail::initial_memory(options);
+  memory.credit = 5.;
+  EXPECT_EQ(after_update(options, memory, /*bad=*/true).credit, 2.);
+  for (const auto& [scale, expected] : {std::pair(0.5, 4.), std::pair(1024., 64.)}) {
+    memory.scale = scale;
+    EXPECT_EQ(after_update(options, memory, /*bad=*/false).scale, expected);
+  }
+}
+
+TEST(ScaleUpdate, CountsAnIterationThatIsForgivenAndChangesNothingElse) {
+  GradScalerOptions options = GradScalerOptions::predictive();
+  options.forgives_bad_losses = true;
+  ScaleMemory<double> before = torchamp::detail::initial_memory(options);
+  for (int i = 0; i < 3; ++i) before = after_update(options, before, /*bad=*/false, 1024.);
+  const ScaleMemory<double> after = after_update(options, before, /*bad=*/true, HUGE_VAL);
+  EXPECT_EQ(after.skips, 1.);
+  EXPECT_EQ(after.since_change, before.since_change + 1.);
+  EXPECT_EQ(after.scale, before.scale);
+  EXPECT_EQ(after.growth_tracker, before.growth_tracker);
+  EXPECT_EQ(after.credit, before.credit);
+  EXPECT_EQ(after.overflows, before.overflows);
+  EXPECT_EQ(after.forecast.samples, before.forecast.samples);
+  EXPECT_EQ(after.forecast.aim, before.forecast.aim);
+}
+
 TEST(ScaleUpdate, FollowsThePublishedOnes) {
   for (Case& one : cases()) {
     SCOPED_TRACE(one.name);
