@@ -105,6 +105,9 @@ TEST_P(Fp8Device, StrictScalesOfRowsAreAnErrorOfTheGuardInFp16) {
   EXPECT_ERROR(const AutocastGuard made(GetParam(), {.dtype = at::kHalf, .policy = strict}),
                " cannot follow it in a region in Half: rowwise products of a GPU are in bf16 only");
   EXPECT_FALSE(at::autocast::is_autocast_enabled(GetParam()));
+  const Policy second = Policy::standard().fp8({"mm"}, {.strict = true}).fp8({"addmm"}, rowwise);
+  EXPECT_ERROR(const AutocastGuard made(GetParam(), {.dtype = at::kHalf, .policy = second}),
+               "rowwise products of a GPU are in bf16 only");
   const AutocastGuard in_bf16(GetParam(), {.dtype = at::kBFloat16, .policy = strict});
   const AutocastGuard on_a_cpu(at::kCPU, {.dtype = at::kHalf, .policy = strict});
   // A rule for bf16 alone says nothing of a region in fp16.

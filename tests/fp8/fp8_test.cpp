@@ -17,6 +17,8 @@
 #include "support/fp8_reference.h"
 #include "support/warnings.h"
 #include "torchamp/cast_recorder.h"
+#include "torchamp/detail/fp8/usage.h"
+#include "torchamp/module_policy.h"
 #include "torchamp/torchamp.h"
 
 namespace {
@@ -334,6 +336,11 @@ TEST(Fp8, ARegionWithoutOneProductInFp8WarnsAndNamesWhatItCalled) {
   EXPECT_NE(warning([&] { (void)model(x); }).find("Called instead: addmm."), std::string::npos);
   EXPECT_NE(warning([&] {
               (void)model(x);
+              (void)model(x);
+            }).find("Called instead: addmm."),
+            std::string::npos);
+  EXPECT_NE(warning([&] {
+              (void)model(x);
               (void)torch::linear(x.to(torch::kDouble), model->weight.to(torch::kDouble));
             }).find("addmm, linear (a factor is not"),
             std::string::npos);
@@ -354,6 +361,39 @@ TEST(Fp8, ARegionWithoutOneProductInFp8WarnsAndNamesWhatItCalled) {
               }
             }),
             "");
+}
+
+TEST(Fp8, TheWarningOfARegionLeavesOutWhatModulesCallUnderTheirOwnPolicies) {
+  torch::nn::Sequential model(
+      torch::nn::Linear(4, 2),
+      torch::nn::Functional([](const torch::Tensor& x) { return x.matmul(x.t()); }));
+  torchamp::ModulePolicies{{"1", Policy::standard().fp8(ops::linear)}}.apply_to(*model);
+  const CollectedWarnings warnings;
+  {
+    const AutocastGuard guard(torch::kCPU, {.policy = Policy::standard().fp8(ops::linear)});
+    (void)model->forward(torch::ones({3, 4}));
+  }
+  EXPECT_NE(warnings.text().find("Called instead: addmm."), std::string::npos) << warnings.text();
+}
+
+TEST(Fp8, TheWarningOfARegionNamesEachOpOnce) {
+  torchamp::detail::Fp8Usage usage(nullptr);
+  for (const char* const op : {"aten::addmm", "aten::mm", "aten::addmm", "aten::mm"}) {
+    usage.called_instead(op, "");
+  }
+  const CollectedWarnings warnings;
+  usage.warn_if_unused();
+  EXPECT_NE(warnings.text().find("Called instead: addmm, mm."), std::string::npos)
+      << warnings.text();
+}
+
+TEST(Fp8, TheWarningOfARegionEndsSomewhere) {
+  torchamp::detail::Fp8Usage usage(nullptr);
+  for (int i = 0; i < 1000; ++i) usage.called_instead("aten::op" + std::to_string(i), "");
+  const CollectedWarnings warnings;
+  usage.warn_if_unused();
+  EXPECT_NE(warnings.text().find("op0, op1, op2"), std::string::npos);
+  EXPECT_LT(warnings.text().size(), 1000U);
 }
 
 TEST(Fp8, AWeightMayBeUsedTwiceAndAGraphKept) {

@@ -31,7 +31,8 @@ class Fp8Usage final : public OpRuleUsage {
     if (op.starts_with("aten::")) op.erase(0, 6);
     if (!why.empty()) op += " (" + why + ')';
     const std::scoped_lock<std::mutex> lock(mutex_);
-    if (called_.find(op) != std::string::npos || called_.size() > 500) return;
+    const bool is_known = (", " + called_ + ", ").find(", " + op + ", ") != std::string::npos;
+    if (is_known || called_.size() > 500) return;
     called_ += (called_.empty() ? "" : ", ") + op;
   }
 
