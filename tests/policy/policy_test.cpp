@@ -369,6 +369,7 @@ TEST(Policy, MaskedFillIsInFp32WhereItsValueDoesNotFit) {
     EXPECT_EQ(dtype(at::kBFloat16, 3.4e38), at::kFloat);
     EXPECT_EQ(dtype(at::kFloat, -1e9), at::kFloat);
     EXPECT_EQ(dtype(at::kLong, -1e9), at::kLong);
+    EXPECT_ANY_THROW((void)dtype(at::kHalf, c10::complex<double>(1e9, 0.)));  // as LibTorch does
   }
   const AutocastGuard always(at::kCPU, {.policy = Policy::standard().fp32("masked_fill")});
   EXPECT_EQ(dtype(at::kHalf, 0.), at::kFloat);
