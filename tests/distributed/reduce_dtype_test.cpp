@@ -94,6 +94,29 @@ TEST(ReduceDtype, SaysHowManyBytesFp32GradientsTakeOnTheWire) {
   }
 }
 
+TEST(ReduceDtype, OfGradientsThatWereLeftIsThatOfWhatIsTrained) {
+  if (ran_in_processes(2)) return;
+  const auto group = c10::make_intrusive<CountingGroup>(make_group());
+  const auto sent = [&](bool has_frozen_doubles) {
+    Product net;
+    if (has_frozen_doubles) {
+      net->register_parameter("frozen", at::ones({5}, at::kDouble), /*requires_grad=*/false);
+    }
+    torchamp::DistributedDataParallel parallel(net, group);
+    {
+      const auto no_sync = parallel.no_sync(true);
+      parallel.forward(2.).backward();
+    }
+    const std::int64_t before = group->bytes;
+    parallel.sync_gradients();
+    return group->bytes - before;
+  };
+  const std::int64_t bytes = sent(false);
+  EXPECT_GE(bytes, elements * 4);
+  EXPECT_LT(bytes, elements * 8);
+  EXPECT_EQ(sent(true), bytes);
+}
+
 TEST(ReduceDtype, LeavesAnOverflowOnTheWireToTheScaler) {
   if (ran_in_processes(2)) return;
   const auto group = make_group();
