@@ -25,6 +25,9 @@
 #include "support/thread_state.h"
 #include "support/tolerances.h"
 #include "torchamp/autocast.h"
+#include "torchamp/detail/overlay/environment.h"
+#include "torchamp/detail/overlay/policy_scope.h"
+#include "torchamp/detail/overlay/thread_policy.h"
 #include "torchamp/detail/policy/name_pattern.h"
 
 namespace {
@@ -278,6 +281,22 @@ TEST(ModulePolicies, YieldToTheEnvironment) {
   EXPECT_EXIT(report(""), ::testing::ExitedWithCode(0), "raw Float, relu Float");
   EXPECT_EXIT(report("standard"), ::testing::ExitedWithCode(0), "raw BFloat16, relu BFloat16");
   EXPECT_EXIT(report("off"), ::testing::ExitedWithCode(0), "raw BFloat16, relu BFloat16");
+}
+
+TEST(ModulePolicies, YieldToATrialOfAnotherPolicyUnlessItIsOneOfThemToo) {
+  namespace detail = torchamp::detail;
+  WithPolicy<nn::ReLU> relu;
+  ModulePolicies{{"", relu_in_fp32()}}.apply_to(*relu);
+  for (const bool with_modules : {false, true}) {
+    const auto trial = std::make_shared<detail::GuardOverride>();
+    trial->policy = Policy::torch().data();
+    trial->module_policies = with_modules;
+    auto state = detail::copy_of(detail::thread_policy());
+    state->guards = trial;
+    const detail::PolicyScope scope(std::move(state));
+    const AutocastGuard autocast(at::kCPU);
+    EXPECT_EQ(relu(low()).scalar_type(), with_modules ? at::kFloat : at::kBFloat16);
+  }
 }
 
 // Names and patterns
