@@ -12,6 +12,7 @@
 #include "support/devices.h"
 #include "support/expect_error.h"
 #include "support/fused_optimizers.h"
+#include "support/simulated/counts.h"
 #include "support/tolerances.h"
 
 namespace {
@@ -44,6 +45,46 @@ TEST_P(FusedOptimizers, CallNoMoreForMoreParameters) {
     EXPECT_EQ(calls(300, scaled), few);
     EXPECT_LE(few, kind().name == "sgd_dampening" ? 11 : 4);
   }
+}
+
+TEST_P(FusedOptimizers, WriteTheirRatesForCapturedStepsOnlyWhereTheyChange) {
+  const Tensor p = param({3}, device());
+  const auto optimizer = kind().fused({OptimizerParamGroup({p})});
+  auto& captured = dynamic_cast<torchamp::CapturedStep&>(*optimizer);
+  p.mutable_grad() = torch::ones_like(p);
+  captured.prepare_captured_step();
+  optimizer->step();
+  const auto writes = [&] {
+    const CallCounter counter;
+    captured.prepare_captured_step();
+    return counter.called("aten::fill_");
+  };
+  EXPECT_EQ(writes(), 0);
+  auto& options = optimizer->param_groups()[0].options();
+  options.set_lr(options.get_lr() * 0.5);
+  EXPECT_EQ(writes(), 1);
+  EXPECT_EQ(writes(), 0);
+}
+
+TEST(FusedSGD, LaunchesNoMoreAfterDampeningThanWithout) {
+  SKIP_WITHOUT(at::kPrivateUse1);
+  const auto kernels = [](double dampening_before) {
+    const Tensor p = param({3}, at::kPrivateUse1);
+    torchamp::FusedSGD optimizer(
+        {p}, torch::optim::SGDOptions(0.1).momentum(0.9).dampening(dampening_before));
+    const Tensor scale = number(2., at::kPrivateUse1), bad = number(1., at::kPrivateUse1);
+    const auto step = [&] {
+      p.mutable_grad() = torch::ones_like(p);
+      const simulated::Counts counts;
+      optimizer.step_scaled(scale, bad);  // so that a first step is still to come
+      return counts.now().kernels;
+    };
+    step();
+    static_cast<torch::optim::SGDOptions&>(optimizer.param_groups()[0].options()).dampening(0.);
+    step();
+    return step();
+  };
+  EXPECT_EQ(kernels(0.5), kernels(0.));
 }
 
 TEST_P(FusedOptimizers, HoldNoGradients) {
