@@ -66,6 +66,20 @@ TEST_P(FusedOptimizers, WriteTheirRatesForCapturedStepsOnlyWhereTheyChange) {
   EXPECT_EQ(writes(), 0);
 }
 
+TEST_P(FusedOptimizers, RefuseAParameterThatIsNoLongerDense) {
+  const Tensor p = param({3}, device());
+  const auto optimizer = kind().fused({OptimizerParamGroup({p})});
+  for (const bool is_dense : {true, false}) {
+    if (!is_dense) Tensor(p).set_data(torch::zeros({3, 2}, device()).select(1, 0));
+    p.mutable_grad() = torch::ones_like(p);
+    if (is_dense) {
+      optimizer->step();
+    } else {
+      EXPECT_ERROR(optimizer->step(), "has gaps or overlaps in memory");
+    }
+  }
+}
+
 TEST(FusedSGD, LaunchesNoMoreAfterDampeningThanWithout) {
   SKIP_WITHOUT(at::kPrivateUse1);
   const auto kernels = [](double dampening_before) {
