@@ -93,8 +93,8 @@ inline void clear_weight_cache() {
 /// Tells that any weight may have other values now. Call it after writes that LibTorch does not
 /// count, while torchamp's own cache is in use: through `.data()` (as LibTorch's own SGD does in
 /// steps that no GradScaler makes) or a pointer, through another tensor that was given the weight's
-/// memory and is no view of it, by a kernel of your own, by a graph that something other than a
-/// CudaGraph replays. Any thread; reads no device.
+/// memory and is no view of it, by a kernel of your own or an op such as `_fused_adam_`, by a graph
+/// that something other than a CudaGraph replays. Any thread; reads no device.
 inline void weights_changed() {
   at::autocast::clear_cache();
   if (auto* const kept = detail::kept_weights()) kept->all_changed();

@@ -16,8 +16,10 @@
 #include "support/memory_meter.h"
 #include "support/weight_caches.h"
 #include "torchamp/autocast.h"
+#include "torchamp/fp8.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/optim.h"
+#include "torchamp/policy_text.h"
 
 namespace {
 
@@ -45,6 +47,38 @@ TEST_F(WeightCaches, SeesWritesInsideARegion) {
       }
       const torch::NoGradGuard no_grad;
       for (auto& parameter : net->parameters()) parameter.mul_(1.5);
+    }
+  }
+}
+
+TEST_F(WeightCaches, SeesWritesInsideARegionUnderRulesThatItTakesNoCastsFrom) {
+  namespace ops = torchamp::ops;
+  using torchamp::Policy;
+  auto net = make_net();
+  const auto input = torch::randn({3, 8});
+  const torchamp::When each_time{.predicate = [](const torchamp::OpCall&) { return true; }};
+  const auto step = [&] {
+    auto result = net->forward(input);
+    return result.addmm_(torch::ones({3, 1}), net->parameters().back().unsqueeze(0));
+  };
+  const Policy policies[] = {
+      Policy::standard(), Policy::standard().native(ops::matmul, each_time),
+      Policy::standard().fp8(ops::dense),
+      Policy::standard().fp8(ops::dense, torchamp::Fp8Options::worthwhile())};
+  for (const WeightCache cache : own_caches) {
+    for (const Policy& policy : policies) {
+      const AutocastGuard guard(at::kCPU, {.policy = policy, .cache = cache});
+      for (int i = 0; i < 3; ++i) {
+        const auto actual = step();
+        {
+          const AutocastGuard on(at::kCPU, {.cache_enabled = true});
+          EXPECT_TRUE(actual.equal(step())) << policy;
+        }
+        const AutocastGuard plainly(at::kCPU, with(WeightCache::none));
+        EXPECT_TRUE(actual.equal(step())) << policy;
+        const torch::NoGradGuard no_grad;
+        for (auto& parameter : net->parameters()) parameter.mul_(1.5);
+      }
     }
   }
 }

@@ -173,7 +173,11 @@ TORCHAMP_BODY AutocastRegion::AutocastRegion(Checked checked, std::optional<bool
       policy_scope_(std::move(checked.policy)) {
   at::autocast::set_autocast_enabled(checked.device, checked.enabled);
   at::autocast::set_autocast_dtype(checked.device, checked.dtype);
-  if (cache_enabled) NoCastCache::set_flag(*cache_enabled);
+  if (cache_enabled) {
+    // What torchamp's cache does not take is cast anew: LibTorch's would not see that it changes.
+    const ThreadPolicy* const policy = thread_policy();
+    NoCastCache::set_flag(*cache_enabled && (policy == nullptr || policy->casts == nullptr));
+  }
   // LibTorch's cache does not tell one 16-bit dtype from the other.
   if (nesting_.enter() > 1 && dtype_changed_) at::autocast::clear_cache();
 }

@@ -191,7 +191,8 @@ class Overlay final : public BoxedKernel {
     if (of_thread.casts == nullptr) return nullptr;
     const bool is_native = rule.cast == Cast::native && !rule.is_chosen && facts != nullptr &&
                            facts->is_natively_lowered;
-    return is_native || rule.cast == Cast::lower_precision ? of_thread.casts : nullptr;
+    const bool is_lowered = rule.cast == Cast::lower_precision || rule.cast == Cast::fp8;
+    return is_native || is_lowered ? of_thread.casts : nullptr;
   }
 
   StandIns cast_arguments(const Facts* facts, Cast cast, const WeightCasts* casts,
