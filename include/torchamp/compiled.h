@@ -35,7 +35,6 @@
 #include "torchamp/detail/optim/fused_optimizer_impl.h"
 #include "torchamp/detail/overlay/autocast_region_impl.h"
 #include "torchamp/detail/overlay/policy_scope_impl.h"
-#include "torchamp/detail/overlay/weight_casts_impl.h"
 #include "torchamp/detail/policy/policy_impl.h"
 #include "torchamp/detail/scaler/clip_overflow.h"
 #include "torchamp/detail/scaler/grad_scaler_archive.h"

@@ -103,11 +103,11 @@ struct Budget {
 // To come down to 22 and 3,400, 18 and 2,400, 20 and 3,000, 52 and 8,300.
 constexpr Budget budgets[] = {
     {"autocast.h", 35, 4500},
-    {"optim.h", 31, 4050},
-    {"grad_scaler.h", 39, 5400},
-    {"torchamp.h", 86, 12200},
+    {"optim.h", 30, 4050},
+    {"grad_scaler.h", 38, 5400},
+    {"torchamp.h", 85, 12200},
 };
-constexpr Budget all_headers = {"include/", 217, 31500};  // to come down to 160 and 24,000
+constexpr Budget all_headers = {"include/", 216, 31600};  // to come down to 160 and 24,000
 
 /// Includes that go up from the core as yet. One that is gone is to be taken out of this list.
 const std::set<std::string> still_upward = {

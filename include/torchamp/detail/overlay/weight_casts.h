@@ -4,7 +4,8 @@
 #include <ATen/autocast_mode.h>
 #include <torch/optim/optimizer.h>
 
-#include "torchamp/detail/bodies.h"
+#include "torchamp/detail/overlay/kept_weights.h"
+#include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -18,7 +19,14 @@ class DropWeightCasts {
   DropWeightCasts() = default;
   /// Where it may not: the optimizer's parameters are told to have changed, too.
   explicit DropWeightCasts(const torch::optim::Optimizer& optimizer) : optimizer_(&optimizer) {}
-  ~DropWeightCasts();
+  ~DropWeightCasts() {
+    at::autocast::clear_cache();
+    KeptWeights* const kept = kept_weights();
+    if (kept == nullptr) return;
+    kept->end_window();
+    if (optimizer_ == nullptr) return;
+    for (const auto& group : optimizer_->param_groups()) kept->changed(group.params());
+  }
   DropWeightCasts(const DropWeightCasts&) = delete;
   DropWeightCasts& operator=(const DropWeightCasts&) = delete;
 
@@ -37,7 +45,3 @@ class EmptyCastCache {
 };
 
 }  // namespace torchamp::detail
-
-#if TORCHAMP_BODIES
-#include "torchamp/detail/overlay/weight_casts_impl.h"  // IWYU pragma: export
-#endif
