@@ -4,6 +4,7 @@
 // GradScalerOptions::predictive() follows the gradients. Drawn into a PNG file:
 //   23-predictive-scale [FILE.png]
 #include <torch/torch.h>
+#include <torchamp/predictive_scale.h>
 #include <torchamp/torchamp.h>
 
 #include <cmath>

@@ -16,6 +16,7 @@
 
 #include "torchamp/detail/bodies.h"
 #include "torchamp/detail/scaler/scale_limits.h"
+#include "torchamp/detail/scaler/scale_rule.h"
 #include "torchamp/detail/scaler/scale_state.h"
 #include "torchamp/detail/scaler/scaled_outputs.h"
 #include "torchamp/detail/scaler/step_record.h"
@@ -206,7 +207,6 @@ class GradScaler {
 
   void check_started(const char* call) const;
   void check_not_scaled(const at::Tensor& output, const char* call) const;
-  void note_loss(const at::Tensor& output);
   void begin_window(const std::shared_ptr<detail::AccumulationWindow>& window);
   void take_unscaled(torch::optim::Optimizer& optimizer, at::Tensor found_inf, bool had_gradients);
   static void check_complete(const torch::optim::Optimizer& optimizer,
@@ -221,7 +221,6 @@ class GradScaler {
   void check_only(torch::optim::Optimizer& optimizer, detail::OptimizerState& state,
                   bool as_if_divided, const detail::Divisor* clip = nullptr,
                   const at::Tensor& grad_scale = {});
-  void mark_bad_loss(at::Tensor& largest) const;
   void agree(detail::OptimizerState& state);
   static StepResult unscaled_result(at::Tensor value);
   StepResult finish_step(detail::OptimizerState& state, at::Tensor value,
@@ -240,8 +239,7 @@ class GradScaler {
   detail::OpenWindows windows_;
   std::vector<std::weak_ptr<detail::StepRecord>> records_;  // of this iteration
   bool warned_of_missing_ = false;
-  at::Tensor bad_loss_;              // NaN if what was scaled in this iteration was not finite
-  std::uint64_t bad_loss_body_ = 0;  // the body of a CudaGraph in which it was made
+  std::unique_ptr<detail::LossWatch> losses_;  // with forgives_bad_losses
 };
 
 /// Calls save(), for torch::save.

@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <concepts>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -13,6 +14,35 @@
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {
+
+namespace detail {
+
+class ScaleRule;
+
+/// What torchamp/predictive_scale.h brings: see Note [Extras].
+template <class Bool>
+struct PredictiveScale {
+  static_assert(sizeof(Bool) == 0,
+                "torchamp: include torchamp/predictive_scale.h, which has "
+                "GradScalerOptions::predictive(), follows_gradients and forgives_bad_losses.");
+  static const ScaleRule* rule() { return nullptr; }
+};
+
+/// A bool whose setting needs torchamp/predictive_scale.h. Reading it does not.
+class PredictiveSetting {
+ public:
+  PredictiveSetting() = default;
+  template <std::same_as<bool> Bool>
+  PredictiveSetting(Bool value) : rule_(value ? PredictiveScale<Bool>::rule() : nullptr) {}
+  operator bool() const { return rule_ != nullptr; }
+  /// Null where it is false.
+  const ScaleRule* rule() const { return rule_; }
+
+ private:
+  const ScaleRule* rule_ = nullptr;
+};
+
+}  // namespace detail
 
 /// What GradScaler::update does when a limit is met. Where only the device knows that (after a
 /// fused optimizer's step on a GPU), update() does it an iteration or a few later, as soon as
@@ -109,8 +139,8 @@ struct GradScalerOptions {
 
   /// True: the scale follows the gradients' magnitude, see predictive(). The growth and backoff
   /// factors and growth_interval then change how large the scaled gradients are to be. Not without
-  /// `dynamic`.
-  bool follows_gradients = false;
+  /// `dynamic`. A bool that only a program with torchamp/predictive_scale.h can set.
+  detail::PredictiveSetting follows_gradients{};
 
   /// For follows_gradients. True: a bad iteration in which scale() was given an inf or a NaN (a
   /// batch of NaNs, an overflow in forward) is skipped and leaves the scale as it is, since a lower
@@ -119,8 +149,8 @@ struct GradScalerOptions {
   /// closure is skipped then, without another evaluation. A program that leaves an iteration
   /// without update() calls discard(), or its bad loss counts for the next. Costs a small kernel
   /// for each scale() and some for each update(); reads nothing (but for a step with a closure that
-  /// is bad).
-  bool forgives_bad_losses = false;
+  /// is bad). A bool that only a program with torchamp/predictive_scale.h can set.
+  detail::PredictiveSetting forgives_bad_losses{};
 
   /// For follows_gradients with agree_found_inf: called at the same times, with the largest
   /// magnitude of this process's scaled gradients (0-dim fp32). It must leave the maximum over all
@@ -177,8 +207,11 @@ struct GradScalerOptions {
   /// second good iteration on until growth_interval iterations were good; sooner, while the
   /// gradients' variance is hardly known, up to 2^5. Where batches of NaNs come
   /// more often than that, set forgives_bad_losses, and they cost their own step alone. As long as
-  /// all gradients are 0, the scale grows as torch.amp's does.
-  static GradScalerOptions predictive() { return {.max_scale = 0x1p32, .follows_gradients = true}; }
+  /// all gradients are 0, the scale grows as torch.amp's does. Needs torchamp/predictive_scale.h.
+  template <class Options = GradScalerOptions>
+  static Options predictive() {
+    return Options{.max_scale = 0x1p32, .follows_gradients = true};
+  }
 
   /// For bf16 and fp32: the scale is 1 and stays so; a step with an inf or a NaN is skipped.
   /// (A file of another scaler brings its scale along; update(1.) sets it back.)

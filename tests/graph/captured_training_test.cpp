@@ -21,6 +21,7 @@
 #include "support/optimizer_kinds.h"
 #include "torchamp/fp8.h"
 #include "torchamp/master_weights.h"
+#include "torchamp/predictive_scale.h"
 #include "torchamp/recompute.h"
 
 namespace {

@@ -15,6 +15,7 @@
 #include "support/graph_training.h"
 #include "support/optimizer_kinds.h"
 #include "support/simulated/memory.h"
+#include "torchamp/predictive_scale.h"
 
 namespace {
 

@@ -80,6 +80,7 @@ constexpr Place places[] = {
     {"detail/scaler/captured_scale.h", 8},
     {"detail/scaler/gradient_forecast.h", 8},
     {"closure_step.h", 8},
+    {"predictive_scale.h", 8},
     // 9: what else training takes
     {"detail/gradients/accumulation.h", 9},
     {"detail/gradients/sum.h", 9},
@@ -104,10 +105,10 @@ struct Budget {
 constexpr Budget budgets[] = {
     {"autocast.h", 35, 4500},
     {"optim.h", 30, 4050},
-    {"grad_scaler.h", 38, 5400},
-    {"torchamp.h", 85, 12200},
+    {"grad_scaler.h", 37, 5250},
+    {"torchamp.h", 84, 12000},
 };
-constexpr Budget all_headers = {"include/", 216, 31600};  // to come down to 160 and 24,000
+constexpr Budget all_headers = {"include/", 217, 31700};  // to come down to 160 and 24,000
 
 /// Includes that go up from the core as yet. One that is gone is to be taken out of this list.
 const std::set<std::string> still_upward = {
@@ -118,7 +119,6 @@ const std::set<std::string> still_upward = {
     "detail/optim/plan.h -> detail/split_weight.h",
     "detail/scaler/grad_scaler_archive.h -> detail/io/checksum.h",
     "detail/scaler/scale_state.h -> detail/scaler/captured_scale.h",
-    "detail/scaler/scale_update.h -> detail/scaler/gradient_forecast.h",
     "detail/scaler/step_record.h -> detail/shards.h",
     "optim.h -> detail/split_weight.h",
 };

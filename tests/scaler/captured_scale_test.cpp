@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <torchamp/predictive_scale.h>
 
 #include <memory>
 

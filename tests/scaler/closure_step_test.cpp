@@ -6,6 +6,7 @@
 #include <torch/torch.h>
 #include <torchamp/grad_scaler.h>
 #include <torchamp/optim.h>
+#include <torchamp/predictive_scale.h>
 
 #include <cmath>
 #include <cstddef>

@@ -6,6 +6,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <torchamp/predictive_scale.h>
 
 #include <map>
 #include <string>

@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <torchamp/predictive_scale.h>
 
 #include <cmath>
 #include <vector>

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 #include <torchamp/grad_scaler.h>
+#include <torchamp/predictive_scale.h>
 
 #include <cmath>
 #include <string>

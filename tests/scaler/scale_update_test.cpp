@@ -8,6 +8,7 @@
 #include <torchamp/detail/scaler/scale_bound.h>
 #include <torchamp/detail/scaler/scale_limits.h>
 #include <torchamp/detail/scaler/scale_state.h>
+#include <torchamp/predictive_scale.h>
 
 #include <algorithm>
 #include <cmath>
@@ -256,8 +257,7 @@ TEST(ScaleUpdate, CountsAnIterationThatIsForgivenAndChangesNothingElse) {
   EXPECT_EQ(after.growth_tracker, before.growth_tracker);
   EXPECT_EQ(after.credit, before.credit);
   EXPECT_EQ(after.overflows, before.overflows);
-  EXPECT_EQ(after.forecast.samples, before.forecast.samples);
-  EXPECT_EQ(after.forecast.aim, before.forecast.aim);
+  EXPECT_EQ(after.of_rule, before.of_rule);
 }
 
 TEST(ScaleUpdate, FollowsThePublishedOnes) {

@@ -286,23 +286,4 @@ inline void check(const std::vector<GradientBatch>& batches, at::Tensor& found_i
   check(batches, found_inf, found_inf.device());
 }
 
-/// Sets `found_inf`, 0-dim fp32, 0 or 1, to 1 if any gradient is not finite, or would not be when
-/// divided by `scale`. Returns the largest magnitude of all: 0-dim, with at least the precision of
-/// fp32, where `found_inf` lies; not finite where one is not, undefined if they have no element.
-inline at::Tensor check_and_measure(const std::vector<GradientBatch>& batches,
-                                    const at::Tensor& scale, at::Tensor& found_inf) {
-  at::Tensor largest;
-  for (const GradientBatch& batch : batches) {
-    const std::vector<at::Tensor> values = largest_values(batch).values.gradients;
-    if (values.empty()) continue;
-    const at::Tensor here = to_device_async(found_inf.device(), at::stack(values).amax());
-    largest = largest.defined() ? at::maximum(largest, here) : here;
-  }
-  if (largest.defined()) {
-    const at::Tensor divided = largest.div(to_device_async(largest.device(), scale));
-    found_inf.add_(divided.isfinite().logical_not()).clamp_max_(1.);
-  }
-  return largest;
-}
-
 }  // namespace torchamp::detail

@@ -8,6 +8,7 @@
 #include <limits>
 #include <optional>
 
+#include "torchamp/detail/scaler/scale_rule.h"
 #include "torchamp/grad_scaler_options.h"
 
 namespace torchamp::detail {
@@ -63,17 +64,10 @@ inline void check_options(const GradScalerOptions& options) {
                "It is 0, or below 0 to delay growth after a bad iteration.");
   check_option(options.max_skips_in_a_row >= 0, call, "max_skips_in_a_row",
                options.max_skips_in_a_row, "It is 0 (no limit) or more.");
-  TORCH_CHECK_VALUE(
-      !options.follows_gradients || !options.agree_found_inf == !options.agree_largest, call,
-      ": follows_gradients is set, and of agree_found_inf and agree_largest one only. Set both, "
-      "or the processes' scales part.");
-  TORCH_CHECK_VALUE(
-      !options.follows_gradients || options.dynamic, call,
-      ": follows_gradients is set, and dynamic is not, so that the scale would follow nothing. "
-      "Leave dynamic set, or take GradScalerOptions::fixed(scale).");
-  TORCH_CHECK_VALUE(!options.forgives_bad_losses || options.follows_gradients, call,
-                    ": forgives_bad_losses is set, and follows_gradients is not, which it is for. "
-                    "Take GradScalerOptions::predictive().");
+  for (const PredictiveSetting& setting :
+       {options.follows_gradients, options.forgives_bad_losses}) {
+    if (setting) setting.rule()->check_options(call, options);
+  }
   const bool calls = options.at_min_scale == AtLimit::call ||
                      (options.at_max_skips == AtLimit::call && options.max_skips_in_a_row > 0);
   TORCH_CHECK_VALUE(!calls || options.on_limit, call,

@@ -7,10 +7,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "torchamp/detail/bodies.h"
 #include "torchamp/detail/io/checksum.h"
@@ -55,8 +57,7 @@ inline double read_count(torch::serialize::InputArchive& archive, const std::str
 }
 
 /// Of all that a file holds: LibTorch does not see that a file's bytes have changed.
-inline int64_t checksum_of(const GradScalerState& state, const ScaleMemory<double>& rest,
-                           bool with_forecast) {
+inline int64_t checksum_of(const GradScalerState& state, const ScaleMemory<double>& rest) {
   Checksum sum;
   const auto add = [&](const char*, double value) { sum.add(&value, sizeof value); };
   add("scale", state.scale);
@@ -65,7 +66,7 @@ inline int64_t checksum_of(const GradScalerState& state, const ScaleMemory<doubl
   add("growth_interval", static_cast<double>(state.growth_interval));
   add("growth_tracker", static_cast<double>(state.growth_tracker));
   for_each_own_number(add, rest);
-  if (with_forecast) for_each_forecast_number(add, rest.forecast);
+  for (const double number : rest.of_rule) add("", number);
   return static_cast<int64_t>(sum.value());
 }
 
@@ -128,13 +129,10 @@ TORCHAMP_BODY void GradScaler::save(torch::serialize::OutputArchive& archive) co
         archive.write(name, c10::IValue(static_cast<int64_t>(count)));
       },
       values);
-  if (state_.forecasts()) {
-    detail::for_each_forecast_number(
-        [&](const char* name, double number) { archive.write(name, c10::IValue(number)); },
-        values.forecast);
+  for (std::size_t i = 0; i < values.of_rule.size(); ++i) {
+    archive.write(detail::rule_numbers[i], c10::IValue(values.of_rule[i]));
   }
-  archive.write("torchamp_checksum",
-                c10::IValue(detail::checksum_of(state, values, state_.forecasts())));
+  archive.write("torchamp_checksum", c10::IValue(detail::checksum_of(state, values)));
 }
 
 TORCHAMP_BODY void GradScaler::load(torch::serialize::InputArchive& archive) {
@@ -153,23 +151,21 @@ TORCHAMP_BODY void GradScaler::load(torch::serialize::InputArchive& archive) {
   detail::for_each_own_number(
       [&](const char* name, double& count) { count = detail::read_count(archive, name, count); },
       rest);
-  c10::IValue samples;
-  const bool with_forecast = archive.try_read("torchamp_samples", samples);
-  if (with_forecast) {
-    detail::for_each_forecast_number(
-        [&](const char* name, double& number) {
-          number = detail::read_double(archive, name);
-          TORCH_CHECK_VALUE(std::isfinite(number), "GradScaler::load: \"", name, "\" is ", number,
-                            ", not finite.");
-        },
-        rest.forecast);
+  const std::vector<double> of_rule = std::exchange(rest.of_rule, {});
+  c10::IValue ignored, checksum;
+  if (archive.try_read(detail::rule_numbers[0], ignored)) {
+    for (const char* const name : detail::rule_numbers) {
+      const double number = rest.of_rule.emplace_back(detail::read_double(archive, name));
+      TORCH_CHECK_VALUE(std::isfinite(number), "GradScaler::load: \"", name, "\" is ", number,
+                        ", not finite.");
+    }
   }
-  c10::IValue checksum;
   TORCH_CHECK(
       !archive.try_read("torchamp_checksum", checksum) ||
-          (checksum.isInt() && checksum.toInt() == detail::checksum_of(state, rest, with_forecast)),
+          (checksum.isInt() && checksum.toInt() == detail::checksum_of(state, rest)),
       "GradScaler::load: the archive is damaged: its values are not those that were saved.");
   rest.credit = std::min(rest.credit, full_credit);
+  if (rest.of_rule.size() != of_rule.size()) rest.of_rule = of_rule;  // the file of another rule
   restore("GradScaler::load", state, rest);
 }
 

@@ -55,6 +55,7 @@ TORCHAMP_BODY GradScaler::GradScaler(GradScalerOptions options)
   if (!options_.enabled) return;
   options_.min_scale = detail::as_fp32(options_.min_scale);
   options_.max_scale = detail::as_fp32(options_.max_scale);
+  if (const detail::ScaleRule* const rule = state_.rule()) losses_ = rule->watch_losses(options_);
 }
 
 TORCHAMP_BODY GradScaler::GradScaler(GradScaler&&) noexcept = default;
@@ -115,22 +116,9 @@ TORCHAMP_BODY at::Tensor GradScaler::scale(const at::Tensor& outputs) {
     scaled = at::mul(outputs, state_.scale_on(outputs.device()));
     scaled_.add(scaled);
   }
-  note_loss(outputs);
+  if (losses_) losses_->note(outputs, state_.scale().device());
   first.keep();
   return scaled;
-}
-
-/// Keeps, without a read, whether all that was scaled in this iteration was finite.
-TORCHAMP_BODY void GradScaler::note_loss(const at::Tensor& output) {
-  if (!options_.forgives_bad_losses || !output.is_floating_point()) return;
-  const detail::InternalOps guard;
-  at::Tensor bad = output.detach();
-  bad = bad.sub(bad);  // 0, or NaN
-  if (bad.dim() > 0) bad = bad.sum();
-  bad = detail::to_device_async(state_.scale().device(), bad.to(at::kFloat));
-  const std::uint64_t body = detail::GraphBody::current_number();
-  bad_loss_ = bad_loss_.defined() && body == bad_loss_body_ ? bad_loss_.add(bad) : bad;
-  bad_loss_body_ = body;
 }
 
 TORCHAMP_BODY std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) {
@@ -158,7 +146,9 @@ TORCHAMP_BODY std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) 
     scaled.push_back(at::mul(output, scales[d]));
     scaled_.add(scaled.back());
   }
-  for (const at::Tensor& output : outputs) note_loss(output);
+  for (const at::Tensor& output : outputs) {
+    if (losses_) losses_->note(output, state_.scale().device());
+  }
   first.keep();
   return scaled;
 }
@@ -175,16 +165,15 @@ TORCHAMP_BODY void GradScaler::unscale(torch::optim::Optimizer& optimizer,
   const detail::Divisor divisor{left.value(), 0., left.is_number};
   at::Tensor found_inf = at::zeros({}, state_.scale().options());
   at::Tensor largest;
-  if (state_.forecasts()) {
-    largest = detail::check_and_measure(batches, state_.scale(), found_inf);
-  }
+  const detail::ScaleRule* const rule = state_.rule();
+  if (rule) largest = rule->check_and_measure(batches, state_.scale(), found_inf);
   detail::multiply_and_check(
       batches, [this](at::Device device) { return state_.inverse(device); }, found_inf);
   if (divisor.defined()) {  // a clip of the same gradients, still to be made
     detail::ClipLeft::keep(optimizer, divisor);
   }
   const bool may_overflow = division_may_overflow(optimizer);
-  if (may_overflow && !state_.forecasts()) detail::check(batches, found_inf);
+  if (may_overflow && !rule) detail::check(batches, found_inf);
   state = {.stage = detail::OptimizerState::Stage::unscaled,
            .found_inf = {std::move(found_inf), std::nullopt},
            .largest = std::move(largest),
@@ -214,9 +203,10 @@ TORCHAMP_BODY void GradScaler::check_only(torch::optim::Optimizer& optimizer,
   }
   at::Tensor& found_inf = state.found_inf.tensor;
   if (!found_inf.defined()) state.exact = true;
-  if (state_.forecasts() && state.stage == detail::OptimizerState::Stage::ready) {
+  const detail::ScaleRule* const rule = state_.rule();
+  if (rule && state.stage == detail::OptimizerState::Stage::ready) {
     if (!found_inf.defined()) found_inf = at::zeros({}, state_.scale().options());
-    state.largest = detail::check_and_measure(batches, state_.scale(), found_inf);
+    state.largest = rule->check_and_measure(batches, state_.scale(), found_inf);
     if (number.defined()) {
       detail::look_at({{number.device(), at::kFloat}, {number}}, state_.one(), found_inf);
     }
@@ -235,18 +225,6 @@ TORCHAMP_BODY void GradScaler::check_only(torch::optim::Optimizer& optimizer,
   state.had_gradients |= !batches.empty();
 }
 
-/// Makes `largest` what after_update() wants with forgives_bad_losses.
-TORCHAMP_BODY void GradScaler::mark_bad_loss(at::Tensor& largest) const {
-  constexpr double most = std::numeric_limits<float>::max();
-  constexpr double infinity = std::numeric_limits<double>::infinity();
-  const detail::InternalOps guard;
-  if (largest.defined()) largest = at::nan_to_num(largest, most, most);
-  if (!bad_loss_.defined() || bad_loss_body_ != detail::GraphBody::current_number()) return;
-  if (!largest.defined()) largest = at::zeros({}, state_.scale().options());
-  const at::Tensor is_bad = at::isnan(bad_loss_);
-  largest = largest.masked_fill(detail::to_device_async(largest.device(), is_bad), infinity);
-}
-
 TORCHAMP_BODY void GradScaler::agree(detail::OptimizerState& state) {
   if (state.agreed) return;
   if (options_.agree_found_inf || state.shards) {
@@ -260,16 +238,9 @@ TORCHAMP_BODY void GradScaler::agree(detail::OptimizerState& state) {
     state.found_inf = {std::move(found_inf), std::nullopt};
     state.exact = true;
   }
-  if (options_.forgives_bad_losses) mark_bad_loss(state.largest);
-  if ((options_.agree_largest || state.shards) && state_.forecasts()) {
-    const detail::InternalOps guard;
-    const auto options = state_.scale().options();
-    at::Tensor largest = state.largest.defined() ? state.largest.to(options, false, /*copy=*/true)
-                                                 : at::zeros({}, options);
-    options_.agree_largest ? options_.agree_largest(largest) : state.shards->agree_largest(largest);
-    TORCH_CHECK(largest.defined() && largest.numel() == 1,
-                "GradScaler: agree_largest has left no tensor of one element.");
-    state.largest = largest.reshape({}).to(options);
+  if (losses_) losses_->mark(state.largest, state_.scale());
+  if (const detail::ScaleRule* const rule = state_.rule()) {
+    rule->agree(options_, state.shards.get(), state_.scale(), state.largest);
   }
   state.agreed = true;
 }
@@ -293,7 +264,7 @@ TORCHAMP_BODY void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
 
 TORCHAMP_BODY void GradScaler::discard(const torch::optim::Optimizer& optimizer) {
   optimizers_.reset(optimizer);
-  bad_loss_ = at::Tensor();  // it may have been this one's
+  if (losses_) losses_->forget();  // they may have been this one's
 }
 
 /// From here on, saving is refused while the window is not empty.

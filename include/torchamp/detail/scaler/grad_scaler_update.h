@@ -33,7 +33,7 @@ TORCHAMP_BODY void GradScaler::end_iteration() {
   windows_.end_iteration(optimizers_);
   optimizers_.clear();
   records_.clear();
-  bad_loss_ = at::Tensor();
+  if (losses_) losses_->forget();
 }
 
 TORCHAMP_BODY void GradScaler::update() {

@@ -3,14 +3,74 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/exp2.h>
+#include <ATen/ops/floor.h>
+#include <ATen/ops/log2.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/minimum.h>
+#include <ATen/ops/pow.h>
+#include <ATen/ops/sqrt.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <vector>
 
-#include "torchamp/detail/scaler/scale_arithmetic.h"
+#include "torchamp/detail/scaler/scale_update.h"
 #include "torchamp/grad_scaler_options.h"
 
 namespace torchamp::detail {
+
+// For doubles on the host and 0-dim tensors on a device, as in scale_update.h.
+
+inline double maximum_of(double a, double b) {
+  return std::max(a, b);
+}
+inline at::Tensor maximum_of(const at::Tensor& a, const at::Tensor& b) {
+  return at::maximum(a, b);
+}
+
+inline double minimum_of(double a, double b) {
+  return std::min(a, b);
+}
+inline at::Tensor minimum_of(const at::Tensor& a, const at::Tensor& b) {
+  return at::minimum(a, b);
+}
+
+inline double log2_of(double x) {
+  return std::log2(x);
+}
+inline at::Tensor log2_of(const at::Tensor& x) {
+  return at::log2(x);
+}
+
+inline double exp2_of(double x) {
+  return std::exp2(x);
+}
+inline at::Tensor exp2_of(const at::Tensor& x) {
+  return at::exp2(x);
+}
+
+inline double floor_of(double x) {
+  return std::floor(x);
+}
+inline at::Tensor floor_of(const at::Tensor& x) {
+  return at::floor(x);
+}
+
+inline double square_root_of(double x) {
+  return std::sqrt(x);
+}
+inline at::Tensor square_root_of(const at::Tensor& x) {
+  return at::sqrt(x);
+}
+
+inline double power_of(double base, double exponent) {
+  return std::pow(base, exponent);
+}
+inline at::Tensor power_of(double base, const at::Tensor& exponent) {
+  return at::pow(base, exponent);
+}
 
 // Note [A scale that looks ahead]
 //
@@ -53,14 +113,14 @@ struct GradientForecast {
   Number aim;          ///< the logarithm that the scaled gradients are to have
 };
 
-/// Calls `f(name, number...)` for each number of all `forecasts`; names and order as in archives.
-template <class F, class... Forecasts>
-void for_each_forecast_number(const F& f, Forecasts&... forecasts) {
-  f("torchamp_samples", forecasts.samples...);
-  f("torchamp_log_mean", forecasts.mean...);
-  f("torchamp_log_slow_mean", forecasts.slow_mean...);
-  f("torchamp_log_slow_square", forecasts.slow_square...);
-  f("torchamp_log_aim", forecasts.aim...);
+/// Its numbers, in the order of rule_numbers.
+template <class Number>
+std::vector<Number> numbers_of(const GradientForecast<Number>& forecast) {
+  return {forecast.samples, forecast.mean, forecast.slow_mean, forecast.slow_square, forecast.aim};
+}
+template <class Number>
+GradientForecast<Number> forecast_of(const std::vector<Number>& numbers) {
+  return {numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]};
 }
 
 struct ForecastConstants {

@@ -11,6 +11,7 @@
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -20,6 +21,7 @@
 #include "torchamp/detail/graph/body.h"
 #include "torchamp/detail/scaler/captured_scale.h"
 #include "torchamp/detail/scaler/scale_bound.h"
+#include "torchamp/detail/scaler/scale_rule.h"
 #include "torchamp/detail/scaler/scale_update.h"
 #include "torchamp/detail/scaler/skip_count.h"
 #include "torchamp/detail/scaler/spent_credit.h"
@@ -45,11 +47,11 @@ class ScaleState {
  public:
   explicit ScaleState(const GradScalerOptions& options)
       : host_(initial_memory(options)),
-        forecasts_(options.dynamic && options.follows_gradients),
+        rule_(options.dynamic ? options.follows_gradients.rule() : nullptr),
         credit_(options) {}
 
-  /// Whether the update follows the gradients' magnitudes.
-  bool forecasts() const { return forecasts_; }
+  /// By which the update follows the gradients' magnitudes; null where it does not.
+  const ScaleRule* rule() const { return rule_; }
 
   bool created() const { return device_.scale.defined(); }
   /// 0-dim fp32; undefined before create().
@@ -88,10 +90,8 @@ class ScaleState {
     for_each_number(
         [](const char*, double& value, const at::Tensor& tensor) { value = tensor.item<double>(); },
         values, device_);
-    if (forecasts_) {
-      for_each_forecast_number([](const char*, double& value,
-                                  const at::Tensor& tensor) { value = tensor.item<double>(); },
-                               values.forecast, device_.forecast);
+    for (const at::Tensor& number : device_.of_rule) {
+      values.of_rule.push_back(number.item<double>());
     }
     if (credit_.defined()) values.credit = credit_.credit();
     values.skips = read_skips();
@@ -102,7 +102,7 @@ class ScaleState {
   /// Whether it may be; see Note [A scale below 1].
   bool may_be_below_one(const GradScalerOptions& options) {
     if (on_host_) return host_.scale < 1.;
-    return options.min_scale < 1. && (forecasts_ || may_be_below(1., options));
+    return options.min_scale < 1. && (rule_ || may_be_below(1., options));
   }
   /// Whether the scale may be more than `limit`; see Note [A large scale and a clip].
   bool may_exceed(double limit, const GradScalerOptions& options) {
@@ -148,10 +148,8 @@ class ScaleState {
     for_each_number([](const char*, at::Tensor& tensor, double value) { tensor.fill_(value); },
                     device_, values);
     if (credit_.defined()) credit_.set(values.credit, values.growth_tracker);
-    if (forecasts_) {
-      for_each_forecast_number(
-          [](const char*, at::Tensor& tensor, double value) { tensor.fill_(value); },
-          device_.forecast, values.forecast);
+    for (std::size_t i = 0; i < device_.of_rule.size(); ++i) {
+      device_.of_rule[i].fill_(values.of_rule[i]);
     }
     bound_->set(values.scale, static_cast<int64_t>(values.growth_tracker));
   }
@@ -224,16 +222,17 @@ class ScaleState {
       for_each_number([dtype](const char*, at::Tensor& number,
                               const at::Tensor& tensor) { number = tensor.to(dtype); },
                       before, device_);
-      before.forecast = device_.forecast;  // of that dtype
+      before.of_rule = device_.of_rule;  // of that dtype
       const at::Tensor largest_number =
           largest.defined() ? largest.to(dtype) : at::zeros({}, before.scale.options());
       const ScaleMemory<at::Tensor> after =
           after_update(options, before, found_inf != 0., largest_number);
-      const auto store = [](const char*, at::Tensor& tensor, const at::Tensor& number) {
-        tensor.copy_(number);
-      };
-      for_each_number(store, device_, after);
-      if (forecasts_) for_each_forecast_number(store, device_.forecast, after.forecast);
+      for_each_number(
+          [](const char*, at::Tensor& tensor, const at::Tensor& number) { tensor.copy_(number); },
+          device_, after);
+      for (std::size_t i = 0; i < device_.of_rule.size(); ++i) {
+        device_.of_rule[i].copy_(after.of_rule[i]);
+      }
     }
     follow(options);
     watch_skips(lazily, counted);
@@ -257,10 +256,10 @@ class ScaleState {
           if (!tensor.defined()) tensor = on_device(value, number_type());
         },
         device_, host_);
-    if (forecasts_) {
-      for_each_forecast_number([&](const char*, at::Tensor& tensor,
-                                   double value) { tensor = on_device(value, number_type()); },
-                               device_.forecast, host_.forecast);
+    if (rule_) {
+      for (const double value : host_.of_rule) {
+        device_.of_rule.push_back(on_device(value, number_type()));
+      }
     }
     if (credit_.serves()) {
       credit_.create(device_.scale);
@@ -308,7 +307,7 @@ class ScaleState {
   }
 
   bool follows_bound(const GradScalerOptions& options) const {
-    return options.dynamic && !forecasts_ && replays_ != Replays::unseen;
+    return options.dynamic && !rule_ && replays_ != Replays::unseen;
   }
 
   bool may_be_below(double limit, const GradScalerOptions& options) {
@@ -354,7 +353,7 @@ class ScaleState {
 
   bool on_host_ = true;
   ScaleMemory<double> host_;  // where the host knows
-  bool forecasts_;
+  const ScaleRule* rule_;
   SpentCredit credit_;
   std::shared_ptr<SkipWarning> skip_warning_ = std::make_shared<SkipWarning>();
   at::Tensor scale_and_skips_;  // in one piece

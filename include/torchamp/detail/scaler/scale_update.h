@@ -3,28 +3,55 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/clamp.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/where.h>
 
-#include <limits>
+#include <algorithm>
+#include <cmath>
+#include <vector>
 
-#include "torchamp/detail/scaler/gradient_forecast.h"
-#include "torchamp/detail/scaler/scale_arithmetic.h"
+#include "torchamp/detail/scaler/scale_rule.h"
 #include "torchamp/grad_scaler_options.h"
 
 namespace torchamp::detail {
 
-/// What a scale update remembers from one iteration to the next. Number is double on the host and a
-/// 0-dim fp64 tensor on a device, so that one text of the update serves both.
-template <class Number>
-struct ScaleMemory {
-  Number scale;
-  Number growth_tracker;
-  Number credit;        ///< bad iterations that are still forgiven, plus one
-  Number since_change;  ///< iterations since the scale last changed
-  Number overflows;     ///< bad ones since it was last lowered
-  Number skips;         ///< bad ones in a row
-  /// Only where GradScalerOptions::follows_gradients.
-  GradientForecast<Number> forecast{};
-};
+// The arithmetic of a scale update, for doubles on the host and 0-dim tensors on a device.
+
+inline double choose(bool condition, double yes, double no) {
+  return condition ? yes : no;
+}
+inline at::Tensor choose(const at::Tensor& condition, const at::Tensor& yes, const at::Tensor& no) {
+  return at::where(condition, yes, no);
+}
+// Not at::where, which would copy the number to the device.
+inline at::Tensor choose(const at::Tensor& condition, double yes, const at::Tensor& no) {
+  return no.masked_fill(condition, yes);
+}
+inline at::Tensor choose(const at::Tensor& condition, const at::Tensor& yes, double no) {
+  return yes.masked_fill(condition.logical_not(), no);
+}
+
+inline double clamp(double x, double low, double high) {
+  return std::clamp(x, low, high);
+}
+inline at::Tensor clamp(const at::Tensor& x, double low, double high) {
+  return at::clamp(x, low, high);
+}
+
+inline bool is_finite(double x) {
+  return std::isfinite(x);
+}
+inline at::Tensor is_finite(const at::Tensor& x) {
+  return at::isfinite(x);
+}
+
+inline double as_fp32(double x) {
+  return static_cast<float>(x);
+}
+inline at::Tensor as_fp32(const at::Tensor& x) {
+  return x.to(at::kFloat).to(x.scalar_type());
+}
 
 /// Calls `f(name, number...)` for each number that torch.amp does not have, in all `memories`. The
 /// names are those in archives, and the order that of their checksum.
@@ -36,7 +63,7 @@ void for_each_own_number(const F& f, Memories&... memories) {
   f("torchamp_skips_in_a_row", memories.skips...);
 }
 
-/// The same for all numbers.
+/// The same for all numbers but a rule's.
 template <class F, class... Memories>
 void for_each_number(const F& f, Memories&... memories) {
   f("scale", memories.scale...);
@@ -52,7 +79,8 @@ inline ScaleMemory<double> initial_memory(const GradScalerOptions& options) {
           .since_change = 0.,
           .overflows = 0.,
           .skips = 0.,
-          .forecast = initial_forecast()};
+          .of_rule = options.follows_gradients ? options.follows_gradients.rule()->initial()
+                                               : std::vector<double>()};
 }
 
 /// Whether ATen's kernel for torch.amp is the whole update. It keeps no credit and no rate of
@@ -64,8 +92,7 @@ inline bool is_torch_update(const GradScalerOptions& options) {
 
 /// What is remembered after an iteration that was `bad` or not (a bool, or a 0-dim bool tensor).
 /// `largest` is the largest magnitude of the scaled gradients, 0 where it is not known; it matters
-/// only where GradScalerOptions::follows_gradients. With forgives_bad_losses it is an inf where a
-/// loss was not finite, and only there.
+/// only to a ScaleRule.
 template <class Number, class Bool>
 ScaleMemory<Number> after_update(const GradScalerOptions& options,
                                  const ScaleMemory<Number>& before, const Bool& bad,
@@ -87,9 +114,9 @@ ScaleMemory<Number> after_update(const GradScalerOptions& options,
   after.since_change = before.since_change + 1.;
   after.overflows = choose(bad, before.overflows + 1., before.overflows);
 
-  const auto lowers = bad & (after.credit <= 0.) &
+  const Bool lowers = bad & (after.credit <= 0.) &
                       (after.overflows / after.since_change >= options.overflow_tolerance);
-  const auto grows = after.growth_tracker == static_cast<double>(options.growth_interval);
+  const Bool grows = after.growth_tracker == static_cast<double>(options.growth_interval);
   const Number lowered =
       clamp(as_fp32(before.scale * options.backoff_factor), options.min_scale, options.max_scale);
   const Number raised = as_fp32(before.scale * options.growth_factor);
@@ -103,30 +130,9 @@ ScaleMemory<Number> after_update(const GradScalerOptions& options,
   if (options.hysteresis_refill == HysteresisRefill::good_or_backed_off) {
     after.credit = choose(lowers, full_credit, after.credit);
   }
-  if (!options.follows_gradients) return after;
-
-  constexpr double bad_loss = std::numeric_limits<double>::infinity();
-  const Number known =
-      options.forgives_bad_losses ? choose(largest == bad_loss, 0., largest) : largest;
-  after.forecast = after_iteration<Number, Bool>(options, before.forecast, before.scale, bad,
-                                                 before.skips == 0., lowers, grows, known);
-  const Number predicted = clamp(predicted_scale(options, after.forecast, before.scale, bad, known),
-                                 options.min_scale, options.max_scale);
-  // Where nothing is known of the gradients, good iterations raise the scale as ever.
-  after.scale = choose(bad, choose(lowers, predicted, before.scale),
-                       choose(after.forecast.samples > 0., predicted, after.scale));
-  if (!options.forgives_bad_losses) return after;
-
-  const auto forgiven = bad & (largest == bad_loss);
-  const auto forgive = [&](const char*, Number& now, const Number& then) {
-    now = choose(forgiven, then, now);
-  };
-  const Number skips = after.skips;
-  const Number since_change = choose(forgiven, before.since_change + 1., after.since_change);
-  for_each_number(forgive, after, before);
-  for_each_forecast_number(forgive, after.forecast, before.forecast);
-  after.skips = skips;
-  after.since_change = since_change;  // 0 would say that the scale was lowered
+  if (const ScaleRule* const rule = options.follows_gradients.rule()) {
+    rule->update(options, ScaleStep<Number, Bool>{before, bad, lowers, grows, largest}, after);
+  }
   return after;
 }
 

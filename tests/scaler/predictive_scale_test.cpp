@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The scale that follows the gradients' magnitude, against a model of it in Python,
 // tests/parity/predictive_scale.{py,txt}, and in the cases that it is made for.
-#include <torchamp/detail/scaler/gradient_forecast.h>
+#include <torchamp/predictive_scale.h>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <torchamp/detail/scaler/gradient_forecast.h>
 #include <torchamp/detail/scaler/scale_state.h>
 #include <torchamp/optim.h>
 #include <torchamp/torchamp.h>
@@ -18,6 +19,7 @@
 #include "support/call_counter.h"
 #include "support/devices.h"
 #include "support/expect_error.h"
+#include "support/non_finite.h"
 #include "support/on_device.h"
 #include "support/optimizers.h"
 
@@ -63,7 +65,22 @@ int skips(const GradScalerOptions& options, double size, double noise, int itera
 class GradientForecast : public ::testing::TestWithParam<at::DeviceType> {
  protected:
   void SetUp() override { SKIP_WITHOUT(GetParam()); }
+  static at::TensorOptions options(at::ScalarType dtype = at::kFloat) {
+    return at::TensorOptions(GetParam()).dtype(dtype);
+  }
+  static at::Tensor number(double value) { return torch::full({}, value, options()); }
 };
+
+using torchamp::detail::GradientBatch;
+
+GradientBatch batch_of(const std::vector<at::Tensor>& gradients) {
+  return {torchamp::detail::TensorKind::of(gradients.at(0)), gradients};
+}
+
+at::Tensor measure(const std::vector<GradientBatch>& batches, const at::Tensor& scale,
+                   at::Tensor& flag) {
+  return torchamp::detail::PredictiveScale<bool>::rule()->check_and_measure(batches, scale, flag);
+}
 
 /// One iteration with gradients that are `magnitude` at most, unscaled, and overflow as fp16's.
 template <class Optimizer>
@@ -101,9 +118,11 @@ TEST(GradientForecastUpdate, WalksAsItsModelInPythonDoes) {
     if (text[0] == '#') continue;
     if (text[0] == 'w') {
       std::string word;
+      bool forgives = false;
       options = GradScalerOptions::predictive();
       line >> word >> options.init_scale >> options.min_scale >> options.max_scale >>
-          options.hysteresis >> options.growth_interval >> options.forgives_bad_losses;
+          options.hysteresis >> options.growth_interval >> forgives;
+      options.forgives_bad_losses = forgives;
       host = torchamp::detail::initial_memory(options);
       device.emplace(options);
       device->create(at::kCPU);
@@ -119,9 +138,10 @@ TEST(GradientForecastUpdate, WalksAsItsModelInPythonDoes) {
     for (const ScaleMemory<double>& memory : {host, device->read()}) {
       ASSERT_EQ(memory.scale, scale);
       const double tolerance = 1e-9 * std::max(1., slow_square);
-      ASSERT_NEAR(memory.forecast.mean, mean, tolerance);
-      ASSERT_NEAR(memory.forecast.slow_mean, slow_mean, tolerance);
-      ASSERT_NEAR(memory.forecast.slow_square, slow_square, tolerance);
+      const auto forecast = torchamp::detail::forecast_of(memory.of_rule);
+      ASSERT_NEAR(forecast.mean, mean, tolerance);
+      ASSERT_NEAR(forecast.slow_mean, slow_mean, tolerance);
+      ASSERT_NEAR(forecast.slow_square, slow_square, tolerance);
     }
     ++iterations;
   }
@@ -395,6 +415,40 @@ TEST(GradientForecastUpdate, ForgetsABadLossThatItsProgramDiscards) {
   scaler.discard(optimizer);
   EXPECT_FALSE(iterate(scaler, optimizer, 1e6).stepped());
   EXPECT_LT(scaler.get_scale(), scale);
+}
+
+TEST_P(GradientForecast, MeasuresTheLargestMagnitudeOfAllBatches) {
+  const std::vector<GradientBatch> batches{
+      batch_of({torch::ones({3}, options()), torch::full({2}, -8., options())}),
+      batch_of({torch::empty({0}, options(at::kHalf))}),
+      batch_of({torch::full({2}, 2., options(at::kBFloat16)),
+                torch::zeros({}, options(at::kBFloat16))})};
+  at::Tensor flag = number(0.);
+  const at::Tensor largest = measure(batches, number(4.), flag);
+  EXPECT_EQ(largest.item<float>(), 8.F);
+  EXPECT_EQ(largest.dim(), 0);
+  EXPECT_EQ(flag.item<float>(), 0.F);
+}
+
+TEST_P(GradientForecast, MeasuresNothingWhereThereAreNoElements) {
+  for (const float before : {0.F, 1.F}) {
+    at::Tensor flag = number(before);
+    EXPECT_FALSE(measure({batch_of({torch::empty({0}, options())})}, number(1.), flag).defined());
+    EXPECT_EQ(flag.item<float>(), before);
+  }
+}
+
+TEST_P(GradientForecast, FindsWhileItMeasuresWhatIsNotFiniteOrBecomesSoByTheDivision) {
+  const auto flag_of = [&](double value, double scale, double before) {
+    at::Tensor flag = number(before);
+    (void)measure({batch_of({torch::full({2}, value, options())})}, number(scale), flag);
+    return flag.item<float>();
+  };
+  EXPECT_EQ(flag_of(8., 0x1p-100, 0.), 0.F);
+  EXPECT_EQ(flag_of(8., 0x1p-126, 0.), 1.F) << "8 * 2^126";
+  for (const float value : {kInf, -kInf, kNaN}) EXPECT_EQ(flag_of(value, 4., 0.), 1.F) << value;
+  EXPECT_EQ(flag_of(8., 4., 1.), 1.F) << "found before";
+  EXPECT_EQ(flag_of(kInf, 4., 1.), 1.F) << "found twice";
 }
 
 INSTANTIATE_TEST_SUITE_P(Devices, GradientForecast, all_devices(), device_name);
