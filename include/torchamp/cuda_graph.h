@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "torchamp/detail/graph/body.h"
+#include "torchamp/detail/graph/captured_scale.h"
 #include "torchamp/detail/graph/gradients_before.h"
 #include "torchamp/detail/graph/host_access.h"
 #include "torchamp/detail/graph/make_recorder.h"
@@ -282,7 +283,8 @@ inline bool CudaGraph::prepare_optimizers() {
 inline void CudaGraph::call_body(const Tensors& batch) {
   outputs_.clear();
   std::optional<detail::GraphBody> is_to_be_captured;
-  if (options_.enabled) is_to_be_captured.emplace();
+  static const detail::FollowsReplays follower;
+  if (options_.enabled) is_to_be_captured.emplace(&follower);
   Tensors outputs = body_(batch);
   if (is_to_be_captured) {
     states_ = std::move(is_to_be_captured->states);

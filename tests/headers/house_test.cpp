@@ -77,7 +77,6 @@ constexpr Place places[] = {
     {"detail/policy/parse.h", 8},
     {"detail/policy/parts.h", 8},
     {"detail/policy/print.h", 8},
-    {"detail/scaler/captured_scale.h", 8},
     {"detail/scaler/gradient_forecast.h", 8},
     {"closure_step.h", 8},
     {"predictive_scale.h", 8},
@@ -105,8 +104,8 @@ struct Budget {
 constexpr Budget budgets[] = {
     {"autocast.h", 35, 4500},
     {"optim.h", 30, 4050},
-    {"grad_scaler.h", 37, 5250},
-    {"torchamp.h", 84, 12000},
+    {"grad_scaler.h", 36, 5150},
+    {"torchamp.h", 83, 11900},
 };
 constexpr Budget all_headers = {"include/", 217, 31700};  // to come down to 160 and 24,000
 
@@ -118,7 +117,6 @@ const std::set<std::string> still_upward = {
     "detail/optim/plan.h -> detail/optim/split_step.h",
     "detail/optim/plan.h -> detail/split_weight.h",
     "detail/scaler/grad_scaler_archive.h -> detail/io/checksum.h",
-    "detail/scaler/scale_state.h -> detail/scaler/captured_scale.h",
     "detail/scaler/step_record.h -> detail/shards.h",
     "optim.h -> detail/split_weight.h",
 };

@@ -27,13 +27,19 @@ class ReplayedState {
   virtual bool wants_look() const = 0;
   virtual void look() = 0;
 };
+class ScaleFollower;  // the scaler's
+
 using ReplayedStates = std::vector<std::shared_ptr<ReplayedState>>;
 
 /// Marks the calling thread as one that runs the body of a CudaGraph, warm-ups included, while it
 /// lives: what a graph cannot hold is refused there by name, before anything is captured.
 class GraphBody {
  public:
-  GraphBody() : outer_(current()) { current() = this; }
+  /// `follower`: what follows the scales of scalers; null where nothing does.
+  explicit GraphBody(const ScaleFollower* follower = nullptr)
+      : scales(follower), outer_(current()) {
+    current() = this;
+  }
   GraphBody(const GraphBody&) = delete;
   GraphBody& operator=(const GraphBody&) = delete;
   ~GraphBody() { current() = outer_; }
@@ -47,6 +53,8 @@ class GraphBody {
   /// Which body this thread runs, of all that there were, a failed one's next try being another; 0
   /// outside of a body.
   static std::uint64_t current_number() { return is_running() ? current()->number_ : 0; }
+
+  const ScaleFollower* const scales;
 
   /// What the body relies on, as those add to it who use it.
   ReplayedStates states;

@@ -9,10 +9,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <vector>
 
+#include "torchamp/detail/graph/body.h"
 #include "torchamp/detail/host_values.h"
+#include "torchamp/grad_scaler_options.h"
 
 namespace torchamp::detail {
 
@@ -163,6 +166,61 @@ class ScaleBound {
   Rise rise_{0., 0};
   std::vector<Copy> copies_;
   int64_t sent_ = 0;
+};
+
+/// By how much one update may move the scale.
+struct ScaleMoves {
+  explicit ScaleMoves(const GradScalerOptions& options)
+      : growth_factor(options.growth_factor),
+        backoff_factor(options.backoff_factor),
+        growth_interval(options.growth_interval),
+        min_scale(options.min_scale),
+        max_scale(options.max_scale),
+        dynamic(options.dynamic),
+        counts_good(!options.follows_gradients) {}
+
+  /// `lowers`: whether the lower bound is followed, too.
+  void follow(ScaleBound& bound, bool lowers) const {
+    if (!dynamic) return;
+    if (lowers) bound.lower(backoff_factor, min_scale);
+    if (counts_good) {
+      bound.grow(growth_factor, growth_interval);
+    } else {  // which may grow sooner
+      bound.grow_to(max_scale);
+    }
+  }
+
+  double growth_factor, backoff_factor;
+  int64_t growth_interval;
+  double min_scale, max_scale;
+  bool dynamic, counts_good;
+};
+
+/// What one captured iteration takes for granted of a scale; see Note [What replays do to the
+/// scale].
+class CapturedBound : public ReplayedState {
+ public:
+  virtual bool is_of(const std::shared_ptr<ScaleBound>& bound) const = 0;
+  /// Whether the scale may be below `limit`, or so near that replays would soon have to wait; if
+  /// not, this is taken for granted.
+  virtual bool may_be_below(double limit) = 0;
+  virtual bool may_be_above(double limit) = 0;
+  /// The iteration has made an update.
+  virtual void add_update(bool lowers) = 0;
+};
+
+class SkipWarning;
+
+/// What a GraphBody brings, so that a scaler's state is followed through replays.
+class ScaleFollower {
+ public:
+  virtual std::shared_ptr<CapturedBound> follow(std::shared_ptr<ScaleBound> bound, at::Tensor scale,
+                                                const ScaleMoves& moves) const = 0;
+  virtual std::shared_ptr<ReplayedState> follow(std::shared_ptr<SkipWarning> warning,
+                                                at::Tensor skips) const = 0;
+
+ protected:
+  ~ScaleFollower() = default;
 };
 
 }  // namespace torchamp::detail

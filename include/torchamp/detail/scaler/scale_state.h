@@ -19,7 +19,6 @@
 
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/graph/body.h"
-#include "torchamp/detail/scaler/captured_scale.h"
 #include "torchamp/detail/scaler/scale_bound.h"
 #include "torchamp/detail/scaler/scale_rule.h"
 #include "torchamp/detail/scaler/scale_update.h"
@@ -285,8 +284,8 @@ class ScaleState {
   void watch_skips(bool lazily, bool counted) {
     if (replays_ == Replays::unseen) return;
     GraphBody* const body = GraphBody::current();
-    if (body && is_replayed()) {
-      body->states.push_back(std::make_shared<CapturedSkips>(skip_warning_, device_.skips));
+    if (body && body->scales && is_replayed()) {
+      body->states.push_back(body->scales->follow(skip_warning_, device_.skips));
     } else if (lazily ? counted : skip_warning_->is_due()) {
       skip_warning_->send(lazily ? lazy_skips_.tensor() : device_.skips);
     }
@@ -312,32 +311,32 @@ class ScaleState {
 
   bool may_be_below(double limit, const GradScalerOptions& options) {
     if (replays_ == Replays::unseen) return true;
-    CapturedScale* const captured = this->captured(options);
+    CapturedBound* const captured = this->captured(options);
     return captured ? captured->may_be_below(limit) : bound_->value() < limit;
   }
   bool may_be_above(double limit, const GradScalerOptions& options) {
     if (replays_ == Replays::unseen) return true;
-    CapturedScale* const captured = this->captured(options);
+    CapturedBound* const captured = this->captured(options);
     return captured ? captured->may_be_above(limit) : bound_->at_most() > limit;
   }
 
   /// What the body of the CudaGraph that is running takes for granted; null outside of one.
-  CapturedScale* captured(const GradScalerOptions& options) {
+  CapturedBound* captured(const GradScalerOptions& options) {
     GraphBody* const body = GraphBody::current();
-    if (!body || replays_ != Replays::followed) return nullptr;
+    if (!body || !body->scales || replays_ != Replays::followed) return nullptr;
     for (const auto& state : body->states) {
-      auto* const captured = dynamic_cast<CapturedScale*>(state.get());
+      auto* const captured = dynamic_cast<CapturedBound*>(state.get());
       if (captured && captured->is_of(bound_)) return captured;
     }
-    auto* const captured = new CapturedScale(bound_, device_.scale, ScaleMoves(options));
-    body->states.push_back(std::shared_ptr<ReplayedState>(captured));
-    return captured;
+    const auto captured = body->scales->follow(bound_, device_.scale, ScaleMoves(options));
+    body->states.push_back(captured);
+    return captured.get();
   }
 
   void follow(const GradScalerOptions& options) {
     const bool lowers = follows_bound(options);
     ScaleMoves(options).follow(*bound_, lowers);
-    if (CapturedScale* const captured = this->captured(options)) {
+    if (CapturedBound* const captured = this->captured(options)) {
       captured->add_update(lowers);
     } else if (lowers) {
       bound_->look_at(device_.scale);

@@ -9,11 +9,9 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/graph/body.h"
 #include "torchamp/detail/host_values.h"
 #include "torchamp/version.h"
 
@@ -95,25 +93,6 @@ class SkipWarning {
   bool warned_ = false;
   int64_t iterations_ = 0;
   HostMirror mirror_;
-};
-
-/// The same for iterations that are replayed.
-class CapturedSkips final : public ReplayedState {
- public:
-  CapturedSkips(std::shared_ptr<SkipWarning> warning, at::Tensor skips)
-      : warning_(std::move(warning)), skips_(std::move(skips)) {}
-  void settle() override {}
-  bool holds() override { return true; }
-  void note_replay() override {
-    (void)warning_->is_due();
-    warning_->look();
-  }
-  bool wants_look() const override { return warning_->is_due_now(); }
-  void look() override { warning_->send(skips_); }
-
- private:
-  std::shared_ptr<SkipWarning> warning_;
-  at::Tensor skips_;
 };
 
 }  // namespace torchamp::detail

@@ -11,8 +11,8 @@
 
 #include "torchamp/detail/graph/body.h"
 #include "torchamp/detail/scaler/scale_bound.h"
-#include "torchamp/detail/scaler/scale_update.h"
-#include "torchamp/grad_scaler_options.h"
+#include "torchamp/detail/scaler/skip_count.h"
+#include "torchamp/version.h"
 
 namespace torchamp::detail {
 
@@ -30,57 +30,27 @@ namespace torchamp::detail {
 // some replays ago: a scale of 2^n lets it be n replays ahead, so the device never runs out of
 // work. Near the bound, where it would, a step is captured as one beyond it.
 
-/// By how much one update may move the scale.
-struct ScaleMoves {
-  explicit ScaleMoves(const GradScalerOptions& options)
-      : growth_factor(options.growth_factor),
-        backoff_factor(options.backoff_factor),
-        growth_interval(options.growth_interval),
-        min_scale(options.min_scale),
-        max_scale(options.max_scale),
-        dynamic(options.dynamic),
-        counts_good(!options.follows_gradients) {}
-
-  /// `lowers`: whether the lower bound is followed, too.
-  void follow(ScaleBound& bound, bool lowers) const {
-    if (!dynamic) return;
-    if (lowers) bound.lower(backoff_factor, min_scale);
-    if (counts_good) {
-      bound.grow(growth_factor, growth_interval);
-    } else {  // which may grow sooner
-      bound.grow_to(max_scale);
-    }
-  }
-
-  double growth_factor, backoff_factor;
-  int64_t growth_interval;
-  double min_scale, max_scale;
-  bool dynamic, counts_good;
-};
-
 /// What one captured iteration takes for granted of a scale.
-class CapturedScale final : public ReplayedState {
+class CapturedScale final : public CapturedBound {
  public:
   CapturedScale(std::shared_ptr<ScaleBound> bound, at::Tensor scale, const ScaleMoves& moves)
       : bound_(std::move(bound)), scale_(std::move(scale)), moves_(moves) {}
 
-  bool is_of(const std::shared_ptr<ScaleBound>& bound) const { return bound == bound_; }
+  bool is_of(const std::shared_ptr<ScaleBound>& bound) const override { return bound == bound_; }
 
-  /// Whether the scale may be below `limit`, or so near that replays would soon have to wait; if
-  /// not, this is taken for granted.
-  bool may_be_below(double limit) {
+  bool may_be_below(double limit) override {
     if (bound_->value() < limit * room()) return true;
     at_least_ = std::max(at_least_, limit);
     return false;
   }
-  bool may_be_above(double limit) {
+  bool may_be_above(double limit) override {
     if (bound_->at_most() * room() > limit) return true;
     at_most_ = std::min(at_most_, limit);
     return false;
   }
 
   /// The iteration has made an update.
-  void add_update(bool lowers) {
+  void add_update(bool lowers) override {
     ++updates_;
     lowers_ = lowers;
   }
@@ -123,6 +93,38 @@ class CapturedScale final : public ReplayedState {
   double at_least_ = 0., at_most_ = std::numeric_limits<double>::infinity();
   int64_t updates_ = 0;
   bool lowers_ = false;
+};
+
+/// Warns of a long run of bad iterations that are replayed.
+class CapturedSkips final : public ReplayedState {
+ public:
+  CapturedSkips(std::shared_ptr<SkipWarning> warning, at::Tensor skips)
+      : warning_(std::move(warning)), skips_(std::move(skips)) {}
+  void settle() override {}
+  bool holds() override { return true; }
+  void note_replay() override {
+    (void)warning_->is_due();
+    warning_->look();
+  }
+  bool wants_look() const override { return warning_->is_due_now(); }
+  void look() override { warning_->send(skips_); }
+
+ private:
+  std::shared_ptr<SkipWarning> warning_;
+  at::Tensor skips_;
+};
+
+/// For the bodies of a CudaGraph.
+class FollowsReplays final : public ScaleFollower {
+ public:
+  std::shared_ptr<CapturedBound> follow(std::shared_ptr<ScaleBound> bound, at::Tensor scale,
+                                        const ScaleMoves& moves) const override {
+    return std::make_shared<CapturedScale>(std::move(bound), std::move(scale), moves);
+  }
+  std::shared_ptr<ReplayedState> follow(std::shared_ptr<SkipWarning> warning,
+                                        at::Tensor skips) const override {
+    return std::make_shared<CapturedSkips>(std::move(warning), std::move(skips));
+  }
 };
 
 }  // namespace torchamp::detail
