@@ -20,7 +20,9 @@ foreach(header IN LISTS HEADERS)
 endforeach()
 
 file(GLOB public RELATIVE ${SOURCE}/include ${SOURCE}/include/torchamp/*.h ${SOURCE}/include/torchamp/distributed/*.h)
-list(FILTER public EXCLUDE REGEX "/(compiled|nccl|policy_text|process_group)[.]h$")  # the code itself; what needs more than LibTorch; what registers itself
+# Not the code itself, what needs more than LibTorch, nor what registers itself and those that bring it.
+list(FILTER public EXCLUDE REGEX
+     "/(compiled|fp8|nccl|policy_file|policy_text|precision_audit|process_group|weight_cache)[.]h$")
 list(TRANSFORM public REPLACE "(.+)" "#include <\\1>\n")
 list(JOIN public "" includes)
 file(WRITE ${BUILD}/unused.cpp "${includes}")
