@@ -25,8 +25,9 @@ struct LongWeightCache {
 /// What that header brings: see Note [Extras].
 template <class LongCache>
 struct LongWeightCacheExtra {
-  static_assert(sizeof(LongCache) == 0,
-                "torchamp: include torchamp/weight_cache.h, which keeps casts of weights.");
+  static_assert(
+      sizeof(LongCache) == 0,
+      "torchamp: include torchamp/weight_cache.h, which has WeightCache::window and kept.");
 };
 }  // namespace detail
 

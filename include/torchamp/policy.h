@@ -33,7 +33,7 @@ namespace detail {
 template <class AnyPolicy>
 struct Fp8Extra {
   static_assert(sizeof(AnyPolicy) == 0,
-                "torchamp: include torchamp/fp8.h, which makes products in fp8.");
+                "torchamp: include torchamp/fp8.h, which has Policy::fp8 and its options.");
   using Options = When;
 };
 }  // namespace detail

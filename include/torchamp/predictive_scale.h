@@ -74,8 +74,8 @@ class PredictiveRule final : public ScaleRule {
   void check_options(const char* call, const GradScalerOptions& options) const override {
     TORCH_CHECK_VALUE(
         options.follows_gradients, call,
-        ": forgives_bad_losses is set, and follows_gradients is not, which it is for. "
-        "Take GradScalerOptions::predictive().");
+        ": forgives_bad_losses needs follows_gradients. Start from GradScalerOptions::predictive() "
+        "and set forgives_bad_losses in what it returns.");
     TORCH_CHECK_VALUE(!options.agree_found_inf == !options.agree_largest, call,
                       ": follows_gradients is set, and of agree_found_inf and agree_largest one "
                       "only. Set both, or the processes' scales part.");

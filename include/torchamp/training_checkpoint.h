@@ -38,8 +38,9 @@ class MasterWeights;
 ///     checkpoint.add("model", model).add("optimizer", optimizer).add("scaler", scaler);
 ///     checkpoint.add("step", step);
 ///     checkpoint.load();                    // false if there is no file yet
-///     for (; step < steps; ++step) {
+///     while (step < steps) {
 ///       ...
+///       ++step;                             // before save(): the file says what is done
 ///       if (step % 100 == 0) checkpoint.save();
 ///     }
 ///

@@ -401,7 +401,7 @@ TEST(GradientForecastUpdate, RefusesOptionsThatContradictIt) {
   EXPECT_ERROR(GradScaler{options}, "follows_gradients is set, and dynamic is not");
   options = GradScalerOptions::torch();
   options.forgives_bad_losses = true;
-  EXPECT_ERROR(GradScaler{options}, "forgives_bad_losses is set, and follows_gradients is not");
+  EXPECT_ERROR(GradScaler{options}, "forgives_bad_losses needs follows_gradients. Start from");
 }
 
 TEST(GradientForecastUpdate, ForgetsABadLossThatItsProgramDiscards) {

@@ -43,7 +43,7 @@ TORCHAMP_BODY void GradScaler::update() {
       optimizers_.within_iteration(),
       "GradScaler::update: no optimizer has been stepped or unscaled since the last update. "
       "Call step(optimizer) first, or update(new_scale) to set the scale. (optimizer.step() is no "
-      "such step: it steps with gradients that are still scaled.)");
+      "such step: it neither divides the gradients by the scale nor looks for infs in them.)");
   const detail::ScaleLimits::Met met = apply_update();
   end_iteration();
   limits_.announce(options_, met);
