@@ -63,6 +63,7 @@ class FusedOptimizer : public torch::optim::Optimizer,
   /// steps, and returns the closure's value or an undefined tensor.
   TORCHAMP_BODY at::Tensor step(LossClosure closure = nullptr) override;
 
+  /// As ScaledStep::step_scaled. A class of your own overrides step_fused() instead.
   TORCHAMP_BODY at::Tensor step_scaled(const at::Tensor& grad_scale,
                                        const at::Tensor& found_inf) final;
 
