@@ -12,12 +12,18 @@
 #include <cstdlib>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "support/devices.h"
 #include "support/expect_error.h"
 #include "support/launch.h"
 #include "support/sharded.h"
+#include "support/staging_group.h"
 #include "support/temporary_folder.h"
+#include "support/tolerances.h"
+#include "torchamp/detail/optim/state_tensors.h"
+#include "torchamp/detail/shards.h"
 #include "torchamp/distributed/checkpoint.h"
 #include "torchamp/distributed/sharded_masters.h"
 #include "torchamp/grad_scaler.h"
@@ -116,6 +122,123 @@ TEST(ShardedCheckpoint, HoldParametersWithoutDimensions) {
     ASSERT_TRUE(read.load_shared()) << name;
     expect_same_bits(*net, *other);
   }
+}
+
+/// An unused parameter, one without dimensions, a matrix, and one whose rows are not together.
+struct LayoutsImpl : torch::nn::Module {
+  explicit LayoutsImpl(bool transposes = true) {
+    at::manual_seed(2);
+    const Tensor scalar = at::full({}, 0.5), matrix = at::randn({3, 2});
+    const Tensor transposed = at::randn({7, 5}).t(), unused = at::randn({4});
+    register_parameter("unused", unused);
+    register_parameter("scalar", scalar);
+    register_parameter("matrix", matrix);
+    register_parameter("transposed", transposes ? transposed.clone() : transposed.contiguous());
+  }
+};
+TORCH_MODULE(Layouts);
+
+/// Numbers that 16 bits hold, another for each element of a weight.
+Tensor gradient_of(const Tensor& weight) {
+  return at::arange(1., weight.numel() + 1.).view(weight.sizes());
+}
+
+/// The states in a file for each parameter of a plain model.
+std::vector<std::vector<Tensor>> states_in(const std::string& file, Make make) {
+  const auto parameters = Layouts(/*transposes=*/false)->parameters();
+  const auto optimizer = make(parameters);
+  torchamp::TrainingCheckpoint checkpoint(file);
+  checkpoint.add("optimizer", *optimizer);
+  EXPECT_TRUE(checkpoint.load_shared());
+  std::vector<std::vector<Tensor>> states(parameters.size());
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const auto state = optimizer->state().find(parameters[i].unsafeGetTensorImpl());
+    if (state == optimizer->state().end()) continue;
+    torchamp::detail::for_each_state_tensor(
+        *state->second, [&](const Tensor& tensor) { states[i].push_back(tensor); });
+  }
+  return states;
+}
+
+TEST(ShardedCheckpoint, HoldStatesAsAnUnshardedOptimizerDoes) {
+  const TemporaryFolder folder;
+  if (!child_role()) return Launch(2, folder.environment()).expect_success();
+  const auto group = make_group();
+  const int rank = group->getRank();
+  const std::string alone_file = folder / "alone.pt", again_file = folder / "again.pt";
+  const std::string sharded_file = folder / "sharded.pt";
+  for (const auto& [name, make] : kinds()) {
+    SCOPED_TRACE(name);
+    Layouts net;
+    ShardedMasterWeights masters(net, group,
+                                 {.dtype = at::kBFloat16, .find_unused_parameters = true});
+    const auto optimizer = make(masters.parameters());
+    masters.check_optimizer(*optimizer);
+    const auto plain = Layouts(/*transposes=*/false)->parameters();
+    const auto alone = make(plain);
+    for (int step = 0; step < 2; ++step) {
+      optimizer->zero_grad();
+      Tensor loss = at::zeros({});
+      for (std::size_t i = 1; i < plain.size(); ++i) {
+        const Tensor weight = net->parameters()[i].to(at::kFloat);
+        loss = loss + (weight * gradient_of(weight) * (rank + 1.)).sum();
+        plain[i].mutable_grad() = gradient_of(weight) * 1.5;
+      }
+      loss.backward();
+      optimizer->step();
+      masters.copy_to_model();
+      alone->step();
+    }
+    torchamp::TrainingCheckpoint sharded(sharded_file);
+    sharded.add("optimizer", *optimizer);
+    torchamp::save_together(sharded, group);
+    // What is saved is saved once: the next file needs the state of then.
+    EXPECT_ERROR(sharded.save({at::zeros({1}, at::kByte)}), "its state lies on several processes");
+    torchamp::TrainingCheckpoint unsharded(alone_file);
+    unsharded.add("optimizer", *alone);
+    if (rank == 0) unsharded.save();
+    expect_same_everywhere(group, {at::ones({1})});  // process 1 waits for the file
+
+    const auto other = make(masters.parameters());
+    torchamp::TrainingCheckpoint from_alone(alone_file), again(again_file);
+    from_alone.add("optimizer", *other);
+    again.add("optimizer", *other);
+    EXPECT_TRUE(from_alone.load_shared());
+    torchamp::save_together(again, group);
+    if (rank != 0) continue;
+    const auto expected = states_in(alone_file, make), whole = states_in(sharded_file, make);
+    const auto joined = states_in(again_file, make);
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      SCOPED_TRACE(i);
+      EXPECT_EQ(expected[i].empty(), i == 0);
+      ASSERT_EQ(whole[i].size(), expected[i].size());
+      if (i == 0) {  // where there is a state, it is that of a beginning
+        for (const Tensor& tensor : joined[i]) EXPECT_FALSE(tensor.any().item<bool>());
+        continue;
+      }
+      ASSERT_EQ(joined[i].size(), expected[i].size());
+      for (std::size_t t = 0; t < expected[i].size(); ++t) {
+        expect_close(whole[i][t], expected[i][t]);
+        EXPECT_EQ(joined[i][t].sizes(), expected[i][t].sizes());
+        EXPECT_TRUE(at::equal(joined[i][t], expected[i][t]));
+      }
+    }
+  }
+}
+
+TEST(ShardedCheckpoint, BringWholeStatesToTheHostAlone) {
+  SKIP_WITHOUT(at::kPrivateUse1);
+  if (ran_in_processes(1)) return;
+  const auto group = c10::make_intrusive<StagingGroup>(make_group());
+  auto net = to_device(torch::nn::Linear(5, 3), simulated::sim0);
+  ShardedMasterWeights masters(net, group, {.dtype = at::kBFloat16});
+  const auto optimizer = kinds()[0].second(masters.parameters());
+  net->forward(at::ones({2, 5}, net->weight.options())).sum().backward();
+  optimizer->step();
+  const auto shards = torchamp::detail::shards_of(masters.parameters()[0]);
+  const std::size_t before = simulated::bytes_in_use(0);
+  shards->gather(*optimizer);
+  EXPECT_EQ(simulated::bytes_in_use(0), before);
 }
 
 TEST(ShardedCheckpoint, GoOnOnAnyNumberOfProcessesFromOneFile) {

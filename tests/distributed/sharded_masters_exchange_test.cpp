@@ -73,6 +73,50 @@ TEST(ShardedMasters, SendABucketWhileBackwardGoesOn) {
   EXPECT_NE(std::find(sent, ops.end(), "aten::mm"), ops.end());
 }
 
+TEST(ShardedMasters, HaveTwoBucketsUnderWayAndNeverThree) {
+  if (ran_in_processes(2)) return;
+  const auto group = make_group();
+  torch::nn::Sequential net(torch::nn::Linear(3, 2), torch::nn::Linear(2, 2),
+                            torch::nn::Linear(2, 2));
+  ShardedMasterWeights masters(net.ptr(), group, {.dtype = at::kBFloat16, .bucket_bytes = 1});
+  static int sent = 0, under_way = 0, most = 0;
+  static std::mutex mutex;
+  const Tensor loss = net->forward(at::ones({1, 3}, at::kBFloat16)).sum();
+  const auto handle = at::addGlobalCallback(at::RecordFunctionCallback(
+      [](const at::RecordFunction& op) -> std::unique_ptr<at::ObserverContext> {
+        const std::lock_guard lock(mutex);
+        const auto name = op.operator_name();
+        if (!name) return nullptr;
+        if (name->name == "c10d::alltoall_base_") {
+          ++sent;
+          most = std::max(most, ++under_way);
+        } else if (name->name == "aten::div_" && name->overload_name == "Scalar") {
+          --under_way;  // the average of a bucket that has come
+        }
+        return nullptr;
+      }));
+  loss.backward();
+  at::removeCallback(handle);
+  EXPECT_EQ(sent, 6);
+  EXPECT_EQ(most, 2);
+  EXPECT_EQ(under_way, 0);
+}
+
+TEST(ShardedMasters, SendZerosForWhatOneProcessLeavesUnused) {
+  if (ran_in_processes(2)) return;
+  at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/false);
+  ASSERT_TRUE(at::empty({8}).isnan().all().item<bool>()) << "fresh memory";
+  const auto group = make_group();
+  torch::nn::Linear net(2, 2);  // one bucket, without padding
+  ShardedMasterWeights masters(net, group,
+                               {.dtype = at::kBFloat16, .find_unused_parameters = true});
+  Tensor loss = net->weight.sum();
+  if (group->getRank() == 1) loss = loss + net->bias.sum();
+  loss.backward();
+  EXPECT_TRUE(at::equal(masters.parameters()[0].grad(), at::ones({2})));
+  EXPECT_TRUE(at::equal(masters.parameters()[1].grad(), at::full({1}, 0.5F)));
+}
+
 TEST(ShardedMasters, AddUpWhatEveryBackwardSends) {
   if (ran_in_processes(2)) return;
   const auto group = make_group();

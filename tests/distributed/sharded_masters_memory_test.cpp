@@ -10,6 +10,7 @@
 #include <torch/optim/adamw.h>
 #include <torch/serialize.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -57,6 +58,18 @@ TEST(ShardedMasters, KeepTheirShareOfMastersAndStatesAlone) {
     const std::int64_t bytes = bytes_of(storage);
     EXPECT_GE(bytes, expected);
     EXPECT_LT(bytes, expected + bucket);
+  }
+}
+
+TEST(ShardedMasters, KeepTheGradientsOfTheirPiecesAlone) {
+  if (ran_in_processes(2)) return;
+  const auto group = make_group();
+  torch::nn::Linear net(4, 2);
+  ShardedMasterWeights masters(net, group, {.dtype = at::kBFloat16});
+  net->forward(at::ones({1, 4}, at::kBFloat16)).sum().backward();
+  constexpr std::size_t share = (4 * 2 + 2) / 2;
+  for (const Tensor& piece : masters.parameters()) {  // in one bucket
+    EXPECT_EQ(piece.grad().storage().nbytes(), share * sizeof(float));
   }
 }
 

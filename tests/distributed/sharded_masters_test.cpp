@@ -241,6 +241,24 @@ TEST(ShardedMasters, RefuseWhatTheyCannotDo) {
   backward();
 }
 
+TEST(ShardedMasters, RefuseOtherOptimizersOfSplitPiecesThatAFusedOneHas) {
+  if (ran_in_processes(2)) return;
+  const auto group = make_group();
+  Net net = make_net();
+  ShardedMasterWeights masters(net, group,
+                               {.dtype = at::kBFloat16, .storage = MasterStorage::split});
+  torchamp::FusedSGD fused(masters.parameters(), torch::optim::SGDOptions(0.1));
+  torch::optim::SGD sgd(masters.parameters(), 0.1);
+  const auto backward = [&] { loss_of(net, batch_of(group->getRank(), 0)).backward(); };
+  backward();
+  fused.step();
+  masters.copy_to_model();
+  sgd.zero_grad();
+  backward();
+  sgd.step();
+  EXPECT_ERROR(masters.copy_to_model(), "that no fused optimizer has stepped with");
+}
+
 TEST(ShardedMasters, RefuseAModelWhoseMastersOthersKeep) {
   if (ran_in_processes(2)) return;
   const auto group = make_group();
