@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <vector>
 
@@ -129,6 +130,25 @@ TEST(Distributed, AParameterThatAWindowLeavesUnusedHasNoGradientWhateverTheWindo
     backward(false, true);
     ASSERT_TRUE(model->second->weight.grad().defined());
     expect_same_everywhere(group, {model->first->weight.grad(), model->second->weight.grad()});
+    model->zero_grad();
+  }
+}
+
+TEST(Distributed, AnAverageThatWasAskedForIsNotAveragedAgainByABackwardThatDoesNotUseIt) {
+  if (ran_in_processes(3)) return;  // the sum of thirds is not exact
+  const auto group = make_group();
+  Branches model;
+  DistributedDataParallel net(model, group, {.find_unused_parameters = true});
+  at::manual_seed(static_cast<std::uint64_t>(group->getRank()));
+  for (int i = 0; i < 8; ++i) {
+    {
+      const auto no_sync = net.no_sync();
+      net.forward(at::randn({1, 3}), /*uses_second=*/true).pow(2).sum().backward();
+    }
+    net.sync_gradients();
+    const Tensor average = model->second->weight.grad().clone();
+    net.forward(at::randn({1, 3}), /*uses_second=*/false).sum().backward();
+    EXPECT_TRUE(at::equal(model->second->weight.grad(), average));
     model->zero_grad();
   }
 }
