@@ -396,10 +396,15 @@ TEST(FusedAdam, TakesNoStateForOneThatWasAtItsAddress) {
     for (int s = 0; s < 3; ++s) optimizer.step();
     slot = &states.at(p.unsafeGetTensorImpl());
     const void* const before = slot->get();
+    // The memory may be handed out again after other blocks of its size only.
+    std::vector<std::unique_ptr<AdamParamState>> others;
+    others.reserve(64);
     *slot = nullptr;
-    auto other = std::make_unique<AdamParamState>();
-    same_address = other.get() == before;
-    *slot = std::move(other);
+    while (others.size() < 64 && !same_address) {
+      others.push_back(std::make_unique<AdamParamState>());
+      same_address = others.back().get() == before;
+    }
+    *slot = std::move(others.back());
   }
   ASSERT_TRUE(same_address);
   optimizer.step();

@@ -234,7 +234,7 @@ TEST(AutocastGuard, TheOutermostTellsWhoKeepsThingsOfWeightsOfItsBeginAndEnd) {
     EXPECT_EQ(torchamp::detail::thread_policy()->keep.region, i);
   }
   EXPECT_EQ(regions.open(), 0U);
-  EXPECT_ANY_THROW(AutocastGuard(at::kCPU, at::kInt));
+  EXPECT_ANY_THROW(const AutocastGuard refused(at::kCPU, at::kInt));
   EXPECT_EQ(regions.begun(), 3U);
 }
 
