@@ -97,9 +97,11 @@ inline std::size_t count_parameters(const torch::optim::Optimizer& optimizer) {
 
 /// Every gradient of every group of `optimizer`, once, by device and dtype. Parameters whose
 /// gradients have the conjugate or the negative bit are given resolved() ones. Nothing has been
-/// changed where this throws. `call` begins the error texts.
+/// changed where this throws. `call` begins the error texts. Sets `is_shared` where several
+/// parameters, or places of one, have the same gradient.
 inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimizer,
-                                               HalfGradients half, const char* call) {
+                                               HalfGradients half, const char* call,
+                                               bool* is_shared = nullptr) {
   std::vector<GradientBatch> batches;
   std::vector<at::Tensor> to_change, changed;  // parameters and their new gradients
   const std::size_t count = count_parameters(optimizer);
@@ -131,7 +133,10 @@ inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimize
         to_change.push_back(parameter);
         changed.push_back(gradient);
       }
-      if (!seen.insert((is_new ? parameter : gradient).unsafeGetTensorImpl())) continue;
+      if (!seen.insert((is_new ? parameter : gradient).unsafeGetTensorImpl())) {
+        if (is_shared != nullptr) *is_shared = true;
+        continue;
+      }
       at::Tensor values = values_of(gradient, half, where);
       std::vector<at::Tensor>& batch = group_of(batches, TensorKind::of(values)).gradients;
       if (batch.empty()) batch.reserve(count);

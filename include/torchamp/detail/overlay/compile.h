@@ -86,11 +86,12 @@ inline void compile_once(const PolicyData& policy, at::DeviceType device) {
 inline void prepare_region(const char* call, const PolicyData& policy, const WeightCasts* casts,
                            at::DeviceType device, at::ScalarType dtype) {
   compile_once(policy, device);
-  const std::string why =
-      is_16_bit(dtype) ? policy.strict_refusal(device_index(device, call), device, dtype) : "";
-  TORCH_CHECK(why.empty(), call, ": the policy's fp8 rule is strict, and ", device,
-              " cannot follow it in a region in ", dtype, ": ", why,
-              ". Leave Fp8Options::strict out to run as lower_precision there.");
+  if (policy.op_rule() != nullptr && is_16_bit(dtype)) {
+    const std::string why = policy.strict_refusal(device_index(device, call), device, dtype);
+    TORCH_CHECK(why.empty(), call, ": the policy's fp8 rule is strict, and ", device,
+                " cannot follow it in a region in ", dtype, ": ", why,
+                ". Leave Fp8Options::strict out to run as lower_precision there.");
+  }
   if (casts != nullptr) casts->prepare(device);
 }
 

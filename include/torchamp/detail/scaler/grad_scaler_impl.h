@@ -193,13 +193,12 @@ TORCHAMP_BODY void GradScaler::check_only(torch::optim::Optimizer& optimizer,
   state.shards = detail::shards_of(optimizer, "GradScaler::step");
   const bool on_host = grad_scale.is_cpu();
   const at::Tensor number = clip && clip->is_number && !on_host ? grad_scale : at::Tensor();
-  const auto batches =
-      detail::gradients_of(optimizer, detail::HalfGradients::allowed, "GradScaler::step");
-  if (grad_scale.defined() && (clip != nullptr || !stays_at_one()) &&
+  bool is_shared = false;
+  const auto batches = detail::gradients_of(optimizer, detail::HalfGradients::allowed,
+                                            "GradScaler::step", &is_shared);
+  if (is_shared && grad_scale.defined() && (clip != nullptr || !stays_at_one()) &&
       detail::ClipLeft::can_be_left_to(optimizer)) {  // so its step divides them where they lie
-    std::size_t seen = 0;
-    for (const auto& batch : batches) seen += batch.gradients.size();
-    detail::check_none_is_shared(optimizer, seen);
+    detail::check_none_is_shared(optimizer);
   }
   at::Tensor& found_inf = state.found_inf.tensor;
   if (!found_inf.defined()) state.exact = true;

@@ -59,10 +59,8 @@ inline std::size_t count_gradients(const torch::optim::Optimizer& optimizer) {
   return count;
 }
 
-/// Error: two parameters with one gradient, which a step that divides would divide twice. `seen`:
-/// how many different ones there are.
-inline void check_none_is_shared(const torch::optim::Optimizer& optimizer, std::size_t seen) {
-  if (seen == count_gradients(optimizer)) return;
+/// Error: two parameters with one gradient, which a step that divides would divide twice.
+inline void check_none_is_shared(const torch::optim::Optimizer& optimizer) {
   std::map<const c10::TensorImpl*, const c10::TensorImpl*> owner_of;
   for (const auto& group : optimizer.param_groups()) {
     for (const at::Tensor& parameter : group.params()) {
