@@ -21,7 +21,8 @@
 
 namespace torchamp::detail {
 
-// For doubles on the host and 0-dim tensors on a device, as in scale_update.h.
+// For doubles on the host and 0-dim tensors on a device, as in scale_update.h. Where std and at
+// have one name for both, a using-declaration and the argument find the one that fits.
 
 inline double maximum_of(double a, double b) {
   return std::max(a, b);
@@ -35,41 +36,6 @@ inline double minimum_of(double a, double b) {
 }
 inline at::Tensor minimum_of(const at::Tensor& a, const at::Tensor& b) {
   return at::minimum(a, b);
-}
-
-inline double log2_of(double x) {
-  return std::log2(x);
-}
-inline at::Tensor log2_of(const at::Tensor& x) {
-  return at::log2(x);
-}
-
-inline double exp2_of(double x) {
-  return std::exp2(x);
-}
-inline at::Tensor exp2_of(const at::Tensor& x) {
-  return at::exp2(x);
-}
-
-inline double floor_of(double x) {
-  return std::floor(x);
-}
-inline at::Tensor floor_of(const at::Tensor& x) {
-  return at::floor(x);
-}
-
-inline double square_root_of(double x) {
-  return std::sqrt(x);
-}
-inline at::Tensor square_root_of(const at::Tensor& x) {
-  return at::sqrt(x);
-}
-
-inline double power_of(double base, double exponent) {
-  return std::pow(base, exponent);
-}
-inline at::Tensor power_of(double base, const at::Tensor& exponent) {
-  return at::pow(base, exponent);
 }
 
 // Note [A scale that looks ahead]
@@ -152,16 +118,16 @@ GradientForecast<Number> after_iteration(const GradScalerOptions& options,
                                          const Bool& lowers, const Bool& grows,
                                          const Number& largest) {
   using Constants = ForecastConstants;
+  using std::log2, std::pow;
   GradientForecast<Number> after = before;
   const auto is_sample = choose(bad, choose(is_first, before.samples, 0.), largest) > 0.;
-  const Number log_scale = log2_of(scale);
+  const Number log_scale = log2(scale);
   const Number overflowed =
       minimum_of(Constants::overflow - log_scale, before.mean + Constants::surprise);
-  const Number sample =
-      choose(bad, maximum_of(overflowed, before.mean), log2_of(largest) - log_scale);
+  const Number sample = choose(bad, maximum_of(overflowed, before.mean), log2(largest) - log_scale);
   const Number samples = before.samples + 1.;
   const auto average = [&](const Number& mean, const Number& value, double decay) {
-    const Number weight = (1. - decay) / (1. - power_of(decay, samples));
+    const Number weight = (1. - decay) / (1. - pow(decay, samples));
     return choose(is_sample, mean + (value - mean) * weight, mean);
   };
   after.samples = choose(is_sample, samples, before.samples);
@@ -180,13 +146,14 @@ template <class Number, class Bool>
 Number predicted_scale(const GradScalerOptions& options, const GradientForecast<Number>& now,
                        const Number& scale, const Bool& bad, const Number& largest) {
   using Constants = ForecastConstants;
+  using std::exp2, std::floor, std::log2, std::sqrt;
   constexpr double infinity = std::numeric_limits<double>::infinity();
   const Number variance = clamp(now.slow_square - now.slow_mean * now.slow_mean, 0., infinity);
-  const Number expected = now.mean + square_root_of(variance) * Constants::sigmas;
-  const Number latest = choose(bad, expected, log2_of(largest) - log2_of(scale));
+  const Number expected = now.mean + sqrt(variance) * Constants::sigmas;
+  const Number latest = choose(bad, expected, log2(largest) - log2(scale));
   // Nothing is known of the latest if it is -inf.
   constexpr double rounding = 1e-6;  // so that a whole number stays one
-  const Number target = exp2_of(floor_of(now.aim - maximum_of(expected, latest) + rounding));
+  const Number target = exp2(floor(now.aim - maximum_of(expected, latest) + rounding));
   const Number lower = choose(
       scale > 1., choose(now.samples > 0., clamp(scale * Constants::retreat, 1., infinity), 1.),
       as_fp32(scale * options.backoff_factor));
