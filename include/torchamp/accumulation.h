@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+/// @file
+/// @brief Accumulation: several micro-batches make one step.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/div.h>
+#include <c10/util/Exception.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "torchamp/detail/gradients/accumulation.h"
+#include "torchamp/detail/master_meta.h"
+#include "torchamp/detail/scaler/step_record.h"
+#include "torchamp/detail/shards.h"
+#include "torchamp/detail/tensors.h"
+#include "torchamp/grad_scaler.h"
+#include "torchamp/step_result.h"
+#include "torchamp/version.h"
+
+namespace TORCHAMP_NAMESPACE {
+
+/// Gradient accumulation: `micro_batches` losses make one step of `optimizer`.
+///
+///     torchamp::Accumulation accumulation(scaler, optimizer, 4);
+///     for (auto& batch : *loader) {
+///       auto result = accumulation.backward(loss_of(batch));   // of a step, in one call of four
+///       if (result && result->stepped()) schedule.step();
+///     }
+///     accumulation.flush();
+///
+/// The gradients are those of the mean of the losses. The scale is the same for all of them: that
+/// it was changed within a window is an error, after which discard() begins a new one, and so is
+/// that gradients were cleared (set to none, as zero_grad() does), and that the program has called
+/// the scaler's step() and update() by itself. One bad micro-batch spoils the whole step; see
+/// SafeAccumulation. Within a window, the scaler refuses to be saved. Holds references to scaler
+/// and optimizer. Reads nothing but what scaler.step() reads. One thread at a time.
+///
+/// An exception from LibTorch's backward leaves gradients half added: the window can then only be
+/// dropped. One from the two calls below or from the optimizer's step leaves a window that flush()
+/// steps with again, or discard() drops.
+class Accumulation {
+ public:
+  /// Steps `optimizer` once in `micro_batches` calls of backward(). Error: fewer than 1.
+  Accumulation(GradScaler& scaler, torch::optim::Optimizer& optimizer, int64_t micro_batches)
+      : scaler_(scaler),
+        optimizer_(optimizer),
+        micro_batches_(micro_batches),
+        window_(detail::open_window(optimizer)) {
+    TORCH_CHECK_VALUE(micro_batches >= 1, "Accumulation: micro_batches is ", micro_batches,
+                      ". It is 1 or more.");
+  }
+
+  Accumulation(const Accumulation&) = delete;
+  Accumulation& operator=(const Accumulation&) = delete;
+  Accumulation(Accumulation&&) = default;
+  Accumulation& operator=(Accumulation&&) = delete;
+  /// A warning where a window is open: flush() or discard() it before.
+  ~Accumulation() {
+    if (!window_ || window_->pending == 0) return;
+    detail::warn("Accumulation: destroyed with ", window_->pending, " of ", micro_batches_,
+                 " micro-batches, whose gradients are still there and will be added to the next. "
+                 "Call flush() before to step with them, or discard() to drop them.");
+  }
+
+  /// Called before each step, with the gradients of the whole window, still scaled, wherever
+  /// backward() has put them: the place for MasterWeights::take_gradients().
+  void before_unscale(std::function<void()> call) { before_unscale_ = std::move(call); }
+
+  /// Called with the gradients complete and unscaled, to clip them, say. Once set, step() is
+  /// preceded by unscale_. Not the place for MasterWeights::take_gradients(), which is an error.
+  void before_step(std::function<void()> call) { before_step_ = std::move(call); }
+
+  /// Adds the gradients of `loss`. The last micro-batch of a window also steps, calls update(),
+  /// clears the gradients, and returns the result. Errors, before anything is done: a loss that is
+  /// scaled already or needs no gradient; a window whose step has failed, or whose gradients have
+  /// been cleared since the last call, or unscaled or stepped with by the scaler.
+  std::optional<StepResult> backward(const at::Tensor& loss) {
+    TORCH_CHECK_VALUE(loss.defined(), "Accumulation::backward: the loss is undefined.");
+    scaler_.check_not_scaled(loss, "Accumulation::backward");
+    check_open();
+    const at::Tensor part = [&] {
+      const detail::UncastOps uncast;
+      return at::div(loss, static_cast<double>(micro_batches_));
+    }();
+    TORCH_CHECK_VALUE(part.numel() == 1 && part.requires_grad(),
+                      "Accumulation::backward: the loss has ", part.numel(),
+                      " element(s), and requires_grad is ", part.requires_grad(),
+                      ". Pass one number that was computed from the parameters.");
+    const at::Tensor scaled = scaler_.scale(part);
+    if (window_->pending == 0) {
+      version_ = version_of_scale();
+      scaler_.begin_window(window_);
+    } else {
+      check_window("backward");
+    }
+    stage_ = Stage::adding;
+    scaled.backward();
+    stage_ = Stage::open;
+    gradients_ = detail::count_gradients(optimizer_);
+    if (++window_->pending < micro_batches_) return std::nullopt;
+    return flush();
+  }
+
+  /// Steps with an incomplete window, at the end of an epoch: its gradients are those of the sum of
+  /// the losses over `micro_batches`. Nothing if none is pending. Sends what was computed within
+  /// ShardedMasterWeights::no_sync(), for which all processes call it; for that of a
+  /// DistributedDataParallel, call its sync_gradients() in before_unscale(). After an error of the
+  /// step, tries it again. (If update() throws, at a limit of the scaler, the step was skipped and
+  /// the window is dropped.)
+  std::optional<StepResult> flush() {
+    check_whole("flush");
+    if (window_->pending == 0) return std::nullopt;
+    check_window("flush");
+    stage_ = Stage::stepping;
+    if (!scaler_.is_unscaled(optimizer_)) {
+      const auto unsent = detail::unsent_of(optimizer_);
+      if (unsent && unsent->any()) unsent->send();
+      if (before_unscale_) before_unscale_();
+    }
+    if (before_step_) {
+      if (!scaler_.is_unscaled(optimizer_)) scaler_.unscale_(optimizer_);
+      before_step_();
+    }
+    StepResult result = scaler_.step(optimizer_);
+    clear();
+    try {
+      scaler_.update();
+    } catch (...) {
+      scaler_.discard(optimizer_);
+      throw;
+    }
+    return result;
+  }
+
+  /// Clears the gradients of an incomplete window, or of one whose step has failed, and begins a
+  /// new one. Those of a model under MasterWeights, and those that ShardedMasterWeights have not
+  /// sent, too.
+  void discard() {
+    clear();
+    detail::drop_model_gradients(optimizer_);
+    scaler_.discard(optimizer_);
+  }
+
+  /// Micro-batches since the last step.
+  int64_t pending() const { return window_->pending; }
+
+ private:
+  enum class Stage {
+    open,      ///< between two calls
+    adding,    ///< in backward(), or that has thrown
+    stepping,  ///< in flush(), or that has thrown
+  };
+
+  int64_t version_of_scale() const {
+    const at::Tensor scale = scaler_.scale_tensor();
+    return scale.defined() ? static_cast<int64_t>(scale._version()) : 0;
+  }
+  void clear() {
+    detail::clear_gradients(optimizer_);
+    window_->pending = 0;
+    window_->was_used = false;
+    stage_ = Stage::open;
+    gradients_ = 0;
+  }
+
+  void check_whole(const char* call) const {
+    TORCH_CHECK(stage_ != Stage::adding, "Accumulation::", call,
+                ": backward() has failed half-way, so that the gradients may hold a part of a "
+                "micro-batch. Call discard() to begin a new window.");
+  }
+  /// Whether gradients may be added.
+  void check_open() const {
+    check_whole("backward");
+    TORCH_CHECK(stage_ == Stage::open, "Accumulation::backward: the step with ", window_->pending,
+                " of ", micro_batches_,
+                " micro-batches has failed, so that the window has no room for another. Call "
+                "flush() to try the step again, or discard() to drop the window.");
+    TORCH_CHECK(!scaler_.is_unscaled(optimizer_) && !scaler_.is_stepped(optimizer_),
+                "Accumulation::backward: the gradients of this optimizer have been unscaled or "
+                "stepped with in this iteration, and scaled ones cannot be added to them. Leave "
+                "unscale_, step and update to the accumulation, or call discard() to drop them.");
+  }
+  void check_window(const char* call) const {
+    TORCH_CHECK(version_of_scale() == version_, "Accumulation::", call,
+                ": the scale has changed after ", window_->pending, " of ", micro_batches_,
+                " micro-batches, whose gradients still have the old one. Leave step and update to "
+                "the accumulation, or call flush() before; call discard() to drop them.");
+    TORCH_CHECK(detail::count_gradients(optimizer_) >= gradients_, "Accumulation::", call,
+                ": the gradients of ", window_->pending, " of ", micro_batches_,
+                " micro-batches are gone. Leave out zero_grad(): the accumulation clears them "
+                "after its step. Call discard() to begin a new window.");
+    TORCH_CHECK(!window_->was_used, "Accumulation::", call,
+                ": the scaler has stepped with the gradients of ", window_->pending, " of ",
+                micro_batches_,
+                " micro-batches, or unscaled them, in an iteration that has ended. Leave step and "
+                "update to the accumulation, and call discard() to drop them.");
+  }
+
+  GradScaler& scaler_;
+  torch::optim::Optimizer& optimizer_;
+  int64_t micro_batches_;
+  std::shared_ptr<detail::AccumulationWindow> window_;  // the scaler looks at it
+  Stage stage_ = Stage::open;
+  int64_t version_ = 0;        // of the scale, at the start of the window
+  std::size_t gradients_ = 0;  // how many there were after the last backward()
+  std::function<void()> before_unscale_, before_step_;
+};
+
+}  // namespace TORCHAMP_NAMESPACE
