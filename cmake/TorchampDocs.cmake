@@ -7,16 +7,17 @@
 set(_torchamp_docs_headers
     torchamp
     # The training loop
+    training_step training_result training_log
     autocast autocast_state weight_cache policy fp8 policy_text policy_file ops grad_scaler grad_scaler_options
     step_result missing_gradients
-    accumulate safe_accumulation optim scaled_step clip_grad cuda_graph
+    accumulate accumulation safe_accumulation optim scaled_step clip_grad cuda_graph
     # Models
     custom_function module_policy recompute host_memory master_weights
     # To look at
     cast_recorder precision_audit audit_row overflow_report non_finite_op underflow_meter
     # Files and processes
     training_checkpoint python_state distributed/process_group distributed/nccl distributed/data_parallel
-    distributed/sharded_masters distributed/checkpoint compiled version)
+    distributed/sharded_masters distributed/training_group distributed/checkpoint compiled version)
 
 # Public names that a public header takes from detail/.
 set(_torchamp_docs_parts include/torchamp/detail/policy/rule.h)

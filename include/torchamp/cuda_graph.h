@@ -37,8 +37,12 @@
 
 namespace TORCHAMP_NAMESPACE {
 
+class CudaGraph;
+
 /// How a CudaGraph is made. An aggregate, for designated initialisers.
 struct CudaGraphOptions {
+  using Graph = CudaGraph;  ///< what is made with them
+
   /// Iterations that run eagerly before the capture; at least 1. They make what is made once (the
   /// scale, the optimizer's state, workspaces); the last one is searched for host reads.
   int64_t warmup = 3;

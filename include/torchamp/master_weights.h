@@ -32,8 +32,12 @@ enum class MasterStorage {
           ///< For fused optimizers only
 };
 
+class MasterWeights;
+
 /// Which parameters MasterWeights keeps in 16 bits, and which in fp32.
 struct MasterWeightsOptions {
+  using Masters = MasterWeights;  ///< what is made with them
+
   /// fp16 or bf16.
   at::ScalarType dtype = at::kHalf;
 

@@ -91,7 +91,13 @@ constexpr Place places[] = {
     {"detail/audit/", 10},
     {"precision_audit.h", 10},
     {"audit_row.h", 10},
+    // 11: a whole iteration
     {"compiled.h", 11},
+    {"training_step.h", 11},
+    {"training_result.h", 11},
+    {"training_log.h", 11},
+    {"distributed/training_group.h", 11},
+    {"detail/training/", 11},
 };
 
 /// What a public header may bring of torchamp's own, itself included.
@@ -107,7 +113,7 @@ constexpr Budget budgets[] = {
     {"grad_scaler.h", 36, 5150},
     {"torchamp.h", 83, 11900},
 };
-constexpr Budget all_headers = {"include/", 217, 31700};  // to come down to 160 and 24,000
+constexpr Budget all_headers = {"include/", 225, 33200};  // to come down to 160 and 24,000
 
 /// Includes that go up from the core as yet. One that is gone is to be taken out of this list.
 const std::set<std::string> still_upward = {
@@ -246,6 +252,19 @@ TEST(House, WhatAHeaderBringsStaysWithinItsBudget) {
             << " lines of " << all_headers.lines << '\n';
   EXPECT_LE(all.size(), all_headers.files);
   EXPECT_LE(lines_of(all), all_headers.lines);
+}
+
+TEST(House, ATrainingStepBringsLittleBeyondTheTrainingLoop) {
+  std::set<std::string> beyond = brought_by("training_step.h");
+  for (const std::string& header : brought_by("torchamp.h")) beyond.erase(header);
+  std::cout << "training_step.h: " << beyond.size() << " files, " << lines_of(beyond)
+            << " lines beyond torchamp.h\n";
+  EXPECT_LE(beyond.size(), 12U);
+  EXPECT_LE(lines_of(beyond), 1500U);
+  for (const std::string& header : beyond) {
+    EXPECT_FALSE(header.starts_with("distributed/") || header.find("graph") != std::string::npos)
+        << header;
+  }
 }
 
 }  // namespace

@@ -34,8 +34,13 @@
 
 namespace TORCHAMP_NAMESPACE {
 
+class ShardedMasterWeights;
+
 /// How ShardedMasterWeights keep and exchange weights. All processes give the same.
 struct ShardedMasterWeightsOptions {
+  using Masters = ShardedMasterWeights;  ///< what is made with them
+  using Group = ProcessGroupPtr;         ///< and with a group
+
   /// As MasterWeightsOptions::dtype: fp16 or bf16.
   at::ScalarType dtype = at::kHalf;
   /// As MasterWeightsOptions::keep_fp32. What stays fp32 is sharded, too.

@@ -1,0 +1,317 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+#include <torch/optim/optimizer.h>
+#include <torch/optim/schedulers/lr_scheduler.h>
+#include <torch/serialize/archive.h>
+
+#include <concepts>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <typeinfo>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/shards.h"
+#include "torchamp/grad_scaler.h"
+#include "torchamp/version.h"
+
+namespace TORCHAMP_NAMESPACE {
+class TrainingCheckpoint;
+class TrainingResult;
+}  // namespace TORCHAMP_NAMESPACE
+
+namespace torchamp::detail {
+
+// Note [Parts of a TrainingStep]
+// Of masters, graphs, process groups and logs a TrainingStep knows the shapes below. What makes
+// them is instantiated where a program sets the option: options of masters and graphs name their
+// class, which is in the same header; what a group or a log takes is in a header of its own, and
+// the templates StepGroupOf and StepLogOf say which where it is missing.
+
+using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+using Tensors = std::vector<at::Tensor>;
+
+/// A module, a pointer to one or a holder.
+class StepModel {
+ public:
+  template <class Module>
+  StepModel(const torch::nn::ModuleHolder<Module>& holder) : module_(holder.ptr()) {}
+  template <std::derived_from<torch::nn::Module> Module>
+  StepModel(std::shared_ptr<Module> module) : module_(std::move(module)) {}
+  StepModel(torch::nn::Module& module) : module_(module.weak_from_this().lock()) {
+    if (!module_) module_ = {std::shared_ptr<void>(), &module};  // of the program's own
+  }
+
+  std::shared_ptr<torch::nn::Module>& get() { return module_; }
+
+ private:
+  std::shared_ptr<torch::nn::Module> module_;
+};
+
+/// Options of a scaler, or a scaler.
+class ScalerChoice {
+ public:
+  ScalerChoice() = default;
+  ScalerChoice(GradScalerOptions given) : options(std::move(given)) {}
+  ScalerChoice(GradScaler& given) : scaler(&given) {}
+
+  std::optional<GradScalerOptions> options;
+  GradScaler* scaler = nullptr;
+};
+
+// ---- Processes ----------------------------------------------------------------------------------
+
+class StepMasters;
+
+/// What averages gradients over processes.
+class StepGroup {
+ public:
+  StepGroup() = default;
+  StepGroup(const StepGroup&) = delete;
+  StepGroup& operator=(const StepGroup&) = delete;
+  virtual ~StepGroup() = default;
+
+  /// Gives all processes the same parameters, before masters of them are made.
+  virtual void broadcast(const torch::nn::Module& model) = 0;
+  /// From now on gradients of `model` are averaged, by its masters where these do so.
+  virtual void attach(const std::shared_ptr<torch::nn::Module>& model, StepMasters* masters) = 0;
+  /// Computes a loss whose backward averages the gradients, unless no_sync() is alive.
+  virtual at::Tensor forward(const std::function<at::Tensor()>& loss) = 0;
+  virtual std::shared_ptr<void> no_sync() = 0;
+  /// Averages what is left of passes within no_sync().
+  virtual void sync_gradients() = 0;
+  /// The group itself, if it is of that type.
+  virtual const void* find(const std::type_info& type) const = 0;
+  virtual void save(TrainingCheckpoint& checkpoint) = 0;
+  virtual bool load(TrainingCheckpoint& checkpoint) = 0;
+};
+
+template <class Group>
+struct StepGroupOf {
+  static_assert(sizeof(Group) == 0,
+                "TrainingStep: include torchamp/distributed/training_group.h, which trains with a "
+                "process group (.group).");
+};
+
+class GroupChoice {
+ public:
+  GroupChoice() = default;
+  template <class Group>
+  GroupChoice(c10::intrusive_ptr<Group> group)
+      : make([group] { return StepGroupOf<Group>::make(group); }) {}
+  template <class Group, class Options>
+  GroupChoice(c10::intrusive_ptr<Group> group, Options options)
+      : make([group, options] { return StepGroupOf<Group>::make(group, options); }) {}
+
+  std::function<std::unique_ptr<StepGroup>()> make;
+};
+
+// ---- Masters ------------------------------------------------------------------------------------
+
+/// MasterWeights or ShardedMasterWeights.
+class StepMasters : public HeldInShares {
+ public:
+  StepMasters() = default;
+  StepMasters(const StepMasters&) = delete;
+  StepMasters& operator=(const StepMasters&) = delete;
+  virtual ~StepMasters() = default;
+
+  virtual NamedTensors named_parameters() const = 0;
+  virtual void take_gradients() = 0;
+  virtual void copy_to_model() = 0;
+  /// Whether they average gradients over processes.
+  virtual bool averages() const = 0;
+  /// A region in which they do not.
+  virtual std::shared_ptr<void> no_sync() = 0;
+  virtual void save(torch::serialize::OutputArchive& archive) const = 0;
+  virtual void load(torch::serialize::InputArchive& archive) = 0;
+  /// The object itself, if it is of that type.
+  virtual void* find(const std::type_info& type) = 0;
+};
+
+template <class Masters>
+class StepMastersOf final : public StepMasters {
+ public:
+  template <class... Arguments>
+  explicit StepMastersOf(Arguments&&... arguments)
+      : masters_(std::forward<Arguments>(arguments)...) {}
+
+  NamedTensors named_parameters() const override { return masters_.named_parameters(); }
+  void take_gradients() override { masters_.take_gradients(); }
+  void copy_to_model() override { masters_.copy_to_model(); }
+  bool averages() const override { return in_shares; }
+  std::shared_ptr<void> no_sync() override {
+    if constexpr (in_shares) {
+      using NoSync = decltype(masters_.no_sync());
+      return std::shared_ptr<NoSync>(new NoSync(masters_.no_sync()));
+    } else {
+      return nullptr;
+    }
+  }
+  void gather() override {
+    if constexpr (in_shares) masters_.gather();
+  }
+  std::function<void()> keep() const override { return masters_.keep(); }
+  void save(torch::serialize::OutputArchive& archive) const override { masters_.save(archive); }
+  void load(torch::serialize::InputArchive& archive) override { masters_.load(archive); }
+  void* find(const std::type_info& type) override {
+    return type == typeid(Masters) ? &masters_ : nullptr;
+  }
+
+ private:
+  static constexpr bool in_shares = std::derived_from<Masters, HeldInShares>;
+  mutable Masters masters_;
+};
+
+/// Options of masters, which name these and, where they need a group, its type.
+class MastersChoice {
+ public:
+  using Model = std::shared_ptr<torch::nn::Module>;
+
+  MastersChoice() = default;
+  template <class Options, class Masters = typename Options::Masters>
+  MastersChoice(Options options)
+      : dtype(options.dtype), needs_group(std::derived_from<Masters, HeldInShares>) {
+    make = [options](const Model& model, StepGroup* group) -> std::unique_ptr<StepMasters> {
+      if constexpr (std::derived_from<Masters, HeldInShares>) {
+        using Group = typename Options::Group;
+        const void* const found = group->find(typeid(Group));
+        TORCH_CHECK(found, "TrainingStep: the masters cannot be spread over this kind of group.");
+        return std::make_unique<StepMastersOf<Masters>>(model, *static_cast<const Group*>(found),
+                                                        options);
+      } else {
+        return std::make_unique<StepMastersOf<Masters>>(model, options);
+      }
+    };
+  }
+
+  at::ScalarType dtype = at::kHalf;
+  bool needs_group = false;
+  std::function<std::unique_ptr<StepMasters>(const Model&, StepGroup*)> make;
+};
+
+// ---- Graphs -------------------------------------------------------------------------------------
+
+/// Options of a graph, which name it: CudaGraphOptions.
+class CaptureChoice {
+ public:
+  using Body = std::function<Tensors(const Tensors&)>;
+  using Capture = std::function<const Tensors&(const Tensors&)>;
+
+  CaptureChoice() = default;
+  template <class Options, class Graph = typename Options::Graph>
+  CaptureChoice(Options options)
+      : make([options](torch::optim::Optimizer& optimizer, Body body) -> Capture {
+          const auto graph = std::make_shared<Graph>(optimizer, std::move(body), options);
+          return [graph](const Tensors& inputs) -> const Tensors& { return (*graph)(inputs); };
+        }) {}
+
+  std::function<Capture(torch::optim::Optimizer&, Body)> make;
+};
+
+// ---- Schedulers ---------------------------------------------------------------------------------
+
+/// A learning rate scheduler of any type that has step(); with save() and load(), or a StepLR, it
+/// can be kept in files.
+class StepScheduler {
+ public:
+  template <class Scheduler>
+  explicit StepScheduler(std::shared_ptr<Scheduler> scheduler)
+      : step_([scheduler] { scheduler->step(); }) {
+    if constexpr (requires(torch::serialize::OutputArchive & out,
+                           torch::serialize::InputArchive & in) {
+                    scheduler->save(out);
+                    scheduler->load(in);
+                  }) {
+      save_ = [scheduler](torch::serialize::OutputArchive& out) { scheduler->save(out); };
+      load_ = [scheduler](torch::serialize::InputArchive& in) { scheduler->load(in); };
+    } else if constexpr (std::derived_from<Scheduler, torch::optim::LRScheduler>) {
+      plain_ = scheduler.get();
+    }
+  }
+
+  void step() const { step_(); }
+
+  template <class Checkpoint>
+  void add_to(Checkpoint& checkpoint) {
+    TORCH_CHECK(plain_ || save_,
+                "TrainingStep: the scheduler has no save() and load(), so that no file can keep "
+                "it. Give it both; LibTorch's StepLR is kept as it is.");
+    plain_ ? checkpoint.add("scheduler", *plain_) : checkpoint.add("scheduler", *this);
+  }
+  void save(torch::serialize::OutputArchive& archive) const { save_(archive); }
+  void load(torch::serialize::InputArchive& archive) { load_(archive); }
+
+ private:
+  std::function<void()> step_;
+  std::function<void(torch::serialize::OutputArchive&)> save_;
+  std::function<void(torch::serialize::InputArchive&)> load_;
+  torch::optim::LRScheduler* plain_ = nullptr;
+};
+
+/// A scheduler, or a function that makes one for the optimizer.
+class SchedulerChoice {
+ public:
+  SchedulerChoice() = default;
+  template <class Scheduler>
+  requires requires(Scheduler& scheduler) { scheduler.step(); }
+  SchedulerChoice(Scheduler& scheduler)
+      : make([&scheduler](torch::optim::Optimizer&) {
+          return StepScheduler(std::shared_ptr<Scheduler>(std::shared_ptr<void>(), &scheduler));
+        }) {}
+  template <std::invocable<torch::optim::Optimizer&> Make>
+  SchedulerChoice(Make factory)
+      : make([factory](torch::optim::Optimizer& optimizer) {
+          auto made = factory(optimizer);
+          using Scheduler = typename decltype(made)::element_type;
+          return StepScheduler(std::shared_ptr<Scheduler>(std::move(made)));
+        }) {}
+
+  std::function<StepScheduler(torch::optim::Optimizer&)> make;
+};
+
+// ---- Logs ---------------------------------------------------------------------------------------
+
+/// What is told of each step, and never waits for it.
+class StepLog {
+ public:
+  StepLog() = default;
+  StepLog(const StepLog&) = delete;
+  StepLog& operator=(const StepLog&) = delete;
+  virtual ~StepLog() = default;
+  virtual void add(std::int64_t step, const TrainingResult& result) = 0;
+  /// Writes all that is not written yet; waits for the device.
+  virtual void flush() = 0;
+};
+
+template <class Result>
+struct StepLogOf {
+  static_assert(sizeof(Result) == 0,
+                "TrainingStep: include torchamp/training_log.h, which writes a file of all steps "
+                "(.log).");
+};
+
+class LogChoice {
+ public:
+  LogChoice() = default;
+  template <std::convertible_to<std::string> Path>
+  LogChoice(Path path)
+      : make([path = std::string(path)] {
+          return StepLogOf<std::conditional_t<true, TrainingResult, Path>>::make(path);
+        }) {}
+
+  std::function<std::unique_ptr<StepLog>()> make;
+};
+
+}  // namespace torchamp::detail

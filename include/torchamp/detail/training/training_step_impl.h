@@ -1,0 +1,216 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include "torchamp/training_step.h"
+
+namespace TORCHAMP_NAMESPACE {
+
+inline void TrainingStep::check(const TrainingStepOptions& options, bool makes) {
+  const auto at_once = [](bool both, const char* first, const char* second, const char* instead) {
+    TORCH_CHECK_VALUE(!both, "TrainingStep: ", first, " and ", second,
+                      " cannot be together: ", instead);
+  };
+  TORCH_CHECK_VALUE(options.micro_batches >= 1, "TrainingStep: micro_batches is ",
+                    options.micro_batches, ". It is 1 or more.");
+  TORCH_CHECK_VALUE(!options.max_grad_norm || *options.max_grad_norm >= 0.,
+                    "TrainingStep: max_grad_norm is ", options.max_grad_norm.value_or(0.),
+                    ". It is 0 or more, or left unset.");
+  TORCH_CHECK_VALUE(!options.dtype || *options.dtype == at::kHalf ||
+                        *options.dtype == at::kBFloat16 || *options.dtype == at::kFloat,
+                    "TrainingStep: dtype is ", options.dtype.value_or(at::kFloat),
+                    ". It is fp16, bf16, fp32 for no casts, or left unset.");
+  at_once(options.capture.make && options.group.make, "capture", "group",
+          "gradients are averaged on streams that a graph cannot hold. Leave one of them out.");
+  at_once(options.capture.make && options.micro_batches > 1, "capture", "micro_batches above 1",
+          "a graph holds an iteration with its step. Leave one of them out.");
+  if (!options.masters.make) return;
+  TORCH_CHECK_VALUE(makes,
+                    "TrainingStep: with masters, these are what the optimizer steps. Pass a "
+                    "function that makes it: [](auto parameters) { return "
+                    "std::make_unique<torchamp::FusedAdamW>(parameters); }.");
+  TORCH_CHECK_VALUE(!options.dtype || *options.dtype == options.masters.dtype,
+                    "TrainingStep: dtype is ", options.dtype.value_or(at::kFloat),
+                    ", and that of the masters' model ", options.masters.dtype,
+                    ". Set the masters' alone.");
+  TORCH_CHECK_VALUE(!options.masters.needs_group || options.group.make,
+                    "TrainingStep: ShardedMasterWeightsOptions need a process group. Set .group.");
+}
+
+/// What no scaler can step.
+inline void TrainingStep::check_optimizer() const {
+  TORCH_CHECK_VALUE(optimizer_, "TrainingStep: the factory has made no optimizer.");
+  TORCH_CHECK_VALUE(dynamic_cast<const torch::optim::LBFGS*>(optimizer_.get()) == nullptr,
+                    "TrainingStep: LBFGS evaluates the loss many times in a step. Call "
+                    "GradScaler::step(optimizer, closure) of torchamp/closure_step.h.");
+  for (const auto& group : optimizer_->param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      TORCH_CHECK_VALUE(masters_ || !parameter.defined() || !parameter.requires_grad() ||
+                            parameter.scalar_type() != at::kHalf,
+                        "TrainingStep: the optimizer has fp16 parameters, which small updates "
+                        "would not change. Leave the model in fp32 (the guard casts), or set "
+                        ".masters.");
+    }
+  }
+}
+
+inline TrainingStep::TrainingStep(detail::StepModel model, TrainingStepOptions options, bool makes,
+                                  const MakeOptimizer& make)
+    : model_(std::move(model.get())),
+      scaler_(options.scaler.scaler),
+      max_grad_norm_(options.max_grad_norm),
+      micro_batches_(options.micro_batches) {
+  TORCH_CHECK_VALUE(model_, "TrainingStep: there is no model.");
+  check(options, makes);
+  const auto parameters = model_->parameters();
+  TORCH_CHECK_VALUE(options.device || !parameters.empty(),
+                    "TrainingStep: the model has no parameters. Set .device.");
+  device_ = options.device ? *options.device : parameters.front().device();
+  TORCH_CHECK_VALUE(parameters.empty() || std::ranges::any_of(parameters,
+                                                              [&](const at::Tensor& parameter) {
+                                                                return parameter.device().type() ==
+                                                                       device_.type();
+                                                              }),
+                    "TrainingStep: device is ", device_, ", and the model's parameters are on ",
+                    parameters.empty() ? device_ : parameters.front().device(),
+                    ". Move the model there before.");
+  const at::ScalarType dtype = options.masters.make ? options.masters.dtype
+                               : options.dtype      ? *options.dtype
+                                                    : detail::default_dtype(device_.type());
+  autocast_ = {.dtype = dtype,
+               .enabled = dtype != at::kFloat,
+               .policy = std::move(options.policy),
+               .cache = options.cache};
+  if (!autocast_.enabled) autocast_.dtype.reset();
+  if (!scaler_) {
+    scaler_ = &own_scaler_.emplace(options.scaler.options ? std::move(*options.scaler.options)
+                                   : dtype == at::kHalf   ? GradScalerOptions()
+                                                          : GradScalerOptions::skip_non_finite());
+  }
+  if (options.log.make) log_ = options.log.make();
+  keeps_scale_ = log_ || options.capture.make;
+
+  if (options.group.make) group_ = options.group.make();
+  if (options.masters.make) {
+    if (group_) group_->broadcast(*model_);
+    masters_ = options.masters.make(model_, group_.get());
+  }
+  if (group_) group_->attach(model_, masters_.get());
+  NamedParameters named;
+  if (masters_) {
+    named = masters_->named_parameters();
+  } else {
+    for (const auto& item : model_->named_parameters())
+      named.emplace_back(item.key(), item.value());
+  }
+  optimizer_ = make(named);
+  check_optimizer();
+  if (options.scheduler.make) scheduler_.emplace(options.scheduler.make(*optimizer_));
+  if (micro_batches_ > 1) {
+    accumulation_.emplace(*scaler_, *optimizer_, micro_batches_);
+    accumulation_->before_unscale([this] { complete_gradients(); });
+  }
+  if (!options.capture.make) return;
+  capture_ = options.capture.make(*optimizer_, [this](const Tensors& inputs) -> Tensors {
+    const TrainingResult made = iterate([&] { return (*function_)(inputs); });
+    return {made.loss_, made.found_inf(), made.scale_, made.norm_};
+  });
+}
+
+/// What is left of the last window, or of backward passes of the program's own.
+inline void TrainingStep::clear_gradients() {
+  detail::clear_gradients(*optimizer_);
+  if (masters_) detail::drop_model_gradients(*optimizer_);
+}
+
+/// What is done to the gradients of a whole window, still scaled.
+inline void TrainingStep::complete_gradients() {
+  if (group_) group_->sync_gradients();
+  if (masters_) masters_->take_gradients();
+  if (max_grad_norm_) norm_ = clip_grad_norm_(*scaler_, *optimizer_, *max_grad_norm_);
+  if (keeps_scale_ && scaler_->is_enabled()) scale_ = scaler_->scale_tensor().clone();
+}
+
+inline TrainingResult TrainingStep::learn(const at::Tensor& loss) {
+  TORCH_CHECK_VALUE(loss.defined() && loss.numel() == 1 && loss.requires_grad(),
+                    "TrainingStep: the function has to return the loss, one number that was "
+                    "computed from the parameters, with gradients enabled.");
+  std::optional<StepResult> step;
+  try {
+    if (accumulation_) {
+      step = accumulation_->backward(loss);
+    } else {
+      scaler_->scale(loss).backward();
+      complete_gradients();
+      step = scaler_->step(*optimizer_);
+      scaler_->update();
+    }
+    if (step && masters_) masters_->copy_to_model();
+  } catch (...) {
+    drop_window();
+    throw;
+  }
+  return result_of(loss.tensor_data(), std::move(step));
+}
+
+inline TrainingResult TrainingStep::result_of(at::Tensor loss, std::optional<StepResult> step) {
+  TrainingResult result(std::move(loss), std::move(step));
+  result.norm_ = std::move(norm_);
+  result.scale_ = std::move(scale_);
+  return result;
+}
+
+inline TrainingResult TrainingStep::replay(
+    const Tensors& inputs, const std::function<at::Tensor(const Tensors&)>& function) {
+  function_ = &function;
+  const Tensors& made = capture_(inputs);
+  TrainingResult result(made[0], std::nullopt);
+  result.found_inf_ = made[1];
+  result.scale_ = made[2];
+  result.norm_ = made[3];
+  return result;
+}
+
+/// What the host does after a step, also of a replayed one.
+inline TrainingResult TrainingStep::count(TrainingResult result) {
+  if (!result.ended_window()) return result;
+  ++steps_;
+  if (log_) log_->add(steps_, result);
+  if (scheduler_ && result.stepped()) scheduler_->step();
+  return result;
+}
+
+/// After a failure.
+inline void TrainingStep::drop_window() {
+  norm_ = scale_ = at::Tensor();
+  if (accumulation_) {
+    accumulation_->discard();
+  } else {
+    detail::clear_gradients(*optimizer_);
+    detail::drop_model_gradients(*optimizer_);
+    scaler_->discard(*optimizer_);
+  }
+  if (!masters_ || masters_->averages()) return;
+  try {
+    masters_->copy_to_model();   // the optimizer may have stepped before something failed
+  } catch (const c10::Error&) {  // what has failed is told already
+  }
+}
+
+inline std::optional<TrainingResult> TrainingStep::finish() {
+  std::optional<TrainingResult> result;
+  if (pending() > 0) {
+    std::optional<StepResult> step;
+    try {
+      step = accumulation_->flush();
+      if (masters_) masters_->copy_to_model();
+    } catch (...) {
+      drop_window();
+      throw;
+    }
+    result = count(result_of(at::Tensor(), std::move(step)));
+  }
+  if (log_) log_->flush();
+  return result;
+}
+
+}  // namespace TORCHAMP_NAMESPACE

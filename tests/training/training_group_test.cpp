@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// TrainingSteps of several processes.
+#include <gtest/gtest.h>
+
+#if __has_include(<gloo/rendezvous/store.h>)
+
+#include <ATen/ATen.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "support/expect_error.h"
+#include "support/launch.h"
+#include "support/training_steps.h"
+#include "torchamp/cuda_graph.h"
+#include "torchamp/distributed/sharded_masters.h"
+#include "torchamp/distributed/training_group.h"
+#include "torchamp/torchamp.h"
+#include "torchamp/training_step.h"
+
+namespace {
+
+using at::Tensor;
+using torchamp::GradScaler;
+using torchamp::GradScalerOptions;
+using torchamp::TrainingStep;
+using training_steps::batch_of;
+using training_steps::expect_same_bits;
+using training_steps::expect_same_weights;
+using training_steps::make_net;
+using training_steps::Net;
+
+Tensor loss_of(const Tensor& output, const std::vector<Tensor>& batch) {
+  return (output - batch[1]).pow(2).mean();
+}
+
+TEST(TrainingGroup, AveragesAsDistributedDataParallelBitForBit) {
+  if (ran_in_processes(2)) return;
+  const auto group = make_group();
+  for (const std::int64_t parts : {1, 3}) {
+    SCOPED_TRACE(parts);
+    const GradScalerOptions scaling{.init_scale = 64.};
+    Net by_hand = make_net(at::kCPU), stepped = make_net(at::kCPU);
+    torchamp::DistributedDataParallel net(by_hand, group);
+    torchamp::FusedAdamW optimizer(by_hand->parameters(), torch::optim::AdamWOptions(0.02));
+    torchamp::FusedAdamW other(stepped->parameters(), torch::optim::AdamWOptions(0.02));
+    GradScaler scaler(scaling);
+    TrainingStep train(stepped, other,
+                       {.dtype = at::kFloat,
+                        .scaler = scaling,
+                        .max_grad_norm = 0.1,
+                        .micro_batches = parts,
+                        .group = group});
+    for (int window = 0; window < 4; ++window) {
+      optimizer.zero_grad();
+      for (int part = 0; part < parts; ++part) {
+        const auto batch = batch_of(at::kCPU, 1000 * group->getRank() + 10 * window + part);
+        {
+          const auto no_sync = net.no_sync(part + 1 < parts);
+          const Tensor loss = loss_of(net.forward(batch[0]), batch);
+          scaler.scale(loss / parts).backward();
+        }
+        train([&] { return loss_of(stepped->forward(batch[0]), batch); });
+      }
+      torchamp::clip_grad_norm_(scaler, optimizer, 0.1);
+      scaler.step(optimizer);
+      scaler.update();
+      expect_same_bits(stepped, by_hand);
+    }
+    expect_same_everywhere(group, stepped->parameters());
+    if (parts == 1) continue;
+    const auto last = batch_of(at::kCPU, group->getRank());  // a window that ends early
+    train([&] { return loss_of(stepped->forward(last[0]), last); });
+    EXPECT_TRUE(train.finish()->stepped());
+    expect_same_everywhere(group, stepped->parameters());
+  }
+}
+
+TEST(TrainingGroup, SpreadsMastersOverTheProcesses) {
+  if (ran_in_processes(2)) return;
+  const auto group = make_group();
+  const torchamp::ShardedMasterWeightsOptions options{.dtype = at::kBFloat16};
+  const GradScalerOptions scaling{.init_scale = 64.};
+  Net by_hand = make_net(at::kCPU), stepped = make_net(at::kCPU);
+  torchamp::ShardedMasterWeights masters(by_hand, group, options);
+  torchamp::FusedAdamW optimizer(masters.parameters(), torch::optim::AdamWOptions(0.02));
+  GradScaler scaler(scaling);
+  TrainingStep train(stepped,
+                     [](auto parameters) {
+                       return std::make_unique<torchamp::FusedAdamW>(
+                           parameters, torch::optim::AdamWOptions(0.02));
+                     },
+                     {.scaler = scaling,
+                      .max_grad_norm = 0.1,
+                      .micro_batches = 2,
+                      .masters = options,
+                      .group = group});
+  for (int i = 0; i < 6; ++i) {
+    const auto batch = batch_of(at::kCPU, 1000 * group->getRank() + i);
+    if (i % 2 == 0) optimizer.zero_grad();
+    {
+      const auto no_sync = masters.no_sync(i % 2 == 0);
+      Tensor loss;
+      {
+        const torchamp::AutocastGuard autocast(at::kCPU, at::kBFloat16);
+        loss = loss_of(by_hand->forward(batch[0]), batch);
+      }
+      scaler.scale(loss / 2).backward();
+    }
+    train([&] { return loss_of(stepped->forward(batch[0]), batch); });
+    if (i % 2 == 0) continue;
+    torchamp::clip_grad_norm_(scaler, optimizer, 0.1);
+    scaler.step(optimizer);
+    scaler.update();
+    masters.copy_to_model();
+    expect_same_bits(stepped, by_hand);
+  }
+  expect_same_everywhere(group, stepped->parameters());
+  EXPECT_EQ(train.masters<torchamp::ShardedMasterWeights>().parameters().size(),
+            masters.parameters().size());
+}
+
+TEST(TrainingGroup, RefusesAtConstructionWhatCannotBe) {
+  if (ran_in_processes(1)) return;
+  const auto group = make_group();
+  Net net = make_net(at::kCPU);
+  torchamp::FusedAdamW optimizer(net->parameters());
+  EXPECT_ERROR(
+      TrainingStep(net, optimizer, {.group = group, .capture = torchamp::CudaGraphOptions{}}),
+      "capture and group cannot be together");
+  EXPECT_ERROR(TrainingStep(net, optimizer, {.group = torchamp::ProcessGroupPtr()}),
+               "the group is null");
+  const auto make = [](auto parameters) {
+    return std::make_unique<torchamp::FusedAdamW>(parameters);
+  };
+  EXPECT_ERROR(TrainingStep(net, make, {.masters = torchamp::ShardedMasterWeightsOptions{}}),
+               "need a process group. Set .group");
+}
+
+}  // namespace
+
+#endif
