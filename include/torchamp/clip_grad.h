@@ -18,7 +18,7 @@
 #include "torchamp/detail/gradients/deferred_clip.h"
 #include "torchamp/detail/gradients/norm.h"
 #include "torchamp/detail/gradients/unscale.h"
-#include "torchamp/detail/shards.h"
+#include "torchamp/detail/gradients/weight_meta.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/version.h"

@@ -15,12 +15,12 @@
 
 #include "torchamp/detail/bodies.h"
 #include "torchamp/detail/gradients/deferred_clip.h"
+#include "torchamp/detail/gradients/weight_meta.h"
 #include "torchamp/detail/optim/adagrad.h"
 #include "torchamp/detail/optim/adam.h"
 #include "torchamp/detail/optim/counters.h"
 #include "torchamp/detail/optim/plan.h"
 #include "torchamp/detail/optim/sgd.h"
-#include "torchamp/detail/split_weight.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/scaled_step.h"
 #include "torchamp/version.h"
@@ -53,7 +53,7 @@ namespace TORCHAMP_NAMESPACE {
 /// step_scaled() ever reads the device. One thread at a time.
 class FusedOptimizer : public torch::optim::Optimizer,
                        public detail::DefersClips,
-                       public detail::StepsSplitWeights {
+                       public detail::HeedsStepMethods {
  public:
   TORCHAMP_BODY ~FusedOptimizer() override;
   FusedOptimizer(FusedOptimizer&&) = default;
@@ -84,7 +84,7 @@ class FusedOptimizer : public torch::optim::Optimizer,
   /// As torch::optim::Optimizer::add_param_group.
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
     Optimizer::add_param_group(group);
-    note_split_weights();
+    note_weights();
   }
 
   /// Divides the gradients that are there now by `divisor` (0-dim fp32, on any device) when they
@@ -109,7 +109,7 @@ class FusedOptimizer : public torch::optim::Optimizer,
   using Optimizer::Optimizer;
 
   /// Has ShardedMasterWeights know that their weights are stepped here.
-  void note_split_weights() const {
+  void note_weights() const {
     for (const auto& group : param_groups_) {
       for (const at::Tensor& param : group.params()) {
         if (auto* const meta = detail::weight_meta_of(param)) meta->has_optimizer = true;

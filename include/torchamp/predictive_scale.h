@@ -20,11 +20,11 @@
 
 #include "torchamp/detail/gradients/collect.h"
 #include "torchamp/detail/gradients/unscale.h"
+#include "torchamp/detail/gradients/weight_meta.h"
 #include "torchamp/detail/graph/body.h"
 #include "torchamp/detail/scaler/gradient_forecast.h"
 #include "torchamp/detail/scaler/scale_rule.h"
 #include "torchamp/detail/scaler/scale_update.h"
-#include "torchamp/detail/shards.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/version.h"

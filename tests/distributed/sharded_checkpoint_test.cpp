@@ -235,7 +235,7 @@ TEST(ShardedCheckpoint, BringWholeStatesToTheHostAlone) {
   const auto optimizer = kinds()[0].second(masters.parameters());
   net->forward(at::ones({2, 5}, net->weight.options())).sum().backward();
   optimizer->step();
-  const auto shards = torchamp::detail::shards_of(masters.parameters()[0]);
+  const auto shards = torchamp::detail::stored_shards_of(*optimizer, "the test");
   const std::size_t before = simulated::bytes_in_use(0);
   shards->gather(*optimizer);
   EXPECT_EQ(simulated::bytes_in_use(0), before);

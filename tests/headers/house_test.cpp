@@ -33,6 +33,7 @@ constexpr Place places[] = {
     // 1: what knows nothing of the rest
     {"version.h", 1},
     {"detail/bodies.h", 1},
+    {"detail/checksum.h", 1},
     {"detail/devices.h", 1},
     {"detail/tensors.h", 1},
     {"detail/text.h", 1},
@@ -109,23 +110,11 @@ struct Budget {
 // To come down to 22 and 3,400, 18 and 2,400, 20 and 3,000, 52 and 8,300.
 constexpr Budget budgets[] = {
     {"autocast.h", 35, 4500},
-    {"optim.h", 30, 4050},
-    {"grad_scaler.h", 36, 5150},
-    {"torchamp.h", 83, 11900},
+    {"optim.h", 28, 3600},
+    {"grad_scaler.h", 35, 5000},
+    {"torchamp.h", 81, 11450},
 };
-constexpr Budget all_headers = {"include/", 225, 33200};  // to come down to 160 and 24,000
-
-/// Includes that go up from the core as yet. One that is gone is to be taken out of this list.
-const std::set<std::string> still_upward = {
-    "clip_grad.h -> detail/shards.h",
-    "detail/gradients/collect.h -> detail/split_weight.h",
-    "detail/optim/parameters.h -> detail/split_weight.h",
-    "detail/optim/plan.h -> detail/optim/split_step.h",
-    "detail/optim/plan.h -> detail/split_weight.h",
-    "detail/scaler/grad_scaler_archive.h -> detail/io/checksum.h",
-    "detail/scaler/step_record.h -> detail/shards.h",
-    "optim.h -> detail/split_weight.h",
-};
+constexpr Budget all_headers = {"include/", 227, 33100};  // to come down to 160 and 24,000
 
 struct Header {
   std::size_t lines = 0;
@@ -214,13 +203,7 @@ TEST(House, EveryPlaceAndEveryIncludeIsAHeader) {
 }
 
 TEST(House, NoHeaderOfTheCoreIncludesOneOfAHigherFloor) {
-  const std::set<std::string> upward = upward_includes();
-  for (const std::string& include : upward) {
-    EXPECT_TRUE(still_upward.contains(include)) << include << " goes up";
-  }
-  for (const std::string& include : still_upward) {
-    EXPECT_TRUE(upward.contains(include)) << include << " is gone: take it out of the list";
-  }
+  EXPECT_THAT(upward_includes(), testing::IsEmpty());
 }
 
 TEST(House, HasFloorsThatAreCounted) {

@@ -10,7 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/shards.h"
+#include "torchamp/detail/gradients/weight_meta.h"
+#include "torchamp/detail/optim/split_step.h"
 #include "torchamp/detail/split_bits.h"
 #include "torchamp/detail/split_weight.h"
 #include "torchamp/detail/tensor_pairs.h"
@@ -81,8 +82,7 @@ struct NarrowWeight {
   void give_to(const at::Tensor& parameter) const {
     parameter.set_data(high);
     if (!low.defined()) return;
-    auto split = c10::make_intrusive<SplitWeight>();
-    split->low = low;
+    auto split = make_split_weight(low);
     split->note_version(parameter);
     parameter.unsafeGetTensorImpl()->set_backend_meta(std::move(split));
   }

@@ -9,8 +9,8 @@
 
 #include <utility>
 
+#include "torchamp/detail/gradients/weight_meta.h"
 #include "torchamp/detail/shards.h"
-#include "torchamp/detail/split_weight.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {

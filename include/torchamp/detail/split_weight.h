@@ -6,14 +6,12 @@
 #include <c10/core/TensorImpl.h>
 #include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
-#include <torch/optim/optimizer.h>
 
 #include <atomic>
 #include <cstdint>
 
-#include "torchamp/detail/shards.h"
+#include "torchamp/detail/gradients/weight_meta.h"
 #include "torchamp/detail/tensors.h"
-#include "torchamp/version.h"
 
 namespace torchamp::detail {
 
@@ -39,6 +37,12 @@ namespace torchamp::detail {
 //     for a clone() then. So where gradients are gone, or come to copy_to_model(), that no fused
 //     optimizer has stepped with, MasterWeights looks whether data() was asked for meanwhile
 
+/// The end of errors about split weights that other optimizers step.
+inline constexpr const char* split_needs_fused =
+    ". With MasterStorage::split half of each weight lies where only fused optimizers (FusedAdam, "
+    "FusedAdamW, FusedSGD, FusedAdagrad) and MasterWeights::load() write it. Step it with one of "
+    "those, or make the masters with MasterStorage::full.";
+
 /// What a split weight has beside the weight itself.
 struct SplitWeight final : WeightMeta {
   at::Tensor low;  ///< int16, laid out as the weight
@@ -53,6 +57,13 @@ struct SplitWeight final : WeightMeta {
     has_alias.store(true, std::memory_order_relaxed);
     return self;
   }
+
+  at::ScalarType step_dtype(const at::Tensor& /*weight*/) const override { return at::kFloat; }
+  void refuse_plain_step(ErrorPlace where) const override {
+    TORCH_CHECK_TYPE(false, where(), " is that of a split weight, and this is no fused optimizer",
+                     split_needs_fused);
+  }
+  void note_gradient_dropped() override { was_taken = false; }
 
   /// Whether `low` belongs to what `high` holds: the weight may have been moved.
   bool fits(const at::Tensor& high) const {
@@ -79,20 +90,9 @@ inline SplitWeight* split_of(const at::Tensor& tensor) {
   return meta ? dynamic_cast<SplitWeight*>(meta) : nullptr;
 }
 
-/// The end of errors about split weights that other optimizers step.
-inline constexpr const char* split_needs_fused =
-    ". With MasterStorage::split half of each weight lies where only fused optimizers (FusedAdam, "
-    "FusedAdamW, FusedSGD, FusedAdagrad) and MasterWeights::load() write it. Step it with one of "
-    "those, or make the masters with MasterStorage::full.";
-
 inline constexpr const char* split_was_moved =
     " was moved, cast or given another shape since its MasterWeights, with MasterStorage::split, "
     "were made. Do that before.";
-
-/// The dtype of a parameter's gradient and of an optimizer's state for it.
-inline at::ScalarType step_dtype(const at::Tensor& parameter) {
-  return split_of(parameter) ? at::kFloat : parameter.scalar_type();
-}
 
 /// Throws for a split weight that was moved or written to. `where` begins the error.
 template <class Where>
@@ -124,28 +124,6 @@ void check_not_half_stepped(const at::Tensor& weight, const Where& where) {
               "detach() was taken since, as LibTorch's SGD does to write it",
               split_needs_fused,
               " (If there was no step: drop such gradients by the zero_grad() of MasterWeights.)");
-}
-
-/// The program has dropped the gradient of a weight, which may be split.
-inline void note_gradient_dropped(const at::Tensor& weight) {
-  if (!weight.defined()) return;
-  if (SplitWeight* const split = split_of(weight)) split->was_taken = false;
-}
-
-/// An optimizer that writes both halves of split weights.
-struct StepsSplitWeights {
- protected:
-  StepsSplitWeights() = default;
-  virtual ~StepsSplitWeights() = default;
-};
-
-/// Throws if `parameter` is a split weight and `optimizer` would write one half only.
-template <class Where>
-void check_steps_split(const torch::optim::Optimizer& optimizer, const at::Tensor& parameter,
-                       const Where& where) {
-  TORCH_CHECK_TYPE(!split_of(parameter) || dynamic_cast<const StepsSplitWeights*>(&optimizer),
-                   where(), " is that of a split weight, and this is no fused optimizer",
-                   split_needs_fused);
 }
 
 }  // namespace torchamp::detail

@@ -74,7 +74,7 @@ bool visit_kind(const torch::optim::Optimizer& optimizer, const Visit& visit) {
 // optimizer of its kind, and with the whole weights, of which it needs the shapes only.
 
 /// The processes that have the pieces of a layout.
-class ShardGroup final : public Shards {
+class ShardGroup final : public StoredShards {
  public:
   ShardGroup(c10::intrusive_ptr<c10d::ProcessGroup> group, ShardLayout layout)
       : group_(std::move(group)), layout_(std::move(layout)) {}

@@ -21,6 +21,7 @@
 #include "torchamp/detail/io/module_archive.h"
 #include "torchamp/detail/main_gradient.h"
 #include "torchamp/detail/make_split.h"
+#include "torchamp/detail/optim/split_step.h"
 #include "torchamp/detail/overlay/weight_casts.h"
 #include "torchamp/detail/split_bits.h"
 #include "torchamp/detail/split_weight.h"
@@ -152,9 +153,7 @@ inline void ShardedMasterWeights::make_pieces() {
           at::zeros({place.piece * layout.processes()}, parameter.options().dtype(bucket.dtype));
       narrow.push_back(detail::sharing(padded, 0, place.sizes, place.strides));
       weight.piece = detail::sharing(padded, rank * place.piece, place.piece);
-      auto split = c10::make_intrusive<detail::SplitWeight>();
-      split->low = detail::sharing(share, place.offset, place.piece);
-      meta = std::move(split);
+      meta = detail::make_split_weight(detail::sharing(share, place.offset, place.piece));
     } else {
       narrow.push_back(
           at::empty_strided(place.sizes, place.strides, parameter.options().dtype(bucket.dtype)));

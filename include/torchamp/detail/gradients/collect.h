@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/split_weight.h"
+#include "torchamp/detail/gradients/weight_meta.h"
 #include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
@@ -118,7 +118,7 @@ inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimize
         return c10::str(call, ": the gradient of parameter ", i, " in group ", g, ' ',
                         parameter.sizes());
       };
-      check_steps_split(optimizer, parameter, where);
+      check_steps(optimizer, parameter, where);
       bool is_new = false;
       if (gradient.is_sparse() && gradient.scalar_type() == at::kHalf &&
           half == HalfGradients::allowed && !gradient.is_coalesced()) {

@@ -20,8 +20,8 @@
 
 #include "torchamp/detail/gradients/collect.h"
 #include "torchamp/detail/gradients/unscale.h"
+#include "torchamp/detail/gradients/weight_meta.h"
 #include "torchamp/detail/scaler/step_record.h"
-#include "torchamp/detail/split_weight.h"
 #include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {

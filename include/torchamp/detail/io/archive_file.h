@@ -25,8 +25,8 @@
 #include <system_error>
 #include <utility>
 
+#include "torchamp/detail/checksum.h"
 #include "torchamp/detail/io/atomic_file.h"
-#include "torchamp/detail/io/checksum.h"
 #include "torchamp/detail/io/zip_check.h"
 #include "torchamp/detail/rng_state.h"
 

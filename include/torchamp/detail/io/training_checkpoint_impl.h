@@ -62,18 +62,18 @@ void rethrow_with(const Where& where, const Body& body) {
 
 inline void save_any_optimizer(torch::optim::Optimizer& optimizer,
                                torch::serialize::OutputArchive& archive) {
-  const auto shards = shards_of(optimizer, "TrainingCheckpoint::save");
+  const auto shards = stored_shards_of(optimizer, "TrainingCheckpoint::save");
   shards ? shards->save(optimizer, archive) : save_optimizer(optimizer, archive);
 }
 
 inline void load_any_optimizer(torch::optim::Optimizer& optimizer,
                                torch::serialize::InputArchive& archive) {
-  const auto shards = shards_of(optimizer, "TrainingCheckpoint::load");
+  const auto shards = stored_shards_of(optimizer, "TrainingCheckpoint::load");
   shards ? shards->load(optimizer, archive) : load_optimizer(optimizer, archive);
 }
 
 inline void gather_optimizer(torch::optim::Optimizer& optimizer) {
-  const auto shards = shards_of(optimizer, "TrainingCheckpoint::save");
+  const auto shards = stored_shards_of(optimizer, "TrainingCheckpoint::save");
   if (shards) shards->gather(optimizer);
 }
 

@@ -12,7 +12,7 @@
 #include <string_view>
 #include <vector>
 
-#include "torchamp/detail/io/checksum.h"
+#include "torchamp/detail/checksum.h"
 #include "torchamp/detail/text.h"
 
 namespace torchamp::detail {

@@ -13,6 +13,7 @@
 #include "torchamp/detail/optim/kernel.h"
 #include "torchamp/detail/optim/pieces.h"
 #include "torchamp/detail/optim/scalars.h"
+#include "torchamp/detail/optim/step_method.h"
 #include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
@@ -54,9 +55,8 @@ class ApartDivision {
     scale_.copy_(*scalars.grad_scale());
   }
 
-  /// Kernel::step for `piece`, whose tensors are flat and whose gradients are replaced.
-  template <OptimizerKernel Kernel>
-  void step(const typename Kernel::Options& options, StepList& piece) const {
+  /// `kernel` for `piece`, whose tensors are flat and whose gradients are replaced.
+  void step(const KernelStep& kernel, StepList& piece) const {
     int64_t begin = 0;
     for (at::Tensor& gradient : piece.grads) {
       at::Tensor divided = buffer_.narrow(0, begin, gradient.numel());
@@ -64,7 +64,7 @@ class ApartDivision {
       begin += gradient.numel();
       gradient = std::move(divided);
     }
-    Kernel::step(options, piece, unscaled_);
+    kernel(piece, unscaled_);
   }
 
  private:
@@ -73,14 +73,11 @@ class ApartDivision {
 };
 
 /// A part of a list that is stepped at once, with its gradients divided apart.
-template <OptimizerKernel Kernel>
 class DividedPiece {
  public:
-  using Options = typename Kernel::Options;
-
-  DividedPiece(const Options& options, const StepList& list, const StepScalars& scalars,
+  DividedPiece(const KernelStep& kernel, const StepList& list, const StepScalars& scalars,
                const at::Tensor& buffer)
-      : options_(options), list_(list), division_(scalars, buffer), piece_(list.emptied()) {}
+      : kernel_(kernel), list_(list), division_(scalars, buffer), piece_(list.emptied()) {}
 
   int64_t room() const { return divided_at_once - elements_; }
   bool empty() const { return elements_ == 0; }
@@ -95,13 +92,13 @@ class DividedPiece {
 
   /// Steps what was added, and is empty again.
   void step() {
-    division_.template step<Kernel>(options_, piece_);
+    division_.step(kernel_, piece_);
     piece_ = list_.emptied();
     elements_ = 0;
   }
 
  private:
-  const Options& options_;
+  const KernelStep& kernel_;
   const StepList& list_;
   ApartDivision division_;
   StepList piece_;
@@ -113,29 +110,27 @@ inline bool is_divided_apart(const at::Tensor& param) {
 }
 
 /// Whether gradients of `list`, which are dropped after the step, are divided by pieces.
-template <OptimizerKernel Kernel>
-bool divides_by_pieces(const StepList& list, const StepScalars& scalars) {
-  return may_step_parts<Kernel> && divides_apart(list, scalars) &&
+inline bool divides_by_pieces(const StepList& list, const StepScalars& scalars, bool takes_parts) {
+  return takes_parts && divides_apart(list, scalars) &&
          std::ranges::any_of(list.params, is_divided_apart);
 }
 
 /// What step_and_drop wants of `buffers`.
-template <OptimizerKernel Kernel>
-void want_dropped(PieceBuffers& buffers, const StepList& list, const StepScalars& scalars) {
-  if (divides_by_pieces<Kernel>(list, scalars)) {
+inline void want_dropped(PieceBuffers& buffers, const StepList& list, const StepScalars& scalars,
+                         bool takes_parts) {
+  if (divides_by_pieces(list, scalars, takes_parts)) {
     buffers.want(list, ApartDivision::buffer_size(divided_at_once));
   }
 }
 
-/// Kernel::step for a list whose gradients are dropped after the step: may leave them scaled.
-template <OptimizerKernel Kernel>
-void step_and_drop(const typename Kernel::Options& options, const StepList& list,
-                   const StepScalars& scalars, PieceBuffers& buffers) {
-  if (!divides_by_pieces<Kernel>(list, scalars)) return Kernel::step(options, list, scalars);
+/// `kernel` for a list whose gradients are dropped after the step: may leave them scaled.
+inline void step_and_drop(const KernelStep& kernel, const StepList& list,
+                          const StepScalars& scalars, PieceBuffers& buffers) {
+  if (!divides_by_pieces(list, scalars, kernel.takes_parts)) return kernel(list, scalars);
   if (is_known_skipped(scalars)) return;
 
-  DividedPiece<Kernel> piece(options, list, scalars,
-                             buffers.get(list, ApartDivision::buffer_size(divided_at_once)));
+  DividedPiece piece(kernel, list, scalars,
+                     buffers.get(list, ApartDivision::buffer_size(divided_at_once)));
   StepList small = list.emptied();
   for (std::size_t i = 0; i < list.params.size(); ++i) {
     if (is_divided_apart(list.params[i])) {
@@ -145,7 +140,7 @@ void step_and_drop(const typename Kernel::Options& options, const StepList& list
     }
   }
   if (!piece.empty()) piece.step();
-  if (!small.params.empty()) Kernel::step(options, small, scalars);
+  if (!small.params.empty()) kernel(small, scalars);
 }
 
 }  // namespace torchamp::detail

@@ -66,7 +66,7 @@ FusedOptimizerOf<Kernel>::FusedOptimizerOf(
     : FusedOptimizer(groups, std::make_unique<Options>(defaults)) {
   detail::Counterpart<Kernel>::check(defaults);
   for (std::size_t g = 0; g < groups.size(); ++g) detail::check_options<Kernel>(groups[g], g);
-  note_split_weights();
+  note_weights();
 }
 
 template <detail::OptimizerKernel Kernel>

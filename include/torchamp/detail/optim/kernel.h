@@ -11,6 +11,7 @@
 #include <memory>
 #include <vector>
 
+#include "torchamp/detail/gradients/weight_meta.h"
 #include "torchamp/detail/optim/counters.h"
 #include "torchamp/detail/optim/scalars.h"
 #include "torchamp/detail/tensors.h"
@@ -21,7 +22,7 @@ namespace torchamp::detail {
 struct StepKey : TensorKind {
   std::size_t group;
   std::shared_ptr<StepCounter> counter;  ///< for kernels that want one count for all parameters
-  bool is_split = false;                 ///< see Note [Split weights]
+  const StepMethod* method = nullptr;    ///< of weights that carry one
   bool operator==(const StepKey&) const = default;
 };
 
@@ -33,7 +34,7 @@ struct StepList : StepKey {
   std::vector<at::Tensor> params{}, grads{};
   std::vector<at::Tensor> counters{};            ///< one for each parameter, shared or not
   std::vector<std::vector<at::Tensor>> state{};  ///< by kind of state, then by parameter
-  std::vector<at::Tensor> low{};                 ///< of split weights, one for each parameter
+  std::vector<at::Tensor> beside{};              ///< the weights, for `method`
 
   /// The learning rate where a captured step reads it (0-dim fp32), and what was last written
   /// there; undefined where steps are not captured.

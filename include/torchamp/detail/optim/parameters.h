@@ -15,8 +15,9 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/gradients/weight_meta.h"
 #include "torchamp/detail/optim/kernel.h"
-#include "torchamp/detail/split_weight.h"
+#include "torchamp/detail/optim/step_method.h"
 #include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
@@ -87,7 +88,10 @@ void check_parameters(const ParamGroups& groups, const ParamStates& states) {
                         "::step: ", place_of(g, i), " has gaps or overlaps in memory (sizes ",
                         param.sizes(), ", strides ", param.strides(),
                         "). Make the parameter from a contiguous() tensor.");
-      check_split(param, grad, [&] { return c10::str(Kernel::name, "::step: ", place_of(g, i)); });
+      if (const StepMethod* const method = step_method_of(param)) {
+        method->check(param, grad,
+                      [&] { return c10::str(Kernel::name, "::step: ", place_of(g, i)); });
+      }
       const auto state = states.find(param.unsafeGetTensorImpl());
       if (state == states.end()) continue;
       for (std::size_t k = 0; k < kinds; ++k) {

@@ -13,14 +13,14 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/gradients/weight_meta.h"
 #include "torchamp/detail/optim/counters.h"
 #include "torchamp/detail/optim/dropped_gradients.h"
 #include "torchamp/detail/optim/foreach_step.h"
 #include "torchamp/detail/optim/kernel.h"
 #include "torchamp/detail/optim/parameters.h"
 #include "torchamp/detail/optim/scalars.h"
-#include "torchamp/detail/optim/split_step.h"
-#include "torchamp/detail/split_weight.h"
+#include "torchamp/detail/optim/step_method.h"
 #include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
@@ -198,19 +198,27 @@ class StepPlan {
     for (StepScalars& scalars : scalars_) scalars.begin();
     for (const StepList& list : lists_) {
       const Options& options = options_of<Kernel>(groups, list.group);
-      if (list.is_split) {
-        step_split<Kernel>(options, list, scalars_[list.scalars], drops, buffers);
+      const auto step = [&](const StepList& part, const StepScalars& scalars) {
+        Kernel::step(options, part, scalars);
+      };
+      const KernelStep kernel{step, may_step_parts<Kernel>};
+      const StepScalars& scalars = scalars_[list.scalars];
+      if (list.method) {
+        list.method->step(kernel, list, scalars, drops, buffers);
       } else if (drops) {
-        step_and_drop<Kernel>(options, list, scalars_[list.scalars], buffers.gradients);
+        step_and_drop(kernel, list, scalars, buffers.gradients);
       } else {
-        Kernel::step(options, list, scalars_[list.scalars]);
+        step(list, scalars);
       }
     }
     for (StepScalars& scalars : scalars_) scalars.end();
     for (StepList& list : lists_) {
       list.grads.clear();
       // The kernels do not tell autograd, nor a cache of weight casts, that they write.
-      for (const at::Tensor& param : list.params) note_written(param);
+      for (const at::Tensor& param : list.params) {
+        param.unsafeGetTensorImpl()->bump_version();
+        if (list.method) list.method->note_stepped(param);
+      }
     }
   }
 
@@ -220,10 +228,10 @@ class StepPlan {
     StepBuffers buffers;
     for (const StepList& list : lists_) {
       const StepScalars& scalars = scalars_[list.scalars];
-      if (list.is_split) {
-        want_split<Kernel>(buffers, list, scalars, drops);
+      if (list.method) {
+        list.method->want(buffers, list, scalars, may_step_parts<Kernel>, drops);
       } else if (drops) {
-        want_dropped<Kernel>(buffers.gradients, list, scalars);
+        want_dropped(buffers.gradients, list, scalars, may_step_parts<Kernel>);
       }
     }
     buffers.masters.allocate();
@@ -238,11 +246,6 @@ class StepPlan {
       asks_counter = Kernel::asks_counter(options);
     }
     return {Kernel::kinds(options), Kernel::counted(options), asks_counter};
-  }
-
-  static void note_written(const at::Tensor& param) {
-    param.unsafeGetTensorImpl()->bump_version();
-    if (SplitWeight* const split = split_of(param)) split->note_version(param);
   }
 
   static int64_t steps_of(const torch::optim::OptimizerParamState& state) {
@@ -276,9 +279,10 @@ class StepPlan {
         grad.layout() != at::kStrided) {
       return false;
     }
-    const SplitWeight* const split = split_of(param);
-    if ((split != nullptr) != list.is_split) return false;
-    if (split && !can_step_split(list, param, grad, *split)) return false;
+    if (step_method_of(param) != list.method) return false;
+    if (list.method && !list.method->holds(param, grad, list.beside[list.grads.size()])) {
+      return false;
+    }
     if (!list.state.empty()) {
       const std::size_t i = list.grads.size();
       if (!state || !has_tensors(list, i, *state)) return false;
@@ -286,12 +290,6 @@ class StepPlan {
     }
     list.grads.push_back(fitted(grad, param));
     return true;
-  }
-
-  static bool can_step_split(const StepList& list, const at::Tensor& param, const at::Tensor& grad,
-                             const SplitWeight& split) {
-    return split.low.is_same(list.low[list.grads.size()]) && grad.scalar_type() == at::kFloat &&
-           split.fits(param) && split.is_unwritten(param);
   }
 
   std::size_t scalars_of(at::Device device) {
@@ -323,8 +321,8 @@ class StepPlan {
     const bool by_foreach = lacks_op(param);
     if (!(Kernel::apart || by_foreach) || !uses_[group].asks_counter) counter = nullptr;
     if (counter) counter->gated = true;
-    StepList& list = group_of(lists_, StepKey{TensorKind::of(param), group, std::move(counter),
-                                              split_of(param) != nullptr});
+    StepList& list = group_of(
+        lists_, StepKey{TensorKind::of(param), group, std::move(counter), step_method_of(param)});
     if (list.params.empty()) {
       list.scalars = scalars_of(param.device());
       list.by_foreach = by_foreach;
@@ -336,8 +334,7 @@ class StepPlan {
   void add_parameter(StepList& list, const at::Tensor& param, const Options& defaults,
                      ParamStates& states, const CounterTable<StepCounter>& counters) const {
     list.params.push_back(param);
-    SplitWeight* const split = split_of(param);
-    if (split) list.low.push_back(split->low);
+    if (list.method) list.beside.push_back(list.method->beside(param));
     // Its group may have been added by torch::optim::Optimizer, which tells nobody.
     if (WeightMeta* const meta = weight_meta_of(param)) meta->has_optimizer = true;
     if (uses_[list.group].counted) list.counters.push_back(counters.find(param)->value);
@@ -348,7 +345,7 @@ class StepPlan {
       at::Tensor& tensor = Kernel::tensor(static_cast<State&>(*state), k);
       tensor = tensor.defined()
                    ? fitted(tensor, param)
-                   : Kernel::initial(k, split ? joined(param, *split) : param, defaults);
+                   : Kernel::initial(k, list.method ? list.method->master(param) : param, defaults);
       list.state[k].push_back(tensor);
     }
   }

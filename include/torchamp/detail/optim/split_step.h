@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
+#include <c10/util/intrusive_ptr.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -14,22 +15,21 @@
 #include "torchamp/detail/optim/kernel.h"
 #include "torchamp/detail/optim/pieces.h"
 #include "torchamp/detail/optim/scalars.h"
+#include "torchamp/detail/optim/step_method.h"
 #include "torchamp/detail/split_bits.h"
+#include "torchamp/detail/split_weight.h"
 #include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
 
 /// A part of a list of split weights that is stepped at once: kernels step fp32 weights, so masters
 /// are put together, stepped and split.
-template <OptimizerKernel Kernel>
 class SplitPiece {
  public:
-  using Options = typename Kernel::Options;
-
   /// `buffer`: for the masters.
-  SplitPiece(const Options& options, const StepList& list, const StepScalars& scalars,
+  SplitPiece(const KernelStep& kernel, const StepList& list, const StepScalars& scalars,
              at::Tensor buffer)
-      : options_(options),
+      : kernel_(kernel),
         list_(list),
         scalars_(scalars),
         buffer_(std::move(buffer)),
@@ -47,7 +47,7 @@ class SplitPiece {
     const auto part = [&](const at::Tensor& tensor) {
       return in_memory_order(tensor).narrow(0, begin, size);
     };
-    runs_.add(part(list_.params[i]), part(list_.low[i]));
+    runs_.add(part(list_.params[i]), part(list_.beside[i]));
     piece_.add_beside_param(list_, i, part);
     elements_ += size;
   }
@@ -56,9 +56,9 @@ class SplitPiece {
   void step() {
     piece_.params = runs_.join(buffer_);
     if (division_) {
-      division_->template step<Kernel>(options_, piece_);
+      division_->step(kernel_, piece_);
     } else {
-      Kernel::step(options_, piece_, scalars_);
+      kernel_(piece_, scalars_);
     }
     runs_.split(buffer_, SplitNaNs::usual, scalars_.found_inf());
     runs_ = SplitRuns(list_.device);
@@ -74,7 +74,7 @@ class SplitPiece {
   }
 
  private:
-  const Options& options_;
+  const KernelStep& kernel_;
   const StepList& list_;
   const StepScalars& scalars_;
   at::Tensor buffer_;
@@ -85,51 +85,79 @@ class SplitPiece {
 };
 
 /// How many elements a piece of `list` has at most.
-template <OptimizerKernel Kernel>
-int64_t split_piece_elements(const StepList& list) {
+inline int64_t split_piece_elements(const StepList& list, bool takes_parts) {
   int64_t elements = 0, largest = 0;
   for (const at::Tensor& param : list.params) {
     elements += param.numel();
     largest = std::max(largest, param.numel());
   }
   elements = std::min(elements, split_elements_at_once(list.device));
-  return may_step_parts<Kernel> ? elements : std::max(elements, largest);
+  return takes_parts ? elements : std::max(elements, largest);
 }
 
-/// The buffers of a step, for masters and for gradients that are divided apart.
-struct StepBuffers {
-  PieceBuffers masters{}, gradients{};
+/// Steps split weights: both halves, in memory of fp32.
+class SplitStep final : public StepMethod {
+ public:
+  static const SplitStep* get() {
+    static const SplitStep method;
+    return &method;
+  }
+
+  void check(const at::Tensor& weight, const at::Tensor& gradient,
+             ErrorPlace where) const override {
+    check_split(weight, gradient, where);
+  }
+
+  at::Tensor beside(const at::Tensor& weight) const override { return split_of(weight)->low; }
+
+  bool holds(const at::Tensor& weight, const at::Tensor& gradient,
+             const at::Tensor& beside) const override {
+    const SplitWeight& split = *split_of(weight);
+    return split.low.is_same(beside) && gradient.scalar_type() == at::kFloat &&
+           split.fits(weight) && split.is_unwritten(weight);
+  }
+
+  at::Tensor master(const at::Tensor& weight) const override {
+    return joined(weight, *split_of(weight));
+  }
+
+  void want(StepBuffers& buffers, const StepList& list, const StepScalars& scalars,
+            bool takes_parts, bool drops) const override {
+    const TensorKind wide{list.device, at::kFloat};
+    const int64_t elements = split_piece_elements(list, takes_parts);
+    buffers.masters.want(wide, elements);
+    if (drops && divides_apart(SplitPiece::part_of(list), scalars)) {
+      buffers.gradients.want(wide, ApartDivision::buffer_size(elements));
+    }
+  }
+
+  void step(const KernelStep& kernel, const StepList& list, const StepScalars& scalars, bool drops,
+            StepBuffers& buffers) const override {
+    if (is_known_skipped(scalars)) return;
+    const TensorKind wide{list.device, at::kFloat};
+    const int64_t elements = split_piece_elements(list, kernel.takes_parts);
+    SplitPiece piece(kernel, list, scalars, buffers.masters.get(wide, elements));
+    if (drops && divides_apart(SplitPiece::part_of(list), scalars)) {
+      piece.divide_apart(buffers.gradients.get(wide, ApartDivision::buffer_size(elements)));
+    }
+    for (std::size_t i = 0; i < list.params.size(); ++i) {
+      const int64_t size = list.params[i].numel();
+      if (!kernel.takes_parts && piece.room() < size) piece.step();
+      add_by_parts(piece, i, size);
+    }
+    if (!piece.empty()) piece.step();
+  }
+
+  void note_stepped(const at::Tensor& weight) const override {
+    split_of(weight)->note_version(weight);
+  }
 };
 
-/// What step_split wants of `buffers`.
-template <OptimizerKernel Kernel>
-void want_split(StepBuffers& buffers, const StepList& list, const StepScalars& scalars,
-                bool drops) {
-  const TensorKind wide{list.device, at::kFloat};
-  const int64_t elements = split_piece_elements<Kernel>(list);
-  buffers.masters.want(wide, elements);
-  if (drops && divides_apart(SplitPiece<Kernel>::part_of(list), scalars)) {
-    buffers.gradients.want(wide, ApartDivision::buffer_size(elements));
-  }
-}
-
-/// Kernel::step for a list of split weights. `drops`: the gradients are dropped after the step.
-template <OptimizerKernel Kernel>
-void step_split(const typename Kernel::Options& options, const StepList& list,
-                const StepScalars& scalars, bool drops, StepBuffers& buffers) {
-  if (is_known_skipped(scalars)) return;
-  const TensorKind wide{list.device, at::kFloat};
-  const int64_t elements = split_piece_elements<Kernel>(list);
-  SplitPiece<Kernel> piece(options, list, scalars, buffers.masters.get(wide, elements));
-  if (drops && divides_apart(SplitPiece<Kernel>::part_of(list), scalars)) {
-    piece.divide_apart(buffers.gradients.get(wide, ApartDivision::buffer_size(elements)));
-  }
-  for (std::size_t i = 0; i < list.params.size(); ++i) {
-    const int64_t size = list.params[i].numel();
-    if (!may_step_parts<Kernel> && piece.room() < size) piece.step();
-    add_by_parts(piece, i, size);
-  }
-  if (!piece.empty()) piece.step();
+inline c10::intrusive_ptr<SplitWeight> make_split_weight(at::Tensor low) {
+  auto split = c10::make_intrusive<SplitWeight>();
+  split->low = std::move(low);
+  split->step_method = SplitStep::get();
+  return split;
 }
 
 }  // namespace torchamp::detail

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "torchamp/detail/bodies.h"
-#include "torchamp/detail/io/checksum.h"
+#include "torchamp/detail/checksum.h"
 #include "torchamp/detail/scaler/check_options.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/version.h"

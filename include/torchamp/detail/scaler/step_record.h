@@ -15,9 +15,9 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/gradients/weight_meta.h"
 #include "torchamp/detail/host_values.h"
 #include "torchamp/detail/scaler/skip_count.h"
-#include "torchamp/detail/shards.h"
 #include "torchamp/missing_gradients.h"
 
 namespace torchamp::detail {

@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/util/Exception.h>
+#include <c10/util/FunctionRef.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstddef>
+#include <memory>
+#include <string>
+
+#include "torchamp/version.h"
+
+namespace torchamp::detail {
+
+// Note [Weights that carry something]
+// Master weights hang a WeightMeta at the TensorImpl of a weight, so that whoever is given the
+// weight finds it, and so that it lives as long as the weight. Gradients, optimizers and the scaler
+// know no more of masters than what stands here: who must agree on an overflow and on a norm, and
+// how the weight is stepped.
+
+class StepMethod;
+
+/// The processes that have a piece each of some masters.
+class Shards {
+ public:
+  Shards() = default;
+  Shards(const Shards&) = delete;
+  Shards& operator=(const Shards&) = delete;
+  virtual ~Shards() = default;
+
+  /// Makes a number the largest that any process has: found_inf, or the largest gradient.
+  virtual void agree_largest(at::Tensor& number) const = 0;
+
+  /// The norm of all gradients, from that of each process's own.
+  virtual at::Tensor norm_of_all(const at::Tensor& own, double norm_type) const = 0;
+
+  /// Throws for an optimizer that does not treat every element of a weight by itself.
+  virtual void check(const torch::optim::Optimizer& optimizer, const char* call) const = 0;
+};
+
+/// What begins an error text; called where there is an error.
+using ErrorPlace = c10::function_ref<std::string()>;
+
+/// What a weight carries for this library.
+struct WeightMeta : c10::BackendMeta {
+  bool has_optimizer = false;        ///< an optimizer that may step it was given the weight
+  std::shared_ptr<Shards> shards{};  ///< where the weight is a piece of a master
+  std::size_t index = 0;             ///< of that master
+  /// Of a model's weight: those that keep its master. Expired once they are gone.
+  std::weak_ptr<const void> masters{};
+  /// How fused optimizers step the weight, where they do not step the tensor itself.
+  const StepMethod* step_method = nullptr;
+
+  /// The dtype of gradients and of optimizer state for `weight`.
+  virtual at::ScalarType step_dtype(const at::Tensor& weight) const { return weight.scalar_type(); }
+  /// Throws where the weight has a step_method, for an optimizer that does not ask for one.
+  virtual void refuse_plain_step(ErrorPlace /*where*/) const {}
+  /// The program has dropped the gradient.
+  virtual void note_gradient_dropped() {}
+};
+
+/// An optimizer that steps weights by their step_method.
+struct HeedsStepMethods {
+ protected:
+  HeedsStepMethods() = default;
+  virtual ~HeedsStepMethods() = default;
+};
+
+/// Null for most tensors.
+inline WeightMeta* weight_meta_of(const at::Tensor& tensor) {
+  c10::BackendMeta* const meta = tensor.unsafeGetTensorImpl()->get_backend_meta();
+  return meta ? dynamic_cast<WeightMeta*>(meta) : nullptr;
+}
+
+/// Null for what is stepped as it is.
+inline const StepMethod* step_method_of(const at::Tensor& weight) {
+  const WeightMeta* const meta = weight_meta_of(weight);
+  return meta ? meta->step_method : nullptr;
+}
+
+/// The dtype of a parameter's gradient and of an optimizer's state for it.
+inline at::ScalarType step_dtype(const at::Tensor& parameter) {
+  const WeightMeta* const meta = weight_meta_of(parameter);
+  return meta ? meta->step_dtype(parameter) : parameter.scalar_type();
+}
+
+/// The program has dropped the gradient of `weight`, which may be undefined.
+inline void note_gradient_dropped(const at::Tensor& weight) {
+  if (!weight.defined()) return;
+  if (WeightMeta* const meta = weight_meta_of(weight)) meta->note_gradient_dropped();
+}
+
+/// Throws where `optimizer` would step the tensor `parameter`, which is not all there is to step.
+inline void check_steps(const torch::optim::Optimizer& optimizer, const at::Tensor& parameter,
+                        ErrorPlace where) {
+  const WeightMeta* const meta = weight_meta_of(parameter);
+  if (!meta || dynamic_cast<const HeedsStepMethods*>(&optimizer)) return;
+  meta->refuse_plain_step(where);
+}
+
+// ---- Shards -------------------------------------------------------------------------------------
+
+/// Null for what is no piece of a master.
+inline std::shared_ptr<Shards> shards_of(const at::Tensor& tensor) {
+  const WeightMeta* const meta = weight_meta_of(tensor);
+  return meta ? meta->shards : nullptr;
+}
+
+/// What the optimizer's parameters are pieces of; null if they are none. An error for an optimizer
+/// that cannot step pieces.
+inline std::shared_ptr<Shards> shards_of(const torch::optim::Optimizer& optimizer,
+                                         const char* call) {
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& tensor : group.params()) {
+      if (!tensor.defined()) continue;
+      if (auto shards = shards_of(tensor)) {
+        shards->check(optimizer, call);
+        return shards;
+      }
+    }
+  }
+  return nullptr;
+}
+
+/// The shards that tensors with a gradient are pieces of. Throws if only some are, or of others,
+/// since nobody knows their common norm.
+class CommonShards {
+ public:
+  explicit CommonShards(const char* call) : call_(call) {}
+  CommonShards& add(at::TensorList tensors) {
+    for (const at::Tensor& tensor : tensors) {
+      if (!tensor.defined() || !tensor.unsafeGetTensorImpl()->grad().defined()) continue;
+      const WeightMeta* const meta = weight_meta_of(tensor);
+      Shards* const own = meta ? meta->shards.get() : nullptr;
+      TORCH_CHECK_VALUE(is_first_ || own == shards_, call_,
+                        ": some parameters are pieces of ShardedMasterWeights, and others are not, "
+                        "or are those of another model. Clip them apart.");
+      shards_ = own;
+      is_first_ = false;
+    }
+    return *this;
+  }
+  /// Null if they are no pieces.
+  const Shards* get() const { return shards_; }
+
+ private:
+  const char* call_;
+  Shards* shards_ = nullptr;
+  bool is_first_ = true;
+};
+
+}  // namespace torchamp::detail
