@@ -32,6 +32,7 @@
 #include "torchamp/detail/training/default_dtype.h"
 #include "torchamp/detail/training/parts.h"
 #include "torchamp/grad_scaler.h"
+#include "torchamp/optim.h"
 #include "torchamp/training_result.h"
 #include "torchamp/version.h"
 
@@ -298,6 +299,7 @@ class TrainingStep {
   std::unique_ptr<detail::StepGroup> group_;
   std::unique_ptr<detail::StepMasters> masters_;
   std::shared_ptr<torch::optim::Optimizer> optimizer_;
+  FusedOptimizer* fused_ = nullptr;           // the optimizer, where it is one
   std::optional<Accumulation> accumulation_;  // of several micro-batches
   std::optional<detail::StepScheduler> scheduler_;
   std::unique_ptr<detail::StepLog> log_;

@@ -104,6 +104,7 @@ inline TrainingStep::TrainingStep(detail::StepModel model, TrainingStepOptions o
   }
   optimizer_ = make(named);
   check_optimizer();
+  fused_ = dynamic_cast<FusedOptimizer*>(optimizer_.get());
   if (options.scheduler.make) scheduler_.emplace(options.scheduler.make(*optimizer_));
   if (micro_batches_ > 1) {
     accumulation_.emplace(*scaler_, *optimizer_, micro_batches_);
@@ -118,7 +119,7 @@ inline TrainingStep::TrainingStep(detail::StepModel model, TrainingStepOptions o
 
 /// What is left of the last window, or of backward passes of the program's own.
 inline void TrainingStep::clear_gradients() {
-  detail::clear_gradients(*optimizer_);
+  fused_ ? fused_->zero_grad() : optimizer_->zero_grad();
   if (masters_) detail::drop_model_gradients(*optimizer_);
 }
 
