@@ -34,10 +34,9 @@ struct AutocastOptions {
   std::optional<bool> cache_enabled = std::nullopt;
   /// Unset: the enclosing guard's; at the outermost, Policy::standard().
   std::optional<Policy> policy = std::nullopt;
-  /// How long casts of weights are kept, and by whom. Unset: as `cache_enabled` says, `false` as
-  /// WeightCache::none; where that is unset, or true inside a guard with a cache of torchamp's, as
-  /// it is. At first LibTorch's. Errors: `cache_enabled = false` with any other than none, true
-  /// with none.
+  /// How long casts of weights are kept, and by whom. Unset: `false` in `cache_enabled` means
+  /// WeightCache::none; otherwise inherited; at the outermost guard LibTorch's. Errors:
+  /// `cache_enabled = false` with a value other than none, true with none.
   std::optional<WeightCache> cache = std::nullopt;
 };
 

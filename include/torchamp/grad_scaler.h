@@ -107,11 +107,11 @@ class GradScaler {
   ///
   /// `closure` computes the loss, and no more (LibTorch's own also calls zero_grad() and
   /// backward(), which is an error here); these, scaling, unscaling and the check are done at each
-  /// evaluation. One whose gradients hold an inf or a NaN lowers the scale at once and is made
-  /// again (unless the loss is bad and forgives_bad_losses set), up to `max_retries` times and
-  /// while the scale is above its floor; if that does not help, the step is skipped: parameters and
-  /// optimizer state are as before (of an optimizer that is not LibTorch's, state tensors that it
-  /// changes in place are not put back). Keeps a copy of the parameters and of the state meanwhile
+  /// evaluation. A non-finite evaluation backs off the scale and is retried (unless the loss is bad
+  /// and forgives_bad_losses set), up to `max_retries` times and while the scale is above its
+  /// floor; if that does not help, the step is skipped: parameters and optimizer state are as
+  /// before (of an optimizer that is not LibTorch's, state tensors that it changes in place are not
+  /// put back). Keeps a copy of the parameters and of the state meanwhile
   /// (not of a FusedOptimizer's). Reads the device once for each evaluation. Needs
   /// torchamp/closure_step.h, see Note [A step with a closure] there.
   template <class AnyScaler = GradScaler>

@@ -106,8 +106,8 @@ struct GradScalerOptions {
   /// What happens when the scale ought to be lowered and is at min_scale already.
   AtLimit at_min_scale = AtLimit::warn;
 
-  /// So many bad iterations are needed to lower the scale. A good one between them does not count
-  /// against it, unless hysteresis_refill says so.
+  /// Number of overflows that back off the scale; 1 backs off at the first. A good iteration
+  /// between them does not reset the count, unless hysteresis_refill says so.
   int64_t hysteresis = 1;
   /// When those bad iterations are counted from the start again.
   HysteresisRefill hysteresis_refill = HysteresisRefill::growth;

@@ -24,8 +24,9 @@ class GradScaler;
 ///     if (!scaler.step(optimizer)) std::cout << "skipped\n";
 ///
 /// A question is answered from what the host knows, or else by one read of the device, which waits
-/// for it; the answer is remembered. Not to ask costs nothing. The answers are those of the step,
-/// whatever update() did since. Copies share them. Not for use by several threads at once.
+/// for it; the answer is remembered. A result that is never queried costs nothing. The answers are
+/// those of the step, whatever update() did since. Copies share them. Not for use by several
+/// threads at once.
 class StepResult {
  public:
   /// Whether the optimizer stepped. False: a gradient held an inf or a NaN, or there was no

@@ -21,8 +21,8 @@ namespace TORCHAMP_NAMESPACE {
 ///     if (step % 100 == 0) std::cout << result.loss() << '\n';
 ///
 /// A question is answered from what the host knows, or else by one read of the device, which waits
-/// for it. Not to ask costs nothing. With `.capture` the tensors are overwritten by the next
-/// iteration, so ask before. Not for use by several threads at once.
+/// for it. A result that is never queried costs nothing. With `.capture` the tensors are
+/// overwritten by the next iteration, so ask before. Not for use by several threads at once.
 class TrainingResult {
  public:
   /// The loss that the function gave, a micro-batch's own where there are several. Reads the

@@ -280,7 +280,7 @@ inline std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType
 // lists of its own: it puts a cast op (aten::_autocast_to_reduced_precision or _full_precision)
 // before ops on those lists, and runs the result with autocast still on. The dispatcher, and so the
 // policy, therefore does see every op; only the JIT's casts stand in its way. They are ops like
-// others, so an overlay makes them pass their argument on wherever a torchamp guard is in force on
+// others, so an overlay makes them no-ops wherever a torchamp guard is in force on
 // the thread. Scripts then follow the policy exactly as C++ does, whichever state they were first
 // run in, while threads that use at::autocast without torchamp keep the JIT's casts. Nothing
 // process-wide is switched.
