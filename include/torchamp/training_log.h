@@ -110,7 +110,7 @@ class CsvStepLog final : public StepLog {
         if (waits) line.arrived->synchronize();
         if (!line.arrived->query()) return;
       }
-      const float* const numbers = line.numbers.const_data_ptr<float>();
+      const auto* const numbers = line.numbers.const_data_ptr<float>();
       if (numbers[2] != 0.F) ++skips_;
       file_ << line.step << ',';
       if (line.has[0]) file_ << numbers[0];

@@ -57,6 +57,7 @@ class ProcessStepGroup final : public StepGroup {
   std::shared_ptr<void> no_sync() override {
     if (!net_) return masters_->no_sync();
     using NoSync = DistributedDataParallel<Forward>::NoSync;
+    // NOLINTNEXTLINE(modernize-make-shared): it cannot be moved
     return std::shared_ptr<NoSync>(new NoSync(net_->no_sync()));
   }
   void sync_gradients() override {
