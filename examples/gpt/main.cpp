@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A GPT that learns to write like a text, in mixed precision: a guard, a scaler, a fused optimizer,
-// clipping, accumulation, several processes, and a file to go on from. `gpt --help` lists the
-// options.
+// A GPT that learns to write like a text, in mixed precision: a TrainingStep with a fused
+// optimizer, clipping, accumulation and several processes, and a file to go on from. `gpt --help`
+// lists the options.
 #include <torch/torch.h>
 #include <torchamp/host_memory.h>
 #include <torchamp/torchamp.h>
@@ -30,29 +30,26 @@ namespace {
 
 /// The mean loss on text that was not learnt from.
 double held_out_loss(Training& training, const Options& options, const Text& text) {
-  const torch::InferenceMode inference;
-  const torch::Device device = training.device();
+  auto& train = training.train();
   constexpr int batches = 4;
   double sum = 0.;
   for (int i = 0; i < batches; ++i) {
-    const auto batch = text.held_out_batch(options.batch, options.sizes.length).to(device);
-    const torchamp::AutocastGuard guard(device, training.autocast());
-    sum += loss_of(*training.model(), batch).item<double>();
+    const auto batch = text.held_out_batch(options.batch, options.sizes.length).to(train.device());
+    sum += train.evaluate([&] { return loss_of(training.model(), batch).item<double>(); });
   }
   return sum / batches;
 }
 
 /// Lets the model write, after the end of a line.
 std::string sample(Training& training, const Options& options) {
-  const torch::InferenceMode inference;
-  const torch::Device device = training.device();
   constexpr double temperature = 0.8;
-  auto text = torch::full({1, 1}, '\n', torch::TensorOptions(torch::kLong).device(device));
+  auto& train = training.train();
+  auto text = torch::full({1, 1}, '\n', torch::dtype(torch::kLong).device(train.device()));
   for (std::int64_t i = 0; i < options.sample; ++i) {
-    const torchamp::AutocastGuard guard(device, training.autocast());
     const auto seen = text.narrow(1, std::max<std::int64_t>(0, text.size(1) - options.sizes.length),
                                   std::min(text.size(1), options.sizes.length));
-    const auto logits = training.model()->forward(seen).select(1, -1).to(torch::kFloat);
+    const auto logits = train.evaluate(
+        [&] { return training.model()->forward(seen).select(1, -1).to(torch::kFloat); });
     const auto next = torch::softmax(logits / temperature, -1).multinomial(1);
     text = torch::cat({text, next}, 1);
   }
@@ -121,7 +118,9 @@ int run(int argc, char** argv) {
               << support::format("%zu letters, %lld parameters, %d process(es), %s\n",
                                  letters.size(), static_cast<long long>(parameters),
                                  processes.count(), options->precision.c_str());
-    if (training.step() > 0) std::cout << "Going on at step " << training.step() << ".\n";
+    if (const auto steps = training.train().steps(); steps > 0) {
+      std::cout << "Going on at step " << steps << ".\n";
+    }
     std::cout << std::endl;
   }
   training.run();

@@ -3,22 +3,20 @@
 
 #include <torch/torch.h>
 #include <torchamp/training_checkpoint.h>
+#include <torchamp/training_step.h>
 
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
-#include <optional>
 #include <string>
-#include <utility>
 
-#include "gpt/model.h"
 #include "support/arguments.h"
 
 #ifdef GPT_HAVE_GLOO
 
 #include <torchamp/distributed/checkpoint.h>
-#include <torchamp/distributed/data_parallel.h>
 #include <torchamp/distributed/process_group.h>
+#include <torchamp/distributed/training_group.h>
 
 /// The processes that torchrun started; without it, this one alone.
 class Processes {
@@ -33,23 +31,9 @@ class Processes {
     return {type.type(), static_cast<c10::DeviceIndex>(number)};
   }
 
-  /// From now on forward() and backward train `model` together.
-  void share(Gpt model) {
-    if (count() > 1) parallel_.emplace(model, group_);
-    model_ = std::move(model);
-  }
-
-  torch::Tensor forward(const torch::Tensor& text) {
-    return parallel_ ? parallel_->forward(text) : model_->forward(text);
-  }
-
-  /// Runs `body`, a forward and its backward, which averages the gradients if it is the `last` of
-  /// a step.
-  template <class Body>
-  void accumulate(bool last, Body body) {
-    if (!parallel_) return body();
-    const auto no_sync = parallel_->no_sync(!last);
-    body();
+  /// Lets a TrainingStep train with all of them.
+  void add_to(torchamp::TrainingStepOptions& options) const {
+    if (count() > 1) options.group = group_;
   }
 
   void save(const torchamp::TrainingCheckpoint& checkpoint) const {
@@ -62,8 +46,6 @@ class Processes {
  private:
   torchamp::ProcessGroupPtr group_ =
       torchamp::make_process_group({.timeout = std::chrono::minutes(5)});
-  Gpt model_{nullptr};
-  std::optional<torchamp::DistributedDataParallel<Gpt>> parallel_;
 };
 
 #else
@@ -81,17 +63,9 @@ class Processes {
   int rank() const { return 0; }
   int count() const { return 1; }
   torch::Device device_of(torch::Device type) const { return type; }
-  void share(Gpt model) { model_ = std::move(model); }
-  torch::Tensor forward(const torch::Tensor& text) { return model_->forward(text); }
-  template <class Body>
-  void accumulate(bool, Body body) {
-    body();
-  }
+  void add_to(torchamp::TrainingStepOptions&) const {}
   void save(const torchamp::TrainingCheckpoint& checkpoint) const { checkpoint.save(); }
   bool load(torchamp::TrainingCheckpoint& checkpoint) const { return checkpoint.load(); }
-
- private:
-  Gpt model_{nullptr};
 };
 
 #endif

@@ -6,6 +6,7 @@
 #include <torchamp/precision_audit.h>
 #include <torchamp/torchamp.h>
 #include <torchamp/training_checkpoint.h>
+#include <torchamp/training_step.h>
 #include <torchamp/weight_cache.h>
 
 #include <algorithm>
@@ -14,7 +15,6 @@
 #include <cstdint>
 #include <memory>
 #include <numbers>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -58,27 +58,17 @@ class Training {
  public:
   Training(const Options& options, const Text& text, Processes& processes)
       : options_(options), text_(text), processes_(processes) {
-    if (!options.policy.empty()) take_policy();
     optimizer_.drop_gradients_after_step();
-    processes_.share(model_);
-    checkpoint_.add("model", model_).add("optimizer", optimizer_).add("scaler", scaler_);
-    checkpoint_.add("step", step_).add("losses", losses_).add("speeds", speeds_);
+    train_.add_to(checkpoint_);
+    checkpoint_.add("losses", losses_).add("speeds", speeds_);
     torch::manual_seed(static_cast<std::uint64_t>(options.seed + processes.rank()));  // of batches
     processes_.load(checkpoint_);
   }
 
   Gpt& model() { return model_; }
-  torch::Device device() const { return device_; }
-  std::int64_t step() const { return step_; }
+  torchamp::TrainingStep& train() { return train_; }
   const torch::Tensor& losses() const { return losses_; }  ///< of each step
   const torch::Tensor& speeds() const { return speeds_; }  ///< tokens per second in each step
-  /// The batches of a step cast each weight once.
-  torchamp::AutocastOptions autocast() const {
-    return {.dtype = options_.device.chosen_dtype(),
-            .enabled = options_.mixed(),
-            .policy = policy_,
-            .cache = torchamp::WeightCache::window};
-  }
 
   /// Which ops may run in 16 bits, measured with one batch.
   torchamp::AuditedPolicy audit() {
@@ -87,7 +77,7 @@ class Training {
     const auto batch = text_.batch(options_.batch, options_.sizes.length).to(device_);
     torchamp::PrecisionAudit audit(*model_, {.dtype = dtype});
     audit.run([&] {
-      const auto loss = loss_of(*model_, batch);
+      const auto loss = loss_of(model_, batch);
       loss.backward(torch::full_like(loss, scale));
     });
     return audit.policy();
@@ -97,15 +87,15 @@ class Training {
   void run() {
     using Clock = std::chrono::steady_clock;
     const bool shows = processes_.rank() == 0;
-    support::ProgressBar bar("gpt", options_.steps, stdout, step_);
+    support::ProgressBar bar("gpt", options_.steps, stdout, train_.steps());
     const double tokens = static_cast<double>(options_.batch * options_.accumulate *
                                               options_.sizes.length * processes_.count());
     std::vector<torch::Tensor> losses;  // stay on the device: reading one would wait for it
     Clock::time_point start = Clock::now();
-    while (step_ < options_.steps) {
+    while (train_.steps() < options_.steps) {
       losses.push_back(train_one_step());
-      ++step_;
-      const bool saves = step_ % options_.save_every == 0 || step_ == options_.steps;
+      const std::int64_t step = train_.steps();
+      const bool saves = step % options_.save_every == 0 || step == options_.steps;
       if (!saves && losses.size() < 10) continue;
 
       const auto read = torch::stack(losses).cpu();
@@ -113,8 +103,8 @@ class Training {
       const double speed = tokens * static_cast<double>(losses.size()) / seconds;
       append(losses_, read);
       append(speeds_, torch::full_like(read, speed));
-      if (shows && bar.is_due(step_)) {
-        bar.show(step_,
+      if (shows && bar.is_due(step)) {
+        bar.show(step,
                  support::format("loss %.3f  %.0f tokens/s", losses_[-1].item<double>(), speed));
       }
       losses.clear();
@@ -124,38 +114,36 @@ class Training {
   }
 
  private:
-  void take_policy() {
+  /// The batches of a step cast each weight once.
+  torchamp::TrainingStepOptions step_options() {
+    torchamp::TrainingStepOptions options{
+        .dtype = options_.mixed() ? options_.device.chosen_dtype() : torch::kFloat,
+        .max_grad_norm = 1.,
+        .micro_batches = options_.accumulate,
+        .cache = torchamp::WeightCache::window};
+    processes_.add_to(options);
+    if (options_.policy.empty()) return options;
     try {
       const auto policies = torchamp::load_policies(options_.policy);
       policies.apply_to(*model_);
-      policy_ = policies.policy;
+      options.policy = policies.policy;
     } catch (const c10::Error& error) {
       throw support::UsageError(std::string("--policy: ") + error.what_without_backtrace());
     }
+    return options;
   }
 
   /// One step over several batches; their mean loss.
   torch::Tensor train_one_step() {
     for (auto& group : optimizer_.param_groups()) {
-      group.options().set_lr(learning_rate(step_, options_.steps));
+      group.options().set_lr(learning_rate(train_.steps(), options_.steps));
     }
-    torch::Tensor mean = torch::zeros({}, device_);
+    torch::Tensor sum = torch::zeros({}, device_);
     for (std::int64_t i = 0; i < options_.accumulate; ++i) {
       const auto batch = text_.batch(options_.batch, options_.sizes.length).to(device_);
-      processes_.accumulate(/*last=*/i + 1 == options_.accumulate, [&] {
-        torch::Tensor loss;
-        {
-          torchamp::AutocastGuard guard(device_, autocast());
-          loss = loss_of(processes_, batch) / options_.accumulate;
-        }
-        scaler_.scale(loss).backward();
-        mean += loss.detach();
-      });
+      sum += train_([&] { return loss_of(model_, batch); }).loss_tensor();
     }
-    torchamp::clip_grad_norm_(scaler_, optimizer_, /*max_norm=*/1.);
-    scaler_.step(optimizer_);
-    scaler_.update();
-    return mean;
+    return sum / options_.accumulate;
   }
 
   static void append(torch::Tensor& all, const torch::Tensor& more) {
@@ -176,9 +164,7 @@ class Training {
   torch::Device device_ = processes_.device_of(options_.device.chosen_device());
   Gpt model_ = make_model();
   torchamp::FusedAdamW optimizer_{parameter_groups(model_), torch::optim::AdamWOptions(1e-3)};
-  torchamp::GradScaler scaler_{{.enabled = options_.mixed()}};
-  std::optional<torchamp::Policy> policy_;
-  std::int64_t step_ = 0;
+  torchamp::TrainingStep train_{model_, optimizer_, step_options()};
   torch::Tensor losses_, speeds_;
   torchamp::TrainingCheckpoint checkpoint_{options_.out / "checkpoint.pt"};
 };
