@@ -35,7 +35,7 @@ double held_out_loss(Training& training, const Options& options, const Text& tex
   double sum = 0.;
   for (int i = 0; i < batches; ++i) {
     const auto batch = text.held_out_batch(options.batch, options.sizes.length).to(train.device());
-    sum += train.evaluate([&] { return loss_of(training.model(), batch).item<double>(); });
+    sum += train.evaluate([&] { return loss_of(*training.model(), batch).item<double>(); });
   }
   return sum / batches;
 }

@@ -92,9 +92,9 @@ struct GptImpl : torch::nn::Module {
 TORCH_MODULE(Gpt);
 
 /// The mean cross entropy of each next letter; `text` is [batch, length + 1].
-inline torch::Tensor loss_of(Gpt& model, const torch::Tensor& text) {
+inline torch::Tensor loss_of(GptImpl& model, const torch::Tensor& text) {
   const std::int64_t length = text.size(1) - 1;
-  const torch::Tensor logits = model->forward(text.narrow(1, 0, length));
+  const torch::Tensor logits = model.forward(text.narrow(1, 0, length));
   return torch::nn::functional::cross_entropy(logits.flatten(0, 1),
                                               text.narrow(1, 1, length).flatten());
 }

@@ -77,7 +77,7 @@ class Training {
     const auto batch = text_.batch(options_.batch, options_.sizes.length).to(device_);
     torchamp::PrecisionAudit audit(*model_, {.dtype = dtype});
     audit.run([&] {
-      const auto loss = loss_of(model_, batch);
+      const auto loss = loss_of(*model_, batch);
       loss.backward(torch::full_like(loss, scale));
     });
     return audit.policy();
@@ -141,7 +141,7 @@ class Training {
     torch::Tensor sum = torch::zeros({}, device_);
     for (std::int64_t i = 0; i < options_.accumulate; ++i) {
       const auto batch = text_.batch(options_.batch, options_.sizes.length).to(device_);
-      sum += train_([&] { return loss_of(model_, batch); }).loss_tensor();
+      sum += train_([&] { return loss_of(*model_, batch); }).loss_tensor();
     }
     return sum / options_.accumulate;
   }
