@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // A convolutional classifier of drawn shapes, fed by LibTorch's data loader.
 #include <torch/torch.h>
-#include <torchamp/torchamp.h>
+#include <torchamp/training_step.h>
 
 #include <cstdint>
 #include <cstdio>
@@ -39,7 +39,7 @@ int main() {
                    ReLU(), MaxPool2d(2), Flatten(), Linear(32 * 4 * 4, 3));
   model->to(device);
   torch::optim::Adam optimizer(model->parameters(), torch::optim::AdamOptions(1e-3));
-  torchamp::GradScaler scaler;
+  torchamp::TrainingStep train(model, optimizer);
   auto loader = torch::data::make_data_loader<torch::data::samplers::RandomSampler>(
       Shapes().map(torch::data::transforms::Stack<>()), /*batch_size=*/64);
 
@@ -47,14 +47,8 @@ int main() {
     double sum = 0.;
     std::int64_t batches = 0;
     for (auto& batch : *loader) {
-      torchamp::AutocastGuard autocast(device);
       const auto data = batch.data.to(device), target = batch.target.to(device);
-      optimizer.zero_grad();
-      const auto loss = functional::cross_entropy(model->forward(data), target);
-      scaler.scale(loss).backward();
-      scaler.step(optimizer);
-      scaler.update();
-      sum += loss.item<double>();
+      sum += train([&] { return functional::cross_entropy(model->forward(data), target); }).loss();
       ++batches;
     }
     std::printf("epoch %d: loss %.4f\n", epoch, sum / static_cast<double>(batches));

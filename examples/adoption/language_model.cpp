@@ -38,6 +38,12 @@ struct NetImpl : nn::Module {
 };
 TORCH_MODULE(Net);
 
+/// The mean cross entropy of each next letter; `part` is [batch, length + 1].
+torch::Tensor loss_of(Net& model, const torch::Tensor& part) {
+  const auto output = model(part.narrow(1, 0, length));
+  return nn::functional::cross_entropy(output.flatten(0, 1), part.narrow(1, 1, length).flatten());
+}
+
 }  // namespace
 
 int main() {
@@ -53,13 +59,10 @@ int main() {
     const auto first = torch::randint(text.size(0) - length - 1, {batch, 1}, text.options());
     const auto part = text.index({first + torch::arange(length + 1, text.options())});
     optimizer.zero_grad();
-    const auto output = model(part.narrow(1, 0, length));
-    const auto loss =
-        nn::functional::cross_entropy(output.flatten(0, 1), part.narrow(1, 1, length).flatten());
+    const auto loss = loss_of(model, part);
     loss.backward();
     nn::utils::clip_grad_norm_(model->parameters(), /*max_norm=*/1.);
     optimizer.step();
-
     sum += loss.item<double>();
     if (step % 20 != 0) continue;
     std::printf("step %d: loss %.4f\n", step, sum / 20.);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // An LSTM that learns to foretell the next letter of a text, with clipped gradients.
 #include <torch/torch.h>
-#include <torchamp/torchamp.h>
+#include <torchamp/training_step.h>
 
 #include <cstdint>
 #include <cstdio>
@@ -39,6 +39,12 @@ struct NetImpl : nn::Module {
 };
 TORCH_MODULE(Net);
 
+/// The mean cross entropy of each next letter; `part` is [batch, length + 1].
+torch::Tensor loss_of(Net& model, const torch::Tensor& part) {
+  const auto output = model(part.narrow(1, 0, length));
+  return nn::functional::cross_entropy(output.flatten(0, 1), part.narrow(1, 1, length).flatten());
+}
+
 }  // namespace
 
 int main() {
@@ -47,25 +53,14 @@ int main() {
   Net model;
   model->to(device);
   torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(4e-3));
-  torchamp::GradScaler scaler;
+  torchamp::TrainingStep train(model, optimizer, {.max_grad_norm = 1.});
   const auto text = make_text().to(device);
 
   double sum = 0.;
   for (int step = 1; step <= 60; ++step) {
-    torchamp::AutocastGuard autocast(device);
     const auto first = torch::randint(text.size(0) - length - 1, {batch, 1}, text.options());
     const auto part = text.index({first + torch::arange(length + 1, text.options())});
-    optimizer.zero_grad();
-    const auto output = model(part.narrow(1, 0, length));
-    const auto loss =
-        nn::functional::cross_entropy(output.flatten(0, 1), part.narrow(1, 1, length).flatten());
-    scaler.scale(loss).backward();
-    scaler.unscale_(optimizer);
-    nn::utils::clip_grad_norm_(model->parameters(), /*max_norm=*/1.);
-    scaler.step(optimizer);
-    scaler.update();
-
-    sum += loss.item<double>();
+    sum += train([&] { return loss_of(model, part); }).loss();
     if (step % 20 != 0) continue;
     std::printf("step %d: loss %.4f\n", step, sum / 20.);
     sum = 0.;
