@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# cmake -DPAGE=FILE -P check_page.cmake -- COMMAND…: the command ends with exit code 0, and the page that it writes has all
-# that it should, closes what it opens and refers to nothing else.
+# cmake -DPAGE=FILE [-DSTEPS=5] -P check_page.cmake -- COMMAND…: the command ends with exit code 0, and the page that it
+# writes has all that it should (if STEPS are given, of a log of so many), closes what it opens and refers to nothing else.
 include(${CMAKE_CURRENT_LIST_DIR}/../support/program_arguments.cmake)
 program_arguments(program)
 file(REMOVE ${PAGE})
@@ -14,24 +14,35 @@ string(REGEX REPLACE "[][;\\]" " " page "${page}")  # which are CMake's own
 if(NOT page MATCHES "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">")
   message(FATAL_ERROR "no meta element for phones")
 endif()
-foreach(title IN ITEMS Audit "Policy chosen" Casts Underflow Scale Overflows)
-  string(REGEX MATCHALL "<h3>${title}</h3>" found "${page}")
-  list(LENGTH found count)
-  if(NOT count EQUAL 3)
-    message(FATAL_ERROR "${count} parts '${title}'")
+if(STEPS)
+  if(NOT page MATCHES "<p> ${STEPS} steps, [0-9]+ of them skipped")
+    message(FATAL_ERROR "not of ${STEPS} steps")
   endif()
-endforeach()
-# What the first steps must have filled: the programs' audits, rules, times, casts, gradients and overflows.
-foreach(text IN ITEMS "<th class=\"word\">op</th>" "<th class=\"word\">gradients</th>" "<th class=\"word\">phase</th>"
-                      "<th>error of the gradients</th>" "<th>infs</th>" "<svg " "<polyline points=\"[0-9]")
-  string(REGEX MATCHALL "${text}" found "${page}")
-  list(LENGTH found count)
-  if(count LESS 3)
-    message(FATAL_ERROR "${count} times '${text}'")
+  foreach(title IN ITEMS Scale Loss Norm Seconds)
+    if(NOT page MATCHES "<polyline points=\"[0-9.,]+ [0-9., ]+\"/>[^P]*<figcaption>${title}")
+      message(FATAL_ERROR "no curve '${title}'")
+    endif()
+  endforeach()
+else()
+  foreach(title IN ITEMS Audit "Policy chosen" Casts Underflow Scale Overflows)
+    string(REGEX MATCHALL "<h3>${title}</h3>" found "${page}")
+    list(LENGTH found count)
+    if(NOT count EQUAL 3)
+      message(FATAL_ERROR "${count} parts '${title}'")
+    endif()
+  endforeach()
+  # What the first steps must have filled: the programs' audits, rules, times, casts, gradients and overflows.
+  foreach(text IN ITEMS "<th class=\"word\">op</th>" "<th class=\"word\">gradients</th>" "<th class=\"word\">phase</th>"
+                        "<th>error of the gradients</th>" "<th>infs</th>" "<svg " "<polyline points=\"[0-9]")
+    string(REGEX MATCHALL "${text}" found "${page}")
+    list(LENGTH found count)
+    if(count LESS 3)
+      message(FATAL_ERROR "${count} times '${text}'")
+    endif()
+  endforeach()
+  if(NOT page MATCHES "<img alt=\"as painted\" src=\"data:image/png base64,iVBORw0KGgo[A-Za-z0-9+/]+=*\">")
+    message(FATAL_ERROR "no picture of what was painted")
   endif()
-endforeach()
-if(NOT page MATCHES "<img alt=\"as painted\" src=\"data:image/png base64,iVBORw0KGgo[A-Za-z0-9+/]+=*\">")
-  message(FATAL_ERROR "no picture of what was painted")
 endif()
 
 string(REGEX MATCHALL "(src|href|xlink:href|url|@import)[ =(]+\"?[^\" >)]+" references "${page}")

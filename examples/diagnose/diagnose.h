@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "diagnose/log.h"
 #include "diagnose/programs.h"
 
 /// How programs are looked at.
@@ -43,7 +44,7 @@ struct Diagnosis {
   torchamp::AuditedPolicy chosen{};
   std::vector<torchamp::CastReport::Row> casts{};
   torchamp::UnderflowReport underflow{};
-  std::vector<double> losses{}, scales{};  ///< of each step
+  std::vector<LoggedStep> steps{};
   std::vector<Skip> skips{};
 };
 
@@ -79,10 +80,12 @@ inline Diagnosis diagnose(Program program, const Setting& setting) {
     found.program.next_batch();
     optimizer.zero_grad();
     forward_and_backward();
-    found.losses.push_back(loss.item<double>());
-    found.scales.push_back(scaler.get_scale());
-    if (!scaler.step(optimizer)) {
-      Skip& skip = found.skips.emplace_back(Skip{.step = step, .scale = found.scales.back()});
+    LoggedStep& logged = found.steps.emplace_back(LoggedStep{.step = static_cast<double>(step),
+                                                             .loss = loss.item<double>(),
+                                                             .scale = scaler.get_scale()});
+    logged.skipped = !scaler.step(optimizer);
+    if (logged.skipped) {
+      Skip& skip = found.skips.emplace_back(Skip{.step = step, .scale = logged.scale});
       skip.overflow = torchamp::overflow_report(model);
       if (found.skips.size() == 1) {
         std::ostringstream op;

@@ -2,7 +2,8 @@
 // All that torchamp can tell of a training program in one look: three programs (a checkerboard,
 // Fashion-MNIST, a small transformer) are audited and trained, and one HTML page, which needs no
 // other file, shows which of their ops may run in 16 bits, what is cast, what underflows, how the
-// scale went and what overflowed. `diagnose --help` lists the options.
+// scale went and what overflowed. Or a page of a run that has written a log (TrainingStepOptions).
+// `diagnose --help` lists the options.
 #include <torch/torch.h>
 
 #include <cstdint>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "diagnose/diagnose.h"
+#include "diagnose/log.h"
 #include "diagnose/page.h"
 #include "diagnose/programs.h"
 #include "support/arguments.h"
@@ -21,7 +23,7 @@ namespace {
 
 int run(int argc, char** argv) {
   std::string out = "diagnose.html", data = "/usr/share/datasets/fashion-mnist",
-              text = DIAGNOSE_TEXT;
+              text = DIAGNOSE_TEXT, log;
   support::DeviceOptions device{.dtype = "fp16"};
   Setting setting;
   Sizes sizes;
@@ -35,6 +37,9 @@ int run(int argc, char** argv) {
                 "What the transformer learns: a file, or a folder of headers.\n"
                 "Default: LibTorch's.",
                 text);
+  arguments.add("--log", "FILE",
+                "Instead draws a run: what its TrainingStep wrote, whose .log names the file.",
+                log);
   device.add_to(arguments);
   arguments.add_integer("--steps", "Training steps of each program. Default: 100.", setting.steps,
                         1, 1'000'000);
@@ -43,6 +48,16 @@ int run(int argc, char** argv) {
   arguments.add_integer("--batch", "Images, and parts of the text. Default: 16.", sizes.batch, 2,
                         4096);
   if (!arguments.parse(argc, argv)) return 0;
+  const auto write = [&](const std::string& html) {
+    std::ofstream file(out, std::ios::binary);
+    file << html;
+    file.close();
+    if (!file) throw support::UsageError("--out: cannot write '" + out + "'");
+    std::cout << "see " << out << '\n';
+    return 0;
+  };
+  if (!log.empty()) return write(page(read_log(log), log));
+
   setting.device = device.chosen_device();
   setting.dtype = device.chosen_dtype();
 
@@ -58,12 +73,7 @@ int run(int argc, char** argv) {
   look_at([&] { return fashion_mnist_program(sizes, setting.device, data); });
   look_at([&] { return transformer_program(sizes, setting.device, text); });
 
-  std::ofstream file(out, std::ios::binary);
-  file << page(all, setting);
-  file.close();
-  if (!file) throw support::UsageError("--out: cannot write '" + out + "'");
-  std::cout << "see " << out << '\n';
-  return 0;
+  return write(page(all, setting));
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -15,6 +16,7 @@
 
 #include "diagnose/chart.h"
 #include "diagnose/diagnose.h"
+#include "diagnose/log.h"
 #include "drawing/image.h"
 #include "drawing/png_file.h"
 #include "support/device.h"
@@ -170,18 +172,21 @@ inline std::string underflow_section(const Diagnosis& found) {
          table.str("No gradient has 16 bits.") + figure(chart);
 }
 
-inline std::string scale_section(const Diagnosis& found) {
-  Chart scale{
-      .title = "Scale; orange: skipped steps", .x_label = "step", .points = {}, .log_y = true};
-  Chart loss{.title = "Loss", .x_label = "step", .points = {}, .log_y = true};
-  for (std::size_t i = 0; i < found.losses.size(); ++i) {
-    bool skipped = false;
-    for (const Skip& skip : found.skips)
-      skipped = skipped || skip.step == static_cast<std::int64_t>(i);
-    scale.points.push_back({static_cast<double>(i), found.scales[i], "", skipped});
-    loss.points.push_back({static_cast<double>(i), found.losses[i]});
+/// What `of` was in each step; orange: skipped ones.
+inline std::string curve(const std::string& title, const std::vector<LoggedStep>& steps,
+                         double LoggedStep::*of) {
+  Chart chart{.title = title, .x_label = "step", .points = {}};
+  for (const LoggedStep& step : steps) {
+    chart.points.push_back({step.step, step.*of, "", of == &LoggedStep::scale && step.skipped});
   }
-  return "<h3>Scale</h3>\n<div class=\"row\">" + figure(scale) + figure(loss) + "</div>\n";
+  chart.log_y = std::ranges::none_of(steps, [&](const auto& step) { return step.*of <= 0.; });
+  return figure(chart);
+}
+
+inline std::string scale_section(const std::vector<LoggedStep>& steps) {
+  return "<h3>Scale</h3>\n<div class=\"row\">" +
+         curve("Scale; orange: skipped steps", steps, &LoggedStep::scale) +
+         curve("Loss", steps, &LoggedStep::loss) + "</div>\n";
 }
 
 inline std::string overflow_section(const Diagnosis& found) {
@@ -203,6 +208,12 @@ inline std::string overflow_section(const Diagnosis& found) {
   return "<h3>Overflows</h3>\n" + op + table.str("No step was skipped.");
 }
 
+inline std::string count_text(const std::vector<LoggedStep>& steps) {
+  return support::format(" %zu steps, %td of them skipped; loss %.4g, then %.4g.", steps.size(),
+                         std::ranges::count_if(steps, &LoggedStep::skipped), steps.front().loss,
+                         steps.back().loss);
+}
+
 inline std::string section(const Diagnosis& found, std::size_t number) {
   using support::format;
   std::string pictures;
@@ -213,21 +224,13 @@ inline std::string section(const Diagnosis& found, std::size_t number) {
     pictures = "<div class=\"row pixels\">" + pictures + "</div>\n";
   }
   return format("<section id=\"program%zu\">\n<h2>", number) + escaped(found.program.name) +
-         "</h2>\n<p>" + escaped(found.program.about) +
-         format(" %zu steps, %zu of them skipped; loss %.4g, then %.4g.</p>\n", found.losses.size(),
-                found.skips.size(), found.losses.front(), found.losses.back()) +
+         "</h2>\n<p>" + escaped(found.program.about) + count_text(found.steps) + "</p>\n" +
          pictures + audit_section(found) + casts_section(found) + underflow_section(found) +
-         scale_section(found) + overflow_section(found) + "</section>\n";
+         scale_section(found.steps) + overflow_section(found) + "</section>\n";
 }
 
-/// All of it in one file that refers to no other.
-inline std::string page(const std::vector<Diagnosis>& all, const Setting& setting) {
-  std::string links, sections;
-  for (std::size_t i = 0; i < all.size(); ++i) {
-    links +=
-        support::format("<a href=\"#program%zu\">", i) + escaped(all[i].program.name) + "</a> ";
-    sections += section(all[i], i);
-  }
+/// A file that refers to no other.
+inline std::string page_of(const std::string& body) {
   return R"(<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -254,9 +257,31 @@ svg polyline { fill: none; stroke: #2b6cb0; stroke-width: 1.5; } svg circle { fi
 </head>
 <body>
 <h1>Mixed precision, looked at</h1>
-<p>Three training programs in )" +
-         support::short_name(setting.dtype) + " on " + escaped(setting.device.str()) +
-         ". The scale starts at " + scale_text(setting.init_scale) +
-         ", so that it may overflow.</p>\n" + "<nav>" + links + "</nav>\n" + sections +
+)" + body +
          "</body>\n</html>\n";
+}
+
+/// All of it.
+inline std::string page(const std::vector<Diagnosis>& all, const Setting& setting) {
+  std::string links, sections;
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    links +=
+        support::format("<a href=\"#program%zu\">", i) + escaped(all[i].program.name) + "</a> ";
+    sections += section(all[i], i);
+  }
+  return page_of(
+      "<p>Three training programs in " + std::string(support::short_name(setting.dtype)) + " on " +
+      escaped(setting.device.str()) + ". The scale starts at " + scale_text(setting.init_scale) +
+      ", so that it may overflow.</p>\n<nav>" + links + "</nav>\n" + sections);
+}
+
+/// A run by its log.
+inline std::string page(const std::vector<LoggedStep>& steps, const std::string& file) {
+  std::string body = "<h2>" + escaped(file) + "</h2>\n<p>" + count_text(steps) + "</p>\n" +
+                     scale_section(steps) + "<h3>Norm</h3>\n<div class=\"row\">";
+  if (std::ranges::any_of(steps, [](const auto& step) { return !std::isnan(step.norm); })) {
+    body += curve("Norm of the gradients, before clipping", steps, &LoggedStep::norm);
+  }
+  return page_of(body + curve("Seconds that each step took", steps, &LoggedStep::seconds) +
+                 "</div>\n");
 }

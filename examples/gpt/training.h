@@ -6,6 +6,7 @@
 #include <torchamp/precision_audit.h>
 #include <torchamp/torchamp.h>
 #include <torchamp/training_checkpoint.h>
+#include <torchamp/training_log.h>
 #include <torchamp/training_step.h>
 #include <torchamp/weight_cache.h>
 
@@ -122,6 +123,7 @@ class Training {
         .micro_batches = options_.accumulate,
         .cache = torchamp::WeightCache::window};
     processes_.add_to(options);
+    if (processes_.rank() == 0) options.log = (options_.out / "log.csv").string();
     if (options_.policy.empty()) return options;
     try {
       const auto policies = torchamp::load_policies(options_.policy);

@@ -85,7 +85,6 @@ class CsvStepLog final : public StepLog {
 
   void flush() override {
     write(/*waits=*/true);
-    file_.flush();
     TORCH_CHECK(file_, "TrainingStep: cannot write the log '", path_, "'.");
   }
 
@@ -116,7 +115,7 @@ class CsvStepLog final : public StepLog {
       if (line.has[0]) file_ << numbers[0];
       file_ << ',' << numbers[1] << ',' << skips_ << ',';
       if (line.has[3]) file_ << numbers[3];
-      file_ << ',' << line.seconds << '\n';
+      file_ << ',' << line.seconds << std::endl;  // whole lines, for who reads along
     }
   }
 

@@ -4,8 +4,10 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <fstream>
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <sstream>
@@ -304,6 +306,20 @@ TEST_P(LogOnDevice, HasALineForEachStepAndWaitsForNone) {
     EXPECT_THAT(line, testing::StartsWith(begins.str()));
   }
   EXPECT_FALSE(std::getline(file, line));
+}
+
+TEST(TrainingStep, WritesALogThatCanBeReadWhileItTrains) {
+  const TemporaryFolder folder;
+  const std::string path = (folder / "run.csv").string();
+  Net net = make_net(at::kCPU);
+  torch::optim::SGD optimizer(net->parameters(), 0.1);
+  TrainingStep train(net, optimizer, {.dtype = at::kFloat, .log = path});
+  for (int steps = 1; steps < 3; ++steps) {
+    train([&] { return loss_of(net, batch_of(at::kCPU, steps)); });
+    std::ifstream file(path);
+    const std::string text(std::istreambuf_iterator<char>(file), {});
+    EXPECT_EQ(std::ranges::count(text, '\n'), 1 + steps) << text;
+  }
 }
 
 TEST(TrainingStep, SaysThatTheLogCannotBeWritten) {
