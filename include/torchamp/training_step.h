@@ -99,7 +99,9 @@ struct TrainingStepOptions {
 /// One thread at a time.
 ///
 /// Errors at construction: options that are out of range or cannot be together, by name; LBFGS,
-/// which is stepped with a closure (torchamp/closure_step.h); fp16 parameters without masters.
+/// which is stepped with a closure (torchamp/closure_step.h); fp16 parameters without masters. The
+/// model is then as it was, also if the factory throws (but has the weights of a group's first
+/// process, where there are masters as well).
 class TrainingStep {
  public:
   /// What a factory may take instead of a vector of parameters.
@@ -251,6 +253,7 @@ class TrainingStep {
   TrainingStep(detail::StepModel model, TrainingStepOptions options, bool makes,
                const MakeOptimizer& make);
   static void check(const TrainingStepOptions& options, bool makes);
+  void make_parts(TrainingStepOptions& options, const MakeOptimizer& make);
   void check_optimizer() const;
   void check_no_window(const char* call) const {
     TORCH_CHECK(pending() == 0, "TrainingStep::", call, ": ", pending(), " of ", micro_batches_,

@@ -135,6 +135,72 @@ TEST(TrainingStep, RefusesMastersThatCannotBeBeforeTheModelIsCast) {
   EXPECT_EQ(net->first->weight.scalar_type(), at::kFloat);
 }
 
+/// Makes one whose construction fails once the masters are there.
+using Fail = void (*)(Net& net, const MasterWeightsOptions& masters);
+const std::vector<std::pair<std::string, Fail>> failures{
+    {"no factory",
+     [](Net& net, const MasterWeightsOptions& masters) {
+       TrainingStep(net,
+                    [](auto) -> std::unique_ptr<torch::optim::Optimizer> {
+                      TORCH_CHECK(false, "no factory");
+                    },
+                    {.masters = masters});
+     }},
+    {"closure_step.h",
+     [](Net& net, const MasterWeightsOptions& masters) {
+       TrainingStep(net,
+                    [](auto parameters) {
+                      return std::make_unique<torch::optim::LBFGS>(std::move(parameters));
+                    },
+                    {.masters = masters});
+     }},
+    {"no schedule",
+     [](Net& net, const MasterWeightsOptions& masters) {
+       TrainingStep(
+           net, fused,
+           {.micro_batches = 2,
+            .masters = masters,
+            .scheduler = [](torch::optim::Optimizer&) -> std::unique_ptr<torch::optim::StepLR> {
+              TORCH_CHECK(false, "no schedule");
+            }});
+     }},
+    {"has no graphs",
+     [](Net& net, const MasterWeightsOptions& masters) {
+       TrainingStep(net, fused, {.masters = masters, .capture = torchamp::CudaGraphOptions{}});
+     }},
+    {"cannot write the log", [](Net& net, const MasterWeightsOptions& masters) {
+       TrainingStep(net, fused, {.masters = masters, .log = "/no/such/folder/run.csv"});
+     }}};
+
+TEST(TrainingStep, LeavesTheModelAsItWasWhereItsConstructionFails) {
+  for (const auto& [what, fail] : failures) {
+    for (const MasterWeightsOptions& masters :
+         {MasterWeightsOptions{.dtype = at::kHalf},
+          {.dtype = at::kBFloat16, .main_gradients = true},
+          {.dtype = at::kBFloat16, .storage = MasterStorage::split},
+          {.dtype = at::kBFloat16, .storage = MasterStorage::split, .main_gradients = true}}) {
+      SCOPED_TRACE(c10::str(what, ' ', static_cast<int>(masters.storage), masters.main_gradients));
+      Net net = make_net(at::kCPU), untouched = make_net(at::kCPU);
+      for (Net* one : {&net, &untouched}) loss_of(*one, batch_of(at::kCPU, 7)).backward();
+      EXPECT_ERROR(fail(net, masters), what.c_str());
+      expect_same_bits(net, untouched);
+      const auto parameters = net->parameters(), expected = untouched->parameters();
+      for (std::size_t i = 0; i < parameters.size(); ++i) {
+        EXPECT_EQ(parameters[i].scalar_type(), at::kFloat);
+        EXPECT_TRUE(at::equal(parameters[i].grad(), expected[i].grad()));
+      }
+      torch::optim::SGD optimizer(net->parameters(), 0.1), other(untouched->parameters(), 0.1);
+      TrainingStep train(net, optimizer, {.dtype = at::kFloat});
+      TrainingStep expects(untouched, other, {.dtype = at::kFloat});
+      for (int i = 0; i < 2; ++i) {
+        train([&] { return loss_of(net, batch_of(at::kCPU, i)); });
+        expects([&] { return loss_of(untouched, batch_of(at::kCPU, i)); });
+      }
+      expect_same_bits(net, untouched);
+    }
+  }
+}
+
 // ---- Files --------------------------------------------------------------------------------------
 
 TEST(TrainingStep, GoesOnFromAFileAsIfItHadNotBeenStopped) {
@@ -239,6 +305,49 @@ TEST(TrainingStep, CapturesIterationsThatGiveWhatEagerOnesDoSimulated) {
     }
     EXPECT_EQ(calls, 3) << "replays call nothing";
     EXPECT_EQ(train.steps(), 10);
+    simulated::wait_for_device(0);
+  }
+}
+
+TEST(TrainingStep, CapturesIterationsWithMastersSimulated) {
+  SKIP_WITHOUT(at::kPrivateUse1);
+  if (!torchamp::detail::has_registered_graphs(at::kPrivateUse1)) {
+    GTEST_SKIP() << "this LibTorch has no registry of graphs";
+  }
+  const auto make = [](auto parameters) {  // a rate of fp32, as captured steps take it
+    return std::make_unique<torchamp::FusedAdamW>(std::move(parameters),
+                                                  torch::optim::AdamWOptions(1. / 128));
+  };
+  for (const MasterWeightsOptions& masters :
+       {MasterWeightsOptions{.dtype = at::kHalf},
+        {.dtype = at::kBFloat16, .storage = MasterStorage::split}}) {
+    SCOPED_TRACE(static_cast<int>(masters.storage));
+    const GradScalerOptions scaling{.init_scale = 1024., .growth_interval = 3};
+    Net eager = make_net(at::kPrivateUse1), captured = make_net(at::kPrivateUse1);
+    TrainingStep by_hand(eager, make,
+                         {.scaler = scaling, .max_grad_norm = 0.5, .masters = masters});
+    TrainingStep train(captured, make,
+                       {.scaler = scaling,
+                        .max_grad_norm = 0.5,
+                        .masters = masters,
+                        .capture = torchamp::CudaGraphOptions{.warmup = 2}});
+    int calls = 0;
+    for (int i = 0; i < 8; ++i) {
+      SCOPED_TRACE(i);
+      const auto batch = batch_of(simulated::sim0, i, /*overflows=*/i % 4 == 3);
+      by_hand([&] { return loss_of(eager, batch); });
+      const auto result = train({batch[0], batch[1]}, [&](const auto& inputs) {
+        ++calls;
+        return loss_of(captured, inputs);
+      });
+      EXPECT_EQ(result.stepped(), i % 4 != 3);
+      expect_same_bits(captured, eager);
+      const auto left = train.masters().parameters(), right = by_hand.masters().parameters();
+      for (std::size_t p = 0; p < left.size(); ++p) {
+        EXPECT_TRUE(at::equal(left[p].cpu(), right[p].cpu()));
+      }
+    }
+    EXPECT_EQ(calls, 3) << "replays call nothing";
     simulated::wait_for_device(0);
   }
 }

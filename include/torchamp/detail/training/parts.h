@@ -3,8 +3,11 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
+#include <c10/core/TensorImpl.h>
 #include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 #include <torch/optim/optimizer.h>
@@ -172,6 +175,45 @@ class StepMastersOf final : public StepMasters {
  private:
   static constexpr bool in_shares = std::derived_from<Masters, HeldInShares>;
   mutable Masters masters_;
+};
+
+/// A model's parameters as they are before masters of them are made, which give them other memory.
+class ModelBefore {
+ public:
+  explicit ModelBefore(const torch::nn::Module& model) {
+    for (const at::Tensor& parameter : model.parameters()) {
+      before_.push_back({parameter, parameter.variable_data(), parameter.grad(), hook_of(parameter),
+                         parameter.unsafeGetTensorImpl()->get_backend_meta_intrusive_ptr()});
+    }
+  }
+
+  /// Once the masters are gone.
+  void put_back() const {
+    for (const Parameter& one : before_) {
+      if (hook_of(one.tensor) != one.hook) {
+        torch::autograd::impl::set_post_acc_grad_hooks(one.tensor, nullptr);
+      }
+      one.tensor.mutable_grad().reset();
+      at::Tensor(one.tensor).set_data(one.data);
+      one.tensor.unsafeGetTensorImpl()->set_backend_meta(one.meta);
+      one.tensor.mutable_grad() = one.gradient;
+    }
+  }
+
+ private:
+  struct Parameter {
+    at::Tensor tensor, data, gradient;
+    const void* hook;
+    c10::intrusive_ptr<c10::BackendMeta> meta;
+  };
+
+  static const void* hook_of(const at::Tensor& parameter) {
+    namespace impl = torch::autograd::impl;
+    return impl::get_autograd_meta(parameter) ? impl::post_acc_grad_hooks(parameter).get()
+                                              : nullptr;
+  }
+
+  std::vector<Parameter> before_;
 };
 
 /// Options of masters, which name these and, where they need a group, its type.

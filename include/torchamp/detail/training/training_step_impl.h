@@ -86,15 +86,26 @@ inline TrainingStep::TrainingStep(detail::StepModel model, TrainingStepOptions o
                                    : dtype == at::kHalf   ? GradScalerOptions()
                                                           : GradScalerOptions::skip_non_finite());
   }
-  if (options.log.make) log_ = options.log.make();
-  keeps_scale_ = log_ || options.capture.make;
+  const detail::ModelBefore before(*model_);
+  try {
+    make_parts(options, make);
+  } catch (...) {
+    capture_ = nullptr;
+    accumulation_.reset();
+    scheduler_.reset();
+    optimizer_.reset();
+    group_.reset();
+    if (std::exchange(masters_, nullptr)) before.put_back();
+    throw;
+  }
+}
 
+inline void TrainingStep::make_parts(TrainingStepOptions& options, const MakeOptimizer& make) {
   if (options.group.make) group_ = options.group.make();
   if (options.masters.make) {
     if (group_) group_->broadcast(*model_);
     masters_ = options.masters.make(model_, group_.get());
   }
-  if (group_) group_->attach(model_, masters_.get());
   NamedParameters named;
   if (masters_) {
     named = masters_->named_parameters();
@@ -110,11 +121,15 @@ inline TrainingStep::TrainingStep(detail::StepModel model, TrainingStepOptions o
     accumulation_.emplace(*scaler_, *optimizer_, micro_batches_);
     accumulation_->before_unscale([this] { complete_gradients(); });
   }
-  if (!options.capture.make) return;
-  capture_ = options.capture.make(*optimizer_, [this](const Tensors& inputs) -> Tensors {
-    const TrainingResult made = iterate([&] { return (*function_)(inputs); });
-    return {made.loss_, made.found_inf(), made.scale_, made.norm_};
-  });
+  if (options.capture.make) {
+    capture_ = options.capture.make(*optimizer_, [this](const Tensors& inputs) -> Tensors {
+      const TrainingResult made = iterate([&] { return (*function_)(inputs); });
+      return {made.loss_, made.found_inf(), made.scale_, made.norm_};
+    });
+  }
+  if (options.log.make) log_ = options.log.make();
+  keeps_scale_ = log_ || capture_;
+  if (group_) group_->attach(model_, masters_.get());
 }
 
 /// What is left of the last window, or of backward passes of the program's own.
