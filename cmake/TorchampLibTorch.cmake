@@ -22,7 +22,7 @@
 #   own dynamic sections.
 
 set(TORCHAMP_LIBTORCH_PINNED 2.15.0)  # what is fetched
-set(TORCHAMP_LIBTORCH_MINIMUM 2.11.0)  # what is accepted
+set(TORCHAMP_LIBTORCH_MINIMUM 2.6.0)  # what is accepted
 
 function(torchamp_find_libtorch error)
   cmake_parse_arguments(PARSE_ARGV 1 arg "FETCH" "" "")
@@ -509,6 +509,15 @@ toolkit. Install torch with its dependencies (pip install torch==${version}), or
   # Not left to what else lies on the include path: without torch_cuda, nothing of it may be used.
   target_compile_definitions(torchamp::libtorch INTERFACE TORCHAMP_CUDA_GRAPHS=${graphs})
   target_compile_features(torchamp::libtorch INTERFACE cxx_std_20)
+  # PyPI's LibTorch before 2.7 has std::string as it was before C++11; its own package says so.
+  set(old_abi FALSE)
+  if(EXISTS ${prefix}/share/cmake/Torch/TorchConfig.cmake)
+    file(STRINGS ${prefix}/share/cmake/Torch/TorchConfig.cmake old_abi REGEX "-D_GLIBCXX_USE_CXX11_ABI=0")
+  endif()
+  if(old_abi)
+    target_compile_definitions(torchamp::libtorch INTERFACE _GLIBCXX_USE_CXX11_ABI=0)
+    set(old_abi TRUE)
+  endif()
   list(TRANSFORM search PREPEND "LINKER:-rpath-link,")
   target_link_options(torchamp::libtorch INTERFACE ${search})
   foreach(name IN LISTS names)
@@ -534,6 +543,7 @@ toolkit. Install torch with its dependencies (pip install torch==${version}), or
     set(mode CUDA)
   endif()
   set_target_properties(torchamp::libtorch PROPERTIES TORCHAMP_DEVICE ${mode} TORCHAMP_PREFIX ${prefix}
+                                                      TORCHAMP_OLD_ABI "${old_abi}"
                                                       TORCHAMP_CUDA_HEADERS "${cuda_includes}")
   message(STATUS "torchamp: LibTorch ${version} for ${mode}, ${origin}: ${prefix}")
 endfunction()

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "torchamp/detail/devices.h"
+#include "torchamp/detail/libtorch.h"
 #include "torchamp/detail/overlay/policy_scope.h"
 #include "torchamp/detail/overlay/thread_policy.h"
 #include "torchamp/version.h"
@@ -38,8 +39,7 @@ class AutocastState {
   static AutocastState of_this_thread() {
     AutocastState state;
     for (std::size_t i = 0; i < detail::device_count; ++i) {
-      state.devices_[i] =
-          detail::DeviceAutocastState::of(at::autocast::_AUTOCAST_SUPPORTED_DEVICES[i]);
+      state.devices_[i] = detail::DeviceAutocastState::of(detail::autocast_devices[i]);
     }
     state.cache_enabled_ = at::autocast::is_autocast_cache_enabled();
     const auto* policy = detail::thread_policy();

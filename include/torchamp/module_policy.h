@@ -4,7 +4,7 @@
 /// @file
 /// @brief ModulePolicies and WithPolicy: policies of single modules.
 
-#include <ATen/DeviceAccelerator.h>
+#include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/DeviceType.h>
 #include <c10/util/Exception.h>
@@ -23,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/libtorch.h"
 #include "torchamp/detail/modules/sequential.h"
 #include "torchamp/detail/modules/with_policy.h"
 #include "torchamp/detail/overlay/compile.h"
@@ -223,8 +224,11 @@ inline void ModulePolicies::register_overlays(const torch::nn::Module& model) co
   }
   // Inputs may lie elsewhere, and a model need not have parameters.
   devices.insert(at::kCPU);
-  if (at::accelerator::deviceCount() > 0) devices.insert(*at::accelerator::getAccelerator());
-  for (const at::DeviceType device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
+  if (const auto type = detail::accelerator()) {
+    const auto& hooks = at::globalContext().getAcceleratorHooksInterface(*type);
+    if (hooks.deviceCount() > 0) devices.insert(*type);
+  }
+  for (const at::DeviceType device : detail::autocast_devices) {
     if (at::autocast::is_autocast_enabled(device)) devices.insert(device);
   }
   for (const at::DeviceType device : devices) {

@@ -35,6 +35,7 @@ constexpr Place places[] = {
     {"detail/bodies.h", 1},
     {"detail/checksum.h", 1},
     {"detail/devices.h", 1},
+    {"detail/libtorch.h", 1},
     {"detail/tensors.h", 1},
     {"detail/text.h", 1},
     {"detail/host_values.h", 1},

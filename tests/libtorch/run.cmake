@@ -135,7 +135,12 @@ try("Torch_ROOT before CMAKE_PREFIX_PATH" ARGS -DTorch_ROOT=${WORK}/given -DCMAK
 try("Torch_ROOT without a LibTorch" ARGS -DTorch_ROOT=${WORK}/empty
     EXPECT "torchamp: Torch_ROOT is set, but there is no LibTorch in ${WORK}/empty. Point at one" REFUSE fetching)
 try("an old LibTorch" ARGS -DCMAKE_PREFIX_PATH=${WORK}/old
-    EXPECT "points at LibTorch 2.5.0 in ${WORK}/old. torchamp needs 2.11.0 or later")
+    EXPECT "points at LibTorch 2.5.0 in ${WORK}/old. torchamp needs 2.6.0 or later")
+try("a LibTorch with today's strings" ARGS -DCMAKE_PREFIX_PATH=${WORK}/given REFUSE _GLIBCXX_USE_CXX11_ABI)
+file(WRITE ${WORK}/given/libtorch/share/cmake/Torch/TorchConfig.cmake
+     "if(TRUE)\n  set(TORCH_CXX_FLAGS \"-D_GLIBCXX_USE_CXX11_ABI=0\")\nendif()\n")
+try("a LibTorch with the strings before C++11" ARGS -DCMAKE_PREFIX_PATH=${WORK}/given
+    EXPECT "DEFINITIONS .*_GLIBCXX_USE_CXX11_ABI=0")
 try("a LibTorch that lacks a library" ARGS -DCMAKE_PREFIX_PATH=${WORK}/partial
     EXPECT "lacks ${WORK}/partial/lib/libtorch_cpu.so")
 
@@ -183,7 +188,7 @@ try("fetched once" EXPECT "RESULT CPU ${cache}/libtorch-2.15.0/torch" REFUSE "fe
 try("another version is asked for" ENV PYTHONPATH=${WORK}/wheel-2.15.0 ARGS -DTORCHAMP_LIBTORCH_VERSION=2.11.0
     EXPECT "passing over the torch of .* which is 2.15.0, not 2.11.0" "RESULT CPU ${cache}/libtorch-2.11.0/torch")
 try("a version that is too old" ARGS -DTORCHAMP_LIBTORCH_VERSION=2.4.0
-    EXPECT "TORCHAMP_LIBTORCH_VERSION is 2.4.0. torchamp needs 2.11.0 or later")
+    EXPECT "TORCHAMP_LIBTORCH_VERSION is 2.4.0. torchamp needs 2.6.0 or later")
 try("XDG_CACHE_HOME" ENV XDG_CACHE_HOME=${WORK}/xdg EXPECT "RESULT CPU ${WORK}/xdg/torchamp/libtorch-2.15.0/torch")
 try("settings that forbid --target" ENV XDG_CACHE_HOME=${WORK}/xdg2 PIP_USER=1 PIP_PREFIX=${WORK}/p PIP_REQUIRE_VIRTUALENV=1
     EXPECT "RESULT CPU ${WORK}/xdg2/torchamp/libtorch-2.15.0/torch")

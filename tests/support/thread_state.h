@@ -18,7 +18,7 @@ struct ThreadState {
 
   ThreadState() {
     at::autocast::decrement_nesting();
-    for (const at::DeviceType device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
+    for (const at::DeviceType device : torchamp::detail::autocast_devices) {
       enabled.push_back(at::autocast::is_autocast_enabled(device));
       dtypes.push_back(at::autocast::get_autocast_dtype(device));
     }
@@ -29,7 +29,7 @@ struct ThreadState {
 
 inline std::ostream& operator<<(std::ostream& out, const ThreadState& state) {
   for (std::size_t i = 0; i < state.enabled.size(); ++i) {
-    out << at::autocast::_AUTOCAST_SUPPORTED_DEVICES[i] << (state.enabled[i] ? " on " : " off ")
+    out << torchamp::detail::autocast_devices[i] << (state.enabled[i] ? " on " : " off ")
         << state.dtypes[i] << ", ";
   }
   return out << "cache " << state.cache_enabled << ", nesting " << state.nesting << ", slots "

@@ -313,7 +313,7 @@ TEST_F(SimulatedTraining, PrintsAndLooksUpTheRulesOfADeviceThatIsThere) {
   const std::size_t own = out.str().find("on " + name + '\n');
   ASSERT_NE(own, std::string::npos) << out.str();
   EXPECT_NE(out.str().find("  fp32\n", own), std::string::npos);
-  for (const at::DeviceType device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
+  for (const at::DeviceType device : torchamp::detail::autocast_devices) {
     EXPECT_EQ(torchamp::Policy::standard().lookup("sum", device), torchamp::Cast::fp32) << device;
     EXPECT_EQ(torchamp::Policy::torch().effect("relu", device), torchamp::Cast::unchanged);
   }

@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/libtorch.h"
 #include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
@@ -25,7 +26,7 @@ namespace torchamp::detail {
 class CastInputs {
  public:
   explicit CastInputs(at::ScalarType dtype) : dtype_(dtype) {
-    for (const at::DeviceType device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
+    for (const at::DeviceType device : autocast_devices) {
       if (at::autocast::is_autocast_enabled(device)) devices_.push_back(device);
     }
   }

@@ -13,10 +13,8 @@
 #include <array>
 #include <cstddef>
 #include <string>
-#include <tuple>
-#include <type_traits>
 
-#include "torchamp/version.h"
+#include "torchamp/detail/libtorch.h"
 
 namespace torchamp::detail {
 
@@ -99,8 +97,7 @@ inline bool is_to_print(const DeviceFacts& row) {
 // ---- Autocast's own devices ---------------------------------------------------------------------
 
 /// The device types that have autocast, and an index for tables by device.
-inline constexpr std::size_t device_count =
-    std::tuple_size_v<std::remove_const_t<decltype(at::autocast::_AUTOCAST_SUPPORTED_DEVICES)>>;
+inline constexpr std::size_t device_count = autocast_devices.size();
 
 /// "cuda", or a number where LibTorch has no such type.
 inline std::string name_of(at::DeviceType device) {
@@ -110,7 +107,7 @@ inline std::string name_of(at::DeviceType device) {
 
 /// Index of `device` among the devices that have autocast; an error naming `call` for any other.
 inline std::size_t device_index(at::DeviceType device, const char* call) {
-  const auto& all = at::autocast::_AUTOCAST_SUPPORTED_DEVICES;
+  const auto& all = autocast_devices;
   const auto found = std::find(all.begin(), all.end(), device);
   TORCH_CHECK(found != all.end(), call, ": LibTorch has no autocast for the device type '",
               name_of(device),

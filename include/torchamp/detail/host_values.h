@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <ATen/DeviceAccelerator.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
@@ -11,6 +10,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "torchamp/detail/libtorch.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -47,7 +47,7 @@ struct ReadOnce {
 inline at::Tensor copy_target(at::Device device, at::IntArrayRef sizes) {
   const c10::InferenceMode no_inference(false);
   const auto options = at::TensorOptions(at::kCPU).dtype(at::kFloat);
-  if (at::accelerator::getAccelerator() != device.type()) return at::empty(sizes, options);
+  if (accelerator() != device.type()) return at::empty(sizes, options);
   try {
     return at::empty(sizes, options.pinned_memory(true));
   } catch (const c10::NotImplementedError&) {  // of a device outside LibTorch, without it

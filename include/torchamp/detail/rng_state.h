@@ -3,7 +3,6 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
-#include <ATen/DeviceAccelerator.h>
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -16,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/libtorch.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -23,7 +23,7 @@ namespace torchamp::detail {
 /// Whether this process has the device.
 inline bool device_is_here(at::Device device) {
   if (device.is_cpu()) return true;
-  const auto type = at::accelerator::getAccelerator();
+  const auto type = accelerator();
   if (type != device.type()) return false;
   const auto& hooks = at::globalContext().getAcceleratorHooksInterface(*type);
   return std::max<c10::DeviceIndex>(device.index(), 0) < hooks.deviceCount();
@@ -32,7 +32,7 @@ inline bool device_is_here(at::Device device) {
 /// The default generators of the CPU and of every accelerator that the process has used so far.
 inline std::vector<at::Generator> default_generators() {
   std::vector<at::Generator> generators{at::detail::getDefaultCPUGenerator()};
-  if (const auto type = at::accelerator::getAccelerator()) {
+  if (const auto type = accelerator()) {
     const auto& hooks = at::globalContext().getAcceleratorHooksInterface(*type);
     for (c10::DeviceIndex index = 0; index < hooks.deviceCount(); ++index) {
       if (hooks.hasPrimaryContext(index)) generators.push_back(hooks.getDefaultGenerator(index));

@@ -19,6 +19,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -26,6 +27,7 @@
 #include "torchamp/detail/distributed/collective.h"
 #include "torchamp/detail/distributed/main_reducer.h"
 #include "torchamp/detail/distributed/reduce_dtype.h"
+#include "torchamp/detail/libtorch.h"
 #include "torchamp/detail/overlay/kept_weights.h"
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/split_bits.h"
@@ -75,6 +77,24 @@ struct ReducerOptions {
 // well, until a pass averages. It takes each mark for a gradient, and fails where there is none, so
 // the marks go where gradients do: with those that are averaged without it, and those that the
 // program has dropped.
+
+/// What only some versions of LibTorch give c10d's Reducer: see Note [Versions of LibTorch].
+struct ReducerExtras {
+#if TORCHAMP_LIBTORCH < 207
+  explicit ReducerExtras(const std::vector<std::size_t>& bucket_limits) : limits(bucket_limits) {}
+  std::tuple<std::vector<std::size_t>> limits;
+#else
+  explicit ReducerExtras(const std::vector<std::size_t>&) {}
+  std::tuple<> limits;
+#endif
+#if TORCHAMP_LIBTORCH < 208
+  std::tuple<> last;
+#elif TORCHAMP_LIBTORCH < 211
+  std::tuple<bool, bool> last;  // skip_all_reduce_unused_params, use_python_reducer
+#else
+  std::tuple<bool, bool, std::vector<int64_t>> last;  // and bucket_bytes_cap_list
+#endif
+};
 
 /// c10d's Reducer, for windows that end without it.
 class WindowReducer final : public c10d::Reducer {
@@ -135,15 +155,21 @@ class GradientReducer {
     const auto bytes = static_cast<std::size_t>(options.bucket_bytes);
     const std::size_t first = std::min<std::size_t>(c10d::kDefaultFirstBucketBytes, bytes);
     std::vector<bool> sparse(parameters.size(), false);
-    auto [buckets, limits] =
-        c10d::compute_bucket_assignment_by_size(parameters, {first, bytes}, sparse);
+    auto assigned = c10d::compute_bucket_assignment_by_size(parameters, {first, bytes}, sparse);
+    auto& buckets = std::get<0>(assigned);
     std::ranges::reverse(buckets);
+    const ReducerExtras extras(std::get<1>(assigned));
     // No views: the Optimizer::zero_grad of C++ detaches gradients in place, an error for a view.
-    reducer_ = std::make_shared<WindowReducer>(
-        std::move(parameters), std::move(buckets), group_, std::move(sparse), options.bucket_bytes,
-        options.find_unused_parameters, /*gradient_as_bucket_view=*/false, std::move(names),
-        static_cast<int64_t>(first), /*skip_all_reduce_unused_params=*/false,
-        /*use_python_reducer=*/false, std::vector<int64_t>());
+    constexpr bool gradient_as_bucket_view = false;
+    reducer_ = std::apply(
+        [](auto&&... arguments) {
+          return std::make_shared<WindowReducer>(std::forward<decltype(arguments)>(arguments)...);
+        },
+        std::tuple_cat(std::tuple(std::move(parameters), std::move(buckets)), extras.limits,
+                       std::tuple(group_, std::move(sparse), options.bucket_bytes,
+                                  options.find_unused_parameters, gradient_as_bucket_view,
+                                  std::move(names), static_cast<int64_t>(first)),
+                       extras.last));
     // Where it looks for unused parameters, it reports to a logger without asking for one.
     logger_ = std::make_shared<c10d::Logger>(reducer_);
     reducer_->set_logger(logger_);

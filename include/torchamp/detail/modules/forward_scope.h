@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "torchamp/detail/devices.h"
+#include "torchamp/detail/libtorch.h"
 #include "torchamp/detail/overlay/compile.h"
 #include "torchamp/detail/overlay/environment.h"
 #include "torchamp/detail/overlay/policy_scope.h"
@@ -31,7 +32,7 @@ inline std::shared_ptr<const ThreadPolicy> thread_policy_with(
     const std::shared_ptr<const PolicyData>& policy) {
   auto inner = copy_of(thread_policy());
   inner->inherited = policy;
-  const auto& devices = at::autocast::_AUTOCAST_SUPPORTED_DEVICES;
+  const auto& devices = autocast_devices;
   for (std::size_t i = 0; i < device_count; ++i) {
     if (at::autocast::is_autocast_enabled(devices[i])) {
       prepare_region("ModulePolicies", *policy, inner->casts, devices[i],

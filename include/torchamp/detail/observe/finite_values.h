@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <string_view>
 
+#include "torchamp/detail/libtorch.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -44,7 +45,7 @@ inline bool only_arranges(std::string_view op) {
 inline at::Tensor values_of(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.is_meta() || tensor.is_nested()) return {};
   if (!tensor.is_floating_point() && !tensor.is_complex()) return {};
-  if (tensor.scalar_type() == at::ScalarType::Float4_e2m1fn_x2) return {};
+  if (is_packed(tensor.scalar_type())) return {};
   const at::Tensor values = [&]() -> at::Tensor {
     switch (tensor.layout()) {
       case at::kStrided:

@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "torchamp/detail/libtorch.h"
 #include "torchamp/detail/optim/foreach_step.h"
 #include "torchamp/detail/optim/kernel.h"
 
@@ -36,16 +37,23 @@ struct AdagradKernel {
   static int64_t steps(const State& s) { return s.step(); }
   static void set_steps(State& s, int64_t steps) { s.step(steps); }
   static void step(const Options& o, const StepList& list, const StepScalars& scalars) {
-    if (list.by_foreach) return step_by_foreach(o, list, scalars);
+    if (list.by_foreach || (list.rate.defined() && !kernel_takes_rate_on_device)) {
+      return step_by_foreach(o, list, scalars);
+    }
     const auto with = [&](const auto& rate) {
       at::_fused_adagrad_(list.params, list.grads, list.state[0], list.counters, rate, o.lr_decay(),
                           o.weight_decay(), o.eps(), /*maximize=*/false, scalars.grad_scale(),
                           scalars.found_inf());
     };
-    list.rate.defined() ? with(list.rate) : with(o.lr());
+#if TORCHAMP_LIBTORCH >= 208
+    if (list.rate.defined()) return with(list.rate);
+#endif
+    with(o.lr());
   }
 
  private:
+  static constexpr bool kernel_takes_rate_on_device = TORCHAMP_LIBTORCH >= 208;
+
   static void step_by_foreach(const Options& o, const StepList& list, const StepScalars& scalars) {
     ForeachStep step(list, scalars);
     step.decay(o.weight_decay());

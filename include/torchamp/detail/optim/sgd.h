@@ -10,13 +10,13 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/ScalarType.h>
 #include <torch/optim/sgd.h>
-#include <torch/version.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <vector>
 
+#include "torchamp/detail/libtorch.h"
 #include "torchamp/detail/optim/foreach_step.h"
 #include "torchamp/detail/optim/kernel.h"
 #include "torchamp/detail/tensors.h"
@@ -92,8 +92,7 @@ struct SgdKernel {
   }
 
   // Found in 2.11: the CPU's kernel computes 16-bit parameters by vectors and stores only the rest.
-  static constexpr bool cpu_loses_16_bit_steps =
-      TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15;
+  static constexpr bool cpu_loses_16_bit_steps = TORCHAMP_LIBTORCH < 215;
 
   template <bool steps_are_lost = cpu_loses_16_bit_steps>
   static void call(const Options& o, const StepList& list, bool first,

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "torchamp/detail/devices.h"
+#include "torchamp/detail/libtorch.h"
 #include "torchamp/detail/overlay/kept_weights.h"
 #include "torchamp/detail/overlay/kernel.h"
 #include "torchamp/detail/overlay/runtime.h"
@@ -30,7 +31,7 @@ namespace torchamp::detail {
 
 inline std::unique_ptr<BoxedKernel> make_overlay(const c10::OperatorHandle& op,
                                                  at::DeviceType device, std::size_t index,
-                                                 const c10::SafeKernelFunction* native) {
+                                                 const NativeKernel* native) {
   return std::unique_ptr<BoxedKernel>(new Overlay(op, index, device, native));
 }
 

@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "torchamp/detail/devices.h"
+#include "torchamp/detail/libtorch.h"
 #include "torchamp/detail/overlay/binary_cross_entropy.h"
 #include "torchamp/detail/overlay/cast_arguments.h"
 #include "torchamp/detail/overlay/kept_weights.h"
@@ -78,7 +79,7 @@ inline bool lowers_natively(const c10::OperatorHandle& op, at::DeviceType device
 class Overlay final : public BoxedKernel {
  public:
   Overlay(const c10::OperatorHandle& op, std::size_t index, at::DeviceType device,
-          const c10::SafeKernelFunction* native)
+          const NativeKernel* native)
       : native_(native),
         index_(index),
         device_(device),
@@ -209,7 +210,7 @@ class Overlay final : public BoxedKernel {
     return facts->cast_arguments(cast, device_, stack);
   }
 
-  const c10::SafeKernelFunction* native_;  // null if there was none
+  const NativeKernel* native_;  // null if there was none
   std::size_t index_;
   at::DeviceType device_;
   std::size_t device_index_;
@@ -244,7 +245,7 @@ inline void register_kernel(const c10::OperatorHandle& op, at::DeviceType device
 /// which lives as long as the process, or null.
 using MakeKernel = std::unique_ptr<BoxedKernel> (*)(const c10::OperatorHandle& op,
                                                     at::DeviceType device, std::size_t index,
-                                                    const c10::SafeKernelFunction* native);
+                                                    const NativeKernel* native);
 
 /// Makes sure that the op has its overlay for the device; returns the overlay's index in the
 /// tables.
@@ -260,10 +261,9 @@ inline std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType
   try {
     overlays.index_of[name] = index;
     const bool has_native = has_autocast_kernel(op, device);
-    const c10::SafeKernelFunction* native = nullptr;
+    const NativeKernel* native = nullptr;
     if (has_native) {  // never destroyed, like the kernel that calls it
-      native =
-          new c10::SafeKernelFunction(op.getComputedKernelForDispatchKey(autocast_key(device)));
+      native = new NativeKernel(kernel_of(op, autocast_key(device)));
     }
     overlays.has_native.push_back(has_native);
     register_kernel(op, device, make(op, device, index, native));
@@ -303,7 +303,7 @@ class ScriptCastOverlay final : public BoxedKernel {
 
 inline std::unique_ptr<BoxedKernel> make_script_cast_overlay(const c10::OperatorHandle&,
                                                              at::DeviceType device, std::size_t,
-                                                             const c10::SafeKernelFunction*) {
+                                                             const NativeKernel*) {
   return std::unique_ptr<BoxedKernel>(new ScriptCastOverlay(device));
 }
 

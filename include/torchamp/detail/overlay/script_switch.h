@@ -3,12 +3,12 @@
 
 #include <torch/csrc/jit/python/update_graph_executor_opt.h>
 #include <torch/csrc/jit/runtime/logging.h>
-#include <torch/version.h>
 
 #include <cstdint>
 #include <string>
 #include <typeinfo>
 
+#include "torchamp/detail/libtorch.h"
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/overlay/thread_policy.h"
 
@@ -104,8 +104,7 @@ class ScriptSwitch {
     /// Null if another one is to stay.
     static LoggerBase* install() {
       namespace logging = torch::jit::logging;
-      constexpr bool is_told_first =
-          TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 11 && TORCH_VERSION_MINOR <= 15;
+      constexpr bool is_told_first = TORCHAMP_LIBTORCH >= 211 && TORCHAMP_LIBTORCH <= 215;
       const auto does_nothing = [](LoggerBase& logger) {
         return typeid(logger) == typeid(logging::NoopLogger);
       };

@@ -6,6 +6,7 @@
 
 #include <utility>
 
+#include "torchamp/detail/libtorch.h"
 #include "torchamp/detail/recompute/autograd_graph.h"
 
 namespace torchamp::detail {
@@ -19,9 +20,14 @@ struct GradientSink final : torch::autograd::Node {
     if (metadata.was_default_constructed()) {
       sink->add_input_metadata(undefined_input());
     } else {
+#if TORCHAMP_LIBTORCH >= 210
       sink->add_input_metadata(metadata.options(), metadata.shape_as_dim_vector(),
                                metadata.is_tensor_subclass(), metadata.is_nested_tensor(),
                                metadata.grad_dtype());
+#else
+      sink->add_input_metadata(metadata.options(), metadata.shape_as_dim_vector(),
+                               metadata.is_tensor_subclass(), metadata.is_nested_tensor());
+#endif
     }
     return sink;
   }

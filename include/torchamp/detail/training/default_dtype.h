@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/autocast_mode.h>
-#include <ATen/cpu/Utils.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
@@ -12,7 +11,7 @@
 #include <cstdlib>
 #include <string_view>
 
-#include "torchamp/version.h"
+#include "torchamp/detail/libtorch.h"
 
 namespace torchamp::detail {
 
@@ -27,13 +26,7 @@ inline bool is_onednn_held_back() {
 /// Whether this CPU multiplies matrices in bf16 at full speed; others take many times as long as in
 /// fp32.
 inline bool has_fast_bf16() {
-  if (is_onednn_held_back()) return false;
-  const auto capabilities = at::cpu::get_cpu_capabilities();
-  constexpr std::array units{"amx_bf16", "avx512_bf16", "sve_bf16", "bf16"};
-  return std::ranges::any_of(units, [&](const char* unit) {
-    const auto found = capabilities.find(unit);
-    return found != capabilities.end() && found->second.isBool() && found->second.toBool();
-  });
+  return !is_onednn_held_back() && cpu_has_bf16_units();
 }
 
 /// The dtype of a region on `device` where none is asked for; fp32: none.

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/Context.h>
+#include <ATen/DeviceAccelerator.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/cpu/Utils.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/DispatchKey.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/ScalarType.h>
+#include <torch/version.h>
+
+#include <algorithm>
+#include <array>
+#include <optional>
+
+#include "torchamp/version.h"
+
+// Note [Versions of LibTorch]
+// torchamp takes LibTorch 2.6 to 2.15, and newer ones as far as they go. What differs between them
+// is here, or asks TORCHAMP_LIBTORCH where it needs a header that most programs do not:
+//   before 2.15  the CPU's fused SGD loses steps of 16-bit parameters (detail/optim/sgd.h)
+//   before 2.12  kinds of a thread's slot are an 8-bit enum (detail/overlay/runtime.h)
+//   before 2.11  c10d's Reducer takes other arguments (detail/distributed/reducer.h), and a script
+//                is not known to tell its logger first (detail/overlay/script_switch.h); no table
+//                of what the CPU can do
+//   before 2.10  a gradient has no dtype of its own (detail/recompute/gradient_sink.h)
+//   before 2.9   an op's kernel is found on a way of its own
+//   before 2.8   no 4-bit dtype; Adagrad's kernel takes no learning rate on the device
+//                (detail/optim/adagrad.h)
+//   before 2.7   no namespace at::accelerator, no list of autocast's devices
+// The lists of autocast are each version's own: see read_libtorch_cuda_lists().
+
+/// @cond
+/// The LibTorch that is compiled against: 215 for 2.15.
+#define TORCHAMP_LIBTORCH (TORCH_VERSION_MAJOR * 100 + TORCH_VERSION_MINOR)
+#if TORCHAMP_LIBTORCH < 206
+#error "torchamp needs LibTorch 2.6 or later."
+#endif
+/// @endcond
+
+#if TORCHAMP_LIBTORCH < 209
+/// LibTorch befriends all classes of this template, and no other that could ask for a kernel.
+template <>
+class c10::TypedOperatorHandle<struct TorchampKernelLookup> {
+ public:
+  static const KernelFunction& kernel(const OperatorHandle& op, DispatchKey key) {
+    return op.operatorDef_->op.lookup(DispatchKeySet(key));
+  }
+};
+#endif
+
+namespace torchamp::detail {
+
+/// An op's kernel, to be called by callBoxed().
+#if TORCHAMP_LIBTORCH >= 209
+using NativeKernel = c10::SafeKernelFunction;
+inline NativeKernel kernel_of(const c10::OperatorHandle& op, c10::DispatchKey key) {
+  return op.getComputedKernelForDispatchKey(key);
+}
+#else
+using NativeKernel = c10::KernelFunction;
+inline NativeKernel kernel_of(const c10::OperatorHandle& op, c10::DispatchKey key) {
+  return c10::TypedOperatorHandle<TorchampKernelLookup>::kernel(op, key);
+}
+#endif
+
+/// The types of device that have autocast.
+#if TORCHAMP_LIBTORCH >= 207
+inline constexpr const auto& autocast_devices = at::autocast::_AUTOCAST_SUPPORTED_DEVICES;
+#else
+inline constexpr std::array autocast_devices{at::kCPU, at::kCUDA, at::kXPU,         at::kIPU,
+                                             at::kHPU, at::kXLA,  at::kPrivateUse1, at::kMPS};
+#endif
+
+/// The type of the machine's accelerator, if LibTorch has one.
+inline std::optional<c10::DeviceType> accelerator() {
+#if TORCHAMP_LIBTORCH >= 207
+  return at::accelerator::getAccelerator();
+#else
+  return at::getAccelerator();
+#endif
+}
+
+/// Whether `dtype` packs two numbers into an element, which LibTorch cannot look at.
+constexpr bool is_packed(at::ScalarType dtype) {
+#if TORCHAMP_LIBTORCH >= 208
+  return dtype == at::ScalarType::Float4_e2m1fn_x2;
+#else
+  return dtype == at::ScalarType::Undefined;
+#endif
+}
+
+/// Whether this CPU has units for products in bf16.
+inline bool cpu_has_bf16_units() {
+#if TORCHAMP_LIBTORCH >= 211
+  const auto capabilities = at::cpu::get_cpu_capabilities();
+  constexpr std::array units{"amx_bf16", "avx512_bf16", "sve_bf16", "bf16"};
+  return std::ranges::any_of(units, [&](const char* unit) {
+    const auto found = capabilities.find(unit);
+    return found != capabilities.end() && found->second.isBool() && found->second.toBool();
+  });
+#else
+  return at::cpu::is_avx512_bf16_supported() || at::cpu::is_amx_tile_supported();
+#endif
+}
+
+}  // namespace torchamp::detail
