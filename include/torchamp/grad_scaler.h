@@ -14,7 +14,6 @@
 #include <optional>
 #include <vector>
 
-#include "torchamp/detail/bodies.h"
 #include "torchamp/detail/scaler/scale_limits.h"
 #include "torchamp/detail/scaler/scale_rule.h"
 #include "torchamp/detail/scaler/scale_state.h"

@@ -13,7 +13,6 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/bodies.h"
 #include "torchamp/detail/gradients/deferred_clip.h"
 #include "torchamp/detail/gradients/weight_meta.h"
 #include "torchamp/detail/optim/adagrad.h"

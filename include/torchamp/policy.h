@@ -16,8 +16,6 @@
 #include <string_view>
 #include <utility>
 
-#include "torchamp/detail/bodies.h"
-#include "torchamp/detail/policy/op_rule.h"
 #include "torchamp/detail/policy/rule.h"
 #include "torchamp/ops.h"
 #include "torchamp/version.h"

@@ -32,7 +32,6 @@ constexpr int elsewhere = 9;
 constexpr Place places[] = {
     // 1: what knows nothing of the rest
     {"version.h", 1},
-    {"detail/bodies.h", 1},
     {"detail/checksum.h", 1},
     {"detail/devices.h", 1},
     {"detail/libtorch.h", 1},
@@ -110,12 +109,12 @@ struct Budget {
 };
 // To come down to 22 and 3,400, 18 and 2,400, 20 and 3,000, 52 and 8,300.
 constexpr Budget budgets[] = {
-    {"autocast.h", 35, 4500},
-    {"optim.h", 28, 3600},
-    {"grad_scaler.h", 35, 5000},
-    {"torchamp.h", 81, 11450},
+    {"autocast.h", 30, 4500},
+    {"optim.h", 28, 3720},
+    {"grad_scaler.h", 35, 5080},
+    {"torchamp.h", 76, 11460},
 };
-constexpr Budget all_headers = {"include/", 227, 33100};  // to come down to 160 and 24,000
+constexpr Budget all_headers = {"include/", 222, 33100};  // to come down to 160 and 24,000
 
 struct Header {
   std::size_t lines = 0;

@@ -19,7 +19,7 @@
 #include "torchamp/detail/fp8/product.h"
 #include "torchamp/detail/fp8/text.h"
 #include "torchamp/detail/fp8/usage.h"
-#include "torchamp/detail/policy/op_rule.h"
+#include "torchamp/detail/policy/rule.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/detail/weights/store.h"
 #include "torchamp/fp8_options.h"

@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "torchamp/detail/policy/op_rule.h"
+#include "torchamp/detail/policy/rule.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {

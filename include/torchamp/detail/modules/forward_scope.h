@@ -17,7 +17,7 @@
 #include "torchamp/detail/overlay/policy_scope.h"
 #include "torchamp/detail/overlay/thread_policy.h"
 #include "torchamp/detail/policy/data.h"
-#include "torchamp/detail/policy/op_rule.h"
+#include "torchamp/detail/policy/rule.h"
 
 namespace torchamp::detail {
 

@@ -17,7 +17,6 @@
 #include <string>
 #include <utility>
 
-#include "torchamp/detail/bodies.h"
 #include "torchamp/detail/graph/body.h"
 #include "torchamp/detail/overlay/weight_casts.h"
 #include "torchamp/optim.h"

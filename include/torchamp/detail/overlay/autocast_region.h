@@ -11,10 +11,10 @@
 #include <optional>
 
 #include "torchamp/cast_cache.h"
-#include "torchamp/detail/bodies.h"
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/overlay/policy_scope.h"
-#include "torchamp/detail/policy/op_rule.h"
+#include "torchamp/detail/policy/rule.h"
+#include "torchamp/version.h"
 
 namespace torchamp::detail {
 

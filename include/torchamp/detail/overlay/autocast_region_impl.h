@@ -17,7 +17,6 @@
 #include <utility>
 
 #include "torchamp/cast_cache.h"
-#include "torchamp/detail/bodies.h"
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/overlay/autocast_region.h"
 #include "torchamp/detail/overlay/compile.h"
@@ -25,11 +24,11 @@
 #include "torchamp/detail/overlay/kept_weights.h"
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/overlay/script_switch.h"
-#include "torchamp/detail/overlay/spare_policy.h"
 #include "torchamp/detail/overlay/thread_policy.h"
 #include "torchamp/detail/policy/data.h"
-#include "torchamp/detail/policy/op_rule.h"
+#include "torchamp/detail/policy/rule.h"
 #include "torchamp/detail/tensors.h"
+#include "torchamp/version.h"
 
 namespace torchamp::detail {
 

@@ -18,7 +18,6 @@
 
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/libtorch.h"
-#include "torchamp/detail/overlay/binary_cross_entropy.h"
 #include "torchamp/detail/overlay/cast_arguments.h"
 #include "torchamp/detail/overlay/kept_weights.h"
 #include "torchamp/detail/overlay/runtime.h"
@@ -27,8 +26,8 @@
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/lists.h"
-#include "torchamp/detail/policy/op_rule.h"
 #include "torchamp/detail/policy/rule.h"
+#include "torchamp/detail/policy/special_ops.h"
 #include "torchamp/detail/text.h"
 
 namespace torchamp::detail {
@@ -42,21 +41,6 @@ class BoxedKernel : public c10::OperatorKernel {
                   torch::jit::Stack* stack) const {
     call(op, keys, stack);
   }
-};
-
-/// Drops LibTorch's warning of the calling thread that the weights of a recurrent layer are
-/// scattered, and passes on all others, while it lives. See Note [Recurrent layers].
-class NoWarningOfScatteredWeights final : public c10::WarningHandler {
- public:
-  void process(const c10::Warning& warning) override {
-    if (warning.msg().find("not part of single contiguous chunk") == std::string::npos) {
-      outer_->process(warning);
-    }
-  }
-
- private:
-  c10::WarningHandler* outer_ = c10::WarningUtils::get_warning_handler();
-  c10::WarningUtils::WarningHandlerGuard guard_{this};
 };
 
 /// Whether LibTorch's own kernel for the device casts the op's arguments to 16 bits.

@@ -7,8 +7,7 @@
 #include <thread>
 #include <utility>
 
-#include "torchamp/detail/bodies.h"
-#include "torchamp/detail/overlay/policy_node.h"
+#include "torchamp/detail/overlay/thread_policy.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {

@@ -8,12 +8,11 @@
 #include <memory>
 #include <utility>
 
-#include "torchamp/detail/bodies.h"
 #include "torchamp/detail/overlay/policy_scope.h"
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/overlay/script_switch.h"
-#include "torchamp/detail/overlay/spare_policy.h"
 #include "torchamp/detail/overlay/thread_policy.h"
+#include "torchamp/version.h"
 
 namespace torchamp::detail {
 

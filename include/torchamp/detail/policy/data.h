@@ -26,9 +26,8 @@
 
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/policy/lists.h"
-#include "torchamp/detail/policy/op_rule.h"
-#include "torchamp/detail/policy/recurrent.h"
 #include "torchamp/detail/policy/rule.h"
+#include "torchamp/detail/policy/special_ops.h"
 #include "torchamp/detail/text.h"
 
 namespace torchamp::detail {
@@ -110,12 +109,14 @@ class PolicyData {
 
   /// What the edits made of one overload; null if they do not reach it.
   const OverloadRules* edited(const c10::OperatorHandle& op) const {
-    return rules.empty() ? nullptr : rules.find(full_name(op.operator_name()));
+    if (rules.empty()) return nullptr;
+    const auto found = rules.find(full_name(op.operator_name()));
+    return found == rules.end() ? nullptr : &found->second;
   }
 
   /// Whether edit `index`, one with a condition, still lies on some overload.
   bool has_conditional(std::size_t index) const {
-    for (const OverloadRules& of_op : rules) {
+    for (const auto& [op, of_op] : rules) {
       for (const std::size_t conditional : of_op.conditional) {
         if (conditional == index) return true;
       }
@@ -126,7 +127,7 @@ class PolicyData {
   /// Whether an edit of the policy's still lies on some overload.
   bool is_in_force(const Edit& edit) const {
     const auto index = static_cast<std::size_t>(&edit - edits.data());
-    for (const OverloadRules& of_op : rules) {
+    for (const auto& [op, of_op] : rules) {
       if (of_op.has_cast && of_op.edit == index) return true;
     }
     return has_conditional(index);

@@ -14,7 +14,6 @@
 #include "torchamp/detail/policy/castable.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
-#include "torchamp/detail/policy/op_rule.h"
 #include "torchamp/detail/policy/rule.h"
 #include "torchamp/detail/text.h"
 #include "torchamp/ops.h"
@@ -76,7 +75,7 @@ inline void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, const Wh
   for (const std::string& op : reached) {
     OverloadRules& rules = policy.rules[op];
     if (when.always()) {
-      rules = {op, /*has_cast=*/true, rule, {}, policy.edits.size()};
+      rules = {/*has_cast=*/true, rule, {}, policy.edits.size()};
     } else if (rules.conditional.empty() || rules.conditional.back() != policy.edits.size()) {
       rules.conditional.push_back(policy.edits.size());  // once, however many names reach it
     }

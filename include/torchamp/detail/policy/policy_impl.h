@@ -10,13 +10,11 @@
 #include <string_view>
 #include <utility>
 
-#include "torchamp/detail/bodies.h"
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/policy/castable.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/edit.h"
-#include "torchamp/detail/policy/op_rule.h"
 #include "torchamp/detail/policy/resolve.h"
 #include "torchamp/detail/policy/rule.h"
 #include "torchamp/ops.h"

@@ -85,10 +85,10 @@ inline RuleMap rules_in_force(const PolicyData& policy, at::DeviceType device) {
 inline void print_group(std::ostream& out, const RuleMap& rules, at::DeviceType device, Cast cast,
                         Cast effect) {
   std::vector<std::string> names;
-  for (const OverloadRules& rule : rules) {
+  for (const auto& [op, rule] : rules) {
     if (rule.cast != cast) continue;
-    if ((cast == Cast::native ? kernel_rule(rule.op, device) : cast) != effect) continue;
-    names.push_back(rule.op.starts_with("aten::") ? rule.op.substr(6) : rule.op);
+    if ((cast == Cast::native ? kernel_rule(op, device) : cast) != effect) continue;
+    names.push_back(op.starts_with("aten::") ? op.substr(6) : op);
   }
   if (names.empty()) return;
   out << "  " << torchamp::to_string(cast);

@@ -17,8 +17,8 @@
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/lists.h"
-#include "torchamp/detail/policy/recurrent.h"
 #include "torchamp/detail/policy/rule.h"
+#include "torchamp/detail/policy/special_ops.h"
 #include "torchamp/detail/text.h"
 
 namespace torchamp::detail {
@@ -148,8 +148,8 @@ inline std::vector<c10::OperatorHandle> base_candidates(BaseTable base) {
 /// The ops that a policy speaks of, LibTorch's kernels aside. Some come more than once.
 inline std::vector<c10::OperatorHandle> candidates(const PolicyData& policy) {
   std::vector<c10::OperatorHandle> ops = base_candidates(policy.base);
-  for (const OverloadRules& rules : policy.rules) {
-    for (auto& op : find_ops(rules.op, "Policy", /*missing_ok=*/true)) ops.push_back(op);
+  for (const auto& [name, rules] : policy.rules) {
+    for (auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) ops.push_back(op);
   }
   return ops;
 }

@@ -6,7 +6,6 @@
 
 #include <cmath>
 
-#include "torchamp/detail/bodies.h"
 #include "torchamp/detail/gradients/collect.h"
 #include "torchamp/detail/gradients/deferred_clip.h"
 #include "torchamp/detail/tensors.h"

@@ -14,7 +14,6 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/bodies.h"
 #include "torchamp/detail/checksum.h"
 #include "torchamp/detail/scaler/check_options.h"
 #include "torchamp/grad_scaler.h"

@@ -15,7 +15,6 @@
 #include <optional>
 #include <utility>
 
-#include "torchamp/detail/bodies.h"
 #include "torchamp/detail/gradients/deferred_clip.h"
 #include "torchamp/detail/gradients/unscale.h"
 #include "torchamp/detail/graph/body.h"

@@ -11,7 +11,6 @@
 #include <optional>
 #include <vector>
 
-#include "torchamp/detail/bodies.h"
 #include "torchamp/detail/scaler/check_options.h"
 #include "torchamp/detail/scaler/scale_limits.h"
 #include "torchamp/detail/scaler/scale_update.h"

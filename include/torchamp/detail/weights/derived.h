@@ -8,7 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/bodies.h"
 #include "torchamp/detail/overlay/kept_weights.h"
 #include "torchamp/detail/weights/stamp.h"
 #include "torchamp/version.h"

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include "torchamp/detail/bodies.h"
 #include "torchamp/detail/overlay/kept_weights.h"
 #include "torchamp/detail/weights/derived.h"
+#include "torchamp/version.h"
 
 namespace torchamp::detail {
 

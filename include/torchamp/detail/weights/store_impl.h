@@ -4,12 +4,12 @@
 #include <atomic>
 #include <memory>
 
-#include "torchamp/detail/bodies.h"
 #include "torchamp/detail/overlay/kept_weights.h"
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/overlay/thread_policy.h"
 #include "torchamp/detail/weights/derived.h"
 #include "torchamp/detail/weights/store.h"
+#include "torchamp/version.h"
 
 namespace torchamp::detail {
 

@@ -4,6 +4,8 @@
 #include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
 #include <ATen/ops/lstm.h>
 #include <ATen/ops/ones.h>
 #include <ATen/record_function.h>
@@ -12,12 +14,14 @@
 #include <c10/core/TensorOptions.h>
 #include <c10/util/Exception.h>
 
+#include <string>
 #include <string_view>
 #include <thread>
 #include <tuple>
 #include <vector>
 
 #include "torchamp/ops.h"
+#include "torchamp/version.h"
 
 namespace torchamp::detail {
 
@@ -84,6 +88,51 @@ inline void warn_of_recurrent_layers_in_fp32(at::ScalarType dtype) {
       " (oneDNN has none for its instructions), so LSTMs, GRUs and RNNs run in fp32 here under "
       "Policy::standard(). Policy::effect tells of a layer; Policy::fp32(ops::recurrent) says the "
       "same without this warning, and under Policy::torch() an LSTM throws.");
+}
+
+/// Drops LibTorch's warning of the calling thread that the weights of a recurrent layer are
+/// scattered, and passes on all others, while it lives. See Note [Recurrent layers].
+class NoWarningOfScatteredWeights final : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning& warning) override {
+    if (warning.msg().find("not part of single contiguous chunk") == std::string::npos) {
+      outer_->process(warning);
+    }
+  }
+
+ private:
+  c10::WarningHandler* outer_ = c10::WarningUtils::get_warning_handler();
+  c10::WarningUtils::WarningHandlerGuard guard_{this};
+};
+
+// Note [Binary cross entropy]
+// binary_cross_entropy takes probabilities, in general a sigmoid's. In 16 bits a sigmoid rounds to
+// 1 from about 8.3 on in fp16 and 6.2 in bf16, and in fp16 to 0 below about -17: the loss of such
+// an element is the constant 100 that LibTorch clamps the logarithm to, or 0, and its gradient is
+// lost in the sigmoid, whatever the loss itself is computed in. That is why LibTorch's CUDA kernel
+// for autocast refuses the op. The ban also stops programs that do it right, with a sigmoid in
+// fp32, and that ran on a CPU, where there is none. So Policy::standard() computes the op in fp32
+// on every device, and warns once of what the ban is for, which the dtype of the input alone tells:
+// a 16-bit probability has been rounded already. Policy::torch() keeps the ban.
+
+/// Whether the op is given probabilities.
+inline bool takes_probabilities(const c10::OperatorName& op) {
+  return op.name == "aten::binary_cross_entropy";
+}
+
+/// Warns once, from the dtype of the op's first argument. Reads no device.
+inline void warn_of_16_bit_probabilities(const c10::OperatorHandle& op,
+                                         const torch::jit::Stack& stack) {
+  const c10::IValue& input = stack[stack.size() - op.schema().arguments().size()];
+  if (!input.isTensor() || !input.toTensor().defined()) return;
+  const at::ScalarType dtype = input.toTensor().scalar_type();
+  if (dtype != at::kHalf && dtype != at::kBFloat16) return;
+  TORCH_WARN_ONCE(
+      "torchamp: binary_cross_entropy was given probabilities in ", dtype,
+      ". The loss is computed in fp32, but a sigmoid in 16 bits has already rounded those that are "
+      "close to 0 or 1, whose gradients are then lost. Use binary_cross_entropy_with_logits, or "
+      "compute the sigmoid in fp32 (torch::sigmoid(logits.to(torch::kFloat)), or "
+      "Policy::fp32(\"sigmoid\")).");
 }
 
 }  // namespace torchamp::detail
