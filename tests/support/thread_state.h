@@ -7,6 +7,8 @@
 #include <ostream>
 #include <vector>
 
+#include "torchamp/detail/libtorch.h"
+
 /// Everything of the calling thread that a guard may touch, read from LibTorch and not from
 /// torchamp.
 struct ThreadState {

@@ -31,6 +31,7 @@
 #include "support/simulated/facts.h"
 #include "support/simulated/pinned.h"
 #include "torchamp/detail/graph/host_access.h"
+#include "torchamp/detail/libtorch.h"
 #include "torchamp/policy_text.h"
 
 namespace {

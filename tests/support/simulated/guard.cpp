@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <torch/headeronly/version.h>
+#include <torch/version.h>
 
 #include <array>
 #include <cstddef>
