@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "torchamp/detail/fp8/recipes.h"
 
-#include <c10/util/Float8_e8m0fnu.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -220,6 +219,7 @@ auto form_of_row(Fp8Recipe recipe, const at::Tensor& row) {
   return quantize_as({.recipe = recipe}, Fp8Operand::input, false, row.view({1, -1}));
 }
 
+#if TORCHAMP_LIBTORCH >= 207  // has the dtype e8m0, which ours is held against
 // A block whose largest magnitude is 448 times a code's value has that scale, and 225 times is the
 // other end. fp32 holds no such block for the eight codes at the top; the nine at the bottom are
 // those of magnitudes below 2^-110, which are scaled as that one.
@@ -263,6 +263,7 @@ TEST(Fp8Mxfp8, AnInfOrNanInABlockIsTheNanOfE8m0) {
     EXPECT_EQ(code, 255);
   }
 }
+#endif
 
 TEST(Fp8Nvfp4, AllCodesOfE2m1AreWhatRoundingToTheNearestGives) {
   std::vector<float> numbers;

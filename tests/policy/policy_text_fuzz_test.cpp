@@ -97,12 +97,12 @@ void expect_same(const Policy& one, const Policy& other) {
     EXPECT_TRUE(rule == nullptr || rule->text() == other_rule->text());
   }
   ASSERT_EQ(one.data()->rules.size(), other.data()->rules.size());
-  for (const auto& [name, has_cast, cast, conditional, edit] : one.data()->rules) {
-    const auto* const found = other.data()->rules.find(name);
-    ASSERT_NE(found, nullptr) << name;
-    EXPECT_EQ(has_cast, found->has_cast) << name;
-    EXPECT_EQ(cast, found->cast) << name;
-    EXPECT_EQ(conditional, found->conditional) << name;
+  for (const auto& [name, rules] : one.data()->rules) {
+    const auto found = other.data()->rules.find(name);
+    ASSERT_NE(found, other.data()->rules.end()) << name;
+    EXPECT_EQ(rules.has_cast, found->second.has_cast) << name;
+    EXPECT_EQ(rules.cast, found->second.cast) << name;
+    EXPECT_EQ(rules.conditional, found->second.conditional) << name;
   }
 }
 

@@ -36,6 +36,8 @@ c10::Stream pooled_stream(c10::DeviceIndex device, bool high_priority) {
   return stream_of(device, pool.streams[place]);
 }
 
+constexpr bool is_noexcept = TORCH_VERSION_MINOR < 10;  // what older versions of LibTorch want
+
 /// The current device and streams of each thread, and events.
 class Guard final : public c10::impl::DeviceGuardImplInterface {
  public:
@@ -57,10 +59,12 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     current_device = device.index();
   }
   c10::DeviceIndex deviceCount() const noexcept override { return device_count; }
+#if TORCH_VERSION_MINOR >= 10
   c10::DeviceCapability getDeviceCapability(c10::Device) const override { return {}; }
+#endif
   void synchronizeDevice(c10::DeviceIndex device) const override { wait_for_device(device); }
 
-  c10::Stream getStream(c10::Device device) const override {
+  c10::Stream getStream(c10::Device device) const noexcept(is_noexcept) override {
     const c10::DeviceIndex index = index_of(device);
     return stream_of(index, current_stream(index));
   }
@@ -74,7 +78,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   c10::Stream getNewStream(c10::Device device, int) const override {
     return stream_of(index_of(device), new_stream(index_of(device)));
   }
-  c10::Stream exchangeStream(c10::Stream stream) const override {
+  c10::Stream exchangeStream(c10::Stream stream) const noexcept(is_noexcept) override {
     return stream_of(stream.device_index(), exchange_stream(stream.device_index(), stream.id()));
   }
   bool queryStream(const c10::Stream& stream) const override { return is_idle(stream.id()); }

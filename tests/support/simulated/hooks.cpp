@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/version.h>
 
 #include "support/simulated/generator.h"
 #include "support/simulated/memory.h"
@@ -13,8 +14,10 @@ namespace {
 
 /// What LibTorch asks any accelerator.
 struct Hooks final : at::PrivateUse1HooksInterface {
+#if TORCH_VERSION_MINOR >= 8
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
+#endif
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   void init() const override {}
 

@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 #include <execinfo.h>
 #include <sys/mman.h>
+#include <torch/version.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -85,7 +86,13 @@ void release(void* pointer) {
   give_back(m, *block);
 }
 
-class DeviceAllocator final : public c10::DeviceAllocator {
+#if TORCH_VERSION_MINOR >= 9
+using AnyAllocator = c10::DeviceAllocator;
+#else
+using AnyAllocator = c10::Allocator;
+#endif
+
+class DeviceAllocator final : public AnyAllocator {
  public:
   c10::DataPtr allocate(std::size_t bytes) override {
     const c10::Device device = c10::impl::VirtualGuardImpl(c10::kPrivateUse1).getDevice();
@@ -105,6 +112,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
     std::memcpy(to, from, bytes);
   }
 
+#if TORCH_VERSION_MINOR >= 9
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}  // there is none
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
@@ -113,6 +121,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override { return {}; }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
   void resetPeakStats(c10::DeviceIndex) override {}
+#endif
 
  private:
   static Block* take(std::size_t bytes, c10::DeviceIndex device,
