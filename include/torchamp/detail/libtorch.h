@@ -27,7 +27,8 @@
 //                is not known to tell its logger first (detail/overlay/script_switch.h); no table
 //                of what the CPU can do
 //   before 2.10  a gradient has no dtype of its own (detail/recompute/gradient_sink.h)
-//   before 2.9   an op's kernel is found on a way of its own
+//   before 2.9   an op's kernel is found on a way of its own; a capture begins with what lies idle
+//                in the device's cache (detail/graph/stream_recorder.h)
 //   before 2.8   no 4-bit dtype; Adagrad's kernel takes no learning rate on the device
 //                (detail/optim/adagrad.h)
 //   before 2.7   no namespace at::accelerator, no list of autocast's devices

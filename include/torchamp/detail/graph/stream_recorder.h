@@ -17,6 +17,7 @@
 #include "torchamp/detail/graph/device_graph.h"
 #include "torchamp/detail/graph/own_stream.h"
 #include "torchamp/detail/graph/recorder.h"
+#include "torchamp/detail/libtorch.h"
 
 namespace torchamp::detail {
 
@@ -87,8 +88,10 @@ class StreamRecorder final : public GraphRecorder {
   }
 
   void empty_cache() const {
+#if TORCHAMP_LIBTORCH >= 209
     auto* const allocator = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(device_.type()));
     if (allocator) allocator->emptyCache();
+#endif
   }
 
   /// What `later` does from now on waits for what `earlier` was given.
