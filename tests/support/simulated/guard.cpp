@@ -60,9 +60,13 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   c10::DeviceIndex deviceCount() const noexcept override { return device_count; }
 #if TORCH_VERSION_MINOR >= 10
-  c10::DeviceCapability getDeviceCapability(c10::Device) const override { return {}; }
+  c10::DeviceCapability getDeviceCapability(c10::Device) const override {
+    return {};
+  }
 #endif
-  void synchronizeDevice(c10::DeviceIndex device) const override { wait_for_device(device); }
+  void synchronizeDevice(c10::DeviceIndex device) const override {
+    wait_for_device(device);
+  }
 
   c10::Stream getStream(c10::Device device) const noexcept(is_noexcept) override {
     const c10::DeviceIndex index = index_of(device);
@@ -81,7 +85,9 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   c10::Stream exchangeStream(c10::Stream stream) const noexcept(is_noexcept) override {
     return stream_of(stream.device_index(), exchange_stream(stream.device_index(), stream.id()));
   }
-  bool queryStream(const c10::Stream& stream) const override { return is_idle(stream.id()); }
+  bool queryStream(const c10::Stream& stream) const override {
+    return is_idle(stream.id());
+  }
   void synchronizeStream(const c10::Stream& stream) const override {
     wait_for(stream.id(), "synchronizeStream");
   }

@@ -15,14 +15,24 @@ namespace {
 /// What LibTorch asks any accelerator.
 struct Hooks final : at::PrivateUse1HooksInterface {
 #if TORCH_VERSION_MINOR >= 8
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
+  bool isBuilt() const override {
+    return true;
+  }
+  bool isAvailable() const override {
+    return true;
+  }
 #endif
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override {
+    return true;
+  }
   void init() const override {}
 
-  c10::DeviceIndex deviceCount() const override { return device_count; }
-  c10::DeviceIndex getCurrentDevice() const override { return guard().getDevice().index(); }
+  c10::DeviceIndex deviceCount() const override {
+    return device_count;
+  }
+  c10::DeviceIndex getCurrentDevice() const override {
+    return guard().getDevice().index();
+  }
   void setCurrentDevice(c10::DeviceIndex device) const override {
     guard().setDevice({c10::kPrivateUse1, device});
   }
@@ -42,7 +52,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   at::Device getDeviceFromPtr(void* pointer) const override {
     return {c10::kPrivateUse1, block_of(pointer)->device};
   }
-  bool isPinnedPtr(const void* pointer) const override { return pinned_block(pointer) != nullptr; }
+  bool isPinnedPtr(const void* pointer) const override {
+    return pinned_block(pointer) != nullptr;
+  }
   at::Allocator* getPinnedMemoryAllocator() const override {
     TORCH_CHECK_NOT_IMPLEMENTED(!WithoutPinnedMemory::missing(), "no pinned memory");
     return pinned_allocator();

@@ -113,12 +113,16 @@ class DeviceAllocator final : public AnyAllocator {
   }
 
 #if TORCH_VERSION_MINOR >= 9
-  bool initialized() override { return true; }
+  bool initialized() override {
+    return true;
+  }
   void emptyCache(c10::MempoolId_t) override {}  // there is none
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
     if (data.get()) block_of(data.get())->accesses.recorded.insert(stream.id());
   }
-  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override { return {}; }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
+    return {};
+  }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
   void resetPeakStats(c10::DeviceIndex) override {}
 #endif
