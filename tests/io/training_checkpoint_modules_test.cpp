@@ -2,6 +2,7 @@
 // Modules in a TrainingCheckpoint: what is filled where it lies, and which do not fit.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
@@ -36,6 +37,20 @@ TEST(TrainingCheckpointValues, FillsAModelsWeightsWhereTheyLie) {
   EXPECT_TRUE(view.is_alias_of(net->weight));
   EXPECT_TRUE(at::equal(mean, at::zeros({3})));
   EXPECT_TRUE(mean.is_alias_of(net->running_mean));
+}
+
+TEST(TrainingCheckpointValues, LeavesHooksWhereGradientsAreAccumulated) {
+  const TemporaryFolder folder;
+  torch::nn::Linear net(3, 1);
+  TrainingCheckpoint checkpoint(folder / "run.pt");
+  checkpoint.add("model", net);
+  checkpoint.save();
+  // as a DistributedDataParallel holds them
+  const auto accumulator = torch::autograd::impl::grad_accumulator(net->weight);
+  EXPECT_TRUE(checkpoint.load());
+  EXPECT_EQ(torch::autograd::impl::try_get_grad_accumulator(net->weight), accumulator);
+  net(at::ones({2, 3})).sum().backward();
+  EXPECT_TRUE(at::equal(net->weight.grad(), at::full({1, 3}, 2.)));
 }
 
 /// Some layers, the first of them within another module.

@@ -14,11 +14,14 @@
 
 #include "support/expect_error.h"
 #include "support/launch.h"
+#include "support/temporary_folder.h"
 #include "support/training_steps.h"
 #include "torchamp/cuda_graph.h"
 #include "torchamp/distributed/sharded_masters.h"
 #include "torchamp/distributed/training_group.h"
+#include "torchamp/master_weights.h"
 #include "torchamp/torchamp.h"
+#include "torchamp/training_checkpoint.h"
 #include "torchamp/training_step.h"
 
 namespace {
@@ -121,6 +124,55 @@ TEST(TrainingGroup, SpreadsMastersOverTheProcesses) {
   expect_same_everywhere(group, stepped->parameters());
   EXPECT_EQ(train.masters<torchamp::ShardedMasterWeights>().parameters().size(),
             masters.parameters().size());
+}
+
+TEST(TrainingGroup, GoesOnFromAFileOfAllProcessesAsIfItHadNotBeenStopped) {
+  const TemporaryFolder folder;
+  if (!child_role()) return Launch(2, folder.environment()).expect_success();
+  const auto group = make_group();
+  for (const std::string masters : {"none", "full", "sharded"}) {
+    SCOPED_TRACE(masters);
+    const std::string path = (folder / (masters + ".pt")).string();
+    const auto options = [&] {
+      torchamp::TrainingStepOptions some{
+          .dtype = at::kBFloat16,
+          .scaler = GradScalerOptions{.init_scale = 64., .growth_interval = 3},
+          .max_grad_norm = 0.1,
+          .micro_batches = 2,
+          .group = group};
+      if (masters == "full") some.masters = torchamp::MasterWeightsOptions{.dtype = at::kBFloat16};
+      if (masters == "sharded") {
+        some.masters = torchamp::ShardedMasterWeightsOptions{.dtype = at::kBFloat16};
+      }
+      return some;
+    };
+    const auto make = [](auto parameters) {
+      return std::make_unique<torchamp::FusedAdamW>(parameters, torch::optim::AdamWOptions(0.02));
+    };
+    const auto run = [&](TrainingStep& train, Net& net, int from, int to) {
+      for (int i = from; i < to; ++i) {
+        const auto batch = batch_of(at::kCPU, 1000 * group->getRank() + i);
+        train([&] { return loss_of(net->forward(batch[0]), batch); });
+      }
+    };
+    Net net = make_net(at::kCPU), other = make_net(at::kCPU);
+    TrainingStep train(net, make, options());
+    EXPECT_FALSE(train.load(path));
+    run(train, net, 0, 3);
+    EXPECT_ERROR(train.save(path), "1 of 2 micro-batches wait for their step");
+    EXPECT_ERROR((void)train.load(path), "1 of 2 micro-batches wait for their step");
+    run(train, net, 3, 4);  // the window that was refused is whole
+    train.save(path);
+    run(train, net, 4, 10);
+
+    TrainingStep goes_on(other, make, options());
+    ASSERT_TRUE(goes_on.load(path));
+    EXPECT_EQ(goes_on.steps(), 2);
+    run(goes_on, other, 4, 10);
+    expect_same_weights(other, net);
+    if (group->getRank() == 0) expect_same_bits(other, net);  // whose buffers the file has
+    EXPECT_EQ(goes_on.scaler().state_dict(), train.scaler().state_dict());
+  }
 }
 
 TEST(TrainingGroup, RefusesAtConstructionWhatCannotBe) {

@@ -6,6 +6,8 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>
 #include <c10/util/Exception.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 
 #include <array>
@@ -15,6 +17,7 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <memory>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -176,7 +179,9 @@ std::function<void()> undo_of(T& value) {
 }
 
 /// The tensors of a module, and where their values lie. LibTorch's load() puts others there, of the
-/// file's device: views, flat buffers and captured graphs would be left with the old values.
+/// file's device: views, flat buffers and captured graphs would be left with the old values. It
+/// also has the next backward make other nodes that accumulate gradients, without the hooks by
+/// which DistributedDataParallel averages them.
 class WeightsInPlace {
  public:
   explicit WeightsInPlace(const torch::nn::Module& module) {
@@ -184,7 +189,8 @@ class WeightsInPlace {
       for (const at::Tensor& tensor : tensors) {
         if (tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage() &&
             !repeats_elements(tensor)) {
-          weights_.push_back({tensor, tensor.detach()});
+          weights_.push_back(
+              {tensor, tensor.detach(), torch::autograd::impl::try_get_grad_accumulator(tensor)});
         }
       }
     }
@@ -192,18 +198,32 @@ class WeightsInPlace {
 
   /// Copies the values to where they lay. Call with gradients off.
   void take_back() {
-    for (const auto& [tensor, memory] : weights_) {
+    for (const auto& [tensor, memory, accumulator] : weights_) {
       if (tensor.layout() != at::kStrided || !tensor.has_storage()) continue;
       if (tensor.is_alias_of(memory)) continue;
       if (tensor.sizes() != memory.sizes() || tensor.dtype() != memory.dtype()) continue;
       memory.copy_(tensor);
       tensor.set_data(memory);
+      if (accumulator) torch::autograd::impl::set_grad_accumulator(tensor, weak(accumulator));
     }
   }
 
  private:
+  // LibTorch's pointers to nodes are of the standard, newer ones of its own.
+  using Accumulator =
+      decltype(torch::autograd::impl::try_get_grad_accumulator(std::declval<const at::Tensor&>()));
+  template <class Node>
+  static std::weak_ptr<Node> weak(const std::shared_ptr<Node>& node) {
+    return node;
+  }
+  template <class Node>
+  static c10::weak_intrusive_ptr<Node> weak(const c10::intrusive_ptr<Node>& node) {
+    return c10::weak_intrusive_ptr<Node>(node);
+  }
+
   struct Weight {
     at::Tensor tensor, memory;
+    Accumulator accumulator;  // null if there is none
   };
   std::vector<Weight> weights_;
 };
