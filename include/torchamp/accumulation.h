@@ -160,7 +160,7 @@ class Accumulation {
   };
 
   int64_t version_of_scale() const {
-    const at::Tensor scale = scaler_.scale_tensor();
+    const at::Tensor& scale = scaler_.state_.scale();
     return scale.defined() ? static_cast<int64_t>(scale._version()) : 0;
   }
   void clear() {

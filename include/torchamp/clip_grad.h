@@ -19,6 +19,7 @@
 #include "torchamp/detail/gradients/norm.h"
 #include "torchamp/detail/gradients/unscale.h"
 #include "torchamp/detail/gradients/weight_meta.h"
+#include "torchamp/detail/scaler/step_order.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/version.h"
@@ -52,8 +53,9 @@ namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
 
-/// What a flag for gradients scaled by a scaler may be made from.
+/// What a clip takes of a scaler: the scale, and what a flag may be made from.
 struct ClipZero {
+  static const at::Tensor& scale_of(const GradScaler& scaler) { return scaler.state_.scale(); }
   static at::Tensor of(const GradScaler& scaler) { return scaler.state_.zero(); }
 };
 
@@ -138,6 +140,20 @@ inline void check_not_stepped(const char* call, const GradScaler& scaler,
       "and step().");
 }
 
+/// A scaler that has scaled these gradients is to hear of a clip without it.
+inline void note_plain_clip(at::TensorList params) {
+  for (const at::Tensor& param : params) {
+    if (!param.defined() || !param.unsafeGetTensorImpl()->grad().defined()) continue;
+    return PlainClips::note(param.unsafeGetTensorImpl()->grad());
+  }
+}
+inline void note_plain_clip(const torch::optim::Optimizer& optimizer) {
+  any_gradient(optimizer, [](const at::Tensor& gradient) {
+    PlainClips::note(gradient);
+    return true;
+  });
+}
+
 inline void check_clip_value(double value) {
   TORCH_CHECK_VALUE(value >= 0., "clip_grad_value_: the value is ", value,
                     ". It must be 0 or more.");
@@ -162,6 +178,7 @@ inline at::Tensor clip_grad_norm_(at::TensorList params, double max_norm, double
   const auto* const shards = detail::CommonShards("clip_grad_norm_").add(params).get();
   if (shards) norm = shards->norm_of_all(norm, norm_type);
   if (!batches.empty()) detail::multiply(batches, detail::clip_coefficient(norm, max_norm));
+  detail::note_plain_clip(params);
   return norm;
 }
 
@@ -171,7 +188,9 @@ inline at::Tensor clip_grad_norm_(at::TensorList params, double max_norm, double
 inline at::Tensor clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm,
                                   double norm_type = 2.) {
   detail::check_max_norm(max_norm);
-  return detail::clip_norm(optimizer, at::Tensor(), max_norm, norm_type);
+  at::Tensor norm = detail::clip_norm(optimizer, at::Tensor(), max_norm, norm_type);
+  detail::note_plain_clip(optimizer);
+  return norm;
 }
 
 /// Clips gradients that `scaler` has scaled, between backward() and scaler.step(optimizer), as if
@@ -185,7 +204,7 @@ inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& o
   at::Tensor scale, zero;
   if (scaler.is_enabled() && !scaler.is_unscaled(optimizer)) {
     if (detail::ClipLeft::can_be_left_to(optimizer)) {
-      scale = scaler.scale_tensor();
+      scale = detail::ClipZero::scale_of(scaler);
       zero = detail::ClipZero::of(scaler);
       TORCH_CHECK(scale.defined(),
                   "clip_grad_norm_: nothing has been scaled yet. Call scale(loss).backward() "
@@ -203,6 +222,7 @@ inline void clip_grad_value_(at::TensorList params, double value) {
   detail::check_clip_value(value);
   const detail::InternalOps internal;
   detail::clip_value(detail::gradients_to_clip(params, "clip_grad_value_"), value);
+  detail::note_plain_clip(params);
 }
 
 /// Clamps the gradients of all parameters of `optimizer`, which are not scaled, to [-value, value].
@@ -215,6 +235,7 @@ inline void clip_grad_value_(torch::optim::Optimizer& optimizer, double value) {
   if (divisor.defined()) detail::multiply(batches, divisor.reciprocal());
   detail::ClipLeft::forget(optimizer);
   detail::clip_value(batches, value);
+  detail::note_plain_clip(optimizer);
 }
 
 /// Clamps gradients that `scaler` has scaled, between backward() and scaler.step(optimizer):

@@ -18,6 +18,7 @@
 #include "torchamp/detail/scaler/scale_rule.h"
 #include "torchamp/detail/scaler/scale_state.h"
 #include "torchamp/detail/scaler/scaled_outputs.h"
+#include "torchamp/detail/scaler/step_order.h"
 #include "torchamp/detail/scaler/step_record.h"
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/step_result.h"
@@ -86,8 +87,8 @@ class GradScaler {
 
   /// Divides the gradients of all groups of `optimizer` by the scale, in place, for the program to
   /// clip or look at; step() will not do so again. Once for each optimizer between two calls of
-  /// update(), after the last backward(): what a later one adds stays scaled, and nobody notices.
-  /// Errors: fp16 gradients (before any has been changed), a second call, a call after step().
+  /// update(), after the last backward(): what a later one adds stays scaled. Errors: fp16
+  /// gradients (before any has been changed), a second call, a call after step().
   void unscale_(torch::optim::Optimizer& optimizer);
 
   /// Unscales the gradients if unscale_ has not, and calls `optimizer.step()` unless one of them is
@@ -206,10 +207,12 @@ class GradScaler {
 
   void check_started(const char* call) const;
   void check_not_scaled(const at::Tensor& output, const char* call) const;
+  void check_order(const torch::optim::Optimizer& optimizer, const char* call);
+  void add_scaled(const at::Tensor& scaled);
   void begin_window(const std::shared_ptr<detail::AccumulationWindow>& window);
   void take_unscaled(torch::optim::Optimizer& optimizer, at::Tensor found_inf, bool had_gradients);
-  static void check_complete(const torch::optim::Optimizer& optimizer,
-                             const detail::OptimizerState& state);
+  void check_complete(const torch::optim::Optimizer& optimizer,
+                      const detail::OptimizerState& state) const;
   static void check_not_stepped(const detail::OptimizerState& state);
   static void note_written(const torch::optim::Optimizer& optimizer);
   bool stays_at_one();
@@ -235,6 +238,7 @@ class GradScaler {
   detail::ScaleLimits limits_;
   detail::OptimizerStates optimizers_;
   detail::ScaledOutputs scaled_;
+  mutable detail::StepOrder order_;
   detail::OpenWindows windows_;
   std::vector<std::weak_ptr<detail::StepRecord>> records_;  // of this iteration
   bool warned_of_missing_ = false;

@@ -6,12 +6,15 @@
 #include <ATen/ops/nan_to_num.h>
 #include <ATen/ops/ne.h>
 #include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <utility>
 
@@ -25,6 +28,24 @@
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {
+
+namespace detail {
+
+TORCHAMP_BODY void UnscaledGradients::watch(const std::shared_ptr<UnscaledGradients>& gradients,
+                                            const at::Tensor& scaled) {
+  if (!scaled.requires_grad()) return;
+  scaled.register_hook([weak = std::weak_ptr<UnscaledGradients>(gradients)](const at::Tensor&) {
+    const auto watched = weak.lock();
+    const int task = torch::autograd::get_current_graph_task_id();
+    if (!watched || std::exchange(watched->task_, task) == task) return;
+    watched->before_ = watched->seen();
+    torch::autograd::Engine::get_default_engine().queue_callback([weak] {
+      if (const auto then = weak.lock()) then->end();
+    });
+  });
+}
+
+}  // namespace detail
 
 // Note [An iteration]
 //
@@ -70,6 +91,21 @@ TORCHAMP_BODY void GradScaler::check_not_scaled(const at::Tensor& output, const 
   scaled_.check_not_in(output, call);
 }
 
+/// Warns where gradients that are about to be divided may not have the scale; see Note [Orders that
+/// train wrongly].
+TORCHAMP_BODY void GradScaler::check_order(const torch::optim::Optimizer& optimizer,
+                                           const char* call) {
+  if (order_.is_suspect() && !stays_at_one()) order_.warn(optimizer, call);
+}
+
+TORCHAMP_BODY void GradScaler::add_scaled(const at::Tensor& scaled) {
+  scaled_.add(scaled);
+  for (const auto& entry : optimizers_) {
+    if (entry.state.stage != detail::OptimizerState::Stage::unscaled) continue;
+    if (entry.state.watched) detail::UnscaledGradients::watch(entry.state.watched, scaled);
+  }
+}
+
 /// Whether scaling is the identity, and not just for the time being.
 TORCHAMP_BODY bool GradScaler::stays_at_one() {
   return !options_.dynamic && state_.scale_if_fixed() == 1.;
@@ -113,8 +149,9 @@ TORCHAMP_BODY at::Tensor GradScaler::scale(const at::Tensor& outputs) {
   if (!stays_at_one()) {
     const detail::UncastOps uncast;
     scaled = at::mul(outputs, state_.scale_on(outputs.device()));
-    scaled_.add(scaled);
+    add_scaled(scaled);
   }
+  order_.note_scaled();
   if (losses_) losses_->note(outputs, state_.scale().device());
   first.keep();
   return scaled;
@@ -143,8 +180,9 @@ TORCHAMP_BODY std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) 
     while (d < scales.size() && scales[d].device() != output.device()) ++d;
     if (d == scales.size()) scales.push_back(state_.scale_on(output.device()));
     scaled.push_back(at::mul(output, scales[d]));
-    scaled_.add(scaled.back());
+    add_scaled(scaled.back());
   }
+  order_.note_scaled();
   for (const at::Tensor& output : outputs) {
     if (losses_) losses_->note(output, state_.scale().device());
   }
@@ -257,7 +295,13 @@ TORCHAMP_BODY void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   TORCH_CHECK(state.stage != detail::OptimizerState::Stage::stepped,
               "GradScaler::unscale_: this optimizer has been stepped already. Call unscale_ before "
               "step, and update() after it.");
+  check_order(optimizer, "GradScaler::unscale_");
+  auto watched = std::make_shared<detail::UnscaledGradients>(optimizer);
+  scaled_.for_each([&](const at::Tensor& scaled) {
+    detail::UnscaledGradients::watch(watched, scaled);  // for another backward() of it
+  });
   unscale(optimizer, state, "GradScaler::unscale_");
+  state.watched = std::move(watched);
 }
 
 TORCHAMP_BODY void GradScaler::discard(const torch::optim::Optimizer& optimizer) {
@@ -285,10 +329,12 @@ TORCHAMP_BODY void GradScaler::take_unscaled(torch::optim::Optimizer& optimizer,
 }
 
 TORCHAMP_BODY double GradScaler::get_scale() const {
+  order_.note_asked(/*for_good=*/false);
   return options_.enabled ? state_.read_scale() : 1.;
 }
 
 TORCHAMP_BODY at::Tensor GradScaler::scale_tensor() const {
+  order_.note_asked(/*for_good=*/true);  // update() changes it in place
   return options_.enabled ? state_.scale() : at::Tensor();
 }
 

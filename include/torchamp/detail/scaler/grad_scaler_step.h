@@ -35,15 +35,19 @@ TORCHAMP_BODY void GradScaler::check_not_stepped(const detail::OptimizerState& s
 /// Whether what unscale_ has divided and checked is what there is. (Gradients that the program
 /// makes up by itself, zeros for a parameter that has none, say, are its own business.)
 TORCHAMP_BODY void GradScaler::check_complete(const torch::optim::Optimizer& optimizer,
-                                              const detail::OptimizerState& state) {
+                                              const detail::OptimizerState& state) const {
   const bool taken = state.taken != detail::gradients_taken();
-  if (!taken && state.had_gradients) return;
-  TORCH_CHECK(detail::count_gradients(optimizer) <= state.gradients,
-              "GradScaler::step: gradients came after unscale_, which have neither been divided by "
-              "the scale nor checked. Let them be complete before: ",
-              taken ? "call MasterWeights::take_gradients() before unscale_, and with an "
-                      "Accumulation in before_unscale."
-                    : "unscale_ found none at all.");
+  TORCH_CHECK(
+      (!taken && state.had_gradients) || detail::count_gradients(optimizer) <= state.gradients,
+      "GradScaler::step: gradients came after unscale_, which have neither been divided by "
+      "the scale nor checked. Let them be complete before: ",
+      taken ? "call MasterWeights::take_gradients() before unscale_, and with an "
+              "Accumulation in before_unscale."
+            : "unscale_ found none at all.");
+  TORCH_CHECK(!state.watched || order_.was_asked() || !state.watched->any_added(optimizer),
+              "GradScaler::step: backward() of a scaled loss has added to the gradients of this "
+              "optimizer after unscale_, or after a clip that names the scaler. Unscale and clip "
+              "after the last backward(). To go on, drop the gradients and call discard().");
 }
 
 /// Has masters notice a step that LibTorch's own optimizers may hide: SGD writes through data().
@@ -80,7 +84,11 @@ TORCHAMP_BODY StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   check_started("step");
   detail::OptimizerState& state = optimizers_.of(optimizer);
   check_not_stepped(state);
-  if (state.stage == Stage::unscaled) check_complete(optimizer, state);
+  if (state.stage == Stage::unscaled) {
+    check_complete(optimizer, state);
+  } else {
+    check_order(optimizer, "GradScaler::step");
+  }
 
   auto* const fused = dynamic_cast<ScaledStep*>(&optimizer);
   at::Tensor grad_scale;

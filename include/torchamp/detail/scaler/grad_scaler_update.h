@@ -31,6 +31,7 @@ TORCHAMP_BODY void GradScaler::before_change() {
 TORCHAMP_BODY void GradScaler::end_iteration() {
   windows_.end_iteration(optimizers_);
   optimizers_.clear();
+  order_.end_iteration();
   records_.clear();
   if (losses_) losses_->forget();
 }

@@ -7,6 +7,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <cstddef>
+#include <utility>
 #include <vector>
 
 #include "torchamp/version.h"
@@ -34,6 +35,14 @@ class ScaledOutputs {
       scaled_.pop_back();
     }
     scaled_.emplace_back(scaled.getIntrusivePtr());
+  }
+
+  /// Calls `f` with each of them.
+  template <class F>
+  void for_each(const F& f) const {
+    for (const Weak& weak : scaled_) {
+      if (auto tensor = weak.lock()) f(at::Tensor(std::move(tensor)));
+    }
   }
 
  private:

@@ -112,6 +112,8 @@ class OptimizerNumber {
   static constexpr uint32_t count = 1U << 21;
 };
 
+class UnscaledGradients;
+
 /// How far an optimizer has come in this iteration, see Note [An iteration].
 struct OptimizerState {
   enum class Stage { ready, unscaled, stepped };
@@ -126,6 +128,7 @@ struct OptimizerState {
   std::size_t gradients = 0;   ///< how many there were when they were unscaled
   uint64_t taken = 0;          ///< gradients_taken() then
   std::shared_ptr<Shards> shards{};  ///< who must agree, where they are shards of gradients
+  std::shared_ptr<UnscaledGradients> watched{};  ///< by scaled losses, after unscale_
 };
 
 /// The states of the few optimizers that one scaler serves, in order of appearance; see Note [Which

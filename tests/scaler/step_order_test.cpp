@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Orders of calls that train wrongly are told: by an error, or by one warning.
+#include <torchamp/grad_scaler.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+#include <torchamp/clip_grad.h>
+
+#include <string>
+
+#include "support/expect_error.h"
+#include "support/leaf.h"
+#include "support/optimizers.h"
+#include "support/warnings.h"
+
+namespace {
+
+using testing::HasSubstr;
+using testing::IsEmpty;
+using torchamp::GradScaler;
+
+constexpr const char* without_scale = "nothing was scaled since the last update()";
+constexpr const char* clipped_scaled = "clipped while they were scaled";
+constexpr const char* added_late = "added to the gradients of this optimizer after unscale_";
+
+std::size_t times_told(const std::string& text, const std::string& part) {
+  std::size_t times = 0;
+  for (std::size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) {
+    ++times;
+  }
+  return times;
+}
+
+at::Tensor loss_of(const at::Tensor& w) {
+  return (w * w).sum() + w.sum();
+}
+
+/// With LibTorch's SGD, and with torchamp's.
+class StepOrder : public testing::TestWithParam<bool> {
+ protected:
+  void iterate() {
+    optimizer->zero_grad();
+    scaler.scale(loss_of(w)).backward();
+    scaler.step(*optimizer);
+    scaler.update();
+  }
+
+  at::Tensor w = leaf({3});
+  std::unique_ptr<torch::optim::Optimizer> optimizer = plain_or_fused_sgd({w}, GetParam(), 1e-3);
+  GradScaler scaler{{.init_scale = 64.}};
+  CollectedWarnings warnings;
+};
+INSTANTIATE_TEST_SUITE_P(Sgd, StepOrder, testing::Bool(), [](const auto& test) {
+  return std::string(test.param ? "Fused" : "LibTorchs");
+});
+
+TEST_P(StepOrder, ABackwardWithoutScaleIsToldOnceWhereAnEarlierIterationHadIt) {
+  iterate();
+  EXPECT_THAT(warnings.text(), IsEmpty());
+  for (int i = 0; i < 3; ++i) {
+    optimizer->zero_grad();
+    loss_of(w).backward();
+    scaler.step(*optimizer);
+    scaler.update();
+  }
+  EXPECT_EQ(times_told(warnings.text(), without_scale), 1U) << warnings.text();
+}
+
+TEST_P(StepOrder, ABackwardWithoutScaleIsToldByUnscaleToo) {
+  iterate();
+  optimizer->zero_grad();
+  loss_of(w).backward();
+  scaler.unscale_(*optimizer);
+  EXPECT_THAT(warnings.text(), HasSubstr(without_scale));
+}
+
+TEST_P(StepOrder, AClipOfScaledGradientsIsToldOnce) {
+  for (int i = 0; i < 3; ++i) {
+    optimizer->zero_grad();
+    scaler.scale(loss_of(w)).backward();
+    torchamp::clip_grad_norm_(*optimizer, 1.);
+    scaler.step(*optimizer);
+    scaler.update();
+  }
+  EXPECT_EQ(times_told(warnings.text(), clipped_scaled), 1U) << warnings.text();
+}
+
+TEST_P(StepOrder, AClipOfScaledParametersOrValuesIsTold) {
+  for (int form = 0; form < 3; ++form) {
+    GradScaler own({.init_scale = 64.});
+    const CollectedWarnings of_form;
+    optimizer->zero_grad();
+    own.scale(loss_of(w)).backward();
+    if (form == 0) torchamp::clip_grad_norm_({w}, 1.);
+    if (form == 1) torchamp::clip_grad_value_({w}, 1.);
+    if (form == 2) torchamp::clip_grad_value_(*optimizer, 1.);
+    own.step(*optimizer);
+    EXPECT_THAT(of_form.text(), HasSubstr(clipped_scaled)) << form;
+  }
+}
+
+TEST_P(StepOrder, AClipBeforeUnscaleIsTold) {
+  scaler.scale(loss_of(w)).backward();
+  torchamp::clip_grad_norm_(*optimizer, 1.);
+  scaler.unscale_(*optimizer);
+  EXPECT_THAT(warnings.text(), HasSubstr(clipped_scaled));
+}
+
+TEST_P(StepOrder, ABackwardAfterUnscaleIsAnErrorThatDiscardEnds) {
+  scaler.scale(loss_of(w)).backward();
+  scaler.unscale_(*optimizer);
+  scaler.scale(loss_of(w)).backward();
+  const at::Tensor before = w.detach().clone();
+  EXPECT_ERROR(scaler.step(*optimizer), added_late);
+  EXPECT_ERROR(scaler.step(*optimizer), added_late);
+  EXPECT_TRUE(at::equal(w, before));
+  optimizer->zero_grad();
+  scaler.discard(*optimizer);
+  iterate();
+  EXPECT_FALSE(at::equal(w, before));
+}
+
+TEST_P(StepOrder, ABackwardAfterUnscaleOfALossThatWasScaledBeforeIsAnError) {
+  const at::Tensor first = scaler.scale(loss_of(w)), second = scaler.scale(loss_of(w));
+  first.backward();
+  scaler.unscale_(*optimizer);
+  second.backward();
+  EXPECT_ERROR(scaler.step(*optimizer), added_late);
+}
+
+TEST_P(StepOrder, ABackwardAfterUnscaleOfASumOfScaledLossesIsAnError) {
+  scaler.scale(loss_of(w)).backward();
+  scaler.unscale_(*optimizer);
+  const auto losses = scaler.scale({loss_of(w), loss_of(w)});
+  (losses[0] + losses[1]).backward();
+  EXPECT_ERROR(scaler.step(*optimizer), added_late);
+}
+
+TEST_P(StepOrder, ABackwardAfterUnscaleThatMakesAnotherGradientIsAnError) {
+  scaler.scale(loss_of(w)).backward();
+  scaler.unscale_(*optimizer);
+  optimizer->zero_grad();
+  scaler.scale(loss_of(w)).backward();
+  EXPECT_ERROR(scaler.step(*optimizer), added_late);
+}
+
+TEST_P(StepOrder, ABackwardOfOneOptimizersLossThatReachesAnothersUnscaledGradientsIsAnError) {
+  at::Tensor v = leaf({3});
+  const auto other = plain_or_fused_sgd({v}, GetParam());
+  scaler.scale(loss_of(w)).backward();
+  scaler.unscale_(*optimizer);
+  scaler.scale(loss_of(v * w)).backward();
+  scaler.step(*other);
+  EXPECT_ERROR(scaler.step(*optimizer), added_late);
+}
+
+TEST_P(StepOrder, ABackwardAfterAClipThatNamesTheScalerIsAnError) {
+  scaler.scale(loss_of(w)).backward();
+  torchamp::clip_grad_norm_(scaler, *optimizer, 1.);
+  scaler.scale(loss_of(w)).backward();
+  EXPECT_THROW(scaler.step(*optimizer), c10::Error);
+}
+
+}  // namespace
