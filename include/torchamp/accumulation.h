@@ -85,6 +85,8 @@ class Accumulation {
   std::optional<StepResult> backward(const at::Tensor& loss) {
     TORCH_CHECK_VALUE(loss.defined(), "Accumulation::backward: the loss is undefined.");
     scaler_.check_not_scaled(loss, "Accumulation::backward");
+    detail::check_not_scaled_within(loss, "Accumulation::backward", scaler_.scaled_,
+                                    scaler_.order_);
     check_open();
     const at::Tensor part = [&] {
       const detail::UncastOps uncast;
@@ -100,11 +102,14 @@ class Accumulation {
       scaler_.begin_window(window_);
     } else {
       check_window("backward");
+      warn_of_writes();
     }
     stage_ = Stage::adding;
     scaled.backward();
     stage_ = Stage::open;
     gradients_ = detail::count_gradients(optimizer_);
+    versions_ = detail::versions_of_gradients(optimizer_);
+    taken_ = detail::gradients_taken();
     if (++window_->pending < micro_batches_) return std::nullopt;
     return flush();
   }
@@ -124,6 +129,7 @@ class Accumulation {
       const auto unsent = detail::unsent_of(optimizer_);
       if (unsent && unsent->any()) unsent->send();
       if (before_unscale_) before_unscale_();
+      detail::warn_of_local_gradients(optimizer_, "Accumulation", warned_of_local_);
     }
     if (before_step_) {
       if (!scaler_.is_unscaled(optimizer_)) scaler_.unscale_(optimizer_);
@@ -204,6 +210,21 @@ class Accumulation {
                 "update to the accumulation, and call discard() to drop them.");
   }
 
+  /// zero_grad(false) is such a write.
+  void warn_of_writes() {
+    if (warned_ || taken_ != detail::gradients_taken() ||
+        versions_ == detail::versions_of_gradients(optimizer_)) {
+      return;
+    }
+    warned_ = true;
+    TORCH_WARN("Accumulation::backward: the gradients of ", window_->pending, " of ",
+               micro_batches_,
+               " micro-batches were written to or replaced since the last call, as "
+               "zero_grad(false) does. Leave it out: the accumulation clears gradients after its "
+               "step. What changes them goes into before_unscale or before_step. This is said "
+               "once.");
+  }
+
   GradScaler& scaler_;
   torch::optim::Optimizer& optimizer_;
   int64_t micro_batches_;
@@ -211,6 +232,9 @@ class Accumulation {
   Stage stage_ = Stage::open;
   int64_t version_ = 0;        // of the scale, at the start of the window
   std::size_t gradients_ = 0;  // how many there were after the last backward()
+  uint64_t versions_ = 0;      // theirs
+  uint64_t taken_ = 0;         // by masters until then
+  bool warned_ = false, warned_of_local_ = false;
   std::function<void()> before_unscale_, before_step_;
 };
 

@@ -140,18 +140,28 @@ inline void check_not_stepped(const char* call, const GradScaler& scaler,
       "and step().");
 }
 
+/// Those who step are to hear of a clip that found no gradient.
+inline void note_clip_in_vain(at::TensorList params) {
+  for (const at::Tensor& param : params) {
+    if (param.defined()) return PlainClips::note(param);
+  }
+}
 /// A scaler that has scaled these gradients is to hear of a clip without it.
 inline void note_plain_clip(at::TensorList params) {
   for (const at::Tensor& param : params) {
     if (!param.defined() || !param.unsafeGetTensorImpl()->grad().defined()) continue;
     return PlainClips::note(param.unsafeGetTensorImpl()->grad());
   }
+  note_clip_in_vain(params);
 }
-inline void note_plain_clip(const torch::optim::Optimizer& optimizer) {
-  any_gradient(optimizer, [](const at::Tensor& gradient) {
-    PlainClips::note(gradient);
+inline void note_plain_clip(const torch::optim::Optimizer& optimizer, bool knows_scale = false) {
+  const bool any = any_gradient(optimizer, [=](const at::Tensor& gradient) {
+    if (!knows_scale) PlainClips::note(gradient);
     return true;
   });
+  if (!any && !optimizer.param_groups().empty()) {
+    note_clip_in_vain(optimizer.param_groups().front().params());
+  }
 }
 
 inline void check_clip_value(double value) {
@@ -213,7 +223,9 @@ inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& o
       scaler.unscale_(optimizer);
     }
   }
-  return detail::clip_norm(optimizer, scale, max_norm, norm_type, zero);
+  at::Tensor norm = detail::clip_norm(optimizer, scale, max_norm, norm_type, zero);
+  detail::note_plain_clip(optimizer, /*knows_scale=*/true);
+  return norm;
 }
 
 /// Clamps the elements of the gradients of `params` in place to [-value, value]. Errors: as

@@ -98,8 +98,12 @@ class SafeAccumulation {
   /// scaler as before it.
   void backward(const at::Tensor& loss) {
     check_ready("backward");
+    detail::check_not_scaled_within(loss, "SafeAccumulation::backward", scaler_.scaled_,
+                                    scaler_.order_);
+    warn_of_others("backward");
     detail::clear_gradients(optimizer_);
     detail::drop_model_gradients(optimizer_);  // that an exception has left
+    is_clear_ = false;
     scaler_.scale(loss).backward();
     if (const auto unsent = detail::unsent_of(optimizer_); unsent && unsent->any()) {
       unsent->drop();
@@ -109,6 +113,7 @@ class SafeAccumulation {
                   "Leave no_sync() out.");
     }
     if (before_unscale_) before_unscale_();
+    detail::warn_of_local_gradients(optimizer_, "SafeAccumulation", warned_of_local_);
     sum_.check(optimizer_);
     try {
       scaler_.unscale_(optimizer_);
@@ -119,20 +124,31 @@ class SafeAccumulation {
       scaler_.discard(optimizer_);
       throw;
     }
-    if (++window_->pending == 1) scaler_.begin_window(window_);
+    if (++window_->pending == 1) {
+      scaler_.begin_window(window_);
+      began_at_ = detail::PlainClips::tick();
+    }
     detail::clear_gradients(optimizer_);
+    is_clear_ = true;
   }
 
   /// Steps with the mean of the gradients that were kept and begins a new window. `before_step` is
   /// called when the parameters' gradients hold that mean, to clip them, say, in whichever form:
-  /// for the scaler, they are unscaled. Skipped if none was kept. After an exception from
+  /// for the scaler, they are unscaled. Skipped if none was kept. Error, without a `before_step`: a
+  /// clip since the window's first micro-batch, for it found no gradients. After an exception from
   /// `before_step` or the optimizer's step, the window is as it was, and step() may be called
   /// again.
   SafeAccumulationResult step(const std::function<void()>& before_step = nullptr) {
     TORCH_CHECK(window_->pending > 0,
                 "SafeAccumulation::step: there is no micro-batch. Call backward(loss) first.");
     check_ready("step");
+    TORCH_CHECK(before_step || !detail::PlainClips::any_in_vain_since(began_at_, optimizer_),
+                "SafeAccumulation::step: a clip came before this call, and found no gradients: the "
+                "sums are kept apart. Clip in a function that is given to step(), as in step([&] { "
+                "clip_grad_norm_(optimizer, 1.); }).");
+    warn_of_others("step");
     detail::clear_gradients(optimizer_);  // a step that has failed may have left its own
+    is_clear_ = false;
     auto kept = std::make_shared<detail::ReadOnce<double>>(sum_.kept());
     at::Tensor skipped;  // memory for what comes after the step, where nothing may fail
     if (kept->tensor.defined()) skipped = at::empty_like(kept->tensor);
@@ -167,8 +183,18 @@ class SafeAccumulation {
   int64_t pending() const { return window_->pending; }
 
  private:
+  void warn_of_others(const char* call) {
+    const auto any = [](const at::Tensor&) { return true; };
+    if (!is_clear_ || warned_ || !detail::any_gradient(optimizer_, any)) return;
+    warned_ = true;
+    TORCH_WARN("SafeAccumulation::", call,
+               ": the parameters have gradients that come from no backward() of this accumulation, "
+               "and they are dropped. Call accumulation.backward(loss) for every loss. (If they "
+               "are not to count, drop them by zero_grad().) This is said once.");
+  }
   void clear() {
     detail::clear_gradients(optimizer_);
+    is_clear_ = true;
     scaler_.discard(optimizer_);
     sum_.clear();
     window_->pending = 0;
@@ -186,6 +212,9 @@ class SafeAccumulation {
   detail::GradientSum sum_;
   std::shared_ptr<detail::AccumulationWindow> window_;  // the scaler looks at it
   std::function<void()> before_unscale_;
+  uint64_t began_at_ = 0;  // the window
+  bool is_clear_ = false;  // the gradients were, when the last call returned
+  bool warned_ = false, warned_of_local_ = false;
 };
 
 }  // namespace TORCHAMP_NAMESPACE

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Gradients that micro-batches within no_sync() have left, where a window ends early or is dropped.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #if __has_include(<gloo/rendezvous/store.h>)
@@ -18,6 +19,7 @@
 #include "support/expect_error.h"
 #include "support/launch.h"
 #include "support/sharded.h"
+#include "support/warnings.h"
 #include "torchamp/accumulate.h"
 #include "torchamp/distributed/data_parallel.h"
 #include "torchamp/distributed/sharded_masters.h"
@@ -39,6 +41,61 @@ torch::nn::Sequential linear_layers() {
   at::manual_seed(1);
   return torch::nn::Sequential(torch::nn::Linear(4, 8), torch::nn::Linear(8, 8),
                                torch::nn::Linear(8, 2));
+}
+
+TEST(Distributed, WarnsOnceOfAStepWithGradientsThatAreThisProcesssOwn) {
+  if (ran_in_processes(2)) return;
+  const auto group = make_group();
+  constexpr const char* text = "so these gradients are this process's own";
+  for (const bool has_masters : {false, true}) {
+    for (const bool safe : {false, true}) {
+      for (const bool averages : {true, false}) {
+        SCOPED_TRACE(c10::str(has_masters, ", ", safe, ", ", averages));
+        auto model = linear_layers();
+        std::optional<torchamp::MasterWeights> masters;
+        if (has_masters) {
+          masters.emplace(model, torchamp::MasterWeightsOptions{.dtype = at::kBFloat16});
+        }
+        DistributedDataParallel net(model, group);
+        torch::optim::SGD optimizer(has_masters ? masters->parameters() : model->parameters(), 0.1);
+        torchamp::GradScaler scaler({.init_scale = 8.});
+        const auto loss = [&](bool syncs) {
+          const auto no_sync = net.no_sync(!syncs);
+          const Tensor x = at::ones({1, 4}, has_masters ? at::kBFloat16 : at::kFloat);
+          return net.forward(x).to(at::kFloat).pow(2).sum();
+        };
+        const auto before_unscale = [&] {
+          if (averages) net.sync_gradients();
+          if (masters) masters->take_gradients();
+        };
+        const CollectedWarnings warnings;
+        torchamp::Accumulation window(scaler, optimizer, 2);
+        torchamp::SafeAccumulation sums(scaler, optimizer);
+        window.before_unscale(before_unscale);
+        sums.before_unscale(before_unscale);
+        for (int i = 0; i < 4; ++i) {
+          if (safe) {
+            const auto no_sync = net.no_sync();
+            sums.backward(loss(false));
+            sums.step();
+          } else {
+            window.backward(loss(i == 1));  // which averages what the first has left
+          }
+          if (masters && (safe || i % 2 == 1)) masters->copy_to_model();
+          if (!safe && i == 1) {
+            EXPECT_THAT(warnings.text(), testing::IsEmpty());
+          }
+        }
+        if (averages) {
+          EXPECT_THAT(warnings.text(), testing::IsEmpty());
+        } else {
+          EXPECT_THAT(warnings.text(), testing::HasSubstr(text));
+          EXPECT_EQ(warnings.text().find(text), warnings.text().rfind(text));
+        }
+        sums.discard();
+      }
+    }
+  }
 }
 
 TEST(Distributed, AveragesWhatMicroBatchesHaveLeftWhenAskedTo) {

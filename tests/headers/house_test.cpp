@@ -111,10 +111,10 @@ struct Budget {
 constexpr Budget budgets[] = {
     {"autocast.h", 30, 4500},
     {"optim.h", 28, 3720},
-    {"grad_scaler.h", 36, 5340},
-    {"torchamp.h", 77, 11740},
+    {"grad_scaler.h", 36, 5390},
+    {"torchamp.h", 77, 11810},
 };
-constexpr Budget all_headers = {"include/", 223, 33400};  // to come down to 160 and 24,000
+constexpr Budget all_headers = {"include/", 224, 33650};  // to come down to 160 and 24,000
 
 struct Header {
   std::size_t lines = 0;

@@ -28,6 +28,7 @@
 
 #include "torchamp/detail/distributed/collective.h"
 #include "torchamp/detail/distributed/reducer.h"
+#include "torchamp/detail/distributed/unsynced.h"
 #include "torchamp/detail/graph/body.h"
 #include "torchamp/detail/modules/call_forward.h"
 #include "torchamp/detail/tensor_tree.h"
@@ -163,7 +164,7 @@ class DistributedDataParallel {
       detail::broadcast("DistributedDataParallel::forward", reducer_.group(), model_->buffers(), 0);
     }
     auto outputs = detail::call_forward(model_, inputs...);
-    if (torch::autograd::GradMode::is_enabled()) is_synced_ = reduces;
+    if (torch::autograd::GradMode::is_enabled()) set_synced(reduces);
     if (reduces) {
       reducer_.prepare_for_backward(options_.find_unused_parameters ? detail::tensors_of(outputs)
                                                                     : std::vector<at::Tensor>());
@@ -188,7 +189,7 @@ class DistributedDataParallel {
                 "iteration of a CudaGraph cannot hold. Run that iteration eagerly, with "
                 "{.enabled = false}.");
     reducer_.average_now(*model_);
-    is_synced_ = true;
+    set_synced(true);
   }
 
   /// A region whose forwards and their backwards leave the gradients as they are, added up on each
@@ -219,11 +220,20 @@ class DistributedDataParallel {
   [[nodiscard]] NoSync no_sync(bool enabled = true) { return NoSync(syncs_, enabled); }
 
  private:
+  void set_synced(bool is_synced) {
+    is_synced_ = is_synced;
+    if (!unsynced_ && !is_synced && group()->getSize() > 1) {
+      unsynced_ = detail::UnsyncedGradients::of(model_->parameters());
+    }
+    if (unsynced_) unsynced_->are_unsynced = !is_synced;
+  }
+
   Model model_;
   DistributedDataParallelOptions options_;
   detail::GradientReducer reducer_;
   bool syncs_ = true;
   bool is_synced_ = true;  // no backward within no_sync() has left gradients
+  std::shared_ptr<detail::UnsyncedGradients> unsynced_{};  // from the first no_sync() on
 };
 
 }  // namespace TORCHAMP_NAMESPACE

@@ -2,17 +2,57 @@
 #pragma once
 
 #include <c10/util/Exception.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/optim/optimizer.h>
 
+#include <atomic>
 #include <memory>
 
 #include "torchamp/detail/gradients/deferred_clip.h"
+#include "torchamp/detail/scaler/scaled_outputs.h"
+#include "torchamp/detail/scaler/step_order.h"
 #include "torchamp/detail/scaler/step_record.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
 
 // What both kinds of accumulation do.
+
+/// Throws for a loss that was computed, by few ops, from one of `scaled`, as a half of it is. Not
+/// where the program has asked for the scale, and may have divided by it.
+inline void check_not_scaled_within(const at::Tensor& loss, const char* call,
+                                    const ScaledOutputs& scaled, const StepOrder& order) {
+  if (!loss.defined() || order.was_asked()) return;
+  constexpr int most_ops = 3;
+  const auto search = [&](const auto& self, const torch::autograd::Node* node, int ops) -> void {
+    if (!node) return;
+    TORCH_CHECK_VALUE(!scaled.are_made_by(*node), call,
+                      ": this loss was computed from one that has been scaled already, and its "
+                      "gradients would be too large by the scale. Pass the loss as it was before "
+                      "scale(): the accumulation scales it.");
+    if (ops == most_ops) return;
+    for (const auto& edge : node->next_edges()) self(self, edge.function.get(), ops + 1);
+  };
+  search(search, loss.grad_fn().get(), 0);
+}
+
+/// Whether a reducer has left gradients of an optimizer as they are on this process. Null unless
+/// one has ever done so.
+inline std::atomic<bool (*)(const torch::optim::Optimizer&)>& has_local_gradients() {
+  static std::atomic<bool (*)(const torch::optim::Optimizer&)> any = nullptr;
+  return any;
+}
+/// Warns of a step with such, unless `warned`, which it sets.
+inline void warn_of_local_gradients(const torch::optim::Optimizer& optimizer, const char* who,
+                                    bool& warned) {
+  auto* const any = has_local_gradients().load();
+  if (warned || !any || !any(optimizer)) return;
+  warned = true;
+  TORCH_WARN(who,
+             ": the last forward was within DistributedDataParallel::no_sync(), so these gradients "
+             "are this process's own, and a step with them lets the replicas diverge. Call "
+             "sync_gradients() in before_unscale(). This is said once.");
+}
 
 /// Drops the gradients, and a clip of them that is left to the next step.
 inline void clear_gradients(torch::optim::Optimizer& optimizer) {

@@ -5,8 +5,12 @@
 #include <c10/core/UndefinedTensorImpl.h>
 #include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/autograd/function.h>
 
+#include <algorithm>
+#include <array>
 #include <cstddef>
+#include <cstdint>
 #include <utility>
 #include <vector>
 
@@ -35,6 +39,16 @@ class ScaledOutputs {
       scaled_.pop_back();
     }
     scaled_.emplace_back(scaled.getIntrusivePtr());
+    if (const auto& node = scaled.grad_fn()) {
+      makers_[next_++ % makers_.size()] = {node.get(), node->sequence_nr()};
+    }
+  }
+
+  /// Whether `node` has made one of the last few, which may be gone.
+  bool are_made_by(const torch::autograd::Node& node) const {
+    return std::any_of(makers_.begin(), makers_.end(), [&](const Maker& maker) {
+      return maker.node == &node && maker.sequence == node.sequence_nr();
+    });
   }
 
   /// Calls `f` with each of them.
@@ -49,7 +63,15 @@ class ScaledOutputs {
   // While it exists, no other tensor can have that one's address.
   using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
+  // A node at the same address has another number.
+  struct Maker {
+    const torch::autograd::Node* node = nullptr;
+    uint64_t sequence = 0;
+  };
+
   std::vector<Weak> scaled_;
+  std::array<Maker, 8> makers_{};
+  std::size_t next_ = 0;
 };
 
 }  // namespace torchamp::detail

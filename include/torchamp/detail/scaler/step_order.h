@@ -29,6 +29,7 @@ namespace torchamp::detail {
 //                                a step finds as it was left, and that is later than scale(), was
 //                                clipped while scaled.
 //   backward() without scale()   an iteration has gradients but no scale(), and an earlier one had.
+//   a clip before backward()     it leaves a note of a parameter that has no gradient.
 //   backward() after unscale_    a scaled loss looks, when its backward begins and ends, whether it
 //                                changes gradients that are unscaled.
 //
@@ -65,23 +66,48 @@ bool any_gradient(const torch::optim::Optimizer& optimizer, const F& f) {
   return false;
 }
 
-/// The latest clips of this thread that named no scaler.
+/// Changes, but for chance, where a gradient is written to or replaced.
+inline uint64_t versions_of_gradients(const torch::optim::Optimizer& optimizer) {
+  uint64_t sum = 0;
+  any_gradient(optimizer, [&sum](const at::Tensor& gradient) {
+    sum = sum * 31 + reinterpret_cast<std::uintptr_t>(gradient.unsafeGetTensorImpl());
+    sum = sum * 31 + version_of(gradient);
+    return false;
+  });
+  return sum;
+}
+
+/// The latest clips of this thread: those that named no scaler, and those that found no gradient.
 class PlainClips {
  public:
-  /// A clip has left this gradient, one of those that it has limited.
-  static void note(const at::Tensor& gradient) {
+  /// A clip has left this gradient, one of those that it has limited, or has found none and was
+  /// given this parameter.
+  static void note(const at::Tensor& gradient_or_parameter) {
     latest_ = tick();
-    clips()[latest_ % most] = {latest_, SeenGradient(gradient)};
+    clips()[latest_ % most] = {latest_, SeenGradient(gradient_or_parameter)};
   }
   /// Whether one was made after `time`.
   static bool any_since(uint64_t time) { return latest_ > time; }
   /// Whether one that was made after `time` has left one of these gradients as it is.
   static bool any_since(uint64_t time, const torch::optim::Optimizer& optimizer) {
     return any_gradient(optimizer, [time](const at::Tensor& gradient) {
-      return std::any_of(clips().begin(), clips().end(), [&](const Clip& clip) {
-        return clip.time > time && *clip.gradient == SeenGradient(gradient);
+      return any_of([&](const Clip& clip) {
+        return clip.time > time && *clip.left == SeenGradient(gradient);
       });
     });
+  }
+  /// Whether one that was made after `time` has found none of these gradients.
+  static bool any_in_vain_since(uint64_t time, const torch::optim::Optimizer& optimizer) {
+    if (!any_since(time)) return false;
+    for (const auto& group : optimizer.param_groups()) {
+      for (const at::Tensor& parameter : group.params()) {
+        const auto is_it = [&](const Clip& clip) {
+          return clip.time > time && clip.left->is(parameter);
+        };
+        if (parameter.defined() && any_of(is_it)) return true;
+      }
+    }
+    return false;
   }
   /// Later than all before, in all threads.
   static uint64_t tick() {
@@ -93,8 +119,12 @@ class PlainClips {
   static constexpr std::size_t most = 8;
   struct Clip {
     uint64_t time = 0;
-    std::optional<SeenGradient> gradient{};
+    std::optional<SeenGradient> left{};
   };
+  template <class F>
+  static bool any_of(const F& f) {
+    return std::any_of(clips().begin(), clips().end(), f);
+  }
   static std::array<Clip, most>& clips() {
     static thread_local std::array<Clip, most> clips;
     return clips;
