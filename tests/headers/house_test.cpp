@@ -114,7 +114,7 @@ constexpr Budget budgets[] = {
     {"grad_scaler.h", 36, 5390},
     {"torchamp.h", 77, 11810},
 };
-constexpr Budget all_headers = {"include/", 224, 33650};  // to come down to 160 and 24,000
+constexpr Budget all_headers = {"include/", 224, 33750};  // to come down to 160 and 24,000
 
 struct Header {
   std::size_t lines = 0;
