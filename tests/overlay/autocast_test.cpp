@@ -172,6 +172,9 @@ TEST(AutocastGuard, AWeightWrittenToInARegionIsSeenAfterClearingTheCache) {
 }
 
 TEST(AutocastGuard, AForwardWithoutGradientsBeforeATrainingForwardLosesNone) {
+  if (TORCHAMP_LIBTORCH < 211) {
+    GTEST_SKIP() << "LibTorch before 2.11 keeps casts that were made without gradients";
+  }
   const at::Tensor weight = ones(at::kCPU, at::kFloat).requires_grad_();
   const AutocastGuard autocast(at::kCPU);
   {

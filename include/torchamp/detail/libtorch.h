@@ -23,9 +23,10 @@
 // is here, or asks TORCHAMP_LIBTORCH where it needs a header that most programs do not:
 //   before 2.15  the CPU's fused SGD loses steps of 16-bit parameters (detail/optim/sgd.h)
 //   before 2.12  kinds of a thread's slot are an 8-bit enum (detail/overlay/runtime.h)
-//   before 2.11  c10d's Reducer takes other arguments (detail/distributed/reducer.h), and a script
-//                is not known to tell its logger first (detail/overlay/script_switch.h); no table
-//                of what the CPU can do
+//   before 2.11  c10d's Reducer takes other arguments (detail/distributed/reducer.h); no table of
+//                what the CPU can do; LibTorch's cache keeps casts that were made without
+//                gradients, and gives them to a later forward of the region, whose gradients are
+//                lost: begin another region for evaluation, as TrainingStep::evaluate does
 //   before 2.10  a gradient has no dtype of its own (detail/recompute/gradient_sink.h)
 //   before 2.9   an op's kernel is found on a way of its own; a capture begins with what lies idle
 //                in the device's cache (detail/graph/stream_recorder.h)

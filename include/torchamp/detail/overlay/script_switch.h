@@ -104,7 +104,7 @@ class ScriptSwitch {
     /// Null if another one is to stay.
     static LoggerBase* install() {
       namespace logging = torch::jit::logging;
-      constexpr bool is_told_first = TORCHAMP_LIBTORCH >= 211 && TORCHAMP_LIBTORCH <= 215;
+      constexpr bool is_told_first = TORCHAMP_LIBTORCH <= 215;
       const auto does_nothing = [](LoggerBase& logger) {
         return typeid(logger) == typeid(logging::NoopLogger);
       };
