@@ -4,6 +4,10 @@
 /// @file
 /// @brief torchamp's version, for the preprocessor.
 
+#if __cplusplus < 202002L
+#error "torchamp needs C++20: compile with -std=c++20 (g++ 12, clang++ 14 or later)."
+#endif
+
 // The only place where the version is written; CMake reads it from here.
 #define TORCHAMP_VERSION_MAJOR 0  ///< goes up with an incompatible release
 #define TORCHAMP_VERSION_MINOR 2  ///< goes up with what is new
