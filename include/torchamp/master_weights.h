@@ -140,7 +140,8 @@ class MasterWeights {
   /// After the optimizer's step, taken or skipped: gives the model the masters' values, rounded to
   /// 16 bits. One pass over all parameters of a device; split masters need none. An error, before
   /// anything is changed, if masters of their own are what they were at the last call, no gradients
-  /// were taken since, and the model holds some: take_gradients() was forgotten.
+  /// were taken since, and the model holds some: take_gradients() was forgotten. A warning, once,
+  /// if others have written to the model's weights since the last call: what they wrote is lost.
   void copy_to_model();
 
   /// For torch::save(masters, path): what torch::save(model, path) writes, but with the masters'
@@ -175,8 +176,11 @@ class MasterWeights {
     bool is_split;         // with the other 16 beside it
     at::Tensor master;     // undefined where it needs no gradient, is split or is not narrow
     std::shared_ptr<detail::MainGradient> main = nullptr;  // where backward takes gradients
+    const void* given = nullptr;  // the parameter's memory, and its writes, at the last copy
+    uint32_t given_writes = 0;
 
     at::Tensor value() const;
+    uint32_t writes() const;
     void set(const at::Tensor& value, const detail::NarrowWeight& halves) const;
     void check_not_half_stepped(const char* call) const;
   };
@@ -185,13 +189,16 @@ class MasterWeights {
   const Weight* find(const at::Tensor& parameter) const;
   int64_t master_versions() const;
   void note_copied();
+  void note_given();
+  void warn_of_written_model();
 
   std::shared_ptr<torch::nn::Module> model_;
   MasterWeightsOptions options_;
   std::vector<Weight> weights_;
   detail::TensorPairs model_from_masters_;
   int64_t copied_versions_ = 0;  // of the masters, at the last copy_to_model()
-  bool was_taken_ = false;       // gradients were, or load() was called, since then
+  bool warned_ = false;
+  bool was_taken_ = false;  // gradients were, or load() was called, since then
   std::shared_ptr<const void> token_ = std::make_shared<char>();  // what weights go by
 };
 

@@ -111,8 +111,8 @@ struct Budget {
 constexpr Budget budgets[] = {
     {"autocast.h", 30, 4500},
     {"optim.h", 28, 3720},
-    {"grad_scaler.h", 36, 5390},
-    {"torchamp.h", 77, 11810},
+    {"grad_scaler.h", 36, 5410},
+    {"torchamp.h", 77, 11830},
 };
 constexpr Budget all_headers = {"include/", 224, 33750};  // to come down to 160 and 24,000
 

@@ -55,12 +55,16 @@ inline void remove_weight_meta(const at::Tensor& parameter) {
   if (weight_meta_of(parameter)) parameter.unsafeGetTensorImpl()->set_backend_meta({});
 }
 
-/// Has a model's weight tell that `masters` keep its master, for as long as they live. Not one that
-/// carries data of its device's own.
-inline void note_masters(const at::Tensor& weight, const std::shared_ptr<const void>& masters) {
+/// Has a model's weight tell that `masters` keep its master, for as long as they live, and whether
+/// in a tensor apart. Not one that carries data of its device's own.
+inline void note_masters(const at::Tensor& weight, const std::shared_ptr<const void>& masters,
+                         bool apart) {
   c10::TensorImpl* const tensor = weight.unsafeGetTensorImpl();
   if (!tensor->get_backend_meta()) tensor->set_backend_meta(c10::make_intrusive<WeightMeta>());
-  if (WeightMeta* const meta = weight_meta_of(weight)) meta->masters = masters;
+  if (WeightMeta* const meta = weight_meta_of(weight)) {
+    meta->masters = masters;
+    meta->has_master_apart = apart;
+  }
 }
 
 /// What a weight's value becomes, in memory of its own: the weight in 16 bits, and those that it

@@ -160,8 +160,11 @@ inline MasterWeights::MasterWeights(std::shared_ptr<torch::nn::Module> model,
     if (options_.main_gradients) {
       weight.main = detail::hook_main_gradient(weight.name, parameter, weight.master);
     }
-    if (weight.is_split || weight.master.defined()) detail::note_masters(parameter, token_);
+    if (weight.is_split || weight.master.defined()) {
+      detail::note_masters(parameter, token_, /*apart=*/weight.master.defined());
+    }
   }
+  note_copied();
 }
 
 inline std::vector<std::pair<std::string, at::Tensor>> MasterWeights::named_parameters() const {
@@ -282,7 +285,11 @@ inline void MasterWeights::take_gradients() {
     one.parameter.mutable_grad().reset();
     one.owner.mutable_grad() = std::move(one.gradient);
   }
-  ++detail::gradients_taken();
+  const uint64_t times = ++detail::gradients_taken();
+  for (const Taken& one : taken) {
+    if (one.owner.is_same(one.parameter)) continue;  // split: unscaled already, if its weight's was
+    if (detail::WeightMeta* const meta = detail::weight_meta_of(one.owner)) meta->taken = times;
+  }
   was_taken_ = true;
 }
 
@@ -308,8 +315,34 @@ inline void MasterWeights::check_taken() const {
   }
 }
 
+/// How often the model's weight was written to, but for writes that have left it as it was.
+inline uint32_t MasterWeights::Weight::writes() const {
+  const detail::WeightMeta* const meta = detail::weight_meta_of(parameter);
+  return detail::version_of(parameter) - (meta ? meta->same_writes : 0U);
+}
+
+/// Warns once of weights of the model that are not those that it was given. (A program that tries
+/// other ones out, averages, say, and puts these back writes twice.)
+inline void MasterWeights::warn_of_written_model() {
+  if (warned_) return;
+  for (const Weight& weight : weights_) {
+    if (!weight.master.defined() ||
+        (weight.given == weight.parameter.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl() &&
+         (weight.writes() - weight.given_writes) % 2 == 0)) {
+      continue;
+    }
+    warned_ = true;
+    TORCH_WARN("MasterWeights::copy_to_model: the model's weight '", weight.name,
+               "' was written to since the last call, and its master's value replaces what was "
+               "written. To fill the model from a file, call torch::load(masters, path); to change "
+               "weights, change those of parameters(). This is said once.");
+    return;
+  }
+}
+
 inline void MasterWeights::copy_to_model() {
   check_taken();
+  warn_of_written_model();
   check_split("MasterWeights::copy_to_model");
   for (const Weight& weight : weights_) {
     if (weight.parameter.grad().defined()) {
@@ -322,8 +355,16 @@ inline void MasterWeights::copy_to_model() {
   was_taken_ = false;
 }
 
+inline void MasterWeights::note_given() {
+  for (Weight& weight : weights_) {
+    weight.given = weight.parameter.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl();
+    weight.given_writes = weight.writes();
+  }
+}
+
 inline void MasterWeights::note_copied() {
   copied_versions_ = master_versions();
+  note_given();
   for (const Weight& weight : weights_) {
     if (weight.main && weight.master.defined()) weight.main->note_copied(weight.master);
   }
@@ -394,6 +435,7 @@ inline std::function<void()> MasterWeights::keep() {
       note_copied();
     } else {
       copied_versions_ = master_versions() - 1;
+      note_given();
     }
     was_taken_ = was_taken;
   };

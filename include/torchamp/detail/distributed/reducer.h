@@ -59,7 +59,13 @@ inline void broadcast(const char* call, const c10::intrusive_ptr<c10d::ProcessGr
     all.push_back(in_memory_order(split->low).view(at::kByte));  // backends lack int16
     if (split->is_unwritten(tensor)) whole.push_back(tensor);
   }
+  for (const at::Tensor& tensor : tensors) {  // whose masters are alike as well
+    if (WeightMeta* const meta = weight_meta_of(tensor)) meta->same_writes -= version_of(tensor);
+  }
   collective(call, [&] { c10d::broadcast_coalesced(group, all, together, root); });
+  for (const at::Tensor& tensor : tensors) {
+    if (WeightMeta* const meta = weight_meta_of(tensor)) meta->same_writes += version_of(tensor);
+  }
   for (const at::Tensor& tensor : whole) split_of(tensor)->note_version(tensor);
   if (KeptWeights* const kept = kept_weights()) kept->changed(tensors);
 }

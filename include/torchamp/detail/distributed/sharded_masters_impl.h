@@ -96,7 +96,9 @@ inline ShardedMasterWeights::ShardedMasterWeights(std::shared_ptr<torch::nn::Mod
                                                        options_.find_unused_parameters);
   scatter_->hook();
   shards_->unsent = scatter_;
-  for (const std::size_t w : by_index_) detail::note_masters(weights_[w].parameter, scatter_);
+  for (const std::size_t w : by_index_) {
+    detail::note_masters(weights_[w].parameter, scatter_, /*apart=*/true);
+  }
 }
 
 /// Throws where another process has other options or another model, whose exchanges would not fit.

@@ -9,6 +9,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -52,6 +53,10 @@ struct WeightMeta : c10::BackendMeta {
   std::size_t index = 0;             ///< of that master
   /// Of a model's weight: those that keep its master. Expired once they are gone.
   std::weak_ptr<const void> masters{};
+  /// And whether that is a tensor apart, so that steps of this one are lost.
+  bool has_master_apart = false;
+  uint32_t same_writes = 0;  ///< how many writes have left the weight as it was
+  uint64_t taken = 0;        ///< of a master apart: gradients_taken() after it was given gradients
   /// How fused optimizers step the weight, where they do not step the tensor itself.
   const StepMethod* step_method = nullptr;
 
@@ -111,15 +116,20 @@ inline std::shared_ptr<Shards> shards_of(const at::Tensor& tensor) {
 }
 
 /// What the optimizer's parameters are pieces of; null if they are none. An error for an optimizer
-/// that cannot step pieces.
+/// that cannot step pieces, and for one of weights that have masters.
 inline std::shared_ptr<Shards> shards_of(const torch::optim::Optimizer& optimizer,
                                          const char* call) {
   for (const auto& group : optimizer.param_groups()) {
     for (const at::Tensor& tensor : group.params()) {
-      if (!tensor.defined()) continue;
-      if (auto shards = shards_of(tensor)) {
-        shards->check(optimizer, call);
-        return shards;
+      const WeightMeta* const meta = tensor.defined() ? weight_meta_of(tensor) : nullptr;
+      if (!meta) continue;
+      TORCH_CHECK(!meta->has_master_apart || meta->masters.expired(), call, ": the parameter ",
+                  tensor.sizes(),
+                  " of this optimizer is a weight of a model under master weights, which would "
+                  "overwrite what a step makes of it. Give the optimizer their parameters().");
+      if (meta->shards) {
+        meta->shards->check(optimizer, call);
+        return meta->shards;
       }
     }
   }

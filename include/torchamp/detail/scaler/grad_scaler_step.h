@@ -38,7 +38,8 @@ TORCHAMP_BODY void GradScaler::check_complete(const torch::optim::Optimizer& opt
                                               const detail::OptimizerState& state) const {
   const bool taken = state.taken != detail::gradients_taken();
   TORCH_CHECK(
-      (!taken && state.had_gradients) || detail::count_gradients(optimizer) <= state.gradients,
+      ((!taken && state.had_gradients) || detail::count_gradients(optimizer) <= state.gradients) &&
+          !(taken && detail::any_taken_after(optimizer, state.taken)),
       "GradScaler::step: gradients came after unscale_, which have neither been divided by "
       "the scale nor checked. Let them be complete before: ",
       taken ? "call MasterWeights::take_gradients() before unscale_, and with an "

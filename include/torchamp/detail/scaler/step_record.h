@@ -80,6 +80,16 @@ inline uint64_t& gradients_taken() {
   static thread_local uint64_t times = 0;
   return times;
 }
+/// Whether masters that `optimizer` steps were given gradients after the first `times` of these.
+inline bool any_taken_after(const torch::optim::Optimizer& optimizer, uint64_t times) {
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      const WeightMeta* const meta = parameter.defined() ? weight_meta_of(parameter) : nullptr;
+      if (meta && meta->taken > times) return true;
+    }
+  }
+  return false;
+}
 
 // Note [Which optimizer it is]
 // An optimizer's address does not tell: another one may be made there as soon as it is gone, and it
