@@ -110,11 +110,11 @@ struct Budget {
 // To come down to 22 and 3,400, 18 and 2,400, 20 and 3,000, 52 and 8,300.
 constexpr Budget budgets[] = {
     {"autocast.h", 30, 4500},
-    {"optim.h", 28, 3720},
-    {"grad_scaler.h", 36, 5410},
-    {"torchamp.h", 77, 11830},
+    {"optim.h", 28, 3730},
+    {"grad_scaler.h", 36, 5430},
+    {"torchamp.h", 77, 11850},
 };
-constexpr Budget all_headers = {"include/", 224, 33750};  // to come down to 160 and 24,000
+constexpr Budget all_headers = {"include/", 224, 33800};  // to come down to 160 and 24,000
 
 struct Header {
   std::size_t lines = 0;
