@@ -41,7 +41,9 @@ function(_torchamp_docs_page file to)
     string(REGEX REPLACE "\\]\\([^:)]+/\\.\\./([^)]+)\\)" "](\\1)" text "${text}")
   endif()
   # Links between the pages.
-  string(REGEX REPLACE "\\]\\([^:)#]*README[.]md#([^)]+)\\)" "](#\\1)" text "${text}")
+  string(REGEX REPLACE "\\]\\([^:)#]*(README|install|CHANGELOG)[.]md#([^)]+)\\)" "](#\\2)" text "${text}")
+  string(REPLACE "](examples/install.md)" "](@ref install)" text "${text}")
+  string(REPLACE "](.github/CHANGELOG.md)" "](@ref changes)" text "${text}")
   string(REPLACE "](examples/README.md)" "](@ref gallery)" text "${text}")
   string(REPLACE "](README.md)" "](@ref index)" text "${text}")
   string(REGEX REPLACE "\\]\\(include/(torchamp/[^)]+[.]h)\\)" "](@ref \\1)" text "${text}")
@@ -63,6 +65,8 @@ function(torchamp_add_docs)
   set(folder ${PROJECT_BINARY_DIR}/docs)
   _torchamp_docs_page(README.md ${folder}/pages/README.md)
   _torchamp_docs_page(examples/README.md ${folder}/pages/gallery.md)
+  _torchamp_docs_page(examples/install.md ${folder}/pages/install.md)
+  _torchamp_docs_page(.github/CHANGELOG.md ${folder}/pages/changes.md)
 
   # The list of headers, each with the line that says what it is for.
   set(index "# Headers {#headers}\n\n| header | what it is for |\n|---|---|\n")
@@ -110,7 +114,8 @@ function(torchamp_add_docs)
   set(DOXYGEN_VERBATIM_HEADERS NO)
   set(DOXYGEN_SHOW_INCLUDE_FILES NO)
   set(DOXYGEN_INPUT_FILTER "sed -E 's/^.*= (delete|default).$//'")  # says all by itself
-  doxygen_add_docs(docs ${folder}/pages/README.md ${folder}/pages/headers.md ${folder}/pages/gallery.md ${inputs}
+  doxygen_add_docs(docs ${folder}/pages/README.md ${folder}/pages/headers.md ${folder}/pages/gallery.md
+                   ${folder}/pages/install.md ${folder}/pages/changes.md ${inputs}
                    COMMENT "The reference: ${folder}/html/index.html")
   add_custom_command(
     TARGET docs POST_BUILD COMMAND ${CMAKE_COMMAND} -E copy_directory ${PROJECT_SOURCE_DIR}/examples

@@ -20,7 +20,7 @@
 /// The tag of what all parts of a process share: see Note [Two versions in one process]. It goes up
 /// when the layout or the meaning of anything that SharedRuntime or a ThreadPolicy leads to
 /// changes, a new rule of Cast included.
-#define TORCHAMP_LAYOUT 12
+#define TORCHAMP_LAYOUT 13
 
 // Note [Two versions in one process]
 // A program and a plugin may be built against different versions of torchamp. All of torchamp lies
