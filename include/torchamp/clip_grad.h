@@ -156,7 +156,7 @@ inline void note_plain_clip(at::TensorList params) {
 }
 inline void note_plain_clip(const torch::optim::Optimizer& optimizer, bool knows_scale = false) {
   const bool any = any_gradient(optimizer, [=](const at::Tensor& gradient) {
-    if (!knows_scale) PlainClips::note(gradient);
+    PlainClips::note(gradient, knows_scale);
     return true;
   });
   if (!any && !optimizer.param_groups().empty()) {

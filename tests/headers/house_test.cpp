@@ -111,10 +111,10 @@ struct Budget {
 constexpr Budget budgets[] = {
     {"autocast.h", 30, 4500},
     {"optim.h", 28, 3730},
-    {"grad_scaler.h", 36, 5430},
-    {"torchamp.h", 77, 11850},
+    {"grad_scaler.h", 36, 5460},
+    {"torchamp.h", 77, 11880},
 };
-constexpr Budget all_headers = {"include/", 224, 33800};  // to come down to 160 and 24,000
+constexpr Budget all_headers = {"include/", 224, 33820};  // to come down to 160 and 24,000
 
 struct Header {
   std::size_t lines = 0;

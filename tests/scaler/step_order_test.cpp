@@ -100,6 +100,43 @@ TEST_P(StepOrder, AClipOfScaledParametersOrValuesIsTold) {
   }
 }
 
+TEST_P(StepOrder, AClipBeforeBackwardIsToldOnce) {
+  constexpr const char* too_early = "a clip in this iteration has found no gradients";
+  for (int form = 0; form < 4; ++form) {
+    GradScaler own({.init_scale = 64.});
+    const CollectedWarnings of_form;
+    for (int i = 0; i < 3; ++i) {
+      optimizer->zero_grad();
+      if (form == 0) torchamp::clip_grad_norm_({w}, 1.);
+      if (form == 1) torchamp::clip_grad_norm_(*optimizer, 1.);
+      if (form == 2) torchamp::clip_grad_value_({w}, 1.);
+      if (form == 3 && GetParam() && i > 0) torchamp::clip_grad_norm_(own, *optimizer, 1.);
+      own.scale(loss_of(w)).backward();
+      own.step(*optimizer);
+      own.update();
+    }
+    const std::size_t wanted = form < 3 || GetParam() ? 1 : 0;
+    EXPECT_EQ(times_told(of_form.text(), too_early), wanted) << form << of_form.text();
+  }
+}
+
+TEST_P(StepOrder, AClipBeforeBackwardIsNotToldWhereAnotherComesAfter) {
+  for (int form = 0; form < 4; ++form) {
+    optimizer->zero_grad();
+    torchamp::clip_grad_norm_(*optimizer, 1.);
+    scaler.scale(loss_of(w)).backward();
+    if (form == 1) torchamp::clip_grad_norm_(scaler, *optimizer, 1.);
+    if (form == 2) torchamp::clip_grad_value_(scaler, *optimizer, 1.);
+    if (form != 1 && form != 2) {
+      scaler.unscale_(*optimizer);
+      torchamp::clip_grad_norm_({w}, 1.);
+    }
+    scaler.step(*optimizer);
+    scaler.update();
+  }
+  EXPECT_THAT(warnings.text(), IsEmpty());
+}
+
 TEST_P(StepOrder, AClipBeforeUnscaleIsTold) {
   scaler.scale(loss_of(w)).backward();
   torchamp::clip_grad_norm_(*optimizer, 1.);

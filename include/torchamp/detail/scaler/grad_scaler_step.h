@@ -90,6 +90,7 @@ TORCHAMP_BODY StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   } else {
     check_order(optimizer, "GradScaler::step");
   }
+  order_.warn_of_early_clip(optimizer);
 
   auto* const fused = dynamic_cast<ScaledStep*>(&optimizer);
   at::Tensor grad_scale;

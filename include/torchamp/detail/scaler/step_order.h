@@ -82,9 +82,9 @@ class PlainClips {
  public:
   /// A clip has left this gradient, one of those that it has limited, or has found none and was
   /// given this parameter.
-  static void note(const at::Tensor& gradient_or_parameter) {
+  static void note(const at::Tensor& gradient_or_parameter, bool knows_scale = false) {
     latest_ = tick();
-    clips()[latest_ % most] = {latest_, SeenGradient(gradient_or_parameter)};
+    clips()[latest_ % most] = {latest_, SeenGradient(gradient_or_parameter), knows_scale};
   }
   /// Whether one was made after `time`.
   static bool any_since(uint64_t time) { return latest_ > time; }
@@ -92,7 +92,7 @@ class PlainClips {
   static bool any_since(uint64_t time, const torch::optim::Optimizer& optimizer) {
     return any_gradient(optimizer, [time](const at::Tensor& gradient) {
       return any_of([&](const Clip& clip) {
-        return clip.time > time && *clip.left == SeenGradient(gradient);
+        return clip.time > time && !clip.knows_scale && *clip.left == SeenGradient(gradient);
       });
     });
   }
@@ -109,6 +109,24 @@ class PlainClips {
     }
     return false;
   }
+  /// Whether one that was made after `time` has found none of these gradients, though its parameter
+  /// has one now, and none has come since that has found some.
+  static bool any_too_early_since(uint64_t time, const torch::optim::Optimizer& optimizer) {
+    uint64_t in_vain = 0, found = 0;
+    for (const auto& group : optimizer.param_groups()) {
+      for (const at::Tensor& parameter : group.params()) {
+        if (!parameter.defined() || !parameter.unsafeGetTensorImpl()->grad().defined()) continue;
+        for (const Clip& clip : clips()) {
+          if (clip.time <= time) continue;
+          if (clip.left->is(parameter)) in_vain = std::max(in_vain, clip.time);
+          if (clip.left->is(parameter.unsafeGetTensorImpl()->grad())) {
+            found = std::max(found, clip.time);
+          }
+        }
+      }
+    }
+    return in_vain > found;
+  }
   /// Later than all before, in all threads.
   static uint64_t tick() {
     static std::atomic<uint64_t> time = 0;
@@ -120,6 +138,7 @@ class PlainClips {
   struct Clip {
     uint64_t time = 0;
     std::optional<SeenGradient> left{};
+    bool knows_scale = false;
   };
   template <class F>
   static bool any_of(const F& f) {
@@ -147,6 +166,19 @@ class StepOrder {
     had_scale_ |= scaled_at_ != 0;
     scaled_at_ = 0;
     asked_ = false;
+    began_at_ = PlainClips::tick();
+  }
+  /// Warns once of a clip before the gradients came that are now stepped with.
+  void warn_of_early_clip(const torch::optim::Optimizer& optimizer) {
+    if (warned_of_early_clip_ || !PlainClips::any_since(began_at_) ||
+        !PlainClips::any_too_early_since(began_at_, optimizer)) {
+      return;
+    }
+    warned_of_early_clip_ = true;
+    TORCH_WARN(
+        "GradScaler::step: a clip in this iteration has found no gradients of this optimizer, and "
+        "none came after backward(): nothing was clipped. Clip after the last backward(). This is "
+        "said once.");
   }
   /// Whether the program may multiply by the scale.
   bool was_asked() const { return asked_ || asked_for_good_; }
@@ -175,10 +207,11 @@ class StepOrder {
   }
 
  private:
-  uint64_t scaled_at_ = 0;  // 0 if nothing was in this iteration
-  bool had_scale_ = false;  // some earlier iteration
+  uint64_t scaled_at_ = 0;                  // 0 if nothing was in this iteration
+  uint64_t began_at_ = PlainClips::tick();  // the iteration
+  bool had_scale_ = false;                  // some earlier iteration
   bool asked_ = false, asked_for_good_ = false;
-  bool warned_of_scale_ = false, warned_of_clip_ = false;
+  bool warned_of_scale_ = false, warned_of_clip_ = false, warned_of_early_clip_ = false;
 };
 
 /// Finds out whether a scaled loss adds to the gradients of an optimizer that are unscaled.
