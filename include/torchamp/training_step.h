@@ -281,9 +281,10 @@ class TrainingStep {
       const AutocastGuard autocast(device_.type(), autocast_);
       loss = group_ ? group_->forward([&]() -> at::Tensor { return function(); }) : function();
     }
-    return learn(loss);
+    return learn(std::move(loss));
   }
-  TrainingResult learn(const at::Tensor& loss);
+  TrainingResult learn(at::Tensor loss);
+  static at::Tensor without_graph(at::Tensor loss);
   TrainingResult replay(const Tensors& inputs,
                         const std::function<at::Tensor(const Tensors&)>& function);
   TrainingResult count(TrainingResult result);

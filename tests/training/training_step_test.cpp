@@ -481,6 +481,23 @@ TEST(TrainingStep, RefusesAtConstructionWhatCannotBe) {
   EXPECT_ERROR(TrainingStep(half, of_half), "fp16 parameters");
 }
 
+TEST(TrainingStep, GivesTheLossWithoutItsGraphAndLeavesTheProgramsOwnAsItIs) {
+  Net net = make_net(at::kCPU);
+  torch::optim::SGD optimizer(net->parameters(), 0.1);
+  TrainingStep train(net, optimizer, {.dtype = at::kFloat});
+  const auto batch = batch_of(at::kCPU, 0);
+  Tensor own;
+  const auto kept = train([&] { return own = loss_of(net, batch); });
+  EXPECT_TRUE(own.requires_grad() && own.grad_fn());
+  EXPECT_EQ(kept.loss(), own.item<double>());
+  const auto viewed = train([&] { return loss_of(net, batch).view({1}); });
+  const auto given = train([&] { return loss_of(net, batch); });
+  for (const auto* result : {&kept, &viewed, &given}) {
+    EXPECT_FALSE(result->loss_tensor().requires_grad());
+    EXPECT_FALSE(result->loss_tensor().grad_fn());
+  }
+}
+
 TEST(TrainingStep, NamesWhatAResultDoesNotHave) {
   Net net = make_net(at::kCPU);
   torch::optim::SGD optimizer(net->parameters(), 0.1);

@@ -146,7 +146,13 @@ inline void TrainingStep::complete_gradients() {
   if (keeps_scale_ && scaler_->is_enabled()) scale_ = scaler_->scale_tensor().clone();
 }
 
-inline TrainingResult TrainingStep::learn(const at::Tensor& loss) {
+/// `loss` without its graph: itself where nobody else has it.
+inline at::Tensor TrainingStep::without_graph(at::Tensor loss) {
+  if (loss.use_count() > 1 || loss.is_view()) return loss.tensor_data();
+  return std::move(loss.detach_());
+}
+
+inline TrainingResult TrainingStep::learn(at::Tensor loss) {
   TORCH_CHECK_VALUE(loss.defined() && loss.numel() == 1 && loss.requires_grad(),
                     "TrainingStep: the function has to return the loss, one number that was "
                     "computed from the parameters, with gradients enabled.");
@@ -165,7 +171,7 @@ inline TrainingResult TrainingStep::learn(const at::Tensor& loss) {
     drop_window();
     throw;
   }
-  return result_of(loss.tensor_data(), std::move(step));
+  return result_of(without_graph(std::move(loss)), std::move(step));
 }
 
 inline TrainingResult TrainingStep::result_of(at::Tensor loss, std::optional<StepResult> step) {
