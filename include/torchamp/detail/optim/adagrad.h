@@ -26,7 +26,8 @@ struct AdagradKernel {
   using State = torch::optim::AdagradParamState;
   static constexpr const char* name = "FusedAdagrad";
   static constexpr const char* op = "aten::_fused_adagrad_";
-  static constexpr bool apart = false;
+  static constexpr bool kernel_takes_rate_on_device = TORCHAMP_LIBTORCH >= 208;
+  static constexpr bool apart = !kernel_takes_rate_on_device;  // the `_foreach_` ops want it
 
   static std::size_t kinds(const Options&) { return 1; }
   static at::Tensor& tensor(State& s, std::size_t) { return s.sum(); }
@@ -52,8 +53,6 @@ struct AdagradKernel {
   }
 
  private:
-  static constexpr bool kernel_takes_rate_on_device = TORCHAMP_LIBTORCH >= 208;
-
   static void step_by_foreach(const Options& o, const StepList& list, const StepScalars& scalars) {
     ForeachStep step(list, scalars);
     step.decay(o.weight_decay());
