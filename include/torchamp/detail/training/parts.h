@@ -186,7 +186,6 @@ class ModelBefore {
                          parameter.unsafeGetTensorImpl()->get_backend_meta_intrusive_ptr()});
     }
   }
-
   /// Once the masters are gone.
   void put_back() const {
     for (const Parameter& one : before_) {
@@ -206,13 +205,11 @@ class ModelBefore {
     const void* hook;
     c10::intrusive_ptr<c10::BackendMeta> meta;
   };
-
   static const void* hook_of(const at::Tensor& parameter) {
     namespace impl = torch::autograd::impl;
     return impl::get_autograd_meta(parameter) ? impl::post_acc_grad_hooks(parameter).get()
                                               : nullptr;
   }
-
   std::vector<Parameter> before_;
 };
 
