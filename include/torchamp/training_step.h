@@ -284,7 +284,7 @@ class TrainingStep {
     return learn(std::move(loss));
   }
   TrainingResult learn(at::Tensor loss);
-  static at::Tensor without_graph(at::Tensor loss);
+  static at::Tensor without_graph(at::Tensor&& loss);
   TrainingResult replay(const Tensors& inputs,
                         const std::function<at::Tensor(const Tensors&)>& function);
   TrainingResult count(TrainingResult result);

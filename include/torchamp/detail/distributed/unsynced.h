@@ -22,7 +22,7 @@ class UnsyncedGradients {
  public:
   /// Accumulations find it, while it lives.
   static std::shared_ptr<UnsyncedGradients> of(const std::vector<at::Tensor>& parameters) {
-    const auto made = std::make_shared<UnsyncedGradients>(parameters);
+    auto made = std::make_shared<UnsyncedGradients>(parameters);
     const std::lock_guard lock(mutex());
     std::erase_if(all(), [](const auto& one) { return one.expired(); });
     all().push_back(made);

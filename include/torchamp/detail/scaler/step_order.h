@@ -83,11 +83,11 @@ class PlainClips {
   /// A clip has left this gradient, one of those that it has limited, or has found none and was
   /// given this parameter.
   static void note(const at::Tensor& gradient_or_parameter, bool knows_scale = false) {
-    latest_ = tick();
-    clips()[latest_ % most] = {latest_, SeenGradient(gradient_or_parameter), knows_scale};
+    latest = tick();
+    clips()[latest % most] = {latest, SeenGradient(gradient_or_parameter), knows_scale};
   }
   /// Whether one was made after `time`.
-  static bool any_since(uint64_t time) { return latest_ > time; }
+  static bool any_since(uint64_t time) { return latest > time; }
   /// Whether one that was made after `time` has left one of these gradients as it is.
   static bool any_since(uint64_t time, const torch::optim::Optimizer& optimizer) {
     return any_gradient(optimizer, [time](const at::Tensor& gradient) {
@@ -148,7 +148,7 @@ class PlainClips {
     static thread_local std::array<Clip, most> clips;
     return clips;
   }
-  static inline thread_local uint64_t latest_ = 0;
+  static inline thread_local uint64_t latest = 0;
 };
 
 /// What one scaler has heard in an iteration.
