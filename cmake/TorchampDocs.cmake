@@ -41,8 +41,9 @@ function(_torchamp_docs_page file to)
     string(REGEX REPLACE "\\]\\([^:)]+/\\.\\./([^)]+)\\)" "](\\1)" text "${text}")
   endif()
   # Links between the pages.
-  string(REGEX REPLACE "\\]\\([^:)#]*(README|install|mistakes|CHANGELOG)[.]md#([^)]+)\\)" "](#\\2)" text "${text}")
+  string(REGEX REPLACE "\\]\\([^:)#]*(README|install|policy|mistakes|CHANGELOG)[.]md#([^)]+)\\)" "](#\\2)" text "${text}")
   string(REPLACE "](examples/install.md)" "](@ref install)" text "${text}")
+  string(REPLACE "](examples/policy.md)" "](@ref the-default-policy)" text "${text}")
   string(REPLACE "](examples/mistakes.md)" "](@ref mistakes-and-limits)" text "${text}")
   string(REPLACE "](.github/CHANGELOG.md)" "](@ref changes)" text "${text}")
   string(REPLACE "](examples/README.md)" "](@ref gallery)" text "${text}")
@@ -66,6 +67,7 @@ function(torchamp_add_docs)
   set(folder ${PROJECT_BINARY_DIR}/docs)
   _torchamp_docs_page(README.md ${folder}/pages/README.md)
   _torchamp_docs_page(examples/README.md ${folder}/pages/gallery.md)
+  _torchamp_docs_page(examples/policy.md ${folder}/pages/policy.md)
   _torchamp_docs_page(examples/install.md ${folder}/pages/install.md)
   _torchamp_docs_page(examples/mistakes.md ${folder}/pages/mistakes.md)
   _torchamp_docs_page(.github/CHANGELOG.md ${folder}/pages/changes.md)
@@ -117,7 +119,7 @@ function(torchamp_add_docs)
   set(DOXYGEN_SHOW_INCLUDE_FILES NO)
   set(DOXYGEN_INPUT_FILTER "sed -E 's/^.*= (delete|default).$//'")  # says all by itself
   doxygen_add_docs(docs ${folder}/pages/README.md ${folder}/pages/headers.md ${folder}/pages/gallery.md
-                   ${folder}/pages/install.md ${folder}/pages/mistakes.md ${folder}/pages/changes.md ${inputs}
+                   ${folder}/pages/policy.md ${folder}/pages/install.md ${folder}/pages/mistakes.md ${folder}/pages/changes.md ${inputs}
                    COMMENT "The reference: ${folder}/html/index.html")
   add_custom_command(
     TARGET docs POST_BUILD COMMAND ${CMAKE_COMMAND} -E copy_directory ${PROJECT_SOURCE_DIR}/examples
