@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # torchamp_add_docs(): the target `docs`, which makes build/…/docs/html with Doxygen: README as the front page, the
-# gallery, and a page for each public header, in the order below. A public name that is not documented is an error.
-# Nothing else needs Doxygen: where it is missing, the target says so.
+# gallery, the guide, and a page for each public header, in the order below. A public name that is not documented is an
+# error. Nothing else needs Doxygen: where it is missing, the target says so.
 
-# The pages, in order.
+include(${CMAKE_CURRENT_LIST_DIR}/TorchampMarkdown.cmake)
+
+# The Markdown pages, in order; other pages of the guide follow.
+set(_torchamp_docs_guide
+    training-step porting guards policies fp8 audit scaler optimizers cuda-graphs custom-ops memory processes
+    checkpoints diagnosis measured install mistakes)
+
+# The headers' pages, in order.
 set(_torchamp_docs_headers
     torchamp
     # The training loop
@@ -22,36 +29,74 @@ set(_torchamp_docs_headers
 # Public names that a public header takes from detail/.
 set(_torchamp_docs_parts include/torchamp/detail/policy/rule.h)
 
-# Writes `file`, a Markdown file of the source tree, to `to` as Doxygen wants it: headings with the anchors that GitHub
-# gives them, links relative to the top folder.
-function(_torchamp_docs_page file to)
-  file(READ ${PROJECT_SOURCE_DIR}/${file} text)
-  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/${file})
-  string(REGEX MATCHALL "(^|\n)#+ [^\n]+" headings "${text}")
-  foreach(heading IN LISTS headings)
-    string(REGEX REPLACE "^\n?#+ " "" anchor "${heading}")
-    string(TOLOWER "${anchor}" anchor)
-    string(REGEX REPLACE "[^a-z0-9 _-]" "" anchor "${anchor}")
-    string(REPLACE " " "-" anchor "${anchor}")
-    string(REPLACE "${heading}\n" "${heading} {#${anchor}}\n" text "${text}")
-  endforeach()
-  cmake_path(GET file PARENT_PATH folder)
-  if(folder)
-    string(REGEX REPLACE "\\]\\(([^#:)]+)\\)" "](${folder}/\\1)" text "${text}")
-    string(REGEX REPLACE "\\]\\([^:)]+/\\.\\./([^)]+)\\)" "](\\1)" text "${text}")
+# Sets `page` to the name of the page that the Markdown file `file`, relative to the source tree, becomes.
+function(_torchamp_docs_name page file)
+  set(README.md index)
+  set(examples/README.md gallery)
+  set(tests/cuda_on_host/README.md cuda-on-host)
+  if(${file})
+    set(name ${${file}})
+  else()
+    cmake_path(GET file STEM name)
+    string(TOLOWER ${name} name)
   endif()
-  # Links between the pages.
-  string(REGEX REPLACE "\\]\\([^:)#]*(README|install|policy|mistakes|CHANGELOG)[.]md#([^)]+)\\)" "](#\\2)" text "${text}")
-  string(REPLACE "](examples/install.md)" "](@ref install)" text "${text}")
-  string(REPLACE "](examples/policy.md)" "](@ref the-default-policy)" text "${text}")
-  string(REPLACE "](examples/mistakes.md)" "](@ref mistakes-and-limits)" text "${text}")
-  string(REPLACE "](.github/CHANGELOG.md)" "](@ref changes)" text "${text}")
-  string(REPLACE "](examples/README.md)" "](@ref gallery)" text "${text}")
-  string(REPLACE "](README.md)" "](@ref index)" text "${text}")
-  string(REGEX REPLACE "\\]\\(include/(torchamp/[^)]+[.]h)\\)" "](@ref \\1)" text "${text}")
+  set(${page} ${name} PARENT_SCOPE)
+endfunction()
+
+# Writes `file`, one of `pages`, for Doxygen. A heading gets the anchor that GitHub gives it, after its page's name; the
+# page's own is its name. Links to pages and headers become references, other links relative to the top folder.
+function(_torchamp_docs_page file to pages)
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/${file})
+  torchamp_markdown_lines(lines ${PROJECT_SOURCE_DIR}/${file})
+  _torchamp_docs_name(name ${file})
+  cmake_path(GET file PARENT_PATH folder)
+  set(result "")
+  set(code OFF)
+  foreach(line IN LISTS lines)
+    if(line MATCHES "^```")
+      if(code)
+        set(code OFF)
+      else()
+        set(code ON)
+      endif()
+    elseif(NOT code)
+      torchamp_markdown_anchor(anchor "${line}")
+      if(line MATCHES "^# " AND NOT name STREQUAL "index")
+        string(APPEND line " {#${name}}")
+      elseif(line MATCHES "^##")
+        string(APPEND line " {#${name}-${anchor}}")
+      endif()
+      string(REGEX MATCHALL "@CLOSE@[(][A-Za-z0-9_./#-]+[)]" links "${line}")
+      foreach(link IN LISTS links)
+        string(REGEX REPLACE "@CLOSE@[(]([^#]*)(#.*)?[)]$" "\\1" path "${link}")
+        string(REGEX REPLACE "@CLOSE@[(][^#]*#?(.*)[)]$" "\\1" anchor "${link}")
+        set(target ${file})
+        if(path)
+          set(target ${folder}/${path})
+          string(REGEX REPLACE "^/" "" target "${target}")
+          cmake_path(NORMAL_PATH target)
+        endif()
+        if(target IN_LIST pages)
+          _torchamp_docs_name(page ${target})
+          if(anchor)
+            set(new "@CLOSE@(#${page}-${anchor})")
+          else()
+            set(new "@CLOSE@(@ref ${page})")
+          endif()
+        elseif(target MATCHES "^include/(torchamp/(distributed/)?[^/]+[.]h)$")
+          set(new "@CLOSE@(@ref ${CMAKE_MATCH_1})")
+        else()
+          set(new "@CLOSE@(${target})")
+        endif()
+        string(REPLACE "${link}" "${new}" line "${line}")
+      endforeach()
+    endif()
+    string(APPEND result "${line}\n")
+  endforeach()
   # Doxygen takes other Markdown files for pages of its own.
-  string(REGEX REPLACE "\\[([^]]+)\\]\\(([^:)#]+[.]md)\\)" "<a href=\"\\2\">\\1</a>" text "${text}")
-  file(WRITE ${to} "${text}")
+  string(REGEX REPLACE "@OPEN@([^@]+)@CLOSE@[(]([^:)#]+[.]md)[)]" "<a href=\"\\2\">\\1</a>" result "${result}")
+  torchamp_markdown_text(result "${result}")
+  file(WRITE ${to} "${result}")
 endfunction()
 
 function(torchamp_add_docs)
@@ -65,12 +110,17 @@ function(torchamp_add_docs)
     return()
   endif()
   set(folder ${PROJECT_BINARY_DIR}/docs)
-  _torchamp_docs_page(README.md ${folder}/pages/README.md)
-  _torchamp_docs_page(examples/README.md ${folder}/pages/gallery.md)
-  _torchamp_docs_page(examples/policy.md ${folder}/pages/policy.md)
-  _torchamp_docs_page(examples/install.md ${folder}/pages/install.md)
-  _torchamp_docs_page(examples/mistakes.md ${folder}/pages/mistakes.md)
-  _torchamp_docs_page(.github/CHANGELOG.md ${folder}/pages/changes.md)
+  file(GLOB guide CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR} ${PROJECT_SOURCE_DIR}/examples/guide/*.md)
+  list(TRANSFORM _torchamp_docs_guide REPLACE "(.+)" "examples/guide/\\1.md" OUTPUT_VARIABLE ordered)
+  set(files README.md examples/README.md ${ordered} ${guide} .github/CHANGELOG.md .github/CONTRIBUTING.md
+            tests/cuda_on_host/README.md)
+  list(REMOVE_DUPLICATES files)
+  set(pages "")
+  foreach(file IN LISTS files)
+    _torchamp_docs_name(name ${file})
+    _torchamp_docs_page(${file} ${folder}/pages/${name}.md "${files}")
+    list(APPEND pages ${folder}/pages/${name}.md)
+  endforeach()
 
   # The list of headers, each with the line that says what it is for.
   set(index "# Headers {#headers}\n\n| header | what it is for |\n|---|---|\n")
@@ -96,7 +146,7 @@ function(torchamp_add_docs)
   endforeach()
   file(WRITE ${folder}/pages/headers.md "${index}")
 
-  set(DOXYGEN_USE_MDFILE_AS_MAINPAGE ${folder}/pages/README.md)
+  set(DOXYGEN_USE_MDFILE_AS_MAINPAGE ${folder}/pages/index.md)
   set(DOXYGEN_STRIP_FROM_PATH ${PROJECT_SOURCE_DIR}/include ${folder}/pages)
   set(DOXYGEN_STRIP_FROM_INC_PATH ${PROJECT_SOURCE_DIR}/include)
   set(DOXYGEN_IMAGE_PATH ${PROJECT_SOURCE_DIR}/examples/benchmark/results)
@@ -118,8 +168,8 @@ function(torchamp_add_docs)
   set(DOXYGEN_VERBATIM_HEADERS NO)
   set(DOXYGEN_SHOW_INCLUDE_FILES NO)
   set(DOXYGEN_INPUT_FILTER "sed -E 's/^.*= (delete|default).$//'")  # says all by itself
-  doxygen_add_docs(docs ${folder}/pages/README.md ${folder}/pages/headers.md ${folder}/pages/gallery.md
-                   ${folder}/pages/policy.md ${folder}/pages/install.md ${folder}/pages/mistakes.md ${folder}/pages/changes.md ${inputs}
+  list(POP_FRONT pages front gallery)
+  doxygen_add_docs(docs ${front} ${folder}/pages/headers.md ${gallery} ${pages} ${inputs}
                    COMMENT "The reference: ${folder}/html/index.html")
   add_custom_command(
     TARGET docs POST_BUILD COMMAND ${CMAKE_COMMAND} -E copy_directory ${PROJECT_SOURCE_DIR}/examples

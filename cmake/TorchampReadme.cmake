@@ -7,17 +7,13 @@
 #   ```cmake a project with a main.cpp, configured against this source tree.
 #   ```sh    its `--preset NAME`s must exist in CMakePresets.json.
 #
-# The files that they link to must exist.
+# The files and sections that they link to must exist.
+
+include(${CMAKE_CURRENT_LIST_DIR}/TorchampMarkdown.cmake)
 
 # Sets `blocks` to the numbers of the first lines of the blocks of `file` in `language`, and block_LINE to their texts.
 macro(_torchamp_readme_blocks blocks file language)
-  file(READ ${file} readme)
-  # Lists and CMake's own syntax would otherwise read the text.
-  string(REPLACE ";" "@SEMICOLON@" readme "${readme}")
-  string(REPLACE "[" "@OPEN@" readme "${readme}")
-  string(REPLACE "]" "@CLOSE@" readme "${readme}")
-  string(REPLACE "\\" "@BACKSLASH@" readme "${readme}")
-  string(REPLACE "\n" ";" readme "${readme}")
+  torchamp_markdown_lines(readme ${file})
   set(${blocks} "")
   set(inside "")
   set(number 0)
@@ -37,10 +33,7 @@ macro(_torchamp_readme_blocks blocks file language)
     endif()
   endforeach()
   foreach(block IN LISTS ${blocks})
-    string(REPLACE "@BACKSLASH@" "\\" block_${block} "${block_${block}}")
-    string(REPLACE "@OPEN@" "[" block_${block} "${block_${block}}")
-    string(REPLACE "@CLOSE@" "]" block_${block} "${block_${block}}")
-    string(REPLACE "@SEMICOLON@" ";" block_${block} "${block_${block}}")
+    torchamp_markdown_text(block_${block} "${block_${block}}")
   endforeach()
 endmacro()
 
@@ -68,11 +61,22 @@ function(torchamp_add_readme_test)
     cmake_path(GET file PARENT_PATH parent)
     file(READ ${file} text)
     string(REPLACE "](" "@LINK@" text "${text}")
-    string(REGEX MATCHALL "@LINK@[A-Za-z0-9_./-]+[#)]" links "${text}")
+    string(REGEX MATCHALL "@LINK@[A-Za-z0-9_./-]*(#[a-z0-9_-]+)?[)]" links "${text}")
     foreach(link IN LISTS links)
-      string(REGEX REPLACE "@LINK@|[#)]" "" link "${link}")
-      if(NOT EXISTS ${parent}/${link})
-        message(FATAL_ERROR "${file}: there is no ${link}")
+      string(REGEX REPLACE "@LINK@|#.*|[)]" "" path "${link}")
+      string(REGEX REPLACE "[^#]*#?(.*)[)]" "\\1" anchor "${link}")
+      set(target ${file})
+      if(path)
+        set(target ${parent}/${path})
+      endif()
+      if(NOT EXISTS ${target})
+        message(FATAL_ERROR "${file}: there is no ${path}")
+      endif()
+      if(anchor AND target MATCHES "[.]md$")
+        torchamp_markdown_anchors(anchors ${target})
+        if(NOT anchor IN_LIST anchors)
+          message(FATAL_ERROR "${file}: there is no section ${path}#${anchor}")
+        endif()
       endif()
     endforeach()
 

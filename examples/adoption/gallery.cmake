@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # cmake [-DWRITE=ON] -P gallery.cmake
-# The differences between the programs here, as the gallery prints them. Fails if the gallery says otherwise, or writes
+# The differences between the programs here, as guide/porting.md prints them. Fails if that says otherwise, or writes
 # them there.
-set(gallery ${CMAKE_CURRENT_LIST_DIR}/../README.md)
+set(gallery ${CMAKE_CURRENT_LIST_DIR}/../guide/porting.md)
 file(READ ${gallery} text)
 set(expected "${text}")
 foreach(name IN ITEMS classifier dcgan language_model)
@@ -22,7 +22,7 @@ foreach(name IN ITEMS classifier dcgan language_model)
   endif()
   string(FIND "${expected}" "```diff\n--- ${name}.cpp\n" begin)
   if(begin EQUAL -1)
-    message(FATAL_ERROR "the gallery has no diff of ${name}.cpp")
+    message(FATAL_ERROR "guide/porting.md has no diff of ${name}.cpp")
   endif()
   string(SUBSTRING "${expected}" 0 ${begin} before)
   string(SUBSTRING "${expected}" ${begin} -1 after)
@@ -32,6 +32,6 @@ endforeach()
 if(WRITE)
   file(WRITE ${gallery} "${expected}")
 elseif(NOT expected STREQUAL text)
-  message(FATAL_ERROR "the gallery prints other diffs than these files have; write them there by\n"
+  message(FATAL_ERROR "guide/porting.md prints other diffs than these files have; write them there by\n"
                       "  cmake -DWRITE=ON -P ${CMAKE_CURRENT_LIST_FILE}")
 endif()

@@ -396,7 +396,7 @@ TEST(Policy, WhatPolicyTorchComputesStandardComputesForEveryLayout) {
 TEST(Policy, ANumberMinusATensorIsMadeOfInPlaceOpsInCpp) {
   const at::Tensor x = ones(at::kBFloat16);
   const AutocastGuard guard(at::kCPU);
-  // ATen's operator fills a tensor like `x` and subtracts in place; examples/policy.md says so.
+  // ATen's operator fills a tensor like `x` and subtracts in place (guide/policies.md).
   EXPECT_EQ((1 - x).scalar_type(), at::kBFloat16);
   EXPECT_EQ(at::rsub(x, 1).scalar_type(), at::kFloat);
   EXPECT_EQ((1 + x).scalar_type(), at::kFloat);

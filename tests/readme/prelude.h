@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-// What the code blocks of README and gallery are about: a training program's usual names. Declared
+// Names that the code blocks of the README and the guide use. Declared
 // only; the blocks are compiled, not run.
 
 #include <torch/torch.h>
