@@ -149,7 +149,8 @@ inline void TrainingStep::complete_gradients() {
 /// `loss` without its graph: itself where nobody else has it.
 inline at::Tensor TrainingStep::without_graph(at::Tensor&& loss) {
   if (loss.use_count() > 1 || loss.is_view()) return loss.tensor_data();
-  return std::move(loss.detach_());
+  loss.unsafeGetTensorImpl()->set_autograd_meta(nullptr);
+  return std::move(loss);
 }
 
 inline TrainingResult TrainingStep::learn(at::Tensor loss) {
