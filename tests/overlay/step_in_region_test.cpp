@@ -235,7 +235,7 @@ TEST(StepInRegion, AReplayedStepIsSeen) {
   });
 }
 
-/// LibTorch's own step, as the README says.
+/// LibTorch's own step, as examples/guide/guards.md says.
 TEST(StepInRegion, APlainStepIsSeenAfterClearingTheCache) {
   const at::Tensor weight = ones();
   torch::optim::SGD optimizer({weight}, torch::optim::SGDOptions(0.5));

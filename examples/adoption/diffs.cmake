@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# cmake [-DWRITE=ON] -P gallery.cmake
+# cmake [-DWRITE=ON] -P diffs.cmake
 # The differences between the programs here, as guide/porting.md prints them. Fails if that says otherwise, or writes
 # them there.
-set(gallery ${CMAKE_CURRENT_LIST_DIR}/../guide/porting.md)
-file(READ ${gallery} text)
+set(page ${CMAKE_CURRENT_LIST_DIR}/../guide/porting.md)
+file(READ ${page} text)
 set(expected "${text}")
 foreach(name IN ITEMS classifier dcgan language_model)
   execute_process(
@@ -30,7 +30,7 @@ foreach(name IN ITEMS classifier dcgan language_model)
   set(expected "${before}${after}")
 endforeach()
 if(WRITE)
-  file(WRITE ${gallery} "${expected}")
+  file(WRITE ${page} "${expected}")
 elseif(NOT expected STREQUAL text)
   message(FATAL_ERROR "guide/porting.md prints other diffs than these files have; write them there by\n"
                       "  cmake -DWRITE=ON -P ${CMAKE_CURRENT_LIST_FILE}")
