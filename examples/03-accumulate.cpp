@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A large batch in four parts: an Accumulation makes one step of four losses. A SafeAccumulation
-// drops a part whose gradients hold an inf or a NaN, where otherwise the whole step is lost.
+// Gradient accumulation: an Accumulation makes one step with the gradients of four
+// micro-batches. A SafeAccumulation drops a micro-batch whose gradients hold an inf or a NaN,
+// where otherwise the whole step would be skipped.
 #include <torch/torch.h>
 #include <torchamp/accumulate.h>
 #include <torchamp/torchamp.h>
@@ -13,7 +14,7 @@
 
 namespace {
 
-/// The mean loss of a part under autocast.
+/// The mean loss of a micro-batch under autocast.
 torch::Tensor loss_of(torch::nn::Linear& model, const torch::Tensor& data,
                       const torch::Tensor& target) {
   torchamp::AutocastGuard autocast(data.device());
@@ -36,7 +37,7 @@ int main() {
   const auto data = torch::randn({64, 16}, device).chunk(4);
   const auto target = torch::randn({64, 4}, device).chunk(4);
 
-  // One step on `batch`, to compare with; puts the weights back and returns where it led.
+  // One step on `batch`, to compare with: restores the weights and returns the new ones.
   const auto start = model->weight.detach().clone(), start_bias = model->bias.detach().clone();
   const auto go_back = [&] {
     const torch::NoGradGuard no_grad;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A limit on the gradients' norm is meant for the true gradients: unscale them before clipping.
+// Clipping limits the norm of the true gradients, so unscale them first.
 #include <torch/torch.h>
 #include <torchamp/torchamp.h>
 

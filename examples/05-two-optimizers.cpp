@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Two models, two losses, two optimizers, one scaler: each optimizer skips for itself, the scale is
-// common to both.
+// Two models, two losses, two optimizers, one scaler: each optimizer skips independently, and
+// both share the scale.
 #include <torch/torch.h>
 #include <torchamp/torchamp.h>
 
@@ -31,7 +31,7 @@ int main() {
     }
     scaler.scale(error).backward({}, /*keep_graph=*/true);
     scaler.scale(1e-2 * size).backward();
-    // In the second round something goes wrong in one of the two.
+    // In the second iteration a gradient of the encoder overflows.
     if (i == 1) encoder->bias.mutable_grad().fill_(std::numeric_limits<float>::infinity());
 
     const double scale = scaler.get_scale();

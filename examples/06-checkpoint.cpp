@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The scaler has a state, as the model and the optimizer have: saved and loaded with them, a
-// training goes on as if nothing had happened.
+// The scaler has a state, as model and optimizer have. Saved and loaded with theirs, it lets a
+// training resume exactly.
 #include <torch/torch.h>
 #include <torchamp/torchamp.h>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Which op runs in which precision is a table: look at it, change it, give it to a guard.
+// A table decides which op runs in which dtype: print it, edit it, pass it to a guard.
 #include <torch/torch.h>
 #include <torchamp/policy_text.h>
 #include <torchamp/torchamp.h>
@@ -28,7 +28,7 @@ int main() {
   const auto libtorch = dtypes(torchamp::Policy::torch());
   support::check(libtorch.sum == lower, "LibTorch's own lists have not");
 
-  // Softmax is worth its precision, additions shall stay as they are.
+  // Softmax in fp32; additions in the dtypes of their arguments.
   auto own = torchamp::Policy::standard();
   own.unchanged(torchamp::ops::addition).fp32({"softmax"});
   std::cout << own;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Inference: the guard alone, with autograd off. Nothing is to be scaled.
+// Inference: a guard with autograd off. Nothing needs a scaler.
 #include <torch/torch.h>
 #include <torchamp/torchamp.h>
 

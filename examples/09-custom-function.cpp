@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A custom autograd function under autocast: its backward runs under the state of its forward, and
-// another takes its inputs in fp32 whatever the region's dtype is.
+// Two custom autograd functions under autocast: one whose backward runs under the state of its
+// forward, and one that gets its inputs in fp32 whatever the region's dtype is.
 #include <torch/torch.h>
 #include <torchamp/custom_function.h>
 #include <torchamp/torchamp.h>
@@ -10,8 +10,8 @@
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// x w, with a backward written by hand. The base is all that differs from a function without
-// autocast: without it, backward would meet gradients in bf16 and a weight in fp32.
+// x w, with a custom backward. Only the base class differs from a function without autocast:
+// without it, backward would get gradients in bf16 and a weight in fp32.
 struct Product : torchamp::AutocastFunction<Product> {
   static torch::Tensor forward(AutogradContext* ctx, const torch::Tensor& x,
                                const torch::Tensor& weight) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Policies of their own for single modules: the head's product and one activation run in fp32,
-// while the rest of the model follows the guard. Names and checkpoints do not change.
+// Policies for single modules: the head's matrix product and one activation run in fp32, while
+// the rest of the model follows the guard. Names and checkpoints do not change.
 #include <torch/torch.h>
 #include <torchamp/module_policy.h>
 #include <torchamp/torchamp.h>
@@ -10,7 +10,7 @@
 
 namespace nn = torch::nn;
 
-// What the model would be without policies; for the comparison of names and checkpoints below.
+// The model without policies, to compare names and checkpoints with.
 template <class Head>
 struct ClassifierImpl : nn::Module {
   nn::Sequential trunk{nullptr};
@@ -30,7 +30,7 @@ struct ClassifierImpl : nn::Module {
 struct PlainImpl : ClassifierImpl<nn::Linear> {};
 TORCH_MODULE(Plain);
 
-// WithPolicy where the module's forward is called directly; a Sequential's entries need nothing.
+// WithPolicy, because its forward is called directly. Entries of a Sequential do not need it.
 struct NetImpl : ClassifierImpl<torchamp::WithPolicy<nn::Linear>> {};
 TORCH_MODULE(Net);
 
@@ -66,7 +66,7 @@ int main() {
   std::cout << "names " << (same_names ? "unchanged: " : "CHANGED: ")
             << c10::Join(", ", net->named_parameters().keys()) << '\n';
 
-  // A pattern that fits nothing, and a module that two patterns fit, are errors.
+  // A pattern that matches nothing, and a module that two patterns match, are errors.
   int refused = 0;
   for (const auto& wrong :
        {torchamp::ModulePolicies{{"haed", fp32_products}},

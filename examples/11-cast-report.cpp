@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What autocast did to one training step: which ops ran in which dtype, what was cast for them and
-// at what cost in memory traffic, and what could be saved.
+// What autocast did in one training step: which ops ran in which dtype, what was cast for them,
+// the memory traffic of these casts, and which could be saved.
 #include <torch/torch.h>
 #include <torchamp/cast_recorder.h>
 #include <torchamp/torchamp.h>
@@ -50,8 +50,8 @@ int main() {
   const torchamp::CastReport report = record_step(model, x, torchamp::Policy::standard());
   std::cout << report;
 
-  // "undone" counts softmax's result, which came from bf16 and goes back to it. A softmax that
-  // takes what it gets has neither cast. (Whether the model bears it is another question.)
+  // "undone" counts softmax's result, which came from bf16 and goes back to it. A softmax with
+  // unchanged arguments has neither cast. (Whether the model tolerates that is another question.)
   const auto lean = torchamp::Policy::standard().unchanged({"softmax"});
   const torchamp::CastReport leaner = record_step(model, x, lean);
   const auto before = report.total();
@@ -65,7 +65,7 @@ int main() {
   std::cout << "its costliest row as JSON: " << line << '\n';
 
   const bool as_expected = before.undone > after.undone && before.casts > after.casts &&
-                           !at::hasCallbacks();  // nothing is paid when no recorder lives
+                           !at::hasCallbacks();  // without a recorder there is no cost
   std::cout << (as_expected ? "as expected\n" : "NOT as expected\n");
   return as_expected ? 0 : 1;
 }

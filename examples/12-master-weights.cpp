@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A model kept in bf16, with fp32 masters of its weights for the optimizer: what forward and
-// backward read and keep takes half the memory, and no update is too small to count.
+// A model in bf16 with fp32 master weights for the optimizer: forward and backward need half the
+// memory for weights and activations, and small updates are not lost.
 #include <torch/torch.h>
 #include <torchamp/master_weights.h>
 #include <torchamp/torchamp.h>

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Recomputation: the memory for activations grows with the depth of a network, or with the square
-// root of the depth if backward computes most of them again. Measured, and drawn into a PNG file:
+// Recomputation: the memory for activations grows with the depth of a network, or with the
+// square root of the depth if backward computes most of them again. Measures this, and draws it
+// into a PNG file:
 //   13-recomputation [FILE.png]
 #include <torch/torch.h>
 #include <torchamp/recompute.h>

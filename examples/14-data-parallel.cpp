@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A classifier of Fashion-MNIST, trained on several processes that share each batch. It comes to
-// the loss of one process that has the whole batch: two with 64 images each, one with 128.
+// A Fashion-MNIST classifier, trained on several processes that share each batch. It reaches the
+// loss of one process with the whole batch: two processes with 64 images each equal one with
+// 128.
 //   torchrun --nproc-per-node 2 --no-python 14-data-parallel
 #include <torch/torch.h>
 #include <torchamp/distributed/data_parallel.h>
@@ -37,7 +38,7 @@ Result evaluate(torch::nn::Sequential& model, const torch::data::datasets::MNIST
 Result train(const FashionMnist& data, const torchamp::ProcessGroupPtr& group) {
   torch::manual_seed(0);
   const auto order = torch::randperm(data.train.images().size(0));
-  // Batch norm would see half of the batch only: its statistics are each process's own.
+  // No batch norm: each process would compute its statistics over its own part of the batch.
   torch::nn::Sequential model(torch::nn::Flatten(), torch::nn::Linear(28 * 28, 64),
                               torch::nn::ReLU(), torch::nn::Linear(64, 10));
   torchamp::DistributedDataParallel net(model, group);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Everything on one model: two processes that keep half of the masters and of the optimizer's state
-// each, a model in bf16 that is the upper half of its masters, gradients added up in fp32, a guard
-// and a scaler, a batch in parts, recomputation, clipping, and a file to go on from.
+// Many features on one model: two processes, each with half of the split bf16 masters and of the
+// optimizer's state; gradients accumulated in fp32; a guard, a scaler, micro-batches,
+// recomputation, clipping, and a checkpoint to resume from.
 //   torchrun --nproc-per-node 2 --no-python 15-all-together
 #include <torch/torch.h>
 #include <torchamp/distributed/checkpoint.h>
@@ -52,7 +52,7 @@ struct Training {
     torch::manual_seed(static_cast<std::uint64_t>(group->getRank()));  // of each one's data
   }
 
-  /// One step with a batch in four parts; the mean loss.
+  /// One step with a batch in four micro-batches; returns the mean loss.
   double train_one_step() {
     constexpr int parts = 4;
     double mean = 0.;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A guard's region is that of its thread. AutocastState carries it to a thread of your own.
+// A guard affects its own thread. AutocastState copies its state to another thread.
 #include <torch/torch.h>
 #include <torchamp/autocast_state.h>
 #include <torchamp/torchamp.h>

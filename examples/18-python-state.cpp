@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A training that began in Python goes on in C++, and back: the scaler's state in a file that
-// torch.load and torch.save read and write.
+// A training that began in Python continues in C++, and vice versa: the scaler's state in a file
+// that torch.load and torch.save read and write.
 #include <torch/torch.h>
 #include <torchamp/python_state.h>
 #include <torchamp/torchamp.h>

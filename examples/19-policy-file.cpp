@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A policy in a file: what runs in which precision changes without a compiler.
+// A policy in a file: changes which op runs in which dtype without compiling.
 #include <torch/torch.h>
 #include <torchamp/policy_text.h>
 #include <torchamp/torchamp.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// An optimizer of your own that a GradScaler steps without reading the device: it takes the scale
-// and the overflow flag as tensors, and decides with torch::where().
+// A custom optimizer that a GradScaler steps without reading the device: it gets the scale and
+// the overflow flag as tensors, and decides with torch::where().
 #include <torch/torch.h>
 #include <torchamp/scaled_step.h>
 #include <torchamp/torchamp.h>

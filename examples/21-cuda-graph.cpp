@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A whole training iteration as one CUDA graph: captured once, then replayed with one launch. Needs
-// a GPU, and is skipped without.
+// A whole training iteration as one CUDA graph: captured once, then replayed with one launch.
+// Needs a GPU; skipped without one.
 #include <torch/torch.h>
 #include <torchamp/cuda_graph.h>
 #include <torchamp/torchamp.h>

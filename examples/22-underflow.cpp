@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Why a loss is scaled: fp16 has no number between 0 and 6e-8, and gradients are often smaller. A
-// classifier whose loss counts little, as one of several may, is trained in fp32 and in fp16, with
-// and without the scaler. What gets lost is measured, in fp32's gradients and by a meter in the
-// fp16 runs, and drawn into a PNG file:
+// Why a loss is scaled: fp16 cannot represent numbers between 0 and 6e-8, and gradients are
+// often smaller. Trains a classifier whose loss has a small weight, as one of several losses
+// may, in fp32, and in fp16 with and without the scaler. Measures what is lost, in fp32's
+// gradients and with a meter in the fp16 runs, and draws it into a PNG file:
 //   22-underflow [FILE.png]
 #include <torch/torch.h>
 #include <torchamp/torchamp.h>

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The scale of one run under three updates: gradients grow 1000-fold for 50 steps in every 500.
-// torch.amp and Megatron-LM lower the scale until nothing overflows and raise it long after;
-// GradScalerOptions::predictive() follows the gradients. Drawn into a PNG file:
+// The scale of one run under three update rules, with gradients that grow 1000-fold for 50 of
+// every 500 steps. torch.amp and Megatron-LM lower the scale until nothing overflows, and raise
+// it long after; GradScalerOptions::predictive() follows the gradients. Draws the scales into a
+// PNG file:
 //   23-predictive-scale [FILE.png]
 #include <torch/torch.h>
 #include <torchamp/predictive_scale.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Which ops of this model may run in 16 bits, and is it worth it? Measured op by op, drawn as error
-// against time saved, and written as a policy file for the next run:
+// Which ops of this model may run in 16 bits, and is it worthwhile? Measures each op, draws its
+// error against the time saved, and writes a policy file for the next run:
 //   24-precision-audit [FILE.png]
 #include <torch/torch.h>
 #include <torchamp/precision_audit.h>

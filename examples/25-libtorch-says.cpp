@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What a port meets first are LibTorch's own errors about dtypes: a product is in 16 bits now, what
-// it meets is not. Each error as it reads under Policy::torch(), a remedy for each, and those that
-// the standard policy cures by itself. A test looks for each in guide/porting.md.
+// LibTorch's dtype errors in a ported program: the results of matrix products are in 16 bits,
+// other tensors are in fp32. Shows each error under Policy::torch(), a remedy, and whether the
+// standard policy avoids the error. A test looks for each in guide/porting.md.
 #include <torch/torch.h>
 #include <torchamp/custom_function.h>
 #include <torchamp/torchamp.h>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A critic whose loss has the gradient of its own output in it (WGAN-GP): scale what is
-// differentiated, take the scale out of the gradient, then scale the loss as ever. In fp16 the
-// first step is skipped: the scale starts at 65536, which fp16 does not hold.
+// A critic whose loss contains the gradient of its own output (WGAN-GP): scale what is
+// differentiated, divide the gradient by the scale, then scale the loss as usual. In fp16 the
+// first step is skipped: the initial scale, 65536, exceeds fp16's maximum.
 #include <torch/torch.h>
 #include <torchamp/torchamp.h>
 

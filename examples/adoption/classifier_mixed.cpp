@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A convolutional classifier of drawn shapes, fed by LibTorch's data loader.
+// A convolutional classifier of drawn shapes, with LibTorch's data loader.
 #include <torch/torch.h>
 #include <torchamp/training_step.h>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A DCGAN: a generator learns to draw rings that a discriminator takes for real ones.
+// A DCGAN: a generator learns to draw rings that a discriminator accepts as real.
 #include <torch/torch.h>
 #include <torchamp/torchamp.h>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// An LSTM that learns to foretell the next letter of a text, with clipped gradients.
+// An LSTM that learns to predict the next character of a text, with clipped gradients.
 #include <torch/torch.h>
 #include <torchamp/training_step.h>
 

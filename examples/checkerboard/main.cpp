@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A network learns to paint a checkerboard, in fp32 and in mixed precision: what is gained, what is
-// lost, on the screen and in pictures. `checkerboard --help` lists the options.
+// A network learns to paint a checkerboard, in fp32 and in mixed precision. Prints and draws
+// what mixed precision gains and loses. `checkerboard --help` lists the options.
 #include <torchamp/host_memory.h>
 
 #include <cmath>

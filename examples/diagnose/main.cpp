@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// All that torchamp can tell of a training program in one look: three programs (a checkerboard,
-// Fashion-MNIST, a small transformer) are audited and trained, and one HTML page, which needs no
-// other file, shows which of their ops may run in 16 bits, what is cast, what underflows, how the
-// scale went and what overflowed. Or a page of a run that has written a log (TrainingStepOptions).
-// `diagnose --help` lists the options.
+// A report on training programs: audits and trains three programs (a checkerboard,
+// Fashion-MNIST, a small transformer), and writes a self-contained HTML page with their ops that
+// may run in 16 bits, their casts, underflow, the loss scale over time, and what overflowed. Or
+// draws the log of a run (TrainingStepOptions::log). `diagnose --help` lists the options.
 #include <torch/torch.h>
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A small classifier of clothes, trained on real data through LibTorch's own data loader: mixed
-// precision ends at the accuracy of fp32, and the exit code says so. `fashion_mnist --help` lists
-// the options.
+// A small classifier of clothes, trained on real data with LibTorch's data loader. Mixed
+// precision reaches fp32's accuracy; the exit code says whether it does. `fashion_mnist --help`
+// lists the options.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Does it train in fp8? Two models, a classifier of Fashion-MNIST and a small transformer that
-// sorts numbers, in fp32, in bf16 and in every recipe, from the same start weights and on the same
-// data. Prints the accuracies over several seeds and draws the losses of the first. `fp8 --help`
-// lists the options.
+// Does a model train in fp8? Trains a Fashion-MNIST classifier and a small transformer that
+// sorts numbers in fp32, in bf16 and with every recipe, with the same initial weights and data.
+// Prints the accuracies over several seeds and draws the losses of the first. `fp8 --help` lists
+// the options.
 #include <torch/torch.h>
 #include <torchamp/fp8.h>
 #include <torchamp/torchamp.h>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A GPT that learns to write like a text, in mixed precision: a TrainingStep with a fused
-// optimizer, clipping, accumulation and several processes, and a file to go on from. `gpt --help`
-// lists the options.
+// A character-level GPT in mixed precision: a TrainingStep with a fused optimizer, clipping,
+// accumulation, several processes, and a checkpoint to resume from. `gpt --help` lists the
+// options.
 #include <torch/torch.h>
 #include <torchamp/host_memory.h>
 #include <torchamp/torchamp.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What training takes in memory, by the way it is done: planned, and measured on a small
-// transformer; then what larger models need on 1 to 1024 devices.
+// The memory of each training configuration: planned, and measured on a small transformer; then
+// plans for larger models on 1 to 1024 devices.
 //   torchrun --nproc-per-node 4 --no-python memory --out memory.png
 #include <torch/torch.h>
 
