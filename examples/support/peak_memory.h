@@ -7,6 +7,8 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Device.h>
 #include <c10/core/impl/alloc_cpu.h>
+#include <c10/util/Exception.h>
+#include <torch/version.h>
 
 #include <atomic>
 #include <cstddef>
@@ -74,13 +76,22 @@ class PeakMemory {
     if (device_.is_cpu()) {
       detail::CountingAllocator::instance().reset_peak();
     } else {
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 9
       at::accelerator::resetPeakStats(index());
+#else
+      TORCH_CHECK(false, "PeakMemory: LibTorch before 2.9 has no statistics of a ", device_.type(),
+                  " device's allocator. Take a newer LibTorch, or a CPU.");
+#endif
     }
   }
 
   std::int64_t bytes() const {
     if (device_.is_cpu()) return detail::CountingAllocator::instance().peak();
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 9
     return at::accelerator::getDeviceStats(index()).allocated_bytes[0].peak;  // 0: all pools
+#else
+    return 0;
+#endif
   }
 
  private:
@@ -90,5 +101,12 @@ class PeakMemory {
 
   c10::Device device_;
 };
+
+/// Gives back what an accelerator's allocator keeps for tensors to come.
+inline void empty_device_cache() {
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 9
+  at::accelerator::emptyCache();
+#endif
+}
 
 }  // namespace support

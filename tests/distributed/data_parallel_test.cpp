@@ -10,8 +10,8 @@ TEST(Distributed, TrainsOnSeveralProcesses) {
 #else
 
 #include <ATen/ATen.h>
-#include <ATen/DeviceAccelerator.h>
 #include <ATen/record_function.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/conv.h>
@@ -343,7 +343,7 @@ TEST(Distributed, AveragesOverNccl) {
   if (ran_in_processes(2)) return;
   const auto environment = torchamp::ProcessEnvironment::read();
   const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(environment.local_rank));
-  at::accelerator::setDeviceIndex(device.index());
+  const c10::DeviceGuard on_device(device);
   const auto group = make_group();
   torchamp::add_nccl(*group);
   torch::nn::Linear model(4, 2);

@@ -5,8 +5,8 @@
 #if __has_include(<gloo/rendezvous/store.h>)
 
 #include <ATen/ATen.h>
-#include <ATen/DeviceAccelerator.h>
 #include <ATen/record_function.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adamw.h>
@@ -314,7 +314,7 @@ TEST(ShardedMasters, ExchangeOverNccl) {
   if (ran_in_processes(2)) return;
   const auto environment = torchamp::ProcessEnvironment::read();
   const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(environment.local_rank));
-  at::accelerator::setDeviceIndex(device.index());
+  const c10::DeviceGuard on_device(device);
   const auto group = make_group();
   torchamp::add_nccl(*group);
   torch::nn::Linear net(4, 2);

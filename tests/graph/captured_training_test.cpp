@@ -19,6 +19,7 @@
 #include "support/expect_error.h"
 #include "support/graph_training.h"
 #include "support/optimizer_kinds.h"
+#include "support/seed.h"
 #include "torchamp/fp8.h"
 #include "torchamp/master_weights.h"
 #include "torchamp/predictive_scale.h"
@@ -90,7 +91,7 @@ TEST_P(CapturedTraining, StepsEveryKindOfFusedOptimizer) {
   for (const Kind& kind : kinds()) {
     SCOPED_TRACE(kind.name);
     const auto run = [&](bool captures) {
-      torch::manual_seed(5);
+      seed_all(5);
       const Params params{param({4}, here()), param({2, 3}, here())};
       const auto optimizer = kind.fused({OptimizerParamGroup(params)});
       optimizer->param_groups()[0].options().set_lr(Training::lr);
@@ -123,7 +124,7 @@ TEST_P(CapturedTraining, StepsEveryKindOfFusedOptimizer) {
 
 TEST_P(CapturedTraining, GoesOnWithTheRandomNumbersOfEagerIterations) {
   const auto run = [&](bool captures) {
-    torch::manual_seed(23);
+    seed_all(23);
     const at::Tensor weight = torch::ones({64}, here()).requires_grad_();
     torchamp::FusedSGD optimizer({weight}, SGDOptions(0.125));
     Tensors masks;
@@ -184,7 +185,7 @@ TEST_P(CapturedTraining, ClipsDividedGradientsAndReturnsTheirNorm) {
 TEST_P(CapturedTraining, StepsMasterWeights) {
   using torchamp::MasterStorage;
   const auto run = [&](const torchamp::MasterWeightsOptions& how, bool captures) {
-    torch::manual_seed(3);
+    seed_all(3);
     torch::nn::Linear model(6, 2);
     to_device(model, c10::Device(GetParam(), 0));
     torchamp::MasterWeights masters(model, how);

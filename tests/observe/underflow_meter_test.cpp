@@ -18,8 +18,8 @@
 
 #include "support/devices.h"
 #include "support/expect_error.h"
+#include "support/seed.h"
 #include "torchamp/autocast.h"
-#include "torchamp/detail/rng_state.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/recompute.h"
 
@@ -158,10 +158,7 @@ TEST_P(Meter, MetersTheFirstStepAndEachThatIsSoManyLater) {
 
 TEST_P(Meter, LeavesGradientsAndRandomNumbersAsTheyAre) {
   const auto run = [&](bool with_meter) {
-    torch::manual_seed(0);  // passes a backend's generator over before LibTorch 2.8
-    for (at::Generator generator : torchamp::detail::default_generators()) {
-      generator.set_current_seed(0);
-    }
+    seed_all(0);
     Net model = net();
     const at::Tensor x = randn({16, 8}).requires_grad_();
     UnderflowMeter meter(*model, {.every = with_meter ? 1 : 1000});

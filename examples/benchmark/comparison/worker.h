@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <ATen/DeviceAccelerator.h>
 #include <torch/version.h>
 #include <torchamp/host_memory.h>
 
@@ -101,7 +100,7 @@ inline int serve(const WorkerOptions& options) {
                                    trained.seconds, trained.processor, trained.loss,
                                    trained.first_loss, static_cast<long long>(peak))
                 << std::endl;
-      if (!device.is_cpu()) at::accelerator::emptyCache();
+      if (!device.is_cpu()) support::empty_device_cache();
     }
     return 0;
   } catch (const c10::Error& error) {
