@@ -36,6 +36,10 @@ bool stand_in_captures(void* stream);
 /// Has `work(data)` done in the stream's order: now, when the stream is waited for, or each time
 /// that the graph is launched which it captures into. Calls `done(data)` when no more is to come.
 void stand_in_submit(void* stream, void (*work)(void*), void* data, void (*done)(void*));
+/// The same for work with other processes, which is done as soon as `is_ready(data)` when the
+/// stream comes to it. Not in captures.
+void stand_in_submit_when(void* stream, bool (*is_ready)(void*), void (*work)(void*), void* data,
+                          void (*done)(void*));
 /// A library's kernel: counted, and refused where a kernel would be. An error code of CUDA's.
 int stand_in_launch(const char* name, void* stream);
 /// 0, or the error of a call that captures forbid.
@@ -48,5 +52,6 @@ void stand_in_finish(void* stream);
 /// Whether work waits until somebody waits for it, from now on; otherwise it is done at once. See
 /// Note [Early and late work].
 void stand_in_late(bool on);
+/// Whether work may be done later: then, or because of other processes.
 bool stand_in_is_late();
 }

@@ -73,7 +73,7 @@ cudaError_t copy(void* to, const void* from, std::size_t size, cudaMemcpyKind ki
     work = [=] { std::memcpy(alias(to), staged->data(), size); };
   }
   const cudaError_t error = give(stream, what, Kind::copy, std::move(work));
-  if (!error && to_pageable) finish(stream);
+  if (!error && to_pageable) wait(stream);
   return error;
 }
 
@@ -83,7 +83,7 @@ cudaError_t copy_and_wait(void* to, const void* from, std::size_t size, cudaMemc
   Stream* const stream = stream_of(nullptr);
   if (const cudaError_t error = copy(to, from, size, kind, stream, where)) return error;
   ++counts().waits;
-  finish(stream);
+  wait(stream);
   return cudaSuccess;
 }
 

@@ -62,7 +62,7 @@ int fill() {
 
 /// What is still to be done may use the memory: cudaFree() waits, too.
 void wait_before_freeing(int device) {
-  finish_device(device);
+  wait_device(device);
 }
 
 cudaError_t allocate_host(void** result, std::size_t size, const char* where) {

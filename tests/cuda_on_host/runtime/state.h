@@ -31,6 +31,8 @@ int compute_capability();
 struct Lock {
   Lock();
   ~Lock();
+  /// Lets others have it for a moment.
+  static void pass();
   Lock(const Lock&) = delete;
   Lock& operator=(const Lock&) = delete;
 };
@@ -111,6 +113,7 @@ struct Item {
   Work work = {};
   Stream* awaited = nullptr;  ///< or, instead of work, a stream that must have done so many items
   uint64_t until = 0;
+  std::function<bool()> is_ready = {};  ///< of work with other processes
 };
 
 struct Stream {
@@ -153,8 +156,12 @@ enum class Kind { kernel, copy, unseen };
 cudaError_t give(Stream* stream, const std::string& what, Kind kind, Work work);
 void give_wait(Stream* stream, Stream* awaited, uint64_t until);
 void add_node(Stream* stream, const std::string& what, Work work, bool is_visible);
-void finish(Stream* stream, uint64_t until);
-void finish(Stream* stream);
-void finish_device(int device);
+/// Does the stream's first `until` items, and says whether that was all: other processes may have
+/// to do something before.
+bool finish(Stream* stream, uint64_t until);
+/// The same until all is done.
+void wait(Stream* stream, uint64_t until);
+void wait(Stream* stream);
+void wait_device(int device);
 
 }  // namespace stand_in

@@ -15,6 +15,7 @@ struct Order {
   std::set<Event*> events;
   Stream* legacy[max_devices] = {};
   bool is_late = std::getenv("CUDA_ON_HOST_LATE") != nullptr;
+  int waiting = 0;  ///< items that other processes may keep waiting
 };
 
 Order& order() {
@@ -168,29 +169,35 @@ void give_wait(Stream* stream, Stream* awaited, uint64_t until) {
   if (awaited->done < until) give_item(stream, {.awaited = awaited, .until = until});
 }
 
-void finish(Stream* stream, uint64_t until) {
+bool finish(Stream* stream, uint64_t until) {
   while (stream->done < until && !stream->items.empty()) {
+    const Item& first = stream->items.front();
+    if (first.awaited ? !finish(first.awaited, first.until) : first.is_ready && !first.is_ready())
+      return false;
     const Item item = std::move(stream->items.front());
     stream->items.pop_front();
-    if (item.awaited) {
-      finish(item.awaited, item.until);
-    } else {
-      item.work();
-    }
+    if (item.is_ready) --order().waiting;
+    if (item.work) item.work();
     ++stream->done;
   }
+  return true;
 }
 
-void finish(Stream* stream) {
+void wait(Stream* stream, uint64_t until) {
+  while (!finish(stream, until)) Lock::pass();
+}
+
+void wait(Stream* stream) {
   wait_for_other_streams(stream);
-  finish(stream, stream->given);
+  wait(stream, stream->given);
 }
 
-void finish_device(int device) {
-  for (Stream* stream : order().streams) {
-    if (stream->device == device) finish(stream, stream->given);
+void wait_device(int device) {
+  const std::set<Stream*> streams = order().streams;  // others may come meanwhile
+  for (Stream* stream : streams) {
+    if (stream->device == device) wait(stream, stream->given);
   }
-  finish(legacy_stream(device), legacy_stream(device)->given);
+  wait(legacy_stream(device), legacy_stream(device)->given);
 }
 
 }  // namespace stand_in
@@ -201,18 +208,18 @@ extern "C" {
 
 void stand_in_late(bool on) {
   const Lock lock;
-  for (int device = 0; device < device_count(); ++device) finish_device(device);
+  for (int device = 0; device < device_count(); ++device) wait_device(device);
   order().is_late = on;
 }
 
 bool stand_in_is_late() {
   const Lock lock;
-  return order().is_late;
+  return order().is_late || order().waiting > 0;
 }
 
 void stand_in_finish(void* stream) {
   const Lock lock;
-  finish(stream_of(static_cast<cudaStream_t>(stream)));
+  wait(stream_of(static_cast<cudaStream_t>(stream)));
 }
 
 void stand_in_submit(void* handle, void (*work)(void*), void* data, void (*done)(void*)) {
@@ -221,6 +228,18 @@ void stand_in_submit(void* handle, void (*work)(void*), void* data, void (*done)
   Stream* const stream = stream_of(static_cast<cudaStream_t>(handle));
   if (stream && !(stream->capture && stream->capture->is_invalid))
     give(stream, "values", Kind::unseen, [held, work] { work(held.get()); });
+}
+
+void stand_in_submit_when(void* handle, bool (*is_ready)(void*), void (*work)(void*), void* data,
+                          void (*done)(void*)) {
+  const std::shared_ptr<void> held(data, done);
+  const Lock lock;
+  Stream* const stream = stream_of(static_cast<cudaStream_t>(handle));
+  if (!stream || stream->capture) return;
+  wait_for_other_streams(stream);
+  ++order().waiting;
+  give_item(stream, {.work = [held, work] { work(held.get()); },
+                     .is_ready = [held, is_ready] { return is_ready(held.get()); }});
 }
 
 // ---- Streams -----------------------------------------------------------------------------------
@@ -245,7 +264,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t handle) {
     stream->capture->members.erase(stream);
     stream->capture = nullptr;
   }
-  finish(stream, stream->given);
+  wait(stream, stream->given);
   stream->is_destroyed = true;
   order().streams.erase(stream);
   return cudaSuccess;
@@ -265,7 +284,8 @@ cudaError_t cudaStreamQuery(cudaStream_t handle) {
   Stream* const stream = stream_of(handle);
   if (const cudaError_t error = check_asked(stream, "cudaStreamQuery")) return error;
   if (stream->done == stream->given) return cudaSuccess;
-  finish(stream);  // the next one that asks
+  wait_for_other_streams(stream);
+  finish(stream, stream->given);  // for the next one that asks
   return cudaErrorNotReady;
 }
 
@@ -276,7 +296,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   use_device(current_device());
   Stream* const stream = stream_of(handle);
   if (const cudaError_t error = check_asked(stream, "cudaStreamSynchronize")) return error;
-  finish(stream);
+  wait(stream);
   return cudaSuccess;
 }
 
@@ -293,7 +313,7 @@ cudaError_t cudaDeviceSynchronize() {
       return invalidate(capture, cudaErrorStreamCaptureUnsupported, "cudaDeviceSynchronize");
   }
   if (const cudaError_t error = unsafe("cudaDeviceSynchronize")) return error;
-  finish_device(device);
+  wait_device(device);
   return cudaSuccess;
 }
 
@@ -360,8 +380,8 @@ cudaError_t cudaEventQuery(cudaEvent_t handle) {
   if (const cudaError_t error = check_asked(event, "cudaEventQuery")) return error;
   if (!event->is_recorded || event->stream->done >= event->at) return cudaSuccess;
   if (++event->queries < 3) return cudaErrorNotReady;
-  finish(event->stream, event->at);  // time passes for who asks again and again
-  return cudaSuccess;
+  // Time passes for who asks again and again.
+  return finish(event->stream, event->at) ? cudaSuccess : cudaErrorNotReady;
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
@@ -370,7 +390,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   log("cudaEventSynchronize");
   const Event* const event = event_of(handle);
   if (const cudaError_t error = check_asked(event, "cudaEventSynchronize")) return error;
-  if (event->is_recorded) finish(event->stream, event->at);
+  if (event->is_recorded) wait(event->stream, event->at);
   return cudaSuccess;
 }
 
