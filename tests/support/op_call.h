@@ -62,6 +62,8 @@ inline std::string python_name(at::ScalarType dtype) {
       return "int64";
     case at::kBool:
       return "bool";
+    case at::kComplexHalf:
+      return "complex32";
     case at::kComplexFloat:
       return "complex64";
     default:

@@ -16,6 +16,7 @@ enum Mode { relu = 0, tanh = 1, lstm = 2, gru = 3 };  // cuDNN's numbers
 struct Layers {
   Tensor input, hx, cx;
   std::vector<Tensor> weights;
+  std::vector<std::vector<int64_t>> given_sizes;  ///< of the weights
   std::vector<int64_t> batch_sizes;
   int64_t mode, layers;
   bool has_bias, batch_first, train, bidirectional;
@@ -36,6 +37,16 @@ struct Layers {
                 "dropout between recurrent layers is not mirrored");
     for (Tensor& weight : weights) {
       if (is_narrow(weight.scalar_type())) weight = weight.to(at::kFloat);
+    }
+    // The weights that autocast casts are columns of cuDNN's buffer.
+    const int64_t of_gates[] = {1, 1, 4, 3};
+    const int64_t rows = of_gates[mode] * a.integer("hidden_size");
+    const auto in_a_layer = static_cast<std::size_t>(a.integer("weight_stride0"));
+    for (std::size_t i = 0; i < weights.size(); ++i) {
+      given_sizes.push_back(weights[i].sizes().vec());
+      const std::size_t place = i % in_a_layer;
+      if (place < 4) weights[i] = weights[i].reshape({rows, -1});
+      if (place == 2 || place == 3) weights[i] = weights[i].squeeze(1);
     }
   }
 
@@ -113,9 +124,11 @@ Results backward(const Arguments& a) {
   for (std::size_t i = 0; i < of_leaves.size(); ++i)
     of_leaves[i] =
         of_leaves[i].defined() ? of_leaves[i].detach() : at::zeros_like(leaves[i]).detach();
-  const auto begin = of_leaves.begin() + static_cast<std::ptrdiff_t>(first_weight);
+  std::vector<Tensor> of_weights;
+  for (std::size_t i = 0; i < layers.weights.size(); ++i)
+    of_weights.push_back(of_leaves[first_weight + i].reshape(layers.given_sizes[i]));
   return {of_leaves[0], of_leaves[1], first_weight > 2 ? of_leaves[2] : Tensor(),
-          c10::List<Tensor>(std::vector<Tensor>(begin, of_leaves.end()))};
+          c10::List<Tensor>(of_weights)};
 }
 
 Tensor plus(const Tensor& a, const Tensor& b) {
