@@ -346,13 +346,13 @@ void hadamard_transform_rows(const Rows<const T>& matrix, float* to) {
       load_chunk(is_there ? matrix.row(top + i) + column : nullptr, is_there ? width : 0, rows[i]);
       for (Floats& four : rows[i]) four *= 0.25F * signs[i];
     }
-    for (int64_t half = 1; half < chunk; half *= 2) {
+    for (int64_t step = 1; step < chunk; step *= 2) {
       for (int64_t i = 0; i < chunk; ++i) {
-        if ((i & half) != 0) continue;
+        if ((i & step) != 0) continue;
         for (int64_t k = 0; k < 4; ++k) {
-          const Floats a = rows[i][k], b = rows[i + half][k];
+          const Floats a = rows[i][k], b = rows[i + step][k];
           rows[i][k] = a + b;
-          rows[i + half][k] = a - b;
+          rows[i + step][k] = a - b;
         }
       }
     }
