@@ -5,6 +5,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <cmath>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -144,6 +146,32 @@ TEST_P(TwoDevices, AStepOverBothWaitsForNeither) {
   step();
   EXPECT_EQ(wait_count(), before);
   EXPECT_TRUE(at::equal(params[0].cpu(), params[1].cpu()));
+}
+
+// What the host computes with must have arrived.
+TEST(TwoDevicesHost, AStepOverTheHostAndADeviceSkipsBothWhereOneOverflows) {
+  stand_in_late(true);
+  for (const bool host_first : {false, true}) {
+    for (const at::Device of_scale : {at::Device(at::kCPU), gpu0}) {
+      Params params{at::ones({4}, gpu0).requires_grad_(), at::ones({4}).requires_grad_()};
+      if (host_first) std::swap(params[0], params[1]);
+      torchamp::FusedAdamW optimizer(params, AdamWOptions(0.1));
+      torchamp::GradScaler scaler({.init_scale = 2.});
+      for (const double factor : {1., std::numeric_limits<double>::infinity()}) {
+        scaler.scale(at::ones({}, of_scale));
+        for (const Tensor& p : params) {
+          p.mutable_grad() = at::ones_like(p);
+          if (p.is_cuda()) p.mutable_grad().mul_(factor);
+        }
+        torchamp::clip_grad_norm_(scaler, optimizer, 1.);
+        EXPECT_EQ(scaler.step(optimizer).stepped(), factor == 1.);
+        scaler.update();
+      }
+      EXPECT_EQ(scaler.get_scale(), 1.);
+      EXPECT_TRUE(at::equal(params[0].cpu(), params[1].cpu())) << params[0] << params[1];
+    }
+  }
+  stand_in_late(false);
 }
 
 TEST(TwoDevicesGraph, ACaptureRunsOnTheParametersDeviceWhicheverIsCurrent) {
