@@ -20,7 +20,7 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/optim/parameters.h"
+#include "torchamp/detail/optim/plan.h"
 #include "torchamp/detail/optim/state_tensors.h"
 #include "torchamp/detail/overlay/weight_casts.h"
 #include "torchamp/detail/scaler/scale_update.h"

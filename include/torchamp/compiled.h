@@ -32,7 +32,7 @@
 #undef TORCHAMP_BODIES
 #define TORCHAMP_BODIES 1
 /// @endcond
-#include "torchamp/detail/optim/fused_optimizer_impl.h"
+#include "torchamp/detail/optim/fused_optimizer-inl.h"
 #include "torchamp/detail/overlay/autocast_region_impl.h"
 #include "torchamp/detail/overlay/policy_scope_impl.h"
 #include "torchamp/detail/policy/policy_impl.h"

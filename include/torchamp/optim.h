@@ -15,11 +15,10 @@
 
 #include "torchamp/detail/gradients/deferred_clip.h"
 #include "torchamp/detail/gradients/weight_meta.h"
-#include "torchamp/detail/optim/adagrad.h"
-#include "torchamp/detail/optim/adam.h"
-#include "torchamp/detail/optim/counters.h"
+#include "torchamp/detail/optim/kernel.h"
+#include "torchamp/detail/optim/kernels.h"
 #include "torchamp/detail/optim/plan.h"
-#include "torchamp/detail/optim/sgd.h"
+#include "torchamp/detail/optim/scalars.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/scaled_step.h"
 #include "torchamp/version.h"
@@ -184,7 +183,7 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
   void write_steps() const;
 
   // Both follow what is done to the states, also in save().
-  mutable detail::CounterTable<detail::StepCounter> counters_;
+  mutable detail::CounterTable counters_;
   mutable detail::StepPlan<Kernel> plan_;
 
   // Where steps are captured.
@@ -207,7 +206,7 @@ using FusedAdagrad = FusedOptimizerOf<detail::AdagradKernel>;
 
 }  // namespace TORCHAMP_NAMESPACE
 
-#include "torchamp/detail/optim/fused_optimizer_impl.h"  // IWYU pragma: export
+#include "torchamp/detail/optim/fused_optimizer-inl.h"  // IWYU pragma: export
 
 #ifdef TORCHAMP_COMPILED
 namespace TORCHAMP_NAMESPACE {

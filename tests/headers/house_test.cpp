@@ -110,9 +110,9 @@ struct Budget {
 // To come down to 22 and 3,400, 18 and 2,400, 20 and 3,000, 52 and 8,300.
 constexpr Budget budgets[] = {
     {"autocast.h", 30, 4500},
-    {"optim.h", 28, 3730},
+    {"optim.h", 20, 3580},
     {"grad_scaler.h", 36, 5460},
-    {"torchamp.h", 77, 11880},
+    {"torchamp.h", 69, 11720},
 };
 constexpr Budget all_headers = {"include/", 224, 33820};  // to come down to 160 and 24,000
 

@@ -21,7 +21,7 @@
 // Note [Versions of LibTorch]
 // torchamp takes LibTorch 2.6 to 2.15, and newer ones as far as they go. What differs between them
 // is here, or asks TORCHAMP_LIBTORCH where it needs a header that most programs do not:
-//   before 2.15  the CPU's fused SGD loses steps of 16-bit parameters (detail/optim/sgd.h)
+//   before 2.15  the CPU's fused SGD loses steps of 16-bit parameters (detail/optim/kernels.h)
 //   before 2.12  kinds of a thread's slot are an 8-bit enum (detail/overlay/runtime.h)
 //   before 2.11  c10d's Reducer takes other arguments (detail/distributed/reducer.h); no table of
 //                what the CPU can do; LibTorch's cache keeps casts that were made without
@@ -31,7 +31,7 @@
 //   before 2.9   an op's kernel is found on a way of its own; a capture begins with what lies idle
 //                in the device's cache (detail/graph/stream_recorder.h)
 //   before 2.8   no 4-bit dtype; Adagrad's kernel takes no learning rate on the device
-//                (detail/optim/adagrad.h)
+//                (detail/optim/kernels.h)
 //   before 2.7   no namespace at::accelerator, no list of autocast's devices
 // The lists of autocast are each version's own: see read_libtorch_cuda_lists().
 

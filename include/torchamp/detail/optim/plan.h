@@ -2,28 +2,148 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+#include <c10/util/flat_hash_map.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
 #include "torchamp/detail/gradients/weight_meta.h"
-#include "torchamp/detail/optim/counters.h"
-#include "torchamp/detail/optim/dropped_gradients.h"
-#include "torchamp/detail/optim/foreach_step.h"
 #include "torchamp/detail/optim/kernel.h"
-#include "torchamp/detail/optim/parameters.h"
+#include "torchamp/detail/optim/pieces.h"
 #include "torchamp/detail/optim/scalars.h"
-#include "torchamp/detail/optim/step_method.h"
 #include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
+
+using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
+using ParamStates = ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>>;
+
+/// Puts others in the place of an optimizer's states. It stays the same optimizer; see Note [Which
+/// optimizer it is].
+inline void replace_states(torch::optim::Optimizer& optimizer, ParamStates states) {
+  const float load_factor = optimizer.state().max_load_factor();
+  optimizer.state() = std::move(states);
+  optimizer.state().max_load_factor(load_factor);
+}
+
+inline ParamGroups one_group(std::vector<at::Tensor> params) {
+  return {torch::optim::OptimizerParamGroup(std::move(params))};
+}
+
+inline std::string place_of(std::size_t group, std::size_t index) {
+  return c10::str("parameter ", index, " of group ", group);
+}
+
+inline const at::Tensor& gradient_of(const at::Tensor& param) {
+  return param.unsafeGetTensorImpl()->grad();  // Tensor::grad() looks whether to warn of non-leaves
+}
+
+/// The options of a group, which must be those that `Kernel` goes by. `number` is for the error.
+template <OptimizerKernel Kernel>
+const typename Kernel::Options& options_of(const torch::optim::OptimizerParamGroup& group,
+                                           std::size_t number) {
+  const auto* const options = dynamic_cast<const typename Kernel::Options*>(&group.options());
+  TORCH_CHECK_TYPE(options, Kernel::name, ": the options of group ", number,
+                   " are another optimizer's. Give it those that ", Kernel::name, " takes.");
+  return *options;
+}
+
+template <OptimizerKernel Kernel>
+const typename Kernel::Options& options_of(const ParamGroups& groups, std::size_t group) {
+  return options_of<Kernel>(groups[group], group);
+}
+
+/// Throws for a parameter with a gradient that the kernels cannot step. Changes nothing.
+template <OptimizerKernel Kernel>
+void check_parameters(const ParamGroups& groups, const ParamStates& states) {
+  std::unordered_set<c10::TensorImpl*> seen;
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    const std::size_t kinds = Kernel::kinds(options_of<Kernel>(groups, g));
+    for (std::size_t i = 0; i < groups[g].params().size(); ++i) {
+      const at::Tensor& param = groups[g].params()[i];
+      const at::Tensor& grad = gradient_of(param);
+      if (!grad.defined()) continue;
+      TORCH_CHECK_VALUE(seen.insert(param.unsafeGetTensorImpl()).second, Kernel::name,
+                        "::step: ", place_of(g, i),
+                        " is in the optimizer twice. Give each parameter once.");
+      TORCH_CHECK_VALUE(param.layout() == at::kStrided && grad.layout() == at::kStrided,
+                        Kernel::name, "::step: ", place_of(g, i), " has a gradient of layout ",
+                        grad.layout(),
+                        ". Fused kernels take dense ones: make it dense (for an embedding, "
+                        "sparse(false)), or give this parameter to LibTorch's own optimizer.");
+      TORCH_CHECK_VALUE(at::isFloatingType(param.scalar_type()), Kernel::name,
+                        "::step: ", place_of(g, i), " is of dtype ", param.scalar_type(),
+                        ". Fused kernels take real floating-point numbers: give this parameter to "
+                        "LibTorch's own optimizer.");
+      TORCH_CHECK_VALUE(!param.is_neg(), Kernel::name, "::step: ", place_of(g, i),
+                        " has the negative bit. Make the parameter from what resolve_neg() gives.");
+      TORCH_CHECK_VALUE(param.is_non_overlapping_and_dense(), Kernel::name,
+                        "::step: ", place_of(g, i), " has gaps or overlaps in memory (sizes ",
+                        param.sizes(), ", strides ", param.strides(),
+                        "). Make the parameter from a contiguous() tensor.");
+      if (const StepMethod* const method = step_method_of(param)) {
+        method->check(param, grad,
+                      [&] { return c10::str(Kernel::name, "::step: ", place_of(g, i)); });
+      }
+      const auto state = states.find(param.unsafeGetTensorImpl());
+      if (state == states.end()) continue;
+      for (std::size_t k = 0; k < kinds; ++k) {
+        const at::Tensor& tensor =
+            Kernel::tensor(static_cast<typename Kernel::State&>(*state->second), k);
+        TORCH_CHECK_VALUE(!tensor.defined() || tensor.sizes() == param.sizes(), Kernel::name,
+                          "::step: ", place_of(g, i), " is of shape ", param.sizes(),
+                          ", its state of ", tensor.sizes(),
+                          ". Make a new optimizer for parameters of another shape.");
+      }
+    }
+  }
+}
+
+/// Whether two tensors hold their elements in the same order: the fused kernels walk through memory
+/// and do not look (on the CPU not even for an error).
+inline bool same_layout(const at::Tensor& a, const at::Tensor& b) {
+  return a.sizes() == b.sizes() && a.strides() == b.strides();
+}
+
+/// `tensor`, or a copy of it with the device and layout of `param`, and the dtype of its steps.
+inline at::Tensor fitted(const at::Tensor& tensor, const at::Tensor& param) {
+  const TensorKind kind{param.device(), step_dtype(param)};
+  if (TensorKind::of(tensor) == kind && same_layout(tensor, param) && !tensor.is_neg()) {
+    return tensor;
+  }
+  at::Tensor copy = at::empty_like(param, param.options().dtype(kind.dtype));
+  copy.copy_(tensor);
+  return copy;
+}
+
+/// Brings the states to where their parameters are, if they are not there: what was loaded may lie
+/// on the host.
+template <OptimizerKernel Kernel>
+void fit_states(const ParamGroups& groups, const ParamStates& states) {
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    const std::size_t kinds = Kernel::kinds(options_of<Kernel>(groups, g));
+    for (const at::Tensor& param : groups[g].params()) {
+      const auto state = states.find(param.unsafeGetTensorImpl());
+      if (state == states.end()) continue;
+      for (std::size_t k = 0; k < kinds; ++k) {
+        at::Tensor& tensor =
+            Kernel::tensor(static_cast<typename Kernel::State&>(*state->second), k);
+        if (tensor.defined() && tensor.sizes() == param.sizes()) tensor = fitted(tensor, param);
+      }
+    }
+  }
+}
 
 // Note [The plan of a fused step]
 // What the kernels are called with (lists of parameters, states and counters by group, device and
@@ -64,28 +184,18 @@ class StepPlan {
 
   /// False if the plan does not hold for `groups` and `states`.
   bool collect_gradients(const ParamGroups& groups, const ParamStates& states) {
-    if (uses_.size() != groups.size()) return false;
     for (StepList& list : lists_) list.grads.clear();
-    auto slot = slots_.cbegin();
-    for (std::size_t g = 0; g < groups.size(); ++g) {
-      if (!(uses_[g] == use_of(groups, g))) return false;
-      for (const at::Tensor& param : groups[g].params()) {
-        if (slot == slots_.cend() || slot->param != param.unsafeGetTensorImpl()) return false;
-        const at::Tensor& grad = gradient_of(param);
-        if (grad.defined() != (slot->list != Slot::no_list)) return false;
-        State* const state = slot->state ? state_of(*slot, states) : nullptr;
-        if (slot->state && !state) return false;
-        if (grad.defined() && !add_gradient(lists_[slot->list], param, grad, state)) return false;
-        ++slot;
-      }
-    }
-    return slot == slots_.cend();
+    return all_of(groups, states, [this](const Slot& slot, const at::Tensor& param, State* state) {
+      const at::Tensor& grad = gradient_of(param);
+      if (grad.defined() != (slot.list != Slot::no_list)) return false;
+      return !grad.defined() || add_gradient(lists_[slot.list], param, grad, state);
+    });
   }
 
   /// A plan for `groups`, which check_parameters has passed. Makes the states that are missing and
   /// takes those that are not to their parameters' device, dtype and layout.
   static StepPlan make(const ParamGroups& groups, const Options& defaults, ParamStates& states,
-                       CounterTable<StepCounter>& counters) {
+                       CounterTable& counters) {
     StepPlan plan;
     plan.identity_ = std::make_shared<char>();
     std::vector<at::Tensor> counted;
@@ -132,7 +242,7 @@ class StepPlan {
 
   /// Forgets the counts of parameters whose states are no longer those of note_states(). Returns
   /// whether there were any; the plan does not hold then.
-  bool drop_counters(const ParamStates& states, CounterTable<StepCounter>& counters) const {
+  bool drop_counters(const ParamStates& states, CounterTable& counters) const {
     bool any = false;
     for (const Slot& slot : slots_) {
       if (!slot.state || state_of(slot, states)) continue;
@@ -144,23 +254,13 @@ class StepPlan {
 
   /// Whether there is a plan, and for these groups and states, whatever gradients there are.
   bool is_for(const ParamGroups& groups, const ParamStates& states) const {
-    if (lists_.empty() || uses_.size() != groups.size()) return false;
     std::vector<std::size_t> next(lists_.size());
-    auto slot = slots_.cbegin();
-    for (std::size_t g = 0; g < groups.size(); ++g) {
-      if (!(uses_[g] == use_of(groups, g))) return false;
-      for (const at::Tensor& param : groups[g].params()) {
-        if (slot == slots_.cend() || slot->param != param.unsafeGetTensorImpl()) return false;
-        State* const state = slot->state ? state_of(*slot, states) : nullptr;
-        if (slot->state && !state) return false;
-        if (slot->list != Slot::no_list) {
-          const std::size_t i = next[slot->list]++;
-          if (state && !has_tensors(lists_[slot->list], i, *state)) return false;
-        }
-        ++slot;
-      }
-    }
-    return slot == slots_.cend();
+    return !lists_.empty() &&
+           all_of(groups, states, [&](const Slot& slot, const at::Tensor&, State* state) {
+             if (slot.list == Slot::no_list) return true;
+             const std::size_t i = next[slot.list]++;
+             return !state || has_tensors(lists_[slot.list], i, *state);
+           });
   }
 
   /// Lives as long as what captured steps of this plan read and write.
@@ -223,6 +323,24 @@ class StepPlan {
   }
 
  private:
+  /// Whether the groups and parameters are the plan's, the states those of note_states(), and
+  /// `holds(slot, param, state)` is true of each parameter; `state` is null if it has none.
+  template <class Holds>
+  bool all_of(const ParamGroups& groups, const ParamStates& states, const Holds& holds) const {
+    if (uses_.size() != groups.size()) return false;
+    auto slot = slots_.cbegin();
+    for (std::size_t g = 0; g < groups.size(); ++g) {
+      if (!(uses_[g] == use_of(groups, g))) return false;
+      for (const at::Tensor& param : groups[g].params()) {
+        if (slot == slots_.cend() || slot->param != param.unsafeGetTensorImpl()) return false;
+        State* const state = slot->state ? state_of(*slot, states) : nullptr;
+        if ((slot->state && !state) || !holds(*slot, param, state)) return false;
+        ++slot;
+      }
+    }
+    return slot == slots_.cend();
+  }
+
   /// The buffers of all lists.
   StepBuffers make_buffers(bool drops) const {
     StepBuffers buffers;
@@ -332,7 +450,7 @@ class StepPlan {
   }
 
   void add_parameter(StepList& list, const at::Tensor& param, const Options& defaults,
-                     ParamStates& states, const CounterTable<StepCounter>& counters) const {
+                     ParamStates& states, const CounterTable& counters) const {
     list.params.push_back(param);
     if (list.method) list.beside.push_back(list.method->beside(param));
     // Its group may have been added by torch::optim::Optimizer, which tells nobody.

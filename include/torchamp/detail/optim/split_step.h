@@ -11,11 +11,9 @@
 #include <optional>
 #include <utility>
 
-#include "torchamp/detail/optim/dropped_gradients.h"
 #include "torchamp/detail/optim/kernel.h"
 #include "torchamp/detail/optim/pieces.h"
 #include "torchamp/detail/optim/scalars.h"
-#include "torchamp/detail/optim/step_method.h"
 #include "torchamp/detail/split_bits.h"
 #include "torchamp/detail/split_weight.h"
 #include "torchamp/detail/tensors.h"
