@@ -16,9 +16,8 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/observe/named_parameters.h"
 #include "torchamp/detail/observe/observer.h"
-#include "torchamp/detail/observe/print_report.h"
+#include "torchamp/detail/observe/report.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {
@@ -72,35 +71,18 @@ class CastReport {
   const std::vector<Row>& rows() const { return rows_; }
 
   /// Returns the sums over all rows, with no op and no module.
-  Row total() const {
-    Row sum;
-    for (const Row& row : rows_) {
-      for (const auto& [dtype, calls] : row.calls) sum.calls[dtype] += calls;
-      sum.casts += row.casts;
-      sum.cast_bytes += row.cast_bytes;
-      sum.undone += row.undone;
-      sum.fp32_by_input += row.fp32_by_input;
-      sum.fp8 += row.fp8;
-      for (const auto& [why, calls] : row.not_fp8) sum.not_fp8[why] += calls;
-      sum.cache_hits += row.cache_hits;
-      sum.cache_misses += row.cache_misses;
-    }
-    return sum;
-  }
+  Row total() const;
 
   /// Returns a JSON object with "rows" (phase, module, op and the numbers of a Row, by the names of
   /// its members, those about fp8 and torchamp's own cache only where they were used) and "total".
-  std::string to_json() const { return detail::to_json(rows_, total()); }
+  std::string to_json() const;
 
  private:
   std::vector<Row> rows_;
 };
 
 /// Prints the report as a table, a line for each row and one for the sums.
-inline std::ostream& operator<<(std::ostream& out, const CastReport& report) {
-  detail::print_cast_report(out, report.rows(), report.total());
-  return out;
-}
+std::ostream& operator<<(std::ostream& out, const CastReport& report);
 
 /// Counts, from construction to destruction, which ops ran in which dtype and what was cast for
 /// them, forward and backward:
@@ -161,4 +143,4 @@ class CastRecorder {
 
 }  // namespace TORCHAMP_NAMESPACE
 
-#include "torchamp/detail/observe/cast_recording.h"  // IWYU pragma: export
+#include "torchamp/detail/observe/cast_recorder-inl.h"  // IWYU pragma: export

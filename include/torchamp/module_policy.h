@@ -4,7 +4,6 @@
 /// @file
 /// @brief ModulePolicies and WithPolicy: policies of single modules.
 
-#include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/DeviceType.h>
 #include <c10/util/Exception.h>
@@ -12,14 +11,12 @@
 #include <torch/nn/modules/container/named_any.h>
 #include <torch/nn/pimpl.h>
 
+#include <algorithm>
 #include <concepts>
 #include <cstddef>
 #include <initializer_list>
-#include <map>
 #include <memory>
-#include <set>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -29,6 +26,7 @@
 #include "torchamp/detail/overlay/compile.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/name_pattern.h"
+#include "torchamp/detail/rng_state.h"
 #include "torchamp/policy.h"
 #include "torchamp/version.h"
 
@@ -124,28 +122,17 @@ class ModulePolicies {
     const std::string* from = nullptr;  // the Sequential that hands the rule down to it
   };
 
-  /// What fits one name. Rules that name it win over patterns.
-  struct Fit {
-    enum class Kind { pattern, pattern_of_the_same_text, name } kind = Kind::pattern;
-    const Rule* rule = nullptr;
-    const Rule* other = nullptr;  // of the same kind
-
-    void add(Kind its_kind, const Rule& its_rule);
-  };
-
-  std::vector<Fit> fits(const detail::ForwardSites& sites) const;
   std::vector<Chosen> choose(const detail::ForwardSites& sites) const;
   static void hand_down(const detail::ForwardSites& sites, std::size_t from,
                         std::vector<Chosen>& chosen);
   [[noreturn]] static void refuse_unused(const Rule& rule, const detail::ForwardSites& sites);
-  void register_overlays(const torch::nn::Module& model) const;
 
   std::vector<Rule> rules_;
-  std::set<std::string> patterns_;  // those of the rules
 };
 
 inline ModulePolicies& ModulePolicies::set(std::string pattern, const Policy& policy) {
-  TORCH_CHECK(patterns_.insert(pattern).second, "ModulePolicies::set: '", pattern,
+  TORCH_CHECK(std::ranges::find(rules_, pattern, &Rule::pattern) == rules_.end(),
+              "ModulePolicies::set: '", pattern,
               "' has a policy already. Leave out one of the two.");
   rules_.push_back({std::move(pattern), policy.data()});
   return *this;
@@ -158,83 +145,19 @@ inline std::vector<std::pair<std::string, Policy>> ModulePolicies::entries() con
   return entries;
 }
 
-inline void ModulePolicies::Fit::add(Kind its_kind, const Rule& its_rule) {
-  if (rule == nullptr || its_kind > kind) {
-    *this = {its_kind, &its_rule, nullptr};
-  } else if (its_kind == kind && other == nullptr && rule != &its_rule) {
-    other = &its_rule;
-  }
-}
-
-// In the order of sites.names(). A pattern is compared with the names that begin as it does.
-inline std::vector<ModulePolicies::Fit> ModulePolicies::fits(
-    const detail::ForwardSites& sites) const {
-  const auto& names = sites.names();
-  std::map<std::string_view, std::size_t> places;
-  for (std::size_t i = 0; i < names.size(); ++i) places.emplace(names[i].first, i);
-  std::vector<Fit> fits(names.size());
-  for (const Rule& rule : rules_) {
-    bool is_used = false;
-    const auto add = [&](std::size_t place, Fit::Kind kind) {
-      fits[place].add(kind, rule);
-      is_used = true;
-    };
-    const std::string literal = detail::literal_of(rule.pattern);
-    if (!detail::has_wildcard(rule.pattern)) {
-      const auto named = places.find(literal);
-      if (named != places.end()) add(named->second, Fit::Kind::name);
-    } else {
-      for (auto at = places.lower_bound(literal);
-           at != places.end() && at->first.starts_with(literal); ++at) {
-        // The model's own name is empty, and patterns speak of what is in the model.
-        if (!at->first.empty() && detail::matches(rule.pattern, at->first)) {
-          add(at->second, Fit::Kind::pattern);
-        }
-      }
-    }
-    const auto same = rule.pattern == literal ? places.end() : places.find(rule.pattern);
-    if (same != places.end()) add(same->second, Fit::Kind::pattern_of_the_same_text);
-    if (!is_used) refuse_unused(rule, sites);
-  }
-  return fits;
-}
-
 inline void ModulePolicies::refuse_unused(const Rule& rule, const detail::ForwardSites& sites) {
-  std::string nearest;  // the model's own name is empty
+  const std::string* nearest = nullptr;
   for (const auto& [name, index] : sites.names()) {
-    if (nearest.empty() ||
-        detail::edit_distance(rule.pattern, name) < detail::edit_distance(rule.pattern, nearest)) {
-      nearest = name;
+    if (name.empty()) continue;  // the model's own
+    if (nearest == nullptr ||
+        detail::edit_distance(rule.pattern, name) < detail::edit_distance(rule.pattern, *nearest)) {
+      nearest = &name;
     }
   }
-  TORCH_CHECK(!nearest.empty(), "ModulePolicies::apply_to: no module of the model fits '",
-              rule.pattern, "'. The model has no modules in it; its own name is ''.");
-  C10_THROW_ERROR(Error, c10::str("ModulePolicies::apply_to: no module of the model fits '",
-                                  rule.pattern, "'. The nearest name is '", nearest, "'."));
-}
-
-// Registers with the dispatcher here what the policies need for the devices that the model may run
-// on, and not in the middle of a forward, when other threads may be running ops.
-inline void ModulePolicies::register_overlays(const torch::nn::Module& model) const {
-  std::set<at::DeviceType> devices;
-  for (const auto& tensors : {model.parameters(), model.buffers()}) {
-    for (const at::Tensor& tensor : tensors) {
-      if (tensor.defined()) devices.insert(tensor.device().type());
-    }
-  }
-  // Inputs may lie elsewhere, and a model need not have parameters.
-  devices.insert(at::kCPU);
-  if (const auto type = detail::accelerator()) {
-    const auto& hooks = at::globalContext().getAcceleratorHooksInterface(*type);
-    if (hooks.deviceCount() > 0) devices.insert(*type);
-  }
-  for (const at::DeviceType device : detail::autocast_devices) {
-    if (at::autocast::is_autocast_enabled(device)) devices.insert(device);
-  }
-  for (const at::DeviceType device : devices) {
-    if (!at::autocast::is_autocast_available(device)) continue;
-    for (const Rule& rule : rules_) detail::compile_once(*rule.policy, device);
-  }
+  TORCH_CHECK(false, "ModulePolicies::apply_to: no module of the model fits '", rule.pattern, "'. ",
+              nearest == nullptr
+                  ? std::string("The model has no modules in it; its own name is ''.")
+                  : "The nearest name is '" + *nearest + "'.");
 }
 
 // A Sequential only calls its entries: those without a policy of their own take it over.
@@ -263,14 +186,42 @@ inline void ModulePolicies::hand_down(const detail::ForwardSites& sites, std::si
 
 inline std::vector<ModulePolicies::Chosen> ModulePolicies::choose(
     const detail::ForwardSites& sites) const {
+  /// The rules that fit a name best, and how: its name, a pattern of the same text, any pattern.
+  struct Fit {
+    int how = 0;
+    const Rule* rule = nullptr;
+    const Rule* other = nullptr;  // which fits as well
+  };
+  const auto how_fits = [](const std::string& pattern, const std::string& name) {
+    const bool is_pattern = detail::has_wildcard(pattern);
+    if (!is_pattern && detail::matches(pattern, name)) return 3;
+    if (pattern == name) return 2;
+    // The model's own name is empty, and patterns speak of what is in the model.
+    return is_pattern && !name.empty() && detail::matches(pattern, name) ? 1 : 0;
+  };
+  const auto& names = sites.names();
+  std::vector<Fit> fits(names.size());
+  for (const Rule& rule : rules_) {
+    bool is_used = false;
+    for (std::size_t place = 0; place < names.size(); ++place) {
+      Fit& fit = fits[place];
+      const int how = how_fits(rule.pattern, names[place].first);
+      is_used = is_used || how > 0;
+      if (how > fit.how) {
+        fit = {how, &rule};
+      } else if (how == fit.how && how > 0 && fit.other == nullptr) {
+        fit.other = &rule;
+      }
+    }
+    if (!is_used) refuse_unused(rule, sites);
+  }
   std::vector<Chosen> chosen(sites.size());
-  const std::vector<Fit> all = fits(sites);
-  for (std::size_t place = 0; place < all.size(); ++place) {
-    const auto& [name, index] = sites.names()[place];
-    const Rule* const rule = all[place].rule;
+  for (std::size_t place = 0; place < names.size(); ++place) {
+    const auto& [name, index] = names[place];
+    const auto& [how, rule, other] = fits[place];
     if (rule == nullptr) continue;
-    TORCH_CHECK(all[place].other == nullptr, "ModulePolicies::apply_to: the module '", name,
-                "' fits both '", rule->pattern, "' and '", all[place].other->pattern,
+    TORCH_CHECK(other == nullptr, "ModulePolicies::apply_to: the module '", name, "' fits both '",
+                rule->pattern, "' and '", other->pattern,
                 "'. Set a policy for its name, or narrow one of the patterns.");
     const Chosen& before = chosen[index];
     TORCH_CHECK(before.rule == nullptr || detail::is_same(*before.rule->policy, *rule->policy),
@@ -294,7 +245,13 @@ inline std::vector<ModulePolicies::Chosen> ModulePolicies::choose(
 inline std::vector<std::string> ModulePolicies::apply_to(torch::nn::Module& model) const {
   const detail::ForwardSites sites(model);
   const std::vector<Chosen> chosen = choose(sites);
-  register_overlays(model);
+  // Here, and not in the middle of a forward, when other threads may be running ops.
+  for (const at::DeviceType device : detail::autocast_devices) {
+    const bool may_be_used =
+        detail::device_is_here(device) || at::autocast::is_autocast_enabled(device);
+    if (!may_be_used || !at::autocast::is_autocast_available(device)) continue;
+    for (const Rule& rule : rules_) detail::compile_once(*rule.policy, device);
+  }
   std::vector<std::string> names;
   for (std::size_t i = 0; i < sites.size(); ++i) {
     const Rule* const rule = chosen[i].rule;

@@ -15,7 +15,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "torchamp/detail/observe/named_parameters.h"
+#include "torchamp/detail/observe/report.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {
@@ -81,31 +81,8 @@ std::optional<NonFiniteOp> first_non_finite_op(const std::function<void()>& forw
 
 /// `aten::mul.Tensor in backward (MulBackward0, of aten::addmm on fc1.weight) made 3 inf, 0 NaN in
 /// Half of Half [64, 32] up to 3.2e+04, …`
-inline std::ostream& operator<<(std::ostream& out, const NonFiniteOp& found) {
-  const auto list = [&](const std::vector<std::string>& words) {
-    for (std::size_t i = 0; i < words.size(); ++i) out << (i ? ", " : "") << words[i];
-  };
-  out << found.op;
-  if (found.in_backward) {
-    out << " in backward (" << found.node;
-    if (!found.forward_op.empty()) out << ", of " << found.forward_op;
-    if (!found.parameters.empty()) out << " on ";
-    list(found.parameters);
-    out << ')';
-  } else if (!found.parameters.empty()) {
-    out << " on ";
-    list(found.parameters);
-  }
-  if (found.inputs_were_finite) {
-    out << " made " << found.infs << " inf, " << found.nans << " NaN in " << found.dtype;
-  } else {
-    out << " was given infs or NaNs";
-  }
-  if (!found.inputs.empty()) out << ", of ";
-  list(found.inputs);
-  return out << " (after " << found.ops_before << " ops)\n";
-}
+std::ostream& operator<<(std::ostream& out, const NonFiniteOp& found);
 
 }  // namespace TORCHAMP_NAMESPACE
 
-#include "torchamp/detail/observe/non_finite_search.h"  // IWYU pragma: export
+#include "torchamp/detail/observe/non_finite_op-inl.h"  // IWYU pragma: export

@@ -9,15 +9,13 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <iterator>
 #include <ostream>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "torchamp/detail/gradients/collect.h"
-#include "torchamp/detail/observe/named_parameters.h"
+#include "torchamp/detail/observe/report.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/version.h"
 
@@ -47,16 +45,10 @@ struct OverflowReport {
 
 namespace detail {
 
-/// All elements of a gradient; of a sparse one, those stored.
-inline at::Tensor stored_values(const at::Tensor& gradient) {
-  if (gradient.layout() == at::kStrided) return gradient;
-  return gradient.is_sparse() ? gradient._values() : gradient.values();
-}
-
-/// 0-dim fp64 tensors: infs, NaNs, largest finite absolute value.
-inline at::Tensor count_non_finite(const at::Tensor& gradient) {
-  const at::Tensor values = resolved(stored_values(gradient));
-  const at::Tensor wide = values.to(values.is_complex() ? at::kComplexDouble : at::kDouble);
+/// Three fp64 numbers: infs, NaNs, largest finite absolute value.
+inline at::Tensor count_non_finite(const at::Tensor& values) {
+  const at::Tensor wide =
+      resolved(values).to(values.is_complex() ? at::kComplexDouble : at::kDouble);
   const at::Tensor inf = wide.isinf();
   const at::Tensor nan = wide.isnan().logical_and(inf.logical_not());  // inf + NaN i is an inf
   return at::stack({inf.sum().to(at::kDouble), nan.sum().to(at::kDouble),
@@ -71,36 +63,29 @@ template <class NamedParameters>
 OverflowReport overflow_report_of(const NamedParameters& named) {
   const detail::InternalOps guard;
   std::vector<Overflow> found;
-  std::unordered_map<at::Device, std::vector<at::Tensor>> counts;
-  std::vector<int64_t> places;  // of each one's counts among its device's
-  std::size_t without_elements = 0;
+  std::vector<at::Tensor> counts;
+  OverflowReport report;
   for (const auto& [name, parameter] : named) {
     if (!parameter.defined()) continue;
     const at::Tensor& gradient = parameter.unsafeGetTensorImpl()->grad();
     if (!gradient.defined()) continue;
-    const int64_t elements = detail::stored_values(gradient).numel();
+    const at::Tensor values = detail::stored_values(gradient);
+    const int64_t elements = values.defined() ? values.numel() : 0;
     if (elements == 0) {
-      ++without_elements;
+      ++report.without_elements;
       continue;
     }
-    std::vector<at::Tensor>& of_device = counts[gradient.device()];
-    places.push_back(std::ssize(of_device));
-    of_device.push_back(detail::count_non_finite(gradient));
-    Overflow& one = found.emplace_back();
-    one.name = name;
-    one.dtype = gradient.scalar_type();
-    one.sizes = gradient.sizes().vec();
-    one.device = gradient.device();
-    one.elements = elements;
+    counts.push_back(detail::count_non_finite(values));
+    found.push_back({.name = name,
+                     .dtype = gradient.scalar_type(),
+                     .sizes = gradient.sizes().vec(),
+                     .device = gradient.device(),
+                     .elements = elements});
   }
-  std::unordered_map<at::Device, at::Tensor> read;
-  for (const auto& [device, of_device] : counts) read[device] = at::stack(of_device).to(at::kCPU);
-
-  OverflowReport report;
   report.gradients = found.size();
-  report.without_elements = without_elements;
+  const std::vector<at::Tensor> read = detail::read_together(counts);
   for (std::size_t i = 0; i < found.size(); ++i) {
-    const auto row = read.at(found[i].device).accessor<double, 2>()[places[i]];
+    const auto* const row = read[i].const_data_ptr<double>();
     found[i].infs = static_cast<int64_t>(row[0]);
     found[i].nans = static_cast<int64_t>(row[1]);
     found[i].largest_finite = row[2];

@@ -14,8 +14,8 @@
 #include <string>
 #include <vector>
 
-#include "torchamp/detail/observe/named_parameters.h"
 #include "torchamp/detail/observe/observer.h"
+#include "torchamp/detail/observe/report.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/version.h"
 
@@ -165,4 +165,4 @@ class UnderflowMeter {
 
 }  // namespace TORCHAMP_NAMESPACE
 
-#include "torchamp/detail/observe/underflow_meter_impl.h"  // IWYU pragma: export
+#include "torchamp/detail/observe/underflow_meter-inl.h"  // IWYU pragma: export

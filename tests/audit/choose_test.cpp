@@ -24,13 +24,13 @@ TEST(PrecisionAuditChooser, LowersNothingWhoseCastsCostMoreThanItSaves) {
   const Chooser chooser({{100., 10., 4.}, {5., 6., 1.}, {100., 10., 2.}, {5., 1., 0.}},
                         {{std::nullopt, 0, 1.}, {0, 1, 3.}, {1, 2, 3.}, {std::nullopt, 3, 6.}});
   const auto choices = chooser.choices();
-  EXPECT_EQ(choices[0], (Chooser::Lowered{true, true, true, false}));
-  EXPECT_EQ(choices[choices.size() - 1], (Chooser::Lowered{false, false, false, false}));
+  EXPECT_EQ(choices.front().lowered, (Chooser::Lowered{true, true, true, false}));
+  EXPECT_EQ(choices.back().lowered, (Chooser::Lowered{false, false, false, false}));
   for (std::size_t i = 1; i < choices.size(); ++i) {
-    EXPECT_LE(chooser.error(choices[i]), chooser.error(choices[i - 1]));
-    EXPECT_EQ(chooser.us(choices[i]), choices.us(i));
+    EXPECT_LE(chooser.error(choices[i].lowered), chooser.error(choices[i - 1].lowered));
+    EXPECT_EQ(chooser.us(choices[i].lowered), choices[i].us);
   }
-  EXPECT_EQ(chooser.us(choices[0]), 10. + 6. + 10. + 5. + 1.);
+  EXPECT_EQ(chooser.us(choices[0].lowered), 10. + 6. + 10. + 5. + 1.);
 }
 
 TEST(PrecisionAuditChooser, TakesBackFirstWhatHasMostErrorForWhatItSaves) {
@@ -39,11 +39,11 @@ TEST(PrecisionAuditChooser, TakesBackFirstWhatHasMostErrorForWhatItSaves) {
   const Chooser chooser({{11., 1., 1.}, {2., 1., 3.}, {3., 1., 1.}, {6., 1., 10.}}, {});
   const auto choices = chooser.choices();
   ASSERT_EQ(choices.size(), 5U);
-  EXPECT_EQ(choices[0], (Chooser::Lowered{true, true, true, true}));
-  EXPECT_EQ(choices[1], (Chooser::Lowered{true, false, true, true}));
-  EXPECT_EQ(choices[2], (Chooser::Lowered{true, false, true, false}));
-  EXPECT_EQ(choices[3], (Chooser::Lowered{true, false, false, false}));
-  EXPECT_EQ(choices[4], (Chooser::Lowered{false, false, false, false}));
+  EXPECT_EQ(choices[0].lowered, (Chooser::Lowered{true, true, true, true}));
+  EXPECT_EQ(choices[1].lowered, (Chooser::Lowered{true, false, true, true}));
+  EXPECT_EQ(choices[2].lowered, (Chooser::Lowered{true, false, true, false}));
+  EXPECT_EQ(choices[3].lowered, (Chooser::Lowered{true, false, false, false}));
+  EXPECT_EQ(choices[4].lowered, (Chooser::Lowered{false, false, false, false}));
 }
 
 // The row of choices as it is defined: each time all rates and costs anew.
@@ -53,7 +53,7 @@ TEST(PrecisionAuditChooser, TakesBackAsALookAtAllEachTimeWould) {
   const auto draw = [](int64_t most) { return torch::randint(most, {}).item<int64_t>(); };
   for (int trial = 0; trial < 200; ++trial) {
     std::vector<torchamp::detail::Choosable> all;
-    std::vector<torchamp::detail::ChoosableEdge> edges;
+    std::vector<torchamp::detail::AuditEdge> edges;
     const auto count = static_cast<std::size_t>(1 + draw(8));
     const auto number = [&] { return static_cast<double>(draw(20)); };
     const auto unit = [&] { return static_cast<std::size_t>(draw(static_cast<int64_t>(count))); };
@@ -84,8 +84,8 @@ TEST(PrecisionAuditChooser, TakesBackAsALookAtAllEachTimeWould) {
     take_back_what_costs();
     for (std::size_t c = 0;; ++c) {
       ASSERT_LT(c, choices.size());
-      ASSERT_EQ(choices[c], now) << trial << ' ' << c;
-      ASSERT_EQ(choices.us(c), chooser.us(now));
+      ASSERT_EQ(choices[c].lowered, now) << trial << ' ' << c;
+      ASSERT_EQ(choices[c].us, chooser.us(now));
       const auto rate = [&](std::size_t i) { return all[i].error / std::max(saved(i), 1e-3); };
       std::size_t worst = count;
       for (std::size_t i = 0; i < count; ++i) {

@@ -114,7 +114,7 @@ constexpr Budget budgets[] = {
     {"grad_scaler.h", 36, 5460},
     {"torchamp.h", 69, 11720},
 };
-constexpr Budget all_headers = {"include/", 224, 33820};  // to come down to 160 and 24,000
+constexpr Budget all_headers = {"include/", 203, 33000};  // to come down to 160 and 24,000
 
 struct Header {
   std::size_t lines = 0;

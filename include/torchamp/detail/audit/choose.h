@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <optional>
-#include <set>
 #include <utility>
 #include <vector>
 
@@ -29,39 +28,27 @@ struct Choosable {
   bool may_be_lowered = true;
 };
 
-/// A cast that is needed if of two neighbours one is lowered; no producer is one that is not.
-struct ChoosableEdge {
+/// Which result another takes, and what a cast of it costs a step, which is needed if one of the
+/// two is lowered. No producer: one that is never lowered, as the program's own tensors.
+struct AuditEdge {
   std::optional<std::size_t> producer;
   std::size_t consumer;
-  double us;
+  double us = 0.;
+
+  bool operator==(const AuditEdge&) const = default;
 };
 
 class Chooser {
  public:
   using Lowered = std::vector<bool>;
 
-  /// A row of choices, each with less lowered than the one before, as what is taken back.
-  class Choices {
-   public:
-    std::size_t size() const { return us_.size(); }
-    /// What choice `index` lowers.
-    Lowered operator[](std::size_t index) const {
-      Lowered lowered = most_;
-      for (std::size_t i = 0; i < ends_[index]; ++i) lowered[taken_back_[i]] = false;
-      return lowered;
-    }
-    /// What a step takes under it, in microseconds.
-    double us(std::size_t index) const { return us_[index]; }
-
-   private:
-    friend class Chooser;
-    Lowered most_;
-    std::vector<std::size_t> taken_back_;
-    std::vector<std::size_t> ends_;  // of each choice, in taken_back_
-    std::vector<double> us_;
+  /// What a choice lowers, and what a step takes under it, in microseconds.
+  struct Choice {
+    Lowered lowered;
+    double us;
   };
 
-  Chooser(std::vector<Choosable> all, std::vector<ChoosableEdge> edges)
+  Chooser(std::vector<Choosable> all, std::vector<AuditEdge> edges)
       : all_(std::move(all)), edges_(std::move(edges)), edges_of_(all_.size()) {
     for (std::size_t e = 0; e < edges_.size(); ++e) {
       if (edges_[e].producer == edges_[e].consumer) continue;  // a cast is never needed
@@ -76,7 +63,7 @@ class Chooser {
     for (std::size_t i = 0; i < all_.size(); ++i) {
       sum += lowered[i] ? all_[i].low_us : all_[i].fp32_us;
     }
-    for (const ChoosableEdge& edge : edges_) {
+    for (const AuditEdge& edge : edges_) {
       if (needs_cast(edge, lowered)) sum += edge.us;
     }
     return sum;
@@ -89,23 +76,31 @@ class Chooser {
   }
 
   /// From the most that is worth it to nothing, each with less error than the one before.
-  Choices choices() const {
-    TakingBack now(*this);
-    now.take_back_what_costs();
-    Choices row;
-    row.most_ = now.lowered;
-    row.ends_.push_back(0);
-    row.us_.push_back(us(now.lowered));
-    now.taken_back.clear();
-    now.costs = 0.;
-    while (!now.by_rate.empty()) {
-      now.take_back(now.by_rate.begin()->second);
-      now.take_back_what_costs();
-      row.ends_.push_back(now.taken_back.size());
-      row.us_.push_back(row.us_.front() + now.costs);
+  std::vector<Choice> choices() const {
+    Lowered lowered;
+    for (const Choosable& one : all_) lowered.push_back(one.may_be_lowered);
+    // Of what is lowered, the first of which this is least.
+    const auto least = [&](const auto& number_of) {
+      std::optional<std::size_t> found;
+      for (std::size_t i = 0; i < all_.size(); ++i) {
+        if (lowered[i] && (!found || number_of(i) < number_of(*found))) found = i;
+      }
+      return found;
+    };
+    constexpr double least_us = 1e-3;
+    std::vector<Choice> row;
+    for (;;) {
+      for (;;) {
+        const auto costs_most = least([&](std::size_t i) { return saved_by(i, lowered); });
+        if (!costs_most || saved_by(*costs_most, lowered) >= 0.) break;
+        lowered[*costs_most] = false;
+      }
+      row.push_back({lowered, us(lowered)});
+      const auto harms_most = least(
+          [&](std::size_t i) { return -all_[i].error / std::max(saved_by(i, lowered), least_us); });
+      if (!harms_most) return row;
+      lowered[*harms_most] = false;
     }
-    row.taken_back_ = std::move(now.taken_back);
-    return row;
   }
 
   /// What saves most if it is lowered beside what is, and has not been tried; nothing if nothing
@@ -123,81 +118,22 @@ class Chooser {
   }
 
  private:
-  static bool needs_cast(const ChoosableEdge& edge, const Lowered& lowered) {
+  static bool needs_cast(const AuditEdge& edge, const Lowered& lowered) {
     return (edge.producer && lowered[*edge.producer]) != lowered[edge.consumer];
-  }
-
-  /// The other end of an edge of `i`; nothing if that is never lowered.
-  static std::optional<std::size_t> other_end(const ChoosableEdge& edge, std::size_t i) {
-    return edge.consumer == i ? edge.producer : edge.consumer;
   }
 
   /// What lowering `i` saves with the others as they are; below 0 if it costs.
   double saved_by(std::size_t i, const Lowered& lowered) const {
     double saved = all_[i].fp32_us - all_[i].low_us;
     for (const std::size_t e : edges_of_[i]) {
-      const std::optional<std::size_t> other = other_end(edges_[e], i);
+      const auto other = edges_[e].consumer == i ? edges_[e].producer : edges_[e].consumer;
       saved += other && lowered[*other] ? edges_[e].us : -edges_[e].us;
     }
     return saved;
   }
 
-  /// What is lowered, in order of what each saves and of its error for that: each time that one is
-  /// taken back, its neighbours save less.
-  struct TakingBack {
-    explicit TakingBack(const Chooser& of) : chooser(of), saved(of.all_.size(), 0.) {
-      for (const Choosable& one : of.all_) lowered.push_back(one.may_be_lowered);
-      for (std::size_t i = 0; i < lowered.size(); ++i) {
-        if (!lowered[i]) continue;
-        saved[i] = of.saved_by(i, lowered);
-        insert(i);
-      }
-    }
-
-    void take_back(std::size_t i) {
-      erase(i);
-      lowered[i] = false;
-      taken_back.push_back(i);
-      costs += saved[i];
-      for (const std::size_t e : chooser.edges_of_[i]) {
-        const std::optional<std::size_t> other = other_end(chooser.edges_[e], i);
-        if (!other || !lowered[*other]) continue;
-        erase(*other);
-        saved[*other] -= 2. * chooser.edges_[e].us;
-        insert(*other);
-      }
-    }
-
-    /// The most costly first, until nothing lowered costs more than it saves.
-    void take_back_what_costs() {
-      while (!by_saved.empty() && by_saved.begin()->first < 0.) take_back(by_saved.begin()->second);
-    }
-
-    const Chooser& chooser;
-    Lowered lowered;
-    std::vector<double> saved;                            // by each
-    std::set<std::pair<double, std::size_t>> by_saved{};  // the least first
-    std::set<std::pair<double, std::size_t>> by_rate{};   // the most harmful first
-    std::vector<std::size_t> taken_back{};
-    double costs = 0.;  // of taking these back
-
-   private:
-    double rate(std::size_t i) const {
-      constexpr double least_us = 1e-3;
-      return chooser.all_[i].error / std::max(saved[i], least_us);
-    }
-    void insert(std::size_t i) {
-      by_saved.emplace(saved[i], i);
-      by_rate.emplace(-rate(i), i);
-    }
-    void erase(std::size_t i) {
-      by_saved.erase({saved[i], i});
-      by_rate.erase({-rate(i), i});
-    }
-  };
-
   std::vector<Choosable> all_;
-  std::vector<ChoosableEdge> edges_;
+  std::vector<AuditEdge> edges_;
   std::vector<std::vector<std::size_t>> edges_of_;  // of each, in edges_
 };
 

@@ -13,17 +13,7 @@ namespace torchamp::detail {
 /// The characters that stand for others; behind a backslash each stands for itself.
 inline constexpr std::string_view wildcards = "*?";
 
-/// What a pattern begins with before its first wildcard: all of it if it has none.
-inline std::string literal_of(std::string_view pattern) {
-  std::string literal;
-  for (std::size_t i = 0; i < pattern.size(); ++i) {
-    if (wildcards.find(pattern[i]) != std::string_view::npos) break;
-    if (pattern[i] == '\\' && i + 1 < pattern.size()) ++i;
-    literal += pattern[i];
-  }
-  return literal;
-}
-
+/// Whether a pattern may fit more than one name.
 inline bool has_wildcard(std::string_view pattern) {
   for (std::size_t i = 0; i < pattern.size(); ++i) {
     if (wildcards.find(pattern[i]) != std::string_view::npos) return true;

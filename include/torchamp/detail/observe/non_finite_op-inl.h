@@ -4,10 +4,12 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
+#include <c10/core/ScalarType.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -16,20 +18,20 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <ostream>
 #include <sstream>
 #include <string>
 #include <string_view>
-#include <thread>
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/observe/finite_values.h"
-#include "torchamp/detail/observe/named_parameters.h"
+#include "torchamp/detail/libtorch.h"
 #include "torchamp/detail/observe/observer.h"
-#include "torchamp/detail/observe/print_report.h"
-#include "torchamp/detail/observe/storage_map.h"
+#include "torchamp/detail/observe/recording.h"
+#include "torchamp/detail/observe/report.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/non_finite_op.h"
+#include "torchamp/version.h"
 
 namespace torchamp::detail {
 
@@ -50,10 +52,75 @@ namespace torchamp::detail {
 // finite numbers of a mask, and there it ends. A suspect is to blame if something is left of it: a
 // gradient, or without a backward pass any result that no op made something else of.
 
+/// `zero_` of `aten::zero_.overload`.
+inline std::string_view short_name(std::string_view name) {
+  name.remove_prefix(name.find("::") + 2);
+  return name.substr(0, name.find('.'));
+}
+/// Ops whose first argument comes out with other values, whatever it held.
+inline bool overwrites_first(std::string_view op) {
+  static constexpr std::array<std::string_view, 14> ops{
+      "bernoulli_",     "cauchy_",        "copy_",   "exponential_", "fill_",
+      "geometric_",     "log_normal_",    "normal_", "random_",      "uniform_",
+      "_foreach_copy_", "_foreach_zero_", "zero_",   "resize_as_"};
+  return std::ranges::find(ops, op) != ops.end();
+}
+/// Whether an op looks at an argument's shape and dtype only, as `zeros_like` does.
+inline bool ignores_values(std::string_view name, std::size_t argument) {
+  const std::string_view op = short_name(name);
+  if (argument == 0 && overwrites_first(op)) return true;
+  if (!name.starts_with("aten::")) return false;
+  return argument == 0 ? op.ends_with("_like") || op.starts_with("new_")
+                       : op.ends_with("_as") || op.ends_with("_as_");
+}
+/// Ops that compute nothing.
+inline bool only_arranges(std::string_view op) {
+  return op == "detach_" || op == "requires_grad_" || op == "set_" || op == "resize_";
+}
+
+/// The numbers that a tensor holds, where there are any that LibTorch can look at; else
+/// undefined.
+inline at::Tensor values_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.is_meta() || tensor.is_nested()) return {};
+  if (!tensor.is_floating_point() && !tensor.is_complex()) return {};
+  if (is_packed(tensor.scalar_type())) return {};
+  const at::Tensor values = stored_values(tensor);
+  return values.defined() && values.numel() > 0 ? values : at::Tensor();
+}
+/// In a dtype that LibTorch's functions know.
+inline at::Tensor readable(const at::Tensor& tensor) {
+  if (tensor.scalar_type() == at::kComplexHalf) return tensor.to(at::kComplexFloat);
+  return at::isFloat8Type(tensor.scalar_type()) ? tensor.to(at::kFloat) : tensor;
+}
+inline bool holds_finite(const at::Tensor& tensor) {
+  return readable(tensor).isfinite().all().item<bool>();
+}
+
+inline bool has_nan(const at::Tensor& tensor) {
+  return readable(tensor).isnan().any().item<bool>();
+}
+
+struct NonFiniteCall final : RecordedCall<NonFiniteCall> {
+  std::pair<uint64_t, int64_t> sequence{};  // of a node: the forward's thread, the number there
+
+  // Of an op that no other calls.
+  std::vector<std::string> parameters;
+  bool asks_for_it = false;     // the program wants what is not finite
+  bool gives_anything = false;  // memory that nobody has written, or NaNs as asked for
+  bool takes_anything = false;  // made of such
+  bool takes_nan = false;
+  bool takes_from_outside = false;     // what is not finite and no op has made
+  std::optional<std::size_t> suspect;  // the first one of which its inputs are made
+  bool computes = true;
+  std::vector<std::string> inputs;
+  std::vector<const c10::StorageImpl*> marked;  // of its inputs
+  std::vector<at::Tensor> written;              // by an op that returns nothing
+};
+
 /// Looks at the ops of one run.
-class NonFiniteSearch final : public Observer {
+class NonFiniteSearch final : public Recording<NonFiniteCall> {
  public:
-  explicit NonFiniteSearch(NamedParameters named) : named_(std::move(named)) {}
+  explicit NonFiniteSearch(const NamedParameters& named) : Recording(named), named_(named) {}
 
   /// The op that made infs or NaNs of finite numbers, or else the first suspect that is to blame.
   std::optional<NonFiniteOp> found() const {
@@ -67,70 +134,8 @@ class NonFiniteSearch final : public Observer {
     return first ? std::optional(suspects_[*first]) : std::nullopt;
   }
 
-  std::unique_ptr<Observer::Call> begin(const at::RecordFunction& call) override {
-    auto begun = std::make_unique<Call>();
-    const std::scoped_lock lock(mutex_);
-    Thread& thread = threads_[std::this_thread::get_id()];
-    if (call.scope() == at::RecordScope::BACKWARD_FUNCTION) {
-      ran_backward_ = begun->is_node = true;
-      thread.nodes.push_back({call.name(), {call.forwardThreadId(), call.seqNr()}});
-      return begun;
-    }
-    if (std::string_view(call.name()).starts_with("autograd::engine::")) {
-      begun->is_engine = true;  // which adds up gradients between nodes
-      ++thread.engines;
-      return begun;
-    }
-    const auto name = call.operator_name();
-    if (!name) return nullptr;  // a region of code, no op
-    begun->is_outermost = ++thread.depth == 1;
-    try {
-      if (begun->is_outermost && !found_) look_at_inputs(call, *name, thread, *begun);
-    } catch (...) {  // LibTorch goes on without the end of this call
-      --thread.depth;
-      throw;
-    }
-    return begun;
-  }
-
-  void end(const at::RecordFunction& call, Observer::Call& base) override {
-    auto& begun = static_cast<Call&>(base);
-    const std::scoped_lock lock(mutex_);
-    Thread& thread = threads_[std::this_thread::get_id()];
-    if (begun.is_node) {
-      thread.nodes.pop_back();
-      return;
-    }
-    if (begun.is_engine) {
-      --thread.engines;
-      return;
-    }
-    --thread.depth;
-    if (begun.is_outermost && !found_) look_at_outputs(call, thread, begun);
-  }
-
  private:
-  struct Op {
-    std::string name;
-    std::vector<std::string> parameters;
-  };
-
-  struct Call final : Observer::Call {
-    bool is_node = false;
-    bool is_engine = false;
-    bool is_outermost = false;
-    Op op;
-    bool asks_for_it = false;     // the program wants what is not finite
-    bool gives_anything = false;  // memory that nobody has written, or NaNs as asked for
-    bool takes_anything = false;  // made of such
-    bool takes_nan = false;
-    bool takes_from_outside = false;     // what is not finite and no op has made
-    std::optional<std::size_t> suspect;  // the first one of which its inputs are made
-    bool computes = true;
-    std::vector<std::string> inputs;
-    std::vector<const c10::StorageImpl*> marked;  // of its inputs
-    std::vector<at::Tensor> written;              // by an op that returns nothing
-  };
+  using Call = NonFiniteCall;
 
   /// What is known of a tensor that is not finite.
   struct Mark {
@@ -143,40 +148,38 @@ class NonFiniteSearch final : public Observer {
     bool in_backward;
   };
 
-  /// How deep a thread is in ops, and in which nodes of the backward pass.
-  struct Thread {
-    int depth = 0, engines = 0;
-    struct Node {
-      std::string name;
-      std::pair<uint64_t, int64_t> sequence;  // the forward's thread, the number there
-    };
-    std::vector<Node> nodes;
-
-    bool in_backward() const { return engines > 0 || !nodes.empty(); }
+  struct ForwardOp {
+    std::string name;
+    std::vector<std::string> parameters;
   };
 
-  void look_at_inputs(const at::RecordFunction& call, const c10::OperatorName& name,
-                      const Thread& thread, Call& begun) {
-    const at::DisableRecordFunctionGuard quiet;
-    const InternalOps guard;
-    begun.op.name = c10::toString(name);
-    begun.gives_anything = begun.op.name.find("empty") != std::string::npos;
+  void begin_node(const at::RecordFunction& function, Call& node) override {
+    ran_backward_ = true;
+    node.sequence = {function.forwardThreadId(), function.seqNr()};
+  }
+
+  void begin_op(const at::RecordFunction& call, Call& begun) override {
+    if (begun.caller != nullptr || found_) return;
+    const NotRecordedOps internal;
+    const std::string& op = begun.op->full_name;
+    const c10::FunctionSchema& schema = begun.op->handle.schema();
+    const c10::ArrayRef<const c10::IValue> inputs = inputs_of(call);
+    begun.gives_anything = op.find("empty") != std::string::npos;
     begun.asks_for_it = begun.gives_anything;
-    for (const c10::IValue& value : inputs_of(call)) {
+    for (const c10::IValue& value : inputs) {
       const bool is_number =
           value.isDouble() || (value.isScalar() && value.toScalar().isFloatingPoint());
       const double number = is_number ? value.toScalar().toDouble() : 0.;
       begun.asks_for_it |= !std::isfinite(number);
       begun.gives_anything |= std::isnan(number);
     }
-    begun.computes = !only_arranges(short_name(begun.op.name));
+    begun.computes = !only_arranges(short_name(op));
     if (!begun.computes) return;
-    const std::optional<c10::FunctionSchema> schema = call.operator_schema();
     std::vector<at::Tensor> from_outside;
     const auto look = [&](const at::Tensor& tensor) {
       const at::Tensor values = values_of(tensor);
       if (!values.defined()) return;
-      name_parameters(values, begun.op.parameters);
+      name_parameters(values, begun.parameters);
       const bool finite = holds_finite(values);
       const Mark* const mark = finite ? nullptr : marks_.find(storage_of(values));
       begun.inputs.push_back(described(values, tensor.sizes(), finite));
@@ -191,33 +194,30 @@ class NonFiniteSearch final : public Observer {
           begun.suspect = std::min(begun.suspect.value_or(*mark->suspect), *mark->suspect);
       }
     };
-    const c10::ArrayRef<const c10::IValue> inputs = inputs_of(call);
     for (std::size_t i = 0; i < inputs.size(); ++i) {
-      const bool known = schema && i < schema->arguments().size();
-      const c10::AliasInfo* const alias = known ? schema->arguments()[i].alias_info() : nullptr;
-      if (alias && alias->isWrite() && schema->returns().empty()) {
+      const c10::Argument& argument = schema.arguments()[i];
+      const c10::AliasInfo* const alias = argument.alias_info();
+      if (alias != nullptr && alias->isWrite() && schema.returns().empty()) {
         for_each_tensor_of(inputs[i],
                            [&](const at::Tensor& tensor) { begun.written.push_back(tensor); });
       }
-      if (ignores_values(begun.op.name, i) || (known && schema->arguments()[i].is_out())) continue;
-      for_each_tensor_of(inputs[i], look);
+      if (!ignores_values(op, i) && !argument.is_out()) for_each_tensor_of(inputs[i], look);
     }
     // The node that carries this number is made by the last op that began with it on its thread,
     // in the backward pass too: it may run a function again.
     if (call.seqNr() >= 0) {
-      by_sequence_[{at::RecordFunction::currentThreadId(), call.seqNr()}] = begun.op;
+      by_sequence_[{at::RecordFunction::currentThreadId(), call.seqNr()}] = {op, begun.parameters};
     }
     if (from_outside.empty()) return;
     begun.takes_from_outside = true;
-    const std::size_t suspect = add_suspect({}, thread, begun);
+    const std::size_t suspect = add_suspect({}, begun);
     for (const at::Tensor& values : from_outside) marks_.set(values, {.suspect = suspect});
     begun.suspect = std::min(begun.suspect.value_or(suspect), suspect);
   }
 
-  void look_at_outputs(const at::RecordFunction& call, const Thread& thread, Call& begun) {
-    const at::DisableRecordFunctionGuard quiet;
-    const InternalOps guard;
-    if (!begun.computes) return;
+  void end_op(const at::RecordFunction& call, Call& begun) override {
+    if (begun.caller != nullptr || found_ || !begun.computes) return;
+    const NotRecordedOps internal;
     std::vector<at::Tensor> outputs = begun.written;
     for (const c10::IValue& output : call.outputs()) {
       for_each_tensor_of(output, [&](const at::Tensor& tensor) { outputs.push_back(tensor); });
@@ -229,9 +229,9 @@ class NonFiniteSearch final : public Observer {
       if (holds_finite(values)) {
         forget(values);
       } else if (begun.asks_for_it || !begun.marked.empty()) {
-        mark(values, thread, begun);
+        mark(values, begun);
       } else {
-        found_ = report(values, thread, begun);
+        found_ = report(values, begun);
         return;
       }
     }
@@ -251,11 +251,11 @@ class NonFiniteSearch final : public Observer {
   }
 
   /// Marks an output that is not finite, as was an input, or as it was asked for.
-  void mark(const at::Tensor& output, const Thread& thread, Call& begun) {
+  void mark(const at::Tensor& output, Call& begun) {
     const bool is_anything = begun.gives_anything || begun.takes_anything;
     if (!begun.suspect && !is_anything && !begun.asks_for_it &&
-        (thread.in_backward() || (!begun.takes_nan && has_nan(output)))) {
-      begun.suspect = add_suspect(output, thread, begun);
+        (begun.in_backward || (!begun.takes_nan && has_nan(output)))) {
+      begun.suspect = add_suspect(output, begun);
     }
     const Mark* const before = marks_.find(storage_of(output));
     if (before != nullptr && before->suspect == begun.suspect) return;  // a view, or in place
@@ -263,20 +263,20 @@ class NonFiniteSearch final : public Observer {
     Mark now{.is_anything = is_anything, .suspect = begun.suspect};
     if (now.suspect) {
       now.left = ++marked_;
-      left_.emplace(now.left, Left{*now.suspect, thread.in_backward()});
+      left_.emplace(now.left, Left{*now.suspect, begun.in_backward});
     }
     marks_.set(output, now);
   }
 
-  std::size_t add_suspect(const at::Tensor& output, const Thread& thread, const Call& call) {
-    suspects_.push_back(report(output, thread, call));
+  std::size_t add_suspect(const at::Tensor& output, const Call& call) {
+    suspects_.push_back(report(output, call));
     return suspects_.size() - 1;
   }
 
-  NonFiniteOp report(const at::Tensor& output, const Thread& thread, const Call& call) const {
+  NonFiniteOp report(const at::Tensor& output, const Call& call) const {
     NonFiniteOp found;
-    found.op = call.op.name;
-    found.parameters = call.op.parameters;
+    found.op = call.op->full_name;
+    found.parameters = call.parameters;
     found.inputs_were_finite = !call.takes_from_outside;
     found.inputs = call.inputs;
     found.ops_before = ops_;
@@ -286,14 +286,15 @@ class NonFiniteSearch final : public Observer {
       found.infs = size.isinf().sum().item<int64_t>();
       found.nans = size.isnan().sum().item<int64_t>();
     }
-    if (thread.nodes.empty()) return found;
-    const auto& [node, sequence] = thread.nodes.back();
+    const Call* node = call.outer;
+    while (node != nullptr && node->kind != Call::Kind::node) node = node->outer;
+    if (node == nullptr) return found;
     found.in_backward = true;
-    found.node = node;
+    found.node = node->node;
     found.parameters.clear();
-    auto next = by_sequence_.upper_bound(sequence);
+    auto next = by_sequence_.upper_bound(node->sequence);
     if (next == by_sequence_.begin()) return found;
-    if ((--next)->first.first != sequence.first) return found;
+    if ((--next)->first.first != node->sequence.first) return found;
     found.forward_op = next->second.name;
     found.parameters = next->second.parameters;
     return found;
@@ -334,9 +335,7 @@ class NonFiniteSearch final : public Observer {
   }
 
   const NamedParameters named_;
-  mutable std::mutex mutex_;  // autograd has a thread for each device
-  std::map<std::thread::id, Thread> threads_;
-  std::map<std::pair<uint64_t, int64_t>, Op> by_sequence_;
+  std::map<std::pair<uint64_t, int64_t>, ForwardOp> by_sequence_;
   StorageMap<Mark> marks_;  // of what is not finite
   std::size_t marked_ = 0;
   std::map<std::size_t, Left> left_;
@@ -360,3 +359,32 @@ inline std::optional<NonFiniteOp> find_non_finite_op(
 }
 
 }  // namespace torchamp::detail
+
+namespace TORCHAMP_NAMESPACE {
+
+inline std::ostream& operator<<(std::ostream& out, const NonFiniteOp& found) {
+  const auto list = [&](const std::vector<std::string>& words) {
+    for (std::size_t i = 0; i < words.size(); ++i) out << (i ? ", " : "") << words[i];
+  };
+  out << found.op;
+  if (found.in_backward) {
+    out << " in backward (" << found.node;
+    if (!found.forward_op.empty()) out << ", of " << found.forward_op;
+    if (!found.parameters.empty()) out << " on ";
+    list(found.parameters);
+    out << ')';
+  } else if (!found.parameters.empty()) {
+    out << " on ";
+    list(found.parameters);
+  }
+  if (found.inputs_were_finite) {
+    out << " made " << found.infs << " inf, " << found.nans << " NaN in " << found.dtype;
+  } else {
+    out << " was given infs or NaNs";
+  }
+  if (!found.inputs.empty()) out << ", of ";
+  list(found.inputs);
+  return out << " (after " << found.ops_before << " ops)\n";
+}
+
+}  // namespace TORCHAMP_NAMESPACE

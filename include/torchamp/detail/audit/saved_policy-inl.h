@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "torchamp/detail/audit/audit_text.h"
-#include "torchamp/detail/observe/print_report.h"
+#include "torchamp/detail/audit/text.h"
+#include "torchamp/detail/observe/report.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/edit.h"
 #include "torchamp/detail/policy/name_pattern.h"
@@ -33,10 +33,6 @@ inline std::string text_of(const AuditDecision& decision) {
       reason.begin(), reason.end(), [](char c) { return c == '\n' || c == '\r'; }, ' ');
   return std::string(to_string(rule_of(decision))) + ": " + decision.op + "  # " + reason + '\n';
 }
-
-}  // namespace detail
-
-namespace detail {
 
 using AuditDecisions = std::map<std::string, const AuditDecision*>;  // of one module, by op
 

@@ -18,7 +18,7 @@
 
 #include "torchamp/audit_row.h"
 #include "torchamp/detail/io/atomic_file.h"
-#include "torchamp/detail/observe/print_report.h"
+#include "torchamp/detail/observe/report.h"
 #include "torchamp/detail/policy/parse.h"
 
 namespace torchamp::detail {
@@ -119,23 +119,6 @@ inline std::vector<AuditRow> with_times(std::vector<AuditRow> rows, std::string_
   return rows;
 }
 
-inline void print_audit_row(std::ostream& out, const AuditRow& row, const std::string& where) {
-  const auto cell = [&](const std::string& text, std::size_t width = 10) {
-    out << std::string(width - std::min(width, text.size()), ' ') << text;
-  };
-  cell(number_text(row.error, 3));
-  cell(number_text(row.gradient_loss, 2));
-  for (const double share : {row.underflow, row.overflow, row.vanished}) {
-    cell(fixed_text(100. * share, 2) + '%');
-  }
-  cell(number_text(row.smallest, 3), 11);
-  cell(number_text(row.largest, 3), 11);
-  for (const double us : {row.fp32_us, row.low_us, row.cast_us}) cell(fixed_text(us, 1));
-  out << "  " << where;
-  if (!row.problem.empty()) out << "  (not in 16 bits: " << row.problem.substr(0, 60) << ')';
-  out << '\n';
-}
-
 /// What the columns of print_audit() are.
 inline constexpr const char* audit_legend =
     "error: by how much rounding the results to 16 bits changes the loss, squared and summed over "
@@ -153,14 +136,30 @@ inline void print_audit(std::ostream& out, const std::vector<AuditRow>& rows,
     out << "PrecisionAudit: nothing has been measured. Call run(step) first.\n";
     return;
   }
-  out << "     error grad lost underflow  overflow  vanished   smallest    largest   us fp32"
-         " us 16 bit  us casts  op in module\n";
+  std::vector<std::vector<std::string>> lines{{"error", "grad lost", "underflow", "overflow",
+                                               "vanished", "smallest", "largest", "us fp32",
+                                               "us 16 bit", "us casts", "op in module"}};
+  const auto add = [&](const AuditRow& row, const std::string& where) {
+    auto& line = lines.emplace_back(
+        std::vector<std::string>{number_text(row.error, 3), number_text(row.gradient_loss, 2)});
+    for (const double share : {row.underflow, row.overflow, row.vanished}) {
+      line.push_back(fixed_text(100. * share, 2) + '%');
+    }
+    for (const double size : {row.smallest, row.largest}) line.push_back(number_text(size, 3));
+    for (const double us : {row.fp32_us, row.low_us, row.cast_us}) {
+      line.push_back(fixed_text(us, 1));
+    }
+    line.push_back(where);
+    if (!row.problem.empty()) {
+      line.back() += "  (not in 16 bits: " + row.problem.substr(0, 60) + ')';
+    }
+  };
   for (const AuditRow& row : rows) {
-    print_audit_row(out, row, row.op + (row.module.empty() ? "" : " in " + row.module));
+    add(row, row.op + (row.module.empty() ? "" : " in " + row.module));
   }
-  print_audit_row(out, total,
-                  "total of " + std::to_string(rows.size()) + " rows, " +
-                      std::to_string(total.calls) + " calls");
+  add(total, "total of " + std::to_string(rows.size()) + " rows, " + std::to_string(total.calls) +
+                 " calls");
+  print_columns(out, lines, 0, lines[0].size() - 1);
   out << audit_legend;
 }
 
