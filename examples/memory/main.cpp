@@ -46,7 +46,7 @@ std::vector<Row> measure_all(const GptSizes& sizes, std::int64_t rows,
 
 void print_measured(const std::vector<Row>& rows, double weights) {
   support::Table table({"MiB", "model", "masters", "states", "gradients", "kept", "measured",
-                        "peak", "measured", "bytes a weight"});
+                        "peak", "measured", "bytes per weight"});
   for (const Row& row : rows) {
     const Bytes& planned = row.planned.weights;
     table.add({row.way.name, mebibytes(planned.model), mebibytes(planned.masters),

@@ -38,7 +38,7 @@ inline const std::vector<Way>& all_ways() {
   return ways;
 }
 
-/// What weights take, in bytes or bytes a weight.
+/// What weights take, in bytes, or in bytes per weight.
 struct Bytes {
   double model = 0., masters = 0., states = 0.;
   double gradients = 0.;  ///< at the end of a backward pass, when there are most

@@ -119,7 +119,7 @@ struct GradScalerOptions {
   /// Where growth_tracker starts, at first and after a bad iteration; 0 or below (DeepSpeed: -1).
   int64_t growth_tracker_start = 0;
 
-  /// 0: no limit. Otherwise at_max_skips happens after every so many bad iterations in a row.
+  /// 0: no limit. n: at_max_skips happens after every n bad iterations in a row.
   int64_t max_skips_in_a_row = 0;
   /// What happens after max_skips_in_a_row bad iterations.
   AtLimit at_max_skips = AtLimit::throw_error;

@@ -27,8 +27,8 @@ namespace TORCHAMP_NAMESPACE {
 
 /// How MasterWeights keeps its masters.
 enum class MasterStorage {
-  full,   ///< as tensors of their own: with the model's weights 6 bytes a weight
-  split,  ///< only the 16 bits that the model's bf16 weights lack: with these, 4 bytes a weight.
+  full,   ///< as tensors of their own: with the model's weights 6 bytes per weight
+  split,  ///< only the 16 bits that the model's bf16 weights lack: with these, 4 bytes per weight.
           ///< For fused optimizers only
 };
 
@@ -104,7 +104,7 @@ class MasterWeights {
   /// does not have; a trained parameter that expand() gave; one that has a master in other
   /// MasterWeights or ShardedMasterWeights which still exist. Where memory runs out, the model is
   /// as it was: until it returns, its weights are there before and after the cast, with split ones
-  /// of an fp32 model 8 bytes a weight.
+  /// of an fp32 model 8 bytes per weight.
   explicit MasterWeights(std::shared_ptr<torch::nn::Module> model,
                          MasterWeightsOptions options = {});
 
@@ -158,7 +158,7 @@ class MasterWeights {
   /// torch::save of such a model has written, in any dtype. All or nothing; an error, too, for a
   /// file that holds more weights than the model has, and for a buffer or frozen weight of which
   /// several elements are one number in memory. Until it returns, the values that it reads take 4
-  /// bytes a weight more on the device, those of split weights 8.
+  /// bytes per weight more on the device, those of split weights 8.
   void load(torch::serialize::InputArchive& archive);
 
   /// For TrainingCheckpoint: what brings back the weights of now, which it keeps on the host. Not

@@ -254,16 +254,18 @@ inline void write_report(std::ostream& out, const Plan& plan, const Circumstance
               : ", Python with torch " + python + (python == cpp ? "" : " (**another version**)"))
       << ". " << plan.rounds << " rounds in turns, after one to warm up. Made by\n\n    "
       << circumstances.command << "\n\n"
-      << "Every way starts from the same weights, takes the same batches and makes the same number "
+      << "Every configuration starts from the same weights, takes the same batches and makes the "
+         "same number "
          "of steps. "
       << (plan.clock == "wall" ? "Times are" : "Times are the workers' own processor time,")
       << " medians of\nthe rounds. A *ratio to Python* is the median over the "
          "rounds of the time over that of Python with the same dtype and\nkind of optimizer, run "
          "eagerly (\"fused\": `fused=True`, else PyTorch's own choice); *saved against fp32* is "
-         "measured against\nthe same way in fp32. Peak memory is "
+         "measured against\nthe same configuration in fp32. Peak memory is "
       << (plan.device == "cpu" ? "by how much the process has grown"
                                : "what tensors held at most on the device")
-      << ". The final loss is the mean of the last round; a way whose loss disagrees with\n"
+      << ". The final loss is the mean of the last round; a configuration whose loss disagrees "
+         "with\n"
          "Python's or with fp32's is marked as wrong and has no time. \"at::autocast by hand\" "
          "switches LibTorch's own autocast and uses\ntorchamp's GradScaler, as LibTorch has "
          "none. "

@@ -64,7 +64,7 @@ struct ShardedMasterWeightsOptions {
 
 /// MasterWeights for several processes, each of which trains with its part of the batch: every
 /// process keeps the whole model in 16 bits, and masters and optimizer states for its share alone
-/// (ZeRO-1). With n processes and AdamW that is 2 + 12/n bytes a weight instead of 14.
+/// (ZeRO-1). With n processes and AdamW that is 2 + 12/n bytes per weight instead of 14.
 ///
 ///     torchamp::ShardedMasterWeights masters(model, group, {.dtype = torch::kBFloat16});
 ///     torchamp::FusedAdamW optimizer(masters.parameters(), torch::optim::AdamWOptions(1e-3));
