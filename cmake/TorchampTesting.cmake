@@ -209,8 +209,18 @@ function(torchamp_add_consume_test how)
   get_target_property(prefix torchamp::libtorch TORCHAMP_PREFIX)
   set(args -DCMAKE_CXX_COMPILER=${CMAKE_CXX_COMPILER} -DCMAKE_CXX_FLAGS=${CMAKE_CXX_FLAGS}
            -DCMAKE_BUILD_TYPE=${CMAKE_BUILD_TYPE} -DTORCHAMP_CUDA=${TORCHAMP_CUDA} -G${CMAKE_GENERATOR})
+  # What a compiler without CMake must be told of this LibTorch: its strings, and libraries that it does not find itself.
+  get_target_property(link torchamp::libtorch INTERFACE_LINK_LIBRARIES)
+  list(FILTER link INCLUDE REGEX "^/")
+  get_target_property(old_abi torchamp::libtorch TORCHAMP_OLD_ABI)
+  separate_arguments(flags UNIX_COMMAND "${CMAKE_CXX_FLAGS}")
+  if(old_abi)
+    list(APPEND flags -D_GLIBCXX_USE_CXX11_ABI=0)
+  endif()
   torchamp_add_script_test(
     consume_${how} consume/run.cmake LABELS package
     ARGS -DHOW=${how} -DBUILD=${PROJECT_BINARY_DIR} -DLIBTORCH=${prefix} -DCPACK=${CMAKE_CPACK_COMMAND} "-DARGS=${args}"
-         -DWORK=${CMAKE_CURRENT_BINARY_DIR}/consume/${how})
+         -DWORK=${CMAKE_CURRENT_BINARY_DIR}/consume/${how} -DCXX=${CMAKE_CXX_COMPILER}
+         "-DCOMPILE=${CMAKE_CXX_COMPILER};${flags}" "-DLINK=-Wl,--no-as-needed;${link}")
+  set_tests_properties(consume_${how} PROPERTIES SKIP_REGULAR_EXPRESSION "skipped: there is no")
 endfunction()

@@ -1,18 +1,40 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Gets torchamp in the way HOW, builds the small program with it and runs it.
 #
-#   cmake -DHOW=… -DSOURCE=DIR -DBUILD=DIR -DWORK=DIR -DLIBTORCH=DIR -DCPACK=PROGRAM -DARGS=… -P run.cmake
+#   cmake -DHOW=… -DSOURCE=DIR -DBUILD=DIR -DWORK=DIR -DLIBTORCH=DIR -DCPACK=PROGRAM -DARGS=… -DCOMPILE=COMMAND…
+#         -DLINK=FLAGS… -P run.cmake
+
+cmake_minimum_required(VERSION 3.25)
 
 function(run)
   execute_process(COMMAND ${ARGV} COMMAND_ERROR_IS_FATAL ANY)
 endfunction()
 
+# Ends the test if a program is not on this machine: find(VARIABLE PROGRAM PACKAGE). CTest counts it as skipped.
+macro(find variable program package)
+  find_program(${variable} ${program})
+  if(NOT ${variable})
+    message("skipped: there is no ${program} here (${package})")
+    return()
+  endif()
+endmacro()
+
 file(REMOVE_RECURSE ${WORK})
+
+# The ways that do not end with a project's find_package(torchamp) for all of its parts.
+if(NOT HOW MATCHES "build_tree|archive|dependent|vcpkg|add_subdirectory|FetchContent")
+  include(${CMAKE_CURRENT_LIST_DIR}/${HOW}.cmake)
+  return()
+endif()
+
 set(prefix_path ${LIBTORCH})
 if(HOW STREQUAL "build_tree")
   list(PREPEND prefix_path ${BUILD})
-elseif(HOW MATCHES "archive|dependent")
-  if(HOW STREQUAL "archive")
+elseif(HOW MATCHES "archive|dependent|vcpkg")
+  if(HOW STREQUAL "vcpkg")
+    include(${CMAKE_CURRENT_LIST_DIR}/vcpkg.cmake)
+    list(APPEND ARGS -DCMAKE_BUILD_TYPE=)
+  elseif(HOW STREQUAL "archive")
     run(${CPACK} --config ${BUILD}/CPackConfig.cmake -B ${WORK})
     file(GLOB archive ${WORK}/torchamp-*.tar.gz)
     file(ARCHIVE_EXTRACT INPUT ${archive} DESTINATION ${WORK}/unpacked)
@@ -42,7 +64,7 @@ run(${CMAKE_COMMAND} -S ${SOURCE}/tests/consume -B ${WORK}/build ${ARGS})
 run(${CMAKE_COMMAND} --build ${WORK}/build)
 run(${WORK}/build/program/program)
 run(${WORK}/build/program/plain)
-if(NOT HOW STREQUAL "dependent")  # whose program includes nothing that reads files
+if(NOT HOW MATCHES "dependent|vcpkg")  # whose program includes nothing that reads files
   file(WRITE ${WORK}/own.policy "policy standard\nlower_precision: mm\n")
   run(${CMAKE_COMMAND} -E env TORCHAMP_POLICY=file:${WORK}/own.policy ${WORK}/build/program/program)
 endif()
