@@ -165,8 +165,12 @@ function(torchamp_add_docs)
   set(DOXYGEN_SORT_MEMBER_DOCS NO)
   set(DOXYGEN_INLINE_SIMPLE_STRUCTS YES)
   set(DOXYGEN_MAX_INITIALIZER_LINES 0)
-  set(DOXYGEN_VERBATIM_HEADERS NO)
+  set(DOXYGEN_SOURCE_BROWSER YES)  # each name links to its line
+  set(DOXYGEN_STRIP_CODE_COMMENTS NO)
+  set(DOXYGEN_REFERENCES_LINK_SOURCE NO)
+  set(DOXYGEN_HIDE_FRIEND_COMPOUNDS YES)
   set(DOXYGEN_SHOW_INCLUDE_FILES NO)
+  set(DOXYGEN_HTML_EXTRA_STYLESHEET ${PROJECT_SOURCE_DIR}/cmake/docs.css)
   set(DOXYGEN_INPUT_FILTER "sed -E 's/^.*= (delete|default).$//'")  # says all by itself
   list(POP_FRONT pages front gallery)
   doxygen_add_docs(docs ${front} ${folder}/pages/headers.md ${gallery} ${pages} ${inputs}
