@@ -84,9 +84,9 @@ class Accumulation {
   /// been cleared since the last call, or unscaled or stepped with by the scaler.
   std::optional<StepResult> backward(const at::Tensor& loss) {
     TORCH_CHECK_VALUE(loss.defined(), "Accumulation::backward: the loss is undefined.");
-    scaler_.check_not_scaled(loss, "Accumulation::backward");
-    detail::check_not_scaled_within(loss, "Accumulation::backward", scaler_.scaled_,
-                                    scaler_.order_);
+    const detail::StepLedger& ledger = detail::ScalerParts::ledger(scaler_);
+    ledger.scaled.check_not_in(loss, "Accumulation::backward");
+    detail::check_not_scaled_within(loss, "Accumulation::backward", ledger.scaled, ledger.order);
     check_open();
     const at::Tensor part = [&] {
       const detail::UncastOps uncast;
@@ -99,7 +99,7 @@ class Accumulation {
     const at::Tensor scaled = scaler_.scale(part);
     if (window_->pending == 0) {
       version_ = version_of_scale();
-      scaler_.begin_window(window_);
+      detail::ScalerParts::ledger(scaler_).windows.add(window_);
     } else {
       check_window("backward");
       warn_of_writes();
@@ -166,7 +166,7 @@ class Accumulation {
   };
 
   int64_t version_of_scale() const {
-    const at::Tensor& scale = scaler_.state_.scale();
+    const at::Tensor& scale = detail::ScalerParts::scale(scaler_).scale();
     return scale.defined() ? static_cast<int64_t>(scale._version()) : 0;
   }
   void clear() {

@@ -53,12 +53,6 @@ namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
 
-/// What a clip takes of a scaler: the scale, and what a flag may be made from.
-struct ClipZero {
-  static const at::Tensor& scale_of(const GradScaler& scaler) { return scaler.state_.scale(); }
-  static at::Tensor of(const GradScaler& scaler) { return scaler.state_.zero(); }
-};
-
 inline void check_max_norm(double max_norm) {
   TORCH_CHECK_VALUE(max_norm >= 0., "clip_grad_norm_: max_norm is ", max_norm,
                     ". It must be 0 or more.");
@@ -214,8 +208,8 @@ inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& o
   at::Tensor scale, zero;
   if (scaler.is_enabled() && !scaler.is_unscaled(optimizer)) {
     if (detail::ClipLeft::can_be_left_to(optimizer)) {
-      scale = detail::ClipZero::scale_of(scaler);
-      zero = detail::ClipZero::of(scaler);
+      scale = detail::ScalerParts::scale(scaler).scale();
+      zero = detail::ScalerParts::scale(scaler).zero();
       TORCH_CHECK(scale.defined(),
                   "clip_grad_norm_: nothing has been scaled yet. Call scale(loss).backward() "
                   "first.");

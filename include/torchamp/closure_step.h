@@ -23,7 +23,9 @@
 #include "torchamp/detail/optim/plan.h"
 #include "torchamp/detail/optim/state_tensors.h"
 #include "torchamp/detail/overlay/weight_casts.h"
+#include "torchamp/detail/scaler/loss_scale.h"
 #include "torchamp/detail/scaler/scale_update.h"
+#include "torchamp/detail/scaler/step_ledger.h"
 #include "torchamp/detail/scaler/step_record.h"
 #include "torchamp/detail/split_weight.h"
 #include "torchamp/detail/tensors.h"
@@ -122,7 +124,12 @@ class ClosureStep<GradScaler> {
 
   ClosureStep(GradScaler& scaler, torch::optim::Optimizer& optimizer, const LossClosure& closure,
               int64_t max_retries)
-      : scaler_(scaler), optimizer_(optimizer), closure_(closure), max_retries_(max_retries) {}
+      : scaler_(scaler),
+        scale_(ScalerParts::scale(scaler)),
+        ledger_(ScalerParts::ledger(scaler)),
+        optimizer_(optimizer),
+        closure_(closure),
+        max_retries_(max_retries) {}
 
   StepResult step() {
     TORCH_CHECK_VALUE(closure_,
@@ -166,20 +173,20 @@ class ClosureStep<GradScaler> {
       loss.backward();
       return loss;
     });
-    GradScaler::note_written(optimizer_);
-    return GradScaler::unscaled_result(std::move(value));
+    note_written(optimizer_);
+    return ScalerParts::result(unscaled_record(std::move(value)));
   }
 
   StepResult step_scaled() {
     using Stage = OptimizerState::Stage;
-    const OptimizerState& state = scaler_.optimizers_.of(optimizer_);
-    GradScaler::check_not_stepped(state);
+    const OptimizerState& state = ledger_.optimizers.of(optimizer_);
+    check_not_stepped(state);
     TORCH_CHECK(
         state.stage == Stage::ready,
         "GradScaler::step: the gradients of this optimizer have been unscaled. With a closure, "
         "step computes and unscales them by itself: leave unscale_ out.");
 
-    const WithinClosure within_closure(scaler_.optimizers_, optimizer_);
+    const WithinClosure within_closure(ledger_.optimizers, optimizer_);
     Evaluation first;
     bool finite = false;
     try {
@@ -191,13 +198,14 @@ class ClosureStep<GradScaler> {
     std::vector<MissingGradient> missing;
     at::Tensor value;
     if (!first.state.had_gradients) {
-      missing = scaler_.report_missing(optimizer_);
+      missing = ledger_.report_missing(optimizer_, scale_.scale().device());
     } else if (finite) {
       value = step_from(first);
     }
-    OptimizerState& stepped = scaler_.optimizers_.of(optimizer_);  // the closure may use others
+    OptimizerState& stepped = ledger_.optimizers.of(optimizer_);  // the closure may use others
     stepped = std::move(first.state);
-    return scaler_.finish_step(stepped, std::move(value), std::move(missing), first.attempts);
+    return ScalerParts::result(
+        ledger_.finish(stepped, scale_, std::move(value), std::move(missing), first.attempts));
   }
 
   /// What the optimizer's step returns; undefined, with all as it was, if it was abandoned.
@@ -214,7 +222,7 @@ class ClosureStep<GradScaler> {
         if (!good) throw StepAbandoned();
         return later.loss;
       });
-      GradScaler::note_written(optimizer_);
+      note_written(optimizer_);
       return value;
     } catch (const StepAbandoned&) {
       snapshot.restore();
@@ -236,8 +244,8 @@ class ClosureStep<GradScaler> {
         evaluation.loss = evaluate_loss(optimizer_, closure_);
         scaler_.scale(evaluation.loss).backward();
       }
-      scaler_.unscale(optimizer_, evaluation.state, "GradScaler::step");
-      scaler_.agree(evaluation.state);
+      evaluation.state = unscale_gradients(optimizer_, scale_, "GradScaler::step");
+      agree(evaluation.state, scale_, ledger_.losses.get());
       if (!evaluation.state.found_inf.read()) return true;
       const GradScalerOptions& options = scaler_.options();
       const at::Tensor& largest = evaluation.state.largest;  // inf for a bad loss: after_update()
@@ -245,7 +253,7 @@ class ClosureStep<GradScaler> {
         return false;  // which no scale would mend
       }
       if (evaluation.attempts > max_retries_ || !options.dynamic) return false;
-      if (scaler_.state_.read_scale() <= options.min_scale) return false;
+      if (scale_.read_scale() <= options.min_scale) return false;
       back_off(options);
     }
   }
@@ -253,25 +261,27 @@ class ClosureStep<GradScaler> {
   /// Lowers the scale at once, whatever hysteresis says.
   void back_off(const GradScalerOptions& options) {
     const InternalOps guard;
-    ScaleMemory<double> values = scaler_.state_.read();
+    ScaleMemory<double> values = scale_.read();
     if (!scale_before_) scale_before_ = values;
     values.scale =
         clamp(as_fp32(values.scale * options.backoff_factor), options.min_scale, options.max_scale);
     values.growth_tracker = static_cast<double>(options.growth_tracker_start);
     values.since_change = 0.;
     values.overflows = 0.;
-    scaler_.before_change();
-    scaler_.state_.set(values);
+    ledger_.keep_results();
+    scale_.set(values);
   }
 
   void put_scale_back() {
     if (!scale_before_) return;
     const InternalOps guard;
-    scaler_.before_change();
-    scaler_.state_.set(*scale_before_);
+    ledger_.keep_results();
+    scale_.set(*scale_before_);
   }
 
   GradScaler& scaler_;
+  LossScale& scale_;
+  StepLedger& ledger_;
   torch::optim::Optimizer& optimizer_;
   const LossClosure& closure_;
   int64_t max_retries_;

@@ -36,11 +36,7 @@
 #include "torchamp/detail/overlay/autocast_region_impl.h"
 #include "torchamp/detail/overlay/policy_scope_impl.h"
 #include "torchamp/detail/policy/policy_impl.h"
-#include "torchamp/detail/scaler/clip_overflow.h"
-#include "torchamp/detail/scaler/grad_scaler_archive.h"
-#include "torchamp/detail/scaler/grad_scaler_impl.h"
-#include "torchamp/detail/scaler/grad_scaler_step.h"
-#include "torchamp/detail/scaler/grad_scaler_update.h"
+#include "torchamp/detail/scaler/grad_scaler-inl.h"
 #include "torchamp/detail/weights/derived_impl.h"
 #include "torchamp/detail/weights/store_impl.h"
 

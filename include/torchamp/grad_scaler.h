@@ -5,40 +5,38 @@
 /// @brief GradScaler: scales the loss, skips bad steps, adapts the scale.
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
 #include <cstdint>
 #include <memory>
-#include <optional>
+#include <utility>
 #include <vector>
 
-#include "torchamp/detail/scaler/scale_limits.h"
-#include "torchamp/detail/scaler/scale_rule.h"
-#include "torchamp/detail/scaler/scale_state.h"
-#include "torchamp/detail/scaler/scaled_outputs.h"
-#include "torchamp/detail/scaler/step_order.h"
-#include "torchamp/detail/scaler/step_record.h"
+#include "torchamp/detail/scaler/loss_scale.h"
+#include "torchamp/detail/scaler/step_ledger.h"
+#include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/step_result.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {
 
-class Accumulation;
-class SafeAccumulation;
-
 namespace detail {
-struct Divisor;
-struct ClipZero;
-struct GradScalerPeer;  // the tests'
+struct ScalerParts;
 
 /// What torchamp/closure_step.h brings: see Note [Extras].
 template <class AnyScaler>
 class ClosureStep {
   static_assert(sizeof(AnyScaler) == 0,
                 "torchamp: include torchamp/closure_step.h, which steps with a closure.");
+};
+
+/// What torchamp/torchamp.h brings.
+template <class AnyScaler>
+struct ScalerArchive {
+  static_assert(sizeof(AnyScaler) == 0,
+                "torchamp: include torchamp/torchamp.h, which saves and loads a GradScaler.");
 };
 }  // namespace detail
 
@@ -164,21 +162,21 @@ class GradScaler {
   at::Tensor found_inf(const torch::optim::Optimizer& optimizer);
 
   /// What the scale is multiplied by when it grows.
-  double get_growth_factor() const { return options_.growth_factor; }
+  double get_growth_factor() const { return options().growth_factor; }
   /// Holds from the next update() on. Error: not above 1.
-  void set_growth_factor(double factor);
+  void set_growth_factor(double factor) { scale_.set_growth_factor(factor); }
   /// What the scale is multiplied by after a bad iteration.
-  double get_backoff_factor() const { return options_.backoff_factor; }
+  double get_backoff_factor() const { return options().backoff_factor; }
   /// Holds from the next update() on. Error: not between 0 and 1.
-  void set_backoff_factor(double factor);
+  void set_backoff_factor(double factor) { scale_.set_backoff_factor(factor); }
   /// How many good iterations in a row make the scale grow.
-  int64_t get_growth_interval() const { return options_.growth_interval; }
+  int64_t get_growth_interval() const { return options().growth_interval; }
   /// If more good iterations than this have passed already, the scale grows after the next one.
-  void set_growth_interval(int64_t interval);
+  void set_growth_interval(int64_t interval) { scale_.set_growth_interval(interval); }
   /// False if the scaler was made with `.enabled = false`.
-  bool is_enabled() const { return options_.enabled; }
+  bool is_enabled() const { return options().enabled; }
   /// What it was made with, and what setters have changed since.
-  const GradScalerOptions& options() const { return options_; }
+  const GradScalerOptions& options() const { return scale_.options(); }
 
   /// What torch.amp.GradScaler.state_dict() holds; empty if disabled. Reads as get_scale.
   GradScalerState state_dict() const;
@@ -191,80 +189,50 @@ class GradScaler {
   /// remembers beyond torch.amp. Save after update(): it is refused from unscale_() or step() on,
   /// and within a window of an Accumulation or SafeAccumulation, whose gradients would be lost;
   /// what scale() and backward() alone have done is not in the file. Loading takes over all or
-  /// nothing.
-  void save(torch::serialize::OutputArchive& archive) const;
+  /// nothing. Needs torchamp/torchamp.h.
+  template <class AnyScaler = GradScaler>
+  void save(torch::serialize::OutputArchive& archive) const {
+    detail::ScalerArchive<AnyScaler>::save(*this, archive);
+  }
   /// For torch::load(scaler, path): takes over what save() has written, all of it or nothing.
-  void load(torch::serialize::InputArchive& archive);
+  template <class AnyScaler = GradScaler>
+  void load(torch::serialize::InputArchive& archive) {
+    detail::ScalerArchive<AnyScaler>::load(*this, archive);
+  }
 
  private:
-  friend struct detail::GradScalerPeer;
-  friend struct detail::ClipZero;
-  friend class detail::ClosureStep<GradScaler>;
-  friend class Accumulation;
-  friend class SafeAccumulation;
+  friend struct detail::ScalerParts;
 
-  class FirstScale;
-
-  void check_started(const char* call) const;
-  void check_not_scaled(const at::Tensor& output, const char* call) const;
-  void check_order(const torch::optim::Optimizer& optimizer, const char* call);
-  void add_scaled(const at::Tensor& scaled);
-  void begin_window(const std::shared_ptr<detail::AccumulationWindow>& window);
-  void take_unscaled(torch::optim::Optimizer& optimizer, at::Tensor found_inf, bool had_gradients);
-  void check_complete(const torch::optim::Optimizer& optimizer,
-                      const detail::OptimizerState& state) const;
-  static void check_not_stepped(const detail::OptimizerState& state);
-  static void note_written(const torch::optim::Optimizer& optimizer);
-  bool stays_at_one();
-  bool division_may_overflow(torch::optim::Optimizer& optimizer);
-  bool clip_may_overflow(torch::optim::Optimizer& optimizer, const detail::Divisor& divisor);
-  void check_clip(const detail::Divisor& divisor, at::Tensor& found_inf);
-  void unscale(torch::optim::Optimizer& optimizer, detail::OptimizerState& state, const char* call);
-  void check_only(torch::optim::Optimizer& optimizer, detail::OptimizerState& state,
-                  bool as_if_divided, const detail::Divisor* clip = nullptr,
-                  const at::Tensor& grad_scale = {});
-  void agree(detail::OptimizerState& state);
-  static StepResult unscaled_result(at::Tensor value);
-  StepResult finish_step(detail::OptimizerState& state, at::Tensor value,
-                         std::vector<MissingGradient> missing, int64_t attempts = 1);
-  std::vector<MissingGradient> report_missing(const torch::optim::Optimizer& optimizer);
-  void restore(const char* call, const GradScalerState& state, detail::ScaleMemory<double> rest);
-  detail::ScaleLimits::Met apply_update();
-  void before_change();
-  void end_iteration();
-
-  GradScalerOptions options_;
-  detail::ScaleState state_;
-  detail::ScaleLimits limits_;
-  detail::OptimizerStates optimizers_;
-  detail::ScaledOutputs scaled_;
-  mutable detail::StepOrder order_;
-  detail::OpenWindows windows_;
-  std::vector<std::weak_ptr<detail::StepRecord>> records_;  // of this iteration
-  bool warned_of_missing_ = false;
-  std::unique_ptr<detail::LossWatch> losses_;  // with forgives_bad_losses
+  detail::LossScale scale_;
+  detail::StepLedger ledger_;
 };
 
-/// Calls save(), for torch::save.
-inline torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
-                                                   const GradScaler& scaler) {
-  scaler.save(archive);
-  return archive;
+namespace detail {
+
+/// What extras and tests reach of a scaler.
+struct ScalerParts {
+  static LossScale& scale(GradScaler& scaler) { return scaler.scale_; }
+  static const LossScale& scale(const GradScaler& scaler) { return scaler.scale_; }
+  static StepLedger& ledger(GradScaler& scaler) { return scaler.ledger_; }
+  static const StepLedger& ledger(const GradScaler& scaler) { return scaler.ledger_; }
+  static StepResult result(std::shared_ptr<StepRecord> record) {
+    return StepResult(std::move(record));
+  }
+};
+
+/// Takes over `state`, and of `rest` what the state does not hold; `call` begins the error's text.
+inline void restore_scaler(GradScaler& scaler, const char* call, const GradScalerState& state,
+                           ScaleMemory<double> rest) {
+  check_state(call, state, scaler.options());
+  const InternalOps guard;
+  ScalerParts::ledger(scaler).keep_results();
+  ScalerParts::scale(scaler).restore(state, std::move(rest));
 }
 
-/// Calls load(), for torch::load.
-inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
-                                                  GradScaler& scaler) {
-  scaler.load(archive);
-  return archive;
-}
+}  // namespace detail
 
 }  // namespace TORCHAMP_NAMESPACE
 
 #if TORCHAMP_BODIES
-#include "torchamp/detail/scaler/clip_overflow.h"        // IWYU pragma: export
-#include "torchamp/detail/scaler/grad_scaler_archive.h"  // IWYU pragma: export
-#include "torchamp/detail/scaler/grad_scaler_impl.h"     // IWYU pragma: export
-#include "torchamp/detail/scaler/grad_scaler_step.h"     // IWYU pragma: export
-#include "torchamp/detail/scaler/grad_scaler_update.h"   // IWYU pragma: export
+#include "torchamp/detail/scaler/grad_scaler-inl.h"  // IWYU pragma: export
 #endif

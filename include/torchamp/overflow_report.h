@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/gradients/collect.h"
+#include "torchamp/detail/gradients/unscale.h"
 #include "torchamp/detail/observe/report.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/version.h"

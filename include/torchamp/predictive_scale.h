@@ -18,12 +18,10 @@
 #include <memory>
 #include <vector>
 
-#include "torchamp/detail/gradients/collect.h"
 #include "torchamp/detail/gradients/unscale.h"
 #include "torchamp/detail/gradients/weight_meta.h"
 #include "torchamp/detail/graph/body.h"
 #include "torchamp/detail/scaler/gradient_forecast.h"
-#include "torchamp/detail/scaler/scale_rule.h"
 #include "torchamp/detail/scaler/scale_update.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler_options.h"

@@ -98,8 +98,9 @@ class SafeAccumulation {
   /// scaler as before it.
   void backward(const at::Tensor& loss) {
     check_ready("backward");
-    detail::check_not_scaled_within(loss, "SafeAccumulation::backward", scaler_.scaled_,
-                                    scaler_.order_);
+    detail::check_not_scaled_within(loss, "SafeAccumulation::backward",
+                                    detail::ScalerParts::ledger(scaler_).scaled,
+                                    detail::ScalerParts::ledger(scaler_).order);
     warn_of_others("backward");
     detail::clear_gradients(optimizer_);
     detail::drop_model_gradients(optimizer_);  // that an exception has left
@@ -125,7 +126,7 @@ class SafeAccumulation {
       throw;
     }
     if (++window_->pending == 1) {
-      scaler_.begin_window(window_);
+      detail::ScalerParts::ledger(scaler_).windows.add(window_);
       began_at_ = detail::PlainClips::tick();
     }
     detail::clear_gradients(optimizer_);
@@ -152,7 +153,11 @@ class SafeAccumulation {
     auto kept = std::make_shared<detail::ReadOnce<double>>(sum_.kept());
     at::Tensor skipped;  // memory for what comes after the step, where nothing may fail
     if (kept->tensor.defined()) skipped = at::empty_like(kept->tensor);
-    scaler_.take_unscaled(optimizer_, sum_.give_mean_to(optimizer_, *kept), sum_.any());
+    at::Tensor flag = sum_.give_mean_to(optimizer_, *kept);
+    if (scaler_.is_enabled()) {
+      detail::ScalerParts::ledger(scaler_).take_unscaled(optimizer_, std::move(flag),
+                                                         sum_.any());
+    }
     try {
       if (before_step) before_step();
       if (scaler_.is_enabled() || sum_.any()) {

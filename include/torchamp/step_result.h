@@ -18,6 +18,9 @@
 namespace TORCHAMP_NAMESPACE {
 
 class GradScaler;
+namespace detail {
+struct ScalerParts;
+}
 
 /// What came of a GradScaler::step.
 ///
@@ -65,6 +68,7 @@ class StepResult {
 
  private:
   friend class GradScaler;
+  friend struct detail::ScalerParts;
   explicit StepResult(std::shared_ptr<detail::StepRecord> record) : record_(std::move(record)) {}
 
   std::shared_ptr<detail::StepRecord> record_;

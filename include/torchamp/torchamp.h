@@ -10,6 +10,7 @@
 // What a training loop needs. Everything else has a header of its own: include it where it is used.
 #include "torchamp/autocast.h"
 #include "torchamp/clip_grad.h"
+#include "torchamp/detail/scaler/grad_scaler_archive.h"  // IWYU pragma: export
 #include "torchamp/grad_scaler.h"
 #include "torchamp/optim.h"
 #include "torchamp/policy.h"

@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "torchamp/detail/io/checkpoint_values.h"
+#include "torchamp/detail/scaler/grad_scaler_archive.h"
 #include "torchamp/detail/shards.h"
 #include "torchamp/version.h"
 

@@ -111,8 +111,8 @@ struct Budget {
 constexpr Budget budgets[] = {
     {"autocast.h", 30, 4500},
     {"optim.h", 20, 3580},
-    {"grad_scaler.h", 36, 5460},
-    {"torchamp.h", 69, 11720},
+    {"grad_scaler.h", 25, 5020},
+    {"torchamp.h", 60, 11570},
 };
 constexpr Budget all_headers = {"include/", 203, 33000};  // to come down to 160 and 24,000
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // torch::save and torch::load of a GradScaler, state_dict and load_state_dict.
-#include <torchamp/grad_scaler.h>
+#include <torchamp/torchamp.h>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

@@ -6,7 +6,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 #include <torchamp/detail/scaler/gradient_forecast.h>
-#include <torchamp/detail/scaler/scale_state.h>
+#include <torchamp/detail/scaler/loss_scale.h>
 #include <torchamp/optim.h>
 #include <torchamp/torchamp.h>
 
@@ -27,7 +27,7 @@ using torchamp::GradScaler;
 using torchamp::GradScalerOptions;
 using torchamp::detail::after_update;
 using torchamp::detail::ScaleMemory;
-using torchamp::detail::ScaleState;
+using torchamp::detail::LossScale;
 
 namespace {
 
@@ -110,7 +110,7 @@ TEST(GradientForecastUpdate, WalksAsItsModelInPythonDoes) {
   const torch::NoGradGuard no_grad;
   GradScalerOptions options;
   ScaleMemory<double> host{};
-  std::optional<ScaleState> device;
+  std::optional<LossScale> device;
   int iterations = 0;
   for (std::string text; std::getline(file, text) && !HasFailure();) {
     SCOPED_TRACE(text);
@@ -134,7 +134,7 @@ TEST(GradientForecastUpdate, WalksAsItsModelInPythonDoes) {
     for (int i = 0; i < 6; ++i) numbers[i] = std::strtod(words[i].c_str(), nullptr);
     const auto [bad, largest, scale, mean, slow_mean, slow_square] = numbers;
     host = after_update(options, host, bad != 0., largest);
-    device->advance(options, torch::full({}, bad), torch::full({}, largest, at::kDouble));
+    device->advance(torch::full({}, bad), torch::full({}, largest, at::kDouble));
     for (const ScaleMemory<double>& memory : {host, device->read()}) {
       ASSERT_EQ(memory.scale, scale);
       const double tolerance = 1e-9 * std::max(1., slow_square);

@@ -5,9 +5,8 @@
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <torchamp/detail/scaler/loss_scale.h>
 #include <torchamp/detail/scaler/scale_bound.h>
-#include <torchamp/detail/scaler/scale_limits.h>
-#include <torchamp/detail/scaler/scale_state.h>
 #include <torchamp/predictive_scale.h>
 
 #include <algorithm>
@@ -26,7 +25,7 @@ using torchamp::HysteresisRefill;
 using torchamp::detail::after_update;
 using torchamp::detail::ScaleLimits;
 using torchamp::detail::ScaleMemory;
-using torchamp::detail::ScaleState;
+using torchamp::detail::LossScale;
 
 namespace {
 
@@ -352,12 +351,12 @@ TEST(ScaleUpdate, DoesTheSameOnADeviceAsOnTheHost) {
     }
     SCOPED_TRACE(c10::str("trial ", trial));
     ScaleMemory<double> host = torchamp::detail::initial_memory(options);
-    ScaleState device(options);
+    LossScale device(options);
     device.create(at::kCPU);
     const torch::NoGradGuard no_grad;
     for (const bool bad : iterations(random(), 60)) {
       host = after_update(options, host, bad);
-      device.advance(options, torch::full({}, bad ? 1.F : 0.F));
+      device.advance(torch::full({}, bad ? 1.F : 0.F));
       ASSERT_EQ(device.host(), nullptr);
       const ScaleMemory<double> read = device.read();
       ASSERT_EQ(read.scale, host.scale);
@@ -383,7 +382,7 @@ TEST(ScaleUpdate, GoesOnOnADeviceFromWhatAFileAndANewIntervalHaveSet) {
                               .hysteresis = 3,
                               .hysteresis_refill = refill,
                               .growth_tracker_start = -1};
-    ScaleState device(options);
+    LossScale device(options);
     device.create(at::kCPU);
     device.leave_host();
     ScaleMemory<double> host = torchamp::detail::initial_memory(options);
@@ -393,12 +392,12 @@ TEST(ScaleUpdate, GoesOnOnADeviceFromWhatAFileAndANewIntervalHaveSet) {
       host.growth_tracker = round % 3;
       device.set(host);
       options.growth_interval = 4 + round % 2;
-      device.limit_growth_tracker(options.growth_interval);
+      device.set_growth_interval(options.growth_interval);
       host.growth_tracker =
           std::min(host.growth_tracker, static_cast<double>(options.growth_interval - 1));
       for (const bool bad : iterations(random(), 30)) {
         host = after_update(options, host, bad);
-        device.advance(options, torch::full({}, bad ? 1.F : 0.F));
+        device.advance(torch::full({}, bad ? 1.F : 0.F));
         const ScaleMemory<double> read = device.read();
         ASSERT_EQ(read.scale, host.scale);
         ASSERT_EQ(read.credit, host.credit);
@@ -415,13 +414,13 @@ TEST(ScaleBound, IsNeverAboveTheScaleAndNotFarBelowASmallOne) {
     SCOPED_TRACE(factor);
     const GradScalerOptions options{
         .growth_factor = 1.7, .backoff_factor = factor, .growth_interval = 2};
-    ScaleState state(options);
+    LossScale state(options);
     state.create(at::kCPU);
     state.leave_host();
     torchamp::detail::ScaleBound bound;
     bound.set(options.init_scale);
     for (const bool bad : iterations(random(), 300)) {
-      state.advance(options, torch::full({}, bad ? 1.F : 0.F));
+      state.advance(torch::full({}, bad ? 1.F : 0.F));
       bound.lower(factor, options.min_scale, state.scale());
       bound.grow(options.growth_factor, options.growth_interval);
       const double scale = state.read_scale();
@@ -432,7 +431,7 @@ TEST(ScaleBound, IsNeverAboveTheScaleAndNotFarBelowASmallOne) {
       }
       // On a CPU what is asked for is there at once.
       ASSERT_GE(bound.value(), std::min(scale, 1000.) * factor * 0.99);
-      ASSERT_TRUE(state.may_be_below_one(options) || scale >= 1.);
+      ASSERT_TRUE(state.may_be_below_one() || scale >= 1.);
     }
     bound.set(0.25);
     EXPECT_EQ(bound.value(), 0.25);
@@ -542,32 +541,36 @@ TEST(ScaleBound, HasACopyMadeOfASmallScaleOnly) {
   simulated::wait_for_device(0);
 }
 
-TEST(ScaleState, NeverTakesTheScaleForSmallerThanItIs) {
+TEST(LossScale, NeverTakesTheScaleForSmallerThanItIs) {
   for (const int64_t interval : {1, 3, 7}) {
     torchamp::GradScalerOptions options{.init_scale = 4., .growth_interval = interval};
-    ScaleState state(options);
+    LossScale state(options);
     state.create(at::kCPU);
-    EXPECT_FALSE(state.may_exceed(4., options));
-    EXPECT_TRUE(state.may_exceed(3., options));
+    EXPECT_FALSE(state.may_exceed(4.));
+    EXPECT_TRUE(state.may_exceed(3.));
     state.leave_host();
     std::mt19937 random(5);
     int seen = 0;
     for (int i = 0; i < 150; ++i) {
       if (i == 60) options.growth_interval = interval == 7 ? 2 : interval;
-      if (i == 60) state.limit_growth_tracker(options.growth_interval);
+      if (i == 60) state.set_growth_interval(options.growth_interval);
       if (i == 90) state.set_scale(16.);
-      if (i == 120) state.set_scale(torch::full({}, 1024.), options);
-      state.advance(options, torch::full({}, random() % 12 == 0 ? 1. : 0.));
+      if (i == 120) state.set_scale(torch::full({}, 1024.));
+      state.advance(torch::full({}, random() % 12 == 0 ? 1. : 0.));
       const double scale = state.read_scale();
       for (double limit = 0x1p-4; limit < 0x1p40; limit *= 2.) {
-        ASSERT_TRUE(state.may_exceed(limit, options) || scale <= limit) << i << ' ' << limit;
-        seen += state.may_exceed(limit, options) ? 0 : 1;
+        ASSERT_TRUE(state.may_exceed(limit) || scale <= limit) << i << ' ' << limit;
+        seen += state.may_exceed(limit) ? 0 : 1;
       }
     }
     EXPECT_GT(seen, 150) << "nor for as large as can be";
     state.expect_replays();
-    EXPECT_TRUE(state.may_exceed(0x1p100, options));
+    EXPECT_TRUE(state.may_exceed(0x1p100));
     options.max_scale = 0x1p20;
-    EXPECT_FALSE(state.may_exceed(0x1p20, options));
+    LossScale limited(options);
+    limited.create(at::kCPU);
+    limited.leave_host();
+    limited.expect_replays();
+    EXPECT_FALSE(limited.may_exceed(0x1p20));
   }
 }

@@ -9,7 +9,7 @@
 #include <memory>
 
 #include "torchamp/detail/gradients/deferred_clip.h"
-#include "torchamp/detail/scaler/scaled_outputs.h"
+#include "torchamp/detail/scaler/step_ledger.h"
 #include "torchamp/detail/scaler/step_order.h"
 #include "torchamp/detail/scaler/step_record.h"
 #include "torchamp/version.h"

@@ -23,7 +23,7 @@
 #include <vector>
 
 #include "torchamp/detail/devices.h"
-#include "torchamp/detail/gradients/collect.h"
+#include "torchamp/detail/gradients/unscale.h"
 #include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {

@@ -18,7 +18,6 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/gradients/collect.h"
 #include "torchamp/detail/gradients/unscale.h"
 #include "torchamp/detail/gradients/weight_meta.h"
 #include "torchamp/detail/scaler/step_record.h"

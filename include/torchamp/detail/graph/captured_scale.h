@@ -11,7 +11,6 @@
 
 #include "torchamp/detail/graph/body.h"
 #include "torchamp/detail/scaler/scale_bound.h"
-#include "torchamp/detail/scaler/skip_count.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {

@@ -15,7 +15,8 @@
 #include <vector>
 
 #include "torchamp/detail/checksum.h"
-#include "torchamp/detail/scaler/check_options.h"
+#include "torchamp/detail/scaler/loss_scale.h"
+#include "torchamp/detail/scaler/step_ledger.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/version.h"
 
@@ -23,23 +24,21 @@ namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
 
-/// The number under `key`. Throws where it is missing or something else.
-inline double read_double(torch::serialize::InputArchive& archive, const std::string& key) {
+/// What lies under `key`. Throws where it is missing, or not of the type that `is` tells.
+inline c10::IValue read_number(torch::serialize::InputArchive& archive, const std::string& key,
+                               bool (c10::IValue::*is)() const, const char* type) {
   c10::IValue value;
   TORCH_CHECK(archive.try_read(key, value), "GradScaler::load: the archive has no \"", key,
               "\". Load what torch::save(scaler, path) has written.");
-  TORCH_CHECK(value.isDouble(), "GradScaler::load: \"", key, "\" is of type ", value.tagKind(),
-              ", not Double. Load what torch::save(scaler, path) has written.");
-  return value.toDouble();
+  TORCH_CHECK((value.*is)(), "GradScaler::load: \"", key, "\" is of type ", value.tagKind(),
+              ", not ", type, ". Load what torch::save(scaler, path) has written.");
+  return value;
 }
-
+inline double read_double(torch::serialize::InputArchive& archive, const std::string& key) {
+  return read_number(archive, key, &c10::IValue::isDouble, "Double").toDouble();
+}
 inline int64_t read_int(torch::serialize::InputArchive& archive, const std::string& key) {
-  c10::IValue value;
-  TORCH_CHECK(archive.try_read(key, value), "GradScaler::load: the archive has no \"", key,
-              "\". Load what torch::save(scaler, path) has written.");
-  TORCH_CHECK(value.isInt(), "GradScaler::load: \"", key, "\" is of type ", value.tagKind(),
-              ", not Int. Load what torch::save(scaler, path) has written.");
-  return value.toInt();
+  return read_number(archive, key, &c10::IValue::isInt, "Int").toInt();
 }
 
 /// A count that may be missing: an older version, or a program, did not write it.
@@ -69,103 +68,87 @@ inline int64_t checksum_of(const GradScalerState& state, const ScaleMemory<doubl
   return static_cast<int64_t>(sum.value());
 }
 
-inline GradScalerState state_of(const GradScalerOptions& options,
-                                const ScaleMemory<double>& values) {
-  return {.scale = values.scale,
-          .growth_factor = options.growth_factor,
-          .backoff_factor = options.backoff_factor,
-          .growth_interval = options.growth_interval,
-          .growth_tracker = static_cast<int64_t>(values.growth_tracker)};
-}
+template <>
+struct ScalerArchive<GradScaler> {
+  static void save(const GradScaler& scaler, torch::serialize::OutputArchive& archive) {
+    const StepLedger& ledger = ScalerParts::ledger(scaler);
+    TORCH_CHECK(!ledger.windows.any(),
+                "GradScaler::save: within a window of gradient accumulation, whose gradients no "
+                "file would hold. Save after the accumulation's step, or end the window before: "
+                "Accumulation::flush() or SafeAccumulation::step() steps with it, discard() drops "
+                "it.");
+    archive.write("enabled", c10::IValue(scaler.is_enabled()));
+    if (!scaler.is_enabled()) return;
+    TORCH_CHECK(
+        !ledger.optimizers.within_iteration(),
+        "GradScaler::save: within an iteration, after unscale_ or step. Save after update().");
+    const LossScale& scale = ScalerParts::scale(scaler);
+    const ScaleMemory<double> values = scale.read();
+    const GradScalerState state = scale.state_of(values);
+    archive.write("scale", c10::IValue(state.scale));
+    archive.write("growth_factor", c10::IValue(state.growth_factor));
+    archive.write("backoff_factor", c10::IValue(state.backoff_factor));
+    archive.write("growth_interval", c10::IValue(state.growth_interval));
+    archive.write("growth_tracker", c10::IValue(state.growth_tracker));
+    for_each_own_number(
+        [&](const char* name, double count) {
+          archive.write(name, c10::IValue(static_cast<int64_t>(count)));
+        },
+        values);
+    for (std::size_t i = 0; i < values.of_rule.size(); ++i) {
+      archive.write(rule_numbers[i], c10::IValue(values.of_rule[i]));
+    }
+    archive.write("torchamp_checksum", c10::IValue(checksum_of(state, values)));
+  }
+
+  static void load(GradScaler& scaler, torch::serialize::InputArchive& archive) {
+    if (!scaler.is_enabled()) return;
+    c10::IValue enabled;
+    TORCH_CHECK(
+        !archive.try_read("enabled", enabled) || !enabled.isBool() || enabled.toBool(),
+        "GradScaler::load: the archive was saved from a disabled GradScaler and holds no state.");
+    const GradScalerState state{.scale = read_double(archive, "scale"),
+                                .growth_factor = read_double(archive, "growth_factor"),
+                                .backoff_factor = read_double(archive, "backoff_factor"),
+                                .growth_interval = read_int(archive, "growth_interval"),
+                                .growth_tracker = read_int(archive, "growth_tracker")};
+    ScaleMemory<double> rest = initial_memory(scaler.options());
+    const double full_credit = rest.credit;
+    for_each_own_number(
+        [&](const char* name, double& count) { count = read_count(archive, name, count); }, rest);
+    const std::vector<double> of_rule = std::exchange(rest.of_rule, {});
+    c10::IValue ignored, checksum;
+    if (archive.try_read(rule_numbers[0], ignored)) {
+      for (const char* const name : rule_numbers) {
+        const double number = rest.of_rule.emplace_back(read_double(archive, name));
+        TORCH_CHECK_VALUE(std::isfinite(number), "GradScaler::load: \"", name, "\" is ", number,
+                          ", not finite.");
+      }
+    }
+    TORCH_CHECK(
+        !archive.try_read("torchamp_checksum", checksum) ||
+            (checksum.isInt() && checksum.toInt() == checksum_of(state, rest)),
+        "GradScaler::load: the archive is damaged: its values are not those that were saved.");
+    rest.credit = std::min(rest.credit, full_credit);
+    if (rest.of_rule.size() != of_rule.size()) rest.of_rule = of_rule;  // the file of another rule
+    restore_scaler(scaler, "GradScaler::load", state, std::move(rest));
+  }
+};
 
 }  // namespace detail
 
-TORCHAMP_BODY GradScalerState GradScaler::state_dict() const {
-  if (!options_.enabled) return {};
-  return detail::state_of(options_, state_.read());
+/// Calls save(), for torch::save.
+inline torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
+                                                   const GradScaler& scaler) {
+  scaler.save(archive);
+  return archive;
 }
 
-/// Takes over `state`, and of `rest` what the state does not hold.
-TORCHAMP_BODY void GradScaler::restore(const char* call, const GradScalerState& state,
-                                       detail::ScaleMemory<double> rest) {
-  detail::check_state(call, state, options_);
-  const detail::InternalOps guard;
-  rest.scale = static_cast<float>(state.scale);
-  rest.growth_tracker =
-      static_cast<double>(std::min(state.growth_tracker, state.growth_interval - 1));
-  before_change();
-  state_.set(rest);
-  options_.growth_factor = state.growth_factor;
-  options_.backoff_factor = state.backoff_factor;
-  options_.growth_interval = state.growth_interval;
-}
-
-TORCHAMP_BODY void GradScaler::load_state_dict(const GradScalerState& state) {
-  if (!options_.enabled) return;
-  restore("GradScaler::load_state_dict", state, detail::initial_memory(options_));
-}
-
-TORCHAMP_BODY void GradScaler::save(torch::serialize::OutputArchive& archive) const {
-  TORCH_CHECK(!windows_.any(),
-              "GradScaler::save: within a window of gradient accumulation, whose gradients no file "
-              "would hold. Save after the accumulation's step, or end the window before: "
-              "Accumulation::flush() or SafeAccumulation::step() steps with it, discard() drops "
-              "it.");
-  archive.write("enabled", c10::IValue(options_.enabled));
-  if (!options_.enabled) return;
-  TORCH_CHECK(
-      !optimizers_.within_iteration(),
-      "GradScaler::save: within an iteration, after unscale_ or step. Save after update().");
-  const detail::ScaleMemory<double> values = state_.read();
-  const GradScalerState state = detail::state_of(options_, values);
-  archive.write("scale", c10::IValue(state.scale));
-  archive.write("growth_factor", c10::IValue(state.growth_factor));
-  archive.write("backoff_factor", c10::IValue(state.backoff_factor));
-  archive.write("growth_interval", c10::IValue(state.growth_interval));
-  archive.write("growth_tracker", c10::IValue(state.growth_tracker));
-  detail::for_each_own_number(
-      [&](const char* name, double count) {
-        archive.write(name, c10::IValue(static_cast<int64_t>(count)));
-      },
-      values);
-  for (std::size_t i = 0; i < values.of_rule.size(); ++i) {
-    archive.write(detail::rule_numbers[i], c10::IValue(values.of_rule[i]));
-  }
-  archive.write("torchamp_checksum", c10::IValue(detail::checksum_of(state, values)));
-}
-
-TORCHAMP_BODY void GradScaler::load(torch::serialize::InputArchive& archive) {
-  if (!options_.enabled) return;
-  c10::IValue enabled;
-  TORCH_CHECK(
-      !archive.try_read("enabled", enabled) || !enabled.isBool() || enabled.toBool(),
-      "GradScaler::load: the archive was saved from a disabled GradScaler and holds no state.");
-  const GradScalerState state{.scale = detail::read_double(archive, "scale"),
-                              .growth_factor = detail::read_double(archive, "growth_factor"),
-                              .backoff_factor = detail::read_double(archive, "backoff_factor"),
-                              .growth_interval = detail::read_int(archive, "growth_interval"),
-                              .growth_tracker = detail::read_int(archive, "growth_tracker")};
-  detail::ScaleMemory<double> rest = detail::initial_memory(options_);
-  const double full_credit = rest.credit;
-  detail::for_each_own_number(
-      [&](const char* name, double& count) { count = detail::read_count(archive, name, count); },
-      rest);
-  const std::vector<double> of_rule = std::exchange(rest.of_rule, {});
-  c10::IValue ignored, checksum;
-  if (archive.try_read(detail::rule_numbers[0], ignored)) {
-    for (const char* const name : detail::rule_numbers) {
-      const double number = rest.of_rule.emplace_back(detail::read_double(archive, name));
-      TORCH_CHECK_VALUE(std::isfinite(number), "GradScaler::load: \"", name, "\" is ", number,
-                        ", not finite.");
-    }
-  }
-  TORCH_CHECK(
-      !archive.try_read("torchamp_checksum", checksum) ||
-          (checksum.isInt() && checksum.toInt() == detail::checksum_of(state, rest)),
-      "GradScaler::load: the archive is damaged: its values are not those that were saved.");
-  rest.credit = std::min(rest.credit, full_credit);
-  if (rest.of_rule.size() != of_rule.size()) rest.of_rule = of_rule;  // the file of another rule
-  restore("GradScaler::load", state, rest);
+/// Calls load(), for torch::load.
+inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
+                                                  GradScaler& scaler) {
+  scaler.load(archive);
+  return archive;
 }
 
 }  // namespace TORCHAMP_NAMESPACE

@@ -17,7 +17,7 @@
 
 #include "torchamp/detail/gradients/weight_meta.h"
 #include "torchamp/detail/host_values.h"
-#include "torchamp/detail/scaler/skip_count.h"
+#include "torchamp/detail/scaler/scale_bound.h"
 #include "torchamp/missing_gradients.h"
 
 namespace torchamp::detail {

@@ -1,0 +1,714 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_amp_update_scale.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/addcmul.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/nan_to_num.h>
+#include <ATen/ops/ne.h>
+#include <ATen/ops/threshold_backward.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/devices.h"
+#include "torchamp/detail/graph/body.h"
+#include "torchamp/detail/host_values.h"
+#include "torchamp/detail/scaler/scale_bound.h"
+#include "torchamp/detail/scaler/scale_update.h"
+#include "torchamp/detail/tensors.h"
+#include "torchamp/grad_scaler_options.h"
+#include "torchamp/version.h"
+
+namespace torchamp::detail {
+
+inline void check_scale(const char* call, double scale, const GradScalerOptions& options) {
+  const auto narrow = static_cast<float>(scale);
+  TORCH_CHECK_VALUE(narrow >= static_cast<float>(options.min_scale) &&
+                        narrow <= static_cast<float>(options.max_scale),
+                    call, ": the scale is ", scale, ". It lies between min_scale (",
+                    options.min_scale, ") and max_scale (", options.max_scale, ").");
+}
+
+/// For all options, so that one function makes all of their errors.
+template <class Number>
+void check_option(bool holds, const char* call, const char* what, Number value, const char* range) {
+  TORCH_CHECK_VALUE(holds, call, ": ", what, " is ", value, ". ", range);
+}
+
+inline void check_growth_factor(const char* call, double factor) {
+  check_option(factor > 1. && std::isfinite(factor), call, "the growth factor", factor,
+               "It is finite and above 1; {.dynamic = false} keeps the scale.");
+}
+
+inline void check_backoff_factor(const char* call, double factor) {
+  check_option(factor > 0. && factor < 1., call, "the backoff factor", factor,
+               "It lies between 0 and 1; {.dynamic = false} keeps the scale.");
+}
+
+inline void check_growth_interval(const char* call, int64_t interval) {
+  check_option(interval >= 1 && interval <= std::numeric_limits<int32_t>::max(), call,
+               "the growth interval", interval, "It lies between 1 and 2^31 - 1.");
+}
+
+inline void check_options(const GradScalerOptions& options) {
+  constexpr const char* call = "GradScaler";
+  TORCH_CHECK_VALUE(options.min_scale >= std::numeric_limits<float>::min() &&
+                        options.max_scale <= std::numeric_limits<float>::max() &&
+                        options.min_scale <= options.max_scale,
+                    call, ": min_scale is ", options.min_scale, " and max_scale ",
+                    options.max_scale,
+                    ". They lie between 2^-126 and the largest fp32 number, in this order.");
+  check_scale(call, options.init_scale, options);
+  check_growth_factor(call, options.growth_factor);
+  check_backoff_factor(call, options.backoff_factor);
+  check_growth_interval(call, options.growth_interval);
+  check_option(options.hysteresis >= 1, call, "the hysteresis", options.hysteresis,
+               "It is 1 (lower the scale at once) or more.");
+  check_option(options.overflow_tolerance >= 0. && options.overflow_tolerance <= 1., call,
+               "overflow_tolerance", options.overflow_tolerance, "It is a fraction from 0 to 1.");
+  check_option(options.growth_tracker_start <= 0 &&
+                   options.growth_tracker_start >= std::numeric_limits<int32_t>::min(),
+               call, "growth_tracker_start", options.growth_tracker_start,
+               "It is 0, or below 0 to delay growth after a bad iteration.");
+  check_option(options.max_skips_in_a_row >= 0, call, "max_skips_in_a_row",
+               options.max_skips_in_a_row, "It is 0 (no limit) or more.");
+  for (const PredictiveSetting& setting :
+       {options.follows_gradients, options.forgives_bad_losses}) {
+    if (setting) setting.rule()->check_options(call, options);
+  }
+  const bool calls = options.at_min_scale == AtLimit::call ||
+                     (options.at_max_skips == AtLimit::call && options.max_skips_in_a_row > 0);
+  TORCH_CHECK_VALUE(!calls || options.on_limit, call,
+                    ": AtLimit::call is chosen and on_limit is empty. Set on_limit.");
+}
+
+inline void check_state(const char* call, const GradScalerState& state,
+                        const GradScalerOptions& options) {
+  TORCH_CHECK_VALUE(!state.empty(), call,
+                    ": the state is empty; it was probably saved from a disabled GradScaler.");
+  check_scale(call, state.scale, options);
+  check_growth_factor(call, state.growth_factor);
+  check_backoff_factor(call, state.backoff_factor);
+  check_growth_interval(call, state.growth_interval);
+  check_option(state.growth_tracker >= std::numeric_limits<int32_t>::min() &&
+                   state.growth_tracker <= std::numeric_limits<int32_t>::max(),
+               call, "the growth tracker", state.growth_tracker, "It is a count of 32 bits.");
+}
+
+/// What GradScaler::update does about the limits of GradScalerOptions.
+class ScaleLimits {
+ public:
+  /// The limits that an iteration has met, and what to say of them.
+  struct Met {
+    bool min_scale = false;
+    bool skips_in_a_row = false;
+    double scale = 0.;
+    int64_t skips = 0;
+  };
+
+  static Met met(const GradScalerOptions& options, const ScaleMemory<double>& before,
+                 const ScaleMemory<double>& after) {
+    const auto skips = static_cast<int64_t>(after.skips);
+    return {.min_scale = stays_at_floor(options, before, after),
+            .skips_in_a_row = reaches_limit(options, skips),
+            .scale = after.scale,
+            .skips = skips};
+  }
+
+  /// Throws if a limit that is met says so. Nothing has been changed yet.
+  static void throw_if_met(const GradScalerOptions& options, const Met& met) {
+    TORCH_CHECK(
+        !met.min_scale || options.at_min_scale != AtLimit::throw_error,
+        "GradScaler::update: gradients hold infs or NaNs and the scale, ", met.scale,
+        ", is at min_scale. Look for what produces them (torchamp/overflow_report.h names the "
+        "layers), or set at_min_scale to go on.");
+    TORCH_CHECK(
+        !met.skips_in_a_row || options.at_max_skips != AtLimit::throw_error,
+        "GradScaler::update: gradients held infs or NaNs in ", met.skips,
+        " iterations in a row, max_skips_in_a_row being ", options.max_skips_in_a_row,
+        "; the scale is ", met.scale,
+        ". Look for what produces them (torchamp/overflow_report.h names the layers), or set "
+        "at_max_skips to go on.");
+  }
+
+  /// Warns or calls back. The iteration has ended.
+  void announce(const GradScalerOptions& options, const Met& met) {
+    if (met.min_scale && options.at_min_scale == AtLimit::warn && !warned_) {
+      TORCH_WARN("GradScaler::update: gradients hold infs or NaNs and the scale, ", met.scale,
+                 ", is at min_scale: steps are skipped until they are finite.");
+    }
+    if (met.skips_in_a_row && options.at_max_skips == AtLimit::warn) {
+      TORCH_WARN("GradScaler::update: gradients held infs or NaNs in ", met.skips,
+                 " iterations in a row; the scale is ", met.scale, '.');
+    }
+    warned_ = met.min_scale || (warned_ && met.scale <= options.min_scale);
+    // A copy: the function may make another scaler of this one.
+    const auto on_limit = options.on_limit;
+    if (met.min_scale && options.at_min_scale == AtLimit::call) {
+      on_limit({ScaleLimit::Kind::min_scale, met.scale, met.skips});
+    }
+    if (met.skips_in_a_row && options.at_max_skips == AtLimit::call) {
+      on_limit({ScaleLimit::Kind::skips_in_a_row, met.scale, met.skips});
+    }
+  }
+
+  // Note [Limits that only the device knows]
+  //
+  // Where the host does not know the scale (see Note [Where the scale is known]), the scale and the
+  // count of skips are copied to host memory behind the update, and nobody waits for the copy. A
+  // later update() finds there what has arrived meanwhile and acts on it, an iteration or a few
+  // late. With the default limits there is nothing to act on but a warning at 2^-126, so no copy is
+  // made.
+
+  static bool watched(const GradScalerOptions& options) {
+    const bool floor = options.at_min_scale == AtLimit::throw_error ||
+                       options.at_min_scale == AtLimit::call ||
+                       (options.at_min_scale == AtLimit::warn &&
+                        options.min_scale > std::numeric_limits<float>::min());
+    const bool skips =
+        options.max_skips_in_a_row > 0 && options.at_max_skips != AtLimit::keep_going;
+    return floor || skips;
+  }
+
+  /// The limits that the mirror shows to be met, each once.
+  Met met_in_mirror(const GradScalerOptions& options) {
+    if (mirror_.empty()) return {};
+    const double scale = mirror_[0];
+    const auto skips = static_cast<int64_t>(mirror_[1]);
+    const bool is_new = skips != seen_skips_;
+    seen_skips_ = skips;
+    if (!is_new || skips == 0) return {.scale = scale};
+    return {.min_scale = options.dynamic && scale <= options.min_scale,
+            .skips_in_a_row = reaches_limit(options, skips),
+            .scale = scale,
+            .skips = skips};
+  }
+
+  /// Has `scale_and_skips` copied to where a later met_in_mirror() finds them.
+  void send(const at::Tensor& scale_and_skips) { mirror_.send(scale_and_skips); }
+
+ private:
+  static bool reaches_limit(const GradScalerOptions& options, int64_t skips) {
+    return options.max_skips_in_a_row > 0 && skips > 0 && skips % options.max_skips_in_a_row == 0;
+  }
+
+  bool warned_ = false;  // since the scale was last above its floor
+  HostMirror mirror_;    // of the scale and the skips
+  int64_t seen_skips_ = 0;
+};
+
+// Note [Hysteresis on a device]
+// A device has one kernel for a whole update, torch.amp's, which takes any factors and knows
+// nothing of hysteresis. Called some times more it does that, too, in 5 launches to 8 instead of
+// some 45:
+//   spent     as a scale that is 2^n after n bad iterations: "backed off" by 2, and, where the
+//             credit is refilled, "grown" to next to nothing; then clamped to 1 to 2^hysteresis
+//   the scale backed off by 1 and grown
+//   the scale backed off where the iteration was bad and all credit is spent, and grown by 1
+// What an overflow_tolerance needs to know besides is not kept up to date.
+
+/// The credit of bad iterations on a device, and the update of a scale that goes by it.
+class SpentCredit {
+ public:
+  explicit SpentCredit(const GradScalerOptions& options)
+      : serves_(options.dynamic && !options.follows_gradients && options.overflow_tolerance == 0. &&
+                options.hysteresis <= most && !is_torch_update(options)),
+        hysteresis_(static_cast<double>(options.hysteresis)),
+        refill_(options.hysteresis_refill) {}
+
+  /// Whether after_update() is that update.
+  bool serves() const { return serves_; }
+  bool defined() const { return spent_.defined(); }
+
+  /// `like`: the scale.
+  void create(const at::Tensor& like) {
+    spent_ = at::full({}, 1., like.options());
+    trackers_ = at::full({3}, 0, like.options().dtype(at::kInt));
+  }
+
+  /// 0-dim, int32: good iterations since the scale grew or a bad one.
+  at::Tensor growth_tracker() const { return trackers_.select(0, 0); }
+
+  void set(double credit, double growth_tracker) {
+    spent_.fill_(std::exp2(hysteresis_ - credit));
+    trackers_.narrow(0, 0, counts_for_credit() ? 2 : 1).fill_(growth_tracker);
+  }
+  /// Reads the device.
+  double credit() const { return hysteresis_ - std::log2(spent_.item<double>()); }
+  void limit_growth_tracker(int64_t last) { trackers_.narrow(0, 0, 2).clamp_max_(last); }
+
+  /// `scale` after an iteration, but for its limits.
+  void update(const GradScalerOptions& options, at::Tensor& scale, const at::Tensor& found_inf) {
+    constexpr int64_t never = std::numeric_limits<int32_t>::max();
+    at::Tensor scale_tracker = trackers_.select(0, 0), credit_tracker = trackers_.select(0, 1),
+               unused = trackers_.select(0, 2);
+    const double all_spent = std::exp2(hysteresis_);
+    at::_amp_update_scale_(spent_, credit_tracker, found_inf, next_to_nothing, 2.,
+                           counts_for_credit() ? options.growth_interval : 1);
+    const at::Tensor lowers = at::threshold_backward(found_inf, spent_, 0.75 * all_spent);
+    if (refill_ == HysteresisRefill::good_or_backed_off) {
+      at::_amp_update_scale_(spent_, unused, lowers, 1., next_to_nothing, never);
+    }
+    spent_.clamp_(1., all_spent);
+    at::_amp_update_scale_(scale, scale_tracker, found_inf, options.growth_factor, 1.,
+                           options.growth_interval);
+    at::_amp_update_scale_(scale, unused, lowers, 1., options.backoff_factor, never);
+    if (options.growth_tracker_start != 0) {
+      trackers_.narrow(0, 0, counts_for_credit() ? 2 : 1)
+          .add_(found_inf.to(at::kInt), options.growth_tracker_start);
+    }
+  }
+
+ private:
+  static constexpr int64_t most = 60;
+  static constexpr double next_to_nothing = 0x1p-100;
+
+  bool counts_for_credit() const { return refill_ == HysteresisRefill::growth; }
+
+  bool serves_;
+  double hysteresis_;
+  HysteresisRefill refill_;
+  at::Tensor spent_;     // 0-dim fp32
+  at::Tensor trackers_;  // int32: the scale's, the credit's, and one that does not matter
+};
+
+// Note [Where the scale is known]
+//
+// The scale lives in a 0-dim fp32 tensor on the device of the first loss. While the host has been
+// told every overflow flag so far (an ordinary optimizer's step reads it; on a CPU it lies in host
+// memory), it can compute the scale by itself: it keeps a copy of all that the update remembers,
+// updates that copy and writes the tensor only when the scale changes. GradScaler::update() then
+// launches nothing, and asking for the scale reads nothing.
+//
+// The first flag that the host does not know, after a fused optimizer's step on a GPU, ends this:
+// the memory moves to the device for good, where the update is a few kernels in place. (Not
+// back again: a captured CUDA graph may replay those kernels without the host's knowledge.)
+
+/// What the optimizers of an iteration have found in their gradients.
+struct Findings {
+  std::vector<at::Tensor> flags{};  ///< of each: 0-dim fp32, non-zero for an inf or a NaN
+  at::Tensor largest{};             ///< magnitude of the scaled gradients, where a ScaleRule asks
+  bool known = true;                ///< to the host, without a read
+  bool bad = false;                 ///< as far as known
+};
+
+/// A GradScaler's options, its scale, and what the updates remember, on the host or on a device.
+class LossScale {
+ public:
+  /// Error: an option that is out of range.
+  explicit LossScale(GradScalerOptions options)
+      : options_(checked(std::move(options))),
+        host_(initial_memory(options_)),
+        rule_(options_.dynamic ? options_.follows_gradients.rule() : nullptr),
+        credit_(options_) {}
+
+  const GradScalerOptions& options() const { return options_; }
+  /// By which the update follows the gradients' magnitudes; null where it does not.
+  const ScaleRule* rule() const { return rule_; }
+
+  void set_growth_factor(double factor) {
+    check_growth_factor("GradScaler::set_growth_factor", factor);
+    options_.growth_factor = factor;
+  }
+  void set_backoff_factor(double factor) {
+    check_backoff_factor("GradScaler::set_backoff_factor", factor);
+    options_.backoff_factor = factor;
+  }
+  /// A shorter one is met at the next good iteration.
+  void set_growth_interval(int64_t interval) {
+    check_growth_interval("GradScaler::set_growth_interval", interval);
+    options_.growth_interval = interval;
+    const int64_t last = interval - 1;
+    if (on_host_) {
+      host_.growth_tracker = std::min(host_.growth_tracker, static_cast<double>(last));
+    } else {
+      device_.growth_tracker.clamp_max_(last);
+      if (credit_.defined()) credit_.limit_growth_tracker(last);
+    }
+  }
+
+  // ---- The scale
+
+  bool created() const { return device_.scale.defined(); }
+  void check_created(const char* call) const {
+    TORCH_CHECK(created(), "GradScaler::", call,
+                ": nothing has been scaled yet. Call scale(loss).backward() first.");
+  }
+  void create(at::Device device) {
+    const c10::InferenceMode no_inference(false);
+    const at::TensorOptions options = at::TensorOptions(device).dtype(at::kFloat);
+    if (!device.is_cpu()) zero_and_one_ = at::arange(2, options);
+    scale_and_skips_ = at::full({2}, host_.scale, options);
+    device_.scale = scale_and_skips_.select(0, 0);
+    device_.skips = scale_and_skips_.select(0, 1);
+  }
+  /// As before create().
+  void drop() { scale_and_skips_ = device_.scale = device_.skips = zero_and_one_ = at::Tensor(); }
+
+  /// 0-dim fp32; undefined before create().
+  const at::Tensor& scale() const { return device_.scale; }
+  at::Tensor scale_on(at::Device device) const { return to_device_async(device, device_.scale); }
+  /// 1/scale as a 0-dim fp32 tensor on `device`, computed in fp64 as torch.amp does.
+  at::Tensor inverse(at::Device device) const {
+    if (on_host_) {
+      return at::full({}, 1. / host_.scale, at::TensorOptions(device).dtype(at::kFloat));
+    }
+    return to_device_async(device, device_.scale.to(number_type()).reciprocal().to(at::kFloat));
+  }
+  /// Constants on the scale's device, fp32: one element, and 0-dim. Undefined on the host.
+  at::Tensor zero() const {
+    return zero_and_one_.defined() ? zero_and_one_.narrow(0, 0, 1) : at::Tensor();
+  }
+  at::Tensor one() const {
+    return zero_and_one_.defined() ? zero_and_one_.select(0, 1) : at::Tensor();
+  }
+
+  /// The host's copy; null where only the device knows.
+  const ScaleMemory<double>* host() const { return on_host_ ? &host_ : nullptr; }
+  double read_scale() const { return on_host_ ? host_.scale : device_.scale.item<double>(); }
+  double read_skips() const {
+    if (on_host_) return host_.skips;
+    return (lazy_skips_.defined() ? lazy_skips_.tensor() : device_.skips).item<double>();
+  }
+  /// Only where the host does not know: 0-dim, on the device; undefined if lazy_skips() is not.
+  at::Tensor skips() const { return lazy_skips_.defined() ? at::Tensor() : device_.skips; }
+  const SkipCount& lazy_skips() const { return lazy_skips_; }
+
+  /// All of it; reads the device where the host does not know.
+  ScaleMemory<double> read() const {
+    if (on_host_) return host_;
+    ScaleMemory<double> values{};
+    for_each_number(
+        [](const char*, double& value, const at::Tensor& tensor) { value = tensor.item<double>(); },
+        values, device_);
+    for (const at::Tensor& number : device_.of_rule) {
+      values.of_rule.push_back(number.item<double>());
+    }
+    if (credit_.defined()) values.credit = credit_.credit();
+    values.skips = read_skips();
+    return values;
+  }
+
+  /// What state_dict() gives of these values.
+  GradScalerState state_of(const ScaleMemory<double>& values) const {
+    return {.scale = values.scale,
+            .growth_factor = options_.growth_factor,
+            .backoff_factor = options_.backoff_factor,
+            .growth_interval = options_.growth_interval,
+            .growth_tracker = static_cast<int64_t>(values.growth_tracker)};
+  }
+
+  /// Takes over `state`, which check_state has passed, and of `rest` what the state does not hold.
+  void restore(const GradScalerState& state, ScaleMemory<double> rest) {
+    rest.scale = static_cast<float>(state.scale);
+    rest.growth_tracker =
+        static_cast<double>(std::min(state.growth_tracker, state.growth_interval - 1));
+    set(rest);
+    options_.growth_factor = state.growth_factor;
+    options_.backoff_factor = state.backoff_factor;
+    options_.growth_interval = state.growth_interval;
+  }
+
+  /// Puts these values in place of all that is there. The host must know them.
+  void set(const ScaleMemory<double>& values) {
+    if (on_host_) {
+      const bool changes = values.scale != host_.scale;
+      host_ = values;
+      if (created() && changes) device_.scale.fill_(values.scale);
+      return;
+    }
+    lazy_skips_ = {};
+    for_each_number([](const char*, at::Tensor& tensor, double value) { tensor.fill_(value); },
+                    device_, values);
+    if (credit_.defined()) credit_.set(values.credit, values.growth_tracker);
+    for (std::size_t i = 0; i < device_.of_rule.size(); ++i) {
+      device_.of_rule[i].fill_(values.of_rule[i]);
+    }
+    bound_->set(values.scale, static_cast<int64_t>(values.growth_tracker));
+  }
+
+  /// As the scale is written by hand.
+  void set_scale(double scale) {
+    if (on_host_) {
+      ScaleMemory<double> values = host_;
+      values.scale = scale;
+      set(values);
+    } else {
+      device_.scale.fill_(scale);
+      bound_->set(scale, ScaleBound::grows_at_once);
+    }
+  }
+  /// Takes the scale from a tensor that only the device can read; what is not a number within the
+  /// limits becomes the nearest limit.
+  void set_scale(const at::Tensor& scale) {
+    leave_host();
+    bound_->set_unknown(options_.max_scale);
+    device_.scale.copy_(at::nan_to_num(scale.reshape({}), options_.min_scale)
+                            .clamp(options_.min_scale, options_.max_scale),
+                        /*non_blocking=*/true);
+  }
+
+  // ---- What may be left out because of the scale
+
+  /// Whether scaling is the identity, and not just for the time being.
+  bool stays_at_one() {
+    if (options_.dynamic) return false;
+    return (on_host_ ? host_.scale : is_replayed() ? 0. : bound_->value()) == 1.;
+  }
+  /// Whether it may be; see Note [A scale below 1].
+  bool may_be_below_one() {
+    if (on_host_) return host_.scale < 1.;
+    return options_.min_scale < 1. && (rule_ || may_be_below(1.));
+  }
+  /// Whether the scale may be more than `limit`; see Note [A large scale and a clip].
+  bool may_exceed(double limit) {
+    if (on_host_) return host_.scale > limit;
+    return options_.max_scale > limit && may_be_above(limit);
+  }
+  /// From now on replays may change the scale: those of a CudaGraph, if this is called in its body,
+  /// or else, if no CudaGraph is known that they could be of, some that the host never hears of.
+  void expect_replays() {
+    if (replays_ != Replays::unseen) {
+      const bool by_cuda_graph = GraphBody::is_running() || replays_ == Replays::followed;
+      replays_ = by_cuda_graph ? Replays::followed : Replays::unseen;
+    }
+    if (!on_host_) count_skips_at_once();
+  }
+
+  // ---- The update
+
+  /// Whether the host can make this update.
+  bool knows(const Findings& found) const { return on_host_ && found.known; }
+
+  /// Brings the scale to what it is after an iteration; a limit that throws changes nothing.
+  /// Returns the limits that are met. Without a read.
+  ScaleLimits::Met update(const Findings& found) {
+    ScaleLimits::Met met;
+    if (found.flags.empty()) return met;
+    if (knows(found)) {
+      const double largest = found.largest.defined() ? found.largest.item<double>() : 0.;
+      const ScaleMemory<double> after = after_update(options_, host_, found.bad, largest);
+      met = ScaleLimits::met(options_, host_, after);
+      ScaleLimits::throw_if_met(options_, met);
+      set(after);
+      return met;
+    }
+    const bool watched = ScaleLimits::watched(options_);
+    if (watched) met = limits_.met_in_mirror(options_);
+    ScaleLimits::throw_if_met(options_, met);
+    at::Tensor flag = found.flags.front();
+    for (std::size_t i = 1; i < found.flags.size(); ++i) flag = at::add(flag, found.flags[i]);
+    advance(found.flags.size() > 1 ? flag.clamp_max(1.) : flag, found.largest, watched);
+    if (watched) limits_.send(scale_and_skips_);
+    return met;
+  }
+
+  /// Warns or calls back; see ScaleLimits::announce(). A long run of bad iterations is told, too.
+  void announce(const ScaleLimits::Met& met) {
+    limits_.announce(options_, met);
+    on_host_ ? skip_warning_->note(host_.skips) : skip_warning_->look();
+  }
+
+  /// One iteration whose flag only the device knows: 0-dim fp32 on the scale's device, 1 if bad or
+  /// else 0. `largest`: see after_update(); undefined where it is not known. `shows_skips`: whether
+  /// scale_and_skips_ is to be up to date. In place, without a read.
+  void advance(const at::Tensor& found_inf, const at::Tensor& largest = {},
+               bool shows_skips = false) {
+    leave_host();
+    const bool by_formula = options_.dynamic && !is_torch_update(options_) && !credit_.serves();
+    if (by_formula) {
+      count_skips_at_once();
+      advance_by_formula(found_inf, largest);
+      follow();
+      return watch_skips(/*lazily=*/false);
+    }
+    if (credit_.serves()) {
+      credit_.update(options_, device_.scale, found_inf);
+    } else if (options_.dynamic) {
+      at::_amp_update_scale_(device_.scale, device_.growth_tracker, found_inf,
+                             options_.growth_factor, options_.backoff_factor,
+                             options_.growth_interval);
+    }
+    if (options_.dynamic && may_leave_limits()) {
+      device_.scale.clamp_(options_.min_scale, options_.max_scale);
+    }
+    const bool lazily = !shows_skips && !is_replayed();
+    bool counted = false;
+    if (lazily) {
+      if (!lazy_skips_.defined()) {
+        lazy_skips_ = SkipCount(device_.skips.to(at::kFloat, false, /*copy=*/true));
+      }
+      counted = lazy_skips_.add(found_inf);
+    } else {
+      count_skips_at_once();
+      at::addcmul_out(device_.skips, found_inf, device_.skips, found_inf);
+    }
+    follow();
+    watch_skips(lazily, counted);
+  }
+
+  /// Moves what is remembered to the device, for good.
+  void leave_host() {
+    if (!on_host_) return;
+    const c10::InferenceMode no_inference(false);
+    const auto on_device = [this](double value, at::ScalarType dtype) {
+      return at::full({}, value, device_.scale.options().dtype(dtype));
+    };
+    // As _amp_update_scale_ wants it.
+    device_.growth_tracker = on_device(host_.growth_tracker, at::kInt);
+    device_.skips.fill_(host_.skips);
+    for_each_own_number(
+        [&](const char*, at::Tensor& tensor, double value) {
+          if (!tensor.defined()) tensor = on_device(value, number_type());
+        },
+        device_, host_);
+    if (rule_) {
+      for (const double value : host_.of_rule) {
+        device_.of_rule.push_back(on_device(value, number_type()));
+      }
+    }
+    if (credit_.serves()) {
+      credit_.create(device_.scale);
+      credit_.set(host_.credit, host_.growth_tracker);
+      device_.growth_tracker = credit_.growth_tracker();
+    }
+    bound_->set(host_.scale, static_cast<int64_t>(host_.growth_tracker));
+    on_host_ = false;
+  }
+
+ private:
+  enum class Replays {
+    none,
+    followed,  ///< see Note [What replays do to the scale]
+    unseen,    ///< the scale may be anything
+  };
+
+  static GradScalerOptions checked(GradScalerOptions options) {
+    if (!options.enabled) return options;
+    check_options(options);
+    options.min_scale = as_fp32(options.min_scale);
+    options.max_scale = as_fp32(options.max_scale);
+    return options;
+  }
+
+  bool is_replayed() const { return replays_ != Replays::none; }
+
+  /// In which the device computes an update.
+  at::ScalarType number_type() const {
+    const bool lacks_fp64 = facts_of(device_.scale.device().type()).fp64 == Fp64::no;
+    return lacks_fp64 ? at::kFloat : at::kDouble;
+  }
+
+  void advance_by_formula(const at::Tensor& found_inf, const at::Tensor& largest) {
+    const at::ScalarType dtype = number_type();
+    ScaleMemory<at::Tensor> before;
+    for_each_number([dtype](const char*, at::Tensor& number,
+                            const at::Tensor& tensor) { number = tensor.to(dtype); },
+                    before, device_);
+    before.of_rule = device_.of_rule;  // of that dtype
+    const ScaleMemory<at::Tensor> after =
+        after_update(options_, before, found_inf != 0.,
+                     largest.defined() ? largest.to(dtype) : at::zeros({}, before.scale.options()));
+    for_each_number(
+        [](const char*, at::Tensor& tensor, const at::Tensor& number) { tensor.copy_(number); },
+        device_, after);
+    for (std::size_t i = 0; i < device_.of_rule.size(); ++i) {
+      device_.of_rule[i].copy_(after.of_rule[i]);
+    }
+  }
+
+  /// From now on each iteration changes device_.skips, which is brought up to date.
+  void count_skips_at_once() {
+    if (!lazy_skips_.defined()) return;
+    device_.skips.copy_(lazy_skips_.tensor());
+    if (GraphBody* const body = GraphBody::current()) {
+      for (at::Tensor& part : lazy_skips_.parts()) body->kept.push_back(std::move(part));
+    }
+    lazy_skips_ = {};
+  }
+
+  /// Has the host learn of the skips some time.
+  void watch_skips(bool lazily, bool counted = false) {
+    if (replays_ == Replays::unseen) return;
+    GraphBody* const body = GraphBody::current();
+    if (body && body->scales && is_replayed()) {
+      body->states.push_back(body->scales->follow(skip_warning_, device_.skips));
+    } else if (lazily ? counted : skip_warning_->is_due()) {
+      skip_warning_->send(lazily ? lazy_skips_.tensor() : device_.skips);
+    }
+  }
+
+  /// Whether the update being made may have taken the scale past its limits.
+  bool may_leave_limits() {
+    constexpr double rounding = 0x1p-20;  // the device's, and more
+    if (!follows_bound()) return true;
+    return may_be_above(options_.max_scale / options_.growth_factor * (1. - rounding)) ||
+           may_be_below(options_.min_scale / options_.backoff_factor * (1. + rounding));
+  }
+
+  bool follows_bound() const { return options_.dynamic && !rule_ && replays_ != Replays::unseen; }
+
+  bool may_be_below(double limit) {
+    if (replays_ == Replays::unseen) return true;
+    CapturedBound* const captured = this->captured();
+    return captured ? captured->may_be_below(limit) : bound_->value() < limit;
+  }
+  bool may_be_above(double limit) {
+    if (replays_ == Replays::unseen) return true;
+    CapturedBound* const captured = this->captured();
+    return captured ? captured->may_be_above(limit) : bound_->at_most() > limit;
+  }
+
+  /// What the body of the CudaGraph that is running takes for granted; null outside of one.
+  CapturedBound* captured() {
+    GraphBody* const body = GraphBody::current();
+    if (!body || !body->scales || replays_ != Replays::followed) return nullptr;
+    for (const auto& state : body->states) {
+      auto* const captured = dynamic_cast<CapturedBound*>(state.get());
+      if (captured && captured->is_of(bound_)) return captured;
+    }
+    const auto captured = body->scales->follow(bound_, device_.scale, ScaleMoves(options_));
+    body->states.push_back(captured);
+    return captured.get();
+  }
+
+  void follow() {
+    const bool lowers = follows_bound();
+    ScaleMoves(options_).follow(*bound_, lowers);
+    if (CapturedBound* const captured = this->captured()) {
+      captured->add_update(lowers);
+    } else if (lowers) {
+      bound_->look_at(device_.scale);
+    }
+  }
+
+  GradScalerOptions options_;
+  ScaleMemory<double> host_;  // where the host knows
+  const ScaleRule* rule_;
+  SpentCredit credit_;
+  ScaleLimits limits_;
+  std::shared_ptr<SkipWarning> skip_warning_ = std::make_shared<SkipWarning>();
+  bool on_host_ = true;
+  at::Tensor scale_and_skips_;  // in one piece
+  at::Tensor zero_and_one_;
+  // Of these, only the scale and the skips (parts of scale_and_skips_) where the host knows.
+  ScaleMemory<at::Tensor> device_;
+  SkipCount lazy_skips_;  // if defined, what device_.skips does not tell
+  std::shared_ptr<ScaleBound> bound_ = std::make_shared<ScaleBound>();
+  Replays replays_ = Replays::none;
+};
+
+}  // namespace torchamp::detail

@@ -1,0 +1,7 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// error: include torchamp/torchamp.h, which saves and loads a GradScaler
+#include <torchamp/grad_scaler.h>
+
+void save(const torchamp::GradScaler& scaler, torch::serialize::OutputArchive& archive) {
+  scaler.save(archive);
+}
