@@ -18,7 +18,7 @@
 
 #include "torchamp/detail/gradients/accumulation.h"
 #include "torchamp/detail/master_meta.h"
-#include "torchamp/detail/scaler/step_record.h"
+#include "torchamp/detail/scaler/step_ledger.h"
 #include "torchamp/detail/shards.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler.h"

@@ -26,7 +26,6 @@
 #include "torchamp/detail/scaler/loss_scale.h"
 #include "torchamp/detail/scaler/scale_update.h"
 #include "torchamp/detail/scaler/step_ledger.h"
-#include "torchamp/detail/scaler/step_record.h"
 #include "torchamp/detail/split_weight.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler.h"

@@ -18,7 +18,6 @@
 #include "torchamp/detail/optim/kernel.h"
 #include "torchamp/detail/optim/kernels.h"
 #include "torchamp/detail/optim/plan.h"
-#include "torchamp/detail/optim/scalars.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/scaled_step.h"
 #include "torchamp/version.h"

@@ -19,7 +19,7 @@
 #include "torchamp/detail/gradients/sum.h"
 #include "torchamp/detail/host_values.h"
 #include "torchamp/detail/master_meta.h"
-#include "torchamp/detail/scaler/step_record.h"
+#include "torchamp/detail/scaler/step_ledger.h"
 #include "torchamp/detail/shards.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler.h"
@@ -155,8 +155,7 @@ class SafeAccumulation {
     if (kept->tensor.defined()) skipped = at::empty_like(kept->tensor);
     at::Tensor flag = sum_.give_mean_to(optimizer_, *kept);
     if (scaler_.is_enabled()) {
-      detail::ScalerParts::ledger(scaler_).take_unscaled(optimizer_, std::move(flag),
-                                                         sum_.any());
+      detail::ScalerParts::ledger(scaler_).take_unscaled(optimizer_, std::move(flag), sum_.any());
     }
     try {
       if (before_step) before_step();

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/scaler/step_record.h"
+#include "torchamp/detail/scaler/step_ledger.h"
 #include "torchamp/missing_gradients.h"
 #include "torchamp/version.h"
 

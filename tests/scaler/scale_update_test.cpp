@@ -6,7 +6,6 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 #include <torchamp/detail/scaler/loss_scale.h>
-#include <torchamp/detail/scaler/scale_bound.h>
 #include <torchamp/predictive_scale.h>
 
 #include <algorithm>
@@ -23,9 +22,9 @@ using torchamp::AtLimit;
 using torchamp::GradScalerOptions;
 using torchamp::HysteresisRefill;
 using torchamp::detail::after_update;
+using torchamp::detail::LossScale;
 using torchamp::detail::ScaleLimits;
 using torchamp::detail::ScaleMemory;
-using torchamp::detail::LossScale;
 
 namespace {
 

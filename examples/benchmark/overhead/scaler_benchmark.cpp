@@ -26,7 +26,7 @@ struct IdleFused : torchamp::FusedOptimizer {
   IdleFused(const std::vector<at::Tensor>& params, const torch::optim::SGDOptions& options)
       : FusedOptimizer({torch::optim::OptimizerParamGroup(params)},
                        std::make_unique<torch::optim::SGDOptions>(options)) {}
-  void step_fused(const at::Tensor&, const at::Tensor&) override {}
+  void step_fused(const at::Tensor&, const at::Tensor&, bool) override {}
 };
 
 enum class Before { nothing, unscale, clip };

@@ -17,7 +17,7 @@
 #include "torchamp/detail/make_split.h"
 #include "torchamp/detail/master_meta.h"
 #include "torchamp/detail/overlay/weight_casts.h"
-#include "torchamp/detail/scaler/step_record.h"
+#include "torchamp/detail/scaler/step_ledger.h"
 #include "torchamp/detail/split_bits.h"
 #include "torchamp/detail/split_weight.h"
 #include "torchamp/detail/tensors.h"

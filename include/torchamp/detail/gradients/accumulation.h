@@ -11,7 +11,6 @@
 #include "torchamp/detail/gradients/deferred_clip.h"
 #include "torchamp/detail/scaler/step_ledger.h"
 #include "torchamp/detail/scaler/step_order.h"
-#include "torchamp/detail/scaler/step_record.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {

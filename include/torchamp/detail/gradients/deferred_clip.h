@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/gradients/weight_meta.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/scaled_step.h"
 
@@ -64,17 +65,16 @@ struct Divisor {
 /// What the gradients of an optimizer are still to be divided by when they are next stepped with.
 class DeferredClip {
  public:
-  using Groups = std::vector<torch::optim::OptimizerParamGroup>;
-
   /// Divides the gradients that are there now by `divisor`, on top of what is pending for them. An
   /// error if that was left for others, unless these are all gone.
-  void add(const Groups& groups, const Divisor& divisor) {
+  void add(const ParamGroups& groups, const Divisor& divisor) {
     const Divisor before = of(groups);
     std::vector<WeakTensor> clipped;
     std::vector<uint32_t> versions;
-    for_each_gradient(groups, [&](const at::Tensor& gradient) {
+    any_gradient(groups, [&](const at::Tensor& gradient) {
       clipped.emplace_back(gradient.getIntrusivePtr());
       versions.push_back(version_of(gradient));
+      return false;
     });
     divisor_ = divisor;
     if (before.defined()) {
@@ -89,7 +89,7 @@ class DeferredClip {
   }
 
   /// The divisor of the gradients that are there now; undefined if there is none.
-  Divisor of(const Groups& groups) const {
+  Divisor of(const ParamGroups& groups) const {
     if (!divisor_.defined()) return {};
     switch (compare(groups)) {
       case Match::same:
@@ -102,16 +102,17 @@ class DeferredClip {
   }
 
   /// The same for a step with them; an error if they were put in the clipped ones' place.
-  Divisor for_step(const Groups& groups) const {
+  Divisor for_step(const ParamGroups& groups) const {
     Divisor divisor = of(groups);
-    TORCH_CHECK(divisor.defined() || !divisor_.defined() || !has_gradients(groups) ||
+    TORCH_CHECK(divisor.defined() || !divisor_.defined() ||
+                    !any_gradient(groups, [](const at::Tensor&) { return true; }) ||
                     at::sequence_number::peek() != graphs_,
                 message);
     return divisor;
   }
 
   /// Whether a divisor is pending for just the gradients that are there now.
-  bool is_for(const Groups& groups) const {
+  bool is_for(const ParamGroups& groups) const {
     return divisor_.defined() && compare(groups) == Match::same;
   }
 
@@ -135,32 +136,16 @@ class DeferredClip {
       "last such change, just before the step. To drop what was clipped, call the fused "
       "optimizer's own zero_grad() or take_next_step_divisor().";
 
-  template <class F>
-  static void for_each_gradient(const Groups& groups, const F& f) {
-    for (const auto& group : groups) {
-      for (const at::Tensor& param : group.params()) {
-        if (!param.defined()) continue;
-        const at::Tensor& gradient = param.unsafeGetTensorImpl()->grad();
-        if (gradient.defined()) f(gradient);
-      }
-    }
-  }
-
-  static bool has_gradients(const Groups& groups) {
-    bool any = false;
-    for_each_gradient(groups, [&](const at::Tensor&) { any = true; });
-    return any;
-  }
-
-  Match compare(const Groups& groups) const {
+  Match compare(const ParamGroups& groups) const {
     std::size_t next = 0;
     bool same = true, any = false;
-    for_each_gradient(groups, [&](const at::Tensor& gradient) {
+    any_gradient(groups, [&](const at::Tensor& gradient) {
       const bool is_next = next < clipped_.size() && is(clipped_[next], gradient);
       same = same && is_next && versions_[next] == version_of(gradient);
       any = any || is_next;
       for (std::size_t i = 0; !any && i < clipped_.size(); ++i) any = is(clipped_[i], gradient);
       ++next;
+      return false;
     });
     if (same && next == clipped_.size()) return Match::same;
     return any ? Match::different : Match::gone;

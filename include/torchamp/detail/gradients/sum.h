@@ -20,7 +20,7 @@
 
 #include "torchamp/detail/gradients/unscale.h"
 #include "torchamp/detail/gradients/weight_meta.h"
-#include "torchamp/detail/scaler/step_record.h"
+#include "torchamp/detail/scaler/step_ledger.h"
 #include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "torchamp/version.h"
 
@@ -74,6 +75,28 @@ struct HeedsStepMethods {
   HeedsStepMethods() = default;
   virtual ~HeedsStepMethods() = default;
 };
+
+using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
+
+/// Calls `f` with each parameter that is defined until it returns true; whether it did.
+template <class F>
+bool any_parameter(const ParamGroups& groups, const F& f) {
+  for (const auto& group : groups) {
+    for (const at::Tensor& parameter : group.params()) {
+      if (parameter.defined() && f(parameter)) return true;
+    }
+  }
+  return false;
+}
+
+/// The same with each gradient.
+template <class F>
+bool any_gradient(const ParamGroups& groups, const F& f) {
+  return any_parameter(groups, [&](const at::Tensor& parameter) {
+    const at::Tensor& gradient = parameter.unsafeGetTensorImpl()->grad();  // grad() may warn
+    return gradient.defined() && f(gradient);
+  });
+}
 
 /// Null for most tensors.
 inline WeightMeta* weight_meta_of(const at::Tensor& tensor) {

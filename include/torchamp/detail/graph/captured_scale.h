@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "torchamp/detail/graph/body.h"
-#include "torchamp/detail/scaler/scale_bound.h"
+#include "torchamp/detail/scaler/loss_scale.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {

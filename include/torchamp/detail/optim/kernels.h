@@ -33,7 +33,6 @@
 
 #include "torchamp/detail/libtorch.h"
 #include "torchamp/detail/optim/kernel.h"
-#include "torchamp/detail/optim/scalars.h"
 #include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {

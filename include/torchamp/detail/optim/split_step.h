@@ -12,8 +12,7 @@
 #include <utility>
 
 #include "torchamp/detail/optim/kernel.h"
-#include "torchamp/detail/optim/pieces.h"
-#include "torchamp/detail/optim/scalars.h"
+#include "torchamp/detail/optim/plan.h"
 #include "torchamp/detail/split_bits.h"
 #include "torchamp/detail/split_weight.h"
 #include "torchamp/detail/tensors.h"

@@ -247,12 +247,11 @@ inline void check_complete(const torch::optim::Optimizer& optimizer, const Optim
 }
 
 TORCHAMP_BODY void note_written(const torch::optim::Optimizer& optimizer) {
-  for (const auto& group : optimizer.param_groups()) {
-    for (const at::Tensor& param : group.params()) {
-      if (!param.defined() || !param.unsafeGetTensorImpl()->grad().defined()) continue;
-      if (weight_meta_of(param)) param.unsafeGetTensorImpl()->bump_version();
-    }
-  }
+  any_parameter(optimizer.param_groups(), [](const at::Tensor& param) {
+    const bool stepped = param.unsafeGetTensorImpl()->grad().defined();
+    if (stepped && weight_meta_of(param)) param.unsafeGetTensorImpl()->bump_version();
+    return false;
+  });
 }
 
 TORCHAMP_BODY std::shared_ptr<StepRecord> unscaled_record(at::Tensor value) {
