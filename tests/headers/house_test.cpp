@@ -110,11 +110,11 @@ struct Budget {
 // To come down to 22 and 3,400, 18 and 2,400, 20 and 3,000, 52 and 8,300.
 constexpr Budget budgets[] = {
     {"autocast.h", 30, 4500},
-    {"optim.h", 20, 3580},
-    {"grad_scaler.h", 25, 5020},
-    {"torchamp.h", 60, 11570},
+    {"optim.h", 18, 3550},
+    {"grad_scaler.h", 23, 4960},
+    {"torchamp.h", 56, 11470},
 };
-constexpr Budget all_headers = {"include/", 203, 33000};  // to come down to 160 and 24,000
+constexpr Budget all_headers = {"include/", 190, 32750};  // to come down to 160 and 24,000
 
 struct Header {
   std::size_t lines = 0;
