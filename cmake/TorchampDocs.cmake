@@ -26,9 +26,6 @@ set(_torchamp_docs_headers
     training_checkpoint python_state distributed/process_group distributed/nccl distributed/data_parallel
     distributed/sharded_masters distributed/training_group distributed/checkpoint compiled version)
 
-# Public names that a public header takes from detail/.
-set(_torchamp_docs_parts include/torchamp/detail/policy/rule.h)
-
 # Sets `page` to the name of the page that the Markdown file `file`, relative to the source tree, becomes.
 function(_torchamp_docs_name page file)
   set(README.md index)
@@ -130,9 +127,6 @@ function(torchamp_add_docs)
   list(TRANSFORM public REPLACE "^.*include/torchamp/(.*)[.]h$" "\\1")
   list(APPEND _torchamp_docs_headers ${public})
   list(REMOVE_DUPLICATES _torchamp_docs_headers)
-  foreach(part IN LISTS _torchamp_docs_parts)
-    list(APPEND inputs ${PROJECT_SOURCE_DIR}/${part})
-  endforeach()
   foreach(name IN LISTS _torchamp_docs_headers)
     set(header ${PROJECT_SOURCE_DIR}/include/torchamp/${name}.h)
     if(NOT name IN_LIST public)

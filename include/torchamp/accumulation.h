@@ -17,9 +17,8 @@
 #include <utility>
 
 #include "torchamp/detail/gradients/accumulation.h"
-#include "torchamp/detail/master_meta.h"
+#include "torchamp/detail/masters/master_meta.h"
 #include "torchamp/detail/scaler/step_ledger.h"
-#include "torchamp/detail/shards.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/step_result.h"

@@ -13,7 +13,7 @@
 #include <optional>
 
 #include "torchamp/cast_cache.h"
-#include "torchamp/detail/overlay/autocast_region.h"
+#include "torchamp/detail/overlay/region.h"
 #include "torchamp/policy.h"
 #include "torchamp/version.h"
 

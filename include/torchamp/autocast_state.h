@@ -14,10 +14,11 @@
 #include <memory>
 #include <utility>
 
+#include "torchamp/cast_cache.h"
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/libtorch.h"
-#include "torchamp/detail/overlay/policy_scope.h"
-#include "torchamp/detail/overlay/thread_policy.h"
+#include "torchamp/detail/overlay/region.h"
+#include "torchamp/detail/policy/data.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {

@@ -10,7 +10,6 @@
 
 #include <concepts>
 
-#include "torchamp/detail/overlay/kept_weights.h"
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/version.h"
 
@@ -28,6 +27,30 @@ struct LongWeightCacheExtra {
   static_assert(
       sizeof(LongCache) == 0,
       "torchamp: include torchamp/weight_cache.h, which has WeightCache::window and kept.");
+};
+/// While it lives, casts of the calling thread neither come from LibTorch's cache of cast weights,
+/// which all threads share, nor go there; guards do not switch it on.
+class NoCastCache {
+ public:
+  NoCastCache() : before_(at::autocast::is_autocast_cache_enabled()) {
+    at::autocast::set_autocast_cache_enabled(false);
+    ++depth;
+  }
+  NoCastCache(const NoCastCache&) = delete;
+  NoCastCache& operator=(const NoCastCache&) = delete;
+  ~NoCastCache() {
+    --depth;
+    at::autocast::set_autocast_cache_enabled(before_);
+  }
+
+  /// Sets LibTorch's flag, as far as it may be on.
+  static void set_flag(bool enabled) {
+    at::autocast::set_autocast_cache_enabled(enabled && depth == 0);
+  }
+
+ private:
+  static inline thread_local int depth = 0;
+  bool before_;
 };
 }  // namespace detail
 

@@ -33,12 +33,9 @@
 #define TORCHAMP_BODIES 1
 /// @endcond
 #include "torchamp/detail/optim/fused_optimizer-inl.h"
-#include "torchamp/detail/overlay/autocast_region_impl.h"
-#include "torchamp/detail/overlay/policy_scope_impl.h"
-#include "torchamp/detail/policy/policy_impl.h"
+#include "torchamp/detail/overlay/region-inl.h"
+#include "torchamp/detail/policy/policy-inl.h"
 #include "torchamp/detail/scaler/grad_scaler-inl.h"
-#include "torchamp/detail/weights/derived_impl.h"
-#include "torchamp/detail/weights/store_impl.h"
 
 namespace TORCHAMP_NAMESPACE {
 

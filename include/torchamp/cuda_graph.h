@@ -12,7 +12,6 @@
 #include <algorithm>
 #include <concepts>
 #include <cstdint>
-#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -23,15 +22,12 @@
 
 #include "torchamp/detail/graph/body.h"
 #include "torchamp/detail/graph/captured_scale.h"
-#include "torchamp/detail/graph/gradients_before.h"
-#include "torchamp/detail/graph/host_access.h"
+#include "torchamp/detail/graph/iteration.h"
 #include "torchamp/detail/graph/make_recorder.h"
 #include "torchamp/detail/graph/recorder.h"
-#include "torchamp/detail/graph/static_inputs.h"
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/overlay/weight_casts.h"
 #include "torchamp/detail/weights/derived.h"
-#include "torchamp/detail/weights/store.h"
 #include "torchamp/scaled_step.h"
 #include "torchamp/version.h"
 

@@ -9,7 +9,7 @@
 #include <memory>
 
 #include "torchamp/detail/fp8/run.h"
-#include "torchamp/detail/policy/rule.h"
+#include "torchamp/detail/policy/data.h"
 #include "torchamp/fp8_options.h"
 #include "torchamp/policy.h"
 #include "torchamp/version.h"

@@ -4,7 +4,6 @@
 /// @file
 /// @brief keep_host_memory(): memory of the host that a training step need not ask the kernel for.
 
-#include <cstdlib>
 #ifdef __GLIBC__
 #include <dlfcn.h>
 #include <malloc.h>

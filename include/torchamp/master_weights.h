@@ -17,8 +17,8 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/main_gradient.h"
-#include "torchamp/detail/make_split.h"
+#include "torchamp/detail/masters/make_masters.h"
+#include "torchamp/detail/masters/master_meta.h"
 #include "torchamp/detail/tensor_pairs.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/version.h"
@@ -33,6 +33,29 @@ enum class MasterStorage {
 };
 
 class MasterWeights;
+
+namespace detail {
+
+/// What both kinds of masters do.
+class MastersOfModel : public Masters {
+ public:
+  std::vector<at::Tensor> parameters() const;
+  void save(torch::serialize::OutputArchive& archive) const override { save(archive, at::kFloat); }
+  void save(torch::serialize::OutputArchive& archive, at::ScalarType dtype) const;
+
+ protected:
+  /// `owner` begins errors.
+  MastersOfModel(const char* owner, std::shared_ptr<torch::nn::Module> model);
+  /// Throws where the masters' values are not at hand. `call` begins the error.
+  virtual void check_saved(const std::string& call) const = 0;
+  /// What a file gets for a parameter of the model.
+  virtual at::Tensor value_of(const at::Tensor& parameter, at::ScalarType narrow) const = 0;
+
+  const char* owner_;
+  std::shared_ptr<torch::nn::Module> model_;
+};
+
+}  // namespace detail
 
 /// Which parameters MasterWeights keeps in 16 bits, and which in fp32.
 struct MasterWeightsOptions {
@@ -97,7 +120,7 @@ struct MasterWeightsOptions {
 /// own hook on a weight still sees the 16-bit gradient.)
 ///
 /// Reads no device. One thread at a time.
-class MasterWeights {
+class MasterWeights final : public detail::MastersOfModel {
  public:
   /// Casts the parameters of `model`, in place. Errors, before anything is changed: a dtype other
   /// than fp16 and bf16, or than bf16 for MasterStorage::split; a name in keep_fp32 that the model
@@ -117,10 +140,10 @@ class MasterWeights {
   /// What the optimizer updates and clip_grad_norm_ clips, in the model's order: the master of each
   /// parameter, or the parameter itself where it is fp32 or split. Without those that need no
   /// gradient.
-  std::vector<at::Tensor> parameters() const;
+  using MastersOfModel::parameters;
 
   /// What parameters() returns, with the names that the model has for them: for parameter groups.
-  std::vector<std::pair<std::string, at::Tensor>> named_parameters() const;
+  inline std::vector<std::pair<std::string, at::Tensor>> named_parameters() const override;
 
   /// After backward(): adds the model's 16-bit gradients to the masters' gradients, in fp32, and
   /// frees them. Once for each micro-batch accumulates in fp32, once for several of them in 16
@@ -130,7 +153,7 @@ class MasterWeights {
   /// optimizer has changed the masters since the last copy_to_model() (but LibTorch's own SGD,
   /// which writes where autograd does not see it, only by a GradScaler's step). Finds nothing with
   /// `.main_gradients`.
-  void take_gradients();
+  inline void take_gradients() override;
 
   /// Drops the gradients, both of the model and of parameters(): before backward(), instead of the
   /// optimizer's zero_grad(), which leaves those that the model still holds, and after an exception
@@ -142,28 +165,26 @@ class MasterWeights {
   /// anything is changed, if masters of their own are what they were at the last call, no gradients
   /// were taken since, and the model holds some: take_gradients() was forgotten. A warning, once,
   /// if others have written to the model's weights since the last call: what they wrote is lost.
-  void copy_to_model();
+  inline void copy_to_model() override;
 
   /// For torch::save(masters, path): what torch::save(model, path) writes, but with the masters'
   /// values, in fp32. A plain fp32 model reads it with torch::load. (An override of save() in a
   /// module of the model is not called.)
-  void save(torch::serialize::OutputArchive& archive) const { save(archive, at::kFloat); }
-
-  /// Writes the masters' values in `dtype`, for weights that the model keeps in 16 bits; the
-  /// others, and buffers, as they are. torch::load takes such a file for the dtypes of the model
-  /// that it loads: read it into a model of the same ones.
-  void save(torch::serialize::OutputArchive& archive, at::ScalarType dtype) const;
+  /// With a `dtype` behind the archive, weights that the model keeps in 16 bits are written in that
+  /// one; the others, and buffers, as they are. torch::load takes such a file for the dtypes of the
+  /// model that it loads: read it into a model of the same ones.
+  using MastersOfModel::save;
 
   /// For torch::load(masters, path): fills masters and model, in place, from what save() or
   /// torch::save of such a model has written, in any dtype. All or nothing; an error, too, for a
   /// file that holds more weights than the model has, and for a buffer or frozen weight of which
   /// several elements are one number in memory. Until it returns, the values that it reads take 4
   /// bytes per weight more on the device, those of split weights 8.
-  void load(torch::serialize::InputArchive& archive);
+  inline void load(torch::serialize::InputArchive& archive) override;
 
   /// For TrainingCheckpoint: what brings back the weights of now, which it keeps on the host. Not
   /// for longer than these masters live.
-  std::function<void()> keep();
+  inline std::function<void()> keep() override;
 
   /// What they were made with.
   const MasterWeightsOptions& options() const { return options_; }
@@ -184,15 +205,15 @@ class MasterWeights {
     void set(const at::Tensor& value, const detail::NarrowWeight& halves) const;
     void check_not_half_stepped(const char* call) const;
   };
-  void check_split(const char* call, bool unwritten = true) const;
+  inline void check_saved(const std::string& call) const override { check_split(call); }
+  inline at::Tensor value_of(const at::Tensor& parameter, at::ScalarType narrow) const override;
+  void check_split(const std::string& call, bool unwritten = true) const;
   void check_taken() const;
-  const Weight* find(const at::Tensor& parameter) const;
   int64_t master_versions() const;
   void note_copied();
   void note_given();
   void warn_of_written_model();
 
-  std::shared_ptr<torch::nn::Module> model_;
   MasterWeightsOptions options_;
   std::vector<Weight> weights_;
   detail::TensorPairs model_from_masters_;
@@ -202,20 +223,23 @@ class MasterWeights {
   std::shared_ptr<const void> token_ = std::make_shared<char>();  // what weights go by
 };
 
+namespace detail {
+
 /// Calls save(), for torch::save.
 inline torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
-                                                   const MasterWeights& masters) {
+                                                   const Masters& masters) {
   masters.save(archive);
   return archive;
 }
-
 /// Calls load(), for torch::load.
 inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
-                                                  MasterWeights& masters) {
+                                                  Masters& masters) {
   masters.load(archive);
   return archive;
 }
 
+}  // namespace detail
+
 }  // namespace TORCHAMP_NAMESPACE
 
-#include "torchamp/detail/master_weights_impl.h"  // IWYU pragma: export
+#include "torchamp/detail/masters/master_weights_impl.h"  // IWYU pragma: export

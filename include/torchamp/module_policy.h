@@ -23,10 +23,11 @@
 #include "torchamp/detail/libtorch.h"
 #include "torchamp/detail/modules/sequential.h"
 #include "torchamp/detail/modules/with_policy.h"
-#include "torchamp/detail/overlay/compile.h"
+#include "torchamp/detail/overlay/kernel.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/name_pattern.h"
 #include "torchamp/detail/rng_state.h"
+#include "torchamp/detail/text.h"
 #include "torchamp/policy.h"
 #include "torchamp/version.h"
 

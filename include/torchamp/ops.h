@@ -2,12 +2,22 @@
 #pragma once
 
 /// @file
-/// @brief The ops that an edit of a policy names: names, lists and families.
+/// @brief What an edit of a policy is made of: a rule, the ops that follow it, and when.
+
+#include <ATen/core/function_schema.h>
+#include <ATen/core/ivalue.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/ArrayRef.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
+#include <functional>
 #include <initializer_list>
 #include <iterator>
+#include <optional>
+#include <ostream>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -17,6 +27,122 @@
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {
+
+// ---- The rule, and when it holds
+// ------------------------------------------------------------------
+
+/// What happens to the floating-point tensor arguments of an op in an autocast region.
+/// Only tensors of the region's device are cast, and fp64 never is.
+enum class Cast : std::uint8_t {
+  native,           ///< LibTorch's own autocast kernel for the device decides
+  lower_precision,  ///< cast to the region's dtype (fp16 on CUDA, bf16 on CPU, unless told
+                    ///< otherwise)
+  fp32,             ///< cast to fp32; an op with an optional output dtype is asked for fp32 instead
+  promote,          ///< cast to the widest dtype among the arguments
+  unchanged,        ///< left as they are, also in the ops that this op calls
+  fp8,              ///< products are made of 8-bit numbers: see Policy::fp8
+};
+
+namespace detail {
+
+using namespace std::string_view_literals;  // lengths that a compiler need not count
+
+/// What there is to know of a cast rule beside what it does to a call, which CastArguments says.
+struct CastRow {
+  Cast cast;
+  std::string_view name;  // as the enumerator, in a policy's text and in reports
+  bool casts;             // so that only ops whose arguments can be cast may follow it
+  std::string_view text;  // for the legend of a printed policy
+};
+
+/// Every rule. A new one is an enumerator, a row here, a case of CastArguments and a test.
+inline constexpr CastRow cast_rows[] = {
+    {Cast::lower_precision, "lower_precision"sv, true,
+     "arguments are cast to the region's dtype"sv},
+    {Cast::fp32, "fp32"sv, true,
+     "arguments are cast to fp32, or the result is asked for in fp32"sv},
+    {Cast::promote, "promote"sv, true, "arguments are cast to the widest dtype among them"sv},
+    {Cast::fp8, "fp8"sv, true, "products of 8-bit numbers, as Policy::fp8 says"sv},
+    {Cast::unchanged, "unchanged"sv, false, "arguments are left as they are"sv},
+    {Cast::native, "native"sv, false,
+     "LibTorch's own kernel for the device decides, which does what is said behind it"sv},
+};
+
+/// Null for a value that is no rule.
+constexpr const CastRow* row_of(Cast cast) {
+  for (const CastRow& row : cast_rows) {
+    if (row.cast == cast) return &row;
+  }
+  return nullptr;
+}
+
+/// The rule that is called `name`; null if there is none.
+constexpr const CastRow* row_named(std::string_view name) {
+  for (const CastRow& row : cast_rows) {
+    if (row.name == name) return &row;
+  }
+  return nullptr;
+}
+
+}  // namespace detail
+
+/// "native", "lower_precision", "fp32", "promote", "unchanged" or "fp8".
+constexpr std::string_view to_string(Cast cast) {
+  const detail::CastRow* const row = detail::row_of(cast);
+  return row == nullptr ? "?" : row->name;
+}
+
+/// Prints the name.
+inline std::ostream& operator<<(std::ostream& out, Cast cast) {
+  return out << to_string(cast);
+}
+
+/// One call of an op, as a rule's predicate sees it. Valid only during the predicate.
+class OpCall {
+ public:
+  /// `stack` ends with the arguments.
+  OpCall(const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> stack)
+      : schema_(schema), stack_(stack) {}
+
+  /// The op's schema: its name and its arguments' names and types.
+  const c10::FunctionSchema& schema() const { return schema_; }
+
+  /// The argument called `name` in the op's schema: `call.argument("exponent").toScalar()`.
+  /// An unknown name is an error that lists the schema.
+  const c10::IValue& argument(std::string_view name) const {
+    const auto& arguments = schema_.arguments();
+    for (std::size_t i = 0; i < arguments.size(); ++i) {
+      if (arguments[i].name() == name) return stack_[stack_.size() - arguments.size() + i];
+    }
+    TORCH_CHECK(false, "OpCall::argument: '", schema_.name(), "' has no argument '", name,
+                "'. Its schema is ", schema_);
+  }
+
+ private:
+  const c10::FunctionSchema& schema_;
+  c10::ArrayRef<c10::IValue> stack_;
+};
+
+/// When a rule holds: always, unless a member says otherwise.
+struct When {
+  /// Only in regions of this dtype.
+  std::optional<at::ScalarType> dtype = std::nullopt;
+  /// Only for calls for which this returns true. Called once for each call of the op, on whichever
+  /// thread calls it, possibly on several at once, with autocast off: it may call ops, its own
+  /// among them, which profilers and a CastRecorder do not see. Must not read a device if the step
+  /// is to stay asynchronous.
+  std::function<bool(const OpCall&)> predicate = nullptr;
+
+  /// Whether it holds for every call.
+  bool always() const { return !dtype && !predicate; }
+  /// Whether it holds for a call in a region of this dtype.
+  bool holds(at::ScalarType region_dtype, const OpCall& call) const {
+    return (!dtype || *dtype == region_dtype) && (!predicate || predicate(call));
+  }
+};
+
+// ---- The ops
+// --------------------------------------------------------------------------------------
 
 /// A named list of op names, for the edits of a Policy: `policy.fp32(ops::norm)`.
 /// A name stands for all overloads of the op. In the families of torchamp::ops a name that the
@@ -50,8 +176,6 @@ class OpFamily {
 };
 
 namespace detail {
-
-using namespace std::string_view_literals;  // lengths that a compiler need not count
 
 // clang-format off
 inline constexpr std::string_view matmul_ops[] = {

@@ -16,13 +16,13 @@
 #include <string_view>
 #include <utility>
 
-#include "torchamp/detail/policy/rule.h"
 #include "torchamp/ops.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
+class OpRule;
 class PolicyData;
-}
+}  // namespace torchamp::detail
 
 namespace TORCHAMP_NAMESPACE {
 
@@ -171,5 +171,5 @@ std::ostream& operator<<(std::ostream& out, const AnyPolicy& policy) {
 }  // namespace TORCHAMP_NAMESPACE
 
 #if TORCHAMP_BODIES
-#include "torchamp/detail/policy/policy_impl.h"  // IWYU pragma: export
+#include "torchamp/detail/policy/policy-inl.h"  // IWYU pragma: export
 #endif

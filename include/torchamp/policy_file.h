@@ -4,7 +4,6 @@
 /// @file
 /// @brief A policy and those of a model's modules, in one file.
 
-#include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 #include <torch/nn/module.h>
@@ -15,7 +14,6 @@
 #include <vector>
 
 #include "torchamp/detail/policy/parse.h"
-#include "torchamp/detail/policy/parts.h"
 #include "torchamp/fp8.h"
 #include "torchamp/module_policy.h"
 #include "torchamp/policy.h"

@@ -11,7 +11,7 @@
 #include <string>
 #include <string_view>
 
-#include "torchamp/detail/overlay/environment.h"
+#include "torchamp/detail/overlay/region.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/parse.h"
 #include "torchamp/detail/policy/print.h"

@@ -5,7 +5,6 @@
 /// @brief PrecisionAudit: which ops of a model may run in 16 bits, and whether it is worth it.
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>

@@ -22,7 +22,6 @@
 #include <vector>
 
 #include "torchamp/detail/io/archive_file.h"
-#include "torchamp/detail/io/atomic_file.h"
 #include "torchamp/detail/io/pickle.h"
 #include "torchamp/detail/text.h"
 #include "torchamp/grad_scaler_options.h"

@@ -12,7 +12,6 @@
 #include <cmath>
 #include <concepts>
 #include <cstdint>
-#include <iterator>
 #include <optional>
 #include <tuple>
 #include <type_traits>
@@ -20,7 +19,6 @@
 #include <vector>
 
 #include "torchamp/detail/graph/body.h"
-#include "torchamp/detail/modules/call_forward.h"
 #include "torchamp/detail/recompute/node.h"
 #include "torchamp/detail/rng_state.h"
 #include "torchamp/detail/tensor_tree.h"

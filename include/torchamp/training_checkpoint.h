@@ -23,14 +23,13 @@
 #include <vector>
 
 #include "torchamp/detail/io/checkpoint_values.h"
+#include "torchamp/detail/masters/master_meta.h"
 #include "torchamp/detail/scaler/grad_scaler_archive.h"
-#include "torchamp/detail/shards.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {
 
 class GradScaler;
-class MasterWeights;
 
 /// Saves a run to a file, and goes on from it: model, optimizer, scaler and whatever else the
 /// program names, and the states of the random generators of the CPU and of the devices in use.
@@ -180,9 +179,8 @@ std::vector<double> rates_of(const torch::optim::LRScheduler& scheduler);
 /// Whether a program has made the type, and it may hold an optimizer.
 template <class T>
 inline constexpr bool may_hold_optimizer =
-    !std::derived_from<T, torch::nn::Module> && !std::derived_from<T, HeldInShares> &&
-    !std::derived_from<T, torch::optim::LRScheduler> && !std::is_same_v<T, GradScaler> &&
-    !std::is_same_v<T, MasterWeights>;
+    !std::derived_from<T, torch::nn::Module> && !std::derived_from<T, Masters> &&
+    !std::derived_from<T, torch::optim::LRScheduler> && !std::is_same_v<T, GradScaler>;
 }  // namespace detail
 
 template <class T>
@@ -222,10 +220,7 @@ void TrainingCheckpoint::add_to(std::vector<Entry>& entries, std::string name, T
         object.load(archive);
       }
     };
-    if constexpr (std::is_same_v<T, MasterWeights>) {
-      entry.keep = [&object] { return object.keep(); };
-    }
-    if constexpr (std::derived_from<T, detail::HeldInShares>) {
+    if constexpr (std::derived_from<T, detail::Masters>) {
       entry.keep = [&object] { return object.keep(); };
       entry.gather = [&object] { object.gather(); };
     }

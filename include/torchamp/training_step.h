@@ -28,7 +28,7 @@
 #include "torchamp/autocast.h"
 #include "torchamp/clip_grad.h"
 #include "torchamp/detail/gradients/accumulation.h"
-#include "torchamp/detail/master_meta.h"
+#include "torchamp/detail/masters/master_meta.h"
 #include "torchamp/detail/training/default_dtype.h"
 #include "torchamp/detail/training/parts.h"
 #include "torchamp/grad_scaler.h"
@@ -212,9 +212,9 @@ class TrainingStep {
   /// The MasterWeights; `masters<ShardedMasterWeights>()` for those. An error if there are none.
   template <class Masters = MasterWeights>
   Masters& masters() {
-    void* const found = masters_ ? masters_->find(typeid(Masters)) : nullptr;
+    auto* const found = dynamic_cast<Masters*>(masters_.get());
     TORCH_CHECK(found, "TrainingStep::masters: there are none of this type. Set .masters.");
-    return *static_cast<Masters*>(found);
+    return *found;
   }
   /// The guard's options, for regions of the program's own.
   const AutocastOptions& autocast() const { return autocast_; }
@@ -301,7 +301,7 @@ class TrainingStep {
   std::optional<double> max_grad_norm_;
   std::int64_t micro_batches_;
   std::unique_ptr<detail::StepGroup> group_;
-  std::unique_ptr<detail::StepMasters> masters_;
+  std::unique_ptr<detail::Masters> masters_;
   std::shared_ptr<torch::optim::Optimizer> optimizer_;
   FusedOptimizer* fused_ = nullptr;           // the optimizer, where it is one
   std::optional<Accumulation> accumulation_;  // of several micro-batches

@@ -17,10 +17,18 @@
 #define TORCHAMP_VERSION \
   (TORCHAMP_VERSION_MAJOR * 10000 + TORCHAMP_VERSION_MINOR * 100 + TORCHAMP_VERSION_PATCH)
 
+/// @cond
+#define TORCHAMP_TEXT_OF_(major, minor, patch) #major "." #minor "." #patch
+#define TORCHAMP_TEXT_OF(...) TORCHAMP_TEXT_OF_(__VA_ARGS__)
+/// "0.2.0".
+#define TORCHAMP_VERSION_TEXT \
+  TORCHAMP_TEXT_OF(TORCHAMP_VERSION_MAJOR, TORCHAMP_VERSION_MINOR, TORCHAMP_VERSION_PATCH)
+/// @endcond
+
 /// The tag of what all parts of a process share: see Note [Two versions in one process]. It goes up
 /// when the layout or the meaning of anything that SharedRuntime or a ThreadPolicy leads to
 /// changes, a new rule of Cast included.
-#define TORCHAMP_LAYOUT 13
+#define TORCHAMP_LAYOUT 14
 
 // Note [Two versions in one process]
 // A program and a plugin may be built against different versions of torchamp. All of torchamp lies

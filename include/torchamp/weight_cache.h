@@ -9,9 +9,9 @@
 #include <cstdint>
 
 #include "torchamp/cast_cache.h"
-#include "torchamp/detail/overlay/kept_weights.h"
+#include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/weights/casts.h"
-#include "torchamp/detail/weights/store.h"
+#include "torchamp/detail/weights/derived.h"
 #include "torchamp/version.h"
 
 /// @file

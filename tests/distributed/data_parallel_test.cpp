@@ -273,23 +273,37 @@ TEST(Distributed, FindsParametersThatAForwardLeavesUnused) {
   }
 }
 
-TEST(Distributed, RefusesToLookForUnusedParametersInAStruct) {
+TEST(Distributed, FindsUnusedParametersWhateverAForwardReturns) {
   if (ran_in_processes(2)) return;
   struct Outputs {
     Tensor y;
   };
   struct StructuredImpl : torch::nn::Module {
-    Outputs forward(const Tensor& x) { return {linear->forward(x)}; }
-    torch::nn::Linear linear{register_module("linear", torch::nn::Linear(4, 2))};
+    Outputs forward(const Tensor& x) { return {used->forward(x)}; }
+    torch::nn::Linear used{register_module("used", torch::nn::Linear(4, 2))};
+    torch::nn::Linear spare{register_module("spare", torch::nn::Linear(4, 2))};
   };
   const auto group = make_group();
   const auto model = std::make_shared<StructuredImpl>();
   DistributedDataParallel looking(model, group, {.find_unused_parameters = true});
-  EXPECT_ERROR(looking.forward(at::ones({1, 4})),
-               "DistributedDataParallel: find_unused_parameters starts from the tensors that");
+  looking.forward(at::ones({1, 4})).y.sum().backward();
+  EXPECT_TRUE(at::equal(model->used->bias.grad(), at::ones({2})));
+  EXPECT_FALSE(model->spare->bias.grad().defined());
+}
+
+TEST(Distributed, SaysWhichParameterIsUnusedUnlessAskedToLook) {
+  if (ran_in_processes(2)) return;
+  const auto group = make_group();
+  torch::nn::Linear model(4, 2);
   DistributedDataParallel net(model, group);
-  net.forward(at::ones({1, 4})).y.sum().backward();
-  EXPECT_TRUE(at::equal(model->linear->bias.grad(), at::ones({2})));
+  const auto backward = [&](bool uses_weight) {
+    const Tensor y = net.forward(at::ones({1, 4}));
+    (uses_weight ? y : model->bias).sum().backward();
+  };
+  EXPECT_ERROR(backward(false), "backward has given the parameter 'weight' no gradient. Pass");
+  model->zero_grad();
+  backward(true);
+  EXPECT_TRUE(at::equal(model->bias.grad(), at::ones({2})));
 }
 
 TEST(Distributed, SkipsTheStepEverywhereWhenOneProcessOverflows) {

@@ -90,7 +90,7 @@ TEST(ShardedMasters, AreKeptAndBroughtBackWithoutMemoryOfTheDevice) {
   for (const MasterStorage storage : {MasterStorage::full, MasterStorage::split}) {
     const auto net = to_device(torch::nn::Linear(3, 2), simulated::sim0);
     ShardedMasterWeights masters(net, group, {.dtype = at::kBFloat16, .storage = storage});
-    const torchamp::detail::HeldInShares& held = masters;
+    torchamp::detail::Masters& held = masters;
     auto before = in_a_plain_model(masters);
     const Tensor narrow = net->weight.detach().cpu();
     std::function<void()> back;

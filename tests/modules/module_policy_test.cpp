@@ -25,9 +25,8 @@
 #include "support/thread_state.h"
 #include "support/tolerances.h"
 #include "torchamp/autocast.h"
-#include "torchamp/detail/overlay/environment.h"
-#include "torchamp/detail/overlay/policy_scope.h"
-#include "torchamp/detail/overlay/thread_policy.h"
+#include "torchamp/detail/overlay/region.h"
+#include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/name_pattern.h"
 
 namespace {

@@ -241,7 +241,7 @@ TEST(MasterWeights, WhoseGradientsAreTakenAfterUnscalingAreNotSteppedWith) {
   }
 }
 
-// c10d's Reducer has its hooks there.
+// What averages gradients over processes has its hooks there.
 TEST(MasterWeights, LeaveTheNodesThatAccumulateGradientsInPlace) {
   Net net;
   MasterWeights masters(net, {.dtype = at::kBFloat16});

@@ -23,9 +23,8 @@
 #include "support/warnings.h"
 #include "torchamp/autocast.h"
 #include "torchamp/autocast_state.h"
-#include "torchamp/detail/overlay/kept_weights.h"
 #include "torchamp/detail/overlay/runtime.h"
-#include "torchamp/detail/overlay/thread_policy.h"
+#include "torchamp/detail/policy/data.h"
 
 namespace {
 

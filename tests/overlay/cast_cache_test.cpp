@@ -7,7 +7,6 @@
 #include <torch/torch.h>
 
 #include "torchamp/autocast.h"
-#include "torchamp/detail/overlay/kept_weights.h"
 #include "torchamp/detail/overlay/runtime.h"
 
 namespace {

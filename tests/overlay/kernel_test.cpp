@@ -21,8 +21,7 @@
 #include "support/simulated/device.h"
 #include "support/warnings.h"
 #include "torchamp/autocast.h"
-#include "torchamp/detail/overlay/compile.h"
-#include "torchamp/detail/overlay/policy_scope.h"
+#include "torchamp/detail/overlay/region.h"
 #include "torchamp/detail/overlay/rule_of_call.h"
 
 namespace {

@@ -20,7 +20,7 @@
 
 #include "support/warnings.h"
 #include "torchamp/detail/observe/observer.h"
-#include "torchamp/detail/overlay/cast_arguments.h"
+#include "torchamp/detail/overlay/kernel.h"
 #include "torchamp/detail/policy/catalog.h"
 
 namespace {

@@ -18,7 +18,6 @@
 #include "support/op_case.h"
 #include "support/warnings.h"
 #include "torchamp/autocast.h"
-#include "torchamp/detail/policy/castable.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/lists.h"
 #include "torchamp/fp8.h"
@@ -40,7 +39,8 @@ Cast parse_cast(std::string_view text) {
 }
 
 bool is_listed(const c10::OperatorHandle& op) {
-  return torchamp::detail::libtorch_cuda_lists().find(c10::toString(op.operator_name())) != nullptr;
+  return torchamp::detail::libtorch_cuda_lists().index_of.contains(
+      c10::toString(op.operator_name()));
 }
 
 /// A section's rule for a device: `fp32`, or `native:fp32` with its effect.
@@ -277,9 +277,10 @@ class TableIsComplete : public ::testing::Test {
 };
 
 TEST_F(TableIsComplete, ForLibTorchsCudaLists) {
-  for (const auto& rules : torchamp::detail::libtorch_cuda_lists()) {
-    EXPECT_TRUE(find_op(rules.op.substr(6))) << "the lists' macros are misread: " << rules.op;
-    expect_case(rules.op);
+  for (const auto& rules : torchamp::detail::libtorch_cuda_lists().rules) {
+    const std::string op(rules.op);
+    EXPECT_TRUE(find_op(op.substr(6))) << "the lists' macros are misread: " << op;
+    expect_case(op);
   }
 }
 

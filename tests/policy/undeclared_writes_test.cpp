@@ -20,7 +20,7 @@
 #include "support/op_case.h"
 #include "support/warnings.h"
 #include "torchamp/autocast.h"
-#include "torchamp/detail/policy/castable.h"
+#include "torchamp/detail/policy/catalog.h"
 #include "torchamp/ops.h"
 
 namespace {

@@ -14,7 +14,6 @@
 #include "support/leaf.h"
 #include "torchamp/autocast.h"
 #include "torchamp/detail/overlay/runtime.h"
-#include "torchamp/detail/weights/store.h"
 #include "torchamp/weight_cache.h"
 
 namespace {

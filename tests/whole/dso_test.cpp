@@ -19,7 +19,7 @@
 #include "torchamp/autocast.h"
 #include "torchamp/autocast_state.h"
 #include "torchamp/detail/overlay/runtime.h"
-#include "torchamp/detail/overlay/thread_policy.h"
+#include "torchamp/detail/policy/data.h"
 #include "torchamp/version.h"
 #include "whole/dso/plugin.h"
 

@@ -30,7 +30,7 @@
 #include "support/simulated/device.h"
 #include "support/simulated/facts.h"
 #include "support/simulated/pinned.h"
-#include "torchamp/detail/graph/host_access.h"
+#include "torchamp/detail/graph/iteration.h"
 #include "torchamp/detail/libtorch.h"
 #include "torchamp/policy_text.h"
 

@@ -4,7 +4,6 @@
 #include <c10/util/Exception.h>
 
 #include <cstdint>
-#include <string>
 
 #include "torchamp/version.h"
 

@@ -18,6 +18,11 @@
 
 namespace torchamp::detail {
 
+/// fp16 or bf16.
+inline bool is_16_bit(at::ScalarType dtype) {
+  return dtype == at::kHalf || dtype == at::kBFloat16;
+}
+
 // ---- What is known of each type of device -------------------------------------------------------
 
 /// Whose lists of ops LibTorch's own autocast kernels follow.
@@ -82,16 +87,6 @@ inline DeviceFacts facts_of(at::DeviceType type) {
 inline bool device_is_present(at::DeviceType type) {
   const DeviceFacts facts = facts_of(type);
   return facts.is_built_in ? facts.is_built_in() : c10::impl::hasDeviceGuardImpl(type);
-}
-
-/// Whether a row is among the devices that say all of a policy: for each kind of lists the first
-/// that follows them, so that a table printed without a GPU tells what one will do, and all that
-/// are present.
-inline bool is_to_print(const DeviceFacts& row) {
-  for (const DeviceFacts& facts : device_facts) {
-    if (facts.lists == row.lists) return &facts == &row || device_is_present(row.type);
-  }
-  return false;
 }
 
 // ---- Autocast's own devices ---------------------------------------------------------------------

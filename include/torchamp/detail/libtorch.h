@@ -4,12 +4,8 @@
 #include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/autocast_mode.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/cpu/Utils.h>
 #include <c10/core/DeviceType.h>
-#include <c10/core/DispatchKey.h>
-#include <c10/core/DispatchKeySet.h>
-#include <c10/core/ScalarType.h>
 #include <torch/version.h>
 
 #include <algorithm>
@@ -27,13 +23,13 @@
 //                what the CPU can do; LibTorch's cache keeps casts that were made without
 //                gradients, and gives them to a later forward of the region, whose gradients are
 //                lost: begin another region for evaluation, as TrainingStep::evaluate does
-//   before 2.10  a gradient has no dtype of its own (detail/recompute/gradient_sink.h)
-//   before 2.9   an op's kernel is found on a way of its own; a capture begins with what lies idle
-//                in the device's cache (detail/graph/stream_recorder.h)
+//   before 2.10  a gradient has no dtype of its own (detail/recompute/cuts.h)
+//   before 2.9   an op's kernel is found on a way of its own (detail/overlay/kernel.h); a capture
+//                begins with what lies idle in the device's cache (detail/graph/recorder.h)
 //   before 2.8   no 4-bit dtype; Adagrad's kernel takes no learning rate on the device
 //                (detail/optim/kernels.h)
 //   before 2.7   no namespace at::accelerator, no list of autocast's devices
-// The lists of autocast are each version's own: see read_libtorch_cuda_lists().
+// The lists of autocast are each version's own: see libtorch_cuda_lists().
 
 /// @cond
 /// The LibTorch that is compiled against: 215 for 2.15.
@@ -43,31 +39,7 @@
 #endif
 /// @endcond
 
-#if TORCHAMP_LIBTORCH < 209
-/// LibTorch befriends all classes of this template, and no other that could ask for a kernel.
-template <>
-class c10::TypedOperatorHandle<struct TorchampKernelLookup> {
- public:
-  static const KernelFunction& kernel(const OperatorHandle& op, DispatchKey key) {
-    return op.operatorDef_->op.lookup(DispatchKeySet(key));
-  }
-};
-#endif
-
 namespace torchamp::detail {
-
-/// An op's kernel, to be called by callBoxed().
-#if TORCHAMP_LIBTORCH >= 209
-using NativeKernel = c10::SafeKernelFunction;
-inline NativeKernel kernel_of(const c10::OperatorHandle& op, c10::DispatchKey key) {
-  return op.getComputedKernelForDispatchKey(key);
-}
-#else
-using NativeKernel = c10::KernelFunction;
-inline NativeKernel kernel_of(const c10::OperatorHandle& op, c10::DispatchKey key) {
-  return c10::TypedOperatorHandle<TorchampKernelLookup>::kernel(op, key);
-}
-#endif
 
 /// The types of device that have autocast.
 #if TORCHAMP_LIBTORCH >= 207
@@ -83,15 +55,6 @@ inline std::optional<c10::DeviceType> accelerator() {
   return at::accelerator::getAccelerator();
 #else
   return at::getAccelerator();
-#endif
-}
-
-/// Whether `dtype` packs two numbers into an element, which LibTorch cannot look at.
-constexpr bool is_packed(at::ScalarType dtype) {
-#if TORCHAMP_LIBTORCH >= 208
-  return dtype == at::ScalarType::Float4_e2m1fn_x2;
-#else
-  return dtype == at::ScalarType::Undefined;
 #endif
 }
 

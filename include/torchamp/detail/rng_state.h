@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "torchamp/detail/libtorch.h"
-#include "torchamp/version.h"
 
 namespace torchamp::detail {
 

@@ -119,4 +119,14 @@ struct ShowsItsTensors<std::reference_wrapper<T>> : std::false_type {};
 template <class Character, class Traits, class Allocator>
 struct ShowsItsTensors<std::basic_string<Character, Traits, Allocator>> : std::true_type {};
 
+/// Calls a module holder's (or pointer's) forward, or anything else as it is.
+template <class Function, class... Inputs>
+decltype(auto) call_forward(Function& function, Inputs&&... inputs) {
+  if constexpr (requires { function->forward(std::forward<Inputs>(inputs)...); }) {
+    return function->forward(std::forward<Inputs>(inputs)...);
+  } else {
+    return function(std::forward<Inputs>(inputs)...);
+  }
+}
+
 }  // namespace torchamp::detail

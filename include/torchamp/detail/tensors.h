@@ -3,17 +3,21 @@
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/TensorBase.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/core/ivalue.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/ScalarType.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/core/UndefinedTensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/intrusive_ptr.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/devices.h"  // IWYU pragma: export
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -32,10 +36,21 @@ class InternalOps {
   c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset};
 };
 
-/// fp16 or bf16.
-inline bool is_16_bit(at::ScalarType dtype) {
-  return dtype == at::kHalf || dtype == at::kBFloat16;
-}
+/// A tensor that others keep alive. While this lives, its address is given to no other tensor.
+class WeakTensor {
+ public:
+  WeakTensor() = default;
+  explicit WeakTensor(const at::TensorBase& tensor) : tensor_(tensor.getIntrusivePtr()) {}
+
+  /// Undefined if it is gone.
+  at::Tensor lock() const { return at::Tensor(tensor_.lock()); }
+  bool is_gone() const { return tensor_.expired(); }
+  const c10::TensorImpl* address() const { return tensor_._unsafe_get_target(); }
+
+ private:
+  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor_{
+      c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
+};
 
 /// `tensor` on `device`, without waiting. Only a copy from a device to the host is waited for, as
 /// kernels of the host look at it at once (LibTorch's non_blocking copies to the host return before
@@ -49,19 +64,6 @@ inline at::Tensor to_device_async(at::Device device, const at::Tensor& tensor) {
 inline uint32_t version_of(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.is_inference()) return 0;
   return static_cast<uint32_t>(tensor._version());
-}
-
-/// Calls `function` with each tensor that an argument or result of an op holds (`Tensor`,
-/// `Tensor[]`, `Tensor?[]`), undefined ones included.
-template <class Function>
-void for_each_tensor_of(const c10::IValue& value, const Function& function) {
-  if (value.isTensor()) {
-    function(value.toTensor());
-  } else if (value.isList()) {
-    for (const c10::IValue& element : value.toListRef()) {
-      if (element.isTensor()) function(element.toTensor());
-    }
-  }
 }
 
 // ---- What one batch kernel takes ----------------------------------------------------------------

@@ -1,42 +1,15 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <ATen/core/operator_name.h>
+#include <torch/csrc/jit/frontend/edit_distance.h>
 
 #include <cstddef>
-#include <cstdint>
-#include <cstring>
 #include <string>
 #include <string_view>
 
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
-
-/// "aten::add.Tensor". c10::toString() writes the same through a stream, which takes ten times as
-/// long.
-inline std::string full_name(const c10::OperatorName& op) {
-  return op.overload_name.empty() ? op.name : op.name + '.' + op.overload_name;
-}
-
-/// A hash for tables in memory. std::hash takes three times as long.
-inline std::uint64_t quick_hash(std::string_view name) {
-  std::uint64_t hash = name.size();
-  const auto mix = [&](std::size_t at, std::size_t size) {
-    std::uint64_t word = 0;
-    std::memcpy(&word, name.data() + at, size);
-    hash = (hash ^ word) * 0x9E3779B97F4A7C15u;
-    hash ^= hash >> 32;
-  };
-  constexpr std::size_t word_size = sizeof(std::uint64_t);
-  for (std::size_t at = 0; at + word_size < name.size(); at += word_size) mix(at, word_size);
-  if (name.size() >= word_size) {
-    mix(name.size() - word_size, word_size);
-  } else {
-    mix(0, name.size());
-  }
-  return hash;
-}
 
 /// How much of a name that nobody knows is looked at and shown.
 inline constexpr std::size_t longest_shown = 128;
@@ -45,6 +18,12 @@ inline constexpr std::size_t longest_shown = 128;
 inline std::string shorten(std::string_view text) {
   if (text.size() <= longest_shown) return std::string(text);
   return std::string(text.substr(0, longest_shown)) + "...";
+}
+
+/// Number of single-character edits between two names, of long ones between their beginnings.
+inline std::size_t edit_distance(std::string_view a, std::string_view b) {
+  const std::string from(a.substr(0, longest_shown)), to(b.substr(0, longest_shown));
+  return torch::jit::ComputeEditDistance(from.c_str(), to.c_str(), /*maxEditDistance=*/0);
 }
 
 /// Names for an error's text, separated by commas: the first of them if they are many.

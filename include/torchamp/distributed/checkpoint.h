@@ -11,9 +11,7 @@
 #endif
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -21,42 +19,15 @@
 #include <algorithm>
 #include <cstdint>
 #include <exception>
-#include <string>
-#include <utility>
 #include <vector>
 
 #include "torchamp/detail/distributed/collective.h"
-#include "torchamp/detail/distributed/exchange.h"
 #include "torchamp/training_checkpoint.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
-
-/// The value of every process, by rank; on the host, as what each gives.
-inline std::vector<at::Tensor> gather_all(const char* call,
-                                          const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                                          const at::Tensor& value) {
-  std::vector<at::Tensor> own{value.to(exchange_device(*group))};
-  std::vector<std::vector<at::Tensor>> gathered(1);
-  for (int rank = 0; rank < group->getSize(); ++rank) {
-    gathered[0].push_back(at::zeros_like(own[0]));
-  }
-  collective(call, [&] { group->allgather(gathered, own)->wait(); });
-  for (at::Tensor& one : gathered[0]) one = one.cpu();
-  return std::move(gathered[0]);
-}
-
-inline std::vector<int64_t> gather_numbers(const char* call,
-                                           const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                                           int64_t number) {
-  std::vector<int64_t> numbers;
-  for (const at::Tensor& one : gather_all(call, group, at::full({1}, number, at::kLong))) {
-    numbers.push_back(one.item<int64_t>());
-  }
-  return numbers;
-}
 
 /// Runs `body` on this process, and throws on all processes if it throws on any: its own error
 /// there, on the others one that names the process. Returns body's number of each process.

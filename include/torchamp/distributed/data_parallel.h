@@ -22,15 +22,13 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "torchamp/detail/distributed/collective.h"
 #include "torchamp/detail/distributed/reducer.h"
-#include "torchamp/detail/distributed/unsynced.h"
 #include "torchamp/detail/graph/body.h"
-#include "torchamp/detail/modules/call_forward.h"
+#include "torchamp/detail/masters/master_meta.h"
 #include "torchamp/detail/tensor_tree.h"
 #include "torchamp/version.h"
 
@@ -69,10 +67,7 @@ inline void broadcast_module(const torch::nn::Module& module, const ProcessGroup
 /// for each optimizer and iteration. With Gloo the host waits for it, with NCCL the device.
 inline std::function<void(at::Tensor&)> found_inf_agreement(ProcessGroupPtr group) {
   return [group = std::move(group)](at::Tensor& found_inf) {
-    std::vector<at::Tensor> tensors{found_inf};
-    c10d::AllreduceOptions options;
-    options.reduceOp = c10d::ReduceOp::MAX;
-    detail::collective("found_inf_agreement", [&] { group->allreduce(tensors, options)->wait(); });
+    detail::reduce_over("found_inf_agreement", *group, found_inf, c10d::ReduceOp::MAX);
   };
 }
 
@@ -82,8 +77,7 @@ inline std::function<void(at::Tensor&)> found_inf_agreement(ProcessGroupPtr grou
 ///     torchamp::PrecisionAudit audit(*model, {.average = torchamp::average_over(group)});
 inline std::function<void(at::Tensor&)> average_over(ProcessGroupPtr group) {
   return [group = std::move(group)](at::Tensor& numbers) {
-    std::vector<at::Tensor> tensors{numbers};
-    detail::collective("average_over", [&] { group->allreduce(tensors)->wait(); });
+    detail::reduce_over("average_over", *group, numbers);
     numbers.div_(group->getSize());
   };
 }
@@ -93,14 +87,14 @@ struct DistributedDataParallelOptions {
   /// Whether each forward begins with giving all processes the buffers of process 0, such as batch
   /// norm's running statistics.
   bool broadcast_buffers = true;
-  /// For models whose forward may leave parameters unused. They are looked for in the graph of the
-  /// outputs before each backward, so that forward must not return these in a struct of its own (an
-  /// error). Where this is false, an unused parameter is an error in the next forward.
+  /// For models whose forward may leave parameters unused. Each backward then asks all processes
+  /// which were, and reads the device. Where this is false, an unused parameter is an error of
+  /// backward().
   bool find_unused_parameters = false;
   /// The size of the buckets in which gradients are averaged.
   int64_t bucket_bytes = int64_t{25} * 1024 * 1024;
-  /// How gradients are sent, for example c10d::BuiltinCommHookType::FP16_COMPRESS: as fp16. Unset:
-  /// in their own dtype.
+  /// How gradients are sent, by c10d's names: FP16_COMPRESS as reduce_dtype torch::kHalf, ALLREDUCE
+  /// in their own dtype, as where it is unset.
   std::optional<c10d::BuiltinCommHookType> communication = std::nullopt;
   /// The dtype in which gradients are sent: bf16 or fp16 halve what fp32 ones take on the wire (an
   /// overflow there is an inf that the scaler finds), fp32 doubles what 16-bit ones take, and makes
@@ -122,26 +116,25 @@ struct DistributedDataParallelOptions {
 /// shapes than those of process 0 are an error. At most one backward follows each forward. The
 /// average of gradients that GradScaler scaled is scaled as well. checkpoint() works, nested too.
 /// With MasterWeights, call broadcast_module() first, then make the masters, then this. If they
-/// have main_gradients, these are averaged, in fp32 and in buckets of torchamp's own; under
-/// no_sync() they add up, and the backward after it averages the sums. A second one for the same
-/// main gradients is an error while the first one lives, and so are other masters.
+/// have main_gradients, these are averaged, in fp32; under no_sync() they add up, and the backward
+/// after it averages the sums. A second one for the same main gradients is an error while the first
+/// one lives, and so are other masters.
 ///
 /// A bucket of gradients is sent as soon as backward has computed all that go into it, while it
 /// goes on with the rest. Construction and forward are collective, see
 /// Note [Collective calls]; a forward without gradients sends nothing. An error within a CudaGraph.
 ///
-/// Source: c10d's Reducer, the engine of Python's torch.nn.parallel.DistributedDataParallel.
+/// Source: Python's torch.nn.parallel.DistributedDataParallel (Li et al., 2020).
 template <class Model>
 class DistributedDataParallel {
  public:
   /// `model`: a module holder or a std::shared_ptr to a module, on one device.
-  DistributedDataParallel(Model model, ProcessGroupPtr group,
+  DistributedDataParallel(Model model, const ProcessGroupPtr& group,
                           DistributedDataParallelOptions options = {})
       : model_(std::move(model)),
         options_(options),
-        reducer_(*model_, std::move(group),
-                 {options.bucket_bytes, options.find_unused_parameters, options.communication,
-                  options.reduce_dtype}) {}
+        averages_(detail::make_averages(*model_, group, wire_dtype(options), options.bucket_bytes,
+                                        options.find_unused_parameters)) {}
 
   DistributedDataParallel(const DistributedDataParallel&) = delete;
   DistributedDataParallel& operator=(const DistributedDataParallel&) = delete;
@@ -154,28 +147,19 @@ class DistributedDataParallel {
                 "DistributedDataParallel: its gradients are averaged on streams of its own, which "
                 "the iteration of a CudaGraph cannot hold. Run that iteration eagerly, with "
                 "{.enabled = false}.");
-    using Outputs = std::decay_t<decltype(detail::call_forward(model_, inputs...))>;
-    TORCH_CHECK_TYPE(!options_.find_unused_parameters || detail::ShowsItsTensors<Outputs>::value,
-                     "DistributedDataParallel: find_unused_parameters starts from the tensors that "
-                     "forward returns, but its type may hold some out of sight. Return tensors, or "
-                     "vectors, arrays, tuples, pairs, optionals and std::maps of them.");
-    if (reduces) reducer_.before_forward();
     if (reduces && options_.broadcast_buffers && model_->is_training()) {
-      detail::broadcast("DistributedDataParallel::forward", reducer_.group(), model_->buffers(), 0);
+      detail::broadcast("DistributedDataParallel::forward", group(), model_->buffers(), 0);
     }
     auto outputs = detail::call_forward(model_, inputs...);
     if (torch::autograd::GradMode::is_enabled()) set_synced(reduces);
-    if (reduces) {
-      reducer_.prepare_for_backward(options_.find_unused_parameters ? detail::tensors_of(outputs)
-                                                                    : std::vector<at::Tensor>());
-    }
+    if (reduces) averages_->prepare_for_backward();
     return outputs;
   }
 
   /// The model that was given.
   const Model& module() const { return model_; }
   /// The processes that average.
-  const ProcessGroupPtr& group() const { return reducer_.group(); }
+  const ProcessGroupPtr& group() const { return averages_->group(); }
 
   /// Averages the gradients that backward passes within no_sync() have left, as the next one
   /// outside of it would: for a step that comes earlier than planned, before gradients are taken,
@@ -188,7 +172,7 @@ class DistributedDataParallel {
                 "DistributedDataParallel::sync_gradients: processes exchange gradients, which the "
                 "iteration of a CudaGraph cannot hold. Run that iteration eagerly, with "
                 "{.enabled = false}.");
-    reducer_.average_now(*model_);
+    averages_->average_now();
     set_synced(true);
   }
 
@@ -200,26 +184,20 @@ class DistributedDataParallel {
   ///       const auto no_sync = net.no_sync(/*enabled=*/i + 1 < parts);
   ///       loss_of(net.forward(part[i]), target[i]).backward();
   ///     }
-  class NoSync {
-   public:
-    NoSync(const NoSync&) = delete;
-    NoSync& operator=(const NoSync&) = delete;
-    ~NoSync() { syncs_ = before_; }
-
-   private:
-    friend class DistributedDataParallel;
-    NoSync(bool& syncs, bool enabled) : syncs_(syncs), before_(syncs) {
-      if (enabled) syncs = false;
-    }
-    bool& syncs_;
-    bool before_;
-  };
+  using NoSync = detail::NoSync;
 
   /// Begins a region in which gradients are not averaged; with `enabled` false, one that changes
   /// nothing.
   [[nodiscard]] NoSync no_sync(bool enabled = true) { return NoSync(syncs_, enabled); }
 
  private:
+  static std::optional<at::ScalarType> wire_dtype(const DistributedDataParallelOptions& options) {
+    TORCH_CHECK_VALUE(!options.communication || !options.reduce_dtype,
+                      "DistributedDataParallel: communication and reduce_dtype both say how "
+                      "gradients are sent. Pass one of them.");
+    if (options.communication == c10d::BuiltinCommHookType::FP16_COMPRESS) return at::kHalf;
+    return options.reduce_dtype;
+  }
   void set_synced(bool is_synced) {
     is_synced_ = is_synced;
     if (!unsynced_ && !is_synced && group()->getSize() > 1) {
@@ -230,7 +208,7 @@ class DistributedDataParallel {
 
   Model model_;
   DistributedDataParallelOptions options_;
-  detail::GradientReducer reducer_;
+  std::shared_ptr<detail::GradientAverages> averages_;
   bool syncs_ = true;
   bool is_synced_ = true;  // no backward within no_sync() has left gradients
   std::shared_ptr<detail::UnsyncedGradients> unsynced_{};  // from the first no_sync() on

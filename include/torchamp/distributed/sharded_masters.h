@@ -27,7 +27,7 @@
 
 #include "torchamp/detail/distributed/gradient_scatter.h"
 #include "torchamp/detail/distributed/shard_group.h"
-#include "torchamp/detail/shards.h"
+#include "torchamp/detail/masters/master_meta.h"
 #include "torchamp/distributed/data_parallel.h"
 #include "torchamp/master_weights.h"
 #include "torchamp/version.h"
@@ -99,7 +99,7 @@ struct ShardedMasterWeightsOptions {
 /// broadcast_module() makes them alike. Not within a CudaGraph. One thread at a time.
 ///
 /// Source: ZeRO (Rajbhandari et al., 2020), stage 1.
-class ShardedMasterWeights final : public detail::HeldInShares {
+class ShardedMasterWeights final : public detail::MastersOfModel {
  public:
   /// Casts the parameters of `model`, in place, and keeps this process's pieces of their masters.
   /// Errors, before anything is changed: those of MasterWeights; a reduce_dtype that is not fp32,
@@ -121,15 +121,15 @@ class ShardedMasterWeights final : public detail::HeldInShares {
 
   /// This process's pieces of the masters, in the model's order, for the optimizer: vectors, one of
   /// every parameter that needs a gradient, of the same size on all processes.
-  std::vector<at::Tensor> parameters() const;
+  using MastersOfModel::parameters;
 
   /// What parameters() returns, with the names that the model has for them: for parameter groups.
   /// Go by these, or by the parameter of that name: every piece has one dimension.
-  std::vector<std::pair<std::string, at::Tensor>> named_parameters() const;
+  inline std::vector<std::pair<std::string, at::Tensor>> named_parameters() const override;
 
   /// Does nothing: backward() has taken the gradients. For programs that were written for
   /// MasterWeights.
-  void take_gradients() {}
+  using Masters::take_gradients;
 
   /// Sends what backward passes within no_sync() have left, as the next one outside of it would:
   /// for a step that comes earlier than planned. An Accumulation's flush() does it. Nothing if
@@ -140,7 +140,7 @@ class ShardedMasterWeights final : public detail::HeldInShares {
   /// bits (those that stay fp32, in fp32), and gives them to the model. Collective. An error,
   /// before anything is changed, if gradients within no_sync() were not sent: the step has missed
   /// them.
-  void copy_to_model();
+  inline void copy_to_model() override;
 
   /// Throws unless `optimizer` treats each element by itself. A program that uses one of LibTorch's
   /// own optimizers without a scaler calls this once; elsewhere it is done for it.
@@ -151,24 +151,11 @@ class ShardedMasterWeights final : public detail::HeldInShares {
   /// the sums. For all micro-batches of a step but the last; a step that comes earlier is preceded
   /// by sync_gradients(). Without it every backward sends, and the averages add up, which takes
   /// less memory and more traffic. Not with a SafeAccumulation, which looks at each micro-batch.
-  class NoSync {
-   public:
-    NoSync(const NoSync&) = delete;
-    NoSync& operator=(const NoSync&) = delete;
-    ~NoSync() { sends_ = before_; }
-
-   private:
-    friend class ShardedMasterWeights;
-    NoSync(bool& sends, bool enabled) : sends_(sends), before_(sends) {
-      if (enabled) sends = false;
-    }
-    bool& sends_;
-    bool before_;
-  };
+  using NoSync = detail::NoSync;
 
   /// Begins a region in which backward sends nothing; with `enabled` false, one that changes
   /// nothing.
-  [[nodiscard]] NoSync no_sync(bool enabled = true) { return {scatter_->sends(), enabled}; }
+  [[nodiscard]] NoSync no_sync(bool enabled = true) { return NoSync(scatter_->sends(), enabled); }
 
   /// Brings the masters of all processes to the host memory of process 0, which may then save()
   /// them until the next copy_to_model(). Collective; reads the device.
@@ -176,18 +163,16 @@ class ShardedMasterWeights final : public detail::HeldInShares {
 
   /// For torch::save(masters, path) on process 0 after gather(): what torch::save(model, path)
   /// writes, but with the masters' values, in fp32. Any fp32 model, MasterWeights and
-  /// ShardedMasterWeights read it.
-  void save(torch::serialize::OutputArchive& archive) const { save(archive, at::kFloat); }
-
-  /// Writes the masters' values in `dtype`, for weights that the model keeps in 16 bits.
-  void save(torch::serialize::OutputArchive& archive, at::ScalarType dtype) const;
+  /// ShardedMasterWeights read it. With a `dtype` behind the archive, weights that the model keeps
+  /// in 16 bits are written in that one.
+  using MastersOfModel::save;
 
   /// For torch::load(masters, path) on every process: fills the model, and this process's pieces,
   /// from what save(), or torch::save of such a model, has written. All or nothing.
-  void load(torch::serialize::InputArchive& archive);
+  inline void load(torch::serialize::InputArchive& archive) override;
 
   /// For TrainingCheckpoint: what brings back the weights of now, on this process.
-  inline std::function<void()> keep() const override;
+  inline std::function<void()> keep() override;
 
   /// What they were made with.
   const ShardedMasterWeightsOptions& options() const { return options_; }
@@ -204,14 +189,15 @@ class ShardedMasterWeights final : public detail::HeldInShares {
     std::size_t index = 0;  // in the layout
   };
 
-  void check_same_everywhere(const char* owner, const ProcessGroupPtr& group,
-                             const detail::ShardLayout& layout) const;
+  bool* syncs() override { return &scatter_->sends(); }
+  inline void check_saved(const std::string& call) const override;
+  inline at::Tensor value_of(const at::Tensor& parameter, at::ScalarType narrow) const override;
+  void check_same_everywhere(const ProcessGroupPtr& group,
+                             const detail::BucketLayout& layout) const;
   void make_pieces();
   void set(const Weight& weight, const at::Tensor& value, const at::Tensor& parameter) const;
-  const Weight* find(const at::Tensor& parameter) const;
   void check_stepped(const char* call) const;
 
-  std::shared_ptr<torch::nn::Module> model_;
   ShardedMasterWeightsOptions options_;
   std::vector<Weight> weights_;
   std::vector<std::size_t> by_index_;  // the weight of each in the layout
@@ -220,20 +206,6 @@ class ShardedMasterWeights final : public detail::HeldInShares {
   std::shared_ptr<detail::GradientScatter> scatter_;
   std::vector<at::Tensor> whole_;  // on process 0, after gather()
 };
-
-/// Calls save(), for torch::save.
-inline torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
-                                                   const ShardedMasterWeights& masters) {
-  masters.save(archive);
-  return archive;
-}
-
-/// Calls load(), for torch::load.
-inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
-                                                  ShardedMasterWeights& masters) {
-  masters.load(archive);
-  return archive;
-}
 
 }  // namespace TORCHAMP_NAMESPACE
 

@@ -44,8 +44,8 @@ class ProcessStepGroup final : public StepGroup {
       : group_(std::move(group)), options_(options) {}
 
   void broadcast(const torch::nn::Module& model) override { broadcast_module(model, group_); }
-  void attach(const std::shared_ptr<torch::nn::Module>& model, StepMasters* masters) override {
-    if (masters && masters->averages()) {
+  void attach(const std::shared_ptr<torch::nn::Module>& model, Masters* masters) override {
+    if (masters && masters->syncs()) {
       masters_ = masters;
     } else {
       net_.emplace(Forward{model}, group_, options_);
@@ -55,8 +55,7 @@ class ProcessStepGroup final : public StepGroup {
     return net_ ? net_->forward(loss) : loss();
   }
   std::shared_ptr<void> no_sync() override {
-    if (!net_) return masters_->no_sync();
-    using NoSync = DistributedDataParallel<Forward>::NoSync;
+    if (!net_) return std::make_shared<NoSync>(*masters_->syncs());
     // NOLINTNEXTLINE(modernize-make-shared): it cannot be moved
     return std::shared_ptr<NoSync>(new NoSync(net_->no_sync()));
   }
@@ -81,7 +80,7 @@ class ProcessStepGroup final : public StepGroup {
   ProcessGroupPtr group_;
   DistributedDataParallelOptions options_;
   std::optional<DistributedDataParallel<Forward>> net_;
-  StepMasters* masters_ = nullptr;  // where they average
+  Masters* masters_ = nullptr;  // where they average
 };
 
 template <>

@@ -9,7 +9,7 @@
 
 #include "torchamp/autocast.h"
 #include "torchamp/detail/overlay/runtime.h"
-#include "torchamp/detail/overlay/thread_policy.h"
+#include "torchamp/detail/policy/data.h"
 
 extern "C" __attribute__((visibility("default"))) Plugin torchamp_test_plugin() {
   return {

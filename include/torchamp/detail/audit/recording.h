@@ -33,15 +33,16 @@
 #include <vector>
 
 #include "torchamp/audit_row.h"
+#include "torchamp/cast_cache.h"
 #include "torchamp/detail/audit/choose.h"
 #include "torchamp/detail/observe/recording.h"
 #include "torchamp/detail/observe/report.h"
-#include "torchamp/detail/overlay/cast_arguments.h"
-#include "torchamp/detail/overlay/thread_policy.h"
-#include "torchamp/detail/policy/castable.h"
-#include "torchamp/detail/policy/rule.h"
+#include "torchamp/detail/overlay/kernel.h"
+#include "torchamp/detail/policy/catalog.h"
+#include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/rng_state.h"
 #include "torchamp/detail/tensors.h"
+#include "torchamp/ops.h"
 
 namespace torchamp::detail {
 

@@ -12,9 +12,10 @@
 #include <vector>
 
 #include "torchamp/detail/audit/text.h"
+#include "torchamp/detail/modules/with_policy.h"
 #include "torchamp/detail/observe/report.h"
+#include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
-#include "torchamp/detail/policy/edit.h"
 #include "torchamp/detail/policy/name_pattern.h"
 #include "torchamp/detail/policy/parse.h"
 #include "torchamp/detail/policy/print.h"

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "torchamp/audit_row.h"
-#include "torchamp/detail/io/atomic_file.h"
+#include "torchamp/detail/io/archive_file.h"
 #include "torchamp/detail/observe/report.h"
 #include "torchamp/detail/policy/parse.h"
 

@@ -3,36 +3,40 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/TensorImpl.h>
 #include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
-#include <torch/csrc/distributed/c10d/default_comm_hooks.hpp>
-#include <torch/csrc/distributed/c10d/logger.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
-#include <tuple>
-#include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/distributed/buckets.h"
 #include "torchamp/detail/distributed/collective.h"
-#include "torchamp/detail/distributed/main_reducer.h"
-#include "torchamp/detail/distributed/reduce_dtype.h"
+#include "torchamp/detail/gradients/accumulation.h"
 #include "torchamp/detail/libtorch.h"
-#include "torchamp/detail/overlay/kept_weights.h"
+#include "torchamp/detail/masters/make_masters.h"
+#include "torchamp/detail/masters/master_meta.h"
+#include "torchamp/detail/masters/split_weight.h"
 #include "torchamp/detail/overlay/runtime.h"
-#include "torchamp/detail/split_bits.h"
-#include "torchamp/detail/split_weight.h"
-#include "torchamp/version.h"
+#include "torchamp/detail/tensor_pairs.h"
+#include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
 
@@ -70,163 +74,243 @@ inline void broadcast(const char* call, const c10::intrusive_ptr<c10d::ProcessGr
   if (KeptWeights* const kept = kept_weights()) kept->changed(tensors);
 }
 
-/// How gradients are averaged, see DistributedDataParallelOptions.
-struct ReducerOptions {
-  int64_t bucket_bytes;
-  bool find_unused_parameters;
-  std::optional<c10d::BuiltinCommHookType> communication;
-  std::optional<at::ScalarType> reduce_dtype;
-};
-
-// Note [What a window has used]
-// With find_unused_parameters, c10d's Reducer marks what a backward pass uses, within no_sync() as
-// well, until a pass averages. It takes each mark for a gradient, and fails where there is none, so
-// the marks go where gradients do: with those that are averaged without it, and those that the
-// program has dropped.
-
-/// What only some versions of LibTorch give c10d's Reducer: see Note [Versions of LibTorch].
-struct ReducerExtras {
-#if TORCHAMP_LIBTORCH < 207
-  explicit ReducerExtras(const std::vector<std::size_t>& bucket_limits) : limits(bucket_limits) {}
-  std::tuple<std::vector<std::size_t>> limits;
-#else
-  explicit ReducerExtras(const std::vector<std::size_t>&) {}
-  std::tuple<> limits;
-#endif
-#if TORCHAMP_LIBTORCH < 208
-  std::tuple<> last;
-#elif TORCHAMP_LIBTORCH < 211
-  std::tuple<bool, bool> last;  // skip_all_reduce_unused_params, use_python_reducer
-#else
-  std::tuple<bool, bool, std::vector<int64_t>> last;  // and bucket_bytes_cap_list
-#endif
-};
-
-/// c10d's Reducer, for windows that end without it.
-class WindowReducer final : public c10d::Reducer {
+/// Whether a DistributedDataParallel has left the gradients of its parameters as they are.
+class UnsyncedGradients {
  public:
-  using Reducer::Reducer;
-
-  /// Drops the marks of all parameters, or of those without a gradient.
-  void drop_marks(bool all) {
-    const std::lock_guard lock(mutex_);
-    if (!local_used_map_.defined()) return;
-    auto* const marks = local_used_map_.mutable_data_ptr<int32_t>();
-    for (std::size_t p = 0; p < params_.size(); ++p) {
-      if (all || !params_[p].unsafeGetTensorImpl()->grad().defined()) marks[p] = 0;
-    }
+  /// Accumulations find it, while it lives.
+  static std::shared_ptr<UnsyncedGradients> of(const std::vector<at::Tensor>& parameters) {
+    auto made = std::make_shared<UnsyncedGradients>(parameters);
+    const std::lock_guard lock(mutex());
+    std::erase_if(all(), [](const auto& one) { return one.expired(); });
+    all().push_back(made);
+    has_local_gradients() = any_of_all;
+    return made;
   }
+  explicit UnsyncedGradients(const std::vector<at::Tensor>& parameters) {
+    for (const at::Tensor& parameter : parameters) parameters_.emplace_back(parameter);
+  }
+
+  /// Of the optimizer's parameters, or of the weights whose masters they are.
+  bool any_of(const torch::optim::Optimizer& optimizer) const {
+    if (!are_unsynced) return false;
+    for (const auto& group : optimizer.param_groups()) {
+      for (const at::Tensor& parameter : group.params()) {
+        if (!parameter.defined()) continue;
+        const c10::TensorImpl* const tensor = parameter.unsafeGetTensorImpl();
+        const auto* const master = dynamic_cast<const MasterMeta*>(
+            const_cast<c10::TensorImpl*>(tensor)->get_backend_meta());
+        if (has(tensor) || (master && has(master->narrow.address()))) return true;
+      }
+    }
+    return false;
+  }
+
+  std::atomic<bool> are_unsynced = false;
+
+ private:
+  static bool any_of_all(const torch::optim::Optimizer& optimizer) {
+    const std::lock_guard lock(mutex());
+    for (const auto& weak : all()) {
+      const auto one = weak.lock();
+      if (one && one->any_of(optimizer)) return true;
+    }
+    return false;
+  }
+  static std::mutex& mutex() {
+    static std::mutex mutex;
+    return mutex;
+  }
+  static std::vector<std::weak_ptr<UnsyncedGradients>>& all() {
+    static std::vector<std::weak_ptr<UnsyncedGradients>> all;
+    return all;
+  }
+
+  bool has(const c10::TensorImpl* tensor) const {
+    return std::ranges::find(parameters_, tensor, &WeakTensor::address) != parameters_.end();
+  }
+
+  std::vector<WeakTensor> parameters_;
 };
 
-/// c10d's Reducer over the parameters of a module that need gradients; a MainGradientReducer where
-/// there are main gradients.
-class GradientReducer {
+inline void check_reduce_dtype(const char* owner, const std::optional<at::ScalarType>& dtype) {
+  TORCH_CHECK_VALUE(!dtype || *dtype == at::kFloat || is_16_bit(*dtype), owner,
+                    ": gradients cannot be sent as ", dtype.value_or(at::kFloat),
+                    ". Pass torch::kFloat, torch::kBFloat16 or torch::kHalf as reduce_dtype.");
+}
+
+/// The parameters of a module that need gradients, each once, with the first of its names.
+inline std::vector<std::pair<std::string, at::Tensor>> trained_parameters(
+    const torch::nn::Module& module) {
+  std::unordered_set<const at::TensorImpl*> seen;
+  std::vector<std::pair<std::string, at::Tensor>> trained;
+  for (const auto& item : module.named_parameters()) {
+    if (item.value().requires_grad() && seen.insert(item.value().unsafeGetTensorImpl()).second) {
+      trained.emplace_back(item.key(), item.value());
+    }
+  }
+  return trained;
+}
+
+/// Averages the gradients of a module where they are: main gradients among them.
+class GradientAverages final : public GradientBuckets {
  public:
-  GradientReducer(const torch::nn::Module& module, c10::intrusive_ptr<c10d::ProcessGroup> group,
-                  const ReducerOptions& options)
-      : group_(std::move(group)), options_(options) {
-    check_reduce_dtype("DistributedDataParallel", options.reduce_dtype);
-    TORCH_CHECK_VALUE(!options.communication || !options.reduce_dtype,
-                      "DistributedDataParallel: communication and reduce_dtype both say how "
-                      "gradients are sent. Pass one of them.");
-    const bool has_main_gradients = MainGradientReducer::is_for(module);
-    TORCH_CHECK_VALUE(!options.communication || !has_main_gradients,
-                      "DistributedDataParallel: communication is for c10d's Reducer, which does "
-                      "not average main gradients. Pass reduce_dtype.");
-    std::vector<at::Tensor> parameters;
-    std::unordered_map<std::size_t, std::string> names;
-    for (const auto& item : module.named_parameters()) {
-      const auto is_same = [&](const at::Tensor& other) { return other.is_same(item.value()); };
-      if (!item.value().requires_grad() || std::ranges::any_of(parameters, is_same)) continue;
-      names.emplace(parameters.size(), item.key());
-      parameters.push_back(item.value());
-    }
-    TORCH_CHECK(!parameters.empty(),
-                "DistributedDataParallel: no parameter of the model needs a gradient.");
-    constexpr const char* call = "DistributedDataParallel";
-    collective(call,
-               [&] { c10d::verify_params_across_processes(group_, parameters, std::nullopt); });
-    broadcast(call, group_, module.parameters(), 0);
-    broadcast(call, group_, module.buffers(), 0);
-
-    if (has_main_gradients) {
-      main_ = std::make_shared<MainGradientReducer>(
-          module, group_, options.reduce_dtype.value_or(at::kFloat), options.bucket_bytes,
-          options.find_unused_parameters);
-      main_->hook();
-      return;
-    }
-    // A first, small bucket starts the communication early. Backward comes to the last parameters
-    // first.
-    const auto bytes = static_cast<std::size_t>(options.bucket_bytes);
-    const std::size_t first = std::min<std::size_t>(c10d::kDefaultFirstBucketBytes, bytes);
-    std::vector<bool> sparse(parameters.size(), false);
-    auto assigned = c10d::compute_bucket_assignment_by_size(parameters, {first, bytes}, sparse);
-    auto& buckets = std::get<0>(assigned);
-    std::ranges::reverse(buckets);
-    const ReducerExtras extras(std::get<1>(assigned));
-    // No views: the Optimizer::zero_grad of C++ detaches gradients in place, an error for a view.
-    constexpr bool gradient_as_bucket_view = false;
-    reducer_ = std::apply(
-        [](auto&&... arguments) {
-          return std::make_shared<WindowReducer>(std::forward<decltype(arguments)>(arguments)...);
-        },
-        std::tuple_cat(std::tuple(std::move(parameters), std::move(buckets)), extras.limits,
-                       std::tuple(group_, std::move(sparse), options.bucket_bytes,
-                                  options.find_unused_parameters, gradient_as_bucket_view,
-                                  std::move(names), static_cast<int64_t>(first)),
-                       extras.last));
-    // Where it looks for unused parameters, it reports to a logger without asking for one.
-    logger_ = std::make_shared<c10d::Logger>(reducer_);
-    reducer_->set_logger(logger_);
-    if (options.communication) reducer_->register_builtin_comm_hook(*options.communication);
-    if (options.reduce_dtype) {
-      reducer_->register_comm_hook(std::make_unique<ReduceInDtype>(group_, *options.reduce_dtype));
-    }
+  /// `dtype`: in which gradients are sent; unset, their own.
+  GradientAverages(const torch::nn::Module& module, c10::intrusive_ptr<c10d::ProcessGroup> group,
+                   std::optional<at::ScalarType> dtype, int64_t bucket_bytes, bool find_unused)
+      : GradientAverages(trained_parameters(module), std::move(group), dtype, bucket_bytes,
+                         find_unused) {}
+  ~GradientAverages() override {
+    for (const auto& main : averaged_) main->is_averaged = false;
   }
 
-  /// After the first backward, the buckets are arranged again, in the order in which it computed
-  /// the gradients.
-  void before_forward() {
-    if (main_) return;
-    reducer_->drop_marks(/*all=*/false);
-    reducer_->prepare_for_forward();
-    if (!reducer_->should_rebuild_buckets()) return;
-    collective("DistributedDataParallel::forward", [&] { reducer_->rebuild_buckets(); });
+  /// Once it is held by a shared_ptr.
+  void hook() {
+    const auto mains = [&](const auto& visit) {
+      for (std::size_t w = parameters_.size(); w-- > 0;) {
+        if (const auto main = main_gradient_of(parameters_[w])) visit(w, main);
+      }
+    };
+    mains([&](std::size_t w, const auto& main) {
+      TORCH_CHECK(!main->is_averaged, "DistributedDataParallel: the gradients of '", name(w),
+                  "' are averaged by another DistributedDataParallel. Let go of that one first.");
+    });
+    mains([&](std::size_t /*w*/, const auto& main) {
+      main->is_averaged = true;
+      averaged_.push_back(main);
+    });
+    GradientBuckets::hook();
   }
 
-  /// The next backward averages. `outputs` of the forward are where unused parameters are looked
-  /// for.
-  void prepare_for_backward(const std::vector<at::Tensor>& outputs) {
-    main_ ? main_->prepare_for_backward() : reducer_->prepare_for_backward(outputs);
-  }
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
 
-  /// Averages the gradients as they are, of the module that was given.
-  void average_now(const torch::nn::Module& module) {
-    if (main_) return main_->average_now();
-    const auto own = std::make_shared<MainGradientReducer>(
-        module, group_, dtype_on_the_wire(module), options_.bucket_bytes, true);
-    own->average_now();
-    reducer_->drop_marks(/*all=*/true);
+  /// The next backward averages.
+  void prepare_for_backward() {
+    const std::lock_guard lock(mutex_);
+    runs_ = false;
+    is_armed_ = true;
+  }
+
+  /// Averages the gradients as they are; those that only other processes have, too.
+  void average_now() {
+    runs_ = is_armed_ = false;
+    run_now(/*find_unused=*/true);
   }
 
  private:
-  at::ScalarType dtype_on_the_wire(const torch::nn::Module& module) const {
-    if (options_.reduce_dtype) return *options_.reduce_dtype;
-    if (options_.communication == c10d::BuiltinCommHookType::FP16_COMPRESS) return at::kHalf;
-    const std::vector<at::Tensor> parameters = module.parameters();
-    const bool is_wide = std::ranges::any_of(parameters, [](const at::Tensor& parameter) {
-      return parameter.requires_grad() && parameter.scalar_type() == at::kDouble;
-    });
-    return is_wide ? at::kDouble : at::kFloat;
+  using Named = std::vector<std::pair<std::string, at::Tensor>>;
+
+  GradientAverages(const Named& parameters, c10::intrusive_ptr<c10d::ProcessGroup> group,
+                   std::optional<at::ScalarType> dtype, int64_t bucket_bytes, bool find_unused)
+      : GradientBuckets("DistributedDataParallel", std::move(group),
+                        layout_of(parameters, dtype, bucket_bytes), in_layout(parameters),
+                        find_unused),
+        is_new_(parameters.size()) {}
+
+  static at::ScalarType dtype_of_gradient(const at::Tensor& parameter) {
+    return main_gradient_of(parameter) ? at::kFloat : parameter.scalar_type();
+  }
+  static BucketLayout layout_of(const Named& parameters, std::optional<at::ScalarType> dtype,
+                                int64_t bytes) {
+    const auto width = static_cast<int64_t>(c10::elementSize(dtype.value_or(at::kFloat)));
+    BucketLayout layout(/*processes=*/1, std::max<int64_t>(bytes / width, 1));
+    for (std::size_t i = parameters.size(); i-- > 0;) {  // backward comes to the last ones first
+      const auto& [name, parameter] = parameters[i];
+      layout.add(name, parameter, dtype.value_or(dtype_of_gradient(parameter)));
+    }
+    layout.sort_buckets();
+    return layout;
+  }
+  static std::vector<at::Tensor> in_layout(const Named& parameters) {
+    std::vector<at::Tensor> tensors;
+    for (std::size_t i = parameters.size(); i-- > 0;) tensors.push_back(parameters[i].second);
+    return tensors;
   }
 
-  c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  ReducerOptions options_;
-  std::shared_ptr<MainGradientReducer> main_;  // or
-  std::shared_ptr<WindowReducer> reducer_;
-  std::shared_ptr<c10d::Logger> logger_;
+  /// What has the gradient: a master or the parameter itself. Undefined if the master is gone.
+  at::Tensor owner_of(std::size_t w) const {
+    const auto main = main_gradient_of(parameters_[w]);
+    return main ? main->owner(parameters_[w]) : parameters_[w];
+  }
+
+  bool takes(std::size_t w) override {
+    is_new_[w] = true;
+    return std::exchange(is_armed_, false) || runs_;
+  }
+  bool begins_anew(int /*task*/) const override { return false; }
+  bool is_there(std::size_t w) const override {
+    const at::Tensor owner = owner_of(w);
+    return is_new_[w] && owner.defined() && owner.grad().defined();
+  }
+  bool may_lack(std::size_t w) const override { return !owner_of(w).defined(); }
+
+  void send(std::size_t b) override {
+    const BucketShape& shape = layout_.buckets()[b];
+    at::Tensor& flat = buckets_[b].sent;
+    flat = at::empty({shape.slot}, at::device(shape.device).dtype(shape.dtype));
+    TensorPairs copies;
+    for (const std::size_t w : shape.weights) {
+      const at::Tensor to = layout_.whole_in(w, flat);
+      if (!is_there(w)) {
+        to.zero_();
+        continue;
+      }
+      const at::Tensor gradient = owner_of(w).grad();
+      TORCH_CHECK(gradient.layout() == at::kStrided, "DistributedDataParallel: the gradient of '",
+                  name(w), "' has the layout ", gradient.layout(),
+                  ". Only dense ones are averaged: for an embedding, sparse(false).");
+      copies.add(to, gradient);
+    }
+    copies.copy();
+    if (divides_first(b)) flat.div_(static_cast<double>(group_->getSize()));
+    std::vector<at::Tensor> tensors{flat};
+    collective(call(), [&] { buckets_[b].work = group_->allreduce(tensors); });
+  }
+
+  void give_back(const std::vector<bool>& is_used) override {
+    for (std::size_t b = 0; b < buckets_.size(); ++b) {
+      const at::Tensor& flat = buckets_[b].sent;
+      wait(buckets_[b]);
+      if (!divides_first(b)) flat.div_(static_cast<double>(group_->getSize()));
+      TensorPairs copies;
+      for (const std::size_t w : layout_.buckets()[b].weights) {
+        const at::Tensor owner = owner_of(w);
+        if (!owner.defined() || !is_used[w]) continue;
+        at::Tensor& gradient = owner.mutable_grad();
+        if (!gradient.defined()) {
+          const at::ScalarType dtype = dtype_of_gradient(parameters_[w]);
+          gradient = at::empty_like(owner, owner.options().dtype(dtype).requires_grad(false));
+        }
+        copies.add(gradient, layout_.whole_in(w, flat));
+      }
+      copies.copy();
+    }
+    is_new_.assign(parameters_.size(), false);
+  }
+
+  /// Where the sum could leave the dtype's range.
+  bool divides_first(std::size_t b) const { return layout_.buckets()[b].dtype == at::kHalf; }
+
+  bool is_armed_ = false;
+  std::vector<bool> is_new_;  // what backward has made, within no_sync() too, since an exchange
+  std::vector<std::shared_ptr<MainGradient>> averaged_;
 };
+
+/// Gives all processes the model of process 0, and averages its gradients from now on.
+inline std::shared_ptr<GradientAverages> make_averages(
+    const torch::nn::Module& module, const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    std::optional<at::ScalarType> dtype, int64_t bucket_bytes, bool find_unused) {
+  constexpr const char* call = "DistributedDataParallel";
+  check_reduce_dtype(call, dtype);
+  std::vector<at::Tensor> parameters;
+  for (const auto& [name, parameter] : trained_parameters(module)) parameters.push_back(parameter);
+  TORCH_CHECK(!parameters.empty(), call, ": no parameter of the model needs a gradient.");
+  collective(call, [&] { c10d::verify_params_across_processes(group, parameters, std::nullopt); });
+  broadcast(call, group, module.parameters(), 0);
+  broadcast(call, group, module.buffers(), 0);
+  auto averages =
+      std::make_shared<GradientAverages>(module, group, dtype, bucket_bytes, find_unused);
+  averages->hook();
+  return averages;
+}
 
 }  // namespace torchamp::detail

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/linalg_vector_norm.h>
@@ -19,21 +18,20 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <cstddef>
-#include <cstdint>
 #include <map>
 #include <memory>
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/distributed/buckets.h"
 #include "torchamp/detail/distributed/collective.h"
-#include "torchamp/detail/distributed/exchange.h"
-#include "torchamp/detail/distributed/shard_layout.h"
+#include "torchamp/detail/io/archives.h"
+#include "torchamp/detail/masters/master_meta.h"
+#include "torchamp/detail/masters/split_weight.h"
 #include "torchamp/detail/optim/state_tensors.h"
-#include "torchamp/detail/shards.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/optim.h"
 #include "torchamp/training_checkpoint.h"
-#include "torchamp/version.h"
 
 namespace torchamp::detail {
 
@@ -76,18 +74,14 @@ bool visit_kind(const torch::optim::Optimizer& optimizer, const Visit& visit) {
 /// The processes that have the pieces of a layout.
 class ShardGroup final : public StoredShards {
  public:
-  ShardGroup(c10::intrusive_ptr<c10d::ProcessGroup> group, ShardLayout layout)
+  ShardGroup(c10::intrusive_ptr<c10d::ProcessGroup> group, BucketLayout layout)
       : group_(std::move(group)), layout_(std::move(layout)) {}
 
-  const ShardLayout& layout() const { return layout_; }
+  const BucketLayout& layout() const { return layout_; }
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
 
   void agree_largest(at::Tensor& number) const override {
-    std::vector<at::Tensor> tensors{number};
-    c10d::AllreduceOptions options;
-    options.reduceOp = c10d::ReduceOp::MAX;
-    collective("the step of ShardedMasterWeights",
-               [&] { group_->allreduce(tensors, options)->wait(); });
+    reduce_over("the step of ShardedMasterWeights", *group_, number, c10d::ReduceOp::MAX);
   }
 
   at::Tensor norm_of_all(const at::Tensor& own, double norm_type) const override {
@@ -179,7 +173,7 @@ class ShardGroup final : public StoredShards {
 
   /// The piece of this process, padded, of a tensor of the weight's shape.
   at::Tensor own_part(std::size_t w, const at::Tensor& whole) const {
-    const ShardedWeight& weight = layout_.weights()[w];
+    const BucketedWeight& weight = layout_.weights()[w];
     const at::Tensor laid_out = at::empty_strided(weight.sizes, weight.strides, whole.options());
     laid_out.copy_(whole);
     const at::Tensor part = layout_.piece_of(w, group_->getRank(), laid_out);
@@ -236,7 +230,7 @@ class ShardGroup final : public StoredShards {
 
   /// The state of a whole weight, in host memory, on process 0.
   at::Tensor joined_state(std::size_t w, const at::Tensor& own, bool writes) const {
-    const ShardedWeight& weight = layout_.weights()[w];
+    const BucketedWeight& weight = layout_.weights()[w];
     at::Tensor piece = own.contiguous();
     const at::Tensor all = all_gathered("save_together", piece);
     if (!writes) return own;
@@ -247,7 +241,7 @@ class ShardGroup final : public StoredShards {
   }
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  ShardLayout layout_;
+  BucketLayout layout_;
   std::map<const torch::optim::Optimizer*, std::shared_ptr<torch::optim::Optimizer>> gathered_;
 };
 

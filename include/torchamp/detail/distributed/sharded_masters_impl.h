@@ -10,23 +10,18 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
-#include <optional>
 #include <unordered_set>
 
 #include "torchamp/detail/distributed/collective.h"
 #include "torchamp/detail/distributed/reducer.h"
-#include "torchamp/detail/distributed/same_everywhere.h"
 #include "torchamp/detail/graph/body.h"
-#include "torchamp/detail/host_copies.h"
-#include "torchamp/detail/io/module_archive.h"
-#include "torchamp/detail/main_gradient.h"
-#include "torchamp/detail/make_split.h"
+#include "torchamp/detail/io/archives.h"
+#include "torchamp/detail/masters/split_weight.h"
 #include "torchamp/detail/optim/split_step.h"
 #include "torchamp/detail/overlay/weight_casts.h"
-#include "torchamp/detail/split_bits.h"
-#include "torchamp/detail/split_weight.h"
 #include "torchamp/detail/tensor_pairs.h"
 #include "torchamp/detail/tensors.h"
+#include "torchamp/detail/write_back.h"
 #include "torchamp/distributed/checkpoint.h"
 #include "torchamp/distributed/sharded_masters.h"
 #include "torchamp/master_weights.h"
@@ -37,17 +32,15 @@ namespace TORCHAMP_NAMESPACE {
 inline ShardedMasterWeights::ShardedMasterWeights(std::shared_ptr<torch::nn::Module> model,
                                                   ProcessGroupPtr group,
                                                   ShardedMasterWeightsOptions options)
-    : model_(std::move(model)), options_(std::move(options)) {
-  static constexpr const char* owner = "ShardedMasterWeights";
-  TORCH_CHECK_VALUE(model_, owner, ": the model is null. Pass one that has been made.");
-  TORCH_CHECK_VALUE(group, owner, ": the group is null. Pass what make_process_group() returns.");
-  TORCH_CHECK_VALUE(options_.bucket_bytes > 0, owner, ": bucket_bytes is ", options_.bucket_bytes,
+    : MastersOfModel("ShardedMasterWeights", std::move(model)), options_(std::move(options)) {
+  TORCH_CHECK_VALUE(group, owner_, ": the group is null. Pass what make_process_group() returns.");
+  TORCH_CHECK_VALUE(options_.bucket_bytes > 0, owner_, ": bucket_bytes is ", options_.bucket_bytes,
                     ". It must be above 0.");
-  detail::check_narrow_dtype(owner, options_.dtype, options_.storage);
-  detail::check_reduce_dtype(owner, options_.reduce_dtype);
+  detail::check_narrow_dtype(owner_, options_.dtype, options_.storage);
+  detail::check_reduce_dtype(owner_, options_.reduce_dtype);
   const detail::InternalOps guard;
   const auto kept =
-      detail::parameters_kept_fp32(owner, *model_, options_.keep_fp32, options_.keep_norms);
+      detail::parameters_kept_fp32(owner_, *model_, options_.keep_fp32, options_.keep_norms);
   const bool splits = options_.storage == MasterStorage::split;
   const at::ScalarType wire = options_.reduce_dtype.value_or(at::kFloat);
   std::unordered_set<const at::TensorImpl*> seen;  // a parameter may have several names
@@ -58,42 +51,41 @@ inline ShardedMasterWeights::ShardedMasterWeights(std::shared_ptr<torch::nn::Mod
     const bool is_kept = kept.contains(parameter.unsafeGetTensorImpl());
     TORCH_CHECK_VALUE(
         !parameter.requires_grad() || dtype == at::kFloat || (detail::is_16_bit(dtype) && !is_kept),
-        owner, ": the parameter '", item.key(), "' is ", dtype,
+        owner_, ": the parameter '", item.key(), "' is ", dtype,
         is_kept ? " and is to stay fp32. Cast it before."
                 : " and needs a gradient. Weights that are trained are fp32.");
-    detail::check_may_be_master(owner, item.key(), parameter, splits, ". Remove it.");
+    detail::check_may_be_master(owner_, item.key(), parameter, splits, /*main_gradients=*/false);
     const bool is_float = dtype == at::kFloat || detail::is_16_bit(dtype);
     weights_.push_back({item.key(), parameter, is_float && !is_kept});
   }
   const auto per_element = static_cast<int64_t>(c10::elementSize(wire));
-  detail::ShardLayout layout(group->getSize(),
-                             std::max<int64_t>(options_.bucket_bytes / per_element, 1));
+  detail::BucketLayout layout(group->getSize(),
+                              std::max<int64_t>(options_.bucket_bytes / per_element, 1));
   for (std::size_t w = weights_.size(); w-- > 0;) {  // backward comes to the last ones first
     Weight& weight = weights_[w];
     const at::Tensor& parameter = weight.parameter;
     if (!parameter.requires_grad() || parameter.numel() == 0) continue;
-    const bool is_dense = parameter.is_non_overlapping_and_dense();
     weight.index = by_index_.size();
     weight.is_sharded = true;
     by_index_.push_back(w);
-    layout.add(weight.name, is_dense ? parameter : parameter.contiguous(),
-               weight.is_narrow ? options_.dtype : at::kFloat);
+    layout.add(weight.name, parameter, weight.is_narrow ? options_.dtype : at::kFloat);
   }
-  TORCH_CHECK_VALUE(!by_index_.empty(), owner, ": no parameter of the model needs a gradient.");
+  TORCH_CHECK_VALUE(!by_index_.empty(), owner_, ": no parameter of the model needs a gradient.");
   layout.sort_buckets();
-  check_same_everywhere(owner, group, layout);
-  detail::broadcast(owner, group, model_->parameters(), 0);
-  detail::broadcast(owner, group, model_->buffers(), 0);
+  check_same_everywhere(group, layout);
+  detail::broadcast(owner_, group, model_->parameters(), 0);
+  detail::broadcast(owner_, group, model_->buffers(), 0);
 
   shards_ = std::make_shared<detail::ShardGroup>(std::move(group), std::move(layout));
   make_pieces();
-  std::vector<detail::GradientScatter::Weight> scattered;
+  std::vector<at::Tensor> parameters, pieces;
   for (const std::size_t w : by_index_) {
-    scattered.push_back({weights_[w].parameter, weights_[w].piece});
+    parameters.push_back(weights_[w].parameter);
+    pieces.push_back(weights_[w].piece);
   }
   scatter_ = std::make_shared<detail::GradientScatter>(shards_->layout(), shards_->group(),
-                                                       std::move(scattered), wire,
-                                                       options_.find_unused_parameters);
+                                                       std::move(parameters), std::move(pieces),
+                                                       wire, options_.find_unused_parameters);
   scatter_->hook();
   shards_->unsent = scatter_;
   for (const std::size_t w : by_index_) {
@@ -102,9 +94,8 @@ inline ShardedMasterWeights::ShardedMasterWeights(std::shared_ptr<torch::nn::Mod
 }
 
 /// Throws where another process has other options or another model, whose exchanges would not fit.
-inline void ShardedMasterWeights::check_same_everywhere(const char* owner,
-                                                        const ProcessGroupPtr& group,
-                                                        const detail::ShardLayout& layout) const {
+inline void ShardedMasterWeights::check_same_everywhere(const ProcessGroupPtr& group,
+                                                        const detail::BucketLayout& layout) const {
   detail::SameEverywhere same;
   same.add("dtype", static_cast<int64_t>(options_.dtype));
   same.add("storage", static_cast<int64_t>(options_.storage));
@@ -123,16 +114,16 @@ inline void ShardedMasterWeights::check_same_everywhere(const char* owner,
   }
   for (const at::Tensor& buffer : model_->buffers()) mix(buffer);
   same.add("model or other options (keep_fp32, keep_norms)", model.value());
-  same.check(owner, group);
+  same.check(owner_, group);
 }
 
 inline void ShardedMasterWeights::make_pieces() {
-  const detail::ShardLayout& layout = shards_->layout();
+  const detail::BucketLayout& layout = shards_->layout();
   const int64_t rank = shards_->group()->getRank();
-  const auto is_split = [&](const detail::ShardBucket& bucket) {
+  const auto is_split = [&](const detail::BucketShape& bucket) {
     return options_.storage == MasterStorage::split && bucket.dtype != at::kFloat;
   };
-  for (const detail::ShardBucket& bucket : layout.buckets()) {
+  for (const detail::BucketShape& bucket : layout.buckets()) {
     const auto options =
         at::device(bucket.device).dtype(is_split(bucket) ? at::kShort : at::kFloat);
     shares_.push_back(at::zeros({bucket.slot}, options));
@@ -145,8 +136,8 @@ inline void ShardedMasterWeights::make_pieces() {
       narrow.push_back(weight.is_narrow ? value.to(options_.dtype) : at::Tensor());
       continue;
     }
-    const detail::ShardedWeight& place = layout.weights()[weight.index];
-    const detail::ShardBucket& bucket = layout.buckets()[place.bucket];
+    const detail::BucketedWeight& place = layout.weights()[weight.index];
+    const detail::BucketShape& bucket = layout.buckets()[place.bucket];
     const at::Tensor& share = shares_[place.bucket];
     c10::intrusive_ptr<detail::WeightMeta> meta;
     if (is_split(bucket)) {
@@ -185,12 +176,6 @@ inline std::vector<std::pair<std::string, at::Tensor>> ShardedMasterWeights::nam
       result.emplace_back(weight.name, weight.piece);
     }
   }
-  return result;
-}
-
-inline std::vector<at::Tensor> ShardedMasterWeights::parameters() const {
-  std::vector<at::Tensor> result;
-  for (auto& [name, piece] : named_parameters()) result.push_back(std::move(piece));
   return result;
 }
 
@@ -263,15 +248,15 @@ inline void ShardedMasterWeights::copy_to_model() {
   check_stepped(call);
   const detail::InternalOps guard;
   const detail::DropWeightCasts drop_weight_casts;
-  const detail::ShardLayout& layout = shards_->layout();
+  const detail::BucketLayout& layout = shards_->layout();
   for (std::size_t b = 0; b < layout.buckets().size(); ++b) {
-    const detail::ShardBucket& bucket = layout.buckets()[b];
+    const detail::BucketShape& bucket = layout.buckets()[b];
     at::Tensor mine = shares_[b];
     if (mine.scalar_type() == at::kShort) {
       mine = at::empty({bucket.slot}, mine.options().dtype(bucket.dtype));
       detail::TensorPairs highs;
       for (const std::size_t i : bucket.weights) {
-        const detail::ShardedWeight& place = layout.weights()[i];
+        const detail::BucketedWeight& place = layout.weights()[i];
         highs.add(mine.narrow(0, place.offset, place.piece), weights_[by_index_[i]].piece.detach());
       }
       highs.copy();
@@ -293,14 +278,14 @@ inline void ShardedMasterWeights::copy_to_model() {
 
 inline void ShardedMasterWeights::gather() {
   const detail::InternalOps guard;
-  const detail::ShardLayout& layout = shards_->layout();
+  const detail::BucketLayout& layout = shards_->layout();
   whole_.assign(layout.weights().size(), at::Tensor());
   for (std::size_t b = 0; b < layout.buckets().size(); ++b) {
     at::Tensor mine = shares_[b];
     if (mine.scalar_type() == at::kShort) {
       mine = at::empty({layout.buckets()[b].slot}, mine.options().dtype(at::kFloat));
       for (const std::size_t i : layout.buckets()[b].weights) {
-        const detail::ShardedWeight& place = layout.weights()[i];
+        const detail::BucketedWeight& place = layout.weights()[i];
         const at::Tensor& piece = weights_[by_index_[i]].piece;
         mine.narrow(0, place.offset, place.piece)
             .copy_(detail::joined(piece, *detail::split_of(piece)));
@@ -310,7 +295,7 @@ inline void ShardedMasterWeights::gather() {
     if (shards_->group()->getRank() != 0) continue;
     all = all.cpu();
     for (const std::size_t i : layout.buckets()[b].weights) {
-      const detail::ShardedWeight& place = layout.weights()[i];
+      const detail::BucketedWeight& place = layout.weights()[i];
       whole_[i] = at::empty_strided(place.sizes, place.strides, all.options());
       layout.for_each_part(i, all, whole_[i], [](const at::Tensor& part, const at::Tensor& whole) {
         whole.copy_(part);
@@ -319,39 +304,29 @@ inline void ShardedMasterWeights::gather() {
   }
 }
 
-inline const ShardedMasterWeights::Weight* ShardedMasterWeights::find(
-    const at::Tensor& parameter) const {
-  for (const Weight& weight : weights_) {
-    if (weight.parameter.is_same(parameter)) return &weight;
-  }
-  return nullptr;
+inline void ShardedMasterWeights::check_saved(const std::string& call) const {
+  TORCH_CHECK(!whole_.empty() && whole_[0].defined(), call,
+              ": the masters lie on several processes. Call gather() on all of them, and then this "
+              "on process 0.");
 }
 
-inline void ShardedMasterWeights::save(torch::serialize::OutputArchive& archive,
-                                       at::ScalarType dtype) const {
-  TORCH_CHECK_VALUE(c10::isFloatingType(dtype), "ShardedMasterWeights::save: ", dtype,
-                    " is not a floating-point dtype.");
-  TORCH_CHECK(!whole_.empty() && whole_[0].defined(),
-              "ShardedMasterWeights::save: the masters lie on several processes. Call gather() on "
-              "all of them, and then this on process 0.");
-  const detail::InternalOps guard;
-  detail::write_module(*model_, archive, [&](const at::Tensor& parameter) {
-    const Weight* const weight = find(parameter);
-    if (!weight) return parameter;
-    const at::Tensor value =
-        weight->is_sharded ? whole_[weight->index] : weight->parameter.variable_data();
-    return weight->is_narrow ? value.to(dtype) : value;
-  });
+inline at::Tensor ShardedMasterWeights::value_of(const at::Tensor& parameter,
+                                                 at::ScalarType narrow) const {
+  const Weight* const weight = detail::weight_of(weights_, parameter);
+  if (!weight) return parameter;
+  const at::Tensor value =
+      weight->is_sharded ? whole_[weight->index] : weight->parameter.variable_data();
+  return weight->is_narrow ? value.to(narrow) : value;
 }
 
 inline void ShardedMasterWeights::load(torch::serialize::InputArchive& archive) {
   const detail::InternalOps guard;
-  const auto read = detail::read_all(*model_, archive, "ShardedMasterWeights");
+  const auto read = detail::read_all(*model_, archive, owner_);
   const detail::DropWeightCasts drop_weight_casts;
   const std::function<void()> back = keep();
   try {
     for (const auto& [to, from] : read) {
-      if (const Weight* const weight = find(to)) {
+      if (const Weight* const weight = detail::weight_of(weights_, to)) {
         set(*weight, from, to);
       } else {
         to.copy_(from);
@@ -365,12 +340,13 @@ inline void ShardedMasterWeights::load(torch::serialize::InputArchive& archive) 
   whole_.clear();
 }
 
-inline std::function<void()> ShardedMasterWeights::keep() const {
+inline std::function<void()> ShardedMasterWeights::keep() {
   const detail::InternalOps guard;
-  detail::HostCopies kept;  // memory of the device may be short
-  for (const Weight& weight : weights_) kept.add(weight.parameter);
-  for (const at::Tensor& buffer : model_->buffers()) kept.add(buffer);
-  for (const at::Tensor& share : shares_) kept.add(share);
+  constexpr auto on_host = detail::WriteBack::Copies::on_host;
+  detail::WriteBack kept;  // memory of the device may be short
+  for (const Weight& weight : weights_) kept.add(weight.parameter, on_host);
+  for (const at::Tensor& buffer : model_->buffers()) kept.add(buffer, on_host);
+  for (const at::Tensor& share : shares_) kept.add(share, on_host);
   return [kept = std::move(kept), scatter = scatter_] {
     const detail::InternalOps internal;
     kept.put_back();

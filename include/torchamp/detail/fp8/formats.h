@@ -8,12 +8,139 @@
 #include <c10/util/Float8_e4m3fn.h>
 #include <c10/util/Float8_e5m2.h>
 
-#include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
+
+// Note [Codes of small formats]
+// These work on four numbers at once, with the vectors of GCC and Clang, which every target has. No
+// branches, and integers where sums would round: a program's -ffast-math changes nothing.
+
+using Floats = float __attribute__((vector_size(16)));
+using Words = std::uint32_t __attribute__((vector_size(16)));
+using Integers = std::int32_t __attribute__((vector_size(16)));
+using Shorts = std::int16_t __attribute__((vector_size(16)));
+
+inline Words bits_of(Floats numbers) {
+  return reinterpret_cast<Words>(numbers);
+}
+inline Floats floats_of(Words bits) {
+  return reinterpret_cast<Floats>(bits);
+}
+
+/// Where `condition` holds (all bits are set) `then`, where it does not (none is) `otherwise`.
+inline Words select(Integers condition, Words then, Words otherwise) {
+  const auto mask = reinterpret_cast<Words>(condition);
+  return (then & mask) | (otherwise & ~mask);
+}
+inline Floats select(Integers condition, Floats then, Floats otherwise) {
+  return floats_of(select(condition, bits_of(then), bits_of(otherwise)));
+}
+
+inline Floats magnitudes(Floats numbers) {
+  return floats_of(bits_of(numbers) & 0x7FFFFFFFU);
+}
+inline Floats smaller_of(Floats a, float b) {
+  return select(a < b, a, Floats{} + b);
+}
+
+/// How many steps numbers are from 0, to the nearest, of two to the even one. `last_bit` is 2^23
+/// steps, beside which a number has no bits for less than a step.
+inline Words steps_from_0(Floats numbers, Floats last_bit) {
+  return bits_of(numbers + last_bit) - bits_of(last_bit);
+}
+
+/// The codes in e4m3 nearest to numbers of at most 448, of two the even one. Of other numbers: any
+/// up to 255.
+inline Words e4m3_codes(Floats numbers) {
+  const Floats values = magnitudes(numbers);
+  const Words subnormal = steps_from_0(values, Floats{} + 0x1p14F);
+  const Words bits = bits_of(values);
+  const Words normal = ((bits + (0x7FFFFU - (120U << 23)) + ((bits >> 20) & 1U)) >> 20);
+  const Words code = select(values < 0x1p-6F, subnormal, normal) & 0x7FU;
+  return code | ((bits_of(numbers) >> 24) & 0x80U);
+}
+
+/// The numbers of codes in e4m3; of NaN's codes any.
+inline Floats e4m3_numbers(Words codes) {
+  const Words magnitude = codes & 0x7FU;
+  const auto integers = reinterpret_cast<Integers>(magnitude);
+  const Floats subnormal = __builtin_convertvector(integers, Floats) * 0x1p-9F;
+  const Words normal = (magnitude << 20) + (120U << 23);
+  return floats_of(select(integers < 8, bits_of(subnormal), normal) | ((codes & 0x80U) << 24));
+}
+
+/// How e2m1_codes() rounds.
+enum class E2m1Rounding : std::uint8_t {
+  to_nearest,  ///< of two to that with the even code
+  at_random,   ///< to either neighbour, nearer ones more often, so that the mean is right
+};
+
+/// The codes in e4m3 of the e2m1 numbers next to `numbers`; beyond 6, of 6. e2m1 has multiples of
+/// 0.5 up to 2, of 1 up to 4, and 6. `random`: 24 bits.
+template <E2m1Rounding rounding>
+Words e2m1_codes(Floats numbers, Words random) {
+  const Floats values = smaller_of(magnitudes(numbers), 6.F);
+  const Integers below_2 = values < 2.F, below_4 = values < 4.F;
+  // The place among 0, 0.5, 1, 1.5, 2, 3, 4, 6.
+  const Words skipped = select(below_2, Words{}, select(below_4, Words{} + 2U, Words{} + 4U));
+  Words index = skipped;
+  if constexpr (rounding == E2m1Rounding::to_nearest) {
+    index += steps_from_0(values, floats_of((skipped << 22) + (149U << 23)));
+  } else {
+    // Halves of it stand for a half, a whole and two: 24 bits of what is behind the point.
+    const Floats steps = values * floats_of((128U << 23) - (skipped << 22));
+    index +=
+        (reinterpret_cast<Words>(__builtin_convertvector(steps * 0x1p24F, Integers)) + random) >>
+        24;
+  }
+  const Words code = index * 4U + 0x30U;
+  const Words first = (Words{} - index) & 0x30U;  // of 0 and 0.5
+  const auto is_first = reinterpret_cast<Integers>(index) < 2;
+  return select(is_first, first, code) | ((bits_of(numbers) >> 24) & 0x80U);
+}
+
+/// Four independent streams of random numbers: xoshiro128++ of Blackman and Vigna, seeded by their
+/// splitmix64.
+class RandomStreams {
+ public:
+  explicit RandomStreams(std::uint64_t seed) {
+    std::uint32_t words[4][4];
+    for (int stream = 0; stream < 4; ++stream) {
+      for (int word = 0; word < 4; word += 2) {
+        std::uint64_t mixed = seed += 0x9E3779B97F4A7C15U;
+        mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9U;
+        mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EBU;
+        mixed ^= mixed >> 31;
+        words[word][stream] = static_cast<std::uint32_t>(mixed);
+        words[word + 1][stream] = static_cast<std::uint32_t>(mixed >> 32);
+      }
+    }
+    static_assert(sizeof(words) == sizeof(state_));
+    std::memcpy(state_, words, sizeof(words));
+  }
+
+  /// The next 24 bits of each.
+  Words next() {
+    Words &a = state_[0], &b = state_[1], &c = state_[2], &d = state_[3];
+    const Words sum = a + d;
+    const Words result = ((sum << 7) | (sum >> 25)) + a;
+    const Words shifted = b << 9;
+    c ^= a;
+    d ^= b;
+    b ^= c;
+    a ^= d;
+    c ^= shifted;
+    d = (d << 11) | (d >> 21);
+    return result >> 8;
+  }
+
+ private:
+  Words state_[4];
+};
 
 /// The largest number of an 8-bit format: e4m3 has 3 bits of mantissa, e5m2 has 2. Both are 1.75
 /// times a power of two.

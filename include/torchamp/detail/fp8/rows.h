@@ -15,8 +15,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "torchamp/detail/fp8/codes.h"
-#include "torchamp/version.h"
+#include "torchamp/detail/fp8/formats.h"
 
 namespace torchamp::detail {
 

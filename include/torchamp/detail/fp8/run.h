@@ -8,24 +8,150 @@
 #include <ATen/ops/add.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
 
+#include <array>
+#include <atomic>
+#include <cctype>
 #include <cstddef>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <string_view>
 #include <utility>
 
+#include "torchamp/detail/devices.h"
 #include "torchamp/detail/fp8/function.h"
-#include "torchamp/detail/fp8/product.h"
-#include "torchamp/detail/fp8/text.h"
-#include "torchamp/detail/fp8/usage.h"
-#include "torchamp/detail/policy/rule.h"
+#include "torchamp/detail/overlay/kernel.h"
+#include "torchamp/detail/policy/catalog.h"
+#include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/tensors.h"
-#include "torchamp/detail/weights/store.h"
+#include "torchamp/detail/weights/derived.h"
 #include "torchamp/fp8_options.h"
 #include "torchamp/ops.h"
 
 namespace torchamp::detail {
+
+/// A recipe's name in texts.
+struct Fp8RecipeRow {
+  Fp8Recipe recipe;
+  std::string_view name;
+};
+
+inline constexpr Fp8RecipeRow fp8_recipes[] = {
+    {Fp8Recipe::tensorwise, "tensorwise"}, {Fp8Recipe::rowwise, "rowwise"},
+    {Fp8Recipe::blockwise, "blockwise"},   {Fp8Recipe::mxfp8, "mxfp8"},
+    {Fp8Recipe::nvfp4, "nvfp4"},
+};
+
+/// OpRule::text.
+inline std::string fp8_text(const Fp8Options& options) {
+  std::string text;
+  const auto add = [&](std::string_view piece) { (text += text.empty() ? "" : " ") += piece; };
+  for (const Fp8RecipeRow& row : fp8_recipes) {
+    if (row.recipe != options.recipe || row.recipe == Fp8Recipe::tensorwise) continue;
+    add("recipe=");
+    text += row.name;
+  }
+  if (!options.stochastic_rounding) add("round_to_nearest");
+  if (options.strict) add("strict");
+  if (options.only_worthwhile) add("only_worthwhile");
+  return text.empty() ? "fp8" : "fp8(" + text + ')';
+}
+
+/// Sets what `word` says: "recipe=rowwise", "strict". False if there is no such option.
+inline bool set_fp8_option(std::string_view word, Fp8Options& options) {
+  if (word == "round_to_nearest") {
+    options.stochastic_rounding = false;
+    return true;
+  }
+  if (word == "strict") return options.strict = true;
+  if (word == "only_worthwhile") return options.only_worthwhile = true;
+  for (const Fp8RecipeRow& row : fp8_recipes) {
+    if (!word.starts_with("recipe=") || word.substr(7) != row.name) continue;
+    options.recipe = row.recipe;
+    return true;
+  }
+  return false;
+}
+
+/// The options in a text, separated by white space or commas. Error: one that there is not, or one
+/// given twice.
+inline Fp8Options parse_fp8_options(std::string_view text) {
+  Fp8Options options;
+  std::string given = " ";
+  while (!text.empty()) {
+    const auto end = text.find_first_of(" \t\r\v\f,");
+    const std::string_view word = text.substr(0, end);
+    text = end == std::string_view::npos ? std::string_view() : text.substr(end + 1);
+    if (word.empty()) continue;
+    if (set_fp8_option(word, options)) {
+      const std::string name(word.substr(0, word.find('=')));
+      TORCH_CHECK(given.find(' ' + name + ' ') == std::string::npos, "the option '", name,
+                  "' of fp8 is given twice; leave one of them");
+      given += name + ' ';
+      continue;
+    }
+    std::string known = "round_to_nearest, strict, only_worthwhile";
+    for (const Fp8RecipeRow& row : fp8_recipes) known.append(", recipe=").append(row.name);
+    TORCH_CHECK(false, "there is no option '", word.substr(0, 60), "' of fp8; the options are ",
+                known);
+  }
+  return options;
+}
+
+/// What is made of products: what a region with an fp8 rule may call instead of products in fp8.
+inline constexpr OpFamily fp8_products[] = {ops::matmul, ops::linear, ops::conv, ops::recurrent};
+
+/// Whether a region makes any product in fp8, and what it calls instead.
+class Fp8Usage final : public OpRuleUsage {
+ public:
+  explicit Fp8Usage(std::shared_ptr<Fp8Usage> outer) : outer_(std::move(outer)) {}
+
+  /// A call followed the rule.
+  void run() {
+    if (has_run()) return;
+    has_run_.store(true, std::memory_order_relaxed);
+    if (outer_ != nullptr) outer_->run();
+  }
+
+  void passed_by(const c10::OperatorName& op) override {
+    for (const OpFamily& family : fp8_products) {
+      if (!has_run() && contains(family, op)) return called_instead(full_name(op), {});
+    }
+  }
+
+  /// A product was called that the rule does not reach, or that could not follow it (`why`).
+  void called_instead(std::string op, const std::string& why) {
+    if (has_run()) return;
+    if (op.starts_with("aten::")) op.erase(0, 6);
+    if (!why.empty()) op += " (" + why + ')';
+    const std::scoped_lock<std::mutex> lock(mutex_);
+    const bool is_known = (", " + called_ + ", ").find(", " + op + ", ") != std::string::npos;
+    if (is_known || called_.size() > 500) return;
+    called_ += (called_.empty() ? "" : ", ") + op;
+  }
+
+  void warn_if_unused() const override {
+    if (has_run()) return;
+    const std::scoped_lock<std::mutex> lock(mutex_);
+    if (called_.empty()) return;
+    TORCH_WARN_ONCE(
+        "AutocastGuard: the policy has an fp8 rule, but no product of the region was in fp8. "
+        "Called instead: ",
+        called_,
+        ". The rule may name ops that the model does not call: torch::nn::Linear calls addmm or "
+        "matmul, not linear; ops::dense names them all.");
+  }
+
+ private:
+  bool has_run() const { return has_run_.load(std::memory_order_relaxed); }
+
+  std::shared_ptr<Fp8Usage> outer_;
+  std::atomic<bool> has_run_ = false;
+  mutable std::mutex mutex_;
+  std::string called_;
+};
 
 /// A call of one of the ops that can be in fp8: result = beta * added + alpha * x w^T.
 struct Fp8Call {
@@ -110,7 +236,8 @@ inline std::string why_not_in_fp8(const Fp8Options& options, const Fp8Call& call
   return {};
 }
 
-/// OpRule::run.
+/// Runs a call in fp8: takes the arguments off the stack and leaves the result. Where it cannot,
+/// says why, and leaves the stack as it was.
 inline std::string run_fp8(const Fp8Options& options, const c10::OperatorHandle& op,
                            at::DeviceType device, torch::jit::Stack& stack) {
   const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
@@ -132,14 +259,52 @@ inline std::string run_fp8(const Fp8Options& options, const c10::OperatorHandle&
   return {};
 }
 
+/// Has overlays of a device see all products that may be called instead of those in fp8.
+inline void install_overlays_of_products(at::DeviceType device) {
+  static std::array<std::once_flag, device_count> installed;
+  std::call_once(installed[device_index(device, "Policy")], [&] {
+    for (const OpFamily& family : fp8_products) {
+      for (const std::string_view name : family) {
+        for (const auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) {
+          if (why_not_castable(op.schema()).empty()) (void)install_overlay(op, device);
+        }
+      }
+    }
+  });
+}
+
 /// The rule of Cast::fp8: see Policy::fp8.
 class Fp8Rule final : public OpRule {
  public:
   explicit Fp8Rule(const Fp8Options& options) : options_(options) {}
 
-  std::string run(const c10::OperatorHandle& op, at::DeviceType device,
-                  torch::jit::Stack& stack) const override {
-    return run_fp8(options_, op, device, stack);
+  void prepare(const char* call, const PolicyData& policy, at::DeviceType device,
+               at::ScalarType dtype) const override {
+    (void)derived_weights();  // there before the first region with this rule begins
+    install_overlays_of_products(device);
+    for (std::size_t i = 0; i < policy.edits.size(); ++i) {
+      const Edit& edit = policy.edits[i];
+      if (edit.op_rule == nullptr || edit.when.dtype.value_or(dtype) != dtype) continue;
+      const auto& rule = static_cast<const Fp8Rule&>(*edit.op_rule);
+      if (!rule.options_.strict || !is_in_force(policy, i)) continue;
+      const std::string& on_device = rule.why_not_on(device);
+      const std::string why =
+          on_device.empty() ? std::string(why_not_fp8_in(rule.options_, device, dtype)) : on_device;
+      TORCH_CHECK(why.empty(), call, ": the policy's fp8 rule is strict, and ", device,
+                  " cannot follow it in a region in ", dtype, ": ", why,
+                  ". Leave Fp8Options::strict out to run as lower_precision there.");
+    }
+  }
+
+  bool run(const c10::OperatorHandle& op, at::DeviceType device, torch::jit::Stack& stack,
+           OpRuleUsage* usage) const override {
+    std::string why = why_not_on(device);
+    if (why.empty()) why = run_fp8(options_, op, device, stack);
+    announce(fp8_scope, why);
+    if (auto* const products = static_cast<Fp8Usage*>(usage)) {
+      why.empty() ? products->run() : products->called_instead(full_name(op.operator_name()), why);
+    }
+    return why.empty();
   }
 
   std::string why_not_op(std::string_view full_name) const override {
@@ -149,26 +314,37 @@ class Fp8Rule final : public OpRule {
     return "only linear, addmm, mm and matmul can (ops::dense)";
   }
 
-  std::string why_not_on(at::DeviceType device) const override {
-    (void)derived_weights();  // there before the first region with this rule begins
-    return why_no_fp8_product(options_, device);
-  }
-
-  std::string why_not_in(at::DeviceType device, at::ScalarType dtype) const override {
-    return std::string(why_not_fp8_in(options_, device, dtype));
-  }
-
-  bool is_strict() const override { return options_.strict; }
-
   std::string text() const override { return fp8_text(options_); }
 
   std::shared_ptr<OpRuleUsage> make_usage(
       const std::shared_ptr<OpRuleUsage>& outer) const override {
-    return std::make_shared<Fp8Usage>(outer);
+    return std::make_shared<Fp8Usage>(std::static_pointer_cast<Fp8Usage>(outer));
   }
 
  private:
+  /// Whether edit `index` of the policy still lies on some overload.
+  static bool is_in_force(const PolicyData& policy, std::size_t index) {
+    for (const auto& [op, of_op] : policy.rules) {
+      if (of_op.has_cast && of_op.edit == index) return true;
+    }
+    return policy.has_conditional(index);
+  }
+
+  /// Why products cannot be on the device of a type that is current at the first call; empty if
+  /// they can.
+  const std::string& why_not_on(at::DeviceType device) const {
+    OnDevice& known = on_device_[device_index(device, "Policy")];
+    std::call_once(known.tried, [&] { known.why_not = why_no_fp8_product(options_, device); });
+    return known.why_not;
+  }
+
+  struct OnDevice {
+    std::once_flag tried;
+    std::string why_not;
+  };
+
   Fp8Options options_;
+  mutable std::array<OnDevice, device_count> on_device_;
 };
 
 /// A ParseFp8Rule.

@@ -6,12 +6,151 @@
 
 #include <memory>
 
-#include "torchamp/detail/graph/cuda_recorder.h"
+#include "torchamp/detail/cuda_versions.h"
 #include "torchamp/detail/graph/recorder.h"
-#include "torchamp/detail/graph/registered_graph.h"
-#include "torchamp/detail/graph/stream_recorder.h"
+
+// Whether CUDA graphs are compiled in: where CUDA's headers are found, unless said otherwise.
+#if !defined(TORCHAMP_CUDA_GRAPHS)
+#if __has_include(<cuda_runtime_api.h>) && __has_include(<ATen/cuda/CUDAGraph.h>)
+#define TORCHAMP_CUDA_GRAPHS 1
+#else
+#define TORCHAMP_CUDA_GRAPHS 0
+#endif
+#endif
+
+#if TORCHAMP_CUDA_GRAPHS
+#include <ATen/core/CachingHostAllocator.h>
+#include <ATen/cuda/CUDAGraph.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAException.h>
+#include <cuda_runtime_api.h>
+#endif
 
 namespace torchamp::detail {
+
+#if TORCHAMP_CUDA_GRAPHS
+
+/// LibTorch's CUDAGraph.
+class CudaDeviceGraph final : public DeviceGraph {
+ public:
+  explicit CudaDeviceGraph(c10::Device device)
+      : device_(device),
+        pool_(at::cuda::graph_pool_handle()),
+        graph_(std::make_unique<at::cuda::CUDAGraph>()) {}
+
+  /// Only this thread's calls are restricted: one that loads data may use CUDA meanwhile.
+  void begin() override { graph_->capture_begin(pool_, cudaStreamCaptureModeThreadLocal); }
+  void end() override { graph_->capture_end(); }
+  void replay() override { graph_->replay(); }
+  void reset() override { graph_->reset(); }
+
+  /// LibTorch's destructor does not end a capture. Where CUDA calls the capture invalid, LibTorch's
+  /// capture_end() leaves with the allocators still set to ask this graph which allocations are its
+  /// own, at the latest in the next capture: they must forget it before it is gone.
+  void abandon() noexcept override {
+    if (!attempt([&] { graph_->capture_end(); })) {
+      attempt([&] {
+        c10::cuda::CUDACachingAllocator::endAllocateToPool(device_.index(), pool_);
+        c10::cuda::CUDACachingAllocator::releasePool(device_.index(), pool_);
+      });
+      attempt([&] {
+        at::HostAllocator* const host = at::getHostAllocator(at::kCUDA);
+        host->end_allocate_to_pool(pool_);
+        host->release_pool(pool_);
+      });
+    }
+    graph_.reset();
+    // The thread still has the error of a capture that had ended before, which the next op would
+    // take for its own. LibTorch's check forgets what it reports; cudaGetLastError() itself would
+    // have to be linked.
+    attempt([] { C10_CUDA_CHECK(cudaErrorIllegalState); });
+  }
+
+ private:
+  c10::Device device_;
+  c10::MempoolId_t pool_;
+  std::unique_ptr<at::cuda::CUDAGraph> graph_;
+};
+
+#endif
+
+/// An error where this program cannot use CUDA's graphs: it was compiled without CUDA's headers, or
+/// with other ones than LibTorch.
+inline void check_cuda_graphs() {
+#if TORCHAMP_CUDA_GRAPHS
+  check_cuda_headers(CUDART_VERSION, at::detail::getCUDAHooks().versionCUDART());
+#else
+  TORCH_CHECK(
+      false,
+      "CudaGraph: this program was compiled without CUDA's headers (cuda_runtime_api.h). "
+      "Compile it with the CUDA toolkit's include folder, or pass {.enabled = false} to run "
+      "eagerly.");
+#endif
+}
+
+inline std::unique_ptr<DeviceGraph> make_cuda_graph([[maybe_unused]] c10::Device device) {
+#if TORCHAMP_CUDA_GRAPHS
+  return std::make_unique<CudaDeviceGraph>(device);
+#else
+  return nullptr;  // check_cuda_graphs() has thrown
+#endif
+}
+
+}  // namespace torchamp::detail
+
+// LibTorch has a registry of devices with graphs since 2.15 or a little before.
+#if __has_include(<ATen/core/GraphImplInterface.h>)
+#define TORCHAMP_REGISTERED_GRAPHS 1
+#include <ATen/core/GraphImplInterface.h>
+
+#include <utility>
+#else
+#define TORCHAMP_REGISTERED_GRAPHS 0
+#endif
+
+namespace torchamp::detail {
+
+#if TORCHAMP_REGISTERED_GRAPHS
+
+/// A graph of any device that has told LibTorch of its own.
+class RegisteredGraph final : public DeviceGraph {
+ public:
+  explicit RegisteredGraph(std::unique_ptr<at::GraphImplInterface> graph)
+      : graph_(std::move(graph)) {}
+
+  /// Only this thread's calls are restricted: one that loads data may use the device meanwhile.
+  void begin() override { graph_->capture_begin({0, 0}, at::GraphCaptureMode::ThreadLocal); }
+  void end() override { graph_->capture_end(); }
+  void replay() override { graph_->replay(); }
+  void reset() override { graph_->reset(); }
+
+  void abandon() noexcept override {
+    attempt([&] { graph_->capture_end(); });
+    attempt([&] { graph_->reset(); });
+  }
+
+ private:
+  std::unique_ptr<at::GraphImplInterface> graph_;
+};
+
+inline bool has_registered_graphs(c10::DeviceType device) {
+  return at::has_graph_impl(device);
+}
+inline std::unique_ptr<DeviceGraph> make_registered_graph(c10::Device device) {
+  return std::make_unique<RegisteredGraph>(at::create_graph_impl(device.type()));
+}
+
+#else
+
+inline bool has_registered_graphs(c10::DeviceType) {
+  return false;
+}
+inline std::unique_ptr<DeviceGraph> make_registered_graph(c10::Device) {
+  return nullptr;
+}
+
+#endif
 
 /// The recorder of `device`. An error where it has no graphs, or has CUDA's and this program was
 /// compiled without CUDA's headers.

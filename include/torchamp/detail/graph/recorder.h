@@ -1,11 +1,26 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <c10/core/Allocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/Device.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/DeviceType.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <exception>
 #include <functional>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
 
-#include "torchamp/version.h"
+#include "torchamp/detail/libtorch.h"
 
 namespace torchamp::detail {
 
@@ -29,6 +44,178 @@ class GraphRecorder {
 
   /// Lets go of the recording and its memory.
   virtual void reset() = 0;
+};
+
+/// What a device that has graphs implements: the work of one stream, recorded and done again. An
+/// object records at most once.
+class DeviceGraph {
+ public:
+  virtual ~DeviceGraph() = default;
+
+  /// From here on what the current stream of the current device is given is recorded and not done.
+  /// What is allocated for it lies in memory that nobody else gets while the graph lives.
+  virtual void begin() = 0;
+
+  /// Ends the recording and makes it ready to be done.
+  virtual void end() = 0;
+
+  /// Ends a recording that an exception broke off, or that end() refused, as if there had been
+  /// none.
+  virtual void abandon() noexcept = 0;
+
+  /// Does what was recorded, on the current stream. Does not wait for the end of it.
+  virtual void replay() = 0;
+
+  /// Lets go of the recording and its memory.
+  virtual void reset() = 0;
+
+ protected:
+  /// For abandon(): returns whether `call` has not thrown. The error for which a recording is
+  /// abandoned is on its way already.
+  template <class Call>
+  static bool attempt(const Call& call) noexcept {
+    try {
+      call();
+      return true;
+    } catch (const std::exception&) {
+      return false;
+    }
+  }
+};
+
+/// A stream of LibTorch's pool that no other OwnStream has while it lives. LibTorch hands its
+/// streams out in turn, so that two graphs could get one; and where one of them goes, it clears
+/// workspaces of that stream that the other still replays into.
+class OwnStream {
+ public:
+  explicit OwnStream(c10::Device device) : stream_(take(device)) {}
+  OwnStream(const OwnStream&) = delete;
+  OwnStream& operator=(const OwnStream&) = delete;
+  ~OwnStream() {
+    const std::scoped_lock lock(registry().mutex);
+    auto& taken = registry().taken;
+    taken.erase(std::find(taken.begin(), taken.end(), stream_));
+  }
+
+  c10::Stream get() const { return stream_; }
+
+ private:
+  struct Registry {
+    std::mutex mutex;
+    std::vector<c10::Stream> taken;
+  };
+  static Registry& registry() {
+    static auto& registry = *new Registry;  // never destroyed: graphs may live until the exit
+    return registry;
+  }
+
+  static c10::Stream take(c10::Device device) {
+    // More than a pool of CUDA's has for one priority.
+    constexpr int draws = 64;
+    const c10::impl::VirtualGuardImpl backend(device.type());
+    const std::scoped_lock lock(registry().mutex);
+    auto& taken = registry().taken;
+    for (const bool high_priority : {false, true}) {
+      for (int draw = 0; draw < draws; ++draw) {
+        const c10::Stream stream = backend.getStreamFromGlobalPool(device, high_priority);
+        if (std::find(taken.begin(), taken.end(), stream) != taken.end()) continue;
+        taken.push_back(stream);
+        return stream;
+      }
+    }
+    TORCH_CHECK(false, "CudaGraph: ", taken.size(),
+                " graphs are alive and hold all streams that LibTorch has for ", device,
+                ". Let go of one before another is made.");
+    return c10::Stream(c10::Stream::DEFAULT, device);  // not reached, which GCC does not see
+  }
+
+  c10::Stream stream_;
+};
+
+/// Records with a device's graphs, on a stream of its own.
+class StreamRecorder final : public GraphRecorder {
+ public:
+  using MakeGraph = std::function<std::unique_ptr<DeviceGraph>(c10::Device)>;
+
+  StreamRecorder(c10::Device device, MakeGraph make_graph)
+      : device_(device), side_(device), event_(device.type()), make_graph_(std::move(make_graph)) {}
+  ~StreamRecorder() override {
+    try {
+      reset();
+    } catch (const std::exception&) {  // at the program's end the device may be gone before this is
+      (void)graph_.release();
+    }
+  }
+
+  c10::DeviceType device_type() const override { return device_.type(); }
+
+  void run(const std::function<void()>& work) override {
+    const c10::Stream caller = backend().getStream(device_);
+    order(caller, side_.get());
+    try {
+      const c10::StreamGuard on_side(side_.get());
+      work();
+    } catch (...) {
+      order(side_.get(), caller);  // what was done is there
+      throw;
+    }
+    order(side_.get(), caller);
+  }
+
+  void record(const std::function<void()>& work) override {
+    const c10::DeviceGuard on_device(device_);
+    reset();
+    backend().synchronizeDevice(device_.index());
+    empty_cache();  // what the eager iterations leave would lie idle
+    const c10::StreamGuard on_side(side_.get());
+    auto graph = make_graph_(device_);
+    try {
+      graph->begin();
+      work();
+      graph->end();
+    } catch (...) {
+      const std::exception_ptr reason = std::current_exception();
+      graph->abandon();
+      std::rethrow_exception(reason);
+    }
+    graph_ = std::move(graph);
+  }
+
+  void replay() override {
+    const c10::DeviceGuard on_device(device_);
+    graph_->replay();
+    // What warm-ups made is memory of this stream: freed, it must not be used before that.
+    order(backend().getStream(device_), side_.get());
+  }
+
+  void reset() override {
+    if (graph_) graph_->reset();  // which may throw, as a destructor may not
+    graph_.reset();
+  }
+
+ private:
+  c10::impl::VirtualGuardImpl backend() const {
+    return c10::impl::VirtualGuardImpl(device_.type());
+  }
+
+  void empty_cache() const {
+#if TORCHAMP_LIBTORCH >= 209
+    auto* const allocator = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(device_.type()));
+    if (allocator) allocator->emptyCache();
+#endif
+  }
+
+  /// What `later` does from now on waits for what `earlier` was given.
+  void order(c10::Stream earlier, c10::Stream later) {
+    event_.record(earlier);
+    event_.block(later);
+  }
+
+  c10::Device device_;
+  OwnStream side_;
+  c10::Event event_;
+  MakeGraph make_graph_;
+  std::unique_ptr<DeviceGraph> graph_;
 };
 
 }  // namespace torchamp::detail

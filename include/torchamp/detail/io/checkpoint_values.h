@@ -13,7 +13,6 @@
 #include <array>
 #include <charconv>
 #include <cmath>
-#include <concepts>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -23,9 +22,8 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/host_copies.h"
 #include "torchamp/detail/tensors.h"
-#include "torchamp/version.h"
+#include "torchamp/detail/write_back.h"
 
 namespace torchamp::detail {
 
@@ -168,10 +166,12 @@ template <class T>
 std::function<void()> undo_of(T& value) {
   if constexpr (std::is_same_v<T, at::Tensor>) {
     const at::NoGradGuard no_grad;
-    return [&value, handle = value, kept = value.defined() ? value.detach().clone() : value] {
+    WriteBack kept;
+    kept.add(value, WriteBack::Copies::beside);
+    return [&value, handle = value, kept = std::move(kept)] {
       const at::NoGradGuard within;
       value = handle;
-      if (kept.defined()) value.copy_(kept);
+      kept.put_back();
     };
   } else {
     return [&value, kept = value] { value = kept; };
@@ -230,11 +230,11 @@ class WeightsInPlace {
 
 /// What brings back the values of a module's tensors, which it keeps on the host.
 inline std::function<void()> hold_module(const torch::nn::Module& module) {
-  HostCopies held;
+  WriteBack held;
   for (const auto& tensors : {module.parameters(), module.buffers()}) {
     for (const at::Tensor& tensor : tensors) {
       if (tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage()) {
-        held.add(tensor);
+        held.add(tensor, WriteBack::Copies::on_host);
       }
     }
   }

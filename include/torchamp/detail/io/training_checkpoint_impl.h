@@ -23,9 +23,7 @@
 #include <vector>
 
 #include "torchamp/detail/io/archive_file.h"
-#include "torchamp/detail/io/atomic_file.h"
-#include "torchamp/detail/io/module_archive.h"
-#include "torchamp/detail/io/optimizer_archive.h"
+#include "torchamp/detail/io/archives.h"
 #include "torchamp/detail/rng_state.h"
 #include "torchamp/training_checkpoint.h"
 #include "torchamp/version.h"

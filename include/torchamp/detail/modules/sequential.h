@@ -18,7 +18,6 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/modules/forward_scope.h"
 #include "torchamp/detail/modules/with_policy.h"
 #include "torchamp/detail/policy/data.h"
 

@@ -1,22 +1,94 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <ATen/autocast_mode.h>
+#include <ATen/record_function.h>
 #include <c10/util/Type.h>
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <concepts>
 #include <cstddef>
 #include <memory>
 #include <optional>
 #include <ostream>
+#include <string>
 #include <tuple>
 #include <type_traits>
 #include <typeinfo>
 #include <utility>
 
-#include "torchamp/detail/modules/forward_scope.h"
+#include "torchamp/detail/devices.h"
+#include "torchamp/detail/libtorch.h"
+#include "torchamp/detail/overlay/kernel.h"
+#include "torchamp/detail/overlay/region.h"
+#include "torchamp/detail/policy/data.h"
 
 namespace torchamp::detail {
+
+/// What a ModulePolicies gave a module: its dotted name in the model, and a policy or none.
+struct ModulePolicy {
+  std::string name;
+  std::shared_ptr<const PolicyData> policy;
+};
+
+/// Whether two edits are known to be the same. Predicates cannot be compared.
+inline bool is_same(const Edit& a, const Edit& b) {
+  return a.cast == b.cast && a.names == b.names && a.family == b.family &&
+         a.when.dtype == b.when.dtype && !a.when.predicate && !b.when.predicate &&
+         (a.op_rule == nullptr || a.op_rule->text() == b.op_rule->text());
+}
+
+/// Whether two policies are known to have the same rules.
+inline bool is_same(const PolicyData& one, const PolicyData& other) {
+  return &one == &other ||
+         (one.base == other.base &&
+          std::equal(one.edits.begin(), one.edits.end(), other.edits.begin(), other.edits.end(),
+                     [](const Edit& a, const Edit& b) { return is_same(a, b); }));
+}
+
+/// The calling thread's state with `policy` in force, on the devices where autocast is on.
+inline std::shared_ptr<const ThreadPolicy> thread_policy_with(
+    const std::shared_ptr<const PolicyData>& policy) {
+  auto inner = copy_of(thread_policy());
+  inner->inherited = policy;
+  const auto& devices = autocast_devices;
+  for (std::size_t i = 0; i < device_count; ++i) {
+    if (at::autocast::is_autocast_enabled(devices[i])) {
+      prepare_region("ModulePolicies", *policy, inner->casts, devices[i],
+                     at::autocast::get_autocast_dtype(devices[i]));
+      inner->in_force[i] = policy;
+    }
+  }
+  if (const OpRule* rule = policy->op_rule()) {
+    inner->op_rule_usage = rule->make_usage(inner->op_rule_usage);
+  }
+  return inner;
+}
+
+/// The forward of a module: under the module's policy, and a user scope of its name for whoever
+/// records (LibTorch's profiler, CastRecorder).
+class ForwardScope {
+ public:
+  explicit ForwardScope(const ModulePolicy* module) : policy_(policy_of(module)) {
+    if (module == nullptr) return;
+    if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) {
+      record_.emplace(std::move(*callbacks));
+      record_->before(module->name);
+    }
+  }
+
+ private:
+  static std::shared_ptr<const ThreadPolicy> policy_of(const ModulePolicy* module) {
+    if (module == nullptr || module->policy == nullptr) return nullptr;
+    const GuardOverride& guards = guard_override(thread_policy());
+    if (guards.off || (guards.policy && !guards.module_policies)) return nullptr;
+    return thread_policy_with(module->policy);
+  }
+
+  PolicyScope policy_;
+  std::optional<at::RecordFunction> record_;
+};
 
 /// A module whose forward can be put under a policy.
 class PolicyHolder {

@@ -29,8 +29,8 @@
 #include "torchamp/detail/observe/report.h"
 #include "torchamp/detail/overlay/rule_of_call.h"
 #include "torchamp/detail/policy/data.h"
-#include "torchamp/detail/policy/rule.h"
 #include "torchamp/detail/weights/cast.h"
+#include "torchamp/ops.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {

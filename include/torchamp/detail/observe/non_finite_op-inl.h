@@ -29,6 +29,7 @@
 #include "torchamp/detail/observe/observer.h"
 #include "torchamp/detail/observe/recording.h"
 #include "torchamp/detail/observe/report.h"
+#include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/non_finite_op.h"
 #include "torchamp/version.h"
@@ -76,6 +77,15 @@ inline bool ignores_values(std::string_view name, std::size_t argument) {
 /// Ops that compute nothing.
 inline bool only_arranges(std::string_view op) {
   return op == "detach_" || op == "requires_grad_" || op == "set_" || op == "resize_";
+}
+
+/// Whether `dtype` packs two numbers into an element, which LibTorch cannot look at.
+constexpr bool is_packed(at::ScalarType dtype) {
+#if TORCHAMP_LIBTORCH >= 208
+  return dtype == at::ScalarType::Float4_e2m1fn_x2;
+#else
+  return dtype == at::ScalarType::Undefined;
+#endif
 }
 
 /// The numbers that a tensor holds, where there are any that LibTorch can look at; else

@@ -28,10 +28,10 @@
 #include "torchamp/detail/observe/report.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
-#include "torchamp/detail/policy/resolve.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/detail/text.h"
 #include "torchamp/detail/weights/cast.h"
+#include "torchamp/ops.h"
 
 namespace torchamp::detail {
 
@@ -135,7 +135,7 @@ struct RecordedOp {
                       base == "aten::copy_" || base == "aten::copy",
                       !is_view && !base.ends_with("_like") && !base.starts_with("aten::new_"),
                       schema.is_mutable(),
-                      promotes_its_arguments(name)};
+                      contains(ops::addition, name)};
   }
 };
 

@@ -31,7 +31,7 @@
 
 #include "torchamp/detail/observe/recording.h"
 #include "torchamp/detail/observe/report.h"
-#include "torchamp/detail/policy/castable.h"
+#include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/underflow_meter.h"
 #include "torchamp/version.h"

@@ -11,10 +11,9 @@
 #include <optional>
 #include <utility>
 
+#include "torchamp/detail/masters/split_weight.h"
 #include "torchamp/detail/optim/kernel.h"
 #include "torchamp/detail/optim/plan.h"
-#include "torchamp/detail/split_bits.h"
-#include "torchamp/detail/split_weight.h"
 #include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {

@@ -1,47 +1,311 @@
 // SPDX-License-Identifier: BSD-3-Clause
+// What an overlay does to a call, and which overlays a policy needs.
 #pragma once
 
 #include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/function_schema.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/core/ivalue.h>
 #include <ATen/core/operator_name.h>
 #include <ATen/core/stack.h>
+#include <ATen/ops/ones_like.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/DispatchKey.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/ScalarType.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstddef>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/libtorch.h"
-#include "torchamp/detail/overlay/cast_arguments.h"
-#include "torchamp/detail/overlay/kept_weights.h"
 #include "torchamp/detail/overlay/runtime.h"
-#include "torchamp/detail/overlay/thread_policy.h"
-#include "torchamp/detail/policy/castable.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/lists.h"
-#include "torchamp/detail/policy/rule.h"
 #include "torchamp/detail/policy/special_ops.h"
-#include "torchamp/detail/text.h"
+#include "torchamp/ops.h"
+
+#if TORCHAMP_LIBTORCH < 209
+/// LibTorch befriends all classes of this template, and no other that could ask for a kernel.
+template <>
+class c10::TypedOperatorHandle<struct TorchampKernelLookup> {
+ public:
+  static const KernelFunction& kernel(const OperatorHandle& op, DispatchKey key) {
+    return op.operatorDef_->op.lookup(DispatchKeySet(key));
+  }
+};
+#endif
 
 namespace torchamp::detail {
 
-/// A kernel for ops of any schema. One class for LibTorch, whatever lies behind it.
-class BoxedKernel : public c10::OperatorKernel {
- public:
-  virtual void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
-                    torch::jit::Stack* stack) const = 0;
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
-                  torch::jit::Stack* stack) const {
-    call(op, keys, stack);
+// ---- The casts of one call ----------------------------------------------------------------------
+
+/// Copies that an op writes to instead of its arguments.
+struct StandIns {
+  std::vector<at::Tensor> originals, copies;
+
+  /// Brings what the op has written to where it belongs.
+  void copy_back() const {
+    const at::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < copies.size(); ++i) originals[i].copy_(copies[i]);
   }
 };
+
+/// Casts the arguments of one op on the interpreter's stack. Made once per op, from its schema.
+class CastArguments {
+ public:
+  /// `promotes`: the op itself computes in the widest dtype of its arguments, as additions do.
+  CastArguments(const c10::FunctionSchema& schema, bool promotes)
+      : count_(schema.arguments().size()), promotes_(promotes) {
+    const auto& arguments = schema.arguments();
+    const bool has_statistics =
+        std::any_of(arguments.begin(), arguments.end(), [](const c10::Argument& argument) {
+          return is_running_statistic(argument) && holds_tensors(*argument.type());
+        });
+    for (std::size_t i = 0; i < count_; ++i) {
+      const c10::Argument& argument = arguments[i];
+      const std::string& name = argument.name();
+      if (is_dtype(argument, /*optional=*/true)) dtype_position_ = i;
+      if (argument.alias_info() != nullptr && argument.alias_info()->isWrite() &&
+          argument.type()->kind() == c10::TypeKind::TensorType) {
+        written_position_ = i;
+      }
+      if (name == "weight" && schema.name() == "aten::instance_norm") unit_weight_position_ = i;
+      if (name == "training" || name == "use_input_stats") training_position_ = i;
+      if (!holds_tensors(*argument.type())) continue;
+      const bool is_beside = has_statistics && (name == "weight" || name == "bias");
+      auto& positions = is_running_statistic(argument) ? statistics_
+                        : is_beside                    ? beside_statistics_
+                                                       : positions_;
+      positions.push_back(i);
+    }
+  }
+
+  /// Casts as `cast` says (lower_precision, fp32 or promote) for a region of `device`. After the op
+  /// has run, the stand-ins are to be copied back.
+  [[nodiscard]] StandIns operator()(Cast cast, at::DeviceType device,
+                                    torch::jit::Stack& stack) const {
+    const Call call{device, stack.data() + (stack.size() - count_)};
+    switch (cast) {
+      case Cast::lower_precision:
+      case Cast::fp8:  // where it cannot be
+        return to(at::autocast::get_autocast_dtype(device), call);
+      case Cast::promote:
+        return to(written_position_ ? dtype_written_to(call) : widest(call), call);
+      case Cast::fp32:
+        if (dtype_position_ && can_ask_for_fp32(call)) return {};
+        if (promotes_ && widen_one(call)) return {};
+        return to(at::kFloat, call);
+      case Cast::native:
+      case Cast::unchanged:
+        break;
+    }
+    if (cast == fp32_where_it_must && !value_fits(call)) return to(at::kFloat, call);
+    return {};
+  }
+
+  /// Of the arguments that hold tensors, running statistics and what is beside them left out.
+  const std::vector<std::size_t>& positions() const { return positions_; }
+
+ private:
+  using Dtype = std::optional<at::ScalarType>;
+  using Positions = std::vector<std::size_t>;
+
+  /// A call in a region of a device.
+  struct Call {
+    at::DeviceType device;
+    c10::IValue* arguments;
+
+    c10::IValue& operator[](std::size_t position) const { return arguments[position]; }
+    bool can_cast(const at::Tensor& tensor) const {
+      return tensor.defined() && at::autocast::is_eligible(tensor, device);
+    }
+  };
+
+  /// The widest dtype among `dtype` and the castable tensors at `positions`; nothing if there are
+  /// none.
+  static Dtype widest_of(Dtype dtype, const Positions& positions, const Call& call) {
+    for (const std::size_t position : positions) {
+      for_each_tensor_of(call[position], [&](const at::Tensor& tensor) {
+        if (!call.can_cast(tensor)) return;
+        dtype = dtype ? c10::promoteTypes(*dtype, tensor.scalar_type()) : tensor.scalar_type();
+      });
+    }
+    return dtype;
+  }
+
+  Dtype widest(const Call& call) const {
+    const Dtype dtype = widest_of(std::nullopt, positions_, call);
+    return widest_of(widest_of(dtype, beside_statistics_, call), statistics_, call);
+  }
+
+  /// That of the tensor which the op writes to, if it can be computed in.
+  Dtype dtype_written_to(const Call& call) const {
+    const c10::IValue& value = call[*written_position_];
+    if (!value.isTensor() || !value.toTensor().is_floating_point()) return std::nullopt;
+    return value.toTensor().scalar_type();
+  }
+
+  /// Whether the number at the end of the arguments fits into the dtype of the first.
+  bool value_fits(const Call& call) const {
+    const at::ScalarType dtype = call[0].toTensor().scalar_type();
+    const c10::Scalar value = call[count_ - 1].toScalar();
+    if (!is_16_bit(dtype) || value.isComplex()) return true;
+    const double number = std::abs(value.toDouble());
+    const double most = dtype == at::kHalf
+                            ? static_cast<double>(std::numeric_limits<c10::Half>::max())
+                            : static_cast<double>(std::numeric_limits<c10::BFloat16>::max());
+    return !(number > most) || std::isinf(number);
+  }
+
+  // Note [Casts of running statistics]
+  // Statistics in fp32 that were cast to 16 bits would lose what an update adds, so they are never
+  // narrowed. Where an op needs them wider than they are (`fp32` on a model in 16 bits) it is given
+  // a copy, which is copied back if the op has updated it. LibTorch's kernels take weight and bias
+  // in the dtype of the statistics, which may be wider than the input's, and in no other. Its
+  // instance_norm narrows statistics by itself where there is no weight, so it is given one of
+  // ones.
+  StandIns to(Dtype dtype, const Call& call) const {
+    StandIns stand_ins;
+    if (!dtype) return stand_ins;
+    for (const std::size_t position : positions_) cast_value(*dtype, call, position);
+    if (statistics_.empty()) return stand_ins;
+    const at::ScalarType wide = *widest_of(dtype, statistics_, call);
+    for (const std::size_t position : beside_statistics_) cast_value(wide, call, position);
+    if (unit_weight_position_ && wide != *dtype) {
+      c10::IValue& weight = call[*unit_weight_position_];
+      const c10::IValue& statistic = call[statistics_.front()];
+      const bool has_weight = weight.isTensor() && weight.toTensor().defined();
+      if (!has_weight && statistic.isTensor() && statistic.toTensor().defined()) {
+        weight = at::ones_like(statistic.toTensor());
+      }
+    }
+    const c10::IValue& training = call[training_position_.value_or(0)];
+    const bool updates = !training_position_ || !training.isBool() || training.toBool();
+    for (const std::size_t position : statistics_) {
+      c10::IValue& value = call[position];
+      if (!value.isTensor() || !needs_cast(value.toTensor(), wide, call)) continue;
+      at::Tensor original = value.toTensor();
+      value = original.to(wide);
+      if (!updates) continue;
+      stand_ins.copies.push_back(value.toTensor());
+      stand_ins.originals.push_back(std::move(original));
+    }
+    return stand_ins;
+  }
+
+  static void cast_value(at::ScalarType dtype, const Call& call, std::size_t position) {
+    c10::IValue& value = call[position];
+    const auto cast = [&](const at::Tensor& tensor) {
+      return at::autocast::cached_cast(dtype, tensor, call.device);
+    };
+    if (value.isTensor()) {
+      if (needs_cast(value.toTensor(), dtype, call)) value = cast(value.toTensor());
+    } else if (value.isList()) {
+      c10::impl::GenericList list = value.toList().copy();  // keeps the type of its elements
+      for (std::size_t i = 0; i < list.size(); ++i) {
+        const c10::IValue& element = list.get(i);
+        if (element.isTensor()) list.set(i, cast(element.toTensor()));
+      }
+      value = list;
+    }
+  }
+
+  static bool needs_cast(const at::Tensor& tensor, at::ScalarType dtype, const Call& call) {
+    return call.can_cast(tensor) && tensor.scalar_type() != dtype;
+  }
+
+  // LibTorch's rule for `fp32_set_opt_dtype`: a dtype that the caller gave stands. False if the
+  // arguments must be cast instead: a tensor that is never cast would be converted, too, and those
+  // of nested tensors take no dtype.
+  bool can_ask_for_fp32(const Call& call) const {
+    c10::IValue& dtype = call[*dtype_position_];
+    if (!dtype.isNone()) return true;
+    bool castable = false;
+    bool all_can_be_asked = true;
+    for (const std::size_t position : positions_) {
+      for_each_tensor_of(call[position], [&](const at::Tensor& tensor) {
+        if (!tensor.defined()) return;
+        const bool can_cast = call.can_cast(tensor);
+        castable = castable || can_cast;
+        if (can_cast ? tensor.is_nested() : tensor.is_floating_point() || tensor.is_complex()) {
+          all_can_be_asked = false;
+        }
+      });
+    }
+    if (castable && all_can_be_asked) dtype = at::kFloat;
+    return all_can_be_asked;
+  }
+
+  // Note [One cast for an addition]
+  // An op with type promotion computes in fp32 as soon as one argument that decides the dtype is
+  // fp32, and converts the other on the fly. Tensors with dimensions decide over those without. So
+  // one cast serves where a cast of each argument would launch two kernels. Kernels of sparse
+  // layouts do not all convert: false for them.
+  bool widen_one(const Call& call) const {
+    c10::IValue* chosen = nullptr;
+    bool chosen_has_dims = false;
+    bool wide = false;
+    for (const std::size_t position : positions_) {
+      c10::IValue& value = call[position];
+      if (!value.isTensor() || !value.toTensor().defined()) continue;
+      const at::Tensor& tensor = value.toTensor();
+      if (tensor.layout() != at::kStrided) return false;
+      if (!tensor.is_floating_point()) continue;
+      const bool has_dims = tensor.dim() > 0;
+      if (chosen && has_dims < chosen_has_dims) continue;
+      if (!chosen || has_dims > chosen_has_dims) {
+        chosen = &value;
+        chosen_has_dims = has_dims;
+        wide = false;
+      }
+      wide = wide || tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kDouble;
+    }
+    if (chosen && !wide) {
+      *chosen = at::autocast::cached_cast(at::kFloat, chosen->toTensor(), call.device);
+    }
+    return true;
+  }
+
+  Positions positions_;          // of the arguments that hold tensors
+  Positions statistics_;         // of running statistics; not in positions_
+  Positions beside_statistics_;  // of their weight and bias; not in positions_
+  std::optional<std::size_t> dtype_position_;
+  std::optional<std::size_t> training_position_;  // of what says whether statistics are updated
+  std::optional<std::size_t> written_position_;
+  std::optional<std::size_t> unit_weight_position_;  // of instance_norm's weight
+  std::size_t count_;
+  bool promotes_;
+};
+
+// ---- Overlays -----------------------------------------------------------------------------------
+
+/// An op's kernel, to be called by callBoxed().
+#if TORCHAMP_LIBTORCH >= 209
+using NativeKernel = c10::SafeKernelFunction;
+inline NativeKernel kernel_of(const c10::OperatorHandle& op, c10::DispatchKey key) {
+  return op.getComputedKernelForDispatchKey(key);
+}
+#else
+using NativeKernel = c10::KernelFunction;
+inline NativeKernel kernel_of(const c10::OperatorHandle& op, c10::DispatchKey key) {
+  return c10::TypedOperatorHandle<TorchampKernelLookup>::kernel(op, key);
+}
+#endif
 
 /// Whether LibTorch's own kernel for the device casts the op's arguments to 16 bits.
 inline bool lowers_natively(const c10::OperatorHandle& op, at::DeviceType device) {
@@ -60,8 +324,19 @@ inline bool lowers_natively(const c10::OperatorHandle& op, at::DeviceType device
 // LibTorch does not lock its dispatch table against calls. Registration is safe next to threads
 // that call ops outside autocast, but not next to threads that call the same op inside it: let the
 // first guard with a new policy be made before such threads start.
-class Overlay final : public BoxedKernel {
+//
+// Note [TorchScript]
+// When a scripted function runs in a region with autocast on, LibTorch's JIT rewrites it by op
+// lists of its own: it puts a cast op (aten::_autocast_to_reduced_precision or _full_precision)
+// before ops on those lists, and runs the result with autocast still on. The dispatcher, and so the
+// policy, therefore does see every op; only the JIT's casts stand in its way. They are ops like
+// others, so an overlay makes them no-ops wherever a torchamp guard is in force on
+// the thread. Scripts then follow the policy exactly as C++ does, whichever state they were first
+// run in, while threads that use at::autocast without torchamp keep the JIT's casts. Nothing
+// process-wide is switched.
+class Overlay final : public c10::OperatorKernel {
  public:
+  /// `native`: the kernel that it covers, which lives as long as the process, or null.
   Overlay(const c10::OperatorHandle& op, std::size_t index, at::DeviceType device,
           const NativeKernel* native)
       : native_(native),
@@ -71,35 +346,39 @@ class Overlay final : public BoxedKernel {
         key_(autocast_key(device)),
         after_(c10::DispatchKeySet::FULL_AFTER, key_),
         argument_count_(op.schema().arguments().size()),
-        adds_gradients_(adds_gradients(op.operator_name())) {}
+        adds_gradients_(adds_gradients(op.operator_name())),
+        is_script_cast_(is_script_cast(op.operator_name())) {}
   Overlay(const Overlay&) = delete;
   Overlay& operator=(const Overlay&) = delete;
   ~Overlay() override { delete facts_.load(std::memory_order_relaxed); }
 
-  void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
-            torch::jit::Stack* stack) const override {
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) const {
     const ThreadPolicy* const of_thread = thread_policy();
     if (of_thread == nullptr) return call_native(op, keys, stack);
     const PolicyData* const policy = of_thread->in_force[device_index_].get();
     if (policy == nullptr) return call_native(op, keys, stack);
     if (adds_gradients_ && leaves_sums_alone(*of_thread)) return call_native(op, keys, stack);
-    const OverlayTable::Rule rule = policy->rule(device_index_, index_, device_, op, *stack);
+    if (is_script_cast_) return torch::jit::drop(*stack, argument_count_ - 1);  // leaves `self`
+    const OverlayRule rule = policy->rule(device_index_, index_, device_, op, *stack);
+    if (OpRuleUsage* const usage = of_thread->op_rule_usage.get(); usage || rule.op_rule) {
+      if (follow_op_rule(*policy, rule, usage, op, *stack)) return;
+    }
     const Facts* const facts = facts_of_op(op);
-    if (facts != nullptr && facts->is_product &&
-        follow_op_rule(*of_thread, *policy, rule, op, *stack))
-      return;
     const WeightCasts* const casts = casts_of_weights(*of_thread, rule, facts);
     const Cast cast = casts != nullptr ? Cast::lower_precision : rule.cast;
     if (cast == Cast::native) return call_native(op, keys, stack);
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
     const StandIns stand_ins = cast_arguments(facts, cast, casts, op, *stack);
-    if (cast != Cast::unchanged && facts->is_recurrent_layer) {
-      const NoWarningOfScatteredWeights no_warning;
-      op.redispatchBoxed(keys & after_, stack);
-    } else {
-      op.redispatchBoxed(keys & after_, stack);
-    }
-    stand_ins.copy_back();
+    std::optional<NoWarningOfScatteredWeights> no_warning;
+    if (cast != Cast::unchanged && facts->is_recurrent_layer) no_warning.emplace();
+    op.redispatchBoxed(keys & after_, stack);
+    if (!stand_ins.copies.empty()) stand_ins.copy_back();
+  }
+
+  /// Whether the JIT casts by this op.
+  static bool is_script_cast(const c10::OperatorName& op) {
+    return op.name.starts_with("aten::_autocast_to_");
   }
 
  private:
@@ -107,16 +386,14 @@ class Overlay final : public BoxedKernel {
   /// call finds it out.
   struct Facts {
     Facts(const c10::OperatorHandle& op, at::DeviceType device)
-        : cast_arguments(op.schema(), promotes_its_arguments(op.operator_name())),
-          takes_probabilities(detail::takes_probabilities(op.operator_name())),
-          is_recurrent_layer(detail::is_recurrent_layer(op.operator_name())),
-          is_product(detail::is_product(op.operator_name())),
+        : cast_arguments(op.schema(), contains(ops::addition, op.operator_name())),
+          takes_probabilities(contains(probability_loss, op.operator_name())),
+          is_recurrent_layer(contains(recurrent_layer, op.operator_name())),
           is_natively_lowered(lowers_natively(op, device)) {}
 
     CastArguments cast_arguments;
     bool takes_probabilities;
     bool is_recurrent_layer;
-    bool is_product;
     bool is_natively_lowered;
   };
 
@@ -145,34 +422,20 @@ class Overlay final : public BoxedKernel {
     }
   }
 
-  /// Lets the OpRule of the call's rule run it, if there is one and it can; tells those who want to
-  /// know.
-  bool follow_op_rule(const ThreadPolicy& of_thread, const PolicyData& policy,
-                      const OverlayTable::Rule& rule, const c10::OperatorHandle& op,
-                      torch::jit::Stack& stack) const {
-    OpRuleUsage* const usage = of_thread.op_rule_usage.get();
-    if (rule.edit == nullptr) {
-      if (usage != nullptr && !usage->has_run() && policy.op_rule() != nullptr) {
-        usage->called_instead(c10::toString(op.operator_name()), {});
-      }
-      return false;
-    }
-    std::string why = policy.refusal(device_index_, *rule.edit);
-    if (why.empty()) {
+  /// Lets the OpRule of the call's rule run it, if there is one and it can.
+  bool follow_op_rule(const PolicyData& policy, const OverlayRule& rule, OpRuleUsage* usage,
+                      const c10::OperatorHandle& op, torch::jit::Stack& stack) const {
+    if (rule.op_rule != nullptr) {
       const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
-      why = rule.edit->op_rule->run(op, device_, stack);
+      return rule.op_rule->run(op, device_, stack, usage);
     }
-    announce(fp8_scope, why);
-    if (usage != nullptr && why.empty()) usage->run();
-    if (usage != nullptr && !why.empty() && !usage->has_run()) {
-      usage->called_instead(c10::toString(op.operator_name()), why);
-    }
-    return why.empty();
+    if (policy.op_rule() != nullptr) usage->passed_by(op.operator_name());
+    return false;
   }
 
   /// Who casts the call's weights to 16 bits, if not LibTorch.
-  static const WeightCasts* casts_of_weights(const ThreadPolicy& of_thread,
-                                             const OverlayTable::Rule& rule, const Facts* facts) {
+  static const WeightCasts* casts_of_weights(const ThreadPolicy& of_thread, const OverlayRule& rule,
+                                             const Facts* facts) {
     if (of_thread.casts == nullptr) return nullptr;
     const bool is_native = rule.cast == Cast::native && !rule.is_chosen && facts != nullptr &&
                            facts->is_natively_lowered;
@@ -194,7 +457,7 @@ class Overlay final : public BoxedKernel {
     return facts->cast_arguments(cast, device_, stack);
   }
 
-  const NativeKernel* native_;  // null if there was none
+  const NativeKernel* native_;
   std::size_t index_;
   at::DeviceType device_;
   std::size_t device_index_;
@@ -202,6 +465,7 @@ class Overlay final : public BoxedKernel {
   c10::DispatchKeySet after_;
   std::size_t argument_count_;
   bool adds_gradients_;
+  bool is_script_cast_;
   mutable std::atomic<const Facts*> facts_ = nullptr;
 };
 
@@ -210,9 +474,9 @@ class SilentWarnings final : public c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
 
-/// Registers a kernel for the op under the device's autocast key, for as long as the process lives.
-inline void register_kernel(const c10::OperatorHandle& op, at::DeviceType device,
-                            std::unique_ptr<BoxedKernel> kernel) {
+/// Registers an overlay, for as long as the process lives.
+inline void register_overlay(const c10::OperatorHandle& op, at::DeviceType device,
+                             std::unique_ptr<Overlay> overlay) {
   // LibTorch warns of kernels that replace others; these are ours, and stand in for what they
   // cover.
   SilentWarnings silent;
@@ -221,20 +485,13 @@ inline void register_kernel(const c10::OperatorHandle& op, at::DeviceType device
   // name, which takes longer than all else that the first guard does for an op.)
   new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().registerImpl(
       op.operator_name(), autocast_key(device),
-      c10::KernelFunction::makeFromBoxedFunctor(std::move(kernel)), std::nullopt, nullptr,
+      c10::KernelFunction::makeFromBoxedFunctor(std::move(overlay)), std::nullopt, nullptr,
       "torchamp/detail/overlay/kernel.h"));
 }
 
-/// Makes an op's kernel for a device, given its index in the tables and LibTorch's own kernel,
-/// which lives as long as the process, or null.
-using MakeKernel = std::unique_ptr<BoxedKernel> (*)(const c10::OperatorHandle& op,
-                                                    at::DeviceType device, std::size_t index,
-                                                    const NativeKernel* native);
-
 /// Makes sure that the op has its overlay for the device; returns the overlay's index in the
 /// tables.
-inline std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType device,
-                                   MakeKernel make) {
+inline std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType device) {
   const std::string name = full_name(op.operator_name());
   SharedRuntime& runtime = shared_runtime();
   auto& overlays = runtime.overlays[device_index(device, "install_overlay")];
@@ -250,7 +507,7 @@ inline std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType
       native = new NativeKernel(kernel_of(op, autocast_key(device)));
     }
     overlays.has_native.push_back(has_native);
-    register_kernel(op, device, make(op, device, index, native));
+    register_overlay(op, device, std::make_unique<Overlay>(op, index, device, native));
   } catch (...) {
     overlays.has_native.resize(index);
     overlays.index_of.erase(name);
@@ -259,45 +516,30 @@ inline std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType
   return index;
 }
 
-// Note [TorchScript]
-// When a scripted function runs in a region with autocast on, LibTorch's JIT rewrites it by op
-// lists of its own: it puts a cast op (aten::_autocast_to_reduced_precision or _full_precision)
-// before ops on those lists, and runs the result with autocast still on. The dispatcher, and so the
-// policy, therefore does see every op; only the JIT's casts stand in its way. They are ops like
-// others, so an overlay makes them no-ops wherever a torchamp guard is in force on
-// the thread. Scripts then follow the policy exactly as C++ does, whichever state they were first
-// run in, while threads that use at::autocast without torchamp keep the JIT's casts. Nothing
-// process-wide is switched.
-class ScriptCastOverlay final : public BoxedKernel {
- public:
-  explicit ScriptCastOverlay(at::DeviceType device)
-      : device_index_(device_index(device, "ScriptCastOverlay")),
-        after_(c10::DispatchKeySet::FULL_AFTER, autocast_key(device)) {}
+// ---- A policy's overlays ------------------------------------------------------------------------
 
-  void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
-            torch::jit::Stack* stack) const override {
-    if (policy_in_force(device_index_) == nullptr) return op.redispatchBoxed(keys & after_, stack);
-    torch::jit::drop(*stack, op.schema().arguments().size() - 1);  // leaves `self` as the result
-  }
-
- private:
-  std::size_t device_index_;
-  c10::DispatchKeySet after_;
-};
-
-inline std::unique_ptr<BoxedKernel> make_script_cast_overlay(const c10::OperatorHandle&,
-                                                             at::DeviceType device, std::size_t,
-                                                             const NativeKernel*) {
-  return std::unique_ptr<BoxedKernel>(new ScriptCastOverlay(device));
-}
-
-/// Makes the JIT's casts follow Note [TorchScript] on a device.
-inline void install_script_cast_overlays(at::DeviceType device) {
+/// Installs the overlays that `policy` needs on `device` and returns its table of them.
+inline OverlayTable compile_overlays(const PolicyData& policy, at::DeviceType device) {
   for (const char* name : {"_autocast_to_reduced_precision", "_autocast_to_full_precision"}) {
     for (const auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) {
-      install_overlay(op, device, &make_script_cast_overlay);
+      (void)install_overlay(op, device);
     }
   }
+  OverlayTable table;
+  for (const auto& op : candidates(policy)) {
+    const OverlayEntry entry = overlay_entry(policy, op, device);
+    if (entry.cast == Cast::native && entry.conditional == nullptr) continue;
+    const std::size_t index = install_overlay(op, device);
+    if (index >= table.size()) table.resize(index + 1);
+    table[index] = entry;
+  }
+  return table;
+}
+
+/// Makes the policy ready for use on a device: see PolicyData::compile_once.
+inline void compile_once(const PolicyData& policy, at::DeviceType device) {
+  policy.compile_once(device_index(device, "Policy"),
+                      [&] { return compile_overlays(policy, device); });
 }
 
 }  // namespace torchamp::detail

@@ -10,12 +10,9 @@
 
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/overlay/runtime.h"
-#include "torchamp/detail/overlay/thread_policy.h"
+#include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
-#include "torchamp/detail/policy/lists.h"
-#include "torchamp/detail/policy/resolve.h"
-#include "torchamp/detail/policy/rule.h"
-#include "torchamp/detail/text.h"
+#include "torchamp/ops.h"
 
 namespace torchamp::detail {
 
@@ -27,16 +24,19 @@ inline Cast rule_of_call(const c10::OperatorHandle& op, at::DeviceType device,
   if (!at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device)) {
     return Cast::unchanged;
   }
-  const PolicyData* const policy = policy_in_force(device_index(device, "CastRecorder"));
-  const bool is_autograds = policy != nullptr && adds_gradients(op.operator_name()) &&
-                            leaves_sums_alone(*thread_policy());
+  const ThreadPolicy* const of_thread = thread_policy();
+  const PolicyData* const policy =
+      of_thread == nullptr ? nullptr
+                           : of_thread->in_force[device_index(device, "CastRecorder")].get();
+  const bool is_autograds =
+      policy != nullptr && adds_gradients(op.operator_name()) && leaves_sums_alone(*of_thread);
   if (policy != nullptr && !is_autograds) {
-    const OverlayTable::Entry rules = overlay_entry(*policy, op, device);
+    const OverlayEntry rules = overlay_entry(*policy, op, device);
     if (rules.conditional != nullptr) {
       const Cast rule = choice.value_or(Cast::unchanged);
       if (rule != Cast::native) return rule;
     } else if (rules.cast != Cast::native) {
-      return rules.cast;
+      return rules.cast == fp32_where_it_must ? Cast::fp32 : rules.cast;
     }
   }
   if (!has_native_kernel(op, device)) return Cast::unchanged;

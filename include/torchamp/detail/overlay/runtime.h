@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: BSD-3-Clause
+// What a process has once.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/function_schema.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
-#include <ATen/core/operator_name.h>
+#include <ATen/core/stack.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/ArrayRef.h>
 #include <c10/util/Exception.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <dlfcn.h>
@@ -24,11 +28,81 @@
 #include <vector>
 
 #include "torchamp/detail/devices.h"
-#include "torchamp/detail/overlay/kept_weights.h"
-#include "torchamp/detail/text.h"
 #include "torchamp/version.h"
 
+namespace at {
+class Tensor;
+using TensorList = c10::ArrayRef<Tensor>;
+}  // namespace at
+
 namespace torchamp::detail {
+
+// Note [Weights that are kept]
+// LibTorch keeps casts of weights for a region. To keep more, or for longer, is an extra: casts
+// (torchamp/weight_cache.h) and 8-bit forms (torchamp/fp8.h) lie in one store a process, which the
+// first of them makes (detail/weights/derived.h). The core knows the store as KeptWeights, to which
+// it tells what happens, and who casts weights for a region as WeightCasts. Both are null in a
+// program without these extras.
+
+/// How long something that was made of a weight is kept.
+struct WeightKeep {
+  enum class Until : std::uint8_t {
+    made,          ///< not at all
+    region_ends,   ///< the outermost guard's end
+    weights_step,  ///< the next step of any optimizer that the library sees
+    told,          ///< until the program drops it, or the weight is gone
+  };
+  Until until = Until::made;
+  std::uint64_t region = 0;  ///< that of the outermost guard; 0 if it began before the store
+};
+
+/// What is kept of weights, as far as others tell it what happens. Any thread.
+class KeptWeights {
+ public:
+  /// The outermost guard begins; returns the region's number, which is not 0.
+  virtual std::uint64_t begin_region() = 0;
+
+  /// Drops what was kept for the region, and what belongs to weights that are gone. Nothing is kept
+  /// for it any more, by threads that still have its state.
+  virtual void end_region(std::uint64_t region) = 0;
+
+  /// Drops what was kept until weights step.
+  virtual void end_window() = 0;
+
+  /// The weights, and what else looks at their memory, may have other values now, though LibTorch
+  /// has not counted a write.
+  virtual void changed(at::TensorList weights) = 0;
+
+  /// Any weight may have other values now.
+  virtual void all_changed() = 0;
+
+  /// Drops all.
+  virtual void clear() = 0;
+
+ protected:
+  ~KeptWeights() = default;
+};
+
+/// Who casts weights for a region instead of LibTorch. Immutable.
+class WeightCasts {
+ public:
+  /// Before a region of a device: has overlays see all ops that cast to 16 bits.
+  virtual void prepare(at::DeviceType device) const = 0;
+
+  /// Casts, of the arguments at `positions`, those that are weights; they lie at the stack's end.
+  virtual void cast(const c10::FunctionSchema& schema, const std::vector<std::size_t>& positions,
+                    at::ScalarType dtype, at::DeviceType device,
+                    torch::jit::Stack& stack) const = 0;
+
+ protected:
+  ~WeightCasts() = default;
+};
+
+/// Those of torchamp/weight_cache.h, which registers them; null where no source file includes that.
+inline const WeightCasts*& registered_weight_casts() {
+  static const WeightCasts* casts = nullptr;
+  return casts;
+}
 
 // Note [One runtime per process]
 // A header-only library compiled with hidden visibility into a host and its plugins has a copy of
@@ -66,46 +140,6 @@ struct SharedRuntime {
   const std::string_view slot_name = slot_text;
 };
 
-/// Where a runtime is, and who made it.
-struct RuntimeRecord {
-  static constexpr const char* op = "torchamp::_runtime";
-
-  int64_t layout = 0;
-  std::string version{};
-  int64_t address = 0;
-
-  static RuntimeRecord of(const SharedRuntime* runtime) {
-    return {TORCHAMP_LAYOUT,
-            std::to_string(TORCHAMP_VERSION_MAJOR) + '.' + std::to_string(TORCHAMP_VERSION_MINOR) +
-                '.' + std::to_string(TORCHAMP_VERSION_PATCH),
-            reinterpret_cast<int64_t>(runtime)};
-  }
-
-  /// With address 0 if nobody has made one yet.
-  static RuntimeRecord find() {
-    const auto found = c10::Dispatcher::singleton().findSchema({op, ""});
-    if (!found) return {};
-    const auto& arguments = found->schema().arguments();
-    return {arguments.at(0).default_value()->toInt(),
-            arguments.at(1).default_value()->toStringRef(),
-            arguments.at(2).default_value()->toInt()};
-  }
-
-  /// "torchamp::_runtime(int layout=…, str version=…, int address=…) -> ()". (The text would take
-  /// longer to parse.)
-  c10::FunctionSchema schema() const {
-    const auto argument = [](const char* name, const c10::TypePtr& type, c10::IValue value) {
-      return c10::Argument(name, type, std::nullopt, std::move(value));
-    };
-    return {op,
-            "",
-            {argument("layout", c10::IntType::get(), layout),
-             argument("version", c10::StringType::get(), version),
-             argument("address", c10::IntType::get(), address)},
-            {}};
-  }
-};
-
 /// The shared library, or program, that this is compiled into.
 inline const char* this_library() {
   Dl_info info;
@@ -118,42 +152,58 @@ inline void pin_this_library() {
       dlopen(this_library(), RTLD_NOW | RTLD_NOLOAD | RTLD_NODELETE);
 }
 
-/// The runtime at `found`. Error: one of another layout than `ours`.
-inline SharedRuntime& shared_with(const RuntimeRecord& found, const RuntimeRecord& ours) {
-  TORCH_CHECK(found.layout == ours.layout, "torchamp: ", this_library(),
-              " was built against torchamp ", ours.version, ", but torchamp ", found.version,
+inline constexpr const char* runtime_op = "torchamp::_runtime";
+
+/// "torchamp::_runtime(int layout=…, str version=…, int address=…) -> ()". (The text would take
+/// longer to parse.)
+inline c10::FunctionSchema schema_of_runtime(const SharedRuntime* runtime) {
+  const auto argument = [](const char* name, const c10::TypePtr& type, c10::IValue value) {
+    return c10::Argument(name, type, std::nullopt, std::move(value));
+  };
+  return {runtime_op,
+          "",
+          {argument("layout", c10::IntType::get(), TORCHAMP_LAYOUT),
+           argument("version", c10::StringType::get(), TORCHAMP_VERSION_TEXT),
+           argument("address", c10::IntType::get(), reinterpret_cast<int64_t>(runtime))},
+          {}};
+}
+
+/// The runtime that some library has made; null if none has. Error: one of another layout.
+inline SharedRuntime* find_runtime() {
+  const auto found = c10::Dispatcher::singleton().findSchema({runtime_op, ""});
+  if (!found) return nullptr;
+  const auto value = [&](std::size_t i) {
+    return *found->schema().arguments().at(i).default_value();
+  };
+  TORCH_CHECK(value(0).toInt() == TORCHAMP_LAYOUT, "torchamp: ", this_library(),
+              " was built against torchamp " TORCHAMP_VERSION_TEXT ", but torchamp ",
+              value(1).toStringRef(),
               " is in use in this process already, and what the two would have to share has "
               "different layouts (",
-              ours.layout, " and ", found.layout,
+              TORCHAMP_LAYOUT, " and ", value(0).toInt(),
               "). Build the program and its plugins against one version.");
-  return *reinterpret_cast<SharedRuntime*>(found.address);
+  return reinterpret_cast<SharedRuntime*>(value(2).toInt());
 }
 
 inline SharedRuntime& make_shared_runtime() {
-  if (const RuntimeRecord found = RuntimeRecord::find(); found.address != 0) {
-    SharedRuntime& shared = shared_with(found, RuntimeRecord::of(nullptr));
-    pin_this_library();
-    return shared;
-  }
+  SharedRuntime* runtime = find_runtime();
   pin_this_library();
-  auto* const runtime = new SharedRuntime;
-  const RuntimeRecord ours = RuntimeRecord::of(runtime);
+  if (runtime != nullptr) return *runtime;
+  runtime = new SharedRuntime;
   try {
     // Never destroyed: its end would take the op away.
     new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().registerDef(
-        ours.schema(), "torchamp/detail/overlay/runtime.h"));
-    return *runtime;
+        schema_of_runtime(runtime), "torchamp/detail/overlay/runtime.h"));
   } catch (const c10::Error&) {
     delete runtime;
-    // Another library defined it between our look and our definition.
-    const RuntimeRecord theirs = RuntimeRecord::find();
-    if (theirs.address == 0) throw;
-    return shared_with(theirs, ours);
+    runtime = find_runtime();  // defined by another library between our look and our definition
+    if (runtime == nullptr) throw;
   }
+  return *runtime;
 }
 
-/// The process's runtime. Any thread; takes no lock after the first call. Error, at every call: see
-/// shared_with().
+/// The process's runtime. Any thread; takes no lock after the first call. Error, at every call: one
+/// of another layout is in use.
 inline SharedRuntime& shared_runtime() {
   static SharedRuntime& runtime = make_shared_runtime();
   return runtime;
@@ -180,23 +230,6 @@ Kind policy_slot() {
   } else {
     return Kind(&runtime.slot_name);
   }
-}
-
-/// Whether there is a kernel for the op under a device's autocast key.
-inline bool has_autocast_kernel(const c10::OperatorHandle& op, at::DeviceType device) {
-  const c10::DispatchKey key = autocast_key(device);
-  return op.hasKernelForDispatchKey(key) && !op.isKernelFallthroughKernel(key);
-}
-
-/// Whether LibTorch itself has an autocast kernel for the op and device, overlays left out of
-/// account.
-inline bool has_native_kernel(const c10::OperatorHandle& op, at::DeviceType device) {
-  SharedRuntime& runtime = shared_runtime();
-  const auto& overlays = runtime.overlays[device_index(device, "has_native_kernel")];
-  const std::scoped_lock lock(runtime.mutex);
-  if (!has_autocast_kernel(op, device)) return false;
-  const auto overlay = overlays.index_of.find(full_name(op.operator_name()));
-  return overlay == overlays.index_of.end() || overlays.has_native[overlay->second];
 }
 
 }  // namespace torchamp::detail

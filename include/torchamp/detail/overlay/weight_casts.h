@@ -4,7 +4,6 @@
 #include <ATen/autocast_mode.h>
 #include <torch/optim/optimizer.h>
 
-#include "torchamp/detail/overlay/kept_weights.h"
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/version.h"
 

@@ -1,22 +1,26 @@
 // SPDX-License-Identifier: BSD-3-Clause
+// What a policy holds, and the policy in force on a thread.
 #pragma once
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/operator_name.h>
+#include <ATen/core/stack.h>
 #include <ATen/record_function.h>
 #include <c10/core/DeviceType.h>
-#include <c10/core/DispatchKeySet.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/ArrayRef.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+#include <torch/csrc/autograd/graph_task.h>
 
-#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -25,12 +29,66 @@
 #include <vector>
 
 #include "torchamp/detail/devices.h"
-#include "torchamp/detail/policy/lists.h"
-#include "torchamp/detail/policy/rule.h"
+#include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/policy/special_ops.h"
-#include "torchamp/detail/text.h"
+#include "torchamp/ops.h"
+#include "torchamp/version.h"
 
 namespace torchamp::detail {
+
+class PolicyData;
+
+/// "aten::add.Tensor". c10::toString() writes the same through a stream, which takes ten times as
+/// long.
+inline std::string full_name(const c10::OperatorName& op) {
+  return op.overload_name.empty() ? op.name : op.name + '.' + op.overload_name;
+}
+
+// ---- Rules that an extra carries out ------------------------------------------------------------
+
+/// What becomes of the calls in a region whose policy has an OpRule. Shared by the threads that
+/// take over the region's state.
+class OpRuleUsage {
+ public:
+  virtual ~OpRuleUsage() = default;
+  /// An op with an overlay is called that the rule does not reach.
+  virtual void passed_by(const c10::OperatorName& op) = 0;
+  /// At the region's end.
+  virtual void warn_if_unused() const = 0;
+};
+
+/// How an extra carries out a rule of a policy by itself, options included: products in fp8
+/// (torchamp/fp8.h). The table points to it and knows no more. Immutable.
+class OpRule {
+ public:
+  virtual ~OpRule() = default;
+
+  /// Before a 16-bit region of a device whose policy has the rule. Error, of `call`: the region
+  /// cannot follow a rule that it has to.
+  virtual void prepare(const char* call, const PolicyData& policy, at::DeviceType device,
+                       at::ScalarType dtype) const = 0;
+  /// Runs a call: takes the arguments off the stack and leaves the result. False if it cannot: the
+  /// stack is as it was. Autocast is off. `usage` may be null.
+  virtual bool run(const c10::OperatorHandle& op, at::DeviceType device, torch::jit::Stack& stack,
+                   OpRuleUsage* usage) const = 0;
+  /// Why an overload cannot follow the rule; empty if it can.
+  virtual std::string why_not_op(std::string_view full_name) const = 0;
+  /// As in a policy's text: "fp8(recipe=rowwise strict)". Rules with one text are the same.
+  virtual std::string text() const = 0;
+  /// For a new region; `outer`: of the region around it, or null.
+  virtual std::shared_ptr<OpRuleUsage> make_usage(
+      const std::shared_ptr<OpRuleUsage>& outer) const = 0;
+};
+
+/// The rule of Cast::fp8 without options, which torchamp/fp8.h registers; null where no source file
+/// includes that.
+using MakeOpRule = std::shared_ptr<const OpRule> (*)();
+inline MakeOpRule& fp8_rule_maker() {
+  static MakeOpRule make = nullptr;
+  return make;
+}
+
+// ---- A policy's contents ------------------------------------------------------------------------
 
 enum class BaseTable : std::uint8_t { standard, torch };
 
@@ -43,11 +101,33 @@ struct Edit {
   std::shared_ptr<const OpRule> op_rule = nullptr;  // of the rule fp8, and not null then
 };
 
+// Rules that only tables have.
+/// fp32 in regions of a dtype that the device has no recurrent layers in, native in others: see
+/// Note [Recurrent layers].
+inline constexpr Cast fp32_where_lacking = static_cast<Cast>(0x81);
+/// fp32 where the op's value does not fit into what it fills: see Note [What LibTorch refuses].
+inline constexpr Cast fp32_where_it_must = static_cast<Cast>(0x82);
+
+/// The rules of one overload: one that always holds, if there is one, and on top of it those of
+/// edits that hold only sometimes (their indices, in the order in which they were given).
+struct OverloadRules {
+  bool has_cast = false;  // whether an edit has set `cast`
+  Cast cast = Cast::native;
+  std::vector<std::size_t> conditional = {};
+  std::size_t edit = 0;  // that set `cast`
+};
+
+/// By the overload's name: "aten::pow.Tensor_Scalar".
+using RuleMap = std::map<std::string, OverloadRules, std::less<>>;
+
 // Note [A choice is told once]
 // A predicate is called once for each call of its op, and only the overlay knows what it said. For
 // whoever records (a CastRecorder, LibTorch's profiler) the overlay opens and closes an empty user
 // scope of this name and the rule's within the op. Without a recorder that is one look at a flag.
 inline constexpr std::string_view choice_scope = "torchamp rule: ";
+/// So does a call under the rule fp8, with nothing behind the name if it ran in fp8, else with why
+/// it did not.
+inline constexpr std::string_view fp8_scope = "torchamp fp8: ";
 
 inline void announce(std::string_view kind, std::string_view what) {
   if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) {
@@ -56,48 +136,23 @@ inline void announce(std::string_view kind, std::string_view what) {
   }
 }
 
-inline void announce_choice(Cast cast) {
-  announce(choice_scope, to_string(cast));
-}
-
-/// So does a call under the rule fp8, with nothing behind the name if it ran in fp8, else with why
-/// it did not.
-inline constexpr std::string_view fp8_scope = "torchamp fp8: ";
-
-/// fp32 where the op's value does not fit into what it fills. Only tables have it.
-inline constexpr Cast fp32_where_it_must = static_cast<Cast>(0x82);
-
-/// A policy's rules for the overlays of one device, by the overlays' index.
-class OverlayTable {
- public:
-  struct Rule {
-    Cast cast = Cast::native;
-    const Edit* edit = nullptr;  // of Cast::fp8, and not null then
-    bool is_chosen = false;      // for this call, by a condition
-  };
-  struct Entry : Rule {
-    /// Indices of PolicyData::edits that hold only sometimes, tried first. Null if there are none
-    /// and the rule itself holds always. Lives as long as PolicyData::rules.
-    const std::vector<std::size_t>* conditional = nullptr;
-  };
-
-  /// The entry of overlay `index`. An overlay that came after this table is one that its policy did
-  /// not ask for: LibTorch's own rule.
-  Entry operator[](std::size_t index) const {
-    return index < entries_.size() ? entries_[index] : Entry();
-  }
-
-  void set(std::size_t index, Entry entry) {
-    if (index >= entries_.size()) entries_.resize(index + 1);
-    entries_[index] = entry;
-  }
-
-  /// By the policy's edits: why the device cannot follow their OpRule; empty if it can.
-  std::vector<std::string> refusals;
-
- private:
-  std::vector<Entry> entries_;
+/// What an overlay does to a call.
+struct OverlayRule {
+  Cast cast = Cast::native;
+  const OpRule* op_rule = nullptr;  // of Cast::fp8, and not null then
+  bool is_chosen = false;           // for this call, by a condition
 };
+
+/// A policy's rules for one overlay.
+struct OverlayEntry : OverlayRule {
+  /// Indices of PolicyData::edits that hold only sometimes, tried first. Null if there are none and
+  /// the rule itself holds always. Lives as long as PolicyData::rules.
+  const std::vector<std::size_t>* conditional = nullptr;
+};
+
+/// By an overlay's index. One that came after the table is one that its policy did not ask for:
+/// LibTorch's own rule.
+using OverlayTable = std::vector<OverlayEntry>;
 
 /// The contents of a Policy: a base table and edits. Immutable once shared.
 class PolicyData {
@@ -124,18 +179,13 @@ class PolicyData {
     return false;
   }
 
-  /// Whether an edit of the policy's still lies on some overload.
-  bool is_in_force(const Edit& edit) const {
-    const auto index = static_cast<std::size_t>(&edit - edits.data());
-    for (const auto& [op, of_op] : rules) {
-      if (of_op.has_cast && of_op.edit == index) return true;
+  /// An edit's OpRule, which later ones may have replaced; null if there is none.
+  const OpRule* op_rule() const {
+    for (const Edit& edit : edits) {
+      if (edit.op_rule != nullptr) return edit.op_rule.get();
     }
-    return has_conditional(index);
+    return nullptr;
   }
-
-  BaseTable base;
-  std::vector<Edit> edits;
-  RuleMap rules;  // what the edits made of each overload that they reached
 
   /// Has `compile` make the table for a device, if it has not been made. Any thread.
   template <class Compile>
@@ -149,62 +199,32 @@ class PolicyData {
   }
 
   /// The rule of overlay `overlay` on a device, whose table has been made, for one call.
-  OverlayTable::Rule rule(std::size_t device_index, std::size_t overlay, at::DeviceType device,
-                          const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> stack) const {
-    const OverlayTable::Entry entry = compiled_[device_index].table[overlay];
+  OverlayRule rule(std::size_t device_index, std::size_t overlay, at::DeviceType device,
+                   const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> stack) const {
+    const OverlayTable& table = compiled_[device_index].table;
+    if (overlay >= table.size()) return {};
+    const OverlayEntry& entry = table[overlay];
     if (entry.conditional == nullptr) return entry;
-    OverlayTable::Rule rule = choose(entry, device, OpCall(op.schema(), stack));
+    const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
+    OverlayRule rule = choose(entry, dtype, OpCall(op.schema(), stack));
     if (rule.cast == fp32_where_lacking) {
-      const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
       rule.cast = has_recurrent_layers(device, dtype) ? Cast::native : Cast::fp32;
       if (rule.cast == Cast::fp32) warn_of_recurrent_layers_in_fp32(dtype);
     }
-    announce_choice(rule.cast == fp32_where_it_must ? Cast::fp32 : rule.cast);
+    announce(choice_scope, to_string(rule.cast == fp32_where_it_must ? Cast::fp32 : rule.cast));
     rule.is_chosen = true;
     return rule;
   }
 
-  /// An edit's OpRule, which later ones may have replaced; null if there is none.
-  const OpRule* op_rule() const {
-    for (const Edit& edit : edits) {
-      if (edit.op_rule != nullptr) return edit.op_rule.get();
-    }
-    return nullptr;
-  }
-
-  /// Why a strict OpRule cannot be followed in a region of a device, whose table has been made, and
-  /// a dtype; empty if it can, or if there is none.
-  std::string strict_refusal(std::size_t device_index, at::DeviceType device,
-                             at::ScalarType dtype) const {
-    for (const Edit& edit : edits) {
-      if (edit.op_rule == nullptr || !edit.op_rule->is_strict()) continue;
-      if (edit.when.dtype.value_or(dtype) != dtype || !is_in_force(edit)) continue;
-      if (const std::string& why = refusal(device_index, edit); !why.empty()) return why;
-      std::string why = edit.op_rule->why_not_in(device, dtype);
-      if (!why.empty()) return why;
-    }
-    return {};
-  }
-
-  /// Why an edit's OpRule cannot be followed on a device, whose table has been made; empty if it
-  /// can.
-  const std::string& refusal(std::size_t device_index, const Edit& edit) const {
-    return compiled_[device_index].table.refusals[static_cast<std::size_t>(&edit - edits.data())];
-  }
-
-  /// The rules of overlay `overlay` on a device, whose table has been made.
-  OverlayTable::Entry rules_of_overlay(std::size_t device_index, std::size_t overlay) const {
-    return compiled_[device_index].table[overlay];
-  }
+  BaseTable base;
+  std::vector<Edit> edits;
+  RuleMap rules;  // what the edits made of each overload that they reached
 
  private:
-  OverlayTable::Rule choose(const OverlayTable::Entry& entry, at::DeviceType device,
-                            const OpCall& call) const {
-    const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
+  OverlayRule choose(const OverlayEntry& entry, at::ScalarType dtype, const OpCall& call) const {
     for (std::size_t i = entry.conditional->size(); i-- > 0;) {  // the last that holds wins
       const Edit& edit = edits[(*entry.conditional)[i]];
-      if (holds(edit.when, dtype, call))
-        return {.cast = edit.cast, .edit = edit.op_rule == nullptr ? nullptr : &edit};
+      if (holds(edit.when, dtype, call)) return {.cast = edit.cast, .op_rule = edit.op_rule.get()};
     }
     return entry;
   }
@@ -234,21 +254,80 @@ inline const std::shared_ptr<const PolicyData>& unedited(BaseTable base) {
   return base == BaseTable::standard ? standard : torch;
 }
 
-/// Whether two edits are known to be the same. Predicates cannot be compared.
-inline bool is_same(const Edit& a, const Edit& b) {
-  return a.cast == b.cast && a.names == b.names && a.family == b.family &&
-         a.when.dtype == b.when.dtype && !a.when.predicate && !b.when.predicate &&
-         (a.op_rule == nullptr || a.op_rule->text() == b.op_rule->text());
+// ---- What is in force on a thread ---------------------------------------------------------------
+
+/// What guards do whatever they are given: those of the process as the environment variable
+/// TORCHAMP_POLICY says, or those of a thread for the time of an extra's trial.
+struct GuardOverride {
+  virtual ~GuardOverride() = default;
+
+  /// The dtype of a guard that is made now, and asks for `asked` and to be `enabled` or not.
+  virtual at::ScalarType dtype_of_guard(at::DeviceType /*on*/, at::ScalarType asked,
+                                        bool /*enabled*/) const {
+    return asked;
+  }
+
+  bool off = false;                          ///< guards run disabled
+  std::shared_ptr<const PolicyData> policy;  ///< in place of any other; or null
+  bool module_policies = false;              ///< whether those of modules hold all the same
+};
+
+/// What a guard puts into the thread's slot. Immutable: LibTorch shares it with other threads.
+struct ThreadPolicy final : c10::DebugInfoBase, std::enable_shared_from_this<ThreadPolicy> {
+  std::shared_ptr<const PolicyData> inherited;  // for a nested guard that names no policy
+  /// By device, with its table compiled; null outside guards and where they are disabled.
+  std::array<std::shared_ptr<const PolicyData>, device_count> in_force;
+  bool is_in_guard = false;
+  WeightKeep keep;                              // of what is made of weights
+  const WeightCasts* casts = nullptr;           // of weights; null: LibTorch's
+  std::shared_ptr<OpRuleUsage> op_rule_usage;   // of the innermost region with an OpRule
+  std::shared_ptr<const GuardOverride> guards;  // of the guards inside; null but for a trial
+  /// The backward pass, by autograd's number, in which a scope put it in force; else none. See
+  /// Note [Sums of gradients].
+  int backward_pass = no_backward_pass;
+  /// Of which it is a copy, made for the backward pass; null outside of one.
+  std::shared_ptr<const ThreadPolicy> outside;
+
+  static constexpr int no_backward_pass = -1;
+};
+
+/// A copy to change, for a scope inside of the policy's, if there is one.
+inline std::shared_ptr<ThreadPolicy> copy_of(const ThreadPolicy* policy) {
+  auto copy = std::make_shared<ThreadPolicy>();
+  if (policy != nullptr) *copy = *policy;
+  copy->backward_pass = ThreadPolicy::no_backward_pass;
+  copy->outside = nullptr;
+  return copy;
 }
 
-/// Whether two policies are known to have the same rules.
-inline bool is_same(const PolicyData& one, const PolicyData& other) {
-  if (&one == &other) return true;
-  if (one.base != other.base || one.edits.size() != other.edits.size()) return false;
-  for (std::size_t i = 0; i < one.edits.size(); ++i) {
-    if (!is_same(one.edits[i], other.edits[i])) return false;
-  }
-  return true;
+/// The calling thread's policy, or null outside every guard.
+inline const ThreadPolicy* thread_policy() {
+  return static_cast<const ThreadPolicy*>(c10::ThreadLocalDebugInfo::get(policy_slot()));
+}
+
+// Note [Sums of gradients]
+// Where a tensor was used twice autograd adds its two gradients by `add`, between the nodes of the
+// graph, and hands the sum to the next node as it is, whose kernels take it in the gradients' dtype
+// only. A backward pass that began in a region runs in its state, so these additions come to the
+// policy. Nothing tells them from a node's own. But a forward pass within backward (a
+// recomputation, a custom function) has a scope of its own: so scopes that begin in a backward pass
+// note its number, and what is added in the pass outside of these is left to LibTorch, as are sums
+// of AccumulateGrad and of hooks.
+
+/// The number of the backward pass that the calling thread works for, or no_backward_pass.
+inline int this_backward_pass() {
+  return torch::autograd::get_current_graph_task_id();
+}
+
+/// Whether autograd adds up gradients by this op.
+inline bool adds_gradients(const c10::OperatorName& op) {
+  return op.name == "aten::add" && op.overload_name == "Tensor";
+}
+
+/// Whether what is added now is left to LibTorch: see Note [Sums of gradients].
+inline bool leaves_sums_alone(const ThreadPolicy& policy) {
+  const int pass = this_backward_pass();
+  return pass != ThreadPolicy::no_backward_pass && pass != policy.backward_pass;
 }
 
 }  // namespace torchamp::detail

@@ -1,28 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
+// The standard table's own rows, and those of LibTorch's kernels that its headers do not list.
 #pragma once
 
-#include <ATen/autocast_mode.h>
-#include <ATen/core/operator_name.h>
-#include <c10/core/DeviceType.h>
-#include <c10/util/Exception.h>
-
-#include <algorithm>
-#include <cstddef>
-#include <cstdint>
-#include <functional>
-#include <iterator>
-#include <map>
-#include <string>
 #include <string_view>
-#include <utility>
-#include <vector>
 
-#include "torchamp/detail/devices.h"
-#include "torchamp/detail/policy/rule.h"
-#include "torchamp/detail/policy/special_ops.h"
-#include "torchamp/detail/text.h"
+#include "torchamp/detail/policy/data.h"
 #include "torchamp/ops.h"
-#include "torchamp/version.h"
 
 namespace torchamp::detail {
 
@@ -69,25 +52,13 @@ inline constexpr OpFamily one_dtype("one_dtype", one_dtype_ops);
 inline constexpr OpFamily one_dtype_in_place("one_dtype_in_place", one_dtype_in_place_ops);
 inline constexpr OpFamily fill("fill", fill_ops);
 
-/// The rules of one overload: one that always holds, if there is one, and on top of it those of
-/// edits that hold only sometimes (their indices, in the order in which they were given).
-struct OverloadRules {
-  bool has_cast = false;  // whether an edit has set `cast`
-  Cast cast = Cast::native;
-  std::vector<std::size_t> conditional = {};
-  std::size_t edit = 0;  // that set `cast`
-};
-
-/// By the overload's name: "aten::pow.Tensor_Scalar".
-using RuleMap = std::map<std::string, OverloadRules, std::less<>>;
-
 /// The ops that take probabilities: see Note [Binary cross entropy].
 inline constexpr std::string_view probability_loss_ops[] = {"binary_cross_entropy"};
 inline constexpr OpFamily probability_loss("probability_loss", probability_loss_ops);
 
-/// fp32 in regions of a dtype that the device has no recurrent layers in, native in others: see
-/// Note [Recurrent layers]. Only the standard table has it.
-inline constexpr Cast fp32_where_lacking = static_cast<Cast>(0x81);
+/// The recurrent layers: see Note [Recurrent layers].
+inline constexpr std::string_view recurrent_layer_ops[] = {"lstm", "gru", "rnn_tanh", "rnn_relu"};
+inline constexpr OpFamily recurrent_layer("recurrent_layer", recurrent_layer_ops);
 
 /// The rows of Policy::standard() that LibTorch's lists do not have; they come before those.
 struct StandardRow {
@@ -96,10 +67,6 @@ struct StandardRow {
   Cast cast_on_cpu = cast;     // and on other devices that do not follow CUDA's lists
   bool unless_native = false;  // where LibTorch has no kernel of its own
   bool writes = false;         // for ops that write to an argument
-
-  Cast cast_for(at::DeviceType device) const {
-    return facts_of(device).lists == OpLists::cuda ? cast : cast_on_cpu;
-  }
 };
 inline constexpr StandardRow standard_rows[] = {
     {ops::addition, Cast::fp32},
@@ -110,151 +77,8 @@ inline constexpr StandardRow standard_rows[] = {
     {.family = decomposition, .cast = Cast::fp32, .unless_native = true},
     {.family = one_dtype, .cast = Cast::promote, .unless_native = true},
     {.family = one_dtype_in_place, .cast = Cast::promote, .writes = true},
-    {fill, Cast::fp32},  // see fp32_where_it_must
+    {fill, fp32_where_it_must},
 };
-
-/// What is listed of an op or overload: its row of standard_rows, or its rule on LibTorch's lists.
-struct ListedRule {
-  std::string op;
-  Cast cast;
-  const StandardRow* row = nullptr;
-};
-
-/// Listed rules in the order in which they came; found by name.
-class RuleList {
- public:
-  /// Null if there is none.
-  const ListedRule* find(std::string_view op) const {
-    const std::size_t index = slots_[slot_of(op)];
-    return index == 0 ? nullptr : &rules_[index - 1];
-  }
-
-  /// In place of one of that name, if there is one.
-  void set(ListedRule rule) {
-    std::uint16_t& index = slots_[slot_of(rule.op)];
-    if (index != 0) {
-      rules_[index - 1] = std::move(rule);
-      return;
-    }
-    TORCH_INTERNAL_ASSERT(rules_.size() + 1 < std::size(slots_));
-    rules_.push_back(std::move(rule));
-    index = static_cast<std::uint16_t>(rules_.size());
-  }
-
-  std::size_t size() const { return rules_.size(); }
-  auto begin() const { return rules_.begin(); }
-  auto end() const { return rules_.end(); }
-
- private:
-  /// Where the name is, or belongs.
-  std::size_t slot_of(std::string_view op) const {
-    std::size_t slot = quick_hash(op) % std::size(slots_);
-    while (slots_[slot] != 0 && rules_[slots_[slot] - 1].op != op) {
-      slot = (slot + 1) % std::size(slots_);
-    }
-    return slot;
-  }
-
-  std::vector<ListedRule> rules_;
-  std::uint16_t slots_[1024] = {};  // from 1; LibTorch's lists have some 120 names
-};
-
-/// No name may stand in two rows, where the last would hold: the test
-/// Ops.EveryNameOfTheStandardTableHasOneRow looks.
-inline RuleList list_standard_rows() {
-  RuleList list;
-  for (const StandardRow& row : standard_rows) {
-    for (const std::string_view name : row.family) list.set({std::string(name), row.cast, &row});
-  }
-  return list;
-}
-
-/// The row of an op, by its overload's name or else its own, whether it is for a device or not;
-/// null if it has none.
-inline const StandardRow* standard_row(const c10::OperatorName& op) {
-  static const auto& names = *new RuleList(list_standard_rows());  // never destroyed
-  const std::string_view base = op.name;
-  if (!base.starts_with("aten::"sv)) return nullptr;
-  const ListedRule* listed = names.find(base.substr(6));
-  if (!op.overload_name.empty() && listed == nullptr) {
-    listed = names.find(full_name(op).substr(6));
-  }
-  return listed == nullptr ? nullptr : listed->row;
-}
-
-/// Whether the family has the op, whatever its overload.
-inline bool contains(const OpFamily& family, const c10::OperatorName& op) {
-  std::string_view base = op.name;
-  if (!base.starts_with("aten::")) return false;
-  base.remove_prefix(6);
-  for (const std::string_view name : family) {
-    if (name == base) return true;
-  }
-  return false;
-}
-
-/// Whether the op computes in the widest dtype of its arguments by itself: see
-/// Note [One cast for an addition].
-inline bool promotes_its_arguments(const c10::OperatorName& op) {
-  return contains(ops::addition, op);
-}
-
-/// Whether cuDNN takes the op's weights in one piece of memory: see Note [Recurrent layers].
-inline bool is_recurrent_layer(const c10::OperatorName& op) {
-  return contains(recurrent_layer, op);
-}
-
-/// What is made of products: what a region with an fp8 rule may call instead of products in fp8.
-inline constexpr OpFamily products[] = {ops::matmul, ops::linear, ops::conv, ops::recurrent};
-
-inline bool is_product(const c10::OperatorName& op) {
-  for (const OpFamily& family : products) {
-    if (contains(family, op)) return true;
-  }
-  return false;
-}
-
-// "pow, Tensor_Scalar" -> "aten::pow.Tensor_Scalar"
-inline std::string listed_name(std::string_view entry) {
-  const auto comma = entry.find(',');
-  std::string name = "aten::" + std::string(entry.substr(0, comma));
-  if (comma != std::string_view::npos) {
-    name += '.' + std::string(entry.substr(entry.find_first_not_of(' ', comma + 1)));
-  }
-  return name;
-}
-
-/// The rules on LibTorch's own CUDA lists, by full overload name: "aten::pow.Tensor_Scalar". Read
-/// from the macros of ATen/autocast_mode.h, so that a newer LibTorch's lists are followed.
-inline RuleList read_libtorch_cuda_lists() {
-  RuleList lists;
-  const auto add = [&](const char* entry, Cast cast) { lists.set({listed_name(entry), cast}); };
-#define TORCHAMP_LOWER(...) add(#__VA_ARGS__, Cast::lower_precision);
-#define TORCHAMP_FP32(...) add(#__VA_ARGS__, Cast::fp32);
-#define TORCHAMP_PROMOTE(...) add(#__VA_ARGS__, Cast::promote);
-#define TORCHAMP_APPEND_DTYPE(function, name, ...) add(name, Cast::fp32);
-  AT_FORALL_LOWER_PRECISION_FP(TORCHAMP_LOWER)
-  AT_FORALL_FP32(TORCHAMP_FP32)
-  AT_FORALL_FP32_SET_OPT_DTYPE(TORCHAMP_FP32)
-  AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(TORCHAMP_APPEND_DTYPE)
-  AT_FORALL_PROMOTE(TORCHAMP_PROMOTE)
-#undef TORCHAMP_LOWER
-#undef TORCHAMP_FP32
-#undef TORCHAMP_PROMOTE
-#undef TORCHAMP_APPEND_DTYPE
-  return lists;
-}
-
-inline const RuleList& libtorch_cuda_lists() {
-  static const auto& lists = *new RuleList(read_libtorch_cuda_lists());  // never destroyed
-  return lists;
-}
-
-/// The rule that LibTorch's CUDA lists have for an overload; native if they have none.
-inline Cast listed_rule(std::string_view full_name) {
-  const ListedRule* const listed = libtorch_cuda_lists().find(full_name);
-  return listed == nullptr ? Cast::native : listed->cast;
-}
 
 // clang-format off
 /// The ops that have an autocast kernel of their own on a CPU, by what it does. LibTorch's headers
@@ -292,21 +116,5 @@ inline constexpr std::string_view cpu_promote_ops[] = {
 inline constexpr std::string_view cuda_lower_precision_ops[] = {
     "cudnn_convolution"sv, "cudnn_convolution_transpose"sv};
 // clang-format on
-
-/// What LibTorch's own autocast kernel for the device, which must be there, does; native if this is
-/// not known.
-inline Cast kernel_rule(std::string_view full_name, at::DeviceType device) {
-  if (!full_name.starts_with("aten::")) return Cast::native;
-  const std::string_view base = full_name.substr(6, full_name.find('.') - 6);
-  const auto has = [&](const auto& list) {
-    return std::find(std::begin(list), std::end(list), base) != std::end(list);
-  };
-  if (facts_of(device).lists == OpLists::cuda) {
-    return has(cuda_lower_precision_ops) ? Cast::lower_precision : listed_rule(full_name);
-  }
-  if (has(cpu_lower_precision_ops)) return Cast::lower_precision;
-  if (has(cpu_fp32_ops)) return Cast::fp32;
-  return has(cpu_promote_ops) ? Cast::promote : Cast::native;
-}
 
 }  // namespace torchamp::detail

@@ -14,9 +14,8 @@
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/lists.h"
-#include "torchamp/detail/policy/resolve.h"
-#include "torchamp/detail/policy/rule.h"
 #include "torchamp/detail/text.h"
+#include "torchamp/ops.h"
 
 namespace torchamp::detail {
 
@@ -95,6 +94,16 @@ inline void print_group(std::ostream& out, const RuleMap& rules, at::DeviceType 
   if (effect != cast) out << ": " << torchamp::to_string(effect);
   out << '\n';
   print_wrapped(out, names);
+}
+
+/// Whether a row is among the devices that say all of a policy: for each kind of lists the first
+/// that follows them, so that a table printed without a GPU tells what one will do, and all that
+/// are present.
+inline bool is_to_print(const DeviceFacts& row) {
+  for (const DeviceFacts& facts : device_facts) {
+    if (facts.lists == row.lists) return &facts == &row || device_is_present(row.type);
+  }
+  return false;
 }
 
 inline void print_policy(std::ostream& out, const PolicyData& policy) {

@@ -20,7 +20,6 @@
 #include <tuple>
 #include <vector>
 
-#include "torchamp/ops.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -37,10 +36,6 @@ namespace torchamp::detail {
 // Policy::standard() runs the layers in fp32, all four by one rule: the others are made of
 // products, which such a CPU is slow in. What counts is not the CPU but whether oneDNN makes an
 // LSTM, which ONEDNN_MAX_CPU_ISA and other settings decide with it; so one of one cell is tried.
-
-/// The recurrent layers.
-inline constexpr std::string_view recurrent_layer_ops[] = {"lstm", "gru", "rnn_tanh", "rnn_relu"};
-inline constexpr OpFamily recurrent_layer("recurrent_layer", recurrent_layer_ops);
 
 /// Whether LibTorch's autocast runs an LSTM in `dtype` on a CPU, forward and backward. In a thread
 /// of its own, where nothing of the caller's state is in force.
@@ -114,11 +109,6 @@ class NoWarningOfScatteredWeights final : public c10::WarningHandler {
 // fp32, and that ran on a CPU, where there is none. So Policy::standard() computes the op in fp32
 // on every device, and warns once of what the ban is for, which the dtype of the input alone tells:
 // a 16-bit probability has been rounded already. Policy::torch() keeps the ban.
-
-/// Whether the op is given probabilities.
-inline bool takes_probabilities(const c10::OperatorName& op) {
-  return op.name == "aten::binary_cross_entropy";
-}
 
 /// Warns once, from the dtype of the op's first argument. Reads no device.
 inline void warn_of_16_bit_probabilities(const c10::OperatorHandle& op,

@@ -1,24 +1,216 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <ATen/SequenceNumber.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/record_function.h>
+#include <c10/core/TensorImpl.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/grad_mode.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <memory>
 #include <optional>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/recompute/autograd_graph.h"
-#include "torchamp/detail/recompute/gradient_sink.h"
-#include "torchamp/detail/recompute/reads.h"
+#include "torchamp/detail/autograd_node.h"
+#include "torchamp/detail/libtorch.h"
+#include "torchamp/detail/observe/observer.h"
+#include "torchamp/detail/policy/catalog.h"
+#include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
+
+/// Tells the nodes that the calling thread makes after this object, up to end(), from all others.
+class NodeEpoch {
+ public:
+  bool is_younger(const torch::autograd::Node& node) const {
+    return node.thread_id() == thread_ && node.sequence_nr() >= first_ &&
+           node.sequence_nr() < end_ &&
+           dynamic_cast<const torch::autograd::AccumulateGrad*>(&node) == nullptr;
+  }
+
+  /// From here on, what the thread makes is none of this epoch's.
+  void end() { end_ = at::sequence_number::peek(); }
+
+ private:
+  uint64_t thread_ = at::RecordFunction::currentThreadId();
+  uint64_t first_ = at::sequence_number::peek();
+  uint64_t end_ = std::numeric_limits<uint64_t>::max();
+};
+
+/// Calls visit(node, index, edge) for each edge that leaves a node reached from `roots`, and goes
+/// on along those for which it returns true.
+template <class Visit>
+void walk_graph(const std::vector<torch::autograd::Node*>& roots, Visit&& visit) {
+  std::vector<torch::autograd::Node*> stack;
+  std::unordered_set<torch::autograd::Node*> seen;
+  for (auto* root : roots) {
+    if (seen.insert(root).second) stack.push_back(root);
+  }
+  while (!stack.empty()) {
+    auto* const node = stack.back();
+    stack.pop_back();
+    for (std::size_t index = 0; index < node->num_outputs(); ++index) {
+      const torch::autograd::Edge& edge = node->next_edge(index);
+      if (!edge.is_valid() || !visit(*node, index, edge)) continue;
+      if (seen.insert(edge.function.get()).second) stack.push_back(edge.function.get());
+    }
+  }
+}
+
+/// The end of a graph that was cut: what arrives here is the gradient of what was cut off.
+struct GradientSink final : torch::autograd::Node {
+  /// In place of `edge`, and with its shape and dtype.
+  static NodePtr for_edge(const torch::autograd::Edge& edge) {
+    const auto& metadata = edge.function->input_metadata(edge.input_nr);
+    NodePtr sink = make_node<GradientSink>();
+    if (metadata.was_default_constructed()) {
+      sink->add_input_metadata(undefined_input());
+    } else {
+#if TORCHAMP_LIBTORCH >= 210
+      sink->add_input_metadata(metadata.options(), metadata.shape_as_dim_vector(),
+                               metadata.is_tensor_subclass(), metadata.is_nested_tensor(),
+                               metadata.grad_dtype());
+#else
+      sink->add_input_metadata(metadata.options(), metadata.shape_as_dim_vector(),
+                               metadata.is_tensor_subclass(), metadata.is_nested_tensor());
+#endif
+    }
+    return sink;
+  }
+
+  /// Only in the backward of a backward, where the sink is an identity.
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+    return std::move(gradients);
+  }
+};
+
+/// A copy of `tensor` that shares its memory and whose history begins at `node`.
+inline at::Tensor with_history(const at::Tensor& tensor, const NodePtr& node) {
+  at::Tensor cut = tensor.detach();
+  torch::autograd::impl::set_gradient_edge(cut, {node, node->add_input_metadata(cut)});
+  return cut;
+}
+
+// Note [What a function reads]
+// Autograd's graph does not know of frozen weights and buffers, and of other tensors not how often
+// they were written to. So the ops of the function's first run are looked at: what one of them
+// takes, and none of them has given, was there before. It is remembered with its version, unless
+// the function itself writes to it, as to a count of batches, which belongs to each run. Tensors
+// that are gone after the run were the function's own.
+
+/// The tensors from outside that a function has read, and their versions then.
+class ReadTensors {
+ public:
+  /// Throws if one was written to since.
+  void check_unchanged() const {
+    for (const Read& read : reads_) {
+      const at::Tensor tensor = read.tensor.lock();
+      if (!tensor.defined() || version_of(tensor) == read.version) continue;
+      TORCH_CHECK(false, "checkpoint: a parameter, buffer or other tensor of shape ",
+                  tensor.sizes(),
+                  " that the function reads was changed in place after the forward pass, so that "
+                  "backward cannot run the function again. Step and write to weights after "
+                  "backward().");
+    }
+  }
+
+ private:
+  friend class ReadRecorder;
+  struct Read {
+    WeakTensor tensor;
+    uint32_t version;
+  };
+  std::vector<Read> reads_;
+};
+
+/// Looks at the ops that the calling thread runs while it lives. Nests.
+class ReadRecorder {
+ public:
+  ReadRecorder() : outer_(std::exchange(innermost(), this)) {
+    if (outer_ != nullptr) return;  // whose callback tells all
+    callback_ = at::addThreadLocalCallback(at::RecordFunctionCallback(&begin, &end)
+                                               .needsInputs(true)
+                                               .needsOutputs(true)
+                                               .scopes({at::RecordScope::FUNCTION}));
+  }
+  ReadRecorder(const ReadRecorder&) = delete;
+  ReadRecorder& operator=(const ReadRecorder&) = delete;
+  ~ReadRecorder() {
+    innermost() = outer_;
+    if (outer_ == nullptr) at::removeCallback(callback_);
+  }
+
+  /// What was read and is still there.
+  ReadTensors take() {
+    ReadTensors result;
+    for (const auto& [tensor, seen] : seen_) {
+      if (seen.is_own) continue;
+      const at::Tensor alive = seen.tensor.lock();
+      if (!alive.defined() || version_of(alive) != seen.version) continue;
+      result.reads_.push_back({seen.tensor, seen.version});
+    }
+    return result;
+  }
+
+ private:
+  struct Seen : ReadTensors::Read {
+    std::size_t number;  // of what was seen before
+    bool is_own;         // made by an op of the function
+  };
+
+  static ReadRecorder*& innermost() {
+    static thread_local ReadRecorder* recorder = nullptr;
+    return recorder;
+  }
+
+  static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& op) {
+    for (auto* recorder = innermost(); recorder != nullptr; recorder = recorder->outer_) {
+      for (const c10::IValue& input : inputs_of(op)) {
+        for_each_tensor_of(input, [&](const at::Tensor& tensor) { recorder->see(tensor, false); });
+      }
+      recorder->seen_at_begin_.push_back(recorder->seen_.size());
+    }
+    return nullptr;
+  }
+
+  static void end(const at::RecordFunction& op, at::ObserverContext*) {
+    for (auto* recorder = innermost(); recorder != nullptr; recorder = recorder->outer_) {
+      for (const c10::IValue& output : op.outputs()) {
+        for_each_tensor_of(output, [&](const at::Tensor& tensor) { recorder->see(tensor, true); });
+      }
+      recorder->seen_at_begin_.pop_back();
+    }
+  }
+
+  /// An output that was seen since its op began, as an argument of an inner op, was made there.
+  void see(const at::Tensor& tensor, bool is_output) {
+    if (!tensor.defined() || tensor.is_inference()) return;
+    const auto known = seen_.find(tensor.unsafeGetTensorImpl());
+    if (known == seen_.end()) {
+      const ReadTensors::Read read{WeakTensor(tensor), version_of(tensor)};
+      seen_.emplace(tensor.unsafeGetTensorImpl(), Seen{read, seen_.size(), is_output});
+    } else if (is_output && known->second.number >= seen_at_begin_.back()) {
+      known->second.is_own = true;
+    }
+  }
+
+  ReadRecorder* outer_;
+  at::CallbackHandle callback_ = at::INVALID_CALLBACK_HANDLE;
+  std::unordered_map<const c10::TensorImpl*, Seen> seen_;
+  std::vector<std::size_t> seen_at_begin_;  // of each op that has not ended
+};
 
 // Note [Captured views whose base has changed]
 // After an in-place change of its base, a view's node is out of date, and LibTorch makes a new one

@@ -19,15 +19,44 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/overlay/thread_policy.h"
-#include "torchamp/detail/recompute/autograd_graph.h"
-#include "torchamp/detail/recompute/context.h"
+#include "torchamp/autocast_state.h"
 #include "torchamp/detail/recompute/cuts.h"
-#include "torchamp/detail/recompute/gradient_sink.h"
-#include "torchamp/detail/recompute/reads.h"
+#include "torchamp/detail/rng_state.h"
 #include "torchamp/detail/tensors.h"
+#include "torchamp/detail/write_back.h"
 
 namespace torchamp::detail {
+
+// Note [Weight casts in a recomputed function]
+// LibTorch's cache of cast weights hands out tensors with a history, to all threads. A cast from
+// before the call would be an outer edge that the recomputation, which comes after the region has
+// ended, cannot reach; and one of the recomputation, whose edges are cut, would reach the graphs of
+// other threads. So the function does without that cache, both times. What torchamp's own cache
+// keeps are values, and each use has a node of its own: these may be shared.
+
+/// How the recomputation finds things as the forward found them.
+struct RecomputeContext {
+  AutocastState autocast = AutocastState::of_this_thread();
+  std::optional<RngState> rng;      // unset: as it comes
+  std::vector<at::Tensor> buffers;  // that the function changes, and that are to change once
+};
+
+/// Lets buffers be changed in copies while it lives.
+class BufferScope {
+ public:
+  explicit BufferScope(const std::vector<at::Tensor>& buffers) {
+    for (const at::Tensor& buffer : buffers) {
+      before_.add(buffer, WriteBack::Copies::none);
+      if (buffer.defined()) buffer.set_data(buffer.detach().clone());
+    }
+  }
+  BufferScope(const BufferScope&) = delete;
+  BufferScope& operator=(const BufferScope&) = delete;
+  ~BufferScope() { before_.put_back(); }
+
+ private:
+  WriteBack before_;
+};
 
 // Note [How a function is recomputed]
 // The forward call runs the function with autograd on, on inputs that are cut off from their
@@ -36,7 +65,7 @@ namespace torchamp::detail {
 // and the activations with it. In its place stands one RecomputeNode with the edges of the inputs
 // and those outer edges. So autograd knows all that the function depends on: inputs that need no
 // gradient, torch::autograd::grad() of a captured parameter, hooks on parameters (such as those of
-// c10d's Reducer) and nested checkpoints behave as without a checkpoint.
+// data parallelism) and nested checkpoints behave as without a checkpoint.
 //
 // Backward builds the graph again, turns each edge that leaves it to a GradientSink, lets the
 // engine run from the outputs to the sinks, and returns what arrived there. Without the sinks the

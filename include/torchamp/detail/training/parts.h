@@ -25,7 +25,7 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/shards.h"
+#include "torchamp/detail/masters/master_meta.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/version.h"
 
@@ -75,8 +75,6 @@ class ScalerChoice {
 
 // ---- Processes ----------------------------------------------------------------------------------
 
-class StepMasters;
-
 /// What averages gradients over processes.
 class StepGroup {
  public:
@@ -88,7 +86,7 @@ class StepGroup {
   /// Gives all processes the same parameters, before masters of them are made.
   virtual void broadcast(const torch::nn::Module& model) = 0;
   /// From now on gradients of `model` are averaged, by its masters where these do so.
-  virtual void attach(const std::shared_ptr<torch::nn::Module>& model, StepMasters* masters) = 0;
+  virtual void attach(const std::shared_ptr<torch::nn::Module>& model, Masters* masters) = 0;
   /// Computes a loss whose backward averages the gradients, unless no_sync() is alive.
   virtual at::Tensor forward(const std::function<at::Tensor()>& loss) = 0;
   virtual std::shared_ptr<void> no_sync() = 0;
@@ -121,61 +119,6 @@ class GroupChoice {
 };
 
 // ---- Masters ------------------------------------------------------------------------------------
-
-/// MasterWeights or ShardedMasterWeights.
-class StepMasters : public HeldInShares {
- public:
-  StepMasters() = default;
-  StepMasters(const StepMasters&) = delete;
-  StepMasters& operator=(const StepMasters&) = delete;
-  virtual ~StepMasters() = default;
-
-  virtual NamedTensors named_parameters() const = 0;
-  virtual void take_gradients() = 0;
-  virtual void copy_to_model() = 0;
-  /// Whether they average gradients over processes.
-  virtual bool averages() const = 0;
-  /// A region in which they do not.
-  virtual std::shared_ptr<void> no_sync() = 0;
-  virtual void save(torch::serialize::OutputArchive& archive) const = 0;
-  virtual void load(torch::serialize::InputArchive& archive) = 0;
-  /// The object itself, if it is of that type.
-  virtual void* find(const std::type_info& type) = 0;
-};
-
-template <class Masters>
-class StepMastersOf final : public StepMasters {
- public:
-  template <class... Arguments>
-  explicit StepMastersOf(Arguments&&... arguments)
-      : masters_(std::forward<Arguments>(arguments)...) {}
-
-  NamedTensors named_parameters() const override { return masters_.named_parameters(); }
-  void take_gradients() override { masters_.take_gradients(); }
-  void copy_to_model() override { masters_.copy_to_model(); }
-  bool averages() const override { return in_shares; }
-  std::shared_ptr<void> no_sync() override {
-    if constexpr (in_shares) {
-      using NoSync = decltype(masters_.no_sync());
-      return std::shared_ptr<NoSync>(new NoSync(masters_.no_sync()));
-    } else {
-      return nullptr;
-    }
-  }
-  void gather() override {
-    if constexpr (in_shares) masters_.gather();
-  }
-  std::function<void()> keep() const override { return masters_.keep(); }
-  void save(torch::serialize::OutputArchive& archive) const override { masters_.save(archive); }
-  void load(torch::serialize::InputArchive& archive) override { masters_.load(archive); }
-  void* find(const std::type_info& type) override {
-    return type == typeid(Masters) ? &masters_ : nullptr;
-  }
-
- private:
-  static constexpr bool in_shares = std::derived_from<Masters, HeldInShares>;
-  mutable Masters masters_;
-};
 
 /// A model's parameters as they are before masters of them are made, which give them other memory.
 class ModelBefore {
@@ -219,25 +162,24 @@ class MastersChoice {
   using Model = std::shared_ptr<torch::nn::Module>;
 
   MastersChoice() = default;
-  template <class Options, class Masters = typename Options::Masters>
+  template <class Options, class Made = typename Options::Masters>
   MastersChoice(Options options)
-      : dtype(options.dtype), needs_group(std::derived_from<Masters, HeldInShares>) {
-    make = [options](const Model& model, StepGroup* group) -> std::unique_ptr<StepMasters> {
-      if constexpr (std::derived_from<Masters, HeldInShares>) {
+      : dtype(options.dtype), needs_group(requires { typename Options::Group; }) {
+    make = [options](const Model& model, StepGroup* group) -> std::unique_ptr<Masters> {
+      if constexpr (requires { typename Options::Group; }) {
         using Group = typename Options::Group;
         const void* const found = group->find(typeid(Group));
         TORCH_CHECK(found, "TrainingStep: the masters cannot be spread over this kind of group.");
-        return std::make_unique<StepMastersOf<Masters>>(model, *static_cast<const Group*>(found),
-                                                        options);
+        return std::make_unique<Made>(model, *static_cast<const Group*>(found), options);
       } else {
-        return std::make_unique<StepMastersOf<Masters>>(model, options);
+        return std::make_unique<Made>(model, options);
       }
     };
   }
 
   at::ScalarType dtype = at::kHalf;
   bool needs_group = false;
-  std::function<std::unique_ptr<StepMasters>(const Model&, StepGroup*)> make;
+  std::function<std::unique_ptr<Masters>(const Model&, StepGroup*)> make;
 };
 
 // ---- Graphs -------------------------------------------------------------------------------------

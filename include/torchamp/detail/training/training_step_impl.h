@@ -212,7 +212,7 @@ inline void TrainingStep::drop_window() {
     detail::drop_model_gradients(*optimizer_);
     scaler_->discard(*optimizer_);
   }
-  if (!masters_ || masters_->averages()) return;
+  if (!masters_ || masters_->syncs()) return;
   try {
     masters_->copy_to_model();   // the optimizer may have stepped before something failed
   } catch (const c10::Error&) {  // what has failed is told already

@@ -16,7 +16,6 @@
 
 #include "torchamp/detail/autograd_node.h"
 #include "torchamp/detail/weights/derived.h"
-#include "torchamp/version.h"
 
 namespace torchamp::detail {
 

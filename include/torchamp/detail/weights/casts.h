@@ -14,19 +14,15 @@
 #include <cstddef>
 #include <mutex>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include "torchamp/detail/devices.h"
-#include "torchamp/detail/overlay/compile.h"
-#include "torchamp/detail/overlay/kept_weights.h"
 #include "torchamp/detail/overlay/kernel.h"
-#include "torchamp/detail/policy/castable.h"
+#include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/lists.h"
 #include "torchamp/detail/weights/cast.h"
 #include "torchamp/detail/weights/derived.h"
-#include "torchamp/detail/weights/store.h"
 
 namespace torchamp::detail {
 
@@ -34,13 +30,13 @@ namespace torchamp::detail {
 inline void install_overlays_of_natively_lowered(at::DeviceType device) {
   const auto install = [&](std::string_view name) {
     for (const auto& op : find_ops(name, "WeightCache", /*missing_ok=*/true)) {
-      if (lowers_natively(op, device)) install_overlay(op, device, &make_overlay);
+      if (lowers_natively(op, device)) (void)install_overlay(op, device);
     }
   };
   if (device == at::kCPU) {
     for (const std::string_view name : cpu_lower_precision_ops) install(name);
   } else {
-    for (const ListedRule& rules : libtorch_cuda_lists()) install(rules.op);
+    for (const ListedRule& rules : libtorch_cuda_lists().rules) install(rules.op);
     for (const std::string_view name : cuda_lower_precision_ops) install(name);
   }
 }

@@ -2,22 +2,123 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/core/Stream.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/ArrayRef.h>
+#include <c10/util/DimVector.h>
+#include <c10/util/intrusive_ptr.h>
 
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <iterator>
+#include <limits>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/overlay/kept_weights.h"
-#include "torchamp/detail/weights/stamp.h"
-#include "torchamp/version.h"
+#include "torchamp/detail/overlay/runtime.h"
+#include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
 
+/// The tensor that counts a weight's changes: the weight itself, or what it is a view of.
+inline const c10::TensorImpl* owner_of(const at::Tensor& weight) {
+  return weight.is_view() ? weight._base().unsafeGetTensorImpl() : weight.unsafeGetTensorImpl();
+}
+
+/// Whether LibTorch counts the changes of this tensor. False as well for tensors without memory of
+/// their own (of functorch, sparse) and those with a tangent, whose casts have one, too.
+inline bool counts_changes(const at::Tensor& weight) {
+  return weight.defined() && weight.layout() == at::kStrided && !weight.is_inference() &&
+         weight.has_storage() && !weight.is_neg() && !weight._fw_grad(/*level=*/0).defined();
+}
+
+/// Whether what is computed for this tensor now goes into a graph, to be computed at replays.
+template <class Guard = c10::impl::VirtualGuardImpl>
+bool stream_is_captured(const at::Tensor& weight) {
+  if (weight.device().is_cpu()) return false;
+  if constexpr (requires(const Guard& guard, c10::Stream stream) {
+                  guard.isStreamCapturing(stream);
+                }) {
+    const Guard guard(weight.device().type());
+    return guard.isStreamCapturing(guard.getStream(weight.device()));
+  }
+  return false;  // before LibTorch 2.12 only CudaGraph tells
+}
+
+// Note [What tells that a weight has changed]
+// LibTorch counts writes by ops in a version counter, which a tensor shares with its views, and
+// which has no identity of its own. So a weight is known by the tensor that owns the counter, and
+// by the memory that it looks at: set_data() and Module::to() give the same tensor other memory. A
+// stamp holds weak references to both, which keep their addresses from being given to others.
+//
+// Nobody counts writes through pointers, through `.data()` and by kernels that are replayed. Who
+// makes them has to tell: see DerivedWeights::changed().
+
+/// What a weight was at some moment: which tensor, which memory, which part of it, how often
+/// written to. The values that it had then are those that it has while the stamp holds.
+class WeightStamp {
+ public:
+  /// Error: a tensor for which counts_changes() is false.
+  explicit WeightStamp(const at::Tensor& weight)
+      : storage_(weight.storage().getWeakStorageImpl()),
+        address_(weight.storage().unsafeGetStorageImpl()),
+        data_(weight.storage().data()),
+        version_(weight._version()),
+        offset_(weight.storage_offset()),
+        sizes_(weight.sizes()),
+        strides_(weight.strides()),
+        dtype_(weight.scalar_type()),
+        stream_(current_stream(weight)) {}
+
+  /// Whether it is of the same part of the same owner's memory, whatever its values, and of the
+  /// stream that is current: what one stream computes, another would have to wait for.
+  bool is_of(const at::Tensor& weight) const {
+    return dtype_ == weight.scalar_type() && offset_ == weight.storage_offset() &&
+           weight.sizes() == sizes_ && weight.strides() == strides_ &&
+           (!stream_ || stream_ == current_stream(weight));
+  }
+
+  /// Of the weight; only to be compared.
+  const c10::StorageImpl* memory() const { return address_; }
+
+  /// Whether the weight, which it is_of(), has the same values as then, as far as LibTorch counts.
+  bool holds(const at::Tensor& weight) const {
+    const c10::StorageImpl* const now = weight.storage().unsafeGetStorageImpl();
+    return now == address_ && now->data() == data_ && weight._version() == version_;
+  }
+
+ private:
+  static std::optional<c10::Stream> current_stream(const at::Tensor& weight) {
+    if (weight.device().is_cpu()) return std::nullopt;
+    return c10::impl::VirtualGuardImpl(weight.device().type()).getStream(weight.device());
+  }
+
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage_;  // keeps address_ from being used again
+  const c10::StorageImpl* address_;
+  const void* data_;
+  int64_t version_;
+  int64_t offset_;
+  c10::DimVector sizes_;
+  c10::DimVector strides_;
+  at::ScalarType dtype_;
+  std::optional<c10::Stream> stream_;  // unset on a CPU, which computes at once
+};
+
 // Note [What is derived from weights]
 // A 16-bit cast of a weight, its 8-bit form: whoever makes such a thing keeps it here, and nowhere
-// else, and here alone it is decided whether it still holds. A process has one store (store.h),
-// which hangs on the SharedRuntime. To derive something, say how, and get it:
+// else, and here alone it is decided whether it still holds. A process has one store,
+// derived_weights(), which hangs on the SharedRuntime. To derive something, say how, and get it:
 //
 //     const Tensors form = derived_weights().get(
 //         weight, {WeightForm::Kind::fp8, code_of_the_recipe}, keep_of_this_thread(),
@@ -30,8 +131,8 @@ namespace torchamp::detail {
 // returned is shared: it must not be written to (a write that LibTorch counts is noticed, and the
 // thing made again), and an autograd node belongs on an alias of it, one for each use.
 //
-// keep_of_this_thread() (store.h) says how long: for the region, unless the guard asked for
-// more; not at all outside of guards. Nothing is kept or found while a graph is captured.
+// keep_of_this_thread() says how long: for the region, unless the guard asked for more; not at all
+// outside of guards. Nothing is kept or found while a graph is captured.
 //
 // Who writes to weights tells so unless LibTorch counts the write: see changed(). In doubt: tell. A
 // kernel that writes may bump the weight's version instead.
@@ -59,8 +160,7 @@ class DerivedWeights final : public KeptWeights {
     int64_t bytes = 0;  // that are kept
   };
 
-  DerivedWeights();
-  ~DerivedWeights();
+  ~DerivedWeights() = default;
 
   /// What `make` gives for the weight as it is now: see Note [What is derived from weights]. `hit`
   /// gets whether it was kept.
@@ -79,21 +179,58 @@ class DerivedWeights final : public KeptWeights {
     return made;
   }
 
-  TORCHAMP_BODY void changed(at::TensorList weights) override;
-  TORCHAMP_BODY void all_changed() override;
-  TORCHAMP_BODY std::uint64_t begin_region() override;
-  TORCHAMP_BODY void end_region(std::uint64_t region) override;
-  TORCHAMP_BODY void end_window() override;
-  TORCHAMP_BODY void clear() override;
+  void changed(at::TensorList weights) override {
+    ++times_told_;
+    if (is_empty()) return;
+    std::unordered_set<const void*> memory;
+    for (const at::Tensor& weight : weights) {
+      if (weight.defined() && weight.has_storage()) {
+        memory.insert(weight.storage().unsafeGetStorageImpl());
+      }
+    }
+    const std::scoped_lock lock(mutex_);
+    for (auto& [owner, entry] : entries_) {
+      if (memory.contains(entry.stamp.memory())) entry.is_stale = true;
+    }
+  }
+  void all_changed() override {
+    ++times_told_;
+    if (is_empty()) return;
+    const std::scoped_lock lock(mutex_);
+    for (auto& [owner, entry] : entries_) entry.is_stale = true;
+  }
+  std::uint64_t begin_region() override {
+    // Threads number their regions by themselves: a counter for all would make each of them wait.
+    static thread_local std::uint64_t region = threads_++ % most_threads;
+    region += most_threads;
+    slot_of(region).store(region, std::memory_order_relaxed);
+    return region;
+  }
+  void end_region(std::uint64_t region) override {
+    std::atomic<std::uint64_t>& slot = slot_of(region);
+    if (slot.load(std::memory_order_relaxed) == region) slot.store(0, std::memory_order_relaxed);
+    drop_if([region](const Entry& entry) {
+      return entry.keep.until == WeightKeep::Until::region_ends && entry.keep.region == region;
+    });
+  }
+  void end_window() override {
+    drop_if([](const Entry& entry) { return entry.keep.until == WeightKeep::Until::weights_step; });
+  }
+  void clear() override {
+    ++times_told_;
+    drop_if([](const Entry&) { return true; });
+  }
 
   /// Drops what belongs to weights that are gone.
-  void drop_gone();
+  void drop_gone() {
+    drop_if([](const Entry&) { return false; });
+  }
 
   /// Nothing is kept or found while one of these lives.
   class Suspension {
    public:
-    explicit Suspension(DerivedWeights& weights);
-    ~Suspension();
+    explicit Suspension(DerivedWeights& weights) : weights_(weights) { ++weights_.suspensions_; }
+    ~Suspension() { --weights_.suspensions_; }
     Suspension(const Suspension&) = delete;
     Suspension& operator=(const Suspension&) = delete;
 
@@ -102,30 +239,205 @@ class DerivedWeights final : public KeptWeights {
   };
 
   /// At most so many bytes are kept from now on; what was used least recently leaves first.
-  void set_budget(int64_t bytes);
+  void set_budget(int64_t bytes) {
+    Entries dropped;
+    const std::scoped_lock lock(mutex_);
+    budget_ = bytes;
+    make_room(0, dropped);
+  }
 
   /// Whether nothing is kept.
-  bool is_empty() const;
+  bool is_empty() const { return size_.load(std::memory_order_relaxed) == 0; }
 
-  Counts counts() const;
+  Counts counts() const {
+    const std::scoped_lock lock(mutex_);
+    return counts_;
+  }
 
  private:
   struct Found {
     enum class Is : std::uint8_t { kept, outdated, not_for_keeping };
     Is is;
-    Tensors tensors;  // kept: those; outdated: to write to, or none
+    Tensors tensors{};  // kept: those; outdated: to write to, or none
     std::uint64_t times_told = 0;
   };
-  Found find(const at::Tensor& weight, WeightForm form, WeightKeep keep);
-  void add(const at::Tensor& weight, WeightStamp stamp, WeightForm form, WeightKeep keep,
-           const Tensors& made, std::uint64_t times_told);
 
-  struct Entries;
-  Entries* const entries_;  // owned; of a type that only the bodies know
+  struct Entry {
+    Entry(const at::Tensor& weight, WeightStamp of, WeightForm as, WeightKeep keep_for,
+          Tensors made)
+        : owner(weight.is_view() ? weight._base() : weight),
+          stamp(std::move(of)),
+          form(as),
+          tensors(std::move(made)),
+          keep(keep_for) {
+      for (const at::Tensor& tensor : tensors) {
+        versions.push_back(tensor._version());
+        bytes += static_cast<int64_t>(tensor.nbytes());
+      }
+    }
+
+    bool holds(const at::Tensor& weight) const {
+      if (is_stale || !stamp.holds(weight)) return false;
+      for (std::size_t i = 0; i < tensors.size(); ++i) {
+        if (tensors[i]._version() != versions[i]) return false;  // somebody has written to it
+      }
+      return true;
+    }
+
+    WeakTensor owner;  // keeps the address, by which entries are found, from being used again
+    WeightStamp stamp;
+    WeightForm form;
+    Tensors tensors;
+    std::vector<int64_t> versions;
+    int64_t bytes = 0;
+    WeightKeep keep;  // of those that have asked, what lasts longest
+    std::uint64_t used = 0;
+    bool is_stale = false;
+  };
+  using Entries = std::multimap<const c10::TensorImpl*, Entry>;  // by owner_of() the weight
+
+  // A region's number is most_threads times how many its thread has begun, plus the thread's
+  // number. A thread's last two have slots of their own. Of two open regions that share a slot, one
+  // may be taken for ended: nothing is kept for it then.
+  static constexpr std::uint64_t most_threads = 1 << 24;
+  std::atomic<std::uint64_t>& slot_of(std::uint64_t region) {
+    const std::uint64_t thread = region % most_threads, begun = region / most_threads;
+    return open_regions_[(2 * thread + begun % 2) % std::size(open_regions_)];
+  }
+  bool is_over(WeightKeep keep) {
+    return keep.until == WeightKeep::Until::region_ends && slot_of(keep.region) != keep.region;
+  }
+
+  Entries::iterator place_of(const at::Tensor& weight, WeightForm form) {
+    const auto [begin, end] = entries_.equal_range(owner_of(weight));
+    for (auto entry = begin; entry != end; ++entry) {
+      if (entry->second.form == form && entry->second.stamp.is_of(weight)) return entry;
+    }
+    return entries_.end();
+  }
+
+  Found find(const at::Tensor& weight, WeightForm form, WeightKeep keep) {
+    if (keep.until == WeightKeep::Until::made || suspensions_ > 0 || !counts_changes(weight) ||
+        stream_is_captured(weight)) {
+      return {Found::Is::not_for_keeping};
+    }
+    Found found{Found::Is::outdated};
+    {
+      const std::scoped_lock lock(mutex_);
+      if (const auto place = place_of(weight, form); place != entries_.end()) {
+        Entry& entry = place->second;
+        if (entry.holds(weight)) {
+          ++counts_.hits;
+          if (keep.until >= entry.keep.until) entry.keep = keep;
+          entry.used = ++uses_;
+          return {Found::Is::kept, entry.tensors};
+        }
+        found.tensors = std::move(entry.tensors);
+        Entries emptied;
+        drop(place, emptied);
+      }
+      ++counts_.misses;
+      found.times_told = times_told_;
+    }
+    const auto is_unshared = [](const at::Tensor& tensor) {
+      return tensor.use_count() == 1 && tensor.storage().use_count() == 1;
+    };
+    if (!std::ranges::all_of(found.tensors, is_unshared)) found.tensors.clear();
+    return found;
+  }
+
+  void add(const at::Tensor& weight, WeightStamp stamp, WeightForm form, WeightKeep keep,
+           const Tensors& made, std::uint64_t times_told) {
+    Entry entry(weight, std::move(stamp), form, keep, made);
+    Entries dropped;
+    const std::scoped_lock lock(mutex_);
+    if (times_told != times_told_ || suspensions_ > 0) return;
+    if (entry.bytes > budget_ || is_over(keep)) return;
+    const auto other = place_of(weight, form);
+    if (other != entries_.end()) drop(other, dropped);  // another thread was quicker
+    make_room(entry.bytes, dropped);
+    if (size_ >= purge_at_ || counts_.bytes >= purge_at_bytes_) {
+      drop_if([](const Entry&) { return false; }, dropped);
+      purge_at_ = std::max<std::size_t>(least_to_purge, 2 * size_);
+      purge_at_bytes_ = std::max<int64_t>(least_bytes_to_purge, 2 * counts_.bytes);
+    }
+    entry.used = ++uses_;
+    counts_.bytes += entry.bytes;
+    entries_.emplace(owner_of(weight), std::move(entry));
+    ++size_;
+  }
+
+  /// Drops what is least recently used until `bytes` more fit.
+  void make_room(int64_t bytes, Entries& dropped) {
+    while (counts_.bytes > budget_ - bytes && !entries_.empty()) {
+      drop(std::ranges::min_element(entries_, {}, [](const auto& one) { return one.second.used; }),
+           dropped);
+    }
+  }
+
+  /// `dropped` is freed without the lock.
+  void drop(Entries::iterator entry, Entries& dropped) {
+    counts_.bytes -= entry->second.bytes;
+    dropped.insert(entries_.extract(entry));
+    --size_;
+  }
+  /// What `leaves` says, and what belongs to weights that are gone.
+  template <class Leaves>
+  void drop_if(const Leaves& leaves, Entries& dropped) {
+    for (auto next = entries_.begin(); next != entries_.end();) {
+      const auto entry = next++;
+      if (entry->second.owner.is_gone() || leaves(entry->second)) drop(entry, dropped);
+    }
+  }
+  template <class Leaves>
+  void drop_if(const Leaves& leaves) {
+    if (is_empty()) return;
+    Entries dropped;
+    const std::scoped_lock lock(mutex_);
+    drop_if(leaves, dropped);
+  }
+
+  mutable std::mutex mutex_;  // guards what is not atomic
+  Entries entries_;
+  Counts counts_;
+  std::uint64_t uses_ = 0;
+  // How many entries or bytes there are when those of weights that are gone are looked for. So at
+  // most half of what is kept, or this little, is of no use to anybody.
+  static constexpr std::size_t least_to_purge = 64;
+  static constexpr int64_t least_bytes_to_purge = int64_t{1} << 24;
+  std::size_t purge_at_ = least_to_purge;
+  int64_t purge_at_bytes_ = least_bytes_to_purge;
+  int64_t budget_ = std::numeric_limits<int64_t>::max();
+  std::atomic<std::size_t> size_ = 0;
+  std::atomic<std::uint64_t> times_told_ = 0;
+  std::atomic<int64_t> suspensions_ = 0;
+  std::atomic<std::uint64_t> threads_ = 0;  // that have begun regions
+  std::atomic<std::uint64_t> open_regions_[256] = {};
 };
 
-}  // namespace torchamp::detail
+/// The process's store of what is derived from weights, which the first call makes: see there. Any
+/// thread.
+inline DerivedWeights& derived_weights() {
+  static DerivedWeights& store = []() -> DerivedWeights& {
+    std::atomic<KeptWeights*>& shared = shared_runtime().kept_weights;
+    auto made = std::make_unique<DerivedWeights>();
+    KeptWeights* known = nullptr;
+    if (shared.compare_exchange_strong(known, made.get(), std::memory_order_acq_rel)) {
+      return *made.release();
+    }
+    return static_cast<DerivedWeights&>(*known);  // of another library with the same layout
+  }();
+  return store;
+}
 
-#if TORCHAMP_BODIES
-#include "torchamp/detail/weights/derived_impl.h"  // IWYU pragma: export
-#endif
+/// How long the calling thread keeps what it derives from weights: not at all outside of guards, in
+/// those without a cache, and for a region that began before the store.
+inline WeightKeep keep_of_this_thread() {
+  const ThreadPolicy* policy = thread_policy();
+  if (policy == nullptr) return {};
+  const bool has_no_end =
+      policy->keep.until == WeightKeep::Until::region_ends && policy->keep.region == 0;
+  return has_no_end ? WeightKeep() : policy->keep;
+}
+
+}  // namespace torchamp::detail

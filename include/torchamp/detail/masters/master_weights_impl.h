@@ -12,15 +12,13 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/host_copies.h"
-#include "torchamp/detail/io/module_archive.h"
-#include "torchamp/detail/make_split.h"
-#include "torchamp/detail/master_meta.h"
+#include "torchamp/detail/io/archives.h"
+#include "torchamp/detail/masters/make_masters.h"
+#include "torchamp/detail/masters/split_weight.h"
 #include "torchamp/detail/overlay/weight_casts.h"
 #include "torchamp/detail/scaler/step_ledger.h"
-#include "torchamp/detail/split_bits.h"
-#include "torchamp/detail/split_weight.h"
 #include "torchamp/detail/tensors.h"
+#include "torchamp/detail/write_back.h"
 #include "torchamp/master_weights.h"
 #include "torchamp/version.h"
 
@@ -81,8 +79,9 @@ inline void check_narrow_dtype(const char* owner, at::ScalarType dtype, MasterSt
 /// split, or, where backward is to take gradients, that has a hook of the program's own in the
 /// place for ours.
 inline void check_may_be_master(const char* owner, const std::string& name,
-                                const at::Tensor& parameter, bool splits, const char* hook_remedy) {
-  TORCH_CHECK(!is_averaged(parameter), owner, ": the gradients of the parameter '", name,
+                                const at::Tensor& parameter, bool splits, bool main_gradients) {
+  const auto main = main_gradient_of(parameter);
+  TORCH_CHECK(!main || !main->is_averaged, owner, ": the gradients of the parameter '", name,
               "' are averaged by a DistributedDataParallel. Let go of that first, and make another "
               "of it after the masters.");
   const WeightMeta* const meta = weight_meta_of(parameter);
@@ -97,28 +96,55 @@ inline void check_may_be_master(const char* owner, const std::string& name,
   TORCH_CHECK(!splits || can_be_split(parameter), owner, ": the parameter '", name,
               "' carries data of its device's own, and so cannot be split. Pass "
               "MasterStorage::full.");
-  TORCH_CHECK(!hook_remedy || !has_other_hook(parameter), owner, ": the parameter '", name,
+  TORCH_CHECK(!main_gradients || main || !hook_of(parameter), owner, ": the parameter '", name,
               "' has a hook after the accumulation of its gradient, of which LibTorch keeps one "
-              "only",
-              hook_remedy);
+              "only. Make the MasterWeights without main_gradients.");
+}
+
+/// The one whose parameter it is; null if there is none.
+template <class Weight>
+const Weight* weight_of(const std::vector<Weight>& weights, const at::Tensor& parameter) {
+  for (const Weight& weight : weights) {
+    if (weight.parameter.is_same(parameter)) return &weight;
+  }
+  return nullptr;
+}
+
+inline MastersOfModel::MastersOfModel(const char* owner, std::shared_ptr<torch::nn::Module> model)
+    : owner_(owner), model_(std::move(model)) {
+  TORCH_CHECK_VALUE(model_, owner_, ": the model is null. Pass one that has been made.");
+}
+
+inline std::vector<at::Tensor> MastersOfModel::parameters() const {
+  std::vector<at::Tensor> result;
+  for (auto& [name, tensor] : named_parameters()) result.push_back(std::move(tensor));
+  return result;
+}
+
+inline void MastersOfModel::save(torch::serialize::OutputArchive& archive,
+                                 at::ScalarType dtype) const {
+  const std::string call = std::string(owner_) + "::save";
+  TORCH_CHECK_VALUE(c10::isFloatingType(dtype), call, ": ", dtype,
+                    " is not a floating-point dtype.");
+  check_saved(call);
+  const InternalOps guard;
+  write_module(*model_, archive,
+               [&](const at::Tensor& parameter) { return value_of(parameter, dtype); });
 }
 
 }  // namespace detail
 
 inline MasterWeights::MasterWeights(std::shared_ptr<torch::nn::Module> model,
                                     MasterWeightsOptions options)
-    : model_(std::move(model)), options_(std::move(options)) {
-  TORCH_CHECK_VALUE(model_, "MasterWeights: the model is null. Pass one that has been made.");
+    : MastersOfModel("MasterWeights", std::move(model)), options_(std::move(options)) {
   const bool splits = options_.storage == MasterStorage::split;
-  detail::check_narrow_dtype("MasterWeights", options_.dtype, options_.storage);
+  detail::check_narrow_dtype(owner_, options_.dtype, options_.storage);
   const detail::InternalOps guard;
   const auto parameters = model_->named_parameters();
-  const auto kept = detail::parameters_kept_fp32("MasterWeights", *model_, options_.keep_fp32,
-                                                 options_.keep_norms);
+  const auto kept =
+      detail::parameters_kept_fp32(owner_, *model_, options_.keep_fp32, options_.keep_norms);
   for (const auto& item : parameters) {
-    detail::check_may_be_master(
-        "MasterWeights", item.key(), item.value(), splits,
-        options_.main_gradients ? ". Make the MasterWeights without main_gradients." : nullptr);
+    detail::check_may_be_master(owner_, item.key(), item.value(), splits, options_.main_gradients);
   }
 
   // What the weights become, in memory of its own: the model changes once there is all of it.
@@ -177,12 +203,6 @@ inline std::vector<std::pair<std::string, at::Tensor>> MasterWeights::named_para
   return result;
 }
 
-inline std::vector<at::Tensor> MasterWeights::parameters() const {
-  std::vector<at::Tensor> result;
-  for (auto& [name, tensor] : named_parameters()) result.push_back(std::move(tensor));
-  return result;
-}
-
 /// What the optimizer goes by, in the dtype that it is kept in.
 inline at::Tensor MasterWeights::Weight::value() const {
   if (master.defined()) return master.detach();
@@ -210,7 +230,7 @@ inline void MasterWeights::Weight::check_not_half_stepped(const char* call) cons
 }
 
 /// Throws if split weights were moved, or, if `unwritten`, were written to by others.
-inline void MasterWeights::check_split(const char* call, bool unwritten) const {
+inline void MasterWeights::check_split(const std::string& call, bool unwritten) const {
   if (options_.storage != MasterStorage::split) return;
   for (const Weight& weight : weights_) {
     if (!weight.is_split) continue;
@@ -370,40 +390,27 @@ inline void MasterWeights::note_copied() {
   }
 }
 
-inline const MasterWeights::Weight* MasterWeights::find(const at::Tensor& parameter) const {
-  for (const Weight& weight : weights_) {
-    if (weight.parameter.is_same(parameter)) return &weight;
-  }
-  return nullptr;
-}
-
-inline void MasterWeights::save(torch::serialize::OutputArchive& archive,
-                                at::ScalarType dtype) const {
-  TORCH_CHECK_VALUE(c10::isFloatingType(dtype), "MasterWeights::save: ", dtype,
-                    " is not a floating-point dtype.");
-  check_split("MasterWeights::save");
-  const detail::InternalOps guard;
-  detail::write_module(*model_, archive, [&](const at::Tensor& parameter) {
-    const Weight* const weight = find(parameter);
-    return weight && weight->is_narrow ? weight->value().to(dtype) : parameter;
-  });
+inline at::Tensor MasterWeights::value_of(const at::Tensor& parameter,
+                                          at::ScalarType narrow) const {
+  const Weight* const weight = detail::weight_of(weights_, parameter);
+  return weight && weight->is_narrow ? weight->value().to(narrow) : parameter;
 }
 
 inline void MasterWeights::load(torch::serialize::InputArchive& archive) {
   check_split("MasterWeights::load", /*unwritten=*/false);
   const detail::InternalOps guard;
-  auto read = detail::read_all(*model_, archive, "MasterWeights");
+  auto read = detail::read_all(*model_, archive, owner_);
   std::vector<detail::NarrowWeight> halves(read.size());
   for (std::size_t i = 0; i < read.size(); ++i) {  // memory first: then nothing fails
     auto& [to, from] = read[i];
-    const Weight* const weight = find(to);
+    const Weight* const weight = detail::weight_of(weights_, to);
     from = from.to(to.device(), weight && weight->is_narrow ? at::kFloat : to.scalar_type());
     if (weight && weight->is_split) halves[i] = detail::NarrowWeight::split(from, to);
   }
   const detail::DropWeightCasts drop_weight_casts;
   for (std::size_t i = 0; i < read.size(); ++i) {
     const auto& [to, from] = read[i];
-    if (const Weight* const weight = find(to)) {
+    if (const Weight* const weight = detail::weight_of(weights_, to)) {
       weight->set(from, halves[i]);
     } else {
       to.copy_(from);
@@ -415,13 +422,14 @@ inline void MasterWeights::load(torch::serialize::InputArchive& archive) {
 
 inline std::function<void()> MasterWeights::keep() {
   const detail::InternalOps guard;
-  detail::HostCopies kept;
+  constexpr auto on_host = detail::WriteBack::Copies::on_host;
+  detail::WriteBack kept;
   for (const Weight& weight : weights_) {
-    kept.add(weight.parameter);
-    kept.add(weight.master);
-    if (const auto* const split = detail::split_of(weight.parameter)) kept.add(split->low);
+    kept.add(weight.parameter, on_host);
+    kept.add(weight.master, on_host);
+    if (const auto* const split = detail::split_of(weight.parameter)) kept.add(split->low, on_host);
   }
-  for (const at::Tensor& buffer : model_->buffers()) kept.add(buffer);
+  for (const at::Tensor& buffer : model_->buffers()) kept.add(buffer, on_host);
   const bool was_copied = master_versions() == copied_versions_;
   return [this, kept = std::move(kept), was_copied, was_taken = was_taken_] {
     const detail::InternalOps internal;

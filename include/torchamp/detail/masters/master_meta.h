@@ -2,13 +2,16 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/intrusive_ptr.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
 #include <functional>
 #include <memory>
+#include <utility>
 
 #include "torchamp/detail/gradients/weight_meta.h"
+#include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
 
@@ -66,16 +69,67 @@ inline std::shared_ptr<UnsentGradients> unsent_of(const torch::optim::Optimizer&
   return nullptr;
 }
 
-/// An object of which each process holds a share, for files.
-class HeldInShares {
+/// A region in which backward leaves gradients as they are on this process, and exchanges none.
+class NoSync {
  public:
-  /// Brings what the other processes hold to process 0. All call it.
-  virtual void gather() = 0;
-  /// What brings back the share of now.
-  virtual std::function<void()> keep() const = 0;
+  /// With `enabled` false, one that changes nothing.
+  explicit NoSync(bool& syncs, bool enabled = true) : syncs_(syncs), before_(syncs) {
+    if (enabled) syncs = false;
+  }
+  NoSync(const NoSync&) = delete;
+  NoSync& operator=(const NoSync&) = delete;
+  ~NoSync() { syncs_ = before_; }
 
- protected:
-  ~HeldInShares() = default;
+ private:
+  bool& syncs_;
+  bool before_;
 };
+
+/// MasterWeights or ShardedMasterWeights.
+class Masters {
+ public:
+  virtual ~Masters() = default;
+  virtual std::vector<std::pair<std::string, at::Tensor>> named_parameters() const = 0;
+  /// Brings the model's gradients to the masters, where backward has not done so.
+  virtual void take_gradients() {}
+  virtual void copy_to_model() = 0;
+  virtual void save(torch::serialize::OutputArchive& archive) const = 0;
+  virtual void load(torch::serialize::InputArchive& archive) = 0;
+  /// What brings back the weights of now, on this process.
+  virtual std::function<void()> keep() = 0;
+  /// Brings what other processes hold to process 0. All call it.
+  virtual void gather() {}
+  /// Whether backward averages gradients over processes; null where it never does.
+  virtual bool* syncs() { return nullptr; }
+};
+
+/// What a master carries, so that whoever has only the optimizer finds the model's weight.
+struct MasterMeta final : WeightMeta {
+  WeakTensor narrow;
+};
+
+/// Not for a master that carries data of its device's own.
+inline void note_narrow(const at::Tensor& master, const at::Tensor& narrow) {
+  if (master.unsafeGetTensorImpl()->get_backend_meta()) return;
+  auto meta = c10::make_intrusive<MasterMeta>();
+  meta->narrow = WeakTensor(narrow);
+  master.unsafeGetTensorImpl()->set_backend_meta(std::move(meta));
+}
+
+/// Drops the gradients that the model still holds of the weights whose masters `optimizer` has:
+/// those that were not taken, and those that were not sent. The optimizer's own are gone.
+inline void drop_model_gradients(const torch::optim::Optimizer& optimizer) {
+  if (const auto unsent = unsent_of(optimizer)) unsent->drop();
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& master : group.params()) {
+      if (!master.defined()) continue;
+      note_gradient_dropped(master);
+      const auto* const meta =
+          dynamic_cast<MasterMeta*>(master.unsafeGetTensorImpl()->get_backend_meta());
+      const at::Tensor narrow = meta ? meta->narrow.lock() : at::Tensor();
+      if (narrow.defined()) narrow.mutable_grad().reset();
+    }
+  }
+}
 
 }  // namespace torchamp::detail

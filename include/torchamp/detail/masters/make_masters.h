@@ -4,22 +4,23 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
-#include <c10/core/TensorImpl.h>
-#include <c10/core/UndefinedTensorImpl.h>
+#include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
 
-#include "torchamp/detail/split_weight.h"
+#include "torchamp/detail/gradients/weight_meta.h"
+#include "torchamp/detail/masters/split_weight.h"
+#include "torchamp/detail/optim/split_step.h"
+#include "torchamp/detail/tensor_pairs.h"
 #include "torchamp/detail/tensors.h"
-#include "torchamp/version.h"
 
 namespace torchamp::detail {
 
@@ -50,20 +51,19 @@ class MainGradient {
   MainGradient(std::string name, const at::Tensor& master)
       : name_(std::move(name)), has_master_(master.defined()) {
     if (!has_master_) return;
-    master_ = WeakTensor(master.getIntrusivePtr());
+    master_ = WeakTensor(master);
     note_copied(master);
   }
+
+  /// Whether a DistributedDataParallel averages the gradient.
+  bool is_averaged = false;
 
   /// The model has the master's value.
   void note_copied(const at::Tensor& master) { copied_ = version_of(master); }
 
   /// The tensor that has the fp32 gradient: the master or the weight itself. Undefined if the
   /// master is gone.
-  at::Tensor owner(const at::Tensor& weight) const {
-    if (!has_master_) return weight;
-    auto master = master_.lock();
-    return master ? at::Tensor(std::move(master)) : at::Tensor();
-  }
+  at::Tensor owner(const at::Tensor& weight) const { return has_master_ ? master_.lock() : weight; }
 
   /// Takes what backward has put into the weight's gradient.
   void take(const at::Tensor& weight) const {
@@ -93,64 +93,113 @@ class MainGradient {
     }
   }
 
-  /// Called after each take() until it is set to nothing.
-  std::function<void()> when_taken;
-
  private:
-  using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-
   std::string name_;
   bool has_master_;
-  WeakTensor master_{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
+  WeakTensor master_;
   uint32_t copied_ = 0;  // the version of the master whose value the model has
 };
 
-/// Has backward take a weight's gradients.
+/// Has backward take a weight's gradients. LibTorch keeps one such hook for a weight.
 class MainGradientHook final : public torch::autograd::PostAccumulateGradHook {
  public:
-  explicit MainGradientHook(std::shared_ptr<MainGradient> main) : main_(std::move(main)) {}
-  void operator()(const at::Tensor& weight) override {
-    main_->take(weight);
-    if (main_->when_taken) main_->when_taken();
-  }
-  const std::shared_ptr<MainGradient>& main() const { return main_; }
-
- private:
-  std::shared_ptr<MainGradient> main_;
+  explicit MainGradientHook(std::shared_ptr<MainGradient> taken_by) : main(std::move(taken_by)) {}
+  void operator()(const at::Tensor& weight) override { main->take(weight); }
+  const std::shared_ptr<MainGradient> main;
 };
 
-/// Called when backward has accumulated the gradient; null if there is none.
 inline torch::autograd::PostAccumulateGradHook* hook_of(const at::Tensor& weight) {
   namespace impl = torch::autograd::impl;
   return impl::get_autograd_meta(weight) ? impl::post_acc_grad_hooks(weight).get() : nullptr;
 }
-
-/// Null for a weight without a hook of ours.
+/// Null for a weight whose gradients backward leaves where they are.
 inline std::shared_ptr<MainGradient> main_gradient_of(const at::Tensor& weight) {
   const auto* const ours = dynamic_cast<const MainGradientHook*>(hook_of(weight));
-  return ours ? ours->main() : nullptr;
+  return ours ? ours->main : nullptr;
 }
-
-/// Whether a DistributedDataParallel averages the weight's main gradients.
-inline bool is_averaged(const at::Tensor& weight) {
-  const auto main = main_gradient_of(weight);
-  return main && main->when_taken;
-}
-
-/// Whether a hook of somebody else's is in the only place that there is.
-inline bool has_other_hook(const at::Tensor& weight) {
-  return hook_of(weight) && !main_gradient_of(weight);
-}
-
 inline std::shared_ptr<MainGradient> hook_main_gradient(std::string name, const at::Tensor& weight,
                                                         const at::Tensor& master) {
   auto main = std::make_shared<MainGradient>(std::move(name), master);
   torch::autograd::impl::set_post_acc_grad_hooks(weight, std::make_unique<MainGradientHook>(main));
   return main;
 }
-
 inline void unhook_main_gradient(const at::Tensor& weight) {
   if (main_gradient_of(weight)) torch::autograd::impl::set_post_acc_grad_hooks(weight, nullptr);
 }
+
+// What MasterWeights do with weights, split ones above all, beside steps.
+
+/// Writes both halves of `value`.
+inline void write_split(const at::Tensor& value, const at::Tensor& high, const at::Tensor& low) {
+  if (value.numel() == 0) return;
+  at::Tensor wide = value;
+  if (!(TensorKind::of(value) == TensorKind{high.device(), at::kFloat}) ||
+      value.strides() != high.strides()) {
+    wide = at::empty_like(high, high.options().dtype(at::kFloat).requires_grad(false));
+    wide.copy_(value);
+  }
+  SplitRuns whole(high.device());
+  whole.add(in_memory_order(high.detach()), in_memory_order(low));
+  whole.split(in_memory_order(wide), SplitNaNs::as_they_are);
+}
+
+/// `gradient` of a split weight in fp32; dense ones are filled by `copies`.
+inline at::Tensor widened(const at::Tensor& weight, const at::Tensor& gradient,
+                          TensorPairs& copies) {
+  if (gradient.layout() != at::kStrided) return gradient.to(at::kFloat);
+  at::Tensor wide = at::empty_like(weight, weight.options().dtype(at::kFloat).requires_grad(false));
+  copies.add(wide, gradient);
+  return wide;
+}
+
+// ---- Weights that are split and no longer split -------------------------------------------------
+
+inline bool can_be_split(const at::Tensor& parameter) {
+  return weight_meta_of(parameter) || !parameter.unsafeGetTensorImpl()->get_backend_meta();
+}
+
+/// Takes off what earlier MasterWeights, which are gone, have put there.
+inline void remove_weight_meta(const at::Tensor& parameter) {
+  if (weight_meta_of(parameter)) parameter.unsafeGetTensorImpl()->set_backend_meta({});
+}
+
+/// Has a model's weight tell that `masters` keep its master, for as long as they live, and whether
+/// in a tensor apart. Not one that carries data of its device's own.
+inline void note_masters(const at::Tensor& weight, const std::shared_ptr<const void>& masters,
+                         bool apart) {
+  c10::TensorImpl* const tensor = weight.unsafeGetTensorImpl();
+  if (!tensor->get_backend_meta()) tensor->set_backend_meta(c10::make_intrusive<WeightMeta>());
+  if (WeightMeta* const meta = weight_meta_of(weight)) {
+    meta->masters = masters;
+    meta->has_master_apart = apart;
+  }
+}
+
+/// What a weight's value becomes, in memory of its own: the weight in 16 bits, and those that it
+/// lacks, where it is split.
+struct NarrowWeight {
+  static NarrowWeight of(const at::Tensor& value, at::ScalarType dtype) {
+    return {value.to(dtype, /*non_blocking=*/false, /*copy=*/true), {}};
+  }
+  /// Laid out as `like`.
+  static NarrowWeight split(const at::Tensor& value, const at::Tensor& like) {
+    const auto options = like.options().requires_grad(false);
+    NarrowWeight halves{at::empty_like(like, options.dtype(at::kBFloat16)), {}};
+    halves.low = at::empty_like(like, options.dtype(at::kShort));
+    write_split(value, halves.high, halves.low);
+    return halves;
+  }
+
+  /// Has `parameter` be that, and carry what it lacks.
+  void give_to(const at::Tensor& parameter) const {
+    parameter.set_data(high);
+    if (!low.defined()) return;
+    auto split = make_split_weight(low);
+    split->note_version(parameter);
+    parameter.unsafeGetTensorImpl()->set_backend_meta(std::move(split));
+  }
+
+  at::Tensor high, low{};
+};
 
 }  // namespace torchamp::detail

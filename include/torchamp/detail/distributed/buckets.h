@@ -1,0 +1,330 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/TensorBase.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/Storage.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/util/Exception.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/autograd_node.h"
+#include "torchamp/detail/distributed/collective.h"
+#include "torchamp/detail/tensors.h"
+
+namespace torchamp::detail {
+
+// Note [Where the pieces of a weight lie]
+// Every weight is cut, in the order of memory, into as many pieces of equal size as there are
+// processes; the last ones are padded with zeros, by less than one element for each process. A
+// bucket of some weights is a vector of one slot for each process, and a slot holds that process's
+// pieces, one weight after the other:
+//
+//     slot 0: a[0..3) b[0..1)    slot 1: a[3..6) b[1..2)
+//
+// So one exchange of slots brings each process all gradients of its pieces, and one gathers all
+// weights. Every process has a piece of every weight, which is why they all have the same
+// parameters, groups and states, of the same sizes. Those of a device and dtype share buckets.
+
+/// A weight that is cut into pieces.
+struct BucketedWeight {
+  std::string name;
+  std::vector<int64_t> sizes, strides;
+  int64_t elements;
+  int64_t piece;           ///< elements of each piece
+  std::size_t bucket = 0;  ///< where its pieces lie,
+  int64_t offset = 0;      ///< in each slot
+};
+
+struct BucketShape : TensorKind {
+  std::vector<std::size_t> weights{};
+  int64_t slot = 0;  ///< elements of each slot
+  bool is_padded = false;
+};
+
+/// A tensor of its own that shares the memory of `flat`, a vector, and is no view for autograd.
+inline at::Tensor sharing(const at::Tensor& flat, int64_t offset, at::IntArrayRef sizes,
+                          at::IntArrayRef strides) {
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(flat.storage()),
+                                                               flat.key_set(), flat.dtype());
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides,
+                                                      flat.storage_offset() + offset);
+  return tensor;
+}
+inline at::Tensor sharing(const at::Tensor& flat, int64_t offset, int64_t elements) {
+  return sharing(flat, offset, {elements}, {1});
+}
+
+/// Which piece of which weight, or gradient, lies where; the same on all processes.
+class BucketLayout {
+ public:
+  BucketLayout(int64_t processes, int64_t bucket_elements)
+      : processes_(processes), bucket_elements_(bucket_elements) {}
+
+  /// Weights come in the order in which backward is likely to come to them. `dtype`: the one that
+  /// the model keeps the weight in.
+  void add(std::string name, const at::Tensor& tensor, at::ScalarType dtype) {
+    const TensorKind kind{tensor.device(), dtype};
+    const at::Tensor weight = tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous();
+    std::size_t b = buckets_.size();
+    while (b > 0 && !(static_cast<const TensorKind&>(buckets_[b - 1]) == kind)) --b;
+    if (b == 0 || buckets_[b - 1].slot * processes_ >= bucket_elements_) {
+      buckets_.push_back({kind});
+      b = buckets_.size();
+    }
+    BucketShape& bucket = buckets_[--b];
+    const int64_t elements = weight.numel();
+    const int64_t piece = (elements + processes_ - 1) / processes_;
+    bucket.weights.push_back(weights_.size());
+    bucket.is_padded |= piece * processes_ != elements;
+    weights_.push_back({std::move(name), weight.sizes().vec(), weight.strides().vec(), elements,
+                        piece, b, bucket.slot});
+    bucket.slot += piece;
+  }
+
+  /// Once all are added: has the buckets that are complete first come first.
+  void sort_buckets() {
+    std::ranges::sort(buckets_, {},
+                      [](const BucketShape& bucket) { return bucket.weights.back(); });
+    for (std::size_t b = 0; b < buckets_.size(); ++b) {
+      for (const std::size_t w : buckets_[b].weights) weights_[w].bucket = b;
+    }
+  }
+
+  int64_t processes() const { return processes_; }
+
+  /// A number that differs, but for chance, between different layouts.
+  int64_t fingerprint() const {
+    Fingerprint print;
+    const auto mix = [&print](int64_t number) { print.mix(number); };
+    for (const BucketedWeight& weight : weights_) {
+      for (const int64_t number : weight.sizes) mix(number);
+      for (const int64_t number : weight.strides) mix(number);
+      mix(static_cast<int64_t>(weight.bucket));
+      mix(static_cast<int64_t>(buckets_[weight.bucket].dtype));
+    }
+    return print.value();
+  }
+  const std::vector<BucketedWeight>& weights() const { return weights_; }
+  const std::vector<BucketShape>& buckets() const { return buckets_; }
+
+  /// Calls visit(part of `slots`, part of `whole`) for what both hold: a vector of all slots of the
+  /// weight's bucket, and a tensor that is laid out as the weight.
+  template <class Visit>
+  void for_each_part(std::size_t w, const at::Tensor& slots, const at::Tensor& whole,
+                     const Visit& visit) const {
+    const BucketedWeight& weight = weights_[w];
+    if (weight.elements == 0) return;
+    const int64_t slot = buckets_[weight.bucket].slot, piece = weight.piece;
+    const int64_t full = weight.elements / piece, rest = weight.elements - full * piece;
+    const at::Tensor memory = in_memory_order(whole);
+    visit(slots.as_strided({full, piece}, {slot, 1}, slots.storage_offset() + weight.offset),
+          memory.narrow(0, 0, full * piece).view({full, piece}));
+    if (rest > 0) {
+      visit(slots.narrow(0, full * slot + weight.offset, rest),
+            memory.narrow(0, full * piece, rest));
+    }
+  }
+
+  /// A weight in `flat`, a vector of the one slot that its bucket has where there is one process.
+  at::Tensor whole_in(std::size_t w, const at::Tensor& flat) const {
+    const BucketedWeight& weight = weights_[w];
+    return flat.as_strided(weight.sizes, weight.strides, flat.storage_offset() + weight.offset);
+  }
+
+  /// The piece of process `rank` of a tensor that is laid out as the weight, without the padding:
+  /// it may be empty.
+  at::Tensor piece_of(std::size_t w, int64_t rank, const at::Tensor& whole) const {
+    const BucketedWeight& weight = weights_[w];
+    const int64_t begin = std::min(rank * weight.piece, weight.elements);
+    return in_memory_order(whole).narrow(0, begin, std::min(weight.piece, weight.elements - begin));
+  }
+
+ private:
+  int64_t processes_, bucket_elements_;
+  std::vector<BucketedWeight> weights_;
+  std::vector<BucketShape> buckets_;
+};
+
+/// `tensor` itself if it is laid out as `like`; else a copy that is.
+inline at::Tensor laid_out_as(const at::Tensor& like, const at::Tensor& tensor) {
+  if (tensor.strides() == like.strides() && tensor.is_non_overlapping_and_dense()) return tensor;
+  at::Tensor copy =
+      at::empty_like(like, like.options().dtype(tensor.scalar_type()).requires_grad(false));
+  copy.copy_(tensor);
+  return copy;
+}
+
+// Note [Gradients in buckets]
+// All processes put gradients into the same buckets, those that backward comes to first, first. A
+// bucket is sent when all gradients in it are there and those before it have been sent. The end of
+// backward sends the rest, waits for all, and gives back what came of them. So the order is the
+// same on all processes, whatever order backward has. What is sent, and what comes of it, is for
+// derived classes to say: averages for data parallelism, pieces of sums for sharded masters.
+
+/// Exchanges the gradients of parameters, bucket by bucket, while backward computes them.
+class GradientBuckets : public std::enable_shared_from_this<GradientBuckets> {
+ public:
+  GradientBuckets(const GradientBuckets&) = delete;
+  GradientBuckets& operator=(const GradientBuckets&) = delete;
+  virtual ~GradientBuckets() {
+    for (const auto& [accumulator, hook] : accumulators_) accumulator->del_post_hook(hook);
+  }
+
+  /// Once it is held by a shared_ptr: has backward tell of gradients, behind hooks of the masters'
+  /// or of the program's own.
+  void hook() {
+    for (std::size_t w = 0; w < parameters_.size(); ++w) {
+      NodePtr accumulator = torch::autograd::impl::grad_accumulator(parameters_[w]);
+      const auto hook =
+          accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+              [self = weak_from_this(), w](const auto& outputs, const auto& /*inputs*/) {
+                if (const auto buckets = self.lock()) buckets->note_ready(w);
+                return outputs;
+              }));
+      accumulators_.emplace_back(std::move(accumulator), hook);
+    }
+  }
+
+ protected:
+  struct Bucket {
+    std::size_t missing = 0;
+    at::Tensor sent{}, received{};
+    c10::intrusive_ptr<c10d::Work> work{};
+  };
+
+  /// `owner` begins errors.
+  GradientBuckets(std::string owner, c10::intrusive_ptr<c10d::ProcessGroup> group,
+                  BucketLayout layout, std::vector<at::Tensor> parameters, bool find_unused)
+      : group_(std::move(group)),
+        layout_(std::move(layout)),
+        parameters_(std::move(parameters)),
+        find_unused_(find_unused),
+        is_ready_(parameters_.size()),
+        buckets_(layout_.buckets().size()),
+        owner_(std::move(owner)),
+        call_("backward through " + owner_) {}
+
+  // What derived classes say, with the mutex locked.
+
+  /// Whether a gradient of weight `w`, which backward has made, is to be sent by this pass.
+  virtual bool takes(std::size_t w) = 0;
+  /// Whether the gradient is of another backward pass than `task_`, which has begun.
+  virtual bool begins_anew(int task) const = 0;
+  /// The gradient is there.
+  virtual void take(std::size_t /*w*/) {}
+  /// At the end of backward: takes what only earlier passes have left.
+  virtual void take_rest() {}
+  /// Sends a bucket, the next one.
+  virtual void send(std::size_t b) = 0;
+  /// Whether there is a gradient of the weight, and whether there need be none.
+  virtual bool is_there(std::size_t w) const = 0;
+  virtual bool may_lack(std::size_t w) const = 0;
+  /// Waits for all buckets, and gives gradients back to the weights that are used on any process.
+  virtual void give_back(const std::vector<bool>& is_used) = 0;
+
+  /// Exchanges the gradients as they are.
+  void run_now(bool find_unused) {
+    {
+      const std::lock_guard lock(mutex_);
+      start(/*task=*/-1);
+    }
+    finish(find_unused);
+  }
+  void wait(const Bucket& bucket) const {
+    if (bucket.work) collective(call(), [&] { bucket.work->wait(); });
+  }
+  const std::string& name(std::size_t w) const { return layout_.weights()[w].name; }
+  const char* call() const { return call_.c_str(); }
+
+  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const BucketLayout layout_;
+  const std::vector<at::Tensor> parameters_;  // by their places in the layout
+  const bool find_unused_;
+  std::mutex mutex_;
+  bool runs_ = false;  // a backward pass, and has not ended
+  int task_ = -1;      // which one
+  std::vector<bool> is_ready_;
+  std::vector<Bucket> buckets_;
+
+ private:
+  void note_ready(std::size_t w) {
+    const std::lock_guard lock(mutex_);
+    const InternalOps internal;
+    if (!takes(w)) return;
+    const int task = torch::autograd::get_current_graph_task_id();
+    if (!runs_ || begins_anew(task)) {
+      start(task);
+      torch::autograd::Engine::get_default_engine().queue_callback(
+          [self = shared_from_this()] { self->finish(self->find_unused_); });
+    }
+    TORCH_CHECK(!is_ready_[w], "backward: '", name(w),
+                "' has got two gradients in one backward pass, of which the first may have been "
+                "sent. Give ",
+                owner_, " a model without reentrant backward passes.");
+    take(w);
+    is_ready_[w] = true;
+    --buckets_[layout_.weights()[w].bucket].missing;
+    while (next_ < buckets_.size() && buckets_[next_].missing == 0) send(next_++);
+  }
+
+  void start(int task) {
+    TORCH_CHECK(!runs_ || next_ == 0,
+                "backward: the one before has ended with an error when some of its gradients were "
+                "sent, so that processes may be out of step. End them all, and go on from a "
+                "checkpoint.");
+    for (std::size_t b = 0; b < buckets_.size(); ++b) {
+      buckets_[b] = {layout_.buckets()[b].weights.size()};
+    }
+    is_ready_.assign(parameters_.size(), false);
+    next_ = 0;
+    task_ = task;
+    runs_ = true;
+  }
+
+  void finish(bool find_unused) {
+    const std::lock_guard lock(mutex_);
+    if (!runs_) return;
+    const InternalOps internal;
+    take_rest();
+    while (next_ < buckets_.size()) send(next_++);
+    runs_ = false;
+    give_back(used_anywhere(find_unused));
+    for (Bucket& bucket : buckets_) bucket = {};
+  }
+
+  /// Which weights have a gradient on any process.
+  std::vector<bool> used_anywhere(bool find_unused) const {
+    std::vector<bool> used(parameters_.size());
+    for (std::size_t w = 0; w < used.size(); ++w) {
+      used[w] = is_there(w);
+      TORCH_CHECK(find_unused || used[w] || may_lack(w), owner_,
+                  ": backward has given the parameter '", name(w),
+                  "' no gradient. Pass {.find_unused_parameters = true} for a model whose forward "
+                  "may leave parameters unused.");
+    }
+    return find_unused ? on_any_process(call(), *group_, used, parameters_[0].device()) : used;
+  }
+
+  std::string owner_, call_;
+  std::vector<std::pair<NodePtr, uintptr_t>> accumulators_;  // which the hooks keep alive
+  std::size_t next_ = 0;                                     // the bucket to be sent
+};
+
+}  // namespace torchamp::detail

@@ -1,0 +1,510 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/autocast_mode.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+#include <torch/csrc/jit/python/update_graph_executor_opt.h>
+#include <torch/csrc/jit/runtime/logging.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <typeinfo>
+#include <utility>
+
+#include "torchamp/cast_cache.h"
+#include "torchamp/detail/devices.h"
+#include "torchamp/detail/libtorch.h"
+#include "torchamp/detail/overlay/kernel.h"
+#include "torchamp/detail/overlay/region.h"
+#include "torchamp/detail/overlay/runtime.h"
+#include "torchamp/detail/policy/data.h"
+#include "torchamp/version.h"
+
+namespace torchamp::detail {
+
+// ---- Scripts ------------------------------------------------------------------------------------
+
+// Note [Derivatives of scripts]
+// Where gradients are wanted, an optimised script is differentiated by the JIT. Its derivatives
+// take what the ops of the script were given, and know nothing of the casts that the dispatcher
+// makes: the backward of a 16-bit `mm` would multiply by the fp32 weight, which is an error. So
+// scripts run as they are written under a policy, op by op and recorded by autograd. The switch
+// is the thread's own; LibTorch does not carry it to the threads that take over a state. Nor does
+// it undo what the JIT has done: a script has a plan for autocast and one without, and one that was
+// optimised under at::autocast alone, or on such a thread, is used by regions as well.
+//
+// Throwing the switch takes LibTorch 100 ns, most guards' threads run no scripts, and the JIT tells
+// its logger of each run of a script before it picks the script's plan. So the switch is thrown
+// there, by a logger that does nothing else, and put back by the end of the guard. A program's own
+// logger has precedence, and guards throw the switch themselves where ours is not in force, or with
+// a LibTorch that is not known to tell its logger first.
+//
+// The logger acts where a guard of its own library is on the thread. So the first of them takes the
+// switch as it finds it, and puts it back so, even under a policy that is in force already: one of
+// a state that the thread took over, or of another library.
+
+/// Whether a thread with this policy has one in force, for any device.
+inline bool is_in_force(const ThreadPolicy* policy) {
+  if (policy == nullptr) return false;
+  for (const auto& of_device : policy->in_force) {
+    if (of_device) return true;
+  }
+  return false;
+}
+
+/// Whether the JIT may optimise scripts that the calling thread runs. For a PolicyScope.
+class ScriptSwitch {
+ public:
+  /// Whether the calling thread has a scope, so that its scripts run as their policy wants.
+  static bool has_scope() { return of_this_thread().scopes > 0; }
+
+  /// A scope has put `inner` in the place of `outer`, which may be null. Returns what to give
+  /// end_scope().
+  static bool begin_scope(const ThreadPolicy* outer, const ThreadPolicy* inner) {
+    State& state = of_this_thread();
+    if (state.scopes++ == 0 || !is_in_force(outer)) {
+      state.outside = torch::jit::getGraphExecutorOptimize();
+    }
+    follow(inner, state.outside);
+    return state.outside;
+  }
+
+  /// A scope has put `outer` back.
+  static void end_scope(const ThreadPolicy* outer, bool outside) {
+    follow(--of_this_thread().scopes == 0 ? nullptr : outer, outside);
+  }
+
+ private:
+  struct State {
+    int scopes = 0;
+    bool outside = true;  // of all policies, or of all scopes
+  };
+
+  static State& of_this_thread() {
+    static thread_local constinit State state;
+    return state;
+  }
+
+  static void follow(const ThreadPolicy* policy, bool outside) {
+    if (!is_in_force(policy)) {
+      set(outside);
+    } else if (!Logger::is_told()) {
+      set(false);
+    }
+  }
+
+  static void set(bool optimize) {
+    if (torch::jit::getGraphExecutorOptimize() == optimize) return;
+    torch::jit::setGraphExecutorOptimize(optimize);
+  }
+
+  class Logger final : public torch::jit::logging::LoggerBase {
+   public:
+    void addStatValue(const std::string&, int64_t) override {
+      if (has_scope() && is_in_force(thread_policy())) set(false);
+    }
+
+    /// Whether the JIT tells this library's logger of scripts that run.
+    static bool is_told() {
+      static const LoggerBase* const ours = install();
+      return ours != nullptr && torch::jit::logging::getLogger() == ours;
+    }
+
+   private:
+    /// Null if another one is to stay.
+    static LoggerBase* install() {
+      namespace logging = torch::jit::logging;
+      constexpr bool is_told_first = TORCHAMP_LIBTORCH <= 215;
+      const auto does_nothing = [](LoggerBase& logger) {
+        return typeid(logger) == typeid(logging::NoopLogger);
+      };
+      if (!is_told_first || !does_nothing(*logging::getLogger())) return nullptr;
+      pin_this_library();
+      LoggerBase* const ours = new Logger;  // never destroyed: scripts may run until the end
+      LoggerBase* const before = logging::setLogger(ours);
+      if (does_nothing(*before)) return ours;
+      logging::setLogger(before);  // set by another thread between our look and this
+      return nullptr;
+    }
+  };
+};
+
+// ---- Scopes of a policy -------------------------------------------------------------------------
+
+// Note [Guards without allocations]
+// What an outermost guard puts into its thread's slot is mostly what the thread's last one has put
+// there, but for the region's number, and nobody else holds it any more: no thread has taken over
+// the state, no AutocastState remembers it. So it is kept for the thread's next guard. (Not if the
+// policy has predicates: what they hold is not to live longer than the program wants it to.)
+
+/// What the calling thread's last outermost guard has left behind: a policy, and the node of
+/// LibTorch's list of slots that has it.
+class SparePolicy {
+ public:
+  using Node = std::shared_ptr<c10::ThreadLocalDebugInfo>;
+  using Policy = std::shared_ptr<const ThreadPolicy>;
+
+  SparePolicy(const SparePolicy&) = delete;
+  SparePolicy& operator=(const SparePolicy&) = delete;
+  ~SparePolicy() { is_over() = true; }
+
+  /// Null if there is none, or if somebody has a share in it.
+  static const ThreadPolicy* look() {
+    if (is_over()) return nullptr;
+    const SparePolicy& spare = of_this_thread();
+    return spare.node_ && is_unshared(spare.policy_, spare.node_) ? spare.policy_.get() : nullptr;
+  }
+
+  /// What look() has found, for another region.
+  static void take(std::uint64_t region, Policy& policy, Node& node) {
+    policy = std::move(of_this_thread().policy_);
+    node = std::move(of_this_thread().node_);
+    std::const_pointer_cast<ThreadPolicy>(policy)->keep.region = region;
+  }
+
+  /// Keeps what a scope that was outermost has taken out of the slot, if it may be of use.
+  static void leave(Policy policy, Node node) {
+    if (is_over() || !policy->is_in_guard || policy->op_rule_usage || policy->guards ||
+        policy->outside || has_predicates(*policy->inherited) || !is_unshared(policy, node)) {
+      return;
+    }
+    of_this_thread().policy_ = std::move(policy);
+    of_this_thread().node_ = std::move(node);
+  }
+
+ private:
+  SparePolicy() = default;
+
+  static SparePolicy& of_this_thread() {
+    static thread_local SparePolicy spare;
+    return spare;
+  }
+  /// Guards in destructors that run after ours have no spare.
+  static bool& is_over() {
+    static thread_local bool over = false;
+    return over;
+  }
+
+  static bool has_predicates(const PolicyData& policy) {
+    return std::any_of(policy.edits.begin(), policy.edits.end(),
+                       [](const Edit& edit) { return edit.when.predicate != nullptr; });
+  }
+
+  static bool is_unshared(const Policy& policy, const Node& node) {
+    constexpr long ours_and_the_nodes = 2;
+    if (node.use_count() != 1 || policy.use_count() != ours_and_the_nodes) return false;
+    std::atomic_thread_fence(std::memory_order_acquire);  // after those who had a share
+    return true;
+  }
+
+  Policy policy_;
+  Node node_;
+};
+
+TORCHAMP_BODY PolicyScope::PolicyScope(std::shared_ptr<const ThreadPolicy> policy,
+                                       std::shared_ptr<c10::ThreadLocalDebugInfo> node)
+    : policy_(std::move(policy)) {
+  using Info = c10::ThreadLocalDebugInfo;
+  if (!policy_) return;
+  const int pass = this_backward_pass();
+  if (pass != policy_->backward_pass && pass != ThreadPolicy::no_backward_pass) {
+    auto copy = copy_of(policy_.get());  // see Note [Sums of gradients]
+    copy->backward_pass = pass;
+    copy->outside = policy_->outside ? policy_->outside : policy_;
+    policy_ = std::move(copy);
+    node = nullptr;
+  }
+  before_ = Info::current();
+  const ThreadPolicy* const outer = before_ ? thread_policy() : nullptr;
+  if (node) {
+    ours_ = node.get();
+    Info::_forceCurrentDebugInfo(std::move(node));
+  } else {
+    Info::_push(policy_slot(), std::const_pointer_cast<ThreadPolicy>(policy_));
+    ours_ = Info::current().get();
+  }
+  scripts_outside_ = ScriptSwitch::begin_scope(outer, policy_.get());
+}
+
+TORCHAMP_BODY PolicyScope::~PolicyScope() {
+  end();
+}
+
+TORCHAMP_BODY bool PolicyScope::end_of(const char* guard) {
+  if (thread_ != std::this_thread::get_id()) {
+    TORCH_WARN(guard,
+               ": destroyed by another thread than the one that made it. Its state was not "
+               "restored there. Keep a guard in the scope that it covers.");
+    return false;
+  }
+  end();
+  return true;
+}
+
+// Note [Slots pushed inside a scope]
+// LibTorch keeps a thread's slots as a stack. A profiler that is started inside a scope and
+// outlives it has its slot above ours; putting back what was there before us would end the
+// profiler. So what lies above is lifted off, and put back on what was below us.
+TORCHAMP_BODY void PolicyScope::end() noexcept {
+  if (ours_ == nullptr || thread_ != std::this_thread::get_id()) return;
+  auto node = c10::ThreadLocalDebugInfo::current();
+  const bool is_outermost = node.get() == ours_ && before_ == nullptr;
+  if (node.get() == ours_) {
+    c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(std::move(before_));
+    if (is_outermost) SparePolicy::leave(std::move(policy_), std::move(node));
+  } else {
+    try {
+      take_out();
+    } catch (const std::exception& error) {
+      TORCH_WARN("~AutocastGuard: cannot restore the thread's slots: ", error.what());
+    }
+  }
+  ours_ = nullptr;
+  ScriptSwitch::end_scope(is_outermost ? nullptr : thread_policy(), scripts_outside_);
+}
+
+// Returns whether our slot was there. Without it, what lay above belongs to a state that has been
+// left, and is dropped.
+TORCHAMP_BODY bool PolicyScope::take_out() {
+  using Info = c10::ThreadLocalDebugInfo;
+  using Kind = c10::DebugInfoKind;
+  const auto is_on_top = [](Kind kind) {
+    try {
+      (void)Info::_peek(kind);
+      return true;
+    } catch (const c10::Error&) {
+      return false;
+    }
+  };
+  const bool at_ours = Info::current().get() == ours_;
+  if (Info::current() && !at_ours) {
+    for (const Kind kind :
+         {policy_slot(), Kind::PRODUCER_INFO, Kind::MOBILE_RUNTIME_INFO, Kind::PROFILER_STATE,
+          Kind::INFERENCE_CONTEXT, Kind::PARAM_COMMS_INFO, Kind::TEST_INFO, Kind::TEST_INFO_2}) {
+      if (!is_on_top(kind)) continue;
+      auto above = Info::_pop(kind);
+      const bool found = take_out();
+      if (found) Info::_push(kind, std::move(above));
+      return found;
+    }
+  }
+  Info::_forceCurrentDebugInfo(std::move(before_));
+  return at_ours;
+}
+
+// ---- TORCHAMP_POLICY ----------------------------------------------------------------------------
+
+TORCHAMP_BODY std::shared_ptr<const PolicyData> environment_policy(const std::string& text,
+                                                                   PolicyFileReader read_file) {
+  if (text == "standard") return unedited(BaseTable::standard);
+  if (text == "torch") return unedited(BaseTable::torch);
+  TORCH_CHECK(text.starts_with("file:"), "TORCHAMP_POLICY is '", text,
+              "'. Set it to off, standard, torch or file:PATH, or unset it.");
+  TORCH_CHECK(read_file != nullptr, "TORCHAMP_POLICY is '", text,
+              "', and this program does not read policy files. Include torchamp/policy_text.h in "
+              "one of its source files, or link torchamp::library.");
+  return read_file("TORCHAMP_POLICY: torchamp::load_policy", text.substr(5));
+}
+
+TORCHAMP_BODY const GuardOverride& guard_override(const ThreadPolicy* policy) {
+  if (policy != nullptr && policy->guards) return *policy->guards;
+  // Read once, at the first guard; a bad value is an error at every guard. Never destroyed: static
+  // objects' destructors may use guards.
+  static const GuardOverride& environment = *[] {
+    const char* const value = std::getenv("TORCHAMP_POLICY");
+    const std::string text = value == nullptr ? "" : value;
+    auto made = std::make_unique<GuardOverride>();
+    made->off = text == "off";
+    if (!text.empty() && !made->off) {
+      made->policy = environment_policy(text, policy_file_reader());
+    }
+    return made.release();
+  }();
+  return environment;
+}
+
+// ---- Regions ------------------------------------------------------------------------------------
+
+inline void check_is_floating(at::ScalarType dtype) {
+  TORCH_CHECK(c10::isFloatingType(dtype), "AutocastGuard: the dtype ", dtype,
+              " is not floating-point. Pass torch::kHalf or torch::kBFloat16.");
+}
+
+/// Whether regions of `device` run in `dtype`. If not, warns once for each device that is not
+/// there, and for each dtype; always where the program asked LibTorch for that.
+inline bool is_usable(at::DeviceType device, at::ScalarType dtype) {
+  static std::atomic<std::uint64_t> devices = 0, dtypes = 0;  // that were warned of, a bit for each
+  const auto is_due = [](std::atomic<std::uint64_t>& warned_of, auto number) {
+    const std::uint64_t bit = std::uint64_t{1} << static_cast<unsigned>(number);
+    return (warned_of.fetch_or(bit) & bit) == 0 || c10::WarningUtils::get_warnAlways();
+  };
+  if (!device_is_present(device)) {
+    if (is_due(devices, device)) {
+      const std::string name = c10::DeviceTypeName(device);
+      TORCH_WARN("AutocastGuard: there is no ", name, " device. ", name,
+                 " regions run with autocast disabled. Pass torch::kCPU for a CPU.");
+    }
+    return false;
+  }
+  check_is_floating(dtype);
+  if (is_16_bit(dtype) || (dtype == at::kFloat && facts_of(device).fp32_regions)) return true;
+  if (is_due(dtypes, dtype)) {
+    TORCH_WARN("AutocastGuard: autocast on ", device, " supports fp16 and bf16, not ", dtype,
+               ". The region runs with autocast disabled. Pass torch::kBFloat16 or torch::kHalf, "
+               "or {.enabled = false} to leave fp32 alone.");
+  }
+  return false;
+}
+
+/// What the two options say together; unset: as it is on the calling thread. `cache_enabled = true`
+/// leaves a cache of torchamp's.
+inline std::optional<WeightCache> asked_cache(std::optional<bool> enabled,
+                                              std::optional<WeightCache> cache) {
+  if (!cache) {
+    if (enabled == false) return WeightCache::none;
+    const ThreadPolicy* const outer = thread_policy();
+    if (!enabled || !outer || outer->keep.until != WeightKeep::Until::made) return std::nullopt;
+    return WeightCache::libtorch;
+  }
+  TORCH_CHECK_VALUE(!enabled || *enabled == (*cache != WeightCache::none),
+                    "AutocastGuard: cache_enabled = ", *enabled ? "true" : "false",
+                    " contradicts cache, which ", *enabled ? "is WeightCache::none" : "keeps casts",
+                    ". Leave cache_enabled unset.");
+  return cache;
+}
+
+/// The number of an outermost guard's region, by which things are kept of weights; 0 if none are.
+inline std::uint64_t begin_region() {
+  KeptWeights* const kept = kept_weights();
+  return kept == nullptr ? 0 : kept->begin_region();
+}
+
+TORCHAMP_BODY void prepare_region(const char* call, const PolicyData& policy,
+                                  const WeightCasts* casts, at::DeviceType device,
+                                  at::ScalarType dtype) {
+  compile_once(policy, device);
+  const OpRule* const rule = is_16_bit(dtype) ? policy.op_rule() : nullptr;
+  if (rule != nullptr) rule->prepare(call, policy, device, dtype);
+  if (casts != nullptr) casts->prepare(device);
+}
+
+/// What a region begins with, after all checks, so that nothing is changed before it cannot fail.
+struct AutocastRegion::Checked {
+  at::DeviceType device;
+  at::ScalarType dtype;
+  bool enabled;
+  std::shared_ptr<const ThreadPolicy> policy;       // null: the thread's stays
+  std::shared_ptr<c10::ThreadLocalDebugInfo> node;  // null: a new one
+  std::uint64_t own_region = 0;
+  std::shared_ptr<OpRuleUsage> op_rule_usage;
+
+  Checked(at::DeviceType on_device, std::optional<at::ScalarType> asked_dtype,
+          bool asked_to_be_enabled, std::optional<WeightCache> cache,
+          const std::shared_ptr<const PolicyData>& asked_policy)
+      : device(on_device) {
+    const std::size_t index = device_index(device, "AutocastGuard");
+    if (asked_dtype) check_is_floating(*asked_dtype);
+    dtype = asked_dtype.value_or(at::autocast::get_autocast_dtype(device));
+    const ThreadPolicy* const outer = thread_policy();
+    const GuardOverride& guards = guard_override(outer);
+    dtype = guards.dtype_of_guard(device, dtype, asked_to_be_enabled);
+    enabled = asked_to_be_enabled && !guards.off && is_usable(device, dtype);
+
+    const auto& data = guards.policy               ? guards.policy
+                       : asked_policy              ? asked_policy
+                       : outer && outer->inherited ? outer->inherited
+                                                   : unedited(BaseTable::standard);
+    const bool is_inner = outer && outer->is_in_guard;
+    const WeightKeep::Until until = cache      ? cache->until()
+                                    : is_inner ? outer->keep.until
+                                               : WeightKeep::Until::region_ends;
+    const WeightCasts* const casts = cache ? cache->casts() : outer ? outer->casts : nullptr;
+    std::shared_ptr<const PolicyData> in_force;
+    if (enabled) {
+      prepare_region("AutocastGuard", *data, casts, device, dtype);
+      in_force = data;
+    }
+    const OpRule* const rule = enabled && is_16_bit(dtype) ? in_force->op_rule() : nullptr;
+    const auto is_wanted = [&](const ThreadPolicy* one) {
+      return one != nullptr && one->inherited == data && one->in_force[index] == in_force &&
+             one->keep.until == until && one->casts == casts;
+    };
+    if (is_wanted(outer)) {
+      // Taken over, it does not hold for scripts yet: see Note [Derivatives of scripts]. In
+      // backward it does not hold for sums: see Note [Sums of gradients].
+      if (enabled && (!ScriptSwitch::has_scope() || leaves_sums_alone(*outer))) {
+        policy = outer->shared_from_this();
+      }
+      return;
+    }
+    // A spare node has nothing below it: it would hide what others, a profiler say, have put there.
+    if (enabled && rule == nullptr && c10::ThreadLocalDebugInfo::current() == nullptr &&
+        this_backward_pass() == ThreadPolicy::no_backward_pass && is_wanted(SparePolicy::look())) {
+      own_region = begin_region();
+      SparePolicy::take(own_region, policy, node);
+      return;
+    }
+    auto inner = copy_of(outer);
+    if (inner->keep.region == 0) inner->keep.region = own_region = begin_region();
+    inner->is_in_guard = true;
+    inner->keep.until = until;
+    inner->casts = casts;
+    inner->in_force[index] = std::move(in_force);
+    if (rule != nullptr) {
+      op_rule_usage = inner->op_rule_usage = rule->make_usage(inner->op_rule_usage);
+    }
+    inner->inherited = data;
+    policy = std::move(inner);
+  }
+};
+
+TORCHAMP_BODY AutocastRegion::AutocastRegion(at::DeviceType device,
+                                             std::optional<at::ScalarType> dtype, bool enabled,
+                                             std::optional<bool> cache_enabled,
+                                             std::optional<WeightCache> cache,
+                                             const std::shared_ptr<const PolicyData>& policy)
+    : AutocastRegion(Checked(device, dtype, enabled, asked_cache(cache_enabled, cache), policy),
+                     cache_enabled || !cache ? cache_enabled : cache != WeightCache::none) {}
+
+TORCHAMP_BODY AutocastRegion::AutocastRegion(Checked checked, std::optional<bool> cache_enabled)
+    : before_(DeviceAutocastState::of(checked.device)),
+      cache_enabled_before_(at::autocast::is_autocast_cache_enabled()),
+      dtype_changed_(before_.dtype != checked.dtype),
+      own_region_(checked.own_region),
+      op_rule_usage_(std::move(checked.op_rule_usage)),
+      exceptions_(std::uncaught_exceptions()),
+      policy_scope_(std::move(checked.policy), std::move(checked.node)) {
+  at::autocast::set_autocast_enabled(checked.device, checked.enabled);
+  at::autocast::set_autocast_dtype(checked.device, checked.dtype);
+  if (cache_enabled) {
+    // What torchamp's cache does not take is cast anew: LibTorch's would not see that it changes.
+    const ThreadPolicy* const policy = thread_policy();
+    NoCastCache::set_flag(*cache_enabled && (policy == nullptr || policy->casts == nullptr));
+  }
+  // LibTorch's cache does not tell one 16-bit dtype from the other.
+  if (nesting_.enter() > 1 && dtype_changed_) at::autocast::clear_cache();
+}
+
+TORCHAMP_BODY AutocastRegion::~AutocastRegion() {
+  if (!policy_scope_.end_of("~AutocastGuard")) return;
+  if (nesting_.leave() == 0 || dtype_changed_) at::autocast::clear_cache();
+  if (own_region_ != 0) kept_weights()->end_region(own_region_);
+  before_.apply();
+  at::autocast::set_autocast_cache_enabled(cache_enabled_before_);
+  if (op_rule_usage_ != nullptr && std::uncaught_exceptions() == exceptions_) {
+    op_rule_usage_->warn_if_unused();
+  }
+}
+
+}  // namespace torchamp::detail
