@@ -107,9 +107,9 @@ struct Budget {
 // To come down to 22 and 3,400, 18 and 2,400, 20 and 3,000, 52 and 8,300.
 constexpr Budget budgets[] = {
     {"autocast.h", 17, 3810},
-    {"optim.h", 16, 3390},
-    {"grad_scaler.h", 21, 4800},
-    {"torchamp.h", 44, 10890},
+    {"optim.h", 16, 3370},
+    {"grad_scaler.h", 21, 4780},
+    {"torchamp.h", 44, 10870},
 };
 constexpr Budget all_headers = {"include/", 142, 31220};  // to come down to 160 and 24,000
 

@@ -2,8 +2,11 @@
 // Which ops a recorder counts: on which threads, from when, until when.
 #include <ATen/ATen.h>
 #include <ATen/ThreadLocalState.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/record_function.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/library.h>
 
 #include <cstdint>
 #include <memory>
@@ -127,6 +130,27 @@ TEST(RecorderErrors, AStateFromUnderARecorderThatHasEndedFeedsNoLaterOne) {
   EXPECT_EQ(calls(later), 0);
   (void)x.relu();
   EXPECT_EQ(calls(later), 1);
+}
+
+// As the work of a collective is recorded.
+TEST(RecorderErrors, ACallThatOutlivesItsCallerAndEndsOnAnotherThreadIsNoCaller) {
+  static std::shared_ptr<at::RecordFunction> work;
+  torch::Library library(torch::Library::DEF, "recorder_test", std::nullopt, __FILE__, __LINE__);
+  library.def("begin_work(Tensor x) -> Tensor", [](const at::Tensor& x) {
+    work = std::make_shared<at::RecordFunction>(at::RecordScope::FUNCTION);
+    work->_setAsync();
+    work->before("gloo:all_reduce");
+    return x.clone();
+  });
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("recorder_test::begin_work", "");
+  const auto x = at::ones({2});
+  const CastRecorder recorder;
+  (void)op.typed<at::Tensor(const at::Tensor&)>().call(x);
+  (void)x.relu();
+  std::thread(at::wrapPropagateTLSState([] { work.reset(); })).join();
+  (void)x.exp();
+  EXPECT_EQ(row_of(recorder, "relu").calls, (Calls{{at::kFloat, 1}}));
+  EXPECT_EQ(row_of(recorder, "exp").calls, (Calls{{at::kFloat, 1}}));
 }
 
 TEST(RecorderErrors, WarnsOfDestructionOnAnotherThread) {

@@ -3,14 +3,10 @@
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/core/TensorBase.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/ScalarType.h>
-#include <c10/core/TensorImpl.h>
-#include <c10/core/UndefinedTensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/util/intrusive_ptr.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -36,21 +32,6 @@ class InternalOps {
   c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset};
 };
 
-/// A tensor that others keep alive. While this lives, its address is given to no other tensor.
-class WeakTensor {
- public:
-  WeakTensor() = default;
-  explicit WeakTensor(const at::TensorBase& tensor) : tensor_(tensor.getIntrusivePtr()) {}
-
-  /// Undefined if it is gone.
-  at::Tensor lock() const { return at::Tensor(tensor_.lock()); }
-  bool is_gone() const { return tensor_.expired(); }
-  const c10::TensorImpl* address() const { return tensor_._unsafe_get_target(); }
-
- private:
-  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor_{
-      c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
-};
 
 /// `tensor` on `device`, without waiting. Only a copy from a device to the host is waited for, as
 /// kernels of the host look at it at once (LibTorch's non_blocking copies to the host return before

@@ -30,6 +30,7 @@
 #include "torchamp/detail/distributed/buckets.h"
 #include "torchamp/detail/distributed/collective.h"
 #include "torchamp/detail/gradients/accumulation.h"
+#include "torchamp/detail/kept_tensors.h"
 #include "torchamp/detail/libtorch.h"
 #include "torchamp/detail/masters/make_masters.h"
 #include "torchamp/detail/masters/master_meta.h"

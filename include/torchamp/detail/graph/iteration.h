@@ -23,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/kept_tensors.h"
 #include "torchamp/detail/observe/observer.h"
 #include "torchamp/detail/tensors.h"
 

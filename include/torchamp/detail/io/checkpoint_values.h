@@ -22,8 +22,8 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/kept_tensors.h"
 #include "torchamp/detail/tensors.h"
-#include "torchamp/detail/write_back.h"
 
 namespace torchamp::detail {
 

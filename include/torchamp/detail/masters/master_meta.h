@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "torchamp/detail/gradients/weight_meta.h"
+#include "torchamp/detail/kept_tensors.h"
 #include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {

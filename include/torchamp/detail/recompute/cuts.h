@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "torchamp/detail/autograd_node.h"
+#include "torchamp/detail/kept_tensors.h"
 #include "torchamp/detail/libtorch.h"
 #include "torchamp/detail/observe/observer.h"
 #include "torchamp/detail/policy/catalog.h"

@@ -20,10 +20,10 @@
 #include <vector>
 
 #include "torchamp/autocast_state.h"
+#include "torchamp/detail/kept_tensors.h"
 #include "torchamp/detail/recompute/cuts.h"
 #include "torchamp/detail/rng_state.h"
 #include "torchamp/detail/tensors.h"
-#include "torchamp/detail/write_back.h"
 
 namespace torchamp::detail {
 

@@ -25,6 +25,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/kept_tensors.h"
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/tensors.h"
