@@ -36,6 +36,7 @@ constexpr Place places[] = {
     {"detail/devices.h", 1},
     {"detail/libtorch.h", 1},
     {"detail/tensors.h", 1},
+    {"detail/weak_tensor.h", 1},
     {"detail/text.h", 1},
     {"detail/host_values.h", 1},
     {"detail/autograd_node.h", 1},
@@ -111,7 +112,7 @@ constexpr Budget budgets[] = {
     {"grad_scaler.h", 21, 4780},
     {"torchamp.h", 44, 10870},
 };
-constexpr Budget all_headers = {"include/", 142, 31220};  // to come down to 160 and 24,000
+constexpr Budget all_headers = {"include/", 143, 31230};  // to come down to 160 and 24,000
 
 struct Header {
   std::size_t lines = 0;

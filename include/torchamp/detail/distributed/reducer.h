@@ -30,7 +30,6 @@
 #include "torchamp/detail/distributed/buckets.h"
 #include "torchamp/detail/distributed/collective.h"
 #include "torchamp/detail/gradients/accumulation.h"
-#include "torchamp/detail/kept_tensors.h"
 #include "torchamp/detail/libtorch.h"
 #include "torchamp/detail/masters/make_masters.h"
 #include "torchamp/detail/masters/master_meta.h"
@@ -38,6 +37,7 @@
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/tensor_pairs.h"
 #include "torchamp/detail/tensors.h"
+#include "torchamp/detail/weak_tensor.h"
 
 namespace torchamp::detail {
 

@@ -23,9 +23,9 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/kept_tensors.h"
 #include "torchamp/detail/observe/observer.h"
 #include "torchamp/detail/tensors.h"
+#include "torchamp/detail/weak_tensor.h"
 
 namespace torchamp::detail {
 

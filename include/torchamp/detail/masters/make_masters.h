@@ -17,11 +17,11 @@
 #include <utility>
 
 #include "torchamp/detail/gradients/weight_meta.h"
-#include "torchamp/detail/kept_tensors.h"
 #include "torchamp/detail/masters/split_weight.h"
 #include "torchamp/detail/optim/split_step.h"
 #include "torchamp/detail/tensor_pairs.h"
 #include "torchamp/detail/tensors.h"
+#include "torchamp/detail/weak_tensor.h"
 
 namespace torchamp::detail {
 

@@ -11,8 +11,8 @@
 #include <utility>
 
 #include "torchamp/detail/gradients/weight_meta.h"
-#include "torchamp/detail/kept_tensors.h"
 #include "torchamp/detail/tensors.h"
+#include "torchamp/detail/weak_tensor.h"
 
 namespace torchamp::detail {
 

@@ -24,11 +24,11 @@
 #include <vector>
 
 #include "torchamp/detail/autograd_node.h"
-#include "torchamp/detail/kept_tensors.h"
 #include "torchamp/detail/libtorch.h"
 #include "torchamp/detail/observe/observer.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/tensors.h"
+#include "torchamp/detail/weak_tensor.h"
 
 namespace torchamp::detail {
 

@@ -25,10 +25,10 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/kept_tensors.h"
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/tensors.h"
+#include "torchamp/detail/weak_tensor.h"
 
 namespace torchamp::detail {
 
