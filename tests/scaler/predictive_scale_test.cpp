@@ -26,8 +26,8 @@
 using torchamp::GradScaler;
 using torchamp::GradScalerOptions;
 using torchamp::detail::after_update;
-using torchamp::detail::ScaleMemory;
 using torchamp::detail::LossScale;
+using torchamp::detail::ScaleMemory;
 
 namespace {
 

@@ -32,7 +32,6 @@ class InternalOps {
   c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset};
 };
 
-
 /// `tensor` on `device`, without waiting. Only a copy from a device to the host is waited for, as
 /// kernels of the host look at it at once (LibTorch's non_blocking copies to the host return before
 /// they are made).
