@@ -9,10 +9,14 @@
 #include <ATen/ops/_foreach_clamp_min.h>
 #include <ATen/ops/softshrink.h>
 #include <c10/util/Exception.h>
+#include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/optimizer.h>
 
 #include <cmath>
+#include <concepts>
 #include <limits>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "torchamp/detail/gradients/deferred_clip.h"
@@ -134,19 +138,16 @@ inline void check_not_stepped(const char* call, const GradScaler& scaler,
       "and step().");
 }
 
-/// Those who step are to hear of a clip that found no gradient.
-inline void note_clip_in_vain(at::TensorList params) {
-  for (const at::Tensor& param : params) {
-    if (param.defined()) return PlainClips::note(param);
-  }
-}
-/// A scaler that has scaled these gradients is to hear of a clip without it.
+/// For a scaler that has scaled these gradients, and for those who step if there are none yet.
 inline void note_plain_clip(at::TensorList params) {
+  const at::Tensor* none = nullptr;
   for (const at::Tensor& param : params) {
-    if (!param.defined() || !param.unsafeGetTensorImpl()->grad().defined()) continue;
-    return PlainClips::note(param.unsafeGetTensorImpl()->grad());
+    if (!param.defined()) continue;
+    const at::Tensor& gradient = param.unsafeGetTensorImpl()->grad();
+    if (gradient.defined()) return PlainClips::note(gradient);
+    if (!none) none = &param;
   }
-  note_clip_in_vain(params);
+  if (none) PlainClips::note(*none);
 }
 inline void note_plain_clip(const torch::optim::Optimizer& optimizer, bool knows_scale = false) {
   const bool any = any_gradient(optimizer, [=](const at::Tensor& gradient) {
@@ -154,7 +155,7 @@ inline void note_plain_clip(const torch::optim::Optimizer& optimizer, bool knows
     return true;
   });
   if (!any && !optimizer.param_groups().empty()) {
-    note_clip_in_vain(optimizer.param_groups().front().params());
+    note_plain_clip(optimizer.param_groups().front().params());
   }
 }
 
@@ -255,3 +256,27 @@ inline void clip_grad_value_(GradScaler& scaler, torch::optim::Optimizer& optimi
 }
 
 }  // namespace TORCHAMP_NAMESPACE
+
+namespace torch::nn::utils {
+
+// LibTorch's own clips write to the gradients' data(), which leaves no trace in them. So these,
+// which a vector that is not const matches better, call them and leave the note that a scaler looks
+// for.
+
+/// LibTorch's clip_grad_norm_; a scaler is told.
+template <class Tensors, class... Rest>
+requires std::same_as<std::remove_reference_t<Tensors>, std::vector<at::Tensor>>
+double clip_grad_norm_(Tensors&& parameters, double max_norm, Rest... rest) {
+  const double norm = clip_grad_norm_(std::as_const(parameters), max_norm, rest...);
+  torchamp::detail::note_plain_clip(parameters);
+  return norm;
+}
+/// LibTorch's clip_grad_value_; a scaler is told.
+template <class Tensors>
+requires std::same_as<std::remove_reference_t<Tensors>, std::vector<at::Tensor>>
+void clip_grad_value_(Tensors&& parameters, double clip_value) {
+  clip_grad_value_(std::as_const(parameters), clip_value);
+  torchamp::detail::note_plain_clip(parameters);
+}
+
+}  // namespace torch::nn::utils

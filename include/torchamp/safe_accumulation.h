@@ -142,7 +142,7 @@ class SafeAccumulation {
     TORCH_CHECK(window_->pending > 0,
                 "SafeAccumulation::step: there is no micro-batch. Call backward(loss) first.");
     check_ready("step");
-    TORCH_CHECK(before_step || !detail::PlainClips::any_in_vain_since(began_at_, optimizer_),
+    TORCH_CHECK(before_step || !detail::PlainClips::any_in_vain_since(began_at_, optimizer_, false),
                 "SafeAccumulation::step: a clip came before this call, and found no gradients: the "
                 "sums are kept apart. Clip in a function that is given to step(), as in step([&] { "
                 "clip_grad_norm_(optimizer, 1.); }).");

@@ -72,6 +72,105 @@ TEST_P(NoFalseAlarm, AnIterationWithAClip) {
   }
 }
 
+TEST_P(NoFalseAlarm, AClipByLibTorchsFunctions) {
+  for (int i = 0; i < 2 * iterations; ++i) {
+    optimizer->zero_grad();
+    second->zero_grad();
+    torch::nn::utils::clip_grad_norm_(other->parameters(), 1.);  // of another model
+    scaler.scale(net(x).pow(2).mean()).backward();
+    if (i % 2 == 0) {
+      scaler.unscale_(*optimizer);
+      torch::nn::utils::clip_grad_norm_(net->parameters(), 1e-3);
+    } else {
+      torch::nn::utils::clip_grad_norm_(net->parameters(), 1e-3 * scaler.get_scale());
+    }
+    other(x).pow(2).mean().backward();
+    torch::nn::utils::clip_grad_value_(other->parameters(), 1e-3);
+    second->step();
+    finish(*optimizer);
+  }
+}
+
+/// Gradients that come from a backward pass without scale() all the same have the scale: those of a
+/// model's first half, in a pipeline by hand, and those of outputs that were scaled.
+TEST_P(NoFalseAlarm, AScaledGradientThatAnotherBackwardGoesOnWith) {
+  for (int i = 0; i < iterations; ++i) {
+    optimizer->zero_grad();
+    second->zero_grad();
+    const at::Tensor y = net(x);
+    const at::Tensor cut = y.detach().requires_grad_();
+    scaler.scale(other(cut).pow(2).mean()).backward();
+    y.backward(cut.grad());
+    const at::Tensor again = net(x);
+    again.backward(scaler.scale(torch::ones_like(again)));
+    scaler.step(*second);
+    finish(*optimizer);
+  }
+}
+
+/// The gradients of the weights are dropped between two scaled passes, as in an accumulation that
+/// clears them by mistake.
+TEST_P(NoFalseAlarm, AdversarialTraining) {
+  for (int i = 0; i < iterations; ++i) {
+    const at::Tensor input = x.clone().requires_grad_();
+    for (int attack = 0; attack < 2; ++attack) {
+      optimizer->zero_grad();
+      scaler.scale(net(input).pow(2).mean()).backward();
+      input.data().add_(input.grad().sign(), 1e-2);
+      input.mutable_grad().reset();
+    }
+    optimizer->zero_grad();
+    scaler.scale(net(input.detach()).pow(2).mean()).backward();
+    torchamp::clip_grad_norm_(scaler, *optimizer, 1e-3);
+    finish(*optimizer);
+  }
+}
+
+TEST_P(NoFalseAlarm, SharpnessAwareMinimisation) {
+  for (int i = 0; i < iterations; ++i) {
+    optimizer->zero_grad();
+    scaler.scale(net(x).pow(2).mean()).backward();
+    std::vector<at::Tensor> before, moves;
+    for (const at::Tensor& parameter : net->parameters()) {
+      before.push_back(parameter.detach().clone());
+      const torch::NoGradGuard no_grad;
+      parameter.add_(parameter.grad() / parameter.grad().norm(), 1e-2);
+    }
+    optimizer->zero_grad();
+    scaler.scale(net(x).pow(2).mean()).backward();
+    const torch::NoGradGuard no_grad;
+    for (std::size_t p = 0; p < before.size(); ++p) net->parameters()[p].copy_(before[p]);
+    const torch::AutoGradMode with_gradients(true);
+    finish(*optimizer);
+  }
+}
+
+/// What is linear in the gradients is right while they are scaled.
+TEST_P(NoFalseAlarm, ScaledGradientsThatAreAveragedMaskedAndAddedByHand) {
+  torch::nn::Linear replica{4, 4};
+  for (int i = 0; i < iterations; ++i) {
+    optimizer->zero_grad();
+    replica->zero_grad();
+    scaler.scale(net(x).pow(2).mean()).backward();
+    scaler.scale(replica(x).pow(2).mean()).backward();
+    for (std::size_t p = 0; p < 2; ++p) {
+      at::Tensor gradient = net->parameters()[p].grad();
+      gradient.add_(replica->parameters()[p].grad()).div_(2);  // as an all-reduce does
+      gradient[0].zero_();
+    }
+    finish(*optimizer);
+  }
+}
+
+TEST_P(NoFalseAlarm, ABadBatchThatIsPassedOver) {
+  for (int i = 0; i < 2 * iterations; ++i) {
+    optimizer->zero_grad();
+    scaler.scale(net(x).pow(2).mean()).backward();
+    if (i % 2 == 1) continue;
+    finish(*optimizer);
+  }
+}
+
 TEST_P(NoFalseAlarm, AGradientPenalty) {
   for (int i = 0; i < iterations; ++i) {
     optimizer->zero_grad();

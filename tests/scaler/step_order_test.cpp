@@ -7,7 +7,10 @@
 #include <torch/torch.h>
 #include <torchamp/clip_grad.h>
 
+#include <cmath>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "support/expect_error.h"
 #include "support/leaf.h"
@@ -100,13 +103,60 @@ TEST_P(StepOrder, AClipOfScaledParametersOrValuesIsTold) {
   }
 }
 
+TEST_P(StepOrder, AClipOfScaledGradientsByLibTorchsFunctionsIsToldOnce) {
+  for (int form = 0; form < 3; ++form) {
+    GradScaler own({.init_scale = 64.});
+    const CollectedWarnings of_form;
+    std::vector<at::Tensor> parameters{w};
+    for (int i = 0; i < 2; ++i) {
+      optimizer->zero_grad();
+      own.scale(loss_of(w)).backward();
+      const double norm = w.grad().norm().item<double>();
+      if (form == 2) {
+        torch::nn::utils::clip_grad_value_(parameters, 1.);
+        EXPECT_EQ(w.grad().abs().max().item<double>(), 1.);
+      } else {
+        const double given = form == 0
+                                 ? torch::nn::utils::clip_grad_norm_(std::vector<at::Tensor>{w}, 1.)
+                                 : torch::nn::utils::clip_grad_norm_(parameters, 1., 2.);
+        EXPECT_FLOAT_EQ(given, norm);
+        EXPECT_NEAR(w.grad().norm().item<double>(), 1., 1e-4);
+      }
+      own.step(*optimizer);
+      own.update();
+    }
+    EXPECT_EQ(times_told(of_form.text(), clipped_scaled), 1U) << form << of_form.text();
+  }
+}
+
+TEST_P(StepOrder, LibTorchsClipsTakeWhateverTheyTakeWithoutTorchamp) {
+  using torch::nn::utils::clip_grad_norm_;
+  const std::vector<at::Tensor> constant{w};
+  std::vector<at::Tensor> parameters{w};
+  loss_of(w).backward();
+  const double norm = w.grad().norm().item<double>();
+  EXPECT_FLOAT_EQ(clip_grad_norm_(w, 1e6), norm);
+  EXPECT_FLOAT_EQ(clip_grad_norm_({w}, 1e6), norm);
+  EXPECT_FLOAT_EQ(clip_grad_norm_({w, w}, 1e6, 2.), std::sqrt(2.) * norm);
+  EXPECT_FLOAT_EQ(clip_grad_norm_(constant, 1e6, 2., true), norm);
+  EXPECT_FLOAT_EQ(clip_grad_norm_(parameters, 1e6, 2., true), norm);
+  EXPECT_FLOAT_EQ(clip_grad_norm_(std::move(parameters), 1e6F, 2), norm);
+  torch::nn::utils::clip_grad_value_(w, 1e6);
+  torch::nn::utils::clip_grad_value_({w}, 1e6);
+  torch::nn::utils::clip_grad_value_(constant, 1e6);
+  w.mutable_grad().fill_(HUGE_VAL);
+  EXPECT_THROW(clip_grad_norm_(std::vector<at::Tensor>{w}, 1., 2., true), c10::Error);
+  EXPECT_THAT(warnings.text(), IsEmpty());
+}
+
 TEST_P(StepOrder, AClipBeforeBackwardIsToldOnce) {
   constexpr const char* too_early = "a clip in this iteration has found no gradients";
-  for (int form = 0; form < 4; ++form) {
+  for (int form = 0; form < 5; ++form) {
     GradScaler own({.init_scale = 64.});
     const CollectedWarnings of_form;
     for (int i = 0; i < 3; ++i) {
       optimizer->zero_grad();
+      if (form == 4) torch::nn::utils::clip_grad_norm_(std::vector<at::Tensor>{w}, 1.);
       if (form == 0) torchamp::clip_grad_norm_({w}, 1.);
       if (form == 1) torchamp::clip_grad_norm_(*optimizer, 1.);
       if (form == 2) torchamp::clip_grad_value_({w}, 1.);
@@ -115,7 +165,7 @@ TEST_P(StepOrder, AClipBeforeBackwardIsToldOnce) {
       own.step(*optimizer);
       own.update();
     }
-    const std::size_t wanted = form < 3 || GetParam() ? 1 : 0;
+    const std::size_t wanted = form != 3 || GetParam() ? 1 : 0;
     EXPECT_EQ(times_told(of_form.text(), too_early), wanted) << form << of_form.text();
   }
 }

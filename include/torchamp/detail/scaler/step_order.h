@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -53,17 +52,23 @@ struct SeenGradient {
   uint32_t version;
 };
 
-/// Calls `f` with each gradient of `optimizer` until it returns true; whether it did.
+/// Calls `f` with each parameter of `optimizer` until it returns true; whether it did.
 template <class F>
-bool any_gradient(const torch::optim::Optimizer& optimizer, const F& f) {
+bool any_parameter(const torch::optim::Optimizer& optimizer, const F& f) {
   for (const auto& group : optimizer.param_groups()) {
     for (const at::Tensor& parameter : group.params()) {
-      if (!parameter.defined()) continue;
-      const at::Tensor& gradient = parameter.unsafeGetTensorImpl()->grad();
-      if (gradient.defined() && f(gradient)) return true;
+      if (parameter.defined() && f(parameter)) return true;
     }
   }
   return false;
+}
+/// The same with each gradient.
+template <class F>
+bool any_gradient(const torch::optim::Optimizer& optimizer, const F& f) {
+  return any_parameter(optimizer, [&f](const at::Tensor& parameter) {
+    const at::Tensor& gradient = parameter.unsafeGetTensorImpl()->grad();
+    return gradient.defined() && f(gradient);
+  });
 }
 
 /// Changes, but for chance, where a gradient is written to or replaced.
@@ -91,40 +96,26 @@ class PlainClips {
   /// Whether one that was made after `time` has left one of these gradients as it is.
   static bool any_since(uint64_t time, const torch::optim::Optimizer& optimizer) {
     return any_gradient(optimizer, [time](const at::Tensor& gradient) {
-      return any_of([&](const Clip& clip) {
+      return std::ranges::any_of(clips(), [&](const Clip& clip) {
         return clip.time > time && !clip.knows_scale && *clip.left == SeenGradient(gradient);
       });
     });
   }
-  /// Whether one that was made after `time` has found none of these gradients.
-  static bool any_in_vain_since(uint64_t time, const torch::optim::Optimizer& optimizer) {
-    if (!any_since(time)) return false;
-    for (const auto& group : optimizer.param_groups()) {
-      for (const at::Tensor& parameter : group.params()) {
-        const auto is_it = [&](const Clip& clip) {
-          return clip.time > time && clip.left->is(parameter);
-        };
-        if (parameter.defined() && any_of(is_it)) return true;
-      }
-    }
-    return false;
-  }
-  /// Whether one that was made after `time` has found none of these gradients, though its parameter
-  /// has one now, and none has come since that has found some.
-  static bool any_too_early_since(uint64_t time, const torch::optim::Optimizer& optimizer) {
+  /// Whether one that was made after `time` has found none of these gradients, and none has come
+  /// since that has found some. `only_late`: not if there are none now either.
+  static bool any_in_vain_since(uint64_t time, const torch::optim::Optimizer& optimizer,
+                                bool only_late) {
     uint64_t in_vain = 0, found = 0;
-    for (const auto& group : optimizer.param_groups()) {
-      for (const at::Tensor& parameter : group.params()) {
-        if (!parameter.defined() || !parameter.unsafeGetTensorImpl()->grad().defined()) continue;
-        for (const Clip& clip : clips()) {
-          if (clip.time <= time) continue;
-          if (clip.left->is(parameter)) in_vain = std::max(in_vain, clip.time);
-          if (clip.left->is(parameter.unsafeGetTensorImpl()->grad())) {
-            found = std::max(found, clip.time);
-          }
-        }
+    if (!any_since(time)) return false;
+    any_parameter(optimizer, [&](const at::Tensor& parameter) {
+      const at::Tensor& gradient = parameter.unsafeGetTensorImpl()->grad();
+      for (const Clip& clip : clips()) {
+        if ((only_late && !gradient.defined()) || clip.time <= time) continue;
+        if (clip.left->is(parameter)) in_vain = std::max(in_vain, clip.time);
+        if (clip.left->is(gradient)) found = std::max(found, clip.time);
       }
-    }
+      return false;
+    });
     return in_vain > found;
   }
   /// Later than all before, in all threads.
@@ -134,16 +125,12 @@ class PlainClips {
   }
 
  private:
-  static constexpr std::size_t most = 8;
+  static constexpr uint64_t most = 8;
   struct Clip {
     uint64_t time = 0;
     std::optional<SeenGradient> left{};
     bool knows_scale = false;
   };
-  template <class F>
-  static bool any_of(const F& f) {
-    return std::any_of(clips().begin(), clips().end(), f);
-  }
   static std::array<Clip, most>& clips() {
     static thread_local std::array<Clip, most> clips;
     return clips;
@@ -170,10 +157,7 @@ class StepOrder {
   }
   /// Warns once of a clip before the gradients came that are now stepped with.
   void warn_of_early_clip(const torch::optim::Optimizer& optimizer) {
-    if (warned_of_early_clip_ || !PlainClips::any_since(began_at_) ||
-        !PlainClips::any_too_early_since(began_at_, optimizer)) {
-      return;
-    }
+    if (warned_of_early_clip_ || !PlainClips::any_in_vain_since(began_at_, optimizer, true)) return;
     warned_of_early_clip_ = true;
     TORCH_WARN(
         "GradScaler::step: a clip in this iteration has found no gradients of this optimizer, and "
@@ -218,11 +202,10 @@ class StepOrder {
 class UnscaledGradients {
  public:
   explicit UnscaledGradients(const torch::optim::Optimizer& optimizer) {
-    for (const auto& group : optimizer.param_groups()) {
-      for (const at::Tensor& parameter : group.params()) {
-        if (parameter.defined()) parameters_.emplace_back(parameter.getIntrusivePtr());
-      }
-    }
+    any_parameter(optimizer, [this](const at::Tensor& parameter) {
+      parameters_.emplace_back(parameter.getIntrusivePtr());
+      return false;
+    });
   }
 
   /// From now on the backward of `scaled` looks, while `gradients` exist.
@@ -231,8 +214,7 @@ class UnscaledGradients {
   /// Whether it has added to one that `optimizer` still has.
   bool any_added(const torch::optim::Optimizer& optimizer) const {
     return !added_.empty() && any_gradient(optimizer, [this](const at::Tensor& gradient) {
-      return std::any_of(added_.begin(), added_.end(),
-                         [&](const SeenGradient& added) { return added.is(gradient); });
+      return std::ranges::any_of(added_, [&](const auto& added) { return added.is(gradient); });
     });
   }
 
@@ -247,7 +229,7 @@ class UnscaledGradients {
   }
   void end() {
     const std::vector<SeenGradient> now = seen();
-    for (std::size_t i = 0; i < before_.size(); ++i) {
+    for (auto i = before_.size(); i-- > 0;) {
       if (!(now[i] == before_[i])) added_.push_back(now[i]);
     }
     before_.clear();
