@@ -79,8 +79,13 @@ class TrainingResult {
 
  private:
   friend class TrainingStep;
-  TrainingResult(at::Tensor loss, std::optional<StepResult> step)
-      : loss_(std::move(loss)), step_(std::move(step)) {}
+  TrainingResult(at::Tensor loss, std::optional<StepResult> step, at::Tensor norm, at::Tensor scale,
+                 at::Tensor found_inf = {})
+      : loss_(std::move(loss)),
+        norm_(std::move(norm)),
+        scale_(std::move(scale)),
+        found_inf_(std::move(found_inf)),
+        step_(std::move(step)) {}
 
   at::Tensor loss_, norm_, scale_, found_inf_;
   std::optional<StepResult> step_;

@@ -47,7 +47,7 @@ struct TrainingStepOptions {
   std::optional<c10::Device> device = std::nullopt;
   /// fp16, bf16, or fp32 for no casts. Unset: the masters', if there are any; fp16 on CUDA; on a
   /// CPU bf16 if it is fast there, else fp32, which a warning says once; elsewhere the device's
-  /// autocast dtype.
+  /// autocast dtype. For a model in fp64, which is not cast, a warning.
   std::optional<at::ScalarType> dtype = std::nullopt;
   /// As AutocastOptions::policy.
   std::optional<Policy> policy = std::nullopt;
@@ -288,7 +288,6 @@ class TrainingStep {
   TrainingResult replay(const Tensors& inputs,
                         const std::function<at::Tensor(const Tensors&)>& function);
   TrainingResult count(TrainingResult result);
-  TrainingResult result_of(at::Tensor loss, std::optional<StepResult> step);
   void clear_gradients();
   void complete_gradients();
   void drop_window();

@@ -197,6 +197,20 @@ TEST(TrainingStep, TakesTheDtypeThatIsFastWhereNoneIsAskedFor) {
 
 // ---- Windows ------------------------------------------------------------------------------------
 
+TEST(TrainingStep, SaysThatAModelInFp64IsNotCast) {
+  constexpr const char* text = "the parameters are fp64, which autocast never casts";
+  for (const bool is_wide : {false, true}) {
+    for (const at::ScalarType dtype : {at::kBFloat16, at::kFloat}) {
+      Net net = make_net(at::kCPU);
+      if (is_wide) net->to(at::kDouble);
+      torchamp::FusedSGD optimizer(net->parameters(), torch::optim::SGDOptions(0.1));
+      const CollectedWarnings warnings;
+      const TrainingStep train(net, optimizer, {.dtype = dtype});
+      EXPECT_EQ(warnings.text().find(text) != std::string::npos, is_wide && dtype != at::kFloat);
+    }
+  }
+}
+
 TEST(TrainingStep, FinishesAnIncompleteWindowAsAnAccumulationDoes) {
   Net by_hand = make_net(at::kCPU), stepped = make_net(at::kCPU);
   torch::optim::SGD optimizer(by_hand->parameters(), 0.1), other(stepped->parameters(), 0.1);

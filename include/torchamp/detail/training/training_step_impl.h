@@ -42,15 +42,13 @@ inline void TrainingStep::check_optimizer() const {
   TORCH_CHECK_VALUE(dynamic_cast<const torch::optim::LBFGS*>(optimizer_.get()) == nullptr,
                     "TrainingStep: LBFGS evaluates the loss many times in a step. Call "
                     "GradScaler::step(optimizer, closure) of torchamp/closure_step.h.");
-  for (const auto& group : optimizer_->param_groups()) {
-    for (const at::Tensor& parameter : group.params()) {
-      TORCH_CHECK_VALUE(masters_ || !parameter.defined() || !parameter.requires_grad() ||
-                            parameter.scalar_type() != at::kHalf,
-                        "TrainingStep: the optimizer has fp16 parameters, which small updates "
-                        "would not change. Leave the model in fp32 (the guard casts), or set "
-                        ".masters.");
-    }
-  }
+  detail::any_parameter(*optimizer_, [this](const at::Tensor& parameter) {
+    TORCH_CHECK_VALUE(
+        masters_ || !parameter.requires_grad() || parameter.scalar_type() != at::kHalf,
+        "TrainingStep: the optimizer has fp16 parameters, which small updates would not change. "
+        "Leave the model in fp32 (the guard casts), or set .masters.");
+    return false;
+  });
 }
 
 inline TrainingStep::TrainingStep(detail::StepModel model, TrainingStepOptions options, bool makes,
@@ -81,6 +79,12 @@ inline TrainingStep::TrainingStep(detail::StepModel model, TrainingStepOptions o
                .policy = std::move(options.policy),
                .cache = options.cache};
   if (!autocast_.enabled) autocast_.dtype.reset();
+  const auto is_fp64 = [](const at::Tensor& tensor) { return tensor.scalar_type() == at::kDouble; };
+  if (autocast_.enabled && !parameters.empty() && std::ranges::all_of(parameters, is_fp64)) {
+    TORCH_WARN(
+        "TrainingStep: the parameters are fp64, which autocast never casts, so that all is "
+        "computed in fp64. Make them fp32, or set .dtype = torch::kFloat for no casts.");
+  }
   if (!scaler_) {
     scaler_ = &own_scaler_.emplace(options.scaler.options ? std::move(*options.scaler.options)
                                    : dtype == at::kHalf   ? GradScalerOptions()
@@ -106,14 +110,7 @@ inline void TrainingStep::make_parts(TrainingStepOptions& options, const MakeOpt
     if (group_) group_->broadcast(*model_);
     masters_ = options.masters.make(model_, group_.get());
   }
-  NamedParameters named;
-  if (masters_) {
-    named = masters_->named_parameters();
-  } else {
-    for (const auto& item : model_->named_parameters())
-      named.emplace_back(item.key(), item.value());
-  }
-  optimizer_ = make(named);
+  optimizer_ = make(masters_ ? masters_->named_parameters() : model_->named_parameters().pairs());
   check_optimizer();
   fused_ = dynamic_cast<FusedOptimizer*>(optimizer_.get());
   if (options.scheduler.make) scheduler_.emplace(options.scheduler.make(*optimizer_));
@@ -172,25 +169,14 @@ inline TrainingResult TrainingStep::learn(at::Tensor loss) {
     drop_window();
     throw;
   }
-  return result_of(without_graph(std::move(loss)), std::move(step));
-}
-
-inline TrainingResult TrainingStep::result_of(at::Tensor loss, std::optional<StepResult> step) {
-  TrainingResult result(std::move(loss), std::move(step));
-  result.norm_ = std::move(norm_);
-  result.scale_ = std::move(scale_);
-  return result;
+  return {without_graph(std::move(loss)), std::move(step), std::move(norm_), std::move(scale_)};
 }
 
 inline TrainingResult TrainingStep::replay(
     const Tensors& inputs, const std::function<at::Tensor(const Tensors&)>& function) {
   function_ = &function;
   const Tensors& made = capture_(inputs);
-  TrainingResult result(made[0], std::nullopt);
-  result.found_inf_ = made[1];
-  result.scale_ = made[2];
-  result.norm_ = made[3];
-  return result;
+  return {made[0], std::nullopt, made[3], made[2], made[1]};
 }
 
 /// What the host does after a step, also of a replayed one.
@@ -230,7 +216,7 @@ inline std::optional<TrainingResult> TrainingStep::finish() {
       drop_window();
       throw;
     }
-    result = count(result_of(at::Tensor(), std::move(step)));
+    result = count({at::Tensor(), std::move(step), std::move(norm_), std::move(scale_)});
   }
   if (log_) log_->flush();
   return result;
