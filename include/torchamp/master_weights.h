@@ -151,8 +151,9 @@ class MasterWeights final : public detail::MastersOfModel {
   /// are averaged. Before GradScaler::unscale_: in the before_unscale() of an Accumulation. Two
   /// passes over all parameters (one where the masters have no gradients yet). An error if the
   /// optimizer has changed the masters since the last copy_to_model() (but LibTorch's own SGD,
-  /// which writes where autograd does not see it, only by a GradScaler's step). Finds nothing with
-  /// `.main_gradients`.
+  /// which writes where autograd does not see it, only by a GradScaler's step). A warning, once, if
+  /// a fused optimizer's zero_grad() was called between two backward passes whose gradients these
+  /// are. Finds nothing with `.main_gradients`.
   inline void take_gradients() override;
 
   /// Drops the gradients, both of the model and of parameters(): before backward(), instead of the
@@ -197,11 +198,9 @@ class MasterWeights final : public detail::MastersOfModel {
     bool is_split;         // with the other 16 beside it
     at::Tensor master;     // undefined where it needs no gradient, is split or is not narrow
     std::shared_ptr<detail::MainGradient> main = nullptr;  // where backward takes gradients
-    const void* given = nullptr;  // the parameter's memory, and its writes, at the last copy
-    uint32_t given_writes = 0;
+    detail::GivenWeight given = {};                        // the parameter, at the last copy
 
     at::Tensor value() const;
-    uint32_t writes() const;
     void set(const at::Tensor& value, const detail::NarrowWeight& halves) const;
     void check_not_half_stepped(const char* call) const;
   };
@@ -213,12 +212,13 @@ class MasterWeights final : public detail::MastersOfModel {
   void note_copied();
   void note_given();
   void warn_of_written_model();
+  void warn_of_left_gradients();
 
   MasterWeightsOptions options_;
   std::vector<Weight> weights_;
   detail::TensorPairs model_from_masters_;
   int64_t copied_versions_ = 0;  // of the masters, at the last copy_to_model()
-  bool warned_ = false;
+  bool warned_of_written_ = false, warned_of_left_ = false;
   bool was_taken_ = false;  // gradients were, or load() was called, since then
   std::shared_ptr<const void> token_ = std::make_shared<char>();  // what weights go by
 };

@@ -4,6 +4,7 @@
 #if __has_include(<gloo/rendezvous/store.h>)
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/lbfgs.h>
@@ -20,6 +21,7 @@
 #include "support/expect_error.h"
 #include "support/launch.h"
 #include "support/sharded.h"
+#include "support/warnings.h"
 #include "torchamp/clip_grad.h"
 #include "torchamp/closure_step.h"
 #include "torchamp/distributed/sharded_masters.h"
@@ -257,6 +259,46 @@ TEST(ShardedMasters, RefuseOtherOptimizersOfSplitPiecesThatAFusedOneHas) {
   backward();
   sgd.step();
   EXPECT_ERROR(masters.copy_to_model(), "that no fused optimizer has stepped with");
+}
+
+TEST(ShardedMasters, TellOnceOfAModelThatOthersHaveWritten) {
+  if (ran_in_processes(2)) return;
+  const auto group = make_group();
+  constexpr const char* text = "ShardedMasterWeights::copy_to_model: the model's weight ";
+  for (const MasterStorage storage : {MasterStorage::full, MasterStorage::split}) {
+    Net net = make_net(0);
+    ShardedMasterWeights masters(net, group, {.dtype = at::kBFloat16, .storage = storage});
+    torchamp::FusedSGD optimizer(masters.parameters(), torch::optim::SGDOptions(0.5));
+    const CollectedWarnings warnings;
+    const auto step = [&] {
+      optimizer.zero_grad();
+      loss_of(net, batch_of(group->getRank(), 0)).backward();
+      optimizer.step();
+      masters.copy_to_model();
+    };
+    const at::NoGradGuard no_grad_for_writes;
+    const auto write = [&] {
+      for (const Tensor& parameter : net->parameters()) parameter.detach().mul_(1.);
+    };
+    const auto train = [&] {
+      const at::AutoGradMode with_gradients(true);
+      step();
+    };
+    train();
+    write();  // another model's weights, and these again
+    write();
+    const auto put_back = masters.keep();
+    train();
+    put_back();
+    train();
+    EXPECT_EQ(warnings.text(), "");
+    for (int i = 0; i < 2; ++i) {
+      write();
+      train();
+    }
+    EXPECT_NE(warnings.text().find(text), std::string::npos) << warnings.text();
+    EXPECT_EQ(warnings.text().find(text), warnings.text().rfind(text));
+  }
 }
 
 TEST(ShardedMasters, RefuseAModelWhoseMastersOthersKeep) {

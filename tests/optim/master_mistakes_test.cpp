@@ -19,6 +19,7 @@
 #include "support/warnings.h"
 #include "torchamp/clip_grad.h"
 #include "torchamp/grad_scaler.h"
+#include "torchamp/optim.h"
 
 namespace {
 
@@ -154,6 +155,52 @@ TEST_P(MasterMistakes, GradientsThatAreTakenByOthersAfterUnscaleAreNone) {
     scaler.update();
     masters.copy_to_model();
     others.copy_to_model();
+  }
+  EXPECT_THAT(warnings.text(), IsEmpty());
+}
+
+/// LibTorch's zero_grad() leaves no trace where masters have no gradients.
+TEST(MasterMistakesOfFusedOptimizers, GradientsThatOutliveZeroGradAreToldOnce) {
+  constexpr const char* text = "when the optimizer's zero_grad() was called";
+  Net net;
+  MasterWeights masters(net, {.dtype = at::kBFloat16});
+  torchamp::FusedSGD optimizer(masters.parameters(), torch::optim::SGDOptions(0.1));
+  const CollectedWarnings warnings;
+  const auto iterate = [&](bool fails) {
+    optimizer.zero_grad();
+    loss_of(net, at::randn({8, 4})).backward();
+    if (fails) return;  // as an exception does
+    masters.take_gradients();
+    optimizer.step();
+    masters.copy_to_model();
+  };
+  iterate(false);
+  iterate(true);
+  EXPECT_THAT(warnings.text(), IsEmpty());
+  iterate(false);
+  EXPECT_THAT(warnings.text(), HasSubstr(text));
+  iterate(true);
+  iterate(false);
+  EXPECT_EQ(warnings.text().find(text), warnings.text().rfind(text));
+}
+
+TEST(MasterMistakesOfFusedOptimizers, GradientsThatAreDroppedOrLeftAloneAfterZeroGradAreNotTold) {
+  Net net;
+  MasterWeights masters(net, {.dtype = at::kBFloat16});
+  torchamp::FusedSGD optimizer(masters.parameters(), torch::optim::SGDOptions(0.1));
+  const CollectedWarnings warnings;
+  const auto backward = [&] { loss_of(net, at::randn({8, 4})).backward(); };
+  for (int order = 0; order < 4; ++order) {
+    backward();
+    backward();  // micro-batches that add up in 16 bits
+    optimizer.zero_grad();
+    if (order == 1) masters.zero_grad();
+    if (order == 2) net->zero_grad();
+    if (order == 3) net->zero_grad(/*set_to_none=*/false);
+    if (order > 0) backward();
+    masters.take_gradients();
+    optimizer.step();
+    masters.copy_to_model();
   }
   EXPECT_THAT(warnings.text(), IsEmpty());
 }

@@ -139,7 +139,8 @@ class ShardedMasterWeights final : public detail::MastersOfModel {
   /// After the optimizer's step, taken or skipped: gathers the new weights of all processes, in 16
   /// bits (those that stay fp32, in fp32), and gives them to the model. Collective. An error,
   /// before anything is changed, if gradients within no_sync() were not sent: the step has missed
-  /// them.
+  /// them. A warning, once, if others have written to the model's weights since the last call: what
+  /// they wrote is lost.
   inline void copy_to_model() override;
 
   /// Throws unless `optimizer` treats each element by itself. A program that uses one of LibTorch's
@@ -205,6 +206,7 @@ class ShardedMasterWeights final : public detail::MastersOfModel {
   std::vector<at::Tensor> shares_;  // for each bucket: the pieces, or what they lack in the model
   std::shared_ptr<detail::GradientScatter> scatter_;
   std::vector<at::Tensor> whole_;  // on process 0, after gather()
+  bool warned_of_written_ = false;
 };
 
 }  // namespace TORCHAMP_NAMESPACE

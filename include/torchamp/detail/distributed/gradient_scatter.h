@@ -19,6 +19,7 @@
 
 #include "torchamp/detail/distributed/buckets.h"
 #include "torchamp/detail/distributed/collective.h"
+#include "torchamp/detail/masters/make_masters.h"
 #include "torchamp/detail/masters/master_meta.h"
 #include "torchamp/detail/masters/split_weight.h"
 #include "torchamp/detail/tensor_pairs.h"
@@ -45,13 +46,24 @@ class GradientScatter final : public GradientBuckets, public UnsentGradients {
                         std::move(parameters), find_unused),
         dtype_(dtype),
         pieces_(std::move(pieces)),
-        copied_(pieces_.size()) {
+        copied_(pieces_.size()),
+        given_(pieces_.size()) {
     note_copied();
   }
 
   /// The model has the values of the pieces.
   void note_copied() {
-    for (std::size_t w = 0; w < pieces_.size(); ++w) copied_[w] = version_of(pieces_[w]);
+    for (std::size_t w = 0; w < pieces_.size(); ++w) {
+      copied_[w] = version_of(pieces_[w]);
+      given_[w].note(parameters_[w]);
+    }
+  }
+  /// Warns, unless `warned`, which it sets, of a weight of the model that others have written to.
+  void warn_of_written_model(bool& warned) const {
+    for (std::size_t w = 0; w < pieces_.size() && !warned; ++w) {
+      warned = given_[w].was_written(parameters_[w]);
+      if (warned) warn_of_written_weight("ShardedMasterWeights", name(w));
+    }
   }
 
   /// Whether backward sends; else gradients add up, in fp32, where they are.
@@ -182,7 +194,8 @@ class GradientScatter final : public GradientBuckets, public UnsentGradients {
 
   at::ScalarType dtype_;  // in which gradients are sent
   std::vector<at::Tensor> pieces_;
-  std::vector<uint32_t> copied_;  // the versions of the pieces whose values the model has
+  std::vector<uint32_t> copied_;    // the versions of the pieces whose values the model has
+  std::vector<GivenWeight> given_;  // the weights that it has got of them
   bool sends_ = true;
   bool has_unsent_ = false;  // a pass has left gradients, since one has sent
 };

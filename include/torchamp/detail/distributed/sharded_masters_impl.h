@@ -246,6 +246,7 @@ inline void ShardedMasterWeights::copy_to_model() {
               ": processes exchange weights, which the iteration of a CudaGraph cannot hold. Run "
               "that iteration eagerly, with {.enabled = false}.");
   check_stepped(call);
+  scatter_->warn_of_written_model(warned_of_written_);
   const detail::InternalOps guard;
   const detail::DropWeightCasts drop_weight_casts;
   const detail::BucketLayout& layout = shards_->layout();

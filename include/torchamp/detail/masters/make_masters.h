@@ -176,6 +176,40 @@ inline void note_masters(const at::Tensor& weight, const std::shared_ptr<const v
   }
 }
 
+/// A model's weight as its masters have left it.
+class GivenWeight {
+ public:
+  void note(const at::Tensor& weight) {
+    memory_ = memory_of(weight);
+    writes_ = writes_of(weight);
+  }
+  /// Whether it is another one now. (A program that tries other weights out, averages, say, and
+  /// puts these back writes twice.)
+  bool was_written(const at::Tensor& weight) const {
+    return memory_ != memory_of(weight) || (writes_of(weight) - writes_) % 2 != 0;
+  }
+
+ private:
+  static const void* memory_of(const at::Tensor& weight) {
+    return weight.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl();
+  }
+  /// But for writes that have left it as it was.
+  static uint32_t writes_of(const at::Tensor& weight) {
+    const WeightMeta* const meta = weight_meta_of(weight);
+    return version_of(weight) - (meta ? meta->same_writes : 0U);
+  }
+
+  const void* memory_ = nullptr;
+  uint32_t writes_ = 0;
+};
+
+inline void warn_of_written_weight(const char* masters, const std::string& name) {
+  TORCH_WARN(masters, "::copy_to_model: the model's weight '", name,
+             "' was written to since the last call, and its master's value replaces what was "
+             "written. To fill the model from a file, call torch::load(masters, path); to change "
+             "weights, change those of parameters(). This is said once.");
+}
+
 /// What a weight's value becomes, in memory of its own: the weight in 16 bits, and those that it
 /// lacks, where it is split.
 struct NarrowWeight {

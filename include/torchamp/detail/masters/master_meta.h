@@ -8,9 +8,11 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "torchamp/detail/gradients/weight_meta.h"
+#include "torchamp/detail/scaler/step_order.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/detail/weak_tensor.h"
 
@@ -107,6 +109,13 @@ class Masters {
 /// What a master carries, so that whoever has only the optimizer finds the model's weight.
 struct MasterMeta final : WeightMeta {
   WeakTensor narrow;
+  std::optional<SeenGradient> left;  ///< the weight's, when the master's was last dropped alone
+
+  void note_gradient_dropped() override {
+    const at::Tensor weight = narrow.lock();
+    left.reset();
+    if (weight.defined() && weight.grad().defined()) left.emplace(weight.grad());
+  }
 };
 
 /// Not for a master that carries data of its device's own.

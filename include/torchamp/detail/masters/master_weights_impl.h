@@ -254,6 +254,7 @@ inline void MasterWeights::take_gradients() {
               "MasterWeights::take_gradients: the masters have changed, and the model has not been "
               "given their values. Call copy_to_model() after each step, taken or skipped.");
   check_split("MasterWeights::take_gradients");
+  warn_of_left_gradients();
   for (const Weight& weight : weights_) {
     const detail::SplitWeight* const split = detail::split_of(weight.parameter);
     TORCH_CHECK(
@@ -335,27 +336,35 @@ inline void MasterWeights::check_taken() const {
   }
 }
 
-/// How often the model's weight was written to, but for writes that have left it as it was.
-inline uint32_t MasterWeights::Weight::writes() const {
-  const detail::WeightMeta* const meta = detail::weight_meta_of(parameter);
-  return detail::version_of(parameter) - (meta ? meta->same_writes : 0U);
+/// Warns once of weights of the model that are not those that it was given.
+inline void MasterWeights::warn_of_written_model() {
+  if (warned_of_written_) return;
+  for (const Weight& weight : weights_) {
+    if (!weight.master.defined() || !weight.given.was_written(weight.parameter)) continue;
+    warned_of_written_ = true;
+    return detail::warn_of_written_weight("MasterWeights", weight.name);
+  }
 }
 
-/// Warns once of weights of the model that are not those that it was given. (A program that tries
-/// other ones out, averages, say, and puts these back writes twice.)
-inline void MasterWeights::warn_of_written_model() {
-  if (warned_) return;
+/// Warns once of gradients that are added to those of before the optimizer's zero_grad().
+inline void MasterWeights::warn_of_left_gradients() {
+  if (warned_of_left_) return;
   for (const Weight& weight : weights_) {
-    if (!weight.master.defined() ||
-        (weight.given == weight.parameter.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl() &&
-         (weight.writes() - weight.given_writes) % 2 == 0)) {
+    const at::Tensor& gradient = weight.parameter.unsafeGetTensorImpl()->grad();
+    if (!weight.master.defined() || !gradient.defined()) continue;
+    const auto* const meta =
+        dynamic_cast<detail::MasterMeta*>(weight.master.unsafeGetTensorImpl()->get_backend_meta());
+    if (!meta || !meta->left || !meta->left->is(gradient) ||
+        *meta->left == detail::SeenGradient(gradient)) {
       continue;
     }
-    warned_ = true;
-    TORCH_WARN("MasterWeights::copy_to_model: the model's weight '", weight.name,
-               "' was written to since the last call, and its master's value replaces what was "
-               "written. To fill the model from a file, call torch::load(masters, path); to change "
-               "weights, change those of parameters(). This is said once.");
+    warned_of_left_ = true;
+    TORCH_WARN(
+        "MasterWeights::take_gradients: the model still held the gradient of the weight '",
+        weight.name,
+        "' when the optimizer's zero_grad() was called, and backward() has added to it. Call "
+        "masters.zero_grad() instead, which drops it, after an exception as well. This is "
+        "said once.");
     return;
   }
 }
@@ -377,8 +386,7 @@ inline void MasterWeights::copy_to_model() {
 
 inline void MasterWeights::note_given() {
   for (Weight& weight : weights_) {
-    weight.given = weight.parameter.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl();
-    weight.given_writes = weight.writes();
+    weight.given.note(weight.parameter);
   }
 }
 
