@@ -112,7 +112,7 @@ constexpr Budget budgets[] = {
     {"grad_scaler.h", 21, 4780},
     {"torchamp.h", 44, 10870},
 };
-constexpr Budget all_headers = {"include/", 143, 31230};  // to come down to 160 and 24,000
+constexpr Budget all_headers = {"include/", 143, 31200};  // to come down to 160 and 24,000
 
 struct Header {
   std::size_t lines = 0;

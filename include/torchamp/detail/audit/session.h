@@ -44,6 +44,7 @@
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/rng_state.h"
 #include "torchamp/detail/tensors.h"
+#include "torchamp/detail/write_back.h"
 #include "torchamp/module_policy.h"
 #include "torchamp/policy.h"
 
@@ -83,13 +84,12 @@ class ModelState {
     const NotRecordedOps internal;
     for (const auto& item : model.named_parameters()) {
       if (!item.value().defined()) continue;
-      parameters_.emplace_back(item.key(), item.value());
+      names_.push_back(item.key());
       gradients_.push_back(item.value().grad());
+      before_.add(item.value(), WriteBack::Copies::beside);
     }
-    for (const auto& item : model.named_buffers()) {
-      if (item.value().defined()) {
-        buffers_.emplace_back(item.key(), item.value());
-      }
+    for (const at::Tensor& buffer : model.buffers()) {
+      before_.add(buffer, WriteBack::Copies::beside);
     }
     for (const auto& item : model.named_modules("", /*include_self=*/true)) {
       trains_.emplace_back(item.value(), item.value()->is_training());
@@ -103,8 +103,8 @@ class ModelState {
     } catch (const std::exception& error) {
       TORCH_WARN("PrecisionAudit: cannot put the model back as it was: ", error.what());
     }
-    for (std::size_t i = 0; i < parameters_.size(); ++i) {
-      parameters_[i].tensor.mutable_grad() = gradients_[i];
+    for (std::size_t i = 0; i < gradients_.size(); ++i) {
+      parameter(i).tensor.mutable_grad() = gradients_[i];
     }
   }
 
@@ -112,11 +112,8 @@ class ModelState {
   void begin_step() const {
     const NotRecordedOps internal;
     const DropWeightCasts drop_casts;
-    for (const Kept& kept : parameters_) {
-      kept.put_back();
-      kept.tensor.mutable_grad() = at::Tensor();
-    }
-    for (const Kept& kept : buffers_) kept.put_back();
+    before_.put_back();
+    for (std::size_t i = 0; i < gradients_.size(); ++i) parameter(i).tensor.mutable_grad().reset();
     for (const auto& [module, trains] : trains_) {
       if (module->is_training() != trains) module->train(trains);
     }
@@ -125,11 +122,18 @@ class ModelState {
 
   void check_parameters_unchanged() const {
     const NotRecordedOps internal;
-    check_all_known(parameters_, model_.named_parameters());
-    check_all_known(buffers_, model_.named_buffers());
-    for (const Kept& kept : parameters_) {
-      TORCH_CHECK(!kept.differs(), "PrecisionAudit::run: the step has changed the parameter '",
-                  kept.name,
+    std::set<const at::TensorImpl*> known;
+    for (const auto& kept : before_.all()) known.insert(kept.tensor.unsafeGetTensorImpl());
+    for (const auto& items : {model_.named_parameters(), model_.named_buffers()}) {
+      for (const auto& item : items) {
+        TORCH_CHECK(!item.value().defined() || known.contains(item.value().unsafeGetTensorImpl()),
+                    "PrecisionAudit::run: the step has registered '", item.key(),
+                    "' in the model. Run it once before the audit.");
+      }
+    }
+    for (std::size_t i = 0; i < gradients_.size(); ++i) {
+      TORCH_CHECK(is_unchanged(parameter(i)),
+                  "PrecisionAudit::run: the step has changed the parameter '", names_[i],
                   "'. It computes the loss and calls backward(); leave the optimizer out.");
     }
   }
@@ -139,76 +143,42 @@ class ModelState {
   std::vector<at::Tensor> gradients() const {
     const NotRecordedOps internal;
     std::vector<at::Tensor> all;
-    for (const Kept& kept : parameters_) {
-      at::Tensor gradient =
-          kept.tensor.grad().defined() ? dense(kept.tensor.grad().detach()) : at::Tensor();
-      if (gradient.defined() && gradient.is_complex()) gradient = at::view_as_real(gradient);
-      all.push_back(gradient.defined() ? gradient.to(at::kFloat, false, /*copy=*/true) : gradient);
+    for (std::size_t i = 0; i < gradients_.size(); ++i) {
+      at::Tensor gradient = parameter(i).tensor.grad();
+      if (gradient.defined()) {
+        gradient = dense(gradient.detach());
+        if (gradient.is_complex()) gradient = at::view_as_real(gradient);
+        gradient = gradient.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
+      }
+      all.push_back(gradient);
     }
     return all;
   }
 
-  const std::string& name_of_parameter(std::size_t index) const { return parameters_[index].name; }
+  const std::string& name_of_parameter(std::size_t index) const { return names_[index]; }
 
  private:
   static at::Tensor dense(const at::Tensor& tensor) {
     return tensor.layout() == at::kStrided ? tensor : tensor.to_dense();
   }
 
-  /// A parameter or a buffer, its memory, and what was in there.
-  struct Kept {
-    Kept(std::string its_name, const at::Tensor& its_tensor)
-        : name(std::move(its_name)),
-          tensor(its_tensor),
-          memory(its_tensor.detach()),
-          values(memory.clone()),
-          requires_grad(its_tensor.requires_grad()) {}
-
-    /// Bit for bit, for NaN differs from itself; also if it is of another kind.
-    bool differs() const {
-      if (!is_alike(tensor, values)) return true;
-      const at::Tensor now = dense(tensor.detach()), before = dense(values);
-      if (at::equal(now, before)) return false;
-      const auto bits = [](const at::Tensor& numbers) {
-        return numbers.reshape({-1}).contiguous().view(at::kByte);
-      };
-      return !at::equal(bits(now), bits(before));
-    }
-
-    void put_back() const {
-      at::Tensor same = tensor;
-      const bool has_its_memory =
-          is_alike(tensor, memory) && (!tensor.has_storage() || tensor.is_alias_of(memory));
-      if (!has_its_memory || !tensor.has_storage()) same.set_data(memory);
-      if (differs()) same.detach().copy_(values);
-      if (same.requires_grad() != requires_grad) same.set_requires_grad(requires_grad);
-    }
-
-    static bool is_alike(const at::Tensor& one, const at::Tensor& other) {
-      return one.layout() == other.layout() && one.device() == other.device() &&
-             one.scalar_type() == other.scalar_type() && one.sizes().equals(other.sizes());
-    }
-
-    std::string name;
-    at::Tensor tensor, memory, values;
-    bool requires_grad;
-  };
-
-  template <class Items>
-  static void check_all_known(const std::vector<Kept>& all, const Items& items) {
-    std::set<const at::TensorImpl*> known;
-    for (const Kept& kept : all) known.insert(kept.tensor.unsafeGetTensorImpl());
-    for (const auto& item : items) {
-      TORCH_CHECK(!item.value().defined() || known.contains(item.value().unsafeGetTensorImpl()),
-                  "PrecisionAudit::run: the step has registered '", item.key(),
-                  "' in the model. Run it once before the audit.");
-    }
+  /// Bit for bit, for NaN differs from itself.
+  static bool is_unchanged(const WriteBack::Kept& kept) {
+    if (!is_alike(kept.tensor, kept.values)) return false;
+    const at::Tensor now = kept.tensor.detach();
+    const auto bits = [](const at::Tensor& tensor) {
+      return dense(tensor).reshape({-1}).contiguous().view(at::kByte);
+    };
+    return same_numbers(now, kept.values) || at::equal(bits(now), bits(kept.values));
   }
+
+  const WriteBack::Kept& parameter(std::size_t i) const { return before_.all()[i]; }
 
   const torch::nn::Module& model_;
   RngState random_;
-  std::vector<Kept> parameters_, buffers_;
-  std::vector<at::Tensor> gradients_;
+  WriteBack before_;  // the parameters, and then the buffers
+  std::vector<std::string> names_;
+  std::vector<at::Tensor> gradients_;  // of the parameters
   std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> trains_;
 };
 
