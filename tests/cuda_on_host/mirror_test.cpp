@@ -3,6 +3,7 @@
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -158,6 +159,41 @@ TEST(MirrorValues, SparseTensorsAreCoalescedAndAddedToDenseOnes) {
   EXPECT_TRUE(at::allclose(run(at::kCUDA), run(at::kCPU)));
 }
 
+/// The memory of a tensor, whoever has it.
+Tensor memory_of(const Tensor& tensor) {
+  return at::from_blob(tensor.mutable_data_ptr(), tensor.sizes(), tensor.options());
+}
+
+TEST(MirrorValues, MemoryThatIsFreedHoldsNaNs) {
+  Tensor x = at::ones({1000}, at::kCUDA);
+  const Tensor memory = memory_of(x);
+  EXPECT_EQ(memory.cpu().sum().item<double>(), 1000.);
+  x.reset();
+  EXPECT_TRUE(memory.cpu().isnan().all().item<bool>());
+}
+
+TEST(MirrorValues, MemoryThatACaptureFreesHoldsNaNsAfterEachLaunch) {
+  const Tensor x = at::ones({4}, at::kCUDA);
+  Tensor y = at::zeros({4}, at::kCUDA), memory;
+  at::cuda::CUDAGraph graph;
+  {
+    const c10::cuda::CUDAStreamGuard side(c10::cuda::getStreamFromPool());
+    graph.capture_begin();
+    Tensor twice = x * 2;
+    memory = memory_of(twice);
+    y.copy_(twice);
+    twice.reset();
+    graph.capture_end();
+  }
+  for (int i = 0; i < 2; ++i) {
+    memory.zero_();
+    graph.replay();
+    c10::cuda::device_synchronize();
+    EXPECT_TRUE(memory.cpu().isnan().all().item<bool>());
+    EXPECT_EQ(y.sum().item<double>(), 8.);
+  }
+}
+
 // ---- Late work ---------------------------------------------------------------------------------
 
 class LateWork : public testing::Test {
@@ -211,6 +247,27 @@ TEST_F(LateWork, AMissingRecordStreamShows) {
     here.synchronize();
     side.synchronize();
     EXPECT_EQ(doubled[0].item<double>(), recorded ? 2. : 10.);
+  }
+}
+
+TEST_F(LateWork, AMissingRecordStreamShowsThoughNobodyTakesTheMemory) {
+  for (const bool recorded : {false, true}) {
+    const c10::cuda::CUDAStream here = c10::cuda::getCurrentCUDAStream(),
+                                side = c10::cuda::getStreamFromPool();
+    Tensor x = at::full({1000}, 1., at::kCUDA);
+    at::cuda::CUDAEvent made;
+    made.record(here);
+    made.block(side);
+    Tensor doubled;
+    {
+      const c10::cuda::CUDAStreamGuard guard(side);
+      doubled = x * 2;
+      if (recorded) x.record_stream(side);
+    }
+    x.reset();
+    here.synchronize();
+    side.synchronize();
+    EXPECT_EQ(doubled.isnan().all().item<bool>(), !recorded) << doubled[0];
   }
 }
 

@@ -2,6 +2,7 @@
 // What the stand-in's parts and its tests ask of its runtime. See README.md in this folder.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 extern "C" {
@@ -31,6 +32,9 @@ const char* stand_in_launches();
 
 /// Where the runtime, and only it, may touch device memory; host memory is where it is.
 void* stand_in_alias(const void* memory);
+/// Fills device memory that nobody has any more as new memory is filled, in the stream's order or
+/// at each launch of the graph that it captures into.
+void stand_in_fill(void* memory, std::size_t size, void* stream);
 /// Whether `stream` captures validly.
 bool stand_in_captures(void* stream);
 /// Has `work(data)` done in the stream's order: now, when the stream is waited for, or each time

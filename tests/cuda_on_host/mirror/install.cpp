@@ -113,6 +113,7 @@ class Mirrored final : public c10::OperatorKernel {
     const bool is_real = op_->name == "copy_" && any_on_cpu(arguments);
     if (devices.empty() || is_real || writes_to_sparse(arguments))
       return op_->original.callBoxed(handle, keys, stack);
+    fill_freed_memory();
     const c10::DeviceIndex device = devices.front();
     const bool is_captured = captures(device);
     if (op_->reads_back && !is_captured) return compute_at_once(stack, arguments, device);

@@ -98,6 +98,10 @@ class Call {
   const Op& op_;
 };
 
+/// Has memory filled in the order of its stream when it is freed, from now on: that of all devices,
+/// once the allocator is there.
+void fill_freed_memory();
+
 /// Says once for each op that its outputs have no values.
 void no_values(const std::string& op, const std::string& why);
 

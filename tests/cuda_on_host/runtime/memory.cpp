@@ -136,6 +136,13 @@ void* stand_in_alias(const void* p) {
   return alias(p);
 }
 
+void stand_in_fill(void* memory, std::size_t size, void* handle) {
+  const Lock lock;
+  Stream* const stream = stream_of(static_cast<cudaStream_t>(handle));
+  if (fill() == 0 || !stream || (stream->capture && stream->capture->is_invalid)) return;
+  give(stream, "fill", Kind::unseen, [=] { std::memset(alias(memory), fill(), size); });
+}
+
 cudaError_t cudaMalloc(void** result, std::size_t size) {
   const Lock lock;
   *result = nullptr;
