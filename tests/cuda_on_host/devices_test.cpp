@@ -54,7 +54,7 @@ TORCH_MODULE(Layers);
 
 struct Way {
   std::string name;
-  bool masters = false, recomputes = false, clips = true;
+  bool masters = false, recomputes = false, clips = true, unscales = false;
   torchamp::MasterStorage storage = torchamp::MasterStorage::full;
 };
 std::ostream& operator<<(std::ostream& out, const Way& way) {
@@ -84,7 +84,12 @@ Params train(at::Device a, at::Device b, const Kind& kind, const Way& way) {
     scaler.scale(loss).backward();
     if (i == 2) model->lower->weight.mutable_grad().mul_(INFINITY);
     if (masters) masters->take_gradients();
-    if (way.clips) torchamp::clip_grad_norm_(scaler, *optimizer, 0.1);
+    if (way.unscales) {
+      scaler.unscale_(*optimizer);
+      torchamp::clip_grad_norm_(optimizer->param_groups()[0].params(), 0.1);
+    } else if (way.clips) {
+      torchamp::clip_grad_norm_(scaler, *optimizer, 0.1);
+    }
     EXPECT_EQ(scaler.step(*optimizer).stepped(), i != 2);
     scaler.update();
     if (masters) masters->copy_to_model();
@@ -105,6 +110,7 @@ INSTANTIATE_TEST_SUITE_P(Ways, TwoDevices,
                                          Way{.name = "SplitMasters",
                                              .masters = true,
                                              .storage = torchamp::MasterStorage::split},
+                                         Way{.name = "Unscaled", .unscales = true},
                                          Way{.name = "Recomputed", .recomputes = true}),
                          [](const auto& instance) { return instance.param.name; });
 
@@ -121,12 +127,14 @@ TEST_P(TwoDevices, TrainAsOneDoesWhicheverIsCurrent) {
   }
 }
 
+StandInCounts counts_now() {
+  StandInCounts counts;
+  stand_in_counts(&counts);
+  return counts;
+}
+
 TEST_P(TwoDevices, AStepOverBothWaitsForNeither) {
-  const auto wait_count = [] {
-    StandInCounts counts;
-    stand_in_counts(&counts);
-    return counts.waits + counts.pageable;
-  };
+  const auto wait_count = [] { return counts_now().waits + counts_now().pageable; };
   const Params params{at::ones({4}, gpu0).requires_grad_(), at::ones({4}, gpu1).requires_grad_()};
   torchamp::FusedAdamW optimizer(params, AdamWOptions(0.1));
   torchamp::GradScaler scaler({.init_scale = 2.});
@@ -172,6 +180,66 @@ TEST(TwoDevicesHost, AStepOverTheHostAndADeviceSkipsBothWhereOneOverflows) {
     }
   }
   stand_in_late(false);
+}
+
+TEST(TwoDevicesHost, AScaleOnTheHostHasAStepWaitOnceForTheFlag) {
+  const Tensor weight = at::ones({4}, gpu0).requires_grad_();
+  torchamp::FusedAdamW optimizer({weight}, AdamWOptions(0.1));
+  torchamp::GradScaler scaler({.init_scale = 2.});
+  for (int i = 0; i < 3; ++i) {
+    scaler.scale(at::ones({}));
+    weight.mutable_grad() = at::ones_like(weight);
+    const uint64_t before = counts_now().waits;
+    scaler.step(optimizer);
+    scaler.update();
+    EXPECT_EQ(counts_now().waits, before + 1) << i;
+  }
+}
+
+// ---- What only the device knows
+// -------------------------------------------------------------------
+
+TEST(OneDevice, AResultKeepsWhatItsStepWasScaledBy) {
+  const Tensor weight = at::ones({4}, gpu0).requires_grad_();
+  torchamp::FusedAdamW optimizer({weight}, AdamWOptions(0.1));
+  torchamp::GradScaler scaler({.init_scale = 4.});
+  std::vector<torchamp::StepResult> results;
+  for (const double gradient : {1., HUGE_VAL, HUGE_VAL, 1.}) {
+    scaler.scale(at::ones({}, gpu0));
+    weight.mutable_grad() = at::full_like(weight, gradient);
+    results.push_back(scaler.step(optimizer));
+    scaler.update();
+  }
+  const double scales[] = {4., 4., 2., 1.};
+  const int64_t skips[] = {0, 1, 2, 0};
+  for (std::size_t i = 0; i < results.size(); ++i) {
+    EXPECT_EQ(results[i].scale(), scales[i]);
+    EXPECT_EQ(results[i].skips_in_a_row(), skips[i]);
+  }
+}
+
+TEST(OneDevice, TheRegionAroundAStepCastsNoOpOfIt) {
+  const auto train = [](bool in_a_region) {
+    std::optional<torchamp::AutocastGuard> region;
+    if (in_a_region) {
+      region.emplace(at::kCUDA, torchamp::AutocastOptions{
+                                    .dtype = at::kBFloat16,
+                                    .policy = torchamp::Policy::standard().lower_precision(
+                                        {"addcmul", "mul", "linalg_vector_norm"})});
+    }
+    const Tensor weight = at::ones({4}, gpu0).requires_grad_();
+    torchamp::FusedAdamW optimizer({weight}, AdamWOptions(0.1));
+    torchamp::GradScaler scaler({.init_scale = 4.});
+    for (int i = 0; i < 3; ++i) {
+      scaler.scale(at::ones({}, gpu0));
+      weight.mutable_grad() = at::full_like(weight, 1.3 + i);
+      torchamp::clip_grad_norm_(scaler, optimizer, 0.1);
+      scaler.step(optimizer);
+      scaler.update();
+    }
+    return weight.detach().cpu();
+  };
+  EXPECT_TRUE(at::equal(train(true), train(false)));
 }
 
 TEST(TwoDevicesGraph, ACaptureRunsOnTheParametersDeviceWhicheverIsCurrent) {
