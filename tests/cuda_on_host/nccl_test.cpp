@@ -18,9 +18,12 @@ TEST(NcclOnHost, ExchangesBetweenProcesses) {
 #include <signal.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
+#include <cstdlib>
 #include <map>
 #include <optional>
 #include <string>
@@ -215,6 +218,46 @@ TEST_P(NcclOnHost, TrainsAsOneProcessWithAllBatchesAndAgreesToSkip) {
   }
 }
 
+// The others are asked for their flags before the last one has its own.
+TEST_P(NcclOnHost, AStepWaitsForTheFlagsOfProcessesThatComeLater) {
+  if (ran_on_devices(GetParam())) return;
+  const OwnDevice own;
+  const auto group = make_group();
+  torchamp::add_nccl(*group);
+  std::vector<Tensor> first{at::ones({1}, own.device)};
+  group->allreduce(first)->wait();  // NCCL's communicator is made by all together
+  const bool is_last = group->getRank() == group->getSize() - 1;
+  for (const bool shards : {false, true}) {
+    SCOPED_TRACE(shards);
+    torch::nn::Linear model(4, 2);
+    model->to(own.device);
+    std::optional<torchamp::ShardedMasterWeights> masters;
+    torchamp::GradScalerOptions options{.init_scale = 4.};
+    if (shards) {
+      masters.emplace(model, group, torchamp::ShardedMasterWeightsOptions{.dtype = at::kBFloat16});
+    } else {
+      options.agree_found_inf = torchamp::found_inf_agreement(group);
+    }
+    const std::vector<Tensor> weights = shards ? masters->parameters() : model->parameters();
+    torchamp::FusedSGD optimizer(weights, torch::optim::SGDOptions(0.5));
+    torchamp::GradScaler scaler(options);
+    std::vector<Tensor> before;
+    for (const Tensor& weight : weights) {
+      before.push_back(weight.detach().cpu());
+      weight.mutable_grad() = at::full_like(weight, is_last ? INFINITY : 1.);
+    }
+    scaler.scale(at::ones({}, own.device));
+    const std::string key = shards ? "shards" : "replicas";
+    if (is_last) group->getStore()->get(key);  // waits until it is there
+    const torchamp::StepResult result = scaler.step(optimizer);
+    if (group->getRank() == 0) group->getStore()->set(key, std::string("yes"));
+    EXPECT_FALSE(result.stepped());
+    for (std::size_t i = 0; i < weights.size(); ++i) {
+      EXPECT_TRUE(at::equal(weights[i].detach().cpu(), before[i]));
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Processes, NcclOnHost, ::testing::Values(2, 4),
                          ::testing::PrintToStringParamName());
 
@@ -269,43 +312,50 @@ TEST(NcclOnHostOrder, AnAbortedCommunicatorLetsItsStreamGoOn) {
   EXPECT_EQ(cudaStreamSynchronize(Communicator::stream()), cudaSuccess);
 }
 
-/// One of two processes dies before a sum; how does the other end?
-int end_without_the_other(const std::map<std::string, std::string>& environment) {
-  std::map<std::string, std::string> all = environment;
-  all.insert({{"CUDA_ON_HOST_DEVICES", "2"}, {"TORCH_NCCL_DUMP_ON_TIMEOUT", "0"}});
-  Launch launch(2, all);
-  EXPECT_EQ(launch.rank(1).wait(), -SIGKILL);
-  return launch.rank(0).wait();
+/// Process 1 of several dies before a sum, or is there and has no part in it. The others end so.
+void expect_ends_without_1(int processes, bool dies, int end,
+                           std::map<std::string, std::string> environment = {}) {
+  environment.insert({{"CUDA_ON_HOST_DEVICES", std::to_string(processes)},
+                      {"TORCH_NCCL_DUMP_ON_TIMEOUT", "0"},
+                      {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "100"},
+                      {"TORCHAMP_TEST_DIES", dies ? "1" : "0"}});
+  Launch launch(processes, environment);
+  for (int rank = 0; rank < processes; ++rank) {
+    if (rank == 1 && !dies) continue;
+    EXPECT_EQ(launch.rank(rank).wait(), rank == 1 ? -SIGKILL : end) << "rank " << rank;
+  }
 }
 
-void sum_without_the_other() {
+void sum_without_1() {
   const OwnDevice own;
   const auto group = make_group();
   torchamp::add_nccl(*group, std::chrono::seconds(3));
   std::vector<Tensor> tensors{at::ones({3}, own.device)};
   group->allreduce(tensors)->wait();
-  EXPECT_TRUE(at::equal(tensors[0].cpu(), at::full({3}, 2.)));
-  if (group->getRank() == 1) raise(SIGKILL);
+  EXPECT_TRUE(at::equal(tensors[0].cpu(), at::full({3}, 1. * group->getSize())));
+  if (group->getRank() == 1) {
+    if (std::string(std::getenv("TORCHAMP_TEST_DIES")) == "1") raise(SIGKILL);
+    while (true) pause();  // until the test that has started it ends it
+  }
   group->allreduce(tensors)->wait();
   cudaDeviceSynchronize();
 }
 
-TEST(NcclOnHostOrder, TheWatchdogEndsAProcessWhoseOtherHasDied) {
-  if (!child_role()) {
-    EXPECT_EQ(end_without_the_other({}), -SIGABRT);
-  } else {
-    sum_without_the_other();
-  }
+TEST_P(NcclOnHost, TheWatchdogEndsAProcessWhereAnotherHasDied) {
+  child_role() ? sum_without_1() : expect_ends_without_1(GetParam(), /*dies=*/true, -SIGABRT);
 }
 
-TEST(NcclOnHostOrder, AHostThatWaitsGetsAnErrorWhereTheOtherHasDied) {
+TEST_P(NcclOnHost, TheWatchdogEndsAProcessThatWaitsLongerThanTheTimeout) {
+  child_role() ? sum_without_1() : expect_ends_without_1(GetParam(), /*dies=*/false, -SIGABRT);
+}
+
+TEST_P(NcclOnHost, AHostThatWaitsGetsAnErrorWhereAnotherHasDied) {
   if (!child_role()) {
-    EXPECT_EQ(end_without_the_other({{"TORCH_NCCL_BLOCKING_WAIT", "1"}}), 0);
-  } else {
-    EXPECT_THROW(sum_without_the_other(), c10::Error);
-    std::fflush(nullptr);
-    _exit(::testing::Test::HasFailure() ? 1 : 0);  // the group's own end would wait, too
+    return expect_ends_without_1(GetParam(), /*dies=*/true, 0, {{"TORCH_NCCL_BLOCKING_WAIT", "1"}});
   }
+  EXPECT_THROW(sum_without_1(), c10::Error);
+  std::fflush(nullptr);
+  _exit(::testing::Test::HasFailure() ? 1 : 0);  // the group's own end would wait, too
 }
 
 }  // namespace
