@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "cuda_on_host/stand_in.h"
+#include "support/call_counter.h"
 #include "support/optimizer_kinds.h"
 #include "torchamp/clip_grad.h"
 #include "torchamp/cuda_graph.h"
@@ -179,9 +180,13 @@ Make replay() {
   };
 }
 
+constexpr int earlier = 8;  ///< iterations before the one that is counted
+
 struct Costs {
-  StandInCounts counts;
+  uint64_t earlier_waits = 0;  ///< of the host, in all iterations before
+  StandInCounts counts{};
   int64_t allocations = 0, bytes = 0;  ///< of LibTorch's caching allocators
+  int ops = 0;                         ///< that the host has called, within others, too
 };
 
 /// Of one iteration, when the ones before it have made all that is made once.
@@ -196,17 +201,24 @@ Costs costs_of(const Iteration& iteration) {
     }
     return sums;
   };
-  for (int i = 0; i < 8; ++i) {
+  Costs costs;
+  StandInCounts before, after;
+  for (int i = 0; i < earlier; ++i) {
     iteration.before();
+    stand_in_counts(&before);
     iteration.counted();
+    stand_in_counts(&after);
+    costs.earlier_waits += after.waits - before.waits;
   }
   iteration.before();
   for (int64_t i = 0; i < 2; ++i) torch::cuda::synchronize(i);
-  Costs costs;
-  StandInCounts before;
   const auto [allocations, bytes] = totals();
   stand_in_counts(&before);
-  iteration.counted();
+  {
+    const CallCounter calls;
+    iteration.counted();
+    costs.ops = calls.called_anywhere();
+  }
   StandInCounts& counts = costs.counts;
   stand_in_counts(&counts);
   costs.allocations = totals().first - allocations;
@@ -215,6 +227,10 @@ Costs costs_of(const Iteration& iteration) {
   counts.waits -= before.waits;
   counts.pageable -= before.pageable;
   counts.to_host -= before.to_host;
+  counts.to_device -= before.to_device;
+  counts.on_host -= before.on_host;
+  counts.on_device -= before.on_device;
+  counts.between_devices -= before.between_devices;
   counts.allocations -= before.allocations;
   counts.host_allocations -= before.host_allocations;
   counts.graph_launches -= before.graph_launches;
@@ -236,10 +252,12 @@ std::vector<Row> rows() {
   const AdamWOptions adamw(1e-3);
   const SGDOptions sgd(1e-3);
   std::vector<Row> all{
+      {"`FusedAdam`", fused<torchamp::FusedAdam>(adam)},
       {"`FusedAdamW`", fused<torchamp::FusedAdamW>(adamw)},
       {"with `amsgrad`", fused<torchamp::FusedAdamW>(AdamWOptions(1e-3).amsgrad(true))},
       {"`FusedSGD`", fused<torchamp::FusedSGD>(sgd)},
       {"with momentum", fused<torchamp::FusedSGD>(SGDOptions(1e-3).momentum(0.9))},
+      {"with dampening", fused<torchamp::FusedSGD>(SGDOptions(1e-3).momentum(0.9).dampening(0.5))},
       {"`FusedAdagrad`", fused<torchamp::FusedAdagrad>(AdagradOptions(1e-3))},
       {"`FusedAdam`, `skip_non_finite()`",
        fused<torchamp::FusedAdam>(adam, GradScalerOptions::skip_non_finite())},
@@ -250,6 +268,7 @@ std::vector<Row> rows() {
        fused<torchamp::FusedAdam>(adam, GradScalerOptions::deepspeed())},
       {"`FusedAdam`, `predictive()`",
        fused<torchamp::FusedAdam>(adam, GradScalerOptions::predictive())},
+      {"`FusedAdam`, `fixed(2)`", fused<torchamp::FusedAdam>(adam, GradScalerOptions::fixed(2.))},
       {"`FusedAdam`, two GPUs", fused<torchamp::FusedAdam>(adam, {}, 2)},
       {"LibTorch's `SGD`", plain<torch::optim::SGD>(sgd), true},
       {"LibTorch's `Adam`", plain<torch::optim::Adam>(adam), true},
@@ -277,6 +296,20 @@ INSTANTIATE_TEST_SUITE_P(Steps, CostsOnHost, testing::ValuesIn(rows()), [](const
   return name;
 });
 
+/// "1 to the host".
+std::string copies_of(const StandInCounts& counts) {
+  std::string text;
+  const auto add = [&text](uint64_t copies, const char* way) {
+    if (copies == 0) return;
+    text += (text.empty() ? "" : ", ") + std::to_string(copies) + way;
+  };
+  add(counts.to_host, " to the host");
+  add(counts.to_device, " to the GPU");
+  add(counts.between_devices, " between GPUs");
+  add(counts.on_device - counts.between_devices, " on the GPU");
+  return text.empty() ? "0" : text;
+}
+
 std::string line_of(const Row& row, const Costs& plain, const Costs& clipped) {
   const auto launches = [](const Costs& costs) {
     return costs.counts.graph_launches == 0
@@ -284,8 +317,9 @@ std::string line_of(const Row& row, const Costs& plain, const Costs& clipped) {
                : "1 of " + std::to_string(costs.counts.replayed_nodes) + " nodes";
   };
   return "| " + row.what + " | " + launches(plain) + " | " + launches(clipped) + " | " +
-         std::to_string(plain.counts.waits) + " | " + std::to_string(plain.allocations) + " | " +
-         std::to_string(plain.bytes) + " |";
+         std::to_string(plain.counts.waits) + " | " + copies_of(plain.counts) + " | " +
+         std::to_string(plain.allocations) + " | " + std::to_string(plain.bytes) + " | " +
+         std::to_string(plain.ops) + " |";
 }
 
 TEST_P(CostsOnHost, AStepCostsWhatTheGuideSays) {
@@ -293,6 +327,9 @@ TEST_P(CostsOnHost, AStepCostsWhatTheGuideSays) {
   const Costs plain = costs_of(row.make(false)), clipped = costs_of(row.make(true));
   for (const Costs& costs : {plain, clipped}) {
     EXPECT_EQ(costs.counts.waits, row.waits ? 1U : 0U);
+    if (costs.counts.graph_launches == 0) {
+      EXPECT_EQ(costs.earlier_waits, row.waits ? earlier : 0U) << "from the first step on";
+    }
     EXPECT_EQ(costs.counts.pageable, 0U);
     EXPECT_EQ(costs.counts.allocations + costs.counts.host_allocations, 0U)
         << "of CUDA, not of LibTorch's caches";

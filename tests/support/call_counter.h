@@ -24,6 +24,7 @@ class CallCounter {
   int called(const std::string& op) const { return count(counts().outer, op); }
   /// Those called from within others counted, too: from autograd's nodes, say.
   int called_anywhere(const std::string& op) const { return count(counts().all, op); }
+  int called_anywhere() const { return sum(counts().all); }
   /// Numbers that the host asked tensors for. (On the CPU, some kernels do so inside.)
   int reads() const {
     return called("aten::item") + called("aten::_local_scalar_dense") + called("aten::equal") +
