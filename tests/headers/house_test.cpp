@@ -109,10 +109,10 @@ struct Budget {
 constexpr Budget budgets[] = {
     {"autocast.h", 17, 3810},
     {"optim.h", 16, 3370},
-    {"grad_scaler.h", 21, 4780},
-    {"torchamp.h", 44, 10870},
+    {"grad_scaler.h", 21, 4760},
+    {"torchamp.h", 44, 10880},
 };
-constexpr Budget all_headers = {"include/", 143, 31200};  // to come down to 160 and 24,000
+constexpr Budget all_headers = {"include/", 143, 31270};  // to come down to 160 and 24,000
 
 struct Header {
   std::size_t lines = 0;

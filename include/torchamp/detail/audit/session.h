@@ -44,7 +44,7 @@
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/rng_state.h"
 #include "torchamp/detail/tensors.h"
-#include "torchamp/detail/write_back.h"
+#include "torchamp/detail/kept_tensors.h"
 #include "torchamp/module_policy.h"
 #include "torchamp/policy.h"
 
