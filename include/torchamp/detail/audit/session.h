@@ -34,6 +34,7 @@
 #include "torchamp/audit_row.h"
 #include "torchamp/detail/audit/recording.h"
 #include "torchamp/detail/devices.h"
+#include "torchamp/detail/kept_tensors.h"
 #include "torchamp/detail/modules/sequential.h"
 #include "torchamp/detail/modules/with_policy.h"
 #include "torchamp/detail/observe/observer.h"
@@ -44,7 +45,6 @@
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/rng_state.h"
 #include "torchamp/detail/tensors.h"
-#include "torchamp/detail/kept_tensors.h"
 #include "torchamp/module_policy.h"
 #include "torchamp/policy.h"
 
