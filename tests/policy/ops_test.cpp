@@ -114,7 +114,7 @@ TEST(Ops, AlmostEveryOpOnLibTorchsListsIsInAFamily) {
   for (const OpFamily& family : ops::families) {
     for (const std::string_view op : family) in_families.insert("aten::" + std::string(op));
   }
-  for (const auto& rules : torchamp::detail::libtorch_cuda_lists().rules) {
+  for (const auto& rules : torchamp::detail::libtorch_cuda_lists()) {
     const std::string base(rules.op.substr(0, rules.op.find('.')));
     if (!in_families.contains(base)) left_over.insert(base.substr(6));
   }

@@ -10,12 +10,9 @@
 #include <ATen/core/operator_name.h>
 #include <c10/core/DeviceType.h>
 
-#include <cstddef>
 #include <memory>
 #include <string>
 #include <string_view>
-#include <unordered_map>
-#include <utility>
 #include <vector>
 
 #include "torchamp/detail/policy/data.h"
@@ -78,12 +75,6 @@ struct ListedRule {
   const StandardRow* row;
 };
 
-/// Listed rules in the order in which they came, and where each is by its name.
-struct RuleList {
-  std::vector<ListedRule> rules;
-  std::unordered_map<std::string, std::size_t> index_of;
-};
-
 /// Whether the family has the op, whatever its overload.
 bool contains(const OpFamily& family, const c10::OperatorName& op);
 
@@ -93,7 +84,10 @@ const StandardRow* standard_row(const c10::OperatorName& op);
 
 /// The rules on LibTorch's own CUDA lists, by full overload name: "aten::pow.Tensor_Scalar". Read
 /// from the macros of ATen/autocast_mode.h, so that a newer LibTorch's lists are followed.
-const RuleList& libtorch_cuda_lists();
+const std::vector<ListedRule>& libtorch_cuda_lists();
+
+/// The rule on these lists; null if there is none.
+const ListedRule* listed_rule(const std::string& full_name);
 
 /// What LibTorch's own autocast kernel for the device, which must be there, does; native if this is
 /// not known.

@@ -23,6 +23,7 @@
 #include <string>
 #include <string_view>
 #include <thread>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -287,32 +288,38 @@ TORCHAMP_BODY bool contains(const OpFamily& family, const c10::OperatorName& op)
          family.end();
 }
 
-/// Adds a rule, in place of one of that name, if there is one.
-inline void list_rule(RuleList& list, std::string op, Cast cast, const StandardRow* row) {
-  const auto [place, is_new] = list.index_of.try_emplace(std::move(op), list.rules.size());
-  if (is_new) list.rules.emplace_back();
-  list.rules[place->second] = {place->first, cast, row};
-}
+/// Listed rules in the order in which they came, and where each is by its name. Never destroyed.
+struct RuleList {
+  std::vector<ListedRule> rules;
+  std::unordered_map<std::string, std::size_t> index_of;
 
-/// Null if there is none.
-inline const ListedRule* find_rule(const RuleList& list, const std::string& op) {
-  const auto found = list.index_of.find(op);
-  return found == list.index_of.end() ? nullptr : &list.rules[found->second];
-}
+  RuleList() { index_of.reserve(256); }
+
+  /// In place of one of that name, if there is one.
+  void set(std::string op, Cast cast, const StandardRow* row) {
+    const auto [place, is_new] = index_of.try_emplace(std::move(op), rules.size());
+    const ListedRule rule{place->first, cast, row};
+    is_new ? rules.push_back(rule) : void(rules[place->second] = rule);
+  }
+  /// Null if there is none.
+  const ListedRule* find(const std::string& op) const {
+    const auto found = index_of.find(op);
+    return found == index_of.end() ? nullptr : &rules[found->second];
+  }
+};
 
 TORCHAMP_BODY const StandardRow* standard_row(const c10::OperatorName& op) {
   static const RuleList& rows = [&]() -> RuleList& {
-    auto& list = *new RuleList{};  // never destroyed
-    list.index_of.reserve(256);
+    auto& list = *new RuleList;
     for (const StandardRow& row : standard_rows) {
       for (const std::string_view name : row.family) {
-        list_rule(list, std::string("aten::").append(name), row.cast, &row);
+        list.set(std::string("aten::").append(name), row.cast, &row);
       }
     }
     return list;
   }();
-  const ListedRule* listed = find_rule(rows, op.name);
-  if (listed == nullptr && !op.overload_name.empty()) listed = find_rule(rows, full_name(op));
+  const ListedRule* listed = rows.find(op.name);
+  if (listed == nullptr && !op.overload_name.empty()) listed = rows.find(full_name(op));
   return listed == nullptr ? nullptr : listed->row;
 }
 
@@ -326,12 +333,12 @@ inline std::string listed_name(std::string_view entry) {
   return name;
 }
 
-TORCHAMP_BODY const RuleList& libtorch_cuda_lists() {
+/// See libtorch_cuda_lists().
+inline const RuleList& libtorch_cuda_rules() {
   static const RuleList& lists = []() -> RuleList& {
-    auto& made = *new RuleList{};  // never destroyed
-    made.index_of.reserve(256);
+    auto& made = *new RuleList;
     const auto add = [&](const char* entry, Cast cast) {
-      list_rule(made, listed_name(entry), cast, nullptr);
+      made.set(listed_name(entry), cast, /*row=*/nullptr);
     };
 #define TORCHAMP_LOWER(...) add(#__VA_ARGS__, Cast::lower_precision);
 #define TORCHAMP_FP32(...) add(#__VA_ARGS__, Cast::fp32);
@@ -351,9 +358,17 @@ TORCHAMP_BODY const RuleList& libtorch_cuda_lists() {
   return lists;
 }
 
-/// The rule that LibTorch's CUDA lists have for an overload; native if they have none.
-inline Cast listed_rule(const std::string& full_name) {
-  const ListedRule* const listed = find_rule(libtorch_cuda_lists(), full_name);
+TORCHAMP_BODY const std::vector<ListedRule>& libtorch_cuda_lists() {
+  return libtorch_cuda_rules().rules;
+}
+
+TORCHAMP_BODY const ListedRule* listed_rule(const std::string& full_name) {
+  return libtorch_cuda_rules().find(full_name);
+}
+
+/// Its cast; native if there is none.
+inline Cast listed_cast(const std::string& full_name) {
+  const ListedRule* const listed = listed_rule(full_name);
   return listed == nullptr ? Cast::native : listed->cast;
 }
 
@@ -364,7 +379,7 @@ TORCHAMP_BODY Cast kernel_rule(const std::string& full_name, at::DeviceType devi
     return std::find(std::begin(list), std::end(list), base) != std::end(list);
   };
   if (facts_of(device).lists == OpLists::cuda) {
-    return has(cuda_lower_precision_ops) ? Cast::lower_precision : listed_rule(full_name);
+    return has(cuda_lower_precision_ops) ? Cast::lower_precision : listed_cast(full_name);
   }
   if (has(cpu_lower_precision_ops)) return Cast::lower_precision;
   if (has(cpu_fp32_ops)) return Cast::fp32;
@@ -385,7 +400,7 @@ inline Cast base_rule(BaseTable base, const c10::OperatorHandle& op, at::DeviceT
   if (has_native_kernel(op, device)) return Cast::native;
   if (row_holds) return row->cast;
   if (base == BaseTable::torch) return Cast::unchanged;
-  const Cast listed = listed_rule(full_name(op.operator_name()));
+  const Cast listed = listed_cast(full_name(op.operator_name()));
   return listed != Cast::native && is_castable() ? listed : Cast::unchanged;
 }
 
@@ -417,7 +432,7 @@ TORCHAMP_BODY Cast effect_of_rule(const PolicyData& policy, const c10::OperatorH
 /// devices share with CUDA can be read; a CPU's kernels cannot, so none is known to.
 inline bool native_agrees(const c10::OperatorHandle& op, at::DeviceType device, Cast cast) {
   return facts_of(device).lists == OpLists::cuda && has_native_kernel(op, device) &&
-         listed_rule(full_name(op.operator_name())) == cast;
+         listed_cast(full_name(op.operator_name())) == cast;
 }
 
 /// Whether an op must be shielded to stay unchanged: it has an autocast kernel, or calls ops that
@@ -460,7 +475,7 @@ TORCHAMP_BODY std::vector<c10::OperatorHandle> candidates(const PolicyData& poli
     for (const StandardRow& row : standard_rows) {
       for (const std::string_view name : row.family) add(name, !row.writes);
     }
-    for (const ListedRule& rule : libtorch_cuda_lists().rules) add(rule.op, /*only_castable=*/true);
+    for (const ListedRule& rule : libtorch_cuda_lists()) add(rule.op, /*only_castable=*/true);
   }
   for (const auto& [name, rules] : policy.rules) add(name, /*only_castable=*/false);
   return candidates;
