@@ -474,21 +474,6 @@ class SilentWarnings final : public c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
 
-/// Registers an overlay, for as long as the process lives.
-inline void register_overlay(const c10::OperatorHandle& op, at::DeviceType device,
-                             std::unique_ptr<Overlay> overlay) {
-  // LibTorch warns of kernels that replace others; these are ours, and stand in for what they
-  // cover.
-  SilentWarnings silent;
-  const c10::WarningUtils::WarningHandlerGuard no_warning(&silent);
-  // Never destroyed: its end would take the kernel away. (A torch::Library would first parse the
-  // name, which takes longer than all else that the first guard does for an op.)
-  new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().registerImpl(
-      op.operator_name(), autocast_key(device),
-      c10::KernelFunction::makeFromBoxedFunctor(std::move(overlay)), std::nullopt, nullptr,
-      "torchamp/detail/overlay/kernel.h"));
-}
-
 /// Makes sure that the op has its overlay for the device; returns the overlay's index in the
 /// tables.
 inline std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType device) {
@@ -507,7 +492,17 @@ inline std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType
       native = new NativeKernel(kernel_of(op, autocast_key(device)));
     }
     overlays.has_native.push_back(has_native);
-    register_overlay(op, device, std::make_unique<Overlay>(op, index, device, native));
+    // LibTorch warns of kernels that replace others; these are ours, and stand in for what they
+    // cover.
+    SilentWarnings silent;
+    const c10::WarningUtils::WarningHandlerGuard no_warning(&silent);
+    // Never destroyed: its end would take the kernel away. (A torch::Library would first parse the
+    // name, which takes longer than all else that the first guard does for an op.)
+    new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().registerImpl(
+        op.operator_name(), autocast_key(device),
+        c10::KernelFunction::makeFromBoxedFunctor(
+            std::make_unique<Overlay>(op, index, device, native)),
+        std::nullopt, nullptr, "torchamp/detail/overlay/kernel.h"));
   } catch (...) {
     overlays.has_native.resize(index);
     overlays.index_of.erase(name);

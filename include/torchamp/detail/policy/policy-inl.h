@@ -333,7 +333,6 @@ inline std::string listed_name(std::string_view entry) {
   return name;
 }
 
-/// See libtorch_cuda_lists().
 inline const RuleList& libtorch_cuda_rules() {
   static const RuleList& lists = []() -> RuleList& {
     auto& made = *new RuleList;
