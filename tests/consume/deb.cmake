@@ -5,10 +5,10 @@ find(dpkg_deb dpkg-deb "apt install dpkg")
 find(pkg_config pkg-config "apt install pkgconf")
 run(${CPACK} -G DEB --config ${BUILD}/CPackConfig.cmake -B ${WORK})
 file(GLOB package ${WORK}/torchamp_*_all.deb)
-run(${dpkg_deb} -x ${package} ${WORK}/root)
+run(${dpkg_deb} -x ${package} ${WORK}/unpacked)
 execute_process(COMMAND ${dpkg_deb} -f ${package} Version OUTPUT_VARIABLE version OUTPUT_STRIP_TRAILING_WHITESPACE
                 COMMAND_ERROR_IS_FATAL ANY)
-set(ENV{PKG_CONFIG_PATH} ${WORK}/root/usr/share/pkgconfig)
+set(ENV{PKG_CONFIG_PATH} ${WORK}/unpacked/usr/share/pkgconfig)
 run(${pkg_config} --exact-version=${version} torchamp)
 execute_process(COMMAND ${pkg_config} --define-variable=libtorch=${LIBTORCH} --cflags --libs torchamp
                 OUTPUT_VARIABLE flags OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
