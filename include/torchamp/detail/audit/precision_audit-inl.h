@@ -310,6 +310,7 @@ inline void PrecisionAudit::run(const std::function<void()>& step, int64_t n) {
               "model's parameters. (Tensors in fp64 are never cast: audit the model in fp32.)");
   const auto median_of = [](const auto& all, std::size_t place, auto member) {
     std::vector<double> values;
+    values.reserve(all.size());
     for (const auto& of_run : all) values.push_back(of_run[place].*member);
     return detail::median(std::move(values));
   };

@@ -421,6 +421,7 @@ inline void average_numbers(const AuditedModel& audited, const std::vector<doubl
   const NotRecordedOps internal;
   const bool lacks_fp64 = facts_of(audited.device.type()).fp64 == Fp64::no;
   std::vector<double> values;
+  values.reserve(numbers.size());
   for (const double* const number : numbers) values.push_back(*number);
   at::Tensor averaged =
       at::tensor(values, at::kDouble).to(audited.device, lacks_fp64 ? at::kFloat : at::kDouble);

@@ -312,7 +312,7 @@ TORCHAMP_BODY GradScaler& GradScaler::operator=(GradScaler&&) noexcept = default
 TORCHAMP_BODY GradScaler::~GradScaler() = default;
 
 TORCHAMP_BODY at::Tensor GradScaler::scale(const at::Tensor& outputs) {
-  return is_enabled() ? std::move(scale(at::TensorList(outputs)).front()) : outputs;
+  return is_enabled() ? scale(at::TensorList(outputs)).front() : outputs;
 }
 
 TORCHAMP_BODY std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) {
