@@ -56,8 +56,19 @@ inline const std::vector<ModelEntry>& all_models() {
       model_entry<GptWorkload>("gpt", "GPT", {10, 2, 4}),
       model_entry<Yolo>("yolo", "YOLO", {4, 2, 4}),
       model_entry<Checkerboard>("checkerboard", "Checkerboard", {40, 4, 10}),
+      model_entry<GptGeneration<false>>("gpt_generation", "GPT, generating", {1, 1, 2}),
+      model_entry<GptGeneration<true>>("gpt_cached", "GPT, generating with a cache", {2, 1, 4}),
   };
   return models;
+}
+
+/// Whether a model is there for inference alone: it trains as "gpt" does.
+inline bool only_predicts(const ModelEntry& model) {
+  return model.name.starts_with("gpt_");
+}
+/// Whether a model is one that programs infer with, rather than a small one to train.
+inline bool is_for_inference(const ModelEntry& model) {
+  return model.name != "feed_forward" && model.name != "checkerboard";
 }
 
 inline const ModelEntry& find_model(const std::string& name) {

@@ -62,6 +62,9 @@ class FeedForward(nn.Module):
         parts.append(self.norm(values))
         return self.layers(torch.cat(parts, 1)).squeeze(1)
 
+    def predict(self, batch):
+        return self(batch[0], batch[1])
+
     def loss(self, batch):
         return F.binary_cross_entropy_with_logits(self(batch[0], batch[1]), batch[2])
 
@@ -105,6 +108,9 @@ class UNet(nn.Module):
         for level, (up, merge) in enumerate(zip(self.up, self.merge)):
             x = merge(torch.cat((skipped[2 - level], up(x)), 1))
         return self.head(x)
+
+    def predict(self, batch):
+        return self(batch[0])
 
     def loss(self, batch):
         return F.cross_entropy(self(batch[0]), batch[1])
@@ -160,6 +166,9 @@ class Bert(nn.Module):
             x = layer(x)
         return self.head(x)
 
+    def predict(self, batch):
+        return self(batch[0], batch[1])
+
     def loss(self, batch):
         first, last = self(batch[0], batch[1]).unbind(2)
         return (F.cross_entropy(first, batch[2]) + F.cross_entropy(last, batch[3])) / 2
@@ -184,6 +193,9 @@ class Checkerboard(nn.Sequential):
         grid = torch.meshgrid(along, along, indexing="xy")
         return [torch.stack(grid).unsqueeze(0), shade.unsqueeze(0).unsqueeze(0)]
 
+    def predict(self, batch):
+        return self(batch[0])
+
     def loss(self, batch):
         return F.mse_loss(self(batch[0]), batch[1])
 
@@ -201,14 +213,18 @@ class GptBlock(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x):
+        return self.forward_after(x, None)[0]
+
+    def forward_after(self, x, cache):
         def split(t):
             return t.view(t.size(0), t.size(1), self.heads, -1).transpose(1, 2)
 
-        query, key, value = self.attention(self.norm1(x)).chunk(3, -1)
-        attended = F.scaled_dot_product_attention(
-            split(query), split(key), split(value), is_causal=True)
+        query, key, value = map(split, self.attention(self.norm1(x)).chunk(3, -1))
+        if cache is not None:
+            key, value = torch.cat((cache[0], key), 2), torch.cat((cache[1], value), 2)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=cache is None)
         y = x + self.output(attended.transpose(1, 2).reshape(x.shape))
-        return y + self.down(F.gelu(self.up(self.norm2(y))))
+        return y + self.down(F.gelu(self.up(self.norm2(y)))), (key, value)
 
 
 class Gpt(nn.Module):
@@ -231,9 +247,39 @@ class Gpt(nn.Module):
         x = self.words(text) + self.positions(places)
         return self.head(self.norm(self.blocks(x)))
 
+    def forward_after(self, text, caches):
+        before = 0 if caches[0] is None else caches[0][0].size(2)
+        places = torch.arange(before, before + text.size(1), device=text.device)
+        x = self.words(text) + self.positions(places)
+        for i, block in enumerate(self.blocks):
+            x, caches[i] = block.forward_after(x, caches[i])
+        return self.head(self.norm(x))
+
+    def predict(self, batch):
+        return self(batch[0][:, :-1])
+
     def loss(self, batch):
         logits = self(batch[0][:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), batch[0][:, 1:].flatten())
+
+
+class GptGeneration(Gpt):
+    cached = False
+
+    def predict(self, batch):
+        text, prompt = batch[0], self.length // 2
+        caches, logits = [None] * len(self.blocks), None
+        for end in range(prompt, self.length + 1):
+            if self.cached:
+                start = 0 if end == prompt else end - 1
+                logits = self.forward_after(text[:, start:end], caches)[:, -1]
+            else:
+                logits = self(text[:, :end])[:, -1]
+        return logits
+
+
+class GptCached(GptGeneration):
+    cached = True
 
 
 # ---- YOLO ----------------------------------------------------------------------------------------
@@ -344,6 +390,9 @@ class Yolo(nn.Module):
             outputs.append(y.permute(0, 1, 3, 4, 2).contiguous())
         return outputs
 
+    def predict(self, batch):
+        return self(batch[0])[-1]
+
     def loss(self, batch):
         outputs, classes = self(batch[0]), batch[-1]
         box_loss = object_loss = class_loss = None
@@ -390,4 +439,4 @@ def complete_iou(a, b):
 
 
 MODELS = {"feed_forward": FeedForward, "unet": UNet, "bert": Bert, "gpt": Gpt, "yolo": Yolo,
-          "checkerboard": Checkerboard}
+          "checkerboard": Checkerboard, "gpt_generation": GptGeneration, "gpt_cached": GptCached}

@@ -47,6 +47,8 @@ def make_optimizer(module, recipe, fused, captured):
 
 
 class Trainer:
+    first_call = 0.0
+
     def __init__(self, model, sizes, dtype, fused, captured, device):
         self.module = MODELS[model](sizes)
         self.recipe = self.module.recipe
@@ -123,7 +125,7 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def train(self, steps):
+    def run(self, steps):
         total, first = torch.zeros((), device=self.device), None
         self.synchronize()
         start, processor_start = time.perf_counter(), time.process_time()
@@ -140,6 +142,45 @@ class Trainer:
         seconds = time.perf_counter() - start
         processor = time.process_time() - processor_start
         return seconds, processor, total.item() / steps, first.item()
+
+
+class Predictor:
+    """Calls a model as a server does; the twin of comparison/predictor.h."""
+
+    def __init__(self, model, sizes, dtype, casts, device):
+        self.module = MODELS[model](sizes)
+        initialize(self.module, 0)
+        torch.manual_seed(1)
+        self.inputs = [[t.to(device) for t in self.module.make_batch()] for _ in range(BATCHES)]
+        self.module.to(device).eval()
+        self.device, self.dtype = device, dtype
+        self.mixed = casts == "torch"
+        if casts == "cast":
+            self.module.to(dtype)
+            self.inputs = [[t.to(dtype) if t.is_floating_point() else t for t in batch]
+                           for batch in self.inputs]
+        start = self.now()
+        self.call(self.inputs[0])
+        self.first_call = self.now() - start
+
+    def now(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def call(self, batch):
+        with torch.inference_mode(), torch.autocast(
+                self.device.type, dtype=self.dtype if self.mixed else None, enabled=self.mixed):
+            return self.module.predict(batch)
+
+    def run(self, calls):
+        start, processor_start = self.now(), time.process_time()
+        first = last = None
+        for i in range(calls):
+            last = self.call(self.inputs[i % BATCHES])
+            first = last if first is None else first
+        seconds, processor = self.now() - start, time.process_time() - processor_start
+        return seconds, processor, last.float().abs().mean().item(), first.float().abs().mean().item()
 
 
 def process_memory(line):
@@ -161,17 +202,26 @@ def serve(options):
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[options.dtype]
     fused, captured = options.optimizer == "fused", options.launch == "captured"
     # What the libraries load and set up on first use is not a model's memory.
-    Trainer("checkerboard", {"side": 4, "channels": 4}, dtype, fused, False, device).train(1)
+    tiny = {"side": 4, "channels": 4}
+    predicts = options.task == "inference"
+    if predicts:
+        Predictor("checkerboard", tiny, dtype, options.casts, device).run(1)
+    else:
+        Trainer("checkerboard", tiny, dtype, fused, False, device).run(1)
     before = process_memory("VmRSS")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    trainer = Trainer(options.model, sizes, dtype, fused, captured, device)
-    count = sum(p.numel() for p in trainer.module.parameters())
-    print(f"ready parameters={count} libtorch={torch.__version__.split('+')[0]}", flush=True)
+    if predicts:
+        runner = Predictor(options.model, sizes, dtype, options.casts, device)
+    else:
+        runner = Trainer(options.model, sizes, dtype, fused, captured, device)
+    count = sum(p.numel() for p in runner.module.parameters())
+    print(f"ready parameters={count} libtorch={torch.__version__.split('+')[0]} "
+          f"first_call={runner.first_call:.9g}", flush=True)
     for line in sys.stdin:
         steps = int(line.split()[1])
-        trainer.train(2)
-        seconds, processor, loss, first = trainer.train(steps)
+        runner.run(2)
+        seconds, processor, loss, first = runner.run(steps)
         if device.type == "cuda":
             peak = torch.cuda.max_memory_allocated()
         else:
@@ -185,6 +235,8 @@ def serve(options):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, choices=sorted(MODELS))
+    parser.add_argument("--task", default="training", choices=["training", "inference"])
+    parser.add_argument("--casts", default="torch")
     parser.add_argument("--dtype", required=True, choices=["fp32", "fp16", "bf16"])
     parser.add_argument("--optimizer", required=True, choices=["stock", "fused"])
     parser.add_argument("--launch", default="eager", choices=["eager", "captured"])

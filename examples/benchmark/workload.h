@@ -40,6 +40,9 @@ class Workload {
   /// Forward and loss: what a guard is laid around.
   virtual at::Tensor loss(const std::vector<at::Tensor>& batch) = 0;
 
+  /// What the model says of a batch, without a loss: what inference is measured by.
+  virtual at::Tensor predict(const std::vector<at::Tensor>& batch) = 0;
+
   /// From now on backward computes the activations within layers again, which forward does not
   /// keep. False: this model cannot.
   virtual bool recompute() { return false; }

@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <vector>
 
 /// The sizes of a Gpt.
 struct GptSizes {
@@ -18,6 +19,12 @@ struct GptSizes {
 inline torch::Tensor project(const torch::nn::Linear& layer, const torch::Tensor& x) {
   return torch::linear(x, layer->weight, layer->bias);
 }
+
+/// The keys and values of the letters so far, [batch, heads, letters, width / heads]; undefined
+/// where there are none.
+struct GptCache {
+  torch::Tensor keys, values;
+};
 
 /// Attention to what came before, then two linear layers, each added to what came in.
 struct GptBlockImpl : torch::nn::Module {
@@ -33,12 +40,26 @@ struct GptBlockImpl : torch::nn::Module {
 
   /// x [batch, length, width]
   torch::Tensor forward(const torch::Tensor& x) {
+    GptCache none;
+    return forward_after(x, none);
+  }
+
+  /// The same for letters that follow those of `cache`, to which they are added. One letter, unless
+  /// `cache` is empty.
+  torch::Tensor forward_after(const torch::Tensor& x, GptCache& cache) {
     const auto split = [&](const torch::Tensor& t) {  // [batch, heads, length, width / heads]
       return t.view({t.size(0), t.size(1), heads, -1}).transpose(1, 2);
     };
     const auto parts = project(attention, norm1->forward(x)).chunk(3, -1);
+    const bool is_first = !cache.keys.defined();
+    TORCH_CHECK_VALUE(is_first || x.size(1) == 1, "GptBlock: ", x.size(1),
+                      " letters after others. Pass one at a time.");
+    const auto join = [&](const torch::Tensor& before, const torch::Tensor& now) {
+      return is_first ? split(now) : torch::cat({before, split(now)}, 2);
+    };
+    cache = {join(cache.keys, parts[1]), join(cache.values, parts[2])};
     const auto attended = torch::scaled_dot_product_attention(
-        split(parts[0]), split(parts[1]), split(parts[2]), {}, 0., /*is_causal=*/true);
+        split(parts[0]), cache.keys, cache.values, {}, 0., /*is_causal=*/is_first);
     const auto y = x + project(output, attended.transpose(1, 2).reshape(x.sizes()));
     return y + project(down, torch::gelu(project(up, norm2->forward(y))));
   }
@@ -79,6 +100,20 @@ struct GptImpl : torch::nn::Module {
     const auto places = torch::arange(text.size(1), text.options());
     auto x = words->forward(text) + positions->forward(places);
     x = recomputes ? torchamp::checkpoint_sequential(blocks, x) : blocks->forward(x);
+    return project(head, norm->forward(x));
+  }
+
+  /// The same for letters that follow those of `caches`, one for each block, to which they are
+  /// added; at first empty. One letter, unless they are empty. For inference: nothing is
+  /// recomputed.
+  torch::Tensor forward_after(const torch::Tensor& text, std::vector<GptCache>& caches) {
+    caches.resize(blocks->size());
+    const std::int64_t before = caches.front().keys.defined() ? caches.front().keys.size(2) : 0;
+    const auto places = torch::arange(before, before + text.size(1), text.options());
+    auto x = words->forward(text) + positions->forward(places);
+    for (std::size_t i = 0; i < caches.size(); ++i) {
+      x = blocks->ptr<GptBlockImpl>(i)->forward_after(x, caches[i]);
+    }
     return project(head, norm->forward(x));
   }
 

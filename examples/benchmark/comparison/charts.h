@@ -97,7 +97,8 @@ inline drawing::Color color_of(const Way& way) {
   if (way.is_fp32()) return Color{190, 194, 200};
   if (way.casts == "raw") return palette::purple;
   if (way.casts == "audited") return Color{166, 118, 29};
-  return way.casts == "torch" ? palette::green : palette::orange;
+  if (way.casts == "cast") return Color{90, 96, 105};
+  return way.casts.starts_with("torch") ? palette::green : palette::orange;
 }
 
 /// One panel for each model, one bar for each way; `value` and `text` tell what of it.
@@ -107,7 +108,7 @@ inline drawing::Canvas draw_ways(const std::string& heading, const std::string& 
                                  const std::function<std::string(const Verdict&)>& text) {
   std::vector<BarPanel> panels;
   for (const Race& race : races) {
-    BarPanel panel{.title = race.model->title, .bars = {}};
+    BarPanel panel{.title = race.title(), .bars = {}};
     for (const Verdict& verdict : judge(race)) {
       const Way& way = verdict.contestant->way();
       const bool fine = verdict.counts();
@@ -125,6 +126,12 @@ inline drawing::Canvas draw_ways(const std::string& heading, const std::string& 
 inline drawing::Canvas draw_times(const std::string& below, const std::deque<Race>& races) {
   return draw_ways(
       "Time per step", below, races, [](const Verdict& verdict) { return verdict.seconds; },
+      [](const Verdict& verdict) { return support::format_seconds(verdict.seconds); });
+}
+
+inline drawing::Canvas draw_calls(const std::string& below, const std::deque<Race>& races) {
+  return draw_ways(
+      "Time per call", below, races, [](const Verdict& verdict) { return verdict.seconds; },
       [](const Verdict& verdict) { return support::format_seconds(verdict.seconds); });
 }
 

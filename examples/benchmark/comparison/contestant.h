@@ -17,14 +17,14 @@
 
 /// What a worker tells of a run, see Note [Workers].
 struct Round {
-  double seconds = 0.;  ///< per step
-  double loss = 0.;     ///< the mean of the run's losses
+  double seconds = 0.;  ///< per step, or call
+  double loss = 0.;     ///< the mean of the run's losses; see Predictor for inference
   double first_loss = 0.;
   std::int64_t peak_bytes = 0;
 };
 
-/// One way to train one model, done by a worker, and what came of it. A worker that fails leaves
-/// the race with its reason.
+/// One way to train one model or to predict with it, done by a worker, and what came of it. A
+/// worker that fails leaves the race with its reason.
 class Contestant {
  public:
   /// `clock`: "seconds" or "processor", see Note [Workers].
@@ -39,6 +39,8 @@ class Contestant {
   bool failed() const { return !failure_.empty(); }
   std::int64_t parameters() const { return parameters_; }
   const std::string& libtorch() const { return libtorch_; }
+  /// Seconds of the first call, where it predicts.
+  double first_call() const { return first_call_; }
 
   /// The runs that count. The one before them warms up.
   const std::vector<Round>& rounds() const { return rounds_; }
@@ -52,6 +54,7 @@ class Contestant {
     if (!answer) return;
     std::istringstream(field(*answer, "parameters")) >> parameters_;
     libtorch_ = field(*answer, "libtorch");
+    std::istringstream(field(*answer, "first_call")) >> first_call_;
   }
 
   void warm_up(std::int64_t steps) {
@@ -115,6 +118,7 @@ class Contestant {
   std::string failure_;
   std::int64_t parameters_ = 0;
   std::string libtorch_;
+  double first_call_ = 0.;
   double first_loss_ = 0.;
   std::vector<Round> rounds_;
   std::vector<double> shares_;

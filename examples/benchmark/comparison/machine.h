@@ -88,6 +88,7 @@ inline Plan make_plan(const Options& options) {
   Plan plan;
   plan.device = options.device.chosen_device().str();
   const bool cuda = plan.device == "cuda";
+  plan.predicts = options.task == "inference";
   plan.self = std::filesystem::read_symlink("/proc/self/exe").string();
   plan.python = choose_python(options.python);
   plan.worker_script = BENCHMARK_SOURCE_DIR "/worker.py";
@@ -145,14 +146,4 @@ inline Circumstances describe(const Plan& plan, const std::string& command) {
   }
   circumstances.device += ". " + plan.why;
   return circumstances;
-}
-
-/// The library that the C++ workers named.
-inline std::string libtorch_of(const std::deque<Race>& races) {
-  for (const Race& race : races) {
-    for (const Contestant& contestant : race.contestants) {
-      if (!contestant.way().is_python()) return "LibTorch " + contestant.libtorch();
-    }
-  }
-  return "LibTorch";
 }

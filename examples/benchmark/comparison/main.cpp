@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Six models, trained in every way that a user of LibTorch or PyTorch has, side by side: time,
-// memory and final loss. `comparison --help` lists the options.
+// memory and final loss; or predicting. `comparison --help` lists the options.
 #include <algorithm>
 #include <deque>
 #include <filesystem>
@@ -8,8 +8,10 @@
 #include <iostream>
 #include <locale>
 #include <string>
+#include <utility>
 
 #include "benchmark/comparison/charts.h"
+#include "benchmark/comparison/inference_report.h"
 #include "benchmark/comparison/machine.h"
 #include "benchmark/comparison/options.h"
 #include "benchmark/comparison/race.h"
@@ -34,10 +36,25 @@ int compare(const Options& options, const std::string& command) {
     if (!wanted.empty() && std::find(wanted.begin(), wanted.end(), model.name) == wanted.end()) {
       continue;
     }
-    races.push_back({.model = &model,
-                     .sizes = sizes_of(model, plan.preset, options.sizes),
-                     .steps = options.steps.value_or(model.steps.at(plan.preset))});
-    run(plan, races.back());
+    if (wanted.empty() && plan.predicts && !is_for_inference(model)) continue;
+    if (!plan.predicts && only_predicts(model)) {
+      if (wanted.empty()) continue;
+      throw support::UsageError("--models: '" + model.name + "' is for --task inference");
+    }
+    Race race{.model = &model,
+              .sizes = sizes_of(model, plan.preset, options.sizes),
+              .steps = options.steps.value_or(model.steps.at(plan.preset))};
+    if (!plan.predicts || !race.sizes.contains("batch")) {
+      races.push_back(std::move(race));
+      run(plan, races.back());
+      continue;
+    }
+    for (const std::int64_t batch : {1, 16}) {
+      race.sizes["batch"] = batch;
+      race.variant = "batch " + std::to_string(batch);
+      races.push_back(Race{race.model, race.sizes, race.steps, {}, {}, race.variant});
+      run(plan, races.back());
+    }
   }
 
   std::cout << '\n';
@@ -53,15 +70,22 @@ int compare(const Options& options, const std::string& command) {
   };
   const std::string below = circumstances.device_name + ", " + libtorch_of(races) +
                             (plan.clock == "wall" ? "" : ", processor time");
-  write_text("report.md", [&](auto& file) { write_report(file, plan, circumstances, races); });
-  write_text("raw.csv", [&](auto& file) { write_csv(file, races); });
-  write_chart("time.png", draw_times(below, races));
-  write_chart("memory.png", draw_memory(below, races));
-  if (!plan.python.empty()) write_chart("ratio.png", draw_ratios(below, races));
+  if (plan.predicts) {
+    write_text("inference.md",
+               [&](auto& file) { write_inference_report(file, plan, circumstances, races); });
+    write_text("inference.csv", [&](auto& file) { write_csv(file, races); });
+    write_chart("inference.png", draw_calls(below, races));
+  } else {
+    write_text("report.md", [&](auto& file) { write_report(file, plan, circumstances, races); });
+    write_text("raw.csv", [&](auto& file) { write_csv(file, races); });
+    write_chart("time.png", draw_times(below, races));
+    write_chart("memory.png", draw_memory(below, races));
+    if (!plan.python.empty()) write_chart("ratio.png", draw_ratios(below, races));
+  }
 
   bool all_right = true;
   for (const Race& race : races) {
-    std::cout << '\n' << race.model->title << ":\n";
+    std::cout << '\n' << race.title() << ":\n";
     all_right &= print_table(std::cout, race);
   }
   return all_right ? 0 : 1;

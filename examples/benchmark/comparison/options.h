@@ -22,6 +22,7 @@ struct Options {
   std::vector<std::string> models;  ///< empty: all
   std::vector<std::string> dtypes;  ///< empty: those that the device is fast in
   std::vector<std::string> casts{"fp32", "raw", "torch", "standard"};
+  std::string task = "training";
   std::string preset = "auto";
   std::string python = "auto";
   std::vector<std::string> sizes;  ///< as given: MODEL.NAME=N
@@ -84,7 +85,7 @@ inline std::optional<Options> parse_options(int argc, const char* const* argv) {
                                "by hand, with torchamp and\n"
                                "with Python's torch.amp, all from the same weights and in turns, "
                                "and writes what each takes\n"
-                               "as a table, as charts and as raw numbers.");
+                               "as a table, as charts and as raw numbers; or lets them predict.");
   const auto list = [](std::vector<std::string>& values, std::vector<std::string> known) {
     return [&values, known = std::move(known)](const std::string& text) {
       values = split_list(text);
@@ -99,10 +100,16 @@ inline std::optional<Options> parse_options(int argc, const char* const* argv) {
   };
   std::vector<std::string> names;
   for (const ModelEntry& model : all_models()) names.push_back(model.name);
+  arguments.add_choice("--task", {"training", "inference"},
+                       "inference: the models predict, one call at a time, for batches of 1 and of "
+                       "16. Default: training.",
+                       options.task);
   arguments.add_choice("--device", {"auto", "cpu", "cuda"}, "Default: CUDA where there is one.",
                        options.device.device);
   arguments.add("--models", "LIST",
-                "Of feed_forward,unet,bert,gpt,yolo,checkerboard. Default: all.",
+                "Of feed_forward,unet,bert,gpt,yolo,checkerboard; for inference also "
+                "gpt_generation,gpt_cached.\n"
+                "Default: all; for inference all but feed_forward and checkerboard.",
                 list(options.models, names));
   arguments.add("--dtypes", "LIST",
                 "Of fp16,bf16. Default: both on CUDA; on a CPU those it is fast in, else bf16.",
@@ -145,13 +152,17 @@ inline std::optional<Options> parse_options(int argc, const char* const* argv) {
 /// The options of a worker, whose first argument is --worker. Nobody but comparison gives them.
 inline WorkerOptions parse_worker_options(int argc, const char* const* argv) {
   WorkerOptions options;
+  std::string task = "training";
   support::Arguments arguments("comparison --worker", "Serves the comparison.");
   arguments.add("--model", "NAME", "", [&](const std::string& text) {
     options.model = text;
     options.sizes = find_model(text).sizes.at(Preset::small);
   });
-  arguments.add_choice("--casts", {"fp32", "raw", "torch", "standard", "audited"}, "",
-                       options.way.casts);
+  arguments.add_choice("--task", {"training", "inference"}, "", task);
+  arguments.add_choice(
+      "--casts",
+      {"fp32", "raw", "torch", "standard", "audited", "torch_kept", "standard_kept", "cast"}, "",
+      options.way.casts);
   arguments.add("--policy", "FILE", "", options.policy);
   arguments.add("--audit", "FILE", "", options.audit);
   arguments.add_choice("--dtype", {"fp32", "fp16", "bf16"}, "", options.way.dtype);
@@ -164,5 +175,6 @@ inline WorkerOptions parse_worker_options(int argc, const char* const* argv) {
   arguments.add("--set", "SIZE=N", "",
                 [&](const std::string& text) { set_size(options.sizes, text); });
   arguments.parse(argc - 1, argv + 1);
+  options.predicts = task == "inference";
   return options;
 }

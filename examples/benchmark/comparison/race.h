@@ -21,6 +21,7 @@
 
 /// All that is settled before the first worker starts.
 struct Plan {
+  bool predicts = false;      ///< inference, not training
   std::string device;         ///< "cpu", "cuda"
   std::string self;           ///< this program
   std::string python;         ///< empty: none
@@ -44,9 +45,12 @@ struct LeftOut {
 struct Race {
   const ModelEntry* model = nullptr;
   Sizes sizes;
-  std::int64_t steps = 0;                ///< per round
+  std::int64_t steps = 0;                ///< per round; calls, where it predicts
   std::deque<Contestant> contestants{};  ///< Python's first
   std::vector<LeftOut> left_out{};
+  std::string variant{};  ///< of the model: "batch 16"
+
+  std::string title() const { return model->title + (variant.empty() ? "" : ", " + variant); }
 };
 
 /// Why `way` cannot be gone with this model on this device; empty if it can.
@@ -104,10 +108,9 @@ inline std::vector<std::string> worker_command(const Plan& plan, const Race& rac
     command.push_back(value);
   };
   add("--model", race.model->name);
-  if (!way.is_python()) {
-    add("--casts", way.casts);
-    add("--variant", way.variant);
-  }
+  add("--task", plan.predicts ? "inference" : "training");
+  add("--casts", way.casts);
+  if (!way.is_python()) add("--variant", way.variant);
   add("--dtype", way.dtype);
   add("--optimizer", way.optimizer);
   add("--launch", way.launch);
@@ -139,8 +142,12 @@ inline std::string audit(const Plan& plan, const Race& race, const std::string& 
 inline void run(const Plan& plan, Race& race) {
   std::vector<Way> ways;
   std::map<std::string, std::string> audits;  // by dtype
-  for (Way& way : all_ways(plan.dtypes, !plan.python.empty(), plan.device == "cpu")) {
-    if (std::find(plan.casts.begin(), plan.casts.end(), way.casts) == plan.casts.end()) continue;
+  const bool python = !plan.python.empty();
+  for (Way& way : plan.predicts ? inference_ways(plan.dtypes, python)
+                                : all_ways(plan.dtypes, python, plan.device == "cpu")) {
+    const bool is_wanted = plan.predicts || std::find(plan.casts.begin(), plan.casts.end(),
+                                                      way.casts) != plan.casts.end();
+    if (!is_wanted) continue;
     std::string reason = why_not(plan, *race.model, way);
     if (way.casts == "audited") {
       const auto [found, is_new] = audits.try_emplace(way.dtype);
@@ -155,7 +162,7 @@ inline void run(const Plan& plan, Race& race) {
   }
   const std::size_t count = ways.size();
   const auto turns = static_cast<std::int64_t>(count) * (plan.rounds + 2);
-  support::ProgressBar bar(support::format("%-13s", race.model->title.c_str()), turns);
+  support::ProgressBar bar(support::format("%-13s", race.title().c_str()), turns);
   std::int64_t done = 0;
   const auto show = [&](const Contestant& contestant) {
     ++done;
@@ -183,7 +190,7 @@ inline void run(const Plan& plan, Race& race) {
   for (Contestant& contestant : race.contestants) {
     const Way& way = contestant.way();
     // On a GPU an op's time on the host tells nothing.
-    if (plan.device == "cpu" && !way.is_python() && way.optimizer == "fused") {
+    if (plan.device == "cpu" && !way.is_python() && (way.optimizer == "fused" || plan.predicts)) {
       contestant.profile(race.steps);
     }
     contestant.dismiss();

@@ -21,6 +21,16 @@ struct Circumstances {
   std::string command;
 };
 
+/// The library that the C++ workers named.
+inline std::string libtorch_of(const std::deque<Race>& races) {
+  for (const Race& race : races) {
+    for (const Contestant& contestant : race.contestants) {
+      if (!contestant.way().is_python()) return "LibTorch " + contestant.libtorch();
+    }
+  }
+  return "LibTorch";
+}
+
 /// "7,703,497"
 inline std::string with_commas(std::int64_t number) {
   std::string text = std::to_string(number);
@@ -313,9 +323,9 @@ inline void write_csv(std::ostream& out, const std::deque<Race>& races) {
       const Way& way = verdict.contestant->way();
       std::int64_t number = 0;
       for (const Round& round : verdict.contestant->rounds()) {
-        out << race.model->name << ',' << way.language << ',' << way.casts << ',' << way.dtype
-            << ',' << way.optimizer << ',' << way.launch << ',' << way.variant << ',' << ++number
-            << ',' << race.steps << ','
+        out << race.model->name << (race.variant.empty() ? "" : " " + race.variant) << ','
+            << way.language << ',' << way.casts << ',' << way.dtype << ',' << way.optimizer << ','
+            << way.launch << ',' << way.variant << ',' << ++number << ',' << race.steps << ','
             << support::format("%.6g,%.6g,%lld", round.seconds, round.loss,
                                static_cast<long long>(round.peak_bytes))
             << ',' << (verdict.counts() ? "no" : "yes") << '\n';

@@ -11,9 +11,7 @@
 #include <torchamp/torchamp.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdint>
-#include <ctime>
 #include <memory>
 #include <optional>
 #include <string>
@@ -21,17 +19,10 @@
 
 #include "benchmark/comparison/make_optimizer.h"
 #include "benchmark/comparison/raw_autocast.h"
+#include "benchmark/comparison/run_clock.h"
 #include "benchmark/comparison/way.h"
 #include "benchmark/weight_average.h"
 #include "benchmark/workload.h"
-
-/// What came of a number of steps.
-struct Trained {
-  double seconds = 0.;    ///< for all of them
-  double processor = 0.;  ///< seconds that this process was computing on the host
-  double loss = 0.;       ///< their mean
-  double first_loss = 0.;
-};
 
 /// Trains a workload in one of the ways of this language. Python's twin is in worker.py.
 class Trainer {
@@ -93,12 +84,10 @@ class Trainer {
     return audit.policy();
   }
 
-  Trained train(std::int64_t steps) {
-    using Clock = std::chrono::steady_clock;
+  /// Steps of training. The loss is their mean.
+  RunResult run(std::int64_t steps) {
     at::Tensor sum = torch::zeros({}, device_), first;
-    synchronize();
-    const Clock::time_point start = Clock::now();
-    const std::clock_t processor_start = std::clock();
+    const RunClock clock(device_);
     for (std::int64_t i = 0; i < steps; ++i) {
       if (step_ <= recipe_.warmup_steps && recipe_.warmup_steps > 0) {
         warm_up(*optimizer_, recipe_, step_);
@@ -108,12 +97,10 @@ class Trainer {
       if (i == 0) first = loss.clone();
       sum.add_(loss);
     }
-    synchronize();
-    const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
-    const double processor =
-        static_cast<double>(std::clock() - processor_start) / static_cast<double>(CLOCKS_PER_SEC);
-    return {seconds, processor, sum.item<double>() / static_cast<double>(steps),
-            first.item<double>()};
+    RunResult result = clock.read();
+    result.loss = sum.item<double>() / static_cast<double>(steps);
+    result.first_loss = first.item<double>();
+    return result;
   }
 
  private:
@@ -174,10 +161,6 @@ class Trainer {
     } else {
       average_->update(result.found_inf().defined() ? result.found_inf() : zero_);
     }
-  }
-
-  void synchronize() const {
-    if (device_.is_cuda()) torch::cuda::synchronize();
   }
 
   std::unique_ptr<Workload> workload_;

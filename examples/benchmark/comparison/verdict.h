@@ -59,7 +59,7 @@ inline Way without_own_variant(Way way) {
 inline Way python_twin(Way way) {
   way = without_own_variant(std::move(way));
   way.language = "python";
-  if (!way.is_fp32()) way.casts = "torch";
+  if (!way.is_fp32() && way.casts != "cast") way.casts = "torch";
   way.launch = "eager";
   return way;
 }

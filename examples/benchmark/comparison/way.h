@@ -8,11 +8,13 @@
 
 #include "support/arguments.h"
 
-/// One of the ways to train a model that are compared. Its fields are words, as on a worker's
-/// command line.
+/// One of the ways to train a model, or to predict with it, that are compared. Its fields are
+/// words, as on a worker's command line.
 struct Way {
   std::string language = "cpp";  ///< cpp, python
-  /// fp32, raw (at::autocast by hand), torch, standard, audited (policies)
+  /// fp32, raw (at::autocast by hand), torch, standard, audited (policies); for inference also
+  /// torch_kept, standard_kept (policies, the weights' casts kept), cast (the model itself was
+  /// cast)
   std::string casts = "standard";
   std::string dtype = "bf16";       ///< fp16, bf16; fp32 where casts are
   std::string optimizer = "stock";  ///< stock, fused
@@ -27,10 +29,13 @@ struct Way {
   std::string name() const {
     std::string text = is_python()          ? "Python torch.amp"
                        : casts == "raw"     ? "at::autocast by hand"
-                       : casts == "torch"   ? "torchamp, torch policy"
                        : casts == "audited" ? "torchamp, audited policy"
                                             : "torchamp";
-    if (is_fp32()) text = is_python() ? "Python" : "LibTorch";
+    if (casts.starts_with("torch") && !is_python()) text = "torchamp, torch policy";
+    if (casts.ends_with("_kept")) text += ", casts kept";
+    if (is_fp32() || casts == "cast") text = is_python() ? "Python" : "LibTorch";
+    if (casts == "cast") text += ", model cast to " + dtype;
+    if (casts == "cast") return text;
     text += ", " + dtype;
     if (optimizer == "fused") text += ", fused";
     if (is_captured()) text += ", captured";
@@ -75,6 +80,27 @@ inline std::vector<Way> all_ways(const std::vector<std::string>& dtypes, bool py
     for (const char* casts : {"raw", "torch", "standard", "audited"}) add("cpp", casts, dtype);
     for (const char* variant : {"masters", "recomputed"}) {
       add_variant("cpp", "standard", dtype, variant);
+    }
+  }
+  return ways;
+}
+
+/// All ways to predict, Python's first.
+inline std::vector<Way> inference_ways(const std::vector<std::string>& dtypes, bool python) {
+  std::vector<Way> ways;
+  const auto add = [&](const char* language, const char* casts, const std::string& dtype) {
+    ways.push_back({language, casts, dtype});
+  };
+  if (python) {
+    add("python", "fp32", "fp32");
+    for (const std::string& dtype : dtypes) {
+      for (const char* casts : {"torch", "cast"}) add("python", casts, dtype);
+    }
+  }
+  add("cpp", "fp32", "fp32");
+  for (const std::string& dtype : dtypes) {
+    for (const char* casts : {"raw", "torch", "standard", "torch_kept", "standard_kept", "cast"}) {
+      add("cpp", casts, dtype);
     }
   }
   return ways;

@@ -8,8 +8,10 @@
 #include <exception>
 #include <iostream>
 #include <string>
+#include <utility>
 
 #include "benchmark/comparison/op_profile.h"
+#include "benchmark/comparison/predictor.h"
 #include "benchmark/comparison/process_memory.h"
 #include "benchmark/comparison/trainer.h"
 #include "benchmark/comparison/way.h"
@@ -17,9 +19,10 @@
 #include "support/format.h"
 #include "support/peak_memory.h"
 
-/// What a worker trains.
+/// What a worker trains, or predicts with.
 struct WorkerOptions {
   std::string model;
+  bool predicts = false;
   Way way;
   std::string device = "cpu";
   Sizes sizes;
@@ -29,28 +32,64 @@ struct WorkerOptions {
 };
 
 // Note [Workers]
-//   Each way to train runs in a process of its own, in either language, so that none profits or
-//   suffers from what another has loaded, allocated or switched on. A worker reads one command a
-//   line and answers with one line:
+//   Each way to train or to predict runs in a process of its own, in either language, so that none
+//   profits or suffers from what another has loaded, allocated or switched on. A worker reads one
+//   command a line and answers with one line:
 //
-//     (at first)   ready parameters=7703497 libtorch=2.15.0
+//     (at first)   ready parameters=7703497 libtorch=2.15.0 first_call=0.012 (0: it trains)
 //     run 20       ran seconds=0.512 processor=0.498 loss=0.693 first=0.701 peak=1048576
 //     profile 20   profiled products=0.61 casts=0.12 … (the C++ one: see OpProfile)
 //     (a failure)  error what went wrong
 //     (--audit)    audited
 //
 //   Other lines are passed over. It ends with its input. Before it takes the time of a run it makes
-//   two steps, to warm the caches that others have used in between. "peak" is the most memory taken
-//   up since the start, in bytes: of a GPU what tensors hold, on a CPU by how much the process has
-//   grown. Between runs unused memory of a GPU is given back, for there are others.
+//   two steps (or calls), to warm the caches that others have used in between. "peak" is the most
+//   memory taken up since the start, in bytes: of a GPU what tensors hold, on a CPU by how much the
+//   process has grown. Between runs unused memory of a GPU is given back, for there are others.
 
 /// Makes the libraries load and set up what they do on first use, so that it is not counted as a
 /// model's memory.
-inline void use_once(Way way, at::Device device) {
+inline void use_once(const WorkerOptions& options, at::Device device) {
+  Way way = options.way;
   way.launch = "eager";
   way.variant = "plain";
   if (way.casts == "audited") way.casts = "torch";
-  Trainer(find_model("checkerboard").make({{"side", 4}, {"channels", 4}}), way, device).train(1);
+  auto model = find_model("checkerboard").make({{"side", 4}, {"channels", 4}});
+  if (options.predicts) {
+    Predictor(std::move(model), way, device).run(1);
+  } else {
+    Trainer(std::move(model), way, device).run(1);
+  }
+}
+
+/// Answers what comes in, until the input ends.
+template <class Runner>
+void answer(Runner& runner, at::Device device, const support::PeakMemory& memory,
+            std::int64_t bytes_before) {
+  std::string command;
+  std::int64_t steps = 0;
+  while (std::cin >> command >> steps) {
+    runner.run(2);
+    if (command == "profile") {
+      const OpProfile profile;
+      runner.run(steps);
+      std::cout << "profiled";
+      const auto shares = profile.shares();
+      for (std::size_t kind = 0; kind < shares.size(); ++kind) {
+        std::cout << support::format(" %s=%.4f", kOpKinds[kind], shares[kind]);
+      }
+      std::cout << std::endl;
+      continue;
+    }
+    const RunResult result = runner.run(steps);
+    const std::int64_t peak =
+        device.is_cpu() ? process_memory("VmHWM") - bytes_before : memory.bytes();
+    std::cout << support::format("ran seconds=%.9g processor=%.9g loss=%.9g first=%.9g peak=%lld",
+                                 result.seconds, result.processor, result.loss, result.first_loss,
+                                 static_cast<long long>(peak))
+              << std::endl;
+    if (!device.is_cpu()) support::empty_device_cache();
+  }
 }
 
 /// Serves as a worker until the input ends. Returns the program's exit code.
@@ -66,41 +105,29 @@ inline int serve(const WorkerOptions& options) {
     }
     if (options.threads > 0) torch::set_num_threads(static_cast<int>(options.threads));
     const at::Device device(options.device);
-    use_once(options.way, device);
+    use_once(options, device);
+    const auto make = [&] { return find_model(options.model).make(options.sizes); };
     if (!options.audit.empty()) {
-      Trainer trainer(find_model(options.model).make(options.sizes), options.way, device);
+      Trainer trainer(make(), options.way, device);
       torchamp::save_policy(trainer.audit(), options.audit);
       std::cout << "audited" << std::endl;
       return 0;
     }
     const std::int64_t before = process_memory("VmRSS");
     const support::PeakMemory memory(device);
-    Trainer trainer(find_model(options.model).make(options.sizes), options.way, device,
-                    options.policy);
-    std::cout << "ready parameters=" << trainer.parameter_count() << " libtorch=" << TORCH_VERSION
-              << std::endl;
-    std::string command;
-    std::int64_t steps = 0;
-    while (std::cin >> command >> steps) {
-      trainer.train(2);
-      if (command == "profile") {
-        const OpProfile profile;
-        trainer.train(steps);
-        std::cout << "profiled";
-        const auto shares = profile.shares();
-        for (std::size_t kind = 0; kind < shares.size(); ++kind) {
-          std::cout << support::format(" %s=%.4f", kOpKinds[kind], shares[kind]);
-        }
-        std::cout << std::endl;
-        continue;
-      }
-      const Trained trained = trainer.train(steps);
-      const std::int64_t peak = device.is_cpu() ? process_memory("VmHWM") - before : memory.bytes();
-      std::cout << support::format("ran seconds=%.9g processor=%.9g loss=%.9g first=%.9g peak=%lld",
-                                   trained.seconds, trained.processor, trained.loss,
-                                   trained.first_loss, static_cast<long long>(peak))
+    const auto ready = [](std::int64_t parameters, double first_call) {
+      std::cout << support::format("ready parameters=%lld libtorch=%s first_call=%.9g",
+                                   static_cast<long long>(parameters), TORCH_VERSION, first_call)
                 << std::endl;
-      if (!device.is_cpu()) support::empty_device_cache();
+    };
+    if (options.predicts) {
+      Predictor predictor(make(), options.way, device);
+      ready(predictor.parameter_count(), predictor.first_call());
+      answer(predictor, device, memory, before);
+    } else {
+      Trainer trainer(make(), options.way, device, options.policy);
+      ready(trainer.parameter_count(), 0.);
+      answer(trainer, device, memory, before);
     }
     return 0;
   } catch (const c10::Error& error) {

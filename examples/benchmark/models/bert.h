@@ -43,8 +43,13 @@ class Bert final : public Workload {
     return {tokens, segments, tokens.argmax(1), tokens.argmin(1)};
   }
 
+  /// Logits of first and last [batch, length, 2].
+  at::Tensor predict(const std::vector<at::Tensor>& batch) override {
+    return net_->forward(batch[0], batch[1]);
+  }
+
   at::Tensor loss(const std::vector<at::Tensor>& batch) override {
-    const auto logits = net_->forward(batch[0], batch[1]).unbind(2);
+    const auto logits = predict(batch).unbind(2);
     return (torch::nn::functional::cross_entropy(logits[0], batch[2]) +
             torch::nn::functional::cross_entropy(logits[1], batch[3])) /
            2;

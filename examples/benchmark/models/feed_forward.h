@@ -46,9 +46,13 @@ class FeedForward final : public Workload {
     return {torch::stack(categories, 1), values, target};
   }
 
+  /// Logits [batch].
+  at::Tensor predict(const std::vector<at::Tensor>& batch) override {
+    return net_->forward(batch[0], batch[1]);
+  }
+
   at::Tensor loss(const std::vector<at::Tensor>& batch) override {
-    const at::Tensor logits = net_->forward(batch[0], batch[1]);
-    return torch::binary_cross_entropy_with_logits(logits, batch[2]);
+    return torch::binary_cross_entropy_with_logits(predict(batch), batch[2]);
   }
 
  private:

@@ -37,8 +37,13 @@ class UNet final : public Workload {
     return {images, bits[0] + 2 * bits[1] + 4 * bits[2]};
   }
 
+  /// Logits [batch, classes, side, side].
+  at::Tensor predict(const std::vector<at::Tensor>& batch) override {
+    return net_->forward(batch[0]);
+  }
+
   at::Tensor loss(const std::vector<at::Tensor>& batch) override {
-    return torch::nn::functional::cross_entropy(net_->forward(batch[0]), batch[1]);
+    return torch::nn::functional::cross_entropy(predict(batch), batch[1]);
   }
 
  private:

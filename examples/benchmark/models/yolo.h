@@ -72,6 +72,11 @@ class Yolo final : public Workload {
     return tensors;
   }
 
+  /// The largest objects' scale, [batch, 3 anchors, rows, columns, 5 + classes].
+  at::Tensor predict(const std::vector<at::Tensor>& batch) override {
+    return net_->forward(batch[0]).back();
+  }
+
   at::Tensor loss(const std::vector<at::Tensor>& batch) override {
     return yolo_loss(net_->forward(batch[0]), batch);
   }
