@@ -4,6 +4,7 @@
 /// @file
 /// @brief keep_host_memory(): memory of the host that a training step need not ask the kernel for.
 
+#include <cstdlib>  // which defines __GLIBC__
 #ifdef __GLIBC__
 #include <dlfcn.h>
 #include <malloc.h>
