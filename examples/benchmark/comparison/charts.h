@@ -123,15 +123,11 @@ inline drawing::Canvas draw_ways(const std::string& heading, const std::string& 
   return draw_panels(heading, below, panels, races.size() > 1 ? 2 : 1, 560);
 }
 
-inline drawing::Canvas draw_times(const std::string& below, const std::deque<Race>& races) {
+/// `heading`: "Time per step".
+inline drawing::Canvas draw_times(const std::string& heading, const std::string& below,
+                                  const std::deque<Race>& races) {
   return draw_ways(
-      "Time per step", below, races, [](const Verdict& verdict) { return verdict.seconds; },
-      [](const Verdict& verdict) { return support::format_seconds(verdict.seconds); });
-}
-
-inline drawing::Canvas draw_calls(const std::string& below, const std::deque<Race>& races) {
-  return draw_ways(
-      "Time per call", below, races, [](const Verdict& verdict) { return verdict.seconds; },
+      heading, below, races, [](const Verdict& verdict) { return verdict.seconds; },
       [](const Verdict& verdict) { return support::format_seconds(verdict.seconds); });
 }
 

@@ -74,11 +74,11 @@ int compare(const Options& options, const std::string& command) {
     write_text("inference.md",
                [&](auto& file) { write_inference_report(file, plan, circumstances, races); });
     write_text("inference.csv", [&](auto& file) { write_csv(file, races); });
-    write_chart("inference.png", draw_calls(below, races));
+    write_chart("inference.png", draw_times("Time per call", below, races));
   } else {
     write_text("report.md", [&](auto& file) { write_report(file, plan, circumstances, races); });
     write_text("raw.csv", [&](auto& file) { write_csv(file, races); });
-    write_chart("time.png", draw_times(below, races));
+    write_chart("time.png", draw_times("Time per step", below, races));
     write_chart("memory.png", draw_memory(below, races));
     if (!plan.python.empty()) write_chart("ratio.png", draw_ratios(below, races));
   }

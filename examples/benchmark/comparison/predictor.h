@@ -5,7 +5,6 @@
 #include <torchamp/torchamp.h>
 #include <torchamp/weight_cache.h>
 
-#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <utility>
