@@ -23,6 +23,7 @@ using torchamp::Policy;
 namespace ops = torchamp::ops;
 
 class Fp8Device : public ::testing::TestWithParam<at::DeviceType> {};
+class Fp8SimulatedDevice : public Fp8Device {};
 
 struct Result {
   torch::Tensor y, dx, dw;
@@ -132,9 +133,8 @@ TEST_P(Fp8Device, AModulesStrictRuleIsAnErrorOfItsForward) {
   EXPECT_EQ(model->forward(x).scalar_type(), at::kBFloat16);
 }
 
-TEST_P(Fp8Device, AStrictRuleThatIsNotInForceAsksNothingOfTheDevice) {
+TEST_P(Fp8SimulatedDevice, AStrictRuleThatIsNotInForceAsksNothingOfTheDevice) {
   SKIP_WITHOUT(GetParam());
-  if (GetParam() != at::kPrivateUse1) GTEST_SKIP() << "only the simulated device can be told";
   const simulated::NoFp8Units old_device;
   const torchamp::Fp8Options strict{.strict = true};
   {
@@ -164,9 +164,8 @@ TEST_P(Fp8Device, AgreesWithTheRehearsalWithinAStepOfBf16) {
   }
 }
 
-TEST_P(Fp8Device, ReadsAndCopiesNothing) {
+TEST_P(Fp8SimulatedDevice, ReadsAndCopiesNothing) {
   SKIP_WITHOUT(GetParam());
-  if (GetParam() != at::kPrivateUse1) GTEST_SKIP() << "only the simulated device counts";
   const torch::Tensor x = torch::randn({6, 20}).to(GetParam()).requires_grad_();
   const torch::Tensor w = torch::randn({9, 20}).to(GetParam()).requires_grad_();
   const AutocastGuard guard(GetParam(), {.policy = Policy::standard().fp8(ops::dense)});
@@ -177,9 +176,8 @@ TEST_P(Fp8Device, ReadsAndCopiesNothing) {
   EXPECT_EQ(counts.now().host_to_device, 0);
 }
 
-TEST_P(Fp8Device, WithoutFp8UnitsCallsRunInLowerPrecisionAndTheReportSaysWhy) {
+TEST_P(Fp8SimulatedDevice, WithoutFp8UnitsCallsRunInLowerPrecisionAndTheReportSaysWhy) {
   SKIP_WITHOUT(GetParam());
-  if (GetParam() != at::kPrivateUse1) GTEST_SKIP() << "only the simulated device can be told";
   const simulated::NoFp8Units old_device;
   const torch::Tensor x = torch::ones({4, 16}).to(GetParam()),
                       w = torch::ones({8, 16}).to(GetParam());
@@ -204,5 +202,6 @@ TEST_P(Fp8Device, WithoutFp8UnitsCallsRunInLowerPrecisionAndTheReportSaysWhy) {
 
 INSTANTIATE_TEST_SUITE_P(Devices, Fp8Device, ::testing::Values(at::kCUDA, at::kPrivateUse1),
                          device_name);
+INSTANTIATE_TEST_SUITE_P(Devices, Fp8SimulatedDevice, simulated_device(), device_name);
 
 }  // namespace

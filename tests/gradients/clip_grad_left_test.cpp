@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "support/clipping.h"
+#include "support/devices.h"
 #include "support/expect_error.h"
 #include "support/simulated/device.h"
 #include "support/simulated/memory.h"
@@ -129,8 +130,8 @@ TEST(ClipLeftToAStep, StaysWithGradientsThatTheScalerChecksOrUnscales) {
   }
 }
 
-TEST(ClipLeftToAStep, StaysWithGradientsThatAreUnscaledOnceThereIsMemory) {
-  if (!simulated::available()) GTEST_SKIP() << "only the simulated device's memory is limited";
+TEST(ClipLeftToAStepSimulated, StaysWithGradientsThatAreUnscaledOnceThereIsMemory) {
+  SKIP_WITHOUT(at::kPrivateUse1);
   const Tensor parameter = torch::ones({4}, simulated::on(simulated::sim0)).requires_grad_();
   torchamp::FusedSGD optimizer({parameter}, SGDOptions(0.5));
   torchamp::GradScaler scaler({.init_scale = 8.});

@@ -200,6 +200,10 @@ using WithGraphs = CapturedTraining;
 INSTANTIATE_TEST_SUITE_P(CudaGraph, WithGraphs, ::testing::Values(at::kCUDA, at::kPrivateUse1),
                          device_name);
 
+class CountedGraph : public WithGraphs {};
+
+INSTANTIATE_TEST_SUITE_P(CudaGraph, CountedGraph, simulated_device(), device_name);
+
 TEST_P(WithGraphs, TakesInputsFromTheHost) {
   Training eager(GetParam()), captured(GetParam());
   const auto graph = graph_of(captured);
@@ -377,8 +381,7 @@ TEST_P(WithGraphs, IsNotCapturedAnewThoughTheHostRunsAheadOfTheDevice) {
   EXPECT_NEAR(weight.item<float>(), 1. - 80 * 0.0625, 1e-4);
 }
 
-TEST_P(WithGraphs, AReplayIsOneLaunchWithoutWaitsAndCopiesOverTheHost) {
-  if (GetParam() != at::kPrivateUse1) GTEST_SKIP() << "only the simulated device counts";
+TEST_P(CountedGraph, AReplayIsOneLaunchWithoutWaitsAndCopiesOverTheHost) {
   Training eager(GetParam()), captured(GetParam());
   const auto graph = graph_of(captured);
   for (int i = 0; i < 4; ++i) {
@@ -398,8 +401,7 @@ TEST_P(WithGraphs, AReplayIsOneLaunchWithoutWaitsAndCopiesOverTheHost) {
   EXPECT_LE(counts.kernels, expected.kernels + 3) << "and skips are counted at once";
 }
 
-TEST_P(WithGraphs, GivesItsMemoryBackAtReset) {
-  if (GetParam() != at::kPrivateUse1) GTEST_SKIP() << "only the simulated device tells exactly";
+TEST_P(CountedGraph, GivesItsMemoryBackAtReset) {
   Training training(GetParam());
   const auto graph = graph_of(training, {.warmup = 1});
   (*graph)(training.batch(0));

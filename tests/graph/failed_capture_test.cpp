@@ -23,6 +23,10 @@ using FailedCapture = CapturedTraining;
 INSTANTIATE_TEST_SUITE_P(CudaGraph, FailedCapture, ::testing::Values(at::kCUDA, at::kPrivateUse1),
                          device_name);
 
+class CaptureWithoutMemory : public FailedCapture {};
+
+INSTANTIATE_TEST_SUITE_P(CudaGraph, CaptureWithoutMemory, simulated_device(), device_name);
+
 TEST_P(FailedCapture, SaysWhenAnEarlierStepsAutogradGraphIsAlive) {
   Training training(GetParam());
   const at::Tensor loss =
@@ -174,10 +178,7 @@ TEST_P(FailedCapture, AfterAFailureBetweenUnscaleAndStepDiscardLetsItGoOn) {
 
 /// Captures that lack memory, one after another, each for one allocation more than the last one's,
 /// and then one that does not.
-TEST_P(FailedCapture, GoesOnAfterItsInputsDidNotFitIntoMemory) {
-  if (GetParam() != at::kPrivateUse1) {
-    GTEST_SKIP() << "only the simulated device's memory is limited";
-  }
+TEST_P(CaptureWithoutMemory, GoesOnAfterItsInputsDidNotFitIntoMemory) {
   Training eager(GetParam()), captured(GetParam());
   const auto graph = graph_of(captured);
   for (int more = 0; more < 2; ++more) {
@@ -188,10 +189,7 @@ TEST_P(FailedCapture, GoesOnAfterItsInputsDidNotFitIntoMemory) {
   step_both(eager, captured, *graph, 0);
 }
 
-TEST_P(FailedCapture, GoesOnAfterCapturesThatRanOutOfMemoryAnywhere) {
-  if (GetParam() != at::kPrivateUse1) {
-    GTEST_SKIP() << "only the simulated device's memory is limited";
-  }
+TEST_P(CaptureWithoutMemory, GoesOnAfterCapturesThatRanOutOfMemoryAnywhere) {
   Training eager(GetParam()), captured(GetParam());
   const auto graph = graph_of(captured, {.warmup = 1});
   eager.step(eager.batch(0));

@@ -67,8 +67,14 @@ TEST_P(FusedOptimizers, StepTheSameBitsWhenTheyDropGradients) {
   }
 }
 
-TEST_P(FusedOptimizers, DoNotWriteLargeGradientsOnACpuThatTheyDrop) {
-  if (device() != at::kCPU) GTEST_SKIP() << "kernels of other devices write what they divide";
+/// Kernels of other devices write what they divide.
+class FusedOptimizersOnACpu : public FusedOptimizers {};
+
+INSTANTIATE_TEST_SUITE_P(Optim, FusedOptimizersOnACpu,
+                         testing::Combine(testing::ValuesIn(kinds()), testing::Values(at::kCPU)),
+                         kind_and_device);
+
+TEST_P(FusedOptimizersOnACpu, DoNotWriteLargeGradientsThatTheyDrop) {
   for (const bool drops : {false, true}) {
     const Tensor p = param({large});
     const auto optimizer = kind().fused({OptimizerParamGroup({p})});

@@ -13,6 +13,7 @@
 #include <sstream>
 #include <vector>
 
+#include "support/devices.h"
 #include "support/expect_error.h"
 #include "support/master_nets.h"
 #include "support/out_of_memory.h"
@@ -169,8 +170,8 @@ std::vector<Tensor> saved_values_of(const MasterWeights& masters) {
   return clones(plain->parameters());
 }
 
-TEST(MasterWeights, LeaveTheModelAsItWasWhereMemoryRunsOut) {
-  if (!simulated::available()) GTEST_SKIP() << "only the simulated device's memory is limited";
+TEST(MasterWeightsSimulated, LeaveTheModelAsItWasWhereMemoryRunsOut) {
+  SKIP_WITHOUT(at::kPrivateUse1);
   for (const auto& options : all_options()) {
     const auto model = to_device(torch::nn::Linear(3, 2), simulated::sim0);
     model->weight.mutable_grad() = at::ones_like(model->weight);
@@ -193,8 +194,8 @@ TEST(MasterWeights, LeaveTheModelAsItWasWhereMemoryRunsOut) {
   }
 }
 
-TEST(MasterWeights, LoadAllOrNothingWhereMemoryRunsOut) {
-  if (!simulated::available()) GTEST_SKIP() << "only the simulated device's memory is limited";
+TEST(MasterWeightsSimulated, LoadAllOrNothingWhereMemoryRunsOut) {
+  SKIP_WITHOUT(at::kPrivateUse1);
   for (const auto& options : all_options()) {
     const auto model = to_device(torch::nn::Linear(3, 2), simulated::sim0);
     MasterWeights masters(model, options);

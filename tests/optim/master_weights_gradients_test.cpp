@@ -17,6 +17,7 @@
 #include <sstream>
 #include <utility>
 
+#include "support/devices.h"
 #include "support/expect_error.h"
 #include "support/master_nets.h"
 #include "support/simulated/device.h"
@@ -47,8 +48,8 @@ TEST(MasterWeights, FreeTheModelsGradientsAndLeaveThoseOfFp32Parameters) {
   }
 }
 
-TEST(MasterWeights, TakeAllGradientsOrNoneWhereMemoryRunsOut) {
-  if (!simulated::available()) GTEST_SKIP() << "only the simulated device's memory is limited";
+TEST(MasterWeightsSimulated, TakeAllGradientsOrNoneWhereMemoryRunsOut) {
+  SKIP_WITHOUT(at::kPrivateUse1);
   for (const auto storage : {torchamp::MasterStorage::full, torchamp::MasterStorage::split}) {
     const auto model = to_device(torch::nn::Linear(3, 2), simulated::sim0);
     MasterWeights masters(model, {.dtype = at::kBFloat16, .storage = storage});

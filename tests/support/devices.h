@@ -14,6 +14,11 @@ inline auto all_devices() {
   return ::testing::Values(at::kCPU, at::kCUDA, at::kPrivateUse1);
 }
 
+/// For tests of what only the simulated device counts, limits or can be told.
+inline auto simulated_device() {
+  return ::testing::Values(at::kPrivateUse1);
+}
+
 inline std::string name_of_device(at::DeviceType device) {
   return device == at::kPrivateUse1 ? "Simulated" : c10::DeviceTypeName(device);
 }
