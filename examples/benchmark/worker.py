@@ -49,8 +49,9 @@ def make_optimizer(module, recipe, fused, captured):
 class Trainer:
     first_call = 0.0
 
-    def __init__(self, model, sizes, dtype, fused, captured, device):
+    def __init__(self, model, sizes, dtype, fused, launch, device):
         self.module = MODELS[model](sizes)
+        self.loss_of = self.module.loss
         self.recipe = self.module.recipe
         initialize(self.module, 0)
         torch.manual_seed(1)
@@ -62,6 +63,7 @@ class Trainer:
         self.module.to(device)
         self.device, self.dtype, self.fused = device, dtype, fused
         self.mixed = dtype is not torch.float32
+        captured = launch == "captured"
         self.optimizer = make_optimizer(self.module, self.recipe, fused, captured)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.mixed)
         self.average = WeightAverage(self.module) if self.recipe.weight_average else None
@@ -70,6 +72,15 @@ class Trainer:
         self.graph = None
         if captured and self.average:
             raise RuntimeError("the average needs to know on the host whether the step was real")
+        if launch == "compiled":
+            self.loss_of = torch.compile(self.module.loss)
+            start = time.perf_counter()
+            with torch.autocast(device.type, dtype=dtype, enabled=self.mixed):
+                loss = self.loss_of(self.inputs[0][0])
+            loss.backward()
+            self.optimizer.zero_grad()
+            self.synchronize()
+            self.first_call = time.perf_counter() - start
 
     def warm_up_learning_rate(self):
         done = self.step / self.recipe.warmup_steps
@@ -83,7 +94,7 @@ class Trainer:
         total = None
         for batch in batches:
             with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.mixed):
-                loss = self.module.loss(batch)
+                loss = self.loss_of(batch)
             if len(batches) > 1:
                 loss = loss / len(batches)
             self.scaler.scale(loss).backward()
@@ -147,8 +158,11 @@ class Trainer:
 class Predictor:
     """Calls a model as a server does; the twin of comparison/predictor.h."""
 
-    def __init__(self, model, sizes, dtype, casts, device):
+    def __init__(self, model, sizes, dtype, casts, launch, device):
         self.module = MODELS[model](sizes)
+        self.predict = self.module.predict
+        if launch == "compiled":
+            self.predict = torch.compile(self.module.predict)
         initialize(self.module, 0)
         torch.manual_seed(1)
         self.inputs = [[t.to(device) for t in self.module.make_batch()] for _ in range(BATCHES)]
@@ -171,7 +185,7 @@ class Predictor:
     def call(self, batch):
         with torch.inference_mode(), torch.autocast(
                 self.device.type, dtype=self.dtype if self.mixed else None, enabled=self.mixed):
-            return self.module.predict(batch)
+            return self.predict(batch)
 
     def run(self, calls):
         start, processor_start = self.now(), time.process_time()
@@ -200,21 +214,21 @@ def serve(options):
         torch.set_num_threads(options.threads)
     sizes = {name: int(value) for name, value in (item.split("=") for item in options.set)}
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[options.dtype]
-    fused, captured = options.optimizer == "fused", options.launch == "captured"
+    fused = options.optimizer == "fused"
     # What the libraries load and set up on first use is not a model's memory.
     tiny = {"side": 4, "channels": 4}
     predicts = options.task == "inference"
     if predicts:
-        Predictor("checkerboard", tiny, dtype, options.casts, device).run(1)
+        Predictor("checkerboard", tiny, dtype, options.casts, "eager", device).run(1)
     else:
-        Trainer("checkerboard", tiny, dtype, fused, False, device).run(1)
+        Trainer("checkerboard", tiny, dtype, fused, "eager", device).run(1)
     before = process_memory("VmRSS")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     if predicts:
-        runner = Predictor(options.model, sizes, dtype, options.casts, device)
+        runner = Predictor(options.model, sizes, dtype, options.casts, options.launch, device)
     else:
-        runner = Trainer(options.model, sizes, dtype, fused, captured, device)
+        runner = Trainer(options.model, sizes, dtype, fused, options.launch, device)
     count = sum(p.numel() for p in runner.module.parameters())
     print(f"ready parameters={count} libtorch={torch.__version__.split('+')[0]} "
           f"first_call={runner.first_call:.9g}", flush=True)
@@ -239,7 +253,7 @@ def main():
     parser.add_argument("--casts", default="torch")
     parser.add_argument("--dtype", required=True, choices=["fp32", "fp16", "bf16"])
     parser.add_argument("--optimizer", required=True, choices=["stock", "fused"])
-    parser.add_argument("--launch", default="eager", choices=["eager", "captured"])
+    parser.add_argument("--launch", default="eager", choices=["eager", "captured", "compiled"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], metavar="SIZE=N")

@@ -92,6 +92,10 @@ inline Plan make_plan(const Options& options) {
   plan.self = std::filesystem::read_symlink("/proc/self/exe").string();
   plan.python = choose_python(options.python);
   plan.worker_script = BENCHMARK_SOURCE_DIR "/worker.py";
+  plan.compiled = options.compile == "yes";
+  if (plan.compiled && plan.python.empty()) {
+    throw support::UsageError("--compile yes: needs a Python that has torch (--python PATH)");
+  }
   plan.casts = options.casts;
   plan.dtypes = options.dtypes;
   if (plan.dtypes.empty()) {

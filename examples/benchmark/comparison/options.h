@@ -25,6 +25,7 @@ struct Options {
   std::string task = "training";
   std::string preset = "auto";
   std::string python = "auto";
+  std::string compile = "no";
   std::vector<std::string> sizes;  ///< as given: MODEL.NAME=N
   std::optional<std::int64_t> steps;
   std::int64_t rounds = 7;
@@ -133,6 +134,10 @@ inline std::optional<Options> parse_options(int argc, const char* const* argv) {
   arguments.add("--python", "PATH",
                 "The Python that has torch; none: without. Default: python3 if it has torch.",
                 options.python);
+  arguments.add_choice("--compile", {"no", "yes"},
+                       "yes: Python's torch.compile, too, which takes minutes and needs a C++ "
+                       "compiler and Python's headers.\nDefault: no.",
+                       options.compile);
   arguments.add_integer("--rounds", "How often each takes its turn. Default: 7.", options.rounds, 1,
                         1000);
   arguments.add_integer("--steps", "Steps of a turn. Default: depends on the model.", options.steps,

@@ -26,6 +26,7 @@ struct Plan {
   std::string self;           ///< this program
   std::string python;         ///< empty: none
   std::string worker_script;  ///< its twin
+  bool compiled = false;      ///< torch.compile, too
   std::vector<std::string> dtypes, casts;
   Preset preset = Preset::small;
   std::string why;  ///< this preset, for the reader
@@ -59,6 +60,9 @@ inline std::string why_not(const Plan& plan, const ModelEntry& model, const Way&
   if (way.variant == "recomputed" && !make()->recompute()) return "its layers cannot be recomputed";
   if (way.variant == "masters" && make()->recipe().weight_average) {
     return "the average of the weights would be one of weights in 16 bits";
+  }
+  if (way.is_compiled() && only_predicts(model)) {
+    return "torch.compile would compile each length of the text anew";
   }
   if (!way.is_captured()) return "";
   if (plan.device != "cuda") return "only a CUDA device has graphs";
@@ -143,8 +147,9 @@ inline void run(const Plan& plan, Race& race) {
   std::vector<Way> ways;
   std::map<std::string, std::string> audits;  // by dtype
   const bool python = !plan.python.empty();
-  for (Way& way : plan.predicts ? inference_ways(plan.dtypes, python)
-                                : all_ways(plan.dtypes, python, plan.device == "cpu")) {
+  for (Way& way : plan.predicts
+                      ? inference_ways(plan.dtypes, python, plan.compiled)
+                      : all_ways(plan.dtypes, python, plan.compiled, plan.device == "cpu")) {
     const bool is_wanted = plan.predicts || std::find(plan.casts.begin(), plan.casts.end(),
                                                       way.casts) != plan.casts.end();
     if (!is_wanted) continue;

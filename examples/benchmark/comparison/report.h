@@ -205,6 +205,34 @@ inline void write_audited(std::ostream& out, const std::deque<Race>& races) {
       << lines << '\n';
 }
 
+/// A line for each model that torch.compile trained; nothing where there is none.
+inline void write_compiled(std::ostream& out, const std::deque<Race>& races) {
+  std::string lines;
+  for (const Race& race : races) {
+    const auto verdicts = judge(race);
+    for (const Verdict& compiled : verdicts) {
+      const Way& way = compiled.contestant->way();
+      if (!way.is_compiled() || !compiled.counts()) continue;
+      lines += "| " + race.model->title + ", " + way.dtype + " | " +
+               support::format_seconds(compiled.seconds) + " | " + ratio_cell(compiled.to_python);
+      for (const char* casts : {"torch", "standard", "audited"}) {
+        const Contestant* const ours = find(race, {"cpp", casts, way.dtype, way.optimizer});
+        lines += " | " + (ours ? ratio_cell(time_ratio(*ours, *compiled.contestant)) : "");
+      }
+      lines += " | " + support::format_seconds(compiled.contestant->first_call()) + " |\n";
+    }
+  }
+  if (lines.empty()) return;
+  out << "## torch.compile\n\n"
+         "Python's torch.amp with the loss function under `torch.compile`, whose compiler fuses "
+         "chains of pointwise ops and the casts\namong them into one loop; with a fused optimizer, "
+         "as the others of this table. The first call compiles.\n\n"
+         "| model | time per step | ratio to eager Python | torchamp, torch policy, over it | "
+         "torchamp, standard policy, over it | torchamp, audited policy, over it | first call "
+         "|\n|---|---:|---:|---:|---:|---:|---:|\n"
+      << lines << '\n';
+}
+
 inline void write_table(std::ostream& out, const Race& race) {
   using support::format;
   out << "| way | time per step | ratio to Python | saved against fp32 | peak memory | final loss "
@@ -296,6 +324,7 @@ inline void write_report(std::ostream& out, const Plan& plan, const Circumstance
     out << '\n';
   }
   write_audited(out, races);
+  write_compiled(out, races);
   if (!python.empty()) out << "![Time over Python's](ratio.png)\n\n";
   out << "![Time per step](time.png)\n\n![Peak memory](memory.png)\n\n";
   for (const Race& race : races) {

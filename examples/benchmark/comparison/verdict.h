@@ -67,6 +67,7 @@ inline Way python_twin(Way way) {
 inline Way fp32_twin(Way way) {
   way = without_own_variant(std::move(way));
   way.casts = way.dtype = "fp32";
+  if (way.is_compiled()) way.launch = "eager";
   return way;
 }
 

@@ -18,12 +18,13 @@ struct Way {
   std::string casts = "standard";
   std::string dtype = "bf16";       ///< fp16, bf16; fp32 where casts are
   std::string optimizer = "stock";  ///< stock, fused
-  std::string launch = "eager";     ///< eager, captured
+  std::string launch = "eager";     ///< eager, captured, compiled (torch.compile: Python)
   std::string variant = "plain";    ///< plain, masters, recomputed, kept (host memory)
 
   bool is_python() const { return language == "python"; }
   bool is_fp32() const { return casts == "fp32"; }
   bool is_captured() const { return launch == "captured"; }
+  bool is_compiled() const { return launch == "compiled"; }
 
   /// "torchamp standard, fp16, fused, captured"
   std::string name() const {
@@ -38,7 +39,7 @@ struct Way {
     if (casts == "cast") return text;
     text += ", " + dtype;
     if (optimizer == "fused") text += ", fused";
-    if (is_captured()) text += ", captured";
+    if (is_captured() || is_compiled()) text += ", " + launch;
     if (variant == "kept") text += ", memory kept";
     if (variant == "masters") text += ", master weights";
     if (variant == "recomputed") text += ", recomputed";
@@ -52,9 +53,10 @@ inline c10::ScalarType dtype_of(const Way& way) {
   return way.dtype == "fp16" ? c10::kHalf : way.dtype == "bf16" ? c10::kBFloat16 : c10::kFloat;
 }
 
-/// All ways, Python's first: they are what the others are measured by. `host`: on a CPU, where the
-/// host's memory may be kept.
-inline std::vector<Way> all_ways(const std::vector<std::string>& dtypes, bool python, bool host) {
+/// All ways, Python's first: they are what the others are measured by. `compiled`: torch.compile,
+/// too. `host`: on a CPU, where the host's memory may be kept.
+inline std::vector<Way> all_ways(const std::vector<std::string>& dtypes, bool python, bool compiled,
+                                 bool host) {
   std::vector<Way> ways;
   const auto add_variant = [&](const char* language, const char* casts, const std::string& dtype,
                                const char* variant) {
@@ -73,6 +75,7 @@ inline std::vector<Way> all_ways(const std::vector<std::string>& dtypes, bool py
     for (const std::string& dtype : dtypes) {
       add("python", "torch", dtype);
       if (host) add_variant("python", "torch", dtype, "kept");
+      if (compiled) ways.push_back({"python", "torch", dtype, "fused", "compiled"});
     }
   }
   add("cpp", "fp32", "fp32");
@@ -85,8 +88,9 @@ inline std::vector<Way> all_ways(const std::vector<std::string>& dtypes, bool py
   return ways;
 }
 
-/// All ways to predict, Python's first.
-inline std::vector<Way> inference_ways(const std::vector<std::string>& dtypes, bool python) {
+/// All ways to predict, Python's first. `compiled`: see all_ways.
+inline std::vector<Way> inference_ways(const std::vector<std::string>& dtypes, bool python,
+                                       bool compiled) {
   std::vector<Way> ways;
   const auto add = [&](const char* language, const char* casts, const std::string& dtype) {
     ways.push_back({language, casts, dtype});
@@ -95,6 +99,7 @@ inline std::vector<Way> inference_ways(const std::vector<std::string>& dtypes, b
     add("python", "fp32", "fp32");
     for (const std::string& dtype : dtypes) {
       for (const char* casts : {"torch", "cast"}) add("python", casts, dtype);
+      if (compiled) ways.push_back({"python", "torch", dtype, "stock", "compiled"});
     }
   }
   add("cpp", "fp32", "fp32");
