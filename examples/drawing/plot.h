@@ -28,13 +28,16 @@ struct LinePlot {
   std::string title{}, note{}, x_label{}, y_label{};
   std::vector<Series> series{};
   bool log_y = false;
-  bool legend_at_left = false;  ///< for lines that rise
+  bool legend_below = false;           ///< under the axis, where no line is
+  bool legend_at_left = false;         ///< for lines that rise
+  std::vector<std::string> x_ticks{};  ///< what stands at x = 1, 2, 3, …; the numbers if empty
 
   /// Draws the plot, labels included, into `area`.
   void draw(Canvas& canvas, Rect area) const {
     const auto [low, high] = y_range();
     const double last = static_cast<double>(longest());
-    const Rect box{area.x + 92, area.y + 52, area.width - 92 - 24, area.height - 52 - 64};
+    const int below = 64 + (legend_below ? legend_size().second + 6 : 0);
+    const Rect box{area.x + 92, area.y + 52, area.width - 92 - 24, area.height - 52 - below};
     const auto to_x = [&](double x) {
       return box.x + (x - 1.) / std::max(last - 1., 1.) * (box.width - 1) + 0.5;
     };
@@ -47,7 +50,7 @@ struct LinePlot {
     draw_text(canvas, box.x, area.y + 32, title, {.height = 17.5, .bold = true});
     draw_text(canvas, box.right(), area.y + 32, note,
               {.height = 11., .color = palette::muted, .align = Align::right});
-    draw_text(canvas, box.x + box.width / 2., area.bottom() - 14, x_label,
+    draw_text(canvas, box.x + box.width / 2., box.bottom() + 50, x_label,
               {.color = palette::muted, .align = Align::centre});
     draw_text_upwards(canvas, area.x + 26, box.y + box.height / 2., y_label,
                       {.color = palette::muted, .align = Align::centre});
@@ -57,7 +60,11 @@ struct LinePlot {
       canvas.fill({box.x, y, box.width, 1}, tick.is_major() ? palette::rule : palette::faint_rule);
       draw_text(canvas, box.x - 10, y + 5, tick.label, {.height = 11., .align = Align::right});
     }
-    for (const Tick& tick : linear_ticks(1., last, 8)) {
+    std::vector<Tick> ticks = x_ticks.empty() ? linear_ticks(1., last, 8) : std::vector<Tick>();
+    for (const std::string& label : x_ticks) {
+      ticks.push_back({static_cast<double>(ticks.size() + 1), label});
+    }
+    for (const Tick& tick : ticks) {
       const int x = static_cast<int>(to_x(tick.value));
       canvas.fill({x, box.bottom(), 1, 6}, palette::ink);
       draw_text(canvas, x, box.bottom() + 24, tick.label, {.height = 11., .align = Align::centre});
@@ -109,8 +116,8 @@ struct LinePlot {
     return lines;
   }
 
-  /// In an upper corner, over the lines: a loss falls and leaves the right one free.
-  void draw_legend(Canvas& canvas, Rect box) const {
+  /// Width and height; no height without labels.
+  std::pair<int, int> legend_size() const {
     double widest = 0.;
     int rows = 0;
     for (const Series& one : series) {
@@ -118,10 +125,17 @@ struct LinePlot {
       widest = std::max(widest, text_width(one.label, {.height = 12.}));
       ++rows;
     }
-    if (rows == 0) return;
-    const int width = static_cast<int>(widest) + 72, height = rows * 26 + 14;
-    const int x = legend_at_left ? box.x + 12 : box.right() - width - 12;
-    const Rect frame{x, box.y + 12, width, height};
+    return {static_cast<int>(widest) + 72, rows == 0 ? 0 : rows * 26 + 14};
+  }
+
+  /// Under the axis, or in an upper corner, over the lines: a loss falls and leaves the right one
+  /// free.
+  void draw_legend(Canvas& canvas, Rect box) const {
+    const auto [width, height] = legend_size();
+    if (height == 0) return;
+    const int x = legend_at_left || legend_below ? box.x + 12 : box.right() - width - 12;
+    const Rect frame{x, legend_below ? box.bottom() + (x_label.empty() ? 40 : 64) : box.y + 12,
+                     width, height};
     canvas.fill(frame, palette::paper);
     canvas.frame(frame, palette::rule);
     double y = frame.y + 25.;

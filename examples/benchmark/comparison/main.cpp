@@ -9,8 +9,10 @@
 #include <locale>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "benchmark/comparison/charts.h"
+#include "benchmark/comparison/growth.h"
 #include "benchmark/comparison/inference_report.h"
 #include "benchmark/comparison/machine.h"
 #include "benchmark/comparison/options.h"
@@ -21,9 +23,34 @@
 
 namespace {
 
+/// Writes a file of the report.
+template <class Write>
+void write_text(const Plan& plan, const char* name, const Write& write) {
+  std::ofstream file(plan.out / name);
+  file.imbue(std::locale::classic());
+  write(file);
+  std::cout << "Wrote " << (plan.out / name).string() << '\n';
+}
+
+void write_chart(const Plan& plan, const char* name, const drawing::Canvas& canvas) {
+  drawing::write_png(plan.out / name, canvas.image());
+  std::cout << "Wrote " << (plan.out / name).string() << '\n';
+}
+
+int grow(const Plan& plan, const Circumstances& circumstances, std::int64_t largest) {
+  const std::vector<GrownCost> costs = measure_growth(plan, largest);
+  write_text(plan, "growth.md",
+             [&](auto& file) { write_growth_report(file, plan, circumstances, costs); });
+  write_text(plan, "growth.csv", [&](auto& file) { write_growth_csv(file, costs); });
+  write_chart(plan, "growth.png",
+              draw_growth(circumstances.device_name + ", LibTorch " TORCH_VERSION, costs));
+  return 0;
+}
+
 int compare(const Options& options, const std::string& command) {
   const Plan plan = make_plan(options);
   const Circumstances circumstances = describe(plan, command);
+  if (options.task == "growth") return grow(plan, circumstances, options.largest);
   std::cout << circumstances.device << '\n'
             << (plan.python.empty()
                     ? std::string("Without Python; --python PATH names one that has torch.")
@@ -58,29 +85,20 @@ int compare(const Options& options, const std::string& command) {
   }
 
   std::cout << '\n';
-  const auto write_text = [&](const char* name, const auto& write) {
-    std::ofstream file(plan.out / name);
-    file.imbue(std::locale::classic());
-    write(file);
-    std::cout << "Wrote " << (plan.out / name).string() << '\n';
-  };
-  const auto write_chart = [&](const char* name, const drawing::Canvas& canvas) {
-    drawing::write_png(plan.out / name, canvas.image());
-    std::cout << "Wrote " << (plan.out / name).string() << '\n';
-  };
   const std::string below = circumstances.device_name + ", " + libtorch_of(races) +
                             (plan.clock == "wall" ? "" : ", processor time");
   if (plan.predicts) {
-    write_text("inference.md",
+    write_text(plan, "inference.md",
                [&](auto& file) { write_inference_report(file, plan, circumstances, races); });
-    write_text("inference.csv", [&](auto& file) { write_csv(file, races); });
-    write_chart("inference.png", draw_times("Time per call", below, races));
+    write_text(plan, "inference.csv", [&](auto& file) { write_csv(file, races); });
+    write_chart(plan, "inference.png", draw_times("Time per call", below, races));
   } else {
-    write_text("report.md", [&](auto& file) { write_report(file, plan, circumstances, races); });
-    write_text("raw.csv", [&](auto& file) { write_csv(file, races); });
-    write_chart("time.png", draw_times("Time per step", below, races));
-    write_chart("memory.png", draw_memory(below, races));
-    if (!plan.python.empty()) write_chart("ratio.png", draw_ratios(below, races));
+    write_text(plan, "report.md",
+               [&](auto& file) { write_report(file, plan, circumstances, races); });
+    write_text(plan, "raw.csv", [&](auto& file) { write_csv(file, races); });
+    write_chart(plan, "time.png", draw_times("Time per step", below, races));
+    write_chart(plan, "memory.png", draw_memory(below, races));
+    if (!plan.python.empty()) write_chart(plan, "ratio.png", draw_ratios(below, races));
   }
 
   bool all_right = true;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <limits>
 #include <optional>
 #include <string>
 #include <vector>
@@ -30,6 +31,7 @@ struct Options {
   std::optional<std::int64_t> steps;
   std::int64_t rounds = 7;
   std::int64_t threads = 0;
+  std::int64_t largest = std::numeric_limits<std::int64_t>::max();
   std::string clock = "wall";
   std::filesystem::path out = "torchamp-comparison";
 };
@@ -101,9 +103,10 @@ inline std::optional<Options> parse_options(int argc, const char* const* argv) {
   };
   std::vector<std::string> names;
   for (const ModelEntry& model : all_models()) names.push_back(model.name);
-  arguments.add_choice("--task", {"training", "inference"},
+  arguments.add_choice("--task", {"training", "inference", "growth"},
                        "inference: the models predict, one call at a time, for batches of 1 and of "
-                       "16. Default: training.",
+                       "16. growth: no models;\nhow the costs of guard, scaler, clip and policies "
+                       "grow. Default: training.",
                        options.task);
   arguments.add_choice("--device", {"auto", "cpu", "cuda"}, "Default: CUDA where there is one.",
                        options.device.device);
@@ -142,6 +145,8 @@ inline std::optional<Options> parse_options(int argc, const char* const* argv) {
                         1000);
   arguments.add_integer("--steps", "Steps of a turn. Default: depends on the model.", options.steps,
                         1, 100'000);
+  arguments.add_integer("--largest", "Of the sizes of --task growth. Default: all.",
+                        options.largest, 1, options.largest);
   arguments.add_integer("--threads", "Of each worker on a CPU. Default: LibTorch's choice.",
                         options.threads, 1, 1024);
   arguments.add_choice("--clock", {"wall", "processor"},
