@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torchamp's headers and CMake package, from the tree that this file lies in:
+"""torchamp's headers and CMake package, from the source tree that contains this file:
 
     conan create TORCHAMP/cmake/packages/conan
 
-LibTorch is no requirement: the project that uses the package finds its own (CMAKE_PREFIX_PATH or Torch_ROOT, as variable
+LibTorch is not a requirement: the project that uses the package finds its own (CMAKE_PREFIX_PATH or Torch_ROOT, as variable
 or in the environment; Python's torch), or fetches one.
 """
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# An overlay port of the tree that it lies in:
+# An overlay port of the source tree that contains it:
 #
 #   vcpkg install torchamp --overlay-ports=TORCHAMP/cmake/packages/vcpkg
 #
-# LibTorch is no dependency: the project that uses the package finds its own, or fetches one. tests/consume runs these
-# steps with stand-ins for vcpkg's functions; vcpkg itself has not run them.
+# LibTorch is not a dependency: the project that uses the package finds its own, or fetches one. tests/consume runs
+# these steps with replacements for vcpkg's functions; vcpkg itself has not run them.
 
 set(VCPKG_BUILD_TYPE release)  # headers alone
 cmake_path(SET source NORMALIZE "${CURRENT_PORT_DIR}/../../../..")
