@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief Accumulation: several micro-batches make one step.
+/// @brief Accumulation: one step with the gradients of several micro-batches.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/div.h>
@@ -26,28 +26,28 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-/// Gradient accumulation: `micro_batches` losses make one step of `optimizer`.
+/// Gradient accumulation: one step of `optimizer` with the gradients of `micro_batches` losses.
 ///
 ///     torchamp::Accumulation accumulation(scaler, optimizer, 4);
 ///     for (auto& batch : *loader) {
-///       auto result = accumulation.backward(loss_of(batch));   // of a step, in one call of four
+///       auto result = accumulation.backward(loss_of(batch));   // every fourth call steps
 ///       if (result && result->stepped()) schedule.step();
 ///     }
 ///     accumulation.flush();
 ///
-/// The gradients are those of the mean of the losses. The scale is the same for all of them: that
-/// it was changed within a window is an error, after which discard() begins a new one, and so is
-/// that gradients were cleared (set to none, as zero_grad() does), and that the program has called
-/// the scaler's step() and update() by itself. One bad micro-batch spoils the whole step; see
-/// SafeAccumulation. Within a window, the scaler refuses to be saved. Holds references to scaler
-/// and optimizer. Reads nothing but what scaler.step() reads. One thread at a time.
+/// The step uses the gradient of the mean of the losses. All losses of a window have the same
+/// scale. Errors: the scale has changed within a window, the gradients were cleared (set to none,
+/// as by zero_grad()), or the program has called the scaler's step() and update() itself; discard()
+/// then begins a new window. One bad micro-batch makes the scaler skip the whole step; see
+/// SafeAccumulation. The scaler cannot be saved within a window. Holds references to scaler and
+/// optimizer. Reads only what scaler.step() reads. One thread at a time.
 ///
-/// An exception from LibTorch's backward leaves gradients half added: the window can then only be
-/// dropped. One from the two calls below or from the optimizer's step leaves a window that flush()
-/// steps with again, or discard() drops.
+/// After an exception from LibTorch's backward, which may have added some of the gradients, only
+/// discard() remains. After one from the two callbacks below or the optimizer's step, flush() steps
+/// again with the window, or discard() drops it.
 class Accumulation {
  public:
-  /// Steps `optimizer` once in `micro_batches` calls of backward(). Error: fewer than 1.
+  /// Steps `optimizer` once per `micro_batches` calls of backward(). Error: fewer than 1.
   Accumulation(GradScaler& scaler, torch::optim::Optimizer& optimizer, int64_t micro_batches)
       : scaler_(scaler),
         optimizer_(optimizer),
@@ -61,26 +61,26 @@ class Accumulation {
   Accumulation& operator=(const Accumulation&) = delete;
   Accumulation(Accumulation&&) = default;
   Accumulation& operator=(Accumulation&&) = delete;
-  /// A warning where a window is open: flush() or discard() it before.
+  /// Warns if a window is open: call flush() or discard() first.
   ~Accumulation() {
     if (!window_ || window_->pending == 0) return;
     detail::warn("Accumulation: destroyed with ", window_->pending, " of ", micro_batches_,
-                 " micro-batches, whose gradients are still there and will be added to the next. "
-                 "Call flush() before to step with them, or discard() to drop them.");
+                 " micro-batches pending; later gradients will be added to theirs. First call "
+                 "flush() to step with them, or discard() to drop them.");
   }
 
-  /// Called before each step, with the gradients of the whole window, still scaled, wherever
-  /// backward() has put them: the place for MasterWeights::take_gradients().
+  /// Called before each step with the gradients of the whole window, still scaled, where backward()
+  /// has put them: call MasterWeights::take_gradients() here.
   void before_unscale(std::function<void()> call) { before_unscale_ = std::move(call); }
 
-  /// Called with the gradients complete and unscaled, to clip them, say. Once set, step() is
-  /// preceded by unscale_. Not the place for MasterWeights::take_gradients(), which is an error.
+  /// Called before each step with the complete, unscaled gradients: clip them here. Not the place
+  /// for MasterWeights::take_gradients(), which is an error.
   void before_step(std::function<void()> call) { before_step_ = std::move(call); }
 
   /// Adds the gradients of `loss`. The last micro-batch of a window also steps, calls update(),
-  /// clears the gradients, and returns the result. Errors, before anything is done: a loss that is
-  /// scaled already or needs no gradient; a window whose step has failed, or whose gradients have
-  /// been cleared since the last call, or unscaled or stepped with by the scaler.
+  /// clears the gradients, and returns the result. Errors, before anything is changed: a loss that
+  /// is scaled already or does not require grad; a window whose step has failed, or whose gradients
+  /// have been cleared since the last call, or unscaled or stepped with by the scaler.
   std::optional<StepResult> backward(const at::Tensor& loss) {
     TORCH_CHECK_VALUE(loss.defined(), "Accumulation::backward: the loss is undefined.");
     const detail::StepLedger& ledger = detail::ScalerParts::ledger(scaler_);
@@ -113,9 +113,9 @@ class Accumulation {
     return flush();
   }
 
-  /// Steps with an incomplete window, at the end of an epoch: its gradients are those of the sum of
-  /// the losses over `micro_batches`. Nothing if none is pending. Sends what was computed within
-  /// ShardedMasterWeights::no_sync(), for which all processes call it; for that of a
+  /// Steps with an incomplete window, at the end of an epoch: the sum of its losses is divided by
+  /// `micro_batches`, too. Does nothing if none is pending. Sends gradients that were computed
+  /// within ShardedMasterWeights::no_sync(), for which all processes call it; for those of a
   /// DistributedDataParallel, call its sync_gradients() in before_unscale(). After an error of the
   /// step, tries it again. (If update() throws, at a limit of the scaler, the step was skipped and
   /// the window is dropped.)
@@ -146,8 +146,8 @@ class Accumulation {
   }
 
   /// Clears the gradients of an incomplete window, or of one whose step has failed, and begins a
-  /// new one. Those of a model under MasterWeights, and those that ShardedMasterWeights have not
-  /// sent, too.
+  /// new one; also those of a model under MasterWeights, and those that ShardedMasterWeights have
+  /// not sent.
   void discard() {
     clear();
     detail::drop_model_gradients(optimizer_);
@@ -178,26 +178,26 @@ class Accumulation {
 
   void check_whole(const char* call) const {
     TORCH_CHECK(stage_ != Stage::adding, "Accumulation::", call,
-                ": backward() has failed half-way, so that the gradients may hold a part of a "
-                "micro-batch. Call discard() to begin a new window.");
+                ": backward() has failed, so the gradients may hold part of a micro-batch. Call "
+                "discard() to begin a new window.");
   }
-  /// Whether gradients may be added.
+  /// Checks that gradients may be added.
   void check_open() const {
     check_whole("backward");
     TORCH_CHECK(stage_ == Stage::open, "Accumulation::backward: the step with ", window_->pending,
                 " of ", micro_batches_,
-                " micro-batches has failed, so that the window has no room for another. Call "
-                "flush() to try the step again, or discard() to drop the window.");
+                " micro-batches has failed, so the window accepts no more. Call flush() to try the "
+                "step again, or discard() to drop the window.");
     TORCH_CHECK(!scaler_.is_unscaled(optimizer_) && !scaler_.is_stepped(optimizer_),
                 "Accumulation::backward: the gradients of this optimizer have been unscaled or "
-                "stepped with in this iteration, and scaled ones cannot be added to them. Leave "
+                "stepped with in this iteration; scaled ones cannot be added to them. Leave "
                 "unscale_, step and update to the accumulation, or call discard() to drop them.");
   }
   void check_window(const char* call) const {
     TORCH_CHECK(version_of_scale() == version_, "Accumulation::", call,
                 ": the scale has changed after ", window_->pending, " of ", micro_batches_,
-                " micro-batches, whose gradients still have the old one. Leave step and update to "
-                "the accumulation, or call flush() before; call discard() to drop them.");
+                " micro-batches, whose gradients have the old scale. Leave step and update to the "
+                "accumulation, or call flush() first; call discard() to drop them.");
     TORCH_CHECK(detail::count_gradients(optimizer_) >= gradients_, "Accumulation::", call,
                 ": the gradients of ", window_->pending, " of ", micro_batches_,
                 " micro-batches are gone. Leave out zero_grad(): the accumulation clears them "
@@ -220,8 +220,7 @@ class Accumulation {
                micro_batches_,
                " micro-batches were written to or replaced since the last call, as "
                "zero_grad(false) does. Leave it out: the accumulation clears gradients after its "
-               "step. What changes them goes into before_unscale or before_step. This is said "
-               "once.");
+               "step. Change them in before_unscale or before_step. This warning is given once.");
   }
 
   GradScaler& scaler_;

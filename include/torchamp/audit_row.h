@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief AuditRow: what a PrecisionAudit measured of one op in one module.
+/// @brief AuditRow: a PrecisionAudit's measurements of one op in one module.
 
 #include <cstdint>
 #include <string>
@@ -11,29 +11,29 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-/// What a PrecisionAudit measured of one op in one module.
+/// A PrecisionAudit's measurements of one op in one module.
 struct AuditRow {
-  /// Dotted name, or empty where no module is known.
+  /// Dotted name; empty if no module is known.
   std::string module{};
-  /// With its overload, as a Policy takes it: "softmax.int".
+  /// With its overload, as in a Policy: "softmax.int".
   std::string op{};
-  /// How often a step calls it.
+  /// Calls per step.
   int64_t calls = 0;
-  /// Numbers in its results, of all calls.
+  /// Elements in the results of all calls.
   int64_t elements = 0;
-  /// The sum of (dL/dout)^2 (out16 - out32)^2 over them; infinite if it overflows where a gradient
-  /// arrives, or cannot run in 16 bits.
+  /// The sum of (dL/dout)^2 (out16 - out32)^2 over them; infinite if a result that gets a gradient
+  /// overflows, or the op cannot run in 16 bits.
   double error = 0.;
-  /// The largest share, over all calls, of the squared gradients arriving at a result that is lost
-  /// by rounding them to 16 bits; 1 if all become 0, infinite if one overflows.
+  /// The largest share, over all calls, of the squared gradients of a result that is lost by
+  /// rounding them to 16 bits; 1 if all become 0, infinite if one overflows.
   double gradient_loss = 0.;
-  /// Shares of the results that in 16 bits are too small for full precision (0 included), are
-  /// infinite though fp32 holds them, or are 0 though in fp32 they are not.
+  /// Shares of the results that in 16 bits are too small for full precision (0 included); are
+  /// infinite but finite in fp32; are 0 but not in fp32.
   double underflow = 0., overflow = 0., vanished = 0.;
-  /// Magnitudes of the results in fp32; the smallest is that of those which are not 0.
+  /// Largest and smallest non-zero magnitude of the results in fp32.
   double largest = 0., smallest = 0.;
-  /// Microseconds of a step: forward and backward in fp32, in 16 bits, and of casting all tensors
-  /// that it takes, there and back in backward.
+  /// Microseconds per step: forward and backward in fp32; in 16 bits; casts of all its tensor
+  /// arguments, and back in backward.
   double fp32_us = 0., low_us = 0., cast_us = 0.;
   /// Why it cannot run in 16 bits; empty if it can.
   std::string problem{};

@@ -2,7 +2,8 @@
 #pragma once
 
 /// @file
-/// @brief AutocastGuard: a region in which ops cast their arguments as a policy says.
+/// @brief AutocastGuard: a region in which a policy decides to which dtype ops cast their
+/// arguments.
 
 #include <c10/core/Device.h>
 #include <c10/core/DeviceType.h>
@@ -19,28 +20,29 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-/// What an AutocastGuard sets. An aggregate, for designated initialisers:
-/// `AutocastGuard g(torch::kCUDA, {.dtype = torch::kBFloat16});`
+/// Options of an AutocastGuard. An aggregate, for designated initialisers: `AutocastGuard
+/// g(torch::kCUDA, {.dtype = torch::kBFloat16});`
 struct AutocastOptions {
-  /// fp16 or bf16, on CUDA also fp32. Unset: the device's current autocast dtype, which an
-  /// enclosing guard may have set (at first fp16 on CUDA, bf16 on a CPU).
+  /// fp16 or bf16; on CUDA also fp32. Unset: the device's current autocast dtype: the enclosing
+  /// guard's, at first fp16 on CUDA and bf16 on a CPU.
   std::optional<at::ScalarType> dtype = std::nullopt;
   /// False: no casts in this region, whatever surrounds it.
   bool enabled = true;
-  /// Whether casts of fp32 weights are kept until the outermost guard ends. Unset: as it is.
-  /// All threads share what is kept, by weight and not by dtype: give false where two threads use
-  /// one weight on one device at once, one in fp16 and the other in bf16. Each would get the dtype
-  /// that the other has cast to.
+  /// Whether casts of fp32 weights are cached until the outermost guard ends. Unset: inherited. All
+  /// threads share LibTorch's cache, which ignores the dtype: pass false where two threads use one
+  /// weight on one device at the same time, in fp16 and in bf16; otherwise one gets the other's
+  /// dtype.
   std::optional<bool> cache_enabled = std::nullopt;
   /// Unset: the enclosing guard's; at the outermost, Policy::standard().
   std::optional<Policy> policy = std::nullopt;
-  /// How long casts of weights are kept, and by whom. Unset: `false` in `cache_enabled` means
-  /// WeightCache::none; otherwise inherited; at the outermost guard LibTorch's. Errors:
+  /// How long casts of weights are cached, and by which cache. Unset: `false` in `cache_enabled`
+  /// means WeightCache::none; otherwise inherited; at the outermost guard LibTorch's. Errors:
   /// `cache_enabled = false` with a value other than none, true with none.
   std::optional<WeightCache> cache = std::nullopt;
 };
 
-/// A region of the calling thread in which ops cast their arguments as a Policy says.
+/// A region of the calling thread in which ops cast their arguments to the dtypes that a Policy
+/// selects.
 ///
 ///     torch::Tensor loss;
 ///     {
@@ -50,36 +52,34 @@ struct AutocastOptions {
 ///     loss.backward();
 ///
 /// Construction switches autocast for `device` on (or off) and sets dtype, cache flag and policy.
-/// Destruction puts back what was there at construction, whatever happened in between, exceptions
-/// and calls to at::autocast included; the outermost guard's end drops the cached casts of weights.
-/// Regions nest, on one device or several.
+/// Destruction restores the state at construction, whatever happened in between (exceptions, calls
+/// of at::autocast). The end of the outermost guard drops the cached casts of weights. Regions
+/// nest, on one device or several.
 ///
-/// Threads: the state is the calling thread's. It follows LibTorch's own autocast state to
-/// autograd's workers, at::launch and at::wrapPropagateTLSState, and nowhere else. A guard must be
-/// destroyed by the thread that made it: another one leaves all state as it is and warns. The first
-/// guard with a new policy registers kernels with LibTorch's dispatcher: make it before threads
-/// start that run ops under autocast.
+/// Threads: the state is thread-local. It follows LibTorch's own autocast state to autograd's
+/// workers, at::launch and at::wrapPropagateTLSState, and nowhere else. The thread that made a
+/// guard must destroy it; another one warns and leaves all state unchanged. The first guard with a
+/// new policy registers kernels with LibTorch's dispatcher: make it before you start threads that
+/// run ops under autocast.
 ///
-/// Never reads the device.
+/// The environment variable TORCHAMP_POLICY, read by the first guard, overrides all guards: `off`,
+/// `standard`, `torch` or `file:PATH`, a file of to_text() or save_policy(), whose rules for
+/// modules are ignored and in which an fp8 rule is an error. `file:` needs torchamp/policy_text.h
+/// in one source file. Never reads the device.
 ///
-/// The environment variable TORCHAMP_POLICY, read at the first guard, overrides all guards for a
-/// quick comparison: `off`, `standard`, `torch` or `file:PATH` (a text as in policy_text.h, which
-/// some source file of the program includes, or what save_policy() has written, whose part about
-/// modules is passed over; an fp8 rule there is an error).
-///
-/// A region of a device that is not there (CUDA without a CUDA device, MPS in a LibTorch built
-/// without it), and a dtype that the device's autocast does not support (fp32 on a CPU, say), warn
-/// once in a program and run disabled, as in torch.autocast. Errors, without any change of state: a
-/// device type without autocast, a dtype that is not floating, also with {.enabled = false}.
-/// Source: torch/amp/autocast_mode.py.
+/// A region of a missing device (CUDA without a CUDA device, MPS in a LibTorch built without it) or
+/// with a dtype that the device's autocast does not support (fp32 on a CPU) warns once per program
+/// and casts nothing, as in torch.autocast. Errors, without a change of state: a device type
+/// without autocast; a dtype that is not floating-point, also with {.enabled = false}. Source:
+/// torch/amp/autocast_mode.py.
 class AutocastGuard {
  public:
-  /// Begins a region for all devices of this type; its end is that of the guard's scope.
+  /// Begins a region for all devices of this type, to the end of the guard's scope.
   [[nodiscard]] explicit AutocastGuard(at::DeviceType device, const AutocastOptions& options = {})
       : region_(device, options.dtype, options.enabled, options.cache_enabled, options.cache,
                 options.policy ? options.policy->data() : nullptr) {}
 
-  /// Begins a region with this dtype, as {.dtype = dtype} does. A template so that `{}` means the
+  /// Begins a region with this dtype, as {.dtype = dtype}. A template so that `{}` means the
   /// options.
   template <std::same_as<at::ScalarType> Dtype>
   [[nodiscard]] AutocastGuard(at::DeviceType device, Dtype dtype)

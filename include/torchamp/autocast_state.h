@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief AutocastState: the autocast state of a thread, to be carried to another.
+/// @brief AutocastState: a thread's autocast state, to copy to other threads.
 
 #include <ATen/autocast_mode.h>
 #include <c10/core/Device.h>
@@ -23,8 +23,8 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-/// The whole autocast state of a thread: for each device type whether autocast is on and in which
-/// dtype, the weight cache's flag, and the policy. A value, to be carried to other threads:
+/// The autocast state of a thread: for each device type whether autocast is on and its dtype, the
+/// weight cache's flag, and the policy. A value, to copy to other threads:
 ///
 ///     const auto state = torchamp::AutocastState::of_this_thread();
 ///     std::thread worker([state] {
@@ -32,8 +32,8 @@ namespace TORCHAMP_NAMESPACE {
 ///       replica->forward(batch);
 ///     });
 ///
-/// LibTorch's own at::ThreadLocalState carries all of it but the cache flag, along with grad mode
-/// and much else; where that is used, this is not needed. Never reads a device.
+/// LibTorch's own at::ThreadLocalState carries all of it except the cache flag, and also the grad
+/// mode and more; where it is used, this class is not needed. Never reads a device.
 class AutocastState {
  public:
   /// Takes a copy of the calling thread's state.
@@ -58,10 +58,10 @@ class AutocastState {
   bool is_enabled(at::Device device) const { return is_enabled(device.type()); }
   /// The dtype that ops were cast to on the type of `device`.
   at::ScalarType dtype(at::Device device) const { return dtype(device.type()); }
-  /// Whether casts of weights were kept.
+  /// Whether LibTorch's cache of casts was on.
   bool is_cache_enabled() const { return cache_enabled_; }
 
-  /// Equal when every part is; policies are equal when they come from the same guard.
+  /// Equal if every part is; policies are equal if they come from the same guard.
   bool operator==(const AutocastState&) const = default;
 
  private:
@@ -78,12 +78,12 @@ class AutocastState {
   std::shared_ptr<const detail::ThreadPolicy> policy_;
 };
 
-/// A region of the calling thread under a captured AutocastState. Restores what was there at
-/// construction; the outermost region's end drops the cached casts of weights, as with
-/// AutocastGuard. Destroyed by another thread, it leaves all state as it is and warns.
+/// A region of the calling thread under a captured AutocastState. Restores the previous state; the
+/// end of the outermost region drops the cached casts of weights, as with AutocastGuard. If another
+/// thread destroys it, it warns and leaves all state unchanged.
 class AutocastStateGuard {
  public:
-  /// Puts `state` in force on the calling thread.
+  /// Sets `state` on the calling thread.
   [[nodiscard]] explicit AutocastStateGuard(const AutocastState& state)
       : before_(AutocastState::of_this_thread()), policy_scope_(changed_policy(before_, state)) {
     apply(state);
@@ -104,8 +104,8 @@ class AutocastStateGuard {
   }
 
  private:
-  /// The policy to put in force; null if it is in force already. In a backward pass one that is
-  /// gets a scope of its own: see Note [Sums of gradients].
+  /// The policy to set; null if it is set already. In a backward pass such a one gets a scope of
+  /// its own: see Note [Sums of gradients].
   static std::shared_ptr<const detail::ThreadPolicy> changed_policy(const AutocastState& before,
                                                                     const AutocastState& state) {
     if (state.policy_ == before.policy_ &&
@@ -124,7 +124,7 @@ class AutocastStateGuard {
       device.apply();
     }
     detail::NoCastCache::set_flag(state.cache_enabled_);
-    // LibTorch's cache does not tell one 16-bit dtype from the other.
+    // LibTorch's cache does not distinguish the 16-bit dtypes.
     if (dtypes_change) at::autocast::clear_cache();
   }
 

@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief WeightCache: how long casts of weights are kept, and what the cache must be told.
+/// @brief WeightCache: how long casts of weights are cached, and how to invalidate them.
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
@@ -21,15 +21,15 @@ struct LongWeightCache {
   WeightKeep::Until until;
 };
 
-/// What that header brings: see Note [Extras].
+/// What that header adds: see Note [Extras].
 template <class LongCache>
 struct LongWeightCacheExtra {
   static_assert(
       sizeof(LongCache) == 0,
       "torchamp: include torchamp/weight_cache.h, which has WeightCache::window and kept.");
 };
-/// While it lives, casts of the calling thread neither come from LibTorch's cache of cast weights,
-/// which all threads share, nor go there; guards do not switch it on.
+/// While it lives, casts of the calling thread bypass LibTorch's cache of cast weights, which all
+/// threads share; guards do not switch it on.
 class NoCastCache {
  public:
   NoCastCache() : before_(at::autocast::is_autocast_cache_enabled()) {
@@ -43,7 +43,7 @@ class NoCastCache {
     at::autocast::set_autocast_cache_enabled(before_);
   }
 
-  /// Sets LibTorch's flag, as far as it may be on.
+  /// Sets LibTorch's flag, unless an object of this class lives.
   static void set_flag(bool enabled) {
     at::autocast::set_autocast_cache_enabled(enabled && depth == 0);
   }
@@ -54,26 +54,27 @@ class NoCastCache {
 };
 }  // namespace detail
 
-/// How long casts of weights to 16 bits are kept (AutocastOptions::cache).
+/// How long casts of weights to 16 bits are cached (AutocastOptions::cache).
 ///
-/// `none` and `libtorch` are torch.autocast's `cache_enabled`. LibTorch's cache knows a weight by
-/// its identity alone, and holds one cast of it, within one autograd graph. The others are
-/// torchamp's own cache: see torchamp/weight_cache.h, which `window` and `kept` need; without it
-/// `region` is `libtorch`.
+/// `none` and `libtorch` are torch.autocast's `cache_enabled`: LibTorch's cache identifies a weight
+/// by its address alone, and holds one cast of it, within one autograd graph. The others are
+/// torchamp's own cache, which casts a weight again after it has changed: see
+/// torchamp/weight_cache.h, which `window` and `kept` need. Without that header `region` is
+/// `libtorch`.
 ///
-/// What writes to weights without LibTorch's counting has to tell: see weights_changed().
+/// After writes that LibTorch does not count, call weights_changed().
 class WeightCache {
  public:
-  /// Not at all.
+  /// No cache.
   static const WeightCache none;
-  /// By LibTorch, until the outermost guard ends.
+  /// LibTorch's cache, until the outermost guard ends.
   static const WeightCache libtorch;
-  /// By torchamp, until the outermost guard ends.
+  /// torchamp's cache, until the outermost guard ends.
   static const WeightCache region;
-  /// By torchamp, until a step of a GradScaler or of a fused optimizer: for the micro-batches of an
-  /// accumulation.
+  /// torchamp's cache, until a step of a GradScaler or of a fused optimizer: for the micro-batches
+  /// of an accumulation.
   static constexpr detail::LongWeightCache window{detail::WeightKeep::Until::weights_step};
-  /// By torchamp, until the weight is gone, or clear_weight_cache().
+  /// torchamp's cache, until the weight is destroyed, or clear_weight_cache().
   static constexpr detail::LongWeightCache kept{detail::WeightKeep::Until::told};
 
   /// `window` or `kept`.
@@ -81,7 +82,7 @@ class WeightCache {
   constexpr WeightCache(LongCache cache)
       : WeightCache(detail::LongWeightCacheExtra<LongCache>::until(cache), /*is_own=*/true) {}
 
-  /// Equal when they keep casts as long, in the same cache.
+  /// Equal if they cache casts for the same time, in the same cache.
   bool operator==(const WeightCache&) const = default;
 
   /// For the library's own headers: how long casts are kept.
@@ -103,28 +104,26 @@ inline constexpr WeightCache WeightCache::none{detail::WeightKeep::Until::made, 
 inline constexpr WeightCache WeightCache::libtorch{detail::WeightKeep::Until::region_ends, false};
 inline constexpr WeightCache WeightCache::region{detail::WeightKeep::Until::region_ends, true};
 
-/// Forgets the casts of weights that LibTorch keeps until the outermost guard ends, and all that
-/// torchamp's own cache holds. Call it after writing to a weight in place inside a region, by a
-/// plain optimizer's own step, say (steps of a GradScaler or of a fused optimizer do so
-/// themselves): LibTorch's cache knows a weight by its identity and would go on giving the cast of
-/// its old values. All threads share the caches; any may call this at any time, since what is
-/// dropped is cast again.
+/// Drops all cached casts of weights: LibTorch's, and those of torchamp's own cache. Call it after
+/// an in-place write to a weight inside a region, such as a plain optimizer's own step (steps of a
+/// GradScaler or of a fused optimizer need no call): LibTorch's cache would return the cast of the
+/// old values. All threads share the caches; any thread may call this at any time.
 inline void clear_weight_cache() {
   at::autocast::clear_cache();
   if (auto* const kept = detail::kept_weights()) kept->clear();
 }
 
-/// Tells that any weight may have other values now. Call it after writes that LibTorch does not
-/// count, while torchamp's own cache is in use: through `.data()` (as LibTorch's own SGD does in
-/// steps that no GradScaler makes) or a pointer, through another tensor that was given the weight's
-/// memory and is no view of it, by a kernel of your own or an op such as `_fused_adam_`, by a graph
-/// that something other than a CudaGraph replays. Any thread; reads no device.
+/// Marks the casts of all weights as stale. Call it after writes that LibTorch does not count,
+/// while torchamp's own cache is in use: through `.data()` (as LibTorch's own SGD in steps without
+/// a GradScaler) or a pointer, through another tensor over the weight's memory that is not a view
+/// of it, by a custom kernel or an op such as `_fused_adam_`, by a graph that is not a CudaGraph's.
+/// Any thread; reads no device.
 inline void weights_changed() {
   at::autocast::clear_cache();
   if (auto* const kept = detail::kept_weights()) kept->all_changed();
 }
 
-/// Tells the same of these weights only, and of all that shares their memory.
+/// The same for these weights, and all that shares their memory.
 inline void weights_changed(at::TensorList weights) {
   at::autocast::clear_cache();
   if (auto* const kept = detail::kept_weights()) kept->changed(weights);

@@ -25,39 +25,38 @@ namespace detail {
 class CastRecording;
 }
 
-/// What a CastRecorder counted. A value that any thread may keep; operator<< prints it as a table.
+/// The counts of a CastRecorder. A value that any thread may keep; operator<< prints it as a table.
 class CastReport {
  public:
-  /// The numbers of one op in one module, forward or backward.
+  /// The counts of one op in one module, in forward or backward.
   struct Row {
-    /// Whether the calls were backward's.
+    /// Whether backward made the calls.
     bool backward = false;
     /// Dotted name, or empty where no module is known.
     std::string module;
-    /// With its overload, as a Policy takes it: "add.Tensor". A cast that the program asks for
-    /// itself is a row of its own, "to.dtype"; the backward of a cast is "ToCopyBackward0".
+    /// With its overload, as in a Policy: "add.Tensor". A cast that the program itself makes has
+    /// its own row, "to.dtype"; the backward of a cast is "ToCopyBackward0".
     std::string op;
-    /// How often the program called it, by the dtype of the first floating-point result.
+    /// Number of the program's calls, by the dtype of the first floating-point result.
     std::map<at::ScalarType, int64_t> calls;
-    /// Conversions between floating-point dtypes that autocast made for these calls.
+    /// Number of autocast's conversions between floating-point dtypes for these calls.
     int64_t casts = 0;
     /// Bytes that they read and wrote: elements times the widths of both dtypes.
     int64_t cast_bytes = 0;
-    /// How many of the casts took values back to the dtype that an earlier cast took them from: of
-    /// the earlier cast's result, or of what was computed from it by the op that it was made for
-    /// (if that widened them to fp32) and by ops without a rule of their own.
+    /// Number of casts that returned values to the dtype from which an earlier cast had converted
+    /// them: of the earlier cast's result, or of what its op (if that widened to fp32) and ops
+    /// without a rule computed from it.
     int64_t undone = 0;
-    /// How many of the calls ran in fp32 only because an input was fp32 while another had 16 bits:
-    /// by type promotion, and not by a rule.
+    /// Number of calls that ran in fp32 only because one input was fp32 and another 16-bit: by type
+    /// promotion, not by a rule.
     int64_t fp32_by_input = 0;
-    /// How many of the calls ran in fp8: see Policy::fp8.
+    /// Number of calls in fp8: see Policy::fp8.
     int64_t fp8 = 0;
-    /// How many of the calls followed the rule fp8 and ran as lower_precision, by the reason.
+    /// Number of calls under the rule fp8 that ran as lower_precision, by reason.
     std::map<std::string, int64_t> not_fp8 = {};
-    /// How many casts of weights were found in torchamp's own cache (see WeightCache), and not
-    /// made.
+    /// Number of casts of weights found in torchamp's own cache (see WeightCache).
     int64_t cache_hits = 0;
-    /// How many of `casts` the cache made, and may have kept.
+    /// Number of `casts` made by that cache.
     int64_t cache_misses = 0;
   };
 
@@ -67,25 +66,24 @@ class CastReport {
                      [](const Row& a, const Row& b) { return a.cast_bytes > b.cast_bytes; });
   }
 
-  /// Returns a row for each op, module and phase; those whose casts moved most bytes come first.
+  /// Returns a row for each op, module and phase, in descending order of bytes moved by casts.
   const std::vector<Row>& rows() const { return rows_; }
 
   /// Returns the sums over all rows, with no op and no module.
   Row total() const;
 
-  /// Returns a JSON object with "rows" (phase, module, op and the numbers of a Row, by the names of
-  /// its members, those about fp8 and torchamp's own cache only where they were used) and "total".
+  /// Returns a JSON object with "rows" (phase, module, op and the members of a Row by name; those
+  /// about fp8 and torchamp's own cache only if used) and "total".
   std::string to_json() const;
 
  private:
   std::vector<Row> rows_;
 };
 
-/// Prints the report as a table, a line for each row and one for the sums.
+/// Prints the report as a table, with a line per row and one for the sums.
 std::ostream& operator<<(std::ostream& out, const CastReport& report);
 
-/// Counts, from construction to destruction, which ops ran in which dtype and what was cast for
-/// them, forward and backward:
+/// While it lives, counts which ops ran in which dtype, forward and backward, and their casts:
 ///
 ///     torchamp::CastRecorder recorder(*model);
 ///     train_one_step();
@@ -93,29 +91,29 @@ std::ostream& operator<<(std::ostream& out, const CastReport& report);
 ///
 /// Each op that the program or an autograd node calls counts once, with all casts that autocast
 /// makes for it and for the ops that it calls. Views, copies and ops without floating-point tensors
-/// do not count. Conversions inside LibTorch's kernels (type promotion on a CPU, an op's own
-/// temporaries) are no casts, and a cast that the weight cache already holds is not made.
+/// do not count. Conversions inside LibTorch's kernels (type promotion on a CPU, an op's
+/// temporaries) do not count as casts, nor do casts found in the weight cache.
 ///
 /// An op belongs to the module that owns a parameter among its arguments, if a model is given, and
 /// otherwise to the innermost user scope around it (RECORD_USER_SCOPE, or a module with a policy,
-/// see ModulePolicies). In backward it belongs to the module of the op that made the node.
+/// see ModulePolicies). In backward it belongs to the module of the forward op.
 ///
-/// It records what the calling thread does, and what LibTorch does for it on other threads that
-/// take over its state (autograd's workers, at::launch, at::wrapPropagateTLSState). Several may
-/// record at once. While none does, no op runs one instruction more. Recording costs some
-/// microseconds per op, and memory that grows with their number: record a few steps.
+/// It records the calling thread, and other threads on which LibTorch works for it with its state
+/// (autograd's workers, at::launch, at::wrapPropagateTLSState). Several may record at once. Without
+/// a recorder no op executes one instruction more. Recording costs some microseconds per op, and
+/// memory that grows with their number: record a few steps.
 ///
 /// The thread that made a recorder must destroy it; another one warns and leaves the callback
-/// behind. Never reads a device.
+/// registered. Never reads a device.
 ///
 /// Errors: more than 32 recorders, searches (first_non_finite_op) and captures (CudaGraph) at once;
 /// a static object's destructor, where the thread has recorded before.
 class CastRecorder {
  public:
-  /// Knows no modules: ops belong to user scopes alone.
+  /// Without modules: ops belong to user scopes alone.
   [[nodiscard]] CastRecorder() : CastRecorder(detail::NamedParameters{}) {}
 
-  /// Knows the modules of `model`: a torch::nn::Module, or whatever else has named_parameters().
+  /// With the modules of `model`: a torch::nn::Module, or anything with named_parameters().
   /// Parameters that are replaced while it records (model->to(device)) are not recognised
   /// afterwards.
   template <class Model>
@@ -131,7 +129,7 @@ class CastRecorder {
   static void* operator new[](std::size_t) = delete;
   ~CastRecorder() = default;
 
-  /// Returns what was counted so far. Any thread may ask.
+  /// Returns the counts so far. Any thread may call it.
   CastReport report() const;
 
  private:

@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief clip_grad_norm_ and clip_grad_value_, for scaled gradients too.
+/// @brief clip_grad_norm_ and clip_grad_value_, also for scaled gradients.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_foreach_clamp_max.h>
@@ -29,29 +29,28 @@
 #include "torchamp/version.h"
 
 /// @file
-/// Clipping of gradients, as torch.nn.utils.clip_grad_norm_ and clip_grad_value_ do it. None of
-/// these functions reads a device, and the number of kernels does not grow with the number of
-/// gradients, except within ATen's own. (Where some gradients lie on the host and others on a
-/// device, the host has to wait for the norm.) Parameters without a gradient are passed over, and
-/// a gradient that is given twice counts once. The norm of pieces of ShardedMasterWeights is that
-/// of all processes, which call it together.
+/// Clips gradients as torch.nn.utils.clip_grad_norm_ and clip_grad_value_ do. None of these
+/// functions reads a device, and the number of kernels (apart from those within ATen's own) does
+/// not grow with the number of gradients. (If some gradients are on the host and others on a
+/// device, the host waits for the norm.) Parameters without a gradient are ignored; a gradient
+/// given twice counts once. The norm of shards of ShardedMasterWeights is that of all processes,
+/// which call it together.
 ///
-/// With a GradScaler, gradients are clipped as if they had not been scaled. Either unscale them
-/// first and clip whatever is to be clipped,
+/// With a GradScaler, gradients are clipped as if they had not been scaled. Either unscale first
+/// and then clip,
 ///
 ///     scaler.unscale_(optimizer);
 ///     torchamp::clip_grad_norm_(model->parameters(), 1.);
 ///
-/// or name the scaler, which is right before unscale_ and after it:
+/// or name the scaler, before or after unscale_:
 ///
 ///     torchamp::clip_grad_norm_(scaler, optimizer, 1.);
 ///
-/// Wherever an optimizer is named and is a FusedOptimizer, the gradients stay as they are, and the
-/// next step divides them by what the norm is too large by: no pass over the gradients but the one
-/// that finds the norm (see Note [Norms of scaled gradients]). They are to stay as they are until
-/// then: a step with gradients that were written to, replaced, added or dropped after the clip is
-/// an error (see FusedOptimizer::divide_next_step). (fp64 gradients are multiplied at once: such a
-/// step divides by an fp32 number.)
+/// If an optimizer is named and is a FusedOptimizer, the gradients stay unchanged and the next step
+/// divides them: clipping then costs only the pass that computes the norm (see Note [Norms of
+/// scaled gradients]). Until that step the gradients may not be written to, replaced, added or
+/// dropped: the step would throw (see FusedOptimizer::divide_next_step). (fp64 gradients are
+/// multiplied at once, because such a step divides by an fp32 number.)
 
 namespace TORCHAMP_NAMESPACE {
 
@@ -62,19 +61,19 @@ inline void check_max_norm(double max_norm) {
                     ". It must be 0 or more.");
 }
 
-/// By what the gradients are to be multiplied; not finite where the norm is not, as in PyTorch.
+/// The factor for the gradients; not finite if the norm is not, as in PyTorch.
 inline at::Tensor clip_coefficient(const at::Tensor& norm, double max_norm) {
   return norm.add(1e-6).reciprocal_().mul_(max_norm).clamp_max_(1.);
 }
 
 // Note [One read for norm and check]
-// A norm of a positive order is not finite where a gradient is not, nor is what a step is to divide
-// by then. So where a clip is left to a step that a GradScaler makes, the scaler looks at these two
-// numbers instead of the gradients. (On the host it looks at the gradients all the same where the
-// number is not finite: there such a step is made where all gradients are finite.)
+// A norm of a positive order, and the divisor made from it, is not finite if a gradient is not. So
+// if a clip is left to a step that a GradScaler makes, the scaler checks these two numbers instead
+// of the gradients. (On the host it also checks the gradients if the number is not finite: there a
+// step is made whenever all gradients are finite.)
 
-/// `scale`: what the gradients are scaled by; undefined for 1. `zero`: one element of fp32, 0, on
-/// the scale's device, or undefined.
+/// `scale`: that of the gradients; undefined for 1. `zero`: a 0 in fp32 on the scale's device, or
+/// undefined.
 inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor& scale,
                             double max_norm, double norm_type, const at::Tensor& zero = {}) {
   const InternalOps internal;
@@ -132,13 +131,13 @@ inline void clip_value(const std::vector<GradientBatch>& batches, double value) 
 
 inline void check_not_stepped(const char* call, const GradScaler& scaler,
                               const torch::optim::Optimizer& optimizer) {
-  TORCH_CHECK(
-      !scaler.is_stepped(optimizer), call,
-      ": this optimizer has been stepped already in this iteration. Clip between backward() "
-      "and step().");
+  TORCH_CHECK(!scaler.is_stepped(optimizer), call,
+              ": this optimizer has been stepped already in this iteration. Clip between "
+              "backward() and step().");
 }
 
-/// For a scaler that has scaled these gradients, and for those who step if there are none yet.
+/// Records the clip for a scaler that has scaled these gradients, and for a step that finds that
+/// there were none yet.
 inline void note_plain_clip(at::TensorList params) {
   const at::Tensor* none = nullptr;
   for (const at::Tensor& param : params) {
@@ -168,13 +167,13 @@ inline void check_clip_value(double value) {
 
 /// Multiplies the gradients of `params` (a vector, a list in braces, or one tensor) in place by
 /// min(1, max_norm / (norm + 1e-6)), where norm is the `norm_type`-norm of all of them as one
-/// vector (2., 1., infinity, any other number; 0. counts the gradients that are not all zeros, as
-/// in PyTorch).
+/// vector (2., 1., infinity, any other number; 0. counts the gradients that are not all zero, as in
+/// PyTorch).
 ///
 /// Returns the norm before clipping: a 0-dim tensor in fp32, or fp64 if a gradient is, on the first
-/// gradient's device; 0 if there is no gradient. If it is inf or NaN, so is what becomes of the
-/// gradients, or 0, as in PyTorch. Errors: a negative max_norm; gradients that are neither strided
-/// nor sparse COO, or that are expanded.
+/// gradient's device; 0 without gradients. If it is inf or NaN, the gradients become inf, NaN or 0,
+/// as in PyTorch. Errors: a negative max_norm; gradients that are neither strided nor sparse COO,
+/// or that are expanded.
 inline at::Tensor clip_grad_norm_(at::TensorList params, double max_norm, double norm_type = 2.) {
   detail::check_max_norm(max_norm);
   const detail::InternalOps internal;
@@ -187,9 +186,9 @@ inline at::Tensor clip_grad_norm_(at::TensorList params, double max_norm, double
   return norm;
 }
 
-/// Clips the gradients of all parameters of `optimizer`, which are not scaled, so that their norm
-/// is at most `max_norm`; returns the norm before. See clip_grad_norm_(params, max_norm). A
-/// FusedOptimizer's gradients stay as they are, and its next step does the clip.
+/// Clips the unscaled gradients of all parameters of `optimizer` to a norm of at most `max_norm`;
+/// returns the norm before. See clip_grad_norm_(params, max_norm). A FusedOptimizer's gradients
+/// stay unchanged; its next step clips.
 inline at::Tensor clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm,
                                   double norm_type = 2.) {
   detail::check_max_norm(max_norm);
@@ -199,9 +198,9 @@ inline at::Tensor clip_grad_norm_(torch::optim::Optimizer& optimizer, double max
 }
 
 /// Clips gradients that `scaler` has scaled, between backward() and scaler.step(optimizer), as if
-/// they had not been scaled. Gradients that are still scaled are unscaled (GradScaler::unscale_)
-/// or, for a FusedOptimizer, left to its step. Returns the norm of the unscaled gradients, at any
-/// scale at which no gradient is inf. An error after step(), before update().
+/// they had not been scaled: unscales them first (GradScaler::unscale_), or leaves both to a
+/// FusedOptimizer's step. Returns the norm of the unscaled gradients, at any scale at which no
+/// gradient is inf. An error between step() and update().
 inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& optimizer,
                                   double max_norm, double norm_type = 2.) {
   detail::check_max_norm(max_norm);
@@ -232,8 +231,8 @@ inline void clip_grad_value_(at::TensorList params, double value) {
   detail::note_plain_clip(params);
 }
 
-/// Clamps the gradients of all parameters of `optimizer`, which are not scaled, to [-value, value].
-/// What clip_grad_norm_ has left to the optimizer's next step is done first.
+/// Clamps the unscaled gradients of all parameters of `optimizer` to [-value, value], after any
+/// clip that clip_grad_norm_ has left to its next step.
 inline void clip_grad_value_(torch::optim::Optimizer& optimizer, double value) {
   detail::check_clip_value(value);
   const detail::InternalOps internal;
@@ -245,9 +244,9 @@ inline void clip_grad_value_(torch::optim::Optimizer& optimizer, double value) {
   detail::note_plain_clip(optimizer);
 }
 
-/// Clamps gradients that `scaler` has scaled, between backward() and scaler.step(optimizer):
-/// unscales them first (GradScaler::unscale_), unless that has been done. An error after step(),
-/// before update().
+/// Clamps gradients that `scaler` has scaled, between backward() and scaler.step(optimizer);
+/// unscales them first (GradScaler::unscale_) unless that has been done. An error between step()
+/// and update().
 inline void clip_grad_value_(GradScaler& scaler, torch::optim::Optimizer& optimizer, double value) {
   detail::check_clip_value(value);
   detail::check_not_stepped("clip_grad_value_", scaler, optimizer);
@@ -259,11 +258,10 @@ inline void clip_grad_value_(GradScaler& scaler, torch::optim::Optimizer& optimi
 
 namespace torch::nn::utils {
 
-// LibTorch's own clips write to the gradients' data(), which leaves no trace in them. So these,
-// which a vector that is not const matches better, call them and leave the note that a scaler looks
-// for.
+// LibTorch's own clips write to the gradients' data(), which leaves no trace. These overloads,
+// which a vector that is not const matches better, call them and leave a record for the scaler.
 
-/// LibTorch's clip_grad_norm_; a scaler is told.
+/// LibTorch's clip_grad_norm_, recorded for the scaler.
 template <class Tensors, class... Rest>
 requires std::same_as<std::remove_reference_t<Tensors>, std::vector<at::Tensor>>
 double clip_grad_norm_(Tensors&& parameters, double max_norm, Rest... rest) {
@@ -271,7 +269,7 @@ double clip_grad_norm_(Tensors&& parameters, double max_norm, Rest... rest) {
   torchamp::detail::note_plain_clip(parameters);
   return norm;
 }
-/// LibTorch's clip_grad_value_; a scaler is told.
+/// LibTorch's clip_grad_value_, recorded for the scaler.
 template <class Tensors>
 requires std::same_as<std::remove_reference_t<Tensors>, std::vector<at::Tensor>>
 void clip_grad_value_(Tensors&& parameters, double clip_value) {

@@ -38,21 +38,20 @@ namespace TORCHAMP_NAMESPACE {
 
 // Note [A step with a closure]
 //
-// The optimizer evaluates the loss as often as it likes, LBFGS some twenty times in one step, and
-// looks at the gradients in between. So each evaluation scales, unscales and checks by itself. One
-// that overflows is made again at a lower scale. The first evaluation is made before the optimizer
-// is called, so that a step that must be skipped has not begun. If a later one, at a point that a
-// line search tries, cannot be made finite, the step is abandoned: an exception leaves the
-// optimizer, and its parameters and state are put back. With forgives_bad_losses that is so at once
-// where the loss itself is an inf or a NaN.
+// The optimizer evaluates the loss as often as it likes (LBFGS some twenty times per step) and
+// reads the gradients in between, so each evaluation scales, unscales and checks. One that
+// overflows is repeated at a lower scale. The first evaluation precedes the call of the optimizer,
+// so a step that must be skipped has not begun. If a later one, at a point of a line search, cannot
+// be made finite, an exception abandons the optimizer's step, and its parameters and state are
+// restored. With forgives_bad_losses this happens at once if the loss itself is an inf or a NaN.
 
 namespace detail {
 
-/// Leaves an optimizer's step; caught by GradScaler::step.
+/// Abandons an optimizer's step; caught by GradScaler::step.
 struct StepAbandoned : std::exception {};
 
-/// A copy of an optimizer's parameters and state, whose values can be put back where they were. (Of
-/// a fused one, whose step changes nothing where it throws, the parameters only.)
+/// A copy of an optimizer's parameters and state, which can be restored in place. (Of a fused
+/// optimizer, whose step changes nothing if it throws, only the parameters.)
 class OptimizerSnapshot {
  public:
   explicit OptimizerSnapshot(torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {
@@ -93,25 +92,24 @@ class OptimizerSnapshot {
   ParamStates states_;
 };
 
-/// The loss, with the parameters' gradients cleared. An error if `closure` has called backward(),
-/// as one that is given to an optimizer's own step does: another backward() would add to its
-/// gradients.
+/// Clears the gradients and returns the loss. An error if `closure` has called backward(), as a
+/// closure for an optimizer's own step does: another backward() would add to its gradients.
 inline at::Tensor evaluate_loss(torch::optim::Optimizer& optimizer,
                                 const torch::optim::Optimizer::LossClosure& closure) {
   optimizer.zero_grad();
   at::Tensor loss = closure();
   TORCH_CHECK_VALUE(loss.defined() && loss.numel() == 1,
-                    "GradScaler::step: the closure has returned no loss of one element. It "
-                    "computes the loss and leaves backward() to the scaler.");
+                    "GradScaler::step: the closure has returned no loss of one element. Let it "
+                    "compute and return the loss; the scaler calls backward().");
   TORCH_CHECK_VALUE(
       count_gradients(optimizer) == 0,
-      "GradScaler::step: the closure has called backward(). Let it compute the loss and return "
-      "it: zero_grad(), scale() and backward() are done here, at each evaluation.");
+      "GradScaler::step: the closure has called backward(). Let it only compute and return the "
+      "loss: the scaler calls zero_grad(), scale() and backward() at each evaluation.");
   TORCH_CHECK_VALUE(
       loss.requires_grad(), "GradScaler::step: the loss that the closure has returned, ",
       loss.scalar_type(), " on ", loss.device(),
-      ", needs no gradient: no parameter that does took part in it. Compute it in the closure from "
-      "the model's output, without a NoGradGuard and without detach() or item() on the way.");
+      ", does not require grad: it does not depend on a parameter that does. Compute it in the "
+      "closure from the model's output, without a NoGradGuard, detach() or item().");
   return loss;
 }
 
@@ -164,7 +162,7 @@ class ClosureStep<GradScaler> {
     const torch::optim::Optimizer& optimizer_;
   };
 
-  /// A disabled scaler's.
+  /// For a disabled scaler.
   StepResult step_unscaled() {
     at::Tensor value = optimizer_.step([this] {
       const DropWeightCasts before_the_next_evaluation(optimizer_);
@@ -180,10 +178,9 @@ class ClosureStep<GradScaler> {
     using Stage = OptimizerState::Stage;
     const OptimizerState& state = ledger_.optimizers.of(optimizer_);
     check_not_stepped(state);
-    TORCH_CHECK(
-        state.stage == Stage::ready,
-        "GradScaler::step: the gradients of this optimizer have been unscaled. With a closure, "
-        "step computes and unscales them by itself: leave unscale_ out.");
+    TORCH_CHECK(state.stage == Stage::ready,
+                "GradScaler::step: the gradients of this optimizer have been unscaled. With a "
+                "closure, step computes and unscales them itself: leave unscale_ out.");
 
     const WithinClosure within_closure(ledger_.optimizers, optimizer_);
     Evaluation first;
@@ -207,7 +204,7 @@ class ClosureStep<GradScaler> {
         ledger_.finish(stepped, scale_, std::move(value), std::move(missing), first.attempts));
   }
 
-  /// What the optimizer's step returns; undefined, with all as it was, if it was abandoned.
+  /// The result of the optimizer's step; undefined, with everything restored, if it was abandoned.
   at::Tensor step_from(Evaluation& first) {
     OptimizerSnapshot snapshot(optimizer_);
     bool is_first = true;
@@ -233,8 +230,8 @@ class ClosureStep<GradScaler> {
     }
   }
 
-  /// Evaluates the loss and its gradients, unscaled, until they are finite. False, and the
-  /// gradients as they are, if they never were.
+  /// Evaluates the loss and its gradients, unscaled, until they are finite. Returns false, with the
+  /// last gradients, if they never were.
   bool evaluate(Evaluation& evaluation) {
     for (evaluation.attempts = 1;; ++evaluation.attempts) {
       const DropWeightCasts drop_weight_casts(optimizer_);  // the next evaluation has other weights
@@ -257,7 +254,7 @@ class ClosureStep<GradScaler> {
     }
   }
 
-  /// Lowers the scale at once, whatever hysteresis says.
+  /// Backs off at once, whatever hysteresis says.
   void back_off(const GradScalerOptions& options) {
     const InternalOps guard;
     ScaleMemory<double> values = scale_.read();

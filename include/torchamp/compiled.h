@@ -2,14 +2,14 @@
 #pragma once
 
 /// @file
-/// @brief For one source file of a program that compiles torchamp only once.
+/// @brief For the one source file of a program that compiles torchamp.
 
 /// @file
-/// Defines what the other headers only declare where TORCHAMP_COMPILED is defined. A program that
-/// defines it, in all of its source files, includes this header in one of them. CMake's targets
+/// Defines what the other headers only declare if TORCHAMP_COMPILED is defined. A program that
+/// defines it, in all of its source files, includes this header in exactly one. CMake's targets
 /// torchamp::library and torchamp::compiled do both. Source files that use torchamp then compile
-/// almost as fast as without it; what they do stays the same. Where TORCHAMP_COMPILED is not
-/// defined, another header of torchamp before this one is an error.
+/// almost as fast as without it, with the same results. Without TORCHAMP_COMPILED, including
+/// another header of torchamp before this one is an error.
 
 #if defined(TORCHAMP_BODIES) && !defined(TORCHAMP_COMPILED)
 #error torchamp/compiled.h comes after another header of torchamp, which has taken this program for one that is compiled \

@@ -35,21 +35,20 @@ namespace TORCHAMP_NAMESPACE {
 
 class CudaGraph;
 
-/// How a CudaGraph is made. An aggregate, for designated initialisers.
+/// Options of a CudaGraph. An aggregate, for designated initialisers.
 struct CudaGraphOptions {
   using Graph = CudaGraph;  ///< what is made with them
 
-  /// Iterations that run eagerly before the capture; at least 1. They make what is made once (the
-  /// scale, the optimizer's state, workspaces); the last one is searched for host reads.
+  /// Iterations that run eagerly before the capture; at least 1. They create the scale, the
+  /// optimizer's state and workspaces; the last one is searched for host reads.
   int64_t warmup = 3;
-  /// False: each call runs the iteration eagerly on the batch as it is, on any device.
+  /// False: each call runs the iteration eagerly, on any device.
   bool enabled = true;
 };
 
 /// Runs a whole training iteration as one graph of its device, a CUDA graph: zero_grad, forward
 /// under a guard, scaled backward, unscale_, clip, a fused step and the scale's update are captured
-/// once and then replayed, each time with new inputs. A replay costs the host one launch instead of
-/// thousands.
+/// once and then replayed with new inputs. A replay costs the host one launch instead of thousands.
 ///
 ///     torchamp::CudaGraph iteration(optimizer, [&](const std::vector<at::Tensor>& batch) {
 ///       optimizer.zero_grad();
@@ -67,43 +66,44 @@ struct CudaGraphOptions {
 ///     });
 ///     for (auto& batch : *loader) torch::Tensor loss = iteration({batch.data, batch.target})[0];
 ///
-/// Every call is one iteration. The first `warmup` ones run eagerly, on a stream of their own; the
-/// next one calls the body for the last time, to capture it, and replays; from then on calls only
-/// copy the inputs in and replay. Overflow, skipped steps and the scale's growth happen on the
-/// device, exactly as eagerly.
+/// Every call is one iteration. The first `warmup` calls run eagerly, on a separate stream; the
+/// next one captures the body, which is its last call, and replays; from then on a call only copies
+/// the inputs and replays. The device handles overflow, skipped steps and the scale's growth
+/// exactly as in eager iterations.
 ///
-/// In a replay no host code runs: what the body does on the host (counting, printing, choosing a
-/// branch) it does for the last time in the capture. Learning rates may change at any time;
+/// A replay runs no host code: what the body does on the host (counting, printing, choosing a
+/// branch) happens for the last time in the capture. Learning rates may change at any time;
 /// captured steps round them to fp32. After another change of an optimizer's options or state, or a
-/// step of it with gradients of other parameters, eager or in another graph, the next call runs
-/// eagerly and the one after captures again. A GradScaler's factors and intervals
-/// stay as they were in the capture; its scale may be set at any time.
+/// step with gradients of other parameters (eager or in another graph), the next call runs eagerly
+/// and the one after captures again. A GradScaler's factors and intervals stay as captured; its
+/// scale may be set at any time.
 ///
-/// The optimizers must be those that the body steps, and take scale and overflow flag on the device
-/// (torchamp's fused ones). A guard belongs inside of the body. Random numbers (dropout) go on from
+/// `optimizers` are those that the body steps; they must take scale and overflow flag on the device
+/// (torchamp's fused ones). Make the guard inside the body. Random numbers (dropout) continue from
 /// replay to replay.
 ///
 /// Threads: one call at a time, with the same current stream. Never reads the device. The capture
-/// waits for it; a replay only for replays long before, where the host is so many ahead that the
-/// scale could have come below 1 meanwhile (16 at a scale of 65536). A step captured for a scale
-/// from 1 to 2^32 is captured anew if it leaves that range, since more is to be checked there.
+/// waits for it; a replay waits only for much earlier replays, when the host is so far ahead that
+/// the scale could have fallen below 1 meanwhile (16 replays at a scale of 65536). A step captured
+/// for a scale from 1 to 2^32 is captured again if the scale leaves that range, where more must be
+/// checked.
 ///
-/// Memory: what the warm-ups make on the device (optimizer state, gradients, the scale) belongs to
-/// the graph's own stream. It may be used on the caller's after any call, but must not be freed
-/// while work given to the caller's since then uses it: synchronize the device
-/// before optimizer, scaler or model go, if they go before the program ends.
+/// Memory: what the warm-ups create on the device (optimizer state, gradients, the scale) belongs
+/// to the graph's own stream. The caller's stream may use it after any call, but it must not be
+/// freed while later work of the caller's stream uses it: synchronize the device before you destroy
+/// optimizer, scaler or model before the program ends.
 ///
-/// Devices: CUDA, and with LibTorch 2.15 each one whose backend registers graphs there
+/// Devices: CUDA, and with LibTorch 2.15 each one whose backend registers graphs
 /// (REGISTER_GRAPH_IMPL in ATen/core/GraphImplInterface.h).
 ///
-/// Errors: an ordinary optimizer, parameters on several devices or on one without graphs (a CPU,
-/// say), or more graphs alive than LibTorch has streams for a device (64 with CUDA), at
-/// construction; a body that reads the device (with the op's name), in the last of the warm-up
-/// iterations, which has then run as usual; a body with DistributedDataParallel, or with
-/// checkpoint() that keeps the random state, in the first one; inputs that do not fit, which leave
-/// all as it was. A capture that fails (with c10::OutOfMemoryError for lack of memory) leaves
-/// weights, optimizer and scale as they were, and the next call captures again; after an error
-/// between unscale_ and update, call GradScaler::discard() before it.
+/// Errors at construction: an ordinary optimizer; parameters on several devices or on one without
+/// graphs (a CPU, say); more graphs alive than LibTorch has streams per device (64 with CUDA). In
+/// the first warm-up iteration: a body with DistributedDataParallel, or with a checkpoint() that
+/// keeps the random state. In the last one, which still runs as usual: a body that reads the device
+/// (with the op's name). In any call: inputs that do not fit, which change nothing. A capture that
+/// fails (for lack of memory with c10::OutOfMemoryError) leaves weights, optimizer and scale
+/// unchanged, and the next call captures again; after an error between unscale_ and update, first
+/// call GradScaler::discard().
 ///
 /// Source of the method: PyTorch's notes on CUDA graphs ("whole-network capture").
 class CudaGraph {
@@ -118,7 +118,7 @@ class CudaGraph {
   CudaGraph(torch::optim::Optimizer& optimizer, Body body, CudaGraphOptions options = {})
       : CudaGraph(Optimizers{optimizer}, std::move(body), options) {}
 
-  /// Takes a body that steps several optimizers: `{std::ref(a), std::ref(b)}`.
+  /// For a body that steps several optimizers: `{std::ref(a), std::ref(b)}`.
   template <std::invocable<const Tensors&> Body>
   CudaGraph(Optimizers optimizers, Body body, CudaGraphOptions options = {})
       : CudaGraph(std::move(optimizers), wrap(std::move(body)), options,
@@ -130,15 +130,15 @@ class CudaGraph {
   CudaGraph& operator=(CudaGraph&&) = delete;
   ~CudaGraph() = default;
 
-  /// One iteration on `batch`: tensors on the CPU (pinned ones are copied without waiting) or on
-  /// the parameters' device, of the same shapes and dtypes in each call. Returns what the body
-  /// returned, detached; the next call overwrites it, so clone() what is to be kept.
+  /// Runs an iteration on `batch`: tensors on the CPU (pinned ones are copied without waiting) or
+  /// on the parameters' device, of the same shapes and dtypes in each call. Returns what the body
+  /// returned, detached; the next call overwrites it, so clone() what you keep.
   const Tensors& operator()(const Tensors& batch);
 
-  /// Whether the next call replays, if no option or state of an optimizer changes before it.
+  /// Whether the next call replays, if no option or state of an optimizer changes before.
   bool is_captured() const { return captured_; }
 
-  /// Forgets the graph and the inputs' shapes: the next calls warm up and capture again.
+  /// Drops the graph and the inputs' shapes: the next calls warm up and capture again.
   void reset() {
     forget_capture();
     outputs_.clear();
@@ -148,14 +148,14 @@ class CudaGraph {
     warmed_up_ = 0;
   }
 
-  /// For the library's own tests: records with what `make_recorder` makes.
+  /// For the library's own tests: records with the result of `make_recorder`.
   template <class MakeRecorder>
   CudaGraph(Optimizers optimizers, std::function<Tensors(const Tensors&)> body,
             CudaGraphOptions options, MakeRecorder make_recorder)
       : optimizers_(std::move(optimizers)), body_(std::move(body)), options_(options) {
-    TORCH_CHECK_VALUE(options.warmup >= 1, "CudaGraph: warmup is ", options.warmup,
-                      ", but at least one iteration must run eagerly, to make the optimizer's "
-                      "state.");
+    TORCH_CHECK_VALUE(
+        options.warmup >= 1, "CudaGraph: warmup is ", options.warmup,
+        ". At least one iteration must run eagerly, to create the optimizer's state.");
     if (!options_.enabled) return;
     const c10::Device device = check_optimizers();
     recorder_ = make_recorder(device);
@@ -163,7 +163,7 @@ class CudaGraph {
   }
 
  private:
-  /// Any body as one that returns a vector.
+  /// Wraps any body as one that returns a vector.
   template <class Body>
   static std::function<Tensors(const Tensors&)> wrap(Body body) {
     using Result = std::invoke_result_t<Body&, const Tensors&>;
@@ -242,7 +242,7 @@ inline const CudaGraph::Tensors& CudaGraph::operator()(const Tensors& batch) {
 /// Their parameters' device, if they can be captured.
 inline c10::Device CudaGraph::check_optimizers() const {
   TORCH_CHECK_VALUE(!optimizers_.empty(),
-                    "CudaGraph: no optimizer. Name those that the iteration steps.");
+                    "CudaGraph: no optimizer. Pass those that the iteration steps.");
   std::optional<c10::Device> device;
   for (torch::optim::Optimizer& optimizer : optimizers_) {
     TORCH_CHECK_TYPE(
@@ -263,8 +263,8 @@ inline c10::Device CudaGraph::check_optimizers() const {
   return *device;
 }
 
-/// Whether the next iteration may be captured or replayed, as far as the optimizers tell. Those
-/// that do not are asked for their learning rates.
+/// Whether the next iteration may be captured or replayed, according to the optimizers. For those
+/// without CapturedStep, the learning rates decide.
 inline bool CudaGraph::prepare_optimizers() {
   bool prepared = true;
   std::vector<double> rates;
@@ -316,11 +316,11 @@ inline void CudaGraph::warm_up() {
 }
 
 // Note [Weight casts and capture]
-//   The cast of a weight that LibTorch's autocast cache holds was made before the capture, at a
-//   place that replays do not write: a captured iteration that used it would train with weights as
-//   they were then. And a cast made in the capture has no value until the first replay. So the
-//   cache is emptied before and after. Inside, a guard that ends empties it as ever, and each
-//   replay makes the casts again, as each eager iteration does.
+// LibTorch's autocast cache may hold a weight's cast from before the capture, in memory that
+// replays do not write: a captured iteration that used it would train with old weights. And a cast
+// made in the capture has no value until the first replay. So the cache is emptied before and
+// after. Inside, the end of a guard empties it as usual, and each replay repeats the casts, as each
+// eager iteration does.
 inline void CudaGraph::capture() {
   const detail::EmptyCastCache without_earlier_casts;
   const detail::DerivedWeights::Suspension no_casts_are_kept(detail::derived_weights());
@@ -334,8 +334,8 @@ inline void CudaGraph::capture() {
                      "CudaGraph: there is not enough memory to capture the iteration, though it "
                      "ran eagerly ",
                      warmed_up_,
-                     " times: a graph has memory of its own. Free some, or make the batch smaller "
-                     "and call reset(). The error was: ",
+                     " times: a graph has its own memory. Free some, or use a smaller batch and "
+                     "call reset(). The error was: ",
                      error.what_without_backtrace());
   } catch (const c10::Error& error) {
     forget_failed_capture(gradients);
@@ -351,8 +351,8 @@ inline void CudaGraph::capture() {
   captured_ = true;
 }
 
-/// The device has done nothing of what the body asked for: gradients that it made have no values,
-/// and a step that it made is none, which the device alone knows.
+/// The device has executed nothing of the body: its gradients have no values, and its step was not
+/// made, which only the device knows.
 inline void CudaGraph::forget_failed_capture(const detail::GradientsBefore& gradients) {
   outputs_.clear();
   gradients.drop_others(optimizers_);

@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief AutocastFunction: an autograd function whose backward sees forward's autocast state.
+/// @brief AutocastFunction: an autograd function whose backward has forward's autocast state.
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
@@ -34,15 +34,15 @@
 namespace TORCHAMP_NAMESPACE {
 namespace detail {
 
-/// The forward's autocast state on its way to the backward, in AutogradContext::saved_data.
+/// Forward's autocast state, stored for backward in AutogradContext::saved_data.
 struct SavedAutocastState final : torch::CustomClassHolder {
   static constexpr const char* key = "torchamp.state";
 
   AutocastState state = AutocastState::of_this_thread();
 };
 
-/// What LibTorch sees of an AutocastFunction: the user's forward and backward, each under the
-/// forward's autocast state.
+/// The function that LibTorch sees: the user's forward and backward, each under forward's autocast
+/// state.
 template <class T>
 struct AutocastFunctionNode : torch::autograd::Function<AutocastFunctionNode<T>> {
   using Context = torch::autograd::AutogradContext;
@@ -60,11 +60,10 @@ struct AutocastFunctionNode : torch::autograd::Function<AutocastFunctionNode<T>>
   static torch::autograd::variable_list backward(Context* ctx,
                                                  torch::autograd::variable_list& gradients) {
     const auto found = ctx->saved_data.find(SavedAutocastState::key);
-    TORCH_CHECK(
-        found != ctx->saved_data.end() && found->second.isCapsule(),
-        "AutocastFunction: forward's autocast state is gone from ctx->saved_data. Leave its "
-        "entry '",
-        SavedAutocastState::key, "' there when backward changes ctx->saved_data.");
+    TORCH_CHECK(found != ctx->saved_data.end() && found->second.isCapsule(),
+                "AutocastFunction: forward's autocast state is missing in ctx->saved_data. Leave "
+                "its entry '",
+                SavedAutocastState::key, "' there when backward changes ctx->saved_data.");
     const auto saved = c10::static_intrusive_pointer_cast<SavedAutocastState>(
         at::IValue(found->second).toCapsule());
     const AutocastStateGuard as_in_forward(saved->state);
@@ -72,8 +71,8 @@ struct AutocastFunctionNode : torch::autograd::Function<AutocastFunctionNode<T>>
   }
 };
 
-/// Casts the tensors among the inputs of a custom function, for the devices on which autocast is on
-/// when it is made.
+/// Casts the tensors among a custom function's inputs, for the devices with autocast on at
+/// construction.
 class CastInputs {
  public:
   explicit CastInputs(at::ScalarType dtype) : dtype_(dtype) {
@@ -85,11 +84,11 @@ class CastInputs {
   CastInputs(const CastInputs&) = delete;
   CastInputs& operator=(const CastInputs&) = delete;
   ~CastInputs() {
-    // What was written to may be in the cache.
+    // A tensor that was written to may be in the cache.
     if (wrote_to_any()) at::autocast::clear_cache();
   }
 
-  /// One input: cast if it holds tensors, else handed on as a reference.
+  /// Returns an input: cast if it holds tensors, otherwise as a reference.
   template <class Input>
   decltype(auto) operator()(Input&& input) {
     using Value = std::remove_cvref_t<Input>;
@@ -108,7 +107,7 @@ class CastInputs {
     }
   }
 
-  /// Whether a tensor that a cast made has been written to in place, through a view too.
+  /// Whether a cast's result has been written to in place, also through a view.
   bool wrote_to_any() const {
     return std::ranges::any_of(
         made_, [](const auto& made) { return version_of(made.first) != made.second; });
@@ -141,8 +140,8 @@ class CastInputs {
   std::vector<std::pair<at::Tensor, std::uint32_t>> made_;  // with its version
 };
 
-/// An input after the cast, as the type that the caller gave: LibTorch looks into an
-/// at::TensorList, not into a vector.
+/// A cast input in the type that the caller passed: LibTorch looks into an at::TensorList, not into
+/// a vector.
 template <class Given, class Input>
 decltype(auto) as_input(Input&& input) {
   if constexpr (std::same_as<std::remove_cvref_t<Given>, at::TensorList>) {
@@ -154,9 +153,9 @@ decltype(auto) as_input(Input&& input) {
 
 }  // namespace detail
 
-/// Base of a custom autograd function whose backward runs under the autocast state and policy that
-/// its forward ran under: torch.amp's custom_fwd and custom_bwd. Takes the place of
-/// torch::autograd::Function; forward, backward and apply are written and called as there.
+/// Base of a custom autograd function whose backward runs under the autocast state and policy of
+/// its forward: torch.amp's custom_fwd and custom_bwd. Use it in place of
+/// torch::autograd::Function, with the same forward, backward and apply.
 ///
 ///     struct Exp : torchamp::AutocastFunction<Exp> {
 ///       static torch::Tensor forward(torch::autograd::AutogradContext* ctx, torch::Tensor x);
@@ -165,17 +164,17 @@ decltype(auto) as_input(Input&& input) {
 ///     };
 ///     torch::Tensor y = Exp::apply(x);
 ///
-/// The whole state is carried: of all device types, the cache flag and the policy. It is kept in
-/// ctx->saved_data under "torchamp.state".
+/// The whole state is saved (all device types, the cache flag, the policy), in ctx->saved_data
+/// under "torchamp.state".
 ///
-/// With a second argument, `AutocastFunction<Exp, torch::kFloat>`, the function takes its inputs in
-/// that dtype and does without autocast: in a region, floating-point tensors other than fp64 that
-/// lie on a device with autocast on are cast to it, and forward and backward run with autocast off.
-/// Outside a region nothing is cast. Inputs cast are at::Tensor, std::optional<at::Tensor>,
-/// at::TensorList and std::vector<at::Tensor>. Unlike torch.amp's, the cast is part of the graph,
-/// so that a double backward reaches the inputs through tensors that forward saved; and it is an
-/// error if forward writes in place to an input that was cast, or to a view of it, since the
-/// caller's tensor would not change.
+/// With a second argument, `AutocastFunction<Exp, torch::kFloat>`, the function gets its inputs in
+/// that dtype and runs without autocast: in a region, floating-point tensors other than fp64 on a
+/// device with autocast are cast to it, and forward and backward run with autocast off. Outside a
+/// region nothing is cast. Casts apply to inputs of type at::Tensor, std::optional<at::Tensor>,
+/// at::TensorList and std::vector<at::Tensor>. Unlike in torch.amp, the cast is part of the graph,
+/// so a double backward reaches the inputs through tensors that forward saved; and an in-place
+/// write of forward to a cast input, or to a view of it, is an error, since the caller's tensor
+/// would not change.
 ///
 /// Threads: as torch::autograd::Function. Never reads a device. Source: torch/amp/autocast_mode.py.
 template <class T, at::ScalarType cast_inputs = at::ScalarType::Undefined>
@@ -185,8 +184,8 @@ struct AutocastFunction {
                     cast_inputs == at::kDouble,
                 "AutocastFunction: inputs can be cast to a floating-point dtype only");
 
-  /// Runs T::forward and records T::backward; arguments and result as
-  /// torch::autograd::Function<T>::apply has them.
+  /// Runs T::forward and records T::backward; arguments and result are those of
+  /// torch::autograd::Function<T>::apply.
   template <class... Args>
   static auto apply(Args&&... args) {
     static_assert(std::derived_from<T, AutocastFunction>,

@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief Policy::fp8: products of 8-bit numbers.
+/// @brief Policy::fp8: matrix products in fp8.
 
 #include <c10/util/Exception.h>
 
@@ -29,7 +29,7 @@ struct Fp8Extra<Policy> {
   }
 };
 
-/// Lets Policy::set take Cast::fp8.
+/// Lets Policy::set accept Cast::fp8.
 inline const bool fp8_is_registered = [] {
   fp8_rule_maker() = [] { return Fp8Extra<Policy>::rule({}); };
   return true;

@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief What a scaler is made with, and what of it is saved.
+/// @brief GradScalerOptions and GradScalerState: a scaler's options and saved state.
 
 #include <ATen/core/Tensor.h>
 
@@ -19,16 +19,16 @@ namespace detail {
 
 class ScaleRule;
 
-/// What torchamp/predictive_scale.h brings: see Note [Extras].
+/// What torchamp/predictive_scale.h adds: see Note [Extras].
 template <class Bool>
 struct PredictiveScale {
   static_assert(sizeof(Bool) == 0,
-                "torchamp: include torchamp/predictive_scale.h, which has "
-                "GradScalerOptions::predictive(), follows_gradients and forgives_bad_losses.");
+                "torchamp: include torchamp/predictive_scale.h to use "
+                "GradScalerOptions::predictive(), follows_gradients or forgives_bad_losses.");
   static const ScaleRule* rule() { return nullptr; }
 };
 
-/// A bool whose setting needs torchamp/predictive_scale.h. Reading it does not.
+/// A bool that only programs with torchamp/predictive_scale.h can set; all can read it.
 class PredictiveSetting {
  public:
   PredictiveSetting() = default;
@@ -44,123 +44,117 @@ class PredictiveSetting {
 
 }  // namespace detail
 
-/// What GradScaler::update does when a limit is met. Where only the device knows that (after a
-/// fused optimizer's step on a GPU), update() does it an iteration or a few later, as soon as
-/// the device has told the host: nothing waits for it.
+/// What GradScaler::update does at a limit. Where only the device knows (after a fused optimizer's
+/// step on a GPU), it acts an iteration or a few later, when the device has told the host, without
+/// waiting.
 enum class AtLimit {
   keep_going,   ///< nothing
-  warn,         ///< a warning of LibTorch's, once for each time that the limit is reached
-  throw_error,  ///< a c10::Error out of update(), which then has changed nothing
-  call,         ///< GradScalerOptions::on_limit, each time, after update() has done its work
+  warn,         ///< a LibTorch warning, each time that the limit is reached
+  throw_error,  ///< update() throws a c10::Error and changes nothing
+  call,         ///< calls GradScalerOptions::on_limit, each time, at the end of update()
 };
 
-/// When the credit of bad iterations (GradScalerOptions::hysteresis) is filled up again.
+/// When the count of overflows (GradScalerOptions::hysteresis) is reset.
 enum class HysteresisRefill {
   growth,             ///< when the scale grows (Megatron, DeepSpeed)
-  good_step,          ///< at every good iteration (DeepSpeed with consecutive_hysteresis, Apex)
-  good_or_backed_off  ///< also after the scale was lowered (Paddle)
+  good_step,          ///< at each good iteration (DeepSpeed with consecutive_hysteresis, Apex)
+  good_or_backed_off  ///< also after the scale has backed off (Paddle)
 };
 
-/// The limit that was met, for GradScalerOptions::on_limit.
+/// The argument of GradScalerOptions::on_limit.
 struct ScaleLimit {
-  /// Which limit it is.
+  /// The kinds of limits.
   enum class Kind {
-    min_scale,      ///< the scale ought to be lowered and is at min_scale already
-    skips_in_a_row  ///< max_skips_in_a_row iterations in a row were bad
+    min_scale,      ///< the scale should back off, but is at min_scale
+    skips_in_a_row  ///< max_skips_in_a_row consecutive iterations were bad
   };
-  /// Which limit was met.
-  Kind kind;
-  double scale;            ///< the scale as update() has left it
-  int64_t skips_in_a_row;  ///< bad iterations in a row, this one included
+  Kind kind;               ///< the limit that was met
+  double scale;            ///< the scale after update()
+  int64_t skips_in_a_row;  ///< consecutive bad iterations, including this one
 };
 
-/// What a GradScaler is made with. An aggregate, for designated initialisers:
-/// `GradScaler scaler({.init_scale = 1024., .growth_interval = 100});`
+/// Options of a GradScaler. An aggregate, for designated initialisers: `GradScaler
+/// scaler({.init_scale = 1024., .growth_interval = 100});`
 ///
-/// The defaults behave as torch.amp.GradScaler does. A "bad" iteration is one in which any
-/// optimizer's gradients held an inf or a NaN, a "good" one any other.
+/// The defaults behave as torch.amp.GradScaler. An iteration is "bad" if the gradients of any
+/// optimizer held an inf or a NaN, otherwise "good".
 struct GradScalerOptions {
-  /// The scale at first.
+  /// The initial scale.
   double init_scale = 65536.;
-  /// What the scale is multiplied by after growth_interval good iterations in a row; above 1.
+  /// The factor after growth_interval consecutive good iterations; above 1.
   double growth_factor = 2.;
-  /// What the scale is multiplied by after a bad iteration; between 0 and 1.
+  /// The factor after a bad iteration; between 0 and 1.
   double backoff_factor = 0.5;
-  /// Good iterations in a row before the scale grows; from 1 to 2^31 - 1.
+  /// Consecutive good iterations before the scale grows; from 1 to 2^31 - 1.
   int64_t growth_interval = 2000;
-  /// False: scale() returns its argument, step() is the optimizer's own, the rest does nothing.
+  /// False: scale() returns its argument, step() is the optimizer's own, all else does nothing.
   bool enabled = true;
 
-  // ---- Beyond torch.amp
-  // --------------------------------------------------------------------------
+  // Beyond torch.amp:
 
   /// False: only update(new_scale) changes the scale.
   bool dynamic = true;
 
-  /// The scale is never below min_scale nor above max_scale, each rounded to fp32. The default
-  /// floor is the smallest scale whose inverse is sure to be finite (torch.amp goes on to 0,
-  /// divides by it and ruins the weights); the default ceiling is the largest fp32 number.
+  /// The lowest scale, rounded to fp32. The default is the smallest scale with a finite inverse.
+  /// (torch.amp reaches 0, divides by it and ruins the weights.)
   double min_scale = std::numeric_limits<float>::min();
-  /// The scale is never above it; the largest fp32 number by default.
+  /// The highest scale, rounded to fp32; by default the largest fp32 number.
   double max_scale = std::numeric_limits<float>::max();
-  /// What happens when the scale ought to be lowered and is at min_scale already.
+  /// What happens when the scale should back off, but is at min_scale.
   AtLimit at_min_scale = AtLimit::warn;
 
   /// Number of overflows that back off the scale; 1 backs off at the first. A good iteration
   /// between them does not reset the count, unless hysteresis_refill says so.
   int64_t hysteresis = 1;
-  /// When those bad iterations are counted from the start again.
+  /// When that count is reset.
   HysteresisRefill hysteresis_refill = HysteresisRefill::growth;
 
-  /// A bad iteration lowers the scale only if at least this fraction of the iterations since the
-  /// scale last changed were bad; from 0 to 1 (fairseq).
+  /// A bad iteration backs off the scale only if at least this fraction of the iterations since its
+  /// last change were bad; from 0 to 1 (fairseq).
   double overflow_tolerance = 0.;
 
-  /// Where growth_tracker starts, at first and after a bad iteration; 0 or below (DeepSpeed: -1).
+  /// The value of growth_tracker initially and after a bad iteration; 0 or below (DeepSpeed: -1).
   int64_t growth_tracker_start = 0;
 
-  /// 0: no limit. n: at_max_skips happens after every n bad iterations in a row.
+  /// If not 0: at_max_skips happens after each such number of consecutive bad iterations.
   int64_t max_skips_in_a_row = 0;
-  /// What happens after max_skips_in_a_row bad iterations.
+  /// What happens then.
   AtLimit at_max_skips = AtLimit::throw_error;
 
   /// For AtLimit::call. It may call update(new_scale).
   std::function<void(const ScaleLimit&)> on_limit = nullptr;
 
-  /// Makes the processes of a distributed program agree: called once for each optimizer and
-  /// iteration, on every path, with the 0-dim fp32 tensor that is 1 if this process found an inf or
-  /// a NaN and 0 otherwise, on the scale's device. It must leave there, in place or as another
-  /// tensor, something non-zero if any process found one: a sum or a maximum over all of them. It
-  /// is called without gradients, too. More often, on all processes alike: in a step with a
-  /// closure, once for each evaluation (the processes must evaluate equally often, as they do where
-  /// their losses and gradients agree); with `recheck`, by found_inf() before step() as well as by
-  /// step().
+  /// Makes several processes agree on overflow: called once per optimizer and iteration, on every
+  /// path (also without gradients), with a 0-dim fp32 tensor on the scale's device, which is 1 if
+  /// this process found an inf or a NaN, otherwise 0. It must leave a non-zero value there, in
+  /// place or as another tensor, if any process found one: a sum or a maximum over all. Called more
+  /// often, on all processes alike, in a step with a closure (once per evaluation; all processes
+  /// must evaluate equally often, as they do if their losses and gradients agree) and with
+  /// `recheck` (by found_inf() before step() as well).
   std::function<void(at::Tensor& found_inf)> agree_found_inf = nullptr;
 
   /// True: the scale follows the gradients' magnitude, see predictive(). The growth and backoff
-  /// factors and growth_interval then change how large the scaled gradients are to be. Not without
-  /// `dynamic`. A bool that only a program with torchamp/predictive_scale.h can set.
+  /// factors and growth_interval then control the target magnitude of the scaled gradients. Needs
+  /// `dynamic` and torchamp/predictive_scale.h.
   detail::PredictiveSetting follows_gradients{};
 
-  /// For follows_gradients. True: a bad iteration in which scale() was given an inf or a NaN (a
-  /// batch of NaNs, an overflow in forward) is skipped and leaves the scale as it is, since a lower
-  /// one would not have mended it. Over several processes only with agree_largest, which tells all
-  /// of them: one's loss is not another's, even where their gradients are averaged. A step with a
-  /// closure is skipped then, without another evaluation. A program that leaves an iteration
-  /// without update() calls discard(), or its bad loss counts for the next. Costs a small kernel
-  /// for each scale() and some for each update(); reads nothing (but for a step with a closure that
-  /// is bad). A bool that only a program with torchamp/predictive_scale.h can set.
+  /// For follows_gradients. True: a bad iteration in which scale() was given an inf or a NaN (from
+  /// NaNs in the batch, or an overflow in forward) is skipped without backing off the scale, since
+  /// a lower scale would not help. Over several processes this needs agree_largest, since one
+  /// process's loss is not another's. A step with a closure is then skipped without another
+  /// evaluation. A program that leaves an iteration without update() must call discard(); otherwise
+  /// its bad loss counts for the next one. Costs a small kernel per scale() and some per update();
+  /// reads nothing (except in a bad step with a closure). Needs torchamp/predictive_scale.h.
   detail::PredictiveSetting forgives_bad_losses{};
 
   /// For follows_gradients with agree_found_inf: called at the same times, with the largest
   /// magnitude of this process's scaled gradients (0-dim fp32). It must leave the maximum over all
-  /// processes there, in place or as another tensor, for their scales to stay alike;
+  /// processes there, in place or as another tensor, so their scales stay equal;
   /// found_inf_agreement() gives such a function, too.
   std::function<void(at::Tensor& largest)> agree_largest = nullptr;
 
-  /// True: step() looks at the gradients once more, as unscale_, clipping and the program have left
-  /// them, at the cost of a second pass. torch.amp does not see what becomes non-finite after its
-  /// one check.
+  /// True: step() checks the gradients again after unscale_, clipping and changes by the program,
+  /// in a second pass. torch.amp does not see what becomes non-finite after its only check.
   bool recheck = false;
 
   /// torch.amp.GradScaler (torch/amp/grad_scaler.py of PyTorch 2.15): the defaults.
@@ -193,42 +187,41 @@ struct GradScalerOptions {
     return {.init_scale = 0x1p15, .min_scale = 0x1p-13, .at_min_scale = AtLimit::throw_error};
   }
 
-  /// Follows the gradients' magnitude: OpenSeq2Seq's LogMaxScaler
-  /// (open_seq2seq/optimizers/automatic_loss_scaler.py), with the mistakes of its averages mended:
-  /// see Note [A scale that looks ahead]. From the first backward() on, the scale is the largest
-  /// power of two at which the largest gradient is expected to stay well within fp16's range,
-  /// from a running mean and variance of its logarithm, and from its latest value. So it need not
-  /// grow slowly, and nearly no step is skipped to find it. Over several processes set
-  /// agree_found_inf and agree_largest; one of them alone is an error. Decided on the device,
-  /// without a read: the largest magnitude is what the check for infs gives. (Where unscale_
-  /// divides the gradients, that check is a pass of its own.) Gradients in fp16 and in fp32 behind
-  /// fp16 layers alike. A batch of NaNs is taken for an overflow, but tells nothing of the
-  /// gradients: after some hundred iterations a run of them costs a factor of 2 or 4, from the
-  /// second good iteration on until growth_interval iterations were good; sooner, while the
-  /// gradients' variance is hardly known, up to 2^5. Where batches of NaNs come
-  /// more often than that, set forgives_bad_losses, and they cost their own step alone. As long as
-  /// all gradients are 0, the scale grows as torch.amp's does. Needs torchamp/predictive_scale.h.
+  /// A scale that follows the gradients' magnitude: OpenSeq2Seq's LogMaxScaler
+  /// (open_seq2seq/optimizers/automatic_loss_scaler.py) with corrected averages, see Note [A scale
+  /// that looks ahead]. From the first backward() on, the scale is the largest power of two at
+  /// which the largest gradient is expected to stay well within fp16's range, by a running mean and
+  /// variance of its logarithm and its latest value. So the scale need not grow slowly, and almost
+  /// no step is skipped to find it. Serves fp16 gradients, and fp32 gradients behind fp16 layers.
+  /// While all gradients are 0, the scale grows as torch.amp's does. Over several processes set
+  /// both agree_found_inf and agree_largest. The device decides, without a read: the check for infs
+  /// yields the largest magnitude. (Where unscale_ divides the gradients, that check is a separate
+  /// pass.) A batch of NaNs counts as an overflow, but not as information about the gradients: a
+  /// run of them costs a factor of 2 or 4 (in the first hundred iterations, up to 2^5), from the
+  /// second good iteration until growth_interval iterations were good. If batches of NaNs are more
+  /// frequent, set forgives_bad_losses: then each costs only its own step. Needs
+  /// torchamp/predictive_scale.h.
   template <class Options = GradScalerOptions>
   static Options predictive() {
     return Options{.max_scale = 0x1p32, .follows_gradients = true};
   }
 
-  /// For bf16 and fp32: the scale is 1 and stays so; a step with an inf or a NaN is skipped.
-  /// (A file of another scaler brings its scale along; update(1.) sets it back.)
+  /// For bf16 and fp32: the scale stays 1; steps with an inf or a NaN are skipped. (Loading another
+  /// scaler's state loads its scale; update(1.) resets it.)
   static GradScalerOptions skip_non_finite() { return {.init_scale = 1., .dynamic = false}; }
 
-  /// A scale that nothing but update(new_scale) changes.
+  /// A scale that only update(new_scale) changes.
   static GradScalerOptions fixed(double scale) { return {.init_scale = scale, .dynamic = false}; }
 };
 
-/// What torch.amp.GradScaler.state_dict() holds, by the same names (its growth_tracker has an
-/// underscore in front). An empty state, as a disabled scaler gives it, has a scale of 0.
+/// The contents of torch.amp.GradScaler.state_dict(), by the same names (its growth_tracker begins
+/// with an underscore). The empty state of a disabled scaler has a scale of 0.
 struct GradScalerState {
   double scale = 0.;               ///< 0 in an empty state
-  double growth_factor = 2.;       ///< by which the scale grows
-  double backoff_factor = 0.5;     ///< by which it is lowered after a bad iteration
-  int64_t growth_interval = 2000;  ///< good iterations in a row before it grows
-  int64_t growth_tracker = 0;      ///< good iterations since the scale grew or a bad one
+  double growth_factor = 2.;       ///< the scale's factor when it grows
+  double backoff_factor = 0.5;     ///< its factor after a bad iteration
+  int64_t growth_interval = 2000;  ///< consecutive good iterations before it grows
+  int64_t growth_tracker = 0;      ///< good iterations since it grew or backed off
 
   /// Whether it is that of a disabled scaler.
   bool empty() const { return scale == 0.; }

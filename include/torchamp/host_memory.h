@@ -20,7 +20,7 @@ namespace TORCHAMP_NAMESPACE {
 #ifdef __GLIBC__
 namespace detail {
 
-/// Whether malloc is glibc's own, and none that the program or its environment put before it.
+/// Whether malloc is glibc's own, not replaced by the program or its environment.
 inline bool malloc_is_glibcs() {
   Dl_info used;
   Dl_info glibc;
@@ -33,12 +33,12 @@ inline bool malloc_is_glibcs() {
 #endif
 
 // Note [Memory that stays]
-// LibTorch takes the memory of a CPU tensor from malloc. glibc's asks the kernel for every block
-// above some size, and gives it, and what is free at the end of its heap, back at once. So
-// gradients, casts and activations are pages that the kernel clears anew in every step. Three
-// settings belong together: no block has pages of its own, the heap's end is not given back, and it
-// grows by 64 MB. Measured on a CPU with avx512_bf16, one thread, 8 feed-forward blocks of 768 in
-// bf16, 512 tokens, fused AdamW, page faults in a step and processor time of it (median of 10):
+// LibTorch allocates CPU tensors by malloc. glibc's malloc gets every block above some size from
+// the kernel, and returns it, and the free end of its heap, at once. So the kernel clears the pages
+// of gradients, casts and activations anew in every step. Three settings belong together: large
+// blocks come from the heap, the heap's end is not returned, and the heap grows by 64 MB. Measured
+// on a CPU with avx512_bf16, one thread, 8 feed-forward blocks of 768 in bf16, 512 tokens, fused
+// AdamW; page faults and processor time per step (median of 10):
 //
 //     as it is                                 8000 to 12000   331 ms
 //     M_MMAP_THRESHOLD alone                       0 to 3000   323 ms
@@ -50,34 +50,32 @@ inline bool malloc_is_glibcs() {
 //     LibTorch's THP_MEM_ALLOC_ENABLE=1         7000 to 9000   314 ms, and 15 % more memory
 //     all three, and huge pages                            0   307 ms, and 15 % more memory
 //
-// An allocator of our own gives these large tensors nothing more, and would leave out what oneDNN
-// and the standard library take. Small ones it helps: see Note [Blocks that a thread keeps].
+// Our own allocator gains nothing for these large tensors, and would not serve oneDNN and the
+// standard library. It helps small ones: see Note [Blocks that a thread keeps].
 
-/// Makes the process keep the host memory that it has freed, for its next use: LibTorch's tensors
-/// on a CPU, and all else that comes from malloc. After a few steps, a training step then takes no
-/// page faults to speak of. Blocks of up to 1 MB that tensors free are the same thread's next ones,
-/// without malloc. Call it once, at the start of main, and not in a plugin that is unloaded; more
-/// calls do nothing more.
+/// Makes the process keep freed host memory for reuse: that of LibTorch's CPU tensors, and all else
+/// from malloc. After a few steps, a training step then causes almost no page faults. A thread
+/// reuses blocks of up to 1 MB that its tensors free, without calling malloc. Call it once, at the
+/// start of main, and not in a plugin that is unloaded; further calls do nothing.
 ///
-/// Returns whether the settings are in force. False, and nothing changed, where malloc is not
-/// glibc's: on another C library, under a sanitizer, with jemalloc or tcmalloc loaded.
+/// Returns whether the settings are in force: false, with nothing changed, if malloc is not glibc's
+/// (another C library, a sanitizer, jemalloc, tcmalloc).
 ///
-/// The process then never shrinks below its peak, except for blocks above 2 GB (where glibc knows
-/// such thresholds) and after malloc_trim(0), which gives back what is free now, but for the at
-/// most 32 MB that each thread keeps until it ends. It cannot be undone, since glibc does not adapt
-/// its settings any more once they were set. Values that the environment gave
-/// (MALLOC_TRIM_THRESHOLD_ and the like) are overridden. An allocator that the program gave to
-/// c10::SetCPUAllocator stays, and may be given later. The library never calls it by itself.
+/// The process then never shrinks below its peak, except for blocks above 2 GB (where glibc
+/// supports such thresholds) and by malloc_trim(0), which returns free memory except the at most 32
+/// MB that each thread keeps until it ends. It cannot be undone: glibc stops adapting its settings
+/// once they are set. It overrides values from the environment (MALLOC_TRIM_THRESHOLD_ and the
+/// like). An allocator that the program passed, or later passes, to c10::SetCPUAllocator stays. The
+/// library never makes this call itself.
 ///
-/// Threads: any, while no other thread makes its first tensors; memory may be in use already.
-/// Touches no device.
-/// Source: mallopt(3), c10::SetCPUAllocator.
+/// Any thread, while no other thread creates its first tensors; memory may already be in use.
+/// Touches no device. Source: mallopt(3), c10::SetCPUAllocator.
 inline bool keep_host_memory() {
 #ifdef __GLIBC__
   if (!detail::malloc_is_glibcs()) return false;
   constexpr int largest = std::numeric_limits<int>::max();
   constexpr int growth = 64 << 20;
-  // Old versions take no threshold above 32 MB; they are asked for no blocks of that kind at all.
+  // Old versions accept no threshold above 32 MB; for them M_MMAP_MAX disables such blocks.
   const bool one_heap = mallopt(M_MMAP_THRESHOLD, largest) == 1 || mallopt(M_MMAP_MAX, 0) == 1;
   const bool no_trim = mallopt(M_TRIM_THRESHOLD, largest) == 1;
   if (!one_heap || !no_trim || mallopt(M_TOP_PAD, growth) != 1) return false;

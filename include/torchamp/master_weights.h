@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief MasterWeights: a model in 16 bits, with fp32 copies of its weights for the optimizer.
+/// @brief MasterWeights: a model in 16 bits, with fp32 masters of its weights for the optimizer.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
@@ -25,10 +25,10 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-/// How MasterWeights keeps its masters.
+/// How MasterWeights stores its masters.
 enum class MasterStorage {
-  full,   ///< as tensors of their own: with the model's weights 6 bytes per weight
-  split,  ///< only the 16 bits that the model's bf16 weights lack: with these, 4 bytes per weight.
+  full,   ///< as separate fp32 tensors: with the model's weights 6 bytes per weight
+  split,  ///< only the lower 16 bits beside the model's bf16 weights: together 4 bytes per weight.
           ///< For fused optimizers only
 };
 
@@ -36,7 +36,7 @@ class MasterWeights;
 
 namespace detail {
 
-/// What both kinds of masters do.
+/// The common part of both kinds of masters.
 class MastersOfModel : public Masters {
  public:
   std::vector<at::Tensor> parameters() const;
@@ -44,11 +44,11 @@ class MastersOfModel : public Masters {
   void save(torch::serialize::OutputArchive& archive, at::ScalarType dtype) const;
 
  protected:
-  /// `owner` begins errors.
+  /// `owner` begins error messages.
   MastersOfModel(const char* owner, std::shared_ptr<torch::nn::Module> model);
-  /// Throws where the masters' values are not at hand. `call` begins the error.
+  /// Throws if the masters' values are not at hand. `call` begins the message.
   virtual void check_saved(const std::string& call) const = 0;
-  /// What a file gets for a parameter of the model.
+  /// The value of a parameter of the model in a file.
   virtual at::Tensor value_of(const at::Tensor& parameter, at::ScalarType narrow) const = 0;
 
   const char* owner_;
@@ -57,34 +57,34 @@ class MastersOfModel : public Masters {
 
 }  // namespace detail
 
-/// Which parameters MasterWeights keeps in 16 bits, and which in fp32.
+/// Options of MasterWeights.
 struct MasterWeightsOptions {
   using Masters = MasterWeights;  ///< what is made with them
 
   /// fp16 or bf16.
   at::ScalarType dtype = at::kHalf;
 
-  /// Parameters, or modules with all that is in them, that stay fp32: `{"head", "embed.weight"}`.
+  /// Parameters, or modules with everything in them, that stay fp32: `{"head", "embed.weight"}`.
   std::vector<std::string> keep_fp32 = {};
 
   /// Whether normalisation layers stay fp32: modules whose type is named …Norm, …Norm1d, 2d or 3d
   /// (BatchNorm2d, LayerNorm, GroupNorm, your own RMSNorm).
   bool keep_norms = true;
 
-  /// How masters are kept; see MasterWeights.
+  /// How masters are stored; see MasterWeights.
   MasterStorage storage = MasterStorage::full;
 
-  /// Whether backward adds each 16-bit gradient to the masters' gradients, in fp32, and frees it as
-  /// soon as it has made it, so that take_gradients() is not needed, micro-batches add up in fp32,
-  /// and the model's gradients take no memory. DistributedDataParallel averages them in fp32, or in
-  /// its reduce_dtype.
+  /// Whether backward adds each 16-bit gradient to the masters' gradients, in fp32, and frees it at
+  /// once: take_gradients() is not needed, micro-batches accumulate in fp32, and the model's
+  /// gradients take no memory. DistributedDataParallel averages them in fp32, or in its
+  /// reduce_dtype.
   bool main_gradients = false;
 };
 
-/// A model kept in 16 bits, with fp32 masters of its weights for the optimizer. 16 bits are enough
-/// to compute with, but not to add small updates to: a bf16 weight of 1 does not change by less
-/// than 0.004. Weights take half the memory in forward and backward, activations too, and
-/// AutocastGuard has no weights to cast.
+/// Keeps a model in 16 bits, with fp32 masters of its weights for the optimizer. 16 bits suffice to
+/// compute, but not to add small updates: a bf16 weight of 1 does not change by less than 0.004.
+/// Weights and activations take half the memory in forward and backward, and AutocastGuard has no
+/// weights to cast.
 ///
 ///     torchamp::MasterWeights masters(model, {.dtype = torch::kBFloat16});
 ///     torchamp::FusedAdamW optimizer(masters.parameters(), torch::optim::AdamWOptions(1e-3));
@@ -99,35 +99,33 @@ struct MasterWeightsOptions {
 ///     masters.copy_to_model();
 ///
 /// Forward runs under an AutocastGuard of the same dtype, which casts between 16-bit and fp32
-/// layers. Move the model to its device before; build the optimizer, and whatever keeps hold of the
-/// model's parameters, after. Buffers stay as they are, and so do parameters that are not fp32,
-/// fp16 or bf16. A parameter that needs no gradient gets no master.
+/// layers. Move the model to its device first; then make this object; then the optimizer, and all
+/// else that refers to the model's parameters. Buffers, and parameters that are not fp32, fp16 or
+/// bf16, are unchanged. A parameter that does not require grad gets no master.
 ///
 /// With `.storage = MasterStorage::split` (bf16 only) the model's weight is the upper half of its
-/// master, rounded (ties away from zero), and the 16 bits that it lacks lie beside it. parameters()
-/// gives the model's weights, whose gradients become fp32 in take_gradients(). A fused optimizer
-/// steps both halves, in pieces of bounded size, and computes what it would compute with masters of
-/// their own from the same gradients; its state is fp32. There is nothing to copy to the model:
-/// copy_to_model() is not needed. Any other optimizer is an error: of GradScaler::step and
-/// unscale_, or, without a scaler, of copy_to_model(), and of take_gradients() when it is next
-/// called. (LibTorch's SGD is found out by what it asks for, the weights' data(). A program that
-/// does so between take_gradients() and dropping the gradients without a step calls zero_grad()
-/// here, or the fused optimizer's, to drop them.) So is writing to the weights. Move the model
-/// before; a model that is cloned, moved or cast later has rounded weights and no masters.
+/// master, rounded (ties away from zero), and the lower 16 bits are stored beside it. parameters()
+/// returns the model's weights, whose gradients become fp32 in take_gradients(). A fused optimizer
+/// steps both halves, in chunks of bounded size, with the results of full masters for the same
+/// gradients; its state is fp32. copy_to_model() is not needed. Any other optimizer is an error: in
+/// GradScaler::step and unscale_, or, without a scaler, in copy_to_model() or the next
+/// take_gradients(). (LibTorch's SGD is detected by its call of the weights' data(). A program that
+/// calls it between take_gradients() and dropping the gradients without a step must drop them by
+/// zero_grad() here, or the fused optimizer's.) Writing to the weights is an error, too. A model
+/// that is cloned, moved or cast later has rounded weights and no masters.
 ///
-/// With `.main_gradients` the line with take_gradients() falls away: backward() does it, one
-/// gradient at a time. What take_gradients() refuses is an error of backward() then. (The program's
-/// own hook on a weight still sees the 16-bit gradient.)
+/// With `.main_gradients` backward() does the work of take_gradients(), one gradient at a time, and
+/// has its errors. (The program's own hook on a weight still sees the 16-bit gradient.)
 ///
 /// Reads no device. One thread at a time.
 class MasterWeights final : public detail::MastersOfModel {
  public:
   /// Casts the parameters of `model`, in place. Errors, before anything is changed: a dtype other
   /// than fp16 and bf16, or than bf16 for MasterStorage::split; a name in keep_fp32 that the model
-  /// does not have; a trained parameter that expand() gave; one that has a master in other
-  /// MasterWeights or ShardedMasterWeights which still exist. Where memory runs out, the model is
-  /// as it was: until it returns, its weights are there before and after the cast, with split ones
-  /// of an fp32 model 8 bytes per weight.
+  /// does not have; a trained parameter that is a result of expand(); a parameter with a master in
+  /// other MasterWeights or ShardedMasterWeights that still exist. If memory runs out, the model is
+  /// unchanged: until the constructor returns, the weights exist before and after the cast (for
+  /// split ones of an fp32 model, 8 bytes per weight).
   explicit MasterWeights(std::shared_ptr<torch::nn::Module> model,
                          MasterWeightsOptions options = {});
 
@@ -137,57 +135,56 @@ class MasterWeights final : public detail::MastersOfModel {
                          MasterWeightsOptions options = {})
       : MasterWeights(std::shared_ptr<torch::nn::Module>(model.ptr()), std::move(options)) {}
 
-  /// What the optimizer updates and clip_grad_norm_ clips, in the model's order: the master of each
-  /// parameter, or the parameter itself where it is fp32 or split. Without those that need no
-  /// gradient.
+  /// The tensors for the optimizer and clip_grad_norm_, in the model's order: the master of each
+  /// parameter, or the parameter itself if it is fp32 or split. Without those that do not require
+  /// grad.
   using MastersOfModel::parameters;
 
-  /// What parameters() returns, with the names that the model has for them: for parameter groups.
+  /// parameters(), with their names in the model: for parameter groups.
   inline std::vector<std::pair<std::string, at::Tensor>> named_parameters() const override;
 
   /// After backward(): adds the model's 16-bit gradients to the masters' gradients, in fp32, and
-  /// frees them. Once for each micro-batch accumulates in fp32, once for several of them in 16
-  /// bits. With DistributedDataParallel::no_sync() once, after the last: only the model's gradients
-  /// are averaged. Before GradScaler::unscale_: in the before_unscale() of an Accumulation. Two
-  /// passes over all parameters (one where the masters have no gradients yet). An error if the
-  /// optimizer has changed the masters since the last copy_to_model() (but LibTorch's own SGD,
-  /// which writes where autograd does not see it, only by a GradScaler's step). A warning, once, if
-  /// a fused optimizer's zero_grad() was called between two backward passes whose gradients these
-  /// are. Finds nothing with `.main_gradients`.
+  /// frees them. Call it after each micro-batch to accumulate in fp32, or once after several, which
+  /// accumulates in 16 bits. With DistributedDataParallel::no_sync(), call it once, after the last:
+  /// only the model's gradients are averaged. Call it before GradScaler::unscale_: in the
+  /// before_unscale() of an Accumulation. Two passes over all parameters (one if the masters have
+  /// no gradients yet). An error if the optimizer has changed the masters since the last
+  /// copy_to_model() (with LibTorch's own SGD, whose writes autograd does not see, only if a
+  /// GradScaler made the step). Warns once if a fused optimizer's zero_grad() was called between
+  /// two backward passes with these gradients. Does nothing with `.main_gradients`.
   inline void take_gradients() override;
 
-  /// Drops the gradients, both of the model and of parameters(): before backward(), instead of the
-  /// optimizer's zero_grad(), which leaves those that the model still holds, and after an exception
-  /// between backward() and take_gradients(). (Accumulation::discard() does it, too.)
+  /// Clears the gradients of the model and of parameters(). Call it before backward() instead of
+  /// the optimizer's zero_grad(), which does not clear the model's, and after an exception between
+  /// backward() and take_gradients(). (Accumulation::discard() calls it, too.)
   void zero_grad();
 
-  /// After the optimizer's step, taken or skipped: gives the model the masters' values, rounded to
-  /// 16 bits. One pass over all parameters of a device; split masters need none. An error, before
-  /// anything is changed, if masters of their own are what they were at the last call, no gradients
-  /// were taken since, and the model holds some: take_gradients() was forgotten. A warning, once,
-  /// if others have written to the model's weights since the last call: what they wrote is lost.
+  /// After the optimizer's step, taken or skipped: copies the masters to the model, rounded to 16
+  /// bits. One pass over all parameters per device; not needed for split masters. An error, before
+  /// anything is changed, if full masters are unchanged since the last call, no gradients were
+  /// taken since, and the model has some: take_gradients() was forgotten. Warns once if the model's
+  /// weights were written to since the last call: those values are lost.
   inline void copy_to_model() override;
 
-  /// For torch::save(masters, path): what torch::save(model, path) writes, but with the masters'
-  /// values, in fp32. A plain fp32 model reads it with torch::load. (An override of save() in a
-  /// module of the model is not called.)
-  /// With a `dtype` behind the archive, weights that the model keeps in 16 bits are written in that
-  /// one; the others, and buffers, as they are. torch::load takes such a file for the dtypes of the
-  /// model that it loads: read it into a model of the same ones.
+  /// For torch::save(masters, path): writes what torch::save(model, path) writes, with the masters'
+  /// fp32 values. A plain fp32 model reads it with torch::load. (It does not call an override of
+  /// save() in a module of the model.) With a `dtype` after the archive, weights that the model
+  /// keeps in 16 bits are written in that dtype, the others and buffers unchanged. torch::load
+  /// takes such a file as being in the dtypes of the model: read it into a model of the same
+  /// dtypes.
   using MastersOfModel::save;
 
-  /// For torch::load(masters, path): fills masters and model, in place, from what save() or
-  /// torch::save of such a model has written, in any dtype. All or nothing; an error, too, for a
-  /// file that holds more weights than the model has, and for a buffer or frozen weight of which
-  /// several elements are one number in memory. Until it returns, the values that it reads take 4
-  /// bytes per weight more on the device, those of split weights 8.
+  /// For torch::load(masters, path): fills masters and model, in place, from a file of save(), or
+  /// of torch::save of such a model, in any dtype. All or nothing. Errors include a file with more
+  /// weights than the model, and a buffer or frozen weight whose elements share memory. Until it
+  /// returns it needs 4 more bytes per weight on the device, 8 for split weights.
   inline void load(torch::serialize::InputArchive& archive) override;
 
-  /// For TrainingCheckpoint: what brings back the weights of now, which it keeps on the host. Not
-  /// for longer than these masters live.
+  /// For TrainingCheckpoint: returns a function that restores the present weights from a copy on
+  /// the host. Valid while these masters live.
   inline std::function<void()> keep() override;
 
-  /// What they were made with.
+  /// The options of construction.
   const MasterWeightsOptions& options() const { return options_; }
 
  private:

@@ -29,15 +29,13 @@ struct MissingGradient {
   };
   std::size_t group;  ///< index in Optimizer::param_groups()
   std::size_t index;  ///< index in that group
-  /// The first of the reasons that holds.
-  Reason reason;
-  /// The parameter itself.
+  Reason reason;      ///< the first that applies
   at::Tensor parameter;
 };
 
-/// The parameters of `optimizer` without a gradient, in order. `loss_device` is where the loss lay:
-/// a parameter elsewhere was most likely moved after the optimizer was made, or the model was.
-/// Never reads the device.
+/// The parameters of `optimizer` without a gradient, in order. `loss_device` is the loss's device:
+/// a parameter elsewhere was probably moved, or its model was, after the optimizer was made. Never
+/// reads the device.
 inline std::vector<MissingGradient> missing_gradients(const torch::optim::Optimizer& optimizer,
                                                       std::optional<at::Device> loss_device = {}) {
   using Reason = MissingGradient::Reason;

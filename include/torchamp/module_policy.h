@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief ModulePolicies and WithPolicy: policies of single modules.
+/// @brief ModulePolicies and WithPolicy: policies for single modules.
 
 #include <ATen/autocast_mode.h>
 #include <c10/core/DeviceType.h>
@@ -33,26 +33,25 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-/// A torch::nn module that can be given a policy of its own (see ModulePolicies), for use in place
-/// of `Holder`:
+/// A torch::nn module that accepts its own policy (see ModulePolicies), for use in place of
+/// `Holder`:
 ///
 ///     torchamp::WithPolicy<torch::nn::Linear> head{nullptr};
 ///     head = register_module("head", torchamp::WithPolicy<torch::nn::Linear>(64, 10));
 ///
-/// It is a `Holder` in all other respects: constructors, members, parameter names, checkpoints,
-/// printing, `module->as<torch::nn::Linear>()`. Without a policy, forward costs some
-/// nanoseconds more. C++ modules have no forward hooks and call each other's forward directly,
-/// hence the type; entries of a torch::nn::Sequential can be given policies without it.
+/// In all else it is a `Holder`: constructors, members, parameter names, checkpoints, printing,
+/// `module->as<torch::nn::Linear>()`. Without a policy, forward costs some nanoseconds more. (C++
+/// modules have no forward hooks and call each other's forward directly, so this type is needed,
+/// except for entries of a torch::nn::Sequential.)
 ///
-/// Where forward has default arguments (LSTM, GRU, MultiheadAttention), it cannot be put into a
-/// Sequential, which asks for one signature: put the `Holder` there, whose entries need none.
-///
-/// clone() gives a WithPolicy too, without a policy.
+/// If forward has default arguments (LSTM, GRU, MultiheadAttention), a WithPolicy cannot be an
+/// entry of a Sequential, which requires one signature: use the `Holder` there. clone() returns a
+/// WithPolicy without a policy.
 template <class Holder>
 class WithPolicy
     : public torch::nn::ModuleHolder<detail::WithPolicyImpl<typename Holder::ContainedType>> {
  public:
-  /// The module that it holds.
+  /// The contained module.
   using Impl = detail::WithPolicyImpl<typename Holder::ContainedType>;
   using torch::nn::ModuleHolder<Impl>::ModuleHolder;
 
@@ -61,7 +60,7 @@ class WithPolicy
       std::constructible_from<Impl, std::initializer_list<torch::nn::NamedAnyModule>>
       : WithPolicy(std::make_shared<Impl>(modules)) {}
 
-  /// Calls forward. LibTorch's own operator() does not know a forward that is a template.
+  /// Calls forward. LibTorch's own operator() does not support a forward template.
   template <class... Arguments>
   decltype(auto) operator()(Arguments&&... arguments) {
     return this->get()->forward(std::forward<Arguments>(arguments)...);
@@ -69,44 +68,45 @@ class WithPolicy
 };
 
 /// Policies for modules of a model, by dotted name ("encoder.0.norm"; the model's own name is
-/// empty). A module's policy is in force during its forward, on devices where autocast is on, and
-/// replaces that of the guard and of the modules around it.
+/// empty). A module's policy applies during its forward, on devices with autocast on, and replaces
+/// that of the guard and of enclosing modules.
 ///
 ///     torchamp::ModulePolicies policies{{"head", Policy::standard().fp32(ops::matmul)},
 ///                                       {"encoder.*.norm", Policy::torch()}};
 ///     policies.apply_to(*model);
 ///
-/// A name stands for that module. A pattern must fit the whole name: `?` is one character, `*` any
-/// number of them without a dot, `**` any number with dots, and behind a backslash (`\*`) each
-/// stands for itself. A name wins over patterns; a module that two patterns fit is an error.
+/// A name selects that module. A pattern must match the whole name: `?` is one character, `*` any
+/// number of characters except a dot, `**` any number of any characters; a backslash (`\*`) makes
+/// each literal. A name takes precedence over patterns; two patterns that match one module are an
+/// error.
 ///
-/// Forward can be put under a policy for modules declared as WithPolicy, for entries of a
-/// torch::nn::Sequential, and for a torch::nn::Sequential as a whole (which means its entries). A
-/// module has one policy, whatever calls it. An entry that has a policy is no longer found by
-/// Sequential::at<Type>(i), which asks for the exact type; `sequential[i]->as<Type>()` finds it.
+/// A policy can be set for modules declared as WithPolicy, for entries of a torch::nn::Sequential,
+/// and for a torch::nn::Sequential as a whole (which means its entries). A module has one policy,
+/// whatever calls it. Sequential::at<Type>(i), which requires the exact type, no longer finds an
+/// entry with a policy; `sequential[i]->as<Type>()` does.
 ///
-/// The environment variable TORCHAMP_POLICY overrides module policies too. Threads: a value; copies
-/// may be used anywhere. Never reads a device.
+/// The environment variable TORCHAMP_POLICY overrides module policies, too. A value: threads may
+/// use copies concurrently. Never reads a device.
 class ModulePolicies {
  public:
   ModulePolicies() = default;
-  /// Names or patterns with their policies. Error: the same one twice.
+  /// Names or patterns with their policies. Error: a duplicate.
   ModulePolicies(std::initializer_list<std::pair<std::string, Policy>> policies) {
     for (const auto& [pattern, policy] : policies) set(pattern, policy);
   }
 
-  /// Adds a name or pattern. Error: one that is there already.
+  /// Adds a name or pattern. Error: a duplicate.
   ModulePolicies& set(std::string pattern, const Policy& policy);
 
-  /// The names and patterns with their policies, in the order in which they were added.
+  /// The names and patterns with their policies, in order of addition.
   std::vector<std::pair<std::string, Policy>> entries() const;
 
-  /// Makes these the policies of the model's modules; modules that nothing fits have none
-  /// afterwards. Returns the names of the modules that have one. Call it again for a clone, and
-  /// after adding modules. Not while another thread runs the model.
+  /// Sets these policies on the model's modules, and removes those of modules that nothing matches.
+  /// Returns the names of the modules with a policy. Call it again for a clone, and after adding
+  /// modules. Not while another thread runs the model.
   ///
-  /// Errors, each leaving the model as it was: a name or pattern that fits no module, a module that
-  /// two patterns fit, a module whose forward cannot be reached (see above), a module to which two
+  /// Errors, which leave the model unchanged: a name or pattern without a match, two patterns that
+  /// match one module, a module whose forward cannot be reached (see above), a module to which two
   /// names or two Sequentials give different policies, a Sequential that calls a module which is
   /// not registered with it.
   std::vector<std::string> apply_to(torch::nn::Module& model) const;
@@ -116,7 +116,7 @@ class ModulePolicies {
     std::string pattern;
     std::shared_ptr<const detail::PolicyData> policy;
   };
-  /// What a site is given.
+  /// The rule chosen for a site.
   struct Chosen {
     const Rule* rule = nullptr;         // none
     const std::string* as = nullptr;    // its name that the rule fits
@@ -161,7 +161,7 @@ inline void ModulePolicies::refuse_unused(const Rule& rule, const detail::Forwar
                   : "The nearest name is '" + *nearest + "'.");
 }
 
-// A Sequential only calls its entries: those without a policy of their own take it over.
+// A Sequential only calls its entries: those without their own policy inherit it.
 inline void ModulePolicies::hand_down(const detail::ForwardSites& sites, std::size_t from,
                                       std::vector<Chosen>& chosen) {
   const detail::ForwardSite& site = sites[from];

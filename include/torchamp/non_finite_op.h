@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief Which op made the first inf or NaN.
+/// @brief first_non_finite_op: the op that made the first inf or NaN.
 
 #include <ATen/core/Tensor.h>
 
@@ -20,25 +20,25 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-/// The first op that made an inf or a NaN, as first_non_finite_op() found it.
+/// The first op that made an inf or a NaN.
 struct NonFiniteOp {
-  std::string op;  ///< as dispatched: `aten::addmm`, with its overload if it has one
+  std::string op;  ///< as dispatched, with its overload: `aten::mul.Tensor`
   /// Whether backward called it.
   bool in_backward = false;
   std::string node;        ///< in backward: the autograd node, `AddmmBackward0`
   std::string forward_op;  ///< in backward: the op whose gradient it computes
-  /// Parameters among the inputs of the op (in backward: of forward_op), views of them included.
+  /// Parameters, or views of them, among the inputs of the op (in backward: of forward_op).
   std::vector<std::string> parameters;
-  /// False: what came in was inf or NaN already, and no op had made it: the input data or a
-  /// parameter. (Infs that the program asked for, of which the op made NaNs, do not count.)
+  /// False: an input (data or a parameter) was already inf or NaN. (Infs that the program made on
+  /// purpose, from which the op made NaNs, do not count.)
   bool inputs_were_finite = true;
-  /// Dtype, shape and largest absolute value of each tensor; of one that came in with infs or NaNs
-  /// how many, and its name if it is a parameter.
+  /// Dtype, shape and largest absolute value of each tensor; for one with infs or NaNs their
+  /// number, and its name if it is a parameter.
   std::vector<std::string> inputs;
   at::ScalarType dtype = at::kFloat;  ///< of the output
   int64_t infs = 0;                   ///< in the output
   int64_t nans = 0;                   ///< in the output
-  int64_t ops_before = 0;             ///< how many ops ran before it
+  int64_t ops_before = 0;             ///< ops that ran before it
 };
 
 namespace detail {
@@ -46,9 +46,9 @@ std::optional<NonFiniteOp> find_non_finite_op(const std::function<void()>& forwa
                                               const NamedParameters& named);
 }
 
-/// Runs `forward_and_backward` once more, looking at what each op makes, and names the first op
-/// that makes an inf or a NaN of finite inputs; nothing if there is none. For after a skipped step,
-/// with the same batch and the same scale:
+/// Runs `forward_and_backward` again, checks each op's results, and returns the first op that makes
+/// an inf or a NaN from finite inputs; nothing if there is none. Call it after a skipped step, with
+/// the same batch and the same scale:
 ///
 ///     auto replay = [&] {
 ///       torchamp::AutocastGuard autocast(torch::kCUDA);
@@ -56,19 +56,19 @@ std::optional<NonFiniteOp> find_non_finite_op(const std::function<void()>& forwa
 ///     };
 ///     if (auto op = torchamp::first_non_finite_op(replay, model)) std::cout << *op;
 ///
-/// Ops are those that the program calls, not those that these call in turn. Infs that the program
-/// asks for (a mask filled with -inf) and uninitialised memory are not counted. What was inf or NaN
-/// before the run (a mask, the data, a parameter) counts if a gradient is made of it, or without
-/// backward() a result; a mask that ends in a softmax does not. Reads the device several times for
-/// each op, so it is slow; gradients accumulate as `forward_and_backward` has it.
-/// Ops of threads other than the caller's and autograd's are not looked at, nor are nested tensors
-/// and dtypes that LibTorch has no functions for, such as fp4.
+/// Only ops that the program calls count, not those that these call. Infs that the program makes on
+/// purpose (a mask filled with -inf) and uninitialised memory do not count. Infs and NaNs from
+/// before the run (a mask, the data, a parameter) count if a gradient, or without backward() a
+/// result, is computed from them; a mask that ends in a softmax does not. Reads the device several
+/// times per op, so it is slow; gradients accumulate as in `forward_and_backward`. Not checked: ops
+/// on threads other than the caller's and autograd's, nested tensors, and dtypes for which LibTorch
+/// has no functions, such as fp4.
 ///
 /// Errors: whatever `forward_and_backward` throws; an empty function; an owner that is a null
 /// pointer or an empty holder.
 ///
-/// Parameters are named after `owner`: a module or an optimizer, given itself, by a pointer of any
-/// kind or by a module holder; or a range of pairs of a name and a parameter. nullptr for none.
+/// Parameters are named as in `owner`: a module or an optimizer, any pointer to one, or a module
+/// holder; or a range of pairs of a name and a parameter. nullptr for no names.
 template <class Owner = std::nullptr_t>
 std::optional<NonFiniteOp> first_non_finite_op(const std::function<void()>& forward_and_backward,
                                                const Owner& owner = nullptr) {

@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief What an edit of a policy is made of: a rule, the ops that follow it, and when.
+/// @brief The parts of a policy's edit: a rule, the ops that follow it, and conditions.
 
 #include <ATen/core/function_schema.h>
 #include <ATen/core/ivalue.h>
@@ -28,34 +28,30 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-// ---- The rule, and when it holds
-// ------------------------------------------------------------------
-
-/// What happens to the floating-point tensor arguments of an op in an autocast region.
-/// Only tensors of the region's device are cast, and fp64 never is.
+/// What an op's rule does to its floating-point tensor arguments in an autocast region. Only
+/// tensors on the region's device are cast, and fp64 never is.
 enum class Cast : std::uint8_t {
   native,           ///< LibTorch's own autocast kernel for the device decides
-  lower_precision,  ///< cast to the region's dtype (fp16 on CUDA, bf16 on CPU, unless told
-                    ///< otherwise)
-  fp32,             ///< cast to fp32; an op with an optional output dtype is asked for fp32 instead
+  lower_precision,  ///< cast to the region's dtype (by default fp16 on CUDA, bf16 on a CPU)
+  fp32,             ///< cast to fp32; an op with a `dtype` argument computes in fp32 instead
   promote,          ///< cast to the widest dtype among the arguments
-  unchanged,        ///< left as they are, also in the ops that this op calls
-  fp8,              ///< products are made of 8-bit numbers: see Policy::fp8
+  unchanged,        ///< unchanged, also in the ops that this op calls
+  fp8,              ///< quantised to 8 bits: see Policy::fp8
 };
 
 namespace detail {
 
 using namespace std::string_view_literals;  // lengths that a compiler need not count
 
-/// What there is to know of a cast rule beside what it does to a call, which CastArguments says.
+/// The properties of a cast rule; CastArguments has its effect on a call.
 struct CastRow {
   Cast cast;
-  std::string_view name;  // as the enumerator, in a policy's text and in reports
-  bool casts;             // so that only ops whose arguments can be cast may follow it
+  std::string_view name;  // also in texts and reports
+  bool casts;             // so only ops whose arguments can be cast may follow it
   std::string_view text;  // for the legend of a printed policy
 };
 
-/// Every rule. A new one is an enumerator, a row here, a case of CastArguments and a test.
+/// All rules. A new one needs an enumerator, a row here, a case of CastArguments and a test.
 inline constexpr CastRow cast_rows[] = {
     {Cast::lower_precision, "lower_precision"sv, true,
      "arguments are cast to the region's dtype"sv},
@@ -68,7 +64,7 @@ inline constexpr CastRow cast_rows[] = {
      "LibTorch's own kernel for the device decides, which does what is said behind it"sv},
 };
 
-/// Null for a value that is no rule.
+/// Null for a value that is not a rule.
 constexpr const CastRow* row_of(Cast cast) {
   for (const CastRow& row : cast_rows) {
     if (row.cast == cast) return &row;
@@ -76,7 +72,7 @@ constexpr const CastRow* row_of(Cast cast) {
   return nullptr;
 }
 
-/// The rule that is called `name`; null if there is none.
+/// The rule called `name`; null if there is none.
 constexpr const CastRow* row_named(std::string_view name) {
   for (const CastRow& row : cast_rows) {
     if (row.name == name) return &row;
@@ -97,18 +93,18 @@ inline std::ostream& operator<<(std::ostream& out, Cast cast) {
   return out << to_string(cast);
 }
 
-/// One call of an op, as a rule's predicate sees it. Valid only during the predicate.
+/// A call of an op, for a rule's predicate. Valid only during the predicate.
 class OpCall {
  public:
   /// `stack` ends with the arguments.
   OpCall(const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> stack)
       : schema_(schema), stack_(stack) {}
 
-  /// The op's schema: its name and its arguments' names and types.
+  /// The op's schema.
   const c10::FunctionSchema& schema() const { return schema_; }
 
-  /// The argument called `name` in the op's schema: `call.argument("exponent").toScalar()`.
-  /// An unknown name is an error that lists the schema.
+  /// The argument called `name` in the schema: `call.argument("exponent").toScalar()`. An unknown
+  /// name is an error that shows the schema.
   const c10::IValue& argument(std::string_view name) const {
     const auto& arguments = schema_.arguments();
     for (std::size_t i = 0; i < arguments.size(); ++i) {
@@ -123,14 +119,14 @@ class OpCall {
   c10::ArrayRef<c10::IValue> stack_;
 };
 
-/// When a rule holds: always, unless a member says otherwise.
+/// The conditions of a rule; none by default.
 struct When {
   /// Only in regions of this dtype.
   std::optional<at::ScalarType> dtype = std::nullopt;
-  /// Only for calls for which this returns true. Called once for each call of the op, on whichever
-  /// thread calls it, possibly on several at once, with autocast off: it may call ops, its own
-  /// among them, which profilers and a CastRecorder do not see. Must not read a device if the step
-  /// is to stay asynchronous.
+  /// Only for calls for which this returns true. Called once per call of the op, on the calling
+  /// thread (possibly on several at once), with autocast off. It may call ops, including this one;
+  /// profilers and a CastRecorder do not see these. It must not read a device if the step is to
+  /// stay asynchronous.
   std::function<bool(const OpCall&)> predicate = nullptr;
 
   /// Whether it holds for every call.
@@ -141,27 +137,23 @@ struct When {
   }
 };
 
-// ---- The ops
-// --------------------------------------------------------------------------------------
-
-/// A named list of op names, for the edits of a Policy: `policy.fp32(ops::norm)`.
-/// A name stands for all overloads of the op. In the families of torchamp::ops a name that the
-/// running LibTorch lacks is passed over, so that one list serves every version; a name that a user
-/// writes himself, in a family of his own too, must exist.
+/// A named list of op names, for the edits of a Policy: `policy.fp32(ops::norm)`. A name stands for
+/// all overloads of the op. Names in the families of torchamp::ops that the running LibTorch lacks
+/// are ignored, so one list serves all versions; names in your own families must exist.
 class OpFamily {
  public:
-  /// A family of the program's own. Refers to `ops`, which outlives it.
+  /// Your own family. Refers to `ops`, which must outlive it.
   template <std::size_t size>
   constexpr OpFamily(std::string_view name, const std::string_view (&ops)[size])
       : name_(name), ops_(ops), size_(size) {}
 
-  /// What it is called: "norm".
+  /// The name: "norm".
   constexpr std::string_view name() const { return name_; }
-  /// The first of its ops' names.
+  /// The first op's name.
   constexpr const std::string_view* begin() const { return ops_; }
-  /// Behind the last of its ops' names.
+  /// Past the last op's name.
   constexpr const std::string_view* end() const { return ops_ + size_; }
-  /// How many names it has.
+  /// The number of names.
   constexpr std::size_t size() const { return size_; }
 
   /// Equal when the name and the ops are.
@@ -245,8 +237,8 @@ inline constexpr std::string_view interpolation_ops[] = {
     "upsample_trilinear3d"sv, "upsample_bicubic2d"sv, "_upsample_bicubic2d_aa"sv, "grid_sampler"sv};
 // clang-format on
 
-/// Whether a range-based for loop over `Names` gives names. (The concepts of <ranges> ask the same,
-/// and take ten times as long to compile.)
+/// Whether a range-based for loop over `Names` yields names. (The concepts of <ranges> check the
+/// same and take ten times as long to compile.)
 template <class Names>
 concept is_range_of_names = requires(Names& names) {
   std::string_view(*std::begin(names));
@@ -255,13 +247,13 @@ concept is_range_of_names = requires(Names& names) {
 
 }  // namespace detail
 
-/// The families of ops that the standard table is made of, and those that users edit together.
-/// An op calls others (`linear` calls `addmm`), and only the outermost op on a list is cast, so a
-/// rule for `mm` alone does not reach `linear`: edit the family. torch::nn::Linear in C++ does not
-/// call `linear` but `addmm` or `matmul`: for it edit ops::matmul too, or ops::dense.
+/// The families of ops in the standard table, and further ones for edits. An op calls others
+/// (`linear` calls `addmm`), and only the outermost op on a list is cast, so a rule for `mm` alone
+/// does not affect `linear`: edit the family. In C++ torch::nn::Linear calls `addmm` or `matmul`,
+/// not `linear`: edit ops::matmul too, or ops::dense.
 namespace ops {
 
-/// Matrix products and what is made of them: `mm`, `matmul`, `einsum`, …
+/// Matrix products and ops composed of them: `mm`, `matmul`, `einsum`, …
 inline constexpr OpFamily matmul{"matmul", detail::matmul_ops};
 /// Convolutions, transposed ones too.
 inline constexpr OpFamily conv{"conv", detail::conv_ops};
@@ -278,7 +270,7 @@ inline constexpr OpFamily recurrent{"recurrent", detail::recurrent_ops};
 inline constexpr OpFamily addition{"addition", detail::addition_ops};
 /// Reductions that accumulate: sums, means, products, norms, variances.
 inline constexpr OpFamily reduction{"reduction", detail::reduction_ops};
-/// What picks among values, exact in any dtype: `max`, `topk`, `sort`, …
+/// Ops that select values, exact in any dtype: `max`, `topk`, `sort`, …
 inline constexpr OpFamily order_statistic{"order_statistic", detail::order_statistic_ops};
 /// Normalisation layers.
 inline constexpr OpFamily norm{"norm", detail::norm_ops};
@@ -286,14 +278,14 @@ inline constexpr OpFamily norm{"norm", detail::norm_ops};
 inline constexpr OpFamily softmax{"softmax", detail::softmax_ops};
 /// Losses.
 inline constexpr OpFamily loss{"loss", detail::loss_ops};
-/// Pointwise functions that 16 bits are too coarse or too narrow for: `exp`, `log`, `pow`, …
+/// Pointwise functions whose range or precision exceeds 16 bits: `exp`, `log`, `pow`, …
 inline constexpr OpFamily pointwise{"pointwise", detail::pointwise_ops};
 /// Distances and similarities.
 inline constexpr OpFamily distance{"distance", detail::distance_ops};
 /// Upsampling and grid sampling.
 inline constexpr OpFamily interpolation{"interpolation", detail::interpolation_ops};
 
-/// All of them, in the order of their declaration.
+/// All families, in the order of declaration.
 inline constexpr OpFamily families[] = {
     matmul,          conv, linear,  dense, attention, recurrent, addition,     reduction,
     order_statistic, norm, softmax, loss,  pointwise, distance,  interpolation};
@@ -301,8 +293,8 @@ inline constexpr OpFamily families[] = {
 }  // namespace ops
 
 /// The ops that an edit of a Policy names. Made from one name, a `{…}` list or any range of names,
-/// or a family: one of torchamp::ops, or a program's own, which is the list of its names. A name is
-/// "softmax" (all overloads), "softmax.int" or "mylib::op".
+/// or a family (one of torchamp::ops, or your own). A name is "softmax" (all overloads),
+/// "softmax.int" or "mylib::op".
 class OpNames {
  public:
   // Implicit, so that edits read as `policy.fp32({"pow", "exp"})` and `policy.fp32(ops::norm)`.
@@ -330,9 +322,9 @@ class OpNames {
 
   /// The first name.
   auto begin() const { return names_.begin(); }
-  /// Behind the last name.
+  /// Past the last name.
   auto end() const { return names_.end(); }
-  /// The name of the family of torchamp::ops that these are, or empty.
+  /// The name of the family of torchamp::ops that this is, or empty.
   std::string_view family() const { return family_; }
 
  private:

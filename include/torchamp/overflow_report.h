@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief Which gradients hold infs and NaNs, and how many.
+/// @brief overflow_report: which gradients hold infs and NaNs, and how many.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/stack.h>
@@ -23,21 +23,21 @@ namespace TORCHAMP_NAMESPACE {
 
 /// A parameter whose gradient holds infs or NaNs.
 struct Overflow {
-  std::string name;  ///< as the module has it; "group 0, parameter 3" for an optimizer
-  at::ScalarType dtype = at::kFloat;  ///< the gradient's, as the next two
-  std::vector<int64_t> sizes;         ///< the gradient's shape
-  at::Device device = at::kCPU;       ///< where the gradient lies
+  std::string name;                   ///< in the module; for an optimizer "group 0, parameter 3"
+  at::ScalarType dtype = at::kFloat;  ///< of the gradient
+  std::vector<int64_t> sizes;         ///< of the gradient
+  at::Device device = at::kCPU;       ///< of the gradient
   int64_t infs = 0;                   ///< elements that are inf or -inf
   int64_t nans = 0;                   ///< elements that are NaN
-  int64_t elements = 0;               ///< of the gradient; of a sparse one, those stored
-  double largest_finite = 0.;         ///< absolute value, as it lies there: unscaled or not
+  int64_t elements = 0;               ///< all; of a sparse gradient, those stored
+  double largest_finite = 0.;         ///< absolute value, scaled or unscaled as stored
 };
 
-/// What overflow_report finds.
+/// The result of overflow_report().
 struct OverflowReport {
-  std::vector<Overflow> overflows;   ///< in the order of the parameters
-  std::size_t gradients = 0;         ///< looked at
-  std::size_t without_elements = 0;  ///< gradients with nothing to look at
+  std::vector<Overflow> overflows;   ///< in parameter order
+  std::size_t gradients = 0;         ///< examined
+  std::size_t without_elements = 0;  ///< empty gradients
 
   /// Whether all gradients are finite.
   bool empty() const { return overflows.empty(); }
@@ -57,8 +57,7 @@ inline at::Tensor count_non_finite(const at::Tensor& values) {
 
 }  // namespace detail
 
-/// Reports which gradients of `named`, any range of pairs of a name and a parameter, hold infs or
-/// NaNs, as overflow_report() does for a module. Reads each device once.
+/// overflow_report() for any range of pairs of a name and a parameter. Reads each device once.
 template <class NamedParameters>
 OverflowReport overflow_report_of(const NamedParameters& named) {
   const detail::InternalOps guard;
@@ -94,15 +93,15 @@ OverflowReport overflow_report_of(const NamedParameters& named) {
   return report;
 }
 
-/// Reports which gradients of a module (submodules included) or of an optimizer hold infs or NaNs,
-/// how many, and how large the others are. For after a skipped step, before the gradients are
+/// Reports which gradients of a module (including submodules) or an optimizer hold infs or NaNs,
+/// how many, and the largest finite value. Call it after a skipped step, before the gradients are
 /// cleared:
 ///
 ///     if (!scaler.step(optimizer)) std::cout << torchamp::overflow_report(model);
 ///
-/// A module's parameters go by their names in it, an optimizer's by their places in it. `owner` is
-/// one of them, a pointer of any kind to it, or a module holder; a null one is an error. Makes one
-/// pass over the gradients and reads each device once. Gradients are not changed.
+/// A module's parameters are named as in the module, an optimizer's by position. `owner` is a
+/// module or optimizer, any pointer to one, or a module holder; a null one is an error. Makes one
+/// pass over the gradients, does not change them, and reads each device once.
 template <class Owner>
 OverflowReport overflow_report(const Owner& owner) {
   return overflow_report_of(detail::named_parameters_of(owner, "overflow_report"));

@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief A policy and those of a model's modules, in one file.
+/// @brief Files that hold a policy and the policies of a model's modules.
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
@@ -21,17 +21,17 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-/// What load_policies() has read.
+/// The contents of a file that load_policies() has read.
 struct LoadedPolicies {
   /// For the guards.
   Policy policy = Policy::standard();
   /// For the model's modules.
   ModulePolicies modules{};
-  /// The file that it was.
+  /// The file's path.
   std::string path{};
 
-  /// Gives the model's modules their policies: ModulePolicies::apply_to(), with its errors where
-  /// the file is for a model with other modules, which name the file. Guards are given `policy`.
+  /// Sets the modules' policies: ModulePolicies::apply_to(), whose errors then name the file.
+  /// Guards take `policy`.
   std::vector<std::string> apply_to(torch::nn::Module& model) const {
     try {
       return modules.apply_to(model);
@@ -42,17 +42,17 @@ struct LoadedPolicies {
   }
 };
 
-/// Reads a text as to_text() and save_policy() write it: a policy, and after each line
-/// `module NAME` what is different in that module.
+/// Reads a file of to_text() or save_policy(): a policy, and after each line `module NAME` the
+/// edits for that module.
 ///
 ///     policy torch
 ///     lower_precision: addmm, gelu
 ///     module head
 ///     fp32: addmm
 ///
-/// NAME is a name or a pattern as ModulePolicies takes it. A module's part that begins with a line
-/// `policy standard` or `policy torch` stands alone: what is before the modules is not in it. `#`
-/// starts a comment. Errors name the file, the line (or the module) and what is wrong with it.
+/// NAME is a name or pattern as in ModulePolicies. A module's part that begins with `policy
+/// standard` or `policy torch` does not inherit the rules before the modules. `#` starts a comment.
+/// Errors name the file, the line (or module) and the reason.
 inline LoadedPolicies load_policies(const std::string& path) {
   const std::string call = "torchamp::load_policies";
   const std::string place = c10::str(call, ": '", path, "'");

@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief Policies as text, printed, in a string or a file.
+/// @brief Policies as text: printed, in a string or in a file.
 
 #include <c10/util/Exception.h>
 
@@ -42,15 +42,15 @@ inline const bool environment_names_files = let_environment_name_files();
 
 }  // namespace detail
 
-/// The policy as text that parse_policy() reads back: its base table and its edits, a line each.
+/// The policy as text that parse_policy() reads: its base table and its edits, one per line.
 ///
 ///     policy standard
 ///     fp32: ops::norm, pow
 ///     lower_precision when bfloat16: softmax.int
 ///     fp8(only_worthwhile): ops::dense
 ///
-/// Errors: a rule with a predicate, which is code, unless later edits have removed it; an op of a
-/// library called "ops" that has the name of a family (its overloads can be written one by one).
+/// Errors: a rule with a predicate, unless later edits have removed it; an op of a library called
+/// "ops" that has the name of a family (write its overloads one by one).
 inline std::string to_text(const Policy& policy) {
   std::string text = "policy " + std::string(detail::to_string(policy.data()->base)) + '\n';
   for (const std::string& line : detail::lines_of_edits("torchamp::to_text", *policy.data())) {
@@ -59,14 +59,14 @@ inline std::string to_text(const Policy& policy) {
   return text;
 }
 
-/// The policy that `text` describes: see to_text(). '#' starts a comment; empty lines are passed
-/// over. Errors name the line and what is wrong with it.
+/// The policy that `text` describes: see to_text(). '#' starts a comment; empty lines are ignored.
+/// Errors name the line and the reason.
 inline Policy parse_policy(std::string_view text) {
   return Policy(
       detail::PolicyParser("torchamp::parse_policy", &detail::parse_fp8_rule).parse(text));
 }
 
-/// The policy in a file of such text. Errors name the file, too.
+/// The policy in a file of such text. Errors also name the file.
 inline Policy load_policy(const std::string& path) {
   return Policy(detail::load_policy_data("torchamp::load_policy", path, &detail::parse_fp8_rule));
 }

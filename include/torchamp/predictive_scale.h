@@ -29,11 +29,11 @@
 
 /// @file
 /// With this header a program can set GradScalerOptions::follows_gradients and forgives_bad_losses,
-/// and call GradScalerOptions::predictive(), which says what they do.
+/// and call GradScalerOptions::predictive(), where they are explained.
 
 namespace torchamp::detail {
 
-/// Whether all that was scaled in an iteration was finite.
+/// Whether all outputs that were scaled in an iteration were finite.
 class BadLosses final : public LossWatch {
  public:
   void note(const at::Tensor& output, at::Device home) override {
@@ -75,12 +75,11 @@ class PredictiveRule final : public ScaleRule {
         ": forgives_bad_losses needs follows_gradients. Start from GradScalerOptions::predictive() "
         "and set forgives_bad_losses in what it returns.");
     TORCH_CHECK_VALUE(!options.agree_found_inf == !options.agree_largest, call,
-                      ": follows_gradients is set, and of agree_found_inf and agree_largest one "
-                      "only. Set both, or the processes' scales part.");
-    TORCH_CHECK_VALUE(
-        options.dynamic, call,
-        ": follows_gradients is set, and dynamic is not, so that the scale would follow nothing. "
-        "Leave dynamic set, or take GradScalerOptions::fixed(scale).");
+                      ": follows_gradients is set with only one of agree_found_inf and "
+                      "agree_largest. Set both, otherwise the processes' scales diverge.");
+    TORCH_CHECK_VALUE(options.dynamic, call,
+                      ": follows_gradients is set without dynamic, so the scale would never "
+                      "change. Leave dynamic set, or use GradScalerOptions::fixed(scale).");
   }
 
   std::unique_ptr<LossWatch> watch_losses(const GradScalerOptions& options) const override {

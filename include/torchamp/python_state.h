@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief The scaler's state in files that Python reads and writes.
+/// @brief The scaler's state in files for Python.
 
 #include <c10/util/Exception.h>
 #include <caffe2/serialize/inline_container.h>
@@ -84,7 +84,7 @@ inline GradScalerState python_state(std::string_view pickle,
               "that lead to it; torch::load(scaler, path) reads what torch::save has written.");
 }
 
-/// open() gives the archive; `name` is what errors call it.
+/// open() returns the archive; `name` is its name in errors.
 template <class Open>
 GradScalerState load_python_state(const std::string& name, const Open& open,
                                   std::initializer_list<std::string_view> keys) {
@@ -132,18 +132,18 @@ inline std::string python_archive(const GradScalerState& state) {
 
 }  // namespace detail
 
-/// Returns the state_dict of a GradScaler from what Python's torch.save wrote. `keys` lead to it in
+/// Returns the state_dict of a GradScaler from a file of Python's torch.save. `keys` lead to it in
 /// a larger checkpoint: {"scaler"} for `torch.save({"model": ..., "scaler": scaler.state_dict()},
-/// path)`. Nothing else in the file is loaded, and no code in it is run.
+/// path)`. Loads nothing else in the file, and runs no code in it.
 ///
 ///     torch.save(scaler.state_dict(), "scaler.pt")                  # Python
 ///     scaler.load_state_dict(torchamp::load_python_state("scaler.pt"));
 ///
-/// What torch::save(scaler, path) writes is another format, which holds more: torch::load reads it.
+/// torch::save(scaler, path) writes another format, with more contents: torch::load reads it.
 ///
-/// All of the file is read, to check the CRC of each of its records; Python can be told to write
-/// none (torch.serialization.set_crc32_options), and a number that changed in such a file goes
-/// unnoticed. GradScaler::load_state_dict checks the ranges of the values. Reads no device.
+/// The whole file is read, to check the CRC of each record. (Python can write none:
+/// torch.serialization.set_crc32_options. A changed number in such a file is not detected.)
+/// GradScaler::load_state_dict checks the ranges of the values. Reads no device.
 ///
 /// c10::Error for a stream that is damaged, truncated, of another kind, or without such an entry.
 inline GradScalerState load_python_state(std::istream& in,
@@ -159,9 +159,9 @@ inline GradScalerState load_python_state(const std::string& path,
       "'" + path + "': ", [&] { return std::make_shared<detail::FileReader>(path); }, keys);
 }
 
-/// Writes `state` as Python's torch.save would write the dict, for torch.load(path), with
-/// weights_only or without, and torch.amp.GradScaler.load_state_dict. An empty state gives an empty
-/// dict. c10::Error where the stream fails, also one whose failures are exceptions.
+/// Writes `state` as Python's torch.save writes the dict, for torch.load(path), with weights_only
+/// or without, and torch.amp.GradScaler.load_state_dict. An empty state gives an empty dict.
+/// c10::Error if the stream fails, also one whose failures are exceptions.
 inline void save_python_state(const GradScalerState& state, std::ostream& out) {
   const std::string bytes = detail::python_archive(state);
   std::string reason;
@@ -176,8 +176,8 @@ inline void save_python_state(const GradScalerState& state, std::ostream& out) {
   TORCH_CHECK(reason.empty(), "torchamp::save_python_state: writing has failed: ", reason, '.');
 }
 
-/// Writes `state` to a file that Python's torch.load(path) reads. The file is replaced only once
-/// all has been written and flushed to the disk, see Note [Atomic files]. c10::Error where that
+/// Writes `state` to a file for Python's torch.load(path). The file is replaced only once
+/// everything is written and flushed to the disk, see Note [Atomic files]. c10::Error if that
 /// fails; the old file stays.
 ///
 ///     torchamp::save_python_state(scaler.state_dict(), "scaler.pt");

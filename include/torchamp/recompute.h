@@ -27,12 +27,12 @@
 namespace TORCHAMP_NAMESPACE {
 namespace detail {
 
-/// What checkpoint() keeps of an input of type Given for backward: of a list the values too.
+/// How checkpoint() stores an input of type Given for backward; of a list also the values.
 template <class Given>
 struct KeptInput {
   static_assert(!RefersToValues<Given>::value,
-                "checkpoint: an input refers to values that may be gone when backward runs the "
-                "function again. Pass a std::vector or an at::ArrayRef of the values.");
+                "checkpoint: an input refers to values that may be destroyed before backward runs "
+                "the function again. Pass a std::vector or an at::ArrayRef of the values.");
   using type = Given;
   template <class Input>
   static Input&& keep(Input&& input) {
@@ -47,7 +47,7 @@ struct KeptInput<c10::ArrayRef<T>> {
   static c10::ArrayRef<T> given(type& kept) { return kept; }
 };
 
-/// Calls the function with the inputs as they were given.
+/// Calls the function with the inputs in their original types.
 template <class Output, class... Given, class Function, class Kept>
 Output call_with(Function& function, Kept& kept) {
   return std::apply(
@@ -61,74 +61,73 @@ Output call_with(Function& function, Kept& kept) {
 inline RngState rng_state_to_keep() {
   constexpr const char* remedy =
       "Pass {.preserve_rng_state = false}, and keep dropout out of the function.";
-  TORCH_CHECK(
-      !GraphBody::is_running(),
-      "checkpoint: the iteration of a CudaGraph cannot keep the random state, which lies on "
-      "the host. ",
-      remedy);
+  TORCH_CHECK(!GraphBody::is_running(),
+              "checkpoint: the iteration of a CudaGraph cannot preserve the random state, which is "
+              "on the host. ",
+              remedy);
   try {
     return RngState::now();
   } catch (const c10::Error& error) {
     TORCH_CHECK(false,
-                "checkpoint: the random state cannot be kept, as it cannot while a CUDA "
-                "graph is captured. ",
+                "checkpoint: the random state cannot be read, for example because a CUDA graph is "
+                "being captured. ",
                 remedy, " The error was: ", error.what_without_backtrace());
   }
 }
 
 }  // namespace detail
 
-/// What checkpoint() puts back for the recomputation.
+/// Options of checkpoint().
 struct CheckpointOptions {
-  /// The states of LibTorch's default generators (the CPU's, and those of every device in use), so
-  /// that dropout drops the same. A few microseconds; false where the function draws no numbers.
-  /// An error within a CudaGraph, or wherever else a CUDA graph is captured, which cannot hold it.
+  /// Whether the recomputation uses the forward's states of LibTorch's default generators (the
+  /// CPU's, and those of all devices in use), so dropout drops the same elements. Costs a few
+  /// microseconds; pass false if the function draws no random numbers. True is an error within a
+  /// CudaGraph, and while any other CUDA graph is captured.
   bool preserve_rng_state = true;
 
-  /// Buffers that the function changes, and that are to change once and not again in backward, such
-  /// as batch norm's running statistics: `{.buffers = block->buffers()}`. Where the function is a
-  /// module holder, its buffers need not be named.
+  /// Buffers that the function changes and backward must not change again, such as batch norm's
+  /// running statistics: `{.buffers = block->buffers()}`. Not needed if the function is a module
+  /// holder.
   std::vector<at::Tensor> buffers = {};
 };
 
-/// Calls function(inputs...) and keeps none of its activations: backward runs it again. Saves
-/// memory for the time of one more forward.
+/// Calls function(inputs...) and stores none of its activations; backward runs the function again.
+/// Saves memory at the cost of one more forward.
 ///
 ///     x = torchamp::checkpoint(block, x);                          // a module holder
 ///     x = torchamp::checkpoint([=](auto x) { return block->forward(x).relu(); }, x);
 ///
-/// The function runs again under the forward's autocast state, policy and random state. Neither run
-/// uses LibTorch's cache of cast weights, which all threads share: each use of a weight is a cast
-/// of its own, as with `{.cache_enabled = false}`. (Where a function uses a weight many times, as
-/// an unrolled recurrent layer does, take a WeightCache of torchamp's.) So on a CPU the gradients
-/// are, bit for bit, those of the plain call under such a guard, or under one with torchamp's
-/// cache: where LibTorch's cache would share a cast, it adds up the gradients of the uses in 16
-/// bits, and this in fp32. The order may differ in which the parts of a gradient are added up that
-/// a tensor gets from several nested calls. Parameters and other tensors that it captures get their
-/// gradients too, whether or not an input needs one, and also from torch::autograd::grad and with
-/// create_graph (gradients of gradients may differ in 16 bits' rounding). Checkpoints nest. With
-/// grad mode off the function is called, and that is all. Reads no device.
+/// The recomputation uses the forward's autocast state, policy and random state. Neither run uses
+/// LibTorch's cache of cast weights, which all threads share: each use of a weight is cast again,
+/// as with `{.cache_enabled = false}`. (If a function uses a weight many times, as an unrolled
+/// recurrent layer does, use a WeightCache of torchamp's.) So on a CPU the gradients equal, bit for
+/// bit, those of the plain call under such a guard, or under one with torchamp's cache. (With
+/// LibTorch's cache, uses that share a cast sum their gradients in 16 bits; here they sum in fp32.
+/// For a tensor used in several nested calls the order of the sum may differ.) Captured parameters
+/// and tensors get their gradients too, whether or not an input requires grad, also from
+/// torch::autograd::grad and with create_graph (second derivatives may differ by 16-bit rounding).
+/// Calls nest. With grad mode off this is a plain call. Reads no device.
 ///
 /// Inputs and outputs are tensors, other values, and vectors, arrays, tuples, pairs, maps and
-/// optionals of them. There may be several outputs, and what is not a tensor passes through. An
-/// output type that may hide tensors (a struct that may hold some, an unordered_map) does not
-/// compile. Of an at::ArrayRef the values are kept; other views of values do not compile. An input
-/// or captured tensor that the function returns as it is stays that tensor; any other output that
-/// shares memory with an input, a captured tensor or another output is returned as a copy, so that
-/// changing it in place does not change them.
+/// optionals of them. Outputs that are not tensors pass through. An output type that may hide
+/// tensors (a struct that may hold some, an unordered_map) does not compile. The values of an
+/// at::ArrayRef are copied; other views do not compile. An input or captured tensor that the
+/// function returns unchanged stays that tensor; any other output that shares memory with an input,
+/// a captured tensor or another output is returned as a copy, so in-place changes of it do not
+/// affect them.
 ///
-/// The function is copied and called again during backward, perhaps on another thread: what it
+/// The function is copied and called again during backward, possibly on another thread: what it
 /// captures by reference must live until then, and it must do the same both times.
 ///
 /// Errors: whatever the function throws, from the call or from backward; a function that changes an
-/// input in place; a recomputation whose outputs have other shapes, or that uses other parameters;
-/// parameters, buffers and other tensors that an op of the function has read, and that were written
-/// to between the call and backward. Not seen are writes that LibTorch does not count: through
-/// `.data()`, as its own SGD makes them, or a pointer. What the function itself writes to, such as
-/// a count of batches, is not looked at.
+/// input in place; a recomputation with other output shapes or other parameters; a write, between
+/// the call and backward, to a parameter, buffer or other tensor that an op of the function has
+/// read. Writes that LibTorch does not count are not detected: through `.data()`, as in its own
+/// SGD, or through a pointer. Tensors that the function itself writes to, such as a batch counter,
+/// are not checked.
 ///
-/// Any thread, and several at once over one model, but for buffers that the function changes, and
-/// for random numbers: threads share LibTorch's default generators.
+/// Any thread; several at once may use one model, except for buffers that the function changes.
+/// Threads share LibTorch's default generators.
 template <class Function, class... Inputs>
 auto checkpoint(CheckpointOptions options, Function&& function, Inputs&&... inputs) {
   using Arguments = std::tuple<typename detail::KeptInput<std::decay_t<Inputs>>::type...>;
@@ -136,8 +135,8 @@ auto checkpoint(CheckpointOptions options, Function&& function, Inputs&&... inpu
       std::declval<std::decay_t<Function>&>(), std::declval<std::decay_t<Inputs>&>()...))>;
   static_assert(!std::is_void_v<Output>, "checkpoint: the function must return its outputs");
   static_assert(std::is_void_v<Output> || detail::ShowsItsTensors<Output>::value,
-                "checkpoint: the function returns a type that may hold tensors out of sight. "
-                "Return tensors, numbers and strings, and vectors, arrays, tuples, pairs, "
+                "checkpoint: the function returns a type that may hide tensors. Return tensors, "
+                "numbers and strings, and vectors, arrays, tuples, pairs, "
                 "optionals and std::maps of them.");
 
   Arguments arguments(
@@ -189,10 +188,10 @@ requires(!std::same_as<std::decay_t<Function>, CheckpointOptions>) auto checkpoi
 }
 
 /// Runs a torch::nn::Sequential in `segments` parts of equal length, each but the last under
-/// checkpoint(). Between forward and backward it keeps the inputs of the parts, and in backward the
-/// activations of one part. For n equal layers, about sqrt(n) parts keep least. Each module takes
-/// and returns one tensor; their buffers need not be named in `options`. Reads no device. Error:
-/// fewer than one segment, or more than modules.
+/// checkpoint(). Between forward and backward it stores the inputs of the parts; backward holds the
+/// activations of one part at a time. For n equal layers, about sqrt(n) parts need the least
+/// memory. Each module takes and returns one tensor; `options` need not name their buffers. Reads
+/// no device. Error: fewer than one segment, or more segments than modules.
 template <class Sequential>
 at::Tensor checkpoint_sequential(Sequential& sequential, int64_t segments, at::Tensor input,
                                  const CheckpointOptions& options = {}) {
@@ -218,8 +217,8 @@ at::Tensor checkpoint_sequential(Sequential& sequential, int64_t segments, at::T
   return input;
 }
 
-/// Runs a torch::nn::Sequential under checkpoint() in as many parts as keep least: the square root
-/// of the number of modules, rounded.
+/// Runs a torch::nn::Sequential under checkpoint() in the number of parts that needs the least
+/// memory: the square root of the number of modules, rounded.
 template <class Sequential>
 at::Tensor checkpoint_sequential(Sequential& sequential, at::Tensor input,
                                  const CheckpointOptions& options = {}) {

@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief SafeAccumulation: several micro-batches make one step, bad ones are dropped.
+/// @brief SafeAccumulation: one step for several micro-batches, without the bad ones.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/clamp_max.h>
@@ -26,19 +26,19 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-/// What came of a SafeAccumulation's step. Answers read the device once at most, as StepResult's
+/// The result of a SafeAccumulation's step. Queries read the device once at most, as StepResult's
 /// do.
 class SafeAccumulationResult {
  public:
-  /// False if every micro-batch was dropped, or the mean of those that were kept is not finite.
+  /// False if every micro-batch was dropped, or the mean of the kept ones is not finite.
   bool stepped() const { return kept_->read() > 0.; }
-  /// Whether the step was made: stepped().
+  /// stepped().
   explicit operator bool() const { return stepped(); }
-  /// Those that were stepped with.
+  /// Number of micro-batches in the step.
   int64_t kept() const { return static_cast<int64_t>(kept_->read()); }
-  /// Micro-batches whose gradients held an inf or a NaN, or that gave none.
+  /// Number of micro-batches whose gradients held an inf or a NaN, or that gave none.
   int64_t dropped() const { return micro_batches_ - kept(); }
-  /// All that were given. Never reads.
+  /// Number of all micro-batches. Never reads.
   int64_t micro_batches() const { return micro_batches_; }
 
  private:
@@ -50,25 +50,24 @@ class SafeAccumulationResult {
   int64_t micro_batches_;
 };
 
-/// Gradient accumulation in which a micro-batch whose gradients hold an inf or a NaN is dropped and
-/// counted, and the rest of its window is kept.
+/// Gradient accumulation that drops, and counts, micro-batches whose gradients hold an inf or a
+/// NaN, and keeps the others of the window.
 ///
 ///     torchamp::SafeAccumulation accumulation(scaler, optimizer);
 ///     for (auto& micro_batch : window) accumulation.backward(loss_of(micro_batch));
 ///     auto result = accumulation.step();
 ///
-/// Each micro-batch is unscaled and checked by itself, added to sums apart from the parameters'
-/// gradients, and ends an iteration of the scaler: the scale may change within a window, and
-/// growth_interval counts micro-batches. Whether one is kept is decided on the device (with a
-/// disabled scaler, all are). One that gives no parameter of the optimizer a gradient counts as
-/// dropped. The step is made with the mean over those that were kept, unless their sum is not
-/// finite: then all are dropped. Costs one fp32 sum for each parameter (fp64 for fp64 parameters),
-/// and reads nothing except once in step() for an optimizer that is no ScaledStep. Gradients are
-/// dense. Within a window, the scaler refuses to be saved, and parameters may join the optimizer
-/// but not leave it or change their shape. Holds references to scaler and optimizer. One thread at
-/// a time.
+/// Each micro-batch is unscaled and checked by itself, added to sums outside `.grad`, and ends an
+/// iteration of the scaler: the scale may change within a window, and growth_interval counts
+/// micro-batches. The device decides whether to keep one (with a disabled scaler, all are kept).
+/// One that gives no parameter of the optimizer a gradient is dropped. The step uses the mean of
+/// the kept ones; if their sum is not finite, all are dropped. Costs one fp32 sum per parameter
+/// (fp64 for fp64 parameters), and one read in step() unless the optimizer is a ScaledStep.
+/// Gradients must be dense. Within a window the scaler cannot be saved, and parameters may be added
+/// to the optimizer but not removed or reshaped. Holds references to scaler and optimizer. One
+/// thread at a time.
 ///
-/// A call that fails leaves the window as it was.
+/// A call that fails leaves the window unchanged.
 class SafeAccumulation {
  public:
   /// Steps `optimizer` with what step() finds added up.
@@ -79,22 +78,21 @@ class SafeAccumulation {
   SafeAccumulation& operator=(const SafeAccumulation&) = delete;
   SafeAccumulation(SafeAccumulation&&) = default;
   SafeAccumulation& operator=(SafeAccumulation&&) = delete;
-  /// A warning where a window is open: call step() or discard() before.
+  /// Warns if a window is open: call step() or discard() first.
   ~SafeAccumulation() {
     if (!window_ || window_->pending == 0) return;
-    detail::warn(
-        "SafeAccumulation: destroyed with ", window_->pending,
-        " micro-batch(es), with which no step was made. Call step() before, or discard().");
+    detail::warn("SafeAccumulation: destroyed with ", window_->pending,
+                 " micro-batch(es) pending. Call step() or discard() first.");
   }
 
-  /// Called after each backward(), with the gradients still scaled, wherever it has put them: the
-  /// place for MasterWeights::take_gradients().
+  /// Called after each backward() with the gradients, still scaled, where it has put them: call
+  /// MasterWeights::take_gradients() here.
   void before_unscale(std::function<void()> call) { before_unscale_ = std::move(call); }
 
   /// Computes the gradients of `loss` and adds them, unless one holds an inf or a NaN. Clears the
-  /// parameters' gradients before and after, and before, those of a model under MasterWeights. If
-  /// update() throws, at a limit of the scaler, the micro-batch counts as never given, and the
-  /// scaler as before it.
+  /// parameters' gradients before and after; before, also those of a model under MasterWeights. If
+  /// update() throws, at a limit of the scaler, the micro-batch is not counted and the scaler
+  /// unchanged.
   void backward(const at::Tensor& loss) {
     check_ready("backward");
     detail::check_not_scaled_within(loss, "SafeAccumulation::backward",
@@ -109,8 +107,8 @@ class SafeAccumulation {
       unsent->drop();
       TORCH_CHECK(false,
                   "SafeAccumulation::backward: the gradients of this micro-batch were computed "
-                  "within no_sync() and not sent, so that nobody can tell whether to keep them. "
-                  "Leave no_sync() out.");
+                  "within no_sync() and not sent, so the processes cannot decide whether to keep "
+                  "them. Leave no_sync() out.");
     }
     if (before_unscale_) before_unscale_();
     detail::warn_of_local_gradients(optimizer_, "SafeAccumulation", warned_of_local_);
@@ -132,19 +130,18 @@ class SafeAccumulation {
     is_clear_ = true;
   }
 
-  /// Steps with the mean of the gradients that were kept and begins a new window. `before_step` is
-  /// called when the parameters' gradients hold that mean, to clip them, say, in whichever form:
-  /// for the scaler, they are unscaled. Skipped if none was kept. Error, without a `before_step`: a
-  /// clip since the window's first micro-batch, for it found no gradients. After an exception from
-  /// `before_step` or the optimizer's step, the window is as it was, and step() may be called
-  /// again.
+  /// Steps with the mean of the kept gradients and begins a new window; skips the step if none was
+  /// kept. `before_step` is called when the parameters' gradients hold that mean, unscaled: clip
+  /// them here, with or without naming the scaler. Error, without a `before_step`: a clip since the
+  /// window's first micro-batch, which found no gradients. After an exception from `before_step` or
+  /// the optimizer's step the window is unchanged, and step() may be called again.
   SafeAccumulationResult step(const std::function<void()>& before_step = nullptr) {
     TORCH_CHECK(window_->pending > 0,
                 "SafeAccumulation::step: there is no micro-batch. Call backward(loss) first.");
     check_ready("step");
     TORCH_CHECK(before_step || !detail::PlainClips::any_in_vain_since(began_at_, optimizer_, false),
-                "SafeAccumulation::step: a clip came before this call, and found no gradients: the "
-                "sums are kept apart. Clip in a function that is given to step(), as in step([&] { "
+                "SafeAccumulation::step: a clip before this call found no gradients, since the "
+                "sums are kept outside .grad. Clip in a function passed to step(): step([&] { "
                 "clip_grad_norm_(optimizer, 1.); }).");
     warn_of_others("step");
     detail::clear_gradients(optimizer_);  // a step that has failed may have left its own
@@ -175,14 +172,14 @@ class SafeAccumulation {
     return {std::move(kept), micro_batches};
   }
 
-  /// Drops what was added, clears the parameters' gradients, those of a model under MasterWeights,
-  /// too, and begins a new window.
+  /// Drops the sums, clears the parameters' gradients and those of a model under MasterWeights, and
+  /// begins a new window.
   void discard() {
     clear();
     detail::drop_model_gradients(optimizer_);
   }
 
-  /// Micro-batches since the last step, dropped ones included.
+  /// Micro-batches since the last step, including dropped ones.
   int64_t pending() const { return window_->pending; }
 
  private:
@@ -191,9 +188,9 @@ class SafeAccumulation {
     if (!is_clear_ || warned_ || !detail::any_gradient(optimizer_, any)) return;
     warned_ = true;
     TORCH_WARN("SafeAccumulation::", call,
-               ": the parameters have gradients that come from no backward() of this accumulation, "
-               "and they are dropped. Call accumulation.backward(loss) for every loss. (If they "
-               "are not to count, drop them by zero_grad().) This is said once.");
+               ": the parameters have gradients that do not come from backward() of this "
+               "accumulation; they are dropped. Call accumulation.backward(loss) for every loss. "
+               "(To drop gradients on purpose, call zero_grad().) This warning is given once.");
   }
   void clear() {
     detail::clear_gradients(optimizer_);

@@ -2,7 +2,8 @@
 #pragma once
 
 /// @file
-/// @brief What an optimizer implements to be stepped, and captured, without a read of the device.
+/// @brief ScaledStep and CapturedStep: interfaces of optimizers that step without reading the
+/// device.
 
 #include <ATen/core/Tensor.h>
 
@@ -10,49 +11,47 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-/// What an optimizer implements, beside torch::optim::Optimizer, to take the scale and the overflow
-/// flag on the device. GradScaler::step finds it with dynamic_cast and then reads nothing.
+/// Interface of an optimizer that takes the scale and the overflow flag on the device.
+/// GradScaler::step finds it with dynamic_cast, and then reads nothing.
 class ScaledStep {
  public:
   virtual ~ScaledStep() = default;
 
   /// Steps once, with every gradient divided by `grad_scale`, unless `found_inf` is non-zero.
   ///
-  /// `grad_scale` and `found_inf` are 0-dim fp32 tensors, on any device; the optimizer copies them
-  /// to its parameters' devices as needed and keeps no reference to either. An undefined
-  /// `grad_scale` means that the gradients are not scaled (GradScaler::unscale_ has run), an
-  /// undefined `found_inf` that the step is to be taken whatever the gradients hold. A factor that
-  /// the optimizer holds for this one step, from a clip, say, is multiplied in and spent.
+  /// `grad_scale` and `found_inf` are 0-dim fp32 tensors on any device; the optimizer copies them
+  /// to its parameters' devices and keeps no reference. If `grad_scale` is undefined, the gradients
+  /// are not scaled (GradScaler::unscale_ has run); if `found_inf` is undefined, the step is always
+  /// taken. A factor that the optimizer holds for this step, such as a clip's, is multiplied in and
+  /// then dropped.
   ///
-  /// A step that is not taken leaves parameters and optimizer state as if it had never been tried,
-  /// on the very first one too. Whether it is taken is decided on the device: this never reads it.
-  /// The gradients may be left divided by `grad_scale` or not.
+  /// A skipped step leaves parameters and optimizer state as if it had not been tried, also the
+  /// very first. The device decides: this function never reads it. The gradients may or may not be
+  /// left divided by `grad_scale`.
   ///
-  /// Returns what step() without a closure returns: an undefined tensor, in general.
+  /// Returns what step() without a closure returns, in general an undefined tensor.
   virtual at::Tensor step_scaled(const at::Tensor& grad_scale, const at::Tensor& found_inf) = 0;
 };
 
-/// What an optimizer implements, beside ScaledStep, so that a CUDA graph that holds its step
-/// follows what the host changes. CudaGraph finds it with dynamic_cast.
+/// Interface, besides ScaledStep, of an optimizer whose step in a CUDA graph follows changes by the
+/// host. CudaGraph finds it with dynamic_cast.
 class CapturedStep {
  public:
   virtual ~CapturedStep() = default;
 
-  /// Called outside of the graph: before each eager step that precedes a capture, before the
-  /// capture, and before each replay. From the first call on, steps read from the device what may
-  /// change from one to the next (learning rates), and each call writes it there.
+  /// Called outside the graph: before each eager step that precedes a capture, before the capture,
+  /// and before each replay. From the first call on, steps read values that may change (learning
+  /// rates) from the device, and each call writes them there.
   ///
-  /// Returns whether the next step will be like the last one since the first call, if there was
-  /// one, in all else, and makes nothing that outlives it: false when state was loaded or an option
-  /// changed.
+  /// Returns whether the next step equals the last one since the first call, if any, in all else,
+  /// and creates nothing that outlives it: false after state was loaded or an option changed.
   virtual bool prepare_captured_step() = 0;
 
-  /// Whether prepare_captured_step() has been called: graphs may replay steps and what comes with
-  /// them.
+  /// Whether prepare_captured_step() has been called, so graphs may replay steps.
   virtual bool may_be_captured() const = 0;
 
-  /// Takes note that a graph's replay has made a step of which the host learns nothing else. Not
-  /// for the first replay after a capture, for the capture counts as a step.
+  /// Records that a replay has made a step, which the host does not see otherwise. Not called for
+  /// the first replay after a capture: the capture counts as its step.
   virtual void note_replayed_step() = 0;
 };
 

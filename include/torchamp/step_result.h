@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief StepResult: what came of GradScaler::step.
+/// @brief StepResult: the result of GradScaler::step.
 
 #include <ATen/core/Tensor.h>
 
@@ -22,30 +22,29 @@ namespace detail {
 struct ScalerParts;
 }
 
-/// What came of a GradScaler::step.
+/// The result of GradScaler::step.
 ///
 ///     if (!scaler.step(optimizer)) std::cout << "skipped\n";
 ///
-/// A question is answered from what the host knows, or else by one read of the device, which waits
-/// for it; the answer is remembered. A result that is never queried costs nothing. The answers are
-/// those of the step, whatever update() did since. Copies share them. Not for use by several
-/// threads at once.
+/// A query uses what the host knows, or else reads the device once, which waits for it; the answer
+/// is remembered. A result that is never queried costs nothing. The answers describe the step,
+/// whatever update() has done since. Copies share them. Not for concurrent use.
 class StepResult {
  public:
   /// Whether the optimizer stepped. False: a gradient held an inf or a NaN, or there was no
   /// gradient.
   bool stepped() const { return record_->had_gradients && !record_->found_inf.read(); }
-  /// Whether the optimizer stepped: stepped().
+  /// stepped().
   explicit operator bool() const { return stepped(); }
 
-  /// The overflow flag where it lies, to decide by it on the device: 0-dim fp32, non-zero if the
-  /// step was skipped for an inf or a NaN. Undefined for a disabled scaler. Never reads.
+  /// The overflow flag, for decisions on the device: 0-dim fp32, non-zero if the step was skipped
+  /// for an inf or a NaN. Undefined for a disabled scaler. Never reads.
   at::Tensor found_inf() const { return record_->found_inf.tensor; }
 
-  /// What the gradients were scaled by; 1 for a disabled scaler.
+  /// The scale of the gradients; 1 for a disabled scaler.
   double scale() const { return record_->scale.read(); }
 
-  /// How many iterations in a row, this one included, held an inf or a NaN; 0 if it stepped.
+  /// Number of consecutive bad iterations, including this one; 0 if it stepped.
   int64_t skips_in_a_row() const {
     const bool bad = record_->found_inf.read();
     if (!bad && record_->had_gradients) return 0;
@@ -55,15 +54,15 @@ class StepResult {
   /// False if none of the optimizer's parameters had a gradient. Never reads.
   bool had_gradients() const { return record_->had_gradients; }
 
-  /// If there was none: every parameter, with the reason. Never reads.
+  /// If there was none: all parameters, with the reasons. Never reads.
   const std::vector<MissingGradient>& missing_gradients() const { return record_->missing; }
 
-  /// What the optimizer's step returned: undefined in general, and if it did not step; with a
-  /// closure, the loss.
+  /// The return value of the optimizer's step: with a closure the loss, otherwise undefined in
+  /// general; undefined if it did not step.
   const at::Tensor& value() const { return record_->value; }
 
-  /// With a closure: how often the loss was evaluated before all its gradients were finite; 1 means
-  /// that the first attempt was good.
+  /// With a closure: the largest number of attempts that one evaluation needed to be finite; 1 if
+  /// none overflowed.
   int64_t attempts() const { return record_->attempts; }
 
  private:

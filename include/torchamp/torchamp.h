@@ -5,9 +5,8 @@
 /// @brief What a training loop needs: guards, policies, the scaler, fused optimizers, clipping.
 
 /// @namespace torchamp
-/// Automatic mixed precision for LibTorch.
+/// Automatic mixed precision for LibTorch. Every other feature has its own header.
 
-// What a training loop needs. Everything else has a header of its own: include it where it is used.
 #include "torchamp/autocast.h"
 #include "torchamp/clip_grad.h"
 #include "torchamp/detail/scaler/grad_scaler_archive.h"  // IWYU pragma: export

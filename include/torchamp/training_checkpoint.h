@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief TrainingCheckpoint: a file from which a run goes on where it was.
+/// @brief TrainingCheckpoint: a file from which a run resumes.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
@@ -31,8 +31,8 @@ namespace TORCHAMP_NAMESPACE {
 
 class GradScaler;
 
-/// Saves a run to a file, and goes on from it: model, optimizer, scaler and whatever else the
-/// program names, and the states of the random generators of the CPU and of the devices in use.
+/// Saves a run to a file, and resumes it: model, optimizer, scaler and other objects of the
+/// program, and the random states of the CPU and of the devices in use.
 ///
 ///     torchamp::TrainingCheckpoint checkpoint("run.pt");
 ///     checkpoint.add("model", model).add("optimizer", optimizer).add("scaler", scaler);
@@ -40,43 +40,40 @@ class GradScaler;
 ///     checkpoint.load();                    // false if there is no file yet
 ///     while (step < steps) {
 ///       ...
-///       ++step;                             // before save(): the file says what is done
+///       ++step;                             // before save(): the number of finished steps
 ///       if (step % 100 == 0) checkpoint.save();
 ///     }
 ///
-/// On a CPU, with the same libraries and number of threads, the run that goes on is the same bit
-/// for bit. Gradients are not kept: save after update(), not between backward() and step(). The
-/// checkpoint refers to what is added, which must live as long as it. For several
-/// processes, see save_together() and load_together() in distributed/checkpoint.h. One thread at a
-/// time may use it.
+/// On a CPU, with the same libraries and number of threads, the resumed run is the same bit for
+/// bit. Gradients are not saved: save after update(), not between backward() and step(). Added
+/// objects must outlive the checkpoint. For several processes, see save_together() and
+/// load_together() in distributed/checkpoint.h. One thread at a time.
 class TrainingCheckpoint {
  public:
-  /// Names the file; touches nothing.
+  /// Stores the file's name; does not open it.
   explicit TrainingCheckpoint(std::filesystem::path path) : path_(std::move(path)) {}
 
-  /// Adds an object under a name of its own: a module holder, a torch::optim::Optimizer, whatever
-  /// has save(OutputArchive&) and load(InputArchive&) (GradScaler, MasterWeights), a tensor, a
-  /// number, a bool, a string or LibTorch's StepLR. Where MasterWeights are added, the model is
-  /// not.
+  /// Adds an object under a unique name: a module holder, a torch::optim::Optimizer, anything with
+  /// save(OutputArchive&) and load(InputArchive&) (GradScaler, MasterWeights), a tensor, a number,
+  /// a bool, a string or LibTorch's StepLR. With MasterWeights, do not add the model.
   ///
-  /// An optimizer's options come from the file as well, the weight decay too where an AdamW reads
-  /// Adam's, which LibTorch writes alike. Learning rates belong to the optimizer: add it with its
-  /// scheduler, or save() and load() are errors (unless the program's own object may hold it). Of a
-  /// StepLR, also as an LRScheduler&, the number of steps is kept, all that changes in it; its
-  /// interval and factor are the program's. A scheduler derived from LRScheduler says itself what
-  /// it keeps, in save and load, its step_count_ too. ReduceLROnPlateauScheduler hides its state
-  /// and cannot be added.
+  /// An optimizer's options are loaded, too (also when an AdamW reads an Adam's file, which
+  /// LibTorch writes alike). Learning rates belong to the optimizer: add it with its scheduler,
+  /// otherwise save() and load() throw (unless your own object may hold it). Of a StepLR, also as
+  /// an LRScheduler&, only the number of steps is saved; interval and factor are the program's. A
+  /// scheduler derived from LRScheduler saves its own state in save and load, including
+  /// step_count_. ReduceLROnPlateauScheduler has private state and cannot be added.
   ///
-  /// An error for a name with a quote, a backslash or the end of a line, which LibTorch writes and
-  /// cannot read, and for an LRScheduler& that is no StepLR.
+  /// Errors: a name with a quote, a backslash or a line end, which LibTorch writes and cannot read;
+  /// an LRScheduler& that is not a StepLR.
   template <class T>
   TrainingCheckpoint& add(std::string name, T& object) {
     add_to(shared_, std::move(name), object);
     return *this;
   }
 
-  /// Adds an object that each of several processes has its own of, such as the position in its part
-  /// of the data.
+  /// Adds an object that differs between processes, such as the position in a process's part of the
+  /// data.
   template <class T>
   TrainingCheckpoint& add_local(std::string name, T& object) {
     add_to(local_, std::move(name), object);
@@ -85,46 +82,46 @@ class TrainingCheckpoint {
 
   /// The file's name.
   const std::filesystem::path& path() const { return path_; }
-  /// Whether there is such a file.
-  /// Throws where that cannot be known, for example in a folder that may not be searched.
+  /// Whether the file exists. Throws if that cannot be determined, for example without search
+  /// permission.
   bool exists() const;
 
-  /// Writes the file, or throws and leaves the old one. Whenever the process is killed or the power
-  /// cut, the old file or the new one is there, whole; see Note [Atomic files]. The new one has the
-  /// old one's mode and, as far as the system allows it, its owner and group. Reads the devices.
+  /// Writes the file, or throws and leaves the old one. If the process is killed or the power
+  /// fails, either the old file or the new one is there, complete; see Note [Atomic files]. The new
+  /// one has the old one's mode and, as far as the system permits, its owner and group. Reads the
+  /// devices.
   void save() const { save({local_part()}); }
 
-  /// Fills what was added; false if there is no file. Tensors, and the weights of models, are
-  /// filled where they lie, on their own device: optimizers, views and captured graphs see the new
+  /// Loads the added objects; false if there is no file. Tensors, and the weights of models, are
+  /// filled in place on their own device, so optimizers, views and captured graphs see the new
   /// values. A tensor that is undefined, here or in the file, becomes what it was at save(). A
-  /// number must fit its type; a float may be rounded. Where the file has tensors of a device that
-  /// this machine has not (cuda:1, where there is one GPU), all come by way of the host: what is
-  /// filled, and the states of optimizers, go on to their devices, what else an object's own load()
-  /// reads lies in host memory.
+  /// number must fit its type; a float may be rounded. If the file has tensors of a device that
+  /// this machine lacks (cuda:1 with one GPU), all are read into host memory: tensors that are
+  /// filled, and states of optimizers, then move to their devices; what else an object's own load()
+  /// reads stays on the host.
   ///
-  /// An error for a file that is damaged or does not fit what was added, which then stays as it
-  /// was: a model of which the file has more weights does not fit, while whole objects in the file
-  /// that were not added are passed over (an optimizer's, where a program only evaluates). Any
-  /// changed byte is damage: the file ends with a checksum, see Note [The file of a
-  /// TrainingCheckpoint]. All of it is read twice, first to check it. Where a device's memory runs
-  /// out, all stays as it was, too, but for objects of the program's own whose load() does not see
-  /// to it. Reads the devices.
+  /// A file that is damaged or does not fit the added objects is an error and changes nothing: a
+  /// model may not have more weights in the file than here, but whole objects in the file that were
+  /// not added are ignored (an optimizer's, in a program that only evaluates). Any changed byte is
+  /// damage: the file ends with a checksum, see Note [The file of a TrainingCheckpoint]. The file
+  /// is read twice, first to check it. If a device's memory runs out, nothing changes either,
+  /// except your own objects whose load() does not ensure that. Reads the devices.
   bool load();
 
-  /// Returns what this process alone has, as bytes. For save() below. Where ShardedMasterWeights or
-  /// an optimizer of their pieces were added, all processes call it together: it brings these to
+  /// Returns this process's own part, as bytes, for save() below. If ShardedMasterWeights or an
+  /// optimizer of their shards were added, all processes call it together: it gathers these on
   /// process 0, which then calls save().
   at::Tensor local_part() const;
   /// Writes the file on one of several processes, with the local part of each. An error, before the
-  /// old file is touched, where there is none, or one that is no local_part().
+  /// old file is touched, without local parts, or with one that is not a local_part().
   void save(const std::vector<at::Tensor>& local_parts) const;
   /// Loads the file on one of several processes, with the local part of process `rank`. An error
-  /// unless it was written by as many `processes`.
+  /// unless the same number of `processes` wrote it.
   bool load(int64_t rank, int64_t processes);
-  /// Loads the file without any local part: to go on with another number of processes, not bit for
+  /// Loads the file without local parts: to resume with another number of processes, not bit for
   /// bit.
   bool load_shared();
-  /// Returns the number of the file last saved or loaded, which differs between any two files.
+  /// Returns the id of the file last saved or loaded, which differs between any two files.
   int64_t file_id() const { return file_id_; }
 
  private:
@@ -132,17 +129,17 @@ class TrainingCheckpoint {
     std::string name;
     std::function<void(torch::serialize::OutputArchive&)> save;
     std::function<void(torch::serialize::InputArchive&, int64_t version)> load;
-    /// For values, MasterWeights and shares: gives what brings back the value of now; nothing where
-    /// what save() writes does.
+    /// For values, MasterWeights and shards: returns a function that restores the present value.
+    /// Empty if save()'s data suffice.
     std::function<std::function<void()>()> keep = {};
-    /// Where what save() writes does: gives what brings back all tensors of now, without memory of
-    /// a device. For loads that ran out of that.
+    /// In that case: returns a function that restores all present tensors, without device memory.
+    /// For loads that ran out of it.
     std::function<std::function<void()>()> hold = {};
-    /// For what lies on several processes: brings it to process 0.
+    /// For state on several processes: gathers it on process 0.
     std::function<void()> gather = {};
-    /// The learning rates that an optimizer has, and that a StepLR has set in its own.
+    /// The learning rates of an optimizer, and those that a StepLR has set in its own.
     std::function<std::vector<double>()> rates = {}, scheduled_rates = {};
-    /// Of the program's own: nobody knows what it saves.
+    /// The program's own type, with unknown contents.
     bool is_own = false;
   };
   using Undo = std::vector<std::function<void()>>;
@@ -228,7 +225,7 @@ void TrainingCheckpoint::add_to(std::vector<Entry>& entries, std::string name, T
     static_assert(
         std::is_same_v<T, torch::optim::StepLR> || std::is_same_v<T, torch::optim::LRScheduler>,
         "TrainingCheckpoint::add cannot know what a scheduler of your own keeps: give it "
-        "save(OutputArchive&) and load(InputArchive&), and keep its step_count_ in them");
+        "save(OutputArchive&) and load(InputArchive&), and save its step_count_ there");
     unsigned& steps = detail::step_count_of(object, entry.name);
     add_to(entries, std::move(entry.name), steps);
     entries.back().scheduled_rates = [&object] { return detail::rates_of(object); };

@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief What TrainingStepOptions::log takes: the name of a file with a line for each step.
+/// @brief TrainingStepOptions::log: a file with a line for each step.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/full.h>
@@ -31,11 +31,11 @@
 
 /// @file
 /// With this header a TrainingStep takes `.log = "run.csv"`. The file begins with the line
-/// `step,loss,scale,skips,norm,time`; each step adds one: its number, the loss (of the window's
-/// last micro-batch), what it was scaled by, how many steps were skipped so far, the norm before
-/// clipping (empty without max_grad_norm) and the seconds since the TrainingStep was made. A file
-/// of that name is continued. What a device computes is written some steps later, when it has
-/// arrived on the host, so that nothing waits for it; finish() and the end write the rest.
+/// `step,loss,scale,skips,norm,time`. Each step adds a line: its number, the loss (of the window's
+/// last micro-batch), its scale, the number of skipped steps so far, the norm before clipping
+/// (empty without max_grad_norm), and the seconds since construction. An existing file is appended
+/// to. A device's values are written some steps later, when they have arrived on the host, so
+/// nothing waits for them; finish() and the destructor write the rest.
 
 namespace torchamp::detail {
 

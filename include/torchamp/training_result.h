@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief TrainingResult: what came of an iteration of a TrainingStep.
+/// @brief TrainingResult: the result of a TrainingStep's iteration.
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
@@ -15,66 +15,66 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-/// What came of an iteration of a TrainingStep, or of its finish().
+/// The result of a TrainingStep's iteration, or of finish().
 ///
 ///     const auto result = train([&] { return loss_of(batch); });
 ///     if (step % 100 == 0) std::cout << result.loss() << '\n';
 ///
-/// A question is answered from what the host knows, or else by one read of the device, which waits
-/// for it. A result that is never queried costs nothing. With `.capture` the tensors are
-/// overwritten by the next iteration, so ask before. Not for use by several threads at once.
+/// A query uses what the host knows, or else reads the device once, which waits for it. A result
+/// that is never queried costs nothing. With `.capture` the next iteration overwrites the tensors:
+/// query first. Not for concurrent use.
 class TrainingResult {
  public:
-  /// The loss that the function gave, a micro-batch's own where there are several. Reads the
-  /// device. An error for what finish() returned.
+  /// The loss that the function returned, of this micro-batch alone. Reads the device. An error for
+  /// the result of finish().
   double loss() const {
     TORCH_CHECK(loss_.defined(), "TrainingResult::loss: finish() computes no loss.");
     return loss_.item<double>();
   }
-  /// The same where it lies, without its graph. Never reads.
+  /// The same on its device, without its graph. Never reads.
   const at::Tensor& loss_tensor() const { return loss_; }
 
   /// Whether this was the last micro-batch of a window, so that a step was made or skipped. Never
   /// reads.
   bool ended_window() const { return step_.has_value() || found_inf_.defined(); }
 
-  /// Whether the optimizer stepped. False within a window, and where a gradient held an inf or a
-  /// NaN. Reads as StepResult::stepped().
+  /// Whether the optimizer stepped; false within a window, and if a gradient held an inf or a NaN.
+  /// Reads as StepResult::stepped().
   bool stepped() const {
     if (step_) return step_->stepped();
     return found_inf_.defined() && found_inf_.item<float>() == 0.F;
   }
-  /// Whether the optimizer stepped: stepped().
+  /// stepped().
   explicit operator bool() const { return stepped(); }
 
-  /// The norm of all gradients, unscaled, before they were clipped. Reads the device. An error
-  /// without max_grad_norm, and within a window.
+  /// The norm of all unscaled gradients before clipping. Reads the device. An error without
+  /// max_grad_norm, and within a window.
   double norm() const {
     TORCH_CHECK(norm_.defined(),
-                "TrainingResult::norm: no norm was computed. It is where max_grad_norm is set, at "
-                "the end of a window (ended_window()).");
+                "TrainingResult::norm: no norm was computed. Set max_grad_norm, and ask at the end "
+                "of a window (ended_window()).");
     return norm_.item<double>();
   }
-  /// The same where it lies; undefined where norm() is an error. Never reads.
+  /// The same on its device; undefined where norm() throws. Never reads.
   const at::Tensor& norm_tensor() const { return norm_; }
 
-  /// What the gradients were scaled by; 1 for a disabled scaler. Reads as StepResult::scale(). An
-  /// error within a window.
+  /// The scale of the gradients; 1 for a disabled scaler. Reads as StepResult::scale(). An error
+  /// within a window.
   double scale() const {
     TORCH_CHECK(ended_window(),
-                "TrainingResult::scale: the window has not ended, so that there was no step. Ask "
-                "the TrainingStep's scaler().get_scale().");
+                "TrainingResult::scale: the window has not ended, so there was no step. Ask the "
+                "TrainingStep's scaler().get_scale().");
     return step_ ? step_->scale() : scale_.item<double>();
   }
 
-  /// What GradScaler::step returned; nothing within a window, and with `.capture`.
+  /// The result of GradScaler::step; none within a window, and with `.capture`.
   const std::optional<StepResult>& step_result() const { return step_; }
 
-  /// The overflow flag where it lies, as StepResult::found_inf(). Never reads.
+  /// The overflow flag on its device, as StepResult::found_inf(). Never reads.
   at::Tensor found_inf() const { return step_ ? step_->found_inf() : found_inf_; }
 
-  /// What the gradients were scaled by, where it lies: defined with `.capture` or `.log`, and an
-  /// enabled scaler. Never reads.
+  /// The scale of the gradients on its device: defined with `.capture` or `.log`, and an enabled
+  /// scaler. Never reads.
   const at::Tensor& scale_tensor() const { return scale_; }
 
  private:

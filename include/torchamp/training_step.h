@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief TrainingStep: a whole iteration of training in mixed precision, in one call.
+/// @brief TrainingStep: a training iteration in mixed precision, in one call.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
@@ -40,14 +40,14 @@ namespace TORCHAMP_NAMESPACE {
 
 class MasterWeights;
 
-/// What a TrainingStep does. An aggregate, for designated initialisers:
-/// `TrainingStep train(model, optimizer, {.max_grad_norm = 1., .micro_batches = 4});`
+/// Options of a TrainingStep. An aggregate, for designated initialisers: `TrainingStep train(model,
+/// optimizer, {.max_grad_norm = 1., .micro_batches = 4});`
 struct TrainingStepOptions {
-  /// Where the iteration runs. Unset: where the model's parameters are.
+  /// The device of the iteration. Unset: that of the model's parameters.
   std::optional<c10::Device> device = std::nullopt;
-  /// fp16, bf16, or fp32 for no casts. Unset: the masters', if there are any; fp16 on CUDA; on a
-  /// CPU bf16 if it is fast there, else fp32, which a warning says once; elsewhere the device's
-  /// autocast dtype. For a model in fp64, which is not cast, a warning.
+  /// fp16, bf16, or fp32 (no casts). Unset: with masters, theirs; fp16 on CUDA; on a CPU bf16 if
+  /// that is fast there, otherwise fp32, with one warning; elsewhere the device's autocast dtype. A
+  /// model in fp64, which is never cast, causes a warning.
   std::optional<at::ScalarType> dtype = std::nullopt;
   /// As AutocastOptions::policy.
   std::optional<Policy> policy = std::nullopt;
@@ -56,55 +56,54 @@ struct TrainingStepOptions {
   detail::ScalerChoice scaler = {};
   /// If set, gradients are clipped to this norm (clip_grad_norm_).
   std::optional<double> max_grad_norm = std::nullopt;
-  /// How many calls make one step, with the gradients of the mean of their losses.
+  /// Number of calls per step, which uses the gradient of the mean of their losses.
   std::int64_t micro_batches = 1;
   /// As AutocastOptions::cache; WeightCache::window casts each weight once for all micro-batches.
   std::optional<WeightCache> cache = std::nullopt;
   /// MasterWeightsOptions or, with a group, ShardedMasterWeightsOptions: the model in 16 bits, and
-  /// masters of its weights for the optimizer, which a factory makes.
+  /// masters of its weights for the optimizer, which a factory creates.
   detail::MastersChoice masters = {};
-  /// A process group (torchamp/distributed/training_group.h), over which gradients are averaged, as
-  /// DistributedDataParallel does, whatever forward the function calls. Or `{group, options}` with
-  /// DistributedDataParallelOptions.
+  /// A process group (torchamp/distributed/training_group.h): gradients are averaged over it as by
+  /// DistributedDataParallel, whichever module's forward the function calls. Or `{group, options}`
+  /// with DistributedDataParallelOptions.
   detail::GroupChoice group = {};
-  /// CudaGraphOptions: iterations are captured, and replayed. Not with a group, nor with several
+  /// CudaGraphOptions: captures iterations and replays them. Not with a group or several
   /// micro-batches.
   detail::CaptureChoice capture = {};
-  /// A learning rate scheduler, or a function that makes one for the optimizer. Stepped after each
-  /// step that was not skipped; asking for that waits for a GPU, also with a fused optimizer.
+  /// A learning rate scheduler, or a function that creates one for the optimizer. Stepped after
+  /// each step that was not skipped; finding out waits for a GPU, also with a fused optimizer.
   detail::SchedulerChoice scheduler = {};
-  /// A file (torchamp/training_log.h) to which step, loss, scale, skips, norm and time are written
-  /// for each step, late enough not to wait for a device.
+  /// A file (torchamp/training_log.h) that gets the step, loss, scale, skips, norm and time of each
+  /// step, late enough not to wait for a device.
   detail::LogChoice log = {};
 };
 
-/// An iteration of training in mixed precision: a guard around the function that computes the loss,
-/// then backward with a scaler, clipping, the step and the scale's update, in the order in which
-/// they are right. It owns no loop.
+/// A training iteration in mixed precision: calls the function that computes the loss under a
+/// guard, runs backward with a scaler, clips, steps and updates the scale. You write the loop.
 ///
 ///     torchamp::TrainingStep train(model, optimizer, {.max_grad_norm = 1.});
 ///     for (auto& batch : *loader)
 ///       train([&] { return torch::mse_loss(model->forward(batch.data), batch.target); });
 ///     train.finish();   // an incomplete window at the end; for micro-batches
 ///
-/// It does what the parts do that it is made of, bit for bit: AutocastGuard, GradScaler,
+/// Results equal, bit for bit, those of the parts that it uses: AutocastGuard, GradScaler,
 /// Accumulation (with several micro-batches), clip_grad_norm_, MasterWeights,
-/// DistributedDataParallel, CudaGraph. Each window, which is an iteration where micro_batches is 1,
-/// begins by clearing the optimizer's gradients and ends with one step() and update() of the
-/// scaler. Several TrainingSteps (of a GAN, say) live side by side.
+/// DistributedDataParallel, CudaGraph. A window (`micro_batches` iterations) begins by clearing the
+/// optimizer's gradients and ends with one step() and update() of the scaler. Several TrainingSteps
+/// (of a GAN, say) may coexist.
 ///
-/// An exception of the function leaves the window as it was without that micro-batch; one of the
-/// rest (backward, the clip, the step, a limit of the scaler) drops the window. The next call is
-/// right either way. Model, optimizer, scaler and scheduler that are given by reference outlive it.
+/// An exception in the function leaves that micro-batch out of the window; a later one (in
+/// backward, the clip, the step, at a limit of the scaler) drops the window. Either way the next
+/// call works. Model, optimizer, scaler and scheduler that are passed by reference must outlive it.
 /// One thread at a time.
 ///
-/// Errors at construction: options that are out of range or cannot be together, by name; LBFGS,
-/// which is stepped with a closure (torchamp/closure_step.h); fp16 parameters without masters. The
-/// model is then as it was, also if the factory throws (but has the weights of a group's first
-/// process, where there are masters as well).
+/// Errors at construction: options that are out of range or exclude each other, by name; LBFGS,
+/// which needs a closure (torchamp/closure_step.h); fp16 parameters without masters. The model is
+/// then unchanged, also if the factory throws (with a group and masters, it has the weights of the
+/// first process).
 class TrainingStep {
  public:
-  /// What a factory may take instead of a vector of parameters.
+  /// What a factory may accept instead of a vector of parameters.
   using NamedParameters = detail::NamedTensors;
   /// Inputs of an iteration that can be captured.
   using Tensors = detail::Tensors;
@@ -117,9 +116,9 @@ class TrainingStep {
               return std::shared_ptr<torch::optim::Optimizer>(std::shared_ptr<void>(), &optimizer);
             }) {}
 
-  /// `factory` makes the optimizer of the masters' parameters, or of the model's, and returns a
+  /// `factory` creates the optimizer for the masters' parameters, or the model's, and returns a
   /// pointer to it: `[](auto parameters) { return std::make_unique<FusedAdamW>(parameters, …); }`.
-  /// It takes a std::vector of tensors or, where that is its parameter's type, NamedParameters.
+  /// Its parameter is a std::vector of tensors or NamedParameters.
   template <class Factory>
   requires(!std::derived_from<std::remove_cvref_t<Factory>, torch::optim::Optimizer>)
       TrainingStep(detail::StepModel model, Factory factory, TrainingStepOptions options = {})
@@ -136,26 +135,26 @@ class TrainingStep {
 
   TrainingStep(const TrainingStep&) = delete;
   TrainingStep& operator=(const TrainingStep&) = delete;
-  /// A warning where a window is open: call finish() before.
+  /// Warns if a window is open: call finish() first.
   ~TrainingStep() {
     if (pending() == 0) return;
     detail::warn("TrainingStep: destroyed with ", pending(), " of ", micro_batches_,
-                 " micro-batches, with which no step was made. Call finish() before.");
+                 " micro-batches pending: their gradients are lost. Call finish() first.");
     accumulation_->discard();
   }
 
-  /// An iteration. `loss` computes the loss, one number, from the parameters; it is called once,
+  /// Runs an iteration. `loss` computes the loss, a scalar, from the parameters; it is called once,
   /// under the guard. An error with `.capture`.
   template <std::invocable Loss>
   TrainingResult operator()(Loss&& loss) {
     TORCH_CHECK(!capture_,
-                "TrainingStep: with .capture the function's inputs are passed, since a replay runs "
-                "no host code: train({batch.data, batch.target}, [&](const auto& inputs) {…}).");
+                "TrainingStep: with .capture, pass the function's inputs, because a replay runs no "
+                "host code: train({batch.data, batch.target}, [&](const auto& inputs) {…}).");
     return count(iterate(loss));
   }
 
-  /// An iteration that can be captured: `loss` computes the loss from `inputs`, and reads nothing
-  /// else that changes. In a replay it is not called. See CudaGraph.
+  /// Runs an iteration that can be captured: `loss` computes the loss from `inputs` and reads
+  /// nothing else that changes. A replay does not call it. See CudaGraph.
   template <std::invocable<const Tensors&> Loss>
   TrainingResult operator()(const Tensors& inputs, Loss&& loss) {
     const auto of_inputs = [&](const Tensors& given) -> at::Tensor { return loss(given); };
@@ -163,13 +162,13 @@ class TrainingStep {
     return count(replay(inputs, of_inputs));
   }
 
-  /// Steps with an incomplete window, at the end of an epoch, whose gradients are those of the sum
-  /// of the losses over micro_batches. Nothing if none is open. With a group all processes call it.
-  /// Then writes what the log still has, which waits for the device.
+  /// Steps with an incomplete window, at the end of an epoch: the sum of its losses is divided by
+  /// micro_batches, too. Does nothing if none is open. With a group all processes call it. Then
+  /// writes the rest of the log, which waits for the device.
   std::optional<TrainingResult> finish();
 
-  /// Calls `function` under the guard, without gradients and with all modules in evaluation mode,
-  /// and returns what it returns. Each module's mode is put back, also after an exception.
+  /// Returns `function()`, called under the guard, without gradients and with all modules in
+  /// evaluation mode; their modes are then restored, also after an exception.
   template <std::invocable Function>
   decltype(auto) evaluate(Function&& function) {
     const EvaluationMode mode(*model_);
@@ -178,16 +177,16 @@ class TrainingStep {
     return std::forward<Function>(function)();
   }
 
-  /// Writes a TrainingCheckpoint (torchamp/training_checkpoint.h) of all that it uses: model or
-  /// masters, optimizer, scaler, scheduler, the number of steps, random states. With a group all
-  /// processes call it, for one file. An error within a window.
+  /// Writes a TrainingCheckpoint (torchamp/training_checkpoint.h) of model or masters, optimizer,
+  /// scaler, scheduler, the number of steps and random states. With a group all processes call it,
+  /// for one file. An error within a window.
   template <class Checkpoint = TrainingCheckpoint>
   void save(const std::string& path) {
     check_no_window("save");
     auto checkpoint = checkpoint_of<Checkpoint>(path);
     group_ ? group_->save(checkpoint) : checkpoint.save();
   }
-  /// Goes on from such a file; false if there is none. As TrainingCheckpoint::load. An error within
+  /// Resumes from such a file; false if there is none. As TrainingCheckpoint::load. An error within
   /// a window.
   template <class Checkpoint = TrainingCheckpoint>
   bool load(const std::string& path) {
@@ -195,8 +194,8 @@ class TrainingStep {
     auto checkpoint = checkpoint_of<Checkpoint>(path);
     return group_ ? group_->load(checkpoint) : checkpoint.load();
   }
-  /// Adds the same to a checkpoint of the program's own, as "model", "optimizer", "scaler",
-  /// "scheduler" and "steps". Save and load that between windows.
+  /// Adds the same to your own checkpoint, as "model", "optimizer", "scaler", "scheduler" and
+  /// "steps". Save and load it between windows.
   template <class Checkpoint>
   void add_to(Checkpoint& checkpoint) {
     masters_ ? checkpoint.add("model", *masters_) : checkpoint.add("model", *model_);
@@ -209,18 +208,18 @@ class TrainingStep {
   GradScaler& scaler() { return *scaler_; }
   /// The optimizer.
   torch::optim::Optimizer& optimizer() { return *optimizer_; }
-  /// The MasterWeights; `masters<ShardedMasterWeights>()` for those. An error if there are none.
+  /// The MasterWeights, or `masters<ShardedMasterWeights>()`. An error if there are none.
   template <class Masters = MasterWeights>
   Masters& masters() {
     auto* const found = dynamic_cast<Masters*>(masters_.get());
     TORCH_CHECK(found, "TrainingStep::masters: there are none of this type. Set .masters.");
     return *found;
   }
-  /// The guard's options, for regions of the program's own.
+  /// The guard's options, for your own regions.
   const AutocastOptions& autocast() const { return autocast_; }
-  /// Where the iteration runs.
+  /// The device of the iteration.
   c10::Device device() const { return device_; }
-  /// How many steps were made or skipped, those before a load() included.
+  /// Number of steps made or skipped, including those before a load().
   std::int64_t steps() const { return steps_; }
   /// Micro-batches since the last step.
   std::int64_t pending() const { return accumulation_ ? accumulation_->pending() : 0; }
@@ -229,7 +228,7 @@ class TrainingStep {
   using MakeOptimizer =
       std::function<std::shared_ptr<torch::optim::Optimizer>(const NamedParameters&)>;
 
-  /// All modules in evaluation mode, until it ends.
+  /// Puts all modules into evaluation mode while it lives.
   class EvaluationMode {
    public:
     explicit EvaluationMode(torch::nn::Module& model) : modes_{{&model, model.is_training()}} {
@@ -257,15 +256,14 @@ class TrainingStep {
   void check_optimizer() const;
   void check_no_window(const char* call) const {
     TORCH_CHECK(pending() == 0, "TrainingStep::", call, ": ", pending(), " of ", micro_batches_,
-                " micro-batches wait for their step, and files do not keep their gradients. Call "
-                "finish() before, or call this after the window's last one.");
+                " micro-batches are pending, and a file does not hold their gradients. Call "
+                "finish() first, or call this after the last micro-batch of a window.");
   }
   template <class Checkpoint>
   Checkpoint checkpoint_of(const std::string& path) {
     static_assert(
         requires { sizeof(Checkpoint); },
-        "TrainingStep: include torchamp/training_checkpoint.h, which writes and reads "
-        "files.");
+        "TrainingStep: include torchamp/training_checkpoint.h to write and read files.");
     Checkpoint checkpoint(path);
     add_to(checkpoint);
     return checkpoint;

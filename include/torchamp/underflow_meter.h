@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief UnderflowMeter: how much of the 16-bit gradients is rounded to nothing.
+/// @brief UnderflowMeter: how many 16-bit gradients underflow.
 
 #include <ATen/core/Tensor.h>
 
@@ -25,21 +25,20 @@ class UnderflowRecording;
 struct UnderflowHistory;
 }  // namespace detail
 
-/// What an UnderflowMeter is made with.
+/// Options of an UnderflowMeter.
 struct UnderflowMeterOptions {
-  /// The first step is metered, and from then on each that is so many steps later.
+  /// Meters the first step, and then every so many.
   int64_t every = 100;
 };
 
-/// What was lost of one module's 16-bit gradients of one kind.
+/// The underflow of one module's 16-bit gradients, of inputs or of weights.
 struct UnderflowRow {
-  std::string module{};     ///< dotted name; empty where no module is known
-  bool of_weights = false;  ///< backward() adds them to parameters or other leaves
-  int64_t elements = 0;     ///< looked at, in all metered steps
-  /// Of these, that are zero although the op that made them gives something else in fp32 from the
-  /// same inputs.
+  std::string module{};     ///< dotted name; empty if no module is known
+  bool of_weights = false;  ///< of parameters or other leaves
+  int64_t elements = 0;     ///< examined, in all metered steps
+  /// Elements that are zero although the same op on the same inputs is not in fp32.
   int64_t lost = 0;
-  /// Elements not looked at: of ops that cannot be run once more in fp32, or not without an effect.
+  /// Elements not examined: of ops that cannot be repeated in fp32, or not without an effect.
   int64_t not_looked_at = 0;
 
   /// lost / elements; 0 without elements.
@@ -48,10 +47,10 @@ struct UnderflowRow {
   }
 };
 
-/// What was lost in one metered step.
+/// The underflow in one metered step.
 struct UnderflowStep {
   int64_t step = 0;      ///< its number, from 0
-  double scale = 1.;     ///< the scaler's at its begin; 1 without one
+  double scale = 1.;     ///< at its beginning; 1 without a scaler
   int64_t elements = 0;  ///< as in UnderflowRow, of all modules
   int64_t lost = 0;      ///< likewise
 
@@ -61,7 +60,7 @@ struct UnderflowStep {
   }
 };
 
-/// What an UnderflowMeter has counted.
+/// The counts of an UnderflowMeter.
 struct UnderflowReport {
   std::vector<UnderflowRow> rows{};    ///< the largest share first
   std::vector<UnderflowStep> steps{};  ///< in order
@@ -79,8 +78,8 @@ struct UnderflowReport {
   }
 };
 
-/// Prints a line for each row, and the latest 20 steps with their scales; or that no 16-bit
-/// gradient was made.
+/// Prints a line per row, and the latest 20 steps with their scales; or that no 16-bit gradient was
+/// made.
 std::ostream& operator<<(std::ostream& out, const UnderflowReport& report);
 
 /// Counts, every so many steps, the elements of 16-bit gradients that underflow:
@@ -92,27 +91,27 @@ std::ostream& operator<<(std::ostream& out, const UnderflowReport& report);
 ///     }
 ///     std::cout << meter.report();
 ///
-/// In a metered step each op that makes a 16-bit gradient in backward is run once more in fp32, on
-/// the same inputs, and elements are counted that are zero only in 16 bits. Gradients are what they
-/// are in the program: those of the scaled loss, of each backward() of a step. They belong to the
-/// module of the op whose gradient it is: the owner of a parameter among its arguments, or the
-/// innermost user scope around it (see CastRecorder). Where a gradient is only viewed, copied or
-/// added up, which loses nothing, it counts once. Results, random numbers, hooks and guards of the
-/// program are as without the meter; a metered step takes some times as long.
+/// A metered step repeats each op that makes a 16-bit gradient in backward, in fp32 on the same
+/// inputs, and counts the elements that are zero only in 16 bits. Gradients are those of the scaled
+/// loss, of each backward() of the step. They belong to the module of the forward op: the owner of
+/// a parameter among its arguments, or the innermost user scope around it (see CastRecorder). A
+/// gradient that is then only viewed, copied or added, which loses nothing, counts once. Results,
+/// random numbers, hooks and guards of the program are unchanged; a metered step takes several
+/// times as long.
 ///
-/// Never reads a device, but for report(). Between metered steps nothing is observed, and step()
-/// does not look at its scaler. Each process of a data parallel training meters its own gradients.
+/// Only report() reads a device. Between metered steps nothing is observed, and step() does not
+/// look at its scaler. Each process of data-parallel training meters its own gradients.
 ///
-/// Not looked at: ops of libraries other than ATen's and those that draw random numbers, counted
-/// apart; sparse gradients; what a program computes without LibTorch's dispatcher; and what threads
-/// run that have not taken over the calling thread's state, as autograd's do. Iterations that are
-/// captured into a CudaGraph cannot be metered.
+/// Not examined: ops of libraries other than ATen and ops that draw random numbers (counted
+/// separately); sparse gradients; computations outside LibTorch's dispatcher; threads without the
+/// calling thread's state (autograd's have it). Iterations captured in a CudaGraph cannot be
+/// metered.
 ///
 /// One thread at a time; several meters may run at once.
 class UnderflowMeter {
  public:
-  /// The step that is metered while this lives, if it is its turn. One that an exception ends
-  /// counts as a step, but nothing of it is kept. The thread that made it must destroy it. It may
+  /// A step, metered while this object lives if it is its turn. A step that an exception ends
+  /// counts as a step, but its counts are dropped. The thread that made it must destroy it. It may
   /// outlive its meter.
   class [[nodiscard]] Step {
    public:
@@ -120,7 +119,7 @@ class UnderflowMeter {
     Step& operator=(const Step&) = delete;
     ~Step();
 
-    /// Whether it is this step's turn.
+    /// Whether this step is metered.
     bool is_metered() const { return recording_ != nullptr; }
 
    private:
@@ -135,8 +134,8 @@ class UnderflowMeter {
     int exceptions_ = 0;
   };
 
-  /// Knows the modules of `model`: a torch::nn::Module, or whatever else has named_parameters().
-  /// Error: `every` below 1.
+  /// With the modules of `model`: a torch::nn::Module, or anything with named_parameters(). Error:
+  /// `every` below 1.
   template <class Model>
   requires requires(const Model& model) { model.named_parameters(); }
   explicit UnderflowMeter(const Model& model, const UnderflowMeterOptions& options = {})
@@ -145,14 +144,14 @@ class UnderflowMeter {
   UnderflowMeter& operator=(const UnderflowMeter&) = delete;
   ~UnderflowMeter();
 
-  /// Begins a step, which ends with the result. Errors: the last step has not ended; more than 32
-  /// recorders, searches, meters and captures at once.
+  /// Begins a step, which ends when the result is destroyed. Errors: the last step has not ended;
+  /// more than 32 recorders, searches, meters and captures at once.
   Step step() & { return {*this, nullptr}; }
 
-  /// As step(), of a loss that `scaler` scales: keeps its scale, without reading it.
+  /// As step(), for a loss scaled by `scaler`: records its scale, without reading it.
   Step step(const GradScaler& scaler) & { return {*this, &scaler}; }
 
-  /// What was counted in the steps that have ended. Reads each device, for counts and for scales.
+  /// The counts of the steps that have ended. Reads each device.
   UnderflowReport report() const;
 
  private:

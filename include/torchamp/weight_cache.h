@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief torchamp's own cache of weights' casts: WeightCache::region, window and kept.
+/// @brief torchamp's own cache of casts of weights: WeightCache::region, window and kept.
 
 #include <c10/util/Exception.h>
 
@@ -15,17 +15,16 @@
 #include "torchamp/version.h"
 
 /// @file
-/// WeightCache::region, window and kept replace LibTorch's cache of casts in a guard. They keep
-/// values by tensor, memory, part of it and dtype, and ask LibTorch's version counter whether they
-/// still hold: a weight that has not changed is not cast again, in the next micro-batch, in
-/// evaluation, on another thread; one that has is cast into the same memory, unless somebody still
-/// holds the old cast. Each use gets its own place in the graph, so values and gradients are bit
-/// for bit those of casts made for each use. Views of weights are taken, too, as the `w.t()` of
-/// torch::nn::Linear, and frozen weights. Ops that LibTorch's own kernels would cast for run
-/// through an overlay, which costs about 0.2 µs a call, as long as the process lives. What is kept
-/// of weights that are gone is freed at the end of the next outermost guard, in the next step of a
-/// GradScaler or of a fused optimizer, and by weight_cache_stats() and clear_weight_cache(),
-/// whichever comes first.
+/// WeightCache::region, window and kept replace LibTorch's cache of casts in a guard. Values are
+/// stored by tensor, memory, part of it and dtype, and are valid while LibTorch's version counter
+/// is unchanged: an unchanged weight is not cast again, in the next micro-batch, in evaluation or
+/// on another thread; a changed one is cast into the same memory, unless the old cast is still in
+/// use. Each use gets its own place in the graph, so values and gradients equal, bit for bit, those
+/// of a new cast for each use. Frozen weights and views of weights, as the `w.t()` of
+/// torch::nn::Linear, are cached, too. Ops that LibTorch's own kernels would cast for run through
+/// an overlay, which costs about 0.2 µs per call for the rest of the process. Casts of destroyed
+/// weights are freed at the end of the next outermost guard, by the next step of a GradScaler or of
+/// a fused optimizer, or by weight_cache_stats() or clear_weight_cache().
 
 namespace TORCHAMP_NAMESPACE {
 
@@ -43,23 +42,22 @@ inline const bool weight_casts_are_registered = [] {
 
 }  // namespace detail
 
-/// What torchamp's own cache of weights has done in this process.
+/// Statistics of torchamp's own cache, for the process.
 struct WeightCacheStats {
-  int64_t hits = 0;    ///< casts, and other forms of weights, that were found
-  int64_t misses = 0;  ///< those that were made
-  int64_t bytes = 0;   ///< kept now
+  int64_t hits = 0;    ///< casts, and 8-bit forms, that were found
+  int64_t misses = 0;  ///< that were made
+  int64_t bytes = 0;   ///< in use now
 };
 
-/// Limits torchamp's own cache of weights to so many bytes, for the process; what was used least
-/// recently leaves first. At first there is no limit. Error: a negative number.
+/// Limits torchamp's own cache to this many bytes, for the process; the least recently used entries
+/// are freed first. There is no limit at first. Error: a negative number.
 inline void set_weight_cache_budget(int64_t bytes) {
   TORCH_CHECK_VALUE(bytes >= 0, "set_weight_cache_budget: ", bytes,
-                    " bytes are no budget. Pass 0 or more.");
+                    " bytes is not a budget. Pass 0 or more.");
   detail::derived_weights().set_budget(bytes);
 }
 
-/// Returns what torchamp's own cache of weights has done. Frees what it keeps of weights that are
-/// gone. Any thread.
+/// Returns the statistics, and frees the casts of destroyed weights. Any thread.
 inline WeightCacheStats weight_cache_stats() {
   detail::derived_weights().drop_gone();
   const auto counts = detail::derived_weights().counts();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// error: the function returns a type that may hold tensors out of sight
+// error: the function returns a type that may hide tensors
 #include <torchamp/recompute.h>
 
 #include <string>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// error: an input refers to values that may be gone when backward runs the function again
+// error: an input refers to values that may be destroyed before backward runs the function again
 #include <torchamp/recompute.h>
 
 #include <span>

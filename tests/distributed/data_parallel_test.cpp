@@ -83,8 +83,8 @@ TEST(Distributed, IsRefusedInTheIterationOfAGraph) {
   {
     const torchamp::detail::GraphBody body;
     EXPECT_ERROR(net.forward(at::randn({6, 4})),
-                 "DistributedDataParallel: its gradients are averaged on streams of its own, which "
-                 "the iteration of a CudaGraph cannot hold. Run that iteration eagerly");
+                 "DistributedDataParallel: it averages gradients on its own streams, which the "
+                 "iteration of a CudaGraph cannot hold. Run that iteration eagerly");
     const auto no_sync = net.no_sync();
     EXPECT_NO_THROW(net.forward(at::randn({6, 4})));
   }

@@ -106,7 +106,7 @@ TEST_P(AccumulationMistakes, AClipBeforeTheStepOfSumsIsAnError) {
     if (form == 3) {
       safe.discard();
     } else {
-      EXPECT_ERROR(safe.step(), "a clip came before this call, and found no gradients");
+      EXPECT_ERROR(safe.step(), "a clip before this call found no gradients");
       EXPECT_TRUE(safe.step([&] { torchamp::clip_grad_norm_(*optimizer, 1.); }).stepped());
     }
   }
@@ -123,7 +123,7 @@ TEST_P(AccumulationMistakes, AClipOfOthersBeforeTheStepOfSumsIsNone) {
 }
 
 TEST_P(AccumulationMistakes, ABackwardOfOnesOwnBesideSumsIsToldOnce) {
-  constexpr const char* text = "that come from no backward() of this accumulation";
+  constexpr const char* text = "that do not come from backward() of this accumulation";
   for (const bool before_step : {false, true}) {
     SafeAccumulation own(scaler, *optimizer);
     const CollectedWarnings of_own;

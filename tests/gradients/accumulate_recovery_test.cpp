@@ -171,14 +171,12 @@ TEST(AccumulationMisuse, AWindowThatIsLeftOpenIsAWarning) {
   EXPECT_EQ(warnings.text(), "");
   { Accumulation(scaler, optimizer, 4).backward(w.sum()); }
   EXPECT_EQ(warnings.text(),
-            "Accumulation: destroyed with 1 of 4 micro-batches, whose gradients are still there "
-            "and will be added to the next. Call flush() before to step with them, or discard() to "
-            "drop them.\n");
+            "Accumulation: destroyed with 1 of 4 micro-batches pending; later gradients will be "
+            "added to theirs. First call flush() to step with them, or discard() to drop them.\n");
   { SafeAccumulation(scaler, optimizer).backward(w.sum()); }
-  EXPECT_THAT(
-      warnings.text(),
-      ::testing::EndsWith("\nSafeAccumulation: destroyed with 1 micro-batch(es), with which "
-                          "no step was made. Call step() before, or discard().\n"));
+  EXPECT_THAT(warnings.text(),
+              ::testing::EndsWith("\nSafeAccumulation: destroyed with 1 micro-batch(es) pending. "
+                                  "Call step() or discard() first.\n"));
 }
 
 TEST(AccumulationAfterAnError, DropsAWindowToWhichHalfAMicroBatchWasAdded) {
@@ -192,7 +190,8 @@ TEST(AccumulationAfterAnError, DropsAWindowToWhichHalfAMicroBatchWasAdded) {
     return (late + v * 8).sum();
   };
   EXPECT_ANY_THROW(accumulation.backward(failing()));
-  EXPECT_ERROR(accumulation.backward((w * 1).sum()), "backward() has failed half-way");
+  EXPECT_ERROR(accumulation.backward((w * 1).sum()),
+               "backward() has failed, so the gradients may hold part");
   EXPECT_ERROR(accumulation.flush(), "Call discard() to begin a new window");
   accumulation.discard();
   for (int i = 0; i < 2; ++i) accumulation.backward((w * 1 + v * 2).sum());

@@ -265,7 +265,7 @@ TEST_P(CapturedTraining, RefusesCheckpointsThatKeepTheRandomState) {
     return training.step(batch);
   });
   EXPECT_ERROR((*graph)(training.batch(0)),
-               "checkpoint: the iteration of a CudaGraph cannot keep the random state");
+               "checkpoint: the iteration of a CudaGraph cannot preserve the random state");
 }
 
 // ---- What the host changes ----------------------------------------------------------------------

@@ -75,7 +75,7 @@ TEST_F(OneParameter, RefusesToCaptureNothing) {
 }
 
 TEST_F(OneParameter, RefusesToCaptureWithoutAWarmUp) {
-  EXPECT_ERROR(stepping_graph({.warmup = 0}), "CudaGraph: warmup is 0, but at least one");
+  EXPECT_ERROR(stepping_graph({.warmup = 0}), "CudaGraph: warmup is 0. At least one");
 }
 
 TEST_F(OneParameter, RefusesInputsThatDoNotFitAndGoesOnAsBefore) {
@@ -188,8 +188,8 @@ TEST_F(OneParameter, RefusesCheckpointsThatKeepTheRandomStateInTheFirstIteration
     return step(batch);
   });
   EXPECT_ERROR(graph({torch::ones({2})}),
-               "checkpoint: the iteration of a CudaGraph cannot keep the random state, which lies "
-               "on the host. Pass {.preserve_rng_state = false}");
+               "checkpoint: the iteration of a CudaGraph cannot preserve the random state, which "
+               "is on the host. Pass {.preserve_rng_state = false}");
   EXPECT_EQ(log_.records, 0);
   (void)torchamp::checkpoint([](const at::Tensor& x) { return x * 2; }, parameter_);  // outside
   preserve = false;

@@ -370,7 +370,7 @@ struct Forgetful : AutocastFunction<Forgetful> {
 TEST(CustomFunctionErrors, TellsThatTheStateWasRemoved) {
   const auto y = Forgetful::apply(at::ones({2}).requires_grad_()).sum();
   y.backward({}, /*retain_graph=*/true);
-  EXPECT_ERROR(y.backward(), "forward's autocast state is gone from ctx->saved_data. Leave its");
+  EXPECT_ERROR(y.backward(), "forward's autocast state is missing in ctx->saved_data. Leave its");
 }
 
 struct Overwriting : AutocastFunction<Overwriting> {
@@ -384,7 +384,7 @@ struct Overwriting : AutocastFunction<Overwriting> {
 TEST(CustomFunctionErrors, TellsThatTheStateWasReplaced) {
   const auto y = Overwriting::apply(at::ones({2}).requires_grad_()).sum();
   y.backward({}, /*retain_graph=*/true);
-  EXPECT_ERROR(y.backward(), "forward's autocast state is gone from ctx->saved_data. Leave its");
+  EXPECT_ERROR(y.backward(), "forward's autocast state is missing in ctx->saved_data. Leave its");
 }
 
 }  // namespace

@@ -357,7 +357,7 @@ TEST_P(GradientForecast, KeepsTheLimits) {
 TEST(GradientForecastUpdate, AgreesAcrossProcesses) {
   GradScalerOptions options = GradScalerOptions::predictive();
   options.agree_found_inf = [](at::Tensor&) {};
-  EXPECT_ERROR(GradScaler{options}, "of agree_found_inf and agree_largest one only");
+  EXPECT_ERROR(GradScaler{options}, "with only one of agree_found_inf and agree_largest");
   options.agree_largest = [](at::Tensor& largest) { largest.clamp_min_(0x1p20); };
   GradScaler scaler(options);
   torch::optim::SGD optimizer(parameters_on(at::kCPU), 0.);
@@ -398,7 +398,7 @@ TEST(GradientForecastUpdate, ForgivesAnotherProcessesLoss) {
 TEST(GradientForecastUpdate, RefusesOptionsThatContradictIt) {
   GradScalerOptions options = GradScalerOptions::predictive();
   options.dynamic = false;
-  EXPECT_ERROR(GradScaler{options}, "follows_gradients is set, and dynamic is not");
+  EXPECT_ERROR(GradScaler{options}, "follows_gradients is set without dynamic");
   options = GradScalerOptions::torch();
   options.forgives_bad_losses = true;
   EXPECT_ERROR(GradScaler{options}, "forgives_bad_losses needs follows_gradients. Start from");

@@ -159,8 +159,8 @@ TEST(TrainingGroup, GoesOnFromAFileOfAllProcessesAsIfItHadNotBeenStopped) {
     TrainingStep train(net, make, options());
     EXPECT_FALSE(train.load(path));
     run(train, net, 0, 3);
-    EXPECT_ERROR(train.save(path), "1 of 2 micro-batches wait for their step");
-    EXPECT_ERROR((void)train.load(path), "1 of 2 micro-batches wait for their step");
+    EXPECT_ERROR(train.save(path), "1 of 2 micro-batches are pending");
+    EXPECT_ERROR((void)train.load(path), "1 of 2 micro-batches are pending");
     run(train, net, 3, 4);  // the window that was refused is whole
     train.save(path);
     run(train, net, 4, 10);

@@ -226,8 +226,8 @@ TEST(TrainingStep, GoesOnFromAFileAsIfItHadNotBeenStopped) {
     TrainingStep train(net, make, options());
     EXPECT_FALSE(train.load(path));
     run(train, net, 0, 5);
-    EXPECT_ERROR(train.save(path), "1 of 2 micro-batches wait for their step");
-    EXPECT_ERROR((void)train.load(path), "1 of 2 micro-batches wait for their step");
+    EXPECT_ERROR(train.save(path), "1 of 2 micro-batches are pending");
+    EXPECT_ERROR((void)train.load(path), "1 of 2 micro-batches are pending");
     run(train, net, 5, 6);
     train.save(path);
     run(train, net, 6, 12);

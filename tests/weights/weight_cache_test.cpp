@@ -313,7 +313,7 @@ TEST_F(WeightCaches, RefusesOptionsThatContradictEachOther) {
   EXPECT_TRUE(at::autocast::is_autocast_cache_enabled());
   make({.cache_enabled = true, .cache = WeightCache::region});
   make({.cache_enabled = false, .cache = WeightCache::none});
-  EXPECT_ERROR(torchamp::set_weight_cache_budget(-1), "-1 bytes are no budget");
+  EXPECT_ERROR(torchamp::set_weight_cache_budget(-1), "-1 bytes is not a budget");
 }
 
 TEST_F(WeightCaches, KeepsTwoDtypesAtOnce) {

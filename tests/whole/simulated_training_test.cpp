@@ -362,8 +362,8 @@ TEST_F(SimulatedTraining, RecomputationSaysWhyACaptureCannotKeepTheRandomState) 
   const simulated::Capturing capturing(
       c10::impl::VirtualGuardImpl(c10::kPrivateUse1).getStream(sim0));
   EXPECT_ERROR(torchamp::checkpoint(twice, x),
-               "checkpoint: the random state cannot be kept, as it cannot while a CUDA graph is "
-               "captured. Pass {.preserve_rng_state = false}");
+               "checkpoint: the random state cannot be read, for example because a CUDA graph is "
+               "being captured. Pass {.preserve_rng_state = false}");
   EXPECT_NO_THROW(torchamp::checkpoint({.preserve_rng_state = false}, twice, x));
 }
 

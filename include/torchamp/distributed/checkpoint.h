@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief save_together and load_together: one checkpoint of several processes.
+/// @brief save_together and load_together: one checkpoint file for several processes.
 
 // Not in the umbrella header: it needs LibTorch's distributed part.
 #if !__has_include(<torch/csrc/distributed/c10d/ProcessGroup.hpp>)
@@ -30,7 +30,7 @@ namespace TORCHAMP_NAMESPACE {
 namespace detail {
 
 /// Runs `body` on this process, and throws on all processes if it throws on any: its own error
-/// there, on the others one that names the process. Returns body's number of each process.
+/// there, on the others one that names the process. Returns the results of all processes.
 template <class Body>
 std::vector<int64_t> all_or_none(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                  const char* call, Body body) {
@@ -53,10 +53,9 @@ std::vector<int64_t> all_or_none(const c10::intrusive_ptr<c10d::ProcessGroup>& g
 }  // namespace detail
 
 /// Saves `checkpoint` for all processes of `group`, which call this together: process 0 writes one
-/// file, with what each process has of its own in it (random states, and what add_local() named).
-/// All wait until it is written. Reads the devices.
-///
-/// An error on any process is one on all, and the old file stays.
+/// file, which includes each process's own part (random states, and objects of add_local()). All
+/// wait until it is written. Reads the devices. An error on any process is an error on all, and the
+/// old file stays.
 inline void save_together(const TrainingCheckpoint& checkpoint,
                           const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   at::Tensor part;
@@ -79,12 +78,10 @@ inline void save_together(const TrainingCheckpoint& checkpoint,
 }
 
 /// Loads `checkpoint` on all processes of `group`, which call this together: all read the file that
-/// process 0 wrote, and each takes up what was its own. False if there is no file. The file must
-/// lie where all processes can see it, and as many processes as wrote it must load it; on CPUs they
-/// go on bit for bit. (Any other number calls TrainingCheckpoint::load_shared() on each process.)
-///
-/// An error on any process is one on all; processes that had read the file by then keep what it
-/// held.
+/// process 0 wrote, and each its own part. False if there is no file. All processes must be able to
+/// read the file, and their number must be that of the run that wrote it; on CPUs they resume bit
+/// for bit. (With another number, call TrainingCheckpoint::load_shared() on each process.) An error
+/// on any process is an error on all; processes that have read the file by then keep its contents.
 inline bool load_together(TrainingCheckpoint& checkpoint,
                           const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   const auto loaded = detail::all_or_none(group, "load_together", [&] {

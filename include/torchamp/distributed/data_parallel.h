@@ -39,39 +39,37 @@ namespace TORCHAMP_NAMESPACE {
 // collective: every process of the group calls them, in the same order. A process that waits for
 // another one gets a c10::Error that names the call: at once if that one has died, after the
 // group's timeout if it stalls. (From backward(), which LibTorch runs, it gets the std::exception
-// that the group's backend throws. NCCL's errors are no exceptions: see add_nccl().) The group is
-// of no use after that, and the process should end.
-// Groups come from make_process_group() in distributed/process_group.h, or from anywhere else in
-// c10d.
+// of the group's backend. NCCL does not report errors by exceptions: see add_nccl().) The group is
+// unusable after that, and the process should end. Groups come from make_process_group() in
+// distributed/process_group.h, or from elsewhere in c10d.
 
-/// What make_process_group() returns.
+/// The type of a process group.
 using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-/// Gives every process the parameters and buffers of process `root`. All processes of the group
-/// call it; see Note [Collective calls] for errors.
+/// Copies the parameters and buffers of process `root` to all processes, which call it together;
+/// see Note [Collective calls] for errors.
 inline void broadcast_module(const torch::nn::Module& module, const ProcessGroupPtr& group,
                              int root = 0) {
   detail::broadcast("broadcast_module", group, module.parameters(), root);
   detail::broadcast("broadcast_module", group, module.buffers(), root);
 }
 
-/// Makes an overflow on any process one on all, so that all skip the step and their scales stay the
-/// same. For GradScalerOptions::agree_found_inf:
+/// Makes an overflow on any process count on all, so all skip the step and their scales stay equal.
+/// For GradScalerOptions::agree_found_inf:
 ///
 ///     torchamp::GradScaler scaler({.agree_found_inf = torchamp::found_inf_agreement(group)});
 ///
-/// Needed where each process steps parameters of its own; ShardedMasterWeights do this by
-/// themselves.
-/// DistributedDataParallel averages the gradients, and with them their infs and NaNs, before the
-/// scaler looks, so that all processes find the same anyway. Costs one reduction of a single number
-/// for each optimizer and iteration. With Gloo the host waits for it, with NCCL the device.
+/// Needed if each process steps its own parameters (ShardedMasterWeights do this themselves). With
+/// DistributedDataParallel it is not needed: averaging also spreads infs and NaNs. Costs one
+/// reduction of one number per optimizer and iteration. With Gloo the host waits for it, with NCCL
+/// the device.
 inline std::function<void(at::Tensor&)> found_inf_agreement(ProcessGroupPtr group) {
   return [group = std::move(group)](at::Tensor& found_inf) {
     detail::reduce_over("found_inf_agreement", *group, found_inf, c10d::ReduceOp::MAX);
   };
 }
 
-/// Replaces the numbers of a tensor by their means over all processes, the same to the bit on each.
+/// Replaces the elements of a tensor by their means over all processes, equal to the bit on each.
 /// For PrecisionAuditOptions::average:
 ///
 ///     torchamp::PrecisionAudit audit(*model, {.average = torchamp::average_over(group)});
@@ -82,49 +80,48 @@ inline std::function<void(at::Tensor&)> average_over(ProcessGroupPtr group) {
   };
 }
 
-/// What DistributedDataParallel does beyond its default.
+/// Options of DistributedDataParallel.
 struct DistributedDataParallelOptions {
-  /// Whether each forward begins with giving all processes the buffers of process 0, such as batch
-  /// norm's running statistics.
+  /// Whether each forward first copies the buffers of process 0, such as batch norm's running
+  /// statistics, to all processes.
   bool broadcast_buffers = true;
-  /// For models whose forward may leave parameters unused. Each backward then asks all processes
-  /// which were, and reads the device. Where this is false, an unused parameter is an error of
+  /// For models whose forward may leave parameters unused: each backward then asks all processes
+  /// which were unused, and reads the device. If false, an unused parameter is an error of
   /// backward().
   bool find_unused_parameters = false;
   /// The size of the buckets in which gradients are averaged.
   int64_t bucket_bytes = int64_t{25} * 1024 * 1024;
-  /// How gradients are sent, by c10d's names: FP16_COMPRESS as reduce_dtype torch::kHalf, ALLREDUCE
-  /// in their own dtype, as where it is unset.
+  /// How gradients are sent, by c10d's names: FP16_COMPRESS is reduce_dtype torch::kHalf;
+  /// ALLREDUCE, the default, keeps their dtype.
   std::optional<c10d::BuiltinCommHookType> communication = std::nullopt;
-  /// The dtype in which gradients are sent: bf16 or fp16 halve what fp32 ones take on the wire (an
-  /// overflow there is an inf that the scaler finds), fp32 doubles what 16-bit ones take, and makes
-  /// their sums exact to fp32 before they are rounded. Unset: their own; fp32 for the main
-  /// gradients of MasterWeights. An error together with `communication`.
+  /// The dtype in which gradients are sent: bf16 or fp16 halve the bytes of fp32 ones (an overflow
+  /// there is an inf that the scaler finds); fp32 doubles the bytes of 16-bit ones, and sums them
+  /// in fp32 before rounding. Unset: their own; fp32 for the main gradients of MasterWeights. An
+  /// error together with `communication`.
   std::optional<at::ScalarType> reduce_dtype = std::nullopt;
 };
 
-/// Trains copies of one model on several processes: each computes the gradients of its own part of
-/// the batch, and backward averages them over all processes.
+/// Trains replicas of a model on several processes: each computes the gradients of its part of the
+/// batch, and backward averages them over all processes.
 ///
 ///     torchamp::DistributedDataParallel net(model, group);
 ///     torch::optim::SGD optimizer(model->parameters(), 0.1);
 ///     ...
-///     loss_of(net.forward(part), target).backward();   // the gradients are the averages
-///     optimizer.step();                                // so that all copies stay the same
+///     loss_of(net.forward(part), target).backward();   // averages the gradients
+///     optimizer.step();                                // the replicas stay equal
 ///
-/// Construction gives all processes the parameters and buffers of process 0; parameters of other
-/// shapes than those of process 0 are an error. At most one backward follows each forward. The
-/// average of gradients that GradScaler scaled is scaled as well. checkpoint() works, nested too.
-/// With MasterWeights, call broadcast_module() first, then make the masters, then this. If they
-/// have main_gradients, these are averaged, in fp32; under no_sync() they add up, and the backward
-/// after it averages the sums. A second one for the same main gradients is an error while the first
-/// one lives, and so are other masters.
+/// Construction copies the parameters and buffers of process 0 to all processes; parameters of
+/// other shapes are an error. At most one backward follows each forward. The average of scaled
+/// gradients is scaled as well. checkpoint() works, nested too. With MasterWeights, first call
+/// broadcast_module(), then make the masters, then this. If they have main_gradients, these are
+/// averaged, in fp32; under no_sync() they accumulate, and the next backward averages the sums.
+/// Errors: a second DistributedDataParallel for the same main gradients while the first one lives;
+/// other masters.
 ///
-/// A bucket of gradients is sent as soon as backward has computed all that go into it, while it
-/// goes on with the rest. Construction and forward are collective, see
-/// Note [Collective calls]; a forward without gradients sends nothing. An error within a CudaGraph.
-///
-/// Source: Python's torch.nn.parallel.DistributedDataParallel (Li et al., 2020).
+/// A bucket of gradients is sent as soon as backward has computed them, while it computes the
+/// others. Construction and forward are collective, see Note [Collective calls]; a forward without
+/// gradients sends nothing. An error within a CudaGraph. Source: Python's
+/// torch.nn.parallel.DistributedDataParallel (Li et al., 2020).
 template <class Model>
 class DistributedDataParallel {
  public:
@@ -139,13 +136,13 @@ class DistributedDataParallel {
   DistributedDataParallel(const DistributedDataParallel&) = delete;
   DistributedDataParallel& operator=(const DistributedDataParallel&) = delete;
 
-  /// Calls the model's forward. The backward of what it returns averages the gradients.
+  /// Calls the model's forward. The backward of its result averages the gradients.
   template <class... Inputs>
   auto forward(Inputs&&... inputs) {
     const bool reduces = torch::autograd::GradMode::is_enabled() && syncs_;
     TORCH_CHECK(!reduces || !detail::GraphBody::is_running(),
-                "DistributedDataParallel: its gradients are averaged on streams of its own, which "
-                "the iteration of a CudaGraph cannot hold. Run that iteration eagerly, with "
+                "DistributedDataParallel: it averages gradients on its own streams, which the "
+                "iteration of a CudaGraph cannot hold. Run that iteration eagerly, with "
                 "{.enabled = false}.");
     if (reduces && options_.broadcast_buffers && model_->is_training()) {
       detail::broadcast("DistributedDataParallel::forward", group(), model_->buffers(), 0);
@@ -156,16 +153,15 @@ class DistributedDataParallel {
     return outputs;
   }
 
-  /// The model that was given.
+  /// The model.
   const Model& module() const { return model_; }
-  /// The processes that average.
+  /// The process group.
   const ProcessGroupPtr& group() const { return averages_->group(); }
 
-  /// Averages the gradients that backward passes within no_sync() have left, as the next one
-  /// outside of it would: for a step that comes earlier than planned, before gradients are taken,
-  /// unscaled or clipped. In the before_unscale() of an Accumulation, say, whose last window may be
-  /// incomplete. Does nothing where the last forward with gradients was outside of no_sync().
-  /// Collective; reads the device.
+  /// Averages the gradients of backward passes within no_sync(), before an early step: call it
+  /// before gradients are taken, unscaled or clipped, as in the before_unscale() of an
+  /// Accumulation, whose last window may be incomplete. Does nothing if the last forward with
+  /// gradients was outside no_sync(). Collective; reads the device.
   void sync_gradients() {
     if (is_synced_) return;
     TORCH_CHECK(!detail::GraphBody::is_running(),
@@ -176,9 +172,9 @@ class DistributedDataParallel {
     set_synced(true);
   }
 
-  /// A region whose forwards and their backwards leave the gradients as they are, added up on each
-  /// process: for all micro-batches of a step but the last; a step that comes earlier is preceded
-  /// by sync_gradients(), or the processes' weights part.
+  /// A region whose backward passes do not average the gradients, which accumulate on each process:
+  /// for all micro-batches of a step but the last. Before an earlier step call sync_gradients();
+  /// otherwise the replicas diverge.
   ///
   ///     for (int i = 0; i < parts; ++i) {
   ///       const auto no_sync = net.no_sync(/*enabled=*/i + 1 < parts);
@@ -186,14 +182,13 @@ class DistributedDataParallel {
   ///     }
   using NoSync = detail::NoSync;
 
-  /// Begins a region in which gradients are not averaged; with `enabled` false, one that changes
-  /// nothing.
+  /// Begins such a region; with `enabled` false, one without effect.
   [[nodiscard]] NoSync no_sync(bool enabled = true) { return NoSync(syncs_, enabled); }
 
  private:
   static std::optional<at::ScalarType> wire_dtype(const DistributedDataParallelOptions& options) {
     TORCH_CHECK_VALUE(!options.communication || !options.reduce_dtype,
-                      "DistributedDataParallel: communication and reduce_dtype both say how "
+                      "DistributedDataParallel: communication and reduce_dtype both select how "
                       "gradients are sent. Pass one of them.");
     if (options.communication == c10d::BuiltinCommHookType::FP16_COMPRESS) return at::kHalf;
     return options.reduce_dtype;

@@ -23,7 +23,7 @@
 
 #ifdef USE_C10D_NCCL
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
-#else  // LibTorch has NCCL, but tells its own files only
+#else  // LibTorch has NCCL, but defines this only for its own files
 #define USE_C10D_NCCL
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 #undef USE_C10D_NCCL
@@ -38,14 +38,13 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-/// Lets a `group` of make_process_group() use NCCL for CUDA tensors instead of Gloo. Each process
-/// first makes the device of its LOCAL_RANK current. An error without a CUDA device, and where the
-/// program was compiled with another NCCL than LibTorch.
+/// Makes a `group` of make_process_group() use NCCL instead of Gloo for CUDA tensors. Each process
+/// first makes the device of its LOCAL_RANK current. Errors: no CUDA device; a program compiled
+/// with another NCCL than LibTorch's.
 ///
-/// The host does not wait for NCCL, and so gets no error from it: where a process dies, or keeps
-/// the others waiting for longer than `timeout`, LibTorch's watchdog ends the process. With
-/// TORCH_NCCL_BLOCKING_WAIT=1 in the environment the host does wait, at each call, and gets a
-/// c10::Error.
+/// The host does not wait for NCCL, and so gets no error from it: if a process dies, or delays the
+/// others for longer than `timeout`, LibTorch's watchdog ends the process. With
+/// TORCH_NCCL_BLOCKING_WAIT=1 in the environment the host waits at each call and gets a c10::Error.
 inline void add_nccl(c10d::ProcessGroup& group,
                      std::chrono::milliseconds timeout = std::chrono::minutes(10)) {
   TORCH_CHECK(at::hasCUDA(),

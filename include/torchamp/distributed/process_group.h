@@ -34,7 +34,7 @@
 
 #ifdef USE_C10D_GLOO
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
-#else  // LibTorch has Gloo, but tells its own files only
+#else  // LibTorch has Gloo, but defines this only for its own files
 #define USE_C10D_GLOO
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #undef USE_C10D_GLOO
@@ -49,50 +49,48 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-/// What torchrun tells each process that it starts, in environment variables.
+/// The environment variables that torchrun sets for each process.
 struct ProcessEnvironment {
-  int rank = 0;                           ///< RANK: this process's number, from 0
-  int world_size = 1;                     ///< WORLD_SIZE: how many processes there are
-  int local_rank = 0;                     ///< LOCAL_RANK: its number on this machine, for its GPU
+  int rank = 0;                           ///< RANK: this process, from 0
+  int world_size = 1;                     ///< WORLD_SIZE: the number of processes
+  int local_rank = 0;                     ///< LOCAL_RANK: this process on its machine, for its GPU
   std::string master_addr = "127.0.0.1";  ///< MASTER_ADDR: where the processes meet
   uint16_t master_port = 0;               ///< MASTER_PORT
 
   /// Reads the variables. If neither RANK nor WORLD_SIZE is set, this is the only process. Throws
-  /// where some of them are missing or make no sense.
+  /// if some are missing or invalid.
   static ProcessEnvironment read();
 };
 
-/// How make_process_group() meets the other processes. An aggregate, for designated initialisers.
+/// Options of make_process_group(). An aggregate, for designated initialisers.
 struct ProcessGroupOptions {
-  /// After how long a process that waits for another one gives up with an error.
+  /// The time after which a process that waits for another one gives up with an error.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
-  /// Which process this is, and where they meet.
+  /// This process, and the address where the processes meet.
   ProcessEnvironment environment = ProcessEnvironment::read();
 };
 
-/// Makes the group of all processes that torchrun started, and waits until all are there, for
-/// `timeout` at most. It communicates over Gloo, for CPU tensors and, where LibTorch has CUDA, for
-/// CUDA tensors; add_nccl() in distributed/nccl.h makes the latter fast.
+/// Creates the group of all processes that torchrun started, and waits until all have joined, for
+/// `timeout` at most. It communicates over Gloo, for CPU tensors and, with LibTorch for CUDA, CUDA
+/// tensors; add_nccl() in distributed/nccl.h makes the latter fast.
 ///
 ///     const auto group = torchamp::make_process_group({.timeout = std::chrono::seconds(60)});
 ///     torchamp::DistributedDataParallel net(model, group);
 ///
-/// In place of torchrun, the program may be started several times with RANK, WORLD_SIZE,
-/// MASTER_ADDR and MASTER_PORT set. Where they are not, the group has one process, and nothing goes
-/// over the network. Gloo uses the interface that GLOO_SOCKET_IFNAME names. Where MASTER_ADDR is
-/// 127.0.0.1 or localhost, all connections are made and accepted on 127.0.0.1 alone. Nothing is
-/// encrypted or authenticated: use networks that are closed to others.
+/// Instead of torchrun, you can start the program several times with RANK, WORLD_SIZE, MASTER_ADDR
+/// and MASTER_PORT set. Without them the group has one process and uses no network. Gloo uses the
+/// interface in GLOO_SOCKET_IFNAME. If MASTER_ADDR is 127.0.0.1 or localhost, all connections use
+/// 127.0.0.1 only. Nothing is encrypted or authenticated: use closed networks.
 ///
-/// Sending to a process that has died raises SIGPIPE, which would end this one. Where the program
-/// has not set a handler of its own, the signal is ignored from then on, as Python does: the error
-/// of the call is what remains.
+/// Sending to a dead process raises SIGPIPE, which would end this one. Unless the program has its
+/// own handler, the signal is ignored from then on, as in Python, and the call throws.
 ///
-/// Errors: variables that are missing or make no sense, and processes that do not come in time.
+/// Errors: missing or invalid variables, and processes that do not join in time.
 inline c10::intrusive_ptr<c10d::ProcessGroup> make_process_group(ProcessGroupOptions options = {});
 
 namespace detail {
 
-/// The whole number that an environment variable holds, if it is set.
+/// The integer in an environment variable, if set.
 inline std::optional<int> integer_variable(const char* name, int low, int high) {
   const char* const text = std::getenv(name);
   if (!text) return std::nullopt;
@@ -105,20 +103,20 @@ inline std::optional<int> integer_variable(const char* name, int low, int high) 
   return value;
 }
 
-/// Whether torchrun has made the store, which the processes then only join.
+/// Whether torchrun has created the store, which the processes only join.
 inline bool has_agent_store() {
   const char* const text = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
   return text && (std::string_view(text) == "True" || std::string_view(text) == "1");
 }
 
-/// Whether it is "localhost" or an address 127.x.x.x; a name that only looks like one is not.
+/// Whether `host` is "localhost" or an address 127.x.x.x, not a name that looks like one.
 inline bool is_loopback(const std::string& host) {
   in_addr address{};
   return host == "localhost" || (::inet_pton(AF_INET, host.c_str(), &address) == 1 &&
                                  ntohl(address.s_addr) >> 24 == IN_LOOPBACKNET);
 }
 
-/// Ignores SIGPIPE if nobody handles it.
+/// Ignores SIGPIPE if it has no handler.
 inline void ignore_broken_pipes() {
   struct sigaction action {};
   if (::sigaction(SIGPIPE, nullptr, &action) != 0 || (action.sa_flags & SA_SIGINFO) != 0) return;
@@ -144,7 +142,7 @@ inline int loopback_socket(uint16_t port) {
   return number;
 }
 
-/// Where the processes leave each other messages: rank 0 holds it, or torchrun.
+/// The store of the processes' messages, held by rank 0 or torchrun.
 inline c10::intrusive_ptr<c10d::Store> make_store(const ProcessEnvironment& environment,
                                                   std::chrono::milliseconds timeout) {
   if (environment.world_size == 1) return c10::make_intrusive<c10d::HashStore>();
@@ -185,7 +183,7 @@ inline ProcessEnvironment ProcessEnvironment::read() {
   if (!rank && !world_size) return result;
   TORCH_CHECK_VALUE(rank && world_size, "make_process_group: the environment variable ",
                     rank ? "WORLD_SIZE" : "RANK",
-                    " is not set, though its partner is. Start the program with torchrun, or set "
+                    " is not set, but the other one is. Start the program with torchrun, or set "
                     "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.");
   TORCH_CHECK_VALUE(*rank < *world_size, "make_process_group: RANK is ", *rank,
                     " and WORLD_SIZE is ", *world_size, ". Ranks count from 0.");

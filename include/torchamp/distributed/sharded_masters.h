@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief ShardedMasterWeights: master weights and optimizer states, spread over processes.
+/// @brief ShardedMasterWeights: master weights and optimizer states, sharded over processes.
 
 // Not in the umbrella header: it needs LibTorch's distributed part.
 #if !__has_include(<torch/csrc/distributed/c10d/reducer.hpp>)
@@ -36,34 +36,34 @@ namespace TORCHAMP_NAMESPACE {
 
 class ShardedMasterWeights;
 
-/// How ShardedMasterWeights keep and exchange weights. All processes give the same.
+/// Options of ShardedMasterWeights, equal on all processes.
 struct ShardedMasterWeightsOptions {
   using Masters = ShardedMasterWeights;  ///< what is made with them
   using Group = ProcessGroupPtr;         ///< and with a group
 
   /// As MasterWeightsOptions::dtype: fp16 or bf16.
   at::ScalarType dtype = at::kHalf;
-  /// As MasterWeightsOptions::keep_fp32. What stays fp32 is sharded, too.
+  /// As MasterWeightsOptions::keep_fp32. These weights are sharded, too.
   std::vector<std::string> keep_fp32 = {};
   /// As MasterWeightsOptions::keep_norms.
   bool keep_norms = true;
-  /// How each process keeps its pieces of the masters: full takes 4 bytes for each of its weights,
+  /// How each process stores its shards of the masters: full takes 4 bytes per weight of its shard,
   /// split 2 (bf16 and fused optimizers only).
   MasterStorage storage = MasterStorage::full;
-  /// For models whose forward may leave parameters unused. Each backward then asks all processes
-  /// which were, and reads the device. Where this is false, an unused parameter is an error of
+  /// For models whose forward may leave parameters unused: each backward then asks all processes
+  /// which were unused, and reads the device. If false, an unused parameter is an error of
   /// backward().
   bool find_unused_parameters = false;
-  /// The size of the buckets in which gradients are sent; one holds at least a whole weight.
+  /// The size of the buckets in which gradients are sent; a bucket holds at least one whole weight.
   int64_t bucket_bytes = int64_t{25} * 1024 * 1024;
-  /// The dtype in which gradients are sent: fp32 unless it is set. bf16 or fp16 halve what they
-  /// take on the wire; sums are made in fp32 all the same. The model's own 16-bit dtype loses
-  /// nothing where every backward sends; an overflow in fp16 is an inf that the scaler finds.
+  /// The dtype in which gradients are sent: fp32 unless set. bf16 or fp16 halve the bytes; sums are
+  /// still in fp32. The model's own 16-bit dtype loses nothing if every backward sends; an overflow
+  /// in fp16 is an inf that the scaler finds.
   std::optional<at::ScalarType> reduce_dtype = std::nullopt;
 };
 
-/// MasterWeights for several processes, each of which trains with its part of the batch: every
-/// process keeps the whole model in 16 bits, and masters and optimizer states for its share alone
+/// MasterWeights for several processes, each of which trains on its part of the batch: every
+/// process has the whole model in 16 bits, and masters and optimizer states of its shard only
 /// (ZeRO-1). With n processes and AdamW that is 2 + 12/n bytes per weight instead of 14.
 ///
 ///     torchamp::ShardedMasterWeights masters(model, group, {.dtype = torch::kBFloat16});
@@ -76,36 +76,35 @@ struct ShardedMasterWeightsOptions {
 ///     scaler.update();
 ///     masters.copy_to_model();
 ///
-/// Construction gives all processes the parameters and buffers of process 0. backward() frees each
-/// gradient as it makes it, sends full buckets while it goes on, and leaves the averages over all
-/// processes to the pieces: sums in fp32, in the order of the ranks, so that elementwise optimizers
-/// make of the weights what one process would that adds up the same gradients: bit for bit where a
-/// kernel treats all elements alike. (ATen's CPU kernels take the last elements of a tensor, and of
-/// a thread's part of it, which fill no vector, one by one; these are others in a piece than in the
-/// whole, and may differ by a rounding in each step.) clip_grad_norm_ takes the norm of all pieces,
-/// right to its rounding, and a GradScaler skips a step on all processes or on none, without
-/// agree_found_inf. copy_to_model() gathers the 16-bit weights. checkpoint() works. An exception in
-/// a backward() that has begun to send ends the run: the processes go on from a checkpoint. For
-/// files, see gather(); a TrainingCheckpoint that has the masters and the optimizer calls it by
-/// itself in save_together(). Its file holds whole weights and states: load_shared() reads it on
-/// any number of processes, and so does a program with MasterWeights.
+/// Construction copies the parameters and buffers of process 0 to all processes. backward() frees
+/// each gradient as soon as it is made, sends full buckets while it runs, and leaves the averages
+/// over all processes in the shards. Sums are in fp32, in the order of the ranks, so elementwise
+/// optimizers compute the weights of one process that adds the same gradients, bit for bit if a
+/// kernel treats all elements alike. (ATen's CPU kernels process the last elements of a tensor, or
+/// of a thread's part of it, without vector instructions; a shard ends at other elements than the
+/// whole weight, and these may differ by a rounding in each step.) clip_grad_norm_ uses the norm of
+/// all shards, exact to its rounding. A GradScaler skips a step on all processes or on none,
+/// without agree_found_inf. copy_to_model() gathers the 16-bit weights. checkpoint() works. An
+/// exception in a backward() that has begun to send ends the run: resume from a checkpoint. A
+/// TrainingCheckpoint with masters and optimizer gathers them in save_together(); its file holds
+/// whole weights and states, and load_shared() reads it on any number of processes, as does a
+/// program with MasterWeights. For other files, see gather().
 ///
-/// Optimizers are those that treat each element by itself: the fused ones, and LibTorch's Adam,
-/// AdamW, SGD, RMSprop and Adagrad. Any other is an error of GradScaler::step and unscale_, and,
-/// where no scaler is used, of copy_to_model(); see check_optimizer().
+/// Optimizers must treat each element independently: the fused ones, and LibTorch's Adam, AdamW,
+/// SGD, RMSprop and Adagrad. Any other is an error in GradScaler::step and unscale_ or, without a
+/// scaler, in copy_to_model(); see check_optimizer().
 ///
-/// Construction, backward(), clipping, the scaler's step and copy_to_model() are collective: every
-/// process calls them equally often, see Note [Collective calls]. Buffers stay each process's own;
-/// broadcast_module() makes them alike. Not within a CudaGraph. One thread at a time.
-///
-/// Source: ZeRO (Rajbhandari et al., 2020), stage 1.
+/// Construction, backward(), clipping, the scaler's step and copy_to_model() are collective: all
+/// processes call them equally often, see Note [Collective calls]. Buffers stay local;
+/// broadcast_module() makes them equal. Not within a CudaGraph. One thread at a time. Source: ZeRO
+/// (Rajbhandari et al., 2020), stage 1.
 class ShardedMasterWeights final : public detail::MastersOfModel {
  public:
-  /// Casts the parameters of `model`, in place, and keeps this process's pieces of their masters.
+  /// Casts the parameters of `model`, in place, and creates this process's shards of their masters.
   /// Errors, before anything is changed: those of MasterWeights; a reduce_dtype that is not fp32,
-  /// fp16 or bf16; a model or an option that is another on another process. Where memory runs out,
-  /// the model has the values of process 0, in fp32: until it returns, the weights are there in
-  /// fp32 and in `dtype`.
+  /// fp16 or bf16; a model or an option that differs between processes. If memory runs out, the
+  /// model has the values of process 0, in fp32: until the constructor returns, the weights exist
+  /// in fp32 and in `dtype`.
   ShardedMasterWeights(std::shared_ptr<torch::nn::Module> model, ProcessGroupPtr group,
                        ShardedMasterWeightsOptions options = {});
 
@@ -119,65 +118,62 @@ class ShardedMasterWeights final : public detail::MastersOfModel {
   ShardedMasterWeights(const ShardedMasterWeights&) = delete;
   ShardedMasterWeights& operator=(const ShardedMasterWeights&) = delete;
 
-  /// This process's pieces of the masters, in the model's order, for the optimizer: vectors, one of
-  /// every parameter that needs a gradient, of the same size on all processes.
+  /// This process's shards of the masters, in the model's order, for the optimizer: one vector for
+  /// each parameter that requires grad, of the same size on all processes.
   using MastersOfModel::parameters;
 
-  /// What parameters() returns, with the names that the model has for them: for parameter groups.
-  /// Go by these, or by the parameter of that name: every piece has one dimension.
+  /// parameters(), with their names in the model: for parameter groups. Select by name: every shard
+  /// has one dimension.
   inline std::vector<std::pair<std::string, at::Tensor>> named_parameters() const override;
 
-  /// Does nothing: backward() has taken the gradients. For programs that were written for
+  /// Does nothing, since backward() has taken the gradients; for programs written for
   /// MasterWeights.
   using Masters::take_gradients;
 
-  /// Sends what backward passes within no_sync() have left, as the next one outside of it would:
-  /// for a step that comes earlier than planned. An Accumulation's flush() does it. Nothing if
-  /// there is none. Collective.
+  /// Sends the gradients of backward passes within no_sync(), before an early step. An
+  /// Accumulation's flush() calls it. Does nothing if there are none. Collective.
   void sync_gradients();
 
   /// After the optimizer's step, taken or skipped: gathers the new weights of all processes, in 16
-  /// bits (those that stay fp32, in fp32), and gives them to the model. Collective. An error,
-  /// before anything is changed, if gradients within no_sync() were not sent: the step has missed
-  /// them. A warning, once, if others have written to the model's weights since the last call: what
-  /// they wrote is lost.
+  /// bits (or fp32 for those that stay fp32), into the model. Collective. An error, before anything
+  /// is changed, if gradients within no_sync() were not sent: the step has missed them. Warns once
+  /// if the model's weights were written to since the last call: those values are lost.
   inline void copy_to_model() override;
 
-  /// Throws unless `optimizer` treats each element by itself. A program that uses one of LibTorch's
-  /// own optimizers without a scaler calls this once; elsewhere it is done for it.
+  /// Throws unless `optimizer` treats each element independently. Call it once if you use one of
+  /// LibTorch's own optimizers without a scaler; otherwise it is called for you.
   void check_optimizer(const torch::optim::Optimizer& optimizer) const;
 
-  /// A region whose backward passes send nothing: gradients add up on each process, in fp32, in the
-  /// model's own .grad (whose zero_grad() drops them), and the next backward outside of it sends
-  /// the sums. For all micro-batches of a step but the last; a step that comes earlier is preceded
-  /// by sync_gradients(). Without it every backward sends, and the averages add up, which takes
-  /// less memory and more traffic. Not with a SafeAccumulation, which looks at each micro-batch.
+  /// A region whose backward passes send nothing: gradients accumulate on each process, in fp32, in
+  /// the model's own .grad (zero_grad() drops them), and the next backward outside it sends the
+  /// sums. For all micro-batches of a step but the last; before an earlier step call
+  /// sync_gradients(). Without it every backward sends, and the averages accumulate, with less
+  /// memory and more traffic. Not with a SafeAccumulation, which checks each micro-batch.
   using NoSync = detail::NoSync;
 
-  /// Begins a region in which backward sends nothing; with `enabled` false, one that changes
-  /// nothing.
+  /// Begins such a region; with `enabled` false, one without effect.
   [[nodiscard]] NoSync no_sync(bool enabled = true) { return NoSync(scatter_->sends(), enabled); }
 
-  /// Brings the masters of all processes to the host memory of process 0, which may then save()
+  /// Gathers the masters of all processes in the host memory of process 0, which may then save()
   /// them until the next copy_to_model(). Collective; reads the device.
   inline void gather() override;
 
-  /// For torch::save(masters, path) on process 0 after gather(): what torch::save(model, path)
-  /// writes, but with the masters' values, in fp32. Any fp32 model, MasterWeights and
-  /// ShardedMasterWeights read it. With a `dtype` behind the archive, weights that the model keeps
-  /// in 16 bits are written in that one.
+  /// For torch::save(masters, path) on process 0 after gather(): writes what torch::save(model,
+  /// path) writes, with the masters' fp32 values, for any fp32 model, MasterWeights and
+  /// ShardedMasterWeights. With a `dtype` after the archive, weights that the model keeps in 16
+  /// bits are written in that dtype.
   using MastersOfModel::save;
 
-  /// For torch::load(masters, path) on every process: fills the model, and this process's pieces,
-  /// from what save(), or torch::save of such a model, has written. All or nothing.
+  /// For torch::load(masters, path) on every process: fills the model, and this process's shards,
+  /// from a file of save(), or of torch::save of such a model. All or nothing.
   inline void load(torch::serialize::InputArchive& archive) override;
 
-  /// For TrainingCheckpoint: what brings back the weights of now, on this process.
+  /// For TrainingCheckpoint: returns a function that restores the present weights on this process.
   inline std::function<void()> keep() override;
 
-  /// What they were made with.
+  /// The options of construction.
   const ShardedMasterWeightsOptions& options() const { return options_; }
-  /// The processes.
+  /// The process group.
   const ProcessGroupPtr& group() const { return shards_->group(); }
 
  private:

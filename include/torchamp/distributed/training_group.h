@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief What TrainingStepOptions::group takes: gradients averaged over a process group.
+/// @brief TrainingStepOptions::group: gradients averaged over a process group.
 
 // Not in the umbrella header: it needs LibTorch's distributed part.
 
@@ -30,10 +30,10 @@
 ///     torchamp::TrainingStep train(model, optimizer, {.group = group});
 ///
 /// or `{group, DistributedDataParallelOptions{…}}`. The function that computes the loss calls the
-/// model as ever; backward averages the gradients as DistributedDataParallel does, once for each
-/// window. With ShardedMasterWeightsOptions (distributed/sharded_masters.h) as masters, these do.
-/// All processes make the TrainingStep and call it, finish(), save() and load() together; see Note
-/// [Collective calls].
+/// model as usual; backward averages the gradients as DistributedDataParallel does, once per
+/// window. With ShardedMasterWeightsOptions (distributed/sharded_masters.h) as masters, these
+/// average. All processes construct and call the TrainingStep, finish(), save() and load()
+/// together; see Note [Collective calls].
 
 namespace torchamp::detail {
 
