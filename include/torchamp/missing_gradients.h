@@ -27,10 +27,10 @@ struct MissingGradient {
     other_device,         ///< it lies on another type of device than the loss that was scaled
     not_reached           ///< no backward() has reached it since its gradient was last cleared
   };
-  std::size_t group;  ///< index in Optimizer::param_groups()
-  std::size_t index;  ///< index in that group
-  Reason reason;      ///< the first that applies
-  at::Tensor parameter;
+  std::size_t group;     ///< index in Optimizer::param_groups()
+  std::size_t index;     ///< index in that group
+  Reason reason;         ///< the first that applies
+  at::Tensor parameter;  ///< the parameter
 };
 
 /// The parameters of `optimizer` without a gradient, in order. `loss_device` is the loss's device:

@@ -189,7 +189,7 @@ TEST(PrecisionAudit, NamesTheGradientThatIsNotFiniteAndTheFrozenModel) {
   expect_refusals("the step's gradient of 'first.weight' holds a NaN in fp32 already");
   factor = 1.;
   for (const at::Tensor& parameter : model->parameters()) parameter.set_requires_grad(false);
-  expect_refusals("no parameter of the model needs a gradient");
+  expect_refusals("no parameter of the model requires grad");
   model->last->bias.set_requires_grad(true);
   EXPECT_ERROR(audit.run([] { torch::ones({2}).requires_grad_().exp().sum().backward(); }, 1),
                "the step gives no parameter of the model a gradient");
@@ -203,8 +203,8 @@ TEST(PrecisionAudit, SaysThatGradientsAreOffOrThatThereIsNothingToCast) {
   {
     const at::NoGradGuard no_grad;
     const char* const error =
-        ": gradients are off on this thread, by a NoGradGuard or an InferenceMode, and an audit "
-        "measures errors by gradients. Call it outside of that.";
+        ": grad mode is off on this thread (NoGradGuard, InferenceMode), and an audit measures "
+        "errors by gradients. Call it outside that scope.";
     EXPECT_ERROR(audit.run(step, 1), std::string("PrecisionAudit::run") + error);
     EXPECT_ERROR(audit.policy(), std::string("PrecisionAudit::policy") + error);
     const c10::InferenceMode inference;
@@ -271,8 +271,8 @@ TEST(PrecisionAudit, NamesTheWeightsThatAreNotInFp32AndTheRemedy) {
   const AllAsBefore as_before(*model);
   EXPECT_ERROR(audit.run(step, 1),
                "PrecisionAudit::run: the parameter 'first.weight' is in BFloat16, and errors are "
-               "measured against a step in fp32. Audit the model before MasterWeights or to() make "
-               "it narrow, or a copy of it that to(torch::kFloat) has widened.");
+               "measured against a step in fp32. Audit the model before MasterWeights or to() "
+               "casts it to 16 bits, or audit a copy after to(torch::kFloat).");
   EXPECT_ERROR(early.policy(), "PrecisionAudit::policy: the parameter 'first.weight' is in BFl");
 }
 

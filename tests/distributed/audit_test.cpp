@@ -83,7 +83,7 @@ TEST(Distributed, AnAuditThatWouldWaitForOthersForGoodSaysSo) {
                    },
                    1),
                "do not call the same ops");
-  const char* const problem[] = {"another process has a problem with its step", "holds a NaN"};
+  const char* const problem[] = {"the step of another process has failed", "holds a NaN"};
   EXPECT_ERROR(together.run(
                    [&] {
                      const Tensor loss = model->forward(at::ones({4, 8})).sum();

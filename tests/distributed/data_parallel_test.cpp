@@ -234,7 +234,7 @@ TEST(Distributed, RefusesModelsOfDifferentShapes) {
   torch::nn::Linear frozen(4, 2);
   for (const Tensor& parameter : frozen->parameters()) parameter.set_requires_grad(false);
   EXPECT_ERROR(DistributedDataParallel(frozen, group),
-               "DistributedDataParallel: no parameter of the model needs a gradient");
+               "DistributedDataParallel: no parameter of the model requires grad");
 }
 
 TEST(Distributed, RefusesModelsWithOtherNumbersOfParameters) {

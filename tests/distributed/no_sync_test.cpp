@@ -309,7 +309,7 @@ TEST(ShardedMasters, SayThatAStepHasMissedGradientsThatWereNotSent) {
     loss_of(one.net, batch_of(one.rank, 0)).backward();
   }
   one.optimizer.step();
-  EXPECT_ERROR(one.masters.copy_to_model(), "have left gradients that were not sent");
+  EXPECT_ERROR(one.masters.copy_to_model(), "within no_sync() were not sent");
   one.masters.sync_gradients();
   EXPECT_FALSE(one.has_gradients_in_model());
   for (const Tensor& piece : one.masters.parameters()) EXPECT_TRUE(piece.grad().defined());

@@ -247,7 +247,7 @@ TEST(MainGradientsOfProcesses, AreAveragedByOneDataParallelAtATime) {
   {
     torchamp::DistributedDataParallel parallel(net, group);
     EXPECT_ERROR(torchamp::DistributedDataParallel(net, group),
-                 "'a' are averaged by another DistributedDataParallel. Let go of that one first");
+                 "'a' are averaged by another DistributedDataParallel. Destroy that one first");
     EXPECT_ERROR(MasterWeights(net, options), "'a' are averaged by a DistributedDataParallel");
     EXPECT_ERROR(torchamp::ShardedMasterWeights(net, group, {.dtype = at::kBFloat16}),
                  "'a' are averaged by a DistributedDataParallel");

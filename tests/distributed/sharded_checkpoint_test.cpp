@@ -193,7 +193,8 @@ TEST(ShardedCheckpoint, HoldStatesAsAnUnshardedOptimizerDoes) {
     sharded.add("optimizer", *optimizer);
     torchamp::save_together(sharded, group);
     // What is saved is saved once: the next file needs the state of then.
-    EXPECT_ERROR(sharded.save({at::zeros({1}, at::kByte)}), "its state lies on several processes");
+    EXPECT_ERROR(sharded.save({at::zeros({1}, at::kByte)}),
+                 "its state is sharded over several processes");
     torchamp::TrainingCheckpoint unsharded(alone_file);
     unsharded.add("optimizer", *alone);
     if (rank == 0) unsharded.save();
@@ -296,7 +297,7 @@ TEST(ShardedCheckpoint, GoOnOnAnyNumberOfProcessesFromOneFile) {
       EXPECT_ERROR(torch::save(run.masters, result), "Call gather() on all of them");
       continue;
     }
-    EXPECT_ERROR(torchamp::load_together(run.checkpoint, group), "Go on with as many");
+    EXPECT_ERROR(torchamp::load_together(run.checkpoint, group), "Resume with as many");
     EXPECT_TRUE(run.checkpoint.load_shared());
     EXPECT_EQ(run.step, 3);
     const bool goes_on = stage == "go on";  // thirds of fp32 gradients are not exact

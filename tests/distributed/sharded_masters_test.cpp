@@ -216,13 +216,13 @@ TEST(ShardedMasters, RefuseWhatTheyCannotDo) {
   torchamp::GradScaler scaler({.init_scale = 1.});
   scaler.scale(at::ones({}));
   torch::optim::LBFGS lbfgs(masters.parameters());
-  const char* const not_elementwise = "is not known to treat each element by itself";
+  const char* const not_elementwise = "is not known to treat each element independently";
   EXPECT_ERROR(scaler.unscale_(lbfgs), not_elementwise);
   EXPECT_ERROR(masters.check_optimizer(lbfgs), not_elementwise);
   EXPECT_ERROR(scaler.step(lbfgs, [&] { return loss_of(net, batch_of(rank, 0)); }),
                not_elementwise);
   backward();
-  EXPECT_ERROR(masters.copy_to_model(), "no optimizer is known that steps each element");
+  EXPECT_ERROR(masters.copy_to_model(), "no optimizer is known to treat each element");
   torch::optim::SGD sgd(masters.parameters(), 0.1);
   masters.check_optimizer(sgd);
   masters.copy_to_model();

@@ -60,8 +60,8 @@ TEST_F(OneParameter, RefusesAnOrdinaryOptimizer) {
 TEST_F(OneParameter, RefusesParametersOnACpu) {
   EXPECT_ERROR(
       CudaGraph(fused_, [](const Tensors&) {}),
-      "CudaGraph: the optimizers' parameters are on cpu, which has no graphs that LibTorch "
-      "knows of. Move the model to a device that has some (CUDA, say)");
+      "CudaGraph: the optimizers' parameters are on cpu, for which LibTorch has no graphs. Move "
+      "the model to a device that has them (CUDA, say)");
 }
 
 TEST_F(OneParameter, RefusesParametersOnSeveralDevices) {
@@ -88,7 +88,7 @@ TEST_F(OneParameter, RefusesInputsThatDoNotFitAndGoesOnAsBefore) {
   graph({fits});
   graph({fits});
   const at::Tensor before = parameter_.detach().clone();
-  EXPECT_ERROR(graph({fits, fits}), "2 inputs were given, but the first call had 1");
+  EXPECT_ERROR(graph({fits, fits}), "2 inputs, but the first call had 1");
   EXPECT_ERROR(graph({torch::ones({3})}),
                "input 0 is Float[3], but in the first call it was Float[2]");
   EXPECT_ERROR(graph({torch::ones({2}, torch::kLong)}), "input 0 is Long[2]");
@@ -210,7 +210,7 @@ TEST(SimulatedOwnStream, IsNobodyElsesWhileItLives) {
     EXPECT_EQ(streams.back()->get().device(), device);
     EXPECT_TRUE(ids.insert(streams.back()->get().id()).second) << i;
   }
-  EXPECT_ERROR(OwnStream{device}, "CudaGraph: 64 graphs are alive and hold all streams");
+  EXPECT_ERROR(OwnStream{device}, "CudaGraph: 64 graphs exist and use all of LibTorch's streams");
   const c10::StreamId free = streams[40]->get().id();
   streams[40] = nullptr;
   EXPECT_EQ(OwnStream(device).get().id(), free);

@@ -17,8 +17,8 @@ TEST(StaticInputs, TakeAsManyEachTime) {
   StaticInputs inputs(at::kCPU);
   const at::Tensor one = torch::ones({2});
   inputs.fill({one, one});
-  EXPECT_ERROR(inputs.fill({one}), "1 inputs were given, but the first call had 2");
-  EXPECT_ERROR(inputs.fill({one, one, one}), "3 inputs were given, but the first call had 2");
+  EXPECT_ERROR(inputs.fill({one}), "1 inputs, but the first call had 2");
+  EXPECT_ERROR(inputs.fill({one, one, one}), "3 inputs, but the first call had 2");
   inputs.reset();
   EXPECT_TRUE(inputs.tensors().empty());
   inputs.fill({one});

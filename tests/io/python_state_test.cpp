@@ -205,12 +205,12 @@ TEST(GradScalerFile, GoesToAFileAndBack) {
   EXPECT_ERROR(load_python_state(path),
                "'" + path + "': it cannot be opened: No such file or directory.");
   std::filesystem::create_directories(path + "/x");
-  EXPECT_ERROR(load_python_state(path), "'" + path + "': it is no file.");
+  EXPECT_ERROR(load_python_state(path), "'" + path + "': it is not a file.");
   EXPECT_ERROR(save_python_state(kState, path),
-               "torchamp::save_python_state: '" + path + "' is there and is no file.");
+               "torchamp::save_python_state: '" + path + "' exists and is not a file.");
   std::filesystem::remove_all(path);
   EXPECT_ERROR(save_python_state(kState, path + "/x"),
-               "torchamp::save_python_state: there is no folder '" + path + "'. Create it before.");
+               "torchamp::save_python_state: there is no folder '" + path + "'. Create it first.");
 }
 
 TEST(GradScalerFile, SaysSoWhereWritingFails) {

@@ -172,7 +172,7 @@ TEST(TrainingCheckpointFiles, SeesThatTheChecksumIsGone) {
   bytes.resize(bytes.size() - 34);
   bytes[bytes.size() - 2] = '\0';
   write(path, bytes);
-  EXPECT_ERROR(checkpoint.load(), "it is damaged: its checksum is gone.");
+  EXPECT_ERROR(checkpoint.load(), "it is damaged: its checksum is missing.");
 }
 
 TEST(TrainingCheckpointFiles, ReadsAFileOfVersion01) {
@@ -207,7 +207,7 @@ TEST(TrainingCheckpointFiles, NamesTheFileWhateverIsWrongWithIt) {
   checkpoint.add("step", step);
   const std::string start = "TrainingCheckpoint::load: '" + path.string() + "': it ";
   fs::create_directory(path);
-  EXPECT_ERROR(checkpoint.load(), start + "is no file.");
+  EXPECT_ERROR(checkpoint.load(), start + "is not a file.");
   fs::remove(path);
   for (const std::string bytes : {"", "x", "PK\5\6"}) {
     write(path, bytes);
@@ -225,11 +225,12 @@ TEST(TrainingCheckpointFiles, RefusesAPathThatIsNoFileWithoutAWait) {
   TrainingCheckpoint piped(pipe), circular(one);
   piped.add("step", step);
   circular.add("step", step);
-  EXPECT_ERROR(piped.load(), "it is no file.");
+  EXPECT_ERROR(piped.load(), "it is not a file.");
   EXPECT_ERROR(piped.save(),
-               "TrainingCheckpoint::save: '" + pipe.string() + "' is there and is no");
+               "TrainingCheckpoint::save: '" + pipe.string() + "' exists and is not a");
   EXPECT_TRUE(fs::is_fifo(pipe));
-  EXPECT_ERROR(circular.load(), "TrainingCheckpoint: whether '" + one.string() + "' exists cannot");
+  EXPECT_ERROR(circular.load(),
+               "TrainingCheckpoint: cannot determine whether '" + one.string() + "' exists: ");
   EXPECT_ERROR(circular.save(), "TrainingCheckpoint::save: cannot replace '" + one.string());
   EXPECT_TRUE(fs::is_symlink(one));
 }

@@ -72,10 +72,9 @@ TEST(TrainingCheckpointValues, RefusesAModelOfWhichTheFileHasMoreLayersOrWeights
     const Tensor weight = model->parameters()[0].detach().clone();
     TrainingCheckpoint checkpoint(folder / "run.pt");
     checkpoint.add("model", *model);
-    EXPECT_ERROR(
-        checkpoint.load(),
-        "TrainingCheckpoint::load: 'model' in '" + (folder / "run.pt").string() +
-            "' does not fit: it holds what the model in the program does not have: " + names);
+    EXPECT_ERROR(checkpoint.load(),
+                 "TrainingCheckpoint::load: 'model' in '" + (folder / "run.pt").string() +
+                     "' does not fit: it has entries that the program's model lacks: " + names);
     EXPECT_TRUE(at::equal(model->parameters()[0], weight));
   };
   expect(std::make_shared<Layers>(1, true), "layer1, layer2");
@@ -91,7 +90,7 @@ TEST(TrainingCheckpointValues, RefusesAModelOfWhichTheFileHasFewerLayers) {
   const Tensor weight = model->parameters()[0].detach().clone();
   EXPECT_ERROR(checkpoint.load(),
                "TrainingCheckpoint::load: 'model' in '" + (folder / "run.pt").string() +
-                   "' does not fit: it lacks what the model in the program has: layer1.weight, "
+                   "' does not fit: it lacks entries of the program's model: layer1.weight, "
                    "layer1.bias");
   EXPECT_TRUE(at::equal(model->parameters()[0], weight));
 }

@@ -133,10 +133,10 @@ TEST(TrainingCheckpoint, RefusesASchedulerOfWhichItSeesOnlyTheBase) {
   Derived derived(optimizer, 3);
   TrainingCheckpoint checkpoint("never written");
   EXPECT_ERROR(checkpoint.add("schedule", static_cast<torch::optim::LRScheduler&>(own)),
-               "TrainingCheckpoint::add: 'schedule' is a (anonymous namespace)::RarerAndRarer, and "
-               "of an LRScheduler& only LibTorch's StepLR is known whole. Give it");
+               "TrainingCheckpoint::add: 'schedule' is a (anonymous namespace)::RarerAndRarer, but "
+               "of an LRScheduler& only LibTorch's StepLR can be saved. Give it");
   EXPECT_ERROR(checkpoint.add("schedule", static_cast<torch::optim::StepLR&>(derived)),
-               "Derived, and of an LRScheduler& only");
+               "Derived, but of an LRScheduler& only");
   EXPECT_NO_THROW(checkpoint.add("schedule", own));
 }
 
@@ -146,8 +146,8 @@ TEST(TrainingCheckpoint, RefusesASchedulerWithoutItsOptimizer) {
   torch::optim::SGD optimizer(net->parameters(), 0.1), other(net->parameters(), 0.2);
   torch::optim::StepLR schedule(optimizer, 1);
   const std::string error =
-      ": 'schedule' sets the learning rates of an optimizer that is not in the checkpoint, without "
-      "which a run goes on at other rates. Add the optimizer, too.";
+      ": 'schedule' sets the learning rates of an optimizer that is not in the checkpoint, so a "
+      "resumed run would have other rates. Add the optimizer, too.";
   TrainingCheckpoint checkpoint(folder / "run.pt");
   checkpoint.add("schedule", schedule).add("other", other);
   EXPECT_ERROR(checkpoint.save(), "TrainingCheckpoint::save" + error);

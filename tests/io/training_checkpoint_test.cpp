@@ -182,7 +182,7 @@ TEST(TrainingCheckpoint, LeavesEverythingAsItWasWhereTheFileDoesNotFit) {
   save(2, at::kFloat);
   TrainingCheckpoint more(folder / "run.pt");
   more.add("other", step);
-  EXPECT_ERROR(more.load(), "holds no 'other'. Add what was added when it was saved.");
+  EXPECT_ERROR(more.load(), "holds no 'other'. Add the same objects as when it was saved.");
   EXPECT_ERROR(checkpoint.load(0, 2), "was saved by 1 process(es), and this run has 2");
   EXPECT_TRUE(checkpoint.load_shared());
   EXPECT_EQ(step, 7);

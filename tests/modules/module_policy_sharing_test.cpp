@@ -139,8 +139,8 @@ TEST(ModulePolicies, RefuseASequentialOfWhichAModuleWasReplaced) {
   net.encoder->replace_module("0", WithPolicy<nn::Sigmoid>());
   const char* text =
       "ModulePolicies::apply_to: the Sequential 'encoder' calls a torch::nn::ReLUImpl (its entry "
-      "0) that is not registered with it. Was it replaced with replace_module? A Sequential goes "
-      "on calling the former module: make the Sequential anew.";
+      "0) that is not registered with it. Was it replaced with replace_module? A Sequential still "
+      "calls the old module: make a new Sequential.";
   EXPECT_ERROR((ModulePolicies{{"encoder", relu_in_fp32()}}.apply_to(net)), text);
   EXPECT_ERROR((ModulePolicies{{"encoder.0", relu_in_fp32()}}.apply_to(net)), text);
   EXPECT_ERROR(ModulePolicies().apply_to(net), text);

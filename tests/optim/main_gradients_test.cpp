@@ -190,7 +190,7 @@ TEST(MainGradients, SayThatAParameterWasUnfrozenTooLate) {
     const MasterWeights masters(model, options(storage));
     model->frozen.set_requires_grad(true);
     EXPECT_ERROR(model->frozen.sum().backward(),
-                 "the weight 'frozen' has a gradient and no master");
+                 "the weight 'frozen' has a gradient but no master");
   }
 }
 

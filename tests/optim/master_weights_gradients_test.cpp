@@ -269,7 +269,7 @@ TEST(MasterWeights, SayThatAParameterWasUnfrozenTooLate) {
   MasterWeights masters(net, {.dtype = at::kBFloat16});
   net->frozen.set_requires_grad(true);
   loss_of(net, at::randn({8, 4})).backward();
-  EXPECT_ERROR(masters.take_gradients(), "the parameter 'frozen' has a gradient and no master");
+  EXPECT_ERROR(masters.take_gradients(), "the parameter 'frozen' has a gradient but no master");
 }
 
 TEST(MasterWeights, AddADenseGradientToASparseOne) {

@@ -317,9 +317,8 @@ TEST(MasterWeights, RefuseAWeightOfWhichManyElementsAreOne) {
           MasterWeights(
               net, {.dtype = at::kBFloat16, .storage = storage, .main_gradients = main_gradients}),
           "MasterWeights: several elements of the parameter 'weight' (sizes [2, 3], "
-          "strides [1, 0]) are one number in memory, as expand() gives them, which no "
-          "optimizer can step. Give it memory of its own: "
-          "parameter.set_data(parameter.contiguous()).");
+          "strides [1, 0]) share memory, as after expand(), so no optimizer can step it. Give it "
+          "its own memory: parameter.set_data(parameter.contiguous()).");
     }
   }
   EXPECT_EQ(net->bias.scalar_type(), at::kFloat) << "as it was";

@@ -362,8 +362,8 @@ TEST(SplitMasters, RefuseOtherOptimizersWithAScaler) {
       wrong.optimizer->zero_grad();
       scaler.scale(wrong.model->weights[0].sum()).backward();
       if (taken) wrong.masters.take_gradients();
-      EXPECT_ERROR(scaler.unscale_(*wrong.optimizer), "and this is no fused optimizer");
-      EXPECT_ERROR(scaler.step(*wrong.optimizer), "and this is no fused optimizer");
+      EXPECT_ERROR(scaler.unscale_(*wrong.optimizer), "and this optimizer is not fused");
+      EXPECT_ERROR(scaler.step(*wrong.optimizer), "and this optimizer is not fused");
     }
     EXPECT_TRUE(at::equal(wrong.model->weights[0], before));
   }

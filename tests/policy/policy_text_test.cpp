@@ -89,7 +89,7 @@ TEST(PolicyText, AWrongFp8RuleIsAnErrorThatNamesTheLine) {
   EXPECT_ERROR(parse("fp8(strict, strict): mm"),
                "line 2: the option 'strict' of fp8 is given twice");
   EXPECT_ERROR(parse("fp8(recipe=rowwise strict recipe=mxfp8): mm"),
-               "the option 'recipe' of fp8 is given twice; leave one of them");
+               "the option 'recipe' of fp8 is given twice; leave one out");
 }
 
 TEST(PolicyText, AnEditWithoutNamesIsNoEdit) {

@@ -164,7 +164,7 @@ const std::vector<std::pair<std::string, Fail>> failures{
               TORCH_CHECK(false, "no schedule");
             }});
      }},
-    {"has no graphs",
+    {"LibTorch has no graphs",
      [](Net& net, const MasterWeightsOptions& masters) {
        TrainingStep(net, fused, {.masters = masters, .capture = torchamp::CudaGraphOptions{}});
      }},
@@ -360,7 +360,7 @@ TEST(TrainingStep, RefusesAtConstructionWhatNoGraphCanHold) {
   EXPECT_ERROR(TrainingStep(net, sgd, {.dtype = at::kFloat, .capture = options}),
                "an ordinary optimizer");
   EXPECT_ERROR(TrainingStep(net, fused_sgd, {.dtype = at::kFloat, .capture = options}),
-               "has no graphs");
+               "LibTorch has no graphs");
   EXPECT_ERROR(TrainingStep(net, fused_sgd, {.micro_batches = 2, .capture = options}),
                "capture and micro_batches above 1 cannot be together");
   TrainingStep eager(

@@ -26,8 +26,8 @@ inline void check_cuda_headers(int64_t headers, int64_t library) {
   TORCH_CHECK(headers / 1000 == library / 1000 && grew(headers) == grew(library),
               "CudaGraph: this program was compiled with the headers of CUDA ", text(headers),
               ", LibTorch with those of CUDA ", text(library),
-              ", and its objects have other sizes there. Compile it with the headers of CUDA ",
-              text(library), '.');
+              ", whose objects differ in size. Compile it with the headers of CUDA ", text(library),
+              '.');
 }
 
 /// Throws if a program compiled with NCCL's headers of version `headers` must not share a process
@@ -40,8 +40,8 @@ inline void check_nccl_headers(uint64_t headers, uint64_t library) {
   TORCH_CHECK(headers >> 16 == library >> 16,
               "add_nccl: this program was compiled with the headers of NCCL ", text(headers),
               ", LibTorch with those of NCCL ", text(library),
-              ", and its objects have other sizes there. Compile it with the nccl.h of NCCL ",
-              text(library), ", which comes with the wheel nvidia-nccl.");
+              ", whose objects differ in size. Compile it with the nccl.h of NCCL ", text(library),
+              ", which comes with the wheel nvidia-nccl.");
 }
 
 }  // namespace torchamp::detail

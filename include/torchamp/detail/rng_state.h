@@ -68,8 +68,8 @@ class RngState {
     for (const auto& [name, bytes] : by_device) {
       const at::Device device(name);
       TORCH_CHECK(device_is_here(device), "it holds the random state of ", name,
-                  ", and this machine has no such device. Go on where there is one, or call "
-                  "load_shared(), which goes on without random states.");
+                  ", and this machine has no such device. Resume where there is one, or call "
+                  "load_shared(), which ignores random states.");
       at::Generator generator = at::globalContext().defaultGenerator(device);
       const std::lock_guard lock(generator.mutex());
       generator.clone().set_state(bytes);

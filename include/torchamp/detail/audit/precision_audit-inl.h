@@ -78,22 +78,22 @@ inline AuditedModel audited_model(torch::nn::Module& model, const PrecisionAudit
 /// Throws for a model that is frozen as a whole or trained in 16 bits, and without gradients.
 inline void check_is_trained(const char* call, const torch::nn::Module& model) {
   TORCH_CHECK(at::GradMode::is_enabled(), call,
-              ": gradients are off on this thread, by a NoGradGuard or an InferenceMode, and an "
-              "audit measures errors by gradients. Call it outside of that.");
+              ": grad mode is off on this thread (NoGradGuard, InferenceMode), and an audit "
+              "measures errors by gradients. Call it outside that scope.");
   bool is_trained = false;
   for (const auto& item : model.named_parameters()) {
     const at::Tensor& parameter = item.value();
     if (!parameter.defined() || !parameter.requires_grad()) continue;
     is_trained = true;
-    TORCH_CHECK(!is_16_bit(parameter.scalar_type()), call, ": the parameter '", item.key(),
-                "' is in ", parameter.scalar_type(),
-                ", and errors are measured against a step in fp32. Audit the model before "
-                "MasterWeights or to() make it narrow, or a copy of it that to(torch::kFloat) has "
-                "widened.");
+    TORCH_CHECK(
+        !is_16_bit(parameter.scalar_type()), call, ": the parameter '", item.key(), "' is in ",
+        parameter.scalar_type(),
+        ", and errors are measured against a step in fp32. Audit the model before MasterWeights or "
+        "to() casts it to 16 bits, or audit a copy after to(torch::kFloat).");
   }
   TORCH_CHECK(is_trained, call,
-              ": no parameter of the model needs a gradient, and an audit measures errors by "
-              "gradients. Call requires_grad_(true) on those that are trained.");
+              ": no parameter of the model requires grad, and an audit measures errors by "
+              "gradients. Call requires_grad_(true) on the trained ones.");
 }
 
 /// Whether a row must stay in fp32 whatever the budget.

@@ -134,7 +134,7 @@ class ModelState {
     for (std::size_t i = 0; i < gradients_.size(); ++i) {
       TORCH_CHECK(is_unchanged(parameter(i)),
                   "PrecisionAudit::run: the step has changed the parameter '", names_[i],
-                  "'. It computes the loss and calls backward(); leave the optimizer out.");
+                  "'. Let it compute the loss and call backward(), without the optimizer.");
     }
   }
 
@@ -327,12 +327,12 @@ class AuditSession {
     }
     TORCH_CHECK(recording->problem().empty(), "PrecisionAudit::run: ", recording->problem());
     TORCH_CHECK(recording->ran_backward(),
-                "PrecisionAudit::run: the step has not called backward(). It computes the loss and "
-                "calls loss.backward().");
+                "PrecisionAudit::run: the step has not called backward(). Let it compute the loss "
+                "and call loss.backward().");
     TORCH_CHECK(audited_.average || !recording->waits_for_others(),
                 "PrecisionAudit::run: the step waits for other processes, which may choose another "
-                "policy and then wait for good. Let them choose alike: give the audit the option "
-                "average, torchamp::average_over(group).");
+                "policy and then deadlock. Pass {.average = torchamp::average_over(group)}, so all "
+                "choose the same.");
     check_same_gradients();
     return recording;
   }
@@ -440,10 +440,9 @@ inline void check_no_problem(const char* call, const AuditedModel& audited,
                              const std::string& problem) {
   double problems = problem.empty() ? 0. : 1.;
   average_numbers(audited, {&problems});
-  TORCH_CHECK(
-      problems == 0., call, ": ",
-      problem.empty() ? "another process has a problem with its step, and says which" : problem,
-      ".");
+  TORCH_CHECK(problems == 0., call, ": ",
+              problem.empty() ? "the step of another process has failed; see its error" : problem,
+              ".");
 }
 
 /// Gives rows and edges, as a step calls them, the means over the processes of what a choice

@@ -275,8 +275,7 @@ class GradientBuckets : public std::enable_shared_from_this<GradientBuckets> {
           [self = shared_from_this()] { self->finish(self->find_unused_); });
     }
     TORCH_CHECK(!is_ready_[w], "backward: '", name(w),
-                "' has got two gradients in one backward pass, of which the first may have been "
-                "sent. Give ",
+                "' got two gradients in one backward pass, and the first may have been sent. Give ",
                 owner_, " a model without reentrant backward passes.");
     take(w);
     is_ready_[w] = true;
@@ -286,9 +285,8 @@ class GradientBuckets : public std::enable_shared_from_this<GradientBuckets> {
 
   void start(int task) {
     TORCH_CHECK(!runs_ || next_ == 0,
-                "backward: the one before has ended with an error when some of its gradients were "
-                "sent, so that processes may be out of step. End them all, and go on from a "
-                "checkpoint.");
+                "backward: the previous one failed after it had sent some gradients, so the "
+                "processes may be out of step. End them all and resume from a checkpoint.");
     for (std::size_t b = 0; b < buckets_.size(); ++b) {
       buckets_[b] = {layout_.buckets()[b].weights.size()};
     }

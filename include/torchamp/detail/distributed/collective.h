@@ -31,7 +31,7 @@ template <class F>
 decltype(auto) collective(const char* call, const F& f) {
   const auto fail = [call](const char* reason) {
     TORCH_CHECK_WITH(DistBackendError, false, call, ": ", reason,
-                     " (Has another process failed or stalled, or has it another model?)");
+                     " (Has another process failed or stalled, or does it have another model?)");
   };
   try {
     return f();

@@ -173,7 +173,7 @@ class GradientAverages final : public GradientBuckets {
     };
     mains([&](std::size_t w, const auto& main) {
       TORCH_CHECK(!main->is_averaged, "DistributedDataParallel: the gradients of '", name(w),
-                  "' are averaged by another DistributedDataParallel. Let go of that one first.");
+                  "' are averaged by another DistributedDataParallel. Destroy that one first.");
     });
     mains([&](std::size_t /*w*/, const auto& main) {
       main->is_averaged = true;
@@ -304,7 +304,7 @@ inline std::shared_ptr<GradientAverages> make_averages(
   check_reduce_dtype(call, dtype);
   std::vector<at::Tensor> parameters;
   for (const auto& [name, parameter] : trained_parameters(module)) parameters.push_back(parameter);
-  TORCH_CHECK(!parameters.empty(), call, ": no parameter of the model needs a gradient.");
+  TORCH_CHECK(!parameters.empty(), call, ": no parameter of the model requires grad.");
   collective(call, [&] { c10d::verify_params_across_processes(group, parameters, std::nullopt); });
   broadcast(call, group, module.parameters(), 0);
   broadcast(call, group, module.buffers(), 0);

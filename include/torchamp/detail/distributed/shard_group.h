@@ -86,8 +86,8 @@ class ShardGroup final : public StoredShards {
 
   at::Tensor norm_of_all(const at::Tensor& own, double norm_type) const override {
     TORCH_CHECK_VALUE(norm_type != 0.,
-                      "clip_grad_norm_: the 0-norm counts whole gradients, of "
-                      "which ShardedMasterWeights have pieces. Pass another.");
+                      "clip_grad_norm_: the 0-norm counts whole gradients, of which "
+                      "ShardedMasterWeights have only shards. Pass another norm_type.");
     const InternalOps internal;
     at::Tensor mine = own.reshape({1});
     at::Tensor norms = all_gathered("clip_grad_norm_", mine);
@@ -100,8 +100,8 @@ class ShardGroup final : public StoredShards {
     const bool fits = visit_kind(optimizer, [](auto) {});
     TORCH_CHECK_TYPE(
         fits, call,
-        ": this optimizer has pieces of ShardedMasterWeights, and is not known to treat each "
-        "element by itself. Take FusedAdam, FusedAdamW, FusedSGD or FusedAdagrad, or LibTorch's "
+        ": this optimizer has shards of ShardedMasterWeights, and is not known to treat each "
+        "element independently. Use FusedAdam, FusedAdamW, FusedSGD or FusedAdagrad, or LibTorch's "
         "Adam, AdamW, SGD, RMSprop or Adagrad; for others use MasterWeights.");
     for (const auto& group : optimizer.param_groups()) {
       for (const at::Tensor& piece : group.params()) {
@@ -142,8 +142,9 @@ class ShardGroup final : public StoredShards {
   void save(const torch::optim::Optimizer& optimizer,
             torch::serialize::OutputArchive& archive) override {
     const auto gathered = gathered_.find(&optimizer);
-    TORCH_CHECK(gathered != gathered_.end(),
-                "its state lies on several processes. Let all of them call save_together().");
+    TORCH_CHECK(
+        gathered != gathered_.end(),
+        "its state is sharded over several processes. Call save_together() on all of them.");
     gathered->second->save(archive);
     gathered_.erase(gathered);
   }
@@ -206,8 +207,8 @@ class ShardGroup final : public StoredShards {
   static std::size_t index_of(const at::Tensor& piece) {
     const WeightMeta* const meta = weight_meta_of(piece);
     TORCH_CHECK(meta && meta->shards,
-                "it has pieces of ShardedMasterWeights, and other parameters, too. Give these an "
-                "optimizer of their own.");
+                "it has shards of ShardedMasterWeights and other parameters. Give the others their "
+                "own optimizer.");
     return meta->index;
   }
 

@@ -33,7 +33,7 @@ inline ShardedMasterWeights::ShardedMasterWeights(std::shared_ptr<torch::nn::Mod
                                                   ProcessGroupPtr group,
                                                   ShardedMasterWeightsOptions options)
     : MastersOfModel("ShardedMasterWeights", std::move(model)), options_(std::move(options)) {
-  TORCH_CHECK_VALUE(group, owner_, ": the group is null. Pass what make_process_group() returns.");
+  TORCH_CHECK_VALUE(group, owner_, ": the group is null. Pass the result of make_process_group().");
   TORCH_CHECK_VALUE(options_.bucket_bytes > 0, owner_, ": bucket_bytes is ", options_.bucket_bytes,
                     ". It must be above 0.");
   detail::check_narrow_dtype(owner_, options_.dtype, options_.storage);
@@ -52,8 +52,8 @@ inline ShardedMasterWeights::ShardedMasterWeights(std::shared_ptr<torch::nn::Mod
     TORCH_CHECK_VALUE(
         !parameter.requires_grad() || dtype == at::kFloat || (detail::is_16_bit(dtype) && !is_kept),
         owner_, ": the parameter '", item.key(), "' is ", dtype,
-        is_kept ? " and is to stay fp32. Cast it before."
-                : " and needs a gradient. Weights that are trained are fp32.");
+        is_kept ? " and listed to stay fp32. Cast it first."
+                : " and requires grad. Trained weights must be fp32.");
     detail::check_may_be_master(owner_, item.key(), parameter, splits, /*main_gradients=*/false);
     const bool is_float = dtype == at::kFloat || detail::is_16_bit(dtype);
     weights_.push_back({item.key(), parameter, is_float && !is_kept});
@@ -70,7 +70,7 @@ inline ShardedMasterWeights::ShardedMasterWeights(std::shared_ptr<torch::nn::Mod
     by_index_.push_back(w);
     layout.add(weight.name, parameter, weight.is_narrow ? options_.dtype : at::kFloat);
   }
-  TORCH_CHECK_VALUE(!by_index_.empty(), owner_, ": no parameter of the model needs a gradient.");
+  TORCH_CHECK_VALUE(!by_index_.empty(), owner_, ": no parameter of the model requires grad.");
   layout.sort_buckets();
   check_same_everywhere(group, layout);
   detail::broadcast(owner_, group, model_->parameters(), 0);
@@ -218,8 +218,8 @@ inline void ShardedMasterWeights::check_stepped(const char* call) const {
     TORCH_CHECK(weight.is_sharded || weight.parameter.numel() == 0 ||
                     !weight.parameter.requires_grad() || !weight.parameter.grad().defined(),
                 call, ": the parameter '", weight.name,
-                "' has a gradient and no master. It needed no gradient when the "
-                "ShardedMasterWeights were made; make them after unfreezing it.");
+                "' has a gradient but no master: it did not require grad when the "
+                "ShardedMasterWeights were made. Make them after unfreezing it.");
     if (!weight.is_sharded) continue;
     has_optimizer |= detail::weight_meta_of(weight.piece)->has_optimizer;
     has_gradient |= weight.piece.grad().defined();
@@ -228,12 +228,12 @@ inline void ShardedMasterWeights::check_stepped(const char* call) const {
     if (weight.piece.grad().defined()) detail::check_not_half_stepped(weight.piece, where);
   }
   TORCH_CHECK(!scatter_->any(), call,
-              ": backward passes within no_sync() have left gradients that were not sent, so that "
-              "no step knows of them. Leave the last backward of a step out of no_sync(), call "
+              ": gradients of backward passes within no_sync() were not sent, so the step misses "
+              "them. Leave the last backward of a step out of no_sync(), call "
               "sync_gradients() before the step, or drop them by the model's zero_grad().");
   TORCH_CHECK(has_optimizer || !has_gradient, call,
-              ": no optimizer is known that steps each element of the pieces by itself. Take a "
-              "fused one, or a GradScaler, or call check_optimizer() with LibTorch's own.");
+              ": no optimizer is known to treat each element of the shards independently. Use a "
+              "fused one or a GradScaler, or call check_optimizer() with LibTorch's own.");
 }
 
 inline void ShardedMasterWeights::sync_gradients() {
@@ -307,8 +307,8 @@ inline void ShardedMasterWeights::gather() {
 
 inline void ShardedMasterWeights::check_saved(const std::string& call) const {
   TORCH_CHECK(!whole_.empty() && whole_[0].defined(), call,
-              ": the masters lie on several processes. Call gather() on all of them, and then this "
-              "on process 0.");
+              ": the masters are sharded over several processes. Call gather() on all of them, "
+              "then this on process 0.");
 }
 
 inline at::Tensor ShardedMasterWeights::value_of(const at::Tensor& parameter,

@@ -228,7 +228,7 @@ inline torch::autograd::variable_list Fp8Backward::apply(
     torch::autograd::variable_list&& gradients) {
   const std::lock_guard<std::mutex> lock(mutex_);
   TORCH_CHECK(!released_,
-              "torchamp: backward through an fp8 product a second time, whose operands have been "
+              "torchamp: a second backward pass through an fp8 product, whose operands have been "
               "freed. Pass retain_graph=true to the first backward.");
   torch::autograd::variable_list results(2);
   const at::Tensor& gradient = gradients[0];

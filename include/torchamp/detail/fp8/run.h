@@ -88,7 +88,7 @@ inline Fp8Options parse_fp8_options(std::string_view text) {
     if (set_fp8_option(word, options)) {
       const std::string name(word.substr(0, word.find('=')));
       TORCH_CHECK(given.find(' ' + name + ' ') == std::string::npos, "the option '", name,
-                  "' of fp8 is given twice; leave one of them");
+                  "' of fp8 is given twice; leave one out");
       given += name + ' ';
       continue;
     }

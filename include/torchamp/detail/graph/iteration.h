@@ -61,14 +61,14 @@ class StaticInputs {
  private:
   void check(const std::vector<at::Tensor>& batch) const {
     TORCH_CHECK_VALUE(!allocated_ || batch.size() == tensors_.size(), "CudaGraph: ", batch.size(),
-                      " inputs were given, but the first call had ", tensors_.size(),
-                      ". Give the same ones each time, or call reset() first.");
+                      " inputs, but the first call had ", tensors_.size(),
+                      ". Pass the same number each time, or call reset() first.");
     for (std::size_t i = 0; i < batch.size(); ++i) {
       const at::Tensor& input = batch[i];
       TORCH_CHECK_VALUE(input.defined(), "CudaGraph: input ", i, " is undefined.");
       TORCH_CHECK_VALUE(!input.requires_grad(), "CudaGraph: input ", i,
-                        " requires grad, but no gradient reaches it, for the iteration works on a "
-                        "copy. Give input.detach().");
+                        " requires grad, but no gradient reaches it, since the iteration uses a "
+                        "copy. Pass input.detach().");
       TORCH_CHECK_VALUE(input.is_cpu() || input.device() == device_, "CudaGraph: input ", i,
                         " is on ", input.device(), ", but the optimizers' parameters are on ",
                         device_, ". Move it there, or leave it on the CPU.");

@@ -158,8 +158,8 @@ inline std::unique_ptr<GraphRecorder> make_graph_recorder(c10::Device device) {
   const bool is_cuda = device.is_cuda();
   TORCH_CHECK(is_cuda || has_registered_graphs(device.type()),
               "CudaGraph: the optimizers' parameters are on ", device,
-              ", which has no graphs that LibTorch knows of. Move the model to a device that has "
-              "some (CUDA, say) before the optimizer is made, or pass {.enabled = false} to run "
+              ", for which LibTorch has no graphs. Move the model to a device that has them (CUDA, "
+              "say) before you make the optimizer, or pass {.enabled = false} to run "
               "eagerly.");
   if (is_cuda) check_cuda_graphs();
   return std::make_unique<StreamRecorder>(device,

@@ -124,8 +124,8 @@ class OwnStream {
       }
     }
     TORCH_CHECK(false, "CudaGraph: ", taken.size(),
-                " graphs are alive and hold all streams that LibTorch has for ", device,
-                ". Let go of one before another is made.");
+                " graphs exist and use all of LibTorch's streams for ", device,
+                ". Destroy one before you make another.");
     return c10::Stream(c10::Stream::DEFAULT, device);  // not reached, which GCC does not see
   }
 

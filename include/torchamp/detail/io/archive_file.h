@@ -73,7 +73,7 @@ class AtomicFile {
     }
     replaces_ = ::stat(path_.c_str(), &before_) == 0;
     TORCH_CHECK(!replaces_ || S_ISREG(before_.st_mode), call_, ": '", path_.string(),
-                "' is there and is no file. Give another path.");
+                "' exists and is not a file. Pass another path.");
     const mode_t mode = replaces_ ? S_IRUSR | S_IWUSR : 0666;
     std::random_device random;
     for (int attempt = 0; attempt < 100 && !file_.is_open(); ++attempt) {
@@ -172,9 +172,9 @@ class AtomicFile {
     const int number = errno;
     std::error_code error;
     TORCH_CHECK(std::filesystem::exists(folder(), error) || error, call_, ": there is no folder '",
-                folder().string(), "'. Create it before.");
+                folder().string(), "'. Create it first.");
     TORCH_CHECK(false, call_, ": cannot ", what, " '", path.string(), "': ", std::strerror(number),
-                ". The file that was there before is untouched.");
+                ". The old file is unchanged.");
   }
 
   std::filesystem::path path_, partial_;
@@ -198,7 +198,7 @@ class FileReader final : public caffe2::serialize::ReadAdapterInterface {
     struct stat status {};
     TORCH_CHECK(file_.is_open() && ::fstat(file_.number(), &status) == 0,
                 "it cannot be opened: ", std::strerror(errno), '.');
-    TORCH_CHECK(S_ISREG(status.st_mode), "it is no file.");
+    TORCH_CHECK(S_ISREG(status.st_mode), "it is not a file.");
     size_ = static_cast<std::size_t>(status.st_size);
   }
   std::size_t size() const override { return size_; }

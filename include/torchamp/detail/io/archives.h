@@ -119,7 +119,7 @@ inline void check_nothing_is_left(const torch::nn::Module& module,
                                   const char* archive_name) {
   const std::vector<std::string> names = left_over(module, archive);
   TORCH_CHECK(names.empty(), archive_name,
-              " holds what the model in the program does not have: ", list_of(names));
+              " has entries that the program's model lacks: ", list_of(names));
 }
 
 /// Each parameter and buffer of `module`, with what the archive holds for it. Throws for one that
@@ -139,9 +139,8 @@ inline std::vector<std::pair<at::Tensor, at::Tensor>> read_all(
                             " in the archive and ", to.sizes(), " in the model", remedy);
                 TORCH_CHECK(!to.defined() || !repeats_elements(to), place, "several elements of '",
                             name, "' (sizes ", to.sizes(), ", strides ", to.strides(),
-                            ") are one number in memory, as expand() gives them, which a file's "
-                            "values cannot fill. Give it memory of its own: "
-                            "tensor.set_data(tensor.contiguous()).");
+                            ") share memory, as after expand(), so a file cannot fill it. Give it "
+                            "its own memory: tensor.set_data(tensor.contiguous()).");
                 read.emplace_back(to, from);
               });
   check_nothing_is_left(module, archive, (place + "the archive").c_str());

@@ -90,9 +90,8 @@ inline unsigned& step_count_of(torch::optim::LRScheduler& scheduler, const std::
   TORCH_CHECK_TYPE(
       typeid(scheduler) == typeid(torch::optim::StepLR), "TrainingCheckpoint::add: '", name,
       "' is a ", c10::demangle(typeid(scheduler).name()),
-      ", and of an LRScheduler& only LibTorch's StepLR is known whole. Give it "
-      "save(OutputArchive&) and load(InputArchive&), keep its step_count_ in them, and "
-      "add it as what it is.");
+      ", but of an LRScheduler& only LibTorch's StepLR can be saved. Give it save(OutputArchive&) "
+      "and load(InputArchive&) that include its step_count_, and add it by its own type.");
   struct Access : torch::optim::LRScheduler {
     static unsigned& of(LRScheduler& any) { return any.*&Access::step_count_; }
   };
@@ -136,21 +135,21 @@ inline void TrainingCheckpoint::check_schedulers(const char* call) const {
     for (const Entry& entry : *list) {
       TORCH_CHECK(!entry.scheduled_rates || known.contains(entry.scheduled_rates()), call, ": '",
                   entry.name,
-                  "' sets the learning rates of an optimizer that is not in the checkpoint, "
-                  "without which a run goes on at other rates. Add the optimizer, too.");
+                  "' sets the learning rates of an optimizer that is not in the checkpoint, so a "
+                  "resumed run would have other rates. Add the optimizer, too.");
     }
   }
 }
 
 inline void TrainingCheckpoint::add_entry(std::vector<Entry>& entries, Entry entry) const {
-  TORCH_CHECK_VALUE(entry.name.find_first_of("\"\\\n") == std::string::npos,
-                    "TrainingCheckpoint::add: the name '", entry.name,
-                    "' could be saved and not be read by LibTorch. Leave out a quote, a backslash "
-                    "and the end of a line.");
+  TORCH_CHECK_VALUE(
+      entry.name.find_first_of("\"\\\n") == std::string::npos,
+      "TrainingCheckpoint::add: the name '", entry.name,
+      "' could be saved but not loaded by LibTorch. Use no quote, backslash or line end.");
   for (const auto* list : {&shared_, &local_}) {
     for (const Entry& other : *list) {
       TORCH_CHECK_VALUE(other.name != entry.name, "TrainingCheckpoint::add: there is a '",
-                        entry.name, "' already. Give each object a name of its own.");
+                        entry.name, "' already. Give each object a unique name.");
     }
   }
   entries.push_back(std::move(entry));
@@ -176,7 +175,7 @@ inline void TrainingCheckpoint::load_module(torch::nn::Module& module,
     module.load(archive);
   } catch (const std::exception&) {
     TORCH_CHECK(missing.empty(),
-                "it lacks what the model in the program has: ", detail::list_of(missing));
+                "it lacks entries of the program's model: ", detail::list_of(missing));
     throw;
   }
   weights.take_back();
@@ -225,7 +224,7 @@ inline void TrainingCheckpoint::read(torch::serialize::InputArchive& archive,
     torch::serialize::InputArchive nested;
     TORCH_CHECK(archive.try_read(detail::archive_key(entry.name), nested),
                 "TrainingCheckpoint::load: '", path_.string(), "' holds no '", entry.name,
-                "'. Add what was added when it was saved.");
+                "'. Add the same objects as when it was saved.");
     detail::rethrow_with(
         [&] {
           return c10::str("TrainingCheckpoint::load: '", entry.name, "' in '", path_.string(),
@@ -250,12 +249,12 @@ inline at::Tensor TrainingCheckpoint::local_part() const {
 inline void TrainingCheckpoint::save(const std::vector<at::Tensor>& local_parts) const {
   check_schedulers("TrainingCheckpoint::save");
   TORCH_CHECK_VALUE(!local_parts.empty(),
-                    "TrainingCheckpoint::save: the list of local parts is empty, and such a file "
-                    "could not be loaded. Pass the local_part() of each process.");
+                    "TrainingCheckpoint::save: the list of local parts is empty; such a file could "
+                    "not be loaded. Pass the local_part() of each process.");
   for (const at::Tensor& part : local_parts) {
     TORCH_CHECK_VALUE(part.defined() && part.scalar_type() == at::kByte && part.dim() == 1,
                       "TrainingCheckpoint::save: local part ", &part - local_parts.data(),
-                      " is not what local_part() gives, a vector of bytes.");
+                      " is not a result of local_part(), a vector of bytes.");
   }
   const at::NoGradGuard no_grad;
   std::random_device random;
@@ -284,8 +283,9 @@ inline void TrainingCheckpoint::save(const std::vector<at::Tensor>& local_parts)
 inline bool TrainingCheckpoint::exists() const {
   std::error_code error;
   const std::filesystem::file_status status = std::filesystem::status(path_, error);
-  TORCH_CHECK(status.type() != std::filesystem::file_type::none, "TrainingCheckpoint: whether '",
-              path_.string(), "' exists cannot be told: ", error.message(), '.');
+  TORCH_CHECK(status.type() != std::filesystem::file_type::none,
+              "TrainingCheckpoint: cannot determine whether '", path_.string(),
+              "' exists: ", error.message(), '.');
   return std::filesystem::exists(status);
 }
 
@@ -299,7 +299,7 @@ inline bool TrainingCheckpoint::load(int64_t rank, int64_t processes) {
     archive.read("processes", saved);
     TORCH_CHECK(saved.toInt() == processes, "it was saved by ", saved.toInt(),
                 " process(es), and this run has ", processes,
-                ". Go on with as many, or call load_shared().");
+                ". Resume with as many, or call load_shared().");
     at::Tensor part;
     archive.read("local_" + std::to_string(rank), part, /*is_buffer=*/true);
     return part;
@@ -331,7 +331,7 @@ inline bool TrainingCheckpoint::load_parts(
                 "it is of version ", version.toInt(), ", and this torchamp reads versions 1 to ",
                 detail::training_checkpoint_version, ".");
     TORCH_CHECK(version.toInt() == 1 || detail::is_sealed(file),
-                "it is damaged: its checksum is gone.");
+                "it is damaged: its checksum is missing.");
     const at::Tensor part = local_part(archive);
     if (!part.defined()) return;
     const at::Tensor bytes = part.cpu();

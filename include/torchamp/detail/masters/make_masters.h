@@ -75,8 +75,8 @@ class MainGradient {
     if (!owner.defined() || !gradient.defined()) return;
     const auto where = [&] { return c10::str("backward: the weight '", name_, "'"); };
     TORCH_CHECK(has_master_ || split, where(),
-                " has a gradient and no master. It needed no gradient when the MasterWeights were "
-                "made; make them after unfreezing it.");
+                " has a gradient but no master: it did not require grad when the MasterWeights "
+                "were made. Make them after unfreezing it.");
     TORCH_CHECK(!has_master_ || version_of(owner) == copied_, where(),
                 " was computed with old values: the optimizer has changed the master since. Call "
                 "MasterWeights::copy_to_model() after each step, taken or skipped.");
@@ -207,7 +207,7 @@ inline void warn_of_written_weight(const char* masters, const std::string& name)
   TORCH_WARN(masters, "::copy_to_model: the model's weight '", name,
              "' was written to since the last call, and its master's value replaces what was "
              "written. To fill the model from a file, call torch::load(masters, path); to change "
-             "weights, change those of parameters(). This is said once.");
+             "weights, change those of parameters(). This warning is given once.");
 }
 
 /// What a weight's value becomes, in memory of its own: the weight in 16 bits, and those that it

@@ -82,23 +82,23 @@ inline void check_may_be_master(const char* owner, const std::string& name,
                                 const at::Tensor& parameter, bool splits, bool main_gradients) {
   const auto main = main_gradient_of(parameter);
   TORCH_CHECK(!main || !main->is_averaged, owner, ": the gradients of the parameter '", name,
-              "' are averaged by a DistributedDataParallel. Let go of that first, and make another "
-              "of it after the masters.");
+              "' are averaged by a DistributedDataParallel. Destroy that first, and make a new one "
+              "after the masters.");
   const WeightMeta* const meta = weight_meta_of(parameter);
   TORCH_CHECK(!meta || meta->masters.expired(), owner, ": the parameter '", name,
-              "' has a master already, of other MasterWeights or ShardedMasterWeights, which would "
-              "overwrite what these give the model. Use those, or let them go before.");
+              "' has a master already in other MasterWeights or ShardedMasterWeights, which would "
+              "overwrite the model's weights. Use those, or destroy them first.");
   TORCH_CHECK(!parameter.requires_grad() || !repeats_elements(parameter), owner,
               ": several elements of the parameter '", name, "' (sizes ", parameter.sizes(),
               ", strides ", parameter.strides(),
-              ") are one number in memory, as expand() gives them, which no optimizer can step. "
-              "Give it memory of its own: parameter.set_data(parameter.contiguous()).");
+              ") share memory, as after expand(), so no optimizer can step it. Give it its own "
+              "memory: parameter.set_data(parameter.contiguous()).");
   TORCH_CHECK(!splits || can_be_split(parameter), owner, ": the parameter '", name,
-              "' carries data of its device's own, and so cannot be split. Pass "
+              "' has data specific to its device, so it cannot be split. Pass "
               "MasterStorage::full.");
   TORCH_CHECK(!main_gradients || main || !hook_of(parameter), owner, ": the parameter '", name,
-              "' has a hook after the accumulation of its gradient, of which LibTorch keeps one "
-              "only. Make the MasterWeights without main_gradients.");
+              "' has a hook that runs after its gradient is accumulated, and LibTorch stores only "
+              "one. Make the MasterWeights without main_gradients.");
 }
 
 /// The one whose parameter it is; null if there is none.
@@ -112,7 +112,7 @@ const Weight* weight_of(const std::vector<Weight>& weights, const at::Tensor& pa
 
 inline MastersOfModel::MastersOfModel(const char* owner, std::shared_ptr<torch::nn::Module> model)
     : owner_(owner), model_(std::move(model)) {
-  TORCH_CHECK_VALUE(model_, owner_, ": the model is null. Pass one that has been made.");
+  TORCH_CHECK_VALUE(model_, owner_, ": the model is null. Pass one that is not.");
 }
 
 inline std::vector<at::Tensor> MastersOfModel::parameters() const {
@@ -251,8 +251,8 @@ inline int64_t MasterWeights::master_versions() const {
 
 inline void MasterWeights::take_gradients() {
   TORCH_CHECK(master_versions() == copied_versions_,
-              "MasterWeights::take_gradients: the masters have changed, and the model has not been "
-              "given their values. Call copy_to_model() after each step, taken or skipped.");
+              "MasterWeights::take_gradients: the masters have changed and were not copied to the "
+              "model. Call copy_to_model() after each step, taken or skipped.");
   check_split("MasterWeights::take_gradients");
   warn_of_left_gradients();
   for (const Weight& weight : weights_) {
@@ -260,8 +260,8 @@ inline void MasterWeights::take_gradients() {
     TORCH_CHECK(
         !weight.is_narrow || weight.master.defined() || split || !weight.parameter.grad().defined(),
         "MasterWeights::take_gradients: the parameter '", weight.name,
-        "' has a gradient and no master. It needed no gradient when the MasterWeights were "
-        "made; make them after unfreezing it.");
+        "' has a gradient but no master: it did not require grad when the MasterWeights were made. "
+        "Make them after unfreezing it.");
     if (split && weight.parameter.grad().defined() &&
         weight.parameter.grad().scalar_type() != at::kFloat) {
       weight.check_not_half_stepped("MasterWeights::take_gradients");
@@ -327,12 +327,11 @@ inline void MasterWeights::zero_grad() {
 inline void MasterWeights::check_taken() const {
   if (was_taken_ || options_.main_gradients || master_versions() != copied_versions_) return;
   for (const Weight& weight : weights_) {
-    TORCH_CHECK(
-        !weight.master.defined() || !weight.parameter.grad().defined(),
-        "MasterWeights::copy_to_model: the weight '", weight.name,
-        "' has a gradient, and none were taken since the last copy_to_model(): a step knows "
-        "nothing of it. Call take_gradients() after backward(), before unscale_ and the "
-        "step; or drop the gradients with the model's zero_grad().");
+    TORCH_CHECK(!weight.master.defined() || !weight.parameter.grad().defined(),
+                "MasterWeights::copy_to_model: the weight '", weight.name,
+                "' has a gradient, but none were taken since the last copy_to_model(), so the step "
+                "missed it. Call take_gradients() after backward(), before unscale_ and the "
+                "step; or drop the gradients with the model's zero_grad().");
   }
 }
 
@@ -363,8 +362,8 @@ inline void MasterWeights::warn_of_left_gradients() {
         "MasterWeights::take_gradients: the model still held the gradient of the weight '",
         weight.name,
         "' when the optimizer's zero_grad() was called, and backward() has added to it. Call "
-        "masters.zero_grad() instead, which drops it, after an exception as well. This is "
-        "said once.");
+        "masters.zero_grad() instead, which drops it, after an exception as well. This warning is "
+        "given once.");
     return;
   }
 }

@@ -71,7 +71,7 @@ struct SplitWeight final : WeightMeta {
 
   at::ScalarType step_dtype(const at::Tensor& /*weight*/) const override { return at::kFloat; }
   void refuse_plain_step(ErrorPlace where) const override {
-    TORCH_CHECK_TYPE(false, where(), " is that of a split weight, and this is no fused optimizer",
+    TORCH_CHECK_TYPE(false, where(), " belongs to a split weight, and this optimizer is not fused",
                      split_needs_fused);
   }
   void note_gradient_dropped() override { was_taken = false; }

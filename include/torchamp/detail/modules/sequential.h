@@ -198,7 +198,7 @@ class ForwardSites {
                   "ModulePolicies::apply_to: the Sequential '", site.name, "' calls a ",
                   entry.ptr()->name(), " (its entry ", place,
                   ") that is not registered with it. Was it replaced with replace_module? A "
-                  "Sequential goes on calling the former module: make the Sequential anew.");
+                  "Sequential still calls the old module: make a new Sequential.");
       ++place;
     }
   }

@@ -357,9 +357,9 @@ class NonFiniteSearch final : public Recording<NonFiniteCall> {
 
 inline std::optional<NonFiniteOp> find_non_finite_op(
     const std::function<void()>& forward_and_backward, const NamedParameters& named) {
-  TORCH_CHECK_VALUE(forward_and_backward,
-                    "first_non_finite_op: the function is empty. Give one that runs forward and "
-                    "backward.");
+  TORCH_CHECK_VALUE(
+      forward_and_backward,
+      "first_non_finite_op: the function is empty. Pass one that runs forward and backward.");
   const auto search = std::make_shared<NonFiniteSearch>(named);
   {
     const Observation observation("first_non_finite_op", search);

@@ -181,10 +181,9 @@ class Observation {
 
  private:
   static std::size_t add(const char* who, std::shared_ptr<Observer> observer) {
-    TORCH_CHECK(
-        has_callbacks(), who,
-        ": cannot record in the destructor of a static object, when LibTorch's own state of "
-        "the thread is gone. Record before the program ends.");
+    TORCH_CHECK(has_callbacks(), who,
+                ": cannot record in the destructor of a static object, after LibTorch's "
+                "thread-local state is destroyed. Record before the program ends.");
     return ObserverTable::instance().add(who, std::move(observer));
   }
 

@@ -312,7 +312,7 @@ inline UnderflowMeter::Step::Step(const UnderflowMeter& meter, const GradScaler*
     : history_(meter.history_) {
   TORCH_CHECK(!history_->in_step,
               "UnderflowMeter::step: the last step has not ended. It ends with the object that "
-              "step() returned: let that go first.");
+              "step() returned: destroy that first.");
   if (history_->steps_in_all % meter.every_ == 0) {
     auto recording = std::make_shared<detail::UnderflowRecording>(meter.parameters_);
     if (scaler != nullptr) {

@@ -119,11 +119,10 @@ class ReadTensors {
     for (const Read& read : reads_) {
       const at::Tensor tensor = read.tensor.lock();
       if (!tensor.defined() || version_of(tensor) == read.version) continue;
-      TORCH_CHECK(false, "checkpoint: a parameter, buffer or other tensor of shape ",
-                  tensor.sizes(),
-                  " that the function reads was changed in place after the forward pass, so that "
-                  "backward cannot run the function again. Step and write to weights after "
-                  "backward().");
+      TORCH_CHECK(
+          false, "checkpoint: a parameter, buffer or other tensor of shape ", tensor.sizes(),
+          " that the function reads was changed in place after the forward pass, so backward "
+          "cannot run the function again. Step and write to weights after backward().");
     }
   }
 

@@ -165,8 +165,7 @@ inline std::vector<at::Tensor> RecomputeNode::run(TensorFunction function,
   }
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     TORCH_CHECK(version_of(inputs[i]) == versions[i], "checkpoint: the function changed its ", i,
-                ". tensor input in place, so that backward cannot run it again. Let it work on a "
-                "clone.");
+                ". tensor input in place, so backward cannot run it again. Let it use a clone.");
   }
 
   std::vector<torch::autograd::Node*> roots;
