@@ -12,24 +12,24 @@
 namespace torchamp::detail {
 
 // Note [How an audit chooses]
-// At first, all that may be lowered is. Then whatever costs more in casts, between it and its
-// neighbours as they then are, than it saves is taken back, one after the other, the most costly
-// first. From there on, what has most error for each microsecond that it saves is taken back, and
-// with it what is no longer worth its casts, until nothing is lowered. This gives a row of choices;
-// errors do not add up, so the audit measures the step under some of them and takes the first that
-// keeps to the budget. What that leaves of the budget may serve others: beginning with this choice,
-// and once more with nothing lowered, the audit adds what saves most as long as the whole, measured
-// again, keeps to the budget. The faster of the two, as the single times tell, is chosen.
+// First everything that may be lowered is. Then rules that cost more in casts to and from their
+// present neighbours than they save are reverted, one after the other, the most costly first. After
+// that, the op with the largest error per microsecond saved is reverted, with those that are then
+// no longer worth their casts, until nothing is lowered. This gives a sequence of choices; since
+// errors do not add up, the audit measures the step under some of them and takes the first within
+// the budget. The rest of the budget may allow more: starting from this choice, and once more from
+// nothing lowered, the audit adds what saves most, as long as the measured whole stays within the
+// budget. The faster of the two, by the single times, is chosen.
 
-/// Something that is lowered as a whole.
+/// A unit of lowering.
 struct Choosable {
   double fp32_us = 0., low_us = 0.;
   double error = 0.;
   bool may_be_lowered = true;
 };
 
-/// Which result another takes, and what a cast of it costs a step, which is needed if one of the
-/// two is lowered. No producer: one that is never lowered, as the program's own tensors.
+/// A result that another op takes, and the cost of its cast per step, needed if one of the two is
+/// lowered. No producer: one that is never lowered, such as the program's own tensors.
 struct AuditEdge {
   std::optional<std::size_t> producer;
   std::size_t consumer;
@@ -42,7 +42,7 @@ class Chooser {
  public:
   using Lowered = std::vector<bool>;
 
-  /// What a choice lowers, and what a step takes under it, in microseconds.
+  /// The units that a choice lowers, and the step's time under it in microseconds.
   struct Choice {
     Lowered lowered;
     double us;
@@ -57,7 +57,7 @@ class Chooser {
     }
   }
 
-  /// What a step takes, in microseconds, of what was measured.
+  /// The step's time in microseconds, for the measured ops.
   double us(const Lowered& lowered) const {
     double sum = 0.;
     for (std::size_t i = 0; i < all_.size(); ++i) {
@@ -75,11 +75,11 @@ class Chooser {
     return sum;
   }
 
-  /// From the most that is worth it to nothing, each with less error than the one before.
+  /// From the most that pays to nothing, in descending order of error.
   std::vector<Choice> choices() const {
     Lowered lowered;
     for (const Choosable& one : all_) lowered.push_back(one.may_be_lowered);
-    // Of what is lowered, the first of which this is least.
+    // The first lowered unit with the least such value.
     const auto least = [&](const auto& number_of) {
       std::optional<std::size_t> found;
       for (std::size_t i = 0; i < all_.size(); ++i) {
@@ -103,8 +103,7 @@ class Chooser {
     }
   }
 
-  /// What saves most if it is lowered beside what is, and has not been tried; nothing if nothing
-  /// saves anything.
+  /// The untried unit that saves most in addition to the lowered ones; none if none saves anything.
   std::optional<std::size_t> best_to_add(const Lowered& lowered,
                                          const std::vector<bool>& tried) const {
     std::optional<std::size_t> best;
@@ -122,7 +121,7 @@ class Chooser {
     return (edge.producer && lowered[*edge.producer]) != lowered[edge.consumer];
   }
 
-  /// What lowering `i` saves with the others as they are; below 0 if it costs.
+  /// The time that lowering `i` saves, with the others as they are; negative if it costs.
   double saved_by(std::size_t i, const Lowered& lowered) const {
     double saved = all_[i].fp32_us - all_[i].low_us;
     for (const std::size_t e : edges_of_[i]) {

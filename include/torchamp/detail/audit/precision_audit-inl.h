@@ -36,7 +36,7 @@
 
 namespace torchamp::detail {
 
-/// What a PrecisionAudit has measured.
+/// The measurements of a PrecisionAudit.
 struct AuditData {
   AuditedModel audited;
   std::function<void()> step{};
@@ -51,7 +51,7 @@ inline double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-/// The distance between the quartiles.
+/// The interquartile range.
 inline double spread(std::vector<double> values) {
   std::sort(values.begin(), values.end());
   return values[values.size() * 3 / 4] - values[values.size() / 4];
@@ -75,7 +75,7 @@ inline AuditedModel audited_model(torch::nn::Module& model, const PrecisionAudit
   TORCH_CHECK_VALUE(false, "PrecisionAudit: the model has no parameter on a device with autocast.");
 }
 
-/// Throws for a model that is frozen as a whole or trained in 16 bits, and without gradients.
+/// Throws if the model is frozen as a whole or trained in 16 bits, and if grad mode is off.
 inline void check_is_trained(const char* call, const torch::nn::Module& model) {
   TORCH_CHECK(at::GradMode::is_enabled(), call,
               ": grad mode is off on this thread (NoGradGuard, InferenceMode), and an audit "
@@ -102,7 +102,7 @@ inline bool is_harmful(const AuditRow& row, double gradient_loss_limit) {
          row.gradient_loss > gradient_loss_limit;
 }
 
-/// Puts the rows in order of printing; the edges follow.
+/// Sorts the rows for printing, with their edges.
 inline void sort_rows(AuditData& data) {
   std::vector<std::size_t> order(data.rows.size());
   std::iota(order.begin(), order.end(), 0);
@@ -127,8 +127,8 @@ inline void sort_rows(AuditData& data) {
   }
 }
 
-/// From what was measured to policies. Rows follow one rule that are of one op in the modules that
-/// one policy reaches.
+/// Turns measurements into policies. Rows of one op in all modules that one policy reaches follow
+/// one rule.
 class AuditChoice {
  public:
   AuditChoice(const AuditData& data, const ForwardSites& sites, double gradient_loss_limit)
@@ -368,7 +368,8 @@ inline void PrecisionAudit::read_times(const std::string& path) {
   const std::string call = "PrecisionAudit::read_times";
   auto rows = detail::with_times(data_->rows, detail::read_policy_file(call, path),
                                  call + ": '" + path + "'");
-  // A file tells the casts of a row as a whole: its edges share it as they were measured.
+  // A file has the casts of a row as a whole: its edges share them in proportion to the
+  // measurements.
   std::vector<double> measured(rows.size(), 0.);
   for (const detail::AuditEdge& edge : data_->edges) measured[edge.consumer] += 1.;
   auto edges = data_->edges;
@@ -401,7 +402,7 @@ inline AuditedPolicy PrecisionAudit::policy(const AuditBudget& budget) const {
   const Chooser chooser = choice.chooser();
   session.run_exactly();
   detail::check_no_problem(call, data_->audited, session.problem_of_gradients());
-  // Infinite where the step cannot run so: see Note [Recurrent layers].
+  // Infinite if the step cannot run so: see Note [Recurrent layers].
   double torch_error = std::numeric_limits<double>::infinity();
   bool runs_under_torch = true;
   try {
@@ -424,9 +425,9 @@ inline AuditedPolicy PrecisionAudit::policy(const AuditBudget& budget) const {
   };
 
   std::vector<Chooser::Choice> choices = chooser.choices();
-  // Those that save something, and nothing lowered, the last.
+  // Those that save something; last, nothing lowered.
   std::erase_if(choices, [us = choices.back().us](const auto& one) { return one.us > us; });
-  // The first that keeps to the budget; nothing lowered has no error.
+  // The first within the budget; nothing lowered has no error.
   std::size_t low = 0, high = choices.size() - 1;
   AuditedPolicy best = choice.policies(choices[high].lowered);
   while (low < high) {

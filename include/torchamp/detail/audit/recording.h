@@ -46,7 +46,7 @@
 
 namespace torchamp::detail {
 
-/// Seconds that `device` takes for `work`, what it was doing before not counted.
+/// The seconds that `device` takes for `work`, without earlier work.
 template <class Work>
 double seconds_on(at::Device device, const Work& work) {
   const auto wait = [&] {
@@ -61,7 +61,7 @@ double seconds_on(at::Device device, const Work& work) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
-/// A call of an op, kept before it runs, to be made again with the same arguments.
+/// A call of an op, saved before it runs, to be repeated with the same arguments.
 class CallTrial {
  public:
   struct Result {
@@ -81,8 +81,8 @@ class CallTrial {
     if (op.hasTag(at::Tag::nondeterministic_seeded)) rng_ = RngState::now();
   }
 
-  /// Makes the call with arguments cast by `rule`, to which the autocast dtype is `low`, and its
-  /// backward where a gradient is wanted. Changes nothing of the program's.
+  /// Repeats the call with arguments cast by `rule` for the autocast dtype `low`, and its backward
+  /// if a gradient is wanted. Changes nothing of the program's.
   Result run(Cast rule, at::ScalarType low) const {
     const at::DisableRecordFunctionGuard not_recorded;
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -122,7 +122,7 @@ class CallTrial {
   }
 
  private:
-  /// The thread's autocast dtype for a device, without its cache of casts, while it lives.
+  /// Sets the thread's autocast dtype for a device, without its cache of casts, while it lives.
   class AutocastDtype {
    public:
     AutocastDtype(at::DeviceType device, at::ScalarType dtype)
@@ -138,7 +138,7 @@ class CallTrial {
     NoCastCache no_cache_;
   };
 
-  /// The arguments of one call, cast, as leaves of a graph of their own.
+  /// The cast arguments of one call, as leaves of a separate graph.
   struct Arguments {
     torch::jit::Stack stack;
     std::vector<at::Tensor> leaves;  // of which gradients are wanted
@@ -188,17 +188,17 @@ class CallTrial {
 };
 
 // Note [What an audit measures]
-// LibTorch tells an observer of every call through its dispatcher, see Note [What a cast recording
-// sees]. An audit looks at the outermost calls of the forward pass that a policy can cast: these
-// are what a policy's rule reaches. After each, it makes the call twice more, with all arguments in
-// fp32 and in 16 bits as an overlay would cast them, on copies that share no graph with the
-// program's. A hook on the program's own result is told the gradient that arrives there.
+// LibTorch reports every call through its dispatcher to an observer, see Note [What a cast
+// recording sees]. An audit examines the outermost calls of the forward pass that a policy can
+// cast, which are those that a policy's rule affects. After each, it repeats the call twice, with
+// all arguments in fp32 and in 16 bits as an overlay would cast them, on copies outside the
+// program's graph. A hook on the program's own result receives its gradient.
 //
-// The step runs with all guards off, so that arguments and gradients are those of fp32, and an op's
-// error is its own and not what came in. Of activations that backward computes again (checkpoint())
-// the second computation is a forward pass as well, and the one whose results get gradients.
+// The step runs with all guards off, so arguments and gradients are in fp32, and an op's error is
+// its own and not inherited. Of activations that backward recomputes (checkpoint()) the second
+// computation counts as forward as well; its results get the gradients.
 
-/// Sums of squares, of what arrives at one result.
+/// Sums of squares of the gradients of one result.
 struct GradientSums {
   std::mutex mutex;
   at::Tensor squares;  // of the result's errors
@@ -212,12 +212,12 @@ struct AuditCall final : RecordedCall<AuditCall> {
   at::Device device = at::kCPU;
 };
 
-/// One run of a step, looked at op by op.
+/// One run of a step, examined op by op.
 class AuditRecording final : public Recording<AuditCall> {
  public:
   AuditRecording(const NamedParameters& parameters, at::DeviceType device, at::ScalarType low)
       : Recording(parameters), device_(device), low_(low) {}
-  /// Takes its hooks off leaves, which outlive the run.
+  /// Removes its hooks from leaves, which outlive the run.
   ~AuditRecording() override {
     for (const auto& [leaf, hook] : hooks_of_leaves_) leaf.remove_hook(hook);
   }
@@ -225,7 +225,7 @@ class AuditRecording final : public Recording<AuditCall> {
   bool ran_backward() const { return ran_backward_; }
   /// Whether it called a collective of c10d.
   bool waits_for_others() const { return waits_for_others_; }
-  /// What went wrong in looking; empty if nothing.
+  /// The problem of the recording; empty if none.
   const std::string& problem() const { return problem_; }
   /// The calls with their modules and shapes, in order.
   const std::vector<std::string>& calls() const { return calls_; }
@@ -327,7 +327,7 @@ class AuditRecording final : public Recording<AuditCall> {
     const at::DisableRecordFunctionGuard not_recorded;
     AuditRow& row = rows_[call.row].row;
     ++row.calls;
-    // The first call of a kind pays for what LibTorch prepares once.
+    // The first call of a kind includes LibTorch's one-time preparations.
     if (row.calls == 1) {
       (void)call.trial->run(Cast::lower_precision, low_);
       (void)call.trial->run(Cast::fp32, low_);
@@ -400,7 +400,7 @@ class AuditRecording final : public Recording<AuditCall> {
       return gradient;
     };
     const unsigned hook = output.register_hook(look);
-    // An op may give back its argument, as dropout() does that drops nothing, and that may be a
+    // An op may return its argument, as dropout() does if it drops nothing; that may be a
     // parameter.
     if (output.is_leaf()) hooks_of_leaves_.emplace_back(output, hook);
   }

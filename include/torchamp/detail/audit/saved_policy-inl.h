@@ -37,7 +37,7 @@ inline std::string text_of(const AuditDecision& decision) {
 
 using AuditDecisions = std::map<std::string, const AuditDecision*>;  // of one module, by op
 
-/// `policy` with rules as they were decided.
+/// `policy` with the decided rules.
 inline std::shared_ptr<const PolicyData> with_decisions(const PolicyData& policy,
                                                         const AuditDecisions& decided) {
   auto copy = std::make_shared<PolicyData>(policy);
@@ -45,7 +45,7 @@ inline std::shared_ptr<const PolicyData> with_decisions(const PolicyData& policy
   return copy;
 }
 
-/// The text of a policy's edits from `first` on, with the reasons for those that were decided.
+/// The text of a policy's edits from `first` on, with the reasons of decided ones.
 inline std::string text_of_edits(const PolicyData& policy, std::size_t first,
                                  const AuditDecisions& decided) {
   const std::vector<std::string> lines = lines_of_edits("torchamp::save_policy", policy);
@@ -65,8 +65,8 @@ inline std::string text_of_base(const PolicyData& policy) {
   return "policy " + std::string(to_string(policy.base)) + '\n';
 }
 
-/// As load_policies() reads it: what a module's policy has beyond `common`, or where it is not that
-/// with more edits, all of it.
+/// For load_policies(): a module's edits beyond `common`; if its policy does not extend `common`,
+/// all of it.
 inline std::string text_of_module(const PolicyData& policy, const PolicyData& common,
                                   const AuditDecisions& decided) {
   const std::size_t size = common.edits.size();

@@ -50,9 +50,9 @@
 
 namespace torchamp::detail {
 
-/// What the guards of a thread do while an audit runs a step.
+/// The effect of a thread's guards while an audit runs a step.
 struct GuardTrial final : GuardOverride {
-  /// Of guards on this device that are to run in 16 bits: which dtype they have instead, if any.
+  /// For 16-bit guards on this device: the dtype that replaces theirs, if any.
   std::optional<at::DeviceType> device = std::nullopt;
   std::optional<at::ScalarType> dtype = std::nullopt;
   mutable std::atomic<int64_t> guards_made = 0;  ///< while it was in force
@@ -69,7 +69,7 @@ struct GuardTrial final : GuardOverride {
   }
 };
 
-/// The calling thread's state with a trial in force.
+/// The calling thread's state with a trial set.
 inline std::shared_ptr<const ThreadPolicy> thread_policy_under(
     std::shared_ptr<const GuardTrial> trial) {
   auto inner = copy_of(thread_policy());
@@ -77,7 +77,8 @@ inline std::shared_ptr<const ThreadPolicy> thread_policy_under(
   return inner;
 }
 
-/// What a step may change of a model and of random numbers, put back bit for bit at the end.
+/// The state of a model and of random generators that a step may change, restored bit for bit at
+/// the end.
 class ModelState {
  public:
   explicit ModelState(const torch::nn::Module& model) : model_(model), random_(RngState::now()) {
@@ -108,7 +109,7 @@ class ModelState {
     }
   }
 
-  /// As at first, without gradients.
+  /// Restores the initial state, without gradients.
   void begin_step() const {
     const NotRecordedOps internal;
     const DropWeightCasts drop_casts;
@@ -138,8 +139,7 @@ class ModelState {
     }
   }
 
-  /// Copies of the gradients in fp32, in order of the parameters; undefined ones where there are
-  /// none.
+  /// Copies of the gradients in fp32, in order of the parameters; undefined if missing.
   std::vector<at::Tensor> gradients() const {
     const NotRecordedOps internal;
     std::vector<at::Tensor> all;
@@ -162,7 +162,7 @@ class ModelState {
     return tensor.layout() == at::kStrided ? tensor : tensor.to_dense();
   }
 
-  /// Bit for bit, for NaN differs from itself.
+  /// Bit for bit, since NaN differs from itself.
   static bool is_unchanged(const WriteBack::Kept& kept) {
     if (!is_alike(kept.tensor, kept.values)) return false;
     const at::Tensor now = kept.tensor.detach();
@@ -182,11 +182,11 @@ class ModelState {
   std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> trains_;
 };
 
-/// How far `gradients` are from `exact`: the squared length of the difference over that of the
-/// exact one, the mean over all parameters that have one. A gradient that is nearly nothing beside
-/// the others, of a bias before a batch norm, say, counts as if its numbers had a thousandth of the
-/// others' mean square; and one that is wrong altogether counts as 1: of a bias that attention does
-/// not depend on, all is noise. Infinite where not finite.
+/// The error of `gradients` relative to `exact`: the squared length of the difference over that of
+/// the exact one, averaged over all parameters that have one. The elements of an almost vanishing
+/// gradient (of a bias before a batch norm, say) count as if they had a thousandth of the others'
+/// mean square, and an entirely wrong one counts as 1 (for a bias that attention does not depend
+/// on, all is noise). Infinite if not finite.
 inline double gradient_error(const std::vector<at::Tensor>& gradients,
                              const std::vector<at::Tensor>& exact) {
   const NotRecordedOps internal;
@@ -214,7 +214,7 @@ inline double gradient_error(const std::vector<at::Tensor>& gradients,
   return count == 0 ? 0. : sum / static_cast<double>(count);
 }
 
-/// The policies of a model's modules, put back at the end.
+/// The policies of a model's modules, restored at the end.
 class KeptModulePolicies {
  public:
   explicit KeptModulePolicies(const ForwardSites& sites) {
@@ -238,7 +238,7 @@ class KeptModulePolicies {
   std::vector<std::pair<torch::nn::AnyModule*, torch::nn::AnyModule>> entries_;
 };
 
-/// What a PrecisionAudit is of.
+/// The subject of a PrecisionAudit.
 struct AuditedModel {
   torch::nn::Module* model;
   at::Device device;
@@ -247,7 +247,7 @@ struct AuditedModel {
   std::function<void(at::Tensor&)> average{};  // over processes; empty: there is one
 };
 
-/// Switches autocast off while backward runs, for a step that is all in one region.
+/// Switches autocast off during backward, for a step entirely in one region.
 class BackwardWithoutAutocast final : public Observer {
  public:
   explicit BackwardWithoutAutocast(at::DeviceType device) : device_(device) {}
@@ -271,7 +271,7 @@ class BackwardWithoutAutocast final : public Observer {
   at::DeviceType device_;
 };
 
-/// Runs a step of a model under several policies, each time from the same state, which is put back
+/// Runs a step of a model under several policies, each time from the same state, which is restored
 /// at the end.
 class AuditSession {
  public:
@@ -284,10 +284,10 @@ class AuditSession {
 
   const ForwardSites& sites() const { return sites_; }
 
-  /// What is audited, with the dtype that it is audited in, once run_exactly() was called.
+  /// The subject, with its dtype once run_exactly() was called.
   const AuditedModel& audited() const { return audited_; }
 
-  /// Runs the step with guards off, and takes its gradients for exact.
+  /// Runs the step with guards off, and records its gradients as exact.
   void run_exactly() {
     const auto trial = std::make_shared<GuardTrial>();
     run_off(trial);
@@ -299,7 +299,7 @@ class AuditSession {
     }
   }
 
-  /// Why run_exactly() has given nothing to compare other gradients with; empty if it has.
+  /// Why run_exactly() gave no reference gradients; empty if it did.
   std::string problem_of_gradients() const {
     const NotRecordedOps internal;
     bool has_gradient = false;
@@ -316,7 +316,7 @@ class AuditSession {
            "compare. Let its loss depend on parameters that need one";
   }
 
-  /// Runs the step with guards off, looked at op by op. Errors: see PrecisionAudit::run.
+  /// Runs the step with guards off, op by op. Errors: see PrecisionAudit::run.
   std::shared_ptr<const AuditRecording> run_recorded() {
     for (std::size_t i = 0; i < sites_.size(); ++i) sites_[i].put(unedited(BaseTable::torch));
     const auto recording = std::make_shared<AuditRecording>(parameters_by_name(*audited_.model),
@@ -337,7 +337,7 @@ class AuditSession {
     return recording;
   }
 
-  /// The error of the step's gradients under a policy and those of modules, and how long it took.
+  /// The error of the step's gradients under a policy and those of modules, and the step's time.
   std::pair<double, double> run_under(const Policy& policy, const ModulePolicies& modules) {
     const auto trial = std::make_shared<GuardTrial>();
     trial->policy = policy.data();
@@ -350,7 +350,7 @@ class AuditSession {
     {
       const EmptyCastCache own_casts;
       const PolicyScope scope(thread_policy_under(trial));
-      // A step without a guard is all in one.
+      // A step without a guard is entirely in one.
       std::optional<AutocastRegion> region;
       std::optional<Observation> backward;
       if (!has_guards_) {
@@ -364,7 +364,7 @@ class AuditSession {
     return {gradient_error(state_.gradients(), exact_), seconds * 1e6};
   }
 
-  /// How long the step takes with guards off, in microseconds.
+  /// The step's time with guards off, in microseconds.
   double us_exactly() { return run_off(std::make_shared<GuardTrial>()) * 1e6; }
 
  private:
@@ -411,11 +411,11 @@ class AuditSession {
 };
 
 // Note [Processes that choose alike]
-// A choice depends on times, which differ from process to process, and how many choices are tried
-// depends on them, too. Where a step waits for other processes, all must try the same ones. So what
-// a choice depends on is averaged over the processes as soon as it has been measured.
+// A choice, and the number of tried choices, depends on times, which differ between processes. If a
+// step waits for other processes, all must try the same ones. So all inputs of a choice are
+// averaged over the processes as soon as they are measured.
 
-/// Replaces the numbers by their means over the processes that audit together.
+/// Averages the numbers over the processes that audit together.
 inline void average_numbers(const AuditedModel& audited, const std::vector<double*>& numbers) {
   if (!audited.average || numbers.empty()) return;
   const NotRecordedOps internal;
@@ -435,7 +435,7 @@ inline void average_numbers(const AuditedModel& audited, const std::vector<doubl
   }
 }
 
-/// Throws if there is a problem on any of the processes that audit together: on all of them.
+/// Throws on all processes that audit together if any has a problem.
 inline void check_no_problem(const char* call, const AuditedModel& audited,
                              const std::string& problem) {
   double problems = problem.empty() ? 0. : 1.;
@@ -445,8 +445,8 @@ inline void check_no_problem(const char* call, const AuditedModel& audited,
               ".");
 }
 
-/// Gives rows and edges, as a step calls them, the means over the processes of what a choice
-/// depends on. Error: the rows are others elsewhere.
+/// Averages, over the processes, the inputs of a choice in rows and edges. Error: the rows differ
+/// between processes.
 inline void agree(const AuditedModel& audited, std::vector<AuditRow>& rows,
                   std::vector<AuditEdge>& edges) {
   if (!audited.average) return;

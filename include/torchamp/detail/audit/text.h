@@ -27,7 +27,7 @@ inline constexpr const char* audit_csv_head =
     "module,op,calls,elements,error,gradient_loss,underflow,overflow,vanished,largest,smallest,"
     "fp32_us,low_us,cast_us,problem";
 
-/// In quotes where it must be.
+/// In quotes if necessary.
 inline std::string csv_field(const std::string& text) {
   if (text.find_first_of(",\"\n\r") == std::string::npos) return text;
   std::string quoted = "\"";
@@ -76,7 +76,7 @@ inline std::vector<std::string> csv_fields(std::string_view line) {
   return fields;
 }
 
-/// `rows` with the times of a text of audit_csv(). `where` begins the error texts.
+/// `rows` with the times of a text of audit_csv(). `where` begins error messages.
 inline std::vector<AuditRow> with_times(std::vector<AuditRow> rows, std::string_view text,
                                         const std::string& where) {
   std::map<std::pair<std::string, std::string>, std::vector<double>> times;
@@ -119,7 +119,7 @@ inline std::vector<AuditRow> with_times(std::vector<AuditRow> rows, std::string_
   return rows;
 }
 
-/// What the columns of print_audit() are.
+/// The legend of print_audit().
 inline constexpr const char* audit_legend =
     "error: by how much rounding the results to 16 bits changes the loss, squared and summed over "
     "them\n"
@@ -163,7 +163,7 @@ inline void print_audit(std::ostream& out, const std::vector<AuditRow>& rows,
   out << audit_legend;
 }
 
-/// Puts a text into the place of a file, as a whole or not at all. `call` begins the error texts.
+/// Replaces a file by a text, as a whole or not at all. `call` begins error messages.
 inline void write_text(const char* call, const std::string& path, const std::string& text) {
   AtomicFile file(path, call);
   file.write(text.data(), text.size());

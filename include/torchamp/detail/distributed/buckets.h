@@ -31,18 +31,18 @@
 namespace torchamp::detail {
 
 // Note [Where the pieces of a weight lie]
-// Every weight is cut, in the order of memory, into as many pieces of equal size as there are
-// processes; the last ones are padded with zeros, by less than one element for each process. A
-// bucket of some weights is a vector of one slot for each process, and a slot holds that process's
-// pieces, one weight after the other:
+// Every weight is cut, in memory order, into as many shards of equal size as there are processes;
+// the last ones are padded with zeros, by less than one element per process. A bucket of some
+// weights is a vector of one slot per process; a slot holds that process's shards, one weight after
+// the other:
 //
 //     slot 0: a[0..3) b[0..1)    slot 1: a[3..6) b[1..2)
 //
-// So one exchange of slots brings each process all gradients of its pieces, and one gathers all
-// weights. Every process has a piece of every weight, which is why they all have the same
-// parameters, groups and states, of the same sizes. Those of a device and dtype share buckets.
+// So one exchange of slots brings each process all gradients of its shards, and one gathers all
+// weights. Every process has a shard of every weight, so all have the same parameters, groups and
+// states, of the same sizes. Weights of one device and dtype share buckets.
 
-/// A weight that is cut into pieces.
+/// A weight that is cut into shards.
 struct BucketedWeight {
   std::string name;
   std::vector<int64_t> sizes, strides;
@@ -58,7 +58,7 @@ struct BucketShape : TensorKind {
   bool is_padded = false;
 };
 
-/// A tensor of its own that shares the memory of `flat`, a vector, and is no view for autograd.
+/// A tensor over the memory of `flat`, a vector, that is no view for autograd.
 inline at::Tensor sharing(const at::Tensor& flat, int64_t offset, at::IntArrayRef sizes,
                           at::IntArrayRef strides) {
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(flat.storage()),
@@ -71,14 +71,14 @@ inline at::Tensor sharing(const at::Tensor& flat, int64_t offset, int64_t elemen
   return sharing(flat, offset, {elements}, {1});
 }
 
-/// Which piece of which weight, or gradient, lies where; the same on all processes.
+/// The place of each shard of each weight or gradient; the same on all processes.
 class BucketLayout {
  public:
   BucketLayout(int64_t processes, int64_t bucket_elements)
       : processes_(processes), bucket_elements_(bucket_elements) {}
 
-  /// Weights come in the order in which backward is likely to come to them. `dtype`: the one that
-  /// the model keeps the weight in.
+  /// Weights are added in the order in which backward probably reaches them. `dtype`: that of the
+  /// weight in the model.
   void add(std::string name, const at::Tensor& tensor, at::ScalarType dtype) {
     const TensorKind kind{tensor.device(), dtype};
     const at::Tensor weight = tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous();
@@ -98,7 +98,7 @@ class BucketLayout {
     bucket.slot += piece;
   }
 
-  /// Once all are added: has the buckets that are complete first come first.
+  /// After all are added: moves complete buckets to the front.
   void sort_buckets() {
     std::ranges::sort(buckets_, {},
                       [](const BucketShape& bucket) { return bucket.weights.back(); });
@@ -109,7 +109,7 @@ class BucketLayout {
 
   int64_t processes() const { return processes_; }
 
-  /// A number that differs, but for chance, between different layouts.
+  /// A hash of the layout.
   int64_t fingerprint() const {
     Fingerprint print;
     const auto mix = [&print](int64_t number) { print.mix(number); };
@@ -124,8 +124,8 @@ class BucketLayout {
   const std::vector<BucketedWeight>& weights() const { return weights_; }
   const std::vector<BucketShape>& buckets() const { return buckets_; }
 
-  /// Calls visit(part of `slots`, part of `whole`) for what both hold: a vector of all slots of the
-  /// weight's bucket, and a tensor that is laid out as the weight.
+  /// Calls visit(part of `slots`, part of `whole`) for the common elements of a vector of all slots
+  /// of the weight's bucket and a tensor laid out as the weight.
   template <class Visit>
   void for_each_part(std::size_t w, const at::Tensor& slots, const at::Tensor& whole,
                      const Visit& visit) const {
@@ -142,14 +142,13 @@ class BucketLayout {
     }
   }
 
-  /// A weight in `flat`, a vector of the one slot that its bucket has where there is one process.
+  /// A weight in `flat`, the only slot of its bucket with one process.
   at::Tensor whole_in(std::size_t w, const at::Tensor& flat) const {
     const BucketedWeight& weight = weights_[w];
     return flat.as_strided(weight.sizes, weight.strides, flat.storage_offset() + weight.offset);
   }
 
-  /// The piece of process `rank` of a tensor that is laid out as the weight, without the padding:
-  /// it may be empty.
+  /// Process `rank`'s shard of a tensor laid out as the weight, without the padding; may be empty.
   at::Tensor piece_of(std::size_t w, int64_t rank, const at::Tensor& whole) const {
     const BucketedWeight& weight = weights_[w];
     const int64_t begin = std::min(rank * weight.piece, weight.elements);
@@ -162,7 +161,7 @@ class BucketLayout {
   std::vector<BucketShape> buckets_;
 };
 
-/// `tensor` itself if it is laid out as `like`; else a copy that is.
+/// `tensor` itself if it is laid out as `like`; otherwise such a copy.
 inline at::Tensor laid_out_as(const at::Tensor& like, const at::Tensor& tensor) {
   if (tensor.strides() == like.strides() && tensor.is_non_overlapping_and_dense()) return tensor;
   at::Tensor copy =
@@ -172,11 +171,11 @@ inline at::Tensor laid_out_as(const at::Tensor& like, const at::Tensor& tensor) 
 }
 
 // Note [Gradients in buckets]
-// All processes put gradients into the same buckets, those that backward comes to first, first. A
-// bucket is sent when all gradients in it are there and those before it have been sent. The end of
-// backward sends the rest, waits for all, and gives back what came of them. So the order is the
-// same on all processes, whatever order backward has. What is sent, and what comes of it, is for
-// derived classes to say: averages for data parallelism, pieces of sums for sharded masters.
+// All processes put gradients into the same buckets, in the order of backward. A bucket is sent
+// when all its gradients are there and the buckets before it have been sent. The end of backward
+// sends the rest, waits for all, and distributes the results. So the order is the same on all
+// processes, whatever the order of backward. Derived classes define what is sent and received:
+// averages for data parallelism, shards of sums for sharded masters.
 
 /// Exchanges the gradients of parameters, bucket by bucket, while backward computes them.
 class GradientBuckets : public std::enable_shared_from_this<GradientBuckets> {
@@ -187,8 +186,8 @@ class GradientBuckets : public std::enable_shared_from_this<GradientBuckets> {
     for (const auto& [accumulator, hook] : accumulators_) accumulator->del_post_hook(hook);
   }
 
-  /// Once it is held by a shared_ptr: has backward tell of gradients, behind hooks of the masters'
-  /// or of the program's own.
+  /// Call once a shared_ptr holds it: registers for gradients in backward, behind hooks of the
+  /// masters' or of the program's own.
   void hook() {
     for (std::size_t w = 0; w < parameters_.size(); ++w) {
       NodePtr accumulator = torch::autograd::impl::grad_accumulator(parameters_[w]);
@@ -209,7 +208,7 @@ class GradientBuckets : public std::enable_shared_from_this<GradientBuckets> {
     c10::intrusive_ptr<c10d::Work> work{};
   };
 
-  /// `owner` begins errors.
+  /// `owner` begins error messages.
   GradientBuckets(std::string owner, c10::intrusive_ptr<c10d::ProcessGroup> group,
                   BucketLayout layout, std::vector<at::Tensor> parameters, bool find_unused)
       : group_(std::move(group)),
@@ -221,22 +220,22 @@ class GradientBuckets : public std::enable_shared_from_this<GradientBuckets> {
         owner_(std::move(owner)),
         call_("backward through " + owner_) {}
 
-  // What derived classes say, with the mutex locked.
+  // Implemented by derived classes; the mutex is locked.
 
-  /// Whether a gradient of weight `w`, which backward has made, is to be sent by this pass.
+  /// Whether this pass sends the gradient of weight `w` that backward has made.
   virtual bool takes(std::size_t w) = 0;
-  /// Whether the gradient is of another backward pass than `task_`, which has begun.
+  /// Whether the gradient belongs to a backward pass other than `task_`.
   virtual bool begins_anew(int task) const = 0;
   /// The gradient is there.
   virtual void take(std::size_t /*w*/) {}
-  /// At the end of backward: takes what only earlier passes have left.
+  /// At the end of backward: takes the gradients of earlier passes.
   virtual void take_rest() {}
   /// Sends a bucket, the next one.
   virtual void send(std::size_t b) = 0;
-  /// Whether there is a gradient of the weight, and whether there need be none.
+  /// Whether the weight has a gradient, and whether it may lack one.
   virtual bool is_there(std::size_t w) const = 0;
   virtual bool may_lack(std::size_t w) const = 0;
-  /// Waits for all buckets, and gives gradients back to the weights that are used on any process.
+  /// Waits for all buckets, and distributes gradients to the weights used on any process.
   virtual void give_back(const std::vector<bool>& is_used) = 0;
 
   /// Exchanges the gradients as they are.
@@ -307,7 +306,7 @@ class GradientBuckets : public std::enable_shared_from_this<GradientBuckets> {
     for (Bucket& bucket : buckets_) bucket = {};
   }
 
-  /// Which weights have a gradient on any process.
+  /// The weights with a gradient on any process.
   std::vector<bool> used_anywhere(bool find_unused) const {
     std::vector<bool> used(parameters_.size());
     for (std::size_t w = 0; w < used.size(); ++w) {

@@ -25,8 +25,8 @@
 
 namespace torchamp::detail {
 
-/// Returns f(), which waits for other processes. What it throws becomes a c10::Error that begins
-/// with `call`: Gloo's own exceptions are none.
+/// Returns f(), which waits for other processes. Its exceptions (Gloo's are not c10::Errors) become
+/// a c10::Error that begins with `call`.
 template <class F>
 decltype(auto) collective(const char* call, const F& f) {
   const auto fail = [call](const char* reason) {
@@ -44,8 +44,8 @@ decltype(auto) collective(const char* call, const F& f) {
   }
 }
 
-/// Where processes exchange what lies on the host: there if the group can, else on the current
-/// device of those that it can, as with NCCL alone.
+/// The device for exchanges of host data: the host if the group supports it, otherwise the current
+/// one of its devices, as with NCCL alone.
 inline at::Device exchange_device(const c10d::ProcessGroup& group) {
   const std::vector<c10::Device> devices = group.getDeviceTypes();
   const auto is_cpu = [](const c10::Device& device) { return device.is_cpu(); };
@@ -55,7 +55,7 @@ inline at::Device exchange_device(const c10d::ProcessGroup& group) {
 
 // LibTorch renames c10d's collectives. A template asks for the new name first.
 
-/// Begins to send part r of `from` to process r, and to fill part r of `to` with what it sends:
+/// Starts to send part r of `from` to process r, and to fill part r of `to` with what r sends:
 /// vectors of equal parts.
 template <class Group>
 c10::intrusive_ptr<c10d::Work> start_all_to_all(Group& group, at::Tensor& to, at::Tensor& from) {
@@ -67,7 +67,7 @@ c10::intrusive_ptr<c10d::Work> start_all_to_all(Group& group, at::Tensor& to, at
   }
 }
 
-/// Begins to fill part r of `to` with `from` of process r.
+/// Starts to fill part r of `to` with `from` of process r.
 template <class Group>
 c10::intrusive_ptr<c10d::Work> start_all_gather(Group& group, at::Tensor& to, at::Tensor& from) {
   if constexpr (requires { group.all_gather_single(to, from); }) {
@@ -77,7 +77,7 @@ c10::intrusive_ptr<c10d::Work> start_all_gather(Group& group, at::Tensor& to, at
   }
 }
 
-/// Makes the numbers of `tensor` their sums over all processes, or what `op` says.
+/// Reduces the elements of `tensor` over all processes: their sums, or as `op` says.
 inline void reduce_over(const char* call, c10d::ProcessGroup& group, const at::Tensor& tensor,
                         c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM) {
   std::vector<at::Tensor> tensors{tensor};
@@ -86,8 +86,8 @@ inline void reduce_over(const char* call, c10d::ProcessGroup& group, const at::T
   collective(call, [&] { group.allreduce(tensors, options)->wait(); });
 }
 
-/// What is true on any process. Collective, by way of `device`, which it reads; `call` begins the
-/// errors.
+/// Whether each is true on any process. Collective, through `device`, which it reads; `call` begins
+/// error messages.
 inline std::vector<bool> on_any_process(const char* call, c10d::ProcessGroup& group,
                                         const std::vector<bool>& here, c10::Device device) {
   at::Tensor flags = at::zeros({static_cast<int64_t>(here.size())}, at::kInt);
@@ -102,7 +102,7 @@ inline std::vector<bool> on_any_process(const char* call, c10d::ProcessGroup& gr
   return result;
 }
 
-/// The value of every process, by rank; on the host, as what each gives.
+/// The values of all processes, by rank, on the host.
 inline std::vector<at::Tensor> gather_all(const char* call,
                                           const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                           const at::Tensor& value) {
@@ -136,13 +136,13 @@ class Fingerprint {
   uint64_t hash_ = 0xcbf29ce484222325U;
 };
 
-/// What all processes are to give alike.
+/// Values that must agree on all processes.
 class SameEverywhere {
  public:
   void add(const char* what, int64_t number) { all_.emplace_back(what, number); }
 
-  /// Throws, on all processes, an error that begins with `call` and names the first of these in
-  /// which a process differs from process 0. Collective.
+  /// Throws on all processes if a value differs from process 0's; names the first one. `call`
+  /// begins the message. Collective.
   void check(const char* call, const c10::intrusive_ptr<c10d::ProcessGroup>& group) const {
     at::Tensor own = at::empty({static_cast<int64_t>(all_.size())}, at::kLong);
     for (std::size_t i = 0; i < all_.size(); ++i) {

@@ -28,15 +28,14 @@
 namespace torchamp::detail {
 
 // Note [Gradients in shards]
-// Each gradient moves, as backward makes it, to its bucket. A full bucket is sent, slot r to
-// process r, which adds up what it gets in the order of the ranks, in fp32: the sum is that of one
-// process which adds the same gradients in that order, bit for bit, whatever backend sends them.
-// (It is a reduce_scatter made of an all-to-all, of the same traffic. c10d's own leaves the order
-// to the backend; Gloo makes it of an allreduce of everything, or, in older LibTorch, has none.) At
-// most two buckets are under way, so that memory is bounded; before a third is sent, the first is
-// waited for.
+// Backward moves each gradient to its bucket. A full bucket is sent, slot r to process r, which
+// adds what it receives in the order of the ranks, in fp32: bit for bit the sum of one process that
+// adds the same gradients in that order, with any backend. (It is a reduce_scatter made of an
+// all-to-all, with the same traffic. c10d's own leaves the order to the backend; Gloo builds it
+// from a full allreduce or, in older LibTorch, lacks it.) To bound memory at most two buckets are
+// in flight: the first is awaited before a third is sent.
 
-/// Brings the gradients of a model, as backward makes them, to the pieces of its masters.
+/// Moves a model's gradients, as backward makes them, to the shards of its masters.
 class GradientScatter final : public GradientBuckets, public UnsentGradients {
  public:
   GradientScatter(BucketLayout layout, c10::intrusive_ptr<c10d::ProcessGroup> group,
@@ -51,14 +50,14 @@ class GradientScatter final : public GradientBuckets, public UnsentGradients {
     note_copied();
   }
 
-  /// The model has the values of the pieces.
+  /// Records that the model has the values of the shards.
   void note_copied() {
     for (std::size_t w = 0; w < pieces_.size(); ++w) {
       copied_[w] = version_of(pieces_[w]);
       given_[w].note(parameters_[w]);
     }
   }
-  /// Warns, unless `warned`, which it sets, of a weight of the model that others have written to.
+  /// Warns of a weight of the model that others have written to; once, by `warned`.
   void warn_of_written_model(bool& warned) const {
     for (std::size_t w = 0; w < pieces_.size() && !warned; ++w) {
       warned = given_[w].was_written(parameters_[w]);
@@ -66,7 +65,7 @@ class GradientScatter final : public GradientBuckets, public UnsentGradients {
     }
   }
 
-  /// Whether backward sends; else gradients add up, in fp32, where they are.
+  /// Whether backward sends; otherwise gradients accumulate in place, in fp32.
   bool& sends() { return sends_; }
 
   bool any() const override {
@@ -119,7 +118,7 @@ class GradientScatter final : public GradientBuckets, public UnsentGradients {
                           [](const at::Tensor& to, const at::Tensor& from) { to.copy_(from); });
     parameters_[w].mutable_grad().reset();
   }
-  /// And zeros for weights without a gradient in buckets that have others.
+  /// Also zeros for weights without a gradient in buckets with others.
   void take_rest() override {
     for (std::size_t w = 0; w < pieces_.size(); ++w) {
       if (is_ready_[w] || !gradient_of(w).defined()) continue;
@@ -134,7 +133,7 @@ class GradientScatter final : public GradientBuckets, public UnsentGradients {
     }
   }
 
-  /// Makes the bucket's slots; zeros where gradients may be missing, or where there is padding.
+  /// Creates the bucket's slots, with zeros if gradients may be missing or there is padding.
   void fill(std::size_t b, bool zeros = false) {
     if (buckets_[b].sent.defined()) return;
     const BucketShape& shape = layout_.buckets()[b];
@@ -155,7 +154,7 @@ class GradientScatter final : public GradientBuckets, public UnsentGradients {
                [&] { bucket.work = start_all_to_all(*group_, bucket.received, bucket.sent); });
   }
 
-  /// Waits for a bucket, and leaves the average of what came in its place.
+  /// Waits for a bucket, and stores the average of the received gradients.
   void add_up(std::size_t b) {
     Bucket& bucket = buckets_[b];
     if (!bucket.sent.defined()) return;  // it was

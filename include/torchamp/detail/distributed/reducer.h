@@ -41,7 +41,7 @@
 
 namespace torchamp::detail {
 
-/// What of an expanded tensor lies in memory: it cannot be written to as it is.
+/// The memory of an expanded tensor, which cannot be written to itself.
 inline at::Tensor without_repetition(at::Tensor tensor) {
   if (tensor.layout() != at::kStrided) return tensor;
   for (int64_t d = 0; d < tensor.dim(); ++d) {
@@ -75,10 +75,10 @@ inline void broadcast(const char* call, const c10::intrusive_ptr<c10d::ProcessGr
   if (KeptWeights* const kept = kept_weights()) kept->changed(tensors);
 }
 
-/// Whether a DistributedDataParallel has left the gradients of its parameters as they are.
+/// Whether a DistributedDataParallel has left its parameters' gradients local.
 class UnsyncedGradients {
  public:
-  /// Accumulations find it, while it lives.
+  /// Lets accumulations find it while it lives.
   static std::shared_ptr<UnsyncedGradients> of(const std::vector<at::Tensor>& parameters) {
     auto made = std::make_shared<UnsyncedGradients>(parameters);
     const std::lock_guard lock(mutex());
@@ -139,7 +139,7 @@ inline void check_reduce_dtype(const char* owner, const std::optional<at::Scalar
                     ". Pass torch::kFloat, torch::kBFloat16 or torch::kHalf as reduce_dtype.");
 }
 
-/// The parameters of a module that need gradients, each once, with the first of its names.
+/// The parameters of a module that require grad, each once, by its first name.
 inline std::vector<std::pair<std::string, at::Tensor>> trained_parameters(
     const torch::nn::Module& module) {
   std::unordered_set<const at::TensorImpl*> seen;
@@ -152,10 +152,10 @@ inline std::vector<std::pair<std::string, at::Tensor>> trained_parameters(
   return trained;
 }
 
-/// Averages the gradients of a module where they are: main gradients among them.
+/// Averages the gradients of a module in place, including main gradients.
 class GradientAverages final : public GradientBuckets {
  public:
-  /// `dtype`: in which gradients are sent; unset, their own.
+  /// `dtype` on the wire; unset: the gradients' own.
   GradientAverages(const torch::nn::Module& module, c10::intrusive_ptr<c10d::ProcessGroup> group,
                    std::optional<at::ScalarType> dtype, int64_t bucket_bytes, bool find_unused)
       : GradientAverages(trained_parameters(module), std::move(group), dtype, bucket_bytes,
@@ -227,7 +227,8 @@ class GradientAverages final : public GradientBuckets {
     return tensors;
   }
 
-  /// What has the gradient: a master or the parameter itself. Undefined if the master is gone.
+  /// The tensor with the gradient: a master or the parameter itself. Undefined if the master is
+  /// destroyed.
   at::Tensor owner_of(std::size_t w) const {
     const auto main = main_gradient_of(parameters_[w]);
     return main ? main->owner(parameters_[w]) : parameters_[w];
@@ -288,7 +289,7 @@ class GradientAverages final : public GradientBuckets {
     is_new_.assign(parameters_.size(), false);
   }
 
-  /// Where the sum could leave the dtype's range.
+  /// If the sum could exceed the dtype's range.
   bool divides_first(std::size_t b) const { return layout_.buckets()[b].dtype == at::kHalf; }
 
   bool is_armed_ = false;
@@ -296,7 +297,7 @@ class GradientAverages final : public GradientBuckets {
   std::vector<std::shared_ptr<MainGradient>> averaged_;
 };
 
-/// Gives all processes the model of process 0, and averages its gradients from now on.
+/// Copies the model of process 0 to all processes, and averages its gradients from now on.
 inline std::shared_ptr<GradientAverages> make_averages(
     const torch::nn::Module& module, const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     std::optional<at::ScalarType> dtype, int64_t bucket_bytes, bool find_unused) {

@@ -35,8 +35,7 @@
 
 namespace torchamp::detail {
 
-/// LibTorch's optimizers that treat each element by itself: what their groups' options and
-/// parameters' states are.
+/// LibTorch's elementwise optimizers: the types of their groups' options and parameters' states.
 template <class OptimizerType, class OptionsType, class StateType>
 struct ElementwiseKind {
   using Optimizer = OptimizerType;
@@ -44,8 +43,7 @@ struct ElementwiseKind {
   using State = StateType;
 };
 
-/// Calls visit(ElementwiseKind) with the kind that `optimizer` is, or takes the place of; false if
-/// there is none.
+/// Calls visit(ElementwiseKind) with the kind of `optimizer`; false if it has none.
 template <class Visit>
 bool visit_kind(const torch::optim::Optimizer& optimizer, const Visit& visit) {
   using namespace torch::optim;
@@ -66,12 +64,12 @@ bool visit_kind(const torch::optim::Optimizer& optimizer, const Visit& visit) {
 }
 
 // Note [The state of a sharded optimizer in files]
-// It is written as LibTorch's own optimizer of that kind would write it for the whole weights, so
-// that any number of processes reads it, and an unsharded optimizer, too. Between the two stands an
-// optimizer of LibTorch's: with the pieces of this process, as it reads and writes archives of any
-// optimizer of its kind, and with the whole weights, of which it needs the shapes only.
+// It is written as LibTorch's own optimizer of that kind writes it for whole weights, so any number
+// of processes, and an unsharded optimizer, can read it. An optimizer of LibTorch's converts: with
+// the shards of this process, as it reads and writes archives of its kind, and with the whole
+// weights, of which it needs only the shapes.
 
-/// The processes that have the pieces of a layout.
+/// The processes with the shards of a layout.
 class ShardGroup final : public StoredShards {
  public:
   ShardGroup(c10::intrusive_ptr<c10d::ProcessGroup> group, BucketLayout layout)
@@ -91,7 +89,7 @@ class ShardGroup final : public StoredShards {
     const InternalOps internal;
     at::Tensor mine = own.reshape({1});
     at::Tensor norms = all_gathered("clip_grad_norm_", mine);
-    // Divided by the largest, their powers stay within fp32.
+    // Divided by the largest, so powers stay within fp32.
     const at::Tensor largest = norms.max().clamp_min_(1e-30);
     return at::linalg_vector_norm(norms.div_(largest), norm_type).mul_(largest);
   }
@@ -110,7 +108,7 @@ class ShardGroup final : public StoredShards {
     }
   }
 
-  /// What the other processes have in place of `mine`, too, one after the other.
+  /// `mine` of all processes, concatenated.
   at::Tensor all_gathered(const char* call, at::Tensor& mine) const {
     if (layout_.processes() == 1) return mine.clone();
     at::Tensor all = at::empty({layout_.processes() * mine.numel()}, mine.options());
@@ -172,7 +170,7 @@ class ShardGroup final : public StoredShards {
     });
   }
 
-  /// The piece of this process, padded, of a tensor of the weight's shape.
+  /// This process's shard, padded, of a tensor of the weight's shape.
   at::Tensor own_part(std::size_t w, const at::Tensor& whole) const {
     const BucketedWeight& weight = layout_.weights()[w];
     const at::Tensor laid_out = at::empty_strided(weight.sizes, weight.strides, whole.options());
@@ -184,8 +182,8 @@ class ShardGroup final : public StoredShards {
   }
 
  private:
-  /// An optimizer of LibTorch's with the groups of `optimizer`, and no states: of its pieces, or of
-  /// tensors without memory in the shapes of the weights.
+  /// An optimizer of LibTorch's with the groups of `optimizer` and no states, over its shards, or
+  /// over tensors without memory in the weights' shapes.
   template <class Kind>
   std::shared_ptr<typename Kind::Optimizer> like(Kind, const torch::optim::Optimizer& optimizer,
                                                  bool whole) const {

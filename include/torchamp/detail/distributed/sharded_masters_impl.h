@@ -93,7 +93,7 @@ inline ShardedMasterWeights::ShardedMasterWeights(std::shared_ptr<torch::nn::Mod
   }
 }
 
-/// Throws where another process has other options or another model, whose exchanges would not fit.
+/// Throws if another process has other options or another model, whose exchanges would not match.
 inline void ShardedMasterWeights::check_same_everywhere(const ProcessGroupPtr& group,
                                                         const detail::BucketLayout& layout) const {
   detail::SameEverywhere same;
@@ -141,7 +141,7 @@ inline void ShardedMasterWeights::make_pieces() {
     const at::Tensor& share = shares_[place.bucket];
     c10::intrusive_ptr<detail::WeightMeta> meta;
     if (is_split(bucket)) {
-      // The piece is a part of the model's weight, and of its padding.
+      // The shard is a part of the model's weight and its padding.
       const at::Tensor padded =
           at::zeros({place.piece * layout.processes()}, parameter.options().dtype(bucket.dtype));
       narrow.push_back(detail::sharing(padded, 0, place.sizes, place.strides));
@@ -179,8 +179,8 @@ inline std::vector<std::pair<std::string, at::Tensor>> ShardedMasterWeights::nam
   return result;
 }
 
-/// Gives `parameter`, which is the model's or is to be, and this process's piece of its master, the
-/// value of a weight.
+/// Sets the value of a weight in `parameter`, which is or becomes the model's, and in this
+/// process's shard of the master.
 inline void ShardedMasterWeights::set(const Weight& weight, const at::Tensor& value,
                                       const at::Tensor& parameter) const {
   if (!weight.is_sharded) {

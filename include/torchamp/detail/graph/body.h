@@ -12,18 +12,18 @@
 
 namespace torchamp::detail {
 
-/// Something on the device that captured work relies on and changes with each replay, as far as the
-/// host can follow it.
+/// State on the device that captured work relies on and changes in each replay, as far as the host
+/// can track it.
 class ReplayedState {
  public:
   virtual ~ReplayedState() = default;
-  /// Called before a capture, not in it: finds out what there is now. Waits for the device.
+  /// Called before a capture, outside it: determines the present state. Waits for the device.
   virtual void settle() = 0;
-  /// Called before a replay: whether what was captured still holds.
+  /// Called before a replay: whether the captured assumptions still hold.
   virtual bool holds() = 0;
   /// Called before each replay but the first, for which the capture counts.
   virtual void note_replay() = 0;
-  /// Whether look() is to be called behind a replay, on the stream of the body.
+  /// Whether look() must be called after a replay, on the body's stream.
   virtual bool wants_look() const = 0;
   virtual void look() = 0;
 };
@@ -31,11 +31,11 @@ class ScaleFollower;  // the scaler's
 
 using ReplayedStates = std::vector<std::shared_ptr<ReplayedState>>;
 
-/// Marks the calling thread as one that runs the body of a CudaGraph, warm-ups included, while it
-/// lives: what a graph cannot hold is refused there by name, before anything is captured.
+/// While it lives, marks the calling thread as running the body of a CudaGraph, warm-ups included:
+/// what a graph cannot hold is refused there by name, before any capture.
 class GraphBody {
  public:
-  /// `follower`: what follows the scales of scalers; null where nothing does.
+  /// `follower` tracks the scales of scalers; null if nothing does.
   explicit GraphBody(const ScaleFollower* follower = nullptr)
       : scales(follower), outer_(current()) {
     current() = this;
@@ -50,17 +50,17 @@ class GraphBody {
     return body;
   }
   static bool is_running() { return current() != nullptr; }
-  /// Which body this thread runs, of all that there were, a failed one's next try being another; 0
-  /// outside of a body.
+  /// The number of the body that this thread runs (each retry has a new one); 0 outside a body.
   static std::uint64_t current_number() { return is_running() ? current()->number_ : 0; }
 
   const ScaleFollower* const scales;
 
-  /// What the body relies on, as those add to it who use it.
+  /// State that the body relies on, added by its users.
   ReplayedStates states;
-  /// The same, of what only eager work makes: once one is gone, an iteration has to run eagerly.
+  /// The same for objects that only eager work creates: once one is destroyed, an iteration must
+  /// run eagerly.
   std::vector<std::weak_ptr<const void>> made_eagerly;
-  /// Memory of the caller's stream that the body has used for the last time.
+  /// Memory of the caller's stream that the body no longer uses.
   std::vector<at::Tensor> kept;
 
  private:

@@ -17,19 +17,18 @@ namespace torchamp::detail {
 
 // Note [What replays do to the scale]
 //
-// A captured step leaves out what the scale, as far as its bounds tell, makes unnecessary: the look
-// at gradients that a scale below 1 may make infs of, the clamp to limits that are far away, the
-// division of gradients before the step where the scale is above 2^32. Replays move the scale
-// without the host's seeing it. So the host follows the bounds from replay to replay, and copies
-// the scale to its memory, as it does between eager steps. Where a bound no longer holds, the
-// iteration is captured anew, with what has become necessary.
+// A captured step omits work that the scale's bounds make unnecessary: the check of gradients that
+// a scale below 1 may turn into infs, the clamp to distant limits, the division of gradients before
+// the step for scales above 2^32. Replays change the scale unseen by the host. So the host tracks
+// the bounds from replay to replay, and copies the scale to its memory, as between eager steps.
+// When a bound no longer holds, the iteration is captured again with the additional work.
 //
-// A host that is many replays ahead of the device knows little of the scale. Rather than take the
-// worst for granted, it waits before a replay until the device has come to a copy that was made
-// some replays ago: a scale of 2^n lets it be n replays ahead, so the device never runs out of
-// work. Near the bound, where it would, a step is captured as one beyond it.
+// A host that is many replays ahead of the device knows little of the scale. Instead of assuming
+// the worst, it waits before a replay until the device has reached a copy made some replays ago: a
+// scale of 2^n allows n replays ahead, so the device never runs out of work. Near the bound, where
+// it would, a step is captured as if beyond it.
 
-/// What one captured iteration takes for granted of a scale.
+/// The assumptions of one captured iteration about a scale.
 class CapturedScale final : public CapturedBound {
  public:
   CapturedScale(std::shared_ptr<ScaleBound> bound, at::Tensor scale, const ScaleMoves& moves)
@@ -79,7 +78,7 @@ class CapturedScale final : public CapturedBound {
   void look() override { bound_->look_now(scale_); }
 
  private:
-  /// How far from a limit a scale is to be that replays start from.
+  /// The distance from a limit at which replays may start.
   double room() const { return moves_.dynamic ? 16. : 1.; }
 
   bool is_within(double factor) {
@@ -94,7 +93,7 @@ class CapturedScale final : public CapturedBound {
   bool lowers_ = false;
 };
 
-/// Warns of a long run of bad iterations that are replayed.
+/// Warns after many consecutive bad replays.
 class CapturedSkips final : public ReplayedState {
  public:
   CapturedSkips(std::shared_ptr<SkipWarning> warning, at::Tensor skips)

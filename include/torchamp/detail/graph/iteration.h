@@ -29,12 +29,12 @@
 
 namespace torchamp::detail {
 
-/// Tensors at fixed addresses that take a batch after another. The first batch says what fits.
+/// Tensors at fixed addresses for the batches, whose shapes the first batch determines.
 class StaticInputs {
  public:
   explicit StaticInputs(c10::Device device) : device_(device) {}
 
-  /// Copies `batch` in. A batch that does not fit is an error and leaves the contents as they were.
+  /// Copies `batch` in. A batch that does not fit is an error and changes nothing.
   void fill(const std::vector<at::Tensor>& batch) {
     check(batch);
     if (!allocated_) {
@@ -52,7 +52,7 @@ class StaticInputs {
 
   const std::vector<at::Tensor>& tensors() const { return tensors_; }
 
-  /// Forgets what fits.
+  /// Forgets the shapes.
   void reset() {
     tensors_.clear();
     allocated_ = false;
@@ -87,7 +87,7 @@ class StaticInputs {
   bool allocated_ = false;
 };
 
-/// The gradients that the optimizers' parameters have when it is made. Keeps none of them alive.
+/// The gradients of the optimizers' parameters at construction, without keeping them alive.
 class GradientsBefore {
  public:
   using Optimizers = std::vector<std::reference_wrapper<torch::optim::Optimizer>>;
@@ -98,7 +98,7 @@ class GradientsBefore {
     });
   }
 
-  /// Takes the others away: what a capture that failed has put there has no values.
+  /// Drops the others, which a failed capture has left without values.
   void drop_others(const Optimizers& optimizers) const {
     std::size_t i = 0;
     for_each_parameter(optimizers, [&](const at::Tensor& parameter) {
@@ -124,8 +124,8 @@ class GradientsBefore {
   std::vector<WeakTensor> before_;
 };
 
-/// Finds the first op that makes the host wait for a device, or the device for the host's memory:
-/// what a CUDA graph cannot hold.
+/// Finds the first op that makes the host wait for a device, or a device for host memory, which a
+/// CUDA graph cannot hold.
 class HostAccess final : public Observer {
  public:
   explicit HostAccess(at::DeviceType device) : device_(device) {}
@@ -179,7 +179,7 @@ class HostAccess final : public Observer {
       return;
     }
     if (first.device().type() != device_) return;
-    // Of its overloads, the one that counts: (repeats, output_size), and only if it is not told.
+    // The overload that counts: (repeats, output_size), only without output_size.
     if (name == repeat_interleave && (inputs.size() != 2 || !inputs[1].isNone())) return;
     const auto* const found = std::find_if(readers.begin(), readers.end(),
                                            [&](const Reader& r) { return r.name == name; });
@@ -199,8 +199,8 @@ class HostAccess final : public Observer {
   std::string first_;
 };
 
-/// Looks for host accesses of the calling thread's ops, and of those of the backward workers that
-/// it starts, while it lives.
+/// While it lives, looks for host accesses by ops of the calling thread and of the backward workers
+/// that it starts.
 class HostAccessWatch {
  public:
   explicit HostAccessWatch(at::DeviceType device)

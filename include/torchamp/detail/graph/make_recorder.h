@@ -9,7 +9,7 @@
 #include "torchamp/detail/cuda_versions.h"
 #include "torchamp/detail/graph/recorder.h"
 
-// Whether CUDA graphs are compiled in: where CUDA's headers are found, unless said otherwise.
+// Whether CUDA graphs are compiled in: by default if CUDA's headers are found.
 #if !defined(TORCHAMP_CUDA_GRAPHS)
 #if __has_include(<cuda_runtime_api.h>) && __has_include(<ATen/cuda/CUDAGraph.h>)
 #define TORCHAMP_CUDA_GRAPHS 1
@@ -45,9 +45,9 @@ class CudaDeviceGraph final : public DeviceGraph {
   void replay() override { graph_->replay(); }
   void reset() override { graph_->reset(); }
 
-  /// LibTorch's destructor does not end a capture. Where CUDA calls the capture invalid, LibTorch's
-  /// capture_end() leaves with the allocators still set to ask this graph which allocations are its
-  /// own, at the latest in the next capture: they must forget it before it is gone.
+  /// LibTorch's destructor does not end a capture. If CUDA invalidates the capture, LibTorch's
+  /// capture_end() leaves the allocators set to ask this graph which allocations are its own, at
+  /// the latest in the next capture: they must be reset before it is destroyed.
   void abandon() noexcept override {
     if (!attempt([&] { graph_->capture_end(); })) {
       attempt([&] {
@@ -61,9 +61,9 @@ class CudaDeviceGraph final : public DeviceGraph {
       });
     }
     graph_.reset();
-    // The thread still has the error of a capture that had ended before, which the next op would
-    // take for its own. LibTorch's check forgets what it reports; cudaGetLastError() itself would
-    // have to be linked.
+    // The thread still has the error of the earlier capture, which the next op would report as its
+    // own. LibTorch's check clears what it reports; cudaGetLastError() itself would have to be
+    // linked.
     attempt([] { C10_CUDA_CHECK(cudaErrorIllegalState); });
   }
 
@@ -75,7 +75,7 @@ class CudaDeviceGraph final : public DeviceGraph {
 
 #endif
 
-/// An error where this program cannot use CUDA's graphs: it was compiled without CUDA's headers, or
+/// An error if this program cannot use CUDA's graphs: it was compiled without CUDA's headers, or
 /// with other ones than LibTorch.
 inline void check_cuda_graphs() {
 #if TORCHAMP_CUDA_GRAPHS
@@ -152,7 +152,7 @@ inline std::unique_ptr<DeviceGraph> make_registered_graph(c10::Device) {
 
 #endif
 
-/// The recorder of `device`. An error where it has no graphs, or has CUDA's and this program was
+/// The recorder for `device`. An error if it has no graphs, or if it is CUDA and this program was
 /// compiled without CUDA's headers.
 inline std::unique_ptr<GraphRecorder> make_graph_recorder(c10::Device device) {
   const bool is_cuda = device.is_cuda();

@@ -24,19 +24,19 @@
 
 namespace torchamp::detail {
 
-/// What records a piece of work once and repeats it. CudaGraph's tests have another one than CUDA.
+/// Interface that records a piece of work once and repeats it. CudaGraph's tests implement it, too.
 class GraphRecorder {
  public:
   virtual ~GraphRecorder() = default;
 
-  /// The devices whose values the host cannot see in a recording.
+  /// The type of devices whose values the host cannot read in a recording.
   virtual c10::DeviceType device_type() const = 0;
 
-  /// Runs `work` where a recording would run it, so that what happens on first use happens here.
+  /// Runs `work` on the stream of recordings, so one-time initialisation happens here.
   virtual void run(const std::function<void()>& work) = 0;
 
-  /// Calls `work` once and records what it asks of the device, in place of an earlier recording,
-  /// without doing it. If `work` throws, there is no recording, and the device is as it was.
+  /// Calls `work` once and records its device work, without executing it, in place of an earlier
+  /// recording. If `work` throws, there is no recording, and the device is unchanged.
   virtual void record(const std::function<void()>& work) = 0;
 
   /// Does what was recorded. Does not wait for the end of it.
@@ -46,21 +46,20 @@ class GraphRecorder {
   virtual void reset() = 0;
 };
 
-/// What a device that has graphs implements: the work of one stream, recorded and done again. An
-/// object records at most once.
+/// Interface of a device with graphs: records the work of one stream, and replays it. An object
+/// records at most once.
 class DeviceGraph {
  public:
   virtual ~DeviceGraph() = default;
 
-  /// From here on what the current stream of the current device is given is recorded and not done.
-  /// What is allocated for it lies in memory that nobody else gets while the graph lives.
+  /// From here on records the work of the current device's current stream without executing it. Its
+  /// allocations belong to the graph while it lives.
   virtual void begin() = 0;
 
-  /// Ends the recording and makes it ready to be done.
+  /// Ends the recording and prepares it for replay.
   virtual void end() = 0;
 
-  /// Ends a recording that an exception broke off, or that end() refused, as if there had been
-  /// none.
+  /// Drops a recording that an exception interrupted, or that end() refused.
   virtual void abandon() noexcept = 0;
 
   /// Does what was recorded, on the current stream. Does not wait for the end of it.
@@ -70,8 +69,8 @@ class DeviceGraph {
   virtual void reset() = 0;
 
  protected:
-  /// For abandon(): returns whether `call` has not thrown. The error for which a recording is
-  /// abandoned is on its way already.
+  /// For abandon(): returns whether `call` did not throw. The error behind the abandonment is
+  /// already propagating.
   template <class Call>
   static bool attempt(const Call& call) noexcept {
     try {
@@ -83,9 +82,9 @@ class DeviceGraph {
   }
 };
 
-/// A stream of LibTorch's pool that no other OwnStream has while it lives. LibTorch hands its
-/// streams out in turn, so that two graphs could get one; and where one of them goes, it clears
-/// workspaces of that stream that the other still replays into.
+/// A stream of LibTorch's pool that no other OwnStream has while it lives. LibTorch hands out its
+/// streams in turn, so two graphs could share one; when one of them is destroyed, it clears that
+/// stream's workspaces, into which the other still replays.
 class OwnStream {
  public:
   explicit OwnStream(c10::Device device) : stream_(take(device)) {}
@@ -110,7 +109,7 @@ class OwnStream {
   }
 
   static c10::Stream take(c10::Device device) {
-    // More than a pool of CUDA's has for one priority.
+    // More than CUDA's pool has for one priority.
     constexpr int draws = 64;
     const c10::impl::VirtualGuardImpl backend(device.type());
     const std::scoped_lock lock(registry().mutex);
@@ -132,7 +131,7 @@ class OwnStream {
   c10::Stream stream_;
 };
 
-/// Records with a device's graphs, on a stream of its own.
+/// Records with a device's graphs, on a separate stream.
 class StreamRecorder final : public GraphRecorder {
  public:
   using MakeGraph = std::function<std::unique_ptr<DeviceGraph>(c10::Device)>;
@@ -184,7 +183,8 @@ class StreamRecorder final : public GraphRecorder {
   void replay() override {
     const c10::DeviceGuard on_device(device_);
     graph_->replay();
-    // What warm-ups made is memory of this stream: freed, it must not be used before that.
+    // Memory that warm-ups allocated belongs to this stream: once freed, it must not be reused
+    // before that.
     order(backend().getStream(device_), side_.get());
   }
 
@@ -205,7 +205,7 @@ class StreamRecorder final : public GraphRecorder {
 #endif
   }
 
-  /// What `later` does from now on waits for what `earlier` was given.
+  /// Makes later work of `later` wait for the present work of `earlier`.
   void order(c10::Stream earlier, c10::Stream later) {
     event_.record(earlier);
     event_.block(later);

@@ -26,10 +26,10 @@
 namespace torchamp::detail {
 
 // Note [Main gradients]
-// LibTorch's node that accumulates a weight's gradient calls a hook when it has done so. With
+// LibTorch's node that accumulates a weight's gradient then calls a hook. With
 // MasterWeightsOptions::main_gradients that hook adds the 16-bit gradient to the fp32 one and drops
-// it, so that there is one 16-bit gradient at a time. Where the weight is split, the fp32 gradient
-// is the weight's own, and all but the first are added to it by that node itself.
+// it, so only one 16-bit gradient exists at a time. If the weight is split, the fp32 gradient is
+// the weight's own, and that node itself adds all but the first to it.
 
 /// Adds `gradient`, of 16 bits, to `sum`, in fp32 and laid out as `like`.
 inline void add_to_main(at::Tensor& sum, const at::Tensor& gradient, const at::Tensor& like) {
@@ -45,10 +45,10 @@ inline void add_to_main(at::Tensor& sum, const at::Tensor& gradient, const at::T
   }
 }
 
-/// Where a weight's fp32 gradient is.
+/// Finds a weight's fp32 gradient.
 class MainGradient {
  public:
-  /// `master` is undefined where the weight is split, or needed no gradient. It is not kept alive.
+  /// `master` is undefined if the weight is split or does not require grad. It is not kept alive.
   MainGradient(std::string name, const at::Tensor& master)
       : name_(std::move(name)), has_master_(master.defined()) {
     if (!has_master_) return;
@@ -62,8 +62,8 @@ class MainGradient {
   /// The model has the master's value.
   void note_copied(const at::Tensor& master) { copied_ = version_of(master); }
 
-  /// The tensor that has the fp32 gradient: the master or the weight itself. Undefined if the
-  /// master is gone.
+  /// The tensor with the fp32 gradient: the master or the weight itself. Undefined if the master is
+  /// destroyed.
   at::Tensor owner(const at::Tensor& weight) const { return has_master_ ? master_.lock() : weight; }
 
   /// Takes what backward has put into the weight's gradient.
@@ -101,7 +101,7 @@ class MainGradient {
   uint32_t copied_ = 0;  // the version of the master whose value the model has
 };
 
-/// Has backward take a weight's gradients. LibTorch keeps one such hook for a weight.
+/// Makes backward take a weight's gradients. LibTorch stores one such hook per weight.
 class MainGradientHook final : public torch::autograd::PostAccumulateGradHook {
  public:
   explicit MainGradientHook(std::shared_ptr<MainGradient> taken_by) : main(std::move(taken_by)) {}
@@ -113,7 +113,7 @@ inline torch::autograd::PostAccumulateGradHook* hook_of(const at::Tensor& weight
   namespace impl = torch::autograd::impl;
   return impl::get_autograd_meta(weight) ? impl::post_acc_grad_hooks(weight).get() : nullptr;
 }
-/// Null for a weight whose gradients backward leaves where they are.
+/// Null for a weight whose gradients backward leaves in place.
 inline std::shared_ptr<MainGradient> main_gradient_of(const at::Tensor& weight) {
   const auto* const ours = dynamic_cast<const MainGradientHook*>(hook_of(weight));
   return ours ? ours->main : nullptr;
@@ -128,7 +128,7 @@ inline void unhook_main_gradient(const at::Tensor& weight) {
   if (main_gradient_of(weight)) torch::autograd::impl::set_post_acc_grad_hooks(weight, nullptr);
 }
 
-// What MasterWeights do with weights, split ones above all, beside steps.
+// Operations of MasterWeights on weights, apart from steps; mostly for split ones.
 
 /// Writes both halves of `value`.
 inline void write_split(const at::Tensor& value, const at::Tensor& high, const at::Tensor& low) {
@@ -159,13 +159,13 @@ inline bool can_be_split(const at::Tensor& parameter) {
   return weight_meta_of(parameter) || !parameter.unsafeGetTensorImpl()->get_backend_meta();
 }
 
-/// Takes off what earlier MasterWeights, which are gone, have put there.
+/// Removes the data of destroyed MasterWeights.
 inline void remove_weight_meta(const at::Tensor& parameter) {
   if (weight_meta_of(parameter)) parameter.unsafeGetTensorImpl()->set_backend_meta({});
 }
 
-/// Has a model's weight tell that `masters` keep its master, for as long as they live, and whether
-/// in a tensor apart. Not one that carries data of its device's own.
+/// Records at a model's weight that `masters` hold its master while they live, and whether as a
+/// separate tensor. Not for one with data of its device's own.
 inline void note_masters(const at::Tensor& weight, const std::shared_ptr<const void>& masters,
                          bool apart) {
   c10::TensorImpl* const tensor = weight.unsafeGetTensorImpl();
@@ -176,15 +176,15 @@ inline void note_masters(const at::Tensor& weight, const std::shared_ptr<const v
   }
 }
 
-/// A model's weight as its masters have left it.
+/// The state of a model's weight after its masters last wrote it.
 class GivenWeight {
  public:
   void note(const at::Tensor& weight) {
     memory_ = memory_of(weight);
     writes_ = writes_of(weight);
   }
-  /// Whether it is another one now. (A program that tries other weights out, averages, say, and
-  /// puts these back writes twice.)
+  /// Whether it has changed since. (A program that tries other weights, averages, say, and restores
+  /// these writes twice.)
   bool was_written(const at::Tensor& weight) const {
     return memory_ != memory_of(weight) || (writes_of(weight) - writes_) % 2 != 0;
   }
@@ -193,7 +193,7 @@ class GivenWeight {
   static const void* memory_of(const at::Tensor& weight) {
     return weight.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl();
   }
-  /// But for writes that have left it as it was.
+  /// Unless the writes left it unchanged.
   static uint32_t writes_of(const at::Tensor& weight) {
     const WeightMeta* const meta = weight_meta_of(weight);
     return version_of(weight) - (meta ? meta->same_writes : 0U);
@@ -210,8 +210,7 @@ inline void warn_of_written_weight(const char* masters, const std::string& name)
              "weights, change those of parameters(). This warning is given once.");
 }
 
-/// What a weight's value becomes, in memory of its own: the weight in 16 bits, and those that it
-/// lacks, where it is split.
+/// A weight's value in new memory: the weight in 16 bits, and the lower 16 bits if it is split.
 struct NarrowWeight {
   static NarrowWeight of(const at::Tensor& value, at::ScalarType dtype) {
     return {value.to(dtype, /*non_blocking=*/false, /*copy=*/true), {}};
@@ -225,7 +224,7 @@ struct NarrowWeight {
     return halves;
   }
 
-  /// Has `parameter` be that, and carry what it lacks.
+  /// Replaces `parameter` by it, with its lower bits.
   void give_to(const at::Tensor& parameter) const {
     parameter.set_data(high);
     if (!low.defined()) return;

@@ -19,12 +19,12 @@
 namespace torchamp::detail {
 
 // Note [Shards]
-// ShardedMasterWeights gives the optimizer of each process a piece of each master. What looks at
-// all gradients, or writes all of an optimizer's state, has to ask the other processes, and finds
-// them at the piece: the tensors of its WeightMeta. All processes have a piece of every master, and
-// pieces of equal size, so that they always ask together.
+// ShardedMasterWeights gives each process's optimizer a shard of each master. Code that needs all
+// gradients, or writes an optimizer's whole state, must ask the other processes, which it finds at
+// the shard: the tensors of its WeightMeta. All processes have a shard of equal size of every
+// master, so they always ask together.
 
-/// Gradients in the model that backward passes have not sent to the pieces.
+/// Gradients in the model that were not sent to the shards.
 class UnsentGradients {
  public:
   UnsentGradients() = default;
@@ -32,35 +32,35 @@ class UnsentGradients {
   UnsentGradients& operator=(const UnsentGradients&) = delete;
   virtual ~UnsentGradients() = default;
 
-  /// Whether there are some of passes within no_sync().
+  /// Whether there are any from passes within no_sync().
   virtual bool any() const = 0;
-  /// Sends them, as a backward pass outside of no_sync() does at its end. All processes call it.
+  /// Sends them, as the end of a backward pass outside no_sync() does. Collective.
   virtual void send() = 0;
-  /// Drops them, and those that an exception has left.
+  /// Drops them, and those left by an exception.
   virtual void drop() = 0;
 };
 
-/// What shards do beyond what a step asks of them.
+/// Operations of shards apart from steps.
 class StoredShards : public Shards {
  public:
-  /// Brings the whole state of `optimizer` to process 0, for save().
+  /// Gathers the whole state of `optimizer` on process 0, for save().
   virtual void gather(const torch::optim::Optimizer& optimizer) = 0;
   virtual void save(const torch::optim::Optimizer& optimizer,
                     torch::serialize::OutputArchive& archive) = 0;
-  /// Takes this process's pieces of a whole state.
+  /// Takes this process's shards of a whole state.
   virtual void load(torch::optim::Optimizer& optimizer,
                     torch::serialize::InputArchive& archive) const = 0;
 
   std::weak_ptr<UnsentGradients> unsent{};
 };
 
-/// What the optimizer's parameters are pieces of; null if they are none. Errors: as of shards_of.
+/// The shards that are the optimizer's parameters; null if there are none. Errors: as of shards_of.
 inline std::shared_ptr<StoredShards> stored_shards_of(const torch::optim::Optimizer& optimizer,
                                                       const char* call) {
   return std::dynamic_pointer_cast<StoredShards>(shards_of(optimizer, call));
 }
 
-/// Where the gradients of the optimizer's pieces come from; null if it has none.
+/// The source of the gradients of the optimizer's shards; null if it has none.
 inline std::shared_ptr<UnsentGradients> unsent_of(const torch::optim::Optimizer& optimizer) {
   for (const auto& group : optimizer.param_groups()) {
     for (const at::Tensor& tensor : group.params()) {
@@ -72,7 +72,7 @@ inline std::shared_ptr<UnsentGradients> unsent_of(const torch::optim::Optimizer&
   return nullptr;
 }
 
-/// A region in which backward leaves gradients as they are on this process, and exchanges none.
+/// A region in which backward leaves gradients local.
 class NoSync {
  public:
   /// With `enabled` false, one that changes nothing.
@@ -93,20 +93,20 @@ class Masters {
  public:
   virtual ~Masters() = default;
   virtual std::vector<std::pair<std::string, at::Tensor>> named_parameters() const = 0;
-  /// Brings the model's gradients to the masters, where backward has not done so.
+  /// Moves the model's gradients to the masters, unless backward has.
   virtual void take_gradients() {}
   virtual void copy_to_model() = 0;
   virtual void save(torch::serialize::OutputArchive& archive) const = 0;
   virtual void load(torch::serialize::InputArchive& archive) = 0;
-  /// What brings back the weights of now, on this process.
+  /// Returns a function that restores the present weights on this process.
   virtual std::function<void()> keep() = 0;
-  /// Brings what other processes hold to process 0. All call it.
+  /// Gathers the other processes' parts on process 0. Collective.
   virtual void gather() {}
   /// Whether backward averages gradients over processes; null where it never does.
   virtual bool* syncs() { return nullptr; }
 };
 
-/// What a master carries, so that whoever has only the optimizer finds the model's weight.
+/// The data at a master by which code with only the optimizer finds the model's weight.
 struct MasterMeta final : WeightMeta {
   WeakTensor narrow;
   std::optional<SeenGradient> left;  ///< the weight's, when the master's was last dropped alone
@@ -126,8 +126,8 @@ inline void note_narrow(const at::Tensor& master, const at::Tensor& narrow) {
   master.unsafeGetTensorImpl()->set_backend_meta(std::move(meta));
 }
 
-/// Drops the gradients that the model still holds of the weights whose masters `optimizer` has:
-/// those that were not taken, and those that were not sent. The optimizer's own are gone.
+/// Drops the gradients in the model of the weights whose masters `optimizer` has: those not taken,
+/// and those not sent. (The optimizer's own are already dropped.)
 inline void drop_model_gradients(const torch::optim::Optimizer& optimizer) {
   if (const auto unsent = unsent_of(optimizer)) unsent->drop();
   for (const auto& group : optimizer.param_groups()) {

@@ -26,19 +26,19 @@ namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
 
-/// By the name of its type: LibTorch's layers and the user's own have no common base.
+/// By type name: LibTorch's layers and the user's own have no common base.
 inline bool is_norm(const torch::nn::Module& module) {
   static const auto& norm = *new std::regex("Norm([123]d)?(Impl)?$");  // never destroyed
   return std::regex_search(module.name(), norm);
 }
 
-/// Whether `name` is that of a parameter or module, or of a parameter within that module.
+/// Whether `name` names a parameter or module, or a parameter within that module.
 inline bool is_parameter_of(const std::string& name, const std::string& parameter) {
   return parameter == name || parameter.starts_with(name + '.');
 }
 
-/// The parameters that stay fp32. Throws where `keep_fp32` names what there is not; `owner` begins
-/// the error.
+/// The parameters that stay fp32. Throws for an unknown name in `keep_fp32`; `owner` begins the
+/// message.
 inline std::unordered_set<const at::TensorImpl*> parameters_kept_fp32(
     const char* owner, const torch::nn::Module& model, const std::vector<std::string>& keep_fp32,
     bool keep_norms) {
@@ -65,7 +65,7 @@ inline std::unordered_set<const at::TensorImpl*> parameters_kept_fp32(
   return kept;
 }
 
-/// Throws unless the dtype is one that a model can be kept in, and, for split masters, bf16.
+/// Throws for an unsupported dtype; split masters need bf16.
 inline void check_narrow_dtype(const char* owner, at::ScalarType dtype, MasterStorage storage) {
   TORCH_CHECK_VALUE(is_16_bit(dtype), owner, ": a model cannot be kept in ", dtype,
                     ". Pass torch::kHalf or torch::kBFloat16.");
@@ -75,9 +75,9 @@ inline void check_narrow_dtype(const char* owner, at::ScalarType dtype, MasterSt
                     "fp32 numbers. Pass .dtype = torch::kBFloat16 with MasterStorage::split.");
 }
 
-/// Throws for a parameter that has a master already, that no optimizer can step or that cannot be
-/// split, or, where backward is to take gradients, that has a hook of the program's own in the
-/// place for ours.
+/// Throws for a parameter that already has a master, that no optimizer can step, that cannot be
+/// split, or, if backward is to take gradients, that has the program's own hook in the place of
+/// ours.
 inline void check_may_be_master(const char* owner, const std::string& name,
                                 const at::Tensor& parameter, bool splits, bool main_gradients) {
   const auto main = main_gradient_of(parameter);
@@ -101,7 +101,7 @@ inline void check_may_be_master(const char* owner, const std::string& name,
               "one. Make the MasterWeights without main_gradients.");
 }
 
-/// The one whose parameter it is; null if there is none.
+/// The weight of that parameter; null if there is none.
 template <class Weight>
 const Weight* weight_of(const std::vector<Weight>& weights, const at::Tensor& parameter) {
   for (const Weight& weight : weights) {
@@ -147,7 +147,7 @@ inline MasterWeights::MasterWeights(std::shared_ptr<torch::nn::Module> model,
     detail::check_may_be_master(owner_, item.key(), item.value(), splits, options_.main_gradients);
   }
 
-  // What the weights become, in memory of its own: the model changes once there is all of it.
+  // The new weights, in new memory: the model changes once all exist.
   std::vector<detail::NarrowWeight> narrow;
   std::unordered_set<const at::TensorImpl*> seen;  // a parameter may have several names
   for (const auto& item : parameters) {
@@ -203,14 +203,14 @@ inline std::vector<std::pair<std::string, at::Tensor>> MasterWeights::named_para
   return result;
 }
 
-/// What the optimizer goes by, in the dtype that it is kept in.
+/// The optimizer's tensor, in its dtype.
 inline at::Tensor MasterWeights::Weight::value() const {
   if (master.defined()) return master.detach();
   const detail::SplitWeight* const split = detail::split_of(parameter);
   return split ? detail::joined(parameter, *split) : parameter.variable_data();
 }
 
-/// `value` is on the weight's device, and `halves` are what it is split into.
+/// `value` is on the weight's device; `halves` are its split form.
 inline void MasterWeights::Weight::set(const at::Tensor& value,
                                        const detail::NarrowWeight& halves) const {
   if (detail::SplitWeight* const split = detail::split_of(parameter)) {
@@ -322,8 +322,8 @@ inline void MasterWeights::zero_grad() {
   }
 }
 
-/// Throws if the model's gradients cannot have reached the optimizer. Masters that have changed
-/// were stepped, or written to by the program, and are to be copied in any case.
+/// Throws if the model's gradients cannot have reached the optimizer. Changed masters were stepped,
+/// or written to by the program, and are copied in any case.
 inline void MasterWeights::check_taken() const {
   if (was_taken_ || options_.main_gradients || master_versions() != copied_versions_) return;
   for (const Weight& weight : weights_) {
@@ -335,7 +335,7 @@ inline void MasterWeights::check_taken() const {
   }
 }
 
-/// Warns once of weights of the model that are not those that it was given.
+/// Warns once of weights of the model that differ from those last written.
 inline void MasterWeights::warn_of_written_model() {
   if (warned_of_written_) return;
   for (const Weight& weight : weights_) {
@@ -345,7 +345,7 @@ inline void MasterWeights::warn_of_written_model() {
   }
 }
 
-/// Warns once of gradients that are added to those of before the optimizer's zero_grad().
+/// Warns once of gradients added to those from before the optimizer's zero_grad().
 inline void MasterWeights::warn_of_left_gradients() {
   if (warned_of_left_) return;
   for (const Weight& weight : weights_) {

@@ -27,17 +27,17 @@
 namespace torchamp::detail {
 
 // Note [Split weights]
-// An fp32 master is kept as two halves: the bf16 weight that the model computes with (`high`), and
-// the 16 bits that it lacks (`low`):
+// An fp32 master is stored as two halves: the bf16 weight that the model uses (`high`), and the
+// other 16 bits (`low`):
 //
 //     high = (bits + 0x8000) >> 16      low = int16(bits)      bits = (high << 16) + low
 //
-// modulo 2^32, so that every pattern comes back: ties, denormals, -0, infs, NaNs. `high` is the
-// master rounded to the nearest bf16, ties away from zero; the largest finite values round to an
-// inf, whose `low` brings them back. A NaN whose 16 upper bits are all ones but for the sign, as
-// CUDA makes them, would carry into a `high` of 0 (and one of the smallest payload into an inf), so
-// a step that is taken makes the NaNs that it leaves the usual one, 0x7fc00000 or its negative.
-// What was given or loaded keeps its bits, and so do all where the step is skipped.
+// modulo 2^32, so every pattern is restored: ties, denormals, -0, infs, NaNs. `high` is the master
+// rounded to the nearest bf16, ties away from zero; the largest finite values round to an inf, from
+// which `low` restores them. A NaN whose upper 16 bits are all ones except the sign, as CUDA makes
+// them, would carry into a `high` of 0 (and one of the smallest payload into an inf), so a step
+// that is taken replaces NaNs by the usual one, 0x7fc00000 or its negative. Given and loaded values
+// keep their bits, as do all in a skipped step.
 //
 // `low` hangs at the weight's TensorImpl, so that whoever is given the weight finds it, and so that
 // it lives as long as the weight. Gradients of split weights are fp32. Only the fused optimizers
@@ -48,19 +48,20 @@ namespace torchamp::detail {
 //     for a clone() then. So where gradients are gone, or come to copy_to_model(), that no fused
 //     optimizer has stepped with, MasterWeights looks whether data() was asked for meanwhile
 
-/// The end of errors about split weights that other optimizers step.
+/// The end of messages about split weights that other optimizers step.
 inline constexpr const char* split_needs_fused =
     ". With MasterStorage::split half of each weight lies where only fused optimizers (FusedAdam, "
     "FusedAdamW, FusedSGD, FusedAdagrad) and MasterWeights::load() write it. Step it with one of "
     "those, or make the masters with MasterStorage::full.";
 
-/// What a split weight has beside the weight itself.
+/// The data of a split weight besides the weight itself.
 struct SplitWeight final : WeightMeta {
   at::Tensor low;  ///< int16, laid out as the weight
 
   bool was_taken = false;  ///< a gradient was; neither stepped with by a fused one nor dropped
   uint32_t version = 0;    ///< of the weight, when both halves were written
-  /// data() or detach() of the weight was asked for since a gradient was taken. Any thread may ask.
+  /// Whether data() or detach() of the weight was called since a gradient was taken. Any thread may
+  /// call.
   mutable std::atomic<bool> has_alias = false;
 
   c10::intrusive_ptr<c10::BackendMeta> clone(
@@ -76,13 +77,13 @@ struct SplitWeight final : WeightMeta {
   }
   void note_gradient_dropped() override { was_taken = false; }
 
-  /// Whether `low` belongs to what `high` holds: the weight may have been moved.
+  /// Whether `low` belongs to the values of `high`: the weight may have been moved.
   bool fits(const at::Tensor& high) const {
     return high.scalar_type() == at::kBFloat16 && high.device() == low.device() &&
            high.sizes() == low.sizes() && high.strides() == low.strides();
   }
 
-  /// Whether nobody has written to `high` since note_version(), as far as LibTorch counts it.
+  /// Whether `high` is unwritten since note_version(), as far as LibTorch counts.
   bool is_unwritten(const at::Tensor& high) const { return version == version_of(high); }
   void note_version(const at::Tensor& high) {
     version = version_of(high);
@@ -95,7 +96,7 @@ struct SplitWeight final : WeightMeta {
   }
 };
 
-/// Null for a tensor that is no split weight.
+/// Null for a tensor that is not a split weight.
 inline SplitWeight* split_of(const at::Tensor& tensor) {
   c10::BackendMeta* const meta = tensor.unsafeGetTensorImpl()->get_backend_meta();
   return meta ? dynamic_cast<SplitWeight*>(meta) : nullptr;
@@ -105,7 +106,7 @@ inline constexpr const char* split_was_moved =
     " was moved, cast or given another shape since its MasterWeights, with MasterStorage::split, "
     "were made. Do that before.";
 
-/// Throws for a split weight that was moved or written to. `where` begins the error.
+/// Throws for a split weight that was moved or written to. `where` begins the message.
 template <class Where>
 void check_split(const at::Tensor& weight, const Where& where) {
   const SplitWeight* const split = split_of(weight);
@@ -125,8 +126,8 @@ void check_split(const at::Tensor& weight, const at::Tensor& gradient, const Whe
               "fp32: call MasterWeights::take_gradients() after backward().");
 }
 
-/// Throws where somebody else may have stepped the weight with a gradient that no fused optimizer
-/// has stepped with.
+/// Throws if another optimizer may have stepped the weight with a gradient that no fused optimizer
+/// has used.
 template <class Where>
 void check_not_half_stepped(const at::Tensor& weight, const Where& where) {
   const SplitWeight* const split = split_of(weight);
@@ -137,24 +138,23 @@ void check_not_half_stepped(const at::Tensor& weight, const Where& where) {
               " (If there was no step: drop such gradients by the zero_grad() of MasterWeights.)");
 }
 
-/// What becomes of NaNs when masters are split; see Note [Split weights].
+/// The treatment of NaNs in splitting masters; see Note [Split weights].
 enum class SplitNaNs { as_they_are, usual };
 
-/// Some runs of elements, in the order of memory, one after the other: the halves of masters, and
-/// fp32 numbers made of them.
+/// Consecutive runs of elements in memory order: the halves of masters, and the fp32 numbers made
+/// of them.
 class SplitRuns {
  public:
   explicit SplitRuns(at::Device device) : device_(device) {}
 
-  /// Two runs of equal length, of which the first is bf16 and the second int16.
+  /// Two runs of equal length: bf16 and int16.
   void add(const at::Tensor& high, const at::Tensor& low) {
     high_.push_back(high);
     low_.push_back(low);
     elements_ += high.numel();
   }
 
-  /// The masters, as long as `buffer` is not used for others: one run each, in its memory. `buffer`
-  /// is fp32 and large enough.
+  /// The masters, one run each, in the memory of `buffer` (fp32, large enough) until its next use.
   std::vector<at::Tensor> join(const at::Tensor& buffer) const {
     std::vector<at::Tensor> wide = cut(buffer);
     if (device_.is_cpu()) {
@@ -169,8 +169,8 @@ class SplitRuns {
     return wide;
   }
 
-  /// Writes masters that lie as join() has laid them. `skipped`, 0-dim fp32: where it is there and
-  /// 1, NaNs are left as they are.
+  /// Writes masters in the layout of join(). If `skipped` (0-dim fp32) is defined and 1, NaNs are
+  /// unchanged.
   void split(const at::Tensor& buffer, SplitNaNs nans,
              const std::optional<at::Tensor>& skipped = std::nullopt) const {
     const std::vector<at::Tensor> wide = cut(buffer);
@@ -211,8 +211,8 @@ class SplitRuns {
     return views;
   }
 
-  /// Calls `function(i, n)` for ranges that make up 0 to `size`: n is a constant that compilers
-  /// make vectors of, but for the last few.
+  /// Calls `function(i, n)` for ranges that cover 0 to `size`: n is a constant, for vector
+  /// instructions, except in the last ranges.
   template <class Function>
   static void for_each_block(int64_t size, const Function& function) {
     at::parallel_for(0, size, grain, [&](int64_t i, int64_t end) {
@@ -222,7 +222,7 @@ class SplitRuns {
     });
   }
 
-  // Arrays of their own tell the compiler that nothing overlaps.
+  // Local arrays tell the compiler that nothing overlaps.
 
   static void join_on_cpu(const at::Tensor& high, const at::Tensor& low, const at::Tensor& wide) {
     const auto* const from_high = static_cast<const uint16_t*>(high.const_data_ptr());
@@ -268,8 +268,8 @@ class SplitRuns {
   int64_t elements_ = 0;
 };
 
-/// How many elements of split weights are put together at a time: few enough for a CPU's cache,
-/// enough to keep a device busy.
+/// Elements of split weights joined at a time: few enough for a CPU's cache, enough to keep a
+/// device busy.
 inline int64_t split_elements_at_once(at::Device device) {
   return device.is_cpu() ? int64_t{1} << 16 : int64_t{1} << 21;
 }
