@@ -10,10 +10,10 @@
 
 namespace torchamp::detail {
 
-/// tables[n][b]: what the byte b does to a CRC after n more bytes.
+/// tables[n][b]: the effect of byte b on a CRC after n more bytes.
 using Crc32Tables = std::array<std::array<uint32_t, 256>, 8>;
 
-/// Not constexpr: that would cost each file that includes it more than all else here does.
+/// Not constexpr, which would cost each including file more than all else here.
 inline Crc32Tables crc32_tables() {
   Crc32Tables tables{};
   for (uint32_t byte = 0; byte < 256; ++byte) {
@@ -30,7 +30,7 @@ inline Crc32Tables crc32_tables() {
   return tables;
 }
 
-/// The CRC-32 of the zip format, of bytes that come in pieces.
+/// The CRC-32 of the zip format, incremental.
 class Crc32 {
  public:
   void add(const void* data, std::size_t size) {
@@ -53,8 +53,8 @@ class Crc32 {
   uint32_t crc_ = 0;
 };
 
-/// A checksum of 64 bits for files of many gigabytes, as fast as they are read; of bytes that come
-/// in pieces of any sizes. No defence against an adversary.
+/// A 64-bit checksum for files of many gigabytes, as fast as they are read; incremental, in chunks
+/// of any size. No defence against an adversary.
 class Checksum {
  public:
   void add(const void* data, std::size_t size) {
@@ -97,7 +97,7 @@ class Checksum {
     }
     return x ^ x >> 32;
   }
-  /// Each lane is a bijection of its word, and of what it was: one changed word changes the sum.
+  /// Each lane is a bijection of its word and its old value: one changed word changes the sum.
   void mix(const unsigned char* block) {
     for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
       uint64_t word = 0;

@@ -10,9 +10,9 @@
 namespace torchamp::detail {
 
 // Note [Headers of CUDA and NCCL]
-// Some of LibTorch's classes have members that depend on the version of CUDA's or NCCL's headers. A
-// program that was compiled with others than LibTorch makes such objects of another size than
-// LibTorch's own functions take them for, and memory beside them is overwritten.
+// Some LibTorch classes have members that depend on the version of CUDA's or NCCL's headers. In a
+// program compiled with others than LibTorch, such objects have another size than LibTorch's
+// functions assume, and adjacent memory is overwritten.
 
 /// Throws if a program compiled with CUDA's headers of version `headers` must not share a graph
 /// with a LibTorch compiled with those of `library`; both as CUDART_VERSION has it.

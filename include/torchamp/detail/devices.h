@@ -23,8 +23,6 @@ inline bool is_16_bit(at::ScalarType dtype) {
   return dtype == at::kHalf || dtype == at::kBFloat16;
 }
 
-// ---- What is known of each type of device -------------------------------------------------------
-
 /// Whose lists of ops LibTorch's own autocast kernels follow.
 enum class OpLists {
   cuda,  ///< those in LibTorch's headers, which most devices have taken over
@@ -33,8 +31,8 @@ enum class OpLists {
 
 enum class Fp64 { unknown, yes, no };
 
-/// What the library must know of a type of device and LibTorch does not tell. (LibTorch tells
-/// whether it has a kernel, fused ones among them, and pinned memory.)
+/// The facts about a device type that LibTorch does not reveal. (It reveals kernels, also fused
+/// ones, and pinned memory.)
 struct DeviceFacts {
   at::DeviceType type;
   bool (*is_built_in)() =
@@ -46,7 +44,7 @@ struct DeviceFacts {
   bool fused = true;  ///< whether its fused optimizers, if any, heed the scale and the flag
 };
 
-/// A row for each type of device, which may be left out where the defaults hold.
+/// A row per device type, which may be omitted if the defaults apply.
 inline constexpr DeviceFacts device_facts[] = {
     {.type = at::kCPU,
      .is_built_in = [] { return true; },
@@ -68,8 +66,8 @@ inline constexpr DeviceFacts device_facts[] = {
     {.type = at::kPrivateUse1},
 };
 
-/// What a backend outside of LibTorch, which is kPrivateUse1, says of itself before its first use,
-/// in place of its row; null: nothing.
+/// The facts that an external backend (kPrivateUse1) sets before its first use, instead of its row;
+/// null: none.
 inline const DeviceFacts*& facts_of_own_backend() {
   static const DeviceFacts* facts = nullptr;
   return facts;
@@ -83,13 +81,11 @@ inline DeviceFacts facts_of(at::DeviceType type) {
   return {.type = type};
 }
 
-/// Whether there is such a device, as far as LibTorch can tell without touching it.
+/// Whether there is such a device, as far as LibTorch knows without touching it.
 inline bool device_is_present(at::DeviceType type) {
   const DeviceFacts facts = facts_of(type);
   return facts.is_built_in ? facts.is_built_in() : c10::impl::hasDeviceGuardImpl(type);
 }
-
-// ---- Autocast's own devices ---------------------------------------------------------------------
 
 /// The device types that have autocast, and an index for tables by device.
 inline constexpr std::size_t device_count = autocast_devices.size();
@@ -120,13 +116,13 @@ struct DeviceAutocastState {
   at::ScalarType dtype;
   bool enabled;
 
-  /// As it is on the calling thread.
+  /// The calling thread's.
   static DeviceAutocastState of(at::DeviceType device) {
     return {device, at::autocast::get_autocast_dtype(device),
             at::autocast::is_autocast_enabled(device)};
   }
 
-  /// Puts it in force on the calling thread.
+  /// Sets it on the calling thread.
   void apply() const {
     at::autocast::set_autocast_enabled(device, enabled);
     at::autocast::set_autocast_dtype(device, dtype);
@@ -135,15 +131,13 @@ struct DeviceAutocastState {
   bool operator==(const DeviceAutocastState&) const = default;
 };
 
-/// A level of the calling thread's autocast nesting, whose end LibTorch's weight cache waits for.
+/// A level of the calling thread's autocast nesting, whose end LibTorch's weight cache awaits.
 class Nesting {
  public:
-  /// Returns the depth inside.
   int enter() { return inside_ = at::autocast::increment_nesting(); }
 
-  /// Closes the level, with those that code in between has left open (by an exception, say), and
-  /// returns the depth then. Nothing is left to close where that code has closed too many, or where
-  /// a region around this one has ended before it.
+  /// Closes the level, with inner ones left open (by an exception, say), and returns the depth
+  /// then. Closes nothing if too many were closed already, or if an outer region has ended before.
   int leave() const {
     int depth = at::autocast::decrement_nesting();
     if (depth < inside_ - 1) return at::autocast::increment_nesting();  // it was closed already

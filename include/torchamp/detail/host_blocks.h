@@ -29,8 +29,8 @@ C10_DECLARE_bool(caffe2_cpu_allocator_do_junk_fill);
 
 namespace torchamp::detail {
 
-/// Multiples of 64 bytes, four for each power of two. So a block is at most 63 bytes or a quarter
-/// larger than asked for, and two sizes differ by more than malloc adds.
+/// Multiples of 64 bytes, four per power of two. So a block exceeds the request by at most 63 bytes
+/// or a quarter, and two sizes differ by more than malloc's overhead.
 struct BlockSizes {
   static constexpr std::size_t smallest = 64;
   static constexpr std::size_t largest = std::size_t{1} << 20;
@@ -48,13 +48,13 @@ struct BlockSizes {
     if (size_class < 4) return smallest * (size_class + 1);
     return smallest * (5 + size_class % 4) << (size_class / 4 - 1);
   }
-  /// The class that a block is of for which malloc has so many bytes.
+  /// The class of a block for which malloc has so many bytes.
   static constexpr std::size_t class_within(std::size_t bytes) {
     return bytes < smallest || bytes > largest + added ? none : class_of(bytes + 1) - 1;
   }
 };
 
-/// The blocks that this thread has freed, and will take for its next tensors.
+/// This thread's freed blocks, for its next tensors.
 class FreeBlocks {
  public:
   static constexpr std::size_t most_bytes = 32 << 20;
@@ -73,7 +73,7 @@ class FreeBlocks {
     return block;
   }
 
-  /// False where the block is of no class, and where the thread has enough of them, or ends.
+  /// False if the block has no class, if the thread has enough of them, or if it ends.
   bool keep(void* memory) {
     const std::size_t size_class = BlockSizes::class_within(malloc_usable_size(memory));
     if (size_class == BlockSizes::none || ended_) return false;
@@ -98,13 +98,13 @@ class FreeBlocks {
     return BlockSizes::bytes_of(size_class) + BlockSizes::added;
   }
 
-  /// What lies in a block that is free.
+  /// The contents of a free block.
   struct Block {
     Block* next;
   };
 
-  /// Whether the thread's end will give the blocks back. Behind all thread_local variables, and
-  /// even where the first block comes from what ends as late as this.
+  /// Whether the thread's end will return the blocks. After all thread_local variables, even if the
+  /// first block comes from one that ends as late.
   bool give_back_at_end() {
     if (will_end_) return true;
     static const std::optional<pthread_key_t> key = [] {
@@ -128,21 +128,21 @@ class FreeBlocks {
 };
 
 // Note [Blocks that a thread keeps]
-// glibc's malloc hands freed blocks out again within some 20 ns, but not those that have to be
-// aligned, as LibTorch's are: each of these is cut out of a larger one, and joined to its
-// neighbours when it is freed. With keep_host_memory()'s settings that is 5 % of a step of a
-// feed-forward model 200 wide, 4 % of a GPT 128 wide and 3 % of such a BERT; nothing of models
-// whose tensors have millions of elements (bf16, fused Adam, one thread of a CPU with avx512_bf16).
+// glibc's malloc reuses freed blocks within some 20 ns, except aligned ones, such as LibTorch's:
+// each is cut out of a larger one, and merged with its neighbours when freed. With
+// keep_host_memory()'s settings that is 5 % of a step of a feed-forward model 200 wide, 4 % of a
+// GPT 128 wide and 3 % of such a BERT; nothing for models whose tensors have millions of elements
+// (bf16, fused Adam, one thread of a CPU with avx512_bf16).
 //
-// A block is what malloc gave, with nothing of ours around it. LibTorch's oneDNN tensors, and
-// programs that use raw_deallocate(), free memory by the allocator that is set then, not by the one
-// that it came from. So ours must be able to free LibTorch's blocks, and LibTorch's ours.
+// A block is malloc's, without a header of ours. LibTorch's oneDNN tensors, and programs that use
+// raw_deallocate(), free memory by the current allocator, not the one it came from. So each
+// allocator must be able to free the other's blocks.
 
 /// LibTorch's allocator of CPU memory, which reports to its profiler as before, but keeps small
 /// blocks. For processes with glibc's malloc.
 class HostBlocks final : public c10::Allocator {
  public:
-  /// Nothing changes where the program has an allocator of its own, or has new memory filled.
+  /// Does nothing if the program has its own allocator, or fills new memory.
   static void install() {
     if (FLAGS_caffe2_cpu_allocator_do_zero_fill || FLAGS_caffe2_cpu_allocator_do_junk_fill) return;
     static auto* const blocks = new HostBlocks;  // never destroyed: tensors may live longer
@@ -172,12 +172,12 @@ class HostBlocks final : public c10::Allocator {
     return kept != nullptr ? kept : new_block(BlockSizes::bytes_of(size_class), bytes);
   }
 
-  /// With room for more bytes than are asked for.
+  /// With room for more bytes than requested.
   static void* new_block(std::size_t room, std::size_t bytes) {
     try {
       return c10::alloc_cpu(room);
     } catch (c10::Error&) {
-      // What the thread keeps may be what is lacking.
+      // The thread's blocks may be the missing memory.
       if (!FreeBlocks::of_thread().give_back()) {
         c10::profiledCPUMemoryReporter().OutOfMemory(bytes);
         throw;

@@ -15,7 +15,7 @@
 
 namespace torchamp::detail {
 
-// What the host knows of numbers that live on a device.
+// The host's knowledge of numbers on a device.
 
 /// A 0-dim fp32 tensor, read at most once. As a bool, whether it is not 0.
 template <class T>
@@ -23,14 +23,14 @@ struct ReadOnce {
   at::Tensor tensor{};
   std::optional<T> on_host{};
 
-  /// What can be told without waiting for a device.
+  /// The value, if known without waiting for a device.
   std::optional<T> without_reading() const {
     if (on_host) return on_host;
     if (tensor.is_cpu()) return static_cast<T>(*tensor.const_data_ptr<float>());
     return std::nullopt;
   }
 
-  /// Reads the device where the host does not know.
+  /// Reads the device if the host does not know.
   T read() {
     if (!on_host) on_host = static_cast<T>(tensor.item<float>());
     return *on_host;
@@ -42,8 +42,8 @@ struct ReadOnce {
   }
 };
 
-/// An fp32 tensor on the host that nobody has written, for non-blocking copies from `device`:
-/// pinned where the accelerator has pinned memory, since copies to any other are waited for.
+/// An unwritten fp32 tensor on the host, for non-blocking copies from `device`: pinned if the
+/// accelerator has pinned memory, since other copies are waited for.
 inline at::Tensor copy_target(at::Device device, at::IntArrayRef sizes) {
   const c10::InferenceMode no_inference(false);
   const auto options = at::TensorOptions(at::kCPU).dtype(at::kFloat);
@@ -55,11 +55,11 @@ inline at::Tensor copy_target(at::Device device, at::IntArrayRef sizes) {
   }
 }
 
-/// Numbers that only a device knows, copied to host memory without anyone waiting for the copy.
+/// Numbers of a device, copied to host memory without waiting.
 class HostMirror {
  public:
-  /// Copies `numbers`, fp32 and always as many, behind what their device is doing. Until the copy
-  /// arrives, the mirror shows `meanwhile`, or else what it has shown before; 0 at first.
+  /// Copies `numbers` (fp32, always the same count) behind the device's present work. Until the
+  /// copy arrives, the mirror shows `meanwhile`, or else its last values; 0 at first.
   void send(const at::Tensor& numbers, std::optional<float> meanwhile = {}) {
     if (!shown_.defined()) shown_ = copy_target(numbers.device(), numbers.sizes()).zero_();
     if (meanwhile) std::fill_n(shown_.mutable_data_ptr<float>(), shown_.numel(), *meanwhile);
@@ -68,7 +68,7 @@ class HostMirror {
 
   bool empty() const { return !shown_.defined(); }
 
-  /// What has arrived of number `i`, from the latest send() or one before.
+  /// The latest value of number `i` to have arrived.
   float operator[](int64_t i) const {
     return static_cast<const volatile float*>(shown_.const_data_ptr<float>())[i];
   }

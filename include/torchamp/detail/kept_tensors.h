@@ -22,7 +22,7 @@ inline bool is_alike(const at::Tensor& one, const at::Tensor& other) {
          one.sizes() == other.sizes();
 }
 
-/// Tensors as they are now, to be brought back. Call with gradients off.
+/// Tensors at construction, to be restored. Call with gradients off.
 class WriteBack {
  public:
   /// Where the copies of values are.
@@ -43,7 +43,7 @@ class WriteBack {
     all_.push_back({tensor, memory, values, copies, tensor.requires_grad()});
   }
 
-  /// A tensor as it was: where its values lay, and a copy of them.
+  /// A tensor as it was: its memory, and a copy of its values.
   struct Kept {
     at::Tensor tensor, memory, values;
     Copies copies;
@@ -51,7 +51,7 @@ class WriteBack {
   };
   const std::vector<Kept>& all() const { return all_; }
 
-  /// Takes no memory of a device where the copies are on the host.
+  /// Needs no device memory if the copies are on the host.
   void put_back() const {
     for (auto one = all_.rbegin(); one != all_.rend(); ++one) {  // one may be there twice
       const auto& [tensor, memory, values, copies, requires_grad] = *one;

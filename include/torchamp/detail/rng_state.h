@@ -40,8 +40,7 @@ inline std::vector<at::Generator> default_generators() {
   return generators;
 }
 
-/// What LibTorch's random functions will give next: the states of the default generators. All of
-/// them are kept on the host; no device is waited for.
+/// The states of LibTorch's default generators, stored on the host; no device is waited for.
 class RngState {
  public:
   static RngState now() {
@@ -90,8 +89,7 @@ class RngState {
   std::vector<std::pair<at::Generator, at::Tensor>> states_;
 };
 
-/// A region in which random functions give what they would have given at `state`; restores what was
-/// there at construction.
+/// A region in which random functions continue from `state`; restores the previous states.
 class RngScope {
  public:
   explicit RngScope(const RngState& state) : before_(RngState::now()) { state.apply(); }

@@ -26,7 +26,6 @@ class TensorPairs {
     for (const Batch& batch : batches_) at::_foreach_copy_(batch.to, batch.from);
   }
 
-  /// Adds each `from` to its `to`.
   void accumulate() const {
     for (const Batch& batch : batches_) at::_foreach_add_(batch.to, batch.from);
   }

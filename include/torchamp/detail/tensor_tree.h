@@ -25,10 +25,10 @@
 
 namespace torchamp::detail {
 
-// What a user's function takes and returns: a tree of tensors, of vectors, arrays, maps, pairs,
+// The inputs and outputs of a user's function: a tree of tensors, vectors, arrays, maps, pairs,
 // tuples and optionals.
 
-/// The types of what a container holds; none of anything else.
+/// The element types of a container; none for anything else.
 template <class... Ts>
 struct Parts {
   static constexpr bool is_container = sizeof...(Ts) > 0;
@@ -52,8 +52,8 @@ struct PartsOf<std::pair<A, B>> : Parts<A, B> {};
 template <class... Ts>
 struct PartsOf<std::tuple<Ts...>> : Parts<Ts...> {};
 
-/// Calls `visit` with each tensor of a tree, in a fixed order. What is no container holds no tensor
-/// that autograd needs to know of.
+/// Calls `visit` with each tensor of a tree, in a fixed order. Other types hold no tensors that
+/// matter to autograd.
 template <class T, class Visit>
 void visit_tensors(T& value, const Visit& visit) {
   if constexpr (std::same_as<T, at::Tensor>) {
@@ -78,14 +78,14 @@ std::vector<at::Tensor> tensors_of(Tree& tree) {
   return tensors;
 }
 
-/// Puts `tensors` where tensors_of() found them.
+/// Replaces the tensors of a tree, in the order of tensors_of().
 template <class Tree>
 void replace_tensors(Tree& tree, const std::vector<at::Tensor>& tensors) {
   auto next = tensors.begin();
   visit_tensors(tree, [&](at::Tensor& tensor) { tensor = *next++; });
 }
 
-/// Whether a T refers to values that others own, so that a copy of it keeps none of them.
+/// Whether a T refers to values owned by others, so a copy of it does not keep them.
 template <class T>
 struct RefersToValues : std::bool_constant<PartsOf<T>::template any<RefersToValues>> {};
 template <class T>
@@ -101,8 +101,7 @@ struct RefersToValues<std::initializer_list<T>> : std::true_type {};
 template <>
 struct RefersToValues<at::OptionalTensorRef> : std::true_type {};
 
-/// Whether visit_tensors() finds every tensor of a T: it is a tree as above, or nothing that can
-/// own a tensor.
+/// Whether visit_tensors() finds every tensor of a T: it is such a tree, or cannot own a tensor.
 template <class T>
 struct ShowsItsTensors
     : std::bool_constant<PartsOf<T>::is_container

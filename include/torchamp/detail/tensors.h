@@ -18,37 +18,33 @@
 
 namespace torchamp::detail {
 
-/// Arithmetic with the program's own tensors, which autograd is to see and no autocast region to
-/// cast.
+/// Arithmetic with the program's tensors, recorded by autograd but not cast by autocast.
 class UncastOps {
  private:
   c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset};
 };
 
-/// The library's own arithmetic neither records gradients nor is cast by an autocast region.
+/// The library's own arithmetic, neither recorded by autograd nor cast by autocast.
 class InternalOps {
  private:
   at::NoGradGuard no_grad_;
   c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset};
 };
 
-/// `tensor` on `device`, without waiting. Only a copy from a device to the host is waited for, as
-/// kernels of the host look at it at once (LibTorch's non_blocking copies to the host return before
-/// they are made).
+/// `tensor` on `device`, without waiting. Only a copy from a device to the host waits, since host
+/// kernels read it at once (LibTorch's non_blocking copies to the host return early).
 inline at::Tensor to_device_async(at::Device device, const at::Tensor& tensor) {
   if (tensor.device() == device) return tensor;
   return tensor.to(device, tensor.scalar_type(), /*non_blocking=*/!device.is_cpu());
 }
 
-/// How often the tensor's memory was written to in place, as far as LibTorch counts it.
+/// The number of in-place writes to the tensor's memory, as far as LibTorch counts.
 inline uint32_t version_of(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.is_inference()) return 0;
   return static_cast<uint32_t>(tensor._version());
 }
 
-// ---- What one batch kernel takes ----------------------------------------------------------------
-
-/// Where a tensor lies and what its elements are.
+/// The device and dtype of a tensor.
 struct TensorKind {
   at::Device device;
   at::ScalarType dtype;
@@ -62,13 +58,13 @@ inline at::Tensor in_memory_order(const at::Tensor& tensor) {
   return tensor.as_strided({tensor.numel()}, {1});
 }
 
-/// Whether several elements of a dense tensor are one number in memory, as expand() gives them.
+/// Whether elements of a dense tensor share memory, as after expand().
 inline bool repeats_elements(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided && at::has_internal_overlap(tensor) == at::MemOverlap::Yes;
 }
 
-/// The group with `key`; a new one at the end if there is none. `Group` is an aggregate whose base
-/// is `Key`. There are few groups, and the latest is the likeliest.
+/// The group with `key`, appended if missing. `Group` is an aggregate with the base `Key`. There
+/// are few groups, and the last is the likeliest.
 template <class Group, class Key>
 Group& group_of(std::vector<Group>& groups, Key key) {
   for (std::size_t i = groups.size(); i-- > 0;) {

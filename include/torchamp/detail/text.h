@@ -11,22 +11,22 @@
 
 namespace torchamp::detail {
 
-/// How much of a name that nobody knows is looked at and shown.
+/// The examined and shown part of an unknown name.
 inline constexpr std::size_t longest_shown = 128;
 
-/// What a user gave, for an error's text: the beginning of it if it is long.
+/// A user's input in an error message, abbreviated if long.
 inline std::string shorten(std::string_view text) {
   if (text.size() <= longest_shown) return std::string(text);
   return std::string(text.substr(0, longest_shown)) + "...";
 }
 
-/// Number of single-character edits between two names, of long ones between their beginnings.
+/// The number of single-character edits between two names; for long ones, between their beginnings.
 inline std::size_t edit_distance(std::string_view a, std::string_view b) {
   const std::string from(a.substr(0, longest_shown)), to(b.substr(0, longest_shown));
   return torch::jit::ComputeEditDistance(from.c_str(), to.c_str(), /*maxEditDistance=*/0);
 }
 
-/// Names for an error's text, separated by commas: the first of them if they are many.
+/// Names for an error message, separated by commas, abbreviated if many.
 template <class Names>
 std::string list_of(const Names& names) {
   constexpr std::size_t most = 20;

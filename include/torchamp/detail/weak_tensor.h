@@ -11,13 +11,13 @@
 
 namespace torchamp::detail {
 
-/// A tensor that others keep alive. While this lives, its address is given to no other tensor.
+/// A weak reference to a tensor. While it lives, no other tensor gets the address.
 class WeakTensor {
  public:
   WeakTensor() = default;
   explicit WeakTensor(const at::TensorBase& tensor) : tensor_(tensor.getIntrusivePtr()) {}
 
-  /// Undefined if it is gone.
+  /// Undefined if it is destroyed.
   at::Tensor lock() const { return at::Tensor(tensor_.lock()); }
   bool is_gone() const { return tensor_.expired(); }
   const c10::TensorImpl* address() const { return tensor_._unsafe_get_target(); }

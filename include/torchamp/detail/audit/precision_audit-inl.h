@@ -178,7 +178,6 @@ class AuditChoice {
     return {std::move(all), std::move(edges)};
   }
 
-  /// Policies under which what is `lowered` is.
   AuditedPolicy policies(const Chooser::Lowered& lowered) const {
     AuditedPolicy result;
     std::map<std::string, bool> common;  // by op: the guards' rule

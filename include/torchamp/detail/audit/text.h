@@ -56,7 +56,6 @@ inline std::string audit_csv(const std::vector<AuditRow>& rows) {
   return text;
 }
 
-/// The fields of a line of CSV.
 inline std::vector<std::string> csv_fields(std::string_view line) {
   std::vector<std::string> fields(1);
   bool quoted = false;
@@ -119,7 +118,6 @@ inline std::vector<AuditRow> with_times(std::vector<AuditRow> rows, std::string_
   return rows;
 }
 
-/// The legend of print_audit().
 inline constexpr const char* audit_legend =
     "error: by how much rounding the results to 16 bits changes the loss, squared and summed over "
     "them\n"

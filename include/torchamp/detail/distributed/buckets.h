@@ -226,7 +226,6 @@ class GradientBuckets : public std::enable_shared_from_this<GradientBuckets> {
   virtual bool takes(std::size_t w) = 0;
   /// Whether the gradient belongs to a backward pass other than `task_`.
   virtual bool begins_anew(int task) const = 0;
-  /// The gradient is there.
   virtual void take(std::size_t /*w*/) {}
   /// At the end of backward: takes the gradients of earlier passes.
   virtual void take_rest() {}

@@ -16,8 +16,9 @@
 namespace torchamp::detail {
 
 // Note [Codes of small formats]
-// These work on four numbers at once, with the vectors of GCC and Clang, which every target has. No
-// branches, and integers where sums would round: a program's -ffast-math changes nothing.
+// These functions process four numbers at once, in vectors of GCC and Clang, which every target
+// has. They have no branches, and use integers where sums would round: a program's -ffast-math
+// changes nothing.
 
 using Floats = float __attribute__((vector_size(16)));
 using Words = std::uint32_t __attribute__((vector_size(16)));
@@ -31,7 +32,7 @@ inline Floats floats_of(Words bits) {
   return reinterpret_cast<Floats>(bits);
 }
 
-/// Where `condition` holds (all bits are set) `then`, where it does not (none is) `otherwise`.
+/// `then` where `condition` holds (all bits are set), `otherwise` where it does not (none is).
 inline Words select(Integers condition, Words then, Words otherwise) {
   const auto mask = reinterpret_cast<Words>(condition);
   return (then & mask) | (otherwise & ~mask);
@@ -47,14 +48,13 @@ inline Floats smaller_of(Floats a, float b) {
   return select(a < b, a, Floats{} + b);
 }
 
-/// How many steps numbers are from 0, to the nearest, of two to the even one. `last_bit` is 2^23
-/// steps, beside which a number has no bits for less than a step.
+/// The number of steps from 0, to nearest, ties to even. `last_bit` is 2^23 steps, next to which a
+/// number has no bits below a step.
 inline Words steps_from_0(Floats numbers, Floats last_bit) {
   return bits_of(numbers + last_bit) - bits_of(last_bit);
 }
 
-/// The codes in e4m3 nearest to numbers of at most 448, of two the even one. Of other numbers: any
-/// up to 255.
+/// The nearest e4m3 codes, ties to even, for numbers up to 448. For others: any up to 255.
 inline Words e4m3_codes(Floats numbers) {
   const Floats values = magnitudes(numbers);
   const Words subnormal = steps_from_0(values, Floats{} + 0x1p14F);
@@ -64,7 +64,7 @@ inline Words e4m3_codes(Floats numbers) {
   return code | ((bits_of(numbers) >> 24) & 0x80U);
 }
 
-/// The numbers of codes in e4m3; of NaN's codes any.
+/// The numbers of e4m3 codes; arbitrary for NaN's codes.
 inline Floats e4m3_numbers(Words codes) {
   const Words magnitude = codes & 0x7FU;
   const auto integers = reinterpret_cast<Integers>(magnitude);
@@ -79,19 +79,19 @@ enum class E2m1Rounding : std::uint8_t {
   at_random,   ///< to either neighbour, nearer ones more often, so that the mean is right
 };
 
-/// The codes in e4m3 of the e2m1 numbers next to `numbers`; beyond 6, of 6. e2m1 has multiples of
-/// 0.5 up to 2, of 1 up to 4, and 6. `random`: 24 bits.
+/// The e4m3 codes of the e2m1 numbers next to `numbers`, at most 6. e2m1 has multiples of 0.5 up to
+/// 2, of 1 up to 4, and 6. `random`: 24 bits.
 template <E2m1Rounding rounding>
 Words e2m1_codes(Floats numbers, Words random) {
   const Floats values = smaller_of(magnitudes(numbers), 6.F);
   const Integers below_2 = values < 2.F, below_4 = values < 4.F;
-  // The place among 0, 0.5, 1, 1.5, 2, 3, 4, 6.
+  // The index among 0, 0.5, 1, 1.5, 2, 3, 4, 6.
   const Words skipped = select(below_2, Words{}, select(below_4, Words{} + 2U, Words{} + 4U));
   Words index = skipped;
   if constexpr (rounding == E2m1Rounding::to_nearest) {
     index += steps_from_0(values, floats_of((skipped << 22) + (149U << 23)));
   } else {
-    // Halves of it stand for a half, a whole and two: 24 bits of what is behind the point.
+    // Half steps of 0.5, 1 and 2: 24 bits of the fraction.
     const Floats steps = values * floats_of((128U << 23) - (skipped << 22));
     index +=
         (reinterpret_cast<Words>(__builtin_convertvector(steps * 0x1p24F, Integers)) + random) >>
@@ -142,13 +142,13 @@ class RandomStreams {
   Words state_[4];
 };
 
-/// The largest number of an 8-bit format: e4m3 has 3 bits of mantissa, e5m2 has 2. Both are 1.75
-/// times a power of two.
+/// The largest number of an 8-bit format: e4m3 has 3 mantissa bits, e5m2 has 2. Both are 1.75 times
+/// a power of two.
 inline double largest_of(at::ScalarType format) {
   return format == at::kFloat8_e4m3fn ? 448. : 57344.;
 }
 
-/// What each of the 256 codes of `Format` means.
+/// The values of the 256 codes of `Format`.
 template <class Format, class Value>
 struct DecodeTable {
   DecodeTable() {
@@ -160,8 +160,8 @@ struct DecodeTable {
   Value values[256];
 };
 
-/// The values of dense 8-bit codes on a CPU, in a dtype that holds all of them exactly. LibTorch's
-/// own conversion of e4m3 takes ten times as long.
+/// The values of dense 8-bit codes on a CPU, in a dtype that represents all of them. LibTorch's own
+/// conversion of e4m3 takes ten times as long.
 template <class Format, class Value>
 at::Tensor decode_as(const at::Tensor& codes) {
   static const DecodeTable<Format, Value> table;

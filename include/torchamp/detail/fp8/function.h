@@ -31,11 +31,11 @@
 namespace torchamp::detail {
 
 // Note [The rehearsal of fp8 on a CPU]
-// Every code of both formats is exact in bf16, and the sums of a bf16 product are made in fp32. So
-// a bf16 product of the decoded values, multiplied by the scales (powers of two), is what the fp8
-// units of a GPU compute, but for the order of the sums and what these keep of it. Where bf16
-// products are slow, or the result is fp16, whose range the unscaled sums would leave, the product
-// is made in fp32 and rounded once.
+// Every code of both formats is exact in bf16, and a bf16 product sums in fp32. So a bf16 product
+// of the decoded values, multiplied by the scales (powers of two), equals the result of a GPU's fp8
+// units, except for their order and precision of sums. Where bf16 products are slow, or the result
+// is fp16, whose range the unscaled sums could exceed, the product is computed in fp32 and rounded
+// once.
 
 /// Whether this CPU has instructions for bf16 products.
 inline bool cpu_multiplies_bf16() {
@@ -46,8 +46,8 @@ inline bool cpu_multiplies_bf16() {
 #endif
 }
 
-/// What the matrix stands for but for its inverse_scale, in bf16 or fp32. Exact: a block's scale is
-/// a power of two, or has 4 bits beside an element's 2.
+/// The decoded matrix without its inverse_scale, in bf16 or fp32. Exact: a block's scale is a power
+/// of two, or has 4 bits beside an element's 2.
 inline at::Tensor decoded(const Fp8Matrix& matrix, at::ScalarType dtype) {
   if (!matrix.block_scales.defined()) return decode(matrix.codes, dtype);
   return dtype == at::kFloat ? decoded_blocks<float>(matrix)
@@ -63,8 +63,8 @@ inline at::Tensor rehearsed_product(const Fp8Matrix& a, const Fp8Matrix& b, at::
   return product.to(dtype);
 }
 
-/// Row-major, with zeros behind rows and columns up to multiples of 16. As bytes: not every kernel
-/// that this takes has the 8-bit formats, and the zero of both is 0.
+/// Row-major, rows and columns zero-padded to multiples of 16. As bytes, since not every kernel
+/// used here has the 8-bit formats; the zero of both is 0.
 inline at::Tensor padded_to_16(const at::Tensor& codes, bool pad_rows) {
   const auto missing = [](int64_t size) { return (16 - size % 16) % 16; };
   const int64_t rows = pad_rows ? missing(codes.size(0)) : 0;
@@ -94,8 +94,8 @@ inline at::Tensor fp8_product(const Fp8Matrix& a, const Fp8Matrix& b, at::Scalar
   return product.narrow(1, 0, b.rows).contiguous();
 }
 
-/// Why fp8_product() cannot be on the current device of a type, by a trial of 16 x 16; empty if it
-/// can.
+/// Why fp8_product() fails on the current device of a type, by a trial of 16 x 16; empty if it
+/// works.
 inline std::string why_no_fp8_product(const Fp8Options& options, at::DeviceType device) {
   if (device == at::kCPU) return {};
   if (options.recipe != Fp8Recipe::tensorwise && options.recipe != Fp8Recipe::rowwise) {
@@ -117,14 +117,14 @@ struct WeightForms {
   Fp8Matrix plain, transposed;
 };
 
-/// Puts the tensors of a form behind `tensors`.
+/// Appends the tensors of a form.
 inline void append_tensors(const Fp8Matrix& form, std::vector<at::Tensor>& tensors) {
   for (const at::Tensor& tensor : {form.codes, form.inverse_scale, form.block_scales}) {
     if (tensor.defined()) tensors.push_back(tensor);
   }
 }
 
-/// A weight's form whose tensors begin at `place` of `tensors`; `place` then is behind them.
+/// Reads a weight's form from `tensors` at `place`, and advances it.
 inline Fp8Matrix form_of(Fp8Recipe recipe, int64_t rows, int64_t columns,
                          const std::vector<at::Tensor>& tensors, std::size_t& place) {
   const bool has_scale = recipe == Fp8Recipe::tensorwise || recipe == Fp8Recipe::nvfp4;
@@ -136,11 +136,11 @@ inline Fp8Matrix form_of(Fp8Recipe recipe, int64_t rows, int64_t columns,
   return form;
 }
 
-/// The forms of a weight [N, K], the transposed one if it is wanted. Those of parameters are kept
-/// as casts of weights are: see Note [What is derived from weights].
+/// The forms of a weight [N, K], transposed if wanted. Those of parameters are cached like casts of
+/// weights: see Note [What is derived from weights].
 inline WeightForms weight_forms(const Fp8Options& options, const at::Tensor& w, bool transposed) {
   constexpr auto operand = Fp8Operand::weight;
-  // A GPU wants rows that lie behind each other; a CPU takes what is there.
+  // A GPU needs contiguous rows; a CPU takes any.
   const bool is_view = w.is_cpu() && is_transposable(options.recipe, operand);
   const auto make = [&](const std::vector<at::Tensor>&) {
     const c10::InferenceMode no_inference(false);
@@ -175,7 +175,7 @@ inline WeightForms weight_forms(const Fp8Options& options, const at::Tensor& w, 
   return forms;
 }
 
-/// Stands behind the gradients of a product for whoever wants gradients of these.
+/// The backward node of a product's gradients, for second derivatives.
 class NoSecondDerivative final : public torch::autograd::Node {
  public:
   std::string name() const override { return "torchamp::NoSecondDerivative"; }
@@ -188,7 +188,7 @@ class NoSecondDerivative final : public torch::autograd::Node {
   }
 };
 
-/// The rows of a matrix of all dimensions but the last.
+/// The matrix of all dimensions but the last as rows.
 inline int64_t rows_of(at::IntArrayRef sizes) {
   int64_t rows = 1;
   for (std::size_t i = 0; i + 1 < sizes.size(); ++i) rows *= sizes[i];

@@ -22,8 +22,8 @@
 
 namespace torchamp::detail {
 
-/// A matrix in 8 bits (or in 4, as those e4m3 numbers that are e2m1 numbers). An element is its
-/// code's value, times the scale of its block, times the scale of all.
+/// A matrix in 8 bits (or in 4, as the e4m3 numbers that e2m1 has). An element is its code's value,
+/// times the scale of its block, times the scale of the tensor.
 struct Fp8Matrix {
   int64_t rows = 0, columns = 0;
   at::Tensor codes;
@@ -41,7 +41,7 @@ struct Fp8Matrix {
   }
 };
 
-/// The largest magnitude in `tensor` as fp32, without dimensions; NaN if there is one.
+/// The largest magnitude in `tensor` as 0-dim fp32; NaN if there is one.
 inline at::Tensor largest_magnitude(const at::Tensor& tensor) {
   if (tensor.numel() == 0) return at::zeros({}, tensor.options().dtype(at::kFloat));
   const auto extremes = at::aminmax(tensor);
@@ -50,18 +50,17 @@ inline at::Tensor largest_magnitude(const at::Tensor& tensor) {
 
 // Note [Scales of fp8]
 // A scale is the largest power of two with largest magnitude * scale <= the format's largest
-// number. So scaling rounds nothing and overflows nowhere, whatever a conversion does on overflow
-// (LibTorch 2.15's saturates, 2.11's gives NaN), and the scale of a loss, a power of two as well,
-// changes the scales and not the codes. An inf or NaN makes the scale NaN, and with it all that is
-// computed from the matrix: a scaler then skips the step. (A conversion alone would make 448 of an
-// inf.) Magnitudes below 2^-110 are scaled as that one and lose bits, so that scales, their
-// inverses and what is decoded stay in the range of fp32. Nothing is read by the host, and nothing
-// is kept.
+// number. So scaling neither rounds nor overflows, whatever a conversion does on overflow (LibTorch
+// 2.15's saturates, 2.11's gives NaN), and a loss scale, also a power of two, changes the scales
+// but not the codes. An inf or NaN makes the scale NaN, and thereby all results: a scaler then
+// skips the step. (A conversion alone would turn an inf into 448.) Magnitudes below 2^-110 are
+// scaled as 2^-110 and lose bits, so scales, their inverses and decoded values stay in fp32's
+// range. The host reads nothing, and nothing is kept.
 
-/// The scales for what is of these largest magnitudes, in a format whose largest number is
-/// `largest`: see Note [Scales of fp8].
+/// The scales for these largest magnitudes, in a format with the largest number `largest`: see Note
+/// [Scales of fp8].
 inline at::Tensor scale_for(const at::Tensor& magnitude, double largest) {
-  // As a CPU scalar it is an argument of the kernel, and not a copy to the device.
+  // As a CPU scalar it is a kernel argument, not a copy to the device.
   at::Tensor scale = at::div(at::scalar_tensor(largest, at::kFloat), magnitude.clamp_min(0x1p-110));
   scale.view(at::kInt).bitwise_and_(0x7F800000);  // the power of two below
   return scale.add_(magnitude.mul(0));
@@ -70,14 +69,13 @@ inline at::Tensor scale_for(const at::Tensor& magnitude, double largest) {
 /// `matrix`, in fp32 or a 16-bit dtype, in 8 bits at one scale.
 inline Fp8Matrix quantize(const at::Tensor& matrix, at::ScalarType format) {
   const at::Tensor scale = scale_for(largest_magnitude(matrix), largest_of(format));
-  // fp16 does not hold every scale. bf16 does, and so every product with one.
+  // fp16 cannot represent every scale; bf16 can, and also every product with one.
   const at::Tensor wide = matrix.scalar_type() == at::kHalf ? matrix.to(at::kFloat) : matrix;
   return {
       matrix.size(0), matrix.size(1), at::mul(wide, scale).to(format), scale.reciprocal(), {}, {}};
 }
 
-/// A matrix on a CPU whose rows, or those of its transpose, lie in memory as the kernels take them,
-/// in fp32 or bf16.
+/// A matrix on a CPU whose rows, or its transpose's, are laid out for the kernels, in fp32 or bf16.
 struct InRows {
   at::Tensor matrix;
   bool is_transposed;
@@ -125,22 +123,22 @@ Fp8Matrix quantize_on_cpu(const at::Tensor& matrix, Fp8Block block, const Blocks
   return in_rows.is_transposed ? form.t() : form;
 }
 
-/// In e4m3 with a power of two for each block: see Note [Scales of fp8]. Those of 1 x 32 are what
-/// e8m0 numbers hold. On other devices than a CPU for whole rows only.
+/// e4m3 with a power of two per block: see Note [Scales of fp8]. Those of 1 x 32 blocks are e8m0
+/// numbers. Devices other than a CPU support only whole rows.
 inline Fp8Matrix quantize_blocks(const at::Tensor& matrix, Fp8Block block) {
   if (matrix.numel() == 0) return quantize(matrix, at::kFloat8_e4m3fn);
   if (matrix.is_cpu())
     return quantize_on_cpu(matrix, block, E4m3Blocks(), at::kFloat, at::Tensor());
   const at::Tensor scales = scale_for(matrix.abs().amax({1}, /*keepdim=*/true).to(at::kFloat),
                                       largest_of(at::kFloat8_e4m3fn));
-  // bf16 holds every scale, and every product with one.
+  // bf16 represents every scale, and every product with one.
   const bool narrow = matrix.scalar_type() == at::kBFloat16;
   const at::Tensor scaled = at::mul(matrix, narrow ? scales.to(at::kBFloat16) : scales);
   return {matrix.size(0), matrix.size(1),      scaled.to(at::kFloat8_e4m3fn),
           at::Tensor(),   scales.reciprocal(), block};
 }
 
-/// In e2m1 with an e4m3 scale for each block and a power of two for all. On a CPU.
+/// e2m1 with an e4m3 scale per block and a power of two per tensor. On a CPU.
 inline Fp8Matrix quantize_nvfp4(const at::Tensor& matrix, Fp8Block block, bool stochastic) {
   if (matrix.numel() == 0) return quantize(matrix, at::kFloat8_e4m3fn);
   const at::Tensor scale = scale_for(largest_magnitude(matrix), 6 * largest_of(at::kFloat8_e4m3fn));
@@ -155,7 +153,7 @@ inline Fp8Matrix quantize_nvfp4(const at::Tensor& matrix, Fp8Block block, bool s
   return quantize_on_cpu(matrix, block, blocks, at::kFloat8_e4m3fn, inverse);
 }
 
-/// The numbers that the codes of blocks stand for, but for the scale of the matrix.
+/// The decoded values of blocks, without the scale of the tensor.
 template <class T>
 at::Tensor decoded_blocks(const Fp8Matrix& form) {
   const bool is_transposed = !form.codes.is_contiguous();
@@ -190,12 +188,11 @@ inline at::Tensor hadamard_transformed(const at::Tensor& matrix) {
 }
 
 // Note [Two forms of an operand]
-// The products of a layer are x w^T, g w and g^T x. Each is made as a b^T, so that both factors are
-// multiplied along their columns, and each operand takes part in two of them, once as it is and
-// once transposed. Blocks lie along the contraction. So where they are not square, the two forms
-// are two different quantisations of one matrix.
+// The products of a layer are x w^T, g w and g^T x. Each is computed as a b^T, so both operands are
+// multiplied along their columns, and each operand takes part in two products, once transposed.
+// Blocks lie along the contraction. So unless blocks are square, the two forms are two different
+// quantisations of one matrix.
 
-/// Which operand of a layer.
 enum class Fp8Operand : std::uint8_t { input, weight, gradient };
 
 /// The blocks of one scale; none for `tensorwise`.
@@ -216,8 +213,8 @@ constexpr Fp8Block block_of(Fp8Recipe recipe, Fp8Operand operand) {
   return {};
 }
 
-/// The form in which `matrix` is multiplied along its columns. `transposed`: it is the transpose of
-/// the operand.
+/// The form for multiplying `matrix` along its columns. `transposed`: it is the operand's
+/// transpose.
 inline Fp8Matrix quantize_as(const Fp8Options& options, Fp8Operand operand, bool transposed,
                              const at::Tensor& matrix) {
   const bool is_gradient = operand == Fp8Operand::gradient;

@@ -20,10 +20,10 @@
 namespace torchamp::detail {
 
 // Note [Kernels of the rehearsal]
-// One pass over the memory of a matrix finds the magnitudes of the blocks of a tile, another writes
-// their codes. Both go through rows as they lie in memory, 16 elements at a time, wherever the
-// blocks lie: along these rows, across them, or square. Sixteen are four vectors of fp32, and loops
-// of that length are what compilers make vector instructions of at -O2.
+// One pass over a matrix finds the magnitudes of a tile's blocks, another writes their codes. Both
+// process rows as they are in memory, 16 elements at a time, whatever the direction of the blocks
+// (along rows, across, square). Sixteen are four vectors of fp32, and compilers vectorise loops of
+// that length at -O2.
 
 /// A matrix in memory, with elements of a row side by side.
 template <class T>
@@ -34,8 +34,7 @@ struct Rows {
   T* row(int64_t i) const { return data + i * stride; }
 };
 
-/// How large the blocks of one scale are, at the edges of a matrix what is left there. 0: as large
-/// as the matrix.
+/// The size of the blocks of one scale, less at the matrix's edges. 0: as large as the matrix.
 struct Fp8Block {
   int64_t rows = 0, columns = 0;
 
@@ -101,7 +100,7 @@ inline Floats floats_at(const float* from) {
   return numbers;
 }
 
-/// Of each column the largest magnitude, by bits, whose order puts NaN above inf.
+/// The largest magnitude of each column, compared by bits, which order NaN above inf.
 template <class T>
 class Magnitudes {
   using Vector = std::conditional_t<sizeof(T) == 2, Shorts, Integers>;
@@ -150,7 +149,7 @@ class Magnitudes {
   std::vector<Bits> largest_;
 };
 
-/// Sets the elements of one block: one, or whole chunks, of which those behind `end` do not count.
+/// Sets the elements of one block: one, or whole chunks; those past `end` do not count.
 inline void fill_columns(std::vector<float>& columns, int64_t begin, int64_t end, float value) {
   if (end - begin == 1) {
     columns[static_cast<std::size_t>(begin)] = value;
@@ -177,7 +176,7 @@ struct E4m3Blocks {
     return 1.F / std::bit_cast<float>(std::bit_cast<std::uint32_t>(quotient) & exponent);
   }
 
-  /// What elements are multiplied by.
+  /// The factor of the elements.
   static float factor_of(Scale inverse) { return 1.F / inverse; }
 
   struct Writer {
@@ -187,16 +186,16 @@ struct E4m3Blocks {
 };
 
 // Note [The mean of random rounding]
-// A number that is rounded at random is right in the mean, unless it lies beyond 6, the largest of
-// e2m1, and is cut. A block's largest element is 6 times the scale that its block should have.
-// Rounded to the nearest, every other scale is smaller than that, by up to a 16th, and the largest
-// elements of such a block are cut: a matrix of normal numbers comes out 0.35 % too small in the
-// mean, of lognormal ones 0.8 %, a single block up to 6 %. So for rounding at random scales are
-// rounded up, by up to an 8th, and the mean is right; the squared error grows by a fifth, 0.022 of
-// the squared length for 0.019. (TransformerEngine rounds them to the nearest.) Elements that are
-// rounded to the nearest keep scales rounded to the nearest: 0.009, whatever the mean.
+// Stochastic rounding is unbiased, except for numbers beyond 6, the largest of e2m1, which
+// saturate. A block's largest element is 6 times its ideal scale. Scales rounded to nearest are too
+// small in half of all cases, by up to a 16th, and the largest elements of such a block saturate: a
+// matrix of normal numbers becomes 0.35 % too small on average, of lognormal ones 0.8 %, a single
+// block up to 6 %. So for stochastic rounding scales are rounded up, by up to an 8th, which removes
+// the bias; the squared error grows by a fifth, from 0.019 to 0.022 of the squared length.
+// (TransformerEngine rounds them to nearest.) For elements rounded to nearest, scales are, too:
+// 0.009, with any bias.
 
-/// e2m1 numbers with e4m3 numbers as scales, beside a power of two for the matrix.
+/// e2m1 numbers with e4m3 scales, and a power of two per matrix.
 template <E2m1Rounding rounding>
 struct E2m1Blocks {
   using Scale = std::uint8_t;
@@ -206,8 +205,8 @@ struct E2m1Blocks {
 
   static float number(Scale code) { return e4m3_numbers(Words{} + code)[0]; }
 
-  /// Where it would be 0 it is the smallest that e4m3 has. For elements that are rounded at random
-  /// it is rounded up: see Note [The mean of random rounding].
+  /// At least the smallest e4m3 number. Rounded up for stochastic rounding: see Note [The mean of
+  /// random rounding].
   Scale scale_of(float magnitude) const {
     const float wanted = std::max(magnitude * of_matrix / 6.F, 0x1p-9F);
     const auto nearest = static_cast<Scale>(e4m3_codes(Floats{} + wanted)[0]);
@@ -215,7 +214,7 @@ struct E2m1Blocks {
     return is_below ? nearest + 1 : nearest;
   }
 
-  /// What elements are divided by after the multiplication by the scale of all.
+  /// The divisor of the elements after multiplication by the tensor's scale.
   static float factor_of(Scale code) { return number(code); }
 
   struct Writer {
@@ -328,10 +327,10 @@ void decode_rows(const std::uint8_t* codes, const typename Blocks::Scale* scales
 }
 
 // Note [The Hadamard transform]
-// A few large elements in a block of 16 leave no codes for the others. So both factors of a
-// weight's gradient are multiplied, 16 by 16 along the contraction, by an orthogonal matrix, which
-// spreads such elements over the block and drops out of the product: (G H)(H' X) = G X. Its entries
-// are 1/4 or -1/4, so it is exact where the sums are. The signs are TransformerEngine's.
+// A few large elements in a block of 16 leave no codes for the others. So both operands of a
+// weight's gradient are multiplied, in groups of 16 along the contraction, by an orthogonal matrix,
+// which spreads such elements over the block and cancels in the product: (G H)(H' X) = G X. Its
+// entries are 1/4 or -1/4, so it is exact if the sums are. The signs are TransformerEngine's.
 
 /// Writes the transform of the columns of `matrix`, 16 rows at a time, in dense rows; their number
 /// is that of whole blocks.

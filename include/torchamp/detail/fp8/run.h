@@ -59,7 +59,7 @@ inline std::string fp8_text(const Fp8Options& options) {
   return text.empty() ? "fp8" : "fp8(" + text + ')';
 }
 
-/// Sets what `word` says: "recipe=rowwise", "strict". False if there is no such option.
+/// Sets the option `word`: "recipe=rowwise", "strict". False for an unknown option.
 inline bool set_fp8_option(std::string_view word, Fp8Options& options) {
   if (word == "round_to_nearest") {
     options.stochastic_rounding = false;
@@ -75,8 +75,8 @@ inline bool set_fp8_option(std::string_view word, Fp8Options& options) {
   return false;
 }
 
-/// The options in a text, separated by white space or commas. Error: one that there is not, or one
-/// given twice.
+/// The options in a text, separated by white space or commas. Errors: an unknown or repeated
+/// option.
 inline Fp8Options parse_fp8_options(std::string_view text) {
   Fp8Options options;
   std::string given = " ";
@@ -100,10 +100,10 @@ inline Fp8Options parse_fp8_options(std::string_view text) {
   return options;
 }
 
-/// What is made of products: what a region with an fp8 rule may call instead of products in fp8.
+/// Ops composed of products, which a region with an fp8 rule may call instead.
 inline constexpr OpFamily fp8_products[] = {ops::matmul, ops::linear, ops::conv, ops::recurrent};
 
-/// Whether a region makes any product in fp8, and what it calls instead.
+/// Whether a region computes any product in fp8, and its calls otherwise.
 class Fp8Usage final : public OpRuleUsage {
  public:
   explicit Fp8Usage(std::shared_ptr<Fp8Usage> outer) : outer_(std::move(outer)) {}
@@ -121,7 +121,7 @@ class Fp8Usage final : public OpRuleUsage {
     }
   }
 
-  /// A product was called that the rule does not reach, or that could not follow it (`why`).
+  /// A product was called that the rule does not name, or that does not support fp8 (`why`).
   void called_instead(std::string op, const std::string& why) {
     if (has_run()) return;
     if (op.starts_with("aten::")) op.erase(0, 6);
@@ -153,7 +153,7 @@ class Fp8Usage final : public OpRuleUsage {
   std::string called_;
 };
 
-/// A call of one of the ops that can be in fp8: result = beta * added + alpha * x w^T.
+/// A call of an op that supports fp8: result = beta * added + alpha * x w^T.
 struct Fp8Call {
   at::Tensor x, w, added;  // `added` may be undefined
   bool w_is_transposed;
@@ -180,7 +180,7 @@ struct Fp8Call {
   int64_t columns() const { return w.size(w_is_transposed ? 1 : 0); }
 };
 
-/// Why products of the recipe cannot be in regions of a dtype on a device; empty if they can.
+/// Why a device cannot compute products of the recipe in regions of a dtype; empty if it can.
 inline std::string_view why_not_fp8_in(const Fp8Options& options, at::DeviceType device,
                                        at::ScalarType dtype) {
   const bool refuses =
@@ -188,14 +188,13 @@ inline std::string_view why_not_fp8_in(const Fp8Options& options, at::DeviceType
   return refuses ? "rowwise products of a GPU are in bf16 only" : "";
 }
 
-/// Whether autocast casts the tensor, and the kernels of fp8 take it.
+/// Whether autocast casts the tensor and fp8's kernels accept it.
 inline bool can_be_in_fp8(const at::Tensor& tensor, at::DeviceType device) {
   const at::ScalarType dtype = tensor.scalar_type();
   return (dtype == at::kFloat || is_16_bit(dtype)) && at::autocast::is_eligible(tensor, device);
 }
 
-/// Whether the tensor fits what is added to a result of `x` and `columns`: from the last dimension
-/// on, its sizes are the result's or 1.
+/// Whether the tensor broadcasts to a result of `x` and `columns`.
 inline bool can_be_added(const at::Tensor& tensor, const at::Tensor& x, int64_t columns) {
   if (tensor.dim() > x.dim()) return false;
   for (int64_t d = 1; d <= tensor.dim(); ++d) {
@@ -205,8 +204,7 @@ inline bool can_be_added(const at::Tensor& tensor, const at::Tensor& x, int64_t 
   return true;
 }
 
-/// Why a call cannot be in fp8; empty if it can. What does not fit together is left to LibTorch,
-/// whose op then says so.
+/// Why a call does not support fp8; empty if it does. LibTorch's op reports mismatched arguments.
 inline std::string why_not_in_fp8(const Fp8Options& options, const Fp8Call& call,
                                   at::DeviceType device, at::ScalarType dtype) {
   if (dtype != at::kHalf && dtype != at::kBFloat16) return "the region is not in 16 bits";
@@ -236,8 +234,8 @@ inline std::string why_not_in_fp8(const Fp8Options& options, const Fp8Call& call
   return {};
 }
 
-/// Runs a call in fp8: takes the arguments off the stack and leaves the result. Where it cannot,
-/// says why, and leaves the stack as it was.
+/// Runs a call in fp8: replaces the arguments on the stack by the result. If not possible, returns
+/// the reason and leaves the stack unchanged.
 inline std::string run_fp8(const Fp8Options& options, const c10::OperatorHandle& op,
                            at::DeviceType device, torch::jit::Stack& stack) {
   const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
@@ -259,7 +257,7 @@ inline std::string run_fp8(const Fp8Options& options, const c10::OperatorHandle&
   return {};
 }
 
-/// Has overlays of a device see all products that may be called instead of those in fp8.
+/// Makes a device's overlays see all products that may be called instead of fp8's.
 inline void install_overlays_of_products(at::DeviceType device) {
   static std::array<std::once_flag, device_count> installed;
   std::call_once(installed[device_index(device, "Policy")], [&] {
@@ -322,7 +320,7 @@ class Fp8Rule final : public OpRule {
   }
 
  private:
-  /// Whether edit `index` of the policy still lies on some overload.
+  /// Whether edit `index` of the policy still applies to an overload.
   static bool is_in_force(const PolicyData& policy, std::size_t index) {
     for (const auto& [op, of_op] : policy.rules) {
       if (of_op.has_cast && of_op.edit == index) return true;
@@ -330,8 +328,8 @@ class Fp8Rule final : public OpRule {
     return policy.has_conditional(index);
   }
 
-  /// Why products cannot be on the device of a type that is current at the first call; empty if
-  /// they can.
+  /// Why the device of a type that is current at the first call does not support products; empty if
+  /// it does.
   const std::string& why_not_on(at::DeviceType device) const {
     OnDevice& known = on_device_[device_index(device, "Policy")];
     std::call_once(known.tried, [&] { known.why_not = why_no_fp8_product(options_, device); });
@@ -347,7 +345,6 @@ class Fp8Rule final : public OpRule {
   mutable std::array<OnDevice, device_count> on_device_;
 };
 
-/// A ParseFp8Rule.
 inline std::shared_ptr<const OpRule> parse_fp8_rule(const std::string& options) {
   return std::make_shared<Fp8Rule>(parse_fp8_options(options));
 }

@@ -34,11 +34,11 @@
 namespace torchamp::detail {
 
 // Note [Atomic files]
-// A file is written under another name in the same folder, flushed to the disk, and renamed, which
-// the system does at once; then the folder is flushed. Whenever the process or the machine stops,
-// the old file or the new one is there, whole. A process that is killed leaves the other file
-// behind. Whoever writes holds a lock on it; so the next writer can tell what is left over and
-// remove it. The new file gets mode and owner of the old one; before, it is its writer's alone.
+// A file is written under another name in the same folder, flushed to the disk, and renamed
+// atomically; then the folder is flushed. Whenever the process or the machine stops, either the old
+// file or the new one is complete. A killed process leaves the other file behind; since writers
+// lock it, the next writer detects and removes it. The new file gets the old one's mode and owner;
+// before that only its writer can access it.
 
 /// An open file descriptor.
 class Descriptor {
@@ -60,7 +60,7 @@ class Descriptor {
   int number_ = -1;
 };
 
-/// A file that takes the place of `path` at commit(), and vanishes without.
+/// A file that replaces `path` at commit(), and is removed without.
 class AtomicFile {
  public:
   /// `call` is the public function that errors name.
@@ -93,8 +93,8 @@ class AtomicFile {
     if (!committed_) ::unlink(partial_.c_str());
   }
 
-  /// Writes all of it. An error is for commit() to throw: LibTorch's writer, which calls this, ends
-  /// the process where its output throws or takes too little.
+  /// Writes all of it. commit() throws errors: LibTorch's writer, which calls this, ends the
+  /// process if its output throws or takes too little.
   std::size_t write(const void* data, std::size_t size) {
     const char* next = static_cast<const char*>(data);
     for (std::size_t left = size; left > 0 && error_ == 0;) {
@@ -119,7 +119,7 @@ class AtomicFile {
     if (::rename(partial_.c_str(), path_.c_str()) != 0) fail("replace", path_);
     committed_ = true;
     const Descriptor folder(::open(this->folder().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-    // Where folders cannot be flushed, the new name reaches the disk when the system sees fit.
+    // Without flushable folders, the new name reaches the disk later.
     if (folder.is_open()) (void)::fsync(folder.number());
     remove_leftovers();
   }
@@ -127,17 +127,17 @@ class AtomicFile {
  private:
   static constexpr const char* marker = ".partial-";
 
-  /// Locks the file. True if another writer, which looked before it was locked, is about to remove
-  /// it or has done so.
+  /// Locks the file. True if another writer, which saw it unlocked, is about to remove it or has
+  /// done so.
   bool is_taken_for_left_over() const {
     struct stat status {};
     if (::flock(file_.number(), LOCK_EX | LOCK_NB) != 0) return errno == EWOULDBLOCK;
     return ::fstat(file_.number(), &status) == 0 && status.st_nlink == 0;
   }
 
-  /// Nobody may do more with the new file than with the old one, which is why its mode comes last.
-  /// The system may not allow to keep the owner. Nor the group: its members then become others, and
-  /// those of another one take their place, so both get only what both had.
+  /// Nobody may get more rights to the new file than to the old one, so its mode is set last. The
+  /// system may not permit keeping the owner or the group: then the group's members become others,
+  /// and members of the new group replace them, so both get only the common rights.
   void keep_access() const {
     mode_t mode = before_.st_mode & 0777;
     [[maybe_unused]] const int owner = ::fchown(file_.number(), before_.st_uid, gid_t(-1));
@@ -153,7 +153,7 @@ class AtomicFile {
     return parent.empty() ? std::filesystem::path(".") : parent;
   }
 
-  /// What killed processes left, which nobody has a lock on.
+  /// Files that killed processes left, which nobody has locked.
   void remove_leftovers() const {
     const std::string prefix = path_.filename().string() + marker;
     std::error_code error;
@@ -186,9 +186,9 @@ class AtomicFile {
   bool committed_ = false;
 };
 
-// LibTorch reads archives through these, partly from C: they return too little rather than throw.
+// LibTorch reads archives through these, partly from C: they return too little instead of throwing.
 
-/// A file that is open, and so the same file at each read, whatever takes its name.
+/// An open file: the same file at each read, even if its name is replaced.
 class FileReader final : public caffe2::serialize::ReadAdapterInterface {
  public:
   /// Throws where there is no such file.
@@ -220,7 +220,7 @@ class FileReader final : public caffe2::serialize::ReadAdapterInterface {
   std::size_t size_ = 0;
 };
 
-/// A stream from its first byte to its last, whichever of its states are exceptions.
+/// A stream from its first byte to its last, also one whose states are exceptions.
 class StreamReader final : public caffe2::serialize::ReadAdapterInterface {
  public:
   explicit StreamReader(std::istream& in) : buffer_(in.rdbuf()) {
@@ -253,9 +253,9 @@ inline void read_all(const ArchiveBytes& from, uint64_t position, void* to, std:
 }
 
 // Note [Sealed archives]
-// A zip file may end with a comment, whose length is in the two bytes before it. A sealed archive
-// is one whose comment is "torchamp-checksum:" and the checksum of all bytes before, in 16
-// hexadecimal digits. Whatever reads zip files reads it.
+// A zip file may end with a comment, whose length is in the two bytes before it. The comment of a
+// sealed archive is "torchamp-checksum:" and the checksum of all bytes before, in 16 hexadecimal
+// digits. All zip readers accept it.
 
 inline constexpr std::string_view seal_name = "torchamp-checksum:";
 inline constexpr std::size_t seal_size = seal_name.size() + 16;
@@ -266,7 +266,7 @@ inline std::string hexadecimal(uint64_t value) {
   return text;
 }
 
-/// Passes an archive on to write(data, size), as it comes in pieces, and seals it.
+/// Passes an archive's data to write(data, size), and seals it.
 template <class Write>
 class SealedWriter {
  public:
@@ -328,14 +328,14 @@ inline void check_seal(const ArchiveBytes& archive) {
               "it is damaged: its bytes are not those that were written.");
 }
 
-/// Throws where an archive of LibTorch's is not as it was written: by its seal, or without one by
-/// the CRCs of the format, see Note [Damaged zip files]. Reads all of it.
+/// Throws if a LibTorch archive was altered: by its seal, or without one by the CRCs of the format,
+/// see Note [Damaged zip files]. Reads all of it.
 inline void check_archive(const ArchiveBytes& archive) {
   if (is_sealed(archive)) return check_seal(archive);
   std::unique_ptr<caffe2::serialize::PyTorchStreamReader> reader;
   const ZipCheck::Inflate inflate = [&](const std::string& name) {
     if (!reader) reader = std::make_unique<caffe2::serialize::PyTorchStreamReader>(archive);
-    // LibTorch's names are without the folder that all records lie in.
+    // LibTorch's names omit the folder of all records.
     const auto [data, size] = reader->getRecord(name.substr(name.find('/') + 1));
     Crc32 crc;
     crc.add(data.get(), size);
@@ -348,12 +348,12 @@ inline void check_archive(const ArchiveBytes& archive) {
 }
 
 // Note [Devices in archives]
-// LibTorch loads a tensor to the device that it was saved from, which this machine may not have.
-// The pickle of an archive has that device's name with each storage, as a string: 'X', the length
-// in four bytes, the text. Any other string of that kind ("cuda:1" as a key, say) is taken for one,
-// too, which does no harm: the tensors then come by way of the host.
+// LibTorch loads a tensor to the device from which it was saved, which this machine may lack. The
+// pickle of an archive has that device's name with each storage, as a string: 'X', the length in
+// four bytes, the text. Another such string (a key "cuda:1", say) is mistaken for one, which is
+// harmless: the tensors are then loaded through the host.
 
-/// Whether a text is the name of a device with an index that this process does not have.
+/// Whether a text names a device with an index that this process lacks.
 inline bool is_missing_device(std::string_view text) {
   const std::size_t colon = text.find(':');
   if (colon == std::string_view::npos) return false;
@@ -370,8 +370,8 @@ inline bool is_missing_device(std::string_view text) {
   return false;
 }
 
-/// The device to load an archive's tensors to: unset for those that they were saved from, the CPU
-/// where one of these is not here. See Note [Devices in archives].
+/// The device for loading an archive's tensors: unset for their saved ones, the CPU if one of these
+/// is missing. See Note [Devices in archives].
 inline std::optional<at::Device> device_for(const ArchiveBytes& archive) {
   caffe2::serialize::PyTorchStreamReader reader(archive);
   if (!reader.hasRecord("data.pkl")) return std::nullopt;

@@ -50,8 +50,8 @@ void write_module(const torch::nn::Module& module, torch::serialize::OutputArchi
   }
 }
 
-/// Calls visit(name, tensor, value) for each parameter and buffer of `module`, with what the
-/// archive holds under its name; undefined if nothing.
+/// Calls visit(name, tensor, value) for each parameter and buffer of `module`, with the archive's
+/// value; undefined if it has none.
 template <class Visit>
 void read_module(const torch::nn::Module& module, torch::serialize::InputArchive& archive,
                  const Visit& visit, const std::string& prefix = "") {
@@ -87,7 +87,7 @@ inline std::set<std::string> keys_that_saving_writes(const torch::nn::Module& mo
   return {keys.begin(), keys.end()};
 }
 
-/// What the archive of a module holds that saving `module` would not write, by dotted names.
+/// The entries of a module's archive that saving `module` would not write, by dotted names.
 inline std::vector<std::string> left_over(const torch::nn::Module& module,
                                           torch::serialize::InputArchive& archive,
                                           const std::string& prefix = "") {
@@ -112,8 +112,8 @@ inline std::vector<std::string> left_over(const torch::nn::Module& module,
   return names;
 }
 
-/// Throws where the archive of a module holds more than `module` takes: layers or weights that the
-/// program's model does not have, and that LibTorch passes over. `archive_name` begins the error.
+/// Throws if a module's archive has more than `module`: layers or weights that the program's model
+/// lacks, which LibTorch ignores. `archive_name` begins the message.
 inline void check_nothing_is_left(const torch::nn::Module& module,
                                   torch::serialize::InputArchive& archive,
                                   const char* archive_name) {
@@ -122,9 +122,9 @@ inline void check_nothing_is_left(const torch::nn::Module& module,
               " has entries that the program's model lacks: ", list_of(names));
 }
 
-/// Each parameter and buffer of `module`, with what the archive holds for it. Throws for one that
-/// is missing, of another shape or cannot be filled, and where the archive holds more. For load()
-/// of `masters`, a class that saves a model.
+/// Each parameter and buffer of `module`, with its value in the archive. Throws for one that is
+/// missing, has another shape or cannot be filled, and if the archive has more. For load() of
+/// `masters`, a class that saves a model.
 inline std::vector<std::pair<at::Tensor, at::Tensor>> read_all(
     const torch::nn::Module& module, torch::serialize::InputArchive& archive,
     const std::string& masters) {
@@ -147,8 +147,8 @@ inline std::vector<std::pair<at::Tensor, at::Tensor>> read_all(
   return read;
 }
 
-/// LBFGS holds tensors that are undefined before they are used, which LibTorch cannot write: the
-/// memory of a step, and all of its state before a first iteration. They are left out.
+/// LBFGS has tensors that are undefined before use, which LibTorch cannot write: the memory of a
+/// step, and all of its state before a first iteration. They are omitted.
 inline void save_lbfgs(torch::optim::LBFGS& optimizer, torch::serialize::OutputArchive& archive) {
   auto& states = optimizer.state();
   std::vector<std::unique_ptr<torch::optim::OptimizerParamState>> kept;
@@ -248,7 +248,7 @@ struct OptimizerShape {
   }
 };
 
-/// Throws where what the archive holds is of another kind, or of other parameter groups.
+/// Throws if the archive's optimizer has another kind, or other parameter groups.
 inline void check_archive_fits(const torch::optim::Optimizer& optimizer,
                                torch::serialize::InputArchive& archive) {
   OptimizerShape held, wanted;
@@ -269,8 +269,8 @@ inline void check_archive_fits(const torch::optim::Optimizer& optimizer,
               "optimizer: it then starts without state.");
 }
 
-/// LibTorch takes over state of any shape, with which the next step fails, and leaves it on the
-/// device that the archive was loaded to.
+/// LibTorch loads state of any shape, with which the next step fails, and leaves it on the
+/// archive's device.
 inline void fit_state(torch::optim::Optimizer& optimizer) {
   std::size_t place = 0;
   for (const auto& group : optimizer.param_groups()) {
@@ -313,7 +313,7 @@ inline void load_optimizer(torch::optim::Optimizer& optimizer,
   }
   fit_state(optimizer);
   if (!dynamic_cast<torch::optim::Adagrad*>(&optimizer)) return;
-  // It makes its states when it is made, and steps without a look.
+  // It creates its states at construction, and steps without a check.
   for (const auto& group : optimizer.param_groups()) {
     const auto& options = static_cast<const torch::optim::AdagradOptions&>(group.options());
     for (const at::Tensor& parameter : group.params()) {
@@ -327,7 +327,8 @@ inline void load_optimizer(torch::optim::Optimizer& optimizer,
   }
 }
 
-/// What brings back the tensors and options that an optimizer of LibTorch's kind has now.
+/// Returns a function that restores the present tensors and options of an optimizer of LibTorch's
+/// kind.
 inline std::function<void()> hold_optimizer(torch::optim::Optimizer& optimizer) {
   using State = std::shared_ptr<torch::optim::OptimizerParamState>;
   std::vector<std::pair<void*, State>> states;

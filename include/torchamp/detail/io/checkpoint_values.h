@@ -37,7 +37,7 @@ namespace torchamp::detail {
 template <class T>
 inline constexpr bool is_integer = std::is_integral_v<T> && !std::is_same_v<T, bool>;
 
-/// `tensor`, or a copy of it where its storage holds more, all of which an archive would write.
+/// `tensor`, or a copy if its storage is larger, since an archive would write all of it.
 inline at::Tensor without_neighbours(const at::Tensor& tensor) {
   const bool alone = tensor.layout() != at::kStrided || !tensor.has_storage() ||
                      tensor.storage().nbytes() <= tensor.nbytes();
@@ -130,9 +130,9 @@ T floating_point_of(const c10::IValue& value) {
   return narrow;
 }
 
-/// What takes the value over: nothing has changed before it is called. Throws for a value that `to`
-/// cannot hold; a float may be rounded. A tensor that has a shape is filled where it is, on its own
-/// device.
+/// Returns a function that loads the value; until it is called nothing changes. Throws for a value
+/// that `to` cannot represent; a float may be rounded. A tensor with a shape is filled in place, on
+/// its own device.
 template <class T>
 void from_ivalue(const c10::IValue& value, T& to, int64_t version) {
   if constexpr (std::is_same_v<T, at::Tensor>) {
@@ -161,7 +161,7 @@ void from_ivalue(const c10::IValue& value, T& to, int64_t version) {
   }
 }
 
-/// What gives `value` back what it is now, to a tensor in its place.
+/// Returns a function that restores `value`, a tensor in place.
 template <class T>
 std::function<void()> undo_of(T& value) {
   if constexpr (std::is_same_v<T, at::Tensor>) {
@@ -178,10 +178,10 @@ std::function<void()> undo_of(T& value) {
   }
 }
 
-/// The tensors of a module, and where their values lie. LibTorch's load() puts others there, of the
-/// file's device: views, flat buffers and captured graphs would be left with the old values. It
-/// also has the next backward make other nodes that accumulate gradients, without the hooks by
-/// which DistributedDataParallel averages them.
+/// The tensors of a module, and their memory. LibTorch's load() replaces them by the file's, on its
+/// device: views, flat buffers and captured graphs would keep the old values, and the next backward
+/// would create new accumulation nodes, without the hooks by which DistributedDataParallel averages
+/// gradients.
 class WeightsInPlace {
  public:
   explicit WeightsInPlace(const torch::nn::Module& module) {
@@ -196,7 +196,7 @@ class WeightsInPlace {
     }
   }
 
-  /// Copies the values to where they lay. Call with gradients off.
+  /// Copies the values into the original memory. Call with gradients off.
   void take_back() {
     for (const auto& [tensor, memory, accumulator] : weights_) {
       if (tensor.layout() != at::kStrided || !tensor.has_storage()) continue;
@@ -209,7 +209,7 @@ class WeightsInPlace {
   }
 
  private:
-  // LibTorch's pointers to nodes are of the standard, newer ones of its own.
+  // Older LibTorch uses std::shared_ptr for nodes, newer its own pointers.
   using Accumulator =
       decltype(torch::autograd::impl::try_get_grad_accumulator(std::declval<const at::Tensor&>()));
   template <class Node>
@@ -228,7 +228,7 @@ class WeightsInPlace {
   std::vector<Weight> weights_;
 };
 
-/// What brings back the values of a module's tensors, which it keeps on the host.
+/// Returns a function that restores a module's tensors from copies on the host.
 inline std::function<void()> hold_module(const torch::nn::Module& module) {
   WriteBack held;
   for (const auto& tensors : {module.parameters(), module.buffers()}) {

@@ -18,14 +18,13 @@ namespace torchamp::detail {
 
 // Note [Reading a pickle]
 //
-// A checkpoint of Python's is a program for a small stack machine. Of what it makes, only dicts
-// with text for keys, numbers, booleans and None are of interest here. All else (tensors, lists,
-// objects of any class) becomes one opaque value that is put where the object would stand: nothing
-// is imported, called or loaded. Values lie in a table and refer to each other by index, so that
-// neither a cycle nor a deep nest in a hostile file does harm; there is at most one value for each
-// byte read.
+// A Python checkpoint is a program for a small stack machine. Of its results, only dicts with text
+// keys, numbers, booleans and None matter here. All else (tensors, lists, objects of any class)
+// becomes one opaque value: nothing is imported, called or loaded. Values are in a table and refer
+// to each other by index, so neither cycles nor deep nesting in a hostile file do harm; there is at
+// most one value per byte.
 
-/// Protocols 2 to 5, as torch.save writes them. Throws c10::Error for what is no pickle.
+/// Protocols 2 to 5, as torch.save writes them. Throws c10::Error for anything else.
 class PickleReader {
  public:
   enum class Kind : uint8_t { opaque, none, boolean, integer, number, text, dict, mark, dict_type };
@@ -116,7 +115,7 @@ class PickleReader {
     if (stack_.empty()) fail("its stack runs empty");
     return values_[stack_.back()];
   }
-  /// All above the last mark, which goes too.
+  /// Everything above the last mark, which is removed, too.
   std::vector<Index> pop_to_mark() {
     std::size_t mark = stack_.size();
     while (mark > 0 && values_[stack_[mark - 1]].kind != Kind::mark) --mark;
@@ -176,7 +175,6 @@ class PickleReader {
         top();
         stack_.push_back(stack_.back());
         return;
-      // Numbers and the like
       case 'N':
         return push({.kind = Kind::none});
       case 0x88:
@@ -194,7 +192,6 @@ class PickleReader {
         return push_long(unsigned_of(4));
       case 'G':
         return push({.kind = Kind::number, .number = big_endian_double()});
-      // Text and bytes
       case 'X':
         return push_text(unsigned_of(4));
       case 0x8c:  // SHORT_BINUNICODE
@@ -213,7 +210,6 @@ class PickleReader {
       case 0x96:  // BYTEARRAY8
         take(unsigned_of(8));
         return push_opaque();
-      // Containers
       case '}':
         return push({.kind = Kind::dict});
       case 'd': {
@@ -252,7 +248,6 @@ class PickleReader {
         pop_to_mark();
         top();
         return;
-      // The memo
       case 'q':
         return remember(unsigned_of(1));
       case 'r':
@@ -263,7 +258,6 @@ class PickleReader {
         return recall(unsigned_of(1));
       case 'j':
         return recall(unsigned_of(4));
-      // Objects
       case 'c': {
         const std::string_view module = line();
         return push_class(module, line());

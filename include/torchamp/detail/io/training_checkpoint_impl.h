@@ -32,21 +32,20 @@ namespace TORCHAMP_NAMESPACE {
 
 // Note [The file of a TrainingCheckpoint]
 // A LibTorch archive with "torchamp_checkpoint", the version of this layout; "id", a random number;
-// "shared", an archive with one archive for each object that was added; "processes"; and
-// "local_0", "local_1", …, each an archive of its own as bytes, with the random states under "rng"
-// and one archive for each object that was added as local. It is sealed, see Note [Sealed
-// archives]; files of version 1 are not.
+// "shared", an archive with one archive per added object; "processes"; and "local_0", "local_1", …,
+// each an archive as bytes, with the random states under "rng" and one archive per object of
+// add_local(). It is sealed, see Note [Sealed archives]; files of version 1 are not.
 
 namespace detail {
 
 inline constexpr int64_t training_checkpoint_version = 2;
 
-/// LibTorch writes an archive with a key such as "class", and then cannot read it.
+/// LibTorch writes, but cannot read, an archive with a key such as "class".
 inline std::string archive_key(const std::string& name) {
   return "object:" + name;
 }
 
-/// Runs `body`; what it throws becomes a c10::Error that starts with where().
+/// Runs `body`; its exceptions become c10::Errors that begin with where().
 template <class Where, class Body>
 void rethrow_with(const Where& where, const Body& body) {
   try {
@@ -85,7 +84,7 @@ inline std::function<void()> keep_optimizer(torch::optim::Optimizer& optimizer) 
   };
 }
 
-/// The one thing that changes in a StepLR, which LibTorch shows to derived classes alone.
+/// The only changing state of a StepLR, which LibTorch shows only to derived classes.
 inline unsigned& step_count_of(torch::optim::LRScheduler& scheduler, const std::string& name) {
   TORCH_CHECK_TYPE(
       typeid(scheduler) == typeid(torch::optim::StepLR), "TrainingCheckpoint::add: '", name,
@@ -98,7 +97,7 @@ inline unsigned& step_count_of(torch::optim::LRScheduler& scheduler, const std::
   return Access::of(scheduler);
 }
 
-/// Empty for an optimizer of the program's own whose options do not tell.
+/// Empty for the program's own optimizer with unknown options.
 inline std::vector<double> rates_of(const torch::optim::Optimizer& optimizer) {
   std::vector<double> rates;
   try {
@@ -109,7 +108,7 @@ inline std::vector<double> rates_of(const torch::optim::Optimizer& optimizer) {
   return rates;
 }
 
-/// The rates in its optimizer, which LibTorch shows to derived classes alone.
+/// The rates in its optimizer, which LibTorch shows only to derived classes.
 inline std::vector<double> rates_of(const torch::optim::LRScheduler& scheduler) {
   struct Access : torch::optim::LRScheduler {
     static std::vector<double> of(const LRScheduler& any) {
@@ -121,7 +120,7 @@ inline std::vector<double> rates_of(const torch::optim::LRScheduler& scheduler) 
 
 }  // namespace detail
 
-/// LibTorch does not tell which optimizer a scheduler is of: one that was added has its rates.
+/// LibTorch does not reveal a scheduler's optimizer: an added one has its rates.
 inline void TrainingCheckpoint::check_schedulers(const char* call) const {
   const auto lists = {&shared_, &local_};
   std::set<std::vector<double>> known;
@@ -155,7 +154,7 @@ inline void TrainingCheckpoint::add_entry(std::vector<Entry>& entries, Entry ent
   entries.push_back(std::move(entry));
 }
 
-/// LibTorch takes the bytes of a file for the dtype of the model that it loads.
+/// LibTorch interprets a file's bytes in the dtype of the model that it loads.
 inline void TrainingCheckpoint::load_module(torch::nn::Module& module,
                                             torch::serialize::InputArchive& archive) {
   std::vector<std::string> missing;
@@ -192,7 +191,7 @@ inline void TrainingCheckpoint::write(torch::serialize::OutputArchive& archive,
   }
 }
 
-/// Notes in `undo` how to bring back what the entry is now.
+/// Adds to `undo` how to restore the entry's present value.
 inline void TrainingCheckpoint::load_entry(const Entry& entry,
                                            torch::serialize::InputArchive& archive, int64_t version,
                                            Undo& undo) {

@@ -18,14 +18,13 @@
 namespace torchamp::detail {
 
 // Note [Damaged zip files]
-// LibTorch's archives are zip files, and its reader does not look at the CRC that each record has:
-// what is damaged within a record loads. ZipCheck reads the file's structure by itself. Records,
-// their headers and the directory must lie one behind the other without a gap from the first byte
-// to the last; what the format says twice, in a header and in the directory, must be the same; and
-// each record must have its CRC. What is left is padding, comments, bits at the ends of compressed
-// records that change nothing, and fields without a meaning here of files that other tools have
-// packed again. Python can be told to write no CRC, which then
-// is 0 in all of a file's records: of such a file the structure is checked alone.
+// LibTorch's archives are zip files, but its reader ignores the CRCs of the records, so damage
+// within a record goes unnoticed. ZipCheck reads the file's structure itself. Records, their
+// headers and the directory must follow each other without a gap from the first byte to the last;
+// header and directory must agree; and each record must have its CRC. Not checked are padding,
+// comments, ineffective bits at the ends of compressed records, and, in files repacked by other
+// tools, fields without a meaning here. Python can write 0 for all CRCs of a file: then only the
+// structure is checked.
 
 class ZipCheck {
  public:
@@ -34,7 +33,7 @@ class ZipCheck {
   /// The CRC of a compressed record, uncompressed.
   using Inflate = std::function<uint32_t(const std::string& name)>;
 
-  /// Throws c10::Error unless the `size` bytes are a zip file as it was written.
+  /// Throws c10::Error unless the `size` bytes are an unaltered zip file.
   static void check(uint64_t size, const Read& read, const Inflate& inflate) {
     ZipCheck zip(size, read);
     zip.read_end();
@@ -156,7 +155,7 @@ class ZipCheck {
                     .attributes = number(rest, 36, 6)};
       widen(record, rest.substr(length + name, extra));
       at += length + name + extra + comment;
-      // What has no meaning here is the same in all records of LibTorch's.
+      // Fields without a meaning here are equal in all records of LibTorch's.
       const Record& first = all_.empty() ? record : all_.front();
       expect(record.made_by == first.made_by &&
                  (record.made_by != 0 || (record.attributes == first.attributes && comment == 0)),
@@ -227,7 +226,7 @@ class ZipCheck {
     }
   }
 
-  /// What follows the data, up to the next record: the CRC and the sizes once more.
+  /// The trailer of a record: CRC and sizes again.
   void check_descriptor(const Record& record, bool described, uint64_t limit) const {
     const uint64_t end = record.data + record.packed;
     uint64_t left = limit - end;

@@ -130,7 +130,6 @@ inline void unhook_main_gradient(const at::Tensor& weight) {
 
 // Operations of MasterWeights on weights, apart from steps; mostly for split ones.
 
-/// Writes both halves of `value`.
 inline void write_split(const at::Tensor& value, const at::Tensor& high, const at::Tensor& low) {
   if (value.numel() == 0) return;
   at::Tensor wide = value;
@@ -152,8 +151,6 @@ inline at::Tensor widened(const at::Tensor& weight, const at::Tensor& gradient,
   copies.add(wide, gradient);
   return wide;
 }
-
-// ---- Weights that are split and no longer split -------------------------------------------------
 
 inline bool can_be_split(const at::Tensor& parameter) {
   return weight_meta_of(parameter) || !parameter.unsafeGetTensorImpl()->get_backend_meta();

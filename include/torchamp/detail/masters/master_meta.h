@@ -75,7 +75,6 @@ inline std::shared_ptr<UnsentGradients> unsent_of(const torch::optim::Optimizer&
 /// A region in which backward leaves gradients local.
 class NoSync {
  public:
-  /// With `enabled` false, one that changes nothing.
   explicit NoSync(bool& syncs, bool enabled = true) : syncs_(syncs), before_(syncs) {
     if (enabled) syncs = false;
   }

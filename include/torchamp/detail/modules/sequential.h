@@ -24,17 +24,17 @@
 namespace torchamp::detail {
 
 // Note [Entries of a Sequential]
-// torch::nn::Sequential calls its modules through torch::nn::AnyModule, which calls them through a
-// virtual function of torch::nn::AnyModuleHolder. So an entry of a Sequential can be put under a
-// policy from outside: it is replaced by an AnyModule that holds the former one and calls it in a
-// ForwardScope. Only the way to the module changes. The module itself stays the one registered with
-// the Sequential: its name, parameters and place in a checkpoint do, and so do Sequential::ptr(i)
-// and operator[]. AnyModule::get and Sequential::at, which ask for the exact type that an AnyModule
-// was made with, fail with LibTorch's error for a wrong type.
+// torch::nn::Sequential calls its modules through torch::nn::AnyModule, that is, a virtual function
+// of torch::nn::AnyModuleHolder. So a policy can be put around an entry of a Sequential from
+// outside: the entry is replaced by an AnyModule that holds the old one and calls it in a
+// ForwardScope. The module stays registered with the Sequential: its name, parameters and place in
+// a checkpoint are unchanged, as are Sequential::ptr(i) and operator[]. AnyModule::get and
+// Sequential::at, which require the exact type of an AnyModule, fail with LibTorch's error for a
+// wrong type.
 //
-// A clone has no policy, so it gets back the entry that was replaced: the AnyModulePlaceholder that
-// an AnyModule holds. AnyModule has no access to it. A template argument of an explicit
-// instantiation may name a private member, and a friend function can give it away.
+// A clone has no policy, so it gets the replaced entry back: the AnyModulePlaceholder of an
+// AnyModule, to which AnyModule gives no access. But a template argument of an explicit
+// instantiation may name a private member, and a friend function can expose it.
 
 using AnyModuleContent = std::unique_ptr<torch::nn::AnyModulePlaceholder> torch::nn::AnyModule::*;
 inline AnyModuleContent any_module_content();
@@ -44,7 +44,7 @@ struct AnyModuleContentOf {
 };
 template struct AnyModuleContentOf<&torch::nn::AnyModule::content_>;
 
-/// What stands in for an entry of a Sequential.
+/// The replacement of an entry of a Sequential.
 class PolicyEntry : public torch::nn::Module {
  public:
   PolicyEntry(torch::nn::AnyModule module, std::shared_ptr<const ModulePolicy> policy)
@@ -57,7 +57,7 @@ class PolicyEntry : public torch::nn::Module {
     return call<0>(arguments);
   }
 
-  /// Never called: AnyModule finds the arguments' types in it.
+  /// Never called: AnyModule derives the arguments' types from it.
   int forward(int unused) { return unused; }
 
  private:
@@ -83,7 +83,7 @@ class PolicyEntry : public torch::nn::Module {
 
 }  // namespace torchamp::detail
 
-/// How torch::nn::AnyModule holds a PolicyEntry: as the module that it stands in for.
+/// Holds a PolicyEntry in a torch::nn::AnyModule as the module that it replaces.
 template <>
 struct torch::nn::AnyModuleHolder<torchamp::detail::PolicyEntry, int> final
     : torch::nn::AnyModulePlaceholder {
@@ -110,7 +110,7 @@ struct torch::nn::AnyModuleHolder<torchamp::detail::PolicyEntry, int> final
 
 namespace torchamp::detail {
 
-/// A module of a model, and where its forward can be put under a policy.
+/// A module of a model, and the place for a policy around its forward.
 struct ForwardSite {
   torch::nn::Module* module;
   std::string name;                            // the first, if it is registered more than once
@@ -119,7 +119,7 @@ struct ForwardSite {
   torch::nn::SequentialImpl* sequential;       // it is one: its entries are reached
   std::size_t names;                           // how many it has
 
-  /// Whether something other than a Sequential may call it.
+  /// Whether anything but a Sequential may call it.
   bool may_be_called_directly() const { return names > entries.size(); }
 
   bool reachable() const { return holder != nullptr || !entries.empty() || sequential != nullptr; }
@@ -130,7 +130,7 @@ struct ForwardSite {
            dynamic_cast<torch::nn::ModuleDictImpl*>(module) != nullptr;
   }
 
-  /// Gives the module a policy, or, with a null one, takes its policy away.
+  /// Sets the module's policy, or removes it (null).
   void put(const std::shared_ptr<const PolicyData>& policy) const {
     if (holder != nullptr) {
       holder->set_module_policy(std::make_shared<const ModulePolicy>(ModulePolicy{name, policy}));

@@ -26,13 +26,14 @@
 
 namespace torchamp::detail {
 
-/// What a ModulePolicies gave a module: its dotted name in the model, and a policy or none.
+/// The data that a ModulePolicies sets at a module: its dotted name in the model, and a policy or
+/// none.
 struct ModulePolicy {
   std::string name;
   std::shared_ptr<const PolicyData> policy;
 };
 
-/// Whether two edits are known to be the same. Predicates cannot be compared.
+/// Whether two edits are known to be equal. Predicates cannot be compared.
 inline bool is_same(const Edit& a, const Edit& b) {
   return a.cast == b.cast && a.names == b.names && a.family == b.family &&
          a.when.dtype == b.when.dtype && !a.when.predicate && !b.when.predicate &&
@@ -47,7 +48,7 @@ inline bool is_same(const PolicyData& one, const PolicyData& other) {
                      [](const Edit& a, const Edit& b) { return is_same(a, b); }));
 }
 
-/// The calling thread's state with `policy` in force, on the devices where autocast is on.
+/// The calling thread's state with `policy` set, on the devices with autocast on.
 inline std::shared_ptr<const ThreadPolicy> thread_policy_with(
     const std::shared_ptr<const PolicyData>& policy) {
   auto inner = copy_of(thread_policy());
@@ -66,8 +67,8 @@ inline std::shared_ptr<const ThreadPolicy> thread_policy_with(
   return inner;
 }
 
-/// The forward of a module: under the module's policy, and a user scope of its name for whoever
-/// records (LibTorch's profiler, CastRecorder).
+/// Scope of a module's forward: its policy, and a user scope of its name for recorders (LibTorch's
+/// profiler, CastRecorder).
 class ForwardScope {
  public:
   explicit ForwardScope(const ModulePolicy* module) : policy_(policy_of(module)) {
@@ -90,7 +91,7 @@ class ForwardScope {
   std::optional<at::RecordFunction> record_;
 };
 
-/// A module whose forward can be put under a policy.
+/// A module that accepts a policy around its forward.
 class PolicyHolder {
  public:
   virtual ~PolicyHolder() = default;
@@ -105,14 +106,14 @@ class PolicyHolder {
   std::shared_ptr<const ModulePolicy> policy_;
 };
 
-/// What both forms of WithPolicyImpl have in common.
+/// The common part of both forms of WithPolicyImpl.
 template <class Self, class Module>
 class PolicyModule : public Module, public PolicyHolder {
  public:
   using Module::Module;
   using PlainPrint = decltype(&torch::nn::Module::pretty_print);
 
-  /// A module that does not say how it prints is printed by its name, which is Module's.
+  /// By default a module prints its name, which is Module's.
   void pretty_print(std::ostream& stream) const override {
     if constexpr (std::same_as<decltype(&Module::pretty_print), PlainPrint>) {
       stream << c10::demangle(typeid(Module).name());
@@ -147,8 +148,8 @@ constexpr bool callable_without_last(std::index_sequence<I...>) {
   return CallableWith<Module, std::tuple_element_t<I, Arguments>...>;
 }
 
-/// The type of &Module::forward, if there is one forward and all its arguments must be given; else
-/// void.
+/// The type of &Module::forward, if there is exactly one forward, without default arguments;
+/// otherwise void.
 template <class Module>
 struct ForwardOf {
   using type = void;
@@ -174,8 +175,8 @@ struct ForwardOf<Module> {
   using type = decltype(forward_type<Module>(&Module::forward));
 };
 
-/// `Module` with a forward that runs under the policy that the module was given. In general forward
-/// is a template, so that default arguments and overloads stay as they are.
+/// `Module` with a forward under the module's policy. In general a template, so default arguments
+/// and overloads are preserved.
 template <class Module, class Forward = typename ForwardOf<Module>::type>
 class WithPolicyImpl : public PolicyModule<WithPolicyImpl<Module, Forward>, Module> {
  public:
@@ -188,8 +189,8 @@ class WithPolicyImpl : public PolicyModule<WithPolicyImpl<Module, Forward>, Modu
   }
 };
 
-/// The same for a module with one forward: it keeps its signature, which torch::nn::AnyModule asks
-/// for.
+/// The same for a module with one forward: keeps its signature, which torch::nn::AnyModule
+/// requires.
 template <class Module, class Class, class Result, class... Arguments>
 class WithPolicyImpl<Module, Result (Class::*)(Arguments...)>
     : public PolicyModule<WithPolicyImpl<Module, Result (Class::*)(Arguments...)>, Module> {

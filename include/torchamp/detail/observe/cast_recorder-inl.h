@@ -36,11 +36,11 @@
 namespace torchamp::detail {
 
 // Note [What a cast recording sees]
-// LibTorch tells a recording of every call through its dispatcher, with arguments and results;
-// calls that an op makes itself are nested in it. A redispatch is not a call: a kernel of autograd,
-// or an overlay of ours, is part of the op. LibTorch's own autocast kernels call their op again,
-// which is nested in the first call. So what the program calls are the calls that no other op
-// makes, and each of them counts once, by the dtype of its result.
+// LibTorch reports every call through its dispatcher to a recording, with arguments and results;
+// calls made by an op are nested in it. A redispatch is not a call: a kernel of autograd, or an
+// overlay of ours, is part of the op. LibTorch's own autocast kernels call their op again, nested
+// in the first call. So the program's calls are those that no other op makes; each counts once, by
+// the dtype of its result.
 //
 // A cast is a call of aten::_to_copy that changes the dtype. It is autocast's if
 //  - it comes before any other call that its op makes,
@@ -57,14 +57,14 @@ struct DtypeChange {
   DtypeChange reversed() const { return {to, from}; }
   bool operator==(const DtypeChange&) const = default;
 
-  /// What a cast of so many elements reads and writes.
+  /// The bytes that a cast of so many elements reads and writes.
   int64_t bytes(int64_t elements) const {
     return elements * static_cast<int64_t>(c10::elementSize(from) + c10::elementSize(to));
   }
 };
 
 struct CastCall final : RecordedCall<CastCall> {
-  /// A floating-point tensor that the op takes.
+  /// A floating-point argument of the op.
   struct Argument {
     const c10::TensorImpl* tensor;
     const c10::StorageImpl* storage;  // null if it has none
@@ -78,7 +78,7 @@ struct CastCall final : RecordedCall<CastCall> {
   bool comes_first = false;   // its caller had not
   int casts_made = 0;         // for this op and not for the ops that it calls
 
-  // Of the outermost op that it is part of.
+  // Of the outermost op around it.
   CastCall* root = nullptr;
   struct CastMade {
     DtypeChange change;
@@ -92,8 +92,8 @@ struct CastCall final : RecordedCall<CastCall> {
   std::optional<std::string> fp8;  // under the rule fp8: empty, or why it was not followed
   std::optional<DtypeChange> origin;
 
-  /// Whether a promotion to fp32 is due to only some of the arguments: 16-bit ones are there too.
-  /// Tensors with dimensions decide over those without, except where autocast itself promotes.
+  /// Whether only some arguments cause a promotion to fp32, since others are 16-bit. Tensors with
+  /// dimensions take precedence over those without, except where autocast itself promotes.
   bool has_16_bit_and_fp32(bool all_decide) const {
     const bool dims = std::ranges::any_of(arguments, &Argument::has_dims);
     bool narrow = false;
@@ -107,7 +107,7 @@ struct CastCall final : RecordedCall<CastCall> {
   }
 };
 
-/// What a CastRecorder counts.
+/// The counts of a CastRecorder.
 class CastRecording final : public Recording<CastCall> {
  public:
   explicit CastRecording(const NamedParameters& parameters) : Recording(parameters) {}
@@ -284,7 +284,6 @@ inline bool used_fp8(const CastReport::Row& row) {
   return row.fp8 != 0 || !row.not_fp8.empty();
 }
 
-/// The members of a row's JSON object that are numbers.
 inline std::string json_numbers(const CastReport::Row& row) {
   std::ostringstream out = classic_stream();
   const auto object = [&](const auto& numbers, const auto& name_of) {

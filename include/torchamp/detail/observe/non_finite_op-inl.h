@@ -38,27 +38,26 @@ namespace torchamp::detail {
 
 // Note [Who made the first inf]
 //
-// LibTorch tells a callback when an op begins, with its inputs, and when it ends, with its outputs;
-// likewise for the nodes of the backward pass, with the sequence number by which an op and its node
-// find each other. An op is to blame if a tensor that it returns is not finite while all that it
-// took was. That alone would blame a mask of -inf and memory that nobody has written yet. So what
-// is not finite by intention, from an op that takes an infinite number as an argument or that makes
-// an empty tensor, is remembered by its storage, and what is made of it is not blamed at once. What
-// an op overwrites without reading it, such as the gradients that zero_grad() fills with zeros, is
-// none of its inputs.
+// LibTorch reports the beginning of each op, with its inputs, and its end, with its outputs, to a
+// callback; likewise for nodes of the backward pass, with the sequence number that links an op and
+// its node. An op is to blame if it returns a tensor that is not finite from finite inputs. That
+// rule alone would blame a mask of -inf and unwritten memory. So tensors that are not finite on
+// purpose (from an op with an infinite number as argument, or one that makes an empty tensor) are
+// remembered by storage, and results computed from them are not blamed at once. Tensors that an op
+// overwrites without reading, such as gradients that zero_grad() zeroes, do not count as inputs.
 //
-// What came in from outside, or was saved by the inside of an op, may be a mask or bad data: the
-// op that takes it first is a suspect. So is one that makes NaNs, or in backward anything, of infs
-// that the program asked for. What is made of a suspect's tensors is followed: a softmax makes
-// finite numbers of a mask, and there it ends. A suspect is to blame if something is left of it: a
-// gradient, or without a backward pass any result that no op made something else of.
+// A tensor from outside, or saved inside an op, may be a mask or bad data: the op that reads it
+// first is a suspect. So is an op that makes NaNs (in backward, anything not finite) from infs that
+// the program asked for. The results computed from a suspect's tensors are followed: a softmax
+// turns a mask into finite numbers, which ends it. A suspect is to blame if something remains: a
+// gradient, or without a backward pass any result that no op has used.
 
 /// `zero_` of `aten::zero_.overload`.
 inline std::string_view short_name(std::string_view name) {
   name.remove_prefix(name.find("::") + 2);
   return name.substr(0, name.find('.'));
 }
-/// Ops whose first argument comes out with other values, whatever it held.
+/// Ops that overwrite their first argument without reading it.
 inline bool overwrites_first(std::string_view op) {
   static constexpr std::array<std::string_view, 14> ops{
       "bernoulli_",     "cauchy_",        "copy_",   "exponential_", "fill_",
@@ -66,7 +65,7 @@ inline bool overwrites_first(std::string_view op) {
       "_foreach_copy_", "_foreach_zero_", "zero_",   "resize_as_"};
   return std::ranges::find(ops, op) != ops.end();
 }
-/// Whether an op looks at an argument's shape and dtype only, as `zeros_like` does.
+/// Whether an op reads only an argument's shape and dtype, as `zeros_like` does.
 inline bool ignores_values(std::string_view name, std::size_t argument) {
   const std::string_view op = short_name(name);
   if (argument == 0 && overwrites_first(op)) return true;
@@ -79,7 +78,7 @@ inline bool only_arranges(std::string_view op) {
   return op == "detach_" || op == "requires_grad_" || op == "set_" || op == "resize_";
 }
 
-/// Whether `dtype` packs two numbers into an element, which LibTorch cannot look at.
+/// Whether `dtype` packs two numbers into an element, which LibTorch cannot examine.
 constexpr bool is_packed(at::ScalarType dtype) {
 #if TORCHAMP_LIBTORCH >= 208
   return dtype == at::ScalarType::Float4_e2m1fn_x2;
@@ -88,8 +87,7 @@ constexpr bool is_packed(at::ScalarType dtype) {
 #endif
 }
 
-/// The numbers that a tensor holds, where there are any that LibTorch can look at; else
-/// undefined.
+/// The elements of a tensor that LibTorch can examine; otherwise undefined.
 inline at::Tensor values_of(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.is_meta() || tensor.is_nested()) return {};
   if (!tensor.is_floating_point() && !tensor.is_complex()) return {};
@@ -127,12 +125,12 @@ struct NonFiniteCall final : RecordedCall<NonFiniteCall> {
   std::vector<at::Tensor> written;              // by an op that returns nothing
 };
 
-/// Looks at the ops of one run.
+/// Examines the ops of one run.
 class NonFiniteSearch final : public Recording<NonFiniteCall> {
  public:
   explicit NonFiniteSearch(const NamedParameters& named) : Recording(named), named_(named) {}
 
-  /// The op that made infs or NaNs of finite numbers, or else the first suspect that is to blame.
+  /// The op that made infs or NaNs from finite numbers, or else the first suspect to blame.
   std::optional<NonFiniteOp> found() const {
     const std::scoped_lock lock(mutex_);
     if (found_) return found_;
@@ -147,7 +145,7 @@ class NonFiniteSearch final : public Recording<NonFiniteCall> {
  private:
   using Call = NonFiniteCall;
 
-  /// What is known of a tensor that is not finite.
+  /// The data about a tensor that is not finite.
   struct Mark {
     bool is_anything = false;
     std::optional<std::size_t> suspect{};
@@ -213,8 +211,8 @@ class NonFiniteSearch final : public Recording<NonFiniteCall> {
       }
       if (!ignores_values(op, i) && !argument.is_out()) for_each_tensor_of(inputs[i], look);
     }
-    // The node that carries this number is made by the last op that began with it on its thread,
-    // in the backward pass too: it may run a function again.
+    // The node with this number belongs to the last op that began with it on its thread, also in
+    // the backward pass, which may run a function again.
     if (call.seqNr() >= 0) {
       by_sequence_[{at::RecordFunction::currentThreadId(), call.seqNr()}] = {op, begun.parameters};
     }
@@ -248,7 +246,7 @@ class NonFiniteSearch final : public Recording<NonFiniteCall> {
     ++ops_;
   }
 
-  /// Something else has been made of inputs, unless the op gave them back.
+  /// The inputs were used, unless the op returned them.
   void end_what_is_left(const std::vector<const c10::StorageImpl*>& inputs,
                         const std::vector<at::Tensor>& outputs) {
     for (const c10::StorageImpl* const input : inputs) {
@@ -260,7 +258,7 @@ class NonFiniteSearch final : public Recording<NonFiniteCall> {
     }
   }
 
-  /// Marks an output that is not finite, as was an input, or as it was asked for.
+  /// Marks an output that is not finite, like an input or on purpose.
   void mark(const at::Tensor& output, Call& begun) {
     const bool is_anything = begun.gives_anything || begun.takes_anything;
     if (!begun.suspect && !is_anything && !begun.asks_for_it &&

@@ -19,35 +19,34 @@
 namespace torchamp::detail {
 
 // Note [Slots of observers]
-// LibTorch calls a plain function for each op, without a pointer to who is interested. So there is
-// a function per slot of a small table, and the table leads to the observer. A thread may call the
-// function after the observation has ended, when the slot is empty or another's: it has taken over
-// an old state of the observed thread, or is that thread and another one has ended the observation.
-// So an observer is told only of what runs on threads that have its own callback, by LibTorch's
-// number of it.
+// LibTorch calls a plain function for each op, without user data. So each slot of a small table has
+// a function, which finds its observer there. A thread may call the function after the observation
+// has ended, when the slot is empty or reused: it has an old state of the observed thread, or is
+// that thread and another one has ended the observation. So an observer gets only the calls of
+// threads with its own callback, by LibTorch's number of it.
 //
 // Note [Callbacks at a program's end]
-// LibTorch keeps a thread's callbacks in a thread_local object. Static objects are destroyed after
-// those of the main thread, and must not touch it: what it pointed to is freed.
+// LibTorch stores a thread's callbacks in a thread_local object. Static objects are destroyed after
+// those of the main thread, and must not touch it: its target is freed.
 
-/// Is told of calls, from any thread.
+/// Receives calls, from any thread.
 class Observer {
  public:
-  /// What is kept of a call from its begin to its end.
+  /// The data of a call from its beginning to its end.
   struct Call : at::ObserverContext {
     std::shared_ptr<Observer> observer;
   };
 
   virtual ~Observer() = default;
 
-  /// An op, a node of the backward pass or a user scope begins. Null if its end does not matter.
+  /// An op, a node of the backward pass or a user scope begins. Returns null if its end does not
+  /// matter.
   virtual std::unique_ptr<Call> begin(const at::RecordFunction& call) = 0;
 
   /// It ends, on the same thread; without outputs if it threw.
   virtual void end(const at::RecordFunction& call, Call& begun) = 0;
 };
 
-/// The observers of the process.
 class ObserverTable {
  public:
   static constexpr std::size_t size = 32;
@@ -58,7 +57,7 @@ class ObserverTable {
     return table;
   }
 
-  /// Returns the slot. `who` is the public name that an error begins with.
+  /// Returns the slot. `who` is the public name in errors.
   std::size_t add(const char* who, std::shared_ptr<Observer> observer) {
     const std::scoped_lock lock(mutex_);
     const auto free = std::find(observers_.begin(), observers_.end(), nullptr);
@@ -74,8 +73,8 @@ class ObserverTable {
     callbacks_[slot] = at::INVALID_CALLBACK_HANDLE;
   }
 
-  /// Has the observer in `slot` told of what the calling thread runs. Callbacks that ended
-  /// observations have left behind on it go.
+  /// Starts reporting the calling thread's calls to the observer in `slot`, and removes callbacks
+  /// that ended observations have left.
   at::CallbackHandle listen(std::size_t slot) {
     const auto begins = functions();
     const at::RecordFunctionCallbacks here = at::get_record_function_tls_().sorted_tls_callbacks_;
@@ -142,8 +141,8 @@ class ObserverTable {
   std::array<at::CallbackHandle, size> callbacks_{};  // LibTorch's numbers, of the observers
 };
 
-/// Whether the calling thread still has a list of callbacks: see
-/// Note [Callbacks at a program's end]. Of a thread that has not asked before, not known: true.
+/// Whether the calling thread still has a list of callbacks: see Note [Callbacks at a program's
+/// end]. If it has not asked before, unknown: true.
 inline bool has_callbacks() {
   static thread_local bool gone = false;
   struct End {
@@ -156,9 +155,9 @@ inline bool has_callbacks() {
   return true;
 }
 
-/// While it lives, an observer is told of what the calling thread runs, and of what LibTorch runs
-/// for it on threads that take over its state. To be destroyed by the thread that made it: another
-/// one ends the observation, warns, and leaves the callback behind.
+/// While it lives, an observer receives the calls of the calling thread, and of LibTorch's threads
+/// with its state. The same thread must destroy it: another one ends the observation, warns, and
+/// leaves the callback registered.
 class Observation {
  public:
   Observation(const char* who, std::shared_ptr<Observer> observer)
@@ -195,9 +194,9 @@ class Observation {
 
 // Note [Inputs without NDEBUG]
 // at::RecordFunction::inputs() checks, in a program compiled without NDEBUG, a flag that LibTorch's
-// own build, which has NDEBUG, never sets: there it always throws. The flag lies in padding, so the
-// layout is the same in both, and the inputs are there. Such programs read the member past the
-// check; naming it is allowed in an explicit instantiation.
+// own build with NDEBUG never sets, so it always throws there. The flag lies in padding, so the
+// layout is the same, and the inputs are there. Such programs read the member without the check; an
+// explicit instantiation may name it.
 #ifdef NDEBUG
 
 /// The arguments of the op that begins. In Observer::begin() only.

@@ -35,7 +35,7 @@
 
 namespace torchamp::detail {
 
-/// The arithmetic of those who record, which no observer sees.
+/// Arithmetic of recorders, which no observer sees.
 class NotRecordedOps {
  private:
   at::DisableRecordFunctionGuard not_recorded_;
@@ -47,8 +47,8 @@ inline const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
 }
 
-/// Something remembered per storage, so that views of a tensor share it. Keeps no storage's memory
-/// alive, and takes no new storage for an old one at the same address.
+/// Data per storage, shared by all views of a tensor. Keeps no storage's memory alive, and
+/// distinguishes a new storage at the same address.
 template <class Value>
 class StorageMap {
  public:
@@ -92,7 +92,7 @@ void for_each_floating_tensor(const Values& values, const Function& function) {
   }
 }
 
-/// `value`, an argument of an op, with `function` of each defined tensor in its place.
+/// `value`, an argument of an op, with `function` applied to each defined tensor.
 template <class Function>
 c10::IValue with_tensors_changed(const c10::IValue& value, const Function& function) {
   if (value.isTensor()) {
@@ -107,7 +107,7 @@ c10::IValue with_tensors_changed(const c10::IValue& value, const Function& funct
   return list;
 }
 
-/// What a recording has to know of one op overload, whatever its arguments.
+/// The argument-independent data of one op overload for a recording.
 struct RecordedOp {
   c10::OperatorHandle handle;
   std::string full_name;  // "aten::add.Tensor"
@@ -139,7 +139,7 @@ struct RecordedOp {
   }
 };
 
-/// A call that is being recorded, or a scope around calls. `Self` derives from it.
+/// A recorded call, or a scope around calls. `Self` derives from it.
 template <class Self>
 struct RecordedCall : Observer::Call {
   enum class Kind { op, scope, node, engine };
@@ -152,7 +152,7 @@ struct RecordedCall : Observer::Call {
   Self* caller = nullptr;          // the op that makes the call; null: the program, or backward
   Self* outer = nullptr;           // the call around it on this thread
 
-  /// Whether it computes gradients: in backward, and not where a node runs a function again.
+  /// Whether it computes gradients: in backward, except where a node runs a function again.
   bool is_of_backward() const {
     return in_backward && (creates_graph || !at::GradMode::is_enabled());
   }
@@ -164,9 +164,9 @@ struct RecordedCall : Observer::Call {
   uint64_t first_node_ = at::sequence_number::peek();  // of autograd, made in it
 };
 
-/// Knows for each call the op and the autograd node around it, and the module that it belongs to:
-/// the owner of a parameter among its arguments, or else the innermost user scope around it; in
-/// backward, that of the op that made the node. Its functions are called by one thread at a time.
+/// Determines for each call the op and the autograd node around it, and its module: the owner of a
+/// parameter among its arguments, or else the innermost user scope around it; in backward, the
+/// module of the op that made the node. Functions are called by one thread at a time.
 template <class Recorded>
 class Recording : public Observer {
  public:
@@ -202,14 +202,15 @@ class Recording : public Observer {
       begun->caller = nullptr;
       if (is_node) {
         begun->node = name;
-        // It stays: backward() may come again, with retain_graph.
+        // Kept, since backward() may run again, with retain_graph.
         const auto module = forward_modules_.find({call.forwardThreadId(), call.seqNr()});
         if (module != forward_modules_.end()) begun->module = module->second;
         begin_node(call, *begun);
       }
     } else {
       begun->op = op_of(call);
-      // Not an op, as "gloo:all_reduce", which may end on another thread, and after its caller.
+      // Not an op, such as "gloo:all_reduce", which may end on another thread, and after its
+      // caller.
       if (begun->op == nullptr) return nullptr;
       if (begun->caller == nullptr && (begun->module.empty() || !begun->is_of_backward())) {
         const std::string* owner = nullptr;
@@ -230,7 +231,7 @@ class Recording : public Observer {
     std::erase(*begun.calls_, &begun);
     if (begun.kind == Recorded::Kind::node) {
       end_node(begun);
-      // What the engine then does with the node's gradients is for the same module.
+      // The engine's later work on the node's gradients belongs to the same module.
       if (begun.outer != nullptr) begun.outer->module = begun.module;
     } else if (begun.kind != Recorded::Kind::engine) {
       if (begun.caller == nullptr || begun.op == nullptr) name_new_nodes(begun);
@@ -254,8 +255,8 @@ class Recording : public Observer {
   virtual void end_op(const at::RecordFunction& call, Recorded& begun) = 0;
   virtual void begin_node(const at::RecordFunction&, Recorded&) {}
   virtual void end_node(Recorded&) {}
-  /// What an overlay tells by the name of an empty scope within a call, see
-  /// Note [A choice is told once].
+  /// A message of an overlay by the name of an empty scope within a call, see Note [A choice is
+  /// told once].
   virtual void hear(std::string_view, Recorded&) {}
 
   mutable std::mutex mutex_;  // autograd has a thread for each device
@@ -269,7 +270,7 @@ class Recording : public Observer {
     return found->second ? &*found->second : nullptr;
   }
 
-  /// Remembers the module for the nodes of autograd made in `call` that no inner one has named.
+  /// Records the module for autograd nodes made in `call`, except those of inner calls.
   void name_new_nodes(const Recorded& call) {
     if (call.module.empty()) return;
     const uint64_t thread = at::RecordFunction::currentThreadId();

@@ -28,7 +28,7 @@
 
 namespace torchamp::detail {
 
-// What reports share: the names of parameters, numbers from devices, text.
+// Common parts of reports: names of parameters, numbers from devices, text.
 
 using NamedParameters = std::vector<std::pair<std::string, at::Tensor>>;
 
@@ -107,9 +107,8 @@ inline std::vector<at::Tensor> read_together(const std::vector<at::Tensor>& tens
   return result;
 }
 
-// Numbers in reports and files are the same whatever locale the program has set, of C or of C++.
+// Reports and files have the same numbers in every C or C++ locale of the program.
 
-/// A stream with the classic locale.
 inline std::ostringstream classic_stream() {
   std::ostringstream out;
   out.imbue(std::locale::classic());

@@ -48,19 +48,18 @@ inline bool takes_dtype(const c10::Argument& argument) {
 }
 
 // Note [Which calls are made twice]
-// A call of ATen's, made again on copies of what it writes to, has no effect but its results. That
-// is not so of ops that draw random numbers, and not known of other libraries' ops: a collective of
-// c10d made twice by one process waits for the others for good.
+// Repeating an ATen call, on copies of what it writes to, has no effect but its results. This is
+// false for ops that draw random numbers, and unknown for other libraries' ops: a c10d collective
+// called twice by one process waits for the others forever.
 
-/// Whether a call of this op can be made again without an effect on the program.
+/// Whether a call of this op can be repeated without an effect on the program.
 inline bool can_be_made_twice(const c10::OperatorHandle& op) {
   return op.operator_name().name.starts_with("aten::") &&
          !op.hasTag(at::Tag::nondeterministic_seeded);
 }
 
-/// What the op gives in fp32 for the same arguments, which stay as they are: those in 16 bits, and
-/// results that are asked for in 16 bits, become fp32. Floating-point results in order; nothing if
-/// it cannot run so.
+/// The op's results in fp32 for the same arguments, which are unchanged: 16-bit arguments, and
+/// requested 16-bit results, become fp32. Floating-point results in order; none if it fails.
 inline std::optional<std::vector<at::Tensor>> results_in_fp32(
     const c10::OperatorHandle& op, c10::ArrayRef<const c10::IValue> arguments) {
   try {
@@ -88,13 +87,13 @@ inline std::optional<std::vector<at::Tensor>> results_in_fp32(
 }
 
 // Note [What a gradient is]
-// LibTorch tells an observer of the calls in backward, and in which node they are made, but not
-// what the node gives. A result of a call in a node is a gradient if its memory outlives the node:
-// what is temporary there does not. Calls that the engine makes between nodes make gradients: it
-// sums over dimensions that were broadcast, and casts. It also adds up what several nodes give for
-// one tensor, which loses nothing, since a sum of two 16-bit numbers is a multiple of the smallest
-// one; nor does a parameter's own accumulation. Such sums, copies and casts carry on what they are
-// made of: where AccumulateGrad takes one, these were gradients of weights.
+// LibTorch reports the calls in backward, and their node, but not the node's results. A result of a
+// call in a node is a gradient if its memory outlives the node, unlike temporaries. Calls of the
+// engine between nodes make gradients, too: it sums over broadcast dimensions, and casts. It also
+// adds the gradients of several nodes for one tensor, which loses nothing, since a sum of two
+// 16-bit numbers is a multiple of the smallest one; nor does a parameter's own accumulation. Such
+// sums, copies and casts inherit the kind of their inputs: if AccumulateGrad takes one, these were
+// gradients of weights.
 
 /// A 16-bit gradient that an op made.
 struct MadeGradient {
@@ -104,7 +103,7 @@ struct MadeGradient {
   at::Tensor lost{};  // 0-dim, how many; undefined if it was not looked at
 };
 
-/// What is made of gradients: an op's call, or a node.
+/// A user of gradients: an op's call, or a node.
 struct UnderflowCall final : RecordedCall<UnderflowCall> {
   // Of an op.
   bool carries_on = false;                             // adds nothing to what it takes
@@ -118,12 +117,12 @@ struct UnderflowCall final : RecordedCall<UnderflowCall> {
       made{};
 };
 
-/// What is seen of one step.
+/// The observations of one step.
 class UnderflowRecording final : public Recording<UnderflowCall> {
  public:
   explicit UnderflowRecording(const NamedParameters& parameters) : Recording(parameters) {}
 
-  /// The gradients of the step, in the order in which they were made.
+  /// The gradients of the step, in order of creation.
   const std::vector<std::shared_ptr<MadeGradient>>& gradients() const { return gradients_; }
 
  private:
@@ -152,7 +151,7 @@ class UnderflowRecording final : public Recording<UnderflowCall> {
   static bool adds(const RecordedOp& op) {
     return op.label == "add.Tensor" || op.label == "add_.Tensor";
   }
-  /// The node that makes the call itself; null if the engine does.
+  /// The node that makes the call; null if the engine does.
   static Call* node_of(const Call& call) {
     Call* const outer = call.outer;
     return outer != nullptr && outer->kind == Call::Kind::node ? outer : nullptr;
@@ -173,7 +172,7 @@ class UnderflowRecording final : public Recording<UnderflowCall> {
     if (call.carries_on || call.sources.empty()) return;
     if (!(op.computes || op.is_conversion) || !can_be_made_twice(op.handle)) return;
     const NotRecordedOps internal;
-    // Before the op runs, which may write to its arguments.
+    // Before the op runs, since it may write to its arguments.
     call.exact = results_in_fp32(op.handle, arguments);
   }
 
@@ -215,7 +214,7 @@ class UnderflowRecording final : public Recording<UnderflowCall> {
   std::vector<Made> gradients_;
 };
 
-/// The numbers of all metered steps. What only devices know stays there until it is asked for.
+/// The counts of all metered steps. A device's counts stay there until queried.
 struct UnderflowHistory {
   struct Counts {
     std::size_t step = 0;             // index in `steps`

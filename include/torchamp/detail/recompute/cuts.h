@@ -32,7 +32,8 @@
 
 namespace torchamp::detail {
 
-/// Tells the nodes that the calling thread makes after this object, up to end(), from all others.
+/// Distinguishes the nodes that the calling thread makes after this object, up to end(), from all
+/// others.
 class NodeEpoch {
  public:
   bool is_younger(const torch::autograd::Node& node) const {
@@ -41,7 +42,7 @@ class NodeEpoch {
            dynamic_cast<const torch::autograd::AccumulateGrad*>(&node) == nullptr;
   }
 
-  /// From here on, what the thread makes is none of this epoch's.
+  /// Nodes that the thread makes later do not belong to this epoch.
   void end() { end_ = at::sequence_number::peek(); }
 
  private:
@@ -50,8 +51,8 @@ class NodeEpoch {
   uint64_t end_ = std::numeric_limits<uint64_t>::max();
 };
 
-/// Calls visit(node, index, edge) for each edge that leaves a node reached from `roots`, and goes
-/// on along those for which it returns true.
+/// Calls visit(node, index, edge) for each edge of the nodes reached from `roots`, and continues
+/// along those for which it returns true.
 template <class Visit>
 void walk_graph(const std::vector<torch::autograd::Node*>& roots, Visit&& visit) {
   std::vector<torch::autograd::Node*> stack;
@@ -70,7 +71,7 @@ void walk_graph(const std::vector<torch::autograd::Node*>& roots, Visit&& visit)
   }
 }
 
-/// The end of a graph that was cut: what arrives here is the gradient of what was cut off.
+/// The end of a cut graph: receives the gradient of what was cut off.
 struct GradientSink final : torch::autograd::Node {
   /// In place of `edge`, and with its shape and dtype.
   static NodePtr for_edge(const torch::autograd::Edge& edge) {
@@ -105,11 +106,11 @@ inline at::Tensor with_history(const at::Tensor& tensor, const NodePtr& node) {
 }
 
 // Note [What a function reads]
-// Autograd's graph does not know of frozen weights and buffers, and of other tensors not how often
-// they were written to. So the ops of the function's first run are looked at: what one of them
-// takes, and none of them has given, was there before. It is remembered with its version, unless
-// the function itself writes to it, as to a count of batches, which belongs to each run. Tensors
-// that are gone after the run were the function's own.
+// Autograd's graph does not include frozen weights and buffers, nor how often other tensors were
+// written to. So the ops of the function's first run are observed: an argument that none of them
+// has returned existed before. It is recorded with its version, unless the function itself writes
+// to it, as to a batch counter, which belongs to each run. Tensors that are destroyed after the run
+// were the function's own.
 
 /// The tensors from outside that a function has read, and their versions then.
 class ReadTensors {
@@ -135,7 +136,7 @@ class ReadTensors {
   std::vector<Read> reads_;
 };
 
-/// Looks at the ops that the calling thread runs while it lives. Nests.
+/// While it lives, observes the ops of the calling thread. Nests.
 class ReadRecorder {
  public:
   ReadRecorder() : outer_(std::exchange(innermost(), this)) {
@@ -152,7 +153,7 @@ class ReadRecorder {
     if (outer_ == nullptr) at::removeCallback(callback_);
   }
 
-  /// What was read and is still there.
+  /// The read tensors that still exist.
   ReadTensors take() {
     ReadTensors result;
     for (const auto& [tensor, seen] : seen_) {
@@ -194,7 +195,7 @@ class ReadRecorder {
     }
   }
 
-  /// An output that was seen since its op began, as an argument of an inner op, was made there.
+  /// An output seen since its op began, as an argument of an inner op, was made there.
   void see(const at::Tensor& tensor, bool is_output) {
     if (!tensor.defined() || tensor.is_inference()) return;
     const auto known = seen_.find(tensor.unsafeGetTensorImpl());
@@ -213,22 +214,22 @@ class ReadRecorder {
 };
 
 // Note [Captured views whose base has changed]
-// After an in-place change of its base, a view's node is out of date, and LibTorch makes a new one
-// when it is next asked for: while the forward runs, for a view that the function captures. It then
-// looks like a node of the function's own, but the view keeps it, and the recomputation meets it
-// again as an older node. So a node from the time of the forward from which a single path leads to
-// an outer edge is no error: the gradient that arrives there is sent along that path.
+// After an in-place change of its base, a view's node is outdated, and LibTorch makes a new one at
+// the next query: during the forward, for a view that the function captures. It then looks like a
+// node of the function's own, but the view keeps it, and the recomputation finds it as an older
+// node. So a node from the forward from which a single path leads to an outer edge is no error: its
+// gradient is sent along that path.
 
-/// What a RecomputeNode knows of the graph that its forward has dropped.
+/// The data of a RecomputeNode about the graph that its forward has dropped.
 struct DroppedGraph {
   NodeEpoch epoch;
-  /// The edges that left it, with their places among the RecomputeNode's next edges.
+  /// The edges out of it, with their places among the RecomputeNode's next edges.
   std::unordered_map<torch::autograd::Edge, std::size_t> outer_edges;
-  /// How many leaves the function made itself. Nobody sees their gradient.
+  /// The number of leaves that the function itself made. Nobody sees their gradient.
   std::size_t inner_leaves = 0;
   ReadTensors reads;
 
-  /// The outer edge to which a single path leads from a node that the forward left behind.
+  /// The outer edge at the end of the single path from a node that the forward left behind.
   std::optional<torch::autograd::Edge> outer_edge_behind(torch::autograd::Edge edge) const {
     while (epoch.is_younger(*edge.function)) {
       torch::autograd::Edge only;
@@ -251,7 +252,7 @@ struct Sinks {
     NodePtr sink;
     torch::autograd::Edge outer;
 
-    /// Sends what arrived for the view at `edge` on to the outer edge behind it.
+    /// Sends the gradient for the view at `edge` on to the outer edge behind it.
     static at::Tensor send_on(const torch::autograd::Edge& edge, const torch::autograd::Edge& outer,
                               const at::Tensor& gradient) {
       return torch::autograd::Engine::get_default_engine().execute(
@@ -265,15 +266,15 @@ struct Sinks {
   std::unordered_map<torch::autograd::Edge, View> of_views;
 };
 
-/// The end of errors about a recomputation that differs.
+/// The end of messages about a recomputation that differs.
 inline constexpr const char* unlike_forward =
     " than the forward did. The function must do the same both times; LibTorch's own random "
     "generators are put back for it, others are not.";
 
-/// Turns the edges that leave a recomputed graph to sinks, and back at its end.
+/// Redirects the edges out of a recomputed graph to sinks, and restores them at its end.
 class Cuts {
  public:
-  /// The graph that `roots` lead to, of nodes of `epoch`, is held against the one of the forward.
+  /// Compares the graph of `roots`, with nodes of `epoch`, to the forward's.
   Cuts(const DroppedGraph& forward, const std::vector<torch::autograd::Node*>& roots,
        const NodeEpoch& epoch, Sinks& sinks) {
     std::size_t unknown_leaves = 0;

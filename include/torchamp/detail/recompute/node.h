@@ -28,13 +28,13 @@
 namespace torchamp::detail {
 
 // Note [Weight casts in a recomputed function]
-// LibTorch's cache of cast weights hands out tensors with a history, to all threads. A cast from
-// before the call would be an outer edge that the recomputation, which comes after the region has
-// ended, cannot reach; and one of the recomputation, whose edges are cut, would reach the graphs of
-// other threads. So the function does without that cache, both times. What torchamp's own cache
-// keeps are values, and each use has a node of its own: these may be shared.
+// LibTorch's cache of cast weights returns tensors with a history, to all threads. A cast from
+// before the call would be an outer edge that the recomputation, after the region's end, cannot
+// reach; and one of the recomputation, whose edges are cut, would reach the graphs of other
+// threads. So the function bypasses that cache, both times. torchamp's own cache holds values, and
+// each use has its own node: these may be shared.
 
-/// How the recomputation finds things as the forward found them.
+/// The state of the forward for the recomputation.
 struct RecomputeContext {
   AutocastState autocast = AutocastState::of_this_thread();
   std::optional<RngState> rng;      // unset: as it comes
@@ -59,28 +59,27 @@ class BufferScope {
 };
 
 // Note [How a function is recomputed]
-// The forward call runs the function with autograd on, on inputs that are cut off from their
-// history. The graph that comes of it is read once, for the edges that leave it: to the parameters
-// and other tensors with a history that the function uses besides its inputs. Then it is dropped,
-// and the activations with it. In its place stands one RecomputeNode with the edges of the inputs
-// and those outer edges. So autograd knows all that the function depends on: inputs that need no
-// gradient, torch::autograd::grad() of a captured parameter, hooks on parameters (such as those of
-// data parallelism) and nested checkpoints behave as without a checkpoint.
+// The forward call runs the function with autograd on, on inputs detached from their history. The
+// resulting graph is searched once for the edges out of it: to the parameters and other tensors
+// with a history that the function uses besides its inputs. Then it is dropped, with the
+// activations, and replaced by one RecomputeNode with the edges of the inputs and those outer
+// edges. So autograd knows all dependencies of the function: inputs that do not require grad,
+// torch::autograd::grad() of a captured parameter, hooks on parameters (such as those of data
+// parallelism) and nested checkpoints behave as without a checkpoint.
 //
-// Backward builds the graph again, turns each edge that leaves it to a GradientSink, lets the
-// engine run from the outputs to the sinks, and returns what arrived there. Without the sinks the
-// engine would run on into the graph of the captured tensors, which the outer backward does.
+// Backward rebuilds the graph, redirects each edge out of it to a GradientSink, runs the engine
+// from the outputs to the sinks, and returns the gradients there. Without the sinks the engine
+// would continue into the graph of the captured tensors, which is the outer backward's task.
 //
-// "Leaves it" means: to a leaf, or to a node that is older than the call or of another thread.
+// "Out of it" means: to a leaf, or to a node that is older than the call or of another thread.
 
 // Note [Outputs that share memory]
-// An output has the RecomputeNode for its history, whatever else views its memory. A change in
-// place of one would be unknown to the history of the others. So an output comes as a copy if
-// anything that is left after the call has its memory: an input, a captured tensor, an output. The
-// others have no history here; they are copied likewise, but for tensors that the function hands on
-// as they are, which belong to whoever made them.
+// An output's history is the RecomputeNode, whatever else views its memory, and the others' history
+// would miss an in-place change of it. So an output is copied if anything that remains after the
+// call shares its memory: an input, a captured tensor, an output. Outputs without a history are
+// copied likewise, except tensors that the function passes through, which belong to their creator.
 
-/// A function from tensors to tensors: the user's, with all that is not a tensor left out.
+/// A function from tensors to tensors: the user's, without all else.
 using TensorFunction = std::function<std::vector<at::Tensor>(std::vector<at::Tensor>)>;
 
 inline bool needs_gradient(const at::Tensor& tensor) {
@@ -92,10 +91,10 @@ inline bool shares_memory(const at::Tensor& tensor) {
   return tensor.has_storage() && tensor.storage().use_count() > 1;
 }
 
-/// Stands for a whole function in the autograd graph, and runs it again in backward.
+/// Represents a whole function in the autograd graph, and runs it again in backward.
 class RecomputeNode final : public torch::autograd::Node {
  public:
-  /// Runs `function`, and gives its outputs a history that keeps none of its activations.
+  /// Runs `function`, and gives its outputs a history without its activations.
   static std::vector<at::Tensor> run(TensorFunction function, std::vector<at::Tensor> inputs,
                                      RecomputeContext context);
 
@@ -109,7 +108,7 @@ class RecomputeNode final : public torch::autograd::Node {
 
   std::string name() const override { return "torchamp::checkpoint"; }
 
-  /// What a tensor is, seen from outside.
+  /// The outward properties of a tensor.
   struct OutputInfo {
     std::vector<int64_t> sizes;
     std::optional<at::ScalarType> dtype;  // unset: an undefined tensor
@@ -214,7 +213,7 @@ inline std::vector<at::Tensor> RecomputeNode::run(TensorFunction function,
     if (shares_memory(outputs[i])) outputs[i] = outputs[i].clone();
   }
 
-  // A leaf that only its node knows was made by the function itself.
+  // A leaf known only to its node was made by the function itself.
   torch::autograd::edge_list edges;
   for (const at::Tensor& input : inputs) {
     if (needs_gradient(input)) {

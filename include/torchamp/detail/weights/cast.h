@@ -19,7 +19,7 @@
 
 namespace torchamp::detail {
 
-/// Where an op wants a weight, by what its schema calls the argument.
+/// The arguments of an op that are weights, by their names in the schema.
 enum class WeightPlace : std::uint8_t { none, weight, second_matrix, bias_of_product };
 
 inline WeightPlace place_of_weight(std::string_view argument) {
@@ -29,13 +29,13 @@ inline WeightPlace place_of_weight(std::string_view argument) {
 }
 
 // Note [What is taken for a weight]
-// A leaf that wants gradients is a weight, and so is a view of one (`w.t()`, as torch::nn::Linear
-// calls addmm). A leaf without gradients may be a frozen weight, or a batch, or, without a graph,
-// any activation, whose cast nobody would ask for again. So one counts where the op calls it weight
-// or bias, and otherwise where it is the second matrix of a product, or the vector that is added to
-// one: torch::nn::Linear's weight and bias.
+// A leaf that requires grad is a weight, and so is a view of one (`w.t()`, as torch::nn::Linear
+// calls addmm). A leaf that does not may be a frozen weight, or a batch, or, without a graph, any
+// activation, whose cast is never used again. So it counts if the op names it weight or bias, or if
+// it is the second matrix of a product, or the vector added to one: torch::nn::Linear's weight and
+// bias.
 
-/// Whether casts of this argument are worth keeping: see Note [What is taken for a weight].
+/// Whether casts of this argument are cached: see Note [What is taken for a weight].
 inline bool is_weight(const at::Tensor& tensor, WeightPlace place) {
   const at::TensorBase& owner = tensor.is_view() ? tensor._base() : tensor;
   if (!owner.is_leaf()) return false;
@@ -53,11 +53,11 @@ inline bool is_weight(const at::Tensor& tensor, WeightPlace place) {
   return false;
 }
 
-/// Tells whoever records (a CastRecorder, LibTorch's profiler) of a look into the cache, by an
-/// empty user scope of a name with this beginning. Without a recorder that is one look at a flag.
+/// Reports a cache lookup to recorders (a CastRecorder, LibTorch's profiler), by an empty user
+/// scope with a name that begins so. Without a recorder this checks one flag.
 inline constexpr std::string_view weight_cast_scope = "torchamp weight cast: ";
 
-/// What is told. Of a cast that was made, but for one into the memory of the last one, an op tells.
+/// The messages. A cast that was made is reported by an op, unless it reuses the old one's memory.
 struct WeightCastNote {
   bool hit = false;
   bool in_place = false;
@@ -80,7 +80,7 @@ struct WeightCastNote {
   }
 };
 
-/// The node of a cast whose values were kept: what LibTorch's own node for a cast does.
+/// The node of a cached cast, equivalent to LibTorch's own node for a cast.
 class KeptCastBackward final : public torch::autograd::Node {
  public:
   explicit KeptCastBackward(at::ScalarType of_weight) : dtype_(of_weight) {}
@@ -96,13 +96,12 @@ class KeptCastBackward final : public torch::autograd::Node {
 };
 
 // Note [The graph of a kept cast]
-// What is kept are values, which no graph holds. Each use gets a tensor and a node of its own, so
-// that gradients reach the weight as from a cast made for that use: those of two uses add up in the
-// weight's dtype, a graph may be freed, or go backward twice, and a cast made without gradients
-// serves a graph as well.
+// The cache holds values outside any graph. Each use gets its own tensor and node, so gradients
+// reach the weight as from a cast made for that use: gradients of two uses add in the weight's
+// dtype, a graph may be freed or run backward twice, and a cast made without gradients serves a
+// graph as well.
 
-/// The weight in another dtype, as `weight.to(dtype)`; cast only if it has changed since it was
-/// last asked for and kept.
+/// The weight in another dtype, as `weight.to(dtype)`; cast only if no current cast is cached.
 inline at::Tensor kept_cast(DerivedWeights& store, const at::Tensor& weight, at::ScalarType dtype,
                             WeightKeep keep) {
   WeightCastNote note{.from = weight.scalar_type(), .to = dtype, .numel = weight.numel()};

@@ -26,7 +26,7 @@
 
 namespace torchamp::detail {
 
-/// Has overlays see the ops that LibTorch's own kernels for the device cast to 16 bits.
+/// Makes overlays see the ops that LibTorch's own kernels for the device cast to 16 bits.
 inline void install_overlays_of_natively_lowered(at::DeviceType device) {
   const auto install = [&](std::string_view name) {
     for (const auto& op : find_ops(name, "WeightCache", /*missing_ok=*/true)) {

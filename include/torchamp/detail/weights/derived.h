@@ -32,19 +32,19 @@
 
 namespace torchamp::detail {
 
-/// The tensor that counts a weight's changes: the weight itself, or what it is a view of.
+/// The tensor with a weight's version counter: the weight itself, or the base of the view.
 inline const c10::TensorImpl* owner_of(const at::Tensor& weight) {
   return weight.is_view() ? weight._base().unsafeGetTensorImpl() : weight.unsafeGetTensorImpl();
 }
 
-/// Whether LibTorch counts the changes of this tensor. False as well for tensors without memory of
-/// their own (of functorch, sparse) and those with a tangent, whose casts have one, too.
+/// Whether LibTorch counts this tensor's changes. Also false for tensors without their own memory
+/// (functorch, sparse) and those with a tangent, whose casts have one, too.
 inline bool counts_changes(const at::Tensor& weight) {
   return weight.defined() && weight.layout() == at::kStrided && !weight.is_inference() &&
          weight.has_storage() && !weight.is_neg() && !weight._fw_grad(/*level=*/0).defined();
 }
 
-/// Whether what is computed for this tensor now goes into a graph, to be computed at replays.
+/// Whether work for this tensor is now being captured, for replays.
 template <class Guard = c10::impl::VirtualGuardImpl>
 bool stream_is_captured(const at::Tensor& weight) {
   if (weight.device().is_cpu()) return false;
@@ -58,16 +58,16 @@ bool stream_is_captured(const at::Tensor& weight) {
 }
 
 // Note [What tells that a weight has changed]
-// LibTorch counts writes by ops in a version counter, which a tensor shares with its views, and
-// which has no identity of its own. So a weight is known by the tensor that owns the counter, and
-// by the memory that it looks at: set_data() and Module::to() give the same tensor other memory. A
-// stamp holds weak references to both, which keep their addresses from being given to others.
+// LibTorch counts writes by ops in a version counter, which a tensor shares with its views and
+// which has no identity. So a weight is identified by the tensor that owns the counter, and by its
+// memory: set_data() and Module::to() give the same tensor other memory. A stamp holds weak
+// references to both, so their addresses are not reused.
 //
-// Nobody counts writes through pointers, through `.data()` and by kernels that are replayed. Who
-// makes them has to tell: see DerivedWeights::changed().
+// Writes through pointers, through `.data()` and by replayed kernels are not counted. Their authors
+// must report them: see DerivedWeights::changed().
 
-/// What a weight was at some moment: which tensor, which memory, which part of it, how often
-/// written to. The values that it had then are those that it has while the stamp holds.
+/// A weight at some moment: tensor, memory, part of it, version. Its values are unchanged while the
+/// stamp holds.
 class WeightStamp {
  public:
   /// Error: a tensor for which counts_changes() is false.
@@ -82,15 +82,15 @@ class WeightStamp {
         dtype_(weight.scalar_type()),
         stream_(current_stream(weight)) {}
 
-  /// Whether it is of the same part of the same owner's memory, whatever its values, and of the
-  /// stream that is current: what one stream computes, another would have to wait for.
+  /// Whether it refers to the same part of the same owner's memory, with any values, and to the
+  /// current stream: another stream would have to wait for the results.
   bool is_of(const at::Tensor& weight) const {
     return dtype_ == weight.scalar_type() && offset_ == weight.storage_offset() &&
            weight.sizes() == sizes_ && weight.strides() == strides_ &&
            (!stream_ || stream_ == current_stream(weight));
   }
 
-  /// Of the weight; only to be compared.
+  /// Of the weight; only for comparison.
   const c10::StorageImpl* memory() const { return address_; }
 
   /// Whether the weight, which it is_of(), has the same values as then, as far as LibTorch counts.
@@ -117,30 +117,30 @@ class WeightStamp {
 };
 
 // Note [What is derived from weights]
-// A 16-bit cast of a weight, its 8-bit form: whoever makes such a thing keeps it here, and nowhere
-// else, and here alone it is decided whether it still holds. A process has one store,
-// derived_weights(), which hangs on the SharedRuntime. To derive something, say how, and get it:
+// All data derived from weights (16-bit casts, 8-bit forms) is stored here, and only here it is
+// decided whether it is still valid. A process has one store, derived_weights(), owned by the
+// SharedRuntime. To derive data:
 //
 //     const Tensors form = derived_weights().get(
 //         weight, {WeightForm::Kind::fp8, code_of_the_recipe}, keep_of_this_thread(),
 //         [&](const Tensors& reusable) { return quantised(weight, reusable); });
 //
-// `make` runs only if nothing is kept, or if the weight has changed. It gets what was kept for the
-// old values if nobody else holds it, to write to, or nothing; and returns tensors without
-// gradients that share no memory with the weight, made outside of inference mode so that writes to
-// them count. It runs without a lock, and may run on two threads at once for one weight. What is
-// returned is shared: it must not be written to (a write that LibTorch counts is noticed, and the
-// thing made again), and an autograd node belongs on an alias of it, one for each use.
+// `make` runs only if nothing is stored, or if the weight has changed. It gets the data for the old
+// values, to write to, if nobody else holds it, or nothing; and returns tensors without gradients
+// that share no memory with the weight, made outside inference mode so that writes to them count.
+// It runs without a lock, and may run on two threads at once for one weight. The result is shared:
+// do not write to it (a write that LibTorch counts is noticed, and the data made again), and put an
+// autograd node on an alias, one per use.
 //
-// keep_of_this_thread() says how long: for the region, unless the guard asked for more; not at all
-// outside of guards. Nothing is kept or found while a graph is captured.
+// keep_of_this_thread() decides how long: for the region, unless the guard asked for more; not at
+// all outside guards. During a capture nothing is stored or found.
 //
-// Who writes to weights tells so unless LibTorch counts the write: see changed(). In doubt: tell. A
-// kernel that writes may bump the weight's version instead.
+// Code that writes to weights must report it, unless LibTorch counts the write: see changed(). In
+// doubt: report. A kernel that writes may increment the weight's version instead.
 
 using Tensors = std::vector<at::Tensor>;
 
-/// What was made of a weight: of which kind, and which of that kind's variants.
+/// The key of derived data: its kind, and the variant of that kind.
 struct WeightForm {
   enum class Kind : std::uint8_t {
     cast,  ///< variant: the dtype
@@ -152,7 +152,7 @@ struct WeightForm {
   bool operator==(const WeightForm&) const = default;
 };
 
-/// What was derived from weights, for as long as it holds and is to be kept. Any thread.
+/// The store of derived data, while valid and wanted. Any thread.
 class DerivedWeights final : public KeptWeights {
  public:
   struct Counts {
@@ -163,8 +163,8 @@ class DerivedWeights final : public KeptWeights {
 
   ~DerivedWeights() = default;
 
-  /// What `make` gives for the weight as it is now: see Note [What is derived from weights]. `hit`
-  /// gets whether it was kept.
+  /// The result of `make` for the present weight: see Note [What is derived from weights]. `hit`:
+  /// whether it was stored.
   template <class Make>
   Tensors get(const at::Tensor& weight, WeightForm form, WeightKeep keep, const Make& make,
               bool* hit = nullptr) {
@@ -172,7 +172,7 @@ class DerivedWeights final : public KeptWeights {
     if (hit != nullptr) *hit = found.is == Found::Is::kept;
     if (found.is == Found::Is::kept) return std::move(found.tensors);
     if (found.is == Found::Is::not_for_keeping) return make(Tensors());
-    // Of before: should another thread write to the weight meanwhile, this does not hold.
+    // From before: if another thread writes to the weight meanwhile, this does not hold.
     WeightStamp stamp(weight);
     Tensors made = make(std::as_const(found.tensors));
     found.tensors.clear();
@@ -201,7 +201,7 @@ class DerivedWeights final : public KeptWeights {
     for (auto& [owner, entry] : entries_) entry.is_stale = true;
   }
   std::uint64_t begin_region() override {
-    // Threads number their regions by themselves: a counter for all would make each of them wait.
+    // Threads number their own regions: with a common counter they would wait for each other.
     static thread_local std::uint64_t region = threads_++ % most_threads;
     region += most_threads;
     slot_of(region).store(region, std::memory_order_relaxed);
@@ -222,12 +222,12 @@ class DerivedWeights final : public KeptWeights {
     drop_if([](const Entry&) { return true; });
   }
 
-  /// Drops what belongs to weights that are gone.
+  /// Drops the data of destroyed weights.
   void drop_gone() {
     drop_if([](const Entry&) { return false; });
   }
 
-  /// Nothing is kept or found while one of these lives.
+  /// While one lives, nothing is stored or found.
   class Suspension {
    public:
     explicit Suspension(DerivedWeights& weights) : weights_(weights) { ++weights_.suspensions_; }
@@ -239,7 +239,7 @@ class DerivedWeights final : public KeptWeights {
     DerivedWeights& weights_;
   };
 
-  /// At most so many bytes are kept from now on; what was used least recently leaves first.
+  /// Sets the largest number of bytes; the least recently used data is freed first.
   void set_budget(int64_t bytes) {
     Entries dropped;
     const std::scoped_lock lock(mutex_);
@@ -297,9 +297,9 @@ class DerivedWeights final : public KeptWeights {
   };
   using Entries = std::multimap<const c10::TensorImpl*, Entry>;  // by owner_of() the weight
 
-  // A region's number is most_threads times how many its thread has begun, plus the thread's
-  // number. A thread's last two have slots of their own. Of two open regions that share a slot, one
-  // may be taken for ended: nothing is kept for it then.
+  // A region's number is most_threads times the count of regions of its thread, plus the thread's
+  // number. A thread's last two have their own slots. Of two open regions that share a slot, one
+  // may be taken for ended: then nothing is stored for it.
   static constexpr std::uint64_t most_threads = 1 << 24;
   std::atomic<std::uint64_t>& slot_of(std::uint64_t region) {
     const std::uint64_t thread = region % most_threads, begun = region / most_threads;
@@ -368,7 +368,7 @@ class DerivedWeights final : public KeptWeights {
     ++size_;
   }
 
-  /// Drops what is least recently used until `bytes` more fit.
+  /// Drops the least recently used data until `bytes` more fit.
   void make_room(int64_t bytes, Entries& dropped) {
     while (counts_.bytes > budget_ - bytes && !entries_.empty()) {
       drop(std::ranges::min_element(entries_, {}, [](const auto& one) { return one.second.used; }),
@@ -382,7 +382,7 @@ class DerivedWeights final : public KeptWeights {
     dropped.insert(entries_.extract(entry));
     --size_;
   }
-  /// What `leaves` says, and what belongs to weights that are gone.
+  /// What `leaves` selects, and the data of destroyed weights.
   template <class Leaves>
   void drop_if(const Leaves& leaves, Entries& dropped) {
     for (auto next = entries_.begin(); next != entries_.end();) {
@@ -402,8 +402,8 @@ class DerivedWeights final : public KeptWeights {
   Entries entries_;
   Counts counts_;
   std::uint64_t uses_ = 0;
-  // How many entries or bytes there are when those of weights that are gone are looked for. So at
-  // most half of what is kept, or this little, is of no use to anybody.
+  // The numbers of entries or bytes at which the data of destroyed weights is searched. So at most
+  // half of the store, or this little, is useless.
   static constexpr std::size_t least_to_purge = 64;
   static constexpr int64_t least_bytes_to_purge = int64_t{1} << 24;
   std::size_t purge_at_ = least_to_purge;
@@ -416,8 +416,7 @@ class DerivedWeights final : public KeptWeights {
   std::atomic<std::uint64_t> open_regions_[256] = {};
 };
 
-/// The process's store of what is derived from weights, which the first call makes: see there. Any
-/// thread.
+/// The process's store, which the first call creates. Any thread.
 inline DerivedWeights& derived_weights() {
   static DerivedWeights& store = []() -> DerivedWeights& {
     std::atomic<KeptWeights*>& shared = shared_runtime().kept_weights;
@@ -431,8 +430,8 @@ inline DerivedWeights& derived_weights() {
   return store;
 }
 
-/// How long the calling thread keeps what it derives from weights: not at all outside of guards, in
-/// those without a cache, and for a region that began before the store.
+/// How long the calling thread stores derived data: not at all outside guards, in those without a
+/// cache, and for a region that began before the store.
 inline WeightKeep keep_of_this_thread() {
   const ThreadPolicy* policy = thread_policy();
   if (policy == nullptr) return {};
