@@ -221,7 +221,7 @@ struct GradScalerState {
   double growth_factor = 2.;       ///< the scale's factor when it grows
   double backoff_factor = 0.5;     ///< its factor after a bad iteration
   int64_t growth_interval = 2000;  ///< consecutive good iterations before it grows
-  int64_t growth_tracker = 0;      ///< good iterations since it grew or backed off
+  int64_t growth_tracker = 0;      ///< good iterations since it grew or since a bad one
 
   /// Whether it is that of a disabled scaler.
   bool empty() const { return scale == 0.; }

@@ -104,8 +104,9 @@ class Policy {
   /// counts. In an fp32 region the rule has no effect. An inf or NaN in an operand turns all
   /// results that use its scale into NaN: under `tensorwise` and `nvfp4` the whole result. Asking
   /// for a second derivative is an error. A region that ends without a single product in fp8 warns
-  /// once, with the reasons. Never reads the device. Keeps no statistics between calls; 8-bit forms
-  /// of parameters are cached as casts of weights are (see AutocastOptions::cache).
+  /// once, and names the products that it has called. Never reads the device. Keeps no statistics
+  /// between calls; 8-bit forms of parameters are cached as casts of weights are (see
+  /// AutocastOptions::cache).
   ///
   /// Errors: as set(), and any other op; with `options.strict`, a device that cannot, at the guard
   /// (for a module's policy, at its forward).

@@ -32,7 +32,7 @@ class SafeAccumulationResult {
  public:
   /// False if every micro-batch was dropped, or the mean of the kept ones is not finite.
   bool stepped() const { return kept_->read() > 0.; }
-  /// stepped().
+  /// As stepped().
   explicit operator bool() const { return stepped(); }
   /// Number of micro-batches in the step.
   int64_t kept() const { return static_cast<int64_t>(kept_->read()); }

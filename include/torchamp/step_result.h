@@ -34,7 +34,7 @@ class StepResult {
   /// Whether the optimizer stepped. False: a gradient held an inf or a NaN, or there was no
   /// gradient.
   bool stepped() const { return record_->had_gradients && !record_->found_inf.read(); }
-  /// stepped().
+  /// As stepped().
   explicit operator bool() const { return stepped(); }
 
   /// The overflow flag, for decisions on the device: 0-dim fp32, non-zero if the step was skipped

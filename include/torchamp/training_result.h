@@ -44,7 +44,7 @@ class TrainingResult {
     if (step_) return step_->stepped();
     return found_inf_.defined() && found_inf_.item<float>() == 0.F;
   }
-  /// stepped().
+  /// As stepped().
   explicit operator bool() const { return stepped(); }
 
   /// The norm of all unscaled gradients before clipping. Reads the device. An error without

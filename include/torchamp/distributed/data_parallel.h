@@ -115,8 +115,8 @@ struct DistributedDataParallelOptions {
 /// gradients is scaled as well. checkpoint() works, nested too. With MasterWeights, first call
 /// broadcast_module(), then make the masters, then this. If they have main_gradients, these are
 /// averaged, in fp32; under no_sync() they accumulate, and the next backward averages the sums.
-/// Errors: a second DistributedDataParallel for the same main gradients while the first one lives;
-/// other masters.
+/// Errors: a second DistributedDataParallel for the same main gradients, or new masters, while the
+/// first one lives.
 ///
 /// A bucket of gradients is sent as soon as backward has computed them, while it computes the
 /// others. Construction and forward are collective, see Note [Collective calls]; a forward without
