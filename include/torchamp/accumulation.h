@@ -160,8 +160,8 @@ class Accumulation {
  private:
   enum class Stage {
     open,      ///< between two calls
-    adding,    ///< in backward(), or that has thrown
-    stepping,  ///< in flush(), or that has thrown
+    adding,    ///< in backward(), or after its exception
+    stepping,  ///< in flush(), or after its exception
   };
 
   int64_t version_of_scale() const {
@@ -229,7 +229,7 @@ class Accumulation {
   std::shared_ptr<detail::AccumulationWindow> window_;  // the scaler looks at it
   Stage stage_ = Stage::open;
   int64_t version_ = 0;        // of the scale, at the start of the window
-  std::size_t gradients_ = 0;  // how many there were after the last backward()
+  std::size_t gradients_ = 0;  // after the last backward()
   uint64_t versions_ = 0;      // theirs
   uint64_t taken_ = 0;         // by masters until then
   bool warned_ = false, warned_of_local_ = false;

@@ -66,7 +66,7 @@ class OptimizerSnapshot {
       if (!state) continue;
       auto& copy = states_[key] = state->clone();  // which has the same tensors
       if (auto* const lbfgs = dynamic_cast<torch::optim::LBFGSParamState*>(copy.get())) {
-        keep(lbfgs->prev_flat_grad());  // what else it holds it replaces
+        keep(lbfgs->prev_flat_grad());  // it replaces its other tensors
       } else {
         for_each_state_tensor(*copy, [this](const at::Tensor& tensor) { keep(tensor); });
       }
@@ -246,7 +246,7 @@ class ClosureStep<GradScaler> {
       const GradScalerOptions& options = scaler_.options();
       const at::Tensor& largest = evaluation.state.largest;  // inf for a bad loss: after_update()
       if (options.forgives_bad_losses && largest.defined() && std::isinf(largest.item<double>())) {
-        return false;  // which no scale would mend
+        return false;  // no scale would help
       }
       if (evaluation.attempts > max_retries_ || !options.dynamic) return false;
       if (scale_.read_scale() <= options.min_scale) return false;
@@ -281,7 +281,7 @@ class ClosureStep<GradScaler> {
   torch::optim::Optimizer& optimizer_;
   const LossClosure& closure_;
   int64_t max_retries_;
-  std::optional<ScaleMemory<double>> scale_before_;  // it was lowered
+  std::optional<ScaleMemory<double>> scale_before_;  // if it was lowered
 };
 
 }  // namespace detail

@@ -37,7 +37,7 @@ class CudaGraph;
 
 /// Options of a CudaGraph. An aggregate, for designated initialisers.
 struct CudaGraphOptions {
-  using Graph = CudaGraph;  ///< what is made with them
+  using Graph = CudaGraph;  ///< made with these options
 
   /// Iterations that run eagerly before the capture; at least 1. They create the scale, the
   /// optimizer's state and workspaces; the last one is searched for host reads.
@@ -292,7 +292,7 @@ inline void CudaGraph::call_body(const Tensors& batch) {
     kept_ = std::move(is_to_be_captured->kept);
   }
   for (at::Tensor& output : outputs) {
-    if (output.defined()) output = output.detach();  // lets go of the autograd graph
+    if (output.defined()) output = output.detach();  // releases the autograd graph
   }
   outputs_ = std::move(outputs);
 }

@@ -137,7 +137,7 @@ class CastInputs {
 
   at::ScalarType dtype_;
   std::vector<at::DeviceType> devices_;
-  std::vector<std::pair<at::Tensor, std::uint32_t>> made_;  // with its version
+  std::vector<std::pair<at::Tensor, std::uint32_t>> made_;  // with their versions
 };
 
 /// A cast input in the type that the caller passed: LibTorch looks into an at::TensorList, not into

@@ -59,7 +59,7 @@ class MastersOfModel : public Masters {
 
 /// Options of MasterWeights.
 struct MasterWeightsOptions {
-  using Masters = MasterWeights;  ///< what is made with them
+  using Masters = MasterWeights;  ///< made with these options
 
   /// fp16 or bf16.
   at::ScalarType dtype = at::kHalf;
@@ -192,8 +192,8 @@ class MasterWeights final : public detail::MastersOfModel {
     std::string name;
     at::Tensor parameter;  // of the model
     bool is_narrow;        // kept in 16 bits
-    bool is_split;         // with the other 16 beside it
-    at::Tensor master;     // undefined where it needs no gradient, is split or is not narrow
+    bool is_split;         // with its lower 16 bits stored beside it
+    at::Tensor master;     // undefined without a gradient, if split or not narrow
     std::shared_ptr<detail::MainGradient> main = nullptr;  // where backward takes gradients
     detail::GivenWeight given = {};                        // the parameter, at the last copy
 
@@ -216,8 +216,9 @@ class MasterWeights final : public detail::MastersOfModel {
   detail::TensorPairs model_from_masters_;
   int64_t copied_versions_ = 0;  // of the masters, at the last copy_to_model()
   bool warned_of_written_ = false, warned_of_left_ = false;
-  bool was_taken_ = false;  // gradients were, or load() was called, since then
-  std::shared_ptr<const void> token_ = std::make_shared<char>();  // what weights go by
+  bool was_taken_ = false;  // gradients were taken, or load() was called, since then
+  std::shared_ptr<const void> token_ =
+      std::make_shared<char>();  // identifies these masters at the weights
 };
 
 namespace detail {

@@ -24,7 +24,7 @@ struct MissingGradient {
     undefined_parameter,  ///< the parameter itself is an undefined tensor
     not_required,         ///< requires_grad is false
     not_a_leaf,           ///< autograd keeps gradients of leaves only
-    other_device,         ///< it lies on another type of device than the loss that was scaled
+    other_device,         ///< its device type differs from the scaled loss's
     not_reached           ///< no backward() has reached it since its gradient was last cleared
   };
   std::size_t group;     ///< index in Optimizer::param_groups()

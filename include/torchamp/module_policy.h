@@ -119,8 +119,8 @@ class ModulePolicies {
   /// The rule chosen for a site.
   struct Chosen {
     const Rule* rule = nullptr;         // none
-    const std::string* as = nullptr;    // its name that the rule fits
-    const std::string* from = nullptr;  // the Sequential that hands the rule down to it
+    const std::string* as = nullptr;    // its name that the rule matches
+    const std::string* from = nullptr;  // the Sequential from which it inherits the rule
   };
 
   std::vector<Chosen> choose(const detail::ForwardSites& sites) const;
@@ -191,7 +191,7 @@ inline std::vector<ModulePolicies::Chosen> ModulePolicies::choose(
   struct Fit {
     int how = 0;
     const Rule* rule = nullptr;
-    const Rule* other = nullptr;  // which fits as well
+    const Rule* other = nullptr;  // another match
   };
   const auto how_fits = [](const std::string& pattern, const std::string& name) {
     const bool is_pattern = detail::has_wildcard(pattern);

@@ -41,7 +41,7 @@ enum class Cast : std::uint8_t {
 
 namespace detail {
 
-using namespace std::string_view_literals;  // lengths that a compiler need not count
+using namespace std::string_view_literals;  // the compiler need not count lengths
 
 /// The properties of a cast rule; CastArguments has its effect on a call.
 struct CastRow {
@@ -56,12 +56,12 @@ inline constexpr CastRow cast_rows[] = {
     {Cast::lower_precision, "lower_precision"sv, true,
      "arguments are cast to the region's dtype"sv},
     {Cast::fp32, "fp32"sv, true,
-     "arguments are cast to fp32, or the result is asked for in fp32"sv},
+     "arguments are cast to fp32; ops with a dtype argument compute in fp32"sv},
     {Cast::promote, "promote"sv, true, "arguments are cast to the widest dtype among them"sv},
-    {Cast::fp8, "fp8"sv, true, "products of 8-bit numbers, as Policy::fp8 says"sv},
-    {Cast::unchanged, "unchanged"sv, false, "arguments are left as they are"sv},
+    {Cast::fp8, "fp8"sv, true, "operands are quantised to 8 bits: see Policy::fp8"sv},
+    {Cast::unchanged, "unchanged"sv, false, "arguments are not cast"sv},
     {Cast::native, "native"sv, false,
-     "LibTorch's own kernel for the device decides, which does what is said behind it"sv},
+     "LibTorch's own kernel for the device decides; its effect follows the colon"sv},
 };
 
 /// Null for a value that is not a rule.

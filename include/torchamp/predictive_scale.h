@@ -155,7 +155,7 @@ class PredictiveRule final : public ScaleRule {
       forgive("", after.of_rule[i], before.of_rule[i]);
     }
     after.skips = skips;
-    after.since_change = since_change;  // 0 would say that the scale was lowered
+    after.since_change = since_change;  // 0 would mean that the scale backed off
   }
 };
 

@@ -100,7 +100,7 @@ class SafeAccumulation {
                                     detail::ScalerParts::ledger(scaler_).order);
     warn_of_others("backward");
     detail::clear_gradients(optimizer_);
-    detail::drop_model_gradients(optimizer_);  // that an exception has left
+    detail::drop_model_gradients(optimizer_);  // left by an exception
     is_clear_ = false;
     scaler_.scale(loss).backward();
     if (const auto unsent = detail::unsent_of(optimizer_); unsent && unsent->any()) {
@@ -116,7 +116,7 @@ class SafeAccumulation {
     try {
       scaler_.unscale_(optimizer_);
       auto set = sum_.prepared(optimizer_, scaler_.found_inf(optimizer_));
-      scaler_.update();  // before the sums are touched, for it may throw
+      scaler_.update();  // before the sums change, since it may throw
       sum_.add(std::move(set));
     } catch (...) {
       scaler_.discard(optimizer_);

@@ -50,7 +50,7 @@ class CsvStepLog final : public StepLog {
   ~CsvStepLog() override {
     try {
       flush();
-    } catch (...) {  // a device that has failed is told elsewhere
+    } catch (...) {  // a device's failure is reported elsewhere
     }
   }
 
@@ -115,7 +115,7 @@ class CsvStepLog final : public StepLog {
       if (line.has[0]) file_ << numbers[0];
       file_ << ',' << numbers[1] << ',' << skips_ << ',';
       if (line.has[3]) file_ << numbers[3];
-      file_ << ',' << line.seconds << std::endl;  // whole lines, for who reads along
+      file_ << ',' << line.seconds << std::endl;  // flushes whole lines for readers
     }
   }
 

@@ -238,7 +238,7 @@ class TrainingStep {
       model.eval();
     }
     ~EvaluationMode() {
-      for (const auto& [module, trains] : modes_) {  // a module comes before those in it
+      for (const auto& [module, trains] : modes_) {  // a module precedes its submodules
         if (module->is_training() != trains) module->train(trains);
       }
     }
@@ -300,7 +300,7 @@ class TrainingStep {
   std::unique_ptr<detail::StepGroup> group_;
   std::unique_ptr<detail::Masters> masters_;
   std::shared_ptr<torch::optim::Optimizer> optimizer_;
-  FusedOptimizer* fused_ = nullptr;           // the optimizer, where it is one
+  FusedOptimizer* fused_ = nullptr;           // the optimizer, if it is one
   std::optional<Accumulation> accumulation_;  // of several micro-batches
   std::optional<detail::StepScheduler> scheduler_;
   std::unique_ptr<detail::StepLog> log_;

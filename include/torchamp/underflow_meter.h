@@ -52,7 +52,7 @@ struct UnderflowStep {
   int64_t step = 0;      ///< its number, from 0
   double scale = 1.;     ///< at its beginning; 1 without a scaler
   int64_t elements = 0;  ///< as in UnderflowRow, of all modules
-  int64_t lost = 0;      ///< likewise
+  int64_t lost = 0;      ///< as in UnderflowRow
 
   /// lost / elements; 0 without elements.
   double share() const {
@@ -129,7 +129,7 @@ class UnderflowMeter {
     std::shared_ptr<detail::UnderflowHistory> history_;
     std::shared_ptr<detail::UnderflowRecording> recording_;
     std::optional<detail::Observation> observation_;
-    at::Tensor scale_;  // undefined where the host knows it
+    at::Tensor scale_;  // undefined if the host knows it
     double known_scale_ = 1.;
     int exceptions_ = 0;
   };

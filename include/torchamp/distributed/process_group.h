@@ -159,7 +159,7 @@ inline c10::intrusive_ptr<c10d::Store> make_store(const ProcessEnvironment& envi
   const auto store = collective("make_process_group",
                                 [&] { return c10::make_intrusive<c10d::TCPStore>(host, options); });
   const char* const attempt =
-      std::getenv("TORCHELASTIC_RESTART_COUNT");  // keys of before a restart
+      std::getenv("TORCHELASTIC_RESTART_COUNT");  // separates keys from those before a restart
   return c10::make_intrusive<c10d::PrefixStore>(
       std::string("torchamp/") + (attempt ? attempt : "0"), store);
 }

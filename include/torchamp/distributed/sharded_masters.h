@@ -38,8 +38,8 @@ class ShardedMasterWeights;
 
 /// Options of ShardedMasterWeights, equal on all processes.
 struct ShardedMasterWeightsOptions {
-  using Masters = ShardedMasterWeights;  ///< what is made with them
-  using Group = ProcessGroupPtr;         ///< and with a group
+  using Masters = ShardedMasterWeights;  ///< made with these options
+  using Group = ProcessGroupPtr;         ///< and with such a group
 
   /// As MasterWeightsOptions::dtype: fp16 or bf16.
   at::ScalarType dtype = at::kHalf;
@@ -181,7 +181,7 @@ class ShardedMasterWeights final : public detail::MastersOfModel {
     std::string name;
     at::Tensor parameter;     // of the model
     bool is_narrow;           // kept in 16 bits
-    bool is_sharded = false;  // there is a piece
+    bool is_sharded = false;  // has a shard
     at::Tensor piece{};
     std::size_t index = 0;  // in the layout
   };
@@ -199,7 +199,7 @@ class ShardedMasterWeights final : public detail::MastersOfModel {
   std::vector<Weight> weights_;
   std::vector<std::size_t> by_index_;  // the weight of each in the layout
   std::shared_ptr<detail::ShardGroup> shards_;
-  std::vector<at::Tensor> shares_;  // for each bucket: the pieces, or what they lack in the model
+  std::vector<at::Tensor> shares_;  // per bucket: the shards, or their lower bits
   std::shared_ptr<detail::GradientScatter> scatter_;
   std::vector<at::Tensor> whole_;  // on process 0, after gather()
   bool warned_of_written_ = false;

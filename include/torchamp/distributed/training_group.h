@@ -80,7 +80,7 @@ class ProcessStepGroup final : public StepGroup {
   ProcessGroupPtr group_;
   DistributedDataParallelOptions options_;
   std::optional<DistributedDataParallel<Forward>> net_;
-  Masters* masters_ = nullptr;  // where they average
+  Masters* masters_ = nullptr;  // if they average
 };
 
 template <>
