@@ -209,7 +209,6 @@ class Accumulation {
                 "update to the accumulation, and call discard() to drop them.");
   }
 
-  /// zero_grad(false) is such a write.
   void warn_of_writes() {
     if (warned_ || taken_ != detail::gradients_taken() ||
         versions_ == detail::versions_of_gradients(optimizer_)) {
@@ -218,9 +217,10 @@ class Accumulation {
     warned_ = true;
     TORCH_WARN("Accumulation::backward: the gradients of ", window_->pending, " of ",
                micro_batches_,
-               " micro-batches were written to or replaced since the last call, as "
-               "zero_grad(false) does. Leave it out: the accumulation clears gradients after its "
-               "step. Change them in before_unscale or before_step. This warning is given once.");
+               " micro-batches were written to or replaced since the last call, as by "
+               "zero_grad(false) or a backward() of the program's own. Leave it out: the "
+               "accumulation clears gradients after its step. Change them in before_unscale or "
+               "before_step. This warning is given once.");
   }
 
   GradScaler& scaler_;

@@ -182,16 +182,14 @@ class TrainingStep {
   /// for one file. An error within a window.
   template <class Checkpoint = TrainingCheckpoint>
   void save(const std::string& path) {
-    check_no_window("save");
-    auto checkpoint = checkpoint_of<Checkpoint>(path);
+    auto checkpoint = checkpoint_of<Checkpoint>("save", path);
     group_ ? group_->save(checkpoint) : checkpoint.save();
   }
   /// Resumes from such a file; false if there is none. As TrainingCheckpoint::load. An error within
   /// a window.
   template <class Checkpoint = TrainingCheckpoint>
   bool load(const std::string& path) {
-    check_no_window("load");
-    auto checkpoint = checkpoint_of<Checkpoint>(path);
+    auto checkpoint = checkpoint_of<Checkpoint>("load", path);
     return group_ ? group_->load(checkpoint) : checkpoint.load();
   }
   /// Adds the same to your own checkpoint, as "model", "optimizer", "scaler", "scheduler" and
@@ -254,16 +252,14 @@ class TrainingStep {
   static void check(const TrainingStepOptions& options, bool makes);
   void make_parts(TrainingStepOptions& options, const MakeOptimizer& make);
   void check_optimizer() const;
-  void check_no_window(const char* call) const {
-    TORCH_CHECK(pending() == 0, "TrainingStep::", call, ": ", pending(), " of ", micro_batches_,
-                " micro-batches are pending, and a file does not hold their gradients. Call "
-                "finish() first, or call this after the last micro-batch of a window.");
-  }
   template <class Checkpoint>
-  Checkpoint checkpoint_of(const std::string& path) {
+  Checkpoint checkpoint_of(const char* call, const std::string& path) {
     static_assert(
         requires { sizeof(Checkpoint); },
         "TrainingStep: include torchamp/training_checkpoint.h to write and read files.");
+    TORCH_CHECK(pending() == 0, "TrainingStep::", call, ": ", pending(), " of ", micro_batches_,
+                " micro-batches are pending, and a file does not hold their gradients. Call "
+                "finish() first, or call this after the last micro-batch of a window.");
     Checkpoint checkpoint(path);
     add_to(checkpoint);
     return checkpoint;
@@ -282,6 +278,7 @@ class TrainingStep {
     return learn(std::move(loss));
   }
   TrainingResult learn(at::Tensor loss);
+  void check_no_backward(const detail::StepOrder& order);
   static at::Tensor without_graph(at::Tensor&& loss);
   TrainingResult replay(const Tensors& inputs,
                         const std::function<at::Tensor(const Tensors&)>& function);
@@ -307,6 +304,7 @@ class TrainingStep {
   detail::CaptureChoice::Capture capture_;
   const std::function<at::Tensor(const Tensors&)>* function_ = nullptr;  // that is captured
   bool keeps_scale_ = false;  // each result has the scale of its step
+  bool warned_ = false;       // of a backward() in the function
   at::Tensor norm_, scale_;   // of the step that is being made
   std::int64_t steps_ = 0;
 };

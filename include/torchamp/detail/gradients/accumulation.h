@@ -27,8 +27,8 @@ inline void check_not_scaled_within(const at::Tensor& loss, const char* call,
     if (!node) return;
     TORCH_CHECK_VALUE(!scaled.are_made_by(*node), call,
                       ": this loss was computed from one that has been scaled already, and its "
-                      "gradients would be too large by the scale. Pass the loss as it was before "
-                      "scale(): the accumulation scales it.");
+                      "gradients would be too large by the scale. Give the loss as it was before "
+                      "scale(): it is scaled here.");
     if (ops == most_ops) return;
     for (const auto& edge : node->next_edges()) self(self, edge.function.get(), ops + 1);
   };

@@ -125,6 +125,13 @@ inline void note_narrow(const at::Tensor& master, const at::Tensor& narrow) {
   master.unsafeGetTensorImpl()->set_backend_meta(std::move(meta));
 }
 
+/// The weight of the model whose master this is; undefined if it is none.
+inline at::Tensor narrow_of(const at::Tensor& master) {
+  const auto* const meta =
+      dynamic_cast<MasterMeta*>(master.unsafeGetTensorImpl()->get_backend_meta());
+  return meta ? meta->narrow.lock() : at::Tensor();
+}
+
 /// Drops the gradients in the model of the weights whose masters `optimizer` has: those not taken,
 /// and those not sent. (The optimizer's own are already dropped.)
 inline void drop_model_gradients(const torch::optim::Optimizer& optimizer) {
@@ -133,9 +140,7 @@ inline void drop_model_gradients(const torch::optim::Optimizer& optimizer) {
     for (const at::Tensor& master : group.params()) {
       if (!master.defined()) continue;
       note_gradient_dropped(master);
-      const auto* const meta =
-          dynamic_cast<MasterMeta*>(master.unsafeGetTensorImpl()->get_backend_meta());
-      const at::Tensor narrow = meta ? meta->narrow.lock() : at::Tensor();
+      const at::Tensor narrow = narrow_of(master);
       if (narrow.defined()) narrow.mutable_grad().reset();
     }
   }

@@ -108,12 +108,9 @@ struct StepGroupOf {
 class GroupChoice {
  public:
   GroupChoice() = default;
-  template <class Group>
-  GroupChoice(c10::intrusive_ptr<Group> group)
-      : make([group] { return StepGroupOf<Group>::make(group); }) {}
-  template <class Group, class Options>
-  GroupChoice(c10::intrusive_ptr<Group> group, Options options)
-      : make([group, options] { return StepGroupOf<Group>::make(group, options); }) {}
+  template <class Group, class... Options>
+  GroupChoice(c10::intrusive_ptr<Group> group, Options... options)
+      : make([=] { return StepGroupOf<Group>::make(group, options...); }) {}
 
   std::function<std::unique_ptr<StepGroup>()> make;
 };

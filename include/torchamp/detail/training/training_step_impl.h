@@ -63,11 +63,10 @@ inline TrainingStep::TrainingStep(detail::StepModel model, TrainingStepOptions o
   TORCH_CHECK_VALUE(options.device || !parameters.empty(),
                     "TrainingStep: the model has no parameters. Set .device.");
   device_ = options.device ? *options.device : parameters.front().device();
-  TORCH_CHECK_VALUE(parameters.empty() || std::ranges::any_of(parameters,
-                                                              [&](const at::Tensor& parameter) {
-                                                                return parameter.device().type() ==
-                                                                       device_.type();
-                                                              }),
+  const auto is_there = [&](const at::Tensor& parameter) {
+    return parameter.device().type() == device_.type();
+  };
+  TORCH_CHECK_VALUE(parameters.empty() || std::ranges::any_of(parameters, is_there),
                     "TrainingStep: device is ", device_, ", and the model's parameters are on ",
                     parameters.empty() ? device_ : parameters.front().device(),
                     ". Move the model there before.");
@@ -140,7 +139,9 @@ inline void TrainingStep::complete_gradients() {
   if (group_) group_->sync_gradients();
   if (masters_) masters_->take_gradients();
   if (max_grad_norm_) norm_ = clip_grad_norm_(*scaler_, *optimizer_, *max_grad_norm_);
-  if (keeps_scale_ && scaler_->is_enabled()) scale_ = scaler_->scale_tensor().clone();
+  if (keeps_scale_ && scaler_->is_enabled()) {
+    scale_ = detail::ScalerParts::scale(*scaler_).scale().clone();
+  }
 }
 
 /// `loss` without its graph: itself where nobody else has it.
@@ -150,12 +151,37 @@ inline at::Tensor TrainingStep::without_graph(at::Tensor&& loss) {
   return std::move(loss);
 }
 
+/// Tells of a backward() in the function, before the window's first one. zero_grad(false) after it
+/// leaves a later version.
+inline void TrainingStep::check_no_backward(const detail::StepOrder& order) {
+  const auto has_new_gradient = [](const at::Tensor& tensor) {
+    const at::Tensor& gradient = tensor.unsafeGetTensorImpl()->grad();
+    return gradient.defined() && detail::version_of(gradient) == 0;
+  };
+  const auto was_reached = [&](const at::Tensor& parameter) {
+    return has_new_gradient(parameter) ||
+           (masters_ && has_new_gradient(detail::narrow_of(parameter)));
+  };
+  if (!scaler_->is_enabled() || order.was_scaled() || order.was_asked() ||
+      !detail::any_parameter(*optimizer_, was_reached)) {
+    return;
+  }
+  constexpr const char* text =
+      "TrainingStep: the function has called backward() without scale. Return the loss, or the sum "
+      "of several; call train.scaler().scale(loss).backward() for what is not returned.";
+  TORCH_CHECK(detail::ScalerParts::scale(*scaler_).stays_at_one(), text);
+  if (!std::exchange(warned_, true)) TORCH_WARN(text, " This is said once.");
+}
+
 inline TrainingResult TrainingStep::learn(at::Tensor loss) {
   TORCH_CHECK_VALUE(loss.defined() && loss.numel() == 1 && loss.requires_grad(),
                     "TrainingStep: the function has to return the loss, one number that was "
                     "computed from the parameters, with gradients enabled.");
+  const detail::StepLedger& ledger = detail::ScalerParts::ledger(*scaler_);
+  detail::check_not_scaled_within(loss, "TrainingStep", ledger.scaled, ledger.order);
   std::optional<StepResult> step;
   try {
+    if (pending() == 0) check_no_backward(ledger.order);
     if (accumulation_) {
       step = accumulation_->backward(loss);
     } else {
