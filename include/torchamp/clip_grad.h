@@ -137,7 +137,7 @@ inline void check_not_stepped(const char* call, const GradScaler& scaler,
 }
 
 /// Records the clip for a scaler that has scaled these gradients, and for a step that finds that
-/// there were none yet.
+/// there were none yet. Not for a limit of infinity, by which programs look at norms.
 inline void note_plain_clip(at::TensorList params) {
   const at::Tensor* none = nullptr;
   for (const at::Tensor& param : params) {
@@ -182,7 +182,7 @@ inline at::Tensor clip_grad_norm_(at::TensorList params, double max_norm, double
   const auto* const shards = detail::CommonShards("clip_grad_norm_").add(params).get();
   if (shards) norm = shards->norm_of_all(norm, norm_type);
   if (!batches.empty()) detail::multiply(batches, detail::clip_coefficient(norm, max_norm));
-  detail::note_plain_clip(params);
+  if (std::isfinite(max_norm)) detail::note_plain_clip(params);
   return norm;
 }
 
@@ -193,7 +193,7 @@ inline at::Tensor clip_grad_norm_(torch::optim::Optimizer& optimizer, double max
                                   double norm_type = 2.) {
   detail::check_max_norm(max_norm);
   at::Tensor norm = detail::clip_norm(optimizer, at::Tensor(), max_norm, norm_type);
-  detail::note_plain_clip(optimizer);
+  if (std::isfinite(max_norm)) detail::note_plain_clip(optimizer);
   return norm;
 }
 
@@ -218,7 +218,7 @@ inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& o
     }
   }
   at::Tensor norm = detail::clip_norm(optimizer, scale, max_norm, norm_type, zero);
-  detail::note_plain_clip(optimizer, /*knows_scale=*/true);
+  if (std::isfinite(max_norm)) detail::note_plain_clip(optimizer, /*knows_scale=*/true);
   return norm;
 }
 
@@ -266,7 +266,7 @@ template <class Tensors, class... Rest>
 requires std::same_as<std::remove_reference_t<Tensors>, std::vector<at::Tensor>>
 double clip_grad_norm_(Tensors&& parameters, double max_norm, Rest... rest) {
   const double norm = clip_grad_norm_(std::as_const(parameters), max_norm, rest...);
-  torchamp::detail::note_plain_clip(parameters);
+  if (std::isfinite(max_norm)) torchamp::detail::note_plain_clip(parameters);
   return norm;
 }
 /// LibTorch's clip_grad_value_, recorded for the scaler.

@@ -14,6 +14,7 @@
 #include <torchamp/safe_accumulation.h>
 
 #include <atomic>
+#include <cmath>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -93,6 +94,19 @@ TEST_P(NoFalseAlarm, AClipByLibTorchsFunctions) {
 
 /// Gradients that come from a backward pass without scale() all the same have the scale: those of a
 /// model's first half, in a pipeline by hand, and those of outputs that were scaled.
+/// Which a limit of infinity gives.
+TEST_P(NoFalseAlarm, ALookAtScaledNorms) {
+  for (int i = 0; i < iterations; ++i) {
+    optimizer->zero_grad();
+    torchamp::clip_grad_norm_(net->parameters(), HUGE_VAL);
+    scaler.scale(net(x).pow(2).mean()).backward();
+    EXPECT_GT(torchamp::clip_grad_norm_(net->parameters(), HUGE_VAL).item<double>(), 0.);
+    EXPECT_GT(torchamp::clip_grad_norm_(*optimizer, HUGE_VAL).item<double>(), 0.);
+    EXPECT_GT(torch::nn::utils::clip_grad_norm_(net->parameters(), HUGE_VAL), 0.);
+    finish(*optimizer);
+  }
+}
+
 TEST_P(NoFalseAlarm, AScaledGradientThatAnotherBackwardGoesOnWith) {
   for (int i = 0; i < iterations; ++i) {
     optimizer->zero_grad();
