@@ -109,6 +109,7 @@ class Accumulation {
     gradients_ = detail::count_gradients(optimizer_);
     versions_ = detail::versions_of_gradients(optimizer_);
     taken_ = detail::gradients_taken();
+    added_at_ = detail::PlainClips::tick();
     if (++window_->pending < micro_batches_) return std::nullopt;
     return flush();
   }
@@ -211,13 +212,14 @@ class Accumulation {
 
   void warn_of_writes() {
     if (warned_ || taken_ != detail::gradients_taken() ||
-        versions_ == detail::versions_of_gradients(optimizer_)) {
+        (versions_ == detail::versions_of_gradients(optimizer_) &&
+         !detail::PlainClips::any_since(added_at_, optimizer_))) {
       return;
     }
     warned_ = true;
     TORCH_WARN("Accumulation::backward: the gradients of ", window_->pending, " of ",
                micro_batches_,
-               " micro-batches were written to or replaced since the last call, as by "
+               " micro-batches were written to or replaced since the last call, as by a clip, "
                "zero_grad(false) or a backward() of the program's own. Leave it out: the "
                "accumulation clears gradients after its step. Change them in before_unscale or "
                "before_step. This warning is given once.");
@@ -232,6 +234,7 @@ class Accumulation {
   std::size_t gradients_ = 0;  // after the last backward()
   uint64_t versions_ = 0;      // theirs
   uint64_t taken_ = 0;         // by masters until then
+  uint64_t added_at_ = 0;      // the time of that
   bool warned_ = false, warned_of_local_ = false;
   std::function<void()> before_unscale_, before_step_;
 };

@@ -7,6 +7,7 @@
 #include <torch/torch.h>
 #include <torchamp/clip_grad.h>
 
+#include <cmath>
 #include <stdexcept>
 #include <string>
 
@@ -76,9 +77,28 @@ TEST_P(AccumulationMistakes, GradientsThatAreZeroedWithinAWindowAreToldOnce) {
       EXPECT_THAT(warnings.text(), IsEmpty());
     }
   }
-  constexpr const char* text = "written to or replaced since the last call, as zero_grad(false)";
+  constexpr const char* text =
+      "written to or replaced since the last call, as by a clip, zero_grad(false)";
   EXPECT_THAT(warnings.text(), HasSubstr(text));
   EXPECT_EQ(warnings.text().find(text), warnings.text().rfind(text));
+}
+
+TEST(AccumulationMistakesOfPlainOptimizers, GradientsThatAreClippedWithinAWindowAreToldOnce) {
+  for (const double max_norm : {1e-3, HUGE_VAL}) {
+    at::Tensor w = leaf({3});
+    torch::optim::SGD optimizer({w}, 1e-3);
+    GradScaler scaler({.init_scale = 64.});
+    Accumulation accumulation(scaler, optimizer, 2);
+    const CollectedWarnings warnings;
+    for (int i = 0; i < 4; ++i) {
+      accumulation.backward((w * w).sum());
+      torchamp::clip_grad_norm_(optimizer, max_norm);
+    }
+    constexpr const char* text = "written to or replaced since the last call, as by a clip";
+    const auto at = warnings.text().find(text);
+    EXPECT_EQ(at != std::string::npos, max_norm < 1.) << "a look at the norm is none";
+    EXPECT_EQ(at, warnings.text().rfind(text));
+  }
 }
 
 TEST_P(AccumulationMistakes, GradientsThatStayTheSameWithinAWindowAreNotTold) {
