@@ -144,7 +144,8 @@ class TrainingStep {
   }
 
   /// Runs an iteration. `loss` computes the loss, a scalar, from the parameters; it is called once,
-  /// under the guard. An error with `.capture`.
+  /// under the guard. Errors: a loss that is already scaled; an unscaled backward() in the function
+  /// (a warning, once, where the scale is fixed at 1). An error with `.capture`.
   template <std::invocable Loss>
   TrainingResult operator()(Loss&& loss) {
     TORCH_CHECK(!capture_,

@@ -6,10 +6,6 @@
 namespace TORCHAMP_NAMESPACE {
 
 inline void TrainingStep::check(const TrainingStepOptions& options, bool makes) {
-  const auto at_once = [](bool both, const char* first, const char* second, const char* instead) {
-    TORCH_CHECK_VALUE(!both, "TrainingStep: ", first, " and ", second,
-                      " cannot be together: ", instead);
-  };
   TORCH_CHECK_VALUE(options.micro_batches >= 1, "TrainingStep: micro_batches is ",
                     options.micro_batches, ". It is 1 or more.");
   TORCH_CHECK_VALUE(!options.max_grad_norm || *options.max_grad_norm >= 0.,
@@ -19,10 +15,12 @@ inline void TrainingStep::check(const TrainingStepOptions& options, bool makes) 
                         *options.dtype == at::kBFloat16 || *options.dtype == at::kFloat,
                     "TrainingStep: dtype is ", options.dtype.value_or(at::kFloat),
                     ". It is fp16, bf16, fp32 for no casts, or left unset.");
-  at_once(options.capture.make && options.group.make, "capture", "group",
-          "gradients are averaged on streams that a graph cannot hold. Leave one of them out.");
-  at_once(options.capture.make && options.micro_batches > 1, "capture", "micro_batches above 1",
-          "a graph holds an iteration with its step. Leave one of them out.");
+  TORCH_CHECK_VALUE(!options.capture.make || !options.group.make,
+                    "TrainingStep: capture and group cannot be together: gradients are averaged on "
+                    "streams that a graph cannot hold. Leave one of them out.");
+  TORCH_CHECK_VALUE(!options.capture.make || options.micro_batches == 1,
+                    "TrainingStep: capture and micro_batches above 1 cannot be together: a graph "
+                    "holds an iteration with its step. Leave one of them out.");
   if (!options.masters.make) return;
   TORCH_CHECK_VALUE(makes,
                     "TrainingStep: with masters, these are what the optimizer steps. Pass a "
@@ -151,8 +149,7 @@ inline at::Tensor TrainingStep::without_graph(at::Tensor&& loss) {
   return std::move(loss);
 }
 
-/// Tells of a backward() in the function, before the window's first one. zero_grad(false) after it
-/// leaves a later version.
+/// Tells of a backward() in the function. (zero_grad(false) after it leaves a later version.)
 inline void TrainingStep::check_no_backward(const detail::StepOrder& order) {
   const auto has_new_gradient = [](const at::Tensor& tensor) {
     const at::Tensor& gradient = tensor.unsafeGetTensorImpl()->grad();
