@@ -138,6 +138,39 @@ TEST_P(Counted, ReadsNothingWithAFusedOptimizerUnlessItIsAsked) {
   EXPECT_GT(counts.now().waits, 0);
 }
 
+TEST_P(OnDevice, LaunchesWhatItsPartsLaunchAndReadsNoMore) {
+  if (GetParam() != at::kPrivateUse1)
+    GTEST_SKIP() << "launches are counted on the simulated device";
+  for (const auto& [name, make] : kinds()) {
+    Net net = make_net(GetParam());
+    const auto optimizer = make(net->parameters());
+    GradScaler scaler({.init_scale = 64.});
+    TrainingStep train(net, *optimizer,
+                       {.dtype = at::kHalf, .scaler = scaler, .max_grad_norm = 1.});
+    const auto batch = batch_of(GetParam(), 0);
+    const auto by_hand = [&] {
+      optimizer->zero_grad();
+      Tensor loss;
+      {
+        const AutocastGuard autocast(GetParam(), at::kHalf);
+        loss = loss_of(net, batch);
+      }
+      scaler.scale(loss).backward();
+      torchamp::clip_grad_norm_(scaler, *optimizer, 1.);
+      const auto result = scaler.step(*optimizer);  // that still tells the scale after update()
+      scaler.update();
+    };
+    const auto by_step = [&] { train([&] { return loss_of(net, batch); }); };
+    const auto costs_of = [](const auto& iteration) {
+      for (int i = 0; i < 2; ++i) iteration();
+      const simulated::Counts counts;
+      iteration();
+      return std::pair(counts.now().kernels, counts.now().waits);
+    };
+    EXPECT_EQ(costs_of(by_step), costs_of(by_hand)) << name;
+  }
+}
+
 TEST(TrainingStep, UsesThePolicyAndTheCacheThatItIsGiven) {
   Net by_hand = make_net(at::kCPU), stepped = make_net(at::kCPU);
   torch::optim::SGD optimizer(by_hand->parameters(), 0.1), other(stepped->parameters(), 0.1);
