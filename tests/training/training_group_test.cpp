@@ -82,6 +82,28 @@ TEST(TrainingGroup, AveragesAsDistributedDataParallelBitForBit) {
   }
 }
 
+TEST(TrainingGroup, GoesOnAfterABackwardInTheFunction) {
+  if (ran_in_processes(2)) return;
+  const auto group = make_group();
+  Net net = make_net(at::kCPU);
+  torchamp::FusedAdamW optimizer(net->parameters());
+  TrainingStep train(
+      net, optimizer,
+      {.dtype = at::kFloat, .scaler = GradScalerOptions{.init_scale = 64.}, .group = group});
+  const auto batch = batch_of(at::kCPU, group->getRank());
+  const auto loss = [&] { return loss_of(net->forward(batch[0]), batch); };
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_ERROR(train([&] {
+                   Tensor both = loss();
+                   both.backward({}, /*retain_graph=*/true);
+                   return both;
+                 }),
+                 "has called backward() without scale");
+    EXPECT_TRUE(train(loss));
+    expect_same_everywhere(group, net->parameters());
+  }
+}
+
 TEST(TrainingGroup, SpreadsMastersOverTheProcesses) {
   if (ran_in_processes(2)) return;
   const auto group = make_group();
