@@ -281,6 +281,8 @@ TEST_P(Parity, AutocastGivesWhatPythonRecorded) {
       continue;
     }
     if (both_fail && !replay().same_version()) continue;  // the error's class may change
+    // tests/cuda_on_host computes it by the CPU's kernel, which other versions lack for 16 bits.
+    if (call.op_case.op == "trace" && !replay().same_version()) continue;
     EXPECT_TRUE(outcome_agrees(call.recorded(), outcome, call.magnitudes()))
         << call.text() << ": " << call.recorded() << "\n  here: " << describe(outcome);
   }

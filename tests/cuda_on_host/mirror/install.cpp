@@ -5,6 +5,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/Exception.h>
+#include <torch/version.h>
 
 #include <algorithm>
 #include <memory>
@@ -253,7 +254,8 @@ const Names data_shaped = {"_coalesce",
                            "_fft_c2c"};
 /// Of sparse tensors, what kernels of their own do; the rest is made of dense ops.
 const Names of_sparse_tensors = {"_coalesce", "add.out", "add_.Tensor", "sub_.Tensor"};
-/// Sums of products are rounded once, as tensor cores do.
+/// Sums of products are rounded once, as tensor cores do. Before 2.15 the CPU's fused SGD loses
+/// steps of 16-bit parameters; CUDA's does not.
 const Names products_in_fp32 = {"mm",
                                 "addmm",
                                 "addmm_",
@@ -268,6 +270,9 @@ const Names products_in_fp32 = {"mm",
                                 "baddbmm_",
                                 "addbmm",
                                 "addr",
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15
+                                "_fused_sgd_",
+#endif
                                 "convolution_backward"};
 
 bool returns_view(const c10::FunctionSchema& schema) {
