@@ -23,7 +23,7 @@
 #include "torchamp/detail/gradients/norm.h"
 #include "torchamp/detail/gradients/unscale.h"
 #include "torchamp/detail/gradients/weight_meta.h"
-#include "torchamp/detail/scaler/step_order.h"
+#include "torchamp/detail/scaler/step_ledger.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/version.h"

@@ -36,7 +36,6 @@ constexpr Place places[] = {
     {"detail/devices.h", 1},
     {"detail/libtorch.h", 1},
     {"detail/tensors.h", 1},
-    {"detail/weak_tensor.h", 1},
     {"detail/text.h", 1},
     {"detail/host_values.h", 1},
     {"detail/autograd_node.h", 1},

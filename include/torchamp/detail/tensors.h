@@ -3,10 +3,14 @@
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/TensorBase.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/ScalarType.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/core/UndefinedTensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/intrusive_ptr.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -44,7 +48,42 @@ inline uint32_t version_of(const at::Tensor& tensor) {
   return static_cast<uint32_t>(tensor._version());
 }
 
-/// The device and dtype of a tensor.
+// ---- Tensors that others keep alive
+// --------------------------------------------------------------
+
+/// A tensor that others keep alive. While this lives, its address is given to no other tensor.
+class WeakTensor {
+ public:
+  WeakTensor() = default;
+  explicit WeakTensor(const at::TensorBase& tensor) : tensor_(tensor.getIntrusivePtr()) {}
+
+  /// Undefined if it is gone.
+  at::Tensor lock() const { return at::Tensor(tensor_.lock()); }
+  bool is_gone() const { return tensor_.expired(); }
+  bool is(const at::TensorBase& other) const { return address() == other.unsafeGetTensorImpl(); }
+  const c10::TensorImpl* address() const { return tensor_._unsafe_get_target(); }
+
+ private:
+  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor_{
+      c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
+};
+
+/// A tensor as it was at some time, which is no longer so once it is written to.
+class SeenTensor : public WeakTensor {
+ public:
+  explicit SeenTensor(const at::Tensor& tensor)
+      : WeakTensor(tensor), version_(version_of(tensor)) {}
+  bool is_unchanged(const at::Tensor& other) const {
+    return is(other) && version_ == version_of(other);
+  }
+
+ private:
+  uint32_t version_;
+};
+
+// ---- What one batch kernel takes ----------------------------------------------------------------
+
+/// Where a tensor lies and what its elements are.
 struct TensorKind {
   at::Device device;
   at::ScalarType dtype;

@@ -37,7 +37,6 @@
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/tensor_pairs.h"
 #include "torchamp/detail/tensors.h"
-#include "torchamp/detail/weak_tensor.h"
 
 namespace torchamp::detail {
 

@@ -10,7 +10,6 @@
 
 #include "torchamp/detail/gradients/deferred_clip.h"
 #include "torchamp/detail/scaler/step_ledger.h"
-#include "torchamp/detail/scaler/step_order.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {

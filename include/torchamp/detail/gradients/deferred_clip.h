@@ -67,31 +67,26 @@ class DeferredClip {
  public:
   /// Divides the gradients that are there now by `divisor`, on top of what is pending for them. An
   /// error if that was left for others, unless these are all gone.
-  void add(const ParamGroups& groups, const Divisor& divisor) {
-    const Divisor before = of(groups);
-    std::vector<WeakTensor> clipped;
-    std::vector<uint32_t> versions;
-    any_gradient(groups, [&](const at::Tensor& gradient) {
-      clipped.emplace_back(gradient.getIntrusivePtr());
-      versions.push_back(version_of(gradient));
-      return false;
-    });
+  void add(const torch::optim::Optimizer& optimizer, const Divisor& divisor) {
+    const Divisor before = of(optimizer);
     divisor_ = divisor;
     if (before.defined()) {
       divisor_.number = divisor.times(before.value());
       divisor_.per_excess = 0.;
       divisor_.is_number = before.is_number && divisor.is_number;
-      divisor_.tells_finite = divisor.tells_finite;
     }
-    clipped_ = std::move(clipped);
-    versions_ = std::move(versions);
+    clipped_.clear();
+    any_gradient(optimizer, [&](const at::Tensor& gradient) {
+      clipped_.emplace_back(gradient);
+      return false;
+    });
     graphs_ = at::sequence_number::peek();
   }
 
   /// The divisor of the gradients that are there now; undefined if there is none.
-  Divisor of(const ParamGroups& groups) const {
+  Divisor of(const torch::optim::Optimizer& optimizer) const {
     if (!divisor_.defined()) return {};
-    switch (compare(groups)) {
+    switch (compare(optimizer)) {
       case Match::same:
         return divisor_;
       case Match::gone:
@@ -102,18 +97,17 @@ class DeferredClip {
   }
 
   /// The same for a step with them; an error if they were put in the clipped ones' place.
-  Divisor for_step(const ParamGroups& groups) const {
-    Divisor divisor = of(groups);
-    TORCH_CHECK(divisor.defined() || !divisor_.defined() ||
-                    !any_gradient(groups, [](const at::Tensor&) { return true; }) ||
+  Divisor for_step(const torch::optim::Optimizer& optimizer) const {
+    Divisor divisor = of(optimizer);
+    TORCH_CHECK(divisor.defined() || !divisor_.defined() || !any_gradient(optimizer) ||
                     at::sequence_number::peek() != graphs_,
                 message);
     return divisor;
   }
 
   /// Whether a divisor is pending for just the gradients that are there now.
-  bool is_for(const ParamGroups& groups) const {
-    return divisor_.defined() && compare(groups) == Match::same;
+  bool is_for(const torch::optim::Optimizer& optimizer) const {
+    return divisor_.defined() && compare(optimizer) == Match::same;
   }
 
   void forget() {
@@ -122,12 +116,6 @@ class DeferredClip {
   }
 
  private:
-  using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-
-  static bool is(const WeakTensor& clipped, const at::Tensor& gradient) {
-    return clipped._unsafe_get_target() == gradient.unsafeGetTensorImpl();
-  }
-
   enum class Match { same, gone, different };
 
   static constexpr const char* message =
@@ -136,14 +124,13 @@ class DeferredClip {
       "last such change, just before the step. To drop what was clipped, call the fused "
       "optimizer's own zero_grad() or take_next_step_divisor().";
 
-  Match compare(const ParamGroups& groups) const {
+  Match compare(const torch::optim::Optimizer& optimizer) const {
     std::size_t next = 0;
     bool same = true, any = false;
-    any_gradient(groups, [&](const at::Tensor& gradient) {
-      const bool is_next = next < clipped_.size() && is(clipped_[next], gradient);
-      same = same && is_next && versions_[next] == version_of(gradient);
-      any = any || is_next;
-      for (std::size_t i = 0; !any && i < clipped_.size(); ++i) any = is(clipped_[i], gradient);
+    any_gradient(optimizer, [&](const at::Tensor& gradient) {
+      same = same && next < clipped_.size() && clipped_[next].is_unchanged(gradient);
+      any = any || same;
+      for (std::size_t i = 0; !any && i < clipped_.size(); ++i) any = clipped_[i].is(gradient);
       ++next;
       return false;
     });
@@ -152,8 +139,7 @@ class DeferredClip {
   }
 
   Divisor divisor_;
-  std::vector<WeakTensor> clipped_;  // the gradients
-  std::vector<uint32_t> versions_;   // theirs
+  std::vector<SeenTensor> clipped_;  // the gradients
   uint64_t graphs_ = 0;              // nodes that this thread had recorded then
 };
 
@@ -182,7 +168,7 @@ struct ClipLeft {
   /// Undefined if there is nothing.
   static Divisor to(const torch::optim::Optimizer& optimizer) {
     const auto* const defers = dynamic_cast<const DefersClips*>(&optimizer);
-    return defers ? defers->deferred_clip_.of(optimizer.param_groups()) : Divisor();
+    return defers ? defers->deferred_clip_.of(optimizer) : Divisor();
   }
   /// False if this optimizer's gradients have to be multiplied now.
   static bool can_be_left_to(const torch::optim::Optimizer& optimizer) {
@@ -191,7 +177,7 @@ struct ClipLeft {
   /// On top of what is left already. Only where it can be.
   static void add(torch::optim::Optimizer& optimizer, const Divisor& divisor) {
     const InternalOps internal;
-    dynamic_cast<DefersClips&>(optimizer).deferred_clip_.add(optimizer.param_groups(), divisor);
+    dynamic_cast<DefersClips&>(optimizer).deferred_clip_.add(optimizer, divisor);
   }
   /// The same gradients have other values now. Asks no device for memory.
   static void keep(torch::optim::Optimizer& optimizer, const Divisor& divisor) {

@@ -72,9 +72,8 @@ at::Tensor values_of(const at::Tensor& gradient, HalfGradients half, const Where
 }
 
 inline bool has_half_gradients(const torch::optim::Optimizer& optimizer) {
-  return any_gradient(optimizer.param_groups(), [](const at::Tensor& gradient) {
-    return gradient.scalar_type() == at::kHalf;
-  });
+  return any_gradient(
+      optimizer, [](const at::Tensor& gradient) { return gradient.scalar_type() == at::kHalf; });
 }
 
 /// The gradients that a collection holds already: one that several places of an optimizer lead to,

@@ -80,8 +80,8 @@ using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
 
 /// Calls `f` with each parameter that is defined until it returns true; whether it did.
 template <class F>
-bool any_parameter(const ParamGroups& groups, const F& f) {
-  for (const auto& group : groups) {
+bool any_parameter(const torch::optim::Optimizer& optimizer, const F& f) {
+  for (const auto& group : optimizer.param_groups()) {
     for (const at::Tensor& parameter : group.params()) {
       if (parameter.defined() && f(parameter)) return true;
     }
@@ -91,11 +91,14 @@ bool any_parameter(const ParamGroups& groups, const F& f) {
 
 /// The same with each gradient.
 template <class F>
-bool any_gradient(const ParamGroups& groups, const F& f) {
-  return any_parameter(groups, [&](const at::Tensor& parameter) {
+bool any_gradient(const torch::optim::Optimizer& optimizer, const F& f) {
+  return any_parameter(optimizer, [&](const at::Tensor& parameter) {
     const at::Tensor& gradient = parameter.unsafeGetTensorImpl()->grad();  // grad() may warn
     return gradient.defined() && f(gradient);
   });
+}
+inline bool any_gradient(const torch::optim::Optimizer& optimizer) {
+  return any_gradient(optimizer, [](const at::Tensor&) { return true; });
 }
 
 /// Null for most tensors.
@@ -130,6 +133,19 @@ inline void check_steps(const torch::optim::Optimizer& optimizer, const at::Tens
   meta->refuse_plain_step(where);
 }
 
+/// How often this thread has moved gradients to master weights.
+inline uint64_t& gradients_taken() {
+  static thread_local uint64_t times = 0;
+  return times;
+}
+/// Whether masters that `optimizer` steps were given gradients after the first `times` of these.
+inline bool any_taken_after(const torch::optim::Optimizer& optimizer, uint64_t times) {
+  return any_parameter(optimizer, [&](const at::Tensor& parameter) {
+    const WeightMeta* const meta = weight_meta_of(parameter);
+    return meta && meta->taken > times;
+  });
+}
+
 // ---- Shards -------------------------------------------------------------------------------------
 
 /// Null for what is no piece of a master.
@@ -142,21 +158,19 @@ inline std::shared_ptr<Shards> shards_of(const at::Tensor& tensor) {
 /// that cannot step pieces, and for one of weights that have masters.
 inline std::shared_ptr<Shards> shards_of(const torch::optim::Optimizer& optimizer,
                                          const char* call) {
-  for (const auto& group : optimizer.param_groups()) {
-    for (const at::Tensor& tensor : group.params()) {
-      const WeightMeta* const meta = tensor.defined() ? weight_meta_of(tensor) : nullptr;
-      if (!meta) continue;
-      TORCH_CHECK(!meta->has_master_apart || meta->masters.expired(), call, ": the parameter ",
-                  tensor.sizes(),
-                  " of this optimizer is a weight of a model under master weights, which would "
-                  "overwrite what a step makes of it. Give the optimizer their parameters().");
-      if (meta->shards) {
-        meta->shards->check(optimizer, call);
-        return meta->shards;
-      }
-    }
-  }
-  return nullptr;
+  std::shared_ptr<Shards> shards;
+  any_parameter(optimizer, [&](const at::Tensor& tensor) {
+    const WeightMeta* const meta = weight_meta_of(tensor);
+    if (!meta) return false;
+    TORCH_CHECK(!meta->has_master_apart || meta->masters.expired(), call, ": the parameter ",
+                tensor.sizes(),
+                " of this optimizer is a weight of a model under master weights, which would "
+                "overwrite what a step makes of it. Give the optimizer their parameters().");
+    shards = meta->shards;
+    return shards != nullptr;
+  });
+  if (shards) shards->check(optimizer, call);
+  return shards;
 }
 
 /// The shards that tensors with a gradient are pieces of. Throws if only some are, or of others,

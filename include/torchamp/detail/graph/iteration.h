@@ -25,7 +25,6 @@
 
 #include "torchamp/detail/observe/observer.h"
 #include "torchamp/detail/tensors.h"
-#include "torchamp/detail/weak_tensor.h"
 
 namespace torchamp::detail {
 

@@ -12,9 +12,8 @@
 #include <utility>
 
 #include "torchamp/detail/gradients/weight_meta.h"
-#include "torchamp/detail/scaler/step_order.h"
+#include "torchamp/detail/scaler/step_ledger.h"
 #include "torchamp/detail/tensors.h"
-#include "torchamp/detail/weak_tensor.h"
 
 namespace torchamp::detail {
 
@@ -108,7 +107,7 @@ class Masters {
 /// The data at a master by which code with only the optimizer finds the model's weight.
 struct MasterMeta final : WeightMeta {
   WeakTensor narrow;
-  std::optional<SeenGradient> left;  ///< the weight's, when the master's was last dropped alone
+  std::optional<SeenTensor> left;  ///< the weight's, when the master's was last dropped alone
 
   void note_gradient_dropped() override {
     const at::Tensor weight = narrow.lock();

@@ -353,8 +353,7 @@ inline void MasterWeights::warn_of_left_gradients() {
     if (!weight.master.defined() || !gradient.defined()) continue;
     const auto* const meta =
         dynamic_cast<detail::MasterMeta*>(weight.master.unsafeGetTensorImpl()->get_backend_meta());
-    if (!meta || !meta->left || !meta->left->is(gradient) ||
-        *meta->left == detail::SeenGradient(gradient)) {
+    if (!meta || !meta->left || !meta->left->is(gradient) || meta->left->is_unchanged(gradient)) {
       continue;
     }
     warned_of_left_ = true;

@@ -264,11 +264,11 @@ TORCHAMP_BODY void FusedOptimizer::divide_next_step(const at::Tensor& divisor) {
 
 TORCHAMP_BODY at::Tensor FusedOptimizer::next_step_divisor() const {
   const detail::InternalOps internal;
-  return deferred_clip_.of(param_groups()).value();
+  return deferred_clip_.of(*this).value();
 }
 
 TORCHAMP_BODY at::Tensor FusedOptimizer::take_next_step_divisor() {
-  at::Tensor divisor = deferred_clip_.is_for(param_groups()) ? next_step_divisor() : at::Tensor();
+  at::Tensor divisor = deferred_clip_.is_for(*this) ? next_step_divisor() : at::Tensor();
   deferred_clip_.forget();
   return divisor;
 }
@@ -277,7 +277,7 @@ TORCHAMP_BODY void FusedOptimizer::step_knowing(const at::Tensor& grad_scale,
                                                 const at::Tensor& found_inf,
                                                 const detail::StepFacts& facts) {
   const detail::InternalOps internal;
-  const detail::Divisor divisor = deferred_clip_.for_step(param_groups());
+  const detail::Divisor divisor = deferred_clip_.for_step(*this);
   step_fused(facts.clip_in_scale ? grad_scale : divisor.times(grad_scale), found_inf,
              found_inf.defined() && facts.exact_flag);
   deferred_clip_.forget();

@@ -28,7 +28,6 @@
 #include "torchamp/detail/observe/observer.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/tensors.h"
-#include "torchamp/detail/weak_tensor.h"
 
 namespace torchamp::detail {
 

@@ -42,7 +42,7 @@ TORCHAMP_BODY void UnscaledGradients::watch(const std::shared_ptr<UnscaledGradie
     const auto watched = weak.lock();
     const int task = torch::autograd::get_current_graph_task_id();
     if (!watched || std::exchange(watched->task_, task) == task) return;
-    watched->before_ = watched->seen();
+    watched->begin();
     torch::autograd::Engine::get_default_engine().queue_callback([weak] {
       if (const auto then = weak.lock()) then->end();
     });
@@ -247,7 +247,7 @@ inline void check_complete(const torch::optim::Optimizer& optimizer, const Optim
 }
 
 TORCHAMP_BODY void note_written(const torch::optim::Optimizer& optimizer) {
-  any_parameter(optimizer.param_groups(), [](const at::Tensor& param) {
+  any_parameter(optimizer, [](const at::Tensor& param) {
     const bool stepped = param.unsafeGetTensorImpl()->grad().defined();
     if (stepped && weight_meta_of(param)) param.unsafeGetTensorImpl()->bump_version();
     return false;

@@ -28,7 +28,6 @@
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/tensors.h"
-#include "torchamp/detail/weak_tensor.h"
 
 namespace torchamp::detail {
 
