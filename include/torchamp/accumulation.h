@@ -21,7 +21,6 @@
 #include "torchamp/detail/scaler/step_ledger.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler.h"
-#include "torchamp/step_result.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {

@@ -19,10 +19,9 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/gradients/deferred_clip.h"
+#include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/gradients/norm.h"
 #include "torchamp/detail/gradients/unscale.h"
-#include "torchamp/detail/gradients/weight_meta.h"
 #include "torchamp/detail/scaler/step_ledger.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler.h"

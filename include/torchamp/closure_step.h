@@ -20,18 +20,16 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/masters/split_weight.h"
 #include "torchamp/detail/optim/plan.h"
 #include "torchamp/detail/optim/state_tensors.h"
-#include "torchamp/detail/overlay/weight_casts.h"
 #include "torchamp/detail/scaler/loss_scale.h"
-#include "torchamp/detail/scaler/scale_update.h"
 #include "torchamp/detail/scaler/step_ledger.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/missing_gradients.h"
 #include "torchamp/optim.h"
-#include "torchamp/step_result.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {

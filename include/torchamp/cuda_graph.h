@@ -20,13 +20,13 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/graph/body.h"
+#include "torchamp/detail/device_work.h"
+#include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/graph/captured_scale.h"
 #include "torchamp/detail/graph/iteration.h"
 #include "torchamp/detail/graph/make_recorder.h"
 #include "torchamp/detail/graph/recorder.h"
 #include "torchamp/detail/overlay/runtime.h"
-#include "torchamp/detail/overlay/weight_casts.h"
 #include "torchamp/detail/weights/derived.h"
 #include "torchamp/scaled_step.h"
 #include "torchamp/version.h"

@@ -13,9 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/gradients/deferred_clip.h"
-#include "torchamp/detail/gradients/weight_meta.h"
-#include "torchamp/detail/optim/kernel.h"
+#include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/optim/kernels.h"
 #include "torchamp/detail/optim/plan.h"
 #include "torchamp/detail/tensors.h"
@@ -123,8 +121,8 @@ class FusedOptimizer : public torch::optim::Optimizer,
   bool drops_gradients_ = false;
 };
 
-/// A FusedOptimizer that steps with `Kernel`: one of those below, or your own, which need not be
-/// ATen's (see torchamp/detail/optim/kernel.h for its parts).
+/// A FusedOptimizer that steps with `Kernel`: one of those below, or one of your own, which need
+/// not be ATen's (see torchamp/detail/optim/kernels.h for what it has).
 template <detail::OptimizerKernel Kernel>
 class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
  public:

@@ -18,11 +18,11 @@
 #include <memory>
 #include <vector>
 
+#include "torchamp/detail/device_work.h"
+#include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/gradients/unscale.h"
-#include "torchamp/detail/gradients/weight_meta.h"
-#include "torchamp/detail/graph/body.h"
 #include "torchamp/detail/scaler/gradient_forecast.h"
-#include "torchamp/detail/scaler/scale_update.h"
+#include "torchamp/detail/scaler/loss_scale.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/version.h"

@@ -18,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/graph/body.h"
+#include "torchamp/detail/device_work.h"
 #include "torchamp/detail/recompute/node.h"
 #include "torchamp/detail/rng_state.h"
 #include "torchamp/detail/tensor_tree.h"

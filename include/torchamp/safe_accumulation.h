@@ -15,9 +15,9 @@
 #include <memory>
 #include <utility>
 
+#include "torchamp/detail/device_work.h"
 #include "torchamp/detail/gradients/accumulation.h"
 #include "torchamp/detail/gradients/sum.h"
-#include "torchamp/detail/host_values.h"
 #include "torchamp/detail/masters/master_meta.h"
 #include "torchamp/detail/scaler/step_ledger.h"
 #include "torchamp/detail/tensors.h"

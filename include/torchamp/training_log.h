@@ -23,7 +23,7 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/host_values.h"
+#include "torchamp/detail/device_work.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/detail/training/parts.h"
 #include "torchamp/training_result.h"

@@ -10,7 +10,7 @@
 #include <optional>
 #include <utility>
 
-#include "torchamp/step_result.h"
+#include "torchamp/grad_scaler.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {

@@ -37,12 +37,11 @@ constexpr Place places[] = {
     {"detail/libtorch.h", 1},
     {"detail/tensors.h", 1},
     {"detail/text.h", 1},
-    {"detail/host_values.h", 1},
+    {"detail/device_work.h", 1},
     {"detail/autograd_node.h", 1},
     {"detail/tensor_pairs.h", 1},
     // 2: what a process has once
     {"detail/overlay/runtime.h", 2},
-    {"detail/graph/body.h", 2},
     // 3: rules and tables
     {"detail/policy/", 3},
     {"ops.h", 3},

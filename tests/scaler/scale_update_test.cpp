@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The rules by which other systems change the scale, each stated here once more, in its own terms
 // and as plainly as possible, against the one update of torchamp on the host and on a device.
-#include <torchamp/detail/scaler/scale_update.h>
+#include <torchamp/detail/scaler/loss_scale.h>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
-#include <torchamp/detail/scaler/loss_scale.h>
 #include <torchamp/predictive_scale.h>
 
 #include <algorithm>

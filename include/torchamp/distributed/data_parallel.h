@@ -25,9 +25,9 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/device_work.h"
 #include "torchamp/detail/distributed/collective.h"
 #include "torchamp/detail/distributed/reducer.h"
-#include "torchamp/detail/graph/body.h"
 #include "torchamp/detail/masters/master_meta.h"
 #include "torchamp/detail/tensor_tree.h"
 #include "torchamp/version.h"

@@ -12,14 +12,14 @@
 #include <algorithm>
 #include <unordered_set>
 
+#include "torchamp/detail/device_work.h"
 #include "torchamp/detail/distributed/collective.h"
 #include "torchamp/detail/distributed/reducer.h"
-#include "torchamp/detail/graph/body.h"
+#include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/io/archives.h"
 #include "torchamp/detail/kept_tensors.h"
 #include "torchamp/detail/masters/split_weight.h"
 #include "torchamp/detail/optim/split_step.h"
-#include "torchamp/detail/overlay/weight_casts.h"
 #include "torchamp/detail/tensor_pairs.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/distributed/checkpoint.h"

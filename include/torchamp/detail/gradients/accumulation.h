@@ -8,7 +8,7 @@
 #include <atomic>
 #include <memory>
 
-#include "torchamp/detail/gradients/deferred_clip.h"
+#include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/scaler/step_ledger.h"
 #include "torchamp/version.h"
 

@@ -18,8 +18,8 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/gradients/unscale.h"
-#include "torchamp/detail/gradients/weight_meta.h"
 #include "torchamp/detail/scaler/step_ledger.h"
 #include "torchamp/detail/tensors.h"
 

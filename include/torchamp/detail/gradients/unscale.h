@@ -30,7 +30,7 @@
 #include <vector>
 
 #include "torchamp/detail/devices.h"
-#include "torchamp/detail/gradients/weight_meta.h"
+#include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {

@@ -9,7 +9,7 @@
 #include <memory>
 #include <utility>
 
-#include "torchamp/detail/graph/body.h"
+#include "torchamp/detail/device_work.h"
 #include "torchamp/detail/scaler/loss_scale.h"
 #include "torchamp/version.h"
 

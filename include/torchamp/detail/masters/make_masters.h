@@ -16,7 +16,7 @@
 #include <string>
 #include <utility>
 
-#include "torchamp/detail/gradients/weight_meta.h"
+#include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/masters/split_weight.h"
 #include "torchamp/detail/optim/split_step.h"
 #include "torchamp/detail/tensor_pairs.h"

@@ -11,7 +11,7 @@
 #include <optional>
 #include <utility>
 
-#include "torchamp/detail/gradients/weight_meta.h"
+#include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/scaler/step_ledger.h"
 #include "torchamp/detail/tensors.h"
 

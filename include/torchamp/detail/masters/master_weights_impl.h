@@ -12,11 +12,11 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/io/archives.h"
 #include "torchamp/detail/kept_tensors.h"
 #include "torchamp/detail/masters/make_masters.h"
 #include "torchamp/detail/masters/split_weight.h"
-#include "torchamp/detail/overlay/weight_casts.h"
 #include "torchamp/detail/scaler/step_ledger.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/master_weights.h"

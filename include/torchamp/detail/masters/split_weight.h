@@ -21,7 +21,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "torchamp/detail/gradients/weight_meta.h"
+#include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {

@@ -17,8 +17,8 @@
 #include <string>
 #include <utility>
 
-#include "torchamp/detail/graph/body.h"
-#include "torchamp/detail/overlay/weight_casts.h"
+#include "torchamp/detail/device_work.h"
+#include "torchamp/detail/gradients/attached.h"
 #include "torchamp/optim.h"
 #include "torchamp/version.h"
 

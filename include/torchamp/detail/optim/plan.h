@@ -21,8 +21,8 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/gradients/weight_meta.h"
-#include "torchamp/detail/optim/kernel.h"
+#include "torchamp/detail/gradients/attached.h"
+#include "torchamp/detail/optim/kernels.h"
 #include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {

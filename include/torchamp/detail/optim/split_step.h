@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "torchamp/detail/masters/split_weight.h"
-#include "torchamp/detail/optim/kernel.h"
+#include "torchamp/detail/optim/kernels.h"
 #include "torchamp/detail/optim/plan.h"
 #include "torchamp/detail/tensors.h"
 

@@ -21,11 +21,9 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/gradients/deferred_clip.h"
+#include "torchamp/detail/device_work.h"
+#include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/gradients/unscale.h"
-#include "torchamp/detail/gradients/weight_meta.h"
-#include "torchamp/detail/graph/body.h"
-#include "torchamp/detail/overlay/weight_casts.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/scaled_step.h"

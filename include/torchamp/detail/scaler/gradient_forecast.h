@@ -16,12 +16,12 @@
 #include <limits>
 #include <vector>
 
-#include "torchamp/detail/scaler/scale_update.h"
+#include "torchamp/detail/scaler/loss_scale.h"
 #include "torchamp/grad_scaler_options.h"
 
 namespace torchamp::detail {
 
-// For doubles on the host and 0-dim tensors on a device, as in scale_update.h. Where std and at
+// For doubles on the host and 0-dim tensors on a device, as in loss_scale.h. Where std and at
 // have one name for both, a using-declaration and the argument find the one that fits.
 
 inline double maximum_of(double a, double b) {

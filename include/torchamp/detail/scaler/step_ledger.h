@@ -20,9 +20,8 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/gradients/weight_meta.h"
-#include "torchamp/detail/graph/body.h"
-#include "torchamp/detail/host_values.h"
+#include "torchamp/detail/device_work.h"
+#include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/scaler/loss_scale.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/missing_gradients.h"

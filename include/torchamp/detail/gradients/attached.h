@@ -1,0 +1,431 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/SequenceNumber.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/addcmul.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/rsub.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/util/Exception.h>
+#include <c10/util/FunctionRef.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/overlay/runtime.h"
+#include "torchamp/detail/tensors.h"
+#include "torchamp/scaled_step.h"
+#include "torchamp/version.h"
+
+namespace torchamp::detail {
+
+// ---- What a weight carries ----------------------------------------------------------------------
+
+// Note [Weights that carry something]
+// Master weights hang a WeightMeta at the TensorImpl of a weight, so that whoever is given the
+// weight finds it, and so that it lives as long as the weight. Gradients, optimizers and the scaler
+// know no more of masters than what stands here: who must agree on an overflow and on a norm, and
+// how the weight is stepped.
+
+class StepMethod;
+
+/// The processes that have a piece each of some masters.
+class Shards {
+ public:
+  Shards() = default;
+  Shards(const Shards&) = delete;
+  Shards& operator=(const Shards&) = delete;
+  virtual ~Shards() = default;
+
+  /// Makes a number the largest that any process has: found_inf, or the largest gradient.
+  virtual void agree_largest(at::Tensor& number) const = 0;
+
+  /// The norm of all gradients, from that of each process's own.
+  virtual at::Tensor norm_of_all(const at::Tensor& own, double norm_type) const = 0;
+
+  /// Throws for an optimizer that does not treat every element of a weight by itself.
+  virtual void check(const torch::optim::Optimizer& optimizer, const char* call) const = 0;
+};
+
+/// What begins an error text; called where there is an error.
+using ErrorPlace = c10::function_ref<std::string()>;
+
+/// What a weight carries for this library.
+struct WeightMeta : c10::BackendMeta {
+  bool has_optimizer = false;        ///< an optimizer that may step it was given the weight
+  std::shared_ptr<Shards> shards{};  ///< where the weight is a piece of a master
+  std::size_t index = 0;             ///< of that master
+  /// Of a model's weight: those that keep its master. Expired once they are gone.
+  std::weak_ptr<const void> masters{};
+  /// And whether that is a tensor apart, so that steps of this one are lost.
+  bool has_master_apart = false;
+  uint32_t same_writes = 0;  ///< how many writes have left the weight as it was
+  uint64_t taken = 0;        ///< of a master apart: gradients_taken() after it was given gradients
+  /// How fused optimizers step the weight, where they do not step the tensor itself.
+  const StepMethod* step_method = nullptr;
+
+  /// The dtype of gradients and of optimizer state for `weight`.
+  virtual at::ScalarType step_dtype(const at::Tensor& weight) const { return weight.scalar_type(); }
+  /// Throws where the weight has a step_method, for an optimizer that does not ask for one.
+  virtual void refuse_plain_step(ErrorPlace /*where*/) const {}
+  /// The program has dropped the gradient.
+  virtual void note_gradient_dropped() {}
+};
+
+/// An optimizer that steps weights by their step_method.
+struct HeedsStepMethods {
+ protected:
+  HeedsStepMethods() = default;
+  virtual ~HeedsStepMethods() = default;
+};
+
+using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
+
+/// Calls `f` with each parameter that is defined until it returns true; whether it did.
+template <class F>
+bool any_parameter(const torch::optim::Optimizer& optimizer, const F& f) {
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      if (parameter.defined() && f(parameter)) return true;
+    }
+  }
+  return false;
+}
+
+/// The same with each gradient.
+template <class F>
+bool any_gradient(const torch::optim::Optimizer& optimizer, const F& f) {
+  return any_parameter(optimizer, [&](const at::Tensor& parameter) {
+    const at::Tensor& gradient = parameter.unsafeGetTensorImpl()->grad();  // grad() may warn
+    return gradient.defined() && f(gradient);
+  });
+}
+inline bool any_gradient(const torch::optim::Optimizer& optimizer) {
+  return any_gradient(optimizer, [](const at::Tensor&) { return true; });
+}
+
+/// Null for most tensors.
+inline WeightMeta* weight_meta_of(const at::Tensor& tensor) {
+  c10::BackendMeta* const meta = tensor.unsafeGetTensorImpl()->get_backend_meta();
+  return meta ? dynamic_cast<WeightMeta*>(meta) : nullptr;
+}
+
+/// Null for what is stepped as it is.
+inline const StepMethod* step_method_of(const at::Tensor& weight) {
+  const WeightMeta* const meta = weight_meta_of(weight);
+  return meta ? meta->step_method : nullptr;
+}
+
+/// The dtype of a parameter's gradient and of an optimizer's state for it.
+inline at::ScalarType step_dtype(const at::Tensor& parameter) {
+  const WeightMeta* const meta = weight_meta_of(parameter);
+  return meta ? meta->step_dtype(parameter) : parameter.scalar_type();
+}
+
+/// The program has dropped the gradient of `weight`, which may be undefined.
+inline void note_gradient_dropped(const at::Tensor& weight) {
+  if (!weight.defined()) return;
+  if (WeightMeta* const meta = weight_meta_of(weight)) meta->note_gradient_dropped();
+}
+
+/// Throws where `optimizer` would step the tensor `parameter`, which is not all there is to step.
+inline void check_steps(const torch::optim::Optimizer& optimizer, const at::Tensor& parameter,
+                        ErrorPlace where) {
+  const WeightMeta* const meta = weight_meta_of(parameter);
+  if (!meta || dynamic_cast<const HeedsStepMethods*>(&optimizer)) return;
+  meta->refuse_plain_step(where);
+}
+
+/// How often this thread has moved gradients to master weights.
+inline uint64_t& gradients_taken() {
+  static thread_local uint64_t times = 0;
+  return times;
+}
+/// Whether masters that `optimizer` steps were given gradients after the first `times` of these.
+inline bool any_taken_after(const torch::optim::Optimizer& optimizer, uint64_t times) {
+  return any_parameter(optimizer, [&](const at::Tensor& parameter) {
+    const WeightMeta* const meta = weight_meta_of(parameter);
+    return meta && meta->taken > times;
+  });
+}
+
+// ---- Shards -------------------------------------------------------------------------------------
+
+/// Null for what is no piece of a master.
+inline std::shared_ptr<Shards> shards_of(const at::Tensor& tensor) {
+  const WeightMeta* const meta = weight_meta_of(tensor);
+  return meta ? meta->shards : nullptr;
+}
+
+/// What the optimizer's parameters are pieces of; null if they are none. An error for an optimizer
+/// that cannot step pieces, and for one of weights that have masters.
+inline std::shared_ptr<Shards> shards_of(const torch::optim::Optimizer& optimizer,
+                                         const char* call) {
+  std::shared_ptr<Shards> shards;
+  any_parameter(optimizer, [&](const at::Tensor& tensor) {
+    const WeightMeta* const meta = weight_meta_of(tensor);
+    if (!meta) return false;
+    TORCH_CHECK(!meta->has_master_apart || meta->masters.expired(), call, ": the parameter ",
+                tensor.sizes(),
+                " of this optimizer is a weight of a model under master weights, which would "
+                "overwrite what a step makes of it. Give the optimizer their parameters().");
+    shards = meta->shards;
+    return shards != nullptr;
+  });
+  if (shards) shards->check(optimizer, call);
+  return shards;
+}
+
+/// The shards that tensors with a gradient are pieces of. Throws if only some are, or of others,
+/// since nobody knows their common norm.
+class CommonShards {
+ public:
+  explicit CommonShards(const char* call) : call_(call) {}
+  CommonShards& add(at::TensorList tensors) {
+    for (const at::Tensor& tensor : tensors) {
+      if (!tensor.defined() || !tensor.unsafeGetTensorImpl()->grad().defined()) continue;
+      const WeightMeta* const meta = weight_meta_of(tensor);
+      Shards* const own = meta ? meta->shards.get() : nullptr;
+      TORCH_CHECK_VALUE(is_first_ || own == shards_, call_,
+                        ": some parameters are pieces of ShardedMasterWeights, and others are not, "
+                        "or are those of another model. Clip them apart.");
+      shards_ = own;
+      is_first_ = false;
+    }
+    return *this;
+  }
+  /// Null if they are no pieces.
+  const Shards* get() const { return shards_; }
+
+ private:
+  const char* call_;
+  Shards* shards_ = nullptr;
+  bool is_first_ = true;
+};
+
+// ---- What an optimizer carries ------------------------------------------------------------------
+
+// Note [What was clipped is what is stepped]
+// A clip that is left to the next step is a number, the divisor, and a list of the gradients that
+// it was made from: each by identity and version, so that no device has to be asked whether they
+// are still the same. The list holds no gradient alive, but as long as it exists no other tensor
+// can have the address of one of them.
+//
+// The gradients that a step finds are
+//   the same         the step divides by the divisor
+//   gone             none of them is there any more. Either zero_grad() has dropped them and a new
+//                    backward has made others, and the divisor is forgotten; or the program has
+//                    replaced them by what it computed from them, which is an error. What tells the
+//                    two apart is whether this thread has recorded a graph for autograd meanwhile.
+//   something else   an error: some were written to, replaced, dropped or added to.
+// Writes that leave the clipped gradients what they are (the check, GradScaler::unscale_) keep the
+// divisor.
+
+/// A number that gradients are to be divided by.
+struct Divisor {
+  at::Tensor number{};     ///< 0-dim fp32; undefined if there is none
+  double per_excess = 0.;  ///< if not 0, the divisor is 1 + per_excess * number, in one kernel less
+  bool is_number = true;   ///< or else it may be inf, to make gradients of 0
+  /// Whether it is not finite where a gradient is not, or is too large to be divided by the scale.
+  bool tells_finite = false;
+  at::Tensor norm{};  ///< with tells_finite: tells as well, on devices whose ops lose NaNs
+  at::Tensor zero{};  ///< 0-dim fp32 on the number's device, new, for a flag; or undefined
+
+  bool defined() const { return number.defined(); }
+
+  /// 0-dim fp32; undefined if there is none.
+  at::Tensor value() const {
+    return defined() && per_excess != 0. ? at::rsub(number, 1., -per_excess) : number;
+  }
+
+  /// The product with `factor`, on its device, where it is defined.
+  at::Tensor times(const at::Tensor& factor) const {
+    if (!factor.defined()) return value();
+    if (!defined()) return factor;
+    const at::Tensor here = to_device_async(factor.device(), number);
+    return per_excess != 0. ? at::addcmul(factor, here, factor, per_excess) : factor.mul(here);
+  }
+};
+
+/// What the gradients of an optimizer are still to be divided by when they are next stepped with.
+class DeferredClip {
+ public:
+  /// Divides the gradients that are there now by `divisor`, on top of what is pending for them. An
+  /// error if that was left for others, unless these are all gone.
+  void add(const torch::optim::Optimizer& optimizer, const Divisor& divisor) {
+    const Divisor before = of(optimizer);
+    divisor_ = divisor;
+    if (before.defined()) {
+      divisor_.number = divisor.times(before.value());
+      divisor_.per_excess = 0.;
+      divisor_.is_number = before.is_number && divisor.is_number;
+    }
+    clipped_.clear();
+    any_gradient(optimizer, [&](const at::Tensor& gradient) {
+      clipped_.emplace_back(gradient);
+      return false;
+    });
+    graphs_ = at::sequence_number::peek();
+  }
+
+  /// The divisor of the gradients that are there now; undefined if there is none.
+  Divisor of(const torch::optim::Optimizer& optimizer) const {
+    if (!divisor_.defined()) return {};
+    switch (compare(optimizer)) {
+      case Match::same:
+        return divisor_;
+      case Match::gone:
+        return {};
+      default:
+        TORCH_CHECK(false, message);
+    }
+  }
+
+  /// The same for a step with them; an error if they were put in the clipped ones' place.
+  Divisor for_step(const torch::optim::Optimizer& optimizer) const {
+    Divisor divisor = of(optimizer);
+    TORCH_CHECK(divisor.defined() || !divisor_.defined() || !any_gradient(optimizer) ||
+                    at::sequence_number::peek() != graphs_,
+                message);
+    return divisor;
+  }
+
+  /// Whether a divisor is pending for just the gradients that are there now.
+  bool is_for(const torch::optim::Optimizer& optimizer) const {
+    return divisor_.defined() && compare(optimizer) == Match::same;
+  }
+
+  void forget() {
+    divisor_ = {};
+    clipped_.clear();
+  }
+
+ private:
+  enum class Match { same, gone, different };
+
+  static constexpr const char* message =
+      "FusedOptimizer: the gradients are not those that clip_grad_norm_ has clipped and left to "
+      "the next step: since then some were written to, replaced, dropped or added. Clip after the "
+      "last such change, just before the step. To drop what was clipped, call the fused "
+      "optimizer's own zero_grad() or take_next_step_divisor().";
+
+  Match compare(const torch::optim::Optimizer& optimizer) const {
+    std::size_t next = 0;
+    bool same = true, any = false;
+    any_gradient(optimizer, [&](const at::Tensor& gradient) {
+      same = same && next < clipped_.size() && clipped_[next].is_unchanged(gradient);
+      any = any || same;
+      for (std::size_t i = 0; !any && i < clipped_.size(); ++i) any = clipped_[i].is(gradient);
+      ++next;
+      return false;
+    });
+    if (same && next == clipped_.size()) return Match::same;
+    return any ? Match::different : Match::gone;
+  }
+
+  Divisor divisor_;
+  std::vector<SeenTensor> clipped_;  // the gradients
+  uint64_t graphs_ = 0;              // nodes that this thread had recorded then
+};
+
+/// What a scaler knows of the step that it is making.
+struct StepFacts {
+  bool clip_in_scale = false;  ///< the scale holds what a clip has left to the step
+  bool exact_flag = false;     ///< the flag is 0 or 1
+};
+
+/// What an optimizer is, beside torch::optim::Optimizer, whose step divides by what clips have left
+/// to it.
+class DefersClips : public ScaledStep {
+ protected:
+  /// step_scaled() for a scaler.
+  virtual void step_knowing(const at::Tensor& grad_scale, const at::Tensor& found_inf,
+                            const StepFacts& facts) = 0;
+
+  DeferredClip deferred_clip_;
+
+ private:
+  friend struct ClipLeft;
+};
+
+/// What clips leave to the next step of an optimizer.
+struct ClipLeft {
+  /// Undefined if there is nothing.
+  static Divisor to(const torch::optim::Optimizer& optimizer) {
+    const auto* const defers = dynamic_cast<const DefersClips*>(&optimizer);
+    return defers ? defers->deferred_clip_.of(optimizer) : Divisor();
+  }
+  /// False if this optimizer's gradients have to be multiplied now.
+  static bool can_be_left_to(const torch::optim::Optimizer& optimizer) {
+    return dynamic_cast<const DefersClips*>(&optimizer) != nullptr;
+  }
+  /// On top of what is left already. Only where it can be.
+  static void add(torch::optim::Optimizer& optimizer, const Divisor& divisor) {
+    const InternalOps internal;
+    dynamic_cast<DefersClips&>(optimizer).deferred_clip_.add(optimizer, divisor);
+  }
+  /// The same gradients have other values now. Asks no device for memory.
+  static void keep(torch::optim::Optimizer& optimizer, const Divisor& divisor) {
+    forget(optimizer);
+    add(optimizer, divisor);
+  }
+  static void forget(torch::optim::Optimizer& optimizer) {
+    if (auto* const defers = dynamic_cast<DefersClips*>(&optimizer)) {
+      defers->deferred_clip_.forget();
+    }
+  }
+  /// ScaledStep::step_scaled(); `facts` are for those who defer clips.
+  static at::Tensor step_scaled(ScaledStep& optimizer, const at::Tensor& grad_scale,
+                                const at::Tensor& found_inf, const StepFacts& facts) {
+    auto* const defers = dynamic_cast<DefersClips*>(&optimizer);
+    if (!defers) return optimizer.step_scaled(grad_scale, found_inf);
+    defers->step_knowing(grad_scale, found_inf, facts);
+    return {};
+  }
+};
+
+// ---- Casts of weights ---------------------------------------------------------------------------
+
+/// Lives where weights are written to, and at its end, also if what writes throws, drops LibTorch's
+/// cached casts of them, which would go on giving the old values within an autocast region, and
+/// what is kept until weights step. What is dropped is cast again.
+class DropWeightCasts {
+ public:
+  /// Where LibTorch counts the writes.
+  DropWeightCasts() = default;
+  /// Where it may not: the optimizer's parameters are told to have changed, too.
+  explicit DropWeightCasts(const torch::optim::Optimizer& optimizer) : optimizer_(&optimizer) {}
+  ~DropWeightCasts() {
+    at::autocast::clear_cache();
+    KeptWeights* const kept = kept_weights();
+    if (kept == nullptr) return;
+    kept->end_window();
+    if (optimizer_ == nullptr) return;
+    for (const auto& group : optimizer_->param_groups()) kept->changed(group.params());
+  }
+  DropWeightCasts(const DropWeightCasts&) = delete;
+  DropWeightCasts& operator=(const DropWeightCasts&) = delete;
+
+ private:
+  const torch::optim::Optimizer* optimizer_ = nullptr;
+};
+
+/// A region that begins with an empty cache of LibTorch's weight casts, and whose casts nobody
+/// finds after it: they are part of its autograd graph.
+class EmptyCastCache {
+ public:
+  EmptyCastCache() { at::autocast::clear_cache(); }
+  ~EmptyCastCache() { at::autocast::clear_cache(); }
+  EmptyCastCache(const EmptyCastCache&) = delete;
+  EmptyCastCache& operator=(const EmptyCastCache&) = delete;
+};
+
+}  // namespace torchamp::detail
