@@ -15,7 +15,6 @@ namespace {
 using torchamp::GradScalerOptions;
 using torchamp::detail::CapturedScale;
 using torchamp::detail::ScaleBound;
-using torchamp::detail::ScaleMoves;
 
 std::shared_ptr<ScaleBound> bound_at(double scale) {
   auto bound = std::make_shared<ScaleBound>();
@@ -26,7 +25,7 @@ std::shared_ptr<ScaleBound> bound_at(double scale) {
 TEST(CapturedScale, MovesAsTheOptionsSay) {
   const auto moved = [](const GradScalerOptions& options, bool lowers) {
     const auto bound = bound_at(8.);
-    ScaleMoves(options).follow(*bound, lowers);
+    torchamp::detail::follow_update(*bound, options, lowers);
     return std::pair(bound->value(), bound->at_most());
   };
   EXPECT_EQ(moved(GradScalerOptions::fixed(8.), true), std::pair(8., 8.));
@@ -41,7 +40,7 @@ TEST(CapturedScale, MovesAsTheOptionsSay) {
 
 TEST(CapturedScale, WantsRoomForReplaysThatMoveIt) {
   const auto may_be_outside = [](const GradScalerOptions& options, double scale) {
-    CapturedScale captured(bound_at(scale), torch::full({}, scale), ScaleMoves(options));
+    CapturedScale captured(bound_at(scale), torch::full({}, scale), options);
     return std::pair(captured.may_be_below(1.), captured.may_be_above(0x1p10));
   };
   EXPECT_EQ(may_be_outside({}, 8.), std::pair(true, false));
@@ -61,7 +60,7 @@ TEST_P(CapturedScaleOn, HoldsWhereTheDeviceIsFarFromTheLimit) {
   SKIP_WITHOUT(GetParam());
   for (const double at_last : {2., 4., 64.}) {
     const at::Tensor scale = torch::full({}, at_last, GetParam());
-    CapturedScale captured(bound_at(64.), scale, ScaleMoves({}));
+    CapturedScale captured(bound_at(64.), scale, {});
     EXPECT_FALSE(captured.may_be_below(1.));
     captured.add_update(/*lowers=*/true);
     for (int replay = 0; replay < 5; ++replay) {
@@ -78,7 +77,7 @@ TEST_P(CapturedScaleOn, HoldsWhereTheDeviceIsFarFromTheLimit) {
 TEST(CapturedScale, IsLookedAtWhereItIsLoweredAndTakenForLargeEnough) {
   for (const bool lowers : {false, true}) {
     for (const bool taken : {false, true}) {
-      CapturedScale captured(bound_at(64.), torch::full({}, 64.), ScaleMoves({}));
+      CapturedScale captured(bound_at(64.), torch::full({}, 64.), {});
       if (taken) {
         EXPECT_FALSE(captured.may_be_below(1.));
       }
@@ -86,7 +85,7 @@ TEST(CapturedScale, IsLookedAtWhereItIsLoweredAndTakenForLargeEnough) {
       EXPECT_EQ(captured.wants_look(), lowers && taken);
     }
   }
-  CapturedScale large(bound_at(0x1p16), torch::full({}, 0x1p16), ScaleMoves({}));
+  CapturedScale large(bound_at(0x1p16), torch::full({}, 0x1p16), {});
   EXPECT_FALSE(large.may_be_below(1.));
   large.add_update(true);
   EXPECT_FALSE(large.wants_look()) << "far away";

@@ -419,7 +419,8 @@ TEST(ScaleBound, IsNeverAboveTheScaleAndNotFarBelowASmallOne) {
     bound.set(options.init_scale);
     for (const bool bad : iterations(random(), 300)) {
       state.advance(torch::full({}, bad ? 1.F : 0.F));
-      bound.lower(factor, options.min_scale, state.scale());
+      bound.lower(factor, options.min_scale);
+      bound.look_at(state.scale());
       bound.grow(options.growth_factor, options.growth_interval);
       const double scale = state.read_scale();
       ASSERT_LE(bound.value(), scale);
@@ -448,7 +449,8 @@ TEST(ScaleBound, HasOneCopyUnderWayAtATime) {
   const auto lower = [&] {
     scale.mul_(0.5);
     known *= 0.5;
-    bound.lower(0.5, 0x1p-20, scale);
+    bound.lower(0.5, 0x1p-20);
+    bound.look_at(scale);
     EXPECT_LE(bound.value(), known);
     EXPECT_GE(bound.value(), known * 0.99);
   };
@@ -532,9 +534,11 @@ TEST(ScaleBound, HasACopyMadeOfASmallScaleOnly) {
   torchamp::detail::ScaleBound bound;
   bound.set(2049.);
   const simulated::Counts counts;
-  bound.lower(0.5, 0x1p-20, scale);
+  bound.lower(0.5, 0x1p-20);
+  bound.look_at(scale);
   EXPECT_EQ(counts.now().device_to_host, 0);
-  bound.lower(0.999, 0x1p-20, scale);
+  bound.lower(0.999, 0x1p-20);
+  bound.look_at(scale);
   EXPECT_EQ(counts.now().device_to_host, 1);
   simulated::wait_for_device(0);
 }

@@ -11,6 +11,7 @@
 
 #include "torchamp/detail/device_work.h"
 #include "torchamp/detail/scaler/loss_scale.h"
+#include "torchamp/grad_scaler_options.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -31,8 +32,8 @@ namespace torchamp::detail {
 /// The assumptions of one captured iteration about a scale.
 class CapturedScale final : public CapturedBound {
  public:
-  CapturedScale(std::shared_ptr<ScaleBound> bound, at::Tensor scale, const ScaleMoves& moves)
-      : bound_(std::move(bound)), scale_(std::move(scale)), moves_(moves) {}
+  CapturedScale(std::shared_ptr<ScaleBound> bound, at::Tensor scale, GradScalerOptions options)
+      : bound_(std::move(bound)), scale_(std::move(scale)), options_(std::move(options)) {}
 
   bool is_of(const std::shared_ptr<ScaleBound>& bound) const override { return bound == bound_; }
 
@@ -69,7 +70,7 @@ class CapturedScale final : public CapturedBound {
   }
 
   void note_replay() override {
-    for (int64_t i = 0; i < updates_; ++i) moves_.follow(*bound_, lowers_);
+    for (int64_t i = 0; i < updates_; ++i) follow_update(*bound_, options_, lowers_);
   }
 
   bool wants_look() const override {
@@ -78,8 +79,8 @@ class CapturedScale final : public CapturedBound {
   void look() override { bound_->look_now(scale_); }
 
  private:
-  /// The distance from a limit at which replays may start.
-  double room() const { return moves_.dynamic ? 16. : 1.; }
+  /// How far from a limit a scale is to be that replays start from.
+  double room() const { return options_.dynamic ? 16. : 1.; }
 
   bool is_within(double factor) {
     return bound_->value() >= at_least_ * factor && bound_->at_most() * factor <= at_most_;
@@ -87,7 +88,7 @@ class CapturedScale final : public CapturedBound {
 
   std::shared_ptr<ScaleBound> bound_;
   at::Tensor scale_;
-  ScaleMoves moves_;
+  GradScalerOptions options_;  // as they were in the capture
   double at_least_ = 0., at_most_ = std::numeric_limits<double>::infinity();
   int64_t updates_ = 0;
   bool lowers_ = false;
@@ -116,8 +117,8 @@ class CapturedSkips final : public ReplayedState {
 class FollowsReplays final : public ScaleFollower {
  public:
   std::shared_ptr<CapturedBound> follow(std::shared_ptr<ScaleBound> bound, at::Tensor scale,
-                                        const ScaleMoves& moves) const override {
-    return std::make_shared<CapturedScale>(std::move(bound), std::move(scale), moves);
+                                        const GradScalerOptions& options) const override {
+    return std::make_shared<CapturedScale>(std::move(bound), std::move(scale), options);
   }
   std::shared_ptr<ReplayedState> follow(std::shared_ptr<SkipWarning> warning,
                                         at::Tensor skips) const override {

@@ -192,21 +192,16 @@ template <detail::OptimizerKernel Kernel>
 void FusedOptimizerOf<Kernel>::check_loaded(torch::optim::Optimizer& loaded) {
   const detail::ParamGroups& groups = loaded.param_groups();
   for (std::size_t g = 0; g < groups.size(); ++g) {
-    const Options& options = detail::options_of<Kernel>(groups, g);
-    detail::Counterpart<Kernel>::check(options);
-    for (std::size_t i = 0; i < groups[g].params().size(); ++i) {
-      const at::Tensor& param = groups[g].params()[i];
-      const auto state = loaded.state().find(param.unsafeGetTensorImpl());
-      if (state == loaded.state().end()) continue;
-      for (std::size_t k = 0; k < Kernel::kinds(options); ++k) {
-        const at::Tensor& tensor = Kernel::tensor(static_cast<State&>(*state->second), k);
+    detail::Counterpart<Kernel>::check(detail::options_of<Kernel>(groups, g));
+  }
+  detail::for_each_state<Kernel>(
+      groups, loaded.state(),
+      [](auto g, auto i, const at::Tensor& param, const at::Tensor& tensor) {
         TORCH_CHECK(tensor.defined() && tensor.sizes() == param.sizes(), Kernel::name,
                     "::load: the archive's state of ", detail::place_of(g, i), " has the shape ",
                     tensor.defined() ? c10::str(tensor.sizes()) : "(none)", ", the parameter ",
                     param.sizes(), ". Load it into an optimizer of the same parameters.");
-      }
-    }
-  }
+      });
 }
 
 template <detail::OptimizerKernel Kernel>

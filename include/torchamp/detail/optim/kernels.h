@@ -114,117 +114,62 @@ struct StepCounter {
 
 using StepCounters = std::vector<std::shared_ptr<StepCounter>>;
 
-/// Makes `counters`, which are distinct, known: one read for each device.
-inline void read_counters(const StepCounters& counters) {
-  for (const auto& first : counters) {
-    if (first->known()) continue;
-    StepCounters here;
-    std::vector<at::Tensor> values;
-    for (const auto& counter : counters) {
-      if (counter->known() || counter->value.device() != first->value.device()) continue;
-      here.push_back(counter);
-      values.push_back(counter->value);
-    }
-    const at::Tensor steps = at::stack(values).to(at::kCPU, at::kLong);
-    const auto* next = steps.const_data_ptr<int64_t>();
-    for (const auto& counter : here) counter->at_least = counter->at_most = *next++;
-  }
-}
-
 /// Which parameter's steps are counted where. Parameters that were always stepped together share a
 /// counter. Once only some of them have gradients, these get a copy of it.
 class CounterTable {
  public:
-  bool empty() const { return counters_.empty(); }
   void clear() { counters_.clear(); }
   void erase(void* param) { counters_.erase(param); }
 
   /// Null if the parameter's steps are not counted.
-  std::shared_ptr<StepCounter> find(const at::Tensor& param) const {
-    return find(param.unsafeGetTensorImpl());
-  }
   std::shared_ptr<StepCounter> find(void* param) const {
     const auto counter = counters_.find(param);
     return counter == counters_.end() ? nullptr : counter->second;
   }
 
   /// Gives each of `stepped` a counter on its device that no other parameter shares, and returns
-  /// these counters. One that is new starts from `steps_so_far(param)`.
+  /// these counters. Those that were counted by one still are. One that is new starts from
+  /// `steps_so_far(param)`.
   template <class StepsSoFar>
   StepCounters assign(const std::vector<at::Tensor>& stepped, const StepsSoFar& steps_so_far) {
-    StepCounters made;
-    for (const at::Tensor& param : stepped) {
-      auto& counter = counters_[param.unsafeGetTensorImpl()];
-      if (!counter) counter = one_of(made, param.device(), steps_so_far(param));
-    }
-    return part(stepped);
-  }
-
-  /// Makes all counts known to the host and calls f(parameter, count) for each. Reads each device
-  /// once at most.
-  template <class F>
-  void read(const F& f) const {
-    StepCounters unknown;
-    for (const auto& [param, counter] : counters_) {
-      bool is_new = !counter->known();
-      for (const auto& other : unknown) is_new = is_new && other != counter;
-      if (is_new) unknown.push_back(counter);
-    }
-    read_counters(unknown);
-    for (const auto& [param, counter] : counters_) f(param, counter->at_most);
-  }
-
- private:
-  /// Parameters on one device that step and were counted by one counter until now. There are few of
-  /// these, however many parameters.
-  struct Share {
-    std::shared_ptr<StepCounter> before;
-    at::Device device;
-    std::size_t steppers;
-    std::shared_ptr<StepCounter> now;
-  };
-
-  static Share& share_of(std::vector<Share>& shares, const std::shared_ptr<StepCounter>& counter,
-                         at::Device device) {
-    for (Share& share : shares) {
-      if (share.before == counter && share.device == device) return share;
-    }
-    shares.push_back({counter, device, 0, nullptr});
-    return shares.back();
-  }
-
-  /// The one among `made` for this device and count; a new one if there is none.
-  static std::shared_ptr<StepCounter> one_of(StepCounters& made, at::Device device, int64_t steps) {
-    for (const auto& counter : made) {
-      if (counter->at_most == steps && counter->value.device() == device) return counter;
-    }
-    made.push_back(std::make_shared<StepCounter>(device, steps));
-    return made.back();
-  }
-
-  /// Gives parameters that step a counter apart from those that do not, and from those on other
-  /// devices.
-  StepCounters part(const std::vector<at::Tensor>& stepped) {
+    struct Before {
+      std::shared_ptr<StepCounter> counter;
+      int64_t steps;
+      at::Device device;
+      bool operator==(const Before&) const = default;
+    };
+    struct Share : Before {
+      std::shared_ptr<StepCounter> now{};
+    };
     std::vector<Share> shares;
-    for (const at::Tensor& param : stepped) {
-      ++share_of(shares, find(param), param.device()).steppers;
-    }
     StepCounters distinct;
-    for (Share& share : shares) {
-      std::size_t users = 0;
-      for (const auto& [param, counter] : counters_) users += counter == share.before ? 1 : 0;
-      const bool as_it_is = share.before->value.device() == share.device && share.steppers == users;
-      share.now = as_it_is ? share.before
-                           : std::make_shared<StepCounter>(share.before->copy_to(share.device));
-      distinct.push_back(share.now);
-    }
     for (const at::Tensor& param : stepped) {
       auto& counter = counters_[param.unsafeGetTensorImpl()];
-      counter = share_of(shares, counter, param.device()).now;
+      const int64_t steps = counter ? counter->at_most : steps_so_far(param);
+      auto& now = group_of(shares, Before{counter, steps, param.device()}).now;
+      if (!now) {
+        now = counter ? std::make_shared<StepCounter>(counter->copy_to(param.device()))
+                      : std::make_shared<StepCounter>(param.device(), steps);
+        distinct.push_back(now);
+      }
+      counter = now;
     }
     return distinct;
   }
 
+  /// Calls f(parameter, count) for each. Reads the device for each counter that the host does not
+  /// know.
+  template <class F>
+  void read(const F& f) const {
+    for (const auto& [param, counter] : counters_) {
+      if (!counter->known()) {
+        counter->at_least = counter->at_most = counter->value.template item<int64_t>();
+      }
+      f(param, counter->at_most);
+    }
+  }
+
+ private:
   ska::flat_hash_map<void*, std::shared_ptr<StepCounter>> counters_;
 };
 
@@ -588,13 +533,15 @@ class ForeachStep {
   }
 
   /// Gives the optimizer what has become of its parameters and states.
-  void store() const {
-    if (!is_16_bit(list_.dtype)) return;
-    at::_foreach_copy_(list_.params, params);
-    for (std::size_t k = 0; k < state.size(); ++k) at::_foreach_copy_(list_.state[k], state[k]);
+  void store() const { store(list_, params, state); }
+  static void store(const StepList& list, const std::vector<at::Tensor>& params,
+                    const std::vector<std::vector<at::Tensor>>& state) {
+    if (!is_16_bit(list.dtype)) return;
+    at::_foreach_copy_(list.params, params);
+    for (std::size_t k = 0; k < state.size(); ++k) at::_foreach_copy_(list.state[k], state[k]);
   }
 
- private:
+  /// Puts fp32 copies in the place of these tensors.
   static void widen(std::vector<at::Tensor>& tensors) {
     std::vector<at::Tensor> wide;
     wide.reserve(tensors.size());
@@ -605,10 +552,10 @@ class ForeachStep {
     tensors = std::move(wide);
   }
 
+ private:
   void take_gradients(const StepScalars& scalars) {
     std::vector<at::Tensor> pieces;
-    for (const at::Tensor& grad : list_.grads)
-      pieces.push_back(grad.as_strided({grad.numel()}, {1}));
+    for (const at::Tensor& grad : list_.grads) pieces.push_back(in_memory_order(grad));
     at::Tensor all = at::cat(pieces);
     all = all.to(taken.scalar_type());
     if (scalars.grad_scale()) all.div_(*scalars.grad_scale());
@@ -771,34 +718,18 @@ struct SgdKernel {
   // Found in 2.11: the CPU's kernel computes 16-bit parameters by vectors and stores only the rest.
   static constexpr bool cpu_loses_16_bit_steps = TORCHAMP_LIBTORCH < 215;
 
-  template <bool steps_are_lost = cpu_loses_16_bit_steps>
   static void call(const Options& o, const StepList& list, bool first,
                    const std::optional<at::Tensor>& grad_scale,
                    const std::optional<at::Tensor>& found_inf) {
-    if constexpr (steps_are_lost) {
-      if (list.device.is_cpu() && is_16_bit(list.dtype)) {
-        return call_in_fp32(o, list, first, grad_scale, found_inf);
-      }
+    if (!cpu_loses_16_bit_steps || !list.device.is_cpu() || !is_16_bit(list.dtype)) {
+      return call_kernel(o, list, first, grad_scale, found_inf);
     }
-    call_kernel(o, list, first, grad_scale, found_inf);
-  }
-
-  template <class List>
-  static void call_in_fp32(const Options& o, const List& list, bool first,
-                           const std::optional<at::Tensor>& grad_scale,
-                           const std::optional<at::Tensor>& found_inf) {
-    List wide = list;
-    const auto widen = [](std::vector<at::Tensor>& tensors) {
-      for (at::Tensor& tensor : tensors) tensor = tensor.to(at::kFloat);
-    };
-    widen(wide.params);
-    widen(wide.grads);
-    for (auto& tensors : wide.state) widen(tensors);
+    StepList wide = list;
+    ForeachStep::widen(wide.params);
+    ForeachStep::widen(wide.grads);
+    for (auto& tensors : wide.state) ForeachStep::widen(tensors);
     call_kernel(o, wide, first, grad_scale, found_inf);
-    at::_foreach_copy_(list.params, wide.params);
-    for (std::size_t k = 0; k < list.state.size(); ++k) {
-      at::_foreach_copy_(list.state[k], wide.state[k]);
-    }
+    ForeachStep::store(list, wide.params, wide.state);
   }
 
   static void call_kernel(const Options& o, const StepList& list, bool first,

@@ -27,16 +27,6 @@
 
 namespace torchamp::detail {
 
-// Note [Steps by pieces]
-// Some weights are stepped piece by piece, in buffers that stay in a CPU's cache: split weights,
-// whose masters are put together first, and those whose gradients are divided apart. A piece holds
-// several small weights or a part of a large one. It ends where a weight does or at a multiple of
-// piece_unit elements, so that ATen's kernels, which round the last few elements of a tensor
-// otherwise than the rest, give the values that they would give whole weights.
-
-/// Where a parameter is cut: a multiple of what a kernel takes in one vector or one block.
-inline constexpr int64_t piece_unit = 1 << 12;
-
 /// The buffers of a step. Lists of one kind, which are stepped one after the other, share one.
 class PieceBuffers {
  public:
@@ -69,28 +59,16 @@ struct StepBuffers {
   PieceBuffers masters{}, gradients{};
 };
 
-/// Adds the i-th weight, of `size` elements, to a piece, which is stepped whenever it is full. A
-/// Piece has room(), add(i, begin, size), and step(), which empties it.
-template <class Piece>
-void add_by_parts(Piece& piece, std::size_t i, int64_t size) {
-  for (int64_t begin = 0; begin < size;) {
-    int64_t part = std::min(size - begin, piece.room());
-    if (part < size - begin) part -= part % piece_unit;
-    if (part > 0) piece.add(i, begin, part);
-    begin += part;
-    if (begin < size || piece.room() == 0) piece.step();
-  }
-}
-
 // Note [Gradients that are dropped]
 // ATen's fused kernels write the gradients that they divide: of an Adam's 32 bytes read and written
 // for an fp32 parameter, 4. Where the optimizer drops its gradients after the step, nobody would
 // read those. So on a CPU, a large gradient is divided piece by piece into a buffer that stays in
-// the cache, and the kernel steps with that: see Note [Steps by pieces]. Small gradients are in the
-// cache anyway, 16-bit ones are not rounded when a kernel divides them itself, and on a GPU the
-// launches would cost more than the bytes.
+// the cache, and the kernel steps with that. Small gradients are in the cache anyway, 16-bit ones
+// are not rounded when a kernel divides them itself, and on a GPU the launches would cost more than
+// the bytes.
 
-/// The least elements of a gradient that is divided apart, and the most of a piece.
+/// The least elements of a gradient that is divided apart, and the most of a piece: many times what
+/// a kernel takes at once, so that it rounds a piece as it would the whole.
 inline constexpr int64_t divided_at_once = 1 << 18;
 
 /// Whether a step with `scalars` is not taken, as far as the host knows without asking a device.
@@ -105,105 +83,55 @@ inline bool divides_apart(const StepList& list, const StepScalars& scalars) {
          (list.dtype == at::kFloat || list.dtype == at::kDouble);
 }
 
-/// Steps pieces of a list, with the gradients divided in a buffer beforehand.
-class ApartDivision {
- public:
-  /// The size of the buffer for pieces of at most `elements`: the last number is the scale.
-  static int64_t buffer_size(int64_t elements) { return elements + 1; }
-
-  /// `buffer` is of the list's dtype.
-  ApartDivision(const StepScalars& scalars, at::Tensor buffer)
-      : unscaled_(scalars.without_scale()),
-        buffer_(std::move(buffer)),
-        scale_(buffer_.select(0, buffer_.numel() - 1)) {
-    scale_.copy_(*scalars.grad_scale());
+/// `kernel` for `piece`, whose tensors are flat; its gradients are divided in `buffer` before.
+inline void step_divided(const KernelStep& kernel, StepList& piece, const StepScalars& scalars,
+                         const at::Tensor& buffer) {
+  int64_t begin = 0;
+  for (at::Tensor& gradient : piece.grads) {
+    at::Tensor divided = buffer.narrow(0, begin, gradient.numel());
+    at::div_out(divided, gradient, *scalars.grad_scale());
+    begin += gradient.numel();
+    gradient = std::move(divided);
   }
-
-  /// `kernel` for `piece`, whose tensors are flat and whose gradients are replaced.
-  void step(const KernelStep& kernel, StepList& piece) const {
-    int64_t begin = 0;
-    for (at::Tensor& gradient : piece.grads) {
-      at::Tensor divided = buffer_.narrow(0, begin, gradient.numel());
-      at::div_out(divided, gradient, scale_);
-      begin += gradient.numel();
-      gradient = std::move(divided);
-    }
-    kernel(piece, unscaled_);
-  }
-
- private:
-  StepScalars unscaled_;
-  at::Tensor buffer_, scale_;
-};
-
-/// A part of a list that is stepped at once, with its gradients divided apart.
-class DividedPiece {
- public:
-  DividedPiece(const KernelStep& kernel, const StepList& list, const StepScalars& scalars,
-               const at::Tensor& buffer)
-      : kernel_(kernel), list_(list), division_(scalars, buffer), piece_(list.emptied()) {}
-
-  int64_t room() const { return divided_at_once - elements_; }
-  bool empty() const { return elements_ == 0; }
-
-  /// Adds `size` elements of the i-th parameter, from `begin` on.
-  void add(std::size_t i, int64_t begin, int64_t size) {
-    piece_.add(list_, i, [&](const at::Tensor& tensor) {
-      return in_memory_order(tensor).narrow(0, begin, size);
-    });
-    elements_ += size;
-  }
-
-  /// Steps what was added, and is empty again.
-  void step() {
-    division_.step(kernel_, piece_);
-    piece_ = list_.emptied();
-    elements_ = 0;
-  }
-
- private:
-  const KernelStep& kernel_;
-  const StepList& list_;
-  ApartDivision division_;
-  StepList piece_;
-  int64_t elements_ = 0;
-};
-
-inline bool is_divided_apart(const at::Tensor& param) {
-  return param.numel() >= divided_at_once;
+  kernel(piece, scalars.without_scale());
 }
 
-/// Whether gradients of `list`, which are dropped after the step, are divided by pieces.
-inline bool divides_by_pieces(const StepList& list, const StepScalars& scalars, bool takes_parts) {
-  return takes_parts && divides_apart(list, scalars) &&
-         std::ranges::any_of(list.params, is_divided_apart);
+/// Whether the i-th gradient of `list` is divided by pieces, if gradients are dropped.
+inline bool is_large(const StepList& list, std::size_t i) {
+  return list.params[i].numel() >= divided_at_once;
 }
 
-/// What step_and_drop wants of `buffers`.
+/// What step_and_drop() wants of `buffers`.
 inline void want_dropped(PieceBuffers& buffers, const StepList& list, const StepScalars& scalars,
                          bool takes_parts) {
-  if (divides_by_pieces(list, scalars, takes_parts)) {
-    buffers.want(list, ApartDivision::buffer_size(divided_at_once));
+  if (takes_parts && divides_apart(list, scalars)) {
+    for (std::size_t i = 0; i < list.params.size(); ++i) {
+      if (is_large(list, i)) return buffers.want(list, divided_at_once);
+    }
   }
 }
 
 /// `kernel` for a list whose gradients are dropped after the step: may leave them scaled.
 inline void step_and_drop(const KernelStep& kernel, const StepList& list,
                           const StepScalars& scalars, PieceBuffers& buffers) {
-  if (!divides_by_pieces(list, scalars, kernel.takes_parts)) return kernel(list, scalars);
+  if (!kernel.takes_parts || !divides_apart(list, scalars)) return kernel(list, scalars);
   if (is_known_skipped(scalars)) return;
-
-  DividedPiece piece(kernel, list, scalars,
-                     buffers.get(list, ApartDivision::buffer_size(divided_at_once)));
   StepList small = list.emptied();
   for (std::size_t i = 0; i < list.params.size(); ++i) {
-    if (is_divided_apart(list.params[i])) {
-      add_by_parts(piece, i, list.params[i].numel());
-    } else {
+    if (!is_large(list, i)) {
       small.add(list, i, [](const at::Tensor& tensor) { return tensor; });
+      continue;
+    }
+    const at::Tensor buffer = buffers.get(list, divided_at_once);
+    const int64_t size = list.params[i].numel();
+    for (int64_t begin = 0; begin < size; begin += divided_at_once) {
+      StepList piece = list.emptied();
+      piece.add(list, i, [&](const at::Tensor& tensor) {
+        return in_memory_order(tensor).narrow(0, begin, std::min(divided_at_once, size - begin));
+      });
+      step_divided(kernel, piece, scalars, buffer);
     }
   }
-  if (!piece.empty()) piece.step();
   if (!small.params.empty()) kernel(small, scalars);
 }
 
@@ -244,12 +172,28 @@ const typename Kernel::Options& options_of(const ParamGroups& groups, std::size_
   return options_of<Kernel>(groups[group], group);
 }
 
+/// Calls `f(group, index, parameter, tensor)` for each state tensor of each parameter with a state.
+template <OptimizerKernel Kernel, class F>
+void for_each_state(const ParamGroups& groups, const ParamStates& states, const F& f) {
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    const std::size_t kinds = Kernel::kinds(options_of<Kernel>(groups, g));
+    for (std::size_t i = 0; i < groups[g].params().size(); ++i) {
+      const at::Tensor& param = groups[g].params()[i];
+      const auto state = states.find(param.unsafeGetTensorImpl());
+      if (state == states.end()) continue;
+      for (std::size_t k = 0; k < kinds; ++k) {
+        f(g, i, param, Kernel::tensor(static_cast<typename Kernel::State&>(*state->second), k));
+      }
+    }
+  }
+}
+
 /// Throws for a parameter with a gradient that the kernels cannot step. Changes nothing.
 template <OptimizerKernel Kernel>
 void check_parameters(const ParamGroups& groups, const ParamStates& states) {
   std::unordered_set<c10::TensorImpl*> seen;
   for (std::size_t g = 0; g < groups.size(); ++g) {
-    const std::size_t kinds = Kernel::kinds(options_of<Kernel>(groups, g));
+    (void)options_of<Kernel>(groups, g);
     for (std::size_t i = 0; i < groups[g].params().size(); ++i) {
       const at::Tensor& param = groups[g].params()[i];
       const at::Tensor& grad = gradient_of(param);
@@ -276,18 +220,16 @@ void check_parameters(const ParamGroups& groups, const ParamStates& states) {
         method->check(param, grad,
                       [&] { return c10::str(Kernel::name, "::step: ", place_of(g, i)); });
       }
-      const auto state = states.find(param.unsafeGetTensorImpl());
-      if (state == states.end()) continue;
-      for (std::size_t k = 0; k < kinds; ++k) {
-        const at::Tensor& tensor =
-            Kernel::tensor(static_cast<typename Kernel::State&>(*state->second), k);
-        TORCH_CHECK_VALUE(!tensor.defined() || tensor.sizes() == param.sizes(), Kernel::name,
-                          "::step: ", place_of(g, i), " is of shape ", param.sizes(),
-                          ", its state of ", tensor.sizes(),
-                          ". Make a new optimizer for parameters of another shape.");
-      }
     }
   }
+  for_each_state<Kernel>(
+      groups, states, [&](auto g, auto i, const at::Tensor& param, const at::Tensor& tensor) {
+        TORCH_CHECK_VALUE(
+            !tensor.defined() || !gradient_of(param).defined() || tensor.sizes() == param.sizes(),
+            Kernel::name, "::step: ", place_of(g, i), " is of shape ", param.sizes(),
+            ", its state of ", tensor.sizes(),
+            ". Make a new optimizer for parameters of another shape.");
+      });
 }
 
 /// Whether two tensors hold their elements in the same order: the fused kernels walk through memory
@@ -311,18 +253,11 @@ inline at::Tensor fitted(const at::Tensor& tensor, const at::Tensor& param) {
 /// on the host.
 template <OptimizerKernel Kernel>
 void fit_states(const ParamGroups& groups, const ParamStates& states) {
-  for (std::size_t g = 0; g < groups.size(); ++g) {
-    const std::size_t kinds = Kernel::kinds(options_of<Kernel>(groups, g));
-    for (const at::Tensor& param : groups[g].params()) {
-      const auto state = states.find(param.unsafeGetTensorImpl());
-      if (state == states.end()) continue;
-      for (std::size_t k = 0; k < kinds; ++k) {
-        at::Tensor& tensor =
-            Kernel::tensor(static_cast<typename Kernel::State&>(*state->second), k);
-        if (tensor.defined() && tensor.sizes() == param.sizes()) tensor = fitted(tensor, param);
-      }
-    }
-  }
+  for_each_state<Kernel>(groups, states,
+                         [](auto, auto, const at::Tensor& param, at::Tensor& tensor) {
+                           if (tensor.defined() && tensor.sizes() == param.sizes())
+                             tensor = fitted(tensor, param);
+                         });
 }
 
 // Note [The plan of a fused step]
@@ -400,7 +335,7 @@ class StepPlan {
     for (std::size_t g = 0; g < groups.size(); ++g) {
       for (const at::Tensor& param : groups[g].params()) {
         if (gradient_of(param).defined()) {
-          slot->list = plan.list_of(g, param, counters.find(param));
+          slot->list = plan.list_of(g, param, counters.find(slot->param));
           plan.add_parameter(plan.lists_[slot->list], param, defaults, states, counters);
         }
         ++slot;
@@ -635,7 +570,8 @@ class StepPlan {
     if (list.method) list.beside.push_back(list.method->beside(param));
     // Its group may have been added by torch::optim::Optimizer, which tells nobody.
     if (WeightMeta* const meta = weight_meta_of(param)) meta->has_optimizer = true;
-    if (uses_[list.group].counted) list.counters.push_back(counters.find(param)->value);
+    if (uses_[list.group].counted)
+      list.counters.push_back(counters.find(param.unsafeGetTensorImpl())->value);
     if (list.state.empty()) return;
     auto& state = states[param.unsafeGetTensorImpl()];
     if (!state) state = std::make_unique<State>();

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <utility>
 
 #include "torchamp/detail/masters/split_weight.h"
@@ -17,6 +16,16 @@
 #include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
+
+// Note [Steps by pieces]
+// Split weights, whose masters are put together first, are stepped piece by piece, in buffers that
+// stay in a CPU's cache. A piece holds several small weights or a part of a large one. It ends
+// where a weight does or at a multiple of piece_unit elements, so that ATen's kernels, which round
+// the last few elements of a tensor otherwise than the rest, give the values that they would give
+// whole weights.
+
+/// Where a parameter is cut: a multiple of what a kernel takes in one vector or one block.
+inline constexpr int64_t piece_unit = 1 << 12;
 
 /// A part of a list of split weights that is stepped at once: kernels step fp32 weights, so masters
 /// are put together, stepped and split.
@@ -33,7 +42,7 @@ class SplitPiece {
         piece_(part_of(list)) {}
 
   /// Divides gradients, which are dropped after the step, in `buffer`.
-  void divide_apart(at::Tensor buffer) { division_.emplace(scalars_, std::move(buffer)); }
+  void divide_apart(at::Tensor buffer) { divided_ = std::move(buffer); }
 
   int64_t room() const { return buffer_.numel() - elements_; }
   bool empty() const { return elements_ == 0; }
@@ -51,8 +60,8 @@ class SplitPiece {
   /// Steps what was added, and is empty again.
   void step() {
     piece_.params = runs_.join(buffer_);
-    if (division_) {
-      division_->step(kernel_, piece_);
+    if (divided_.defined()) {
+      step_divided(kernel_, piece_, scalars_, divided_);
     } else {
       kernel_(piece_, scalars_);
     }
@@ -74,7 +83,7 @@ class SplitPiece {
   const StepList& list_;
   const StepScalars& scalars_;
   at::Tensor buffer_;
-  std::optional<ApartDivision> division_;
+  at::Tensor divided_;  // for gradients; undefined where they are not divided apart
   SplitRuns runs_;
   StepList piece_;
   int64_t elements_ = 0;
@@ -123,7 +132,7 @@ class SplitStep final : public StepMethod {
     const int64_t elements = split_piece_elements(list, takes_parts);
     buffers.masters.want(wide, elements);
     if (drops && divides_apart(SplitPiece::part_of(list), scalars)) {
-      buffers.gradients.want(wide, ApartDivision::buffer_size(elements));
+      buffers.gradients.want(wide, elements);
     }
   }
 
@@ -134,12 +143,18 @@ class SplitStep final : public StepMethod {
     const int64_t elements = split_piece_elements(list, kernel.takes_parts);
     SplitPiece piece(kernel, list, scalars, buffers.masters.get(wide, elements));
     if (drops && divides_apart(SplitPiece::part_of(list), scalars)) {
-      piece.divide_apart(buffers.gradients.get(wide, ApartDivision::buffer_size(elements)));
+      piece.divide_apart(buffers.gradients.get(wide, elements));
     }
     for (std::size_t i = 0; i < list.params.size(); ++i) {
       const int64_t size = list.params[i].numel();
       if (!kernel.takes_parts && piece.room() < size) piece.step();
-      add_by_parts(piece, i, size);
+      for (int64_t begin = 0; begin < size;) {
+        int64_t part = std::min(size - begin, piece.room());
+        if (part < size - begin) part -= part % piece_unit;
+        if (part > 0) piece.add(i, begin, part);
+        begin += part;
+        if (begin < size || piece.room() == 0) piece.step();
+      }
     }
     if (!piece.empty()) piece.step();
   }

@@ -26,6 +26,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <list>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -432,39 +433,37 @@ class ScaleBound {
   void lower(double factor, double min_scale) {
     factor *= 1. - 0x1p-23;  // the device rounds
     value_ = std::max(value() * factor, min_scale);
-    for (Copy& copy : copies_) copy.lowered_since *= factor;
-  }
-  void lower(double factor, double min_scale, const at::Tensor& scale) {
-    lower(factor, min_scale);
-    look_at(scale);
+    for (Copy& copy : under_way_) copy.lowered_since *= factor;
   }
 
   /// An update has multiplied the scale by `factor` if `interval` iterations in a row were good.
   void grow(double factor, int64_t interval) {
     rise_.count(factor, interval);
-    for (Copy& copy : copies_) copy.rise.count(factor, interval);
+    for (Copy& copy : under_way_) copy.rise.count(factor, interval);
   }
   /// An update may have raised the scale to anything.
   void grow_to(double max_scale) { rise_.at_most = max_scale; }
 
   /// Has the scale copied to the host if it may be near 1, and no copy is under way.
   void look_at(const at::Tensor& scale) {
-    if (value_ < 0x1p10 && under_way() == 0) send(scale);
+    if (value_ < 0x1p10 && under_way_.empty()) send(scale);
   }
   /// The same in any case, for wait_for_a_copy().
-  void look_now(const at::Tensor& scale) { note_arrival(send(scale), scale.device()); }
+  void look_now(const at::Tensor& scale) {
+    Copy& copy = send(scale);
+    if (scale.is_cpu()) return;  // it is there
+    const at::Device device = scale.device();
+    if (!copy.arrival) copy.arrival.emplace(device.type());
+    copy.arrival->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  }
   /// Whether it should be between replays.
-  bool wants_look_between_replays() const { return value_ < 0x1p8 && under_way() < 4; }
+  bool wants_look_between_replays() const { return value_ < 0x1p8 && under_way_.size() < 4; }
 
   /// Waits for the device to get to the oldest copy under way. False if there is none.
   bool wait_for_a_copy() {
     take_copies();
-    Copy* oldest = nullptr;
-    for (Copy& copy : copies_) {
-      if (copy.under_way && (!oldest || copy.number < oldest->number)) oldest = &copy;
-    }
-    if (!oldest || !oldest->arrival) return false;
-    oldest->arrival->synchronize();
+    if (under_way_.empty() || !under_way_.front().arrival) return false;
+    under_way_.front().arrival->synchronize();
     take_copies();
     return true;
   }
@@ -485,9 +484,7 @@ class ScaleBound {
   };
 
   struct Copy {
-    HostMirror mirror{};  ///< of the scale
-    bool under_way = false;
-    int64_t number = 0;
+    HostMirror mirror{};        ///< of the scale
     double lowered_since = 0.;  ///< the copy was made
     Rise rise{infinity, 0};     ///< since then
     std::optional<c10::Event> arrival{};
@@ -496,85 +493,49 @@ class ScaleBound {
   void set(double at_least, double at_most, int64_t good_in_a_row) {
     value_ = at_least;
     rise_ = {at_most, good_in_a_row};
-    for (Copy& copy : copies_) {  // what it will say is out of date
+    for (Copy& copy : under_way_) {  // what it will say is out of date
       copy.lowered_since = 0.;
       copy.rise.at_most = infinity;
     }
   }
 
   void take_copies() {
-    for (Copy& copy : copies_) {
-      if (!copy.under_way || copy.mirror[0] == not_here_yet) continue;
-      const double scale = copy.mirror[0];
-      value_ = std::max(value_, scale * copy.lowered_since);
-      const double at_most = scale > 0. ? scale * copy.rise.at_most : infinity;
-      if (at_most < rise_.at_most) rise_ = {at_most, copy.rise.good_in_a_row};
-      copy.under_way = false;
+    for (auto next = under_way_.begin(); next != under_way_.end();) {
+      const auto copy = next++;
+      const double scale = copy->mirror[0];
+      if (scale == not_here_yet) continue;
+      value_ = std::max(value_, scale * copy->lowered_since);
+      const double at_most = scale > 0. ? scale * copy->rise.at_most : infinity;
+      if (at_most < rise_.at_most) rise_ = {at_most, copy->rise.good_in_a_row};
+      free_.splice(free_.end(), under_way_, copy);
     }
   }
 
-  int64_t under_way() const {
-    int64_t count = 0;
-    for (const Copy& copy : copies_) count += copy.under_way ? 1 : 0;
-    return count;
-  }
-
   Copy& send(const at::Tensor& scale) {
-    Copy& copy = free_copy();
+    if (free_.empty()) free_.emplace_back();
+    under_way_.splice(under_way_.end(), free_, free_.begin());
+    Copy& copy = under_way_.back();
     copy.mirror.send(scale, not_here_yet);
-    copy.under_way = true;
-    copy.number = ++sent_;
     copy.lowered_since = 1.;
     copy.rise = {1., grows_at_once};
     return copy;
   }
 
-  Copy& free_copy() {
-    for (Copy& copy : copies_) {
-      if (!copy.under_way) return copy;
-    }
-    return copies_.emplace_back();
-  }
-
-  static void note_arrival(Copy& copy, c10::Device device) {
-    if (device.is_cpu()) return;  // it is there
-    if (!copy.arrival) copy.arrival.emplace(device.type());
-    copy.arrival->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-  }
-
   double value_ = 0.;
   Rise rise_{0., 0};
-  std::vector<Copy> copies_;
-  int64_t sent_ = 0;
+  std::list<Copy> under_way_, free_;  // in the order in which they were sent
 };
 
-/// By how much one update may move the scale.
-struct ScaleMoves {
-  explicit ScaleMoves(const GradScalerOptions& options)
-      : growth_factor(options.growth_factor),
-        backoff_factor(options.backoff_factor),
-        growth_interval(options.growth_interval),
-        min_scale(options.min_scale),
-        max_scale(options.max_scale),
-        dynamic(options.dynamic),
-        counts_good(!options.follows_gradients) {}
-
-  /// `lowers`: whether the lower bound is followed, too.
-  void follow(ScaleBound& bound, bool lowers) const {
-    if (!dynamic) return;
-    if (lowers) bound.lower(backoff_factor, min_scale);
-    if (counts_good) {
-      bound.grow(growth_factor, growth_interval);
-    } else {  // which may grow sooner
-      bound.grow_to(max_scale);
-    }
+/// Has `bound` follow an update; the lower one only if the update `lowers`.
+inline void follow_update(ScaleBound& bound, const GradScalerOptions& options, bool lowers) {
+  if (!options.dynamic) return;
+  if (lowers) bound.lower(options.backoff_factor, options.min_scale);
+  if (options.follows_gradients) {  // which may grow sooner
+    bound.grow_to(options.max_scale);
+  } else {
+    bound.grow(options.growth_factor, options.growth_interval);
   }
-
-  double growth_factor, backoff_factor;
-  int64_t growth_interval;
-  double min_scale, max_scale;
-  bool dynamic, counts_good;
-};
+}
 
 /// What one captured iteration takes for granted of a scale; see Note [What replays do to the
 /// scale].
@@ -593,7 +554,7 @@ class CapturedBound : public ReplayedState {
 class ScaleFollower {
  public:
   virtual std::shared_ptr<CapturedBound> follow(std::shared_ptr<ScaleBound> bound, at::Tensor scale,
-                                                const ScaleMoves& moves) const = 0;
+                                                const GradScalerOptions& options) const = 0;
   virtual std::shared_ptr<ReplayedState> follow(std::shared_ptr<SkipWarning> warning,
                                                 at::Tensor skips) const = 0;
 
@@ -1173,14 +1134,14 @@ class LossScale {
       auto* const captured = dynamic_cast<CapturedBound*>(state.get());
       if (captured && captured->is_of(bound_)) return captured;
     }
-    const auto captured = body->scales->follow(bound_, device_.scale, ScaleMoves(options_));
+    const auto captured = body->scales->follow(bound_, device_.scale, options_);
     body->states.push_back(captured);
     return captured.get();
   }
 
   void follow() {
     const bool lowers = follows_bound();
-    ScaleMoves(options_).follow(*bound_, lowers);
+    follow_update(*bound_, options_, lowers);
     if (CapturedBound* const captured = this->captured()) {
       captured->add_update(lowers);
     } else if (lowers) {
