@@ -76,7 +76,8 @@ inline at::Tensor clip_coefficient(const at::Tensor& norm, double max_norm) {
 inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor& scale,
                             double max_norm, double norm_type, const at::Tensor& zero = {}) {
   const InternalOps internal;
-  const auto batches = gradients_to_clip(optimizer, "clip_grad_norm_");
+  const std::vector<at::TensorList> params = parameter_lists(optimizer);
+  const auto batches = gradients_to_clip(params, "clip_grad_norm_");
   const bool defers = ClipLeft::can_be_left_to(optimizer);
   const Divisor left = ClipLeft::to(optimizer);
   const at::Tensor divisor = left.value();
@@ -84,11 +85,10 @@ inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor
   FreeZero flag{defers ? zero : at::Tensor()};
   at::Tensor norm = is_divided ? total_norm_divided(batches, norm_type, scale, divisor, &flag)
                                : total_norm(batches, norm_type);
-  CommonShards shards("clip_grad_norm_");
-  for (const auto& group : optimizer.param_groups()) shards.add(group.params());
-  if (shards.get()) norm = shards.get()->norm_of_all(norm, norm_type);
+  const Shards* const shards = common_shards(params, "clip_grad_norm_");
+  if (shards) norm = shards->norm_of_all(norm, norm_type);
   // A maximum over processes may lose NaNs.
-  const bool tells_finite = norm_type > 0. && !shards.get();
+  const bool tells_finite = norm_type > 0. && !shards;
   if (batches.empty()) return norm;
   if (defers && norm.scalar_type() == at::kFloat) {
     constexpr double eps = 1e-6, most = std::numeric_limits<float>::max();
@@ -176,9 +176,9 @@ inline void check_clip_value(double value) {
 inline at::Tensor clip_grad_norm_(at::TensorList params, double max_norm, double norm_type = 2.) {
   detail::check_max_norm(max_norm);
   const detail::InternalOps internal;
-  const auto batches = detail::gradients_to_clip(params, "clip_grad_norm_");
+  const auto batches = detail::gradients_to_clip({params}, "clip_grad_norm_");
   at::Tensor norm = detail::total_norm(batches, norm_type);
-  const auto* const shards = detail::CommonShards("clip_grad_norm_").add(params).get();
+  const auto* const shards = detail::common_shards({params}, "clip_grad_norm_");
   if (shards) norm = shards->norm_of_all(norm, norm_type);
   if (!batches.empty()) detail::multiply(batches, detail::clip_coefficient(norm, max_norm));
   if (std::isfinite(max_norm)) detail::note_plain_clip(params);
@@ -226,7 +226,7 @@ inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& o
 inline void clip_grad_value_(at::TensorList params, double value) {
   detail::check_clip_value(value);
   const detail::InternalOps internal;
-  detail::clip_value(detail::gradients_to_clip(params, "clip_grad_value_"), value);
+  detail::clip_value(detail::gradients_to_clip({params}, "clip_grad_value_"), value);
   detail::note_plain_clip(params);
 }
 
@@ -235,7 +235,8 @@ inline void clip_grad_value_(at::TensorList params, double value) {
 inline void clip_grad_value_(torch::optim::Optimizer& optimizer, double value) {
   detail::check_clip_value(value);
   const detail::InternalOps internal;
-  const auto batches = detail::gradients_to_clip(optimizer, "clip_grad_value_");
+  const auto batches =
+      detail::gradients_to_clip(detail::parameter_lists(optimizer), "clip_grad_value_");
   const at::Tensor divisor = detail::ClipLeft::to(optimizer).value();
   if (divisor.defined()) detail::multiply(batches, divisor.reciprocal());
   detail::ClipLeft::forget(optimizer);

@@ -151,9 +151,6 @@ class PredictiveRule final : public ScaleRule {
     const Number skips = after.skips;
     const Number since_change = choose(forgiven, before.since_change + 1., after.since_change);
     for_each_number(forgive, after, before);
-    for (std::size_t i = 0; i < after.of_rule.size(); ++i) {
-      forgive("", after.of_rule[i], before.of_rule[i]);
-    }
     after.skips = skips;
     after.since_change = since_change;  // 0 would mean that the scale backed off
   }

@@ -151,7 +151,8 @@ class SafeAccumulation {
     if (kept->tensor.defined()) skipped = at::empty_like(kept->tensor);
     at::Tensor flag = sum_.give_mean_to(optimizer_, *kept);
     if (scaler_.is_enabled()) {
-      detail::ScalerParts::ledger(scaler_).take_unscaled(optimizer_, std::move(flag), sum_.any());
+      detail::take_unscaled(detail::ScalerParts::ledger(scaler_), optimizer_, std::move(flag),
+                            sum_.any());
     }
     try {
       if (before_step) before_step();

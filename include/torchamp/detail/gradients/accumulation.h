@@ -1,15 +1,20 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/optim/optimizer.h>
 
 #include <atomic>
+#include <cstdint>
 #include <memory>
+#include <optional>
+#include <utility>
 
 #include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/scaler/step_ledger.h"
+#include "torchamp/detail/tensors.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -50,6 +55,29 @@ inline void warn_of_local_gradients(const torch::optim::Optimizer& optimizer, co
              ": the last forward was within DistributedDataParallel::no_sync(), so these gradients "
              "are this process's own, and a step with them lets the replicas diverge. Call "
              "sync_gradients() in before_unscale(). This is said once.");
+}
+
+/// Makes a "ready" optimizer "unscaled" whose gradients are the program's own, with a flag that
+/// says whether to step.
+inline void take_unscaled(StepLedger& ledger, torch::optim::Optimizer& optimizer,
+                          at::Tensor found_inf, bool had_gradients) {
+  ledger.optimizers.of(optimizer) = {.stage = OptimizerState::Stage::unscaled,
+                                     .found_inf = {std::move(found_inf), std::nullopt},
+                                     .had_gradients = had_gradients,
+                                     .gradients = count_gradients(optimizer),
+                                     .taken = gradients_taken(),
+                                     .shards = shards_of(optimizer, "GradScaler::step")};
+}
+
+/// Changes, but for chance, where a gradient is written to or replaced.
+inline uint64_t versions_of_gradients(const torch::optim::Optimizer& optimizer) {
+  uint64_t sum = 0;
+  any_gradient(optimizer, [&sum](const at::Tensor& gradient) {
+    sum = sum * 31 + reinterpret_cast<std::uintptr_t>(gradient.unsafeGetTensorImpl());
+    sum = sum * 31 + version_of(gradient);
+    return false;
+  });
+  return sum;
 }
 
 /// Drops the gradients, and a clip of them that is left to the next step.

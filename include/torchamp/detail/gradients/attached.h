@@ -112,6 +112,13 @@ inline bool any_gradient(const torch::optim::Optimizer& optimizer) {
   return any_gradient(optimizer, [](const at::Tensor&) { return true; });
 }
 
+/// The parameters of each group.
+inline std::vector<at::TensorList> parameter_lists(const torch::optim::Optimizer& optimizer) {
+  std::vector<at::TensorList> lists;
+  for (const auto& group : optimizer.param_groups()) lists.emplace_back(group.params());
+  return lists;
+}
+
 /// Null for most tensors.
 inline WeightMeta* weight_meta_of(const at::Tensor& tensor) {
   c10::BackendMeta* const meta = tensor.unsafeGetTensorImpl()->get_backend_meta();
@@ -184,32 +191,24 @@ inline std::shared_ptr<Shards> shards_of(const torch::optim::Optimizer& optimize
   return shards;
 }
 
-/// The shards that tensors with a gradient are pieces of. Throws if only some are, or of others,
-/// since nobody knows their common norm.
-class CommonShards {
- public:
-  explicit CommonShards(const char* call) : call_(call) {}
-  CommonShards& add(at::TensorList tensors) {
-    for (const at::Tensor& tensor : tensors) {
+/// The shards that parameters with a gradient are pieces of; null if they are no pieces. Throws if
+/// only some are, or of others, since nobody knows their common norm.
+inline const Shards* common_shards(const std::vector<at::TensorList>& lists, const char* call) {
+  const Shards* shards = nullptr;
+  bool is_first = true;
+  for (const at::TensorList list : lists) {
+    for (const at::Tensor& tensor : list) {
       if (!tensor.defined() || !tensor.unsafeGetTensorImpl()->grad().defined()) continue;
       const WeightMeta* const meta = weight_meta_of(tensor);
-      Shards* const own = meta ? meta->shards.get() : nullptr;
-      TORCH_CHECK_VALUE(is_first_ || own == shards_, call_,
+      const Shards* const own = meta ? meta->shards.get() : nullptr;
+      TORCH_CHECK_VALUE(std::exchange(is_first, false) || own == shards, call,
                         ": some parameters are pieces of ShardedMasterWeights, and others are not, "
                         "or are those of another model. Clip them apart.");
-      shards_ = own;
-      is_first_ = false;
+      shards = own;
     }
-    return *this;
   }
-  /// Null if they are no pieces.
-  const Shards* get() const { return shards_; }
-
- private:
-  const char* call_;
-  Shards* shards_ = nullptr;
-  bool is_first_ = true;
-};
+  return shards;
+}
 
 // ---- What an optimizer carries ------------------------------------------------------------------
 

@@ -13,7 +13,6 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
-#include <torch/optim/optimizer.h>
 
 #include <cmath>
 #include <cstddef>
@@ -28,46 +27,35 @@
 
 namespace torchamp::detail {
 
-/// Adds the gradients of `params` that are not in `seen` yet, by device and dtype, sparse ones by
-/// their coalesced values, for kernels to change in place. `call` begins the error texts; nothing
-/// has been changed then, except that gradients before the one in question are coalesced or
-/// resolved().
-inline void add_gradients_to_clip(std::vector<GradientBatch>& batches, SeenGradients& seen,
-                                  at::TensorList params, const char* call) {
-  for (std::size_t i = 0; i < params.size(); ++i) {
-    if (!params[i].defined()) continue;
-    at::Tensor gradient = params[i].unsafeGetTensorImpl()->grad();
-    if (!gradient.defined()) continue;
-    if (gradient.is_sparse() && !gradient.is_coalesced()) {
-      params[i].mutable_grad() = gradient = gradient.coalesce();
-    } else if (gradient.is_conj() || gradient.is_neg()) {
-      params[i].mutable_grad() = gradient = resolved(gradient);
-    }
-    if (!seen.insert(gradient.unsafeGetTensorImpl())) continue;
-    if (gradient.is_sparse()) gradient = gradient._values();
-    TORCH_CHECK_VALUE(gradient.layout() == at::kStrided && !repeats_elements(gradient), call,
-                      ": the gradient of parameter ", i, ' ', params[i].sizes(), " has the layout ",
-                      gradient.layout(), " and strides ", gradient.strides(),
-                      ". Gradients are dense or sparse COO, and their elements share no memory: "
-                      "give .grad a clone().");
-    if (gradient.numel() == 0) continue;
-    group_of(batches, TensorKind::of(gradient)).gradients.push_back(std::move(gradient));
-  }
-}
-
-inline std::vector<GradientBatch> gradients_to_clip(at::TensorList params, const char* call) {
-  std::vector<GradientBatch> batches;
-  SeenGradients seen(params.size());
-  add_gradients_to_clip(batches, seen, params, call);
-  return batches;
-}
-
-inline std::vector<GradientBatch> gradients_to_clip(torch::optim::Optimizer& optimizer,
+/// The gradients of all parameters, each once, by device and dtype, sparse ones by their coalesced
+/// values, for kernels to change in place. `call` begins the error texts; nothing has been changed
+/// then, except that gradients before the one in question are coalesced or resolved().
+inline std::vector<GradientBatch> gradients_to_clip(const std::vector<at::TensorList>& lists,
                                                     const char* call) {
   std::vector<GradientBatch> batches;
-  SeenGradients seen(count_parameters(optimizer));
-  for (const auto& group : optimizer.param_groups()) {
-    add_gradients_to_clip(batches, seen, group.params(), call);
+  std::size_t count = 0;
+  for (const at::TensorList params : lists) count += params.size();
+  SeenGradients seen(count);
+  for (const at::TensorList params : lists) {
+    for (std::size_t i = 0; i < params.size(); ++i) {
+      if (!params[i].defined()) continue;
+      at::Tensor gradient = params[i].unsafeGetTensorImpl()->grad();
+      if (!gradient.defined()) continue;
+      if (gradient.is_sparse() && !gradient.is_coalesced()) {
+        params[i].mutable_grad() = gradient = gradient.coalesce();
+      } else if (gradient.is_conj() || gradient.is_neg()) {
+        params[i].mutable_grad() = gradient = resolved(gradient);
+      }
+      if (!seen.insert(gradient.unsafeGetTensorImpl())) continue;
+      if (gradient.is_sparse()) gradient = gradient._values();
+      TORCH_CHECK_VALUE(gradient.layout() == at::kStrided && !repeats_elements(gradient), call,
+                        ": the gradient of parameter ", i, ' ', params[i].sizes(),
+                        " has the layout ", gradient.layout(), " and strides ", gradient.strides(),
+                        ". Gradients are dense or sparse COO, and their elements share no memory: "
+                        "give .grad a clone().");
+      if (gradient.numel() == 0) continue;
+      group_of(batches, TensorKind::of(gradient)).gradients.push_back(std::move(gradient));
+    }
   }
   return batches;
 }

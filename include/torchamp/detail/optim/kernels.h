@@ -56,7 +56,7 @@ namespace torchamp::detail {
 /// How many steps some parameters of one device have taken. Only the device knows, since only the
 /// device knows which steps were skipped; the host knows bounds, which are equal as long as no step
 /// could be skipped.
-struct StepCounter {
+struct StepCounter final : ReplayedState {
   StepCounter(at::Device device, int64_t steps)
       : numbers(at::full({2}, static_cast<float>(steps), at::device(device).dtype(at::kFloat))),
         value(numbers.select(0, 0)),
@@ -80,13 +80,7 @@ struct StepCounter {
   /// Whether only the device knows if a step was made at all.
   bool may_be_first() const { return at_least == 0 && at_most > 0; }
 
-  /// Has the host learn, some time later, whether there was one. Waits for nobody.
-  void ask() {
-    if (asked || !may_be_first()) return;
-    mirror.send(value, not_here_yet);
-    asked = true;
-  }
-  /// Takes the answer, if it is there, and one that can be had at once.
+  /// Takes what the host has learned of that, or can at once.
   void learn() {
     if (!may_be_first()) return;
     float steps = 0.F;
@@ -97,6 +91,24 @@ struct StepCounter {
       asked = false;
     }
     if (steps > 0.F) at_least = 1;
+  }
+
+  // What was captured while a first step could be still to come holds until it has: then there is
+  // less to do.
+  void settle() override {
+    if (may_be_first() && value.item<float>() > 0.F) at_least = 1;
+  }
+  bool holds() override {
+    learn();
+    return may_be_first();
+  }
+  void note_replay() override {}
+  bool wants_look() const override { return may_be_first() && !asked; }
+  /// Has the host learn, some time later, whether there was one. Waits for nobody.
+  void look() override {
+    if (!wants_look()) return;
+    mirror.send(value, not_here_yet);
+    asked = true;
   }
 
   at::Tensor numbers;  ///< the count, and 1 as long as it is 0, where someone keeps that
@@ -171,27 +183,6 @@ class CounterTable {
 
  private:
   ska::flat_hash_map<void*, std::shared_ptr<StepCounter>> counters_;
-};
-
-/// What an iteration relies on that was captured while a first step could be still to come: once
-/// it has come, there is less to do.
-class FirstStepToCome final : public ReplayedState {
- public:
-  explicit FirstStepToCome(std::shared_ptr<StepCounter> counter) : counter_(std::move(counter)) {}
-
-  void settle() override {
-    if (counter_->may_be_first() && counter_->value.item<float>() > 0.F) counter_->at_least = 1;
-  }
-  bool holds() override {
-    counter_->learn();
-    return counter_->may_be_first();
-  }
-  void note_replay() override {}
-  bool wants_look() const override { return counter_->may_be_first() && !counter_->asked; }
-  void look() override { counter_->ask(); }
-
- private:
-  std::shared_ptr<StepCounter> counter_;
 };
 
 /// Whether the device of `tensor` has ATen's fused kernel `op`, "aten::_fused_sgd_", and it does
@@ -321,9 +312,9 @@ class StepScalars {
     counter->gates = at::Tensor();
     if (!counter->may_be_first()) return;
     if (GraphBody* const body = GraphBody::current()) {
-      body->states.push_back(std::shared_ptr<ReplayedState>(new FirstStepToCome(counter)));
+      body->states.push_back(counter);
     } else {
-      counter->ask();
+      counter->look();
     }
   }
 

@@ -256,7 +256,7 @@ TORCHAMP_BODY std::shared_ptr<StepRecord> unscaled_record(at::Tensor value) {
   auto record = std::make_shared<StepRecord>();
   record->found_inf.on_host = false;
   record->scale.on_host = 1.;
-  record->skips_before.on_host = 0.;
+  record->skips_on_host = 0.;
   record->value = std::move(value);
   return record;
 }

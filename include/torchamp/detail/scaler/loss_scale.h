@@ -163,12 +163,15 @@ void for_each_own_number(const F& f, Memories&... memories) {
   f("torchamp_skips_in_a_row", memories.skips...);
 }
 
-/// The same for all numbers but a rule's.
-template <class F, class... Memories>
-void for_each_number(const F& f, Memories&... memories) {
-  f("scale", memories.scale...);
-  f("growth_tracker", memories.growth_tracker...);
-  for_each_own_number(f, memories...);
+/// The same for all numbers.
+template <class F, class First, class... Others>
+void for_each_number(const F& f, First& first, Others&... others) {
+  f("scale", first.scale, others.scale...);
+  f("growth_tracker", first.growth_tracker, others.growth_tracker...);
+  for_each_own_number(f, first, others...);
+  for (std::size_t i = 0; i < first.of_rule.size(); ++i) {
+    f(rule_numbers[i], first.of_rule[i], others.of_rule[i]...);
+  }
 }
 
 /// What an update starts from.
@@ -323,11 +326,12 @@ inline void check_state(const char* call, const GradScalerState& state,
 }
 
 /// Bad iterations in a row, counted from their flags on a device when someone asks. Until then an
-/// iteration costs no launch, and six in so many together. Copies stay what they are.
+/// iteration costs no launch, and six in so many together. Copies stay what they are, as long as
+/// what they are counted from does.
 class SkipCount {
  public:
   SkipCount() = default;
-  /// From `count`, 0-dim fp32, on, which nobody is to change.
+  /// From `count`, 0-dim fp32, on.
   explicit SkipCount(at::Tensor count) : before_(std::move(count)) {}
 
   bool defined() const { return before_.defined(); }
@@ -340,6 +344,11 @@ class SkipCount {
     before_ = tensor();
     flags_.clear();
     return true;
+  }
+
+  /// Makes a later change of what it is counted from on invisible.
+  void keep() {
+    if (flags_.empty()) before_ = before_.clone();
   }
 
   /// What it is counted from.
@@ -833,24 +842,18 @@ class LossScale {
   /// The host's copy; null where only the device knows.
   const ScaleMemory<double>* host() const { return on_host_ ? &host_ : nullptr; }
   double read_scale() const { return on_host_ ? host_.scale : device_.scale.item<double>(); }
-  double read_skips() const {
-    if (on_host_) return host_.skips;
-    return (lazy_skips_.defined() ? lazy_skips_.tensor() : device_.skips).item<double>();
-  }
-  /// Only where the host does not know: 0-dim, on the device; undefined if lazy_skips() is not.
-  at::Tensor skips() const { return lazy_skips_.defined() ? at::Tensor() : device_.skips; }
-  const SkipCount& lazy_skips() const { return lazy_skips_; }
+  double read_skips() const { return on_host_ ? host_.skips : skips().tensor().item<double>(); }
+  /// Only where the host does not know.
+  SkipCount skips() const { return lazy_skips_.defined() ? lazy_skips_ : SkipCount(device_.skips); }
 
   /// All of it; reads the device where the host does not know.
   ScaleMemory<double> read() const {
     if (on_host_) return host_;
     ScaleMemory<double> values{};
+    values.of_rule.resize(device_.of_rule.size());
     for_each_number(
         [](const char*, double& value, const at::Tensor& tensor) { value = tensor.item<double>(); },
         values, device_);
-    for (const at::Tensor& number : device_.of_rule) {
-      values.of_rule.push_back(number.item<double>());
-    }
     if (credit_.defined()) values.credit = credit_.credit();
     values.skips = read_skips();
     return values;
@@ -888,9 +891,6 @@ class LossScale {
     for_each_number([](const char*, at::Tensor& tensor, double value) { tensor.fill_(value); },
                     device_, values);
     if (credit_.defined()) credit_.set(values.credit, values.growth_tracker);
-    for (std::size_t i = 0; i < device_.of_rule.size(); ++i) {
-      device_.of_rule[i].fill_(values.of_rule[i]);
-    }
     bound_->set(values.scale, static_cast<int64_t>(values.growth_tracker));
   }
 
@@ -1029,10 +1029,8 @@ class LossScale {
           if (!tensor.defined()) tensor = on_device(value, number_type());
         },
         device_, host_);
-    if (rule_) {
-      for (const double value : host_.of_rule) {
-        device_.of_rule.push_back(on_device(value, number_type()));
-      }
+    for (const double value : host_.of_rule) {
+      device_.of_rule.push_back(on_device(value, number_type()));
     }
     if (credit_.serves()) {
       credit_.create(device_.scale);
@@ -1069,19 +1067,16 @@ class LossScale {
   void advance_by_formula(const at::Tensor& found_inf, const at::Tensor& largest) {
     const at::ScalarType dtype = number_type();
     ScaleMemory<at::Tensor> before;
+    before.of_rule.resize(device_.of_rule.size());
     for_each_number([dtype](const char*, at::Tensor& number,
                             const at::Tensor& tensor) { number = tensor.to(dtype); },
                     before, device_);
-    before.of_rule = device_.of_rule;  // of that dtype
     const ScaleMemory<at::Tensor> after =
         after_update(options_, before, found_inf != 0.,
                      largest.defined() ? largest.to(dtype) : at::zeros({}, before.scale.options()));
     for_each_number(
         [](const char*, at::Tensor& tensor, const at::Tensor& number) { tensor.copy_(number); },
         device_, after);
-    for (std::size_t i = 0; i < device_.of_rule.size(); ++i) {
-      device_.of_rule[i].copy_(after.of_rule[i]);
-    }
   }
 
   /// From now on each iteration changes device_.skips, which is brought up to date.

@@ -54,25 +54,23 @@ namespace torchamp::detail {
 struct StepRecord {
   ReadOnce<bool> found_inf;
   bool had_gradients = true;
-  ReadOnce<double> scale;         ///< what the gradients were scaled by
-  ReadOnce<double> skips_before;  ///< bad iterations in a row before this one, if not lazy_skips
-  SkipCount lazy_skips{};
+  ReadOnce<double> scale;  ///< what the gradients were scaled by
+  SkipCount skips;         ///< bad iterations in a row before this one
+  std::optional<double> skips_on_host;
   at::Tensor value;  ///< what the optimizer's step returned
   std::vector<MissingGradient> missing;
   int64_t attempts = 1;  ///< evaluations of the first loss, for closures
 
-  /// Bad iterations in a row before this one; reads the device where the host does not know.
-  double read_skips_before() {
-    if (lazy_skips.defined() && !skips_before.tensor.defined()) {
-      skips_before.tensor = lazy_skips.tensor();
-    }
-    return skips_before.read();
+  /// `skips`; reads the device where the host does not know.
+  double read_skips() {
+    if (!skips_on_host) skips_on_host = skips.tensor().item<double>();
+    return *skips_on_host;
   }
 
   /// Makes later changes of the scale's state invisible.
   void keep() {
     scale.keep();
-    if (!lazy_skips.defined()) skips_before.keep();
+    if (!skips_on_host) skips.keep();
   }
 };
 
@@ -86,17 +84,17 @@ inline std::size_t count_gradients(const torch::optim::Optimizer& optimizer) {
 /// Error: two parameters with one gradient, which a step that divides would divide twice.
 inline void check_none_is_shared(const torch::optim::Optimizer& optimizer) {
   std::map<const c10::TensorImpl*, const c10::TensorImpl*> owner_of;
-  for (const auto& group : optimizer.param_groups()) {
-    for (const at::Tensor& parameter : group.params()) {
-      if (!parameter.defined() || !parameter.unsafeGetTensorImpl()->grad().defined()) continue;
-      const c10::TensorImpl* const owner = parameter.unsafeGetTensorImpl();
-      const auto found = owner_of.emplace(owner->grad().unsafeGetTensorImpl(), owner).first;
-      TORCH_CHECK_VALUE(found->second == owner, "GradScaler::step: the gradient of a parameter ",
-                        parameter.sizes(),
-                        " is that of another one, too, and the fused step would divide it twice. "
-                        "Give one of them a clone(), or call unscale_ before step.");
-    }
-  }
+  any_parameter(optimizer, [&](const at::Tensor& parameter) {
+    const at::Tensor& gradient = parameter.unsafeGetTensorImpl()->grad();
+    if (!gradient.defined()) return false;
+    const c10::TensorImpl* const owner = parameter.unsafeGetTensorImpl();
+    const auto found = owner_of.emplace(gradient.unsafeGetTensorImpl(), owner).first;
+    TORCH_CHECK_VALUE(found->second == owner, "GradScaler::step: the gradient of a parameter ",
+                      parameter.sizes(),
+                      " is that of another one, too, and the fused step would divide it twice. "
+                      "Give one of them a clone(), or call unscale_ before step.");
+    return false;
+  });
 }
 
 // Note [Which optimizer it is]
@@ -143,17 +141,6 @@ class OptimizerNumber {
 //                                changes gradients that are unscaled.
 //
 // A program that has asked for the scale may multiply by it, and hears nothing.
-
-/// Changes, but for chance, where a gradient is written to or replaced.
-inline uint64_t versions_of_gradients(const torch::optim::Optimizer& optimizer) {
-  uint64_t sum = 0;
-  any_gradient(optimizer, [&sum](const at::Tensor& gradient) {
-    sum = sum * 31 + reinterpret_cast<std::uintptr_t>(gradient.unsafeGetTensorImpl());
-    sum = sum * 31 + version_of(gradient);
-    return false;
-  });
-  return sum;
-}
 
 /// The latest clips of this thread: those that named no scaler, and those that found no gradient.
 class PlainClips {
@@ -399,12 +386,8 @@ struct AccumulationWindow {
 class OpenWindows {
  public:
   void add(const std::shared_ptr<AccumulationWindow>& added) {
-    for (std::size_t i = windows_.size(); i-- > 0;) {
-      const auto window = windows_[i].lock();
-      if (window && window != added) continue;
-      windows_[i].swap(windows_.back());
-      windows_.pop_back();
-    }
+    std::erase_if(windows_,
+                  [&](const auto& window) { return window.expired() || window.lock() == added; });
     windows_.push_back(added);
   }
 
@@ -501,17 +484,6 @@ class StepLedger {
     }
   }
 
-  /// Makes a "ready" optimizer "unscaled" whose gradients are the program's own, with a flag that
-  /// says whether to step.
-  void take_unscaled(torch::optim::Optimizer& optimizer, at::Tensor found_inf, bool had_gradients) {
-    optimizers.of(optimizer) = {.stage = OptimizerState::Stage::unscaled,
-                                .found_inf = {std::move(found_inf), std::nullopt},
-                                .had_gradients = had_gradients,
-                                .gradients = count_gradients(optimizer),
-                                .taken = gradients_taken(),
-                                .shards = shards_of(optimizer, "GradScaler::step")};
-  }
-
   /// Every parameter of an optimizer that has no gradient at all; warns once in a scaler's life.
   std::vector<MissingGradient> report_missing(const torch::optim::Optimizer& optimizer,
                                               at::Device loss_device) {
@@ -539,11 +511,10 @@ class StepLedger {
     record->had_gradients = state.had_gradients;
     if (const auto* host = scale.host()) {
       record->scale.on_host = host->scale;
-      record->skips_before.on_host = host->skips;
+      record->skips_on_host = host->skips;
     } else {
       record->scale.tensor = scale.scale();
-      record->skips_before.tensor = scale.skips();
-      record->lazy_skips = scale.lazy_skips();
+      record->skips = scale.skips();
       records_.push_back(record);
     }
     record->value = std::move(value);
