@@ -141,7 +141,7 @@ inline void note_plain_clip(at::TensorList params) {
   const at::Tensor* none = nullptr;
   for (const at::Tensor& param : params) {
     if (!param.defined()) continue;
-    const at::Tensor& gradient = param.unsafeGetTensorImpl()->grad();
+    const at::Tensor& gradient = gradient_of(param);
     if (gradient.defined()) return PlainClips::note(gradient);
     if (!none) none = &param;
   }

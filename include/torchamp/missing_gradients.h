@@ -66,30 +66,20 @@ inline std::vector<MissingGradient> missing_gradients(const torch::optim::Optimi
 
 /// `group 0, parameter 3 (float [64, 32] on cpu): requires_grad is false`
 inline std::ostream& operator<<(std::ostream& out, const MissingGradient& missing) {
-  using Reason = MissingGradient::Reason;
+  constexpr const char* reasons[] = {
+      "the parameter is undefined", "requires_grad is false",
+      "not a leaf of the graph, so autograd keeps no gradient for it",
+      "on another device than the loss (was the model moved after the optimizer was made?)",
+      "no backward() has reached it since its gradient was cleared (is the loss detached from it? "
+      "With MasterWeights, call take_gradients() before, and give the optimizer "
+      "masters.parameters())"};
   out << "group " << missing.group << ", parameter " << missing.index;
   const at::Tensor& parameter = missing.parameter;
   if (parameter.defined()) {
     out << " (" << parameter.scalar_type() << ' ' << parameter.sizes() << " on "
         << parameter.device() << ')';
   }
-  switch (missing.reason) {
-    case Reason::undefined_parameter:
-      return out << ": the parameter is undefined";
-    case Reason::not_required:
-      return out << ": requires_grad is false";
-    case Reason::not_a_leaf:
-      return out << ": not a leaf of the graph, so autograd keeps no gradient for it";
-    case Reason::other_device:
-      return out
-             << ": on another device than the loss (was the model moved after the optimizer was "
-                "made?)";
-    case Reason::not_reached:
-      return out << ": no backward() has reached it since its gradient was cleared (is the loss "
-                    "detached from it? With MasterWeights, call take_gradients() before, and give "
-                    "the optimizer masters.parameters())";
-  }
-  return out;
+  return out << ": " << reasons[static_cast<std::size_t>(missing.reason)];
 }
 
 }  // namespace TORCHAMP_NAMESPACE

@@ -103,14 +103,14 @@ struct Budget {
   std::size_t files;
   std::size_t lines;
 };
-// The lines are to come down to 3,400, 2,400, 3,000 and 8,300, grad_scaler.h's files to 20.
+// The lines are to come down to 3,400, 2,400, 3,000 and 8,300.
 constexpr Budget budgets[] = {
     {"autocast.h", 18, 3830},
-    {"optim.h", 17, 3380},
-    {"grad_scaler.h", 21, 4770},
-    {"torchamp.h", 45, 10900},
+    {"optim.h", 12, 3200},
+    {"grad_scaler.h", 15, 4570},
+    {"torchamp.h", 37, 10500},
 };
-constexpr Budget all_headers = {"include/", 146, 31350};  // lines to come down to 25,500
+constexpr Budget all_headers = {"include/", 136, 30900};  // lines to come down to 25,500
 
 struct Header {
   std::size_t lines = 0;

@@ -42,7 +42,12 @@ inline at::Tensor to_device_async(at::Device device, const at::Tensor& tensor) {
   return tensor.to(device, tensor.scalar_type(), /*non_blocking=*/!device.is_cpu());
 }
 
-/// The number of in-place writes to the tensor's memory, as far as LibTorch counts.
+/// Undefined if there is none. (Tensor::grad() looks whether to warn of non-leaves.)
+inline const at::Tensor& gradient_of(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->grad();
+}
+
+/// How often the tensor's memory was written to in place, as far as LibTorch counts it.
 inline uint32_t version_of(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.is_inference()) return 0;
   return static_cast<uint32_t>(tensor._version());

@@ -104,7 +104,7 @@ bool any_parameter(const torch::optim::Optimizer& optimizer, const F& f) {
 template <class F>
 bool any_gradient(const torch::optim::Optimizer& optimizer, const F& f) {
   return any_parameter(optimizer, [&](const at::Tensor& parameter) {
-    const at::Tensor& gradient = parameter.unsafeGetTensorImpl()->grad();  // grad() may warn
+    const at::Tensor& gradient = gradient_of(parameter);
     return gradient.defined() && f(gradient);
   });
 }
@@ -198,7 +198,7 @@ inline const Shards* common_shards(const std::vector<at::TensorList>& lists, con
   bool is_first = true;
   for (const at::TensorList list : lists) {
     for (const at::Tensor& tensor : list) {
-      if (!tensor.defined() || !tensor.unsafeGetTensorImpl()->grad().defined()) continue;
+      if (!tensor.defined() || !gradient_of(tensor).defined()) continue;
       const WeightMeta* const meta = weight_meta_of(tensor);
       const Shards* const own = meta ? meta->shards.get() : nullptr;
       TORCH_CHECK_VALUE(std::exchange(is_first, false) || own == shards, call,

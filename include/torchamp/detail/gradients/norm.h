@@ -39,7 +39,7 @@ inline std::vector<GradientBatch> gradients_to_clip(const std::vector<at::Tensor
   for (const at::TensorList params : lists) {
     for (std::size_t i = 0; i < params.size(); ++i) {
       if (!params[i].defined()) continue;
-      at::Tensor gradient = params[i].unsafeGetTensorImpl()->grad();
+      at::Tensor gradient = gradient_of(params[i]);
       if (!gradient.defined()) continue;
       if (gradient.is_sparse() && !gradient.is_coalesced()) {
         params[i].mutable_grad() = gradient = gradient.coalesce();

@@ -25,7 +25,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
-#include <optional>
 #include <utility>
 #include <vector>
 
@@ -123,7 +122,7 @@ inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimize
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       const at::Tensor& parameter = parameters[i];
       if (!parameter.defined()) continue;
-      at::Tensor gradient = parameter.unsafeGetTensorImpl()->grad();  // grad() warns of non-leaves
+      at::Tensor gradient = gradient_of(parameter);
       if (!gradient.defined()) continue;
       const auto where = [&] {
         return c10::str(call, ": the gradient of parameter ", i, " in group ", g, ' ',

@@ -23,8 +23,6 @@
 #include <ATen/ops/ne.h>
 #include <ATen/ops/pow.h>
 #include <ATen/ops/rsub.h>
-#include <ATen/ops/stack.h>
-#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/ScalarType.h>
@@ -221,10 +219,7 @@ class StepScalars {
   /// `first_only`: all that matters is whether a step is the first.
   void add_counter(std::shared_ptr<StepCounter> counter, bool first_only) {
     if (first_only && counts_by_sgd_) {
-      if (!first_and_later_.defined()) {
-        first_and_later_ = at::arange(2, one_.options()).flip(0);
-        unused_ = at::zeros({2}, one_.options());
-      }
+      if (!minus_noted_.defined()) minus_noted_ = at::arange(-1, 1, one_.options());
       firsts_.push_back(std::move(counter));
       return;
     }
@@ -293,19 +288,18 @@ class StepScalars {
     counter.gates = found_inf_ ? at::maximum(counter.numbers, *found_inf_) : counter.numbers;
   }
 
-  /// Has the device note a first step, unless it was skipped: SGD's kernel copies what it takes for
-  /// gradients of a first step to what it takes for buffers.
+  /// Has the device note a first step, unless it was skipped: with a rate and a weight decay of 1,
+  /// SGD's kernel makes of numbers their negative gradients.
   void note_first_steps() const {
     std::vector<at::Tensor> numbers;
     for (const auto& counter : firsts_) {
       if (counter->at_least == 0) numbers.push_back(counter->numbers);
     }
     if (numbers.empty()) return;
-    const std::vector<at::Tensor> unused(numbers.size(), unused_);
-    const std::vector<at::Tensor> now(numbers.size(), first_and_later_);
-    at::_fused_sgd_(unused, now, numbers, /*weight_decay=*/0., /*momentum=*/1., /*lr=*/0.,
+    const std::vector<at::Tensor> gradients(numbers.size(), minus_noted_);
+    at::_fused_sgd_(numbers, gradients, {}, /*weight_decay=*/1., /*momentum=*/0., /*lr=*/1.,
                     /*dampening=*/0., /*nesterov=*/false, /*maximize=*/false,
-                    /*is_first_step=*/true, /*grad_scale=*/{}, found_inf_);
+                    /*is_first_step=*/false, /*grad_scale=*/{}, found_inf_);
   }
 
   static void follow_up(const std::shared_ptr<StepCounter>& counter) {
@@ -320,8 +314,8 @@ class StepScalars {
 
   at::Device device_;
   at::Tensor zero_, one_, flag_;
-  at::Tensor taken_;                     // 1, or 0 if the step is skipped
-  at::Tensor first_and_later_, unused_;  // 1 and 0, and two numbers
+  at::Tensor taken_;        // 1, or 0 if the step is skipped
+  at::Tensor minus_noted_;  // -1 and 0: of a counter's numbers after a step, times -1
   bool counts_by_sgd_;
   std::optional<at::Tensor> grad_scale_, found_inf_;
   StepCounters counters_, firsts_;

@@ -153,10 +153,6 @@ inline std::string place_of(std::size_t group, std::size_t index) {
   return c10::str("parameter ", index, " of group ", group);
 }
 
-inline const at::Tensor& gradient_of(const at::Tensor& param) {
-  return param.unsafeGetTensorImpl()->grad();  // Tensor::grad() looks whether to warn of non-leaves
-}
-
 /// The options of a group, which must be those that `Kernel` goes by. `number` is for the error.
 template <OptimizerKernel Kernel>
 const typename Kernel::Options& options_of(const torch::optim::OptimizerParamGroup& group,
@@ -193,7 +189,6 @@ template <OptimizerKernel Kernel>
 void check_parameters(const ParamGroups& groups, const ParamStates& states) {
   std::unordered_set<c10::TensorImpl*> seen;
   for (std::size_t g = 0; g < groups.size(); ++g) {
-    (void)options_of<Kernel>(groups, g);
     for (std::size_t i = 0; i < groups[g].params().size(); ++i) {
       const at::Tensor& param = groups[g].params()[i];
       const at::Tensor& grad = gradient_of(param);

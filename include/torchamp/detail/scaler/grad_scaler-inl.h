@@ -246,7 +246,7 @@ inline void check_complete(const torch::optim::Optimizer& optimizer, const Optim
 
 TORCHAMP_BODY void note_written(const torch::optim::Optimizer& optimizer) {
   any_parameter(optimizer, [](const at::Tensor& param) {
-    const bool stepped = param.unsafeGetTensorImpl()->grad().defined();
+    const bool stepped = gradient_of(param).defined();
     if (stepped && weight_meta_of(param)) param.unsafeGetTensorImpl()->bump_version();
     return false;
   });

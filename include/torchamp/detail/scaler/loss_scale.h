@@ -935,10 +935,7 @@ class LossScale {
   /// From now on replays may change the scale: those of a CudaGraph, if this is called in its body,
   /// or else, if no CudaGraph is known that they could be of, some that the host never hears of.
   void expect_replays() {
-    if (replays_ != Replays::unseen) {
-      const bool by_cuda_graph = GraphBody::is_running() || replays_ == Replays::followed;
-      replays_ = by_cuda_graph ? Replays::followed : Replays::unseen;
-    }
+    if (!is_replayed()) replays_ = GraphBody::is_running() ? Replays::followed : Replays::unseen;
     if (!on_host_) count_skips_at_once();
   }
 

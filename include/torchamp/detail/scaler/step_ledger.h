@@ -85,7 +85,7 @@ inline std::size_t count_gradients(const torch::optim::Optimizer& optimizer) {
 inline void check_none_is_shared(const torch::optim::Optimizer& optimizer) {
   std::map<const c10::TensorImpl*, const c10::TensorImpl*> owner_of;
   any_parameter(optimizer, [&](const at::Tensor& parameter) {
-    const at::Tensor& gradient = parameter.unsafeGetTensorImpl()->grad();
+    const at::Tensor& gradient = gradient_of(parameter);
     if (!gradient.defined()) return false;
     const c10::TensorImpl* const owner = parameter.unsafeGetTensorImpl();
     const auto found = owner_of.emplace(gradient.unsafeGetTensorImpl(), owner).first;
@@ -168,7 +168,7 @@ class PlainClips {
     uint64_t in_vain = 0, found = 0;
     if (!any_since(time)) return false;
     any_parameter(optimizer, [&](const at::Tensor& parameter) {
-      const at::Tensor& gradient = parameter.unsafeGetTensorImpl()->grad();
+      const at::Tensor& gradient = gradient_of(parameter);
       for (const Clip& clip : clips()) {
         if ((only_late && !gradient.defined()) || clip.time <= time) continue;
         if (clip.left->is(parameter)) in_vain = std::max(in_vain, clip.time);
@@ -281,7 +281,7 @@ class UnscaledGradients {
  private:
   at::Tensor gradient_of(std::size_t i) const {
     const at::Tensor parameter = parameters_[i].lock();
-    return parameter.defined() ? parameter.unsafeGetTensorImpl()->grad() : at::Tensor();
+    return parameter.defined() ? detail::gradient_of(parameter) : at::Tensor();
   }
   void begin() {
     before_.clear();
@@ -349,10 +349,9 @@ class OptimizerStates {
   }
 
   bool within_iteration() const {
-    for (const Entry& entry : entries_) {
-      if (entry.state.stage != OptimizerState::Stage::ready) return true;
-    }
-    return false;
+    return std::ranges::any_of(entries_, [](const Entry& entry) {
+      return entry.state.stage != OptimizerState::Stage::ready;
+    });
   }
 
   /// Makes one ready again, in place.
@@ -392,11 +391,10 @@ class OpenWindows {
   }
 
   bool any() const {
-    for (const auto& weak : windows_) {
+    return std::ranges::any_of(windows_, [](const auto& weak) {
       const auto window = weak.lock();
-      if (window && window->pending > 0) return true;
-    }
-    return false;
+      return window && window->pending > 0;
+    });
   }
 
   /// Notes whose gradients the scaler has used in the iteration that ends.
