@@ -107,11 +107,11 @@ inline std::size_t count_parameters(const torch::optim::Optimizer& optimizer) {
 
 /// Every gradient of every group of `optimizer`, once, by device and dtype. Parameters whose
 /// gradients have the conjugate or the negative bit are given resolved() ones. Nothing has been
-/// changed where this throws. `call` begins the error texts. Sets `is_shared` where several
-/// parameters, or places of one, have the same gradient.
+/// changed where this throws. `call` begins the error texts. `refuses_shared` is asked where
+/// several parameters have the same gradient, which a step that divides would divide twice.
 inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimizer,
                                                HalfGradients half, const char* call,
-                                               bool* is_shared = nullptr) {
+                                               c10::function_ref<bool()> refuses_shared = {}) {
   std::vector<GradientBatch> batches;
   std::vector<at::Tensor> to_change, changed;  // parameters and their new gradients
   const std::size_t count = count_parameters(optimizer);
@@ -144,7 +144,14 @@ inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimize
         changed.push_back(gradient);
       }
       if (!seen.insert((is_new ? parameter : gradient).unsafeGetTensorImpl())) {
-        if (is_shared != nullptr) *is_shared = true;
+        const auto shares_it = [&](const at::Tensor& other) {
+          return !other.is_same(parameter) && gradient_of(other).is_same(gradient);
+        };
+        TORCH_CHECK_VALUE(
+            !refuses_shared || !refuses_shared() || !any_parameter(optimizer, shares_it), call,
+            ": the gradient of a parameter ", parameter.sizes(),
+            " is that of another one, too, and the fused step would divide it twice. "
+            "Give one of them a clone(), or call unscale_ before step.");
         continue;
       }
       at::Tensor values = values_of(gradient, half, where);

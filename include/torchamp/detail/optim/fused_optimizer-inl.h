@@ -166,7 +166,7 @@ void FusedOptimizerOf<Kernel>::step_fused(const at::Tensor& grad_scale, const at
     plan_.write_rates(param_groups_);
     stepped_with_.clear();
     for (std::size_t g = 0; g < param_groups_.size(); ++g) {
-      stepped_with_.push_back(detail::options_of<Kernel>(param_groups_, g));
+      stepped_with_.push_back(detail::options_of<Kernel>(param_groups_[g], g));
     }
   }
   plan_.run(param_groups_, grad_scale, found_inf, is_exact, drops_gradients_after_step());
@@ -181,7 +181,7 @@ bool FusedOptimizerOf<Kernel>::same_options() const {
   if (stepped_with_.size() != param_groups_.size()) return false;
   for (std::size_t g = 0; g < param_groups_.size(); ++g) {
     Options before = stepped_with_[g];
-    const Options& now = detail::options_of<Kernel>(param_groups_, g);
+    const Options& now = detail::options_of<Kernel>(param_groups_[g], g);
     before.lr(now.lr());
     if (!(before == now)) return false;
   }
@@ -192,7 +192,7 @@ template <detail::OptimizerKernel Kernel>
 void FusedOptimizerOf<Kernel>::check_loaded(torch::optim::Optimizer& loaded) {
   const detail::ParamGroups& groups = loaded.param_groups();
   for (std::size_t g = 0; g < groups.size(); ++g) {
-    detail::Counterpart<Kernel>::check(detail::options_of<Kernel>(groups, g));
+    detail::Counterpart<Kernel>::check(detail::options_of<Kernel>(groups[g], g));
   }
   detail::for_each_state<Kernel>(
       groups, loaded.state(),

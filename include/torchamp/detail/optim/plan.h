@@ -163,16 +163,11 @@ const typename Kernel::Options& options_of(const torch::optim::OptimizerParamGro
   return *options;
 }
 
-template <OptimizerKernel Kernel>
-const typename Kernel::Options& options_of(const ParamGroups& groups, std::size_t group) {
-  return options_of<Kernel>(groups[group], group);
-}
-
 /// Calls `f(group, index, parameter, tensor)` for each state tensor of each parameter with a state.
 template <OptimizerKernel Kernel, class F>
 void for_each_state(const ParamGroups& groups, const ParamStates& states, const F& f) {
   for (std::size_t g = 0; g < groups.size(); ++g) {
-    const std::size_t kinds = Kernel::kinds(options_of<Kernel>(groups, g));
+    const std::size_t kinds = Kernel::kinds(options_of<Kernel>(groups[g], g));
     for (std::size_t i = 0; i < groups[g].params().size(); ++i) {
       const at::Tensor& param = groups[g].params()[i];
       const auto state = states.find(param.unsafeGetTensorImpl());
@@ -379,7 +374,7 @@ class StepPlan {
   /// Makes the steps read their learning rates from the device and writes there those that changed.
   void write_rates(const ParamGroups& groups) {
     for (StepList& list : lists_) {
-      const double rate = options_of<Kernel>(groups, list.group).lr();
+      const double rate = options_of<Kernel>(groups[list.group], list.group).lr();
       if (!list.rate.defined()) {
         list.rate = at::full({}, rate, at::device(list.device).dtype(at::kFloat));
       } else if (rate != list.written_rate) {
@@ -407,7 +402,7 @@ class StepPlan {
     StepBuffers buffers = make_buffers(drops);
     for (StepScalars& scalars : scalars_) scalars.begin();
     for (const StepList& list : lists_) {
-      const Options& options = options_of<Kernel>(groups, list.group);
+      const Options& options = options_of<Kernel>(groups[list.group], list.group);
       const auto step = [&](const StepList& part, const StepScalars& scalars) {
         Kernel::step(options, part, scalars);
       };
@@ -468,7 +463,7 @@ class StepPlan {
   }
 
   static Use use_of(const ParamGroups& groups, std::size_t group) {
-    const Options& options = options_of<Kernel>(groups, group);
+    const Options& options = options_of<Kernel>(groups[group], group);
     bool asks_counter = Kernel::counted(options);
     if constexpr (requires { Kernel::asks_counter(options); }) {
       asks_counter = Kernel::asks_counter(options);

@@ -100,13 +100,12 @@ inline void check_gradients(torch::optim::Optimizer& optimizer, OptimizerState& 
                             const at::Tensor& grad_scale = {}) {
   const InternalOps guard;
   state.shards = shards_of(optimizer, "GradScaler::step");
-  bool is_shared = false;
+  const auto divides_in_place = [&] {
+    return grad_scale.defined() && (clip.defined() || !scale.stays_at_one()) &&
+           ClipLeft::can_be_left_to(optimizer);
+  };
   const auto batches =
-      gradients_of(optimizer, HalfGradients::allowed, "GradScaler::step", &is_shared);
-  if (is_shared && grad_scale.defined() && (clip.defined() || !scale.stays_at_one()) &&
-      ClipLeft::can_be_left_to(optimizer)) {  // so its step divides them where they lie
-    check_none_is_shared(optimizer);
-  }
+      gradients_of(optimizer, HalfGradients::allowed, "GradScaler::step", divides_in_place);
   state.had_gradients |= !batches.empty();
   at::Tensor& found_inf = state.found_inf.tensor;
   if (!found_inf.defined()) state.exact = true;

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/TensorImpl.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/optim/optimizer.h>
@@ -13,7 +12,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <list>
-#include <map>
 #include <memory>
 #include <optional>
 #include <sstream>
@@ -79,22 +77,6 @@ inline std::size_t count_gradients(const torch::optim::Optimizer& optimizer) {
   std::size_t count = 0;
   any_gradient(optimizer, [&](const at::Tensor&) { return ++count == 0; });
   return count;
-}
-
-/// Error: two parameters with one gradient, which a step that divides would divide twice.
-inline void check_none_is_shared(const torch::optim::Optimizer& optimizer) {
-  std::map<const c10::TensorImpl*, const c10::TensorImpl*> owner_of;
-  any_parameter(optimizer, [&](const at::Tensor& parameter) {
-    const at::Tensor& gradient = gradient_of(parameter);
-    if (!gradient.defined()) return false;
-    const c10::TensorImpl* const owner = parameter.unsafeGetTensorImpl();
-    const auto found = owner_of.emplace(gradient.unsafeGetTensorImpl(), owner).first;
-    TORCH_CHECK_VALUE(found->second == owner, "GradScaler::step: the gradient of a parameter ",
-                      parameter.sizes(),
-                      " is that of another one, too, and the fused step would divide it twice. "
-                      "Give one of them a clone(), or call unscale_ before step.");
-    return false;
-  });
 }
 
 // Note [Which optimizer it is]
