@@ -83,13 +83,21 @@ inline bool divides_apart(const StepList& list, const StepScalars& scalars) {
          (list.dtype == at::kFloat || list.dtype == at::kDouble);
 }
 
+/// The size of the buffer of step_divided() for pieces of at most `elements`: the last number is
+/// the scale in their dtype, as to cast it would take memory.
+inline int64_t division_buffer(int64_t elements) {
+  return elements + 1;
+}
+
 /// `kernel` for `piece`, whose tensors are flat; its gradients are divided in `buffer` before.
 inline void step_divided(const KernelStep& kernel, StepList& piece, const StepScalars& scalars,
                          const at::Tensor& buffer) {
+  const at::Tensor scale = buffer.select(0, buffer.numel() - 1);
+  scale.copy_(*scalars.grad_scale());
   int64_t begin = 0;
   for (at::Tensor& gradient : piece.grads) {
     at::Tensor divided = buffer.narrow(0, begin, gradient.numel());
-    at::div_out(divided, gradient, *scalars.grad_scale());
+    at::div_out(divided, gradient, scale);
     begin += gradient.numel();
     gradient = std::move(divided);
   }
@@ -106,7 +114,7 @@ inline void want_dropped(PieceBuffers& buffers, const StepList& list, const Step
                          bool takes_parts) {
   if (takes_parts && divides_apart(list, scalars)) {
     for (std::size_t i = 0; i < list.params.size(); ++i) {
-      if (is_large(list, i)) return buffers.want(list, divided_at_once);
+      if (is_large(list, i)) return buffers.want(list, division_buffer(divided_at_once));
     }
   }
 }
@@ -122,7 +130,7 @@ inline void step_and_drop(const KernelStep& kernel, const StepList& list,
       small.add(list, i, [](const at::Tensor& tensor) { return tensor; });
       continue;
     }
-    const at::Tensor buffer = buffers.get(list, divided_at_once);
+    const at::Tensor buffer = buffers.get(list, division_buffer(divided_at_once));
     const int64_t size = list.params[i].numel();
     for (int64_t begin = 0; begin < size; begin += divided_at_once) {
       StepList piece = list.emptied();

@@ -132,7 +132,7 @@ class SplitStep final : public StepMethod {
     const int64_t elements = split_piece_elements(list, takes_parts);
     buffers.masters.want(wide, elements);
     if (drops && divides_apart(SplitPiece::part_of(list), scalars)) {
-      buffers.gradients.want(wide, elements);
+      buffers.gradients.want(wide, division_buffer(elements));
     }
   }
 
@@ -143,7 +143,7 @@ class SplitStep final : public StepMethod {
     const int64_t elements = split_piece_elements(list, kernel.takes_parts);
     SplitPiece piece(kernel, list, scalars, buffers.masters.get(wide, elements));
     if (drops && divides_apart(SplitPiece::part_of(list), scalars)) {
-      piece.divide_apart(buffers.gradients.get(wide, elements));
+      piece.divide_apart(buffers.gradients.get(wide, division_buffer(elements)));
     }
     for (std::size_t i = 0; i < list.params.size(); ++i) {
       const int64_t size = list.params[i].numel();
