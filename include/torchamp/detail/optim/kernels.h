@@ -142,27 +142,40 @@ class CounterTable {
   /// `steps_so_far(param)`.
   template <class StepsSoFar>
   StepCounters assign(const std::vector<at::Tensor>& stepped, const StepsSoFar& steps_so_far) {
-    struct Before {
+    struct Key {
       std::shared_ptr<StepCounter> counter;
       int64_t steps;
       at::Device device;
-      bool operator==(const Before&) const = default;
+      bool operator==(const Key&) const = default;
     };
-    struct Share : Before {
+    struct Share : Key {
+      std::size_t steppers = 0;
       std::shared_ptr<StepCounter> now{};
     };
-    std::vector<Share> shares;
+    std::vector<Share> made, shares;
+    for (const at::Tensor& param : stepped) {
+      const at::Device device = param.device();
+      auto& counter = counters_[param.unsafeGetTensorImpl()];
+      if (!counter) {
+        const int64_t steps = steps_so_far(param);
+        auto& now = group_of(made, Key{nullptr, steps, device}).now;
+        if (!now) now = std::make_shared<StepCounter>(device, steps);
+        counter = now;
+      }
+      ++group_of(shares, Key{counter, 0, device}).steppers;
+    }
     StepCounters distinct;
+    for (Share& share : shares) {  // one that nobody else has stays: graphs may use its memory
+      std::size_t users = 0;
+      for (const auto& [param, counter] : counters_) users += counter == share.counter ? 1 : 0;
+      const bool stays = share.counter->value.device() == share.device && share.steppers == users;
+      share.now = stays ? share.counter
+                        : std::make_shared<StepCounter>(share.counter->copy_to(share.device));
+      distinct.push_back(share.now);
+    }
     for (const at::Tensor& param : stepped) {
       auto& counter = counters_[param.unsafeGetTensorImpl()];
-      const int64_t steps = counter ? counter->at_most : steps_so_far(param);
-      auto& now = group_of(shares, Before{counter, steps, param.device()}).now;
-      if (!now) {
-        now = counter ? std::make_shared<StepCounter>(counter->copy_to(param.device()))
-                      : std::make_shared<StepCounter>(param.device(), steps);
-        distinct.push_back(now);
-      }
-      counter = now;
+      counter = group_of(shares, Key{counter, 0, param.device()}).now;
     }
     return distinct;
   }
