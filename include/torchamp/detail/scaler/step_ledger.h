@@ -206,6 +206,8 @@ class StepOrder {
         "none came after backward(): nothing was clipped. Clip after the last backward(). This is "
         "said once.");
   }
+  /// Whether something was scaled in this iteration.
+  bool was_scaled() const { return scaled_at_ != 0; }
   /// Whether the program may multiply by the scale.
   bool was_asked() const { return asked_ || asked_for_good_; }
   /// Whether what comes to be divided may not be scaled, as far as can be told at once.
