@@ -28,7 +28,7 @@
 /// The version of the state that all parts of a process share: see Note [Two versions in one
 /// process]. Increment it when the layout or the meaning of anything reachable from SharedRuntime
 /// or a ThreadPolicy changes, including a new rule of Cast.
-#define TORCHAMP_LAYOUT 14
+#define TORCHAMP_LAYOUT 15
 
 // Note [Two versions in one process]
 // A program and a plugin may be built against different versions of torchamp. All of torchamp is in
@@ -59,6 +59,9 @@
 // them, so it may follow other headers of torchamp, as it does after a precompiled header and in a
 // unity build.
 //
+// Code that runs rarely (at the first guard or step, before an error) is TORCHAMP_COLD: compiled for
+// size instead of speed.
+//
 // A virtual function of a class that is not a template is inline, or TORCHAMP_BODY, also where the
 // class declares it. Otherwise the class has a key function, and the compiler emits the class and
 // all that it calls into each file that includes the header, used or not.
@@ -78,6 +81,7 @@
 #define TORCHAMP_BODIES 1
 #define TORCHAMP_BODY inline
 #endif
+#define TORCHAMP_COLD [[gnu::cold]] TORCHAMP_BODY
 /// @endcond
 
 namespace TORCHAMP_NAMESPACE {

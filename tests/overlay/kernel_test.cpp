@@ -36,7 +36,9 @@ c10::OperatorHandle op_named(const char* name) {
 
 /// What the op's overlay does under the policy; native if it needs none.
 Cast entry(const Policy& policy, const char* name, at::DeviceType device) {
-  return torchamp::detail::overlay_entry(*policy.data(), op_named(name), device).cast;
+  return torchamp::detail::overlay_entry(*policy.data(), torchamp::detail::TabledOp(op_named(name)),
+                                         device)
+      .cast;
 }
 
 std::size_t overlays_on_cpu() {

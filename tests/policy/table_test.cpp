@@ -39,7 +39,7 @@ Cast parse_cast(std::string_view text) {
 }
 
 bool is_listed(const c10::OperatorHandle& op) {
-  return torchamp::detail::listed_rule(c10::toString(op.operator_name())) != nullptr;
+  return torchamp::detail::listed_cast(op.operator_name()) != Cast::native;
 }
 
 /// A section's rule for a device: `fp32`, or `native:fp32` with its effect.
@@ -276,10 +276,11 @@ class TableIsComplete : public ::testing::Test {
 };
 
 TEST_F(TableIsComplete, ForLibTorchsCudaLists) {
-  for (const auto& rules : torchamp::detail::libtorch_cuda_lists()) {
-    const std::string op(rules.op);
-    EXPECT_TRUE(find_op(op.substr(6))) << "the lists' macros are misread: " << op;
-    expect_case(op);
+  for (const auto& rule : torchamp::detail::libtorch_cuda_lists) {
+    const std::string overload = rule.overload().empty() ? "" : '.' + std::string(rule.overload());
+    const std::string op = std::string(rule.op()) + overload;
+    EXPECT_TRUE(find_op(op)) << "the lists' macros are misread: " << op;
+    expect_case("aten::" + op);
   }
 }
 

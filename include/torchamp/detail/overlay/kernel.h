@@ -59,7 +59,7 @@ struct StandIns {
   std::vector<at::Tensor> originals, copies;
 
   /// Brings what the op has written to where it belongs.
-  void copy_back() const {
+  [[gnu::cold]] void copy_back() const {
     const at::NoGradGuard no_grad;
     for (std::size_t i = 0; i < copies.size(); ++i) originals[i].copy_(copies[i]);
   }
@@ -69,7 +69,7 @@ struct StandIns {
 class CastArguments {
  public:
   /// `promotes`: the op itself computes in the widest dtype of its arguments, as additions do.
-  CastArguments(const c10::FunctionSchema& schema, bool promotes)
+  [[gnu::cold]] CastArguments(const c10::FunctionSchema& schema, bool promotes)
       : count_(schema.arguments().size()), promotes_(promotes) {
     const auto& arguments = schema.arguments();
     const bool has_statistics =
@@ -161,11 +161,12 @@ class CastArguments {
   }
 
   /// Whether the number at the end of the arguments fits into the dtype of the first.
-  bool value_fits(const Call& call) const {
+  [[gnu::cold]] bool value_fits(const Call& call) const {
     const at::ScalarType dtype = call[0].toTensor().scalar_type();
-    const c10::Scalar value = call[count_ - 1].toScalar();
-    if (!is_16_bit(dtype) || value.isComplex()) return true;
-    const double number = std::abs(value.toDouble());
+    const c10::IValue& value = call[count_ - 1];
+    if (!is_16_bit(dtype) || !(value.isDouble() || value.isInt())) return true;
+    const double number =
+        std::abs(value.isInt() ? static_cast<double>(value.toInt()) : value.toDouble());
     const double most = dtype == at::kHalf
                             ? static_cast<double>(std::numeric_limits<c10::Half>::max())
                             : static_cast<double>(std::numeric_limits<c10::BFloat16>::max());
@@ -308,9 +309,9 @@ inline NativeKernel kernel_of(const c10::OperatorHandle& op, c10::DispatchKey ke
 #endif
 
 /// Whether LibTorch's own kernel for the device casts the op's arguments to 16 bits.
-inline bool lowers_natively(const c10::OperatorHandle& op, at::DeviceType device) {
+[[gnu::cold]] inline bool lowers_natively(const c10::OperatorHandle& op, at::DeviceType device) {
   return has_native_kernel(op, device) && why_not_castable(op.schema()).empty() &&
-         kernel_rule(full_name(op.operator_name()), device) == Cast::lower_precision;
+         kernel_rule(op.operator_name(), device) == Cast::lower_precision;
 }
 
 // Note [Overlays]
@@ -385,7 +386,7 @@ class Overlay final : public c10::OperatorKernel {
   /// What a call needs to know of its op. Most ops with an overlay are never called, so the first
   /// call finds it out.
   struct Facts {
-    Facts(const c10::OperatorHandle& op, at::DeviceType device)
+    [[gnu::cold]] Facts(const c10::OperatorHandle& op, at::DeviceType device)
         : cast_arguments(op.schema(), contains(ops::addition, op.operator_name())),
           takes_probabilities(contains(probability_loss, op.operator_name())),
           is_recurrent_layer(contains(recurrent_layer, op.operator_name())),
@@ -476,22 +477,21 @@ class SilentWarnings final : public c10::WarningHandler {
 
 /// Makes sure that the op has its overlay for the device; returns the overlay's index in the
 /// tables.
-inline std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType device) {
-  const std::string name = full_name(op.operator_name());
+[[gnu::cold]] inline std::size_t install_overlay(const c10::OperatorHandle& op,
+                                                 at::DeviceType device) {
   SharedRuntime& runtime = shared_runtime();
   auto& overlays = runtime.overlays[device_index(device, "install_overlay")];
   const std::scoped_lock lock(runtime.mutex);
   const std::size_t index = overlays.size();
-  const auto known = overlays.index_of.find(name);
-  if (known != overlays.index_of.end()) return known->second;
+  const bool has_native = has_autocast_kernel(op, device);
+  const auto [overlay, is_new] =
+      overlays.try_emplace(op.operator_name(), KnownOverlay{index, has_native});
+  if (!is_new) return overlay->second.index;
   try {
-    overlays.index_of[name] = index;
-    const bool has_native = has_autocast_kernel(op, device);
     const NativeKernel* native = nullptr;
     if (has_native) {  // never destroyed, like the kernel that calls it
       native = new NativeKernel(kernel_of(op, autocast_key(device)));
     }
-    overlays.has_native.push_back(has_native);
     // LibTorch warns of kernels that replace others; these are ours, and stand in for what they
     // cover.
     SilentWarnings silent;
@@ -502,10 +502,9 @@ inline std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType
         op.operator_name(), autocast_key(device),
         c10::KernelFunction::makeFromBoxedFunctor(
             std::make_unique<Overlay>(op, index, device, native)),
-        std::nullopt, nullptr, "torchamp/detail/overlay/kernel.h"));
+        std::nullopt, nullptr, "torchamp kernel"));
   } catch (...) {
-    overlays.has_native.resize(index);
-    overlays.index_of.erase(name);
+    overlays.erase(overlay);
     throw;
   }
   return index;
@@ -514,17 +513,18 @@ inline std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType
 // ---- A policy's overlays ------------------------------------------------------------------------
 
 /// Installs the overlays that `policy` needs on `device` and returns its table of them.
-inline OverlayTable compile_overlays(const PolicyData& policy, at::DeviceType device) {
+[[gnu::cold]] inline OverlayTable compile_overlays(const PolicyData& policy,
+                                                   at::DeviceType device) {
   for (const char* name : {"_autocast_to_reduced_precision", "_autocast_to_full_precision"}) {
     for (const auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) {
       (void)install_overlay(op, device);
     }
   }
   OverlayTable table;
-  for (const auto& op : candidates(policy)) {
-    const OverlayEntry entry = overlay_entry(policy, op, device);
+  for (const TabledOp& tabled : candidates(policy)) {
+    const OverlayEntry entry = overlay_entry(policy, tabled, device);
     if (entry.cast == Cast::native && entry.conditional == nullptr) continue;
-    const std::size_t index = install_overlay(op, device);
+    const std::size_t index = install_overlay(tabled.op, device);
     if (index >= table.size()) table.resize(index + 1);
     table[index] = entry;
   }

@@ -276,7 +276,7 @@ TORCHAMP_BODY void PolicyScope::end() noexcept {
 
 // Returns whether our slot was there. Without it, what lay above belongs to a state that has been
 // left, and is dropped.
-TORCHAMP_BODY bool PolicyScope::take_out() {
+TORCHAMP_COLD bool PolicyScope::take_out() {
   using Info = c10::ThreadLocalDebugInfo;
   using Kind = c10::DebugInfoKind;
   const auto is_on_top = [](Kind kind) {
@@ -305,7 +305,7 @@ TORCHAMP_BODY bool PolicyScope::take_out() {
 
 // ---- TORCHAMP_POLICY ----------------------------------------------------------------------------
 
-TORCHAMP_BODY std::shared_ptr<const PolicyData> environment_policy(const std::string& text,
+TORCHAMP_COLD std::shared_ptr<const PolicyData> environment_policy(const std::string& text,
                                                                    PolicyFileReader read_file) {
   if (text == "standard") return unedited(BaseTable::standard);
   if (text == "torch") return unedited(BaseTable::torch);

@@ -31,7 +31,7 @@ inline Cast rule_of_call(const c10::OperatorHandle& op, at::DeviceType device,
   const bool is_autograds =
       policy != nullptr && adds_gradients(op.operator_name()) && leaves_sums_alone(*of_thread);
   if (policy != nullptr && !is_autograds) {
-    const OverlayEntry rules = overlay_entry(*policy, op, device);
+    const OverlayEntry rules = overlay_entry(*policy, TabledOp(op), device);
     if (rules.conditional != nullptr) {
       const Cast rule = choice.value_or(Cast::unchanged);
       if (rule != Cast::native) return rule;
@@ -40,7 +40,7 @@ inline Cast rule_of_call(const c10::OperatorHandle& op, at::DeviceType device,
     }
   }
   if (!has_native_kernel(op, device)) return Cast::unchanged;
-  const Cast effect = kernel_rule(full_name(op.operator_name()), device);
+  const Cast effect = kernel_rule(op.operator_name(), device);
   return effect == Cast::promote ? effect : Cast::native;
 }
 

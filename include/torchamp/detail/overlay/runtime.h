@@ -4,8 +4,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/function_schema.h>
-#include <ATen/core/ivalue.h>
-#include <ATen/core/jit_type.h>
+#include <ATen/core/operator_name.h>
 #include <ATen/core/stack.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
@@ -13,18 +12,17 @@
 #include <c10/util/Exception.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <dlfcn.h>
+#include <torch/csrc/jit/frontend/function_schema_parser.h>
 
 #include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <type_traits>
 #include <unordered_map>
-#include <utility>
 #include <vector>
 
 #include "torchamp/detail/devices.h"
@@ -121,15 +119,15 @@ inline const WeightCasts*& registered_weight_casts() {
 // another layout it must not touch what it finds, and says so. The name and the arguments of the op
 // are for all versions to come. (Version 0.1 had another op and is not noticed.)
 
+/// An overlay of some device.
+struct KnownOverlay {
+  std::size_t index;  // in every OverlayTable
+  bool has_native;    // LibTorch had a kernel of its own
+};
+
 /// What all shared libraries of a process have in common.
 struct SharedRuntime {
-  /// The overlays of one device, by their index in every OverlayTable.
-  struct Overlays {
-    std::unordered_map<std::string, std::size_t> index_of;  // by full name: "aten::add.Tensor"
-    std::vector<bool> has_native;                           // LibTorch had a kernel of its own
-
-    std::size_t size() const { return has_native.size(); }
-  };
+  using Overlays = std::unordered_map<c10::OperatorName, KnownOverlay>;
 
   std::mutex mutex;                             // guards `overlays`, and registering kernels
   std::array<Overlays, device_count> overlays;  // by device
@@ -152,27 +150,14 @@ inline void pin_this_library() {
       dlopen(this_library(), RTLD_NOW | RTLD_NOLOAD | RTLD_NODELETE);
 }
 
-inline constexpr const char* runtime_op = "torchamp::_runtime";
-
-/// "torchamp::_runtime(int layout=…, str version=…, int address=…) -> ()". (The text would take
-/// longer to parse.)
-inline c10::FunctionSchema schema_of_runtime(const SharedRuntime* runtime) {
-  const auto argument = [](const char* name, const c10::TypePtr& type, c10::IValue value) {
-    return c10::Argument(name, type, std::nullopt, std::move(value));
-  };
-  return {runtime_op,
-          "",
-          {argument("layout", c10::IntType::get(), TORCHAMP_LAYOUT),
-           argument("version", c10::StringType::get(), TORCHAMP_VERSION_TEXT),
-           argument("address", c10::IntType::get(), reinterpret_cast<int64_t>(runtime))},
-          {}};
-}
+/// Its schema is "(int layout=…, str version=…, int address=…) -> ()".
+inline const char* const runtime_op = "torchamp::_runtime";
 
 /// The runtime that some library has made; null if none has. Error: one of another layout.
-inline SharedRuntime* find_runtime() {
+[[gnu::cold]] inline SharedRuntime* find_runtime() {
   const auto found = c10::Dispatcher::singleton().findSchema({runtime_op, ""});
   if (!found) return nullptr;
-  const auto value = [&](std::size_t i) {
+  const auto value = [&](std::size_t i) -> const c10::IValue& {
     return *found->schema().arguments().at(i).default_value();
   };
   TORCH_CHECK(value(0).toInt() == TORCHAMP_LAYOUT, "torchamp: ", this_library(),
@@ -185,15 +170,19 @@ inline SharedRuntime* find_runtime() {
   return reinterpret_cast<SharedRuntime*>(value(2).toInt());
 }
 
-inline SharedRuntime& make_shared_runtime() {
+[[gnu::cold]] inline SharedRuntime& make_shared_runtime() {
   SharedRuntime* runtime = find_runtime();
   pin_this_library();
   if (runtime != nullptr) return *runtime;
   runtime = new SharedRuntime;
   try {
+    const std::string address = std::to_string(reinterpret_cast<std::uintptr_t>(runtime));
     // Never destroyed: its end would take the op away.
     new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().registerDef(
-        schema_of_runtime(runtime), "torchamp/detail/overlay/runtime.h"));
+        torch::jit::parseSchema(
+            runtime_op + ("(int layout=" + std::to_string(TORCHAMP_LAYOUT)) +
+            ", str version=\"" TORCHAMP_VERSION_TEXT "\", int address=" + address + ") -> ()"),
+        "torchamp"));
   } catch (const c10::Error&) {
     delete runtime;
     runtime = find_runtime();  // defined by another library between our look and our definition

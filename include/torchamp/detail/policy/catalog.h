@@ -68,13 +68,6 @@ bool has_native_kernel(const c10::OperatorHandle& op, at::DeviceType device);
 
 // ---- Lists --------------------------------------------------------------------------------------
 
-/// A rule on LibTorch's lists, or a row of the standard table, of an op or overload.
-struct ListedRule {
-  std::string_view op;
-  Cast cast;
-  const StandardRow* row;
-};
-
 /// Whether the family has the op, whatever its overload.
 bool contains(const OpFamily& family, const c10::OperatorName& op);
 
@@ -82,16 +75,12 @@ bool contains(const OpFamily& family, const c10::OperatorName& op);
 /// null if it has none.
 const StandardRow* standard_row(const c10::OperatorName& op);
 
-/// The rules on LibTorch's own CUDA lists, by full overload name: "aten::pow.Tensor_Scalar". Read
-/// from the macros of ATen/autocast_mode.h, so that a newer LibTorch's lists are followed.
-const std::vector<ListedRule>& libtorch_cuda_lists();
-
-/// The rule on these lists; null if there is none.
-const ListedRule* listed_rule(const std::string& full_name);
+/// The rule on LibTorch's own CUDA lists; native if there is none.
+Cast listed_cast(const c10::OperatorName& op);
 
 /// What LibTorch's own autocast kernel for the device, which must be there, does; native if this is
 /// not known.
-Cast kernel_rule(const std::string& full_name, at::DeviceType device);
+Cast kernel_rule(const c10::OperatorName& op, at::DeviceType device);
 
 // ---- Rules --------------------------------------------------------------------------------------
 
@@ -103,12 +92,21 @@ Cast rule_in_force(const PolicyData& policy, const c10::OperatorHandle& op, at::
 /// known.
 Cast effect_of_rule(const PolicyData& policy, const c10::OperatorHandle& op, at::DeviceType device);
 
-/// What the overlay of `op` has to do under `policy`; native if LibTorch alone does it.
-OverlayEntry overlay_entry(const PolicyData& policy, const c10::OperatorHandle& op,
-                           at::DeviceType device);
+/// An overload, and what Policy::standard() says of it; native if nothing, or if the overload
+/// cannot be cast.
+struct TabledOp {
+  c10::OperatorHandle op;
+  StandardRule standard;
+
+  explicit TabledOp(const c10::OperatorHandle& overload);
+  TabledOp(const c10::OperatorHandle& overload, const StandardRule& rule);
+};
+
+/// What the overlay of an op has to do under `policy`; native if LibTorch alone does it.
+OverlayEntry overlay_entry(const PolicyData& policy, const TabledOp& op, at::DeviceType device);
 
 /// The ops that a policy speaks of, LibTorch's kernels aside. Some come more than once.
-std::vector<c10::OperatorHandle> candidates(const PolicyData& policy);
+std::vector<TabledOp> candidates(const PolicyData& policy);
 
 /// Adds an edit: see Policy::set. Where it throws, `policy` is as it was. `op_rule`: of the rule
 /// fp8, whose own by default.

@@ -2,6 +2,9 @@
 // The standard table's own rows, and those of LibTorch's kernels that its headers do not list.
 #pragma once
 
+#include <ATen/autocast_mode.h>
+
+#include <cstdint>
 #include <string_view>
 
 #include "torchamp/detail/policy/data.h"
@@ -60,24 +63,64 @@ inline constexpr OpFamily probability_loss("probability_loss", probability_loss_
 inline constexpr std::string_view recurrent_layer_ops[] = {"lstm", "gru", "rnn_tanh", "rnn_relu"};
 inline constexpr OpFamily recurrent_layer("recurrent_layer", recurrent_layer_ops);
 
-/// The rows of Policy::standard() that LibTorch's lists do not have; they come before those.
-struct StandardRow {
-  OpFamily family;
-  Cast cast;
+/// What Policy::standard() says of an op.
+struct StandardRule {
+  Cast cast = Cast::native;
   Cast cast_on_cpu = cast;     // and on other devices that do not follow CUDA's lists
   bool unless_native = false;  // where LibTorch has no kernel of its own
   bool writes = false;         // for ops that write to an argument
 };
+
+/// Its rows that LibTorch's lists do not have; they come before those.
+struct StandardRow {
+  OpFamily family;
+  StandardRule rule;
+};
 inline constexpr StandardRow standard_rows[] = {
-    {ops::addition, Cast::fp32},
-    {ops::reduction, Cast::fp32},
-    {ops::order_statistic, Cast::unchanged},
-    {probability_loss, Cast::fp32},
-    {recurrent_layer, Cast::lower_precision, /*cast_on_cpu=*/fp32_where_lacking},
-    {.family = decomposition, .cast = Cast::fp32, .unless_native = true},
-    {.family = one_dtype, .cast = Cast::promote, .unless_native = true},
-    {.family = one_dtype_in_place, .cast = Cast::promote, .writes = true},
-    {fill, fp32_where_it_must},
+    {ops::addition, {Cast::fp32}},
+    {ops::reduction, {Cast::fp32}},
+    {ops::order_statistic, {Cast::unchanged}},
+    {probability_loss, {Cast::fp32}},
+    {recurrent_layer, {Cast::lower_precision, /*cast_on_cpu=*/fp32_where_lacking}},
+    {decomposition, {.cast = Cast::fp32, .unless_native = true}},
+    {one_dtype, {.cast = Cast::promote, .unless_native = true}},
+    {one_dtype_in_place, {.cast = Cast::promote, .writes = true}},
+    {fill, {fp32_where_it_must}},
+};
+
+/// A rule on LibTorch's lists, of the op in an entry of theirs: "pow, Tensor_Scalar".
+struct ListedRule {
+  const char* entry;
+  Cast cast;
+  std::uint8_t op_size = 0;
+
+  constexpr ListedRule(const char* of_entry, Cast rule) : entry(of_entry), cast(rule) {
+    while (entry[op_size] != '\0' && entry[op_size] != ',' && entry[op_size] != '.') ++op_size;
+  }
+  /// "pow".
+  constexpr std::string_view op() const { return {entry, op_size}; }
+  /// "Tensor_Scalar".
+  constexpr std::string_view overload() const {
+    const char* rest = entry + op_size;
+    while (*rest == ',' || *rest == '.' || *rest == ' ') ++rest;
+    return rest;
+  }
+};
+
+/// LibTorch's own CUDA lists, from its macros, so that a newer LibTorch's are followed.
+inline constexpr ListedRule libtorch_cuda_lists[] = {
+#define TORCHAMP_LOWER(...) {#__VA_ARGS__, Cast::lower_precision},
+#define TORCHAMP_FP32(...) {#__VA_ARGS__, Cast::fp32},
+#define TORCHAMP_PROMOTE(...) {#__VA_ARGS__, Cast::promote},
+#define TORCHAMP_APPEND_DTYPE(function, name, ...) {name, Cast::fp32},
+    AT_FORALL_LOWER_PRECISION_FP(TORCHAMP_LOWER) AT_FORALL_FP32(TORCHAMP_FP32)
+        AT_FORALL_FP32_SET_OPT_DTYPE(TORCHAMP_FP32)
+            AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(TORCHAMP_APPEND_DTYPE)
+                AT_FORALL_PROMOTE(TORCHAMP_PROMOTE)
+#undef TORCHAMP_LOWER
+#undef TORCHAMP_FP32
+#undef TORCHAMP_PROMOTE
+#undef TORCHAMP_APPEND_DTYPE
 };
 
 // clang-format off

@@ -55,7 +55,7 @@ class OpCatalog final : public c10::OpRegistrationListener {
   }
 
   /// The overloads of "aten::add", by their names: none if the op is unknown. Any thread.
-  std::vector<c10::OperatorHandle> overloads(std::string_view base) {
+  [[gnu::cold]] std::vector<c10::OperatorHandle> overloads(std::string_view base) {
     const std::scoped_lock lock(mutex_);
     std::vector<c10::OperatorHandle> found;
     found.reserve(8);
@@ -74,7 +74,7 @@ class OpCatalog final : public c10::OpRegistrationListener {
 
   /// The known name nearest to `base` in its namespace; empty if nothing is known there. Of several
   /// as near, the one in most families, and of these the first by name.
-  std::string nearest(std::string_view base) {
+  [[gnu::cold]] std::string nearest(std::string_view base) {
     const std::scoped_lock lock(mutex_);
     const std::string space(base.substr(0, base.find("::") + 2));
     const auto families_of = [](const std::string& name) {
@@ -125,7 +125,7 @@ class OpCatalog final : public c10::OpRegistrationListener {
     const c10::OperatorName& name() const { return handle.operator_name(); }
   };
 
-  static OpCatalog& make() {
+  [[gnu::cold]] static OpCatalog& make() {
     pin_this_library();
     auto& catalog = *new OpCatalog;
     std::unique_ptr<c10::OpRegistrationListener> listener(&catalog);
@@ -142,30 +142,25 @@ class OpCatalog final : public c10::OpRegistrationListener {
     return a.operator_name().overload_name < b.operator_name().overload_name;
   }
 
-  /// Of a name's hash. std::hash takes three times as long.
+  /// Of a name's hash: of its end, and of what follows "aten::". std::hash takes ten times as long.
   std::uint32_t& first_of(std::string_view name) {
-    constexpr std::size_t word_size = sizeof(std::uint64_t);
-    std::uint64_t hash = name.size();
-    const auto mix = [&](std::size_t at, std::size_t size) {
-      std::uint64_t word = 0;
-      std::memcpy(&word, name.data() + at, size);
-      hash = (hash ^ word) * 0x9E3779B97F4A7C15u;
-      hash ^= hash >> 32;
-    };
-    for (std::size_t at = 0; at + word_size < name.size(); at += word_size) mix(at, word_size);
-    const std::size_t rest = std::min(name.size(), word_size);
-    mix(name.size() - rest, rest);
-    return first_[hash % std::size(first_)];
+    std::uint64_t words[2] = {};
+    if (name.size() < sizeof words[0]) return first_[0];
+    const std::size_t last = name.size() - sizeof words[0];
+    std::memcpy(&words[0], name.data() + last, sizeof words[0]);
+    std::memcpy(&words[1], name.data() + std::min<std::size_t>(last, 6), sizeof words[1]);
+    const std::uint64_t hash = (words[0] * 3 + words[1] + name.size()) * 0x9E3779B97F4A7C15u;
+    return first_[hash >> 52];
   }
 
   const std::thread::id maker_ = std::this_thread::get_id();
   bool is_made_ = false;
   std::mutex mutex_;
   std::vector<Op> ops_;
-  std::uint32_t first_[4096] = {};  // by hash
+  std::uint32_t first_[1 << 12] = {};  // by hash
 };
 
-TORCHAMP_BODY std::vector<c10::OperatorHandle> find_ops(std::string_view text,
+TORCHAMP_COLD std::vector<c10::OperatorHandle> find_ops(std::string_view text,
                                                         std::string_view call, bool missing_ok) {
   // "softmax", "softmax.int", "mylib::op" or "mylib::op.overload"
   const auto colons = text.find("::");
@@ -199,7 +194,7 @@ TORCHAMP_BODY std::vector<c10::OperatorHandle> find_ops(std::string_view text,
 
 // ---- What an op's arguments are -----------------------------------------------------------------
 
-TORCHAMP_BODY bool holds_tensors(const c10::Type& type) {
+TORCHAMP_COLD bool holds_tensors(const c10::Type& type) {
   switch (type.kind()) {
     case c10::TypeKind::TensorType:
       return true;
@@ -214,7 +209,7 @@ TORCHAMP_BODY bool holds_tensors(const c10::Type& type) {
   }
 }
 
-TORCHAMP_BODY bool is_dtype(const c10::Argument& argument, bool optional) {
+TORCHAMP_COLD bool is_dtype(const c10::Argument& argument, bool optional) {
   if (argument.name() != "dtype"sv) return false;
   const c10::Type* type = argument.real_type().get();
   const bool is_optional = type->kind() == c10::TypeKind::OptionalType;
@@ -222,7 +217,7 @@ TORCHAMP_BODY bool is_dtype(const c10::Argument& argument, bool optional) {
   return is_optional == optional && type->kind() == c10::TypeKind::ScalarTypeType;
 }
 
-TORCHAMP_BODY bool takes_named_dimensions(const c10::FunctionSchema& schema) {
+TORCHAMP_COLD bool takes_named_dimensions(const c10::FunctionSchema& schema) {
   const std::string_view overload = schema.overload_name();
   return overload.find("name"sv) != overload.npos &&
          (overload.find("imname"sv) != overload.npos || overload.find("names"sv) != overload.npos);
@@ -237,11 +232,11 @@ TORCHAMP_BODY bool takes_named_dimensions(const c10::FunctionSchema& schema) {
 //    nothing have no other way to have an effect, `dst` is what a copy goes to, and `qaccum` is
 //    what oneDNN's fused convolutions add to. None of these can be cast.
 
-TORCHAMP_BODY bool is_running_statistic(const c10::Argument& argument) {
+TORCHAMP_COLD bool is_running_statistic(const c10::Argument& argument) {
   return argument.name().starts_with("running_") || argument.name().starts_with("moving_");
 }
 
-TORCHAMP_BODY std::string_view why_not_castable(const c10::FunctionSchema& schema) {
+TORCHAMP_COLD std::string_view why_not_castable(const c10::FunctionSchema& schema) {
   constexpr std::string_view writes =
       "it writes to an argument (an in-place or out= form), which a cast would replace by a copy";
   const std::string_view name = schema.name();
@@ -266,119 +261,61 @@ TORCHAMP_BODY std::string_view why_not_castable(const c10::FunctionSchema& schem
   return {};
 }
 
-TORCHAMP_BODY bool has_autocast_kernel(const c10::OperatorHandle& op, at::DeviceType device) {
+TORCHAMP_COLD bool has_autocast_kernel(const c10::OperatorHandle& op, at::DeviceType device) {
   const c10::DispatchKey key = autocast_key(device);
   return op.hasKernelForDispatchKey(key) && !op.isKernelFallthroughKernel(key);
 }
 
-TORCHAMP_BODY bool has_native_kernel(const c10::OperatorHandle& op, at::DeviceType device) {
+TORCHAMP_COLD bool has_native_kernel(const c10::OperatorHandle& op, at::DeviceType device) {
   if (!has_autocast_kernel(op, device)) return false;
   SharedRuntime& runtime = shared_runtime();
   const auto& overlays = runtime.overlays[device_index(device, "has_native_kernel")];
   const std::scoped_lock lock(runtime.mutex);
-  const auto overlay = overlays.index_of.find(full_name(op.operator_name()));
-  return overlay == overlays.index_of.end() || overlays.has_native[overlay->second];
+  const auto overlay = overlays.find(op.operator_name());
+  return overlay == overlays.end() || overlay->second.has_native;
 }
 
 // ---- Lists --------------------------------------------------------------------------------------
 
-TORCHAMP_BODY bool contains(const OpFamily& family, const c10::OperatorName& op) {
-  if (!op.name.starts_with("aten::")) return false;
-  return std::find(family.begin(), family.end(), std::string_view(op.name).substr(6)) !=
-         family.end();
+/// "add" of "aten::add"; empty for ops that are not LibTorch's.
+inline std::string_view base_of(const c10::OperatorName& op) {
+  const std::string_view name = op.name;
+  return name.starts_with("aten::") ? name.substr(6) : std::string_view();
 }
 
-/// Listed rules in the order in which they came, and where each is by its name. Never destroyed.
-struct RuleList {
-  std::vector<ListedRule> rules;
-  std::unordered_map<std::string, std::size_t> index_of;
-
-  RuleList() { index_of.reserve(256); }
-
-  /// In place of one of that name, if there is one.
-  void set(std::string op, Cast cast, const StandardRow* row) {
-    const auto [place, is_new] = index_of.try_emplace(std::move(op), rules.size());
-    const ListedRule rule{place->first, cast, row};
-    is_new ? rules.push_back(rule) : void(rules[place->second] = rule);
-  }
-  /// Null if there is none.
-  const ListedRule* find(const std::string& op) const {
-    const auto found = index_of.find(op);
-    return found == index_of.end() ? nullptr : &rules[found->second];
-  }
-};
+TORCHAMP_BODY bool contains(const OpFamily& family, const c10::OperatorName& op) {
+  return std::find(family.begin(), family.end(), base_of(op)) != family.end();
+}
 
 TORCHAMP_BODY const StandardRow* standard_row(const c10::OperatorName& op) {
-  static const RuleList& rows = [&]() -> RuleList& {
-    auto& list = *new RuleList;
-    for (const StandardRow& row : standard_rows) {
-      for (const std::string_view name : row.family) {
-        list.set(std::string("aten::").append(name), row.cast, &row);
-      }
-    }
-    return list;
-  }();
-  const ListedRule* listed = rows.find(op.name);
-  if (listed == nullptr && !op.overload_name.empty()) listed = rows.find(full_name(op));
-  return listed == nullptr ? nullptr : listed->row;
-}
-
-// "pow, Tensor_Scalar" -> "aten::pow.Tensor_Scalar"
-inline std::string listed_name(std::string_view entry) {
-  const auto comma = entry.find(',');
-  std::string name = "aten::" + std::string(entry.substr(0, comma));
-  if (comma != std::string_view::npos) {
-    name += '.' + std::string(entry.substr(entry.find_first_not_of(' ', comma + 1)));
+  const std::string_view base = base_of(op);
+  if (base.empty()) return nullptr;
+  const auto is_it = [&](std::string_view name) {  // "mm" or "mm.out"
+    return name.front() == base.front() && name.starts_with(base) &&
+           (name.size() == base.size() ||
+            (name[base.size()] == '.' && name.substr(base.size() + 1) == op.overload_name));
+  };
+  for (const StandardRow& row : standard_rows) {
+    if (std::any_of(row.family.begin(), row.family.end(), is_it)) return &row;
   }
-  return name;
+  return nullptr;
 }
 
-inline const RuleList& libtorch_cuda_rules() {
-  static const RuleList& lists = []() -> RuleList& {
-    auto& made = *new RuleList;
-    const auto add = [&](const char* entry, Cast cast) {
-      made.set(listed_name(entry), cast, /*row=*/nullptr);
-    };
-#define TORCHAMP_LOWER(...) add(#__VA_ARGS__, Cast::lower_precision);
-#define TORCHAMP_FP32(...) add(#__VA_ARGS__, Cast::fp32);
-#define TORCHAMP_PROMOTE(...) add(#__VA_ARGS__, Cast::promote);
-#define TORCHAMP_APPEND_DTYPE(function, name, ...) add(name, Cast::fp32);
-    AT_FORALL_LOWER_PRECISION_FP(TORCHAMP_LOWER)
-    AT_FORALL_FP32(TORCHAMP_FP32)
-    AT_FORALL_FP32_SET_OPT_DTYPE(TORCHAMP_FP32)
-    AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(TORCHAMP_APPEND_DTYPE)
-    AT_FORALL_PROMOTE(TORCHAMP_PROMOTE)
-#undef TORCHAMP_LOWER
-#undef TORCHAMP_FP32
-#undef TORCHAMP_PROMOTE
-#undef TORCHAMP_APPEND_DTYPE
-    return made;
-  }();
-  return lists;
+TORCHAMP_BODY Cast listed_cast(const c10::OperatorName& op) {
+  const std::string_view base = base_of(op);
+  for (const ListedRule& rule : libtorch_cuda_lists) {
+    if (rule.op() == base && rule.overload() == op.overload_name) return rule.cast;
+  }
+  return Cast::native;
 }
 
-TORCHAMP_BODY const std::vector<ListedRule>& libtorch_cuda_lists() {
-  return libtorch_cuda_rules().rules;
-}
-
-TORCHAMP_BODY const ListedRule* listed_rule(const std::string& full_name) {
-  return libtorch_cuda_rules().find(full_name);
-}
-
-/// Its cast; native if there is none.
-inline Cast listed_cast(const std::string& full_name) {
-  const ListedRule* const listed = listed_rule(full_name);
-  return listed == nullptr ? Cast::native : listed->cast;
-}
-
-TORCHAMP_BODY Cast kernel_rule(const std::string& full_name, at::DeviceType device) {
-  if (!full_name.starts_with("aten::")) return Cast::native;
-  const std::string_view base = std::string_view(full_name).substr(6, full_name.find('.') - 6);
+TORCHAMP_COLD Cast kernel_rule(const c10::OperatorName& op, at::DeviceType device) {
+  const std::string_view base = base_of(op);
   const auto has = [&](const auto& list) {
     return std::find(std::begin(list), std::end(list), base) != std::end(list);
   };
   if (facts_of(device).lists == OpLists::cuda) {
-    return has(cuda_lower_precision_ops) ? Cast::lower_precision : listed_cast(full_name);
+    return has(cuda_lower_precision_ops) ? Cast::lower_precision : listed_cast(op);
   }
   if (has(cpu_lower_precision_ops)) return Cast::lower_precision;
   if (has(cpu_fp32_ops)) return Cast::fp32;
@@ -387,70 +324,72 @@ TORCHAMP_BODY Cast kernel_rule(const std::string& full_name, at::DeviceType devi
 
 // ---- The rule in force for an op ----------------------------------------------------------------
 
+/// What the standard table says of an op.
+[[gnu::cold]] inline StandardRule standard_rule(const c10::OperatorName& op) {
+  const StandardRow* const row = standard_row(op);
+  return row != nullptr ? row->rule : StandardRule{.cast = listed_cast(op), .unless_native = true};
+}
+
+TORCHAMP_COLD TabledOp::TabledOp(const c10::OperatorHandle& overload, const StandardRule& rule)
+    : op(overload) {
+  if (rule.writes || why_not_castable(op.schema()).empty()) standard = rule;
+}
+
+TORCHAMP_COLD TabledOp::TabledOp(const c10::OperatorHandle& overload)
+    : TabledOp(overload, standard_rule(overload.operator_name())) {}
+
 /// The rule of a base table for one overload, before any edit. Of those that only tables have, too.
-inline Cast base_rule(BaseTable base, const c10::OperatorHandle& op, at::DeviceType device) {
-  const auto is_castable = [&] { return why_not_castable(op.schema()).empty(); };
-  const StandardRow* const row =
-      base == BaseTable::standard ? standard_row(op.operator_name()) : nullptr;
-  const bool row_holds = row != nullptr && (row->writes || is_castable());
-  if (row_holds && !row->unless_native) {
-    return facts_of(device).lists == OpLists::cuda ? row->cast : row->cast_on_cpu;
+[[gnu::cold]] inline Cast base_rule(BaseTable base, const TabledOp& of, at::DeviceType device) {
+  const StandardRule& rule = of.standard;
+  const bool holds = base == BaseTable::standard && rule.cast != Cast::native;
+  if (holds && !rule.unless_native) {
+    return facts_of(device).lists == OpLists::cuda ? rule.cast : rule.cast_on_cpu;
   }
-  if (has_native_kernel(op, device)) return Cast::native;
-  if (row_holds) return row->cast;
-  if (base == BaseTable::torch) return Cast::unchanged;
-  const Cast listed = listed_cast(full_name(op.operator_name()));
-  return listed != Cast::native && is_castable() ? listed : Cast::unchanged;
+  if (has_native_kernel(of.op, device)) return Cast::native;
+  return holds ? rule.cast : Cast::unchanged;
 }
 
 /// The rule for one overload, conditional rules left out. `edited`: what the policy's edits made of
 /// it, or null. Of those that only tables have, too.
-inline Cast tabled_rule(const PolicyData& policy, const OverloadRules* edited,
-                        const c10::OperatorHandle& op, at::DeviceType device) {
+[[gnu::cold]] inline Cast tabled_rule(const PolicyData& policy, const OverloadRules* edited,
+                                      const TabledOp& op, at::DeviceType device) {
   if (edited == nullptr || !edited->has_cast) return base_rule(policy.base, op, device);
   return edited->cast == Cast::native ? base_rule(BaseTable::torch, op, device) : edited->cast;
 }
 
-TORCHAMP_BODY Cast rule_in_force(const PolicyData& policy, const c10::OperatorHandle& op,
+TORCHAMP_COLD Cast rule_in_force(const PolicyData& policy, const c10::OperatorHandle& op,
                                  at::DeviceType device) {
-  const Cast cast = tabled_rule(policy, policy.edited(op), op, device);
+  const TabledOp tabled(op);
+  const Cast cast = tabled_rule(policy, policy.edited(op), tabled, device);
   if (cast == fp32_where_it_must) return Cast::fp32;
   if (cast != fp32_where_lacking) return cast;
   return has_recurrent_layers(device, at::autocast::get_autocast_dtype(device))
-             ? base_rule(BaseTable::torch, op, device)
+             ? base_rule(BaseTable::torch, tabled, device)
              : Cast::fp32;
 }
 
-TORCHAMP_BODY Cast effect_of_rule(const PolicyData& policy, const c10::OperatorHandle& op,
+TORCHAMP_COLD Cast effect_of_rule(const PolicyData& policy, const c10::OperatorHandle& op,
                                   at::DeviceType device) {
   const Cast cast = rule_in_force(policy, op, device);
-  return cast == Cast::native ? kernel_rule(full_name(op.operator_name()), device) : cast;
+  return cast == Cast::native ? kernel_rule(op.operator_name(), device) : cast;
 }
 
-/// Whether LibTorch's own kernel for the device is known to follow `cast`. Only the lists that the
-/// devices share with CUDA can be read; a CPU's kernels cannot, so none is known to.
-inline bool native_agrees(const c10::OperatorHandle& op, at::DeviceType device, Cast cast) {
-  return facts_of(device).lists == OpLists::cuda && has_native_kernel(op, device) &&
-         listed_cast(full_name(op.operator_name())) == cast;
-}
-
-/// Whether an op must be shielded to stay unchanged: it has an autocast kernel, or calls ops that
-/// may.
-inline bool needs_shield(const c10::OperatorHandle& op, at::DeviceType device) {
-  return has_native_kernel(op, device) ||
-         op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
-}
-
-TORCHAMP_BODY OverlayEntry overlay_entry(const PolicyData& policy, const c10::OperatorHandle& op,
+TORCHAMP_COLD OverlayEntry overlay_entry(const PolicyData& policy, const TabledOp& of,
                                          at::DeviceType device) {
   static const auto& no_edits = *new std::vector<std::size_t>;  // never destroyed
   OverlayEntry entry;
-  const OverloadRules* const edited = policy.edited(op);
-  const Cast cast = tabled_rule(policy, edited, op, device);
+  const OverloadRules* const edited = policy.edited(of.op);
+  const Cast cast = tabled_rule(policy, edited, of, device);
   if (cast == Cast::unchanged) {
-    const bool is_shield = edited != nullptr && edited->has_cast && edited->cast == cast;
-    if (is_shield && needs_shield(op, device)) entry.cast = cast;
-  } else if (cast != Cast::native && !native_agrees(op, device, cast)) {
+    // To stay unchanged an op must be shielded if it has an autocast kernel, or calls ops that may.
+    const bool is_edited = edited != nullptr && edited->has_cast && edited->cast == cast;
+    if (is_edited && (has_native_kernel(of.op, device) ||
+                      of.op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd))) {
+      entry.cast = cast;
+    }
+  } else if (facts_of(device).lists != OpLists::cuda || !has_native_kernel(of.op, device) ||
+             listed_cast(of.op.operator_name()) != cast) {
+    // Not left to LibTorch's kernel, which is known to do the same only if it follows these lists.
     entry.cast = cast;
     if (cast == Cast::fp8) entry.op_rule = policy.edits[edited->edit].op_rule.get();
   }
@@ -462,21 +401,31 @@ TORCHAMP_BODY OverlayEntry overlay_entry(const PolicyData& policy, const c10::Op
   return entry;
 }
 
-TORCHAMP_BODY std::vector<c10::OperatorHandle> candidates(const PolicyData& policy) {
-  std::vector<c10::OperatorHandle> candidates;
+TORCHAMP_COLD std::vector<TabledOp> candidates(const PolicyData& policy) {
+  std::vector<TabledOp> candidates;
   candidates.reserve(1024);
-  const auto add = [&](std::string_view name, bool only_castable) {
-    for (const auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) {
-      if (!only_castable || why_not_castable(op.schema()).empty()) candidates.push_back(op);
-    }
+  const auto add = [&](const TabledOp& tabled) {
+    if (tabled.standard.cast != Cast::native) candidates.push_back(tabled);
   };
   if (policy.base == BaseTable::standard) {
     for (const StandardRow& row : standard_rows) {
-      for (const std::string_view name : row.family) add(name, !row.writes);
+      for (const std::string_view name : row.family) {
+        for (const auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) {
+          add(TabledOp(op, row.rule));
+        }
+      }
     }
-    for (const ListedRule& rule : libtorch_cuda_lists()) add(rule.op, /*only_castable=*/true);
+    for (const ListedRule& rule : libtorch_cuda_lists) {
+      const auto op = c10::Dispatcher::singleton().findSchema(
+          {std::string("aten::").append(rule.op()), std::string(rule.overload())});
+      if (op) add(TabledOp(*op));
+    }
   }
-  for (const auto& [name, rules] : policy.rules) add(name, /*only_castable=*/false);
+  for (const auto& [name, rules] : policy.rules) {
+    for (const auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) {
+      candidates.emplace_back(op);
+    }
+  }
   return candidates;
 }
 
@@ -484,11 +433,11 @@ TORCHAMP_BODY std::vector<c10::OperatorHandle> candidates(const PolicyData& poli
 
 /// The overloads that an edit, called `call`, reaches with the name `name`. `op_rule`: of the rule
 /// fp8.
-inline std::vector<c10::OperatorHandle> overloads_to_edit(const std::string& call,
-                                                          const CastRow& rule,
-                                                          const OpRule* op_rule,
-                                                          const std::string& name,
-                                                          bool missing_ok) {
+[[gnu::cold]] inline std::vector<c10::OperatorHandle> overloads_to_edit(const std::string& call,
+                                                                        const CastRow& rule,
+                                                                        const OpRule* op_rule,
+                                                                        const std::string& name,
+                                                                        bool missing_ok) {
   std::vector<c10::OperatorHandle> found = find_ops(name, call, missing_ok);
   if (!rule.casts) return found;
   std::vector<c10::OperatorHandle> castable;
@@ -509,7 +458,7 @@ inline std::vector<c10::OperatorHandle> overloads_to_edit(const std::string& cal
   return castable;
 }
 
-TORCHAMP_BODY void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, const When& when,
+TORCHAMP_COLD void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, const When& when,
                             std::shared_ptr<const OpRule> op_rule) {
   const CastRow* const row = row_of(rule);
   TORCH_CHECK(row != nullptr, "Policy::set: ", static_cast<int>(rule), " is not a rule of Cast.");
@@ -548,15 +497,15 @@ TORCHAMP_BODY void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, c
 
 namespace TORCHAMP_NAMESPACE {
 
-TORCHAMP_BODY Policy Policy::standard() {
+TORCHAMP_COLD Policy Policy::standard() {
   return Policy(detail::unedited(detail::BaseTable::standard));
 }
 
-TORCHAMP_BODY Policy Policy::torch() {
+TORCHAMP_COLD Policy Policy::torch() {
   return Policy(detail::unedited(detail::BaseTable::torch));
 }
 
-TORCHAMP_BODY Policy& Policy::edit(Cast rule, const OpNames& ops, const When& when,
+TORCHAMP_COLD Policy& Policy::edit(Cast rule, const OpNames& ops, const When& when,
                                    std::shared_ptr<const detail::OpRule> op_rule) {
   auto edited = std::make_shared<detail::PolicyData>(*data_);
   detail::add_edit(*edited, rule, ops, when, std::move(op_rule));
@@ -564,15 +513,15 @@ TORCHAMP_BODY Policy& Policy::edit(Cast rule, const OpNames& ops, const When& wh
   return *this;
 }
 
-TORCHAMP_BODY Cast Policy::lookup(std::string_view op, at::DeviceType device) const {
+TORCHAMP_COLD Cast Policy::lookup(std::string_view op, at::DeviceType device) const {
   return common_rule("Policy::lookup", &detail::rule_in_force, op, device);
 }
 
-TORCHAMP_BODY Cast Policy::effect(std::string_view op, at::DeviceType device) const {
+TORCHAMP_COLD Cast Policy::effect(std::string_view op, at::DeviceType device) const {
   return common_rule("Policy::effect", &detail::effect_of_rule, op, device);
 }
 
-TORCHAMP_BODY Cast Policy::common_rule(const char* call, RuleOf rule_of, std::string_view op,
+TORCHAMP_COLD Cast Policy::common_rule(const char* call, RuleOf rule_of, std::string_view op,
                                        at::DeviceType device) const {
   (void)detail::device_index(device, call);
   const auto overloads = detail::find_ops(op, call);

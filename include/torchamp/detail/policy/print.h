@@ -5,9 +5,11 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
+#include <map>
 #include <ostream>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "torchamp/detail/devices.h"
@@ -64,13 +66,18 @@ inline void print_wrapped(std::ostream& out, const std::vector<std::string>& nam
   out << "    " << line << '\n';
 }
 
+/// A rule, and what it does: see Policy::effect.
+using PrintedRule = std::pair<Cast, Cast>;
+
 /// The rules in force on a device, of the ops that the policy or LibTorch's kernels speak of.
-inline RuleMap rules_in_force(const PolicyData& policy, at::DeviceType device) {
-  RuleMap rules;
+inline std::map<std::string, PrintedRule> rules_in_force(const PolicyData& policy,
+                                                         at::DeviceType device) {
+  std::map<std::string, PrintedRule> rules;
   const auto add = [&](const c10::OperatorHandle& op) {
-    rules[full_name(op.operator_name())].cast = rule_in_force(policy, op, device);
+    rules[full_name(op.operator_name())] = {rule_in_force(policy, op, device),
+                                            effect_of_rule(policy, op, device)};
   };
-  for (const auto& op : candidates(policy)) add(op);
+  for (const TabledOp& tabled : candidates(policy)) add(tabled.op);
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getRegistrationsForDispatchKey(autocast_key(device))) {
     // Overlays are there too, those that policies before this one asked for.
@@ -81,12 +88,11 @@ inline RuleMap rules_in_force(const PolicyData& policy, at::DeviceType device) {
 }
 
 /// The ops of one rule, where LibTorch's kernels decide those that do `effect`.
-inline void print_group(std::ostream& out, const RuleMap& rules, at::DeviceType device, Cast cast,
-                        Cast effect) {
+inline void print_group(std::ostream& out, const std::map<std::string, PrintedRule>& rules,
+                        Cast cast, Cast effect) {
   std::vector<std::string> names;
   for (const auto& [op, rule] : rules) {
-    if (rule.cast != cast) continue;
-    if ((cast == Cast::native ? kernel_rule(op, device) : cast) != effect) continue;
+    if (rule != PrintedRule{cast, effect}) continue;
     names.push_back(op.starts_with("aten::") ? op.substr(6) : op);
   }
   if (names.empty()) return;
@@ -116,12 +122,12 @@ inline void print_policy(std::ostream& out, const PolicyData& policy) {
     if (!is_to_print(facts)) continue;
     const at::DeviceType device = facts.type;
     out << "on " << c10::DeviceTypeName(device, /*lower_case=*/true) << '\n';
-    const RuleMap rules = rules_in_force(policy, device);
+    const auto rules = rules_in_force(policy, device);
     for (const CastRow& effect : cast_rows) {
-      print_group(out, rules, device, Cast::native, effect.cast);
+      print_group(out, rules, Cast::native, effect.cast);
     }
     for (const CastRow& row : cast_rows) {
-      if (row.cast != Cast::native) print_group(out, rules, device, row.cast, row.cast);
+      if (row.cast != Cast::native) print_group(out, rules, row.cast, row.cast);
     }
   }
   out << "every other op: unchanged\n";

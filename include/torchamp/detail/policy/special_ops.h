@@ -39,7 +39,7 @@ namespace torchamp::detail {
 
 /// Whether LibTorch's autocast runs an LSTM in `dtype` on a CPU, forward and backward. In a thread
 /// of its own, where nothing of the caller's state is in force.
-inline bool autocast_runs_lstm_on_cpu(at::ScalarType dtype) {
+[[gnu::cold]] inline bool autocast_runs_lstm_on_cpu(at::ScalarType dtype) {
   bool runs = false;
   std::thread([&] {
     const at::DisableRecordFunctionGuard not_recorded;
@@ -77,7 +77,7 @@ inline bool has_recurrent_layers(at::DeviceType device, at::ScalarType dtype) {
   return fp16;
 }
 
-inline void warn_of_recurrent_layers_in_fp32(at::ScalarType dtype) {
+[[gnu::cold]] inline void warn_of_recurrent_layers_in_fp32(at::ScalarType dtype) {
   TORCH_WARN_ONCE(
       "torchamp: this CPU has no LSTM in ", dtype,
       " (oneDNN has none for its instructions), so LSTMs, GRUs and RNNs run in fp32 here under "
@@ -89,7 +89,7 @@ inline void warn_of_recurrent_layers_in_fp32(at::ScalarType dtype) {
 /// scattered, and passes on all others, while it lives. See Note [Recurrent layers].
 class NoWarningOfScatteredWeights final : public c10::WarningHandler {
  public:
-  void process(const c10::Warning& warning) override {
+  [[gnu::cold]] void process(const c10::Warning& warning) override {
     if (warning.msg().find("not part of single contiguous chunk") == std::string::npos) {
       outer_->process(warning);
     }
@@ -111,8 +111,8 @@ class NoWarningOfScatteredWeights final : public c10::WarningHandler {
 // a 16-bit probability has been rounded already. Policy::torch() keeps the ban.
 
 /// Warns once, from the dtype of the op's first argument. Reads no device.
-inline void warn_of_16_bit_probabilities(const c10::OperatorHandle& op,
-                                         const torch::jit::Stack& stack) {
+[[gnu::cold]] inline void warn_of_16_bit_probabilities(const c10::OperatorHandle& op,
+                                                       const torch::jit::Stack& stack) {
   const c10::IValue& input = stack[stack.size() - op.schema().arguments().size()];
   if (!input.isTensor() || !input.toTensor().defined()) return;
   const at::ScalarType dtype = input.toTensor().scalar_type();

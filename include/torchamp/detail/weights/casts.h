@@ -36,7 +36,7 @@ inline void install_overlays_of_natively_lowered(at::DeviceType device) {
   if (device == at::kCPU) {
     for (const std::string_view name : cpu_lower_precision_ops) install(name);
   } else {
-    for (const ListedRule& rules : libtorch_cuda_lists()) install(rules.op);
+    for (const ListedRule& rule : libtorch_cuda_lists) install(rule.op());
     for (const std::string_view name : cuda_lower_precision_ops) install(name);
   }
 }
