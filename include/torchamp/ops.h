@@ -28,6 +28,8 @@
 
 namespace TORCHAMP_NAMESPACE {
 
+// ---- The rule, and when it holds ----------------------------------------------------------------
+
 /// What an op's rule does to its floating-point tensor arguments in an autocast region. Only
 /// tensors on the region's device are cast, and fp64 never is.
 enum class Cast : std::uint8_t {
@@ -137,6 +139,8 @@ struct When {
   }
 };
 
+// ---- The ops ------------------------------------------------------------------------------------
+
 /// A named list of op names, for the edits of a Policy: `policy.fp32(ops::norm)`. A name stands for
 /// all overloads of the op. Names in the families of torchamp::ops that the running LibTorch lacks
 /// are ignored, so one list serves all versions; names in your own families must exist.
@@ -173,48 +177,34 @@ namespace detail {
 inline constexpr std::string_view matmul_ops[] = {
     "mm"sv, "bmm"sv, "mv"sv, "matmul"sv, "addmm"sv, "_addmm_activation"sv, "addmv"sv, "addr"sv,
     "addbmm"sv, "baddbmm"sv, "einsum"sv, "chain_matmul"sv, "linalg_multi_dot"sv, "linalg_vecdot"sv};
-
 inline constexpr std::string_view conv_ops[] = {
     "conv1d"sv, "conv2d"sv, "conv3d"sv, "conv_tbc"sv, "conv_transpose1d"sv, "conv_transpose2d"sv,
     "conv_transpose3d"sv, "convolution"sv, "_convolution"sv, "cudnn_convolution"sv,
     "cudnn_convolution_transpose"sv};
-
-inline constexpr std::string_view linear_ops[] = {
-    "linear"sv};
-
-inline constexpr std::string_view dense_ops[] = {
-    "linear"sv, "addmm"sv, "mm"sv, "matmul"sv};
-
+inline constexpr std::string_view linear_ops[] = {"linear"sv};
+inline constexpr std::string_view dense_ops[] = {"linear"sv, "addmm"sv, "mm"sv, "matmul"sv};
 inline constexpr std::string_view attention_ops[] = {
     "scaled_dot_product_attention"sv, "_scaled_dot_product_flash_attention"sv,
     "_native_multi_head_attention"sv};
-
 inline constexpr std::string_view recurrent_ops[] = {
     "lstm"sv, "gru"sv, "rnn_tanh"sv, "rnn_relu"sv, "lstm_cell"sv, "gru_cell"sv, "rnn_tanh_cell"sv,
     "rnn_relu_cell"sv, "_thnn_fused_lstm_cell"sv, "_thnn_fused_gru_cell"sv, "_cudnn_rnn"sv,
     "mkldnn_rnn_layer"sv};
-
-inline constexpr std::string_view addition_ops[] = {
-    "add"sv, "sub"sv, "rsub"sv};
-
+inline constexpr std::string_view addition_ops[] = {"add"sv, "sub"sv, "rsub"sv};
 inline constexpr std::string_view reduction_ops[] = {
     "sum"sv, "nansum"sv, "mean"sv, "nanmean"sv, "prod"sv, "cumsum"sv, "cumprod"sv, "logsumexp"sv,
     "logcumsumexp"sv, "norm"sv, "linalg_norm"sv, "linalg_vector_norm"sv, "linalg_matrix_norm"sv,
     "frobenius_norm"sv, "nuclear_norm"sv, "var"sv, "std"sv, "var_mean"sv, "std_mean"sv, "trace"sv};
-
 inline constexpr std::string_view order_statistic_ops[] = {
     "max"sv, "min"sv, "amax"sv, "amin"sv, "aminmax"sv, "argmax"sv, "argmin"sv, "median"sv,
     "nanmedian"sv, "mode"sv, "kthvalue"sv, "topk"sv, "sort"sv, "argsort"sv, "msort"sv, "cummax"sv,
     "cummin"sv, "maximum"sv, "minimum"sv, "fmax"sv, "fmin"sv};
-
 inline constexpr std::string_view norm_ops[] = {
     "layer_norm"sv, "native_layer_norm"sv, "rms_norm"sv, "group_norm"sv, "native_group_norm"sv,
     "batch_norm"sv, "native_batch_norm"sv, "cudnn_batch_norm"sv, "instance_norm"sv};
-
 inline constexpr std::string_view softmax_ops[] = {
     "softmax"sv, "log_softmax"sv, "special_softmax"sv, "special_log_softmax"sv, "_softmax"sv,
     "_log_softmax"sv};
-
 inline constexpr std::string_view loss_ops[] = {
     "mse_loss"sv, "l1_loss"sv, "smooth_l1_loss"sv, "huber_loss"sv, "nll_loss"sv, "nll_loss2d"sv,
     "nll_loss_nd"sv, "cross_entropy_loss"sv, "binary_cross_entropy"sv,
@@ -222,14 +212,11 @@ inline constexpr std::string_view loss_ops[] = {
     "cosine_embedding_loss"sv, "hinge_embedding_loss"sv, "margin_ranking_loss"sv,
     "multi_margin_loss"sv, "multilabel_margin_loss"sv, "soft_margin_loss"sv,
     "triplet_margin_loss"sv};
-
 inline constexpr std::string_view pointwise_ops[] = {
     "acos"sv, "asin"sv, "cosh"sv, "erfinv"sv, "exp"sv, "expm1"sv, "log"sv, "log10"sv, "log1p"sv,
     "log2"sv, "pow"sv, "reciprocal"sv, "rsqrt"sv, "sinh"sv, "softplus"sv, "tan"sv};
-
 inline constexpr std::string_view distance_ops[] = {
     "cdist"sv, "pdist"sv, "dist"sv, "cosine_similarity"sv, "renorm"sv};
-
 inline constexpr std::string_view interpolation_ops[] = {
     "upsample_nearest1d"sv, "_upsample_nearest_exact1d"sv, "upsample_nearest2d"sv,
     "_upsample_nearest_exact2d"sv, "upsample_nearest3d"sv, "_upsample_nearest_exact3d"sv,

@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "torchamp/detail/policy/catalog.h"
-#include "torchamp/detail/policy/lists.h"
 #include "torchamp/policy.h"
 
 namespace {

@@ -19,7 +19,6 @@
 #include "support/warnings.h"
 #include "torchamp/autocast.h"
 #include "torchamp/detail/policy/catalog.h"
-#include "torchamp/detail/policy/lists.h"
 #include "torchamp/fp8.h"
 
 namespace {

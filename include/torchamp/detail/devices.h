@@ -15,6 +15,7 @@
 #include <string>
 
 #include "torchamp/detail/libtorch.h"
+#include "torchamp/detail/text.h"
 
 namespace torchamp::detail {
 
@@ -91,7 +92,7 @@ inline bool device_is_present(at::DeviceType type) {
 inline constexpr std::size_t device_count = autocast_devices.size();
 
 /// "cuda", or a number where LibTorch has no such type.
-inline std::string name_of(at::DeviceType device) {
+[[gnu::cold]] inline std::string name_of(at::DeviceType device) {
   return c10::isValidDeviceType(device) ? c10::DeviceTypeName(device, /*lower_case=*/true)
                                         : std::to_string(static_cast<int>(device));
 }
@@ -100,9 +101,9 @@ inline std::string name_of(at::DeviceType device) {
 inline std::size_t device_index(at::DeviceType device, const char* call) {
   const auto& all = autocast_devices;
   const auto found = std::find(all.begin(), all.end(), device);
-  TORCH_CHECK(found != all.end(), call, ": LibTorch has no autocast for the device type '",
-              name_of(device),
-              "'. Pass torch::kCPU, torch::kCUDA or another device type that has it.");
+  TORCH_CHECK(found != all.end(),
+              joined({call, ": LibTorch has no autocast for the device type '", name_of(device),
+                      "'. Pass torch::kCPU, torch::kCUDA or another device type that has it."}));
   return static_cast<std::size_t>(found - all.begin());
 }
 

@@ -1,14 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/autocast_mode.h>
-#include <ATen/cpu/Utils.h>
 #include <c10/core/DeviceType.h>
 #include <torch/version.h>
 
-#include <algorithm>
 #include <array>
 #include <optional>
 
@@ -55,20 +52,6 @@ inline std::optional<c10::DeviceType> accelerator() {
   return at::accelerator::getAccelerator();
 #else
   return at::getAccelerator();
-#endif
-}
-
-/// Whether this CPU has units for products in bf16.
-inline bool cpu_has_bf16_units() {
-#if TORCHAMP_LIBTORCH >= 211
-  const auto capabilities = at::cpu::get_cpu_capabilities();
-  constexpr std::array units{"amx_bf16", "avx512_bf16", "sve_bf16", "bf16"};
-  return std::ranges::any_of(units, [&](const char* unit) {
-    const auto found = capabilities.find(unit);
-    return found != capabilities.end() && found->second.isBool() && found->second.toBool();
-  });
-#else
-  return at::cpu::is_avx512_bf16_supported() || at::cpu::is_amx_tile_supported();
 #endif
 }
 

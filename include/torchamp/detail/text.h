@@ -4,6 +4,7 @@
 #include <torch/csrc/jit/frontend/edit_distance.h>
 
 #include <cstddef>
+#include <initializer_list>
 #include <string>
 #include <string_view>
 
@@ -15,28 +16,23 @@ namespace torchamp::detail {
 inline constexpr std::size_t longest_shown = 128;
 
 /// A user's input in an error message, abbreviated if long.
-inline std::string shorten(std::string_view text) {
+[[gnu::cold]] inline std::string shorten(std::string_view text) {
   if (text.size() <= longest_shown) return std::string(text);
   return std::string(text.substr(0, longest_shown)) + "...";
 }
 
-/// The number of single-character edits between two names; for long ones, between their beginnings.
-inline std::size_t edit_distance(std::string_view a, std::string_view b) {
-  const std::string from(a.substr(0, longest_shown)), to(b.substr(0, longest_shown));
-  return torch::jit::ComputeEditDistance(from.c_str(), to.c_str(), /*maxEditDistance=*/0);
+/// The pieces of a text. (Each of LibTorch's macros for errors makes a function of its own for the
+/// types of its pieces.)
+[[gnu::cold]] inline std::string joined(std::initializer_list<std::string_view> pieces) {
+  std::string text;
+  for (const std::string_view piece : pieces) text += piece;
+  return text;
 }
 
-/// Names for an error message, separated by commas, abbreviated if many.
-template <class Names>
-std::string list_of(const Names& names) {
-  constexpr std::size_t most = 20;
-  std::string list;
-  std::size_t count = 0;
-  for (const auto& name : names) {
-    if (count++ < most) (list += list.empty() ? "" : ", ").append(shorten(name));
-  }
-  if (count > most) list += ", and " + std::to_string(count - most) + " more";
-  return list;
+/// The number of single-character edits between two names; for long ones, between their beginnings.
+[[gnu::cold]] inline std::size_t edit_distance(std::string_view a, std::string_view b) {
+  const std::string from(a.substr(0, longest_shown)), to(b.substr(0, longest_shown));
+  return torch::jit::ComputeEditDistance(from.c_str(), to.c_str(), /*maxEditDistance=*/0);
 }
 
 }  // namespace torchamp::detail

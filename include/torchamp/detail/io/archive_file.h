@@ -386,4 +386,17 @@ inline std::optional<at::Device> device_for(const ArchiveBytes& archive) {
   return std::nullopt;
 }
 
+/// Names for an error's text, separated by commas: the first of them if they are many.
+template <class Names>
+std::string list_of(const Names& names) {
+  constexpr std::size_t most = 20;
+  std::string list;
+  std::size_t count = 0;
+  for (const auto& name : names) {
+    if (count++ < most) (list += list.empty() ? "" : ", ").append(shorten(name));
+  }
+  if (count > most) list += ", and " + std::to_string(count - most) + " more";
+  return list;
+}
+
 }  // namespace torchamp::detail

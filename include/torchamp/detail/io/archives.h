@@ -26,6 +26,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/io/archive_file.h"
 #include "torchamp/detail/optim/state_tensors.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/detail/text.h"

@@ -35,8 +35,7 @@
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
-#include "torchamp/detail/policy/lists.h"
-#include "torchamp/detail/policy/special_ops.h"
+#include "torchamp/detail/text.h"
 #include "torchamp/ops.h"
 
 #if TORCHAMP_LIBTORCH < 209
@@ -54,16 +53,14 @@ namespace torchamp::detail {
 
 // ---- The casts of one call ----------------------------------------------------------------------
 
-/// Copies that an op writes to instead of its arguments.
-struct StandIns {
-  std::vector<at::Tensor> originals, copies;
+/// Copies that an op writes to instead of its arguments, which come first.
+using StandIns = std::vector<std::pair<at::Tensor, at::Tensor>>;
 
-  /// Brings what the op has written to where it belongs.
-  [[gnu::cold]] void copy_back() const {
-    const at::NoGradGuard no_grad;
-    for (std::size_t i = 0; i < copies.size(); ++i) originals[i].copy_(copies[i]);
-  }
-};
+/// Brings what the op has written to where it belongs.
+[[gnu::cold]] inline void copy_back(const StandIns& stand_ins) {
+  const at::NoGradGuard no_grad;
+  for (const auto& [original, copy] : stand_ins) original.copy_(copy);
+}
 
 /// Casts the arguments of one op on the interpreter's stack. Made once per op, from its schema.
 class CastArguments {
@@ -200,11 +197,9 @@ class CastArguments {
     for (const std::size_t position : statistics_) {
       c10::IValue& value = call[position];
       if (!value.isTensor() || !needs_cast(value.toTensor(), wide, call)) continue;
-      at::Tensor original = value.toTensor();
+      const at::Tensor original = value.toTensor();
       value = original.to(wide);
-      if (!updates) continue;
-      stand_ins.copies.push_back(value.toTensor());
-      stand_ins.originals.push_back(std::move(original));
+      if (updates) stand_ins.emplace_back(original, value.toTensor());
     }
     return stand_ins;
   }
@@ -293,6 +288,49 @@ class CastArguments {
   bool promotes_;
 };
 
+// ---- What LibTorch says of some ops
+// ----------------------------------------------------------------
+
+/// Drops LibTorch's warning of the calling thread that the weights of a recurrent layer are
+/// scattered, and passes on all others, while it lives. See Note [Recurrent layers].
+class NoWarningOfScatteredWeights final : public c10::WarningHandler {
+ public:
+  [[gnu::cold]] void process(const c10::Warning& warning) override {
+    if (warning.msg().find("not part of single contiguous chunk") == std::string::npos) {
+      outer_->process(warning);
+    }
+  }
+
+ private:
+  c10::WarningHandler* outer_ = c10::WarningUtils::get_warning_handler();
+  c10::WarningUtils::WarningHandlerGuard guard_{this};
+};
+
+// Note [Binary cross entropy]
+// binary_cross_entropy takes probabilities, in general a sigmoid's. In 16 bits a sigmoid rounds to
+// 1 from about 8.3 on in fp16 and 6.2 in bf16, and in fp16 to 0 below about -17: the loss of such
+// an element is the constant 100 that LibTorch clamps the logarithm to, or 0, and its gradient is
+// lost in the sigmoid, whatever the loss itself is computed in. That is why LibTorch's CUDA kernel
+// for autocast refuses the op. The ban also stops programs that do it right, with a sigmoid in
+// fp32, and that ran on a CPU, where there is none. So Policy::standard() computes the op in fp32
+// on every device, and warns once of what the ban is for, which the dtype of the input alone tells:
+// a 16-bit probability has been rounded already. Policy::torch() keeps the ban.
+
+/// Warns once, from the dtype of the op's first argument. Reads no device.
+[[gnu::cold]] inline void warn_of_16_bit_probabilities(const c10::OperatorHandle& op,
+                                                       const torch::jit::Stack& stack) {
+  const c10::IValue& input = stack[stack.size() - op.schema().arguments().size()];
+  if (!input.isTensor() || !input.toTensor().defined()) return;
+  const at::ScalarType dtype = input.toTensor().scalar_type();
+  if (!is_16_bit(dtype)) return;
+  TORCH_WARN_ONCE(
+      "torchamp: binary_cross_entropy was given probabilities in ", dtype,
+      ". The loss is computed in fp32, but a sigmoid in 16 bits has already rounded those that are "
+      "close to 0 or 1, whose gradients are then lost. Use binary_cross_entropy_with_logits, or "
+      "compute the sigmoid in fp32 (torch::sigmoid(logits.to(torch::kFloat)), or "
+      "Policy::fp32(\"sigmoid\")).");
+}
+
 // ---- Overlays -----------------------------------------------------------------------------------
 
 /// An op's kernel, to be called by callBoxed().
@@ -374,7 +412,7 @@ class Overlay final : public c10::OperatorKernel {
     std::optional<NoWarningOfScatteredWeights> no_warning;
     if (cast != Cast::unchanged && facts->is_recurrent_layer) no_warning.emplace();
     op.redispatchBoxed(keys & after_, stack);
-    if (!stand_ins.copies.empty()) stand_ins.copy_back();
+    if (!stand_ins.empty()) copy_back(stand_ins);
   }
 
   /// Whether the JIT casts by this op.
@@ -447,9 +485,10 @@ class Overlay final : public c10::OperatorKernel {
   StandIns cast_arguments(const Facts* facts, Cast cast, const WeightCasts* casts,
                           const c10::OperatorHandle& op, torch::jit::Stack& stack) const {
     if (cast == Cast::unchanged) return {};
-    TORCH_CHECK(facts != nullptr && is_as_it_was(op), "torchamp: '", op.operator_name(),
-                "' was registered again with other arguments, but policies hold on to its first "
-                "schema. Give the new one another name.");
+    TORCH_CHECK(facts != nullptr && is_as_it_was(op),
+                joined({"torchamp: '", full_name(op.operator_name()),
+                        "' was registered again with other arguments, but policies hold on to its "
+                        "first schema. Give the new one another name."}));
     if (facts->takes_probabilities && cast == Cast::fp32) warn_of_16_bit_probabilities(op, stack);
     if (casts != nullptr) {
       casts->cast(op.schema(), facts->cast_arguments.positions(),

@@ -29,6 +29,7 @@
 #include "torchamp/detail/overlay/region.h"
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/text.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -309,61 +310,69 @@ TORCHAMP_COLD std::shared_ptr<const PolicyData> environment_policy(const std::st
                                                                    PolicyFileReader read_file) {
   if (text == "standard") return unedited(BaseTable::standard);
   if (text == "torch") return unedited(BaseTable::torch);
-  TORCH_CHECK(text.starts_with("file:"), "TORCHAMP_POLICY is '", text,
-              "'. Set it to off, standard, torch or file:PATH, or unset it.");
-  TORCH_CHECK(read_file != nullptr, "TORCHAMP_POLICY is '", text,
-              "', and this program does not read policy files. Include torchamp/policy_text.h in "
-              "one of its source files, or link torchamp::library.");
+  TORCH_CHECK(text.starts_with("file:"),
+              joined({"TORCHAMP_POLICY is '", text,
+                      "'. Set it to off, standard, torch or file:PATH, or unset it."}));
+  TORCH_CHECK(read_file != nullptr,
+              joined({"TORCHAMP_POLICY is '", text,
+                      "', and this program does not read policy files. Include "
+                      "torchamp/policy_text.h in one of its source files, or link "
+                      "torchamp::library."}));
   return read_file("TORCHAMP_POLICY: torchamp::load_policy", text.substr(5));
+}
+
+/// Never destroyed: static objects' destructors may use guards.
+[[gnu::cold]] inline const GuardOverride* read_environment() {
+  const char* const value = std::getenv("TORCHAMP_POLICY");
+  const std::string text = value == nullptr ? "" : value;
+  auto made = std::make_unique<GuardOverride>();
+  made->off = text == "off";
+  if (!text.empty() && !made->off) made->policy = environment_policy(text, policy_file_reader());
+  return made.release();
 }
 
 TORCHAMP_BODY const GuardOverride& guard_override(const ThreadPolicy* policy) {
   if (policy != nullptr && policy->guards) return *policy->guards;
-  // Read once, at the first guard; a bad value is an error at every guard. Never destroyed: static
-  // objects' destructors may use guards.
-  static const GuardOverride& environment = *[] {
-    const char* const value = std::getenv("TORCHAMP_POLICY");
-    const std::string text = value == nullptr ? "" : value;
-    auto made = std::make_unique<GuardOverride>();
-    made->off = text == "off";
-    if (!text.empty() && !made->off) {
-      made->policy = environment_policy(text, policy_file_reader());
-    }
-    return made.release();
-  }();
+  // Read once, at the first guard; a bad value is an error at every guard.
+  static const GuardOverride& environment = *read_environment();
   return environment;
 }
 
 // ---- Regions ------------------------------------------------------------------------------------
 
 inline void check_is_floating(at::ScalarType dtype) {
-  TORCH_CHECK(c10::isFloatingType(dtype), "AutocastGuard: the dtype ", dtype,
-              " is not floating-point. Pass torch::kHalf or torch::kBFloat16.");
+  TORCH_CHECK(c10::isFloatingType(dtype),
+              joined({"AutocastGuard: the dtype ", c10::toString(dtype),
+                      " is not floating-point. Pass torch::kHalf or torch::kBFloat16."}));
 }
 
-/// Whether regions of `device` run in `dtype`. If not, warns once for each device that is not
-/// there, and for each dtype; always where the program asked LibTorch for that.
-inline bool is_usable(at::DeviceType device, at::ScalarType dtype) {
+/// Warns once for each device that is not there, and for each dtype; always where the program asked
+/// LibTorch for that.
+[[gnu::cold]] inline void warn_of_unusable(at::DeviceType device, at::ScalarType dtype,
+                                           bool is_present) {
   static std::atomic<std::uint64_t> devices = 0, dtypes = 0;  // that were warned of, a bit for each
-  const auto is_due = [](std::atomic<std::uint64_t>& warned_of, auto number) {
-    const std::uint64_t bit = std::uint64_t{1} << static_cast<unsigned>(number);
-    return (warned_of.fetch_or(bit) & bit) == 0 || c10::WarningUtils::get_warnAlways();
-  };
-  if (!device_is_present(device)) {
-    if (is_due(devices, device)) {
-      const std::string name = c10::DeviceTypeName(device);
-      TORCH_WARN("AutocastGuard: there is no ", name, " device. ", name,
-                 " regions run with autocast disabled. Pass torch::kCPU for a CPU.");
-    }
-    return false;
+  const auto number = is_present ? static_cast<unsigned>(dtype) : static_cast<unsigned>(device);
+  const std::uint64_t bit = std::uint64_t{1} << number;
+  const bool is_known = ((is_present ? dtypes : devices).fetch_or(bit) & bit) != 0;
+  if (is_known && !c10::WarningUtils::get_warnAlways()) return;
+  const std::string name = c10::DeviceTypeName(device);
+  TORCH_WARN(is_present
+                 ? joined({"AutocastGuard: autocast on ", name_of(device),
+                           " supports fp16 and bf16, not ", c10::toString(dtype),
+                           ". The region runs with autocast disabled. Pass torch::kBFloat16 or "
+                           "torch::kHalf, or {.enabled = false} to leave fp32 alone."})
+                 : joined({"AutocastGuard: there is no ", name, " device. ", name,
+                           " regions run with autocast disabled. Pass torch::kCPU for a CPU."}));
+}
+
+/// Whether regions of `device` run in `dtype`; warns if not.
+inline bool is_usable(at::DeviceType device, at::ScalarType dtype) {
+  const bool is_present = device_is_present(device);
+  if (is_present) check_is_floating(dtype);
+  if (is_present && (is_16_bit(dtype) || (dtype == at::kFloat && facts_of(device).fp32_regions))) {
+    return true;
   }
-  check_is_floating(dtype);
-  if (is_16_bit(dtype) || (dtype == at::kFloat && facts_of(device).fp32_regions)) return true;
-  if (is_due(dtypes, dtype)) {
-    TORCH_WARN("AutocastGuard: autocast on ", device, " supports fp16 and bf16, not ", dtype,
-               ". The region runs with autocast disabled. Pass torch::kBFloat16 or torch::kHalf, "
-               "or {.enabled = false} to leave fp32 alone.");
-  }
+  warn_of_unusable(device, dtype, is_present);
   return false;
 }
 
@@ -377,10 +386,11 @@ inline std::optional<WeightCache> asked_cache(std::optional<bool> enabled,
     if (!enabled || !outer || outer->keep.until != WeightKeep::Until::made) return std::nullopt;
     return WeightCache::libtorch;
   }
-  TORCH_CHECK_VALUE(!enabled || *enabled == (*cache != WeightCache::none),
-                    "AutocastGuard: cache_enabled = ", *enabled ? "true" : "false",
-                    " contradicts cache, which ", *enabled ? "is WeightCache::none" : "keeps casts",
-                    ". Leave cache_enabled unset.");
+  TORCH_CHECK_VALUE(
+      !enabled || *enabled == (*cache != WeightCache::none),
+      joined({"AutocastGuard: cache_enabled = ", *enabled ? "true" : "false",
+              " contradicts cache, which ", *enabled ? "is WeightCache::none" : "keeps casts",
+              ". Leave cache_enabled unset."}));
   return cache;
 }
 

@@ -10,7 +10,6 @@
 #include <ATen/record_function.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/ArrayRef.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -30,7 +29,6 @@
 
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/overlay/runtime.h"
-#include "torchamp/detail/policy/special_ops.h"
 #include "torchamp/ops.h"
 #include "torchamp/version.h"
 
@@ -200,43 +198,13 @@ class PolicyData {
 
   /// The rule of overlay `overlay` on a device, whose table has been made, for one call.
   OverlayRule rule(std::size_t device_index, std::size_t overlay, at::DeviceType device,
-                   const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> stack) const {
-    const OverlayTable& table = compiled_[device_index].table;
-    if (overlay >= table.size()) return {};
-    const OverlayEntry& entry = table[overlay];
-    if (entry.conditional == nullptr) return entry;
-    const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
-    OverlayRule rule = choose(entry, dtype, OpCall(op.schema(), stack));
-    if (rule.cast == fp32_where_lacking) {
-      rule.cast = has_recurrent_layers(device, dtype) ? Cast::native : Cast::fp32;
-      if (rule.cast == Cast::fp32) warn_of_recurrent_layers_in_fp32(dtype);
-    }
-    announce(choice_scope, to_string(rule.cast == fp32_where_it_must ? Cast::fp32 : rule.cast));
-    rule.is_chosen = true;
-    return rule;
-  }
+                   const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> stack) const;
 
   BaseTable base;
   std::vector<Edit> edits;
   RuleMap rules;  // what the edits made of each overload that they reached
 
  private:
-  OverlayRule choose(const OverlayEntry& entry, at::ScalarType dtype, const OpCall& call) const {
-    for (std::size_t i = entry.conditional->size(); i-- > 0;) {  // the last that holds wins
-      const Edit& edit = edits[(*entry.conditional)[i]];
-      if (holds(edit.when, dtype, call)) return {.cast = edit.cast, .op_rule = edit.op_rule.get()};
-    }
-    return entry;
-  }
-
-  static bool holds(const When& when, at::ScalarType dtype, const OpCall& call) {
-    if (!when.predicate) return when.holds(dtype, call);
-    // A predicate may call ops, its own among them, and these are no part of the op.
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    const at::DisableRecordFunctionGuard not_recorded;
-    return when.holds(dtype, call);
-  }
-
   struct Compiled {
     std::atomic<bool> ready = false;
     OverlayTable table;

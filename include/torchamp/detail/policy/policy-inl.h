@@ -2,14 +2,23 @@
 // From the names in an edit to the table of a device.
 #pragma once
 
+#include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/function_schema.h>
+#include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
 #include <ATen/core/operator_name.h>
+#include <ATen/ops/lstm.h>
+#include <ATen/ops/ones.h>
+#include <ATen/record_function.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/DispatchKey.h>
 #include <c10/core/ScalarType.h>
+#include <c10/core/TensorOptions.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/ArrayRef.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -23,7 +32,7 @@
 #include <string>
 #include <string_view>
 #include <thread>
-#include <unordered_map>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -31,8 +40,6 @@
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
-#include "torchamp/detail/policy/lists.h"
-#include "torchamp/detail/policy/special_ops.h"
 #include "torchamp/detail/text.h"
 #include "torchamp/ops.h"
 #include "torchamp/policy.h"
@@ -62,12 +69,10 @@ class OpCatalog final : public c10::OpRegistrationListener {
     for (std::size_t at = first_of(base); at != 0; at = ops_[at - 1].next) {
       const Op& op = ops_[at - 1];
       if (op.is_gone || op.name().name != base) continue;
-      std::size_t place = found.size();
-      found.push_back(op.handle);
-      // std::sort takes longer to compile than the rest of this.
-      for (; place > 0 && is_before(found[place], found[place - 1]); --place) {
-        std::swap(found[place], found[place - 1]);
-      }
+      const auto is_before = [&](const c10::OperatorHandle& other) {
+        return other.operator_name().overload_name < op.name().overload_name;
+      };
+      found.insert(std::find_if_not(found.begin(), found.end(), is_before), op.handle);
     }
     return found;
   }
@@ -76,28 +81,15 @@ class OpCatalog final : public c10::OpRegistrationListener {
   /// as near, the one in most families, and of these the first by name.
   [[gnu::cold]] std::string nearest(std::string_view base) {
     const std::scoped_lock lock(mutex_);
-    const std::string space(base.substr(0, base.find("::") + 2));
-    const auto families_of = [](const std::string& name) {
-      return std::count_if(std::begin(ops::families), std::end(ops::families),
-                           [&](const OpFamily& family) {
-                             return contains(family, {name, ""});
-                           });
-    };
-    std::string best;
-    std::size_t best_distance = std::numeric_limits<std::size_t>::max();
+    const std::string_view space = base.substr(0, base.find("::") + 2);
+    auto best = std::make_tuple(std::numeric_limits<std::size_t>::max(), 0, std::string());
     for (const Op& op : ops_) {
       if (op.is_gone || !op.name().name.starts_with(space)) continue;
-      const std::string& name = op.name().name;
-      const std::size_t distance = edit_distance(base, name);
-      if (distance > best_distance) continue;
-      if (distance == best_distance) {
-        const auto more = families_of(name) - families_of(best);
-        if (more < 0 || (more == 0 && name >= best)) continue;
-      }
-      best_distance = distance;
-      best = name;
+      int families = 0;
+      for (const OpFamily& family : ops::families) families += contains(family, op.name());
+      best = std::min(best, {edit_distance(base, op.name().name), -families, op.name().name});
     }
-    return best;
+    return std::get<std::string>(best);
   }
 
   // LibTorch calls these one at a time, and the first of them for all ops within make().
@@ -138,10 +130,6 @@ class OpCatalog final : public c10::OpRegistrationListener {
     return catalog;
   }
 
-  static bool is_before(const c10::OperatorHandle& a, const c10::OperatorHandle& b) {
-    return a.operator_name().overload_name < b.operator_name().overload_name;
-  }
-
   /// Of a name's hash: of its end, and of what follows "aten::". std::hash takes ten times as long.
   std::uint32_t& first_of(std::string_view name) {
     std::uint64_t words[2] = {};
@@ -168,28 +156,26 @@ TORCHAMP_COLD std::vector<c10::OperatorHandle> find_ops(std::string_view text,
   const auto dot = std::min(text.find('.', has_space ? colons : 0), text.size());
   const std::string base = std::string(has_space ? "" : "aten::").append(text.substr(0, dot));
   std::vector<c10::OperatorHandle> found = OpCatalog::instance().overloads(base);
-  if (found.empty()) {
-    if (missing_ok) return found;
-    std::string nearest = OpCatalog::instance().nearest(base);
-    TORCH_CHECK(!nearest.empty(), call, ": LibTorch knows no op '", shorten(text),
-                "', nor any other of its namespace. Load the library that registers it first. "
-                "LibTorch's own ops are named without one: 'softmax'.");
-    if (nearest.starts_with("aten::")) nearest.erase(0, 6);
-    TORCH_CHECK(false, call, ": LibTorch knows no op '", shorten(text), "'. Did you mean '",
-                nearest, "'?");
-  }
-  if (dot == text.size()) return found;
-  const std::string_view overload = text.substr(dot + 1);
+  if (dot == text.size() && (missing_ok || !found.empty())) return found;
   std::string known;
   for (const c10::OperatorHandle& op : found) {
-    const c10::OperatorName& name = op.operator_name();
-    if (name.overload_name == overload) return {op};
+    const std::string& overload = op.operator_name().overload_name;
+    if (overload == text.substr(dot + 1)) return {op};
     known.append(known.empty() ? "'" : ", '").append(text.substr(0, dot));
-    known += (name.overload_name.empty() ? "" : '.' + name.overload_name) + "'";
+    known.append(overload.empty() ? "" : ".").append(overload).append("'");
   }
-  TORCH_CHECK(missing_ok, call, ": the op '", base, "' has no overload '", shorten(overload),
-              "'. It has ", known, ".");
-  return {};
+  if (missing_ok) return {};
+  TORCH_CHECK(found.empty(), joined({call, ": the op '", base, "' has no overload '",
+                                     shorten(text.substr(dot + 1)), "'. It has ", known, "."}));
+  std::string nearest = OpCatalog::instance().nearest(base);
+  if (nearest.starts_with("aten::")) nearest.erase(0, 6);
+  TORCH_CHECK(!nearest.empty(),
+              joined({call, ": LibTorch knows no op '", shorten(text),
+                      "', nor any other of its namespace. Load the library that registers it "
+                      "first. LibTorch's own ops are named without one: 'softmax'."}));
+  TORCH_CHECK(!found.empty(), joined({call, ": LibTorch knows no op '", shorten(text),
+                                      "'. Did you mean '", nearest, "'?"}));
+  return found;
 }
 
 // ---- What an op's arguments are -----------------------------------------------------------------
@@ -322,6 +308,104 @@ TORCHAMP_COLD Cast kernel_rule(const c10::OperatorName& op, at::DeviceType devic
   return has(cpu_promote_ops) ? Cast::promote : Cast::native;
 }
 
+// ---- Recurrent layers
+// ------------------------------------------------------------------------------
+
+// Note [Recurrent layers]
+// On CUDA, lstm, gru, rnn_tanh and rnn_relu end in _cudnn_rnn, whose autocast kernel casts to fp16
+// whatever the region's dtype is. So on CUDA, and where its lists are followed, Policy::standard()
+// casts the layers' own arguments, which cuDNN then takes as they are. The casts of the weights no
+// longer lie in one piece of memory as cuDNN wants them: each call puts them together, as
+// LibTorch's autocast kernel does, but with a warning, which is dropped as nothing can be done.
+//
+// On a CPU an LSTM ends in oneDNN's, whose autocast kernel casts to the region's dtype also where
+// oneDNN has none in it (bf16 takes avx512, fp16 avx512_fp16 or AMX), and throws. So there
+// Policy::standard() runs the layers in fp32, all four by one rule: the others are made of
+// products, which such a CPU is slow in. What counts is not the CPU but whether oneDNN makes an
+// LSTM, which ONEDNN_MAX_CPU_ISA and other settings decide with it; so one of one cell is tried.
+
+/// Whether LibTorch's autocast runs an LSTM in `dtype` on a CPU, forward and backward. In a thread
+/// of its own, where nothing of the caller's state is in force.
+[[gnu::cold]] inline bool autocast_runs_lstm_on_cpu(at::ScalarType dtype) {
+  bool runs = false;
+  std::thread([&] {
+    const at::DisableRecordFunctionGuard not_recorded;
+    at::autocast::set_autocast_cache_enabled(false);  // all threads share it
+    at::autocast::set_autocast_dtype(at::kCPU, dtype);
+    try {
+      const auto ones = [](at::IntArrayRef sizes) {
+        return at::ones(sizes, at::TensorOptions(at::kCPU).dtype(at::kFloat)).requires_grad_();
+      };
+      const std::vector<at::Tensor> weights{ones({4, 1}), ones({4, 1}), ones({4}), ones({4})};
+      const at::Tensor hidden = ones({1, 1, 1});
+      at::autocast::set_autocast_enabled(at::kCPU, true);
+      const auto result = at::lstm(ones({1, 1, 1}), {hidden, hidden}, weights, /*has_biases=*/true,
+                                   /*num_layers=*/1, /*dropout=*/0., /*train=*/true,
+                                   /*bidirectional=*/false, /*batch_first=*/false);
+      at::autocast::set_autocast_enabled(at::kCPU, false);
+      std::get<0>(result).sum().backward();
+      runs = true;
+    } catch (...) {  // oneDNN's errors are none of LibTorch's
+    }
+  }).join();
+  return runs;
+}
+
+/// Whether a device has recurrent layers in `dtype`, fp16 or bf16; only CPUs may lack them. The
+/// first call for a CPU and a dtype tries. Any thread. While oneDNN is switched off, LibTorch makes
+/// the layers of products, which all CPUs have.
+inline bool has_recurrent_layers(at::DeviceType device, at::ScalarType dtype) {
+  if (device != at::kCPU || !at::globalContext().userEnabledMkldnn()) return true;
+  if (dtype == at::kBFloat16) {
+    static const bool bf16 = autocast_runs_lstm_on_cpu(at::kBFloat16);
+    return bf16;
+  }
+  static const bool fp16 = autocast_runs_lstm_on_cpu(at::kHalf);
+  return fp16;
+}
+
+[[gnu::cold]] inline void warn_of_recurrent_layers_in_fp32(at::ScalarType dtype) {
+  TORCH_WARN_ONCE(
+      "torchamp: this CPU has no LSTM in ", dtype,
+      " (oneDNN has none for its instructions), so LSTMs, GRUs and RNNs run in fp32 here under "
+      "Policy::standard(). Policy::effect tells of a layer; Policy::fp32(ops::recurrent) says the "
+      "same without this warning, and under Policy::torch() an LSTM throws.");
+}
+
+// ---- The rule of a call
+// ---------------------------------------------------------------------------
+
+/// The rule that holds for a call, in a region of this dtype.
+inline OverlayRule choose(const std::vector<Edit>& edits, const OverlayEntry& entry,
+                          at::ScalarType dtype, const OpCall& call) {
+  for (std::size_t i = entry.conditional->size(); i-- > 0;) {  // the last that holds wins
+    const Edit& edit = edits[(*entry.conditional)[i]];
+    // A predicate may call ops, its own among them, and these are no part of the op.
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    const at::DisableRecordFunctionGuard not_recorded;
+    if (edit.when.holds(dtype, call)) return {.cast = edit.cast, .op_rule = edit.op_rule.get()};
+  }
+  return entry;
+}
+
+TORCHAMP_BODY OverlayRule PolicyData::rule(std::size_t device_index, std::size_t overlay,
+                                           at::DeviceType device, const c10::OperatorHandle& op,
+                                           c10::ArrayRef<c10::IValue> stack) const {
+  const OverlayTable& table = compiled_[device_index].table;
+  if (overlay >= table.size()) return {};
+  const OverlayEntry& entry = table[overlay];
+  if (entry.conditional == nullptr) return entry;
+  const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
+  OverlayRule rule = choose(edits, entry, dtype, OpCall(op.schema(), stack));
+  if (rule.cast == fp32_where_lacking) {
+    rule.cast = has_recurrent_layers(device, dtype) ? Cast::native : Cast::fp32;
+    if (rule.cast == Cast::fp32) warn_of_recurrent_layers_in_fp32(dtype);
+  }
+  announce(choice_scope, to_string(rule.cast == fp32_where_it_must ? Cast::fp32 : rule.cast));
+  rule.is_chosen = true;
+  return rule;
+}
+
 // ---- The rule in force for an op ----------------------------------------------------------------
 
 /// What the standard table says of an op.
@@ -431,33 +515,6 @@ TORCHAMP_COLD std::vector<TabledOp> candidates(const PolicyData& policy) {
 
 // ---- Edits --------------------------------------------------------------------------------------
 
-/// The overloads that an edit, called `call`, reaches with the name `name`. `op_rule`: of the rule
-/// fp8.
-[[gnu::cold]] inline std::vector<c10::OperatorHandle> overloads_to_edit(const std::string& call,
-                                                                        const CastRow& rule,
-                                                                        const OpRule* op_rule,
-                                                                        const std::string& name,
-                                                                        bool missing_ok) {
-  std::vector<c10::OperatorHandle> found = find_ops(name, call, missing_ok);
-  if (!rule.casts) return found;
-  std::vector<c10::OperatorHandle> castable;
-  std::string reason;
-  for (const auto& op : found) {
-    std::string why = op_rule != nullptr ? op_rule->why_not_op(full_name(op.operator_name()))
-                                         : std::string(why_not_castable(op.schema()));
-    if (why.empty()) {
-      castable.push_back(op);
-    } else if (reason.empty()) {
-      reason = std::move(why);
-    }
-  }
-  const bool fp8 = op_rule != nullptr;
-  TORCH_CHECK(!castable.empty() || (missing_ok && (!fp8 || found.empty())), call, ": '", name,
-              fp8 ? "' cannot run in fp8: " : "' cannot be cast: ", reason,
-              fp8 ? "." : ". Only out-of-place ops with tensor arguments can be.");
-  return castable;
-}
-
 TORCHAMP_COLD void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, const When& when,
                             std::shared_ptr<const OpRule> op_rule) {
   const CastRow* const row = row_of(rule);
@@ -468,16 +525,29 @@ TORCHAMP_COLD void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, c
                 "Policy::set: the rule fp8 needs torchamp/fp8.h. Include it in some source file.");
     op_rule = fp8_rule_maker()();
   }
-  TORCH_CHECK(!when.dtype || is_16_bit(*when.dtype) || *when.dtype == at::kFloat, call,
-              ": When::dtype is ", *when.dtype,
-              ", but no region has that dtype. Give torch::kHalf, torch::kBFloat16 or, for regions "
-              "of CUDA, torch::kFloat.");
+  TORCH_CHECK(!when.dtype || is_16_bit(*when.dtype) || *when.dtype == at::kFloat,
+              joined({call, ": When::dtype is ", c10::toString(*when.dtype),
+                      ", but no region has that dtype. Give torch::kHalf, torch::kBFloat16 or, for "
+                      "regions of CUDA, torch::kFloat."}));
   const bool is_family = !ops.family().empty();
+  const bool fp8 = op_rule != nullptr;
   std::vector<std::string> reached;
   for (const std::string& name : ops) {
-    for (const auto& op : overloads_to_edit(call, *row, op_rule.get(), name, is_family)) {
-      reached.push_back(full_name(op.operator_name()));
+    const std::vector<c10::OperatorHandle> found = find_ops(name, call, is_family);
+    const std::size_t reached_before = reached.size();
+    std::string reason;
+    for (const auto& op : found) {
+      std::string full = full_name(op.operator_name());
+      const std::string why = fp8          ? op_rule->why_not_op(full)
+                              : row->casts ? std::string(why_not_castable(op.schema()))
+                                           : std::string();
+      if (why.empty()) reached.push_back(std::move(full));
+      if (reason.empty()) reason = why;
     }
+    TORCH_CHECK(
+        reached.size() > reached_before || (is_family && (!fp8 || found.empty())),
+        joined({call, ": '", name, fp8 ? "' cannot run in fp8: " : "' cannot be cast: ", reason,
+                fp8 ? "." : ". Only out-of-place ops with tensor arguments can be."}));
   }
   if (ops.begin() == ops.end()) return;
   for (const std::string& op : reached) {
@@ -536,13 +606,12 @@ TORCHAMP_COLD Cast Policy::common_rule(const char* call, RuleOf rule_of, std::st
     const Cast cast = rule_of(*data_, overload, device);
     agree = agree && (listing.empty() || common == cast);
     common = cast;
-    (listing += listing.empty() ? "" : ", ")
-        .append(overload.operator_name().overload_name)
-        .append(": ")
-        .append(to_string(cast));
+    listing += detail::joined({listing.empty() ? "" : ", ", overload.operator_name().overload_name,
+                               ": ", to_string(cast)});
   }
-  TORCH_CHECK(agree, call, ": the overloads of '", op, "' follow different rules (", listing,
-              "). Name one, as '", op, ".", overloads.front().operator_name().overload_name, "'.");
+  TORCH_CHECK(agree, detail::joined({call, ": the overloads of '", op, "' follow different rules (",
+                                     listing, "). Name one, as '", op, ".",
+                                     overloads.front().operator_name().overload_name, "'."}));
   return common;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/autocast_mode.h>
+#include <ATen/cpu/Utils.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
@@ -14,6 +15,20 @@
 #include "torchamp/detail/libtorch.h"
 
 namespace torchamp::detail {
+
+/// Whether this CPU has units for products in bf16.
+inline bool cpu_has_bf16_units() {
+#if TORCHAMP_LIBTORCH >= 211
+  const auto capabilities = at::cpu::get_cpu_capabilities();
+  constexpr std::array units{"amx_bf16", "avx512_bf16", "sve_bf16", "bf16"};
+  return std::ranges::any_of(units, [&](const char* unit) {
+    const auto found = capabilities.find(unit);
+    return found != capabilities.end() && found->second.isBool() && found->second.toBool();
+  });
+#else
+  return at::cpu::is_avx512_bf16_supported() || at::cpu::is_amx_tile_supported();
+#endif
+}
 
 /// Whether this CPU multiplies matrices in bf16 at full speed; others take many times as long as in
 /// fp32. False where ONEDNN_MAX_CPU_ISA keeps oneDNN from the instructions for it.

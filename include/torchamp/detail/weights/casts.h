@@ -20,7 +20,6 @@
 #include "torchamp/detail/overlay/kernel.h"
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/policy/catalog.h"
-#include "torchamp/detail/policy/lists.h"
 #include "torchamp/detail/weights/cast.h"
 #include "torchamp/detail/weights/derived.h"
 
