@@ -34,7 +34,7 @@ class Counterpart {
  public:
   explicit Counterpart(const typename Kernel::Options& options)
       : optimizer_(ParamGroups(), options) {}
-  explicit Counterpart(const ParamGroups& groups)
+  [[gnu::cold]] explicit Counterpart(const ParamGroups& groups)
       : Counterpart(typename Kernel::Options(/*lr=*/0.)) {
     for (const auto& group : groups) optimizer_.param_groups().push_back(group);
   }
@@ -69,7 +69,8 @@ FusedOptimizerOf<Kernel>::FusedOptimizerOf(
 }
 
 template <detail::OptimizerKernel Kernel>
-void FusedOptimizerOf<Kernel>::add_param_group(const torch::optim::OptimizerParamGroup& group) {
+[[gnu::cold]] void FusedOptimizerOf<Kernel>::add_param_group(
+    const torch::optim::OptimizerParamGroup& group) {
   detail::check_options<Kernel>(group, param_groups_.size());
   FusedOptimizer::add_param_group(group);
 }
@@ -95,7 +96,7 @@ const detail::ParamStates& FusedOptimizerOf<Kernel>::state() const {
 }
 
 template <detail::OptimizerKernel Kernel>
-void FusedOptimizerOf<Kernel>::save(torch::serialize::OutputArchive& archive) const {
+[[gnu::cold]] void FusedOptimizerOf<Kernel>::save(torch::serialize::OutputArchive& archive) const {
   write_steps();
   detail::Counterpart<Kernel> counterpart(param_groups_);
   for (const auto& [param, state] : state_) {
@@ -107,7 +108,7 @@ void FusedOptimizerOf<Kernel>::save(torch::serialize::OutputArchive& archive) co
 }
 
 template <detail::OptimizerKernel Kernel>
-void FusedOptimizerOf<Kernel>::load(torch::serialize::InputArchive& archive) {
+[[gnu::cold]] void FusedOptimizerOf<Kernel>::load(torch::serialize::InputArchive& archive) {
   detail::Counterpart<Kernel> counterpart(param_groups_);
   torch::optim::Optimizer& loaded = counterpart.get();
   try {
@@ -134,7 +135,7 @@ void FusedOptimizerOf<Kernel>::load(torch::serialize::InputArchive& archive) {
 }
 
 template <detail::OptimizerKernel Kernel>
-bool FusedOptimizerOf<Kernel>::prepare_captured_step() {
+[[gnu::cold]] bool FusedOptimizerOf<Kernel>::prepare_captured_step() {
   const detail::InternalOps internal;
   rates_on_device_ = true;
   const bool same_plan = plan_.is_for(param_groups_, state_);
@@ -189,7 +190,7 @@ bool FusedOptimizerOf<Kernel>::same_options() const {
 }
 
 template <detail::OptimizerKernel Kernel>
-void FusedOptimizerOf<Kernel>::check_loaded(torch::optim::Optimizer& loaded) {
+[[gnu::cold]] void FusedOptimizerOf<Kernel>::check_loaded(torch::optim::Optimizer& loaded) {
   const detail::ParamGroups& groups = loaded.param_groups();
   for (std::size_t g = 0; g < groups.size(); ++g) {
     detail::Counterpart<Kernel>::check(detail::options_of<Kernel>(groups[g], g));
@@ -205,7 +206,7 @@ void FusedOptimizerOf<Kernel>::check_loaded(torch::optim::Optimizer& loaded) {
 }
 
 template <detail::OptimizerKernel Kernel>
-void FusedOptimizerOf<Kernel>::write_steps() const {
+[[gnu::cold]] void FusedOptimizerOf<Kernel>::write_steps() const {
   if (plan_.drop_counters(state_, counters_)) plan_ = {};
   counters_.read([&](void* param, int64_t steps) {
     const auto state = state_.find(param);

@@ -55,7 +55,7 @@ namespace torchamp::detail {
 /// device knows which steps were skipped; the host knows bounds, which are equal as long as no step
 /// could be skipped.
 struct StepCounter final : ReplayedState {
-  StepCounter(at::Device device, int64_t steps)
+  [[gnu::cold]] StepCounter(at::Device device, int64_t steps)
       : numbers(at::full({2}, static_cast<float>(steps), at::device(device).dtype(at::kFloat))),
         value(numbers.select(0, 0)),
         at_least(steps),
@@ -141,7 +141,8 @@ class CounterTable {
   /// these counters. Those that were counted by one still are. One that is new starts from
   /// `steps_so_far(param)`.
   template <class StepsSoFar>
-  StepCounters assign(const std::vector<at::Tensor>& stepped, const StepsSoFar& steps_so_far) {
+  [[gnu::cold]] StepCounters assign(const std::vector<at::Tensor>& stepped,
+                                    const StepsSoFar& steps_so_far) {
     struct Key {
       std::shared_ptr<StepCounter> counter;
       int64_t steps;

@@ -153,7 +153,7 @@ inline void replace_states(torch::optim::Optimizer& optimizer, ParamStates state
   optimizer.state().max_load_factor(load_factor);
 }
 
-inline ParamGroups one_group(std::vector<at::Tensor> params) {
+[[gnu::cold]] inline ParamGroups one_group(std::vector<at::Tensor> params) {
   return {torch::optim::OptimizerParamGroup(std::move(params))};
 }
 
@@ -189,7 +189,7 @@ void for_each_state(const ParamGroups& groups, const ParamStates& states, const 
 
 /// Throws for a parameter with a gradient that the kernels cannot step. Changes nothing.
 template <OptimizerKernel Kernel>
-void check_parameters(const ParamGroups& groups, const ParamStates& states) {
+[[gnu::cold]] void check_parameters(const ParamGroups& groups, const ParamStates& states) {
   std::unordered_set<c10::TensorImpl*> seen;
   for (std::size_t g = 0; g < groups.size(); ++g) {
     for (std::size_t i = 0; i < groups[g].params().size(); ++i) {
@@ -237,7 +237,7 @@ inline bool same_layout(const at::Tensor& a, const at::Tensor& b) {
 }
 
 /// `tensor`, or a copy of it with the device and layout of `param`, and the dtype of its steps.
-inline at::Tensor fitted(const at::Tensor& tensor, const at::Tensor& param) {
+[[gnu::cold]] inline at::Tensor fitted(const at::Tensor& tensor, const at::Tensor& param) {
   const TensorKind kind{param.device(), step_dtype(param)};
   if (TensorKind::of(tensor) == kind && same_layout(tensor, param) && !tensor.is_neg()) {
     return tensor;
@@ -250,7 +250,7 @@ inline at::Tensor fitted(const at::Tensor& tensor, const at::Tensor& param) {
 /// Brings the states to where their parameters are, if they are not there: what was loaded may lie
 /// on the host.
 template <OptimizerKernel Kernel>
-void fit_states(const ParamGroups& groups, const ParamStates& states) {
+[[gnu::cold]] void fit_states(const ParamGroups& groups, const ParamStates& states) {
   for_each_state<Kernel>(groups, states,
                          [](auto, auto, const at::Tensor& param, at::Tensor& tensor) {
                            if (tensor.defined() && tensor.sizes() == param.sizes())
@@ -355,7 +355,7 @@ class StepPlan {
 
   /// Forgets the counts of parameters whose states are no longer those of note_states(). Returns
   /// whether there were any; the plan does not hold then.
-  bool drop_counters(const ParamStates& states, CounterTable& counters) const {
+  [[gnu::cold]] bool drop_counters(const ParamStates& states, CounterTable& counters) const {
     bool any = false;
     for (const Slot& slot : slots_) {
       if (!slot.state || state_of(slot, states)) continue;
@@ -547,8 +547,8 @@ class StepPlan {
   }
 
   /// The list that the parameter belongs to, which may be a new one.
-  std::size_t list_of(std::size_t group, const at::Tensor& param,
-                      std::shared_ptr<StepCounter> counter) {
+  [[gnu::cold]] std::size_t list_of(std::size_t group, const at::Tensor& param,
+                                    std::shared_ptr<StepCounter> counter) {
     const bool by_foreach = lacks_op(param);
     if (!(Kernel::apart || by_foreach) || !uses_[group].asks_counter) counter = nullptr;
     if (counter) counter->gated = true;

@@ -280,7 +280,7 @@ inline void check_growth_interval(const char* call, int64_t interval) {
                "the growth interval", interval, "It lies between 1 and 2^31 - 1.");
 }
 
-inline void check_options(const GradScalerOptions& options) {
+[[gnu::cold]] inline void check_options(const GradScalerOptions& options) {
   constexpr const char* call = "GradScaler";
   TORCH_CHECK_VALUE(options.min_scale >= std::numeric_limits<float>::min() &&
                         options.max_scale <= std::numeric_limits<float>::max() &&
@@ -697,7 +697,7 @@ class SpentCredit {
   bool defined() const { return spent_.defined(); }
 
   /// `like`: the scale.
-  void create(const at::Tensor& like) {
+  [[gnu::cold]] void create(const at::Tensor& like) {
     spent_ = at::full({}, 1., like.options());
     trackers_ = at::full({3}, 0, like.options().dtype(at::kInt));
   }
@@ -705,7 +705,7 @@ class SpentCredit {
   /// 0-dim, int32: good iterations since the scale grew or a bad one.
   at::Tensor growth_tracker() const { return trackers_.select(0, 0); }
 
-  void set(double credit, double growth_tracker) {
+  [[gnu::cold]] void set(double credit, double growth_tracker) {
     spent_.fill_(std::exp2(hysteresis_ - credit));
     trackers_.narrow(0, 0, counts_for_credit() ? 2 : 1).fill_(growth_tracker);
   }
@@ -772,7 +772,7 @@ struct Findings {
 class LossScale {
  public:
   /// Error: an option that is out of range.
-  explicit LossScale(GradScalerOptions options)
+  [[gnu::cold]] explicit LossScale(GradScalerOptions options)
       : options_(checked(std::move(options))),
         host_(initial_memory(options_)),
         rule_(options_.dynamic ? options_.follows_gradients.rule() : nullptr),
@@ -810,7 +810,7 @@ class LossScale {
     TORCH_CHECK(created(), "GradScaler::", call,
                 ": nothing has been scaled yet. Call scale(loss).backward() first.");
   }
-  void create(at::Device device) {
+  [[gnu::cold]] void create(at::Device device) {
     const c10::InferenceMode no_inference(false);
     const at::TensorOptions options = at::TensorOptions(device).dtype(at::kFloat);
     if (!device.is_cpu()) zero_and_one_ = at::arange(2, options);
@@ -880,7 +880,7 @@ class LossScale {
   }
 
   /// Puts these values in place of all that is there. The host must know them.
-  void set(const ScaleMemory<double>& values) {
+  [[gnu::cold]] void set(const ScaleMemory<double>& values) {
     if (on_host_) {
       const bool changes = values.scale != host_.scale;
       host_ = values;
@@ -1012,7 +1012,7 @@ class LossScale {
   }
 
   /// Moves what is remembered to the device, for good.
-  void leave_host() {
+  [[gnu::cold]] void leave_host() {
     if (!on_host_) return;
     const c10::InferenceMode no_inference(false);
     const auto on_device = [this](double value, at::ScalarType dtype) {

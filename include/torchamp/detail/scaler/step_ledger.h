@@ -217,7 +217,7 @@ class StepOrder {
            !was_asked();
   }
   /// Warns once of each, if is_suspect().
-  void warn(const torch::optim::Optimizer& optimizer, const char* call) {
+  [[gnu::cold]] void warn(const torch::optim::Optimizer& optimizer, const char* call) {
     if (scaled_at_ == 0) {
       if (!any_gradient(optimizer)) return;
       warned_of_scale_ = true;
@@ -467,8 +467,8 @@ class StepLedger {
   }
 
   /// Every parameter of an optimizer that has no gradient at all; warns once in a scaler's life.
-  std::vector<MissingGradient> report_missing(const torch::optim::Optimizer& optimizer,
-                                              at::Device loss_device) {
+  [[gnu::cold]] std::vector<MissingGradient> report_missing(
+      const torch::optim::Optimizer& optimizer, at::Device loss_device) {
     std::vector<MissingGradient> missing = missing_gradients(optimizer, loss_device);
     if (std::exchange(warned_of_missing_, true)) return missing;
     std::ostringstream list;
