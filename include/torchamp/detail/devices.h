@@ -15,7 +15,6 @@
 #include <string>
 
 #include "torchamp/detail/libtorch.h"
-#include "torchamp/detail/text.h"
 
 namespace torchamp::detail {
 
@@ -101,9 +100,9 @@ inline constexpr std::size_t device_count = autocast_devices.size();
 inline std::size_t device_index(at::DeviceType device, const char* call) {
   const auto& all = autocast_devices;
   const auto found = std::find(all.begin(), all.end(), device);
-  TORCH_CHECK(found != all.end(),
-              joined({call, ": LibTorch has no autocast for the device type '", name_of(device),
-                      "'. Pass torch::kCPU, torch::kCUDA or another device type that has it."}));
+  TORCH_CHECK(found != all.end(), call, ": LibTorch has no autocast for the device type '",
+              name_of(device),
+              "'. Pass torch::kCPU, torch::kCUDA or another device type that has it.");
   return static_cast<std::size_t>(found - all.begin());
 }
 

@@ -10,6 +10,7 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/ArrayRef.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <dlfcn.h>
 #include <torch/csrc/jit/frontend/function_schema_parser.h>
@@ -26,7 +27,6 @@
 #include <vector>
 
 #include "torchamp/detail/devices.h"
-#include "torchamp/detail/text.h"
 #include "torchamp/version.h"
 
 namespace at {
@@ -161,15 +161,13 @@ inline const char* const runtime_op = "torchamp::_runtime";
   const auto value = [&](std::size_t i) -> const c10::IValue& {
     return *found->schema().arguments().at(i).default_value();
   };
-  const int64_t layout = value(0).toInt();
-  TORCH_CHECK(layout == TORCHAMP_LAYOUT,
-              joined({"torchamp: ", this_library(),
-                      " was built against torchamp " TORCHAMP_VERSION_TEXT ", but torchamp ",
-                      value(1).toStringRef(),
-                      " is in use in this process already, and what the two would have to share "
-                      "has different layouts (",
-                      std::to_string(TORCHAMP_LAYOUT), " and ", std::to_string(layout),
-                      "). Build the program and its plugins against one version."}));
+  TORCH_CHECK(value(0).toInt() == TORCHAMP_LAYOUT, "torchamp: ", this_library(),
+              " was built against torchamp " TORCHAMP_VERSION_TEXT ", but torchamp ",
+              value(1).toStringRef(),
+              " is in use in this process already, and what the two would have to share has "
+              "different layouts (",
+              TORCHAMP_LAYOUT, " and ", value(0).toInt(),
+              "). Build the program and its plugins against one version.");
   return reinterpret_cast<SharedRuntime*>(value(2).toInt());
 }
 
@@ -181,10 +179,10 @@ inline const char* const runtime_op = "torchamp::_runtime";
   try {
     // Never destroyed: its end would take the op away.
     new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().registerDef(
-        torch::jit::parseSchema(
-            joined({runtime_op, "(int layout=", std::to_string(TORCHAMP_LAYOUT),
-                    ", str version=\"" TORCHAMP_VERSION_TEXT "\", int address=",
-                    std::to_string(reinterpret_cast<std::uintptr_t>(runtime)), ") -> ()"})),
+        torch::jit::parseSchema(c10::str(
+            runtime_op, "(int layout=", TORCHAMP_LAYOUT, ", str version=\"", TORCHAMP_VERSION_TEXT,
+            "\", int address=", std::to_string(reinterpret_cast<std::uintptr_t>(runtime)),
+            ") -> ()")),
         "torchamp"));
   } catch (const c10::Error&) {
     delete runtime;
