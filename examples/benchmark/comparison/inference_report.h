@@ -62,7 +62,12 @@ inline void write_inference_report(std::ostream& out, const Plan& plan,
       << " medians of the rounds, ratios\nmedians of the rounds' ratios. The *cast model* is one "
          "whose parameters and inputs the program has cast to 16 bits, "
          "all of whose ops run in\nthem. *Python* is torch.autocast, or the cast model, under "
-         "torch.inference_mode. The first call casts what later calls find. Peak memory is\n"
+         "torch.inference_mode. The first call casts what later calls find. "
+      << (plan.device == "cpu"
+              ? "With *memory kept* the process gives no memory back to the kernel "
+                "between calls (torchamp::keep_host_memory()). "
+              : "")
+      << "Peak memory is\n"
       << (plan.device == "cpu" ? "by how much the process has grown"
                                : "what tensors held at most on the device")
       << ". The mean output is the mean absolute value of the last one; a way that disagrees with "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# cmake -DOUT=folder -DROWS=14 -P inference_smoke.cmake -- program [argument…]
+# cmake -DOUT=folder -DROWS=24 -P inference_smoke.cmake -- program [argument…]
 # Runs the comparison's inference, which itself judges what the models say, and looks at what it leaves: a row for each
 # round of each way and batch, none of them wrong, the page and the chart.
 include(${CMAKE_CURRENT_LIST_DIR}/../../support/program_arguments.cmake)
@@ -22,7 +22,7 @@ foreach(row IN LISTS rows)
 endforeach()
 file(READ "${OUT}/inference.md" report)
 foreach(title IN ITEMS "batch 1" "batch 16")
-  if(NOT report MATCHES "\n## [^\n]+, ${title}\n.*\n\\| torchamp, casts kept, bf16 \\| [0-9].*\n\\| LibTorch, model cast to bf16 \\| [0-9]")
+  if(NOT report MATCHES "\n## [^\n]+, ${title}\n.*\n\\| torchamp, casts kept, bf16 \\| [0-9].*\n\\| LibTorch, model cast to bf16, memory kept \\| [0-9]")
     message(FATAL_ERROR "inference.md tells nothing of ${title}.")
   endif()
 endforeach()

@@ -146,10 +146,9 @@ inline std::string audit(const Plan& plan, const Race& race, const std::string& 
 inline void run(const Plan& plan, Race& race) {
   std::vector<Way> ways;
   std::map<std::string, std::string> audits;  // by dtype
-  const bool python = !plan.python.empty();
-  for (Way& way : plan.predicts
-                      ? inference_ways(plan.dtypes, python, plan.compiled)
-                      : all_ways(plan.dtypes, python, plan.compiled, plan.device == "cpu")) {
+  const bool python = !plan.python.empty(), host = plan.device == "cpu";
+  for (Way& way : plan.predicts ? inference_ways(plan.dtypes, python, plan.compiled, host)
+                                : all_ways(plan.dtypes, python, plan.compiled, host)) {
     const bool is_wanted = plan.predicts || std::find(plan.casts.begin(), plan.casts.end(),
                                                       way.casts) != plan.casts.end();
     if (!is_wanted) continue;

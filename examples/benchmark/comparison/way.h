@@ -35,9 +35,7 @@ struct Way {
     if (casts.starts_with("torch") && !is_python()) text = "torchamp, torch policy";
     if (casts.ends_with("_kept")) text += ", casts kept";
     if (is_fp32() || casts == "cast") text = is_python() ? "Python" : "LibTorch";
-    if (casts == "cast") text += ", model cast to " + dtype;
-    if (casts == "cast") return text;
-    text += ", " + dtype;
+    text += (casts == "cast" ? ", model cast to " : ", ") + dtype;
     if (optimizer == "fused") text += ", fused";
     if (is_captured() || is_compiled()) text += ", " + launch;
     if (variant == "kept") text += ", memory kept";
@@ -88,12 +86,15 @@ inline std::vector<Way> all_ways(const std::vector<std::string>& dtypes, bool py
   return ways;
 }
 
-/// All ways to predict, Python's first. `compiled`: see all_ways.
+/// All ways to predict, Python's first. `compiled` and `host`: as in all_ways().
 inline std::vector<Way> inference_ways(const std::vector<std::string>& dtypes, bool python,
-                                       bool compiled) {
+                                       bool compiled, bool host) {
   std::vector<Way> ways;
-  const auto add = [&](const char* language, const char* casts, const std::string& dtype) {
+  const auto add = [&](const char* language, const std::string& casts, const std::string& dtype) {
     ways.push_back({language, casts, dtype});
+    const bool is_best = language == std::string("python") || casts == "fp32" || casts == "raw" ||
+                         casts.ends_with("_kept") || casts == "cast";
+    if (host && is_best) ways.push_back({language, casts, dtype, "stock", "eager", "kept"});
   };
   if (python) {
     add("python", "fp32", "fp32");
