@@ -79,7 +79,8 @@ class Policy {
   }
   /// Casts arguments to fp32. As set().
   Policy& fp32(const OpNames& ops, const When& when = {}) { return edit(Cast::fp32, ops, when); }
-  /// Casts arguments to the widest dtype among them. As set().
+  /// Casts arguments to the widest dtype among them; an op in place gets what it reads in the dtype
+  /// of what it writes to. As set().
   Policy& promote(const OpNames& ops, const When& when = {}) {
     return edit(Cast::promote, ops, when);
   }

@@ -93,8 +93,10 @@ TEST(Policy, SetIsTheDoorOfEveryRuleOfTheTable) {
     EXPECT_ERROR(Policy::standard().set(row.cast, {"softmaks"}),
                  "Policy::" + name + ": LibTorch knows no op 'softmaks'. Did you mean 'softmax'?");
     if (row.casts) {
-      EXPECT_ERROR(Policy::standard().set(row.cast, {"add_"}),
-                   "Policy::" + name + ": 'add_' cannot " + (fp8 ? "run in fp8" : "be cast"));
+      const std::string writes = row.cast == Cast::promote ? "add.out" : "add_";
+      EXPECT_ERROR(
+          Policy::standard().set(row.cast, {writes}),
+          "Policy::" + name + ": '" + writes + "' cannot " + (fp8 ? "run in fp8" : "be cast"));
       const char* const other = fp8 ? "linear" : "relu";
       EXPECT_EQ(Policy::torch().set(row.cast, {other}).lookup(other, at::kCPU), row.cast);
     } else {
@@ -334,6 +336,39 @@ TEST(Policy, StandardCastsWhatAnOpInPlaceReadsToTheDtypeOfWhatItWritesTo) {
     (wide.clone().index_put_({index}, at::mm(learned, wide)) * 3).sum().backward();
     EXPECT_TRUE(learned.grad().equal(at::full({2, 2}, 6.F))) << learned.grad();
   }
+}
+
+TEST(Policy, PromotedOpsInPlaceCastWhatTheyReadAndWriteToTheirArgument) {
+  const at::Tensor wide = at::full({2}, 1.F + 0x1p-9F), low = at::full({2}, 0x1p-7F, at::kBFloat16);
+  const auto sum = [&](const Policy& policy, const at::Tensor& to, const at::Tensor& from) {
+    const AutocastGuard guard(at::kCPU, {.dtype = at::kBFloat16, .policy = policy});
+    const at::Tensor into = to.clone();
+    EXPECT_TRUE(into.add_(from).is_same(into));
+    return into;
+  };
+  for (const Policy& base : {Policy::standard(), Policy::torch()}) {
+    const Policy promoted = Policy(base).promote({"add_"});
+    EXPECT_EQ(promoted.lookup("add_.Tensor", at::kCPU), Cast::promote);
+    EXPECT_TRUE(sum(promoted, low, wide).equal(sum(base, low, wide.to(at::kBFloat16))));
+    EXPECT_TRUE(sum(promoted, wide, low).equal(wide + low.to(at::kFloat)));
+    EXPECT_TRUE(sum(promoted, at::arange(2), at::arange(2)).equal(at::arange(2) * 2));
+  }
+  EXPECT_ERROR(Policy::torch().promote({"_foreach_add_"}), "'_foreach_add_' cannot be cast");
+}
+
+// As torch::nn::Linear adds its bias to three and more dimensions.
+TEST(Policy, PromotedAdditionsInPlaceRoundABiasAsLinearDoes) {
+  at::Tensor bias = at::full({2}, 1.F + 0x1p-8F + 0x1p-12F).requires_grad_();
+  const at::Tensor product = at::full({3, 2}, 0x1p-8F, at::kBFloat16);
+  const auto added = [&](const Policy& policy) {
+    const AutocastGuard guard(at::kCPU, {.dtype = at::kBFloat16, .policy = policy});
+    return product.clone().add_(bias);
+  };
+  const at::Tensor rounded = added(Policy::standard().promote({"add_"}));
+  EXPECT_TRUE(rounded.equal(product + bias.detach().to(at::kBFloat16)));
+  EXPECT_FALSE(rounded.equal(added(Policy::standard()))) << "which rounds once";
+  rounded.sum().backward();
+  EXPECT_TRUE(bias.grad().equal(at::full({2}, 3.F)));
 }
 
 TEST(Policy, AnEditTakesARowForOpsInPlaceAway) {

@@ -515,6 +515,12 @@ TORCHAMP_COLD std::vector<TabledOp> candidates(const PolicyData& policy) {
 
 // ---- Edits --------------------------------------------------------------------------------------
 
+/// Whether the op is one that `promote` can reach though it writes: to a tensor, in place.
+inline bool writes_in_place(const c10::FunctionSchema& schema) {
+  return schema.is_mutable() && schema.name().ends_with('_') &&
+         schema.arguments().front().type()->kind() == c10::TypeKind::TensorType;
+}
+
 TORCHAMP_COLD void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, const When& when,
                             std::shared_ptr<const OpRule> op_rule) {
   const CastRow* const row = row_of(rule);
@@ -538,9 +544,10 @@ TORCHAMP_COLD void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, c
     std::string reason;
     for (const auto& op : found) {
       std::string full = full_name(op.operator_name());
-      const std::string why = fp8          ? op_rule->why_not_op(full)
-                              : row->casts ? std::string(why_not_castable(op.schema()))
-                                           : std::string();
+      const bool in_place = row->cast == Cast::promote && writes_in_place(op.schema());
+      const std::string why = fp8                       ? op_rule->why_not_op(full)
+                              : row->casts && !in_place ? std::string(why_not_castable(op.schema()))
+                                                        : std::string();
       if (why.empty()) reached.push_back(std::move(full));
       if (reason.empty()) reason = why;
     }
