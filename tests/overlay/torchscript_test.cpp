@@ -113,6 +113,30 @@ TEST(TorchScript, FollowsThePolicyWhicheverStateItFirstRanIn) {
   }
 }
 
+// What torch.jit.trace makes of a conv2d. LibTorch's autocast has no kernel for it on a CPU.
+TEST(TorchScript, CastsATracedConvolutionUnderTheStandardPolicyAndWhereAnEditSaysSo) {
+  torch::jit::Module module("Module");
+  module.define(R"(
+def forward(self, x, w):
+    return torch._convolution(x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1,
+                              False, False, True, True)
+)");
+  const at::Tensor x = at::linspace(-1, 1, 48).view({1, 3, 4, 4});
+  const at::Tensor w = at::linspace(-1, 2, 54).view({2, 3, 3, 3}).requires_grad_();
+  const auto under = [&](const Policy& policy, bool eager) {
+    const AutocastGuard guard(at::kCPU, {.dtype = at::kBFloat16, .policy = policy});
+    return eager ? at::conv2d(x, w, {}, 1, 1) : module.forward({x, w}).toTensor();
+  };
+  for (const Policy& policy :
+       {Policy::standard(), Policy::torch().lower_precision({"_convolution"})}) {
+    for (int run = 0; run < runs; ++run) {
+      EXPECT_TRUE(under(policy, /*eager=*/false).equal(under(policy, /*eager=*/true)));
+    }
+  }
+  EXPECT_EQ(under(Policy::torch(), /*eager=*/true).scalar_type(), at::kBFloat16);
+  EXPECT_EQ(under(Policy::torch(), /*eager=*/false).scalar_type(), at::kFloat);
+}
+
 at::Tensor product_of_weight(const at::Tensor& x, const at::Tensor& w) {
   return x.matmul(w).relu() + 1;
 }
