@@ -46,7 +46,7 @@ torch::nn::Sequential linear_layers() {
 TEST(Distributed, WarnsOnceOfAStepWithGradientsThatAreThisProcesssOwn) {
   if (ran_in_processes(2)) return;
   const auto group = make_group();
-  constexpr const char* text = "so these gradients are this process's own";
+  constexpr const char* text = "so these gradients are local";
   for (const bool has_masters : {false, true}) {
     for (const bool safe : {false, true}) {
       for (const bool averages : {true, false}) {

@@ -232,7 +232,7 @@ TEST(ShardedMasters, RefuseWhatTheyCannotDo) {
   plain.mutable_grad() = at::ones({2});
   auto mixed = masters.parameters();
   mixed.push_back(plain);
-  EXPECT_ERROR(torchamp::clip_grad_norm_(mixed, 1.), "Clip them apart");
+  EXPECT_ERROR(torchamp::clip_grad_norm_(mixed, 1.), "Clip them separately");
   EXPECT_ERROR(torchamp::clip_grad_norm_(masters.parameters(), 1., 0.), "the 0-norm counts");
 
   torchamp::FusedSGD optimizer(masters.parameters(), torch::optim::SGDOptions(0.1));

@@ -251,9 +251,9 @@ TEST(SafeAccumulation, RefusesParametersThatChangeWithinAWindow) {
   accumulation.before_unscale(nullptr);
   auto& parameters = optimizer.param_groups()[0].params();
   std::swap(parameters[0], parameters[1]);
-  EXPECT_ERROR(accumulation.backward(loss()), "2 parameter(s) of the optimizer are gone");
+  EXPECT_ERROR(accumulation.backward(loss()), "2 parameter(s) of the optimizer were removed");
   parameters.pop_back();
-  EXPECT_ERROR(accumulation.step(), "2 parameter(s) of the optimizer are gone");
+  EXPECT_ERROR(accumulation.step(), "2 parameter(s) of the optimizer were removed");
   parameters = {other, w};
   EXPECT_EQ(accumulation.pending(), 1);
   EXPECT_EQ(scaler.state_dict(), before);

@@ -97,7 +97,7 @@ TEST_P(MasterMistakes, WeightsThatAreTriedOutAndPutBackAreNotTold) {
 }
 
 TEST_P(MasterMistakes, AnOptimizerOfTheModelsOwnWeightsIsAnError) {
-  constexpr const char* text = "is a weight of a model under master weights";
+  constexpr const char* text = "belongs to a model under master weights";
   const auto wrong = plain_or_fused_sgd(net->parameters(), GetParam(), 0.1);
   backward();
   EXPECT_ERROR(scaler.step(*wrong), text);

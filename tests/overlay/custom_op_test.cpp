@@ -218,7 +218,7 @@ TEST(CustomOp, OneWhoseLibraryWasUnloadedIsUnknownAgain) {
   }
   library.reset();
   EXPECT_ERROR(Policy::standard().fp32({"torchamp_goes::twice"}),
-               "LibTorch knows no op 'torchamp_goes::twice', nor any other of its namespace");
+               "LibTorch knows no op 'torchamp_goes::twice', nor any other in its namespace");
   EXPECT_ERROR(Policy::standard().fp32({"torchamp_goes::twice.overload"}), "LibTorch knows no op");
   EXPECT_ERROR((void)policy.lookup("torchamp_goes::twice", at::kCPU), "LibTorch knows no op");
   const AutocastGuard of_an_op_that_has_gone(at::kCPU, {.policy = policy});

@@ -234,8 +234,8 @@ TEST(Policy, AnUnknownNameIsAnErrorWithTheNearestKnownOne) {
   // Of two that are as near, the one in more families.
   EXPECT_ERROR((void)Policy::standard().lookup("adddmm", at::kCPU), "Did you mean 'addmm'?");
   EXPECT_ERROR(Policy::standard().fp32({"no_such_library::relu"}),
-               "LibTorch knows no op 'no_such_library::relu', nor any other of its namespace. Load "
-               "the library that registers it first.");
+               "LibTorch knows no op 'no_such_library::relu', nor any other in its namespace. "
+               "First load the library that registers it.");
   EXPECT_ERROR((void)Policy::standard().lookup("", at::kCPU),
                "Policy::lookup: LibTorch knows no op ''");
 }

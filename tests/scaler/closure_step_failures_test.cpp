@@ -210,7 +210,7 @@ TEST(GradScalerClosure, RefusesAClosureThatStepsOrUnscalesTheOptimizer) {
       return w.sum();
     };
   };
-  const char* const asked = "Let the closure compute the loss and return it";
+  const char* const asked = "Let it only compute and return the loss";
   EXPECT_ERROR(scaler.step(optimizer, after([&] { scaler.step(optimizer, loss); })), asked);
   EXPECT_ERROR(scaler.step(optimizer, after([&] { scaler.step(optimizer); })), asked);
   EXPECT_ERROR(scaler.step(optimizer, after([&] { scaler.unscale_(optimizer); })), asked);

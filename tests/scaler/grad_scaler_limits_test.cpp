@@ -120,7 +120,7 @@ TEST(GradScalerLimits, CountsSkipsInARow) {
   iterate(scaler, true);
   step(scaler, true);
   EXPECT_ERROR(scaler.update(),
-               "gradients held infs or NaNs in 3 iterations in a row, max_skips_in_a_row being 3");
+               "gradients held infs or NaNs in 3 consecutive iterations; max_skips_in_a_row is 3");
   EXPECT_EQ(scaler.skips_in_a_row(), 2);
 }
 

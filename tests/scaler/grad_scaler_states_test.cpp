@@ -333,7 +333,7 @@ TEST(GradScalerStates, DiscardsWhatItHasRecordedOfOneOptimizer) {
   scaler.step(one);
   scaler.discard(one);
   EXPECT_ERROR(scaler.update(), "no optimizer has been stepped or unscaled since the last update");
-  EXPECT_ERROR(scaler.update(), "optimizer.step() is no such step");
+  EXPECT_ERROR(scaler.update(), "optimizer.step() does not count");
 }
 
 TEST(GradScalerStates, CountsOneSkipForTwoBadOptimizersAndLetsResultsKeepTheirs) {

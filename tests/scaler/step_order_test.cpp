@@ -24,7 +24,7 @@ using testing::IsEmpty;
 using torchamp::GradScaler;
 
 constexpr const char* without_scale = "nothing was scaled since the last update()";
-constexpr const char* clipped_scaled = "clipped while they were scaled";
+constexpr const char* clipped_scaled = "clipped while scaled";
 constexpr const char* added_late = "added to the gradients of this optimizer after unscale_";
 
 std::size_t times_told(const std::string& text, const std::string& part) {
@@ -150,7 +150,7 @@ TEST_P(StepOrder, LibTorchsClipsTakeWhateverTheyTakeWithoutTorchamp) {
 }
 
 TEST_P(StepOrder, AClipBeforeBackwardIsToldOnce) {
-  constexpr const char* too_early = "a clip in this iteration has found no gradients";
+  constexpr const char* too_early = "a clip in this iteration found no gradients";
   for (int form = 0; form < 5; ++form) {
     GradScaler own({.init_scale = 64.});
     const CollectedWarnings of_form;

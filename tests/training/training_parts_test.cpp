@@ -129,7 +129,7 @@ TEST(TrainingStep, RefusesMastersThatCannotBeBeforeTheModelIsCast) {
   Net net = make_net(at::kCPU);
   torch::optim::SGD sgd(net->parameters(), 0.1);
   const MasterWeightsOptions options{.dtype = at::kBFloat16};
-  EXPECT_ERROR(TrainingStep(net, sgd, {.masters = options}), "Pass a function that makes it");
+  EXPECT_ERROR(TrainingStep(net, sgd, {.masters = options}), "Pass a function that creates it");
   EXPECT_ERROR(TrainingStep(net, fused, {.dtype = at::kHalf, .masters = options}),
                "that of the masters' model BFloat16");
   EXPECT_EQ(net->first->weight.scalar_type(), at::kFloat);

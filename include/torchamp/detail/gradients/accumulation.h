@@ -53,8 +53,8 @@ inline void warn_of_local_gradients(const torch::optim::Optimizer& optimizer, co
   warned = true;
   TORCH_WARN(who,
              ": the last forward was within DistributedDataParallel::no_sync(), so these gradients "
-             "are this process's own, and a step with them lets the replicas diverge. Call "
-             "sync_gradients() in before_unscale(). This is said once.");
+             "are local, and the replicas would diverge after a step. Call sync_gradients() in "
+             "before_unscale(). This warning is given once.");
 }
 
 /// Makes a "ready" optimizer "unscaled" whose gradients are the program's own, with a flag that

@@ -182,8 +182,8 @@ inline std::shared_ptr<Shards> shards_of(const torch::optim::Optimizer& optimize
     if (!meta) return false;
     TORCH_CHECK(!meta->has_master_apart || meta->masters.expired(), call, ": the parameter ",
                 tensor.sizes(),
-                " of this optimizer is a weight of a model under master weights, which would "
-                "overwrite what a step makes of it. Give the optimizer their parameters().");
+                " of this optimizer belongs to a model under master weights, which would overwrite "
+                "the result of a step. Give the optimizer the masters' parameters().");
     shards = meta->shards;
     return shards != nullptr;
   });
@@ -202,8 +202,8 @@ inline const Shards* common_shards(const std::vector<at::TensorList>& lists, con
       const WeightMeta* const meta = weight_meta_of(tensor);
       const Shards* const own = meta ? meta->shards.get() : nullptr;
       TORCH_CHECK_VALUE(std::exchange(is_first, false) || own == shards, call,
-                        ": some parameters are pieces of ShardedMasterWeights, and others are not, "
-                        "or are those of another model. Clip them apart.");
+                        ": some parameters are shards of ShardedMasterWeights, others are not, or "
+                        "belong to another model. Clip them separately.");
       shards = own;
     }
   }
@@ -213,10 +213,9 @@ inline const Shards* common_shards(const std::vector<at::TensorList>& lists, con
 // ---- What an optimizer carries ------------------------------------------------------------------
 
 // Note [What was clipped is what is stepped]
-// A clip that is left to the next step is a number, the divisor, and a list of the gradients that
-// it was made from: each by identity and version, so that no device has to be asked whether they
-// are still the same. The list holds no gradient alive, but as long as it exists no other tensor
-// can have the address of one of them.
+// A deferred clip is a number, the divisor, and a list of the gradients it was computed from, each
+// by identity and version, so no device has to be asked whether they are unchanged. The list keeps
+// no gradient alive, but while it exists no other tensor can get one's address.
 //
 // The gradients that a step finds are
 //   the same         the step divides by the divisor
@@ -393,9 +392,9 @@ struct ClipLeft {
 
 // ---- Casts of weights ---------------------------------------------------------------------------
 
-/// Lives where weights are written to, and at its end, also if what writes throws, drops LibTorch's
-/// cached casts of them, which would go on giving the old values within an autocast region, and
-/// what is kept until weights step. What is dropped is cast again.
+/// Made where weights are written to. Its end, also after an exception, drops LibTorch's cached
+/// casts of them, which would return the old values within a region, and the casts cached until a
+/// step.
 class DropWeightCasts {
  public:
   /// Where LibTorch counts the writes.

@@ -69,8 +69,8 @@ class GradientSum {
     }
     for (slot = 0; slot < sums_.size(); ++slot) summed += has_sum(slot);
     TORCH_CHECK(found == summed, "SafeAccumulation::", call, ": ", summed - found,
-                " parameter(s) of the optimizer are gone, or have another place or shape than "
-                "earlier in the window. Change them between windows, or call discard().");
+                " parameter(s) of the optimizer were removed, moved or reshaped within the window. "
+                "Change them between windows, or call discard().");
   }
 
   /// A set of gradients, with all the memory that adding it takes.

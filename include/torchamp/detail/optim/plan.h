@@ -167,7 +167,8 @@ const typename Kernel::Options& options_of(const torch::optim::OptimizerParamGro
                                            std::size_t number) {
   const auto* const options = dynamic_cast<const typename Kernel::Options*>(&group.options());
   TORCH_CHECK_TYPE(options, Kernel::name, ": the options of group ", number,
-                   " are another optimizer's. Give it those that ", Kernel::name, " takes.");
+                   " belong to another optimizer. Give it the options that ", Kernel::name,
+                   " takes.");
   return *options;
 }
 
@@ -208,8 +209,9 @@ template <OptimizerKernel Kernel>
                         "::step: ", place_of(g, i), " is of dtype ", param.scalar_type(),
                         ". Fused kernels take real floating-point numbers: give this parameter to "
                         "LibTorch's own optimizer.");
-      TORCH_CHECK_VALUE(!param.is_neg(), Kernel::name, "::step: ", place_of(g, i),
-                        " has the negative bit. Make the parameter from what resolve_neg() gives.");
+      TORCH_CHECK_VALUE(
+          !param.is_neg(), Kernel::name, "::step: ", place_of(g, i),
+          " has the negative bit. Make the parameter from the result of resolve_neg().");
       TORCH_CHECK_VALUE(param.is_non_overlapping_and_dense(), Kernel::name,
                         "::step: ", place_of(g, i), " has gaps or overlaps in memory (sizes ",
                         param.sizes(), ", strides ", param.strides(),

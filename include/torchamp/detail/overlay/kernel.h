@@ -360,9 +360,9 @@ inline NativeKernel kernel_of(const c10::OperatorHandle& op, c10::DispatchKey ke
 // that it covers, or, where there was none, passes the call on to the next key with autocast still
 // on (as the fallthrough did). So code that uses at::autocast without torchamp sees no change.
 //
-// LibTorch does not lock its dispatch table against calls. Registration is safe next to threads
-// that call ops outside autocast, but not next to threads that call the same op inside it: let the
-// first guard with a new policy be made before such threads start.
+// LibTorch does not lock its dispatch table against calls. Registration is safe beside threads that
+// call ops outside autocast, but not beside threads that call the same op inside it: make the first
+// guard with a new policy before such threads start.
 //
 // Note [TorchScript]
 // When a scripted function runs in a region with autocast on, LibTorch's JIT rewrites it by op
@@ -487,8 +487,8 @@ class Overlay final : public c10::OperatorKernel {
     if (cast == Cast::unchanged) return {};
     TORCH_CHECK(facts != nullptr && is_as_it_was(op),
                 joined({"torchamp: '", full_name(op.operator_name()),
-                        "' was registered again with other arguments, but policies hold on to its "
-                        "first schema. Give the new one another name."}));
+                        "' was registered again with other arguments, but policies keep its first "
+                        "schema. Give the new op another name."}));
     if (facts->takes_probabilities && cast == Cast::fp32) warn_of_16_bit_probabilities(op, stack);
     if (casts != nullptr) {
       casts->cast(op.schema(), facts->cast_arguments.positions(),

@@ -245,8 +245,8 @@ TORCHAMP_BODY PolicyScope::~PolicyScope() {
 TORCHAMP_BODY bool PolicyScope::end_of(const char* guard) {
   if (thread_ != std::this_thread::get_id()) {
     TORCH_WARN(guard,
-               ": destroyed by another thread than the one that made it. Its state was not "
-               "restored there. Keep a guard in the scope that it covers.");
+               ": destroyed by another thread than the one that made it, so that thread's state "
+               "was not restored. Keep a guard in the scope that it covers.");
     return false;
   }
   end();

@@ -37,11 +37,11 @@ using TensorList = c10::ArrayRef<Tensor>;
 namespace torchamp::detail {
 
 // Note [Weights that are kept]
-// LibTorch keeps casts of weights for a region. To keep more, or for longer, is an extra: casts
-// (torchamp/weight_cache.h) and 8-bit forms (torchamp/fp8.h) lie in one store a process, which the
-// first of them makes (detail/weights/derived.h). The core knows the store as KeptWeights, to which
-// it tells what happens, and who casts weights for a region as WeightCasts. Both are null in a
-// program without these extras.
+// LibTorch caches casts of weights for a region. Caching more, or for longer, is an extra: casts
+// (torchamp/weight_cache.h) and 8-bit forms (torchamp/fp8.h) are in one store per process, which
+// the first of them creates (detail/weights/derived.h). The core reports events to the store as
+// KeptWeights, and finds who casts weights for a region as WeightCasts. Both are null in a program
+// without these extras.
 
 /// How long something that was made of a weight is kept.
 struct WeightKeep {
@@ -164,8 +164,7 @@ inline const char* const runtime_op = "torchamp::_runtime";
   TORCH_CHECK(value(0).toInt() == TORCHAMP_LAYOUT, "torchamp: ", this_library(),
               " was built against torchamp " TORCHAMP_VERSION_TEXT ", but torchamp ",
               value(1).toStringRef(),
-              " is in use in this process already, and what the two would have to share has "
-              "different layouts (",
+              " is in use in this process already, and their shared state has different layouts (",
               TORCHAMP_LAYOUT, " and ", value(0).toInt(),
               "). Build the program and its plugins against one version.");
   return reinterpret_cast<SharedRuntime*>(value(2).toInt());

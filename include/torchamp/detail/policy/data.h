@@ -274,13 +274,13 @@ inline const ThreadPolicy* thread_policy() {
 }
 
 // Note [Sums of gradients]
-// Where a tensor was used twice autograd adds its two gradients by `add`, between the nodes of the
-// graph, and hands the sum to the next node as it is, whose kernels take it in the gradients' dtype
-// only. A backward pass that began in a region runs in its state, so these additions come to the
-// policy. Nothing tells them from a node's own. But a forward pass within backward (a
-// recomputation, a custom function) has a scope of its own: so scopes that begin in a backward pass
-// note its number, and what is added in the pass outside of these is left to LibTorch, as are sums
-// of AccumulateGrad and of hooks.
+// If a tensor was used twice, autograd adds its two gradients by `add`, between the nodes of the
+// graph, and passes the sum to the next node, whose kernels accept only the gradients' dtype. A
+// backward pass that began in a region runs in its state, so the policy sees these additions, which
+// cannot be told from a node's own. But a forward pass within backward (a recomputation, a custom
+// function) has its own scope: so scopes that begin in a backward pass record its number, and
+// additions in the pass outside these are left to LibTorch, as are sums of AccumulateGrad and of
+// hooks.
 
 /// The number of the backward pass that the calling thread works for, or no_backward_pass.
 inline int this_backward_pass() {

@@ -171,8 +171,8 @@ TORCHAMP_COLD std::vector<c10::OperatorHandle> find_ops(std::string_view text,
   if (nearest.starts_with("aten::")) nearest.erase(0, 6);
   TORCH_CHECK(!nearest.empty(),
               joined({call, ": LibTorch knows no op '", shorten(text),
-                      "', nor any other of its namespace. Load the library that registers it "
-                      "first. LibTorch's own ops are named without one: 'softmax'."}));
+                      "', nor any other in its namespace. First load the library that registers "
+                      "it. LibTorch's own ops have no namespace: 'softmax'."}));
   TORCH_CHECK(!found.empty(), joined({call, ": LibTorch knows no op '", shorten(text),
                                       "'. Did you mean '", nearest, "'?"}));
   return found;
@@ -533,8 +533,8 @@ TORCHAMP_COLD void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, c
   }
   TORCH_CHECK(!when.dtype || is_16_bit(*when.dtype) || *when.dtype == at::kFloat,
               joined({call, ": When::dtype is ", c10::toString(*when.dtype),
-                      ", but no region has that dtype. Give torch::kHalf, torch::kBFloat16 or, for "
-                      "regions of CUDA, torch::kFloat."}));
+                      ", but no region has that dtype. Pass torch::kHalf, torch::kBFloat16 or, for "
+                      "CUDA regions, torch::kFloat."}));
   const bool is_family = !ops.family().empty();
   const bool fp8 = op_rule != nullptr;
   std::vector<std::string> reached;

@@ -218,8 +218,8 @@ inline bool clip_may_overflow(LossScale& scale, const Divisor& clip,
 
 TORCHAMP_BODY void check_not_stepped(const OptimizerState& state) {
   TORCH_CHECK(!state.in_closure,
-              "GradScaler::step: this optimizer is being stepped, and the closure of that step has "
-              "called step(). Let the closure compute the loss and return it.");
+              "GradScaler::step: the closure of this optimizer's step has called step(). Let it "
+              "only compute and return the loss.");
   TORCH_CHECK(state.stage != OptimizerState::Stage::stepped,
               "GradScaler::step: this optimizer has been stepped already. Call update() once all "
               "optimizers have been stepped.");
@@ -232,15 +232,15 @@ inline void check_complete(const torch::optim::Optimizer& optimizer, const Optim
   const bool taken = state.taken != gradients_taken();
   TORCH_CHECK(((!taken && state.had_gradients) || count_gradients(optimizer) <= state.gradients) &&
                   !(taken && any_taken_after(optimizer, state.taken)),
-              "GradScaler::step: gradients came after unscale_, which have neither been divided by "
-              "the scale nor checked. Let them be complete before: ",
+              "GradScaler::step: gradients came after unscale_, so they were neither unscaled nor "
+              "checked. Complete them first: ",
               taken ? "call MasterWeights::take_gradients() before unscale_, and with an "
                       "Accumulation in before_unscale."
                     : "unscale_ found none at all.");
   TORCH_CHECK(!state.watched || order.was_asked() || !state.watched->any_added(optimizer),
               "GradScaler::step: backward() of a scaled loss has added to the gradients of this "
               "optimizer after unscale_, or after a clip that names the scaler. Unscale and clip "
-              "after the last backward(). To go on, drop the gradients and call discard().");
+              "after the last backward(). To continue, drop the gradients and call discard().");
 }
 
 TORCHAMP_BODY void note_written(const torch::optim::Optimizer& optimizer) {
@@ -350,8 +350,8 @@ TORCHAMP_BODY void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   scale_.check_created("unscale_");
   detail::OptimizerState& state = ledger_.optimizers.of(optimizer);
   TORCH_CHECK(!state.in_closure,
-              "GradScaler::unscale_: this optimizer is being stepped with a closure, which has "
-              "called unscale_. Let the closure compute the loss and return it: step unscales.");
+              "GradScaler::unscale_: the closure of this optimizer's step has called unscale_. Let "
+              "it only compute and return the loss: step unscales.");
   TORCH_CHECK(
       state.stage != detail::OptimizerState::Stage::unscaled,
       "GradScaler::unscale_: the gradients of this optimizer have been unscaled already. Call "
@@ -421,8 +421,8 @@ TORCHAMP_BODY void GradScaler::update() {
   TORCH_CHECK(
       ledger_.optimizers.within_iteration(),
       "GradScaler::update: no optimizer has been stepped or unscaled since the last update. "
-      "Call step(optimizer) first, or update(new_scale) to set the scale. (optimizer.step() is no "
-      "such step: it neither divides the gradients by the scale nor looks for infs in them.)");
+      "Call step(optimizer) first, or update(new_scale) to set the scale. (optimizer.step() does "
+      "not count: it neither unscales nor checks the gradients.)");
   detail::ScaleLimits::Met met;
   {
     const detail::InternalOps guard;

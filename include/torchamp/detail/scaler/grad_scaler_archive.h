@@ -50,7 +50,7 @@ inline double read_count(torch::serialize::InputArchive& archive, const std::str
   TORCH_CHECK_VALUE(count >= 0, "GradScaler::load: \"", key, "\" is ", count,
                     ", a negative count.");
   TORCH_CHECK_VALUE(count <= int64_t{1} << 53, "GradScaler::load: \"", key, "\" is ", count,
-                    ". No scaler has counted beyond 2^53.");
+                    ". A count is at most 2^53.");
   return static_cast<double>(count);
 }
 
@@ -73,8 +73,8 @@ struct ScalerArchive<GradScaler> {
   static void save(const GradScaler& scaler, torch::serialize::OutputArchive& archive) {
     const StepLedger& ledger = ScalerParts::ledger(scaler);
     TORCH_CHECK(!ledger.windows.any(),
-                "GradScaler::save: within a window of gradient accumulation, whose gradients no "
-                "file would hold. Save after the accumulation's step, or end the window before: "
+                "GradScaler::save: within a window of gradient accumulation, whose gradients a "
+                "file does not hold. Save after the accumulation's step, or first end the window: "
                 "Accumulation::flush() or SafeAccumulation::step() steps with it, discard() drops "
                 "it.");
     archive.write("enabled", c10::IValue(scaler.is_enabled()));

@@ -287,7 +287,8 @@ inline void check_growth_interval(const char* call, int64_t interval) {
                         options.min_scale <= options.max_scale,
                     call, ": min_scale is ", options.min_scale, " and max_scale ",
                     options.max_scale,
-                    ". They lie between 2^-126 and the largest fp32 number, in this order.");
+                    ". Both must be between 2^-126 and the largest fp32 number, and min_scale must "
+                    "not exceed max_scale.");
   check_scale(call, options.init_scale, options);
   check_growth_factor(call, options.growth_factor);
   check_backoff_factor(call, options.backoff_factor);
@@ -382,12 +383,12 @@ class SkipWarning {
   void note(double skips) {
     if (skips < many || warned_) return;
     warned_ = true;
-    TORCH_WARN(
-        "GradScaler::update: gradients held infs or NaNs in the last ", static_cast<int64_t>(skips),
-        " iterations, and their steps were skipped. No scale mends that where the data or the "
-        "weights hold a NaN: overflow_report() (torchamp/overflow_report.h) names the layers "
-        "whose gradients do, first_non_finite_op() (torchamp/non_finite_op.h) the op that "
-        "made the first one. This is said once.");
+    TORCH_WARN("GradScaler::update: gradients held infs or NaNs in the last ",
+               static_cast<int64_t>(skips),
+               " iterations, and their steps were skipped. If the data or the weights hold a NaN, "
+               "no scale helps: overflow_report() (torchamp/overflow_report.h) names the layers "
+               "whose gradients do, first_non_finite_op() (torchamp/non_finite_op.h) the op that "
+               "made the first one. This warning is given once.");
   }
 
   /// `skips`, 0-dim fp32: what there is now.
@@ -411,12 +412,12 @@ class SkipWarning {
 
 // Note [A scale below 1]
 //
-// Dividing by a scale below 1 may turn a finite gradient into an inf, which has to be found, too,
-// and costs a second look at the gradients. A device's scale is not read for the sake of that. The
-// host knows what it was once and by how much each update() may have changed it since. Before the
-// lower bound gets near 1, the scale is copied to host memory, and nobody waits for the copy: when
-// it has arrived, both bounds start from it. So the second look is taken only where the scale is
-// below 1 or just above it. For captured steps see Note [What replays do to the scale].
+// Dividing by a scale below 1 may turn a finite gradient into an inf, so the gradients must then be
+// checked twice. A device's scale is not read for that: the host knows an earlier value, and how
+// far each update() may have moved it. Before the lower bound comes near 1, the scale is copied to
+// host memory without waiting; once the copy has arrived, both bounds start from it. So the second
+// check happens only if the scale is below 1 or just above. For captured steps see Note [What
+// replays do to the scale].
 
 /// Numbers that a scale which only the device knows is not below, and not above.
 class ScaleBound {
@@ -597,14 +598,13 @@ class ScaleLimits {
         !met.min_scale || options.at_min_scale != AtLimit::throw_error,
         "GradScaler::update: gradients hold infs or NaNs and the scale, ", met.scale,
         ", is at min_scale. Look for what produces them (torchamp/overflow_report.h names the "
-        "layers), or set at_min_scale to go on.");
-    TORCH_CHECK(
-        !met.skips_in_a_row || options.at_max_skips != AtLimit::throw_error,
-        "GradScaler::update: gradients held infs or NaNs in ", met.skips,
-        " iterations in a row, max_skips_in_a_row being ", options.max_skips_in_a_row,
-        "; the scale is ", met.scale,
-        ". Look for what produces them (torchamp/overflow_report.h names the layers), or set "
-        "at_max_skips to go on.");
+        "layers), or set at_min_scale to continue.");
+    TORCH_CHECK(!met.skips_in_a_row || options.at_max_skips != AtLimit::throw_error,
+                "GradScaler::update: gradients held infs or NaNs in ", met.skips,
+                " consecutive iterations; max_skips_in_a_row is ", options.max_skips_in_a_row,
+                "; the scale is ", met.scale,
+                ". Look for what produces them (torchamp/overflow_report.h names the layers), or "
+                "set at_max_skips to continue.");
   }
 
   /// Warns or calls back. The iteration has ended.
@@ -750,15 +750,15 @@ class SpentCredit {
 
 // Note [Where the scale is known]
 //
-// The scale lives in a 0-dim fp32 tensor on the device of the first loss. While the host has been
-// told every overflow flag so far (an ordinary optimizer's step reads it; on a CPU it lies in host
-// memory), it can compute the scale by itself: it keeps a copy of all that the update remembers,
-// updates that copy and writes the tensor only when the scale changes. GradScaler::update() then
-// launches nothing, and asking for the scale reads nothing.
+// The scale is a 0-dim fp32 tensor on the device of the first loss. While the host knows every
+// overflow flag (an ordinary optimizer's step reads it; a CPU's is in host memory), the host
+// computes the scale: it updates its own copy of the state, and writes the tensor only when the
+// scale changes. GradScaler::update() then launches nothing, and a query of the scale reads
+// nothing.
 //
-// The first flag that the host does not know, after a fused optimizer's step on a GPU, ends this:
-// the memory moves to the device for good, where the update is a few kernels in place. (Not
-// back again: a captured CUDA graph may replay those kernels without the host's knowledge.)
+// The first flag that the host does not know, after a fused optimizer's step on a GPU, moves the
+// state to the device for good, where the update is a few kernels in place. (It does not move back:
+// a captured CUDA graph may replay those kernels without the host's knowledge.)
 
 /// What the optimizers of an iteration have found in their gradients.
 struct Findings {

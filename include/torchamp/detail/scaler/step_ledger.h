@@ -80,10 +80,10 @@ inline std::size_t count_gradients(const torch::optim::Optimizer& optimizer) {
 }
 
 // Note [Which optimizer it is]
-// An optimizer's address does not tell: another one may be made there as soon as it is gone, and it
-// may be moved. LibTorch's has no name either. But each has a map of states of its own, which moves
-// with it and has a load factor at which it grows, 1/2 by default. So an optimizer of which
-// something is recorded gets a load factor of its own, a little below that.
+// An optimizer's address does not identify it: another one may be created there, and it may be
+// moved. LibTorch's has no name either. But each has its own map of states, which moves with it and
+// has a maximum load factor, 1/2 by default. So an optimizer with records gets a load factor of its
+// own, slightly below that.
 
 /// Numbers optimizers.
 class OptimizerNumber {
@@ -202,9 +202,9 @@ class StepOrder {
     if (warned_of_early_clip_ || !PlainClips::any_in_vain_since(began_at_, optimizer, true)) return;
     warned_of_early_clip_ = true;
     TORCH_WARN(
-        "GradScaler::step: a clip in this iteration has found no gradients of this optimizer, and "
-        "none came after backward(): nothing was clipped. Clip after the last backward(). This is "
-        "said once.");
+        "GradScaler::step: a clip in this iteration found no gradients of this optimizer, and none "
+        "followed after backward(), so nothing was clipped. Clip after the last backward(). This "
+        "warning is given once.");
   }
   /// Whether something was scaled in this iteration.
   bool was_scaled() const { return scaled_at_ != 0; }
@@ -222,15 +222,15 @@ class StepOrder {
       if (!any_gradient(optimizer)) return;
       warned_of_scale_ = true;
       TORCH_WARN(call,
-                 ": nothing was scaled since the last update(), so these gradients are divided by "
-                 "a scale that they do not have. Call scaler.scale(loss).backward() in each "
-                 "iteration. This is said once.");
+                 ": nothing was scaled since the last update(), so unscaled gradients are divided "
+                 "by the scale. Call scaler.scale(loss).backward() in each iteration. This warning "
+                 "is given once.");
     } else if (PlainClips::any_since(scaled_at_, optimizer)) {
       warned_of_clip_ = true;
       TORCH_WARN(call,
-                 ": these gradients were clipped while they were scaled, by a clip that does not "
-                 "know the scale: it has limited the scaled norm. Call clip_grad_norm_(scaler, "
-                 "optimizer, max_norm), or unscale_ before the clip. This is said once.");
+                 ": these gradients were clipped while scaled, so the scaled norm was limited. "
+                 "Call clip_grad_norm_(scaler, optimizer, max_norm), or unscale_ before the clip. "
+                 "This warning is given once.");
     }
   }
 

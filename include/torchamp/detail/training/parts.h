@@ -37,10 +37,10 @@ class TrainingResult;
 namespace torchamp::detail {
 
 // Note [Parts of a TrainingStep]
-// Of masters, graphs, process groups and logs a TrainingStep knows the shapes below. What makes
-// them is instantiated where a program sets the option: options of masters and graphs name their
-// class, which is in the same header; what a group or a log takes is in a header of its own, and
-// the templates StepGroupOf and StepLogOf say which where it is missing.
+// A TrainingStep knows masters, graphs, process groups and logs by the interfaces below. Their
+// implementations are instantiated where a program sets the option: options of masters and graphs
+// name their class, in the same header; groups and logs have their own headers, and the templates
+// StepGroupOf and StepLogOf name a missing one.
 
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 using Tensors = std::vector<at::Tensor>;
@@ -101,8 +101,7 @@ class StepGroup {
 template <class Group>
 struct StepGroupOf {
   static_assert(sizeof(Group) == 0,
-                "TrainingStep: include torchamp/distributed/training_group.h, which trains with a "
-                "process group (.group).");
+                "TrainingStep: include torchamp/distributed/training_group.h to set .group.");
 };
 
 class GroupChoice {
@@ -166,7 +165,7 @@ class MastersChoice {
       if constexpr (requires { typename Options::Group; }) {
         using Group = typename Options::Group;
         const void* const found = group->find(typeid(Group));
-        TORCH_CHECK(found, "TrainingStep: the masters cannot be spread over this kind of group.");
+        TORCH_CHECK(found, "TrainingStep: the masters cannot be sharded over this kind of group.");
         return std::make_unique<Made>(model, *static_cast<const Group*>(found), options);
       } else {
         return std::make_unique<Made>(model, options);
@@ -224,8 +223,8 @@ class StepScheduler {
   template <class Checkpoint>
   void add_to(Checkpoint& checkpoint) {
     TORCH_CHECK(plain_ || save_,
-                "TrainingStep: the scheduler has no save() and load(), so that no file can keep "
-                "it. Give it both; LibTorch's StepLR is kept as it is.");
+                "TrainingStep: the scheduler has no save() and load(), so a file cannot hold it. "
+                "Give it both (LibTorch's StepLR needs none).");
     plain_ ? checkpoint.add("scheduler", *plain_) : checkpoint.add("scheduler", *this);
   }
   void save(torch::serialize::OutputArchive& archive) const { save_(archive); }
@@ -275,9 +274,7 @@ class StepLog {
 
 template <class Result>
 struct StepLogOf {
-  static_assert(sizeof(Result) == 0,
-                "TrainingStep: include torchamp/training_log.h, which writes a file of all steps "
-                "(.log).");
+  static_assert(sizeof(Result) == 0, "TrainingStep: include torchamp/training_log.h to set .log.");
 };
 
 class LogChoice {

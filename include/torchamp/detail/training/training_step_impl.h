@@ -23,8 +23,8 @@ inline void TrainingStep::check(const TrainingStepOptions& options, bool makes) 
                     "holds an iteration with its step. Leave one of them out.");
   if (!options.masters.make) return;
   TORCH_CHECK_VALUE(makes,
-                    "TrainingStep: with masters, these are what the optimizer steps. Pass a "
-                    "function that makes it: [](auto parameters) { return "
+                    "TrainingStep: with masters, the optimizer must step these. Pass a function "
+                    "that creates it: [](auto parameters) { return "
                     "std::make_unique<torchamp::FusedAdamW>(parameters); }.");
   TORCH_CHECK_VALUE(!options.dtype || *options.dtype == options.masters.dtype,
                     "TrainingStep: dtype is ", options.dtype.value_or(at::kFloat),
@@ -67,7 +67,7 @@ inline TrainingStep::TrainingStep(detail::StepModel model, TrainingStepOptions o
   TORCH_CHECK_VALUE(parameters.empty() || std::ranges::any_of(parameters, is_there),
                     "TrainingStep: device is ", device_, ", and the model's parameters are on ",
                     parameters.empty() ? device_ : parameters.front().device(),
-                    ". Move the model there before.");
+                    ". Move the model there first.");
   const at::ScalarType dtype = options.masters.make ? options.masters.dtype
                                : options.dtype      ? *options.dtype
                                                     : detail::default_dtype(device_.type());
@@ -79,8 +79,8 @@ inline TrainingStep::TrainingStep(detail::StepModel model, TrainingStepOptions o
   const auto is_fp64 = [](const at::Tensor& tensor) { return tensor.scalar_type() == at::kDouble; };
   if (autocast_.enabled && !parameters.empty() && std::ranges::all_of(parameters, is_fp64)) {
     TORCH_WARN(
-        "TrainingStep: the parameters are fp64, which autocast never casts, so that all is "
-        "computed in fp64. Make them fp32, or set .dtype = torch::kFloat for no casts.");
+        "TrainingStep: the parameters are fp64, which autocast never casts, so the step computes "
+        "in fp64. Make them fp32, or set .dtype = torch::kFloat for no casts.");
   }
   if (!scaler_) {
     scaler_ = &own_scaler_.emplace(options.scaler.options ? std::move(*options.scaler.options)
@@ -172,8 +172,8 @@ inline void TrainingStep::check_no_backward(const detail::StepOrder& order) {
 
 inline TrainingResult TrainingStep::learn(at::Tensor loss) {
   TORCH_CHECK_VALUE(loss.defined() && loss.numel() == 1 && loss.requires_grad(),
-                    "TrainingStep: the function has to return the loss, one number that was "
-                    "computed from the parameters, with gradients enabled.");
+                    "TrainingStep: the function must return the loss: a scalar computed from the "
+                    "parameters, with grad mode on.");
   const detail::StepLedger& ledger = detail::ScalerParts::ledger(*scaler_);
   detail::check_not_scaled_within(loss, "TrainingStep", ledger.scaled, ledger.order);
   std::optional<StepResult> step;
