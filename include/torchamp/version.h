@@ -59,8 +59,8 @@
 // them, so it may follow other headers of torchamp, as it does after a precompiled header and in a
 // unity build.
 //
-// Code that runs rarely (at the first guard or step, before an error) is TORCHAMP_COLD: compiled for
-// size instead of speed.
+// Code that runs rarely (at the first guard or step, before an error) is TORCHAMP_COLD: compiled
+// for size instead of speed.
 //
 // A virtual function of a class that is not a template is inline, or TORCHAMP_BODY, also where the
 // class declares it. Otherwise the class has a key function, and the compiler emits the class and
