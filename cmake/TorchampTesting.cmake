@@ -56,9 +56,10 @@ function(torchamp_test_support)
   torchamp_warnings(torchamp_test_support)
 endfunction()
 
-# The accelerator of tests/support/simulated/device.h, of which every test that links it has one.
+# The accelerator of tests/simulated_device/device.h, of which every test that links it has one.
 function(torchamp_simulated_device)
-  file(GLOB sources CONFIGURE_DEPENDS support/simulated/*.cpp)
+  file(GLOB sources CONFIGURE_DEPENDS simulated_device/*.cpp)
+  list(FILTER sources EXCLUDE REGEX "_test[.]cpp$")
   add_library(torchamp_simulated_device OBJECT ${sources})
   target_link_libraries(torchamp_simulated_device PUBLIC torchamp::libtorch GTest::gmock)
   target_include_directories(torchamp_simulated_device PUBLIC ${CMAKE_CURRENT_SOURCE_DIR})
@@ -66,7 +67,7 @@ function(torchamp_simulated_device)
   torchamp_warnings(torchamp_simulated_device)
   torchamp_unity(torchamp_simulated_device)
   # LibTorch's macros for autocast kernels
-  set_source_files_properties(support/simulated/autocast.cpp PROPERTIES COMPILE_OPTIONS -Wno-pedantic)
+  set_source_files_properties(simulated_device/autocast.cpp PROPERTIES COMPILE_OPTIONS -Wno-pedantic)
 endfunction()
 
 # torchamp_add_tests(NAME FILES file… [FOLDER folder] [SHARDS n] [IN_ORDER] [NO_PCH] [SIMULATED]

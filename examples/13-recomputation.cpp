@@ -9,9 +9,9 @@
 #include <cmath>
 #include <iostream>
 
-#include "drawing/plot.h"
-#include "drawing/png_file.h"
 #include "support/check.h"
+#include "support/drawing/plot.h"
+#include "support/drawing/png_file.h"
 #include "support/format.h"
 #include "support/peak_memory.h"
 

@@ -15,10 +15,10 @@
 #include <utility>
 #include <vector>
 
-#include "drawing/histogram.h"
-#include "drawing/plot.h"
-#include "drawing/png_file.h"
 #include "support/check.h"
+#include "support/drawing/histogram.h"
+#include "support/drawing/plot.h"
+#include "support/drawing/png_file.h"
 #include "support/format.h"
 
 namespace {

@@ -15,9 +15,9 @@
 #include <utility>
 #include <vector>
 
-#include "drawing/plot.h"
-#include "drawing/png_file.h"
 #include "support/check.h"
+#include "support/drawing/plot.h"
+#include "support/drawing/png_file.h"
 #include "support/format.h"
 
 namespace {

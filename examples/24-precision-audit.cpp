@@ -11,11 +11,11 @@
 #include <iostream>
 #include <string>
 
-#include "drawing/canvas.h"
-#include "drawing/png_file.h"
-#include "drawing/text.h"
-#include "drawing/ticks.h"
 #include "support/check.h"
+#include "support/drawing/canvas.h"
+#include "support/drawing/png_file.h"
+#include "support/drawing/text.h"
+#include "support/drawing/ticks.h"
 #include "support/format.h"
 #include "support/temporary_folder.h"
 

@@ -11,8 +11,8 @@
 #include "checkerboard/report.h"
 #include "checkerboard/target.h"
 #include "checkerboard/train.h"
-#include "drawing/png_file.h"
 #include "support/arguments.h"
+#include "support/drawing/png_file.h"
 #include "support/format.h"
 #include "support/peak_memory.h"
 

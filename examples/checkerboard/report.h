@@ -11,10 +11,10 @@
 
 #include "checkerboard/target.h"
 #include "checkerboard/train.h"
-#include "drawing/canvas.h"
-#include "drawing/plot.h"
-#include "drawing/png_file.h"
-#include "drawing/text.h"
+#include "support/drawing/canvas.h"
+#include "support/drawing/plot.h"
+#include "support/drawing/png_file.h"
+#include "support/drawing/text.h"
 #include "support/format.h"
 #include "support/table.h"
 

@@ -10,9 +10,9 @@
 #include <optional>
 #include <string>
 
-#include "drawing/image.h"
-#include "drawing/png_file.h"
 #include "support/arguments.h"
+#include "support/drawing/image.h"
+#include "support/drawing/png_file.h"
 
 /// The coordinates of each pixel, from 0 to just below 1: [1, 2, height, width], x before y.
 inline torch::Tensor grid(std::int64_t width, std::int64_t height) {

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "drawing/ticks.h"
+#include "support/drawing/ticks.h"
 #include "support/format.h"
 
 /// `text` as it stands in HTML.

@@ -17,9 +17,9 @@
 #include "diagnose/chart.h"
 #include "diagnose/diagnose.h"
 #include "diagnose/log.h"
-#include "drawing/image.h"
-#include "drawing/png_file.h"
 #include "support/device.h"
+#include "support/drawing/image.h"
+#include "support/drawing/png_file.h"
 #include "support/format.h"
 #include "support/temporary_folder.h"
 

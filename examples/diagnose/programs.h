@@ -13,11 +13,11 @@
 
 #include "checkerboard/network.h"
 #include "checkerboard/target.h"
-#include "drawing/image.h"
 #include "fashion_mnist/data.h"
 #include "fashion_mnist/network.h"
 #include "gpt/model.h"
 #include "gpt/text.h"
+#include "support/drawing/image.h"
 
 /// A training program: a model, and the loss of a batch.
 struct Program {

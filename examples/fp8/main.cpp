@@ -16,10 +16,10 @@
 #include <utility>
 #include <vector>
 
-#include "drawing/plot.h"
-#include "drawing/png_file.h"
 #include "fashion_mnist/data.h"
 #include "support/arguments.h"
+#include "support/drawing/plot.h"
+#include "support/drawing/png_file.h"
 #include "support/format.h"
 #include "support/table.h"
 

@@ -15,8 +15,6 @@
 #include <system_error>
 #include <vector>
 
-#include "drawing/plot.h"
-#include "drawing/png_file.h"
 #include "gpt/model.h"
 #include "gpt/options.h"
 #include "gpt/processes.h"
@@ -24,6 +22,8 @@
 #include "gpt/training.h"
 #include "support/arguments.h"
 #include "support/device.h"
+#include "support/drawing/plot.h"
+#include "support/drawing/png_file.h"
 #include "support/format.h"
 
 namespace {

@@ -10,14 +10,14 @@
 #include <string>
 #include <vector>
 
-#include "drawing/png_file.h"
-#include "drawing/stacked_bars.h"
 #include "memory/measure.h"
 #include "memory/plan.h"
 #include "memory/ways.h"
 #include "support/arguments.h"
 #include "support/check.h"
 #include "support/cpu_features.h"
+#include "support/drawing/png_file.h"
+#include "support/drawing/stacked_bars.h"
 #include "support/format.h"
 #include "support/table.h"
 

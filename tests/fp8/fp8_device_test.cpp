@@ -7,10 +7,10 @@
 #include <string>
 #include <vector>
 
+#include "simulated_device/counts.h"
+#include "simulated_device/scaled_mm.h"
 #include "support/devices.h"
 #include "support/expect_error.h"
-#include "support/simulated/counts.h"
-#include "support/simulated/scaled_mm.h"
 #include "torchamp/cast_recorder.h"
 #include "torchamp/fp8.h"
 #include "torchamp/module_policy.h"

@@ -12,10 +12,10 @@
 #include <string>
 #include <vector>
 
+#include "simulated_device/device.h"
+#include "simulated_device/facts.h"
 #include "support/devices.h"
 #include "support/optimizer_kinds.h"
-#include "support/simulated/device.h"
-#include "support/simulated/facts.h"
 
 namespace {
 

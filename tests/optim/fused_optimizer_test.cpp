@@ -8,11 +8,11 @@
 #include <utility>
 #include <vector>
 
+#include "simulated_device/counts.h"
 #include "support/call_counter.h"
 #include "support/devices.h"
 #include "support/expect_error.h"
 #include "support/fused_optimizers.h"
-#include "support/simulated/counts.h"
 #include "support/tolerances.h"
 
 namespace {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Writes checkpoints as Python does, for tests/io/python_state_test.cpp.
+"""Writes checkpoints as Python does, for tests/checkpoint/python_state_test.cpp.
 
 Refresh with
     python tests/parity/python_checkpoints.py > tests/parity/python_checkpoints.txt

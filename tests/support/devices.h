@@ -7,7 +7,7 @@
 
 #include <string>
 
-#include "support/simulated/device.h"
+#include "simulated_device/device.h"
 
 /// The devices that tests with a device variant run on: TEST_P bodies take GetParam().
 inline auto all_devices() {

@@ -5,8 +5,8 @@
 #include <utility>
 #include <vector>
 
+#include "simulated_device/graph.h"
 #include "support/repeating_recorder.h"
-#include "support/simulated/graph.h"
 #include "torchamp/cuda_graph.h"
 #include "torchamp/detail/graph/make_recorder.h"
 #include "torchamp/detail/graph/recorder.h"

@@ -6,7 +6,7 @@
 
 #include <string_view>
 
-#include "support/simulated/memory.h"
+#include "simulated_device/memory.h"
 
 /// Calls `call` with memory for 0, 1, 2, … allocations, of the simulated devices or of what `Limit`
 /// limits, until it has enough; after each failure, with all memory again, `failed`. Returns how

@@ -12,8 +12,8 @@
 #include "benchmark/comparison/race.h"
 #include "benchmark/comparison/report.h"
 #include "benchmark/comparison/verdict.h"
-#include "drawing/canvas.h"
-#include "drawing/text.h"
+#include "support/drawing/canvas.h"
+#include "support/drawing/text.h"
 #include "support/format.h"
 
 /// Horizontal bars under a title, with an optional line at one value.

@@ -22,10 +22,10 @@
 #include "benchmark/comparison/growth_costs.h"
 #include "benchmark/comparison/race.h"
 #include "benchmark/comparison/report.h"
-#include "drawing/canvas.h"
-#include "drawing/color.h"
-#include "drawing/plot.h"
-#include "drawing/text.h"
+#include "support/drawing/canvas.h"
+#include "support/drawing/color.h"
+#include "support/drawing/plot.h"
+#include "support/drawing/text.h"
 #include "support/format.h"
 
 /// Seconds by size.

@@ -19,7 +19,7 @@
 #include "benchmark/comparison/race.h"
 #include "benchmark/comparison/report.h"
 #include "benchmark/comparison/worker.h"
-#include "drawing/png_file.h"
+#include "support/drawing/png_file.h"
 
 namespace {
 

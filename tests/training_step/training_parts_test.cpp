@@ -1,0 +1,442 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What a TrainingStep takes from headers of their own: masters, files, schedulers, graphs, a log.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <fstream>
+#include <iterator>
+#include <memory>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "simulated_device/device.h"
+#include "support/devices.h"
+#include "support/expect_error.h"
+#include "support/temporary_folder.h"
+#include "support/training_steps.h"
+#include "torchamp/cuda_graph.h"
+#include "torchamp/detail/graph/make_recorder.h"
+#include "torchamp/master_weights.h"
+#include "torchamp/torchamp.h"
+#include "torchamp/training_checkpoint.h"
+#include "torchamp/training_log.h"
+#include "torchamp/training_step.h"
+
+namespace {
+
+using at::Tensor;
+using torchamp::AutocastGuard;
+using torchamp::GradScaler;
+using torchamp::GradScalerOptions;
+using torchamp::MasterStorage;
+using torchamp::MasterWeights;
+using torchamp::MasterWeightsOptions;
+using torchamp::TrainingStep;
+using training_steps::batch_of;
+using training_steps::expect_same_bits;
+using training_steps::loss_of;
+using training_steps::make_net;
+using training_steps::Net;
+
+std::unique_ptr<torch::optim::Optimizer> fused(std::vector<Tensor> parameters) {
+  return std::make_unique<torchamp::FusedAdamW>(std::move(parameters),
+                                                torch::optim::AdamWOptions(0.02));
+}
+
+// ---- Masters ------------------------------------------------------------------------------------
+
+TEST(TrainingStep, TrainsMastersAsTheIterationWrittenByHandBitForBit) {
+  struct Case {
+    at::ScalarType dtype;
+    MasterStorage storage;
+    bool main_gradients;
+  };
+  for (const Case& one : {Case{at::kHalf, MasterStorage::full, false},
+                          {at::kBFloat16, MasterStorage::full, true},
+                          {at::kBFloat16, MasterStorage::split, false},
+                          {at::kBFloat16, MasterStorage::split, true}}) {
+    for (const std::int64_t parts : {1, 3}) {
+      SCOPED_TRACE(c10::str(one.dtype, ' ', static_cast<int>(one.storage), ' ', one.main_gradients,
+                            ' ', parts));
+      const MasterWeightsOptions options{
+          .dtype = one.dtype, .storage = one.storage, .main_gradients = one.main_gradients};
+      const GradScalerOptions scaling{.init_scale = 64.};
+      Net by_hand = make_net(at::kCPU), stepped = make_net(at::kCPU);
+      MasterWeights masters(by_hand, options);
+      const auto optimizer = fused(masters.parameters());
+      GradScaler scaler(scaling);
+      TrainingStep train(
+          stepped, [](auto parameters) { return fused(parameters); },
+          {.scaler = scaling, .max_grad_norm = 0.1, .micro_batches = parts, .masters = options});
+      for (int window = 0; window < 4; ++window) {
+        masters.zero_grad();
+        const bool overflows = window == 2;
+        for (int part = 0; part < parts; ++part) {
+          const auto batch = batch_of(at::kCPU, window * 10 + part, overflows);
+          Tensor loss;
+          {
+            const AutocastGuard autocast(at::kCPU, one.dtype);
+            loss = loss_of(by_hand, batch);
+          }
+          scaler.scale(loss / parts).backward();
+          const auto result = train([&] { return loss_of(stepped, batch); });
+          if (result.ended_window()) {
+            EXPECT_EQ(result.stepped(), !overflows);
+          }
+        }
+        masters.take_gradients();
+        torchamp::clip_grad_norm_(scaler, *optimizer, 0.1);
+        scaler.step(*optimizer);
+        scaler.update();
+        masters.copy_to_model();
+        expect_same_bits(stepped, by_hand);
+      }
+      const auto left = train.masters().parameters(), right = masters.parameters();
+      for (std::size_t i = 0; i < left.size(); ++i) EXPECT_TRUE(at::equal(left[i], right[i]));
+    }
+  }
+}
+
+TEST(TrainingStep, GoesOnWithMastersAfterAnException) {
+  Net calm = make_net(at::kCPU), shaken = make_net(at::kCPU);
+  const auto options = [] {
+    return torchamp::TrainingStepOptions{
+        .scaler = GradScalerOptions{.init_scale = 64., .max_skips_in_a_row = 1},
+        .masters = MasterWeightsOptions{.dtype = at::kBFloat16}};
+  };
+  const auto make = [](auto parameters) { return fused(parameters); };
+  TrainingStep expected(calm, make, options()), train(shaken, make, options());
+  for (int i = 0; i < 4; ++i) {
+    EXPECT_TRUE(expected([&] { return loss_of(calm, batch_of(at::kCPU, i)); }));
+    EXPECT_ERROR(train([&]() -> Tensor { TORCH_CHECK(false, "no batch"); }), "no batch");
+    EXPECT_TRUE(train([&] { return loss_of(shaken, batch_of(at::kCPU, i)); }));
+  }
+  training_steps::expect_same_weights(shaken, calm);
+  EXPECT_ERROR(train([&] { return loss_of(shaken, batch_of(at::kCPU, 0, true)); }),
+               "max_skips_in_a_row");
+  EXPECT_TRUE(train([&] { return loss_of(shaken, batch_of(at::kCPU, 9)); }));
+  EXPECT_TRUE(expected([&] { return loss_of(calm, batch_of(at::kCPU, 9)); }));
+  training_steps::expect_same_weights(shaken, calm);
+}
+
+TEST(TrainingStep, RefusesMastersThatCannotBeBeforeTheModelIsCast) {
+  Net net = make_net(at::kCPU);
+  torch::optim::SGD sgd(net->parameters(), 0.1);
+  const MasterWeightsOptions options{.dtype = at::kBFloat16};
+  EXPECT_ERROR(TrainingStep(net, sgd, {.masters = options}), "Pass a function that creates it");
+  EXPECT_ERROR(TrainingStep(net, fused, {.dtype = at::kHalf, .masters = options}),
+               "that of the masters' model BFloat16");
+  EXPECT_EQ(net->first->weight.scalar_type(), at::kFloat);
+}
+
+/// Makes one whose construction fails once the masters are there.
+using Fail = void (*)(Net& net, const MasterWeightsOptions& masters);
+const std::vector<std::pair<std::string, Fail>> failures{
+    {"no factory",
+     [](Net& net, const MasterWeightsOptions& masters) {
+       TrainingStep(net,
+                    [](auto) -> std::unique_ptr<torch::optim::Optimizer> {
+                      TORCH_CHECK(false, "no factory");
+                    },
+                    {.masters = masters});
+     }},
+    {"closure_step.h",
+     [](Net& net, const MasterWeightsOptions& masters) {
+       TrainingStep(net,
+                    [](auto parameters) {
+                      return std::make_unique<torch::optim::LBFGS>(std::move(parameters));
+                    },
+                    {.masters = masters});
+     }},
+    {"no schedule",
+     [](Net& net, const MasterWeightsOptions& masters) {
+       TrainingStep(
+           net, fused,
+           {.micro_batches = 2,
+            .masters = masters,
+            .scheduler = [](torch::optim::Optimizer&) -> std::unique_ptr<torch::optim::StepLR> {
+              TORCH_CHECK(false, "no schedule");
+            }});
+     }},
+    {"LibTorch has no graphs",
+     [](Net& net, const MasterWeightsOptions& masters) {
+       TrainingStep(net, fused, {.masters = masters, .capture = torchamp::CudaGraphOptions{}});
+     }},
+    {"cannot write the log", [](Net& net, const MasterWeightsOptions& masters) {
+       TrainingStep(net, fused, {.masters = masters, .log = "/no/such/folder/run.csv"});
+     }}};
+
+TEST(TrainingStep, LeavesTheModelAsItWasWhereItsConstructionFails) {
+  for (const auto& [what, fail] : failures) {
+    for (const MasterWeightsOptions& masters :
+         {MasterWeightsOptions{.dtype = at::kHalf},
+          {.dtype = at::kBFloat16, .main_gradients = true},
+          {.dtype = at::kBFloat16, .storage = MasterStorage::split},
+          {.dtype = at::kBFloat16, .storage = MasterStorage::split, .main_gradients = true}}) {
+      SCOPED_TRACE(c10::str(what, ' ', static_cast<int>(masters.storage), masters.main_gradients));
+      Net net = make_net(at::kCPU), untouched = make_net(at::kCPU);
+      for (Net* one : {&net, &untouched}) loss_of(*one, batch_of(at::kCPU, 7)).backward();
+      EXPECT_ERROR(fail(net, masters), what.c_str());
+      expect_same_bits(net, untouched);
+      const auto parameters = net->parameters(), expected = untouched->parameters();
+      for (std::size_t i = 0; i < parameters.size(); ++i) {
+        EXPECT_EQ(parameters[i].scalar_type(), at::kFloat);
+        EXPECT_TRUE(at::equal(parameters[i].grad(), expected[i].grad()));
+      }
+      torch::optim::SGD optimizer(net->parameters(), 0.1), other(untouched->parameters(), 0.1);
+      TrainingStep train(net, optimizer, {.dtype = at::kFloat});
+      TrainingStep expects(untouched, other, {.dtype = at::kFloat});
+      for (int i = 0; i < 2; ++i) {
+        train([&] { return loss_of(net, batch_of(at::kCPU, i)); });
+        expects([&] { return loss_of(untouched, batch_of(at::kCPU, i)); });
+      }
+      expect_same_bits(net, untouched);
+    }
+  }
+}
+
+// ---- Files --------------------------------------------------------------------------------------
+
+TEST(TrainingStep, GoesOnFromAFileAsIfItHadNotBeenStopped) {
+  const TemporaryFolder folder;
+  for (const bool has_masters : {false, true}) {
+    const std::string path = (folder / (has_masters ? "masters.pt" : "plain.pt")).string();
+    const auto options = [&] {
+      torchamp::TrainingStepOptions some{
+          .dtype = at::kBFloat16,
+          .scaler = GradScalerOptions{.init_scale = 64., .growth_interval = 3},
+          .micro_batches = 2};
+      if (has_masters) some.masters = MasterWeightsOptions{.dtype = at::kBFloat16};
+      some.scheduler = [](torch::optim::Optimizer& optimizer) {
+        return std::make_unique<torch::optim::StepLR>(optimizer, 2, 0.5);
+      };
+      return some;
+    };
+    const auto make = [](auto parameters) { return fused(parameters); };
+    const auto run = [](TrainingStep& train, Net& net, int from, int to) {
+      for (int i = from; i < to; ++i) train([&] { return loss_of(net, batch_of(at::kCPU, i)); });
+    };
+    Net net = make_net(at::kCPU);
+    TrainingStep train(net, make, options());
+    EXPECT_FALSE(train.load(path));
+    run(train, net, 0, 5);
+    EXPECT_ERROR(train.save(path), "1 of 2 micro-batches are pending");
+    EXPECT_ERROR((void)train.load(path), "1 of 2 micro-batches are pending");
+    run(train, net, 5, 6);
+    train.save(path);
+    run(train, net, 6, 12);
+
+    Net other = make_net(at::kCPU);
+    TrainingStep goes_on(other, make, options());
+    ASSERT_TRUE(goes_on.load(path));
+    EXPECT_EQ(goes_on.steps(), 3);
+    run(goes_on, other, 6, 12);
+    expect_same_bits(other, net);
+    EXPECT_EQ(goes_on.scaler().state_dict(), train.scaler().state_dict());
+    EXPECT_EQ(goes_on.optimizer().param_groups()[0].options().get_lr(),
+              train.optimizer().param_groups()[0].options().get_lr());
+  }
+}
+
+// ---- Schedulers ---------------------------------------------------------------------------------
+
+struct Counting {
+  void step() { ++steps; }
+  int steps = 0;
+};
+
+TEST(TrainingStep, StepsTheSchedulerWhereTheStepWasNotSkipped) {
+  Net net = make_net(at::kCPU);
+  torch::optim::SGD optimizer(net->parameters(), 0.1);
+  Counting counting;
+  TrainingStep train(net, optimizer,
+                     {.dtype = at::kFloat, .micro_batches = 2, .scheduler = counting});
+  for (int i = 0; i < 6; ++i) {
+    train([&] { return loss_of(net, batch_of(at::kCPU, i, /*overflows=*/i == 2)); });
+  }
+  EXPECT_EQ(counting.steps, 2);
+  const TemporaryFolder folder;
+  EXPECT_ERROR(train.save((folder / "run.pt").string()), "has no save() and load()");
+}
+
+// ---- Graphs -------------------------------------------------------------------------------------
+
+TEST(TrainingStep, CapturesIterationsThatGiveWhatEagerOnesDoSimulated) {
+  SKIP_WITHOUT(at::kPrivateUse1);
+  if (!torchamp::detail::has_registered_graphs(at::kPrivateUse1)) {
+    GTEST_SKIP() << "this LibTorch has no registry of graphs";
+  }
+  constexpr double rate = 1. / 128;  // one of fp32, as captured steps take it
+  Net eager = make_net(at::kPrivateUse1), captured = make_net(at::kPrivateUse1);
+  torchamp::FusedAdamW one(eager->parameters(), torch::optim::AdamWOptions(rate));
+  torchamp::FusedAdamW two(captured->parameters(), torch::optim::AdamWOptions(rate));
+  const GradScalerOptions scaling{.init_scale = 1024., .growth_interval = 3};
+  TrainingStep by_hand(eager, one, {.dtype = at::kHalf, .scaler = scaling, .max_grad_norm = 0.5});
+  {
+    TrainingStep train(captured, two,
+                       {.dtype = at::kHalf,
+                        .scaler = scaling,
+                        .max_grad_norm = 0.5,
+                        .capture = torchamp::CudaGraphOptions{.warmup = 2}});
+    EXPECT_ERROR(train([&] { return loss_of(captured, batch_of(simulated::sim0, 0)); }),
+                 "a replay runs no host code");
+    int calls = 0;
+    for (int i = 0; i < 10; ++i) {
+      SCOPED_TRACE(i);
+      const auto batch = batch_of(simulated::sim0, i, /*overflows=*/i % 4 == 3);
+      const auto expected = by_hand([&] { return loss_of(eager, batch); });
+      const auto result = train({batch[0], batch[1]}, [&](const auto& inputs) {
+        ++calls;
+        return loss_of(captured, inputs);
+      });
+      EXPECT_TRUE(at::equal(result.loss_tensor().cpu(), expected.loss_tensor().cpu()));
+      EXPECT_EQ(result.stepped(), i % 4 != 3);
+      EXPECT_EQ(result.scale(), expected.scale());
+      if (result.stepped()) {
+        EXPECT_EQ(result.norm(), expected.norm());
+      }
+      expect_same_bits(captured, eager);
+    }
+    EXPECT_EQ(calls, 3) << "replays call nothing";
+    EXPECT_EQ(train.steps(), 10);
+    simulated::wait_for_device(0);
+  }
+}
+
+TEST(TrainingStep, CapturesIterationsWithMastersSimulated) {
+  SKIP_WITHOUT(at::kPrivateUse1);
+  if (!torchamp::detail::has_registered_graphs(at::kPrivateUse1)) {
+    GTEST_SKIP() << "this LibTorch has no registry of graphs";
+  }
+  const auto make = [](auto parameters) {  // a rate of fp32, as captured steps take it
+    return std::make_unique<torchamp::FusedAdamW>(std::move(parameters),
+                                                  torch::optim::AdamWOptions(1. / 128));
+  };
+  for (const MasterWeightsOptions& masters :
+       {MasterWeightsOptions{.dtype = at::kHalf},
+        {.dtype = at::kBFloat16, .storage = MasterStorage::split}}) {
+    SCOPED_TRACE(static_cast<int>(masters.storage));
+    const GradScalerOptions scaling{.init_scale = 1024., .growth_interval = 3};
+    Net eager = make_net(at::kPrivateUse1), captured = make_net(at::kPrivateUse1);
+    TrainingStep by_hand(eager, make,
+                         {.scaler = scaling, .max_grad_norm = 0.5, .masters = masters});
+    TrainingStep train(captured, make,
+                       {.scaler = scaling,
+                        .max_grad_norm = 0.5,
+                        .masters = masters,
+                        .capture = torchamp::CudaGraphOptions{.warmup = 2}});
+    int calls = 0;
+    for (int i = 0; i < 8; ++i) {
+      SCOPED_TRACE(i);
+      const auto batch = batch_of(simulated::sim0, i, /*overflows=*/i % 4 == 3);
+      by_hand([&] { return loss_of(eager, batch); });
+      const auto result = train({batch[0], batch[1]}, [&](const auto& inputs) {
+        ++calls;
+        return loss_of(captured, inputs);
+      });
+      EXPECT_EQ(result.stepped(), i % 4 != 3);
+      expect_same_bits(captured, eager);
+      const auto left = train.masters().parameters(), right = by_hand.masters().parameters();
+      for (std::size_t p = 0; p < left.size(); ++p) {
+        EXPECT_TRUE(at::equal(left[p].cpu(), right[p].cpu()));
+      }
+    }
+    EXPECT_EQ(calls, 3) << "replays call nothing";
+    simulated::wait_for_device(0);
+  }
+}
+
+TEST(TrainingStep, RefusesAtConstructionWhatNoGraphCanHold) {
+  Net net = make_net(at::kCPU);
+  torch::optim::SGD sgd(net->parameters(), 0.1);
+  torchamp::FusedSGD fused_sgd(net->parameters(), torch::optim::SGDOptions(0.1));
+  const torchamp::CudaGraphOptions options;
+  EXPECT_ERROR(TrainingStep(net, sgd, {.dtype = at::kFloat, .capture = options}),
+               "an ordinary optimizer");
+  EXPECT_ERROR(TrainingStep(net, fused_sgd, {.dtype = at::kFloat, .capture = options}),
+               "LibTorch has no graphs");
+  EXPECT_ERROR(TrainingStep(net, fused_sgd, {.micro_batches = 2, .capture = options}),
+               "capture and micro_batches above 1 cannot be together");
+  TrainingStep eager(
+      net, fused_sgd,
+      {.dtype = at::kFloat, .capture = torchamp::CudaGraphOptions{.enabled = false}});
+  EXPECT_TRUE(
+      eager(batch_of(at::kCPU, 0), [&](const auto& inputs) { return loss_of(net, inputs); }));
+}
+
+// ---- A log --------------------------------------------------------------------------------------
+
+class LogOnDevice : public ::testing::TestWithParam<at::DeviceType> {
+ protected:
+  void SetUp() override { SKIP_WITHOUT(GetParam()); }
+};
+INSTANTIATE_TEST_SUITE_P(TrainingStep, LogOnDevice, all_devices(), device_name);
+
+TEST_P(LogOnDevice, HasALineForEachStepAndWaitsForNone) {
+  const TemporaryFolder folder;
+  const std::string path = (folder / "run.csv").string();
+  Net net = make_net(GetParam());
+  torchamp::FusedAdamW optimizer(net->parameters(), torch::optim::AdamWOptions(0.02));
+  std::ostringstream expected;
+  expected.precision(9);
+  std::vector<torchamp::TrainingResult> results;
+  {
+    TrainingStep train(net, optimizer,
+                       {.dtype = at::kHalf,
+                        .scaler = GradScalerOptions{.init_scale = 64.},
+                        .max_grad_norm = 1.,
+                        .log = path});
+    for (int i = 0; i < 5; ++i) {
+      const auto batch = batch_of(GetParam(), i, /*overflows=*/i == 2);
+      const simulated::Counts counts;
+      results.push_back(train([&] { return loss_of(net, batch); }));
+      if (i > 0) {
+        EXPECT_EQ(counts.now().waits, 0) << i;
+      }
+    }
+    train.finish();
+  }
+  std::ifstream file(path);
+  std::string line;
+  std::getline(file, line);
+  EXPECT_EQ(line, "step,loss,scale,skips,norm,time");
+  for (std::size_t i = 0; i < results.size(); ++i) {
+    std::ostringstream begins;
+    begins.precision(9);
+    begins << i + 1 << ',' << results[i].loss_tensor().item<float>() << ',' << (i < 3 ? 64 : 32)
+           << ',' << (i < 2 ? 0 : 1) << ',' << results[i].norm_tensor().item<float>() << ',';
+    std::getline(file, line);
+    EXPECT_THAT(line, testing::StartsWith(begins.str()));
+  }
+  EXPECT_FALSE(std::getline(file, line));
+}
+
+TEST(TrainingStep, WritesALogThatCanBeReadWhileItTrains) {
+  const TemporaryFolder folder;
+  const std::string path = (folder / "run.csv").string();
+  Net net = make_net(at::kCPU);
+  torch::optim::SGD optimizer(net->parameters(), 0.1);
+  TrainingStep train(net, optimizer, {.dtype = at::kFloat, .log = path});
+  for (int steps = 1; steps < 3; ++steps) {
+    train([&] { return loss_of(net, batch_of(at::kCPU, steps)); });
+    std::ifstream file(path);
+    const std::string text(std::istreambuf_iterator<char>(file), {});
+    EXPECT_EQ(std::ranges::count(text, '\n'), 1 + steps) << text;
+  }
+}
+
+TEST(TrainingStep, SaysThatTheLogCannotBeWritten) {
+  Net net = make_net(at::kCPU);
+  torch::optim::SGD optimizer(net->parameters(), 0.1);
+  EXPECT_ERROR(
+      TrainingStep(net, optimizer, {.dtype = at::kFloat, .log = "/no/such/folder/run.csv"}),
+      "cannot write the log");
+}
+
+}  // namespace
