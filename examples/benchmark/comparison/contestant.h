@@ -17,10 +17,12 @@
 
 /// What a worker tells of a run, see Note [Workers].
 struct Round {
-  double seconds = 0.;  ///< per step, or call
-  double loss = 0.;     ///< the mean of the run's losses; see Predictor for inference
+  double seconds = 0.;    ///< per step, or call
+  double processor = 0.;  ///< the same of the processor's time
+  double loss = 0.;       ///< the mean of the run's losses; see Predictor for inference
   double first_loss = 0.;
   std::int64_t peak_bytes = 0;
+  std::int64_t sent_bytes = -1;  ///< by all steps; -1: nobody counted
 };
 
 /// One way to train one model or to predict with it, done by a worker, and what came of it. A
@@ -58,16 +60,39 @@ class Contestant {
   }
 
   void warm_up(std::int64_t steps) {
-    if (const auto round = run(steps)) first_loss_ = round->first_loss;
+    ask("run", steps);
+    end_warm_up(steps);
   }
   void race(std::int64_t steps) {
-    if (const auto round = run(steps)) rounds_.push_back(*round);
+    ask("run", steps);
+    end_race(steps);
+  }
+
+  // The parts of these, for workers that run together.
+
+  void ask(const std::string& command, std::int64_t steps) {
+    if (!failed()) worker_->write_line(command + " " + std::to_string(steps));
+  }
+  void end_warm_up(std::int64_t steps) {
+    if (const auto round = take_round(steps)) first_loss_ = round->first_loss;
+  }
+  void end_race(std::int64_t steps) {
+    if (const auto round = take_round(steps)) rounds_.push_back(*round);
+  }
+  /// The answer to "trace".
+  std::optional<std::string> end_trace() { return expect("traced"); }
+
+  /// What an answer says of `name`.
+  static std::string field(const std::string& answer, const std::string& name) {
+    const std::size_t at = answer.find(" " + name + "=");
+    if (at == std::string::npos) return "";
+    const std::size_t begin = at + name.size() + 2;
+    return answer.substr(begin, answer.find(' ', begin) - begin);
   }
 
   /// Asks a C++ worker where the time of its steps goes.
   void profile(std::int64_t steps) {
-    if (failed()) return;
-    worker_->write_line("profile " + std::to_string(steps));
+    ask("profile", steps);
     const auto answer = expect("profiled");
     if (!answer) return;
     for (const char* kind : kOpKinds) shares_.push_back(support::number_of(field(*answer, kind)));
@@ -79,13 +104,14 @@ class Contestant {
   void dismiss() { worker_.reset(); }
 
  private:
-  std::optional<Round> run(std::int64_t steps) {
-    if (failed()) return std::nullopt;
-    worker_->write_line("run " + std::to_string(steps));
+  std::optional<Round> take_round(std::int64_t steps) {
     const auto answer = expect("ran");
     if (!answer) return std::nullopt;
     Round round;
     std::istringstream(field(*answer, "peak")) >> round.peak_bytes;
+    std::istringstream(field(*answer, "sent")) >> round.sent_bytes;
+    std::istringstream(field(*answer, "processor")) >> round.processor;
+    round.processor /= static_cast<double>(steps);
     round.seconds = support::number_of(field(*answer, clock_)) / static_cast<double>(steps);
     round.loss = support::number_of(field(*answer, "loss"));  // "nan" and "inf" too
     round.first_loss = support::number_of(field(*answer, "first"));
@@ -94,6 +120,7 @@ class Contestant {
 
   /// The answer that begins with `word`, or nothing, with the failure noted.
   std::optional<std::string> expect(const std::string& word) {
+    if (failed()) return std::nullopt;
     while (const auto line = worker_->read_line()) {
       if (line->starts_with(word + " ")) return line;
       if (line->starts_with("error ")) {
@@ -103,13 +130,6 @@ class Contestant {
     }
     failure_ = "the worker ended unexpectedly (see workers.log)";
     return std::nullopt;
-  }
-
-  static std::string field(const std::string& answer, const std::string& name) {
-    const std::size_t at = answer.find(" " + name + "=");
-    if (at == std::string::npos) return "";
-    const std::size_t begin = at + name.size() + 2;
-    return answer.substr(begin, answer.find(' ', begin) - begin);
   }
 
   Way way_;

@@ -12,10 +12,13 @@
 #include <vector>
 
 #include "benchmark/comparison/charts.h"
+#include "benchmark/comparison/group_worker.h"
 #include "benchmark/comparison/growth.h"
 #include "benchmark/comparison/inference_report.h"
 #include "benchmark/comparison/machine.h"
 #include "benchmark/comparison/options.h"
+#include "benchmark/comparison/processes.h"
+#include "benchmark/comparison/processes_report.h"
 #include "benchmark/comparison/race.h"
 #include "benchmark/comparison/report.h"
 #include "benchmark/comparison/worker.h"
@@ -47,10 +50,61 @@ int grow(const Plan& plan, const Circumstances& circumstances, std::int64_t larg
   return 0;
 }
 
+/// What --task processes makes of the options. Throws support::UsageError.
+Options for_processes(Options options) {
+#ifndef COMPARISON_HAS_GLOO
+  throw support::UsageError(
+      "--task processes: this program was compiled without Gloo's headers (apt install "
+      "libgloo-dev)");
+#endif
+  if (options.device.device == "cuda") throw support::UsageError("--task processes: is for a CPU");
+  options.device.device = "cpu";
+  if (options.models.empty()) options.models = {"gpt"};
+  for (const std::string& name : options.models) {
+    if (name == "feed_forward" || name == "bert" || name == "gpt") continue;
+    throw support::UsageError("--models: '" + name +
+                              "' is not for --task processes, but feed_forward, bert, gpt");
+  }
+  if (options.threads == 0) options.threads = 1;
+  return options;
+}
+
+int train_together(const Options& options, const Plan& plan, const Circumstances& circumstances) {
+  std::deque<Race> models;
+  std::deque<GroupRace> races;
+  for (const std::string& name : options.models) {
+    const ModelEntry& model = find_model(name);
+    models.push_back({.model = &model,
+                      .sizes = sizes_of(model, plan.preset, options.sizes),
+                      .steps = options.steps.value_or(model.steps.at(plan.preset))});
+    for (const std::string& processes : options.processes) {
+      races.push_back({.race = &models.back(), .processes = std::stoll(processes)});
+      run(plan, races.back(), options.bucket_bytes);
+    }
+  }
+  const GroupRace* const drawn = drawn_race(races);
+  write_text(plan, "processes.md", [&](auto& file) {
+    write_processes_report(file, plan, circumstances, races, drawn != nullptr);
+  });
+  write_text(plan, "processes.csv", [&](auto& file) { write_processes_csv(file, races); });
+  if (drawn) {
+    write_chart(plan, "processes.png",
+                draw_processes(circumstances.device_name + ", LibTorch " TORCH_VERSION, *drawn));
+  }
+  bool all_right = true;
+  for (const GroupRace& race : races) {
+    std::cout << '\n' << race.race->title() << ", " << race.processes << " processes:\n";
+    write_group_table(std::cout, race);
+    for (const Gang& gang : race.gangs) all_right &= race.wrong(gang).empty();
+  }
+  return all_right ? 0 : 1;
+}
+
 int compare(const Options& options, const std::string& command) {
   const Plan plan = make_plan(options);
   const Circumstances circumstances = describe(plan, command);
   if (options.task == "growth") return grow(plan, circumstances, options.largest);
+  if (options.task == "processes") return train_together(options, plan, circumstances);
   std::cout << circumstances.device << '\n'
             << (plan.python.empty()
                     ? std::string("Without Python; --python PATH names one that has torch.")
@@ -111,11 +165,19 @@ int compare(const Options& options, const std::string& command) {
 
 int run_main(int argc, char** argv) {
   if (argc > 1 && argv[1] == std::string("--worker")) {
-    return serve(parse_worker_options(argc, argv));
+    const WorkerOptions options = parse_worker_options(argc, argv);
+#ifdef COMPARISON_HAS_GLOO
+    if (options.is_grouped) {
+      return serve_in_group(
+          {options.model, options.way, options.sizes, options.threads, options.bucket_bytes});
+    }
+#endif
+    return serve(options);
   }
   const std::optional<Options> options = parse_options(argc, argv);
   if (!options) return 0;
-  return compare(*options, command_without_paths(argc, argv));
+  return compare(options->task == "processes" ? for_processes(*options) : *options,
+                 command_without_paths(argc, argv));
 }
 
 }  // namespace

@@ -32,6 +32,8 @@ struct Options {
   std::int64_t rounds = 7;
   std::int64_t threads = 0;
   std::int64_t largest = std::numeric_limits<std::int64_t>::max();
+  std::vector<std::string> processes{"1", "2", "4"};
+  std::int64_t bucket_bytes = 0;
   std::string clock = "wall";
   std::filesystem::path out = "torchamp-comparison";
 };
@@ -103,17 +105,18 @@ inline std::optional<Options> parse_options(int argc, const char* const* argv) {
   };
   std::vector<std::string> names;
   for (const ModelEntry& model : all_models()) names.push_back(model.name);
-  arguments.add_choice("--task", {"training", "inference", "growth"},
+  arguments.add_choice("--task", {"training", "inference", "growth", "processes"},
                        "inference: the models predict, one call at a time, for batches of 1 and of "
                        "16. growth: no models;\nhow the costs of guard, scaler, clip and policies "
-                       "grow. Default: training.",
+                       "grow. processes: several train one model on a CPU.\nDefault: training.",
                        options.task);
   arguments.add_choice("--device", {"auto", "cpu", "cuda"}, "Default: CUDA where there is one.",
                        options.device.device);
   arguments.add("--models", "LIST",
                 "Of feed_forward,unet,bert,gpt,yolo,checkerboard; for inference also "
                 "gpt_generation,gpt_cached.\n"
-                "Default: all; for inference all but feed_forward and checkerboard.",
+                "Default: all; for inference all but feed_forward and checkerboard; for processes "
+                "gpt.",
                 list(options.models, names));
   arguments.add("--dtypes", "LIST",
                 "Of fp16,bf16. Default: both on CUDA; on a CPU those it is fast in, else bf16.",
@@ -147,7 +150,14 @@ inline std::optional<Options> parse_options(int argc, const char* const* argv) {
                         1, 100'000);
   arguments.add_integer("--largest", "Of the sizes of --task growth. Default: all.",
                         options.largest, 1, options.largest);
-  arguments.add_integer("--threads", "Of each worker on a CPU. Default: LibTorch's choice.",
+  arguments.add("--processes", "LIST", "Of 1,2,4,8, for --task processes. Default: 1,2,4.",
+                list(options.processes, {"1", "2", "4", "8"}));
+  arguments.add_integer("--bucket",
+                        "Bytes of gradients that --task processes sends at once. Default: each "
+                        "library's choice.",
+                        options.bucket_bytes, 1, std::int64_t{1} << 40);
+  arguments.add_integer("--threads",
+                        "Of each worker on a CPU. Default: LibTorch's choice; 1 for processes.",
                         options.threads, 1, 1024);
   arguments.add_choice("--clock", {"wall", "processor"},
                        "What is measured. processor: the workers' own processor time, to which "
@@ -168,7 +178,7 @@ inline WorkerOptions parse_worker_options(int argc, const char* const* argv) {
     options.model = text;
     options.sizes = find_model(text).sizes.at(Preset::small);
   });
-  arguments.add_choice("--task", {"training", "inference"}, "", task);
+  arguments.add_choice("--task", {"training", "inference", "processes"}, "", task);
   arguments.add_choice(
       "--casts",
       {"fp32", "raw", "torch", "standard", "audited", "torch_kept", "standard_kept", "cast"}, "",
@@ -178,13 +188,17 @@ inline WorkerOptions parse_worker_options(int argc, const char* const* argv) {
   arguments.add_choice("--dtype", {"fp32", "fp16", "bf16"}, "", options.way.dtype);
   arguments.add_choice("--optimizer", {"stock", "fused"}, "", options.way.optimizer);
   arguments.add_choice("--launch", {"eager", "captured"}, "", options.way.launch);
-  arguments.add_choice("--variant", {"plain", "masters", "recomputed", "kept"}, "",
-                       options.way.variant);
+  arguments.add_choice("--variant",
+                       {"plain", "masters", "recomputed", "kept", "parallel", "parallel_16",
+                        "sharded", "sharded_16"},
+                       "", options.way.variant);
+  arguments.add_integer("--bucket", "", options.bucket_bytes, 0, std::int64_t{1} << 40);
   arguments.add("--device", "DEVICE", "", options.device);
   arguments.add_integer("--threads", "", options.threads, 0, 1024);
   arguments.add("--set", "SIZE=N", "",
                 [&](const std::string& text) { set_size(options.sizes, text); });
   arguments.parse(argc - 1, argv + 1);
   options.predicts = task == "inference";
+  options.is_grouped = task == "processes";
   return options;
 }

@@ -80,8 +80,10 @@ inline double time_ratio(const Contestant& a, const Contestant& b) {
   return median(std::move(ratios));
 }
 
-/// Why the losses of `contestant` and `other` cannot both be right; empty if they can.
-inline std::string disagreement(const Contestant& contestant, const Contestant& other) {
+/// Why the losses of `contestant` and `other` cannot both be right; empty if they can. Each is a
+/// Contestant, or several that train together.
+template <class Trained>
+std::string disagreement(const Trained& contestant, const Trained& other) {
   const double loss = contestant.final_loss(), expected = other.final_loss();
   if (!std::isfinite(loss)) return "the final loss is not finite";
   if (contestant.parameters() != other.parameters()) return "another number of parameters";

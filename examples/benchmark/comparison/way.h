@@ -19,7 +19,9 @@ struct Way {
   std::string dtype = "bf16";       ///< fp16, bf16; fp32 where casts are
   std::string optimizer = "stock";  ///< stock, fused
   std::string launch = "eager";     ///< eager, captured, compiled (torch.compile: Python)
-  std::string variant = "plain";    ///< plain, masters, recomputed, kept (host memory)
+  /// plain, masters, recomputed, kept (host memory); of several processes parallel, sharded, both
+  /// also with _16 (gradients are sent in 16 bits), zero
+  std::string variant = "plain";
 
   bool is_python() const { return language == "python"; }
   bool is_fp32() const { return casts == "fp32"; }
@@ -28,6 +30,7 @@ struct Way {
 
   /// "torchamp standard, fp16, fused, captured"
   std::string name() const {
+    if (shares()) return shared_name();
     std::string text = is_python()          ? "Python torch.amp"
                        : casts == "raw"     ? "at::autocast by hand"
                        : casts == "audited" ? "torchamp, audited policy"
@@ -44,7 +47,23 @@ struct Way {
     return text;
   }
 
+  /// Whether several processes share the work.
+  bool shares() const {
+    return variant.starts_with("parallel") || variant.starts_with("sharded") || variant == "zero";
+  }
+
   friend bool operator==(const Way&, const Way&) = default;
+
+ private:
+  /// "Python fully_shard, bf16, sent in fp32"
+  std::string shared_name() const {
+    const char* const kind = variant == "zero"                 ? " ZeroRedundancyOptimizer"
+                             : variant.starts_with("parallel") ? " DistributedDataParallel"
+                             : is_python()                     ? " fully_shard"
+                                                               : " ShardedMasterWeights";
+    return (is_python() ? "Python" : "torchamp") + (kind + (", " + dtype)) + ", sent in " +
+           (variant.ends_with("_16") ? dtype : "fp32");
+  }
 };
 
 inline c10::ScalarType dtype_of(const Way& way) {
@@ -107,6 +126,25 @@ inline std::vector<Way> inference_ways(const std::vector<std::string>& dtypes, b
   for (const std::string& dtype : dtypes) {
     for (const char* casts : {"raw", "torch", "standard", "torch_kept", "standard_kept", "cast"}) {
       add("cpp", casts, dtype);
+    }
+  }
+  return ways;
+}
+
+/// All ways of several processes, Python's first.
+inline std::vector<Way> shared_ways(const std::vector<std::string>& dtypes, bool python) {
+  std::vector<Way> ways;
+  const auto add = [&](const char* language, const std::string& dtype, const char* variant) {
+    ways.push_back({language, "standard", dtype, "fused", "eager", variant});
+  };
+  for (const std::string& dtype : dtypes) {
+    for (const char* variant : {"parallel", "parallel_16", "sharded", "sharded_16", "zero"}) {
+      if (python) add("python", dtype, variant);
+    }
+  }
+  for (const std::string& dtype : dtypes) {
+    for (const char* variant : {"parallel", "parallel_16", "sharded", "sharded_16"}) {
+      add("cpp", dtype, variant);
     }
   }
   return ways;

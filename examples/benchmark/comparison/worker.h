@@ -29,6 +29,8 @@ struct WorkerOptions {
   std::int64_t threads = 0;  ///< 0: LibTorch's own choice
   std::string policy;        ///< the file that an audited way follows
   std::string audit;         ///< the file to write it to: the worker audits, and trains nothing
+  bool is_grouped = false;   ///< it is one of several, see Note [Workers in a group]
+  std::int64_t bucket_bytes = 0;  ///< of these
 };
 
 // Note [Workers]
