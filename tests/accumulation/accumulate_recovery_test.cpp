@@ -210,7 +210,7 @@ TEST(AccumulationAfterAnError, GoesOnAfterALimitOfTheScaler) {
   GradScaler scaler({.init_scale = 8., .max_skips_in_a_row = 1});
   Accumulation accumulation(scaler, optimizer, 1);
   for (int i = 0; i < 2; ++i) {
-    EXPECT_ERROR(accumulation.backward((w * kInf).sum()), "1 iterations in a row");
+    EXPECT_ERROR(accumulation.backward((w * kInf).sum()), "1 consecutive iterations");
   }
   EXPECT_TRUE(accumulation.backward((w * 2).sum())->stepped());
   EXPECT_EQ(w.item<float>(), -2.F);

@@ -117,7 +117,7 @@ TEST(Accumulation, BeginsANewWindowWhereUpdateThrows) {
   auto optimizer = sgd({w});
   GradScaler scaler({.init_scale = 8., .max_skips_in_a_row = 1});
   Accumulation accumulation(scaler, optimizer, 1);
-  EXPECT_ERROR(accumulation.backward((w * kInf).sum()), "1 iterations in a row");
+  EXPECT_ERROR(accumulation.backward((w * kInf).sum()), "1 consecutive iterations");
   EXPECT_EQ(accumulation.pending(), 0);
   scaler.update(4.);
   EXPECT_TRUE(accumulation.backward((w * 2).sum())->stepped());

@@ -69,7 +69,7 @@ TEST(SafeAccumulationAfterAnError, GoesOnAfterALimitOfTheScaler) {
   SafeAccumulation accumulation(scaler, optimizer);
   accumulation.backward((w * 2).sum());
   for (int i = 0; i < 2; ++i) {
-    EXPECT_ERROR(accumulation.backward((w * kInf).sum()), "1 iterations in a row");
+    EXPECT_ERROR(accumulation.backward((w * kInf).sum()), "1 consecutive iterations");
     EXPECT_EQ(accumulation.pending(), 1) << "as if it had not been given";
     EXPECT_FALSE(scaler.is_unscaled(optimizer));
   }
@@ -210,7 +210,7 @@ TEST(SafeAccumulationAfterAnError, AddsNothingWhereALimitIsMetLate) {
   move_to_device(scaler);
   SafeAccumulation accumulation(scaler, optimizer);
   accumulation.backward((w * kInf).sum());
-  EXPECT_ERROR(accumulation.backward((w * 2).sum()), "1 iterations in a row");
+  EXPECT_ERROR(accumulation.backward((w * 2).sum()), "1 consecutive iterations");
   EXPECT_EQ(accumulation.pending(), 1);
   EXPECT_FALSE(accumulation.step([&] { EXPECT_EQ(w.grad().item<float>(), 0.F); }));
   EXPECT_EQ(w.item<float>(), 0.F);

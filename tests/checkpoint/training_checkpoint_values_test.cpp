@@ -254,8 +254,8 @@ TEST(TrainingCheckpointValues, RefusesToSaveWithoutLocalPartsAndLeavesTheOldFile
   EXPECT_ERROR(checkpoint.save(std::vector<Tensor>{}),
                "TrainingCheckpoint::save: the list of local parts is empty");
   EXPECT_ERROR(checkpoint.save({checkpoint.local_part(), Tensor()}),
-               "TrainingCheckpoint::save: local part 1 is not what local_part() gives");
-  EXPECT_ERROR(checkpoint.save({at::ones({3})}), "local part 0 is not what");
+               "TrainingCheckpoint::save: local part 1 is not a result of local_part()");
+  EXPECT_ERROR(checkpoint.save({at::ones({3})}), "local part 0 is not a result");
   step = 0;
   EXPECT_TRUE(checkpoint.load());
   EXPECT_EQ(step, 3);

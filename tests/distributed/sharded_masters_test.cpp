@@ -216,7 +216,7 @@ TEST(ShardedMasters, RefuseWhatTheyCannotDo) {
   torchamp::GradScaler scaler({.init_scale = 1.});
   scaler.scale(at::ones({}));
   torch::optim::SGD of_model(net->parameters(), 0.1);
-  EXPECT_ERROR(scaler.step(of_model), "is a weight of a model under master weights");
+  EXPECT_ERROR(scaler.step(of_model), "belongs to a model under master weights");
   torch::optim::LBFGS lbfgs(masters.parameters());
   const char* const not_elementwise = "is not known to treat each element independently";
   EXPECT_ERROR(scaler.unscale_(lbfgs), not_elementwise);

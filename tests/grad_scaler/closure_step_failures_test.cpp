@@ -238,8 +238,8 @@ TEST(GradScalerClosure, SaysThatTheLossNeedsNoGradient) {
     auto optimizer = sgd({w});
     GradScaler scaler({.enabled = enabled});
     EXPECT_ERROR(scaler.step(optimizer, [&] { return w.detach().sum(); }),
-                 "GradScaler::step: the loss that the closure has returned, Float on cpu, needs no "
-                 "gradient");
+                 "GradScaler::step: the loss that the closure has returned, Float on cpu, does not "
+                 "require grad");
     EXPECT_TRUE(scaler.step(optimizer, [&] { return w.sum(); }));
   }
 }

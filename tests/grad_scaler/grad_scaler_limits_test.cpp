@@ -148,7 +148,7 @@ TEST(GradScalerLimits, AreMetWithoutScalingToo) {
   GradScaler scaler(options);
   iterate(scaler, true);
   step(scaler, true);
-  EXPECT_ERROR(scaler.update(), "2 iterations in a row");
+  EXPECT_ERROR(scaler.update(), "2 consecutive iterations");
 }
 
 TEST(GradScalerLimits, ReachTheHostOneUpdateLaterWhereOnlyTheDeviceKnows) {
@@ -166,7 +166,7 @@ TEST(GradScalerLimits, ReachTheHostOneUpdateLaterWhereOnlyTheDeviceKnows) {
   EXPECT_EQ(calls.size(), 2U) << "what the first two updates have told";
   EXPECT_EQ(calls[0].kind, ScaleLimit::Kind::min_scale);
   step(scaler, false);
-  EXPECT_ERROR(scaler.update(), "gradients held infs or NaNs in 3 iterations in a row");
+  EXPECT_ERROR(scaler.update(), "gradients held infs or NaNs in 3 consecutive iterations");
   EXPECT_EQ(scaler.skips_in_a_row(), 3);
   scaler.update();
   EXPECT_EQ(scaler.skips_in_a_row(), 0) << "the same news is told once";

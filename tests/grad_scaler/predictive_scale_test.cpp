@@ -349,7 +349,7 @@ TEST_P(GradientForecast, KeepsTheLimits) {
   EXPECT_EQ(scaler.get_scale(), 32.);
   EXPECT_EQ(scaler.skips_in_a_row(), 2);
   if (GetParam() == at::kCPU) {
-    EXPECT_ERROR(iterate(scaler, optimizer, HUGE_VAL), "in 3 iterations in a row");
+    EXPECT_ERROR(iterate(scaler, optimizer, HUGE_VAL), "in 3 consecutive iterations");
     EXPECT_EQ(scaler.skips_in_a_row(), 2);
   }
 }

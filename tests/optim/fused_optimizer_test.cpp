@@ -252,13 +252,13 @@ TEST(FusedOptimizer, ChecksOptionsAsLibTorchDoes) {
   EXPECT_ERROR(torchamp::FusedAdam{groups}, "Invalid weight_decay value: -1");
   const Groups of_another{OptimizerParamGroup(params, std::make_unique<SGDOptions>(0.1))};
   EXPECT_ERROR(torchamp::FusedAdam{of_another},
-               "FusedAdam: the options of group 0 are another optimizer's");
+               "FusedAdam: the options of group 0 belong to another optimizer");
   torchamp::FusedAdamW optimizer(params);
   EXPECT_ERROR(optimizer.add_param_group(of_another[0]),
-               "FusedAdamW: the options of group 1 are another optimizer's");
+               "FusedAdamW: the options of group 1 belong to another optimizer");
   EXPECT_EQ(optimizer.param_groups().size(), 1U);
   optimizer.param_groups()[0].set_options(std::make_unique<AdamOptions>());
-  EXPECT_ERROR(optimizer.step(), "FusedAdamW: the options of group 0 are another optimizer's");
+  EXPECT_ERROR(optimizer.step(), "FusedAdamW: the options of group 0 belong to another optimizer");
 }
 
 TEST(FusedOptimizer, WantsZeroDimFp32Scalars) {

@@ -303,7 +303,7 @@ TEST_F(SimulatedTraining, WatchesLimitsWithoutPinnedMemory) {
   };
   bad_iteration();
   bad_iteration();
-  EXPECT_ERROR(bad_iteration(), "gradients held infs or NaNs in 2 iterations in a row");
+  EXPECT_ERROR(bad_iteration(), "gradients held infs or NaNs in 2 consecutive iterations");
   EXPECT_EQ(scaler.get_scale(), 4.);
 }
 

@@ -14,9 +14,9 @@
 #include "benchmark/comparison/processes.h"
 #include "benchmark/comparison/report.h"
 #include "benchmark/comparison/verdict.h"
-#include "drawing/canvas.h"
-#include "drawing/text.h"
-#include "drawing/ticks.h"
+#include "support/drawing/canvas.h"
+#include "support/drawing/text.h"
+#include "support/drawing/ticks.h"
 #include "support/format.h"
 
 /// The median over the rounds of `value(gang, round)`.

@@ -30,14 +30,13 @@ inline bool cpu_has_bf16_units() {
 #endif
 }
 
-/// Whether this CPU multiplies matrices in bf16 at full speed; others take many times as long as in
-/// fp32. False where ONEDNN_MAX_CPU_ISA keeps oneDNN from the instructions for it.
+/// Whether oneDNN multiplies matrices in bf16 at full speed; ONEDNN_MAX_CPU_ISA may prevent that.
 inline bool has_fast_bf16() {
   constexpr std::array slow{"SSE41", "AVX", "AVX512_CORE", "AVX512_CORE_VNNI"};
   const char* const isa = std::getenv("ONEDNN_MAX_CPU_ISA");
   const std::string_view most = isa ? isa : "";
-  const bool is_held_back = most.starts_with("AVX2") || std::ranges::find(slow, most) != slow.end();
-  return !is_held_back && cpu_has_bf16_units();
+  if (most.starts_with("AVX2") || std::ranges::find(slow, most) != slow.end()) return false;
+  return cpu_has_bf16_units();
 }
 
 /// The dtype of a region on `device` where none is asked for; fp32: none.

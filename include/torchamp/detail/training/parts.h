@@ -37,10 +37,9 @@ class TrainingResult;
 namespace torchamp::detail {
 
 // Note [Parts of a TrainingStep]
-// A TrainingStep knows masters, graphs, process groups and logs by the interfaces below. Their
-// implementations are instantiated where a program sets the option: options of masters and graphs
-// name their class, in the same header; groups and logs have their own headers, and the templates
-// StepGroupOf and StepLogOf name a missing one.
+// A TrainingStep knows masters, graphs, process groups and logs by the interfaces below. A program
+// that sets an option instantiates its implementation: options of masters and graphs name their
+// class; groups and logs have their own headers, which StepGroupOf and StepLogOf name if missing.
 
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 using Tensors = std::vector<at::Tensor>;
