@@ -359,7 +359,7 @@ inline void check_is_floating(at::ScalarType dtype) {
   TORCH_WARN(is_present
                  ? joined({"AutocastGuard: autocast on ", name_of(device),
                            " supports fp16 and bf16, not ", c10::toString(dtype),
-                           ". The region runs with autocast disabled. Pass torch::kBFloat16 or "
+                           ". The region runs with autocast disabled. Pass torch::kBFloat16 or ",
                            "torch::kHalf, or {.enabled = false} to leave fp32 alone."})
                  : joined({"AutocastGuard: there is no ", name, " device. ", name,
                            " regions run with autocast disabled. Pass torch::kCPU for a CPU."}));

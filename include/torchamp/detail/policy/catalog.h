@@ -247,7 +247,7 @@ struct TabledOp {
   StandardRule standard;
 
   explicit TabledOp(const c10::OperatorHandle& overload);
-  TabledOp(const c10::OperatorHandle& overload, const StandardRule& rule);
+  TabledOp(c10::OperatorHandle overload, const StandardRule& rule);
 };
 
 /// What the overlay of an op has to do under `policy`; native if LibTorch alone does it.

@@ -414,8 +414,8 @@ TORCHAMP_BODY OverlayRule PolicyData::rule(std::size_t device_index, std::size_t
   return row != nullptr ? row->rule : StandardRule{.cast = listed_cast(op), .unless_native = true};
 }
 
-TORCHAMP_COLD TabledOp::TabledOp(const c10::OperatorHandle& overload, const StandardRule& rule)
-    : op(overload) {
+TORCHAMP_COLD TabledOp::TabledOp(c10::OperatorHandle overload, const StandardRule& rule)
+    : op(std::move(overload)) {
   if (rule.writes || why_not_castable(op.schema()).empty()) standard = rule;
 }
 

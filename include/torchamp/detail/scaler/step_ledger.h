@@ -222,9 +222,9 @@ class StepOrder {
       if (!any_gradient(optimizer)) return;
       warned_of_scale_ = true;
       TORCH_WARN(call,
-                 ": nothing was scaled since the last update(), so unscaled gradients are divided "
-                 "by the scale. Call scaler.scale(loss).backward() in each iteration. This warning "
-                 "is given once.");
+                 ": nothing was scaled since the last update(), so the scale is not that of these "
+                 "gradients. Call scaler.scale(loss).backward() in each iteration, and update() "
+                 "once, after the last step. This warning is given once.");
     } else if (PlainClips::any_since(scaled_at_, optimizer)) {
       warned_of_clip_ = true;
       TORCH_WARN(call,

@@ -16,7 +16,6 @@
 
 namespace torchamp::detail {
 
-/// Whether this CPU has units for products in bf16.
 inline bool cpu_has_bf16_units() {
 #if TORCHAMP_LIBTORCH >= 211
   const auto capabilities = at::cpu::get_cpu_capabilities();

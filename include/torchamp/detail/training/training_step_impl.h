@@ -167,7 +167,8 @@ inline void TrainingStep::check_no_backward(const detail::StepOrder& order) {
       "TrainingStep: the function has called backward() without scale. Return the loss, or the sum "
       "of several; call train.scaler().scale(loss).backward() for what is not returned.";
   TORCH_CHECK(detail::ScalerParts::scale(*scaler_).stays_at_one(), text);
-  if (!std::exchange(warned_, true)) TORCH_WARN(text, " This is said once.");
+  if (std::exchange(warned_, true)) return;
+  TORCH_WARN(text, " This warning is given once.");
 }
 
 inline TrainingResult TrainingStep::learn(at::Tensor loss) {
