@@ -57,10 +57,10 @@ inline void keep_least(Curve& curve, std::int64_t size, double seconds) {
 /// Sizes above `largest` are passed over.
 inline std::vector<GrownCost> measure_growth(const Plan& plan, std::int64_t largest) {
   at::set_num_threads(1);
+  const std::vector<GrowingCost> costs = growing_costs();
   std::vector<GrownCost> grown;
-  for (const GrowingCost& cost : growing_costs()) grown.push_back({cost.axis, cost.name, {}, {}});
+  for (const GrowingCost& cost : costs) grown.push_back({cost.axis, cost.name, {}, {}});
   for (std::int64_t round = 0; round < plan.rounds; ++round) {
-    const std::vector<GrowingCost> costs = growing_costs();
     for (std::size_t i = 0; i < costs.size(); ++i) {
       std::cout << "round " << round + 1 << ": " << costs[i].name << ", " << costs[i].axis << '\n';
       for (const std::int64_t size : costs[i].sizes) {

@@ -9,3 +9,11 @@ if(NOT code STREQUAL "0")
   endif()
   message(FATAL_ERROR "The exit code is ${code}.")
 endif()
+
+# Fails unless the file NAME in OUT is a PNG file.
+function(expect_png name)
+  file(READ "${OUT}/${name}" signature LIMIT 8 HEX)
+  if(NOT signature STREQUAL "89504e470d0a1a0a")
+    message(FATAL_ERROR "${name} is no PNG file.")
+  endif()
+endfunction()

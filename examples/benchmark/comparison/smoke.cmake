@@ -15,10 +15,7 @@ if(EXISTS "${OUT}/ratio.png")
   list(APPEND charts ratio.png)
 endif()
 foreach(chart IN LISTS charts)
-  file(READ "${OUT}/${chart}" signature LIMIT 8 HEX)
-  if(NOT signature STREQUAL "89504e470d0a1a0a")
-    message(FATAL_ERROR "${chart} is no PNG file.")
-  endif()
+  expect_png(${chart})
 endforeach()
 
 # "0.512", "5.12e-05" or "12" in millionths.
