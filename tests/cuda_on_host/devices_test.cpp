@@ -196,8 +196,7 @@ TEST(TwoDevicesHost, AScaleOnTheHostHasAStepWaitOnceForTheFlag) {
   }
 }
 
-// ---- What only the device knows
-// -------------------------------------------------------------------
+// ---- What only the device knows -----------------------------------------------------------------
 
 TEST(OneDevice, AResultKeepsWhatItsStepWasScaledBy) {
   const Tensor weight = at::ones({4}, gpu0).requires_grad_();

@@ -53,8 +53,7 @@ inline uint32_t version_of(const at::Tensor& tensor) {
   return static_cast<uint32_t>(tensor._version());
 }
 
-// ---- Tensors that others keep alive
-// --------------------------------------------------------------
+// ---- Tensors that others keep alive -------------------------------------------------------------
 
 /// A tensor that others keep alive. While this lives, its address is given to no other tensor.
 class WeakTensor {

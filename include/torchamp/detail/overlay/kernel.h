@@ -288,8 +288,7 @@ class CastArguments {
   bool promotes_;
 };
 
-// ---- What LibTorch says of some ops
-// ----------------------------------------------------------------
+// ---- What LibTorch says of some ops -------------------------------------------------------------
 
 /// Drops LibTorch's warning of the calling thread that the weights of a recurrent layer are
 /// scattered, and passes on all others, while it lives. See Note [Recurrent layers].

@@ -308,8 +308,7 @@ TORCHAMP_COLD Cast kernel_rule(const c10::OperatorName& op, at::DeviceType devic
   return has(cpu_promote_ops) ? Cast::promote : Cast::native;
 }
 
-// ---- Recurrent layers
-// ------------------------------------------------------------------------------
+// ---- Recurrent layers ---------------------------------------------------------------------------
 
 // Note [Recurrent layers]
 // On CUDA, lstm, gru, rnn_tanh and rnn_relu end in _cudnn_rnn, whose autocast kernel casts to fp16
@@ -372,8 +371,7 @@ inline bool has_recurrent_layers(at::DeviceType device, at::ScalarType dtype) {
       "same without this warning, and under Policy::torch() an LSTM throws.");
 }
 
-// ---- The rule of a call
-// ---------------------------------------------------------------------------
+// ---- The rule of a call -------------------------------------------------------------------------
 
 /// The rule that holds for a call, in a region of this dtype.
 inline OverlayRule choose(const std::vector<Edit>& edits, const OverlayEntry& entry,

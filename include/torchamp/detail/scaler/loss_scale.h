@@ -248,8 +248,7 @@ inline bool stays_at_floor(const GradScalerOptions& options, const ScaleMemory<d
          before.scale <= options.min_scale;
 }
 
-// ---- A scale, where it lives
-// ---------------------------------------------------------------------
+// ---- A scale, where it lives --------------------------------------------------------------------
 
 inline void check_scale(const char* call, double scale, const GradScalerOptions& options) {
   const auto narrow = static_cast<float>(scale);
