@@ -5,25 +5,19 @@
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
-#include <torch/nn/modules/normalization.h>
 #include <torch/optim/adam.h>
 #include <torch/serialize.h>
 
-#include <cmath>
 #include <cstdint>
 #include <sstream>
 #include <string>
 
 #include "support/devices.h"
 #include "support/expect_error.h"
+#include "support/masters_training.h"
 #include "support/memory_meter.h"
 #include "support/temporary_folder.h"
-#include "torchamp/autocast.h"
-#include "torchamp/clip_grad.h"
-#include "torchamp/grad_scaler.h"
 #include "torchamp/master_weights.h"
-#include "torchamp/optim.h"
-#include "torchamp/recompute.h"
 #include "torchamp/training_checkpoint.h"
 
 namespace {
@@ -100,29 +94,9 @@ TEST(MainGradients, LowerThePeakByTheModelsSixteenBitGradients) {
 TEST(MainGradients, TrainAsTakenOnesDoWithScalerClippingAccumulationAndRecomputation) {
   const auto train = [](MasterWeightsOptions how) {
     at::manual_seed(4);
-    torch::nn::Sequential net(torch::nn::Linear(4, 8),
-                              torch::nn::LayerNorm(torch::nn::LayerNormOptions({8})),
-                              torch::nn::Linear(8, 2));
+    torch::nn::Sequential net = masters_training::make_net();
     MasterWeights masters(net, how);
-    torchamp::FusedAdamW optimizer(masters.parameters(), torch::optim::AdamWOptions(0.01));
-    torchamp::GradScaler scaler({.init_scale = 256.});
-    for (int step = 0; step < 20; ++step) {
-      optimizer.zero_grad();
-      for (int batch = 0; batch < 2; ++batch) {
-        const Tensor x = at::randn({8, 4});
-        Tensor loss;
-        {
-          const torchamp::AutocastGuard autocast(at::kCPU, at::kBFloat16);
-          loss = torchamp::checkpoint(net, x).to(at::kFloat).pow(2).mean();
-        }
-        scaler.scale(step == 5 ? loss * INFINITY : loss).backward();
-        if (!how.main_gradients) masters.take_gradients();
-      }
-      torchamp::clip_grad_norm_(scaler, optimizer, 0.1);
-      EXPECT_EQ(scaler.step(optimizer).stepped(), step != 5);
-      scaler.update();
-      masters.copy_to_model();
-    }
+    masters_training::train(net, masters, {.takes_gradients = !how.main_gradients});
     return net->parameters();
   };
   for (const MasterStorage storage : storages) {

@@ -3,12 +3,10 @@
 #include <gtest/gtest.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
-#include <torch/nn/modules/normalization.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/sgd.h>
 #include <torch/serialize.h>
 
-#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <optional>
@@ -16,15 +14,13 @@
 
 #include "support/devices.h"
 #include "support/expect_error.h"
+#include "support/masters_training.h"
 #include "support/memory_meter.h"
 #include "support/optimizer_kinds.h"
-#include "torchamp/autocast.h"
-#include "torchamp/clip_grad.h"
 #include "torchamp/closure_step.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/master_weights.h"
 #include "torchamp/optim.h"
-#include "torchamp/recompute.h"
 #include "torchamp/safe_accumulation.h"
 
 namespace {
@@ -262,35 +258,12 @@ TEST(SplitMasters, AreSteppedInPiecesOfBoundedSize) {
 TEST(SplitMasters, TrainAsFullOnesDoWithScalerClippingAccumulationAndRecomputation) {
   const auto train = [](MasterStorage storage) {
     at::manual_seed(4);
-    torch::nn::Sequential net(torch::nn::Linear(4, 8),
-                              torch::nn::LayerNorm(torch::nn::LayerNormOptions({8})),
-                              torch::nn::Linear(8, 2));
+    torch::nn::Sequential net = masters_training::make_net();
     MasterWeights masters(net, {.dtype = at::kBFloat16, .storage = storage});
-    torchamp::FusedAdamW optimizer(masters.parameters(), AdamWOptions(0.01));
-    torchamp::GradScaler scaler({.init_scale = 256.});
-    for (int step = 0; step < 20; ++step) {
-      optimizer.zero_grad();
-      for (int batch = 0; batch < 2; ++batch) {
-        const Tensor x = at::randn({8, 4});
-        Tensor loss;
-        {
-          const torchamp::AutocastGuard autocast(at::kCPU, at::kBFloat16);
-          loss = torchamp::checkpoint(net, x).to(at::kFloat).pow(2).mean();
-        }
-        scaler.scale(step == 5 ? loss * INFINITY : loss).backward();
-        masters.take_gradients();
-      }
-      if (step % 2 == 0) scaler.unscale_(optimizer);
-      torchamp::clip_grad_norm_(scaler, optimizer, 0.1);
-      EXPECT_EQ(scaler.step(optimizer).stepped(), step != 5);
-      scaler.update();
-      masters.copy_to_model();
-    }
+    masters_training::train(net, masters, {.unscales = true});
     std::stringstream file;
     torch::save(masters, file);
-    torch::nn::Sequential plain(torch::nn::Linear(4, 8),
-                                torch::nn::LayerNorm(torch::nn::LayerNormOptions({8})),
-                                torch::nn::Linear(8, 2));
+    torch::nn::Sequential plain = masters_training::make_net();
     torch::load(plain, file);
     return plain->parameters();
   };
