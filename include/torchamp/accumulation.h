@@ -219,7 +219,7 @@ class Accumulation {
     TORCH_WARN("Accumulation::backward: the gradients of ", window_->pending, " of ",
                micro_batches_,
                " micro-batches were written to or replaced since the last call, as by a clip, "
-               "zero_grad(false) or a backward() of the program's own. Leave it out: the "
+               "zero_grad(false) or a backward() beside this accumulation. Leave it out: the "
                "accumulation clears gradients after its step. Change them in before_unscale or "
                "before_step. This warning is given once.");
   }

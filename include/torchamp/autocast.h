@@ -54,7 +54,7 @@ struct AutocastOptions {
 /// Construction switches autocast for `device` on (or off) and sets dtype, cache flag and policy.
 /// Destruction restores the state at construction, whatever happened in between (exceptions, calls
 /// of at::autocast). The end of the outermost guard drops the cached casts of weights. Regions
-/// nest, on one device or several.
+/// nest, on one device or several; a guard that ends before one that was made later warns.
 ///
 /// Threads: the state is thread-local. It follows LibTorch's own autocast state to autograd's
 /// workers, at::launch and at::wrapPropagateTLSState, and nowhere else. The thread that made a

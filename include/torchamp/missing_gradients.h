@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "torchamp/detail/gradients/attached.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {
@@ -70,16 +71,21 @@ inline std::ostream& operator<<(std::ostream& out, const MissingGradient& missin
       "the parameter is undefined", "requires_grad is false",
       "not a leaf of the graph, so autograd keeps no gradient for it",
       "on another device than the loss (was the model moved after the optimizer was made?)",
-      ("no backward() has reached it since its gradient was cleared (is the loss detached from it? "
-       "With MasterWeights, call take_gradients() before, and give the optimizer "
-       "masters.parameters())")};
+      "no backward() has reached it since its gradient was cleared (is the loss detached from "
+      "it?)"};
   out << "group " << missing.group << ", parameter " << missing.index;
   const at::Tensor& parameter = missing.parameter;
   if (parameter.defined()) {
     out << " (" << parameter.scalar_type() << ' ' << parameter.sizes() << " on "
         << parameter.device() << ')';
   }
-  return out << ": " << reasons[static_cast<std::size_t>(missing.reason)];
+  out << ": " << reasons[static_cast<std::size_t>(missing.reason)];
+  if (missing.reason == MissingGradient::Reason::not_reached &&
+      detail::weight_meta_of(parameter) != nullptr) {
+    out << ". With MasterWeights, call take_gradients() before the step, and give the optimizer "
+           "masters.parameters()";
+  }
+  return out;
 }
 
 }  // namespace TORCHAMP_NAMESPACE

@@ -98,9 +98,9 @@ struct TrainingStepOptions {
 /// One thread at a time.
 ///
 /// Errors at construction: options that are out of range or exclude each other, by name; LBFGS,
-/// which needs a closure (torchamp/closure_step.h); fp16 parameters without masters. The model is
-/// then unchanged, also if the factory throws (with a group and masters, it has the weights of the
-/// first process).
+/// which needs a closure (torchamp/closure_step.h); fp16 parameters without masters (bf16 ones cause
+/// a warning). The model is then unchanged, also if the factory throws (with a group and masters,
+/// it has the weights of the first process).
 class TrainingStep {
  public:
   /// What a factory may accept instead of a vector of parameters.

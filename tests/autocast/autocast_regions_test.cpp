@@ -62,6 +62,7 @@ TEST(AutocastGuard, SetsTheStateAndRestoresIt) {
 
 TEST(AutocastGuard, RestoresWhatWasThereWhateverHappenedInside) {
   const ThreadState before;
+  const CollectedWarnings warnings;
   {
     const AutocastGuard autocast(at::kCPU);
     disturb();
@@ -77,12 +78,14 @@ TEST(AutocastGuard, RestoresWhatWasThereWhateverHappenedInside) {
   disturb();
   at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
   EXPECT_EQ(ThreadState(), before);
+  EXPECT_EQ(warnings.text(), "");
 }
 
 TEST(AutocastGuard, RegionsThatEndOutOfOrderLeaveNoLevelOpen) {
   std::optional<torchamp::detail::AutocastRegion> outer, inner;
   outer.emplace(at::kCPU, std::nullopt, true, std::nullopt, std::nullopt, nullptr);
   inner.emplace(at::kCPU, std::nullopt, true, std::nullopt, std::nullopt, nullptr);
+  const CollectedWarnings warnings;
   outer.reset();
   inner.reset();
   EXPECT_EQ(at::autocast::increment_nesting(), 1);
@@ -144,14 +147,18 @@ TEST(AutocastGuard, RegionsOfTwoDevicesKeepTheirOwnPolicies) {
   EXPECT_EQ(add_dtype(at::kBFloat16), at::kBFloat16);
 }
 
-TEST(AutocastGuard, RegionsThatEndOutOfOrderRestoreWhatEachFound) {
+TEST(AutocastGuard, RegionsThatEndOutOfOrderRestoreWhatEachFoundWithAWarning) {
   const ThreadState before;
+  const CollectedWarnings warnings;
   std::optional<AutocastGuard> first(std::in_place, at::kCPU);
   std::optional<AutocastGuard> second(std::in_place, at::kCPU,
                                       torchamp::AutocastOptions{.policy = Policy::torch()});
   first.reset();
   EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU)) << "what the first found";
+  const std::string told = warnings.text();
+  EXPECT_THAT(told, HasSubstr("~AutocastGuard: a guard that was made later on this thread"));
   second.reset();
+  EXPECT_EQ(warnings.text(), told);
   EXPECT_TRUE(at::autocast::is_autocast_enabled(at::kCPU)) << "what the second found";
   at::autocast::set_autocast_enabled(at::kCPU, false);
   c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(nullptr);

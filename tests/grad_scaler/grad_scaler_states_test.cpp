@@ -46,7 +46,9 @@ std::string expected_error(Call call, Stage& stage) {
     case Call::unscale:
       if (stage == Stage::unscaled) {
         return "GradScaler::unscale_: the gradients of this optimizer have been unscaled already. "
-               "Call unscale_ once for each optimizer between two calls of update().";
+               "Call unscale_ once for each optimizer between two calls of update(). (If an "
+               "exception "
+               "came before update(), call discard(optimizer).)";
       }
       if (stage == Stage::stepped) {
         return "GradScaler::unscale_: this optimizer has been stepped already. Call unscale_ "
@@ -58,7 +60,8 @@ std::string expected_error(Call call, Stage& stage) {
     case Call::step:
       if (stage == Stage::stepped) {
         return "GradScaler::step: this optimizer has been stepped already. Call update() once all "
-               "optimizers have been stepped.";
+               "optimizers have been stepped. (If an exception came before update(), call "
+               "discard(optimizer).)";
       }
       stage = Stage::stepped;
       return "";

@@ -70,6 +70,39 @@ TEST_P(StepOrder, ABackwardWithoutScaleIsToldOnceWhereAnEarlierIterationHadIt) {
   EXPECT_EQ(times_told(warnings.text(), without_scale), 1U) << warnings.text();
 }
 
+TEST_P(StepOrder, AScaledLossThatIsNotUsedIsToldOnceFromTheFirstIterationOn) {
+  for (int i = 0; i < 3; ++i) {
+    optimizer->zero_grad();
+    const at::Tensor loss = loss_of(w);
+    if (i % 2 == 0) {
+      scaler.scale(loss);
+      loss.backward();
+    } else {
+      const at::Tensor scaled = scaler.scale(loss);
+      loss.backward();
+      EXPECT_TRUE(scaled.requires_grad());
+    }
+    scaler.step(*optimizer);
+    scaler.update();
+  }
+  EXPECT_EQ(times_told(warnings.text(), "no backward() of what scale() returned"), 1U)
+      << warnings.text();
+}
+
+TEST_P(StepOrder, AScaledLossThatIsUsedByASumOrAGradientIsRight) {
+  for (int form = 0; form < 4; ++form) {
+    optimizer->zero_grad();
+    const at::Tensor scaled = scaler.scale(loss_of(w));
+    if (form == 0) (scaled + scaler.scale(w.sum())).backward();
+    if (form == 1) w.mutable_grad() = torch::autograd::grad({scaled}, {w}).front();
+    if (form == 2) torch::autograd::backward({scaled}, {});
+    if (form == 3) w.sum().backward(scaler.scale(at::ones({})));  // a gradient from elsewhere
+    scaler.step(*optimizer);
+    scaler.update();
+  }
+  EXPECT_THAT(warnings.text(), IsEmpty());
+}
+
 TEST_P(StepOrder, ABackwardWithoutScaleIsToldByUnscaleToo) {
   iterate();
   optimizer->zero_grad();

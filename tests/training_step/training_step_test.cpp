@@ -531,6 +531,21 @@ TEST(TrainingStep, RefusesAtConstructionWhatCannotBe) {
   EXPECT_ERROR(TrainingStep(half, of_half), "fp16 parameters");
 }
 
+TEST(TrainingStep, SaysThatBf16ParametersLoseSmallUpdates) {
+  constexpr const char* text = "the optimizer has bf16 parameters";
+  for (const bool is_narrow : {false, true}) {
+    for (const bool learns : {false, true}) {
+      Net net = make_net(at::kCPU);
+      if (is_narrow) net->to(at::kBFloat16);
+      net->parameters().front().set_requires_grad(learns);
+      torchamp::FusedSGD optimizer({net->parameters().front()}, torch::optim::SGDOptions(0.1));
+      const CollectedWarnings warnings;
+      const TrainingStep train(net, optimizer);
+      EXPECT_EQ(warnings.text().find(text) != std::string::npos, is_narrow && learns);
+    }
+  }
+}
+
 TEST(TrainingStep, GivesTheLossWithoutItsGraphAndLeavesTheProgramsOwnAsItIs) {
   Net net = make_net(at::kCPU);
   torch::optim::SGD optimizer(net->parameters(), 0.1);

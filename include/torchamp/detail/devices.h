@@ -134,11 +134,21 @@ struct DeviceAutocastState {
 /// A level of the calling thread's autocast nesting, whose end LibTorch's weight cache awaits.
 class Nesting {
  public:
-  int enter() { return inside_ = at::autocast::increment_nesting(); }
+  int enter() {
+    number_ = ++guards_;
+    return inside_ = at::autocast::increment_nesting();
+  }
 
   /// Closes the level, with inner ones left open (by an exception, say), and returns the depth
   /// then. Closes nothing if too many were closed already, or if an outer region has ended before.
-  int leave() const {
+  /// Warns, for the destructor of a guard, `guard`, if a guard that was made later has not ended.
+  int leave(const char* guard) const {
+    if (guards_-- > number_) {
+      TORCH_WARN(guard,
+                 ": a guard that was made later on this thread has not ended. When it ends, it "
+                 "restores the state that it found, so autocast may stay on. End guards in reverse "
+                 "order: make them local variables.");
+    }
     int depth = at::autocast::decrement_nesting();
     if (depth < inside_ - 1) return at::autocast::increment_nesting();  // it was closed already
     while (depth >= inside_) depth = at::autocast::decrement_nesting();
@@ -146,7 +156,10 @@ class Nesting {
   }
 
  private:
+  static inline thread_local int guards_ = 0;  // that have not ended
+
   int inside_ = 0;
+  int number_ = 0;  // of this one among them
 };
 
 }  // namespace torchamp::detail

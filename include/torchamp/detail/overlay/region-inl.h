@@ -508,7 +508,7 @@ TORCHAMP_BODY AutocastRegion::AutocastRegion(Checked checked, std::optional<bool
 
 TORCHAMP_BODY AutocastRegion::~AutocastRegion() {
   if (!policy_scope_.end_of("~AutocastGuard")) return;
-  if (nesting_.leave() == 0 || dtype_changed_) at::autocast::clear_cache();
+  if (nesting_.leave("~AutocastGuard") == 0 || dtype_changed_) at::autocast::clear_cache();
   if (own_region_ != 0) kept_weights()->end_region(own_region_);
   before_.apply();
   at::autocast::set_autocast_cache_enabled(cache_enabled_before_);

@@ -222,7 +222,8 @@ TORCHAMP_BODY void check_not_stepped(const OptimizerState& state) {
               "only compute and return the loss.");
   TORCH_CHECK(state.stage != OptimizerState::Stage::stepped,
               "GradScaler::step: this optimizer has been stepped already. Call update() once all "
-              "optimizers have been stepped.");
+              "optimizers have been stepped. (If an exception came before update(), call "
+              "discard(optimizer).)");
 }
 
 /// Whether what unscale_ has divided and checked is what there is. (Gradients that the program
@@ -355,7 +356,9 @@ TORCHAMP_BODY void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   TORCH_CHECK(
       state.stage != detail::OptimizerState::Stage::unscaled,
       "GradScaler::unscale_: the gradients of this optimizer have been unscaled already. Call "
-      "unscale_ once for each optimizer between two calls of update().");
+      "unscale_ once for each optimizer between two calls of update(). (If an exception came "
+      "before "
+      "update(), call discard(optimizer).)");
   TORCH_CHECK(state.stage != detail::OptimizerState::Stage::stepped,
               "GradScaler::unscale_: this optimizer has been stepped already. Call unscale_ before "
               "step, and update() after it.");
@@ -422,7 +425,8 @@ TORCHAMP_BODY void GradScaler::update() {
       ledger_.optimizers.within_iteration(),
       "GradScaler::update: no optimizer has been stepped or unscaled since the last update. "
       "Call step(optimizer) first, or update(new_scale) to set the scale. (optimizer.step() does "
-      "not count: it neither unscales nor checks the gradients.)");
+      "not count: it neither unscales nor checks the gradients. An Accumulation and a TrainingStep "
+      "call step and update themselves.)");
   detail::ScaleLimits::Met met;
   {
     const detail::InternalOps guard;

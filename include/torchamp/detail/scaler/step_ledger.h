@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
@@ -117,7 +118,8 @@ class OptimizerNumber {
 //   a clip without the scaler    it leaves a note of a gradient, by identity and version. One that
 //                                a step finds as it was left, and that is later than scale(), was
 //                                clipped while scaled.
-//   backward() without scale()   an iteration has gradients but no scale(), and an earlier one had.
+//   backward() without scale()   an iteration has gradients but no scale(), and an earlier one had;
+//                                or none of what was scaled has run its backward.
 //   a clip before backward()     it leaves a note of a parameter that has no gradient.
 //   backward() after unscale_    a scaled loss looks, when its backward begins and ends, whether it
 //                                changes gradients that are unscaled.
@@ -183,6 +185,15 @@ class PlainClips {
 /// What one scaler has heard in an iteration.
 class StepOrder {
  public:
+  /// `scaled` has been made, and tells if its backward runs. What has no graph may be a gradient.
+  void watch(const at::Tensor& scaled) {
+    if (!has_run_) has_run_ = std::make_shared<std::atomic<bool>>(false);
+    if (const auto& node = scaled.grad_fn()) {
+      node->add_post_hook(std::make_unique<NoteRun>(has_run_));
+    } else {
+      *has_run_ = true;
+    }
+  }
   void note_scaled() {
     scaled_at_ = PlainClips::tick();
     if (GraphBody::is_running()) asked_for_good_ = true;  // a replay scales, too
@@ -195,6 +206,7 @@ class StepOrder {
     had_scale_ |= scaled_at_ != 0;
     scaled_at_ = 0;
     asked_ = false;
+    if (has_run_) *has_run_ = false;
     began_at_ = PlainClips::tick();
   }
   /// Warns once of a clip before the gradients came that are now stepped with.
@@ -212,19 +224,22 @@ class StepOrder {
   bool was_asked() const { return asked_ || asked_for_good_; }
   /// Whether what comes to be divided may not be scaled, as far as can be told at once.
   bool is_suspect() const {
-    return (scaled_at_ == 0 ? had_scale_ && !warned_of_scale_
-                            : PlainClips::any_since(scaled_at_) && !warned_of_clip_) &&
+    const bool is_unscaled = scaled_at_ == 0 ? had_scale_ : has_run_ && !*has_run_;
+    return ((is_unscaled && !warned_of_scale_) ||
+            (scaled_at_ != 0 && PlainClips::any_since(scaled_at_) && !warned_of_clip_)) &&
            !was_asked();
   }
   /// Warns once of each, if is_suspect().
   [[gnu::cold]] void warn(const torch::optim::Optimizer& optimizer, const char* call) {
-    if (scaled_at_ == 0) {
-      if (!any_gradient(optimizer)) return;
+    if (scaled_at_ == 0 || (has_run_ && !*has_run_)) {
+      if (warned_of_scale_ || !any_gradient(optimizer)) return;
       warned_of_scale_ = true;
-      TORCH_WARN(call,
-                 ": nothing was scaled since the last update(), so the scale is not that of these "
-                 "gradients. Call scaler.scale(loss).backward() in each iteration, and update() "
-                 "once, after the last step. This warning is given once.");
+      TORCH_WARN(call, ": ",
+                 scaled_at_ == 0 ? "nothing was scaled since the last update()"
+                                 : "no backward() of what scale() returned was called",
+                 ", so the scale is not that of these gradients. Call "
+                 "scaler.scale(loss).backward() in each iteration, and update() once, after the "
+                 "last step. This warning is given once.");
     } else if (PlainClips::any_since(scaled_at_, optimizer)) {
       warned_of_clip_ = true;
       TORCH_WARN(call,
@@ -235,9 +250,21 @@ class StepOrder {
   }
 
  private:
-  uint64_t scaled_at_ = 0;                  // 0 if nothing was in this iteration
-  uint64_t began_at_ = PlainClips::tick();  // the iteration
-  bool had_scale_ = false;                  // some earlier iteration
+  struct NoteRun final : torch::autograd::FunctionPostHook {
+    explicit NoteRun(std::shared_ptr<std::atomic<bool>> flag) : has_run(std::move(flag)) {}
+    torch::autograd::variable_list operator()(
+        const torch::autograd::variable_list& gradients,
+        const torch::autograd::variable_list& /*of_outputs*/) override {
+      *has_run = true;
+      return gradients;
+    }
+    std::shared_ptr<std::atomic<bool>> has_run;
+  };
+
+  std::shared_ptr<std::atomic<bool>> has_run_;  // the backward of something scaled
+  uint64_t scaled_at_ = 0;                      // 0 if nothing was in this iteration
+  uint64_t began_at_ = PlainClips::tick();      // the iteration
+  bool had_scale_ = false;                      // some earlier iteration
   bool asked_ = false, asked_for_good_ = false;
   bool warned_of_scale_ = false, warned_of_clip_ = false, warned_of_early_clip_ = false;
 };
@@ -460,6 +487,7 @@ class StepLedger {
   /// `output` has become `scaled_output`.
   void note_scaled(const at::Tensor& scaled_output) {
     scaled.add(scaled_output);
+    order.watch(scaled_output);
     for (const auto& entry : optimizers) {
       if (entry.state.stage != OptimizerState::Stage::unscaled) continue;
       if (entry.state.watched) UnscaledGradients::watch(entry.state.watched, scaled_output);

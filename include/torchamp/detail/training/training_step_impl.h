@@ -40,13 +40,23 @@ inline void TrainingStep::check_optimizer() const {
   TORCH_CHECK_VALUE(dynamic_cast<const torch::optim::LBFGS*>(optimizer_.get()) == nullptr,
                     "TrainingStep: LBFGS evaluates the loss many times in a step. Call "
                     "GradScaler::step(optimizer, closure) of torchamp/closure_step.h.");
-  detail::any_parameter(*optimizer_, [this](const at::Tensor& parameter) {
+  if (masters_) return;
+  bool has_bf16 = false;
+  detail::any_parameter(*optimizer_, [&](const at::Tensor& parameter) {
+    const at::ScalarType dtype =
+        parameter.requires_grad() ? detail::step_dtype(parameter) : at::kFloat;
     TORCH_CHECK_VALUE(
-        masters_ || !parameter.requires_grad() || parameter.scalar_type() != at::kHalf,
+        dtype != at::kHalf,
         "TrainingStep: the optimizer has fp16 parameters, which small updates would not change. "
         "Leave the model in fp32 (the guard casts), or set .masters.");
+    has_bf16 |= dtype == at::kBFloat16;
     return false;
   });
+  if (has_bf16) {
+    TORCH_WARN(
+        "TrainingStep: the optimizer has bf16 parameters, which updates of less than about 1/256 "
+        "of a weight do not change. Leave the model in fp32 (the guard casts), or set .masters.");
+  }
 }
 
 inline TrainingStep::TrainingStep(detail::StepModel model, TrainingStepOptions options, bool makes,
