@@ -31,6 +31,7 @@ TEST(Distributed, TrainsOnSeveralProcesses) {
 #include "support/launch.h"
 #include "support/optimizers.h"
 #include "support/tolerances.h"
+#include "torchamp/detail/distributed/buckets.h"
 #include "torchamp/distributed/data_parallel.h"
 #include "torchamp/distributed/process_group.h"
 #include "torchamp/grad_scaler.h"
@@ -166,6 +167,26 @@ TEST(Distributed, LetsOneProcessRunAForwardWithoutGradients) {
   for (const Tensor& parameter : model->parameters()) {
     expect_same_everywhere(group, {parameter.grad()});
   }
+}
+
+TEST(Distributed, FillsASmallFirstBucketOfEachKind) {
+  const auto slots = [](std::int64_t bucket_bytes) {
+    torchamp::detail::BucketLayout layout(/*processes=*/1, bucket_bytes, sizeof(float));
+    const Tensor half_a_mebibyte = at::empty({128, 1024});
+    for (int i = 0; i < 7; ++i) {
+      layout.add("weight", half_a_mebibyte, at::kFloat);
+      layout.add("norm", half_a_mebibyte, at::kBFloat16);
+    }
+    std::vector<std::int64_t> sizes[2];
+    for (const auto& bucket : layout.buckets()) {
+      sizes[bucket.dtype == at::kFloat ? 0 : 1].push_back(bucket.slot / half_a_mebibyte.numel());
+    }
+    EXPECT_EQ(sizes[0], sizes[1]);
+    return sizes[0];
+  };
+  EXPECT_EQ(slots(2 << 20), (std::vector<std::int64_t>{2, 4, 1}));
+  EXPECT_EQ(slots(25 << 20), (std::vector<std::int64_t>{2, 5}));
+  EXPECT_EQ(slots(1), (std::vector<std::int64_t>{1, 1, 1, 1, 1, 1, 1}));
 }
 
 TEST(Distributed, SendsABucketWhileBackwardGoesOn) {

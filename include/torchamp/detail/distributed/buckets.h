@@ -54,7 +54,8 @@ struct BucketedWeight {
 
 struct BucketShape : TensorKind {
   std::vector<std::size_t> weights{};
-  int64_t slot = 0;  ///< elements of each slot
+  int64_t slot = 0;    ///< elements of each slot
+  int64_t enough = 0;  ///< of all slots, to begin another bucket
   bool is_padded = false;
 };
 
@@ -74,8 +75,13 @@ inline at::Tensor sharing(const at::Tensor& flat, int64_t offset, int64_t elemen
 /// The place of each shard of each weight or gradient; the same on all processes.
 class BucketLayout {
  public:
-  BucketLayout(int64_t processes, int64_t bucket_elements)
-      : processes_(processes), bucket_elements_(bucket_elements) {}
+  /// `width`: bytes of an element. The first bucket of each kind is small, so that sending begins
+  /// early in backward.
+  BucketLayout(int64_t processes, int64_t bucket_bytes, std::size_t width)
+      : processes_(processes),
+        bucket_elements_(std::max<int64_t>(bucket_bytes / static_cast<int64_t>(width), 1)),
+        first_elements_(
+            std::min(bucket_elements_, (int64_t{1} << 20) / static_cast<int64_t>(width))) {}
 
   /// Weights are added in the order in which backward probably reaches them. `dtype`: that of the
   /// weight in the model.
@@ -84,8 +90,8 @@ class BucketLayout {
     const at::Tensor weight = tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous();
     std::size_t b = buckets_.size();
     while (b > 0 && !(static_cast<const TensorKind&>(buckets_[b - 1]) == kind)) --b;
-    if (b == 0 || buckets_[b - 1].slot * processes_ >= bucket_elements_) {
-      buckets_.push_back({kind});
+    if (b == 0 || buckets_[b - 1].slot * processes_ >= buckets_[b - 1].enough) {
+      buckets_.push_back({kind, {}, 0, b == 0 ? first_elements_ : bucket_elements_});
       b = buckets_.size();
     }
     BucketShape& bucket = buckets_[--b];
@@ -156,7 +162,7 @@ class BucketLayout {
   }
 
  private:
-  int64_t processes_, bucket_elements_;
+  int64_t processes_, bucket_elements_, first_elements_;
   std::vector<BucketedWeight> weights_;
   std::vector<BucketShape> buckets_;
 };

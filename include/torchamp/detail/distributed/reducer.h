@@ -211,8 +211,7 @@ class GradientAverages final : public GradientBuckets {
   }
   static BucketLayout layout_of(const Named& parameters, std::optional<at::ScalarType> dtype,
                                 int64_t bytes) {
-    const auto width = static_cast<int64_t>(c10::elementSize(dtype.value_or(at::kFloat)));
-    BucketLayout layout(/*processes=*/1, std::max<int64_t>(bytes / width, 1));
+    BucketLayout layout(/*processes=*/1, bytes, c10::elementSize(dtype.value_or(at::kFloat)));
     for (std::size_t i = parameters.size(); i-- > 0;) {  // backward comes to the last ones first
       const auto& [name, parameter] = parameters[i];
       layout.add(name, parameter, dtype.value_or(dtype_of_gradient(parameter)));

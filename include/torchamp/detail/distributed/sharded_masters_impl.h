@@ -58,9 +58,7 @@ inline ShardedMasterWeights::ShardedMasterWeights(std::shared_ptr<torch::nn::Mod
     const bool is_float = dtype == at::kFloat || detail::is_16_bit(dtype);
     weights_.push_back({item.key(), parameter, is_float && !is_kept});
   }
-  const auto per_element = static_cast<int64_t>(c10::elementSize(wire));
-  detail::BucketLayout layout(group->getSize(),
-                              std::max<int64_t>(options_.bucket_bytes / per_element, 1));
+  detail::BucketLayout layout(group->getSize(), options_.bucket_bytes, c10::elementSize(wire));
   for (std::size_t w = weights_.size(); w-- > 0;) {  // backward comes to the last ones first
     Weight& weight = weights_[w];
     const at::Tensor& parameter = weight.parameter;
