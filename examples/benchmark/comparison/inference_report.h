@@ -61,7 +61,8 @@ inline void write_inference_report(std::ostream& out, const Plan& plan,
       << (plan.clock == "wall" ? "Times are" : "Times are the workers' own processor time,")
       << " medians of the rounds, ratios\nmedians of the rounds' ratios. The *cast model* is one "
          "whose parameters and inputs the program has cast to 16 bits, "
-         "all of whose ops run in\nthem. *Python* is torch.autocast, or the cast model, under "
+         "all of whose ops run in\nthem; *all ops in 16 bits* is a policy under which they do in a "
+         "model in fp32. *Python* is torch.autocast, or the cast model, under "
          "torch.inference_mode. The first call casts what later calls find. "
       << (plan.device == "cpu"
               ? "With *memory kept* the process gives no memory back to the kernel "

@@ -179,10 +179,10 @@ inline WorkerOptions parse_worker_options(int argc, const char* const* argv) {
     options.sizes = find_model(text).sizes.at(Preset::small);
   });
   arguments.add_choice("--task", {"training", "inference", "processes"}, "", task);
-  arguments.add_choice(
-      "--casts",
-      {"fp32", "raw", "torch", "standard", "audited", "torch_kept", "standard_kept", "cast"}, "",
-      options.way.casts);
+  arguments.add_choice("--casts",
+                       {"fp32", "raw", "torch", "standard", "audited", "torch_kept",
+                        "standard_kept", "narrow_kept", "cast"},
+                       "", options.way.casts);
   arguments.add("--policy", "FILE", "", options.policy);
   arguments.add("--audit", "FILE", "", options.audit);
   arguments.add_choice("--dtype", {"fp32", "fp16", "bf16"}, "", options.way.dtype);

@@ -41,8 +41,7 @@ class Predictor {
       }
     }
     options_.dtype = dtype_of(way);
-    options_.policy =
-        way.casts.starts_with("torch") ? torchamp::Policy::torch() : torchamp::Policy::standard();
+    options_.policy = policy_of(way);
     if (way.casts.ends_with("_kept")) options_.cache = torchamp::WeightCache::kept;
     const RunClock clock(device);
     call(inputs_.front());
@@ -70,6 +69,15 @@ class Predictor {
   }
 
  private:
+  /// For "narrow", every op in 16 bits, as in a model that was cast: what comes out of an embedding
+  /// is cast, and a bias in fp32 where a product in 16 bits takes it up.
+  static torchamp::Policy policy_of(const Way& way) {
+    if (way.casts.starts_with("standard")) return torchamp::Policy::standard();
+    torchamp::Policy policy = torchamp::Policy::torch();
+    if (way.casts.starts_with("narrow")) policy.lower_precision("embedding").promote("add_");
+    return policy;
+  }
+
   static constexpr int batches = 4;  // different ones, again and again
 
   at::Tensor call(const std::vector<at::Tensor>& batch) {

@@ -13,8 +13,8 @@
 struct Way {
   std::string language = "cpp";  ///< cpp, python
   /// fp32, raw (at::autocast by hand), torch, standard, audited (policies); for inference also
-  /// torch_kept, standard_kept (policies, the weights' casts kept), cast (the model itself was
-  /// cast)
+  /// torch_kept, standard_kept (policies, the weights' casts kept), narrow_kept (all ops in 16
+  /// bits), cast (the model itself was cast)
   std::string casts = "standard";
   std::string dtype = "bf16";       ///< fp16, bf16; fp32 where casts are
   std::string optimizer = "stock";  ///< stock, fused
@@ -36,6 +36,7 @@ struct Way {
                        : casts == "audited" ? "torchamp, audited policy"
                                             : "torchamp";
     if (casts.starts_with("torch") && !is_python()) text = "torchamp, torch policy";
+    if (casts == "narrow_kept") text = "torchamp, all ops in 16 bits";
     if (casts.ends_with("_kept")) text += ", casts kept";
     if (is_fp32() || casts == "cast") text = is_python() ? "Python" : "LibTorch";
     text += (casts == "cast" ? ", model cast to " : ", ") + dtype;
@@ -124,7 +125,8 @@ inline std::vector<Way> inference_ways(const std::vector<std::string>& dtypes, b
   }
   add("cpp", "fp32", "fp32");
   for (const std::string& dtype : dtypes) {
-    for (const char* casts : {"raw", "torch", "standard", "torch_kept", "standard_kept", "cast"}) {
+    for (const char* casts :
+         {"raw", "torch", "standard", "torch_kept", "standard_kept", "narrow_kept", "cast"}) {
       add("cpp", casts, dtype);
     }
   }

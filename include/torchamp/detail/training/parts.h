@@ -77,9 +77,6 @@ class ScalerChoice {
 /// What averages gradients over processes.
 class StepGroup {
  public:
-  StepGroup() = default;
-  StepGroup(const StepGroup&) = delete;
-  StepGroup& operator=(const StepGroup&) = delete;
   virtual ~StepGroup() = default;
 
   /// Gives all processes the same parameters, before masters of them are made.
@@ -262,9 +259,6 @@ class SchedulerChoice {
 /// What is told of each step, and never waits for it.
 class StepLog {
  public:
-  StepLog() = default;
-  StepLog(const StepLog&) = delete;
-  StepLog& operator=(const StepLog&) = delete;
   virtual ~StepLog() = default;
   virtual void add(std::int64_t step, const TrainingResult& result) = 0;
   /// Writes all that is not written yet; waits for the device.

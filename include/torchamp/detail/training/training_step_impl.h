@@ -41,18 +41,16 @@ inline void TrainingStep::check_optimizer() const {
                     "TrainingStep: LBFGS evaluates the loss many times in a step. Call "
                     "GradScaler::step(optimizer, closure) of torchamp/closure_step.h.");
   if (masters_) return;
-  bool has_bf16 = false;
-  detail::any_parameter(*optimizer_, [&](const at::Tensor& parameter) {
-    const at::ScalarType dtype =
-        parameter.requires_grad() ? detail::step_dtype(parameter) : at::kFloat;
-    TORCH_CHECK_VALUE(
-        dtype != at::kHalf,
-        "TrainingStep: the optimizer has fp16 parameters, which small updates would not change. "
-        "Leave the model in fp32 (the guard casts), or set .masters.");
-    has_bf16 |= dtype == at::kBFloat16;
-    return false;
-  });
-  if (has_bf16) {
+  const auto has = [this](at::ScalarType dtype) {
+    return detail::any_parameter(*optimizer_, [dtype](const at::Tensor& parameter) {
+      return parameter.requires_grad() && detail::step_dtype(parameter) == dtype;
+    });
+  };
+  TORCH_CHECK_VALUE(
+      !has(at::kHalf),
+      "TrainingStep: the optimizer has fp16 parameters, which small updates would not change. "
+      "Leave the model in fp32 (the guard casts), or set .masters.");
+  if (has(at::kBFloat16)) {
     TORCH_WARN(
         "TrainingStep: the optimizer has bf16 parameters, which updates of less than about 1/256 "
         "of a weight do not change. Leave the model in fp32 (the guard casts), or set .masters.");
@@ -71,9 +69,7 @@ inline TrainingStep::TrainingStep(detail::StepModel model, TrainingStepOptions o
   TORCH_CHECK_VALUE(options.device || !parameters.empty(),
                     "TrainingStep: the model has no parameters. Set .device.");
   device_ = options.device ? *options.device : parameters.front().device();
-  const auto is_there = [&](const at::Tensor& parameter) {
-    return parameter.device().type() == device_.type();
-  };
+  const auto is_there = [this](const at::Tensor& t) { return t.device().type() == device_.type(); };
   TORCH_CHECK_VALUE(parameters.empty() || std::ranges::any_of(parameters, is_there),
                     "TrainingStep: device is ", device_, ", and the model's parameters are on ",
                     parameters.empty() ? device_ : parameters.front().device(),
