@@ -116,6 +116,37 @@ TEST_F(WeightCaches, FollowsThePolicy) {
   }
 }
 
+TEST_F(WeightCaches, KeepsTheCastOfABiasThatIsAddedInPlace) {
+  torch::nn::Linear layer(8, 16);
+  const auto input = torch::randn({2, 3, 8});
+  const Policy policy = Policy::torch().promote("add_");
+  const auto run = [&](const WeightCache& cache) {
+    const AutocastGuard guard(at::kCPU, {.policy = policy, .cache = cache});
+    const auto output = layer->forward(input);
+    output.sum().backward();
+    return output.detach();
+  };
+  const auto plain = run(WeightCache::none);
+  const auto gradient = layer->bias.grad().clone();
+  for (int i = 0; i < 3; ++i) {
+    layer->zero_grad();
+    EXPECT_TRUE(run(WeightCache::kept).equal(plain));
+    EXPECT_TRUE(layer->bias.grad().equal(gradient));
+  }
+  EXPECT_EQ(misses(), 2);  // weight and bias
+  EXPECT_EQ(hits(), 4);
+}
+
+TEST_F(WeightCaches, DoesNotKeepWhatIsAddedInPlaceUnlessItIsAParameter) {
+  const at::NoGradGuard no_grad;
+  const Policy policy = Policy::torch().promote("add_");
+  const AutocastGuard guard(at::kCPU, {.policy = policy, .cache = WeightCache::kept});
+  auto sum = torch::zeros({3, 4}, at::kBFloat16);
+  sum.add_(torch::ones({3, 4})).add_(torch::ones({4}));
+  EXPECT_EQ(misses(), 0);
+  EXPECT_TRUE(sum.eq(2).all().item<bool>());
+}
+
 TEST_F(WeightCaches, CoversModulesWithAPolicyOfTheirOwn) {
   auto net = make_net();
   const auto input = torch::randn({3, 8});

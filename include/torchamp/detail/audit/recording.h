@@ -165,7 +165,7 @@ class CallTrial {
       }));
       keep_statistic(i, stack[i]);
     }
-    (void)casts_(rule, device_.type(), stack);
+    (void)casts_(rule, device_.type(), nullptr, op_.schema(), stack);
     std::size_t next = 0;
     for (c10::IValue& value : stack) {
       value = with_tensors_changed(value, [&](const at::Tensor& tensor) {

@@ -93,16 +93,24 @@ class CastArguments {
   }
 
   /// Casts as `cast` says (lower_precision, fp32 or promote) for a region of `device`. After the op
-  /// has run, the stand-ins are to be copied back.
-  [[nodiscard]] StandIns operator()(Cast cast, at::DeviceType device,
+  /// has run, the stand-ins are to be copied back. `casts`: who casts weights to 16 bits, if not
+  /// LibTorch.
+  [[nodiscard]] StandIns operator()(Cast cast, at::DeviceType device, const WeightCasts* casts,
+                                    const c10::FunctionSchema& schema,
                                     torch::jit::Stack& stack) const {
     const Call call{device, stack.data() + (stack.size() - count_)};
+    const auto narrow = [&](Dtype dtype) {
+      if (casts && dtype && is_16_bit(*dtype)) {
+        casts->cast(schema, positions_, *dtype, device, stack);
+      }
+      return to(dtype, call);
+    };
     switch (cast) {
       case Cast::lower_precision:
       case Cast::fp8:  // where it cannot be
-        return to(at::autocast::get_autocast_dtype(device), call);
+        return narrow(at::autocast::get_autocast_dtype(device));
       case Cast::promote:
-        return to(written_position_ ? dtype_written_to(call) : widest(call), call);
+        return written_position_ ? narrow(dtype_written_to(call)) : to(widest(call), call);
       case Cast::fp32:
         if (dtype_position_ && can_ask_for_fp32(call)) return {};
         if (promotes_ && widen_one(call)) return {};
@@ -114,9 +122,6 @@ class CastArguments {
     if (cast == fp32_where_it_must && !value_fits(call)) return to(at::kFloat, call);
     return {};
   }
-
-  /// Of the arguments that hold tensors, running statistics and what is beside them left out.
-  const std::vector<std::size_t>& positions() const { return positions_; }
 
  private:
   using Dtype = std::optional<at::ScalarType>;
@@ -404,7 +409,8 @@ class Overlay final : public c10::OperatorKernel {
     }
     const Facts* const facts = facts_of_op(op);
     const WeightCasts* const casts = casts_of_weights(*of_thread, rule, facts);
-    const Cast cast = casts != nullptr ? Cast::lower_precision : rule.cast;
+    const bool is_native = casts != nullptr && rule.cast == Cast::native;
+    const Cast cast = is_native ? Cast::lower_precision : rule.cast;
     if (cast == Cast::native) return call_native(op, keys, stack);
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
     const StandIns stand_ins = cast_arguments(facts, cast, casts, op, *stack);
@@ -477,8 +483,9 @@ class Overlay final : public c10::OperatorKernel {
     if (of_thread.casts == nullptr) return nullptr;
     const bool is_native = rule.cast == Cast::native && !rule.is_chosen && facts != nullptr &&
                            facts->is_natively_lowered;
-    const bool is_lowered = rule.cast == Cast::lower_precision || rule.cast == Cast::fp8;
-    return is_native || is_lowered ? of_thread.casts : nullptr;
+    const bool may_narrow =
+        rule.cast == Cast::lower_precision || rule.cast == Cast::fp8 || rule.cast == Cast::promote;
+    return is_native || may_narrow ? of_thread.casts : nullptr;
   }
 
   StandIns cast_arguments(const Facts* facts, Cast cast, const WeightCasts* casts,
@@ -489,11 +496,7 @@ class Overlay final : public c10::OperatorKernel {
                         "' was registered again with other arguments, but policies keep its first "
                         "schema. Give the new op another name."}));
     if (facts->takes_probabilities && cast == Cast::fp32) warn_of_16_bit_probabilities(op, stack);
-    if (casts != nullptr) {
-      casts->cast(op.schema(), facts->cast_arguments.positions(),
-                  at::autocast::get_autocast_dtype(device_), device_, stack);
-    }
-    return facts->cast_arguments(cast, device_, stack);
+    return facts->cast_arguments(cast, device_, casts, op.schema(), stack);
   }
 
   const NativeKernel* native_;

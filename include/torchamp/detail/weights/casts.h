@@ -56,11 +56,14 @@ class StoredWeightCasts final : public WeightCasts {
     const WeightKeep keep = keep_of_this_thread();
     if (keep.until == WeightKeep::Until::made) return;
     const std::size_t first = stack.size() - schema.arguments().size();
+    const bool in_place =
+        schema.name().ends_with('_');  // then only a parameter is a weight for sure
     for (const std::size_t position : positions) {
       const auto takes = [&](const at::Tensor& tensor) {
         return tensor.defined() && at::autocast::is_eligible(tensor, device) &&
                tensor.scalar_type() != dtype &&
-               is_weight(tensor, place_of_weight(schema.arguments()[position].name()));
+               is_weight(tensor, in_place ? WeightPlace::none
+                                          : place_of_weight(schema.arguments()[position].name()));
       };
       c10::IValue& value = stack[first + position];
       if (value.isTensor()) {
