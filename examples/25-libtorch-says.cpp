@@ -86,11 +86,9 @@ int main() {
        [&] { return memory().copy_(h().mm(h())); }},
       {"\"lu_cpu\" not implemented for 'Half'", [&] { return h().det(); },
        [&] { return h().to(torch::kFloat).det(); }},
-      {"value cannot be converted to type c10::Half without overflow",
-       [&] { return h().masked_fill(mask, -1e9); },
+      {"value cannot be converted to type", [&] { return h().masked_fill(mask, -1e9); },
        [&] { return h().masked_fill(mask, nowhere).softmax(1); }},
-      {"value cannot be converted to type c10::Half without overflow",
-       [&] { return h().masked_fill_(mask, -1e9); },
+      {"value cannot be converted to type", [&] { return h().masked_fill_(mask, -1e9); },
        [&] { return h().masked_fill_(mask, nowhere).softmax(1); }, false},
       {"expected scalar type Float but found Half",
        [&] {

@@ -205,6 +205,7 @@ TEST(UndeclaredWrites, OfTheOpsWithRunningStatisticsThoseAreAllThatIsWrittenTo) 
 /// The statistics of a norm after a call in training, and its result in evaluation.
 struct NormRun {
   at::Tensor mean, var, trained, evaluated;
+  std::int64_t writes_in_evaluation = 0;  // to the mean; some before LibTorch 2.11, of what it is
 };
 
 // LibTorch's instance_norm narrows the statistics of a 16-bit input by itself where it has no
@@ -236,7 +237,7 @@ enum class Norm { batch, instance };
 NormRun run(Norm norm, at::ScalarType model, const std::optional<Policy>& policy) {
   const auto x = (at::arange(60, at::kFloat).sin() * 2 + 3).view({4, 3, 5}).to(model);
   const auto weight = at::full({3}, 1.5).to(model), bias = at::full({3}, 0.25).to(model);
-  NormRun result{at::zeros({3}).to(model), at::ones({3}).to(model), {}, {}};
+  NormRun result{at::zeros({3}).to(model), at::ones({3}).to(model), {}, {}, 0};
   std::optional<AutocastGuard> guard;
   if (policy) guard.emplace(at::kCPU, torchamp::AutocastOptions{.policy = policy});
   const auto call = [&](bool training) {
@@ -251,7 +252,7 @@ NormRun run(Norm norm, at::ScalarType model, const std::optional<Policy>& policy
   const auto version = result.mean._version();
   result.evaluated = call(false);
   EXPECT_TRUE(at::equal(result.mean, mean) && at::equal(result.var, var)) << "in evaluation";
-  EXPECT_EQ(result.mean._version(), version) << "in evaluation";
+  result.writes_in_evaluation = result.mean._version() - version;
   return result;
 }
 
@@ -274,6 +275,8 @@ TEST(UndeclaredWrites, RunningStatisticsAreUpdatedUnderEveryRule) {
       const NormRun ours = run(norm, model, policy);
       EXPECT_EQ(ours.trained.scalar_type(), trained);
       EXPECT_EQ(ours.mean.scalar_type(), model) << "the model's tensor itself";
+      EXPECT_LE(ours.writes_in_evaluation, expected.writes_in_evaluation);
+      if (TORCH_VERSION_MINOR >= 11) EXPECT_EQ(expected.writes_in_evaluation, 0);
       const double tolerance = 0.02;
       for (const auto& [got, wanted] :
            {std::pair{ours.mean, expected.mean}, std::pair{ours.var, expected.var},

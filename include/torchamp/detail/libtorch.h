@@ -19,7 +19,8 @@
 //   before 2.11  c10d's Reducer takes other arguments (detail/distributed/reducer.h); no table of
 //                what the CPU can do; LibTorch's cache keeps casts that were made without
 //                gradients, and gives them to a later forward of the region, whose gradients are
-//                lost: begin another region for evaluation, as TrainingStep::evaluate does
+//                lost: begin another region for evaluation, as TrainingStep::evaluate does. Of
+//                some, a graph has no pool of the host's memory (detail/graph/make_recorder.h)
 //   before 2.10  a gradient has no dtype of its own (detail/recompute/cuts.h)
 //   before 2.9   an op's kernel is found on a way of its own (detail/overlay/kernel.h); a capture
 //                begins with what lies idle in the device's cache (detail/graph/recorder.h)

@@ -8,6 +8,7 @@
 
 #include "torchamp/detail/cuda_versions.h"
 #include "torchamp/detail/graph/recorder.h"
+#include "torchamp/detail/libtorch.h"
 
 // Whether CUDA graphs are compiled in: by default if CUDA's headers are found.
 #if !defined(TORCHAMP_CUDA_GRAPHS)
@@ -54,11 +55,9 @@ class CudaDeviceGraph final : public DeviceGraph {
         c10::cuda::CUDACachingAllocator::endAllocateToPool(device_.index(), pool_);
         c10::cuda::CUDACachingAllocator::releasePool(device_.index(), pool_);
       });
-      attempt([&] {
-        at::HostAllocator* const host = at::getHostAllocator(at::kCUDA);
-        host->end_allocate_to_pool(pool_);
-        host->release_pool(pool_);
-      });
+#if TORCHAMP_LIBTORCH >= 208
+      attempt([this, host = at::getHostAllocator(at::kCUDA)] { leave_pool(*host, pool_); });
+#endif
     }
     graph_.reset();
     // The thread still has the error of the earlier capture, which the next op would report as its
@@ -68,8 +67,17 @@ class CudaDeviceGraph final : public DeviceGraph {
   }
 
  private:
+  /// Some versions of LibTorch give a graph a pool of the host's memory, too.
+  template <class Allocator, class Pool>
+  static void leave_pool(Allocator& allocator, const Pool& pool) {
+    if constexpr (requires { allocator.end_allocate_to_pool(pool); }) {
+      allocator.end_allocate_to_pool(pool);
+      allocator.release_pool(pool);
+    }
+  }
+
   c10::Device device_;
-  c10::MempoolId_t pool_;
+  decltype(at::cuda::graph_pool_handle()) pool_;
   std::unique_ptr<at::cuda::CUDAGraph> graph_;
 };
 
