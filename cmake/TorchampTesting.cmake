@@ -213,6 +213,11 @@ function(torchamp_add_consume_test how)
   # What a compiler without CMake must be told of this LibTorch: its strings, and libraries that it does not find itself.
   get_target_property(link torchamp::libtorch INTERFACE_LINK_LIBRARIES)
   list(FILTER link INCLUDE REGEX "^/")
+  set(link_flags -Wl,--no-as-needed ${link})
+  foreach(library IN LISTS link)
+    cmake_path(GET library PARENT_PATH folder)
+    list(APPEND link_flags -Wl,-rpath,${folder})
+  endforeach()
   get_target_property(old_abi torchamp::libtorch TORCHAMP_OLD_ABI)
   separate_arguments(flags UNIX_COMMAND "${CMAKE_CXX_FLAGS}")
   if(old_abi)
@@ -222,6 +227,6 @@ function(torchamp_add_consume_test how)
     consume_${how} consume/run.cmake LABELS package
     ARGS -DHOW=${how} -DBUILD=${PROJECT_BINARY_DIR} -DLIBTORCH=${prefix} -DCPACK=${CMAKE_CPACK_COMMAND} "-DARGS=${args}"
          -DWORK=${CMAKE_CURRENT_BINARY_DIR}/consume/${how} -DCXX=${CMAKE_CXX_COMPILER}
-         "-DCOMPILE=${CMAKE_CXX_COMPILER};${flags}" "-DLINK=-Wl,--no-as-needed;${link}")
+         "-DCOMPILE=${CMAKE_CXX_COMPILER};${flags}" "-DLINK=${link_flags}")
   set_tests_properties(consume_${how} PROPERTIES SKIP_REGULAR_EXPRESSION "skipped: there is no")
 endfunction()

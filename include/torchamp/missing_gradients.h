@@ -71,8 +71,7 @@ inline std::ostream& operator<<(std::ostream& out, const MissingGradient& missin
       "the parameter is undefined", "requires_grad is false",
       "not a leaf of the graph, so autograd keeps no gradient for it",
       "on another device than the loss (was the model moved after the optimizer was made?)",
-      "no backward() has reached it since its gradient was cleared (is the loss detached from "
-      "it?)"};
+      "no backward() has reached it since it was cleared (is the loss detached from it?)"};
   out << "group " << missing.group << ", parameter " << missing.index;
   const at::Tensor& parameter = missing.parameter;
   if (parameter.defined()) {

@@ -277,7 +277,9 @@ TEST(UndeclaredWrites, RunningStatisticsAreUpdatedUnderEveryRule) {
       EXPECT_EQ(ours.trained.scalar_type(), trained);
       EXPECT_EQ(ours.mean.scalar_type(), model) << "the model's tensor itself";
       EXPECT_LE(ours.writes_in_evaluation, expected.writes_in_evaluation);
-      if (TORCH_VERSION_MINOR >= 11) EXPECT_EQ(expected.writes_in_evaluation, 0);
+      if (TORCH_VERSION_MINOR >= 11) {
+        EXPECT_EQ(expected.writes_in_evaluation, 0);
+      }
       const double tolerance = 0.02;
       for (const auto& [got, wanted] :
            {std::pair{ours.mean, expected.mean}, std::pair{ours.var, expected.var},
