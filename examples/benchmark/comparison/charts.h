@@ -139,27 +139,50 @@ inline drawing::Canvas draw_memory(const std::string& below, const std::deque<Ra
       [=](const Verdict& verdict) { return support::format_bytes(bytes(verdict)); });
 }
 
-/// What the README shows: the time of torchamp's standard policy over that of Python's torch.amp.
-inline drawing::Canvas draw_ratios(const std::string& below, const std::deque<Race>& races) {
+/// A bar of draw_ratios() for each model.
+struct RatioBar {
+  const char *casts, *optimizer, *launch, *variant, *label;
+  drawing::Color color;
+};
+
+/// What the README shows: the time of torchamp's ways over that of Python's torch.amp.
+inline drawing::Canvas draw_ratios(const std::string& heading, const std::string& below,
+                                   const std::deque<Race>& races,
+                                   const std::vector<RatioBar>& bars) {
   BarPanel panel{.title = "Less is better; the line at 1 is Python", .bars = {}, .mark = 1.};
   for (const Race& race : races) {
     const auto verdicts = judge(race);
-    const struct {
-      const char *casts, *optimizer, *launch, *variant, *label;
-      drawing::Color color;
-    } kinds[] = {
-        {"standard", "stock", "eager", "plain", "", drawing::palette::orange},
-        {"standard", "fused", "eager", "plain", ", fused", drawing::palette::green},
-        {"standard", "fused", "eager", "kept", ", fused, memory kept", drawing::palette::blue},
-        {"audited", "fused", "eager", "kept", ", audited, memory kept", drawing::palette::muted},
-        {"standard", "fused", "captured", "plain", ", captured", drawing::palette::purple}};
-    for (const auto& kind : kinds) {
+    for (const RatioBar& bar : bars) {
       const Verdict* const best =
-          best_of(verdicts, kind.casts, kind.optimizer, kind.launch, kind.variant);
+          best_of(verdicts, bar.casts, bar.optimizer, bar.launch, bar.variant);
       if (!best || !best->to_python) continue;
-      panel.bars.push_back({race.model->title + kind.label, *best->to_python,
-                            support::format("%.2f", *best->to_python), kind.color});
+      panel.bars.push_back({race.title() + bar.label, *best->to_python,
+                            support::format("%.2f", *best->to_python), bar.color});
     }
   }
-  return draw_panels("torchamp's time per step over Python's torch.amp", below, {panel}, 1, 760);
+  return draw_panels(heading, below, {panel}, 1, 760);
+}
+
+inline drawing::Canvas draw_training_ratios(const std::string& below,
+                                            const std::deque<Race>& races) {
+  using namespace drawing;
+  return draw_ratios(
+      "torchamp's time per step over Python's torch.amp", below, races,
+      {{"standard", "stock", "eager", "plain", "", palette::orange},
+       {"standard", "fused", "eager", "plain", ", fused", palette::green},
+       {"standard", "fused", "eager", "kept", ", fused, memory kept", palette::blue},
+       {"audited", "fused", "eager", "kept", ", audited, memory kept", palette::muted},
+       {"standard", "fused", "captured", "plain", ", captured", palette::purple}});
+}
+
+inline drawing::Canvas draw_inference_ratios(const std::string& below,
+                                             const std::deque<Race>& races) {
+  using namespace drawing;
+  return draw_ratios(
+      "torchamp's time per call over Python's torch.amp", below, races,
+      {{"standard", "stock", "eager", "plain", "", palette::orange},
+       {"standard_kept", "stock", "eager", "plain", ", casts kept", palette::green},
+       {"standard_kept", "stock", "eager", "kept", ", casts and memory kept", palette::blue},
+       {"narrow_kept", "stock", "eager", "kept", ", the same, all ops in 16 bits",
+        palette::purple}});
 }
