@@ -12,6 +12,7 @@
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -20,6 +21,7 @@
 
 #include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/gradients/unscale.h"
+#include "torchamp/detail/optim/state_tensors.h"
 #include "torchamp/detail/scaler/step_ledger.h"
 #include "torchamp/detail/tensors.h"
 
@@ -34,47 +36,44 @@ class GradientSum {
   /// Throws for gradients that cannot be summed, or not with what has been.
   void check(const torch::optim::Optimizer& optimizer) const {
     check_parameters(optimizer, "backward");
-    std::size_t slot = 0;
-    for (const auto& group : optimizer.param_groups()) {
-      for (const at::Tensor& parameter : group.params()) {
-        const std::size_t here = slot++;
-        if (!parameter.defined()) continue;
-        const at::Tensor& gradient = parameter.unsafeGetTensorImpl()->grad();
-        TORCH_CHECK_VALUE(!gradient.defined() || gradient.layout() == at::kStrided,
-                          "SafeAccumulation::backward: the gradient ", gradient.sizes(),
-                          " has the layout ", gradient.layout(),
-                          ". Only dense gradients are summed; use Accumulation.");
-        if (!gradient.defined() || !has_sum(here)) continue;
-        const at::Tensor& sum = *sums_[here];
-        TORCH_CHECK_VALUE(gradient.sizes() == sum.sizes() && gradient.device() == sum.device() &&
-                              gradient.is_complex() == sum.is_complex(),
-                          "SafeAccumulation::backward: the gradient ", gradient.scalar_type(), ' ',
-                          gradient.sizes(), " on ", gradient.device(), " of parameter ", here,
-                          " cannot be added to those of the window, ", sum.scalar_type(), ' ',
-                          sum.sizes(), " on ", sum.device(),
-                          ". Change parameters between windows, or call discard().");
-      }
+    const std::vector<at::Tensor> parameters = all_parameters(optimizer);
+    for (std::size_t slot = 0; slot < parameters.size(); ++slot) {
+      const at::Tensor& gradient = gradient_of(parameters[slot]);
+      if (!gradient.defined()) continue;
+      TORCH_CHECK_VALUE(gradient.layout() == at::kStrided,
+                        "SafeAccumulation::backward: the gradient ", gradient.sizes(),
+                        " has the layout ", gradient.layout(),
+                        ". Only dense gradients are summed; use Accumulation.");
+      if (!has_sum(slot)) continue;
+      const at::Tensor& sum = *sums_[slot];
+      TORCH_CHECK_VALUE(gradient.sizes() == sum.sizes() && gradient.device() == sum.device() &&
+                            gradient.is_complex() == sum.is_complex(),
+                        "SafeAccumulation::backward: the gradient ", gradient.scalar_type(), ' ',
+                        gradient.sizes(), " on ", gradient.device(), " of parameter ", slot,
+                        " cannot be added to those of the window, ", sum.scalar_type(), ' ',
+                        sum.sizes(), " on ", sum.device(),
+                        ". Change parameters between windows, or call discard().");
     }
   }
 
   /// Throws if the parameters whose gradients have been summed are not where they were.
   void check_parameters(const torch::optim::Optimizer& optimizer, const char* call) const {
-    std::size_t slot = 0, found = 0, summed = 0;
-    for (const auto& group : optimizer.param_groups()) {
-      for (const at::Tensor& parameter : group.params()) {
-        found += has_sum(slot) && parameter.unsafeGetTensorImpl() == parameters_[slot] &&
-                 parameter.sizes() == sums_[slot]->sizes();
-        ++slot;
-      }
+    std::size_t found = 0, summed = 0;
+    const std::vector<at::Tensor> parameters = all_parameters(optimizer);
+    for (std::size_t slot = 0; slot < sums_.size(); ++slot) {
+      if (!has_sum(slot)) continue;
+      ++summed;
+      found += slot < parameters.size() &&
+               parameters[slot].unsafeGetTensorImpl() == parameters_[slot] &&
+               parameters[slot].sizes() == sums_[slot]->sizes();
     }
-    for (slot = 0; slot < sums_.size(); ++slot) summed += has_sum(slot);
     TORCH_CHECK(found == summed, "SafeAccumulation::", call, ": ", summed - found,
                 " parameter(s) of the optimizer were removed, moved or reshaped within the window. "
                 "Change them between windows, or call discard().");
   }
 
   /// A set of gradients, with all the memory that adding it takes.
-  class Addition;
+  struct Addition;
 
   /// `found_inf` is 0-dim fp32, 0 or 1; undefined: the gradients are added. A set without gradients
   /// counts as not added.
@@ -132,13 +131,10 @@ class GradientSum {
       bad = kept.tensor.eq(0.).to(at::kFloat);
       torchamp::detail::check(means, bad);
     }
-    std::size_t slot = 0;
-    for (auto& group : optimizer.param_groups()) {
-      for (at::Tensor& parameter : group.params()) {
-        if (slot >= of_slot.size()) return bad;
-        const at::Tensor& mean = of_slot[slot++];
-        if (mean.defined()) parameter.mutable_grad() = mean.to(step_dtype(parameter));
-      }
+    const std::vector<at::Tensor> parameters = all_parameters(optimizer);
+    for (std::size_t slot = 0; slot < of_slot.size(); ++slot) {
+      if (!of_slot[slot].defined()) continue;
+      parameters[slot].mutable_grad() = of_slot[slot].to(step_dtype(parameters[slot]));
     }
     return bad;
   }
@@ -175,60 +171,47 @@ class GradientSum {
   int64_t flagged_ = 0;
 };
 
-class GradientSum::Addition {
-  friend class GradientSum;
-
-  std::vector<Batch> batches_;
-  std::vector<std::optional<at::Tensor>> sums_;
-  std::vector<const void*> parameters_;
-  at::Tensor found_inf_, dropped_;
+struct GradientSum::Addition {
+  GradientSum sum;  // as it will be
+  std::vector<Batch> batches{};
+  at::Tensor found_inf{};
 };
 
 inline GradientSum::Addition GradientSum::prepared(const torch::optim::Optimizer& optimizer,
                                                    const at::Tensor& found_inf) const {
   const InternalOps guard;
-  Addition set;
-  set.sums_ = sums_;
-  set.parameters_ = parameters_;
-  set.found_inf_ = found_inf;
-  set.dropped_ = dropped_;
-  std::size_t slot = 0;
-  for (const auto& group : optimizer.param_groups()) {
-    for (const at::Tensor& parameter : group.params()) {
-      if (set.sums_.size() <= slot) set.sums_.emplace_back();
-      if (set.parameters_.size() <= slot) set.parameters_.push_back(nullptr);
-      std::optional<at::Tensor>& sum = set.sums_[slot];
-      const std::size_t here = slot++;
-      if (!parameter.defined()) continue;
-      const at::Tensor& gradient = parameter.unsafeGetTensorImpl()->grad();
-      if (!gradient.defined()) continue;
-      if (!sum) {
-        sum = at::zeros_like(gradient, gradient.options().dtype(sum_dtype(gradient)));
-        set.parameters_[here] = parameter.unsafeGetTensorImpl();
-      }
-      group_of(set.batches_, TensorKind::of(real(*sum))).take(*sum, gradient);
+  Addition set{.sum = *this, .found_inf = found_inf};
+  const std::vector<at::Tensor> parameters = all_parameters(optimizer);
+  set.sum.sums_.resize(std::max(sums_.size(), parameters.size()));
+  set.sum.parameters_.resize(set.sum.sums_.size());
+  for (std::size_t slot = 0; slot < parameters.size(); ++slot) {
+    const at::Tensor& gradient = gradient_of(parameters[slot]);
+    if (!gradient.defined()) continue;
+    std::optional<at::Tensor>& sum = set.sum.sums_[slot];
+    if (!sum) {
+      sum = at::zeros_like(gradient, gradient.options().dtype(sum_dtype(gradient)));
+      set.sum.parameters_[slot] = parameters[slot].unsafeGetTensorImpl();
     }
+    group_of(set.batches, TensorKind::of(real(*sum))).take(*sum, gradient);
   }
   if (!found_inf.defined()) return set;
-  for (Batch& batch : set.batches_) batch.flag = to_device_async(batch.device, found_inf);
-  if (!dropped_.defined()) set.dropped_ = at::zeros({}, found_inf.options());
+  for (Batch& batch : set.batches) batch.flag = to_device_async(batch.device, found_inf);
+  if (!dropped_.defined()) set.sum.dropped_ = at::zeros({}, found_inf.options());
   return set;
 }
 
 inline void GradientSum::add(Addition set) {
-  if (set.batches_.empty()) return;
+  if (set.batches.empty()) return;
   const InternalOps guard;
-  sums_ = std::move(set.sums_);
-  parameters_ = std::move(set.parameters_);
-  for (Batch& batch : set.batches_) {
+  *this = std::move(set.sum);
+  for (Batch& batch : set.batches) {
     at::_fused_sgd_(batch.sums, batch.gradients, {}, /*weight_decay=*/0., /*momentum=*/0.,
                     /*lr=*/1.,
                     /*dampening=*/0., /*nesterov=*/false, /*maximize=*/true,
                     /*is_first_step=*/false, /*grad_scale=*/std::nullopt, batch.flag);
   }
-  dropped_ = std::move(set.dropped_);
-  if (set.found_inf_.defined()) {
-    dropped_.add_(set.found_inf_);
+  if (set.found_inf.defined()) {
+    dropped_.add_(set.found_inf);
     ++flagged_;
   } else {
     ++added_;

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/optimizer.h>
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
+
+#include <vector>
 
 #include "torchamp/version.h"
 
@@ -29,6 +32,15 @@ void for_each_state_tensor(torch::optim::OptimizerParamState& state, const F& f)
   } else if (auto* const adagrad = dynamic_cast<AdagradParamState*>(&state)) {
     each(adagrad->sum());
   }
+}
+
+/// The parameters of all groups, one group after the other.
+inline std::vector<at::Tensor> all_parameters(const torch::optim::Optimizer& optimizer) {
+  std::vector<at::Tensor> all;
+  for (const auto& group : optimizer.param_groups()) {
+    all.insert(all.end(), group.params().begin(), group.params().end());
+  }
+  return all;
 }
 
 }  // namespace torchamp::detail
