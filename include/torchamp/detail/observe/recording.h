@@ -29,7 +29,6 @@
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/tensors.h"
-#include "torchamp/detail/text.h"
 #include "torchamp/detail/weights/cast.h"
 #include "torchamp/ops.h"
 
@@ -90,21 +89,6 @@ void for_each_floating_tensor(const Values& values, const Function& function) {
       if (tensor.defined() && tensor.is_floating_point()) function(tensor);
     });
   }
-}
-
-/// `value`, an argument of an op, with `function` applied to each defined tensor.
-template <class Function>
-c10::IValue with_tensors_changed(const c10::IValue& value, const Function& function) {
-  if (value.isTensor()) {
-    return value.toTensor().defined() ? c10::IValue(function(value.toTensor())) : value;
-  }
-  if (!value.isList()) return value;
-  c10::impl::GenericList list = value.toList().copy();
-  for (std::size_t i = 0; i < list.size(); ++i) {
-    const c10::IValue& element = list.get(i);
-    if (element.isTensor()) list.set(i, with_tensors_changed(element, function));
-  }
-  return list;
 }
 
 /// The argument-independent data of one op overload for a recording.

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/ScalarType.h>
@@ -18,6 +19,21 @@
 #include "torchamp/detail/weights/derived.h"
 
 namespace torchamp::detail {
+
+/// `value`, an argument of an op, with `function` applied to each defined tensor.
+template <class Function>
+c10::IValue with_tensors_changed(const c10::IValue& value, const Function& function) {
+  if (value.isTensor()) {
+    return value.toTensor().defined() ? c10::IValue(function(value.toTensor())) : value;
+  }
+  if (!value.isList()) return value;
+  c10::impl::GenericList list = value.toList().copy();
+  for (std::size_t i = 0; i < list.size(); ++i) {
+    const c10::IValue& element = list.get(i);
+    if (element.isTensor()) list.set(i, with_tensors_changed(element, function));
+  }
+  return list;
+}
 
 /// The arguments of an op that are weights, by their names in the schema.
 enum class WeightPlace : std::uint8_t { none, weight, second_matrix, bias_of_product };

@@ -3,7 +3,6 @@
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/function_schema.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/stack.h>
@@ -56,28 +55,17 @@ class StoredWeightCasts final : public WeightCasts {
     const WeightKeep keep = keep_of_this_thread();
     if (keep.until == WeightKeep::Until::made) return;
     const std::size_t first = stack.size() - schema.arguments().size();
-    const bool in_place =
-        schema.name().ends_with('_');  // then only a parameter is a weight for sure
+    // Of what is added in place, only a parameter is a weight for sure.
+    const bool in_place = schema.name().ends_with('_');
     for (const std::size_t position : positions) {
-      const auto takes = [&](const at::Tensor& tensor) {
-        return tensor.defined() && at::autocast::is_eligible(tensor, device) &&
-               tensor.scalar_type() != dtype &&
-               is_weight(tensor, in_place ? WeightPlace::none
-                                          : place_of_weight(schema.arguments()[position].name()));
-      };
       c10::IValue& value = stack[first + position];
-      if (value.isTensor()) {
-        const at::Tensor& tensor = value.toTensor();
-        if (takes(tensor)) value = kept_cast(derived_weights(), tensor, dtype, keep);
-      } else if (value.isList()) {
-        c10::impl::GenericList list = value.toList().copy();  // keeps the type of its elements
-        for (std::size_t i = 0; i < list.size(); ++i) {
-          const c10::IValue& element = list.get(i);
-          if (!element.isTensor() || !takes(element.toTensor())) continue;
-          list.set(i, kept_cast(derived_weights(), element.toTensor(), dtype, keep));
-        }
-        value = list;
-      }
+      value = with_tensors_changed(value, [&](const at::Tensor& tensor) {
+        const bool takes =
+            at::autocast::is_eligible(tensor, device) && tensor.scalar_type() != dtype &&
+            is_weight(tensor, in_place ? WeightPlace::none
+                                       : place_of_weight(schema.arguments()[position].name()));
+        return takes ? kept_cast(derived_weights(), tensor, dtype, keep) : tensor;
+      });
     }
   }
 };
