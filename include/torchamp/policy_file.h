@@ -64,7 +64,7 @@ inline LoadedPolicies load_policies(const std::string& path) {
               "ops.");
   LoadedPolicies loaded;
   loaded.path = path;
-  detail::PolicyParser parser(place, &detail::parse_fp8_rule);
+  detail::PolicyParser parser(place);
   loaded.policy = Policy(parser.parse(parts[0].text));
   std::set<std::string_view> modules;
   for (const auto& part : parts) {

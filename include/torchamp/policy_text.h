@@ -4,9 +4,6 @@
 /// @file
 /// @brief Policies as text: printed, in a string or in a file.
 
-#include <c10/util/Exception.h>
-
-#include <cstddef>
 #include <ostream>
 #include <string>
 #include <string_view>
@@ -62,13 +59,14 @@ inline std::string to_text(const Policy& policy) {
 /// The policy that `text` describes: see to_text(). '#' starts a comment; empty lines are ignored.
 /// Errors name the line and the reason.
 inline Policy parse_policy(std::string_view text) {
-  return Policy(
-      detail::PolicyParser("torchamp::parse_policy", &detail::parse_fp8_rule).parse(text));
+  return Policy(detail::PolicyParser("torchamp::parse_policy").parse(text));
 }
 
 /// The policy in a file of such text. Errors also name the file.
 inline Policy load_policy(const std::string& path) {
-  return Policy(detail::load_policy_data("torchamp::load_policy", path, &detail::parse_fp8_rule));
+  const std::string call = "torchamp::load_policy";
+  detail::PolicyParser parser(call + ": '" + path + "'");
+  return Policy(parser.parse(detail::read_policy_file(call, path)));
 }
 
 }  // namespace TORCHAMP_NAMESPACE

@@ -12,7 +12,6 @@
 
 #include <array>
 #include <atomic>
-#include <cctype>
 #include <cstddef>
 #include <memory>
 #include <mutex>
@@ -57,47 +56,6 @@ inline std::string fp8_text(const Fp8Options& options) {
   if (options.strict) add("strict");
   if (options.only_worthwhile) add("only_worthwhile");
   return text.empty() ? "fp8" : "fp8(" + text + ')';
-}
-
-/// Sets the option `word`: "recipe=rowwise", "strict". False for an unknown option.
-inline bool set_fp8_option(std::string_view word, Fp8Options& options) {
-  if (word == "round_to_nearest") {
-    options.stochastic_rounding = false;
-    return true;
-  }
-  if (word == "strict") return options.strict = true;
-  if (word == "only_worthwhile") return options.only_worthwhile = true;
-  for (const Fp8RecipeRow& row : fp8_recipes) {
-    if (!word.starts_with("recipe=") || word.substr(7) != row.name) continue;
-    options.recipe = row.recipe;
-    return true;
-  }
-  return false;
-}
-
-/// The options in a text, separated by white space or commas. Errors: an unknown or repeated
-/// option.
-inline Fp8Options parse_fp8_options(std::string_view text) {
-  Fp8Options options;
-  std::string given = " ";
-  while (!text.empty()) {
-    const auto end = text.find_first_of(" \t\r\v\f,");
-    const std::string_view word = text.substr(0, end);
-    text = end == std::string_view::npos ? std::string_view() : text.substr(end + 1);
-    if (word.empty()) continue;
-    if (set_fp8_option(word, options)) {
-      const std::string name(word.substr(0, word.find('=')));
-      TORCH_CHECK(given.find(' ' + name + ' ') == std::string::npos, "the option '", name,
-                  "' of fp8 is given twice; leave one out");
-      given += name + ' ';
-      continue;
-    }
-    std::string known = "round_to_nearest, strict, only_worthwhile";
-    for (const Fp8RecipeRow& row : fp8_recipes) known.append(", recipe=").append(row.name);
-    TORCH_CHECK(false, "there is no option '", word.substr(0, 60), "' of fp8; the options are ",
-                known);
-  }
-  return options;
 }
 
 /// Ops composed of products, which a region with an fp8 rule may call instead.
@@ -344,9 +302,5 @@ class Fp8Rule final : public OpRule {
   Fp8Options options_;
   mutable std::array<OnDevice, device_count> on_device_;
 };
-
-inline std::shared_ptr<const OpRule> parse_fp8_rule(const std::string& options) {
-  return std::make_shared<Fp8Rule>(parse_fp8_options(options));
-}
 
 }  // namespace torchamp::detail

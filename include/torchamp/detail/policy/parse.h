@@ -17,10 +17,12 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/fp8/run.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/print.h"
 #include "torchamp/detail/text.h"
+#include "torchamp/fp8_options.h"
 #include "torchamp/ops.h"
 
 namespace torchamp::detail {
@@ -82,16 +84,49 @@ inline std::optional<std::string> module_of_line(std::string_view line) {
   return words.size() == 2 ? words[1] : std::string();
 }
 
-/// Makes the rule whose options are what a policy's text has in brackets; an unknown one is an
-/// error.
-using ParseFp8Rule = std::shared_ptr<const OpRule> (*)(const std::string& options);
+/// Sets the option `word`: "recipe=rowwise", "strict". False for an unknown option.
+inline bool set_fp8_option(std::string_view word, Fp8Options& options) {
+  if (word == "round_to_nearest") {
+    options.stochastic_rounding = false;
+    return true;
+  }
+  if (word == "strict") return options.strict = true;
+  if (word == "only_worthwhile") return options.only_worthwhile = true;
+  for (const Fp8RecipeRow& row : fp8_recipes) {
+    if (!word.starts_with("recipe=") || word.substr(7) != row.name) continue;
+    options.recipe = row.recipe;
+    return true;
+  }
+  return false;
+}
+
+/// The options in a text, separated by white space or commas. Errors: an unknown or repeated
+/// option.
+inline Fp8Options parse_fp8_options(std::string_view text) {
+  Fp8Options options;
+  std::string given = " ";
+  for (const std::string& word : split(text, " \t\r\v\f,")) {
+    if (set_fp8_option(word, options)) {
+      const std::string name = word.substr(0, word.find('='));
+      TORCH_CHECK(given.find(' ' + name + ' ') == std::string::npos, "the option '", name,
+                  "' of fp8 is given twice; leave one out");
+      given += name + ' ';
+      continue;
+    }
+    std::string known = "round_to_nearest, strict, only_worthwhile";
+    for (const Fp8RecipeRow& row : fp8_recipes) known.append(", recipe=").append(row.name);
+    TORCH_CHECK(false, "there is no option '", word.substr(0, 60), "' of fp8; the options are ",
+                known);
+  }
+  return options;
+}
 
 /// Reads a policy's text line by line; every error begins with `where` and names the line.
 class PolicyParser {
  public:
-  /// `parse_fp8`: null where fp8 rules are an error.
-  PolicyParser(std::string where, ParseFp8Rule parse_fp8)
-      : where_(std::move(where)), parse_fp8_(parse_fp8) {}
+  /// `takes_fp8`: false where fp8 rules are an error.
+  explicit PolicyParser(std::string where, bool takes_fp8 = true)
+      : where_(std::move(where)), takes_fp8_(takes_fp8) {}
 
   std::shared_ptr<const PolicyData> parse(std::string_view text) {
     policy_ = nullptr;
@@ -192,11 +227,12 @@ class PolicyParser {
       check(false, "there is no rule '", shorten(rule), "'; the rules are ", known);
     }
     const bool is_fp8 = row->cast == Cast::fp8;
-    check(!is_fp8 || parse_fp8_ != nullptr,
+    check(!is_fp8 || takes_fp8_,
           "an fp8 rule cannot come from the environment. Give it in the program, by Policy::fp8 or "
           "load_policy()");
     try {
-      add_edit(*policy_, row->cast, ops, when, is_fp8 ? parse_fp8_(fp8_options) : nullptr);
+      add_edit(*policy_, row->cast, ops, when,
+               is_fp8 ? std::make_shared<Fp8Rule>(parse_fp8_options(fp8_options)) : nullptr);
     } catch (const c10::Error& error) {
       check(false, error.what_without_backtrace());
     }
@@ -226,7 +262,7 @@ class PolicyParser {
   }
 
   std::string where_;
-  ParseFp8Rule parse_fp8_;
+  bool takes_fp8_;
   int64_t number_ = 1;
   bool may_begin_anew_ = false;         // at the begin of a module's part
   std::shared_ptr<PolicyData> policy_;  // null before the line of its base; edited in place
@@ -244,32 +280,6 @@ inline std::string read_policy_file(const std::string& call, const std::string& 
   return text;
 }
 
-/// What stands in a text before the first line "module NAME", and so is for all ops.
-inline std::string_view text_before_modules(std::string_view text) {
-  std::size_t end = 0;
-  while (end < text.size()) {
-    const std::size_t size = text.substr(end).find('\n');
-    if (module_of_line(text.substr(end, size))) break;
-    end = size == std::string_view::npos ? text.size() : end + size + 1;
-  }
-  return text.substr(0, end);
-}
-
-/// A PolicyFileReader: of a file with parts for modules, the part for all ops, without fp8 rules.
-inline std::shared_ptr<const PolicyData> read_environment_policy(const std::string& call,
-                                                                 const std::string& path) {
-  const std::string text = read_policy_file(call, path);
-  return PolicyParser(call + ": '" + path + "'", /*parse_fp8=*/nullptr)
-      .parse(text_before_modules(text));
-}
-
-/// The policy in a file of such text. `call` begins the error texts.
-inline std::shared_ptr<const PolicyData> load_policy_data(const std::string& call,
-                                                          const std::string& path,
-                                                          ParseFp8Rule parse_fp8) {
-  return PolicyParser(call + ": '" + path + "'", parse_fp8).parse(read_policy_file(call, path));
-}
-
 /// What a text for several policies says of one.
 struct PolicyPart {
   std::string module;     // empty: of all ops
@@ -280,20 +290,27 @@ struct PolicyPart {
 /// A text for a policy and for those of modules, cut into parts, of which the first is for all ops.
 /// They refer to `text`.
 inline std::vector<PolicyPart> parts_of_policies(std::string_view text) {
-  const std::string_view common = text_before_modules(text);
-  std::vector<PolicyPart> parts{{std::string(), common, 1}};
-  int64_t number = 1 + std::count(common.begin(), common.end(), '\n');
-  for (std::size_t at = common.size(); at < text.size(); ++number) {
-    const std::size_t size = std::min(text.find('\n', at), text.size() - 1) + 1 - at;
-    if (auto module = module_of_line(text.substr(at, text.find('\n', at) - at))) {
-      parts.push_back({std::move(*module), text.substr(at + size, 0), number + 1});
+  std::vector<PolicyPart> parts{{std::string(), text.substr(0, 0), 1}};
+  for (int64_t number = 1; !text.empty(); ++number) {
+    const std::string_view line = text.substr(0, text.find('\n'));
+    const std::size_t size = std::min(line.size() + 1, text.size());
+    if (auto module = module_of_line(line)) {
+      parts.push_back({std::move(*module), text.substr(size, 0), number + 1});
     } else {
       std::string_view& part = parts.back().text;
       part = {part.data(), part.size() + size};
     }
-    at += size;
+    text.remove_prefix(size);
   }
   return parts;
+}
+
+/// A PolicyFileReader: of a file with parts for modules, the part for all ops, without fp8 rules.
+inline std::shared_ptr<const PolicyData> read_environment_policy(const std::string& call,
+                                                                 const std::string& path) {
+  const std::string text = read_policy_file(call, path);
+  return PolicyParser(call + ": '" + path + "'", /*takes_fp8=*/false)
+      .parse(parts_of_policies(text)[0].text);
 }
 
 /// Whether there is more than comments.

@@ -15,7 +15,6 @@
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
-#include "torchamp/detail/text.h"
 #include "torchamp/ops.h"
 
 namespace torchamp::detail {
