@@ -250,14 +250,13 @@ inline c10::Device CudaGraph::check_optimizers() const {
         "CudaGraph: an ordinary optimizer decides on the host whether and how to step, "
         "which a graph cannot hold. Use torchamp's FusedAdam, FusedAdamW or FusedSGD, "
         "or another one that implements ScaledStep.");
-    for (const auto& group : optimizer.param_groups()) {
-      for (const at::Tensor& parameter : group.params()) {
-        TORCH_CHECK_VALUE(!device || *device == parameter.device(),
-                          "CudaGraph: there are parameters on ", *device, " and on ",
-                          parameter.device(), ", but a graph belongs to one device.");
-        device = parameter.device();
-      }
-    }
+    detail::any_parameter(optimizer, [&](const at::Tensor& parameter) {
+      TORCH_CHECK_VALUE(!device || *device == parameter.device(),
+                        "CudaGraph: there are parameters on ", *device, " and on ",
+                        parameter.device(), ", but a graph belongs to one device.");
+      device = parameter.device();
+      return false;
+    });
   }
   TORCH_CHECK_VALUE(device, "CudaGraph: the optimizers have no parameters.");
   return *device;

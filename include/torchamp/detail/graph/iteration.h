@@ -23,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/observe/observer.h"
 #include "torchamp/detail/tensors.h"
 
@@ -92,34 +93,26 @@ class GradientsBefore {
   using Optimizers = std::vector<std::reference_wrapper<torch::optim::Optimizer>>;
 
   explicit GradientsBefore(const Optimizers& optimizers) {
-    for_each_parameter(optimizers, [this](const at::Tensor& parameter) {
-      before_.emplace_back(parameter.unsafeGetTensorImpl()->grad());
-    });
+    for (const torch::optim::Optimizer& optimizer : optimizers) {
+      any_gradient(optimizer, [this](const at::Tensor& gradient) {
+        before_.emplace_back(gradient);
+        return false;
+      });
+    }
   }
 
   /// Drops the others, which a failed capture has left without values.
   void drop_others(const Optimizers& optimizers) const {
-    std::size_t i = 0;
-    for_each_parameter(optimizers, [&](const at::Tensor& parameter) {
-      at::Tensor& gradient = parameter.unsafeGetTensorImpl()->mutable_grad();
-      const at::Tensor before = i < before_.size() ? before_[i].lock() : at::Tensor();
-      if (!gradient.is_same(before)) gradient.reset();
-      ++i;
-    });
-  }
-
- private:
-  template <class F>
-  static void for_each_parameter(const Optimizers& optimizers, const F& f) {
-    for (torch::optim::Optimizer& optimizer : optimizers) {
-      for (const auto& group : optimizer.param_groups()) {
-        for (const at::Tensor& parameter : group.params()) {
-          if (parameter.defined()) f(parameter);
-        }
-      }
+    for (const torch::optim::Optimizer& optimizer : optimizers) {
+      any_parameter(optimizer, [this](const at::Tensor& parameter) {
+        const auto is_its = [&](const WeakTensor& one) { return one.is(gradient_of(parameter)); };
+        if (std::ranges::none_of(before_, is_its)) parameter.mutable_grad().reset();
+        return false;
+      });
     }
   }
 
+ private:
   std::vector<WeakTensor> before_;
 };
 

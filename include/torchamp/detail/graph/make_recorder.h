@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 
 #include <memory>
+#include <utility>
 
 #include "torchamp/detail/cuda_versions.h"
 #include "torchamp/detail/graph/recorder.h"
@@ -26,6 +27,14 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <cuda_runtime_api.h>
+#endif
+
+// LibTorch has a registry of devices with graphs since 2.15 or a little before.
+#if __has_include(<ATen/core/GraphImplInterface.h>)
+#define TORCHAMP_REGISTERED_GRAPHS 1
+#include <ATen/core/GraphImplInterface.h>
+#else
+#define TORCHAMP_REGISTERED_GRAPHS 0
 #endif
 
 namespace torchamp::detail {
@@ -83,42 +92,6 @@ class CudaDeviceGraph final : public DeviceGraph {
 
 #endif
 
-/// An error if this program cannot use CUDA's graphs: it was compiled without CUDA's headers, or
-/// with other ones than LibTorch.
-inline void check_cuda_graphs() {
-#if TORCHAMP_CUDA_GRAPHS
-  check_cuda_headers(CUDART_VERSION, at::detail::getCUDAHooks().versionCUDART());
-#else
-  TORCH_CHECK(
-      false,
-      "CudaGraph: this program was compiled without CUDA's headers (cuda_runtime_api.h). "
-      "Compile it with the CUDA toolkit's include folder, or pass {.enabled = false} to run "
-      "eagerly.");
-#endif
-}
-
-inline std::unique_ptr<DeviceGraph> make_cuda_graph([[maybe_unused]] c10::Device device) {
-#if TORCHAMP_CUDA_GRAPHS
-  return std::make_unique<CudaDeviceGraph>(device);
-#else
-  return nullptr;  // check_cuda_graphs() has thrown
-#endif
-}
-
-}  // namespace torchamp::detail
-
-// LibTorch has a registry of devices with graphs since 2.15 or a little before.
-#if __has_include(<ATen/core/GraphImplInterface.h>)
-#define TORCHAMP_REGISTERED_GRAPHS 1
-#include <ATen/core/GraphImplInterface.h>
-
-#include <utility>
-#else
-#define TORCHAMP_REGISTERED_GRAPHS 0
-#endif
-
-namespace torchamp::detail {
-
 #if TORCHAMP_REGISTERED_GRAPHS
 
 /// A graph of any device that has told LibTorch of its own.
@@ -142,36 +115,44 @@ class RegisteredGraph final : public DeviceGraph {
   std::unique_ptr<at::GraphImplInterface> graph_;
 };
 
-inline bool has_registered_graphs(c10::DeviceType device) {
-  return at::has_graph_impl(device);
-}
-inline std::unique_ptr<DeviceGraph> make_registered_graph(c10::Device device) {
-  return std::make_unique<RegisteredGraph>(at::create_graph_impl(device.type()));
-}
-
-#else
-
-inline bool has_registered_graphs(c10::DeviceType) {
-  return false;
-}
-inline std::unique_ptr<DeviceGraph> make_registered_graph(c10::Device) {
-  return nullptr;
-}
-
 #endif
 
+inline bool has_registered_graphs([[maybe_unused]] c10::DeviceType device) {
+#if TORCHAMP_REGISTERED_GRAPHS
+  return at::has_graph_impl(device);
+#else
+  return false;
+#endif
+}
+
 /// The recorder for `device`. An error if it has no graphs, or if it is CUDA and this program was
-/// compiled without CUDA's headers.
+/// compiled without CUDA's headers, or with other ones than LibTorch.
 inline std::unique_ptr<GraphRecorder> make_graph_recorder(c10::Device device) {
-  const bool is_cuda = device.is_cuda();
-  TORCH_CHECK(is_cuda || has_registered_graphs(device.type()),
-              "CudaGraph: the optimizers' parameters are on ", device,
-              ", for which LibTorch has no graphs. Move the model to a device that has them (CUDA, "
-              "say) before you make the optimizer, or pass {.enabled = false} to run "
-              "eagerly.");
-  if (is_cuda) check_cuda_graphs();
-  return std::make_unique<StreamRecorder>(device,
-                                          is_cuda ? &make_cuda_graph : &make_registered_graph);
+  StreamRecorder::MakeGraph make_graph;
+  if (device.is_cuda()) {
+#if TORCHAMP_CUDA_GRAPHS
+    check_cuda_headers(CUDART_VERSION, at::detail::getCUDAHooks().versionCUDART());
+    make_graph = [](c10::Device its) { return std::make_unique<CudaDeviceGraph>(its); };
+#else
+    TORCH_CHECK(
+        false,
+        "CudaGraph: this program was compiled without CUDA's headers (cuda_runtime_api.h). "
+        "Compile it with the CUDA toolkit's include folder, or pass {.enabled = false} to run "
+        "eagerly.");
+#endif
+  } else {
+    TORCH_CHECK(has_registered_graphs(device.type()),
+                "CudaGraph: the optimizers' parameters are on ", device,
+                ", for which LibTorch has no graphs. Move the model to a device that has them "
+                "(CUDA, say) before you make the optimizer, or pass {.enabled = false} to run "
+                "eagerly.");
+#if TORCHAMP_REGISTERED_GRAPHS
+    make_graph = [](c10::Device its) {
+      return std::make_unique<RegisteredGraph>(at::create_graph_impl(its.type()));
+    };
+#endif
+  }
+  return std::make_unique<StreamRecorder>(device, std::move(make_graph));
 }
 
 }  // namespace torchamp::detail
