@@ -14,6 +14,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
@@ -86,7 +87,10 @@ class CallTrial {
   Result run(Cast rule, at::ScalarType low) const {
     const at::DisableRecordFunctionGuard not_recorded;
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    const AutocastDtype dtype(device_.type(), low);
+    const NoCastCache no_cache;
+    const auto before = DeviceAutocastState::of(device_.type());
+    const auto put_back = c10::make_scope_exit([&] { before.apply(); });
+    at::autocast::set_autocast_dtype(device_.type(), low);
     std::optional<RngScope> random;
     if (rng_) random.emplace(*rng_);
     Result result;
@@ -122,22 +126,6 @@ class CallTrial {
   }
 
  private:
-  /// Sets the thread's autocast dtype for a device, without its cache of casts, while it lives.
-  class AutocastDtype {
-   public:
-    AutocastDtype(at::DeviceType device, at::ScalarType dtype)
-        : before_(DeviceAutocastState::of(device)) {
-      at::autocast::set_autocast_dtype(device, dtype);
-    }
-    AutocastDtype(const AutocastDtype&) = delete;
-    AutocastDtype& operator=(const AutocastDtype&) = delete;
-    ~AutocastDtype() { before_.apply(); }
-
-   private:
-    DeviceAutocastState before_;
-    NoCastCache no_cache_;
-  };
-
   /// The cast arguments of one call, as leaves of a separate graph.
   struct Arguments {
     torch::jit::Stack stack;
