@@ -23,7 +23,6 @@
 
 #include "torchamp/detail/io/archive_file.h"
 #include "torchamp/detail/io/pickle.h"
-#include "torchamp/detail/text.h"
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/version.h"
 
@@ -78,12 +77,6 @@ inline GradScalerState python_state(std::string_view pickle,
           .growth_tracker = integer("_growth_tracker")};
 }
 
-[[noreturn]] inline void refuse_python_state(const std::string& name, const std::string& reason) {
-  TORCH_CHECK(false, "torchamp::load_python_state: ", name, reason,
-              " Pass what torch.save(scaler.state_dict(), path) has written in Python, or the keys "
-              "that lead to it; torch::load(scaler, path) reads what torch::save has written.");
-}
-
 /// open() returns the archive; `name` is its name in errors.
 template <class Open>
 GradScalerState load_python_state(const std::string& name, const Open& open,
@@ -96,10 +89,11 @@ GradScalerState load_python_state(const std::string& name, const Open& open,
     TORCH_CHECK(archive.hasRecord(record), "there is no ", record, " in it.");
     const auto [data, size] = archive.getRecord(record);
     return python_state({static_cast<const char*>(data.get()), size}, keys);
-  } catch (const c10::Error& error) {
-    refuse_python_state(name, error.what_without_backtrace());
   } catch (const std::exception& error) {
-    refuse_python_state(name, error.what());
+    TORCH_CHECK(false, "torchamp::load_python_state: ", name, reason_of(error),
+                " Pass what torch.save(scaler.state_dict(), path) has written in Python, or the "
+                "keys that lead to it; torch::load(scaler, path) reads what torch::save has "
+                "written.");
   }
 }
 

@@ -22,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/io/archives.h"
 #include "torchamp/detail/io/checkpoint_values.h"
 #include "torchamp/detail/masters/master_meta.h"
 #include "torchamp/detail/scaler/grad_scaler_archive.h"
@@ -106,7 +107,7 @@ class TrainingCheckpoint {
   /// damage: the file ends with a checksum, see Note [The file of a TrainingCheckpoint]. The file
   /// is read twice, first to check it. If a device's memory runs out, nothing changes either,
   /// except your own objects whose load() does not ensure that. Reads the devices.
-  bool load();
+  bool load() { return load(0, 1); }
 
   /// Returns this process's own part, as bytes, for save() below. If ShardedMasterWeights or an
   /// optimizer of their shards were added, all processes call it together: it gathers these on
@@ -120,7 +121,9 @@ class TrainingCheckpoint {
   bool load(int64_t rank, int64_t processes);
   /// Loads the file without local parts: to resume with another number of processes, not bit for
   /// bit.
-  bool load_shared();
+  bool load_shared() {
+    return load_parts([](torch::serialize::InputArchive&) { return at::Tensor(); });
+  }
   /// Returns the id of the file last saved or loaded, which differs between any two files.
   int64_t file_id() const { return file_id_; }
 
@@ -162,22 +165,11 @@ class TrainingCheckpoint {
 };
 
 namespace detail {
-void save_any_optimizer(torch::optim::Optimizer& optimizer,
-                        torch::serialize::OutputArchive& archive);
-void load_any_optimizer(torch::optim::Optimizer& optimizer,
-                        torch::serialize::InputArchive& archive);
-void gather_optimizer(torch::optim::Optimizer& optimizer);
-std::function<void()> keep_optimizer(torch::optim::Optimizer& optimizer);
-std::function<void()> hold_optimizer(torch::optim::Optimizer& optimizer);
-unsigned& step_count_of(torch::optim::LRScheduler& scheduler, const std::string& name);
-std::vector<double> rates_of(const torch::optim::Optimizer& optimizer);
-std::vector<double> rates_of(const torch::optim::LRScheduler& scheduler);
-
-/// Whether a program has made the type, and it may hold an optimizer.
+/// Whether a program has made the type, which is no module, and it may hold an optimizer.
 template <class T>
 inline constexpr bool may_hold_optimizer =
-    !std::derived_from<T, torch::nn::Module> && !std::derived_from<T, Masters> &&
-    !std::derived_from<T, torch::optim::LRScheduler> && !std::is_same_v<T, GradScaler>;
+    !std::derived_from<T, Masters> && !std::derived_from<T, torch::optim::LRScheduler> &&
+    !std::is_same_v<T, GradScaler>;
 }  // namespace detail
 
 template <class T>
@@ -205,18 +197,14 @@ void TrainingCheckpoint::add_to(std::vector<Entry>& entries, std::string name, T
                          object.save(out);
                          object.load(in);
                        }) {
-    entry.is_own = detail::may_hold_optimizer<T>;
-    if constexpr (std::derived_from<T, torch::nn::Module>) {
-      entry.hold = [&object] { return detail::hold_module(object); };
-    }
     entry.save = [&object](OutputArchive& archive) { object.save(archive); };
-    entry.load = [&object](InputArchive& archive, int64_t) {
-      if constexpr (std::derived_from<T, torch::nn::Module>) {
-        load_module(object, archive);
-      } else {
-        object.load(archive);
-      }
-    };
+    if constexpr (std::derived_from<T, torch::nn::Module>) {
+      entry.load = [&object](InputArchive& archive, int64_t) { load_module(object, archive); };
+      entry.hold = [&object] { return detail::hold_module(object); };
+    } else {
+      entry.load = [&object](InputArchive& archive, int64_t) { object.load(archive); };
+      entry.is_own = detail::may_hold_optimizer<T>;
+    }
     if constexpr (std::derived_from<T, detail::Masters>) {
       entry.keep = [&object] { return object.keep(); };
       entry.gather = [&object] { object.gather(); };

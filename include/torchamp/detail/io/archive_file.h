@@ -16,6 +16,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <filesystem>
 #include <istream>
 #include <limits>
@@ -384,6 +385,12 @@ inline std::optional<at::Device> device_for(const ArchiveBytes& archive) {
     if (is_missing_device(after.substr(4, length))) return at::Device(at::kCPU);
   }
   return std::nullopt;
+}
+
+/// An error's text without LibTorch's backtrace.
+inline const char* reason_of(const std::exception& error) {
+  const auto* const own = dynamic_cast<const c10::Error*>(&error);
+  return own ? own->what_without_backtrace() : error.what();
 }
 
 /// Names for an error's text, separated by commas: the first of them if they are many.

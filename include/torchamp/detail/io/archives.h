@@ -6,10 +6,14 @@
 #include <ATen/ops/full_like.h>
 #include <c10/util/ArrayRef.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
+#include <c10/util/Type.h>
 #include <torch/nn/module.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/lbfgs.h>
 #include <torch/optim/optimizer.h>
+#include <torch/optim/schedulers/lr_scheduler.h>
+#include <torch/optim/schedulers/step_lr.h>
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
@@ -23,10 +27,12 @@
 #include <set>
 #include <sstream>
 #include <string>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
 #include "torchamp/detail/io/archive_file.h"
+#include "torchamp/detail/masters/master_meta.h"
 #include "torchamp/detail/optim/state_tensors.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/detail/text.h"
@@ -162,16 +168,10 @@ inline void save_lbfgs(torch::optim::LBFGS& optimizer, torch::serialize::OutputA
     kept.push_back(std::exchange(states[key], std::move(written)));
     if (!state.d().defined()) states.erase(key);
   }
-  const auto put_back = [&] {
+  const auto put_back = c10::make_scope_exit([&] {
     for (std::size_t i = 0; i < keys.size(); ++i) states[keys[i]] = std::move(kept[i]);
-  };
-  try {
-    optimizer.save(archive);
-  } catch (...) {
-    put_back();
-    throw;
-  }
-  put_back();
+  });
+  optimizer.save(archive);
 }
 
 inline at::Tensor bytes_of(torch::serialize::OutputArchive& archive) {
@@ -273,31 +273,23 @@ inline void check_archive_fits(const torch::optim::Optimizer& optimizer,
 /// LibTorch loads state of any shape, with which the next step fails, and leaves it on the
 /// archive's device.
 inline void fit_state(torch::optim::Optimizer& optimizer) {
-  std::size_t place = 0;
-  for (const auto& group : optimizer.param_groups()) {
-    for (const at::Tensor& parameter : group.params()) {
-      const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
-      if (found != optimizer.state().end() && found->second) {
-        for_each_state_tensor(*found->second, [&](at::Tensor& tensor) {
-          TORCH_CHECK(tensor.sizes() == parameter.sizes(), "it holds state of shape ",
-                      tensor.sizes(), " for parameter ", place, ", which is ", parameter.sizes(),
-                      " in the program");
-          tensor = tensor.to(parameter.device());
-        });
-        if (auto* const state = dynamic_cast<torch::optim::LBFGSParamState*>(found->second.get())) {
-          const auto move = [&](auto& tensors) {
-            for (at::Tensor& tensor : tensors) tensor = tensor.to(parameter.device());
-          };
-          for (auto* const tensors : {&state->old_dirs(), &state->old_stps(), &state->ro()}) {
-            move(*tensors);
-          }
-          for (at::Tensor* const tensor :
-               {&state->d(), &state->H_diag(), &state->prev_flat_grad()}) {
-            if (tensor->defined()) *tensor = tensor->to(parameter.device());
-          }
-        }
-      }
-      ++place;
+  const std::vector<at::Tensor> parameters = all_parameters(optimizer);
+  for (const at::Tensor& parameter : parameters) {
+    const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
+    if (found == optimizer.state().end() || !found->second) continue;
+    for_each_state_tensor(*found->second, [&](at::Tensor& tensor) {
+      TORCH_CHECK(tensor.sizes() == parameter.sizes(), "it holds state of shape ", tensor.sizes(),
+                  " for parameter ", &parameter - parameters.data(), ", which is ",
+                  parameter.sizes(), " in the program");
+      tensor = tensor.to(parameter.device());
+    });
+    auto* const state = dynamic_cast<torch::optim::LBFGSParamState*>(found->second.get());
+    if (!state) continue;
+    for (auto* const tensors : {&state->old_dirs(), &state->old_stps(), &state->ro()}) {
+      for (at::Tensor& tensor : *tensors) tensor = tensor.to(parameter.device());
+    }
+    for (at::Tensor* const tensor : {&state->d(), &state->H_diag(), &state->prev_flat_grad()}) {
+      if (tensor->defined()) *tensor = tensor->to(parameter.device());
     }
   }
 }
@@ -347,6 +339,69 @@ inline std::function<void()> hold_optimizer(torch::optim::Optimizer& optimizer) 
       optimizer.param_groups()[g].set_options(options[g]->clone());
     }
   };
+}
+
+// What a TrainingCheckpoint does with optimizers, sharded ones too, and with schedulers.
+
+inline void save_any_optimizer(torch::optim::Optimizer& optimizer,
+                               torch::serialize::OutputArchive& archive) {
+  const auto shards = stored_shards_of(optimizer, "TrainingCheckpoint::save");
+  shards ? shards->save(optimizer, archive) : save_optimizer(optimizer, archive);
+}
+
+inline void load_any_optimizer(torch::optim::Optimizer& optimizer,
+                               torch::serialize::InputArchive& archive) {
+  const auto shards = stored_shards_of(optimizer, "TrainingCheckpoint::load");
+  shards ? shards->load(optimizer, archive) : load_optimizer(optimizer, archive);
+}
+
+inline void gather_optimizer(torch::optim::Optimizer& optimizer) {
+  const auto shards = stored_shards_of(optimizer, "TrainingCheckpoint::save");
+  if (shards) shards->gather(optimizer);
+}
+
+inline std::function<void()> keep_optimizer(torch::optim::Optimizer& optimizer) {
+  if (!shards_of(optimizer, "TrainingCheckpoint::load")) return {};
+  torch::serialize::OutputArchive own;
+  save_optimizer(optimizer, own);
+  return [&optimizer, bytes = bytes_of(own)] {
+    auto before = archive_of(bytes);
+    load_optimizer(optimizer, before);
+  };
+}
+
+/// The only changing state of a StepLR, which LibTorch shows only to derived classes.
+inline unsigned& step_count_of(torch::optim::LRScheduler& scheduler, const std::string& name) {
+  TORCH_CHECK_TYPE(
+      typeid(scheduler) == typeid(torch::optim::StepLR), "TrainingCheckpoint::add: '", name,
+      "' is a ", c10::demangle(typeid(scheduler).name()),
+      ", but of an LRScheduler& only LibTorch's StepLR can be saved. Give it save(OutputArchive&) "
+      "and load(InputArchive&) that include its step_count_, and add it by its own type.");
+  struct Access : torch::optim::LRScheduler {
+    static unsigned& of(LRScheduler& any) { return any.*&Access::step_count_; }
+  };
+  return Access::of(scheduler);
+}
+
+/// Empty for the program's own optimizer with unknown options.
+inline std::vector<double> rates_of(const torch::optim::Optimizer& optimizer) {
+  std::vector<double> rates;
+  try {
+    for (const auto& group : optimizer.param_groups()) rates.push_back(group.options().get_lr());
+  } catch (const c10::Error&) {
+    rates.clear();
+  }
+  return rates;
+}
+
+/// The rates in its optimizer, which LibTorch shows only to derived classes.
+inline std::vector<double> rates_of(const torch::optim::LRScheduler& scheduler) {
+  struct Access : torch::optim::LRScheduler {
+    static std::vector<double> of(const LRScheduler& any) {
+      return (any.*&Access::get_current_lrs)();
+    }
+  };
+  return Access::of(scheduler);
 }
 
 }  // namespace torchamp::detail

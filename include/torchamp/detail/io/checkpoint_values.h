@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>
@@ -30,8 +29,8 @@ namespace torchamp::detail {
 // Note [Values in a file]
 // An archive holds 64-bit integers, doubles, bools, strings, tensors, lists, and none. An unsigned
 // integer above all 64-bit ones is its decimal text (files of version 1 have the same 64 bits as a
-// negative number), a long double a list of doubles whose sum it is, or where there are none its
-// hexadecimal text, an undefined tensor none.
+// negative number), a long double its hexadecimal text (in older files also a list of doubles,
+// whose sum it is), an undefined tensor none.
 
 /// An integer, whatever its type is for.
 template <class T>
@@ -56,19 +55,6 @@ c10::IValue to_ivalue(const T& value) {
     }
     return c10::IValue(static_cast<int64_t>(value));
   } else if constexpr (std::is_same_v<T, long double>) {
-    // A number to which no doubles add up is its text.
-    const auto is_sum = [&](const c10::List<double>& doubles) {
-      long double sum = 0;
-      for (const double part : doubles) sum += static_cast<long double>(part);
-      return sum == value || std::isnan(value);
-    };
-    c10::List<double> parts;
-    long double rest = value;
-    do {
-      parts.push_back(static_cast<double>(rest));
-      rest -= static_cast<long double>(parts.get(parts.size() - 1));
-    } while (std::isfinite(value) && std::isfinite(rest) && rest != 0.L && parts.size() < 4);
-    if (is_sum(parts)) return c10::IValue(std::move(parts));
     std::array<char, 64> text{};
     (void)std::to_chars(text.data(), text.data() + text.size() - 1, value, std::chars_format::hex);
     return c10::IValue(std::string(text.data()));

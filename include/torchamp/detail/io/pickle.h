@@ -81,11 +81,6 @@ class PickleReader {
     take(1);
     return text;
   }
-  double big_endian_double() {
-    uint64_t bits = 0;
-    for (const char byte : take(8)) bits = bits << 8 | static_cast<uint8_t>(byte);
-    return std::bit_cast<double>(bits);
-  }
 
   void push(Value value) {
     stack_.push_back(values_.size());
@@ -190,8 +185,11 @@ class PickleReader {
         return push_long(unsigned_of(1));
       case 0x8b:  // LONG4
         return push_long(unsigned_of(4));
-      case 'G':
-        return push({.kind = Kind::number, .number = big_endian_double()});
+      case 'G': {
+        uint64_t bits = 0;
+        for (const char byte : take(8)) bits = bits << 8 | static_cast<uint8_t>(byte);
+        return push({.kind = Kind::number, .number = std::bit_cast<double>(bits)});
+      }
       case 'X':
         return push_text(unsigned_of(4));
       case 0x8c:  // SHORT_BINUNICODE

@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
-#include <c10/util/Type.h>
 #include <caffe2/serialize/in_memory_adapter.h>
 
 #include <cstddef>
@@ -18,7 +17,6 @@
 #include <set>
 #include <string>
 #include <system_error>
-#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -50,72 +48,9 @@ template <class Where, class Body>
 void rethrow_with(const Where& where, const Body& body) {
   try {
     body();
-  } catch (const c10::Error& error) {
-    TORCH_CHECK(false, where(), error.what_without_backtrace());
   } catch (const std::exception& error) {
-    TORCH_CHECK(false, where(), error.what());
+    TORCH_CHECK(false, where(), reason_of(error));
   }
-}
-
-inline void save_any_optimizer(torch::optim::Optimizer& optimizer,
-                               torch::serialize::OutputArchive& archive) {
-  const auto shards = stored_shards_of(optimizer, "TrainingCheckpoint::save");
-  shards ? shards->save(optimizer, archive) : save_optimizer(optimizer, archive);
-}
-
-inline void load_any_optimizer(torch::optim::Optimizer& optimizer,
-                               torch::serialize::InputArchive& archive) {
-  const auto shards = stored_shards_of(optimizer, "TrainingCheckpoint::load");
-  shards ? shards->load(optimizer, archive) : load_optimizer(optimizer, archive);
-}
-
-inline void gather_optimizer(torch::optim::Optimizer& optimizer) {
-  const auto shards = stored_shards_of(optimizer, "TrainingCheckpoint::save");
-  if (shards) shards->gather(optimizer);
-}
-
-inline std::function<void()> keep_optimizer(torch::optim::Optimizer& optimizer) {
-  if (!shards_of(optimizer, "TrainingCheckpoint::load")) return {};
-  torch::serialize::OutputArchive own;
-  save_optimizer(optimizer, own);
-  return [&optimizer, bytes = bytes_of(own)] {
-    auto before = archive_of(bytes);
-    load_optimizer(optimizer, before);
-  };
-}
-
-/// The only changing state of a StepLR, which LibTorch shows only to derived classes.
-inline unsigned& step_count_of(torch::optim::LRScheduler& scheduler, const std::string& name) {
-  TORCH_CHECK_TYPE(
-      typeid(scheduler) == typeid(torch::optim::StepLR), "TrainingCheckpoint::add: '", name,
-      "' is a ", c10::demangle(typeid(scheduler).name()),
-      ", but of an LRScheduler& only LibTorch's StepLR can be saved. Give it save(OutputArchive&) "
-      "and load(InputArchive&) that include its step_count_, and add it by its own type.");
-  struct Access : torch::optim::LRScheduler {
-    static unsigned& of(LRScheduler& any) { return any.*&Access::step_count_; }
-  };
-  return Access::of(scheduler);
-}
-
-/// Empty for the program's own optimizer with unknown options.
-inline std::vector<double> rates_of(const torch::optim::Optimizer& optimizer) {
-  std::vector<double> rates;
-  try {
-    for (const auto& group : optimizer.param_groups()) rates.push_back(group.options().get_lr());
-  } catch (const c10::Error&) {
-    rates.clear();
-  }
-  return rates;
-}
-
-/// The rates in its optimizer, which LibTorch shows only to derived classes.
-inline std::vector<double> rates_of(const torch::optim::LRScheduler& scheduler) {
-  struct Access : torch::optim::LRScheduler {
-    static std::vector<double> of(const LRScheduler& any) {
-      return (any.*&Access::get_current_lrs)();
-    }
-  };
-  return Access::of(scheduler);
 }
 
 }  // namespace detail
@@ -288,10 +223,6 @@ inline bool TrainingCheckpoint::exists() const {
   return std::filesystem::exists(status);
 }
 
-inline bool TrainingCheckpoint::load() {
-  return load(0, 1);
-}
-
 inline bool TrainingCheckpoint::load(int64_t rank, int64_t processes) {
   return load_parts([&](torch::serialize::InputArchive& archive) {
     c10::IValue saved;
@@ -303,10 +234,6 @@ inline bool TrainingCheckpoint::load(int64_t rank, int64_t processes) {
     archive.read("local_" + std::to_string(rank), part, /*is_buffer=*/true);
     return part;
   });
-}
-
-inline bool TrainingCheckpoint::load_shared() {
-  return load_parts([](torch::serialize::InputArchive&) { return at::Tensor(); });
 }
 
 inline bool TrainingCheckpoint::load_parts(
