@@ -207,7 +207,6 @@ class MasterWeights final : public detail::MastersOfModel {
   void check_taken() const;
   int64_t master_versions() const;
   void note_copied();
-  void note_given();
   void warn_of_written_model();
   void warn_of_left_gradients();
 

@@ -23,7 +23,6 @@
 #include <memory>
 #include <optional>
 #include <utility>
-#include <vector>
 
 #include "torchamp/detail/device_work.h"
 #include "torchamp/detail/distributed/collective.h"

@@ -29,17 +29,13 @@ namespace torchamp::detail {
 /// a c10::Error that begins with `call`.
 template <class F>
 decltype(auto) collective(const char* call, const F& f) {
-  const auto fail = [call](const char* reason) {
-    TORCH_CHECK_WITH(DistBackendError, false, call, ": ", reason,
-                     " (Has another process failed or stalled, or does it have another model?)");
-  };
   try {
     return f();
-  } catch (const c10::Error& error) {
-    fail(error.what_without_backtrace());
-    throw;  // not reached
   } catch (const std::exception& error) {
-    fail(error.what());
+    const auto* const own = dynamic_cast<const c10::Error*>(&error);
+    TORCH_CHECK_WITH(DistBackendError, false, call, ": ",
+                     own ? own->what_without_backtrace() : error.what(),
+                     " (Has another process failed or stalled, or does it have another model?)");
     throw;  // not reached
   }
 }

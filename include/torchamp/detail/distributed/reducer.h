@@ -30,7 +30,6 @@
 #include "torchamp/detail/distributed/buckets.h"
 #include "torchamp/detail/distributed/collective.h"
 #include "torchamp/detail/gradients/accumulation.h"
-#include "torchamp/detail/libtorch.h"
 #include "torchamp/detail/masters/make_masters.h"
 #include "torchamp/detail/masters/master_meta.h"
 #include "torchamp/detail/masters/split_weight.h"
@@ -83,7 +82,13 @@ class UnsyncedGradients {
     const std::lock_guard lock(mutex());
     std::erase_if(all(), [](const auto& one) { return one.expired(); });
     all().push_back(made);
-    has_local_gradients() = any_of_all;
+    has_local_gradients() = [](const torch::optim::Optimizer& optimizer) {
+      const std::lock_guard of_all(mutex());
+      return std::ranges::any_of(all(), [&](const auto& weak) {
+        const auto one = weak.lock();
+        return one && one->any_of(optimizer);
+      });
+    };
     return made;
   }
   explicit UnsyncedGradients(const std::vector<at::Tensor>& parameters) {
@@ -92,30 +97,16 @@ class UnsyncedGradients {
 
   /// Of the optimizer's parameters, or of the weights whose masters they are.
   bool any_of(const torch::optim::Optimizer& optimizer) const {
-    if (!are_unsynced) return false;
-    for (const auto& group : optimizer.param_groups()) {
-      for (const at::Tensor& parameter : group.params()) {
-        if (!parameter.defined()) continue;
-        const c10::TensorImpl* const tensor = parameter.unsafeGetTensorImpl();
-        const auto* const master = dynamic_cast<const MasterMeta*>(
-            const_cast<c10::TensorImpl*>(tensor)->get_backend_meta());
-        if (has(tensor) || (master && has(master->narrow.address()))) return true;
-      }
-    }
-    return false;
+    return are_unsynced && any_parameter(optimizer, [this](const at::Tensor& parameter) {
+             const MasterMeta* const master = master_meta_of(parameter);
+             return has(parameter.unsafeGetTensorImpl()) ||
+                    (master && has(master->narrow.address()));
+           });
   }
 
   std::atomic<bool> are_unsynced = false;
 
  private:
-  static bool any_of_all(const torch::optim::Optimizer& optimizer) {
-    const std::lock_guard lock(mutex());
-    for (const auto& weak : all()) {
-      const auto one = weak.lock();
-      if (one && one->any_of(optimizer)) return true;
-    }
-    return false;
-  }
   static std::mutex& mutex() {
     static std::mutex mutex;
     return mutex;
@@ -154,11 +145,15 @@ inline std::vector<std::pair<std::string, at::Tensor>> trained_parameters(
 /// Averages the gradients of a module in place, including main gradients.
 class GradientAverages final : public GradientBuckets {
  public:
-  /// `dtype` on the wire; unset: the gradients' own.
-  GradientAverages(const torch::nn::Module& module, c10::intrusive_ptr<c10d::ProcessGroup> group,
+  using Named = std::vector<std::pair<std::string, at::Tensor>>;
+
+  /// `parameters`: the trained ones. `dtype` on the wire; unset: the gradients' own.
+  GradientAverages(const Named& parameters, c10::intrusive_ptr<c10d::ProcessGroup> group,
                    std::optional<at::ScalarType> dtype, int64_t bucket_bytes, bool find_unused)
-      : GradientAverages(trained_parameters(module), std::move(group), dtype, bucket_bytes,
-                         find_unused) {}
+      : GradientBuckets("DistributedDataParallel", std::move(group),
+                        layout_of(parameters, dtype, bucket_bytes), in_layout(parameters),
+                        find_unused),
+        is_new_(parameters.size()) {}
   ~GradientAverages() override {
     for (const auto& main : averaged_) main->is_averaged = false;
   }
@@ -197,15 +192,6 @@ class GradientAverages final : public GradientBuckets {
   }
 
  private:
-  using Named = std::vector<std::pair<std::string, at::Tensor>>;
-
-  GradientAverages(const Named& parameters, c10::intrusive_ptr<c10d::ProcessGroup> group,
-                   std::optional<at::ScalarType> dtype, int64_t bucket_bytes, bool find_unused)
-      : GradientBuckets("DistributedDataParallel", std::move(group),
-                        layout_of(parameters, dtype, bucket_bytes), in_layout(parameters),
-                        find_unused),
-        is_new_(parameters.size()) {}
-
   static at::ScalarType dtype_of_gradient(const at::Tensor& parameter) {
     return main_gradient_of(parameter) ? at::kFloat : parameter.scalar_type();
   }
@@ -301,14 +287,15 @@ inline std::shared_ptr<GradientAverages> make_averages(
     std::optional<at::ScalarType> dtype, int64_t bucket_bytes, bool find_unused) {
   constexpr const char* call = "DistributedDataParallel";
   check_reduce_dtype(call, dtype);
+  const auto trained = trained_parameters(module);
   std::vector<at::Tensor> parameters;
-  for (const auto& [name, parameter] : trained_parameters(module)) parameters.push_back(parameter);
+  for (const auto& [name, parameter] : trained) parameters.push_back(parameter);
   TORCH_CHECK(!parameters.empty(), call, ": no parameter of the model requires grad.");
   collective(call, [&] { c10d::verify_params_across_processes(group, parameters, std::nullopt); });
   broadcast(call, group, module.parameters(), 0);
   broadcast(call, group, module.buffers(), 0);
   auto averages =
-      std::make_shared<GradientAverages>(module, group, dtype, bucket_bytes, find_unused);
+      std::make_shared<GradientAverages>(trained, group, dtype, bucket_bytes, find_unused);
   averages->hook();
   return averages;
 }

@@ -101,11 +101,10 @@ class ShardGroup final : public StoredShards {
         ": this optimizer has shards of ShardedMasterWeights, and is not known to treat each "
         "element independently. Use FusedAdam, FusedAdamW, FusedSGD or FusedAdagrad, or LibTorch's "
         "Adam, AdamW, SGD, RMSprop or Adagrad; for others use MasterWeights.");
-    for (const auto& group : optimizer.param_groups()) {
-      for (const at::Tensor& piece : group.params()) {
-        if (WeightMeta* const meta = weight_meta_of(piece)) meta->has_optimizer = true;
-      }
-    }
+    any_parameter(optimizer, [](const at::Tensor& piece) {
+      if (WeightMeta* const meta = weight_meta_of(piece)) meta->has_optimizer = true;
+      return false;
+    });
   }
 
   /// `mine` of all processes, concatenated.

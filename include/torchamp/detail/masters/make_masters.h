@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "torchamp/detail/gradients/attached.h"
+#include "torchamp/detail/masters/master_meta.h"
 #include "torchamp/detail/masters/split_weight.h"
 #include "torchamp/detail/optim/split_step.h"
 #include "torchamp/detail/tensor_pairs.h"
@@ -108,10 +109,6 @@ class MainGradientHook final : public torch::autograd::PostAccumulateGradHook {
   const std::shared_ptr<MainGradient> main;
 };
 
-inline torch::autograd::PostAccumulateGradHook* hook_of(const at::Tensor& weight) {
-  namespace impl = torch::autograd::impl;
-  return impl::get_autograd_meta(weight) ? impl::post_acc_grad_hooks(weight).get() : nullptr;
-}
 /// Null for a weight whose gradients backward leaves in place.
 inline std::shared_ptr<MainGradient> main_gradient_of(const at::Tensor& weight) {
   const auto* const ours = dynamic_cast<const MainGradientHook*>(hook_of(weight));
@@ -149,10 +146,6 @@ inline at::Tensor widened(const at::Tensor& weight, const at::Tensor& gradient,
   at::Tensor wide = at::empty_like(weight, weight.options().dtype(at::kFloat).requires_grad(false));
   copies.add(wide, gradient);
   return wide;
-}
-
-inline bool can_be_split(const at::Tensor& parameter) {
-  return weight_meta_of(parameter) || !parameter.unsafeGetTensorImpl()->get_backend_meta();
 }
 
 /// Removes the data of destroyed MasterWeights.

@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
@@ -61,14 +63,12 @@ inline std::shared_ptr<StoredShards> stored_shards_of(const torch::optim::Optimi
 
 /// The source of the gradients of the optimizer's shards; null if it has none.
 inline std::shared_ptr<UnsentGradients> unsent_of(const torch::optim::Optimizer& optimizer) {
-  for (const auto& group : optimizer.param_groups()) {
-    for (const at::Tensor& tensor : group.params()) {
-      if (!tensor.defined()) continue;
-      const auto shards = std::dynamic_pointer_cast<StoredShards>(shards_of(tensor));
-      if (shards) return shards->unsent.lock();
-    }
-  }
-  return nullptr;
+  std::shared_ptr<StoredShards> shards;
+  any_parameter(optimizer, [&](const at::Tensor& tensor) {
+    shards = std::dynamic_pointer_cast<StoredShards>(shards_of(tensor));
+    return shards != nullptr;
+  });
+  return shards ? shards->unsent.lock() : nullptr;
 }
 
 /// A region in which backward leaves gradients local.
@@ -124,25 +124,33 @@ inline void note_narrow(const at::Tensor& master, const at::Tensor& narrow) {
   master.unsafeGetTensorImpl()->set_backend_meta(std::move(meta));
 }
 
+/// Null for what is no master.
+inline const MasterMeta* master_meta_of(const at::Tensor& tensor) {
+  return dynamic_cast<const MasterMeta*>(tensor.unsafeGetTensorImpl()->get_backend_meta());
+}
+
 /// The weight of the model whose master this is; undefined if it is none.
 inline at::Tensor narrow_of(const at::Tensor& master) {
-  const auto* const meta =
-      dynamic_cast<MasterMeta*>(master.unsafeGetTensorImpl()->get_backend_meta());
+  const MasterMeta* const meta = master_meta_of(master);
   return meta ? meta->narrow.lock() : at::Tensor();
+}
+
+/// What LibTorch calls after it has accumulated the gradient of `weight`, if anything.
+inline torch::autograd::PostAccumulateGradHook* hook_of(const at::Tensor& weight) {
+  namespace impl = torch::autograd::impl;
+  return impl::get_autograd_meta(weight) ? impl::post_acc_grad_hooks(weight).get() : nullptr;
 }
 
 /// Drops the gradients in the model of the weights whose masters `optimizer` has: those not taken,
 /// and those not sent. (The optimizer's own are already dropped.)
 inline void drop_model_gradients(const torch::optim::Optimizer& optimizer) {
   if (const auto unsent = unsent_of(optimizer)) unsent->drop();
-  for (const auto& group : optimizer.param_groups()) {
-    for (const at::Tensor& master : group.params()) {
-      if (!master.defined()) continue;
-      note_gradient_dropped(master);
-      const at::Tensor narrow = narrow_of(master);
-      if (narrow.defined()) narrow.mutable_grad().reset();
-    }
-  }
+  any_parameter(optimizer, [](const at::Tensor& master) {
+    note_gradient_dropped(master);
+    const at::Tensor narrow = narrow_of(master);
+    if (narrow.defined()) narrow.mutable_grad().reset();
+    return false;
+  });
 }
 
 }  // namespace torchamp::detail

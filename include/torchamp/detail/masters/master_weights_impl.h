@@ -32,11 +32,6 @@ inline bool is_norm(const torch::nn::Module& module) {
   return std::regex_search(module.name(), norm);
 }
 
-/// Whether `name` names a parameter or module, or a parameter within that module.
-inline bool is_parameter_of(const std::string& name, const std::string& parameter) {
-  return parameter == name || parameter.starts_with(name + '.');
-}
-
 /// The parameters that stay fp32. Throws for an unknown name in `keep_fp32`; `owner` begins the
 /// message.
 inline std::unordered_set<const at::TensorImpl*> parameters_kept_fp32(
@@ -53,7 +48,7 @@ inline std::unordered_set<const at::TensorImpl*> parameters_kept_fp32(
   for (const std::string& name : keep_fp32) {
     bool found = false;
     for (const auto& item : parameters) {
-      if (!is_parameter_of(name, item.key())) continue;
+      if (item.key() != name && !item.key().starts_with(name + '.')) continue;
       kept.insert(item.value().unsafeGetTensorImpl());
       found = true;
     }
@@ -93,7 +88,8 @@ inline void check_may_be_master(const char* owner, const std::string& name,
               ", strides ", parameter.strides(),
               ") share memory, as after expand(), so no optimizer can step it. Give it its own "
               "memory: parameter.set_data(parameter.contiguous()).");
-  TORCH_CHECK(!splits || can_be_split(parameter), owner, ": the parameter '", name,
+  TORCH_CHECK(!splits || meta || !parameter.unsafeGetTensorImpl()->get_backend_meta(), owner,
+              ": the parameter '", name,
               "' has data specific to its device, so it cannot be split. Pass "
               "MasterStorage::full.");
   TORCH_CHECK(!main_gradients || main || !hook_of(parameter), owner, ": the parameter '", name,
@@ -284,10 +280,8 @@ inline void MasterWeights::take_gradients() {
     }
     if (!weight.master.defined()) continue;
     at::Tensor sum = weight.master.grad();
-    if (gradient.layout() != at::kStrided) {
-      sum = sum.defined() ? sum + gradient.to(at::kFloat) : gradient.to(at::kFloat);
-    } else if (sum.defined() && sum.layout() != at::kStrided) {
-      sum = gradient.to(at::kFloat) + sum;
+    if (gradient.layout() != at::kStrided || (sum.defined() && sum.layout() != at::kStrided)) {
+      detail::add_to_main(sum, gradient, weight.master);
     } else if (!sum.defined()) {
       sum = at::empty_like(weight.master);
       copies.add(sum, gradient);
@@ -351,8 +345,7 @@ inline void MasterWeights::warn_of_left_gradients() {
   for (const Weight& weight : weights_) {
     const at::Tensor& gradient = weight.parameter.unsafeGetTensorImpl()->grad();
     if (!weight.master.defined() || !gradient.defined()) continue;
-    const auto* const meta =
-        dynamic_cast<detail::MasterMeta*>(weight.master.unsafeGetTensorImpl()->get_backend_meta());
+    const detail::MasterMeta* const meta = detail::master_meta_of(weight.master);
     if (!meta || !meta->left || !meta->left->is(gradient) || meta->left->is_unchanged(gradient)) {
       continue;
     }
@@ -382,16 +375,10 @@ inline void MasterWeights::copy_to_model() {
   was_taken_ = false;
 }
 
-inline void MasterWeights::note_given() {
-  for (Weight& weight : weights_) {
-    weight.given.note(weight.parameter);
-  }
-}
-
 inline void MasterWeights::note_copied() {
   copied_versions_ = master_versions();
-  note_given();
-  for (const Weight& weight : weights_) {
+  for (Weight& weight : weights_) {
+    weight.given.note(weight.parameter);
     if (weight.main && weight.master.defined()) weight.main->note_copied(weight.master);
   }
 }
@@ -449,7 +436,7 @@ inline std::function<void()> MasterWeights::keep() {
       note_copied();
     } else {
       copied_versions_ = master_versions() - 1;
-      note_given();
+      for (Weight& weight : weights_) weight.given.note(weight.parameter);
     }
     was_taken_ = was_taken;
   };

@@ -6,7 +6,6 @@
 #include <c10/core/TensorImpl.h>
 #include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
@@ -140,11 +139,6 @@ class ModelBefore {
     const void* hook;
     c10::intrusive_ptr<c10::BackendMeta> meta;
   };
-  static const void* hook_of(const at::Tensor& parameter) {
-    namespace impl = torch::autograd::impl;
-    return impl::get_autograd_meta(parameter) ? impl::post_acc_grad_hooks(parameter).get()
-                                              : nullptr;
-  }
   std::vector<Parameter> before_;
 };
 
