@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/optim/lbfgs.h>
 #include <torch/optim/optimizer.h>
 
@@ -15,7 +16,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
-#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -54,11 +54,10 @@ class OptimizerSnapshot {
  public:
   explicit OptimizerSnapshot(torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {
     const at::NoGradGuard no_grad;
-    for (const auto& group : optimizer.param_groups()) {
-      for (const at::Tensor& parameter : group.params()) {
-        if (parameter.defined() && !split_of(parameter)) keep(parameter);  // a fused one's
-      }
-    }
+    any_parameter(optimizer, [this](const at::Tensor& parameter) {
+      if (!split_of(parameter)) keep(parameter);  // a fused one's
+      return false;
+    });
     if (is_fused()) return;
     for (const auto& [key, state] : optimizer.state()) {
       if (!state) continue;
@@ -142,24 +141,6 @@ class ClosureStep<GradScaler> {
     int64_t attempts = 0;
   };
 
-  /// Marks an optimizer as being stepped with a closure while it lives.
-  class WithinClosure {
-   public:
-    WithinClosure(OptimizerStates& states, torch::optim::Optimizer& optimizer)
-        : states_(states), optimizer_(optimizer) {
-      states_.of(optimizer).in_closure = true;
-    }
-    ~WithinClosure() {
-      if (auto* const state = states_.find(optimizer_)) state->in_closure = false;
-    }
-    WithinClosure(const WithinClosure&) = delete;
-    WithinClosure& operator=(const WithinClosure&) = delete;
-
-   private:
-    OptimizerStates& states_;
-    const torch::optim::Optimizer& optimizer_;
-  };
-
   /// For a disabled scaler.
   StepResult step_unscaled() {
     at::Tensor value = optimizer_.step([this] {
@@ -180,7 +161,10 @@ class ClosureStep<GradScaler> {
                 "GradScaler::step: the gradients of this optimizer have been unscaled. With a "
                 "closure, step computes and unscales them itself: leave unscale_ out.");
 
-    const WithinClosure within_closure(ledger_.optimizers, optimizer_);
+    ledger_.optimizers.of(optimizer_).in_closure = true;
+    const auto leave_closure = c10::make_scope_exit([this] {
+      if (auto* const its = ledger_.optimizers.find(optimizer_)) its->in_closure = false;
+    });
     Evaluation first;
     bool finite = false;
     try {

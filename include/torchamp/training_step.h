@@ -9,6 +9,7 @@
 #include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/nn/module.h>
 #include <torch/optim/lbfgs.h>
 #include <torch/optim/optimizer.h>
@@ -98,9 +99,9 @@ struct TrainingStepOptions {
 /// One thread at a time.
 ///
 /// Errors at construction: options that are out of range or exclude each other, by name; LBFGS,
-/// which needs a closure (torchamp/closure_step.h); fp16 parameters without masters (bf16 ones cause
-/// a warning). The model is then unchanged, also if the factory throws (with a group and masters,
-/// it has the weights of the first process).
+/// which needs a closure (torchamp/closure_step.h); fp16 parameters without masters (bf16 ones
+/// cause a warning). The model is then unchanged, also if the factory throws (with a group and
+/// masters, it has the weights of the first process).
 class TrainingStep {
  public:
   /// What a factory may accept instead of a vector of parameters.
@@ -172,7 +173,16 @@ class TrainingStep {
   /// evaluation mode; their modes are then restored, also after an exception.
   template <std::invocable Function>
   decltype(auto) evaluate(Function&& function) {
-    const EvaluationMode mode(*model_);
+    std::vector<std::pair<torch::nn::Module*, bool>> modes{{model_.get(), model_->is_training()}};
+    for (const auto& module : model_->modules(/*include_self=*/false)) {
+      modes.emplace_back(module.get(), module->is_training());
+    }
+    const auto put_back = c10::make_scope_exit([&modes] {
+      for (const auto& [module, trains] : modes) {  // a module precedes its submodules
+        if (module->is_training() != trains) module->train(trains);
+      }
+    });
+    model_->eval();
     const at::NoGradGuard no_grad;
     const AutocastGuard autocast(device_.type(), autocast_);
     return std::forward<Function>(function)();
@@ -226,27 +236,6 @@ class TrainingStep {
  private:
   using MakeOptimizer =
       std::function<std::shared_ptr<torch::optim::Optimizer>(const NamedParameters&)>;
-
-  /// Puts all modules into evaluation mode while it lives.
-  class EvaluationMode {
-   public:
-    explicit EvaluationMode(torch::nn::Module& model) : modes_{{&model, model.is_training()}} {
-      for (const auto& module : model.modules(/*include_self=*/false)) {
-        modes_.emplace_back(module.get(), module->is_training());
-      }
-      model.eval();
-    }
-    ~EvaluationMode() {
-      for (const auto& [module, trains] : modes_) {  // a module precedes its submodules
-        if (module->is_training() != trains) module->train(trains);
-      }
-    }
-    EvaluationMode(const EvaluationMode&) = delete;
-    EvaluationMode& operator=(const EvaluationMode&) = delete;
-
-   private:
-    std::vector<std::pair<torch::nn::Module*, bool>> modes_;
-  };
 
   TrainingStep(detail::StepModel model, TrainingStepOptions options, bool makes,
                const MakeOptimizer& make);

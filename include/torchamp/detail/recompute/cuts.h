@@ -7,10 +7,8 @@
 #include <ATen/record_function.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/util/Exception.h>
-#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
-#include <torch/csrc/autograd/grad_mode.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <cstddef>
@@ -250,15 +248,6 @@ struct Sinks {
   struct View {
     NodePtr sink;
     torch::autograd::Edge outer;
-
-    /// Sends the gradient for the view at `edge` on to the outer edge behind it.
-    static at::Tensor send_on(const torch::autograd::Edge& edge, const torch::autograd::Edge& outer,
-                              const at::Tensor& gradient) {
-      return torch::autograd::Engine::get_default_engine().execute(
-          {edge}, {gradient}, /*keep_graph=*/true,
-          /*create_graph=*/torch::autograd::GradMode::is_enabled(), /*accumulate_grad=*/false,
-          {outer})[0];
-    }
   };
   std::vector<NodePtr> by_place;  // among the RecomputeNode's next edges
   std::unordered_set<torch::autograd::Node*> of_inputs;

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/grad_mode.h>
@@ -39,23 +40,6 @@ struct RecomputeContext {
   AutocastState autocast = AutocastState::of_this_thread();
   std::optional<RngState> rng;      // unset: as it comes
   std::vector<at::Tensor> buffers;  // that the function changes, and that are to change once
-};
-
-/// Lets buffers be changed in copies while it lives.
-class BufferScope {
- public:
-  explicit BufferScope(const std::vector<at::Tensor>& buffers) {
-    for (const at::Tensor& buffer : buffers) {
-      before_.add(buffer, WriteBack::Copies::none);
-      if (buffer.defined()) buffer.set_data(buffer.detach().clone());
-    }
-  }
-  BufferScope(const BufferScope&) = delete;
-  BufferScope& operator=(const BufferScope&) = delete;
-  ~BufferScope() { before_.put_back(); }
-
- private:
-  WriteBack before_;
 };
 
 // Note [How a function is recomputed]
@@ -273,7 +257,12 @@ inline torch::autograd::variable_list RecomputeNode::apply(
     const torch::autograd::AutoGradMode grad_mode(true);
     const AutocastStateGuard autocast(context->autocast);
     const NoCastCache no_cache;
-    const BufferScope buffers(context->buffers);
+    WriteBack buffers;  // which are changed in copies
+    const auto put_buffers_back = c10::make_scope_exit([&] { buffers.put_back(); });
+    for (const at::Tensor& buffer : context->buffers) {
+      buffers.add(buffer, WriteBack::Copies::none);
+      if (buffer.defined()) buffer.set_data(buffer.detach().clone());
+    }
     std::optional<RngScope> rng;
     if (context->rng) rng.emplace(*context->rng);
     outputs = function(std::move(inputs));
@@ -321,7 +310,9 @@ inline torch::autograd::variable_list RecomputeNode::apply(
   for (std::size_t i = 0; i < views.size(); ++i) {
     const at::Tensor& gradient = arrived[places.size() + i];
     const auto& [view, outer] = views[i];
-    const at::Tensor part = Sinks::View::send_on(view, outer, gradient);
+    const at::Tensor part = torch::autograd::Engine::get_default_engine().execute(
+        {view}, {gradient}, /*keep_graph=*/true, create_graph, /*accumulate_grad=*/false,
+        {outer})[0];
     at::Tensor& sum = result[forward_.outer_edges.at(outer)];
     sum = sum.defined() && part.defined() ? sum + part : part.defined() ? part : sum;
   }
