@@ -12,7 +12,6 @@
 #include <array>
 #include <cstddef>
 #include <memory>
-#include <utility>
 
 #include "torchamp/cast_cache.h"
 #include "torchamp/detail/devices.h"

@@ -20,7 +20,6 @@
 #include <concepts>
 #include <cstdint>
 #include <optional>
-#include <string>
 #include <tuple>
 #include <type_traits>
 #include <utility>

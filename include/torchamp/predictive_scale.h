@@ -12,7 +12,6 @@
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
-#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -86,7 +85,10 @@ class PredictiveRule final : public ScaleRule {
     return options.forgives_bad_losses ? std::make_unique<BadLosses>() : nullptr;
   }
 
-  std::vector<double> initial() const override { return numbers_of(initial_forecast()); }
+  /// No samples yet.
+  std::vector<double> initial() const override {
+    return {0., 0., 0., 0., ForecastConstants::highest_aim};
+  }
 
   at::Tensor check_and_measure(const std::vector<GradientBatch>& batches, const at::Tensor& scale,
                                at::Tensor& found_inf) const override {

@@ -16,7 +16,6 @@
 #include <cstdint>
 #include <deque>
 #include <fstream>
-#include <limits>
 #include <memory>
 #include <optional>
 #include <string>

@@ -6,7 +6,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>

@@ -20,7 +20,6 @@
 #include <string>
 #include <string_view>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 #include "torchamp/cast_recorder.h"

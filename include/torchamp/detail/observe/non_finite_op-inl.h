@@ -7,6 +7,7 @@
 #include <c10/core/ScalarType.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <array>
@@ -318,7 +319,7 @@ class NonFiniteSearch final : public Recording<NonFiniteCall> {
     } else if (const Mark* mark = marks_.find(storage_of(tensor)); !mark || mark->suspect) {
       std::vector<std::string> names;
       name_parameters(tensor, names);
-      for (std::size_t i = 0; i < names.size(); ++i) text << (i == 0 ? " of " : ", ") << names[i];
+      if (!names.empty()) text << " of " << c10::Join(", ", names);
       const at::Tensor size = readable(tensor).abs();
       text << " with " << size.isinf().sum().item<int64_t>() << " inf, "
            << size.isnan().sum().item<int64_t>() << " NaN";
@@ -371,27 +372,19 @@ inline std::optional<NonFiniteOp> find_non_finite_op(
 namespace TORCHAMP_NAMESPACE {
 
 inline std::ostream& operator<<(std::ostream& out, const NonFiniteOp& found) {
-  const auto list = [&](const std::vector<std::string>& words) {
-    for (std::size_t i = 0; i < words.size(); ++i) out << (i ? ", " : "") << words[i];
-  };
   out << found.op;
   if (found.in_backward) {
     out << " in backward (" << found.node;
     if (!found.forward_op.empty()) out << ", of " << found.forward_op;
-    if (!found.parameters.empty()) out << " on ";
-    list(found.parameters);
-    out << ')';
-  } else if (!found.parameters.empty()) {
-    out << " on ";
-    list(found.parameters);
   }
+  if (!found.parameters.empty()) out << " on " << c10::Join(", ", found.parameters);
+  if (found.in_backward) out << ')';
   if (found.inputs_were_finite) {
     out << " made " << found.infs << " inf, " << found.nans << " NaN in " << found.dtype;
   } else {
     out << " was given infs or NaNs";
   }
-  if (!found.inputs.empty()) out << ", of ";
-  list(found.inputs);
+  if (!found.inputs.empty()) out << ", of " << c10::Join(", ", found.inputs);
   return out << " (after " << found.ops_before << " ops)\n";
 }
 

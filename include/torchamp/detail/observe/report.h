@@ -14,7 +14,6 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
-#include <iomanip>
 #include <locale>
 #include <ostream>
 #include <sstream>
@@ -133,20 +132,16 @@ inline std::string dtype_name(at::ScalarType dtype) {
 
 /// `text` as a JSON string.
 inline std::string json_string(std::string_view text) {
-  std::ostringstream out = classic_stream();
-  out << '"';
+  std::string json = "\"";
   for (const char c : text) {
-    if (c == '"' || c == '\\') {
-      out << '\\' << c;
-    } else if (static_cast<unsigned char>(c) < 0x20) {
-      out << "\\u" << std::hex << std::setw(4) << std::setfill('0') << static_cast<int>(c)
-          << std::dec;
+    if (static_cast<unsigned char>(c) < 0x20) {
+      json.append("\\u00") += {c < 0x10 ? '0' : '1', "0123456789abcdef"[c & 15]};
     } else {
-      out << c;
+      if (c == '"' || c == '\\') json += '\\';
+      json += c;
     }
   }
-  out << '"';
-  return out.str();
+  return json + '"';
 }
 
 /// Cells of text in aligned columns; those from `first` up to `end` are numbers, to the right.

@@ -6,7 +6,6 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
 #include <ATen/core/stack.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/stack.h>
 #include <ATen/record_function.h>
 #include <c10/core/Device.h>
@@ -24,7 +23,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <unordered_map>
 #include <utility>
 #include <vector>

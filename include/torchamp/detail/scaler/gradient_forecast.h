@@ -100,14 +100,6 @@ struct ForecastConstants {
   static constexpr double retreat = 0x1p-12;
 };
 
-inline GradientForecast<double> initial_forecast() {
-  return {.samples = 0.,
-          .mean = 0.,
-          .slow_mean = 0.,
-          .slow_square = 0.,
-          .aim = ForecastConstants::highest_aim};
-}
-
 /// What is known after an iteration whose gradients were multiplied by `scale`, their largest
 /// magnitude being `largest` then (0: not known). `Bool` as in after_update; `is_first`: of a run
 /// of bad iterations; `lowers` and `grows`: whether scales do that are torch.amp's.
