@@ -30,7 +30,6 @@
 #include "torchamp/clip_grad.h"
 #include "torchamp/detail/gradients/accumulation.h"
 #include "torchamp/detail/masters/master_meta.h"
-#include "torchamp/detail/training/default_dtype.h"
 #include "torchamp/detail/training/parts.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/optim.h"

@@ -21,8 +21,8 @@
 #include "support/expect_error.h"
 #include "support/warnings.h"
 #include "torchamp/autocast.h"
+#include "torchamp/cast_recorder.h"
 #include "torchamp/detail/overlay/region.h"
-#include "torchamp/detail/overlay/rule_of_call.h"
 
 namespace {
 

@@ -5,7 +5,6 @@
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
-#include <torchamp/detail/scaler/gradient_forecast.h>
 #include <torchamp/detail/scaler/loss_scale.h>
 #include <torchamp/optim.h>
 #include <torchamp/torchamp.h>

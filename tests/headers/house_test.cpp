@@ -75,7 +75,6 @@ constexpr Place places[] = {
     {"policy_text.h", 8},
     {"detail/policy/parse.h", 8},
     {"detail/policy/print.h", 8},
-    {"detail/scaler/gradient_forecast.h", 8},
     {"closure_step.h", 8},
     {"predictive_scale.h", 8},
     // 9: what else training takes

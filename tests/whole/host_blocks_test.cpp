@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // LibTorch's allocator of CPU memory once keep_host_memory() was called.
-#include "torchamp/detail/host_blocks.h"
+#include "torchamp/host_memory.h"
 
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <gtest/gtest.h>
@@ -23,8 +23,6 @@
 #include <thread>
 #include <utility>
 #include <vector>
-
-#include "torchamp/host_memory.h"
 
 namespace {
 
