@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
+#include <c10/util/StringUtil.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 #include <torch/serialize/archive.h>
@@ -19,6 +20,7 @@
 
 #include "torchamp/detail/masters/make_masters.h"
 #include "torchamp/detail/masters/master_meta.h"
+#include "torchamp/detail/masters/split_weight.h"
 #include "torchamp/detail/tensor_pairs.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/version.h"
@@ -39,7 +41,11 @@ namespace detail {
 /// The common part of both kinds of masters.
 class MastersOfModel : public Masters {
  public:
-  std::vector<at::Tensor> parameters() const;
+  std::vector<at::Tensor> parameters() const {
+    std::vector<at::Tensor> result;
+    for (auto& [name, tensor] : named_parameters()) result.push_back(std::move(tensor));
+    return result;
+  }
   void save(torch::serialize::OutputArchive& archive) const override { save(archive, at::kFloat); }
   void save(torch::serialize::OutputArchive& archive, at::ScalarType dtype) const;
 
@@ -197,9 +203,18 @@ class MasterWeights final : public detail::MastersOfModel {
     std::shared_ptr<detail::MainGradient> main = nullptr;  // where backward takes gradients
     detail::GivenWeight given = {};                        // the parameter, at the last copy
 
-    at::Tensor value() const;
+    /// The optimizer's tensor, in its dtype.
+    at::Tensor value() const {
+      if (master.defined()) return master.detach();
+      const detail::SplitWeight* const split = detail::split_of(parameter);
+      return split ? detail::joined(parameter, *split) : parameter.variable_data();
+    }
+    /// `value` is on the weight's device; `halves` are its split form.
     void set(const at::Tensor& value, const detail::NarrowWeight& halves) const;
-    void check_not_half_stepped(const char* call) const;
+    void check_not_half_stepped(const char* call) const {
+      detail::check_not_half_stepped(parameter,
+                                     [&] { return c10::str(call, ": the weight '", name, "'"); });
+    }
   };
   inline void check_saved(const std::string& call) const override { check_split(call); }
   inline at::Tensor value_of(const at::Tensor& parameter, at::ScalarType narrow) const override;

@@ -141,7 +141,6 @@ class UnderflowMeter {
       : UnderflowMeter(detail::parameters_by_name(model), options) {}
   UnderflowMeter(const UnderflowMeter&) = delete;
   UnderflowMeter& operator=(const UnderflowMeter&) = delete;
-  ~UnderflowMeter();
 
   /// Begins a step, which ends when the result is destroyed. Errors: the last step has not ended;
   /// more than 32 recorders, searches, meters and captures at once.

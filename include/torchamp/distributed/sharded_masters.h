@@ -50,9 +50,7 @@ struct ShardedMasterWeightsOptions {
   /// How each process stores its shards of the masters: full takes 4 bytes per weight of its shard,
   /// split 2 (bf16 and fused optimizers only).
   MasterStorage storage = MasterStorage::full;
-  /// For models whose forward may leave parameters unused: each backward then asks all processes
-  /// which were unused, and reads the device. If false, an unused parameter is an error of
-  /// backward().
+  /// As DistributedDataParallelOptions::find_unused_parameters.
   bool find_unused_parameters = false;
   /// The size of the buckets in which gradients are sent; a bucket holds at least one whole weight.
   /// The first is full at 1 MiB, to be sent early.
@@ -133,7 +131,9 @@ class ShardedMasterWeights final : public detail::MastersOfModel {
 
   /// Sends the gradients of backward passes within no_sync(), before an early step. An
   /// Accumulation's flush() calls it. Does nothing if there are none. Collective.
-  void sync_gradients();
+  void sync_gradients() {
+    if (scatter_->any()) scatter_->send();
+  }
 
   /// After the optimizer's step, taken or skipped: gathers the new weights of all processes, in 16
   /// bits (or fp32 for those that stay fp32), into the model. Collective. An error, before anything
@@ -143,7 +143,9 @@ class ShardedMasterWeights final : public detail::MastersOfModel {
 
   /// Throws unless `optimizer` treats each element independently. Call it once if you use one of
   /// LibTorch's own optimizers without a scaler; otherwise it is called for you.
-  void check_optimizer(const torch::optim::Optimizer& optimizer) const;
+  void check_optimizer(const torch::optim::Optimizer& optimizer) const {
+    shards_->check(optimizer, "ShardedMasterWeights::check_optimizer");
+  }
 
   /// A region whose backward passes send nothing: gradients accumulate on each process, in fp32, in
   /// the model's own .grad (zero_grad() drops them), and the next backward outside it sends the

@@ -206,10 +206,6 @@ inline void ShardedMasterWeights::set(const Weight& weight, const at::Tensor& va
   weight.piece.detach().narrow(0, 0, mine.numel()).copy_(mine);
 }
 
-inline void ShardedMasterWeights::check_optimizer(const torch::optim::Optimizer& optimizer) const {
-  shards_->check(optimizer, "ShardedMasterWeights::check_optimizer");
-}
-
 inline void ShardedMasterWeights::check_stepped(const char* call) const {
   bool has_optimizer = false, has_gradient = false;
   for (const Weight& weight : weights_) {
@@ -232,10 +228,6 @@ inline void ShardedMasterWeights::check_stepped(const char* call) const {
   TORCH_CHECK(has_optimizer || !has_gradient, call,
               ": no optimizer is known to treat each element of the shards independently. Use a "
               "fused one or a GradScaler, or call check_optimizer() with LibTorch's own.");
-}
-
-inline void ShardedMasterWeights::sync_gradients() {
-  if (scatter_->any()) scatter_->send();
 }
 
 inline void ShardedMasterWeights::copy_to_model() {

@@ -111,12 +111,6 @@ inline MastersOfModel::MastersOfModel(const char* owner, std::shared_ptr<torch::
   TORCH_CHECK_VALUE(model_, owner_, ": the model is null. Pass one that is not.");
 }
 
-inline std::vector<at::Tensor> MastersOfModel::parameters() const {
-  std::vector<at::Tensor> result;
-  for (auto& [name, tensor] : named_parameters()) result.push_back(std::move(tensor));
-  return result;
-}
-
 inline void MastersOfModel::save(torch::serialize::OutputArchive& archive,
                                  at::ScalarType dtype) const {
   const std::string call = std::string(owner_) + "::save";
@@ -199,14 +193,6 @@ inline std::vector<std::pair<std::string, at::Tensor>> MasterWeights::named_para
   return result;
 }
 
-/// The optimizer's tensor, in its dtype.
-inline at::Tensor MasterWeights::Weight::value() const {
-  if (master.defined()) return master.detach();
-  const detail::SplitWeight* const split = detail::split_of(parameter);
-  return split ? detail::joined(parameter, *split) : parameter.variable_data();
-}
-
-/// `value` is on the weight's device; `halves` are its split form.
 inline void MasterWeights::Weight::set(const at::Tensor& value,
                                        const detail::NarrowWeight& halves) const {
   if (detail::SplitWeight* const split = detail::split_of(parameter)) {
@@ -218,11 +204,6 @@ inline void MasterWeights::Weight::set(const at::Tensor& value,
   }
   parameter.copy_(value);
   if (master.defined()) master.copy_(value);
-}
-
-inline void MasterWeights::Weight::check_not_half_stepped(const char* call) const {
-  detail::check_not_half_stepped(parameter,
-                                 [&] { return c10::str(call, ": the weight '", name, "'"); });
 }
 
 /// Throws if split weights were moved, or, if `unwritten`, were written to by others.

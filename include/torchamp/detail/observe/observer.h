@@ -76,23 +76,22 @@ class ObserverTable {
   /// Starts reporting the calling thread's calls to the observer in `slot`, and removes callbacks
   /// that ended observations have left.
   at::CallbackHandle listen(std::size_t slot) {
+    const std::scoped_lock lock(mutex_);
     const auto begins = functions();
     const at::RecordFunctionCallbacks here = at::get_record_function_tls_().sorted_tls_callbacks_;
     for (const at::RecordFunctionCallbacksEntry& entry : here) {
       const auto own = std::ranges::find(begins, entry.callback_.start());
       if (own != begins.end() &&
-          callback_in(static_cast<std::size_t>(own - begins.begin())) != entry.handle_) {
+          callbacks_[static_cast<std::size_t>(own - begins.begin())] != entry.handle_) {
         at::removeCallback(entry.handle_);
       }
     }
-    const at::CallbackHandle callback = at::addThreadLocalCallback(
-        at::RecordFunctionCallback(begins[slot], &end)
-            .needsInputs(true)
-            .needsOutputs(true)
-            .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION,
-                     at::RecordScope::USER_SCOPE}));
-    const std::scoped_lock lock(mutex_);
-    return callbacks_[slot] = callback;
+    return callbacks_[slot] = at::addThreadLocalCallback(
+               at::RecordFunctionCallback(begins[slot], &end)
+                   .needsInputs(true)
+                   .needsOutputs(true)
+                   .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION,
+                            at::RecordScope::USER_SCOPE}));
   }
 
  private:
@@ -106,11 +105,6 @@ class ObserverTable {
       return std::array{&begin_in<slots>...};
     }
     (std::make_index_sequence<size>());
-  }
-
-  at::CallbackHandle callback_in(std::size_t slot) {
-    const std::scoped_lock lock(mutex_);
-    return callbacks_[slot];
   }
 
   static bool has_callback(at::CallbackHandle callback) {

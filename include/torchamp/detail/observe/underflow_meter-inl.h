@@ -296,8 +296,6 @@ inline UnderflowMeter::UnderflowMeter(detail::NamedParameters parameters,
   TORCH_CHECK_VALUE(every_ >= 1, "UnderflowMeter: every is ", every_, ". It is 1 or more.");
 }
 
-inline UnderflowMeter::~UnderflowMeter() = default;
-
 inline UnderflowReport UnderflowMeter::report() const {
   const detail::InternalOps internal;
   UnderflowReport report = history_->read();
