@@ -69,7 +69,7 @@ class TrainingCheckpoint {
   /// an LRScheduler& that is not a StepLR.
   template <class T>
   TrainingCheckpoint& add(std::string name, T& object) {
-    add_to(shared_, std::move(name), object);
+    add_to(std::move(name), object, /*is_local=*/false);
     return *this;
   }
 
@@ -77,7 +77,7 @@ class TrainingCheckpoint {
   /// data.
   template <class T>
   TrainingCheckpoint& add_local(std::string name, T& object) {
-    add_to(local_, std::move(name), object);
+    add_to(std::move(name), object, /*is_local=*/true);
     return *this;
   }
 
@@ -144,23 +144,23 @@ class TrainingCheckpoint {
     std::function<std::vector<double>()> rates = {}, scheduled_rates = {};
     /// The program's own type, with unknown contents.
     bool is_own = false;
+    bool is_local = false;
   };
   using Undo = std::vector<std::function<void()>>;
 
   template <class T>
-  void add_to(std::vector<Entry>& entries, std::string name, T& object);
-  void add_entry(std::vector<Entry>& entries, Entry entry) const;
+  void add_to(std::string name, T& object, bool is_local);
+  void add_entry(Entry entry);
   void check_schedulers(const char* call) const;
   static void load_module(torch::nn::Module& module, torch::serialize::InputArchive& archive);
-  void write(torch::serialize::OutputArchive& archive, const std::vector<Entry>& entries) const;
-  void read(torch::serialize::InputArchive& archive, const std::vector<Entry>& entries,
-            int64_t version, Undo& undo) const;
+  void write(torch::serialize::OutputArchive& archive, bool local) const;
+  void read(torch::serialize::InputArchive& archive, bool local, int64_t version, Undo& undo) const;
   static void load_entry(const Entry& entry, torch::serialize::InputArchive& archive,
                          int64_t version, Undo& undo);
   bool load_parts(const std::function<at::Tensor(torch::serialize::InputArchive&)>& local_part);
 
   std::filesystem::path path_;
-  std::vector<Entry> shared_, local_;
+  std::vector<Entry> entries_;
   mutable int64_t file_id_ = 0;
 };
 
@@ -173,10 +173,10 @@ inline constexpr bool may_hold_optimizer =
 }  // namespace detail
 
 template <class T>
-void TrainingCheckpoint::add_to(std::vector<Entry>& entries, std::string name, T& object) {
+void TrainingCheckpoint::add_to(std::string name, T& object, bool is_local) {
   using torch::serialize::InputArchive;
   using torch::serialize::OutputArchive;
-  Entry entry{std::move(name), {}, {}};
+  Entry entry{.name = std::move(name), .save = {}, .load = {}, .is_local = is_local};
   if constexpr (std::derived_from<T, torch::optim::Optimizer>) {
     entry.save = [&object](OutputArchive& archive) { detail::save_any_optimizer(object, archive); };
     entry.load = [&object](InputArchive& archive, int64_t) {
@@ -215,8 +215,8 @@ void TrainingCheckpoint::add_to(std::vector<Entry>& entries, std::string name, T
         "TrainingCheckpoint::add cannot know what a scheduler of your own keeps: give it "
         "save(OutputArchive&) and load(InputArchive&), and save its step_count_ there");
     unsigned& steps = detail::step_count_of(object, entry.name);
-    add_to(entries, std::move(entry.name), steps);
-    entries.back().scheduled_rates = [&object] { return detail::rates_of(object); };
+    add_to(std::move(entry.name), steps, is_local);
+    entries_.back().scheduled_rates = [&object] { return detail::rates_of(object); };
     return;
   } else if constexpr (std::derived_from<T, torch::optim::ReduceLROnPlateauScheduler>) {
     static_assert(
@@ -239,7 +239,7 @@ void TrainingCheckpoint::add_to(std::vector<Entry>& entries, std::string name, T
     };
     entry.keep = [&object] { return detail::undo_of(object); };
   }
-  add_entry(entries, std::move(entry));
+  add_entry(std::move(entry));
 }
 
 }  // namespace TORCHAMP_NAMESPACE

@@ -69,12 +69,6 @@ class Chooser {
     return sum;
   }
 
-  double error(const Lowered& lowered) const {
-    double sum = 0.;
-    for (std::size_t i = 0; i < all_.size(); ++i) sum += lowered[i] ? all_[i].error : 0.;
-    return sum;
-  }
-
   /// From the most that pays to nothing, in descending order of error.
   std::vector<Choice> choices() const {
     Lowered lowered;

@@ -11,6 +11,7 @@
 #include <c10/core/ScalarType.h>
 #include <c10/core/TensorOptions.h>
 #include <c10/util/Exception.h>
+#include <c10/util/accumulate.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -190,9 +191,7 @@ class NoSecondDerivative final : public torch::autograd::Node {
 
 /// The matrix of all dimensions but the last as rows.
 inline int64_t rows_of(at::IntArrayRef sizes) {
-  int64_t rows = 1;
-  for (std::size_t i = 0; i + 1 < sizes.size(); ++i) rows *= sizes[i];
-  return rows;
+  return c10::multiply_integers(sizes.slice(0, sizes.size() - 1));
 }
 
 /// The derivative of an fp8 product x w^T of matrices. Keeps the 8-bit operands.

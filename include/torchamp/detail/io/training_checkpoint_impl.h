@@ -57,36 +57,29 @@ void rethrow_with(const Where& where, const Body& body) {
 
 /// LibTorch does not reveal a scheduler's optimizer: an added one has its rates.
 inline void TrainingCheckpoint::check_schedulers(const char* call) const {
-  const auto lists = {&shared_, &local_};
   std::set<std::vector<double>> known;
-  for (const auto* list : lists) {
-    for (const Entry& entry : *list) {
-      if (entry.is_own) return;
-      if (entry.rates) known.insert(entry.rates());
-    }
+  for (const Entry& entry : entries_) {
+    if (entry.is_own) return;
+    if (entry.rates) known.insert(entry.rates());
   }
-  for (const auto* list : lists) {
-    for (const Entry& entry : *list) {
-      TORCH_CHECK(!entry.scheduled_rates || known.contains(entry.scheduled_rates()), call, ": '",
-                  entry.name,
-                  "' sets the learning rates of an optimizer that is not in the checkpoint, so a "
-                  "resumed run would have other rates. Add the optimizer, too.");
-    }
+  for (const Entry& entry : entries_) {
+    TORCH_CHECK(!entry.scheduled_rates || known.contains(entry.scheduled_rates()), call, ": '",
+                entry.name,
+                "' sets the learning rates of an optimizer that is not in the checkpoint, so a "
+                "resumed run would have other rates. Add the optimizer, too.");
   }
 }
 
-inline void TrainingCheckpoint::add_entry(std::vector<Entry>& entries, Entry entry) const {
+inline void TrainingCheckpoint::add_entry(Entry entry) {
   TORCH_CHECK_VALUE(
       entry.name.find_first_of("\"\\\n") == std::string::npos,
       "TrainingCheckpoint::add: the name '", entry.name,
       "' could be saved but not loaded by LibTorch. Use no quote, backslash or line end.");
-  for (const auto* list : {&shared_, &local_}) {
-    for (const Entry& other : *list) {
-      TORCH_CHECK_VALUE(other.name != entry.name, "TrainingCheckpoint::add: there is a '",
-                        entry.name, "' already. Give each object a unique name.");
-    }
+  for (const Entry& other : entries_) {
+    TORCH_CHECK_VALUE(other.name != entry.name, "TrainingCheckpoint::add: there is a '", entry.name,
+                      "' already. Give each object a unique name.");
   }
-  entries.push_back(std::move(entry));
+  entries_.push_back(std::move(entry));
 }
 
 /// LibTorch interprets a file's bytes in the dtype of the model that it loads.
@@ -115,9 +108,9 @@ inline void TrainingCheckpoint::load_module(torch::nn::Module& module,
   weights.take_back();
 }
 
-inline void TrainingCheckpoint::write(torch::serialize::OutputArchive& archive,
-                                      const std::vector<Entry>& entries) const {
-  for (const Entry& entry : entries) {
+inline void TrainingCheckpoint::write(torch::serialize::OutputArchive& archive, bool local) const {
+  for (const Entry& entry : entries_) {
+    if (entry.is_local != local) continue;
     torch::serialize::OutputArchive nested(archive.compilation_unit());
     detail::rethrow_with(
         [&] { return "TrainingCheckpoint::save: '" + entry.name + "' cannot be saved: "; },
@@ -151,10 +144,10 @@ inline void TrainingCheckpoint::load_entry(const Entry& entry,
   entry.load(archive, version);
 }
 
-inline void TrainingCheckpoint::read(torch::serialize::InputArchive& archive,
-                                     const std::vector<Entry>& entries, int64_t version,
-                                     Undo& undo) const {
-  for (const Entry& entry : entries) {
+inline void TrainingCheckpoint::read(torch::serialize::InputArchive& archive, bool local,
+                                     int64_t version, Undo& undo) const {
+  for (const Entry& entry : entries_) {
+    if (entry.is_local != local) continue;
     torch::serialize::InputArchive nested;
     TORCH_CHECK(archive.try_read(detail::archive_key(entry.name), nested),
                 "TrainingCheckpoint::load: '", path_.string(), "' holds no '", entry.name,
@@ -169,14 +162,14 @@ inline void TrainingCheckpoint::read(torch::serialize::InputArchive& archive,
 }
 
 inline at::Tensor TrainingCheckpoint::local_part() const {
-  for (const Entry& entry : shared_) {
-    if (entry.gather) entry.gather();
+  for (const Entry& entry : entries_) {
+    if (entry.gather && !entry.is_local) entry.gather();
   }
   torch::serialize::OutputArchive archive, rng(archive.compilation_unit());
   const at::NoGradGuard no_grad;
   for (const auto& [device, state] : detail::RngState::now().by_device()) rng.write(device, state);
   archive.write("rng", rng);
-  write(archive, local_);
+  write(archive, /*local=*/true);
   return detail::bytes_of(archive);
 }
 
@@ -197,7 +190,7 @@ inline void TrainingCheckpoint::save(const std::vector<at::Tensor>& local_parts)
   archive.write("torchamp_checkpoint", c10::IValue(detail::training_checkpoint_version));
   archive.write("id", c10::IValue(id));
   archive.write("processes", c10::IValue(static_cast<int64_t>(local_parts.size())));
-  write(shared, shared_);
+  write(shared, /*local=*/false);
   archive.write("shared", shared);
   for (std::size_t rank = 0; rank < local_parts.size(); ++rank) {
     archive.write("local_" + std::to_string(rank), local_parts[rank], /*is_buffer=*/true);
@@ -277,9 +270,9 @@ inline bool TrainingCheckpoint::load_parts(
   Undo undo;
   const auto random_before = detail::RngState::now();
   try {
-    read(shared, shared_, version.toInt(), undo);
+    read(shared, /*local=*/false, version.toInt(), undo);
     if (random) {
-      read(local, local_, version.toInt(), undo);
+      read(local, /*local=*/true, version.toInt(), undo);
       detail::rethrow_with(where, [&] { random->apply(); });
     }
   } catch (...) {

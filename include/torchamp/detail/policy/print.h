@@ -3,7 +3,6 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/ScalarType.h>
-#include <c10/util/Exception.h>
 
 #include <map>
 #include <ostream>
@@ -24,18 +23,9 @@ inline std::string_view to_string(BaseTable base) {
   return base == BaseTable::standard ? "standard" : "torch";
 }
 
-/// A region's dtype as a policy's text names it.
-inline std::string_view region_dtype_name(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kHalf:
-      return "float16";
-    case at::kBFloat16:
-      return "bfloat16";
-    case at::kFloat:
-      return "float32";
-    default:
-      TORCH_CHECK(false, "torchamp: no region has the dtype ", dtype, ".");
-  }
+/// A region's dtype as a policy's text names it: "float16".
+inline std::string region_dtype_name(at::ScalarType dtype) {
+  return std::string(c10::getDtypeNames(dtype).first);
 }
 
 /// One edit as text: "fp32 when float16: ops::norm, pow".
