@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
@@ -27,6 +28,7 @@
 #include "torchamp/detail/graph/make_recorder.h"
 #include "torchamp/detail/graph/recorder.h"
 #include "torchamp/detail/overlay/runtime.h"
+#include "torchamp/detail/tensors.h"
 #include "torchamp/detail/weights/derived.h"
 #include "torchamp/scaled_step.h"
 #include "torchamp/version.h"
@@ -187,7 +189,6 @@ class CudaGraph {
   void call_body(const Tensors& batch);
   void warm_up();
   void capture();
-  void forget_failed_capture(const detail::GradientsBefore& gradients);
 
   void forget_capture() {
     captured_ = false;
@@ -323,12 +324,31 @@ inline void CudaGraph::warm_up() {
 inline void CudaGraph::capture() {
   const detail::EmptyCastCache without_earlier_casts;
   const detail::DerivedWeights::Suspension no_casts_are_kept(detail::derived_weights());
-  const detail::GradientsBefore gradients(optimizers_);
+  std::vector<detail::WeakTensor> gradients;  // which are not kept alive
+  for (const torch::optim::Optimizer& optimizer : optimizers_) {
+    detail::any_gradient(optimizer, [&](const at::Tensor& gradient) {
+      gradients.emplace_back(gradient);
+      return false;
+    });
+  }
   for (const auto& state : states_) recorder_->run([&] { state->settle(); });
+  // After a failure the device has executed nothing of the body: its gradients have no values, and
+  // its step was not made, which only the device knows.
+  auto forget = c10::make_scope_exit([&] {
+    outputs_.clear();
+    for (torch::optim::Optimizer& optimizer : optimizers_) {
+      detail::any_parameter(optimizer, [&](const at::Tensor& parameter) {
+        const at::Tensor& gradient = detail::gradient_of(parameter);
+        const auto is_it = [&](const detail::WeakTensor& before) { return before.is(gradient); };
+        if (std::ranges::none_of(gradients, is_it)) parameter.mutable_grad().reset();
+        return false;
+      });
+      if (auto* const step = dynamic_cast<CapturedStep*>(&optimizer)) step->note_replayed_step();
+    }
+  });
   try {
     recorder_->record([this] { call_body(inputs_->tensors()); });
   } catch (const c10::OutOfMemoryError& error) {
-    forget_failed_capture(gradients);
     TORCH_CHECK_WITH(OutOfMemoryError, false,
                      "CudaGraph: there is not enough memory to capture the iteration, though it "
                      "ran eagerly ",
@@ -337,27 +357,14 @@ inline void CudaGraph::capture() {
                      "call reset(). The error was: ",
                      error.what_without_backtrace());
   } catch (const c10::Error& error) {
-    forget_failed_capture(gradients);
     TORCH_CHECK(false, "CudaGraph: the iteration cannot be captured, though it ran eagerly ",
                 warmed_up_,
                 " times. The usual reason is an autograd graph of an earlier eager step "
                 "that is still alive: let go of its loss. The error was: ",
                 error.what_without_backtrace());
-  } catch (...) {
-    forget_failed_capture(gradients);
-    throw;
   }
+  forget.release();
   captured_ = true;
-}
-
-/// The device has executed nothing of the body: its gradients have no values, and its step was not
-/// made, which only the device knows.
-inline void CudaGraph::forget_failed_capture(const detail::GradientsBefore& gradients) {
-  outputs_.clear();
-  gradients.drop_others(optimizers_);
-  for (torch::optim::Optimizer& optimizer : optimizers_) {
-    if (auto* const step = dynamic_cast<CapturedStep*>(&optimizer)) step->note_replayed_step();
-  }
 }
 
 }  // namespace TORCHAMP_NAMESPACE

@@ -192,9 +192,8 @@ class ShardGroup final : public StoredShards {
     for (const auto& group : optimizer.param_groups()) {
       std::vector<at::Tensor> tensors;
       for (const at::Tensor& piece : group.params()) {
-        const at::Tensor shape =
-            whole ? at::zeros({}).expand(layout_.weights()[index_of(piece)].sizes) : at::Tensor();
-        tensors.push_back(whole ? shape : piece);
+        tensors.push_back(whole ? at::zeros({}).expand(layout_.weights()[index_of(piece)].sizes)
+                                : piece);
       }
       result->param_groups().emplace_back(std::move(tensors), group.options().clone());
     }

@@ -9,12 +9,10 @@
 #include <c10/core/DeviceType.h>
 #include <c10/util/ArrayRef.h>
 #include <c10/util/Exception.h>
-#include <torch/optim/optimizer.h>
 
 #include <algorithm>
 #include <array>
 #include <cstddef>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <sstream>
@@ -23,7 +21,6 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/observe/observer.h"
 #include "torchamp/detail/tensors.h"
 
@@ -87,35 +84,6 @@ class StaticInputs {
   bool allocated_ = false;
 };
 
-/// The gradients of the optimizers' parameters at construction, without keeping them alive.
-class GradientsBefore {
- public:
-  using Optimizers = std::vector<std::reference_wrapper<torch::optim::Optimizer>>;
-
-  explicit GradientsBefore(const Optimizers& optimizers) {
-    for (const torch::optim::Optimizer& optimizer : optimizers) {
-      any_gradient(optimizer, [this](const at::Tensor& gradient) {
-        before_.emplace_back(gradient);
-        return false;
-      });
-    }
-  }
-
-  /// Drops the others, which a failed capture has left without values.
-  void drop_others(const Optimizers& optimizers) const {
-    for (const torch::optim::Optimizer& optimizer : optimizers) {
-      any_parameter(optimizer, [this](const at::Tensor& parameter) {
-        const auto is_its = [&](const WeakTensor& one) { return one.is(gradient_of(parameter)); };
-        if (std::ranges::none_of(before_, is_its)) parameter.mutable_grad().reset();
-        return false;
-      });
-    }
-  }
-
- private:
-  std::vector<WeakTensor> before_;
-};
-
 /// Finds the first op that makes the host wait for a device, or a device for host memory, which a
 /// CUDA graph cannot hold.
 class HostAccess final : public Observer {
@@ -135,23 +103,17 @@ class HostAccess final : public Observer {
   void end(const at::RecordFunction&, Call&) override {}
 
  private:
-  struct Reader {
-    std::string_view name, why;
-  };
-  static constexpr std::string_view repeat_interleave = "aten::repeat_interleave";
-  /// Ops whose result on the host depends on values on the device.
-  static constexpr std::array<Reader, 10> readers{{
-      {"aten::_local_scalar_dense", "Tensor::item"},
-      {"aten::nonzero", "the result's shape depends on values"},
-      {"aten::masked_select", "the result's shape depends on values"},
-      {"aten::_unique", "the result's shape depends on values"},
-      {"aten::_unique2", "the result's shape depends on values"},
-      {"aten::unique_dim", "the result's shape depends on values"},
-      {"aten::unique_consecutive", "the result's shape depends on values"},
-      {repeat_interleave, "the result's shape depends on values"},
-      {"aten::bincount", "the result's shape depends on values"},
-      {"aten::equal", "returns a bool"},
-  }};
+  /// Why the host waits for an op on tensors of the device; empty if it does not.
+  static std::string_view why_read(std::string_view name) {
+    constexpr std::array<std::string_view, 8> shaped_by_values{
+        "aten::nonzero",           "aten::masked_select", "aten::_unique",
+        "aten::_unique2",          "aten::unique_dim",    "aten::unique_consecutive",
+        "aten::repeat_interleave", "aten::bincount"};
+    if (name == "aten::_local_scalar_dense") return "Tensor::item";
+    if (name == "aten::equal") return "returns a bool";
+    const bool is_one = std::ranges::find(shaped_by_values, name) != shaped_by_values.end();
+    return is_one ? "the result's shape depends on values" : "";
+  }
 
   void look_at(std::string_view name, c10::ArrayRef<const c10::IValue> inputs) {
     if (inputs.empty() || !inputs[0].isTensor()) return;
@@ -172,10 +134,9 @@ class HostAccess final : public Observer {
     }
     if (first.device().type() != device_) return;
     // The overload that counts: (repeats, output_size), only without output_size.
-    if (name == repeat_interleave && (inputs.size() != 2 || !inputs[1].isNone())) return;
-    const auto* const found = std::find_if(readers.begin(), readers.end(),
-                                           [&](const Reader& r) { return r.name == name; });
-    if (found != readers.end()) note(name, found->why, first);
+    if (name == "aten::repeat_interleave" && (inputs.size() != 2 || !inputs[1].isNone())) return;
+    const std::string_view why = why_read(name);
+    if (!why.empty()) note(name, why, first);
   }
 
   void note(std::string_view name, std::string_view why, const at::Tensor& tensor) {
