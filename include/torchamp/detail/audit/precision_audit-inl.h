@@ -9,19 +9,12 @@
 #include <array>
 #include <cmath>
 #include <cstddef>
-#include <cstdint>
 #include <exception>
-#include <functional>
 #include <limits>
 #include <map>
-#include <memory>
 #include <numeric>
-#include <optional>
-#include <ostream>
 #include <set>
-#include <string>
 #include <utility>
-#include <vector>
 
 #include "torchamp/detail/audit/choose.h"
 #include "torchamp/detail/audit/session.h"
@@ -32,7 +25,6 @@
 #include "torchamp/detail/policy/name_pattern.h"
 #include "torchamp/detail/policy/parse.h"
 #include "torchamp/precision_audit.h"
-#include "torchamp/version.h"
 
 namespace torchamp::detail {
 

@@ -7,15 +7,10 @@
 #include <charconv>
 #include <cmath>
 #include <cstddef>
-#include <cstdint>
 #include <map>
-#include <memory>
-#include <ostream>
-#include <string>
 #include <string_view>
 #include <system_error>
 #include <utility>
-#include <vector>
 
 #include "torchamp/detail/io/archive_file.h"
 #include "torchamp/detail/modules/with_policy.h"

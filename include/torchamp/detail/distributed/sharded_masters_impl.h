@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
@@ -24,8 +23,6 @@
 #include "torchamp/detail/tensors.h"
 #include "torchamp/distributed/checkpoint.h"
 #include "torchamp/distributed/sharded_masters.h"
-#include "torchamp/master_weights.h"
-#include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {
 

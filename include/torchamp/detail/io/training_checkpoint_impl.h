@@ -1,30 +1,22 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 #include <caffe2/serialize/in_memory_adapter.h>
 
 #include <cstddef>
 #include <exception>
-#include <filesystem>
-#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
 #include <random>
 #include <set>
-#include <string>
 #include <system_error>
-#include <utility>
-#include <vector>
 
 #include "torchamp/detail/io/archive_file.h"
-#include "torchamp/detail/io/archives.h"
 #include "torchamp/detail/rng_state.h"
 #include "torchamp/training_checkpoint.h"
-#include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {
 

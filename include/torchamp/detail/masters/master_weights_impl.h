@@ -1,26 +1,18 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/util/Exception.h>
-#include <c10/util/StringUtil.h>
 
 #include <cstddef>
 #include <regex>
 #include <unordered_set>
-#include <utility>
-#include <vector>
 
 #include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/io/archives.h"
 #include "torchamp/detail/kept_tensors.h"
-#include "torchamp/detail/masters/make_masters.h"
-#include "torchamp/detail/masters/split_weight.h"
 #include "torchamp/detail/scaler/step_ledger.h"
-#include "torchamp/detail/tensors.h"
 #include "torchamp/master_weights.h"
-#include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {
 

@@ -8,33 +8,23 @@
 #include <ATen/record_function.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/DispatchKeySet.h>
-#include <c10/core/ScalarType.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include <algorithm>
-#include <cstdint>
 #include <cstdio>
-#include <map>
-#include <memory>
 #include <mutex>
 #include <optional>
-#include <ostream>
 #include <sstream>
-#include <string>
 #include <string_view>
 #include <tuple>
-#include <vector>
 
 #include "torchamp/cast_recorder.h"
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/observe/recording.h"
-#include "torchamp/detail/observe/report.h"
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/weights/cast.h"
 #include "torchamp/ops.h"
-#include "torchamp/version.h"
 
 namespace torchamp::detail {
 

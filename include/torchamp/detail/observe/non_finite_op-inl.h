@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
 #include <c10/core/ScalarType.h>
@@ -12,28 +11,19 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstddef>
-#include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
-#include <ostream>
 #include <sstream>
-#include <string>
 #include <string_view>
 #include <utility>
-#include <vector>
 
 #include "torchamp/detail/libtorch.h"
 #include "torchamp/detail/observe/observer.h"
 #include "torchamp/detail/observe/recording.h"
-#include "torchamp/detail/observe/report.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/non_finite_op.h"
-#include "torchamp/version.h"
 
 namespace torchamp::detail {
 

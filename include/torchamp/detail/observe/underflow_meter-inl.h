@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
@@ -17,22 +16,15 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <cstdint>
 #include <exception>
 #include <map>
-#include <memory>
-#include <optional>
-#include <string>
 #include <unordered_map>
 #include <utility>
-#include <vector>
 
 #include "torchamp/detail/observe/recording.h"
-#include "torchamp/detail/observe/report.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/underflow_meter.h"
-#include "torchamp/version.h"
 
 namespace torchamp::detail {
 

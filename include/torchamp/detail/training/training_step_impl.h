@@ -4,10 +4,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/cpu/Utils.h>
 #include <c10/core/DeviceType.h>
-#include <c10/core/ScalarType.h>
-#include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <array>
 #include <cstdlib>
 #include <string_view>
