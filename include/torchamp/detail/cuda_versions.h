@@ -20,9 +20,8 @@ inline void check_cuda_headers(int64_t headers, int64_t library) {
   const auto text = [](int64_t version) {
     return c10::str(version / 1000, '.', version % 1000 / 10);
   };
-  const auto grew = [](int64_t version) {
-    return version >= 12040;
-  };  // as LibTorch's CUDAGraph did
+  // As LibTorch's CUDAGraph did.
+  const auto grew = [](int64_t version) { return version >= 12040; };
   TORCH_CHECK(headers / 1000 == library / 1000 && grew(headers) == grew(library),
               "CudaGraph: this program was compiled with the headers of CUDA ", text(headers),
               ", LibTorch with those of CUDA ", text(library),

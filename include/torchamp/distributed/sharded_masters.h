@@ -52,8 +52,7 @@ struct ShardedMasterWeightsOptions {
   MasterStorage storage = MasterStorage::full;
   /// As DistributedDataParallelOptions::find_unused_parameters.
   bool find_unused_parameters = false;
-  /// The size of the buckets in which gradients are sent; a bucket holds at least one whole weight.
-  /// The first is full at 1 MiB, to be sent early.
+  /// As DistributedDataParallelOptions::bucket_bytes; a bucket holds at least one whole weight.
   int64_t bucket_bytes = int64_t{25} * 1024 * 1024;
   /// The dtype in which gradients are sent: fp32 unless set. bf16 or fp16 halve the bytes; sums are
   /// still in fp32. The model's own 16-bit dtype loses nothing if every backward sends; an overflow

@@ -2,9 +2,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
@@ -86,15 +85,12 @@ inline void reduce_over(const char* call, c10d::ProcessGroup& group, const at::T
 /// error messages.
 inline std::vector<bool> on_any_process(const char* call, c10d::ProcessGroup& group,
                                         const std::vector<bool>& here, c10::Device device) {
-  at::Tensor flags = at::zeros({static_cast<int64_t>(here.size())}, at::kInt);
-  for (std::size_t i = 0; i < here.size(); ++i) flags.mutable_data_ptr<int32_t>()[i] = here[i];
-  const at::Tensor sums = flags.to(device);
-  reduce_over(call, group, sums);
-  flags = sums.cpu();
-  std::vector<bool> result(here.size());
-  for (std::size_t i = 0; i < here.size(); ++i) {
-    result[i] = flags.const_data_ptr<int32_t>()[i] > 0;
-  }
+  at::Tensor flags = at::tensor(std::vector<int32_t>(here.begin(), here.end())).to(device);
+  reduce_over(call, group, flags);
+  flags = flags.cpu();
+  const auto* const sums = flags.const_data_ptr<int32_t>();
+  std::vector<bool> result;
+  for (int64_t i = 0; i < flags.numel(); ++i) result.push_back(sums[i] > 0);
   return result;
 }
 
@@ -140,11 +136,9 @@ class SameEverywhere {
   /// Throws on all processes if a value differs from process 0's; names the first one. `call`
   /// begins the message. Collective.
   void check(const char* call, const c10::intrusive_ptr<c10d::ProcessGroup>& group) const {
-    at::Tensor own = at::empty({static_cast<int64_t>(all_.size())}, at::kLong);
-    for (std::size_t i = 0; i < all_.size(); ++i) {
-      own.mutable_data_ptr<int64_t>()[i] = all_[i].second;
-    }
-    const std::vector<at::Tensor> gathered = gather_all(call, group, own);
+    std::vector<int64_t> numbers;
+    for (const auto& [what, number] : all_) numbers.push_back(number);
+    const std::vector<at::Tensor> gathered = gather_all(call, group, at::tensor(numbers));
     for (std::size_t i = 0; i < all_.size(); ++i) {
       for (std::size_t process = 1; process < gathered.size(); ++process) {
         TORCH_CHECK_VALUE(gathered[process].const_data_ptr<int64_t>()[i] ==
