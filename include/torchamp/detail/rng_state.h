@@ -28,20 +28,24 @@ inline bool device_is_here(at::Device device) {
   return std::max<c10::DeviceIndex>(device.index(), 0) < hooks.deviceCount();
 }
 
+/// The default generators of the CPU and of every accelerator that the process has used so far.
+inline std::vector<at::Generator> default_generators() {
+  std::vector<at::Generator> generators{at::detail::getDefaultCPUGenerator()};
+  if (const auto type = accelerator()) {
+    const auto& hooks = at::globalContext().getAcceleratorHooksInterface(*type);
+    for (c10::DeviceIndex index = 0; index < hooks.deviceCount(); ++index) {
+      if (hooks.hasPrimaryContext(index)) generators.push_back(hooks.getDefaultGenerator(index));
+    }
+  }
+  return generators;
+}
+
 /// The states of LibTorch's default generators, stored on the host; no device is waited for.
 class RngState {
  public:
-  /// Of the CPU and of every accelerator that the process has used so far.
   static RngState now() {
-    std::vector<at::Generator> generators{at::detail::getDefaultCPUGenerator()};
-    if (const auto type = accelerator()) {
-      const auto& hooks = at::globalContext().getAcceleratorHooksInterface(*type);
-      for (c10::DeviceIndex index = 0; index < hooks.deviceCount(); ++index) {
-        if (hooks.hasPrimaryContext(index)) generators.push_back(hooks.getDefaultGenerator(index));
-      }
-    }
     RngState state;
-    for (at::Generator& generator : generators) {
+    for (at::Generator& generator : default_generators()) {
       const std::lock_guard lock(generator.mutex());
       at::Tensor bytes = generator.get_state();
       state.states_.emplace_back(generator, std::move(bytes));
