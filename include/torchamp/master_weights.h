@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
@@ -51,7 +52,10 @@ class MastersOfModel : public Masters {
 
  protected:
   /// `owner` begins error messages.
-  MastersOfModel(const char* owner, std::shared_ptr<torch::nn::Module> model);
+  MastersOfModel(const char* owner, std::shared_ptr<torch::nn::Module> model)
+      : owner_(owner), model_(std::move(model)) {
+    TORCH_CHECK_VALUE(model_, owner_, ": the model is null. Pass one that is not.");
+  }
   /// Throws if the masters' values are not at hand. `call` begins the message.
   virtual void check_saved(const std::string& call) const = 0;
   /// The value of a parameter of the model in a file.

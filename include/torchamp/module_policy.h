@@ -96,10 +96,20 @@ class ModulePolicies {
   }
 
   /// Adds a name or pattern. Error: a duplicate.
-  ModulePolicies& set(std::string pattern, const Policy& policy);
+  ModulePolicies& set(std::string pattern, const Policy& policy) {
+    TORCH_CHECK(std::ranges::find(rules_, pattern, &Rule::pattern) == rules_.end(),
+                "ModulePolicies::set: '", pattern,
+                "' has a policy already. Leave out one of the two.");
+    rules_.push_back({std::move(pattern), policy.data()});
+    return *this;
+  }
 
   /// The names and patterns with their policies, in order of addition.
-  std::vector<std::pair<std::string, Policy>> entries() const;
+  std::vector<std::pair<std::string, Policy>> entries() const {
+    std::vector<std::pair<std::string, Policy>> entries;
+    for (const Rule& rule : rules_) entries.emplace_back(rule.pattern, Policy(rule.policy));
+    return entries;
+  }
 
   /// Sets these policies on the model's modules, and removes those of modules that nothing matches.
   /// Returns the names of the modules with a policy. Call it again for a clone, and after adding
@@ -130,21 +140,6 @@ class ModulePolicies {
 
   std::vector<Rule> rules_;
 };
-
-inline ModulePolicies& ModulePolicies::set(std::string pattern, const Policy& policy) {
-  TORCH_CHECK(std::ranges::find(rules_, pattern, &Rule::pattern) == rules_.end(),
-              "ModulePolicies::set: '", pattern,
-              "' has a policy already. Leave out one of the two.");
-  rules_.push_back({std::move(pattern), policy.data()});
-  return *this;
-}
-
-inline std::vector<std::pair<std::string, Policy>> ModulePolicies::entries() const {
-  std::vector<std::pair<std::string, Policy>> entries;
-  entries.reserve(rules_.size());
-  for (const Rule& rule : rules_) entries.emplace_back(rule.pattern, Policy(rule.policy));
-  return entries;
-}
 
 inline void ModulePolicies::refuse_unused(const Rule& rule, const detail::ForwardSites& sites) {
   const std::string* nearest = nullptr;

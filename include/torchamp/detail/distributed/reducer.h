@@ -78,7 +78,8 @@ class UnsyncedGradients {
  public:
   /// Lets accumulations find it while it lives.
   static std::shared_ptr<UnsyncedGradients> of(const std::vector<at::Tensor>& parameters) {
-    auto made = std::make_shared<UnsyncedGradients>(parameters);
+    auto made = std::make_shared<UnsyncedGradients>();
+    for (const at::Tensor& parameter : parameters) made->parameters_.emplace_back(parameter);
     const std::lock_guard lock(mutex());
     std::erase_if(all(), [](const auto& one) { return one.expired(); });
     all().push_back(made);
@@ -90,9 +91,6 @@ class UnsyncedGradients {
       });
     };
     return made;
-  }
-  explicit UnsyncedGradients(const std::vector<at::Tensor>& parameters) {
-    for (const at::Tensor& parameter : parameters) parameters_.emplace_back(parameter);
   }
 
   /// Of the optimizer's parameters, or of the weights whose masters they are.

@@ -44,9 +44,6 @@ inline Floats select(Integers condition, Floats then, Floats otherwise) {
 inline Floats magnitudes(Floats numbers) {
   return floats_of(bits_of(numbers) & 0x7FFFFFFFU);
 }
-inline Floats smaller_of(Floats a, float b) {
-  return select(a < b, a, Floats{} + b);
-}
 
 /// The number of steps from 0, to nearest, ties to even. `last_bit` is 2^23 steps, next to which a
 /// number has no bits below a step.
@@ -83,7 +80,7 @@ enum class E2m1Rounding : std::uint8_t {
 /// 2, of 1 up to 4, and 6. `random`: 24 bits.
 template <E2m1Rounding rounding>
 Words e2m1_codes(Floats numbers, Words random) {
-  const Floats values = smaller_of(magnitudes(numbers), 6.F);
+  const Floats all = magnitudes(numbers), values = select(all < 6.F, all, Floats{} + 6.F);
   const Integers below_2 = values < 2.F, below_4 = values < 4.F;
   // The index among 0, 0.5, 1, 1.5, 2, 3, 4, 6.
   const Words skipped = select(below_2, Words{}, select(below_4, Words{} + 2U, Words{} + 4U));

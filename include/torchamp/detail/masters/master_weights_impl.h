@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/ops/empty_like.h>
-#include <c10/util/Exception.h>
 
 #include <cstddef>
 #include <regex>
@@ -18,20 +17,16 @@ namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
 
-/// By type name: LibTorch's layers and the user's own have no common base.
-inline bool is_norm(const torch::nn::Module& module) {
-  static const auto& norm = *new std::regex("Norm([123]d)?(Impl)?$");  // never destroyed
-  return std::regex_search(module.name(), norm);
-}
-
 /// The parameters that stay fp32. Throws for an unknown name in `keep_fp32`; `owner` begins the
 /// message.
 inline std::unordered_set<const at::TensorImpl*> parameters_kept_fp32(
     const char* owner, const torch::nn::Module& model, const std::vector<std::string>& keep_fp32,
     bool keep_norms) {
   std::unordered_set<const at::TensorImpl*> kept;
+  // By type name: LibTorch's layers and the user's own have no common base.
+  static const auto& norm = *new std::regex("Norm([123]d)?(Impl)?$");  // never destroyed
   for (const auto& module : model.modules()) {
-    if (!keep_norms || !is_norm(*module)) continue;
+    if (!keep_norms || !std::regex_search(module->name(), norm)) continue;
     for (const at::Tensor& parameter : module->parameters()) {
       kept.insert(parameter.unsafeGetTensorImpl());
     }
@@ -96,11 +91,6 @@ const Weight* weight_of(const std::vector<Weight>& weights, const at::Tensor& pa
     if (weight.parameter.is_same(parameter)) return &weight;
   }
   return nullptr;
-}
-
-inline MastersOfModel::MastersOfModel(const char* owner, std::shared_ptr<torch::nn::Module> model)
-    : owner_(owner), model_(std::move(model)) {
-  TORCH_CHECK_VALUE(model_, owner_, ": the model is null. Pass one that is not.");
 }
 
 inline void MastersOfModel::save(torch::serialize::OutputArchive& archive,

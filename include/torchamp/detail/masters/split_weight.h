@@ -268,12 +268,6 @@ class SplitRuns {
   int64_t elements_ = 0;
 };
 
-/// Elements of split weights joined at a time: few enough for a CPU's cache, enough to keep a
-/// device busy.
-inline int64_t split_elements_at_once(at::Device device) {
-  return device.is_cpu() ? int64_t{1} << 16 : int64_t{1} << 21;
-}
-
 /// The fp32 master of a split weight, laid out as the weight.
 inline at::Tensor joined(const at::Tensor& high, const SplitWeight& split) {
   at::Tensor wide = at::empty_like(high, high.options().dtype(at::kFloat).requires_grad(false));

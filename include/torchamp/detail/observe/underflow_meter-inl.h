@@ -138,9 +138,6 @@ class UnderflowRecording final : public Recording<UnderflowCall> {
   static bool only_copies(const RecordedOp& op) {
     return op.is_copy || op.label == "clone" || op.label.starts_with("contiguous");
   }
-  static bool adds(const RecordedOp& op) {
-    return op.label == "add.Tensor" || op.label == "add_.Tensor";
-  }
   /// The node that makes the call; null if the engine does.
   static Call* node_of(const Call& call) {
     Call* const outer = call.outer;
@@ -151,7 +148,8 @@ class UnderflowRecording final : public Recording<UnderflowCall> {
     if (!call.in_backward || call.caller != nullptr) return;
     const RecordedOp& op = *call.op;
     const Call* const node = node_of(call);
-    call.carries_on = only_copies(op) || (node != nullptr ? node->accumulates : adds(op));
+    const bool adds = op.label == "add.Tensor" || op.label == "add_.Tensor";
+    call.carries_on = only_copies(op) || (node != nullptr ? node->accumulates : adds);
     const c10::ArrayRef<const c10::IValue> arguments = inputs_of(function);
     for_each_floating_tensor(arguments, [&](const at::Tensor& tensor) {
       call.sources.push_back(storage_of(tensor));

@@ -89,14 +89,15 @@ class SplitPiece {
   int64_t elements_ = 0;
 };
 
-/// How many elements a piece of `list` has at most.
+/// How many elements a piece of `list` has at most: few enough for a CPU's cache, enough to keep a
+/// device busy.
 inline int64_t split_piece_elements(const StepList& list, bool takes_parts) {
   int64_t elements = 0, largest = 0;
   for (const at::Tensor& param : list.params) {
     elements += param.numel();
     largest = std::max(largest, param.numel());
   }
-  elements = std::min(elements, split_elements_at_once(list.device));
+  elements = std::min(elements, int64_t{1} << (list.device.is_cpu() ? 16 : 21));
   return takes_parts ? elements : std::max(elements, largest);
 }
 
