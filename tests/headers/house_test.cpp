@@ -109,7 +109,7 @@ constexpr Budget budgets[] = {
     {"grad_scaler.h", 15, 4560},
     {"torchamp.h", 35, 10410},
 };
-constexpr Budget all_headers = {"include/", 134, 30770};  // lines to come down to 25,500
+constexpr Budget all_headers = {"include/", 128, 30270};  // lines to come down to 25,500
 
 struct Header {
   std::size_t lines = 0;
