@@ -290,7 +290,7 @@ TEST(SimulatedRecurrentLayers, CastInputHiddenStateAndWeightsAndShowTheirCellsNo
 TEST(RecurrentLayers, WarnOfAllButTheirScatteredWeights) {
   const CollectedWarnings warnings;
   {
-    const torchamp::detail::NoWarningOfScatteredWeights no_warning;
+    const torchamp::detail::NoWarning no_warning("not part of single contiguous chunk");
     TORCH_WARN("RNN module weights are not part of single contiguous chunk of memory. This …");
     TORCH_WARN("something else");
   }

@@ -16,13 +16,14 @@
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/BFloat16.h>
 #include <c10/util/Exception.h>
+#include <c10/util/Half.h>
+#include <c10/util/overflows.h>
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <cstddef>
-#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -167,12 +168,9 @@ class CastArguments {
     const at::ScalarType dtype = call[0].toTensor().scalar_type();
     const c10::IValue& value = call[count_ - 1];
     if (!is_16_bit(dtype) || !(value.isDouble() || value.isInt())) return true;
-    const double number =
-        std::abs(value.isInt() ? static_cast<double>(value.toInt()) : value.toDouble());
-    const double most = dtype == at::kHalf
-                            ? static_cast<double>(std::numeric_limits<c10::Half>::max())
-                            : static_cast<double>(std::numeric_limits<c10::BFloat16>::max());
-    return !(number > most) || std::isinf(number);
+    const double number = value.isInt() ? static_cast<double>(value.toInt()) : value.toDouble();
+    return dtype == at::kHalf ? !c10::overflows<c10::Half>(number)
+                              : !c10::overflows<c10::BFloat16>(number);
   }
 
   // Note [Casts of running statistics]
@@ -295,17 +293,16 @@ class CastArguments {
 
 // ---- What LibTorch says of some ops -------------------------------------------------------------
 
-/// Drops LibTorch's warning of the calling thread that the weights of a recurrent layer are
-/// scattered, and passes on all others, while it lives. See Note [Recurrent layers].
-class NoWarningOfScatteredWeights final : public c10::WarningHandler {
+/// Drops the calling thread's warnings that have `text`, and passes on all others, while it lives.
+class NoWarning final : public c10::WarningHandler {
  public:
+  explicit NoWarning(const char* text) : text_(text) {}
   [[gnu::cold]] void process(const c10::Warning& warning) override {
-    if (warning.msg().find("not part of single contiguous chunk") == std::string::npos) {
-      outer_->process(warning);
-    }
+    if (warning.msg().find(text_) == std::string::npos) outer_->process(warning);
   }
 
  private:
+  const char* text_;
   c10::WarningHandler* outer_ = c10::WarningUtils::get_warning_handler();
   c10::WarningUtils::WarningHandlerGuard guard_{this};
 };
@@ -327,12 +324,12 @@ class NoWarningOfScatteredWeights final : public c10::WarningHandler {
   if (!input.isTensor() || !input.toTensor().defined()) return;
   const at::ScalarType dtype = input.toTensor().scalar_type();
   if (!is_16_bit(dtype)) return;
-  TORCH_WARN_ONCE(
-      "torchamp: binary_cross_entropy was given probabilities in ", dtype,
-      ". The loss is computed in fp32, but a sigmoid in 16 bits has already rounded those that are "
-      "close to 0 or 1, whose gradients are then lost. Use binary_cross_entropy_with_logits, or "
-      "compute the sigmoid in fp32 (torch::sigmoid(logits.to(torch::kFloat)), or "
-      "Policy::fp32(\"sigmoid\")).");
+  TORCH_WARN_ONCE(joined(
+      {"torchamp: binary_cross_entropy was given probabilities in ", c10::toString(dtype),
+       ". The loss is computed in fp32, but a sigmoid in 16 bits has already rounded those that "
+       "are close to 0 or 1, whose gradients are then lost. Use binary_cross_entropy_with_logits, "
+       "or compute the sigmoid in fp32 (torch::sigmoid(logits.to(torch::kFloat)), or "
+       "Policy::fp32(\"sigmoid\"))."}));
 }
 
 // ---- Overlays -----------------------------------------------------------------------------------
@@ -379,18 +376,18 @@ inline NativeKernel kernel_of(const c10::OperatorHandle& op, c10::DispatchKey ke
 // process-wide is switched.
 class Overlay final : public c10::OperatorKernel {
  public:
-  /// `native`: the kernel that it covers, which lives as long as the process, or null.
-  Overlay(const c10::OperatorHandle& op, std::size_t index, at::DeviceType device,
-          const NativeKernel* native)
-      : native_(native),
-        index_(index),
+  /// `has_native`: whether there is a kernel that it covers.
+  Overlay(const c10::OperatorHandle& op, std::size_t index, at::DeviceType device, bool has_native)
+      : index_(index),
         device_(device),
         device_index_(device_index(device, "Overlay")),
         key_(autocast_key(device)),
         after_(c10::DispatchKeySet::FULL_AFTER, key_),
         argument_count_(op.schema().arguments().size()),
         adds_gradients_(adds_gradients(op.operator_name())),
-        is_script_cast_(is_script_cast(op.operator_name())) {}
+        is_script_cast_(op.operator_name().name.starts_with("aten::_autocast_to_")) {
+    if (has_native) native_.emplace(kernel_of(op, key_));
+  }
   Overlay(const Overlay&) = delete;
   Overlay& operator=(const Overlay&) = delete;
   ~Overlay() override { delete facts_.load(std::memory_order_relaxed); }
@@ -414,15 +411,12 @@ class Overlay final : public c10::OperatorKernel {
     if (cast == Cast::native) return call_native(op, keys, stack);
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
     const StandIns stand_ins = cast_arguments(facts, cast, casts, op, *stack);
-    std::optional<NoWarningOfScatteredWeights> no_warning;
-    if (cast != Cast::unchanged && facts->is_recurrent_layer) no_warning.emplace();
+    std::optional<NoWarning> no_warning;
+    if (cast != Cast::unchanged && facts->is_recurrent_layer) {  // see Note [Recurrent layers]
+      no_warning.emplace("not part of single contiguous chunk");
+    }
     op.redispatchBoxed(keys & after_, stack);
     if (!stand_ins.empty()) copy_back(stand_ins);
-  }
-
-  /// Whether the JIT casts by this op.
-  static bool is_script_cast(const c10::OperatorName& op) {
-    return op.name.starts_with("aten::_autocast_to_");
   }
 
  private:
@@ -499,7 +493,7 @@ class Overlay final : public c10::OperatorKernel {
     return facts->cast_arguments(cast, device_, casts, op.schema(), stack);
   }
 
-  const NativeKernel* native_;
+  std::optional<NativeKernel> native_;
   std::size_t index_;
   at::DeviceType device_;
   std::size_t device_index_;
@@ -507,13 +501,8 @@ class Overlay final : public c10::OperatorKernel {
   c10::DispatchKeySet after_;
   std::size_t argument_count_;
   bool adds_gradients_;
-  bool is_script_cast_;
+  bool is_script_cast_;  // whether the JIT casts by this op
   mutable std::atomic<const Facts*> facts_ = nullptr;
-};
-
-class SilentWarnings final : public c10::WarningHandler {
- public:
-  void process(const c10::Warning&) override {}
 };
 
 /// Makes sure that the op has its overlay for the device; returns the overlay's index in the
@@ -529,20 +518,15 @@ class SilentWarnings final : public c10::WarningHandler {
       overlays.try_emplace(op.operator_name(), KnownOverlay{index, has_native});
   if (!is_new) return overlay->second.index;
   try {
-    const NativeKernel* native = nullptr;
-    if (has_native) {  // never destroyed, like the kernel that calls it
-      native = new NativeKernel(kernel_of(op, autocast_key(device)));
-    }
     // LibTorch warns of kernels that replace others; these are ours, and stand in for what they
     // cover.
-    SilentWarnings silent;
-    const c10::WarningUtils::WarningHandlerGuard no_warning(&silent);
+    const NoWarning of_any_text("");
     // Never destroyed: its end would take the kernel away. (A torch::Library would first parse the
     // name, which takes longer than all else that the first guard does for an op.)
     new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().registerImpl(
         op.operator_name(), autocast_key(device),
         c10::KernelFunction::makeFromBoxedFunctor(
-            std::make_unique<Overlay>(op, index, device, native)),
+            std::make_unique<Overlay>(op, index, device, has_native)),
         std::nullopt, nullptr, "torchamp kernel"));
   } catch (...) {
     overlays.erase(overlay);
