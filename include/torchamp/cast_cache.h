@@ -89,7 +89,7 @@ class WeightCache {
   constexpr detail::WeightKeep::Until until() const { return until_; }
   /// For the library's own headers: who casts weights; null: LibTorch.
   const detail::WeightCasts* casts() const {
-    return is_own_ ? detail::registered_weight_casts() : nullptr;
+    return is_own_ ? detail::registered_weight_casts : nullptr;
   }
 
  private:

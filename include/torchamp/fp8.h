@@ -31,7 +31,7 @@ struct Fp8Extra<Policy> {
 
 /// Lets Policy::set accept Cast::fp8.
 inline const bool fp8_is_registered = [] {
-  fp8_rule_maker() = [] { return Fp8Extra<Policy>::rule({}); };
+  fp8_rule_maker = [] { return Fp8Extra<Policy>::rule({}); };
   return true;
 }();
 

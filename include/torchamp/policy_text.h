@@ -30,7 +30,7 @@ struct PolicyPrinter<Policy> {
 
 /// Lets TORCHAMP_POLICY name a file.
 inline bool let_environment_name_files() {
-  policy_file_reader() = &read_environment_policy;
+  policy_file_reader = &read_environment_policy;
   return true;
 }
 #ifndef TORCHAMP_COMPILED  // else torchamp/compiled.h does this

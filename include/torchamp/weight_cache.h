@@ -95,7 +95,7 @@ struct LongWeightCacheExtra<LongWeightCache> {
 };
 
 inline const bool weight_casts_are_registered = [] {
-  registered_weight_casts() = new StoredWeightCasts;  // never destroyed: threads point to it
+  registered_weight_casts = new StoredWeightCasts;  // never destroyed: threads point to it
   return true;
 }();
 

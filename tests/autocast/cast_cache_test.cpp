@@ -25,7 +25,7 @@ bool share_a_cast(WeightCache cache) {
 }
 
 TEST(WeightCache, RegionIsLibtorchsWithoutTheHeaderOfTorchampsOwn) {
-  ASSERT_EQ(torchamp::detail::registered_weight_casts(), nullptr)
+  ASSERT_EQ(torchamp::detail::registered_weight_casts, nullptr)
       << "a test of this room includes torchamp/weight_cache.h";
   EXPECT_TRUE(share_a_cast(WeightCache::libtorch));
   EXPECT_TRUE(share_a_cast(WeightCache::region));

@@ -10,9 +10,9 @@ namespace simulated {
 class Facts {
  public:
   explicit Facts(const torchamp::detail::DeviceFacts& facts) : facts_(facts) {
-    torchamp::detail::facts_of_own_backend() = &facts_;
+    torchamp::detail::facts_of_own_backend = &facts_;
   }
-  ~Facts() { torchamp::detail::facts_of_own_backend() = nullptr; }
+  ~Facts() { torchamp::detail::facts_of_own_backend = nullptr; }
   Facts(const Facts&) = delete;
   Facts& operator=(const Facts&) = delete;
 

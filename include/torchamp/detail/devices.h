@@ -68,13 +68,10 @@ inline constexpr DeviceFacts device_facts[] = {
 
 /// The facts that an external backend (kPrivateUse1) sets before its first use, instead of its row;
 /// null: none.
-inline const DeviceFacts*& facts_of_own_backend() {
-  static const DeviceFacts* facts = nullptr;
-  return facts;
-}
+inline const DeviceFacts* facts_of_own_backend = nullptr;
 
 inline DeviceFacts facts_of(at::DeviceType type) {
-  if (type == at::kPrivateUse1 && facts_of_own_backend()) return *facts_of_own_backend();
+  if (type == at::kPrivateUse1 && facts_of_own_backend) return *facts_of_own_backend;
   for (const DeviceFacts& facts : device_facts) {
     if (facts.type == type) return facts;
   }

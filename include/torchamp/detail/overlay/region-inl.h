@@ -150,67 +150,37 @@ class ScriptSwitch {
 // policy has predicates: what they hold is not to live longer than the program wants it to.)
 
 /// What the calling thread's last outermost guard has left behind: a policy, and the node of
-/// LibTorch's list of slots that has it.
-class SparePolicy {
- public:
-  using Node = std::shared_ptr<c10::ThreadLocalDebugInfo>;
-  using Policy = std::shared_ptr<const ThreadPolicy>;
+/// LibTorch's list of slots that has it; or nothing.
+struct SparePolicy {
+  std::shared_ptr<const ThreadPolicy> policy;
+  std::shared_ptr<c10::ThreadLocalDebugInfo> node;
 
-  SparePolicy(const SparePolicy&) = delete;
-  SparePolicy& operator=(const SparePolicy&) = delete;
-  ~SparePolicy() { is_over() = true; }
-
-  /// Null if there is none, or if somebody has a share in it.
-  static const ThreadPolicy* look() {
-    if (is_over()) return nullptr;
-    const SparePolicy& spare = of_this_thread();
-    return spare.node_ && is_unshared(spare.policy_, spare.node_) ? spare.policy_.get() : nullptr;
+  /// Null after the thread's has been destroyed: guards in destructors that run then have none.
+  static SparePolicy* of_this_thread() {
+    static thread_local bool is_over = false;
+    struct OfThread : SparePolicy {
+      ~OfThread() { is_over = true; }
+    };
+    static thread_local OfThread spare;
+    return is_over ? nullptr : &spare;
   }
 
-  /// What look() has found, for another region.
-  static void take(std::uint64_t region, Policy& policy, Node& node) {
-    policy = std::move(of_this_thread().policy_);
-    node = std::move(of_this_thread().node_);
-    std::const_pointer_cast<ThreadPolicy>(policy)->keep.region = region;
-  }
-
-  /// Keeps what a scope that was outermost has taken out of the slot, if it may be of use.
-  static void leave(Policy policy, Node node) {
-    if (is_over() || !policy->is_in_guard || policy->op_rule_usage || policy->guards ||
-        policy->outside || has_predicates(*policy->inherited) || !is_unshared(policy, node)) {
-      return;
-    }
-    of_this_thread().policy_ = std::move(policy);
-    of_this_thread().node_ = std::move(node);
-  }
-
- private:
-  SparePolicy() = default;
-
-  static SparePolicy& of_this_thread() {
-    static thread_local SparePolicy spare;
-    return spare;
-  }
-  /// Guards in destructors that run after ours have no spare.
-  static bool& is_over() {
-    static thread_local bool over = false;
-    return over;
-  }
-
-  static bool has_predicates(const PolicyData& policy) {
-    return std::any_of(policy.edits.begin(), policy.edits.end(),
-                       [](const Edit& edit) { return edit.when.predicate != nullptr; });
-  }
-
-  static bool is_unshared(const Policy& policy, const Node& node) {
+  /// Whether it is there, and nobody else has a share in it.
+  bool is_unshared() const {
     constexpr long ours_and_the_nodes = 2;
     if (node.use_count() != 1 || policy.use_count() != ours_and_the_nodes) return false;
     std::atomic_thread_fence(std::memory_order_acquire);  // after those who had a share
     return true;
   }
 
-  Policy policy_;
-  Node node_;
+  /// Whether another guard may want it.
+  bool is_of_use() const {
+    const auto has_predicate = [](const Edit& edit) { return edit.when.predicate != nullptr; };
+    return policy->is_in_guard && !policy->op_rule_usage && !policy->guards && !policy->outside &&
+           std::none_of(policy->inherited->edits.begin(), policy->inherited->edits.end(),
+                        has_predicate) &&
+           is_unshared();
+  }
 };
 
 TORCHAMP_BODY PolicyScope::PolicyScope(std::shared_ptr<const ThreadPolicy> policy,
@@ -259,11 +229,12 @@ TORCHAMP_BODY bool PolicyScope::end_of(const char* guard) {
 // profiler. So what lies above is lifted off, and put back on what was below us.
 TORCHAMP_BODY void PolicyScope::end() noexcept {
   if (ours_ == nullptr || thread_ != std::this_thread::get_id()) return;
-  auto node = c10::ThreadLocalDebugInfo::current();
-  const bool is_outermost = node.get() == ours_ && before_ == nullptr;
-  if (node.get() == ours_) {
+  SparePolicy last{std::move(policy_), c10::ThreadLocalDebugInfo::current()};
+  const bool is_outermost = last.node.get() == ours_ && before_ == nullptr;
+  if (last.node.get() == ours_) {
     c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(std::move(before_));
-    if (is_outermost) SparePolicy::leave(std::move(policy_), std::move(node));
+    SparePolicy* const spare = is_outermost ? SparePolicy::of_this_thread() : nullptr;
+    if (spare != nullptr && last.is_of_use()) *spare = std::move(last);
   } else {
     try {
       take_out();
@@ -327,7 +298,7 @@ TORCHAMP_COLD std::shared_ptr<const PolicyData> environment_policy(const std::st
   const std::string text = value == nullptr ? "" : value;
   auto made = std::make_unique<GuardOverride>();
   made->off = text == "off";
-  if (!text.empty() && !made->off) made->policy = environment_policy(text, policy_file_reader());
+  if (!text.empty() && !made->off) made->policy = environment_policy(text, policy_file_reader);
   return made.release();
 }
 
@@ -386,18 +357,12 @@ inline std::optional<WeightCache> asked_cache(std::optional<bool> enabled,
     if (!enabled || !outer || outer->keep.until != WeightKeep::Until::made) return std::nullopt;
     return WeightCache::libtorch;
   }
-  TORCH_CHECK_VALUE(
-      !enabled || *enabled == (*cache != WeightCache::none),
-      joined({"AutocastGuard: cache_enabled = ", *enabled ? "true" : "false",
-              " contradicts cache, which ", *enabled ? "is WeightCache::none" : "keeps casts",
-              ". Leave cache_enabled unset."}));
+  TORCH_CHECK_VALUE(!enabled || *enabled == (*cache != WeightCache::none),
+                    *enabled ? "AutocastGuard: cache_enabled = true contradicts cache, which is "
+                               "WeightCache::none. Leave cache_enabled unset."
+                             : "AutocastGuard: cache_enabled = false contradicts cache, which "
+                               "keeps casts. Leave cache_enabled unset.");
   return cache;
-}
-
-/// The number of an outermost guard's region, by which things are kept of weights; 0 if none are.
-inline std::uint64_t begin_region() {
-  KeptWeights* const kept = kept_weights();
-  return kept == nullptr ? 0 : kept->begin_region();
 }
 
 TORCHAMP_BODY void prepare_region(const char* call, const PolicyData& policy,
@@ -409,105 +374,80 @@ TORCHAMP_BODY void prepare_region(const char* call, const PolicyData& policy,
   if (casts != nullptr) casts->prepare(device);
 }
 
-/// What a region begins with, after all checks, so that nothing is changed before it cannot fail.
-struct AutocastRegion::Checked {
-  at::DeviceType device;
-  at::ScalarType dtype;
-  bool enabled;
-  std::shared_ptr<const ThreadPolicy> policy;       // null: the thread's stays
-  std::shared_ptr<c10::ThreadLocalDebugInfo> node;  // null: a new one
-  std::uint64_t own_region = 0;
-  std::shared_ptr<OpRuleUsage> op_rule_usage;
-
-  Checked(at::DeviceType on_device, std::optional<at::ScalarType> asked_dtype,
-          bool asked_to_be_enabled, std::optional<WeightCache> cache,
-          const std::shared_ptr<const PolicyData>& asked_policy)
-      : device(on_device) {
-    const std::size_t index = device_index(device, "AutocastGuard");
-    if (asked_dtype) check_is_floating(*asked_dtype);
-    dtype = asked_dtype.value_or(at::autocast::get_autocast_dtype(device));
-    const ThreadPolicy* const outer = thread_policy();
-    const GuardOverride& guards = guard_override(outer);
-    dtype = guards.dtype_of_guard(device, dtype, asked_to_be_enabled);
-    enabled = asked_to_be_enabled && !guards.off && is_usable(device, dtype);
-
-    const auto& data = guards.policy               ? guards.policy
-                       : asked_policy              ? asked_policy
-                       : outer && outer->inherited ? outer->inherited
-                                                   : unedited(BaseTable::standard);
-    const bool is_inner = outer && outer->is_in_guard;
-    const WeightKeep::Until until = cache      ? cache->until()
-                                    : is_inner ? outer->keep.until
-                                               : WeightKeep::Until::region_ends;
-    const WeightCasts* const casts = cache ? cache->casts() : outer ? outer->casts : nullptr;
-    std::shared_ptr<const PolicyData> in_force;
-    if (enabled) {
-      prepare_region("AutocastGuard", *data, casts, device, dtype);
-      in_force = data;
-    }
-    const OpRule* const rule = enabled && is_16_bit(dtype) ? in_force->op_rule() : nullptr;
-    const auto is_wanted = [&](const ThreadPolicy* one) {
-      return one != nullptr && one->inherited == data && one->in_force[index] == in_force &&
-             one->keep.until == until && one->casts == casts;
-    };
-    if (is_wanted(outer)) {
-      // Taken over, it does not hold for scripts yet: see Note [Derivatives of scripts]. In
-      // backward it does not hold for sums: see Note [Sums of gradients].
-      if (enabled && (!ScriptSwitch::has_scope() || leaves_sums_alone(*outer))) {
-        policy = outer->shared_from_this();
-      }
-      return;
-    }
-    // A spare node has nothing below it: it would hide what others, a profiler say, have put there.
-    if (enabled && rule == nullptr && c10::ThreadLocalDebugInfo::current() == nullptr &&
-        this_backward_pass() == ThreadPolicy::no_backward_pass && is_wanted(SparePolicy::look())) {
-      own_region = begin_region();
-      SparePolicy::take(own_region, policy, node);
-      return;
-    }
-    auto inner = copy_of(outer);
-    if (inner->keep.region == 0) inner->keep.region = own_region = begin_region();
-    inner->is_in_guard = true;
-    inner->keep.until = until;
-    inner->casts = casts;
-    inner->in_force[index] = std::move(in_force);
-    if (rule != nullptr) {
-      op_rule_usage = inner->op_rule_usage = rule->make_usage(inner->op_rule_usage);
-    }
-    inner->inherited = data;
-    policy = std::move(inner);
-  }
-};
-
 TORCHAMP_BODY AutocastRegion::AutocastRegion(at::DeviceType device,
                                              std::optional<at::ScalarType> dtype, bool enabled,
                                              std::optional<bool> cache_enabled,
-                                             std::optional<WeightCache> cache,
-                                             const std::shared_ptr<const PolicyData>& policy)
-    : AutocastRegion(Checked(device, dtype, enabled, asked_cache(cache_enabled, cache), policy),
-                     cache_enabled || !cache ? cache_enabled : cache != WeightCache::none) {}
+                                             std::optional<WeightCache> asked,
+                                             const std::shared_ptr<const PolicyData>& policy) {
+  // All checks come before the first change, which none can follow that fails.
+  const std::optional<WeightCache> cache = asked_cache(cache_enabled, asked);
+  if (!cache_enabled && asked) cache_enabled = *asked != WeightCache::none;
+  const std::size_t index = device_index(device, "AutocastGuard");
+  if (dtype) check_is_floating(*dtype);
+  before_ = DeviceAutocastState::of(device);
+  const ThreadPolicy* const outer = thread_policy();
+  const GuardOverride& guards = guard_override(outer);
+  DeviceAutocastState inside = before_;
+  inside.dtype = guards.dtype_of_guard(device, dtype.value_or(before_.dtype), enabled);
+  inside.enabled = enabled && !guards.off && is_usable(device, inside.dtype);
+  dtype_changed_ = inside.dtype != before_.dtype;
 
-TORCHAMP_BODY AutocastRegion::AutocastRegion(Checked checked, std::optional<bool> cache_enabled)
-    : before_(DeviceAutocastState::of(checked.device)),
-      cache_enabled_before_(at::autocast::is_autocast_cache_enabled()),
-      dtype_changed_(before_.dtype != checked.dtype),
-      own_region_(checked.own_region),
-      op_rule_usage_(std::move(checked.op_rule_usage)),
-      exceptions_(std::uncaught_exceptions()),
-      policy_scope_(std::move(checked.policy), std::move(checked.node)) {
-  at::autocast::set_autocast_enabled(checked.device, checked.enabled);
-  at::autocast::set_autocast_dtype(checked.device, checked.dtype);
+  const auto& data = guards.policy               ? guards.policy
+                     : policy                    ? policy
+                     : outer && outer->inherited ? outer->inherited
+                                                 : unedited(BaseTable::standard);
+  const bool is_inner = outer && outer->is_in_guard;
+  const WeightKeep::Until until = cache      ? cache->until()
+                                  : is_inner ? outer->keep.until
+                                             : WeightKeep::Until::region_ends;
+  const WeightCasts* const casts = cache ? cache->casts() : outer ? outer->casts : nullptr;
+  if (inside.enabled) prepare_region("AutocastGuard", *data, casts, device, inside.dtype);
+  const PolicyData* const in_force = inside.enabled ? data.get() : nullptr;
+  const OpRule* const rule = in_force && is_16_bit(inside.dtype) ? in_force->op_rule() : nullptr;
+  const auto is_wanted = [&](const ThreadPolicy* one) {
+    return one != nullptr && one->inherited == data && one->in_force[index].get() == in_force &&
+           one->keep.until == until && one->casts == casts;
+  };
+  const auto begin_region = [&](ThreadPolicy& inner) {
+    KeptWeights* const kept = kept_weights();
+    inner.keep.region = own_region_ = kept == nullptr ? 0 : kept->begin_region();
+  };
+  // A spare node has nothing below it: it would hide what others, a profiler say, have put there.
+  const bool may_be_spare = !outer && in_force && !rule && !c10::ThreadLocalDebugInfo::current() &&
+                            this_backward_pass() == ThreadPolicy::no_backward_pass;
+  SparePolicy* const spare = may_be_spare ? SparePolicy::of_this_thread() : nullptr;
+  if (is_wanted(outer)) {
+    // Taken over, it does not hold for scripts yet: see Note [Derivatives of scripts]. In backward
+    // it does not hold for sums: see Note [Sums of gradients].
+    const bool holds = !in_force || (ScriptSwitch::has_scope() && !leaves_sums_alone(*outer));
+    policy_scope_.emplace(holds ? nullptr : outer->shared_from_this());
+  } else if (spare && spare->is_unshared() && is_wanted(spare->policy.get())) {
+    begin_region(const_cast<ThreadPolicy&>(*spare->policy));
+    policy_scope_.emplace(std::move(spare->policy), std::move(spare->node));
+  } else {
+    auto inner = copy_of(outer);
+    inner->inherited = data;
+    inner->in_force[index] = in_force ? data : nullptr;
+    inner->is_in_guard = true;
+    inner->keep.until = until;
+    inner->casts = casts;
+    if (rule) op_rule_usage_ = inner->op_rule_usage = rule->make_usage(inner->op_rule_usage);
+    if (inner->keep.region == 0) begin_region(*inner);
+    policy_scope_.emplace(std::move(inner));
+  }
+
+  inside.apply();
   if (cache_enabled) {
     // What torchamp's cache does not take is cast anew: LibTorch's would not see that it changes.
-    const ThreadPolicy* const policy = thread_policy();
-    NoCastCache::set_flag(*cache_enabled && (policy == nullptr || policy->casts == nullptr));
+    const ThreadPolicy* const now = thread_policy();
+    NoCastCache::set_flag(*cache_enabled && (now == nullptr || now->casts == nullptr));
   }
   // LibTorch's cache does not tell one 16-bit dtype from the other.
   if (nesting_.enter() > 1 && dtype_changed_) at::autocast::clear_cache();
 }
 
 TORCHAMP_BODY AutocastRegion::~AutocastRegion() {
-  if (!policy_scope_.end_of("~AutocastGuard")) return;
+  if (!policy_scope_->end_of("~AutocastGuard")) return;
   if (nesting_.leave("~AutocastGuard") == 0 || dtype_changed_) at::autocast::clear_cache();
   if (own_region_ != 0) kept_weights()->end_region(own_region_);
   before_.apply();

@@ -2,11 +2,13 @@
 // Regions of a thread: what guards consist of.
 #pragma once
 
+#include <ATen/autocast_mode.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -50,24 +52,21 @@ class PolicyScope {
 class AutocastRegion {
  public:
   AutocastRegion(at::DeviceType device, std::optional<at::ScalarType> dtype, bool enabled,
-                 std::optional<bool> cache_enabled, std::optional<WeightCache> cache,
+                 std::optional<bool> cache_enabled, std::optional<WeightCache> asked,
                  const std::shared_ptr<const PolicyData>& policy);
   AutocastRegion(const AutocastRegion&) = delete;
   AutocastRegion& operator=(const AutocastRegion&) = delete;
   ~AutocastRegion();
 
  private:
-  struct Checked;
-  AutocastRegion(Checked checked, std::optional<bool> cache_enabled);
-
   DeviceAutocastState before_;
-  bool cache_enabled_before_;
+  bool cache_enabled_before_ = at::autocast::is_autocast_cache_enabled();
   bool dtype_changed_;
-  std::uint64_t own_region_;  // of an outermost guard, if things are kept of weights; else 0
+  std::uint64_t own_region_ = 0;  // of an outermost guard, if things are kept of weights
   Nesting nesting_;
   std::shared_ptr<OpRuleUsage> op_rule_usage_;  // null: no OpRule, or the outer region's
-  int exceptions_;
-  PolicyScope policy_scope_;
+  int exceptions_ = std::uncaught_exceptions();
+  std::optional<PolicyScope> policy_scope_;
 };
 
 /// Makes all ready for a region of a device: the policy, and who casts weights, if not LibTorch.
@@ -82,10 +81,7 @@ using PolicyFileReader = std::shared_ptr<const PolicyData> (*)(const std::string
                                                                const std::string& path);
 
 /// Which torchamp/policy_text.h registers; null where no source file includes that.
-inline PolicyFileReader& policy_file_reader() {
-  static PolicyFileReader reader = nullptr;
-  return reader;
-}
+inline PolicyFileReader policy_file_reader = nullptr;
 
 /// The policy that TORCHAMP_POLICY, being `text`, names.
 std::shared_ptr<const PolicyData> environment_policy(const std::string& text,

@@ -98,10 +98,7 @@ class WeightCasts {
 };
 
 /// Those of torchamp/weight_cache.h, which registers them; null where no source file includes that.
-inline const WeightCasts*& registered_weight_casts() {
-  static const WeightCasts* casts = nullptr;
-  return casts;
-}
+inline const WeightCasts* registered_weight_casts = nullptr;
 
 // Note [One runtime per process]
 // A header-only library compiled with hidden visibility into a host and its plugins has a copy of

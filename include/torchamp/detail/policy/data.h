@@ -81,10 +81,7 @@ class OpRule {
 /// The rule of Cast::fp8 without options, which torchamp/fp8.h registers; null where no source file
 /// includes that.
 using MakeOpRule = std::shared_ptr<const OpRule> (*)();
-inline MakeOpRule& fp8_rule_maker() {
-  static MakeOpRule make = nullptr;
-  return make;
-}
+inline MakeOpRule fp8_rule_maker = nullptr;
 
 // ---- A policy's contents ------------------------------------------------------------------------
 
@@ -215,11 +212,11 @@ class PolicyData {
 
 /// The contents of Policy::standard() and Policy::torch(), which all copies share.
 inline const std::shared_ptr<const PolicyData>& unedited(BaseTable base) {
-  using Shared = std::shared_ptr<const PolicyData>;
   // Never destroyed: static objects' destructors may use guards.
-  static const auto& standard = *new Shared(new PolicyData(BaseTable::standard));
-  static const auto& torch = *new Shared(new PolicyData(BaseTable::torch));
-  return base == BaseTable::standard ? standard : torch;
+  static const auto& tables = *new std::array<std::shared_ptr<const PolicyData>, 2>{
+      std::make_shared<PolicyData>(BaseTable::standard),
+      std::make_shared<PolicyData>(BaseTable::torch)};
+  return tables[static_cast<std::size_t>(base)];
 }
 
 // ---- What is in force on a thread ---------------------------------------------------------------

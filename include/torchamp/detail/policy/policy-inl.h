@@ -25,7 +25,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <iterator>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -269,20 +268,27 @@ inline std::string_view base_of(const c10::OperatorName& op) {
   return name.starts_with("aten::") ? name.substr(6) : std::string_view();
 }
 
+/// (std::find compares four names at a time, in four times the code.)
+inline bool is_among(const auto& names, std::string_view name) {
+  for (const std::string_view one : names) {
+    if (one == name) return true;
+  }
+  return false;
+}
+
 TORCHAMP_BODY bool contains(const OpFamily& family, const c10::OperatorName& op) {
-  return std::find(family.begin(), family.end(), base_of(op)) != family.end();
+  return is_among(family, base_of(op));
 }
 
 TORCHAMP_BODY const StandardRow* standard_row(const c10::OperatorName& op) {
   const std::string_view base = base_of(op);
   if (base.empty()) return nullptr;
-  const auto is_it = [&](std::string_view name) {  // "mm" or "mm.out"
-    return name.front() == base.front() && name.starts_with(base) &&
-           (name.size() == base.size() ||
-            (name[base.size()] == '.' && name.substr(base.size() + 1) == op.overload_name));
-  };
   for (const StandardRow& row : standard_rows) {
-    if (std::any_of(row.family.begin(), row.family.end(), is_it)) return &row;
+    for (const std::string_view name : row.family) {  // "mm" or "mm.out"
+      if (name.front() != base.front() || !name.starts_with(base)) continue;
+      const std::string_view rest = name.substr(base.size());
+      if (rest.empty() || (rest[0] == '.' && rest.substr(1) == op.overload_name)) return &row;
+    }
   }
   return nullptr;
 }
@@ -297,15 +303,12 @@ TORCHAMP_BODY Cast listed_cast(const c10::OperatorName& op) {
 
 TORCHAMP_COLD Cast kernel_rule(const c10::OperatorName& op, at::DeviceType device) {
   const std::string_view base = base_of(op);
-  const auto has = [&](const auto& list) {
-    return std::find(std::begin(list), std::end(list), base) != std::end(list);
-  };
   if (facts_of(device).lists == OpLists::cuda) {
-    return has(cuda_lower_precision_ops) ? Cast::lower_precision : listed_cast(op);
+    return is_among(cuda_lower_precision_ops, base) ? Cast::lower_precision : listed_cast(op);
   }
-  if (has(cpu_lower_precision_ops)) return Cast::lower_precision;
-  if (has(cpu_fp32_ops)) return Cast::fp32;
-  return has(cpu_promote_ops) ? Cast::promote : Cast::native;
+  if (is_among(cpu_lower_precision_ops, base)) return Cast::lower_precision;
+  if (is_among(cpu_fp32_ops, base)) return Cast::fp32;
+  return is_among(cpu_promote_ops, base) ? Cast::promote : Cast::native;
 }
 
 // ---- Recurrent layers ---------------------------------------------------------------------------
@@ -364,11 +367,11 @@ inline bool has_recurrent_layers(at::DeviceType device, at::ScalarType dtype) {
 }
 
 [[gnu::cold]] inline void warn_of_recurrent_layers_in_fp32(at::ScalarType dtype) {
-  TORCH_WARN_ONCE(
-      "torchamp: this CPU has no LSTM in ", dtype,
-      " (oneDNN has none for its instructions), so LSTMs, GRUs and RNNs run in fp32 here under "
-      "Policy::standard(). Policy::effect tells of a layer; Policy::fp32(ops::recurrent) says the "
-      "same without this warning, and under Policy::torch() an LSTM throws.");
+  TORCH_WARN_ONCE(joined(
+      {"torchamp: this CPU has no LSTM in ", c10::toString(dtype),
+       " (oneDNN has none for its instructions), so LSTMs, GRUs and RNNs run in fp32 here under "
+       "Policy::standard(). Policy::effect tells of a layer; Policy::fp32(ops::recurrent) says the "
+       "same without this warning, and under Policy::torch() an LSTM throws."}));
 }
 
 // ---- The rule of a call -------------------------------------------------------------------------
@@ -486,8 +489,8 @@ TORCHAMP_COLD OverlayEntry overlay_entry(const PolicyData& policy, const TabledO
 TORCHAMP_COLD std::vector<TabledOp> candidates(const PolicyData& policy) {
   std::vector<TabledOp> candidates;
   candidates.reserve(1024);
-  const auto add = [&](const TabledOp& tabled) {
-    if (tabled.standard.cast != Cast::native) candidates.push_back(tabled);
+  const auto add = [&](const TabledOp& tabled, bool is_edited = false) {
+    if (is_edited || tabled.standard.cast != Cast::native) candidates.push_back(tabled);
   };
   if (policy.base == BaseTable::standard) {
     for (const StandardRow& row : standard_rows) {
@@ -505,7 +508,7 @@ TORCHAMP_COLD std::vector<TabledOp> candidates(const PolicyData& policy) {
   }
   for (const auto& [name, rules] : policy.rules) {
     for (const auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) {
-      candidates.emplace_back(op);
+      add(TabledOp(op), /*is_edited=*/true);
     }
   }
   return candidates;
@@ -525,9 +528,9 @@ TORCHAMP_COLD void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, c
   TORCH_CHECK(row != nullptr, "Policy::set: ", static_cast<int>(rule), " is not a rule of Cast.");
   const std::string call = "Policy::" + std::string(row->name);
   if (rule == Cast::fp8 && op_rule == nullptr) {
-    TORCH_CHECK(fp8_rule_maker() != nullptr,
+    TORCH_CHECK(fp8_rule_maker != nullptr,
                 "Policy::set: the rule fp8 needs torchamp/fp8.h. Include it in some source file.");
-    op_rule = fp8_rule_maker()();
+    op_rule = fp8_rule_maker();
   }
   TORCH_CHECK(!when.dtype || is_16_bit(*when.dtype) || *when.dtype == at::kFloat,
               joined({call, ": When::dtype is ", c10::toString(*when.dtype),
