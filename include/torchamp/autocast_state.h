@@ -22,6 +22,27 @@
 
 namespace TORCHAMP_NAMESPACE {
 
+namespace detail {
+/// While it lives, casts of the calling thread bypass LibTorch's cache of cast weights, which all
+/// threads share; guards do not switch it on.
+class NoCastCache {
+ public:
+  NoCastCache() : before_(at::autocast::is_autocast_cache_enabled()) {
+    at::autocast::set_autocast_cache_enabled(false);
+    ++no_cast_caches;
+  }
+  NoCastCache(const NoCastCache&) = delete;
+  NoCastCache& operator=(const NoCastCache&) = delete;
+  ~NoCastCache() {
+    --no_cast_caches;
+    at::autocast::set_autocast_cache_enabled(before_);
+  }
+
+ private:
+  bool before_;
+};
+}  // namespace detail
+
 /// The autocast state of a thread: for each device type whether autocast is on and its dtype, the
 /// weight cache's flag, and the policy. A value, to copy to other threads:
 ///
@@ -122,7 +143,7 @@ class AutocastStateGuard {
       dtypes_change = dtypes_change || now.dtype != device.dtype;
       device.apply();
     }
-    detail::NoCastCache::set_flag(state.cache_enabled_);
+    detail::set_cast_cache(state.cache_enabled_);
     // LibTorch's cache does not distinguish the 16-bit dtypes.
     if (dtypes_change) at::autocast::clear_cache();
   }

@@ -28,30 +28,14 @@ struct LongWeightCacheExtra {
       sizeof(LongCache) == 0,
       "torchamp: include torchamp/weight_cache.h, which has WeightCache::window and kept.");
 };
-/// While it lives, casts of the calling thread bypass LibTorch's cache of cast weights, which all
-/// threads share; guards do not switch it on.
-class NoCastCache {
- public:
-  NoCastCache() : before_(at::autocast::is_autocast_cache_enabled()) {
-    at::autocast::set_autocast_cache_enabled(false);
-    ++depth;
-  }
-  NoCastCache(const NoCastCache&) = delete;
-  NoCastCache& operator=(const NoCastCache&) = delete;
-  ~NoCastCache() {
-    --depth;
-    at::autocast::set_autocast_cache_enabled(before_);
-  }
 
-  /// Sets LibTorch's flag, unless an object of this class lives.
-  static void set_flag(bool enabled) {
-    at::autocast::set_autocast_cache_enabled(enabled && depth == 0);
-  }
+/// The number of NoCastCaches (torchamp/autocast_state.h) that live on the calling thread.
+inline thread_local int no_cast_caches = 0;
 
- private:
-  static inline thread_local int depth = 0;
-  bool before_;
-};
+/// Sets LibTorch's flag of its cache of cast weights, unless a NoCastCache lives.
+inline void set_cast_cache(bool enabled) {
+  at::autocast::set_autocast_cache_enabled(enabled && no_cast_caches == 0);
+}
 }  // namespace detail
 
 /// How long casts of weights to 16 bits are cached (AutocastOptions::cache).

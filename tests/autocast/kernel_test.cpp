@@ -290,7 +290,7 @@ TEST(SimulatedRecurrentLayers, CastInputHiddenStateAndWeightsAndShowTheirCellsNo
 TEST(RecurrentLayers, WarnOfAllButTheirScatteredWeights) {
   const CollectedWarnings warnings;
   {
-    const torchamp::detail::NoWarning no_warning("not part of single contiguous chunk");
+    const torchamp::detail::NoWarning no_warning(torchamp::detail::scattered_weights);
     TORCH_WARN("RNN module weights are not part of single contiguous chunk of memory. This …");
     TORCH_WARN("something else");
   }

@@ -34,7 +34,7 @@
 #include <vector>
 
 #include "torchamp/audit_row.h"
-#include "torchamp/cast_cache.h"
+#include "torchamp/autocast_state.h"
 #include "torchamp/detail/audit/choose.h"
 #include "torchamp/detail/observe/recording.h"
 #include "torchamp/detail/observe/report.h"

@@ -293,6 +293,10 @@ class CastArguments {
 
 // ---- What LibTorch says of some ops -------------------------------------------------------------
 
+/// In LibTorch's warning that the weights of a recurrent layer are scattered: see
+/// Note [Recurrent layers].
+inline constexpr const char* scattered_weights = "not part of single contiguous chunk";
+
 /// Drops the calling thread's warnings that have `text`, and passes on all others, while it lives.
 class NoWarning final : public c10::WarningHandler {
  public:
@@ -412,9 +416,7 @@ class Overlay final : public c10::OperatorKernel {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
     const StandIns stand_ins = cast_arguments(facts, cast, casts, op, *stack);
     std::optional<NoWarning> no_warning;
-    if (cast != Cast::unchanged && facts->is_recurrent_layer) {  // see Note [Recurrent layers]
-      no_warning.emplace("not part of single contiguous chunk");
-    }
+    if (cast != Cast::unchanged && facts->is_recurrent_layer) no_warning.emplace(scattered_weights);
     op.redispatchBoxed(keys & after_, stack);
     if (!stand_ins.empty()) copy_back(stand_ins);
   }

@@ -379,7 +379,7 @@ TORCHAMP_BODY AutocastRegion::AutocastRegion(at::DeviceType device,
                                              std::optional<bool> cache_enabled,
                                              std::optional<WeightCache> asked,
                                              const std::shared_ptr<const PolicyData>& policy) {
-  // All checks come before the first change, which none can follow that fails.
+  // What can fail comes first, so that an error leaves the thread's state as it was.
   const std::optional<WeightCache> cache = asked_cache(cache_enabled, asked);
   if (!cache_enabled && asked) cache_enabled = *asked != WeightCache::none;
   const std::size_t index = device_index(device, "AutocastGuard");
@@ -440,7 +440,7 @@ TORCHAMP_BODY AutocastRegion::AutocastRegion(at::DeviceType device,
   if (cache_enabled) {
     // What torchamp's cache does not take is cast anew: LibTorch's would not see that it changes.
     const ThreadPolicy* const now = thread_policy();
-    NoCastCache::set_flag(*cache_enabled && (now == nullptr || now->casts == nullptr));
+    set_cast_cache(*cache_enabled && (now == nullptr || now->casts == nullptr));
   }
   // LibTorch's cache does not tell one 16-bit dtype from the other.
   if (nesting_.enter() > 1 && dtype_changed_) at::autocast::clear_cache();

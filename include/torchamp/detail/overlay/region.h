@@ -59,9 +59,9 @@ class AutocastRegion {
   ~AutocastRegion();
 
  private:
-  DeviceAutocastState before_;
+  DeviceAutocastState before_{};
   bool cache_enabled_before_ = at::autocast::is_autocast_cache_enabled();
-  bool dtype_changed_;
+  bool dtype_changed_ = false;
   std::uint64_t own_region_ = 0;  // of an outermost guard, if things are kept of weights
   Nesting nesting_;
   std::shared_ptr<OpRuleUsage> op_rule_usage_;  // null: no OpRule, or the outer region's
