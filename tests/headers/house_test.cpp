@@ -104,12 +104,12 @@ struct Budget {
 };
 // The lines are to come down to 3,400, 2,400, 3,000 and 8,300.
 constexpr Budget budgets[] = {
-    {"autocast.h", 15, 3710},
+    {"autocast.h", 15, 3610},
     {"optim.h", 12, 3190},
-    {"grad_scaler.h", 15, 4560},
-    {"torchamp.h", 35, 10410},
+    {"grad_scaler.h", 15, 4550},
+    {"torchamp.h", 35, 10310},
 };
-constexpr Budget all_headers = {"include/", 128, 30270};  // lines to come down to 25,500
+constexpr Budget all_headers = {"include/", 128, 30210};  // lines to come down to 25,500
 
 struct Header {
   std::size_t lines = 0;
