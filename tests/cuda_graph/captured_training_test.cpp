@@ -12,6 +12,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -90,6 +91,8 @@ TEST_P(CapturedTraining, MakesItsProductsInFp8AsEagerIterationsDo) {
 TEST_P(CapturedTraining, StepsEveryKindOfFusedOptimizer) {
   for (const Kind& kind : kinds()) {
     SCOPED_TRACE(kind.name);
+    // Its kernel takes no learning rate on the device there, so a captured one has other roundings.
+    if (TORCH_VERSION_MINOR < 8 && std::string_view(kind.name).starts_with("adagrad")) continue;
     const auto run = [&](bool captures) {
       seed_all(5);
       const Params params{param({4}, here()), param({2, 3}, here())};

@@ -81,6 +81,7 @@ TEST_F(SimulatedDevice, TrainsAsTheCPUDoes) {
 }
 
 TEST_F(SimulatedDevice, DrawsTheNumbersOfACPUGeneratorWithItsSeed) {
+  if (TORCH_VERSION_MINOR < 8) GTEST_SKIP() << "manual_seed() leaves out other devices there";
   torch::manual_seed(11);
   const Tensor cpu = torch::randn({64});
   torch::manual_seed(11);

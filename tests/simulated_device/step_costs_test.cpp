@@ -184,6 +184,9 @@ TEST_P(StepCosts, AFusedStepMakesTheseSmallLaunchesHoweverManyParameters) {
 
 TEST_P(StepCosts, AReplayMakesOneSmallLaunchMore) {
   const std::string kind = GetParam().name;
+  if (TORCH_VERSION_MINOR < 8 && kind.starts_with("adagrad")) {
+    GTEST_SKIP() << "Adagrad's kernel takes no learning rate on the device there";
+  }
   const std::string kernel = "_fused_" + kind.substr(0, kind.find('_')) + '_';
   const Names counting = kind.starts_with("ada") ? count : none;
   for (const bool clips : {false, true}) {

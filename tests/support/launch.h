@@ -25,6 +25,7 @@ class Launch {
     c10d::TCPStoreOptions options;
     options.isServer = true;
     options.waitWorkers = false;
+    options.useLibUV = torchamp::detail::store_by_libuv;
     options.masterListenFd = torchamp::detail::loopback_socket(0);
     sockaddr_in address{};
     socklen_t size = sizeof address;

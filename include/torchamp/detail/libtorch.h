@@ -25,7 +25,8 @@
 //   before 2.9   an op's kernel is found on a way of its own (detail/overlay/kernel.h); a capture
 //                begins with what lies idle in the device's cache (detail/graph/recorder.h)
 //   before 2.8   no 4-bit dtype; Adagrad's kernel takes no learning rate on the device
-//                (detail/optim/kernels.h)
+//                (detail/optim/kernels.h); a store by libuv takes no socket that listens already
+//                (distributed/process_group.h)
 //   before 2.7   no namespace at::accelerator, no list of autocast's devices
 // The lists of autocast are each version's own: see libtorch_cuda_lists().
 

@@ -45,6 +45,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "torchamp/detail/distributed/collective.h"
+#include "torchamp/detail/libtorch.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {
@@ -142,6 +143,9 @@ inline int loopback_socket(uint16_t port) {
   return number;
 }
 
+/// Before LibTorch 2.8, or 2.7, libuv's store takes no socket that listens already.
+inline constexpr bool store_by_libuv = TORCHAMP_LIBTORCH >= 208;
+
 /// The store of the processes' messages, held by rank 0 or torchrun.
 inline c10::intrusive_ptr<c10d::Store> make_store(const ProcessEnvironment& environment,
                                                   std::chrono::milliseconds timeout) {
@@ -150,6 +154,7 @@ inline c10::intrusive_ptr<c10d::Store> make_store(const ProcessEnvironment& envi
   options.port = environment.master_port;
   options.timeout = timeout;
   options.waitWorkers = false;  // making the group waits for all anyway
+  options.useLibUV = store_by_libuv;
   options.isServer = environment.rank == 0 && !has_agent_store();
   std::string host = environment.master_addr;
   if (is_loopback(host)) {
