@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "support/devices.h"
+#include "support/seed.h"
 
 namespace {
 
@@ -46,7 +47,7 @@ class SimulatedDevice : public testing::Test {
  protected:
   void SetUp() override {
     SKIP_WITHOUT(at::kPrivateUse1);
-    torch::manual_seed(3);
+    seed_all(3);
   }
 };
 using SimulatedDeviceDeathTest = SimulatedDevice;
@@ -55,7 +56,7 @@ using SimulatedDeviceDeathTest = SimulatedDevice;
 
 /// One training step of a small net; returns the parameters behind it, on the CPU.
 std::vector<Tensor> trained_on(c10::Device device) {
-  torch::manual_seed(7);
+  seed_all(7);
   torch::nn::Sequential net(torch::nn::Conv2d(torch::nn::Conv2dOptions(2, 3, 3).bias(false)),
                             torch::nn::BatchNorm2d(3), torch::nn::ReLU(), torch::nn::Flatten(),
                             torch::nn::Linear(3 * 4 * 4, 5),
@@ -81,10 +82,9 @@ TEST_F(SimulatedDevice, TrainsAsTheCPUDoes) {
 }
 
 TEST_F(SimulatedDevice, DrawsTheNumbersOfACPUGeneratorWithItsSeed) {
-  if (TORCH_VERSION_MINOR < 8) GTEST_SKIP() << "manual_seed() leaves out other devices there";
-  torch::manual_seed(11);
+  seed_all(11);
   const Tensor cpu = torch::randn({64});
-  torch::manual_seed(11);
+  seed_all(11);
   EXPECT_TRUE(torch::equal(torch::randn({64}, on(sim1)).cpu(), cpu));
 }
 

@@ -13,6 +13,7 @@
 #include "simulated_device/device.h"
 #include "support/devices.h"
 #include "support/expect_error.h"
+#include "support/seed.h"
 
 namespace {
 
@@ -31,7 +32,7 @@ class SimulatedGraph : public testing::Test {
  protected:
   void SetUp() override {
     SKIP_WITHOUT(at::kPrivateUse1);
-    torch::manual_seed(3);
+    seed_all(3);
     backend().synchronizeDevice(0);
   }
 
@@ -167,10 +168,10 @@ TEST_F(SimulatedGraph, DrawsOnFromTheGeneratorAsItIsInEachReplay) {
     const Tensor ones = torch::ones({4}, on(sim0));
     return torch::rand({4}, on(sim0)) + std::get<0>(at::native_dropout(ones, 0.5, true));
   };
-  torch::manual_seed(3);
+  seed_all(3);
   std::vector<Tensor> expected;
   for (int i = 0; i < 3; ++i) expected.push_back(draw());
-  torch::manual_seed(3);
+  seed_all(3);
   const at::Generator& generator = at::globalContext().defaultGenerator(sim0);
   const std::uint64_t offset = generator.unsafeGetGeneratorImpl()->get_offset();
   Tensor drawn;

@@ -30,6 +30,7 @@
 #include "support/expect_error.h"
 #include "support/non_finite.h"
 #include "support/optimizer_kinds.h"
+#include "support/seed.h"
 #include "torchamp/detail/graph/iteration.h"
 #include "torchamp/detail/libtorch.h"
 #include "torchamp/policy_text.h"
@@ -58,7 +59,7 @@ struct Net : torch::nn::Module {
 /// A net, its data and an optimizer on a device.
 struct Training {
   Training(c10::Device device, const Kind& kind, bool fused) {
-    torch::manual_seed(5);
+    seed_all(5);
     net = std::make_shared<Net>();
     x = torch::randn({4, 6}).to(device);
     y = torch::randn({4, 3}).to(device);
@@ -345,7 +346,7 @@ TEST_F(SimulatedTraining, LossesOfTwoDevicesAreScaledAlike) {
 
 TEST_F(SimulatedTraining, RecomputationDrawsTheSameNumbersAgain) {
   const auto gradient = [](bool recompute) {
-    torch::manual_seed(9);
+    seed_all(9);
     const Tensor x = torch::ones({64}, on(sim1)).requires_grad_();
     const auto block = [](const Tensor& t) { return torch::dropout(t * t, 0.5, true); };
     const Tensor y = recompute ? torchamp::checkpoint(block, x) : block(x);
@@ -400,7 +401,7 @@ TEST_F(SimulatedTraining, SafeAccumulationWaitsForNothingBeforeItsStep) {
 }
 
 TEST_F(SimulatedTraining, MasterWeightsTrainWithoutAWait) {
-  torch::manual_seed(5);
+  seed_all(5);
   const auto net = std::make_shared<Net>();
   to_device(net, sim0);
   torchamp::MasterWeights masters(net, {.dtype = at::kHalf});
