@@ -132,7 +132,7 @@ struct DeviceAutocastState {
 class Nesting {
  public:
   int enter() {
-    number_ = ++guards_;
+    number_ = ++guards;
     return inside_ = at::autocast::increment_nesting();
   }
 
@@ -140,7 +140,7 @@ class Nesting {
   /// then. Closes nothing if too many were closed already, or if an outer region has ended before.
   /// Warns, for the destructor of a guard, `guard`, if a guard that was made later has not ended.
   int leave(const char* guard) const {
-    if (guards_-- > number_) {
+    if (guards-- > number_) {
       TORCH_WARN(guard,
                  ": a guard that was made later on this thread has not ended. When it ends, it "
                  "restores the state that it found, so autocast may stay on. End guards in reverse "
@@ -153,7 +153,7 @@ class Nesting {
   }
 
  private:
-  static inline thread_local int guards_ = 0;  // that have not ended
+  static inline thread_local int guards = 0;  // that have not ended
 
   int inside_ = 0;
   int number_ = 0;  // of this one among them

@@ -287,6 +287,7 @@ inline std::shared_ptr<GradientAverages> make_averages(
   check_reduce_dtype(call, dtype);
   const auto trained = trained_parameters(module);
   std::vector<at::Tensor> parameters;
+  parameters.reserve(trained.size());
   for (const auto& [name, parameter] : trained) parameters.push_back(parameter);
   TORCH_CHECK(!parameters.empty(), call, ": no parameter of the model requires grad.");
   collective(call, [&] { c10d::verify_params_across_processes(group, parameters, std::nullopt); });
