@@ -171,3 +171,4 @@ std::ostream& operator<<(std::ostream& out, const PrecisionAudit& audit);
 }  // namespace TORCHAMP_NAMESPACE
 
 #include "torchamp/detail/audit/precision_audit-inl.h"  // IWYU pragma: export
+#include "torchamp/detail/audit/saved_policy-inl.h"     // IWYU pragma: export

@@ -109,7 +109,7 @@ constexpr Budget budgets[] = {
     {"grad_scaler.h", 15, 4550},
     {"torchamp.h", 35, 10310},
 };
-constexpr Budget all_headers = {"include/", 128, 30210};  // lines to come down to 25,500
+constexpr Budget all_headers = {"include/", 129, 30230};  // lines to come down to 25,500
 
 struct Header {
   std::size_t lines = 0;

@@ -18,7 +18,7 @@
 
 #include "torchamp/detail/audit/choose.h"
 #include "torchamp/detail/audit/session.h"
-#include "torchamp/detail/audit/text-inl.h"
+#include "torchamp/detail/audit/text.h"
 #include "torchamp/detail/observe/report.h"
 #include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
