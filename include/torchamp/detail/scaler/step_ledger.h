@@ -4,7 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
@@ -189,7 +189,11 @@ class StepOrder {
   void watch(const at::Tensor& scaled) {
     if (!has_run_) has_run_ = std::make_shared<std::atomic<bool>>(false);
     if (const auto& node = scaled.grad_fn()) {
-      node->add_post_hook(std::make_unique<NoteRun>(has_run_));
+      node->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+          [has_run = has_run_](const auto& gradients, const auto& /*of_outputs*/) {
+            *has_run = true;
+            return gradients;
+          }));
     } else {
       *has_run_ = true;
     }
@@ -224,14 +228,14 @@ class StepOrder {
   bool was_asked() const { return asked_ || asked_for_good_; }
   /// Whether what comes to be divided may not be scaled, as far as can be told at once.
   bool is_suspect() const {
-    const bool is_unscaled = scaled_at_ == 0 ? had_scale_ : has_run_ && !*has_run_;
+    const bool is_unscaled = scaled_at_ == 0 ? had_scale_ : none_has_run();
     return ((is_unscaled && !warned_of_scale_) ||
             (scaled_at_ != 0 && PlainClips::any_since(scaled_at_) && !warned_of_clip_)) &&
            !was_asked();
   }
   /// Warns once of each, if is_suspect().
   [[gnu::cold]] void warn(const torch::optim::Optimizer& optimizer, const char* call) {
-    if (scaled_at_ == 0 || (has_run_ && !*has_run_)) {
+    if (scaled_at_ == 0 || none_has_run()) {
       if (warned_of_scale_ || !any_gradient(optimizer)) return;
       warned_of_scale_ = true;
       TORCH_WARN(call, ": ",
@@ -250,16 +254,8 @@ class StepOrder {
   }
 
  private:
-  struct NoteRun final : torch::autograd::FunctionPostHook {
-    explicit NoteRun(std::shared_ptr<std::atomic<bool>> flag) : has_run(std::move(flag)) {}
-    torch::autograd::variable_list operator()(
-        const torch::autograd::variable_list& gradients,
-        const torch::autograd::variable_list& /*of_outputs*/) override {
-      *has_run = true;
-      return gradients;
-    }
-    std::shared_ptr<std::atomic<bool>> has_run;
-  };
+  /// Whether something was scaled, and none of it has run its backward in this iteration.
+  bool none_has_run() const { return has_run_ && !*has_run_; }
 
   std::shared_ptr<std::atomic<bool>> has_run_;  // the backward of something scaled
   uint64_t scaled_at_ = 0;                      // 0 if nothing was in this iteration
