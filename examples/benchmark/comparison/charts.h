@@ -145,8 +145,9 @@ struct RatioBar {
   drawing::Color color;
 };
 
-/// What the README shows: the time of torchamp's ways over that of Python's torch.amp.
-inline drawing::Canvas draw_ratios(const std::string& heading, const std::string& below,
+/// What the README shows: the time of torchamp's ways over that of Python's torch.amp. `what`:
+/// "step".
+inline drawing::Canvas draw_ratios(const std::string& what, const std::string& below,
                                    const std::deque<Race>& races,
                                    const std::vector<RatioBar>& bars) {
   BarPanel panel{.title = "Less is better; the line at 1 is Python", .bars = {}, .mark = 1.};
@@ -160,29 +161,20 @@ inline drawing::Canvas draw_ratios(const std::string& heading, const std::string
                             support::format("%.2f", *best->to_python), bar.color});
     }
   }
-  return draw_panels(heading, below, {panel}, 1, 760);
+  return draw_panels("torchamp's time per " + what + " over Python's torch.amp", below, {panel}, 1,
+                     760);
 }
 
-inline drawing::Canvas draw_training_ratios(const std::string& below,
-                                            const std::deque<Race>& races) {
-  using namespace drawing;
-  return draw_ratios(
-      "torchamp's time per step over Python's torch.amp", below, races,
-      {{"standard", "stock", "eager", "plain", "", palette::orange},
-       {"standard", "fused", "eager", "plain", ", fused", palette::green},
-       {"standard", "fused", "eager", "kept", ", fused, memory kept", palette::blue},
-       {"audited", "fused", "eager", "kept", ", audited, memory kept", palette::muted},
-       {"standard", "fused", "captured", "plain", ", captured", palette::purple}});
-}
+inline const std::vector<RatioBar> training_bars{
+    {"standard", "stock", "eager", "plain", "", drawing::palette::orange},
+    {"standard", "fused", "eager", "plain", ", fused", drawing::palette::green},
+    {"standard", "fused", "eager", "kept", ", fused, memory kept", drawing::palette::blue},
+    {"audited", "fused", "eager", "kept", ", audited, memory kept", drawing::palette::muted},
+    {"standard", "fused", "captured", "plain", ", captured", drawing::palette::purple}};
 
-inline drawing::Canvas draw_inference_ratios(const std::string& below,
-                                             const std::deque<Race>& races) {
-  using namespace drawing;
-  return draw_ratios(
-      "torchamp's time per call over Python's torch.amp", below, races,
-      {{"standard", "stock", "eager", "plain", "", palette::orange},
-       {"standard_kept", "stock", "eager", "plain", ", casts kept", palette::green},
-       {"standard_kept", "stock", "eager", "kept", ", casts and memory kept", palette::blue},
-       {"narrow_kept", "stock", "eager", "kept", ", the same, all ops in 16 bits",
-        palette::purple}});
-}
+inline const std::vector<RatioBar> inference_bars{
+    {"standard", "stock", "eager", "plain", "", drawing::palette::orange},
+    {"standard_kept", "stock", "eager", "plain", ", casts kept", drawing::palette::green},
+    {"standard_kept", "stock", "eager", "kept", ", casts and memory kept", drawing::palette::blue},
+    {"narrow_kept", "stock", "eager", "kept", ", the same, all ops in 16 bits",
+     drawing::palette::purple}};

@@ -147,14 +147,16 @@ int compare(const Options& options, const std::string& command) {
     write_text(plan, "inference.csv", [&](auto& file) { write_csv(file, races); });
     write_chart(plan, "inference.png",
                 plan.python.empty() ? draw_times("Time per call", below, races)
-                                    : draw_inference_ratios(below, races));
+                                    : draw_ratios("call", below, races, inference_bars));
   } else {
     write_text(plan, "report.md",
                [&](auto& file) { write_report(file, plan, circumstances, races); });
     write_text(plan, "raw.csv", [&](auto& file) { write_csv(file, races); });
     write_chart(plan, "time.png", draw_times("Time per step", below, races));
     write_chart(plan, "memory.png", draw_memory(below, races));
-    if (!plan.python.empty()) write_chart(plan, "ratio.png", draw_training_ratios(below, races));
+    if (!plan.python.empty()) {
+      write_chart(plan, "ratio.png", draw_ratios("step", below, races, training_bars));
+    }
   }
 
   bool all_right = true;
