@@ -169,9 +169,10 @@ TEST(Distributed, LetsOneProcessRunAForwardWithoutGradients) {
   }
 }
 
-TEST(Distributed, FillsASmallFirstBucketOfEachKind) {
-  const auto slots = [](std::int64_t bucket_bytes) {
-    torchamp::detail::BucketLayout layout(/*processes=*/1, bucket_bytes, sizeof(float));
+TEST(Distributed, FillsASmallFirstBucketOfEachKindAndOthersToAnEighth) {
+  const auto slots = [](std::int64_t bucket_bytes, std::int64_t mebibytes = 1000) {
+    torchamp::detail::BucketLayout layout(/*processes=*/1, bucket_bytes, sizeof(float),
+                                          mebibytes << 18);
     const Tensor half_a_mebibyte = at::empty({128, 1024});
     for (int i = 0; i < 7; ++i) {
       layout.add("weight", half_a_mebibyte, at::kFloat);
@@ -186,6 +187,8 @@ TEST(Distributed, FillsASmallFirstBucketOfEachKind) {
   };
   EXPECT_EQ(slots(2 << 20), (std::vector<std::int64_t>{2, 4, 1}));
   EXPECT_EQ(slots(25 << 20), (std::vector<std::int64_t>{2, 5}));
+  EXPECT_EQ(slots(25 << 20, 16), (std::vector<std::int64_t>{2, 4, 1}));
+  EXPECT_EQ(slots(25 << 20, 7), (std::vector<std::int64_t>{2, 2, 2, 1}));
   EXPECT_EQ(slots(1), (std::vector<std::int64_t>{1, 1, 1, 1, 1, 1, 1}));
 }
 

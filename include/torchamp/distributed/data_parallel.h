@@ -88,8 +88,8 @@ struct DistributedDataParallelOptions {
   /// which were unused, and reads the device. If false, an unused parameter is an error of
   /// backward().
   bool find_unused_parameters = false;
-  /// The size of the buckets in which gradients are averaged. The first is full at 1 MiB, to be
-  /// sent early.
+  /// The size of the buckets in which gradients are averaged, at most: a small model has about
+  /// eight, of 1 MiB or more. The first is full at 1 MiB, to be sent early.
   int64_t bucket_bytes = int64_t{25} * 1024 * 1024;
   /// How gradients are sent, by c10d's names: FP16_COMPRESS is reduce_dtype torch::kHalf;
   /// ALLREDUCE, the default, keeps their dtype.

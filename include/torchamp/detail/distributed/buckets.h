@@ -75,13 +75,17 @@ inline at::Tensor sharing(const at::Tensor& flat, int64_t offset, int64_t elemen
 /// The place of each shard of each weight or gradient; the same on all processes.
 class BucketLayout {
  public:
-  /// `width`: bytes of an element. The first bucket of each kind is small, so that sending begins
-  /// early in backward.
-  BucketLayout(int64_t processes, int64_t bucket_bytes, std::size_t width)
-      : processes_(processes),
-        bucket_elements_(std::max<int64_t>(bucket_bytes / static_cast<int64_t>(width), 1)),
-        first_elements_(
-            std::min(bucket_elements_, (int64_t{1} << 20) / static_cast<int64_t>(width))) {}
+  /// `width`: bytes of an element; `elements`: of all weights. Buckets are full at `bucket_bytes`
+  /// or an eighth of all, if that is more than 1 MiB: most is sent while backward runs, and few
+  /// bytes are in flight. The first bucket of each kind is full at 1 MiB, to be sent early.
+  BucketLayout(int64_t processes, int64_t bucket_bytes, std::size_t width, int64_t elements)
+      : processes_(processes) {
+    constexpr int64_t mebibyte = 1 << 20;
+    const auto bytes = static_cast<int64_t>(width);
+    const int64_t most = std::min(bucket_bytes, std::max(mebibyte, elements * bytes / 8));
+    bucket_elements_ = std::max<int64_t>(most / bytes, 1);
+    first_elements_ = std::min(bucket_elements_, mebibyte / bytes);
+  }
 
   /// Weights are added in the order in which backward probably reaches them. `dtype`: that of the
   /// weight in the model.
@@ -162,7 +166,7 @@ class BucketLayout {
   }
 
  private:
-  int64_t processes_, bucket_elements_, first_elements_;
+  int64_t processes_, bucket_elements_ = 0, first_elements_ = 0;
   std::vector<BucketedWeight> weights_;
   std::vector<BucketShape> buckets_;
 };

@@ -195,7 +195,10 @@ class GradientAverages final : public GradientBuckets {
   }
   static BucketLayout layout_of(const Named& parameters, std::optional<at::ScalarType> dtype,
                                 int64_t bytes) {
-    BucketLayout layout(/*processes=*/1, bytes, c10::elementSize(dtype.value_or(at::kFloat)));
+    int64_t elements = 0;
+    for (const auto& [name, parameter] : parameters) elements += parameter.numel();
+    BucketLayout layout(/*processes=*/1, bytes, c10::elementSize(dtype.value_or(at::kFloat)),
+                        elements);
     for (std::size_t i = parameters.size(); i-- > 0;) {  // backward comes to the last ones first
       const auto& [name, parameter] = parameters[i];
       layout.add(name, parameter, dtype.value_or(dtype_of_gradient(parameter)));

@@ -55,7 +55,10 @@ inline ShardedMasterWeights::ShardedMasterWeights(std::shared_ptr<torch::nn::Mod
     const bool is_float = dtype == at::kFloat || detail::is_16_bit(dtype);
     weights_.push_back({item.key(), parameter, is_float && !is_kept});
   }
-  detail::BucketLayout layout(group->getSize(), options_.bucket_bytes, c10::elementSize(wire));
+  int64_t elements = 0;
+  for (const Weight& weight : weights_) elements += weight.parameter.numel();
+  detail::BucketLayout layout(group->getSize(), options_.bucket_bytes, c10::elementSize(wire),
+                              elements);
   for (std::size_t w = weights_.size(); w-- > 0;) {  // backward comes to the last ones first
     Weight& weight = weights_[w];
     const at::Tensor& parameter = weight.parameter;
