@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "benchmark/comparison/machine.h"
+#include "benchmark/comparison/page.h"
 #include "benchmark/comparison/raw_autocast.h"
 #include "benchmark/comparison/run_clock.h"
 #include "benchmark/models/script_twins.h"
@@ -245,7 +246,7 @@ bool measure(const Subject& subject, const Options& options, std::ostream& out) 
     return *std::find_if(ways.begin(), ways.end(), [&](auto& way) { return way.name == name; });
   };
   bool all_agree = true;
-  out << "## " << subject.title()
+  out << "### " << subject.title()
       << "\n\n| way | time | to at::autocast | to the guard, eager | error |\n"
          "|---|---:|---:|---:|---:|\n";
   for (const Way& way : ways) {
@@ -280,13 +281,12 @@ int run_main(int argc, char** argv) {
   torch::set_num_threads(1);
   torchamp::keep_host_memory();
   const std::vector<Subject> subjects = make_subjects(options);
-  std::ofstream report(std::filesystem::path(options.out) / "scripts.md");
-  report << "# Scripts in mixed precision: " << support::cpu_name() << ", LibTorch "
-         << TORCH_VERSION
-         << "\n\nProcessor time of one thread in bf16, host memory kept: medians of "
+  std::ostringstream report;
+  report << "LibTorch " << TORCH_VERSION
+         << ". Processor time of one thread in bf16, host memory kept: medians of "
          << options.rounds
-         << " rounds, and of the rounds' ratios. *Eager* is the same model in C++, "
-         << "with the script's weights. The error is that of the result against fp32's.\n\n";
+         << " rounds, and of the rounds' ratios. *Eager* is the same model in C++, with the "
+            "script's weights. The error is\nthat of the result against fp32's.\n\n";
   bool all_agree = true;
   for (const Subject& subject : subjects) {
     std::ostringstream table;
@@ -294,6 +294,7 @@ int run_main(int argc, char** argv) {
     report << table.str();
     std::cout << table.str();
   }
+  write_chapter(options.out, "scripts", support::cpu_name(), report.str());
   return all_agree ? 0 : 1;
 }
 

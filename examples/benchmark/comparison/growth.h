@@ -95,8 +95,7 @@ inline void write_growth_report(std::ostream& out, const Plan& plan,
     const auto found = growth_power(curve);
     return found ? format("%.2f", *found) : std::string();
   };
-  out << "# How the costs of mixed precision grow: " << circumstances.device_name << "\n\n"
-      << circumstances.device << ' ' << plan.rounds << " rounds. Made by\n\n    "
+  out << circumstances.device << ' ' << plan.rounds << " rounds. Made by\n\n    "
       << circumstances.command << "\n\n"
       << "Microseconds of processor time of one thread, the least of the rounds. \"Step + "
          "update\" is the scaler's part, with scale(): the optimizers\nhave no work of their own, "

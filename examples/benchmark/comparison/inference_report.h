@@ -52,9 +52,8 @@ inline void write_inference_table(std::ostream& out, const Race& race) {
 inline void write_inference_report(std::ostream& out, const Plan& plan,
                                    const Circumstances& circumstances,
                                    const std::deque<Race>& races) {
-  out << "# Inference in mixed precision: " << circumstances.device_name << ", "
-      << libtorch_of(races) << "\n\n"
-      << circumstances.device << ' ' << plan.rounds << " rounds in turns, after one to warm up. "
+  out << circumstances.device << ' ' << libtorch_of(races) << ". " << plan.rounds
+      << " rounds in turns, after one to warm up. "
       << "Made by\n\n    " << circumstances.command << "\n\n"
       << "Every way has the same weights and is given the same batches, in inference mode, with a "
          "guard around each call. "
@@ -78,7 +77,7 @@ inline void write_inference_report(std::ostream& out, const Plan& plan,
     for (const Contestant& contestant : race.contestants) {
       parameters = std::max(parameters, contestant.parameters());
     }
-    out << "## " << race.title() << "\n\n"
+    out << "### " << race.title() << "\n\n"
         << with_commas(parameters) << " parameters; " << sizes_text(race.sizes) << "; "
         << race.steps << " calls a round.\n\n";
     write_inference_table(out, race);

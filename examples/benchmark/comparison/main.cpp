@@ -7,6 +7,7 @@
 #include <fstream>
 #include <iostream>
 #include <locale>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,6 +18,7 @@
 #include "benchmark/comparison/inference_report.h"
 #include "benchmark/comparison/machine.h"
 #include "benchmark/comparison/options.h"
+#include "benchmark/comparison/page.h"
 #include "benchmark/comparison/processes.h"
 #include "benchmark/comparison/processes_report.h"
 #include "benchmark/comparison/race.h"
@@ -35,6 +37,15 @@ void write_text(const Plan& plan, const char* name, const Write& write) {
   std::cout << "Wrote " << (plan.out / name).string() << '\n';
 }
 
+template <class Write>
+void write_chapter(const Plan& plan, const Circumstances& circumstances, const char* task,
+                   const Write& write) {
+  std::ostringstream text;
+  text.imbue(std::locale::classic());
+  write(text);
+  ::write_chapter(plan.out, task, circumstances.device_name, text.str());
+}
+
 void write_chart(const Plan& plan, const char* name, const drawing::Canvas& canvas) {
   drawing::write_png(plan.out / name, canvas.image());
   std::cout << "Wrote " << (plan.out / name).string() << '\n';
@@ -42,8 +53,8 @@ void write_chart(const Plan& plan, const char* name, const drawing::Canvas& canv
 
 int grow(const Plan& plan, const Circumstances& circumstances, std::int64_t largest) {
   const std::vector<GrownCost> costs = measure_growth(plan, largest);
-  write_text(plan, "growth.md",
-             [&](auto& file) { write_growth_report(file, plan, circumstances, costs); });
+  write_chapter(plan, circumstances, "growth",
+                [&](auto& file) { write_growth_report(file, plan, circumstances, costs); });
   write_text(plan, "growth.csv", [&](auto& file) { write_growth_csv(file, costs); });
   write_chart(plan, "growth.png",
               draw_growth(circumstances.device_name + ", LibTorch " TORCH_VERSION, costs));
@@ -83,7 +94,7 @@ int train_together(const Options& options, const Plan& plan, const Circumstances
     }
   }
   const GroupRace* const drawn = drawn_race(races);
-  write_text(plan, "processes.md", [&](auto& file) {
+  write_chapter(plan, circumstances, "processes", [&](auto& file) {
     write_processes_report(file, plan, circumstances, races, drawn != nullptr);
   });
   write_text(plan, "processes.csv", [&](auto& file) { write_processes_csv(file, races); });
@@ -142,16 +153,16 @@ int compare(const Options& options, const std::string& command) {
   const std::string below = circumstances.device_name + ", " + libtorch_of(races) +
                             (plan.clock == "wall" ? "" : ", processor time");
   if (plan.predicts) {
-    write_text(plan, "inference.md",
-               [&](auto& file) { write_inference_report(file, plan, circumstances, races); });
+    write_chapter(plan, circumstances, "inference",
+                  [&](auto& file) { write_inference_report(file, plan, circumstances, races); });
     write_text(plan, "inference.csv", [&](auto& file) { write_csv(file, races); });
     write_chart(plan, "inference.png",
                 plan.python.empty() ? draw_times("Time per call", below, races)
                                     : draw_ratios("call", below, races, inference_bars));
   } else {
-    write_text(plan, "report.md",
-               [&](auto& file) { write_report(file, plan, circumstances, races); });
-    write_text(plan, "raw.csv", [&](auto& file) { write_csv(file, races); });
+    write_chapter(plan, circumstances, "training",
+                  [&](auto& file) { write_report(file, plan, circumstances, races); });
+    write_text(plan, "training.csv", [&](auto& file) { write_csv(file, races); });
     write_chart(plan, "time.png", draw_times("Time per step", below, races));
     write_chart(plan, "memory.png", draw_memory(below, races));
     if (!plan.python.empty()) {

@@ -65,8 +65,7 @@ inline void write_group_table(std::ostream& out, const GroupRace& race) {
 inline void write_processes_report(std::ostream& out, const Plan& plan,
                                    const Circumstances& circumstances,
                                    const std::deque<GroupRace>& races, bool has_picture) {
-  out << "# Several processes: " << circumstances.device_name << "\n\n"
-      << circumstances.device << ' ' << plan.rounds
+  out << circumstances.device << ' ' << plan.rounds
       << " rounds, over Gloo on one machine. Made by\n\n"
       << "    " << circumstances.command << "\n\n"
       << "Of one step, the median of the rounds: the slowest process's time, where there is a core "
@@ -80,7 +79,7 @@ inline void write_processes_report(std::ostream& out, const Plan& plan,
            "backward.\n\n![Sent](processes.png)\n";
   }
   for (const GroupRace& race : races) {
-    out << "\n## " << race.race->title() << ", "
+    out << "\n### " << race.race->title() << ", "
         << (race.processes == 1 ? "1 process" : std::to_string(race.processes) + " processes")
         << "\n\n"
         << with_commas(race.gangs.back().parameters()) << " parameters ("
