@@ -37,7 +37,7 @@
 /// are dense. Otherwise step() throws and changes nothing.
 ///
 /// On a device without fused kernels that honour the scale and the flag, a step consists of
-/// `_foreach_` ops, also without reads; it costs some 30 launches per list of parameters: see Note
+/// ordinary ops, also without reads; it costs some 30 launches per list of parameters: see Note
 /// [Steps without a fused kernel].
 
 namespace TORCHAMP_NAMESPACE {

@@ -5,20 +5,17 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_foreach_copy.h>
-#include <ATen/ops/_foreach_div.h>
-#include <ATen/ops/_foreach_maximum.h>
-#include <ATen/ops/_foreach_mul.h>
-#include <ATen/ops/_foreach_sqrt.h>
 #include <ATen/ops/_fused_adagrad.h>
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
 #include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/full_like.h>
+#include <ATen/ops/lerp.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/ne.h>
 #include <ATen/ops/pow.h>
@@ -144,39 +141,33 @@ class CounterTable {
   [[gnu::cold]] StepCounters assign(const std::vector<at::Tensor>& stepped,
                                     const StepsSoFar& steps_so_far) {
     struct Key {
-      std::shared_ptr<StepCounter> counter;
-      int64_t steps;
+      std::shared_ptr<StepCounter> before;
+      int64_t steps;  // of those without one
       at::Device device;
       bool operator==(const Key&) const = default;
     };
     struct Share : Key {
-      std::size_t steppers = 0;
-      std::shared_ptr<StepCounter> now{};
+      std::vector<void*> steppers{};
     };
-    std::vector<Share> made, shares;
+    std::vector<Share> shares;
     for (const at::Tensor& param : stepped) {
-      const at::Device device = param.device();
-      auto& counter = counters_[param.unsafeGetTensorImpl()];
-      if (!counter) {
-        const int64_t steps = steps_so_far(param);
-        auto& now = group_of(made, Key{nullptr, steps, device}).now;
-        if (!now) now = std::make_shared<StepCounter>(device, steps);
-        counter = now;
-      }
-      ++group_of(shares, Key{counter, 0, device}).steppers;
+      void* const key = param.unsafeGetTensorImpl();
+      const auto& before = counters_[key];
+      const int64_t steps = before ? 0 : steps_so_far(param);
+      group_of(shares, Key{before, steps, param.device()}).steppers.push_back(key);
     }
     StepCounters distinct;
-    for (Share& share : shares) {  // one that nobody else has stays: graphs may use its memory
+    for (const Share& share : shares) {
+      std::shared_ptr<StepCounter> now = share.before;
       std::size_t users = 0;
-      for (const auto& [param, counter] : counters_) users += counter == share.counter ? 1 : 0;
-      const bool stays = share.counter->value.device() == share.device && share.steppers == users;
-      share.now = stays ? share.counter
-                        : std::make_shared<StepCounter>(share.counter->copy_to(share.device));
-      distinct.push_back(share.now);
-    }
-    for (const at::Tensor& param : stepped) {
-      auto& counter = counters_[param.unsafeGetTensorImpl()];
-      counter = group_of(shares, Key{counter, 0, param.device()}).now;
+      for (const auto& [param, counter] : counters_) users += counter == now ? 1 : 0;
+      if (!now) {
+        now = std::make_shared<StepCounter>(share.device, share.steps);
+      } else if (users != share.steppers.size() || now->value.device() != share.device) {
+        now = std::make_shared<StepCounter>(now->copy_to(share.device));
+      }  // one that nobody else has stays: graphs may use its memory
+      for (void* const param : share.steppers) counters_[param] = now;
+      distinct.push_back(std::move(now));
     }
     return distinct;
   }
@@ -232,8 +223,8 @@ class StepScalars {
 
   /// `first_only`: all that matters is whether a step is the first.
   void add_counter(std::shared_ptr<StepCounter> counter, bool first_only) {
-    if (first_only && counts_by_sgd_) {
-      if (!minus_noted_.defined()) minus_noted_ = at::arange(-1, 1, one_.options());
+    if (first_only) {
+      if (!noted_.defined()) noted_ = at::arange(1, -1, -1, one_.options());
       firsts_.push_back(std::move(counter));
       return;
     }
@@ -272,7 +263,7 @@ class StepScalars {
   }
 
   void end() {
-    note_first_steps();
+    for (const auto& counter : firsts_) note_first_step(*counter);
     for (const auto* const counters : {&counters_, &firsts_}) {
       for (const auto& counter : *counters) {
         if (!found_inf_) ++counter->at_least;
@@ -302,18 +293,11 @@ class StepScalars {
     counter.gates = found_inf_ ? at::maximum(counter.numbers, *found_inf_) : counter.numbers;
   }
 
-  /// Has the device note a first step, unless it was skipped: with a rate and a weight decay of 1,
-  /// SGD's kernel makes of numbers their negative gradients.
-  void note_first_steps() const {
-    std::vector<at::Tensor> numbers;
-    for (const auto& counter : firsts_) {
-      if (counter->at_least == 0) numbers.push_back(counter->numbers);
-    }
-    if (numbers.empty()) return;
-    const std::vector<at::Tensor> gradients(numbers.size(), minus_noted_);
-    at::_fused_sgd_(numbers, gradients, {}, /*weight_decay=*/1., /*momentum=*/0., /*lr=*/1.,
-                    /*dampening=*/0., /*nesterov=*/false, /*maximize=*/false,
-                    /*is_first_step=*/false, /*grad_scale=*/{}, found_inf_);
+  /// Has the device note a first step, unless it was skipped.
+  void note_first_step(const StepCounter& counter) const {
+    if (counter.at_least > 0) return;
+    at::Tensor numbers = counter.numbers;
+    found_inf_ ? at::lerp_out(numbers, noted_, numbers, *found_inf_) : numbers.copy_(noted_);
   }
 
   static void follow_up(const std::shared_ptr<StepCounter>& counter) {
@@ -328,15 +312,13 @@ class StepScalars {
 
   at::Device device_;
   at::Tensor zero_, one_, flag_;
-  at::Tensor taken_;        // 1, or 0 if the step is skipped
-  at::Tensor minus_noted_;  // -1 and 0: of a counter's numbers after a step, times -1
+  at::Tensor taken_;  // 1, or 0 if the step is skipped
+  at::Tensor noted_;  // 1 and 0: a counter's numbers after a step
   bool counts_by_sgd_;
   std::optional<at::Tensor> grad_scale_, found_inf_;
   StepCounters counters_, firsts_;
   std::vector<at::Tensor> values_, ones_;  // one for each of counters_
 };
-
-struct StepBuffers;
 
 /// What parameters have in common that one call steps.
 struct StepKey : TensorKind {
@@ -350,7 +332,7 @@ struct StepKey : TensorKind {
 /// have a gradient. Kept from step to step; the gradients are not.
 struct StepList : StepKey {
   std::size_t scalars = 0;  ///< the index of the device's StepScalars
-  bool by_foreach = false;  ///< the device lacks Kernel::op
+  bool lacks_op = false;    ///< the device lacks Kernel::op
   std::vector<at::Tensor> params{}, grads{};
   std::vector<at::Tensor> counters{};            ///< one for each parameter, shared or not
   std::vector<std::vector<at::Tensor>> state{};  ///< by kind of state, then by parameter
@@ -365,7 +347,7 @@ struct StepList : StepKey {
   StepList emptied() const {
     StepList list{static_cast<const StepKey&>(*this)};
     list.scalars = scalars;
-    list.by_foreach = by_foreach;
+    list.lacks_op = lacks_op;
     list.rate = rate;
     list.written_rate = written_rate;
     list.state.resize(state.size());
@@ -407,7 +389,7 @@ struct StepList : StepKey {
 ///     asks_counter(options)
 ///                        if there, whether step() asks list.counter at all; or else it may
 ///     op                 if there, the op of ATen's that step() calls; where the device lacks it,
-///                        list.by_foreach is true, and all parameters of a list have one count.
+///                        list.lacks_op is true, and all parameters of a list have one count.
 ///                        step() may then be called with parts of parameters
 ///
 /// step() divides the gradients by scalars.grad_scale(), if it is there, and changes nothing where
@@ -442,6 +424,34 @@ struct KernelStep {
   void operator()(const StepList& list, const StepScalars& scalars) const { step(list, scalars); }
 };
 
+/// Memory for steps by pieces. Lists of one kind, which are stepped one after the other, share it.
+class PieceMemory {
+ public:
+  at::Tensor get(const TensorKind& kind, int64_t elements) {
+    at::Tensor& memory = group_of(pieces_, kind).memory;
+    if (!memory.defined() || memory.numel() < elements) {
+      memory = at::empty({elements}, at::device(kind.device).dtype(kind.dtype));
+    }
+    return memory.narrow(0, 0, elements);
+  }
+
+ private:
+  struct Piece : TensorKind {
+    at::Tensor memory{};
+  };
+  std::vector<Piece> pieces_;
+};
+
+/// For masters, and for gradients that are divided apart.
+struct StepMemory {
+  PieceMemory masters{}, gradients{};
+};
+
+/// A list's part of that; undefined where it needs none.
+struct StepBuffers {
+  at::Tensor masters{}, gradients{};
+};
+
 /// How fused optimizers step weights that are not stepped as they are; see Note [Weights that carry
 /// something]. Weights with one method are in lists of their own.
 class StepMethod {
@@ -461,11 +471,11 @@ class StepMethod {
   /// What the weight stands for, of its layout: a state starts from it.
   virtual at::Tensor master(const at::Tensor& weight) const = 0;
 
-  /// What step() wants of `buffers`. `drops`: the gradients are dropped after the step.
-  virtual void want(StepBuffers& buffers, const StepList& list, const StepScalars& scalars,
-                    bool takes_parts, bool drops) const = 0;
+  /// What step() is to be given. `drops`: the gradients are dropped after the step.
+  virtual StepBuffers buffers(StepMemory& memory, const StepList& list, const StepScalars& scalars,
+                              bool takes_parts, bool drops) const = 0;
   virtual void step(const KernelStep& kernel, const StepList& list, const StepScalars& scalars,
-                    bool drops, StepBuffers& buffers) const = 0;
+                    const StepBuffers& buffers) const = 0;
   /// After step(), with the weight's new version.
   virtual void note_stepped(const at::Tensor& weight) const = 0;
 
@@ -476,29 +486,30 @@ class StepMethod {
 // ---- The kernels --------------------------------------------------------------------------------
 
 // Note [Steps without a fused kernel]
-// Where a device has no fused kernel that heeds the scale and the flag, the step consists of
-// _foreach_ ops, which take the lists in one go, too, and reads nothing either. Gradients are
-// copied into one piece, divided, and zeroed if the step is skipped, so that all that follows is
-// finite; what is added to parameters and states is then multiplied by 0. 16-bit numbers are
-// stepped in fp32 copies. For one list that takes some 30 launches instead of one, 15 to 20 of
-// which go over all parameters, and memory for two or three copies of the gradients meanwhile.
+// Where a device has no fused kernel that heeds the scale and the flag, a list's parameters,
+// gradients and states are copied into one flat tensor each, so that ordinary ops step them all at
+// once, and read nothing either. Gradients are zeroed if the step is skipped, so that all that
+// follows is finite; what is added to parameters and states is then multiplied by 0. 16-bit numbers
+// are stepped in fp32. For one list that takes some 30 launches instead of one, 15 to 20 of which
+// go over all parameters, and memory for two or three copies of the gradients meanwhile, and for
+// one of the parameters and of each kind of state.
 
-/// The lists of one step as `_foreach_` ops are to take them, and 0-dim tensors to scale them by.
-class ForeachStep {
+/// A list of one step as ordinary ops are to take it, and 0-dim tensors to scale it by.
+class FlatStep {
  public:
-  std::vector<at::Tensor> params, grads;       ///< with at least the precision of fp32
-  std::vector<std::vector<at::Tensor>> state;  ///< by kind
   at::Tensor taken;  ///< 1, or 0 if the step is skipped; as all numbers here, fp64 if those are
+  at::Tensor params, grads;       ///< with at least the precision of fp32
+  std::vector<at::Tensor> state;  ///< by kind
 
-  ForeachStep(const StepList& list, const StepScalars& scalars)
-      : params(list.params), state(list.state), list_(list) {
-    if (is_16_bit(list.dtype)) {
-      widen(params);
-      for (auto& tensors : state) widen(tensors);
-    }
-    taken = scalars.found_inf() ? at::rsub(*scalars.found_inf(), 1.) : scalars.one();
+  FlatStep(const StepList& list, const StepScalars& scalars)
+      : taken(scalars.found_inf() ? at::rsub(*scalars.found_inf(), 1.) : scalars.one()),
+        list_(list) {
     if (list.dtype == at::kDouble) taken = taken.to(at::kDouble);
-    take_gradients(scalars);
+    params = flat(list.params);
+    grads = flat(list.grads);
+    for (const auto& tensors : list.state) state.push_back(flat(tensors));
+    if (scalars.grad_scale()) grads.div_(*scalars.grad_scale());
+    if (scalars.found_inf()) grads.masked_fill_(scalars.found_inf()->to(at::kBool), 0.);
   }
 
   /// 1 if the step is skipped: keeps denominators from being 0 then.
@@ -513,67 +524,43 @@ class ForeachStep {
   }
 
   /// Adds `weight` times the parameters to the gradients.
-  void decay(double weight) {
-    if (weight != 0.) at::_foreach_add_(grads, params, weight);
+  void decay(double weight) const {
+    if (weight != 0.) grads.add_(params, weight);
   }
 
-  /// Moves each of `tensors` towards its target, `weight` of the way; changes the targets.
-  static void move(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& targets,
-                   const at::Tensor& weight) {
-    at::_foreach_add_(targets, tensors, -1.);
-    at::_foreach_mul_(targets, weight);
-    at::_foreach_add_(tensors, targets);
-  }
-
-  /// Subtracts `rate` times `direction`, which it changes, from the parameters.
-  void descend(const std::vector<at::Tensor>& direction, const at::Tensor& rate) {
-    at::_foreach_mul_(direction, rate);
-    at::_foreach_add_(params, direction, -1.);
-  }
-
-  /// Gives the optimizer what has become of its parameters and states.
-  void store() const { store(list_, params, state); }
-  static void store(const StepList& list, const std::vector<at::Tensor>& params,
-                    const std::vector<std::vector<at::Tensor>>& state) {
-    if (!is_16_bit(list.dtype)) return;
-    at::_foreach_copy_(list.params, params);
-    for (std::size_t k = 0; k < state.size(); ++k) at::_foreach_copy_(list.state[k], state[k]);
-  }
-
-  /// Puts fp32 copies in the place of these tensors.
-  static void widen(std::vector<at::Tensor>& tensors) {
-    std::vector<at::Tensor> wide;
-    wide.reserve(tensors.size());
-    for (const at::Tensor& tensor : tensors) {
-      wide.push_back(at::empty_like(tensor, tensor.options().dtype(at::kFloat)));
-    }
-    at::_foreach_copy_(wide, tensors);
-    tensors = std::move(wide);
+  /// Subtracts `rate` times `direction` from the parameters, and gives the optimizer what has
+  /// become of them and of their states.
+  void descend(const at::Tensor& direction, const at::Tensor& rate) const {
+    params.addcmul_(direction, rate, /*value=*/-1.);
+    store(list_.params, params);
+    for (std::size_t k = 0; k < state.size(); ++k) store(list_.state[k], state[k]);
   }
 
  private:
-  void take_gradients(const StepScalars& scalars) {
+  at::Tensor flat(const std::vector<at::Tensor>& tensors) const {
     std::vector<at::Tensor> pieces;
-    for (const at::Tensor& grad : list_.grads) pieces.push_back(in_memory_order(grad));
-    at::Tensor all = at::cat(pieces);
-    all = all.to(taken.scalar_type());
-    if (scalars.grad_scale()) all.div_(*scalars.grad_scale());
-    if (scalars.found_inf()) all.masked_fill_(scalars.found_inf()->to(at::kBool), 0.);
+    for (const at::Tensor& tensor : tensors) pieces.push_back(in_memory_order(tensor));
+    return at::cat(pieces).to(taken.scalar_type());
+  }
+
+  static void store(const std::vector<at::Tensor>& tensors, const at::Tensor& flat) {
+    std::vector<at::Tensor> pieces;
     int64_t offset = 0;
-    for (const at::Tensor& grad : list_.grads) {
-      grads.push_back(all.as_strided(grad.sizes(), grad.strides(), offset));
-      offset += grad.numel();
+    for (const at::Tensor& tensor : tensors) {
+      pieces.push_back(flat.as_strided(tensor.sizes(), tensor.strides(), offset));
+      offset += tensor.numel();
     }
+    at::_foreach_copy_(tensors, pieces);
   }
 
   const StepList& list_;
 };
 
-/// Adam's step of `_foreach_` ops; AdamW's if `decays_params`.
+/// Adam's step of ordinary ops; AdamW's if `decays_params`.
 template <class Options>
-void adam_by_foreach(const Options& o, const StepList& list, const StepScalars& scalars,
-                     bool decays_params) {
-  ForeachStep step(list, scalars);
+void step_adam_flat(const Options& o, const StepList& list, const StepScalars& scalars,
+                    bool decays_params) {
+  const FlatStep step(list, scalars);
   const auto [beta1, beta2] = o.betas();
   const at::Tensor rate = step.rate_if_taken(o.lr()), skipped = step.skipped();
   const at::Tensor count = step.count();
@@ -583,44 +570,43 @@ void adam_by_foreach(const Options& o, const StepList& list, const StepScalars& 
   if (!decays_params) {
     step.decay(o.weight_decay());
   } else if (o.weight_decay() != 0.) {
-    at::_foreach_mul_(step.params, at::rsub(rate, 1., o.weight_decay()));
+    step.params.mul_(at::rsub(rate, 1., o.weight_decay()));
   }
-  std::vector<at::Tensor> squares = at::_foreach_mul(step.grads, step.grads);
-  step.move(step.state[0], step.grads, step.taken.mul(1. - beta1));
-  step.move(step.state[1], squares, step.taken.mul(1. - beta2));
-  if (o.amsgrad()) {
-    squares = at::_foreach_maximum(step.state[1], step.state[2]);
-    step.move(step.state[2], squares, step.taken);
-  }
-  std::vector<at::Tensor> denominators = at::_foreach_sqrt(step.state[o.amsgrad() ? 2 : 1]);
-  at::_foreach_div_(denominators, correction(beta2).sqrt_());
-  at::_foreach_add_(denominators, skipped.add(o.eps()));
-  std::vector<at::Tensor> direction = at::_foreach_div(step.state[0], denominators);
+  step.state[0].lerp_(step.grads, step.taken.mul(1. - beta1));
+  step.state[1].lerp_(step.grads.mul(step.grads), step.taken.mul(1. - beta2));
+  if (o.amsgrad()) step.state[2].lerp_(step.state[2].maximum(step.state[1]), step.taken);
+  at::Tensor direction = step.state[o.amsgrad() ? 2 : 1].sqrt();
+  direction.div_(correction(beta2).sqrt_()).add_(skipped.add(o.eps()));
+  at::div_out(direction, step.state[0], direction);
   step.descend(direction, rate.div(correction(beta1)));
-  step.store();
 }
 
-template <class LibTorch_, class Options_, class State_, auto kernel, auto kernel_of_rate_on_device>
-struct AdamKernelBase {
+/// What most kernels have in common.
+template <class LibTorch_, class Options_, class State_>
+struct KernelBase {
   using LibTorch = LibTorch_;
   using Options = Options_;
   using State = State_;
   static constexpr bool apart = false;
 
-  static std::size_t kinds(const Options& o) { return o.amsgrad() ? 3 : 2; }
-  static at::Tensor& tensor(State& s, std::size_t kind) {
-    return kind == 0 ? s.exp_avg() : kind == 1 ? s.exp_avg_sq() : s.max_exp_avg_sq();
-  }
   static at::Tensor initial(std::size_t, const at::Tensor& param, const Options&) {
     return at::zeros_like(param);
   }
   static bool counted(const Options&) { return true; }
   static int64_t steps(const State& s) { return s.step(); }
   static void set_steps(State& s, int64_t steps) { s.step(steps); }
+};
+
+template <class LibTorch, class Options, class State, auto kernel, auto kernel_of_rate_on_device>
+struct AdamKernelBase : KernelBase<LibTorch, Options, State> {
+  static std::size_t kinds(const Options& o) { return o.amsgrad() ? 3 : 2; }
+  static at::Tensor& tensor(State& s, std::size_t kind) {
+    return kind == 0 ? s.exp_avg() : kind == 1 ? s.exp_avg_sq() : s.max_exp_avg_sq();
+  }
 
   static void step(const Options& o, const StepList& list, const StepScalars& scalars) {
     constexpr bool decays_params = std::is_same_v<Options, torch::optim::AdamWOptions>;
-    if (list.by_foreach) return adam_by_foreach(o, list, scalars, decays_params);
+    if (list.lacks_op) return step_adam_flat(o, list, scalars, decays_params);
     const auto with = [&](auto chosen, const auto& rate) {
       const auto [beta1, beta2] = o.betas();
       chosen(list.params, list.grads, list.state[0], list.state[1],
@@ -657,10 +643,8 @@ struct AdamWKernel
 // only if dampening is set later. With dampening, while the host does not know, the kernel is
 // called twice, as for the first step and as for a later one, and each call is skipped where its
 // gate is 1: the larger of one of these numbers and the flag.
-struct SgdKernel {
-  using LibTorch = torch::optim::SGD;
-  using Options = torch::optim::SGDOptions;
-  using State = torch::optim::SGDParamState;
+struct SgdKernel
+    : KernelBase<torch::optim::SGD, torch::optim::SGDOptions, torch::optim::SGDParamState> {
   static constexpr const char* name = "FusedSGD";
   static constexpr const char* op = "aten::_fused_sgd_";
   static constexpr bool apart = true;
@@ -668,16 +652,14 @@ struct SgdKernel {
 
   static std::size_t kinds(const Options& o) { return o.momentum() == 0 ? 0 : 1; }
   static at::Tensor& tensor(State& s, std::size_t) { return s.momentum_buffer(); }
-  static at::Tensor initial(std::size_t, const at::Tensor& param, const Options&) {
-    return at::zeros_like(param);
-  }
   static bool counted(const Options& o) { return o.momentum() != 0; }
   static bool asks_counter(const Options& o) { return counted(o) && o.dampening() != 0; }
   static int64_t steps(const State& s) { return s.momentum_buffer().defined() ? 1 : 0; }
   static void set_steps(State&, int64_t) {}
 
   static void step(const Options& o, const StepList& list, const StepScalars& scalars) {
-    if (list.by_foreach) return step_by_foreach(o, list, scalars);
+    if (list.lacks_op || (cpu_loses_16_bit_steps && list.device.is_cpu() && is_16_bit(list.dtype)))
+      return step_flat(o, list, scalars);
     const auto& found_inf = scalars.found_inf();
     if (!asks_counter(o) || list.counter->at_least > 0) {
       call(o, list, /*first=*/false, scalars.grad_scale(), found_inf);
@@ -691,49 +673,29 @@ struct SgdKernel {
   }
 
  private:
-  static void step_by_foreach(const Options& o, const StepList& list, const StepScalars& scalars) {
-    ForeachStep step(list, scalars);
-    step.decay(o.weight_decay());
-    const at::Tensor rate = step.rate_if_taken(o.lr());
-    if (o.momentum() != 0.) {
-      const std::vector<at::Tensor>& buffers = step.state[0];
-      at::Tensor weight = step.taken;  // of the gradient in the buffer
-      if (asks_counter(o))
-        weight =
-            at::rsub(step.count().ne(1.).to(weight.scalar_type()), 1., o.dampening()).mul_(weight);
-      const std::vector<at::Tensor> parts = at::_foreach_mul(step.grads, weight);
-      at::_foreach_mul_(buffers, step.taken.mul(o.momentum() - 1.).add_(1.));
-      at::_foreach_add_(buffers, parts);
-      if (o.nesterov()) {
-        at::_foreach_add_(step.grads, buffers, o.momentum());
-      } else {
-        at::_foreach_copy_(step.grads, buffers);
-      }
-    }
-    step.descend(step.grads, rate);
-    step.store();
-  }
-
   // Found in 2.11: the CPU's kernel computes 16-bit parameters by vectors and stores only the rest.
   static constexpr bool cpu_loses_16_bit_steps = TORCHAMP_LIBTORCH < 215;
+
+  static void step_flat(const Options& o, const StepList& list, const StepScalars& scalars) {
+    const FlatStep step(list, scalars);
+    step.decay(o.weight_decay());
+    at::Tensor direction = step.grads;
+    if (o.momentum() != 0.) {
+      const at::Tensor& buffer = step.state[0];
+      at::Tensor weight = step.taken;  // of the gradient in the buffer
+      if (asks_counter(o)) {
+        const at::Tensor is_first = list.counter->numbers.select(0, 1);
+        weight = is_first.mul(o.dampening()).add_(1. - o.dampening()).mul(weight);
+      }
+      buffer.mul_(step.taken.mul(o.momentum() - 1.).add_(1.)).addcmul_(direction, weight);
+      direction = o.nesterov() ? direction.add(buffer, o.momentum()) : buffer;
+    }
+    step.descend(direction, step.rate_if_taken(o.lr()));
+  }
 
   static void call(const Options& o, const StepList& list, bool first,
                    const std::optional<at::Tensor>& grad_scale,
                    const std::optional<at::Tensor>& found_inf) {
-    if (!cpu_loses_16_bit_steps || !list.device.is_cpu() || !is_16_bit(list.dtype)) {
-      return call_kernel(o, list, first, grad_scale, found_inf);
-    }
-    StepList wide = list;
-    ForeachStep::widen(wide.params);
-    ForeachStep::widen(wide.grads);
-    for (auto& tensors : wide.state) ForeachStep::widen(tensors);
-    call_kernel(o, wide, first, grad_scale, found_inf);
-    ForeachStep::store(list, wide.params, wide.state);
-  }
-
-  static void call_kernel(const Options& o, const StepList& list, bool first,
-                          const std::optional<at::Tensor>& grad_scale,
-                          const std::optional<at::Tensor>& found_inf) {
     const auto with = [&](const auto& rate) {
       at::_fused_sgd_(list.params, list.grads,
                       o.momentum() == 0 ? at::TensorList() : at::TensorList(list.state[0]),
@@ -744,26 +706,21 @@ struct SgdKernel {
   }
 };
 
-struct AdagradKernel {
-  using LibTorch = torch::optim::Adagrad;
-  using Options = torch::optim::AdagradOptions;
-  using State = torch::optim::AdagradParamState;
+struct AdagradKernel : KernelBase<torch::optim::Adagrad, torch::optim::AdagradOptions,
+                                  torch::optim::AdagradParamState> {
   static constexpr const char* name = "FusedAdagrad";
   static constexpr const char* op = "aten::_fused_adagrad_";
   static constexpr bool kernel_takes_rate_on_device = TORCHAMP_LIBTORCH >= 208;
-  static constexpr bool apart = !kernel_takes_rate_on_device;  // the `_foreach_` ops want it
+  static constexpr bool apart = !kernel_takes_rate_on_device;  // step_flat() wants it
 
   static std::size_t kinds(const Options&) { return 1; }
   static at::Tensor& tensor(State& s, std::size_t) { return s.sum(); }
   static at::Tensor initial(std::size_t, const at::Tensor& param, const Options& defaults) {
     return at::full_like(param, defaults.initial_accumulator_value());
   }
-  static bool counted(const Options&) { return true; }
-  static int64_t steps(const State& s) { return s.step(); }
-  static void set_steps(State& s, int64_t steps) { s.step(steps); }
   static void step(const Options& o, const StepList& list, const StepScalars& scalars) {
-    if (list.by_foreach || (list.rate.defined() && !kernel_takes_rate_on_device)) {
-      return step_by_foreach(o, list, scalars);
+    if (list.lacks_op || (list.rate.defined() && !kernel_takes_rate_on_device)) {
+      return step_flat(o, list, scalars);
     }
     const auto with = [&](const auto& rate) {
       at::_fused_adagrad_(list.params, list.grads, list.state[0], list.counters, rate, o.lr_decay(),
@@ -777,18 +734,13 @@ struct AdagradKernel {
   }
 
  private:
-  static void step_by_foreach(const Options& o, const StepList& list, const StepScalars& scalars) {
-    ForeachStep step(list, scalars);
+  static void step_flat(const Options& o, const StepList& list, const StepScalars& scalars) {
+    const FlatStep step(list, scalars);
     step.decay(o.weight_decay());
-    const std::vector<at::Tensor> squares = at::_foreach_mul(step.grads, step.grads);
-    at::_foreach_mul_(squares, step.taken);
-    at::_foreach_add_(step.state[0], squares);
-    const std::vector<at::Tensor> denominators = at::_foreach_sqrt(step.state[0]);
-    at::_foreach_add_(denominators, step.skipped().add_(o.eps()));
+    step.state[0].addcmul_(step.grads.mul(step.grads), step.taken);
+    const at::Tensor denominators = step.state[0].sqrt().add_(step.skipped().add_(o.eps()));
     const at::Tensor slowdown = step.count().sub(1.).clamp_min_(0.).mul_(o.lr_decay());
-    at::_foreach_div_(step.grads, denominators);
-    step.descend(step.grads, step.rate_if_taken(o.lr()).div_(slowdown.add_(1.)));
-    step.store();
+    step.descend(step.grads.div(denominators), step.rate_if_taken(o.lr()).div_(slowdown.add_(1.)));
   }
 };
 

@@ -27,38 +27,6 @@
 
 namespace torchamp::detail {
 
-/// The buffers of a step. Lists of one kind, which are stepped one after the other, share one.
-class PieceBuffers {
- public:
-  void want(const TensorKind& kind, int64_t elements) {
-    int64_t& most = group_of(buffers_, kind).elements;
-    most = std::max(most, elements);
-  }
-
-  /// Takes all memory that is wanted.
-  void allocate() {
-    for (Buffer& buffer : buffers_) {
-      buffer.memory = at::empty({buffer.elements}, at::device(buffer.device).dtype(buffer.dtype));
-    }
-  }
-
-  at::Tensor get(const TensorKind& kind, int64_t elements) {
-    return group_of(buffers_, kind).memory.narrow(0, 0, elements);
-  }
-
- private:
-  struct Buffer : TensorKind {
-    int64_t elements = 0;
-    at::Tensor memory{};
-  };
-  std::vector<Buffer> buffers_;
-};
-
-/// The buffers of a step, for masters and for gradients that are divided apart.
-struct StepBuffers {
-  PieceBuffers masters{}, gradients{};
-};
-
 // Note [Gradients that are dropped]
 // ATen's fused kernels write the gradients that they divide: of an Adam's 32 bytes read and written
 // for an fp32 parameter, 4. Where the optimizer drops its gradients after the step, nobody would
@@ -71,15 +39,9 @@ struct StepBuffers {
 /// a kernel takes at once, so that it rounds a piece as it would the whole.
 inline constexpr int64_t divided_at_once = 1 << 18;
 
-/// Whether a step with `scalars` is not taken, as far as the host knows without asking a device.
-inline bool is_known_skipped(const StepScalars& scalars) {
-  const auto& found_inf = scalars.found_inf();
-  return found_inf && found_inf->is_cpu() && *found_inf->const_data_ptr<float>() == 1.F;
-}
-
 /// Whether gradients of `list` are divided apart from the step, if they are dropped after it.
 inline bool divides_apart(const StepList& list, const StepScalars& scalars) {
-  return list.device.is_cpu() && !list.by_foreach && scalars.grad_scale() &&
+  return list.device.is_cpu() && !list.lacks_op && scalars.grad_scale() &&
          (list.dtype == at::kFloat || list.dtype == at::kDouble);
 }
 
@@ -104,34 +66,29 @@ inline void step_divided(const KernelStep& kernel, StepList& piece, const StepSc
   kernel(piece, scalars.without_scale());
 }
 
-/// Whether the i-th gradient of `list` is divided by pieces, if gradients are dropped.
-inline bool is_large(const StepList& list, std::size_t i) {
-  return list.params[i].numel() >= divided_at_once;
+/// Whether a parameter's gradient is divided by pieces, if gradients are divided apart.
+inline bool is_large(const at::Tensor& param) {
+  return param.numel() >= divided_at_once;
 }
 
-/// What step_and_drop() wants of `buffers`.
-inline void want_dropped(PieceBuffers& buffers, const StepList& list, const StepScalars& scalars,
-                         bool takes_parts) {
-  if (takes_parts && divides_apart(list, scalars)) {
-    for (std::size_t i = 0; i < list.params.size(); ++i) {
-      if (is_large(list, i)) return buffers.want(list, division_buffer(divided_at_once));
-    }
-  }
+/// What step_and_drop() is to be given; undefined where no gradient is divided apart.
+inline at::Tensor buffer_to_drop(PieceMemory& memory, const StepList& list,
+                                 const StepScalars& scalars) {
+  if (!divides_apart(list, scalars)) return {};
+  const bool any = std::any_of(list.params.begin(), list.params.end(), is_large);
+  return any ? memory.get(list, division_buffer(divided_at_once)) : at::Tensor();
 }
 
-/// `kernel` for a list whose gradients are dropped after the step: may leave them scaled.
+/// `kernel` for a list whose gradients are dropped after the step: leaves large ones scaled.
 inline void step_and_drop(const KernelStep& kernel, const StepList& list,
-                          const StepScalars& scalars, PieceBuffers& buffers) {
-  if (!kernel.takes_parts || !divides_apart(list, scalars)) return kernel(list, scalars);
-  if (is_known_skipped(scalars)) return;
+                          const StepScalars& scalars, const at::Tensor& buffer) {
   StepList small = list.emptied();
   for (std::size_t i = 0; i < list.params.size(); ++i) {
-    if (!is_large(list, i)) {
+    const int64_t size = list.params[i].numel();
+    if (!is_large(list.params[i])) {
       small.add(list, i, [](const at::Tensor& tensor) { return tensor; });
       continue;
     }
-    const at::Tensor buffer = buffers.get(list, division_buffer(divided_at_once));
-    const int64_t size = list.params[i].numel();
     for (int64_t begin = 0; begin < size; begin += divided_at_once) {
       StepList piece = list.emptied();
       piece.add(list, i, [&](const at::Tensor& tensor) {
@@ -329,7 +286,10 @@ class StepPlan {
     for (auto& counter : counters.assign(counted, steps_so_far)) {
       counter->gated = false;
       StepScalars& scalars = plan.scalars_[plan.scalars_of(counter->value.device())];
-      scalars.add_counter(std::move(counter), counts_first_only());
+      constexpr bool first_only = requires {
+        requires Kernel::counts_first_only;
+      };
+      scalars.add_counter(std::move(counter), first_only);
     }
     auto slot = plan.slots_.begin();
     for (std::size_t g = 0; g < groups.size(); ++g) {
@@ -404,14 +364,17 @@ class StepPlan {
   }
 
   /// Steps with the gradients collected. `drops`: they are dropped after it. Takes memory first:
-  /// where it runs out, no step is counted, nor any list stepped. (Only where a step is made of
-  /// `_foreach_` ops, or masters are split on a device, do single lists need more on their way.)
+  /// where it runs out, no step is counted, nor any list stepped. (Only where a kernel
+  /// is lacking, or masters are split on a device, do single lists need more on their way.)
   void run(const ParamGroups& groups, const at::Tensor& grad_scale, const at::Tensor& found_inf,
            bool is_exact, bool drops) {
     for (StepScalars& scalars : scalars_) scalars.prepare(grad_scale, found_inf, is_exact);
-    StepBuffers buffers = make_buffers(drops);
+    StepMemory memory;
+    std::vector<StepBuffers> buffers;
+    for (const StepList& list : lists_) buffers.push_back(buffers_of(list, memory, drops));
     for (StepScalars& scalars : scalars_) scalars.begin();
-    for (const StepList& list : lists_) {
+    for (std::size_t i = 0; i < lists_.size(); ++i) {
+      const StepList& list = lists_[i];
       const Options& options = options_of<Kernel>(groups[list.group], list.group);
       const auto step = [&](const StepList& part, const StepScalars& scalars) {
         Kernel::step(options, part, scalars);
@@ -419,9 +382,9 @@ class StepPlan {
       const KernelStep kernel{step, may_step_parts<Kernel>};
       const StepScalars& scalars = scalars_[list.scalars];
       if (list.method) {
-        list.method->step(kernel, list, scalars, drops, buffers);
-      } else if (drops) {
-        step_and_drop(kernel, list, scalars, buffers.gradients);
+        list.method->step(kernel, list, scalars, buffers[i]);
+      } else if (buffers[i].gradients.defined()) {
+        step_and_drop(kernel, list, scalars, buffers[i].gradients);
       } else {
         step(list, scalars);
       }
@@ -456,20 +419,12 @@ class StepPlan {
     return slot == slots_.cend();
   }
 
-  /// The buffers of all lists.
-  StepBuffers make_buffers(bool drops) const {
-    StepBuffers buffers;
-    for (const StepList& list : lists_) {
-      const StepScalars& scalars = scalars_[list.scalars];
-      if (list.method) {
-        list.method->want(buffers, list, scalars, may_step_parts<Kernel>, drops);
-      } else if (drops) {
-        want_dropped(buffers.gradients, list, scalars, may_step_parts<Kernel>);
-      }
-    }
-    buffers.masters.allocate();
-    buffers.gradients.allocate();
-    return buffers;
+  StepBuffers buffers_of(const StepList& list, StepMemory& memory, bool drops) const {
+    const StepScalars& scalars = scalars_[list.scalars];
+    constexpr bool takes_parts = may_step_parts<Kernel>;
+    if (list.method) return list.method->buffers(memory, list, scalars, takes_parts, drops);
+    if (!takes_parts || !drops) return {};
+    return {.gradients = buffer_to_drop(memory.gradients, list, scalars)};
   }
 
   static Use use_of(const ParamGroups& groups, std::size_t group) {
@@ -532,16 +487,8 @@ class StepPlan {
     return s;
   }
 
-  static constexpr bool counts_first_only() {
-    if constexpr (requires { Kernel::counts_first_only; }) {
-      return Kernel::counts_first_only;
-    } else {
-      return false;
-    }
-  }
-
   static bool lacks_op(const at::Tensor& param) {
-    if constexpr (requires { Kernel::op; }) {
+    if constexpr (may_step_parts<Kernel>) {
       return !has_fused_kernel(Kernel::op, param);
     } else {
       return false;
@@ -551,14 +498,14 @@ class StepPlan {
   /// The list that the parameter belongs to, which may be a new one.
   [[gnu::cold]] std::size_t list_of(std::size_t group, const at::Tensor& param,
                                     std::shared_ptr<StepCounter> counter) {
-    const bool by_foreach = lacks_op(param);
-    if (!(Kernel::apart || by_foreach) || !uses_[group].asks_counter) counter = nullptr;
+    const bool is_lacked = lacks_op(param);
+    if (!(Kernel::apart || is_lacked) || !uses_[group].asks_counter) counter = nullptr;
     if (counter) counter->gated = true;
     StepList& list = group_of(
         lists_, StepKey{TensorKind::of(param), group, std::move(counter), step_method_of(param)});
     if (list.params.empty()) {
       list.scalars = scalars_of(param.device());
-      list.by_foreach = by_foreach;
+      list.lacks_op = is_lacked;
       list.state.resize(uses_[group].kinds);
     }
     return static_cast<std::size_t>(&list - lists_.data());

@@ -31,20 +31,17 @@ inline constexpr int64_t piece_unit = 1 << 12;
 /// are put together, stepped and split.
 class SplitPiece {
  public:
-  /// `buffer`: for the masters.
+  /// Where `buffers` has one for gradients, which are dropped after the step, divides them there.
   SplitPiece(const KernelStep& kernel, const StepList& list, const StepScalars& scalars,
-             at::Tensor buffer)
+             StepBuffers buffers)
       : kernel_(kernel),
         list_(list),
         scalars_(scalars),
-        buffer_(std::move(buffer)),
+        buffers_(std::move(buffers)),
         runs_(list.device),
         piece_(part_of(list)) {}
 
-  /// Divides gradients, which are dropped after the step, in `buffer`.
-  void divide_apart(at::Tensor buffer) { divided_ = std::move(buffer); }
-
-  int64_t room() const { return buffer_.numel() - elements_; }
+  int64_t room() const { return buffers_.masters.numel() - elements_; }
   bool empty() const { return elements_ == 0; }
 
   /// Adds `size` elements of the i-th weight, from `begin` on.
@@ -59,13 +56,13 @@ class SplitPiece {
 
   /// Steps what was added, and is empty again.
   void step() {
-    piece_.params = runs_.join(buffer_);
-    if (divided_.defined()) {
-      step_divided(kernel_, piece_, scalars_, divided_);
+    piece_.params = runs_.join(buffers_.masters);
+    if (buffers_.gradients.defined()) {
+      step_divided(kernel_, piece_, scalars_, buffers_.gradients);
     } else {
       kernel_(piece_, scalars_);
     }
-    runs_.split(buffer_, SplitNaNs::usual, scalars_.found_inf());
+    runs_.split(buffers_.masters, SplitNaNs::usual, scalars_.found_inf());
     runs_ = SplitRuns(list_.device);
     piece_ = part_of(list_);
     elements_ = 0;
@@ -82,8 +79,7 @@ class SplitPiece {
   const KernelStep& kernel_;
   const StepList& list_;
   const StepScalars& scalars_;
-  at::Tensor buffer_;
-  at::Tensor divided_;  // for gradients; undefined where they are not divided apart
+  StepBuffers buffers_;
   SplitRuns runs_;
   StepList piece_;
   int64_t elements_ = 0;
@@ -127,25 +123,20 @@ class SplitStep final : public StepMethod {
     return joined(weight, *split_of(weight));
   }
 
-  void want(StepBuffers& buffers, const StepList& list, const StepScalars& scalars,
-            bool takes_parts, bool drops) const override {
+  StepBuffers buffers(StepMemory& memory, const StepList& list, const StepScalars& scalars,
+                      bool takes_parts, bool drops) const override {
     const TensorKind wide{list.device, at::kFloat};
     const int64_t elements = split_piece_elements(list, takes_parts);
-    buffers.masters.want(wide, elements);
+    StepBuffers buffers{.masters = memory.masters.get(wide, elements)};
     if (drops && divides_apart(SplitPiece::part_of(list), scalars)) {
-      buffers.gradients.want(wide, division_buffer(elements));
+      buffers.gradients = memory.gradients.get(wide, division_buffer(elements));
     }
+    return buffers;
   }
 
-  void step(const KernelStep& kernel, const StepList& list, const StepScalars& scalars, bool drops,
-            StepBuffers& buffers) const override {
-    if (is_known_skipped(scalars)) return;
-    const TensorKind wide{list.device, at::kFloat};
-    const int64_t elements = split_piece_elements(list, kernel.takes_parts);
-    SplitPiece piece(kernel, list, scalars, buffers.masters.get(wide, elements));
-    if (drops && divides_apart(SplitPiece::part_of(list), scalars)) {
-      piece.divide_apart(buffers.gradients.get(wide, division_buffer(elements)));
-    }
+  void step(const KernelStep& kernel, const StepList& list, const StepScalars& scalars,
+            const StepBuffers& buffers) const override {
+    SplitPiece piece(kernel, list, scalars, buffers);
     for (std::size_t i = 0; i < list.params.size(); ++i) {
       const int64_t size = list.params[i].numel();
       if (!kernel.takes_parts && piece.room() < size) piece.step();
