@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// @file
-/// @brief Fused optimizers that never read the device: Adam, AdamW, SGD, Adagrad.
-
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
@@ -21,6 +18,8 @@
 #include "torchamp/version.h"
 
 /// @file
+/// @brief Fused optimizers that never read the device: Adam, AdamW, SGD, Adagrad.
+///
 /// Optimizers over ATen's fused kernels. Each takes the options of LibTorch's own optimizer,
 /// computes the same steps (within rounding), stores its state in LibTorch's types, and reads and
 /// writes its archives, so it can replace it:
@@ -101,11 +100,10 @@ class FusedOptimizer : public torch::optim::Optimizer,
 
   /// Tells ShardedMasterWeights that their weights are stepped here.
   void note_weights() const {
-    for (const auto& group : param_groups_) {
-      for (const at::Tensor& param : group.params()) {
-        if (auto* const meta = detail::weight_meta_of(param)) meta->has_optimizer = true;
-      }
-    }
+    detail::any_parameter(*this, [](const at::Tensor& param) {
+      if (auto* const meta = detail::weight_meta_of(param)) meta->has_optimizer = true;
+      return false;
+    });
   }
 
   /// Steps, with the gradients divided by `grad_scale` unless it is undefined; not if `found_inf`
@@ -171,13 +169,10 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
                   bool is_exact) override;
 
  private:
-  bool same_options() const;
   static void check_loaded(torch::optim::Optimizer& loaded);
   void write_steps() const;
 
-  // Both follow changes of the states, also in save().
-  mutable detail::CounterTable counters_;
-  mutable detail::StepPlan<Kernel> plan_;
+  mutable detail::StepPlan<Kernel> plan_;  // follows changes of the states, also in save()
 
   // Where steps are captured.
   bool rates_on_device_ = false;

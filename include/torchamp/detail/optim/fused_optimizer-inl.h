@@ -10,6 +10,7 @@
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -26,32 +27,22 @@ namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
 
-/// The counterpart in LibTorch of an optimizer with `Kernel`, with its groups and no states. What
-/// it does here need not be compiled here: it reads and writes archives, and its constructor checks
-/// options.
+/// The counterpart in LibTorch of an optimizer with `Kernel`, with these groups and no states. What
+/// it does here need not be compiled here: it reads and writes archives, and throws for options
+/// that are out of range.
 template <class Kernel>
-class Counterpart {
- public:
-  explicit Counterpart(const typename Kernel::Options& options)
-      : optimizer_(ParamGroups(), options) {}
-  [[gnu::cold]] explicit Counterpart(const ParamGroups& groups)
-      : Counterpart(typename Kernel::Options(/*lr=*/0.)) {
-    for (const auto& group : groups) optimizer_.param_groups().push_back(group);
-  }
-  torch::optim::Optimizer& get() { return optimizer_; }
-
-  /// Throws for options that are out of range.
-  static void check(const typename Kernel::Options& options) { const Counterpart checked(options); }
-
- private:
-  typename Kernel::LibTorch optimizer_;
-};
+[[gnu::cold]] typename Kernel::LibTorch counterpart(const typename Kernel::Options& options,
+                                                    const ParamGroups& groups = {}) {
+  typename Kernel::LibTorch optimizer(ParamGroups(), options);
+  optimizer.param_groups() = ParamGroups(groups);
+  return optimizer;
+}
 
 /// Throws for a group with options of its own that are out of range or another optimizer's, for
 /// which LibTorch takes the defaults. `number` is for the error.
 template <OptimizerKernel Kernel>
 void check_options(const torch::optim::OptimizerParamGroup& group, std::size_t number) {
-  if (group.has_options()) Counterpart<Kernel>::check(options_of<Kernel>(group, number));
+  if (group.has_options()) counterpart<Kernel>(options_of<Kernel>(group, number));
 }
 
 }  // namespace detail
@@ -63,7 +54,7 @@ template <detail::OptimizerKernel Kernel>
 FusedOptimizerOf<Kernel>::FusedOptimizerOf(
     const std::vector<torch::optim::OptimizerParamGroup>& groups, Options defaults)
     : FusedOptimizer(groups, std::make_unique<Options>(defaults)) {
-  detail::Counterpart<Kernel>::check(defaults);
+  detail::counterpart<Kernel>(defaults);
   for (std::size_t g = 0; g < groups.size(); ++g) detail::check_options<Kernel>(groups[g], g);
   note_weights();
 }
@@ -79,12 +70,11 @@ template <detail::OptimizerKernel Kernel>
 detail::ParamStates& FusedOptimizerOf<Kernel>::state() {
   write_steps();
   // What a kernel takes for a state that was stepped, though every step was skipped.
-  counters_.read([&](void* param, int64_t steps) {
+  plan_.read_counts([&](void* param, int64_t steps) {
     const auto state = state_.find(param);
     if (steps > 0 || state == state_.end()) return;
     if (Kernel::steps(static_cast<State&>(*state->second)) > 0) state_.erase(state);
   });
-  counters_.clear();
   plan_ = {};
   return state_;
 }
@@ -98,19 +88,17 @@ const detail::ParamStates& FusedOptimizerOf<Kernel>::state() const {
 template <detail::OptimizerKernel Kernel>
 [[gnu::cold]] void FusedOptimizerOf<Kernel>::save(torch::serialize::OutputArchive& archive) const {
   write_steps();
-  detail::Counterpart<Kernel> counterpart(param_groups_);
-  for (const auto& [param, state] : state_) {
-    const auto counter = counters_.find(param);
-    const bool never_stepped = counter && counter->at_most == 0;
-    if (!never_stepped) counterpart.get().state()[param] = state->clone();
-  }
-  counterpart.get().save(archive);
+  auto saved = detail::counterpart<Kernel>(Options(/*lr=*/0.), param_groups_);
+  for (const auto& [param, state] : state_) saved.state()[param] = state->clone();
+  plan_.read_counts([&](void* param, int64_t steps) {
+    if (steps == 0) saved.state().erase(param);
+  });
+  saved.save(archive);
 }
 
 template <detail::OptimizerKernel Kernel>
 [[gnu::cold]] void FusedOptimizerOf<Kernel>::load(torch::serialize::InputArchive& archive) {
-  detail::Counterpart<Kernel> counterpart(param_groups_);
-  torch::optim::Optimizer& loaded = counterpart.get();
+  auto loaded = detail::counterpart<Kernel>(Options(/*lr=*/0.), param_groups_);
   try {
     // Without it, LibTorch takes the archive for one of version 1.4 or older.
     c10::IValue version;
@@ -130,7 +118,6 @@ template <detail::OptimizerKernel Kernel>
         static_cast<const Options&>(loaded.param_groups()[g].options());
   }
   detail::replace_states(*this, std::move(loaded.state()));
-  counters_.clear();
   plan_ = {};
 }
 
@@ -139,7 +126,14 @@ template <detail::OptimizerKernel Kernel>
   const detail::InternalOps internal;
   rates_on_device_ = true;
   const bool same_plan = plan_.is_for(param_groups_, state_);
-  const bool like_the_last = stepped_with_.empty() || (same_plan && same_options());
+  const auto stepped_with_these = [](Options before, const auto& group) {
+    const auto& now = static_cast<const Options&>(group.options());
+    return before.lr(now.lr()) == now;
+  };
+  const bool like_the_last =
+      stepped_with_.empty() ||
+      (same_plan && std::equal(stepped_with_.begin(), stepped_with_.end(), param_groups_.begin(),
+                               param_groups_.end(), stepped_with_these));
   if (!same_plan) detail::fit_states<Kernel>(param_groups_, state_);
   plan_.write_rates(param_groups_);
   return like_the_last;
@@ -156,11 +150,10 @@ void FusedOptimizerOf<Kernel>::step_fused(const at::Tensor& grad_scale, const at
                                           bool is_exact) {
   const detail::DropWeightCasts drop_weight_casts(*this);
   if (!plan_.collect_gradients(param_groups_, state_)) {
-    plan_.drop_counters(state_, counters_);
-    plan_ = {};  // holds no gradients, should what follows throw
+    plan_.drop_counts(state_);
+    plan_.drop_lists();  // holds no gradients, should what follows throw
     detail::check_parameters<Kernel>(param_groups_, state_);
-    plan_ = detail::StepPlan<Kernel>::make(param_groups_, static_cast<const Options&>(*defaults_),
-                                           state_, counters_);
+    plan_ = {param_groups_, static_cast<const Options&>(*defaults_), state_, plan_};
     TORCH_INTERNAL_ASSERT(plan_.collect_gradients(param_groups_, state_));
   }
   if (rates_on_device_) {
@@ -176,24 +169,11 @@ void FusedOptimizerOf<Kernel>::step_fused(const at::Tensor& grad_scale, const at
   }
 }
 
-/// Whether the options are those of the last step, but for the learning rates.
-template <detail::OptimizerKernel Kernel>
-bool FusedOptimizerOf<Kernel>::same_options() const {
-  if (stepped_with_.size() != param_groups_.size()) return false;
-  for (std::size_t g = 0; g < param_groups_.size(); ++g) {
-    Options before = stepped_with_[g];
-    const Options& now = detail::options_of<Kernel>(param_groups_[g], g);
-    before.lr(now.lr());
-    if (!(before == now)) return false;
-  }
-  return true;
-}
-
 template <detail::OptimizerKernel Kernel>
 [[gnu::cold]] void FusedOptimizerOf<Kernel>::check_loaded(torch::optim::Optimizer& loaded) {
   const detail::ParamGroups& groups = loaded.param_groups();
   for (std::size_t g = 0; g < groups.size(); ++g) {
-    detail::Counterpart<Kernel>::check(detail::options_of<Kernel>(groups[g], g));
+    detail::counterpart<Kernel>(detail::options_of<Kernel>(groups[g], g));
   }
   detail::for_each_state<Kernel>(
       groups, loaded.state(),
@@ -207,8 +187,8 @@ template <detail::OptimizerKernel Kernel>
 
 template <detail::OptimizerKernel Kernel>
 [[gnu::cold]] void FusedOptimizerOf<Kernel>::write_steps() const {
-  if (plan_.drop_counters(state_, counters_)) plan_ = {};
-  counters_.read([&](void* param, int64_t steps) {
+  plan_.drop_counts(state_);
+  plan_.read_counts([&](void* param, int64_t steps) {
     const auto state = state_.find(param);
     if (state != state_.end()) Kernel::set_steps(static_cast<State&>(*state->second), steps);
   });
@@ -247,9 +227,10 @@ TORCHAMP_BODY at::Tensor FusedOptimizer::step_scaled(const at::Tensor& grad_scal
 TORCHAMP_BODY void FusedOptimizer::zero_grad(bool set_to_none) {
   deferred_clip_.forget();
   Optimizer::zero_grad(set_to_none);
-  for (const auto& group : param_groups_) {
-    for (const at::Tensor& param : group.params()) detail::note_gradient_dropped(param);
-  }
+  detail::any_parameter(*this, [](const at::Tensor& param) {
+    detail::note_gradient_dropped(param);
+    return false;
+  });
 }
 
 TORCHAMP_BODY void FusedOptimizer::divide_next_step(const at::Tensor& divisor) {
@@ -278,11 +259,10 @@ TORCHAMP_BODY void FusedOptimizer::step_knowing(const at::Tensor& grad_scale,
              found_inf.defined() && facts.exact_flag);
   deferred_clip_.forget();
   if (!drops_gradients_) return;
-  for (const auto& group : param_groups()) {
-    for (const at::Tensor& param : group.params()) {
-      if (param.defined()) param.mutable_grad().reset();
-    }
-  }
+  detail::any_parameter(*this, [](const at::Tensor& param) {
+    param.mutable_grad().reset();
+    return false;
+  });
 }
 
 TORCHAMP_BODY void FusedOptimizer::check_scalar(const at::Tensor& tensor, const char* name) {

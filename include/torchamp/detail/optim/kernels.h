@@ -24,7 +24,6 @@
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/FunctionRef.h>
-#include <c10/util/flat_hash_map.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
@@ -120,73 +119,6 @@ struct StepCounter final : ReplayedState {
 };
 
 using StepCounters = std::vector<std::shared_ptr<StepCounter>>;
-
-/// Which parameter's steps are counted where. Parameters that were always stepped together share a
-/// counter. Once only some of them have gradients, these get a copy of it.
-class CounterTable {
- public:
-  void clear() { counters_.clear(); }
-  void erase(void* param) { counters_.erase(param); }
-
-  /// Null if the parameter's steps are not counted.
-  std::shared_ptr<StepCounter> find(void* param) const {
-    const auto counter = counters_.find(param);
-    return counter == counters_.end() ? nullptr : counter->second;
-  }
-
-  /// Gives each of `stepped` a counter on its device that no other parameter shares, and returns
-  /// these counters. Those that were counted by one still are. One that is new starts from
-  /// `steps_so_far(param)`.
-  template <class StepsSoFar>
-  [[gnu::cold]] StepCounters assign(const std::vector<at::Tensor>& stepped,
-                                    const StepsSoFar& steps_so_far) {
-    struct Key {
-      std::shared_ptr<StepCounter> before;
-      int64_t steps;  // of those without one
-      at::Device device;
-      bool operator==(const Key&) const = default;
-    };
-    struct Share : Key {
-      std::vector<void*> steppers{};
-    };
-    std::vector<Share> shares;
-    for (const at::Tensor& param : stepped) {
-      void* const key = param.unsafeGetTensorImpl();
-      const auto& before = counters_[key];
-      const int64_t steps = before ? 0 : steps_so_far(param);
-      group_of(shares, Key{before, steps, param.device()}).steppers.push_back(key);
-    }
-    StepCounters distinct;
-    for (const Share& share : shares) {
-      std::shared_ptr<StepCounter> now = share.before;
-      std::size_t users = 0;
-      for (const auto& [param, counter] : counters_) users += counter == now ? 1 : 0;
-      if (!now) {
-        now = std::make_shared<StepCounter>(share.device, share.steps);
-      } else if (users != share.steppers.size() || now->value.device() != share.device) {
-        now = std::make_shared<StepCounter>(now->copy_to(share.device));
-      }  // one that nobody else has stays: graphs may use its memory
-      for (void* const param : share.steppers) counters_[param] = now;
-      distinct.push_back(std::move(now));
-    }
-    return distinct;
-  }
-
-  /// Calls f(parameter, count) for each. Reads the device for each counter that the host does not
-  /// know.
-  template <class F>
-  void read(const F& f) const {
-    for (const auto& [param, counter] : counters_) {
-      if (!counter->known()) {
-        counter->at_least = counter->at_most = counter->value.template item<int64_t>();
-      }
-      f(param, counter->at_most);
-    }
-  }
-
- private:
-  ska::flat_hash_map<void*, std::shared_ptr<StepCounter>> counters_;
-};
 
 /// Whether the device of `tensor` has ATen's fused kernel `op`, "aten::_fused_sgd_", and it does
 /// what is said of those in optim.h.

@@ -145,6 +145,28 @@ void for_each_state(const ParamGroups& groups, const ParamStates& states, const 
   }
 }
 
+/// What is wrong with a parameter with a gradient that the kernels cannot step; else empty.
+[[gnu::cold]] inline std::string why_not_fused(const at::Tensor& param, const at::Tensor& grad) {
+  if (param.layout() != at::kStrided || grad.layout() != at::kStrided) {
+    return c10::str(" has a gradient of layout ", grad.layout(),
+                    ". Fused kernels take dense ones: make it dense (for an embedding, "
+                    "sparse(false)), or give this parameter to LibTorch's own optimizer.");
+  }
+  if (!at::isFloatingType(param.scalar_type())) {
+    return c10::str(" is of dtype ", param.scalar_type(),
+                    ". Fused kernels take real floating-point numbers: give this parameter to "
+                    "LibTorch's own optimizer.");
+  }
+  if (param.is_neg()) {
+    return " has the negative bit. Make the parameter from the result of resolve_neg().";
+  }
+  if (!param.is_non_overlapping_and_dense()) {
+    return c10::str(" has gaps or overlaps in memory (sizes ", param.sizes(), ", strides ",
+                    param.strides(), "). Make the parameter from a contiguous() tensor.");
+  }
+  return "";
+}
+
 /// Throws for a parameter with a gradient that the kernels cannot step. Changes nothing.
 template <OptimizerKernel Kernel>
 [[gnu::cold]] void check_parameters(const ParamGroups& groups, const ParamStates& states) {
@@ -154,25 +176,10 @@ template <OptimizerKernel Kernel>
       const at::Tensor& param = groups[g].params()[i];
       const at::Tensor& grad = gradient_of(param);
       if (!grad.defined()) continue;
-      TORCH_CHECK_VALUE(seen.insert(param.unsafeGetTensorImpl()).second, Kernel::name,
-                        "::step: ", place_of(g, i),
-                        " is in the optimizer twice. Give each parameter once.");
-      TORCH_CHECK_VALUE(param.layout() == at::kStrided && grad.layout() == at::kStrided,
-                        Kernel::name, "::step: ", place_of(g, i), " has a gradient of layout ",
-                        grad.layout(),
-                        ". Fused kernels take dense ones: make it dense (for an embedding, "
-                        "sparse(false)), or give this parameter to LibTorch's own optimizer.");
-      TORCH_CHECK_VALUE(at::isFloatingType(param.scalar_type()), Kernel::name,
-                        "::step: ", place_of(g, i), " is of dtype ", param.scalar_type(),
-                        ". Fused kernels take real floating-point numbers: give this parameter to "
-                        "LibTorch's own optimizer.");
-      TORCH_CHECK_VALUE(
-          !param.is_neg(), Kernel::name, "::step: ", place_of(g, i),
-          " has the negative bit. Make the parameter from the result of resolve_neg().");
-      TORCH_CHECK_VALUE(param.is_non_overlapping_and_dense(), Kernel::name,
-                        "::step: ", place_of(g, i), " has gaps or overlaps in memory (sizes ",
-                        param.sizes(), ", strides ", param.strides(),
-                        "). Make the parameter from a contiguous() tensor.");
+      const bool is_new = seen.insert(param.unsafeGetTensorImpl()).second;
+      const std::string why = is_new ? why_not_fused(param, grad)
+                                     : " is in the optimizer twice. Give each parameter once.";
+      TORCH_CHECK_VALUE(why.empty(), Kernel::name, "::step: ", place_of(g, i), why);
       if (const StepMethod* const method = step_method_of(param)) {
         method->check(param, grad,
                       [&] { return c10::str(Kernel::name, "::step: ", place_of(g, i)); });
@@ -224,22 +231,28 @@ template <OptimizerKernel Kernel>
 // gradients, the layouts that the states were made for, the same kinds of state, the same states.
 // (LibTorch gives everyone a reference to the map of states, to clear it or to put others there.)
 // If not, a new one is made from the groups, the states and the counters: nothing else outlives a
-// plan. A state that is not the plan's holds itself how many steps were made with it.
+// plan. A parameter keeps its counter while it has no gradient. A state that is not the plan's
+// holds itself how many steps were made with it.
 
 /// What a step of `Kernel` calls the fused kernels with.
 template <OptimizerKernel Kernel>
 class StepPlan {
+  /// A state as it was at some time.
+  struct SeenState {
+    /// Null if there is none. Only to be compared. Another one may be made at the address of one
+    /// that is gone, but without tensors.
+    typename Kernel::State* state = nullptr;
+    bool has_tensor = false;
+    int64_t steps = 0;  ///< as the state holds them
+    bool operator==(const SeenState&) const = default;
+  };
+
   /// A parameter in a plan.
   struct Slot {
     static constexpr std::size_t no_list = static_cast<std::size_t>(-1);
     c10::TensorImpl* param;
     std::size_t list;  ///< no_list for a parameter without a gradient
-
-    /// Null if there is none. Only to be compared. Another one may be made at the address of one
-    /// that is gone, but without tensors.
-    const torch::optim::OptimizerParamState* state = nullptr;
-    bool has_tensor = false;
-    int64_t steps = 0;  ///< as the state holds them
+    SeenState seen{};
   };
 
   /// What a plan relies on of a group's options.
@@ -264,67 +277,75 @@ class StepPlan {
     });
   }
 
-  /// A plan for `groups`, which check_parameters has passed. Makes the states that are missing and
-  /// takes those that are not to their parameters' device, dtype and layout.
-  static StepPlan make(const ParamGroups& groups, const Options& defaults, ParamStates& states,
-                       CounterTable& counters) {
-    StepPlan plan;
-    plan.identity_ = std::make_shared<char>();
-    std::vector<at::Tensor> counted;
+  StepPlan() = default;
+
+  /// A plan for `groups`, which check_parameters has passed; goes on with the counts of `before`.
+  /// Makes the states that are missing and takes those that are not to their parameters' device,
+  /// dtype and layout.
+  StepPlan(const ParamGroups& groups, const Options& defaults, ParamStates& states,
+           const StepPlan& before)
+      : counters_(before.counters_), identity_(std::make_shared<char>()) {
+    std::vector<Share> shares;
     for (std::size_t g = 0; g < groups.size(); ++g) {
-      plan.uses_.push_back(use_of(groups, g));
+      uses_.push_back(use_of(groups, g));
       for (const at::Tensor& param : groups[g].params()) {
-        plan.slots_.push_back({param.unsafeGetTensorImpl(), Slot::no_list});
-        if (plan.uses_[g].counted && gradient_of(param).defined()) counted.push_back(param);
+        c10::TensorImpl* const key = param.unsafeGetTensorImpl();
+        slots_.push_back({key, Slot::no_list});
+        if (!uses_[g].counted || !gradient_of(param).defined()) continue;
+        const auto& counter = counters_[key];
+        const int64_t steps = counter ? 0 : see(key, states).steps;
+        group_of(shares, Counted{counter, steps, param.device()}).params.push_back(key);
       }
     }
-    const auto steps_so_far = [&](const at::Tensor& param) -> int64_t {
-      const auto state = states.find(param.unsafeGetTensorImpl());
-      if (state == states.end()) return 0;
-      return Kernel::steps(static_cast<const State&>(*state->second));
-    };
-    for (auto& counter : counters.assign(counted, steps_so_far)) {
-      counter->gated = false;
-      StepScalars& scalars = plan.scalars_[plan.scalars_of(counter->value.device())];
-      constexpr bool first_only = requires {
-        requires Kernel::counts_first_only;
-      };
-      scalars.add_counter(std::move(counter), first_only);
-    }
-    auto slot = plan.slots_.begin();
+    for (const Share& share : shares) count_apart(share);
+    auto slot = slots_.begin();
     for (std::size_t g = 0; g < groups.size(); ++g) {
       for (const at::Tensor& param : groups[g].params()) {
         if (gradient_of(param).defined()) {
-          slot->list = plan.list_of(g, param, counters.find(slot->param));
-          plan.add_parameter(plan.lists_[slot->list], param, defaults, states, counters);
+          const auto counted = counters_.find(slot->param);
+          const auto counter = counted == counters_.end() ? nullptr : counted->second;
+          slot->list = list_of(g, param, counter);
+          add_parameter(lists_[slot->list], param, defaults, states, counter.get());
         }
         ++slot;
       }
     }
-    plan.note_states(states);
-    return plan;
+    note_states(states);
   }
 
   /// Remembers which states there are, and how many steps each holds.
   void note_states(const ParamStates& states) {
+    for (Slot& slot : slots_) slot.seen = see(slot.param, states);
+  }
+
+  /// Forgets the counts of parameters whose states are no longer those of note_states(). If there
+  /// are any, the plan does not hold.
+  [[gnu::cold]] void drop_counts(const ParamStates& states) {
     for (Slot& slot : slots_) {
-      const auto state = states.find(slot.param);
-      slot.state = state == states.end() ? nullptr : state->second.get();
-      slot.steps = slot.state ? steps_of(*slot.state) : 0;
-      slot.has_tensor = slot.state && first_tensor(*state->second).defined();
+      if (!slot.seen.state || see(slot.param, states) == slot.seen) continue;
+      counters_.erase(slot.param);
+      drop_lists();
     }
   }
 
-  /// Forgets the counts of parameters whose states are no longer those of note_states(). Returns
-  /// whether there were any; the plan does not hold then.
-  [[gnu::cold]] bool drop_counters(const ParamStates& states, CounterTable& counters) const {
-    bool any = false;
-    for (const Slot& slot : slots_) {
-      if (!slot.state || state_of(slot, states)) continue;
-      counters.erase(slot.param);
-      any = true;
+  /// Keeps nothing but the counts: the plan does not hold.
+  void drop_lists() {
+    uses_.clear();
+    lists_.clear();
+    scalars_.clear();
+    identity_.reset();
+  }
+
+  /// Calls f(parameter, count) for each that is counted. Reads the device for each counter that the
+  /// host does not know.
+  template <class F>
+  void read_counts(const F& f) const {
+    for (const auto& [param, counter] : counters_) {
+      if (!counter->known()) {
+        counter->at_least = counter->at_most = counter->value.template item<int64_t>();
+      }
+      f(param, counter->at_most);
     }
-    return any;
   }
 
   /// Whether there is a plan, and for these groups and states, whatever gradients there are.
@@ -401,6 +422,36 @@ class StepPlan {
   }
 
  private:
+  /// What parameters have in common whose steps may be counted by one counter.
+  struct Counted {
+    std::shared_ptr<StepCounter> before;
+    int64_t steps;  ///< of those without one
+    at::Device device;
+    bool operator==(const Counted&) const = default;
+  };
+  struct Share : Counted {
+    std::vector<void*> params{};
+  };
+
+  /// Gives the parameters of `share` a counter on their device that no other has. One that nobody
+  /// else has stays: graphs may use its memory.
+  [[gnu::cold]] void count_apart(const Share& share) {
+    std::shared_ptr<StepCounter> counter = share.before;
+    const auto users = std::count_if(slots_.begin(), slots_.end(),
+                                     [&](const Slot& slot) { return slot.counter == counter; });
+    if (!counter) {
+      counter = std::make_shared<StepCounter>(share.device, share.steps);
+    } else if (users != share.params.size() || counter->value.device() != share.device) {
+      counter = std::make_shared<StepCounter>(counter->copy_to(share.device));
+    }
+    for (void* const param : share.params) counters_[param] = counter;
+    counter->gated = false;
+    constexpr bool first_only = requires {
+      requires Kernel::counts_first_only;
+    };
+    scalars_[scalars_of(share.device)].add_counter(std::move(counter), first_only);
+  }
+
   /// Whether the groups and parameters are the plan's, the states those of note_states(), and
   /// `holds(slot, param, state)` is true of each parameter; `state` is null if it has none.
   template <class Holds>
@@ -411,8 +462,9 @@ class StepPlan {
       if (!(uses_[g] == use_of(groups, g))) return false;
       for (const at::Tensor& param : groups[g].params()) {
         if (slot == slots_.cend() || slot->param != param.unsafeGetTensorImpl()) return false;
-        State* const state = slot->state ? state_of(*slot, states) : nullptr;
-        if ((slot->state && !state) || !holds(*slot, param, state)) return false;
+        const bool has_state = slot->seen.state != nullptr;
+        if (has_state && !(see(slot->param, states) == slot->seen)) return false;
+        if (!holds(*slot, param, slot->seen.state)) return false;
         ++slot;
       }
     }
@@ -436,21 +488,11 @@ class StepPlan {
     return {Kernel::kinds(options), Kernel::counted(options), asks_counter};
   }
 
-  static int64_t steps_of(const torch::optim::OptimizerParamState& state) {
-    return Kernel::steps(static_cast<const State&>(state));
-  }
-
-  static const at::Tensor& first_tensor(torch::optim::OptimizerParamState& state) {
-    return Kernel::tensor(static_cast<State&>(state), 0);
-  }
-
-  /// The state of note_states(); null if there is another one by now, or none.
-  static State* state_of(const Slot& slot, const ParamStates& states) {
-    const auto state = states.find(slot.param);
-    const bool same = state != states.end() && state->second.get() == slot.state &&
-                      steps_of(*slot.state) == slot.steps &&
-                      first_tensor(*state->second).defined() == slot.has_tensor;
-    return same ? static_cast<State*>(state->second.get()) : nullptr;
+  static SeenState see(void* param, const ParamStates& states) {
+    const auto found = states.find(param);
+    if (found == states.end()) return {};
+    auto& state = static_cast<State&>(*found->second);
+    return {&state, Kernel::tensor(state, 0).defined(), Kernel::steps(state)};
   }
 
   /// Whether the i-th parameter's tensors in the list are those of its state.
@@ -487,18 +529,11 @@ class StepPlan {
     return s;
   }
 
-  static bool lacks_op(const at::Tensor& param) {
-    if constexpr (may_step_parts<Kernel>) {
-      return !has_fused_kernel(Kernel::op, param);
-    } else {
-      return false;
-    }
-  }
-
   /// The list that the parameter belongs to, which may be a new one.
   [[gnu::cold]] std::size_t list_of(std::size_t group, const at::Tensor& param,
                                     std::shared_ptr<StepCounter> counter) {
-    const bool is_lacked = lacks_op(param);
+    bool is_lacked = false;
+    if constexpr (may_step_parts<Kernel>) is_lacked = !has_fused_kernel(Kernel::op, param);
     if (!(Kernel::apart || is_lacked) || !uses_[group].asks_counter) counter = nullptr;
     if (counter) counter->gated = true;
     StepList& list = group_of(
@@ -512,13 +547,12 @@ class StepPlan {
   }
 
   void add_parameter(StepList& list, const at::Tensor& param, const Options& defaults,
-                     ParamStates& states, const CounterTable& counters) const {
+                     ParamStates& states, const StepCounter* counter) const {
     list.params.push_back(param);
     if (list.method) list.beside.push_back(list.method->beside(param));
     // Its group may have been added by torch::optim::Optimizer, which tells nobody.
     if (WeightMeta* const meta = weight_meta_of(param)) meta->has_optimizer = true;
-    if (uses_[list.group].counted)
-      list.counters.push_back(counters.find(param.unsafeGetTensorImpl())->value);
+    if (uses_[list.group].counted) list.counters.push_back(counter->value);
     if (list.state.empty()) return;
     auto& state = states[param.unsafeGetTensorImpl()];
     if (!state) state = std::make_unique<State>();
@@ -535,6 +569,10 @@ class StepPlan {
   std::vector<Use> uses_;    ///< for each group
   std::vector<StepList> lists_;
   std::vector<StepScalars> scalars_;
+
+  /// Which parameter's steps are counted where. Parameters that were always stepped together share
+  /// a counter. Once only some of them have gradients, these get a copy of it.
+  ska::flat_hash_map<void*, std::shared_ptr<StepCounter>> counters_;
   std::shared_ptr<const void> identity_;
 };
 
