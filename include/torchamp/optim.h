@@ -133,7 +133,8 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
                             Options defaults = {});
   /// One group of `params`.
   explicit FusedOptimizerOf(std::vector<at::Tensor> params, Options defaults = {})
-      : FusedOptimizerOf(detail::one_group(std::move(params)), std::move(defaults)) {}
+      : FusedOptimizerOf({torch::optim::OptimizerParamGroup(std::move(params))},
+                         std::move(defaults)) {}
   ~FusedOptimizerOf() override;
   /// As torch::optim::Optimizer::add_param_group. Errors: as of the constructor.
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
@@ -169,7 +170,6 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
                   bool is_exact) override;
 
  private:
-  static void check_loaded(torch::optim::Optimizer& loaded);
   void write_steps() const;
 
   mutable detail::StepPlan<Kernel> plan_;  // follows changes of the states, also in save()

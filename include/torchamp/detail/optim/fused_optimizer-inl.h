@@ -112,10 +112,21 @@ template <detail::OptimizerKernel Kernel>
                 " or its counterpart in LibTorch saves for such parameter groups",
                 tells ? ": " + cause : ".");
   }
-  check_loaded(loaded);
+  const detail::ParamGroups& groups = loaded.param_groups();
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    detail::counterpart<Kernel>(detail::options_of<Kernel>(groups[g], g));
+  }
+  detail::for_each_state<Kernel>(
+      groups, loaded.state(),
+      [](auto g, auto i, const at::Tensor& param, const at::Tensor& tensor) {
+        TORCH_CHECK(tensor.defined() && tensor.sizes() == param.sizes(), Kernel::name,
+                    "::load: the archive's state of ", detail::place_of(g, i), " has the shape ",
+                    tensor.defined() ? c10::str(tensor.sizes()) : "(none)", ", the parameter ",
+                    param.sizes(), ". Load it into an optimizer of the same parameters.");
+      });
   for (std::size_t g = 0; g < param_groups_.size(); ++g) {
     static_cast<Options&>(param_groups_[g].options()) =
-        static_cast<const Options&>(loaded.param_groups()[g].options());
+        static_cast<const Options&>(groups[g].options());
   }
   detail::replace_states(*this, std::move(loaded.state()));
   plan_ = {};
@@ -167,22 +178,6 @@ void FusedOptimizerOf<Kernel>::step_fused(const at::Tensor& grad_scale, const at
   if (auto* const body = detail::GraphBody::current()) {
     body->made_eagerly.push_back(plan_.identity());
   }
-}
-
-template <detail::OptimizerKernel Kernel>
-[[gnu::cold]] void FusedOptimizerOf<Kernel>::check_loaded(torch::optim::Optimizer& loaded) {
-  const detail::ParamGroups& groups = loaded.param_groups();
-  for (std::size_t g = 0; g < groups.size(); ++g) {
-    detail::counterpart<Kernel>(detail::options_of<Kernel>(groups[g], g));
-  }
-  detail::for_each_state<Kernel>(
-      groups, loaded.state(),
-      [](auto g, auto i, const at::Tensor& param, const at::Tensor& tensor) {
-        TORCH_CHECK(tensor.defined() && tensor.sizes() == param.sizes(), Kernel::name,
-                    "::load: the archive's state of ", detail::place_of(g, i), " has the shape ",
-                    tensor.defined() ? c10::str(tensor.sizes()) : "(none)", ", the parameter ",
-                    param.sizes(), ". Load it into an optimizer of the same parameters.");
-      });
 }
 
 template <detail::OptimizerKernel Kernel>

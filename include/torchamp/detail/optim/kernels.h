@@ -109,8 +109,6 @@ struct StepCounter final : ReplayedState {
   at::Tensor value;    ///< the count, 0-dim fp32
   int64_t at_least, at_most;
 
-  bool gated = false;   ///< gates are asked for
-  at::Tensor gates{};   ///< see Note [First steps of SGD]
   HostMirror mirror{};  ///< of the count
   bool asked = false;   ///< and it is under way
 
@@ -134,7 +132,6 @@ class StepScalars {
  public:
   explicit StepScalars(at::Device device)
       : device_(device),
-        zero_(number(0.F)),
         one_(number(1.F)),
         flag_(number(0.F)),
         counts_by_sgd_(has_fused_kernel("aten::_fused_sgd_", one_)) {}
@@ -174,10 +171,10 @@ class StepScalars {
     if (found_inf.defined()) {
       found_inf_ = to_device_async(device_, found_inf);
       // The kernels skip where the flag is exactly 1. A sum over devices or processes may be more.
-      if (!is_exact) found_inf_ = at::ne_out(flag_, *found_inf_, zero_);
+      if (!is_exact) found_inf_ = at::ne_out(flag_, *found_inf_, 0.);
     }
     if (found_inf_ && !values_.empty() && !counts_by_sgd_) taken_ = at::rsub(*found_inf_, 1.);
-    for (const auto& counter : firsts_) make_gates(*counter);
+    for (const auto& counter : firsts_) counter->learn();
   }
 
   /// Counts the step, unless it is skipped: the kernels want to find it counted.
@@ -219,12 +216,6 @@ class StepScalars {
     return at::full({}, value, at::device(device_).dtype(at::kFloat));
   }
 
-  void make_gates(StepCounter& counter) const {
-    counter.learn();
-    if (!counter.gated || !counter.may_be_first()) return;
-    counter.gates = found_inf_ ? at::maximum(counter.numbers, *found_inf_) : counter.numbers;
-  }
-
   /// Has the device note a first step, unless it was skipped.
   void note_first_step(const StepCounter& counter) const {
     if (counter.at_least > 0) return;
@@ -233,7 +224,6 @@ class StepScalars {
   }
 
   static void follow_up(const std::shared_ptr<StepCounter>& counter) {
-    counter->gates = at::Tensor();
     if (!counter->may_be_first()) return;
     if (GraphBody* const body = GraphBody::current()) {
       body->states.push_back(counter);
@@ -243,7 +233,7 @@ class StepScalars {
   }
 
   at::Device device_;
-  at::Tensor zero_, one_, flag_;
+  at::Tensor one_, flag_;
   at::Tensor taken_;  // 1, or 0 if the step is skipped
   at::Tensor noted_;  // 1 and 0: a counter's numbers after a step
   bool counts_by_sgd_;
@@ -260,28 +250,28 @@ struct StepKey : TensorKind {
   bool operator==(const StepKey&) const = default;
 };
 
-/// The parameters that one call of a fused kernel steps: those of one group, device and dtype that
-/// have a gradient. Kept from step to step; the gradients are not.
-struct StepList : StepKey {
+/// What a list keeps without its parameters.
+struct StepListHead : StepKey {
   std::size_t scalars = 0;  ///< the index of the device's StepScalars
   bool lacks_op = false;    ///< the device lacks Kernel::op
-  std::vector<at::Tensor> params{}, grads{};
-  std::vector<at::Tensor> counters{};            ///< one for each parameter, shared or not
-  std::vector<std::vector<at::Tensor>> state{};  ///< by kind of state, then by parameter
-  std::vector<at::Tensor> beside{};              ///< the weights, for `method`
 
   /// The learning rate where a captured step reads it (0-dim fp32), and what was last written
   /// there; undefined where steps are not captured.
   at::Tensor rate{};
   double written_rate = 0.;
+};
+
+/// The parameters that one call of a fused kernel steps: those of one group, device and dtype that
+/// have a gradient. Kept from step to step; the gradients are not.
+struct StepList : StepListHead {
+  std::vector<at::Tensor> params{}, grads{};
+  std::vector<at::Tensor> counters{};            ///< one for each parameter, shared or not
+  std::vector<std::vector<at::Tensor>> state{};  ///< by kind of state, then by parameter
+  std::vector<at::Tensor> beside{};              ///< the weights, for `method`
 
   /// The list without its parameters.
   StepList emptied() const {
-    StepList list{static_cast<const StepKey&>(*this)};
-    list.scalars = scalars;
-    list.lacks_op = lacks_op;
-    list.rate = rate;
-    list.written_rate = written_rate;
+    StepList list{static_cast<const StepListHead&>(*this)};
     list.state.resize(state.size());
     return list;
   }
@@ -317,7 +307,7 @@ struct StepList : StepKey {
 ///     step(options, …)   the step of all parameters of a list
 ///     counts_first_only  if there and true, all that step() asks of list.counter is
 ///     may_be_first(),
-///                        gates and whether at_least and at_most are 0
+///                        numbers and whether at_least and at_most are 0
 ///     asks_counter(options)
 ///                        if there, whether step() asks list.counter at all; or else it may
 ///     op                 if there, the op of ATen's that step() calls; where the device lacks it,
@@ -350,28 +340,25 @@ inline constexpr bool may_step_parts = requires {
 };
 
 /// Kernel::step with the options of a group, for what is the same for all kernels.
-struct KernelStep {
-  c10::function_ref<void(const StepList&, const StepScalars&)> step;
+struct KernelStep : c10::function_ref<void(const StepList&, const StepScalars&)> {
   bool takes_parts;  ///< whether it does to a part of a parameter what it would do to the whole
-  void operator()(const StepList& list, const StepScalars& scalars) const { step(list, scalars); }
 };
 
 /// Memory for steps by pieces. Lists of one kind, which are stepped one after the other, share it.
 class PieceMemory {
  public:
   at::Tensor get(const TensorKind& kind, int64_t elements) {
-    at::Tensor& memory = group_of(pieces_, kind).memory;
-    if (!memory.defined() || memory.numel() < elements) {
-      memory = at::empty({elements}, at::device(kind.device).dtype(kind.dtype));
+    for (const at::Tensor& piece : pieces_) {
+      if (TensorKind::of(piece) == kind && piece.numel() >= elements) {
+        return piece.narrow(0, 0, elements);
+      }
     }
-    return memory.narrow(0, 0, elements);
+    pieces_.push_back(at::empty({elements}, at::device(kind.device).dtype(kind.dtype)));
+    return pieces_.back();
   }
 
  private:
-  struct Piece : TensorKind {
-    at::Tensor memory{};
-  };
-  std::vector<Piece> pieces_;
+  std::vector<at::Tensor> pieces_;
 };
 
 /// For masters, and for gradients that are divided apart.
@@ -488,31 +475,6 @@ class FlatStep {
   const StepList& list_;
 };
 
-/// Adam's step of ordinary ops; AdamW's if `decays_params`.
-template <class Options>
-void step_adam_flat(const Options& o, const StepList& list, const StepScalars& scalars,
-                    bool decays_params) {
-  const FlatStep step(list, scalars);
-  const auto [beta1, beta2] = o.betas();
-  const at::Tensor rate = step.rate_if_taken(o.lr()), skipped = step.skipped();
-  const at::Tensor count = step.count();
-  const auto correction = [&](double beta) {
-    return at::rsub(at::pow(beta, count), 1.).add_(skipped);
-  };
-  if (!decays_params) {
-    step.decay(o.weight_decay());
-  } else if (o.weight_decay() != 0.) {
-    step.params.mul_(at::rsub(rate, 1., o.weight_decay()));
-  }
-  step.state[0].lerp_(step.grads, step.taken.mul(1. - beta1));
-  step.state[1].lerp_(step.grads.mul(step.grads), step.taken.mul(1. - beta2));
-  if (o.amsgrad()) step.state[2].lerp_(step.state[2].maximum(step.state[1]), step.taken);
-  at::Tensor direction = step.state[o.amsgrad() ? 2 : 1].sqrt();
-  direction.div_(correction(beta2).sqrt_()).add_(skipped.add(o.eps()));
-  at::div_out(direction, step.state[0], direction);
-  step.descend(direction, rate.div(correction(beta1)));
-}
-
 /// What most kernels have in common.
 template <class LibTorch_, class Options_, class State_>
 struct KernelBase {
@@ -537,8 +499,7 @@ struct AdamKernelBase : KernelBase<LibTorch, Options, State> {
   }
 
   static void step(const Options& o, const StepList& list, const StepScalars& scalars) {
-    constexpr bool decays_params = std::is_same_v<Options, torch::optim::AdamWOptions>;
-    if (list.lacks_op) return step_adam_flat(o, list, scalars, decays_params);
+    if (list.lacks_op) return step_flat(o, list, scalars);
     const auto with = [&](auto chosen, const auto& rate) {
       const auto [beta1, beta2] = o.betas();
       chosen(list.params, list.grads, list.state[0], list.state[1],
@@ -547,6 +508,29 @@ struct AdamKernelBase : KernelBase<LibTorch, Options, State> {
              scalars.grad_scale(), scalars.found_inf());
     };
     list.rate.defined() ? with(kernel_of_rate_on_device, list.rate) : with(kernel, o.lr());
+  }
+
+ private:
+  static void step_flat(const Options& o, const StepList& list, const StepScalars& scalars) {
+    const FlatStep step(list, scalars);
+    const auto [beta1, beta2] = o.betas();
+    const at::Tensor rate = step.rate_if_taken(o.lr()), skipped = step.skipped();
+    const at::Tensor count = step.count();
+    const auto correction = [&](double beta) {
+      return at::rsub(at::pow(beta, count), 1.).add_(skipped);
+    };
+    if constexpr (std::is_same_v<Options, torch::optim::AdamWOptions>) {
+      step.params.mul_(at::rsub(rate, 1., o.weight_decay()));
+    } else {
+      step.decay(o.weight_decay());
+    }
+    step.state[0].lerp_(step.grads, step.taken.mul(1. - beta1));
+    step.state[1].lerp_(step.grads.mul(step.grads), step.taken.mul(1. - beta2));
+    if (o.amsgrad()) step.state[2].lerp_(step.state[2].maximum(step.state[1]), step.taken);
+    at::Tensor direction = step.state[o.amsgrad() ? 2 : 1].sqrt();
+    direction.div_(correction(beta2).sqrt_()).add_(skipped.add(o.eps()));
+    at::div_out(direction, step.state[0], direction);
+    step.descend(direction, rate.div(correction(beta1)));
   }
 };
 
@@ -598,7 +582,8 @@ struct SgdKernel
     } else if (list.counter->at_most == 0) {
       call(o, list, /*first=*/true, scalars.grad_scale(), found_inf);
     } else {
-      const at::Tensor& gates = list.counter->gates;
+      const at::Tensor& numbers = list.counter->numbers;
+      const at::Tensor gates = found_inf ? numbers.maximum(*found_inf) : numbers;
       call(o, list, /*first=*/true, scalars.grad_scale(), gates.select(0, 0));
       call(o, list, /*first=*/false, scalars.grad_scale(), gates.select(0, 1));
     }

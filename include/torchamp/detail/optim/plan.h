@@ -110,10 +110,6 @@ inline void replace_states(torch::optim::Optimizer& optimizer, ParamStates state
   optimizer.state().max_load_factor(load_factor);
 }
 
-[[gnu::cold]] inline ParamGroups one_group(std::vector<at::Tensor> params) {
-  return {torch::optim::OptimizerParamGroup(std::move(params))};
-}
-
 inline std::string place_of(std::size_t group, std::size_t index) {
   return c10::str("parameter ", index, " of group ", group);
 }
@@ -301,12 +297,7 @@ class StepPlan {
     auto slot = slots_.begin();
     for (std::size_t g = 0; g < groups.size(); ++g) {
       for (const at::Tensor& param : groups[g].params()) {
-        if (gradient_of(param).defined()) {
-          const auto counted = counters_.find(slot->param);
-          const auto counter = counted == counters_.end() ? nullptr : counted->second;
-          slot->list = list_of(g, param, counter);
-          add_parameter(lists_[slot->list], param, defaults, states, counter.get());
-        }
+        if (gradient_of(param).defined()) slot->list = add_parameter(g, param, defaults, states);
         ++slot;
       }
     }
@@ -437,15 +428,14 @@ class StepPlan {
   /// else has stays: graphs may use its memory.
   [[gnu::cold]] void count_apart(const Share& share) {
     std::shared_ptr<StepCounter> counter = share.before;
-    const auto users = std::count_if(slots_.begin(), slots_.end(),
-                                     [&](const Slot& slot) { return slot.counter == counter; });
+    std::size_t users = 0;
+    for (const auto& [param, other] : counters_) users += other == counter ? 1 : 0;
     if (!counter) {
       counter = std::make_shared<StepCounter>(share.device, share.steps);
     } else if (users != share.params.size() || counter->value.device() != share.device) {
       counter = std::make_shared<StepCounter>(counter->copy_to(share.device));
     }
     for (void* const param : share.params) counters_[param] = counter;
-    counter->gated = false;
     constexpr bool first_only = requires {
       requires Kernel::counts_first_only;
     };
@@ -529,40 +519,36 @@ class StepPlan {
     return s;
   }
 
-  /// The list that the parameter belongs to, which may be a new one.
-  [[gnu::cold]] std::size_t list_of(std::size_t group, const at::Tensor& param,
-                                    std::shared_ptr<StepCounter> counter) {
+  /// Adds a parameter to the list that it belongs to, which may be a new one; the list's index.
+  [[gnu::cold]] std::size_t add_parameter(std::size_t group, const at::Tensor& param,
+                                          const Options& defaults, ParamStates& states) {
+    const Use& use = uses_[group];
+    const auto counter = use.counted ? counters_.at(param.unsafeGetTensorImpl()) : nullptr;
     bool is_lacked = false;
     if constexpr (may_step_parts<Kernel>) is_lacked = !has_fused_kernel(Kernel::op, param);
-    if (!(Kernel::apart || is_lacked) || !uses_[group].asks_counter) counter = nullptr;
-    if (counter) counter->gated = true;
-    StepList& list = group_of(
-        lists_, StepKey{TensorKind::of(param), group, std::move(counter), step_method_of(param)});
+    const bool is_apart = (Kernel::apart || is_lacked) && use.asks_counter;
+    StepList& list = group_of(lists_, StepKey{TensorKind::of(param), group,
+                                              is_apart ? counter : nullptr, step_method_of(param)});
     if (list.params.empty()) {
       list.scalars = scalars_of(param.device());
       list.lacks_op = is_lacked;
-      list.state.resize(uses_[group].kinds);
+      list.state.resize(use.kinds);
     }
-    return static_cast<std::size_t>(&list - lists_.data());
-  }
-
-  void add_parameter(StepList& list, const at::Tensor& param, const Options& defaults,
-                     ParamStates& states, const StepCounter* counter) const {
     list.params.push_back(param);
     if (list.method) list.beside.push_back(list.method->beside(param));
     // Its group may have been added by torch::optim::Optimizer, which tells nobody.
     if (WeightMeta* const meta = weight_meta_of(param)) meta->has_optimizer = true;
-    if (uses_[list.group].counted) list.counters.push_back(counter->value);
-    if (list.state.empty()) return;
-    auto& state = states[param.unsafeGetTensorImpl()];
-    if (!state) state = std::make_unique<State>();
-    for (std::size_t k = 0; k < list.state.size(); ++k) {
+    if (counter) list.counters.push_back(counter->value);
+    for (std::size_t k = 0; k < use.kinds; ++k) {
+      auto& state = states[param.unsafeGetTensorImpl()];
+      if (!state) state = std::make_unique<State>();
       at::Tensor& tensor = Kernel::tensor(static_cast<State&>(*state), k);
       tensor = tensor.defined()
                    ? fitted(tensor, param)
                    : Kernel::initial(k, list.method ? list.method->master(param) : param, defaults);
       list.state[k].push_back(tensor);
     }
+    return static_cast<std::size_t>(&list - lists_.data());
   }
 
   std::vector<Slot> slots_;  ///< for each parameter of each group, in order
