@@ -138,6 +138,8 @@ const Names none;
 const Names look{"_amp_foreach_non_finite_check_and_unscale_"};
 /// The step is counted, or not.
 const Names count{"_fused_sgd_"};
+/// Of SGD: there has been a first step, or not.
+const Names note{"lerp"};
 /// The scale and its tracker.
 const Names update{"_amp_update_scale_"};
 /// Where replays are expected, or limits watched: the count of skips in a row.
@@ -164,7 +166,7 @@ TEST_P(StepCosts, AFusedStepMakesTheseSmallLaunchesHoweverManyParameters) {
   const Names counting = kind.starts_with("ada") ? count : none;
   for (const bool clips : {false, true}) {
     const Names small =
-        (clips ? clip_small : none) + look + counting + flags + (notes ? count : none) + update;
+        (clips ? clip_small : none) + look + counting + flags + (notes ? note : none) + update;
     EXPECT_LE(small.size(), clips ? 8U : 4U);
     // With a clip, the norm tells whether all is finite. Its copies divided by the scale are for
     // devices that may lack fp64; see Note [Norms of scaled gradients].
@@ -254,7 +256,7 @@ TEST(StepCostsOf, AFirstStepOfSGDCostsNothingMoreOnceTheHostHasLearnedOfIt) {
   for (const Tensor& p : skipped.params) p.mutable_grad().fill_(std::nan(""));
   skipped.capture();
   EXPECT_THAT(skipped.cost().small,
-              ElementsAreArray(look + Names{"maximum"} + count + update + skips));
+              ElementsAreArray(look + Names{"maximum"} + note + update + skips));
   for (const Tensor& p : skipped.params) p.mutable_grad().fill_(1e-3);
   for (int i = 0; i < 4; ++i) {
     skipped.once();

@@ -173,22 +173,20 @@ class StepScalars {
       // The kernels skip where the flag is exactly 1. A sum over devices or processes may be more.
       if (!is_exact) found_inf_ = at::ne_out(flag_, *found_inf_, 0.);
     }
-    if (found_inf_ && !values_.empty() && !counts_by_sgd_) taken_ = at::rsub(*found_inf_, 1.);
     for (const auto& counter : firsts_) counter->learn();
   }
 
   /// Counts the step, unless it is skipped: the kernels want to find it counted.
   void begin() {
     if (values_.empty()) return;
-    if (!found_inf_) {
-      at::_foreach_add_(values_, one_);
-    } else if (!counts_by_sgd_) {
-      at::_foreach_add_(values_, taken_);
-    } else {  // SGD's kernel adds numbers to numbers, or does not, in one launch
+    if (found_inf_ && counts_by_sgd_) {  // it adds numbers to numbers, or does not, in one launch
       at::_fused_sgd_(values_, ones_, {}, /*weight_decay=*/0., /*momentum=*/0., /*lr=*/1.,
                       /*dampening=*/0., /*nesterov=*/false, /*maximize=*/true,
                       /*is_first_step=*/false, /*grad_scale=*/{}, found_inf_);
+      return;
     }
+    at::_foreach_add_(values_, one_);
+    if (found_inf_) at::_foreach_add_(values_, *found_inf_, /*alpha=*/-1.);
   }
 
   void end() {
@@ -202,7 +200,6 @@ class StepScalars {
     for (const auto& counter : firsts_) follow_up(counter);
     grad_scale_.reset();
     found_inf_.reset();
-    taken_ = at::Tensor();
   }
 
   /// Counts, on the host, a replayed step, which may have been skipped.
@@ -234,7 +231,6 @@ class StepScalars {
 
   at::Device device_;
   at::Tensor one_, flag_;
-  at::Tensor taken_;  // 1, or 0 if the step is skipped
   at::Tensor noted_;  // 1 and 0: a counter's numbers after a step
   bool counts_by_sgd_;
   std::optional<at::Tensor> grad_scale_, found_inf_;
@@ -267,7 +263,6 @@ struct StepList : StepListHead {
   std::vector<at::Tensor> params{}, grads{};
   std::vector<at::Tensor> counters{};            ///< one for each parameter, shared or not
   std::vector<std::vector<at::Tensor>> state{};  ///< by kind of state, then by parameter
-  std::vector<at::Tensor> beside{};              ///< the weights, for `method`
 
   /// The list without its parameters.
   StepList emptied() const {
@@ -382,11 +377,8 @@ class StepMethod {
   /// Throws where `weight` cannot be stepped with `gradient`.
   virtual void check(const at::Tensor& weight, const at::Tensor& gradient,
                      ErrorPlace where) const = 0;
-  /// What a list keeps beside the weight.
-  virtual at::Tensor beside(const at::Tensor& weight) const = 0;
-  /// Whether check() would pass, and `beside` still is what is beside the weight.
-  virtual bool holds(const at::Tensor& weight, const at::Tensor& gradient,
-                     const at::Tensor& beside) const = 0;
+  /// Whether check() would pass.
+  virtual bool holds(const at::Tensor& weight, const at::Tensor& gradient) const = 0;
   /// What the weight stands for, of its layout: a state starts from it.
   virtual at::Tensor master(const at::Tensor& weight) const = 0;
 

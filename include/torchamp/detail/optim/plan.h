@@ -500,9 +500,7 @@ class StepPlan {
       return false;
     }
     if (step_method_of(param) != list.method) return false;
-    if (list.method && !list.method->holds(param, grad, list.beside[list.grads.size()])) {
-      return false;
-    }
+    if (list.method && !list.method->holds(param, grad)) return false;
     if (!list.state.empty()) {
       const std::size_t i = list.grads.size();
       if (!state || !has_tensors(list, i, *state)) return false;
@@ -535,7 +533,6 @@ class StepPlan {
       list.state.resize(use.kinds);
     }
     list.params.push_back(param);
-    if (list.method) list.beside.push_back(list.method->beside(param));
     // Its group may have been added by torch::optim::Optimizer, which tells nobody.
     if (WeightMeta* const meta = weight_meta_of(param)) meta->has_optimizer = true;
     if (counter) list.counters.push_back(counter->value);

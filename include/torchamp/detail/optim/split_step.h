@@ -49,7 +49,7 @@ class SplitPiece {
     const auto part = [&](const at::Tensor& tensor) {
       return in_memory_order(tensor).narrow(0, begin, size);
     };
-    runs_.add(part(list_.params[i]), part(list_.beside[i]));
+    runs_.add(part(list_.params[i]), part(split_of(list_.params[i])->low));
     piece_.add_beside_param(list_, i, part);
     elements_ += size;
   }
@@ -110,13 +110,9 @@ class SplitStep final : public StepMethod {
     check_split(weight, gradient, where);
   }
 
-  at::Tensor beside(const at::Tensor& weight) const override { return split_of(weight)->low; }
-
-  bool holds(const at::Tensor& weight, const at::Tensor& gradient,
-             const at::Tensor& beside) const override {
+  bool holds(const at::Tensor& weight, const at::Tensor& gradient) const override {
     const SplitWeight& split = *split_of(weight);
-    return split.low.is_same(beside) && gradient.scalar_type() == at::kFloat &&
-           split.fits(weight) && split.is_unwritten(weight);
+    return gradient.scalar_type() == at::kFloat && split.fits(weight) && split.is_unwritten(weight);
   }
 
   at::Tensor master(const at::Tensor& weight) const override {
