@@ -7,6 +7,7 @@
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
+#include <cstddef>
 #include <utility>
 #include <vector>
 
@@ -73,8 +74,9 @@ class FusedOptimizer : public torch::optim::Optimizer,
   /// Whether each step drops its gradients.
   bool drops_gradients_after_step() const { return drops_gradients_; }
 
-  /// As torch::optim::Optimizer::add_param_group.
+  /// As torch::optim::Optimizer::add_param_group. Errors: as of the constructor.
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
+    check_group(group, param_groups_.size());
     Optimizer::add_param_group(group);
     note_weights();
   }
@@ -97,6 +99,11 @@ class FusedOptimizer : public torch::optim::Optimizer,
 
  protected:
   using Optimizer::Optimizer;
+
+  /// Throws for a group with options of its own that are out of range or another optimizer's, for
+  /// which LibTorch takes the defaults. `number` is for the error.
+  virtual void check_group(const torch::optim::OptimizerParamGroup& /*group*/,
+                           std::size_t /*number*/) const {}
 
   /// Tells ShardedMasterWeights that their weights are stepped here.
   void note_weights() const {
@@ -136,8 +143,6 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
       : FusedOptimizerOf({torch::optim::OptimizerParamGroup(std::move(params))},
                          std::move(defaults)) {}
   ~FusedOptimizerOf() override;
-  /// As torch::optim::Optimizer::add_param_group. Errors: as of the constructor.
-  void add_param_group(const torch::optim::OptimizerParamGroup& group);
   // NOLINTBEGIN(performance-noexcept-move-constructor): LibTorch's own may throw
   FusedOptimizerOf(FusedOptimizerOf&&) = default;
   FusedOptimizerOf& operator=(FusedOptimizerOf&&) = default;
@@ -166,6 +171,8 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
   void note_replayed_step() override;
 
  protected:
+  void check_group(const torch::optim::OptimizerParamGroup& group,
+                   std::size_t number) const override;
   void step_fused(const at::Tensor& grad_scale, const at::Tensor& found_inf,
                   bool is_exact) override;
 

@@ -38,13 +38,6 @@ template <class Kernel>
   return optimizer;
 }
 
-/// Throws for a group with options of its own that are out of range or another optimizer's, for
-/// which LibTorch takes the defaults. `number` is for the error.
-template <OptimizerKernel Kernel>
-void check_options(const torch::optim::OptimizerParamGroup& group, std::size_t number) {
-  if (group.has_options()) counterpart<Kernel>(options_of<Kernel>(group, number));
-}
-
 }  // namespace detail
 
 template <detail::OptimizerKernel Kernel>
@@ -55,15 +48,14 @@ FusedOptimizerOf<Kernel>::FusedOptimizerOf(
     const std::vector<torch::optim::OptimizerParamGroup>& groups, Options defaults)
     : FusedOptimizer(groups, std::make_unique<Options>(defaults)) {
   detail::counterpart<Kernel>(defaults);
-  for (std::size_t g = 0; g < groups.size(); ++g) detail::check_options<Kernel>(groups[g], g);
+  for (std::size_t g = 0; g < groups.size(); ++g) check_group(groups[g], g);
   note_weights();
 }
 
 template <detail::OptimizerKernel Kernel>
-[[gnu::cold]] void FusedOptimizerOf<Kernel>::add_param_group(
-    const torch::optim::OptimizerParamGroup& group) {
-  detail::check_options<Kernel>(group, param_groups_.size());
-  FusedOptimizer::add_param_group(group);
+[[gnu::cold]] void FusedOptimizerOf<Kernel>::check_group(
+    const torch::optim::OptimizerParamGroup& group, std::size_t number) const {
+  if (group.has_options()) detail::counterpart<Kernel>(detail::options_of<Kernel>(group, number));
 }
 
 template <detail::OptimizerKernel Kernel>

@@ -13,6 +13,7 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/lerp.h>
@@ -59,15 +60,11 @@ struct StepCounter final : ReplayedState {
     numbers.select(0, 1).fill_(steps == 0 ? 1. : 0.);
   }
 
-  bool known() const { return at_least == at_most; }
-
   /// The same count, for parameters on `device` whose steps are counted apart from here on.
   StepCounter copy_to(at::Device device) const {
-    StepCounter copy(*this);
-    copy.numbers = numbers.to(device, numbers.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
-    copy.value = copy.numbers.select(0, 0);
-    copy.mirror = {};
-    copy.asked = false;
+    StepCounter copy(device, at_most);
+    copy.numbers.copy_(numbers);
+    copy.at_least = at_least;
     return copy;
   }
 
@@ -116,8 +113,6 @@ struct StepCounter final : ReplayedState {
   static constexpr float not_here_yet = -1.F;
 };
 
-using StepCounters = std::vector<std::shared_ptr<StepCounter>>;
-
 /// Whether the device of `tensor` has ATen's fused kernel `op`, "aten::_fused_sgd_", and it does
 /// what is said of those in optim.h.
 inline bool has_fused_kernel(const char* op, const at::Tensor& tensor) {
@@ -131,12 +126,11 @@ inline bool has_fused_kernel(const char* op, const at::Tensor& tensor) {
 class StepScalars {
  public:
   explicit StepScalars(at::Device device)
-      : device_(device),
-        one_(number(1.F)),
-        flag_(number(0.F)),
+      : one_(at::full({}, 1.F, at::device(device).dtype(at::kFloat))),
+        flag_(at::empty_like(one_)),
         counts_by_sgd_(has_fused_kernel("aten::_fused_sgd_", one_)) {}
 
-  at::Device device() const { return device_; }
+  at::Device device() const { return one_.device(); }
   const at::Tensor& one() const { return one_; }
 
   /// On this device, as the fused kernels take them.
@@ -167,9 +161,9 @@ class StepScalars {
   void prepare(const at::Tensor& grad_scale, const at::Tensor& found_inf, bool is_exact) {
     grad_scale_.reset();
     found_inf_.reset();
-    if (grad_scale.defined()) grad_scale_ = to_device_async(device_, grad_scale);
+    if (grad_scale.defined()) grad_scale_ = to_device_async(device(), grad_scale);
     if (found_inf.defined()) {
-      found_inf_ = to_device_async(device_, found_inf);
+      found_inf_ = to_device_async(device(), found_inf);
       // The kernels skip where the flag is exactly 1. A sum over devices or processes may be more.
       if (!is_exact) found_inf_ = at::ne_out(flag_, *found_inf_, 0.);
     }
@@ -190,51 +184,40 @@ class StepScalars {
   }
 
   void end() {
-    for (const auto& counter : firsts_) note_first_step(*counter);
-    for (const auto* const counters : {&counters_, &firsts_}) {
-      for (const auto& counter : *counters) {
-        if (!found_inf_) ++counter->at_least;
-        ++counter->at_most;
+    for (const auto& counter : firsts_) {
+      if (counter->at_least > 0) continue;
+      at::Tensor numbers = counter->numbers;
+      found_inf_ ? at::lerp_out(numbers, noted_, numbers, *found_inf_) : numbers.copy_(noted_);
+    }
+    count_on_host(/*surely=*/!found_inf_);
+    for (const auto& counter : firsts_) {
+      if (!counter->may_be_first()) continue;
+      if (GraphBody* const body = GraphBody::current()) {
+        body->states.push_back(counter);
+      } else {
+        counter->look();
       }
     }
-    for (const auto& counter : firsts_) follow_up(counter);
     grad_scale_.reset();
     found_inf_.reset();
   }
 
-  /// Counts, on the host, a replayed step, which may have been skipped.
-  void note_step() {
-    for (const auto& counter : counters_) ++counter->at_most;
-    for (const auto& counter : firsts_) ++counter->at_most;
-  }
-
- private:
-  at::Tensor number(float value) const {
-    return at::full({}, value, at::device(device_).dtype(at::kFloat));
-  }
-
-  /// Has the device note a first step, unless it was skipped.
-  void note_first_step(const StepCounter& counter) const {
-    if (counter.at_least > 0) return;
-    at::Tensor numbers = counter.numbers;
-    found_inf_ ? at::lerp_out(numbers, noted_, numbers, *found_inf_) : numbers.copy_(noted_);
-  }
-
-  static void follow_up(const std::shared_ptr<StepCounter>& counter) {
-    if (!counter->may_be_first()) return;
-    if (GraphBody* const body = GraphBody::current()) {
-      body->states.push_back(counter);
-    } else {
-      counter->look();
+  /// Counts a step; not `surely`: one that may have been skipped, as a replayed one may.
+  void count_on_host(bool surely) {
+    for (const auto* const counters : {&counters_, &firsts_}) {
+      for (const auto& counter : *counters) {
+        if (surely) ++counter->at_least;
+        ++counter->at_most;
+      }
     }
   }
 
-  at::Device device_;
+ private:
   at::Tensor one_, flag_;
   at::Tensor noted_;  // 1 and 0: a counter's numbers after a step
   bool counts_by_sgd_;
   std::optional<at::Tensor> grad_scale_, found_inf_;
-  StepCounters counters_, firsts_;
+  std::vector<std::shared_ptr<StepCounter>> counters_, firsts_;
   std::vector<at::Tensor> values_, ones_;  // one for each of counters_
 };
 
@@ -593,8 +576,8 @@ struct SgdKernel
       const at::Tensor& buffer = step.state[0];
       at::Tensor weight = step.taken;  // of the gradient in the buffer
       if (asks_counter(o)) {
-        const at::Tensor is_first = list.counter->numbers.select(0, 1);
-        weight = is_first.mul(o.dampening()).add_(1. - o.dampening()).mul(weight);
+        const at::Tensor is_first = list.counter->numbers.select(0, 1).to(weight.scalar_type());
+        weight = is_first.mul(o.dampening()).add_(1. - o.dampening()).mul_(weight);
       }
       buffer.mul_(step.taken.mul(o.momentum() - 1.).add_(1.)).addcmul_(direction, weight);
       direction = o.nesterov() ? direction.add(buffer, o.momentum()) : buffer;

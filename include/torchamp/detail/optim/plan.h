@@ -332,7 +332,7 @@ class StepPlan {
   template <class F>
   void read_counts(const F& f) const {
     for (const auto& [param, counter] : counters_) {
-      if (!counter->known()) {
+      if (counter->at_least != counter->at_most) {
         counter->at_least = counter->at_most = counter->value.template item<int64_t>();
       }
       f(param, counter->at_most);
@@ -372,7 +372,7 @@ class StepPlan {
 
   /// Counts a step of which only the device knows whether it was skipped.
   void note_step() {
-    for (StepScalars& scalars : scalars_) scalars.note_step();
+    for (StepScalars& scalars : scalars_) scalars.count_on_host(/*surely=*/false);
   }
 
   /// Steps with the gradients collected. `drops`: they are dropped after it. Takes memory first:

@@ -100,11 +100,6 @@ inline int64_t split_piece_elements(const StepList& list, bool takes_parts) {
 /// Steps split weights: both halves, in memory of fp32.
 class SplitStep final : public StepMethod {
  public:
-  static const SplitStep* get() {
-    static const SplitStep method;
-    return &method;
-  }
-
   void check(const at::Tensor& weight, const at::Tensor& gradient,
              ErrorPlace where) const override {
     check_split(weight, gradient, where);
@@ -152,10 +147,12 @@ class SplitStep final : public StepMethod {
   }
 };
 
+inline const SplitStep split_step;
+
 inline c10::intrusive_ptr<SplitWeight> make_split_weight(at::Tensor low) {
   auto split = c10::make_intrusive<SplitWeight>();
   split->low = std::move(low);
-  split->step_method = SplitStep::get();
+  split->step_method = &split_step;
   return split;
 }
 
