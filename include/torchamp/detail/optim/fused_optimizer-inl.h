@@ -137,7 +137,14 @@ template <detail::OptimizerKernel Kernel>
       stepped_with_.empty() ||
       (same_plan && std::equal(stepped_with_.begin(), stepped_with_.end(), param_groups_.begin(),
                                param_groups_.end(), stepped_with_these));
-  if (!same_plan) detail::fit_states<Kernel>(param_groups_, state_);
+  if (!same_plan) {  // what was loaded may lie on the host
+    detail::for_each_state<Kernel>(param_groups_, state_,
+                                   [](auto, auto, const at::Tensor& param, at::Tensor& tensor) {
+                                     if (!tensor.defined() || tensor.sizes() != param.sizes())
+                                       return;
+                                     tensor = detail::fitted(tensor, param);
+                                   });
+  }
   plan_.write_rates(param_groups_);
   return like_the_last;
 }

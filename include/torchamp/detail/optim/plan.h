@@ -3,7 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/div.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
 #include <c10/core/ScalarType.h>
@@ -207,17 +206,6 @@ inline bool same_layout(const at::Tensor& a, const at::Tensor& b) {
   at::Tensor copy = at::empty_like(param, param.options().dtype(kind.dtype));
   copy.copy_(tensor);
   return copy;
-}
-
-/// Brings the states to where their parameters are, if they are not there: what was loaded may lie
-/// on the host.
-template <OptimizerKernel Kernel>
-[[gnu::cold]] void fit_states(const ParamGroups& groups, const ParamStates& states) {
-  for_each_state<Kernel>(groups, states,
-                         [](auto, auto, const at::Tensor& param, at::Tensor& tensor) {
-                           if (tensor.defined() && tensor.sizes() == param.sizes())
-                             tensor = fitted(tensor, param);
-                         });
 }
 
 // Note [The plan of a fused step]

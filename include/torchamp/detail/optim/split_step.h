@@ -147,7 +147,7 @@ class SplitStep final : public StepMethod {
   }
 };
 
-inline const SplitStep split_step;
+inline const SplitStep split_step{};
 
 inline c10::intrusive_ptr<SplitWeight> make_split_weight(at::Tensor low) {
   auto split = c10::make_intrusive<SplitWeight>();
