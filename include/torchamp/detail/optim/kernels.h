@@ -221,6 +221,23 @@ class StepScalars {
   std::vector<at::Tensor> values_, ones_;  // one for each of counters_
 };
 
+/// Memory for steps by pieces. Lists of one kind, which are stepped one after the other, share it.
+class PieceMemory {
+ public:
+  at::Tensor get(const TensorKind& kind, int64_t elements) {
+    for (const at::Tensor& piece : pieces_) {
+      if (TensorKind::of(piece) == kind && piece.numel() >= elements) {
+        return piece.narrow(0, 0, elements);
+      }
+    }
+    pieces_.push_back(at::empty({elements}, at::device(kind.device).dtype(kind.dtype)));
+    return pieces_.back();
+  }
+
+ private:
+  std::vector<at::Tensor> pieces_;
+};
+
 /// What parameters have in common that one call steps.
 struct StepKey : TensorKind {
   std::size_t group;
@@ -246,6 +263,7 @@ struct StepList : StepListHead {
   std::vector<at::Tensor> params{}, grads{};
   std::vector<at::Tensor> counters{};            ///< one for each parameter, shared or not
   std::vector<std::vector<at::Tensor>> state{};  ///< by kind of state, then by parameter
+  at::Tensor buffer{};                           ///< of a step by pieces, while it lasts
 
   /// The list without its parameters.
   StepList emptied() const {
@@ -322,33 +340,6 @@ struct KernelStep : c10::function_ref<void(const StepList&, const StepScalars&)>
   bool takes_parts;  ///< whether it does to a part of a parameter what it would do to the whole
 };
 
-/// Memory for steps by pieces. Lists of one kind, which are stepped one after the other, share it.
-class PieceMemory {
- public:
-  at::Tensor get(const TensorKind& kind, int64_t elements) {
-    for (const at::Tensor& piece : pieces_) {
-      if (TensorKind::of(piece) == kind && piece.numel() >= elements) {
-        return piece.narrow(0, 0, elements);
-      }
-    }
-    pieces_.push_back(at::empty({elements}, at::device(kind.device).dtype(kind.dtype)));
-    return pieces_.back();
-  }
-
- private:
-  std::vector<at::Tensor> pieces_;
-};
-
-/// For masters, and for gradients that are divided apart.
-struct StepMemory {
-  PieceMemory masters{}, gradients{};
-};
-
-/// A list's part of that; undefined where it needs none.
-struct StepBuffers {
-  at::Tensor masters{}, gradients{};
-};
-
 /// How fused optimizers step weights that are not stepped as they are; see Note [Weights that carry
 /// something]. Weights with one method are in lists of their own.
 class StepMethod {
@@ -365,11 +356,11 @@ class StepMethod {
   /// What the weight stands for, of its layout: a state starts from it.
   virtual at::Tensor master(const at::Tensor& weight) const = 0;
 
-  /// What step() is to be given. `drops`: the gradients are dropped after the step.
-  virtual StepBuffers buffers(StepMemory& memory, const StepList& list, const StepScalars& scalars,
-                              bool takes_parts, bool drops) const = 0;
-  virtual void step(const KernelStep& kernel, const StepList& list, const StepScalars& scalars,
-                    const StepBuffers& buffers) const = 0;
+  /// What step() is to find as list.buffer. `drops`: the gradients are dropped after the step.
+  virtual at::Tensor buffer(PieceMemory& memory, const StepList& list, const StepScalars& scalars,
+                            bool takes_parts, bool drops) const = 0;
+  virtual void step(const KernelStep& kernel, const StepList& list,
+                    const StepScalars& scalars) const = 0;
   /// After step(), with the weight's new version.
   virtual void note_stepped(const at::Tensor& weight) const = 0;
 

@@ -70,7 +70,7 @@ inline bool is_large(const at::Tensor& param) {
   return param.numel() >= divided_at_once;
 }
 
-/// What step_and_drop() is to be given; undefined where no gradient is divided apart.
+/// What step_and_drop() is to find as list.buffer; undefined where no gradient is divided apart.
 inline at::Tensor buffer_to_drop(PieceMemory& memory, const StepList& list,
                                  const StepScalars& scalars) {
   if (!divides_apart(list, scalars)) return {};
@@ -80,7 +80,7 @@ inline at::Tensor buffer_to_drop(PieceMemory& memory, const StepList& list,
 
 /// `kernel` for a list whose gradients are dropped after the step: leaves large ones scaled.
 inline void step_and_drop(const KernelStep& kernel, const StepList& list,
-                          const StepScalars& scalars, const at::Tensor& buffer) {
+                          const StepScalars& scalars) {
   StepList small = list.emptied();
   for (std::size_t i = 0; i < list.params.size(); ++i) {
     const int64_t size = list.params[i].numel();
@@ -93,7 +93,7 @@ inline void step_and_drop(const KernelStep& kernel, const StepList& list,
       piece.add(list, i, [&](const at::Tensor& tensor) {
         return in_memory_order(tensor).narrow(0, begin, std::min(divided_at_once, size - begin));
       });
-      step_divided(kernel, piece, scalars, buffer);
+      step_divided(kernel, piece, scalars, list.buffer);
     }
   }
   if (!small.params.empty()) kernel(small, scalars);
@@ -369,12 +369,10 @@ class StepPlan {
   void run(const ParamGroups& groups, const at::Tensor& grad_scale, const at::Tensor& found_inf,
            bool is_exact, bool drops) {
     for (StepScalars& scalars : scalars_) scalars.prepare(grad_scale, found_inf, is_exact);
-    StepMemory memory;
-    std::vector<StepBuffers> buffers;
-    for (const StepList& list : lists_) buffers.push_back(buffers_of(list, memory, drops));
+    PieceMemory memory;
+    for (StepList& list : lists_) list.buffer = buffer_of(list, memory, drops);
     for (StepScalars& scalars : scalars_) scalars.begin();
-    for (std::size_t i = 0; i < lists_.size(); ++i) {
-      const StepList& list = lists_[i];
+    for (const StepList& list : lists_) {
       const Options& options = options_of<Kernel>(groups[list.group], list.group);
       const auto step = [&](const StepList& part, const StepScalars& scalars) {
         Kernel::step(options, part, scalars);
@@ -382,9 +380,9 @@ class StepPlan {
       const KernelStep kernel{step, may_step_parts<Kernel>};
       const StepScalars& scalars = scalars_[list.scalars];
       if (list.method) {
-        list.method->step(kernel, list, scalars, buffers[i]);
-      } else if (buffers[i].gradients.defined()) {
-        step_and_drop(kernel, list, scalars, buffers[i].gradients);
+        list.method->step(kernel, list, scalars);
+      } else if (list.buffer.defined()) {
+        step_and_drop(kernel, list, scalars);
       } else {
         step(list, scalars);
       }
@@ -392,6 +390,7 @@ class StepPlan {
     for (StepScalars& scalars : scalars_) scalars.end();
     for (StepList& list : lists_) {
       list.grads.clear();
+      list.buffer.reset();
       // The kernels do not tell autograd, nor a cache of weight casts, that they write.
       for (const at::Tensor& param : list.params) {
         param.unsafeGetTensorImpl()->bump_version();
@@ -449,12 +448,11 @@ class StepPlan {
     return slot == slots_.cend();
   }
 
-  StepBuffers buffers_of(const StepList& list, StepMemory& memory, bool drops) const {
+  at::Tensor buffer_of(const StepList& list, PieceMemory& memory, bool drops) const {
     const StepScalars& scalars = scalars_[list.scalars];
     constexpr bool takes_parts = may_step_parts<Kernel>;
-    if (list.method) return list.method->buffers(memory, list, scalars, takes_parts, drops);
-    if (!takes_parts || !drops) return {};
-    return {.gradients = buffer_to_drop(memory.gradients, list, scalars)};
+    if (list.method) return list.method->buffer(memory, list, scalars, takes_parts, drops);
+    return takes_parts && drops ? buffer_to_drop(memory, list, scalars) : at::Tensor();
   }
 
   static Use use_of(const ParamGroups& groups, std::size_t group) {

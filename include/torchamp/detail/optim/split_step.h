@@ -31,17 +31,21 @@ inline constexpr int64_t piece_unit = 1 << 12;
 /// are put together, stepped and split.
 class SplitPiece {
  public:
-  /// Where `buffers` has one for gradients, which are dropped after the step, divides them there.
+  /// Of at most `elements`, whose masters are in the beginning of list.buffer. The rest, if any, is
+  /// for gradients that are divided apart.
   SplitPiece(const KernelStep& kernel, const StepList& list, const StepScalars& scalars,
-             StepBuffers buffers)
+             int64_t elements)
       : kernel_(kernel),
         list_(list),
         scalars_(scalars),
-        buffers_(std::move(buffers)),
+        masters_(list.buffer.narrow(0, 0, elements)),
         runs_(list.device),
-        piece_(part_of(list)) {}
+        piece_(part_of(list)) {
+    const int64_t rest = list.buffer.numel() - elements;
+    if (rest > 0) divided_ = list.buffer.narrow(0, elements, rest);
+  }
 
-  int64_t room() const { return buffers_.masters.numel() - elements_; }
+  int64_t room() const { return masters_.numel() - elements_; }
   bool empty() const { return elements_ == 0; }
 
   /// Adds `size` elements of the i-th weight, from `begin` on.
@@ -56,13 +60,13 @@ class SplitPiece {
 
   /// Steps what was added, and is empty again.
   void step() {
-    piece_.params = runs_.join(buffers_.masters);
-    if (buffers_.gradients.defined()) {
-      step_divided(kernel_, piece_, scalars_, buffers_.gradients);
+    piece_.params = runs_.join(masters_);
+    if (divided_.defined()) {
+      step_divided(kernel_, piece_, scalars_, divided_);
     } else {
       kernel_(piece_, scalars_);
     }
-    runs_.split(buffers_.masters, SplitNaNs::usual, scalars_.found_inf());
+    runs_.split(masters_, SplitNaNs::usual, scalars_.found_inf());
     runs_ = SplitRuns(list_.device);
     piece_ = part_of(list_);
     elements_ = 0;
@@ -79,7 +83,7 @@ class SplitPiece {
   const KernelStep& kernel_;
   const StepList& list_;
   const StepScalars& scalars_;
-  StepBuffers buffers_;
+  at::Tensor masters_, divided_;
   SplitRuns runs_;
   StepList piece_;
   int64_t elements_ = 0;
@@ -114,20 +118,17 @@ class SplitStep final : public StepMethod {
     return joined(weight, *split_of(weight));
   }
 
-  StepBuffers buffers(StepMemory& memory, const StepList& list, const StepScalars& scalars,
-                      bool takes_parts, bool drops) const override {
-    const TensorKind wide{list.device, at::kFloat};
+  at::Tensor buffer(PieceMemory& memory, const StepList& list, const StepScalars& scalars,
+                    bool takes_parts, bool drops) const override {
     const int64_t elements = split_piece_elements(list, takes_parts);
-    StepBuffers buffers{.masters = memory.masters.get(wide, elements)};
-    if (drops && divides_apart(SplitPiece::part_of(list), scalars)) {
-      buffers.gradients = memory.gradients.get(wide, division_buffer(elements));
-    }
-    return buffers;
+    const bool divides = drops && divides_apart(SplitPiece::part_of(list), scalars);
+    return memory.get({list.device, at::kFloat},
+                      elements + (divides ? division_buffer(elements) : 0));
   }
 
-  void step(const KernelStep& kernel, const StepList& list, const StepScalars& scalars,
-            const StepBuffers& buffers) const override {
-    SplitPiece piece(kernel, list, scalars, buffers);
+  void step(const KernelStep& kernel, const StepList& list,
+            const StepScalars& scalars) const override {
+    SplitPiece piece(kernel, list, scalars, split_piece_elements(list, kernel.takes_parts));
     for (std::size_t i = 0; i < list.params.size(); ++i) {
       const int64_t size = list.params[i].numel();
       if (!kernel.takes_parts && piece.room() < size) piece.step();
