@@ -140,8 +140,7 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
                             Options defaults = {});
   /// One group of `params`.
   explicit FusedOptimizerOf(std::vector<at::Tensor> params, Options defaults = {})
-      : FusedOptimizerOf({torch::optim::OptimizerParamGroup(std::move(params))},
-                         std::move(defaults)) {}
+      : FusedOptimizerOf(detail::one_group(std::move(params)), std::move(defaults)) {}
   ~FusedOptimizerOf() override;
   // NOLINTBEGIN(performance-noexcept-move-constructor): LibTorch's own may throw
   FusedOptimizerOf(FusedOptimizerOf&&) = default;

@@ -386,7 +386,7 @@ class FlatStep {
   at::Tensor params, grads;       ///< with at least the precision of fp32
   std::vector<at::Tensor> state;  ///< by kind
 
-  FlatStep(const StepList& list, const StepScalars& scalars)
+  [[gnu::cold]] FlatStep(const StepList& list, const StepScalars& scalars)
       : taken(scalars.found_inf() ? at::rsub(*scalars.found_inf(), 1.) : scalars.one()),
         list_(list) {
     if (list.dtype == at::kDouble) taken = taken.to(at::kDouble);
@@ -422,13 +422,13 @@ class FlatStep {
   }
 
  private:
-  at::Tensor flat(const std::vector<at::Tensor>& tensors) const {
+  [[gnu::cold]] at::Tensor flat(const std::vector<at::Tensor>& tensors) const {
     std::vector<at::Tensor> pieces;
     for (const at::Tensor& tensor : tensors) pieces.push_back(in_memory_order(tensor));
     return at::cat(pieces).to(taken.scalar_type());
   }
 
-  static void store(const std::vector<at::Tensor>& tensors, const at::Tensor& flat) {
+  [[gnu::cold]] static void store(const std::vector<at::Tensor>& tensors, const at::Tensor& flat) {
     std::vector<at::Tensor> pieces;
     int64_t offset = 0;
     for (const at::Tensor& tensor : tensors) {
@@ -477,7 +477,8 @@ struct AdamKernelBase : KernelBase<LibTorch, Options, State> {
   }
 
  private:
-  static void step_flat(const Options& o, const StepList& list, const StepScalars& scalars) {
+  [[gnu::cold]] static void step_flat(const Options& o, const StepList& list,
+                                      const StepScalars& scalars) {
     const FlatStep step(list, scalars);
     const auto [beta1, beta2] = o.betas();
     const at::Tensor rate = step.rate_if_taken(o.lr()), skipped = step.skipped();
@@ -559,7 +560,8 @@ struct SgdKernel
   // Found in 2.11: the CPU's kernel computes 16-bit parameters by vectors and stores only the rest.
   static constexpr bool cpu_loses_16_bit_steps = TORCHAMP_LIBTORCH < 215;
 
-  static void step_flat(const Options& o, const StepList& list, const StepScalars& scalars) {
+  [[gnu::cold]] static void step_flat(const Options& o, const StepList& list,
+                                      const StepScalars& scalars) {
     const FlatStep step(list, scalars);
     step.decay(o.weight_decay());
     at::Tensor direction = step.grads;
@@ -617,7 +619,8 @@ struct AdagradKernel : KernelBase<torch::optim::Adagrad, torch::optim::AdagradOp
   }
 
  private:
-  static void step_flat(const Options& o, const StepList& list, const StepScalars& scalars) {
+  [[gnu::cold]] static void step_flat(const Options& o, const StepList& list,
+                                      const StepScalars& scalars) {
     const FlatStep step(list, scalars);
     step.decay(o.weight_decay());
     step.state[0].addcmul_(step.grads.mul(step.grads), step.taken);

@@ -79,8 +79,8 @@ inline at::Tensor buffer_to_drop(PieceMemory& memory, const StepList& list,
 }
 
 /// `kernel` for a list whose gradients are dropped after the step: leaves large ones scaled.
-inline void step_and_drop(const KernelStep& kernel, const StepList& list,
-                          const StepScalars& scalars) {
+[[gnu::cold]] inline void step_and_drop(const KernelStep& kernel, const StepList& list,
+                                        const StepScalars& scalars) {
   StepList small = list.emptied();
   for (std::size_t i = 0; i < list.params.size(); ++i) {
     const int64_t size = list.params[i].numel();
@@ -109,7 +109,11 @@ inline void replace_states(torch::optim::Optimizer& optimizer, ParamStates state
   optimizer.state().max_load_factor(load_factor);
 }
 
-inline std::string place_of(std::size_t group, std::size_t index) {
+[[gnu::cold]] inline ParamGroups one_group(std::vector<at::Tensor> params) {
+  return {torch::optim::OptimizerParamGroup(std::move(params))};
+}
+
+[[gnu::cold]] inline std::string place_of(std::size_t group, std::size_t index) {
   return c10::str("parameter ", index, " of group ", group);
 }
 
@@ -266,8 +270,8 @@ class StepPlan {
   /// A plan for `groups`, which check_parameters has passed; goes on with the counts of `before`.
   /// Makes the states that are missing and takes those that are not to their parameters' device,
   /// dtype and layout.
-  StepPlan(const ParamGroups& groups, const Options& defaults, ParamStates& states,
-           const StepPlan& before)
+  [[gnu::cold]] StepPlan(const ParamGroups& groups, const Options& defaults, ParamStates& states,
+                         const StepPlan& before)
       : counters_(before.counters_), identity_(std::make_shared<char>()) {
     std::vector<Share> shares;
     for (std::size_t g = 0; g < groups.size(); ++g) {
@@ -308,7 +312,7 @@ class StepPlan {
   }
 
   /// Keeps nothing but the counts: the plan does not hold.
-  void drop_lists() {
+  [[gnu::cold]] void drop_lists() {
     uses_.clear();
     lists_.clear();
     scalars_.clear();
