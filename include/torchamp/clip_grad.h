@@ -20,7 +20,9 @@
 #include <vector>
 
 #include "torchamp/detail/gradients/attached.h"
+#include "torchamp/detail/gradients/clip_left.h"
 #include "torchamp/detail/gradients/norm.h"
+#include "torchamp/detail/gradients/shards.h"
 #include "torchamp/detail/gradients/unscale.h"
 #include "torchamp/detail/scaler/step_ledger.h"
 #include "torchamp/detail/tensors.h"
@@ -54,6 +56,32 @@
 namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
+
+/// The parameters of each group.
+inline std::vector<at::TensorList> parameter_lists(const torch::optim::Optimizer& optimizer) {
+  std::vector<at::TensorList> lists;
+  for (const auto& group : optimizer.param_groups()) lists.emplace_back(group.params());
+  return lists;
+}
+
+/// The shards that parameters with a gradient are pieces of; null if they are no pieces. Throws if
+/// only some are, or of others, since nobody knows their common norm.
+inline const Shards* common_shards(const std::vector<at::TensorList>& lists, const char* call) {
+  const Shards* shards = nullptr;
+  bool is_first = true;
+  for (const at::TensorList list : lists) {
+    for (const at::Tensor& tensor : list) {
+      if (!tensor.defined() || !gradient_of(tensor).defined()) continue;
+      const WeightMeta* const meta = weight_meta_of(tensor);
+      const Shards* const own = meta ? meta->shards.get() : nullptr;
+      TORCH_CHECK_VALUE(std::exchange(is_first, false) || own == shards, call,
+                        ": some parameters are shards of ShardedMasterWeights, others are not, or "
+                        "belong to another model. Clip them separately.");
+      shards = own;
+    }
+  }
+  return shards;
+}
 
 inline void check_max_norm(double max_norm) {
   TORCH_CHECK_VALUE(max_norm >= 0., "clip_grad_norm_: max_norm is ", max_norm,

@@ -27,6 +27,7 @@
 #include "torchamp/detail/graph/iteration.h"
 #include "torchamp/detail/graph/make_recorder.h"
 #include "torchamp/detail/graph/recorder.h"
+#include "torchamp/detail/overlay/empty_cast_cache.h"
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/detail/weights/derived.h"

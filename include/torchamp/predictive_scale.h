@@ -28,6 +28,7 @@
 
 #include "torchamp/detail/device_work.h"
 #include "torchamp/detail/gradients/attached.h"
+#include "torchamp/detail/gradients/shards.h"
 #include "torchamp/detail/gradients/unscale.h"
 #include "torchamp/detail/scaler/loss_scale.h"
 #include "torchamp/detail/tensors.h"

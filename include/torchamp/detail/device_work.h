@@ -20,33 +20,6 @@ namespace torchamp::detail {
 
 // What the host knows of work that a device does later, or once more.
 
-// ---- Numbers that live on a device --------------------------------------------------------------
-
-/// A 0-dim fp32 tensor, read at most once. As a bool, whether it is not 0.
-template <class T>
-struct ReadOnce {
-  at::Tensor tensor{};
-  std::optional<T> on_host{};
-
-  /// What can be told without waiting for a device.
-  std::optional<T> without_reading() const {
-    if (on_host) return on_host;
-    if (tensor.is_cpu()) return static_cast<T>(*tensor.const_data_ptr<float>());
-    return std::nullopt;
-  }
-
-  /// Reads the device where the host does not know.
-  T read() {
-    if (!on_host) on_host = static_cast<T>(tensor.item<float>());
-    return *on_host;
-  }
-
-  /// Makes a later change of the tensor invisible.
-  void keep() {
-    if (!on_host) tensor = tensor.clone();
-  }
-};
-
 /// An fp32 tensor on the host that nobody has written, for non-blocking copies from `device`:
 /// pinned where the accelerator has pinned memory, since copies to any other are waited for.
 inline at::Tensor copy_target(at::Device device, at::IntArrayRef sizes) {
@@ -81,8 +54,6 @@ class HostMirror {
  private:
   at::Tensor shown_;
 };
-
-// ---- Work that graphs replay --------------------------------------------------------------------
 
 /// Something on the device that captured work relies on and changes with each replay, as far as the
 /// host can follow it.

@@ -40,6 +40,7 @@
 #include "torchamp/detail/observe/observer.h"
 #include "torchamp/detail/observe/recording.h"
 #include "torchamp/detail/observe/report.h"
+#include "torchamp/detail/overlay/empty_cast_cache.h"
 #include "torchamp/detail/overlay/region.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/rng_state.h"

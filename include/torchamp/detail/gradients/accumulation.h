@@ -13,6 +13,8 @@
 #include <utility>
 
 #include "torchamp/detail/gradients/attached.h"
+#include "torchamp/detail/gradients/clip_left.h"
+#include "torchamp/detail/gradients/shards.h"
 #include "torchamp/detail/scaler/step_ledger.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/version.h"

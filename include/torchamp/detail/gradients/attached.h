@@ -17,7 +17,6 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "torchamp/detail/overlay/runtime.h"
@@ -36,24 +35,7 @@ namespace torchamp::detail {
 // how the weight is stepped.
 
 class StepMethod;
-
-/// The processes that have a piece each of some masters.
-class Shards {
- public:
-  Shards() = default;
-  Shards(const Shards&) = delete;
-  Shards& operator=(const Shards&) = delete;
-  virtual ~Shards() = default;
-
-  /// Makes a number the largest that any process has: found_inf, or the largest gradient.
-  virtual void agree_largest(at::Tensor& number) const = 0;
-
-  /// The norm of all gradients, from that of each process's own.
-  virtual at::Tensor norm_of_all(const at::Tensor& own, double norm_type) const = 0;
-
-  /// Throws for an optimizer that does not treat every element of a weight by itself.
-  virtual void check(const torch::optim::Optimizer& optimizer, const char* call) const = 0;
-};
+class Shards;  // in detail/gradients/shards.h
 
 /// What begins an error text; called where there is an error.
 using ErrorPlace = c10::function_ref<std::string()>;
@@ -112,13 +94,6 @@ inline bool any_gradient(const torch::optim::Optimizer& optimizer) {
   return any_gradient(optimizer, [](const at::Tensor&) { return true; });
 }
 
-/// The parameters of each group.
-inline std::vector<at::TensorList> parameter_lists(const torch::optim::Optimizer& optimizer) {
-  std::vector<at::TensorList> lists;
-  for (const auto& group : optimizer.param_groups()) lists.emplace_back(group.params());
-  return lists;
-}
-
 /// Null for most tensors.
 inline WeightMeta* weight_meta_of(const at::Tensor& tensor) {
   c10::BackendMeta* const meta = tensor.unsafeGetTensorImpl()->get_backend_meta();
@@ -141,73 +116,6 @@ inline at::ScalarType step_dtype(const at::Tensor& parameter) {
 inline void note_gradient_dropped(const at::Tensor& weight) {
   if (!weight.defined()) return;
   if (WeightMeta* const meta = weight_meta_of(weight)) meta->note_gradient_dropped();
-}
-
-/// Throws where `optimizer` would step the tensor `parameter`, which is not all there is to step.
-inline void check_steps(const torch::optim::Optimizer& optimizer, const at::Tensor& parameter,
-                        ErrorPlace where) {
-  const WeightMeta* const meta = weight_meta_of(parameter);
-  if (!meta || dynamic_cast<const HeedsStepMethods*>(&optimizer)) return;
-  meta->refuse_plain_step(where);
-}
-
-/// How often this thread has moved gradients to master weights.
-inline uint64_t& gradients_taken() {
-  static thread_local uint64_t times = 0;
-  return times;
-}
-/// Whether masters that `optimizer` steps were given gradients after the first `times` of these.
-inline bool any_taken_after(const torch::optim::Optimizer& optimizer, uint64_t times) {
-  return any_parameter(optimizer, [&](const at::Tensor& parameter) {
-    const WeightMeta* const meta = weight_meta_of(parameter);
-    return meta && meta->taken > times;
-  });
-}
-
-// ---- Shards -------------------------------------------------------------------------------------
-
-/// Null for what is no piece of a master.
-inline std::shared_ptr<Shards> shards_of(const at::Tensor& tensor) {
-  const WeightMeta* const meta = weight_meta_of(tensor);
-  return meta ? meta->shards : nullptr;
-}
-
-/// What the optimizer's parameters are pieces of; null if they are none. An error for an optimizer
-/// that cannot step pieces, and for one of weights that have masters.
-inline std::shared_ptr<Shards> shards_of(const torch::optim::Optimizer& optimizer,
-                                         const char* call) {
-  std::shared_ptr<Shards> shards;
-  any_parameter(optimizer, [&](const at::Tensor& tensor) {
-    const WeightMeta* const meta = weight_meta_of(tensor);
-    if (!meta) return false;
-    TORCH_CHECK(!meta->has_master_apart || meta->masters.expired(), call, ": the parameter ",
-                tensor.sizes(),
-                " of this optimizer belongs to a model under master weights, which would overwrite "
-                "the result of a step. Give the optimizer the masters' parameters().");
-    shards = meta->shards;
-    return shards != nullptr;
-  });
-  if (shards) shards->check(optimizer, call);
-  return shards;
-}
-
-/// The shards that parameters with a gradient are pieces of; null if they are no pieces. Throws if
-/// only some are, or of others, since nobody knows their common norm.
-inline const Shards* common_shards(const std::vector<at::TensorList>& lists, const char* call) {
-  const Shards* shards = nullptr;
-  bool is_first = true;
-  for (const at::TensorList list : lists) {
-    for (const at::Tensor& tensor : list) {
-      if (!tensor.defined() || !gradient_of(tensor).defined()) continue;
-      const WeightMeta* const meta = weight_meta_of(tensor);
-      const Shards* const own = meta ? meta->shards.get() : nullptr;
-      TORCH_CHECK_VALUE(std::exchange(is_first, false) || own == shards, call,
-                        ": some parameters are shards of ShardedMasterWeights, others are not, or "
-                        "belong to another model. Clip them separately.");
-      shards = own;
-    }
-  }
-  return shards;
 }
 
 // ---- What an optimizer carries ------------------------------------------------------------------
@@ -354,42 +262,6 @@ class DefersClips : public ScaledStep {
   friend struct ClipLeft;
 };
 
-/// What clips leave to the next step of an optimizer.
-struct ClipLeft {
-  /// Undefined if there is nothing.
-  static Divisor to(const torch::optim::Optimizer& optimizer) {
-    const auto* const defers = dynamic_cast<const DefersClips*>(&optimizer);
-    return defers ? defers->deferred_clip_.of(optimizer) : Divisor();
-  }
-  /// False if this optimizer's gradients have to be multiplied now.
-  static bool can_be_left_to(const torch::optim::Optimizer& optimizer) {
-    return dynamic_cast<const DefersClips*>(&optimizer) != nullptr;
-  }
-  /// On top of what is left already. Only where it can be.
-  static void add(torch::optim::Optimizer& optimizer, const Divisor& divisor) {
-    const InternalOps internal;
-    dynamic_cast<DefersClips&>(optimizer).deferred_clip_.add(optimizer, divisor);
-  }
-  /// The same gradients have other values now. Asks no device for memory.
-  static void keep(torch::optim::Optimizer& optimizer, const Divisor& divisor) {
-    forget(optimizer);
-    add(optimizer, divisor);
-  }
-  static void forget(torch::optim::Optimizer& optimizer) {
-    if (auto* const defers = dynamic_cast<DefersClips*>(&optimizer)) {
-      defers->deferred_clip_.forget();
-    }
-  }
-  /// ScaledStep::step_scaled(); `facts` are for those who defer clips.
-  static at::Tensor step_scaled(ScaledStep& optimizer, const at::Tensor& grad_scale,
-                                const at::Tensor& found_inf, const StepFacts& facts) {
-    auto* const defers = dynamic_cast<DefersClips*>(&optimizer);
-    if (!defers) return optimizer.step_scaled(grad_scale, found_inf);
-    defers->step_knowing(grad_scale, found_inf, facts);
-    return {};
-  }
-};
-
 // ---- Casts of weights ---------------------------------------------------------------------------
 
 /// Made where weights are written to. Its end, also after an exception, drops LibTorch's cached
@@ -414,16 +286,6 @@ class DropWeightCasts {
 
  private:
   const torch::optim::Optimizer* optimizer_ = nullptr;
-};
-
-/// A region that begins with an empty cache of LibTorch's weight casts, and whose casts nobody
-/// finds after it: they are part of its autograd graph.
-class EmptyCastCache {
- public:
-  EmptyCastCache() { at::autocast::clear_cache(); }
-  ~EmptyCastCache() { at::autocast::clear_cache(); }
-  EmptyCastCache(const EmptyCastCache&) = delete;
-  EmptyCastCache& operator=(const EmptyCastCache&) = delete;
 };
 
 }  // namespace torchamp::detail

@@ -105,6 +105,14 @@ inline std::size_t count_parameters(const torch::optim::Optimizer& optimizer) {
   return count;
 }
 
+/// Throws where `optimizer` would step the tensor `parameter`, which is not all there is to step.
+inline void check_steps(const torch::optim::Optimizer& optimizer, const at::Tensor& parameter,
+                        ErrorPlace where) {
+  const WeightMeta* const meta = weight_meta_of(parameter);
+  if (!meta || dynamic_cast<const HeedsStepMethods*>(&optimizer)) return;
+  meta->refuse_plain_step(where);
+}
+
 /// Every gradient of every group of `optimizer`, once, by device and dtype. Parameters whose
 /// gradients have the conjugate or the negative bit are given resolved() ones. Nothing has been
 /// changed where this throws. `call` begins the error texts. `refuses_shared` is asked where

@@ -230,7 +230,8 @@ TORCHAMP_BODY void FusedOptimizer::zero_grad(bool set_to_none) {
 TORCHAMP_BODY void FusedOptimizer::divide_next_step(const at::Tensor& divisor) {
   TORCH_CHECK_VALUE(divisor.defined(), "FusedOptimizer::divide_next_step: no divisor was given.");
   check_scalar(divisor, "divisor");
-  detail::ClipLeft::add(*this, {divisor});
+  const detail::InternalOps internal;
+  deferred_clip_.add(*this, {divisor});
 }
 
 TORCHAMP_BODY at::Tensor FusedOptimizer::next_step_divisor() const {

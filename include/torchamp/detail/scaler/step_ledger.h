@@ -21,6 +21,7 @@
 
 #include "torchamp/detail/device_work.h"
 #include "torchamp/detail/gradients/attached.h"
+#include "torchamp/detail/gradients/shards.h"
 #include "torchamp/detail/scaler/loss_scale.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/missing_gradients.h"
@@ -48,6 +49,31 @@ namespace torchamp::detail {
 //
 // Below a scale of 1, dividing may turn a finite gradient into an inf. That is looked for, too; see
 // Note [A scale below 1].
+
+/// A 0-dim fp32 tensor, read at most once. As a bool, whether it is not 0.
+template <class T>
+struct ReadOnce {
+  at::Tensor tensor{};
+  std::optional<T> on_host{};
+
+  /// What can be told without waiting for a device.
+  std::optional<T> without_reading() const {
+    if (on_host) return on_host;
+    if (tensor.is_cpu()) return static_cast<T>(*tensor.const_data_ptr<float>());
+    return std::nullopt;
+  }
+
+  /// Reads the device where the host does not know.
+  T read() {
+    if (!on_host) on_host = static_cast<T>(tensor.item<float>());
+    return *on_host;
+  }
+
+  /// Makes a later change of the tensor invisible.
+  void keep() {
+    if (!on_host) tensor = tensor.clone();
+  }
+};
 
 /// What a StepResult answers from; shared by its copies.
 struct StepRecord {
@@ -306,6 +332,19 @@ class UnscaledGradients {
   std::vector<SeenTensor> before_;  // gradients
   int task_ = -1;                   // autograd's, in which before_ was seen
 };
+
+/// How often this thread has moved gradients to master weights.
+inline uint64_t& gradients_taken() {
+  static thread_local uint64_t times = 0;
+  return times;
+}
+/// Whether masters that `optimizer` steps were given gradients after the first `times` of these.
+inline bool any_taken_after(const torch::optim::Optimizer& optimizer, uint64_t times) {
+  return any_parameter(optimizer, [&](const at::Tensor& parameter) {
+    const WeightMeta* const meta = weight_meta_of(parameter);
+    return meta && meta->taken > times;
+  });
+}
 
 /// How far an optimizer has come in this iteration, see Note [An iteration].
 struct OptimizerState {
