@@ -45,9 +45,7 @@ namespace TORCHAMP_NAMESPACE {
 /// Base of the fused optimizers: all parameters of a group, device and dtype step together, and the
 /// device decides whether to take a step. step() and step_scaled() never read the device. One
 /// thread at a time.
-class FusedOptimizer : public torch::optim::Optimizer,
-                       public detail::DefersClips,
-                       public detail::HeedsStepMethods {
+class FusedOptimizer : public torch::optim::Optimizer, public detail::DefersClips {
  public:
   TORCHAMP_BODY ~FusedOptimizer() override;
   FusedOptimizer(FusedOptimizer&&) = default;
@@ -176,6 +174,7 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
                   bool is_exact) override;
 
  private:
+  std::vector<Options> options_but_rates() const;
   void write_steps() const;
 
   mutable detail::StepPlan<Kernel> plan_;  // follows changes of the states, also in save()

@@ -21,7 +21,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
 #include <limits>
 #include <memory>
 #include <vector>
@@ -182,9 +181,8 @@ class BadLosses final : public LossWatch {
     bad = bad.sub(bad);  // 0, or NaN
     if (bad.dim() > 0) bad = bad.sum();
     bad = to_device_async(home, bad.to(at::kFloat));
-    const std::uint64_t body = GraphBody::current_number();
-    bad_ = bad_.defined() && body == body_ ? bad_.add(bad) : bad;
-    body_ = body;
+    bad_ = bad_.defined() && body_ == current_body() ? bad_.add(bad) : bad;
+    body_ = current_body();
   }
 
   /// An inf where a loss was not finite, and only there.
@@ -193,7 +191,7 @@ class BadLosses final : public LossWatch {
     constexpr double infinity = std::numeric_limits<double>::infinity();
     const InternalOps guard;
     if (largest.defined()) largest = at::nan_to_num(largest, most, most);
-    if (!bad_.defined() || body_ != GraphBody::current_number()) return;
+    if (!bad_.defined() || body_ != current_body()) return;
     if (!largest.defined()) largest = at::zeros({}, scale.options());
     largest = largest.masked_fill(to_device_async(largest.device(), at::isnan(bad_)), infinity);
   }
@@ -201,8 +199,12 @@ class BadLosses final : public LossWatch {
   void forget() override { bad_ = at::Tensor(); }
 
  private:
-  at::Tensor bad_;          // 0-dim fp32, NaN if one was not finite; undefined before the first
-  std::uint64_t body_ = 0;  // the body of a CudaGraph in which it was made
+  static std::shared_ptr<const void> current_body() {
+    return GraphBody::is_running() ? GraphBody::current()->identity : nullptr;
+  }
+
+  at::Tensor bad_;  // 0-dim fp32, NaN if one was not finite; undefined before the first
+  std::shared_ptr<const void> body_;  // the body of a CudaGraph in which it was made; or null
 };
 
 /// See Note [A scale that looks ahead].

@@ -7,7 +7,6 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -65,7 +64,7 @@ class ReplayedState {
   /// Called before a replay: whether what was captured still holds.
   virtual bool holds() = 0;
   /// Called before each replay but the first, for which the capture counts.
-  virtual void note_replay() = 0;
+  virtual void note_replay() {}
   /// Whether look() is to be called behind a replay, on the stream of the body.
   virtual bool wants_look() const = 0;
   virtual void look() = 0;
@@ -93,11 +92,10 @@ class GraphBody {
     return body;
   }
   static bool is_running() { return current() != nullptr; }
-  /// Which body this thread runs, of all that there were, a failed one's next try being another; 0
-  /// outside of a body.
-  static std::uint64_t current_number() { return is_running() ? current()->number_ : 0; }
 
   const ScaleFollower* const scales;
+  /// Of which body something is: a failed one's next try is another.
+  const std::shared_ptr<const void> identity = std::make_shared<char>();
 
   /// What the body relies on, as those add to it who use it.
   ReplayedStates states;
@@ -107,13 +105,7 @@ class GraphBody {
   std::vector<at::Tensor> kept;
 
  private:
-  static std::uint64_t next_number() {
-    static std::atomic<std::uint64_t> last = 0;
-    return ++last;
-  }
-
   GraphBody* outer_;
-  std::uint64_t number_ = next_number();
 };
 
 }  // namespace torchamp::detail

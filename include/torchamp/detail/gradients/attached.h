@@ -56,17 +56,10 @@ struct WeightMeta : c10::BackendMeta {
 
   /// The dtype of gradients and of optimizer state for `weight`.
   virtual at::ScalarType step_dtype(const at::Tensor& weight) const { return weight.scalar_type(); }
-  /// Throws where the weight has a step_method, for an optimizer that does not ask for one.
+  /// Throws where the weight has a step_method, for an optimizer that does not go by it.
   virtual void refuse_plain_step(ErrorPlace /*where*/) const {}
   /// The program has dropped the gradient.
   virtual void note_gradient_dropped() {}
-};
-
-/// An optimizer that steps weights by their step_method.
-struct HeedsStepMethods {
- protected:
-  HeedsStepMethods() = default;
-  virtual ~HeedsStepMethods() = default;
 };
 
 using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
@@ -185,14 +178,9 @@ class DeferredClip {
   /// The divisor of the gradients that are there now; undefined if there is none.
   Divisor of(const torch::optim::Optimizer& optimizer) const {
     if (!divisor_.defined()) return {};
-    switch (compare(optimizer)) {
-      case Match::same:
-        return divisor_;
-      case Match::gone:
-        return {};
-      default:
-        TORCH_CHECK(false, message);
-    }
+    const Match match = compare(optimizer);
+    TORCH_CHECK(match != Match::different, message);
+    return match == Match::same ? divisor_ : Divisor();
   }
 
   /// The same for a step with them; an error if they were put in the clipped ones' place.
@@ -249,7 +237,7 @@ struct StepFacts {
 };
 
 /// What an optimizer is, beside torch::optim::Optimizer, whose step divides by what clips have left
-/// to it.
+/// to it and steps weights by their step_method.
 class DefersClips : public ScaledStep {
  protected:
   /// step_scaled() for a scaler.

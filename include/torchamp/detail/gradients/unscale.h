@@ -109,7 +109,7 @@ inline std::size_t count_parameters(const torch::optim::Optimizer& optimizer) {
 inline void check_steps(const torch::optim::Optimizer& optimizer, const at::Tensor& parameter,
                         ErrorPlace where) {
   const WeightMeta* const meta = weight_meta_of(parameter);
-  if (!meta || dynamic_cast<const HeedsStepMethods*>(&optimizer)) return;
+  if (!meta || dynamic_cast<const DefersClips*>(&optimizer)) return;
   meta->refuse_plain_step(where);
 }
 

@@ -10,13 +10,13 @@
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "torchamp/detail/device_work.h"
 #include "torchamp/detail/gradients/attached.h"
@@ -129,14 +129,8 @@ template <detail::OptimizerKernel Kernel>
   const detail::InternalOps internal;
   rates_on_device_ = true;
   const bool same_plan = plan_.is_for(param_groups_, state_);
-  const auto stepped_with_these = [](Options before, const auto& group) {
-    const auto& now = static_cast<const Options&>(group.options());
-    return before.lr(now.lr()) == now;
-  };
   const bool like_the_last =
-      stepped_with_.empty() ||
-      (same_plan && std::equal(stepped_with_.begin(), stepped_with_.end(), param_groups_.begin(),
-                               param_groups_.end(), stepped_with_these));
+      stepped_with_.empty() || (same_plan && stepped_with_ == options_but_rates());
   if (!same_plan) {  // what was loaded may lie on the host
     detail::for_each_state<Kernel>(param_groups_, state_,
                                    [](auto, auto, const at::Tensor& param, at::Tensor& tensor) {
@@ -168,15 +162,23 @@ void FusedOptimizerOf<Kernel>::step_fused(const at::Tensor& grad_scale, const at
   }
   if (rates_on_device_) {
     plan_.write_rates(param_groups_);
-    stepped_with_.clear();
-    for (std::size_t g = 0; g < param_groups_.size(); ++g) {
-      stepped_with_.push_back(detail::options_of<Kernel>(param_groups_[g], g));
-    }
+    stepped_with_ = options_but_rates();
   }
   plan_.run(param_groups_, grad_scale, found_inf, is_exact, drops_gradients_after_step());
   if (auto* const body = detail::GraphBody::current()) {
     body->made_eagerly.push_back(plan_.identity());
   }
+}
+
+/// The options of each group, with learning rates of 0.
+template <detail::OptimizerKernel Kernel>
+[[gnu::cold]] auto FusedOptimizerOf<Kernel>::options_but_rates() const -> std::vector<Options> {
+  std::vector<Options> all;
+  for (std::size_t g = 0; g < param_groups_.size(); ++g) {
+    all.push_back(detail::options_of<Kernel>(param_groups_[g], g));
+    all.back().lr(0.);
+  }
+  return all;
 }
 
 template <detail::OptimizerKernel Kernel>

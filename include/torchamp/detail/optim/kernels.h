@@ -11,7 +11,6 @@
 #include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
@@ -21,6 +20,7 @@
 #include <ATen/ops/ne.h>
 #include <ATen/ops/pow.h>
 #include <ATen/ops/rsub.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/ScalarType.h>
@@ -93,7 +93,6 @@ struct StepCounter final : ReplayedState {
     learn();
     return may_be_first();
   }
-  void note_replay() override {}
   bool wants_look() const override { return may_be_first() && !asked; }
   /// Has the host learn, some time later, whether there was one. Waits for nobody.
   void look() override {
@@ -250,6 +249,7 @@ struct StepKey : TensorKind {
 struct StepListHead : StepKey {
   std::size_t scalars = 0;  ///< the index of the device's StepScalars
   bool lacks_op = false;    ///< the device lacks Kernel::op
+  bool takes_parts = true;  ///< a step does to a part of a parameter what it would do to the whole
 
   /// The learning rate where a captured step reads it (0-dim fp32), and what was last written
   /// there; undefined where steps are not captured.
@@ -308,7 +308,7 @@ struct StepList : StepListHead {
 ///                        if there, whether step() asks list.counter at all; or else it may
 ///     op                 if there, the op of ATen's that step() calls; where the device lacks it,
 ///                        list.lacks_op is true, and all parameters of a list have one count.
-///                        step() may then be called with parts of parameters
+///                        step() may be called with parts of parameters then
 ///
 /// step() divides the gradients by scalars.grad_scale(), if it is there, and changes nothing where
 /// scalars.found_inf() is there and 1. The counters count the step already. It never reads the
@@ -329,16 +329,8 @@ concept OptimizerKernel = std::derived_from<typename K::LibTorch, torch::optim::
   K::step(options, list, scalars);
 };
 
-/// Whether a step of `Kernel` does to a part of a parameter what it would do to it in the whole.
-template <class Kernel>
-inline constexpr bool may_step_parts = requires {
-  Kernel::op;
-};
-
 /// Kernel::step with the options of a group, for what is the same for all kernels.
-struct KernelStep : c10::function_ref<void(const StepList&, const StepScalars&)> {
-  bool takes_parts;  ///< whether it does to a part of a parameter what it would do to the whole
-};
+using KernelStep = c10::function_ref<void(const StepList&, const StepScalars&)>;
 
 /// How fused optimizers step weights that are not stepped as they are; see Note [Weights that carry
 /// something]. Weights with one method are in lists of their own.
@@ -358,9 +350,8 @@ class StepMethod {
 
   /// What step() is to find as list.buffer. `drops`: the gradients are dropped after the step.
   virtual at::Tensor buffer(PieceMemory& memory, const StepList& list, const StepScalars& scalars,
-                            bool takes_parts, bool drops) const = 0;
-  virtual void step(const KernelStep& kernel, const StepList& list,
-                    const StepScalars& scalars) const = 0;
+                            bool drops) const = 0;
+  virtual void step(KernelStep kernel, const StepList& list, const StepScalars& scalars) const = 0;
   /// After step(), with the weight's new version.
   virtual void note_stepped(const at::Tensor& weight) const = 0;
 
@@ -373,40 +364,29 @@ class StepMethod {
 // Note [Steps without a fused kernel]
 // Where a device has no fused kernel that heeds the scale and the flag, a list's parameters,
 // gradients and states are copied into one flat tensor each, so that ordinary ops step them all at
-// once, and read nothing either. Gradients are zeroed if the step is skipped, so that all that
-// follows is finite; what is added to parameters and states is then multiplied by 0. 16-bit numbers
-// are stepped in fp32. For one list that takes some 30 launches instead of one, 15 to 20 of which
-// go over all parameters, and memory for two or three copies of the gradients meanwhile, and for
-// one of the parameters and of each kind of state.
+// once, and read nothing either. 16-bit numbers are stepped in fp32. If the step is skipped, what
+// was there is stored again. For one list that takes some 30 launches instead of one, 15 to 20 of
+// which go over all parameters, and memory for some five copies of the parameters meanwhile.
 
-/// A list of one step as ordinary ops are to take it, and 0-dim tensors to scale it by.
+/// A list of one step as ordinary ops are to take it.
 class FlatStep {
  public:
-  at::Tensor taken;  ///< 1, or 0 if the step is skipped; as all numbers here, fp64 if those are
   at::Tensor params, grads;       ///< with at least the precision of fp32
   std::vector<at::Tensor> state;  ///< by kind
+  at::Tensor rate;                ///< of learning, 0-dim
 
-  [[gnu::cold]] FlatStep(const StepList& list, const StepScalars& scalars)
-      : taken(scalars.found_inf() ? at::rsub(*scalars.found_inf(), 1.) : scalars.one()),
-        list_(list) {
-    if (list.dtype == at::kDouble) taken = taken.to(at::kDouble);
-    params = flat(list.params);
-    grads = flat(list.grads);
+  [[gnu::cold]] FlatStep(const StepList& list, const StepScalars& scalars, double learning_rate)
+      : params(flat(list.params)),
+        grads(flat(list.grads)),
+        rate(list.rate.defined() ? list.rate : at::full({}, learning_rate, params.options())),
+        list_(list),
+        found_inf_(scalars.found_inf()) {
     for (const auto& tensors : list.state) state.push_back(flat(tensors));
     if (scalars.grad_scale()) grads.div_(*scalars.grad_scale());
-    if (scalars.found_inf()) grads.masked_fill_(scalars.found_inf()->to(at::kBool), 0.);
   }
-
-  /// 1 if the step is skipped: keeps denominators from being 0 then.
-  at::Tensor skipped() const { return at::rsub(taken, 1.); }
 
   /// How often the parameters have been stepped, this step included unless it is skipped.
-  at::Tensor count() const { return list_.counter->value.to(taken.scalar_type()); }
-
-  /// The learning rate, or 0 if the step is skipped.
-  at::Tensor rate_if_taken(double rate) const {
-    return list_.rate.defined() ? taken.mul(list_.rate) : taken.mul(rate);
-  }
+  at::Tensor count() const { return list_.counter->value.to(params.scalar_type()); }
 
   /// Adds `weight` times the parameters to the gradients.
   void decay(double weight) const {
@@ -414,7 +394,7 @@ class FlatStep {
   }
 
   /// Subtracts `rate` times `direction` from the parameters, and gives the optimizer what has
-  /// become of them and of their states.
+  /// become of them and of their states, unless the step is skipped.
   void descend(const at::Tensor& direction, const at::Tensor& rate) const {
     params.addcmul_(direction, rate, /*value=*/-1.);
     store(list_.params, params);
@@ -422,23 +402,26 @@ class FlatStep {
   }
 
  private:
-  [[gnu::cold]] at::Tensor flat(const std::vector<at::Tensor>& tensors) const {
+  [[gnu::cold]] static at::Tensor flat(const std::vector<at::Tensor>& tensors) {
     std::vector<at::Tensor> pieces;
     for (const at::Tensor& tensor : tensors) pieces.push_back(in_memory_order(tensor));
-    return at::cat(pieces).to(taken.scalar_type());
+    at::Tensor all = at::cat(pieces);
+    return is_16_bit(all.scalar_type()) ? all.to(at::kFloat) : all;
   }
 
-  [[gnu::cold]] static void store(const std::vector<at::Tensor>& tensors, const at::Tensor& flat) {
+  [[gnu::cold]] void store(const std::vector<at::Tensor>& tensors, at::Tensor all) const {
+    if (found_inf_) all = at::where(found_inf_->to(at::kBool), flat(tensors), all);
     std::vector<at::Tensor> pieces;
     int64_t offset = 0;
     for (const at::Tensor& tensor : tensors) {
-      pieces.push_back(flat.as_strided(tensor.sizes(), tensor.strides(), offset));
+      pieces.push_back(all.as_strided(tensor.sizes(), tensor.strides(), offset));
       offset += tensor.numel();
     }
     at::_foreach_copy_(tensors, pieces);
   }
 
   const StepList& list_;
+  const std::optional<at::Tensor>& found_inf_;
 };
 
 /// What most kernels have in common.
@@ -479,25 +462,20 @@ struct AdamKernelBase : KernelBase<LibTorch, Options, State> {
  private:
   [[gnu::cold]] static void step_flat(const Options& o, const StepList& list,
                                       const StepScalars& scalars) {
-    const FlatStep step(list, scalars);
+    FlatStep step(list, scalars, o.lr());
     const auto [beta1, beta2] = o.betas();
-    const at::Tensor rate = step.rate_if_taken(o.lr()), skipped = step.skipped();
     const at::Tensor count = step.count();
-    const auto correction = [&](double beta) {
-      return at::rsub(at::pow(beta, count), 1.).add_(skipped);
-    };
+    const auto correction = [&](double beta) { return at::rsub(at::pow(beta, count), 1.); };
     if constexpr (std::is_same_v<Options, torch::optim::AdamWOptions>) {
-      step.params.mul_(at::rsub(rate, 1., o.weight_decay()));
+      step.params.mul_(at::rsub(step.rate, 1., o.weight_decay()));
     } else {
       step.decay(o.weight_decay());
     }
-    step.state[0].lerp_(step.grads, step.taken.mul(1. - beta1));
-    step.state[1].lerp_(step.grads.mul(step.grads), step.taken.mul(1. - beta2));
-    if (o.amsgrad()) step.state[2].lerp_(step.state[2].maximum(step.state[1]), step.taken);
-    at::Tensor direction = step.state[o.amsgrad() ? 2 : 1].sqrt();
-    direction.div_(correction(beta2).sqrt_()).add_(skipped.add(o.eps()));
-    at::div_out(direction, step.state[0], direction);
-    step.descend(direction, rate.div(correction(beta1)));
+    step.state[0].mul_(beta1).add_(step.grads, 1. - beta1);
+    step.state[1].mul_(beta2).addcmul_(step.grads, step.grads, 1. - beta2);
+    if (o.amsgrad()) at::maximum_out(step.state[2], step.state[2], step.state[1]);
+    const at::Tensor root = step.state[o.amsgrad() ? 2 : 1].sqrt().div_(correction(beta2).sqrt_());
+    step.descend(step.state[0].div(root.add_(o.eps())), step.rate.div(correction(beta1)));
   }
 };
 
@@ -562,20 +540,19 @@ struct SgdKernel
 
   [[gnu::cold]] static void step_flat(const Options& o, const StepList& list,
                                       const StepScalars& scalars) {
-    const FlatStep step(list, scalars);
+    const FlatStep step(list, scalars, o.lr());
     step.decay(o.weight_decay());
     at::Tensor direction = step.grads;
     if (o.momentum() != 0.) {
-      const at::Tensor& buffer = step.state[0];
-      at::Tensor weight = step.taken;  // of the gradient in the buffer
+      at::Tensor gradient = step.grads;  // for the buffer
       if (asks_counter(o)) {
-        const at::Tensor is_first = list.counter->numbers.select(0, 1).to(weight.scalar_type());
-        weight = is_first.mul(o.dampening()).add_(1. - o.dampening()).mul_(weight);
+        const at::Tensor& is_first = list.counter->numbers.select(0, 1);
+        gradient = gradient.mul(is_first.mul(o.dampening()).add_(1. - o.dampening()));
       }
-      buffer.mul_(step.taken.mul(o.momentum() - 1.).add_(1.)).addcmul_(direction, weight);
+      const at::Tensor& buffer = step.state[0].mul_(o.momentum()).add_(gradient);
       direction = o.nesterov() ? direction.add(buffer, o.momentum()) : buffer;
     }
-    step.descend(direction, step.rate_if_taken(o.lr()));
+    step.descend(direction, step.rate);
   }
 
   static void call(const Options& o, const StepList& list, bool first,
@@ -621,12 +598,12 @@ struct AdagradKernel : KernelBase<torch::optim::Adagrad, torch::optim::AdagradOp
  private:
   [[gnu::cold]] static void step_flat(const Options& o, const StepList& list,
                                       const StepScalars& scalars) {
-    const FlatStep step(list, scalars);
+    const FlatStep step(list, scalars, o.lr());
     step.decay(o.weight_decay());
-    step.state[0].addcmul_(step.grads.mul(step.grads), step.taken);
-    const at::Tensor denominators = step.state[0].sqrt().add_(step.skipped().add_(o.eps()));
-    const at::Tensor slowdown = step.count().sub(1.).clamp_min_(0.).mul_(o.lr_decay());
-    step.descend(step.grads.div(denominators), step.rate_if_taken(o.lr()).div_(slowdown.add_(1.)));
+    const at::Tensor direction =
+        step.grads.div(step.state[0].addcmul_(step.grads, step.grads).sqrt().add_(o.eps()));
+    const at::Tensor slowdown = step.count().sub(1.).mul_(o.lr_decay()).add_(1.);
+    step.descend(direction, step.rate.div(slowdown));
   }
 };
 

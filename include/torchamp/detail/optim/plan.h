@@ -38,53 +38,41 @@ namespace torchamp::detail {
 /// a kernel takes at once, so that it rounds a piece as it would the whole.
 inline constexpr int64_t divided_at_once = 1 << 18;
 
-/// Whether gradients of `list` are divided apart from the step, if they are dropped after it.
-inline bool divides_apart(const StepList& list, const StepScalars& scalars) {
-  return list.device.is_cpu() && !list.lacks_op && scalars.grad_scale() &&
+/// Whether gradients of `list` are divided apart from the step. `drops`: they are dropped after it.
+inline bool divides_apart(const StepList& list, const StepScalars& scalars, bool drops) {
+  return drops && list.device.is_cpu() && !list.lacks_op && scalars.grad_scale() &&
          (list.dtype == at::kFloat || list.dtype == at::kDouble);
 }
 
-/// The size of the buffer of step_divided() for pieces of at most `elements`: the last number is
-/// the scale in their dtype, as to cast it would take memory.
-inline int64_t division_buffer(int64_t elements) {
-  return elements + 1;
-}
-
 /// `kernel` for `piece`, whose tensors are flat; its gradients are divided in `buffer` before.
-inline void step_divided(const KernelStep& kernel, StepList& piece, const StepScalars& scalars,
+inline void step_divided(KernelStep kernel, StepList& piece, const StepScalars& scalars,
                          const at::Tensor& buffer) {
-  const at::Tensor scale = buffer.select(0, buffer.numel() - 1);
-  scale.copy_(*scalars.grad_scale());
   int64_t begin = 0;
   for (at::Tensor& gradient : piece.grads) {
     at::Tensor divided = buffer.narrow(0, begin, gradient.numel());
-    at::div_out(divided, gradient, scale);
+    at::div_out(divided, gradient, *scalars.grad_scale());
     begin += gradient.numel();
     gradient = std::move(divided);
   }
   kernel(piece, scalars.without_scale());
 }
 
-/// Whether a parameter's gradient is divided by pieces, if gradients are divided apart.
-inline bool is_large(const at::Tensor& param) {
-  return param.numel() >= divided_at_once;
-}
-
 /// What step_and_drop() is to find as list.buffer; undefined where no gradient is divided apart.
 inline at::Tensor buffer_to_drop(PieceMemory& memory, const StepList& list,
-                                 const StepScalars& scalars) {
-  if (!divides_apart(list, scalars)) return {};
-  const bool any = std::any_of(list.params.begin(), list.params.end(), is_large);
-  return any ? memory.get(list, division_buffer(divided_at_once)) : at::Tensor();
+                                 const StepScalars& scalars, bool drops) {
+  const auto is_large = [](const at::Tensor& param) { return param.numel() >= divided_at_once; };
+  const bool divides = list.takes_parts && divides_apart(list, scalars, drops) &&
+                       std::ranges::any_of(list.params, is_large);
+  return divides ? memory.get(list, divided_at_once) : at::Tensor();
 }
 
 /// `kernel` for a list whose gradients are dropped after the step: leaves large ones scaled.
-[[gnu::cold]] inline void step_and_drop(const KernelStep& kernel, const StepList& list,
+[[gnu::cold]] inline void step_and_drop(KernelStep kernel, const StepList& list,
                                         const StepScalars& scalars) {
   StepList small = list.emptied();
   for (std::size_t i = 0; i < list.params.size(); ++i) {
     const int64_t size = list.params[i].numel();
-    if (!is_large(list.params[i])) {
+    if (size < divided_at_once) {
       small.add(list, i, [](const at::Tensor& tensor) { return tensor; });
       continue;
     }
@@ -374,19 +362,22 @@ class StepPlan {
            bool is_exact, bool drops) {
     for (StepScalars& scalars : scalars_) scalars.prepare(grad_scale, found_inf, is_exact);
     PieceMemory memory;
-    for (StepList& list : lists_) list.buffer = buffer_of(list, memory, drops);
+    for (StepList& list : lists_) {
+      const StepScalars& scalars = scalars_[list.scalars];
+      list.buffer = list.method ? list.method->buffer(memory, list, scalars, drops)
+                                : buffer_to_drop(memory, list, scalars, drops);
+    }
     for (StepScalars& scalars : scalars_) scalars.begin();
     for (const StepList& list : lists_) {
       const Options& options = options_of<Kernel>(groups[list.group], list.group);
       const auto step = [&](const StepList& part, const StepScalars& scalars) {
         Kernel::step(options, part, scalars);
       };
-      const KernelStep kernel{step, may_step_parts<Kernel>};
       const StepScalars& scalars = scalars_[list.scalars];
       if (list.method) {
-        list.method->step(kernel, list, scalars);
+        list.method->step(step, list, scalars);
       } else if (list.buffer.defined()) {
-        step_and_drop(kernel, list, scalars);
+        step_and_drop(step, list, scalars);
       } else {
         step(list, scalars);
       }
@@ -452,13 +443,6 @@ class StepPlan {
     return slot == slots_.cend();
   }
 
-  at::Tensor buffer_of(const StepList& list, PieceMemory& memory, bool drops) const {
-    const StepScalars& scalars = scalars_[list.scalars];
-    constexpr bool takes_parts = may_step_parts<Kernel>;
-    if (list.method) return list.method->buffer(memory, list, scalars, takes_parts, drops);
-    return takes_parts && drops ? buffer_to_drop(memory, list, scalars) : at::Tensor();
-  }
-
   static Use use_of(const ParamGroups& groups, std::size_t group) {
     const Options& options = options_of<Kernel>(groups[group], group);
     bool asks_counter = Kernel::counted(options);
@@ -513,13 +497,17 @@ class StepPlan {
     const Use& use = uses_[group];
     const auto counter = use.counted ? counters_.at(param.unsafeGetTensorImpl()) : nullptr;
     bool is_lacked = false;
-    if constexpr (may_step_parts<Kernel>) is_lacked = !has_fused_kernel(Kernel::op, param);
+    constexpr bool has_op = requires {
+      Kernel::op;
+    };
+    if constexpr (has_op) is_lacked = !has_fused_kernel(Kernel::op, param);
     const bool is_apart = (Kernel::apart || is_lacked) && use.asks_counter;
     StepList& list = group_of(lists_, StepKey{TensorKind::of(param), group,
                                               is_apart ? counter : nullptr, step_method_of(param)});
     if (list.params.empty()) {
       list.scalars = scalars_of(param.device());
       list.lacks_op = is_lacked;
+      list.takes_parts = has_op;
       list.state.resize(use.kinds);
     }
     list.params.push_back(param);

@@ -33,8 +33,7 @@ class SplitPiece {
  public:
   /// Of at most `elements`, whose masters are in the beginning of list.buffer. The rest, if any, is
   /// for gradients that are divided apart.
-  SplitPiece(const KernelStep& kernel, const StepList& list, const StepScalars& scalars,
-             int64_t elements)
+  SplitPiece(KernelStep kernel, const StepList& list, const StepScalars& scalars, int64_t elements)
       : kernel_(kernel),
         list_(list),
         scalars_(scalars),
@@ -80,7 +79,7 @@ class SplitPiece {
   }
 
  private:
-  const KernelStep& kernel_;
+  KernelStep kernel_;
   const StepList& list_;
   const StepScalars& scalars_;
   at::Tensor masters_, divided_;
@@ -91,14 +90,14 @@ class SplitPiece {
 
 /// How many elements a piece of `list` has at most: few enough for a CPU's cache, enough to keep a
 /// device busy.
-inline int64_t split_piece_elements(const StepList& list, bool takes_parts) {
+inline int64_t split_piece_elements(const StepList& list) {
   int64_t elements = 0, largest = 0;
   for (const at::Tensor& param : list.params) {
     elements += param.numel();
     largest = std::max(largest, param.numel());
   }
   elements = std::min(elements, int64_t{1} << (list.device.is_cpu() ? 16 : 21));
-  return takes_parts ? elements : std::max(elements, largest);
+  return list.takes_parts ? elements : std::max(elements, largest);
 }
 
 /// Steps split weights: both halves, in memory of fp32.
@@ -119,19 +118,17 @@ class SplitStep final : public StepMethod {
   }
 
   at::Tensor buffer(PieceMemory& memory, const StepList& list, const StepScalars& scalars,
-                    bool takes_parts, bool drops) const override {
-    const int64_t elements = split_piece_elements(list, takes_parts);
-    const bool divides = drops && divides_apart(SplitPiece::part_of(list), scalars);
-    return memory.get({list.device, at::kFloat},
-                      elements + (divides ? division_buffer(elements) : 0));
+                    bool drops) const override {
+    const int64_t elements = split_piece_elements(list);
+    const bool divides = divides_apart(SplitPiece::part_of(list), scalars, drops);
+    return memory.get({list.device, at::kFloat}, divides ? 2 * elements : elements);
   }
 
-  void step(const KernelStep& kernel, const StepList& list,
-            const StepScalars& scalars) const override {
-    SplitPiece piece(kernel, list, scalars, split_piece_elements(list, kernel.takes_parts));
+  void step(KernelStep kernel, const StepList& list, const StepScalars& scalars) const override {
+    SplitPiece piece(kernel, list, scalars, split_piece_elements(list));
     for (std::size_t i = 0; i < list.params.size(); ++i) {
       const int64_t size = list.params[i].numel();
-      if (!kernel.takes_parts && piece.room() < size) piece.step();
+      if (!list.takes_parts && piece.room() < size) piece.step();
       for (int64_t begin = 0; begin < size;) {
         int64_t part = std::min(size - begin, piece.room());
         if (part < size - begin) part -= part % piece_unit;
