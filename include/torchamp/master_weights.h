@@ -12,9 +12,11 @@
 #include <torch/nn/pimpl.h>
 #include <torch/serialize/archive.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -49,20 +51,56 @@ class MastersOfModel : public Masters {
   }
   void save(torch::serialize::OutputArchive& archive) const override { save(archive, at::kFloat); }
   void save(torch::serialize::OutputArchive& archive, at::ScalarType dtype) const;
+  void load(torch::serialize::InputArchive& archive) override;
+  std::function<void()> keep() override;
 
  protected:
+  /// A parameter of the model.
+  struct Weight {
+    std::string name;
+    at::Tensor parameter;
+    bool is_narrow;         // kept in 16 bits
+    bool is_split = false;  // its lower 16 bits are stored beside it
+    /// The optimizer's tensor, if it is not the parameter: the master, or this process's shard.
+    at::Tensor master{};
+    std::optional<std::size_t> index{};    // of a sharded one, in the layout
+    GivenWeight given{};                   // the parameter, at the last copy
+    std::shared_ptr<MainGradient> main{};  // where backward takes gradients
+
+    SplitWeight* split() const { return split_of(master.defined() ? master : parameter); }
+    /// What begins an error message.
+    auto in(const std::string& call) const {
+      return [this, &call] { return c10::str(call, ": the weight '", name, "'"); };
+    }
+  };
+
   /// `owner` begins error messages.
   MastersOfModel(const char* owner, std::shared_ptr<torch::nn::Module> model)
       : owner_(owner), model_(std::move(model)) {
     TORCH_CHECK_VALUE(model_, owner_, ": the model is null. Pass one that is not.");
   }
+  /// Lists the model's parameters, each once. Throws if masters cannot be made.
+  template <class Options>
+  void list_weights(const Options& options, bool main_gradients);
+  /// The weight of that parameter; null if there is none.
+  const Weight* weight_of(const at::Tensor& parameter) const;
+  void warn_of_written_model();
+
   /// Throws if the masters' values are not at hand. `call` begins the message.
   virtual void check_saved(const std::string& call) const = 0;
-  /// The value of a parameter of the model in a file.
-  virtual at::Tensor value_of(const at::Tensor& parameter, at::ScalarType narrow) const = 0;
+  /// The value of a weight in a file, in its dtype.
+  virtual at::Tensor value_of(const Weight& weight) const = 0;
+  /// Sets the value of a weight in `parameter`, which is or becomes the model's, and in its master.
+  virtual void set(const Weight& weight, const at::Tensor& value,
+                   const at::Tensor& parameter) const = 0;
+  /// Whether the model has the masters' values.
+  virtual bool is_copied() const { return true; }
+  virtual void note_copied();
 
   const char* owner_;
   std::shared_ptr<torch::nn::Module> model_;
+  std::vector<Weight> weights_;
+  bool warned_of_written_ = false;
 };
 
 }  // namespace detail
@@ -187,7 +225,7 @@ class MasterWeights final : public detail::MastersOfModel {
   /// For torch::load(masters, path): fills masters and model, in place, from a file of save(), or
   /// of torch::save of such a model, in any dtype. All or nothing. Errors include a file with more
   /// weights than the model, and a buffer or frozen weight whose elements share memory. Until it
-  /// returns it needs 4 more bytes per weight on the device, 8 for split weights.
+  /// returns, a copy of the weights is on the host.
   inline void load(torch::serialize::InputArchive& archive) override;
 
   /// For TrainingCheckpoint: returns a function that restores the present weights from a copy on
@@ -198,42 +236,21 @@ class MasterWeights final : public detail::MastersOfModel {
   const MasterWeightsOptions& options() const { return options_; }
 
  private:
-  struct Weight {
-    std::string name;
-    at::Tensor parameter;  // of the model
-    bool is_narrow;        // kept in 16 bits
-    bool is_split;         // with its lower 16 bits stored beside it
-    at::Tensor master;     // undefined without a gradient, if split or not narrow
-    std::shared_ptr<detail::MainGradient> main = nullptr;  // where backward takes gradients
-    detail::GivenWeight given = {};                        // the parameter, at the last copy
-
-    /// The optimizer's tensor, in its dtype.
-    at::Tensor value() const {
-      if (master.defined()) return master.detach();
-      const detail::SplitWeight* const split = detail::split_of(parameter);
-      return split ? detail::joined(parameter, *split) : parameter.variable_data();
-    }
-    /// `value` is on the weight's device; `halves` are its split form.
-    void set(const at::Tensor& value, const detail::NarrowWeight& halves) const;
-    void check_not_half_stepped(const char* call) const {
-      detail::check_not_half_stepped(parameter,
-                                     [&] { return c10::str(call, ": the weight '", name, "'"); });
-    }
-  };
   inline void check_saved(const std::string& call) const override { check_split(call); }
-  inline at::Tensor value_of(const at::Tensor& parameter, at::ScalarType narrow) const override;
+  inline at::Tensor value_of(const Weight& weight) const override;
+  inline void set(const Weight& weight, const at::Tensor& value,
+                  const at::Tensor& parameter) const override;
+  inline bool is_copied() const override { return master_versions() == copied_versions_; }
+  inline void note_copied() override;
   void check_split(const std::string& call, bool unwritten = true) const;
   void check_taken() const;
   int64_t master_versions() const;
-  void note_copied();
-  void warn_of_written_model();
   void warn_of_left_gradients();
 
   MasterWeightsOptions options_;
-  std::vector<Weight> weights_;
   detail::TensorPairs model_from_masters_;
   int64_t copied_versions_ = 0;  // of the masters, at the last copy_to_model()
-  bool warned_of_written_ = false, warned_of_left_ = false;
+  bool warned_of_left_ = false;
   bool was_taken_ = false;  // gradients were taken, or load() was called, since then
   std::shared_ptr<const void> token_ =
       std::make_shared<char>();  // identifies these masters at the weights

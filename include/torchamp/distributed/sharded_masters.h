@@ -18,7 +18,6 @@
 #include <torch/serialize/archive.h>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -168,10 +167,11 @@ class ShardedMasterWeights final : public detail::MastersOfModel {
 
   /// For torch::load(masters, path) on every process: fills the model, and this process's shards,
   /// from a file of save(), or of torch::save of such a model. All or nothing.
-  inline void load(torch::serialize::InputArchive& archive) override;
+  using MastersOfModel::load;
 
   /// For TrainingCheckpoint: returns a function that restores the present weights on this process.
-  inline std::function<void()> keep() override;
+  /// Valid while these masters live.
+  using MastersOfModel::keep;
 
   /// The options of construction.
   const ShardedMasterWeightsOptions& options() const { return options_; }
@@ -179,32 +179,23 @@ class ShardedMasterWeights final : public detail::MastersOfModel {
   const ProcessGroupPtr& group() const { return shards_->group(); }
 
  private:
-  struct Weight {
-    std::string name;
-    at::Tensor parameter;     // of the model
-    bool is_narrow;           // kept in 16 bits
-    bool is_sharded = false;  // has a shard
-    at::Tensor piece{};
-    std::size_t index = 0;  // in the layout
-  };
-
   bool* syncs() override { return &scatter_->sends(); }
   inline void check_saved(const std::string& call) const override;
-  inline at::Tensor value_of(const at::Tensor& parameter, at::ScalarType narrow) const override;
+  inline at::Tensor value_of(const Weight& weight) const override;
+  inline void set(const Weight& weight, const at::Tensor& value,
+                  const at::Tensor& parameter) const override;
+  inline void note_copied() override;
   void check_same_everywhere(const ProcessGroupPtr& group,
                              const detail::BucketLayout& layout) const;
   void make_pieces();
-  void set(const Weight& weight, const at::Tensor& value, const at::Tensor& parameter) const;
-  void check_stepped(const char* call) const;
+  void check_stepped(const std::string& call) const;
 
   ShardedMasterWeightsOptions options_;
-  std::vector<Weight> weights_;
   std::vector<std::size_t> by_index_;  // the weight of each in the layout
   std::shared_ptr<detail::ShardGroup> shards_;
   std::vector<at::Tensor> shares_;  // per bucket: the shards, or their lower bits
   std::shared_ptr<detail::GradientScatter> scatter_;
   std::vector<at::Tensor> whole_;  // on process 0, after gather()
-  bool warned_of_written_ = false;
 };
 
 }  // namespace TORCHAMP_NAMESPACE

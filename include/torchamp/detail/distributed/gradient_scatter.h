@@ -45,25 +45,10 @@ class GradientScatter final : public GradientBuckets, public UnsentGradients {
                         std::move(parameters), find_unused),
         dtype_(dtype),
         pieces_(std::move(pieces)),
-        copied_(pieces_.size()),
-        given_(pieces_.size()) {
-    note_copied();
-  }
+        copied_(pieces_.size()) {}
 
   /// Records that the model has the values of the shards.
-  void note_copied() {
-    for (std::size_t w = 0; w < pieces_.size(); ++w) {
-      copied_[w] = version_of(pieces_[w]);
-      given_[w].note(parameters_[w]);
-    }
-  }
-  /// Warns of a weight of the model that others have written to; once, by `warned`.
-  void warn_of_written_model(bool& warned) const {
-    for (std::size_t w = 0; w < pieces_.size() && !warned; ++w) {
-      warned = given_[w].was_written(parameters_[w]);
-      if (warned) warn_of_written_weight("ShardedMasterWeights", name(w));
-    }
-  }
+  void note_copied() { std::ranges::transform(pieces_, copied_.begin(), version_of); }
 
   /// Whether backward sends; otherwise gradients accumulate in place, in fp32.
   bool& sends() { return sends_; }
@@ -193,8 +178,7 @@ class GradientScatter final : public GradientBuckets, public UnsentGradients {
 
   at::ScalarType dtype_;  // in which gradients are sent
   std::vector<at::Tensor> pieces_;
-  std::vector<uint32_t> copied_;    // the versions of the pieces whose values the model has
-  std::vector<GivenWeight> given_;  // the weights that it has got of them
+  std::vector<uint32_t> copied_;  // the versions of the pieces whose values the model has
   bool sends_ = true;
   bool has_unsent_ = false;  // a pass has left gradients, since one has sent
 };

@@ -6,17 +6,13 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
-#include <c10/util/StringUtil.h>
 
 #include <algorithm>
-#include <unordered_set>
 
 #include "torchamp/detail/device_work.h"
 #include "torchamp/detail/distributed/collective.h"
 #include "torchamp/detail/distributed/reducer.h"
 #include "torchamp/detail/gradients/attached.h"
-#include "torchamp/detail/io/archives.h"
-#include "torchamp/detail/kept_tensors.h"
 #include "torchamp/detail/masters/split_weight.h"
 #include "torchamp/detail/optim/split_step.h"
 #include "torchamp/detail/tensor_pairs.h"
@@ -33,27 +29,17 @@ inline ShardedMasterWeights::ShardedMasterWeights(std::shared_ptr<torch::nn::Mod
   TORCH_CHECK_VALUE(group, owner_, ": the group is null. Pass the result of make_process_group().");
   TORCH_CHECK_VALUE(options_.bucket_bytes > 0, owner_, ": bucket_bytes is ", options_.bucket_bytes,
                     ". It must be above 0.");
-  detail::check_narrow_dtype(owner_, options_.dtype, options_.storage);
   detail::check_reduce_dtype(owner_, options_.reduce_dtype);
   const detail::InternalOps guard;
-  const auto kept =
-      detail::parameters_kept_fp32(owner_, *model_, options_.keep_fp32, options_.keep_norms);
-  const bool splits = options_.storage == MasterStorage::split;
   const at::ScalarType wire = options_.reduce_dtype.value_or(at::kFloat);
-  std::unordered_set<const at::TensorImpl*> seen;  // a parameter may have several names
-  for (const auto& item : model_->named_parameters()) {
-    const at::Tensor& parameter = item.value();
-    if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
-    const at::ScalarType dtype = parameter.scalar_type();
-    const bool is_kept = kept.contains(parameter.unsafeGetTensorImpl());
-    TORCH_CHECK_VALUE(
-        !parameter.requires_grad() || dtype == at::kFloat || (detail::is_16_bit(dtype) && !is_kept),
-        owner_, ": the parameter '", item.key(), "' is ", dtype,
-        is_kept ? " and listed to stay fp32. Cast it first."
-                : " and requires grad. Trained weights must be fp32.");
-    detail::check_may_be_master(owner_, item.key(), parameter, splits, /*main_gradients=*/false);
-    const bool is_float = dtype == at::kFloat || detail::is_16_bit(dtype);
-    weights_.push_back({item.key(), parameter, is_float && !is_kept});
+  list_weights(options_, /*main_gradients=*/false);
+  for (const Weight& weight : weights_) {
+    const at::ScalarType dtype = weight.parameter.scalar_type();
+    TORCH_CHECK_VALUE(!weight.parameter.requires_grad() || dtype == at::kFloat || weight.is_narrow,
+                      owner_, ": the parameter '", weight.name, "' is ", dtype,
+                      detail::is_16_bit(dtype)
+                          ? " and listed to stay fp32. Cast it first."
+                          : " and requires grad. Trained weights must be fp32.");
   }
   int64_t elements = 0;
   for (const Weight& weight : weights_) elements += weight.parameter.numel();
@@ -64,7 +50,6 @@ inline ShardedMasterWeights::ShardedMasterWeights(std::shared_ptr<torch::nn::Mod
     const at::Tensor& parameter = weight.parameter;
     if (!parameter.requires_grad() || parameter.numel() == 0) continue;
     weight.index = by_index_.size();
-    weight.is_sharded = true;
     by_index_.push_back(w);
     layout.add(weight.name, parameter, weight.is_narrow ? options_.dtype : at::kFloat);
   }
@@ -79,7 +64,7 @@ inline ShardedMasterWeights::ShardedMasterWeights(std::shared_ptr<torch::nn::Mod
   std::vector<at::Tensor> parameters, pieces;
   for (const std::size_t w : by_index_) {
     parameters.push_back(weights_[w].parameter);
-    pieces.push_back(weights_[w].piece);
+    pieces.push_back(weights_[w].master);
   }
   scatter_ = std::make_shared<detail::GradientScatter>(shards_->layout(), shards_->group(),
                                                        std::move(parameters), std::move(pieces),
@@ -89,6 +74,7 @@ inline ShardedMasterWeights::ShardedMasterWeights(std::shared_ptr<torch::nn::Mod
   for (const std::size_t w : by_index_) {
     detail::note_masters(weights_[w].parameter, scatter_, /*apart=*/true);
   }
+  note_copied();
 }
 
 /// Throws if another process has other options or another model, whose exchanges would not match.
@@ -108,7 +94,7 @@ inline void ShardedMasterWeights::check_same_everywhere(const ProcessGroupPtr& g
   };
   for (const Weight& weight : weights_) {
     mix(weight.parameter);
-    model.mix((weight.is_narrow ? 2 : 0) + (weight.is_sharded ? 1 : 0));
+    model.mix((weight.is_narrow ? 2 : 0) + (weight.index ? 1 : 0));
   }
   for (const at::Tensor& buffer : model_->buffers()) mix(buffer);
   same.add("model or other options (keep_fp32, keep_norms)", model.value());
@@ -130,11 +116,11 @@ inline void ShardedMasterWeights::make_pieces() {
   for (Weight& weight : weights_) {
     const at::Tensor& parameter = weight.parameter;
     const at::Tensor value = parameter.variable_data();
-    if (!weight.is_sharded) {
+    if (!weight.index) {
       narrow.push_back(weight.is_narrow ? value.to(options_.dtype) : at::Tensor());
       continue;
     }
-    const detail::BucketedWeight& place = layout.weights()[weight.index];
+    const detail::BucketedWeight& place = layout.weights()[*weight.index];
     const detail::BucketShape& bucket = layout.buckets()[place.bucket];
     const at::Tensor& share = shares_[place.bucket];
     c10::intrusive_ptr<detail::WeightMeta> meta;
@@ -143,19 +129,19 @@ inline void ShardedMasterWeights::make_pieces() {
       const at::Tensor padded =
           at::zeros({place.piece * layout.processes()}, parameter.options().dtype(bucket.dtype));
       narrow.push_back(detail::sharing(padded, 0, place.sizes, place.strides));
-      weight.piece = detail::sharing(padded, rank * place.piece, place.piece);
+      weight.master = detail::sharing(padded, rank * place.piece, place.piece);
       meta = detail::make_split_weight(detail::sharing(share, place.offset, place.piece));
     } else {
       narrow.push_back(
           at::empty_strided(place.sizes, place.strides, parameter.options().dtype(bucket.dtype)));
-      weight.piece = detail::sharing(share, place.offset, place.piece);
+      weight.master = detail::sharing(share, place.offset, place.piece);
       meta = c10::make_intrusive<detail::WeightMeta>();
     }
     meta->shards = shards_;
-    meta->index = weight.index;
-    weight.piece.unsafeGetTensorImpl()->set_backend_meta(std::move(meta));
+    meta->index = *weight.index;
+    weight.master.unsafeGetTensorImpl()->set_backend_meta(std::move(meta));
     set(weight, value, narrow.back());
-    weight.piece.set_requires_grad(true);
+    weight.master.set_requires_grad(true);
   }
   for (std::size_t w = 0; w < weights_.size(); ++w) {
     const at::Tensor& parameter = weights_[w].parameter;
@@ -170,56 +156,58 @@ inline std::vector<std::pair<std::string, at::Tensor>> ShardedMasterWeights::nam
     const {
   std::vector<std::pair<std::string, at::Tensor>> result;
   for (const Weight& weight : weights_) {
-    if (weight.is_sharded && weight.parameter.requires_grad()) {
-      result.emplace_back(weight.name, weight.piece);
+    if (weight.index && weight.parameter.requires_grad()) {
+      result.emplace_back(weight.name, weight.master);
     }
   }
   return result;
 }
 
-/// Sets the value of a weight in `parameter`, which is or becomes the model's, and in this
-/// process's shard of the master.
+inline void ShardedMasterWeights::note_copied() {
+  MastersOfModel::note_copied();
+  scatter_->note_copied();
+  whole_.clear();
+}
+
 inline void ShardedMasterWeights::set(const Weight& weight, const at::Tensor& value,
                                       const at::Tensor& parameter) const {
-  if (!weight.is_sharded) {
+  if (!weight.index) {
     parameter.copy_(value);
     return;
   }
-  const at::Tensor wide =
-      at::empty_like(parameter, parameter.options().dtype(at::kFloat).requires_grad(false));
-  wide.copy_(value);
-  const auto own = [&](const at::Tensor& whole) {
-    return shards_->layout().piece_of(weight.index, shards_->group()->getRank(), whole);
+  const at::Tensor wide = detail::empty_fp32_like(parameter).copy_(value);
+  const auto copy_own = [&](const at::Tensor& piece, const at::Tensor& whole) {
+    const auto own = shards_->layout().piece_of(*weight.index, shards_->group()->getRank(), whole);
+    piece.narrow(0, 0, own.numel()).copy_(own);
   };
-  const at::Tensor mine = own(wide);
-  if (detail::SplitWeight* const split = detail::split_of(weight.piece)) {
-    const at::Tensor high = at::empty_like(wide, wide.options().dtype(at::kBFloat16));
-    const at::Tensor low = at::empty_like(wide, wide.options().dtype(at::kShort));
+  if (detail::SplitWeight* const split = weight.split()) {
+    const at::Tensor high = at::empty_like(wide, at::kBFloat16);
+    const at::Tensor low = at::empty_like(wide, at::kShort);
     detail::write_split(wide, high, low);
     parameter.copy_(high);
-    split->low.narrow(0, 0, mine.numel()).copy_(own(low));
-    weight.piece.unsafeGetTensorImpl()->bump_version();
-    split->note_version(weight.piece);
+    copy_own(split->low, low);
+    weight.master.unsafeGetTensorImpl()->bump_version();
+    split->note_version(weight.master);
     return;
   }
   parameter.copy_(wide);
-  weight.piece.detach().narrow(0, 0, mine.numel()).copy_(mine);
+  copy_own(weight.master.detach(), wide);
 }
 
-inline void ShardedMasterWeights::check_stepped(const char* call) const {
+inline void ShardedMasterWeights::check_stepped(const std::string& call) const {
   bool has_optimizer = false, has_gradient = false;
   for (const Weight& weight : weights_) {
-    TORCH_CHECK(weight.is_sharded || weight.parameter.numel() == 0 ||
+    TORCH_CHECK(weight.index || weight.parameter.numel() == 0 ||
                     !weight.parameter.requires_grad() || !weight.parameter.grad().defined(),
                 call, ": the parameter '", weight.name,
                 "' has a gradient but no master: it did not require grad when the "
                 "ShardedMasterWeights were made. Make them after unfreezing it.");
-    if (!weight.is_sharded) continue;
-    has_optimizer |= detail::weight_meta_of(weight.piece)->has_optimizer;
-    has_gradient |= weight.piece.grad().defined();
-    const auto where = [&] { return c10::str(call, ": the weight '", weight.name, "'"); };
-    detail::check_split(weight.piece, where);
-    if (weight.piece.grad().defined()) detail::check_not_half_stepped(weight.piece, where);
+    if (!weight.index) continue;
+    const bool has_one = weight.master.grad().defined();
+    has_optimizer |= detail::weight_meta_of(weight.master)->has_optimizer;
+    has_gradient |= has_one;
+    detail::check_split(weight.master, weight.in(call));
+    if (has_one) detail::check_not_half_stepped(weight.master, weight.in(call));
   }
   TORCH_CHECK(!scatter_->any(), call,
               ": gradients of backward passes within no_sync() were not sent, so the step misses "
@@ -231,12 +219,12 @@ inline void ShardedMasterWeights::check_stepped(const char* call) const {
 }
 
 inline void ShardedMasterWeights::copy_to_model() {
-  static constexpr const char* call = "ShardedMasterWeights::copy_to_model";
+  const std::string call = "ShardedMasterWeights::copy_to_model";
   TORCH_CHECK(!detail::GraphBody::is_running(), call,
               ": processes exchange weights, which the iteration of a CudaGraph cannot hold. Run "
               "that iteration eagerly, with {.enabled = false}.");
   check_stepped(call);
-  scatter_->warn_of_written_model(warned_of_written_);
+  warn_of_written_model();
   const detail::InternalOps guard;
   const detail::DropWeightCasts drop_weight_casts;
   const detail::BucketLayout& layout = shards_->layout();
@@ -248,13 +236,14 @@ inline void ShardedMasterWeights::copy_to_model() {
       detail::TensorPairs highs;
       for (const std::size_t i : bucket.weights) {
         const detail::BucketedWeight& place = layout.weights()[i];
-        highs.add(mine.narrow(0, place.offset, place.piece), weights_[by_index_[i]].piece.detach());
+        highs.add(mine.narrow(0, place.offset, place.piece),
+                  weights_[by_index_[i]].master.detach());
       }
       highs.copy();
     } else if (bucket.dtype != at::kFloat) {
       mine = mine.to(bucket.dtype);
     }
-    const at::Tensor all = shards_->all_gathered(call, mine);
+    const at::Tensor all = shards_->all_gathered(call.c_str(), mine);
     detail::TensorPairs copies;
     for (const std::size_t i : bucket.weights) {
       layout.for_each_part(
@@ -263,8 +252,7 @@ inline void ShardedMasterWeights::copy_to_model() {
     }
     copies.copy();
   }
-  scatter_->note_copied();
-  whole_.clear();
+  note_copied();
 }
 
 inline void ShardedMasterWeights::gather() {
@@ -277,7 +265,7 @@ inline void ShardedMasterWeights::gather() {
       mine = at::empty({layout.buckets()[b].slot}, mine.options().dtype(at::kFloat));
       for (const std::size_t i : layout.buckets()[b].weights) {
         const detail::BucketedWeight& place = layout.weights()[i];
-        const at::Tensor& piece = weights_[by_index_[i]].piece;
+        const at::Tensor& piece = weights_[by_index_[i]].master;
         mine.narrow(0, place.offset, place.piece)
             .copy_(detail::joined(piece, *detail::split_of(piece)));
       }
@@ -301,48 +289,8 @@ inline void ShardedMasterWeights::check_saved(const std::string& call) const {
               "then this on process 0.");
 }
 
-inline at::Tensor ShardedMasterWeights::value_of(const at::Tensor& parameter,
-                                                 at::ScalarType narrow) const {
-  const Weight* const weight = detail::weight_of(weights_, parameter);
-  if (!weight) return parameter;
-  const at::Tensor value =
-      weight->is_sharded ? whole_[weight->index] : weight->parameter.variable_data();
-  return weight->is_narrow ? value.to(narrow) : value;
-}
-
-inline void ShardedMasterWeights::load(torch::serialize::InputArchive& archive) {
-  const detail::InternalOps guard;
-  const auto read = detail::read_all(*model_, archive, owner_);
-  const detail::DropWeightCasts drop_weight_casts;
-  const std::function<void()> back = keep();
-  try {
-    for (const auto& [to, from] : read) {
-      if (const Weight* const weight = detail::weight_of(weights_, to)) {
-        set(*weight, from, to);
-      } else {
-        to.copy_(from);
-      }
-    }
-  } catch (...) {  // for lack of memory
-    back();
-    throw;
-  }
-  scatter_->note_copied();
-  whole_.clear();
-}
-
-inline std::function<void()> ShardedMasterWeights::keep() {
-  const detail::InternalOps guard;
-  constexpr auto on_host = detail::WriteBack::Copies::on_host;
-  detail::WriteBack kept;  // memory of the device may be short
-  for (const Weight& weight : weights_) kept.add(weight.parameter, on_host);
-  for (const at::Tensor& buffer : model_->buffers()) kept.add(buffer, on_host);
-  for (const at::Tensor& share : shares_) kept.add(share, on_host);
-  return [kept = std::move(kept), scatter = scatter_] {
-    const detail::InternalOps internal;
-    kept.put_back();
-    scatter->note_copied();
-  };
+inline at::Tensor ShardedMasterWeights::value_of(const Weight& weight) const {
+  return weight.index ? whole_[*weight.index] : weight.parameter.variable_data();
 }
 
 }  // namespace TORCHAMP_NAMESPACE

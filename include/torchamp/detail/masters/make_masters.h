@@ -31,13 +31,17 @@ namespace torchamp::detail {
 // it, so only one 16-bit gradient exists at a time. If the weight is split, the fp32 gradient is
 // the weight's own, and that node itself adds all but the first to it.
 
+/// Laid out as `weight`.
+inline at::Tensor empty_fp32_like(const at::Tensor& weight) {
+  return at::empty_like(weight, weight.options().dtype(at::kFloat).requires_grad(false));
+}
+
 /// Adds `gradient`, of 16 bits, to `sum`, in fp32 and laid out as `like`.
 inline void add_to_main(at::Tensor& sum, const at::Tensor& gradient, const at::Tensor& like) {
   if (gradient.layout() != at::kStrided) {
     sum = sum.defined() ? sum + gradient.to(at::kFloat) : gradient.to(at::kFloat);
   } else if (!sum.defined()) {
-    sum = at::empty_like(like, like.options().dtype(at::kFloat).requires_grad(false));
-    sum.copy_(gradient);
+    sum = empty_fp32_like(like).copy_(gradient);
   } else if (sum.layout() != at::kStrided) {
     sum = gradient.to(at::kFloat) + sum;
   } else {
@@ -131,21 +135,11 @@ inline void write_split(const at::Tensor& value, const at::Tensor& high, const a
   at::Tensor wide = value;
   if (!(TensorKind::of(value) == TensorKind{high.device(), at::kFloat}) ||
       value.strides() != high.strides()) {
-    wide = at::empty_like(high, high.options().dtype(at::kFloat).requires_grad(false));
-    wide.copy_(value);
+    wide = empty_fp32_like(high).copy_(value);
   }
   SplitRuns whole(high.device());
   whole.add(in_memory_order(high.detach()), in_memory_order(low));
   whole.split(in_memory_order(wide), SplitNaNs::as_they_are);
-}
-
-/// `gradient` of a split weight in fp32; dense ones are filled by `copies`.
-inline at::Tensor widened(const at::Tensor& weight, const at::Tensor& gradient,
-                          TensorPairs& copies) {
-  if (gradient.layout() != at::kStrided) return gradient.to(at::kFloat);
-  at::Tensor wide = at::empty_like(weight, weight.options().dtype(at::kFloat).requires_grad(false));
-  copies.add(wide, gradient);
-  return wide;
 }
 
 /// Removes the data of destroyed MasterWeights.
@@ -190,39 +184,6 @@ class GivenWeight {
 
   const void* memory_ = nullptr;
   uint32_t writes_ = 0;
-};
-
-inline void warn_of_written_weight(const char* masters, const std::string& name) {
-  TORCH_WARN(masters, "::copy_to_model: the model's weight '", name,
-             "' was written to since the last call, and its master's value replaces what was "
-             "written. To fill the model from a file, call torch::load(masters, path); to change "
-             "weights, change those of parameters(). This warning is given once.");
-}
-
-/// A weight's value in new memory: the weight in 16 bits, and the lower 16 bits if it is split.
-struct NarrowWeight {
-  static NarrowWeight of(const at::Tensor& value, at::ScalarType dtype) {
-    return {value.to(dtype, /*non_blocking=*/false, /*copy=*/true), {}};
-  }
-  /// Laid out as `like`.
-  static NarrowWeight split(const at::Tensor& value, const at::Tensor& like) {
-    const auto options = like.options().requires_grad(false);
-    NarrowWeight halves{at::empty_like(like, options.dtype(at::kBFloat16)), {}};
-    halves.low = at::empty_like(like, options.dtype(at::kShort));
-    write_split(value, halves.high, halves.low);
-    return halves;
-  }
-
-  /// Replaces `parameter` by it, with its lower bits.
-  void give_to(const at::Tensor& parameter) const {
-    parameter.set_data(high);
-    if (!low.defined()) return;
-    auto split = make_split_weight(low);
-    split->note_version(parameter);
-    parameter.unsafeGetTensorImpl()->set_backend_meta(std::move(split));
-  }
-
-  at::Tensor high, low{};
 };
 
 }  // namespace torchamp::detail

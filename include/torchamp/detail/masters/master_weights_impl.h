@@ -3,6 +3,7 @@
 
 #include <ATen/ops/empty_like.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <regex>
 #include <unordered_set>
@@ -47,6 +48,18 @@ inline std::unordered_set<const at::TensorImpl*> parameters_kept_fp32(
   return kept;
 }
 
+/// The parameters of a module, each once, by its first name.
+inline std::vector<std::pair<std::string, at::Tensor>> named_parameters_once(
+    const torch::nn::Module& module) {
+  std::unordered_set<const at::TensorImpl*> seen;
+  std::vector<std::pair<std::string, at::Tensor>> parameters;
+  for (const auto& [name, parameter] : module.named_parameters().pairs()) {
+    if (seen.insert(parameter.unsafeGetTensorImpl()).second)
+      parameters.emplace_back(name, parameter);
+  }
+  return parameters;
+}
+
 /// Throws for an unsupported dtype; split masters need bf16.
 inline void check_narrow_dtype(const char* owner, at::ScalarType dtype, MasterStorage storage) {
   TORCH_CHECK_VALUE(is_16_bit(dtype), owner, ": a model cannot be kept in ", dtype,
@@ -84,13 +97,41 @@ inline void check_may_be_master(const char* owner, const std::string& name,
               "one. Make the MasterWeights without main_gradients.");
 }
 
-/// The weight of that parameter; null if there is none.
-template <class Weight>
-const Weight* weight_of(const std::vector<Weight>& weights, const at::Tensor& parameter) {
-  for (const Weight& weight : weights) {
-    if (weight.parameter.is_same(parameter)) return &weight;
+template <class Options>
+void MastersOfModel::list_weights(const Options& options, bool main_gradients) {
+  check_narrow_dtype(owner_, options.dtype, options.storage);
+  const auto kept = parameters_kept_fp32(owner_, *model_, options.keep_fp32, options.keep_norms);
+  for (auto& [name, parameter] : named_parameters_once(*model_)) {
+    check_may_be_master(owner_, name, parameter, options.storage == MasterStorage::split,
+                        main_gradients);
+    const at::ScalarType dtype = parameter.scalar_type();
+    const bool is_narrow = (dtype == at::kFloat || is_16_bit(dtype)) &&
+                           !kept.contains(parameter.unsafeGetTensorImpl());
+    weights_.push_back({std::move(name), std::move(parameter), is_narrow});
   }
-  return nullptr;
+}
+
+inline auto MastersOfModel::weight_of(const at::Tensor& parameter) const -> const Weight* {
+  const auto found = std::ranges::find_if(
+      weights_, [&](const Weight& weight) { return weight.parameter.is_same(parameter); });
+  return found == weights_.end() ? nullptr : &*found;
+}
+
+inline void MastersOfModel::note_copied() {
+  for (Weight& weight : weights_) weight.given.note(weight.parameter);
+}
+
+/// Warns once of weights of the model that differ from those last written.
+inline void MastersOfModel::warn_of_written_model() {
+  for (const Weight& weight : weights_) {
+    if (warned_of_written_) return;
+    if (!weight.master.defined() || !weight.given.was_written(weight.parameter)) continue;
+    warned_of_written_ = true;
+    TORCH_WARN(owner_, "::copy_to_model: the model's weight '", weight.name,
+               "' was written to since the last call, and its master's value replaces what was "
+               "written. To fill the model from a file, call torch::load(masters, path); to change "
+               "weights, change those of parameters(). This warning is given once.");
+  }
 }
 
 inline void MastersOfModel::save(torch::serialize::OutputArchive& archive,
@@ -100,8 +141,57 @@ inline void MastersOfModel::save(torch::serialize::OutputArchive& archive,
                     " is not a floating-point dtype.");
   check_saved(call);
   const InternalOps guard;
-  write_module(*model_, archive,
-               [&](const at::Tensor& parameter) { return value_of(parameter, dtype); });
+  write_module(*model_, archive, [&](const at::Tensor& parameter) {
+    const Weight* const weight = weight_of(parameter);
+    if (!weight) return parameter;
+    const at::Tensor value = value_of(*weight);
+    return weight->is_narrow ? value.to(dtype) : value;
+  });
+}
+
+inline void MastersOfModel::load(torch::serialize::InputArchive& archive) {
+  const InternalOps guard;
+  const auto read = read_all(*model_, archive, owner_);
+  const DropWeightCasts drop_weight_casts;
+  const std::function<void()> back = MastersOfModel::keep();
+  try {
+    for (const auto& [to, from] : read) {
+      const Weight* const weight = weight_of(to);
+      weight ? set(*weight, from, to) : void(to.copy_(from));
+    }
+  } catch (...) {  // for lack of memory
+    back();
+    throw;
+  }
+  note_copied();
+}
+
+inline std::function<void()> MastersOfModel::keep() {
+  const InternalOps guard;
+  WriteBack kept;  // on the host: memory of the device may be short
+  const auto add = [&](const at::Tensor& tensor) { kept.add(tensor, WriteBack::Copies::on_host); };
+  for (const Weight& weight : weights_) {
+    add(weight.parameter);
+    add(weight.master);
+    if (const SplitWeight* const split = weight.split()) add(split->low);
+  }
+  for (const at::Tensor& buffer : model_->buffers()) add(buffer);
+  return [this, kept = std::move(kept), was_copied = is_copied()] {
+    const InternalOps internal;
+    const DropWeightCasts drop_weight_casts;
+    kept.put_back();
+    for (const Weight& weight : weights_) {
+      if (SplitWeight* const split = weight.split()) {
+        split->note_version(weight.master.defined() ? weight.master : weight.parameter);
+      }
+    }
+    note_copied();
+    for (const Weight& weight : weights_) {
+      if (!was_copied && weight.master.defined()) {
+        weight.master.unsafeGetTensorImpl()->bump_version();
+      }
+    }
+  };
 }
 
 }  // namespace detail
@@ -109,38 +199,26 @@ inline void MastersOfModel::save(torch::serialize::OutputArchive& archive,
 inline MasterWeights::MasterWeights(std::shared_ptr<torch::nn::Module> model,
                                     MasterWeightsOptions options)
     : MastersOfModel("MasterWeights", std::move(model)), options_(std::move(options)) {
-  const bool splits = options_.storage == MasterStorage::split;
-  detail::check_narrow_dtype(owner_, options_.dtype, options_.storage);
   const detail::InternalOps guard;
-  const auto parameters = model_->named_parameters();
-  const auto kept =
-      detail::parameters_kept_fp32(owner_, *model_, options_.keep_fp32, options_.keep_norms);
-  for (const auto& item : parameters) {
-    detail::check_may_be_master(owner_, item.key(), item.value(), splits, options_.main_gradients);
-  }
+  list_weights(options_, options_.main_gradients);
 
-  // The new weights, in new memory: the model changes once all exist.
-  std::vector<detail::NarrowWeight> narrow;
-  std::unordered_set<const at::TensorImpl*> seen;  // a parameter may have several names
-  for (const auto& item : parameters) {
-    const at::Tensor& parameter = item.value();
-    const at::ScalarType dtype = parameter.scalar_type();
-    if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
-    const bool is_narrow = (dtype == at::kFloat || detail::is_16_bit(dtype)) &&
-                           !kept.contains(parameter.unsafeGetTensorImpl());
-    Weight weight{item.key(), parameter, is_narrow, /*is_split=*/false, {}};
-    narrow.emplace_back();
-    if (is_narrow) {
-      const at::Tensor wide = weight.value().to(at::kFloat);
-      detail::remove_weight_meta(wide);  // which may be the parameter under another name
-      weight.is_split = splits && parameter.requires_grad();
-      narrow.back() = weight.is_split ? detail::NarrowWeight::split(wide, wide)
-                                      : detail::NarrowWeight::of(wide, options_.dtype);
-      if (parameter.requires_grad() && !weight.is_split) {
-        weight.master = wide.set_requires_grad(true);
-      }
+  struct Halves {
+    at::Tensor high, low;
+  };
+  std::vector<Halves> narrow(weights_.size());  // the model changes once all exist
+  for (std::size_t w = 0; w < weights_.size(); ++w) {
+    Weight& weight = weights_[w];
+    if (!weight.is_narrow) continue;
+    const at::Tensor wide = value_of(weight).to(at::kFloat);
+    detail::remove_weight_meta(wide);  // which may be the parameter under another name
+    if (!weight.parameter.requires_grad() || options_.storage == MasterStorage::full) {
+      narrow[w].high = wide.to(options_.dtype, /*non_blocking=*/false, /*copy=*/true);
+      if (weight.parameter.requires_grad()) weight.master = wide.set_requires_grad(true);
+    } else {
+      weight.is_split = true;
+      narrow[w] = {at::empty_like(wide, options_.dtype), at::empty_like(wide, at::kShort)};
+      detail::write_split(wide, narrow[w].high, narrow[w].low);
     }
-    weights_.push_back(std::move(weight));
   }
 
   for (std::size_t w = 0; w < weights_.size(); ++w) {
@@ -150,7 +228,12 @@ inline MasterWeights::MasterWeights(std::shared_ptr<torch::nn::Module> model,
     if (!weight.is_narrow) continue;
     detail::remove_weight_meta(parameter);
     parameter.mutable_grad().reset();
-    narrow[w].give_to(parameter);
+    parameter.set_data(narrow[w].high);
+    if (weight.is_split) {
+      auto split = detail::make_split_weight(narrow[w].low);
+      split->note_version(parameter);
+      parameter.unsafeGetTensorImpl()->set_backend_meta(std::move(split));
+    }
     if (weight.master.defined()) {
       detail::note_narrow(weight.master, parameter);
       model_from_masters_.add(parameter, weight.master);
@@ -175,17 +258,27 @@ inline std::vector<std::pair<std::string, at::Tensor>> MasterWeights::named_para
   return result;
 }
 
-inline void MasterWeights::Weight::set(const at::Tensor& value,
-                                       const detail::NarrowWeight& halves) const {
-  if (detail::SplitWeight* const split = detail::split_of(parameter)) {
-    parameter.copy_(halves.high);
-    split->low.copy_(halves.low);
+inline at::Tensor MasterWeights::value_of(const Weight& weight) const {
+  if (weight.master.defined()) return weight.master.detach();
+  const detail::SplitWeight* const split = weight.split();
+  return split ? detail::joined(weight.parameter, *split) : weight.parameter.variable_data();
+}
+
+inline void MasterWeights::set(const Weight& weight, const at::Tensor& value,
+                               const at::Tensor& parameter) const {
+  if (!weight.is_narrow) {
+    parameter.copy_(value);
+    return;
+  }
+  const at::Tensor wide = value.to(parameter.device(), at::kFloat);
+  if (detail::SplitWeight* const split = weight.split()) {
+    detail::write_split(wide, parameter, split->low);
     parameter.unsafeGetTensorImpl()->bump_version();
     split->note_version(parameter);
     return;
   }
-  parameter.copy_(value);
-  if (master.defined()) master.copy_(value);
+  parameter.copy_(wide);
+  if (weight.master.defined()) weight.master.copy_(wide);
 }
 
 /// Throws if split weights were moved, or, if `unwritten`, were written to by others.
@@ -193,10 +286,10 @@ inline void MasterWeights::check_split(const std::string& call, bool unwritten) 
   if (options_.storage != MasterStorage::split) return;
   for (const Weight& weight : weights_) {
     if (!weight.is_split) continue;
-    const auto where = [&] { return c10::str(call, ": the weight '", weight.name, "'"); };
-    const detail::SplitWeight* const split = detail::split_of(weight.parameter);
-    TORCH_CHECK_VALUE(split && split->fits(weight.parameter), where(), detail::split_was_moved);
-    if (unwritten) detail::check_split(weight.parameter, where);
+    const detail::SplitWeight* const split = weight.split();
+    TORCH_CHECK_VALUE(split && split->fits(weight.parameter), weight.in(call)(),
+                      detail::split_was_moved);
+    if (unwritten) detail::check_split(weight.parameter, weight.in(call));
   }
 }
 
@@ -209,22 +302,21 @@ inline int64_t MasterWeights::master_versions() const {
 }
 
 inline void MasterWeights::take_gradients() {
-  TORCH_CHECK(master_versions() == copied_versions_,
+  TORCH_CHECK(is_copied(),
               "MasterWeights::take_gradients: the masters have changed and were not copied to the "
               "model. Call copy_to_model() after each step, taken or skipped.");
-  check_split("MasterWeights::take_gradients");
+  const std::string call = "MasterWeights::take_gradients";
+  check_split(call);
   warn_of_left_gradients();
   for (const Weight& weight : weights_) {
-    const detail::SplitWeight* const split = detail::split_of(weight.parameter);
-    TORCH_CHECK(
-        !weight.is_narrow || weight.master.defined() || split || !weight.parameter.grad().defined(),
-        "MasterWeights::take_gradients: the parameter '", weight.name,
-        "' has a gradient but no master: it did not require grad when the MasterWeights were made. "
-        "Make them after unfreezing it.");
-    if (split && weight.parameter.grad().defined() &&
-        weight.parameter.grad().scalar_type() != at::kFloat) {
-      weight.check_not_half_stepped("MasterWeights::take_gradients");
-    }
+    const at::Tensor& gradient = detail::gradient_of(weight.parameter);
+    if (!gradient.defined()) continue;
+    TORCH_CHECK(!weight.is_narrow || weight.master.defined() || weight.split(), call,
+                ": the parameter '", weight.name,
+                "' has a gradient but no master: it did not require grad when the MasterWeights "
+                "were made. Make them after unfreezing it.");
+    if (gradient.scalar_type() == at::kFloat) continue;
+    detail::check_not_half_stepped(weight.parameter, weight.in(call));
   }
   const detail::InternalOps guard;
   detail::TensorPairs copies, sums;
@@ -233,40 +325,34 @@ inline void MasterWeights::take_gradients() {
   };
   std::vector<Taken> taken;  // in place once nothing can fail
   for (const Weight& weight : weights_) {
-    const at::Tensor gradient = weight.parameter.grad();
-    if (!gradient.defined()) continue;
-    if (detail::split_of(weight.parameter)) {
-      if (gradient.scalar_type() == at::kFloat) continue;  // backward has added to the fp32 sum
-      taken.push_back({weight.parameter, weight.parameter,
-                       detail::widened(weight.parameter, gradient, copies)});
-      continue;
-    }
-    if (!weight.master.defined()) continue;
-    at::Tensor sum = weight.master.grad();
+    const at::Tensor& parameter = weight.parameter;
+    const at::Tensor gradient = parameter.grad();
+    const at::Tensor& owner = weight.is_split ? parameter : weight.master;
+    if (!gradient.defined() || !owner.defined()) continue;
+    // Of a split weight, backward has added to the fp32 sum.
+    if (weight.is_split && gradient.scalar_type() == at::kFloat) continue;
+    at::Tensor sum = weight.is_split ? at::Tensor() : owner.grad();
     if (gradient.layout() != at::kStrided || (sum.defined() && sum.layout() != at::kStrided)) {
-      detail::add_to_main(sum, gradient, weight.master);
-    } else if (!sum.defined()) {
-      sum = at::empty_like(weight.master);
-      copies.add(sum, gradient);
+      detail::add_to_main(sum, gradient, owner);
     } else {
-      const at::Tensor wide = at::empty_like(weight.master);
+      const at::Tensor wide = detail::empty_fp32_like(owner);
       copies.add(wide, gradient);
-      sums.add(sum, wide);
+      sum.defined() ? sums.add(sum, wide) : void(sum = wide);
     }
-    taken.push_back({weight.parameter, weight.master, std::move(sum)});
+    taken.push_back({parameter, owner, std::move(sum)});
   }
   copies.copy();
   sums.accumulate();
   if (taken.empty()) return;
+  const uint64_t times = ++detail::gradients_taken();
   for (Taken& one : taken) {
-    if (detail::SplitWeight* const split = detail::split_of(one.parameter)) split->note_taken();
+    if (detail::SplitWeight* const split = detail::split_of(one.parameter)) {
+      split->note_taken();  // and unscaled already, if its weight's was
+    } else if (detail::WeightMeta* const meta = detail::weight_meta_of(one.owner)) {
+      meta->taken = times;
+    }
     one.parameter.mutable_grad().reset();
     one.owner.mutable_grad() = std::move(one.gradient);
-  }
-  const uint64_t times = ++detail::gradients_taken();
-  for (const Taken& one : taken) {
-    if (one.owner.is_same(one.parameter)) continue;  // split: unscaled already, if its weight's was
-    if (detail::WeightMeta* const meta = detail::weight_meta_of(one.owner)) meta->taken = times;
   }
   was_taken_ = true;
 }
@@ -282,23 +368,13 @@ inline void MasterWeights::zero_grad() {
 /// Throws if the model's gradients cannot have reached the optimizer. Changed masters were stepped,
 /// or written to by the program, and are copied in any case.
 inline void MasterWeights::check_taken() const {
-  if (was_taken_ || options_.main_gradients || master_versions() != copied_versions_) return;
+  if (was_taken_ || options_.main_gradients || !is_copied()) return;
   for (const Weight& weight : weights_) {
     TORCH_CHECK(!weight.master.defined() || !weight.parameter.grad().defined(),
                 "MasterWeights::copy_to_model: the weight '", weight.name,
                 "' has a gradient, but none were taken since the last copy_to_model(), so the step "
                 "missed it. Call take_gradients() after backward(), before unscale_ and the "
                 "step; or drop the gradients with the model's zero_grad().");
-  }
-}
-
-/// Warns once of weights of the model that differ from those last written.
-inline void MasterWeights::warn_of_written_model() {
-  if (warned_of_written_) return;
-  for (const Weight& weight : weights_) {
-    if (!weight.master.defined() || !weight.given.was_written(weight.parameter)) continue;
-    warned_of_written_ = true;
-    return detail::warn_of_written_weight("MasterWeights", weight.name);
   }
 }
 
@@ -326,11 +402,11 @@ inline void MasterWeights::warn_of_left_gradients() {
 inline void MasterWeights::copy_to_model() {
   check_taken();
   warn_of_written_model();
-  check_split("MasterWeights::copy_to_model");
+  const std::string call = "MasterWeights::copy_to_model";
+  check_split(call);
   for (const Weight& weight : weights_) {
-    if (weight.parameter.grad().defined()) {
-      weight.check_not_half_stepped("MasterWeights::copy_to_model");
-    }
+    if (!weight.parameter.grad().defined()) continue;
+    detail::check_not_half_stepped(weight.parameter, weight.in(call));
   }
   const detail::InternalOps guard;
   model_from_masters_.copy();
@@ -339,68 +415,22 @@ inline void MasterWeights::copy_to_model() {
 }
 
 inline void MasterWeights::note_copied() {
+  MastersOfModel::note_copied();
   copied_versions_ = master_versions();
-  for (Weight& weight : weights_) {
-    weight.given.note(weight.parameter);
+  for (const Weight& weight : weights_) {
     if (weight.main && weight.master.defined()) weight.main->note_copied(weight.master);
   }
 }
 
-inline at::Tensor MasterWeights::value_of(const at::Tensor& parameter,
-                                          at::ScalarType narrow) const {
-  const Weight* const weight = detail::weight_of(weights_, parameter);
-  return weight && weight->is_narrow ? weight->value().to(narrow) : parameter;
-}
-
 inline void MasterWeights::load(torch::serialize::InputArchive& archive) {
   check_split("MasterWeights::load", /*unwritten=*/false);
-  const detail::InternalOps guard;
-  auto read = detail::read_all(*model_, archive, owner_);
-  std::vector<detail::NarrowWeight> halves(read.size());
-  for (std::size_t i = 0; i < read.size(); ++i) {  // memory first: then nothing fails
-    auto& [to, from] = read[i];
-    const Weight* const weight = detail::weight_of(weights_, to);
-    from = from.to(to.device(), weight && weight->is_narrow ? at::kFloat : to.scalar_type());
-    if (weight && weight->is_split) halves[i] = detail::NarrowWeight::split(from, to);
-  }
-  const detail::DropWeightCasts drop_weight_casts;
-  for (std::size_t i = 0; i < read.size(); ++i) {
-    const auto& [to, from] = read[i];
-    if (const Weight* const weight = detail::weight_of(weights_, to)) {
-      weight->set(from, halves[i]);
-    } else {
-      to.copy_(from);
-    }
-  }
-  note_copied();
+  MastersOfModel::load(archive);
   was_taken_ = true;  // gradients that the model holds are of before
 }
 
 inline std::function<void()> MasterWeights::keep() {
-  const detail::InternalOps guard;
-  constexpr auto on_host = detail::WriteBack::Copies::on_host;
-  detail::WriteBack kept;
-  for (const Weight& weight : weights_) {
-    kept.add(weight.parameter, on_host);
-    kept.add(weight.master, on_host);
-    if (const auto* const split = detail::split_of(weight.parameter)) kept.add(split->low, on_host);
-  }
-  for (const at::Tensor& buffer : model_->buffers()) kept.add(buffer, on_host);
-  const bool was_copied = master_versions() == copied_versions_;
-  return [this, kept = std::move(kept), was_copied, was_taken = was_taken_] {
-    const detail::InternalOps internal;
-    const detail::DropWeightCasts drop_weight_casts;
-    kept.put_back();
-    for (const Weight& weight : weights_) {
-      detail::SplitWeight* const split = detail::split_of(weight.parameter);
-      if (split) split->note_version(weight.parameter);
-    }
-    if (was_copied) {
-      note_copied();
-    } else {
-      copied_versions_ = master_versions() - 1;
-      for (Weight& weight : weights_) weight.given.note(weight.parameter);
-    }
+  return [this, back = MastersOfModel::keep(), was_taken = was_taken_] {
+    back();
     was_taken_ = was_taken;
   };
 }
