@@ -148,7 +148,7 @@ class DistributedDataParallel {
       detail::broadcast("DistributedDataParallel::forward", group(), model_->buffers(), 0);
     }
     auto outputs = detail::call_forward(model_, inputs...);
-    if (torch::autograd::GradMode::is_enabled()) set_synced(reduces);
+    if (torch::autograd::GradMode::is_enabled()) leave_local(!reduces);
     if (reduces) averages_->prepare_for_backward();
     return outputs;
   }
@@ -163,13 +163,13 @@ class DistributedDataParallel {
   /// Accumulation, whose last window may be incomplete. Does nothing if the last forward with
   /// gradients was outside no_sync(). Collective; reads the device.
   void sync_gradients() {
-    if (is_synced_) return;
+    if (!averages_->are_local) return;
     TORCH_CHECK(!detail::GraphBody::is_running(),
                 "DistributedDataParallel::sync_gradients: processes exchange gradients, which the "
                 "iteration of a CudaGraph cannot hold. Run that iteration eagerly, with "
                 "{.enabled = false}.");
     averages_->average_now();
-    set_synced(true);
+    leave_local(false);
   }
 
   /// A region whose backward passes do not average the gradients, which accumulate on each process:
@@ -193,20 +193,15 @@ class DistributedDataParallel {
     if (options.communication == c10d::BuiltinCommHookType::FP16_COMPRESS) return at::kHalf;
     return options.reduce_dtype;
   }
-  void set_synced(bool is_synced) {
-    is_synced_ = is_synced;
-    if (!unsynced_ && !is_synced && group()->getSize() > 1) {
-      unsynced_ = detail::UnsyncedGradients::of(model_->parameters());
-    }
-    if (unsynced_) unsynced_->are_unsynced = !is_synced;
+  void leave_local(bool are_local) {
+    averages_->are_local = are_local;
+    if (are_local) detail::any_has_left_local = true;
   }
 
   Model model_;
   DistributedDataParallelOptions options_;
   std::shared_ptr<detail::GradientAverages> averages_;
   bool syncs_ = true;
-  bool is_synced_ = true;  // no backward within no_sync() has left gradients
-  std::shared_ptr<detail::UnsyncedGradients> unsynced_{};  // from the first no_sync() on
 };
 
 }  // namespace TORCHAMP_NAMESPACE

@@ -10,12 +10,13 @@
 #include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -26,6 +27,7 @@
 
 #include "torchamp/detail/autograd_node.h"
 #include "torchamp/detail/distributed/collective.h"
+#include "torchamp/detail/gradients/accumulation.h"
 #include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
@@ -190,28 +192,43 @@ inline at::Tensor laid_out_as(const at::Tensor& like, const at::Tensor& tensor) 
 /// Exchanges the gradients of parameters, bucket by bucket, while backward computes them.
 class GradientBuckets : public std::enable_shared_from_this<GradientBuckets> {
  public:
-  GradientBuckets(const GradientBuckets&) = delete;
-  GradientBuckets& operator=(const GradientBuckets&) = delete;
   virtual ~GradientBuckets() {
     for (const auto& [accumulator, hook] : accumulators_) accumulator->del_post_hook(hook);
   }
+
+  /// Whether the last forward was within no_sync().
+  std::atomic<bool> are_local = false;
 
   /// Call once a shared_ptr holds it: registers for gradients in backward, behind hooks of the
   /// masters' or of the program's own.
   void hook() {
     for (std::size_t w = 0; w < parameters_.size(); ++w) {
       NodePtr accumulator = torch::autograd::impl::grad_accumulator(parameters_[w]);
-      const auto hook =
-          accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
-              [self = weak_from_this(), w](const auto& outputs, const auto& /*inputs*/) {
-                if (const auto buckets = self.lock()) buckets->note_ready(w);
-                return outputs;
-              }));
+      const auto hook = accumulator->add_post_hook(std::make_unique<Hook>(weak_from_this(), w));
       accumulators_.emplace_back(std::move(accumulator), hook);
     }
   }
 
  protected:
+  class Hook final : public ReducerHook {
+   public:
+    Hook(std::weak_ptr<GradientBuckets> buckets, std::size_t w)
+        : buckets_(std::move(buckets)), w_(w) {}
+    torch::autograd::variable_list operator()(
+        const torch::autograd::variable_list& outputs,
+        const torch::autograd::variable_list& /*inputs*/) override {
+      if (const auto buckets = buckets_.lock()) buckets->note_ready(w_);
+      return outputs;
+    }
+    bool has_left_local() const override {
+      const auto buckets = buckets_.lock();
+      return buckets && buckets->are_local && buckets->group_->getSize() > 1;
+    }
+
+   private:
+    std::weak_ptr<GradientBuckets> buckets_;
+    std::size_t w_;
+  };
   struct Bucket {
     std::size_t missing = 0;
     at::Tensor sent{}, received{};

@@ -10,26 +10,21 @@
 #include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/nn/module.h>
-#include <torch/optim/optimizer.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include <algorithm>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
 #include "torchamp/detail/distributed/buckets.h"
 #include "torchamp/detail/distributed/collective.h"
-#include "torchamp/detail/gradients/accumulation.h"
 #include "torchamp/detail/masters/make_masters.h"
 #include "torchamp/detail/masters/master_meta.h"
 #include "torchamp/detail/masters/split_weight.h"
@@ -73,71 +68,10 @@ inline void broadcast(const char* call, const c10::intrusive_ptr<c10d::ProcessGr
   if (KeptWeights* const kept = kept_weights()) kept->changed(tensors);
 }
 
-/// Whether a DistributedDataParallel has left its parameters' gradients local.
-class UnsyncedGradients {
- public:
-  /// Lets accumulations find it while it lives.
-  static std::shared_ptr<UnsyncedGradients> of(const std::vector<at::Tensor>& parameters) {
-    auto made = std::make_shared<UnsyncedGradients>();
-    for (const at::Tensor& parameter : parameters) made->parameters_.emplace_back(parameter);
-    const std::lock_guard lock(mutex());
-    std::erase_if(all(), [](const auto& one) { return one.expired(); });
-    all().push_back(made);
-    has_local_gradients() = [](const torch::optim::Optimizer& optimizer) {
-      const std::lock_guard of_all(mutex());
-      return std::ranges::any_of(all(), [&](const auto& weak) {
-        const auto one = weak.lock();
-        return one && one->any_of(optimizer);
-      });
-    };
-    return made;
-  }
-
-  /// Of the optimizer's parameters, or of the weights whose masters they are.
-  bool any_of(const torch::optim::Optimizer& optimizer) const {
-    return are_unsynced && any_parameter(optimizer, [this](const at::Tensor& parameter) {
-             const MasterMeta* const master = master_meta_of(parameter);
-             return has(parameter.unsafeGetTensorImpl()) ||
-                    (master && has(master->narrow.address()));
-           });
-  }
-
-  std::atomic<bool> are_unsynced = false;
-
- private:
-  static std::mutex& mutex() {
-    static std::mutex mutex;
-    return mutex;
-  }
-  static std::vector<std::weak_ptr<UnsyncedGradients>>& all() {
-    static std::vector<std::weak_ptr<UnsyncedGradients>> all;
-    return all;
-  }
-
-  bool has(const c10::TensorImpl* tensor) const {
-    return std::ranges::find(parameters_, tensor, &WeakTensor::address) != parameters_.end();
-  }
-
-  std::vector<WeakTensor> parameters_;
-};
-
 inline void check_reduce_dtype(const char* owner, const std::optional<at::ScalarType>& dtype) {
   TORCH_CHECK_VALUE(!dtype || *dtype == at::kFloat || is_16_bit(*dtype), owner,
                     ": gradients cannot be sent as ", dtype.value_or(at::kFloat),
                     ". Pass torch::kFloat, torch::kBFloat16 or torch::kHalf as reduce_dtype.");
-}
-
-/// The parameters of a module that require grad, each once, by its first name.
-inline std::vector<std::pair<std::string, at::Tensor>> trained_parameters(
-    const torch::nn::Module& module) {
-  std::unordered_set<const at::TensorImpl*> seen;
-  std::vector<std::pair<std::string, at::Tensor>> trained;
-  for (const auto& item : module.named_parameters()) {
-    if (item.value().requires_grad() && seen.insert(item.value().unsafeGetTensorImpl()).second) {
-      trained.emplace_back(item.key(), item.value());
-    }
-  }
-  return trained;
 }
 
 /// Averages the gradients of a module in place, including main gradients.
@@ -288,9 +222,9 @@ inline std::shared_ptr<GradientAverages> make_averages(
     std::optional<at::ScalarType> dtype, int64_t bucket_bytes, bool find_unused) {
   constexpr const char* call = "DistributedDataParallel";
   check_reduce_dtype(call, dtype);
-  const auto trained = trained_parameters(module);
+  auto trained = named_parameters_once(module);
+  std::erase_if(trained, [](const auto& one) { return !one.second.requires_grad(); });
   std::vector<at::Tensor> parameters;
-  parameters.reserve(trained.size());
   for (const auto& [name, parameter] : trained) parameters.push_back(parameter);
   TORCH_CHECK(!parameters.empty(), call, ": no parameter of the model requires grad.");
   collective(call, [&] { c10d::verify_params_across_processes(group, parameters, std::nullopt); });

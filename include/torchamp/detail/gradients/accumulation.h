@@ -4,8 +4,11 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/optim/optimizer.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -15,6 +18,7 @@
 #include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/gradients/clip_left.h"
 #include "torchamp/detail/gradients/shards.h"
+#include "torchamp/detail/masters/master_meta.h"
 #include "torchamp/detail/scaler/step_ledger.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/version.h"
@@ -41,17 +45,29 @@ inline void check_not_scaled_within(const at::Tensor& loss, const char* call,
   search(search, loss.grad_fn().get(), 0);
 }
 
-/// Whether a reducer has left gradients of an optimizer as they are on this process. Null unless
-/// one has ever done so.
-inline std::atomic<bool (*)(const torch::optim::Optimizer&)>& has_local_gradients() {
-  static std::atomic<bool (*)(const torch::optim::Optimizer&)> any = nullptr;
-  return any;
+/// What a reducer hangs at the node that accumulates the gradients of a parameter.
+struct ReducerHook : torch::autograd::FunctionPostHook {
+  /// Whether the reducer has left them as they are on this process.
+  virtual bool has_left_local() const = 0;
+};
+
+/// Whether any reducer has ever done so.
+inline std::atomic<bool> any_has_left_local = false;
+
+/// Whether one has with those of a parameter, or of the weight whose master it is.
+inline bool has_local_gradient(const at::Tensor& parameter) {
+  const at::Tensor weight = narrow_of(parameter);
+  const auto accumulator =
+      torch::autograd::impl::try_get_grad_accumulator(weight.defined() ? weight : parameter);
+  return accumulator && std::ranges::any_of(accumulator->post_hooks(), [](const auto& hook) {
+           const auto* const of_reducer = dynamic_cast<const ReducerHook*>(hook.get());
+           return of_reducer && of_reducer->has_left_local();
+         });
 }
 /// Warns of a step with such, unless `warned`, which it sets.
 inline void warn_of_local_gradients(const torch::optim::Optimizer& optimizer, const char* who,
                                     bool& warned) {
-  auto* const any = has_local_gradients().load();
-  if (warned || !any || !any(optimizer)) return;
+  if (warned || !any_has_left_local || !any_parameter(optimizer, has_local_gradient)) return;
   warned = true;
   TORCH_WARN(who,
              ": the last forward was within DistributedDataParallel::no_sync(), so these gradients "

@@ -10,11 +10,14 @@
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
+#include <torch/nn/module.h>
 
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <unordered_set>
 #include <utility>
+#include <vector>
 
 #include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/masters/master_meta.h"
@@ -157,6 +160,18 @@ inline void note_masters(const at::Tensor& weight, const std::shared_ptr<const v
     meta->masters = masters;
     meta->has_master_apart = apart;
   }
+}
+
+/// The parameters of a module, each once, by its first name.
+inline std::vector<std::pair<std::string, at::Tensor>> named_parameters_once(
+    const torch::nn::Module& module) {
+  std::unordered_set<const at::TensorImpl*> seen;
+  std::vector<std::pair<std::string, at::Tensor>> parameters;
+  for (const auto& [name, parameter] : module.named_parameters().pairs()) {
+    if (seen.insert(parameter.unsafeGetTensorImpl()).second)
+      parameters.emplace_back(name, parameter);
+  }
+  return parameters;
 }
 
 /// The state of a model's weight after its masters last wrote it.

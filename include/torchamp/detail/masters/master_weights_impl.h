@@ -48,18 +48,6 @@ inline std::unordered_set<const at::TensorImpl*> parameters_kept_fp32(
   return kept;
 }
 
-/// The parameters of a module, each once, by its first name.
-inline std::vector<std::pair<std::string, at::Tensor>> named_parameters_once(
-    const torch::nn::Module& module) {
-  std::unordered_set<const at::TensorImpl*> seen;
-  std::vector<std::pair<std::string, at::Tensor>> parameters;
-  for (const auto& [name, parameter] : module.named_parameters().pairs()) {
-    if (seen.insert(parameter.unsafeGetTensorImpl()).second)
-      parameters.emplace_back(name, parameter);
-  }
-  return parameters;
-}
-
 /// Throws for an unsupported dtype; split masters need bf16.
 inline void check_narrow_dtype(const char* owner, at::ScalarType dtype, MasterStorage storage) {
   TORCH_CHECK_VALUE(is_16_bit(dtype), owner, ": a model cannot be kept in ", dtype,
