@@ -81,8 +81,7 @@ class StoredWeightCasts final : public WeightCasts {
       value = with_tensors_changed(value, [&](const at::Tensor& tensor) {
         const bool takes =
             at::autocast::is_eligible(tensor, device) && tensor.scalar_type() != dtype &&
-            is_weight(tensor, in_place ? WeightPlace::none
-                                       : place_of_weight(schema.arguments()[position].name()));
+            is_weight(tensor, in_place ? std::string_view() : schema.arguments()[position].name());
         return takes ? kept_cast(derived_weights(), tensor, dtype, keep) : tensor;
       });
     }

@@ -189,6 +189,7 @@ class ShardedMasterWeights final : public detail::MastersOfModel {
                              const detail::BucketLayout& layout) const;
   void make_pieces();
   void check_stepped(const std::string& call) const;
+  at::Tensor gathered(const char* call, std::size_t b, at::ScalarType dtype) const;
 
   ShardedMasterWeightsOptions options_;
   std::vector<std::size_t> by_index_;  // the weight of each in the layout

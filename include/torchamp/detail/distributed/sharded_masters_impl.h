@@ -229,23 +229,9 @@ inline void ShardedMasterWeights::copy_to_model() {
   const detail::DropWeightCasts drop_weight_casts;
   const detail::BucketLayout& layout = shards_->layout();
   for (std::size_t b = 0; b < layout.buckets().size(); ++b) {
-    const detail::BucketShape& bucket = layout.buckets()[b];
-    at::Tensor mine = shares_[b];
-    if (mine.scalar_type() == at::kShort) {
-      mine = at::empty({bucket.slot}, mine.options().dtype(bucket.dtype));
-      detail::TensorPairs highs;
-      for (const std::size_t i : bucket.weights) {
-        const detail::BucketedWeight& place = layout.weights()[i];
-        highs.add(mine.narrow(0, place.offset, place.piece),
-                  weights_[by_index_[i]].master.detach());
-      }
-      highs.copy();
-    } else if (bucket.dtype != at::kFloat) {
-      mine = mine.to(bucket.dtype);
-    }
-    const at::Tensor all = shards_->all_gathered(call.c_str(), mine);
+    const at::Tensor all = gathered(call.c_str(), b, layout.buckets()[b].dtype);
     detail::TensorPairs copies;
-    for (const std::size_t i : bucket.weights) {
+    for (const std::size_t i : layout.buckets()[b].weights) {
       layout.for_each_part(
           i, all, weights_[by_index_[i]].parameter,
           [&](const at::Tensor& part, const at::Tensor& of_model) { copies.add(of_model, part); });
@@ -260,17 +246,7 @@ inline void ShardedMasterWeights::gather() {
   const detail::BucketLayout& layout = shards_->layout();
   whole_.assign(layout.weights().size(), at::Tensor());
   for (std::size_t b = 0; b < layout.buckets().size(); ++b) {
-    at::Tensor mine = shares_[b];
-    if (mine.scalar_type() == at::kShort) {
-      mine = at::empty({layout.buckets()[b].slot}, mine.options().dtype(at::kFloat));
-      for (const std::size_t i : layout.buckets()[b].weights) {
-        const detail::BucketedWeight& place = layout.weights()[i];
-        const at::Tensor& piece = weights_[by_index_[i]].master;
-        mine.narrow(0, place.offset, place.piece)
-            .copy_(detail::joined(piece, *detail::split_of(piece)));
-      }
-    }
-    at::Tensor all = shards_->all_gathered("ShardedMasterWeights::gather", mine);
+    at::Tensor all = gathered("ShardedMasterWeights::gather", b, at::kFloat);
     if (shards_->group()->getRank() != 0) continue;
     all = all.cpu();
     for (const std::size_t i : layout.buckets()[b].weights) {
@@ -281,6 +257,28 @@ inline void ShardedMasterWeights::gather() {
       });
     }
   }
+}
+
+/// The slots of a bucket, from all processes: the masters in fp32, or in the dtype of the weights.
+inline at::Tensor ShardedMasterWeights::gathered(const char* call, std::size_t b,
+                                                 at::ScalarType dtype) const {
+  const detail::BucketLayout& layout = shards_->layout();
+  at::Tensor mine = shares_[b];
+  if (mine.scalar_type() != at::kShort) {
+    mine = mine.to(dtype);
+  } else {
+    mine = at::empty({layout.buckets()[b].slot}, mine.options().dtype(dtype));
+    detail::TensorPairs copies;
+    for (const std::size_t i : layout.buckets()[b].weights) {
+      const detail::BucketedWeight& place = layout.weights()[i];
+      const Weight& weight = weights_[by_index_[i]];
+      copies.add(mine.narrow(0, place.offset, place.piece),
+                 dtype == at::kFloat ? detail::joined(weight.master, *weight.split())
+                                     : weight.master.detach());
+    }
+    copies.copy();
+  }
+  return shards_->all_gathered(call, mine);
 }
 
 inline void ShardedMasterWeights::check_saved(const std::string& call) const {

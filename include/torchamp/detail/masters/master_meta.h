@@ -29,9 +29,6 @@ namespace torchamp::detail {
 /// Gradients in the model that were not sent to the shards.
 class UnsentGradients {
  public:
-  UnsentGradients() = default;
-  UnsentGradients(const UnsentGradients&) = delete;
-  UnsentGradients& operator=(const UnsentGradients&) = delete;
   virtual ~UnsentGradients() = default;
 
   /// Whether there are any from passes within no_sync().

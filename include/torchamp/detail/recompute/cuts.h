@@ -109,29 +109,17 @@ inline at::Tensor with_history(const at::Tensor& tensor, const NodePtr& node) {
 // to it, as to a batch counter, which belongs to each run. Tensors that are destroyed after the run
 // were the function's own.
 
-/// The tensors from outside that a function has read, and their versions then.
-class ReadTensors {
- public:
-  /// Throws if one was written to since.
-  void check_unchanged() const {
-    for (const Read& read : reads_) {
-      const at::Tensor tensor = read.tensor.lock();
-      if (!tensor.defined() || version_of(tensor) == read.version) continue;
-      TORCH_CHECK(
-          false, "checkpoint: a parameter, buffer or other tensor of shape ", tensor.sizes(),
-          " that the function reads was changed in place after the forward pass, so backward "
-          "cannot run the function again. Step and write to weights after backward().");
-    }
+/// Throws if a tensor that a function has read was written to since.
+inline void check_unchanged(const std::vector<SeenTensor>& reads) {
+  for (const SeenTensor& read : reads) {
+    const at::Tensor tensor = read.lock();
+    TORCH_CHECK(
+        !tensor.defined() || read.is_unchanged(tensor),
+        "checkpoint: a parameter, buffer or other tensor of shape ", tensor.sizes(),
+        " that the function reads was changed in place after the forward pass, so backward cannot "
+        "run the function again. Step and write to weights after backward().");
   }
-
- private:
-  friend class ReadRecorder;
-  struct Read {
-    WeakTensor tensor;
-    uint32_t version;
-  };
-  std::vector<Read> reads_;
-};
+}
 
 /// While it lives, observes the ops of the calling thread. Nests.
 class ReadRecorder {
@@ -150,20 +138,18 @@ class ReadRecorder {
     if (outer_ == nullptr) at::removeCallback(callback_);
   }
 
-  /// The read tensors that still exist.
-  ReadTensors take() {
-    ReadTensors result;
+  /// The read tensors from outside that still exist.
+  std::vector<SeenTensor> take() {
+    std::vector<SeenTensor> reads;
     for (const auto& [tensor, seen] : seen_) {
-      if (seen.is_own) continue;
-      const at::Tensor alive = seen.tensor.lock();
-      if (!alive.defined() || version_of(alive) != seen.version) continue;
-      result.reads_.push_back({seen.tensor, seen.version});
+      const at::Tensor alive = seen.lock();
+      if (!seen.is_own && alive.defined() && seen.is_unchanged(alive)) reads.push_back(seen);
     }
-    return result;
+    return reads;
   }
 
  private:
-  struct Seen : ReadTensors::Read {
+  struct Seen : SeenTensor {
     std::size_t number;  // of what was seen before
     bool is_own;         // made by an op of the function
   };
@@ -197,8 +183,8 @@ class ReadRecorder {
     if (!tensor.defined() || tensor.is_inference()) return;
     const auto known = seen_.find(tensor.unsafeGetTensorImpl());
     if (known == seen_.end()) {
-      const ReadTensors::Read read{WeakTensor(tensor), version_of(tensor)};
-      seen_.emplace(tensor.unsafeGetTensorImpl(), Seen{read, seen_.size(), is_output});
+      const Seen seen{SeenTensor(tensor), seen_.size(), is_output};
+      seen_.emplace(tensor.unsafeGetTensorImpl(), seen);
     } else if (is_output && known->second.number >= seen_at_begin_.back()) {
       known->second.is_own = true;
     }
@@ -224,11 +210,13 @@ struct DroppedGraph {
   std::unordered_map<torch::autograd::Edge, std::size_t> outer_edges;
   /// The number of leaves that the function itself made. Nobody sees their gradient.
   std::size_t inner_leaves = 0;
-  ReadTensors reads;
+  std::vector<SeenTensor> reads;
 
-  /// The outer edge at the end of the single path from a node that the forward left behind.
+  /// `edge`, if it is an outer one, or that at the end of the single path from a node that the
+  /// forward left behind.
   std::optional<torch::autograd::Edge> outer_edge_behind(torch::autograd::Edge edge) const {
-    while (epoch.is_younger(*edge.function)) {
+    while (!outer_edges.contains(edge)) {
+      if (!epoch.is_younger(*edge.function)) return std::nullopt;
       torch::autograd::Edge only;
       for (const torch::autograd::Edge& next : edge.function->next_edges()) {
         if (!next.is_valid()) continue;
@@ -236,10 +224,9 @@ struct DroppedGraph {
         only = next;
       }
       if (!only.is_valid()) return std::nullopt;
-      if (outer_edges.contains(only)) return only;
       edge = std::move(only);
     }
-    return std::nullopt;
+    return edge;
   }
 };
 
@@ -268,22 +255,21 @@ class Cuts {
     std::size_t unknown_leaves = 0;
     walk_graph(roots, [&](auto& from, std::size_t index, const torch::autograd::Edge& edge) {
       if (sinks.of_inputs.contains(edge.function.get())) return false;
-      if (const auto outer = forward.outer_edges.find(edge); outer != forward.outer_edges.end()) {
-        auto& sink = sinks.by_place[outer->second];
-        if (!sink) sink = GradientSink::for_edge(edge);
-        cuts_.push_back({&from, index, edge});
-        return false;
-      }
       if (epoch.is_younger(*edge.function)) return true;
-      if (const auto outer = forward.outer_edge_behind(edge)) {
-        auto& outer_sink = sinks.by_place[forward.outer_edges.at(*outer)];
-        if (!outer_sink) outer_sink = GradientSink::for_edge(*outer);
-        const auto [view, is_new] = sinks.of_views.try_emplace(edge);
-        if (is_new) view->second = {GradientSink::for_edge(edge), *outer};
-        cuts_.push_back({&from, index, edge});
+      const auto outer = forward.outer_edge_behind(edge);
+      if (!outer) {
+        ++unknown_leaves;
         return false;
       }
-      ++unknown_leaves;
+      NodePtr& sink = sinks.by_place[forward.outer_edges.at(*outer)];
+      if (!sink) sink = GradientSink::for_edge(*outer);
+      NodePtr cut_sink = sink;
+      if (edge != *outer) {
+        auto& view = sinks.of_views[edge];
+        if (!view.sink) view = {GradientSink::for_edge(edge), *outer};
+        cut_sink = view.sink;
+      }
+      cuts_.push_back({&from, index, edge, std::move(cut_sink)});
       return false;
     });
     std::size_t missing = forward.outer_edges.size();
@@ -291,13 +277,7 @@ class Cuts {
     TORCH_CHECK(missing == 0 && unknown_leaves == forward.inner_leaves,
                 "checkpoint: the recomputation used other parameters or captured tensors",
                 unlike_forward);
-    for (const Cut& cut : cuts_) {
-      const auto view = sinks.of_views.find(cut.edge);
-      cut.node->next_edges()[cut.index] = {view == sinks.of_views.end()
-                                               ? sinks.by_place[forward.outer_edges.at(cut.edge)]
-                                               : view->second.sink,
-                                           0};
-    }
+    for (const Cut& cut : cuts_) cut.node->next_edges()[cut.index] = {cut.sink, 0};
   }
   Cuts(const Cuts&) = delete;
   Cuts& operator=(const Cuts&) = delete;
@@ -310,6 +290,7 @@ class Cuts {
     torch::autograd::Node* node;
     std::size_t index;
     torch::autograd::Edge edge;
+    NodePtr sink;
   };
   std::vector<Cut> cuts_;
 };

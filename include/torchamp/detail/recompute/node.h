@@ -92,17 +92,15 @@ class RecomputeNode final : public torch::autograd::Node {
 
   std::string name() const override { return "torchamp::checkpoint"; }
 
-  /// The outward properties of a tensor.
-  struct OutputInfo {
+  /// The outward properties of a tensor; unset for an undefined one.
+  struct OutputKind : TensorKind {
     std::vector<int64_t> sizes;
-    std::optional<at::ScalarType> dtype;  // unset: an undefined tensor
-    std::optional<at::Device> device;
-    bool operator==(const OutputInfo&) const = default;
-    static OutputInfo of(const at::Tensor& tensor) {
-      if (!tensor.defined()) return {};
-      return {tensor.sizes().vec(), tensor.scalar_type(), tensor.device()};
-    }
+    bool operator==(const OutputKind&) const = default;
   };
+  static std::optional<OutputKind> kind_of(const at::Tensor& tensor) {
+    if (!tensor.defined()) return std::nullopt;
+    return OutputKind{TensorKind::of(tensor), tensor.sizes().vec()};
+  }
 
  protected:
   inline torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
@@ -114,7 +112,7 @@ class RecomputeNode final : public torch::autograd::Node {
   std::optional<RecomputeContext> context_;
   std::vector<std::optional<std::size_t>> edge_of_input_;  // its place among the next edges
   DroppedGraph forward_;
-  std::vector<OutputInfo> outputs_;       // all that the function gave
+  std::vector<std::optional<OutputKind>> outputs_;  // all that the function gave
   std::vector<std::size_t> own_outputs_;  // the places of those whose history is this node
 };
 
@@ -153,7 +151,7 @@ inline std::vector<at::Tensor> RecomputeNode::run(TensorFunction function,
 
   std::vector<torch::autograd::Node*> roots;
   for (std::size_t i = 0; i < outputs.size(); ++i) {
-    node.outputs_.push_back(OutputInfo::of(outputs[i]));
+    node.outputs_.push_back(kind_of(outputs[i]));
     if (!needs_gradient(outputs[i])) continue;
     const Edge edge = impl::gradient_edge(outputs[i]);
     if (const auto same = input_of_sink.find(edge.function.get()); same != input_of_sink.end()) {
@@ -236,7 +234,7 @@ inline torch::autograd::variable_list RecomputeNode::apply(
     function = function_;
     context = context_;
     for (const auto& input : inputs_) inputs.push_back(input.unpack());
-    forward_.reads.check_unchanged();
+    check_unchanged(forward_.reads);
   }
 
   // With create_graph, the recomputed graph stays connected to the inputs' history.
@@ -268,9 +266,7 @@ inline torch::autograd::variable_list RecomputeNode::apply(
     outputs = function(std::move(inputs));
   }
   for (std::size_t i = 0; i < outputs_.size(); ++i) {
-    const bool same =
-        outputs.size() == outputs_.size() && OutputInfo::of(outputs[i]) == outputs_[i];
-    TORCH_CHECK(same,
+    TORCH_CHECK(outputs.size() == outputs_.size() && kind_of(outputs[i]) == outputs_[i],
                 "checkpoint: the recomputation gave an output of another shape, dtype or "
                 "device than the forward did. The function must do the same both times.");
   }

@@ -35,15 +35,6 @@ c10::IValue with_tensors_changed(const c10::IValue& value, const Function& funct
   return list;
 }
 
-/// The arguments of an op that are weights, by their names in the schema.
-enum class WeightPlace : std::uint8_t { none, weight, second_matrix, bias_of_product };
-
-inline WeightPlace place_of_weight(std::string_view argument) {
-  if (argument == "weight" || argument == "bias") return WeightPlace::weight;
-  if (argument == "mat2" || argument == "other") return WeightPlace::second_matrix;
-  return argument == "self" ? WeightPlace::bias_of_product : WeightPlace::none;
-}
-
 // Note [What is taken for a weight]
 // A leaf that requires grad is a weight, and so is a view of one (`w.t()`, as torch::nn::Linear
 // calls addmm). A leaf that does not may be a frozen weight, or a batch, or, without a graph, any
@@ -51,22 +42,14 @@ inline WeightPlace place_of_weight(std::string_view argument) {
 // it is the second matrix of a product, or the vector added to one: torch::nn::Linear's weight and
 // bias.
 
-/// Whether casts of this argument are cached: see Note [What is taken for a weight].
-inline bool is_weight(const at::Tensor& tensor, WeightPlace place) {
+/// Whether casts of this argument, by its name in the schema, are cached: see Note [What is taken
+/// for a weight].
+inline bool is_weight(const at::Tensor& tensor, std::string_view argument) {
   const at::TensorBase& owner = tensor.is_view() ? tensor._base() : tensor;
   if (!owner.is_leaf()) return false;
-  if (owner.requires_grad()) return true;
-  switch (place) {
-    case WeightPlace::weight:
-      return true;
-    case WeightPlace::second_matrix:
-      return tensor.dim() == 2;
-    case WeightPlace::bias_of_product:
-      return tensor.dim() == 1;
-    case WeightPlace::none:
-      break;
-  }
-  return false;
+  if (owner.requires_grad() || argument == "weight" || argument == "bias") return true;
+  if (argument == "mat2" || argument == "other") return tensor.dim() == 2;
+  return argument == "self" && tensor.dim() == 1;
 }
 
 /// Reports a cache lookup to recorders (a CastRecorder, LibTorch's profiler), by an empty user

@@ -72,7 +72,6 @@ class WeightStamp {
   /// Error: a tensor for which counts_changes() is false.
   explicit WeightStamp(const at::Tensor& weight)
       : storage_(weight.storage().getWeakStorageImpl()),
-        address_(weight.storage().unsafeGetStorageImpl()),
         data_(weight.storage().data()),
         version_(weight._version()),
         offset_(weight.storage_offset()),
@@ -90,12 +89,12 @@ class WeightStamp {
   }
 
   /// Of the weight; only for comparison.
-  const c10::StorageImpl* memory() const { return address_; }
+  const c10::StorageImpl* memory() const { return storage_._unsafe_get_target(); }
 
   /// Whether the weight, which it is_of(), has the same values as then, as far as LibTorch counts.
   bool holds(const at::Tensor& weight) const {
     const c10::StorageImpl* const now = weight.storage().unsafeGetStorageImpl();
-    return now == address_ && now->data() == data_ && weight._version() == version_;
+    return now == memory() && now->data() == data_ && weight._version() == version_;
   }
 
  private:
@@ -104,8 +103,7 @@ class WeightStamp {
     return c10::impl::VirtualGuardImpl(weight.device().type()).getStream(weight.device());
   }
 
-  c10::weak_intrusive_ptr<c10::StorageImpl> storage_;  // keeps address_ from being used again
-  const c10::StorageImpl* address_;
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage_;  // keeps its address from being used again
   const void* data_;
   int64_t version_;
   int64_t offset_;
@@ -167,10 +165,13 @@ class DerivedWeights final : public KeptWeights {
   template <class Make>
   Tensors get(const at::Tensor& weight, WeightForm form, WeightKeep keep, const Make& make,
               bool* hit = nullptr) {
+    if (keep.until == WeightKeep::Until::made || suspensions_ > 0 || !counts_changes(weight) ||
+        stream_is_captured(weight)) {
+      return make(Tensors());
+    }
     Found found = find(weight, form, keep);
-    if (hit != nullptr) *hit = found.is == Found::Is::kept;
-    if (found.is == Found::Is::kept) return std::move(found.tensors);
-    if (found.is == Found::Is::not_for_keeping) return make(Tensors());
+    if (hit != nullptr) *hit = found.is_valid;
+    if (found.is_valid) return std::move(found.tensors);
     // From before: if another thread writes to the weight meanwhile, this does not hold.
     WeightStamp stamp(weight);
     Tensors made = make(std::as_const(found.tensors));
@@ -256,9 +257,8 @@ class DerivedWeights final : public KeptWeights {
 
  private:
   struct Found {
-    enum class Is : std::uint8_t { kept, outdated, not_for_keeping };
-    Is is;
-    Tensors tensors{};  // kept: those; outdated: to write to, or none
+    bool is_valid = false;
+    Tensors tensors{};  // if not valid: to write to, or none
     std::uint64_t times_told = 0;
   };
 
@@ -317,11 +317,7 @@ class DerivedWeights final : public KeptWeights {
   }
 
   Found find(const at::Tensor& weight, WeightForm form, WeightKeep keep) {
-    if (keep.until == WeightKeep::Until::made || suspensions_ > 0 || !counts_changes(weight) ||
-        stream_is_captured(weight)) {
-      return {Found::Is::not_for_keeping};
-    }
-    Found found{Found::Is::outdated};
+    Found found;
     {
       const std::scoped_lock lock(mutex_);
       if (const auto place = place_of(weight, form); place != entries_.end()) {
@@ -330,7 +326,7 @@ class DerivedWeights final : public KeptWeights {
           ++counts_.hits;
           if (keep.until >= entry.keep.until) entry.keep = keep;
           entry.used = ++uses_;
-          return {Found::Is::kept, entry.tensors};
+          return {true, entry.tensors};
         }
         found.tensors = std::move(entry.tensors);
         Entries emptied;
