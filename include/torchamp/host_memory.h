@@ -218,22 +218,12 @@ namespace TORCHAMP_NAMESPACE {
 // LibTorch allocates CPU tensors by malloc. glibc's malloc gets every block above some size from
 // the kernel, and returns it, and the free end of its heap, at once. So the kernel clears the pages
 // of gradients, casts and activations anew in every step. Three settings belong together: large
-// blocks come from the heap, the heap's end is not returned, and the heap grows by 64 MB. Measured
-// on a CPU with avx512_bf16, one thread, 8 feed-forward blocks of 768 in bf16, 512 tokens, fused
-// AdamW; page faults and processor time per step (median of 10):
-//
-//     as it is                                 8000 to 12000   331 ms
-//     M_MMAP_THRESHOLD alone                       0 to 3000   323 ms
-//     M_TRIM_THRESHOLD alone, M_TOP_PAD alone 40000 to 60000   343 to 382 ms: any of the settings
-//                                                              ends glibc's own adapting of them
-//     the first two                                 0 to 771   354 ms
-//     all three                                       0 to 9   301 ms
-//     a caching allocator, c10::SetCPUAllocator       0 to 1   301 ms
-//     LibTorch's THP_MEM_ALLOC_ENABLE=1         7000 to 9000   314 ms, and 15 % more memory
-//     all three, and huge pages                            0   307 ms, and 15 % more memory
-//
-// Our own allocator gains nothing for these large tensors, and would not serve oneDNN and the
-// standard library. It helps small ones: see Note [Blocks that a thread keeps].
+// blocks come from the heap, the heap's end is not returned, and the heap grows by 64 MB. Any alone
+// ends glibc's own adapting of the others. Measured on a CPU with avx512_bf16, one thread, 8
+// feed-forward blocks of 768 in bf16, 512 tokens, fused AdamW, per step (median of 10): 8000 to
+// 12000 page faults and 331 ms of processor time as it is, at most 9 and 301 ms with all three; so
+// it is with a caching allocator, which would not serve oneDNN and the standard library. One helps
+// small tensors: see Note [Blocks that a thread keeps].
 
 /// Makes the process keep freed host memory for reuse: that of LibTorch's CPU tensors, and all else
 /// from malloc. After a few steps, a training step then causes almost no page faults. A thread

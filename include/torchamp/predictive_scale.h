@@ -64,27 +64,18 @@ inline at::Tensor minimum_of(const at::Tensor& a, const at::Tensor& b) {
 // that one in a thousand would overflow: 2^(16 - mean - 3.09 sigma), of moving averages. What is
 // different here:
 //
-// - A bad iteration tells that the gradients were at least 2^16 over the scale: this, as a
-//   logarithm, is what it adds to the averages. LogMaxScaler adds the number 2^16 instead of its
-//   logarithm, 16, and does not divide it by the scale, so that one overflow ruins the averages for
-//   thousands of iterations. But no more than 2^4 over the mean, and once for a run of bad
-//   iterations, since a batch of NaNs says nothing of the gradients. Before the first good
-//   iteration, it adds nothing.
-// - The averages are weighed so that they are right from the first iteration on.
-// - The latest magnitude counts as well, so that the scale follows at once where gradients grow.
+// - A bad iteration adds the logarithm of 2^16 over the scale to the averages. (LogMaxScaler adds
+//   2^16 itself, which ruins them for thousands of iterations.) But no more than 2^4 over the mean,
+//   once for a run of bad iterations, and nothing before the first good one: a batch of NaNs says
+//   nothing of the gradients.
+// - The averages are right from the first iteration on, and the latest magnitude counts as well.
 // - It aims at 2^13 instead of 2^16, for what lies between the loss and a parameter may be larger
-//   than the parameter's gradient. Where that overflows all the same, the aim is lowered by the
-//   backoff factor, once for a run of bad iterations, and raised again by the growth factor after
-//   growth_interval good ones: as torch.amp does with its scale.
-// - After a bad iteration, which does not tell how large the gradients were, the scale retreats by
-//   2^12, or to 1 if nothing is known of the gradients, for one good iteration to measure them.
-// - A loss that is not finite says that infs and NaNs of the gradients are none of the scale's: the
-//   scale had no part in it yet. Such an iteration can be forgiven altogether
-//   (forgives_bad_losses). Gradients alone do not tell: an overflow of the scale in the first step
-//   of backward spoils all of them as a batch of NaNs does, and their magnitudes before it are far
-//   below fp16's limit in both cases, as the aim has them. Not by default: processes whose
-//   gradients are averaged find the same infs without agreeing on anything, but each knows its own
-//   loss alone.
+//   than the parameter's gradient. The aim backs off and grows as torch.amp's scale does.
+// - After a bad iteration the scale retreats by 2^12, or to 1 if nothing is known of the gradients,
+//   for one good iteration to measure them.
+// - A loss that is not finite tells that the scale had no part in it: such an iteration can be
+//   forgiven. Gradients alone do not tell an overflow in the first step of backward from a batch of
+//   NaNs. Not by default: processes agree on infs of averaged gradients, but not on losses.
 // - The scale is a power of two: multiplying and dividing by it are exact.
 
 /// What is known of the gradients' largest magnitudes. Logarithms are to the base 2, of the

@@ -187,12 +187,10 @@ struct E4m3Blocks {
 
 // Note [The mean of random rounding]
 // Stochastic rounding is unbiased, except for numbers beyond 6, the largest of e2m1, which
-// saturate. A block's largest element is 6 times its ideal scale. Scales rounded to nearest are too
-// small in half of all cases, by up to a 16th, and the largest elements of such a block saturate: a
-// matrix of normal numbers becomes 0.35 % too small on average, of lognormal ones 0.8 %, a single
-// block up to 6 %. So for stochastic rounding scales are rounded up, by up to an 8th, which removes
-// the bias; the squared error grows by a fifth, from 0.019 to 0.022 of the squared length.
-// (TransformerEngine rounds them to nearest.) For elements rounded to nearest, scales are, too:
+// saturate. Scales rounded to nearest are too small for the largest elements of every second block:
+// a matrix of normal numbers becomes 0.35 % too small on average, of lognormal ones 0.8 %. So for
+// stochastic rounding scales are rounded up, by up to an 8th; the squared error grows by a fifth,
+// from 0.019 to 0.022 of the squared length. For elements rounded to nearest, scales are, too:
 // 0.009, with any bias.
 
 /// e2m1 numbers with e4m3 scales, and a power of two per matrix.

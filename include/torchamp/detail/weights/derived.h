@@ -114,26 +114,14 @@ class WeightStamp {
 };
 
 // Note [What is derived from weights]
-// All data derived from weights (16-bit casts, 8-bit forms) is stored here, and only here it is
-// decided whether it is still valid. A process has one store, derived_weights(), owned by the
-// SharedRuntime. To derive data:
-//
-//     const Tensors form = derived_weights().get(
-//         weight, {WeightForm::Kind::fp8, code_of_the_recipe}, keep_of_this_thread(),
-//         [&](const Tensors& reusable) { return quantised(weight, reusable); });
-//
-// `make` runs only if nothing is stored, or if the weight has changed. It gets the data for the old
-// values, to write to, if nobody else holds it, or nothing; and returns tensors without gradients
-// that share no memory with the weight, made outside inference mode so that writes to them count.
-// It runs without a lock, and may run on two threads at once for one weight. The result is shared:
-// do not write to it (a write that LibTorch counts is noticed, and the data made again), and put an
-// autograd node on an alias, one per use.
-//
-// keep_of_this_thread() decides how long: for the region, unless the guard asked for more; not at
-// all outside guards. During a capture nothing is stored or found.
-//
-// Code that writes to weights must report it, unless LibTorch counts the write: see changed(). In
-// doubt: report. A kernel that writes may increment the weight's version instead.
+// A process has one store of data derived from weights (16-bit casts, 8-bit forms), owned by the
+// SharedRuntime. get() calls `make` only if nothing is stored, or if the weight has changed, with
+// the data for the old values, to write to, if nobody else holds it, or nothing. `make` returns
+// tensors without gradients that share no memory with the weight, made outside inference mode so
+// that writes to them count. It runs without a lock, and may run on two threads at once for one
+// weight. The result is shared: do not write to it (a write that LibTorch counts is noticed, and
+// the data made again), and put an autograd node on an alias, one per use. During a capture nothing
+// is stored or found.
 
 using Tensors = std::vector<at::Tensor>;
 
