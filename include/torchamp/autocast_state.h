@@ -15,7 +15,6 @@
 
 #include "torchamp/cast_cache.h"
 #include "torchamp/detail/devices.h"
-#include "torchamp/detail/libtorch.h"
 #include "torchamp/detail/overlay/region.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/version.h"

@@ -20,11 +20,11 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/libtorch.h"
+#include "torchamp/detail/devices.h"
 #include "torchamp/detail/modules/sequential.h"
 #include "torchamp/detail/modules/with_policy.h"
 #include "torchamp/detail/overlay/kernel.h"
-#include "torchamp/detail/policy/catalog.h"
+#include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/name_pattern.h"
 #include "torchamp/detail/rng_state.h"
 #include "torchamp/detail/text.h"
@@ -246,7 +246,7 @@ inline std::vector<std::string> ModulePolicies::apply_to(torch::nn::Module& mode
     const bool may_be_used =
         detail::device_is_here(device) || at::autocast::is_autocast_enabled(device);
     if (!may_be_used || !at::autocast::is_autocast_available(device)) continue;
-    for (const Rule& rule : rules_) detail::compile_once(*rule.policy, device);
+    for (const Rule& rule : rules_) rule.policy->compile_once(device);
   }
   std::vector<std::string> names;
   for (std::size_t i = 0; i < sites.size(); ++i) {

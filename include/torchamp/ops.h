@@ -74,14 +74,6 @@ constexpr const CastRow* row_of(Cast cast) {
   return nullptr;
 }
 
-/// The rule called `name`; null if there is none.
-constexpr const CastRow* row_named(std::string_view name) {
-  for (const CastRow& row : cast_rows) {
-    if (row.name == name) return &row;
-  }
-  return nullptr;
-}
-
 }  // namespace detail
 
 /// "native", "lower_precision", "fp32", "promote", "unchanged" or "fp8".

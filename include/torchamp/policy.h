@@ -4,7 +4,6 @@
 /// @file
 /// @brief Policy: which ops run in which dtype.
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/Device.h>
 #include <c10/core/DeviceType.h>
 
@@ -122,7 +121,9 @@ class Policy {
   /// rule; otherwise an error lists them. An op on no list is `unchanged`. Where a CPU has
   /// recurrent layers in only one 16-bit dtype, the rule is that for the calling thread's autocast
   /// dtype; the first query tries the kernel.
-  Cast lookup(std::string_view op, at::DeviceType device) const;
+  Cast lookup(std::string_view op, at::DeviceType device) const {
+    return common_rule("Policy::lookup", op, device, /*in_effect=*/false);
+  }
   /// The rule on the type of `device`.
   Cast lookup(std::string_view op, at::Device device) const { return lookup(op, device.type()); }
 
@@ -130,7 +131,9 @@ class Policy {
   /// kernel's actual behaviour: `linear` on a CPU is `native` for lookup() and `lower_precision`
   /// here. `native` remains where that is not known: for a kernel that only throws, or one of a
   /// LibTorch newer than torchamp's list of CPU kernels.
-  Cast effect(std::string_view op, at::DeviceType device) const;
+  Cast effect(std::string_view op, at::DeviceType device) const {
+    return common_rule("Policy::effect", op, device, /*in_effect=*/true);
+  }
   /// The effect on the type of `device`.
   Cast effect(std::string_view op, at::Device device) const { return effect(op, device.type()); }
 
@@ -143,9 +146,8 @@ class Policy {
   Policy& edit(Cast rule, const OpNames& ops, const When& when,
                std::shared_ptr<const detail::OpRule> op_rule = nullptr);
 
-  using RuleOf = Cast (*)(const detail::PolicyData&, const c10::OperatorHandle&, at::DeviceType);
-  Cast common_rule(const char* call, RuleOf rule_of, std::string_view op,
-                   at::DeviceType device) const;
+  Cast common_rule(const char* call, std::string_view op, at::DeviceType device,
+                   bool in_effect) const;
 
   std::shared_ptr<const detail::PolicyData> data_;
 };

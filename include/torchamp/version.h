@@ -33,13 +33,12 @@
 // Note [Two versions in one process]
 // A program and a plugin may be built against different versions of torchamp. All of torchamp is in
 // an inline namespace named after the version, so each runs its own code: `torchamp::Policy` is
-// `torchamp::v0_2_0::Policy` to the linker. Two things exist once per process, whoever creates
-// them: the overlays, and the policy of a thread. All versions with the same TORCHAMP_LAYOUT share
-// them; a version with another one fails at its first guard with a message that names both: see
-// Note [One runtime per process].
+// `torchamp::v0_2_0::Policy` to the linker. The overlays and the policy of a thread exist once per
+// process. All versions with the same TORCHAMP_LAYOUT share them; a version with another one fails
+// at its first guard: see Note [One runtime per process].
 //
-// A header opens the namespace as `namespace TORCHAMP_NAMESPACE`, or, since it is declared here,
-// as `namespace torchamp::detail`, which then means the one in the inline namespace.
+// A header opens the namespace as `namespace TORCHAMP_NAMESPACE` or `namespace torchamp::detail`,
+// which means the one that is declared below.
 /// @cond
 #define TORCHAMP_NAMESPACE_OF_(major, minor, patch) torchamp::inline v##major##_##minor##_##patch
 #define TORCHAMP_NAMESPACE_OF(...) TORCHAMP_NAMESPACE_OF_(__VA_ARGS__)
@@ -56,8 +55,8 @@
 //
 // Such functions are defined in separate headers, which are included if TORCHAMP_BODIES is 1, as
 // TORCHAMP_BODY: inline, unless TORCHAMP_COMPILED is defined. torchamp/compiled.h includes all of
-// them, so it may follow other headers of torchamp, as it does after a precompiled header and in a
-// unity build.
+// them, also after other headers of torchamp (a precompiled header, a unity build). Such a header
+// does not repeat the includes of the header that it completes.
 //
 // Code that runs rarely (at the first guard or step, before an error) is TORCHAMP_COLD: compiled
 // for size instead of speed.

@@ -24,7 +24,7 @@
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/overlay/kernel.h"
 #include "torchamp/detail/overlay/runtime.h"
-#include "torchamp/detail/policy/catalog.h"
+#include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/weights/cast.h"
 #include "torchamp/detail/weights/derived.h"
 #include "torchamp/version.h"

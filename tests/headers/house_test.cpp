@@ -34,7 +34,6 @@ constexpr Place places[] = {
     {"version.h", 1},
     {"detail/checksum.h", 1},
     {"detail/devices.h", 1},
-    {"detail/libtorch.h", 1},
     {"detail/tensors.h", 1},
     {"detail/text.h", 1},
     {"detail/device_work.h", 1},

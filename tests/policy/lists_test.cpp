@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // What LibTorch's own autocast kernels do on a CPU, against the list that torchamp keeps of them.
-#include "torchamp/detail/policy/catalog.h"
+#include "torchamp/detail/policy/data.h"
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>

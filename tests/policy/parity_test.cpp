@@ -29,7 +29,7 @@
 #include "support/warnings.h"
 #include "torchamp/autocast.h"
 #include "torchamp/detail/overlay/runtime.h"
-#include "torchamp/detail/policy/catalog.h"
+#include "torchamp/detail/policy/data.h"
 
 namespace {
 

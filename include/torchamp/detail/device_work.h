@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <ATen/DeviceAccelerator.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/DeviceType.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
@@ -12,12 +14,21 @@
 #include <optional>
 #include <vector>
 
-#include "torchamp/detail/libtorch.h"
+#include "torchamp/detail/devices.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
 
 // What the host knows of work that a device does later, or once more.
+
+/// The type of the machine's accelerator, if LibTorch has one.
+inline std::optional<c10::DeviceType> accelerator() {
+#if TORCHAMP_LIBTORCH >= 207
+  return at::accelerator::getAccelerator();
+#else
+  return at::getAccelerator();
+#endif
+}
 
 /// An fp32 tensor on the host that nobody has written, for non-blocking copies from `device`:
 /// pinned where the accelerator has pinned memory, since copies to any other are waited for.

@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/libtorch.h"
+#include "torchamp/detail/device_work.h"
 
 namespace torchamp::detail {
 

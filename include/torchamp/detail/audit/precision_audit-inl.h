@@ -20,7 +20,6 @@
 #include "torchamp/detail/audit/session.h"
 #include "torchamp/detail/audit/text.h"
 #include "torchamp/detail/observe/report.h"
-#include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/name_pattern.h"
 #include "torchamp/detail/policy/parse.h"

@@ -39,7 +39,6 @@
 #include "torchamp/detail/observe/recording.h"
 #include "torchamp/detail/observe/report.h"
 #include "torchamp/detail/overlay/kernel.h"
-#include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/rng_state.h"
 #include "torchamp/detail/tensors.h"

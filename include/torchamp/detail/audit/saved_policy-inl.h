@@ -9,7 +9,7 @@
 
 #include "torchamp/detail/audit/text.h"
 #include "torchamp/detail/modules/with_policy.h"
-#include "torchamp/detail/policy/catalog.h"
+#include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/name_pattern.h"
 #include "torchamp/detail/policy/print.h"
 #include "torchamp/precision_audit.h"

@@ -22,8 +22,8 @@
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/fp8/function.h"
 #include "torchamp/detail/overlay/kernel.h"
-#include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/policy/print.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/detail/weights/derived.h"
 #include "torchamp/fp8_options.h"
@@ -242,7 +242,7 @@ class Fp8Rule final : public OpRule {
       const Edit& edit = policy.edits[i];
       if (edit.op_rule == nullptr || edit.when.dtype.value_or(dtype) != dtype) continue;
       const auto& rule = static_cast<const Fp8Rule&>(*edit.op_rule);
-      if (!rule.options_.strict || !is_in_force(policy, i)) continue;
+      if (!rule.options_.strict || !applies(policy, i)) continue;
       const std::string& on_device = rule.why_not_on(device);
       const std::string why =
           on_device.empty() ? std::string(why_not_fp8_in(rule.options_, device, dtype)) : on_device;
@@ -278,14 +278,6 @@ class Fp8Rule final : public OpRule {
   }
 
  private:
-  /// Whether edit `index` of the policy still applies to an overload.
-  static bool is_in_force(const PolicyData& policy, std::size_t index) {
-    for (const auto& [op, of_op] : policy.rules) {
-      if (of_op.has_cast && of_op.edit == index) return true;
-    }
-    return policy.has_conditional(index);
-  }
-
   /// Why the device of a type that is current at the first call does not support products; empty if
   /// it does.
   const std::string& why_not_on(at::DeviceType device) const {

@@ -8,8 +8,8 @@
 #include <utility>
 
 #include "torchamp/detail/cuda_versions.h"
+#include "torchamp/detail/devices.h"
 #include "torchamp/detail/graph/recorder.h"
-#include "torchamp/detail/libtorch.h"
 
 // Whether CUDA graphs are compiled in: by default if CUDA's headers are found.
 #if !defined(TORCHAMP_CUDA_GRAPHS)

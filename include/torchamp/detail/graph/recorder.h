@@ -20,7 +20,7 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/libtorch.h"
+#include "torchamp/detail/devices.h"
 
 namespace torchamp::detail {
 

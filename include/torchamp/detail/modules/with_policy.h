@@ -19,7 +19,6 @@
 #include <utility>
 
 #include "torchamp/detail/devices.h"
-#include "torchamp/detail/libtorch.h"
 #include "torchamp/detail/overlay/kernel.h"
 #include "torchamp/detail/overlay/region.h"
 #include "torchamp/detail/policy/data.h"

@@ -21,8 +21,8 @@
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/observe/recording.h"
 #include "torchamp/detail/overlay/runtime.h"
-#include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/policy/print.h"
 #include "torchamp/detail/weights/cast.h"
 #include "torchamp/ops.h"
 

@@ -18,10 +18,10 @@
 #include <string_view>
 #include <utility>
 
-#include "torchamp/detail/libtorch.h"
+#include "torchamp/detail/devices.h"
 #include "torchamp/detail/observe/observer.h"
 #include "torchamp/detail/observe/recording.h"
-#include "torchamp/detail/policy/catalog.h"
+#include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/non_finite_op.h"
 

@@ -26,7 +26,6 @@
 
 #include "torchamp/detail/observe/observer.h"
 #include "torchamp/detail/observe/report.h"
-#include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/detail/weights/cast.h"

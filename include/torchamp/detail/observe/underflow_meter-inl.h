@@ -22,7 +22,7 @@
 #include <utility>
 
 #include "torchamp/detail/observe/recording.h"
-#include "torchamp/detail/policy/catalog.h"
+#include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/underflow_meter.h"
 

@@ -43,7 +43,6 @@
 #include "torchamp/detail/device_work.h"
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/gradients/attached.h"
-#include "torchamp/detail/libtorch.h"
 #include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {

@@ -32,9 +32,7 @@
 #include <vector>
 
 #include "torchamp/detail/devices.h"
-#include "torchamp/detail/libtorch.h"
 #include "torchamp/detail/overlay/runtime.h"
-#include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/text.h"
 #include "torchamp/ops.h"
@@ -54,13 +52,13 @@ namespace torchamp::detail {
 
 // ---- The casts of one call ----------------------------------------------------------------------
 
-/// Copies that an op writes to instead of its arguments, which come first.
-using StandIns = std::vector<std::pair<at::Tensor, at::Tensor>>;
+/// Arguments, each followed by a copy that an op writes to instead.
+using StandIns = std::vector<at::Tensor>;
 
 /// Brings what the op has written to where it belongs.
 [[gnu::cold]] inline void copy_back(const StandIns& stand_ins) {
   const at::NoGradGuard no_grad;
-  for (const auto& [original, copy] : stand_ins) original.copy_(copy);
+  for (std::size_t i = 0; i < stand_ins.size(); i += 2) stand_ins[i].copy_(stand_ins[i + 1]);
 }
 
 /// Casts the arguments of one op on the interpreter's stack. Made once per op, from its schema.
@@ -93,9 +91,8 @@ class CastArguments {
     }
   }
 
-  /// Casts as `cast` says (lower_precision, fp32 or promote) for a region of `device`. After the op
-  /// has run, the stand-ins are to be copied back. `casts`: who casts weights to 16 bits, if not
-  /// LibTorch.
+  /// Casts as `cast` says for a region of `device`. After the op has run, the stand-ins are to be
+  /// copied back. `casts`: who casts weights to 16 bits, if not LibTorch.
   [[nodiscard]] StandIns operator()(Cast cast, at::DeviceType device, const WeightCasts* casts,
                                     const c10::FunctionSchema& schema,
                                     torch::jit::Stack& stack) const {
@@ -177,17 +174,13 @@ class CastArguments {
   // Statistics in fp32 that were cast to 16 bits would lose what an update adds, so they are never
   // narrowed. Where an op needs them wider than they are (`fp32` on a model in 16 bits) it is given
   // a copy, which is copied back if the op has updated it. LibTorch's kernels take weight and bias
-  // in the dtype of the statistics, which may be wider than the input's, and in no other. Its
-  // instance_norm narrows statistics by itself where there is no weight, so it is given one of
-  // ones.
-  StandIns to(Dtype dtype, const Call& call) const {
+  // in the dtype of the statistics and in no other. Its instance_norm narrows statistics by itself
+  // where there is no weight, so it is given one of ones.
+  [[gnu::cold]] StandIns cast_statistics(at::ScalarType dtype, const Call& call) const {
     StandIns stand_ins;
-    if (!dtype) return stand_ins;
-    for (const std::size_t position : positions_) cast_value(*dtype, call, position);
-    if (statistics_.empty()) return stand_ins;
     const at::ScalarType wide = *widest_of(dtype, statistics_, call);
     for (const std::size_t position : beside_statistics_) cast_value(wide, call, position);
-    if (unit_weight_position_ && wide != *dtype) {
+    if (unit_weight_position_ && wide != dtype) {
       c10::IValue& weight = call[*unit_weight_position_];
       const c10::IValue& statistic = call[statistics_.front()];
       const bool has_weight = weight.isTensor() && weight.toTensor().defined();
@@ -202,9 +195,17 @@ class CastArguments {
       if (!value.isTensor() || !needs_cast(value.toTensor(), wide, call)) continue;
       const at::Tensor original = value.toTensor();
       value = original.to(wide);
-      if (updates) stand_ins.emplace_back(original, value.toTensor());
+      if (!updates) continue;
+      stand_ins.push_back(original);
+      stand_ins.push_back(value.toTensor());
     }
     return stand_ins;
+  }
+
+  StandIns to(Dtype dtype, const Call& call) const {
+    if (!dtype) return {};
+    for (const std::size_t position : positions_) cast_value(*dtype, call, position);
+    return statistics_.empty() ? StandIns() : cast_statistics(*dtype, call);
   }
 
   static void cast_value(at::ScalarType dtype, const Call& call, std::size_t position) {
@@ -229,13 +230,12 @@ class CastArguments {
   }
 
   // LibTorch's rule for `fp32_set_opt_dtype`: a dtype that the caller gave stands. False if the
-  // arguments must be cast instead: a tensor that is never cast would be converted, too, and those
-  // of nested tensors take no dtype.
+  // arguments must be cast instead: a tensor that is never cast would be converted, too, and ops on
+  // nested tensors take no dtype.
   bool can_ask_for_fp32(const Call& call) const {
     c10::IValue& dtype = call[*dtype_position_];
     if (!dtype.isNone()) return true;
-    bool castable = false;
-    bool all_can_be_asked = true;
+    bool castable = false, all_can_be_asked = true;
     for (const std::size_t position : positions_) {
       for_each_tensor_of(call[position], [&](const at::Tensor& tensor) {
         if (!tensor.defined()) return;
@@ -253,12 +253,10 @@ class CastArguments {
   // Note [One cast for an addition]
   // An op with type promotion computes in fp32 as soon as one argument that decides the dtype is
   // fp32, and converts the other on the fly. Tensors with dimensions decide over those without. So
-  // one cast serves where a cast of each argument would launch two kernels. Kernels of sparse
-  // layouts do not all convert: false for them.
+  // one cast serves for two arguments. Kernels of sparse layouts do not all convert: false.
   bool widen_one(const Call& call) const {
     c10::IValue* chosen = nullptr;
-    bool chosen_has_dims = false;
-    bool wide = false;
+    bool chosen_has_dims = false, wide = false;
     for (const std::size_t position : positions_) {
       c10::IValue& value = call[position];
       if (!value.isTensor() || !value.toTensor().defined()) continue;
@@ -313,13 +311,12 @@ class NoWarning final : public c10::WarningHandler {
 
 // Note [Binary cross entropy]
 // binary_cross_entropy takes probabilities, in general a sigmoid's. In 16 bits a sigmoid rounds to
-// 1 from about 8.3 on in fp16 and 6.2 in bf16, and in fp16 to 0 below about -17: the loss of such
-// an element is the constant 100 that LibTorch clamps the logarithm to, or 0, and its gradient is
-// lost in the sigmoid, whatever the loss itself is computed in. That is why LibTorch's CUDA kernel
-// for autocast refuses the op. The ban also stops programs that do it right, with a sigmoid in
-// fp32, and that ran on a CPU, where there is none. So Policy::standard() computes the op in fp32
-// on every device, and warns once of what the ban is for, which the dtype of the input alone tells:
-// a 16-bit probability has been rounded already. Policy::torch() keeps the ban.
+// 1 from about 8.3 on in fp16 and 6.2 in bf16, and in fp16 to 0 below about -17. The gradient of
+// such an element is lost in the sigmoid, whatever the loss itself is computed in. That is why
+// LibTorch's CUDA kernel for autocast refuses the op, which also stops programs that do it right,
+// with a sigmoid in fp32, and that run on a CPU, where there is no ban. So Policy::standard()
+// computes the op in fp32 on every device, and warns once if its input is in 16 bits, that is, has
+// been rounded already. Policy::torch() keeps the ban.
 
 /// Warns once, from the dtype of the op's first argument. Reads no device.
 [[gnu::cold]] inline void warn_of_16_bit_probabilities(const c10::OperatorHandle& op,
@@ -354,30 +351,26 @@ inline NativeKernel kernel_of(const c10::OperatorHandle& op, c10::DispatchKey ke
 /// Whether LibTorch's own kernel for the device casts the op's arguments to 16 bits.
 [[gnu::cold]] inline bool lowers_natively(const c10::OperatorHandle& op, at::DeviceType device) {
   return has_native_kernel(op, device) && why_not_castable(op.schema()).empty() &&
-         kernel_rule(op.operator_name(), device) == Cast::lower_precision;
+         kernel_lowers(op.operator_name(), device);
 }
 
 // Note [Overlays]
 // An overlay is a boxed kernel for one op under one device's autocast key. It is registered at most
 // once per process, when the first policy that disagrees with LibTorch about that op comes into
 // force, and asks the calling thread's policy on every call. Without a torchamp guard, or where the
-// policy has no rule for the op, it does what LibTorch did before: it calls the autocast kernel
-// that it covers, or, where there was none, passes the call on to the next key with autocast still
-// on (as the fallthrough did). So code that uses at::autocast without torchamp sees no change.
+// policy has no rule for the op, it calls the autocast kernel that it covers, or, where there was
+// none, passes the call on to the next key with autocast still on, as the fallthrough did. So code
+// that uses at::autocast without torchamp sees no change.
 //
 // LibTorch does not lock its dispatch table against calls. Registration is safe beside threads that
-// call ops outside autocast, but not beside threads that call the same op inside it: make the first
-// guard with a new policy before such threads start.
+// call ops outside autocast, but not beside threads that call the same op inside it.
 //
 // Note [TorchScript]
-// When a scripted function runs in a region with autocast on, LibTorch's JIT rewrites it by op
-// lists of its own: it puts a cast op (aten::_autocast_to_reduced_precision or _full_precision)
-// before ops on those lists, and runs the result with autocast still on. The dispatcher, and so the
-// policy, therefore does see every op; only the JIT's casts stand in its way. They are ops like
-// others, so an overlay makes them no-ops wherever a torchamp guard is in force on
-// the thread. Scripts then follow the policy exactly as C++ does, whichever state they were first
-// run in, while threads that use at::autocast without torchamp keep the JIT's casts. Nothing
-// process-wide is switched.
+// LibTorch's JIT rewrites a script that runs with autocast on: it puts a cast op
+// (aten::_autocast_to_reduced_precision or _full_precision) before ops on lists of its own. The
+// dispatcher, and so the policy, still sees every op; overlays make these casts no-ops wherever a
+// torchamp guard is in force on the thread. Scripts then follow the policy exactly as C++ does,
+// whichever state they were first run in, while other threads keep the JIT's casts.
 class Overlay final : public c10::OperatorKernel {
  public:
   /// `has_native`: whether there is a kernel that it covers.
@@ -392,17 +385,15 @@ class Overlay final : public c10::OperatorKernel {
         is_script_cast_(op.operator_name().name.starts_with("aten::_autocast_to_")) {
     if (has_native) native_.emplace(kernel_of(op, key_));
   }
-  Overlay(const Overlay&) = delete;
-  Overlay& operator=(const Overlay&) = delete;
   ~Overlay() override { delete facts_.load(std::memory_order_relaxed); }
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) const {
     const ThreadPolicy* const of_thread = thread_policy();
-    if (of_thread == nullptr) return call_native(op, keys, stack);
-    const PolicyData* const policy = of_thread->in_force[device_index_].get();
-    if (policy == nullptr) return call_native(op, keys, stack);
-    if (adds_gradients_ && leaves_sums_alone(*of_thread)) return call_native(op, keys, stack);
+    const PolicyData* const policy = of_thread ? of_thread->in_force[device_index_].get() : nullptr;
+    if (policy == nullptr || (adds_gradients_ && leaves_sums_alone(*of_thread))) {
+      return call_native(op, keys, stack);
+    }
     if (is_script_cast_) return torch::jit::drop(*stack, argument_count_ - 1);  // leaves `self`
     const OverlayRule rule = policy->rule(device_index_, index_, device_, op, *stack);
     if (OpRuleUsage* const usage = of_thread->op_rule_usage.get(); usage || rule.op_rule) {
@@ -410,8 +401,7 @@ class Overlay final : public c10::OperatorKernel {
     }
     const Facts* const facts = facts_of_op(op);
     const WeightCasts* const casts = casts_of_weights(*of_thread, rule, facts);
-    const bool is_native = casts != nullptr && rule.cast == Cast::native;
-    const Cast cast = is_native ? Cast::lower_precision : rule.cast;
+    const Cast cast = casts && rule.cast == Cast::native ? Cast::lower_precision : rule.cast;
     if (cast == Cast::native) return call_native(op, keys, stack);
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
     const StandIns stand_ins = cast_arguments(facts, cast, casts, op, *stack);
@@ -422,8 +412,7 @@ class Overlay final : public c10::OperatorKernel {
   }
 
  private:
-  /// What a call needs to know of its op. Most ops with an overlay are never called, so the first
-  /// call finds it out.
+  /// What a call needs to know of its op. The first call finds it out: most are never called.
   struct Facts {
     [[gnu::cold]] Facts(const c10::OperatorHandle& op, at::DeviceType device)
         : cast_arguments(op.schema(), contains(ops::addition, op.operator_name())),
@@ -451,6 +440,12 @@ class Overlay final : public c10::OperatorKernel {
       known = made.release();
     }
     return known;
+  }
+
+  [[noreturn, gnu::cold]] static void refuse(const c10::OperatorName& op) {
+    TORCH_CHECK(false, joined({"torchamp: '", full_name(op),
+                               "' was registered again with other arguments, but policies keep its "
+                               "first schema. Give the new op another name."}));
   }
 
   void call_native(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
@@ -487,10 +482,7 @@ class Overlay final : public c10::OperatorKernel {
   StandIns cast_arguments(const Facts* facts, Cast cast, const WeightCasts* casts,
                           const c10::OperatorHandle& op, torch::jit::Stack& stack) const {
     if (cast == Cast::unchanged) return {};
-    TORCH_CHECK(facts != nullptr && is_as_it_was(op),
-                joined({"torchamp: '", full_name(op.operator_name()),
-                        "' was registered again with other arguments, but policies keep its first "
-                        "schema. Give the new op another name."}));
+    if (facts == nullptr || !is_as_it_was(op)) refuse(op.operator_name());
     if (facts->takes_probabilities && cast == Cast::fp32) warn_of_16_bit_probabilities(op, stack);
     return facts->cast_arguments(cast, device_, casts, op.schema(), stack);
   }
@@ -507,8 +499,7 @@ class Overlay final : public c10::OperatorKernel {
   mutable std::atomic<const Facts*> facts_ = nullptr;
 };
 
-/// Makes sure that the op has its overlay for the device; returns the overlay's index in the
-/// tables.
+/// Makes sure that the op has its overlay for the device, and returns its index in the tables.
 [[gnu::cold]] inline std::size_t install_overlay(const c10::OperatorHandle& op,
                                                  at::DeviceType device) {
   SharedRuntime& runtime = shared_runtime();
@@ -520,11 +511,9 @@ class Overlay final : public c10::OperatorKernel {
       overlays.try_emplace(op.operator_name(), KnownOverlay{index, has_native});
   if (!is_new) return overlay->second.index;
   try {
-    // LibTorch warns of kernels that replace others; these are ours, and stand in for what they
-    // cover.
-    const NoWarning of_any_text("");
-    // Never destroyed: its end would take the kernel away. (A torch::Library would first parse the
-    // name, which takes longer than all else that the first guard does for an op.)
+    const NoWarning of_any_text("");  // LibTorch warns of kernels that replace others
+    // Never destroyed: its end would take the kernel away. (A torch::Library would parse the name,
+    // which takes longer than all else that the first guard does for an op.)
     new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().registerImpl(
         op.operator_name(), autocast_key(device),
         c10::KernelFunction::makeFromBoxedFunctor(
@@ -558,10 +547,13 @@ class Overlay final : public c10::OperatorKernel {
   return table;
 }
 
-/// Makes the policy ready for use on a device: see PolicyData::compile_once.
-inline void compile_once(const PolicyData& policy, at::DeviceType device) {
-  policy.compile_once(device_index(device, "Policy"),
-                      [&] { return compile_overlays(policy, device); });
+inline void PolicyData::compile_once(at::DeviceType device) const {
+  Compiled& compiled = compiled_[device_index(device, "Policy")];
+  if (compiled.ready.load(std::memory_order_acquire)) return;
+  const std::scoped_lock lock(mutex_);
+  if (compiled.ready.load(std::memory_order_relaxed)) return;
+  compiled.table = compile_overlays(*this, device);
+  compiled.ready.store(true, std::memory_order_release);
 }
 
 }  // namespace torchamp::detail

@@ -1,59 +1,44 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <ATen/autocast_mode.h>
-#include <c10/core/DeviceType.h>
-#include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
-#include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/csrc/jit/python/update_graph_executor_opt.h>
 #include <torch/csrc/jit/runtime/logging.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
-#include <cstdint>
 #include <cstdlib>
-#include <exception>
-#include <memory>
-#include <optional>
-#include <string>
-#include <thread>
 #include <typeinfo>
 #include <utility>
 
-#include "torchamp/cast_cache.h"
 #include "torchamp/detail/devices.h"
-#include "torchamp/detail/libtorch.h"
 #include "torchamp/detail/overlay/kernel.h"
 #include "torchamp/detail/overlay/region.h"
 #include "torchamp/detail/overlay/runtime.h"
-#include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/text.h"
-#include "torchamp/version.h"
 
 namespace torchamp::detail {
 
 // ---- Scripts ------------------------------------------------------------------------------------
 
 // Note [Derivatives of scripts]
-// Where gradients are wanted, an optimised script is differentiated by the JIT. Its derivatives
-// take what the ops of the script were given, and know nothing of the casts that the dispatcher
-// makes: the backward of a 16-bit `mm` would multiply by the fp32 weight, which is an error. So
-// scripts run as they are written under a policy, op by op and recorded by autograd. The switch
-// is the thread's own; LibTorch does not carry it to the threads that take over a state. Nor does
-// it undo what the JIT has done: a script has a plan for autocast and one without, and one that was
-// optimised under at::autocast alone, or on such a thread, is used by regions as well.
+// The JIT differentiates an optimised script by itself. Its derivatives know nothing of the casts
+// that the dispatcher makes: the backward of a 16-bit `mm` would multiply by the fp32 weight, which
+// is an error. So under a policy scripts are not optimised, but run op by op and are recorded by
+// autograd. The switch is the thread's own; LibTorch does not carry it to the threads that take
+// over a state. Nor does it undo what the JIT has done: a plan that was optimised under
+// at::autocast alone, or on such a thread, is used by regions as well.
 //
-// Throwing the switch takes LibTorch 100 ns, most guards' threads run no scripts, and the JIT tells
-// its logger of each run of a script before it picks the script's plan. So the switch is thrown
-// there, by a logger that does nothing else, and put back by the end of the guard. A program's own
-// logger has precedence, and guards throw the switch themselves where ours is not in force, or with
-// a LibTorch that is not known to tell its logger first.
+// Throwing the switch takes LibTorch 100 ns, and the JIT tells its logger of each run of a script
+// before it picks the script's plan. So the switch is thrown there, by a logger that does nothing
+// else, and put back by the end of the guard. A program's own logger has precedence; guards throw
+// the switch themselves where ours is not in force, or with a LibTorch that is not known to tell
+// its logger first.
 //
 // The logger acts where a guard of its own library is on the thread. So the first of them takes the
-// switch as it finds it, and puts it back so, even under a policy that is in force already: one of
-// a state that the thread took over, or of another library.
+// switch as it finds it, and puts it back so, even under a policy that is in force already, of a
+// state that the thread took over or of another library.
 
 /// Whether a thread with this policy has one in force, for any device.
 inline bool is_in_force(const ThreadPolicy* policy) {
@@ -68,38 +53,28 @@ inline bool is_in_force(const ThreadPolicy* policy) {
 class ScriptSwitch {
  public:
   /// Whether the calling thread has a scope, so that its scripts run as their policy wants.
-  static bool has_scope() { return of_this_thread().scopes > 0; }
+  static bool has_scope() { return scopes > 0; }
 
   /// A scope has put `inner` in the place of `outer`, which may be null. Returns what to give
   /// end_scope().
   static bool begin_scope(const ThreadPolicy* outer, const ThreadPolicy* inner) {
-    State& state = of_this_thread();
-    if (state.scopes++ == 0 || !is_in_force(outer)) {
-      state.outside = torch::jit::getGraphExecutorOptimize();
-    }
-    follow(inner, state.outside);
-    return state.outside;
+    if (scopes++ == 0 || !is_in_force(outer)) outside = torch::jit::getGraphExecutorOptimize();
+    follow(inner, outside);
+    return outside;
   }
 
   /// A scope has put `outer` back.
-  static void end_scope(const ThreadPolicy* outer, bool outside) {
-    follow(--of_this_thread().scopes == 0 ? nullptr : outer, outside);
+  static void end_scope(const ThreadPolicy* outer, bool before) {
+    follow(--scopes == 0 ? nullptr : outer, before);
   }
 
  private:
-  struct State {
-    int scopes = 0;
-    bool outside = true;  // of all policies, or of all scopes
-  };
+  static inline thread_local constinit int scopes = 0;
+  static inline thread_local constinit bool outside = true;  // of all policies, or of all scopes
 
-  static State& of_this_thread() {
-    static thread_local constinit State state;
-    return state;
-  }
-
-  static void follow(const ThreadPolicy* policy, bool outside) {
+  static void follow(const ThreadPolicy* policy, bool otherwise) {
     if (!is_in_force(policy)) {
-      set(outside);
+      set(otherwise);
     } else if (!Logger::is_told()) {
       set(false);
     }
@@ -145,9 +120,8 @@ class ScriptSwitch {
 
 // Note [Guards without allocations]
 // What an outermost guard puts into its thread's slot is mostly what the thread's last one has put
-// there, but for the region's number, and nobody else holds it any more: no thread has taken over
-// the state, no AutocastState remembers it. So it is kept for the thread's next guard. (Not if the
-// policy has predicates: what they hold is not to live longer than the program wants it to.)
+// there, and nobody else holds any more. So it is kept for the thread's next guard, unless the
+// policy has predicates: what they hold is not to live longer than the program wants it to.
 
 /// What the calling thread's last outermost guard has left behind: a policy, and the node of
 /// LibTorch's list of slots that has it; or nothing.
@@ -208,15 +182,12 @@ TORCHAMP_BODY PolicyScope::PolicyScope(std::shared_ptr<const ThreadPolicy> polic
   scripts_outside_ = ScriptSwitch::begin_scope(outer, policy_.get());
 }
 
-TORCHAMP_BODY PolicyScope::~PolicyScope() {
-  end();
-}
-
 TORCHAMP_BODY bool PolicyScope::end_of(const char* guard) {
   if (thread_ != std::this_thread::get_id()) {
-    TORCH_WARN(guard,
-               ": destroyed by another thread than the one that made it, so that thread's state "
-               "was not restored. Keep a guard in the scope that it covers.");
+    TORCH_WARN(
+        joined({guard,
+                ": destroyed by another thread than the one that made it, so that thread's state "
+                "was not restored. Keep a guard in the scope that it covers."}));
     return false;
   }
   end();
@@ -225,8 +196,7 @@ TORCHAMP_BODY bool PolicyScope::end_of(const char* guard) {
 
 // Note [Slots pushed inside a scope]
 // LibTorch keeps a thread's slots as a stack. A profiler that is started inside a scope and
-// outlives it has its slot above ours; putting back what was there before us would end the
-// profiler. So what lies above is lifted off, and put back on what was below us.
+// outlives it has its slot above ours, which is lifted off, and put back on what was below us.
 TORCHAMP_BODY void PolicyScope::end() noexcept {
   if (ours_ == nullptr || thread_ != std::this_thread::get_id()) return;
   SparePolicy last{std::move(policy_), c10::ThreadLocalDebugInfo::current()};
@@ -239,7 +209,7 @@ TORCHAMP_BODY void PolicyScope::end() noexcept {
     try {
       take_out();
     } catch (const std::exception& error) {
-      TORCH_WARN("~AutocastGuard: cannot restore the thread's slots: ", error.what());
+      TORCH_WARN(joined({"~AutocastGuard: cannot restore the thread's slots: ", error.what()}));
     }
   }
   ours_ = nullptr;
@@ -368,7 +338,7 @@ inline std::optional<WeightCache> asked_cache(std::optional<bool> enabled,
 TORCHAMP_BODY void prepare_region(const char* call, const PolicyData& policy,
                                   const WeightCasts* casts, at::DeviceType device,
                                   at::ScalarType dtype) {
-  compile_once(policy, device);
+  policy.compile_once(device);
   const OpRule* const rule = is_16_bit(dtype) ? policy.op_rule() : nullptr;
   if (rule != nullptr) rule->prepare(call, policy, device, dtype);
   if (casts != nullptr) casts->prepare(device);

@@ -30,7 +30,7 @@ class PolicyScope {
                        std::shared_ptr<c10::ThreadLocalDebugInfo> node = nullptr);
   PolicyScope(const PolicyScope&) = delete;
   PolicyScope& operator=(const PolicyScope&) = delete;
-  ~PolicyScope();
+  ~PolicyScope() { end(); }
 
   /// For the destructor of a guard, `guard` ("~AutocastGuard"): ends the scope. False, after a
   /// warning, on another thread than the one that made it, which must leave all state as it is.
@@ -54,8 +54,6 @@ class AutocastRegion {
   AutocastRegion(at::DeviceType device, std::optional<at::ScalarType> dtype, bool enabled,
                  std::optional<bool> cache_enabled, std::optional<WeightCache> asked,
                  const std::shared_ptr<const PolicyData>& policy);
-  AutocastRegion(const AutocastRegion&) = delete;
-  AutocastRegion& operator=(const AutocastRegion&) = delete;
   ~AutocastRegion();
 
  private:

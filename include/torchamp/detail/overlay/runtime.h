@@ -2,15 +2,14 @@
 // What a process has once.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/function_schema.h>
 #include <ATen/core/operator_name.h>
 #include <ATen/core/stack.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
-#include <c10/util/ArrayRef.h>
 #include <c10/util/Exception.h>
-#include <c10/util/StringUtil.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <dlfcn.h>
 #include <torch/csrc/jit/frontend/function_schema_parser.h>
@@ -27,21 +26,16 @@
 #include <vector>
 
 #include "torchamp/detail/devices.h"
+#include "torchamp/detail/text.h"
 #include "torchamp/version.h"
-
-namespace at {
-class Tensor;
-using TensorList = c10::ArrayRef<Tensor>;
-}  // namespace at
 
 namespace torchamp::detail {
 
 // Note [Weights that are kept]
 // LibTorch caches casts of weights for a region. Caching more, or for longer, is an extra: casts
-// (torchamp/weight_cache.h) and 8-bit forms (torchamp/fp8.h) are in one store per process, which
-// the first of them creates (detail/weights/derived.h). The core reports events to the store as
-// KeptWeights, and finds who casts weights for a region as WeightCasts. Both are null in a program
-// without these extras.
+// (torchamp/weight_cache.h) and 8-bit forms (torchamp/fp8.h) are in one store per process
+// (detail/weights/derived.h), to which the core reports events as KeptWeights; who casts weights
+// for a region is a WeightCasts. Both are null without these extras.
 
 /// How long something that was made of a weight is kept.
 struct WeightKeep {
@@ -61,15 +55,15 @@ class KeptWeights {
   /// The outermost guard begins; returns the region's number, which is not 0.
   virtual std::uint64_t begin_region() = 0;
 
-  /// Drops what was kept for the region, and what belongs to weights that are gone. Nothing is kept
-  /// for it any more, by threads that still have its state.
+  /// Drops what was kept for the region, and what belongs to weights that are gone. Threads that
+  /// still have the region's state keep nothing for it any more.
   virtual void end_region(std::uint64_t region) = 0;
 
   /// Drops what was kept until weights step.
   virtual void end_window() = 0;
 
-  /// The weights, and what else looks at their memory, may have other values now, though LibTorch
-  /// has not counted a write.
+  /// These weights, and all that shares their memory, may have other values now, though LibTorch
+  /// has counted no write.
   virtual void changed(at::TensorList weights) = 0;
 
   /// Any weight may have other values now.
@@ -103,19 +97,16 @@ inline const WeightCasts* registered_weight_casts = nullptr;
 // Note [One runtime per process]
 // A header-only library compiled with hidden visibility into a host and its plugins has a copy of
 // each inline variable in each of them. What must exist once (the overlays, and the name of the
-// thread's policy slot) therefore hangs on the one registry that all of them share by name:
-// LibTorch's dispatcher. The first to come makes a SharedRuntime on the heap and defines an op
-// whose schema carries its address; the others read it there. It is never freed: kernels and
-// threads' states point into it until the process ends.
+// thread's policy slot) therefore hangs on the registry that all of them share by name, LibTorch's
+// dispatcher: the first to come makes a SharedRuntime and defines an op whose schema carries its
+// address. It is never freed: kernels and threads' states point into it until the process ends.
 //
 // The kernels and virtual tables that LibTorch is handed lie in the shared library that made them.
-// So every library that uses the runtime pins itself: dlclose() then leaves it mapped, and loading
-// it again finds it as it was.
+// So every library that uses the runtime pins itself: dlclose() then leaves it mapped.
 //
 // The schema also says which version of torchamp made the runtime, and its TORCHAMP_LAYOUT. Another
-// version with that layout uses the runtime as its own, the first one's overlays included; with
-// another layout it must not touch what it finds, and says so. The name and the arguments of the op
-// are for all versions to come. (Version 0.1 had another op and is not noticed.)
+// version with that layout shares it; one with another layout must not touch it, and says so. The
+// name and the arguments of the op are for all versions to come.
 
 /// An overlay of some device.
 struct KnownOverlay {
@@ -158,12 +149,14 @@ inline const char* const runtime_op = "torchamp::_runtime";
   const auto value = [&](std::size_t i) -> const c10::IValue& {
     return *found->schema().arguments().at(i).default_value();
   };
-  TORCH_CHECK(value(0).toInt() == TORCHAMP_LAYOUT, "torchamp: ", this_library(),
+  TORCH_CHECK(
+      value(0).toInt() == TORCHAMP_LAYOUT,
+      joined({"torchamp: ", this_library(),
               " was built against torchamp " TORCHAMP_VERSION_TEXT ", but torchamp ",
               value(1).toStringRef(),
               " is in use in this process already, and their shared state has different layouts (",
-              TORCHAMP_LAYOUT, " and ", value(0).toInt(),
-              "). Build the program and its plugins against one version.");
+              std::to_string(TORCHAMP_LAYOUT), " and ", std::to_string(value(0).toInt()),
+              "). Build the program and its plugins against one version."}));
   return reinterpret_cast<SharedRuntime*>(value(2).toInt());
 }
 
@@ -175,10 +168,10 @@ inline const char* const runtime_op = "torchamp::_runtime";
   try {
     // Never destroyed: its end would take the op away.
     new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().registerDef(
-        torch::jit::parseSchema(c10::str(
-            runtime_op, "(int layout=", TORCHAMP_LAYOUT, ", str version=\"", TORCHAMP_VERSION_TEXT,
-            "\", int address=", std::to_string(reinterpret_cast<std::uintptr_t>(runtime)),
-            ") -> ()")),
+        torch::jit::parseSchema(
+            joined({runtime_op, "(int layout=", std::to_string(TORCHAMP_LAYOUT), ", str version=\"",
+                    TORCHAMP_VERSION_TEXT, "\", int address=",
+                    std::to_string(reinterpret_cast<std::uintptr_t>(runtime)), ") -> ()"})),
         "torchamp"));
   } catch (const c10::Error&) {
     delete runtime;

@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "torchamp/detail/fp8/run.h"
-#include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/print.h"
 #include "torchamp/detail/text.h"
@@ -42,7 +41,7 @@ inline std::vector<std::string> lines_of_edits(const char* call, const PolicyDat
   std::vector<std::string> lines(policy.edits.size());
   for (std::size_t i = 0; i < lines.size(); ++i) {
     const Edit& edit = policy.edits[i];
-    if (edit.when.predicate && !policy.has_conditional(i)) continue;
+    if (edit.when.predicate && !applies(policy, i)) continue;
     lines[i] = to_string(edit);
     TORCH_CHECK(!edit.when.predicate, call, ": the rule '", lines[i],
                 "' depends on a predicate, which is code and has no text. Make that edit in the "

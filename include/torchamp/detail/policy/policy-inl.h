@@ -3,55 +3,30 @@
 #pragma once
 
 #include <ATen/Context.h>
-#include <ATen/autocast_mode.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/function_schema.h>
-#include <ATen/core/ivalue.h>
-#include <ATen/core/jit_type.h>
-#include <ATen/core/operator_name.h>
 #include <ATen/ops/lstm.h>
 #include <ATen/ops/ones.h>
-#include <ATen/record_function.h>
-#include <c10/core/DeviceType.h>
 #include <c10/core/DispatchKey.h>
-#include <c10/core/ScalarType.h>
 #include <c10/core/TensorOptions.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/util/ArrayRef.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <cstddef>
-#include <cstdint>
 #include <cstring>
 #include <limits>
-#include <memory>
-#include <mutex>
-#include <string>
-#include <string_view>
 #include <thread>
 #include <tuple>
-#include <utility>
-#include <vector>
 
-#include "torchamp/detail/devices.h"
-#include "torchamp/detail/overlay/runtime.h"
-#include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/text.h"
-#include "torchamp/ops.h"
 #include "torchamp/policy.h"
-#include "torchamp/version.h"
 
 namespace torchamp::detail {
 
 // ---- Ops by name --------------------------------------------------------------------------------
 
-/// The ops that are registered at the moment. LibTorch tells it of every op that comes or goes, so
-/// that it needs no look at all of them; LibTorch's own lists keep the names of ops that have gone.
-/// A table with chains, as LibTorch tells of some 3400 ops within the first guard: a standard
-/// container would make that half as long again.
+/// The ops that are registered at the moment: LibTorch tells it of every op that comes or goes. A
+/// table with chains, as these are some 3400 within the first guard, which a standard container
+/// would make half as long again.
 class OpCatalog final : public c10::OpRegistrationListener {
  public:
   /// Never destroyed: ops go until the process ends.
@@ -68,10 +43,13 @@ class OpCatalog final : public c10::OpRegistrationListener {
     for (std::size_t at = first_of(base); at != 0; at = ops_[at - 1].next) {
       const Op& op = ops_[at - 1];
       if (op.is_gone || op.name().name != base) continue;
-      const auto is_before = [&](const c10::OperatorHandle& other) {
-        return other.operator_name().overload_name < op.name().overload_name;
+      found.push_back(op.handle);
+      const auto name = [&](std::size_t i) -> const std::string& {
+        return found[i].operator_name().overload_name;
       };
-      found.insert(std::find_if_not(found.begin(), found.end(), is_before), op.handle);
+      for (std::size_t i = found.size() - 1; i > 0 && name(i) < name(i - 1); --i) {
+        std::swap(found[i], found[i - 1]);
+      }
     }
     return found;
   }
@@ -149,7 +127,6 @@ class OpCatalog final : public c10::OpRegistrationListener {
 
 TORCHAMP_COLD std::vector<c10::OperatorHandle> find_ops(std::string_view text,
                                                         std::string_view call, bool missing_ok) {
-  // "softmax", "softmax.int", "mylib::op" or "mylib::op.overload"
   const auto colons = text.find("::");
   const bool has_space = colons != text.npos;
   const auto dot = std::min(text.find('.', has_space ? colons : 0), text.size());
@@ -179,55 +156,12 @@ TORCHAMP_COLD std::vector<c10::OperatorHandle> find_ops(std::string_view text,
 
 // ---- What an op's arguments are -----------------------------------------------------------------
 
-TORCHAMP_COLD bool holds_tensors(const c10::Type& type) {
-  switch (type.kind()) {
-    case c10::TypeKind::TensorType:
-      return true;
-    case c10::TypeKind::OptionalType:
-      return holds_tensors(*type.castRaw<c10::OptionalType>()->getElementType());
-    case c10::TypeKind::ListType: {
-      const c10::Type& element = *type.castRaw<c10::ListType>()->getElementType();
-      return element.kind() != c10::TypeKind::ListType && holds_tensors(element);
-    }
-    default:
-      return false;
-  }
-}
-
-TORCHAMP_COLD bool is_dtype(const c10::Argument& argument, bool optional) {
-  if (argument.name() != "dtype"sv) return false;
-  const c10::Type* type = argument.real_type().get();
-  const bool is_optional = type->kind() == c10::TypeKind::OptionalType;
-  if (is_optional) type = type->castRaw<c10::OptionalType>()->getElementType().get();
-  return is_optional == optional && type->kind() == c10::TypeKind::ScalarTypeType;
-}
-
-TORCHAMP_COLD bool takes_named_dimensions(const c10::FunctionSchema& schema) {
-  const std::string_view overload = schema.overload_name();
-  return overload.find("name"sv) != overload.npos &&
-         (overload.find("imname"sv) != overload.npos || overload.find("names"sv) != overload.npos);
-}
-
-// Note [Ops that write to what they do not declare]
-// A schema marks what its op writes to (`Tensor(a!)`), but not every op keeps to that. Known, and
-// looked for in every schema of the running LibTorch by tests/policy/undeclared_writes_test.cpp:
-//  - Batch and instance norms update their running statistics, which an op need not have. These
-//    ops can be cast, and their statistics are seen to by CastArguments.
-//  - Ops whose name ends in an underscore write in place (c10d's collectives), those that return
-//    nothing have no other way to have an effect, `dst` is what a copy goes to, and `qaccum` is
-//    what oneDNN's fused convolutions add to. None of these can be cast.
-
-TORCHAMP_COLD bool is_running_statistic(const c10::Argument& argument) {
-  return argument.name().starts_with("running_") || argument.name().starts_with("moving_");
-}
-
 TORCHAMP_COLD std::string_view why_not_castable(const c10::FunctionSchema& schema) {
   constexpr std::string_view writes =
       "it writes to an argument (an in-place or out= form), which a cast would replace by a copy";
   const std::string_view name = schema.name();
   if (schema.is_mutable() || (name.ends_with('_') && !name.ends_with("__"))) return writes;
-  bool has_tensors = false;
-  bool names_dtype = false;
+  bool has_tensors = false, names_dtype = false;
   for (const auto& argument : schema.arguments()) {
     if (argument.name() == "dst"sv || argument.name() == "qaccum"sv) return writes;
     has_tensors = has_tensors || holds_tensors(*argument.type());
@@ -246,39 +180,7 @@ TORCHAMP_COLD std::string_view why_not_castable(const c10::FunctionSchema& schem
   return {};
 }
 
-TORCHAMP_COLD bool has_autocast_kernel(const c10::OperatorHandle& op, at::DeviceType device) {
-  const c10::DispatchKey key = autocast_key(device);
-  return op.hasKernelForDispatchKey(key) && !op.isKernelFallthroughKernel(key);
-}
-
-TORCHAMP_COLD bool has_native_kernel(const c10::OperatorHandle& op, at::DeviceType device) {
-  if (!has_autocast_kernel(op, device)) return false;
-  SharedRuntime& runtime = shared_runtime();
-  const auto& overlays = runtime.overlays[device_index(device, "has_native_kernel")];
-  const std::scoped_lock lock(runtime.mutex);
-  const auto overlay = overlays.find(op.operator_name());
-  return overlay == overlays.end() || overlay->second.has_native;
-}
-
 // ---- Lists --------------------------------------------------------------------------------------
-
-/// "add" of "aten::add"; empty for ops that are not LibTorch's.
-inline std::string_view base_of(const c10::OperatorName& op) {
-  const std::string_view name = op.name;
-  return name.starts_with("aten::") ? name.substr(6) : std::string_view();
-}
-
-/// (std::find compares four names at a time, in four times the code.)
-inline bool is_among(const auto& names, std::string_view name) {
-  for (const std::string_view one : names) {
-    if (one == name) return true;
-  }
-  return false;
-}
-
-TORCHAMP_BODY bool contains(const OpFamily& family, const c10::OperatorName& op) {
-  return is_among(family, base_of(op));
-}
 
 TORCHAMP_BODY const StandardRow* standard_row(const c10::OperatorName& op) {
   const std::string_view base = base_of(op);
@@ -293,38 +195,26 @@ TORCHAMP_BODY const StandardRow* standard_row(const c10::OperatorName& op) {
   return nullptr;
 }
 
-TORCHAMP_BODY Cast listed_cast(const c10::OperatorName& op) {
-  const std::string_view base = base_of(op);
-  for (const ListedRule& rule : libtorch_cuda_lists) {
-    if (rule.op() == base && rule.overload() == op.overload_name) return rule.cast;
-  }
-  return Cast::native;
-}
-
 TORCHAMP_COLD Cast kernel_rule(const c10::OperatorName& op, at::DeviceType device) {
-  const std::string_view base = base_of(op);
-  if (facts_of(device).lists == OpLists::cuda) {
-    return is_among(cuda_lower_precision_ops, base) ? Cast::lower_precision : listed_cast(op);
-  }
-  if (is_among(cpu_lower_precision_ops, base)) return Cast::lower_precision;
-  if (is_among(cpu_fp32_ops, base)) return Cast::fp32;
-  return is_among(cpu_promote_ops, base) ? Cast::promote : Cast::native;
+  if (kernel_lowers(op, device)) return Cast::lower_precision;
+  if (facts_of(device).follows_cuda_lists) return listed_cast(op);
+  if (is_among(cpu_fp32_ops, base_of(op))) return Cast::fp32;
+  return is_among(cpu_promote_ops, base_of(op)) ? Cast::promote : Cast::native;
 }
 
 // ---- Recurrent layers ---------------------------------------------------------------------------
 
 // Note [Recurrent layers]
 // On CUDA, lstm, gru, rnn_tanh and rnn_relu end in _cudnn_rnn, whose autocast kernel casts to fp16
-// whatever the region's dtype is. So on CUDA, and where its lists are followed, Policy::standard()
-// casts the layers' own arguments, which cuDNN then takes as they are. The casts of the weights no
-// longer lie in one piece of memory as cuDNN wants them: each call puts them together, as
-// LibTorch's autocast kernel does, but with a warning, which is dropped as nothing can be done.
+// whatever the region's dtype is. So where CUDA's lists are followed, Policy::standard() casts the
+// layers' own arguments. The casts of the weights then do not lie in one piece of memory as cuDNN
+// wants them: each call puts them together, with a warning, which is dropped.
 //
-// On a CPU an LSTM ends in oneDNN's, whose autocast kernel casts to the region's dtype also where
-// oneDNN has none in it (bf16 takes avx512, fp16 avx512_fp16 or AMX), and throws. So there
-// Policy::standard() runs the layers in fp32, all four by one rule: the others are made of
-// products, which such a CPU is slow in. What counts is not the CPU but whether oneDNN makes an
-// LSTM, which ONEDNN_MAX_CPU_ISA and other settings decide with it; so one of one cell is tried.
+// On a CPU an LSTM ends in oneDNN's, whose autocast kernel throws where oneDNN has none in the
+// region's dtype (bf16 takes avx512, fp16 avx512_fp16 or AMX). So there Policy::standard() runs the
+// layers in fp32, all four by one rule: the others are made of products, which such a CPU is slow
+// in. ONEDNN_MAX_CPU_ISA and other settings also decide whether oneDNN makes an LSTM; so one of one
+// cell is tried.
 
 /// Whether LibTorch's autocast runs an LSTM in `dtype` on a CPU, forward and backward. In a thread
 /// of its own, where nothing of the caller's state is in force.
@@ -353,9 +243,8 @@ TORCHAMP_COLD Cast kernel_rule(const c10::OperatorName& op, at::DeviceType devic
   return runs;
 }
 
-/// Whether a device has recurrent layers in `dtype`, fp16 or bf16; only CPUs may lack them. The
-/// first call for a CPU and a dtype tries. Any thread. While oneDNN is switched off, LibTorch makes
-/// the layers of products, which all CPUs have.
+/// Whether a device has recurrent layers in `dtype`, fp16 or bf16; only CPUs may lack them, and
+/// none while oneDNN is switched off. The first call for a CPU and a dtype tries. Any thread.
 inline bool has_recurrent_layers(at::DeviceType device, at::ScalarType dtype) {
   if (device != at::kCPU || !at::globalContext().userEnabledMkldnn()) return true;
   if (dtype == at::kBFloat16) {
@@ -423,19 +312,19 @@ TORCHAMP_COLD TabledOp::TabledOp(c10::OperatorHandle overload, const StandardRul
 TORCHAMP_COLD TabledOp::TabledOp(const c10::OperatorHandle& overload)
     : TabledOp(overload, standard_rule(overload.operator_name())) {}
 
-/// The rule of a base table for one overload, before any edit. Of those that only tables have, too.
+/// The rule of a base table for one overload, before any edit; may be one that only tables have.
 [[gnu::cold]] inline Cast base_rule(BaseTable base, const TabledOp& of, at::DeviceType device) {
   const StandardRule& rule = of.standard;
   const bool holds = base == BaseTable::standard && rule.cast != Cast::native;
   if (holds && !rule.unless_native) {
-    return facts_of(device).lists == OpLists::cuda ? rule.cast : rule.cast_on_cpu;
+    return facts_of(device).follows_cuda_lists ? rule.cast : rule.cast_on_cpu;
   }
   if (has_native_kernel(of.op, device)) return Cast::native;
   return holds ? rule.cast : Cast::unchanged;
 }
 
-/// The rule for one overload, conditional rules left out. `edited`: what the policy's edits made of
-/// it, or null. Of those that only tables have, too.
+/// The same under a policy, conditional rules left out. `edited`: what its edits made of the
+/// overload, or null.
 [[gnu::cold]] inline Cast tabled_rule(const PolicyData& policy, const OverloadRules* edited,
                                       const TabledOp& op, at::DeviceType device) {
   if (edited == nullptr || !edited->has_cast) return base_rule(policy.base, op, device);
@@ -453,12 +342,6 @@ TORCHAMP_COLD Cast rule_in_force(const PolicyData& policy, const c10::OperatorHa
              : Cast::fp32;
 }
 
-TORCHAMP_COLD Cast effect_of_rule(const PolicyData& policy, const c10::OperatorHandle& op,
-                                  at::DeviceType device) {
-  const Cast cast = rule_in_force(policy, op, device);
-  return cast == Cast::native ? kernel_rule(op.operator_name(), device) : cast;
-}
-
 TORCHAMP_COLD OverlayEntry overlay_entry(const PolicyData& policy, const TabledOp& of,
                                          at::DeviceType device) {
   static const auto& no_edits = *new std::vector<std::size_t>;  // never destroyed
@@ -466,15 +349,15 @@ TORCHAMP_COLD OverlayEntry overlay_entry(const PolicyData& policy, const TabledO
   const OverloadRules* const edited = policy.edited(of.op);
   const Cast cast = tabled_rule(policy, edited, of, device);
   if (cast == Cast::unchanged) {
-    // To stay unchanged an op must be shielded if it has an autocast kernel, or calls ops that may.
+    // To stay unchanged, an op with an autocast kernel, or that calls such ops, must be shielded.
     const bool is_edited = edited != nullptr && edited->has_cast && edited->cast == cast;
     if (is_edited && (has_native_kernel(of.op, device) ||
                       of.op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd))) {
       entry.cast = cast;
     }
-  } else if (facts_of(device).lists != OpLists::cuda || !has_native_kernel(of.op, device) ||
+  } else if (!facts_of(device).follows_cuda_lists || !has_native_kernel(of.op, device) ||
              listed_cast(of.op.operator_name()) != cast) {
-    // Not left to LibTorch's kernel, which is known to do the same only if it follows these lists.
+    // LibTorch's kernel is known to do the same only if it follows these lists.
     entry.cast = cast;
     if (cast == Cast::fp8) entry.op_rule = policy.edits[edited->edit].op_rule.get();
   }
@@ -516,16 +399,11 @@ TORCHAMP_COLD std::vector<TabledOp> candidates(const PolicyData& policy) {
 
 // ---- Edits --------------------------------------------------------------------------------------
 
-/// Whether the op is one that `promote` can reach though it writes: to a tensor, in place.
-inline bool writes_in_place(const c10::FunctionSchema& schema) {
-  return schema.is_mutable() && schema.name().ends_with('_') &&
-         schema.arguments().front().type()->kind() == c10::TypeKind::TensorType;
-}
-
 TORCHAMP_COLD void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, const When& when,
                             std::shared_ptr<const OpRule> op_rule) {
   const CastRow* const row = row_of(rule);
-  TORCH_CHECK(row != nullptr, "Policy::set: ", static_cast<int>(rule), " is not a rule of Cast.");
+  TORCH_CHECK(row != nullptr, joined({"Policy::set: ", std::to_string(static_cast<int>(rule)),
+                                      " is not a rule of Cast."}));
   const std::string call = "Policy::" + std::string(row->name);
   if (rule == Cast::fp8 && op_rule == nullptr) {
     TORCH_CHECK(fp8_rule_maker != nullptr,
@@ -545,10 +423,14 @@ TORCHAMP_COLD void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, c
     std::string reason;
     for (const auto& op : found) {
       std::string full = full_name(op.operator_name());
-      const bool in_place = row->cast == Cast::promote && writes_in_place(op.schema());
-      const std::string why = fp8                       ? op_rule->why_not_op(full)
-                              : row->casts && !in_place ? std::string(why_not_castable(op.schema()))
-                                                        : std::string();
+      const c10::FunctionSchema& schema = op.schema();
+      // `promote` reaches ops that write to a tensor in place, too.
+      const bool may_write = rule == Cast::promote && schema.is_mutable() &&
+                             schema.name().ends_with('_') &&
+                             schema.arguments().front().type()->kind() == c10::TypeKind::TensorType;
+      const std::string why = fp8                        ? op_rule->why_not_op(full)
+                              : row->casts && !may_write ? std::string(why_not_castable(schema))
+                                                         : std::string();
       if (why.empty()) reached.push_back(std::move(full));
       if (reason.empty()) reason = why;
     }
@@ -591,18 +473,11 @@ TORCHAMP_COLD Policy& Policy::edit(Cast rule, const OpNames& ops, const When& wh
   return *this;
 }
 
-TORCHAMP_COLD Cast Policy::lookup(std::string_view op, at::DeviceType device) const {
-  return common_rule("Policy::lookup", &detail::rule_in_force, op, device);
-}
-
-TORCHAMP_COLD Cast Policy::effect(std::string_view op, at::DeviceType device) const {
-  return common_rule("Policy::effect", &detail::effect_of_rule, op, device);
-}
-
-TORCHAMP_COLD Cast Policy::common_rule(const char* call, RuleOf rule_of, std::string_view op,
-                                       at::DeviceType device) const {
+TORCHAMP_COLD Cast Policy::common_rule(const char* call, std::string_view op, at::DeviceType device,
+                                       bool in_effect) const {
   (void)detail::device_index(device, call);
   const auto overloads = detail::find_ops(op, call);
+  const auto rule_of = in_effect ? &detail::effect_of_rule : &detail::rule_in_force;
   if (overloads.front().operator_name().overload_name.empty() || overloads.size() == 1) {
     return rule_of(*data_, overloads.front(), device);
   }

@@ -4,6 +4,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/ScalarType.h>
 
+#include <cstddef>
 #include <map>
 #include <ostream>
 #include <string>
@@ -12,11 +13,29 @@
 #include <vector>
 
 #include "torchamp/detail/devices.h"
-#include "torchamp/detail/policy/catalog.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/ops.h"
 
 namespace torchamp::detail {
+
+/// The rule called `name`; null if there is none.
+constexpr const CastRow* row_named(std::string_view name) {
+  for (const CastRow& row : cast_rows) {
+    if (row.name == name) return &row;
+  }
+  return nullptr;
+}
+
+/// Whether edit `index` of a policy still applies to some overload.
+inline bool applies(const PolicyData& policy, std::size_t index) {
+  for (const auto& [op, of_op] : policy.rules) {
+    if (of_op.has_cast && of_op.edit == index) return true;
+    for (const std::size_t conditional : of_op.conditional) {
+      if (conditional == index) return true;
+    }
+  }
+  return false;
+}
 
 /// "standard" or "torch".
 inline std::string_view to_string(BaseTable base) {
@@ -95,7 +114,8 @@ inline void print_group(std::ostream& out, const std::map<std::string, PrintedRu
 /// are present.
 inline bool is_to_print(const DeviceFacts& row) {
   for (const DeviceFacts& facts : device_facts) {
-    if (facts.lists == row.lists) return &facts == &row || device_is_present(row.type);
+    if (facts.follows_cuda_lists != row.follows_cuda_lists) continue;
+    return &facts == &row || device_is_present(row.type);
   }
   return false;
 }

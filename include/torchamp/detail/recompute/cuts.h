@@ -22,9 +22,9 @@
 #include <vector>
 
 #include "torchamp/detail/autograd_node.h"
-#include "torchamp/detail/libtorch.h"
+#include "torchamp/detail/devices.h"
 #include "torchamp/detail/observe/observer.h"
-#include "torchamp/detail/policy/catalog.h"
+#include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {

@@ -9,7 +9,7 @@
 #include <cstdlib>
 #include <string_view>
 
-#include "torchamp/detail/libtorch.h"
+#include "torchamp/detail/devices.h"
 #include "torchamp/training_step.h"
 
 namespace torchamp::detail {
