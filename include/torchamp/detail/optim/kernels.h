@@ -392,10 +392,10 @@ class FlatStep {
     if (weight != 0.) grads.add_(params, weight);
   }
 
-  /// Subtracts `rate` times `direction` from the parameters, and gives the optimizer what has
+  /// Subtracts `length` times `direction` from the parameters, and gives the optimizer what has
   /// become of them and of their states, unless the step is skipped.
-  void descend(const at::Tensor& direction, const at::Tensor& rate) const {
-    params.addcmul_(direction, rate, /*value=*/-1.);
+  void descend(const at::Tensor& direction, const at::Tensor& length) const {
+    params.addcmul_(direction, length, /*value=*/-1.);
     store(list_.params, params);
     for (std::size_t k = 0; k < state.size(); ++k) store(list_.state[k], state[k]);
   }
