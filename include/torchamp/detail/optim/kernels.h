@@ -11,6 +11,7 @@
 #include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
@@ -394,8 +395,9 @@ class FlatStep {
 
   /// Subtracts `length` times `direction` from the parameters, and gives the optimizer what has
   /// become of them and of their states, unless the step is skipped.
-  void descend(const at::Tensor& direction, const at::Tensor& length) const {
+  void descend(at::Tensor direction, const at::Tensor& length) const {
     params.addcmul_(direction, length, /*value=*/-1.);
+    direction.reset();  // what follows takes memory, too
     store(list_.params, params);
     for (std::size_t k = 0; k < state.size(); ++k) store(list_.state[k], state[k]);
   }
@@ -409,7 +411,7 @@ class FlatStep {
   }
 
   [[gnu::cold]] void store(const std::vector<at::Tensor>& tensors, at::Tensor all) const {
-    if (found_inf_) all = at::where(found_inf_->to(at::kBool), flat(tensors), all);
+    if (found_inf_) at::where_out(all, found_inf_->to(at::kBool), flat(tensors), all);
     std::vector<at::Tensor> pieces;
     int64_t offset = 0;
     for (const at::Tensor& tensor : tensors) {
@@ -473,8 +475,10 @@ struct AdamKernelBase : KernelBase<LibTorch, Options, State> {
     step.state[0].mul_(beta1).add_(step.grads, 1. - beta1);
     step.state[1].mul_(beta2).addcmul_(step.grads, step.grads, 1. - beta2);
     if (o.amsgrad()) at::maximum_out(step.state[2], step.state[2], step.state[1]);
-    const at::Tensor root = step.state[o.amsgrad() ? 2 : 1].sqrt().div_(correction(beta2).sqrt_());
-    step.descend(step.state[0].div(root.add_(o.eps())), step.rate.div(correction(beta1)));
+    at::Tensor direction = step.state[o.amsgrad() ? 2 : 1].sqrt();
+    direction.div_(correction(beta2).sqrt_()).add_(o.eps());
+    at::div_out(direction, step.state[0], direction);
+    step.descend(std::move(direction), step.rate.div(correction(beta1)));
   }
 };
 
