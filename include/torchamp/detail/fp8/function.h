@@ -118,41 +118,21 @@ struct WeightForms {
   Fp8Matrix plain, transposed;
 };
 
-/// Appends the tensors of a form.
-inline void append_tensors(const Fp8Matrix& form, std::vector<at::Tensor>& tensors) {
-  for (const at::Tensor& tensor : {form.codes, form.inverse_scale, form.block_scales}) {
-    if (tensor.defined()) tensors.push_back(tensor);
-  }
-}
-
-/// Reads a weight's form from `tensors` at `place`, and advances it.
-inline Fp8Matrix form_of(Fp8Recipe recipe, int64_t rows, int64_t columns,
-                         const std::vector<at::Tensor>& tensors, std::size_t& place) {
-  const bool has_scale = recipe == Fp8Recipe::tensorwise || recipe == Fp8Recipe::nvfp4;
-  const bool has_blocks = recipe != Fp8Recipe::tensorwise;
-  Fp8Matrix form{rows, columns, tensors[place++], {}, {}, {}};
-  if (has_scale) form.inverse_scale = tensors[place++];
-  if (has_blocks) form.block_scales = tensors[place++];
-  form.block = block_of(recipe, Fp8Operand::weight);
-  return form;
-}
-
 /// The forms of a weight [N, K], transposed if wanted. Those of parameters are cached like casts of
 /// weights: see Note [What is derived from weights].
 inline WeightForms weight_forms(const Fp8Options& options, const at::Tensor& w, bool transposed) {
   constexpr auto operand = Fp8Operand::weight;
   // A GPU needs contiguous rows; a CPU takes any.
   const bool is_view = w.is_cpu() && is_transposable(options.recipe, operand);
-  const auto make = [&](const std::vector<at::Tensor>&) {
+  const auto make = [&](const Tensors&) {
     const c10::InferenceMode no_inference(false);
     const InternalOps internal;
-    std::vector<at::Tensor> tensors;
     const auto plain = quantize_as(options, operand, /*transposed=*/false, w);
-    append_tensors(plain, tensors);
+    Tensors tensors{plain.codes, plain.inverse_scale, plain.block_scales};
     if (transposed && !is_view) {
-      auto form = quantize_transposed(options, operand, w, plain);
-      if (!w.is_cpu()) form.codes = form.codes.contiguous();
-      append_tensors(form, tensors);
+      const auto form = quantize_transposed(options, operand, w, plain);
+      const at::Tensor codes = w.is_cpu() ? form.codes : form.codes.contiguous();
+      tensors.insert(tensors.end(), {codes, form.inverse_scale, form.block_scales});
     }
     return tensors;
   };
@@ -164,16 +144,12 @@ inline WeightForms weight_forms(const Fp8Options& options, const at::Tensor& w, 
   }
   const auto variant = static_cast<std::uint32_t>(options.recipe) + (transposed ? 256U : 0U);
   const WeightKeep keep = is_parameter ? keep_of_this_thread() : WeightKeep();
-  const std::vector<at::Tensor> tensors =
-      derived_weights().get(w, {WeightForm::Kind::fp8, variant}, keep, make);
-  std::size_t place = 0;
-  WeightForms forms;
-  forms.plain = form_of(options.recipe, w.size(0), w.size(1), tensors, place);
-  if (transposed) {
-    forms.transposed =
-        is_view ? forms.plain.t() : form_of(options.recipe, w.size(1), w.size(0), tensors, place);
-  }
-  return forms;
+  const Tensors made = derived_weights().get(w, {WeightForm::Kind::fp8, variant}, keep, make);
+  const Fp8Block block = block_of(options.recipe, operand);
+  const Fp8Matrix plain{w.size(0), w.size(1), made[0], made[1], made[2], block};
+  if (!transposed) return {plain, {}};
+  if (is_view) return {plain, plain.t()};
+  return {plain, {w.size(1), w.size(0), made[3], made[4], made[5], block}};
 }
 
 /// The backward node of a product's gradients, for second derivatives.

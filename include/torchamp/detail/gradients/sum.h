@@ -45,7 +45,7 @@ class GradientSum {
                         " has the layout ", gradient.layout(),
                         ". Only dense gradients are summed; use Accumulation.");
       if (!has_sum(slot)) continue;
-      const at::Tensor& sum = *sums_[slot];
+      const at::Tensor& sum = sums_[slot];
       TORCH_CHECK_VALUE(gradient.sizes() == sum.sizes() && gradient.device() == sum.device() &&
                             gradient.is_complex() == sum.is_complex(),
                         "SafeAccumulation::backward: the gradient ", gradient.scalar_type(), ' ',
@@ -65,7 +65,7 @@ class GradientSum {
       ++summed;
       found += slot < parameters.size() &&
                parameters[slot].unsafeGetTensorImpl() == parameters_[slot] &&
-               parameters[slot].sizes() == sums_[slot]->sizes();
+               parameters[slot].sizes() == sums_[slot].sizes();
     }
     TORCH_CHECK(found == summed, "SafeAccumulation::", call, ": ", summed - found,
                 " parameter(s) of the optimizer were removed, moved or reshaped within the window. "
@@ -103,8 +103,8 @@ class GradientSum {
     const InternalOps guard;
     std::vector<Batch> batches;
     for (std::size_t slot = 0; slot < sums_.size(); ++slot) {
-      if (!sums_[slot]) continue;
-      const at::Tensor sum = real(*sums_[slot]);
+      if (!has_sum(slot)) continue;
+      const at::Tensor sum = real(sums_[slot]);
       Batch& batch = group_of(batches, TensorKind::of(sum));
       batch.sums.push_back(sum);
       batch.slots.push_back(slot);
@@ -123,7 +123,7 @@ class GradientSum {
         const at::Tensor& values = mean.gradients[i];
         // A copy: Optimizer::zero_grad takes no views.
         of_slot[batch.slots[i]] =
-            sums_[batch.slots[i]]->is_complex() ? at::view_as_complex(values).clone() : values;
+            sums_[batch.slots[i]].is_complex() ? at::view_as_complex(values).clone() : values;
       }
     }
     at::Tensor bad;
@@ -156,7 +156,7 @@ class GradientSum {
     }
   };
 
-  bool has_sum(std::size_t slot) const { return slot < sums_.size() && sums_[slot]; }
+  bool has_sum(std::size_t slot) const { return slot < sums_.size() && sums_[slot].defined(); }
 
   static at::Tensor real(const at::Tensor& t) { return t.is_complex() ? at::view_as_real(t) : t; }
   static at::ScalarType sum_dtype(const at::Tensor& gradient) {
@@ -164,10 +164,10 @@ class GradientSum {
     return is_16_bit(dtype) ? at::kFloat : dtype;
   }
 
-  std::vector<std::optional<at::Tensor>> sums_;  // in the order of the parameters
-  std::vector<const void*> parameters_;          // whose they are
-  at::Tensor dropped_;                           // 0-dim fp32
-  int64_t added_ = 0;                            // without a flag
+  std::vector<at::Tensor> sums_;         // in the order of the parameters, if defined
+  std::vector<const void*> parameters_;  // whose they are
+  at::Tensor dropped_;                   // 0-dim fp32
+  int64_t added_ = 0;                    // without a flag
   int64_t flagged_ = 0;
 };
 
@@ -187,12 +187,12 @@ inline GradientSum::Addition GradientSum::prepared(const torch::optim::Optimizer
   for (std::size_t slot = 0; slot < parameters.size(); ++slot) {
     const at::Tensor& gradient = gradient_of(parameters[slot]);
     if (!gradient.defined()) continue;
-    std::optional<at::Tensor>& sum = set.sum.sums_[slot];
-    if (!sum) {
+    at::Tensor& sum = set.sum.sums_[slot];
+    if (!sum.defined()) {
       sum = at::zeros_like(gradient, gradient.options().dtype(sum_dtype(gradient)));
       set.sum.parameters_[slot] = parameters[slot].unsafeGetTensorImpl();
     }
-    group_of(set.batches, TensorKind::of(real(*sum))).take(*sum, gradient);
+    group_of(set.batches, TensorKind::of(real(sum))).take(sum, gradient);
   }
   if (!found_inf.defined()) return set;
   for (Batch& batch : set.batches) batch.flag = to_device_async(batch.device, found_inf);

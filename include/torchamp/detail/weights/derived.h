@@ -120,8 +120,8 @@ class WeightStamp {
 // tensors without gradients that share no memory with the weight, made outside inference mode so
 // that writes to them count. It runs without a lock, and may run on two threads at once for one
 // weight. The result is shared: do not write to it (a write that LibTorch counts is noticed, and
-// the data made again), and put an autograd node on an alias, one per use. During a capture nothing
-// is stored or found.
+// the data made again), and put an autograd node on an alias, one per use. Some may be undefined.
+// During a capture nothing is stored or found.
 
 using Tensors = std::vector<at::Tensor>;
 
@@ -259,15 +259,15 @@ class DerivedWeights final : public KeptWeights {
           tensors(std::move(made)),
           keep(keep_for) {
       for (const at::Tensor& tensor : tensors) {
-        versions.push_back(tensor._version());
-        bytes += static_cast<int64_t>(tensor.nbytes());
+        versions.push_back(version_of(tensor));
+        if (tensor.defined()) bytes += static_cast<int64_t>(tensor.nbytes());
       }
     }
 
     bool holds(const at::Tensor& weight) const {
       if (is_stale || !stamp.holds(weight)) return false;
       for (std::size_t i = 0; i < tensors.size(); ++i) {
-        if (tensors[i]._version() != versions[i]) return false;  // somebody has written to it
+        if (version_of(tensors[i]) != versions[i]) return false;  // somebody has written to it
       }
       return true;
     }
@@ -276,7 +276,7 @@ class DerivedWeights final : public KeptWeights {
     WeightStamp stamp;
     WeightForm form;
     Tensors tensors;
-    std::vector<int64_t> versions;
+    std::vector<std::uint32_t> versions;
     int64_t bytes = 0;
     WeightKeep keep;  // of those that have asked, what lasts longest
     std::uint64_t used = 0;
@@ -324,7 +324,7 @@ class DerivedWeights final : public KeptWeights {
       found.times_told = times_told_;
     }
     const auto is_unshared = [](const at::Tensor& tensor) {
-      return tensor.use_count() == 1 && tensor.storage().use_count() == 1;
+      return !tensor.defined() || (tensor.use_count() == 1 && tensor.storage().use_count() == 1);
     };
     if (!std::ranges::all_of(found.tensors, is_unshared)) found.tensors.clear();
     return found;
