@@ -128,10 +128,7 @@ class CudaGraph {
                   &detail::make_graph_recorder) {}
 
   CudaGraph(const CudaGraph&) = delete;
-  CudaGraph(CudaGraph&&) = delete;
   CudaGraph& operator=(const CudaGraph&) = delete;
-  CudaGraph& operator=(CudaGraph&&) = delete;
-  ~CudaGraph() = default;
 
   /// Runs an iteration on `batch`: tensors on the CPU (pinned ones are copied without waiting) or
   /// on the parameters' device, of the same shapes and dtypes in each call. Returns what the body

@@ -92,19 +92,14 @@ class GradientAverages final : public GradientBuckets {
 
   /// Once it is held by a shared_ptr.
   void hook() {
-    const auto mains = [&](const auto& visit) {
-      for (std::size_t w = parameters_.size(); w-- > 0;) {
-        if (const auto main = main_gradient_of(parameters_[w])) visit(w, main);
-      }
-    };
-    mains([&](std::size_t w, const auto& main) {
+    for (std::size_t w = parameters_.size(); w-- > 0;) {
+      auto main = main_gradient_of(parameters_[w]);
+      if (!main) continue;
       TORCH_CHECK(!main->is_averaged, "DistributedDataParallel: the gradients of '", name(w),
                   "' are averaged by another DistributedDataParallel. Destroy that one first.");
-    });
-    mains([&](std::size_t /*w*/, const auto& main) {
-      main->is_averaged = true;
-      averaged_.push_back(main);
-    });
+      averaged_.push_back(std::move(main));
+    }
+    for (const auto& main : averaged_) main->is_averaged = true;
     GradientBuckets::hook();
   }
 

@@ -234,7 +234,7 @@ struct DroppedGraph {
 struct Sinks {
   struct View {
     NodePtr sink;
-    torch::autograd::Edge outer;
+    std::size_t place;
   };
   std::vector<NodePtr> by_place;  // among the RecomputeNode's next edges
   std::unordered_set<torch::autograd::Node*> of_inputs;
@@ -261,12 +261,13 @@ class Cuts {
         ++unknown_leaves;
         return false;
       }
-      NodePtr& sink = sinks.by_place[forward.outer_edges.at(*outer)];
+      const std::size_t place = forward.outer_edges.at(*outer);
+      NodePtr& sink = sinks.by_place[place];
       if (!sink) sink = GradientSink::for_edge(*outer);
       NodePtr cut_sink = sink;
       if (edge != *outer) {
         auto& view = sinks.of_views[edge];
-        if (!view.sink) view = {GradientSink::for_edge(edge), *outer};
+        if (!view.sink) view = {GradientSink::for_edge(edge), place};
         cut_sink = view.sink;
       }
       cuts_.push_back({&from, index, edge, std::move(cut_sink)});

@@ -286,30 +286,30 @@ inline torch::autograd::variable_list RecomputeNode::apply(
     arriving.push_back(std::move(gradients[i]));
   }
   torch::autograd::edge_list to;
-  std::vector<std::size_t> places;
+  std::vector<std::pair<std::size_t, torch::autograd::Edge>> ends;  // places, and views before them
   for (std::size_t place = 0; place < num_outputs(); ++place) {
     if (!task_should_compute_output(place)) continue;
     to.emplace_back(sinks.by_place[place], 0);
-    places.push_back(place);
+    ends.emplace_back(place, torch::autograd::Edge());
   }
-  std::vector<std::pair<torch::autograd::Edge, torch::autograd::Edge>> views;
   for (const auto& [edge, view] : sinks.of_views) {
-    if (!task_should_compute_output(forward_.outer_edges.at(view.outer))) continue;
+    if (!task_should_compute_output(view.place)) continue;
     to.emplace_back(view.sink, 0);
-    views.emplace_back(edge, view.outer);
+    ends.emplace_back(view.place, edge);
   }
   torch::autograd::variable_list result(num_outputs());
   if (to.empty()) return result;
-  torch::autograd::variable_list arrived = torch::autograd::Engine::get_default_engine().execute(
+  auto& engine = torch::autograd::Engine::get_default_engine();
+  torch::autograd::variable_list arrived = engine.execute(
       from, arriving, /*keep_graph=*/create_graph, create_graph, /*accumulate_grad=*/false, to);
-  for (std::size_t i = 0; i < places.size(); ++i) result[places[i]] = std::move(arrived[i]);
-  for (std::size_t i = 0; i < views.size(); ++i) {
-    const at::Tensor& gradient = arrived[places.size() + i];
-    const auto& [view, outer] = views[i];
-    const at::Tensor part = torch::autograd::Engine::get_default_engine().execute(
-        {view}, {gradient}, /*keep_graph=*/true, create_graph, /*accumulate_grad=*/false,
-        {outer})[0];
-    at::Tensor& sum = result[forward_.outer_edges.at(outer)];
+  for (std::size_t i = 0; i < ends.size(); ++i) {
+    const auto& [place, view] = ends[i];
+    at::Tensor part = std::move(arrived[i]);
+    if (view.is_valid()) {
+      part = engine.execute({view}, {part}, /*keep_graph=*/true, create_graph,
+                            /*accumulate_grad=*/false, {next_edge(place)})[0];
+    }
+    at::Tensor& sum = result[place];
     sum = sum.defined() && part.defined() ? sum + part : part.defined() ? part : sum;
   }
   return result;
