@@ -72,25 +72,21 @@ template <class T>
   std::memcpy(to, numbers, sizeof to);
 }
 
-/// Up to 16 bytes, with zeros behind.
-inline void load_words(const std::uint8_t* from, int64_t size, std::uint32_t (&to)[chunk]) {
-  std::uint8_t bytes[chunk] = {};
-  if (size >= chunk) {
-    std::memcpy(bytes, from, sizeof bytes);
-  } else {
-    std::memcpy(bytes, from, static_cast<std::size_t>(size));
-  }
-  for (int64_t k = 0; k < chunk; ++k) to[k] = bytes[k];
-}
-
-/// The first `size` of 16 elements.
+/// Copies `size` elements, 16 at most; all 16 without a call.
 template <class T>
-void store_chunk(const T (&from)[chunk], int64_t size, T* to) {
+[[gnu::always_inline]] inline void copy_chunk(const T* from, int64_t size, void* to) {
   if (size >= chunk) {
-    std::memcpy(to, from, sizeof from);
+    std::memcpy(to, from, chunk * sizeof(T));
   } else {
     std::memcpy(to, from, static_cast<std::size_t>(size) * sizeof(T));
   }
+}
+
+/// Up to 16 bytes, with zeros behind.
+inline void load_words(const std::uint8_t* from, int64_t size, std::uint32_t (&to)[chunk]) {
+  std::uint8_t bytes[chunk] = {};
+  copy_chunk(from, size, bytes);
+  for (int64_t k = 0; k < chunk; ++k) to[k] = bytes[k];
 }
 
 /// Four numbers of an array.
@@ -114,11 +110,7 @@ class Magnitudes {
   void include(const T* row) {
     for (int64_t j = 0; j < columns_; j += chunk) {
       Chunk numbers = {}, here;
-      if (columns_ - j >= chunk) {
-        std::memcpy(numbers, row + j, sizeof numbers);
-      } else {
-        std::memcpy(numbers, row + j, static_cast<std::size_t>(columns_ - j) * sizeof(T));
-      }
+      copy_chunk(row + j, columns_ - j, numbers);
       std::memcpy(here, largest_.data() + j, sizeof here);
       for (std::size_t k = 0; k < std::size(here); ++k) {
         const Vector magnitudes = numbers[k] & std::numeric_limits<Bits>::max();
@@ -273,7 +265,7 @@ void quantize_rows(const Rows<const T>& matrix, Fp8Block block, const Blocks& bl
           std::memcpy(words + 4 * k, &four, sizeof four);
         }
         for (int64_t k = 0; k < chunk; ++k) written[k] = static_cast<std::uint8_t>(words[k]);
-        store_chunk(written, size - j, codes + place + j);
+        copy_chunk(written, size - j, codes + place + j);
       }
     }
   });
@@ -318,7 +310,7 @@ void decode_rows(const std::uint8_t* codes, const typename Blocks::Scale* scales
         }
         T written[chunk];
         convert_chunk(numbers, written);
-        store_chunk(written, size - j, to + j);
+        copy_chunk(written, size - j, to + j);
       }
     }
   });
@@ -355,7 +347,7 @@ void hadamard_transform_rows(const Rows<const T>& matrix, float* to) {
     for (int64_t i = 0; i < chunk; ++i) {
       float written[chunk];
       convert_chunk(rows[i], written);
-      store_chunk(written, width, to + (top + i) * matrix.columns + column);
+      copy_chunk(written, width, to + (top + i) * matrix.columns + column);
     }
   };
   for_each_tile(matrix.rows, matrix.columns, {chunk, 1},
