@@ -27,66 +27,13 @@ namespace torchamp::detail {
 /// Where a parameter is cut: a multiple of what a kernel takes in one vector or one block.
 inline constexpr int64_t piece_unit = 1 << 12;
 
-/// A part of a list of split weights that is stepped at once: kernels step fp32 weights, so masters
-/// are put together, stepped and split.
-class SplitPiece {
- public:
-  /// Of at most `elements`, whose masters are in the beginning of list.buffer. The rest, if any, is
-  /// for gradients that are divided apart.
-  SplitPiece(KernelStep kernel, const StepList& list, const StepScalars& scalars, int64_t elements)
-      : kernel_(kernel),
-        list_(list),
-        scalars_(scalars),
-        masters_(list.buffer.narrow(0, 0, elements)),
-        runs_(list.device),
-        piece_(part_of(list)) {
-    const int64_t rest = list.buffer.numel() - elements;
-    if (rest > 0) divided_ = list.buffer.narrow(0, elements, rest);
-  }
-
-  int64_t room() const { return masters_.numel() - elements_; }
-  bool empty() const { return elements_ == 0; }
-
-  /// Adds `size` elements of the i-th weight, from `begin` on.
-  void add(std::size_t i, int64_t begin, int64_t size) {
-    const auto part = [&](const at::Tensor& tensor) {
-      return in_memory_order(tensor).narrow(0, begin, size);
-    };
-    runs_.add(part(list_.params[i]), part(split_of(list_.params[i])->low));
-    piece_.add_beside_param(list_, i, part);
-    elements_ += size;
-  }
-
-  /// Steps what was added, and is empty again.
-  void step() {
-    piece_.params = runs_.join(masters_);
-    if (divided_.defined()) {
-      step_divided(kernel_, piece_, scalars_, divided_);
-    } else {
-      kernel_(piece_, scalars_);
-    }
-    runs_.split(masters_, SplitNaNs::usual, scalars_.found_inf());
-    runs_ = SplitRuns(list_.device);
-    piece_ = part_of(list_);
-    elements_ = 0;
-  }
-
-  /// The list of what an empty piece steps.
-  static StepList part_of(const StepList& list) {
-    StepList part = list.emptied();
-    part.dtype = at::kFloat;
-    return part;
-  }
-
- private:
-  KernelStep kernel_;
-  const StepList& list_;
-  const StepScalars& scalars_;
-  at::Tensor masters_, divided_;
-  SplitRuns runs_;
-  StepList piece_;
-  int64_t elements_ = 0;
-};
+/// The list of what an empty piece steps: kernels step fp32 weights, so masters are put together,
+/// stepped and split.
+inline StepList empty_piece(const StepList& list) {
+  StepList piece = list.emptied();
+  piece.dtype = at::kFloat;
+  return piece;
+}
 
 /// How many elements a piece of `list` has at most: few enough for a CPU's cache, enough to keep a
 /// device busy.
@@ -120,24 +67,52 @@ class SplitStep final : public StepMethod {
   at::Tensor buffer(PieceMemory& memory, const StepList& list, const StepScalars& scalars,
                     bool drops) const override {
     const int64_t elements = split_piece_elements(list);
-    const bool divides = divides_apart(SplitPiece::part_of(list), scalars, drops);
+    const bool divides = divides_apart(empty_piece(list), scalars, drops);
     return memory.get({list.device, at::kFloat}, divides ? 2 * elements : elements);
   }
 
   void step(KernelStep kernel, const StepList& list, const StepScalars& scalars) const override {
-    SplitPiece piece(kernel, list, scalars, split_piece_elements(list));
+    const int64_t most = split_piece_elements(list);
+    const at::Tensor masters = list.buffer.narrow(0, 0, most);
+    const int64_t rest = list.buffer.numel() - most;  // for gradients that are divided apart
+
+    SplitRuns runs(list.device);
+    StepList piece = empty_piece(list);
+    int64_t room = most;
+    const auto add = [&](std::size_t i, int64_t begin, int64_t size) {
+      const auto part = [&](const at::Tensor& tensor) {
+        return in_memory_order(tensor).narrow(0, begin, size);
+      };
+      runs.add(part(list.params[i]), part(split_of(list.params[i])->low));
+      piece.add_beside_param(list, i, part);
+      room -= size;
+    };
+    const auto step_piece = [&] {
+      if (room == most) return;
+      piece.params = runs.join(masters);
+      if (rest > 0) {
+        step_divided(kernel, piece, scalars, list.buffer.narrow(0, most, rest));
+      } else {
+        kernel(piece, scalars);
+      }
+      runs.split(masters, SplitNaNs::usual, scalars.found_inf());
+      runs = SplitRuns(list.device);
+      piece = empty_piece(list);
+      room = most;
+    };
+
     for (std::size_t i = 0; i < list.params.size(); ++i) {
       const int64_t size = list.params[i].numel();
-      if (!list.takes_parts && piece.room() < size) piece.step();
+      if (!list.takes_parts && room < size) step_piece();
       for (int64_t begin = 0; begin < size;) {
-        int64_t part = std::min(size - begin, piece.room());
+        int64_t part = std::min(size - begin, room);
         if (part < size - begin) part -= part % piece_unit;
-        if (part > 0) piece.add(i, begin, part);
+        if (part > 0) add(i, begin, part);
         begin += part;
-        if (begin < size || piece.room() == 0) piece.step();
+        if (begin < size || room == 0) step_piece();
       }
     }
-    if (!piece.empty()) piece.step();
+    step_piece();
   }
 
   void note_stepped(const at::Tensor& weight) const override {
