@@ -115,9 +115,9 @@ class SafeAccumulation {
     sum_.check(optimizer_);
     try {
       scaler_.unscale_(optimizer_);
-      auto set = sum_.prepared(optimizer_, scaler_.found_inf(optimizer_));
+      const auto add = sum_.prepared(optimizer_, scaler_.found_inf(optimizer_));
       scaler_.update();  // before the sums change, since it may throw
-      sum_.add(std::move(set));
+      add();
     } catch (...) {
       scaler_.discard(optimizer_);
       throw;

@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -72,13 +73,44 @@ class GradientSum {
                 "Change them between windows, or call discard().");
   }
 
-  /// A set of gradients, with all the memory that adding it takes.
-  struct Addition;
-
-  /// `found_inf` is 0-dim fp32, 0 or 1; undefined: the gradients are added. A set without gradients
-  /// counts as not added.
-  Addition prepared(const torch::optim::Optimizer& optimizer, const at::Tensor& found_inf) const;
-  void add(Addition set);
+  /// Returns a function that adds a set of gradients; it has all memory for that. `found_inf` is
+  /// 0-dim fp32, 0 or 1; undefined: the gradients are added. A set without gradients counts as not
+  /// added.
+  std::function<void()> prepared(const torch::optim::Optimizer& optimizer,
+                                 const at::Tensor& found_inf) {
+    const InternalOps guard;
+    GradientSum sum = *this;  // as it will be
+    std::vector<Batch> batches;
+    const std::vector<at::Tensor> parameters = all_parameters(optimizer);
+    sum.sums_.resize(std::max(sums_.size(), parameters.size()));
+    sum.parameters_.resize(sum.sums_.size());
+    for (std::size_t slot = 0; slot < parameters.size(); ++slot) {
+      const at::Tensor& gradient = gradient_of(parameters[slot]);
+      if (!gradient.defined()) continue;
+      at::Tensor& of_slot = sum.sums_[slot];
+      if (!of_slot.defined()) {
+        of_slot = at::zeros_like(gradient, gradient.options().dtype(sum_dtype(gradient)));
+        sum.parameters_[slot] = parameters[slot].unsafeGetTensorImpl();
+      }
+      group_of(batches, TensorKind::of(real(of_slot))).take(of_slot, gradient);
+    }
+    if (found_inf.defined()) {
+      for (Batch& batch : batches) batch.flag = to_device_async(batch.device, found_inf);
+      if (!dropped_.defined()) sum.dropped_ = at::zeros({}, found_inf.options());
+    }
+    ++(found_inf.defined() ? sum.flagged_ : sum.added_);
+    return [this, sum = std::move(sum), batches = std::move(batches), found_inf]() mutable {
+      if (batches.empty()) return;
+      const InternalOps internal;
+      *this = std::move(sum);
+      for (Batch& batch : batches) {
+        at::_fused_sgd_(batch.sums, batch.gradients, {}, /*weight_decay=*/0., /*momentum=*/0.,
+                        /*lr=*/1., /*dampening=*/0., /*nesterov=*/false, /*maximize=*/true,
+                        /*is_first_step=*/false, /*grad_scale=*/std::nullopt, batch.flag);
+      }
+      if (found_inf.defined()) dropped_.add_(found_inf);
+    };
+  }
 
   /// Whether there is a set, added or not, that had gradients.
   bool any() const { return added_ + flagged_ > 0; }
@@ -170,52 +202,5 @@ class GradientSum {
   int64_t added_ = 0;                    // without a flag
   int64_t flagged_ = 0;
 };
-
-struct GradientSum::Addition {
-  GradientSum sum;  // as it will be
-  std::vector<Batch> batches{};
-  at::Tensor found_inf{};
-};
-
-inline GradientSum::Addition GradientSum::prepared(const torch::optim::Optimizer& optimizer,
-                                                   const at::Tensor& found_inf) const {
-  const InternalOps guard;
-  Addition set{.sum = *this, .found_inf = found_inf};
-  const std::vector<at::Tensor> parameters = all_parameters(optimizer);
-  set.sum.sums_.resize(std::max(sums_.size(), parameters.size()));
-  set.sum.parameters_.resize(set.sum.sums_.size());
-  for (std::size_t slot = 0; slot < parameters.size(); ++slot) {
-    const at::Tensor& gradient = gradient_of(parameters[slot]);
-    if (!gradient.defined()) continue;
-    at::Tensor& sum = set.sum.sums_[slot];
-    if (!sum.defined()) {
-      sum = at::zeros_like(gradient, gradient.options().dtype(sum_dtype(gradient)));
-      set.sum.parameters_[slot] = parameters[slot].unsafeGetTensorImpl();
-    }
-    group_of(set.batches, TensorKind::of(real(sum))).take(sum, gradient);
-  }
-  if (!found_inf.defined()) return set;
-  for (Batch& batch : set.batches) batch.flag = to_device_async(batch.device, found_inf);
-  if (!dropped_.defined()) set.sum.dropped_ = at::zeros({}, found_inf.options());
-  return set;
-}
-
-inline void GradientSum::add(Addition set) {
-  if (set.batches.empty()) return;
-  const InternalOps guard;
-  *this = std::move(set.sum);
-  for (Batch& batch : set.batches) {
-    at::_fused_sgd_(batch.sums, batch.gradients, {}, /*weight_decay=*/0., /*momentum=*/0.,
-                    /*lr=*/1.,
-                    /*dampening=*/0., /*nesterov=*/false, /*maximize=*/true,
-                    /*is_first_step=*/false, /*grad_scale=*/std::nullopt, batch.flag);
-  }
-  if (set.found_inf.defined()) {
-    dropped_.add_(set.found_inf);
-    ++flagged_;
-  } else {
-    ++added_;
-  }
-}
 
 }  // namespace torchamp::detail
