@@ -18,6 +18,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -180,35 +181,29 @@ class Fp8Backward final : public torch::autograd::Node {
     at::ScalarType dtype;
     Fp8Options options;
   };
-
-  void keep(Operands operands) { operands_ = std::move(operands); }
+  std::optional<Operands> operands{};  ///< until they are released
 
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    operands_ = {};
-    released_ = true;
+    operands.reset();
   }
 
   std::string name() const override { return "torchamp::Fp8Backward"; }
 
  protected:
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
-
- private:
-  Operands operands_{};
-  bool released_ = false;
 };
 
 inline torch::autograd::variable_list Fp8Backward::apply(
     torch::autograd::variable_list&& gradients) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_CHECK(!released_,
+  TORCH_CHECK(operands,
               "torchamp: a second backward pass through an fp8 product, whose operands have been "
               "freed. Pass retain_graph=true to the first backward.");
   torch::autograd::variable_list results(2);
   const at::Tensor& gradient = gradients[0];
   if (!gradient.defined()) return results;
-  const Operands& saved = operands_;
+  const Operands& saved = *operands;
   {
     const InternalOps internal;
     const bool for_x = task_should_compute_output(0);
@@ -268,7 +263,7 @@ inline at::Tensor fp8_linear(const Fp8Options& options, const at::Tensor& x, con
   saved.options = options;
   NodePtr node = make_node<Fp8Backward>();
   node->set_next_edges(torch::autograd::collect_next_edges(x, w));
-  static_cast<Fp8Backward&>(*node).keep(std::move(saved));
+  static_cast<Fp8Backward&>(*node).operands = std::move(saved);
   torch::autograd::create_gradient_edge(result, std::move(node));
   return result;
 }

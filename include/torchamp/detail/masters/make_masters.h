@@ -14,6 +14,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_set>
 #include <utility>
@@ -56,22 +57,19 @@ inline void add_to_main(at::Tensor& sum, const at::Tensor& gradient, const at::T
 class MainGradient {
  public:
   /// `master` is undefined if the weight is split or does not require grad. It is not kept alive.
-  MainGradient(std::string name, const at::Tensor& master)
-      : name_(std::move(name)), has_master_(master.defined()) {
-    if (!has_master_) return;
-    master_ = WeakTensor(master);
-    note_copied(master);
+  MainGradient(std::string name, const at::Tensor& master) : name_(std::move(name)) {
+    if (master.defined()) note_copied(master);
   }
 
   /// Whether a DistributedDataParallel averages the gradient.
   bool is_averaged = false;
 
   /// The model has the master's value.
-  void note_copied(const at::Tensor& master) { copied_ = version_of(master); }
+  void note_copied(const at::Tensor& master) { copied_.emplace(master); }
 
   /// The tensor with the fp32 gradient: the master or the weight itself. Undefined if the master is
   /// destroyed.
-  at::Tensor owner(const at::Tensor& weight) const { return has_master_ ? master_.lock() : weight; }
+  at::Tensor owner(const at::Tensor& weight) const { return copied_ ? copied_->lock() : weight; }
 
   /// Takes what backward has put into the weight's gradient.
   void take(const at::Tensor& weight) const {
@@ -81,10 +79,10 @@ class MainGradient {
     const at::Tensor gradient = weight.unsafeGetTensorImpl()->grad();
     if (!owner.defined() || !gradient.defined()) return;
     const auto where = [&] { return c10::str("backward: the weight '", name_, "'"); };
-    TORCH_CHECK(has_master_ || split, where(),
+    TORCH_CHECK(copied_ || split, where(),
                 " has a gradient but no master: it did not require grad when the MasterWeights "
                 "were made. Make them after unfreezing it.");
-    TORCH_CHECK(!has_master_ || version_of(owner) == copied_, where(),
+    TORCH_CHECK(!copied_ || copied_->is_unchanged(owner), where(),
                 " was computed with old values: the optimizer has changed the master since. Call "
                 "MasterWeights::copy_to_model() after each step, taken or skipped.");
     if (split) {
@@ -103,9 +101,7 @@ class MainGradient {
 
  private:
   std::string name_;
-  bool has_master_;
-  WeakTensor master_;
-  uint32_t copied_ = 0;  // the version of the master whose value the model has
+  std::optional<SeenTensor> copied_{};  // the master whose value the model has
 };
 
 /// Makes backward take a weight's gradients. LibTorch stores one such hook per weight.
