@@ -97,7 +97,7 @@ class Accumulation {
     const at::Tensor scaled = scaler_.scale(part);
     if (window_->pending == 0) {
       version_ = version_of_scale();
-      detail::ScalerParts::ledger(scaler_).windows.add(window_);
+      detail::note_open(detail::ScalerParts::ledger(scaler_), window_);
     } else {
       check_window("backward");
       warn_of_writes();

@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-/// @file
-/// @brief clip_grad_norm_ and clip_grad_value_, also for scaled gradients.
-
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_foreach_clamp_max.h>
 #include <ATen/ops/_foreach_clamp_min.h>
@@ -30,6 +27,8 @@
 #include "torchamp/version.h"
 
 /// @file
+/// @brief clip_grad_norm_ and clip_grad_value_, also for scaled gradients.
+///
 /// Clips gradients as torch.nn.utils.clip_grad_norm_ and clip_grad_value_ do. None of these
 /// functions reads a device, and the number of kernels (apart from those within ATen's own) does
 /// not grow with the number of gradients. (If some gradients are on the host and others on a
@@ -83,14 +82,26 @@ inline const Shards* common_shards(const std::vector<at::TensorList>& lists, con
   return shards;
 }
 
-inline void check_max_norm(double max_norm) {
-  TORCH_CHECK_VALUE(max_norm >= 0., "clip_grad_norm_: max_norm is ", max_norm,
-                    ". It must be 0 or more.");
+inline void check_limit(const char* limit, double value) {
+  TORCH_CHECK_VALUE(value >= 0., limit, " is ", value, ". It must be 0 or more.");
 }
 
 /// The factor for the gradients; not finite if the norm is not, as in PyTorch.
 inline at::Tensor clip_coefficient(const at::Tensor& norm, double max_norm) {
   return norm.add(1e-6).reciprocal_().mul_(max_norm).clamp_max_(1.);
+}
+
+/// Multiplies all gradients in place by a 0-dim tensor: a few kernels for each device and dtype.
+inline void multiply(const std::vector<GradientBatch>& batches, const at::Tensor& factor) {
+  for (const GradientBatch& batch : batches) {
+    const at::Tensor here = to_device_async(batch.device, factor);
+    if (batch.dtype == at::kFloat || is_16_bit(batch.dtype)) {
+      at::Tensor unused = at::zeros({}, at::TensorOptions(batch.device).dtype(at::kFloat));
+      multiply_and_check(batch, here.to(at::kFloat), unused);
+    } else {  // by a factor that may have fp64's precision
+      at::_foreach_mul_(batch.gradients, here);
+    }
+  }
 }
 
 // Note [One read for norm and check]
@@ -185,11 +196,6 @@ inline void note_plain_clip(const torch::optim::Optimizer& optimizer, bool knows
   }
 }
 
-inline void check_clip_value(double value) {
-  TORCH_CHECK_VALUE(value >= 0., "clip_grad_value_: the value is ", value,
-                    ". It must be 0 or more.");
-}
-
 }  // namespace detail
 
 /// Multiplies the gradients of `params` (a vector, a list in braces, or one tensor) in place by
@@ -202,7 +208,7 @@ inline void check_clip_value(double value) {
 /// as in PyTorch. Errors: a negative max_norm; gradients that are neither strided nor sparse COO,
 /// or that are expanded.
 inline at::Tensor clip_grad_norm_(at::TensorList params, double max_norm, double norm_type = 2.) {
-  detail::check_max_norm(max_norm);
+  detail::check_limit("clip_grad_norm_: max_norm", max_norm);
   const detail::InternalOps internal;
   const auto batches = detail::gradients_to_clip({params}, "clip_grad_norm_");
   at::Tensor norm = detail::total_norm(batches, norm_type);
@@ -218,7 +224,7 @@ inline at::Tensor clip_grad_norm_(at::TensorList params, double max_norm, double
 /// stay unchanged; its next step clips.
 inline at::Tensor clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm,
                                   double norm_type = 2.) {
-  detail::check_max_norm(max_norm);
+  detail::check_limit("clip_grad_norm_: max_norm", max_norm);
   at::Tensor norm = detail::clip_norm(optimizer, at::Tensor(), max_norm, norm_type);
   if (std::isfinite(max_norm)) detail::note_plain_clip(optimizer);
   return norm;
@@ -230,7 +236,7 @@ inline at::Tensor clip_grad_norm_(torch::optim::Optimizer& optimizer, double max
 /// gradient is inf. An error between step() and update().
 inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& optimizer,
                                   double max_norm, double norm_type = 2.) {
-  detail::check_max_norm(max_norm);
+  detail::check_limit("clip_grad_norm_: max_norm", max_norm);
   detail::check_not_stepped("clip_grad_norm_", scaler, optimizer);
   at::Tensor scale, zero;
   if (scaler.is_enabled() && !scaler.is_unscaled(optimizer)) {
@@ -252,7 +258,7 @@ inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& o
 /// Clamps the elements of the gradients of `params` in place to [-value, value]. Errors: as
 /// clip_grad_norm_; a negative value.
 inline void clip_grad_value_(at::TensorList params, double value) {
-  detail::check_clip_value(value);
+  detail::check_limit("clip_grad_value_: the value", value);
   const detail::InternalOps internal;
   detail::clip_value(detail::gradients_to_clip({params}, "clip_grad_value_"), value);
   detail::note_plain_clip(params);
@@ -261,7 +267,7 @@ inline void clip_grad_value_(at::TensorList params, double value) {
 /// Clamps the unscaled gradients of all parameters of `optimizer` to [-value, value], after any
 /// clip that clip_grad_norm_ has left to its next step.
 inline void clip_grad_value_(torch::optim::Optimizer& optimizer, double value) {
-  detail::check_clip_value(value);
+  detail::check_limit("clip_grad_value_: the value", value);
   const detail::InternalOps internal;
   const auto batches =
       detail::gradients_to_clip(detail::parameter_lists(optimizer), "clip_grad_value_");
@@ -276,7 +282,7 @@ inline void clip_grad_value_(torch::optim::Optimizer& optimizer, double value) {
 /// unscales them first (GradScaler::unscale_) unless that has been done. An error between step()
 /// and update().
 inline void clip_grad_value_(GradScaler& scaler, torch::optim::Optimizer& optimizer, double value) {
-  detail::check_clip_value(value);
+  detail::check_limit("clip_grad_value_: the value", value);
   detail::check_not_stepped("clip_grad_value_", scaler, optimizer);
   if (scaler.is_enabled() && !scaler.is_unscaled(optimizer)) scaler.unscale_(optimizer);
   clip_grad_value_(optimizer, value);

@@ -69,7 +69,7 @@ class StepResult {
   int64_t skips_in_a_row() const {
     const bool bad = record_->found_inf.read();
     if (!bad && record_->had_gradients) return 0;
-    return static_cast<int64_t>(record_->read_skips()) + (bad ? 1 : 0);
+    return static_cast<int64_t>(record_->skips.read()) + (bad ? 1 : 0);
   }
 
   /// False if none of the optimizer's parameters had a gradient. Never reads.

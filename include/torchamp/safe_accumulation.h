@@ -123,7 +123,7 @@ class SafeAccumulation {
       throw;
     }
     if (++window_->pending == 1) {
-      detail::ScalerParts::ledger(scaler_).windows.add(window_);
+      detail::note_open(detail::ScalerParts::ledger(scaler_), window_);
       began_at_ = detail::PlainClips::tick();
     }
     detail::clear_gradients(optimizer_);
@@ -185,8 +185,7 @@ class SafeAccumulation {
 
  private:
   void warn_of_others(const char* call) {
-    const auto any = [](const at::Tensor&) { return true; };
-    if (!is_clear_ || warned_ || !detail::any_gradient(optimizer_, any)) return;
+    if (!is_clear_ || warned_ || !detail::any_gradient(optimizer_)) return;
     warned_ = true;
     TORCH_WARN("SafeAccumulation::", call,
                ": the parameters have gradients that do not come from backward() of this "

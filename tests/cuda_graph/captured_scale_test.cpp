@@ -25,7 +25,7 @@ std::shared_ptr<ScaleBound> bound_at(double scale) {
 TEST(CapturedScale, MovesAsTheOptionsSay) {
   const auto moved = [](const GradScalerOptions& options, bool lowers) {
     const auto bound = bound_at(8.);
-    torchamp::detail::follow_update(*bound, options, lowers);
+    bound->update(options, lowers);
     return std::pair(bound->value(), bound->at_most());
   };
   EXPECT_EQ(moved(GradScalerOptions::fixed(8.), true), std::pair(8., 8.));

@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <torchamp/detail/graph/captured_scale.h>
 #include <torchamp/predictive_scale.h>
 
 #include <algorithm>
@@ -21,7 +22,9 @@ using torchamp::AtLimit;
 using torchamp::GradScalerOptions;
 using torchamp::HysteresisRefill;
 using torchamp::detail::after_update;
+using torchamp::detail::BoundCopies;
 using torchamp::detail::LossScale;
+using torchamp::detail::ScaleBound;
 using torchamp::detail::ScaleLimits;
 using torchamp::detail::ScaleMemory;
 
@@ -405,6 +408,15 @@ TEST(ScaleUpdate, GoesOnOnADeviceFromWhatAFileAndANewIntervalHaveSet) {
   }
 }
 
+/// An update that may have lowered a scale, and has not raised it.
+void lower(ScaleBound& bound, double factor, double min_scale) {
+  bound.update({.growth_factor = 1., .backoff_factor = factor, .min_scale = min_scale}, true);
+}
+/// One that may have raised it only.
+void grow(ScaleBound& bound, double factor, int64_t interval) {
+  bound.update({.growth_factor = factor, .growth_interval = interval}, false);
+}
+
 TEST(ScaleBound, IsNeverAboveTheScaleAndNotFarBelowASmallOne) {
   std::mt19937 random(5);
   const torch::NoGradGuard no_grad;
@@ -415,13 +427,12 @@ TEST(ScaleBound, IsNeverAboveTheScaleAndNotFarBelowASmallOne) {
     LossScale state(options);
     state.create(at::kCPU);
     state.leave_host();
-    torchamp::detail::ScaleBound bound;
+    ScaleBound bound;
     bound.set(options.init_scale);
     for (const bool bad : iterations(random(), 300)) {
       state.advance(torch::full({}, bad ? 1.F : 0.F));
-      bound.lower(factor, options.min_scale);
+      bound.update(options, /*lowers=*/true);
       bound.look_at(state.scale());
-      bound.grow(options.growth_factor, options.growth_interval);
       const double scale = state.read_scale();
       ASSERT_LE(bound.value(), scale);
       ASSERT_GE(bound.at_most(), scale * 0.99999);
@@ -442,22 +453,22 @@ TEST(ScaleBound, HasOneCopyUnderWayAtATime) {
   const torch::NoGradGuard no_grad;
   const at::Device device(at::kPrivateUse1, 0);
   const at::Tensor scale = torch::full({}, 64., device);
-  torchamp::detail::ScaleBound bound;
+  ScaleBound bound;
   bound.set(64.);
   const simulated::Counts counts;
   double known = 64.;
-  const auto lower = [&] {
+  const auto lower_it = [&] {
     scale.mul_(0.5);
     known *= 0.5;
-    bound.lower(0.5, 0x1p-20);
+    lower(bound, 0.5, 0x1p-20);
     bound.look_at(scale);
     EXPECT_LE(bound.value(), known);
     EXPECT_GE(bound.value(), known * 0.99);
   };
-  for (int i = 0; i < 4; ++i) lower();
+  for (int i = 0; i < 4; ++i) lower_it();
   EXPECT_EQ(counts.now().device_to_host, 1) << "the first has not arrived";
   simulated::wait_for_device(0);
-  lower();
+  lower_it();
   EXPECT_EQ(counts.now().device_to_host, 2);
   simulated::wait_for_device(0);
   EXPECT_LE(bound.value(), known);
@@ -468,24 +479,24 @@ struct BoundOnDevice {
   explicit BoundOnDevice(double value)
       : scale(torch::full({}, value, at::Device(at::kPrivateUse1, 0))) {
     bound.set_unknown(0x1p24);
-    bound.look_now(scale);
+    BoundCopies::send(bound, scale);
   }
   void arrive() const { simulated::wait_for_device(0); }
   const torch::NoGradGuard no_grad;
   at::Tensor scale;
-  torchamp::detail::ScaleBound bound;
+  ScaleBound bound;
 };
 
 TEST(ScaleBound, CountsWhatUpdatesHaveDoneSinceACopyWasMade) {
   SKIP_WITHOUT(at::kPrivateUse1);
   BoundOnDevice lowered(64.), grown(64.);
-  lowered.bound.lower(0.5, 0x1p-20);
+  lower(lowered.bound, 0.5, 0x1p-20);
   lowered.arrive();
   EXPECT_LE(lowered.bound.value(), 32.);
   EXPECT_GE(lowered.bound.value(), 31.9);
   EXPECT_EQ(lowered.bound.at_most(), 64.);
-  grown.bound.grow(2., 5);  // nobody knows how many good iterations there were before
-  grown.bound.grow(2., 5);
+  grow(grown.bound, 2., 5);  // nobody knows how many good iterations there were before
+  grow(grown.bound, 2., 5);
   grown.arrive();
   EXPECT_EQ(grown.bound.value(), 64.);
   EXPECT_EQ(grown.bound.at_most(), 128.);
@@ -509,7 +520,7 @@ TEST(ScaleBound, KnowsNoMoreFromACopyThanItDidBefore) {
   EXPECT_EQ(zero.bound.value(), 0.);
   EXPECT_EQ(zero.bound.at_most(), 0x1p24);
   BoundOnDevice low(64.);
-  low.bound.lower(0.5, 256.);
+  lower(low.bound, 0.5, 256.);
   low.arrive();
   EXPECT_EQ(low.bound.value(), 256.) << "of both, what is nearer";
 }
@@ -517,27 +528,28 @@ TEST(ScaleBound, KnowsNoMoreFromACopyThanItDidBefore) {
 TEST(ScaleBound, WaitsForItsOldestCopyAndUsesItAgain) {
   SKIP_WITHOUT(at::kPrivateUse1);
   BoundOnDevice behind(64.);
-  behind.bound.look_now(behind.scale);
-  EXPECT_TRUE(behind.bound.wait_for_a_copy());
+  BoundCopies::send(behind.bound, behind.scale);
+  EXPECT_TRUE(BoundCopies::wait_for_one(behind.bound));
   const CallCounter calls;
-  behind.bound.look_now(behind.scale);  // where the first copy was
+  BoundCopies::send(behind.bound, behind.scale);  // where the first copy was
   EXPECT_EQ(calls.called("aten::empty"), 0);
-  EXPECT_TRUE(behind.bound.wait_for_a_copy());
-  EXPECT_TRUE(behind.bound.wait_for_a_copy()) << "the one before has not waited for this one";
-  EXPECT_FALSE(behind.bound.wait_for_a_copy());
+  EXPECT_TRUE(BoundCopies::wait_for_one(behind.bound));
+  EXPECT_TRUE(BoundCopies::wait_for_one(behind.bound))
+      << "the one before has not waited for this one";
+  EXPECT_FALSE(BoundCopies::wait_for_one(behind.bound));
 }
 
 TEST(ScaleBound, HasACopyMadeOfASmallScaleOnly) {
   SKIP_WITHOUT(at::kPrivateUse1);
   const torch::NoGradGuard no_grad;
   const at::Tensor scale = torch::full({}, 2048., at::Device(at::kPrivateUse1, 0));
-  torchamp::detail::ScaleBound bound;
+  ScaleBound bound;
   bound.set(2049.);
   const simulated::Counts counts;
-  bound.lower(0.5, 0x1p-20);
+  lower(bound, 0.5, 0x1p-20);
   bound.look_at(scale);
   EXPECT_EQ(counts.now().device_to_host, 0);
-  bound.lower(0.999, 0x1p-20);
+  lower(bound, 0.999, 0x1p-20);
   bound.look_at(scale);
   EXPECT_EQ(counts.now().device_to_host, 1);
   simulated::wait_for_device(0);

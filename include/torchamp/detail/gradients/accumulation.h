@@ -14,6 +14,7 @@
 #include <memory>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/gradients/clip_left.h"
@@ -107,6 +108,13 @@ inline void clear_gradients(torch::optim::Optimizer& optimizer) {
 inline std::shared_ptr<AccumulationWindow> open_window(torch::optim::Optimizer& optimizer) {
   return std::make_shared<AccumulationWindow>(
       AccumulationWindow{.optimizer = OptimizerNumber::give(optimizer)});
+}
+
+/// The window has its first gradients of this scaler.
+inline void note_open(StepLedger& ledger, const std::shared_ptr<AccumulationWindow>& window) {
+  std::erase_if(ledger.windows,
+                [&](const auto& other) { return other.expired() || other.lock() == window; });
+  ledger.windows.push_back(window);
 }
 
 /// A warning out of a destructor.

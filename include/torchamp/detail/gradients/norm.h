@@ -92,17 +92,6 @@ inline std::optional<at::ScalarType> sum_dtype(at::ScalarType dtype, bool in_fp6
 struct FreeZero {
   at::Tensor from{};    ///< one element of fp32, 0; undefined where none is wanted
   at::Tensor result{};  ///< 0-dim fp32, new, 0; undefined where there was none for free
-
-  /// Adds it to what norms are made of.
-  void add_to(std::vector<at::Tensor>& parts, at::ScalarType dtype) const {
-    parts.push_back(from.view(dtype));
-  }
-  /// Takes it from the norms.
-  void take_from(std::vector<at::Tensor>& norms) {
-    const at::Tensor zero = std::move(norms.back());
-    norms.pop_back();
-    result = zero.view({1}).view(at::kFloat).select(0, 0);  // 0 in fp64 is 0 in fp32, twice
-  }
 };
 
 /// The norm of all gradients as one vector: 0-dim, in norm_dtype(), on the first one's device; if
@@ -117,10 +106,13 @@ inline at::Tensor total_norm(const std::vector<GradientBatch>& batches, double n
     const bool makes_zero = zero && zero->from.defined() && !zero->result.defined() &&
                             zero->from.device() == batch.device && !batch.device.is_cpu() &&
                             (batch.dtype == at::kFloat || is_16_bit(batch.dtype));
-    if (makes_zero) zero->add_to(parts, batch.dtype);
+    if (makes_zero) parts.push_back(zero->from.view(batch.dtype));
     std::vector<at::Tensor> of_parts =
         at::_foreach_norm(parts, norm_type, sum_dtype(batch.dtype, in_fp64));
-    if (makes_zero) zero->take_from(of_parts);
+    if (makes_zero) {  // 0 in fp64 is 0 in fp32, twice
+      zero->result = of_parts.back().view({1}).view(at::kFloat).select(0, 0);
+      of_parts.pop_back();
+    }
     norms.push_back(to_device_async(batches[0].device, at::stack(of_parts)));
   }
   for (at::Tensor& norm : norms) norm = norm.to(dtype);
@@ -181,8 +173,8 @@ inline at::Tensor total_norm_divided(const std::vector<GradientBatch>& batches, 
   } else if (sums && have_fp64) {
     norm = total_norm(batches, norm_type, /*in_fp64=*/true, zero);
   } else {
-    norm = scale.defined() ? total_norm(divided(batches, scale), norm_type, /*in_fp64=*/false, zero)
-                           : total_norm(batches, norm_type, /*in_fp64=*/false, zero);
+    norm = total_norm(scale.defined() ? divided(batches, scale) : batches, norm_type,
+                      /*in_fp64=*/false, zero);
     if (divisor.defined()) norm.div_(to_device_async(norm.device(), divisor));
     return norm;
   }

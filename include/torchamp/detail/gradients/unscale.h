@@ -99,12 +99,6 @@ class SeenGradients {
   std::vector<const c10::TensorImpl*> slots_;  // a power of two, less than half of them taken
 };
 
-inline std::size_t count_parameters(const torch::optim::Optimizer& optimizer) {
-  std::size_t count = 0;
-  for (const auto& group : optimizer.param_groups()) count += group.params().size();
-  return count;
-}
-
 /// Throws where `optimizer` would step the tensor `parameter`, which is not all there is to step.
 inline void check_steps(const torch::optim::Optimizer& optimizer, const at::Tensor& parameter,
                         ErrorPlace where) {
@@ -122,9 +116,10 @@ inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimize
                                                c10::function_ref<bool()> refuses_shared = {}) {
   std::vector<GradientBatch> batches;
   std::vector<at::Tensor> to_change, changed;  // parameters and their new gradients
-  const std::size_t count = count_parameters(optimizer);
+  const auto& groups = optimizer.param_groups();
+  std::size_t count = 0;
+  for (const auto& group : groups) count += group.params().size();
   SeenGradients seen(count);
-  auto& groups = optimizer.param_groups();
   for (std::size_t g = 0; g < groups.size(); ++g) {
     const std::vector<at::Tensor>& parameters = groups[g].params();
     for (std::size_t i = 0; i < parameters.size(); ++i) {
@@ -311,19 +306,6 @@ inline void multiply_and_check(const GradientBatch& batch, const at::Tensor& fac
   } else {
     check(batch, flag);
     at::_foreach_mul_(batch.gradients, factor.to(batch.dtype));
-  }
-}
-
-/// Multiplies all gradients in place by a 0-dim tensor: a few kernels for each device and dtype.
-inline void multiply(const std::vector<GradientBatch>& batches, const at::Tensor& factor) {
-  for (const GradientBatch& batch : batches) {
-    const at::Tensor here = to_device_async(batch.device, factor);
-    if (batch.dtype == at::kFloat || is_16_bit(batch.dtype)) {
-      at::Tensor unused = at::zeros({}, at::TensorOptions(batch.device).dtype(at::kFloat));
-      multiply_and_check(batch, here.to(at::kFloat), unused);
-    } else {  // by a factor that may have fp64's precision
-      at::_foreach_mul_(batch.gradients, here);
-    }
   }
 }
 

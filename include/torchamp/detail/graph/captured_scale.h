@@ -2,6 +2,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -29,13 +31,37 @@ namespace torchamp::detail {
 // scale of 2^n allows n replays ahead, so the device never runs out of work. Near the bound, where
 // it would, a step is captured as if beyond it.
 
+/// Copies of a scale that somebody may wait for.
+struct BoundCopies {
+  /// Has the scale copied to the host in any case.
+  static void send(ScaleBound& bound, const at::Tensor& scale) {
+    ScaleBound::Copy& copy = bound.send(scale);
+    if (scale.is_cpu()) return;  // it is there
+    const at::Device device = scale.device();
+    if (!copy.arrival) copy.arrival = std::make_shared<c10::Event>(device.type());
+    copy.arrival->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  }
+  /// Whether to, between replays.
+  static bool are_wanted(const ScaleBound& bound) {
+    return bound.now_.at_least < 0x1p8 && bound.under_way_.size() < 4;
+  }
+  /// Waits for the device to get to the oldest copy under way. False if there is none.
+  static bool wait_for_one(ScaleBound& bound) {
+    bound.take_copies();
+    if (bound.under_way_.empty() || !bound.under_way_.front().arrival) return false;
+    bound.under_way_.front().arrival->synchronize();
+    bound.take_copies();
+    return true;
+  }
+};
+
 /// The assumptions of one captured iteration about a scale.
-class CapturedScale final : public CapturedBound {
+class CapturedScale final : public CapturedBound, public ReplayedState {
  public:
   CapturedScale(std::shared_ptr<ScaleBound> bound, at::Tensor scale, GradScalerOptions options)
       : bound_(std::move(bound)), scale_(std::move(scale)), options_(std::move(options)) {}
 
-  bool is_of(const std::shared_ptr<ScaleBound>& bound) const override { return bound == bound_; }
+  bool is_of(const std::shared_ptr<ScaleBound>& bound) const { return bound == bound_; }
 
   bool may_be_below(double limit) override {
     if (bound_->value() < limit * room()) return true;
@@ -55,14 +81,14 @@ class CapturedScale final : public CapturedBound {
   }
 
   void settle() override {
-    bound_->look_now(scale_);
-    while (bound_->wait_for_a_copy()) {
+    look();
+    while (BoundCopies::wait_for_one(*bound_)) {
     }
   }
 
   bool holds() override {
     if (is_within(1.)) return true;
-    while (bound_->wait_for_a_copy()) {
+    while (BoundCopies::wait_for_one(*bound_)) {
       if (is_within(4.)) return true;
     }
     settle();  // a bound that no copy was wanted for has become a wide one
@@ -70,13 +96,13 @@ class CapturedScale final : public CapturedBound {
   }
 
   void note_replay() override {
-    for (int64_t i = 0; i < updates_; ++i) follow_update(*bound_, options_, lowers_);
+    for (int64_t i = 0; i < updates_; ++i) bound_->update(options_, lowers_);
   }
 
   bool wants_look() const override {
-    return lowers_ && at_least_ > 0. && bound_->wants_look_between_replays();
+    return lowers_ && at_least_ > 0. && BoundCopies::are_wanted(*bound_);
   }
-  void look() override { bound_->look_now(scale_); }
+  void look() override { BoundCopies::send(*bound_, scale_); }
 
  private:
   /// How far from a limit a scale is to be that replays start from.
@@ -102,10 +128,10 @@ class CapturedSkips final : public ReplayedState {
   void settle() override {}
   bool holds() override { return true; }
   void note_replay() override {
-    (void)warning_->is_due();
+    warning_->count_iteration();
     warning_->look();
   }
-  bool wants_look() const override { return warning_->is_due_now(); }
+  bool wants_look() const override { return warning_->is_due(); }
   void look() override { warning_->send(skips_); }
 
  private:
@@ -116,13 +142,20 @@ class CapturedSkips final : public ReplayedState {
 /// For the bodies of a CudaGraph.
 class FollowsReplays final : public ScaleFollower {
  public:
-  std::shared_ptr<CapturedBound> follow(std::shared_ptr<ScaleBound> bound, at::Tensor scale,
-                                        const GradScalerOptions& options) const override {
-    return std::make_shared<CapturedScale>(std::move(bound), std::move(scale), options);
+  CapturedBound& bound_in(GraphBody& body, const std::shared_ptr<ScaleBound>& bound,
+                          const at::Tensor& scale,
+                          const GradScalerOptions& options) const override {
+    for (const auto& state : body.states) {
+      auto* const captured = dynamic_cast<CapturedScale*>(state.get());
+      if (captured && captured->is_of(bound)) return *captured;
+    }
+    auto captured = std::make_shared<CapturedScale>(bound, scale, options);
+    body.states.push_back(captured);
+    return *captured;
   }
-  std::shared_ptr<ReplayedState> follow(std::shared_ptr<SkipWarning> warning,
-                                        at::Tensor skips) const override {
-    return std::make_shared<CapturedSkips>(std::move(warning), std::move(skips));
+  void watch_skips(GraphBody& body, const std::shared_ptr<SkipWarning>& warning,
+                   const at::Tensor& skips) const override {
+    body.states.push_back(std::make_shared<CapturedSkips>(warning, skips));
   }
 };
 

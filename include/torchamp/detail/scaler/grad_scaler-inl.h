@@ -42,10 +42,10 @@ TORCHAMP_BODY void UnscaledGradients::watch(const std::shared_ptr<UnscaledGradie
     const auto watched = weak.lock();
     const int task = torch::autograd::get_current_graph_task_id();
     if (!watched || std::exchange(watched->task_, task) == task) return;
-    watched->begin();
-    torch::autograd::Engine::get_default_engine().queue_callback([weak] {
-      if (const auto then = weak.lock()) then->end();
-    });
+    torch::autograd::Engine::get_default_engine().queue_callback(
+        [weak, before = watched->gradients()] {
+          if (const auto then = weak.lock()) then->end_backward(before);
+        });
   });
 }
 
@@ -55,7 +55,7 @@ TORCHAMP_BODY void UnscaledGradients::watch(const std::shared_ptr<UnscaledGradie
 /// train wrongly].
 inline void check_order(StepLedger& ledger, LossScale& scale,
                         const torch::optim::Optimizer& optimizer, const char* call) {
-  if (ledger.order.is_suspect() && !scale.stays_at_one()) ledger.order.warn(optimizer, call);
+  if (!scale.stays_at_one()) ledger.order.check(optimizer, call);
 }
 
 /// Whether dividing by the scale may make an inf of a finite gradient.
@@ -115,21 +115,22 @@ inline void check_gradients(torch::optim::Optimizer& optimizer, OptimizerState& 
   const bool on_host = grad_scale.is_cpu();
   const at::Tensor number =
       clip.defined() && clip.is_number && !on_host ? grad_scale : at::Tensor();
+  const auto make_flag = [&](const at::Tensor& zero = {}) {
+    if (found_inf.defined()) return;
+    const bool is_here = zero.defined() && zero.device() == home;
+    found_inf = is_here ? zero : at::zeros({}, scale.scale().options());
+  };
   const ScaleRule* const rule = scale.rule();
   if (rule && state.stage == OptimizerState::Stage::ready) {
-    if (!found_inf.defined()) found_inf = at::zeros({}, scale.scale().options());
+    make_flag();
     state.largest = rule->check_and_measure(batches, scale.scale(), found_inf);
     if (number.defined()) look_at({{home, at::kFloat}, {number}}, scale.one(), found_inf);
   } else if (clip.tells_finite && on_host && !found_inf.defined() &&
              std::isfinite(*grad_scale.const_data_ptr<float>())) {
-    found_inf = at::zeros({}, scale.scale().options());
+    make_flag();
   } else if (clip.tells_finite && number.defined() && clip.norm.defined() &&
              clip.norm.device() == home) {
-    if (!found_inf.defined() && clip.zero.defined() && clip.zero.device() == home) {
-      found_inf = clip.zero;
-    } else if (!found_inf.defined()) {
-      found_inf = at::zeros({}, scale.scale().options());
-    }
+    make_flag(clip.zero);
     const at::AutoDispatchBelowADInplaceOrView versions_stay;
     look_at({{home, at::kFloat}, {number, clip.norm}}, scale.one(), found_inf);
   } else {
@@ -188,17 +189,15 @@ inline Findings findings_of(StepLedger& ledger, LossScale& scale) {
 // Note [A large scale and a clip]
 //
 // A fused step divides by one fp32 number, the scale times what a clip has left to it, which is the
-// norm of the scaled gradients over max_norm: more than fp32 holds where the scale is so large that
-// the gradients come near to that themselves. So where the scale may be above 2^32, gradients to be
-// clipped are divided by the scale in the pass that checks them, which costs nothing more, and the
-// step divides by the rest. (fp16 gradients, which that would ruin, are too small for it to
-// matter.) Whether it may be is known without a read: the host knows what the scale was once and
-// how often it may have grown since.
+// norm of the scaled gradients over max_norm: more than fp32 may hold where the scale is large. So
+// where it may be above 2^32, gradients to be clipped are divided by the scale in the pass that
+// checks them, which costs nothing more, and the step divides by the rest. (Not fp16 gradients,
+// which that would ruin: they are too small for it to matter.)
 //
-// At a lower scale that takes gradients whose norm is above 2^96 max_norm. On the host the product
-// is looked at, and such gradients are divided as above, or the step skipped where some are fp16.
-// On a device, where looking would be a read, the check of the gradients looks at the product, too:
-// if fp32 cannot hold it, the step is skipped and the scale lowered, until it can.
+// At a lower scale it takes gradients whose norm is above 2^96 max_norm. On the host the product is
+// looked at, and such gradients are divided as above, or the step skipped where some are fp16. On a
+// device, the check of the gradients looks at the product, too: if fp32 cannot hold it, the step is
+// skipped and the scale lowered, until it can.
 
 /// Whether the scale times `clip`, both on the host, is more than fp32 holds.
 inline bool product_overflows(const LossScale& scale, const Divisor& clip) {
@@ -258,7 +257,7 @@ TORCHAMP_BODY std::shared_ptr<StepRecord> unscaled_record(at::Tensor value) {
   auto record = std::make_shared<StepRecord>();
   record->found_inf.on_host = false;
   record->scale.on_host = 1.;
-  record->skips_on_host = 0.;
+  record->skips = SkipCount(0.);
   record->value = std::move(value);
   return record;
 }
@@ -477,7 +476,7 @@ TORCHAMP_BODY at::Tensor GradScaler::scale_tensor() const {
 }
 
 TORCHAMP_BODY int64_t GradScaler::skips_in_a_row() const {
-  return is_enabled() ? static_cast<int64_t>(scale_.read_skips()) : 0;
+  return is_enabled() ? static_cast<int64_t>(scale_.skips().read()) : 0;
 }
 
 TORCHAMP_BODY bool GradScaler::is_unscaled(const torch::optim::Optimizer& optimizer) const {

@@ -72,7 +72,11 @@ template <>
 struct ScalerArchive<GradScaler> {
   static void save(const GradScaler& scaler, torch::serialize::OutputArchive& archive) {
     const StepLedger& ledger = ScalerParts::ledger(scaler);
-    TORCH_CHECK(!ledger.windows.any(),
+    const auto is_open = [](const auto& weak) {
+      const auto window = weak.lock();
+      return window && window->pending > 0;
+    };
+    TORCH_CHECK(std::ranges::none_of(ledger.windows, is_open),
                 "GradScaler::save: within a window of gradient accumulation, whose gradients a "
                 "file does not hold. Save after the accumulation's step, or first end the window: "
                 "Accumulation::flush() or SafeAccumulation::step() steps with it, discard() drops "

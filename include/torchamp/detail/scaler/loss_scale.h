@@ -16,9 +16,7 @@
 #include <ATen/ops/threshold_backward.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/Event.h>
 #include <c10/core/InferenceMode.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -37,6 +35,10 @@
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/version.h"
+
+namespace c10 {
+struct Event;
+}
 
 namespace torchamp::detail {
 
@@ -132,19 +134,9 @@ inline at::Tensor choose(const at::Tensor& condition, const at::Tensor& yes, dou
   return yes.masked_fill(condition.logical_not(), no);
 }
 
-inline double clamp(double x, double low, double high) {
-  return std::clamp(x, low, high);
-}
-inline at::Tensor clamp(const at::Tensor& x, double low, double high) {
-  return at::clamp(x, low, high);
-}
-
-inline bool is_finite(double x) {
-  return std::isfinite(x);
-}
-inline at::Tensor is_finite(const at::Tensor& x) {
-  return at::isfinite(x);
-}
+// at:: has these, too.
+using std::clamp;
+using std::isfinite;
 
 inline double as_fp32(double x) {
   return static_cast<float>(x);
@@ -224,7 +216,7 @@ ScaleMemory<Number> after_update(const GradScalerOptions& options,
       clamp(as_fp32(before.scale * options.backoff_factor), options.min_scale, options.max_scale);
   const Number raised = as_fp32(before.scale * options.growth_factor);
   const Number kept =
-      choose(is_finite(raised), clamp(raised, options.min_scale, options.max_scale), before.scale);
+      choose(isfinite(raised), clamp(raised, options.min_scale, options.max_scale), before.scale);
   after.scale = choose(lowers, lowered, choose(grows, kept, before.scale));
   after.growth_tracker = choose(grows, 0., after.growth_tracker);
   after.since_change = choose(lowers | grows, 0., after.since_change);
@@ -238,14 +230,6 @@ ScaleMemory<Number> after_update(const GradScalerOptions& options,
         options, ScaleStep<Number, Bool>{before, bad, lowers, grows, largest}, after);
   }
   return after;
-}
-
-/// Whether the step from `before` to `after` ought to have lowered a scale that is at its floor.
-inline bool stays_at_floor(const GradScalerOptions& options, const ScaleMemory<double>& before,
-                           const ScaleMemory<double>& after) {
-  // since_change is 0 only where the scale was lowered or grew; a bad iteration has lowered it.
-  return options.dynamic && after.skips > 0. && after.since_change == 0. &&
-         before.scale <= options.min_scale;
 }
 
 // ---- A scale, where it lives --------------------------------------------------------------------
@@ -333,29 +317,28 @@ class SkipCount {
   SkipCount() = default;
   /// From `count`, 0-dim fp32, on.
   explicit SkipCount(at::Tensor count) : before_(std::move(count)) {}
+  /// One that the host knows.
+  explicit SkipCount(double count) : on_host_(count) {}
 
   bool defined() const { return before_.defined(); }
 
   /// One iteration more. `found_inf`, 0-dim fp32, is 1 if it was bad, or else 0, and stays so.
-  /// Whether the count is there now, for the next tensor() to take no launch.
-  bool add(const at::Tensor& found_inf) {
-    flags_.push_back(found_inf);
-    if (flags_.size() < most_flags) return false;
+  void add(const at::Tensor& found_inf) { flags_.push_back(found_inf); }
+  /// Lets go of the flags, so that the next tensor() takes no launch.
+  void count() {
     before_ = tensor();
     flags_.clear();
-    return true;
   }
 
   /// Makes a later change of what it is counted from on invisible.
   void keep() {
-    if (flags_.empty()) before_ = before_.clone();
+    if (!on_host_ && flags_.empty()) before_ = before_.clone();
   }
 
-  /// What it is counted from.
-  std::vector<at::Tensor> parts() const {
-    std::vector<at::Tensor> parts = flags_;
+  /// Adds what it is counted from.
+  void add_parts_to(std::vector<at::Tensor>& parts) const {
+    parts.insert(parts.end(), flags_.begin(), flags_.end());
     parts.push_back(before_);
-    return parts;
   }
 
   /// 0-dim fp32; not to be changed.
@@ -366,9 +349,14 @@ class SkipCount {
     return bad.sum() + bad.select(0, -1) * before_;
   }
 
- private:
-  static constexpr std::size_t most_flags = 32;
+  /// For the host, which remembers it.
+  double read() {
+    if (!on_host_) on_host_ = tensor().item<double>();
+    return *on_host_;
+  }
 
+ private:
+  std::optional<double> on_host_;
   at::Tensor before_;
   std::vector<at::Tensor> flags_;  // of the iterations since
 };
@@ -395,9 +383,9 @@ class SkipWarning {
     iterations_ = 0;
     mirror_.send(skips);
   }
-  /// Whether to send(), after an iteration more.
-  bool is_due() { return ++iterations_ >= interval; }
-  bool is_due_now() const { return iterations_ >= interval; }
+  void count_iteration() { ++iterations_; }
+  /// Whether to send().
+  bool is_due() const { return iterations_ >= interval; }
   /// Warns if what has arrived says so.
   void look() {
     if (!mirror_.empty()) note(mirror_[0]);
@@ -414,9 +402,7 @@ class SkipWarning {
 // Dividing by a scale below 1 may turn a finite gradient into an inf, so the gradients must then be
 // checked twice. A device's scale is not read for that: the host knows an earlier value, and how
 // far each update() may have moved it. Before the lower bound comes near 1, the scale is copied to
-// host memory without waiting; once the copy has arrived, both bounds start from it. So the second
-// check happens only if the scale is below 1 or just above. For captured steps see Note [What
-// replays do to the scale].
+// host memory without waiting, and both bounds start from the copy once it has arrived.
 
 /// Numbers that a scale which only the device knows is not below, and not above.
 class ScaleBound {
@@ -426,86 +412,63 @@ class ScaleBound {
 
   double value() {
     take_copies();
-    return value_;
+    return now_.at_least;
   }
   double at_most() {
     take_copies();
-    return rise_.at_most;
+    return now_.at_most;
   }
 
   /// The host has set the scale, which has not grown for so many good iterations.
-  void set(double scale, int64_t good_in_a_row = 0) { set(scale, scale, good_in_a_row); }
+  void set(double scale, int64_t good_in_a_row = 0) { set({scale, scale, good_in_a_row}); }
   /// The host has set the scale to what it does not know.
-  void set_unknown(double max_scale) { set(0., max_scale, 0); }
+  void set_unknown(double max_scale) { set({0., max_scale, 0}); }
 
-  /// An update may have multiplied the scale by `factor`, and has not left it below `min_scale`.
-  void lower(double factor, double min_scale) {
-    factor *= 1. - 0x1p-23;  // the device rounds
-    value_ = std::max(value() * factor, min_scale);
-    for (Copy& copy : under_way_) copy.lowered_since *= factor;
+  /// Follows an update; downwards only if it `lowers`.
+  void update(const GradScalerOptions& options, bool lowers) {
+    if (!options.dynamic) return;
+    take_copies();
+    now_.update(options, lowers, options.max_scale);
+    if (lowers) now_.at_least = std::max(now_.at_least, options.min_scale);
+    for (Copy& copy : under_way_) copy.since.update(options, lowers, infinity);
   }
-
-  /// An update has multiplied the scale by `factor` if `interval` iterations in a row were good.
-  void grow(double factor, int64_t interval) {
-    rise_.count(factor, interval);
-    for (Copy& copy : under_way_) copy.rise.count(factor, interval);
-  }
-  /// An update may have raised the scale to anything.
-  void grow_to(double max_scale) { rise_.at_most = max_scale; }
 
   /// Has the scale copied to the host if it may be near 1, and no copy is under way.
   void look_at(const at::Tensor& scale) {
-    if (value_ < 0x1p10 && under_way_.empty()) send(scale);
-  }
-  /// The same in any case, for wait_for_a_copy().
-  void look_now(const at::Tensor& scale) {
-    Copy& copy = send(scale);
-    if (scale.is_cpu()) return;  // it is there
-    const at::Device device = scale.device();
-    if (!copy.arrival) copy.arrival.emplace(device.type());
-    copy.arrival->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-  }
-  /// Whether it should be between replays.
-  bool wants_look_between_replays() const { return value_ < 0x1p8 && under_way_.size() < 4; }
-
-  /// Waits for the device to get to the oldest copy under way. False if there is none.
-  bool wait_for_a_copy() {
-    take_copies();
-    if (under_way_.empty() || !under_way_.front().arrival) return false;
-    under_way_.front().arrival->synchronize();
-    take_copies();
-    return true;
+    if (now_.at_least < 0x1p10 && under_way_.empty()) send(scale);
   }
 
  private:
+  friend struct BoundCopies;
+
   static constexpr float not_here_yet = -1.F;
   static constexpr double infinity = std::numeric_limits<double>::infinity();
 
-  struct Rise {
-    double at_most;
+  struct Range {
+    double at_least, at_most;
     int64_t good_in_a_row;  ///< what the growth tracker may be
 
-    void count(double factor, int64_t interval) {
-      if (++good_in_a_row < interval) return;
-      good_in_a_row = 0;
-      at_most *= factor;
+    /// `most`: what a rule that may grow sooner may raise it to.
+    void update(const GradScalerOptions& options, bool lowers, double most) {
+      if (lowers) at_least *= options.backoff_factor * (1. - 0x1p-23);  // the device rounds
+      if (options.follows_gradients) {
+        at_most = most;
+      } else if (++good_in_a_row >= options.growth_interval) {
+        good_in_a_row = 0;
+        at_most *= options.growth_factor;
+      }
     }
   };
-
   struct Copy {
-    HostMirror mirror{};        ///< of the scale
-    double lowered_since = 0.;  ///< the copy was made
-    Rise rise{infinity, 0};     ///< since then
-    std::optional<c10::Event> arrival{};
+    HostMirror mirror{};                    ///< of the scale
+    Range since{};                          ///< what has multiplied the scale since
+    std::shared_ptr<c10::Event> arrival{};  ///< where somebody may wait for it
   };
 
-  void set(double at_least, double at_most, int64_t good_in_a_row) {
-    value_ = at_least;
-    rise_ = {at_most, good_in_a_row};
-    for (Copy& copy : under_way_) {  // what it will say is out of date
-      copy.lowered_since = 0.;
-      copy.rise.at_most = infinity;
-    }
+  void set(Range range) {
+    now_ = range;
+    // What copies will say is out of date.
+    for (Copy& copy : under_way_) copy.since = {0., infinity, 0};
   }
 
   void take_copies() {
@@ -513,9 +476,12 @@ class ScaleBound {
       const auto copy = next++;
       const double scale = copy->mirror[0];
       if (scale == not_here_yet) continue;
-      value_ = std::max(value_, scale * copy->lowered_since);
-      const double at_most = scale > 0. ? scale * copy->rise.at_most : infinity;
-      if (at_most < rise_.at_most) rise_ = {at_most, copy->rise.good_in_a_row};
+      const auto& [at_least, at_most, good_in_a_row] = copy->since;
+      now_.at_least = std::max(now_.at_least, scale * at_least);
+      if (scale > 0. && scale * at_most < now_.at_most) {
+        now_.at_most = scale * at_most;
+        now_.good_in_a_row = good_in_a_row;
+      }
       free_.splice(free_.end(), under_way_, copy);
     }
   }
@@ -525,47 +491,38 @@ class ScaleBound {
     under_way_.splice(under_way_.end(), free_, free_.begin());
     Copy& copy = under_way_.back();
     copy.mirror.send(scale, not_here_yet);
-    copy.lowered_since = 1.;
-    copy.rise = {1., grows_at_once};
+    copy.since = {1., 1., grows_at_once};
     return copy;
   }
 
-  double value_ = 0.;
-  Rise rise_{0., 0};
+  Range now_{0., 0., 0};
   std::list<Copy> under_way_, free_;  // in the order in which they were sent
 };
 
-/// Has `bound` follow an update; the lower one only if the update `lowers`.
-inline void follow_update(ScaleBound& bound, const GradScalerOptions& options, bool lowers) {
-  if (!options.dynamic) return;
-  if (lowers) bound.lower(options.backoff_factor, options.min_scale);
-  if (options.follows_gradients) {  // which may grow sooner
-    bound.grow_to(options.max_scale);
-  } else {
-    bound.grow(options.growth_factor, options.growth_interval);
-  }
-}
-
-/// What one captured iteration takes for granted of a scale; see Note [What replays do to the
-/// scale].
-class CapturedBound : public ReplayedState {
+/// What one captured iteration takes for granted of a scale.
+class CapturedBound {
  public:
-  virtual bool is_of(const std::shared_ptr<ScaleBound>& bound) const = 0;
   /// Whether the scale may be below `limit`, or so near that replays would soon have to wait; if
   /// not, this is taken for granted.
   virtual bool may_be_below(double limit) = 0;
   virtual bool may_be_above(double limit) = 0;
   /// The iteration has made an update.
   virtual void add_update(bool lowers) = 0;
+
+ protected:
+  ~CapturedBound() = default;
 };
 
-/// What a GraphBody brings, so that a scaler's state is followed through replays.
+/// What a GraphBody brings, so that a scaler's state is followed through replays; see Note [What
+/// replays do to the scale].
 class ScaleFollower {
  public:
-  virtual std::shared_ptr<CapturedBound> follow(std::shared_ptr<ScaleBound> bound, at::Tensor scale,
-                                                const GradScalerOptions& options) const = 0;
-  virtual std::shared_ptr<ReplayedState> follow(std::shared_ptr<SkipWarning> warning,
-                                                at::Tensor skips) const = 0;
+  /// What `body` takes for granted of the scale with this bound.
+  virtual CapturedBound& bound_in(GraphBody& body, const std::shared_ptr<ScaleBound>& bound,
+                                  const at::Tensor& scale,
+                                  const GradScalerOptions& options) const = 0;
+  virtual void watch_skips(GraphBody& body, const std::shared_ptr<SkipWarning>& warning,
+                           const at::Tensor& skips) const = 0;
 
  protected:
   ~ScaleFollower() = default;
@@ -585,7 +542,9 @@ class ScaleLimits {
   static Met met(const GradScalerOptions& options, const ScaleMemory<double>& before,
                  const ScaleMemory<double>& after) {
     const auto skips = static_cast<int64_t>(after.skips);
-    return {.min_scale = stays_at_floor(options, before, after),
+    // since_change is 0 only where the scale was lowered or grew; a bad iteration has lowered it.
+    const bool lowered = options.dynamic && skips > 0 && after.since_change == 0.;
+    return {.min_scale = lowered && before.scale <= options.min_scale,
             .skips_in_a_row = reaches_limit(options, skips),
             .scale = after.scale,
             .skips = skips};
@@ -628,12 +587,9 @@ class ScaleLimits {
   }
 
   // Note [Limits that only the device knows]
-  //
-  // Where the host does not know the scale (see Note [Where the scale is known]), the scale and the
-  // count of skips are copied to host memory behind the update, and nobody waits for the copy. A
-  // later update() finds there what has arrived meanwhile and acts on it, an iteration or a few
-  // late. With the default limits there is nothing to act on but a warning at 2^-126, so no copy is
-  // made.
+  // There the scale and the count of skips are copied to host memory behind the update, and a later
+  // update() acts on what has arrived meanwhile. With the default limits there is nothing to act on
+  // but a warning at 2^-126, so no copy is made.
 
   static bool watched(const GradScalerOptions& options) {
     const bool floor = options.at_min_scale == AtLimit::throw_error ||
@@ -693,7 +649,6 @@ class SpentCredit {
 
   /// Whether after_update() is that update.
   bool serves() const { return serves_; }
-  bool defined() const { return spent_.defined(); }
 
   /// `like`: the scale.
   [[gnu::cold]] void create(const at::Tensor& like) {
@@ -750,14 +705,11 @@ class SpentCredit {
 // Note [Where the scale is known]
 //
 // The scale is a 0-dim fp32 tensor on the device of the first loss. While the host knows every
-// overflow flag (an ordinary optimizer's step reads it; a CPU's is in host memory), the host
-// computes the scale: it updates its own copy of the state, and writes the tensor only when the
-// scale changes. GradScaler::update() then launches nothing, and a query of the scale reads
-// nothing.
-//
-// The first flag that the host does not know, after a fused optimizer's step on a GPU, moves the
-// state to the device for good, where the update is a few kernels in place. (It does not move back:
-// a captured CUDA graph may replay those kernels without the host's knowledge.)
+// overflow flag (an ordinary optimizer's step reads it; a CPU's is in host memory), it updates its
+// own copy of the state, and writes the tensor only when the scale changes: update() launches
+// nothing, and a query of the scale reads nothing. The first flag that the host does not know,
+// after a fused optimizer's step on a GPU, moves the state to the device for good (a captured CUDA
+// graph may replay its update unseen), where the update is a few kernels in place.
 
 /// What the optimizers of an iteration have found in their gradients.
 struct Findings {
@@ -798,7 +750,7 @@ class LossScale {
       host_.growth_tracker = std::min(host_.growth_tracker, static_cast<double>(last));
     } else {
       device_.growth_tracker.clamp_max_(last);
-      if (credit_.defined()) credit_.limit_growth_tracker(last);
+      if (credit_.serves()) credit_.limit_growth_tracker(last);
     }
   }
 
@@ -840,10 +792,16 @@ class LossScale {
 
   /// The host's copy; null where only the device knows.
   const ScaleMemory<double>* host() const { return on_host_ ? &host_ : nullptr; }
-  double read_scale() const { return on_host_ ? host_.scale : device_.scale.item<double>(); }
-  double read_skips() const { return on_host_ ? host_.skips : skips().tensor().item<double>(); }
-  /// Only where the host does not know.
-  SkipCount skips() const { return lazy_skips_.defined() ? lazy_skips_ : SkipCount(device_.skips); }
+  /// The scale, and the bad iterations in a row; kept through changes by their keep().
+  ReadOnce<double> scale_once() const {
+    return on_host_ ? ReadOnce<double>{.on_host = host_.scale}
+                    : ReadOnce<double>{.tensor = device_.scale};
+  }
+  SkipCount skips() const {
+    if (on_host_) return SkipCount(host_.skips);
+    return lazy_skips_.defined() ? lazy_skips_ : SkipCount(device_.skips);
+  }
+  double read_scale() const { return scale_once().read(); }
 
   /// All of it; reads the device where the host does not know.
   ScaleMemory<double> read() const {
@@ -853,8 +811,8 @@ class LossScale {
     for_each_number(
         [](const char*, double& value, const at::Tensor& tensor) { value = tensor.item<double>(); },
         values, device_);
-    if (credit_.defined()) values.credit = credit_.credit();
-    values.skips = read_skips();
+    if (credit_.serves()) values.credit = credit_.credit();
+    values.skips = skips().read();
     return values;
   }
 
@@ -889,7 +847,7 @@ class LossScale {
     lazy_skips_ = {};
     for_each_number([](const char*, at::Tensor& tensor, double value) { tensor.fill_(value); },
                     device_, values);
-    if (credit_.defined()) credit_.set(values.credit, values.growth_tracker);
+    if (credit_.serves()) credit_.set(values.credit, values.growth_tracker);
     bound_->set(values.scale, static_cast<int64_t>(values.growth_tracker));
   }
 
@@ -983,7 +941,7 @@ class LossScale {
       count_skips_at_once();
       advance_by_formula(found_inf, largest);
       follow();
-      return watch_skips(/*lazily=*/false);
+      return watch_skips();
     }
     if (credit_.serves()) {
       credit_.update(options_, device_.scale, found_inf);
@@ -995,19 +953,17 @@ class LossScale {
     if (options_.dynamic && may_leave_limits()) {
       device_.scale.clamp_(options_.min_scale, options_.max_scale);
     }
-    const bool lazily = !shows_skips && !is_replayed();
-    bool counted = false;
-    if (lazily) {
+    if (!shows_skips && !is_replayed()) {
       if (!lazy_skips_.defined()) {
         lazy_skips_ = SkipCount(device_.skips.to(at::kFloat, false, /*copy=*/true));
       }
-      counted = lazy_skips_.add(found_inf);
+      lazy_skips_.add(found_inf);
     } else {
       count_skips_at_once();
       at::addcmul_out(device_.skips, found_inf, device_.skips, found_inf);
     }
     follow();
-    watch_skips(lazily, counted);
+    watch_skips();
   }
 
   /// Moves what is remembered to the device, for good.
@@ -1060,7 +1016,7 @@ class LossScale {
     return lacks_fp64 ? at::kFloat : at::kDouble;
   }
 
-  void advance_by_formula(const at::Tensor& found_inf, const at::Tensor& largest) {
+  [[gnu::cold]] void advance_by_formula(const at::Tensor& found_inf, const at::Tensor& largest) {
     const at::ScalarType dtype = number_type();
     ScaleMemory<at::Tensor> before;
     before.of_rule.resize(device_.of_rule.size());
@@ -1079,20 +1035,20 @@ class LossScale {
   void count_skips_at_once() {
     if (!lazy_skips_.defined()) return;
     device_.skips.copy_(lazy_skips_.tensor());
-    if (GraphBody* const body = GraphBody::current()) {
-      for (at::Tensor& part : lazy_skips_.parts()) body->kept.push_back(std::move(part));
-    }
+    if (GraphBody* const body = GraphBody::current()) lazy_skips_.add_parts_to(body->kept);
     lazy_skips_ = {};
   }
 
   /// Has the host learn of the skips some time.
-  void watch_skips(bool lazily, bool counted = false) {
+  void watch_skips() {
     if (replays_ == Replays::unseen) return;
+    skip_warning_->count_iteration();
     GraphBody* const body = GraphBody::current();
     if (body && body->scales && is_replayed()) {
-      body->states.push_back(body->scales->follow(skip_warning_, device_.skips));
-    } else if (lazily ? counted : skip_warning_->is_due()) {
-      skip_warning_->send(lazily ? lazy_skips_.tensor() : device_.skips);
+      body->scales->watch_skips(*body, skip_warning_, device_.skips);
+    } else if (skip_warning_->is_due()) {
+      if (lazy_skips_.defined()) lazy_skips_.count();
+      skip_warning_->send(skips().tensor());
     }
   }
 
@@ -1120,19 +1076,13 @@ class LossScale {
   /// What the body of the CudaGraph that is running takes for granted; null outside of one.
   CapturedBound* captured() {
     GraphBody* const body = GraphBody::current();
-    if (!body || !body->scales || replays_ != Replays::followed) return nullptr;
-    for (const auto& state : body->states) {
-      auto* const captured = dynamic_cast<CapturedBound*>(state.get());
-      if (captured && captured->is_of(bound_)) return captured;
-    }
-    const auto captured = body->scales->follow(bound_, device_.scale, options_);
-    body->states.push_back(captured);
-    return captured.get();
+    const bool is_followed = body && body->scales && replays_ == Replays::followed;
+    return is_followed ? &body->scales->bound_in(*body, bound_, device_.scale, options_) : nullptr;
   }
 
   void follow() {
     const bool lowers = follows_bound();
-    follow_update(*bound_, options_, lowers);
+    bound_->update(options_, lowers);
     if (CapturedBound* const captured = this->captured()) {
       captured->add_update(lowers);
     } else if (lowers) {

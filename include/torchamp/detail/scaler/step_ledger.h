@@ -30,25 +30,23 @@ namespace torchamp::detail {
 
 // Note [An iteration]
 //
-// An iteration runs from one update() to the next. In it, each optimizer is
+// An iteration runs from one update() to the next. In it, each optimizer is, in this order,
 //
 //   ready     scale(), backward(), and as often as the program accumulates
 //   unscaled  unscale_(): the gradients are divided by the scale, and whether one of them was inf
 //             or NaN is recorded. step() does this first if the program has not.
 //   stepped   step(): the optimizer has stepped or been skipped
 //
-// in this order. unscale_() wants "ready", step() "ready" or "unscaled". update() collects what was
-// recorded of all of them and makes them "ready". So one scale serves several optimizers, each of
-// which skips by itself, while one bad optimizer lowers the scale for all. One that is gone counts
-// for the scale, and is not taken for another; see Note [Which optimizer it is].
+// update() collects what was recorded of all of them and makes them "ready". So one scale serves
+// several optimizers, each of which skips by itself, while one bad optimizer lowers the scale for
+// all. One that is gone counts for the scale, and is not taken for another; see Note [Which
+// optimizer it is].
 //
-// What is scaled and what is checked: gradients are checked as they are when they are unscaled, so
-// an inf that the program puts in afterwards is stepped with (but see GradScalerOptions::recheck).
-// A skipped step leaves the other gradients unscaled. With a ScaledStep optimizer that is "ready",
-// the gradients are only checked and the division is left to the optimizer.
-//
-// Below a scale of 1, dividing may turn a finite gradient into an inf. That is looked for, too; see
-// Note [A scale below 1].
+// Gradients are checked as they are when they are unscaled, so an inf that the program puts in
+// afterwards is stepped with (but see GradScalerOptions::recheck). A skipped step leaves the other
+// gradients unscaled. With a ScaledStep optimizer that is "ready", the gradients are only checked
+// and the division is left to the optimizer. Below a scale of 1, dividing may turn a finite
+// gradient into an inf, which is looked for, too; see Note [A scale below 1].
 
 /// A 0-dim fp32 tensor, read at most once. As a bool, whether it is not 0.
 template <class T>
@@ -81,21 +79,14 @@ struct StepRecord {
   bool had_gradients = true;
   ReadOnce<double> scale;  ///< what the gradients were scaled by
   SkipCount skips;         ///< bad iterations in a row before this one
-  std::optional<double> skips_on_host;
-  at::Tensor value;  ///< what the optimizer's step returned
+  at::Tensor value;        ///< what the optimizer's step returned
   std::vector<MissingGradient> missing;
   int64_t attempts = 1;  ///< evaluations of the first loss, for closures
-
-  /// `skips`; reads the device where the host does not know.
-  double read_skips() {
-    if (!skips_on_host) skips_on_host = skips.tensor().item<double>();
-    return *skips_on_host;
-  }
 
   /// Makes later changes of the scale's state invisible.
   void keep() {
     scale.keep();
-    if (!skips_on_host) skips.keep();
+    skips.keep();
   }
 };
 
@@ -107,10 +98,9 @@ inline std::size_t count_gradients(const torch::optim::Optimizer& optimizer) {
 }
 
 // Note [Which optimizer it is]
-// An optimizer's address does not identify it: another one may be created there, and it may be
-// moved. LibTorch's has no name either. But each has its own map of states, which moves with it and
-// has a maximum load factor, 1/2 by default. So an optimizer with records gets a load factor of its
-// own, slightly below that.
+// An optimizer's address does not identify it: it may be moved, and another one created there. But
+// each has its own map of states, which moves with it and has a maximum load factor, 1/2 by
+// default. So an optimizer with records gets a load factor of its own, slightly below that.
 
 /// Numbers optimizers.
 class OptimizerNumber {
@@ -161,22 +151,20 @@ class PlainClips {
     latest = tick();
     clips()[latest % most] = {latest, SeenTensor(gradient_or_parameter), knows_scale};
   }
-  /// Whether one was made after `time`.
-  static bool any_since(uint64_t time) { return latest > time; }
   /// Whether one that was made after `time` has left one of these gradients as it is.
   static bool any_since(uint64_t time, const torch::optim::Optimizer& optimizer) {
-    return any_gradient(optimizer, [time](const at::Tensor& gradient) {
-      return std::ranges::any_of(clips(), [&](const Clip& clip) {
-        return clip.time > time && !clip.knows_scale && clip.left->is_unchanged(gradient);
-      });
-    });
+    return latest > time && any_gradient(optimizer, [time](const at::Tensor& gradient) {
+             return std::ranges::any_of(clips(), [&](const Clip& clip) {
+               return clip.time > time && !clip.knows_scale && clip.left->is_unchanged(gradient);
+             });
+           });
   }
   /// Whether one that was made after `time` has found none of these gradients, and none has come
   /// since that has found some. `only_late`: not if there are none now either.
   static bool any_in_vain_since(uint64_t time, const torch::optim::Optimizer& optimizer,
                                 bool only_late) {
     uint64_t in_vain = 0, found = 0;
-    if (!any_since(time)) return false;
+    if (latest <= time) return false;
     any_parameter(optimizer, [&](const at::Tensor& parameter) {
       const at::Tensor& gradient = gradient_of(parameter);
       for (const Clip& clip : clips()) {
@@ -252,16 +240,11 @@ class StepOrder {
   bool was_scaled() const { return scaled_at_ != 0; }
   /// Whether the program may multiply by the scale.
   bool was_asked() const { return asked_ || asked_for_good_; }
-  /// Whether what comes to be divided may not be scaled, as far as can be told at once.
-  bool is_suspect() const {
-    const bool is_unscaled = scaled_at_ == 0 ? had_scale_ : none_has_run();
-    return ((is_unscaled && !warned_of_scale_) ||
-            (scaled_at_ != 0 && PlainClips::any_since(scaled_at_) && !warned_of_clip_)) &&
-           !was_asked();
-  }
-  /// Warns once of each, if is_suspect().
-  [[gnu::cold]] void warn(const torch::optim::Optimizer& optimizer, const char* call) {
-    if (scaled_at_ == 0 || none_has_run()) {
+  /// Warns once where the gradients that are to be divided may not be scaled, and once where they
+  /// were clipped while scaled.
+  void check(const torch::optim::Optimizer& optimizer, const char* call) {
+    if (was_asked()) return;
+    if (scaled_at_ == 0 ? had_scale_ : none_has_run()) {
       if (warned_of_scale_ || !any_gradient(optimizer)) return;
       warned_of_scale_ = true;
       TORCH_WARN(call, ": ",
@@ -270,7 +253,8 @@ class StepOrder {
                  ", so the scale is not that of these gradients. Call "
                  "scaler.scale(loss).backward() in each iteration, and update() once, after the "
                  "last step. This warning is given once.");
-    } else if (PlainClips::any_since(scaled_at_, optimizer)) {
+    } else if (scaled_at_ != 0 && !warned_of_clip_ &&
+               PlainClips::any_since(scaled_at_, optimizer)) {
       warned_of_clip_ = true;
       TORCH_WARN(call,
                  ": these gradients were clipped while scaled, so the scaled norm was limited. "
@@ -312,25 +296,23 @@ class UnscaledGradients {
   }
 
  private:
-  at::Tensor gradient_of(std::size_t i) const {
-    const at::Tensor parameter = parameters_[i].lock();
-    return parameter.defined() ? detail::gradient_of(parameter) : at::Tensor();
-  }
-  void begin() {
-    before_.clear();
-    for (std::size_t i = 0; i < parameters_.size(); ++i) before_.emplace_back(gradient_of(i));
-  }
-  void end() {
-    for (std::size_t i = 0; i < before_.size(); ++i) {
-      const at::Tensor now = gradient_of(i);
-      if (!before_[i].is_unchanged(now)) added_.emplace_back(now);
+  /// As they are now.
+  std::vector<SeenTensor> gradients() const {
+    std::vector<SeenTensor> seen;
+    for (const WeakTensor& weak : parameters_) {
+      const at::Tensor parameter = weak.lock();
+      seen.emplace_back(parameter.defined() ? gradient_of(parameter) : at::Tensor());
     }
-    before_.clear();
+    return seen;
+  }
+  void end_backward(const std::vector<SeenTensor>& before) {
+    for (std::size_t i = 0; const SeenTensor& gradient : gradients()) {
+      if (!before[i++].is_unchanged(gradient.lock())) added_.push_back(gradient);
+    }
   }
 
   std::vector<WeakTensor> parameters_, added_;
-  std::vector<SeenTensor> before_;  // gradients
-  int task_ = -1;                   // autograd's, in which before_ was seen
+  int task_ = -1;  // autograd's, in which the last backward was seen
 };
 
 /// How often this thread has moved gradients to master weights.
@@ -350,7 +332,7 @@ inline bool any_taken_after(const torch::optim::Optimizer& optimizer, uint64_t t
 struct OptimizerState {
   enum class Stage { ready, unscaled, stepped };
   Stage stage = Stage::ready;
-  ReadOnce<bool> found_inf;    ///< undefined while ready
+  ReadOnce<bool> found_inf{};  ///< undefined while ready
   at::Tensor largest{};        ///< magnitude of the scaled gradients, where the update wants it
   bool had_gradients = false;  ///< at least one was checked
   bool agreed = false;         ///< agree_found_inf has been called
@@ -403,10 +385,7 @@ class OptimizerStates {
   /// Makes one ready again, in place.
   void reset(const torch::optim::Optimizer& optimizer) {
     OptimizerState* const state = find(optimizer);
-    if (!state) return;
-    const bool in_closure = state->in_closure;
-    *state = {};
-    state->in_closure = in_closure;
+    if (state) *state = {.in_closure = state->in_closure};
   }
 
   auto begin() { return entries_.begin(); }
@@ -427,83 +406,52 @@ struct AccumulationWindow {
   bool was_used = false;  ///< the scaler has unscaled or stepped with them in an earlier iteration
 };
 
-/// The windows that take their gradients from one scaler. One that is gone has none.
-class OpenWindows {
- public:
-  void add(const std::shared_ptr<AccumulationWindow>& added) {
-    std::erase_if(windows_,
-                  [&](const auto& window) { return window.expired() || window.lock() == added; });
-    windows_.push_back(added);
-  }
-
-  bool any() const {
-    return std::ranges::any_of(windows_, [](const auto& weak) {
-      const auto window = weak.lock();
-      return window && window->pending > 0;
-    });
-  }
-
-  /// Notes whose gradients the scaler has used in the iteration that ends.
-  void end_iteration(OptimizerStates& states) const {
-    for (const auto& weak : windows_) {
-      const auto window = weak.lock();
-      if (!window || window->pending == 0) continue;
-      const OptimizerState* const state = states.find(window->optimizer);
-      window->was_used |= state && state->stage != OptimizerState::Stage::ready;
-    }
-  }
-
- private:
-  std::vector<std::weak_ptr<AccumulationWindow>> windows_;
-};
-
 /// The tensors that a scaler has made and that are still in use, to tell a loss that is scaled
 /// twice. Known by identity alone: what is computed from one of them (its sum with another, its
 /// gradients for a penalty) is not taken for it. Keeps none of them alive.
 class ScaledOutputs {
  public:
   void check_not_in(const at::Tensor& output, const char* call) const {
-    for (const WeakTensor& tensor : scaled_) {
+    for (const Scaled& scaled : scaled_) {
       TORCH_CHECK_VALUE(
-          !tensor.is(output), call,
+          !scaled.tensor.is(output), call,
           ": this tensor has been scaled already, and its gradients would be too large by the "
           "scale. Pass the loss as it was before scale().");
     }
   }
 
   void add(const at::Tensor& scaled) {
-    std::erase_if(scaled_, [](const WeakTensor& tensor) { return tensor.is_gone(); });
-    scaled_.emplace_back(scaled);
-    if (const auto& node = scaled.grad_fn()) {
-      makers_[next_++ % makers_.size()] = {node.get(), node->sequence_nr()};
-    }
+    std::erase_if(scaled_, [end = scaled_.data() + scaled_.size()](const Scaled& one) {
+      return end - &one >= most_gone && one.tensor.is_gone();
+    });
+    const auto& node = scaled.grad_fn();
+    scaled_.push_back({WeakTensor(scaled), node.get(), node ? node->sequence_nr() : 0});
   }
 
   /// Whether `node` has made one of the last few, which may be gone.
   bool are_made_by(const torch::autograd::Node& node) const {
-    return std::any_of(makers_.begin(), makers_.end(), [&](const Maker& maker) {
-      return maker.node == &node && maker.sequence == node.sequence_nr();
+    return std::ranges::any_of(scaled_, [&](const Scaled& one) {
+      return one.maker == &node && one.sequence == node.sequence_nr();
     });
   }
 
   /// Calls `f` with each of them.
   template <class F>
   void for_each(const F& f) const {
-    for (const WeakTensor& weak : scaled_) {
-      if (const at::Tensor tensor = weak.lock(); tensor.defined()) f(tensor);
+    for (const Scaled& one : scaled_) {
+      if (const at::Tensor tensor = one.tensor.lock(); tensor.defined()) f(tensor);
     }
   }
 
  private:
-  // A node at the same address has another number.
-  struct Maker {
-    const torch::autograd::Node* node = nullptr;
-    uint64_t sequence = 0;
+  struct Scaled {
+    WeakTensor tensor;
+    const torch::autograd::Node* maker;
+    uint64_t sequence;  // one at the same address has another number
   };
+  static constexpr std::ptrdiff_t most_gone = 8;
 
-  std::vector<WeakTensor> scaled_;
-  std::array<Maker, 8> makers_{};
-  std::size_t next_ = 0;
+  std::vector<Scaled> scaled_;
 };
 
 /// What a scaler has heard since the last update(): what it scaled, and how far each optimizer has
@@ -515,9 +463,9 @@ class StepLedger {
 
   OptimizerStates optimizers;
   ScaledOutputs scaled;
-  mutable StepOrder order;  // being asked for the scale counts
-  OpenWindows windows;
-  std::unique_ptr<LossWatch> losses;  // with forgives_bad_losses
+  mutable StepOrder order;                                 // being asked for the scale counts
+  std::vector<std::weak_ptr<AccumulationWindow>> windows;  // that take gradients from this scaler
+  std::unique_ptr<LossWatch> losses;                       // with forgives_bad_losses
 
   /// `output` has become `scaled_output`.
   void note_scaled(const at::Tensor& scaled_output) {
@@ -554,14 +502,9 @@ class StepLedger {
     auto record = std::make_shared<StepRecord>();
     record->found_inf = state.found_inf;
     record->had_gradients = state.had_gradients;
-    if (const auto* host = scale.host()) {
-      record->scale.on_host = host->scale;
-      record->skips_on_host = host->skips;
-    } else {
-      record->scale.tensor = scale.scale();
-      record->skips = scale.skips();
-      records_.push_back(record);
-    }
+    record->scale = scale.scale_once();
+    record->skips = scale.skips();
+    if (!scale.host()) records_.push_back(record);
     record->value = std::move(value);
     record->missing = std::move(missing);
     record->attempts = attempts;
@@ -577,7 +520,12 @@ class StepLedger {
   }
 
   void end_iteration() {
-    windows.end_iteration(optimizers);
+    for (const auto& weak : windows) {
+      const auto window = weak.lock();
+      const OptimizerState* const state = window ? optimizers.find(window->optimizer) : nullptr;
+      if (!state || window->pending == 0) continue;
+      window->was_used |= state->stage != OptimizerState::Stage::ready;
+    }
     optimizers.clear();
     order.end_iteration();
     records_.clear();
