@@ -150,7 +150,7 @@ class ClosureStep<GradScaler> {
       return loss;
     });
     note_written(optimizer_);
-    return ScalerParts::result(unscaled_record(std::move(value)));
+    return ScalerParts::unscaled_result(std::move(value));
   }
 
   StepResult step_scaled() {

@@ -268,6 +268,10 @@ struct ScalerParts {
   static StepResult result(std::shared_ptr<StepRecord> record) {
     return StepResult(std::move(record));
   }
+  /// What a disabled scaler's step returns.
+  static StepResult unscaled_result(at::Tensor value) {
+    return result(std::make_shared<StepRecord>(StepRecord{.value = std::move(value)}));
+  }
 };
 
 /// Loads `state`, and from `rest` what the state does not hold; `call` begins error messages.

@@ -171,14 +171,13 @@ inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimize
 
 // Note [The kernel that unscales]
 // ATen's _amp_foreach_non_finite_check_and_unscale_ multiplies all gradients of a dtype by an fp32
-// factor, whatever their precision, and finds what is not finite, in one pass. Not every device has
-// it, and CUDA's takes no bf16 (pytorch issue 127176), for which _foreach_mul_ is no way out: it
-// would round the factor to bf16, too, and launch a kernel for each gradient. So 16-bit gradients
-// that the kernel does not take go through fp32 copies, a part of them at a time.
-// Where nothing is to be multiplied, a GPU, which waits for memory, should only read: the
-// gradients' largest values tell, and the kernel looks at these. A CPU finds norms faster than
-// largest values: where a large gradient's is finite, so is the gradient, and the kernel looks at
-// all others.
+// factor and finds what is not finite, in one pass. Not every device has it, and CUDA's takes no
+// bf16 (pytorch issue 127176), where _foreach_mul_ would round the factor to bf16, too, and launch
+// a kernel for each gradient. So 16-bit gradients that it does not take go through fp32 copies.
+//
+// Where nothing is to be multiplied, a GPU, which waits for memory, should only read: the kernel
+// looks at the gradients' largest values. A CPU finds norms faster: where a large gradient's is
+// finite, so is the gradient, and the kernel looks at all others.
 //
 // What else a device is asked costs no launch of its own: a 0 among the gradients comes out of the
 // look as a new flag, and a number among the largest values is looked at with them.
@@ -203,12 +202,11 @@ void through_fp32(const GradientBatch& batch, const Function& function,
   for (std::size_t begin = 0; begin < all.size();) {
     GradientBatch wide{{batch.device, at::kFloat}};
     int64_t elements = 0;
-    do {
-      const at::Tensor& gradient = all[begin + wide.gradients.size()];
-      wide.gradients.push_back(at::empty_like(gradient, gradient.options().dtype(at::kFloat)));
+    for (const at::Tensor& gradient : all.slice(begin)) {
       elements += gradient.numel();
-    } while (begin + wide.gradients.size() < all.size() &&
-             elements + all[begin + wide.gradients.size()].numel() <= elements_at_once);
+      if (elements > elements_at_once && !wide.gradients.empty()) break;
+      wide.gradients.push_back(at::empty_like(gradient, gradient.options().dtype(at::kFloat)));
+    }
     const at::TensorList narrow = all.slice(begin, wide.gradients.size());
     at::_foreach_copy_(wide.gradients, narrow);
     function(wide);

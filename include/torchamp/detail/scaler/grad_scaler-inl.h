@@ -51,13 +51,6 @@ TORCHAMP_BODY void UnscaledGradients::watch(const std::shared_ptr<UnscaledGradie
 
 // ---- What a scaler does with gradients ----------------------------------------------------------
 
-/// Warns where gradients that are about to be divided may not have the scale; see Note [Orders that
-/// train wrongly].
-inline void check_order(StepLedger& ledger, LossScale& scale,
-                        const torch::optim::Optimizer& optimizer, const char* call) {
-  if (!scale.stays_at_one()) ledger.order.check(optimizer, call);
-}
-
 /// Whether dividing by the scale may make an inf of a finite gradient.
 inline bool division_may_overflow(LossScale& scale, torch::optim::Optimizer& optimizer) {
   const auto* const captured = dynamic_cast<CapturedStep*>(&optimizer);
@@ -253,15 +246,6 @@ TORCHAMP_BODY void note_written(const torch::optim::Optimizer& optimizer) {
   });
 }
 
-TORCHAMP_BODY std::shared_ptr<StepRecord> unscaled_record(at::Tensor value) {
-  auto record = std::make_shared<StepRecord>();
-  record->found_inf.on_host = false;
-  record->scale.on_host = 1.;
-  record->skips = SkipCount(0.);
-  record->value = std::move(value);
-  return record;
-}
-
 /// What a fused step is left to do.
 struct LeftToStep {
   at::Tensor grad_scale{};     ///< to divide by; undefined if the gradients are unscaled
@@ -363,7 +347,7 @@ TORCHAMP_BODY void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   TORCH_CHECK(state.stage != detail::OptimizerState::Stage::stepped,
               "GradScaler::unscale_: this optimizer has been stepped already. Call unscale_ before "
               "step, and update() after it.");
-  detail::check_order(ledger_, scale_, optimizer, "GradScaler::unscale_");
+  if (!scale_.stays_at_one()) ledger_.order.check(optimizer, "GradScaler::unscale_");
   auto watched = std::make_shared<detail::UnscaledGradients>(optimizer);
   ledger_.scaled.for_each([&](const at::Tensor& scaled) {
     detail::UnscaledGradients::watch(watched, scaled);  // for another backward() of it
@@ -380,7 +364,7 @@ TORCHAMP_BODY StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   if (!is_enabled()) {
     at::Tensor value = optimizer.step();
     detail::note_written(optimizer);
-    return StepResult(detail::unscaled_record(std::move(value)));
+    return detail::ScalerParts::unscaled_result(std::move(value));
   }
   scale_.check_created("step");
   detail::OptimizerState& state = ledger_.optimizers.of(optimizer);
@@ -388,7 +372,7 @@ TORCHAMP_BODY StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   if (state.stage == detail::OptimizerState::Stage::unscaled) {
     detail::check_complete(optimizer, state, ledger_.order);
   } else {
-    detail::check_order(ledger_, scale_, optimizer, "GradScaler::step");
+    if (!scale_.stays_at_one()) ledger_.order.check(optimizer, "GradScaler::step");
   }
   ledger_.order.warn_of_early_clip(optimizer);
 

@@ -601,11 +601,13 @@ class ScaleLimits {
     return floor || skips;
   }
 
+  HostMirror mirror;  ///< of the scale and the skips
+
   /// The limits that the mirror shows to be met, each once.
   Met met_in_mirror(const GradScalerOptions& options) {
-    if (mirror_.empty()) return {};
-    const double scale = mirror_[0];
-    const auto skips = static_cast<int64_t>(mirror_[1]);
+    if (mirror.empty()) return {};
+    const double scale = mirror[0];
+    const auto skips = static_cast<int64_t>(mirror[1]);
     const bool is_new = skips != seen_skips_;
     seen_skips_ = skips;
     if (!is_new || skips == 0) return {.scale = scale};
@@ -615,16 +617,12 @@ class ScaleLimits {
             .skips = skips};
   }
 
-  /// Has `scale_and_skips` copied to where a later met_in_mirror() finds them.
-  void send(const at::Tensor& scale_and_skips) { mirror_.send(scale_and_skips); }
-
  private:
   static bool reaches_limit(const GradScalerOptions& options, int64_t skips) {
     return options.max_skips_in_a_row > 0 && skips > 0 && skips % options.max_skips_in_a_row == 0;
   }
 
   bool warned_ = false;  // since the scale was last above its floor
-  HostMirror mirror_;    // of the scale and the skips
   int64_t seen_skips_ = 0;
 };
 
@@ -920,7 +918,7 @@ class LossScale {
     at::Tensor flag = found.flags.front();
     for (std::size_t i = 1; i < found.flags.size(); ++i) flag = at::add(flag, found.flags[i]);
     advance(found.flags.size() > 1 ? flag.clamp_max(1.) : flag, found.largest, watched);
-    if (watched) limits_.send(scale_and_skips_);
+    if (watched) limits_.mirror.send(scale_and_skips_);
     return met;
   }
 

@@ -73,14 +73,14 @@ struct ReadOnce {
   }
 };
 
-/// What a StepResult answers from; shared by its copies.
+/// What a StepResult answers from; shared by its copies. At first, that of a disabled scaler.
 struct StepRecord {
-  ReadOnce<bool> found_inf;
+  ReadOnce<bool> found_inf{.on_host = false};
   bool had_gradients = true;
-  ReadOnce<double> scale;  ///< what the gradients were scaled by
-  SkipCount skips;         ///< bad iterations in a row before this one
-  at::Tensor value;        ///< what the optimizer's step returned
-  std::vector<MissingGradient> missing;
+  ReadOnce<double> scale{.on_host = 1.};  ///< what the gradients were scaled by
+  SkipCount skips{0.};                    ///< bad iterations in a row before this one
+  at::Tensor value{};                     ///< what the optimizer's step returned
+  std::vector<MissingGradient> missing{};
   int64_t attempts = 1;  ///< evaluations of the first loss, for closures
 
   /// Makes later changes of the scale's state invisible.
@@ -499,15 +499,14 @@ class StepLedger {
                                      at::Tensor value, std::vector<MissingGradient> missing,
                                      int64_t attempts = 1) {
     state.stage = OptimizerState::Stage::stepped;
-    auto record = std::make_shared<StepRecord>();
-    record->found_inf = state.found_inf;
-    record->had_gradients = state.had_gradients;
-    record->scale = scale.scale_once();
-    record->skips = scale.skips();
+    auto record = std::make_shared<StepRecord>(StepRecord{.found_inf = state.found_inf,
+                                                          .had_gradients = state.had_gradients,
+                                                          .scale = scale.scale_once(),
+                                                          .skips = scale.skips(),
+                                                          .value = std::move(value),
+                                                          .missing = std::move(missing),
+                                                          .attempts = attempts});
     if (!scale.host()) records_.push_back(record);
-    record->value = std::move(value);
-    record->missing = std::move(missing);
-    record->attempts = attempts;
     return record;
   }
 
@@ -548,7 +547,5 @@ TORCHAMP_BODY void agree(OptimizerState& state, LossScale& scale, const LossWatc
 TORCHAMP_BODY void check_not_stepped(const OptimizerState& state);
 /// Has masters notice a step that LibTorch's own optimizers may hide: SGD writes through data().
 TORCHAMP_BODY void note_written(const torch::optim::Optimizer& optimizer);
-/// What a disabled scaler's step returns.
-TORCHAMP_BODY std::shared_ptr<StepRecord> unscaled_record(at::Tensor value);
 
 }  // namespace torchamp::detail
