@@ -376,12 +376,18 @@ class FlatStep {
   at::Tensor rate;                ///< of learning, 0-dim
 
   [[gnu::cold]] FlatStep(const StepList& list, const StepScalars& scalars, double learning_rate)
-      : params(flat(list.params)),
-        grads(flat(list.grads)),
-        rate(list.rate.defined() ? list.rate : at::full({}, learning_rate, params.options())),
+      : grads(flat(list.grads)),
+        rate(list.rate.defined() ? list.rate : at::full({}, learning_rate, grads.options())),
         list_(list),
         found_inf_(scalars.found_inf()) {
-    for (const auto& tensors : list.state) state.push_back(flat(tensors));
+    std::vector<at::Tensor> tensors = list.params;
+    for (const auto& kind : list.state) tensors.insert(tensors.end(), kind.begin(), kind.end());
+    const at::Tensor all = flat(tensors);
+    const int64_t size = grads.numel();
+    params = all.narrow(0, 0, size);
+    for (std::size_t k = 1; k <= list.state.size(); ++k) {
+      state.push_back(all.narrow(0, static_cast<int64_t>(k) * size, size));
+    }
     if (scalars.grad_scale()) grads.div_(*scalars.grad_scale());
   }
 
@@ -413,7 +419,7 @@ class FlatStep {
   [[gnu::cold]] void store(const std::vector<at::Tensor>& tensors, at::Tensor all) const {
     if (found_inf_) at::where_out(all, found_inf_->to(at::kBool), flat(tensors), all);
     std::vector<at::Tensor> pieces;
-    int64_t offset = 0;
+    int64_t offset = all.storage_offset();
     for (const at::Tensor& tensor : tensors) {
       pieces.push_back(all.as_strided(tensor.sizes(), tensor.strides(), offset));
       offset += tensor.numel();
@@ -549,7 +555,7 @@ struct SgdKernel
     if (o.momentum() != 0.) {
       at::Tensor gradient = step.grads;  // for the buffer
       if (asks_counter(o)) {
-        const at::Tensor& is_first = list.counter->numbers.select(0, 1);
+        const at::Tensor is_first = list.counter->numbers.select(0, 1).to(gradient.scalar_type());
         gradient = gradient.mul(is_first.mul(o.dampening()).add_(1. - o.dampening()));
       }
       const at::Tensor& buffer = step.state[0].mul_(o.momentum()).add_(gradient);

@@ -44,13 +44,16 @@ inline bool divides_apart(const StepList& list, const StepScalars& scalars, bool
          (list.dtype == at::kFloat || list.dtype == at::kDouble);
 }
 
-/// `kernel` for `piece`, whose tensors are flat; its gradients are divided in `buffer` before.
+/// `kernel` for `piece`, whose tensors are flat; its gradients are divided in `buffer` before. That
+/// has one number more, for the scale in their dtype, as to cast it would take memory.
 inline void step_divided(KernelStep kernel, StepList& piece, const StepScalars& scalars,
                          const at::Tensor& buffer) {
+  const at::Tensor scale = buffer.select(0, -1);
+  scale.copy_(*scalars.grad_scale());
   int64_t begin = 0;
   for (at::Tensor& gradient : piece.grads) {
     at::Tensor divided = buffer.narrow(0, begin, gradient.numel());
-    at::div_out(divided, gradient, *scalars.grad_scale());
+    at::div_out(divided, gradient, scale);
     begin += gradient.numel();
     gradient = std::move(divided);
   }
@@ -63,7 +66,7 @@ inline at::Tensor buffer_to_drop(PieceMemory& memory, const StepList& list,
   const auto is_large = [](const at::Tensor& param) { return param.numel() >= divided_at_once; };
   const bool divides = list.takes_parts && divides_apart(list, scalars, drops) &&
                        std::ranges::any_of(list.params, is_large);
-  return divides ? memory.get(list, divided_at_once) : at::Tensor();
+  return divides ? memory.get(list, divided_at_once + 1) : at::Tensor();
 }
 
 /// `kernel` for a list whose gradients are dropped after the step: leaves large ones scaled.

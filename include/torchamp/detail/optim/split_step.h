@@ -68,7 +68,7 @@ class SplitStep final : public StepMethod {
                     bool drops) const override {
     const int64_t elements = split_piece_elements(list);
     const bool divides = divides_apart(empty_piece(list), scalars, drops);
-    return memory.get({list.device, at::kFloat}, divides ? 2 * elements : elements);
+    return memory.get({list.device, at::kFloat}, divides ? 2 * elements + 1 : elements);
   }
 
   void step(KernelStep kernel, const StepList& list, const StepScalars& scalars) const override {
