@@ -165,7 +165,7 @@ struct MasterWeightsOptions {
 /// With `.main_gradients` backward() does the work of take_gradients(), one gradient at a time, and
 /// has its errors. (The program's own hook on a weight still sees the 16-bit gradient.)
 ///
-/// Reads no device. One thread at a time.
+/// Reads no device except in load() and keep(). One thread at a time.
 class MasterWeights final : public detail::MastersOfModel {
  public:
   /// Casts the parameters of `model`, in place. Errors, before anything is changed: a dtype other
@@ -225,7 +225,7 @@ class MasterWeights final : public detail::MastersOfModel {
   /// For torch::load(masters, path): fills masters and model, in place, from a file of save(), or
   /// of torch::save of such a model, in any dtype. All or nothing. Errors include a file with more
   /// weights than the model, and a buffer or frozen weight whose elements share memory. Until it
-  /// returns, a copy of the weights is on the host.
+  /// returns, a copy of the weights is on the host, for which it reads the device.
   inline void load(torch::serialize::InputArchive& archive) override;
 
   /// For TrainingCheckpoint: returns a function that restores the present weights from a copy on
