@@ -8,6 +8,7 @@
 #include <c10/util/Float8_e4m3fn.h>
 #include <c10/util/Float8_e5m2.h>
 
+#include <array>
 #include <cstdint>
 #include <cstring>
 
@@ -145,30 +146,25 @@ inline double largest_of(at::ScalarType format) {
   return format == at::kFloat8_e4m3fn ? 448. : 57344.;
 }
 
-/// The values of the 256 codes of `Format`.
-template <class Format, class Value>
-struct DecodeTable {
-  DecodeTable() {
-    for (unsigned code = 0; code < 256; ++code) {
-      const Format value(static_cast<std::uint8_t>(code), Format::from_bits());
-      values[code] = static_cast<Value>(static_cast<float>(value));
-    }
-  }
-  Value values[256];
-};
-
 /// The values of dense 8-bit codes on a CPU, in a dtype that represents all of them. LibTorch's own
 /// conversion of e4m3 takes ten times as long.
 template <class Format, class Value>
 at::Tensor decode_as(const at::Tensor& codes) {
-  static const DecodeTable<Format, Value> table;
+  static const auto table = [] {
+    std::array<Value, 256> of_codes;
+    for (unsigned code = 0; code < 256; ++code) {
+      const Format number(static_cast<std::uint8_t>(code), Format::from_bits());
+      of_codes[code] = static_cast<Value>(static_cast<float>(number));
+    }
+    return of_codes;
+  }();
   at::Tensor values =
       at::empty_like(codes, codes.options().dtype(c10::CppTypeToScalarType<Value>()));
   TORCH_INTERNAL_ASSERT(values.strides() == codes.strides(), "fp8 codes with gaps");
   const auto* const from = static_cast<const std::uint8_t*>(codes.const_data_ptr());
   auto* const to = static_cast<Value*>(values.mutable_data_ptr());
   at::parallel_for(0, codes.numel(), 1 << 15, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) to[i] = table.values[from[i]];
+    for (int64_t i = begin; i < end; ++i) to[i] = table[from[i]];
   });
   return values;
 }

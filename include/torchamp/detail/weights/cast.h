@@ -105,6 +105,7 @@ inline at::Tensor kept_cast(DerivedWeights& store, const at::Tensor& weight, at:
                             WeightKeep keep) {
   WeightCastNote note{.from = weight.scalar_type(), .to = dtype, .numel = weight.numel()};
   const auto cast = [&](const Tensors& reusable) {
+    const c10::InferenceMode counts_writes(false);
     const c10::NoGradGuard no_grad;
     if (reusable.empty()) return Tensors{weight.to(dtype)};
     note.in_place = true;
@@ -112,13 +113,8 @@ inline at::Tensor kept_cast(DerivedWeights& store, const at::Tensor& weight, at:
     reusable.front().copy_(weight);
     return reusable;
   };
-  const auto counted_cast = [&](const Tensors& reusable) {
-    if (!c10::InferenceMode::is_enabled()) return cast(reusable);
-    const c10::InferenceMode counts_writes(false);
-    return cast(reusable);
-  };
   const WeightForm form{WeightForm::Kind::cast, static_cast<std::uint32_t>(dtype)};
-  const Tensors made = store.get(weight, form, keep, counted_cast, &note.hit);
+  const Tensors made = store.get(weight, form, keep, cast, &note.hit);
   note.tell();
   const c10::TensorImpl* const values = made.front().unsafeGetTensorImpl();
   at::Tensor use(values->shallow_copy_and_detach(values->version_counter(),
