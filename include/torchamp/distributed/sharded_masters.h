@@ -15,7 +15,6 @@
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 #include <torch/optim/optimizer.h>
-#include <torch/serialize/archive.h>
 
 #include <cstdint>
 #include <memory>

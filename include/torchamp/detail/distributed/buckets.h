@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/TensorBase.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/Storage.h>
@@ -124,12 +123,11 @@ class BucketLayout {
   /// A hash of the layout.
   int64_t fingerprint() const {
     Fingerprint print;
-    const auto mix = [&print](int64_t number) { print.mix(number); };
     for (const BucketedWeight& weight : weights_) {
-      for (const int64_t number : weight.sizes) mix(number);
-      for (const int64_t number : weight.strides) mix(number);
-      mix(static_cast<int64_t>(weight.bucket));
-      mix(static_cast<int64_t>(buckets_[weight.bucket].dtype));
+      print.mix(weight.sizes);
+      print.mix(weight.strides);
+      print.mix(static_cast<int64_t>(weight.bucket));
+      print.mix(static_cast<int64_t>(buckets_[weight.bucket].dtype));
     }
     return print.value();
   }

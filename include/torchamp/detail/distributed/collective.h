@@ -122,6 +122,9 @@ inline std::vector<int64_t> gather_numbers(const char* call,
 class Fingerprint {
  public:
   void mix(int64_t number) { hash_ = (hash_ ^ static_cast<uint64_t>(number)) * 0x100000001b3U; }
+  void mix(at::IntArrayRef numbers) {
+    for (const int64_t number : numbers) mix(number);
+  }
   int64_t value() const { return static_cast<int64_t>(hash_); }
 
  private:

@@ -19,7 +19,6 @@
 
 #include "torchamp/detail/distributed/buckets.h"
 #include "torchamp/detail/distributed/collective.h"
-#include "torchamp/detail/masters/make_masters.h"
 #include "torchamp/detail/masters/master_meta.h"
 #include "torchamp/detail/masters/split_weight.h"
 #include "torchamp/detail/tensor_pairs.h"

@@ -6,7 +6,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/core/ScalarType.h>
-#include <c10/core/TensorImpl.h>
 #include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/nn/module.h>
@@ -26,7 +25,6 @@
 #include "torchamp/detail/distributed/buckets.h"
 #include "torchamp/detail/distributed/collective.h"
 #include "torchamp/detail/masters/make_masters.h"
-#include "torchamp/detail/masters/master_meta.h"
 #include "torchamp/detail/masters/split_weight.h"
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/tensor_pairs.h"

@@ -7,8 +7,6 @@
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
-
 #include "torchamp/detail/device_work.h"
 #include "torchamp/detail/distributed/collective.h"
 #include "torchamp/detail/distributed/reducer.h"
@@ -90,7 +88,7 @@ inline void ShardedMasterWeights::check_same_everywhere(const ProcessGroupPtr& g
   model.mix(layout.fingerprint());
   const auto mix = [&](const at::Tensor& tensor) {
     model.mix(static_cast<int64_t>(tensor.scalar_type()));
-    for (const int64_t size : tensor.sizes()) model.mix(size);
+    model.mix(tensor.sizes());
   };
   for (const Weight& weight : weights_) {
     mix(weight.parameter);

@@ -15,7 +15,6 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <cstddef>
 #include <cstdint>
 #include <mutex>
 #include <optional>

@@ -24,7 +24,6 @@
 #include "torchamp/detail/overlay/kernel.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/print.h"
-#include "torchamp/detail/tensors.h"
 #include "torchamp/detail/weights/derived.h"
 #include "torchamp/fp8_options.h"
 #include "torchamp/ops.h"

@@ -23,7 +23,6 @@
 #include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/gradients/unscale.h"
 #include "torchamp/detail/optim/state_tensors.h"
-#include "torchamp/detail/scaler/step_ledger.h"
 #include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {

@@ -22,7 +22,6 @@
 #include <vector>
 
 #include "torchamp/detail/observe/observer.h"
-#include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
 

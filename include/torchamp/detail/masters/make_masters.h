@@ -23,8 +23,6 @@
 #include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/masters/master_meta.h"
 #include "torchamp/detail/masters/split_weight.h"
-#include "torchamp/detail/optim/split_step.h"
-#include "torchamp/detail/tensor_pairs.h"
 #include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {

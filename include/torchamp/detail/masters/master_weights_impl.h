@@ -11,7 +11,7 @@
 #include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/io/archives.h"
 #include "torchamp/detail/kept_tensors.h"
-#include "torchamp/detail/scaler/step_ledger.h"
+#include "torchamp/detail/optim/split_step.h"
 #include "torchamp/master_weights.h"
 
 namespace TORCHAMP_NAMESPACE {

@@ -148,8 +148,8 @@ class DerivedWeights final : public KeptWeights {
 
   ~DerivedWeights() = default;
 
-  /// The result of `make` for the present weight: see Note [What is derived from weights]. `hit`:
-  /// whether it was stored.
+  /// The result of `make` for the present weight: see Note [What is derived from weights]. Sets
+  /// `hit` if it was stored.
   template <class Make>
   Tensors get(const at::Tensor& weight, WeightForm form, WeightKeep keep, const Make& make,
               bool* hit = nullptr) {
@@ -157,14 +157,35 @@ class DerivedWeights final : public KeptWeights {
         stream_is_captured(weight)) {
       return make(Tensors());
     }
-    Found found = find(weight, form, keep);
-    if (hit != nullptr) *hit = found.is_valid;
-    if (found.is_valid) return std::move(found.tensors);
+    Tensors reusable;
+    std::uint64_t times_told = 0;
+    {
+      const std::scoped_lock lock(mutex_);
+      if (const auto place = place_of(weight, form); place != entries_.end()) {
+        Entry& entry = place->second;
+        if (entry.holds(weight)) {
+          ++counts_.hits;
+          if (hit != nullptr) *hit = true;
+          if (keep.until >= entry.keep.until) entry.keep = keep;
+          entry.used = ++uses_;
+          return entry.tensors;
+        }
+        reusable = std::move(entry.tensors);
+        Entries emptied;
+        drop(place, emptied);
+      }
+      ++counts_.misses;
+      times_told = times_told_;
+    }
+    const auto is_unshared = [](const at::Tensor& tensor) {
+      return !tensor.defined() || (tensor.use_count() == 1 && tensor.storage().use_count() == 1);
+    };
+    if (!std::ranges::all_of(reusable, is_unshared)) reusable.clear();
     // From before: if another thread writes to the weight meanwhile, this does not hold.
     WeightStamp stamp(weight);
-    Tensors made = make(std::as_const(found.tensors));
-    found.tensors.clear();
-    add(weight, std::move(stamp), form, keep, made, found.times_told);
+    Tensors made = make(std::as_const(reusable));
+    reusable.clear();
+    add(weight, std::move(stamp), form, keep, made, times_told);
     return made;
   }
 
@@ -244,12 +265,6 @@ class DerivedWeights final : public KeptWeights {
   }
 
  private:
-  struct Found {
-    bool is_valid = false;
-    Tensors tensors{};  // if not valid: to write to, or none
-    std::uint64_t times_told = 0;
-  };
-
   struct Entry {
     Entry(const at::Tensor& weight, WeightStamp of, WeightForm as, WeightKeep keep_for,
           Tensors made)
@@ -302,32 +317,6 @@ class DerivedWeights final : public KeptWeights {
       if (entry->second.form == form && entry->second.stamp.is_of(weight)) return entry;
     }
     return entries_.end();
-  }
-
-  Found find(const at::Tensor& weight, WeightForm form, WeightKeep keep) {
-    Found found;
-    {
-      const std::scoped_lock lock(mutex_);
-      if (const auto place = place_of(weight, form); place != entries_.end()) {
-        Entry& entry = place->second;
-        if (entry.holds(weight)) {
-          ++counts_.hits;
-          if (keep.until >= entry.keep.until) entry.keep = keep;
-          entry.used = ++uses_;
-          return {true, entry.tensors};
-        }
-        found.tensors = std::move(entry.tensors);
-        Entries emptied;
-        drop(place, emptied);
-      }
-      ++counts_.misses;
-      found.times_told = times_told_;
-    }
-    const auto is_unshared = [](const at::Tensor& tensor) {
-      return !tensor.defined() || (tensor.use_count() == 1 && tensor.storage().use_count() == 1);
-    };
-    if (!std::ranges::all_of(found.tensors, is_unshared)) found.tensors.clear();
-    return found;
   }
 
   void add(const at::Tensor& weight, WeightStamp stamp, WeightForm form, WeightKeep keep,
