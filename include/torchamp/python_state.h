@@ -4,8 +4,12 @@
 /// @file
 /// @brief The scaler's state in files for Python.
 
+#include <ATen/core/Dict.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/jit_type.h>
 #include <c10/util/Exception.h>
 #include <caffe2/serialize/inline_container.h>
+#include <torch/csrc/jit/serialization/pickler.h>
 
 #include <cerrno>
 #include <cstddef>
@@ -97,28 +101,31 @@ GradScalerState load_python_state(const std::string& name, const Open& open,
   }
 }
 
-/// The dict of `state`, pickled.
-inline std::string python_pickle(const GradScalerState& state) {
-  PickleWriter pickle;
-  if (!state.empty()) {
-    pickle.entry("scale", state.scale);
-    pickle.entry("growth_factor", state.growth_factor);
-    pickle.entry("backoff_factor", state.backoff_factor);
-    pickle.entry("growth_interval", state.growth_interval);
-    pickle.entry("_growth_tracker", state.growth_tracker);
-  }
-  return std::move(pickle).finish();
+inline c10::impl::GenericDict python_dict(const GradScalerState& state) {
+  c10::impl::GenericDict dict(c10::StringType::get(), c10::AnyType::get());
+  if (state.empty()) return dict;
+  dict.insert("scale", state.scale);
+  dict.insert("growth_factor", state.growth_factor);
+  dict.insert("backoff_factor", state.backoff_factor);
+  dict.insert("growth_interval", state.growth_interval);
+  dict.insert("_growth_tracker", state.growth_tracker);
+  return dict;
 }
 
 /// What torch.save would write.
-inline std::string python_archive(const GradScalerState& state) {
-  const std::string dict = python_pickle(state);
-  std::string bytes;
+inline std::string python_archive(const c10::impl::GenericDict& dict) {
+  std::string pickle, bytes;
+  torch::jit::Pickler pickler(
+      [&](const char* data, std::size_t size) { pickle.append(data, size); }, nullptr, nullptr,
+      nullptr, nullptr, /*tag_aggregates=*/false);
+  pickler.protocol();
+  pickler.pushIValue(dict);
+  pickler.stop();
   caffe2::serialize::PyTorchStreamWriter archive([&](const void* data, std::size_t size) {
     bytes.append(static_cast<const char*>(data), size);
     return size;
   });
-  archive.writeRecord("data.pkl", dict.data(), dict.size());
+  archive.writeRecord("data.pkl", pickle.data(), pickle.size());
   archive.writeRecord("byteorder", "little", 6);
   archive.writeEndOfFile();
   return bytes;
@@ -157,7 +164,7 @@ inline GradScalerState load_python_state(const std::string& path,
 /// or without, and torch.amp.GradScaler.load_state_dict. An empty state gives an empty dict.
 /// c10::Error if the stream fails, also one whose failures are exceptions.
 inline void save_python_state(const GradScalerState& state, std::ostream& out) {
-  const std::string bytes = detail::python_archive(state);
+  const std::string bytes = detail::python_archive(detail::python_dict(state));
   std::string reason;
   errno = 0;
   try {
@@ -180,10 +187,8 @@ inline void save_python_state(const GradScalerState& state, std::ostream& out) {
 /// torch::save(scaler, path) writes another format, which holds more and which Python does not
 /// read.
 inline void save_python_state(const GradScalerState& state, const std::string& path) {
-  const std::string bytes = detail::python_archive(state);
-  detail::AtomicFile file(path, "torchamp::save_python_state");
-  file.write(bytes.data(), bytes.size());
-  file.commit();
+  detail::replace_file("torchamp::save_python_state", path,
+                       detail::python_archive(detail::python_dict(state)));
 }
 
 }  // namespace TORCHAMP_NAMESPACE

@@ -150,6 +150,7 @@ class TrainingCheckpoint {
 
   template <class T>
   void add_to(std::string name, T& object, bool is_local);
+  static void fill(Entry& entry, torch::optim::Optimizer& optimizer);
   void add_entry(Entry entry);
   void check_schedulers(const char* call) const;
   static void load_module(torch::nn::Module& module, torch::serialize::InputArchive& archive);
@@ -178,14 +179,7 @@ void TrainingCheckpoint::add_to(std::string name, T& object, bool is_local) {
   using torch::serialize::OutputArchive;
   Entry entry{.name = std::move(name), .save = {}, .load = {}, .is_local = is_local};
   if constexpr (std::derived_from<T, torch::optim::Optimizer>) {
-    entry.save = [&object](OutputArchive& archive) { detail::save_any_optimizer(object, archive); };
-    entry.load = [&object](InputArchive& archive, int64_t) {
-      detail::load_any_optimizer(object, archive);
-    };
-    entry.keep = [&object] { return detail::keep_optimizer(object); };
-    entry.hold = [&object] { return detail::hold_optimizer(object); };
-    entry.gather = [&object] { detail::gather_optimizer(object); };
-    entry.rates = [&object] { return detail::rates_of(object); };
+    fill(entry, object);
   } else if constexpr (requires(OutputArchive & out, InputArchive & in) {
                          object->save(out);
                          object->load(in);

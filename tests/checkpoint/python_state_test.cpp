@@ -93,6 +93,15 @@ Checkpoints recorded() {
 
 const GradScalerState kState{1024., 1.7, 0.3, 70000, 12345};
 
+/// In a file of save_python_state().
+std::string pickle_of(const GradScalerState& state) {
+  std::stringstream file;
+  save_python_state(state, file);
+  caffe2::serialize::PyTorchStreamReader archive(&file);
+  const auto [data, size] = archive.getRecord("data.pkl");
+  return {static_cast<const char*>(data.get()), size};
+}
+
 }  // namespace
 
 TEST(GradScalerFile, ReadsWhatPythonWrote) {
@@ -143,19 +152,9 @@ TEST(GradScalerFile, NamesTheEntriesWhereAKeyIsMissing) {
 }
 
 TEST(GradScalerFile, ShowsTheBeginningOfNamesThatAreLongOrMany) {
-  torchamp::detail::PickleWriter pickle;
-  for (int i = 0; i < 100; ++i) {
-    pickle.entry(std::to_string(i) + std::string(5000, 'x'), int64_t{i});
-  }
-  const std::string dict = std::move(pickle).finish();
-  std::ostringstream out;
-  caffe2::serialize::PyTorchStreamWriter archive([&](const void* data, std::size_t size) {
-    out.write(static_cast<const char*>(data), static_cast<std::streamsize>(size));
-    return size;
-  });
-  archive.writeRecord("data.pkl", dict.data(), dict.size());
-  archive.writeEndOfFile();
-  std::istringstream in(out.str());
+  c10::impl::GenericDict dict(c10::StringType::get(), c10::AnyType::get());
+  for (int i = 0; i < 100; ++i) dict.insert(std::to_string(i) + std::string(5000, 'x'), i);
+  std::istringstream in(torchamp::detail::python_archive(dict));
   try {
     (void)load_python_state(in, {"scaler"});
     ADD_FAILURE() << "loaded";
@@ -169,7 +168,7 @@ TEST(GradScalerFile, ShowsTheBeginningOfNamesThatAreLongOrMany) {
 
 TEST(GradScalerFile, WritesThePickleThatPythonReads) {
   std::ostringstream hex;
-  for (const char byte : torchamp::detail::python_pickle(kState)) {
+  for (const char byte : pickle_of(kState)) {
     hex << "0123456789abcdef"[(byte >> 4) & 15] << "0123456789abcdef"[byte & 15];
   }
   EXPECT_EQ(hex.str(), recorded().ours);
@@ -281,13 +280,13 @@ TEST(GradScalerFile, LeavesTheOldFileAndNothingElseWhereWritingFails) {
 }
 
 TEST(GradScalerFile, RefusesAWholeNumberThatADoubleDoesNotHold) {
-  torchamp::detail::PickleWriter writer;
-  writer.entry("scale", (int64_t{1} << 53) + 1);
-  writer.entry("growth_factor", int64_t{2});
-  writer.entry("backoff_factor", 0.5);
-  writer.entry("growth_interval", int64_t{1});
-  writer.entry("_growth_tracker", int64_t{0});
-  EXPECT_ERROR(torchamp::detail::python_state(std::move(writer).finish(), {}),
+  c10::impl::GenericDict dict(c10::StringType::get(), c10::AnyType::get());
+  dict.insert("scale", (int64_t{1} << 53) + 1);
+  dict.insert("growth_factor", 2);
+  dict.insert("backoff_factor", 0.5);
+  dict.insert("growth_interval", 1);
+  dict.insert("_growth_tracker", 0);
+  EXPECT_ERROR(read(torchamp::detail::python_archive(dict)),
                "the file[\"scale\"] is 9007199254740993, which a double does not hold.");
 }
 
@@ -411,7 +410,7 @@ TEST(GradScalerFile, SeesAFlipOfAnyBitButOfPadding) {
 }
 
 TEST(GradScalerFile, ReadsAFileWithoutCrcs) {
-  const std::string dict = torchamp::detail::python_pickle(kState);
+  const std::string dict = pickle_of(kState);
   std::string bytes;
   caffe2::serialize::PyTorchStreamWriter writer(
       [&](const void* data, std::size_t size) {

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "torchamp/detail/io/zip_check.h"
 
+#include <caffe2/serialize/in_memory_adapter.h>
 #include <gtest/gtest.h>
 
-#include <cstring>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -71,13 +72,7 @@ struct Zip {
 void check(const Zip& zip) {
   const std::string bytes = zip.bytes();
   torchamp::detail::ZipCheck::check(
-      bytes.size(),
-      [&](std::uint64_t offset, void* to, std::size_t size) {
-        std::memcpy(to, bytes.data() + offset, size);
-      },
-      [](const std::string&) -> std::uint32_t {
-        throw std::runtime_error("nothing is compressed");
-      });
+      std::make_shared<caffe2::serialize::MemoryReadAdapter>(bytes.data(), bytes.size()));
 }
 
 TEST(ZipCheck, AcceptsAFileAsItWasWritten) {

@@ -10,49 +10,6 @@
 
 namespace torchamp::detail {
 
-/// tables[n][b]: the effect of byte b on a CRC after n more bytes.
-using Crc32Tables = std::array<std::array<uint32_t, 256>, 8>;
-
-/// Not constexpr, which would cost each including file more than all else here.
-inline Crc32Tables crc32_tables() {
-  Crc32Tables tables{};
-  for (uint32_t byte = 0; byte < 256; ++byte) {
-    uint32_t crc = byte;
-    for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ ((crc & 1) != 0 ? 0xedb88320U : 0U);
-    tables[0][byte] = crc;
-  }
-  for (std::size_t more = 1; more < tables.size(); ++more) {
-    for (std::size_t byte = 0; byte < 256; ++byte) {
-      const uint32_t before = tables[more - 1][byte];
-      tables[more][byte] = before >> 8 ^ tables[0][before & 0xff];
-    }
-  }
-  return tables;
-}
-
-/// The CRC-32 of the zip format, incremental.
-class Crc32 {
- public:
-  void add(const void* data, std::size_t size) {
-    static const Crc32Tables tables = crc32_tables();
-    const auto* byte = static_cast<const unsigned char*>(data);
-    uint32_t crc = ~crc_;
-    for (; size >= 8; size -= 8, byte += 8) {
-      crc ^= uint32_t{byte[0]} | uint32_t{byte[1]} << 8 | uint32_t{byte[2]} << 16 |
-             uint32_t{byte[3]} << 24;
-      crc = tables[7][crc & 0xff] ^ tables[6][crc >> 8 & 0xff] ^ tables[5][crc >> 16 & 0xff] ^
-            tables[4][crc >> 24] ^ tables[3][byte[4]] ^ tables[2][byte[5]] ^ tables[1][byte[6]] ^
-            tables[0][byte[7]];
-    }
-    for (; size > 0; --size, ++byte) crc = crc >> 8 ^ tables[0][(crc ^ *byte) & 0xff];
-    crc_ = ~crc;
-  }
-  uint32_t value() const { return crc_; }
-
- private:
-  uint32_t crc_ = 0;
-};
-
 /// A 64-bit checksum for files of many gigabytes, as fast as they are read; incremental, in chunks
 /// of any size. No defence against an adversary.
 class Checksum {

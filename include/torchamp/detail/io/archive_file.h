@@ -2,7 +2,6 @@
 #pragma once
 
 #include <c10/core/Device.h>
-#include <c10/core/DeviceType.h>
 #include <c10/util/Exception.h>
 #include <caffe2/serialize/inline_container.h>
 #include <fcntl.h>
@@ -12,14 +11,12 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <charconv>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <exception>
 #include <filesystem>
 #include <istream>
-#include <limits>
 #include <memory>
 #include <optional>
 #include <random>
@@ -187,6 +184,13 @@ class AtomicFile {
   bool committed_ = false;
 };
 
+/// Replaces a file by these bytes, as a whole or not at all. `call` begins error messages.
+inline void replace_file(const char* call, const std::string& path, std::string_view bytes) {
+  AtomicFile file(path, call);
+  file.write(bytes.data(), bytes.size());
+  file.commit();
+}
+
 // LibTorch reads archives through these, partly from C: they return too little instead of throwing.
 
 /// An open file: the same file at each read, even if its name is replaced.
@@ -247,12 +251,6 @@ class StreamReader final : public caffe2::serialize::ReadAdapterInterface {
   std::size_t size_ = 0;
 };
 
-using ArchiveBytes = std::shared_ptr<caffe2::serialize::ReadAdapterInterface>;
-
-inline void read_all(const ArchiveBytes& from, uint64_t position, void* to, std::size_t size) {
-  TORCH_CHECK(from->read(position, to, size) == size, "it cannot be read to its end.");
-}
-
 // Note [Sealed archives]
 // A zip file may end with a comment, whose length is in the two bytes before it. The comment of a
 // sealed archive is "torchamp-checksum:" and the checksum of all bytes before, in 16 hexadecimal
@@ -307,45 +305,17 @@ class SealedWriter {
 };
 
 inline bool is_sealed(const ArchiveBytes& archive) {
-  if (archive->size() < seal_size) return false;
-  std::string seal(seal_name.size(), '\0');
-  read_all(archive, archive->size() - seal_size, seal.data(), seal.size());
-  return seal == seal_name;
-}
-
-inline void check_seal(const ArchiveBytes& archive) {
-  Checksum sum;
-  const uint64_t end = archive->size() - 16;
-  std::string buffer(std::min<uint64_t>(end, uint64_t{1} << 20), '\0');
-  for (uint64_t done = 0; done < end;) {
-    const auto count = std::min<uint64_t>(end - done, buffer.size());
-    read_all(archive, done, buffer.data(), count);
-    sum.add(buffer.data(), count);
-    done += count;
-  }
-  std::string written(16, '\0');
-  read_all(archive, end, written.data(), written.size());
-  TORCH_CHECK(written == hexadecimal(sum.value()),
-              "it is damaged: its bytes are not those that were written.");
+  const std::size_t size = archive->size();
+  return size >= seal_size && read_bytes(archive, size - seal_size, seal_name.size()) == seal_name;
 }
 
 /// Throws if a LibTorch archive was altered: by its seal, or without one by the CRCs of the format,
 /// see Note [Damaged zip files]. Reads all of it.
 inline void check_archive(const ArchiveBytes& archive) {
-  if (is_sealed(archive)) return check_seal(archive);
-  std::unique_ptr<caffe2::serialize::PyTorchStreamReader> reader;
-  const ZipCheck::Inflate inflate = [&](const std::string& name) {
-    if (!reader) reader = std::make_unique<caffe2::serialize::PyTorchStreamReader>(archive);
-    // LibTorch's names omit the folder of all records.
-    const auto [data, size] = reader->getRecord(name.substr(name.find('/') + 1));
-    Crc32 crc;
-    crc.add(data.get(), size);
-    return crc.value();
-  };
-  ZipCheck::check(
-      archive->size(),
-      [&](uint64_t position, void* to, std::size_t size) { read_all(archive, position, to, size); },
-      inflate);
+  if (!is_sealed(archive)) return ZipCheck::check(archive);
+  const uint64_t end = archive->size() - 16;
+  TORCH_CHECK(read_bytes(archive, end, 16) == hexadecimal(sum_of<Checksum>(archive, 0, end)),
+              "it is damaged: its bytes are not those that were written.");
 }
 
 // Note [Devices in archives]
@@ -356,19 +326,12 @@ inline void check_archive(const ArchiveBytes& archive) {
 
 /// Whether a text names a device with an index that this process lacks.
 inline bool is_missing_device(std::string_view text) {
-  const std::size_t colon = text.find(':');
-  if (colon == std::string_view::npos) return false;
-  for (int type = 0; type < c10::COMPILE_TIME_MAX_DEVICE_TYPES; ++type) {
-    const auto device = static_cast<c10::DeviceType>(type);
-    if (text.substr(0, colon) != c10::DeviceTypeName(device, /*lower_case=*/true)) continue;
-    int index = 0;
-    const auto [stop, error] =
-        std::from_chars(text.data() + colon + 1, text.data() + text.size(), index);
-    if (error != std::errc() || stop != text.data() + text.size()) return false;
-    return index > std::numeric_limits<c10::DeviceIndex>::max() || index < 0 ||
-           !device_is_here({device, static_cast<c10::DeviceIndex>(index)});
+  if (text.find(':') == std::string_view::npos) return false;
+  try {
+    return !device_is_here(at::Device(std::string(text)));
+  } catch (const c10::Error&) {
+    return false;  // another text
   }
-  return false;
 }
 
 /// The device for loading an archive's tensors: unset for their saved ones, the CPU if one of these

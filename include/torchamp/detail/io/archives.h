@@ -81,16 +81,27 @@ void read_module(const torch::nn::Module& module, torch::serialize::InputArchive
   }
 }
 
+inline at::Tensor bytes_of(torch::serialize::OutputArchive& archive) {
+  std::ostringstream stream;
+  archive.save_to(stream);
+  const std::string text = std::move(stream).str();
+  at::Tensor bytes = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
+  std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
+  return bytes;
+}
+
+inline torch::serialize::InputArchive archive_of(const at::Tensor& bytes,
+                                                 std::optional<at::Device> device = {}) {
+  torch::serialize::InputArchive archive;
+  archive.load_from(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes(), device);
+  return archive;
+}
+
 /// The keys at the top of what module.save() writes.
 inline std::set<std::string> keys_that_saving_writes(const torch::nn::Module& module) {
   torch::serialize::OutputArchive written;
   module.save(written);
-  std::ostringstream bytes;
-  written.save_to(bytes);
-  const std::string text = std::move(bytes).str();
-  torch::serialize::InputArchive archive;
-  archive.load_from(text.data(), text.size());
-  const std::vector<std::string> keys = archive.keys();
+  const std::vector<std::string> keys = archive_of(bytes_of(written)).keys();
   return {keys.begin(), keys.end()};
 }
 
@@ -172,22 +183,6 @@ inline void save_lbfgs(torch::optim::LBFGS& optimizer, torch::serialize::OutputA
     for (std::size_t i = 0; i < keys.size(); ++i) states[keys[i]] = std::move(kept[i]);
   });
   optimizer.save(archive);
-}
-
-inline at::Tensor bytes_of(torch::serialize::OutputArchive& archive) {
-  std::ostringstream stream;
-  archive.save_to(stream);
-  const std::string text = std::move(stream).str();
-  at::Tensor bytes = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
-  std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
-  return bytes;
-}
-
-inline torch::serialize::InputArchive archive_of(const at::Tensor& bytes,
-                                                 std::optional<at::Device> device = {}) {
-  torch::serialize::InputArchive archive;
-  archive.load_from(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes(), device);
-  return archive;
 }
 
 inline void save_optimizer(torch::optim::Optimizer& optimizer,
@@ -338,35 +333,6 @@ inline std::function<void()> hold_optimizer(torch::optim::Optimizer& optimizer) 
     for (std::size_t g = 0; g < options.size(); ++g) {
       optimizer.param_groups()[g].set_options(options[g]->clone());
     }
-  };
-}
-
-// What a TrainingCheckpoint does with optimizers, sharded ones too, and with schedulers.
-
-inline void save_any_optimizer(torch::optim::Optimizer& optimizer,
-                               torch::serialize::OutputArchive& archive) {
-  const auto shards = stored_shards_of(optimizer, "TrainingCheckpoint::save");
-  shards ? shards->save(optimizer, archive) : save_optimizer(optimizer, archive);
-}
-
-inline void load_any_optimizer(torch::optim::Optimizer& optimizer,
-                               torch::serialize::InputArchive& archive) {
-  const auto shards = stored_shards_of(optimizer, "TrainingCheckpoint::load");
-  shards ? shards->load(optimizer, archive) : load_optimizer(optimizer, archive);
-}
-
-inline void gather_optimizer(torch::optim::Optimizer& optimizer) {
-  const auto shards = stored_shards_of(optimizer, "TrainingCheckpoint::save");
-  if (shards) shards->gather(optimizer);
-}
-
-inline std::function<void()> keep_optimizer(torch::optim::Optimizer& optimizer) {
-  if (!shards_of(optimizer, "TrainingCheckpoint::load")) return {};
-  torch::serialize::OutputArchive own;
-  save_optimizer(optimizer, own);
-  return [&optimizer, bytes = bytes_of(own)] {
-    auto before = archive_of(bytes);
-    load_optimizer(optimizer, before);
   };
 }
 

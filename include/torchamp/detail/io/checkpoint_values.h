@@ -116,9 +116,8 @@ T floating_point_of(const c10::IValue& value) {
   return narrow;
 }
 
-/// Returns a function that loads the value; until it is called nothing changes. Throws for a value
-/// that `to` cannot represent; a float may be rounded. A tensor with a shape is filled in place, on
-/// its own device.
+/// Throws for a value that `to` cannot represent; a float may be rounded. A tensor with a shape is
+/// filled in place, on its own device.
 template <class T>
 void from_ivalue(const c10::IValue& value, T& to, int64_t version) {
   if constexpr (std::is_same_v<T, at::Tensor>) {

@@ -6,20 +6,19 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <string>
 #include <string_view>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
-#include "torchamp/version.h"
+#include "torchamp/detail/io/zip_check.h"
 
 namespace torchamp::detail {
 
 // Note [Reading a pickle]
 //
 // A Python checkpoint is a program for a small stack machine. Of its results, only dicts with text
-// keys, numbers, booleans and None matter here. All else (tensors, lists, objects of any class)
+// keys and numbers matter here. All else (tensors, lists, objects of any class)
 // becomes one opaque value: nothing is imported, called or loaded. Values are in a table and refer
 // to each other by index, so neither cycles nor deep nesting in a hostile file do harm; there is at
 // most one value per byte.
@@ -27,7 +26,7 @@ namespace torchamp::detail {
 /// Protocols 2 to 5, as torch.save writes them. Throws c10::Error for anything else.
 class PickleReader {
  public:
-  enum class Kind : uint8_t { opaque, none, boolean, integer, number, text, dict, mark, dict_type };
+  enum class Kind : uint8_t { opaque, integer, number, text, dict, mark, dict_type };
   using Index = std::size_t;
   struct Value {
     Kind kind = Kind::opaque;
@@ -44,7 +43,6 @@ class PickleReader {
   }
 
   const Value& root() const { return values_[root_]; }
-  const Value& operator[](Index index) const { return values_[index]; }
 
   /// The entry of a dict; null if it has none.
   const Value* find(const Value& dict, std::string_view key) const {
@@ -66,14 +64,7 @@ class PickleReader {
     position_ += count;
     return part;
   }
-  uint64_t unsigned_of(std::size_t width) {
-    const std::string_view part = take(width);
-    uint64_t value = 0;
-    for (std::size_t i = 0; i < width; ++i) {
-      value |= uint64_t{static_cast<uint8_t>(part[i])} << (8 * i);
-    }
-    return value;
-  }
+  uint64_t unsigned_of(std::size_t width) { return little_endian(take(width)); }
   std::string_view line() {
     const std::size_t end = bytes_.find('\n', position_);
     if (end == std::string_view::npos) fail("a name does not end");
@@ -86,7 +77,6 @@ class PickleReader {
     stack_.push_back(values_.size());
     values_.push_back(std::move(value));
   }
-  void push_opaque() { push({}); }
   void push_text(uint64_t length) { push({.kind = Kind::text, .text = take(length)}); }
   void push_class(std::string_view module, std::string_view name) {
     const bool makes_dicts = module == "collections" && name == "OrderedDict";
@@ -95,10 +85,10 @@ class PickleReader {
   void push_integer(int64_t value) { push({.kind = Kind::integer, .integer = value}); }
   void push_long(uint64_t length) {
     const std::string_view part = take(length);
-    if (length > 8) return push_opaque();
-    uint64_t value = length > 0 && static_cast<int8_t>(part.back()) < 0 ? ~uint64_t{0} : 0;
-    for (std::size_t i = part.size(); i-- > 0;) value = value << 8 | static_cast<uint8_t>(part[i]);
-    push_integer(static_cast<int64_t>(value));
+    if (length > 8) return push({});
+    const bool is_negative = length > 0 && static_cast<int8_t>(part.back()) < 0;
+    const uint64_t sign = is_negative && length < 8 ? ~uint64_t{0} << 8 * length : 0;
+    push_integer(static_cast<int64_t>(little_endian(part) | sign));
   }
   Index pop() {
     if (stack_.empty()) fail("its stack runs empty");
@@ -128,10 +118,6 @@ class PickleReader {
       if (key.kind == Kind::text) dict.entries.emplace_back(key.text, items[i + 1]);
     }
   }
-  void replace(int count) {
-    for (int i = 0; i < count; ++i) pop();
-    push_opaque();
-  }
   void remember(uint64_t key) {
     top();
     memo_[key] = stack_.back();
@@ -145,6 +131,40 @@ class PickleReader {
     pop();
     const bool makes_dict = values_[pop()].kind == Kind::dict_type;
     push({.kind = makes_dict ? Kind::dict : Kind::opaque});
+  }
+
+  /// Opcodes whose values do not matter.
+  struct Opaque {
+    std::string_view ops;
+    std::size_t width;  // of the length of the data that follow; 0: none follow
+    int pops;           // so many values; -1: all above the last mark
+    bool changes_top;   // of what is left, instead of pushing a value
+  };
+  static constexpr Opaque opaque_ops[]{
+      {"UC", 1, 0, false},         // SHORT_BINSTRING, SHORT_BINBYTES
+      {"TB", 4, 0, false},         // BINSTRING, BINBYTES
+      {"\x8e\x96", 8, 0, false},   // BINBYTES8, BYTEARRAY8
+      {"N\x88\x89", 0, 0, false},  // NONE, NEWTRUE, NEWFALSE
+      {"])\x8f", 0, 0, false},     // EMPTY_LIST, EMPTY_TUPLE, EMPTY_SET
+      {"tl\x91", 0, -1, false},    // TUPLE, LIST, FROZENSET
+      {"\x85Q", 0, 1, false},      // TUPLE1, BINPERSID: a tensor's storage
+      {"\x86", 0, 2, false},       // TUPLE2
+      {"\x87\x92", 0, 3, false},   // TUPLE3, NEWOBJ_EX
+      {"ab", 0, 1, true},          // APPEND, BUILD
+      {"e\x90", 0, -1, true},      // APPENDS, ADDITEMS
+  };
+
+  void run_opaque(char op) {
+    for (const auto& [ops, width, pops, changes_top] : opaque_ops) {
+      if (ops.find(op) == std::string_view::npos) continue;
+      if (width > 0) take(unsigned_of(width));
+      for (int i = 0; i < pops; ++i) pop();
+      if (pops < 0) pop_to_mark();
+      if (!changes_top) return push({});
+      top();
+      return;
+    }
+    fail("it holds what torch.save does not write");
   }
 
   void run(uint8_t op) {
@@ -170,11 +190,6 @@ class PickleReader {
         top();
         stack_.push_back(stack_.back());
         return;
-      case 'N':
-        return push({.kind = Kind::none});
-      case 0x88:
-      case 0x89:
-        return push({.kind = Kind::boolean, .integer = op == 0x88});
       case 'K':
         return push_integer(static_cast<int64_t>(unsigned_of(1)));
       case 'M':
@@ -196,18 +211,6 @@ class PickleReader {
         return push_text(unsigned_of(1));
       case 0x8d:  // BINUNICODE8
         return push_text(unsigned_of(8));
-      case 'U':
-      case 'C':
-        take(unsigned_of(1));
-        return push_opaque();
-      case 'T':
-      case 'B':
-        take(unsigned_of(4));
-        return push_opaque();
-      case 0x8e:  // BINBYTES8
-      case 0x96:  // BYTEARRAY8
-        take(unsigned_of(8));
-        return push_opaque();
       case '}':
         return push({.kind = Kind::dict});
       case 'd': {
@@ -222,30 +225,6 @@ class PickleReader {
       }
       case 'u':
         return set_items(pop_to_mark());
-      case ']':
-      case ')':
-      case 0x8f:  // EMPTY_SET
-        return push_opaque();
-      case 't':
-      case 'l':
-      case 0x91:  // FROZENSET
-        pop_to_mark();
-        return push_opaque();
-      case 0x85:
-        return replace(1);
-      case 0x86:
-        return replace(2);
-      case 0x87:
-        return replace(3);
-      case 'a':
-        pop();
-        top();
-        return;
-      case 'e':
-      case 0x90:  // ADDITEMS
-        pop_to_mark();
-        top();
-        return;
       case 'q':
         return remember(unsigned_of(1));
       case 'r':
@@ -268,16 +247,8 @@ class PickleReader {
       case 'R':
       case 0x81:  // NEWOBJ
         return call();
-      case 0x92:  // NEWOBJ_EX
-        return replace(3);
-      case 'b':  // BUILD
-        pop();
-        top();
-        return;
-      case 'Q':  // BINPERSID: a tensor's storage
-        return replace(1);
       default:
-        fail("it holds what torch.save does not write");
+        return run_opaque(static_cast<char>(op));
     }
   }
 
@@ -288,37 +259,6 @@ class PickleReader {
   std::vector<Index> stack_;
   std::unordered_map<uint64_t, Index> memo_;
   Index root_ = 0;
-};
-
-/// Writes a dict of numbers, protocol 2.
-class PickleWriter {
- public:
-  PickleWriter() : bytes_("\x80\x02}(", 4) {}
-
-  void entry(std::string_view key, double value) {
-    text(key);
-    bytes_ += 'G';
-    const auto bits = std::bit_cast<uint64_t>(value);
-    for (int shift = 56; shift >= 0; shift -= 8) bytes_ += static_cast<char>(bits >> shift & 0xff);
-  }
-  void entry(std::string_view key, int64_t value) {
-    text(key);
-    bytes_ += "\x8a\x08";
-    little_endian(static_cast<uint64_t>(value), 8);
-  }
-  std::string finish() && { return std::move(bytes_ += "u."); }
-
- private:
-  void text(std::string_view key) {
-    bytes_ += 'X';
-    little_endian(key.size(), 4);
-    bytes_ += key;
-  }
-  void little_endian(uint64_t value, int width) {
-    for (int i = 0; i < width; ++i) bytes_ += static_cast<char>(value >> (8 * i) & 0xff);
-  }
-
-  std::string bytes_;
 };
 
 }  // namespace torchamp::detail

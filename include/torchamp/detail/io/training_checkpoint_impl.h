@@ -62,6 +62,35 @@ inline void TrainingCheckpoint::check_schedulers(const char* call) const {
   }
 }
 
+/// For an optimizer, a sharded one too.
+inline void TrainingCheckpoint::fill(Entry& entry, torch::optim::Optimizer& optimizer) {
+  static constexpr const char *save = "TrainingCheckpoint::save",
+                              *load = "TrainingCheckpoint::load";
+  entry.save = [&optimizer](torch::serialize::OutputArchive& archive) {
+    const auto shards = detail::stored_shards_of(optimizer, save);
+    shards ? shards->save(optimizer, archive) : detail::save_optimizer(optimizer, archive);
+  };
+  entry.load = [&optimizer](torch::serialize::InputArchive& archive, int64_t) {
+    const auto shards = detail::stored_shards_of(optimizer, load);
+    shards ? shards->load(optimizer, archive) : detail::load_optimizer(optimizer, archive);
+  };
+  entry.gather = [&optimizer] {
+    const auto shards = detail::stored_shards_of(optimizer, save);
+    if (shards) shards->gather(optimizer);
+  };
+  entry.keep = [&optimizer]() -> std::function<void()> {
+    if (!detail::shards_of(optimizer, load)) return {};
+    torch::serialize::OutputArchive own;
+    detail::save_optimizer(optimizer, own);
+    return [&optimizer, bytes = detail::bytes_of(own)] {
+      auto before = detail::archive_of(bytes);
+      detail::load_optimizer(optimizer, before);
+    };
+  };
+  entry.hold = [&optimizer] { return detail::hold_optimizer(optimizer); };
+  entry.rates = [&optimizer] { return detail::rates_of(optimizer); };
+}
+
 inline void TrainingCheckpoint::add_entry(Entry entry) {
   TORCH_CHECK_VALUE(
       entry.name.find_first_of("\"\\\n") == std::string::npos,

@@ -2,20 +2,99 @@
 #pragma once
 
 #include <c10/util/Exception.h>
+#include <caffe2/serialize/inline_container.h>
+#include <caffe2/serialize/read_adapter_interface.h>
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
-#include <functional>
+#include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
-#include "torchamp/detail/checksum.h"
 #include "torchamp/detail/text.h"
 
 namespace torchamp::detail {
+
+/// The integer of these bytes, at most 8, the lowest first.
+inline uint64_t little_endian(std::string_view bytes) {
+  uint64_t value = 0;
+  for (std::size_t i = 0; i < bytes.size(); ++i) {
+    value |= uint64_t{static_cast<unsigned char>(bytes[i])} << 8 * i;
+  }
+  return value;
+}
+
+/// tables[n][b]: the effect of byte b on a CRC after n more bytes.
+using Crc32Tables = std::array<std::array<uint32_t, 256>, 8>;
+
+/// Not constexpr, which would cost each including file more than all else here.
+inline Crc32Tables crc32_tables() {
+  Crc32Tables tables{};
+  for (uint32_t byte = 0; byte < 256; ++byte) {
+    uint32_t crc = byte;
+    for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ ((crc & 1) != 0 ? 0xedb88320U : 0U);
+    tables[0][byte] = crc;
+  }
+  for (std::size_t more = 1; more < tables.size(); ++more) {
+    for (std::size_t byte = 0; byte < 256; ++byte) {
+      const uint32_t before = tables[more - 1][byte];
+      tables[more][byte] = before >> 8 ^ tables[0][before & 0xff];
+    }
+  }
+  return tables;
+}
+
+/// The CRC-32 of the zip format, incremental.
+class Crc32 {
+ public:
+  void add(const void* data, std::size_t size) {
+    static const Crc32Tables tables = crc32_tables();
+    const auto* byte = static_cast<const unsigned char*>(data);
+    uint32_t crc = ~crc_;
+    for (; size >= 8; size -= 8, byte += 8) {
+      crc ^= uint32_t{byte[0]} | uint32_t{byte[1]} << 8 | uint32_t{byte[2]} << 16 |
+             uint32_t{byte[3]} << 24;
+      crc = tables[7][crc & 0xff] ^ tables[6][crc >> 8 & 0xff] ^ tables[5][crc >> 16 & 0xff] ^
+            tables[4][crc >> 24] ^ tables[3][byte[4]] ^ tables[2][byte[5]] ^ tables[1][byte[6]] ^
+            tables[0][byte[7]];
+    }
+    for (; size > 0; --size, ++byte) crc = crc >> 8 ^ tables[0][(crc ^ *byte) & 0xff];
+    crc_ = ~crc;
+  }
+  uint32_t value() const { return crc_; }
+
+ private:
+  uint32_t crc_ = 0;
+};
+
+using ArchiveBytes = std::shared_ptr<caffe2::serialize::ReadAdapterInterface>;
+
+/// Into the memory of `part`, if it is given.
+inline std::string read_bytes(const ArchiveBytes& from, uint64_t offset, uint64_t size,
+                              std::string part = {}) {
+  part.resize(size);
+  TORCH_CHECK(from->read(offset, part.data(), part.size()) == size,
+              "it cannot be read to its end.");
+  return part;
+}
+
+/// The sum (a Crc32, say) of the bytes from `begin` up to `end`.
+template <class Sum>
+auto sum_of(const ArchiveBytes& archive, uint64_t begin, uint64_t end) {
+  Sum sum;
+  std::string part;
+  for (; begin < end; begin += part.size()) {
+    part = read_bytes(archive, begin, std::min(end - begin, uint64_t{1} << 20), std::move(part));
+    sum.add(part.data(), part.size());
+  }
+  return sum.value();
+}
 
 // Note [Damaged zip files]
 // LibTorch's archives are zip files, but its reader ignores the CRCs of the records, so damage
@@ -28,28 +107,24 @@ namespace torchamp::detail {
 
 class ZipCheck {
  public:
-  /// Fills `to` with `size` bytes from `offset`, or throws.
-  using Read = std::function<void(uint64_t offset, void* to, std::size_t size)>;
-  /// The CRC of a compressed record, uncompressed.
-  using Inflate = std::function<uint32_t(const std::string& name)>;
-
-  /// Throws c10::Error unless the `size` bytes are an unaltered zip file.
-  static void check(uint64_t size, const Read& read, const Inflate& inflate) {
-    ZipCheck zip(size, read);
+  /// Throws c10::Error unless the bytes are an unaltered zip file.
+  static void check(const ArchiveBytes& archive) {
+    ZipCheck zip(archive);
     zip.read_end();
     zip.read_directory();
     zip.check_headers();
-    zip.check_records(inflate);
+    zip.check_records();
   }
 
  private:
   struct Record {
     std::string name;
-    uint16_t made_by, needed, flags, method;
-    uint32_t time, crc;
+    std::string common;  // with the header: version, flags, method, time
+    uint16_t made_by, flags, method;
+    uint32_t crc;
     uint64_t packed, size, header;
     uint64_t data = 0;
-    uint64_t attributes;
+    std::string attributes;
   };
 
   static constexpr uint32_t end_mark = 0x06054b50, wide_end_mark = 0x06064b50,
@@ -58,7 +133,7 @@ class ZipCheck {
   static constexpr uint32_t wide = 0xffffffff;  // the number is elsewhere, with 64 bits
   static constexpr uint16_t has_descriptor = 8;
 
-  ZipCheck(uint64_t size, const Read& read) : size_(size), read_(read) {}
+  explicit ZipCheck(const ArchiveBytes& archive) : archive_(archive), size_(archive->size()) {}
 
   static void expect(bool right, const char* what) {
     TORCH_CHECK(right, "it is damaged: ", what, '.');
@@ -66,18 +141,12 @@ class ZipCheck {
 
   std::string bytes(uint64_t offset, uint64_t size) const {
     expect(offset <= size_ && size <= size_ - offset, "it ends too early");
-    std::string part(size, '\0');
-    read_(offset, part.data(), part.size());
-    return part;
+    return read_bytes(archive_, offset, size);
   }
 
   static uint64_t number(std::string_view from, std::size_t at, std::size_t width) {
     expect(at + width <= from.size(), "a field is cut off");
-    uint64_t value = 0;
-    for (std::size_t i = 0; i < width; ++i) {
-      value |= uint64_t{static_cast<unsigned char>(from[at + i])} << 8 * i;
-    }
-    return value;
+    return little_endian(from.substr(at, width));
   }
   static uint16_t two(std::string_view from, std::size_t at) {
     return static_cast<uint16_t>(number(from, at, 2));
@@ -89,8 +158,8 @@ class ZipCheck {
   /// Finds the directory by the last part of the file.
   void read_end() {
     constexpr uint64_t length = 22, locator_length = 20, wide_length = 56;
-    const std::string tail = bytes(size_ - std::min<uint64_t>(size_, length + 0xffff),
-                                   std::min<uint64_t>(size_, length + 0xffff));
+    const uint64_t most = std::min<uint64_t>(size_, length + 0xffff);
+    const std::string tail = bytes(size_ - most, most);
     std::size_t at = tail.size();
     for (std::size_t comment = 0; comment + length <= tail.size(); ++comment) {
       const std::size_t here = tail.size() - length - comment;
@@ -143,16 +212,15 @@ class ZipCheck {
                  length + name + extra + comment <= rest.size(),
              "its directory");
       Record record{.name = std::string(rest.substr(length, name)),
+                    .common = std::string(rest.substr(6, 10)),
                     .made_by = two(rest, 4),
-                    .needed = two(rest, 6),
                     .flags = two(rest, 8),
                     .method = two(rest, 10),
-                    .time = four(rest, 12),
                     .crc = four(rest, 16),
                     .packed = four(rest, 20),
                     .size = four(rest, 24),
                     .header = four(rest, 42),
-                    .attributes = number(rest, 36, 6)};
+                    .attributes = std::string(rest.substr(36, 6))};
       widen(record, rest.substr(length + name, extra));
       at += length + name + extra + comment;
       // Fields without a meaning here are equal in all records of LibTorch's.
@@ -201,9 +269,8 @@ class ZipCheck {
           four(header, 14) == record.crc && agrees(18, record.packed) && agrees(22, record.size);
       const bool left_to_descriptor =
           described && four(header, 14) == 0 && number(header, 18, 8) == 0;
-      expect(four(header, 0) == header_mark && two(header, 4) == record.needed &&
-                 two(header, 6) == record.flags && two(header, 8) == record.method &&
-                 four(header, 10) == record.time && (repeats || left_to_descriptor) &&
+      expect(four(header, 0) == header_mark && header.compare(4, 10, record.common) == 0 &&
+                 (repeats || left_to_descriptor) &&
                  bytes(record.header + length, name) == record.name,
              "the header of a record");
       if (record.made_by == 0) check_extra(bytes(record.header + length + name, extra));
@@ -245,38 +312,34 @@ class ZipCheck {
            "the end of a record");
   }
 
-  void check_records(const Inflate& inflate) const {
+  void check_records() const {
     const bool without_crc =
         std::ranges::all_of(all_, [](const Record& record) { return record.crc == 0; });
     if (without_crc) return;
+    std::optional<caffe2::serialize::PyTorchStreamReader> inflating;
+    const auto crc_of = [&](const Record& record) {
+      if (record.method == 0) {
+        return sum_of<Crc32>(archive_, record.data, record.data + record.size);
+      }
+      if (!inflating) inflating.emplace(archive_);
+      // LibTorch's names omit the folder of all records.
+      const auto [data, size] = inflating->getRecord(record.name.substr(record.name.find('/') + 1));
+      Crc32 crc;
+      crc.add(data.get(), size);
+      return crc.value();
+    };
     for (const Record& record : all_) {
       bool right = false;
-      if (record.method == 0) {
+      try {
         right = crc_of(record) == record.crc;
-      } else {
-        try {
-          right = inflate(record.name) == record.crc;
-        } catch (const std::exception&) {  // right is false
-        }
+      } catch (const std::exception&) {  // right is false
       }
       TORCH_CHECK(right, "it is damaged: '", shorten(record.name), "' in it is not as written.");
     }
   }
 
-  uint32_t crc_of(const Record& record) const {
-    Crc32 crc;
-    std::string buffer(std::min<uint64_t>(record.size, uint64_t{1} << 20), '\0');
-    for (uint64_t done = 0; done < record.size;) {
-      const auto count = std::min<uint64_t>(record.size - done, buffer.size());
-      read_(record.data + done, buffer.data(), count);
-      crc.add(buffer.data(), count);
-      done += count;
-    }
-    return crc.value();
-  }
-
+  const ArchiveBytes& archive_;
   uint64_t size_;
-  const Read& read_;
   uint64_t records_ = 0, directory_ = 0, directory_size_ = 0;
   std::vector<Record> all_;
 };
