@@ -5,12 +5,9 @@
 /// @brief Files that hold a policy and the policies of a model's modules.
 
 #include <c10/util/Exception.h>
-#include <c10/util/StringUtil.h>
 #include <torch/nn/module.h>
 
-#include <set>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "torchamp/detail/policy/parse.h"
@@ -55,26 +52,12 @@ struct LoadedPolicies {
 /// Errors name the file, the line (or module) and the reason.
 inline LoadedPolicies load_policies(const std::string& path) {
   const std::string call = "torchamp::load_policies";
-  const std::string place = c10::str(call, ": '", path, "'");
-  const std::string text = detail::read_policy_file(call, path);
-  const auto parts = detail::parts_of_policies(text);
-  TORCH_CHECK(parts.size() == 1 || detail::says_something(parts[0].text), place,
-              ": nothing stands before the line 'module ", parts[1].module,
-              "'. The text begins with 'policy standard' or 'policy torch', which holds for all "
-              "ops.");
   LoadedPolicies loaded;
   loaded.path = path;
-  detail::PolicyParser parser(place);
-  loaded.policy = Policy(parser.parse(parts[0].text));
-  std::set<std::string_view> modules;
-  for (const auto& part : parts) {
-    if (&part == &parts[0]) continue;
-    const Policy policy(parser.parse_part(*loaded.policy.data(), part.text, part.first_line));
-    TORCH_CHECK(!part.module.empty(), call, ": '", path, "' has a line 'module' without a name.");
-    TORCH_CHECK(modules.insert(part.module).second, call, ": '", path, "' has two lines 'module ",
-                part.module, "'. Put what is under them under one.");
-    loaded.modules.set(part.module, policy);
-  }
+  detail::PoliciesOfModules modules;
+  loaded.policy = Policy(detail::PolicyParser(call + ": '" + path + "'")
+                             .parse(detail::read_policy_file(call, path), &modules));
+  for (const auto& [module, policy] : modules) loaded.modules.set(module, Policy(policy));
   return loaded;
 }
 

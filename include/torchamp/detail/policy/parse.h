@@ -3,6 +3,7 @@
 
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -12,6 +13,7 @@
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <ranges>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -63,6 +65,13 @@ inline std::string_view strip(std::string_view text) {
   return text.substr(first, text.find_last_not_of(white_space) - first + 1);
 }
 
+/// Takes the first line out of `text`.
+inline std::string_view take_line(std::string_view& text) {
+  const std::string_view line = text.substr(0, text.find('\n'));
+  text.remove_prefix(std::min(line.size() + 1, text.size()));
+  return line;
+}
+
 /// Splits at each of `separators` and strips white space; drops empty pieces.
 inline std::vector<std::string> split(std::string_view text, std::string_view separators) {
   std::vector<std::string> pieces;
@@ -78,7 +87,7 @@ inline std::vector<std::string> split(std::string_view text, std::string_view se
 /// The name in a line "module NAME", with which a module's part of a file begins; nothing of any
 /// other line.
 inline std::optional<std::string> module_of_line(std::string_view line) {
-  const auto words = split(line.substr(0, line.find('#')), white_space);
+  const auto words = split(line, white_space);
   if (words.empty() || words[0] != "module" || words.size() > 2) return std::nullopt;
   return words.size() == 2 ? words[1] : std::string();
 }
@@ -112,44 +121,67 @@ inline Fp8Options parse_fp8_options(std::string_view text) {
       given += name + ' ';
       continue;
     }
-    std::string known = "round_to_nearest, strict, only_worthwhile";
-    for (const Fp8RecipeRow& row : fp8_recipes) known.append(", recipe=").append(row.name);
-    TORCH_CHECK(false, "there is no option '", word.substr(0, 60), "' of fp8; the options are ",
-                known);
+    TORCH_CHECK(false, "there is no option '", word.substr(0, 60),
+                "' of fp8; the options are round_to_nearest, strict, only_worthwhile, recipe=",
+                c10::Join(", recipe=", fp8_recipes | std::views::transform(&Fp8RecipeRow::name)));
   }
   return options;
 }
 
+/// The policies of modules, in order, by the names behind "module".
+using PoliciesOfModules = std::vector<std::pair<std::string, std::shared_ptr<const PolicyData>>>;
+
 /// Reads a policy's text line by line; every error begins with `where` and names the line.
 class PolicyParser {
  public:
-  /// `takes_fp8`: false where fp8 rules are an error.
-  explicit PolicyParser(std::string where, bool takes_fp8 = true)
-      : where_(std::move(where)), takes_fp8_(takes_fp8) {}
+  /// `is_environments`: for a text that a variable names, whose fp8 rules are errors and whose
+  /// parts for modules are left out.
+  explicit PolicyParser(std::string where, bool is_environments = false)
+      : where_(std::move(where)), is_environments_(is_environments) {}
 
-  std::shared_ptr<const PolicyData> parse(std::string_view text) {
+  /// The policy for all ops. What stands under a line "module NAME" goes to `modules`: what is
+  /// different there, or a policy of its own; null: such a line is an error.
+  std::shared_ptr<const PolicyData> parse(std::string_view text,
+                                          PoliciesOfModules* modules = nullptr) {
     policy_ = nullptr;
-    return parse_from(1, text);
-  }
-
-  /// A module's part, whose first line has this number: what is different from `common`, or a
-  /// policy of its own.
-  std::shared_ptr<const PolicyData> parse_part(const PolicyData& common, std::string_view text,
-                                               int64_t first_line) {
-    policy_ = std::make_shared<PolicyData>(common);
-    may_begin_anew_ = true;
-    return parse_from(first_line, text);
+    std::shared_ptr<const PolicyData> common;
+    if (text.starts_with("\xEF\xBB\xBF")) text.remove_prefix(3);  // UTF-8's byte-order mark
+    for (number_ = 1; !text.empty(); ++number_) {
+      const std::string_view line = take_line(text);
+      const std::string_view content = strip(line.substr(0, line.find('#')));
+      const auto module =
+          modules != nullptr || is_environments_ ? module_of_line(content) : std::nullopt;
+      if (module && is_environments_) break;
+      if (module) {
+        end_part(common, *modules, *module);
+      } else if (!content.empty()) {
+        read(content);
+      }
+    }
+    if (!common) return finished();
+    modules->back().second = finished();
+    return common;
   }
 
  private:
-  std::shared_ptr<const PolicyData> parse_from(int64_t first_line, std::string_view text) {
-    if (text.starts_with("\xEF\xBB\xBF")) text.remove_prefix(3);  // UTF-8's byte-order mark
-    for (number_ = first_line; !text.empty(); ++number_) {
-      const std::string_view line = text.substr(0, text.find('\n'));
-      text.remove_prefix(std::min(line.size() + 1, text.size()));
-      const std::string_view content = strip(line.substr(0, line.find('#')));
-      if (!content.empty()) read(content);
+  /// Ends the part before the line "module NAME", and begins that of the module.
+  void end_part(std::shared_ptr<const PolicyData>& common, PoliciesOfModules& modules,
+                const std::string& module) {
+    TORCH_CHECK(policy_, where_, ": nothing stands before the line 'module ", module,
+                "'. The text begins with 'policy standard' or 'policy torch', which holds for all "
+                "ops.");
+    TORCH_CHECK(!module.empty(), where_, " has a line 'module' without a name.");
+    for (const auto& [name, policy] : modules) {
+      TORCH_CHECK(name != module, where_, " has two lines 'module ", module,
+                  "'. Put what is under them under one.");
     }
+    (common ? modules.back().second : common) = finished();
+    modules.emplace_back(module, nullptr);
+    policy_ = std::make_shared<PolicyData>(*common);
+    may_begin_anew_ = true;
+  }
+
+  std::shared_ptr<const PolicyData> finished() const {
     TORCH_CHECK(policy_, where_,
                 ": the text is empty. It starts with 'policy standard' or 'policy torch'.");
     if (policy_->edits.empty()) return unedited(policy_->base);
@@ -219,14 +251,11 @@ class PolicyParser {
             const std::string& fp8_options) {
     const CastRow* const row = row_named(rule);
     if (row == nullptr) {
-      std::string known;
-      for (const CastRow& known_row : cast_rows) {
-        (known += known.empty() ? "" : ", ").append(known_row.name);
-      }
-      check(false, "there is no rule '", shorten(rule), "'; the rules are ", known);
+      check(false, "there is no rule '", shorten(rule), "'; the rules are ",
+            c10::Join(", ", cast_rows | std::views::transform(&CastRow::name)));
     }
     const bool is_fp8 = row->cast == Cast::fp8;
-    check(!is_fp8 || takes_fp8_,
+    check(!is_fp8 || !is_environments_,
           "an fp8 rule cannot come from the environment. Give it in the program, by Policy::fp8 or "
           "load_policy()");
     try {
@@ -240,11 +269,8 @@ class PolicyParser {
   /// "ops::name" may also be an op, of a library that is called ops.
   void check_is_no_family(const std::string& name) const {
     if (!name.starts_with("ops::") || !find_ops(name, "", /*missing_ok=*/true).empty()) return;
-    std::string known;
-    for (const OpFamily& family : ops::families) {
-      known += (known.empty() ? "" : ", ") + std::string(family.name());
-    }
-    check(false, "there is no family '", shorten(name), "'; the families are ", known);
+    check(false, "there is no family '", shorten(name), "'; the families are ",
+          c10::Join(", ", ops::families | std::views::transform(&OpFamily::name)));
   }
 
   at::ScalarType dtype(const std::string& name) const {
@@ -261,9 +287,9 @@ class PolicyParser {
   }
 
   std::string where_;
-  bool takes_fp8_;
+  bool is_environments_;
   int64_t number_ = 1;
-  bool may_begin_anew_ = false;         // at the begin of a module's part
+  bool may_begin_anew_ = false;         // a module's part
   std::shared_ptr<PolicyData> policy_;  // null before the line of its base; edited in place
 };
 
@@ -279,47 +305,11 @@ inline std::string read_policy_file(const std::string& call, const std::string& 
   return text;
 }
 
-/// What a text for several policies says of one.
-struct PolicyPart {
-  std::string module;     // empty: of all ops
-  std::string_view text;  // behind the line "module NAME"
-  int64_t first_line;     // its number in the whole
-};
-
-/// A text for a policy and for those of modules, cut into parts, of which the first is for all ops.
-/// They refer to `text`.
-inline std::vector<PolicyPart> parts_of_policies(std::string_view text) {
-  std::vector<PolicyPart> parts{{std::string(), text.substr(0, 0), 1}};
-  for (int64_t number = 1; !text.empty(); ++number) {
-    const std::string_view line = text.substr(0, text.find('\n'));
-    const std::size_t size = std::min(line.size() + 1, text.size());
-    if (auto module = module_of_line(line)) {
-      parts.push_back({std::move(*module), text.substr(size, 0), number + 1});
-    } else {
-      std::string_view& part = parts.back().text;
-      part = {part.data(), part.size() + size};
-    }
-    text.remove_prefix(size);
-  }
-  return parts;
-}
-
-/// A PolicyFileReader: of a file with parts for modules, the part for all ops, without fp8 rules.
+/// A PolicyFileReader.
 inline std::shared_ptr<const PolicyData> read_environment_policy(const std::string& call,
                                                                  const std::string& path) {
-  const std::string text = read_policy_file(call, path);
-  return PolicyParser(call + ": '" + path + "'", /*takes_fp8=*/false)
-      .parse(parts_of_policies(text)[0].text);
-}
-
-/// Whether there is more than comments.
-inline bool says_something(std::string_view text) {
-  while (!text.empty()) {
-    const std::string_view line = text.substr(0, text.find('\n'));
-    text.remove_prefix(std::min(line.size() + 1, text.size()));
-    if (!strip(line.substr(0, line.find('#'))).empty()) return true;
-  }
-  return false;
+  return PolicyParser(call + ": '" + path + "'", /*is_environments=*/true)
+      .parse(read_policy_file(call, path));
 }
 
 }  // namespace torchamp::detail

@@ -3,6 +3,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/ScalarType.h>
+#include <c10/util/StringUtil.h>
 
 #include <cstddef>
 #include <map>
@@ -54,10 +55,7 @@ inline std::string to_string(const Edit& edit) {
   if (edit.when.dtype) text.append(" when ").append(region_dtype_name(*edit.when.dtype));
   text += ": ";
   if (!edit.family.empty()) return text + "ops::" + edit.family;
-  for (const std::string& name : edit.names) {
-    text += (&name == &edit.names.front() ? "" : ", ") + name;
-  }
-  return text;
+  return text + c10::Join(", ", edit.names);
 }
 
 /// Prints `names` separated by commas, in lines of at most 100 columns.
