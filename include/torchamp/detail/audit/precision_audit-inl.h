@@ -14,6 +14,7 @@
 #include <map>
 #include <numeric>
 #include <set>
+#include <tuple>
 #include <utility>
 
 #include "torchamp/detail/audit/choose.h"
@@ -36,6 +37,10 @@ struct AuditData {
   std::vector<AuditEdge> edges{};  // between them
   bool times_were_read = false;
 };
+
+/// The numbers of rows that add up.
+inline constexpr std::array audit_sums{&AuditRow::error, &AuditRow::fp32_us, &AuditRow::low_us,
+                                       &AuditRow::cast_us};
 
 inline double median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
@@ -97,13 +102,10 @@ inline bool is_harmful(const AuditRow& row, double gradient_loss_limit) {
 inline void sort_rows(AuditData& data) {
   std::vector<std::size_t> order(data.rows.size());
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
-    const AuditRow &one = data.rows[a], &other = data.rows[b];
-    const double limit = AuditBudget{}.gradient_loss_limit;
-    const bool harms = is_harmful(one, limit), other_harms = is_harmful(other, limit);
-    if (harms != other_harms) return harms;
-    if (one.error != other.error) return one.error > other.error;
-    return one.gradient_loss > other.gradient_loss;
+  std::ranges::stable_sort(order, {}, [&](std::size_t i) {
+    const AuditRow& row = data.rows[i];
+    return std::tuple(!is_harmful(row, AuditBudget{}.gradient_loss_limit), -row.error,
+                      -row.gradient_loss);
   });
   std::vector<std::size_t> place(order.size());
   std::vector<AuditRow> sorted;
@@ -219,28 +221,26 @@ class AuditChoice {
   };
 
   std::string reason(const std::vector<std::size_t>& units, bool is_lowered) const {
-    double error = 0., fp32_us = 0., low_us = 0., cast_us = 0., lost = 0., overflow = 0.;
+    AuditRow all;
     for (const std::size_t u : units) {
       for (const std::size_t r : units_[u].rows) {
         const AuditRow& row = data_.rows[r];
         if (!row.problem.empty()) return "cannot run in 16 bits";
-        error += row.error;
-        fp32_us += row.fp32_us;
-        low_us += row.low_us;
-        cast_us += row.cast_us;
-        lost = std::max(lost, row.gradient_loss);
-        overflow = std::max(overflow, row.overflow);
+        for (const auto number : audit_sums) all.*number += row.*number;
+        all.gradient_loss = std::max(all.gradient_loss, row.gradient_loss);
+        all.overflow = std::max(all.overflow, row.overflow);
       }
     }
-    if (!is_lowered && (overflow > 0. || !std::isfinite(error))) {
-      return number_text(100. * overflow, 2) + " % of its results overflow";
+    if (!is_lowered && (all.overflow > 0. || !std::isfinite(all.error))) {
+      return number_text(100. * all.overflow, 2) + " % of its results overflow";
     }
-    if (!is_lowered && lost > 1.) return "its gradients overflow in 16 bits";
-    if (!is_lowered && lost > limit_) {
-      return "16 bits lose " + number_text(100. * lost, 2) + " % of its gradients";
+    if (!is_lowered && all.gradient_loss > 1.) return "its gradients overflow in 16 bits";
+    if (!is_lowered && all.gradient_loss > limit_) {
+      return "16 bits lose " + number_text(100. * all.gradient_loss, 2) + " % of its gradients";
     }
-    return "error " + number_text(error, 2) + ", " + number_text(fp32_us, 4) + " us in fp32, " +
-           number_text(low_us, 4) + " in 16 bits, " + number_text(cast_us, 4) + " in casts";
+    return "error " + number_text(all.error, 2) + ", " + number_text(all.fp32_us, 4) +
+           " us in fp32, " + number_text(all.low_us, 4) + " in 16 bits, " +
+           number_text(all.cast_us, 4) + " in casts";
   }
 
   const AuditData& data_;
@@ -324,15 +324,13 @@ inline const std::vector<AuditRow>& PrecisionAudit::rows() const {
 }
 
 inline AuditRow PrecisionAudit::total() const {
-  static constexpr std::array sums{&AuditRow::error, &AuditRow::fp32_us, &AuditRow::low_us,
-                                   &AuditRow::cast_us};
   static constexpr std::array shares{&AuditRow::underflow, &AuditRow::overflow,
                                      &AuditRow::vanished};
   AuditRow sum;
   for (const AuditRow& row : data_->rows) {
     sum.calls += row.calls;
     sum.elements += row.elements;
-    for (const auto number : sums) sum.*number += row.*number;
+    for (const auto number : detail::audit_sums) sum.*number += row.*number;
     for (const auto share : shares) sum.*share += row.*share * static_cast<double>(row.elements);
     sum.gradient_loss = std::max(sum.gradient_loss, row.gradient_loss);
     sum.largest = std::max(sum.largest, row.largest);
@@ -351,7 +349,7 @@ inline std::string PrecisionAudit::to_csv() const {
 }
 
 inline void PrecisionAudit::write_csv(const std::string& path) const {
-  detail::write_text("PrecisionAudit::write_csv", path, to_csv());
+  detail::replace_file("PrecisionAudit::write_csv", path, to_csv());
 }
 
 inline void PrecisionAudit::read_times(const std::string& path) {

@@ -223,24 +223,24 @@ class AuditRecording final : public Recording<AuditCall> {
     std::vector<AuditRow> rows;
     for (const Sums& sums : rows_) {
       AuditRow row = sums.row;
-      const auto elements = static_cast<double>(std::max<int64_t>(row.elements, 1));
-      row.underflow /= elements;
-      row.overflow /= elements;
-      row.vanished /= elements;
+      for (double* const share : {&row.underflow, &row.overflow, &row.vanished}) {
+        *share /= static_cast<double>(std::max<int64_t>(row.elements, 1));
+      }
       for (const auto& gradient : sums.gradients) {
         const std::scoped_lock gradient_lock(gradient->mutex);
         row.error += gradient->error;
         if (gradient->all == 0.) continue;
         row.gradient_loss = std::max(row.gradient_loss, gradient->lost / gradient->all);
       }
-      if (std::isnan(row.error)) row.error = std::numeric_limits<double>::infinity();
-      if (!row.problem.empty()) row.error = std::numeric_limits<double>::infinity();
+      if (std::isnan(row.error) || !row.problem.empty()) row.error = infinity;
       rows.push_back(std::move(row));
     }
     return rows;
   }
 
  private:
+  static constexpr double infinity = std::numeric_limits<double>::infinity();
+
   struct Sums {
     AuditRow row;
     std::vector<std::shared_ptr<GradientSums>> gradients;
@@ -248,20 +248,16 @@ class AuditRecording final : public Recording<AuditCall> {
   static bool only_copies(std::string_view label) {
     return label == "clone" || label == "_unsafe_view" || label.starts_with("contiguous");
   }
-  static bool gives_tensors(const c10::FunctionSchema& schema) {
-    for (const auto& result : schema.returns()) {
-      if (holds_tensors(*result.type())) return true;
-    }
-    return false;
-  }
 
   bool is_audited(const RecordedOp& op) {
     const auto [found, is_new] = audited_.try_emplace(&op);
     if (is_new) {
       const c10::FunctionSchema& schema = op.handle.schema();
       found->second = op.computes && !op.is_conversion && !op.is_copy && !op.is_mutable &&
-                      !only_copies(op.label) && gives_tensors(schema) &&
-                      why_not_castable(schema).empty();
+                      !only_copies(op.label) && why_not_castable(schema).empty() &&
+                      std::ranges::any_of(schema.returns(), [](const c10::Argument& result) {
+                        return holds_tensors(*result.type());
+                      });
     }
     return found->second;
   }
@@ -359,7 +355,6 @@ class AuditRecording final : public Recording<AuditCall> {
     row.overflow += count(exact.isfinite().logical_and(rounded.isfinite().logical_not()));
     if (exact.numel() == 0) return;
     row.largest = std::max(row.largest, magnitude.amax().item<double>());
-    const double infinity = std::numeric_limits<double>::infinity();
     const auto smallest =
         magnitude.masked_fill(not_zero.logical_not(), infinity).amin().item<double>();
     if (std::isfinite(smallest) && (row.smallest == 0. || smallest < row.smallest)) {

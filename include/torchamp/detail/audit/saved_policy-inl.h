@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <map>
+#include <ranges>
 
 #include "torchamp/detail/audit/text.h"
 #include "torchamp/detail/modules/with_policy.h"
@@ -21,10 +22,8 @@ inline Cast rule_of(const AuditDecision& decision) {
 }
 
 inline std::string text_of(const AuditDecision& decision) {
-  std::string reason = decision.reason;  // on one line
-  std::replace_if(
-      reason.begin(), reason.end(), [](char c) { return c == '\n' || c == '\r'; }, ' ');
-  return std::string(to_string(rule_of(decision))) + ": " + decision.op + "  # " + reason + '\n';
+  return std::string(to_string(rule_of(decision))) + ": " + decision.op + "  # " +
+         on_one_line(decision.reason) + '\n';
 }
 
 using AuditDecisions = std::map<std::string, const AuditDecision*>;  // of one module, by op
@@ -64,10 +63,9 @@ inline std::string text_of_module(const PolicyData& policy, const PolicyData& co
   const std::size_t size = common.edits.size();
   const bool goes_on =
       policy.base == common.base &&
-      std::equal(
-          common.edits.begin(), common.edits.end(), policy.edits.begin(),
-          policy.edits.begin() + static_cast<std::ptrdiff_t>(std::min(size, policy.edits.size())),
-          [](const Edit& a, const Edit& b) { return is_same(a, b); });
+      std::ranges::equal(common.edits,
+                         policy.edits | std::views::take(static_cast<std::ptrdiff_t>(size)),
+                         [](const Edit& a, const Edit& b) { return is_same(a, b); });
   return goes_on ? text_of_edits(policy, size, decided)
                  : text_of_base(policy) + text_of_edits(policy, 0, decided);
 }
@@ -106,7 +104,7 @@ inline void save_policy(const AuditedPolicy& audited, const std::string& path) {
     const auto& [module, decisions] = *decided.begin();
     add_module(std::string(module), Policy(detail::with_decisions(*common, decisions)));
   }
-  detail::write_text("torchamp::save_policy", path, text);
+  detail::replace_file("torchamp::save_policy", path, text);
 }
 
 inline std::ostream& operator<<(std::ostream& out, const AuditedPolicy& audited) {

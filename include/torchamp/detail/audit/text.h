@@ -7,8 +7,10 @@
 #include <charconv>
 #include <cmath>
 #include <cstddef>
+#include <iomanip>
 #include <map>
 #include <ostream>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <system_error>
@@ -27,18 +29,19 @@ inline constexpr const char* audit_csv_head =
     "module,op,calls,elements,error,gradient_loss,underflow,overflow,vanished,largest,smallest,"
     "fp32_us,low_us,cast_us,problem";
 
+/// With spaces for line ends.
+inline std::string on_one_line(std::string text) {
+  std::ranges::replace_if(
+      text, [](char c) { return c == '\n' || c == '\r'; }, ' ');
+  return text;
+}
+
 /// In quotes if necessary.
 inline std::string csv_field(const std::string& text) {
   if (text.find_first_of(",\"\n\r") == std::string::npos) return text;
-  std::string quoted = "\"";
-  for (const char c : text) {
-    if (c == '\n' || c == '\r') {
-      quoted += ' ';
-    } else {
-      quoted += c == '"' ? std::string("\"\"") : std::string(1, c);
-    }
-  }
-  return quoted + '"';
+  std::ostringstream quoted;
+  quoted << std::quoted(on_one_line(text), '"', '"');
+  return quoted.str();
 }
 
 inline std::string audit_csv(const std::vector<AuditRow>& rows) {
@@ -80,8 +83,7 @@ inline std::vector<AuditRow> with_times(std::vector<AuditRow> rows, std::string_
                                         const std::string& where) {
   std::map<std::pair<std::string, std::string>, std::vector<double>> times;
   for (int64_t number = 1; !text.empty(); ++number) {
-    std::string_view line = text.substr(0, text.find('\n'));
-    text.remove_prefix(std::min(line.size() + 1, text.size()));
+    std::string_view line = take_line(text);
     if (line.ends_with('\r')) line.remove_suffix(1);
     if (number == 1) {
       TORCH_CHECK(line == audit_csv_head, where, ": line 1 is not '", audit_csv_head,
@@ -159,13 +161,6 @@ inline void print_audit(std::ostream& out, const std::vector<AuditRow>& rows,
                  " calls");
   print_columns(out, lines, 0, lines[0].size() - 1);
   out << audit_legend;
-}
-
-/// Replaces a file by a text, as a whole or not at all. `call` begins error messages.
-inline void write_text(const char* call, const std::string& path, const std::string& text) {
-  AtomicFile file(path, call);
-  file.write(text.data(), text.size());
-  file.commit();
 }
 
 }  // namespace torchamp::detail
