@@ -142,18 +142,14 @@ class ModulePolicies {
 };
 
 inline void ModulePolicies::refuse_unused(const Rule& rule, const detail::ForwardSites& sites) {
-  const std::string* nearest = nullptr;
-  for (const auto& [name, index] : sites.names()) {
-    if (name.empty()) continue;  // the model's own
-    if (nearest == nullptr ||
-        detail::edit_distance(rule.pattern, name) < detail::edit_distance(rule.pattern, *nearest)) {
-      nearest = &name;
-    }
-  }
+  const auto& names = sites.names();  // first the model's own, which is empty
+  const auto nearest = std::ranges::min_element(
+      names.begin() + 1, names.end(), {},
+      [&](const auto& name) { return detail::edit_distance(rule.pattern, name.first); });
   TORCH_CHECK(false, "ModulePolicies::apply_to: no module of the model fits '", rule.pattern, "'. ",
-              nearest == nullptr
+              nearest == names.end()
                   ? std::string("The model has no modules in it; its own name is ''.")
-                  : "The nearest name is '" + *nearest + "'.");
+                  : "The nearest name is '" + nearest->first + "'.");
 }
 
 // A Sequential only calls its entries: those without their own policy inherit it.
