@@ -48,31 +48,6 @@ namespace torchamp::detail {
 // and the division is left to the optimizer. Below a scale of 1, dividing may turn a finite
 // gradient into an inf, which is looked for, too; see Note [A scale below 1].
 
-/// A 0-dim fp32 tensor, read at most once. As a bool, whether it is not 0.
-template <class T>
-struct ReadOnce {
-  at::Tensor tensor{};
-  std::optional<T> on_host{};
-
-  /// What can be told without waiting for a device.
-  std::optional<T> without_reading() const {
-    if (on_host) return on_host;
-    if (tensor.is_cpu()) return static_cast<T>(*tensor.const_data_ptr<float>());
-    return std::nullopt;
-  }
-
-  /// Reads the device where the host does not know.
-  T read() {
-    if (!on_host) on_host = static_cast<T>(tensor.item<float>());
-    return *on_host;
-  }
-
-  /// Makes a later change of the tensor invisible.
-  void keep() {
-    if (!on_host) tensor = tensor.clone();
-  }
-};
-
 /// What a StepResult answers from; shared by its copies. At first, that of a disabled scaler.
 struct StepRecord {
   ReadOnce<bool> found_inf{.on_host = false};
