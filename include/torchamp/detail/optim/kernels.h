@@ -313,7 +313,7 @@ struct StepList : StepListHead {
 /// step() divides the gradients by scalars.grad_scale(), if it is there, and changes nothing where
 /// scalars.found_inf() is there and 1. The counters count the step already. It never reads the
 /// device. list.rate, where defined, takes the place of the options' learning rate. ATen's fused
-/// ops do all that; a kernel that ATen lacks is made from at::_foreach_ ops.
+/// ops do all that; a kernel that ATen lacks is a FlatStep.
 template <class K>
 concept OptimizerKernel = std::derived_from<typename K::LibTorch, torch::optim::Optimizer> &&
     requires(const typename K::Options& options, typename K::State& state, const StepList& list,
