@@ -216,8 +216,7 @@ inline constexpr std::string_view interpolation_ops[] = {
     "upsample_trilinear3d"sv, "upsample_bicubic2d"sv, "_upsample_bicubic2d_aa"sv, "grid_sampler"sv};
 // clang-format on
 
-/// Whether a range-based for loop over `Names` yields names. (The concepts of <ranges> check the
-/// same and take ten times as long to compile.)
+/// (The concepts of <ranges> check the same and take ten times as long to compile.)
 template <class Names>
 concept is_range_of_names = requires(Names& names) {
   std::string_view(*std::begin(names));

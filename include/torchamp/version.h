@@ -58,8 +58,7 @@
 // them, also after other headers of torchamp (a precompiled header, a unity build). Such a header
 // does not repeat the includes of the header that it completes.
 //
-// Code that runs rarely (at the first guard or step, before an error) is TORCHAMP_COLD: compiled
-// for size instead of speed.
+// Code that runs rarely, as at the first guard, is TORCHAMP_COLD: compiled for size, not speed.
 //
 // A virtual function of a class that is not a template is inline, or TORCHAMP_BODY, also where the
 // class declares it. Otherwise the class has a key function, and the compiler emits the class and

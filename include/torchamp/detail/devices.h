@@ -27,7 +27,6 @@
 //                cache keeps casts that were made without gradients, and gives them to a later
 //                forward of the region, whose gradients are lost: begin another region for
 //                evaluation, as TrainingStep::evaluate does
-//   before 2.8   there is no 4-bit dtype
 
 /// @cond
 /// The LibTorch that is compiled against: 215 for 2.15.
@@ -69,7 +68,11 @@ struct DeviceFacts {
 
 /// Types of device without a row have the defaults.
 inline constexpr DeviceFacts device_facts[] = {
-    {.type = at::kCPU, .follows_cuda_lists = false, .fp64 = Fp64::yes, .unscales_bf16 = true},
+    {.type = at::kCPU,
+     .is_built_in = [] { return true; },
+     .follows_cuda_lists = false,
+     .fp64 = Fp64::yes,
+     .unscales_bf16 = true},
     {.type = at::kCUDA,
      .is_built_in = [] { return at::hasCUDA(); },
      .fp32_regions = true,

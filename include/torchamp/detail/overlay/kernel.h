@@ -313,10 +313,9 @@ class NoWarning final : public c10::WarningHandler {
 // binary_cross_entropy takes probabilities, in general a sigmoid's. In 16 bits a sigmoid rounds to
 // 1 from about 8.3 on in fp16 and 6.2 in bf16, and in fp16 to 0 below about -17. The gradient of
 // such an element is lost in the sigmoid, whatever the loss itself is computed in. That is why
-// LibTorch's CUDA kernel for autocast refuses the op, which also stops programs that do it right,
-// with a sigmoid in fp32, and that run on a CPU, where there is no ban. So Policy::standard()
-// computes the op in fp32 on every device, and warns once if its input is in 16 bits, that is, has
-// been rounded already. Policy::torch() keeps the ban.
+// LibTorch's CUDA kernel for autocast refuses the op, also where the sigmoid is in fp32; a CPU has
+// no ban. Policy::standard() computes the op in fp32 on every device, and warns once if its input
+// is in 16 bits, that is, has been rounded already. Policy::torch() keeps the ban.
 
 /// Warns once, from the dtype of the op's first argument. Reads no device.
 [[gnu::cold]] inline void warn_of_16_bit_probabilities(const c10::OperatorHandle& op,
@@ -426,15 +425,10 @@ class Overlay final : public c10::OperatorKernel {
     bool is_natively_lowered;
   };
 
-  /// Whether the op still has the arguments that it had when the overlay was made.
-  bool is_as_it_was(const c10::OperatorHandle& op) const {
-    return op.schema().arguments().size() == argument_count_;
-  }
-
-  /// Null of an op that is not as it was.
+  /// Null of an op that has not the arguments that it had when the overlay was made.
   const Facts* facts_of_op(const c10::OperatorHandle& op) const {
     const Facts* known = facts_.load(std::memory_order_acquire);
-    if (known != nullptr || !is_as_it_was(op)) return known;
+    if (known != nullptr || op.schema().arguments().size() != argument_count_) return known;
     auto made = std::make_unique<const Facts>(op, device_);
     if (facts_.compare_exchange_strong(known, made.get(), std::memory_order_acq_rel)) {
       known = made.release();
@@ -482,7 +476,8 @@ class Overlay final : public c10::OperatorKernel {
   StandIns cast_arguments(const Facts* facts, Cast cast, const WeightCasts* casts,
                           const c10::OperatorHandle& op, torch::jit::Stack& stack) const {
     if (cast == Cast::unchanged) return {};
-    if (facts == nullptr || !is_as_it_was(op)) refuse(op.operator_name());
+    const std::size_t count = op.schema().arguments().size();
+    if (facts == nullptr || count != argument_count_) refuse(op.operator_name());
     if (facts->takes_probabilities && cast == Cast::fp32) warn_of_16_bit_probabilities(op, stack);
     return facts->cast_arguments(cast, device_, casts, op.schema(), stack);
   }

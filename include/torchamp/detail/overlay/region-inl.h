@@ -27,8 +27,7 @@ namespace torchamp::detail {
 // that the dispatcher makes: the backward of a 16-bit `mm` would multiply by the fp32 weight, which
 // is an error. So under a policy scripts are not optimised, but run op by op and are recorded by
 // autograd. The switch is the thread's own; LibTorch does not carry it to the threads that take
-// over a state. Nor does it undo what the JIT has done: a plan that was optimised under
-// at::autocast alone, or on such a thread, is used by regions as well.
+// over a state, and a plan that was optimised elsewhere is used by regions as well.
 //
 // Throwing the switch takes LibTorch 100 ns, and the JIT tells its logger of each run of a script
 // before it picks the script's plan. So the switch is thrown there, by a logger that does nothing
@@ -37,8 +36,7 @@ namespace torchamp::detail {
 // its logger first.
 //
 // The logger acts where a guard of its own library is on the thread. So the first of them takes the
-// switch as it finds it, and puts it back so, even under a policy that is in force already, of a
-// state that the thread took over or of another library.
+// switch as it finds it, and puts it back so, even under another's policy that is in force already.
 
 /// Whether a thread with this policy has one in force, for any device.
 inline bool is_in_force(const ThreadPolicy* policy) {
@@ -53,24 +51,34 @@ inline bool is_in_force(const ThreadPolicy* policy) {
 class ScriptSwitch {
  public:
   /// Whether the calling thread has a scope, so that its scripts run as their policy wants.
-  static bool has_scope() { return scopes > 0; }
+  static bool has_scope() { return of_this_thread().scopes > 0; }
 
   /// A scope has put `inner` in the place of `outer`, which may be null. Returns what to give
   /// end_scope().
   static bool begin_scope(const ThreadPolicy* outer, const ThreadPolicy* inner) {
-    if (scopes++ == 0 || !is_in_force(outer)) outside = torch::jit::getGraphExecutorOptimize();
-    follow(inner, outside);
-    return outside;
+    State& state = of_this_thread();
+    if (state.scopes++ == 0 || !is_in_force(outer)) {
+      state.outside = torch::jit::getGraphExecutorOptimize();
+    }
+    follow(inner, state.outside);
+    return state.outside;
   }
 
   /// A scope has put `outer` back.
   static void end_scope(const ThreadPolicy* outer, bool before) {
-    follow(--scopes == 0 ? nullptr : outer, before);
+    follow(--of_this_thread().scopes == 0 ? nullptr : outer, before);
   }
 
  private:
-  static inline thread_local constinit int scopes = 0;
-  static inline thread_local constinit bool outside = true;  // of all policies, or of all scopes
+  struct State {
+    int scopes = 0;
+    bool outside = true;  // of all policies, or of all scopes
+  };
+
+  static State& of_this_thread() {
+    static thread_local constinit State state;
+    return state;
+  }
 
   static void follow(const ThreadPolicy* policy, bool otherwise) {
     if (!is_in_force(policy)) {
@@ -366,10 +374,9 @@ TORCHAMP_BODY AutocastRegion::AutocastRegion(at::DeviceType device,
                      : policy                    ? policy
                      : outer && outer->inherited ? outer->inherited
                                                  : unedited(BaseTable::standard);
-  const bool is_inner = outer && outer->is_in_guard;
-  const WeightKeep::Until until = cache      ? cache->until()
-                                  : is_inner ? outer->keep.until
-                                             : WeightKeep::Until::region_ends;
+  const WeightKeep::Until until = cache                         ? cache->until()
+                                  : outer && outer->is_in_guard ? outer->keep.until
+                                                                : WeightKeep::Until::region_ends;
   const WeightCasts* const casts = cache ? cache->casts() : outer ? outer->casts : nullptr;
   if (inside.enabled) prepare_region("AutocastGuard", *data, casts, device, inside.dtype);
   const PolicyData* const in_force = inside.enabled ? data.get() : nullptr;
@@ -377,10 +384,6 @@ TORCHAMP_BODY AutocastRegion::AutocastRegion(at::DeviceType device,
   const auto is_wanted = [&](const ThreadPolicy* one) {
     return one != nullptr && one->inherited == data && one->in_force[index].get() == in_force &&
            one->keep.until == until && one->casts == casts;
-  };
-  const auto begin_region = [&](ThreadPolicy& inner) {
-    KeptWeights* const kept = kept_weights();
-    inner.keep.region = own_region_ = kept == nullptr ? 0 : kept->begin_region();
   };
   // A spare node has nothing below it: it would hide what others, a profiler say, have put there.
   const bool may_be_spare = !outer && in_force && !rule && !c10::ThreadLocalDebugInfo::current() &&
@@ -391,19 +394,23 @@ TORCHAMP_BODY AutocastRegion::AutocastRegion(at::DeviceType device,
     // it does not hold for sums: see Note [Sums of gradients].
     const bool holds = !in_force || (ScriptSwitch::has_scope() && !leaves_sums_alone(*outer));
     policy_scope_.emplace(holds ? nullptr : outer->shared_from_this());
-  } else if (spare && spare->is_unshared() && is_wanted(spare->policy.get())) {
-    begin_region(const_cast<ThreadPolicy&>(*spare->policy));
-    policy_scope_.emplace(std::move(spare->policy), std::move(spare->node));
   } else {
-    auto inner = copy_of(outer);
-    inner->inherited = data;
-    inner->in_force[index] = in_force ? data : nullptr;
-    inner->is_in_guard = true;
-    inner->keep.until = until;
-    inner->casts = casts;
-    if (rule) op_rule_usage_ = inner->op_rule_usage = rule->make_usage(inner->op_rule_usage);
-    if (inner->keep.region == 0) begin_region(*inner);
-    policy_scope_.emplace(std::move(inner));
+    const bool reuses = spare && spare->is_unshared() && is_wanted(spare->policy.get());
+    auto inner =
+        reuses ? std::const_pointer_cast<ThreadPolicy>(std::move(spare->policy)) : copy_of(outer);
+    if (!reuses) {
+      inner->inherited = data;
+      inner->in_force[index] = in_force ? data : nullptr;
+      inner->is_in_guard = true;
+      inner->keep.until = until;
+      inner->casts = casts;
+      if (rule) op_rule_usage_ = inner->op_rule_usage = rule->make_usage(inner->op_rule_usage);
+    }
+    if (reuses || inner->keep.region == 0) {
+      KeptWeights* const kept = kept_weights();
+      inner->keep.region = own_region_ = kept == nullptr ? 0 : kept->begin_region();
+    }
+    policy_scope_.emplace(std::move(inner), reuses ? std::move(spare->node) : nullptr);
   }
 
   inside.apply();

@@ -108,7 +108,6 @@ inline const WeightCasts* registered_weight_casts = nullptr;
 // version with that layout shares it; one with another layout must not touch it, and says so. The
 // name and the arguments of the op are for all versions to come.
 
-/// An overlay of some device.
 struct KnownOverlay {
   std::size_t index;  // in every OverlayTable
   bool has_native;    // LibTorch had a kernel of its own

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What a policy holds, the policy in force on a thread, what LibTorch has registered and listed,
-// and the rules that policies have for it.
+// What a policy holds, the policy in force on a thread, and LibTorch's ops, lists and rules.
 #pragma once
 
 #include <ATen/autocast_mode.h>
@@ -229,7 +228,6 @@ struct ThreadPolicy final : c10::DebugInfoBase, std::enable_shared_from_this<Thr
   /// In which a scope put it in force: see Note [Sums of gradients].
   int backward_pass = no_backward_pass;
   std::shared_ptr<const ThreadPolicy> outside;  // of which it is a copy for the backward pass
-
   static constexpr int no_backward_pass = -1;
 };
 
