@@ -407,7 +407,7 @@ TORCHAMP_BODY AutocastRegion::AutocastRegion(at::DeviceType device,
       if (rule) op_rule_usage_ = inner->op_rule_usage = rule->make_usage(inner->op_rule_usage);
     }
     if (reuses || inner->keep.region == 0) {
-      KeptWeights* const kept = kept_weights();
+      KeptWeights* const kept = shared_runtime().kept_weights.load(std::memory_order_acquire);
       inner->keep.region = own_region_ = kept == nullptr ? 0 : kept->begin_region();
     }
     policy_scope_.emplace(std::move(inner), reuses ? std::move(spare->node) : nullptr);
