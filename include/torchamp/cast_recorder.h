@@ -122,12 +122,9 @@ class CastRecorder {
       : CastRecorder(detail::parameters_by_name(model)) {}
 
   CastRecorder(const CastRecorder&) = delete;
-  CastRecorder(CastRecorder&&) = delete;
   CastRecorder& operator=(const CastRecorder&) = delete;
-  CastRecorder& operator=(CastRecorder&&) = delete;
   static void* operator new(std::size_t) = delete;
   static void* operator new[](std::size_t) = delete;
-  ~CastRecorder() = default;
 
   /// Returns the counts so far. Any thread may call it.
   CastReport report() const;

@@ -47,6 +47,20 @@ class Observer {
   virtual void end(const at::RecordFunction& call, Call& begun) = 0;
 };
 
+/// Whether the calling thread still has a list of callbacks: see Note [Callbacks at a program's
+/// end]. If it has not asked before, unknown: true.
+inline bool has_callbacks() {
+  static thread_local bool gone = false;
+  struct End {
+    ~End() { gone = true; }
+  };
+  if (gone) return false;
+  (void)at::get_record_function_tls_();  // makes the list, so that `end` is destroyed before it
+  static thread_local const End end;
+  (void)end;
+  return true;
+}
+
 class ObserverTable {
  public:
   static constexpr std::size_t size = 32;
@@ -59,6 +73,9 @@ class ObserverTable {
 
   /// Returns the slot. `who` is the public name in errors.
   std::size_t add(const char* who, std::shared_ptr<Observer> observer) {
+    TORCH_CHECK(has_callbacks(), who,
+                ": cannot record in the destructor of a static object, after LibTorch's "
+                "thread-local state is destroyed. Record before the program ends.");
     const std::scoped_lock lock(mutex_);
     const auto free = std::find(observers_.begin(), observers_.end(), nullptr);
     TORCH_CHECK(free != observers_.end(), who, ": ", size,
@@ -135,20 +152,6 @@ class ObserverTable {
   std::array<at::CallbackHandle, size> callbacks_{};  // LibTorch's numbers, of the observers
 };
 
-/// Whether the calling thread still has a list of callbacks: see Note [Callbacks at a program's
-/// end]. If it has not asked before, unknown: true.
-inline bool has_callbacks() {
-  static thread_local bool gone = false;
-  struct End {
-    ~End() { gone = true; }
-  };
-  if (gone) return false;
-  (void)at::get_record_function_tls_();  // makes the list, so that `end` is destroyed before it
-  static thread_local const End end;
-  (void)end;
-  return true;
-}
-
 /// While it lives, an observer receives the calls of the calling thread, and of LibTorch's threads
 /// with its state. The same thread must destroy it: another one ends the observation, warns, and
 /// leaves the callback registered.
@@ -156,7 +159,7 @@ class Observation {
  public:
   Observation(const char* who, std::shared_ptr<Observer> observer)
       : who_(who),
-        slot_(add(who, std::move(observer))),
+        slot_(ObserverTable::instance().add(who, std::move(observer))),
         callback_(ObserverTable::instance().listen(slot_)) {}
   Observation(const Observation&) = delete;
   Observation& operator=(const Observation&) = delete;
@@ -173,13 +176,6 @@ class Observation {
   }
 
  private:
-  static std::size_t add(const char* who, std::shared_ptr<Observer> observer) {
-    TORCH_CHECK(has_callbacks(), who,
-                ": cannot record in the destructor of a static object, after LibTorch's "
-                "thread-local state is destroyed. Record before the program ends.");
-    return ObserverTable::instance().add(who, std::move(observer));
-  }
-
   const char* who_;
   std::size_t slot_;
   at::CallbackHandle callback_;
