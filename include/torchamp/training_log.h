@@ -3,6 +3,13 @@
 
 /// @file
 /// @brief TrainingStepOptions::log: a file with a line for each step.
+///
+/// With this header a TrainingStep takes `.log = "run.csv"`. The file begins with the line
+/// `step,loss,scale,skips,norm,time`. Each step adds a line: its number, the loss (of the window's
+/// last micro-batch), its scale, the number of skipped steps so far, the norm before clipping
+/// (empty without max_grad_norm), and the seconds since construction. An existing file is appended
+/// to. A device's values are written some steps later, when they have arrived on the host, so
+/// nothing waits for them; finish() and the destructor write the rest.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/full.h>
@@ -27,14 +34,6 @@
 #include "torchamp/detail/training/parts.h"
 #include "torchamp/training_result.h"
 #include "torchamp/version.h"
-
-/// @file
-/// With this header a TrainingStep takes `.log = "run.csv"`. The file begins with the line
-/// `step,loss,scale,skips,norm,time`. Each step adds a line: its number, the loss (of the window's
-/// last micro-batch), its scale, the number of skipped steps so far, the norm before clipping
-/// (empty without max_grad_norm), and the seconds since construction. An existing file is appended
-/// to. A device's values are written some steps later, when they have arrived on the host, so
-/// nothing waits for them; finish() and the destructor write the rest.
 
 namespace torchamp::detail {
 

@@ -61,8 +61,7 @@ class StepModel {
 };
 
 /// Options of a scaler, or a scaler.
-class ScalerChoice {
- public:
+struct ScalerChoice {
   ScalerChoice() = default;
   ScalerChoice(GradScalerOptions given) : options(std::move(given)) {}
   ScalerChoice(GradScaler& given) : scaler(&given) {}
@@ -99,8 +98,7 @@ struct StepGroupOf {
                 "TrainingStep: include torchamp/distributed/training_group.h to set .group.");
 };
 
-class GroupChoice {
- public:
+struct GroupChoice {
   GroupChoice() = default;
   template <class Group, class... Options>
   GroupChoice(c10::intrusive_ptr<Group> group, Options... options)
@@ -143,8 +141,7 @@ class ModelBefore {
 };
 
 /// Options of masters, which name these and, where they need a group, its type.
-class MastersChoice {
- public:
+struct MastersChoice {
   using Model = std::shared_ptr<torch::nn::Module>;
 
   MastersChoice() = default;
@@ -171,8 +168,7 @@ class MastersChoice {
 // ---- Graphs -------------------------------------------------------------------------------------
 
 /// Options of a graph, which name it: CudaGraphOptions.
-class CaptureChoice {
- public:
+struct CaptureChoice {
   using Body = std::function<Tensors(const Tensors&)>;
   using Capture = std::function<const Tensors&(const Tensors&)>;
 
@@ -228,8 +224,7 @@ class StepScheduler {
 };
 
 /// A scheduler, or a function that makes one for the optimizer.
-class SchedulerChoice {
- public:
+struct SchedulerChoice {
   SchedulerChoice() = default;
   template <class Scheduler>
   requires requires(Scheduler& scheduler) { scheduler.step(); }
@@ -264,8 +259,7 @@ struct StepLogOf {
   static_assert(sizeof(Result) == 0, "TrainingStep: include torchamp/training_log.h to set .log.");
 };
 
-class LogChoice {
- public:
+struct LogChoice {
   LogChoice() = default;
   template <std::convertible_to<std::string> Path>
   LogChoice(Path path)
