@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -118,12 +119,10 @@ class TrainingCheckpoint {
   void save(const std::vector<at::Tensor>& local_parts) const;
   /// Loads the file on one of several processes, with the local part of process `rank`. An error
   /// unless the same number of `processes` wrote it.
-  bool load(int64_t rank, int64_t processes);
+  bool load(int64_t rank, int64_t processes) { return load_parts(rank, processes); }
   /// Loads the file without local parts: to resume with another number of processes, not bit for
   /// bit.
-  bool load_shared() {
-    return load_parts([](torch::serialize::InputArchive&) { return at::Tensor(); });
-  }
+  bool load_shared() { return load_parts(std::nullopt, 0); }
   /// Returns the id of the file last saved or loaded, which differs between any two files.
   int64_t file_id() const { return file_id_; }
 
@@ -158,7 +157,7 @@ class TrainingCheckpoint {
   void read(torch::serialize::InputArchive& archive, bool local, int64_t version, Undo& undo) const;
   static void load_entry(const Entry& entry, torch::serialize::InputArchive& archive,
                          int64_t version, Undo& undo);
-  bool load_parts(const std::function<at::Tensor(torch::serialize::InputArchive&)>& local_part);
+  bool load_parts(std::optional<int64_t> rank, int64_t processes);
 
   std::filesystem::path path_;
   std::vector<Entry> entries_;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full_like.h>
 #include <c10/util/ArrayRef.h>
@@ -16,7 +17,6 @@
 #include <torch/optim/schedulers/step_lr.h>
 #include <torch/serialize/archive.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -57,30 +57,6 @@ void write_module(const torch::nn::Module& module, torch::serialize::OutputArchi
   }
 }
 
-/// Calls visit(name, tensor, value) for each parameter and buffer of `module`, with the archive's
-/// value; undefined if it has none.
-template <class Visit>
-void read_module(const torch::nn::Module& module, torch::serialize::InputArchive& archive,
-                 const Visit& visit, const std::string& prefix = "") {
-  const auto read = [&](const std::string& key, const at::Tensor& tensor, bool is_buffer) {
-    at::Tensor value;
-    archive.try_read(key, value, is_buffer);
-    visit(prefix + key, tensor, value);
-  };
-  for (const auto& item : module.named_parameters(/*recurse=*/false)) {
-    read(item.key(), item.value(), false);
-  }
-  for (const auto& item : module.named_buffers(/*recurse=*/false)) {
-    read(item.key(), item.value(), true);
-  }
-  for (const auto& child : module.named_children()) {
-    if (!child.value()->is_serializable()) continue;
-    torch::serialize::InputArchive nested;
-    archive.try_read(child.key(), nested);
-    read_module(*child.value(), nested, visit, prefix + child.key() + '.');
-  }
-}
-
 inline at::Tensor bytes_of(torch::serialize::OutputArchive& archive) {
   std::ostringstream stream;
   archive.save_to(stream);
@@ -105,39 +81,42 @@ inline std::set<std::string> keys_that_saving_writes(const torch::nn::Module& mo
   return {keys.begin(), keys.end()};
 }
 
-/// The entries of a module's archive that saving `module` would not write, by dotted names.
-inline std::vector<std::string> left_over(const torch::nn::Module& module,
-                                          torch::serialize::InputArchive& archive,
-                                          const std::string& prefix = "") {
+/// Calls visit(name, tensor, value) for each parameter and buffer of `module`, with the archive's
+/// value; undefined if it has none. Returns what the archive has beyond what saving `module` would
+/// write, by dotted names: layers or weights that LibTorch ignores.
+template <class Visit>
+std::vector<std::string> read_module(const torch::nn::Module& module,
+                                     torch::serialize::InputArchive& archive, const Visit& visit,
+                                     const std::string& prefix = "") {
   std::set<std::string> known;
-  for (const auto& item : module.named_parameters(/*recurse=*/false)) known.insert(item.key());
-  for (const auto& item : module.named_buffers(/*recurse=*/false)) known.insert(item.key());
-  std::vector<std::string> names;
+  const auto read = [&](const std::string& key, const at::Tensor& tensor, bool is_buffer) {
+    known.insert(key);
+    at::Tensor value;
+    archive.try_read(key, value, is_buffer);
+    visit(prefix + key, tensor, value);
+  };
+  for (const auto& item : module.named_parameters(/*recurse=*/false)) {
+    read(item.key(), item.value(), false);
+  }
+  for (const auto& item : module.named_buffers(/*recurse=*/false)) {
+    read(item.key(), item.value(), true);
+  }
+  std::vector<std::string> left;
   for (const auto& child : module.named_children()) {
     known.insert(child.key());
+    if (!child.value()->is_serializable()) continue;
     torch::serialize::InputArchive nested;
-    if (!child.value()->is_serializable() || !archive.try_read(child.key(), nested)) continue;
-    for (std::string& name : left_over(*child.value(), nested, prefix + child.key() + '.')) {
-      names.push_back(std::move(name));
-    }
+    archive.try_read(child.key(), nested);
+    const auto of_child = read_module(*child.value(), nested, visit, prefix + child.key() + '.');
+    left.insert(left.end(), of_child.begin(), of_child.end());
   }
   std::set<std::string> own;  // of a module with a save() of its own
   for (const std::string& key : archive.keys()) {
     if (known.contains(key)) continue;
     if (own.empty()) own = keys_that_saving_writes(module);
-    if (!own.contains(key)) names.push_back(prefix + key);
+    if (!own.contains(key)) left.push_back(prefix + key);
   }
-  return names;
-}
-
-/// Throws if a module's archive has more than `module`: layers or weights that the program's model
-/// lacks, which LibTorch ignores. `archive_name` begins the message.
-inline void check_nothing_is_left(const torch::nn::Module& module,
-                                  torch::serialize::InputArchive& archive,
-                                  const char* archive_name) {
-  const std::vector<std::string> names = left_over(module, archive);
-  TORCH_CHECK(names.empty(), archive_name,
-              " has entries that the program's model lacks: ", list_of(names));
+  return left;
 }
 
 /// Each parameter and buffer of `module`, with its value in the archive. Throws for one that is
@@ -150,18 +129,19 @@ inline std::vector<std::pair<at::Tensor, at::Tensor>> read_all(
   const std::string remedy =
       ". Load what torch::save of these " + masters + ", or of such a model, has written.";
   std::vector<std::pair<at::Tensor, at::Tensor>> read;
-  read_module(module, archive,
-              [&](const std::string& name, const at::Tensor& to, const at::Tensor& from) {
-                TORCH_CHECK(from.defined(), place, "the archive has no '", name, "'", remedy);
-                TORCH_CHECK(from.sizes() == to.sizes(), place, "'", name, "' is ", from.sizes(),
-                            " in the archive and ", to.sizes(), " in the model", remedy);
-                TORCH_CHECK(!to.defined() || !repeats_elements(to), place, "several elements of '",
-                            name, "' (sizes ", to.sizes(), ", strides ", to.strides(),
-                            ") share memory, as after expand(), so a file cannot fill it. Give it "
-                            "its own memory: tensor.set_data(tensor.contiguous()).");
-                read.emplace_back(to, from);
-              });
-  check_nothing_is_left(module, archive, (place + "the archive").c_str());
+  const auto left = read_module(
+      module, archive, [&](const std::string& name, const at::Tensor& to, const at::Tensor& from) {
+        TORCH_CHECK(from.defined(), place, "the archive has no '", name, "'", remedy);
+        TORCH_CHECK(from.sizes() == to.sizes(), place, "'", name, "' is ", from.sizes(),
+                    " in the archive and ", to.sizes(), " in the model", remedy);
+        TORCH_CHECK(!to.defined() || !repeats_elements(to), place, "several elements of '", name,
+                    "' (sizes ", to.sizes(), ", strides ", to.strides(),
+                    ") share memory, as after expand(), so a file cannot fill it. Give it "
+                    "its own memory: tensor.set_data(tensor.contiguous()).");
+        read.emplace_back(to, from);
+      });
+  TORCH_CHECK(left.empty(), place,
+              "the archive has entries that the program's model lacks: ", list_of(left));
   return read;
 }
 
@@ -200,9 +180,9 @@ inline std::string kind_of_options(torch::serialize::InputArchive& archive) {
                                                            {"lr_decay", "an Adagrad"},
                                                            {"centered", "an RMSprop"},
                                                            {"max_iter", "an LBFGS"}};
-  const std::vector<std::string> keys = archive.keys();
+  c10::IValue option;
   for (const auto& [key, kind] : kinds) {
-    if (std::find(keys.begin(), keys.end(), key) != keys.end()) return kind;
+    if (archive.try_read(key, option)) return kind;
   }
   return {};
 }

@@ -5,7 +5,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>
 #include <c10/util/Exception.h>
-#include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 
@@ -15,7 +14,6 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
-#include <memory>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -189,7 +187,7 @@ class WeightsInPlace {
       if (tensor.sizes() != memory.sizes() || tensor.dtype() != memory.dtype()) continue;
       memory.copy_(tensor);
       tensor.set_data(memory);
-      if (accumulator) torch::autograd::impl::set_grad_accumulator(tensor, weak(accumulator));
+      if (accumulator) set(&torch::autograd::impl::set_grad_accumulator, tensor, accumulator);
     }
   }
 
@@ -197,13 +195,10 @@ class WeightsInPlace {
   // Older LibTorch uses std::shared_ptr for nodes, newer its own pointers.
   using Accumulator =
       decltype(torch::autograd::impl::try_get_grad_accumulator(std::declval<const at::Tensor&>()));
-  template <class Node>
-  static std::weak_ptr<Node> weak(const std::shared_ptr<Node>& node) {
-    return node;
-  }
-  template <class Node>
-  static c10::weak_intrusive_ptr<Node> weak(const c10::intrusive_ptr<Node>& node) {
-    return c10::weak_intrusive_ptr<Node>(node);
+  template <class Weak>
+  static void set(void (*setter)(const at::Tensor&, Weak), const at::Tensor& tensor,
+                  const Accumulator& accumulator) {
+    setter(tensor, Weak(accumulator));
   }
 
   struct Weight {

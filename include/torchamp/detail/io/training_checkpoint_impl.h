@@ -9,7 +9,6 @@
 #include <exception>
 #include <map>
 #include <memory>
-#include <optional>
 #include <random>
 #include <set>
 #include <system_error>
@@ -107,7 +106,7 @@ inline void TrainingCheckpoint::add_entry(Entry entry) {
 inline void TrainingCheckpoint::load_module(torch::nn::Module& module,
                                             torch::serialize::InputArchive& archive) {
   std::vector<std::string> missing;
-  detail::read_module(
+  const auto left = detail::read_module(
       module, archive, [&](const std::string& name, const at::Tensor& to, const at::Tensor& from) {
         if (!from.defined()) {
           if (to.defined()) missing.push_back(name);
@@ -117,7 +116,8 @@ inline void TrainingCheckpoint::load_module(torch::nn::Module& module,
                     from.dtype(), ' ', from.sizes(), " in the file and ", to.dtype(), ' ',
                     to.sizes(), " in the model");
       });
-  detail::check_nothing_is_left(module, archive, "it");
+  TORCH_CHECK(left.empty(),
+              "it has entries that the program's model lacks: ", detail::list_of(left));
   detail::WeightsInPlace weights(module);
   try {
     module.load(archive);
@@ -237,21 +237,8 @@ inline bool TrainingCheckpoint::exists() const {
   return std::filesystem::exists(status);
 }
 
-inline bool TrainingCheckpoint::load(int64_t rank, int64_t processes) {
-  return load_parts([&](torch::serialize::InputArchive& archive) {
-    c10::IValue saved;
-    archive.read("processes", saved);
-    TORCH_CHECK(saved.toInt() == processes, "it was saved by ", saved.toInt(),
-                " process(es), and this run has ", processes,
-                ". Resume with as many, or call load_shared().");
-    at::Tensor part;
-    archive.read("local_" + std::to_string(rank), part, /*is_buffer=*/true);
-    return part;
-  });
-}
-
-inline bool TrainingCheckpoint::load_parts(
-    const std::function<at::Tensor(torch::serialize::InputArchive&)>& local_part) {
+/// With the local part of process `rank`, if it is given.
+inline bool TrainingCheckpoint::load_parts(std::optional<int64_t> rank, int64_t processes) {
   check_schedulers("TrainingCheckpoint::load");
   if (!exists()) return false;
   const at::NoGradGuard no_grad;
@@ -272,8 +259,14 @@ inline bool TrainingCheckpoint::load_parts(
                 detail::training_checkpoint_version, ".");
     TORCH_CHECK(version.toInt() == 1 || detail::is_sealed(file),
                 "it is damaged: its checksum is missing.");
-    const at::Tensor part = local_part(archive);
-    if (!part.defined()) return;
+    if (!rank) return;
+    c10::IValue saved;
+    archive.read("processes", saved);
+    TORCH_CHECK(saved.toInt() == processes, "it was saved by ", saved.toInt(),
+                " process(es), and this run has ", processes,
+                ". Resume with as many, or call load_shared().");
+    at::Tensor part;
+    archive.read("local_" + std::to_string(*rank), part, /*is_buffer=*/true);
     const at::Tensor bytes = part.cpu();
     local = detail::archive_of(
         bytes, detail::device_for(std::make_shared<caffe2::serialize::MemoryReadAdapter>(
