@@ -135,14 +135,10 @@ class CastRecording final : public Recording<CastCall> {
 
   std::vector<CastReport::Row> rows() const {
     const std::scoped_lock lock(mutex_);
-    std::vector<CastReport::Row> rows;
-    for (const Rows::value_type* const row : in_order_) rows.push_back(row->second);
-    return rows;
+    return rows_;
   }
 
  private:
-  using Rows = std::map<std::tuple<bool, std::string, std::string>, CastReport::Row>;
-
   void hear(std::string_view told, CastCall& call) override {
     if (told.starts_with(choice_scope)) {
       const CastRow* const row = row_named(told.substr(choice_scope.size()));
@@ -230,14 +226,13 @@ class CastRecording final : public Recording<CastCall> {
     const bool is_cast_in_reverse =
         call.op->is_conversion && call.node.starts_with("ToCopyBackward");
     const std::string& label = is_cast_in_reverse ? call.node : call.op->label;
-    const auto [found, is_new] = rows_.try_emplace({call.in_backward, call.module, label});
+    const auto [found, is_new] =
+        index_.try_emplace({call.in_backward, call.module, label}, rows_.size());
     if (is_new) {
-      found->second.backward = call.in_backward;
-      found->second.module = call.module;
-      found->second.op = label;
-      in_order_.push_back(&*found);
+      CastReport::Row& row = rows_.emplace_back();
+      std::tie(row.backward, row.module, row.op) = found->first;
     }
-    return found->second;
+    return rows_[found->second];
   }
 
   void end_root(const std::vector<c10::IValue>& outputs, const CastCall& call) {
@@ -292,8 +287,8 @@ class CastRecording final : public Recording<CastCall> {
   }
 
   StorageMap<DtypeChange> origins_;  // of tensors that were cast, or computed from such
-  Rows rows_;
-  std::vector<const Rows::value_type*> in_order_;
+  std::vector<CastReport::Row> rows_;
+  std::map<std::tuple<bool, std::string, std::string>, std::size_t> index_;  // in rows_
 };
 
 /// Whether torchamp's own cache of weights was asked.
