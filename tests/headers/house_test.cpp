@@ -104,11 +104,11 @@ struct Budget {
 // The lines are to come down to 3,400, 2,400, 3,000 and 8,300.
 constexpr Budget budgets[] = {
     {"autocast.h", 13, 3400},
-    {"optim.h", 12, 3190},
-    {"grad_scaler.h", 15, 4550},
-    {"torchamp.h", 33, 10110},
+    {"optim.h", 12, 2750},
+    {"grad_scaler.h", 17, 4380},
+    {"torchamp.h", 35, 9680},
 };
-constexpr Budget all_headers = {"include/", 127, 30040};  // lines to come down to 25,500
+constexpr Budget all_headers = {"include/", 130, 29220};  // lines to come down to 25,500
 
 struct Header {
   std::size_t lines = 0;
