@@ -385,6 +385,10 @@ TORCHAMP_BODY AutocastRegion::AutocastRegion(at::DeviceType device,
     return one != nullptr && one->inherited == data && one->in_force[index].get() == in_force &&
            one->keep.until == until && one->casts == casts;
   };
+  const auto begin_region = [&](ThreadPolicy& inner) {
+    KeptWeights* const kept = shared_runtime().kept_weights.load(std::memory_order_acquire);
+    inner.keep.region = own_region_ = kept == nullptr ? 0 : kept->begin_region();
+  };
   // A spare node has nothing below it: it would hide what others, a profiler say, have put there.
   const bool may_be_spare = !outer && in_force && !rule && !c10::ThreadLocalDebugInfo::current() &&
                             this_backward_pass() == ThreadPolicy::no_backward_pass;
@@ -394,23 +398,19 @@ TORCHAMP_BODY AutocastRegion::AutocastRegion(at::DeviceType device,
     // it does not hold for sums: see Note [Sums of gradients].
     const bool holds = !in_force || (ScriptSwitch::has_scope() && !leaves_sums_alone(*outer));
     policy_scope_.emplace(holds ? nullptr : outer->shared_from_this());
+  } else if (spare && spare->is_unshared() && is_wanted(spare->policy.get())) {
+    begin_region(const_cast<ThreadPolicy&>(*spare->policy));
+    policy_scope_.emplace(std::move(spare->policy), std::move(spare->node));
   } else {
-    const bool reuses = spare && spare->is_unshared() && is_wanted(spare->policy.get());
-    auto inner =
-        reuses ? std::const_pointer_cast<ThreadPolicy>(std::move(spare->policy)) : copy_of(outer);
-    if (!reuses) {
-      inner->inherited = data;
-      inner->in_force[index] = in_force ? data : nullptr;
-      inner->is_in_guard = true;
-      inner->keep.until = until;
-      inner->casts = casts;
-      if (rule) op_rule_usage_ = inner->op_rule_usage = rule->make_usage(inner->op_rule_usage);
-    }
-    if (reuses || inner->keep.region == 0) {
-      KeptWeights* const kept = shared_runtime().kept_weights.load(std::memory_order_acquire);
-      inner->keep.region = own_region_ = kept == nullptr ? 0 : kept->begin_region();
-    }
-    policy_scope_.emplace(std::move(inner), reuses ? std::move(spare->node) : nullptr);
+    auto inner = copy_of(outer);
+    inner->inherited = data;
+    inner->in_force[index] = in_force ? data : nullptr;
+    inner->is_in_guard = true;
+    inner->keep.until = until;
+    inner->casts = casts;
+    if (rule) op_rule_usage_ = inner->op_rule_usage = rule->make_usage(inner->op_rule_usage);
+    if (inner->keep.region == 0) begin_region(*inner);
+    policy_scope_.emplace(std::move(inner));
   }
 
   inside.apply();
