@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/device_work.h"
 #include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/gradients/unscale.h"
 #include "torchamp/detail/optim/state_tensors.h"
