@@ -12,7 +12,6 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <utility>
 #include <vector>
 
@@ -33,14 +32,13 @@ namespace torchamp::detail {
 inline void check_not_scaled_within(const at::Tensor& loss, const char* call,
                                     const ScaledOutputs& scaled, const StepOrder& order) {
   if (!loss.defined() || order.was_asked()) return;
-  constexpr int most_ops = 3;
   const auto search = [&](const auto& self, const torch::autograd::Node* node, int ops) -> void {
     if (!node) return;
     TORCH_CHECK_VALUE(!scaled.are_made_by(*node), call,
                       ": this loss was computed from one that has been scaled already, and its "
                       "gradients would be too large by the scale. Give the loss as it was before "
                       "scale(): it is scaled here.");
-    if (ops == most_ops) return;
+    if (ops == 3) return;
     for (const auto& edge : node->next_edges()) self(self, edge.function.get(), ops + 1);
   };
   search(search, loss.grad_fn().get(), 0);
@@ -81,7 +79,7 @@ inline void warn_of_local_gradients(const torch::optim::Optimizer& optimizer, co
 inline void take_unscaled(StepLedger& ledger, torch::optim::Optimizer& optimizer,
                           at::Tensor found_inf, bool had_gradients) {
   ledger.optimizers.of(optimizer) = {.stage = OptimizerState::Stage::unscaled,
-                                     .found_inf = {std::move(found_inf), std::nullopt},
+                                     .found_inf = {.tensor = std::move(found_inf)},
                                      .had_gradients = had_gradients,
                                      .gradients = count_gradients(optimizer),
                                      .taken = gradients_taken(),
