@@ -17,9 +17,7 @@
 #include <vector>
 
 #include "torchamp/detail/gradients/attached.h"
-#include "torchamp/detail/gradients/clip_left.h"
 #include "torchamp/detail/gradients/norm.h"
-#include "torchamp/detail/gradients/shards.h"
 #include "torchamp/detail/gradients/unscale.h"
 #include "torchamp/detail/scaler/step_ledger.h"
 #include "torchamp/detail/tensors.h"

@@ -27,9 +27,9 @@
 
 #include "torchamp/detail/device_work.h"
 #include "torchamp/detail/gradients/attached.h"
-#include "torchamp/detail/gradients/shards.h"
 #include "torchamp/detail/gradients/unscale.h"
 #include "torchamp/detail/scaler/loss_scale.h"
+#include "torchamp/detail/scaler/step_ledger.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/version.h"

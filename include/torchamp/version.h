@@ -20,7 +20,6 @@
 /// @cond
 #define TORCHAMP_TEXT_OF_(major, minor, patch) #major "." #minor "." #patch
 #define TORCHAMP_TEXT_OF(...) TORCHAMP_TEXT_OF_(__VA_ARGS__)
-/// "0.2.0".
 #define TORCHAMP_VERSION_TEXT \
   TORCHAMP_TEXT_OF(TORCHAMP_VERSION_MAJOR, TORCHAMP_VERSION_MINOR, TORCHAMP_VERSION_PATCH)
 /// @endcond
@@ -28,17 +27,15 @@
 /// The version of the state that all parts of a process share: see Note [Two versions in one
 /// process]. Increment it when the layout or the meaning of anything reachable from SharedRuntime
 /// or a ThreadPolicy changes, including a new rule of Cast.
-#define TORCHAMP_LAYOUT 15
+#define TORCHAMP_LAYOUT 16
 
 // Note [Two versions in one process]
 // A program and a plugin may be built against different versions of torchamp. All of torchamp is in
 // an inline namespace named after the version, so each runs its own code: `torchamp::Policy` is
 // `torchamp::v0_2_0::Policy` to the linker. The overlays and the policy of a thread exist once per
 // process. All versions with the same TORCHAMP_LAYOUT share them; a version with another one fails
-// at its first guard: see Note [One runtime per process].
-//
-// A header opens the namespace as `namespace TORCHAMP_NAMESPACE` or `namespace torchamp::detail`,
-// which means the one that is declared below.
+// at its first guard: see Note [One runtime per process]. A header opens the namespace as
+// `namespace TORCHAMP_NAMESPACE` or `namespace torchamp::detail`, which is declared below.
 /// @cond
 #define TORCHAMP_NAMESPACE_OF_(major, minor, patch) torchamp::inline v##major##_##minor##_##patch
 #define TORCHAMP_NAMESPACE_OF(...) TORCHAMP_NAMESPACE_OF_(__VA_ARGS__)
@@ -56,9 +53,8 @@
 // Such functions are defined in separate headers, which are included if TORCHAMP_BODIES is 1, as
 // TORCHAMP_BODY: inline, unless TORCHAMP_COMPILED is defined. torchamp/compiled.h includes all of
 // them, also after other headers of torchamp (a precompiled header, a unity build). Such a header
-// does not repeat the includes of the header that it completes.
-//
-// Code that runs rarely, as at the first guard, is TORCHAMP_COLD: compiled for size, not speed.
+// does not repeat the includes of the header that it completes. Code that runs rarely, as at the
+// first guard, is TORCHAMP_COLD: compiled for size, not speed.
 //
 // A virtual function of a class that is not a template is inline, or TORCHAMP_BODY, also where the
 // class declares it. Otherwise the class has a key function, and the compiler emits the class and

@@ -105,10 +105,10 @@ struct Budget {
 constexpr Budget budgets[] = {
     {"autocast.h", 13, 3400},
     {"optim.h", 12, 2750},
-    {"grad_scaler.h", 17, 4380},
-    {"torchamp.h", 35, 9680},
+    {"grad_scaler.h", 15, 4350},
+    {"torchamp.h", 33, 9650},
 };
-constexpr Budget all_headers = {"include/", 130, 29220};  // lines to come down to 25,500
+constexpr Budget all_headers = {"include/", 128, 29180};  // lines to come down to 25,500
 
 struct Header {
   std::size_t lines = 0;

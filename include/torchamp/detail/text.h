@@ -21,8 +21,7 @@ inline constexpr std::size_t longest_shown = 128;
   return std::string(text.substr(0, longest_shown)) + "...";
 }
 
-/// The pieces of a text. (Each of LibTorch's macros for errors makes a function of its own for the
-/// types of its pieces.)
+/// The pieces of a text. (LibTorch's macros make a function for each list of their types.)
 [[gnu::cold]] inline std::string joined(std::initializer_list<std::string_view> pieces) {
   std::string text;
   for (const std::string_view piece : pieces) text += piece;

@@ -16,8 +16,6 @@
 #include <vector>
 
 #include "torchamp/detail/gradients/attached.h"
-#include "torchamp/detail/gradients/clip_left.h"
-#include "torchamp/detail/gradients/shards.h"
 #include "torchamp/detail/masters/master_meta.h"
 #include "torchamp/detail/scaler/step_ledger.h"
 #include "torchamp/detail/tensors.h"

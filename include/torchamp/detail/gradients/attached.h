@@ -35,7 +35,7 @@ namespace torchamp::detail {
 // how the weight is stepped.
 
 class StepMethod;
-class Shards;  // in detail/gradients/shards.h
+class Shards;  // in detail/scaler/step_ledger.h
 
 /// What begins an error text; called where there is an error.
 using ErrorPlace = c10::function_ref<std::string()>;

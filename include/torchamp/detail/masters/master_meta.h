@@ -14,7 +14,6 @@
 #include <utility>
 
 #include "torchamp/detail/gradients/attached.h"
-#include "torchamp/detail/gradients/shards.h"
 #include "torchamp/detail/scaler/step_ledger.h"
 #include "torchamp/detail/tensors.h"
 

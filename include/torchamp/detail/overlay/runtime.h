@@ -168,9 +168,9 @@ inline const char* const runtime_op = "torchamp::_runtime";
     // Never destroyed: its end would take the op away.
     new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().registerDef(
         torch::jit::parseSchema(
-            joined({runtime_op, "(int layout=", std::to_string(TORCHAMP_LAYOUT), ", str version=\"",
-                    TORCHAMP_VERSION_TEXT, "\", int address=",
-                    std::to_string(reinterpret_cast<std::uintptr_t>(runtime)), ") -> ()"})),
+            std::string(runtime_op) + "(int layout=" + std::to_string(TORCHAMP_LAYOUT) +
+            ", str version=\"" TORCHAMP_VERSION_TEXT "\", int address=" +
+            std::to_string(reinterpret_cast<std::uintptr_t>(runtime)) + ") -> ()"),
         "torchamp"));
   } catch (const c10::Error&) {
     delete runtime;

@@ -23,9 +23,8 @@
 
 #include "torchamp/detail/device_work.h"
 #include "torchamp/detail/gradients/attached.h"
-#include "torchamp/detail/gradients/clip_left.h"
-#include "torchamp/detail/gradients/shards.h"
 #include "torchamp/detail/gradients/unscale.h"
+#include "torchamp/detail/scaler/step_ledger.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/scaled_step.h"

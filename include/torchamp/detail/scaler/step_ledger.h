@@ -21,10 +21,10 @@
 
 #include "torchamp/detail/device_work.h"
 #include "torchamp/detail/gradients/attached.h"
-#include "torchamp/detail/gradients/shards.h"
 #include "torchamp/detail/scaler/loss_scale.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/missing_gradients.h"
+#include "torchamp/scaled_step.h"
 
 namespace torchamp::detail {
 
@@ -47,6 +47,85 @@ namespace torchamp::detail {
 // gradients unscaled. With a ScaledStep optimizer that is "ready", the gradients are only checked
 // and the division is left to the optimizer. Below a scale of 1, dividing may turn a finite
 // gradient into an inf, which is looked for, too; see Note [A scale below 1].
+
+/// The processes that have a piece each of some masters.
+class Shards {
+ public:
+  Shards() = default;
+  Shards(const Shards&) = delete;
+  Shards& operator=(const Shards&) = delete;
+  virtual ~Shards() = default;
+
+  /// Makes a number the largest that any process has: found_inf, or the largest gradient.
+  virtual void agree_largest(at::Tensor& number) const = 0;
+
+  /// The norm of all gradients, from that of each process's own.
+  virtual at::Tensor norm_of_all(const at::Tensor& own, double norm_type) const = 0;
+
+  /// Throws for an optimizer that does not treat every element of a weight by itself.
+  virtual void check(const torch::optim::Optimizer& optimizer, const char* call) const = 0;
+};
+
+/// Null for what is no piece of a master.
+inline std::shared_ptr<Shards> shards_of(const at::Tensor& tensor) {
+  const WeightMeta* const meta = weight_meta_of(tensor);
+  return meta ? meta->shards : nullptr;
+}
+
+/// What the optimizer's parameters are pieces of; null if they are none. An error for an optimizer
+/// that cannot step pieces, and for one of weights that have masters.
+inline std::shared_ptr<Shards> shards_of(const torch::optim::Optimizer& optimizer,
+                                         const char* call) {
+  std::shared_ptr<Shards> shards;
+  any_parameter(optimizer, [&](const at::Tensor& tensor) {
+    const WeightMeta* const meta = weight_meta_of(tensor);
+    if (!meta) return false;
+    TORCH_CHECK(!meta->has_master_apart || meta->masters.expired(), call, ": the parameter ",
+                tensor.sizes(),
+                " of this optimizer belongs to a model under master weights, which would overwrite "
+                "the result of a step. Give the optimizer the masters' parameters().");
+    shards = meta->shards;
+    return shards != nullptr;
+  });
+  if (shards) shards->check(optimizer, call);
+  return shards;
+}
+
+/// What clips leave to the next step of an optimizer.
+struct ClipLeft {
+  /// Undefined if there is nothing.
+  static Divisor to(const torch::optim::Optimizer& optimizer) {
+    const auto* const defers = dynamic_cast<const DefersClips*>(&optimizer);
+    return defers ? defers->deferred_clip_.of(optimizer) : Divisor();
+  }
+  /// False if this optimizer's gradients have to be multiplied now.
+  static bool can_be_left_to(const torch::optim::Optimizer& optimizer) {
+    return dynamic_cast<const DefersClips*>(&optimizer) != nullptr;
+  }
+  /// On top of what is left already. Only where it can be.
+  static void add(torch::optim::Optimizer& optimizer, const Divisor& divisor) {
+    const InternalOps internal;
+    dynamic_cast<DefersClips&>(optimizer).deferred_clip_.add(optimizer, divisor);
+  }
+  /// The same gradients have other values now. Asks no device for memory.
+  static void keep(torch::optim::Optimizer& optimizer, const Divisor& divisor) {
+    forget(optimizer);
+    add(optimizer, divisor);
+  }
+  static void forget(torch::optim::Optimizer& optimizer) {
+    if (auto* const defers = dynamic_cast<DefersClips*>(&optimizer)) {
+      defers->deferred_clip_.forget();
+    }
+  }
+  /// ScaledStep::step_scaled(); `facts` are for those who defer clips.
+  static at::Tensor step_scaled(ScaledStep& optimizer, const at::Tensor& grad_scale,
+                                const at::Tensor& found_inf, const StepFacts& facts) {
+    auto* const defers = dynamic_cast<DefersClips*>(&optimizer);
+    if (!defers) return optimizer.step_scaled(grad_scale, found_inf);
+    defers->step_knowing(grad_scale, found_inf, facts);
+    return {};
+  }
+};
 
 /// What a StepResult answers from; shared by its copies. At first, that of a disabled scaler.
 struct StepRecord {
