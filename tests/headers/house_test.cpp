@@ -108,7 +108,7 @@ constexpr Budget budgets[] = {
     {"grad_scaler.h", 15, 4350},
     {"torchamp.h", 33, 9650},
 };
-constexpr Budget all_headers = {"include/", 128, 29180};  // lines to come down to 25,500
+constexpr Budget all_headers = {"include/", 128, 29190};  // lines to come down to 25,500
 
 struct Header {
   std::size_t lines = 0;

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <map>
-#include <ranges>
 
 #include "torchamp/detail/audit/text.h"
 #include "torchamp/detail/modules/with_policy.h"
@@ -61,11 +60,9 @@ inline std::string text_of_base(const PolicyData& policy) {
 inline std::string text_of_module(const PolicyData& policy, const PolicyData& common,
                                   const AuditDecisions& decided) {
   const std::size_t size = common.edits.size();
-  const bool goes_on =
-      policy.base == common.base &&
-      std::ranges::equal(common.edits,
-                         policy.edits | std::views::take(static_cast<std::ptrdiff_t>(size)),
-                         [](const Edit& a, const Edit& b) { return is_same(a, b); });
+  const bool goes_on = policy.base == common.base && policy.edits.size() >= size &&
+                       std::equal(common.edits.begin(), common.edits.end(), policy.edits.begin(),
+                                  [](const Edit& a, const Edit& b) { return is_same(a, b); });
   return goes_on ? text_of_edits(policy, size, decided)
                  : text_of_base(policy) + text_of_edits(policy, 0, decided);
 }

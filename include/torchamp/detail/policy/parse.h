@@ -11,9 +11,9 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <optional>
-#include <ranges>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -108,6 +108,14 @@ inline bool set_fp8_option(std::string_view word, Fp8Options& options) {
   return false;
 }
 
+/// The names of some rows, with `between` between them.
+template <class Rows, class Name>
+std::string names_of(const Rows& rows, Name name, const char* between) {
+  std::vector<std::string> names;
+  for (const auto& row : rows) names.emplace_back(std::invoke(name, row));
+  return c10::Join(between, names);
+}
+
 /// The options in a text, separated by white space or commas. Errors: an unknown or repeated
 /// option.
 inline Fp8Options parse_fp8_options(std::string_view text) {
@@ -123,7 +131,7 @@ inline Fp8Options parse_fp8_options(std::string_view text) {
     }
     TORCH_CHECK(false, "there is no option '", word.substr(0, 60),
                 "' of fp8; the options are round_to_nearest, strict, only_worthwhile, recipe=",
-                c10::Join(", recipe=", fp8_recipes | std::views::transform(&Fp8RecipeRow::name)));
+                names_of(fp8_recipes, &Fp8RecipeRow::name, ", recipe="));
   }
   return options;
 }
@@ -252,7 +260,7 @@ class PolicyParser {
     const CastRow* const row = row_named(rule);
     if (row == nullptr) {
       check(false, "there is no rule '", shorten(rule), "'; the rules are ",
-            c10::Join(", ", cast_rows | std::views::transform(&CastRow::name)));
+            names_of(cast_rows, &CastRow::name, ", "));
     }
     const bool is_fp8 = row->cast == Cast::fp8;
     check(!is_fp8 || !is_environments_,
@@ -270,7 +278,7 @@ class PolicyParser {
   void check_is_no_family(const std::string& name) const {
     if (!name.starts_with("ops::") || !find_ops(name, "", /*missing_ok=*/true).empty()) return;
     check(false, "there is no family '", shorten(name), "'; the families are ",
-          c10::Join(", ", ops::families | std::views::transform(&OpFamily::name)));
+          names_of(ops::families, &OpFamily::name, ", "));
   }
 
   at::ScalarType dtype(const std::string& name) const {
