@@ -113,7 +113,7 @@ Group& group_of(std::vector<Group>& groups, Key key) {
   for (std::size_t i = groups.size(); i-- > 0;) {
     if (static_cast<const Key&>(groups[i]) == key) return groups[i];
   }
-  groups.push_back(Group{std::move(key)});
+  groups.push_back(Group{{std::move(key)}});
   return groups.back();
 }
 
