@@ -218,6 +218,7 @@ inline std::shared_ptr<GradientAverages> make_averages(
   auto trained = named_parameters_once(module);
   std::erase_if(trained, [](const auto& one) { return !one.second.requires_grad(); });
   std::vector<at::Tensor> parameters;
+  parameters.reserve(trained.size());
   for (const auto& [name, parameter] : trained) parameters.push_back(parameter);
   TORCH_CHECK(!parameters.empty(), call, ": no parameter of the model requires grad.");
   collective(call, [&] { c10d::verify_params_across_processes(group, parameters, std::nullopt); });

@@ -411,6 +411,7 @@ class FlatStep {
  private:
   [[gnu::cold]] static at::Tensor flat(const std::vector<at::Tensor>& tensors) {
     std::vector<at::Tensor> pieces;
+    pieces.reserve(tensors.size());
     for (const at::Tensor& tensor : tensors) pieces.push_back(in_memory_order(tensor));
     at::Tensor all = at::cat(pieces);
     return is_16_bit(all.scalar_type()) ? all.to(at::kFloat) : all;
