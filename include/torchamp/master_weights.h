@@ -51,8 +51,8 @@ class MastersOfModel : public Masters {
   }
   void save(torch::serialize::OutputArchive& archive) const override { save(archive, at::kFloat); }
   void save(torch::serialize::OutputArchive& archive, at::ScalarType dtype) const;
-  void load(torch::serialize::InputArchive& archive) override;
-  std::function<void()> keep() override;
+  inline void load(torch::serialize::InputArchive& archive) override;
+  inline std::function<void()> keep() override;
 
  protected:
   /// A parameter of the model.
@@ -95,7 +95,7 @@ class MastersOfModel : public Masters {
                    const at::Tensor& parameter) const = 0;
   /// Whether the model has the masters' values.
   virtual bool is_copied() const { return true; }
-  virtual void note_copied();
+  inline virtual void note_copied();
 
   const char* owner_;
   std::shared_ptr<torch::nn::Module> model_;
