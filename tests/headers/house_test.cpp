@@ -101,7 +101,7 @@ struct Budget {
   std::size_t files;
   std::size_t lines;
 };
-// The lines are to come down to 3,400, 2,400, 3,000 and 8,300.
+// The lines of the last three are to come down to 2,400, 3,000 and 8,300.
 constexpr Budget budgets[] = {
     {"autocast.h", 13, 3400},
     {"optim.h", 12, 2750},
