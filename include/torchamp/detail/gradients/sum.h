@@ -24,6 +24,7 @@
 #include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/gradients/unscale.h"
 #include "torchamp/detail/optim/state_tensors.h"
+#include "torchamp/detail/scaler/loss_scale.h"
 #include "torchamp/detail/tensors.h"
 
 namespace torchamp::detail {
