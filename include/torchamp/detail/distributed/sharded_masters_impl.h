@@ -40,7 +40,9 @@ inline ShardedMasterWeights::ShardedMasterWeights(std::shared_ptr<torch::nn::Mod
                           : " and requires grad. Trained weights must be fp32.");
   }
   int64_t elements = 0;
-  for (const Weight& weight : weights_) elements += weight.parameter.numel();
+  for (const Weight& weight : weights_) {
+    if (weight.parameter.requires_grad()) elements += weight.parameter.numel();
+  }
   detail::BucketLayout layout(group->getSize(), options_.bucket_bytes, c10::elementSize(wire),
                               elements);
   for (std::size_t w = weights_.size(); w-- > 0;) {  // backward comes to the last ones first
