@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # torchamp_add_compiled(): what compiles torchamp apart from the sources that use it, by compiled.cpp beside this file; see
-# Note [Compiled once] in version.h. For torchamp's own build and for projects that find the package.
+# .github/CONTRIBUTING.md, Compiled once. For torchamp's own build and for projects that find the package.
 #
 #   torchamp::library   a static library, built once in a project, as soon as something that links it is built
 #   torchamp::compiled  compiled.cpp as a source of each target that links it, with that target's flags

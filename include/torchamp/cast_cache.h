@@ -21,7 +21,7 @@ struct LongWeightCache {
   WeightKeep::Until until;
 };
 
-/// What that header adds: see Note [Extras].
+/// What that header adds: see .github/CONTRIBUTING.md, An extra.
 template <class LongCache>
 struct LongWeightCacheExtra {
   static_assert(

@@ -27,7 +27,7 @@
 #include "torchamp/policy_text.h"
 #include "torchamp/version.h"
 
-// Every header with such definitions: see Note [Compiled once] in version.h.
+// Every header with such definitions: see .github/CONTRIBUTING.md, Compiled once.
 /// @cond
 #undef TORCHAMP_BODIES
 #define TORCHAMP_BODIES 1

@@ -27,7 +27,7 @@ class GradScaler;
 namespace detail {
 struct ScalerParts;
 
-/// What torchamp/closure_step.h adds: see Note [Extras].
+/// What torchamp/closure_step.h adds: see .github/CONTRIBUTING.md, An extra.
 template <class AnyScaler>
 class ClosureStep {
   static_assert(sizeof(AnyScaler) == 0,

@@ -19,7 +19,7 @@ namespace detail {
 
 class ScaleRule;
 
-/// What torchamp/predictive_scale.h adds: see Note [Extras].
+/// What torchamp/predictive_scale.h adds: see .github/CONTRIBUTING.md, An extra.
 template <class Bool>
 struct PredictiveScale {
   static_assert(sizeof(Bool) == 0,

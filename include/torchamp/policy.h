@@ -26,7 +26,7 @@ class PolicyData;
 namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
-/// What torchamp/fp8.h adds: see Note [Extras].
+/// What torchamp/fp8.h adds: see .github/CONTRIBUTING.md, An extra.
 template <class AnyPolicy>
 struct Fp8Extra {
   static_assert(sizeof(AnyPolicy) == 0,
@@ -153,7 +153,7 @@ class Policy {
 };
 
 namespace detail {
-/// What torchamp/policy_text.h adds: see Note [Extras].
+/// What torchamp/policy_text.h adds: see .github/CONTRIBUTING.md, An extra.
 template <class AnyPolicy>
 struct PolicyPrinter {
   static_assert(sizeof(AnyPolicy) == 0,

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # The umbrella header stays light: it brings in neither all of <torch/torch.h> nor the standard headers that take long to
 # compile. Each header puts what it has into the namespace of its version.
-# A file that includes public headers and uses nothing of them gets no code of theirs: see Note [Compiled once].
+# A file that includes public headers and uses nothing of them gets no code of theirs: see .github/CONTRIBUTING.md,
+# Compiled once.
 #
 #   cmake -DSOURCE=DIR -DHEADERS=LIST -DCOMPILE=COMMAND… -DNM=COMMAND -DBUILD=DIR -P run.cmake
 

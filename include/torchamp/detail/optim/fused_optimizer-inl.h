@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 
-// Templates, and functions that compiled.h takes at a second time: see Note [Compiled once].
+// Templates, and functions that compiled.h takes at a second time: see version.h.
 #ifndef TORCHAMP_FUSED_OPTIMIZER_TEMPLATES
 #define TORCHAMP_FUSED_OPTIMIZER_TEMPLATES
 
