@@ -14,8 +14,8 @@
 #include <memory>
 
 #include "torchamp/cast_cache.h"
-#include "torchamp/detail/devices.h"
 #include "torchamp/detail/overlay/region.h"
+#include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/version.h"
 

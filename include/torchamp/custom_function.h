@@ -26,7 +26,7 @@
 #include <vector>
 
 #include "torchamp/autocast_state.h"
-#include "torchamp/detail/devices.h"
+#include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/version.h"
 

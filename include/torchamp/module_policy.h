@@ -20,10 +20,10 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/devices.h"
 #include "torchamp/detail/modules/sequential.h"
 #include "torchamp/detail/modules/with_policy.h"
 #include "torchamp/detail/overlay/kernel.h"
+#include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/name_pattern.h"
 #include "torchamp/detail/rng_state.h"

@@ -21,7 +21,6 @@
 #include <vector>
 
 #include "torchamp/cast_cache.h"
-#include "torchamp/detail/devices.h"
 #include "torchamp/detail/overlay/kernel.h"
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/policy/data.h"

@@ -220,7 +220,6 @@ class Regions final : public torchamp::detail::KeptWeights {
     return last_;
   }
   void end_region(std::uint64_t region) override { EXPECT_EQ(open_.erase(region), 1U); }
-  void end_window() override {}
   void changed(at::TensorList) override {}
   void all_changed() override {}
   void clear() override {}

@@ -101,14 +101,14 @@ struct Budget {
   std::size_t files;
   std::size_t lines;
 };
-// The lines of the last three are to come down to 2,400, 3,000 and 8,300.
+// The lines of the last two are to come down to 3,000 and 8,300.
 constexpr Budget budgets[] = {
-    {"autocast.h", 13, 3371},
-    {"optim.h", 12, 2717},
-    {"grad_scaler.h", 15, 4313},
-    {"torchamp.h", 33, 9615},
+    {"autocast.h", 13, 3375},
+    {"optim.h", 10, 2395},
+    {"grad_scaler.h", 13, 3991},
+    {"torchamp.h", 33, 9639},
 };
-constexpr Budget all_headers = {"include/", 128, 29162};  // lines to come down to 25,500
+constexpr Budget all_headers = {"include/", 128, 29198};  // lines to come down to 25,500
 
 struct Header {
   std::size_t lines = 0;

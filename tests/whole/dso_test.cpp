@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // A host and a plugin with hidden visibility share one policy and one set of overlays, and the
 // plugin may come and go, also if it was built against another version of torchamp. See
-// Note [One runtime per process] and Note [Two versions in one process].
+// Note [One runtime per process] and .github/CONTRIBUTING.md, Two versions in one process.
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 #include <c10/util/Exception.h>
@@ -20,6 +20,7 @@
 #include "torchamp/autocast_state.h"
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/weights/derived.h"
 #include "torchamp/version.h"
 #include "whole/dso/plugin.h"
 
@@ -143,6 +144,29 @@ TEST_F(SharedLibraries, ShareOnePolicyAndSurviveUnloading) {
       expect_one_policy_and_one_set_of_overlays(path);
       expect_a_working_process_after_unloading(path);
     }
+  }
+}
+
+TEST_F(SharedLibraries, HearOfEachOthersSteps) {
+  if (first_user() == "dso_plugin_other_layout") GTEST_SKIP() << "the host cannot keep anything";
+  using namespace torchamp::detail;
+  for (const std::string& path : {same_version, other_version, other_layout}) {
+    const LoadedPlugin plugin(path);
+    const at::Tensor weight = at::ones({2});
+    int made = 0;
+    const auto get = [&] {
+      (void)derived_weights().get(weight, {WeightForm::Kind::cast, 0},
+                                  {WeightKeep::Until::weights_step}, [&](const Tensors&) {
+                                    ++made;
+                                    return Tensors{at::ones({2}, at::kHalf)};
+                                  });
+    };
+    get();
+    get();
+    EXPECT_EQ(made, 1);
+    plugin->note_step();
+    get();
+    EXPECT_EQ(made, 2) << path;
   }
 }
 

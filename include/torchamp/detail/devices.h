@@ -2,20 +2,11 @@
 #pragma once
 
 #include <ATen/Context.h>
-#include <ATen/autocast_mode.h>
 #include <c10/core/DeviceType.h>
-#include <c10/core/DispatchKey.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <c10/util/Exception.h>
 #include <torch/version.h>
 
-#include <algorithm>
-#include <array>
-#include <cstddef>
-#include <string>
-
-#include "torchamp/detail/text.h"
 #include "torchamp/version.h"
 
 // Note [Versions of LibTorch]
@@ -37,14 +28,6 @@
 /// @endcond
 
 namespace torchamp::detail {
-
-/// The types of device that have autocast.
-#if TORCHAMP_LIBTORCH >= 207
-inline constexpr const auto& autocast_devices = at::autocast::_AUTOCAST_SUPPORTED_DEVICES;
-#else
-inline constexpr std::array autocast_devices{at::kCPU, at::kCUDA, at::kXPU,         at::kIPU,
-                                             at::kHPU, at::kXLA,  at::kPrivateUse1, at::kMPS};
-#endif
 
 /// fp16 or bf16.
 inline bool is_16_bit(at::ScalarType dtype) {
@@ -104,80 +87,5 @@ inline bool device_is_present(at::DeviceType type) {
   const DeviceFacts facts = facts_of(type);
   return facts.is_built_in ? facts.is_built_in() : c10::impl::hasDeviceGuardImpl(type);
 }
-
-/// Of types that have autocast.
-inline constexpr std::size_t device_count = autocast_devices.size();
-
-/// "cuda", or a number where LibTorch has no such type.
-[[gnu::cold]] inline std::string name_of(at::DeviceType device) {
-  return c10::isValidDeviceType(device) ? c10::DeviceTypeName(device, /*lower_case=*/true)
-                                        : std::to_string(static_cast<int>(device));
-}
-
-/// Index of `device` among the devices that have autocast; an error naming `call` for any other.
-inline std::size_t device_index(at::DeviceType device, const char* call) {
-  const auto& all = autocast_devices;
-  const auto found = std::find(all.begin(), all.end(), device);
-  TORCH_CHECK(found != all.end(),
-              joined({call, ": LibTorch has no autocast for the device type '", name_of(device),
-                      "'. Pass torch::kCPU, torch::kCUDA or another device type that has it."}));
-  return static_cast<std::size_t>(found - all.begin());
-}
-
-inline at::DispatchKey autocast_key(at::DeviceType device) {
-  return at::autocast::get_autocast_dispatch_key_from_device_type(device);
-}
-
-/// LibTorch's autocast switch and dtype of a thread for one device type.
-struct DeviceAutocastState {
-  at::DeviceType device;
-  at::ScalarType dtype;
-  bool enabled;
-
-  /// The calling thread's.
-  static DeviceAutocastState of(at::DeviceType device) {
-    return {device, at::autocast::get_autocast_dtype(device),
-            at::autocast::is_autocast_enabled(device)};
-  }
-
-  /// Sets it on the calling thread.
-  void apply() const {
-    at::autocast::set_autocast_enabled(device, enabled);
-    at::autocast::set_autocast_dtype(device, dtype);
-  }
-
-  bool operator==(const DeviceAutocastState&) const = default;
-};
-
-/// A level of the calling thread's autocast nesting, whose end LibTorch's weight cache awaits.
-class Nesting {
- public:
-  int enter() {
-    number_ = ++guards;
-    return inside_ = at::autocast::increment_nesting();
-  }
-
-  /// Closes the level, with inner ones left open, and returns the depth then. Closes nothing if it
-  /// was closed already. Warns, for the destructor `guard`, if a later guard has not ended.
-  int leave(const char* guard) const {
-    if (guards-- > number_) {
-      TORCH_WARN(joined(
-          {guard,
-           ": a guard that was made later on this thread has not ended. When it ends, it restores "
-           "the state that it found, so autocast may stay on. End guards in reverse order: make "
-           "them local variables."}));
-    }
-    int depth = at::autocast::decrement_nesting();
-    if (depth < inside_ - 1) return at::autocast::increment_nesting();  // it was closed already
-    while (depth >= inside_) depth = at::autocast::decrement_nesting();
-    return depth;
-  }
-
- private:
-  static inline thread_local int guards = 0;  // that have not ended
-
-  int inside_ = 0;
-  int number_ = 0;  // of this one among them
-};
 
 }  // namespace torchamp::detail

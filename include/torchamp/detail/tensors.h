@@ -53,6 +53,16 @@ inline uint32_t version_of(const at::Tensor& tensor) {
   return static_cast<uint32_t>(tensor._version());
 }
 
+// Note [Weights that are written]
+// Who writes to weights need not know who keeps something of them, in this shared library or
+// another. Who does defines an op of this name, whose schema "(int address=…) -> ()" carries the
+// address of a WeightsWritten. Both are the same in all versions of torchamp to come.
+inline constexpr const char* weights_written_op = "torchamp::_weights_written";
+
+/// Drops what was kept until weights step, and what was made of these weights: they may have other
+/// values, though LibTorch may have counted no write. Any thread.
+using WeightsWritten = void (*)(at::TensorList weights);
+
 // ---- Tensors that others keep alive -------------------------------------------------------------
 
 /// A tensor that others keep alive. While this lives, its address is given to no other tensor.

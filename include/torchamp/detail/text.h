@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <torch/csrc/jit/frontend/edit_distance.h>
-
 #include <cstddef>
 #include <initializer_list>
 #include <string>
@@ -26,12 +24,6 @@ inline constexpr std::size_t longest_shown = 128;
   std::string text;
   for (const std::string_view piece : pieces) text += piece;
   return text;
-}
-
-/// The number of single-character edits between two names; for long ones, between their beginnings.
-[[gnu::cold]] inline std::size_t edit_distance(std::string_view a, std::string_view b) {
-  const std::string from(a.substr(0, longest_shown)), to(b.substr(0, longest_shown));
-  return torch::jit::ComputeEditDistance(from.c_str(), to.c_str(), /*maxEditDistance=*/0);
 }
 
 }  // namespace torchamp::detail

@@ -8,6 +8,7 @@
 #include <typeinfo>
 
 #include "torchamp/autocast.h"
+#include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/policy/data.h"
 
@@ -30,5 +31,6 @@ extern "C" __attribute__((visibility("default"))) Plugin torchamp_test_plugin() 
             at::kCPU, {.policy = torchamp::Policy::standard().fp32({"relu"})});
         inside(argument);
       },
+      [] { const torchamp::detail::DropWeightCasts drop_weight_casts; },
   };
 }

@@ -20,5 +20,7 @@ struct Plugin {
   std::string (*error_of_a_guard)();
   /// Calls `inside` under a guard of the plugin's whose policy puts relu in fp32.
   void (*under_its_guard)(void (*inside)(void*), void* argument);
+  /// Tells, as after a step, that LibTorch has counted a write to weights.
+  void (*note_step)();
 };
 using GetPlugin = Plugin (*)();

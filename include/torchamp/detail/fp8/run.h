@@ -22,6 +22,7 @@
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/fp8/function.h"
 #include "torchamp/detail/overlay/kernel.h"
+#include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/print.h"
 #include "torchamp/detail/weights/derived.h"

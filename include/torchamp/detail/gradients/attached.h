@@ -4,6 +4,8 @@
 #include <ATen/SequenceNumber.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/operator_name.h>
 #include <ATen/ops/addcmul.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/rsub.h>
@@ -19,7 +21,6 @@
 #include <string>
 #include <vector>
 
-#include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/scaled_step.h"
 #include "torchamp/version.h"
@@ -252,6 +253,15 @@ class DefersClips : public ScaledStep {
 
 // ---- Casts of weights ---------------------------------------------------------------------------
 
+/// Whom to tell that weights were written to; null if nobody keeps anything of them.
+inline WeightsWritten find_weights_written() {
+  static const c10::OperatorName name(weights_written_op, "");
+  const auto found = c10::Dispatcher::singleton().findSchema(name);
+  if (!found) return nullptr;
+  const auto& address = found->schema().arguments()[0].default_value();
+  return reinterpret_cast<WeightsWritten>(address->toInt());
+}
+
 /// Made where weights are written to. Its end, also after an exception, drops LibTorch's cached
 /// casts of them, which would return the old values within a region, and the casts cached until a
 /// step.
@@ -263,11 +273,11 @@ class DropWeightCasts {
   explicit DropWeightCasts(const torch::optim::Optimizer& optimizer) : optimizer_(&optimizer) {}
   ~DropWeightCasts() {
     at::autocast::clear_cache();
-    KeptWeights* const kept = kept_weights();
-    if (kept == nullptr) return;
-    kept->end_window();
+    const WeightsWritten tell = find_weights_written();
+    if (tell == nullptr) return;
+    tell({});
     if (optimizer_ == nullptr) return;
-    for (const auto& group : optimizer_->param_groups()) kept->changed(group.params());
+    for (const auto& group : optimizer_->param_groups()) tell(group.params());
   }
   DropWeightCasts(const DropWeightCasts&) = delete;
   DropWeightCasts& operator=(const DropWeightCasts&) = delete;

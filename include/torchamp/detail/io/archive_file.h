@@ -27,6 +27,7 @@
 #include "torchamp/detail/checksum.h"
 #include "torchamp/detail/io/zip_check.h"
 #include "torchamp/detail/rng_state.h"
+#include "torchamp/detail/text.h"
 
 namespace torchamp::detail {
 

@@ -18,9 +18,9 @@
 #include <typeinfo>
 #include <utility>
 
-#include "torchamp/detail/devices.h"
 #include "torchamp/detail/overlay/kernel.h"
 #include "torchamp/detail/overlay/region.h"
+#include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/policy/data.h"
 
 namespace torchamp::detail {

@@ -2,18 +2,21 @@
 // What a process has once.
 #pragma once
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/function_schema.h>
 #include <ATen/core/operator_name.h>
 #include <ATen/core/stack.h>
 #include <c10/core/DeviceType.h>
+#include <c10/core/DispatchKey.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <dlfcn.h>
 #include <torch/csrc/jit/frontend/function_schema_parser.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -31,11 +34,47 @@
 
 namespace torchamp::detail {
 
+// ---- Devices that have autocast
+// -------------------------------------------------------------------
+
+/// The types of device that have autocast.
+#if TORCHAMP_LIBTORCH >= 207
+inline constexpr const auto& autocast_devices = at::autocast::_AUTOCAST_SUPPORTED_DEVICES;
+#else
+inline constexpr std::array autocast_devices{at::kCPU, at::kCUDA, at::kXPU,         at::kIPU,
+                                             at::kHPU, at::kXLA,  at::kPrivateUse1, at::kMPS};
+#endif
+inline constexpr std::size_t device_count = autocast_devices.size();
+
+/// "cuda", or a number where LibTorch has no such type.
+[[gnu::cold]] inline std::string name_of(at::DeviceType device) {
+  return c10::isValidDeviceType(device) ? c10::DeviceTypeName(device, /*lower_case=*/true)
+                                        : std::to_string(static_cast<int>(device));
+}
+
+/// Index of `device` among the devices that have autocast; an error naming `call` for any other.
+inline std::size_t device_index(at::DeviceType device, const char* call) {
+  const auto& all = autocast_devices;
+  const auto found = std::find(all.begin(), all.end(), device);
+  TORCH_CHECK(found != all.end(),
+              joined({call, ": LibTorch has no autocast for the device type '", name_of(device),
+                      "'. Pass torch::kCPU, torch::kCUDA or another device type that has it."}));
+  return static_cast<std::size_t>(found - all.begin());
+}
+
+inline at::DispatchKey autocast_key(at::DeviceType device) {
+  return at::autocast::get_autocast_dispatch_key_from_device_type(device);
+}
+
+// ---- What is kept of weights
+// ----------------------------------------------------------------------
+
 // Note [Weights that are kept]
 // LibTorch caches casts of weights for a region. Caching more, or for longer, is an extra: casts
 // (torchamp/weight_cache.h) and 8-bit forms (torchamp/fp8.h) are in one store per process
-// (detail/weights/derived.h), to which the core reports events as KeptWeights; who casts weights
-// for a region is a WeightCasts. Both are null without these extras.
+// (detail/weights/derived.h), to which the core reports events as KeptWeights, and writes by the
+// library itself as Note [Weights that are written] says; who casts weights for a region is a
+// WeightCasts. All are null without these extras.
 
 /// How long something that was made of a weight is kept.
 struct WeightKeep {
@@ -58,9 +97,6 @@ class KeptWeights {
   /// Drops what was kept for the region, and what belongs to weights that are gone. Threads that
   /// still have the region's state keep nothing for it any more.
   virtual void end_region(std::uint64_t region) = 0;
-
-  /// Drops what was kept until weights step.
-  virtual void end_window() = 0;
 
   /// These weights, and all that shares their memory, may have other values now, though LibTorch
   /// has counted no write.
@@ -94,6 +130,9 @@ class WeightCasts {
 /// Those of torchamp/weight_cache.h, which registers them; null where no source file includes that.
 inline const WeightCasts* registered_weight_casts = nullptr;
 
+// ---- The runtime
+// ----------------------------------------------------------------------------------
+
 // Note [One runtime per process]
 // A header-only library compiled with hidden visibility into a host and its plugins has a copy of
 // each inline variable in each of them. What must exist once (the overlays, and the name of the
@@ -117,7 +156,7 @@ struct KnownOverlay {
 struct SharedRuntime {
   using Overlays = std::unordered_map<c10::OperatorName, KnownOverlay>;
 
-  std::mutex mutex;                             // guards `overlays`, and registering kernels
+  std::mutex mutex;  // guards `overlays`, registering kernels, and making `kept_weights`
   std::array<Overlays, device_count> overlays;  // by device
 
   std::atomic<KeptWeights*> kept_weights = nullptr;  // never freed, like the runtime
@@ -159,19 +198,22 @@ inline const char* const runtime_op = "torchamp::_runtime";
   return reinterpret_cast<SharedRuntime*>(value(2).toInt());
 }
 
+/// Defines an op that all shared libraries find until the process ends.
+[[gnu::cold]] inline void define_for_all(const std::string& schema) {
+  // Never destroyed: its end would take the op away.
+  new c10::RegistrationHandleRAII(
+      c10::Dispatcher::singleton().registerDef(torch::jit::parseSchema(schema), "torchamp"));
+}
+
 [[gnu::cold]] inline SharedRuntime& make_shared_runtime() {
   SharedRuntime* runtime = find_runtime();
   pin_this_library();
   if (runtime != nullptr) return *runtime;
   runtime = new SharedRuntime;
   try {
-    // Never destroyed: its end would take the op away.
-    new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().registerDef(
-        torch::jit::parseSchema(
-            std::string(runtime_op) + "(int layout=" + std::to_string(TORCHAMP_LAYOUT) +
-            ", str version=\"" TORCHAMP_VERSION_TEXT "\", int address=" +
-            std::to_string(reinterpret_cast<std::uintptr_t>(runtime)) + ") -> ()"),
-        "torchamp"));
+    define_for_all(joined({runtime_op, "(int layout=", std::to_string(TORCHAMP_LAYOUT),
+                           ", str version=\"" TORCHAMP_VERSION_TEXT "\", int address=",
+                           std::to_string(reinterpret_cast<std::uintptr_t>(runtime)), ") -> ()"}));
   } catch (const c10::Error&) {
     delete runtime;
     runtime = find_runtime();  // defined by another library between our look and our definition

@@ -16,6 +16,7 @@
 #include <c10/util/ArrayRef.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/jit/frontend/edit_distance.h>
 
 #include <array>
 #include <atomic>
@@ -32,6 +33,7 @@
 
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/overlay/runtime.h"
+#include "torchamp/detail/text.h"
 #include "torchamp/ops.h"
 #include "torchamp/version.h"
 
@@ -42,6 +44,12 @@ class PolicyData;
 /// "aten::add.Tensor", as c10::toString() writes it through a stream, ten times as slowly.
 inline std::string full_name(const c10::OperatorName& op) {
   return op.overload_name.empty() ? op.name : op.name + '.' + op.overload_name;
+}
+
+/// The number of single-character edits between two names; for long ones, between their beginnings.
+[[gnu::cold]] inline std::size_t edit_distance(std::string_view a, std::string_view b) {
+  const std::string from(a.substr(0, longest_shown)), to(b.substr(0, longest_shown));
+  return torch::jit::ComputeEditDistance(from.c_str(), to.c_str(), /*maxEditDistance=*/0);
 }
 
 // ---- Rules that an extra carries out ------------------------------------------------------------

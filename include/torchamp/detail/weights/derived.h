@@ -21,6 +21,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -28,6 +29,7 @@
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/tensors.h"
+#include "torchamp/detail/text.h"
 
 namespace torchamp::detail {
 
@@ -223,7 +225,8 @@ class DerivedWeights final : public KeptWeights {
       return entry.keep.until == WeightKeep::Until::region_ends && entry.keep.region == region;
     });
   }
-  void end_window() override {
+  /// Drops what was kept until weights step.
+  void end_window() {
     drop_if([](const Entry& entry) { return entry.keep.until == WeightKeep::Until::weights_step; });
   }
   void clear() override {
@@ -391,13 +394,20 @@ class DerivedWeights final : public KeptWeights {
 /// The process's store, which the first call creates. Any thread.
 inline DerivedWeights& derived_weights() {
   static DerivedWeights& store = []() -> DerivedWeights& {
-    std::atomic<KeptWeights*>& shared = shared_runtime().kept_weights;
-    auto made = std::make_unique<DerivedWeights>();
-    KeptWeights* known = nullptr;
-    if (shared.compare_exchange_strong(known, made.get(), std::memory_order_acq_rel)) {
-      return *made.release();
+    SharedRuntime& runtime = shared_runtime();
+    const std::scoped_lock lock(runtime.mutex);
+    if (KeptWeights* const known = runtime.kept_weights) {
+      return static_cast<DerivedWeights&>(*known);  // of another library with the same layout
     }
-    return static_cast<DerivedWeights&>(*known);  // of another library with the same layout
+    const WeightsWritten written = [](at::TensorList weights) {
+      derived_weights().end_window();
+      if (!weights.empty()) derived_weights().changed(weights);
+    };
+    auto made = std::make_unique<DerivedWeights>();
+    define_for_all(joined({weights_written_op, "(int address=",
+                           std::to_string(reinterpret_cast<std::uintptr_t>(written)), ") -> ()"}));
+    runtime.kept_weights = made.get();
+    return *made.release();
   }();
   return store;
 }
