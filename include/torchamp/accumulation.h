@@ -6,6 +6,8 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/div.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
@@ -87,7 +89,7 @@ class Accumulation {
     detail::check_not_scaled_within(loss, "Accumulation::backward", ledger.scaled, ledger.order);
     check_open();
     const at::Tensor part = [&] {
-      const detail::UncastOps uncast;
+      const c10::impl::ExcludeDispatchKeyGuard uncast(c10::autocast_dispatch_keyset);
       return at::div(loss, static_cast<double>(micro_batches_));
     }();
     TORCH_CHECK_VALUE(part.numel() == 1 && part.requires_grad(),

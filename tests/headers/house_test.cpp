@@ -103,12 +103,12 @@ struct Budget {
 };
 // The lines of the last two are to come down to 3,000 and 8,300.
 constexpr Budget budgets[] = {
-    {"autocast.h", 13, 3375},
-    {"optim.h", 10, 2395},
-    {"grad_scaler.h", 13, 3991},
-    {"torchamp.h", 33, 9639},
+    {"autocast.h", 13, 3366},
+    {"optim.h", 10, 2373},
+    {"grad_scaler.h", 13, 3971},
+    {"torchamp.h", 33, 9626},
 };
-constexpr Budget all_headers = {"include/", 128, 29198};  // lines to come down to 25,500
+constexpr Budget all_headers = {"include/", 128, 29187};  // lines to come down to 25,500
 
 struct Header {
   std::size_t lines = 0;

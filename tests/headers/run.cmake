@@ -16,7 +16,7 @@ endif()
 foreach(header IN LISTS HEADERS)
   file(READ ${header} text)
   if(text MATCHES "namespace torchamp {" OR (text MATCHES "namespace torchamp::detail {" AND NOT text MATCHES "#include \"torchamp/"))
-    message(SEND_ERROR "${header}: include torchamp/version.h and open namespace TORCHAMP_NAMESPACE, as its note says")
+    message(SEND_ERROR "${header}: include torchamp/version.h and open namespace TORCHAMP_NAMESPACE: see .github/CONTRIBUTING.md")
   endif()
 endforeach()
 

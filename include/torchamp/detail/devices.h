@@ -4,21 +4,11 @@
 #include <ATen/Context.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/version.h>
 
 #include "torchamp/version.h"
 
-// Note [Versions of LibTorch]
-// torchamp takes LibTorch 2.6 to 2.15, and newer ones as far as they go. What differs between them
-// is here, or asks TORCHAMP_LIBTORCH where it needs a header that most programs do not
-// (`git grep TORCHAMP_LIBTORCH` lists these places), or is told by types:
-//   before 2.12  kinds of a thread's slot are an 8-bit enum (detail/overlay/runtime.h)
-//   before 2.11  c10d's Reducer takes other arguments (detail/distributed/reducer.h). LibTorch's
-//                cache keeps casts that were made without gradients, and gives them to a later
-//                forward of the region, whose gradients are lost: begin another region for
-//                evaluation, as TrainingStep::evaluate does
-
+// What differs between versions: see .github/CONTRIBUTING.md, Versions of LibTorch.
 /// @cond
 /// The LibTorch that is compiled against: 215 for 2.15.
 #define TORCHAMP_LIBTORCH (TORCH_VERSION_MAJOR * 100 + TORCH_VERSION_MINOR)
@@ -80,12 +70,6 @@ inline DeviceFacts facts_of(at::DeviceType type) {
     if (facts.type == type) return facts;
   }
   return {.type = type};
-}
-
-/// Whether there is such a device, as far as LibTorch knows without touching it.
-inline bool device_is_present(at::DeviceType type) {
-  const DeviceFacts facts = facts_of(type);
-  return facts.is_built_in ? facts.is_built_in() : c10::impl::hasDeviceGuardImpl(type);
 }
 
 }  // namespace torchamp::detail

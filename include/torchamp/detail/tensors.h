@@ -22,12 +22,6 @@
 
 namespace torchamp::detail {
 
-/// Arithmetic with the program's tensors, recorded by autograd but not cast by autocast.
-class UncastOps {
- private:
-  c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset};
-};
-
 /// The library's own arithmetic, neither recorded by autograd nor cast by autocast.
 class InternalOps {
  private:
@@ -55,8 +49,8 @@ inline uint32_t version_of(const at::Tensor& tensor) {
 
 // Note [Weights that are written]
 // Who writes to weights need not know who keeps something of them, in this shared library or
-// another. Who does defines an op of this name, whose schema "(int address=…) -> ()" carries the
-// address of a WeightsWritten. Both are the same in all versions of torchamp to come.
+// another. Who keeps something defines an op of this name, whose schema "(int address=…) -> ()"
+// carries the address of a WeightsWritten. Both stay as they are in versions of torchamp to come.
 inline constexpr const char* weights_written_op = "torchamp::_weights_written";
 
 /// Drops what was kept until weights step, and what was made of these weights: they may have other

@@ -11,6 +11,7 @@
 #include <c10/core/DeviceType.h>
 #include <c10/core/DispatchKey.h>
 #include <c10/core/ScalarType.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <dlfcn.h>
@@ -45,6 +46,12 @@ inline constexpr std::array autocast_devices{at::kCPU, at::kCUDA, at::kXPU,     
                                              at::kHPU, at::kXLA,  at::kPrivateUse1, at::kMPS};
 #endif
 inline constexpr std::size_t device_count = autocast_devices.size();
+
+/// Whether there is such a device, as far as LibTorch knows without touching it.
+inline bool device_is_present(at::DeviceType type) {
+  const DeviceFacts facts = facts_of(type);
+  return facts.is_built_in ? facts.is_built_in() : c10::impl::hasDeviceGuardImpl(type);
+}
 
 /// "cuda", or a number where LibTorch has no such type.
 [[gnu::cold]] inline std::string name_of(at::DeviceType device) {

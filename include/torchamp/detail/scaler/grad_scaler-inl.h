@@ -7,6 +7,8 @@
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ne.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -309,7 +311,7 @@ TORCHAMP_BODY std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) 
   if (is_first) scale_.create(outputs.front().device());
   try {
     if (!scale_.stays_at_one()) {
-      const detail::UncastOps uncast;
+      const c10::impl::ExcludeDispatchKeyGuard uncast(c10::autocast_dispatch_keyset);
       at::Tensor here;
       for (at::Tensor& output : scaled) {
         if (!here.defined() || here.device() != output.device()) {
