@@ -14,7 +14,6 @@
 #include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/optim/kernels.h"
 #include "torchamp/detail/optim/plan.h"
-#include "torchamp/detail/tensors.h"
 #include "torchamp/scaled_step.h"
 #include "torchamp/version.h"
 
@@ -138,7 +137,9 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
                             Options defaults = {});
   /// One group of `params`.
   explicit FusedOptimizerOf(std::vector<at::Tensor> params, Options defaults = {})
-      : FusedOptimizerOf(detail::one_group(std::move(params)), std::move(defaults)) {}
+      : FusedOptimizerOf(
+            detail::ParamGroups(1, torch::optim::OptimizerParamGroup(std::move(params))),
+            std::move(defaults)) {}
   ~FusedOptimizerOf() override;
   // NOLINTBEGIN(performance-noexcept-move-constructor): LibTorch's own may throw
   FusedOptimizerOf(FusedOptimizerOf&&) = default;

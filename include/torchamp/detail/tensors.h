@@ -112,10 +112,10 @@ inline bool repeats_elements(const at::Tensor& tensor) {
 
 /// The group with `key`, appended if missing. `Group` is an aggregate with the base `Key`. There
 /// are few groups, and the last is the likeliest.
-template <class Group, class Key>
-Group& group_of(std::vector<Group>& groups, Key key) {
-  for (std::size_t i = groups.size(); i-- > 0;) {
-    if (static_cast<const Key&>(groups[i]) == key) return groups[i];
+template <class Groups, class Key, class Group = typename Groups::value_type>
+Group& group_of(Groups& groups, Key key) {
+  for (auto group = groups.rbegin(); group != groups.rend(); ++group) {
+    if (static_cast<const Key&>(*group) == key) return *group;
   }
   groups.push_back(Group{{std::move(key)}});
   return groups.back();

@@ -67,7 +67,7 @@ detail::ParamStates& FusedOptimizerOf<Kernel>::state() {
     if (steps > 0 || state == state_.end()) return;
     if (Kernel::steps(static_cast<State&>(*state->second)) > 0) state_.erase(state);
   });
-  plan_ = {};
+  plan_.drop();
   return state_;
 }
 
@@ -121,7 +121,7 @@ template <detail::OptimizerKernel Kernel>
         static_cast<const Options&>(groups[g].options());
   }
   detail::replace_states(*this, std::move(loaded.state()));
-  plan_ = {};
+  plan_.drop();
 }
 
 template <detail::OptimizerKernel Kernel>
@@ -157,7 +157,7 @@ void FusedOptimizerOf<Kernel>::step_fused(const at::Tensor& grad_scale, const at
     plan_.drop_counts(state_);
     plan_.drop_lists();  // holds no gradients, should what follows throw
     detail::check_parameters<Kernel>(param_groups_, state_);
-    plan_ = {param_groups_, static_cast<const Options&>(*defaults_), state_, plan_};
+    plan_.make(param_groups_, static_cast<const Options&>(*defaults_), state_);
     TORCH_INTERNAL_ASSERT(plan_.collect_gradients(param_groups_, state_));
   }
   if (rates_on_device_) {
@@ -173,10 +173,10 @@ void FusedOptimizerOf<Kernel>::step_fused(const at::Tensor& grad_scale, const at
 /// The options of each group, with learning rates of 0.
 template <detail::OptimizerKernel Kernel>
 [[gnu::cold]] auto FusedOptimizerOf<Kernel>::options_but_rates() const -> std::vector<Options> {
-  std::vector<Options> all;
+  std::vector<Options> all(param_groups_.size(), Options(/*lr=*/0.));
   for (std::size_t g = 0; g < param_groups_.size(); ++g) {
-    all.push_back(detail::options_of<Kernel>(param_groups_[g], g));
-    all.back().lr(0.);
+    all[g] = detail::options_of<Kernel>(param_groups_[g], g);
+    all[g].lr(0.);
   }
   return all;
 }

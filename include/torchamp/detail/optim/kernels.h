@@ -68,6 +68,12 @@ struct StepCounter final : ReplayedState {
     return copy;
   }
 
+  /// Counts a step; not `surely`: one that may have been skipped, as a replayed one may.
+  void count(bool surely) {
+    if (surely) ++at_least;
+    ++at_most;
+  }
+
   /// Whether only the device knows if a step was made at all.
   bool may_be_first() const { return at_least == 0 && at_most > 0; }
 
@@ -120,19 +126,9 @@ inline bool has_fused_kernel(const char* op, const at::Tensor& tensor) {
       c10::highestPriorityBackendTypeId(tensor.key_set()));
 }
 
-/// What a step needs on one device beside lists of tensors: the scale, the overflow flag, constants
-/// (an op with a number of the host costs several times one with a tensor), and the step counters.
+/// The scale and the overflow flag of a step on a device, as the fused kernels take them.
 class StepScalars {
  public:
-  explicit StepScalars(at::Device device)
-      : one_(at::full({}, 1.F, at::device(device).dtype(at::kFloat))),
-        flag_(at::empty_like(one_)),
-        counts_by_sgd_(has_fused_kernel("aten::_fused_sgd_", one_)) {}
-
-  at::Device device() const { return one_.device(); }
-  const at::Tensor& one() const { return one_; }
-
-  /// On this device, as the fused kernels take them.
   const std::optional<at::Tensor>& grad_scale() const { return grad_scale_; }
   const std::optional<at::Tensor>& found_inf() const { return found_inf_; }
 
@@ -143,16 +139,41 @@ class StepScalars {
     return unscaled;
   }
 
-  /// `first_only`: all that matters is whether a step is the first.
-  void add_counter(std::shared_ptr<StepCounter> counter, bool first_only) {
-    if (first_only) {
-      if (!noted_.defined()) noted_ = at::arange(1, -1, -1, one_.options());
-      firsts_.push_back(std::move(counter));
-      return;
+ protected:
+  std::optional<at::Tensor> grad_scale_, found_inf_;
+};
+
+/// What a step needs on one device beside lists of tensors: the scale, the overflow flag, constants
+/// (an op with a number of the host costs several times one with a tensor), and the step counters.
+class DeviceScalars : public StepScalars {
+ public:
+  [[gnu::cold]] explicit DeviceScalars(at::Device device)
+      : one_(at::full({}, 1.F, at::device(device).dtype(at::kFloat))),
+        flag_(at::empty_like(one_)),
+        counts_by_sgd_(has_fused_kernel("aten::_fused_sgd_", one_)) {}
+
+  at::Device device() const { return one_.device(); }
+
+  /// `first_only`: all that matters is whether a step is the first; so of all counters or of none.
+  [[gnu::cold]] void add_counter(std::shared_ptr<StepCounter> counter, bool first_only) {
+    if (!first_only) {
+      values_.push_back(counter->value);
+      ones_.push_back(one_);
+    } else if (!noted_.defined()) {
+      noted_ = at::arange(1, -1, -1, one_.options());
     }
-    values_.push_back(counter->value);
-    ones_.push_back(one_);
     counters_.push_back(std::move(counter));
+  }
+
+  /// Memory for a step by pieces, until end(). Lists of one dtype, which are stepped one after the
+  /// other, share it.
+  [[gnu::cold]] at::Tensor buffer(at::ScalarType dtype, int64_t elements) {
+    for (const at::Tensor& buffer : buffers_) {
+      if (buffer.scalar_type() == dtype && buffer.numel() >= elements) {
+        return buffer.narrow(0, 0, elements);
+      }
+    }
+    return buffers_.emplace_back(at::empty({elements}, one_.options().dtype(dtype)));
   }
 
   /// Takes the scale and the flag to this device, and all memory that counting takes. `is_exact`:
@@ -160,13 +181,15 @@ class StepScalars {
   void prepare(const at::Tensor& grad_scale, const at::Tensor& found_inf, bool is_exact) {
     grad_scale_.reset();
     found_inf_.reset();
+    buffers_.clear();  // of a step that has thrown
     if (grad_scale.defined()) grad_scale_ = to_device_async(device(), grad_scale);
     if (found_inf.defined()) {
       found_inf_ = to_device_async(device(), found_inf);
       // The kernels skip where the flag is exactly 1. A sum over devices or processes may be more.
       if (!is_exact) found_inf_ = at::ne_out(flag_, *found_inf_, 0.);
     }
-    for (const auto& counter : firsts_) counter->learn();
+    if (!noted_.defined()) return;
+    for (const auto& counter : counters_) counter->learn();
   }
 
   /// Counts the step, unless it is skipped: the kernels want to find it counted.
@@ -183,14 +206,15 @@ class StepScalars {
   }
 
   void end() {
-    for (const auto& counter : firsts_) {
-      if (counter->at_least > 0) continue;
-      at::Tensor numbers = counter->numbers;
-      found_inf_ ? at::lerp_out(numbers, noted_, numbers, *found_inf_) : numbers.copy_(noted_);
+    for (const auto& counter : counters_) {
+      if (noted_.defined() && counter->at_least == 0) {
+        at::Tensor numbers = counter->numbers;
+        found_inf_ ? at::lerp_out(numbers, noted_, numbers, *found_inf_) : numbers.copy_(noted_);
+      }
+      counter->count(/*surely=*/!found_inf_);
     }
-    count_on_host(/*surely=*/!found_inf_);
-    for (const auto& counter : firsts_) {
-      if (!counter->may_be_first()) continue;
+    for (const auto& counter : counters_) {
+      if (!noted_.defined() || !counter->may_be_first()) continue;
       if (GraphBody* const body = GraphBody::current()) {
         body->states.push_back(counter);
       } else {
@@ -199,42 +223,21 @@ class StepScalars {
     }
     grad_scale_.reset();
     found_inf_.reset();
+    buffers_.clear();
   }
 
-  /// Counts a step; not `surely`: one that may have been skipped, as a replayed one may.
-  void count_on_host(bool surely) {
-    for (const auto* const counters : {&counters_, &firsts_}) {
-      for (const auto& counter : *counters) {
-        if (surely) ++counter->at_least;
-        ++counter->at_most;
-      }
-    }
+  /// Counts a step that was replayed.
+  void count_replayed() {
+    for (const auto& counter : counters_) counter->count(/*surely=*/false);
   }
 
  private:
   at::Tensor one_, flag_;
-  at::Tensor noted_;  // 1 and 0: a counter's numbers after a step
+  at::Tensor noted_;  // 1 and 0: a counter's numbers after a step; undefined unless first_only
   bool counts_by_sgd_;
-  std::optional<at::Tensor> grad_scale_, found_inf_;
-  std::vector<std::shared_ptr<StepCounter>> counters_, firsts_;
-  std::vector<at::Tensor> values_, ones_;  // one for each of counters_
-};
-
-/// Memory for steps by pieces. Lists of one kind, which are stepped one after the other, share it.
-class PieceMemory {
- public:
-  at::Tensor get(const TensorKind& kind, int64_t elements) {
-    for (const at::Tensor& piece : pieces_) {
-      if (TensorKind::of(piece) == kind && piece.numel() >= elements) {
-        return piece.narrow(0, 0, elements);
-      }
-    }
-    pieces_.push_back(at::empty({elements}, at::device(kind.device).dtype(kind.dtype)));
-    return pieces_.back();
-  }
-
- private:
-  std::vector<at::Tensor> pieces_;
+  std::vector<std::shared_ptr<StepCounter>> counters_;
+  std::vector<at::Tensor> values_, ones_;  // one for each of counters_, or none if first_only
+  std::vector<at::Tensor> buffers_;
 };
 
 /// What parameters have in common that one call steps.
@@ -247,7 +250,7 @@ struct StepKey : TensorKind {
 
 /// What a list keeps without its parameters.
 struct StepListHead : StepKey {
-  std::size_t scalars = 0;  ///< the index of the device's StepScalars
+  DeviceScalars* scalars = nullptr;
   bool lacks_op = false;    ///< the device lacks Kernel::op
   bool takes_parts = true;  ///< a step does to a part of a parameter what it would do to the whole
 
@@ -266,22 +269,18 @@ struct StepList : StepListHead {
   at::Tensor buffer{};                           ///< of a step by pieces, while it lasts
 
   /// The list without its parameters.
-  StepList emptied() const {
+  [[gnu::cold]] StepList emptied() const {
     StepList list{static_cast<const StepListHead&>(*this)};
     list.state.resize(state.size());
     return list;
   }
 
-  /// Adds what `of` makes of the tensors of the i-th parameter of `from`.
-  template <class F>
-  void add(const StepList& from, std::size_t i, const F& of) {
-    params.push_back(of(from.params[i]));
-    add_beside_param(from, i, of);
-  }
+  /// What to make of a tensor.
+  using Part = c10::function_ref<at::Tensor(const at::Tensor&)>;
 
-  /// Adds what `of` makes of the tensors beside the i-th parameter: gradient, counter, state.
-  template <class F>
-  void add_beside_param(const StepList& from, std::size_t i, const F& of) {
+  /// Adds what `of` makes of the tensors beside the i-th parameter of `from`: gradient, counter,
+  /// state.
+  [[gnu::cold]] void add_beside_param(const StepList& from, std::size_t i, Part of) {
     grads.push_back(of(from.grads[i]));
     if (!from.counters.empty()) counters.push_back(from.counters[i]);
     for (std::size_t k = 0; k < state.size(); ++k) state[k].push_back(of(from.state[k][i]));
@@ -349,9 +348,8 @@ class StepMethod {
   virtual at::Tensor master(const at::Tensor& weight) const = 0;
 
   /// What step() is to find as list.buffer. `drops`: the gradients are dropped after the step.
-  virtual at::Tensor buffer(PieceMemory& memory, const StepList& list, const StepScalars& scalars,
-                            bool drops) const = 0;
-  virtual void step(KernelStep kernel, const StepList& list, const StepScalars& scalars) const = 0;
+  virtual at::Tensor buffer(const StepList& list, bool drops) const = 0;
+  virtual void step(KernelStep kernel, const StepList& list) const = 0;
   /// After step(), with the weight's new version.
   virtual void note_stepped(const at::Tensor& weight) const = 0;
 

@@ -14,8 +14,10 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <list>
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -38,18 +40,19 @@ namespace torchamp::detail {
 /// a kernel takes at once, so that it rounds a piece as it would the whole.
 inline constexpr int64_t divided_at_once = 1 << 18;
 
-/// Whether gradients of `list` are divided apart from the step. `drops`: they are dropped after it.
-inline bool divides_apart(const StepList& list, const StepScalars& scalars, bool drops) {
-  return drops && list.device.is_cpu() && !list.lacks_op && scalars.grad_scale() &&
-         (list.dtype == at::kFloat || list.dtype == at::kDouble);
+/// Whether gradients of `list`, which is stepped in `dtype`, are divided apart from the step.
+/// `drops`: they are dropped after it.
+inline bool divides_apart(const StepList& list, at::ScalarType dtype, bool drops) {
+  return drops && list.device.is_cpu() && !list.lacks_op && list.scalars->grad_scale() &&
+         (dtype == at::kFloat || dtype == at::kDouble);
 }
 
 /// `kernel` for `piece`, whose tensors are flat; its gradients are divided in `buffer` before. That
 /// has one number more, for the scale in their dtype, as to cast it would take memory.
-inline void step_divided(KernelStep kernel, StepList& piece, const StepScalars& scalars,
-                         const at::Tensor& buffer) {
+[[gnu::cold]] inline void step_divided(KernelStep kernel, StepList& piece,
+                                       const at::Tensor& buffer) {
   const at::Tensor scale = buffer.select(0, -1);
-  scale.copy_(*scalars.grad_scale());
+  scale.copy_(*piece.scalars->grad_scale());
   int64_t begin = 0;
   for (at::Tensor& gradient : piece.grads) {
     at::Tensor divided = buffer.narrow(0, begin, gradient.numel());
@@ -57,37 +60,39 @@ inline void step_divided(KernelStep kernel, StepList& piece, const StepScalars& 
     begin += gradient.numel();
     gradient = std::move(divided);
   }
-  kernel(piece, scalars.without_scale());
+  kernel(piece, piece.scalars->without_scale());
 }
 
 /// What step_and_drop() is to find as list.buffer; undefined where no gradient is divided apart.
-inline at::Tensor buffer_to_drop(PieceMemory& memory, const StepList& list,
-                                 const StepScalars& scalars, bool drops) {
+inline at::Tensor buffer_to_drop(const StepList& list, bool drops) {
   const auto is_large = [](const at::Tensor& param) { return param.numel() >= divided_at_once; };
-  const bool divides = list.takes_parts && divides_apart(list, scalars, drops) &&
+  const bool divides = list.takes_parts && divides_apart(list, list.dtype, drops) &&
                        std::ranges::any_of(list.params, is_large);
-  return divides ? memory.get(list, divided_at_once + 1) : at::Tensor();
+  return divides ? list.scalars->buffer(list.dtype, divided_at_once + 1) : at::Tensor();
 }
 
 /// `kernel` for a list whose gradients are dropped after the step: leaves large ones scaled.
-[[gnu::cold]] inline void step_and_drop(KernelStep kernel, const StepList& list,
-                                        const StepScalars& scalars) {
+[[gnu::cold]] inline void step_and_drop(KernelStep kernel, const StepList& list) {
   StepList small = list.emptied();
   for (std::size_t i = 0; i < list.params.size(); ++i) {
-    const int64_t size = list.params[i].numel();
+    const at::Tensor& param = list.params[i];
+    const int64_t size = param.numel();
     if (size < divided_at_once) {
-      small.add(list, i, [](const at::Tensor& tensor) { return tensor; });
+      small.params.push_back(param);
+      small.add_beside_param(list, i, [](const at::Tensor& tensor) { return tensor; });
       continue;
     }
     for (int64_t begin = 0; begin < size; begin += divided_at_once) {
       StepList piece = list.emptied();
-      piece.add(list, i, [&](const at::Tensor& tensor) {
+      const auto part = [&](const at::Tensor& tensor) {
         return in_memory_order(tensor).narrow(0, begin, std::min(divided_at_once, size - begin));
-      });
-      step_divided(kernel, piece, scalars, list.buffer);
+      };
+      piece.params.push_back(part(param));
+      piece.add_beside_param(list, i, part);
+      step_divided(kernel, piece, list.buffer);
     }
   }
-  if (!small.params.empty()) kernel(small, scalars);
+  if (!small.params.empty()) kernel(small, *list.scalars);
 }
 
 using ParamStates = ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>>;
@@ -98,10 +103,6 @@ inline void replace_states(torch::optim::Optimizer& optimizer, ParamStates state
   const float load_factor = optimizer.state().max_load_factor();
   optimizer.state() = std::move(states);
   optimizer.state().max_load_factor(load_factor);
-}
-
-[[gnu::cold]] inline ParamGroups one_group(std::vector<at::Tensor> params) {
-  return {torch::optim::OptimizerParamGroup(std::move(params))};
 }
 
 [[gnu::cold]] inline std::string place_of(std::size_t group, std::size_t index) {
@@ -167,13 +168,11 @@ template <OptimizerKernel Kernel>
       const at::Tensor& grad = gradient_of(param);
       if (!grad.defined()) continue;
       const bool is_new = seen.insert(param.unsafeGetTensorImpl()).second;
+      const auto where = [&] { return c10::str(Kernel::name, "::step: ", place_of(g, i)); };
       const std::string why = is_new ? why_not_fused(param, grad)
                                      : " is in the optimizer twice. Give each parameter once.";
-      TORCH_CHECK_VALUE(why.empty(), Kernel::name, "::step: ", place_of(g, i), why);
-      if (const StepMethod* const method = step_method_of(param)) {
-        method->check(param, grad,
-                      [&] { return c10::str(Kernel::name, "::step: ", place_of(g, i)); });
-      }
+      TORCH_CHECK_VALUE(why.empty(), where(), why);
+      if (const StepMethod* const method = step_method_of(param)) method->check(param, grad, where);
     }
   }
   for_each_state<Kernel>(
@@ -228,9 +227,9 @@ class StepPlan {
 
   /// A parameter in a plan.
   struct Slot {
-    static constexpr std::size_t no_list = static_cast<std::size_t>(-1);
     c10::TensorImpl* param;
-    std::size_t list;  ///< no_list for a parameter without a gradient
+    StepList* list = nullptr;  ///< null for a parameter without a gradient
+    std::size_t place = 0;     ///< in the list
     SeenState seen{};
   };
 
@@ -249,41 +248,46 @@ class StepPlan {
   /// False if the plan does not hold for `groups` and `states`.
   bool collect_gradients(const ParamGroups& groups, const ParamStates& states) {
     for (StepList& list : lists_) list.grads.clear();
-    return all_of(groups, states, [this](const Slot& slot, const at::Tensor& param, State* state) {
+    return all_of(groups, states, [](const Slot& slot, const at::Tensor& param) {
       const at::Tensor& grad = gradient_of(param);
-      if (grad.defined() != (slot.list != Slot::no_list)) return false;
-      return !grad.defined() || add_gradient(lists_[slot.list], param, grad, state);
+      if (grad.defined() != (slot.list != nullptr)) return false;
+      return !grad.defined() || add_gradient(slot, param, grad);
     });
   }
 
-  StepPlan() = default;
-
-  /// A plan for `groups`, which check_parameters has passed; goes on with the counts of `before`.
-  /// Makes the states that are missing and takes those that are not to their parameters' device,
-  /// dtype and layout.
-  [[gnu::cold]] StepPlan(const ParamGroups& groups, const Options& defaults, ParamStates& states,
-                         const StepPlan& before)
-      : counters_(before.counters_), identity_(std::make_shared<char>()) {
+  /// Makes a plan for `groups`, which check_parameters has passed; goes on with the counts. Makes
+  /// the states that are missing and takes those that are not to their parameters' device, dtype
+  /// and layout. If it throws, the plan does not hold.
+  [[gnu::cold]] void make(const ParamGroups& groups, const Options& defaults, ParamStates& states) {
+    drop_lists();
+    std::vector<Use> uses;
+    std::vector<Slot> slots;
     std::vector<Share> shares;
     for (std::size_t g = 0; g < groups.size(); ++g) {
-      uses_.push_back(use_of(groups, g));
+      uses.push_back(use_of(groups, g));
       for (const at::Tensor& param : groups[g].params()) {
-        c10::TensorImpl* const key = param.unsafeGetTensorImpl();
-        slots_.push_back({key, Slot::no_list});
-        if (!uses_[g].counted || !gradient_of(param).defined()) continue;
+        void* const key = param.unsafeGetTensorImpl();
+        slots.push_back({param.unsafeGetTensorImpl()});
+        if (!uses[g].counted || !gradient_of(param).defined()) continue;
         const auto& counter = counters_[key];
         const int64_t steps = counter ? 0 : see(key, states).steps;
         group_of(shares, Counted{counter, steps, param.device()}).params.push_back(key);
       }
     }
     for (const Share& share : shares) count_apart(share);
-    auto slot = slots_.begin();
+    auto slot = slots.begin();
     for (std::size_t g = 0; g < groups.size(); ++g) {
       for (const at::Tensor& param : groups[g].params()) {
-        if (gradient_of(param).defined()) slot->list = add_parameter(g, param, defaults, states);
+        if (gradient_of(param).defined()) {
+          slot->list = &add_parameter(g, uses[g], param, defaults, states);
+          slot->place = slot->list->params.size() - 1;
+        }
         ++slot;
       }
     }
+    uses_ = std::move(uses);
+    slots_ = std::move(slots);
+    identity_ = std::make_shared<char>();
     note_states(states);
   }
 
@@ -310,11 +314,19 @@ class StepPlan {
     identity_.reset();
   }
 
+  /// Keeps nothing.
+  [[gnu::cold]] void drop() {
+    drop_lists();
+    slots_.clear();
+    counters_.clear();
+  }
+
   /// Calls f(parameter, count) for each that is counted. Reads the device for each counter that the
   /// host does not know.
   template <class F>
   void read_counts(const F& f) const {
     for (const auto& [param, counter] : counters_) {
+      if (!counter) continue;  // memory ran out in make()
       if (counter->at_least != counter->at_most) {
         counter->at_least = counter->at_most = counter->value.template item<int64_t>();
       }
@@ -324,13 +336,9 @@ class StepPlan {
 
   /// Whether there is a plan, and for these groups and states, whatever gradients there are.
   bool is_for(const ParamGroups& groups, const ParamStates& states) const {
-    std::vector<std::size_t> next(lists_.size());
-    return !lists_.empty() &&
-           all_of(groups, states, [&](const Slot& slot, const at::Tensor&, State* state) {
-             if (slot.list == Slot::no_list) return true;
-             const std::size_t i = next[slot.list]++;
-             return !state || has_tensors(lists_[slot.list], i, *state);
-           });
+    return !lists_.empty() && all_of(groups, states, [](const Slot& slot, const at::Tensor&) {
+      return !slot.list || !slot.seen.state || has_tensors(slot);
+    });
   }
 
   /// Lives as long as what captured steps of this plan read and write.
@@ -355,7 +363,7 @@ class StepPlan {
 
   /// Counts a step of which only the device knows whether it was skipped.
   void note_step() {
-    for (StepScalars& scalars : scalars_) scalars.count_on_host(/*surely=*/false);
+    for (DeviceScalars& scalars : scalars_) scalars.count_replayed();
   }
 
   /// Steps with the gradients collected. `drops`: they are dropped after it. Takes memory first:
@@ -363,29 +371,25 @@ class StepPlan {
   /// is lacking, or masters are split on a device, do single lists need more on their way.)
   void run(const ParamGroups& groups, const at::Tensor& grad_scale, const at::Tensor& found_inf,
            bool is_exact, bool drops) {
-    for (StepScalars& scalars : scalars_) scalars.prepare(grad_scale, found_inf, is_exact);
-    PieceMemory memory;
+    for (DeviceScalars& scalars : scalars_) scalars.prepare(grad_scale, found_inf, is_exact);
     for (StepList& list : lists_) {
-      const StepScalars& scalars = scalars_[list.scalars];
-      list.buffer = list.method ? list.method->buffer(memory, list, scalars, drops)
-                                : buffer_to_drop(memory, list, scalars, drops);
+      list.buffer = list.method ? list.method->buffer(list, drops) : buffer_to_drop(list, drops);
     }
-    for (StepScalars& scalars : scalars_) scalars.begin();
+    for (DeviceScalars& scalars : scalars_) scalars.begin();
     for (const StepList& list : lists_) {
       const Options& options = options_of<Kernel>(groups[list.group], list.group);
       const auto step = [&](const StepList& part, const StepScalars& scalars) {
         Kernel::step(options, part, scalars);
       };
-      const StepScalars& scalars = scalars_[list.scalars];
       if (list.method) {
-        list.method->step(step, list, scalars);
+        list.method->step(step, list);
       } else if (list.buffer.defined()) {
-        step_and_drop(step, list, scalars);
+        step_and_drop(step, list);
       } else {
-        step(list, scalars);
+        step(list, *list.scalars);
       }
     }
-    for (StepScalars& scalars : scalars_) scalars.end();
+    for (DeviceScalars& scalars : scalars_) scalars.end();
     for (StepList& list : lists_) {
       list.grads.clear();
       list.buffer.reset();
@@ -424,11 +428,11 @@ class StepPlan {
     constexpr bool first_only = requires {
       requires Kernel::counts_first_only;
     };
-    scalars_[scalars_of(share.device)].add_counter(std::move(counter), first_only);
+    scalars_of(share.device).add_counter(std::move(counter), first_only);
   }
 
   /// Whether the groups and parameters are the plan's, the states those of note_states(), and
-  /// `holds(slot, param, state)` is true of each parameter; `state` is null if it has none.
+  /// `holds(slot, param)` is true of each parameter.
   template <class Holds>
   bool all_of(const ParamGroups& groups, const ParamStates& states, const Holds& holds) const {
     if (uses_.size() != groups.size()) return false;
@@ -439,7 +443,7 @@ class StepPlan {
         if (slot == slots_.cend() || slot->param != param.unsafeGetTensorImpl()) return false;
         const bool has_state = slot->seen.state != nullptr;
         if (has_state && !(see(slot->param, states) == slot->seen)) return false;
-        if (!holds(*slot, param, slot->seen.state)) return false;
+        if (!holds(*slot, param)) return false;
         ++slot;
       }
     }
@@ -462,16 +466,17 @@ class StepPlan {
     return {&state, Kernel::tensor(state, 0).defined(), Kernel::steps(state)};
   }
 
-  /// Whether the i-th parameter's tensors in the list are those of its state.
-  static bool has_tensors(const StepList& list, std::size_t i, State& state) {
-    for (std::size_t k = 0; k < list.state.size(); ++k) {
-      if (!list.state[k][i].is_same(Kernel::tensor(state, k))) return false;
+  /// Whether the parameter's tensors in its list are those of its state.
+  static bool has_tensors(const Slot& slot) {
+    for (std::size_t k = 0; k < slot.list->state.size(); ++k) {
+      const at::Tensor& tensor = Kernel::tensor(*slot.seen.state, k);
+      if (!slot.list->state[k][slot.place].is_same(tensor)) return false;
     }
     return true;
   }
 
-  static bool add_gradient(StepList& list, const at::Tensor& param, const at::Tensor& grad,
-                           State* state) {
+  static bool add_gradient(const Slot& slot, const at::Tensor& param, const at::Tensor& grad) {
+    StepList& list = *slot.list;
     if (!(TensorKind::of(param) == list) || !param.is_non_overlapping_and_dense() ||
         grad.layout() != at::kStrided) {
       return false;
@@ -479,26 +484,25 @@ class StepPlan {
     if (step_method_of(param) != list.method) return false;
     if (list.method && !list.method->holds(param, grad)) return false;
     if (!list.state.empty()) {
-      const std::size_t i = list.grads.size();
-      if (!state || !has_tensors(list, i, *state)) return false;
-      if (!same_layout(param, list.state[0][i])) return false;
+      if (!slot.seen.state || !has_tensors(slot)) return false;
+      if (!same_layout(param, list.state[0][slot.place])) return false;
     }
     list.grads.push_back(fitted(grad, param));
     return true;
   }
 
-  std::size_t scalars_of(at::Device device) {
-    std::size_t s = 0;
-    while (s < scalars_.size() && scalars_[s].device() != device) ++s;
-    if (s == scalars_.size()) scalars_.emplace_back(device);
-    return s;
+  [[gnu::cold]] DeviceScalars& scalars_of(at::Device device) {
+    for (DeviceScalars& scalars : scalars_) {
+      if (scalars.device() == device) return scalars;
+    }
+    return scalars_.emplace_back(device);
   }
 
-  /// Adds a parameter to the list that it belongs to, which may be a new one; the list's index.
-  [[gnu::cold]] std::size_t add_parameter(std::size_t group, const at::Tensor& param,
-                                          const Options& defaults, ParamStates& states) {
-    const Use& use = uses_[group];
-    const auto counter = use.counted ? counters_.at(param.unsafeGetTensorImpl()) : nullptr;
+  /// Adds a parameter to the list that it belongs to, which may be a new one, and returns that.
+  [[gnu::cold]] StepList& add_parameter(std::size_t group, const Use& use, const at::Tensor& param,
+                                        const Options& defaults, ParamStates& states) {
+    void* const key = param.unsafeGetTensorImpl();
+    const auto counter = use.counted ? counters_[key] : nullptr;
     bool is_lacked = false;
     constexpr bool has_op = requires {
       Kernel::op;
@@ -508,7 +512,7 @@ class StepPlan {
     StepList& list = group_of(lists_, StepKey{TensorKind::of(param), group,
                                               is_apart ? counter : nullptr, step_method_of(param)});
     if (list.params.empty()) {
-      list.scalars = scalars_of(param.device());
+      list.scalars = &scalars_of(param.device());
       list.lacks_op = is_lacked;
       list.takes_parts = has_op;
       list.state.resize(use.kinds);
@@ -518,7 +522,7 @@ class StepPlan {
     if (WeightMeta* const meta = weight_meta_of(param)) meta->has_optimizer = true;
     if (counter) list.counters.push_back(counter->value);
     for (std::size_t k = 0; k < use.kinds; ++k) {
-      auto& state = states[param.unsafeGetTensorImpl()];
+      auto& state = states[key];
       if (!state) state = std::make_unique<State>();
       at::Tensor& tensor = Kernel::tensor(static_cast<State&>(*state), k);
       tensor = tensor.defined()
@@ -526,17 +530,17 @@ class StepPlan {
                    : Kernel::initial(k, list.method ? list.method->master(param) : param, defaults);
       list.state[k].push_back(tensor);
     }
-    return static_cast<std::size_t>(&list - lists_.data());
+    return list;
   }
 
   std::vector<Slot> slots_;  ///< for each parameter of each group, in order
   std::vector<Use> uses_;    ///< for each group
-  std::vector<StepList> lists_;
-  std::vector<StepScalars> scalars_;
+  std::list<StepList> lists_;
+  std::list<DeviceScalars> scalars_;
 
   /// Which parameter's steps are counted where. Parameters that were always stepped together share
   /// a counter. Once only some of them have gradients, these get a copy of it.
-  ska::flat_hash_map<void*, std::shared_ptr<StepCounter>> counters_;
+  std::unordered_map<void*, std::shared_ptr<StepCounter>> counters_;
   std::shared_ptr<const void> identity_;
 };
 

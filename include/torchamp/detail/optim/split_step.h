@@ -64,14 +64,13 @@ class SplitStep final : public StepMethod {
     return joined(weight, *split_of(weight));
   }
 
-  at::Tensor buffer(PieceMemory& memory, const StepList& list, const StepScalars& scalars,
-                    bool drops) const override {
+  at::Tensor buffer(const StepList& list, bool drops) const override {
     const int64_t elements = split_piece_elements(list);
-    const bool divides = divides_apart(empty_piece(list), scalars, drops);
-    return memory.get({list.device, at::kFloat}, divides ? 2 * elements + 1 : elements);
+    const bool divides = divides_apart(list, at::kFloat, drops);
+    return list.scalars->buffer(at::kFloat, divides ? 2 * elements + 1 : elements);
   }
 
-  void step(KernelStep kernel, const StepList& list, const StepScalars& scalars) const override {
+  void step(KernelStep kernel, const StepList& list) const override {
     const int64_t most = split_piece_elements(list);
     const at::Tensor masters = list.buffer.narrow(0, 0, most);
     const int64_t rest = list.buffer.numel() - most;  // for gradients that are divided apart
@@ -91,11 +90,11 @@ class SplitStep final : public StepMethod {
       if (room == most) return;
       piece.params = runs.join(masters);
       if (rest > 0) {
-        step_divided(kernel, piece, scalars, list.buffer.narrow(0, most, rest));
+        step_divided(kernel, piece, list.buffer.narrow(0, most, rest));
       } else {
-        kernel(piece, scalars);
+        kernel(piece, *list.scalars);
       }
-      runs.split(masters, SplitNaNs::usual, scalars.found_inf());
+      runs.split(masters, SplitNaNs::usual, list.scalars->found_inf());
       runs = SplitRuns(list.device);
       piece = empty_piece(list);
       room = most;
