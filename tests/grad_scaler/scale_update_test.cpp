@@ -345,7 +345,7 @@ TEST(ScaleUpdate, DoesTheSameOnADeviceAsOnTheHost) {
                               .min_scale = one_of(0x1p-126, 0.5),
                               .max_scale = one_of(0x1p127, 1e5)};
     if (trial % 2 == 1) {
-      options.hysteresis = static_cast<int64_t>(one_of(1, 2, 3));
+      options.hysteresis = static_cast<int64_t>(one_of(1, 2, 3, 70));
       options.hysteresis_refill = static_cast<HysteresisRefill>(random() % 3);
       options.overflow_tolerance = one_of(0, 0.3, 1);
       options.growth_tracker_start = static_cast<int64_t>(one_of(0, -1));
@@ -406,6 +406,23 @@ TEST(ScaleUpdate, GoesOnOnADeviceFromWhatAFileAndANewIntervalHaveSet) {
       }
     }
   }
+}
+
+TEST(ScaleUpdate, CountsALargeHysteresisOnADeviceExactly) {
+  const GradScalerOptions options{.growth_interval = 50, .hysteresis = 3000};
+  ScaleMemory<double> host = torchamp::detail::initial_memory(options);
+  LossScale device(options);
+  device.create(at::kCPU);
+  const torch::NoGradGuard no_grad;
+  for (int i = 1; i <= 3100; ++i) {
+    host = after_update(options, host, /*bad=*/true);
+    device.advance(torch::ones({}));
+    if (i % 100 != 0 && i < 2990) continue;
+    ASSERT_EQ(device.read().credit, host.credit) << i;
+    ASSERT_EQ(device.read_scale(), host.scale) << i;
+  }
+  EXPECT_EQ(host.credit, 0.);
+  EXPECT_LT(host.scale, 65536.);
 }
 
 /// An update that may have lowered a scale, and has not raised it.

@@ -106,6 +106,23 @@ class LossWatch {
   virtual void forget() = 0;
 };
 
+/// What updates remember on a device beside the scale and the skips in a row, and how they are made
+/// there. Without a read, unless said.
+class DeviceUpdate {
+ public:
+  virtual ~DeviceUpdate() = default;
+  virtual void set(const ScaleMemory<double>& values) = 0;
+  /// Reads the device.
+  virtual void read(ScaleMemory<double>& values) const = 0;
+  virtual void limit_growth_tracker(int64_t last) = 0;
+  /// Changes `scale` in place, but does not see to its limits. `found_inf` is 0-dim fp32, 0 or 1;
+  /// `largest` the largest magnitude of the scaled gradients, undefined where it is not known;
+  /// `skips` what there were in a row before.
+  virtual void make(const GradScalerOptions& options, const at::Tensor& scale,
+                    const at::Tensor& found_inf, const at::Tensor& largest,
+                    const at::Tensor& skips) = 0;
+};
+
 /// How a scale follows more than infs and NaNs: the largest magnitude of the gradients. It has no
 /// state of its own.
 class ScaleRule {
@@ -133,6 +150,9 @@ class ScaleRule {
   virtual void update(const GradScalerOptions& options,
                       const ScaleStep<at::Tensor, at::Tensor>& step,
                       ScaleMemory<at::Tensor>& after) const = 0;
+  /// For a scale that lives on the device of `scale`, and keeps within its limits by itself.
+  virtual std::unique_ptr<DeviceUpdate> on_device(const ScaleMemory<double>& values,
+                                                  const at::Tensor& scale) const = 0;
 
  protected:
   ~ScaleRule() = default;
@@ -367,7 +387,7 @@ class SkipCount {
   }
 
   /// 0-dim fp32; not to be changed.
-  at::Tensor tensor() const {
+  [[gnu::cold]] at::Tensor tensor() const {
     if (flags_.empty()) return before_;
     // From the latest back, 1 as long as all were bad.
     const at::Tensor bad = at::stack(flags_).flip(0).cumprod(0);
@@ -392,7 +412,7 @@ class SkipWarning {
  public:
   static constexpr int64_t many = 100, interval = 32;
 
-  void note(double skips) {
+  [[gnu::cold]] void note(double skips) {
     if (skips < many || warned_) return;
     warned_ = true;
     TORCH_WARN("GradScaler::update: gradients held infs or NaNs in the last ",
@@ -496,7 +516,7 @@ class ScaleBound {
     for (Copy& copy : under_way_) copy.since = {0., infinity, 0};
   }
 
-  void take_copies() {
+  [[gnu::cold]] void take_copies() {
     for (auto next = under_way_.begin(); next != under_way_.end();) {
       const auto copy = next++;
       const double scale = copy->mirror[0];
@@ -591,7 +611,7 @@ class ScaleLimits {
   }
 
   /// Warns or calls back. The iteration has ended.
-  void announce(const GradScalerOptions& options, const Met& met) {
+  [[gnu::cold]] void announce(const GradScalerOptions& options, const Met& met) {
     if (met.min_scale && options.at_min_scale == AtLimit::warn && !warned_) {
       TORCH_WARN("GradScaler::update: gradients hold infs or NaNs and the scale, ", met.scale,
                  ", is at min_scale: steps are skipped until they are finite.");
@@ -657,72 +677,109 @@ class ScaleLimits {
 // some 45:
 //   spent     as a scale that is 2^n after n bad iterations: "backed off" by 2, and, where the
 //             credit is refilled, "grown" to next to nothing; then clamped to 1 to 2^hysteresis
+//             (a smaller base serves a hysteresis above 60: up to some 10^4 it counts exactly)
 //   the scale backed off by 1 and grown
 //   the scale backed off where the iteration was bad and all credit is spent, and grown by 1
-// What an overflow_tolerance needs to know besides is not kept up to date.
+// An overflow_tolerance takes some ops more; what it needs to know is kept up to date for it alone.
 
-/// The credit of bad iterations on a device, and the update of a scale that goes by it.
-class SpentCredit {
+/// The precision in which a device computes an update.
+inline at::ScalarType number_type_on(at::Device device) {
+  return facts_of(device.type()).fp64 == Fp64::no ? at::kFloat : at::kDouble;
+}
+
+/// The update of a scale that no ScaleRule changes.
+class CountedUpdate final : public DeviceUpdate {
  public:
-  explicit SpentCredit(const GradScalerOptions& options)
-      : serves_(options.dynamic && !options.follows_gradients && options.overflow_tolerance == 0. &&
-                options.hysteresis <= most && !is_torch_update(options)),
-        hysteresis_(static_cast<double>(options.hysteresis)),
-        refill_(options.hysteresis_refill) {}
-
-  /// Whether after_update() is that update.
-  bool serves() const { return serves_; }
-
-  /// `like`: the scale.
-  [[gnu::cold]] void create(const at::Tensor& like) {
-    spent_ = at::full({}, 1., like.options());
-    trackers_ = at::full({3}, 0, like.options().dtype(at::kInt));
-  }
-
-  /// 0-dim, int32: good iterations since the scale grew or a bad one.
-  at::Tensor growth_tracker() const { return trackers_.select(0, 0); }
-
-  [[gnu::cold]] void set(double credit, double growth_tracker) {
-    spent_.fill_(std::exp2(hysteresis_ - credit));
-    trackers_.narrow(0, 0, counts_for_credit() ? 2 : 1).fill_(growth_tracker);
-  }
-  /// Reads the device.
-  double credit() const { return hysteresis_ - std::log2(spent_.item<double>()); }
-  void limit_growth_tracker(int64_t last) { trackers_.narrow(0, 0, 2).clamp_max_(last); }
-
-  /// `scale` after an iteration, but for its limits.
-  void update(const GradScalerOptions& options, at::Tensor& scale, const at::Tensor& found_inf) {
-    constexpr int64_t never = std::numeric_limits<int32_t>::max();
-    at::Tensor scale_tracker = trackers_.select(0, 0), credit_tracker = trackers_.select(0, 1),
-               unused = trackers_.select(0, 2);
-    const double all_spent = std::exp2(hysteresis_);
-    at::_amp_update_scale_(spent_, credit_tracker, found_inf, next_to_nothing, 2.,
-                           counts_for_credit() ? options.growth_interval : 1);
-    const at::Tensor lowers = at::threshold_backward(found_inf, spent_, 0.75 * all_spent);
-    if (refill_ == HysteresisRefill::good_or_backed_off) {
-      at::_amp_update_scale_(spent_, unused, lowers, 1., next_to_nothing, never);
+  [[gnu::cold]] CountedUpdate(const GradScalerOptions& options, const ScaleMemory<double>& values,
+                              const at::Tensor& scale)
+      : hysteresis_(static_cast<double>(options.hysteresis)),
+        bits_(std::min(1., 60. / hysteresis_)),
+        tracks_credit_(options.hysteresis_refill == HysteresisRefill::growth),
+        trackers_(at::full({3}, 0, scale.options().dtype(at::kInt))),
+        tracker_(trackers_.select(0, 0)),
+        credit_tracker_(trackers_.select(0, 1)),
+        unused_(trackers_.select(0, 2)) {
+    if (!is_torch_update(options)) spent_ = at::full({}, 1., scale.options());
+    if (options.overflow_tolerance > 0.) {
+      const auto number = scale.options().dtype(number_type_on(scale.device()));
+      since_change_ = at::full({}, 0., number);
+      overflows_ = at::full({}, 0., number);
     }
-    spent_.clamp_(1., all_spent);
-    at::_amp_update_scale_(scale, scale_tracker, found_inf, options.growth_factor, 1.,
+    CountedUpdate::set(values);
+  }
+
+  [[gnu::cold]] void set(const ScaleMemory<double>& values) override {
+    own_trackers().fill_(values.growth_tracker);
+    if (spent_.defined()) spent_.fill_(std::exp2((hysteresis_ - values.credit) * bits_));
+    if (!since_change_.defined()) return;
+    since_change_.fill_(values.since_change);
+    overflows_.fill_(values.overflows);
+  }
+
+  [[gnu::cold]] void read(ScaleMemory<double>& values) const override {
+    values.growth_tracker = tracker_.item<double>();
+    values.credit = hysteresis_;
+    if (spent_.defined()) values.credit -= std::round(std::log2(spent_.item<double>()) / bits_);
+    if (!since_change_.defined()) return;
+    values.since_change = since_change_.item<double>();
+    values.overflows = overflows_.item<double>();
+  }
+
+  [[gnu::cold]] void limit_growth_tracker(int64_t last) override { trackers_.clamp_max_(last); }
+
+  [[gnu::cold]] void make(const GradScalerOptions& options, const at::Tensor& scale_tensor,
+                          const at::Tensor& found_inf, const at::Tensor& /*largest*/,
+                          const at::Tensor& /*skips*/) override {
+    at::Tensor scale = scale_tensor;
+    if (!spent_.defined()) {
+      at::_amp_update_scale_(scale, tracker_, found_inf, options.growth_factor,
+                             options.backoff_factor, options.growth_interval);
+      return;
+    }
+    constexpr int64_t never = std::numeric_limits<int32_t>::max();
+    constexpr double next_to_nothing = 0x1p-100;
+    at::_amp_update_scale_(spent_, credit_tracker_, found_inf, next_to_nothing, std::exp2(bits_),
+                           tracks_credit_ ? options.growth_interval : 1);
+    at::Tensor lowers =
+        at::threshold_backward(found_inf, spent_, std::exp2((hysteresis_ - 0.5) * bits_));
+    if (since_change_.defined()) lowers = tolerate(options, found_inf, lowers);
+    if (options.hysteresis_refill == HysteresisRefill::good_or_backed_off) {
+      at::_amp_update_scale_(spent_, unused_, lowers, 1., next_to_nothing, never);
+    }
+    spent_.clamp_(1., std::exp2(hysteresis_ * bits_));
+    at::_amp_update_scale_(scale, tracker_, found_inf, options.growth_factor, 1.,
                            options.growth_interval);
-    at::_amp_update_scale_(scale, unused, lowers, 1., options.backoff_factor, never);
+    at::_amp_update_scale_(scale, unused_, lowers, 1., options.backoff_factor, never);
     if (options.growth_tracker_start != 0) {
-      trackers_.narrow(0, 0, counts_for_credit() ? 2 : 1)
-          .add_(found_inf.to(at::kInt), options.growth_tracker_start);
+      own_trackers().add_(found_inf.to(at::kInt), options.growth_tracker_start);
     }
   }
 
  private:
-  static constexpr int64_t most = 60;
-  static constexpr double next_to_nothing = 0x1p-100;
+  /// Those that start anew after a bad iteration.
+  at::Tensor own_trackers() const { return trackers_.narrow(0, 0, tracks_credit_ ? 2 : 1); }
 
-  bool counts_for_credit() const { return refill_ == HysteresisRefill::growth; }
+  /// What is left of `lowers` where few iterations were bad. Before the growth tracker changes.
+  [[gnu::cold]] at::Tensor tolerate(const GradScalerOptions& options, const at::Tensor& found_inf,
+                                    const at::Tensor& lowers) {
+    since_change_.add_(1.);
+    overflows_.add_(found_inf);
+    const at::Tensor many = overflows_.div(since_change_).ge(options.overflow_tolerance);
+    const at::Tensor grows = tracker_.eq(options.growth_interval - 1).mul(found_inf.eq(0.));
+    at::Tensor still = lowers.mul(many);
+    const at::Tensor stays = still.eq(0.);
+    overflows_.mul_(stays);
+    since_change_.mul_(stays.logical_and(grows.logical_not()));
+    return still;
+  }
 
-  bool serves_;
   double hysteresis_;
-  HysteresisRefill refill_;
-  at::Tensor spent_;     // 0-dim fp32
+  double bits_;          // of the factor by which `spent_` counts
+  bool tracks_credit_;   // until it is refilled
+  at::Tensor spent_;     // 0-dim fp32; undefined where one bad iteration lowers the scale
   at::Tensor trackers_;  // int32: the scale's, the credit's, and one that does not matter
+  at::Tensor tracker_, credit_tracker_, unused_;  // the same, 0-dim
+  at::Tensor since_change_, overflows_;           // undefined without an overflow_tolerance
 };
 
 // Note [Where the scale is known]
@@ -749,8 +806,7 @@ class LossScale {
   [[gnu::cold]] explicit LossScale(GradScalerOptions options)
       : options_(checked(std::move(options))),
         host_(initial_memory(options_)),
-        rule_(options_.dynamic ? options_.follows_gradients.rule() : nullptr),
-        credit_(options_) {}
+        rule_(options_.dynamic ? options_.follows_gradients.rule() : nullptr) {}
 
   const GradScalerOptions& options() const { return options_; }
   /// By which the update follows the gradients' magnitudes; null where it does not.
@@ -769,17 +825,13 @@ class LossScale {
     check_growth_interval("GradScaler::set_growth_interval", interval);
     options_.growth_interval = interval;
     const int64_t last = interval - 1;
-    if (on_host_) {
-      host_.growth_tracker = std::min(host_.growth_tracker, static_cast<double>(last));
-    } else {
-      device_.growth_tracker.clamp_max_(last);
-      if (credit_.serves()) credit_.limit_growth_tracker(last);
-    }
+    if (on_device_) return on_device_->limit_growth_tracker(last);
+    host_.growth_tracker = std::min(host_.growth_tracker, static_cast<double>(last));
   }
 
   // ---- The scale
 
-  bool created() const { return device_.scale.defined(); }
+  bool created() const { return scale_.defined(); }
   void check_created(const char* call) const {
     TORCH_CHECK(created(), "GradScaler::", call,
                 ": nothing has been scaled yet. Call scale(loss).backward() first.");
@@ -789,21 +841,22 @@ class LossScale {
     const at::TensorOptions options = at::TensorOptions(device).dtype(at::kFloat);
     if (!device.is_cpu()) zero_and_one_ = at::arange(2, options);
     scale_and_skips_ = at::full({2}, host_.scale, options);
-    device_.scale = scale_and_skips_.select(0, 0);
-    device_.skips = scale_and_skips_.select(0, 1);
+    scale_ = scale_and_skips_.select(0, 0);
+    skips_ = scale_and_skips_.select(0, 1);
   }
   /// As before create().
-  void drop() { scale_and_skips_ = device_.scale = device_.skips = zero_and_one_ = at::Tensor(); }
+  [[gnu::cold]] void drop() { scale_and_skips_ = scale_ = skips_ = zero_and_one_ = at::Tensor(); }
 
   /// 0-dim fp32; undefined before create().
-  const at::Tensor& scale() const { return device_.scale; }
-  at::Tensor scale_on(at::Device device) const { return to_device_async(device, device_.scale); }
+  const at::Tensor& scale() const { return scale_; }
+  at::Tensor scale_on(at::Device device) const { return to_device_async(device, scale_); }
   /// 1/scale as a 0-dim fp32 tensor on `device`, computed in fp64 as torch.amp does.
-  at::Tensor inverse(at::Device device) const {
-    if (on_host_) {
+  [[gnu::cold]] at::Tensor inverse(at::Device device) const {
+    if (!on_device_) {
       return at::full({}, 1. / host_.scale, at::TensorOptions(device).dtype(at::kFloat));
     }
-    return to_device_async(device, device_.scale.to(number_type()).reciprocal().to(at::kFloat));
+    const at::ScalarType dtype = number_type_on(scale_.device());
+    return to_device_async(device, scale_.to(dtype).reciprocal().to(at::kFloat));
   }
   /// Constants on the scale's device, fp32: one element, and 0-dim. Undefined on the host.
   at::Tensor zero() const {
@@ -814,28 +867,25 @@ class LossScale {
   }
 
   /// The host's copy; null where only the device knows.
-  const ScaleMemory<double>* host() const { return on_host_ ? &host_ : nullptr; }
+  const ScaleMemory<double>* host() const { return on_device_ ? nullptr : &host_; }
   /// The scale, and the bad iterations in a row; kept through changes by their keep().
   ReadOnce<double> scale_once() const {
-    return on_host_ ? ReadOnce<double>{.on_host = host_.scale}
-                    : ReadOnce<double>{.tensor = device_.scale};
+    return on_device_ ? ReadOnce<double>{.tensor = scale_}
+                      : ReadOnce<double>{.on_host = host_.scale};
   }
   SkipCount skips() const {
-    if (on_host_) return SkipCount(host_.skips);
-    return lazy_skips_.defined() ? lazy_skips_ : SkipCount(device_.skips);
+    if (!on_device_) return SkipCount(host_.skips);
+    return lazy_skips_.defined() ? lazy_skips_ : SkipCount(skips_);
   }
   double read_scale() const { return scale_once().read(); }
 
   /// All of it; reads the device where the host does not know.
   ScaleMemory<double> read() const {
-    if (on_host_) return host_;
-    ScaleMemory<double> values{};
-    values.of_rule.resize(device_.of_rule.size());
-    for_each_number(
-        [](const char*, double& value, const at::Tensor& tensor) { value = tensor.item<double>(); },
-        values, device_);
-    if (credit_.serves()) values.credit = credit_.credit();
+    ScaleMemory<double> values = host_;
+    if (!on_device_) return values;
+    values.scale = read_scale();
     values.skips = skips().read();
+    on_device_->read(values);
     return values;
   }
 
@@ -861,38 +911,37 @@ class LossScale {
 
   /// Puts these values in place of all that is there. The host must know them.
   [[gnu::cold]] void set(const ScaleMemory<double>& values) {
-    if (on_host_) {
+    if (!on_device_) {
       const bool changes = values.scale != host_.scale;
       host_ = values;
-      if (created() && changes) device_.scale.fill_(values.scale);
+      if (created() && changes) scale_.fill_(values.scale);
       return;
     }
     lazy_skips_ = {};
-    for_each_number([](const char*, at::Tensor& tensor, double value) { tensor.fill_(value); },
-                    device_, values);
-    if (credit_.serves()) credit_.set(values.credit, values.growth_tracker);
+    scale_.fill_(values.scale);
+    skips_.fill_(values.skips);
+    on_device_->set(values);
     bound_->set(values.scale, static_cast<int64_t>(values.growth_tracker));
   }
 
   /// As the scale is written by hand.
   void set_scale(double scale) {
-    if (on_host_) {
+    if (!on_device_) {
       ScaleMemory<double> values = host_;
       values.scale = scale;
-      set(values);
-    } else {
-      device_.scale.fill_(scale);
-      bound_->set(scale, ScaleBound::grows_at_once);
+      return set(values);
     }
+    scale_.fill_(scale);
+    bound_->set(scale, ScaleBound::grows_at_once);
   }
   /// Takes the scale from a tensor that only the device can read; what is not a number within the
   /// limits becomes the nearest limit.
-  void set_scale(const at::Tensor& scale) {
+  [[gnu::cold]] void set_scale(const at::Tensor& scale) {
     leave_host();
     bound_->set_unknown(options_.max_scale);
-    device_.scale.copy_(at::nan_to_num(scale.reshape({}), options_.min_scale)
-                            .clamp(options_.min_scale, options_.max_scale),
-                        /*non_blocking=*/true);
+    scale_.copy_(at::nan_to_num(scale.reshape({}), options_.min_scale)
+                     .clamp(options_.min_scale, options_.max_scale),
+                 /*non_blocking=*/true);
   }
 
   // ---- What may be left out because of the scale
@@ -900,29 +949,29 @@ class LossScale {
   /// Whether scaling is the identity, and not just for the time being.
   bool stays_at_one() {
     if (options_.dynamic) return false;
-    return (on_host_ ? host_.scale : is_replayed() ? 0. : bound_->value()) == 1.;
+    return (!on_device_ ? host_.scale : is_replayed() ? 0. : bound_->value()) == 1.;
   }
   /// Whether it may be; see Note [A scale below 1].
   bool may_be_below_one() {
-    if (on_host_) return host_.scale < 1.;
+    if (!on_device_) return host_.scale < 1.;
     return options_.min_scale < 1. && (rule_ || may_be_below(1.));
   }
   /// Whether the scale may be more than `limit`; see Note [A large scale and a clip].
   bool may_exceed(double limit) {
-    if (on_host_) return host_.scale > limit;
+    if (!on_device_) return host_.scale > limit;
     return options_.max_scale > limit && may_be_above(limit);
   }
   /// From now on replays may change the scale: those of a CudaGraph, if this is called in its body,
   /// or else, if no CudaGraph is known that they could be of, some that the host never hears of.
   void expect_replays() {
     if (!is_replayed()) replays_ = GraphBody::is_running() ? Replays::followed : Replays::unseen;
-    if (!on_host_) count_skips_at_once();
+    if (on_device_) count_skips_at_once();
   }
 
   // ---- The update
 
   /// Whether the host can make this update.
-  bool knows(const Findings& found) const { return on_host_ && found.known; }
+  bool knows(const Findings& found) const { return !on_device_ && found.known; }
 
   /// Brings the scale to what it is after an iteration; a limit that throws changes nothing.
   /// Returns the limits that are met. Without a read.
@@ -950,40 +999,27 @@ class LossScale {
   /// Warns or calls back; see ScaleLimits::announce(). A long run of bad iterations is told, too.
   void announce(const ScaleLimits::Met& met) {
     limits_.announce(options_, met);
-    on_host_ ? skip_warning_->note(host_.skips) : skip_warning_->look();
+    on_device_ ? skip_warning_->look() : skip_warning_->note(host_.skips);
   }
 
   /// One iteration whose flag only the device knows: 0-dim fp32 on the scale's device, 1 if bad or
   /// else 0. `largest`: see after_update(); undefined where it is not known. `shows_skips`: whether
   /// scale_and_skips_ is to be up to date. In place, without a read.
-  void advance(const at::Tensor& found_inf, const at::Tensor& largest = {},
-               bool shows_skips = false) {
+  [[gnu::cold]] void advance(const at::Tensor& found_inf, const at::Tensor& largest = {},
+                             bool shows_skips = false) {
     leave_host();
-    const bool by_formula = options_.dynamic && !is_torch_update(options_) && !credit_.serves();
-    if (by_formula) {
-      count_skips_at_once();
-      advance_by_formula(found_inf, largest);
-      follow();
-      return watch_skips();
+    if (rule_ || shows_skips || is_replayed()) count_skips_at_once();
+    if (options_.dynamic) {
+      on_device_->make(options_, scale_, found_inf, largest, skips_);
+      if (!rule_ && may_leave_limits()) scale_.clamp_(options_.min_scale, options_.max_scale);
     }
-    if (credit_.serves()) {
-      credit_.update(options_, device_.scale, found_inf);
-    } else if (options_.dynamic) {
-      at::_amp_update_scale_(device_.scale, device_.growth_tracker, found_inf,
-                             options_.growth_factor, options_.backoff_factor,
-                             options_.growth_interval);
-    }
-    if (options_.dynamic && may_leave_limits()) {
-      device_.scale.clamp_(options_.min_scale, options_.max_scale);
-    }
-    if (!shows_skips && !is_replayed()) {
+    if (rule_ || shows_skips || is_replayed()) {
+      at::addcmul_out(skips_, found_inf, skips_, found_inf);
+    } else {
       if (!lazy_skips_.defined()) {
-        lazy_skips_ = SkipCount(device_.skips.to(at::kFloat, false, /*copy=*/true));
+        lazy_skips_ = SkipCount(skips_.to(at::kFloat, false, /*copy=*/true));
       }
       lazy_skips_.add(found_inf);
-    } else {
-      count_skips_at_once();
-      at::addcmul_out(device_.skips, found_inf, device_.skips, found_inf);
     }
     follow();
     watch_skips();
@@ -991,29 +1027,12 @@ class LossScale {
 
   /// Moves what is remembered to the device, for good.
   [[gnu::cold]] void leave_host() {
-    if (!on_host_) return;
+    if (on_device_) return;
     const c10::InferenceMode no_inference(false);
-    const auto on_device = [this](double value, at::ScalarType dtype) {
-      return at::full({}, value, device_.scale.options().dtype(dtype));
-    };
-    // As _amp_update_scale_ wants it.
-    device_.growth_tracker = on_device(host_.growth_tracker, at::kInt);
-    device_.skips.fill_(host_.skips);
-    for_each_own_number(
-        [&](const char*, at::Tensor& tensor, double value) {
-          if (!tensor.defined()) tensor = on_device(value, number_type());
-        },
-        device_, host_);
-    for (const double value : host_.of_rule) {
-      device_.of_rule.push_back(on_device(value, number_type()));
-    }
-    if (credit_.serves()) {
-      credit_.create(device_.scale);
-      credit_.set(host_.credit, host_.growth_tracker);
-      device_.growth_tracker = credit_.growth_tracker();
-    }
+    skips_.fill_(host_.skips);
+    on_device_ = rule_ ? rule_->on_device(host_, scale_)
+                       : std::make_unique<CountedUpdate>(options_, host_, scale_);
     bound_->set(host_.scale, static_cast<int64_t>(host_.growth_tracker));
-    on_host_ = false;
   }
 
  private:
@@ -1033,42 +1052,21 @@ class LossScale {
 
   bool is_replayed() const { return replays_ != Replays::none; }
 
-  /// In which the device computes an update.
-  at::ScalarType number_type() const {
-    const bool lacks_fp64 = facts_of(device_.scale.device().type()).fp64 == Fp64::no;
-    return lacks_fp64 ? at::kFloat : at::kDouble;
-  }
-
-  [[gnu::cold]] void advance_by_formula(const at::Tensor& found_inf, const at::Tensor& largest) {
-    const at::ScalarType dtype = number_type();
-    ScaleMemory<at::Tensor> before;
-    before.of_rule.resize(device_.of_rule.size());
-    for_each_number([dtype](const char*, at::Tensor& number,
-                            const at::Tensor& tensor) { number = tensor.to(dtype); },
-                    before, device_);
-    const ScaleMemory<at::Tensor> after =
-        after_update(options_, before, found_inf != 0.,
-                     largest.defined() ? largest.to(dtype) : at::zeros({}, before.scale.options()));
-    for_each_number(
-        [](const char*, at::Tensor& tensor, const at::Tensor& number) { tensor.copy_(number); },
-        device_, after);
-  }
-
-  /// From now on each iteration changes device_.skips, which is brought up to date.
-  void count_skips_at_once() {
+  /// From now on each iteration changes skips_, which is brought up to date.
+  [[gnu::cold]] void count_skips_at_once() {
     if (!lazy_skips_.defined()) return;
-    device_.skips.copy_(lazy_skips_.tensor());
+    skips_.copy_(lazy_skips_.tensor());
     if (GraphBody* const body = GraphBody::current()) lazy_skips_.add_parts_to(body->kept);
     lazy_skips_ = {};
   }
 
   /// Has the host learn of the skips some time.
-  void watch_skips() {
+  [[gnu::cold]] void watch_skips() {
     if (replays_ == Replays::unseen) return;
     skip_warning_->count_iteration();
     GraphBody* const body = GraphBody::current();
     if (body && body->scales && is_replayed()) {
-      body->scales->watch_skips(*body, skip_warning_, device_.skips);
+      body->scales->watch_skips(*body, skip_warning_, skips_);
     } else if (skip_warning_->is_due()) {
       if (lazy_skips_.defined()) lazy_skips_.count();
       skip_warning_->send(skips().tensor());
@@ -1076,7 +1074,7 @@ class LossScale {
   }
 
   /// Whether the update being made may have taken the scale past its limits.
-  bool may_leave_limits() {
+  [[gnu::cold]] bool may_leave_limits() {
     constexpr double rounding = 0x1p-20;  // the device's, and more
     if (!follows_bound()) return true;
     return may_be_above(options_.max_scale / options_.growth_factor * (1. - rounding)) ||
@@ -1085,12 +1083,12 @@ class LossScale {
 
   bool follows_bound() const { return options_.dynamic && !rule_ && replays_ != Replays::unseen; }
 
-  bool may_be_below(double limit) {
+  [[gnu::cold]] bool may_be_below(double limit) {
     if (replays_ == Replays::unseen) return true;
     CapturedBound* const captured = this->captured();
     return captured ? captured->may_be_below(limit) : bound_->value() < limit;
   }
-  bool may_be_above(double limit) {
+  [[gnu::cold]] bool may_be_above(double limit) {
     if (replays_ == Replays::unseen) return true;
     CapturedBound* const captured = this->captured();
     return captured ? captured->may_be_above(limit) : bound_->at_most() > limit;
@@ -1100,31 +1098,29 @@ class LossScale {
   CapturedBound* captured() {
     GraphBody* const body = GraphBody::current();
     const bool is_followed = body && body->scales && replays_ == Replays::followed;
-    return is_followed ? &body->scales->bound_in(*body, bound_, device_.scale, options_) : nullptr;
+    return is_followed ? &body->scales->bound_in(*body, bound_, scale_, options_) : nullptr;
   }
 
-  void follow() {
+  [[gnu::cold]] void follow() {
     const bool lowers = follows_bound();
     bound_->update(options_, lowers);
     if (CapturedBound* const captured = this->captured()) {
       captured->add_update(lowers);
     } else if (lowers) {
-      bound_->look_at(device_.scale);
+      bound_->look_at(scale_);
     }
   }
 
   GradScalerOptions options_;
   ScaleMemory<double> host_;  // where the host knows
   const ScaleRule* rule_;
-  SpentCredit credit_;
   ScaleLimits limits_;
   std::shared_ptr<SkipWarning> skip_warning_ = std::make_shared<SkipWarning>();
-  bool on_host_ = true;
-  at::Tensor scale_and_skips_;  // in one piece
+  std::unique_ptr<DeviceUpdate> on_device_;  // null where the host knows
+  at::Tensor scale_and_skips_;               // in one piece
+  at::Tensor scale_, skips_;                 // its parts, 0-dim
   at::Tensor zero_and_one_;
-  // Of these, only the scale and the skips (parts of scale_and_skips_) where the host knows.
-  ScaleMemory<at::Tensor> device_;
-  SkipCount lazy_skips_;  // if defined, what device_.skips does not tell
+  SkipCount lazy_skips_;  // if defined, what skips_ does not tell
   std::shared_ptr<ScaleBound> bound_ = std::make_shared<ScaleBound>();
   Replays replays_ = Replays::none;
 };
