@@ -147,7 +147,7 @@ struct Divisor {
   }
 
   /// The product with `factor`, on its device, where it is defined.
-  at::Tensor times(const at::Tensor& factor) const {
+  [[gnu::cold]] at::Tensor times(const at::Tensor& factor) const {
     if (!factor.defined()) return value();
     if (!defined()) return factor;
     const at::Tensor here = to_device_async(factor.device(), number);
@@ -160,7 +160,7 @@ class DeferredClip {
  public:
   /// Divides the gradients that are there now by `divisor`, on top of what is pending for them. An
   /// error if that was left for others, unless these are all gone.
-  void add(const torch::optim::Optimizer& optimizer, const Divisor& divisor) {
+  [[gnu::cold]] void add(const torch::optim::Optimizer& optimizer, const Divisor& divisor) {
     const Divisor before = of(optimizer);
     divisor_ = divisor;
     if (before.defined()) {

@@ -44,7 +44,7 @@ enum class HalfGradients { refused, allowed };
 
 /// The same values without the conjugate and the negative bit, which kernels that write in place do
 /// not look at.
-inline at::Tensor resolved(const at::Tensor& tensor) {
+[[gnu::cold]] inline at::Tensor resolved(const at::Tensor& tensor) {
   return tensor.is_conj() || tensor.is_neg() ? tensor.resolve_conj().resolve_neg() : tensor;
 }
 
@@ -111,9 +111,9 @@ inline void check_steps(const torch::optim::Optimizer& optimizer, const at::Tens
 /// gradients have the conjugate or the negative bit are given resolved() ones. Nothing has been
 /// changed where this throws. `call` begins the error texts. `refuses_shared` is asked where
 /// several parameters have the same gradient, which a step that divides would divide twice.
-inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimizer,
-                                               HalfGradients half, const char* call,
-                                               c10::function_ref<bool()> refuses_shared = {}) {
+[[gnu::cold]] inline std::vector<GradientBatch> gradients_of(
+    torch::optim::Optimizer& optimizer, HalfGradients half, const char* call,
+    c10::function_ref<bool()> refuses_shared = {}) {
   std::vector<GradientBatch> batches;
   std::vector<at::Tensor> to_change, changed;  // parameters and their new gradients
   const auto& groups = optimizer.param_groups();
@@ -196,8 +196,8 @@ inline bool unscale_kernel_takes(const GradientBatch& batch) {
 /// Calls `function` with fp32 copies of the gradients, of bounded size together, until it has had
 /// all, and copies back what it has made of them.
 template <class Function>
-void through_fp32(const GradientBatch& batch, const Function& function,
-                  int64_t elements_at_once = int64_t{1} << 24) {
+[[gnu::cold]] void through_fp32(const GradientBatch& batch, const Function& function,
+                                int64_t elements_at_once = int64_t{1} << 24) {
   const at::TensorList all = batch.gradients;
   for (std::size_t begin = 0; begin < all.size();) {
     GradientBatch wide{{batch.device, at::kFloat}};
@@ -224,7 +224,8 @@ struct LargestValues {
 };
 
 /// `zero`, one element of fp32 on the gradients' device, is what the flag is made from.
-inline LargestValues largest_values(const GradientBatch& batch, const at::Tensor& zero = {}) {
+[[gnu::cold]] inline LargestValues largest_values(const GradientBatch& batch,
+                                                  const at::Tensor& zero = {}) {
   // One that has gaps in memory would have ATen take all of its list one by one.
   std::vector<at::Tensor> lists[2];
   for (const at::Tensor& gradient : batch.gradients) {
@@ -263,7 +264,7 @@ inline void look_at(const GradientBatch& numbers, const at::Tensor& one, at::Ten
 
 /// The gradients of a batch on the host, without the large ones whose norms tell that they are
 /// finite.
-inline GradientBatch without_finite_norms(const GradientBatch& batch) {
+[[gnu::cold]] inline GradientBatch without_finite_norms(const GradientBatch& batch) {
   constexpr int64_t large = 1 << 15;  // where a norm, which only reads, costs less than the kernel
   if (batch.dtype != at::kFloat && batch.dtype != at::kDouble) return batch;
   std::vector<at::Tensor> normed;
@@ -321,7 +322,7 @@ class DeviceFlags {
 
   /// Sets the first to 1 if any is. Reads no device, but waits for the others' flags where the
   /// first lies on the host.
-  void gather() {
+  [[gnu::cold]] void gather() {
     for (std::size_t i = 1; i < flags_.size(); ++i) {
       flags_[0].add_(to_device_async(flags_[0].device(), flags_[i])).clamp_max_(1.);
     }
@@ -334,9 +335,9 @@ class DeviceFlags {
 /// Multiplies every gradient in place by `factor(device)`, a 0-dim fp32 tensor there (a factor of
 /// exactly 1 changes nothing), and sets `found_inf`, 0-dim fp32, 0 or 1, to 1 if any was not finite
 /// before. A few kernels for each device and dtype; for reads see DeviceFlags.
-inline void multiply_and_check(const std::vector<GradientBatch>& batches,
-                               c10::function_ref<at::Tensor(at::Device)> factor,
-                               at::Tensor& found_inf) {
+[[gnu::cold]] inline void multiply_and_check(const std::vector<GradientBatch>& batches,
+                                             c10::function_ref<at::Tensor(at::Device)> factor,
+                                             at::Tensor& found_inf) {
   DeviceFlags flags(found_inf);
   std::vector<at::Tensor> factors;  // one for each device
   for (const GradientBatch& batch : batches) {
@@ -360,8 +361,8 @@ struct CheckWith {
 /// where it is undefined. Neither the gradients are changed nor their versions. One look at each
 /// gradient, and one at each one's largest value, or at a number that tells as much; for reads see
 /// DeviceFlags.
-inline void check(const std::vector<GradientBatch>& batches, at::Tensor& found_inf, at::Device home,
-                  const CheckWith& with = {}) {
+[[gnu::cold]] inline void check(const std::vector<GradientBatch>& batches, at::Tensor& found_inf,
+                                at::Device home, const CheckWith& with = {}) {
   const at::AutoDispatchBelowADInplaceOrView versions_stay;
   std::vector<GradientBatch> looks;
   for (const GradientBatch& batch : batches) {

@@ -59,7 +59,7 @@ inline bool division_may_overflow(LossScale& scale, torch::optim::Optimizer& opt
   return scale.may_be_below_one();
 }
 
-TORCHAMP_BODY OptimizerState unscale_gradients(torch::optim::Optimizer& optimizer, LossScale& scale,
+TORCHAMP_COLD OptimizerState unscale_gradients(torch::optim::Optimizer& optimizer, LossScale& scale,
                                                const char* call) {
   const InternalOps guard;
   std::shared_ptr<Shards> shards = shards_of(optimizer, call);
@@ -91,9 +91,10 @@ TORCHAMP_BODY OptimizerState unscale_gradients(torch::optim::Optimizer& optimize
 
 /// Checks the gradients and leaves them as they are. `as_if_divided`: by the scale. `clip`: what is
 /// left to the step, if anything is; `grad_scale`: what the step divides by then.
-inline void check_gradients(torch::optim::Optimizer& optimizer, OptimizerState& state,
-                            LossScale& scale, bool as_if_divided, const Divisor& clip = {},
-                            const at::Tensor& grad_scale = {}) {
+[[gnu::cold]] inline void check_gradients(torch::optim::Optimizer& optimizer, OptimizerState& state,
+                                          LossScale& scale, bool as_if_divided,
+                                          const Divisor& clip = {},
+                                          const at::Tensor& grad_scale = {}) {
   const InternalOps guard;
   state.shards = shards_of(optimizer, "GradScaler::step");
   const auto divides_in_place = [&] {
@@ -136,7 +137,7 @@ inline void check_gradients(torch::optim::Optimizer& optimizer, OptimizerState& 
   }
 }
 
-TORCHAMP_BODY void agree(OptimizerState& state, LossScale& scale, const LossWatch* losses) {
+TORCHAMP_COLD void agree(OptimizerState& state, LossScale& scale, const LossWatch* losses) {
   if (state.agreed) return;
   const GradScalerOptions& options = scale.options();
   if (options.agree_found_inf || state.shards) {
@@ -158,7 +159,7 @@ TORCHAMP_BODY void agree(OptimizerState& state, LossScale& scale, const LossWatc
 }
 
 /// What the optimizers of the iteration have found.
-inline Findings findings_of(StepLedger& ledger, LossScale& scale) {
+[[gnu::cold]] inline Findings findings_of(StepLedger& ledger, LossScale& scale) {
   Findings found;
   for (auto& entry : ledger.optimizers) {
     OptimizerState& state = entry.state;
@@ -211,7 +212,7 @@ inline bool clip_may_overflow(LossScale& scale, const Divisor& clip,
          !has_half_gradients(optimizer);
 }
 
-TORCHAMP_BODY void check_not_stepped(const OptimizerState& state) {
+TORCHAMP_COLD void check_not_stepped(const OptimizerState& state) {
   TORCH_CHECK(!state.in_closure,
               "GradScaler::step: the closure of this optimizer's step has called step(). Let it "
               "only compute and return the loss.");
@@ -223,8 +224,8 @@ TORCHAMP_BODY void check_not_stepped(const OptimizerState& state) {
 
 /// Whether what unscale_ has divided and checked is what there is. (Gradients that the program
 /// makes up by itself, zeros for a parameter that has none, say, are its own business.)
-inline void check_complete(const torch::optim::Optimizer& optimizer, const OptimizerState& state,
-                           const StepOrder& order) {
+[[gnu::cold]] inline void check_complete(const torch::optim::Optimizer& optimizer,
+                                         const OptimizerState& state, const StepOrder& order) {
   const bool taken = state.taken != gradients_taken();
   TORCH_CHECK(((!taken && state.had_gradients) || count_gradients(optimizer) <= state.gradients) &&
                   !(taken && any_taken_after(optimizer, state.taken)),
@@ -255,8 +256,8 @@ struct LeftToStep {
 
 /// Brings `state` to where the step can be decided, unless it is there: checks the gradients and,
 /// unless a `fused` step is to do that, divides them.
-inline LeftToStep check_for_step(torch::optim::Optimizer& optimizer, bool fused,
-                                 OptimizerState& state, LossScale& scale) {
+[[gnu::cold]] inline LeftToStep check_for_step(torch::optim::Optimizer& optimizer, bool fused,
+                                               OptimizerState& state, LossScale& scale) {
   const bool recheck = scale.options().recheck;
   const bool is_ready = state.stage == OptimizerState::Stage::ready;
   const bool divides = division_may_overflow(scale, optimizer);
@@ -289,7 +290,7 @@ inline LeftToStep check_for_step(torch::optim::Optimizer& optimizer, bool fused,
 
 // ---- GradScaler ---------------------------------------------------------------------------------
 
-TORCHAMP_BODY GradScaler::GradScaler(GradScalerOptions options)
+TORCHAMP_COLD GradScaler::GradScaler(GradScalerOptions options)
     : scale_(std::move(options)), ledger_(scale_) {}
 TORCHAMP_BODY GradScaler::GradScaler(GradScaler&&) noexcept = default;
 TORCHAMP_BODY GradScaler& GradScaler::operator=(GradScaler&&) noexcept = default;
@@ -299,7 +300,7 @@ TORCHAMP_BODY at::Tensor GradScaler::scale(const at::Tensor& outputs) {
   return is_enabled() ? scale(at::TensorList(outputs)).front() : outputs;
 }
 
-TORCHAMP_BODY std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) {
+TORCHAMP_COLD std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) {
   std::vector<at::Tensor> scaled = outputs.vec();
   if (!is_enabled() || outputs.empty()) return scaled;
   for (const at::Tensor& output : outputs) {
@@ -357,7 +358,7 @@ TORCHAMP_BODY void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   state.watched = std::move(watched);
 }
 
-TORCHAMP_BODY StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
+TORCHAMP_COLD StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   TORCH_CHECK(dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
               "GradScaler::step: LBFGS evaluates the loss by itself. Call step(optimizer, closure) "
               "(torchamp/closure_step.h) with a closure that returns the loss.");
@@ -404,7 +405,7 @@ TORCHAMP_BODY void GradScaler::discard(const torch::optim::Optimizer& optimizer)
   if (ledger_.losses) ledger_.losses->forget();  // they may have been this one's
 }
 
-TORCHAMP_BODY void GradScaler::update() {
+TORCHAMP_COLD void GradScaler::update() {
   if (!is_enabled()) return;
   scale_.check_created("update");
   TORCH_CHECK(

@@ -254,7 +254,7 @@ class PlainClips {
 class StepOrder {
  public:
   /// `scaled` has been made, and tells if its backward runs. What has no graph may be a gradient.
-  void watch(const at::Tensor& scaled) {
+  [[gnu::cold]] void watch(const at::Tensor& scaled) {
     if (!has_run_) has_run_ = std::make_shared<std::atomic<bool>>(false);
     if (const auto& node = scaled.grad_fn()) {
       node->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
@@ -351,7 +351,7 @@ class UnscaledGradients {
 
  private:
   /// As they are now.
-  std::vector<SeenTensor> gradients() const {
+  [[gnu::cold]] std::vector<SeenTensor> gradients() const {
     std::vector<SeenTensor> seen;
     for (const WeakTensor& weak : parameters_) {
       const at::Tensor parameter = weak.lock();
@@ -359,7 +359,7 @@ class UnscaledGradients {
     }
     return seen;
   }
-  void end_backward(const std::vector<SeenTensor>& before) {
+  [[gnu::cold]] void end_backward(const std::vector<SeenTensor>& before) {
     for (std::size_t i = 0; const SeenTensor& gradient : gradients()) {
       if (!before[i++].is_unchanged(gradient.lock())) added_.push_back(gradient);
     }
@@ -522,7 +522,7 @@ class StepLedger {
   std::unique_ptr<LossWatch> losses;                       // with forgives_bad_losses
 
   /// `output` has become `scaled_output`.
-  void note_scaled(const at::Tensor& scaled_output) {
+  [[gnu::cold]] void note_scaled(const at::Tensor& scaled_output) {
     scaled.add(scaled_output);
     order.watch(scaled_output);
     for (const auto& entry : optimizers) {
@@ -549,9 +549,10 @@ class StepLedger {
   }
 
   /// The optimizer of `state` has stepped or been skipped; what a StepResult answers from.
-  std::shared_ptr<StepRecord> finish(OptimizerState& state, const LossScale& scale,
-                                     at::Tensor value, std::vector<MissingGradient> missing,
-                                     int64_t attempts = 1) {
+  [[gnu::cold]] std::shared_ptr<StepRecord> finish(OptimizerState& state, const LossScale& scale,
+                                                   at::Tensor value,
+                                                   std::vector<MissingGradient> missing,
+                                                   int64_t attempts = 1) {
     state.stage = OptimizerState::Stage::stepped;
     auto record = std::make_shared<StepRecord>(StepRecord{.found_inf = state.found_inf,
                                                           .had_gradients = state.had_gradients,
@@ -565,14 +566,14 @@ class StepLedger {
   }
 
   /// Before the scale changes: lets the results that are still in use keep what they tell of it.
-  void keep_results() {
+  [[gnu::cold]] void keep_results() {
     for (const auto& weak : records_) {
       if (const auto record = weak.lock()) record->keep();
     }
     records_.clear();
   }
 
-  void end_iteration() {
+  [[gnu::cold]] void end_iteration() {
     for (const auto& weak : windows) {
       const auto window = weak.lock();
       const OptimizerState* const state = window ? optimizers.find(window->optimizer) : nullptr;
