@@ -20,6 +20,7 @@
 #include <c10/util/FunctionRef.h>
 #include <torch/optim/optimizer.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstddef>
@@ -48,10 +49,26 @@ enum class HalfGradients { refused, allowed };
   return tensor.is_conj() || tensor.is_neg() ? tensor.resolve_conj().resolve_neg() : tensor;
 }
 
+/// What a gradient is to be replaced by, so that kernels see all of it; undefined if by nothing.
+[[gnu::cold]] inline at::Tensor replacement_of(const at::Tensor& gradient, HalfGradients half) {
+  if (gradient.is_sparse() && gradient.scalar_type() == at::kHalf &&
+      half == HalfGradients::allowed && !gradient.is_coalesced()) {
+    return gradient.coalesce();  // adding up what shares an index may overflow
+  }
+  return gradient.is_conj() || gradient.is_neg() ? resolved(gradient) : at::Tensor();
+}
+
+/// Whether kernels take `gradient` as it is.
+inline bool is_plain(const at::Tensor& gradient) {
+  const at::ScalarType dtype = gradient.scalar_type();
+  return (dtype == at::kFloat || dtype == at::kDouble) && gradient.layout() == at::kStrided &&
+         gradient.is_non_overlapping_and_dense();
+}
+
 /// The dense strided tensor that holds all values of `gradient`, for kernels to change in place.
 /// Throws for what they cannot take, with `where` to name it.
-template <class Where>
-at::Tensor values_of(const at::Tensor& gradient, HalfGradients half, const Where& where) {
+[[gnu::cold]] inline at::Tensor values_of(const at::Tensor& gradient, HalfGradients half,
+                                          ErrorPlace where) {
   const at::ScalarType dtype = gradient.scalar_type();
   TORCH_CHECK_VALUE(
       half == HalfGradients::allowed || dtype != at::kHalf, where(),
@@ -111,9 +128,9 @@ inline void check_steps(const torch::optim::Optimizer& optimizer, const at::Tens
 /// gradients have the conjugate or the negative bit are given resolved() ones. Nothing has been
 /// changed where this throws. `call` begins the error texts. `refuses_shared` is asked where
 /// several parameters have the same gradient, which a step that divides would divide twice.
-[[gnu::cold]] inline std::vector<GradientBatch> gradients_of(
-    torch::optim::Optimizer& optimizer, HalfGradients half, const char* call,
-    c10::function_ref<bool()> refuses_shared = {}) {
+inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimizer,
+                                               HalfGradients half, const char* call,
+                                               c10::function_ref<bool()> refuses_shared = {}) {
   std::vector<GradientBatch> batches;
   std::vector<at::Tensor> to_change, changed;  // parameters and their new gradients
   const auto& groups = optimizer.param_groups();
@@ -132,23 +149,17 @@ inline void check_steps(const torch::optim::Optimizer& optimizer, const at::Tens
                         parameter.sizes());
       };
       check_steps(optimizer, parameter, where);
-      bool is_new = false;
-      if (gradient.is_sparse() && gradient.scalar_type() == at::kHalf &&
-          half == HalfGradients::allowed && !gradient.is_coalesced()) {
-        // Adding up what shares an index may overflow, which must be seen.
-        gradient = gradient.coalesce();
-        is_new = true;
-      } else if (gradient.is_conj() || gradient.is_neg()) {
-        gradient = resolved(gradient);
-        is_new = true;
-      }
+      const bool may_change = gradient.is_sparse() || gradient.is_conj() || gradient.is_neg();
+      at::Tensor other = may_change ? replacement_of(gradient, half) : at::Tensor();
+      const bool is_new = other.defined();
       if (is_new) {
+        gradient = std::move(other);
         to_change.push_back(parameter);
         changed.push_back(gradient);
       }
       if (!seen.insert((is_new ? parameter : gradient).unsafeGetTensorImpl())) {
-        const auto shares_it = [&](const at::Tensor& other) {
-          return !other.is_same(parameter) && gradient_of(other).is_same(gradient);
+        const auto shares_it = [&](const at::Tensor& one) {
+          return !one.is_same(parameter) && gradient_of(one).is_same(gradient);
         };
         TORCH_CHECK_VALUE(
             !refuses_shared || !refuses_shared() || !any_parameter(optimizer, shares_it), call,
@@ -157,7 +168,8 @@ inline void check_steps(const torch::optim::Optimizer& optimizer, const at::Tens
             "Give one of them a clone(), or call unscale_ before step.");
         continue;
       }
-      at::Tensor values = values_of(gradient, half, where);
+      at::Tensor values =
+          is_plain(gradient) ? std::move(gradient) : values_of(gradient, half, where);
       std::vector<at::Tensor>& batch = group_of(batches, TensorKind::of(values)).gradients;
       if (batch.empty()) batch.reserve(count);
       batch.push_back(std::move(values));
@@ -262,18 +274,22 @@ inline void look_at(const GradientBatch& numbers, const at::Tensor& one, at::Ten
   }
 }
 
-/// The gradients of a batch on the host, without the large ones whose norms tell that they are
-/// finite.
-[[gnu::cold]] inline GradientBatch without_finite_norms(const GradientBatch& batch) {
-  constexpr int64_t large = 1 << 15;  // where a norm, which only reads, costs less than the kernel
-  if (batch.dtype != at::kFloat && batch.dtype != at::kDouble) return batch;
+/// The same for gradients on the host, which are not written to. Large ones are looked at by their
+/// norms first, which only read.
+inline void look_at_on_host(const GradientBatch& batch, const at::Tensor& one, at::Tensor& flag) {
+  const auto reads_fast = [](const at::Tensor& gradient) {
+    constexpr int64_t large = 1 << 15;  // where a norm costs less than the kernel
+    return gradient.numel() >= large && gradient.is_non_overlapping_and_dense();
+  };
+  const bool is_wide = batch.dtype == at::kFloat || batch.dtype == at::kDouble;
+  if (!is_wide || std::ranges::none_of(batch.gradients, reads_fast)) {
+    return look_at(batch, one, flag);
+  }
   std::vector<at::Tensor> normed;
   GradientBatch others{{batch.device, batch.dtype}};
   for (const at::Tensor& gradient : batch.gradients) {
-    const bool reads_fast = gradient.numel() >= large && gradient.is_non_overlapping_and_dense();
-    (reads_fast ? normed : others.gradients).push_back(gradient);
+    (reads_fast(gradient) ? normed : others.gradients).push_back(gradient);
   }
-  if (normed.empty()) return batch;
   const std::vector<at::Tensor> norms = at::_foreach_norm(normed, 2.);
   for (std::size_t i = 0; i < norms.size(); ++i) {
     const bool is_finite = batch.dtype == at::kFloat
@@ -281,15 +297,15 @@ inline void look_at(const GradientBatch& numbers, const at::Tensor& one, at::Ten
                                : std::isfinite(*norms[i].const_data_ptr<double>());
     if (!is_finite) others.gradients.push_back(normed[i]);
   }
-  return others;
+  look_at(others, one, flag);
 }
 
 /// Sets `flag` to 1 if any of the gradients is not finite. They are not changed, nor are their
-/// versions.
-inline void check(const GradientBatch& batch, at::Tensor& flag) {
+/// versions. `one`: 0-dim fp32 on their device, if there is one.
+inline void check(const GradientBatch& batch, at::Tensor& flag, const at::Tensor& one = {}) {
   const at::AutoDispatchBelowADInplaceOrView versions_stay;
   if (batch.device.is_cpu() && unscale_kernel_takes(batch)) {
-    return look_at(without_finite_norms(batch), at::ones({}, flag.options()), flag);
+    return look_at_on_host(batch, one.defined() ? one : at::ones({}, flag.options()), flag);
   }
   look_at(largest_values(batch).values, /*any number: these are no gradients*/ flag, flag);
 }
@@ -364,29 +380,29 @@ struct CheckWith {
 [[gnu::cold]] inline void check(const std::vector<GradientBatch>& batches, at::Tensor& found_inf,
                                 at::Device home, const CheckWith& with = {}) {
   const at::AutoDispatchBelowADInplaceOrView versions_stay;
-  std::vector<GradientBatch> looks;
+  const auto is_looked_at = [&](const GradientBatch& batch) {
+    return batch.device.is_cpu() && !with.scale.defined();
+  };
+  std::vector<GradientBatch> largest;
   for (const GradientBatch& batch : batches) {
-    if (batch.device.is_cpu() && !with.scale.defined()) {
-      looks.push_back(batch);
-      continue;
-    }
+    if (is_looked_at(batch)) continue;
     const bool flags = !found_inf.defined() && batch.device == home;
-    LargestValues largest = largest_values(batch, flags ? with.zero : at::Tensor());
-    looks.push_back(std::move(largest.values));
-    if (largest.flag.defined()) found_inf = largest.flag;
+    LargestValues values = largest_values(batch, flags ? with.zero : at::Tensor());
+    largest.push_back(std::move(values.values));
+    if (values.flag.defined()) found_inf = values.flag;
   }
   if (!found_inf.defined()) {
     found_inf = at::zeros({}, at::TensorOptions(home).dtype(at::kFloat));
   }
   DeviceFlags flags(found_inf);
+  for (const GradientBatch& batch : batches) {
+    if (!is_looked_at(batch)) continue;
+    check(batch, flags.on(batch.device), batch.device == home ? with.one : at::Tensor());
+  }
   at::Tensor number = with.number;
-  for (GradientBatch& look : looks) {
+  for (GradientBatch& look : largest) {
     const at::Device device = look.device;
     at::Tensor& flag = flags.on(device);
-    if (device.is_cpu() && !with.scale.defined()) {
-      check(look, flag);
-      continue;
-    }
     std::vector<at::Tensor>& values = look.gradients;
     if (values.empty()) continue;
     if (with.scale.defined()) at::_foreach_div_(values, to_device_async(device, with.scale));

@@ -839,13 +839,15 @@ class LossScale {
   [[gnu::cold]] void create(at::Device device) {
     const c10::InferenceMode no_inference(false);
     const at::TensorOptions options = at::TensorOptions(device).dtype(at::kFloat);
-    if (!device.is_cpu()) zero_and_one_ = at::arange(2, options);
+    const at::Tensor zero_and_one = at::arange(2, options);
+    zero_ = zero_and_one.narrow(0, 0, 1);
+    one_ = zero_and_one.select(0, 1);
     scale_and_skips_ = at::full({2}, host_.scale, options);
     scale_ = scale_and_skips_.select(0, 0);
     skips_ = scale_and_skips_.select(0, 1);
   }
   /// As before create().
-  [[gnu::cold]] void drop() { scale_and_skips_ = scale_ = skips_ = zero_and_one_ = at::Tensor(); }
+  [[gnu::cold]] void drop() { scale_and_skips_ = scale_ = skips_ = zero_ = one_ = at::Tensor(); }
 
   /// 0-dim fp32; undefined before create().
   const at::Tensor& scale() const { return scale_; }
@@ -858,13 +860,9 @@ class LossScale {
     const at::ScalarType dtype = number_type_on(scale_.device());
     return to_device_async(device, scale_.to(dtype).reciprocal().to(at::kFloat));
   }
-  /// Constants on the scale's device, fp32: one element, and 0-dim. Undefined on the host.
-  at::Tensor zero() const {
-    return zero_and_one_.defined() ? zero_and_one_.narrow(0, 0, 1) : at::Tensor();
-  }
-  at::Tensor one() const {
-    return zero_and_one_.defined() ? zero_and_one_.select(0, 1) : at::Tensor();
-  }
+  /// Constants on the scale's device, fp32: one element, and 0-dim.
+  const at::Tensor& zero() const { return zero_; }
+  const at::Tensor& one() const { return one_; }
 
   /// The host's copy; null where only the device knows.
   const ScaleMemory<double>* host() const { return on_device_ ? nullptr : &host_; }
@@ -1119,7 +1117,7 @@ class LossScale {
   std::unique_ptr<DeviceUpdate> on_device_;  // null where the host knows
   at::Tensor scale_and_skips_;               // in one piece
   at::Tensor scale_, skips_;                 // its parts, 0-dim
-  at::Tensor zero_and_one_;
+  at::Tensor zero_, one_;
   SkipCount lazy_skips_;  // if defined, what skips_ does not tell
   std::shared_ptr<ScaleBound> bound_ = std::make_shared<ScaleBound>();
   Replays replays_ = Replays::none;
