@@ -871,7 +871,7 @@ class LossScale {
     return on_device_ ? ReadOnce<double>{.tensor = scale_}
                       : ReadOnce<double>{.on_host = host_.scale};
   }
-  SkipCount skips() const {
+  [[gnu::cold]] SkipCount skips() const {
     if (!on_device_) return SkipCount(host_.skips);
     return lazy_skips_.defined() ? lazy_skips_ : SkipCount(skips_);
   }
@@ -973,7 +973,7 @@ class LossScale {
 
   /// Brings the scale to what it is after an iteration; a limit that throws changes nothing.
   /// Returns the limits that are met. Without a read.
-  ScaleLimits::Met update(const Findings& found) {
+  [[gnu::cold]] ScaleLimits::Met update(const Findings& found) {
     ScaleLimits::Met met;
     if (found.flags.empty()) return met;
     if (knows(found)) {
