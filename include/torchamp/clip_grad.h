@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/check.h"
 #include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/gradients/norm.h"
 #include "torchamp/detail/gradients/unscale.h"
@@ -71,9 +72,10 @@ inline const Shards* common_shards(const std::vector<at::TensorList>& lists, con
       if (!tensor.defined() || !gradient_of(tensor).defined()) continue;
       const WeightMeta* const meta = weight_meta_of(tensor);
       const Shards* const own = meta ? meta->shards.get() : nullptr;
-      TORCH_CHECK_VALUE(std::exchange(is_first, false) || own == shards, call,
-                        ": some parameters are shards of ShardedMasterWeights, others are not, or "
-                        "belong to another model. Clip them separately.");
+      TORCHAMP_CHECK_VALUE(
+          std::exchange(is_first, false) || own == shards, call,
+          ": some parameters are shards of ShardedMasterWeights, others are not, or "
+          "belong to another model. Clip them separately.");
       shards = own;
     }
   }
@@ -81,7 +83,7 @@ inline const Shards* common_shards(const std::vector<at::TensorList>& lists, con
 }
 
 inline void check_limit(const char* limit, double value) {
-  TORCH_CHECK_VALUE(value >= 0., limit, " is ", value, ". It must be 0 or more.");
+  TORCHAMP_CHECK_VALUE(value >= 0., limit, " is ", value, ". It must be 0 or more.");
 }
 
 /// The factor for the gradients; not finite if the norm is not, as in PyTorch.

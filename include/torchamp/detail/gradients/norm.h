@@ -12,7 +12,6 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/ScalarType.h>
-#include <c10/util/Exception.h>
 
 #include <cmath>
 #include <cstddef>
@@ -21,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/check.h"
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/gradients/unscale.h"
 #include "torchamp/detail/tensors.h"
@@ -48,11 +48,12 @@ inline std::vector<GradientBatch> gradients_to_clip(const std::vector<at::Tensor
       }
       if (!seen.insert(gradient.unsafeGetTensorImpl())) continue;
       if (gradient.is_sparse()) gradient = gradient._values();
-      TORCH_CHECK_VALUE(gradient.layout() == at::kStrided && !repeats_elements(gradient), call,
-                        ": the gradient of parameter ", i, ' ', params[i].sizes(),
-                        " has the layout ", gradient.layout(), " and strides ", gradient.strides(),
-                        ". Gradients are dense or sparse COO, and their elements share no memory: "
-                        "give .grad a clone().");
+      TORCHAMP_CHECK_VALUE(
+          gradient.layout() == at::kStrided && !repeats_elements(gradient), call,
+          ": the gradient of parameter ", i, ' ', params[i].sizes(), " has the layout ",
+          gradient.layout(), " and strides ", gradient.strides(),
+          ". Gradients are dense or sparse COO, and their elements share no memory: "
+          "give .grad a clone().");
       if (gradient.numel() == 0) continue;
       group_of(batches, TensorKind::of(gradient)).gradients.push_back(std::move(gradient));
     }

@@ -16,7 +16,6 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/ScalarType.h>
-#include <c10/util/Exception.h>
 #include <c10/util/FunctionRef.h>
 #include <torch/optim/optimizer.h>
 
@@ -29,6 +28,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/check.h"
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/tensors.h"
@@ -70,18 +70,19 @@ inline bool is_plain(const at::Tensor& gradient) {
 [[gnu::cold]] inline at::Tensor values_of(const at::Tensor& gradient, HalfGradients half,
                                           ErrorPlace where) {
   const at::ScalarType dtype = gradient.scalar_type();
-  TORCH_CHECK_VALUE(
+  TORCHAMP_CHECK_VALUE(
       half == HalfGradients::allowed || dtype != at::kHalf, where(),
       " is fp16. Keep the parameters in fp32 and let AutocastGuard cast them: an fp16 gradient "
       "divided by the scale underflows. (A fused optimizer's step takes fp16 gradients.)");
-  TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kDouble || is_16_bit(dtype) ||
-                        dtype == at::kComplexFloat || dtype == at::kComplexDouble,
-                    where(), " is ", dtype, ". Gradients are fp32, fp64, bf16, or complex.");
-  TORCH_CHECK_VALUE(gradient.layout() == at::kStrided || gradient.is_sparse(), where(),
-                    " has the layout ", gradient.layout(), ". Gradients are dense or sparse COO.");
+  TORCHAMP_CHECK_VALUE(dtype == at::kFloat || dtype == at::kDouble || is_16_bit(dtype) ||
+                           dtype == at::kComplexFloat || dtype == at::kComplexDouble,
+                       where(), " is ", dtype, ". Gradients are fp32, fp64, bf16, or complex.");
+  TORCHAMP_CHECK_VALUE(gradient.layout() == at::kStrided || gradient.is_sparse(), where(),
+                       " has the layout ", gradient.layout(),
+                       ". Gradients are dense or sparse COO.");
   at::Tensor values = gradient.is_sparse() ? gradient._values() : gradient;
   if (values.is_complex()) values = at::view_as_real(values);
-  TORCH_CHECK_VALUE(
+  TORCHAMP_CHECK_VALUE(
       !repeats_elements(values), where(),
       " is an expanded tensor, whose elements share memory. Give .grad a clone() of it.");
   return values;
@@ -161,7 +162,7 @@ inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimize
         const auto shares_it = [&](const at::Tensor& one) {
           return !one.is_same(parameter) && gradient_of(one).is_same(gradient);
         };
-        TORCH_CHECK_VALUE(
+        TORCHAMP_CHECK_VALUE(
             !refuses_shared || !refuses_shared() || !any_parameter(optimizer, shares_it), call,
             ": the gradient of a parameter ", parameter.sizes(),
             " is that of another one, too, and the fused step would divide it twice. "

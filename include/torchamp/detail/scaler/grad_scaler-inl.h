@@ -23,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/check.h"
 #include "torchamp/detail/device_work.h"
 #include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/gradients/unscale.h"
@@ -304,8 +305,8 @@ TORCHAMP_COLD std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) 
   std::vector<at::Tensor> scaled = outputs.vec();
   if (!is_enabled() || outputs.empty()) return scaled;
   for (const at::Tensor& output : outputs) {
-    TORCH_CHECK_VALUE(output.defined(),
-                      "GradScaler::scale: the tensor is undefined. Pass the loss.");
+    TORCHAMP_CHECK_VALUE(output.defined(),
+                         "GradScaler::scale: the tensor is undefined. Pass the loss.");
     ledger_.scaled.check_not_in(output, "GradScaler::scale");
   }
   const bool is_first = !scale_.created();
@@ -438,12 +439,13 @@ TORCHAMP_BODY void GradScaler::update(double new_scale) {
 TORCHAMP_BODY void GradScaler::update(const at::Tensor& new_scale) {
   if (!is_enabled()) return;
   scale_.check_created("update");
-  TORCH_CHECK_VALUE(new_scale.defined() && new_scale.numel() == 1 && !new_scale.requires_grad() &&
-                        !new_scale.is_complex(),
-                    "GradScaler::update: the new scale is one real number without requires_grad.");
-  TORCH_CHECK_VALUE(new_scale.device().type() == scale_.scale().device().type(),
-                    "GradScaler::update: the new scale is on ", new_scale.device(),
-                    ", the scale on ", scale_.scale().device(), ". Move it there.");
+  TORCHAMP_CHECK_VALUE(
+      new_scale.defined() && new_scale.numel() == 1 && !new_scale.requires_grad() &&
+          !new_scale.is_complex(),
+      "GradScaler::update: the new scale is one real number without requires_grad.");
+  TORCHAMP_CHECK_VALUE(new_scale.device().type() == scale_.scale().device().type(),
+                       "GradScaler::update: the new scale is on ", new_scale.device(),
+                       ", the scale on ", scale_.scale().device(), ". Move it there.");
   if (new_scale.is_cpu()) return update(new_scale.item<double>());
   const detail::InternalOps guard;
   ledger_.keep_results();

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/check.h"
 #include "torchamp/detail/checksum.h"
 #include "torchamp/detail/scaler/loss_scale.h"
 #include "torchamp/detail/scaler/step_ledger.h"
@@ -47,10 +48,10 @@ inline double read_count(torch::serialize::InputArchive& archive, const std::str
   c10::IValue value;
   if (!archive.try_read(key, value)) return otherwise;
   const int64_t count = read_int(archive, key);
-  TORCH_CHECK_VALUE(count >= 0, "GradScaler::load: \"", key, "\" is ", count,
-                    ", a negative count.");
-  TORCH_CHECK_VALUE(count <= int64_t{1} << 53, "GradScaler::load: \"", key, "\" is ", count,
-                    ". A count is at most 2^53.");
+  TORCHAMP_CHECK_VALUE(count >= 0, "GradScaler::load: \"", key, "\" is ", count,
+                       ", a negative count.");
+  TORCHAMP_CHECK_VALUE(count <= int64_t{1} << 53, "GradScaler::load: \"", key, "\" is ", count,
+                       ". A count is at most 2^53.");
   return static_cast<double>(count);
 }
 
@@ -125,8 +126,8 @@ struct ScalerArchive<GradScaler> {
     if (archive.try_read(rule_numbers[0], ignored)) {
       for (const char* const name : rule_numbers) {
         const double number = rest.of_rule.emplace_back(read_double(archive, name));
-        TORCH_CHECK_VALUE(std::isfinite(number), "GradScaler::load: \"", name, "\" is ", number,
-                          ", not finite.");
+        TORCHAMP_CHECK_VALUE(std::isfinite(number), "GradScaler::load: \"", name, "\" is ", number,
+                             ", not finite.");
       }
     }
     TORCH_CHECK(

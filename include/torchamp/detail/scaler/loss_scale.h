@@ -30,6 +30,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/check.h"
 #include "torchamp/detail/device_work.h"
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/tensors.h"
@@ -281,16 +282,16 @@ ScaleMemory<Number> after_update(const GradScalerOptions& options,
 
 inline void check_scale(const char* call, double scale, const GradScalerOptions& options) {
   const auto narrow = static_cast<float>(scale);
-  TORCH_CHECK_VALUE(narrow >= static_cast<float>(options.min_scale) &&
-                        narrow <= static_cast<float>(options.max_scale),
-                    call, ": the scale is ", scale, ". It lies between min_scale (",
-                    options.min_scale, ") and max_scale (", options.max_scale, ").");
+  TORCHAMP_CHECK_VALUE(narrow >= static_cast<float>(options.min_scale) &&
+                           narrow <= static_cast<float>(options.max_scale),
+                       call, ": the scale is ", scale, ". It lies between min_scale (",
+                       options.min_scale, ") and max_scale (", options.max_scale, ").");
 }
 
 /// For all options, so that one function makes all of their errors.
 template <class Number>
 void check_option(bool holds, const char* call, const char* what, Number value, const char* range) {
-  TORCH_CHECK_VALUE(holds, call, ": ", what, " is ", value, ". ", range);
+  TORCHAMP_CHECK_VALUE(holds, call, ": ", what, " is ", value, ". ", range);
 }
 
 inline void check_growth_factor(const char* call, double factor) {
@@ -310,13 +311,13 @@ inline void check_growth_interval(const char* call, int64_t interval) {
 
 [[gnu::cold]] inline void check_options(const GradScalerOptions& options) {
   constexpr const char* call = "GradScaler";
-  TORCH_CHECK_VALUE(options.min_scale >= std::numeric_limits<float>::min() &&
-                        options.max_scale <= std::numeric_limits<float>::max() &&
-                        options.min_scale <= options.max_scale,
-                    call, ": min_scale is ", options.min_scale, " and max_scale ",
-                    options.max_scale,
-                    ". Both must be between 2^-126 and the largest fp32 number, and min_scale must "
-                    "not exceed max_scale.");
+  TORCHAMP_CHECK_VALUE(
+      options.min_scale >= std::numeric_limits<float>::min() &&
+          options.max_scale <= std::numeric_limits<float>::max() &&
+          options.min_scale <= options.max_scale,
+      call, ": min_scale is ", options.min_scale, " and max_scale ", options.max_scale,
+      ". Both must be between 2^-126 and the largest fp32 number, and min_scale must "
+      "not exceed max_scale.");
   check_scale(call, options.init_scale, options);
   check_growth_factor(call, options.growth_factor);
   check_backoff_factor(call, options.backoff_factor);
@@ -337,14 +338,14 @@ inline void check_growth_interval(const char* call, int64_t interval) {
   }
   const bool calls = options.at_min_scale == AtLimit::call ||
                      (options.at_max_skips == AtLimit::call && options.max_skips_in_a_row > 0);
-  TORCH_CHECK_VALUE(!calls || options.on_limit, call,
-                    ": AtLimit::call is chosen and on_limit is empty. Set on_limit.");
+  TORCHAMP_CHECK_VALUE(!calls || options.on_limit, call,
+                       ": AtLimit::call is chosen and on_limit is empty. Set on_limit.");
 }
 
 inline void check_state(const char* call, const GradScalerState& state,
                         const GradScalerOptions& options) {
-  TORCH_CHECK_VALUE(!state.empty(), call,
-                    ": the state is empty; it was probably saved from a disabled GradScaler.");
+  TORCHAMP_CHECK_VALUE(!state.empty(), call,
+                       ": the state is empty; it was probably saved from a disabled GradScaler.");
   check_scale(call, state.scale, options);
   check_growth_factor(call, state.growth_factor);
   check_backoff_factor(call, state.backoff_factor);

@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/check.h"
 #include "torchamp/detail/device_work.h"
 #include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/scaler/loss_scale.h"
@@ -467,7 +468,7 @@ class ScaledOutputs {
  public:
   void check_not_in(const at::Tensor& output, const char* call) const {
     for (const Scaled& scaled : scaled_) {
-      TORCH_CHECK_VALUE(
+      TORCHAMP_CHECK_VALUE(
           !scaled.tensor.is(output), call,
           ": this tensor has been scaled already, and its gradients would be too large by the "
           "scale. Pass the loss as it was before scale().");
