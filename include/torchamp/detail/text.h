@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <torch/csrc/jit/frontend/edit_distance.h>
+#include <c10/util/Exception.h>
 
 #include <cstddef>
 #include <initializer_list>
@@ -28,10 +28,14 @@ inline constexpr std::size_t longest_shown = 128;
   return text;
 }
 
-/// The number of single-character edits between two names; for long ones, between their beginnings.
-[[gnu::cold]] inline std::size_t edit_distance(std::string_view a, std::string_view b) {
-  const std::string from(a.substr(0, longest_shown)), to(b.substr(0, longest_shown));
-  return torch::jit::ComputeEditDistance(from.c_str(), to.c_str(), /*maxEditDistance=*/0);
+/// Throws an error of that text.
+[[noreturn, gnu::cold]] inline void fail(std::initializer_list<std::string_view> pieces) {
+  TORCH_CHECK(false, joined(pieces));
+}
+
+/// Warns with that text.
+[[gnu::cold]] inline void warn(std::initializer_list<std::string_view> pieces) {
+  TORCH_WARN(joined(pieces));
 }
 
 }  // namespace torchamp::detail

@@ -82,7 +82,7 @@ inline std::map<std::string, PrintedRule> rules_in_force(const PolicyData& polic
     rules[full_name(op.operator_name())] = {rule_in_force(policy, op, device),
                                             effect_of_rule(policy, op, device)};
   };
-  for (const TabledOp& tabled : candidates(policy)) add(tabled.op);
+  for_each_candidate(policy, [&](const TabledOp& tabled) { add(tabled.op); });
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getRegistrationsForDispatchKey(autocast_key(device))) {
     // Overlays are there too, those that policies before this one asked for.
