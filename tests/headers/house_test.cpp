@@ -103,12 +103,12 @@ struct Budget {
 };
 // The lines of the last three are to come down to 2,400, 3,000 and 8,300.
 constexpr Budget budgets[] = {
-    {"autocast.h", 13, 3394},
+    {"autocast.h", 13, 3390},
     {"optim.h", 12, 2749},
     {"grad_scaler.h", 15, 4345},
-    {"torchamp.h", 33, 9638},
+    {"torchamp.h", 33, 9634},
 };
-constexpr Budget all_headers = {"include/", 128, 29184};  // lines to come down to 25,500
+constexpr Budget all_headers = {"include/", 128, 29190};  // lines to come down to 25,500
 
 struct Header {
   std::size_t lines = 0;
