@@ -27,7 +27,6 @@
 #include "torchamp/detail/policy/data.h"
 #include "torchamp/detail/policy/name_pattern.h"
 #include "torchamp/detail/rng_state.h"
-#include "torchamp/detail/text.h"
 #include "torchamp/policy.h"
 #include "torchamp/version.h"
 

@@ -50,20 +50,16 @@ struct CastRow {
   Cast cast;
   std::string_view name;  // also in texts and reports
   bool casts;             // so only ops whose arguments can be cast may follow it
-  std::string_view text;  // for the legend of a printed policy
 };
 
 /// All rules. A new one needs an enumerator, a row here, a case of CastArguments and a test.
 inline constexpr CastRow cast_rows[] = {
-    {Cast::lower_precision, "lower_precision"sv, true,
-     "arguments are cast to the region's dtype"sv},
-    {Cast::fp32, "fp32"sv, true,
-     "arguments are cast to fp32; ops with a dtype argument compute in fp32"sv},
-    {Cast::promote, "promote"sv, true, "arguments are cast to the widest dtype among them"sv},
-    {Cast::fp8, "fp8"sv, true, "operands are quantised to 8 bits: see Policy::fp8"sv},
-    {Cast::unchanged, "unchanged"sv, false, "arguments are not cast"sv},
-    {Cast::native, "native"sv, false,
-     "LibTorch's own kernel for the device decides; its effect follows the colon"sv},
+    {Cast::lower_precision, "lower_precision"sv, true},
+    {Cast::fp32, "fp32"sv, true},
+    {Cast::promote, "promote"sv, true},
+    {Cast::fp8, "fp8"sv, true},
+    {Cast::unchanged, "unchanged"sv, false},
+    {Cast::native, "native"sv, false},
 };
 
 /// Null for a value that is not a rule.

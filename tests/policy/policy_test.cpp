@@ -5,7 +5,9 @@
 #include <gtest/gtest.h>
 #include <torch/version.h>
 
+#include <algorithm>
 #include <array>
+#include <iterator>
 #include <limits>
 #include <sstream>
 #include <string>
@@ -89,7 +91,12 @@ TEST(Policy, SetIsTheDoorOfEveryRuleOfTheTable) {
     EXPECT_EQ(to_text(torchamp::parse_policy(to_text(policy))), to_text(policy));
     std::ostringstream printed;
     printed << policy;
-    EXPECT_NE(printed.str().find('\n' + name + ": " + std::string(row.text)), std::string::npos);
+    const auto& legend = torchamp::detail::legend;
+    const auto text = std::find_if(std::begin(legend), std::end(legend),
+                                   [&](const auto& one) { return one.first == row.cast; });
+    ASSERT_NE(text, std::end(legend)) << name;
+    EXPECT_NE(printed.str().find('\n' + name + ": " + std::string(text->second)),
+              std::string::npos);
     EXPECT_ERROR(Policy::standard().set(row.cast, {"softmaks"}),
                  "Policy::" + name + ": LibTorch knows no op 'softmaks'. Did you mean 'softmax'?");
     if (row.casts) {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <c10/util/Exception.h>
+
 #include <cstddef>
 #include <initializer_list>
 #include <string>
@@ -24,6 +26,16 @@ inline constexpr std::size_t longest_shown = 128;
   std::string text;
   for (const std::string_view piece : pieces) text += piece;
   return text;
+}
+
+/// Throws an error of that text.
+[[noreturn, gnu::cold]] inline void fail(std::initializer_list<std::string_view> pieces) {
+  TORCH_CHECK(false, joined(pieces));
+}
+
+/// Warns with that text.
+[[gnu::cold]] inline void warn(std::initializer_list<std::string_view> pieces) {
+  TORCH_WARN(joined(pieces));
 }
 
 }  // namespace torchamp::detail

@@ -10,7 +10,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/operator_name.h>
 #include <ATen/core/stack.h>
-#include <ATen/ops/ones_like.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/DispatchKey.h>
 #include <c10/core/DispatchKeySet.h>
@@ -185,7 +185,7 @@ class CastArguments {
       const c10::IValue& statistic = call[statistics_.front()];
       const bool has_weight = weight.isTensor() && weight.toTensor().defined();
       if (!has_weight && statistic.isTensor() && statistic.toTensor().defined()) {
-        weight = at::ones_like(statistic.toTensor());
+        weight = at::empty_like(statistic.toTensor()).fill_(1);
       }
     }
     const c10::IValue& training = call[training_position_.value_or(0)];
@@ -210,19 +210,22 @@ class CastArguments {
 
   static void cast_value(at::ScalarType dtype, const Call& call, std::size_t position) {
     c10::IValue& value = call[position];
-    const auto cast = [&](const at::Tensor& tensor) {
-      return at::autocast::cached_cast(dtype, tensor, call.device);
-    };
     if (value.isTensor()) {
-      if (needs_cast(value.toTensor(), dtype, call)) value = cast(value.toTensor());
+      if (!needs_cast(value.toTensor(), dtype, call)) return;
+      value = at::autocast::cached_cast(dtype, value.toTensor(), call.device);
     } else if (value.isList()) {
-      c10::impl::GenericList list = value.toList().copy();  // keeps the type of its elements
-      for (std::size_t i = 0; i < list.size(); ++i) {
-        const c10::IValue& element = list.get(i);
-        if (element.isTensor()) list.set(i, cast(element.toTensor()));
-      }
-      value = list;
+      cast_list(dtype, call, value);
     }
+  }
+
+  [[gnu::cold]] static void cast_list(at::ScalarType dtype, const Call& call, c10::IValue& value) {
+    c10::impl::GenericList list = value.toList().copy();  // keeps the type of its elements
+    for (std::size_t i = 0; i < list.size(); ++i) {
+      const c10::IValue& element = list.get(i);
+      if (!element.isTensor()) continue;
+      list.set(i, at::autocast::cached_cast(dtype, element.toTensor(), call.device));
+    }
+    value = std::move(list);
   }
 
   static bool needs_cast(const at::Tensor& tensor, at::ScalarType dtype, const Call& call) {
@@ -324,12 +327,14 @@ class NoWarning final : public c10::WarningHandler {
   if (!input.isTensor() || !input.toTensor().defined()) return;
   const at::ScalarType dtype = input.toTensor().scalar_type();
   if (!is_16_bit(dtype)) return;
-  TORCH_WARN_ONCE(joined(
+  static std::atomic<bool> is_known = false;
+  warn_once(
+      is_known,
       {"torchamp: binary_cross_entropy was given probabilities in ", c10::toString(dtype),
        ". The loss is computed in fp32, but a sigmoid in 16 bits has already rounded those that "
        "are close to 0 or 1, whose gradients are then lost. Use binary_cross_entropy_with_logits, "
        "or compute the sigmoid in fp32 (torch::sigmoid(logits.to(torch::kFloat)), or "
-       "Policy::fp32(\"sigmoid\"))."}));
+       "Policy::fp32(\"sigmoid\"))."});
 }
 
 // ---- Overlays -----------------------------------------------------------------------------------
@@ -372,8 +377,7 @@ inline NativeKernel kernel_of(const c10::OperatorHandle& op, c10::DispatchKey ke
 // whichever state they were first run in, while other threads keep the JIT's casts.
 class Overlay final : public c10::OperatorKernel {
  public:
-  /// `has_native`: whether there is a kernel that it covers.
-  Overlay(const c10::OperatorHandle& op, std::size_t index, at::DeviceType device, bool has_native)
+  [[gnu::cold]] Overlay(const c10::OperatorHandle& op, std::size_t index, at::DeviceType device)
       : index_(index),
         device_(device),
         device_index_(device_index(device, "Overlay")),
@@ -382,9 +386,9 @@ class Overlay final : public c10::OperatorKernel {
         argument_count_(op.schema().arguments().size()),
         adds_gradients_(adds_gradients(op.operator_name())),
         is_script_cast_(op.operator_name().name.starts_with("aten::_autocast_to_")) {
-    if (has_native) native_.emplace(kernel_of(op, key_));
+    if (has_autocast_kernel(op, device)) native_.emplace(kernel_of(op, key_));
   }
-  ~Overlay() override { delete facts_.load(std::memory_order_relaxed); }
+  [[gnu::cold]] ~Overlay() override { delete facts_.load(std::memory_order_relaxed); }
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) const {
@@ -413,7 +417,7 @@ class Overlay final : public c10::OperatorKernel {
  private:
   /// What a call needs to know of its op. The first call finds it out: most are never called.
   struct Facts {
-    [[gnu::cold]] Facts(const c10::OperatorHandle& op, at::DeviceType device)
+    Facts(const c10::OperatorHandle& op, at::DeviceType device)
         : cast_arguments(op.schema(), contains(ops::addition, op.operator_name())),
           takes_probabilities(contains(probability_loss, op.operator_name())),
           is_recurrent_layer(contains(recurrent_layer, op.operator_name())),
@@ -427,19 +431,21 @@ class Overlay final : public c10::OperatorKernel {
 
   /// Null of an op that has not the arguments that it had when the overlay was made.
   const Facts* facts_of_op(const c10::OperatorHandle& op) const {
-    const Facts* known = facts_.load(std::memory_order_acquire);
-    if (known != nullptr || op.schema().arguments().size() != argument_count_) return known;
+    const Facts* const known = facts_.load(std::memory_order_acquire);
+    return known || op.schema().arguments().size() != argument_count_ ? known : find_facts(op);
+  }
+
+  [[gnu::cold]] const Facts* find_facts(const c10::OperatorHandle& op) const {
+    const Facts* known = nullptr;
     auto made = std::make_unique<const Facts>(op, device_);
-    if (facts_.compare_exchange_strong(known, made.get(), std::memory_order_acq_rel)) {
-      known = made.release();
-    }
-    return known;
+    const bool is_first = facts_.compare_exchange_strong(known, made.get());
+    return is_first ? made.release() : known;
   }
 
   [[noreturn, gnu::cold]] static void refuse(const c10::OperatorName& op) {
-    TORCH_CHECK(false, joined({"torchamp: '", full_name(op),
-                               "' was registered again with other arguments, but policies keep its "
-                               "first schema. Give the new op another name."}));
+    fail({"torchamp: '", full_name(op),
+          "' was registered again with other arguments, but policies keep its first schema. Give "
+          "the new op another name."});
   }
 
   void call_native(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
@@ -452,8 +458,9 @@ class Overlay final : public c10::OperatorKernel {
   }
 
   /// Lets the OpRule of the call's rule run it, if there is one and it can.
-  bool follow_op_rule(const PolicyData& policy, const OverlayRule& rule, OpRuleUsage* usage,
-                      const c10::OperatorHandle& op, torch::jit::Stack& stack) const {
+  [[gnu::cold]] bool follow_op_rule(const PolicyData& policy, const OverlayRule& rule,
+                                    OpRuleUsage* usage, const c10::OperatorHandle& op,
+                                    torch::jit::Stack& stack) const {
     if (rule.op_rule != nullptr) {
       const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
       return rule.op_rule->run(op, device_, stack, usage);
@@ -482,7 +489,7 @@ class Overlay final : public c10::OperatorKernel {
     return facts->cast_arguments(cast, device_, casts, op.schema(), stack);
   }
 
-  std::optional<NativeKernel> native_;
+  std::optional<NativeKernel> native_;  // which it covers, if there is one
   std::size_t index_;
   at::DeviceType device_;
   std::size_t device_index_;
@@ -500,54 +507,39 @@ class Overlay final : public c10::OperatorKernel {
   SharedRuntime& runtime = shared_runtime();
   auto& overlays = runtime.overlays[device_index(device, "install_overlay")];
   const std::scoped_lock lock(runtime.mutex);
-  const std::size_t index = overlays.size();
-  const bool has_native = has_autocast_kernel(op, device);
-  const auto [overlay, is_new] =
-      overlays.try_emplace(op.operator_name(), KnownOverlay{index, has_native});
-  if (!is_new) return overlay->second.index;
-  try {
-    const NoWarning of_any_text("");  // LibTorch warns of kernels that replace others
-    // Never destroyed: its end would take the kernel away. (A torch::Library would parse the name,
-    // which takes longer than all else that the first guard does for an op.)
-    new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().registerImpl(
-        op.operator_name(), autocast_key(device),
-        c10::KernelFunction::makeFromBoxedFunctor(
-            std::make_unique<Overlay>(op, index, device, has_native)),
-        std::nullopt, nullptr, "torchamp kernel"));
-  } catch (...) {
-    overlays.erase(overlay);
-    throw;
-  }
-  return index;
+  const auto known = overlays.find(op.operator_name());
+  if (known != overlays.end()) return known->second.index;
+  const KnownOverlay overlay{overlays.size(), has_autocast_kernel(op, device)};
+  const NoWarning of_any_text("");  // LibTorch warns of kernels that replace others
+  // Never destroyed: its end would take the kernel away. (A torch::Library would parse the name,
+  // which takes longer than all else that the first guard does for an op.)
+  new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().registerImpl(
+      op.operator_name(), autocast_key(device),
+      c10::KernelFunction::makeFromBoxedFunctor(
+          std::make_unique<Overlay>(op, overlay.index, device)),
+      std::nullopt, nullptr, "torchamp kernel"));
+  overlays[op.operator_name()] = overlay;
+  return overlay.index;
 }
 
-// ---- A policy's overlays ------------------------------------------------------------------------
-
-/// Installs the overlays that `policy` needs on `device` and returns its table of them.
-[[gnu::cold]] inline OverlayTable compile_overlays(const PolicyData& policy,
-                                                   at::DeviceType device) {
+[[gnu::cold]] inline void PolicyData::compile(at::DeviceType device) const {
+  Compiled& compiled = compiled_[device_index(device, "Policy")];
+  const std::scoped_lock lock(mutex_);
+  if (compiled.ready.load(std::memory_order_relaxed)) return;
   for (const char* name : {"_autocast_to_reduced_precision", "_autocast_to_full_precision"}) {
     for (const auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) {
       (void)install_overlay(op, device);
     }
   }
   OverlayTable table;
-  for (const TabledOp& tabled : candidates(policy)) {
-    const OverlayEntry entry = overlay_entry(policy, tabled, device);
-    if (entry.cast == Cast::native && entry.conditional == nullptr) continue;
+  for_each_candidate(*this, [&](const TabledOp& tabled) {
+    const OverlayEntry entry = overlay_entry(*this, tabled, device);
+    if (entry.cast == Cast::native && entry.conditional == nullptr) return;
     const std::size_t index = install_overlay(tabled.op, device);
     if (index >= table.size()) table.resize(index + 1);
     table[index] = entry;
-  }
-  return table;
-}
-
-inline void PolicyData::compile_once(at::DeviceType device) const {
-  Compiled& compiled = compiled_[device_index(device, "Policy")];
-  if (compiled.ready.load(std::memory_order_acquire)) return;
-  const std::scoped_lock lock(mutex_);
-  if (compiled.ready.load(std::memory_order_relaxed)) return;
-  compiled.table = compile_overlays(*this, device);
+  });
+  compiled.table = std::move(table);
   compiled.ready.store(true, std::memory_order_release);
 }
 

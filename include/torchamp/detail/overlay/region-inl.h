@@ -5,7 +5,6 @@
 #include <torch/csrc/jit/python/update_graph_executor_opt.h>
 #include <torch/csrc/jit/runtime/logging.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdlib>
@@ -51,34 +50,24 @@ inline bool is_in_force(const ThreadPolicy* policy) {
 class ScriptSwitch {
  public:
   /// Whether the calling thread has a scope, so that its scripts run as their policy wants.
-  static bool has_scope() { return of_this_thread().scopes > 0; }
+  static bool has_scope() { return scopes > 0; }
 
   /// A scope has put `inner` in the place of `outer`, which may be null. Returns what to give
   /// end_scope().
   static bool begin_scope(const ThreadPolicy* outer, const ThreadPolicy* inner) {
-    State& state = of_this_thread();
-    if (state.scopes++ == 0 || !is_in_force(outer)) {
-      state.outside = torch::jit::getGraphExecutorOptimize();
-    }
-    follow(inner, state.outside);
-    return state.outside;
+    if (scopes++ == 0 || !is_in_force(outer)) outside = torch::jit::getGraphExecutorOptimize();
+    follow(inner, outside);
+    return outside;
   }
 
   /// A scope has put `outer` back.
   static void end_scope(const ThreadPolicy* outer, bool before) {
-    follow(--of_this_thread().scopes == 0 ? nullptr : outer, before);
+    follow(--scopes == 0 ? nullptr : outer, before);
   }
 
  private:
-  struct State {
-    int scopes = 0;
-    bool outside = true;  // of all policies, or of all scopes
-  };
-
-  static State& of_this_thread() {
-    static thread_local constinit State state;
-    return state;
-  }
+  static inline constinit thread_local int scopes = 0;
+  static inline constinit thread_local bool outside = true;  // of all policies, or of all scopes
 
   static void follow(const ThreadPolicy* policy, bool otherwise) {
     if (!is_in_force(policy)) {
@@ -89,8 +78,8 @@ class ScriptSwitch {
   }
 
   static void set(bool optimize) {
-    if (torch::jit::getGraphExecutorOptimize() == optimize) return;
-    torch::jit::setGraphExecutorOptimize(optimize);
+    namespace jit = torch::jit;
+    if (jit::getGraphExecutorOptimize() != optimize) jit::setGraphExecutorOptimize(optimize);
   }
 
   class Logger final : public torch::jit::logging::LoggerBase {
@@ -107,7 +96,7 @@ class ScriptSwitch {
 
    private:
     /// Null if another one is to stay.
-    static LoggerBase* install() {
+    [[gnu::cold]] static LoggerBase* install() {
       namespace logging = torch::jit::logging;
       constexpr bool is_told_first = TORCHAMP_LIBTORCH <= 215;
       const auto does_nothing = [](LoggerBase& logger) {
@@ -157,11 +146,12 @@ struct SparePolicy {
 
   /// Whether another guard may want it.
   bool is_of_use() const {
-    const auto has_predicate = [](const Edit& edit) { return edit.when.predicate != nullptr; };
-    return policy->is_in_guard && !policy->op_rule_usage && !policy->guards && !policy->outside &&
-           std::none_of(policy->inherited->edits.begin(), policy->inherited->edits.end(),
-                        has_predicate) &&
-           is_unshared();
+    const ThreadPolicy& of = *policy;
+    if (!of.is_in_guard || of.op_rule_usage || of.guards || of.outside) return false;
+    for (const Edit& edit : policy->inherited->edits) {
+      if (edit.when.predicate) return false;
+    }
+    return is_unshared();
   }
 };
 
@@ -190,16 +180,11 @@ TORCHAMP_BODY PolicyScope::PolicyScope(std::shared_ptr<const ThreadPolicy> polic
   scripts_outside_ = ScriptSwitch::begin_scope(outer, policy_.get());
 }
 
-TORCHAMP_BODY PolicyScope::~PolicyScope() {
-  end();
-}
-
 TORCHAMP_BODY bool PolicyScope::end_of(const char* guard) {
   if (thread_ != std::this_thread::get_id()) {
-    TORCH_WARN(
-        joined({guard,
-                ": destroyed by another thread than the one that made it, so that thread's state "
-                "was not restored. Keep a guard in the scope that it covers."}));
+    warn({guard,
+          ": destroyed by another thread than the one that made it, so that thread's state was not "
+          "restored. Keep a guard in the scope that it covers."});
     return false;
   }
   end();
@@ -221,7 +206,7 @@ TORCHAMP_BODY void PolicyScope::end() noexcept {
     try {
       take_out();
     } catch (const std::exception& error) {
-      TORCH_WARN(joined({"~AutocastGuard: cannot restore the thread's slots: ", error.what()}));
+      warn({"~AutocastGuard: cannot restore the thread's slots: ", error.what()});
     }
   }
   ours_ = nullptr;
@@ -233,21 +218,17 @@ TORCHAMP_BODY void PolicyScope::end() noexcept {
 TORCHAMP_COLD bool PolicyScope::take_out() {
   using Info = c10::ThreadLocalDebugInfo;
   using Kind = c10::DebugInfoKind;
-  const auto is_on_top = [](Kind kind) {
-    try {
-      (void)Info::_peek(kind);
-      return true;
-    } catch (const c10::Error&) {
-      return false;
-    }
-  };
   const bool at_ours = Info::current().get() == ours_;
   if (Info::current() && !at_ours) {
     for (const Kind kind :
          {policy_slot(), Kind::PRODUCER_INFO, Kind::MOBILE_RUNTIME_INFO, Kind::PROFILER_STATE,
           Kind::INFERENCE_CONTEXT, Kind::PARAM_COMMS_INFO, Kind::TEST_INFO, Kind::TEST_INFO_2}) {
-      if (!is_on_top(kind)) continue;
-      auto above = Info::_pop(kind);
+      std::shared_ptr<c10::DebugInfoBase> above;
+      try {
+        above = Info::_pop(kind);
+      } catch (const c10::Error&) {
+        continue;  // another kind is on top
+      }
       const bool found = take_out();
       if (found) Info::_push(kind, std::move(above));
       return found;
@@ -263,14 +244,14 @@ TORCHAMP_COLD std::shared_ptr<const PolicyData> environment_policy(const std::st
                                                                    PolicyFileReader read_file) {
   if (text == "standard") return unedited(BaseTable::standard);
   if (text == "torch") return unedited(BaseTable::torch);
-  TORCH_CHECK(text.starts_with("file:"),
-              joined({"TORCHAMP_POLICY is '", text,
-                      "'. Set it to off, standard, torch or file:PATH, or unset it."}));
-  TORCH_CHECK(read_file != nullptr,
-              joined({"TORCHAMP_POLICY is '", text,
-                      "', and this program does not read policy files. Include "
-                      "torchamp/policy_text.h in one of its source files, or link "
-                      "torchamp::library."}));
+  const bool is_file = text.starts_with("file:");
+  if (!is_file || read_file == nullptr) {
+    fail({"TORCHAMP_POLICY is '", text,
+          is_file
+              ? "', and this program does not read policy files. Include torchamp/policy_text.h "
+                "in one of its source files, or link torchamp::library."
+              : "'. Set it to off, standard, torch or file:PATH, or unset it."});
+  }
   return read_file("TORCHAMP_POLICY: torchamp::load_policy", text.substr(5));
 }
 
@@ -294,45 +275,44 @@ TORCHAMP_BODY const GuardOverride& guard_override(const ThreadPolicy* policy) {
 // ---- Regions ------------------------------------------------------------------------------------
 
 inline void check_is_floating(at::ScalarType dtype) {
-  TORCH_CHECK(c10::isFloatingType(dtype),
-              joined({"AutocastGuard: the dtype ", c10::toString(dtype),
-                      " is not floating-point. Pass torch::kHalf or torch::kBFloat16."}));
+  if (c10::isFloatingType(dtype)) return;
+  fail({"AutocastGuard: the dtype ", c10::toString(dtype),
+        " is not floating-point. Pass torch::kHalf or torch::kBFloat16."});
 }
 
-/// Warns once for each device that is not there, and for each dtype; always where the program asked
-/// LibTorch for that.
+/// Warns once for each device that is not there, and for each dtype.
 [[gnu::cold]] inline void warn_of_unusable(at::DeviceType device, at::ScalarType dtype,
                                            bool is_present) {
-  static std::atomic<std::uint64_t> devices = 0, dtypes = 0;  // that were warned of, a bit for each
-  const auto number = is_present ? static_cast<unsigned>(dtype) : static_cast<unsigned>(device);
-  const std::uint64_t bit = std::uint64_t{1} << number;
-  const bool is_known = ((is_present ? dtypes : devices).fetch_or(bit) & bit) != 0;
-  if (is_known && !c10::WarningUtils::get_warnAlways()) return;
-  const std::string name = c10::DeviceTypeName(device);
-  TORCH_WARN(is_present
-                 ? joined({"AutocastGuard: autocast on ", name_of(device),
-                           " supports fp16 and bf16, not ", c10::toString(dtype),
-                           ". The region runs with autocast disabled. Pass torch::kBFloat16 or ",
-                           "torch::kHalf, or {.enabled = false} to leave fp32 alone."})
-                 : joined({"AutocastGuard: there is no ", name, " device. ", name,
-                           " regions run with autocast disabled. Pass torch::kCPU for a CPU."}));
+  static std::atomic<bool> devices[c10::COMPILE_TIME_MAX_DEVICE_TYPES],
+      dtypes[static_cast<std::size_t>(at::ScalarType::NumOptions)];
+  const std::string name = c10::DeviceTypeName(device, /*lower_case=*/is_present);
+  if (is_present) {
+    warn_once(
+        dtypes[static_cast<std::size_t>(dtype)],
+        {"AutocastGuard: autocast on ", name, " supports fp16 and bf16, not ", c10::toString(dtype),
+         ". The region runs with autocast disabled. Pass torch::kBFloat16 or torch::kHalf, "
+         "or {.enabled = false} to leave fp32 alone."});
+  } else {
+    warn_once(devices[static_cast<std::size_t>(device)],
+              {"AutocastGuard: there is no ", name, " device. ", name,
+               " regions run with autocast disabled. Pass torch::kCPU for a CPU."});
+  }
 }
 
 /// Whether regions of `device` run in `dtype`; warns if not.
 inline bool is_usable(at::DeviceType device, at::ScalarType dtype) {
   const bool is_present = device_is_present(device);
   if (is_present) check_is_floating(dtype);
-  if (is_present && (is_16_bit(dtype) || (dtype == at::kFloat && facts_of(device).fp32_regions))) {
-    return true;
-  }
-  warn_of_unusable(device, dtype, is_present);
-  return false;
+  const bool runs =
+      is_present && (is_16_bit(dtype) || (dtype == at::kFloat && facts_of(device).fp32_regions));
+  if (!runs) warn_of_unusable(device, dtype, is_present);
+  return runs;
 }
 
 /// What the two options say together; unset: as it is on the calling thread. `cache_enabled = true`
 /// leaves a cache of torchamp's.
-inline std::optional<WeightCache> asked_cache(std::optional<bool> enabled,
-                                              std::optional<WeightCache> cache) {
+[[gnu::cold]] inline std::optional<WeightCache> asked_cache(std::optional<bool> enabled,
+                                                            std::optional<WeightCache> cache) {
   if (!cache) {
     if (enabled == false) return WeightCache::none;
     const ThreadPolicy* const outer = thread_policy();
@@ -362,7 +342,8 @@ TORCHAMP_BODY AutocastRegion::AutocastRegion(at::DeviceType device,
                                              std::optional<WeightCache> asked,
                                              const std::shared_ptr<const PolicyData>& policy) {
   // What can fail comes first, so that an error leaves the thread's state as it was.
-  const std::optional<WeightCache> cache = asked_cache(cache_enabled, asked);
+  const std::optional<WeightCache> cache =
+      cache_enabled || asked ? asked_cache(cache_enabled, asked) : std::nullopt;
   if (!cache_enabled && asked) cache_enabled = *asked != WeightCache::none;
   const std::size_t index = device_index(device, "AutocastGuard");
   if (dtype) check_is_floating(*dtype);
@@ -397,14 +378,15 @@ TORCHAMP_BODY AutocastRegion::AutocastRegion(at::DeviceType device,
   const bool may_be_spare = !outer && in_force && !rule && !c10::ThreadLocalDebugInfo::current() &&
                             this_backward_pass() == ThreadPolicy::no_backward_pass;
   SparePolicy* const spare = may_be_spare ? SparePolicy::of_this_thread() : nullptr;
+  SparePolicy scope;
   if (is_wanted(outer)) {
     // Taken over, it does not hold for scripts yet: see Note [Derivatives of scripts]. In backward
     // it does not hold for sums: see Note [Sums of gradients].
     const bool holds = !in_force || (ScriptSwitch::has_scope() && !leaves_sums_alone(*outer));
-    policy_scope_.emplace(holds ? nullptr : outer->shared_from_this());
+    if (!holds) scope.policy = outer->shared_from_this();
   } else if (spare && spare->is_unshared() && is_wanted(spare->policy.get())) {
     begin_region(const_cast<ThreadPolicy&>(*spare->policy));
-    policy_scope_.emplace(std::move(spare->policy), std::move(spare->node));
+    scope = std::move(*spare);
   } else {
     auto inner = copy_of(outer);
     inner->inherited = data;
@@ -414,8 +396,9 @@ TORCHAMP_BODY AutocastRegion::AutocastRegion(at::DeviceType device,
     inner->casts = casts;
     if (rule) op_rule_usage_ = inner->op_rule_usage = rule->make_usage(inner->op_rule_usage);
     if (inner->keep.region == 0) begin_region(*inner);
-    policy_scope_.emplace(std::move(inner));
+    scope.policy = std::move(inner);
   }
+  policy_scope_.emplace(std::move(scope.policy), std::move(scope.node));
 
   inside.apply();
   if (cache_enabled) {

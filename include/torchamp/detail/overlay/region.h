@@ -84,7 +84,7 @@ class PolicyScope {
                        std::shared_ptr<c10::ThreadLocalDebugInfo> node = nullptr);
   PolicyScope(const PolicyScope&) = delete;
   PolicyScope& operator=(const PolicyScope&) = delete;
-  ~PolicyScope();
+  ~PolicyScope() { end(); }
 
   /// For the destructor of a guard, `guard` ("~AutocastGuard"): ends the scope. False, after a
   /// warning, on another thread than the one that made it, which must leave all state as it is.

@@ -14,6 +14,8 @@
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/ArrayRef.h>
+#include <c10/util/Exception.h>
+#include <c10/util/FunctionRef.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/jit/frontend/edit_distance.h>
@@ -23,6 +25,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <initializer_list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -42,8 +45,14 @@ namespace torchamp::detail {
 class PolicyData;
 
 /// "aten::add.Tensor", as c10::toString() writes it through a stream, ten times as slowly.
-inline std::string full_name(const c10::OperatorName& op) {
-  return op.overload_name.empty() ? op.name : op.name + '.' + op.overload_name;
+[[gnu::cold]] inline std::string full_name(const c10::OperatorName& op) {
+  return joined({op.name, op.overload_name.empty() ? "" : ".", op.overload_name});
+}
+
+/// Warns the first time for `is_known`, or always where LibTorch was asked to always warn.
+[[gnu::cold]] inline void warn_once(std::atomic<bool>& is_known,
+                                    std::initializer_list<std::string_view> pieces) {
+  if (c10::WarningUtils::get_warnAlways() || !is_known.exchange(true)) warn(pieces);
 }
 
 /// The number of single-character edits between two names; for long ones, between their beginnings.
@@ -129,7 +138,7 @@ inline constexpr std::string_view choice_scope = "torchamp rule: ";
 /// Under the rule fp8; then why a call did not run in fp8, nothing if it did.
 inline constexpr std::string_view fp8_scope = "torchamp fp8: ";
 
-inline void announce(std::string_view kind, std::string_view what) {
+[[gnu::cold]] inline void announce(std::string_view kind, std::string_view what) {
   if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) {
     at::RecordFunction scope(std::move(*callbacks));
     scope.before(std::string(kind).append(what));
@@ -156,7 +165,7 @@ using OverlayTable = std::vector<OverlayEntry>;
 /// The contents of a Policy: a base table and edits. Immutable once shared.
 class PolicyData {
  public:
-  explicit PolicyData(BaseTable base_table) : base(base_table) {}
+  [[gnu::cold]] explicit PolicyData(BaseTable base_table) : base(base_table) {}
   /// A copy to edit; it starts without compiled tables.
   PolicyData(const PolicyData& other) : base(other.base), edits(other.edits), rules(other.rules) {}
   PolicyData& operator=(const PolicyData&) = delete;
@@ -176,18 +185,33 @@ class PolicyData {
     return nullptr;
   }
 
-  /// Makes the policy ready for use on a device. Any thread. Defined in overlay/kernel.h.
-  void compile_once(at::DeviceType device) const;
+  /// Makes the policy ready for use on a device. Any thread.
+  void compile_once(at::DeviceType device) const {
+    const auto& ready = compiled_[device_index(device, "Policy")].ready;
+    if (!ready.load(std::memory_order_acquire)) compile(device);
+  }
 
   /// The rule of overlay `overlay` on a device, whose table has been made, for one call.
   OverlayRule rule(std::size_t device_index, std::size_t overlay, at::DeviceType device,
-                   const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> stack) const;
+                   const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> stack) const {
+    const OverlayTable& table = compiled_[device_index].table;
+    if (overlay >= table.size()) return {};
+    const OverlayEntry& entry = table[overlay];
+    if (entry.conditional == nullptr) return entry;
+    return choose(entry, device, OpCall(op.schema(), stack));
+  }
 
   BaseTable base;
   std::vector<Edit> edits;
   RuleMap rules;  // what the edits made of each overload that they reached
 
  private:
+  /// Installs the overlays that the policy needs on a device. Defined in overlay/kernel.h.
+  void compile(at::DeviceType device) const;
+
+  /// The rule of an entry with conditions.
+  OverlayRule choose(const OverlayEntry& entry, at::DeviceType device, const OpCall& call) const;
+
   struct Compiled {
     std::atomic<bool> ready = false;
     OverlayTable table;
@@ -225,6 +249,7 @@ struct GuardOverride {
 
 /// What a guard puts into the thread's slot. Immutable: LibTorch shares it with other threads.
 struct ThreadPolicy final : c10::DebugInfoBase, std::enable_shared_from_this<ThreadPolicy> {
+  [[gnu::noinline]] ~ThreadPolicy() override = default;
   std::shared_ptr<const PolicyData> inherited;  // for a nested guard that names no policy
   /// By device, with its table compiled; null outside guards and where they are disabled.
   std::array<std::shared_ptr<const PolicyData>, device_count> in_force;
@@ -241,8 +266,8 @@ struct ThreadPolicy final : c10::DebugInfoBase, std::enable_shared_from_this<Thr
 
 /// A copy to change, for a scope inside of the policy's, if there is one.
 inline std::shared_ptr<ThreadPolicy> copy_of(const ThreadPolicy* policy) {
-  auto copy = std::make_shared<ThreadPolicy>();
-  if (policy != nullptr) *copy = *policy;
+  static const ThreadPolicy& none = *new ThreadPolicy;  // never destroyed
+  auto copy = std::make_shared<ThreadPolicy>(policy == nullptr ? none : *policy);
   copy->backward_pass = ThreadPolicy::no_backward_pass;
   copy->outside = nullptr;
   return copy;
@@ -312,8 +337,7 @@ std::vector<c10::OperatorHandle> find_ops(std::string_view text, std::string_vie
 /// Whether the op takes named dimensions, which newer LibTorchs do not have. Tables do not cast it.
 [[gnu::cold]] inline bool takes_named_dimensions(const c10::FunctionSchema& schema) {
   const std::string_view overload = schema.overload_name();
-  return overload.find("name"sv) != overload.npos &&
-         (overload.find("imname"sv) != overload.npos || overload.find("names"sv) != overload.npos);
+  return overload.find("imname"sv) != overload.npos || overload.find("names"sv) != overload.npos;
 }
 
 /// Calls `function` with each tensor that an argument or result of an op holds (`Tensor`,
@@ -565,15 +589,17 @@ struct TabledOp {
   c10::OperatorHandle op;
   StandardRule standard;
 
-  explicit TabledOp(const c10::OperatorHandle& overload);
-  TabledOp(c10::OperatorHandle overload, const StandardRule& rule);
+  /// `row`: that of the standard table, if it is known.
+  explicit TabledOp(const c10::OperatorHandle& overload, const StandardRow* row = nullptr);
 };
 
 /// What the overlay of an op has to do under `policy`; native if LibTorch alone does it.
 OverlayEntry overlay_entry(const PolicyData& policy, const TabledOp& op, at::DeviceType device);
 
-/// The ops that a policy speaks of, LibTorch's kernels aside. Some come more than once.
-std::vector<TabledOp> candidates(const PolicyData& policy);
+/// Calls `function` with the ops that a policy speaks of, LibTorch's kernels aside; with some more
+/// than once.
+void for_each_candidate(const PolicyData& policy,
+                        c10::function_ref<void(const TabledOp&)> function);
 
 /// Adds an edit: see Policy::set. Where it throws, `policy` is as it was. `op_rule`: of the rule
 /// fp8, whose own by default.

@@ -4,7 +4,7 @@
 
 #include <ATen/Context.h>
 #include <ATen/ops/lstm.h>
-#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/DispatchKey.h>
 #include <c10/core/TensorOptions.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -12,7 +12,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <thread>
 #include <tuple>
 
@@ -59,25 +58,25 @@ class OpCatalog final : public c10::OpRegistrationListener {
   [[gnu::cold]] std::string nearest(std::string_view base) {
     const std::scoped_lock lock(mutex_);
     const std::string_view space = base.substr(0, base.find("::") + 2);
-    auto best = std::make_tuple(std::numeric_limits<std::size_t>::max(), 0, std::string());
+    std::pair<std::int64_t, std::string_view> best;
     for (const Op& op : ops_) {
       if (op.is_gone || !op.name().name.starts_with(space)) continue;
-      int families = 0;
-      for (const OpFamily& family : ops::families) families += contains(family, op.name());
-      best = std::min(best, {edit_distance(base, op.name().name), -families, op.name().name});
+      auto rank = static_cast<std::int64_t>(32 * edit_distance(base, op.name().name));
+      for (const OpFamily& family : ops::families) rank -= contains(family, op.name());
+      const std::pair one(rank, std::string_view(op.name().name));
+      if (best.second.empty() || one < best) best = one;
     }
-    return std::get<std::string>(best);
+    return std::string(best.second);
   }
 
-  // LibTorch calls these one at a time, and the first of them for all ops within make().
-  void onOperatorRegistered(const c10::OperatorHandle& op) override {
-    std::unique_lock lock(mutex_, std::defer_lock);
-    if (std::this_thread::get_id() != maker_ || is_made_) lock.lock();
+  // LibTorch calls the first of these for all ops within make().
+  [[gnu::cold]] void onOperatorRegistered(const c10::OperatorHandle& op) override {
+    const std::scoped_lock lock(mutex_);
     std::uint32_t& first = first_of(op.operator_name().name);
     ops_.push_back({op, first});
     first = static_cast<std::uint32_t>(ops_.size());
   }
-  void onOperatorDeregistered(const c10::OperatorHandle& op) override {
+  [[gnu::cold]] void onOperatorDeregistered(const c10::OperatorHandle& op) override {
     const std::scoped_lock lock(mutex_);
     const c10::OperatorName& name = op.operator_name();
     for (std::size_t at = first_of(name.name); at != 0; at = ops_[at - 1].next) {
@@ -102,8 +101,6 @@ class OpCatalog final : public c10::OpRegistrationListener {
     // Its end would take the listener away.
     new c10::RegistrationHandleRAII(
         c10::Dispatcher::singleton().addRegistrationListener(std::move(listener)));
-    const std::scoped_lock lock(catalog.mutex_);
-    catalog.is_made_ = true;
     return catalog;
   }
 
@@ -118,8 +115,6 @@ class OpCatalog final : public c10::OpRegistrationListener {
     return first_[hash >> 52];
   }
 
-  const std::thread::id maker_ = std::this_thread::get_id();
-  bool is_made_ = false;
   std::mutex mutex_;
   std::vector<Op> ops_;
   std::uint32_t first_[1 << 12] = {};  // by hash
@@ -128,30 +123,32 @@ class OpCatalog final : public c10::OpRegistrationListener {
 TORCHAMP_COLD std::vector<c10::OperatorHandle> find_ops(std::string_view text,
                                                         std::string_view call, bool missing_ok) {
   const auto colons = text.find("::");
-  const bool has_space = colons != text.npos;
-  const auto dot = std::min(text.find('.', has_space ? colons : 0), text.size());
-  const std::string base = std::string(has_space ? "" : "aten::").append(text.substr(0, dot));
+  const auto dot = text.find('.', colons == text.npos ? 0 : colons);
+  const std::string_view name = text.substr(0, dot);
+  const std::string base = joined({colons == text.npos ? "aten::" : "", name});
   std::vector<c10::OperatorHandle> found = OpCatalog::instance().overloads(base);
-  if (dot == text.size() && (missing_ok || !found.empty())) return found;
+  if (dot == text.npos && (missing_ok || !found.empty())) return found;
+  const std::string_view wanted = dot == text.npos ? "" : text.substr(dot + 1);
   std::string known;
   for (const c10::OperatorHandle& op : found) {
     const std::string& overload = op.operator_name().overload_name;
-    if (overload == text.substr(dot + 1)) return {op};
-    known.append(known.empty() ? "'" : ", '").append(text.substr(0, dot));
-    known.append(overload.empty() ? "" : ".").append(overload).append("'");
+    if (overload == wanted) return {op};
+    known +=
+        joined({known.empty() ? "'" : ", '", name, overload.empty() ? "" : ".", overload, "'"});
   }
   if (missing_ok) return {};
-  TORCH_CHECK(found.empty(), joined({call, ": the op '", base, "' has no overload '",
-                                     shorten(text.substr(dot + 1)), "'. It has ", known, "."}));
+  if (!found.empty()) {
+    fail({call, ": the op '", base, "' has no overload '", shorten(wanted), "'. It has ", known,
+          "."});
+  }
   std::string nearest = OpCatalog::instance().nearest(base);
   if (nearest.starts_with("aten::")) nearest.erase(0, 6);
-  TORCH_CHECK(!nearest.empty(),
-              joined({call, ": LibTorch knows no op '", shorten(text),
-                      "', nor any other in its namespace. First load the library that registers "
-                      "it. LibTorch's own ops have no namespace: 'softmax'."}));
-  TORCH_CHECK(!found.empty(), joined({call, ": LibTorch knows no op '", shorten(text),
-                                      "'. Did you mean '", nearest, "'?"}));
-  return found;
+  const bool is_alone = nearest.empty();
+  fail({call, ": LibTorch knows no op '", shorten(text),
+        is_alone ? "', nor any other in its namespace. First load the library that registers it. "
+                   "LibTorch's own ops have no namespace: 'softmax'."
+                 : "'. Did you mean '",
+        nearest, is_alone ? "" : "'?"});
 }
 
 // ---- What an op's arguments are -----------------------------------------------------------------
@@ -216,30 +213,29 @@ TORCHAMP_COLD Cast kernel_rule(const c10::OperatorName& op, at::DeviceType devic
 // in. ONEDNN_MAX_CPU_ISA and other settings also decide whether oneDNN makes an LSTM; so one of one
 // cell is tried.
 
-/// Whether LibTorch's autocast runs an LSTM in `dtype` on a CPU, forward and backward. In a thread
-/// of its own, where nothing of the caller's state is in force.
+/// Runs an LSTM on a CPU under LibTorch's autocast in `dtype`, forward and backward. In a thread of
+/// its own, where nothing of the caller's state is in force.
+[[gnu::cold]] inline void run_lstm_on_cpu(at::ScalarType dtype, bool* runs) try {
+  const at::DisableRecordFunctionGuard not_recorded;
+  at::autocast::set_autocast_cache_enabled(false);  // all threads share it
+  at::autocast::set_autocast_dtype(at::kCPU, dtype);
+  const at::Tensor cell = at::zeros({1, 1, 1}, at::kFloat);
+  const at::Tensor weight = at::zeros({4, 1}, at::kFloat).requires_grad_();
+  const at::Tensor bias = at::zeros({4}, at::kFloat).requires_grad_();
+  at::autocast::set_autocast_enabled(at::kCPU, true);
+  const auto result = at::lstm(cell, {cell, cell}, {weight, weight, bias, bias},
+                               /*has_biases=*/true, /*num_layers=*/1, /*dropout=*/0.,
+                               /*train=*/true, /*bidirectional=*/false, /*batch_first=*/false);
+  at::autocast::set_autocast_enabled(at::kCPU, false);
+  std::get<0>(result).sum().backward();
+  *runs = true;
+} catch (...) {  // oneDNN's errors are none of LibTorch's
+}
+
+/// Whether that works.
 [[gnu::cold]] inline bool autocast_runs_lstm_on_cpu(at::ScalarType dtype) {
   bool runs = false;
-  std::thread([&] {
-    const at::DisableRecordFunctionGuard not_recorded;
-    at::autocast::set_autocast_cache_enabled(false);  // all threads share it
-    at::autocast::set_autocast_dtype(at::kCPU, dtype);
-    try {
-      const auto ones = [](at::IntArrayRef sizes) {
-        return at::ones(sizes, at::TensorOptions(at::kCPU).dtype(at::kFloat)).requires_grad_();
-      };
-      const std::vector<at::Tensor> weights{ones({4, 1}), ones({4, 1}), ones({4}), ones({4})};
-      const at::Tensor hidden = ones({1, 1, 1});
-      at::autocast::set_autocast_enabled(at::kCPU, true);
-      const auto result = at::lstm(ones({1, 1, 1}), {hidden, hidden}, weights, /*has_biases=*/true,
-                                   /*num_layers=*/1, /*dropout=*/0., /*train=*/true,
-                                   /*bidirectional=*/false, /*batch_first=*/false);
-      at::autocast::set_autocast_enabled(at::kCPU, false);
-      std::get<0>(result).sum().backward();
-      runs = true;
-    } catch (...) {  // oneDNN's errors are none of LibTorch's
-    }
-  }).join();
+  std::thread(run_lstm_on_cpu, dtype, &runs).join();
   return runs;
 }
 
@@ -256,37 +252,30 @@ inline bool has_recurrent_layers(at::DeviceType device, at::ScalarType dtype) {
 }
 
 [[gnu::cold]] inline void warn_of_recurrent_layers_in_fp32(at::ScalarType dtype) {
-  TORCH_WARN_ONCE(joined(
+  static std::atomic<bool> is_known = false;
+  warn_once(
+      is_known,
       {"torchamp: this CPU has no LSTM in ", c10::toString(dtype),
        " (oneDNN has none for its instructions), so LSTMs, GRUs and RNNs run in fp32 here under "
-       "Policy::standard(). Policy::effect tells of a layer; Policy::fp32(ops::recurrent) says the "
-       "same without this warning, and under Policy::torch() an LSTM throws."}));
+       "Policy::standard(). Policy::effect tells of a layer; Policy::fp32(ops::recurrent) says "
+       "the same without this warning, and under Policy::torch() an LSTM throws."});
 }
 
 // ---- The rule of a call -------------------------------------------------------------------------
 
-/// The rule that holds for a call, in a region of this dtype.
-inline OverlayRule choose(const std::vector<Edit>& edits, const OverlayEntry& entry,
-                          at::ScalarType dtype, const OpCall& call) {
+TORCHAMP_COLD OverlayRule PolicyData::choose(const OverlayEntry& entry, at::DeviceType device,
+                                             const OpCall& call) const {
+  const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
+  OverlayRule rule = entry;
   for (std::size_t i = entry.conditional->size(); i-- > 0;) {  // the last that holds wins
     const Edit& edit = edits[(*entry.conditional)[i]];
     // A predicate may call ops, its own among them, and these are no part of the op.
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const at::DisableRecordFunctionGuard not_recorded;
-    if (edit.when.holds(dtype, call)) return {.cast = edit.cast, .op_rule = edit.op_rule.get()};
+    if (!edit.when.holds(dtype, call)) continue;
+    rule = {.cast = edit.cast, .op_rule = edit.op_rule.get()};
+    break;
   }
-  return entry;
-}
-
-TORCHAMP_BODY OverlayRule PolicyData::rule(std::size_t device_index, std::size_t overlay,
-                                           at::DeviceType device, const c10::OperatorHandle& op,
-                                           c10::ArrayRef<c10::IValue> stack) const {
-  const OverlayTable& table = compiled_[device_index].table;
-  if (overlay >= table.size()) return {};
-  const OverlayEntry& entry = table[overlay];
-  if (entry.conditional == nullptr) return entry;
-  const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
-  OverlayRule rule = choose(edits, entry, dtype, OpCall(op.schema(), stack));
   if (rule.cast == fp32_where_lacking) {
     rule.cast = has_recurrent_layers(device, dtype) ? Cast::native : Cast::fp32;
     if (rule.cast == Cast::fp32) warn_of_recurrent_layers_in_fp32(dtype);
@@ -298,19 +287,14 @@ TORCHAMP_BODY OverlayRule PolicyData::rule(std::size_t device_index, std::size_t
 
 // ---- The rule in force for an op ----------------------------------------------------------------
 
-/// What the standard table says of an op.
-[[gnu::cold]] inline StandardRule standard_rule(const c10::OperatorName& op) {
-  const StandardRow* const row = standard_row(op);
-  return row != nullptr ? row->rule : StandardRule{.cast = listed_cast(op), .unless_native = true};
-}
-
-TORCHAMP_COLD TabledOp::TabledOp(c10::OperatorHandle overload, const StandardRule& rule)
-    : op(std::move(overload)) {
+TORCHAMP_COLD TabledOp::TabledOp(const c10::OperatorHandle& overload, const StandardRow* row)
+    : op(overload) {
+  if (row == nullptr) row = standard_row(op.operator_name());
+  const StandardRule rule =
+      row != nullptr ? row->rule
+                     : StandardRule{.cast = listed_cast(op.operator_name()), .unless_native = true};
   if (rule.writes || why_not_castable(op.schema()).empty()) standard = rule;
 }
-
-TORCHAMP_COLD TabledOp::TabledOp(const c10::OperatorHandle& overload)
-    : TabledOp(overload, standard_rule(overload.operator_name())) {}
 
 /// The rule of a base table for one overload, before any edit; may be one that only tables have.
 [[gnu::cold]] inline Cast base_rule(BaseTable base, const TabledOp& of, at::DeviceType device) {
@@ -369,17 +353,16 @@ TORCHAMP_COLD OverlayEntry overlay_entry(const PolicyData& policy, const TabledO
   return entry;
 }
 
-TORCHAMP_COLD std::vector<TabledOp> candidates(const PolicyData& policy) {
-  std::vector<TabledOp> candidates;
-  candidates.reserve(1024);
-  const auto add = [&](const TabledOp& tabled, bool is_edited = false) {
-    if (is_edited || tabled.standard.cast != Cast::native) candidates.push_back(tabled);
+TORCHAMP_COLD void for_each_candidate(const PolicyData& policy,
+                                      c10::function_ref<void(const TabledOp&)> function) {
+  const auto add = [&](const TabledOp& tabled) {
+    if (tabled.standard.cast != Cast::native) function(tabled);
   };
   if (policy.base == BaseTable::standard) {
     for (const StandardRow& row : standard_rows) {
       for (const std::string_view name : row.family) {
         for (const auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) {
-          add(TabledOp(op, row.rule));
+          add(TabledOp(op, &row));
         }
       }
     }
@@ -391,10 +374,9 @@ TORCHAMP_COLD std::vector<TabledOp> candidates(const PolicyData& policy) {
   }
   for (const auto& [name, rules] : policy.rules) {
     for (const auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) {
-      add(TabledOp(op), /*is_edited=*/true);
+      function(TabledOp(op));
     }
   }
-  return candidates;
 }
 
 // ---- Edits --------------------------------------------------------------------------------------

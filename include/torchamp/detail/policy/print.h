@@ -20,6 +20,16 @@
 
 namespace torchamp::detail {
 
+/// What a rule does, for the end of a printed policy.
+inline constexpr std::pair<Cast, std::string_view> legend[] = {
+    {Cast::lower_precision, "arguments are cast to the region's dtype"},
+    {Cast::fp32, "arguments are cast to fp32; ops with a dtype argument compute in fp32"},
+    {Cast::promote, "arguments are cast to the widest dtype among them"},
+    {Cast::fp8, "operands are quantised to 8 bits: see Policy::fp8"},
+    {Cast::unchanged, "arguments are not cast"},
+    {Cast::native, "LibTorch's own kernel for the device decides; its effect follows the colon"},
+};
+
 /// The rule called `name`; null if there is none.
 constexpr const CastRow* row_named(std::string_view name) {
   for (const CastRow& row : cast_rows) {
@@ -83,7 +93,7 @@ inline std::map<std::string, PrintedRule> rules_in_force(const PolicyData& polic
     rules[full_name(op.operator_name())] = {rule_in_force(policy, op, device),
                                             effect_of_rule(policy, op, device)};
   };
-  for (const TabledOp& tabled : candidates(policy)) add(tabled.op);
+  for_each_candidate(policy, [&](const TabledOp& tabled) { add(tabled.op); });
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getRegistrationsForDispatchKey(autocast_key(device))) {
     // Overlays are there too, those that policies before this one asked for.
@@ -138,7 +148,7 @@ inline void print_policy(std::ostream& out, const PolicyData& policy) {
     }
   }
   out << "every other op: unchanged\n";
-  for (const CastRow& row : cast_rows) out << row.name << ": " << row.text << '\n';
+  for (const auto& [rule, text] : legend) out << to_string(rule) << ": " << text << '\n';
 }
 
 }  // namespace torchamp::detail
