@@ -277,7 +277,8 @@ inline void look_at(const GradientBatch& numbers, const at::Tensor& one, at::Ten
 
 /// The same for gradients on the host, which are not written to. Large ones are looked at by their
 /// norms first, which only read.
-inline void look_at_on_host(const GradientBatch& batch, const at::Tensor& one, at::Tensor& flag) {
+[[gnu::cold]] inline void look_at_on_host(const GradientBatch& batch, const at::Tensor& one,
+                                          at::Tensor& flag) {
   const auto reads_fast = [](const at::Tensor& gradient) {
     constexpr int64_t large = 1 << 15;  // where a norm costs less than the kernel
     return gradient.numel() >= large && gradient.is_non_overlapping_and_dense();
@@ -303,7 +304,8 @@ inline void look_at_on_host(const GradientBatch& batch, const at::Tensor& one, a
 
 /// Sets `flag` to 1 if any of the gradients is not finite. They are not changed, nor are their
 /// versions. `one`: 0-dim fp32 on their device, if there is one.
-inline void check(const GradientBatch& batch, at::Tensor& flag, const at::Tensor& one = {}) {
+[[gnu::cold]] inline void check(const GradientBatch& batch, at::Tensor& flag,
+                                const at::Tensor& one = {}) {
   const at::AutoDispatchBelowADInplaceOrView versions_stay;
   if (batch.device.is_cpu() && unscale_kernel_takes(batch)) {
     return look_at_on_host(batch, one.defined() ? one : at::ones({}, flag.options()), flag);

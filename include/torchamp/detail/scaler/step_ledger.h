@@ -95,7 +95,7 @@ inline std::shared_ptr<Shards> shards_of(const torch::optim::Optimizer& optimize
 /// What clips leave to the next step of an optimizer.
 struct ClipLeft {
   /// Undefined if there is nothing.
-  static Divisor to(const torch::optim::Optimizer& optimizer) {
+  [[gnu::cold]] static Divisor to(const torch::optim::Optimizer& optimizer) {
     const auto* const defers = dynamic_cast<const DefersClips*>(&optimizer);
     return defers ? defers->deferred_clip_.of(optimizer) : Divisor();
   }
@@ -283,7 +283,7 @@ class StepOrder {
     began_at_ = PlainClips::tick();
   }
   /// Warns once of a clip before the gradients came that are now stepped with.
-  void warn_of_early_clip(const torch::optim::Optimizer& optimizer) {
+  [[gnu::cold]] void warn_of_early_clip(const torch::optim::Optimizer& optimizer) {
     if (warned_of_early_clip_ || !PlainClips::any_in_vain_since(began_at_, optimizer, true)) return;
     warned_of_early_clip_ = true;
     TORCH_WARN(
@@ -297,7 +297,7 @@ class StepOrder {
   bool was_asked() const { return asked_ || asked_for_good_; }
   /// Warns once where the gradients that are to be divided may not be scaled, and once where they
   /// were clipped while scaled.
-  void check(const torch::optim::Optimizer& optimizer, const char* call) {
+  [[gnu::cold]] void check(const torch::optim::Optimizer& optimizer, const char* call) {
     if (was_asked()) return;
     if (scaled_at_ == 0 ? had_scale_ : none_has_run()) {
       if (warned_of_scale_ || !any_gradient(optimizer)) return;
@@ -356,7 +356,8 @@ class UnscaledGradients {
     std::vector<SeenTensor> seen;
     for (const WeakTensor& weak : parameters_) {
       const at::Tensor parameter = weak.lock();
-      seen.emplace_back(parameter.defined() ? gradient_of(parameter) : at::Tensor());
+      const at::Tensor gradient = parameter.defined() ? gradient_of(parameter) : at::Tensor();
+      seen.emplace_back(gradient);
     }
     return seen;
   }
