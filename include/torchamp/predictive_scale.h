@@ -11,8 +11,9 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/isnan.h>
 #include <ATen/ops/log2.h>
+#include <ATen/ops/max.h>
 #include <ATen/ops/maximum.h>
-#include <ATen/ops/minimum.h>
+#include <ATen/ops/min.h>
 #include <ATen/ops/nan_to_num.h>
 #include <ATen/ops/pow.h>
 #include <ATen/ops/sqrt.h>
@@ -44,20 +45,6 @@ namespace torchamp::detail {
 
 // For doubles on the host and 0-dim tensors on a device, as in loss_scale.h. Where std and at
 // have one name for both, a using-declaration and the argument find the one that fits.
-
-inline double maximum_of(double a, double b) {
-  return std::max(a, b);
-}
-inline at::Tensor maximum_of(const at::Tensor& a, const at::Tensor& b) {
-  return at::maximum(a, b);
-}
-
-inline double minimum_of(double a, double b) {
-  return std::min(a, b);
-}
-inline at::Tensor minimum_of(const at::Tensor& a, const at::Tensor& b) {
-  return at::minimum(a, b);
-}
 
 // Note [A scale that looks ahead]
 //
@@ -122,13 +109,12 @@ GradientForecast<Number> after_iteration(const GradScalerOptions& options,
                                          const Bool& lowers, const Bool& grows,
                                          const Number& largest) {
   using Constants = ForecastConstants;
-  using std::log2, std::pow;
+  using std::log2, std::max, std::min, std::pow;
   GradientForecast<Number> after = before;
   const auto is_sample = choose(bad, choose(is_first, before.samples, 0.), largest) > 0.;
   const Number log_scale = log2(scale);
-  const Number overflowed =
-      minimum_of(Constants::overflow - log_scale, before.mean + Constants::surprise);
-  const Number sample = choose(bad, maximum_of(overflowed, before.mean), log2(largest) - log_scale);
+  const Number overflowed = min(Constants::overflow - log_scale, before.mean + Constants::surprise);
+  const Number sample = choose(bad, max(overflowed, before.mean), log2(largest) - log_scale);
   const Number samples = before.samples + 1.;
   const auto average = [&](const Number& mean, const Number& value, double decay) {
     const Number weight = (1. - decay) / (1. - pow(decay, samples));
@@ -150,18 +136,18 @@ template <class Number, class Bool>
 Number predicted_scale(const GradScalerOptions& options, const GradientForecast<Number>& now,
                        const Number& scale, const Bool& bad, const Number& largest) {
   using Constants = ForecastConstants;
-  using std::exp2, std::floor, std::log2, std::sqrt;
+  using std::exp2, std::floor, std::log2, std::max, std::min, std::sqrt;
   constexpr double infinity = std::numeric_limits<double>::infinity();
   const Number variance = clamp(now.slow_square - now.slow_mean * now.slow_mean, 0., infinity);
   const Number expected = now.mean + sqrt(variance) * Constants::sigmas;
   const Number latest = choose(bad, expected, log2(largest) - log2(scale));
   // Nothing is known of the latest if it is -inf.
   constexpr double rounding = 1e-6;  // so that a whole number stays one
-  const Number target = exp2(floor(now.aim - maximum_of(expected, latest) + rounding));
+  const Number target = exp2(floor(now.aim - max(expected, latest) + rounding));
   const Number lower = choose(
       scale > 1., choose(now.samples > 0., clamp(scale * Constants::retreat, 1., infinity), 1.),
       as_fp32(scale * options.backoff_factor));
-  return choose(bad, choose(now.samples > 0., minimum_of(target, lower), lower), target);
+  return choose(bad, choose(now.samples > 0., min(target, lower), lower), target);
 }
 
 /// Whether all outputs that were scaled in an iteration were finite.
