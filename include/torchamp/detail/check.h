@@ -7,6 +7,8 @@
 #include <string>
 #include <utility>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 [[noreturn, gnu::cold]] inline void throw_value_error(const char* function, const char* file,

@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/cat.h>
 #include <c10/core/Device.h>
-#include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
@@ -123,11 +122,6 @@ inline std::string number_text(double value, int digits = 6,
 }
 inline std::string fixed_text(double value, int digits) {
   return number_text(value, digits, std::chars_format::fixed);
-}
-
-/// As Python calls it: "float16".
-inline std::string dtype_name(at::ScalarType dtype) {
-  return std::string(c10::getDtypeNames(dtype).first);
 }
 
 /// `text` as a JSON string.

@@ -283,7 +283,7 @@ class PolicyParser {
 
   at::ScalarType dtype(const std::string& name) const {
     for (const at::ScalarType dtype : {at::kHalf, at::kBFloat16, at::kFloat}) {
-      if (region_dtype_name(dtype) == name) return dtype;
+      if (dtype_name(dtype) == name) return dtype;
     }
     check(false, "'", shorten(name), "' is not float16, bfloat16 or float32");
     return at::kFloat;  // not reached, which GCC does not see without optimisation

@@ -54,8 +54,8 @@ inline std::string_view to_string(BaseTable base) {
   return base == BaseTable::standard ? "standard" : "torch";
 }
 
-/// A region's dtype as a policy's text names it: "float16".
-inline std::string region_dtype_name(at::ScalarType dtype) {
+/// As Python and a policy's text call it: "float16".
+inline std::string dtype_name(at::ScalarType dtype) {
   return std::string(c10::getDtypeNames(dtype).first);
 }
 
@@ -63,7 +63,7 @@ inline std::string region_dtype_name(at::ScalarType dtype) {
 inline std::string to_string(const Edit& edit) {
   std::string text(torchamp::to_string(edit.cast));
   if (edit.op_rule != nullptr) text = edit.op_rule->text();
-  if (edit.when.dtype) text.append(" when ").append(region_dtype_name(*edit.when.dtype));
+  if (edit.when.dtype) text.append(" when ").append(dtype_name(*edit.when.dtype));
   text += ": ";
   if (!edit.family.empty()) return text + "ops::" + edit.family;
   return text + c10::Join(", ", edit.names);
