@@ -18,7 +18,6 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/check.h"
 #include "torchamp/detail/device_work.h"
 #include "torchamp/detail/gradients/attached.h"
 #include "torchamp/optim.h"
@@ -231,8 +230,7 @@ TORCHAMP_BODY void FusedOptimizer::zero_grad(bool set_to_none) {
 }
 
 TORCHAMP_BODY void FusedOptimizer::divide_next_step(const at::Tensor& divisor) {
-  TORCHAMP_CHECK_VALUE(divisor.defined(),
-                       "FusedOptimizer::divide_next_step: no divisor was given.");
+  TORCH_CHECK_VALUE(divisor.defined(), "FusedOptimizer::divide_next_step: no divisor was given.");
   check_scalar(divisor, "divisor");
   const detail::InternalOps internal;
   deferred_clip_.add(*this, {divisor});
@@ -265,10 +263,9 @@ TORCHAMP_BODY void FusedOptimizer::step_knowing(const at::Tensor& grad_scale,
 }
 
 TORCHAMP_BODY void FusedOptimizer::check_scalar(const at::Tensor& tensor, const char* name) {
-  TORCHAMP_CHECK_VALUE(
-      !tensor.defined() || (tensor.dim() == 0 && tensor.scalar_type() == at::kFloat),
-      "FusedOptimizer: ", name, " is of dtype ", tensor.scalar_type(), " and shape ",
-      tensor.sizes(), ". It must be a 0-dim fp32 tensor.");
+  TORCH_CHECK_VALUE(!tensor.defined() || (tensor.dim() == 0 && tensor.scalar_type() == at::kFloat),
+                    "FusedOptimizer: ", name, " is of dtype ", tensor.scalar_type(), " and shape ",
+                    tensor.sizes(), ". It must be a 0-dim fp32 tensor.");
 }
 
 }  // namespace TORCHAMP_NAMESPACE

@@ -7,6 +7,7 @@
 #include <ATen/ops/full.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
 #include <c10/util/flat_hash_map.h>
 #include <torch/optim/optimizer.h>
 
@@ -21,7 +22,6 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/check.h"
 #include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/optim/kernels.h"
 #include "torchamp/detail/tensors.h"
@@ -171,13 +171,13 @@ template <OptimizerKernel Kernel>
       const auto where = [&] { return c10::str(Kernel::name, "::step: ", place_of(g, i)); };
       const std::string why = is_new ? why_not_fused(param, grad)
                                      : " is in the optimizer twice. Give each parameter once.";
-      TORCHAMP_CHECK_VALUE(why.empty(), where(), why);
+      TORCH_CHECK_VALUE(why.empty(), where(), why);
       if (const StepMethod* const method = step_method_of(param)) method->check(param, grad, where);
     }
   }
   for_each_state<Kernel>(
       groups, states, [&](auto g, auto i, const at::Tensor& param, const at::Tensor& tensor) {
-        TORCHAMP_CHECK_VALUE(
+        TORCH_CHECK_VALUE(
             !tensor.defined() || !gradient_of(param).defined() || tensor.sizes() == param.sizes(),
             Kernel::name, "::step: ", place_of(g, i), " is of shape ", param.sizes(),
             ", its state of ", tensor.sizes(),
