@@ -103,12 +103,12 @@ struct Budget {
 };
 // The lines of the last two are to come down to 3,000 and 8,300.
 constexpr Budget budgets[] = {
-    {"autocast.h", 13, 3366},
+    {"autocast.h", 13, 3364},
     {"optim.h", 10, 2376},
     {"grad_scaler.h", 13, 3971},
-    {"torchamp.h", 33, 9629},
+    {"torchamp.h", 33, 9627},
 };
-constexpr Budget all_headers = {"include/", 128, 29189};  // lines to come down to 25,500
+constexpr Budget all_headers = {"include/", 128, 29187};  // lines to come down to 25,500
 
 struct Header {
   std::size_t lines = 0;
