@@ -103,12 +103,12 @@ struct Budget {
 };
 // The lines of the last two are to come down to 3,000 and 8,300.
 constexpr Budget budgets[] = {
-    {"autocast.h", 13, 3357},
-    {"optim.h", 10, 2375},
+    {"autocast.h", 13, 3361},
+    {"optim.h", 10, 2376},
     {"grad_scaler.h", 14, 4017},
-    {"torchamp.h", 34, 9669},
+    {"torchamp.h", 34, 9674},
 };
-constexpr Budget all_headers = {"include/", 129, 29274};  // lines to come down to 25,500
+constexpr Budget all_headers = {"include/", 129, 29279};  // lines to come down to 25,500
 
 struct Header {
   std::size_t lines = 0;

@@ -458,9 +458,8 @@ class Overlay final : public c10::OperatorKernel {
   }
 
   /// Lets the OpRule of the call's rule run it, if there is one and it can.
-  [[gnu::cold]] bool follow_op_rule(const PolicyData& policy, const OverlayRule& rule,
-                                    OpRuleUsage* usage, const c10::OperatorHandle& op,
-                                    torch::jit::Stack& stack) const {
+  bool follow_op_rule(const PolicyData& policy, const OverlayRule& rule, OpRuleUsage* usage,
+                      const c10::OperatorHandle& op, torch::jit::Stack& stack) const {
     if (rule.op_rule != nullptr) {
       const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
       return rule.op_rule->run(op, device_, stack, usage);

@@ -180,6 +180,10 @@ TORCHAMP_BODY PolicyScope::PolicyScope(std::shared_ptr<const ThreadPolicy> polic
   scripts_outside_ = ScriptSwitch::begin_scope(outer, policy_.get());
 }
 
+TORCHAMP_BODY PolicyScope::~PolicyScope() {
+  end();
+}
+
 TORCHAMP_BODY bool PolicyScope::end_of(const char* guard) {
   if (thread_ != std::this_thread::get_id()) {
     warn({guard,

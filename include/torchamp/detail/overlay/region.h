@@ -5,7 +5,6 @@
 #include <ATen/autocast_mode.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
-#include <c10/util/Exception.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <cstdint>
@@ -16,64 +15,11 @@
 #include <thread>
 
 #include "torchamp/cast_cache.h"
-#include "torchamp/detail/devices.h"
+#include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/policy/data.h"
-#include "torchamp/detail/text.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
-
-/// LibTorch's autocast switch and dtype of a thread for one device type.
-struct DeviceAutocastState {
-  at::DeviceType device;
-  at::ScalarType dtype;
-  bool enabled;
-
-  /// The calling thread's.
-  static DeviceAutocastState of(at::DeviceType device) {
-    return {device, at::autocast::get_autocast_dtype(device),
-            at::autocast::is_autocast_enabled(device)};
-  }
-
-  /// Sets it on the calling thread.
-  void apply() const {
-    at::autocast::set_autocast_enabled(device, enabled);
-    at::autocast::set_autocast_dtype(device, dtype);
-  }
-
-  bool operator==(const DeviceAutocastState&) const = default;
-};
-
-/// A level of the calling thread's autocast nesting, whose end LibTorch's weight cache awaits.
-class Nesting {
- public:
-  int enter() {
-    number_ = ++guards;
-    return inside_ = at::autocast::increment_nesting();
-  }
-
-  /// Closes the level, with inner ones left open, and returns the depth then. Closes nothing if it
-  /// was closed already. Warns, for the destructor `guard`, if a later guard has not ended.
-  int leave(const char* guard) const {
-    if (guards-- > number_) {
-      TORCH_WARN(joined(
-          {guard,
-           ": a guard that was made later on this thread has not ended. When it ends, it restores "
-           "the state that it found, so autocast may stay on. End guards in reverse order: make "
-           "them local variables."}));
-    }
-    int depth = at::autocast::decrement_nesting();
-    if (depth < inside_ - 1) return at::autocast::increment_nesting();  // it was closed already
-    while (depth >= inside_) depth = at::autocast::decrement_nesting();
-    return depth;
-  }
-
- private:
-  static inline thread_local int guards = 0;  // that have not ended
-
-  int inside_ = 0;
-  int number_ = 0;  // of this one among them
-};
 
 /// Puts a ThreadPolicy into the calling thread's slot, and takes it out again.
 class PolicyScope {
@@ -84,7 +30,7 @@ class PolicyScope {
                        std::shared_ptr<c10::ThreadLocalDebugInfo> node = nullptr);
   PolicyScope(const PolicyScope&) = delete;
   PolicyScope& operator=(const PolicyScope&) = delete;
-  ~PolicyScope() { end(); }
+  ~PolicyScope();
 
   /// For the destructor of a guard, `guard` ("~AutocastGuard"): ends the scope. False, after a
   /// warning, on another thread than the one that made it, which must leave all state as it is.

@@ -76,6 +76,58 @@ inline at::DispatchKey autocast_key(at::DeviceType device) {
 // ---- What is kept of weights
 // ----------------------------------------------------------------------
 
+/// LibTorch's autocast switch and dtype of a thread for one device type.
+struct DeviceAutocastState {
+  at::DeviceType device;
+  at::ScalarType dtype;
+  bool enabled;
+
+  /// The calling thread's.
+  static DeviceAutocastState of(at::DeviceType device) {
+    return {device, at::autocast::get_autocast_dtype(device),
+            at::autocast::is_autocast_enabled(device)};
+  }
+
+  /// Sets it on the calling thread.
+  void apply() const {
+    at::autocast::set_autocast_enabled(device, enabled);
+    at::autocast::set_autocast_dtype(device, dtype);
+  }
+
+  bool operator==(const DeviceAutocastState&) const = default;
+};
+
+/// A level of the calling thread's autocast nesting, whose end LibTorch's weight cache awaits.
+class Nesting {
+ public:
+  int enter() {
+    number_ = ++guards;
+    return inside_ = at::autocast::increment_nesting();
+  }
+
+  /// Closes the level, with inner ones left open, and returns the depth then. Closes nothing if it
+  /// was closed already. Warns, for the destructor `guard`, if a later guard has not ended.
+  int leave(const char* guard) const {
+    if (guards-- > number_) {
+      TORCH_WARN(joined(
+          {guard,
+           ": a guard that was made later on this thread has not ended. When it ends, it restores "
+           "the state that it found, so autocast may stay on. End guards in reverse order: make "
+           "them local variables."}));
+    }
+    int depth = at::autocast::decrement_nesting();
+    if (depth < inside_ - 1) return at::autocast::increment_nesting();  // it was closed already
+    while (depth >= inside_) depth = at::autocast::decrement_nesting();
+    return depth;
+  }
+
+ private:
+  static inline thread_local int guards = 0;  // that have not ended
+
+  int inside_ = 0;
+  int number_ = 0;  // of this one among them
+};
+
 // Note [Weights that are kept]
 // LibTorch caches casts of weights for a region. Caching more, or for longer, is an extra: casts
 // (torchamp/weight_cache.h) and 8-bit forms (torchamp/fp8.h) are in one store per process
@@ -218,9 +270,9 @@ inline const char* const runtime_op = "torchamp::_runtime";
   if (runtime != nullptr) return *runtime;
   runtime = new SharedRuntime;
   try {
-    define_for_all(joined({runtime_op, "(int layout=", std::to_string(TORCHAMP_LAYOUT),
-                           ", str version=\"" TORCHAMP_VERSION_TEXT "\", int address=",
-                           std::to_string(reinterpret_cast<std::uintptr_t>(runtime)), ") -> ()"}));
+    define_for_all(std::string(runtime_op) + "(int layout=" + std::to_string(TORCHAMP_LAYOUT) +
+                   ", str version=\"" TORCHAMP_VERSION_TEXT "\", int address=" +
+                   std::to_string(reinterpret_cast<std::uintptr_t>(runtime)) + ") -> ()");
   } catch (const c10::Error&) {
     delete runtime;
     runtime = find_runtime();  // defined by another library between our look and our definition

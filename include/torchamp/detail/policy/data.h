@@ -46,7 +46,7 @@ class PolicyData;
 
 /// "aten::add.Tensor", as c10::toString() writes it through a stream, ten times as slowly.
 [[gnu::cold]] inline std::string full_name(const c10::OperatorName& op) {
-  return joined({op.name, op.overload_name.empty() ? "" : ".", op.overload_name});
+  return op.overload_name.empty() ? op.name : op.name + '.' + op.overload_name;
 }
 
 /// Warns the first time for `is_known`, or always where LibTorch was asked to always warn.
@@ -208,7 +208,6 @@ class PolicyData {
  private:
   /// Installs the overlays that the policy needs on a device. Defined in overlay/kernel.h.
   void compile(at::DeviceType device) const;
-
   /// The rule of an entry with conditions.
   OverlayRule choose(const OverlayEntry& entry, at::DeviceType device, const OpCall& call) const;
 
@@ -584,12 +583,11 @@ Cast rule_in_force(const PolicyData& policy, const c10::OperatorHandle& op, at::
 }
 
 /// An overload, and what Policy::standard() says of it; native if nothing, or if the overload
-/// cannot be cast.
+/// cannot be cast. `row`: its row of the standard table, if known.
 struct TabledOp {
   c10::OperatorHandle op;
   StandardRule standard;
 
-  /// `row`: that of the standard table, if it is known.
   explicit TabledOp(const c10::OperatorHandle& overload, const StandardRow* row = nullptr);
 };
 

@@ -69,9 +69,11 @@ class OpCatalog final : public c10::OpRegistrationListener {
     return std::string(best.second);
   }
 
-  // LibTorch calls the first of these for all ops within make().
-  [[gnu::cold]] void onOperatorRegistered(const c10::OperatorHandle& op) override {
-    const std::scoped_lock lock(mutex_);
+  // LibTorch calls these one at a time, and the first of them for all ops within make(), where a
+  // lock for each would make a process's first guard 7 % slower.
+  void onOperatorRegistered(const c10::OperatorHandle& op) override {
+    std::unique_lock lock(mutex_, std::defer_lock);
+    if (std::this_thread::get_id() != maker_ || is_made_) lock.lock();
     std::uint32_t& first = first_of(op.operator_name().name);
     ops_.push_back({op, first});
     first = static_cast<std::uint32_t>(ops_.size());
@@ -101,6 +103,8 @@ class OpCatalog final : public c10::OpRegistrationListener {
     // Its end would take the listener away.
     new c10::RegistrationHandleRAII(
         c10::Dispatcher::singleton().addRegistrationListener(std::move(listener)));
+    const std::scoped_lock lock(catalog.mutex_);
+    catalog.is_made_ = true;
     return catalog;
   }
 
@@ -116,6 +120,8 @@ class OpCatalog final : public c10::OpRegistrationListener {
   }
 
   std::mutex mutex_;
+  const std::thread::id maker_ = std::this_thread::get_id();
+  bool is_made_ = false;
   std::vector<Op> ops_;
   std::uint32_t first_[1 << 12] = {};  // by hash
 };
@@ -125,7 +131,7 @@ TORCHAMP_COLD std::vector<c10::OperatorHandle> find_ops(std::string_view text,
   const auto colons = text.find("::");
   const auto dot = text.find('.', colons == text.npos ? 0 : colons);
   const std::string_view name = text.substr(0, dot);
-  const std::string base = joined({colons == text.npos ? "aten::" : "", name});
+  const std::string base = std::string(colons == text.npos ? "aten::" : "").append(name);
   std::vector<c10::OperatorHandle> found = OpCatalog::instance().overloads(base);
   if (dot == text.npos && (missing_ok || !found.empty())) return found;
   const std::string_view wanted = dot == text.npos ? "" : text.substr(dot + 1);
@@ -133,8 +139,8 @@ TORCHAMP_COLD std::vector<c10::OperatorHandle> find_ops(std::string_view text,
   for (const c10::OperatorHandle& op : found) {
     const std::string& overload = op.operator_name().overload_name;
     if (overload == wanted) return {op};
-    known +=
-        joined({known.empty() ? "'" : ", '", name, overload.empty() ? "" : ".", overload, "'"});
+    known.append(known.empty() ? "'" : ", '").append(name);
+    known.append(overload.empty() ? "" : ".").append(overload).append("'");
   }
   if (missing_ok) return {};
   if (!found.empty()) {
@@ -232,7 +238,6 @@ TORCHAMP_COLD Cast kernel_rule(const c10::OperatorName& op, at::DeviceType devic
 } catch (...) {  // oneDNN's errors are none of LibTorch's
 }
 
-/// Whether that works.
 [[gnu::cold]] inline bool autocast_runs_lstm_on_cpu(at::ScalarType dtype) {
   bool runs = false;
   std::thread(run_lstm_on_cpu, dtype, &runs).join();
