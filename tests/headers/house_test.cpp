@@ -33,6 +33,7 @@ constexpr Place places[] = {
     // 1: what knows nothing of the rest
     {"version.h", 1},
     {"detail/check.h", 1},
+    {"detail/checksum.h", 1},
     {"detail/devices.h", 1},
     {"detail/tensors.h", 1},
     {"detail/text.h", 1},
@@ -105,10 +106,10 @@ struct Budget {
 constexpr Budget budgets[] = {
     {"autocast.h", 13, 3361},
     {"optim.h", 10, 2376},
-    {"grad_scaler.h", 14, 4017},
-    {"torchamp.h", 34, 9674},
+    {"grad_scaler.h", 16, 4061},
+    {"torchamp.h", 36, 9718},
 };
-constexpr Budget all_headers = {"include/", 129, 29279};  // lines to come down to 25,500
+constexpr Budget all_headers = {"include/", 131, 29323};  // lines to come down to 25,500
 
 struct Header {
   std::size_t lines = 0;
