@@ -225,7 +225,7 @@ class CastArguments {
       if (!element.isTensor()) continue;
       list.set(i, at::autocast::cached_cast(dtype, element.toTensor(), call.device));
     }
-    value = std::move(list);
+    value = list;
   }
 
   static bool needs_cast(const at::Tensor& tensor, at::ScalarType dtype, const Call& call) {

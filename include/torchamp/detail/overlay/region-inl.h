@@ -294,8 +294,8 @@ inline void check_is_floating(at::ScalarType dtype) {
     warn_once(
         dtypes[static_cast<std::size_t>(dtype)],
         {"AutocastGuard: autocast on ", name, " supports fp16 and bf16, not ", c10::toString(dtype),
-         ". The region runs with autocast disabled. Pass torch::kBFloat16 or torch::kHalf, "
-         "or {.enabled = false} to leave fp32 alone."});
+         ". The region runs with autocast disabled. Pass torch::kBFloat16 or torch::kHalf",
+         ", or {.enabled = false} to leave fp32 alone."});
   } else {
     warn_once(devices[static_cast<std::size_t>(device)],
               {"AutocastGuard: there is no ", name, " device. ", name,

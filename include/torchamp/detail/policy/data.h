@@ -588,7 +588,7 @@ struct TabledOp {
   c10::OperatorHandle op;
   StandardRule standard;
 
-  explicit TabledOp(const c10::OperatorHandle& overload, const StandardRow* row = nullptr);
+  explicit TabledOp(c10::OperatorHandle overload, const StandardRow* row = nullptr);
 };
 
 /// What the overlay of an op has to do under `policy`; native if LibTorch alone does it.

@@ -292,8 +292,8 @@ TORCHAMP_COLD OverlayRule PolicyData::choose(const OverlayEntry& entry, at::Devi
 
 // ---- The rule in force for an op ----------------------------------------------------------------
 
-TORCHAMP_COLD TabledOp::TabledOp(const c10::OperatorHandle& overload, const StandardRow* row)
-    : op(overload) {
+TORCHAMP_COLD TabledOp::TabledOp(c10::OperatorHandle overload, const StandardRow* row)
+    : op(std::move(overload)) {
   if (row == nullptr) row = standard_row(op.operator_name());
   const StandardRule rule =
       row != nullptr ? row->rule
