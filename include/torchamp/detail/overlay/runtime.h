@@ -35,8 +35,7 @@
 
 namespace torchamp::detail {
 
-// ---- Devices that have autocast
-// -------------------------------------------------------------------
+// ---- Devices that have autocast -----------------------------------------------------------------
 
 /// The types of device that have autocast.
 #if TORCHAMP_LIBTORCH >= 207
@@ -73,8 +72,7 @@ inline at::DispatchKey autocast_key(at::DeviceType device) {
   return at::autocast::get_autocast_dispatch_key_from_device_type(device);
 }
 
-// ---- What is kept of weights
-// ----------------------------------------------------------------------
+// ---- What is kept of weights --------------------------------------------------------------------
 
 /// LibTorch's autocast switch and dtype of a thread for one device type.
 struct DeviceAutocastState {
@@ -189,8 +187,7 @@ class WeightCasts {
 /// Those of torchamp/weight_cache.h, which registers them; null where no source file includes that.
 inline const WeightCasts* registered_weight_casts = nullptr;
 
-// ---- The runtime
-// ----------------------------------------------------------------------------------
+// ---- The runtime --------------------------------------------------------------------------------
 
 // Note [One runtime per process]
 // A header-only library compiled with hidden visibility into a host and its plugins has a copy of

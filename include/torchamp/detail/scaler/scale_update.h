@@ -236,7 +236,7 @@ ScaleMemory<Number> after_update(const GradScalerOptions& options,
   return after;
 }
 
-// ---- On a device -------------------------------------------------------------------------------
+// ---- On a device --------------------------------------------------------------------------------
 
 // Note [Hysteresis on a device]
 // A device has one kernel for a whole update, torch.amp's, which takes any factors and knows
