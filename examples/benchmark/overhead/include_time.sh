@@ -12,17 +12,17 @@
 # Note [What a program costs to compile]
 # LibTorch 2.15, g++ 12, -O2, billions of instructions of the compiler (`perf stat -e
 # instructions:u`) and bytes of code and data of the object file:
-#   without torchamp                                58.56   62,173
-#   guard, scaler and a fused optimizer            112.81  375,712
+#   without torchamp                                58.73   62,173
+#   guard, scaler and a fused optimizer             95.81  316,116
 #   the same, the library compiled apart            62.80   57,290
 #   the library's own file, once                   105.8   566,939
 #   torchamp.h included, nothing used               66.7    60,984
 #   the same, the library compiled apart            63.3    61,123
-# (The instructions of the second row are older than its bytes, and were those of 469,375.) So 93 %,
-# or 7.2 % with TORCHAMP_COMPILED. Header-only there is no way near that: no part stands
-# out (520 functions, the largest of 6 kB), and the compiler spends 0.12 to 0.13 billion on a
-# kilobyte of them; on one of the rest of the program, most of it instances of LibTorch's templates,
-# 0.27. -Os makes it 91.5. What is included and not used takes 3.1 in a file that has nothing but
+# (The other rows are older: the second was 112.81 and 469,375 then.) So 63 %, or 7.2 % with
+# TORCHAMP_COMPILED. Header-only there is no way near that: no part stands out (800 functions, the
+# largest of 4.4 kB), and the compiler spends 0.12 to 0.15 billion on a kilobyte of them; on one of
+# the rest of the program, most of it instances of LibTorch's templates,
+# 0.27. What is included and not used takes 3.1 in a file that has nothing but
 # torch/torch.h (43.6, so 7 %; 1.7 with TORCHAMP_COMPILED). The program takes 5 more because GCC
 # decides otherwise what to do about LibTorch's virtual calls: with -fno-devirtualize it takes 52.1
 # without torchamp.h and 55.2 with it.
