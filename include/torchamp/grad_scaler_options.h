@@ -104,7 +104,8 @@ struct GradScalerOptions {
   AtLimit at_min_scale = AtLimit::warn;
 
   /// Number of overflows that back off the scale; 1 backs off at the first. A good iteration
-  /// between them does not reset the count, unless hysteresis_refill says so.
+  /// between them does not reset the count, unless hysteresis_refill says so. Above some 100,000,
+  /// it is approximate where only the device knows the scale.
   int64_t hysteresis = 1;
   /// When that count is reset.
   HysteresisRefill hysteresis_refill = HysteresisRefill::growth;

@@ -52,7 +52,8 @@ struct CastRow {
   bool casts;             // so only ops whose arguments can be cast may follow it
 };
 
-/// All rules. A new one needs an enumerator, a row here, a case of CastArguments and a test.
+/// All rules. A new one needs an enumerator, a row here, a case of CastArguments, a line of the
+/// legend in detail/policy/print.h and a test.
 inline constexpr CastRow cast_rows[] = {
     {Cast::lower_precision, "lower_precision"sv, true},
     {Cast::fp32, "fp32"sv, true},

@@ -43,7 +43,7 @@
 
 namespace torchamp::detail {
 
-// For doubles on the host and 0-dim tensors on a device, as in loss_scale.h. Where std and at
+// For doubles on the host and 0-dim tensors on a device, as in scale_update.h. Where std and at
 // have one name for both, a using-declaration and the argument find the one that fits.
 
 // Note [A scale that looks ahead]

@@ -29,7 +29,7 @@
 /// of Cast. See .github/CONTRIBUTING.md, Two versions in one process.
 #define TORCHAMP_LAYOUT 17
 
-// The inline namespace of the version: see the same section.
+// The inline namespace of the version: see .github/CONTRIBUTING.md, Two versions in one process.
 /// @cond
 #define TORCHAMP_NAMESPACE_OF_(major, minor, patch) torchamp::inline v##major##_##minor##_##patch
 #define TORCHAMP_NAMESPACE_OF(...) TORCHAMP_NAMESPACE_OF_(__VA_ARGS__)

@@ -21,9 +21,9 @@
 # (The other rows are older: the second was 112.81 and 469,375 then.) So 63 %, or 7.2 % with
 # TORCHAMP_COMPILED. Header-only there is no way near that: no part stands out (800 functions, the
 # largest of 4.4 kB), and the compiler spends 0.12 to 0.15 billion on a kilobyte of them; on one of
-# the rest of the program, most of it instances of LibTorch's templates,
-# 0.27. What is included and not used takes 3.1 in a file that has nothing but
-# torch/torch.h (43.6, so 7 %; 1.7 with TORCHAMP_COMPILED). The program takes 5 more because GCC
+# the rest of the program, most of it instances of LibTorch's templates, 0.27. What is included and
+# not used takes 3.1 in a file that has nothing but torch/torch.h (43.6, so 7 %; 1.7 with
+# TORCHAMP_COMPILED). The program takes 5 more because GCC
 # decides otherwise what to do about LibTorch's virtual calls: with -fno-devirtualize it takes 52.1
 # without torchamp.h and 55.2 with it.
 # With -fsyntax-only, torchamp.h is 7.3 % of what torch/torch.h takes (41.9), or 4.0 % with

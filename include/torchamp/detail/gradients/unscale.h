@@ -275,8 +275,8 @@ inline void look_at(const GradientBatch& numbers, const at::Tensor& one, at::Ten
   }
 }
 
-/// The same for gradients on the host, which are not written to. Large ones are looked at by their
-/// norms first, which only read.
+/// The same for gradients on the host. Large ones are looked at by their norms first, which only
+/// read.
 [[gnu::cold]] inline void look_at_on_host(const GradientBatch& batch, const at::Tensor& one,
                                           at::Tensor& flag) {
   const auto reads_fast = [](const at::Tensor& gradient) {

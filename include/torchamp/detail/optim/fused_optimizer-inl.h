@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 
-// Templates, and functions that compiled.h takes at a second time: see version.h.
+// Templates, and functions that compiled.h takes at a second time: see .github/CONTRIBUTING.md,
+// Compiled once.
 #ifndef TORCHAMP_FUSED_OPTIMIZER_TEMPLATES
 #define TORCHAMP_FUSED_OPTIMIZER_TEMPLATES
 
@@ -139,7 +140,7 @@ template <detail::OptimizerKernel Kernel>
                                      tensor = detail::fitted(tensor, param);
                                    });
   }
-  plan_.write_rates(param_groups_);
+  if (same_plan) plan_.write_rates(param_groups_);
   return like_the_last;
 }
 

@@ -245,6 +245,12 @@ class StepPlan {
   using Options = typename Kernel::Options;
   using State = typename Kernel::State;
 
+  // Slots and lists point into the plan.
+  StepPlan() = default;
+  StepPlan(StepPlan&&) noexcept = default;
+  StepPlan& operator=(StepPlan&&) noexcept = default;
+  ~StepPlan() = default;
+
   /// False if the plan does not hold for `groups` and `states`.
   bool collect_gradients(const ParamGroups& groups, const ParamStates& states) {
     for (StepList& list : lists_) list.grads.clear();
@@ -285,9 +291,9 @@ class StepPlan {
         ++slot;
       }
     }
+    identity_ = std::make_shared<char>();
     uses_ = std::move(uses);
     slots_ = std::move(slots);
-    identity_ = std::make_shared<char>();
     note_states(states);
   }
 

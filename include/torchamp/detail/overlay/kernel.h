@@ -377,7 +377,7 @@ inline NativeKernel kernel_of(const c10::OperatorHandle& op, c10::DispatchKey ke
 // whichever state they were first run in, while other threads keep the JIT's casts.
 class Overlay final : public c10::OperatorKernel {
  public:
-  [[gnu::cold]] Overlay(const c10::OperatorHandle& op, std::size_t index, at::DeviceType device)
+  Overlay(const c10::OperatorHandle& op, std::size_t index, at::DeviceType device)
       : index_(index),
         device_(device),
         device_index_(device_index(device, "Overlay")),
@@ -506,19 +506,23 @@ class Overlay final : public c10::OperatorKernel {
   SharedRuntime& runtime = shared_runtime();
   auto& overlays = runtime.overlays[device_index(device, "install_overlay")];
   const std::scoped_lock lock(runtime.mutex);
-  const auto known = overlays.find(op.operator_name());
-  if (known != overlays.end()) return known->second.index;
-  const KnownOverlay overlay{overlays.size(), has_autocast_kernel(op, device)};
-  const NoWarning of_any_text("");  // LibTorch warns of kernels that replace others
-  // Never destroyed: its end would take the kernel away. (A torch::Library would parse the name,
-  // which takes longer than all else that the first guard does for an op.)
-  new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().registerImpl(
-      op.operator_name(), autocast_key(device),
-      c10::KernelFunction::makeFromBoxedFunctor(
-          std::make_unique<Overlay>(op, overlay.index, device)),
-      std::nullopt, nullptr, "torchamp kernel"));
-  overlays[op.operator_name()] = overlay;
-  return overlay.index;
+  const std::size_t index = overlays.size();
+  const auto [overlay, is_new] = overlays.try_emplace(
+      op.operator_name(), KnownOverlay{index, has_autocast_kernel(op, device)});
+  if (!is_new) return overlay->second.index;
+  try {
+    const NoWarning of_any_text("");  // LibTorch warns of kernels that replace others
+    // Never destroyed: its end would take the kernel away. (A torch::Library would parse the name,
+    // which takes longer than all else that the first guard does for an op.)
+    new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().registerImpl(
+        op.operator_name(), autocast_key(device),
+        c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Overlay>(op, index, device)),
+        std::nullopt, nullptr, "torchamp kernel"));
+  } catch (...) {
+    overlays.erase(overlay);
+    throw;
+  }
+  return index;
 }
 
 [[gnu::cold]] inline void PolicyData::compile(at::DeviceType device) const {

@@ -72,8 +72,6 @@ inline at::DispatchKey autocast_key(at::DeviceType device) {
   return at::autocast::get_autocast_dispatch_key_from_device_type(device);
 }
 
-// ---- What is kept of weights --------------------------------------------------------------------
-
 /// LibTorch's autocast switch and dtype of a thread for one device type.
 struct DeviceAutocastState {
   at::DeviceType device;
@@ -125,6 +123,8 @@ class Nesting {
   int inside_ = 0;
   int number_ = 0;  // of this one among them
 };
+
+// ---- What is kept of weights --------------------------------------------------------------------
 
 // Note [Weights that are kept]
 // LibTorch caches casts of weights for a region. Caching more, or for longer, is an extra: casts

@@ -447,9 +447,9 @@ class LossScale {
 
   /// Puts these values in place of all that is there. The host must know them.
   [[gnu::cold]] void set(const ScaleMemory<double>& values) {
+    const bool changes = values.scale != host_.scale;
+    host_ = values;  // on a device, what nobody there keeps
     if (!on_device_) {
-      const bool changes = values.scale != host_.scale;
-      host_ = values;
       if (created() && changes) scale_.fill_(values.scale);
       return;
     }

@@ -29,8 +29,9 @@ namespace torchamp::detail {
 struct GradientBatch;
 class Shards;
 
-/// What a scale update remembers from one iteration to the next. Number is double on the host and a
-/// 0-dim fp64 tensor on a device, so that one text of the update serves both.
+/// What a scale update remembers from one iteration to the next. Number is double on the host, and
+/// a 0-dim tensor on a device where a ScaleRule changes the scale, so that one text of the update
+/// serves both; without a rule, a device has CountedUpdate.
 template <class Number>
 struct ScaleMemory {
   Number scale;
