@@ -53,8 +53,8 @@ inline uint32_t version_of(const at::Tensor& tensor) {
 // carries the address of a WeightsWritten. Both stay as they are in versions of torchamp to come.
 inline constexpr const char* weights_written_op = "torchamp::_weights_written";
 
-/// Drops what was kept until weights step, and what was made of these weights: they may have other
-/// values, though LibTorch may have counted no write. Any thread.
+/// Drops what was made of these weights: they may have other values, though LibTorch may have
+/// counted no write. Without weights, drops what was kept until weights step. Any thread.
 using WeightsWritten = void (*)(at::TensorList weights);
 
 // ---- Tensors that others keep alive -------------------------------------------------------------

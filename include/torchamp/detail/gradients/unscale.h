@@ -49,13 +49,13 @@ enum class HalfGradients { refused, allowed };
   return tensor.is_conj() || tensor.is_neg() ? tensor.resolve_conj().resolve_neg() : tensor;
 }
 
-/// What a gradient is to be replaced by, so that kernels see all of it; undefined if by nothing.
-[[gnu::cold]] inline at::Tensor replacement_of(const at::Tensor& gradient, HalfGradients half) {
+/// The gradient as kernels see all of it: the same tensor, or one to take its place.
+[[gnu::cold]] inline at::Tensor seen_whole(const at::Tensor& gradient, HalfGradients half) {
   if (gradient.is_sparse() && gradient.scalar_type() == at::kHalf &&
       half == HalfGradients::allowed && !gradient.is_coalesced()) {
     return gradient.coalesce();  // adding up what shares an index may overflow
   }
-  return gradient.is_conj() || gradient.is_neg() ? resolved(gradient) : at::Tensor();
+  return resolved(gradient);
 }
 
 /// Whether kernels take `gradient` as it is.
@@ -151,10 +151,9 @@ inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimize
       };
       check_steps(optimizer, parameter, where);
       const bool may_change = gradient.is_sparse() || gradient.is_conj() || gradient.is_neg();
-      at::Tensor other = may_change ? replacement_of(gradient, half) : at::Tensor();
-      const bool is_new = other.defined();
+      if (may_change) gradient = seen_whole(gradient, half);
+      const bool is_new = may_change && !gradient.is_same(gradient_of(parameter));
       if (is_new) {
-        gradient = std::move(other);
         to_change.push_back(parameter);
         changed.push_back(gradient);
       }

@@ -10,7 +10,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/operator_name.h>
 #include <ATen/core/stack.h>
-#include <ATen/ops/empty_like.h>
+#include <ATen/ops/ones_like.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/DispatchKey.h>
 #include <c10/core/DispatchKeySet.h>
@@ -185,7 +185,7 @@ class CastArguments {
       const c10::IValue& statistic = call[statistics_.front()];
       const bool has_weight = weight.isTensor() && weight.toTensor().defined();
       if (!has_weight && statistic.isTensor() && statistic.toTensor().defined()) {
-        weight = at::empty_like(statistic.toTensor()).fill_(1);
+        weight = at::ones_like(statistic.toTensor());
       }
     }
     const c10::IValue& training = call[training_position_.value_or(0)];

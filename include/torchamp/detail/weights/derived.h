@@ -400,8 +400,7 @@ inline DerivedWeights& derived_weights() {
       return static_cast<DerivedWeights&>(*known);  // of another library with the same layout
     }
     const WeightsWritten written = [](at::TensorList weights) {
-      derived_weights().end_window();
-      if (!weights.empty()) derived_weights().changed(weights);
+      weights.empty() ? derived_weights().end_window() : derived_weights().changed(weights);
     };
     auto made = std::make_unique<DerivedWeights>();
     define_for_all(joined({weights_written_op, "(int address=",
