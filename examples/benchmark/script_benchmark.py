@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Writes a BERT and a ResNet, traced and scripted, for scripts.cpp to load. (ResNet: of basic blocks.)"""
+"""Writes a BERT and a ResNet, traced and scripted, for script_benchmark.cpp to load. (ResNet: of basic blocks.)"""
 
 import argparse
 import os

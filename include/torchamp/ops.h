@@ -52,8 +52,7 @@ struct CastRow {
   bool casts;             // so only ops whose arguments can be cast may follow it
 };
 
-/// All rules. A new one needs an enumerator, a row here, a case of CastArguments, a line of the
-/// legend in detail/policy/print.h and a test.
+/// All rules. For what a new one needs, see .github/CONTRIBUTING.md, A kind of rule.
 inline constexpr CastRow cast_rows[] = {
     {Cast::lower_precision, "lower_precision"sv, true},
     {Cast::fp32, "fp32"sv, true},

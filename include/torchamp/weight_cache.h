@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "torchamp/cast_cache.h"
+#include "torchamp/detail/devices.h"
 #include "torchamp/detail/overlay/kernel.h"
 #include "torchamp/detail/overlay/runtime.h"
 #include "torchamp/detail/policy/data.h"
@@ -49,7 +50,7 @@ inline void install_overlays_of_natively_lowered(at::DeviceType device) {
       if (lowers_natively(op, device)) (void)install_overlay(op, device);
     }
   };
-  if (device == at::kCPU) {
+  if (!facts_of(device).follows_cuda_lists) {
     for (const std::string_view name : cpu_lower_precision_ops) install(name);
   } else {
     for (const ListedRule& rule : libtorch_cuda_lists) install(rule.op());

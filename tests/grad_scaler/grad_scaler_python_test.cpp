@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Files that go to a Python of this machine and come back. (Files that a Python wrote some time ago
-// are in io/python_state_test.cpp.)
+// are in checkpoint/python_state_test.cpp.)
 #include <torchamp/python_state.h>
 
 #include <gtest/gtest.h>

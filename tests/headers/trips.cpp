@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Two trips through the core, for trips.sh: each lies in a function of its own.
+// Two trips through the core, for .ci/trips: each lies in a function of its own.
 #include <torch/torch.h>
 
 #include "torchamp/torchamp.h"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Python's half of tests/grad_scaler_python_test.cpp.
+"""Python's half of tests/grad_scaler/grad_scaler_python_test.cpp.
 
     python tests/parity/exchange.py FOLDER ITERATIONS
 

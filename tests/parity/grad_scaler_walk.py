@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Walks torch.amp.GradScaler at random and writes what it did, for tests/grad_scaler_walk_test.cpp.
+"""Walks torch.amp.GradScaler at random and writes what it did.
+
+tests/grad_scaler/grad_scaler_walk_test.cpp compares.
 
 Refresh with
     python tests/parity/grad_scaler_walk.py > tests/parity/grad_scaler_walk.txt

@@ -61,7 +61,8 @@ inline constexpr DeviceFacts device_facts[] = {
     {.type = at::kPrivateUse1},
 };
 
-/// Of an external backend (kPrivateUse1), set before its first use, instead of its row; or null.
+/// The facts of an external backend (kPrivateUse1) instead of its row, if not null. Set it before
+/// the first guard or step, in each shared library that uses torchamp, to facts that stay.
 inline const DeviceFacts* facts_of_own_backend = nullptr;
 
 inline DeviceFacts facts_of(at::DeviceType type) {

@@ -62,9 +62,10 @@ inline bool device_is_present(at::DeviceType type) {
 inline std::size_t device_index(at::DeviceType device, const char* call) {
   const auto& all = autocast_devices;
   const auto found = std::find(all.begin(), all.end(), device);
-  TORCH_CHECK(found != all.end(),
-              joined({call, ": LibTorch has no autocast for the device type '", name_of(device),
-                      "'. Pass torch::kCPU, torch::kCUDA or another device type that has it."}));
+  if (found == all.end()) {
+    fail({call, ": LibTorch has no autocast for the device type '", name_of(device),
+          "'. Pass torch::kCPU, torch::kCUDA or another device type that has it."});
+  }
   return static_cast<std::size_t>(found - all.begin());
 }
 
@@ -105,11 +106,10 @@ class Nesting {
   /// was closed already. Warns, for the destructor `guard`, if a later guard has not ended.
   int leave(const char* guard) const {
     if (guards-- > number_) {
-      TORCH_WARN(joined(
-          {guard,
-           ": a guard that was made later on this thread has not ended. When it ends, it restores "
-           "the state that it found, so autocast may stay on. End guards in reverse order: make "
-           "them local variables."}));
+      warn({guard,
+            ": a guard that was made later on this thread has not ended. When it ends, it restores "
+            "the state that it found, so autocast may stay on. End guards in reverse order: make "
+            "them local variables."});
     }
     int depth = at::autocast::decrement_nesting();
     if (depth < inside_ - 1) return at::autocast::increment_nesting();  // it was closed already
@@ -243,14 +243,14 @@ inline const char* const runtime_op = "torchamp::_runtime";
   const auto value = [&](std::size_t i) -> const c10::IValue& {
     return *found->schema().arguments().at(i).default_value();
   };
-  TORCH_CHECK(
-      value(0).toInt() == TORCHAMP_LAYOUT,
-      joined({"torchamp: ", this_library(),
-              " was built against torchamp " TORCHAMP_VERSION_TEXT ", but torchamp ",
-              value(1).toStringRef(),
-              " is in use in this process already, and their shared state has different layouts (",
-              std::to_string(TORCHAMP_LAYOUT), " and ", std::to_string(value(0).toInt()),
-              "). Build the program and its plugins against one version."}));
+  if (value(0).toInt() != TORCHAMP_LAYOUT) {
+    fail({"torchamp: ", this_library(),
+          " was built against torchamp " TORCHAMP_VERSION_TEXT ", but torchamp ",
+          value(1).toStringRef(),
+          " is in use in this process already, and their shared state has different layouts (",
+          std::to_string(TORCHAMP_LAYOUT), " and ", std::to_string(value(0).toInt()),
+          "). Build the program and its plugins against one version."});
+  }
   return reinterpret_cast<SharedRuntime*>(value(2).toInt());
 }
 
@@ -267,9 +267,9 @@ inline const char* const runtime_op = "torchamp::_runtime";
   if (runtime != nullptr) return *runtime;
   runtime = new SharedRuntime;
   try {
-    define_for_all(std::string(runtime_op) + "(int layout=" + std::to_string(TORCHAMP_LAYOUT) +
-                   ", str version=\"" TORCHAMP_VERSION_TEXT "\", int address=" +
-                   std::to_string(reinterpret_cast<std::uintptr_t>(runtime)) + ") -> ()");
+    define_for_all(joined({runtime_op, "(int layout=", std::to_string(TORCHAMP_LAYOUT),
+                           ", str version=\"" TORCHAMP_VERSION_TEXT "\", int address=",
+                           std::to_string(reinterpret_cast<std::uintptr_t>(runtime)), ") -> ()"}));
   } catch (const c10::Error&) {
     delete runtime;
     runtime = find_runtime();  // defined by another library between our look and our definition

@@ -73,8 +73,7 @@ class OpRuleUsage {
   virtual void warn_if_unused() const = 0;
 };
 
-/// How an extra carries out a rule of a policy, options included: products in fp8
-/// (torchamp/fp8.h). Immutable.
+/// How torchamp/fp8.h carries out the rule fp8 of a policy, options included. Immutable.
 class OpRule {
  public:
   virtual ~OpRule() = default;
@@ -265,8 +264,8 @@ struct ThreadPolicy final : c10::DebugInfoBase, std::enable_shared_from_this<Thr
 
 /// A copy to change, for a scope inside of the policy's, if there is one.
 inline std::shared_ptr<ThreadPolicy> copy_of(const ThreadPolicy* policy) {
-  static const ThreadPolicy& none = *new ThreadPolicy;  // never destroyed
-  auto copy = std::make_shared<ThreadPolicy>(policy == nullptr ? none : *policy);
+  auto copy = policy == nullptr ? std::make_shared<ThreadPolicy>()
+                                : std::make_shared<ThreadPolicy>(*policy);
   copy->backward_pass = ThreadPolicy::no_backward_pass;
   copy->outside = nullptr;
   return copy;
