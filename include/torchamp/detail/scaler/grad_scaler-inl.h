@@ -37,18 +37,23 @@ namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
 
-TORCHAMP_BODY void UnscaledGradients::watch(const std::shared_ptr<UnscaledGradients>& gradients,
-                                            const at::Tensor& scaled) {
-  if (!scaled.requires_grad()) return;
-  scaled.register_hook([weak = std::weak_ptr<UnscaledGradients>(gradients)](const at::Tensor&) {
-    const auto watched = weak.lock();
-    const int task = torch::autograd::get_current_graph_task_id();
-    if (!watched || std::exchange(watched->task_, task) == task) return;
-    torch::autograd::Engine::get_default_engine().queue_callback(
-        [weak, before = watched->gradients()] {
-          if (const auto then = weak.lock()) then->end_backward(before);
-        });
-  });
+TORCHAMP_COLD void ScaledBackward::watch(const std::shared_ptr<ScaledBackward>& backward,
+                                         const at::Tensor& scaled) {
+  if (!scaled.requires_grad()) {
+    backward->has_run_ = true;
+    return;
+  }
+  scaled.register_hook([backward](const at::Tensor&) { begin(backward); });
+}
+
+TORCHAMP_COLD void ScaledBackward::begin(const std::shared_ptr<ScaledBackward>& backward) {
+  backward->has_run_ = true;
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (backward->unscaled_.empty() || std::exchange(backward->task_, task) == task) return;
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [backward, before = backward->gradients(), changes = backward->changes_] {
+        backward->end(before, changes);
+      });
 }
 
 // ---- What a scaler does with gradients ----------------------------------------------------------
@@ -235,7 +240,7 @@ TORCHAMP_COLD void check_not_stepped(const OptimizerState& state) {
               taken ? "call MasterWeights::take_gradients() before unscale_, and with an "
                       "Accumulation in before_unscale."
                     : "unscale_ found none at all.");
-  TORCH_CHECK(!state.watched || order.was_asked() || !state.watched->any_added(optimizer),
+  TORCH_CHECK(order.was_asked() || !order.backward->any_added(optimizer),
               "GradScaler::step: backward() of a scaled loss has added to the gradients of this "
               "optimizer after unscale_, or after a clip that names the scaler. Unscale and clip "
               "after the last backward(). To continue, drop the gradients and call discard().");
@@ -351,12 +356,8 @@ TORCHAMP_BODY void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
               "GradScaler::unscale_: this optimizer has been stepped already. Call unscale_ before "
               "step, and update() after it.");
   if (!scale_.stays_at_one()) ledger_.order.check(optimizer, "GradScaler::unscale_");
-  auto watched = std::make_shared<detail::UnscaledGradients>(optimizer);
-  ledger_.scaled.for_each([&](const at::Tensor& scaled) {
-    detail::UnscaledGradients::watch(watched, scaled);  // for another backward() of it
-  });
   state = detail::unscale_gradients(optimizer, scale_, "GradScaler::unscale_");
-  state.watched = std::move(watched);
+  ledger_.order.backward->note_unscaled(optimizer);
 }
 
 TORCHAMP_COLD StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
@@ -403,6 +404,7 @@ TORCHAMP_COLD StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
 
 TORCHAMP_BODY void GradScaler::discard(const torch::optim::Optimizer& optimizer) {
   ledger_.optimizers.reset(optimizer);
+  ledger_.order.backward->forget(optimizer);
   if (ledger_.losses) ledger_.losses->forget();  // they may have been this one's
 }
 

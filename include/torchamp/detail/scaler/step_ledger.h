@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
@@ -251,22 +250,78 @@ class PlainClips {
   static inline thread_local uint64_t latest = 0;
 };
 
+/// What the backward of scaled losses has done in an iteration, as the hooks tell that share this.
+class ScaledBackward {
+ public:
+  /// From now on the backward of `scaled` tells. What has no graph may be a gradient.
+  static void watch(const std::shared_ptr<ScaledBackward>& backward, const at::Tensor& scaled);
+  /// Whether any has run.
+  bool has_run() const { return has_run_; }
+
+  /// The gradients of `optimizer` are unscaled from now on.
+  void note_unscaled(const torch::optim::Optimizer& optimizer) {
+    ++changes_;
+    any_parameter(optimizer, [this](const at::Tensor& parameter) {
+      unscaled_.emplace_back(parameter);
+      return false;
+    });
+  }
+  /// Whether a backward has added to one since, that `optimizer` still has.
+  bool any_added(const torch::optim::Optimizer& optimizer) const {
+    return !added_.empty() && any_gradient(optimizer, [this](const at::Tensor& gradient) {
+      return std::ranges::any_of(added_, [&](const auto& added) { return added.is(gradient); });
+    });
+  }
+  [[gnu::cold]] void forget(const torch::optim::Optimizer& optimizer) {
+    ++changes_;
+    const auto is_its_own = [&](const SeenTensor& one) {
+      return any_parameter(optimizer, [&](const at::Tensor& parameter) {
+        return one.is(parameter) || one.is(gradient_of(parameter));
+      });
+    };
+    std::erase_if(unscaled_, is_its_own);
+    std::erase_if(added_, is_its_own);
+  }
+  void end_iteration() {
+    has_run_ = false;
+    ++changes_;
+    unscaled_.clear();
+    added_.clear();
+  }
+
+ private:
+  static void begin(const std::shared_ptr<ScaledBackward>& backward);
+  /// Gradients as they are now.
+  [[gnu::cold]] std::vector<SeenTensor> gradients() const {
+    std::vector<SeenTensor> seen;
+    for (const SeenTensor& weak : unscaled_) {
+      const at::Tensor parameter = weak.lock();
+      const at::Tensor gradient = parameter.defined() ? gradient_of(parameter) : at::Tensor();
+      seen.emplace_back(gradient);
+    }
+    return seen;
+  }
+  [[gnu::cold]] void end(const std::vector<SeenTensor>& before, int changes) {
+    if (changes != changes_) return;
+    for (std::size_t i = 0; const SeenTensor& gradient : gradients()) {
+      const at::Tensor now = gradient.lock();
+      if (!before[i++].is_unchanged(now)) added_.emplace_back(now);
+    }
+  }
+
+  std::atomic<bool> has_run_ = false;
+  std::vector<SeenTensor> unscaled_;  // the parameters whose gradients are
+  std::vector<SeenTensor> added_;     // those of their gradients that were changed
+  int changes_ = 0;                   // of `unscaled_`
+  int task_ = -1;                     // autograd's, in which the last backward was seen
+};
+
 /// What one scaler has heard in an iteration.
 class StepOrder {
  public:
-  /// `scaled` has been made, and tells if its backward runs. What has no graph may be a gradient.
-  [[gnu::cold]] void watch(const at::Tensor& scaled) {
-    if (!has_run_) has_run_ = std::make_shared<std::atomic<bool>>(false);
-    if (const auto& node = scaled.grad_fn()) {
-      node->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
-          [has_run = has_run_](const auto& gradients, const auto& /*of_outputs*/) {
-            *has_run = true;
-            return gradients;
-          }));
-    } else {
-      *has_run_ = true;
-    }
-  }
+  /// Also heard after this is gone.
+  std::shared_ptr<ScaledBackward> backward = std::make_shared<ScaledBackward>();
+
   void note_scaled() {
     scaled_at_ = PlainClips::tick();
     if (GraphBody::is_running()) asked_for_good_ = true;  // a replay scales, too
@@ -279,7 +334,7 @@ class StepOrder {
     had_scale_ |= scaled_at_ != 0;
     scaled_at_ = 0;
     asked_ = false;
-    if (has_run_) *has_run_ = false;
+    backward->end_iteration();
     began_at_ = PlainClips::tick();
   }
   /// Warns once of a clip before the gradients came that are now stepped with.
@@ -299,7 +354,7 @@ class StepOrder {
   /// were clipped while scaled.
   [[gnu::cold]] void check(const torch::optim::Optimizer& optimizer, const char* call) {
     if (was_asked()) return;
-    if (scaled_at_ == 0 ? had_scale_ : none_has_run()) {
+    if (scaled_at_ == 0 ? had_scale_ : !backward->has_run()) {
       if (warned_of_scale_ || !any_gradient(optimizer)) return;
       warned_of_scale_ = true;
       TORCH_WARN(call, ": ",
@@ -319,56 +374,11 @@ class StepOrder {
   }
 
  private:
-  /// Whether something was scaled, and none of it has run its backward in this iteration.
-  bool none_has_run() const { return has_run_ && !*has_run_; }
-
-  std::shared_ptr<std::atomic<bool>> has_run_;  // the backward of something scaled
-  uint64_t scaled_at_ = 0;                      // 0 if nothing was in this iteration
-  uint64_t began_at_ = PlainClips::tick();      // the iteration
-  bool had_scale_ = false;                      // some earlier iteration
+  uint64_t scaled_at_ = 0;                  // 0 if nothing was in this iteration
+  uint64_t began_at_ = PlainClips::tick();  // the iteration
+  bool had_scale_ = false;                  // some earlier iteration
   bool asked_ = false, asked_for_good_ = false;
   bool warned_of_scale_ = false, warned_of_clip_ = false, warned_of_early_clip_ = false;
-};
-
-/// Finds out whether a scaled loss adds to the gradients of an optimizer that are unscaled.
-class UnscaledGradients {
- public:
-  explicit UnscaledGradients(const torch::optim::Optimizer& optimizer) {
-    any_parameter(optimizer, [this](const at::Tensor& parameter) {
-      parameters_.emplace_back(parameter);
-      return false;
-    });
-  }
-
-  /// From now on the backward of `scaled` looks, while `gradients` exist.
-  static void watch(const std::shared_ptr<UnscaledGradients>& gradients, const at::Tensor& scaled);
-
-  /// Whether it has added to one that `optimizer` still has.
-  bool any_added(const torch::optim::Optimizer& optimizer) const {
-    return !added_.empty() && any_gradient(optimizer, [this](const at::Tensor& gradient) {
-      return std::ranges::any_of(added_, [&](const auto& added) { return added.is(gradient); });
-    });
-  }
-
- private:
-  /// As they are now.
-  [[gnu::cold]] std::vector<SeenTensor> gradients() const {
-    std::vector<SeenTensor> seen;
-    for (const WeakTensor& weak : parameters_) {
-      const at::Tensor parameter = weak.lock();
-      const at::Tensor gradient = parameter.defined() ? gradient_of(parameter) : at::Tensor();
-      seen.emplace_back(gradient);
-    }
-    return seen;
-  }
-  [[gnu::cold]] void end_backward(const std::vector<SeenTensor>& before) {
-    for (std::size_t i = 0; const SeenTensor& gradient : gradients()) {
-      if (!before[i++].is_unchanged(gradient.lock())) added_.push_back(gradient);
-    }
-  }
-
-  std::vector<WeakTensor> parameters_, added_;
-  int task_ = -1;  // autograd's, in which the last backward was seen
 };
 
 /// How often this thread has moved gradients to master weights.
@@ -398,7 +408,6 @@ struct OptimizerState {
   std::size_t gradients = 0;   ///< how many there were when they were unscaled
   uint64_t taken = 0;          ///< gradients_taken() then
   std::shared_ptr<Shards> shards{};  ///< who must agree, where they are shards of gradients
-  std::shared_ptr<UnscaledGradients> watched{};  ///< by scaled losses, after unscale_
 };
 
 /// The states of the few optimizers that one scaler serves, in order of appearance; see Note [Which
@@ -491,14 +500,6 @@ class ScaledOutputs {
     });
   }
 
-  /// Calls `f` with each of them.
-  template <class F>
-  void for_each(const F& f) const {
-    for (const Scaled& one : scaled_) {
-      if (const at::Tensor tensor = one.tensor.lock(); tensor.defined()) f(tensor);
-    }
-  }
-
  private:
   struct Scaled {
     WeakTensor tensor;
@@ -526,11 +527,7 @@ class StepLedger {
   /// `output` has become `scaled_output`.
   [[gnu::cold]] void note_scaled(const at::Tensor& scaled_output) {
     scaled.add(scaled_output);
-    order.watch(scaled_output);
-    for (const auto& entry : optimizers) {
-      if (entry.state.stage != OptimizerState::Stage::unscaled) continue;
-      if (entry.state.watched) UnscaledGradients::watch(entry.state.watched, scaled_output);
-    }
+    ScaledBackward::watch(order.backward, scaled_output);
   }
 
   /// Every parameter of an optimizer that has no gradient at all; warns once in a scaler's life.
