@@ -22,11 +22,11 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/check.h"
 #include "torchamp/detail/device_work.h"
 #include "torchamp/detail/scaler/scale_bound.h"
 #include "torchamp/detail/scaler/scale_update.h"
 #include "torchamp/detail/tensors.h"
+#include "torchamp/detail/text.h"
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/version.h"
 
@@ -195,12 +195,12 @@ class SkipWarning {
   [[gnu::cold]] void note(double skips) {
     if (skips < many || warned_) return;
     warned_ = true;
-    TORCH_WARN("GradScaler::update: gradients held infs or NaNs in the last ",
-               static_cast<int64_t>(skips),
-               " iterations, and their steps were skipped. If the data or the weights hold a NaN, "
-               "no scale helps: overflow_report() (torchamp/overflow_report.h) names the layers "
-               "whose gradients do, first_non_finite_op() (torchamp/non_finite_op.h) the op that "
-               "made the first one. This warning is given once.");
+    warn({"GradScaler::update: gradients held infs or NaNs in the last ",
+          static_cast<int64_t>(skips),
+          " iterations, and their steps were skipped. If the data or the weights hold a NaN, "
+          "no scale helps: overflow_report() (torchamp/overflow_report.h) names the layers "
+          "whose gradients do, first_non_finite_op() (torchamp/non_finite_op.h) the op that "
+          "made the first one. This warning is given once."});
   }
 
   /// `skips`, 0-dim fp32: what there is now.
@@ -246,28 +246,29 @@ class ScaleLimits {
 
   /// Throws if a limit that is met says so. Nothing has been changed yet.
   static void throw_if_met(const GradScalerOptions& options, const Met& met) {
-    TORCH_CHECK(
+    TORCHAMP_CHECK(
         !met.min_scale || options.at_min_scale != AtLimit::throw_error,
         "GradScaler::update: gradients hold infs or NaNs and the scale, ", met.scale,
         ", is at min_scale. Look for what produces them (torchamp/overflow_report.h names the "
         "layers), or set at_min_scale to continue.");
-    TORCH_CHECK(!met.skips_in_a_row || options.at_max_skips != AtLimit::throw_error,
-                "GradScaler::update: gradients held infs or NaNs in ", met.skips,
-                " consecutive iterations; max_skips_in_a_row is ", options.max_skips_in_a_row,
-                "; the scale is ", met.scale,
-                ". Look for what produces them (torchamp/overflow_report.h names the layers), or "
-                "set at_max_skips to continue.");
+    TORCHAMP_CHECK(
+        !met.skips_in_a_row || options.at_max_skips != AtLimit::throw_error,
+        "GradScaler::update: gradients held infs or NaNs in ", met.skips,
+        " consecutive iterations; max_skips_in_a_row is ", options.max_skips_in_a_row,
+        "; the scale is ", met.scale,
+        ". Look for what produces them (torchamp/overflow_report.h names the layers), or "
+        "set at_max_skips to continue.");
   }
 
   /// Warns or calls back. The iteration has ended.
   [[gnu::cold]] void announce(const GradScalerOptions& options, const Met& met) {
     if (met.min_scale && options.at_min_scale == AtLimit::warn && !warned_) {
-      TORCH_WARN("GradScaler::update: gradients hold infs or NaNs and the scale, ", met.scale,
-                 ", is at min_scale: steps are skipped until they are finite.");
+      warn({"GradScaler::update: gradients hold infs or NaNs and the scale, ", met.scale,
+            ", is at min_scale: steps are skipped until they are finite."});
     }
     if (met.skips_in_a_row && options.at_max_skips == AtLimit::warn) {
-      TORCH_WARN("GradScaler::update: gradients held infs or NaNs in ", met.skips,
-                 " iterations in a row; the scale is ", met.scale, '.');
+      warn({"GradScaler::update: gradients held infs or NaNs in ", met.skips,
+            " iterations in a row; the scale is ", met.scale, '.'});
     }
     warned_ = met.min_scale || (warned_ && met.scale <= options.min_scale);
     // A copy: the function may make another scaler of this one.
@@ -371,8 +372,8 @@ class LossScale {
 
   bool created() const { return scale_.defined(); }
   void check_created(const char* call) const {
-    TORCH_CHECK(created(), "GradScaler::", call,
-                ": nothing has been scaled yet. Call scale(loss).backward() first.");
+    TORCHAMP_CHECK(created(), "GradScaler::", call,
+                   ": nothing has been scaled yet. Call scale(loss).backward() first.");
   }
   [[gnu::cold]] void create(at::Device device) {
     const c10::InferenceMode no_inference(false);

@@ -18,11 +18,11 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/check.h"
 #include "torchamp/detail/device_work.h"
 #include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/scaler/loss_scale.h"
 #include "torchamp/detail/tensors.h"
+#include "torchamp/detail/text.h"
 #include "torchamp/missing_gradients.h"
 #include "torchamp/scaled_step.h"
 
@@ -80,10 +80,11 @@ inline std::shared_ptr<Shards> shards_of(const torch::optim::Optimizer& optimize
   any_parameter(optimizer, [&](const at::Tensor& tensor) {
     const WeightMeta* const meta = weight_meta_of(tensor);
     if (!meta) return false;
-    TORCH_CHECK(!meta->has_master_apart || meta->masters.expired(), call, ": the parameter ",
-                tensor.sizes(),
-                " of this optimizer belongs to a model under master weights, which would overwrite "
-                "the result of a step. Give the optimizer the masters' parameters().");
+    TORCHAMP_CHECK(
+        !meta->has_master_apart || meta->masters.expired(), call, ": the parameter ",
+        tensor.sizes(),
+        " of this optimizer belongs to a model under master weights, which would overwrite "
+        "the result of a step. Give the optimizer the masters' parameters().");
     shards = meta->shards;
     return shards != nullptr;
   });
@@ -341,10 +342,11 @@ class StepOrder {
   [[gnu::cold]] void warn_of_early_clip(const torch::optim::Optimizer& optimizer) {
     if (warned_of_early_clip_ || !PlainClips::any_in_vain_since(began_at_, optimizer, true)) return;
     warned_of_early_clip_ = true;
-    TORCH_WARN(
-        "GradScaler::step: a clip in this iteration found no gradients of this optimizer, and none "
-        "followed after backward(), so nothing was clipped. Clip after the last backward(). This "
-        "warning is given once.");
+    warn(
+        {"GradScaler::step: a clip in this iteration found no gradients of this optimizer, and "
+         "none "
+         "followed after backward(), so nothing was clipped. Clip after the last backward(). This "
+         "warning is given once."});
   }
   /// Whether something was scaled in this iteration.
   bool was_scaled() const { return scaled_at_ != 0; }
@@ -357,19 +359,19 @@ class StepOrder {
     if (scaled_at_ == 0 ? had_scale_ : !backward->has_run()) {
       if (warned_of_scale_ || !any_gradient(optimizer)) return;
       warned_of_scale_ = true;
-      TORCH_WARN(call, ": ",
-                 scaled_at_ == 0 ? "nothing was scaled since the last update()"
-                                 : "no backward() of what scale() returned was called",
-                 ", so the scale is not that of these gradients. Call "
-                 "scaler.scale(loss).backward() in each iteration, and update() once, after the "
-                 "last step. This warning is given once.");
+      warn({call, ": ",
+            scaled_at_ == 0 ? "nothing was scaled since the last update()"
+                            : "no backward() of what scale() returned was called",
+            ", so the scale is not that of these gradients. Call "
+            "scaler.scale(loss).backward() in each iteration, and update() once, after the "
+            "last step. This warning is given once."});
     } else if (scaled_at_ != 0 && !warned_of_clip_ &&
                PlainClips::any_since(scaled_at_, optimizer)) {
       warned_of_clip_ = true;
-      TORCH_WARN(call,
-                 ": these gradients were clipped while scaled, so the scaled norm was limited. "
-                 "Call clip_grad_norm_(scaler, optimizer, max_norm), or unscale_ before the clip. "
-                 "This warning is given once.");
+      warn({call,
+            ": these gradients were clipped while scaled, so the scaled norm was limited. "
+            "Call clip_grad_norm_(scaler, optimizer, max_norm), or unscale_ before the clip. "
+            "This warning is given once."});
     }
   }
 
@@ -541,9 +543,8 @@ class StepLedger {
       list << "\n  " << missing[i];
     }
     if (missing.size() > most) list << "\n  and " << missing.size() - most << " more";
-    TORCH_WARN(
-        "GradScaler::step: no parameter of this optimizer has a gradient, so it was not stepped.",
-        list.str());
+    warn({"GradScaler::step: no parameter of this optimizer has a gradient, so it was not stepped.",
+          list.str()});
     return missing;
   }
 
