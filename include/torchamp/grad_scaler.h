@@ -270,7 +270,9 @@ struct ScalerParts {
   }
   /// What a disabled scaler's step returns.
   static StepResult unscaled_result(at::Tensor value) {
-    return result(std::make_shared<StepRecord>(StepRecord{.value = std::move(value)}));
+    auto record = std::make_shared<StepRecord>();
+    record->value = std::move(value);
+    return result(std::move(record));
   }
 };
 

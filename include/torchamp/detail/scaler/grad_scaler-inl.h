@@ -222,11 +222,10 @@ TORCHAMP_COLD void check_not_stepped(const OptimizerState& state) {
   TORCHAMP_CHECK(!state.in_closure,
                  "GradScaler::step: the closure of this optimizer's step has called step(). Let it "
                  "only compute and return the loss.");
-  TORCHAMP_CHECK(
-      state.stage != OptimizerState::Stage::stepped,
-      "GradScaler::step: this optimizer has been stepped already. Call update() once all "
-      "optimizers have been stepped. (If an exception came before update(), call "
-      "discard(optimizer).)");
+  TORCHAMP_CHECK(state.stage != OptimizerState::Stage::stepped,
+                 "GradScaler::step: this optimizer has been stepped already. Call update() once "
+                 "all optimizers have been stepped. (If an exception came before update(), call "
+                 "discard(optimizer).)");
 }
 
 /// Whether what unscale_ has divided and checked is what there is. (Gradients that the program
@@ -237,16 +236,16 @@ TORCHAMP_COLD void check_not_stepped(const OptimizerState& state) {
   TORCHAMP_CHECK(
       ((!taken && state.had_gradients) || count_gradients(optimizer) <= state.gradients) &&
           !(taken && any_taken_after(optimizer, state.taken)),
-      "GradScaler::step: gradients came after unscale_, so they were neither unscaled nor "
-      "checked. Complete them first: ",
-      taken ? "call MasterWeights::take_gradients() before unscale_, and with an "
-              "Accumulation in before_unscale."
+      "GradScaler::step: gradients came after unscale_, so they were neither unscaled nor checked. "
+      "Complete them first: ",
+      taken ? "call MasterWeights::take_gradients() before unscale_, and with an Accumulation in "
+              "before_unscale."
             : "unscale_ found none at all.");
   TORCHAMP_CHECK(
       order.was_asked() || !order.backward->any_added(optimizer),
-      "GradScaler::step: backward() of a scaled loss has added to the gradients of this "
-      "optimizer after unscale_, or after a clip that names the scaler. Unscale and clip "
-      "after the last backward(). To continue, drop the gradients and call discard().");
+      "GradScaler::step: backward() of a scaled loss has added to the gradients of this optimizer "
+      "after unscale_, or after a clip that names the scaler. Unscale and clip after the last "
+      "backward(). To continue, drop the gradients and call discard().");
 }
 
 TORCHAMP_BODY void note_written(const torch::optim::Optimizer& optimizer) {
@@ -346,30 +345,25 @@ TORCHAMP_BODY void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   if (!is_enabled()) return;
   scale_.check_created("unscale_");
   detail::OptimizerState& state = ledger_.optimizers.of(optimizer);
-  TORCHAMP_CHECK(
-      !state.in_closure,
-      "GradScaler::unscale_: the closure of this optimizer's step has called unscale_. Let "
-      "it only compute and return the loss: step unscales.");
-  TORCHAMP_CHECK(
-      state.stage != detail::OptimizerState::Stage::unscaled,
-      "GradScaler::unscale_: the gradients of this optimizer have been unscaled already. Call "
-      "unscale_ once for each optimizer between two calls of update(). (If an exception came "
-      "before "
-      "update(), call discard(optimizer).)");
-  TORCHAMP_CHECK(
-      state.stage != detail::OptimizerState::Stage::stepped,
-      "GradScaler::unscale_: this optimizer has been stepped already. Call unscale_ before "
-      "step, and update() after it.");
+  TORCHAMP_CHECK(!state.in_closure,
+                 "GradScaler::unscale_: the closure of this optimizer's step has called unscale_. "
+                 "Let it only compute and return the loss: step unscales.");
+  TORCHAMP_CHECK(state.stage != detail::OptimizerState::Stage::unscaled,
+                 "GradScaler::unscale_: the gradients of this optimizer have been unscaled "
+                 "already. Call unscale_ once for each optimizer between two calls of update(). "
+                 "(If an exception came before update(), call discard(optimizer).)");
+  TORCHAMP_CHECK(state.stage != detail::OptimizerState::Stage::stepped,
+                 "GradScaler::unscale_: this optimizer has been stepped already. Call unscale_ "
+                 "before step, and update() after it.");
   if (!scale_.stays_at_one()) ledger_.order.check(optimizer, "GradScaler::unscale_");
   state = detail::unscale_gradients(optimizer, scale_, "GradScaler::unscale_");
   ledger_.order.backward->note_unscaled(optimizer);
 }
 
 TORCHAMP_COLD StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
-  TORCHAMP_CHECK(
-      dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
-      "GradScaler::step: LBFGS evaluates the loss by itself. Call step(optimizer, closure) "
-      "(torchamp/closure_step.h) with a closure that returns the loss.");
+  TORCHAMP_CHECK(dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
+                 "GradScaler::step: LBFGS evaluates the loss by itself. Call step(optimizer, "
+                 "closure) (torchamp/closure_step.h) with a closure that returns the loss.");
   const detail::DropWeightCasts drop_weight_casts(optimizer);
   if (!is_enabled()) {
     at::Tensor value = optimizer.step();
@@ -417,12 +411,11 @@ TORCHAMP_BODY void GradScaler::discard(const torch::optim::Optimizer& optimizer)
 TORCHAMP_COLD void GradScaler::update() {
   if (!is_enabled()) return;
   scale_.check_created("update");
-  TORCHAMP_CHECK(
-      ledger_.optimizers.within_iteration(),
-      "GradScaler::update: no optimizer has been stepped or unscaled since the last update. "
-      "Call step(optimizer) first, or update(new_scale) to set the scale. (optimizer.step() does "
-      "not count: it neither unscales nor checks the gradients. An Accumulation and a TrainingStep "
-      "call step and update themselves.)");
+  TORCHAMP_CHECK(ledger_.optimizers.within_iteration(),
+                 "GradScaler::update: no optimizer has been stepped or unscaled since the last "
+                 "update. Call step(optimizer) first, or update(new_scale) to set the scale. "
+                 "(optimizer.step() does not count: it neither unscales nor checks the gradients. "
+                 "An Accumulation and a TrainingStep call step and update themselves.)");
   detail::ScaleLimits::Met met;
   {
     const detail::InternalOps guard;

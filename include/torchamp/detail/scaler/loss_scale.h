@@ -90,13 +90,13 @@ inline void check_growth_interval(const char* call, int64_t interval) {
 
 [[gnu::cold]] inline void check_options(const GradScalerOptions& options) {
   constexpr const char* call = "GradScaler";
-  TORCHAMP_CHECK_VALUE(
-      options.min_scale >= std::numeric_limits<float>::min() &&
-          options.max_scale <= std::numeric_limits<float>::max() &&
-          options.min_scale <= options.max_scale,
-      call, ": min_scale is ", options.min_scale, " and max_scale ", options.max_scale,
-      ". Both must be between 2^-126 and the largest fp32 number, and min_scale must "
-      "not exceed max_scale.");
+  TORCHAMP_CHECK_VALUE(options.min_scale >= std::numeric_limits<float>::min() &&
+                           options.max_scale <= std::numeric_limits<float>::max() &&
+                           options.min_scale <= options.max_scale,
+                       call, ": min_scale is ", options.min_scale, " and max_scale ",
+                       options.max_scale,
+                       ". Both must be between 2^-126 and the largest fp32 number, and min_scale "
+                       "must not exceed max_scale.");
   check_scale(call, options.init_scale, options);
   check_growth_factor(call, options.growth_factor);
   check_backoff_factor(call, options.backoff_factor);
@@ -197,10 +197,10 @@ class SkipWarning {
     warned_ = true;
     warn({"GradScaler::update: gradients held infs or NaNs in the last ",
           static_cast<int64_t>(skips),
-          " iterations, and their steps were skipped. If the data or the weights hold a NaN, "
-          "no scale helps: overflow_report() (torchamp/overflow_report.h) names the layers "
-          "whose gradients do, first_non_finite_op() (torchamp/non_finite_op.h) the op that "
-          "made the first one. This warning is given once."});
+          " iterations, and their steps were skipped. If the data or the weights hold a NaN, no "
+          "scale helps: overflow_report() (torchamp/overflow_report.h) names the layers whose "
+          "gradients do, first_non_finite_op() (torchamp/non_finite_op.h) the op that made the "
+          "first one. This warning is given once."});
   }
 
   /// `skips`, 0-dim fp32: what there is now.
@@ -246,18 +246,16 @@ class ScaleLimits {
 
   /// Throws if a limit that is met says so. Nothing has been changed yet.
   static void throw_if_met(const GradScalerOptions& options, const Met& met) {
-    TORCHAMP_CHECK(
-        !met.min_scale || options.at_min_scale != AtLimit::throw_error,
-        "GradScaler::update: gradients hold infs or NaNs and the scale, ", met.scale,
-        ", is at min_scale. Look for what produces them (torchamp/overflow_report.h names the "
-        "layers), or set at_min_scale to continue.");
-    TORCHAMP_CHECK(
-        !met.skips_in_a_row || options.at_max_skips != AtLimit::throw_error,
-        "GradScaler::update: gradients held infs or NaNs in ", met.skips,
-        " consecutive iterations; max_skips_in_a_row is ", options.max_skips_in_a_row,
-        "; the scale is ", met.scale,
-        ". Look for what produces them (torchamp/overflow_report.h names the layers), or "
-        "set at_max_skips to continue.");
+    TORCHAMP_CHECK(!met.min_scale || options.at_min_scale != AtLimit::throw_error,
+                   "GradScaler::update: gradients hold infs or NaNs and the scale, ", met.scale,
+                   ", is at min_scale. Look for what produces them (torchamp/overflow_report.h "
+                   "names the layers), or set at_min_scale to continue.");
+    TORCHAMP_CHECK(!met.skips_in_a_row || options.at_max_skips != AtLimit::throw_error,
+                   "GradScaler::update: gradients held infs or NaNs in ", met.skips,
+                   " consecutive iterations; max_skips_in_a_row is ", options.max_skips_in_a_row,
+                   "; the scale is ", met.scale,
+                   ". Look for what produces them (torchamp/overflow_report.h names the layers), "
+                   "or set at_max_skips to continue.");
   }
 
   /// Warns or calls back. The iteration has ended.
@@ -343,9 +341,14 @@ class LossScale {
  public:
   /// Error: an option that is out of range.
   [[gnu::cold]] explicit LossScale(GradScalerOptions options)
-      : options_(checked(std::move(options))),
+      : options_(std::move(options)),
         host_(initial_memory(options_)),
-        rule_(options_.dynamic ? options_.follows_gradients.rule() : nullptr) {}
+        rule_(options_.dynamic ? options_.follows_gradients.rule() : nullptr) {
+    if (!options_.enabled) return;
+    check_options(options_);
+    options_.min_scale = as_fp32(options_.min_scale);
+    options_.max_scale = as_fp32(options_.max_scale);
+  }
 
   const GradScalerOptions& options() const { return options_; }
   /// By which the update follows the gradients' magnitudes; null where it does not.
@@ -458,7 +461,7 @@ class LossScale {
     scale_.fill_(values.scale);
     skips_.fill_(values.skips);
     on_device_->set(values);
-    bound_->set(values.scale, static_cast<int64_t>(values.growth_tracker));
+    followed_->bound.set(values.scale, static_cast<int64_t>(values.growth_tracker));
   }
 
   /// As the scale is written by hand.
@@ -469,13 +472,13 @@ class LossScale {
       return set(values);
     }
     scale_.fill_(scale);
-    bound_->set(scale, ScaleBound::grows_at_once);
+    followed_->bound.set(scale, ScaleBound::grows_at_once);
   }
   /// Takes the scale from a tensor that only the device can read; what is not a number within the
   /// limits becomes the nearest limit.
   [[gnu::cold]] void set_scale(const at::Tensor& scale) {
     leave_host();
-    bound_->set_unknown(options_.max_scale);
+    followed_->bound.set_unknown(options_.max_scale);
     scale_.copy_(at::nan_to_num(scale.reshape({}), options_.min_scale)
                      .clamp(options_.min_scale, options_.max_scale),
                  /*non_blocking=*/true);
@@ -486,7 +489,7 @@ class LossScale {
   /// Whether scaling is the identity, and not just for the time being.
   bool stays_at_one() {
     if (options_.dynamic) return false;
-    return (!on_device_ ? host_.scale : is_replayed() ? 0. : bound_->value()) == 1.;
+    return (!on_device_ ? host_.scale : is_replayed() ? 0. : followed_->bound.value()) == 1.;
   }
   /// Whether it may be; see Note [A scale below 1].
   bool may_be_below_one() {
@@ -536,7 +539,7 @@ class LossScale {
   /// Warns or calls back; see ScaleLimits::announce(). A long run of bad iterations is told, too.
   void announce(const ScaleLimits::Met& met) {
     limits_.announce(options_, met);
-    on_device_ ? skip_warning_->look() : skip_warning_->note(host_.skips);
+    on_device_ ? followed_->warning.look() : followed_->warning.note(host_.skips);
   }
 
   /// One iteration whose flag only the device knows: 0-dim fp32 on the scale's device, 1 if bad or
@@ -569,7 +572,7 @@ class LossScale {
     skips_.fill_(host_.skips);
     on_device_ = rule_ ? rule_->on_device(host_, scale_)
                        : std::make_unique<CountedUpdate>(options_, host_, scale_);
-    bound_->set(host_.scale, static_cast<int64_t>(host_.growth_tracker));
+    followed_->bound.set(host_.scale, static_cast<int64_t>(host_.growth_tracker));
   }
 
  private:
@@ -579,13 +582,11 @@ class LossScale {
     unseen,    ///< the scale may be anything
   };
 
-  static GradScalerOptions checked(GradScalerOptions options) {
-    if (!options.enabled) return options;
-    check_options(options);
-    options.min_scale = as_fp32(options.min_scale);
-    options.max_scale = as_fp32(options.max_scale);
-    return options;
-  }
+  /// What replays may still need when the scaler is gone.
+  struct Followed {
+    ScaleBound bound;
+    SkipWarning warning;
+  };
 
   bool is_replayed() const { return replays_ != Replays::none; }
 
@@ -600,13 +601,13 @@ class LossScale {
   /// Has the host learn of the skips some time.
   [[gnu::cold]] void watch_skips() {
     if (replays_ == Replays::unseen) return;
-    skip_warning_->count_iteration();
+    followed_->warning.count_iteration();
     GraphBody* const body = GraphBody::current();
     if (body && body->scales && is_replayed()) {
-      body->scales->watch_skips(*body, skip_warning_, skips_);
-    } else if (skip_warning_->is_due()) {
+      body->scales->watch_skips(*body, {followed_, &followed_->warning}, skips_);
+    } else if (followed_->warning.is_due()) {
       if (lazy_skips_.defined()) lazy_skips_.count();
-      skip_warning_->send(skips().tensor());
+      followed_->warning.send(skips().tensor());
     }
   }
 
@@ -623,28 +624,30 @@ class LossScale {
   [[gnu::cold]] bool may_be_below(double limit) {
     if (replays_ == Replays::unseen) return true;
     CapturedBound* const captured = this->captured();
-    return captured ? captured->may_be_below(limit) : bound_->value() < limit;
+    return captured ? captured->may_be_below(limit) : followed_->bound.value() < limit;
   }
   [[gnu::cold]] bool may_be_above(double limit) {
     if (replays_ == Replays::unseen) return true;
     CapturedBound* const captured = this->captured();
-    return captured ? captured->may_be_above(limit) : bound_->at_most() > limit;
+    return captured ? captured->may_be_above(limit) : followed_->bound.at_most() > limit;
   }
 
   /// What the body of the CudaGraph that is running takes for granted; null outside of one.
   CapturedBound* captured() {
     GraphBody* const body = GraphBody::current();
     const bool is_followed = body && body->scales && replays_ == Replays::followed;
-    return is_followed ? &body->scales->bound_in(*body, bound_, scale_, options_) : nullptr;
+    return is_followed
+               ? &body->scales->bound_in(*body, {followed_, &followed_->bound}, scale_, options_)
+               : nullptr;
   }
 
   [[gnu::cold]] void follow() {
     const bool lowers = follows_bound();
-    bound_->update(options_, lowers);
+    followed_->bound.update(options_, lowers);
     if (CapturedBound* const captured = this->captured()) {
       captured->add_update(lowers);
     } else if (lowers) {
-      bound_->look_at(scale_);
+      followed_->bound.look_at(scale_);
     }
   }
 
@@ -652,13 +655,12 @@ class LossScale {
   ScaleMemory<double> host_;  // where the host knows
   const ScaleRule* rule_;
   ScaleLimits limits_;
-  std::shared_ptr<SkipWarning> skip_warning_ = std::make_shared<SkipWarning>();
   std::unique_ptr<DeviceUpdate> on_device_;  // null where the host knows
   at::Tensor scale_and_skips_;               // in one piece
   at::Tensor scale_, skips_;                 // its parts, 0-dim
   at::Tensor zero_, one_;
   SkipCount lazy_skips_;  // if defined, what skips_ does not tell
-  std::shared_ptr<ScaleBound> bound_ = std::make_shared<ScaleBound>();
+  std::shared_ptr<Followed> followed_ = std::make_shared<Followed>();
   Replays replays_ = Replays::none;
 };
 

@@ -74,17 +74,16 @@ inline std::shared_ptr<Shards> shards_of(const at::Tensor& tensor) {
 
 /// What the optimizer's parameters are pieces of; null if they are none. An error for an optimizer
 /// that cannot step pieces, and for one of weights that have masters.
-inline std::shared_ptr<Shards> shards_of(const torch::optim::Optimizer& optimizer,
-                                         const char* call) {
+[[gnu::cold]] inline std::shared_ptr<Shards> shards_of(const torch::optim::Optimizer& optimizer,
+                                                       const char* call) {
   std::shared_ptr<Shards> shards;
   any_parameter(optimizer, [&](const at::Tensor& tensor) {
     const WeightMeta* const meta = weight_meta_of(tensor);
     if (!meta) return false;
-    TORCHAMP_CHECK(
-        !meta->has_master_apart || meta->masters.expired(), call, ": the parameter ",
-        tensor.sizes(),
-        " of this optimizer belongs to a model under master weights, which would overwrite "
-        "the result of a step. Give the optimizer the masters' parameters().");
+    TORCHAMP_CHECK(!meta->has_master_apart || meta->masters.expired(), call, ": the parameter ",
+                   tensor.sizes(),
+                   " of this optimizer belongs to a model under master weights, which would "
+                   "overwrite the result of a step. Give the optimizer the masters' parameters().");
     shards = meta->shards;
     return shards != nullptr;
   });
@@ -344,9 +343,8 @@ class StepOrder {
     warned_of_early_clip_ = true;
     warn(
         {"GradScaler::step: a clip in this iteration found no gradients of this optimizer, and "
-         "none "
-         "followed after backward(), so nothing was clipped. Clip after the last backward(). This "
-         "warning is given once."});
+         "none followed after backward(), so nothing was clipped. Clip after the last backward(). "
+         "This warning is given once."});
   }
   /// Whether something was scaled in this iteration.
   bool was_scaled() const { return scaled_at_ != 0; }
@@ -362,16 +360,15 @@ class StepOrder {
       warn({call, ": ",
             scaled_at_ == 0 ? "nothing was scaled since the last update()"
                             : "no backward() of what scale() returned was called",
-            ", so the scale is not that of these gradients. Call "
-            "scaler.scale(loss).backward() in each iteration, and update() once, after the "
-            "last step. This warning is given once."});
+            ", so the scale is not that of these gradients. Call scaler.scale(loss).backward() in "
+            "each iteration, and update() once, after the last step. This warning is given once."});
     } else if (scaled_at_ != 0 && !warned_of_clip_ &&
                PlainClips::any_since(scaled_at_, optimizer)) {
       warned_of_clip_ = true;
       warn({call,
-            ": these gradients were clipped while scaled, so the scaled norm was limited. "
-            "Call clip_grad_norm_(scaler, optimizer, max_norm), or unscale_ before the clip. "
-            "This warning is given once."});
+            ": these gradients were clipped while scaled, so the scaled norm was limited. Call "
+            "clip_grad_norm_(scaler, optimizer, max_norm), or unscale_ before the clip. This "
+            "warning is given once."});
     }
   }
 
@@ -422,7 +419,7 @@ class OptimizerStates {
   };
 
   /// Stays valid until clear().
-  OptimizerState& of(torch::optim::Optimizer& optimizer) {
+  [[gnu::cold]] OptimizerState& of(torch::optim::Optimizer& optimizer) {
     const uint32_t number = OptimizerNumber::give(optimizer);
     if (OptimizerState* const state = find(number)) return *state;
     entries_.push_back({number});
@@ -480,14 +477,13 @@ class ScaledOutputs {
  public:
   void check_not_in(const at::Tensor& output, const char* call) const {
     for (const Scaled& scaled : scaled_) {
-      TORCHAMP_CHECK_VALUE(
-          !scaled.tensor.is(output), call,
-          ": this tensor has been scaled already, and its gradients would be too large by the "
-          "scale. Pass the loss as it was before scale().");
+      TORCHAMP_CHECK_VALUE(!scaled.tensor.is(output), call,
+                           ": this tensor has been scaled already, and its gradients would be too "
+                           "large by the scale. Pass the loss as it was before scale().");
     }
   }
 
-  void add(const at::Tensor& scaled) {
+  [[gnu::cold]] void add(const at::Tensor& scaled) {
     std::erase_if(scaled_, [end = scaled_.data() + scaled_.size()](const Scaled& one) {
       return end - &one >= most_gone && one.tensor.is_gone();
     });
@@ -554,13 +550,14 @@ class StepLedger {
                                                    std::vector<MissingGradient> missing,
                                                    int64_t attempts = 1) {
     state.stage = OptimizerState::Stage::stepped;
-    auto record = std::make_shared<StepRecord>(StepRecord{.found_inf = state.found_inf,
-                                                          .had_gradients = state.had_gradients,
-                                                          .scale = scale.scale_once(),
-                                                          .skips = scale.skips(),
-                                                          .value = std::move(value),
-                                                          .missing = std::move(missing),
-                                                          .attempts = attempts});
+    auto record = std::make_shared<StepRecord>();
+    record->found_inf = state.found_inf;
+    record->had_gradients = state.had_gradients;
+    record->scale = scale.scale_once();
+    record->skips = scale.skips();
+    record->value = std::move(value);
+    record->missing = std::move(missing);
+    record->attempts = attempts;
     if (!scale.host()) records_.push_back(record);
     return record;
   }
