@@ -324,7 +324,7 @@ TORCHAMP_COLD std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) 
       at::Tensor here;
       for (at::Tensor& output : scaled) {
         if (!here.defined() || here.device() != output.device()) {
-          here = scale_.scale_on(output.device());
+          here = detail::to_device_async(output.device(), scale_.scale());
         }
         output = at::mul(output, here);
         ledger_.note_scaled(output);

@@ -67,25 +67,20 @@ inline void check_scale(const char* call, double scale, const GradScalerOptions&
                        options.min_scale, ") and max_scale (", options.max_scale, ").");
 }
 
-/// For all options, so that one function makes all of their errors.
-template <class Number>
-void check_option(bool holds, const char* call, const char* what, Number value, const char* range) {
+inline void check_option(bool holds, const char* call, const char* what, Piece value,
+                         const char* range) {
   TORCHAMP_CHECK_VALUE(holds, call, ": ", what, " is ", value, ". ", range);
 }
 
-inline void check_growth_factor(const char* call, double factor) {
-  check_option(factor > 1. && std::isfinite(factor), call, "the growth factor", factor,
-               "It is finite and above 1; {.dynamic = false} keeps the scale.");
-}
-
-inline void check_backoff_factor(const char* call, double factor) {
-  check_option(factor > 0. && factor < 1., call, "the backoff factor", factor,
-               "It lies between 0 and 1; {.dynamic = false} keeps the scale.");
-}
-
-inline void check_growth_interval(const char* call, int64_t interval) {
-  check_option(interval >= 1 && interval <= std::numeric_limits<int32_t>::max(), call,
-               "the growth interval", interval, "It lies between 1 and 2^31 - 1.");
+/// Those of the options that a state has, too.
+[[gnu::cold]] inline void check_factors(const char* call, double growth_factor,
+                                        double backoff_factor, int64_t growth_interval) {
+  check_option(growth_factor > 1. && std::isfinite(growth_factor), call, "the growth factor",
+               growth_factor, "It is finite and above 1; {.dynamic = false} keeps the scale.");
+  check_option(backoff_factor > 0. && backoff_factor < 1., call, "the backoff factor",
+               backoff_factor, "It lies between 0 and 1; {.dynamic = false} keeps the scale.");
+  check_option(growth_interval >= 1 && growth_interval <= std::numeric_limits<int32_t>::max(), call,
+               "the growth interval", growth_interval, "It lies between 1 and 2^31 - 1.");
 }
 
 [[gnu::cold]] inline void check_options(const GradScalerOptions& options) {
@@ -98,9 +93,7 @@ inline void check_growth_interval(const char* call, int64_t interval) {
                        ". Both must be between 2^-126 and the largest fp32 number, and min_scale "
                        "must not exceed max_scale.");
   check_scale(call, options.init_scale, options);
-  check_growth_factor(call, options.growth_factor);
-  check_backoff_factor(call, options.backoff_factor);
-  check_growth_interval(call, options.growth_interval);
+  check_factors(call, options.growth_factor, options.backoff_factor, options.growth_interval);
   check_option(options.hysteresis >= 1, call, "the hysteresis", options.hysteresis,
                "It is 1 (lower the scale at once) or more.");
   check_option(options.overflow_tolerance >= 0. && options.overflow_tolerance <= 1., call,
@@ -126,9 +119,7 @@ inline void check_state(const char* call, const GradScalerState& state,
   TORCHAMP_CHECK_VALUE(!state.empty(), call,
                        ": the state is empty; it was probably saved from a disabled GradScaler.");
   check_scale(call, state.scale, options);
-  check_growth_factor(call, state.growth_factor);
-  check_backoff_factor(call, state.backoff_factor);
-  check_growth_interval(call, state.growth_interval);
+  check_factors(call, state.growth_factor, state.backoff_factor, state.growth_interval);
   check_option(state.growth_tracker >= std::numeric_limits<int32_t>::min() &&
                    state.growth_tracker <= std::numeric_limits<int32_t>::max(),
                call, "the growth tracker", state.growth_tracker, "It is a count of 32 bits.");
@@ -355,16 +346,19 @@ class LossScale {
   const ScaleRule* rule() const { return rule_; }
 
   void set_growth_factor(double factor) {
-    check_growth_factor("GradScaler::set_growth_factor", factor);
+    check_factors("GradScaler::set_growth_factor", factor, options_.backoff_factor,
+                  options_.growth_interval);
     options_.growth_factor = factor;
   }
   void set_backoff_factor(double factor) {
-    check_backoff_factor("GradScaler::set_backoff_factor", factor);
+    check_factors("GradScaler::set_backoff_factor", options_.growth_factor, factor,
+                  options_.growth_interval);
     options_.backoff_factor = factor;
   }
   /// A shorter one is met at the next good iteration.
   void set_growth_interval(int64_t interval) {
-    check_growth_interval("GradScaler::set_growth_interval", interval);
+    check_factors("GradScaler::set_growth_interval", options_.growth_factor,
+                  options_.backoff_factor, interval);
     options_.growth_interval = interval;
     const int64_t last = interval - 1;
     if (on_device_) return on_device_->limit_growth_tracker(last);
@@ -393,7 +387,6 @@ class LossScale {
 
   /// 0-dim fp32; undefined before create().
   const at::Tensor& scale() const { return scale_; }
-  at::Tensor scale_on(at::Device device) const { return to_device_async(device, scale_); }
   /// 1/scale as a 0-dim fp32 tensor on `device`, computed in fp64 as torch.amp does.
   [[gnu::cold]] at::Tensor inverse(at::Device device) const {
     if (!on_device_) {
@@ -443,36 +436,33 @@ class LossScale {
     rest.scale = static_cast<float>(state.scale);
     rest.growth_tracker =
         static_cast<double>(std::min(state.growth_tracker, state.growth_interval - 1));
-    set(rest);
+    set(std::move(rest));
     options_.growth_factor = state.growth_factor;
     options_.backoff_factor = state.backoff_factor;
     options_.growth_interval = state.growth_interval;
   }
 
   /// Puts these values in place of all that is there. The host must know them.
-  [[gnu::cold]] void set(const ScaleMemory<double>& values) {
+  [[gnu::cold]] void set(ScaleMemory<double> values) {
     const bool changes = values.scale != host_.scale;
-    host_ = values;  // on a device, what nobody there keeps
+    host_ = std::move(values);  // on a device, what nobody there keeps
     if (!on_device_) {
-      if (created() && changes) scale_.fill_(values.scale);
+      if (created() && changes) scale_.fill_(host_.scale);
       return;
     }
     lazy_skips_ = {};
-    scale_.fill_(values.scale);
-    skips_.fill_(values.skips);
-    on_device_->set(values);
-    followed_->bound.set(values.scale, static_cast<int64_t>(values.growth_tracker));
+    scale_.fill_(host_.scale);
+    skips_.fill_(host_.skips);
+    on_device_->set(host_);
+    followed_->bound.set(host_.scale, static_cast<int64_t>(host_.growth_tracker));
   }
 
   /// As the scale is written by hand.
   void set_scale(double scale) {
-    if (!on_device_) {
-      ScaleMemory<double> values = host_;
-      values.scale = scale;
-      return set(values);
-    }
-    scale_.fill_(scale);
-    followed_->bound.set(scale, ScaleBound::grows_at_once);
+    const bool changes = on_device_ || scale != host_.scale;
+    host_.scale = scale;
+    if (changes) scale_.fill_(scale);
+    if (on_device_) followed_->bound.set(scale, ScaleBound::grows_at_once);
   }
   /// Takes the scale from a tensor that only the device can read; what is not a number within the
   /// limits becomes the nearest limit.
@@ -520,10 +510,10 @@ class LossScale {
     if (found.flags.empty()) return met;
     if (knows(found)) {
       const double largest = found.largest.defined() ? found.largest.item<double>() : 0.;
-      const ScaleMemory<double> after = after_update(options_, host_, found.bad, largest);
+      ScaleMemory<double> after = after_update(options_, host_, found.bad, largest);
       met = ScaleLimits::met(options_, host_, after);
       ScaleLimits::throw_if_met(options_, met);
-      set(after);
+      set(std::move(after));
       return met;
     }
     const bool watched = ScaleLimits::watched(options_);
@@ -633,7 +623,7 @@ class LossScale {
   }
 
   /// What the body of the CudaGraph that is running takes for granted; null outside of one.
-  CapturedBound* captured() {
+  [[gnu::cold]] CapturedBound* captured() {
     GraphBody* const body = GraphBody::current();
     const bool is_followed = body && body->scales && replays_ == Replays::followed;
     return is_followed

@@ -206,7 +206,7 @@ class PlainClips {
     clips()[latest % most] = {latest, SeenTensor(gradient_or_parameter), knows_scale};
   }
   /// Whether one that was made after `time` has left one of these gradients as it is.
-  static bool any_since(uint64_t time, const torch::optim::Optimizer& optimizer) {
+  [[gnu::cold]] static bool any_since(uint64_t time, const torch::optim::Optimizer& optimizer) {
     return latest > time && any_gradient(optimizer, [time](const at::Tensor& gradient) {
              return std::ranges::any_of(clips(), [&](const Clip& clip) {
                return clip.time > time && !clip.knows_scale && clip.left->is_unchanged(gradient);
