@@ -269,7 +269,7 @@ struct ScalerParts {
     return StepResult(std::move(record));
   }
   /// What a disabled scaler's step returns.
-  static StepResult unscaled_result(at::Tensor value) {
+  [[gnu::cold]] static StepResult unscaled_result(at::Tensor value) {
     auto record = std::make_shared<StepRecord>();
     record->value = std::move(value);
     return result(std::move(record));

@@ -59,7 +59,8 @@ TORCHAMP_COLD void ScaledBackward::begin(const std::shared_ptr<ScaledBackward>& 
 // ---- What a scaler does with gradients ----------------------------------------------------------
 
 /// Whether dividing by the scale may make an inf of a finite gradient.
-inline bool division_may_overflow(LossScale& scale, torch::optim::Optimizer& optimizer) {
+[[gnu::cold]] inline bool division_may_overflow(LossScale& scale,
+                                                torch::optim::Optimizer& optimizer) {
   const auto* const captured = dynamic_cast<CapturedStep*>(&optimizer);
   if (GraphBody::is_running() || (captured && captured->may_be_captured())) scale.expect_replays();
   return scale.may_be_below_one();
@@ -201,7 +202,7 @@ TORCHAMP_COLD void agree(OptimizerState& state, LossScale& scale, const LossWatc
 // skipped and the scale lowered, until it can.
 
 /// Whether the scale times `clip`, both on the host, is more than fp32 holds.
-inline bool product_overflows(const LossScale& scale, const Divisor& clip) {
+[[gnu::cold]] inline bool product_overflows(const LossScale& scale, const Divisor& clip) {
   if (!clip.defined() || !clip.number.is_cpu() || !scale.scale().is_cpu()) return false;
   const float one = *scale.scale().const_data_ptr<float>();
   const float other = *clip.value().const_data_ptr<float>();
@@ -210,8 +211,8 @@ inline bool product_overflows(const LossScale& scale, const Divisor& clip) {
 
 /// Whether the scale times `clip`, which is left to the step of `optimizer`, may be more than fp32
 /// holds, and the gradients can be divided before.
-inline bool clip_may_overflow(LossScale& scale, const Divisor& clip,
-                              const torch::optim::Optimizer& optimizer) {
+[[gnu::cold]] inline bool clip_may_overflow(LossScale& scale, const Divisor& clip,
+                                            const torch::optim::Optimizer& optimizer) {
   if (!clip.defined()) return false;
   constexpr double largest_safe_scale = 0x1p32;
   return (scale.may_exceed(largest_safe_scale) || product_overflows(scale, clip)) &&

@@ -236,7 +236,7 @@ class ScaleLimits {
   }
 
   /// Throws if a limit that is met says so. Nothing has been changed yet.
-  static void throw_if_met(const GradScalerOptions& options, const Met& met) {
+  [[gnu::cold]] static void throw_if_met(const GradScalerOptions& options, const Met& met) {
     TORCHAMP_CHECK(!met.min_scale || options.at_min_scale != AtLimit::throw_error,
                    "GradScaler::update: gradients hold infs or NaNs and the scale, ", met.scale,
                    ", is at min_scale. Look for what produces them (torchamp/overflow_report.h "

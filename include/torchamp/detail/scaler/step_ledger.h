@@ -103,7 +103,7 @@ struct ClipLeft {
     return dynamic_cast<const DefersClips*>(&optimizer) != nullptr;
   }
   /// On top of what is left already. Only where it can be.
-  static void add(torch::optim::Optimizer& optimizer, const Divisor& divisor) {
+  [[gnu::cold]] static void add(torch::optim::Optimizer& optimizer, const Divisor& divisor) {
     const InternalOps internal;
     dynamic_cast<DefersClips&>(optimizer).deferred_clip_.add(optimizer, divisor);
   }
@@ -112,7 +112,7 @@ struct ClipLeft {
     forget(optimizer);
     add(optimizer, divisor);
   }
-  static void forget(torch::optim::Optimizer& optimizer) {
+  [[gnu::cold]] static void forget(torch::optim::Optimizer& optimizer) {
     if (auto* const defers = dynamic_cast<DefersClips*>(&optimizer)) {
       defers->deferred_clip_.forget();
     }
@@ -513,7 +513,7 @@ class ScaledOutputs {
 /// come.
 class StepLedger {
  public:
-  explicit StepLedger(const LossScale& scale)
+  [[gnu::cold]] explicit StepLedger(const LossScale& scale)
       : losses(scale.rule() ? scale.rule()->watch_losses(scale.options()) : nullptr) {}
 
   OptimizerStates optimizers;
