@@ -19,6 +19,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -49,11 +50,20 @@ TORCHAMP_COLD void ScaledBackward::watch(const std::shared_ptr<ScaledBackward>& 
 TORCHAMP_COLD void ScaledBackward::begin(const std::shared_ptr<ScaledBackward>& backward) {
   backward->has_run_ = true;
   const int task = torch::autograd::get_current_graph_task_id();
+  const std::scoped_lock lock(backward->mutex_);
   if (backward->unscaled_.empty() || std::exchange(backward->task_, task) == task) return;
-  torch::autograd::Engine::get_default_engine().queue_callback(
-      [backward, before = backward->gradients(), changes = backward->changes_] {
-        backward->end(before, changes);
-      });
+  for (Unscaled& one : backward->unscaled_) one.before = SeenTensor(one.gradient());
+  torch::autograd::Engine::get_default_engine().queue_callback([backward] { backward->end(); });
+}
+
+TORCHAMP_COLD void ScaledBackward::end() {
+  const std::scoped_lock lock(mutex_);
+  for (Unscaled& one : unscaled_) {
+    const at::Tensor now = one.gradient();
+    if (one.before.is_unchanged(now)) continue;
+    one.added = WeakTensor(now);
+    any_added_ = true;
+  }
 }
 
 // ---- What a scaler does with gradients ----------------------------------------------------------

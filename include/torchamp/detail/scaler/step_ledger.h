@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <list>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <sstream>
 #include <utility>
@@ -260,60 +261,48 @@ class ScaledBackward {
 
   /// The gradients of `optimizer` are unscaled from now on.
   void note_unscaled(const torch::optim::Optimizer& optimizer) {
-    ++changes_;
     any_parameter(optimizer, [this](const at::Tensor& parameter) {
-      unscaled_.emplace_back(parameter);
+      unscaled_.push_back({WeakTensor(parameter), SeenTensor(gradient_of(parameter))});
       return false;
     });
   }
   /// Whether a backward has added to one since, that `optimizer` still has.
   bool any_added(const torch::optim::Optimizer& optimizer) const {
-    return !added_.empty() && any_gradient(optimizer, [this](const at::Tensor& gradient) {
-      return std::ranges::any_of(added_, [&](const auto& added) { return added.is(gradient); });
-    });
+    return any_added_ && any_gradient(optimizer, [this](const at::Tensor& gradient) {
+             return std::ranges::any_of(
+                 unscaled_, [&](const Unscaled& one) { return one.added.is(gradient); });
+           });
   }
   [[gnu::cold]] void forget(const torch::optim::Optimizer& optimizer) {
-    ++changes_;
-    const auto is_its_own = [&](const SeenTensor& one) {
-      return any_parameter(optimizer, [&](const at::Tensor& parameter) {
-        return one.is(parameter) || one.is(gradient_of(parameter));
-      });
-    };
-    std::erase_if(unscaled_, is_its_own);
-    std::erase_if(added_, is_its_own);
+    std::erase_if(unscaled_, [&](const Unscaled& one) {
+      return any_parameter(optimizer, [&](const at::Tensor& its) { return one.parameter.is(its); });
+    });
   }
   void end_iteration() {
-    has_run_ = false;
-    ++changes_;
+    has_run_ = any_added_ = false;
     unscaled_.clear();
-    added_.clear();
   }
 
  private:
+  struct Unscaled {
+    WeakTensor parameter;
+    SeenTensor before;   ///< its gradient, when it was unscaled or the last backward began
+    WeakTensor added{};  ///< its gradient, to which one has added
+
+    at::Tensor gradient() const {
+      const at::Tensor lives = parameter.lock();
+      return lives.defined() ? gradient_of(lives) : at::Tensor();
+    }
+  };
+
   static void begin(const std::shared_ptr<ScaledBackward>& backward);
-  /// Gradients as they are now.
-  [[gnu::cold]] std::vector<SeenTensor> gradients() const {
-    std::vector<SeenTensor> seen;
-    for (const SeenTensor& weak : unscaled_) {
-      const at::Tensor parameter = weak.lock();
-      const at::Tensor gradient = parameter.defined() ? gradient_of(parameter) : at::Tensor();
-      seen.emplace_back(gradient);
-    }
-    return seen;
-  }
-  [[gnu::cold]] void end(const std::vector<SeenTensor>& before, int changes) {
-    if (changes != changes_) return;
-    for (std::size_t i = 0; const SeenTensor& gradient : gradients()) {
-      const at::Tensor now = gradient.lock();
-      if (!before[i++].is_unchanged(now)) added_.emplace_back(now);
-    }
-  }
+  void end();
 
   std::atomic<bool> has_run_ = false;
-  std::vector<SeenTensor> unscaled_;  // the parameters whose gradients are
-  std::vector<SeenTensor> added_;     // those of their gradients that were changed
-  int changes_ = 0;                   // of `unscaled_`
-  int task_ = -1;                     // autograd's, in which the last backward was seen
+  std::mutex mutex_;  // of what follows, where losses on several devices run
+  std::vector<Unscaled> unscaled_;
+  bool any_added_ = false;
+  int task_ = -1;  // autograd's, in which the last backward was seen
 };
 
 /// What one scaler has heard in an iteration.
