@@ -25,27 +25,23 @@ inline constexpr std::size_t longest_shown = 128;
 
 /// A piece of a text: anything that can be printed. (LibTorch's macros make a function of half a
 /// kilobyte for each list of the types of pieces.)
-class Piece {
- public:
+struct Piece {
   Piece(const char* text)
-      : shown_(text), print_([](std::ostream& out, const void* shown) {
-          out << static_cast<const char*>(shown);
-        }) {}
+      : shown(text),
+        print([](std::ostream& out, const void* its) { out << static_cast<const char*>(its); }) {}
   template <class T>
-  Piece(const T& shown)
-      : shown_(&shown),
-        print_([](std::ostream& out, const void* its) { out << *static_cast<const T*>(its); }) {}
-  void print(std::ostream& out) const { print_(out, shown_); }
+  Piece(const T& value)
+      : shown(&value),
+        print([](std::ostream& out, const void* its) { out << *static_cast<const T*>(its); }) {}
 
- private:
-  const void* shown_;
-  void (*print_)(std::ostream&, const void*);
+  const void* shown;
+  void (*print)(std::ostream&, const void*);
 };
 using Pieces = std::initializer_list<Piece>;
 
 [[gnu::cold]] inline std::string joined(Pieces pieces) {
   std::ostringstream text;
-  for (const Piece& piece : pieces) piece.print(text);
+  for (const Piece& piece : pieces) piece.print(text, piece.shown);
   return text.str();
 }
 

@@ -75,8 +75,8 @@ inline std::shared_ptr<Shards> shards_of(const at::Tensor& tensor) {
 
 /// What the optimizer's parameters are pieces of; null if they are none. An error for an optimizer
 /// that cannot step pieces, and for one of weights that have masters.
-[[gnu::cold]] inline std::shared_ptr<Shards> shards_of(const torch::optim::Optimizer& optimizer,
-                                                       const char* call) {
+inline std::shared_ptr<Shards> shards_of(const torch::optim::Optimizer& optimizer,
+                                         const char* call) {
   std::shared_ptr<Shards> shards;
   any_parameter(optimizer, [&](const at::Tensor& tensor) {
     const WeightMeta* const meta = weight_meta_of(tensor);
@@ -137,12 +137,6 @@ struct StepRecord {
   at::Tensor value{};                     ///< what the optimizer's step returned
   std::vector<MissingGradient> missing{};
   int64_t attempts = 1;  ///< evaluations of the first loss, for closures
-
-  /// Makes later changes of the scale's state invisible.
-  void keep() {
-    scale.keep();
-    skips.keep();
-  }
 };
 
 /// How many parameters of `optimizer` have one. Reads no device.
@@ -554,7 +548,10 @@ class StepLedger {
   /// Before the scale changes: lets the results that are still in use keep what they tell of it.
   [[gnu::cold]] void keep_results() {
     for (const auto& weak : records_) {
-      if (const auto record = weak.lock()) record->keep();
+      const auto record = weak.lock();
+      if (!record) continue;
+      record->scale.keep();
+      record->skips.keep();
     }
     records_.clear();
   }
