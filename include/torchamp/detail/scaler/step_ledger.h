@@ -75,8 +75,8 @@ inline std::shared_ptr<Shards> shards_of(const at::Tensor& tensor) {
 
 /// What the optimizer's parameters are pieces of; null if they are none. An error for an optimizer
 /// that cannot step pieces, and for one of weights that have masters.
-inline std::shared_ptr<Shards> shards_of(const torch::optim::Optimizer& optimizer,
-                                         const char* call) {
+[[gnu::cold]] inline std::shared_ptr<Shards> shards_of(const torch::optim::Optimizer& optimizer,
+                                                       const char* call) {
   std::shared_ptr<Shards> shards;
   any_parameter(optimizer, [&](const at::Tensor& tensor) {
     const WeightMeta* const meta = weight_meta_of(tensor);
@@ -302,7 +302,7 @@ class ScaledBackward {
 /// What one scaler has heard in an iteration.
 class StepOrder {
  public:
-  /// Also heard after this is gone.
+  /// Shared with hooks, which may outlive the scaler.
   std::shared_ptr<ScaledBackward> backward = std::make_shared<ScaledBackward>();
 
   void note_scaled() {
