@@ -269,8 +269,10 @@ struct ScalerParts {
     return StepResult(std::move(record));
   }
   /// What a disabled scaler's step returns.
-  static StepResult unscaled_result(at::Tensor value) {
-    return result(std::make_shared<StepRecord>(StepRecord{.value = std::move(value)}));
+  [[gnu::cold]] static StepResult unscaled_result(at::Tensor value) {
+    auto record = std::make_shared<StepRecord>();
+    record->value = std::move(value);
+    return result(std::move(record));
   }
 };
 

@@ -257,6 +257,25 @@ TEST_P(StepOrder, ABackwardAfterUnscaleOfASumOfScaledLossesIsAnError) {
   EXPECT_ERROR(scaler.step(*optimizer), added_late);
 }
 
+TEST_P(StepOrder, ABackwardAfterUnscaleOfASumOfLossesThatWereScaledBeforeIsAnError) {
+  scaler.scale(loss_of(w)).backward();
+  const at::Tensor sum = scaler.scale(loss_of(w)) + scaler.scale(loss_of(w));
+  scaler.unscale_(*optimizer);
+  sum.backward();
+  EXPECT_ERROR(scaler.step(*optimizer), added_late);
+}
+
+TEST_P(StepOrder, DiscardForgetsWhatAScaledBackwardHasAddedToAlsoWhereTheGradientStays) {
+  scaler.scale(loss_of(w)).backward();
+  scaler.unscale_(*optimizer);
+  scaler.scale(loss_of(w)).backward();
+  optimizer->zero_grad(/*set_to_none=*/false);
+  scaler.discard(*optimizer);
+  for (int i = 0; i < 2; ++i) scaler.scale(loss_of(w)).backward();
+  scaler.unscale_(*optimizer);
+  EXPECT_TRUE(scaler.step(*optimizer));
+}
+
 TEST_P(StepOrder, ABackwardAfterUnscaleThatMakesAnotherGradientIsAnError) {
   scaler.scale(loss_of(w)).backward();
   scaler.unscale_(*optimizer);

@@ -5,6 +5,8 @@
 
 #include <cstddef>
 #include <initializer_list>
+#include <ostream>
+#include <sstream>
 #include <string>
 #include <string_view>
 
@@ -21,21 +23,47 @@ inline constexpr std::size_t longest_shown = 128;
   return std::string(text.substr(0, longest_shown)) + "...";
 }
 
-/// The pieces of a text. (LibTorch's macros make a function for each list of their types.)
-[[gnu::cold]] inline std::string joined(std::initializer_list<std::string_view> pieces) {
-  std::string text;
-  for (const std::string_view piece : pieces) text += piece;
-  return text;
+/// A piece of a text: anything that can be printed. (LibTorch's macros make a function of half a
+/// kilobyte for each list of the types of pieces.)
+struct Piece {
+  Piece(const char* text)
+      : shown(text),
+        print([](std::ostream& out, const void* its) { out << static_cast<const char*>(its); }) {}
+  template <class T>
+  Piece(const T& value)
+      : shown(&value),
+        print([](std::ostream& out, const void* its) { out << *static_cast<const T*>(its); }) {}
+
+  const void* shown;
+  void (*print)(std::ostream&, const void*);
+};
+using Pieces = std::initializer_list<Piece>;
+
+[[gnu::cold]] inline std::string joined(Pieces pieces) {
+  std::ostringstream text;
+  for (const Piece& piece : pieces) piece.print(text, piece.shown);
+  return text.str();
 }
 
 /// Throws an error of that text.
-[[noreturn, gnu::cold]] inline void fail(std::initializer_list<std::string_view> pieces) {
+[[noreturn, gnu::cold]] inline void fail(Pieces pieces) {
   TORCH_CHECK(false, joined(pieces));
 }
 
+/// Throws one that says which value is wrong.
+[[noreturn, gnu::cold]] inline void fail_value(Pieces pieces) {
+  TORCH_CHECK_VALUE(false, joined(pieces));
+}
+
 /// Warns with that text.
-[[gnu::cold]] inline void warn(std::initializer_list<std::string_view> pieces) {
+[[gnu::cold]] inline void warn(Pieces pieces) {
   TORCH_WARN(joined(pieces));
 }
 
 }  // namespace torchamp::detail
+
+/// As LibTorch's macros, for texts of several pieces.
+#define TORCHAMP_CHECK(condition, ...) \
+  if (!(condition)) ::torchamp::detail::fail({__VA_ARGS__})
+#define TORCHAMP_CHECK_VALUE(condition, ...) \
+  if (!(condition)) ::torchamp::detail::fail_value({__VA_ARGS__})

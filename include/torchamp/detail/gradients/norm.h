@@ -20,10 +20,10 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/check.h"
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/gradients/unscale.h"
 #include "torchamp/detail/tensors.h"
+#include "torchamp/detail/text.h"
 
 namespace torchamp::detail {
 

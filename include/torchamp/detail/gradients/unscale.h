@@ -28,10 +28,10 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/check.h"
 #include "torchamp/detail/devices.h"
 #include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/tensors.h"
+#include "torchamp/detail/text.h"
 
 namespace torchamp::detail {
 

@@ -19,16 +19,17 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/check.h"
 #include "torchamp/detail/device_work.h"
 #include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/gradients/unscale.h"
 #include "torchamp/detail/scaler/step_ledger.h"
 #include "torchamp/detail/tensors.h"
+#include "torchamp/detail/text.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/scaled_step.h"
 #include "torchamp/version.h"
@@ -37,24 +38,39 @@ namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
 
-TORCHAMP_BODY void UnscaledGradients::watch(const std::shared_ptr<UnscaledGradients>& gradients,
-                                            const at::Tensor& scaled) {
-  if (!scaled.requires_grad()) return;
-  scaled.register_hook([weak = std::weak_ptr<UnscaledGradients>(gradients)](const at::Tensor&) {
-    const auto watched = weak.lock();
-    const int task = torch::autograd::get_current_graph_task_id();
-    if (!watched || std::exchange(watched->task_, task) == task) return;
-    torch::autograd::Engine::get_default_engine().queue_callback(
-        [weak, before = watched->gradients()] {
-          if (const auto then = weak.lock()) then->end_backward(before);
-        });
-  });
+TORCHAMP_COLD void ScaledBackward::watch(const std::shared_ptr<ScaledBackward>& backward,
+                                         const at::Tensor& scaled) {
+  if (!scaled.requires_grad()) {
+    backward->has_run_ = true;
+    return;
+  }
+  scaled.register_hook([backward](const at::Tensor&) { begin(backward); });
+}
+
+TORCHAMP_COLD void ScaledBackward::begin(const std::shared_ptr<ScaledBackward>& backward) {
+  backward->has_run_ = true;
+  const int task = torch::autograd::get_current_graph_task_id();
+  const std::scoped_lock lock(backward->mutex_);
+  if (backward->unscaled_.empty() || std::exchange(backward->task_, task) == task) return;
+  for (Unscaled& one : backward->unscaled_) one.before = SeenTensor(one.gradient());
+  torch::autograd::Engine::get_default_engine().queue_callback([backward] { backward->end(); });
+}
+
+TORCHAMP_COLD void ScaledBackward::end() {
+  const std::scoped_lock lock(mutex_);
+  for (Unscaled& one : unscaled_) {
+    const at::Tensor now = one.gradient();
+    if (one.before.is_unchanged(now)) continue;
+    one.added = WeakTensor(now);
+    any_added_ = true;
+  }
 }
 
 // ---- What a scaler does with gradients ----------------------------------------------------------
 
 /// Whether dividing by the scale may make an inf of a finite gradient.
-inline bool division_may_overflow(LossScale& scale, torch::optim::Optimizer& optimizer) {
+[[gnu::cold]] inline bool division_may_overflow(LossScale& scale,
+                                                torch::optim::Optimizer& optimizer) {
   const auto* const captured = dynamic_cast<CapturedStep*>(&optimizer);
   if (GraphBody::is_running() || (captured && captured->may_be_captured())) scale.expect_replays();
   return scale.may_be_below_one();
@@ -146,8 +162,8 @@ TORCHAMP_COLD void agree(OptimizerState& state, LossScale& scale, const LossWatc
     at::Tensor found_inf = state.found_inf.tensor.clone();
     options.agree_found_inf ? options.agree_found_inf(found_inf)
                             : state.shards->agree_largest(found_inf);
-    TORCH_CHECK(found_inf.defined() && found_inf.numel() == 1,
-                "GradScaler: agree_found_inf has left no tensor of one element.");
+    TORCHAMP_CHECK(found_inf.defined() && found_inf.numel() == 1,
+                   "GradScaler: agree_found_inf has left no tensor of one element.");
     found_inf = found_inf.reshape({}).ne(0).to(scale.scale().options());
     state.found_inf = {std::move(found_inf), std::nullopt};
     state.exact = true;
@@ -196,7 +212,7 @@ TORCHAMP_COLD void agree(OptimizerState& state, LossScale& scale, const LossWatc
 // skipped and the scale lowered, until it can.
 
 /// Whether the scale times `clip`, both on the host, is more than fp32 holds.
-inline bool product_overflows(const LossScale& scale, const Divisor& clip) {
+[[gnu::cold]] inline bool product_overflows(const LossScale& scale, const Divisor& clip) {
   if (!clip.defined() || !clip.number.is_cpu() || !scale.scale().is_cpu()) return false;
   const float one = *scale.scale().const_data_ptr<float>();
   const float other = *clip.value().const_data_ptr<float>();
@@ -205,8 +221,8 @@ inline bool product_overflows(const LossScale& scale, const Divisor& clip) {
 
 /// Whether the scale times `clip`, which is left to the step of `optimizer`, may be more than fp32
 /// holds, and the gradients can be divided before.
-inline bool clip_may_overflow(LossScale& scale, const Divisor& clip,
-                              const torch::optim::Optimizer& optimizer) {
+[[gnu::cold]] inline bool clip_may_overflow(LossScale& scale, const Divisor& clip,
+                                            const torch::optim::Optimizer& optimizer) {
   if (!clip.defined()) return false;
   constexpr double largest_safe_scale = 0x1p32;
   return (scale.may_exceed(largest_safe_scale) || product_overflows(scale, clip)) &&
@@ -214,13 +230,13 @@ inline bool clip_may_overflow(LossScale& scale, const Divisor& clip,
 }
 
 TORCHAMP_COLD void check_not_stepped(const OptimizerState& state) {
-  TORCH_CHECK(!state.in_closure,
-              "GradScaler::step: the closure of this optimizer's step has called step(). Let it "
-              "only compute and return the loss.");
-  TORCH_CHECK(state.stage != OptimizerState::Stage::stepped,
-              "GradScaler::step: this optimizer has been stepped already. Call update() once all "
-              "optimizers have been stepped. (If an exception came before update(), call "
-              "discard(optimizer).)");
+  TORCHAMP_CHECK(!state.in_closure,
+                 "GradScaler::step: the closure of this optimizer's step has called step(). Let it "
+                 "only compute and return the loss.");
+  TORCHAMP_CHECK(state.stage != OptimizerState::Stage::stepped,
+                 "GradScaler::step: this optimizer has been stepped already. Call update() once "
+                 "all optimizers have been stepped. (If an exception came before update(), call "
+                 "discard(optimizer).)");
 }
 
 /// Whether what unscale_ has divided and checked is what there is. (Gradients that the program
@@ -228,17 +244,19 @@ TORCHAMP_COLD void check_not_stepped(const OptimizerState& state) {
 [[gnu::cold]] inline void check_complete(const torch::optim::Optimizer& optimizer,
                                          const OptimizerState& state, const StepOrder& order) {
   const bool taken = state.taken != gradients_taken();
-  TORCH_CHECK(((!taken && state.had_gradients) || count_gradients(optimizer) <= state.gradients) &&
-                  !(taken && any_taken_after(optimizer, state.taken)),
-              "GradScaler::step: gradients came after unscale_, so they were neither unscaled nor "
-              "checked. Complete them first: ",
-              taken ? "call MasterWeights::take_gradients() before unscale_, and with an "
-                      "Accumulation in before_unscale."
-                    : "unscale_ found none at all.");
-  TORCH_CHECK(!state.watched || order.was_asked() || !state.watched->any_added(optimizer),
-              "GradScaler::step: backward() of a scaled loss has added to the gradients of this "
-              "optimizer after unscale_, or after a clip that names the scaler. Unscale and clip "
-              "after the last backward(). To continue, drop the gradients and call discard().");
+  TORCHAMP_CHECK(
+      ((!taken && state.had_gradients) || count_gradients(optimizer) <= state.gradients) &&
+          !(taken && any_taken_after(optimizer, state.taken)),
+      "GradScaler::step: gradients came after unscale_, so they were neither unscaled nor checked. "
+      "Complete them first: ",
+      taken ? "call MasterWeights::take_gradients() before unscale_, and with an Accumulation in "
+              "before_unscale."
+            : "unscale_ found none at all.");
+  TORCHAMP_CHECK(
+      order.was_asked() || !order.backward->any_added(optimizer),
+      "GradScaler::step: backward() of a scaled loss has added to the gradients of this optimizer "
+      "after unscale_, or after a clip that names the scaler. Unscale and clip after the last "
+      "backward(). To continue, drop the gradients and call discard().");
 }
 
 TORCHAMP_BODY void note_written(const torch::optim::Optimizer& optimizer) {
@@ -317,7 +335,7 @@ TORCHAMP_COLD std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) 
       at::Tensor here;
       for (at::Tensor& output : scaled) {
         if (!here.defined() || here.device() != output.device()) {
-          here = scale_.scale_on(output.device());
+          here = detail::to_device_async(output.device(), scale_.scale());
         }
         output = at::mul(output, here);
         ledger_.note_scaled(output);
@@ -338,31 +356,25 @@ TORCHAMP_BODY void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   if (!is_enabled()) return;
   scale_.check_created("unscale_");
   detail::OptimizerState& state = ledger_.optimizers.of(optimizer);
-  TORCH_CHECK(!state.in_closure,
-              "GradScaler::unscale_: the closure of this optimizer's step has called unscale_. Let "
-              "it only compute and return the loss: step unscales.");
-  TORCH_CHECK(
-      state.stage != detail::OptimizerState::Stage::unscaled,
-      "GradScaler::unscale_: the gradients of this optimizer have been unscaled already. Call "
-      "unscale_ once for each optimizer between two calls of update(). (If an exception came "
-      "before "
-      "update(), call discard(optimizer).)");
-  TORCH_CHECK(state.stage != detail::OptimizerState::Stage::stepped,
-              "GradScaler::unscale_: this optimizer has been stepped already. Call unscale_ before "
-              "step, and update() after it.");
+  TORCHAMP_CHECK(!state.in_closure,
+                 "GradScaler::unscale_: the closure of this optimizer's step has called unscale_. "
+                 "Let it only compute and return the loss: step unscales.");
+  TORCHAMP_CHECK(state.stage != detail::OptimizerState::Stage::unscaled,
+                 "GradScaler::unscale_: the gradients of this optimizer have been unscaled "
+                 "already. Call unscale_ once for each optimizer between two calls of update(). "
+                 "(If an exception came before update(), call discard(optimizer).)");
+  TORCHAMP_CHECK(state.stage != detail::OptimizerState::Stage::stepped,
+                 "GradScaler::unscale_: this optimizer has been stepped already. Call unscale_ "
+                 "before step, and update() after it.");
   if (!scale_.stays_at_one()) ledger_.order.check(optimizer, "GradScaler::unscale_");
-  auto watched = std::make_shared<detail::UnscaledGradients>(optimizer);
-  ledger_.scaled.for_each([&](const at::Tensor& scaled) {
-    detail::UnscaledGradients::watch(watched, scaled);  // for another backward() of it
-  });
   state = detail::unscale_gradients(optimizer, scale_, "GradScaler::unscale_");
-  state.watched = std::move(watched);
+  ledger_.order.backward->note_unscaled(optimizer);
 }
 
 TORCHAMP_COLD StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
-  TORCH_CHECK(dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
-              "GradScaler::step: LBFGS evaluates the loss by itself. Call step(optimizer, closure) "
-              "(torchamp/closure_step.h) with a closure that returns the loss.");
+  TORCHAMP_CHECK(dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
+                 "GradScaler::step: LBFGS evaluates the loss by itself. Call step(optimizer, "
+                 "closure) (torchamp/closure_step.h) with a closure that returns the loss.");
   const detail::DropWeightCasts drop_weight_casts(optimizer);
   if (!is_enabled()) {
     at::Tensor value = optimizer.step();
@@ -403,18 +415,18 @@ TORCHAMP_COLD StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
 
 TORCHAMP_BODY void GradScaler::discard(const torch::optim::Optimizer& optimizer) {
   ledger_.optimizers.reset(optimizer);
+  ledger_.order.backward->forget(optimizer);
   if (ledger_.losses) ledger_.losses->forget();  // they may have been this one's
 }
 
 TORCHAMP_COLD void GradScaler::update() {
   if (!is_enabled()) return;
   scale_.check_created("update");
-  TORCH_CHECK(
-      ledger_.optimizers.within_iteration(),
-      "GradScaler::update: no optimizer has been stepped or unscaled since the last update. "
-      "Call step(optimizer) first, or update(new_scale) to set the scale. (optimizer.step() does "
-      "not count: it neither unscales nor checks the gradients. An Accumulation and a TrainingStep "
-      "call step and update themselves.)");
+  TORCHAMP_CHECK(ledger_.optimizers.within_iteration(),
+                 "GradScaler::update: no optimizer has been stepped or unscaled since the last "
+                 "update. Call step(optimizer) first, or update(new_scale) to set the scale. "
+                 "(optimizer.step() does not count: it neither unscales nor checks the gradients. "
+                 "An Accumulation and a TrainingStep call step and update themselves.)");
   detail::ScaleLimits::Met met;
   {
     const detail::InternalOps guard;

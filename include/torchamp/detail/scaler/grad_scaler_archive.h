@@ -14,10 +14,10 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/check.h"
 #include "torchamp/detail/checksum.h"
 #include "torchamp/detail/scaler/loss_scale.h"
 #include "torchamp/detail/scaler/step_ledger.h"
+#include "torchamp/detail/text.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/version.h"
 

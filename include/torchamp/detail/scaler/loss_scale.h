@@ -22,11 +22,11 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/check.h"
 #include "torchamp/detail/device_work.h"
 #include "torchamp/detail/scaler/scale_bound.h"
 #include "torchamp/detail/scaler/scale_update.h"
 #include "torchamp/detail/tensors.h"
+#include "torchamp/detail/text.h"
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/version.h"
 
@@ -67,40 +67,33 @@ inline void check_scale(const char* call, double scale, const GradScalerOptions&
                        options.min_scale, ") and max_scale (", options.max_scale, ").");
 }
 
-/// For all options, so that one function makes all of their errors.
-template <class Number>
-void check_option(bool holds, const char* call, const char* what, Number value, const char* range) {
+inline void check_option(bool holds, const char* call, const char* what, Piece value,
+                         const char* range) {
   TORCHAMP_CHECK_VALUE(holds, call, ": ", what, " is ", value, ". ", range);
 }
 
-inline void check_growth_factor(const char* call, double factor) {
-  check_option(factor > 1. && std::isfinite(factor), call, "the growth factor", factor,
-               "It is finite and above 1; {.dynamic = false} keeps the scale.");
-}
-
-inline void check_backoff_factor(const char* call, double factor) {
-  check_option(factor > 0. && factor < 1., call, "the backoff factor", factor,
-               "It lies between 0 and 1; {.dynamic = false} keeps the scale.");
-}
-
-inline void check_growth_interval(const char* call, int64_t interval) {
-  check_option(interval >= 1 && interval <= std::numeric_limits<int32_t>::max(), call,
-               "the growth interval", interval, "It lies between 1 and 2^31 - 1.");
+/// Those of the options that a state has, too.
+[[gnu::cold]] inline void check_factors(const char* call, double growth_factor,
+                                        double backoff_factor, int64_t growth_interval) {
+  check_option(growth_factor > 1. && std::isfinite(growth_factor), call, "the growth factor",
+               growth_factor, "It is finite and above 1; {.dynamic = false} keeps the scale.");
+  check_option(backoff_factor > 0. && backoff_factor < 1., call, "the backoff factor",
+               backoff_factor, "It lies between 0 and 1; {.dynamic = false} keeps the scale.");
+  check_option(growth_interval >= 1 && growth_interval <= std::numeric_limits<int32_t>::max(), call,
+               "the growth interval", growth_interval, "It lies between 1 and 2^31 - 1.");
 }
 
 [[gnu::cold]] inline void check_options(const GradScalerOptions& options) {
   constexpr const char* call = "GradScaler";
-  TORCHAMP_CHECK_VALUE(
-      options.min_scale >= std::numeric_limits<float>::min() &&
-          options.max_scale <= std::numeric_limits<float>::max() &&
-          options.min_scale <= options.max_scale,
-      call, ": min_scale is ", options.min_scale, " and max_scale ", options.max_scale,
-      ". Both must be between 2^-126 and the largest fp32 number, and min_scale must "
-      "not exceed max_scale.");
+  TORCHAMP_CHECK_VALUE(options.min_scale >= std::numeric_limits<float>::min() &&
+                           options.max_scale <= std::numeric_limits<float>::max() &&
+                           options.min_scale <= options.max_scale,
+                       call, ": min_scale is ", options.min_scale, " and max_scale ",
+                       options.max_scale,
+                       ". Both must be between 2^-126 and the largest fp32 number, and min_scale "
+                       "must not exceed max_scale.");
   check_scale(call, options.init_scale, options);
-  check_growth_factor(call, options.growth_factor);
-  check_backoff_factor(call, options.backoff_factor);
-  check_growth_interval(call, options.growth_interval);
+  check_factors(call, options.growth_factor, options.backoff_factor, options.growth_interval);
   check_option(options.hysteresis >= 1, call, "the hysteresis", options.hysteresis,
                "It is 1 (lower the scale at once) or more.");
   check_option(options.overflow_tolerance >= 0. && options.overflow_tolerance <= 1., call,
@@ -126,9 +119,7 @@ inline void check_state(const char* call, const GradScalerState& state,
   TORCHAMP_CHECK_VALUE(!state.empty(), call,
                        ": the state is empty; it was probably saved from a disabled GradScaler.");
   check_scale(call, state.scale, options);
-  check_growth_factor(call, state.growth_factor);
-  check_backoff_factor(call, state.backoff_factor);
-  check_growth_interval(call, state.growth_interval);
+  check_factors(call, state.growth_factor, state.backoff_factor, state.growth_interval);
   check_option(state.growth_tracker >= std::numeric_limits<int32_t>::min() &&
                    state.growth_tracker <= std::numeric_limits<int32_t>::max(),
                call, "the growth tracker", state.growth_tracker, "It is a count of 32 bits.");
@@ -195,12 +186,12 @@ class SkipWarning {
   [[gnu::cold]] void note(double skips) {
     if (skips < many || warned_) return;
     warned_ = true;
-    TORCH_WARN("GradScaler::update: gradients held infs or NaNs in the last ",
-               static_cast<int64_t>(skips),
-               " iterations, and their steps were skipped. If the data or the weights hold a NaN, "
-               "no scale helps: overflow_report() (torchamp/overflow_report.h) names the layers "
-               "whose gradients do, first_non_finite_op() (torchamp/non_finite_op.h) the op that "
-               "made the first one. This warning is given once.");
+    warn({"GradScaler::update: gradients held infs or NaNs in the last ",
+          static_cast<int64_t>(skips),
+          " iterations, and their steps were skipped. If the data or the weights hold a NaN, no "
+          "scale helps: overflow_report() (torchamp/overflow_report.h) names the layers whose "
+          "gradients do, first_non_finite_op() (torchamp/non_finite_op.h) the op that made the "
+          "first one. This warning is given once."});
   }
 
   /// `skips`, 0-dim fp32: what there is now.
@@ -245,29 +236,28 @@ class ScaleLimits {
   }
 
   /// Throws if a limit that is met says so. Nothing has been changed yet.
-  static void throw_if_met(const GradScalerOptions& options, const Met& met) {
-    TORCH_CHECK(
-        !met.min_scale || options.at_min_scale != AtLimit::throw_error,
-        "GradScaler::update: gradients hold infs or NaNs and the scale, ", met.scale,
-        ", is at min_scale. Look for what produces them (torchamp/overflow_report.h names the "
-        "layers), or set at_min_scale to continue.");
-    TORCH_CHECK(!met.skips_in_a_row || options.at_max_skips != AtLimit::throw_error,
-                "GradScaler::update: gradients held infs or NaNs in ", met.skips,
-                " consecutive iterations; max_skips_in_a_row is ", options.max_skips_in_a_row,
-                "; the scale is ", met.scale,
-                ". Look for what produces them (torchamp/overflow_report.h names the layers), or "
-                "set at_max_skips to continue.");
+  [[gnu::cold]] static void throw_if_met(const GradScalerOptions& options, const Met& met) {
+    TORCHAMP_CHECK(!met.min_scale || options.at_min_scale != AtLimit::throw_error,
+                   "GradScaler::update: gradients hold infs or NaNs and the scale, ", met.scale,
+                   ", is at min_scale. Look for what produces them (torchamp/overflow_report.h "
+                   "names the layers), or set at_min_scale to continue.");
+    TORCHAMP_CHECK(!met.skips_in_a_row || options.at_max_skips != AtLimit::throw_error,
+                   "GradScaler::update: gradients held infs or NaNs in ", met.skips,
+                   " consecutive iterations; max_skips_in_a_row is ", options.max_skips_in_a_row,
+                   "; the scale is ", met.scale,
+                   ". Look for what produces them (torchamp/overflow_report.h names the layers), "
+                   "or set at_max_skips to continue.");
   }
 
   /// Warns or calls back. The iteration has ended.
   [[gnu::cold]] void announce(const GradScalerOptions& options, const Met& met) {
     if (met.min_scale && options.at_min_scale == AtLimit::warn && !warned_) {
-      TORCH_WARN("GradScaler::update: gradients hold infs or NaNs and the scale, ", met.scale,
-                 ", is at min_scale: steps are skipped until they are finite.");
+      warn({"GradScaler::update: gradients hold infs or NaNs and the scale, ", met.scale,
+            ", is at min_scale: steps are skipped until they are finite."});
     }
     if (met.skips_in_a_row && options.at_max_skips == AtLimit::warn) {
-      TORCH_WARN("GradScaler::update: gradients held infs or NaNs in ", met.skips,
-                 " iterations in a row; the scale is ", met.scale, '.');
+      warn({"GradScaler::update: gradients held infs or NaNs in ", met.skips,
+            " iterations in a row; the scale is ", met.scale, '.'});
     }
     warned_ = met.min_scale || (warned_ && met.scale <= options.min_scale);
     // A copy: the function may make another scaler of this one.
@@ -342,25 +332,33 @@ class LossScale {
  public:
   /// Error: an option that is out of range.
   [[gnu::cold]] explicit LossScale(GradScalerOptions options)
-      : options_(checked(std::move(options))),
+      : options_(std::move(options)),
         host_(initial_memory(options_)),
-        rule_(options_.dynamic ? options_.follows_gradients.rule() : nullptr) {}
+        rule_(options_.dynamic ? options_.follows_gradients.rule() : nullptr) {
+    if (!options_.enabled) return;
+    check_options(options_);
+    options_.min_scale = as_fp32(options_.min_scale);
+    options_.max_scale = as_fp32(options_.max_scale);
+  }
 
   const GradScalerOptions& options() const { return options_; }
   /// By which the update follows the gradients' magnitudes; null where it does not.
   const ScaleRule* rule() const { return rule_; }
 
   void set_growth_factor(double factor) {
-    check_growth_factor("GradScaler::set_growth_factor", factor);
+    check_factors("GradScaler::set_growth_factor", factor, options_.backoff_factor,
+                  options_.growth_interval);
     options_.growth_factor = factor;
   }
   void set_backoff_factor(double factor) {
-    check_backoff_factor("GradScaler::set_backoff_factor", factor);
+    check_factors("GradScaler::set_backoff_factor", options_.growth_factor, factor,
+                  options_.growth_interval);
     options_.backoff_factor = factor;
   }
   /// A shorter one is met at the next good iteration.
   void set_growth_interval(int64_t interval) {
-    check_growth_interval("GradScaler::set_growth_interval", interval);
+    check_factors("GradScaler::set_growth_interval", options_.growth_factor,
+                  options_.backoff_factor, interval);
     options_.growth_interval = interval;
     const int64_t last = interval - 1;
     if (on_device_) return on_device_->limit_growth_tracker(last);
@@ -371,8 +369,8 @@ class LossScale {
 
   bool created() const { return scale_.defined(); }
   void check_created(const char* call) const {
-    TORCH_CHECK(created(), "GradScaler::", call,
-                ": nothing has been scaled yet. Call scale(loss).backward() first.");
+    TORCHAMP_CHECK(created(), "GradScaler::", call,
+                   ": nothing has been scaled yet. Call scale(loss).backward() first.");
   }
   [[gnu::cold]] void create(at::Device device) {
     const c10::InferenceMode no_inference(false);
@@ -389,7 +387,6 @@ class LossScale {
 
   /// 0-dim fp32; undefined before create().
   const at::Tensor& scale() const { return scale_; }
-  at::Tensor scale_on(at::Device device) const { return to_device_async(device, scale_); }
   /// 1/scale as a 0-dim fp32 tensor on `device`, computed in fp64 as torch.amp does.
   [[gnu::cold]] at::Tensor inverse(at::Device device) const {
     if (!on_device_) {
@@ -439,42 +436,39 @@ class LossScale {
     rest.scale = static_cast<float>(state.scale);
     rest.growth_tracker =
         static_cast<double>(std::min(state.growth_tracker, state.growth_interval - 1));
-    set(rest);
+    set(std::move(rest));
     options_.growth_factor = state.growth_factor;
     options_.backoff_factor = state.backoff_factor;
     options_.growth_interval = state.growth_interval;
   }
 
   /// Puts these values in place of all that is there. The host must know them.
-  [[gnu::cold]] void set(const ScaleMemory<double>& values) {
+  [[gnu::cold]] void set(ScaleMemory<double> values) {
     const bool changes = values.scale != host_.scale;
-    host_ = values;  // on a device, what nobody there keeps
+    host_ = std::move(values);  // on a device, what nobody there keeps
     if (!on_device_) {
-      if (created() && changes) scale_.fill_(values.scale);
+      if (created() && changes) scale_.fill_(host_.scale);
       return;
     }
     lazy_skips_ = {};
-    scale_.fill_(values.scale);
-    skips_.fill_(values.skips);
-    on_device_->set(values);
-    bound_->set(values.scale, static_cast<int64_t>(values.growth_tracker));
+    scale_.fill_(host_.scale);
+    skips_.fill_(host_.skips);
+    on_device_->set(host_);
+    followed_->bound.set(host_.scale, static_cast<int64_t>(host_.growth_tracker));
   }
 
   /// As the scale is written by hand.
   void set_scale(double scale) {
-    if (!on_device_) {
-      ScaleMemory<double> values = host_;
-      values.scale = scale;
-      return set(values);
-    }
-    scale_.fill_(scale);
-    bound_->set(scale, ScaleBound::grows_at_once);
+    const bool changes = on_device_ || scale != host_.scale;
+    host_.scale = scale;
+    if (changes) scale_.fill_(scale);
+    if (on_device_) followed_->bound.set(scale, ScaleBound::grows_at_once);
   }
   /// Takes the scale from a tensor that only the device can read; what is not a number within the
   /// limits becomes the nearest limit.
   [[gnu::cold]] void set_scale(const at::Tensor& scale) {
     leave_host();
-    bound_->set_unknown(options_.max_scale);
+    followed_->bound.set_unknown(options_.max_scale);
     scale_.copy_(at::nan_to_num(scale.reshape({}), options_.min_scale)
                      .clamp(options_.min_scale, options_.max_scale),
                  /*non_blocking=*/true);
@@ -485,7 +479,7 @@ class LossScale {
   /// Whether scaling is the identity, and not just for the time being.
   bool stays_at_one() {
     if (options_.dynamic) return false;
-    return (!on_device_ ? host_.scale : is_replayed() ? 0. : bound_->value()) == 1.;
+    return (!on_device_ ? host_.scale : is_replayed() ? 0. : followed_->bound.value()) == 1.;
   }
   /// Whether it may be; see Note [A scale below 1].
   bool may_be_below_one() {
@@ -516,10 +510,10 @@ class LossScale {
     if (found.flags.empty()) return met;
     if (knows(found)) {
       const double largest = found.largest.defined() ? found.largest.item<double>() : 0.;
-      const ScaleMemory<double> after = after_update(options_, host_, found.bad, largest);
+      ScaleMemory<double> after = after_update(options_, host_, found.bad, largest);
       met = ScaleLimits::met(options_, host_, after);
       ScaleLimits::throw_if_met(options_, met);
-      set(after);
+      set(std::move(after));
       return met;
     }
     const bool watched = ScaleLimits::watched(options_);
@@ -535,7 +529,7 @@ class LossScale {
   /// Warns or calls back; see ScaleLimits::announce(). A long run of bad iterations is told, too.
   void announce(const ScaleLimits::Met& met) {
     limits_.announce(options_, met);
-    on_device_ ? skip_warning_->look() : skip_warning_->note(host_.skips);
+    on_device_ ? followed_->warning.look() : followed_->warning.note(host_.skips);
   }
 
   /// One iteration whose flag only the device knows: 0-dim fp32 on the scale's device, 1 if bad or
@@ -568,7 +562,7 @@ class LossScale {
     skips_.fill_(host_.skips);
     on_device_ = rule_ ? rule_->on_device(host_, scale_)
                        : std::make_unique<CountedUpdate>(options_, host_, scale_);
-    bound_->set(host_.scale, static_cast<int64_t>(host_.growth_tracker));
+    followed_->bound.set(host_.scale, static_cast<int64_t>(host_.growth_tracker));
   }
 
  private:
@@ -578,13 +572,11 @@ class LossScale {
     unseen,    ///< the scale may be anything
   };
 
-  static GradScalerOptions checked(GradScalerOptions options) {
-    if (!options.enabled) return options;
-    check_options(options);
-    options.min_scale = as_fp32(options.min_scale);
-    options.max_scale = as_fp32(options.max_scale);
-    return options;
-  }
+  /// What replays may still need when the scaler is gone.
+  struct Followed {
+    ScaleBound bound;
+    SkipWarning warning;
+  };
 
   bool is_replayed() const { return replays_ != Replays::none; }
 
@@ -599,13 +591,13 @@ class LossScale {
   /// Has the host learn of the skips some time.
   [[gnu::cold]] void watch_skips() {
     if (replays_ == Replays::unseen) return;
-    skip_warning_->count_iteration();
+    followed_->warning.count_iteration();
     GraphBody* const body = GraphBody::current();
     if (body && body->scales && is_replayed()) {
-      body->scales->watch_skips(*body, skip_warning_, skips_);
-    } else if (skip_warning_->is_due()) {
+      body->scales->watch_skips(*body, {followed_, &followed_->warning}, skips_);
+    } else if (followed_->warning.is_due()) {
       if (lazy_skips_.defined()) lazy_skips_.count();
-      skip_warning_->send(skips().tensor());
+      followed_->warning.send(skips().tensor());
     }
   }
 
@@ -622,28 +614,30 @@ class LossScale {
   [[gnu::cold]] bool may_be_below(double limit) {
     if (replays_ == Replays::unseen) return true;
     CapturedBound* const captured = this->captured();
-    return captured ? captured->may_be_below(limit) : bound_->value() < limit;
+    return captured ? captured->may_be_below(limit) : followed_->bound.value() < limit;
   }
   [[gnu::cold]] bool may_be_above(double limit) {
     if (replays_ == Replays::unseen) return true;
     CapturedBound* const captured = this->captured();
-    return captured ? captured->may_be_above(limit) : bound_->at_most() > limit;
+    return captured ? captured->may_be_above(limit) : followed_->bound.at_most() > limit;
   }
 
   /// What the body of the CudaGraph that is running takes for granted; null outside of one.
-  CapturedBound* captured() {
+  [[gnu::cold]] CapturedBound* captured() {
     GraphBody* const body = GraphBody::current();
     const bool is_followed = body && body->scales && replays_ == Replays::followed;
-    return is_followed ? &body->scales->bound_in(*body, bound_, scale_, options_) : nullptr;
+    return is_followed
+               ? &body->scales->bound_in(*body, {followed_, &followed_->bound}, scale_, options_)
+               : nullptr;
   }
 
   [[gnu::cold]] void follow() {
     const bool lowers = follows_bound();
-    bound_->update(options_, lowers);
+    followed_->bound.update(options_, lowers);
     if (CapturedBound* const captured = this->captured()) {
       captured->add_update(lowers);
     } else if (lowers) {
-      bound_->look_at(scale_);
+      followed_->bound.look_at(scale_);
     }
   }
 
@@ -651,13 +645,12 @@ class LossScale {
   ScaleMemory<double> host_;  // where the host knows
   const ScaleRule* rule_;
   ScaleLimits limits_;
-  std::shared_ptr<SkipWarning> skip_warning_ = std::make_shared<SkipWarning>();
   std::unique_ptr<DeviceUpdate> on_device_;  // null where the host knows
   at::Tensor scale_and_skips_;               // in one piece
   at::Tensor scale_, skips_;                 // its parts, 0-dim
   at::Tensor zero_, one_;
   SkipCount lazy_skips_;  // if defined, what skips_ does not tell
-  std::shared_ptr<ScaleBound> bound_ = std::make_shared<ScaleBound>();
+  std::shared_ptr<Followed> followed_ = std::make_shared<Followed>();
   Replays replays_ = Replays::none;
 };
 

@@ -194,9 +194,9 @@ inline bool is_torch_update(const GradScalerOptions& options) {
 /// `largest` is the largest magnitude of the scaled gradients, 0 where it is not known; it matters
 /// only to a ScaleRule.
 template <class Number, class Bool>
-ScaleMemory<Number> after_update(const GradScalerOptions& options,
-                                 const ScaleMemory<Number>& before, const Bool& bad,
-                                 const Number& largest = {}) {
+[[gnu::cold]] ScaleMemory<Number> after_update(const GradScalerOptions& options,
+                                               const ScaleMemory<Number>& before, const Bool& bad,
+                                               const Number& largest = {}) {
   ScaleMemory<Number> after = before;
   after.skips = choose(bad, before.skips + 1., 0.);
   if (!options.dynamic) return after;
@@ -266,7 +266,8 @@ class CountedUpdate final : public DeviceUpdate {
         trackers_(at::full({3}, 0, scale.options().dtype(at::kInt))),
         tracker_(trackers_.select(0, 0)),
         credit_tracker_(trackers_.select(0, 1)),
-        unused_(trackers_.select(0, 2)) {
+        unused_(trackers_.select(0, 2)),
+        own_trackers_(trackers_.narrow(0, 0, tracks_credit_ ? 2 : 1)) {
     if (!is_torch_update(options)) spent_ = at::full({}, 1., scale.options());
     if (options.overflow_tolerance > 0.) {
       const auto number = scale.options().dtype(number_type_on(scale.device()));
@@ -277,7 +278,7 @@ class CountedUpdate final : public DeviceUpdate {
   }
 
   [[gnu::cold]] void set(const ScaleMemory<double>& values) override {
-    own_trackers().fill_(values.growth_tracker);
+    own_trackers_.fill_(values.growth_tracker);
     if (spent_.defined()) spent_.fill_(std::exp2((hysteresis_ - values.credit) * bits_));
     if (!since_change_.defined()) return;
     since_change_.fill_(values.since_change);
@@ -319,14 +320,11 @@ class CountedUpdate final : public DeviceUpdate {
                            options.growth_interval);
     at::_amp_update_scale_(scale, unused_, lowers, 1., options.backoff_factor, never);
     if (options.growth_tracker_start != 0) {
-      own_trackers().add_(found_inf.to(at::kInt), options.growth_tracker_start);
+      own_trackers_.add_(found_inf.to(at::kInt), options.growth_tracker_start);
     }
   }
 
  private:
-  /// Those that start anew after a bad iteration.
-  at::Tensor own_trackers() const { return trackers_.narrow(0, 0, tracks_credit_ ? 2 : 1); }
-
   /// What is left of `lowers` where few iterations were bad. Before the growth tracker changes.
   [[gnu::cold]] at::Tensor tolerate(const GradScalerOptions& options, const at::Tensor& found_inf,
                                     const at::Tensor& lowers) {
@@ -347,6 +345,7 @@ class CountedUpdate final : public DeviceUpdate {
   at::Tensor spent_;     // 0-dim fp32; undefined where one bad iteration lowers the scale
   at::Tensor trackers_;  // int32: the scale's, the credit's, and one that does not matter
   at::Tensor tracker_, credit_tracker_, unused_;  // the same, 0-dim
+  at::Tensor own_trackers_;                       // those that start anew after a bad iteration
   at::Tensor since_change_, overflows_;           // undefined without an overflow_tolerance
 };
 

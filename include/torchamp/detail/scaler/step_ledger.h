@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
@@ -14,16 +13,17 @@
 #include <cstdint>
 #include <list>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <sstream>
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/check.h"
 #include "torchamp/detail/device_work.h"
 #include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/scaler/loss_scale.h"
 #include "torchamp/detail/tensors.h"
+#include "torchamp/detail/text.h"
 #include "torchamp/missing_gradients.h"
 #include "torchamp/scaled_step.h"
 
@@ -75,16 +75,16 @@ inline std::shared_ptr<Shards> shards_of(const at::Tensor& tensor) {
 
 /// What the optimizer's parameters are pieces of; null if they are none. An error for an optimizer
 /// that cannot step pieces, and for one of weights that have masters.
-inline std::shared_ptr<Shards> shards_of(const torch::optim::Optimizer& optimizer,
-                                         const char* call) {
+[[gnu::cold]] inline std::shared_ptr<Shards> shards_of(const torch::optim::Optimizer& optimizer,
+                                                       const char* call) {
   std::shared_ptr<Shards> shards;
   any_parameter(optimizer, [&](const at::Tensor& tensor) {
     const WeightMeta* const meta = weight_meta_of(tensor);
     if (!meta) return false;
-    TORCH_CHECK(!meta->has_master_apart || meta->masters.expired(), call, ": the parameter ",
-                tensor.sizes(),
-                " of this optimizer belongs to a model under master weights, which would overwrite "
-                "the result of a step. Give the optimizer the masters' parameters().");
+    TORCHAMP_CHECK(!meta->has_master_apart || meta->masters.expired(), call, ": the parameter ",
+                   tensor.sizes(),
+                   " of this optimizer belongs to a model under master weights, which would "
+                   "overwrite the result of a step. Give the optimizer the masters' parameters().");
     shards = meta->shards;
     return shards != nullptr;
   });
@@ -104,7 +104,7 @@ struct ClipLeft {
     return dynamic_cast<const DefersClips*>(&optimizer) != nullptr;
   }
   /// On top of what is left already. Only where it can be.
-  static void add(torch::optim::Optimizer& optimizer, const Divisor& divisor) {
+  [[gnu::cold]] static void add(torch::optim::Optimizer& optimizer, const Divisor& divisor) {
     const InternalOps internal;
     dynamic_cast<DefersClips&>(optimizer).deferred_clip_.add(optimizer, divisor);
   }
@@ -113,7 +113,7 @@ struct ClipLeft {
     forget(optimizer);
     add(optimizer, divisor);
   }
-  static void forget(torch::optim::Optimizer& optimizer) {
+  [[gnu::cold]] static void forget(torch::optim::Optimizer& optimizer) {
     if (auto* const defers = dynamic_cast<DefersClips*>(&optimizer)) {
       defers->deferred_clip_.forget();
     }
@@ -137,12 +137,6 @@ struct StepRecord {
   at::Tensor value{};                     ///< what the optimizer's step returned
   std::vector<MissingGradient> missing{};
   int64_t attempts = 1;  ///< evaluations of the first loss, for closures
-
-  /// Makes later changes of the scale's state invisible.
-  void keep() {
-    scale.keep();
-    skips.keep();
-  }
 };
 
 /// How many parameters of `optimizer` have one. Reads no device.
@@ -207,7 +201,7 @@ class PlainClips {
     clips()[latest % most] = {latest, SeenTensor(gradient_or_parameter), knows_scale};
   }
   /// Whether one that was made after `time` has left one of these gradients as it is.
-  static bool any_since(uint64_t time, const torch::optim::Optimizer& optimizer) {
+  [[gnu::cold]] static bool any_since(uint64_t time, const torch::optim::Optimizer& optimizer) {
     return latest > time && any_gradient(optimizer, [time](const at::Tensor& gradient) {
              return std::ranges::any_of(clips(), [&](const Clip& clip) {
                return clip.time > time && !clip.knows_scale && clip.left->is_unchanged(gradient);
@@ -251,22 +245,66 @@ class PlainClips {
   static inline thread_local uint64_t latest = 0;
 };
 
+/// What the backward of scaled losses has done in an iteration, as the hooks tell that share this.
+class ScaledBackward {
+ public:
+  /// From now on the backward of `scaled` tells. What has no graph may be a gradient.
+  static void watch(const std::shared_ptr<ScaledBackward>& backward, const at::Tensor& scaled);
+  /// Whether any has run.
+  bool has_run() const { return has_run_; }
+
+  /// The gradients of `optimizer` are unscaled from now on.
+  void note_unscaled(const torch::optim::Optimizer& optimizer) {
+    any_parameter(optimizer, [this](const at::Tensor& parameter) {
+      unscaled_.push_back({WeakTensor(parameter), SeenTensor(gradient_of(parameter))});
+      return false;
+    });
+  }
+  /// Whether a backward has added to one since, that `optimizer` still has.
+  bool any_added(const torch::optim::Optimizer& optimizer) const {
+    return any_added_ && any_gradient(optimizer, [this](const at::Tensor& gradient) {
+             return std::ranges::any_of(
+                 unscaled_, [&](const Unscaled& one) { return one.added.is(gradient); });
+           });
+  }
+  [[gnu::cold]] void forget(const torch::optim::Optimizer& optimizer) {
+    std::erase_if(unscaled_, [&](const Unscaled& one) {
+      return any_parameter(optimizer, [&](const at::Tensor& its) { return one.parameter.is(its); });
+    });
+  }
+  void end_iteration() {
+    has_run_ = any_added_ = false;
+    unscaled_.clear();
+  }
+
+ private:
+  struct Unscaled {
+    WeakTensor parameter;
+    SeenTensor before;   ///< its gradient, when it was unscaled or the last backward began
+    WeakTensor added{};  ///< its gradient, to which one has added
+
+    at::Tensor gradient() const {
+      const at::Tensor lives = parameter.lock();
+      return lives.defined() ? gradient_of(lives) : at::Tensor();
+    }
+  };
+
+  static void begin(const std::shared_ptr<ScaledBackward>& backward);
+  void end();
+
+  std::atomic<bool> has_run_ = false;
+  std::mutex mutex_;  // of what follows, where losses on several devices run
+  std::vector<Unscaled> unscaled_;
+  bool any_added_ = false;
+  int task_ = -1;  // autograd's, in which the last backward was seen
+};
+
 /// What one scaler has heard in an iteration.
 class StepOrder {
  public:
-  /// `scaled` has been made, and tells if its backward runs. What has no graph may be a gradient.
-  [[gnu::cold]] void watch(const at::Tensor& scaled) {
-    if (!has_run_) has_run_ = std::make_shared<std::atomic<bool>>(false);
-    if (const auto& node = scaled.grad_fn()) {
-      node->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
-          [has_run = has_run_](const auto& gradients, const auto& /*of_outputs*/) {
-            *has_run = true;
-            return gradients;
-          }));
-    } else {
-      *has_run_ = true;
-    }
-  }
+  /// Shared with hooks, which may outlive the scaler.
+  std::shared_ptr<ScaledBackward> backward = std::make_shared<ScaledBackward>();
+
   void note_scaled() {
     scaled_at_ = PlainClips::tick();
     if (GraphBody::is_running()) asked_for_good_ = true;  // a replay scales, too
@@ -279,17 +317,17 @@ class StepOrder {
     had_scale_ |= scaled_at_ != 0;
     scaled_at_ = 0;
     asked_ = false;
-    if (has_run_) *has_run_ = false;
+    backward->end_iteration();
     began_at_ = PlainClips::tick();
   }
   /// Warns once of a clip before the gradients came that are now stepped with.
   [[gnu::cold]] void warn_of_early_clip(const torch::optim::Optimizer& optimizer) {
     if (warned_of_early_clip_ || !PlainClips::any_in_vain_since(began_at_, optimizer, true)) return;
     warned_of_early_clip_ = true;
-    TORCH_WARN(
-        "GradScaler::step: a clip in this iteration found no gradients of this optimizer, and none "
-        "followed after backward(), so nothing was clipped. Clip after the last backward(). This "
-        "warning is given once.");
+    warn(
+        {"GradScaler::step: a clip in this iteration found no gradients of this optimizer, and "
+         "none followed after backward(), so nothing was clipped. Clip after the last backward(). "
+         "This warning is given once."});
   }
   /// Whether something was scaled in this iteration.
   bool was_scaled() const { return scaled_at_ != 0; }
@@ -299,76 +337,30 @@ class StepOrder {
   /// were clipped while scaled.
   [[gnu::cold]] void check(const torch::optim::Optimizer& optimizer, const char* call) {
     if (was_asked()) return;
-    if (scaled_at_ == 0 ? had_scale_ : none_has_run()) {
+    if (scaled_at_ == 0 ? had_scale_ : !backward->has_run()) {
       if (warned_of_scale_ || !any_gradient(optimizer)) return;
       warned_of_scale_ = true;
-      TORCH_WARN(call, ": ",
-                 scaled_at_ == 0 ? "nothing was scaled since the last update()"
-                                 : "no backward() of what scale() returned was called",
-                 ", so the scale is not that of these gradients. Call "
-                 "scaler.scale(loss).backward() in each iteration, and update() once, after the "
-                 "last step. This warning is given once.");
+      warn({call, ": ",
+            scaled_at_ == 0 ? "nothing was scaled since the last update()"
+                            : "no backward() of what scale() returned was called",
+            ", so the scale is not that of these gradients. Call scaler.scale(loss).backward() in "
+            "each iteration, and update() once, after the last step. This warning is given once."});
     } else if (scaled_at_ != 0 && !warned_of_clip_ &&
                PlainClips::any_since(scaled_at_, optimizer)) {
       warned_of_clip_ = true;
-      TORCH_WARN(call,
-                 ": these gradients were clipped while scaled, so the scaled norm was limited. "
-                 "Call clip_grad_norm_(scaler, optimizer, max_norm), or unscale_ before the clip. "
-                 "This warning is given once.");
+      warn({call,
+            ": these gradients were clipped while scaled, so the scaled norm was limited. Call "
+            "clip_grad_norm_(scaler, optimizer, max_norm), or unscale_ before the clip. This "
+            "warning is given once."});
     }
   }
 
  private:
-  /// Whether something was scaled, and none of it has run its backward in this iteration.
-  bool none_has_run() const { return has_run_ && !*has_run_; }
-
-  std::shared_ptr<std::atomic<bool>> has_run_;  // the backward of something scaled
-  uint64_t scaled_at_ = 0;                      // 0 if nothing was in this iteration
-  uint64_t began_at_ = PlainClips::tick();      // the iteration
-  bool had_scale_ = false;                      // some earlier iteration
+  uint64_t scaled_at_ = 0;                  // 0 if nothing was in this iteration
+  uint64_t began_at_ = PlainClips::tick();  // the iteration
+  bool had_scale_ = false;                  // some earlier iteration
   bool asked_ = false, asked_for_good_ = false;
   bool warned_of_scale_ = false, warned_of_clip_ = false, warned_of_early_clip_ = false;
-};
-
-/// Finds out whether a scaled loss adds to the gradients of an optimizer that are unscaled.
-class UnscaledGradients {
- public:
-  explicit UnscaledGradients(const torch::optim::Optimizer& optimizer) {
-    any_parameter(optimizer, [this](const at::Tensor& parameter) {
-      parameters_.emplace_back(parameter);
-      return false;
-    });
-  }
-
-  /// From now on the backward of `scaled` looks, while `gradients` exist.
-  static void watch(const std::shared_ptr<UnscaledGradients>& gradients, const at::Tensor& scaled);
-
-  /// Whether it has added to one that `optimizer` still has.
-  bool any_added(const torch::optim::Optimizer& optimizer) const {
-    return !added_.empty() && any_gradient(optimizer, [this](const at::Tensor& gradient) {
-      return std::ranges::any_of(added_, [&](const auto& added) { return added.is(gradient); });
-    });
-  }
-
- private:
-  /// As they are now.
-  [[gnu::cold]] std::vector<SeenTensor> gradients() const {
-    std::vector<SeenTensor> seen;
-    for (const WeakTensor& weak : parameters_) {
-      const at::Tensor parameter = weak.lock();
-      const at::Tensor gradient = parameter.defined() ? gradient_of(parameter) : at::Tensor();
-      seen.emplace_back(gradient);
-    }
-    return seen;
-  }
-  [[gnu::cold]] void end_backward(const std::vector<SeenTensor>& before) {
-    for (std::size_t i = 0; const SeenTensor& gradient : gradients()) {
-      if (!before[i++].is_unchanged(gradient.lock())) added_.push_back(gradient);
-    }
-  }
-
-  std::vector<WeakTensor> parameters_, added_;
-  int task_ = -1;  // autograd's, in which the last backward was seen
 };
 
 /// How often this thread has moved gradients to master weights.
@@ -398,7 +390,6 @@ struct OptimizerState {
   std::size_t gradients = 0;   ///< how many there were when they were unscaled
   uint64_t taken = 0;          ///< gradients_taken() then
   std::shared_ptr<Shards> shards{};  ///< who must agree, where they are shards of gradients
-  std::shared_ptr<UnscaledGradients> watched{};  ///< by scaled losses, after unscale_
 };
 
 /// The states of the few optimizers that one scaler serves, in order of appearance; see Note [Which
@@ -411,7 +402,7 @@ class OptimizerStates {
   };
 
   /// Stays valid until clear().
-  OptimizerState& of(torch::optim::Optimizer& optimizer) {
+  [[gnu::cold]] OptimizerState& of(torch::optim::Optimizer& optimizer) {
     const uint32_t number = OptimizerNumber::give(optimizer);
     if (OptimizerState* const state = find(number)) return *state;
     entries_.push_back({number});
@@ -469,14 +460,13 @@ class ScaledOutputs {
  public:
   void check_not_in(const at::Tensor& output, const char* call) const {
     for (const Scaled& scaled : scaled_) {
-      TORCHAMP_CHECK_VALUE(
-          !scaled.tensor.is(output), call,
-          ": this tensor has been scaled already, and its gradients would be too large by the "
-          "scale. Pass the loss as it was before scale().");
+      TORCHAMP_CHECK_VALUE(!scaled.tensor.is(output), call,
+                           ": this tensor has been scaled already, and its gradients would be too "
+                           "large by the scale. Pass the loss as it was before scale().");
     }
   }
 
-  void add(const at::Tensor& scaled) {
+  [[gnu::cold]] void add(const at::Tensor& scaled) {
     std::erase_if(scaled_, [end = scaled_.data() + scaled_.size()](const Scaled& one) {
       return end - &one >= most_gone && one.tensor.is_gone();
     });
@@ -489,14 +479,6 @@ class ScaledOutputs {
     return std::ranges::any_of(scaled_, [&](const Scaled& one) {
       return one.maker == &node && one.sequence == node.sequence_nr();
     });
-  }
-
-  /// Calls `f` with each of them.
-  template <class F>
-  void for_each(const F& f) const {
-    for (const Scaled& one : scaled_) {
-      if (const at::Tensor tensor = one.tensor.lock(); tensor.defined()) f(tensor);
-    }
   }
 
  private:
@@ -514,7 +496,7 @@ class ScaledOutputs {
 /// come.
 class StepLedger {
  public:
-  explicit StepLedger(const LossScale& scale)
+  [[gnu::cold]] explicit StepLedger(const LossScale& scale)
       : losses(scale.rule() ? scale.rule()->watch_losses(scale.options()) : nullptr) {}
 
   OptimizerStates optimizers;
@@ -526,11 +508,7 @@ class StepLedger {
   /// `output` has become `scaled_output`.
   [[gnu::cold]] void note_scaled(const at::Tensor& scaled_output) {
     scaled.add(scaled_output);
-    order.watch(scaled_output);
-    for (const auto& entry : optimizers) {
-      if (entry.state.stage != OptimizerState::Stage::unscaled) continue;
-      if (entry.state.watched) UnscaledGradients::watch(entry.state.watched, scaled_output);
-    }
+    ScaledBackward::watch(order.backward, scaled_output);
   }
 
   /// Every parameter of an optimizer that has no gradient at all; warns once in a scaler's life.
@@ -544,9 +522,8 @@ class StepLedger {
       list << "\n  " << missing[i];
     }
     if (missing.size() > most) list << "\n  and " << missing.size() - most << " more";
-    TORCH_WARN(
-        "GradScaler::step: no parameter of this optimizer has a gradient, so it was not stepped.",
-        list.str());
+    warn({"GradScaler::step: no parameter of this optimizer has a gradient, so it was not stepped.",
+          list.str()});
     return missing;
   }
 
@@ -556,13 +533,14 @@ class StepLedger {
                                                    std::vector<MissingGradient> missing,
                                                    int64_t attempts = 1) {
     state.stage = OptimizerState::Stage::stepped;
-    auto record = std::make_shared<StepRecord>(StepRecord{.found_inf = state.found_inf,
-                                                          .had_gradients = state.had_gradients,
-                                                          .scale = scale.scale_once(),
-                                                          .skips = scale.skips(),
-                                                          .value = std::move(value),
-                                                          .missing = std::move(missing),
-                                                          .attempts = attempts});
+    auto record = std::make_shared<StepRecord>();
+    record->found_inf = state.found_inf;
+    record->had_gradients = state.had_gradients;
+    record->scale = scale.scale_once();
+    record->skips = scale.skips();
+    record->value = std::move(value);
+    record->missing = std::move(missing);
+    record->attempts = attempts;
     if (!scale.host()) records_.push_back(record);
     return record;
   }
@@ -570,7 +548,10 @@ class StepLedger {
   /// Before the scale changes: lets the results that are still in use keep what they tell of it.
   [[gnu::cold]] void keep_results() {
     for (const auto& weak : records_) {
-      if (const auto record = weak.lock()) record->keep();
+      const auto record = weak.lock();
+      if (!record) continue;
+      record->scale.keep();
+      record->skips.keep();
     }
     records_.clear();
   }
