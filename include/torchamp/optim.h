@@ -136,11 +136,11 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
   explicit FusedOptimizerOf(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                             Options defaults = {});
   /// One group of `params`.
-  explicit FusedOptimizerOf(std::vector<at::Tensor> params, Options defaults = {})
+  [[gnu::cold]] explicit FusedOptimizerOf(std::vector<at::Tensor> params, Options defaults = {})
       : FusedOptimizerOf(
             detail::ParamGroups(1, torch::optim::OptimizerParamGroup(std::move(params))),
             std::move(defaults)) {}
-  ~FusedOptimizerOf() override;
+  [[gnu::cold]] ~FusedOptimizerOf() override = default;
   // NOLINTBEGIN(performance-noexcept-move-constructor): LibTorch's own may throw
   FusedOptimizerOf(FusedOptimizerOf&&) = default;
   FusedOptimizerOf& operator=(FusedOptimizerOf&&) = default;
@@ -154,7 +154,10 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
   /// changed.)
   detail::ParamStates& state();
   /// The same, read-only.
-  const detail::ParamStates& state() const;
+  const detail::ParamStates& state() const {
+    write_steps();
+    return state_;
+  }
 
   /// Writes what LibTorch's own optimizer writes, for either to load. Reads the device.
   void save(torch::serialize::OutputArchive& archive) const override;
@@ -166,7 +169,10 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
 
   bool prepare_captured_step() override;
   bool may_be_captured() const override { return rates_on_device_; }
-  void note_replayed_step() override;
+  void note_replayed_step() override {
+    const detail::DropWeightCasts drop_weight_casts;
+    plan_.note_step();
+  }
 
  protected:
   void check_group(const torch::optim::OptimizerParamGroup& group,

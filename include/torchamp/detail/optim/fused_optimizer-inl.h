@@ -28,24 +28,20 @@ namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
 
-/// The counterpart in LibTorch of an optimizer with `Kernel`, with these groups and no states. What
-/// it does here need not be compiled here: it reads and writes archives, and throws for options
-/// that are out of range.
+/// The counterpart in LibTorch of an optimizer with `Kernel`, with these groups and no states: what
+/// reads and writes archives, and throws for options out of range, need not be compiled here.
 template <class Kernel>
 [[gnu::cold]] typename Kernel::LibTorch counterpart(const typename Kernel::Options& options,
                                                     const ParamGroups& groups = {}) {
   typename Kernel::LibTorch optimizer(ParamGroups(), options);
-  optimizer.param_groups() = ParamGroups(groups);
+  for (const auto& group : groups) optimizer.add_param_group(group);
   return optimizer;
 }
 
 }  // namespace detail
 
 template <detail::OptimizerKernel Kernel>
-FusedOptimizerOf<Kernel>::~FusedOptimizerOf() = default;
-
-template <detail::OptimizerKernel Kernel>
-FusedOptimizerOf<Kernel>::FusedOptimizerOf(
+[[gnu::cold]] FusedOptimizerOf<Kernel>::FusedOptimizerOf(
     const std::vector<torch::optim::OptimizerParamGroup>& groups, Options defaults)
     : FusedOptimizer(groups, std::make_unique<Options>(defaults)) {
   detail::counterpart<Kernel>(defaults);
@@ -73,12 +69,6 @@ detail::ParamStates& FusedOptimizerOf<Kernel>::state() {
 }
 
 template <detail::OptimizerKernel Kernel>
-const detail::ParamStates& FusedOptimizerOf<Kernel>::state() const {
-  write_steps();
-  return state_;
-}
-
-template <detail::OptimizerKernel Kernel>
 [[gnu::cold]] void FusedOptimizerOf<Kernel>::save(torch::serialize::OutputArchive& archive) const {
   write_steps();
   auto saved = detail::counterpart<Kernel>(Options(/*lr=*/0.), param_groups_);
@@ -101,22 +91,22 @@ template <detail::OptimizerKernel Kernel>
     const auto* const own = dynamic_cast<const c10::Error*>(&error);
     const std::string cause = own ? own->what_without_backtrace() : error.what();
     const bool tells = cause.find("INTERNAL ASSERT") == std::string::npos;
-    TORCH_CHECK(false, Kernel::name, "::load: the archive does not hold what ", Kernel::name,
-                " or its counterpart in LibTorch saves for such parameter groups",
-                tells ? ": " + cause : ".");
+    TORCH_CHECK(false, std::string(Kernel::name) + "::load: the archive does not hold what " +
+                           Kernel::name +
+                           " or its counterpart in LibTorch saves for such parameter groups" +
+                           (tells ? ": " : ".") + (tells ? cause : ""));
   }
   const detail::ParamGroups& groups = loaded.param_groups();
-  for (std::size_t g = 0; g < groups.size(); ++g) {
-    detail::counterpart<Kernel>(detail::options_of<Kernel>(groups[g], g));
-  }
-  detail::for_each_state<Kernel>(
-      groups, loaded.state(),
-      [](auto g, auto i, const at::Tensor& param, const at::Tensor& tensor) {
-        TORCH_CHECK(tensor.defined() && tensor.sizes() == param.sizes(), Kernel::name,
-                    "::load: the archive's state of ", detail::place_of(g, i), " has the shape ",
-                    tensor.defined() ? c10::str(tensor.sizes()) : "(none)", ", the parameter ",
-                    param.sizes(), ". Load it into an optimizer of the same parameters.");
-      });
+  for (std::size_t g = 0; g < groups.size(); ++g) check_group(groups[g], g);
+  const auto check = [](auto g, auto i, const at::Tensor& param, const at::Tensor& tensor) {
+    if (tensor.defined() && tensor.sizes() == param.sizes()) return;
+    TORCH_CHECK(false, std::string(Kernel::name) + "::load: the archive's state of " +
+                           detail::place_of(g, i) + " has the shape " +
+                           (tensor.defined() ? c10::str(tensor.sizes()) : "(none)") +
+                           ", the parameter " + c10::str(param.sizes()) +
+                           ". Load it into an optimizer of the same parameters.");
+  };
+  detail::for_each_state<Kernel>(groups, loaded.state(), check);
   for (std::size_t g = 0; g < param_groups_.size(); ++g) {
     static_cast<Options&>(param_groups_[g].options()) =
         static_cast<const Options&>(groups[g].options());
@@ -129,25 +119,17 @@ template <detail::OptimizerKernel Kernel>
 [[gnu::cold]] bool FusedOptimizerOf<Kernel>::prepare_captured_step() {
   const detail::InternalOps internal;
   rates_on_device_ = true;
-  const bool same_plan = plan_.is_for(param_groups_, state_);
-  const bool like_the_last =
-      stepped_with_.empty() || (same_plan && stepped_with_ == options_but_rates());
-  if (!same_plan) {  // what was loaded may lie on the host
-    detail::for_each_state<Kernel>(param_groups_, state_,
-                                   [](auto, auto, const at::Tensor& param, at::Tensor& tensor) {
-                                     if (!tensor.defined() || tensor.sizes() != param.sizes())
-                                       return;
-                                     tensor = detail::fitted(tensor, param);
-                                   });
+  if (!plan_.is_for(param_groups_, state_)) {
+    const auto fit = [](auto, auto, const at::Tensor& param, at::Tensor& tensor) {
+      if (tensor.defined() && tensor.sizes() == param.sizes()) {
+        tensor = detail::fitted(tensor, param);  // what was loaded may lie on the host
+      }
+    };
+    detail::for_each_state<Kernel>(param_groups_, state_, fit);
+    return stepped_with_.empty();
   }
-  if (same_plan) plan_.write_rates(param_groups_);
-  return like_the_last;
-}
-
-template <detail::OptimizerKernel Kernel>
-void FusedOptimizerOf<Kernel>::note_replayed_step() {
-  const detail::DropWeightCasts drop_weight_casts;
-  plan_.note_step();
+  plan_.write_rates(param_groups_);
+  return stepped_with_.empty() || stepped_with_ == options_but_rates();
 }
 
 template <detail::OptimizerKernel Kernel>
@@ -201,7 +183,7 @@ template <detail::OptimizerKernel Kernel>
 
 namespace TORCHAMP_NAMESPACE {
 
-TORCHAMP_BODY FusedOptimizer::~FusedOptimizer() = default;
+[[gnu::cold]] TORCHAMP_BODY FusedOptimizer::~FusedOptimizer() = default;
 
 TORCHAMP_BODY at::Tensor FusedOptimizer::step(LossClosure closure) {
   at::Tensor loss;
@@ -231,7 +213,7 @@ TORCHAMP_BODY void FusedOptimizer::zero_grad(bool set_to_none) {
 }
 
 TORCHAMP_BODY void FusedOptimizer::divide_next_step(const at::Tensor& divisor) {
-  TORCH_CHECK_VALUE(divisor.defined(), "FusedOptimizer::divide_next_step: no divisor was given.");
+  if (!divisor.defined()) detail::refuse("FusedOptimizer::divide_next_step: no divisor was given.");
   check_scalar(divisor, "divisor");
   const detail::InternalOps internal;
   deferred_clip_.add(*this, {divisor});
@@ -264,9 +246,10 @@ TORCHAMP_BODY void FusedOptimizer::step_knowing(const at::Tensor& grad_scale,
 }
 
 TORCHAMP_BODY void FusedOptimizer::check_scalar(const at::Tensor& tensor, const char* name) {
-  TORCH_CHECK_VALUE(!tensor.defined() || (tensor.dim() == 0 && tensor.scalar_type() == at::kFloat),
-                    "FusedOptimizer: ", name, " is of dtype ", tensor.scalar_type(), " and shape ",
-                    tensor.sizes(), ". It must be a 0-dim fp32 tensor.");
+  if (!tensor.defined() || (tensor.dim() == 0 && tensor.scalar_type() == at::kFloat)) return;
+  detail::refuse(std::string("FusedOptimizer: ") + name + " is of dtype " +
+                 c10::toString(tensor.scalar_type()) + " and shape " + c10::str(tensor.sizes()) +
+                 ". It must be a 0-dim fp32 tensor.");
 }
 
 }  // namespace TORCHAMP_NAMESPACE

@@ -9,7 +9,6 @@
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
 #include <ATen/ops/_fused_sgd.h>
-#include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
@@ -61,7 +60,7 @@ struct StepCounter final : ReplayedState {
   }
 
   /// The same count, for parameters on `device` whose steps are counted apart from here on.
-  StepCounter copy_to(at::Device device) const {
+  [[gnu::cold]] StepCounter copy_to(at::Device device) const {
     StepCounter copy(device, at_most);
     copy.numbers.copy_(numbers);
     copy.at_least = at_least;
@@ -92,16 +91,16 @@ struct StepCounter final : ReplayedState {
 
   // What was captured while a first step could be still to come holds until it has: then there is
   // less to do.
-  void settle() override {
+  [[gnu::cold]] void settle() override {
     if (may_be_first() && value.item<float>() > 0.F) at_least = 1;
   }
-  bool holds() override {
+  [[gnu::cold]] bool holds() override {
     learn();
     return may_be_first();
   }
   bool wants_look() const override { return may_be_first() && !asked; }
   /// Has the host learn, some time later, whether there was one. Waits for nobody.
-  void look() override {
+  [[gnu::cold]] void look() override {
     if (!wants_look()) return;
     mirror.send(value, not_here_yet);
     asked = true;
@@ -124,6 +123,11 @@ inline bool has_fused_kernel(const char* op, const at::Tensor& tensor) {
   if (!facts_of(tensor.device().type()).fused) return false;
   return c10::Dispatcher::singleton().findSchemaOrThrow(op, "").hasKernelForDispatchKey(
       c10::highestPriorityBackendTypeId(tensor.key_set()));
+}
+
+/// `size` elements of a tensor without gaps from `begin` on, in the order of memory.
+[[gnu::cold]] inline at::Tensor part_of(const at::Tensor& tensor, int64_t begin, int64_t size) {
+  return tensor.as_strided({size}, {1}, tensor.storage_offset() + begin);
 }
 
 /// The scale and the overflow flag of a step on a device, as the fused kernels take them.
@@ -160,7 +164,7 @@ class DeviceScalars : public StepScalars {
       values_.push_back(counter->value);
       ones_.push_back(one_);
     } else if (!noted_.defined()) {
-      noted_ = at::arange(1, -1, -1, one_.options());
+      noted_ = StepCounter(device(), 1).numbers;
     }
     counters_.push_back(std::move(counter));
   }
@@ -170,7 +174,7 @@ class DeviceScalars : public StepScalars {
   [[gnu::cold]] at::Tensor buffer(at::ScalarType dtype, int64_t elements) {
     for (const at::Tensor& buffer : buffers_) {
       if (buffer.scalar_type() == dtype && buffer.numel() >= elements) {
-        return buffer.narrow(0, 0, elements);
+        return part_of(buffer, 0, elements);
       }
     }
     return buffers_.emplace_back(at::empty({elements}, one_.options().dtype(dtype)));
@@ -380,26 +384,23 @@ class FlatStep {
         found_inf_(scalars.found_inf()) {
     std::vector<at::Tensor> tensors = list.params;
     for (const auto& kind : list.state) tensors.insert(tensors.end(), kind.begin(), kind.end());
-    const at::Tensor all = flat(tensors);
-    const int64_t size = grads.numel();
-    params = all.narrow(0, 0, size);
-    for (std::size_t k = 1; k <= list.state.size(); ++k) {
-      state.push_back(all.narrow(0, static_cast<int64_t>(k) * size, size));
-    }
+    state = flat(tensors).chunk(static_cast<int64_t>(1 + list.state.size()));
+    params = state.front();
+    state.erase(state.begin());
     if (scalars.grad_scale()) grads.div_(*scalars.grad_scale());
   }
 
   /// How often the parameters have been stepped, this step included unless it is skipped.
-  at::Tensor count() const { return list_.counter->value.to(params.scalar_type()); }
+  [[gnu::cold]] at::Tensor count() const { return list_.counter->value.to(params.scalar_type()); }
 
   /// Adds `weight` times the parameters to the gradients.
-  void decay(double weight) const {
+  [[gnu::cold]] void decay(double weight) const {
     if (weight != 0.) grads.add_(params, weight);
   }
 
   /// Subtracts `length` times `direction` from the parameters, and gives the optimizer what has
   /// become of them and of their states, unless the step is skipped.
-  void descend(at::Tensor direction, const at::Tensor& length) const {
+  [[gnu::cold]] void descend(at::Tensor direction, const at::Tensor& length) const {
     params.addcmul_(direction, length, /*value=*/-1.);
     direction.reset();  // what follows takes memory, too
     store(list_.params, params);
@@ -410,7 +411,7 @@ class FlatStep {
   [[gnu::cold]] static at::Tensor flat(const std::vector<at::Tensor>& tensors) {
     std::vector<at::Tensor> pieces;
     pieces.reserve(tensors.size());
-    for (const at::Tensor& tensor : tensors) pieces.push_back(in_memory_order(tensor));
+    for (const at::Tensor& tensor : tensors) pieces.push_back(part_of(tensor, 0, tensor.numel()));
     at::Tensor all = at::cat(pieces);
     return is_16_bit(all.scalar_type()) ? all.to(at::kFloat) : all;
   }

@@ -18,7 +18,6 @@
 #include <memory>
 #include <string>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -55,7 +54,7 @@ inline bool divides_apart(const StepList& list, at::ScalarType dtype, bool drops
   scale.copy_(*piece.scalars->grad_scale());
   int64_t begin = 0;
   for (at::Tensor& gradient : piece.grads) {
-    at::Tensor divided = buffer.narrow(0, begin, gradient.numel());
+    at::Tensor divided = part_of(buffer, begin, gradient.numel());
     at::div_out(divided, gradient, scale);
     begin += gradient.numel();
     gradient = std::move(divided);
@@ -85,7 +84,7 @@ inline at::Tensor buffer_to_drop(const StepList& list, bool drops) {
     for (int64_t begin = 0; begin < size; begin += divided_at_once) {
       StepList piece = list.emptied();
       const auto part = [&](const at::Tensor& tensor) {
-        return in_memory_order(tensor).narrow(0, begin, std::min(divided_at_once, size - begin));
+        return part_of(tensor, begin, std::min(divided_at_once, size - begin));
       };
       piece.params.push_back(part(param));
       piece.add_beside_param(list, i, part);
@@ -106,7 +105,18 @@ inline void replace_states(torch::optim::Optimizer& optimizer, ParamStates state
 }
 
 [[gnu::cold]] inline std::string place_of(std::size_t group, std::size_t index) {
-  return c10::str("parameter ", index, " of group ", group);
+  return "parameter " + std::to_string(index) + " of group " + std::to_string(group);
+}
+
+/// Throws. (TORCH_CHECK_VALUE compiles the making of an exception at each place.)
+[[noreturn, gnu::cold]] inline void refuse(const std::string& text) {
+  TORCH_CHECK_VALUE(false, text);
+}
+
+[[noreturn, gnu::cold]] inline void refuse_options(const char* name, std::size_t group) {
+  TORCH_CHECK_TYPE(false, std::string(name) + ": the options of group " + std::to_string(group) +
+                              " belong to another optimizer. Give it the options that " + name +
+                              " takes.");
 }
 
 /// The options of a group, which must be those that `Kernel` goes by. `number` is for the error.
@@ -114,9 +124,7 @@ template <OptimizerKernel Kernel>
 const typename Kernel::Options& options_of(const torch::optim::OptimizerParamGroup& group,
                                            std::size_t number) {
   const auto* const options = dynamic_cast<const typename Kernel::Options*>(&group.options());
-  TORCH_CHECK_TYPE(options, Kernel::name, ": the options of group ", number,
-                   " belong to another optimizer. Give it the options that ", Kernel::name,
-                   " takes.");
+  if (!options) refuse_options(Kernel::name, number);
   return *options;
 }
 
@@ -139,21 +147,21 @@ void for_each_state(const ParamGroups& groups, const ParamStates& states, const 
 /// What is wrong with a parameter with a gradient that the kernels cannot step; else empty.
 [[gnu::cold]] inline std::string why_not_fused(const at::Tensor& param, const at::Tensor& grad) {
   if (param.layout() != at::kStrided || grad.layout() != at::kStrided) {
-    return c10::str(" has a gradient of layout ", grad.layout(),
-                    ". Fused kernels take dense ones: make it dense (for an embedding, "
-                    "sparse(false)), or give this parameter to LibTorch's own optimizer.");
+    return " has a gradient of layout " + c10::str(grad.layout()) +
+           ". Fused kernels take dense ones: make it dense (for an embedding, "
+           "sparse(false)), or give this parameter to LibTorch's own optimizer.";
   }
   if (!at::isFloatingType(param.scalar_type())) {
-    return c10::str(" is of dtype ", param.scalar_type(),
-                    ". Fused kernels take real floating-point numbers: give this parameter to "
-                    "LibTorch's own optimizer.");
+    return std::string(" is of dtype ") + c10::toString(param.scalar_type()) +
+           ". Fused kernels take real floating-point numbers: give this parameter to "
+           "LibTorch's own optimizer.";
   }
   if (param.is_neg()) {
     return " has the negative bit. Make the parameter from the result of resolve_neg().";
   }
   if (!param.is_non_overlapping_and_dense()) {
-    return c10::str(" has gaps or overlaps in memory (sizes ", param.sizes(), ", strides ",
-                    param.strides(), "). Make the parameter from a contiguous() tensor.");
+    return " has gaps or overlaps in memory (sizes " + c10::str(param.sizes()) + ", strides " +
+           c10::str(param.strides()) + "). Make the parameter from a contiguous() tensor.";
   }
   return "";
 }
@@ -161,28 +169,31 @@ void for_each_state(const ParamGroups& groups, const ParamStates& states, const 
 /// Throws for a parameter with a gradient that the kernels cannot step. Changes nothing.
 template <OptimizerKernel Kernel>
 [[gnu::cold]] void check_parameters(const ParamGroups& groups, const ParamStates& states) {
-  std::unordered_set<c10::TensorImpl*> seen;
+  ParamStates seen;  // a set, of what is compiled for the states
   for (std::size_t g = 0; g < groups.size(); ++g) {
+    const std::size_t kinds = Kernel::kinds(options_of<Kernel>(groups[g], g));
     for (std::size_t i = 0; i < groups[g].params().size(); ++i) {
       const at::Tensor& param = groups[g].params()[i];
       const at::Tensor& grad = gradient_of(param);
       if (!grad.defined()) continue;
-      const bool is_new = seen.insert(param.unsafeGetTensorImpl()).second;
-      const auto where = [&] { return c10::str(Kernel::name, "::step: ", place_of(g, i)); };
-      const std::string why = is_new ? why_not_fused(param, grad)
-                                     : " is in the optimizer twice. Give each parameter once.";
-      TORCH_CHECK_VALUE(why.empty(), where(), why);
+      void* const key = param.unsafeGetTensorImpl();
+      const bool is_new = seen.find(key) == seen.end();
+      seen[key] = nullptr;
+      const auto where = [&] { return std::string(Kernel::name) + "::step: " + place_of(g, i); };
+      std::string why = is_new ? why_not_fused(param, grad)
+                               : " is in the optimizer twice. Give each parameter once.";
+      const auto state = states.find(key);
+      for (std::size_t k = 0; why.empty() && k < kinds && state != states.end(); ++k) {
+        const at::Tensor& tensor =
+            Kernel::tensor(static_cast<typename Kernel::State&>(*state->second), k);
+        if (!tensor.defined() || tensor.sizes() == param.sizes()) continue;
+        why = " is of shape " + c10::str(param.sizes()) + ", its state of " +
+              c10::str(tensor.sizes()) + ". Make a new optimizer for parameters of another shape.";
+      }
+      if (!why.empty()) refuse(where() + why);
       if (const StepMethod* const method = step_method_of(param)) method->check(param, grad, where);
     }
   }
-  for_each_state<Kernel>(
-      groups, states, [&](auto g, auto i, const at::Tensor& param, const at::Tensor& tensor) {
-        TORCH_CHECK_VALUE(
-            !tensor.defined() || !gradient_of(param).defined() || tensor.sizes() == param.sizes(),
-            Kernel::name, "::step: ", place_of(g, i), " is of shape ", param.sizes(),
-            ", its state of ", tensor.sizes(),
-            ". Make a new optimizer for parameters of another shape.");
-      });
 }
 
 /// Whether two tensors hold their elements in the same order: the fused kernels walk through memory
@@ -227,7 +238,7 @@ class StepPlan {
 
   /// A parameter in a plan.
   struct Slot {
-    c10::TensorImpl* param;
+    c10::TensorImpl* param = nullptr;
     StepList* list = nullptr;  ///< null for a parameter without a gradient
     std::size_t place = 0;     ///< in the list
     SeenState seen{};
@@ -249,7 +260,7 @@ class StepPlan {
   StepPlan() = default;
   StepPlan(StepPlan&&) noexcept = default;
   StepPlan& operator=(StepPlan&&) noexcept = default;
-  ~StepPlan() = default;
+  [[gnu::cold]] ~StepPlan() = default;
 
   /// False if the plan does not hold for `groups` and `states`.
   bool collect_gradients(const ParamGroups& groups, const ParamStates& states) {
@@ -264,16 +275,17 @@ class StepPlan {
   /// Makes a plan for `groups`, which check_parameters has passed; goes on with the counts. Makes
   /// the states that are missing and takes those that are not to their parameters' device, dtype
   /// and layout. If it throws, the plan does not hold.
-  [[gnu::cold]] void make(const ParamGroups& groups, const Options& defaults, ParamStates& states) {
+  [[gnu::cold, gnu::noinline]] void make(const ParamGroups& groups, const Options& defaults,
+                                         ParamStates& states) {
     drop_lists();
-    std::vector<Use> uses;
-    std::vector<Slot> slots;
+    std::vector<Use> uses(groups.size());
+    std::size_t count = 0;
     std::vector<Share> shares;
     for (std::size_t g = 0; g < groups.size(); ++g) {
-      uses.push_back(use_of(groups, g));
+      uses[g] = use_of(groups, g);
+      count += groups[g].params().size();
       for (const at::Tensor& param : groups[g].params()) {
         void* const key = param.unsafeGetTensorImpl();
-        slots.push_back({param.unsafeGetTensorImpl()});
         if (!uses[g].counted || !gradient_of(param).defined()) continue;
         const auto& counter = counters_[key];
         const int64_t steps = counter ? 0 : see(key, states).steps;
@@ -281,9 +293,11 @@ class StepPlan {
       }
     }
     for (const Share& share : shares) count_apart(share);
+    std::vector<Slot> slots(count);
     auto slot = slots.begin();
     for (std::size_t g = 0; g < groups.size(); ++g) {
       for (const at::Tensor& param : groups[g].params()) {
+        slot->param = param.unsafeGetTensorImpl();
         if (gradient_of(param).defined()) {
           slot->list = &add_parameter(g, uses[g], param, defaults, states);
           slot->place = slot->list->params.size() - 1;
@@ -341,7 +355,7 @@ class StepPlan {
   }
 
   /// Whether there is a plan, and for these groups and states, whatever gradients there are.
-  bool is_for(const ParamGroups& groups, const ParamStates& states) const {
+  [[gnu::cold]] bool is_for(const ParamGroups& groups, const ParamStates& states) const {
     return !lists_.empty() && all_of(groups, states, [](const Slot& slot, const at::Tensor&) {
       return !slot.list || !slot.seen.state || has_tensors(slot);
     });
@@ -351,7 +365,7 @@ class StepPlan {
   std::weak_ptr<const void> identity() const { return identity_; }
 
   /// Makes the steps read their learning rates from the device and writes there those that changed.
-  void write_rates(const ParamGroups& groups) {
+  [[gnu::cold]] void write_rates(const ParamGroups& groups) {
     for (StepList& list : lists_) {
       const double rate = options_of<Kernel>(groups[list.group], list.group).lr();
       if (!list.rate.defined()) {
@@ -368,7 +382,7 @@ class StepPlan {
   }
 
   /// Counts a step of which only the device knows whether it was skipped.
-  void note_step() {
+  [[gnu::cold]] void note_step() {
     for (DeviceScalars& scalars : scalars_) scalars.count_replayed();
   }
 

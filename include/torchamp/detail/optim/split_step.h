@@ -72,16 +72,14 @@ class SplitStep final : public StepMethod {
 
   void step(KernelStep kernel, const StepList& list) const override {
     const int64_t most = split_piece_elements(list);
-    const at::Tensor masters = list.buffer.narrow(0, 0, most);
+    const at::Tensor masters = part_of(list.buffer, 0, most);
     const int64_t rest = list.buffer.numel() - most;  // for gradients that are divided apart
 
     SplitRuns runs(list.device);
     StepList piece = empty_piece(list);
     int64_t room = most;
     const auto add = [&](std::size_t i, int64_t begin, int64_t size) {
-      const auto part = [&](const at::Tensor& tensor) {
-        return in_memory_order(tensor).narrow(0, begin, size);
-      };
+      const auto part = [&](const at::Tensor& tensor) { return part_of(tensor, begin, size); };
       runs.add(part(list.params[i]), part(split_of(list.params[i])->low));
       piece.add_beside_param(list, i, part);
       room -= size;
@@ -90,7 +88,7 @@ class SplitStep final : public StepMethod {
       if (room == most) return;
       piece.params = runs.join(masters);
       if (rest > 0) {
-        step_divided(kernel, piece, list.buffer.narrow(0, most, rest));
+        step_divided(kernel, piece, part_of(list.buffer, most, rest));
       } else {
         kernel(piece, *list.scalars);
       }
