@@ -289,7 +289,7 @@ inline void look_at(const GradientBatch& numbers, const at::Tensor& one, at::Ten
     return gradient.numel() >= large && gradient.is_non_overlapping_and_dense();
   };
   const bool is_wide = batch.dtype == at::kFloat || batch.dtype == at::kDouble;
-  if (!is_wide || std::ranges::none_of(batch.gradients, reads_fast)) {
+  if (!is_wide || std::none_of(batch.gradients.begin(), batch.gradients.end(), reads_fast)) {
     return look_at(batch, one, flag);
   }
   std::vector<at::Tensor> normed;

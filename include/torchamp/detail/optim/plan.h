@@ -66,7 +66,7 @@ inline bool divides_apart(const StepList& list, at::ScalarType dtype, bool drops
 inline at::Tensor buffer_to_drop(const StepList& list, bool drops) {
   const auto is_large = [](const at::Tensor& param) { return param.numel() >= divided_at_once; };
   const bool divides = list.takes_parts && divides_apart(list, list.dtype, drops) &&
-                       std::ranges::any_of(list.params, is_large);
+                       std::any_of(list.params.begin(), list.params.end(), is_large);
   return divides ? list.scalars->buffer(list.dtype, divided_at_once + 1) : at::Tensor();
 }
 

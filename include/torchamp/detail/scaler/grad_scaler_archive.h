@@ -77,7 +77,7 @@ struct ScalerArchive<GradScaler> {
       const auto window = weak.lock();
       return window && window->pending > 0;
     };
-    TORCH_CHECK(std::ranges::none_of(ledger.windows, is_open),
+    TORCH_CHECK(std::none_of(ledger.windows.begin(), ledger.windows.end(), is_open),
                 "GradScaler::save: within a window of gradient accumulation, whose gradients a "
                 "file does not hold. Save after the accumulation's step, or first end the window: "
                 "Accumulation::flush() or SafeAccumulation::step() steps with it, discard() drops "

@@ -203,7 +203,7 @@ class PlainClips {
   /// Whether one that was made after `time` has left one of these gradients as it is.
   [[gnu::cold]] static bool any_since(uint64_t time, const torch::optim::Optimizer& optimizer) {
     return latest > time && any_gradient(optimizer, [time](const at::Tensor& gradient) {
-             return std::ranges::any_of(clips(), [&](const Clip& clip) {
+             return std::any_of(clips().begin(), clips().end(), [&](const Clip& clip) {
                return clip.time > time && !clip.knows_scale && clip.left->is_unchanged(gradient);
              });
            });
@@ -263,8 +263,8 @@ class ScaledBackward {
   /// Whether a backward has added to one since, that `optimizer` still has.
   bool any_added(const torch::optim::Optimizer& optimizer) const {
     return any_added_ && any_gradient(optimizer, [this](const at::Tensor& gradient) {
-             return std::ranges::any_of(
-                 unscaled_, [&](const Unscaled& one) { return one.added.is(gradient); });
+             return std::any_of(unscaled_.begin(), unscaled_.end(),
+                                [&](const Unscaled& one) { return one.added.is(gradient); });
            });
   }
   [[gnu::cold]] void forget(const torch::optim::Optimizer& optimizer) {
@@ -424,7 +424,7 @@ class OptimizerStates {
   }
 
   bool within_iteration() const {
-    return std::ranges::any_of(entries_, [](const Entry& entry) {
+    return std::any_of(entries_.begin(), entries_.end(), [](const Entry& entry) {
       return entry.state.stage != OptimizerState::Stage::ready;
     });
   }
@@ -476,7 +476,7 @@ class ScaledOutputs {
 
   /// Whether `node` has made one of the last few, which may be gone.
   bool are_made_by(const torch::autograd::Node& node) const {
-    return std::ranges::any_of(scaled_, [&](const Scaled& one) {
+    return std::any_of(scaled_.begin(), scaled_.end(), [&](const Scaled& one) {
       return one.maker == &node && one.sequence == node.sequence_nr();
     });
   }
