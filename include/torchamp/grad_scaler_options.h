@@ -56,8 +56,8 @@ enum class AtLimit {
 
 /// When the count of overflows (GradScalerOptions::hysteresis) is reset.
 enum class HysteresisRefill {
-  growth,             ///< when the scale grows (Megatron, DeepSpeed)
-  good_step,          ///< at each good iteration (DeepSpeed with consecutive_hysteresis, Apex)
+  growth,     ///< when the scale grows (Megatron, DeepSpeed)
+  good_step,  ///< at each good one (DeepSpeed's consecutive_hysteresis, Apex's update kernel)
   good_or_backed_off  ///< also after the scale has backed off (Paddle)
 };
 

@@ -140,6 +140,7 @@ TEST(Contract, FusedOptimizersAndClipping) {
   step_a_fused_optimizer<torchamp::FusedAdam>(torch::optim::AdamOptions(1e-2));
   step_a_fused_optimizer<torchamp::FusedAdamW>(torch::optim::AdamWOptions(1e-2));
   step_a_fused_optimizer<torchamp::FusedSGD>(torch::optim::SGDOptions(1e-2).momentum(0.9));
+  step_a_fused_optimizer<torchamp::FusedAdagrad>(torch::optim::AdagradOptions(1e-2));
 }
 
 }  // namespace

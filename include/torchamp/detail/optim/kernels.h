@@ -390,7 +390,8 @@ class FlatStep {
     if (scalars.grad_scale()) grads.div_(*scalars.grad_scale());
   }
 
-  /// How often the parameters have been stepped, this step included unless it is skipped.
+  /// How often the parameters have been stepped, this step included unless it is skipped. Only of a
+  /// list with a counter: of a kernel that is `apart`, or whose `op` the device lacks.
   [[gnu::cold]] at::Tensor count() const { return list_.counter->value.to(params.scalar_type()); }
 
   /// Adds `weight` times the parameters to the gradients.
