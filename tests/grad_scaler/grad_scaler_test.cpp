@@ -318,6 +318,14 @@ TEST(GradScaler, ChecksWhatIsSet) {
   EXPECT_EQ(scaler.get_growth_interval(), 7);
 }
 
+TEST(GradScaler, ChecksOnlyWhatIsSetOfADisabledOne) {
+  GradScaler scaler({.growth_factor = 0., .growth_interval = 0, .enabled = false});
+  EXPECT_NO_THROW(scaler.set_backoff_factor(0.25));
+  EXPECT_NO_THROW(scaler.set_growth_interval(7));
+  EXPECT_NO_THROW(scaler.set_growth_factor(3.));
+  EXPECT_ERROR(scaler.set_growth_factor(1.), "set_growth_factor: the growth factor is 1");
+}
+
 TEST_P(GradScalerOn, GrowsAfterTheNextGoodIterationOnceTheIntervalIsMadeShorter) {
   GradScaler scaler({.init_scale = 4.});
   const at::Tensor w = tensor({1}).requires_grad_();

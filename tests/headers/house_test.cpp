@@ -106,10 +106,10 @@ struct Budget {
 constexpr Budget budgets[] = {
     {"autocast.h", 13, 3390},
     {"optim.h", 10, 2393},
-    {"grad_scaler.h", 16, 4104},
-    {"torchamp.h", 35, 9732},
+    {"grad_scaler.h", 16, 4102},
+    {"torchamp.h", 35, 9730},
 };
-constexpr Budget all_headers = {"include/", 130, 29335};  // lines to come down to 25,500
+constexpr Budget all_headers = {"include/", 130, 29333};  // lines to come down to 25,500
 
 struct Header {
   std::size_t lines = 0;

@@ -345,20 +345,18 @@ class LossScale {
   /// By which the update follows the gradients' magnitudes; null where it does not.
   const ScaleRule* rule() const { return rule_; }
 
+  // (The others are not looked at: a disabled scaler takes any options.)
   void set_growth_factor(double factor) {
-    check_factors("GradScaler::set_growth_factor", factor, options_.backoff_factor,
-                  options_.growth_interval);
+    check_factors("GradScaler::set_growth_factor", factor, 0.5, 1);
     options_.growth_factor = factor;
   }
   void set_backoff_factor(double factor) {
-    check_factors("GradScaler::set_backoff_factor", options_.growth_factor, factor,
-                  options_.growth_interval);
+    check_factors("GradScaler::set_backoff_factor", 2., factor, 1);
     options_.backoff_factor = factor;
   }
   /// A shorter one is met at the next good iteration.
   void set_growth_interval(int64_t interval) {
-    check_factors("GradScaler::set_growth_interval", options_.growth_factor,
-                  options_.backoff_factor, interval);
+    check_factors("GradScaler::set_growth_interval", 2., 0.5, interval);
     options_.growth_interval = interval;
     const int64_t last = interval - 1;
     if (on_device_) return on_device_->limit_growth_tracker(last);
