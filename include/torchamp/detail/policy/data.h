@@ -50,8 +50,7 @@ class PolicyData;
 }
 
 /// Warns the first time for `is_known`, or always where LibTorch was asked to always warn.
-[[gnu::cold]] inline void warn_once(std::atomic<bool>& is_known,
-                                    Pieces pieces) {
+[[gnu::cold]] inline void warn_once(std::atomic<bool>& is_known, Pieces pieces) {
   if (c10::WarningUtils::get_warnAlways() || !is_known.exchange(true)) warn(pieces);
 }
 
