@@ -244,6 +244,19 @@ TEST_P(NoFalseAlarm, SeveralOptimizersAndLosses) {
   }
 }
 
+TEST_P(NoFalseAlarm, TwoOptimizersOfTheSameParametersInTurn) {
+  const auto of_the_same = sgd_of(net->parameters());
+  for (int i = 0; i < 2 * iterations; ++i) {
+    for (torch::optim::Optimizer* const one : {optimizer.get(), of_the_same.get()}) {
+      one->zero_grad(/*set_to_none=*/i % 2 == 0);
+      scaler.scale(net(x).pow(2).mean()).backward();
+      scaler.unscale_(*one);
+      scaler.step(*one);
+    }
+    scaler.update();
+  }
+}
+
 TEST_P(NoFalseAlarm, AnExponentialAverageAndATargetNetwork) {
   torch::nn::Linear target{4, 4};
   for (int i = 0; i < iterations; ++i) {

@@ -8,6 +8,8 @@
 #include <torchamp/clip_grad.h>
 
 #include <cmath>
+#include <functional>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -38,6 +40,21 @@ std::size_t times_told(const std::string& text, const std::string& part) {
 at::Tensor loss_of(const at::Tensor& w) {
   return (w * w).sum() + w.sum();
 }
+
+/// Calls what `in_backward` holds when its backward runs.
+struct Interrupted : torch::autograd::Function<Interrupted> {
+  static inline std::function<void()> in_backward;
+
+  static at::Tensor forward(torch::autograd::AutogradContext* /*context*/, const at::Tensor& x) {
+    return x.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* /*context*/,
+                                                 torch::autograd::variable_list gradients) {
+    const at::AutoGradMode with_gradients(true);
+    in_backward();
+    return gradients;
+  }
+};
 
 /// With LibTorch's SGD, and with torchamp's.
 class StepOrder : public testing::TestWithParam<bool> {
@@ -263,6 +280,37 @@ TEST_P(StepOrder, ABackwardAfterUnscaleOfASumOfLossesThatWereScaledBeforeIsAnErr
   scaler.unscale_(*optimizer);
   sum.backward();
   EXPECT_ERROR(scaler.step(*optimizer), added_late);
+}
+
+TEST_P(StepOrder, ABackwardAfterUnscaleWithinWhichAnotherRunsIsAnError) {
+  const at::Tensor u = leaf({3}), v = leaf({3});
+  scaler.scale(loss_of(w)).backward();
+  scaler.unscale_(*optimizer);
+  const at::Tensor inner = scaler.scale(loss_of(v));
+  Interrupted::in_backward = [&] {
+    EXPECT_GT(w.grad().abs().max().item<float>(), 32.F);  // it has been added to
+    inner.backward();
+  };
+  const at::Tensor first = Interrupted::apply(u * 1.).sum();
+  scaler.scale(first + loss_of(w)).backward();
+  EXPECT_TRUE(v.grad().defined());
+  EXPECT_ERROR(scaler.step(*optimizer), added_late);
+}
+
+TEST_P(StepOrder, GradientsThatAreUnscaledWithinABackwardMayBeChangedThere) {
+  at::Tensor u = leaf({3}), v = leaf({3});
+  const auto other = plain_or_fused_sgd({v}, GetParam());
+  scaler.scale(loss_of(w)).backward();
+  scaler.unscale_(*optimizer);
+  Interrupted::in_backward = [&] {
+    scaler.unscale_(*other);
+    const at::NoGradGuard no_grad;
+    v.mutable_grad().mul_(0.5);
+  };
+  const at::Tensor first = Interrupted::apply(u * 1.).sum();
+  scaler.scale(first + loss_of(v)).backward();
+  EXPECT_TRUE(scaler.step(*other));
+  EXPECT_TRUE(scaler.step(*optimizer));
 }
 
 TEST_P(StepOrder, DiscardForgetsWhatAScaledBackwardHasAddedToAlsoWhereTheGradientStays) {

@@ -52,17 +52,19 @@ TORCHAMP_COLD void ScaledBackward::begin(const std::shared_ptr<ScaledBackward>& 
   const int task = torch::autograd::get_current_graph_task_id();
   const std::scoped_lock lock(backward->mutex_);
   if (backward->unscaled_.empty() || std::exchange(backward->task_, task) == task) return;
-  for (Unscaled& one : backward->unscaled_) one.before = SeenTensor(one.gradient());
-  torch::autograd::Engine::get_default_engine().queue_callback([backward] { backward->end(); });
+  std::vector<Found> gradients;
+  for (const WeakTensor& one : backward->unscaled_) {
+    gradients.push_back({one, SeenTensor(gradient_of(one.lock()))});
+  }
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [backward, gradients = std::move(gradients)] { backward->end(gradients); });
 }
 
-TORCHAMP_COLD void ScaledBackward::end() {
+TORCHAMP_COLD void ScaledBackward::end(const std::vector<Found>& gradients) {
   const std::scoped_lock lock(mutex_);
-  for (Unscaled& one : unscaled_) {
-    const at::Tensor now = one.gradient();
-    if (one.before.is_unchanged(now)) continue;
-    one.added = WeakTensor(now);
-    any_added_ = true;
+  for (const Found& found : gradients) {
+    const at::Tensor now = gradient_of(found.parameter.lock());
+    if (!found.gradient.is_unchanged(now)) added_.emplace_back(now);
   }
 }
 

@@ -254,49 +254,49 @@ class ScaledBackward {
   bool has_run() const { return has_run_; }
 
   /// The gradients of `optimizer` are unscaled from now on.
-  void note_unscaled(const torch::optim::Optimizer& optimizer) {
+  [[gnu::cold]] void note_unscaled(const torch::optim::Optimizer& optimizer) {
+    if (any_added(optimizer)) forget(optimizer);
     any_parameter(optimizer, [this](const at::Tensor& parameter) {
-      unscaled_.push_back({WeakTensor(parameter), SeenTensor(gradient_of(parameter))});
+      unscaled_.emplace_back(parameter);
       return false;
     });
   }
   /// Whether a backward has added to one since, that `optimizer` still has.
-  bool any_added(const torch::optim::Optimizer& optimizer) const {
-    return any_added_ && any_gradient(optimizer, [this](const at::Tensor& gradient) {
-             return std::any_of(unscaled_.begin(), unscaled_.end(),
-                                [&](const Unscaled& one) { return one.added.is(gradient); });
-           });
+  [[gnu::cold]] bool any_added(const torch::optim::Optimizer& optimizer) const {
+    return !added_.empty() && any_gradient(optimizer, [this](const at::Tensor& gradient) {
+      return std::any_of(added_.begin(), added_.end(),
+                         [&](const WeakTensor& one) { return one.is(gradient); });
+    });
   }
   [[gnu::cold]] void forget(const torch::optim::Optimizer& optimizer) {
-    std::erase_if(unscaled_, [&](const Unscaled& one) {
-      return any_parameter(optimizer, [&](const at::Tensor& its) { return one.parameter.is(its); });
+    std::erase_if(added_, [&](const WeakTensor& one) {
+      return any_gradient(optimizer, [&](const at::Tensor& its) { return one.is(its); });
+    });
+    std::erase_if(unscaled_, [&](const WeakTensor& one) {
+      return any_parameter(optimizer, [&](const at::Tensor& its) { return one.is(its); });
     });
   }
   void end_iteration() {
-    has_run_ = any_added_ = false;
+    has_run_ = false;
     unscaled_.clear();
+    added_.clear();
   }
 
  private:
-  struct Unscaled {
+  /// A gradient as a backward has found it.
+  struct Found {
     WeakTensor parameter;
-    SeenTensor before;   ///< its gradient, when it was unscaled or the last backward began
-    WeakTensor added{};  ///< its gradient, to which one has added
-
-    at::Tensor gradient() const {
-      const at::Tensor lives = parameter.lock();
-      return lives.defined() ? gradient_of(lives) : at::Tensor();
-    }
+    SeenTensor gradient;
   };
 
   static void begin(const std::shared_ptr<ScaledBackward>& backward);
-  void end();
+  void end(const std::vector<Found>& gradients);
 
   std::atomic<bool> has_run_ = false;
-  std::mutex mutex_;  // of what follows, where losses on several devices run
-  std::vector<Unscaled> unscaled_;
-  bool any_added_ = false;
-  int task_ = -1;  // autograd's, in which the last backward was seen
+  std::mutex mutex_;                  // of what follows, where losses on several devices run
+  std::vector<WeakTensor> unscaled_;  // parameters
+  std::vector<WeakTensor> added_;     // gradients
+  int task_ = -1;                     // autograd's, in which the last backward was seen
 };
 
 /// What one scaler has heard in an iteration.
