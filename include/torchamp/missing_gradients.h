@@ -10,7 +10,6 @@
 #include <cstddef>
 #include <optional>
 #include <ostream>
-#include <string>
 #include <vector>
 
 #include "torchamp/detail/gradients/attached.h"

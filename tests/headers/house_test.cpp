@@ -32,7 +32,6 @@ constexpr int elsewhere = 9;
 constexpr Place places[] = {
     // 1: what knows nothing of the rest
     {"version.h", 1},
-    {"detail/check.h", 1},
     {"detail/checksum.h", 1},
     {"detail/devices.h", 1},
     {"detail/tensors.h", 1},
@@ -104,12 +103,12 @@ struct Budget {
 };
 // The lines of the last two are to come down to 3,000 and 8,300.
 constexpr Budget budgets[] = {
-    {"autocast.h", 13, 3390},
+    {"autocast.h", 13, 3389},
     {"optim.h", 10, 2393},
-    {"grad_scaler.h", 16, 4102},
-    {"torchamp.h", 35, 9730},
+    {"grad_scaler.h", 16, 4094},
+    {"torchamp.h", 35, 9724},
 };
-constexpr Budget all_headers = {"include/", 130, 29333};  // lines to come down to 25,500
+constexpr Budget all_headers = {"include/", 130, 29327};  // lines to come down to 25,500
 
 struct Header {
   std::size_t lines = 0;

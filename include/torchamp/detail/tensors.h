@@ -13,10 +13,8 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/intrusive_ptr.h>
 
-#include <cstddef>
 #include <cstdint>
 #include <utility>
-#include <vector>
 
 #include "torchamp/detail/devices.h"  // IWYU pragma: export
 #include "torchamp/version.h"

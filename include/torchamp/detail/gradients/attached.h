@@ -7,7 +7,6 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/operator_name.h>
 #include <ATen/ops/addcmul.h>
-#include <ATen/ops/mul.h>
 #include <ATen/ops/rsub.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/TensorImpl.h>

@@ -10,7 +10,6 @@
 #include <ATen/ops/nan_to_num.h>
 #include <ATen/ops/stack.h>
 #include <c10/core/InferenceMode.h>
-#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cmath>

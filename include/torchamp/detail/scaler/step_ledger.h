@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/Exception.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/optim/optimizer.h>
 
