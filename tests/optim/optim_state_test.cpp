@@ -79,6 +79,26 @@ TEST_P(FusedOptimizers, LoadOtherDtypesAndReplaceAllState) {
   }
 }
 
+TEST_P(FusedOptimizers, SaveAndLoadWithAFrozenParameterThatIsNoLeafNow) {
+  const Pair pair(kind(), params());
+  const Tensor x = torch::ones({1}, torch::device(device()).requires_grad(true));
+  pair.random_step();
+  const Pair other(kind(), copies(pair.fused_params));
+  for (const Pair* const one : {&pair, &other}) {
+    Tensor& param = one->fused->param_groups()[0].params()[0];
+    param = param.detach().mul_(x);
+    EXPECT_FALSE(param.is_leaf());
+  }
+  through_archive(*pair.fused, *other.fused);
+}
+
+TEST(FusedAdam, SavesNoGroupWithoutOptionsAsLibTorchsOwnDoesNot) {
+  torchamp::FusedAdam optimizer({param({5}, {})});
+  optimizer.param_groups().emplace_back(Params{param({2}, {})});
+  torch::serialize::OutputArchive archive;
+  EXPECT_ERROR(optimizer.save(archive), "has_options()");
+}
+
 TEST_P(FusedOptimizers, RefuseForeignArchivesAndStayAsTheyWere) {
   const Pair pair(kind(), params());
   for (int i = 0; i < 3; ++i) pair.random_step();

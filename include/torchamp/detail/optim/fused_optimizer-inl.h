@@ -34,7 +34,10 @@ template <class Kernel>
 [[gnu::cold]] typename Kernel::LibTorch counterpart(const typename Kernel::Options& options,
                                                     const ParamGroups& groups = {}) {
   typename Kernel::LibTorch optimizer(ParamGroups(), options);
-  for (const auto& group : groups) optimizer.add_param_group(group);
+  for (const auto& group : groups) {
+    optimizer.add_param_group({{}, group.options().clone()});
+    optimizer.param_groups().back().params() = group.params();  // which may be no leaves now
+  }
   return optimizer;
 }
 
