@@ -13,26 +13,25 @@
 # LibTorch 2.15, g++ 12, -O2, billions of instructions of the compiler (`perf stat -e
 # instructions:u`) and bytes of code and data of the object file:
 #   without torchamp                                58.73   62,173
-#   guard, scaler and a fused optimizer             95.81  316,116
+#   guard, scaler and a fused optimizer             92.90  291,889
 #   the same, the library compiled apart            62.80   57,290
 #   the library's own file, once                   105.8   566,939
 #   torchamp.h included, nothing used               66.7    60,984
 #   the same, the library compiled apart            63.3    61,123
-# (The other rows are older: the second was 112.81 and 469,375 then.) So 63 %, or 7.2 % with
-# TORCHAMP_COMPILED. Header-only there is no way near that: no part stands out (800 functions, the
-# largest of 4.4 kB), and the compiler spends 0.12 to 0.15 billion on a kilobyte of them; on one of
-# the rest of the program, most of it instances of LibTorch's templates, 0.27. What is included and
-# not used takes 3.1 in a file that has nothing but torch/torch.h (43.6, so 7 %; 1.7 with
-# TORCHAMP_COMPILED). The program takes 5 more because GCC
-# decides otherwise what to do about LibTorch's virtual calls: with -fno-devirtualize it takes 52.1
-# without torchamp.h and 55.2 with it.
-# With -fsyntax-only, torchamp.h is 7.3 % of what torch/torch.h takes (41.9), or 4.0 % with
-# TORCHAMP_COMPILED. Six tenths of it are instances of templates over types that LibTorch's headers
-# do not have there. In these billions: a std::vector of such a type takes 0.008, and 0.012 more
-# where something is added to it; an optional 0.016; a shared_ptr 0.008, and 0.015 more with
-# make_shared; a unique_ptr or an intrusive_ptr 0.022; a map 0.05 to 0.08; a call with a range of
-# <ranges> 0.06. All texts of errors together take 0.07. ATen/autocast_mode.h, which torch/torch.h
-# does not include, takes 0.12.
+# (The object has 295,355 bytes by now. The rows with TORCHAMP_COMPILED are older: the second was
+# 112.81 and 469,375 then.) So 58 %, or 7.2 % with TORCHAMP_COMPILED. Header-only there is no way near that: no part stands out (800
+# functions, the largest of 4.2 kB), and the compiler spends 0.12 to 0.15 billion on a kilobyte of
+# them; on one of the rest of the program, most of it instances of LibTorch's templates, 0.27. What
+# is included and not used takes 8 in the program, 5 of them because GCC decides otherwise what to
+# do about LibTorch's virtual calls: with -fno-devirtualize the program takes 52.1 without
+# torchamp.h and 55.2 with it.
+# With -fsyntax-only, torchamp.h is 8.5 % of what torch/torch.h takes (3.56 of 42.0): autocast.h
+# 1.58, optim.h 0.76, grad_scaler.h 1.63. It was 9.5 % while short lists were searched by <ranges>.
+# Six tenths of it are instances of templates over types that LibTorch's headers do not have there.
+# In these billions: a std::vector of such a type takes 0.008, and 0.012 more where something is
+# added to it; an optional 0.016; a shared_ptr 0.008, and 0.015 more with make_shared; a unique_ptr
+# or an intrusive_ptr 0.022; a map 0.05 to 0.08; a call with a range of <ranges> 0.06. All texts of
+# errors together take 0.07. ATen/autocast_mode.h, which torch/torch.h does not include, takes 0.12.
 set -eu
 include=$(realpath "$1")
 torch=$(realpath "$2")
