@@ -267,9 +267,9 @@ inline const char* const runtime_op = "torchamp::_runtime";
   if (runtime != nullptr) return *runtime;
   runtime = new SharedRuntime;
   try {
-    define_for_all(joined({runtime_op, "(int layout=", std::to_string(TORCHAMP_LAYOUT),
-                           ", str version=\"" TORCHAMP_VERSION_TEXT "\", int address=",
-                           std::to_string(reinterpret_cast<std::uintptr_t>(runtime)), ") -> ()"}));
+    define_for_all(std::string(runtime_op) + "(int layout=" + std::to_string(TORCHAMP_LAYOUT) +
+                   ", str version=\"" TORCHAMP_VERSION_TEXT "\", int address=" +
+                   std::to_string(reinterpret_cast<std::uintptr_t>(runtime)) + ") -> ()");
   } catch (const c10::Error&) {
     delete runtime;
     runtime = find_runtime();  // defined by another library between our look and our definition
