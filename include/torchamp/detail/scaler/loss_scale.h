@@ -89,7 +89,7 @@ inline void check_option(bool holds, const char* call, const char* what, Piece v
                            options.min_scale <= options.max_scale,
                        call, ": min_scale is ", options.min_scale, " and max_scale ",
                        options.max_scale,
-                       ". Both must be between 2^-126 and the largest fp32 number, and min_scale "
+                       ". Both must be between 2^-126 and the largest fp32 number, and min_scale ",
                        "must not exceed max_scale.");
   check_scale(call, options.init_scale, options);
   check_factors(call, options.growth_factor, options.backoff_factor, options.growth_interval);
@@ -244,7 +244,7 @@ class ScaleLimits {
                    "GradScaler::update: gradients held infs or NaNs in ", met.skips,
                    " consecutive iterations; max_skips_in_a_row is ", options.max_skips_in_a_row,
                    "; the scale is ", met.scale,
-                   ". Look for what produces them (torchamp/overflow_report.h names the layers), "
+                   ". Look for what produces them (torchamp/overflow_report.h names the layers), ",
                    "or set at_max_skips to continue.");
   }
 
