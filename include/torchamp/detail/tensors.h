@@ -106,6 +106,10 @@ struct TensorKind {
 inline at::Tensor in_memory_order(const at::Tensor& tensor) {
   return tensor.as_strided({tensor.numel()}, {1});
 }
+/// `size` of these from `begin` on.
+[[gnu::cold]] inline at::Tensor part_of(const at::Tensor& tensor, int64_t begin, int64_t size) {
+  return tensor.as_strided({size}, {1}, tensor.storage_offset() + begin);
+}
 
 /// Whether elements of a dense tensor share memory, as after expand().
 inline bool repeats_elements(const at::Tensor& tensor) {

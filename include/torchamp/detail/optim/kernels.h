@@ -125,11 +125,6 @@ inline bool has_fused_kernel(const char* op, const at::Tensor& tensor) {
       c10::highestPriorityBackendTypeId(tensor.key_set()));
 }
 
-/// `size` elements of a tensor without gaps from `begin` on, in the order of memory.
-[[gnu::cold]] inline at::Tensor part_of(const at::Tensor& tensor, int64_t begin, int64_t size) {
-  return tensor.as_strided({size}, {1}, tensor.storage_offset() + begin);
-}
-
 /// The scale and the overflow flag of a step on a device, as the fused kernels take them.
 class StepScalars {
  public:
@@ -412,7 +407,7 @@ class FlatStep {
   [[gnu::cold]] static at::Tensor flat(const std::vector<at::Tensor>& tensors) {
     std::vector<at::Tensor> pieces;
     pieces.reserve(tensors.size());
-    for (const at::Tensor& tensor : tensors) pieces.push_back(part_of(tensor, 0, tensor.numel()));
+    for (const at::Tensor& tensor : tensors) pieces.push_back(in_memory_order(tensor));
     at::Tensor all = at::cat(pieces);
     return is_16_bit(all.scalar_type()) ? all.to(at::kFloat) : all;
   }

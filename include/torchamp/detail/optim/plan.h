@@ -171,7 +171,6 @@ template <OptimizerKernel Kernel>
 [[gnu::cold]] void check_parameters(const ParamGroups& groups, const ParamStates& states) {
   ParamStates seen;  // a set, of what is compiled for the states
   for (std::size_t g = 0; g < groups.size(); ++g) {
-    const std::size_t kinds = Kernel::kinds(options_of<Kernel>(groups[g], g));
     for (std::size_t i = 0; i < groups[g].params().size(); ++i) {
       const at::Tensor& param = groups[g].params()[i];
       const at::Tensor& grad = gradient_of(param);
@@ -180,20 +179,21 @@ template <OptimizerKernel Kernel>
       const bool is_new = seen.find(key) == seen.end();
       seen[key] = nullptr;
       const auto where = [&] { return std::string(Kernel::name) + "::step: " + place_of(g, i); };
-      std::string why = is_new ? why_not_fused(param, grad)
-                               : " is in the optimizer twice. Give each parameter once.";
-      const auto state = states.find(key);
-      for (std::size_t k = 0; why.empty() && k < kinds && state != states.end(); ++k) {
-        const at::Tensor& tensor =
-            Kernel::tensor(static_cast<typename Kernel::State&>(*state->second), k);
-        if (!tensor.defined() || tensor.sizes() == param.sizes()) continue;
-        why = " is of shape " + c10::str(param.sizes()) + ", its state of " +
-              c10::str(tensor.sizes()) + ". Make a new optimizer for parameters of another shape.";
-      }
+      const std::string why = is_new ? why_not_fused(param, grad)
+                                     : " is in the optimizer twice. Give each parameter once.";
       if (!why.empty()) refuse(where() + why);
       if (const StepMethod* const method = step_method_of(param)) method->check(param, grad, where);
     }
   }
+  const auto check = [](auto g, auto i, const at::Tensor& param, const at::Tensor& tensor) {
+    if (!gradient_of(param).defined() || !tensor.defined() || tensor.sizes() == param.sizes()) {
+      return;
+    }
+    refuse(std::string(Kernel::name) + "::step: " + place_of(g, i) + " is of shape " +
+           c10::str(param.sizes()) + ", its state of " + c10::str(tensor.sizes()) +
+           ". Make a new optimizer for parameters of another shape.");
+  };
+  for_each_state<Kernel>(groups, states, check);
 }
 
 /// Whether two tensors hold their elements in the same order: the fused kernels walk through memory
