@@ -103,12 +103,12 @@ struct Budget {
 };
 // The lines of the last two are to come down to 3,000 and 8,300.
 constexpr Budget budgets[] = {
-    {"autocast.h", 13, 3389},
-    {"optim.h", 10, 2393},
-    {"grad_scaler.h", 16, 4094},
-    {"torchamp.h", 35, 9724},
+    {"autocast.h", 13, 3387},
+    {"optim.h", 10, 2392},
+    {"grad_scaler.h", 16, 4100},
+    {"torchamp.h", 35, 9723},
 };
-constexpr Budget all_headers = {"include/", 130, 29327};  // lines to come down to 25,500
+constexpr Budget all_headers = {"include/", 130, 29326};  // lines to come down to 25,500
 
 struct Header {
   std::size_t lines = 0;

@@ -72,22 +72,20 @@ inline bool is_plain(const at::Tensor& gradient) {
                                           ErrorPlace where) {
   const at::ScalarType dtype = gradient.scalar_type();
   TORCHAMP_CHECK_VALUE(
-      half == HalfGradients::allowed || dtype != at::kHalf,
-      where() +
-          " is fp16. Keep the parameters in fp32 and let AutocastGuard cast them: an fp16 gradient "
-          "divided by the scale underflows. (A fused optimizer's step takes fp16 gradients.)");
-  TORCHAMP_CHECK_VALUE(
-      dtype == at::kFloat || dtype == at::kDouble || is_16_bit(dtype) ||
-          dtype == at::kComplexFloat || dtype == at::kComplexDouble,
-      where() + " is " + c10::toString(dtype) + ". Gradients are fp32, fp64, bf16, or complex.");
-  TORCHAMP_CHECK_VALUE(gradient.layout() == at::kStrided || gradient.is_sparse(),
-                       where() + " has the layout " + c10::str(gradient.layout()) +
-                           ". Gradients are dense or sparse COO.");
+      half == HalfGradients::allowed || dtype != at::kHalf, where(),
+      " is fp16. Keep the parameters in fp32 and let AutocastGuard cast them: an fp16 gradient "
+      "divided by the scale underflows. (A fused optimizer's step takes fp16 gradients.)");
+  TORCHAMP_CHECK_VALUE(dtype == at::kFloat || dtype == at::kDouble || is_16_bit(dtype) ||
+                           dtype == at::kComplexFloat || dtype == at::kComplexDouble,
+                       where(), " is ", dtype, ". Gradients are fp32, fp64, bf16, or complex.");
+  TORCHAMP_CHECK_VALUE(gradient.layout() == at::kStrided || gradient.is_sparse(), where(),
+                       " has the layout ", gradient.layout(),
+                       ". Gradients are dense or sparse COO.");
   at::Tensor values = gradient.is_sparse() ? gradient._values() : gradient;
   if (values.is_complex()) values = at::view_as_real(values);
   TORCHAMP_CHECK_VALUE(
-      !repeats_elements(values),
-      where() + " is an expanded tensor, whose elements share memory. Give .grad a clone() of it.");
+      !repeats_elements(values), where(),
+      " is an expanded tensor, whose elements share memory. Give .grad a clone() of it.");
   return values;
 }
 
@@ -128,12 +126,6 @@ inline void check_steps(const torch::optim::Optimizer& optimizer, const at::Tens
   meta->refuse_plain_step(where);
 }
 
-[[gnu::cold]] inline std::string gradient_place(const char* call, std::size_t group,
-                                                std::size_t index, const at::Tensor& parameter) {
-  return std::string(call) + ": the gradient of parameter " + std::to_string(index) + " in group " +
-         std::to_string(group) + " " + c10::str(parameter.sizes());
-}
-
 /// Every gradient of every group of `optimizer`, once, by device and dtype. Parameters whose
 /// gradients have the conjugate or the negative bit are given resolved() ones. Nothing has been
 /// changed where this throws. `call` begins the error texts. `refuses_shared` is asked where
@@ -154,7 +146,10 @@ inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimize
       if (!parameter.defined()) continue;
       at::Tensor gradient = gradient_of(parameter);
       if (!gradient.defined()) continue;
-      const auto where = [&] { return gradient_place(call, g, i, parameter); };
+      const auto where = [&] {
+        return joined(
+            {call, ": the gradient of parameter ", i, " in group ", g, ' ', parameter.sizes()});
+      };
       check_steps(optimizer, parameter, where);
       const bool may_change = gradient.is_sparse() || gradient.is_conj() || gradient.is_neg();
       if (may_change) gradient = seen_whole(gradient, half);
@@ -168,10 +163,10 @@ inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimize
           return !one.is_same(parameter) && gradient_of(one).is_same(gradient);
         };
         TORCHAMP_CHECK_VALUE(
-            !refuses_shared || !refuses_shared() || !any_parameter(optimizer, shares_it),
-            std::string(call) + ": the gradient of a parameter " + c10::str(parameter.sizes()) +
-                " is that of another one, too, and the fused step would divide it twice. "
-                "Give one of them a clone(), or call unscale_ before step.");
+            !refuses_shared || !refuses_shared() || !any_parameter(optimizer, shares_it), call,
+            ": the gradient of a parameter ", parameter.sizes(),
+            " is that of another one, too, and the fused step would divide it twice. Give one of "
+            "them a clone(), or call unscale_ before step.");
         continue;
       }
       at::Tensor values =

@@ -323,11 +323,11 @@ inline bool is_usable(at::DeviceType device, at::ScalarType dtype) {
     if (!enabled || !outer || outer->keep.until != WeightKeep::Until::made) return std::nullopt;
     return WeightCache::libtorch;
   }
-  TORCH_CHECK_VALUE(!enabled || *enabled == (*cache != WeightCache::none),
-                    *enabled ? "AutocastGuard: cache_enabled = true contradicts cache, which is "
-                               "WeightCache::none. Leave cache_enabled unset."
-                             : "AutocastGuard: cache_enabled = false contradicts cache, which "
-                               "keeps casts. Leave cache_enabled unset.");
+  TORCHAMP_CHECK_VALUE(!enabled || *enabled == (*cache != WeightCache::none),
+                       *enabled ? "AutocastGuard: cache_enabled = true contradicts cache, which is "
+                                  "WeightCache::none. Leave cache_enabled unset."
+                                : "AutocastGuard: cache_enabled = false contradicts cache, which "
+                                  "keeps casts. Leave cache_enabled unset.");
   return cache;
 }
 

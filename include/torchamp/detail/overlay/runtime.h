@@ -62,10 +62,9 @@ inline bool device_is_present(at::DeviceType type) {
 inline std::size_t device_index(at::DeviceType device, const char* call) {
   const auto& all = autocast_devices;
   const auto found = std::find(all.begin(), all.end(), device);
-  if (found == all.end()) {
-    fail({call, ": LibTorch has no autocast for the device type '", name_of(device),
-          "'. Pass torch::kCPU, torch::kCUDA or another device type that has it."});
-  }
+  TORCHAMP_CHECK(found != all.end(), call, ": LibTorch has no autocast for the device type '",
+                 name_of(device),
+                 "'. Pass torch::kCPU, torch::kCUDA or another device type that has it.");
   return static_cast<std::size_t>(found - all.begin());
 }
 
@@ -243,14 +242,13 @@ inline const char* const runtime_op = "torchamp::_runtime";
   const auto value = [&](std::size_t i) -> const c10::IValue& {
     return *found->schema().arguments().at(i).default_value();
   };
-  if (value(0).toInt() != TORCHAMP_LAYOUT) {
-    fail({"torchamp: ", this_library(),
-          " was built against torchamp " TORCHAMP_VERSION_TEXT ", but torchamp ",
-          value(1).toStringRef(),
-          " is in use in this process already, and their shared state has different layouts (",
-          std::to_string(TORCHAMP_LAYOUT), " and ", std::to_string(value(0).toInt()),
-          "). Build the program and its plugins against one version."});
-  }
+  TORCHAMP_CHECK(
+      value(0).toInt() == TORCHAMP_LAYOUT, "torchamp: ", this_library(),
+      " was built against torchamp " TORCHAMP_VERSION_TEXT ", but torchamp ",
+      value(1).toStringRef(),
+      " is in use in this process already, and their shared state has different layouts (",
+      TORCHAMP_LAYOUT, " and ", value(0).toInt(),
+      "). Build the program and its plugins against one version.");
   return reinterpret_cast<SharedRuntime*>(value(2).toInt());
 }
 

@@ -389,18 +389,19 @@ TORCHAMP_COLD void for_each_candidate(const PolicyData& policy,
 TORCHAMP_COLD void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, const When& when,
                             std::shared_ptr<const OpRule> op_rule) {
   const CastRow* const row = row_of(rule);
-  TORCH_CHECK(row != nullptr, joined({"Policy::set: ", std::to_string(static_cast<int>(rule)),
-                                      " is not a rule of Cast."}));
+  TORCHAMP_CHECK(row != nullptr, "Policy::set: ", static_cast<int>(rule),
+                 " is not a rule of Cast.");
   const std::string call = "Policy::" + std::string(row->name);
   if (rule == Cast::fp8 && op_rule == nullptr) {
-    TORCH_CHECK(fp8_rule_maker != nullptr,
-                "Policy::set: the rule fp8 needs torchamp/fp8.h. Include it in some source file.");
+    TORCHAMP_CHECK(
+        fp8_rule_maker != nullptr,
+        "Policy::set: the rule fp8 needs torchamp/fp8.h. Include it in some source file.");
     op_rule = fp8_rule_maker();
   }
-  TORCH_CHECK(!when.dtype || is_16_bit(*when.dtype) || *when.dtype == at::kFloat,
-              joined({call, ": When::dtype is ", c10::toString(*when.dtype),
-                      ", but no region has that dtype. Pass torch::kHalf, torch::kBFloat16 or, for "
-                      "CUDA regions, torch::kFloat."}));
+  TORCHAMP_CHECK(!when.dtype || is_16_bit(*when.dtype) || *when.dtype == at::kFloat, call,
+                 ": When::dtype is ", c10::toString(*when.dtype),
+                 ", but no region has that dtype. Pass torch::kHalf, torch::kBFloat16 or, for CUDA "
+                 "regions, torch::kFloat.");
   const bool is_family = !ops.family().empty();
   const bool fp8 = op_rule != nullptr;
   std::vector<std::string> reached;
@@ -421,10 +422,9 @@ TORCHAMP_COLD void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, c
       if (why.empty()) reached.push_back(std::move(full));
       if (reason.empty()) reason = why;
     }
-    TORCH_CHECK(
-        reached.size() > reached_before || (is_family && (!fp8 || found.empty())),
-        joined({call, ": '", name, fp8 ? "' cannot run in fp8: " : "' cannot be cast: ", reason,
-                fp8 ? "." : ". Only out-of-place ops with tensor arguments can be."}));
+    TORCHAMP_CHECK(reached.size() > reached_before || (is_family && (!fp8 || found.empty())), call,
+                   ": '", name, fp8 ? "' cannot run in fp8: " : "' cannot be cast: ", reason,
+                   fp8 ? "." : ". Only out-of-place ops with tensor arguments can be.");
   }
   if (ops.begin() == ops.end()) return;
   for (const std::string& op : reached) {
@@ -479,9 +479,9 @@ TORCHAMP_COLD Cast Policy::common_rule(const char* call, std::string_view op, at
     listing += detail::joined({listing.empty() ? "" : ", ", overload.operator_name().overload_name,
                                ": ", to_string(cast)});
   }
-  TORCH_CHECK(agree, detail::joined({call, ": the overloads of '", op, "' follow different rules (",
-                                     listing, "). Name one, as '", op, ".",
-                                     overloads.front().operator_name().overload_name, "'."}));
+  TORCHAMP_CHECK(agree, call, ": the overloads of '", op, "' follow different rules (", listing,
+                 "). Name one, as '", op, ".", overloads.front().operator_name().overload_name,
+                 "'.");
   return common;
 }
 

@@ -71,15 +71,19 @@ inline void check_option(bool holds, const char* call, const char* what, Piece v
   TORCHAMP_CHECK_VALUE(holds, call, ": ", what, " is ", value, ". ", range);
 }
 
-/// Those of the options that a state has, too.
-[[gnu::cold]] inline void check_factors(const char* call, double growth_factor,
-                                        double backoff_factor, int64_t growth_interval) {
-  check_option(growth_factor > 1. && std::isfinite(growth_factor), call, "the growth factor",
-               growth_factor, "It is finite and above 1; {.dynamic = false} keeps the scale.");
-  check_option(backoff_factor > 0. && backoff_factor < 1., call, "the backoff factor",
-               backoff_factor, "It lies between 0 and 1; {.dynamic = false} keeps the scale.");
-  check_option(growth_interval >= 1 && growth_interval <= std::numeric_limits<int32_t>::max(), call,
-               "the growth interval", growth_interval, "It lies between 1 and 2^31 - 1.");
+inline void check_growth_factor(const char* call, double factor) {
+  check_option(factor > 1. && std::isfinite(factor), call, "the growth factor", factor,
+               "It is finite and above 1; {.dynamic = false} keeps the scale.");
+}
+
+inline void check_backoff_factor(const char* call, double factor) {
+  check_option(factor > 0. && factor < 1., call, "the backoff factor", factor,
+               "It lies between 0 and 1; {.dynamic = false} keeps the scale.");
+}
+
+inline void check_growth_interval(const char* call, int64_t interval) {
+  check_option(interval >= 1 && interval <= std::numeric_limits<int32_t>::max(), call,
+               "the growth interval", interval, "It lies between 1 and 2^31 - 1.");
 }
 
 [[gnu::cold]] inline void check_options(const GradScalerOptions& options) {
@@ -92,7 +96,9 @@ inline void check_option(bool holds, const char* call, const char* what, Piece v
                        ". Both must be between 2^-126 and the largest fp32 number, and min_scale ",
                        "must not exceed max_scale.");
   check_scale(call, options.init_scale, options);
-  check_factors(call, options.growth_factor, options.backoff_factor, options.growth_interval);
+  check_growth_factor(call, options.growth_factor);
+  check_backoff_factor(call, options.backoff_factor);
+  check_growth_interval(call, options.growth_interval);
   check_option(options.hysteresis >= 1, call, "the hysteresis", options.hysteresis,
                "It is 1 (lower the scale at once) or more.");
   check_option(options.overflow_tolerance >= 0. && options.overflow_tolerance <= 1., call,
@@ -118,7 +124,9 @@ inline void check_state(const char* call, const GradScalerState& state,
   TORCHAMP_CHECK_VALUE(!state.empty(), call,
                        ": the state is empty; it was probably saved from a disabled GradScaler.");
   check_scale(call, state.scale, options);
-  check_factors(call, state.growth_factor, state.backoff_factor, state.growth_interval);
+  check_growth_factor(call, state.growth_factor);
+  check_backoff_factor(call, state.backoff_factor);
+  check_growth_interval(call, state.growth_interval);
   check_option(state.growth_tracker >= std::numeric_limits<int32_t>::min() &&
                    state.growth_tracker <= std::numeric_limits<int32_t>::max(),
                call, "the growth tracker", state.growth_tracker, "It is a count of 32 bits.");
@@ -344,18 +352,17 @@ class LossScale {
   /// By which the update follows the gradients' magnitudes; null where it does not.
   const ScaleRule* rule() const { return rule_; }
 
-  // (The others are not looked at: a disabled scaler takes any options.)
   void set_growth_factor(double factor) {
-    check_factors("GradScaler::set_growth_factor", factor, 0.5, 1);
+    check_growth_factor("GradScaler::set_growth_factor", factor);
     options_.growth_factor = factor;
   }
   void set_backoff_factor(double factor) {
-    check_factors("GradScaler::set_backoff_factor", 2., factor, 1);
+    check_backoff_factor("GradScaler::set_backoff_factor", factor);
     options_.backoff_factor = factor;
   }
   /// A shorter one is met at the next good iteration.
   void set_growth_interval(int64_t interval) {
-    check_factors("GradScaler::set_growth_interval", 2., 0.5, interval);
+    check_growth_interval("GradScaler::set_growth_interval", interval);
     options_.growth_interval = interval;
     const int64_t last = interval - 1;
     if (on_device_) return on_device_->limit_growth_tracker(last);
