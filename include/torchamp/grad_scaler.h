@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/scaler/check_options.h"
 #include "torchamp/detail/scaler/loss_scale.h"
 #include "torchamp/detail/scaler/step_ledger.h"
 #include "torchamp/detail/tensors.h"

@@ -105,10 +105,10 @@ struct Budget {
 constexpr Budget budgets[] = {
     {"autocast.h", 13, 3387},
     {"optim.h", 10, 2392},
-    {"grad_scaler.h", 16, 4100},
-    {"torchamp.h", 35, 9723},
+    {"grad_scaler.h", 17, 4117},
+    {"torchamp.h", 36, 9740},
 };
-constexpr Budget all_headers = {"include/", 130, 29326};  // lines to come down to 25,500
+constexpr Budget all_headers = {"include/", 131, 29343};  // lines to come down to 25,500
 
 struct Header {
   std::size_t lines = 0;

@@ -23,6 +23,7 @@
 #include "torchamp/detail/device_work.h"
 #include "torchamp/detail/gradients/attached.h"
 #include "torchamp/detail/gradients/unscale.h"
+#include "torchamp/detail/scaler/check_options.h"
 #include "torchamp/detail/scaler/step_ledger.h"
 #include "torchamp/detail/tensors.h"
 #include "torchamp/detail/text.h"
