@@ -18,10 +18,10 @@
 #include <optional>
 #include <utility>
 
-#include "torchamp/detail/gradients/accumulation.h"
-#include "torchamp/detail/masters/master_meta.h"
-#include "torchamp/detail/scaler/step_ledger.h"
-#include "torchamp/detail/tensors.h"
+#include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/scaler/step_ledger.h"
+#include "torchamp/detail/extras/accumulation/accumulation.h"
+#include "torchamp/detail/extras/shared/master_meta.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/version.h"
 

@@ -14,7 +14,7 @@
 #include <optional>
 
 #include "torchamp/cast_cache.h"
-#include "torchamp/detail/overlay/region.h"
+#include "torchamp/detail/core/autocast/region.h"
 #include "torchamp/policy.h"
 #include "torchamp/version.h"
 

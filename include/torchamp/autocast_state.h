@@ -14,9 +14,9 @@
 #include <memory>
 
 #include "torchamp/cast_cache.h"
-#include "torchamp/detail/overlay/region.h"
-#include "torchamp/detail/overlay/runtime.h"
-#include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/core/autocast/region.h"
+#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/runtime/runtime.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {

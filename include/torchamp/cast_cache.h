@@ -10,7 +10,7 @@
 
 #include <concepts>
 
-#include "torchamp/detail/overlay/runtime.h"
+#include "torchamp/detail/core/runtime/runtime.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {

@@ -16,8 +16,8 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/observe/observer.h"
-#include "torchamp/detail/observe/report.h"
+#include "torchamp/detail/extras/observe/observer.h"
+#include "torchamp/detail/extras/observe/report.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {
@@ -138,4 +138,4 @@ class CastRecorder {
 
 }  // namespace TORCHAMP_NAMESPACE
 
-#include "torchamp/detail/observe/cast_recorder-inl.h"  // IWYU pragma: export
+#include "torchamp/detail/extras/observe/cast_recorder-inl.h"  // IWYU pragma: export

@@ -16,12 +16,12 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/gradients/attached.h"
-#include "torchamp/detail/gradients/norm.h"
-#include "torchamp/detail/gradients/unscale.h"
-#include "torchamp/detail/scaler/step_ledger.h"
-#include "torchamp/detail/tensors.h"
-#include "torchamp/detail/text.h"
+#include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/base/text.h"
+#include "torchamp/detail/core/gradients/attached.h"
+#include "torchamp/detail/core/gradients/norm.h"
+#include "torchamp/detail/core/gradients/unscale.h"
+#include "torchamp/detail/core/scaler/step_ledger.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/version.h"
 

@@ -20,13 +20,13 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/gradients/attached.h"
-#include "torchamp/detail/masters/split_weight.h"
-#include "torchamp/detail/optim/plan.h"
-#include "torchamp/detail/optim/state_tensors.h"
-#include "torchamp/detail/scaler/loss_scale.h"
-#include "torchamp/detail/scaler/step_ledger.h"
-#include "torchamp/detail/tensors.h"
+#include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/gradients/attached.h"
+#include "torchamp/detail/core/optim/plan.h"
+#include "torchamp/detail/core/optim/state_tensors.h"
+#include "torchamp/detail/core/scaler/loss_scale.h"
+#include "torchamp/detail/core/scaler/step_ledger.h"
+#include "torchamp/detail/extras/masters/split_weight.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/missing_gradients.h"
 #include "torchamp/optim.h"

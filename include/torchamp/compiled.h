@@ -32,10 +32,10 @@
 #undef TORCHAMP_BODIES
 #define TORCHAMP_BODIES 1
 /// @endcond
-#include "torchamp/detail/optim/fused_optimizer-inl.h"
-#include "torchamp/detail/overlay/region-inl.h"
-#include "torchamp/detail/policy/policy-inl.h"
-#include "torchamp/detail/scaler/grad_scaler-inl.h"
+#include "torchamp/detail/core/autocast/region-inl.h"
+#include "torchamp/detail/core/optim/fused_optimizer-inl.h"
+#include "torchamp/detail/core/policy/policy-inl.h"
+#include "torchamp/detail/core/scaler/grad_scaler-inl.h"
 
 namespace TORCHAMP_NAMESPACE {
 

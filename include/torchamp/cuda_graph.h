@@ -21,16 +21,16 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/device_work.h"
-#include "torchamp/detail/gradients/attached.h"
-#include "torchamp/detail/graph/captured_scale.h"
-#include "torchamp/detail/graph/iteration.h"
-#include "torchamp/detail/graph/make_recorder.h"
-#include "torchamp/detail/graph/recorder.h"
-#include "torchamp/detail/overlay/empty_cast_cache.h"
-#include "torchamp/detail/overlay/runtime.h"
-#include "torchamp/detail/tensors.h"
-#include "torchamp/detail/weights/derived.h"
+#include "torchamp/detail/core/autocast/empty_cast_cache.h"
+#include "torchamp/detail/core/base/device_work.h"
+#include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/gradients/attached.h"
+#include "torchamp/detail/core/runtime/runtime.h"
+#include "torchamp/detail/extras/graph/captured_scale.h"
+#include "torchamp/detail/extras/graph/iteration.h"
+#include "torchamp/detail/extras/graph/make_recorder.h"
+#include "torchamp/detail/extras/graph/recorder.h"
+#include "torchamp/detail/extras/weights/derived.h"
 #include "torchamp/scaled_step.h"
 #include "torchamp/version.h"
 

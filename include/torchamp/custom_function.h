@@ -26,8 +26,8 @@
 #include <vector>
 
 #include "torchamp/autocast_state.h"
-#include "torchamp/detail/overlay/runtime.h"
-#include "torchamp/detail/tensors.h"
+#include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/runtime/runtime.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {

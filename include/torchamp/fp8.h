@@ -8,8 +8,8 @@
 
 #include <memory>
 
-#include "torchamp/detail/fp8/run.h"
-#include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/extras/fp8/run.h"
 #include "torchamp/fp8_options.h"
 #include "torchamp/policy.h"
 #include "torchamp/version.h"

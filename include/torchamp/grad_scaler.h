@@ -14,10 +14,10 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/scaler/check_options.h"
-#include "torchamp/detail/scaler/loss_scale.h"
-#include "torchamp/detail/scaler/step_ledger.h"
-#include "torchamp/detail/tensors.h"
+#include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/scaler/check_options.h"
+#include "torchamp/detail/core/scaler/loss_scale.h"
+#include "torchamp/detail/core/scaler/step_ledger.h"
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/missing_gradients.h"
 #include "torchamp/version.h"
@@ -291,5 +291,5 @@ inline void restore_scaler(GradScaler& scaler, const char* call, const GradScale
 }  // namespace TORCHAMP_NAMESPACE
 
 #if TORCHAMP_BODIES
-#include "torchamp/detail/scaler/grad_scaler-inl.h"  // IWYU pragma: export
+#include "torchamp/detail/core/scaler/grad_scaler-inl.h"  // IWYU pragma: export
 #endif

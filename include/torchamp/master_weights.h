@@ -21,11 +21,11 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/masters/make_masters.h"
-#include "torchamp/detail/masters/master_meta.h"
-#include "torchamp/detail/masters/split_weight.h"
-#include "torchamp/detail/tensor_pairs.h"
-#include "torchamp/detail/tensors.h"
+#include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/extras/masters/make_masters.h"
+#include "torchamp/detail/extras/masters/split_weight.h"
+#include "torchamp/detail/extras/shared/master_meta.h"
+#include "torchamp/detail/extras/shared/tensor_pairs.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {
@@ -275,4 +275,4 @@ inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive
 
 }  // namespace TORCHAMP_NAMESPACE
 
-#include "torchamp/detail/masters/master_weights_impl.h"  // IWYU pragma: export
+#include "torchamp/detail/extras/masters/master_weights-inl.h"  // IWYU pragma: export

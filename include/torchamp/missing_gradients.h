@@ -12,7 +12,7 @@
 #include <ostream>
 #include <vector>
 
-#include "torchamp/detail/gradients/attached.h"
+#include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {

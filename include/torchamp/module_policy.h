@@ -20,13 +20,13 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/modules/sequential.h"
-#include "torchamp/detail/modules/with_policy.h"
-#include "torchamp/detail/overlay/kernel.h"
-#include "torchamp/detail/overlay/runtime.h"
-#include "torchamp/detail/policy/data.h"
-#include "torchamp/detail/policy/name_pattern.h"
-#include "torchamp/detail/rng_state.h"
+#include "torchamp/detail/core/autocast/kernel.h"
+#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/runtime/runtime.h"
+#include "torchamp/detail/extras/modules/sequential.h"
+#include "torchamp/detail/extras/modules/with_policy.h"
+#include "torchamp/detail/extras/policy_text/name_pattern.h"
+#include "torchamp/detail/extras/shared/rng_state.h"
 #include "torchamp/policy.h"
 #include "torchamp/version.h"
 

@@ -15,7 +15,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "torchamp/detail/observe/report.h"
+#include "torchamp/detail/extras/observe/report.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {
@@ -85,4 +85,4 @@ std::ostream& operator<<(std::ostream& out, const NonFiniteOp& found);
 
 }  // namespace TORCHAMP_NAMESPACE
 
-#include "torchamp/detail/observe/non_finite_op-inl.h"  // IWYU pragma: export
+#include "torchamp/detail/extras/observe/non_finite_op-inl.h"  // IWYU pragma: export

@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/gradients/attached.h"
-#include "torchamp/detail/optim/kernels.h"
-#include "torchamp/detail/optim/plan.h"
+#include "torchamp/detail/core/gradients/attached.h"
+#include "torchamp/detail/core/optim/kernels.h"
+#include "torchamp/detail/core/optim/plan.h"
 #include "torchamp/scaled_step.h"
 #include "torchamp/version.h"
 
@@ -124,7 +124,7 @@ class FusedOptimizer : public torch::optim::Optimizer, public detail::DefersClip
 };
 
 /// A FusedOptimizer that steps with `Kernel`: one of those below, or one of your own, which need
-/// not be ATen's (see torchamp/detail/optim/kernels.h for what it has).
+/// not be ATen's (see torchamp/detail/core/optim/kernels.h for what it has).
 template <detail::OptimizerKernel Kernel>
 class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
  public:
@@ -206,7 +206,7 @@ using FusedAdagrad = FusedOptimizerOf<detail::AdagradKernel>;
 
 }  // namespace TORCHAMP_NAMESPACE
 
-#include "torchamp/detail/optim/fused_optimizer-inl.h"  // IWYU pragma: export
+#include "torchamp/detail/core/optim/fused_optimizer-inl.h"  // IWYU pragma: export
 
 #ifdef TORCHAMP_COMPILED
 namespace TORCHAMP_NAMESPACE {

@@ -14,9 +14,9 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/gradients/unscale.h"
-#include "torchamp/detail/observe/report.h"
-#include "torchamp/detail/tensors.h"
+#include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/gradients/unscale.h"
+#include "torchamp/detail/extras/observe/report.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {

@@ -171,5 +171,5 @@ std::ostream& operator<<(std::ostream& out, const AnyPolicy& policy) {
 }  // namespace TORCHAMP_NAMESPACE
 
 #if TORCHAMP_BODIES
-#include "torchamp/detail/policy/policy-inl.h"  // IWYU pragma: export
+#include "torchamp/detail/core/policy/policy-inl.h"  // IWYU pragma: export
 #endif

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "torchamp/detail/policy/parse.h"
+#include "torchamp/detail/extras/policy_text/parse.h"
 #include "torchamp/fp8.h"
 #include "torchamp/module_policy.h"
 #include "torchamp/policy.h"

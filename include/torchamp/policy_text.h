@@ -8,10 +8,10 @@
 #include <string>
 #include <string_view>
 
-#include "torchamp/detail/overlay/region.h"
-#include "torchamp/detail/policy/data.h"
-#include "torchamp/detail/policy/parse.h"
-#include "torchamp/detail/policy/print.h"
+#include "torchamp/detail/core/autocast/region.h"
+#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/extras/policy_text/parse.h"
+#include "torchamp/detail/extras/policy_text/print.h"
 #include "torchamp/fp8.h"
 #include "torchamp/policy.h"
 #include "torchamp/version.h"

@@ -170,5 +170,5 @@ std::ostream& operator<<(std::ostream& out, const PrecisionAudit& audit);
 
 }  // namespace TORCHAMP_NAMESPACE
 
-#include "torchamp/detail/audit/precision_audit-inl.h"  // IWYU pragma: export
-#include "torchamp/detail/audit/saved_policy-inl.h"     // IWYU pragma: export
+#include "torchamp/detail/extras/audit/precision_audit-inl.h"  // IWYU pragma: export
+#include "torchamp/detail/extras/audit/saved_policy-inl.h"     // IWYU pragma: export

@@ -25,8 +25,8 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/io/archive_file.h"
-#include "torchamp/detail/io/pickle.h"
+#include "torchamp/detail/extras/io/archive_file.h"
+#include "torchamp/detail/extras/io/pickle.h"
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/version.h"
 

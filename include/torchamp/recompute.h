@@ -18,10 +18,10 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/device_work.h"
-#include "torchamp/detail/recompute/node.h"
-#include "torchamp/detail/rng_state.h"
-#include "torchamp/detail/tensor_tree.h"
+#include "torchamp/detail/core/base/device_work.h"
+#include "torchamp/detail/extras/recompute/node.h"
+#include "torchamp/detail/extras/shared/rng_state.h"
+#include "torchamp/detail/extras/shared/tensor_tree.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {

@@ -15,12 +15,12 @@
 #include <memory>
 #include <utility>
 
-#include "torchamp/detail/device_work.h"
-#include "torchamp/detail/gradients/accumulation.h"
-#include "torchamp/detail/gradients/sum.h"
-#include "torchamp/detail/masters/master_meta.h"
-#include "torchamp/detail/scaler/step_ledger.h"
-#include "torchamp/detail/tensors.h"
+#include "torchamp/detail/core/base/device_work.h"
+#include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/scaler/step_ledger.h"
+#include "torchamp/detail/extras/accumulation/accumulation.h"
+#include "torchamp/detail/extras/accumulation/sum.h"
+#include "torchamp/detail/extras/shared/master_meta.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/version.h"
 

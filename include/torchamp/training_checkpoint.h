@@ -23,10 +23,10 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/io/archives.h"
-#include "torchamp/detail/io/checkpoint_values.h"
-#include "torchamp/detail/masters/master_meta.h"
-#include "torchamp/detail/scaler/grad_scaler_archive.h"
+#include "torchamp/detail/core/scaler/grad_scaler_archive.h"
+#include "torchamp/detail/extras/io/archives.h"
+#include "torchamp/detail/extras/io/checkpoint_values.h"
+#include "torchamp/detail/extras/shared/master_meta.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {
@@ -237,4 +237,4 @@ void TrainingCheckpoint::add_to(std::string name, T& object, bool is_local) {
 
 }  // namespace TORCHAMP_NAMESPACE
 
-#include "torchamp/detail/io/training_checkpoint_impl.h"  // IWYU pragma: export
+#include "torchamp/detail/extras/io/training_checkpoint-inl.h"  // IWYU pragma: export

@@ -29,9 +29,9 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/device_work.h"
-#include "torchamp/detail/tensors.h"
-#include "torchamp/detail/training/parts.h"
+#include "torchamp/detail/core/base/device_work.h"
+#include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/extras/training/parts.h"
 #include "torchamp/training_result.h"
 #include "torchamp/version.h"
 

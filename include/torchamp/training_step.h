@@ -28,9 +28,9 @@
 #include "torchamp/accumulation.h"
 #include "torchamp/autocast.h"
 #include "torchamp/clip_grad.h"
-#include "torchamp/detail/gradients/accumulation.h"
-#include "torchamp/detail/masters/master_meta.h"
-#include "torchamp/detail/training/parts.h"
+#include "torchamp/detail/extras/accumulation/accumulation.h"
+#include "torchamp/detail/extras/shared/master_meta.h"
+#include "torchamp/detail/extras/training/parts.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/optim.h"
 #include "torchamp/training_result.h"
@@ -300,4 +300,4 @@ class TrainingStep {
 
 }  // namespace TORCHAMP_NAMESPACE
 
-#include "torchamp/detail/training/training_step_impl.h"  // IWYU pragma: export
+#include "torchamp/detail/extras/training/training_step-inl.h"  // IWYU pragma: export

@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
-#include "torchamp/detail/observe/observer.h"
-#include "torchamp/detail/observe/report.h"
+#include "torchamp/detail/extras/observe/observer.h"
+#include "torchamp/detail/extras/observe/report.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/version.h"
 
@@ -162,4 +162,4 @@ class UnderflowMeter {
 
 }  // namespace TORCHAMP_NAMESPACE
 
-#include "torchamp/detail/observe/underflow_meter-inl.h"  // IWYU pragma: export
+#include "torchamp/detail/extras/observe/underflow_meter-inl.h"  // IWYU pragma: export

@@ -21,12 +21,12 @@
 #include <vector>
 
 #include "torchamp/cast_cache.h"
-#include "torchamp/detail/devices.h"
-#include "torchamp/detail/overlay/kernel.h"
-#include "torchamp/detail/overlay/runtime.h"
-#include "torchamp/detail/policy/data.h"
-#include "torchamp/detail/weights/cast.h"
-#include "torchamp/detail/weights/derived.h"
+#include "torchamp/detail/core/autocast/kernel.h"
+#include "torchamp/detail/core/base/devices.h"
+#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/runtime/runtime.h"
+#include "torchamp/detail/extras/weights/cast.h"
+#include "torchamp/detail/extras/weights/derived.h"
 #include "torchamp/version.h"
 
 /// @file

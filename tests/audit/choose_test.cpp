@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // What an audit chooses of measurements that are given, why, and what processes agree on.
-#include <torchamp/detail/audit/choose.h>
+#include <torchamp/detail/extras/audit/choose.h>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

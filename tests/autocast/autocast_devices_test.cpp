@@ -12,7 +12,7 @@
 #include "support/thread_state.h"
 #include "support/warnings.h"
 #include "torchamp/autocast.h"
-#include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/core/policy/data.h"
 
 namespace {
 

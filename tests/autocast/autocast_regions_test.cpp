@@ -23,8 +23,8 @@
 #include "support/warnings.h"
 #include "torchamp/autocast.h"
 #include "torchamp/autocast_state.h"
-#include "torchamp/detail/overlay/runtime.h"
-#include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/runtime/runtime.h"
 
 namespace {
 

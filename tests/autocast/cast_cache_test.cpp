@@ -7,7 +7,7 @@
 #include <torch/torch.h>
 
 #include "torchamp/autocast.h"
-#include "torchamp/detail/overlay/runtime.h"
+#include "torchamp/detail/core/runtime/runtime.h"
 
 namespace {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "torchamp/detail/io/archive_file.h"
+#include "torchamp/detail/extras/io/archive_file.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "torchamp/detail/io/archives.h"
+#include "torchamp/detail/extras/io/archives.h"
 
 #include <gtest/gtest.h>
 #include <torch/csrc/jit/api/module.h>

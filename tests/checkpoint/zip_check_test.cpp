@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "torchamp/detail/io/zip_check.h"
+#include "torchamp/detail/extras/io/zip_check.h"
 
 #include <caffe2/serialize/in_memory_adapter.h>
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "torchamp/detail/gradients/unscale.h"
+#include "torchamp/detail/core/gradients/unscale.h"
 
 #include <sys/mman.h>
 #include <torch/torch.h>

@@ -3,4 +3,4 @@
 #include <torch/version.h>
 #undef TORCH_VERSION_MINOR
 #define TORCH_VERSION_MINOR 5
-#include <torchamp/detail/devices.h>
+#include <torchamp/detail/core/base/devices.h>

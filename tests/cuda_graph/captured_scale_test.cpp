@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "torchamp/detail/graph/captured_scale.h"
+#include "torchamp/detail/extras/graph/captured_scale.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

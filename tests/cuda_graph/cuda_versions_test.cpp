@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "torchamp/detail/cuda_versions.h"
+#include "torchamp/detail/extras/shared/cuda_versions.h"
 
 #include <gtest/gtest.h>
 

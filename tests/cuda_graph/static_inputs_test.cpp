@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "torchamp/detail/graph/iteration.h"
+#include "torchamp/detail/extras/graph/iteration.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

@@ -31,7 +31,7 @@ TEST(Distributed, TrainsOnSeveralProcesses) {
 #include "support/launch.h"
 #include "support/optimizers.h"
 #include "support/tolerances.h"
-#include "torchamp/detail/distributed/buckets.h"
+#include "torchamp/detail/extras/distributed/buckets.h"
 #include "torchamp/distributed/data_parallel.h"
 #include "torchamp/distributed/process_group.h"
 #include "torchamp/grad_scaler.h"

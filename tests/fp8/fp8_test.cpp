@@ -17,7 +17,7 @@
 #include "support/fp8_reference.h"
 #include "support/warnings.h"
 #include "torchamp/cast_recorder.h"
-#include "torchamp/detail/fp8/run.h"
+#include "torchamp/detail/extras/fp8/run.h"
 #include "torchamp/module_policy.h"
 #include "torchamp/torchamp.h"
 

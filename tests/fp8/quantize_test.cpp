@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "support/fp8_reference.h"
-#include "torchamp/detail/fp8/formats.h"
-#include "torchamp/detail/fp8/quantize.h"
+#include "torchamp/detail/extras/fp8/formats.h"
+#include "torchamp/detail/extras/fp8/quantize.h"
 
 namespace {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "torchamp/detail/fp8/quantize.h"
+#include "torchamp/detail/extras/fp8/quantize.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "support/fp8_reference.h"
-#include "torchamp/detail/fp8/formats.h"
-#include "torchamp/detail/fp8/function.h"
+#include "torchamp/detail/extras/fp8/formats.h"
+#include "torchamp/detail/extras/fp8/function.h"
 #include "torchamp/fp8.h"
 #include "torchamp/torchamp.h"
 

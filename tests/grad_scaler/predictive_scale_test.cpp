@@ -5,7 +5,7 @@
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
-#include <torchamp/detail/scaler/loss_scale.h>
+#include <torchamp/detail/core/scaler/loss_scale.h>
 #include <torchamp/optim.h>
 #include <torchamp/torchamp.h>
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // What the host knows of a scale that only the device knows exactly.
-#include <torchamp/detail/scaler/scale_bound.h>
+#include <torchamp/detail/core/scaler/scale_bound.h>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
-#include <torchamp/detail/graph/captured_scale.h>
-#include <torchamp/detail/scaler/loss_scale.h>
+#include <torchamp/detail/core/scaler/loss_scale.h>
+#include <torchamp/detail/extras/graph/captured_scale.h>
 
 #include <algorithm>
 #include <cstdint>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The rules by which other systems change the scale, each stated here once more, in its own terms
 // and as plainly as possible, against the one update of torchamp on the host and on a device.
-#include <torchamp/detail/scaler/loss_scale.h>
+#include <torchamp/detail/core/scaler/loss_scale.h>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

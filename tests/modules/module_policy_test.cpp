@@ -25,9 +25,9 @@
 #include "support/thread_state.h"
 #include "support/tolerances.h"
 #include "torchamp/autocast.h"
-#include "torchamp/detail/overlay/region.h"
-#include "torchamp/detail/policy/data.h"
-#include "torchamp/detail/policy/name_pattern.h"
+#include "torchamp/detail/core/autocast/region.h"
+#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/extras/policy_text/name_pattern.h"
 
 namespace {
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // What LibTorch's own autocast kernels do on a CPU, against the list that torchamp keeps of them.
-#include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/core/policy/data.h"
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
@@ -19,8 +19,8 @@
 #include <vector>
 
 #include "support/warnings.h"
-#include "torchamp/detail/observe/observer.h"
-#include "torchamp/detail/overlay/kernel.h"
+#include "torchamp/detail/core/autocast/kernel.h"
+#include "torchamp/detail/extras/observe/observer.h"
 
 namespace {
 

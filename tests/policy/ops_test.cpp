@@ -11,7 +11,7 @@
 #include <string_view>
 #include <vector>
 
-#include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/core/policy/data.h"
 #include "torchamp/policy.h"
 
 namespace {

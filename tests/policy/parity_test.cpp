@@ -28,8 +28,8 @@
 #include "support/unboxed_ops.h"
 #include "support/warnings.h"
 #include "torchamp/autocast.h"
-#include "torchamp/detail/overlay/runtime.h"
-#include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/runtime/runtime.h"
 
 namespace {
 

@@ -18,7 +18,7 @@
 #include "support/op_case.h"
 #include "support/warnings.h"
 #include "torchamp/autocast.h"
-#include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/core/policy/data.h"
 #include "torchamp/fp8.h"
 
 namespace {

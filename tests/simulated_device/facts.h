@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <torchamp/detail/devices.h>
+#include <torchamp/detail/core/base/devices.h>
 
 namespace simulated {
 

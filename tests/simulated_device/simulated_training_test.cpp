@@ -31,8 +31,8 @@
 #include "support/non_finite.h"
 #include "support/optimizer_kinds.h"
 #include "support/seed.h"
-#include "torchamp/detail/graph/iteration.h"
-#include "torchamp/detail/overlay/runtime.h"
+#include "torchamp/detail/core/runtime/runtime.h"
+#include "torchamp/detail/extras/graph/iteration.h"
 #include "torchamp/policy_text.h"
 
 namespace {

@@ -8,8 +8,8 @@
 #include "simulated_device/graph.h"
 #include "support/repeating_recorder.h"
 #include "torchamp/cuda_graph.h"
-#include "torchamp/detail/graph/make_recorder.h"
-#include "torchamp/detail/graph/recorder.h"
+#include "torchamp/detail/extras/graph/make_recorder.h"
+#include "torchamp/detail/extras/graph/recorder.h"
 
 /// The simulated device's graphs, where LibTorch has no registry that they could be in (2.11).
 class UnregisteredGraph final : public torchamp::detail::DeviceGraph {

@@ -7,7 +7,7 @@
 #include <functional>
 #include <memory>
 
-#include "torchamp/detail/graph/recorder.h"
+#include "torchamp/detail/extras/graph/recorder.h"
 
 /// Stands in for CUDA on a CPU: a recording is the work itself, done again at each replay. So what
 /// happens on the host in a replay is not tested with it, but the order of things is.

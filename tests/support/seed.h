@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "torchamp/detail/rng_state.h"
+#include "torchamp/detail/extras/shared/rng_state.h"
 
 /// torch::manual_seed() for all devices: before LibTorch 2.8 it leaves a backend's generators out.
 inline void seed_all(std::uint64_t seed) {

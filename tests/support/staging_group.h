@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/distributed/collective.h"
+#include "torchamp/detail/extras/distributed/collective.h"
 
 /// A group whose tensors may lie on any device: each call copies them to memory of the host, which
 /// LibTorch's allocators do not know of, has another group do the work, and waits for it. Counts

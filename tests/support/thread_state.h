@@ -7,7 +7,7 @@
 #include <ostream>
 #include <vector>
 
-#include "torchamp/detail/overlay/runtime.h"
+#include "torchamp/detail/core/runtime/runtime.h"
 
 /// Everything of the calling thread that a guard may touch, read from LibTorch and not from
 /// torchamp.

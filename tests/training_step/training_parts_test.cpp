@@ -21,7 +21,7 @@
 #include "support/temporary_folder.h"
 #include "support/training_steps.h"
 #include "torchamp/cuda_graph.h"
-#include "torchamp/detail/graph/make_recorder.h"
+#include "torchamp/detail/extras/graph/make_recorder.h"
 #include "torchamp/master_weights.h"
 #include "torchamp/torchamp.h"
 #include "torchamp/training_checkpoint.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "torchamp/detail/weights/derived.h"
+#include "torchamp/detail/extras/weights/derived.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -13,7 +13,7 @@
 
 #include "support/leaf.h"
 #include "torchamp/autocast.h"
-#include "torchamp/detail/overlay/runtime.h"
+#include "torchamp/detail/core/runtime/runtime.h"
 #include "torchamp/weight_cache.h"
 
 namespace {

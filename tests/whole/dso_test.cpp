@@ -18,9 +18,9 @@
 
 #include "torchamp/autocast.h"
 #include "torchamp/autocast_state.h"
-#include "torchamp/detail/overlay/runtime.h"
-#include "torchamp/detail/policy/data.h"
-#include "torchamp/detail/weights/derived.h"
+#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/runtime/runtime.h"
+#include "torchamp/detail/extras/weights/derived.h"
 #include "torchamp/version.h"
 #include "whole/dso/plugin.h"
 

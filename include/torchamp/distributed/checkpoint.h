@@ -21,7 +21,7 @@
 #include <exception>
 #include <vector>
 
-#include "torchamp/detail/distributed/collective.h"
+#include "torchamp/detail/extras/distributed/collective.h"
 #include "torchamp/training_checkpoint.h"
 #include "torchamp/version.h"
 

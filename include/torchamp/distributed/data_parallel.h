@@ -24,11 +24,11 @@
 #include <optional>
 #include <utility>
 
-#include "torchamp/detail/device_work.h"
-#include "torchamp/detail/distributed/collective.h"
-#include "torchamp/detail/distributed/reducer.h"
-#include "torchamp/detail/masters/master_meta.h"
-#include "torchamp/detail/tensor_tree.h"
+#include "torchamp/detail/core/base/device_work.h"
+#include "torchamp/detail/extras/distributed/collective.h"
+#include "torchamp/detail/extras/distributed/reducer.h"
+#include "torchamp/detail/extras/shared/master_meta.h"
+#include "torchamp/detail/extras/shared/tensor_tree.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {

@@ -33,7 +33,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include "torchamp/detail/cuda_versions.h"
+#include "torchamp/detail/extras/shared/cuda_versions.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {

@@ -44,8 +44,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include "torchamp/detail/devices.h"
-#include "torchamp/detail/distributed/collective.h"
+#include "torchamp/detail/core/base/devices.h"
+#include "torchamp/detail/extras/distributed/collective.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {

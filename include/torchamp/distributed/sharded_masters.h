@@ -23,9 +23,9 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/distributed/gradient_scatter.h"
-#include "torchamp/detail/distributed/shard_group.h"
-#include "torchamp/detail/masters/master_meta.h"
+#include "torchamp/detail/extras/distributed/gradient_scatter.h"
+#include "torchamp/detail/extras/distributed/shard_group.h"
+#include "torchamp/detail/extras/shared/master_meta.h"
 #include "torchamp/distributed/data_parallel.h"
 #include "torchamp/master_weights.h"
 #include "torchamp/version.h"
@@ -200,4 +200,4 @@ class ShardedMasterWeights final : public detail::MastersOfModel {
 
 }  // namespace TORCHAMP_NAMESPACE
 
-#include "torchamp/detail/distributed/sharded_masters_impl.h"  // IWYU pragma: export
+#include "torchamp/detail/extras/distributed/sharded_masters-inl.h"  // IWYU pragma: export

@@ -17,7 +17,7 @@
 #include <typeinfo>
 #include <utility>
 
-#include "torchamp/detail/training/parts.h"
+#include "torchamp/detail/extras/training/parts.h"
 #include "torchamp/distributed/checkpoint.h"
 #include "torchamp/distributed/data_parallel.h"
 #include "torchamp/training_checkpoint.h"

@@ -8,9 +8,9 @@
 #include <typeinfo>
 
 #include "torchamp/autocast.h"
-#include "torchamp/detail/gradients/attached.h"
-#include "torchamp/detail/overlay/runtime.h"
-#include "torchamp/detail/policy/data.h"
+#include "torchamp/detail/core/gradients/attached.h"
+#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/runtime/runtime.h"
 
 extern "C" __attribute__((visibility("default"))) Plugin torchamp_test_plugin() {
   return {

@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/NestedIntSymNodeImpl.h>  // IWYU pragma: keep
+#include <ATen/core/Tensor.h>
+#include <ATen/core/TensorBase.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/core/UndefinedTensorImpl.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <cstdint>
+#include <utility>
+
+#include "torchamp/detail/core/base/devices.h"  // IWYU pragma: export
+#include "torchamp/version.h"
+
+// (LibTorch's nested SymNodeImpl is not used here. But where GCC knows one class alone that derives
+// from SymNodeImpl, or none, it compiles all of that into each program: 6 kB.)
+
+namespace torchamp::detail {
+
+/// The library's own arithmetic, neither recorded by autograd nor cast by autocast.
+class InternalOps {
+ private:
+  at::NoGradGuard no_grad_;
+  c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset};
+};
+
+/// `tensor` on `device`, without waiting. Only a copy from a device to the host waits, since host
+/// kernels read it at once (LibTorch's non_blocking copies to the host return early).
+inline at::Tensor to_device_async(at::Device device, const at::Tensor& tensor) {
+  if (tensor.device() == device) return tensor;
+  return tensor.to(device, tensor.scalar_type(), /*non_blocking=*/!device.is_cpu());
+}
+
+/// Undefined if there is none. (Tensor::grad() looks whether to warn of non-leaves.)
+inline const at::Tensor& gradient_of(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->grad();
+}
+
+/// How often the tensor's memory was written to in place, as far as LibTorch counts it.
+inline uint32_t version_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.is_inference()) return 0;
+  return static_cast<uint32_t>(tensor._version());
+}
+
+// Note [Weights that are written]
+// Who writes to weights need not know who keeps something of them, in this shared library or
+// another. Who keeps something defines an op of this name, whose schema "(int address=…) -> ()"
+// carries the address of a WeightsWritten. Both stay as they are in versions of torchamp to come.
+inline constexpr const char* weights_written_op = "torchamp::_weights_written";
+
+/// Drops what was made of these weights: they may have other values, though LibTorch may have
+/// counted no write. Without weights, drops what was kept until weights step. Any thread.
+using WeightsWritten = void (*)(at::TensorList weights);
+
+// ---- Tensors that others keep alive -------------------------------------------------------------
+
+/// A tensor that others keep alive. While this lives, its address is given to no other tensor.
+class WeakTensor {
+ public:
+  WeakTensor() = default;
+  explicit WeakTensor(const at::TensorBase& tensor) : tensor_(tensor.getIntrusivePtr()) {}
+
+  /// Undefined if it is gone.
+  at::Tensor lock() const { return at::Tensor(tensor_.lock()); }
+  bool is_gone() const { return tensor_.expired(); }
+  bool is(const at::TensorBase& other) const { return address() == other.unsafeGetTensorImpl(); }
+  const c10::TensorImpl* address() const { return tensor_._unsafe_get_target(); }
+
+ private:
+  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor_{
+      c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
+};
+
+/// A tensor as it was at some time, which is no longer so once it is written to.
+class SeenTensor : public WeakTensor {
+ public:
+  explicit SeenTensor(const at::Tensor& tensor)
+      : WeakTensor(tensor), version_(version_of(tensor)) {}
+  bool is_unchanged(const at::Tensor& other) const {
+    return is(other) && version_ == version_of(other);
+  }
+
+ private:
+  uint32_t version_;
+};
+
+// ---- What one batch kernel takes ----------------------------------------------------------------
+
+/// Where a tensor lies and what its elements are.
+struct TensorKind {
+  at::Device device;
+  at::ScalarType dtype;
+
+  static TensorKind of(const at::Tensor& tensor) { return {tensor.device(), tensor.scalar_type()}; }
+  bool operator==(const TensorKind&) const = default;
+};
+
+/// The elements of a tensor without gaps or overlaps, in the order of memory.
+inline at::Tensor in_memory_order(const at::Tensor& tensor) {
+  return tensor.as_strided({tensor.numel()}, {1});
+}
+/// `size` of these from `begin` on.
+[[gnu::cold]] inline at::Tensor part_of(const at::Tensor& tensor, int64_t begin, int64_t size) {
+  return tensor.as_strided({size}, {1}, tensor.storage_offset() + begin);
+}
+
+/// Whether elements of a dense tensor share memory, as after expand().
+inline bool repeats_elements(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && at::has_internal_overlap(tensor) == at::MemOverlap::Yes;
+}
+
+/// The group with `key`, appended if missing. `Group` is an aggregate with the base `Key`. There
+/// are few groups, and the last is the likeliest.
+template <class Groups, class Key, class Group = typename Groups::value_type>
+Group& group_of(Groups& groups, Key key) {
+  for (auto group = groups.rbegin(); group != groups.rend(); ++group) {
+    if (static_cast<const Key&>(*group) == key) return *group;
+  }
+  groups.push_back(Group{{std::move(key)}});
+  return groups.back();
+}
+
+}  // namespace torchamp::detail

@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_foreach_div.h>
+#include <ATen/ops/_foreach_norm.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/div.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/flatten_dense_tensors.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/ScalarType.h>
+
+#include <cmath>
+#include <cstddef>
+#include <limits>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/core/base/devices.h"
+#include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/base/text.h"
+#include "torchamp/detail/core/gradients/unscale.h"
+
+namespace torchamp::detail {
+
+/// The gradients of all parameters, each once, by device and dtype, sparse ones by their coalesced
+/// values, for kernels to change in place. `call` begins the error texts; nothing has been changed
+/// then, except that gradients before the one in question are coalesced or resolved().
+inline std::vector<GradientBatch> gradients_to_clip(const std::vector<at::TensorList>& lists,
+                                                    const char* call) {
+  std::vector<GradientBatch> batches;
+  std::size_t count = 0;
+  for (const at::TensorList params : lists) count += params.size();
+  SeenGradients seen(count);
+  for (const at::TensorList params : lists) {
+    for (std::size_t i = 0; i < params.size(); ++i) {
+      if (!params[i].defined()) continue;
+      at::Tensor gradient = gradient_of(params[i]);
+      if (!gradient.defined()) continue;
+      if (gradient.is_sparse() && !gradient.is_coalesced()) {
+        params[i].mutable_grad() = gradient = gradient.coalesce();
+      } else if (gradient.is_conj() || gradient.is_neg()) {
+        params[i].mutable_grad() = gradient = resolved(gradient);
+      }
+      if (!seen.insert(gradient.unsafeGetTensorImpl())) continue;
+      if (gradient.is_sparse()) gradient = gradient._values();
+      TORCHAMP_CHECK_VALUE(
+          gradient.layout() == at::kStrided && !repeats_elements(gradient), call,
+          ": the gradient of parameter ", i, ' ', params[i].sizes(), " has the layout ",
+          gradient.layout(), " and strides ", gradient.strides(),
+          ". Gradients are dense or sparse COO, and their elements share no memory: ",
+          "give .grad a clone().");
+      if (gradient.numel() == 0) continue;
+      group_of(batches, TensorKind::of(gradient)).gradients.push_back(std::move(gradient));
+    }
+  }
+  return batches;
+}
+
+/// What to take the norms of: the gradients; on the host, where a call costs more than a small
+/// gradient, the small ones as one vector.
+inline std::vector<at::Tensor> parts_of_norm(const GradientBatch& batch, double norm_type) {
+  constexpr int64_t small_size = 1024;
+  if (!batch.device.is_cpu() || norm_type == 0.) return batch.gradients;
+  std::vector<at::Tensor> parts, small;
+  for (const at::Tensor& gradient : batch.gradients) {
+    (gradient.numel() <= small_size ? small : parts).push_back(gradient);
+  }
+  if (!small.empty()) parts.push_back(at::flatten_dense_tensors(small));
+  return parts;
+}
+
+/// fp64 if a gradient has that precision, fp32 otherwise: 16 bits could not hold a norm.
+inline at::ScalarType norm_dtype(const std::vector<GradientBatch>& batches) {
+  for (const GradientBatch& batch : batches) {
+    if (c10::toRealValueType(batch.dtype) == at::kDouble) return at::kDouble;
+  }
+  return at::kFloat;
+}
+
+/// What the norm of a batch is summed up in, if that is not its own dtype.
+inline std::optional<at::ScalarType> sum_dtype(at::ScalarType dtype, bool in_fp64) {
+  if (in_fp64) return c10::isComplexType(dtype) ? at::kComplexDouble : at::kDouble;
+  if (is_16_bit(dtype)) return at::kFloat;
+  return std::nullopt;
+}
+
+/// A zero that comes out of the launch of a norm; see Note [The kernel that unscales].
+struct FreeZero {
+  at::Tensor from{};    ///< one element of fp32, 0; undefined where none is wanted
+  at::Tensor result{};  ///< 0-dim fp32, new, 0; undefined where there was none for free
+};
+
+/// The norm of all gradients as one vector: 0-dim, in norm_dtype(), on the first one's device; if
+/// `in_fp64`, summed up and returned in fp64.
+inline at::Tensor total_norm(const std::vector<GradientBatch>& batches, double norm_type,
+                             bool in_fp64 = false, FreeZero* zero = nullptr) {
+  if (batches.empty()) return at::zeros({}, at::kFloat);
+  std::vector<at::Tensor> norms;
+  const at::ScalarType dtype = in_fp64 ? at::kDouble : norm_dtype(batches);
+  for (const GradientBatch& batch : batches) {
+    std::vector<at::Tensor> parts = parts_of_norm(batch, norm_type);
+    const bool makes_zero = zero && zero->from.defined() && !zero->result.defined() &&
+                            zero->from.device() == batch.device && !batch.device.is_cpu() &&
+                            (batch.dtype == at::kFloat || is_16_bit(batch.dtype));
+    if (makes_zero) parts.push_back(zero->from.view(batch.dtype));
+    std::vector<at::Tensor> of_parts =
+        at::_foreach_norm(parts, norm_type, sum_dtype(batch.dtype, in_fp64));
+    if (makes_zero) {  // 0 in fp64 is 0 in fp32, twice
+      zero->result = of_parts.back().view({1}).view(at::kFloat).select(0, 0);
+      of_parts.pop_back();
+    }
+    norms.push_back(to_device_async(batches[0].device, at::stack(of_parts)));
+  }
+  for (at::Tensor& norm : norms) norm = norm.to(dtype);
+  return at::linalg_vector_norm(norms.size() == 1 ? norms[0] : at::cat(norms), norm_type);
+}
+
+// Note [Norms of scaled gradients]
+// The squares of scaled gradients, and their sums, may be more or less than fp32 holds although no
+// gradient is. The norm is then to be that of the unscaled ones all the same:
+//   sums and squares    in fp64, which holds those of any fp32 numbers. A GPU computes them while
+//                       it waits for memory. A CPU has to copy first, so there the sum is made in
+//                       fp32, and, if it comes out where fp32 ends, once more in fp64.
+//   maxima, minima      as they are
+//   nonzero gradients   as they are, and not divided by the scale
+//   any other norm      of copies divided by the scale, since powers leave fp64's range, too; so
+//                       are sums and squares on devices that are not known to have fp64
+// That is one pass over the gradients, two where a CPU sums once more and where copies are divided.
+
+/// Whether fp32 squares, on the host, could hold what this norm was made of.
+inline bool is_reliable(const at::Tensor& norm) {
+  const double value = norm.scalar_type() == at::kDouble ? *norm.const_data_ptr<double>()
+                                                         : *norm.const_data_ptr<float>();
+  return value >= 0x1p-40 && value <= std::numeric_limits<double>::max();
+}
+
+/// Copies divided by `scale`, with at least the precision of fp32.
+inline std::vector<GradientBatch> divided(const std::vector<GradientBatch>& batches,
+                                          const at::Tensor& scale) {
+  std::vector<GradientBatch> result;
+  for (const GradientBatch& batch : batches) {
+    std::vector<at::Tensor> wide = batch.gradients;
+    const at::ScalarType dtype = sum_dtype(batch.dtype, false).value_or(batch.dtype);
+    for (at::Tensor& gradient : wide) gradient = gradient.to(dtype);
+    const at::Tensor here = to_device_async(batch.device, scale).to(c10::toRealValueType(dtype));
+    result.push_back({{batch.device, dtype}, at::_foreach_div(wide, here)});
+  }
+  return result;
+}
+
+/// The norm that the gradients would have if they were divided by `scale` and by `divisor`, two
+/// 0-dim tensors of which one may be undefined. As total_norm() in all else.
+inline at::Tensor total_norm_divided(const std::vector<GradientBatch>& batches, double norm_type,
+                                     const at::Tensor& scale, const at::Tensor& divisor,
+                                     FreeZero* zero = nullptr) {
+  if (batches.empty() || norm_type == 0.) return total_norm(batches, norm_type);
+  bool on_host = true, have_fp64 = true;
+  for (const GradientBatch& batch : batches) {
+    on_host = on_host && batch.device.is_cpu();
+    have_fp64 = have_fp64 && facts_of(batch.device.type()).fp64 == Fp64::yes;
+  }
+  const bool sums = norm_type == 1. || norm_type == 2.;
+  at::Tensor norm;
+  if (std::isinf(norm_type)) {
+    norm = total_norm(batches, norm_type, /*in_fp64=*/false, zero);
+  } else if (sums && on_host) {
+    norm = total_norm(batches, norm_type);
+    if (!is_reliable(norm)) norm = total_norm(batches, norm_type, /*in_fp64=*/true);
+  } else if (sums && have_fp64) {
+    norm = total_norm(batches, norm_type, /*in_fp64=*/true, zero);
+  } else {
+    norm = total_norm(scale.defined() ? divided(batches, scale) : batches, norm_type,
+                      /*in_fp64=*/false, zero);
+    if (divisor.defined()) norm.div_(to_device_async(norm.device(), divisor));
+    return norm;
+  }
+  const at::ScalarType dtype = norm_dtype(batches);
+  for (const at::Tensor& number : {scale, divisor}) {
+    if (!number.defined()) continue;
+    // To the norm's own dtype at once, unless it is divided again.
+    const bool again = number.is_same(scale) && divisor.defined();
+    at::Tensor quotient = at::empty({}, norm.options().dtype(again ? norm.scalar_type() : dtype));
+    at::div_out(quotient, norm, to_device_async(norm.device(), number));
+    norm = std::move(quotient);
+  }
+  return norm.to(dtype);
+}
+
+}  // namespace torchamp::detail

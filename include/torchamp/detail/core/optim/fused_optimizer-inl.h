@@ -1,0 +1,260 @@
+// SPDX-License-Identifier: BSD-3-Clause
+
+// Templates, and functions that compiled.h takes at a second time: see .github/CONTRIBUTING.md,
+// Compiled once.
+#ifndef TORCHAMP_FUSED_OPTIMIZER_TEMPLATES
+#define TORCHAMP_FUSED_OPTIMIZER_TEMPLATES
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <c10/util/Exception.h>
+#include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/core/base/device_work.h"
+#include "torchamp/detail/core/gradients/attached.h"
+#include "torchamp/optim.h"
+#include "torchamp/version.h"
+
+namespace TORCHAMP_NAMESPACE {
+
+namespace detail {
+
+/// The counterpart in LibTorch of an optimizer with `Kernel`, with these groups and no states: what
+/// reads and writes archives, and throws for options out of range, need not be compiled here.
+template <class Kernel>
+[[gnu::cold]] typename Kernel::LibTorch counterpart(const typename Kernel::Options& options,
+                                                    const ParamGroups& groups = {}) {
+  typename Kernel::LibTorch optimizer(ParamGroups(), options);
+  for (const auto& group : groups) {
+    optimizer.add_param_group({{}, group.options().clone()});
+    optimizer.param_groups().back().params() = group.params();  // which may be no leaves now
+  }
+  return optimizer;
+}
+
+}  // namespace detail
+
+template <detail::OptimizerKernel Kernel>
+[[gnu::cold]] FusedOptimizerOf<Kernel>::FusedOptimizerOf(
+    const std::vector<torch::optim::OptimizerParamGroup>& groups, Options defaults)
+    : FusedOptimizer(groups, std::make_unique<Options>(defaults)) {
+  detail::counterpart<Kernel>(defaults);
+  for (std::size_t g = 0; g < groups.size(); ++g) check_group(groups[g], g);
+  note_weights();
+}
+
+template <detail::OptimizerKernel Kernel>
+[[gnu::cold]] void FusedOptimizerOf<Kernel>::check_group(
+    const torch::optim::OptimizerParamGroup& group, std::size_t number) const {
+  if (group.has_options()) detail::counterpart<Kernel>(detail::options_of<Kernel>(group, number));
+}
+
+template <detail::OptimizerKernel Kernel>
+detail::ParamStates& FusedOptimizerOf<Kernel>::state() {
+  write_steps();
+  // What a kernel takes for a state that was stepped, though every step was skipped.
+  plan_.read_counts([&](void* param, int64_t steps) {
+    const auto state = state_.find(param);
+    if (steps > 0 || state == state_.end()) return;
+    if (Kernel::steps(static_cast<State&>(*state->second)) > 0) state_.erase(state);
+  });
+  plan_.drop();
+  return state_;
+}
+
+template <detail::OptimizerKernel Kernel>
+[[gnu::cold]] void FusedOptimizerOf<Kernel>::save(torch::serialize::OutputArchive& archive) const {
+  write_steps();
+  auto saved = detail::counterpart<Kernel>(Options(/*lr=*/0.), param_groups_);
+  for (const auto& [param, state] : state_) saved.state()[param] = state->clone();
+  plan_.read_counts([&](void* param, int64_t steps) {
+    if (steps == 0) saved.state().erase(param);
+  });
+  saved.save(archive);
+}
+
+template <detail::OptimizerKernel Kernel>
+[[gnu::cold]] void FusedOptimizerOf<Kernel>::load(torch::serialize::InputArchive& archive) {
+  auto loaded = detail::counterpart<Kernel>(Options(/*lr=*/0.), param_groups_);
+  try {
+    // Without it, LibTorch takes the archive for one of version 1.4 or older.
+    c10::IValue version;
+    archive.read("pytorch_version", version);
+    loaded.load(archive);
+  } catch (const std::exception& error) {
+    const auto* const own = dynamic_cast<const c10::Error*>(&error);
+    const std::string cause = own ? own->what_without_backtrace() : error.what();
+    const bool tells = cause.find("INTERNAL ASSERT") == std::string::npos;
+    TORCH_CHECK(false, std::string(Kernel::name) + "::load: the archive does not hold what " +
+                           Kernel::name +
+                           " or its counterpart in LibTorch saves for such parameter groups" +
+                           (tells ? ": " : ".") + (tells ? cause : ""));
+  }
+  const detail::ParamGroups& groups = loaded.param_groups();
+  for (std::size_t g = 0; g < groups.size(); ++g) check_group(groups[g], g);
+  const auto check = [](auto g, auto i, const at::Tensor& param, const at::Tensor& tensor) {
+    if (tensor.defined() && tensor.sizes() == param.sizes()) return;
+    TORCH_CHECK(false, std::string(Kernel::name) + "::load: the archive's state of " +
+                           detail::place_of(g, i) + " has the shape " +
+                           (tensor.defined() ? c10::str(tensor.sizes()) : "(none)") +
+                           ", the parameter " + c10::str(param.sizes()) +
+                           ". Load it into an optimizer of the same parameters.");
+  };
+  detail::for_each_state<Kernel>(groups, loaded.state(), check);
+  for (std::size_t g = 0; g < param_groups_.size(); ++g) {
+    static_cast<Options&>(param_groups_[g].options()) =
+        static_cast<const Options&>(groups[g].options());
+  }
+  detail::replace_states(*this, std::move(loaded.state()));
+  plan_.drop();
+}
+
+template <detail::OptimizerKernel Kernel>
+[[gnu::cold]] bool FusedOptimizerOf<Kernel>::prepare_captured_step() {
+  const detail::InternalOps internal;
+  rates_on_device_ = true;
+  if (!plan_.is_for(param_groups_, state_)) {
+    const auto fit = [](auto, auto, const at::Tensor& param, at::Tensor& tensor) {
+      if (tensor.defined() && tensor.sizes() == param.sizes()) {
+        tensor = detail::fitted(tensor, param);  // what was loaded may lie on the host
+      }
+    };
+    detail::for_each_state<Kernel>(param_groups_, state_, fit);
+    return stepped_with_.empty();
+  }
+  plan_.write_rates(param_groups_);
+  return stepped_with_.empty() || stepped_with_ == options_but_rates();
+}
+
+template <detail::OptimizerKernel Kernel>
+void FusedOptimizerOf<Kernel>::step_fused(const at::Tensor& grad_scale, const at::Tensor& found_inf,
+                                          bool is_exact) {
+  const detail::DropWeightCasts drop_weight_casts(*this);
+  if (!plan_.collect_gradients(param_groups_, state_)) {
+    plan_.drop_counts(state_);
+    plan_.drop_lists();  // holds no gradients, should what follows throw
+    detail::check_parameters<Kernel>(param_groups_, state_);
+    plan_.make(param_groups_, static_cast<const Options&>(*defaults_), state_);
+    TORCH_INTERNAL_ASSERT(plan_.collect_gradients(param_groups_, state_));
+  }
+  if (rates_on_device_) {
+    plan_.write_rates(param_groups_);
+    stepped_with_ = options_but_rates();
+  }
+  plan_.run(param_groups_, grad_scale, found_inf, is_exact, drops_gradients_after_step());
+  if (auto* const body = detail::GraphBody::current()) {
+    body->made_eagerly.push_back(plan_.identity());
+  }
+}
+
+/// The options of each group, with learning rates of 0.
+template <detail::OptimizerKernel Kernel>
+[[gnu::cold]] auto FusedOptimizerOf<Kernel>::options_but_rates() const -> std::vector<Options> {
+  std::vector<Options> all(param_groups_.size(), Options(/*lr=*/0.));
+  for (std::size_t g = 0; g < param_groups_.size(); ++g) {
+    all[g] = detail::options_of<Kernel>(param_groups_[g], g);
+    all[g].lr(0.);
+  }
+  return all;
+}
+
+template <detail::OptimizerKernel Kernel>
+[[gnu::cold]] void FusedOptimizerOf<Kernel>::write_steps() const {
+  plan_.drop_counts(state_);
+  plan_.read_counts([&](void* param, int64_t steps) {
+    const auto state = state_.find(param);
+    if (state != state_.end()) Kernel::set_steps(static_cast<State&>(*state->second), steps);
+  });
+  plan_.note_states(state_);
+}
+
+}  // namespace TORCHAMP_NAMESPACE
+
+#endif  // TORCHAMP_FUSED_OPTIMIZER_TEMPLATES
+
+#if TORCHAMP_BODIES && !defined(TORCHAMP_FUSED_OPTIMIZER_BODIES)
+#define TORCHAMP_FUSED_OPTIMIZER_BODIES
+
+namespace TORCHAMP_NAMESPACE {
+
+[[gnu::cold]] TORCHAMP_BODY FusedOptimizer::~FusedOptimizer() = default;
+
+TORCHAMP_BODY at::Tensor FusedOptimizer::step(LossClosure closure) {
+  at::Tensor loss;
+  if (closure) {
+    at::AutoGradMode with_gradients(true);
+    loss = closure();
+  }
+  step_knowing(at::Tensor(), at::Tensor(), {});
+  return loss;
+}
+
+TORCHAMP_BODY at::Tensor FusedOptimizer::step_scaled(const at::Tensor& grad_scale,
+                                                     const at::Tensor& found_inf) {
+  check_scalar(grad_scale, "grad_scale");
+  check_scalar(found_inf, "found_inf");
+  step_knowing(grad_scale, found_inf, {});
+  return {};
+}
+
+TORCHAMP_BODY void FusedOptimizer::zero_grad(bool set_to_none) {
+  deferred_clip_.forget();
+  Optimizer::zero_grad(set_to_none);
+  detail::any_parameter(*this, [](const at::Tensor& param) {
+    detail::note_gradient_dropped(param);
+    return false;
+  });
+}
+
+TORCHAMP_BODY void FusedOptimizer::divide_next_step(const at::Tensor& divisor) {
+  if (!divisor.defined()) detail::refuse("FusedOptimizer::divide_next_step: no divisor was given.");
+  check_scalar(divisor, "divisor");
+  const detail::InternalOps internal;
+  deferred_clip_.add(*this, {divisor});
+}
+
+TORCHAMP_BODY at::Tensor FusedOptimizer::next_step_divisor() const {
+  const detail::InternalOps internal;
+  return deferred_clip_.of(*this).value();
+}
+
+TORCHAMP_BODY at::Tensor FusedOptimizer::take_next_step_divisor() {
+  at::Tensor divisor = deferred_clip_.is_for(*this) ? next_step_divisor() : at::Tensor();
+  deferred_clip_.forget();
+  return divisor;
+}
+
+TORCHAMP_BODY void FusedOptimizer::step_knowing(const at::Tensor& grad_scale,
+                                                const at::Tensor& found_inf,
+                                                const detail::StepFacts& facts) {
+  const detail::InternalOps internal;
+  const detail::Divisor divisor = deferred_clip_.for_step(*this);
+  step_fused(facts.clip_in_scale ? grad_scale : divisor.times(grad_scale), found_inf,
+             found_inf.defined() && facts.exact_flag);
+  deferred_clip_.forget();
+  if (!drops_gradients_) return;
+  detail::any_parameter(*this, [](const at::Tensor& param) {
+    param.mutable_grad().reset();
+    return false;
+  });
+}
+
+TORCHAMP_BODY void FusedOptimizer::check_scalar(const at::Tensor& tensor, const char* name) {
+  if (!tensor.defined() || (tensor.dim() == 0 && tensor.scalar_type() == at::kFloat)) return;
+  detail::refuse(std::string("FusedOptimizer: ") + name + " is of dtype " +
+                 c10::toString(tensor.scalar_type()) + " and shape " + c10::str(tensor.sizes()) +
+                 ". It must be a 0-dim fp32 tensor.");
+}
+
+}  // namespace TORCHAMP_NAMESPACE
+
+#endif

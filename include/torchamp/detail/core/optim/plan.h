@@ -1,0 +1,567 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/div.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+#include <c10/util/flat_hash_map.h>
+#include <torch/optim/optimizer.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/gradients/attached.h"
+#include "torchamp/detail/core/optim/kernels.h"
+
+namespace torchamp::detail {
+
+// Note [Gradients that are dropped]
+// ATen's fused kernels write the gradients that they divide: of an Adam's 32 bytes read and written
+// for an fp32 parameter, 4. Where the optimizer drops its gradients after the step, nobody would
+// read those. So on a CPU, a large gradient is divided piece by piece into a buffer that stays in
+// the cache, and the kernel steps with that. Small gradients are in the cache anyway, 16-bit ones
+// are not rounded when a kernel divides them itself, and on a GPU the launches would cost more than
+// the bytes.
+
+/// The least elements of a gradient that is divided apart, and the most of a piece: many times what
+/// a kernel takes at once, so that it rounds a piece as it would the whole.
+inline constexpr int64_t divided_at_once = 1 << 18;
+
+/// Whether gradients of `list`, which is stepped in `dtype`, are divided apart from the step.
+/// `drops`: they are dropped after it.
+inline bool divides_apart(const StepList& list, at::ScalarType dtype, bool drops) {
+  return drops && list.device.is_cpu() && !list.lacks_op && list.scalars->grad_scale() &&
+         (dtype == at::kFloat || dtype == at::kDouble);
+}
+
+/// `kernel` for `piece`, whose tensors are flat; its gradients are divided in `buffer` before. That
+/// has one number more, for the scale in their dtype, as to cast it would take memory.
+[[gnu::cold]] inline void step_divided(KernelStep kernel, StepList& piece,
+                                       const at::Tensor& buffer) {
+  const at::Tensor scale = buffer.select(0, -1);
+  scale.copy_(*piece.scalars->grad_scale());
+  int64_t begin = 0;
+  for (at::Tensor& gradient : piece.grads) {
+    at::Tensor divided = part_of(buffer, begin, gradient.numel());
+    at::div_out(divided, gradient, scale);
+    begin += gradient.numel();
+    gradient = std::move(divided);
+  }
+  kernel(piece, piece.scalars->without_scale());
+}
+
+/// What step_and_drop() is to find as list.buffer; undefined where no gradient is divided apart.
+inline at::Tensor buffer_to_drop(const StepList& list, bool drops) {
+  const auto is_large = [](const at::Tensor& param) { return param.numel() >= divided_at_once; };
+  const bool divides = list.takes_parts && divides_apart(list, list.dtype, drops) &&
+                       std::any_of(list.params.begin(), list.params.end(), is_large);
+  return divides ? list.scalars->buffer(list.dtype, divided_at_once + 1) : at::Tensor();
+}
+
+/// `kernel` for a list whose gradients are dropped after the step: leaves large ones scaled.
+[[gnu::cold]] inline void step_and_drop(KernelStep kernel, const StepList& list) {
+  StepList small = list.emptied();
+  for (std::size_t i = 0; i < list.params.size(); ++i) {
+    const at::Tensor& param = list.params[i];
+    const int64_t size = param.numel();
+    if (size < divided_at_once) {
+      small.params.push_back(param);
+      small.add_beside_param(list, i, [](const at::Tensor& tensor) { return tensor; });
+      continue;
+    }
+    for (int64_t begin = 0; begin < size; begin += divided_at_once) {
+      StepList piece = list.emptied();
+      const auto part = [&](const at::Tensor& tensor) {
+        return part_of(tensor, begin, std::min(divided_at_once, size - begin));
+      };
+      piece.params.push_back(part(param));
+      piece.add_beside_param(list, i, part);
+      step_divided(kernel, piece, list.buffer);
+    }
+  }
+  if (!small.params.empty()) kernel(small, *list.scalars);
+}
+
+using ParamStates = ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>>;
+
+/// Puts others in the place of an optimizer's states. It stays the same optimizer; see Note [Which
+/// optimizer it is].
+inline void replace_states(torch::optim::Optimizer& optimizer, ParamStates states) {
+  const float load_factor = optimizer.state().max_load_factor();
+  optimizer.state() = std::move(states);
+  optimizer.state().max_load_factor(load_factor);
+}
+
+[[gnu::cold]] inline std::string place_of(std::size_t group, std::size_t index) {
+  return "parameter " + std::to_string(index) + " of group " + std::to_string(group);
+}
+
+/// Throws. (TORCH_CHECK_VALUE compiles the making of an exception at each place.)
+[[noreturn, gnu::cold]] inline void refuse(const std::string& text) {
+  TORCH_CHECK_VALUE(false, text);
+}
+
+[[noreturn, gnu::cold]] inline void refuse_options(const char* name, std::size_t group) {
+  TORCH_CHECK_TYPE(false, std::string(name) + ": the options of group " + std::to_string(group) +
+                              " belong to another optimizer. Give it the options that " + name +
+                              " takes.");
+}
+
+/// The options of a group, which must be those that `Kernel` goes by. `number` is for the error.
+template <OptimizerKernel Kernel>
+const typename Kernel::Options& options_of(const torch::optim::OptimizerParamGroup& group,
+                                           std::size_t number) {
+  const auto* const options = dynamic_cast<const typename Kernel::Options*>(&group.options());
+  if (!options) refuse_options(Kernel::name, number);
+  return *options;
+}
+
+/// Calls `f(group, index, parameter, tensor)` for each state tensor of each parameter with a state.
+template <OptimizerKernel Kernel, class F>
+void for_each_state(const ParamGroups& groups, const ParamStates& states, const F& f) {
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    const std::size_t kinds = Kernel::kinds(options_of<Kernel>(groups[g], g));
+    for (std::size_t i = 0; i < groups[g].params().size(); ++i) {
+      const at::Tensor& param = groups[g].params()[i];
+      const auto state = states.find(param.unsafeGetTensorImpl());
+      if (state == states.end()) continue;
+      for (std::size_t k = 0; k < kinds; ++k) {
+        f(g, i, param, Kernel::tensor(static_cast<typename Kernel::State&>(*state->second), k));
+      }
+    }
+  }
+}
+
+/// What is wrong with a parameter with a gradient that the kernels cannot step; else empty.
+[[gnu::cold]] inline std::string why_not_fused(const at::Tensor& param, const at::Tensor& grad) {
+  if (param.layout() != at::kStrided || grad.layout() != at::kStrided) {
+    return " has a gradient of layout " + c10::str(grad.layout()) +
+           ". Fused kernels take dense ones: make it dense (for an embedding, "
+           "sparse(false)), or give this parameter to LibTorch's own optimizer.";
+  }
+  if (!at::isFloatingType(param.scalar_type())) {
+    return std::string(" is of dtype ") + c10::toString(param.scalar_type()) +
+           ". Fused kernels take real floating-point numbers: give this parameter to "
+           "LibTorch's own optimizer.";
+  }
+  if (param.is_neg()) {
+    return " has the negative bit. Make the parameter from the result of resolve_neg().";
+  }
+  if (!param.is_non_overlapping_and_dense()) {
+    return " has gaps or overlaps in memory (sizes " + c10::str(param.sizes()) + ", strides " +
+           c10::str(param.strides()) + "). Make the parameter from a contiguous() tensor.";
+  }
+  return "";
+}
+
+/// Throws for a parameter with a gradient that the kernels cannot step. Changes nothing.
+template <OptimizerKernel Kernel>
+[[gnu::cold]] void check_parameters(const ParamGroups& groups, const ParamStates& states) {
+  ParamStates seen;  // a set, of what is compiled for the states
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    for (std::size_t i = 0; i < groups[g].params().size(); ++i) {
+      const at::Tensor& param = groups[g].params()[i];
+      const at::Tensor& grad = gradient_of(param);
+      if (!grad.defined()) continue;
+      void* const key = param.unsafeGetTensorImpl();
+      const bool is_new = seen.find(key) == seen.end();
+      seen[key] = nullptr;
+      const auto where = [&] { return std::string(Kernel::name) + "::step: " + place_of(g, i); };
+      const std::string why = is_new ? why_not_fused(param, grad)
+                                     : " is in the optimizer twice. Give each parameter once.";
+      if (!why.empty()) refuse(where() + why);
+      if (const StepMethod* const method = step_method_of(param)) method->check(param, grad, where);
+    }
+  }
+  const auto check = [](auto g, auto i, const at::Tensor& param, const at::Tensor& tensor) {
+    if (!gradient_of(param).defined() || !tensor.defined() || tensor.sizes() == param.sizes()) {
+      return;
+    }
+    refuse(std::string(Kernel::name) + "::step: " + place_of(g, i) + " is of shape " +
+           c10::str(param.sizes()) + ", its state of " + c10::str(tensor.sizes()) +
+           ". Make a new optimizer for parameters of another shape.");
+  };
+  for_each_state<Kernel>(groups, states, check);
+}
+
+/// Whether two tensors hold their elements in the same order: the fused kernels walk through memory
+/// and do not look (on the CPU not even for an error).
+inline bool same_layout(const at::Tensor& a, const at::Tensor& b) {
+  return a.sizes() == b.sizes() && a.strides() == b.strides();
+}
+
+/// `tensor`, or a copy of it with the device and layout of `param`, and the dtype of its steps.
+[[gnu::cold]] inline at::Tensor fitted(const at::Tensor& tensor, const at::Tensor& param) {
+  const TensorKind kind{param.device(), step_dtype(param)};
+  if (TensorKind::of(tensor) == kind && same_layout(tensor, param) && !tensor.is_neg()) {
+    return tensor;
+  }
+  at::Tensor copy = at::empty_like(param, param.options().dtype(kind.dtype));
+  copy.copy_(tensor);
+  return copy;
+}
+
+// Note [The plan of a fused step]
+// What the kernels are called with (lists of parameters, states and counters by group, device and
+// dtype) is made once and kept. Each step walks over the parameters, collects the gradients, and
+// finds out on the way whether the plan still holds: the same parameters, the same of them with
+// gradients, the layouts that the states were made for, the same kinds of state, the same states.
+// (LibTorch gives everyone a reference to the map of states, to clear it or to put others there.)
+// If not, a new one is made from the groups, the states and the counters: nothing else outlives a
+// plan. A parameter keeps its counter while it has no gradient. A state that is not the plan's
+// holds itself how many steps were made with it.
+
+/// What a step of `Kernel` calls the fused kernels with.
+template <OptimizerKernel Kernel>
+class StepPlan {
+  /// A state as it was at some time.
+  struct SeenState {
+    /// Null if there is none. Only to be compared. Another one may be made at the address of one
+    /// that is gone, but without tensors.
+    typename Kernel::State* state = nullptr;
+    bool has_tensor = false;
+    int64_t steps = 0;  ///< as the state holds them
+    bool operator==(const SeenState&) const = default;
+  };
+
+  /// A parameter in a plan.
+  struct Slot {
+    c10::TensorImpl* param = nullptr;
+    StepList* list = nullptr;  ///< null for a parameter without a gradient
+    std::size_t place = 0;     ///< in the list
+    SeenState seen{};
+  };
+
+  /// What a plan relies on of a group's options.
+  struct Use {
+    std::size_t kinds;
+    bool counted;
+    bool asks_counter;  ///< of its own
+    bool operator==(const Use&) const = default;
+  };
+
+ public:
+  using Options = typename Kernel::Options;
+  using State = typename Kernel::State;
+
+  // Slots and lists point into the plan.
+  StepPlan() = default;
+  StepPlan(StepPlan&&) noexcept = default;
+  StepPlan& operator=(StepPlan&&) noexcept = default;
+  [[gnu::cold]] ~StepPlan() = default;
+
+  /// False if the plan does not hold for `groups` and `states`.
+  bool collect_gradients(const ParamGroups& groups, const ParamStates& states) {
+    for (StepList& list : lists_) list.grads.clear();
+    return all_of(groups, states, [](const Slot& slot, const at::Tensor& param) {
+      const at::Tensor& grad = gradient_of(param);
+      if (grad.defined() != (slot.list != nullptr)) return false;
+      return !grad.defined() || add_gradient(slot, param, grad);
+    });
+  }
+
+  /// Makes a plan for `groups`, which check_parameters has passed; goes on with the counts. Makes
+  /// the states that are missing and takes those that are not to their parameters' device, dtype
+  /// and layout. If it throws, the plan does not hold.
+  [[gnu::cold, gnu::noinline]] void make(const ParamGroups& groups, const Options& defaults,
+                                         ParamStates& states) {
+    drop_lists();
+    std::vector<Use> uses(groups.size());
+    std::size_t count = 0;
+    std::vector<Share> shares;
+    for (std::size_t g = 0; g < groups.size(); ++g) {
+      uses[g] = use_of(groups, g);
+      count += groups[g].params().size();
+      for (const at::Tensor& param : groups[g].params()) {
+        void* const key = param.unsafeGetTensorImpl();
+        if (!uses[g].counted || !gradient_of(param).defined()) continue;
+        const auto& counter = counters_[key];
+        const int64_t steps = counter ? 0 : see(key, states).steps;
+        group_of(shares, Counted{counter, steps, param.device()}).params.push_back(key);
+      }
+    }
+    for (const Share& share : shares) count_apart(share);
+    std::vector<Slot> slots(count);
+    auto slot = slots.begin();
+    for (std::size_t g = 0; g < groups.size(); ++g) {
+      for (const at::Tensor& param : groups[g].params()) {
+        slot->param = param.unsafeGetTensorImpl();
+        if (gradient_of(param).defined()) {
+          slot->list = &add_parameter(g, uses[g], param, defaults, states);
+          slot->place = slot->list->params.size() - 1;
+        }
+        ++slot;
+      }
+    }
+    identity_ = std::make_shared<char>();
+    uses_ = std::move(uses);
+    slots_ = std::move(slots);
+    note_states(states);
+  }
+
+  /// Remembers which states there are, and how many steps each holds.
+  void note_states(const ParamStates& states) {
+    for (Slot& slot : slots_) slot.seen = see(slot.param, states);
+  }
+
+  /// Forgets the counts of parameters whose states are no longer those of note_states(). If there
+  /// are any, the plan does not hold.
+  [[gnu::cold]] void drop_counts(const ParamStates& states) {
+    for (Slot& slot : slots_) {
+      if (!slot.seen.state || see(slot.param, states) == slot.seen) continue;
+      counters_.erase(slot.param);
+      drop_lists();
+    }
+  }
+
+  /// Keeps nothing but the counts: the plan does not hold.
+  [[gnu::cold]] void drop_lists() {
+    uses_.clear();
+    lists_.clear();
+    scalars_.clear();
+    identity_.reset();
+  }
+
+  /// Keeps nothing.
+  [[gnu::cold]] void drop() {
+    drop_lists();
+    slots_.clear();
+    counters_.clear();
+  }
+
+  /// Calls f(parameter, count) for each that is counted. Reads the device for each counter that the
+  /// host does not know.
+  template <class F>
+  void read_counts(const F& f) const {
+    for (const auto& [param, counter] : counters_) {
+      if (!counter) continue;  // memory ran out in make()
+      if (counter->at_least != counter->at_most) {
+        counter->at_least = counter->at_most = counter->value.template item<int64_t>();
+      }
+      f(param, counter->at_most);
+    }
+  }
+
+  /// Whether there is a plan, and for these groups and states, whatever gradients there are.
+  [[gnu::cold]] bool is_for(const ParamGroups& groups, const ParamStates& states) const {
+    return !lists_.empty() && all_of(groups, states, [](const Slot& slot, const at::Tensor&) {
+      return !slot.list || !slot.seen.state || has_tensors(slot);
+    });
+  }
+
+  /// Lives as long as what captured steps of this plan read and write.
+  std::weak_ptr<const void> identity() const { return identity_; }
+
+  /// Makes the steps read their learning rates from the device and writes there those that changed.
+  [[gnu::cold]] void write_rates(const ParamGroups& groups) {
+    for (StepList& list : lists_) {
+      const double rate = options_of<Kernel>(groups[list.group], list.group).lr();
+      if (!list.rate.defined()) {
+        list.rate = at::full({}, rate, at::device(list.device).dtype(at::kFloat));
+      } else if (rate != list.written_rate) {
+        list.rate.fill_(rate);
+        if (!list.device.is_cpu()) {  // it may be memory of a graph's stream
+          list.rate.record_stream(
+              c10::impl::VirtualGuardImpl(list.device.type()).getStream(list.device));
+        }
+      }
+      list.written_rate = rate;
+    }
+  }
+
+  /// Counts a step of which only the device knows whether it was skipped.
+  [[gnu::cold]] void note_step() {
+    for (DeviceScalars& scalars : scalars_) scalars.count_replayed();
+  }
+
+  /// Steps with the gradients collected. `drops`: they are dropped after it. Takes memory first:
+  /// where it runs out, no step is counted, nor any list stepped. (Only where a kernel
+  /// is lacking, or masters are split on a device, do single lists need more on their way.)
+  void run(const ParamGroups& groups, const at::Tensor& grad_scale, const at::Tensor& found_inf,
+           bool is_exact, bool drops) {
+    for (DeviceScalars& scalars : scalars_) scalars.prepare(grad_scale, found_inf, is_exact);
+    for (StepList& list : lists_) {
+      list.buffer = list.method ? list.method->buffer(list, drops) : buffer_to_drop(list, drops);
+    }
+    for (DeviceScalars& scalars : scalars_) scalars.begin();
+    for (const StepList& list : lists_) {
+      const Options& options = options_of<Kernel>(groups[list.group], list.group);
+      const auto step = [&](const StepList& part, const StepScalars& scalars) {
+        Kernel::step(options, part, scalars);
+      };
+      if (list.method) {
+        list.method->step(step, list);
+      } else if (list.buffer.defined()) {
+        step_and_drop(step, list);
+      } else {
+        step(list, *list.scalars);
+      }
+    }
+    for (DeviceScalars& scalars : scalars_) scalars.end();
+    for (StepList& list : lists_) {
+      list.grads.clear();
+      list.buffer.reset();
+      // The kernels do not tell autograd, nor a cache of weight casts, that they write.
+      for (const at::Tensor& param : list.params) {
+        param.unsafeGetTensorImpl()->bump_version();
+        if (list.method) list.method->note_stepped(param);
+      }
+    }
+  }
+
+ private:
+  /// What parameters have in common whose steps may be counted by one counter.
+  struct Counted {
+    std::shared_ptr<StepCounter> before;
+    int64_t steps;  ///< of those without one
+    at::Device device;
+    bool operator==(const Counted&) const = default;
+  };
+  struct Share : Counted {
+    std::vector<void*> params{};
+  };
+
+  /// Gives the parameters of `share` a counter on their device that no other has. One that nobody
+  /// else has stays: graphs may use its memory.
+  [[gnu::cold]] void count_apart(const Share& share) {
+    std::shared_ptr<StepCounter> counter = share.before;
+    std::size_t users = 0;
+    for (const auto& [param, other] : counters_) users += other == counter ? 1 : 0;
+    if (!counter) {
+      counter = std::make_shared<StepCounter>(share.device, share.steps);
+    } else if (users != share.params.size() || counter->value.device() != share.device) {
+      counter = std::make_shared<StepCounter>(counter->copy_to(share.device));
+    }
+    for (void* const param : share.params) counters_[param] = counter;
+    constexpr bool first_only = requires {
+      requires Kernel::counts_first_only;
+    };
+    scalars_of(share.device).add_counter(std::move(counter), first_only);
+  }
+
+  /// Whether the groups and parameters are the plan's, the states those of note_states(), and
+  /// `holds(slot, param)` is true of each parameter.
+  template <class Holds>
+  bool all_of(const ParamGroups& groups, const ParamStates& states, const Holds& holds) const {
+    if (uses_.size() != groups.size()) return false;
+    auto slot = slots_.cbegin();
+    for (std::size_t g = 0; g < groups.size(); ++g) {
+      if (!(uses_[g] == use_of(groups, g))) return false;
+      for (const at::Tensor& param : groups[g].params()) {
+        if (slot == slots_.cend() || slot->param != param.unsafeGetTensorImpl()) return false;
+        const bool has_state = slot->seen.state != nullptr;
+        if (has_state && !(see(slot->param, states) == slot->seen)) return false;
+        if (!holds(*slot, param)) return false;
+        ++slot;
+      }
+    }
+    return slot == slots_.cend();
+  }
+
+  static Use use_of(const ParamGroups& groups, std::size_t group) {
+    const Options& options = options_of<Kernel>(groups[group], group);
+    bool asks_counter = Kernel::counted(options);
+    if constexpr (requires { Kernel::asks_counter(options); }) {
+      asks_counter = Kernel::asks_counter(options);
+    }
+    return {Kernel::kinds(options), Kernel::counted(options), asks_counter};
+  }
+
+  static SeenState see(void* param, const ParamStates& states) {
+    const auto found = states.find(param);
+    if (found == states.end()) return {};
+    auto& state = static_cast<State&>(*found->second);
+    return {&state, Kernel::tensor(state, 0).defined(), Kernel::steps(state)};
+  }
+
+  /// Whether the parameter's tensors in its list are those of its state.
+  static bool has_tensors(const Slot& slot) {
+    for (std::size_t k = 0; k < slot.list->state.size(); ++k) {
+      const at::Tensor& tensor = Kernel::tensor(*slot.seen.state, k);
+      if (!slot.list->state[k][slot.place].is_same(tensor)) return false;
+    }
+    return true;
+  }
+
+  static bool add_gradient(const Slot& slot, const at::Tensor& param, const at::Tensor& grad) {
+    StepList& list = *slot.list;
+    if (!(TensorKind::of(param) == list) || !param.is_non_overlapping_and_dense() ||
+        grad.layout() != at::kStrided) {
+      return false;
+    }
+    if (step_method_of(param) != list.method) return false;
+    if (list.method && !list.method->holds(param, grad)) return false;
+    if (!list.state.empty()) {
+      if (!slot.seen.state || !has_tensors(slot)) return false;
+      if (!same_layout(param, list.state[0][slot.place])) return false;
+    }
+    list.grads.push_back(fitted(grad, param));
+    return true;
+  }
+
+  [[gnu::cold]] DeviceScalars& scalars_of(at::Device device) {
+    for (DeviceScalars& scalars : scalars_) {
+      if (scalars.device() == device) return scalars;
+    }
+    return scalars_.emplace_back(device);
+  }
+
+  /// Adds a parameter to the list that it belongs to, which may be a new one, and returns that.
+  [[gnu::cold]] StepList& add_parameter(std::size_t group, const Use& use, const at::Tensor& param,
+                                        const Options& defaults, ParamStates& states) {
+    void* const key = param.unsafeGetTensorImpl();
+    const auto counter = use.counted ? counters_[key] : nullptr;
+    bool is_lacked = false;
+    constexpr bool has_op = requires {
+      Kernel::op;
+    };
+    if constexpr (has_op) is_lacked = !has_fused_kernel(Kernel::op, param);
+    const bool is_apart = (Kernel::apart || is_lacked) && use.asks_counter;
+    StepList& list = group_of(lists_, StepKey{TensorKind::of(param), group,
+                                              is_apart ? counter : nullptr, step_method_of(param)});
+    if (list.params.empty()) {
+      list.scalars = &scalars_of(param.device());
+      list.lacks_op = is_lacked;
+      list.takes_parts = has_op;
+      list.state.resize(use.kinds);
+    }
+    list.params.push_back(param);
+    // Its group may have been added by torch::optim::Optimizer, which tells nobody.
+    if (WeightMeta* const meta = weight_meta_of(param)) meta->has_optimizer = true;
+    if (counter) list.counters.push_back(counter->value);
+    for (std::size_t k = 0; k < use.kinds; ++k) {
+      auto& state = states[key];
+      if (!state) state = std::make_unique<State>();
+      at::Tensor& tensor = Kernel::tensor(static_cast<State&>(*state), k);
+      tensor = tensor.defined()
+                   ? fitted(tensor, param)
+                   : Kernel::initial(k, list.method ? list.method->master(param) : param, defaults);
+      list.state[k].push_back(tensor);
+    }
+    return list;
+  }
+
+  std::vector<Slot> slots_;  ///< for each parameter of each group, in order
+  std::vector<Use> uses_;    ///< for each group
+  std::list<StepList> lists_;
+  std::list<DeviceScalars> scalars_;
+
+  /// Which parameter's steps are counted where. Parameters that were always stepped together share
+  /// a counter. Once only some of them have gradients, these get a copy of it.
+  std::unordered_map<void*, std::shared_ptr<StepCounter>> counters_;
+  std::shared_ptr<const void> identity_;
+};
+
+}  // namespace torchamp::detail

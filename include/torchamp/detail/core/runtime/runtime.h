@@ -1,0 +1,309 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What a process has once.
+#pragma once
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/function_schema.h>
+#include <ATen/core/operator_name.h>
+#include <ATen/core/stack.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/DispatchKey.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/util/Exception.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+#include <dlfcn.h>
+#include <torch/csrc/jit/frontend/function_schema_parser.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <unordered_map>
+#include <vector>
+
+#include "torchamp/detail/core/base/devices.h"
+#include "torchamp/detail/core/base/text.h"
+#include "torchamp/version.h"
+
+namespace torchamp::detail {
+
+// ---- Devices that have autocast -----------------------------------------------------------------
+
+/// The types of device that have autocast.
+#if TORCHAMP_LIBTORCH >= 207
+inline constexpr const auto& autocast_devices = at::autocast::_AUTOCAST_SUPPORTED_DEVICES;
+#else
+inline constexpr std::array autocast_devices{at::kCPU, at::kCUDA, at::kXPU,         at::kIPU,
+                                             at::kHPU, at::kXLA,  at::kPrivateUse1, at::kMPS};
+#endif
+inline constexpr std::size_t device_count = autocast_devices.size();
+
+/// Whether there is such a device, as far as LibTorch knows without touching it.
+inline bool device_is_present(at::DeviceType type) {
+  const DeviceFacts facts = facts_of(type);
+  return facts.is_built_in ? facts.is_built_in() : c10::impl::hasDeviceGuardImpl(type);
+}
+
+/// "cuda", or a number where LibTorch has no such type.
+[[gnu::cold]] inline std::string name_of(at::DeviceType device) {
+  return c10::isValidDeviceType(device) ? c10::DeviceTypeName(device, /*lower_case=*/true)
+                                        : std::to_string(static_cast<int>(device));
+}
+
+/// Index of `device` among the devices that have autocast; an error naming `call` for any other.
+inline std::size_t device_index(at::DeviceType device, const char* call) {
+  const auto& all = autocast_devices;
+  const auto found = std::find(all.begin(), all.end(), device);
+  TORCHAMP_CHECK(found != all.end(), call, ": LibTorch has no autocast for the device type '",
+                 name_of(device),
+                 "'. Pass torch::kCPU, torch::kCUDA or another device type that has it.");
+  return static_cast<std::size_t>(found - all.begin());
+}
+
+inline at::DispatchKey autocast_key(at::DeviceType device) {
+  return at::autocast::get_autocast_dispatch_key_from_device_type(device);
+}
+
+/// LibTorch's autocast switch and dtype of a thread for one device type.
+struct DeviceAutocastState {
+  at::DeviceType device;
+  at::ScalarType dtype;
+  bool enabled;
+
+  /// The calling thread's.
+  static DeviceAutocastState of(at::DeviceType device) {
+    return {device, at::autocast::get_autocast_dtype(device),
+            at::autocast::is_autocast_enabled(device)};
+  }
+
+  /// Sets it on the calling thread.
+  void apply() const {
+    at::autocast::set_autocast_enabled(device, enabled);
+    at::autocast::set_autocast_dtype(device, dtype);
+  }
+
+  bool operator==(const DeviceAutocastState&) const = default;
+};
+
+/// A level of the calling thread's autocast nesting, whose end LibTorch's weight cache awaits.
+class Nesting {
+ public:
+  int enter() {
+    number_ = ++guards;
+    return inside_ = at::autocast::increment_nesting();
+  }
+
+  /// Closes the level, with inner ones left open, and returns the depth then. Closes nothing if it
+  /// was closed already. Warns, for the destructor `guard`, if a later guard has not ended.
+  int leave(const char* guard) const {
+    if (guards-- > number_) {
+      warn({guard,
+            ": a guard that was made later on this thread has not ended. When it ends, it restores "
+            "the state that it found, so autocast may stay on. End guards in reverse order: make "
+            "them local variables."});
+    }
+    int depth = at::autocast::decrement_nesting();
+    if (depth < inside_ - 1) return at::autocast::increment_nesting();  // it was closed already
+    while (depth >= inside_) depth = at::autocast::decrement_nesting();
+    return depth;
+  }
+
+ private:
+  static inline thread_local int guards = 0;  // that have not ended
+
+  int inside_ = 0;
+  int number_ = 0;  // of this one among them
+};
+
+// ---- What is kept of weights --------------------------------------------------------------------
+
+// Note [Weights that are kept]
+// LibTorch caches casts of weights for a region. Caching more, or for longer, is an extra: casts
+// (torchamp/weight_cache.h) and 8-bit forms (torchamp/fp8.h) are in one store per process
+// (detail/extras/weights/derived.h), to which the core reports events as KeptWeights, and writes by
+// the library itself as Note [Weights that are written] says; who casts weights for a region is a
+// WeightCasts. All are null without these extras.
+
+/// How long something that was made of a weight is kept.
+struct WeightKeep {
+  enum class Until : std::uint8_t {
+    made,          ///< not at all
+    region_ends,   ///< the outermost guard's end
+    weights_step,  ///< the next step of any optimizer that the library sees
+    told,          ///< until the program drops it, or the weight is gone
+  };
+  Until until = Until::made;
+  std::uint64_t region = 0;  ///< that of the outermost guard; 0 if it began before the store
+};
+
+/// What is kept of weights, as far as others tell it what happens. Any thread.
+class KeptWeights {
+ public:
+  /// The outermost guard begins; returns the region's number, which is not 0.
+  virtual std::uint64_t begin_region() = 0;
+
+  /// Drops what was kept for the region, and what belongs to weights that are gone. Threads that
+  /// still have the region's state keep nothing for it any more.
+  virtual void end_region(std::uint64_t region) = 0;
+
+  /// These weights, and all that shares their memory, may have other values now, though LibTorch
+  /// has counted no write.
+  virtual void changed(at::TensorList weights) = 0;
+
+  /// Any weight may have other values now.
+  virtual void all_changed() = 0;
+
+  /// Drops all.
+  virtual void clear() = 0;
+
+ protected:
+  ~KeptWeights() = default;
+};
+
+/// Who casts weights for a region instead of LibTorch. Immutable.
+class WeightCasts {
+ public:
+  /// Before a region of a device: has overlays see all ops that cast to 16 bits.
+  virtual void prepare(at::DeviceType device) const = 0;
+
+  /// Casts, of the arguments at `positions`, those that are weights; they lie at the stack's end.
+  virtual void cast(const c10::FunctionSchema& schema, const std::vector<std::size_t>& positions,
+                    at::ScalarType dtype, at::DeviceType device,
+                    torch::jit::Stack& stack) const = 0;
+
+ protected:
+  ~WeightCasts() = default;
+};
+
+/// Those of torchamp/weight_cache.h, which registers them; null where no source file includes that.
+inline const WeightCasts* registered_weight_casts = nullptr;
+
+// ---- The runtime --------------------------------------------------------------------------------
+
+// Note [One runtime per process]
+// A header-only library compiled with hidden visibility into a host and its plugins has a copy of
+// each inline variable in each of them. What must exist once (the overlays, and the name of the
+// thread's policy slot) therefore hangs on the registry that all of them share by name, LibTorch's
+// dispatcher: the first to come makes a SharedRuntime and defines an op whose schema carries its
+// address. It is never freed: kernels and threads' states point into it until the process ends.
+//
+// The kernels and virtual tables that LibTorch is handed lie in the shared library that made them.
+// So every library that uses the runtime pins itself: dlclose() then leaves it mapped.
+//
+// The schema also says which version of torchamp made the runtime, and its TORCHAMP_LAYOUT. Another
+// version with that layout shares it; one with another layout must not touch it, and says so. The
+// name and the arguments of the op are for all versions to come.
+
+struct KnownOverlay {
+  std::size_t index;  // in every OverlayTable
+  bool has_native;    // LibTorch had a kernel of its own
+};
+
+/// What all shared libraries of a process have in common.
+struct SharedRuntime {
+  using Overlays = std::unordered_map<c10::OperatorName, KnownOverlay>;
+
+  std::mutex mutex;  // guards `overlays`, registering kernels, and making `kept_weights`
+  std::array<Overlays, device_count> overlays;  // by device
+
+  std::atomic<KeptWeights*> kept_weights = nullptr;  // never freed, like the runtime
+
+  const std::string slot_text = "torchamp policy";
+  const std::string_view slot_name = slot_text;
+};
+
+/// The shared library, or program, that this is compiled into.
+inline const char* this_library() {
+  Dl_info info;
+  return dladdr(reinterpret_cast<const void*>(&this_library), &info) != 0 ? info.dli_fname : "";
+}
+
+inline void pin_this_library() {
+  // Null for the main program, which stays anyway.
+  [[maybe_unused]] static void* const pinned =
+      dlopen(this_library(), RTLD_NOW | RTLD_NOLOAD | RTLD_NODELETE);
+}
+
+/// Its schema is "(int layout=…, str version=…, int address=…) -> ()".
+inline const char* const runtime_op = "torchamp::_runtime";
+
+/// The runtime that some library has made; null if none has. Error: one of another layout.
+[[gnu::cold]] inline SharedRuntime* find_runtime() {
+  const auto found = c10::Dispatcher::singleton().findSchema({runtime_op, ""});
+  if (!found) return nullptr;
+  const auto value = [&](std::size_t i) -> const c10::IValue& {
+    return *found->schema().arguments().at(i).default_value();
+  };
+  TORCHAMP_CHECK(
+      value(0).toInt() == TORCHAMP_LAYOUT, "torchamp: ", this_library(),
+      " was built against torchamp " TORCHAMP_VERSION_TEXT ", but torchamp ",
+      value(1).toStringRef(),
+      " is in use in this process already, and their shared state has different layouts (",
+      TORCHAMP_LAYOUT, " and ", value(0).toInt(),
+      "). Build the program and its plugins against one version.");
+  return reinterpret_cast<SharedRuntime*>(value(2).toInt());
+}
+
+/// Defines an op that all shared libraries find until the process ends.
+[[gnu::cold]] inline void define_for_all(const std::string& schema) {
+  // Never destroyed: its end would take the op away.
+  new c10::RegistrationHandleRAII(
+      c10::Dispatcher::singleton().registerDef(torch::jit::parseSchema(schema), "torchamp"));
+}
+
+[[gnu::cold]] inline SharedRuntime& make_shared_runtime() {
+  SharedRuntime* runtime = find_runtime();
+  pin_this_library();
+  if (runtime != nullptr) return *runtime;
+  runtime = new SharedRuntime;
+  try {
+    define_for_all(std::string(runtime_op) + "(int layout=" + std::to_string(TORCHAMP_LAYOUT) +
+                   ", str version=\"" TORCHAMP_VERSION_TEXT "\", int address=" +
+                   std::to_string(reinterpret_cast<std::uintptr_t>(runtime)) + ") -> ()");
+  } catch (const c10::Error&) {
+    delete runtime;
+    runtime = find_runtime();  // defined by another library between our look and our definition
+    if (runtime == nullptr) throw;
+  }
+  return *runtime;
+}
+
+/// The process's runtime. Any thread; takes no lock after the first call. Error, at every call: one
+/// of another layout is in use.
+inline SharedRuntime& shared_runtime() {
+  static SharedRuntime& runtime = make_shared_runtime();
+  return runtime;
+}
+
+/// What is kept of weights. Null where nothing has been, and where another version of torchamp owns
+/// the process: what cannot make a guard keeps nothing either.
+inline KeptWeights* kept_weights() noexcept {
+  try {
+    return shared_runtime().kept_weights.load(std::memory_order_acquire);
+  } catch (const c10::Error&) {
+    return nullptr;
+  }
+}
+
+/// The slot of c10::ThreadLocalDebugInfo that holds the thread's policy. A template, so that only
+/// the branch for the running LibTorch's type of kind is compiled.
+template <class Kind = c10::DebugInfoKind>
+Kind policy_slot() {
+  [[maybe_unused]] SharedRuntime& runtime = shared_runtime();
+  if constexpr (std::is_enum_v<Kind>) {
+    // An 8-bit enum before LibTorch 2.12, whose own kinds count from 0.
+    return static_cast<Kind>(0xC0 + TORCHAMP_LAYOUT);
+  } else {
+    return Kind(&runtime.slot_name);
+  }
+}
+
+}  // namespace torchamp::detail

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/optim/optimizer.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/gradients/attached.h"
+#include "torchamp/detail/core/scaler/step_ledger.h"
+#include "torchamp/detail/extras/shared/master_meta.h"
+#include "torchamp/version.h"
+
+namespace torchamp::detail {
+
+// What both kinds of accumulation do.
+
+/// Throws for a loss that was computed, by few ops, from one of `scaled`, as a half of it is. Not
+/// where the program has asked for the scale, and may have divided by it.
+inline void check_not_scaled_within(const at::Tensor& loss, const char* call,
+                                    const ScaledOutputs& scaled, const StepOrder& order) {
+  if (!loss.defined() || order.was_asked()) return;
+  const auto search = [&](const auto& self, const torch::autograd::Node* node, int ops) -> void {
+    if (!node) return;
+    TORCH_CHECK_VALUE(!scaled.are_made_by(*node), call,
+                      ": this loss was computed from one that has been scaled already, and its "
+                      "gradients would be too large by the scale. Give the loss as it was before "
+                      "scale(): it is scaled here.");
+    if (ops == 3) return;
+    for (const auto& edge : node->next_edges()) self(self, edge.function.get(), ops + 1);
+  };
+  search(search, loss.grad_fn().get(), 0);
+}
+
+/// What a reducer hangs at the node that accumulates the gradients of a parameter.
+struct ReducerHook : torch::autograd::FunctionPostHook {
+  /// Whether the reducer has left them as they are on this process.
+  virtual bool has_left_local() const = 0;
+};
+
+/// Whether any reducer has ever done so.
+inline std::atomic<bool> any_has_left_local = false;
+
+/// Whether one has with those of a parameter, or of the weight whose master it is.
+inline bool has_local_gradient(const at::Tensor& parameter) {
+  const at::Tensor weight = narrow_of(parameter);
+  const auto accumulator =
+      torch::autograd::impl::try_get_grad_accumulator(weight.defined() ? weight : parameter);
+  return accumulator && std::ranges::any_of(accumulator->post_hooks(), [](const auto& hook) {
+           const auto* const of_reducer = dynamic_cast<const ReducerHook*>(hook.get());
+           return of_reducer && of_reducer->has_left_local();
+         });
+}
+/// Warns of a step with such, unless `warned`, which it sets.
+inline void warn_of_local_gradients(const torch::optim::Optimizer& optimizer, const char* who,
+                                    bool& warned) {
+  if (warned || !any_has_left_local || !any_parameter(optimizer, has_local_gradient)) return;
+  warned = true;
+  TORCH_WARN(who,
+             ": the last forward was within DistributedDataParallel::no_sync(), so these gradients "
+             "are local, and the replicas would diverge after a step. Call sync_gradients() in "
+             "before_unscale(). This warning is given once.");
+}
+
+/// Makes a "ready" optimizer "unscaled" whose gradients are the program's own, with a flag that
+/// says whether to step.
+inline void take_unscaled(StepLedger& ledger, torch::optim::Optimizer& optimizer,
+                          at::Tensor found_inf, bool had_gradients) {
+  ledger.optimizers.of(optimizer) = {.stage = OptimizerState::Stage::unscaled,
+                                     .found_inf = {.tensor = std::move(found_inf)},
+                                     .had_gradients = had_gradients,
+                                     .gradients = count_gradients(optimizer),
+                                     .taken = gradients_taken(),
+                                     .shards = shards_of(optimizer, "GradScaler::step")};
+}
+
+/// Changes, but for chance, where a gradient is written to or replaced.
+inline uint64_t versions_of_gradients(const torch::optim::Optimizer& optimizer) {
+  uint64_t sum = 0;
+  any_gradient(optimizer, [&sum](const at::Tensor& gradient) {
+    sum = sum * 31 + reinterpret_cast<std::uintptr_t>(gradient.unsafeGetTensorImpl());
+    sum = sum * 31 + version_of(gradient);
+    return false;
+  });
+  return sum;
+}
+
+/// Drops the gradients, and a clip of them that is left to the next step.
+inline void clear_gradients(torch::optim::Optimizer& optimizer) {
+  optimizer.zero_grad();
+  ClipLeft::forget(optimizer);
+}
+
+inline std::shared_ptr<AccumulationWindow> open_window(torch::optim::Optimizer& optimizer) {
+  return std::make_shared<AccumulationWindow>(
+      AccumulationWindow{.optimizer = OptimizerNumber::give(optimizer)});
+}
+
+/// The window has its first gradients of this scaler.
+inline void note_open(StepLedger& ledger, const std::shared_ptr<AccumulationWindow>& window) {
+  std::erase_if(ledger.windows,
+                [&](const auto& other) { return other.expired() || other.lock() == window; });
+  ledger.windows.push_back(window);
+}
+
+/// A warning out of a destructor.
+template <class... Parts>
+void warn(const Parts&... parts) noexcept {
+  try {
+    TORCH_WARN(parts...);
+  } catch (...) {  // by the program's handler
+  }
+}
+
+}  // namespace torchamp::detail

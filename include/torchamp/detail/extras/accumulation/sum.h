@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_foreach_div.h>
+#include <ATen/ops/_fused_sgd.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/view_as_complex.h>
+#include <ATen/ops/view_as_real.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/util/Exception.h>
+#include <torch/optim/optimizer.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/core/base/device_work.h"
+#include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/gradients/attached.h"
+#include "torchamp/detail/core/gradients/unscale.h"
+#include "torchamp/detail/core/optim/state_tensors.h"
+#include "torchamp/detail/core/scaler/loss_scale.h"
+
+namespace torchamp::detail {
+
+/// Sums of an optimizer's gradients, to which a set of gradients is added or not as a flag on the
+/// device says. ATen's fused SGD does just that: with a learning rate of 1, upwards, without
+/// momentum, `sum += gradient` unless found_inf is 1, for all tensors of a device and dtype in one
+/// call.
+class GradientSum {
+ public:
+  /// Throws for gradients that cannot be summed, or not with what has been.
+  void check(const torch::optim::Optimizer& optimizer) const {
+    check_parameters(optimizer, "backward");
+    const std::vector<at::Tensor> parameters = all_parameters(optimizer);
+    for (std::size_t slot = 0; slot < parameters.size(); ++slot) {
+      const at::Tensor& gradient = gradient_of(parameters[slot]);
+      if (!gradient.defined()) continue;
+      TORCH_CHECK_VALUE(gradient.layout() == at::kStrided,
+                        "SafeAccumulation::backward: the gradient ", gradient.sizes(),
+                        " has the layout ", gradient.layout(),
+                        ". Only dense gradients are summed; use Accumulation.");
+      if (!has_sum(slot)) continue;
+      const at::Tensor& sum = sums_[slot];
+      TORCH_CHECK_VALUE(gradient.sizes() == sum.sizes() && gradient.device() == sum.device() &&
+                            gradient.is_complex() == sum.is_complex(),
+                        "SafeAccumulation::backward: the gradient ", gradient.scalar_type(), ' ',
+                        gradient.sizes(), " on ", gradient.device(), " of parameter ", slot,
+                        " cannot be added to those of the window, ", sum.scalar_type(), ' ',
+                        sum.sizes(), " on ", sum.device(),
+                        ". Change parameters between windows, or call discard().");
+    }
+  }
+
+  /// Throws if the parameters whose gradients have been summed are not where they were.
+  void check_parameters(const torch::optim::Optimizer& optimizer, const char* call) const {
+    std::size_t found = 0, summed = 0;
+    const std::vector<at::Tensor> parameters = all_parameters(optimizer);
+    for (std::size_t slot = 0; slot < sums_.size(); ++slot) {
+      if (!has_sum(slot)) continue;
+      ++summed;
+      found += slot < parameters.size() &&
+               parameters[slot].unsafeGetTensorImpl() == parameters_[slot] &&
+               parameters[slot].sizes() == sums_[slot].sizes();
+    }
+    TORCH_CHECK(found == summed, "SafeAccumulation::", call, ": ", summed - found,
+                " parameter(s) of the optimizer were removed, moved or reshaped within the window. "
+                "Change them between windows, or call discard().");
+  }
+
+  /// Returns a function that adds a set of gradients; it has all memory for that. `found_inf` is
+  /// 0-dim fp32, 0 or 1; undefined: the gradients are added. A set without gradients counts as not
+  /// added.
+  std::function<void()> prepared(const torch::optim::Optimizer& optimizer,
+                                 const at::Tensor& found_inf) {
+    const InternalOps guard;
+    GradientSum sum = *this;  // as it will be
+    std::vector<Batch> batches;
+    const std::vector<at::Tensor> parameters = all_parameters(optimizer);
+    sum.sums_.resize(std::max(sums_.size(), parameters.size()));
+    sum.parameters_.resize(sum.sums_.size());
+    for (std::size_t slot = 0; slot < parameters.size(); ++slot) {
+      const at::Tensor& gradient = gradient_of(parameters[slot]);
+      if (!gradient.defined()) continue;
+      at::Tensor& of_slot = sum.sums_[slot];
+      if (!of_slot.defined()) {
+        of_slot = at::zeros_like(gradient, gradient.options().dtype(sum_dtype(gradient)));
+        sum.parameters_[slot] = parameters[slot].unsafeGetTensorImpl();
+      }
+      group_of(batches, TensorKind::of(real(of_slot))).take(of_slot, gradient);
+    }
+    if (found_inf.defined()) {
+      for (Batch& batch : batches) batch.flag = to_device_async(batch.device, found_inf);
+      if (!dropped_.defined()) sum.dropped_ = at::zeros({}, found_inf.options());
+    }
+    ++(found_inf.defined() ? sum.flagged_ : sum.added_);
+    return [this, sum = std::move(sum), batches = std::move(batches), found_inf]() mutable {
+      if (batches.empty()) return;
+      const InternalOps internal;
+      *this = std::move(sum);
+      for (Batch& batch : batches) {
+        at::_fused_sgd_(batch.sums, batch.gradients, {}, /*weight_decay=*/0., /*momentum=*/0.,
+                        /*lr=*/1., /*dampening=*/0., /*nesterov=*/false, /*maximize=*/true,
+                        /*is_first_step=*/false, /*grad_scale=*/std::nullopt, batch.flag);
+      }
+      if (found_inf.defined()) dropped_.add_(found_inf);
+    };
+  }
+
+  /// Whether there is a set, added or not, that had gradients.
+  bool any() const { return added_ + flagged_ > 0; }
+
+  /// How many sets were added.
+  ReadOnce<double> kept() const {
+    const InternalOps guard;
+    ReadOnce<double> kept;
+    if (dropped_.defined()) {
+      kept.tensor = dropped_.neg().add_(static_cast<double>(added_ + flagged_));
+    } else {
+      kept.on_host = static_cast<double>(added_);
+    }
+    return kept;
+  }
+
+  /// Gives the parameters the mean over `kept` sets as their gradients, tensors apart from the
+  /// sums. Returns 0-dim fp32, 1 if no set was added or the mean is not finite: finite gradients
+  /// may add up to an inf. Undefined where no set came with a flag.
+  at::Tensor give_mean_to(torch::optim::Optimizer& optimizer, const ReadOnce<double>& kept) const {
+    check_parameters(optimizer, "step");
+    const InternalOps guard;
+    std::vector<Batch> batches;
+    for (std::size_t slot = 0; slot < sums_.size(); ++slot) {
+      if (!has_sum(slot)) continue;
+      const at::Tensor sum = real(sums_[slot]);
+      Batch& batch = group_of(batches, TensorKind::of(sum));
+      batch.sums.push_back(sum);
+      batch.slots.push_back(slot);
+    }
+    std::vector<GradientBatch> means;
+    std::vector<at::Tensor> of_slot(sums_.size());
+    for (const Batch& batch : batches) {
+      GradientBatch& mean = means.emplace_back(GradientBatch{{batch.device, batch.dtype}});
+      if (kept.on_host) {
+        mean.gradients = at::_foreach_div(batch.sums, *kept.on_host);
+      } else {
+        mean.gradients = at::_foreach_div(
+            batch.sums, to_device_async(batch.device, kept.tensor.clamp_min(1.)).to(batch.dtype));
+      }
+      for (std::size_t i = 0; i < batch.slots.size(); ++i) {
+        const at::Tensor& values = mean.gradients[i];
+        // A copy: Optimizer::zero_grad takes no views.
+        of_slot[batch.slots[i]] =
+            sums_[batch.slots[i]].is_complex() ? at::view_as_complex(values).clone() : values;
+      }
+    }
+    at::Tensor bad;
+    if (kept.tensor.defined()) {
+      bad = kept.tensor.eq(0.).to(at::kFloat);
+      torchamp::detail::check(means, bad);
+    }
+    const std::vector<at::Tensor> parameters = all_parameters(optimizer);
+    for (std::size_t slot = 0; slot < of_slot.size(); ++slot) {
+      if (!of_slot[slot].defined()) continue;
+      parameters[slot].mutable_grad() = of_slot[slot].to(step_dtype(parameters[slot]));
+    }
+    return bad;
+  }
+
+  void clear() { *this = GradientSum(); }
+
+ private:
+  struct Batch : TensorKind {
+    std::vector<at::Tensor> sums{}, gradients{};
+    std::vector<std::size_t> slots{};
+    std::optional<at::Tensor> flag{};
+
+    void take(const at::Tensor& sum, const at::Tensor& gradient) {
+      at::Tensor added = gradient.to(sum.scalar_type()).resolve_conj().resolve_neg();
+      // The kernel goes through memory in order.
+      if (added.strides() != sum.strides()) added = at::empty_like(sum).copy_(added);
+      sums.push_back(real(sum));
+      gradients.push_back(real(added));
+    }
+  };
+
+  bool has_sum(std::size_t slot) const { return slot < sums_.size() && sums_[slot].defined(); }
+
+  static at::Tensor real(const at::Tensor& t) { return t.is_complex() ? at::view_as_real(t) : t; }
+  static at::ScalarType sum_dtype(const at::Tensor& gradient) {
+    const at::ScalarType dtype = gradient.scalar_type();
+    return is_16_bit(dtype) ? at::kFloat : dtype;
+  }
+
+  std::vector<at::Tensor> sums_;         // in the order of the parameters, if defined
+  std::vector<const void*> parameters_;  // whose they are
+  at::Tensor dropped_;                   // 0-dim fp32
+  int64_t added_ = 0;                    // without a flag
+  int64_t flagged_ = 0;
+};
+
+}  // namespace torchamp::detail

@@ -1,0 +1,419 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/stack.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/zeros_like.h>
+#include <ATen/record_function.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <limits>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "torchamp/audit_row.h"
+#include "torchamp/autocast_state.h"
+#include "torchamp/detail/core/autocast/kernel.h"
+#include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/extras/audit/choose.h"
+#include "torchamp/detail/extras/observe/recording.h"
+#include "torchamp/detail/extras/observe/report.h"
+#include "torchamp/detail/extras/shared/rng_state.h"
+#include "torchamp/ops.h"
+
+namespace torchamp::detail {
+
+/// The seconds that `device` takes for `work`, without earlier work.
+template <class Work>
+double seconds_on(at::Device device, const Work& work) {
+  const auto wait = [&] {
+    if (!device.is_cpu()) {
+      c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
+    }
+  };
+  wait();
+  const auto begin = std::chrono::steady_clock::now();
+  work();
+  wait();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+/// A call of an op, saved before it runs, to be repeated with the same arguments.
+class CallTrial {
+ public:
+  struct Result {
+    std::vector<at::Tensor> outputs{};  ///< floating-point ones
+    double seconds = 0.;                ///< forward and backward, without casts
+    std::string problem{};              ///< why it could not run; empty if it did
+  };
+
+  CallTrial(const c10::OperatorHandle& op, c10::ArrayRef<const c10::IValue> arguments,
+            at::Device device, bool promotes, bool records)
+      : op_(op),
+        arguments_(arguments.begin(), arguments.end()),
+        device_(device),
+        casts_(op.schema(), promotes),
+        records_(records) {
+    for (std::size_t i = 0; i < arguments_.size(); ++i) keep_statistic(i, arguments_[i]);
+    if (op.hasTag(at::Tag::nondeterministic_seeded)) rng_ = RngState::now();
+  }
+
+  /// Repeats the call with arguments cast by `rule` for the autocast dtype `low`, and its backward
+  /// if a gradient is wanted. Changes nothing of the program's.
+  Result run(Cast rule, at::ScalarType low) const {
+    const at::DisableRecordFunctionGuard not_recorded;
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    const NoCastCache no_cache;
+    const auto before = DeviceAutocastState::of(device_.type());
+    const auto put_back = c10::make_scope_exit([&] { before.apply(); });
+    at::autocast::set_autocast_dtype(device_.type(), low);
+    std::optional<RngScope> random;
+    if (rng_) random.emplace(*rng_);
+    Result result;
+    try {
+      Arguments call = arguments(rule);
+      torch::jit::Stack& stack = call.stack;
+      const std::vector<at::Tensor>& leaves = call.leaves;
+      const at::AutoGradMode with_grad(!leaves.empty());
+      result.seconds = seconds_on(device_, [&] { op_.callBoxed(stack); });
+      std::vector<at::Tensor> with_gradient;
+      for_each_floating_tensor(stack, [&](const at::Tensor& tensor) {
+        result.outputs.push_back(tensor.detach());
+        if (tensor.requires_grad()) with_gradient.push_back(tensor);
+      });
+      if (with_gradient.empty()) return result;
+      std::vector<at::Tensor> gradients;
+      gradients.reserve(with_gradient.size());
+      for (const at::Tensor& tensor : with_gradient) gradients.push_back(at::ones_like(tensor));
+      std::vector<at::Tensor> of_leaves;
+      result.seconds += seconds_on(device_, [&] {
+        of_leaves = torch::autograd::grad(with_gradient, leaves, gradients, /*retain_graph=*/false,
+                                          /*create_graph=*/false, /*allow_unused=*/true);
+      });
+      for (std::size_t i = 0; i < leaves.size(); ++i) {
+        TORCH_CHECK(
+            !call.is_cast[i] || !of_leaves[i].defined() || of_leaves[i].layout() == at::kStrided,
+            "its gradient is sparse, which the backward of a cast does not take");
+      }
+    } catch (const c10::Error& error) {
+      result = {.problem = error.what_without_backtrace()};
+    }
+    return result;
+  }
+
+ private:
+  /// The cast arguments of one call, as leaves of a separate graph.
+  struct Arguments {
+    torch::jit::Stack stack;
+    std::vector<at::Tensor> leaves;  // of which gradients are wanted
+    std::vector<bool> is_cast;       // for each of these
+  };
+
+  /// A copy of what the op updates.
+  void keep_statistic(std::size_t i, c10::IValue& value) const {
+    if (!is_running_statistic(op_.schema().arguments()[i])) return;
+    value = with_tensors_changed(value, [](const at::Tensor& tensor) { return tensor.clone(); });
+  }
+
+  Arguments arguments(Cast rule) const {
+    const at::NoGradGuard no_grad;
+    std::vector<bool> wants_gradient;
+    std::vector<at::ScalarType> dtypes;
+    Arguments result;
+    torch::jit::Stack& stack = result.stack;
+    for (std::size_t i = 0; i < arguments_.size(); ++i) {
+      stack.push_back(with_tensors_changed(arguments_[i], [&](const at::Tensor& tensor) {
+        wants_gradient.push_back(records_ && tensor.requires_grad());
+        dtypes.push_back(tensor.scalar_type());
+        return tensor.detach();
+      }));
+      keep_statistic(i, stack[i]);
+    }
+    (void)casts_(rule, device_.type(), nullptr, op_.schema(), stack);
+    std::size_t next = 0;
+    for (c10::IValue& value : stack) {
+      value = with_tensors_changed(value, [&](const at::Tensor& tensor) {
+        const std::size_t i = next++;
+        if (!wants_gradient[i] || !tensor.is_floating_point()) return tensor;
+        result.leaves.push_back(tensor.detach().requires_grad_());
+        result.is_cast.push_back(tensor.scalar_type() != dtypes[i]);
+        return result.leaves.back();
+      });
+    }
+    return result;
+  }
+
+  c10::OperatorHandle op_;
+  std::vector<c10::IValue> arguments_;
+  at::Device device_;
+  CastArguments casts_;
+  std::optional<RngState> rng_;
+  bool records_;  // whether gradients are wanted
+};
+
+// Note [What an audit measures]
+// LibTorch reports every call through its dispatcher to an observer, see Note [What a cast
+// recording sees]. An audit examines the outermost calls of the forward pass that a policy can
+// cast, which are those that a policy's rule affects. After each, it repeats the call twice, with
+// all arguments in fp32 and in 16 bits as an overlay would cast them, on copies outside the
+// program's graph. A hook on the program's own result receives its gradient.
+//
+// The step runs with all guards off, so arguments and gradients are in fp32, and an op's error is
+// its own and not inherited. Of activations that backward recomputes (checkpoint()) the second
+// computation counts as forward as well; its results get the gradients.
+
+/// Sums of squares of the gradients of one result.
+struct GradientSums {
+  std::mutex mutex;
+  at::Tensor squares;  // of the result's errors
+  double error = 0., lost = 0., all = 0.;
+};
+
+struct AuditCall final : RecordedCall<AuditCall> {
+  std::size_t row = 0;
+  std::optional<CallTrial> trial;  // if it is audited, as the next two
+  std::vector<at::Tensor> inputs;
+  at::Device device = at::kCPU;
+};
+
+/// One run of a step, examined op by op.
+class AuditRecording final : public Recording<AuditCall> {
+ public:
+  AuditRecording(const NamedParameters& parameters, at::DeviceType device, at::ScalarType low)
+      : Recording(parameters), device_(device), low_(low) {}
+  /// Removes its hooks from leaves, which outlive the run.
+  ~AuditRecording() override {
+    for (const auto& [leaf, hook] : hooks_of_leaves_) leaf.remove_hook(hook);
+  }
+
+  bool ran_backward() const { return ran_backward_; }
+  /// Whether it called a collective of c10d.
+  bool waits_for_others() const { return waits_for_others_; }
+  /// The problem of the recording; empty if none.
+  const std::string& problem() const { return problem_; }
+  /// The calls with their modules and shapes, in order.
+  const std::vector<std::string>& calls() const { return calls_; }
+  const std::vector<AuditEdge>& edges() const { return edges_; }
+
+  std::vector<AuditRow> rows() const {
+    const std::scoped_lock lock(mutex_);
+    std::vector<AuditRow> rows;
+    for (const Sums& sums : rows_) {
+      AuditRow row = sums.row;
+      for (double* const share : {&row.underflow, &row.overflow, &row.vanished}) {
+        *share /= static_cast<double>(std::max<int64_t>(row.elements, 1));
+      }
+      for (const auto& gradient : sums.gradients) {
+        const std::scoped_lock gradient_lock(gradient->mutex);
+        row.error += gradient->error;
+        if (gradient->all == 0.) continue;
+        row.gradient_loss = std::max(row.gradient_loss, gradient->lost / gradient->all);
+      }
+      if (std::isnan(row.error) || !row.problem.empty()) row.error = infinity;
+      rows.push_back(std::move(row));
+    }
+    return rows;
+  }
+
+ private:
+  static constexpr double infinity = std::numeric_limits<double>::infinity();
+
+  struct Sums {
+    AuditRow row;
+    std::vector<std::shared_ptr<GradientSums>> gradients;
+  };
+  static bool only_copies(std::string_view label) {
+    return label == "clone" || label == "_unsafe_view" || label.starts_with("contiguous");
+  }
+
+  bool is_audited(const RecordedOp& op) {
+    const auto [found, is_new] = audited_.try_emplace(&op);
+    if (is_new) {
+      const c10::FunctionSchema& schema = op.handle.schema();
+      found->second = op.computes && !op.is_conversion && !op.is_copy && !op.is_mutable &&
+                      !only_copies(op.label) && why_not_castable(schema).empty() &&
+                      std::ranges::any_of(schema.returns(), [](const c10::Argument& result) {
+                        return holds_tensors(*result.type());
+                      });
+    }
+    return found->second;
+  }
+
+  void begin_node(const at::RecordFunction&, AuditCall&) override { ran_backward_ = true; }
+
+  void begin_op(const at::RecordFunction& function, AuditCall& call) override {
+    const RecordedOp& op = *call.op;
+    if (op.full_name.starts_with("c10d::")) waits_for_others_ = true;
+    if (call.is_of_backward() || !problem_.empty() || !is_audited(op)) return;
+    for (auto* caller = call.caller; caller != nullptr; caller = caller->caller) {
+      if (caller->trial) return;
+    }
+    try {  // LibTorch would only log an error
+      begin_trial(inputs_of(function), call);
+    } catch (const std::exception& error) {
+      problem_ = error.what();
+    }
+  }
+
+  void begin_trial(c10::ArrayRef<const c10::IValue> arguments, AuditCall& call) {
+    const bool records = at::GradMode::is_enabled();
+    const NotRecordedOps internal;
+    std::string shapes;
+    for_each_floating_tensor(arguments, [&](const at::Tensor& tensor) {
+      if (tensor.device().type() != device_ || !at::autocast::is_eligible(tensor, device_)) return;
+      call.inputs.push_back(tensor);
+      call.device = tensor.device();
+      shapes += c10::str(tensor.sizes());
+    });
+    if (call.inputs.empty()) return;
+    const std::string& label = call.op->label;
+    const auto [found, is_new] = index_.try_emplace({call.module, label}, rows_.size());
+    if (is_new) rows_.push_back({{.module = call.module, .op = label}, {}});
+    call.row = found->second;
+    calls_.push_back(call.module + '|' + label + '|' + shapes);
+    call.trial.emplace(call.op->handle, arguments, call.device, call.op->promotes, records);
+  }
+
+  void end_op(const at::RecordFunction& function, AuditCall& call) override {
+    if (!call.trial || function.outputs().empty()) return;  // it threw
+    try {
+      end_trial(function.outputs(), call);
+    } catch (const std::exception& error) {
+      problem_ = error.what();
+    }
+  }
+
+  void end_trial(const std::vector<c10::IValue>& outputs, AuditCall& call) {
+    const at::DisableRecordFunctionGuard not_recorded;
+    AuditRow& row = rows_[call.row].row;
+    ++row.calls;
+    // The first call of a kind includes LibTorch's one-time preparations.
+    if (row.calls == 1) {
+      (void)call.trial->run(Cast::lower_precision, low_);
+      (void)call.trial->run(Cast::fp32, low_);
+    }
+    const CallTrial::Result wide = call.trial->run(Cast::fp32, low_);
+    const CallTrial::Result low = call.trial->run(Cast::lower_precision, low_);
+    TORCH_CHECK(wide.problem.empty(), "the op '", row.op,
+                "' cannot run once more in fp32: ", wide.problem);
+    row.fp32_us += wide.seconds * 1e6;
+    row.low_us += low.seconds * 1e6;
+    if (!low.problem.empty()) row.problem = low.problem;
+
+    const InternalOps internal;
+    for (const at::Tensor& input : call.inputs) add_edge(input, call, row);
+    std::size_t place = 0;
+    for_each_floating_tensor(outputs, [&](const at::Tensor& output) {
+      made_by_.set(output, call.row);
+      const std::size_t i = place++;
+      if (i >= wide.outputs.size()) return;
+      const at::Tensor exact = wide.outputs[i].to(at::kFloat);
+      const at::Tensor rounded =
+          i < low.outputs.size() ? low.outputs[i].to(at::kFloat) : at::zeros_like(exact);
+      if (!exact.sizes().equals(rounded.sizes()) || !exact.sizes().equals(output.sizes())) return;
+      add_values(row, exact, rounded);
+      if (!output.requires_grad()) return;
+      const at::Tensor difference = exact.sub(rounded);
+      // Where fp32 is not finite either, 16 bits are not to blame.
+      watch(output, call.row, difference.square().masked_fill(exact.isfinite().logical_not(), 0.));
+    });
+  }
+
+  void add_values(AuditRow& row, const at::Tensor& exact, const at::Tensor& rounded) const {
+    const auto count = [](const at::Tensor& mask) {
+      return static_cast<double>(mask.sum().item<int64_t>());
+    };
+    const double tiny = low_ == at::kHalf ? 0x1p-14 : 0x1p-126;
+    const at::Tensor magnitude = exact.abs();
+    const at::Tensor not_zero = magnitude > 0.;
+    row.elements += exact.numel();
+    row.underflow += count(not_zero.logical_and(rounded.abs() < tiny));
+    row.vanished += count(not_zero.logical_and(rounded == 0.));
+    row.overflow += count(exact.isfinite().logical_and(rounded.isfinite().logical_not()));
+    if (exact.numel() == 0) return;
+    row.largest = std::max(row.largest, magnitude.amax().item<double>());
+    const auto smallest =
+        magnitude.masked_fill(not_zero.logical_not(), infinity).amin().item<double>();
+    if (std::isfinite(smallest) && (row.smallest == 0. || smallest < row.smallest)) {
+      row.smallest = smallest;
+    }
+  }
+
+  /// Weighs `squares`, of the errors of `output`, by the gradients that arrive there.
+  void watch(const at::Tensor& output, std::size_t row, at::Tensor squares) {
+    const auto& its_sums = rows_[row].gradients.emplace_back(std::make_shared<GradientSums>());
+    its_sums->squares = std::move(squares);
+    const auto look = [weak = std::weak_ptr(its_sums), low = low_](const at::Tensor& gradient) {
+      const auto sums = weak.lock();  // null once the run has ended
+      if (!sums || !gradient.defined() || !gradient.sizes().equals(sums->squares.sizes())) {
+        return gradient;
+      }
+      const NotRecordedOps internal;
+      const std::scoped_lock lock(sums->mutex);
+      const at::Tensor wide = gradient.to(at::kFloat).to(at::kDouble);
+      const at::Tensor square = wide.square();
+      const at::Tensor lost = wide.sub(gradient.to(low).to(at::kDouble)).square();
+      sums->error += square.mul(sums->squares).masked_fill(square == 0., 0.).sum().item<double>();
+      sums->lost += lost.sum().item<double>();
+      sums->all += square.sum().item<double>();
+      return gradient;
+    };
+    const unsigned hook = output.register_hook(look);
+    // An op may return its argument, as dropout() does if it drops nothing; that may be a
+    // parameter.
+    if (output.is_leaf()) hooks_of_leaves_.emplace_back(output, hook);
+  }
+
+  void add_edge(const at::Tensor& input, const AuditCall& call, AuditRow& row) {
+    if (input.dim() == 0) return;
+    const at::ScalarType other = is_16_bit(input.scalar_type()) ? at::kFloat : low_;
+    const at::Tensor values = input.detach();
+    const double once = seconds_on(call.device, [&] { (void)values.to(other); });
+    const double us = once * 1e6 * (input.requires_grad() ? 2. : 1.);
+    row.cast_us += us;
+    const std::size_t* made_by = made_by_.find(storage_of(input));
+    const std::optional<std::size_t> producer =
+        made_by == nullptr ? std::nullopt : std::optional(*made_by);
+    const auto [found, is_new] = edge_index_.try_emplace({producer, call.row}, edges_.size());
+    if (is_new) edges_.push_back({producer, call.row, 0.});
+    edges_[found->second].us += us;
+  }
+
+  at::DeviceType device_;
+  at::ScalarType low_;
+  std::map<const RecordedOp*, bool> audited_;
+  StorageMap<std::size_t> made_by_;  // rows by their results
+  std::map<std::pair<std::string, std::string>, std::size_t> index_;
+  std::vector<Sums> rows_;
+  std::map<std::pair<std::optional<std::size_t>, std::size_t>, std::size_t> edge_index_;
+  std::vector<AuditEdge> edges_;
+  std::vector<std::pair<at::Tensor, unsigned>> hooks_of_leaves_;
+  std::vector<std::string> calls_;
+  bool ran_backward_ = false, waits_for_others_ = false;
+  std::string problem_;
+};
+
+}  // namespace torchamp::detail

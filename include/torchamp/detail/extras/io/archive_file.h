@@ -1,0 +1,372 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/util/Exception.h>
+#include <caffe2/serialize/inline_container.h>
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <filesystem>
+#include <istream>
+#include <memory>
+#include <optional>
+#include <random>
+#include <string>
+#include <string_view>
+#include <system_error>
+#include <utility>
+
+#include "torchamp/detail/core/base/checksum.h"
+#include "torchamp/detail/core/base/text.h"
+#include "torchamp/detail/extras/io/zip_check.h"
+#include "torchamp/detail/extras/shared/rng_state.h"
+
+namespace torchamp::detail {
+
+// Note [Atomic files]
+// A file is written under another name in the same folder, flushed to the disk, and renamed
+// atomically; then the folder is flushed. Whenever the process or the machine stops, either the old
+// file or the new one is complete. A killed process leaves the other file behind; since writers
+// lock it, the next writer detects and removes it. The new file gets the old one's mode and owner;
+// before that only its writer can access it.
+
+/// An open file descriptor.
+class Descriptor {
+ public:
+  Descriptor() = default;
+  explicit Descriptor(int number) : number_(number) {}
+  Descriptor(Descriptor&& other) noexcept : number_(std::exchange(other.number_, -1)) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(number_, other.number_);
+    return *this;
+  }
+  ~Descriptor() {
+    if (number_ >= 0) ::close(number_);
+  }
+  int number() const { return number_; }
+  bool is_open() const { return number_ >= 0; }
+
+ private:
+  int number_ = -1;
+};
+
+/// A file that replaces `path` at commit(), and is removed without.
+class AtomicFile {
+ public:
+  /// `call` is the public function that errors name.
+  AtomicFile(std::filesystem::path path, const char* call) : path_(std::move(path)), call_(call) {
+    std::error_code no_link;
+    for (int links = 0; std::filesystem::is_symlink(path_, no_link); ++links) {
+      errno = ELOOP;
+      if (links == 40) fail("replace", path_);
+      path_ = path_.parent_path() / std::filesystem::read_symlink(path_);
+    }
+    replaces_ = ::stat(path_.c_str(), &before_) == 0;
+    TORCH_CHECK(!replaces_ || S_ISREG(before_.st_mode), call_, ": '", path_.string(),
+                "' exists and is not a file. Pass another path.");
+    const mode_t mode = replaces_ ? S_IRUSR | S_IWUSR : 0666;
+    std::random_device random;
+    for (int attempt = 0; attempt < 100 && !file_.is_open(); ++attempt) {
+      partial_ = path_;
+      partial_ += marker + std::to_string(random());
+      file_ = Descriptor(::open(partial_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, mode));
+      if (!file_.is_open() && errno != EEXIST) break;
+      if (file_.is_open() && is_taken_for_left_over()) file_ = Descriptor();
+    }
+    if (!file_.is_open()) fail("create", partial_);
+  }
+
+  AtomicFile(const AtomicFile&) = delete;
+  AtomicFile& operator=(const AtomicFile&) = delete;
+
+  ~AtomicFile() {
+    if (!committed_) ::unlink(partial_.c_str());
+  }
+
+  /// Writes all of it. commit() throws errors: LibTorch's writer, which calls this, ends the
+  /// process if its output throws or takes too little.
+  std::size_t write(const void* data, std::size_t size) {
+    const char* next = static_cast<const char*>(data);
+    for (std::size_t left = size; left > 0 && error_ == 0;) {
+      const ssize_t count = ::write(file_.number(), next, left);
+      if (count < 0) {
+        if (errno != EINTR) error_ = errno;
+        continue;
+      }
+      next += count;
+      left -= static_cast<std::size_t>(count);
+    }
+    return size;
+  }
+
+  void commit() {
+    if (replaces_) keep_access();
+    if (error_ == 0 && ::fsync(file_.number()) != 0) error_ = errno;
+    if (error_ != 0) {
+      errno = error_;
+      fail("write", partial_);
+    }
+    if (::rename(partial_.c_str(), path_.c_str()) != 0) fail("replace", path_);
+    committed_ = true;
+    const Descriptor folder(::open(this->folder().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    // Without flushable folders, the new name reaches the disk later.
+    if (folder.is_open()) (void)::fsync(folder.number());
+    remove_leftovers();
+  }
+
+ private:
+  static constexpr const char* marker = ".partial-";
+
+  /// Locks the file. True if another writer, which saw it unlocked, is about to remove it or has
+  /// done so.
+  bool is_taken_for_left_over() const {
+    struct stat status {};
+    if (::flock(file_.number(), LOCK_EX | LOCK_NB) != 0) return errno == EWOULDBLOCK;
+    return ::fstat(file_.number(), &status) == 0 && status.st_nlink == 0;
+  }
+
+  /// Nobody may get more rights to the new file than to the old one, so its mode is set last. The
+  /// system may not permit keeping the owner or the group: then the group's members become others,
+  /// and members of the new group replace them, so both get only the common rights.
+  void keep_access() const {
+    mode_t mode = before_.st_mode & 0777;
+    [[maybe_unused]] const int owner = ::fchown(file_.number(), before_.st_uid, gid_t(-1));
+    if (::fchown(file_.number(), uid_t(-1), before_.st_gid) != 0) {
+      const mode_t both = (mode >> 3) & mode & 7;
+      mode = (mode & 0700) | (both << 3) | both;
+    }
+    (void)::fchmod(file_.number(), mode);
+  }
+
+  std::filesystem::path folder() const {
+    const std::filesystem::path parent = path_.parent_path();
+    return parent.empty() ? std::filesystem::path(".") : parent;
+  }
+
+  /// Files that killed processes left, which nobody has locked.
+  void remove_leftovers() const {
+    const std::string prefix = path_.filename().string() + marker;
+    std::error_code error;
+    for (const auto& entry : std::filesystem::directory_iterator(folder(), error)) {
+      const std::string name = entry.path().filename().string();
+      if (!name.starts_with(prefix) || name.size() == prefix.size()) continue;
+      if (name.find_first_not_of("0123456789", prefix.size()) != std::string::npos) continue;
+      const Descriptor file(::open(entry.path().c_str(), O_RDWR | O_CLOEXEC));
+      if (file.is_open() && ::flock(file.number(), LOCK_EX | LOCK_NB) == 0) {
+        ::unlink(entry.path().c_str());
+      }
+    }
+  }
+
+  [[noreturn]] void fail(const char* what, const std::filesystem::path& path) const {
+    const int number = errno;
+    std::error_code error;
+    TORCH_CHECK(std::filesystem::exists(folder(), error) || error, call_, ": there is no folder '",
+                folder().string(), "'. Create it first.");
+    TORCH_CHECK(false, call_, ": cannot ", what, " '", path.string(), "': ", std::strerror(number),
+                ". The old file is unchanged.");
+  }
+
+  std::filesystem::path path_, partial_;
+  const char* call_;
+  Descriptor file_;
+  int error_ = 0;          // the first one
+  bool replaces_ = false;  // a file that was there at construction
+  struct stat before_ {};  // what it was
+  bool committed_ = false;
+};
+
+/// Replaces a file by these bytes, as a whole or not at all. `call` begins error messages.
+inline void replace_file(const char* call, const std::string& path, std::string_view bytes) {
+  AtomicFile file(path, call);
+  file.write(bytes.data(), bytes.size());
+  file.commit();
+}
+
+// LibTorch reads archives through these, partly from C: they return too little instead of throwing.
+
+/// An open file: the same file at each read, even if its name is replaced.
+class FileReader final : public caffe2::serialize::ReadAdapterInterface {
+ public:
+  /// Throws where there is no such file.
+  explicit FileReader(const std::filesystem::path& path)
+      : file_(
+            ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)) {  // a pipe may have no writer
+    struct stat status {};
+    TORCH_CHECK(file_.is_open() && ::fstat(file_.number(), &status) == 0,
+                "it cannot be opened: ", std::strerror(errno), '.');
+    TORCH_CHECK(S_ISREG(status.st_mode), "it is not a file.");
+    size_ = static_cast<std::size_t>(status.st_size);
+  }
+  std::size_t size() const override { return size_; }
+  std::size_t read(uint64_t position, void* to, std::size_t size, const char* = "") const override {
+    auto* next = static_cast<char*>(to);
+    for (std::size_t left = size; left > 0;) {
+      const ssize_t count = ::pread(file_.number(), next, left, static_cast<off_t>(position));
+      if (count < 0 && errno == EINTR) continue;
+      if (count <= 0) return size - left;
+      next += count;
+      position += static_cast<uint64_t>(count);
+      left -= static_cast<std::size_t>(count);
+    }
+    return size;
+  }
+
+ private:
+  Descriptor file_;
+  std::size_t size_ = 0;
+};
+
+/// A stream from its first byte to its last, also one whose states are exceptions.
+class StreamReader final : public caffe2::serialize::ReadAdapterInterface {
+ public:
+  explicit StreamReader(std::istream& in) : buffer_(in.rdbuf()) {
+    TORCH_CHECK(buffer_, "the stream has no buffer.");
+    const std::streamoff size = buffer_->pubseekoff(0, std::ios::end, std::ios::in);
+    TORCH_CHECK(size >= 0, "the stream cannot be read twice.");
+    size_ = static_cast<std::size_t>(size);
+  }
+  std::size_t size() const override { return size_; }
+  std::size_t read(uint64_t position, void* to, std::size_t size, const char* = "") const override {
+    try {
+      const auto place = static_cast<std::streamoff>(position);
+      if (buffer_->pubseekpos(place, std::ios::in) != std::streampos(place)) return 0;
+      return static_cast<std::size_t>(
+          buffer_->sgetn(static_cast<char*>(to), static_cast<std::streamsize>(size)));
+    } catch (...) {
+      return 0;
+    }
+  }
+
+ private:
+  std::streambuf* buffer_;
+  std::size_t size_ = 0;
+};
+
+// Note [Sealed archives]
+// A zip file may end with a comment, whose length is in the two bytes before it. The comment of a
+// sealed archive is "torchamp-checksum:" and the checksum of all bytes before, in 16 hexadecimal
+// digits. All zip readers accept it.
+
+inline constexpr std::string_view seal_name = "torchamp-checksum:";
+inline constexpr std::size_t seal_size = seal_name.size() + 16;
+
+inline std::string hexadecimal(uint64_t value) {
+  std::string text(16, '0');
+  for (std::size_t i = text.size(); i-- > 0; value >>= 4) text[i] = "0123456789abcdef"[value & 15];
+  return text;
+}
+
+/// Passes an archive's data to write(data, size), and seals it.
+template <class Write>
+class SealedWriter {
+ public:
+  explicit SealedWriter(Write write) : write_(std::move(write)) {}
+
+  void add(const void* data, std::size_t size) {
+    const std::string_view bytes(static_cast<const char*>(data), size);
+    if (size < 2) {
+      last_ += bytes;
+      if (last_.size() <= 2) return;
+      put(last_.substr(0, last_.size() - 2));
+      last_.erase(0, last_.size() - 2);
+      return;
+    }
+    put(last_);
+    put(bytes.substr(0, size - 2));
+    last_ = bytes.substr(size - 2);
+  }
+
+  void finish() {
+    TORCH_INTERNAL_ASSERT(last_ == std::string_view("\0\0", 2), "LibTorch wrote a comment");
+    last_ = {static_cast<char>(seal_size), '\0'};
+    put(last_ += seal_name);
+    const std::string sum = hexadecimal(sum_.value());
+    write_(sum.data(), sum.size());
+  }
+
+ private:
+  void put(std::string_view bytes) {
+    sum_.add(bytes.data(), bytes.size());
+    write_(bytes.data(), bytes.size());
+  }
+
+  Write write_;
+  Checksum sum_;
+  std::string last_;  // two bytes: the length of the comment that LibTorch does not write
+};
+
+inline bool is_sealed(const ArchiveBytes& archive) {
+  const std::size_t size = archive->size();
+  return size >= seal_size && read_bytes(archive, size - seal_size, seal_name.size()) == seal_name;
+}
+
+/// Throws if a LibTorch archive was altered: by its seal, or without one by the CRCs of the format,
+/// see Note [Damaged zip files]. Reads all of it.
+inline void check_archive(const ArchiveBytes& archive) {
+  if (!is_sealed(archive)) return ZipCheck::check(archive);
+  const uint64_t end = archive->size() - 16;
+  TORCH_CHECK(read_bytes(archive, end, 16) == hexadecimal(sum_of<Checksum>(archive, 0, end)),
+              "it is damaged: its bytes are not those that were written.");
+}
+
+// Note [Devices in archives]
+// LibTorch loads a tensor to the device from which it was saved, which this machine may lack. The
+// pickle of an archive has that device's name with each storage, as a string: 'X', the length in
+// four bytes, the text. Another such string (a key "cuda:1", say) is mistaken for one, which is
+// harmless: the tensors are then loaded through the host.
+
+/// Whether a text names a device with an index that this process lacks.
+inline bool is_missing_device(std::string_view text) {
+  if (text.find(':') == std::string_view::npos) return false;
+  try {
+    return !device_is_here(at::Device(std::string(text)));
+  } catch (const c10::Error&) {
+    return false;  // another text
+  }
+}
+
+/// The device for loading an archive's tensors: unset for their saved ones, the CPU if one of these
+/// is missing. See Note [Devices in archives].
+inline std::optional<at::Device> device_for(const ArchiveBytes& archive) {
+  caffe2::serialize::PyTorchStreamReader reader(archive);
+  if (!reader.hasRecord("data.pkl")) return std::nullopt;
+  const auto [data, size] = reader.getRecord("data.pkl");
+  const std::string_view pickle(static_cast<const char*>(data.get()), size);
+  for (std::size_t at = pickle.find('X'); at != pickle.npos; at = pickle.find('X', at + 1)) {
+    const std::string_view after = pickle.substr(at + 1);
+    if (after.size() < 4 || after.substr(1, 3) != std::string_view("\0\0\0", 3)) continue;
+    const auto length = static_cast<unsigned char>(after[0]);
+    if (is_missing_device(after.substr(4, length))) return at::Device(at::kCPU);
+  }
+  return std::nullopt;
+}
+
+/// An error's text without LibTorch's backtrace.
+inline const char* reason_of(const std::exception& error) {
+  const auto* const own = dynamic_cast<const c10::Error*>(&error);
+  return own ? own->what_without_backtrace() : error.what();
+}
+
+/// Names for an error's text, separated by commas: the first of them if they are many.
+template <class Names>
+std::string list_of(const Names& names) {
+  constexpr std::size_t most = 20;
+  std::string list;
+  std::size_t count = 0;
+  for (const auto& name : names) {
+    if (count++ < most) (list += list.empty() ? "" : ", ").append(shorten(name));
+  }
+  if (count > most) list += ", and " + std::to_string(count - most) + " more";
+  return list;
+}
+
+}  // namespace torchamp::detail

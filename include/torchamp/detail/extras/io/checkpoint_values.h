@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/core/ivalue.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/nn/module.h>
+
+#include <array>
+#include <charconv>
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/extras/shared/kept_tensors.h"
+
+namespace torchamp::detail {
+
+// Note [Values in a file]
+// An archive holds 64-bit integers, doubles, bools, strings, tensors, lists, and none. An unsigned
+// integer above all 64-bit ones is its decimal text (files of version 1 have the same 64 bits as a
+// negative number), a long double its hexadecimal text (in older files also a list of doubles,
+// whose sum it is), an undefined tensor none.
+
+/// An integer, whatever its type is for.
+template <class T>
+inline constexpr bool is_integer = std::is_integral_v<T> && !std::is_same_v<T, bool>;
+
+/// `tensor`, or a copy if its storage is larger, since an archive would write all of it.
+inline at::Tensor without_neighbours(const at::Tensor& tensor) {
+  const bool alone = tensor.layout() != at::kStrided || !tensor.has_storage() ||
+                     tensor.storage().nbytes() <= tensor.nbytes();
+  if (alone) return tensor;
+  return tensor.detach().clone().set_requires_grad(tensor.requires_grad());
+}
+
+template <class T>
+c10::IValue to_ivalue(const T& value) {
+  if constexpr (std::is_same_v<T, at::Tensor>) {
+    return value.defined() ? c10::IValue(without_neighbours(value)) : c10::IValue();
+  } else if constexpr (is_integer<T>) {
+    constexpr auto largest = std::numeric_limits<int64_t>::max();
+    if (value > T{} && static_cast<uint64_t>(value) > static_cast<uint64_t>(largest)) {
+      return c10::IValue(std::to_string(static_cast<uint64_t>(value)));
+    }
+    return c10::IValue(static_cast<int64_t>(value));
+  } else if constexpr (std::is_same_v<T, long double>) {
+    std::array<char, 64> text{};
+    (void)std::to_chars(text.data(), text.data() + text.size() - 1, value, std::chars_format::hex);
+    return c10::IValue(std::string(text.data()));
+  } else if constexpr (std::is_floating_point_v<T>) {
+    return c10::IValue(static_cast<double>(value));
+  } else {
+    return c10::IValue(value);
+  }
+}
+
+inline void check_kind(bool right, const c10::IValue& value, const char* wanted) {
+  TORCH_CHECK(right, "it is a ", value.tagKind(), " in the file and ", wanted, " in the program");
+}
+
+template <class T>
+T integer_of(const c10::IValue& value, int64_t version) {
+  const auto check = [](bool fits, const auto& number) {
+    TORCH_CHECK(fits, "it is ", number, " in the file, which an ",
+                std::is_unsigned_v<T> ? "unsigned " : "", "integer of ", 8 * sizeof(T),
+                " bits cannot hold");
+  };
+  if (value.isString()) {
+    const std::string& text = value.toStringRef();
+    uint64_t number = 0;
+    const char* const end = text.data() + text.size();
+    const auto [stop, error] = std::from_chars(text.data(), end, number);
+    check_kind(error == std::errc() && stop == end && !text.empty(), value, "an integer");
+    const T narrow = static_cast<T>(number);
+    check(narrow > T{} && static_cast<uint64_t>(narrow) == number, number);
+    return narrow;
+  }
+  check_kind(value.isInt(), value, "an integer");
+  const int64_t number = value.toInt();
+  const T narrow = static_cast<T>(number);
+  const bool same_bits = version == 1 && std::is_unsigned_v<T> && sizeof(T) == sizeof(number);
+  check(same_bits || (static_cast<int64_t>(narrow) == number && (narrow < T{}) == (number < 0)),
+        number);
+  return narrow;
+}
+
+template <class T>
+T floating_point_of(const c10::IValue& value) {
+  long double number = 0;
+  if (value.isDoubleList()) {
+    for (const double part : value.toDoubleVector()) number += static_cast<long double>(part);
+  } else if (value.isString()) {
+    const std::string& text = value.toStringRef();
+    const char* const end = text.data() + text.size();
+    const auto [stop, error] = std::from_chars(text.data(), end, number, std::chars_format::hex);
+    check_kind(error == std::errc() && stop == end, value, "a floating-point number");
+  } else {
+    check_kind(value.isDouble(), value, "a floating-point number");
+    number = static_cast<long double>(value.toDouble());
+  }
+  const T narrow = static_cast<T>(number);
+  TORCH_CHECK(std::isfinite(narrow) == std::isfinite(number) && (narrow == T{}) == (number == 0.L),
+              "it is ", number, " in the file, which a ",
+              std::is_same_v<T, float> ? "float" : "double", " cannot hold");
+  return narrow;
+}
+
+/// Throws for a value that `to` cannot represent; a float may be rounded. A tensor with a shape is
+/// filled in place, on its own device.
+template <class T>
+void from_ivalue(const c10::IValue& value, T& to, int64_t version) {
+  if constexpr (std::is_same_v<T, at::Tensor>) {
+    check_kind(value.isNone() || value.isTensor(), value, "a tensor");
+    if (value.isNone() || !to.defined()) {
+      to = value.isNone() ? at::Tensor() : value.toTensor();
+      return;
+    }
+    const at::Tensor& from = value.toTensor();
+    TORCH_CHECK(
+        from.sizes() == to.sizes() && from.dtype() == to.dtype() && from.layout() == to.layout(),
+        "it is ", from.dtype(), ' ', from.sizes(), " in the file and ", to.dtype(), ' ', to.sizes(),
+        " in the program");
+    const at::NoGradGuard no_grad;
+    to.copy_(from);
+  } else if constexpr (is_integer<T>) {
+    to = integer_of<T>(value, version);
+  } else if constexpr (std::is_floating_point_v<T>) {
+    to = floating_point_of<T>(value);
+  } else if constexpr (std::is_same_v<T, bool>) {
+    check_kind(value.isBool(), value, "a bool");
+    to = value.toBool();
+  } else {
+    check_kind(value.isString(), value, "a string");
+    to = value.toStringRef();
+  }
+}
+
+/// Returns a function that restores `value`, a tensor in place.
+template <class T>
+std::function<void()> undo_of(T& value) {
+  if constexpr (std::is_same_v<T, at::Tensor>) {
+    const at::NoGradGuard no_grad;
+    WriteBack kept;
+    kept.add(value, WriteBack::Copies::beside);
+    return [&value, handle = value, kept = std::move(kept)] {
+      const at::NoGradGuard within;
+      value = handle;
+      kept.put_back();
+    };
+  } else {
+    return [&value, kept = value] { value = kept; };
+  }
+}
+
+/// The tensors of a module, and their memory. LibTorch's load() replaces them by the file's, on its
+/// device: views, flat buffers and captured graphs would keep the old values, and the next backward
+/// would create new accumulation nodes, without the hooks by which DistributedDataParallel averages
+/// gradients.
+class WeightsInPlace {
+ public:
+  explicit WeightsInPlace(const torch::nn::Module& module) {
+    for (const auto& tensors : {module.parameters(), module.buffers()}) {
+      for (const at::Tensor& tensor : tensors) {
+        if (tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage() &&
+            !repeats_elements(tensor)) {
+          weights_.push_back(
+              {tensor, tensor.detach(), torch::autograd::impl::try_get_grad_accumulator(tensor)});
+        }
+      }
+    }
+  }
+
+  /// Copies the values into the original memory. Call with gradients off.
+  void take_back() {
+    for (const auto& [tensor, memory, accumulator] : weights_) {
+      if (tensor.layout() != at::kStrided || !tensor.has_storage()) continue;
+      if (tensor.is_alias_of(memory)) continue;
+      if (tensor.sizes() != memory.sizes() || tensor.dtype() != memory.dtype()) continue;
+      memory.copy_(tensor);
+      tensor.set_data(memory);
+      if (accumulator) set(&torch::autograd::impl::set_grad_accumulator, tensor, accumulator);
+    }
+  }
+
+ private:
+  // Older LibTorch uses std::shared_ptr for nodes, newer its own pointers.
+  using Accumulator =
+      decltype(torch::autograd::impl::try_get_grad_accumulator(std::declval<const at::Tensor&>()));
+  template <class Weak>
+  static void set(void (*setter)(const at::Tensor&, Weak), const at::Tensor& tensor,
+                  const Accumulator& accumulator) {
+    setter(tensor, Weak(accumulator));
+  }
+
+  struct Weight {
+    at::Tensor tensor, memory;
+    Accumulator accumulator;  // null if there is none
+  };
+  std::vector<Weight> weights_;
+};
+
+/// Returns a function that restores a module's tensors from copies on the host.
+inline std::function<void()> hold_module(const torch::nn::Module& module) {
+  WriteBack held;
+  for (const auto& tensors : {module.parameters(), module.buffers()}) {
+    for (const at::Tensor& tensor : tensors) {
+      if (tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage()) {
+        held.add(tensor, WriteBack::Copies::on_host);
+      }
+    }
+  }
+  return [held = std::move(held)] { held.put_back(); };
+}
+
+}  // namespace torchamp::detail

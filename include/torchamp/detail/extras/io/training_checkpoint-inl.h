@@ -1,0 +1,306 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+#include <caffe2/serialize/in_memory_adapter.h>
+
+#include <cstddef>
+#include <exception>
+#include <map>
+#include <memory>
+#include <random>
+#include <set>
+#include <system_error>
+
+#include "torchamp/detail/extras/io/archive_file.h"
+#include "torchamp/detail/extras/shared/rng_state.h"
+#include "torchamp/training_checkpoint.h"
+
+namespace TORCHAMP_NAMESPACE {
+
+// Note [The file of a TrainingCheckpoint]
+// A LibTorch archive with "torchamp_checkpoint", the version of this layout; "id", a random number;
+// "shared", an archive with one archive per added object; "processes"; and "local_0", "local_1", …,
+// each an archive as bytes, with the random states under "rng" and one archive per object of
+// add_local(). It is sealed, see Note [Sealed archives]; files of version 1 are not.
+
+namespace detail {
+
+inline constexpr int64_t training_checkpoint_version = 2;
+
+/// LibTorch writes, but cannot read, an archive with a key such as "class".
+inline std::string archive_key(const std::string& name) {
+  return "object:" + name;
+}
+
+/// Runs `body`; its exceptions become c10::Errors that begin with where().
+template <class Where, class Body>
+void rethrow_with(const Where& where, const Body& body) {
+  try {
+    body();
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, where(), reason_of(error));
+  }
+}
+
+}  // namespace detail
+
+/// LibTorch does not reveal a scheduler's optimizer: an added one has its rates.
+inline void TrainingCheckpoint::check_schedulers(const char* call) const {
+  std::set<std::vector<double>> known;
+  for (const Entry& entry : entries_) {
+    if (entry.is_own) return;
+    if (entry.rates) known.insert(entry.rates());
+  }
+  for (const Entry& entry : entries_) {
+    TORCH_CHECK(!entry.scheduled_rates || known.contains(entry.scheduled_rates()), call, ": '",
+                entry.name,
+                "' sets the learning rates of an optimizer that is not in the checkpoint, so a "
+                "resumed run would have other rates. Add the optimizer, too.");
+  }
+}
+
+/// For an optimizer, a sharded one too.
+inline void TrainingCheckpoint::fill(Entry& entry, torch::optim::Optimizer& optimizer) {
+  static constexpr const char *save = "TrainingCheckpoint::save",
+                              *load = "TrainingCheckpoint::load";
+  entry.save = [&optimizer](torch::serialize::OutputArchive& archive) {
+    const auto shards = detail::stored_shards_of(optimizer, save);
+    shards ? shards->save(optimizer, archive) : detail::save_optimizer(optimizer, archive);
+  };
+  entry.load = [&optimizer](torch::serialize::InputArchive& archive, int64_t) {
+    const auto shards = detail::stored_shards_of(optimizer, load);
+    shards ? shards->load(optimizer, archive) : detail::load_optimizer(optimizer, archive);
+  };
+  entry.gather = [&optimizer] {
+    const auto shards = detail::stored_shards_of(optimizer, save);
+    if (shards) shards->gather(optimizer);
+  };
+  entry.keep = [&optimizer]() -> std::function<void()> {
+    if (!detail::shards_of(optimizer, load)) return {};
+    torch::serialize::OutputArchive own;
+    detail::save_optimizer(optimizer, own);
+    return [&optimizer, bytes = detail::bytes_of(own)] {
+      auto before = detail::archive_of(bytes);
+      detail::load_optimizer(optimizer, before);
+    };
+  };
+  entry.hold = [&optimizer] { return detail::hold_optimizer(optimizer); };
+  entry.rates = [&optimizer] { return detail::rates_of(optimizer); };
+}
+
+inline void TrainingCheckpoint::add_entry(Entry entry) {
+  TORCH_CHECK_VALUE(
+      entry.name.find_first_of("\"\\\n") == std::string::npos,
+      "TrainingCheckpoint::add: the name '", entry.name,
+      "' could be saved but not loaded by LibTorch. Use no quote, backslash or line end.");
+  for (const Entry& other : entries_) {
+    TORCH_CHECK_VALUE(other.name != entry.name, "TrainingCheckpoint::add: there is a '", entry.name,
+                      "' already. Give each object a unique name.");
+  }
+  entries_.push_back(std::move(entry));
+}
+
+/// LibTorch interprets a file's bytes in the dtype of the model that it loads.
+inline void TrainingCheckpoint::load_module(torch::nn::Module& module,
+                                            torch::serialize::InputArchive& archive) {
+  std::vector<std::string> missing;
+  const auto left = detail::read_module(
+      module, archive, [&](const std::string& name, const at::Tensor& to, const at::Tensor& from) {
+        if (!from.defined()) {
+          if (to.defined()) missing.push_back(name);
+          return;
+        }
+        TORCH_CHECK(from.sizes() == to.sizes() && from.dtype() == to.dtype(), "'", name, "' is ",
+                    from.dtype(), ' ', from.sizes(), " in the file and ", to.dtype(), ' ',
+                    to.sizes(), " in the model");
+      });
+  TORCH_CHECK(left.empty(),
+              "it has entries that the program's model lacks: ", detail::list_of(left));
+  detail::WeightsInPlace weights(module);
+  try {
+    module.load(archive);
+  } catch (const std::exception&) {
+    TORCH_CHECK(missing.empty(),
+                "it lacks entries of the program's model: ", detail::list_of(missing));
+    throw;
+  }
+  weights.take_back();
+}
+
+inline void TrainingCheckpoint::write(torch::serialize::OutputArchive& archive, bool local) const {
+  for (const Entry& entry : entries_) {
+    if (entry.is_local != local) continue;
+    torch::serialize::OutputArchive nested(archive.compilation_unit());
+    detail::rethrow_with(
+        [&] { return "TrainingCheckpoint::save: '" + entry.name + "' cannot be saved: "; },
+        [&] { entry.save(nested); });
+    archive.write(detail::archive_key(entry.name), nested);
+  }
+}
+
+/// Adds to `undo` how to restore the entry's present value.
+inline void TrainingCheckpoint::load_entry(const Entry& entry,
+                                           torch::serialize::InputArchive& archive, int64_t version,
+                                           Undo& undo) {
+  if (std::function<void()> back = entry.keep ? entry.keep() : nullptr) {
+    undo.push_back(std::move(back));
+    entry.load(archive, version);
+    return;
+  }
+  torch::serialize::OutputArchive now;
+  detail::rethrow_with([] { return std::string("what is here now could not be kept: "); },
+                       [&] { entry.save(now); });
+  undo.push_back([&entry, bytes = detail::bytes_of(now),
+                  held = entry.hold ? entry.hold() : std::function<void()>()] {
+    try {
+      auto before = detail::archive_of(bytes);
+      entry.load(before, detail::training_checkpoint_version);
+    } catch (...) {
+      if (!held) throw;
+      held();
+    }
+  });
+  entry.load(archive, version);
+}
+
+inline void TrainingCheckpoint::read(torch::serialize::InputArchive& archive, bool local,
+                                     int64_t version, Undo& undo) const {
+  for (const Entry& entry : entries_) {
+    if (entry.is_local != local) continue;
+    torch::serialize::InputArchive nested;
+    TORCH_CHECK(archive.try_read(detail::archive_key(entry.name), nested),
+                "TrainingCheckpoint::load: '", path_.string(), "' holds no '", entry.name,
+                "'. Add the same objects as when it was saved.");
+    detail::rethrow_with(
+        [&] {
+          return c10::str("TrainingCheckpoint::load: '", entry.name, "' in '", path_.string(),
+                          "' does not fit: ");
+        },
+        [&] { load_entry(entry, nested, version, undo); });
+  }
+}
+
+inline at::Tensor TrainingCheckpoint::local_part() const {
+  for (const Entry& entry : entries_) {
+    if (entry.gather && !entry.is_local) entry.gather();
+  }
+  torch::serialize::OutputArchive archive, rng(archive.compilation_unit());
+  const at::NoGradGuard no_grad;
+  for (const auto& [device, state] : detail::RngState::now().by_device()) rng.write(device, state);
+  archive.write("rng", rng);
+  write(archive, /*local=*/true);
+  return detail::bytes_of(archive);
+}
+
+inline void TrainingCheckpoint::save(const std::vector<at::Tensor>& local_parts) const {
+  check_schedulers("TrainingCheckpoint::save");
+  TORCH_CHECK_VALUE(!local_parts.empty(),
+                    "TrainingCheckpoint::save: the list of local parts is empty; such a file could "
+                    "not be loaded. Pass the local_part() of each process.");
+  for (const at::Tensor& part : local_parts) {
+    TORCH_CHECK_VALUE(part.defined() && part.scalar_type() == at::kByte && part.dim() == 1,
+                      "TrainingCheckpoint::save: local part ", &part - local_parts.data(),
+                      " is not a result of local_part(), a vector of bytes.");
+  }
+  const at::NoGradGuard no_grad;
+  std::random_device random;
+  const int64_t id = (static_cast<int64_t>(random()) << 31) ^ random();
+  torch::serialize::OutputArchive archive, shared(archive.compilation_unit());
+  archive.write("torchamp_checkpoint", c10::IValue(detail::training_checkpoint_version));
+  archive.write("id", c10::IValue(id));
+  archive.write("processes", c10::IValue(static_cast<int64_t>(local_parts.size())));
+  write(shared, /*local=*/false);
+  archive.write("shared", shared);
+  for (std::size_t rank = 0; rank < local_parts.size(); ++rank) {
+    archive.write("local_" + std::to_string(rank), local_parts[rank], /*is_buffer=*/true);
+  }
+  detail::AtomicFile file(path_, "TrainingCheckpoint::save");
+  detail::SealedWriter sealed(
+      [&file](const void* data, std::size_t size) { file.write(data, size); });
+  archive.save_to([&sealed](const void* data, std::size_t size) {
+    sealed.add(data, size);
+    return size;
+  });
+  sealed.finish();
+  file.commit();
+  file_id_ = id;
+}
+
+inline bool TrainingCheckpoint::exists() const {
+  std::error_code error;
+  const std::filesystem::file_status status = std::filesystem::status(path_, error);
+  TORCH_CHECK(status.type() != std::filesystem::file_type::none,
+              "TrainingCheckpoint: cannot determine whether '", path_.string(),
+              "' exists: ", error.message(), '.');
+  return std::filesystem::exists(status);
+}
+
+/// With the local part of process `rank`, if it is given.
+inline bool TrainingCheckpoint::load_parts(std::optional<int64_t> rank, int64_t processes) {
+  check_schedulers("TrainingCheckpoint::load");
+  if (!exists()) return false;
+  const at::NoGradGuard no_grad;
+  torch::serialize::InputArchive archive, shared, local, rng;
+  c10::IValue version, id;
+  std::optional<detail::RngState> random;
+  const auto where = [&] { return "TrainingCheckpoint::load: '" + path_.string() + "': "; };
+  detail::rethrow_with(where, [&] {
+    const auto file = std::make_shared<detail::FileReader>(path_);
+    detail::check_archive(file);
+    archive.load_from([&](uint64_t at, void* to, std::size_t n) { return file->read(at, to, n); },
+                      [&] { return file->size(); }, detail::device_for(file));
+    TORCH_CHECK(archive.try_read("torchamp_checkpoint", version) && version.isInt() &&
+                    archive.try_read("id", id) && id.isInt() && archive.try_read("shared", shared),
+                "it was not written by TrainingCheckpoint::save.");
+    TORCH_CHECK(version.toInt() >= 1 && version.toInt() <= detail::training_checkpoint_version,
+                "it is of version ", version.toInt(), ", and this torchamp reads versions 1 to ",
+                detail::training_checkpoint_version, ".");
+    TORCH_CHECK(version.toInt() == 1 || detail::is_sealed(file),
+                "it is damaged: its checksum is missing.");
+    if (!rank) return;
+    c10::IValue saved;
+    archive.read("processes", saved);
+    TORCH_CHECK(saved.toInt() == processes, "it was saved by ", saved.toInt(),
+                " process(es), and this run has ", processes,
+                ". Resume with as many, or call load_shared().");
+    at::Tensor part;
+    archive.read("local_" + std::to_string(*rank), part, /*is_buffer=*/true);
+    const at::Tensor bytes = part.cpu();
+    local = detail::archive_of(
+        bytes, detail::device_for(std::make_shared<caffe2::serialize::MemoryReadAdapter>(
+                   bytes.const_data_ptr(), bytes.numel())));
+    local.read("rng", rng);
+    std::map<std::string, at::Tensor> states;
+    for (const std::string& device : rng.keys()) {
+      at::Tensor state;
+      rng.read(device, state);
+      states.emplace(device, state.cpu());
+    }
+    random = detail::RngState::from(states);
+  });
+
+  Undo undo;
+  const auto random_before = detail::RngState::now();
+  try {
+    read(shared, /*local=*/false, version.toInt(), undo);
+    if (random) {
+      read(local, /*local=*/true, version.toInt(), undo);
+      detail::rethrow_with(where, [&] { random->apply(); });
+    }
+  } catch (...) {
+    for (; !undo.empty(); undo.pop_back()) {
+      try {
+        undo.back()();
+      } catch (...) {  // the others still go back; the first error counts
+      }
+    }
+    random_before.apply();
+    throw;
+  }
+  file_id_ = id.toInt();
+  return true;
+}
+
+}  // namespace TORCHAMP_NAMESPACE

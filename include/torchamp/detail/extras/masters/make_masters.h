@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/gradients/attached.h"
+#include "torchamp/detail/extras/masters/split_weight.h"
+#include "torchamp/detail/extras/shared/master_meta.h"
+
+namespace torchamp::detail {
+
+// Note [Main gradients]
+// LibTorch's node that accumulates a weight's gradient then calls a hook. With
+// MasterWeightsOptions::main_gradients that hook adds the 16-bit gradient to the fp32 one and drops
+// it, so only one 16-bit gradient exists at a time. If the weight is split, the fp32 gradient is
+// the weight's own, and that node itself adds all but the first to it.
+
+/// Laid out as `weight`.
+inline at::Tensor empty_fp32_like(const at::Tensor& weight) {
+  return at::empty_like(weight, weight.options().dtype(at::kFloat).requires_grad(false));
+}
+
+/// Adds `gradient`, of 16 bits, to `sum`, in fp32 and laid out as `like`.
+inline void add_to_main(at::Tensor& sum, const at::Tensor& gradient, const at::Tensor& like) {
+  if (gradient.layout() != at::kStrided) {
+    sum = sum.defined() ? sum + gradient.to(at::kFloat) : gradient.to(at::kFloat);
+  } else if (!sum.defined()) {
+    sum = empty_fp32_like(like).copy_(gradient);
+  } else if (sum.layout() != at::kStrided) {
+    sum = gradient.to(at::kFloat) + sum;
+  } else {
+    sum.add_(gradient);
+  }
+}
+
+/// Finds a weight's fp32 gradient.
+class MainGradient {
+ public:
+  /// `master` is undefined if the weight is split or does not require grad. It is not kept alive.
+  MainGradient(std::string name, const at::Tensor& master) : name_(std::move(name)) {
+    if (master.defined()) note_copied(master);
+  }
+
+  /// Whether a DistributedDataParallel averages the gradient.
+  bool is_averaged = false;
+
+  /// The model has the master's value.
+  void note_copied(const at::Tensor& master) { copied_.emplace(master); }
+
+  /// The tensor with the fp32 gradient: the master or the weight itself. Undefined if the master is
+  /// destroyed.
+  at::Tensor owner(const at::Tensor& weight) const { return copied_ ? copied_->lock() : weight; }
+
+  /// Takes what backward has put into the weight's gradient.
+  void take(const at::Tensor& weight) const {
+    const InternalOps internal;
+    SplitWeight* const split = split_of(weight);
+    const at::Tensor owner = this->owner(weight);
+    const at::Tensor gradient = weight.unsafeGetTensorImpl()->grad();
+    if (!owner.defined() || !gradient.defined()) return;
+    const auto where = [&] { return c10::str("backward: the weight '", name_, "'"); };
+    TORCH_CHECK(copied_ || split, where(),
+                " has a gradient but no master: it did not require grad when the MasterWeights "
+                "were made. Make them after unfreezing it.");
+    TORCH_CHECK(!copied_ || copied_->is_unchanged(owner), where(),
+                " was computed with old values: the optimizer has changed the master since. Call "
+                "MasterWeights::copy_to_model() after each step, taken or skipped.");
+    if (split) {
+      check_split(weight, where);
+      if (gradient.scalar_type() == at::kFloat) return;
+      check_not_half_stepped(weight, where);
+      split->note_taken();
+      at::Tensor wide;
+      add_to_main(wide, gradient, weight);
+      weight.mutable_grad() = std::move(wide);
+    } else {
+      add_to_main(owner.mutable_grad(), gradient, owner);
+      weight.mutable_grad().reset();
+    }
+  }
+
+ private:
+  std::string name_;
+  std::optional<SeenTensor> copied_{};  // the master whose value the model has
+};
+
+/// Makes backward take a weight's gradients. LibTorch stores one such hook per weight.
+class MainGradientHook final : public torch::autograd::PostAccumulateGradHook {
+ public:
+  explicit MainGradientHook(std::shared_ptr<MainGradient> taken_by) : main(std::move(taken_by)) {}
+  void operator()(const at::Tensor& weight) override { main->take(weight); }
+  const std::shared_ptr<MainGradient> main;
+};
+
+/// Null for a weight whose gradients backward leaves in place.
+inline std::shared_ptr<MainGradient> main_gradient_of(const at::Tensor& weight) {
+  const auto* const ours = dynamic_cast<const MainGradientHook*>(hook_of(weight));
+  return ours ? ours->main : nullptr;
+}
+inline std::shared_ptr<MainGradient> hook_main_gradient(std::string name, const at::Tensor& weight,
+                                                        const at::Tensor& master) {
+  auto main = std::make_shared<MainGradient>(std::move(name), master);
+  torch::autograd::impl::set_post_acc_grad_hooks(weight, std::make_unique<MainGradientHook>(main));
+  return main;
+}
+inline void unhook_main_gradient(const at::Tensor& weight) {
+  if (main_gradient_of(weight)) torch::autograd::impl::set_post_acc_grad_hooks(weight, nullptr);
+}
+
+// Operations of MasterWeights on weights, apart from steps; mostly for split ones.
+
+inline void write_split(const at::Tensor& value, const at::Tensor& high, const at::Tensor& low) {
+  if (value.numel() == 0) return;
+  at::Tensor wide = value;
+  if (!(TensorKind::of(value) == TensorKind{high.device(), at::kFloat}) ||
+      value.strides() != high.strides()) {
+    wide = empty_fp32_like(high).copy_(value);
+  }
+  SplitRuns whole(high.device());
+  whole.add(in_memory_order(high.detach()), in_memory_order(low));
+  whole.split(in_memory_order(wide), SplitNaNs::as_they_are);
+}
+
+/// Removes the data of destroyed MasterWeights.
+inline void remove_weight_meta(const at::Tensor& parameter) {
+  if (weight_meta_of(parameter)) parameter.unsafeGetTensorImpl()->set_backend_meta({});
+}
+
+/// Records at a model's weight that `masters` hold its master while they live, and whether as a
+/// separate tensor. Not for one with data of its device's own.
+inline void note_masters(const at::Tensor& weight, const std::shared_ptr<const void>& masters,
+                         bool apart) {
+  c10::TensorImpl* const tensor = weight.unsafeGetTensorImpl();
+  if (!tensor->get_backend_meta()) tensor->set_backend_meta(c10::make_intrusive<WeightMeta>());
+  if (WeightMeta* const meta = weight_meta_of(weight)) {
+    meta->masters = masters;
+    meta->has_master_apart = apart;
+  }
+}
+
+/// The parameters of a module, each once, by its first name.
+inline std::vector<std::pair<std::string, at::Tensor>> named_parameters_once(
+    const torch::nn::Module& module) {
+  std::unordered_set<const at::TensorImpl*> seen;
+  std::vector<std::pair<std::string, at::Tensor>> parameters;
+  for (const auto& [name, parameter] : module.named_parameters().pairs()) {
+    if (seen.insert(parameter.unsafeGetTensorImpl()).second)
+      parameters.emplace_back(name, parameter);
+  }
+  return parameters;
+}
+
+/// The state of a model's weight after its masters last wrote it.
+class GivenWeight {
+ public:
+  void note(const at::Tensor& weight) {
+    memory_ = memory_of(weight);
+    writes_ = writes_of(weight);
+  }
+  /// Whether it has changed since. (A program that tries other weights, averages, say, and restores
+  /// these writes twice.)
+  bool was_written(const at::Tensor& weight) const {
+    return memory_ != memory_of(weight) || (writes_of(weight) - writes_) % 2 != 0;
+  }
+
+ private:
+  static const void* memory_of(const at::Tensor& weight) {
+    return weight.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl();
+  }
+  /// Unless the writes left it unchanged.
+  static uint32_t writes_of(const at::Tensor& weight) {
+    const WeightMeta* const meta = weight_meta_of(weight);
+    return version_of(weight) - (meta ? meta->same_writes : 0U);
+  }
+
+  const void* memory_ = nullptr;
+  uint32_t writes_ = 0;
+};
+
+}  // namespace torchamp::detail

@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/optim/kernels.h"
+#include "torchamp/detail/core/optim/plan.h"
+#include "torchamp/detail/extras/masters/split_weight.h"
+
+namespace torchamp::detail {
+
+// Note [Steps by pieces]
+// Split weights, whose masters are put together first, are stepped piece by piece, in buffers that
+// stay in a CPU's cache. A piece holds several small weights or a part of a large one. It ends
+// where a weight does or at a multiple of piece_unit elements, so that ATen's kernels, which round
+// the last few elements of a tensor otherwise than the rest, give the values that they would give
+// whole weights.
+
+/// Where a parameter is cut: a multiple of what a kernel takes in one vector or one block.
+inline constexpr int64_t piece_unit = 1 << 12;
+
+/// The list of what an empty piece steps: kernels step fp32 weights, so masters are put together,
+/// stepped and split.
+inline StepList empty_piece(const StepList& list) {
+  StepList piece = list.emptied();
+  piece.dtype = at::kFloat;
+  return piece;
+}
+
+/// How many elements a piece of `list` has at most: few enough for a CPU's cache, enough to keep a
+/// device busy.
+inline int64_t split_piece_elements(const StepList& list) {
+  int64_t elements = 0, largest = 0;
+  for (const at::Tensor& param : list.params) {
+    elements += param.numel();
+    largest = std::max(largest, param.numel());
+  }
+  elements = std::min(elements, int64_t{1} << (list.device.is_cpu() ? 16 : 21));
+  return list.takes_parts ? elements : std::max(elements, largest);
+}
+
+/// Steps split weights: both halves, in memory of fp32.
+class SplitStep final : public StepMethod {
+ public:
+  void check(const at::Tensor& weight, const at::Tensor& gradient,
+             ErrorPlace where) const override {
+    check_split(weight, gradient, where);
+  }
+
+  bool holds(const at::Tensor& weight, const at::Tensor& gradient) const override {
+    const SplitWeight& split = *split_of(weight);
+    return gradient.scalar_type() == at::kFloat && split.fits(weight) && split.is_unwritten(weight);
+  }
+
+  at::Tensor master(const at::Tensor& weight) const override {
+    return joined(weight, *split_of(weight));
+  }
+
+  at::Tensor buffer(const StepList& list, bool drops) const override {
+    const int64_t elements = split_piece_elements(list);
+    const bool divides = divides_apart(list, at::kFloat, drops);
+    return list.scalars->buffer(at::kFloat, divides ? 2 * elements + 1 : elements);
+  }
+
+  void step(KernelStep kernel, const StepList& list) const override {
+    const int64_t most = split_piece_elements(list);
+    const at::Tensor masters = part_of(list.buffer, 0, most);
+    const int64_t rest = list.buffer.numel() - most;  // for gradients that are divided apart
+
+    SplitRuns runs(list.device);
+    StepList piece = empty_piece(list);
+    int64_t room = most;
+    const auto add = [&](std::size_t i, int64_t begin, int64_t size) {
+      const auto part = [&](const at::Tensor& tensor) { return part_of(tensor, begin, size); };
+      runs.add(part(list.params[i]), part(split_of(list.params[i])->low));
+      piece.add_beside_param(list, i, part);
+      room -= size;
+    };
+    const auto step_piece = [&] {
+      if (room == most) return;
+      piece.params = runs.join(masters);
+      if (rest > 0) {
+        step_divided(kernel, piece, part_of(list.buffer, most, rest));
+      } else {
+        kernel(piece, *list.scalars);
+      }
+      runs.split(masters, SplitNaNs::usual, list.scalars->found_inf());
+      runs = SplitRuns(list.device);
+      piece = empty_piece(list);
+      room = most;
+    };
+
+    for (std::size_t i = 0; i < list.params.size(); ++i) {
+      const int64_t size = list.params[i].numel();
+      if (!list.takes_parts && room < size) step_piece();
+      for (int64_t begin = 0; begin < size;) {
+        int64_t part = std::min(size - begin, room);
+        if (part < size - begin) part -= part % piece_unit;
+        if (part > 0) add(i, begin, part);
+        begin += part;
+        if (begin < size || room == 0) step_piece();
+      }
+    }
+    step_piece();
+  }
+
+  void note_stepped(const at::Tensor& weight) const override {
+    split_of(weight)->note_version(weight);
+  }
+};
+
+inline const SplitStep split_step{};
+
+inline c10::intrusive_ptr<SplitWeight> make_split_weight(at::Tensor low) {
+  auto split = c10::make_intrusive<SplitWeight>();
+  split->low = std::move(low);
+  split->step_method = &split_step;
+  return split;
+}
+
+}  // namespace torchamp::detail

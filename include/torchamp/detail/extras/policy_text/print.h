@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/StringUtil.h>
+
+#include <cstddef>
+#include <map>
+#include <ostream>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/core/base/devices.h"
+#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/runtime/runtime.h"
+#include "torchamp/ops.h"
+
+namespace torchamp::detail {
+
+/// What a rule does, for the end of a printed policy.
+inline constexpr std::pair<Cast, std::string_view> legend[] = {
+    {Cast::lower_precision, "arguments are cast to the region's dtype"},
+    {Cast::fp32, "arguments are cast to fp32; ops with a dtype argument compute in fp32"},
+    {Cast::promote, "arguments are cast to the widest dtype among them"},
+    {Cast::fp8, "operands are quantised to 8 bits: see Policy::fp8"},
+    {Cast::unchanged, "arguments are not cast"},
+    {Cast::native, "LibTorch's own kernel for the device decides; its effect follows the colon"},
+};
+
+/// The rule called `name`; null if there is none.
+constexpr const CastRow* row_named(std::string_view name) {
+  for (const CastRow& row : cast_rows) {
+    if (row.name == name) return &row;
+  }
+  return nullptr;
+}
+
+/// Whether edit `index` of a policy still applies to some overload.
+inline bool applies(const PolicyData& policy, std::size_t index) {
+  for (const auto& [op, of_op] : policy.rules) {
+    if (of_op.has_cast && of_op.edit == index) return true;
+    for (const std::size_t conditional : of_op.conditional) {
+      if (conditional == index) return true;
+    }
+  }
+  return false;
+}
+
+/// "standard" or "torch".
+inline std::string_view to_string(BaseTable base) {
+  return base == BaseTable::standard ? "standard" : "torch";
+}
+
+/// As Python and a policy's text call it: "float16".
+inline std::string dtype_name(at::ScalarType dtype) {
+  return std::string(c10::getDtypeNames(dtype).first);
+}
+
+/// One edit as text: "fp32 when float16: ops::norm, pow".
+inline std::string to_string(const Edit& edit) {
+  std::string text(torchamp::to_string(edit.cast));
+  if (edit.op_rule != nullptr) text = edit.op_rule->text();
+  if (edit.when.dtype) text.append(" when ").append(dtype_name(*edit.when.dtype));
+  text += ": ";
+  if (!edit.family.empty()) return text + "ops::" + edit.family;
+  return text + c10::Join(", ", edit.names);
+}
+
+/// Prints `names` separated by commas, in lines of at most 100 columns.
+inline void print_wrapped(std::ostream& out, const std::vector<std::string>& names) {
+  std::string line;
+  for (const std::string& name : names) {
+    if (line.size() + name.size() > 93) {
+      out << "    " << line << ",\n";
+      line.clear();
+    }
+    line += (line.empty() ? "" : ", ") + name;
+  }
+  out << "    " << line << '\n';
+}
+
+/// A rule, and what it does: see Policy::effect.
+using PrintedRule = std::pair<Cast, Cast>;
+
+/// The rules in force on a device, of the ops that the policy or LibTorch's kernels speak of.
+inline std::map<std::string, PrintedRule> rules_in_force(const PolicyData& policy,
+                                                         at::DeviceType device) {
+  std::map<std::string, PrintedRule> rules;
+  const auto add = [&](const c10::OperatorHandle& op) {
+    rules[full_name(op.operator_name())] = {rule_in_force(policy, op, device),
+                                            effect_of_rule(policy, op, device)};
+  };
+  for_each_candidate(policy, [&](const TabledOp& tabled) { add(tabled.op); });
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getRegistrationsForDispatchKey(autocast_key(device))) {
+    // Overlays are there too, those that policies before this one asked for.
+    const auto op = dispatcher.findSchema(name);
+    if (op && has_native_kernel(*op, device)) add(*op);
+  }
+  return rules;
+}
+
+/// The ops of one rule, where LibTorch's kernels decide those that do `effect`.
+inline void print_group(std::ostream& out, const std::map<std::string, PrintedRule>& rules,
+                        Cast cast, Cast effect) {
+  std::vector<std::string> names;
+  for (const auto& [op, rule] : rules) {
+    if (rule != PrintedRule{cast, effect}) continue;
+    names.push_back(op.starts_with("aten::") ? op.substr(6) : op);
+  }
+  if (names.empty()) return;
+  out << "  " << torchamp::to_string(cast);
+  if (effect != cast) out << ": " << torchamp::to_string(effect);
+  out << '\n';
+  print_wrapped(out, names);
+}
+
+/// Whether a row is among the devices that say all of a policy: for each kind of lists the first
+/// that follows them, so that a table printed without a GPU tells what one will do, and all that
+/// are present.
+inline bool is_to_print(const DeviceFacts& row) {
+  for (const DeviceFacts& facts : device_facts) {
+    if (facts.follows_cuda_lists != row.follows_cuda_lists) continue;
+    return &facts == &row || device_is_present(row.type);
+  }
+  return false;
+}
+
+inline void print_policy(std::ostream& out, const PolicyData& policy) {
+  out << "torchamp policy: " << to_string(policy.base) << '\n';
+  for (const Edit& edit : policy.edits) {
+    out << "  " << to_string(edit) << (edit.when.predicate ? "  (when its predicate holds)" : "")
+        << '\n';
+  }
+  for (const DeviceFacts& facts : device_facts) {
+    if (!is_to_print(facts)) continue;
+    const at::DeviceType device = facts.type;
+    out << "on " << c10::DeviceTypeName(device, /*lower_case=*/true) << '\n';
+    const auto rules = rules_in_force(policy, device);
+    for (const CastRow& effect : cast_rows) {
+      print_group(out, rules, Cast::native, effect.cast);
+    }
+    for (const CastRow& row : cast_rows) {
+      if (row.cast != Cast::native) print_group(out, rules, row.cast, row.cast);
+    }
+  }
+  out << "every other op: unchanged\n";
+  for (const auto& [rule, text] : legend) out << to_string(rule) << ": " << text << '\n';
+}
+
+}  // namespace torchamp::detail

@@ -1,0 +1,273 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/util/Exception.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+#include <torch/optim/optimizer.h>
+#include <torch/optim/schedulers/lr_scheduler.h>
+#include <torch/serialize/archive.h>
+
+#include <concepts>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <typeinfo>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/extras/shared/master_meta.h"
+#include "torchamp/grad_scaler.h"
+#include "torchamp/version.h"
+
+namespace TORCHAMP_NAMESPACE {
+class TrainingCheckpoint;
+class TrainingResult;
+}  // namespace TORCHAMP_NAMESPACE
+
+namespace torchamp::detail {
+
+// Note [Parts of a TrainingStep]
+// A TrainingStep knows masters, graphs, process groups and logs by the interfaces below. A program
+// that sets an option instantiates its implementation: options of masters and graphs name their
+// class; groups and logs have their own headers, which StepGroupOf and StepLogOf name if missing.
+
+using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+using Tensors = std::vector<at::Tensor>;
+
+/// A module, a pointer to one or a holder.
+class StepModel {
+ public:
+  template <class Module>
+  StepModel(const torch::nn::ModuleHolder<Module>& holder) : module_(holder.ptr()) {}
+  template <std::derived_from<torch::nn::Module> Module>
+  StepModel(std::shared_ptr<Module> module) : module_(std::move(module)) {}
+  StepModel(torch::nn::Module& module) : module_(module.weak_from_this().lock()) {
+    if (!module_) module_ = {std::shared_ptr<void>(), &module};  // of the program's own
+  }
+
+  std::shared_ptr<torch::nn::Module>& get() { return module_; }
+
+ private:
+  std::shared_ptr<torch::nn::Module> module_;
+};
+
+/// Options of a scaler, or a scaler.
+struct ScalerChoice {
+  ScalerChoice() = default;
+  ScalerChoice(GradScalerOptions given) : options(std::move(given)) {}
+  ScalerChoice(GradScaler& given) : scaler(&given) {}
+
+  std::optional<GradScalerOptions> options;
+  GradScaler* scaler = nullptr;
+};
+
+// ---- Processes ----------------------------------------------------------------------------------
+
+/// What averages gradients over processes.
+class StepGroup {
+ public:
+  virtual ~StepGroup() = default;
+
+  /// Gives all processes the same parameters, before masters of them are made.
+  virtual void broadcast(const torch::nn::Module& model) = 0;
+  /// From now on gradients of `model` are averaged, by its masters where these do so.
+  virtual void attach(const std::shared_ptr<torch::nn::Module>& model, Masters* masters) = 0;
+  /// Computes a loss whose backward averages the gradients, unless no_sync() is alive.
+  virtual at::Tensor forward(const std::function<at::Tensor()>& loss) = 0;
+  virtual std::shared_ptr<void> no_sync() = 0;
+  /// Averages what is left of passes within no_sync().
+  virtual void sync_gradients() = 0;
+  /// The group itself, if it is of that type.
+  virtual const void* find(const std::type_info& type) const = 0;
+  virtual void save(TrainingCheckpoint& checkpoint) = 0;
+  virtual bool load(TrainingCheckpoint& checkpoint) = 0;
+};
+
+template <class Group>
+struct StepGroupOf {
+  static_assert(sizeof(Group) == 0,
+                "TrainingStep: include torchamp/distributed/training_group.h to set .group.");
+};
+
+struct GroupChoice {
+  GroupChoice() = default;
+  template <class Group, class... Options>
+  GroupChoice(c10::intrusive_ptr<Group> group, Options... options)
+      : make([=] { return StepGroupOf<Group>::make(group, options...); }) {}
+
+  std::function<std::unique_ptr<StepGroup>()> make;
+};
+
+// ---- Masters ------------------------------------------------------------------------------------
+
+/// A model's parameters as they are before masters of them are made, which give them other memory.
+class ModelBefore {
+ public:
+  explicit ModelBefore(const torch::nn::Module& model) {
+    for (const at::Tensor& parameter : model.parameters()) {
+      before_.push_back({parameter, parameter.variable_data(), parameter.grad(), hook_of(parameter),
+                         parameter.unsafeGetTensorImpl()->get_backend_meta_intrusive_ptr()});
+    }
+  }
+  /// Once the masters are gone.
+  void put_back() const {
+    for (const Parameter& one : before_) {
+      if (hook_of(one.tensor) != one.hook) {
+        torch::autograd::impl::set_post_acc_grad_hooks(one.tensor, nullptr);
+      }
+      one.tensor.mutable_grad().reset();
+      at::Tensor(one.tensor).set_data(one.data);
+      one.tensor.unsafeGetTensorImpl()->set_backend_meta(one.meta);
+      one.tensor.mutable_grad() = one.gradient;
+    }
+  }
+
+ private:
+  struct Parameter {
+    at::Tensor tensor, data, gradient;
+    const void* hook;
+    c10::intrusive_ptr<c10::BackendMeta> meta;
+  };
+  std::vector<Parameter> before_;
+};
+
+/// Options of masters, which name these and, where they need a group, its type.
+struct MastersChoice {
+  using Model = std::shared_ptr<torch::nn::Module>;
+
+  MastersChoice() = default;
+  template <class Options, class Made = typename Options::Masters>
+  MastersChoice(Options options)
+      : dtype(options.dtype), needs_group(requires { typename Options::Group; }) {
+    make = [options](const Model& model, StepGroup* group) -> std::unique_ptr<Masters> {
+      if constexpr (requires { typename Options::Group; }) {
+        using Group = typename Options::Group;
+        const void* const found = group->find(typeid(Group));
+        TORCH_CHECK(found, "TrainingStep: the masters cannot be sharded over this kind of group.");
+        return std::make_unique<Made>(model, *static_cast<const Group*>(found), options);
+      } else {
+        return std::make_unique<Made>(model, options);
+      }
+    };
+  }
+
+  at::ScalarType dtype = at::kHalf;
+  bool needs_group = false;
+  std::function<std::unique_ptr<Masters>(const Model&, StepGroup*)> make;
+};
+
+// ---- Graphs -------------------------------------------------------------------------------------
+
+/// Options of a graph, which name it: CudaGraphOptions.
+struct CaptureChoice {
+  using Body = std::function<Tensors(const Tensors&)>;
+  using Capture = std::function<const Tensors&(const Tensors&)>;
+
+  CaptureChoice() = default;
+  template <class Options, class Graph = typename Options::Graph>
+  CaptureChoice(Options options)
+      : make([options](torch::optim::Optimizer& optimizer, Body body) -> Capture {
+          const auto graph = std::make_shared<Graph>(optimizer, std::move(body), options);
+          return [graph](const Tensors& inputs) -> const Tensors& { return (*graph)(inputs); };
+        }) {}
+
+  std::function<Capture(torch::optim::Optimizer&, Body)> make;
+};
+
+// ---- Schedulers ---------------------------------------------------------------------------------
+
+/// A learning rate scheduler of any type that has step(); with save() and load(), or a StepLR, it
+/// can be kept in files.
+class StepScheduler {
+ public:
+  template <class Scheduler>
+  explicit StepScheduler(std::shared_ptr<Scheduler> scheduler)
+      : step_([scheduler] { scheduler->step(); }) {
+    if constexpr (requires(torch::serialize::OutputArchive & out,
+                           torch::serialize::InputArchive & in) {
+                    scheduler->save(out);
+                    scheduler->load(in);
+                  }) {
+      save_ = [scheduler](torch::serialize::OutputArchive& out) { scheduler->save(out); };
+      load_ = [scheduler](torch::serialize::InputArchive& in) { scheduler->load(in); };
+    } else if constexpr (std::derived_from<Scheduler, torch::optim::LRScheduler>) {
+      plain_ = scheduler.get();
+    }
+  }
+
+  void step() const { step_(); }
+
+  template <class Checkpoint>
+  void add_to(Checkpoint& checkpoint) {
+    TORCH_CHECK(plain_ || save_,
+                "TrainingStep: the scheduler has no save() and load(), so a file cannot hold it. "
+                "Give it both (LibTorch's StepLR needs none).");
+    plain_ ? checkpoint.add("scheduler", *plain_) : checkpoint.add("scheduler", *this);
+  }
+  void save(torch::serialize::OutputArchive& archive) const { save_(archive); }
+  void load(torch::serialize::InputArchive& archive) { load_(archive); }
+
+ private:
+  std::function<void()> step_;
+  std::function<void(torch::serialize::OutputArchive&)> save_;
+  std::function<void(torch::serialize::InputArchive&)> load_;
+  torch::optim::LRScheduler* plain_ = nullptr;
+};
+
+/// A scheduler, or a function that makes one for the optimizer.
+struct SchedulerChoice {
+  SchedulerChoice() = default;
+  template <class Scheduler>
+  requires requires(Scheduler& scheduler) { scheduler.step(); }
+  SchedulerChoice(Scheduler& scheduler)
+      : make([&scheduler](torch::optim::Optimizer&) {
+          return StepScheduler(std::shared_ptr<Scheduler>(std::shared_ptr<void>(), &scheduler));
+        }) {}
+  template <std::invocable<torch::optim::Optimizer&> Make>
+  SchedulerChoice(Make factory)
+      : make([factory](torch::optim::Optimizer& optimizer) {
+          auto made = factory(optimizer);
+          using Scheduler = typename decltype(made)::element_type;
+          return StepScheduler(std::shared_ptr<Scheduler>(std::move(made)));
+        }) {}
+
+  std::function<StepScheduler(torch::optim::Optimizer&)> make;
+};
+
+// ---- Logs ---------------------------------------------------------------------------------------
+
+/// What is told of each step, and never waits for it.
+class StepLog {
+ public:
+  virtual ~StepLog() = default;
+  virtual void add(std::int64_t step, const TrainingResult& result) = 0;
+  /// Writes all that is not written yet; waits for the device.
+  virtual void flush() = 0;
+};
+
+template <class Result>
+struct StepLogOf {
+  static_assert(sizeof(Result) == 0, "TrainingStep: include torchamp/training_log.h to set .log.");
+};
+
+struct LogChoice {
+  LogChoice() = default;
+  template <std::convertible_to<std::string> Path>
+  LogChoice(Path path)
+      : make([path = std::string(path)] {
+          return StepLogOf<std::conditional_t<true, TrainingResult, Path>>::make(path);
+        }) {}
+
+  std::function<std::unique_ptr<StepLog>()> make;
+};
+
+}  // namespace torchamp::detail

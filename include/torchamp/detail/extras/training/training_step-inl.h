@@ -1,0 +1,308 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/autocast_mode.h>
+#include <ATen/cpu/Utils.h>
+#include <c10/core/DeviceType.h>
+
+#include <array>
+#include <cstdlib>
+#include <string_view>
+
+#include "torchamp/detail/core/base/devices.h"
+#include "torchamp/training_step.h"
+
+namespace torchamp::detail {
+
+inline bool cpu_has_bf16_units() {
+#if TORCHAMP_LIBTORCH >= 211
+  const auto capabilities = at::cpu::get_cpu_capabilities();
+  constexpr std::array units{"amx_bf16", "avx512_bf16", "sve_bf16", "bf16"};
+  return std::ranges::any_of(units, [&](const char* unit) {
+    const auto found = capabilities.find(unit);
+    return found != capabilities.end() && found->second.isBool() && found->second.toBool();
+  });
+#else
+  return at::cpu::is_avx512_bf16_supported() || at::cpu::is_amx_tile_supported();
+#endif
+}
+
+/// Whether oneDNN multiplies matrices in bf16 at full speed; ONEDNN_MAX_CPU_ISA may prevent that.
+inline bool has_fast_bf16() {
+  constexpr std::array slow{"SSE41", "AVX", "AVX512_CORE", "AVX512_CORE_VNNI"};
+  const char* const isa = std::getenv("ONEDNN_MAX_CPU_ISA");
+  const std::string_view most = isa ? isa : "";
+  if (most.starts_with("AVX2") || std::ranges::find(slow, most) != slow.end()) return false;
+  return cpu_has_bf16_units();
+}
+
+/// The dtype of a region on `device` where none is asked for; fp32: none.
+inline at::ScalarType default_dtype(at::DeviceType device, bool fast_bf16) {
+  if (device == at::kCUDA) return at::kHalf;
+  if (device != at::kCPU) return at::autocast::get_autocast_dtype(device);
+  return fast_bf16 ? at::kBFloat16 : at::kFloat;
+}
+
+/// The same for this machine. Says once that a CPU trains in fp32.
+inline at::ScalarType default_dtype(at::DeviceType device) {
+  const at::ScalarType dtype = default_dtype(device, device == at::kCPU && has_fast_bf16());
+  if (dtype == at::kFloat) {
+    TORCH_WARN_ONCE(
+        "TrainingStep: this CPU has no fast bf16 (avx512_bf16, AMX), so it trains in fp32. Set "
+        ".dtype = torch::kBFloat16 to train in bf16 all the same, or torch::kFloat to say so.");
+  }
+  return dtype;
+}
+
+}  // namespace torchamp::detail
+
+namespace TORCHAMP_NAMESPACE {
+
+inline void TrainingStep::check(const TrainingStepOptions& options, bool makes) {
+  TORCH_CHECK_VALUE(options.micro_batches >= 1, "TrainingStep: micro_batches is ",
+                    options.micro_batches, ". It is 1 or more.");
+  TORCH_CHECK_VALUE(!options.max_grad_norm || *options.max_grad_norm >= 0.,
+                    "TrainingStep: max_grad_norm is ", options.max_grad_norm.value_or(0.),
+                    ". It is 0 or more, or left unset.");
+  TORCH_CHECK_VALUE(!options.dtype || *options.dtype == at::kHalf ||
+                        *options.dtype == at::kBFloat16 || *options.dtype == at::kFloat,
+                    "TrainingStep: dtype is ", options.dtype.value_or(at::kFloat),
+                    ". It is fp16, bf16, fp32 for no casts, or left unset.");
+  TORCH_CHECK_VALUE(!options.capture.make || !options.group.make,
+                    "TrainingStep: capture and group cannot be together: gradients are averaged on "
+                    "streams that a graph cannot hold. Leave one of them out.");
+  TORCH_CHECK_VALUE(!options.capture.make || options.micro_batches == 1,
+                    "TrainingStep: capture and micro_batches above 1 cannot be together: a graph "
+                    "holds an iteration with its step. Leave one of them out.");
+  if (!options.masters.make) return;
+  TORCH_CHECK_VALUE(makes,
+                    "TrainingStep: with masters, the optimizer must step these. Pass a function "
+                    "that creates it: [](auto parameters) { return "
+                    "std::make_unique<torchamp::FusedAdamW>(parameters); }.");
+  TORCH_CHECK_VALUE(!options.dtype || *options.dtype == options.masters.dtype,
+                    "TrainingStep: dtype is ", options.dtype.value_or(at::kFloat),
+                    ", and that of the masters' model ", options.masters.dtype,
+                    ". Set the masters' alone.");
+  TORCH_CHECK_VALUE(!options.masters.needs_group || options.group.make,
+                    "TrainingStep: ShardedMasterWeightsOptions need a process group. Set .group.");
+}
+
+/// What no scaler can step.
+inline void TrainingStep::check_optimizer() const {
+  TORCH_CHECK_VALUE(optimizer_, "TrainingStep: the factory has made no optimizer.");
+  TORCH_CHECK_VALUE(dynamic_cast<const torch::optim::LBFGS*>(optimizer_.get()) == nullptr,
+                    "TrainingStep: LBFGS evaluates the loss many times in a step. Call "
+                    "GradScaler::step(optimizer, closure) of torchamp/closure_step.h.");
+  if (masters_) return;
+  const auto has = [this](at::ScalarType dtype) {
+    return detail::any_parameter(*optimizer_, [dtype](const at::Tensor& parameter) {
+      return parameter.requires_grad() && detail::step_dtype(parameter) == dtype;
+    });
+  };
+  TORCH_CHECK_VALUE(
+      !has(at::kHalf),
+      "TrainingStep: the optimizer has fp16 parameters, which small updates would not change. "
+      "Leave the model in fp32 (the guard casts), or set .masters.");
+  if (has(at::kBFloat16)) {
+    TORCH_WARN(
+        "TrainingStep: the optimizer has bf16 parameters, which updates of less than about 1/256 "
+        "of a weight do not change. Leave the model in fp32 (the guard casts), or set .masters.");
+  }
+}
+
+inline TrainingStep::TrainingStep(detail::StepModel model, TrainingStepOptions options, bool makes,
+                                  const MakeOptimizer& make)
+    : model_(std::move(model.get())),
+      scaler_(options.scaler.scaler),
+      max_grad_norm_(options.max_grad_norm),
+      micro_batches_(options.micro_batches) {
+  TORCH_CHECK_VALUE(model_, "TrainingStep: there is no model.");
+  check(options, makes);
+  const auto parameters = model_->parameters();
+  TORCH_CHECK_VALUE(options.device || !parameters.empty(),
+                    "TrainingStep: the model has no parameters. Set .device.");
+  device_ = options.device ? *options.device : parameters.front().device();
+  const auto is_there = [this](const at::Tensor& t) { return t.device().type() == device_.type(); };
+  TORCH_CHECK_VALUE(parameters.empty() || std::ranges::any_of(parameters, is_there),
+                    "TrainingStep: device is ", device_, ", and the model's parameters are on ",
+                    parameters.empty() ? device_ : parameters.front().device(),
+                    ". Move the model there first.");
+  const at::ScalarType dtype = options.masters.make ? options.masters.dtype
+                               : options.dtype      ? *options.dtype
+                                                    : detail::default_dtype(device_.type());
+  autocast_ = {.dtype = dtype,
+               .enabled = dtype != at::kFloat,
+               .policy = std::move(options.policy),
+               .cache = options.cache};
+  if (!autocast_.enabled) autocast_.dtype.reset();
+  const auto is_fp64 = [](const at::Tensor& tensor) { return tensor.scalar_type() == at::kDouble; };
+  if (autocast_.enabled && !parameters.empty() && std::ranges::all_of(parameters, is_fp64)) {
+    TORCH_WARN(
+        "TrainingStep: the parameters are fp64, which autocast never casts, so the step computes "
+        "in fp64. Make them fp32, or set .dtype = torch::kFloat for no casts.");
+  }
+  if (!scaler_) {
+    scaler_ = &own_scaler_.emplace(options.scaler.options ? std::move(*options.scaler.options)
+                                   : dtype == at::kHalf   ? GradScalerOptions()
+                                                          : GradScalerOptions::skip_non_finite());
+  }
+  const detail::ModelBefore before(*model_);
+  try {
+    make_parts(options, make);
+  } catch (...) {
+    capture_ = nullptr;
+    accumulation_.reset();
+    scheduler_.reset();
+    optimizer_.reset();
+    group_.reset();
+    if (std::exchange(masters_, nullptr)) before.put_back();
+    throw;
+  }
+}
+
+inline void TrainingStep::make_parts(TrainingStepOptions& options, const MakeOptimizer& make) {
+  if (options.group.make) group_ = options.group.make();
+  if (options.masters.make) {
+    if (group_) group_->broadcast(*model_);
+    masters_ = options.masters.make(model_, group_.get());
+  }
+  optimizer_ = make(masters_ ? masters_->named_parameters() : model_->named_parameters().pairs());
+  check_optimizer();
+  fused_ = dynamic_cast<FusedOptimizer*>(optimizer_.get());
+  if (options.scheduler.make) scheduler_.emplace(options.scheduler.make(*optimizer_));
+  if (micro_batches_ > 1) {
+    accumulation_.emplace(*scaler_, *optimizer_, micro_batches_);
+    accumulation_->before_unscale([this] { complete_gradients(); });
+  }
+  if (options.capture.make) {
+    capture_ = options.capture.make(*optimizer_, [this](const Tensors& inputs) -> Tensors {
+      const TrainingResult made = iterate([&] { return (*function_)(inputs); });
+      return {made.loss_, made.found_inf(), made.scale_, made.norm_};
+    });
+  }
+  if (options.log.make) log_ = options.log.make();
+  keeps_scale_ = log_ || capture_;
+  if (group_) group_->attach(model_, masters_.get());
+}
+
+/// What is left of the last window, or of backward passes of the program's own.
+inline void TrainingStep::clear_gradients() {
+  fused_ ? fused_->zero_grad() : optimizer_->zero_grad();
+  if (masters_) detail::drop_model_gradients(*optimizer_);
+}
+
+/// What is done to the gradients of a whole window, still scaled.
+inline void TrainingStep::complete_gradients() {
+  if (group_) group_->sync_gradients();
+  if (masters_) masters_->take_gradients();
+  if (max_grad_norm_) norm_ = clip_grad_norm_(*scaler_, *optimizer_, *max_grad_norm_);
+  if (keeps_scale_ && scaler_->is_enabled()) {
+    scale_ = detail::ScalerParts::scale(*scaler_).scale().clone();
+  }
+}
+
+/// `loss` without its graph: itself where nobody else has it.
+inline at::Tensor TrainingStep::without_graph(at::Tensor&& loss) {
+  if (loss.use_count() > 1 || loss.is_view()) return loss.tensor_data();
+  loss.unsafeGetTensorImpl()->set_autograd_meta(nullptr);
+  return std::move(loss);
+}
+
+/// Tells of a backward() in the function. (zero_grad(false) after it leaves a later version.)
+inline void TrainingStep::check_no_backward(const detail::StepOrder& order) {
+  const auto has_new_gradient = [](const at::Tensor& tensor) {
+    const at::Tensor& gradient = tensor.unsafeGetTensorImpl()->grad();
+    return gradient.defined() && detail::version_of(gradient) == 0;
+  };
+  const auto was_reached = [&](const at::Tensor& parameter) {
+    return has_new_gradient(parameter) ||
+           (masters_ && has_new_gradient(detail::narrow_of(parameter)));
+  };
+  if (!scaler_->is_enabled() || order.was_scaled() || order.was_asked() ||
+      !detail::any_parameter(*optimizer_, was_reached)) {
+    return;
+  }
+  constexpr const char* text =
+      "TrainingStep: the function has called backward() without scale. Return the loss, or the sum "
+      "of several; call train.scaler().scale(loss).backward() for what is not returned.";
+  TORCH_CHECK(detail::ScalerParts::scale(*scaler_).stays_at_one(), text);
+  if (std::exchange(warned_, true)) return;
+  TORCH_WARN(text, " This warning is given once.");
+}
+
+inline TrainingResult TrainingStep::learn(at::Tensor loss) {
+  TORCH_CHECK_VALUE(loss.defined() && loss.numel() == 1 && loss.requires_grad(),
+                    "TrainingStep: the function must return the loss: a scalar computed from the "
+                    "parameters, with grad mode on.");
+  const detail::StepLedger& ledger = detail::ScalerParts::ledger(*scaler_);
+  detail::check_not_scaled_within(loss, "TrainingStep", ledger.scaled, ledger.order);
+  std::optional<StepResult> step;
+  try {
+    if (pending() == 0) check_no_backward(ledger.order);
+    if (accumulation_) {
+      step = accumulation_->backward(loss);
+    } else {
+      scaler_->scale(loss).backward();
+      complete_gradients();
+      step = scaler_->step(*optimizer_);
+      scaler_->update();
+    }
+    if (step && masters_) masters_->copy_to_model();
+  } catch (...) {
+    drop_window();
+    throw;
+  }
+  return {without_graph(std::move(loss)), std::move(step), std::move(norm_), std::move(scale_)};
+}
+
+inline TrainingResult TrainingStep::replay(
+    const Tensors& inputs, const std::function<at::Tensor(const Tensors&)>& function) {
+  function_ = &function;
+  const Tensors& made = capture_(inputs);
+  return {made[0], std::nullopt, made[3], made[2], made[1]};
+}
+
+/// What the host does after a step, also of a replayed one.
+inline TrainingResult TrainingStep::count(TrainingResult result) {
+  if (!result.ended_window()) return result;
+  ++steps_;
+  if (log_) log_->add(steps_, result);
+  if (scheduler_ && result.stepped()) scheduler_->step();
+  return result;
+}
+
+/// After a failure.
+inline void TrainingStep::drop_window() {
+  norm_ = scale_ = at::Tensor();
+  if (accumulation_) {
+    accumulation_->discard();
+  } else {
+    detail::clear_gradients(*optimizer_);
+    detail::drop_model_gradients(*optimizer_);
+    scaler_->discard(*optimizer_);
+  }
+  if (!masters_ || masters_->syncs()) return;
+  try {
+    masters_->copy_to_model();   // the optimizer may have stepped before something failed
+  } catch (const c10::Error&) {  // what has failed is told already
+  }
+}
+
+inline std::optional<TrainingResult> TrainingStep::finish() {
+  std::optional<TrainingResult> result;
+  if (pending() > 0) {
+    std::optional<StepResult> step;
+    try {
+      step = accumulation_->flush();
+      if (masters_) masters_->copy_to_model();
+    } catch (...) {
+      drop_window();
+      throw;
+    }
+    result = count({at::Tensor(), std::move(step), std::move(norm_), std::move(scale_)});
+  }
+  if (log_) log_->flush();
+  return result;
+}
+
+}  // namespace TORCHAMP_NAMESPACE

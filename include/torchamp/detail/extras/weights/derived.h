@@ -1,0 +1,424 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/core/Stream.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/ArrayRef.h>
+#include <c10/util/DimVector.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
+#include <limits>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/base/text.h"
+#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/runtime/runtime.h"
+
+namespace torchamp::detail {
+
+/// The tensor with a weight's version counter: the weight itself, or the base of the view.
+inline const c10::TensorImpl* owner_of(const at::Tensor& weight) {
+  return weight.is_view() ? weight._base().unsafeGetTensorImpl() : weight.unsafeGetTensorImpl();
+}
+
+/// Whether LibTorch counts this tensor's changes. Also false for tensors without their own memory
+/// (functorch, sparse) and those with a tangent, whose casts have one, too.
+inline bool counts_changes(const at::Tensor& weight) {
+  return weight.defined() && weight.layout() == at::kStrided && !weight.is_inference() &&
+         weight.has_storage() && !weight.is_neg() && !weight._fw_grad(/*level=*/0).defined();
+}
+
+/// Whether work for this tensor is now being captured, for replays.
+template <class Guard = c10::impl::VirtualGuardImpl>
+bool stream_is_captured(const at::Tensor& weight) {
+  if (weight.device().is_cpu()) return false;
+  if constexpr (requires(const Guard& guard, c10::Stream stream) {
+                  guard.isStreamCapturing(stream);
+                }) {
+    const Guard guard(weight.device().type());
+    return guard.isStreamCapturing(guard.getStream(weight.device()));
+  }
+  return false;  // before LibTorch 2.12 only CudaGraph tells
+}
+
+// Note [What tells that a weight has changed]
+// LibTorch counts writes by ops in a version counter, which a tensor shares with its views and
+// which has no identity. So a weight is identified by the tensor that owns the counter, and by its
+// memory: set_data() and Module::to() give the same tensor other memory. A stamp holds weak
+// references to both, so their addresses are not reused.
+//
+// Writes through pointers, through `.data()` and by replayed kernels are not counted. Their authors
+// must report them: see DerivedWeights::changed().
+
+/// A weight at some moment: tensor, memory, part of it, version. Its values are unchanged while the
+/// stamp holds.
+class WeightStamp {
+ public:
+  /// Error: a tensor for which counts_changes() is false.
+  explicit WeightStamp(const at::Tensor& weight)
+      : storage_(weight.storage().getWeakStorageImpl()),
+        data_(weight.storage().data()),
+        version_(weight._version()),
+        offset_(weight.storage_offset()),
+        sizes_(weight.sizes()),
+        strides_(weight.strides()),
+        dtype_(weight.scalar_type()),
+        stream_(current_stream(weight)) {}
+
+  /// Whether it refers to the same part of the same owner's memory, with any values, and to the
+  /// current stream: another stream would have to wait for the results.
+  bool is_of(const at::Tensor& weight) const {
+    return dtype_ == weight.scalar_type() && offset_ == weight.storage_offset() &&
+           weight.sizes() == sizes_ && weight.strides() == strides_ &&
+           (!stream_ || stream_ == current_stream(weight));
+  }
+
+  /// Of the weight; only for comparison.
+  const c10::StorageImpl* memory() const { return storage_._unsafe_get_target(); }
+
+  /// Whether the weight, which it is_of(), has the same values as then, as far as LibTorch counts.
+  bool holds(const at::Tensor& weight) const {
+    const c10::StorageImpl* const now = weight.storage().unsafeGetStorageImpl();
+    return now == memory() && now->data() == data_ && weight._version() == version_;
+  }
+
+ private:
+  static std::optional<c10::Stream> current_stream(const at::Tensor& weight) {
+    if (weight.device().is_cpu()) return std::nullopt;
+    return c10::impl::VirtualGuardImpl(weight.device().type()).getStream(weight.device());
+  }
+
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage_;  // keeps its address from being used again
+  const void* data_;
+  int64_t version_;
+  int64_t offset_;
+  c10::DimVector sizes_;
+  c10::DimVector strides_;
+  at::ScalarType dtype_;
+  std::optional<c10::Stream> stream_;  // unset on a CPU, which computes at once
+};
+
+// Note [What is derived from weights]
+// A process has one store of data derived from weights (16-bit casts, 8-bit forms), owned by the
+// SharedRuntime. get() calls `make` only if nothing is stored, or if the weight has changed, with
+// the data for the old values, to write to, if nobody else holds it, or nothing. `make` returns
+// tensors without gradients that share no memory with the weight, made outside inference mode so
+// that writes to them count. It runs without a lock, and may run on two threads at once for one
+// weight. The result is shared: do not write to it (a write that LibTorch counts is noticed, and
+// the data made again), and put an autograd node on an alias, one per use. Some may be undefined.
+// During a capture nothing is stored or found.
+
+using Tensors = std::vector<at::Tensor>;
+
+/// The key of derived data: its kind, and the variant of that kind.
+struct WeightForm {
+  enum class Kind : std::uint8_t {
+    cast,  ///< variant: the dtype
+    fp8,   ///< variant: the recipe's
+  };
+  Kind kind;
+  std::uint32_t variant;
+
+  bool operator==(const WeightForm&) const = default;
+};
+
+/// The store of derived data, while valid and wanted. Any thread.
+class DerivedWeights final : public KeptWeights {
+ public:
+  struct Counts {
+    int64_t hits = 0;
+    int64_t misses = 0;
+    int64_t bytes = 0;  // that are kept
+  };
+
+  ~DerivedWeights() = default;
+
+  /// The result of `make` for the present weight: see Note [What is derived from weights]. Sets
+  /// `hit` if it was stored.
+  template <class Make>
+  Tensors get(const at::Tensor& weight, WeightForm form, WeightKeep keep, const Make& make,
+              bool* hit = nullptr) {
+    if (keep.until == WeightKeep::Until::made || suspensions_ > 0 || !counts_changes(weight) ||
+        stream_is_captured(weight)) {
+      return make(Tensors());
+    }
+    Tensors reusable;
+    std::uint64_t times_told = 0;
+    {
+      const std::scoped_lock lock(mutex_);
+      if (const auto place = place_of(weight, form); place != entries_.end()) {
+        Entry& entry = place->second;
+        if (entry.holds(weight)) {
+          ++counts_.hits;
+          if (hit != nullptr) *hit = true;
+          if (keep.until >= entry.keep.until) entry.keep = keep;
+          entry.used = ++uses_;
+          return entry.tensors;
+        }
+        reusable = std::move(entry.tensors);
+        Entries emptied;
+        drop(place, emptied);
+      }
+      ++counts_.misses;
+      times_told = times_told_;
+    }
+    const auto is_unshared = [](const at::Tensor& tensor) {
+      return !tensor.defined() || (tensor.use_count() == 1 && tensor.storage().use_count() == 1);
+    };
+    if (!std::ranges::all_of(reusable, is_unshared)) reusable.clear();
+    // From before: if another thread writes to the weight meanwhile, this does not hold.
+    WeightStamp stamp(weight);
+    Tensors made = make(std::as_const(reusable));
+    reusable.clear();
+    add(weight, std::move(stamp), form, keep, made, times_told);
+    return made;
+  }
+
+  void changed(at::TensorList weights) override {
+    ++times_told_;
+    if (is_empty()) return;
+    std::unordered_set<const void*> memory;
+    for (const at::Tensor& weight : weights) {
+      if (weight.defined() && weight.has_storage()) {
+        memory.insert(weight.storage().unsafeGetStorageImpl());
+      }
+    }
+    const std::scoped_lock lock(mutex_);
+    for (auto& [owner, entry] : entries_) {
+      if (memory.contains(entry.stamp.memory())) entry.is_stale = true;
+    }
+  }
+  void all_changed() override {
+    ++times_told_;
+    if (is_empty()) return;
+    const std::scoped_lock lock(mutex_);
+    for (auto& [owner, entry] : entries_) entry.is_stale = true;
+  }
+  std::uint64_t begin_region() override {
+    // Threads number their own regions: with a common counter they would wait for each other.
+    static thread_local std::uint64_t region = threads_++ % most_threads;
+    region += most_threads;
+    slot_of(region).store(region, std::memory_order_relaxed);
+    return region;
+  }
+  void end_region(std::uint64_t region) override {
+    std::atomic<std::uint64_t>& slot = slot_of(region);
+    if (slot.load(std::memory_order_relaxed) == region) slot.store(0, std::memory_order_relaxed);
+    drop_if([region](const Entry& entry) {
+      return entry.keep.until == WeightKeep::Until::region_ends && entry.keep.region == region;
+    });
+  }
+  /// Drops what was kept until weights step.
+  void end_window() {
+    drop_if([](const Entry& entry) { return entry.keep.until == WeightKeep::Until::weights_step; });
+  }
+  void clear() override {
+    ++times_told_;
+    drop_if([](const Entry&) { return true; });
+  }
+
+  /// Drops the data of destroyed weights.
+  void drop_gone() {
+    drop_if([](const Entry&) { return false; });
+  }
+
+  /// While one lives, nothing is stored or found.
+  class Suspension {
+   public:
+    explicit Suspension(DerivedWeights& weights) : weights_(weights) { ++weights_.suspensions_; }
+    ~Suspension() { --weights_.suspensions_; }
+    Suspension(const Suspension&) = delete;
+    Suspension& operator=(const Suspension&) = delete;
+
+   private:
+    DerivedWeights& weights_;
+  };
+
+  /// Sets the largest number of bytes; the least recently used data is freed first.
+  void set_budget(int64_t bytes) {
+    Entries dropped;
+    const std::scoped_lock lock(mutex_);
+    budget_ = bytes;
+    make_room(0, dropped);
+  }
+
+  /// Whether nothing is kept.
+  bool is_empty() const { return size_.load(std::memory_order_relaxed) == 0; }
+
+  Counts counts() const {
+    const std::scoped_lock lock(mutex_);
+    return counts_;
+  }
+
+ private:
+  struct Entry {
+    Entry(const at::Tensor& weight, WeightStamp of, WeightForm as, WeightKeep keep_for,
+          Tensors made)
+        : owner(weight.is_view() ? weight._base() : weight),
+          stamp(std::move(of)),
+          form(as),
+          tensors(std::move(made)),
+          keep(keep_for) {
+      for (const at::Tensor& tensor : tensors) {
+        versions.push_back(version_of(tensor));
+        if (tensor.defined()) bytes += static_cast<int64_t>(tensor.nbytes());
+      }
+    }
+
+    bool holds(const at::Tensor& weight) const {
+      if (is_stale || !stamp.holds(weight)) return false;
+      for (std::size_t i = 0; i < tensors.size(); ++i) {
+        if (version_of(tensors[i]) != versions[i]) return false;  // somebody has written to it
+      }
+      return true;
+    }
+
+    WeakTensor owner;  // keeps the address, by which entries are found, from being used again
+    WeightStamp stamp;
+    WeightForm form;
+    Tensors tensors;
+    std::vector<std::uint32_t> versions;
+    int64_t bytes = 0;
+    WeightKeep keep;  // of those that have asked, what lasts longest
+    std::uint64_t used = 0;
+    bool is_stale = false;
+  };
+  using Entries = std::multimap<const c10::TensorImpl*, Entry>;  // by owner_of() the weight
+
+  // A region's number is most_threads times the count of regions of its thread, plus the thread's
+  // number. A thread's last two have their own slots. Of two open regions that share a slot, one
+  // may be taken for ended: then nothing is stored for it.
+  static constexpr std::uint64_t most_threads = 1 << 24;
+  std::atomic<std::uint64_t>& slot_of(std::uint64_t region) {
+    const std::uint64_t thread = region % most_threads, begun = region / most_threads;
+    return open_regions_[(2 * thread + begun % 2) % std::size(open_regions_)];
+  }
+  bool is_over(WeightKeep keep) {
+    return keep.until == WeightKeep::Until::region_ends && slot_of(keep.region) != keep.region;
+  }
+
+  Entries::iterator place_of(const at::Tensor& weight, WeightForm form) {
+    const auto [begin, end] = entries_.equal_range(owner_of(weight));
+    for (auto entry = begin; entry != end; ++entry) {
+      if (entry->second.form == form && entry->second.stamp.is_of(weight)) return entry;
+    }
+    return entries_.end();
+  }
+
+  void add(const at::Tensor& weight, WeightStamp stamp, WeightForm form, WeightKeep keep,
+           const Tensors& made, std::uint64_t times_told) {
+    Entry entry(weight, std::move(stamp), form, keep, made);
+    Entries dropped;
+    const std::scoped_lock lock(mutex_);
+    if (times_told != times_told_ || suspensions_ > 0) return;
+    if (entry.bytes > budget_ || is_over(keep)) return;
+    const auto other = place_of(weight, form);
+    if (other != entries_.end()) drop(other, dropped);  // another thread was quicker
+    make_room(entry.bytes, dropped);
+    if (size_ >= purge_at_ || counts_.bytes >= purge_at_bytes_) {
+      drop_if([](const Entry&) { return false; }, dropped);
+      purge_at_ = std::max<std::size_t>(least_to_purge, 2 * size_);
+      purge_at_bytes_ = std::max<int64_t>(least_bytes_to_purge, 2 * counts_.bytes);
+    }
+    entry.used = ++uses_;
+    counts_.bytes += entry.bytes;
+    entries_.emplace(owner_of(weight), std::move(entry));
+    ++size_;
+  }
+
+  /// Drops the least recently used data until `bytes` more fit.
+  void make_room(int64_t bytes, Entries& dropped) {
+    while (counts_.bytes > budget_ - bytes && !entries_.empty()) {
+      drop(std::ranges::min_element(entries_, {}, [](const auto& one) { return one.second.used; }),
+           dropped);
+    }
+  }
+
+  /// `dropped` is freed without the lock.
+  void drop(Entries::iterator entry, Entries& dropped) {
+    counts_.bytes -= entry->second.bytes;
+    dropped.insert(entries_.extract(entry));
+    --size_;
+  }
+  /// What `leaves` selects, and the data of destroyed weights.
+  template <class Leaves>
+  void drop_if(const Leaves& leaves, Entries& dropped) {
+    for (auto next = entries_.begin(); next != entries_.end();) {
+      const auto entry = next++;
+      if (entry->second.owner.is_gone() || leaves(entry->second)) drop(entry, dropped);
+    }
+  }
+  template <class Leaves>
+  void drop_if(const Leaves& leaves) {
+    if (is_empty()) return;
+    Entries dropped;
+    const std::scoped_lock lock(mutex_);
+    drop_if(leaves, dropped);
+  }
+
+  mutable std::mutex mutex_;  // guards what is not atomic
+  Entries entries_;
+  Counts counts_;
+  std::uint64_t uses_ = 0;
+  // The numbers of entries or bytes at which the data of destroyed weights is searched. So at most
+  // half of the store, or this little, is useless.
+  static constexpr std::size_t least_to_purge = 64;
+  static constexpr int64_t least_bytes_to_purge = int64_t{1} << 24;
+  std::size_t purge_at_ = least_to_purge;
+  int64_t purge_at_bytes_ = least_bytes_to_purge;
+  int64_t budget_ = std::numeric_limits<int64_t>::max();
+  std::atomic<std::size_t> size_ = 0;
+  std::atomic<std::uint64_t> times_told_ = 0;
+  std::atomic<int64_t> suspensions_ = 0;
+  std::atomic<std::uint64_t> threads_ = 0;  // that have begun regions
+  std::atomic<std::uint64_t> open_regions_[256] = {};
+};
+
+/// The process's store, which the first call creates. Any thread.
+inline DerivedWeights& derived_weights() {
+  static DerivedWeights& store = []() -> DerivedWeights& {
+    SharedRuntime& runtime = shared_runtime();
+    const std::scoped_lock lock(runtime.mutex);
+    if (KeptWeights* const known = runtime.kept_weights) {
+      return static_cast<DerivedWeights&>(*known);  // of another library with the same layout
+    }
+    const WeightsWritten written = [](at::TensorList weights) {
+      weights.empty() ? derived_weights().end_window() : derived_weights().changed(weights);
+    };
+    auto made = std::make_unique<DerivedWeights>();
+    define_for_all(joined({weights_written_op, "(int address=",
+                           std::to_string(reinterpret_cast<std::uintptr_t>(written)), ") -> ()"}));
+    runtime.kept_weights = made.get();
+    return *made.release();
+  }();
+  return store;
+}
+
+/// How long the calling thread stores derived data: not at all outside guards, in those without a
+/// cache, and for a region that began before the store.
+inline WeightKeep keep_of_this_thread() {
+  const ThreadPolicy* policy = thread_policy();
+  if (policy == nullptr) return {};
+  const bool has_no_end =
+      policy->keep.until == WeightKeep::Until::region_ends && policy->keep.region == 0;
+  return has_no_end ? WeightKeep() : policy->keep;
+}
+
+}  // namespace torchamp::detail
