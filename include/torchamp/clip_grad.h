@@ -19,9 +19,11 @@
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/gradients/attached.h"
+#include "torchamp/detail/core/gradients/deferred_clip.h"
 #include "torchamp/detail/core/gradients/norm.h"
+#include "torchamp/detail/core/gradients/shards.h"
 #include "torchamp/detail/core/gradients/unscale.h"
-#include "torchamp/detail/core/scaler/step_ledger.h"
+#include "torchamp/detail/core/scaler/misuse.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/version.h"
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "torchamp/detail/core/gradients/attached.h"
+#include "torchamp/detail/core/gradients/deferred_clip.h"
 #include "torchamp/detail/core/optim/kernels.h"
 #include "torchamp/detail/core/optim/plan.h"
 #include "torchamp/scaled_step.h"

@@ -1,16 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <ATen/SequenceNumber.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/operator_name.h>
-#include <ATen/ops/addcmul.h>
-#include <ATen/ops/rsub.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/TensorImpl.h>
-#include <c10/util/Exception.h>
 #include <c10/util/FunctionRef.h>
 #include <torch/optim/optimizer.h>
 
@@ -21,7 +17,6 @@
 #include <vector>
 
 #include "torchamp/detail/core/base/tensors.h"
-#include "torchamp/scaled_step.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -35,7 +30,7 @@ namespace torchamp::detail {
 // how the weight is stepped.
 
 class StepMethod;
-class Shards;  // in detail/core/scaler/step_ledger.h
+class Shards;  // in detail/core/gradients/shards.h
 
 /// What begins an error text; called where there is an error.
 using ErrorPlace = c10::function_ref<std::string()>;
@@ -111,144 +106,25 @@ inline void note_gradient_dropped(const at::Tensor& weight) {
   if (WeightMeta* const meta = weight_meta_of(weight)) meta->note_gradient_dropped();
 }
 
-// ---- What an optimizer carries ------------------------------------------------------------------
+/// How many parameters of `optimizer` have one. Reads no device.
+inline std::size_t count_gradients(const torch::optim::Optimizer& optimizer) {
+  std::size_t count = 0;
+  any_gradient(optimizer, [&](const at::Tensor&) { return ++count == 0; });
+  return count;
+}
 
-// Note [What was clipped is what is stepped]
-// A deferred clip is a number, the divisor, and a list of the gradients it was computed from, each
-// by identity and version, so no device has to be asked whether they are unchanged. The list keeps
-// no gradient alive, but while it exists no other tensor can get one's address.
-//
-// The gradients that a step finds are
-//   the same         the step divides by the divisor
-//   gone             none of them is there any more. Either zero_grad() has dropped them and a new
-//                    backward has made others, and the divisor is forgotten; or the program has
-//                    replaced them by what it computed from them, which is an error. What tells the
-//                    two apart is whether this thread has recorded a graph for autograd meanwhile.
-//   something else   an error: some were written to, replaced, dropped or added to.
-// Writes that leave the clipped gradients what they are (the check, GradScaler::unscale_) keep the
-// divisor.
-
-/// A number that gradients are to be divided by.
-struct Divisor {
-  at::Tensor number{};     ///< 0-dim fp32; undefined if there is none
-  double per_excess = 0.;  ///< if not 0, the divisor is 1 + per_excess * number, in one kernel less
-  bool is_number = true;   ///< or else it may be inf, to make gradients of 0
-  /// Whether it is not finite where a gradient is not, or is too large to be divided by the scale.
-  bool tells_finite = false;
-  at::Tensor norm{};  ///< with tells_finite: tells as well, on devices whose ops lose NaNs
-  at::Tensor zero{};  ///< 0-dim fp32 on the number's device, new, for a flag; or undefined
-
-  bool defined() const { return number.defined(); }
-
-  /// 0-dim fp32; undefined if there is none.
-  at::Tensor value() const {
-    return defined() && per_excess != 0. ? at::rsub(number, 1., -per_excess) : number;
-  }
-
-  /// The product with `factor`, on its device, where it is defined.
-  [[gnu::cold]] at::Tensor times(const at::Tensor& factor) const {
-    if (!factor.defined()) return value();
-    if (!defined()) return factor;
-    const at::Tensor here = to_device_async(factor.device(), number);
-    return per_excess != 0. ? at::addcmul(factor, here, factor, per_excess) : factor.mul(here);
-  }
-};
-
-/// What the gradients of an optimizer are still to be divided by when they are next stepped with.
-class DeferredClip {
- public:
-  /// Divides the gradients that are there now by `divisor`, on top of what is pending for them. An
-  /// error if that was left for others, unless these are all gone.
-  [[gnu::cold]] void add(const torch::optim::Optimizer& optimizer, const Divisor& divisor) {
-    const Divisor before = of(optimizer);
-    divisor_ = divisor;
-    if (before.defined()) {
-      divisor_.number = divisor.times(before.value());
-      divisor_.per_excess = 0.;
-      divisor_.is_number = before.is_number && divisor.is_number;
-    }
-    clipped_.clear();
-    any_gradient(optimizer, [&](const at::Tensor& gradient) {
-      clipped_.emplace_back(gradient);
-      return false;
-    });
-    graphs_ = at::sequence_number::peek();
-  }
-
-  /// The divisor of the gradients that are there now; undefined if there is none.
-  Divisor of(const torch::optim::Optimizer& optimizer) const {
-    if (!divisor_.defined()) return {};
-    const Match match = compare(optimizer);
-    TORCH_CHECK(match != Match::different, message);
-    return match == Match::same ? divisor_ : Divisor();
-  }
-
-  /// The same for a step with them; an error if they were put in the clipped ones' place.
-  Divisor for_step(const torch::optim::Optimizer& optimizer) const {
-    Divisor divisor = of(optimizer);
-    TORCH_CHECK(divisor.defined() || !divisor_.defined() || !any_gradient(optimizer) ||
-                    at::sequence_number::peek() != graphs_,
-                message);
-    return divisor;
-  }
-
-  /// Whether a divisor is pending for just the gradients that are there now.
-  bool is_for(const torch::optim::Optimizer& optimizer) const {
-    return divisor_.defined() && compare(optimizer) == Match::same;
-  }
-
-  void forget() {
-    divisor_ = {};
-    clipped_.clear();
-  }
-
- private:
-  enum class Match { same, gone, different };
-
-  static constexpr const char* message =
-      "FusedOptimizer: the gradients are not those that clip_grad_norm_ has clipped and left to "
-      "the next step: since then some were written to, replaced, dropped or added. Clip after the "
-      "last such change, just before the step. To drop what was clipped, call the fused "
-      "optimizer's own zero_grad() or take_next_step_divisor().";
-
-  Match compare(const torch::optim::Optimizer& optimizer) const {
-    std::size_t next = 0;
-    bool same = true, any = false;
-    any_gradient(optimizer, [&](const at::Tensor& gradient) {
-      same = same && next < clipped_.size() && clipped_[next].is_unchanged(gradient);
-      any = any || same;
-      for (std::size_t i = 0; !any && i < clipped_.size(); ++i) any = clipped_[i].is(gradient);
-      ++next;
-      return false;
-    });
-    if (same && next == clipped_.size()) return Match::same;
-    return any ? Match::different : Match::gone;
-  }
-
-  Divisor divisor_;
-  std::vector<SeenTensor> clipped_;  // the gradients
-  uint64_t graphs_ = 0;              // nodes that this thread had recorded then
-};
-
-/// What a scaler knows of the step that it is making.
-struct StepFacts {
-  bool clip_in_scale = false;  ///< the scale holds what a clip has left to the step
-  bool exact_flag = false;     ///< the flag is 0 or 1
-};
-
-/// What an optimizer is, beside torch::optim::Optimizer, whose step divides by what clips have left
-/// to it and steps weights by their step_method.
-class DefersClips : public ScaledStep {
- protected:
-  /// step_scaled() for a scaler.
-  virtual void step_knowing(const at::Tensor& grad_scale, const at::Tensor& found_inf,
-                            const StepFacts& facts) = 0;
-
-  DeferredClip deferred_clip_;
-
- private:
-  friend struct ClipLeft;
-};
+/// How often this thread has moved gradients to master weights.
+inline uint64_t& gradients_taken() {
+  static thread_local uint64_t times = 0;
+  return times;
+}
+/// Whether masters that `optimizer` steps were given gradients after the first `times` of these.
+inline bool any_taken_after(const torch::optim::Optimizer& optimizer, uint64_t times) {
+  return any_parameter(optimizer, [&](const at::Tensor& parameter) {
+    const WeightMeta* const meta = weight_meta_of(parameter);
+    return meta && meta->taken > times;
+  });
+}
 
 // ---- Casts of weights ---------------------------------------------------------------------------
 

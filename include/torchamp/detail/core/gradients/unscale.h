@@ -33,6 +33,7 @@
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/gradients/attached.h"
+#include "torchamp/detail/core/gradients/deferred_clip.h"
 
 namespace torchamp::detail {
 

@@ -21,6 +21,7 @@
 
 #include "torchamp/detail/core/base/device_work.h"
 #include "torchamp/detail/core/gradients/attached.h"
+#include "torchamp/detail/core/gradients/deferred_clip.h"
 #include "torchamp/optim.h"
 #include "torchamp/version.h"
 

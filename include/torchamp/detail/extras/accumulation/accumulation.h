@@ -17,6 +17,10 @@
 
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/gradients/attached.h"
+#include "torchamp/detail/core/gradients/deferred_clip.h"
+#include "torchamp/detail/core/gradients/shards.h"
+#include "torchamp/detail/core/scaler/misuse.h"
+#include "torchamp/detail/core/scaler/optimizer_identity.h"
 #include "torchamp/detail/core/scaler/step_ledger.h"
 #include "torchamp/detail/extras/shared/master_meta.h"
 #include "torchamp/version.h"

@@ -15,7 +15,7 @@
 
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/gradients/attached.h"
-#include "torchamp/detail/core/scaler/step_ledger.h"
+#include "torchamp/detail/core/gradients/shards.h"
 
 namespace torchamp::detail {
 
