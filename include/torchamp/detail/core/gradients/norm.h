@@ -23,7 +23,7 @@
 #include "torchamp/detail/core/base/devices.h"
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/base/text.h"
-#include "torchamp/detail/core/gradients/unscale.h"
+#include "torchamp/detail/core/gradients/gradient_batch.h"
 
 namespace torchamp::detail {
 

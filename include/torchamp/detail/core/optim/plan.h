@@ -2,216 +2,29 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/div.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
-#include <c10/core/ScalarType.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
-#include <c10/util/flat_hash_map.h>
 #include <torch/optim/optimizer.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <list>
 #include <memory>
-#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/gradients/attached.h"
-#include "torchamp/detail/core/optim/kernels.h"
+#include "torchamp/detail/core/optim/check_parameters.h"
+#include "torchamp/detail/core/optim/device_scalars.h"
+#include "torchamp/detail/core/optim/divide_apart.h"
+#include "torchamp/detail/core/optim/kernel.h"
+#include "torchamp/detail/core/optim/step_counter.h"
+#include "torchamp/detail/core/optim/step_list.h"
 
 namespace torchamp::detail {
-
-// Note [Gradients that are dropped]
-// ATen's fused kernels write the gradients that they divide: of an Adam's 32 bytes read and written
-// for an fp32 parameter, 4. Where the optimizer drops its gradients after the step, nobody would
-// read those. So on a CPU, a large gradient is divided piece by piece into a buffer that stays in
-// the cache, and the kernel steps with that. Small gradients are in the cache anyway, 16-bit ones
-// are not rounded when a kernel divides them itself, and on a GPU the launches would cost more than
-// the bytes.
-
-/// The least elements of a gradient that is divided apart, and the most of a piece: many times what
-/// a kernel takes at once, so that it rounds a piece as it would the whole.
-inline constexpr int64_t divided_at_once = 1 << 18;
-
-/// Whether gradients of `list`, which is stepped in `dtype`, are divided apart from the step.
-/// `drops`: they are dropped after it.
-inline bool divides_apart(const StepList& list, at::ScalarType dtype, bool drops) {
-  return drops && list.device.is_cpu() && !list.lacks_op && list.scalars->grad_scale() &&
-         (dtype == at::kFloat || dtype == at::kDouble);
-}
-
-/// `kernel` for `piece`, whose tensors are flat; its gradients are divided in `buffer` before. That
-/// has one number more, for the scale in their dtype, as to cast it would take memory.
-[[gnu::cold]] inline void step_divided(KernelStep kernel, StepList& piece,
-                                       const at::Tensor& buffer) {
-  const at::Tensor scale = buffer.select(0, -1);
-  scale.copy_(*piece.scalars->grad_scale());
-  int64_t begin = 0;
-  for (at::Tensor& gradient : piece.grads) {
-    at::Tensor divided = part_of(buffer, begin, gradient.numel());
-    at::div_out(divided, gradient, scale);
-    begin += gradient.numel();
-    gradient = std::move(divided);
-  }
-  kernel(piece, piece.scalars->without_scale());
-}
-
-/// What step_and_drop() is to find as list.buffer; undefined where no gradient is divided apart.
-inline at::Tensor buffer_to_drop(const StepList& list, bool drops) {
-  const auto is_large = [](const at::Tensor& param) { return param.numel() >= divided_at_once; };
-  const bool divides = list.takes_parts && divides_apart(list, list.dtype, drops) &&
-                       std::any_of(list.params.begin(), list.params.end(), is_large);
-  return divides ? list.scalars->buffer(list.dtype, divided_at_once + 1) : at::Tensor();
-}
-
-/// `kernel` for a list whose gradients are dropped after the step: leaves large ones scaled.
-[[gnu::cold]] inline void step_and_drop(KernelStep kernel, const StepList& list) {
-  StepList small = list.emptied();
-  for (std::size_t i = 0; i < list.params.size(); ++i) {
-    const at::Tensor& param = list.params[i];
-    const int64_t size = param.numel();
-    if (size < divided_at_once) {
-      small.params.push_back(param);
-      small.add_beside_param(list, i, [](const at::Tensor& tensor) { return tensor; });
-      continue;
-    }
-    for (int64_t begin = 0; begin < size; begin += divided_at_once) {
-      StepList piece = list.emptied();
-      const auto part = [&](const at::Tensor& tensor) {
-        return part_of(tensor, begin, std::min(divided_at_once, size - begin));
-      };
-      piece.params.push_back(part(param));
-      piece.add_beside_param(list, i, part);
-      step_divided(kernel, piece, list.buffer);
-    }
-  }
-  if (!small.params.empty()) kernel(small, *list.scalars);
-}
-
-using ParamStates = ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>>;
-
-/// Puts others in the place of an optimizer's states. It stays the same optimizer; see Note [Which
-/// optimizer it is].
-inline void replace_states(torch::optim::Optimizer& optimizer, ParamStates states) {
-  const float load_factor = optimizer.state().max_load_factor();
-  optimizer.state() = std::move(states);
-  optimizer.state().max_load_factor(load_factor);
-}
-
-[[gnu::cold]] inline std::string place_of(std::size_t group, std::size_t index) {
-  return "parameter " + std::to_string(index) + " of group " + std::to_string(group);
-}
-
-/// Throws. (TORCH_CHECK_VALUE compiles the making of an exception at each place.)
-[[noreturn, gnu::cold]] inline void refuse(const std::string& text) {
-  TORCH_CHECK_VALUE(false, text);
-}
-
-[[noreturn, gnu::cold]] inline void refuse_options(const char* name, std::size_t group) {
-  TORCH_CHECK_TYPE(false, std::string(name) + ": the options of group " + std::to_string(group) +
-                              " belong to another optimizer. Give it the options that " + name +
-                              " takes.");
-}
-
-/// The options of a group, which must be those that `Kernel` goes by. `number` is for the error.
-template <OptimizerKernel Kernel>
-const typename Kernel::Options& options_of(const torch::optim::OptimizerParamGroup& group,
-                                           std::size_t number) {
-  const auto* const options = dynamic_cast<const typename Kernel::Options*>(&group.options());
-  if (!options) refuse_options(Kernel::name, number);
-  return *options;
-}
-
-/// Calls `f(group, index, parameter, tensor)` for each state tensor of each parameter with a state.
-template <OptimizerKernel Kernel, class F>
-void for_each_state(const ParamGroups& groups, const ParamStates& states, const F& f) {
-  for (std::size_t g = 0; g < groups.size(); ++g) {
-    const std::size_t kinds = Kernel::kinds(options_of<Kernel>(groups[g], g));
-    for (std::size_t i = 0; i < groups[g].params().size(); ++i) {
-      const at::Tensor& param = groups[g].params()[i];
-      const auto state = states.find(param.unsafeGetTensorImpl());
-      if (state == states.end()) continue;
-      for (std::size_t k = 0; k < kinds; ++k) {
-        f(g, i, param, Kernel::tensor(static_cast<typename Kernel::State&>(*state->second), k));
-      }
-    }
-  }
-}
-
-/// What is wrong with a parameter with a gradient that the kernels cannot step; else empty.
-[[gnu::cold]] inline std::string why_not_fused(const at::Tensor& param, const at::Tensor& grad) {
-  if (param.layout() != at::kStrided || grad.layout() != at::kStrided) {
-    return " has a gradient of layout " + c10::str(grad.layout()) +
-           ". Fused kernels take dense ones: make it dense (for an embedding, "
-           "sparse(false)), or give this parameter to LibTorch's own optimizer.";
-  }
-  if (!at::isFloatingType(param.scalar_type())) {
-    return std::string(" is of dtype ") + c10::toString(param.scalar_type()) +
-           ". Fused kernels take real floating-point numbers: give this parameter to "
-           "LibTorch's own optimizer.";
-  }
-  if (param.is_neg()) {
-    return " has the negative bit. Make the parameter from the result of resolve_neg().";
-  }
-  if (!param.is_non_overlapping_and_dense()) {
-    return " has gaps or overlaps in memory (sizes " + c10::str(param.sizes()) + ", strides " +
-           c10::str(param.strides()) + "). Make the parameter from a contiguous() tensor.";
-  }
-  return "";
-}
-
-/// Throws for a parameter with a gradient that the kernels cannot step. Changes nothing.
-template <OptimizerKernel Kernel>
-[[gnu::cold]] void check_parameters(const ParamGroups& groups, const ParamStates& states) {
-  ParamStates seen;  // a set, of what is compiled for the states
-  for (std::size_t g = 0; g < groups.size(); ++g) {
-    for (std::size_t i = 0; i < groups[g].params().size(); ++i) {
-      const at::Tensor& param = groups[g].params()[i];
-      const at::Tensor& grad = gradient_of(param);
-      if (!grad.defined()) continue;
-      void* const key = param.unsafeGetTensorImpl();
-      const bool is_new = seen.find(key) == seen.end();
-      seen[key] = nullptr;
-      const auto where = [&] { return std::string(Kernel::name) + "::step: " + place_of(g, i); };
-      const std::string why = is_new ? why_not_fused(param, grad)
-                                     : " is in the optimizer twice. Give each parameter once.";
-      if (!why.empty()) refuse(where() + why);
-      if (const StepMethod* const method = step_method_of(param)) method->check(param, grad, where);
-    }
-  }
-  const auto check = [](auto g, auto i, const at::Tensor& param, const at::Tensor& tensor) {
-    if (!gradient_of(param).defined() || !tensor.defined() || tensor.sizes() == param.sizes()) {
-      return;
-    }
-    refuse(std::string(Kernel::name) + "::step: " + place_of(g, i) + " is of shape " +
-           c10::str(param.sizes()) + ", its state of " + c10::str(tensor.sizes()) +
-           ". Make a new optimizer for parameters of another shape.");
-  };
-  for_each_state<Kernel>(groups, states, check);
-}
-
-/// Whether two tensors hold their elements in the same order: the fused kernels walk through memory
-/// and do not look (on the CPU not even for an error).
-inline bool same_layout(const at::Tensor& a, const at::Tensor& b) {
-  return a.sizes() == b.sizes() && a.strides() == b.strides();
-}
-
-/// `tensor`, or a copy of it with the device and layout of `param`, and the dtype of its steps.
-[[gnu::cold]] inline at::Tensor fitted(const at::Tensor& tensor, const at::Tensor& param) {
-  const TensorKind kind{param.device(), step_dtype(param)};
-  if (TensorKind::of(tensor) == kind && same_layout(tensor, param) && !tensor.is_neg()) {
-    return tensor;
-  }
-  at::Tensor copy = at::empty_like(param, param.options().dtype(kind.dtype));
-  copy.copy_(tensor);
-  return copy;
-}
 
 // Note [The plan of a fused step]
 // What the kernels are called with (lists of parameters, states and counters by group, device and

@@ -1,20 +1,17 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/addcmul.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/nan_to_num.h>
-#include <ATen/ops/stack.h>
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -24,224 +21,17 @@
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/scaler/check_options.h"
+#include "torchamp/detail/core/scaler/device_update.h"
+#include "torchamp/detail/core/scaler/read_once.h"
 #include "torchamp/detail/core/scaler/scale_bound.h"
+#include "torchamp/detail/core/scaler/scale_limits.h"
+#include "torchamp/detail/core/scaler/scale_rule.h"
 #include "torchamp/detail/core/scaler/scale_update.h"
+#include "torchamp/detail/core/scaler/skips.h"
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
-
-/// A 0-dim fp32 tensor, read at most once. As a bool, whether it is not 0.
-template <class T>
-struct ReadOnce {
-  at::Tensor tensor{};
-  std::optional<T> on_host{};
-
-  /// What can be told without waiting for a device.
-  std::optional<T> without_reading() const {
-    if (on_host) return on_host;
-    if (tensor.is_cpu()) return static_cast<T>(*tensor.const_data_ptr<float>());
-    return std::nullopt;
-  }
-
-  /// Reads the device where the host does not know.
-  T read() {
-    if (!on_host) on_host = static_cast<T>(tensor.item<float>());
-    return *on_host;
-  }
-
-  /// Makes a later change of the tensor invisible.
-  void keep() {
-    if (!on_host) tensor = tensor.clone();
-  }
-};
-
-// ---- A scale, where it lives --------------------------------------------------------------------
-
-/// Bad iterations in a row, counted from their flags on a device when someone asks. Until then an
-/// iteration costs no launch, and six in so many together. Copies stay what they are, as long as
-/// what they are counted from does.
-class SkipCount {
- public:
-  SkipCount() = default;
-  /// From `count`, 0-dim fp32, on.
-  explicit SkipCount(at::Tensor count) : before_(std::move(count)) {}
-  /// One that the host knows.
-  explicit SkipCount(double count) : on_host_(count) {}
-
-  bool defined() const { return before_.defined(); }
-
-  /// One iteration more. `found_inf`, 0-dim fp32, is 1 if it was bad, or else 0, and stays so.
-  void add(const at::Tensor& found_inf) { flags_.push_back(found_inf); }
-  /// Lets go of the flags, so that the next tensor() takes no launch.
-  void count() {
-    before_ = tensor();
-    flags_.clear();
-  }
-
-  /// Makes a later change of what it is counted from on invisible.
-  void keep() {
-    if (!on_host_ && flags_.empty()) before_ = before_.clone();
-  }
-
-  /// Adds what it is counted from.
-  void add_parts_to(std::vector<at::Tensor>& parts) const {
-    parts.insert(parts.end(), flags_.begin(), flags_.end());
-    parts.push_back(before_);
-  }
-
-  /// 0-dim fp32; not to be changed.
-  [[gnu::cold]] at::Tensor tensor() const {
-    if (flags_.empty()) return before_;
-    // From the latest back, 1 as long as all were bad.
-    const at::Tensor bad = at::stack(flags_).flip(0).cumprod(0);
-    return bad.sum() + bad.select(0, -1) * before_;
-  }
-
-  /// For the host, which remembers it.
-  double read() {
-    if (!on_host_) on_host_ = tensor().item<double>();
-    return *on_host_;
-  }
-
- private:
-  std::optional<double> on_host_;
-  at::Tensor before_;
-  std::vector<at::Tensor> flags_;  // of the iterations since
-};
-
-/// Warns of a long run of bad iterations, once. Where only the device knows the run, it is copied
-/// to the host once in `interval` iterations, and nobody waits for the copy.
-class SkipWarning {
- public:
-  static constexpr int64_t many = 100, interval = 32;
-
-  [[gnu::cold]] void note(double skips) {
-    if (skips < many || warned_) return;
-    warned_ = true;
-    warn({"GradScaler::update: gradients held infs or NaNs in the last ",
-          static_cast<int64_t>(skips),
-          " iterations, and their steps were skipped. If the data or the weights hold a NaN, no "
-          "scale helps: overflow_report() (torchamp/overflow_report.h) names the layers whose "
-          "gradients do, first_non_finite_op() (torchamp/non_finite_op.h) the op that made the "
-          "first one. This warning is given once."});
-  }
-
-  /// `skips`, 0-dim fp32: what there is now.
-  void send(const at::Tensor& skips) {
-    iterations_ = 0;
-    mirror_.send(skips);
-  }
-  void count_iteration() { ++iterations_; }
-  /// Whether to send().
-  bool is_due() const { return iterations_ >= interval; }
-  /// Warns if what has arrived says so.
-  void look() {
-    if (!mirror_.empty()) note(mirror_[0]);
-  }
-
- private:
-  bool warned_ = false;
-  int64_t iterations_ = 0;
-  HostMirror mirror_;
-};
-
-/// What GradScaler::update does about the limits of GradScalerOptions.
-class ScaleLimits {
- public:
-  /// The limits that an iteration has met, and what to say of them.
-  struct Met {
-    bool min_scale = false;
-    bool skips_in_a_row = false;
-    double scale = 0.;
-    int64_t skips = 0;
-  };
-
-  static Met met(const GradScalerOptions& options, const ScaleMemory<double>& before,
-                 const ScaleMemory<double>& after) {
-    const auto skips = static_cast<int64_t>(after.skips);
-    // since_change is 0 only where the scale was lowered or grew; a bad iteration has lowered it.
-    const bool lowered = options.dynamic && skips > 0 && after.since_change == 0.;
-    return {.min_scale = lowered && before.scale <= options.min_scale,
-            .skips_in_a_row = reaches_limit(options, skips),
-            .scale = after.scale,
-            .skips = skips};
-  }
-
-  /// Throws if a limit that is met says so. Nothing has been changed yet.
-  [[gnu::cold]] static void throw_if_met(const GradScalerOptions& options, const Met& met) {
-    TORCHAMP_CHECK(!met.min_scale || options.at_min_scale != AtLimit::throw_error,
-                   "GradScaler::update: gradients hold infs or NaNs and the scale, ", met.scale,
-                   ", is at min_scale. Look for what produces them (torchamp/overflow_report.h "
-                   "names the layers), or set at_min_scale to continue.");
-    TORCHAMP_CHECK(!met.skips_in_a_row || options.at_max_skips != AtLimit::throw_error,
-                   "GradScaler::update: gradients held infs or NaNs in ", met.skips,
-                   " consecutive iterations; max_skips_in_a_row is ", options.max_skips_in_a_row,
-                   "; the scale is ", met.scale,
-                   ". Look for what produces them (torchamp/overflow_report.h names the layers), ",
-                   "or set at_max_skips to continue.");
-  }
-
-  /// Warns or calls back. The iteration has ended.
-  [[gnu::cold]] void announce(const GradScalerOptions& options, const Met& met) {
-    if (met.min_scale && options.at_min_scale == AtLimit::warn && !warned_) {
-      warn({"GradScaler::update: gradients hold infs or NaNs and the scale, ", met.scale,
-            ", is at min_scale: steps are skipped until they are finite."});
-    }
-    if (met.skips_in_a_row && options.at_max_skips == AtLimit::warn) {
-      warn({"GradScaler::update: gradients held infs or NaNs in ", met.skips,
-            " iterations in a row; the scale is ", met.scale, '.'});
-    }
-    warned_ = met.min_scale || (warned_ && met.scale <= options.min_scale);
-    // A copy: the function may make another scaler of this one.
-    const auto on_limit = options.on_limit;
-    if (met.min_scale && options.at_min_scale == AtLimit::call) {
-      on_limit({ScaleLimit::Kind::min_scale, met.scale, met.skips});
-    }
-    if (met.skips_in_a_row && options.at_max_skips == AtLimit::call) {
-      on_limit({ScaleLimit::Kind::skips_in_a_row, met.scale, met.skips});
-    }
-  }
-
-  // Note [Limits that only the device knows]
-  // There the scale and the count of skips are copied to host memory behind the update, and a later
-  // update() acts on what has arrived meanwhile. With the default limits there is nothing to act on
-  // but a warning at 2^-126, so no copy is made.
-
-  static bool watched(const GradScalerOptions& options) {
-    const bool floor = options.at_min_scale == AtLimit::throw_error ||
-                       options.at_min_scale == AtLimit::call ||
-                       (options.at_min_scale == AtLimit::warn &&
-                        options.min_scale > std::numeric_limits<float>::min());
-    const bool skips =
-        options.max_skips_in_a_row > 0 && options.at_max_skips != AtLimit::keep_going;
-    return floor || skips;
-  }
-
-  HostMirror mirror;  ///< of the scale and the skips
-
-  /// The limits that the mirror shows to be met, each once.
-  Met met_in_mirror(const GradScalerOptions& options) {
-    if (mirror.empty()) return {};
-    const double scale = mirror[0];
-    const auto skips = static_cast<int64_t>(mirror[1]);
-    const bool is_new = skips != seen_skips_;
-    seen_skips_ = skips;
-    if (!is_new || skips == 0) return {.scale = scale};
-    return {.min_scale = options.dynamic && scale <= options.min_scale,
-            .skips_in_a_row = reaches_limit(options, skips),
-            .scale = scale,
-            .skips = skips};
-  }
-
- private:
-  static bool reaches_limit(const GradScalerOptions& options, int64_t skips) {
-    return options.max_skips_in_a_row > 0 && skips > 0 && skips % options.max_skips_in_a_row == 0;
-  }
-
-  bool warned_ = false;  // since the scale was last above its floor
-  int64_t seen_skips_ = 0;
-};
 
 // Note [Where the scale is known]
 //

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/where.h>
+#include <c10/core/ScalarType.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "torchamp/detail/core/base/devices.h"
+#include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/optim/device_scalars.h"
+#include "torchamp/detail/core/optim/step_list.h"
+
+namespace torchamp::detail {
+
+// Note [Steps without a fused kernel]
+// Where a device has no fused kernel that heeds the scale and the flag, a list's parameters,
+// gradients and states are copied into one flat tensor each, so that ordinary ops step them all at
+// once, and read nothing either. 16-bit numbers are stepped in fp32. If the step is skipped, what
+// was there is stored again. For one list that takes some 30 launches instead of one, 15 to 20 of
+// which go over all parameters, and memory for some five copies of the parameters meanwhile.
+
+/// A list of one step as ordinary ops are to take it.
+class FlatStep {
+ public:
+  at::Tensor params, grads;       ///< with at least the precision of fp32
+  std::vector<at::Tensor> state;  ///< by kind
+  at::Tensor rate;                ///< of learning, 0-dim
+
+  [[gnu::cold]] FlatStep(const StepList& list, const StepScalars& scalars, double learning_rate)
+      : grads(flat(list.grads)),
+        rate(list.rate.defined() ? list.rate : at::full({}, learning_rate, grads.options())),
+        list_(list),
+        found_inf_(scalars.found_inf()) {
+    std::vector<at::Tensor> tensors = list.params;
+    for (const auto& kind : list.state) tensors.insert(tensors.end(), kind.begin(), kind.end());
+    state = flat(tensors).chunk(static_cast<int64_t>(1 + list.state.size()));
+    params = state.front();
+    state.erase(state.begin());
+    if (scalars.grad_scale()) grads.div_(*scalars.grad_scale());
+  }
+
+  /// How often the parameters have been stepped, this step included unless it is skipped. Only of a
+  /// list with a counter: of a kernel that is `apart`, or whose `op` the device lacks.
+  [[gnu::cold]] at::Tensor count() const { return list_.counter->value.to(params.scalar_type()); }
+
+  /// Adds `weight` times the parameters to the gradients.
+  [[gnu::cold]] void decay(double weight) const {
+    if (weight != 0.) grads.add_(params, weight);
+  }
+
+  /// Subtracts `length` times `direction` from the parameters, and gives the optimizer what has
+  /// become of them and of their states, unless the step is skipped.
+  [[gnu::cold]] void descend(at::Tensor direction, const at::Tensor& length) const {
+    params.addcmul_(direction, length, /*value=*/-1.);
+    direction.reset();  // what follows takes memory, too
+    store(list_.params, params);
+    for (std::size_t k = 0; k < state.size(); ++k) store(list_.state[k], state[k]);
+  }
+
+ private:
+  [[gnu::cold]] static at::Tensor flat(const std::vector<at::Tensor>& tensors) {
+    std::vector<at::Tensor> pieces;
+    pieces.reserve(tensors.size());
+    for (const at::Tensor& tensor : tensors) pieces.push_back(in_memory_order(tensor));
+    at::Tensor all = at::cat(pieces);
+    return is_16_bit(all.scalar_type()) ? all.to(at::kFloat) : all;
+  }
+
+  [[gnu::cold]] void store(const std::vector<at::Tensor>& tensors, at::Tensor all) const {
+    if (found_inf_) at::where_out(all, found_inf_->to(at::kBool), flat(tensors), all);
+    std::vector<at::Tensor> pieces;
+    int64_t offset = all.storage_offset();
+    for (const at::Tensor& tensor : tensors) {
+      pieces.push_back(all.as_strided(tensor.sizes(), tensor.strides(), offset));
+      offset += tensor.numel();
+    }
+    at::_foreach_copy_(tensors, pieces);
+  }
+
+  const StepList& list_;
+  const std::optional<at::Tensor>& found_inf_;
+};
+
+}  // namespace torchamp::detail

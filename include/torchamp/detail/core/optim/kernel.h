@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/optim/optimizer.h>
+
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+
+#include "torchamp/detail/core/optim/device_scalars.h"
+#include "torchamp/detail/core/optim/step_list.h"
+
+namespace torchamp::detail {
+
+/// What distinguishes one fused optimizer from another:
+///
+///     LibTorch           the class of its counterpart there, whose constructor checks the options
+///                        and which reads and writes archives
+///     Options, State     the types that go with that
+///     name               for error texts
+///     apart              whether a call needs parameters with one common count of steps
+///     kinds(options)     how many kinds of state tensors a parameter has
+///     tensor(state, k)   the one of kind k; that of kind 0 always, if undefined
+///     initial(k, …)      what it starts as
+///     counted(options)   whether steps are counted on the device
+///     steps, set_steps   the count as LibTorch's state holds it, for parameters that are counted
+///     step(options, …)   the step of all parameters of a list
+///     counts_first_only  if there and true, all that step() asks of list.counter is
+///     may_be_first(),
+///                        numbers and whether at_least and at_most are 0
+///     asks_counter(options)
+///                        if there, whether step() asks list.counter at all; or else it may
+///     op                 if there, the op of ATen's that step() calls; where the device lacks it,
+///                        list.lacks_op is true, and all parameters of a list have one count.
+///                        step() may be called with parts of parameters then
+///
+/// step() divides the gradients by scalars.grad_scale(), if it is there, and changes nothing where
+/// scalars.found_inf() is there and 1. The counters count the step already. It never reads the
+/// device. list.rate, where defined, takes the place of the options' learning rate. ATen's fused
+/// ops do all that; a kernel that ATen lacks is a FlatStep.
+template <class K>
+concept OptimizerKernel = std::derived_from<typename K::LibTorch, torch::optim::Optimizer> &&
+    requires(const typename K::Options& options, typename K::State& state, const StepList& list,
+             const StepScalars& scalars, const at::Tensor& param) {
+  { K::name } -> std::convertible_to<const char*>;
+  { K::apart } -> std::convertible_to<bool>;
+  { K::kinds(options) } -> std::same_as<std::size_t>;
+  { K::tensor(state, std::size_t{}) } -> std::same_as<at::Tensor&>;
+  { K::initial(std::size_t{}, param, options) } -> std::same_as<at::Tensor>;
+  { K::counted(options) } -> std::same_as<bool>;
+  { K::steps(state) } -> std::same_as<int64_t>;
+  K::set_steps(state, int64_t{});
+  K::step(options, list, scalars);
+};
+
+/// What most kernels have in common.
+template <class LibTorch_, class Options_, class State_>
+struct KernelBase {
+  using LibTorch = LibTorch_;
+  using Options = Options_;
+  using State = State_;
+  static constexpr bool apart = false;
+
+  static at::Tensor initial(std::size_t, const at::Tensor& param, const Options&) {
+    return at::zeros_like(param);
+  }
+  static bool counted(const Options&) { return true; }
+  static int64_t steps(const State& s) { return s.step(); }
+  static void set_steps(State& s, int64_t steps) { s.step(steps); }
+};
+
+}  // namespace torchamp::detail

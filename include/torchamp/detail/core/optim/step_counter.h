@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/full.h>
+
+#include <cstdint>
+
+#include "torchamp/detail/core/base/device_work.h"
+#include "torchamp/version.h"
+
+namespace torchamp::detail {
+
+/// How many steps some parameters of one device have taken. Only the device knows, since only the
+/// device knows which steps were skipped; the host knows bounds, which are equal as long as no step
+/// could be skipped.
+struct StepCounter final : ReplayedState {
+  [[gnu::cold]] StepCounter(at::Device device, int64_t steps)
+      : numbers(at::full({2}, static_cast<float>(steps), at::device(device).dtype(at::kFloat))),
+        value(numbers.select(0, 0)),
+        at_least(steps),
+        at_most(steps) {
+    numbers.select(0, 1).fill_(steps == 0 ? 1. : 0.);
+  }
+
+  /// The same count, for parameters on `device` whose steps are counted apart from here on.
+  [[gnu::cold]] StepCounter copy_to(at::Device device) const {
+    StepCounter copy(device, at_most);
+    copy.numbers.copy_(numbers);
+    copy.at_least = at_least;
+    return copy;
+  }
+
+  /// Counts a step; not `surely`: one that may have been skipped, as a replayed one may.
+  void count(bool surely) {
+    if (surely) ++at_least;
+    ++at_most;
+  }
+
+  /// Whether only the device knows if a step was made at all.
+  bool may_be_first() const { return at_least == 0 && at_most > 0; }
+
+  /// Takes what the host has learned of that, or can at once.
+  void learn() {
+    if (!may_be_first()) return;
+    float steps = 0.F;
+    if (value.is_cpu()) {
+      steps = *value.const_data_ptr<float>();
+    } else if (asked && mirror[0] != not_here_yet) {
+      steps = mirror[0];
+      asked = false;
+    }
+    if (steps > 0.F) at_least = 1;
+  }
+
+  // What was captured while a first step could be still to come holds until it has: then there is
+  // less to do.
+  [[gnu::cold]] void settle() override {
+    if (may_be_first() && value.item<float>() > 0.F) at_least = 1;
+  }
+  [[gnu::cold]] bool holds() override {
+    learn();
+    return may_be_first();
+  }
+  bool wants_look() const override { return may_be_first() && !asked; }
+  /// Has the host learn, some time later, whether there was one. Waits for nobody.
+  [[gnu::cold]] void look() override {
+    if (!wants_look()) return;
+    mirror.send(value, not_here_yet);
+    asked = true;
+  }
+
+  at::Tensor numbers;  ///< the count, and 1 as long as it is 0, where someone keeps that
+  at::Tensor value;    ///< the count, 0-dim fp32
+  int64_t at_least, at_most;
+
+  HostMirror mirror{};  ///< of the count
+  bool asked = false;   ///< and it is under way
+
+ private:
+  static constexpr float not_here_yet = -1.F;
+};
+
+}  // namespace torchamp::detail

@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/FunctionRef.h>
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/gradients/attached.h"
+#include "torchamp/detail/core/optim/device_scalars.h"
+#include "torchamp/detail/core/optim/step_counter.h"
+
+namespace torchamp::detail {
+
+/// What parameters have in common that one call steps.
+struct StepKey : TensorKind {
+  std::size_t group;
+  std::shared_ptr<StepCounter> counter;  ///< for kernels that want one count for all parameters
+  const StepMethod* method = nullptr;    ///< of weights that carry one
+  bool operator==(const StepKey&) const = default;
+};
+
+/// What a list keeps without its parameters.
+struct StepListHead : StepKey {
+  DeviceScalars* scalars = nullptr;
+  bool lacks_op = false;    ///< the device lacks Kernel::op
+  bool takes_parts = true;  ///< a step does to a part of a parameter what it would do to the whole
+
+  /// The learning rate where a captured step reads it (0-dim fp32), and what was last written
+  /// there; undefined where steps are not captured.
+  at::Tensor rate{};
+  double written_rate = 0.;
+};
+
+/// The parameters that one call of a fused kernel steps: those of one group, device and dtype that
+/// have a gradient. Kept from step to step; the gradients are not.
+struct StepList : StepListHead {
+  std::vector<at::Tensor> params{}, grads{};
+  std::vector<at::Tensor> counters{};            ///< one for each parameter, shared or not
+  std::vector<std::vector<at::Tensor>> state{};  ///< by kind of state, then by parameter
+  at::Tensor buffer{};                           ///< of a step by pieces, while it lasts
+
+  /// The list without its parameters.
+  [[gnu::cold]] StepList emptied() const {
+    StepList list{static_cast<const StepListHead&>(*this)};
+    list.state.resize(state.size());
+    return list;
+  }
+
+  /// What to make of a tensor.
+  using Part = c10::function_ref<at::Tensor(const at::Tensor&)>;
+
+  /// Adds what `of` makes of the tensors beside the i-th parameter of `from`: gradient, counter,
+  /// state.
+  [[gnu::cold]] void add_beside_param(const StepList& from, std::size_t i, Part of) {
+    grads.push_back(of(from.grads[i]));
+    if (!from.counters.empty()) counters.push_back(from.counters[i]);
+    for (std::size_t k = 0; k < state.size(); ++k) state[k].push_back(of(from.state[k][i]));
+  }
+};
+
+/// Kernel::step with the options of a group, for what is the same for all kernels.
+using KernelStep = c10::function_ref<void(const StepList&, const StepScalars&)>;
+
+/// How fused optimizers step weights that are not stepped as they are; see Note [Weights that carry
+/// something]. Weights with one method are in lists of their own.
+class StepMethod {
+ public:
+  StepMethod() = default;
+  StepMethod(const StepMethod&) = delete;
+  StepMethod& operator=(const StepMethod&) = delete;
+
+  /// Throws where `weight` cannot be stepped with `gradient`.
+  virtual void check(const at::Tensor& weight, const at::Tensor& gradient,
+                     ErrorPlace where) const = 0;
+  /// Whether check() would pass.
+  virtual bool holds(const at::Tensor& weight, const at::Tensor& gradient) const = 0;
+  /// What the weight stands for, of its layout: a state starts from it.
+  virtual at::Tensor master(const at::Tensor& weight) const = 0;
+
+  /// What step() is to find as list.buffer. `drops`: the gradients are dropped after the step.
+  virtual at::Tensor buffer(const StepList& list, bool drops) const = 0;
+  virtual void step(KernelStep kernel, const StepList& list) const = 0;
+  /// After step(), with the weight's new version.
+  virtual void note_stepped(const at::Tensor& weight) const = 0;
+
+ protected:
+  ~StepMethod() = default;
+};
+
+}  // namespace torchamp::detail
