@@ -270,7 +270,7 @@ struct ScalerParts {
     return StepResult(std::move(record));
   }
   /// What a disabled scaler's step returns.
-  [[gnu::cold]] static StepResult unscaled_result(at::Tensor value) {
+  static StepResult unscaled_result(at::Tensor value) {
     auto record = std::make_shared<StepRecord>();
     record->value = std::move(value);
     return result(std::move(record));

@@ -137,11 +137,11 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
   explicit FusedOptimizerOf(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                             Options defaults = {});
   /// One group of `params`.
-  [[gnu::cold]] explicit FusedOptimizerOf(std::vector<at::Tensor> params, Options defaults = {})
+  explicit FusedOptimizerOf(std::vector<at::Tensor> params, Options defaults = {})
       : FusedOptimizerOf(
             detail::ParamGroups(1, torch::optim::OptimizerParamGroup(std::move(params))),
             std::move(defaults)) {}
-  [[gnu::cold]] ~FusedOptimizerOf() override = default;
+  ~FusedOptimizerOf() override = default;
   // NOLINTBEGIN(performance-noexcept-move-constructor): LibTorch's own may throw
   FusedOptimizerOf(FusedOptimizerOf&&) = default;
   FusedOptimizerOf& operator=(FusedOptimizerOf&&) = default;

@@ -4,8 +4,9 @@
 /// @file
 /// @brief torchamp's version, for the preprocessor.
 
-#if __cplusplus < 202002L
-#error "torchamp needs C++20: compile with -std=c++20 (g++ 12, clang++ 14 or later)."
+// cl.exe keeps C++98's __cplusplus without /Zc:__cplusplus.
+#if (defined(_MSVC_LANG) ? _MSVC_LANG : __cplusplus) < 202002L
+#error "torchamp needs C++20: compile with -std=c++20 (g++ 12, clang++ 14 or later) or /std:c++20."
 #endif
 
 // CMake reads the version from here.
@@ -19,7 +20,7 @@
 
 /// @cond
 #define TORCHAMP_TEXT_OF_(major, minor, patch) #major "." #minor "." #patch
-#define TORCHAMP_TEXT_OF(...) TORCHAMP_TEXT_OF_(__VA_ARGS__)
+#define TORCHAMP_TEXT_OF(major, minor, patch) TORCHAMP_TEXT_OF_(major, minor, patch)
 #define TORCHAMP_VERSION_TEXT \
   TORCHAMP_TEXT_OF(TORCHAMP_VERSION_MAJOR, TORCHAMP_VERSION_MINOR, TORCHAMP_VERSION_PATCH)
 /// @endcond
@@ -32,7 +33,7 @@
 // The inline namespace of the version: see .github/CONTRIBUTING.md, Two versions in one process.
 /// @cond
 #define TORCHAMP_NAMESPACE_OF_(major, minor, patch) torchamp::inline v##major##_##minor##_##patch
-#define TORCHAMP_NAMESPACE_OF(...) TORCHAMP_NAMESPACE_OF_(__VA_ARGS__)
+#define TORCHAMP_NAMESPACE_OF(major, minor, patch) TORCHAMP_NAMESPACE_OF_(major, minor, patch)
 #define TORCHAMP_NAMESPACE \
   TORCHAMP_NAMESPACE_OF(TORCHAMP_VERSION_MAJOR, TORCHAMP_VERSION_MINOR, TORCHAMP_VERSION_PATCH)
 /// @endcond
@@ -47,7 +48,13 @@
 #define TORCHAMP_BODIES 1
 #define TORCHAMP_BODY inline
 #endif
-#define TORCHAMP_COLD [[gnu::cold]] TORCHAMP_BODY
+// A function that hardly ever runs: compiled for size, not speed.
+#if __has_cpp_attribute(gnu::cold)
+#define TORCHAMP_RARE [[gnu::cold]]
+#else
+#define TORCHAMP_RARE
+#endif
+#define TORCHAMP_COLD TORCHAMP_RARE TORCHAMP_BODY
 /// @endcond
 
 namespace TORCHAMP_NAMESPACE {

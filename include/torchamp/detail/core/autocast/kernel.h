@@ -56,7 +56,7 @@ namespace torchamp::detail {
 using StandIns = std::vector<at::Tensor>;
 
 /// Brings what the op has written to where it belongs.
-[[gnu::cold]] inline void copy_back(const StandIns& stand_ins) {
+inline void copy_back(const StandIns& stand_ins) {
   const at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < stand_ins.size(); i += 2) stand_ins[i].copy_(stand_ins[i + 1]);
 }
@@ -65,7 +65,7 @@ using StandIns = std::vector<at::Tensor>;
 class CastArguments {
  public:
   /// `promotes`: the op itself computes in the widest dtype of its arguments, as additions do.
-  [[gnu::cold]] CastArguments(const c10::FunctionSchema& schema, bool promotes)
+  CastArguments(const c10::FunctionSchema& schema, bool promotes)
       : count_(schema.arguments().size()), promotes_(promotes) {
     const auto& arguments = schema.arguments();
     const bool has_statistics =
@@ -161,7 +161,7 @@ class CastArguments {
   }
 
   /// Whether the number at the end of the arguments fits into the dtype of the first.
-  [[gnu::cold]] bool value_fits(const Call& call) const {
+  bool value_fits(const Call& call) const {
     const at::ScalarType dtype = call[0].toTensor().scalar_type();
     const c10::IValue& value = call[count_ - 1];
     if (!is_16_bit(dtype) || !(value.isDouble() || value.isInt())) return true;
@@ -176,7 +176,7 @@ class CastArguments {
   // a copy, which is copied back if the op has updated it. LibTorch's kernels take weight and bias
   // in the dtype of the statistics and in no other. Its instance_norm narrows statistics by itself
   // where there is no weight, so it is given one of ones.
-  [[gnu::cold]] StandIns cast_statistics(at::ScalarType dtype, const Call& call) const {
+  StandIns cast_statistics(at::ScalarType dtype, const Call& call) const {
     StandIns stand_ins;
     const at::ScalarType wide = *widest_of(dtype, statistics_, call);
     for (const std::size_t position : beside_statistics_) cast_value(wide, call, position);
@@ -218,7 +218,7 @@ class CastArguments {
     }
   }
 
-  [[gnu::cold]] static void cast_list(at::ScalarType dtype, const Call& call, c10::IValue& value) {
+  static void cast_list(at::ScalarType dtype, const Call& call, c10::IValue& value) {
     c10::impl::GenericList list = value.toList().copy();  // keeps the type of its elements
     for (std::size_t i = 0; i < list.size(); ++i) {
       const c10::IValue& element = list.get(i);
@@ -302,7 +302,7 @@ inline constexpr const char* scattered_weights = "not part of single contiguous 
 class NoWarning final : public c10::WarningHandler {
  public:
   explicit NoWarning(const char* text) : text_(text) {}
-  [[gnu::cold]] void process(const c10::Warning& warning) override {
+  void process(const c10::Warning& warning) override {
     if (warning.msg().find(text_) == std::string::npos) outer_->process(warning);
   }
 
@@ -321,8 +321,8 @@ class NoWarning final : public c10::WarningHandler {
 // is in 16 bits, that is, has been rounded already. Policy::torch() keeps the ban.
 
 /// Warns once, from the dtype of the op's first argument. Reads no device.
-[[gnu::cold]] inline void warn_of_16_bit_probabilities(const c10::OperatorHandle& op,
-                                                       const torch::jit::Stack& stack) {
+inline void warn_of_16_bit_probabilities(const c10::OperatorHandle& op,
+                                         const torch::jit::Stack& stack) {
   const c10::IValue& input = stack[stack.size() - op.schema().arguments().size()];
   if (!input.isTensor() || !input.toTensor().defined()) return;
   const at::ScalarType dtype = input.toTensor().scalar_type();
@@ -353,7 +353,7 @@ inline NativeKernel kernel_of(const c10::OperatorHandle& op, c10::DispatchKey ke
 #endif
 
 /// Whether LibTorch's own kernel for the device casts the op's arguments to 16 bits.
-[[gnu::cold]] inline bool lowers_natively(const c10::OperatorHandle& op, at::DeviceType device) {
+inline bool lowers_natively(const c10::OperatorHandle& op, at::DeviceType device) {
   return has_native_kernel(op, device) && why_not_castable(op.schema()).empty() &&
          kernel_lowers(op.operator_name(), device);
 }
@@ -388,7 +388,7 @@ class Overlay final : public c10::OperatorKernel {
         is_script_cast_(op.operator_name().name.starts_with("aten::_autocast_to_")) {
     if (has_autocast_kernel(op, device)) native_.emplace(kernel_of(op, key_));
   }
-  [[gnu::cold]] ~Overlay() override { delete facts_.load(std::memory_order_relaxed); }
+  ~Overlay() override { delete facts_.load(std::memory_order_relaxed); }
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) const {
@@ -435,14 +435,14 @@ class Overlay final : public c10::OperatorKernel {
     return known || op.schema().arguments().size() != argument_count_ ? known : find_facts(op);
   }
 
-  [[gnu::cold]] const Facts* find_facts(const c10::OperatorHandle& op) const {
+  const Facts* find_facts(const c10::OperatorHandle& op) const {
     const Facts* known = nullptr;
     auto made = std::make_unique<const Facts>(op, device_);
     const bool is_first = facts_.compare_exchange_strong(known, made.get());
     return is_first ? made.release() : known;
   }
 
-  [[noreturn, gnu::cold]] static void refuse(const c10::OperatorName& op) {
+  [[noreturn]] static void refuse(const c10::OperatorName& op) {
     fail({"torchamp: '", full_name(op),
           "' was registered again with other arguments, but policies keep its first schema. Give "
           "the new op another name."});
@@ -501,8 +501,7 @@ class Overlay final : public c10::OperatorKernel {
 };
 
 /// Makes sure that the op has its overlay for the device, and returns its index in the tables.
-[[gnu::cold]] inline std::size_t install_overlay(const c10::OperatorHandle& op,
-                                                 at::DeviceType device) {
+inline std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType device) {
   SharedRuntime& runtime = shared_runtime();
   auto& overlays = runtime.overlays[device_index(device, "install_overlay")];
   const std::scoped_lock lock(runtime.mutex);
@@ -525,7 +524,7 @@ class Overlay final : public c10::OperatorKernel {
   return index;
 }
 
-[[gnu::cold]] inline void PolicyData::compile(at::DeviceType device) const {
+inline void PolicyData::compile(at::DeviceType device) const {
   Compiled& compiled = compiled_[device_index(device, "Policy")];
   const std::scoped_lock lock(mutex_);
   if (compiled.ready.load(std::memory_order_relaxed)) return;

@@ -96,7 +96,7 @@ class ScriptSwitch {
 
    private:
     /// Null if another one is to stay.
-    [[gnu::cold]] static LoggerBase* install() {
+    static LoggerBase* install() {
       namespace logging = torch::jit::logging;
       constexpr bool is_told_first = TORCHAMP_LIBTORCH <= 215;
       const auto does_nothing = [](LoggerBase& logger) {
@@ -260,7 +260,7 @@ TORCHAMP_COLD std::shared_ptr<const PolicyData> environment_policy(const std::st
 }
 
 /// Never destroyed: static objects' destructors may use guards.
-[[gnu::cold]] inline const GuardOverride* read_environment() {
+inline const GuardOverride* read_environment() {
   const char* const value = std::getenv("TORCHAMP_POLICY");
   const std::string text = value == nullptr ? "" : value;
   auto made = std::make_unique<GuardOverride>();
@@ -285,8 +285,7 @@ inline void check_is_floating(at::ScalarType dtype) {
 }
 
 /// Warns once for each device that is not there, and for each dtype.
-[[gnu::cold]] inline void warn_of_unusable(at::DeviceType device, at::ScalarType dtype,
-                                           bool is_present) {
+inline void warn_of_unusable(at::DeviceType device, at::ScalarType dtype, bool is_present) {
   static std::atomic<bool> devices[c10::COMPILE_TIME_MAX_DEVICE_TYPES],
       dtypes[static_cast<std::size_t>(at::ScalarType::NumOptions)];
   const std::string name = c10::DeviceTypeName(device, /*lower_case=*/is_present);
@@ -315,8 +314,8 @@ inline bool is_usable(at::DeviceType device, at::ScalarType dtype) {
 
 /// What the two options say together; unset: as it is on the calling thread. `cache_enabled = true`
 /// leaves a cache of torchamp's.
-[[gnu::cold]] inline std::optional<WeightCache> asked_cache(std::optional<bool> enabled,
-                                                            std::optional<WeightCache> cache) {
+inline std::optional<WeightCache> asked_cache(std::optional<bool> enabled,
+                                              std::optional<WeightCache> cache) {
   if (!cache) {
     if (enabled == false) return WeightCache::none;
     const ThreadPolicy* const outer = thread_policy();

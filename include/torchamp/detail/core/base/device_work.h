@@ -32,7 +32,7 @@ inline std::optional<c10::DeviceType> accelerator() {
 
 /// An fp32 tensor on the host that nobody has written, for non-blocking copies from `device`:
 /// pinned where the accelerator has pinned memory, since copies to any other are waited for.
-[[gnu::cold]] inline at::Tensor copy_target(at::Device device, at::IntArrayRef sizes) {
+inline at::Tensor copy_target(at::Device device, at::IntArrayRef sizes) {
   const c10::InferenceMode no_inference(false);
   const auto options = at::TensorOptions(at::kCPU).dtype(at::kFloat);
   if (accelerator() != device.type()) return at::empty(sizes, options);
@@ -48,7 +48,7 @@ class HostMirror {
  public:
   /// Copies `numbers`, fp32 and always as many, behind what their device is doing. Until the copy
   /// arrives, the mirror shows `meanwhile`, or else what it has shown before; 0 at first.
-  [[gnu::cold]] void send(const at::Tensor& numbers, std::optional<float> meanwhile = {}) {
+  void send(const at::Tensor& numbers, std::optional<float> meanwhile = {}) {
     if (!shown_.defined()) shown_ = copy_target(numbers.device(), numbers.sizes()).zero_();
     if (meanwhile) std::fill_n(shown_.mutable_data_ptr<float>(), shown_.numel(), *meanwhile);
     shown_.copy_(numbers, /*non_blocking=*/true);

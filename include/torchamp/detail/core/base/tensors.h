@@ -107,7 +107,7 @@ inline at::Tensor in_memory_order(const at::Tensor& tensor) {
   return tensor.as_strided({tensor.numel()}, {1});
 }
 /// `size` of these from `begin` on.
-[[gnu::cold]] inline at::Tensor part_of(const at::Tensor& tensor, int64_t begin, int64_t size) {
+inline at::Tensor part_of(const at::Tensor& tensor, int64_t begin, int64_t size) {
   return tensor.as_strided({size}, {1}, tensor.storage_offset() + begin);
 }
 

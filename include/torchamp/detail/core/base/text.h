@@ -18,7 +18,7 @@ namespace torchamp::detail {
 inline constexpr std::size_t longest_shown = 128;
 
 /// A user's input in an error message, abbreviated if long.
-[[gnu::cold]] inline std::string shorten(std::string_view text) {
+TORCHAMP_RARE inline std::string shorten(std::string_view text) {
   if (text.size() <= longest_shown) return std::string(text);
   return std::string(text.substr(0, longest_shown)) + "...";
 }
@@ -39,24 +39,24 @@ struct Piece {
 };
 using Pieces = std::initializer_list<Piece>;
 
-[[gnu::cold]] inline std::string joined(Pieces pieces) {
+TORCHAMP_RARE inline std::string joined(Pieces pieces) {
   std::ostringstream text;
   for (const Piece& piece : pieces) piece.print(text, piece.shown);
   return text.str();
 }
 
 /// Throws an error of that text.
-[[noreturn, gnu::cold]] inline void fail(Pieces pieces) {
+[[noreturn]] TORCHAMP_RARE inline void fail(Pieces pieces) {
   TORCH_CHECK(false, joined(pieces));
 }
 
 /// Throws one that says which value is wrong.
-[[noreturn, gnu::cold]] inline void fail_value(Pieces pieces) {
+[[noreturn]] TORCHAMP_RARE inline void fail_value(Pieces pieces) {
   TORCH_CHECK_VALUE(false, joined(pieces));
 }
 
 /// Warns with that text.
-[[gnu::cold]] inline void warn(Pieces pieces) {
+TORCHAMP_RARE inline void warn(Pieces pieces) {
   TORCH_WARN(joined(pieces));
 }
 

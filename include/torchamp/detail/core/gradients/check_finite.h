@@ -60,8 +60,7 @@ struct LargestValues {
 };
 
 /// `zero`, one element of fp32 on the gradients' device, is what the flag is made from.
-[[gnu::cold]] inline LargestValues largest_values(const GradientBatch& batch,
-                                                  const at::Tensor& zero = {}) {
+inline LargestValues largest_values(const GradientBatch& batch, const at::Tensor& zero = {}) {
   // One that has gaps in memory would have ATen take all of its list one by one.
   std::vector<at::Tensor> lists[2];
   for (const at::Tensor& gradient : batch.gradients) {
@@ -100,8 +99,7 @@ inline void look_at(const GradientBatch& numbers, const at::Tensor& one, at::Ten
 
 /// The same for gradients on the host. Large ones are looked at by their norms first, which only
 /// read.
-[[gnu::cold]] inline void look_at_on_host(const GradientBatch& batch, const at::Tensor& one,
-                                          at::Tensor& flag) {
+inline void look_at_on_host(const GradientBatch& batch, const at::Tensor& one, at::Tensor& flag) {
   const auto reads_fast = [](const at::Tensor& gradient) {
     constexpr int64_t large = 1 << 15;  // where a norm costs less than the kernel
     return gradient.numel() >= large && gradient.is_non_overlapping_and_dense();
@@ -127,8 +125,7 @@ inline void look_at(const GradientBatch& numbers, const at::Tensor& one, at::Ten
 
 /// Sets `flag` to 1 if any of the gradients is not finite. They are not changed, nor are their
 /// versions. `one`: 0-dim fp32 on their device, if there is one.
-[[gnu::cold]] inline void check(const GradientBatch& batch, at::Tensor& flag,
-                                const at::Tensor& one = {}) {
+inline void check(const GradientBatch& batch, at::Tensor& flag, const at::Tensor& one = {}) {
   const at::AutoDispatchBelowADInplaceOrView versions_stay;
   if (batch.device.is_cpu() && unscale_kernel_takes(batch)) {
     return look_at_on_host(batch, one.defined() ? one : at::full({}, 1., flag.options()), flag);
@@ -139,9 +136,9 @@ inline void look_at(const GradientBatch& numbers, const at::Tensor& one, at::Ten
 /// Flags of several devices that become one.
 class DeviceFlags {
  public:
-  [[gnu::cold]] explicit DeviceFlags(const at::Tensor& home) { flags_.push_back(home); }
+  explicit DeviceFlags(const at::Tensor& home) { flags_.push_back(home); }
 
-  [[gnu::cold]] at::Tensor& on(at::Device device) {
+  at::Tensor& on(at::Device device) {
     for (at::Tensor& flag : flags_) {
       if (flag.device() == device) return flag;
     }
@@ -150,7 +147,7 @@ class DeviceFlags {
 
   /// Sets the first to 1 if any is. Reads no device, but waits for the others' flags where the
   /// first lies on the host.
-  [[gnu::cold]] void gather() {
+  void gather() {
     for (std::size_t i = 1; i < flags_.size(); ++i) {
       flags_[0].add_(to_device_async(flags_[0].device(), flags_[i])).clamp_max_(1.);
     }
@@ -172,8 +169,8 @@ struct CheckWith {
 /// where it is undefined. Neither the gradients are changed nor their versions. One look at each
 /// gradient, and one at each one's largest value, or at a number that tells as much; for reads see
 /// DeviceFlags.
-[[gnu::cold]] inline void check(const std::vector<GradientBatch>& batches, at::Tensor& found_inf,
-                                at::Device home, const CheckWith& with = {}) {
+inline void check(const std::vector<GradientBatch>& batches, at::Tensor& found_inf, at::Device home,
+                  const CheckWith& with = {}) {
   const at::AutoDispatchBelowADInplaceOrView versions_stay;
   const auto is_looked_at = [&](const GradientBatch& batch) {
     return batch.device.is_cpu() && !with.scale.defined();

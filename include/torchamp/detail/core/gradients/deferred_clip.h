@@ -52,7 +52,7 @@ struct Divisor {
   }
 
   /// The product with `factor`, on its device, where it is defined.
-  [[gnu::cold]] at::Tensor times(const at::Tensor& factor) const {
+  at::Tensor times(const at::Tensor& factor) const {
     if (!factor.defined()) return value();
     if (!defined()) return factor;
     const at::Tensor here = to_device_async(factor.device(), number);
@@ -65,7 +65,7 @@ class DeferredClip {
  public:
   /// Divides the gradients that are there now by `divisor`, on top of what is pending for them. An
   /// error if that was left for others, unless these are all gone.
-  [[gnu::cold]] void add(const torch::optim::Optimizer& optimizer, const Divisor& divisor) {
+  void add(const torch::optim::Optimizer& optimizer, const Divisor& divisor) {
     const Divisor before = of(optimizer);
     divisor_ = divisor;
     if (before.defined()) {
@@ -159,7 +159,7 @@ class DefersClips : public ScaledStep {
 /// What clips leave to the next step of an optimizer.
 struct ClipLeft {
   /// Undefined if there is nothing.
-  [[gnu::cold]] static Divisor to(const torch::optim::Optimizer& optimizer) {
+  static Divisor to(const torch::optim::Optimizer& optimizer) {
     const auto* const defers = dynamic_cast<const DefersClips*>(&optimizer);
     return defers ? defers->deferred_clip_.of(optimizer) : Divisor();
   }
@@ -168,7 +168,7 @@ struct ClipLeft {
     return dynamic_cast<const DefersClips*>(&optimizer) != nullptr;
   }
   /// On top of what is left already. Only where it can be.
-  [[gnu::cold]] static void add(torch::optim::Optimizer& optimizer, const Divisor& divisor) {
+  static void add(torch::optim::Optimizer& optimizer, const Divisor& divisor) {
     const InternalOps internal;
     dynamic_cast<DefersClips&>(optimizer).deferred_clip_.add(optimizer, divisor);
   }
@@ -177,7 +177,7 @@ struct ClipLeft {
     forget(optimizer);
     add(optimizer, divisor);
   }
-  [[gnu::cold]] static void forget(torch::optim::Optimizer& optimizer) {
+  static void forget(torch::optim::Optimizer& optimizer) {
     if (auto* const defers = dynamic_cast<DefersClips*>(&optimizer)) {
       defers->deferred_clip_.forget();
     }

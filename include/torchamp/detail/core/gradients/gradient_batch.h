@@ -33,12 +33,12 @@ enum class HalfGradients { refused, allowed };
 
 /// The same values without the conjugate and the negative bit, which kernels that write in place do
 /// not look at.
-[[gnu::cold]] inline at::Tensor resolved(const at::Tensor& tensor) {
+inline at::Tensor resolved(const at::Tensor& tensor) {
   return tensor.is_conj() || tensor.is_neg() ? tensor.resolve_conj().resolve_neg() : tensor;
 }
 
 /// The gradient as kernels see all of it: the same tensor, or one to take its place.
-[[gnu::cold]] inline at::Tensor seen_whole(const at::Tensor& gradient, HalfGradients half) {
+inline at::Tensor seen_whole(const at::Tensor& gradient, HalfGradients half) {
   if (gradient.is_sparse() && gradient.scalar_type() == at::kHalf &&
       half == HalfGradients::allowed && !gradient.is_coalesced()) {
     return gradient.coalesce();  // adding up what shares an index may overflow
@@ -55,8 +55,7 @@ inline bool is_plain(const at::Tensor& gradient) {
 
 /// The dense strided tensor that holds all values of `gradient`, for kernels to change in place.
 /// Throws for what they cannot take, with `where` to name it.
-[[gnu::cold]] inline at::Tensor values_of(const at::Tensor& gradient, HalfGradients half,
-                                          ErrorPlace where) {
+inline at::Tensor values_of(const at::Tensor& gradient, HalfGradients half, ErrorPlace where) {
   const at::ScalarType dtype = gradient.scalar_type();
   TORCHAMP_CHECK_VALUE(
       half == HalfGradients::allowed || dtype != at::kHalf, where(),

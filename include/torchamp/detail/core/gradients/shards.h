@@ -38,8 +38,8 @@ inline std::shared_ptr<Shards> shards_of(const at::Tensor& tensor) {
 
 /// What the optimizer's parameters are pieces of; null if they are none. An error for an optimizer
 /// that cannot step pieces, and for one of weights that have masters.
-[[gnu::cold]] inline std::shared_ptr<Shards> shards_of(const torch::optim::Optimizer& optimizer,
-                                                       const char* call) {
+inline std::shared_ptr<Shards> shards_of(const torch::optim::Optimizer& optimizer,
+                                         const char* call) {
   std::shared_ptr<Shards> shards;
   any_parameter(optimizer, [&](const at::Tensor& tensor) {
     const WeightMeta* const meta = weight_meta_of(tensor);

@@ -22,8 +22,8 @@ namespace torchamp::detail {
 /// Calls `function` with fp32 copies of the gradients, of bounded size together, until it has had
 /// all, and copies back what it has made of them.
 template <class Function>
-[[gnu::cold]] void through_fp32(const GradientBatch& batch, const Function& function,
-                                int64_t elements_at_once = int64_t{1} << 24) {
+void through_fp32(const GradientBatch& batch, const Function& function,
+                  int64_t elements_at_once = int64_t{1} << 24) {
   const at::TensorList all = batch.gradients;
   for (std::size_t begin = 0; begin < all.size();) {
     GradientBatch wide{{batch.device, at::kFloat}};
@@ -58,9 +58,9 @@ inline void multiply_and_check(const GradientBatch& batch, const at::Tensor& fac
 /// Multiplies every gradient in place by `factor(device)`, a 0-dim fp32 tensor there (a factor of
 /// exactly 1 changes nothing), and sets `found_inf`, 0-dim fp32, 0 or 1, to 1 if any was not finite
 /// before. A few kernels for each device and dtype; for reads see DeviceFlags.
-[[gnu::cold]] inline void multiply_and_check(const std::vector<GradientBatch>& batches,
-                                             c10::function_ref<at::Tensor(at::Device)> factor,
-                                             at::Tensor& found_inf) {
+inline void multiply_and_check(const std::vector<GradientBatch>& batches,
+                               c10::function_ref<at::Tensor(at::Device)> factor,
+                               at::Tensor& found_inf) {
   DeviceFlags flags(found_inf);
   std::vector<at::Tensor> factors;  // one for each device
   for (const GradientBatch& batch : batches) {

@@ -45,8 +45,7 @@ struct AdagradKernel : KernelBase<torch::optim::Adagrad, torch::optim::AdagradOp
   }
 
  private:
-  [[gnu::cold]] static void step_flat(const Options& o, const StepList& list,
-                                      const StepScalars& scalars) {
+  static void step_flat(const Options& o, const StepList& list, const StepScalars& scalars) {
     const FlatStep step(list, scalars, o.lr());
     step.decay(o.weight_decay());
     const at::Tensor direction =

@@ -42,8 +42,7 @@ struct AdamKernelBase : KernelBase<LibTorch, Options, State> {
   }
 
  private:
-  [[gnu::cold]] static void step_flat(const Options& o, const StepList& list,
-                                      const StepScalars& scalars) {
+  static void step_flat(const Options& o, const StepList& list, const StepScalars& scalars) {
     FlatStep step(list, scalars, o.lr());
     const auto [beta1, beta2] = o.betas();
     const at::Tensor count = step.count();

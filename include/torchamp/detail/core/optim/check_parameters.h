@@ -30,16 +30,16 @@ inline void replace_states(torch::optim::Optimizer& optimizer, ParamStates state
   optimizer.state().max_load_factor(load_factor);
 }
 
-[[gnu::cold]] inline std::string place_of(std::size_t group, std::size_t index) {
+inline std::string place_of(std::size_t group, std::size_t index) {
   return "parameter " + std::to_string(index) + " of group " + std::to_string(group);
 }
 
 /// Throws. (TORCH_CHECK_VALUE compiles the making of an exception at each place.)
-[[noreturn, gnu::cold]] inline void refuse(const std::string& text) {
+[[noreturn]] inline void refuse(const std::string& text) {
   TORCH_CHECK_VALUE(false, text);
 }
 
-[[noreturn, gnu::cold]] inline void refuse_options(const char* name, std::size_t group) {
+[[noreturn]] inline void refuse_options(const char* name, std::size_t group) {
   TORCH_CHECK_TYPE(false, std::string(name) + ": the options of group " + std::to_string(group) +
                               " belong to another optimizer. Give it the options that " + name +
                               " takes.");
@@ -71,7 +71,7 @@ void for_each_state(const ParamGroups& groups, const ParamStates& states, const 
 }
 
 /// What is wrong with a parameter with a gradient that the kernels cannot step; else empty.
-[[gnu::cold]] inline std::string why_not_fused(const at::Tensor& param, const at::Tensor& grad) {
+inline std::string why_not_fused(const at::Tensor& param, const at::Tensor& grad) {
   if (param.layout() != at::kStrided || grad.layout() != at::kStrided) {
     return " has a gradient of layout " + c10::str(grad.layout()) +
            ". Fused kernels take dense ones: make it dense (for an embedding, "
@@ -94,7 +94,7 @@ void for_each_state(const ParamGroups& groups, const ParamStates& states, const 
 
 /// Throws for a parameter with a gradient that the kernels cannot step. Changes nothing.
 template <OptimizerKernel Kernel>
-[[gnu::cold]] void check_parameters(const ParamGroups& groups, const ParamStates& states) {
+void check_parameters(const ParamGroups& groups, const ParamStates& states) {
   ParamStates seen;  // a set, of what is compiled for the states
   for (std::size_t g = 0; g < groups.size(); ++g) {
     for (std::size_t i = 0; i < groups[g].params().size(); ++i) {
@@ -129,7 +129,7 @@ inline bool same_layout(const at::Tensor& a, const at::Tensor& b) {
 }
 
 /// `tensor`, or a copy of it with the device and layout of `param`, and the dtype of its steps.
-[[gnu::cold]] inline at::Tensor fitted(const at::Tensor& tensor, const at::Tensor& param) {
+inline at::Tensor fitted(const at::Tensor& tensor, const at::Tensor& param) {
   const TensorKind kind{param.device(), step_dtype(param)};
   if (TensorKind::of(tensor) == kind && same_layout(tensor, param) && !tensor.is_neg()) {
     return tensor;

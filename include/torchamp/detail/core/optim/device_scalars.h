@@ -55,7 +55,7 @@ class StepScalars {
 /// (an op with a number of the host costs several times one with a tensor), and the step counters.
 class DeviceScalars : public StepScalars {
  public:
-  [[gnu::cold]] explicit DeviceScalars(at::Device device)
+  explicit DeviceScalars(at::Device device)
       : one_(at::full({}, 1.F, at::device(device).dtype(at::kFloat))),
         flag_(at::empty_like(one_)),
         counts_by_sgd_(has_fused_kernel("aten::_fused_sgd_", one_)) {}
@@ -63,7 +63,7 @@ class DeviceScalars : public StepScalars {
   at::Device device() const { return one_.device(); }
 
   /// `first_only`: all that matters is whether a step is the first; so of all counters or of none.
-  [[gnu::cold]] void add_counter(std::shared_ptr<StepCounter> counter, bool first_only) {
+  void add_counter(std::shared_ptr<StepCounter> counter, bool first_only) {
     if (!first_only) {
       values_.push_back(counter->value);
       ones_.push_back(one_);
@@ -75,7 +75,7 @@ class DeviceScalars : public StepScalars {
 
   /// Memory for a step by pieces, until end(). Lists of one dtype, which are stepped one after the
   /// other, share it.
-  [[gnu::cold]] at::Tensor buffer(at::ScalarType dtype, int64_t elements) {
+  at::Tensor buffer(at::ScalarType dtype, int64_t elements) {
     for (const at::Tensor& buffer : buffers_) {
       if (buffer.scalar_type() == dtype && buffer.numel() >= elements) {
         return part_of(buffer, 0, elements);

@@ -36,8 +36,7 @@ inline bool divides_apart(const StepList& list, at::ScalarType dtype, bool drops
 
 /// `kernel` for `piece`, whose tensors are flat; its gradients are divided in `buffer` before. That
 /// has one number more, for the scale in their dtype, as to cast it would take memory.
-[[gnu::cold]] inline void step_divided(KernelStep kernel, StepList& piece,
-                                       const at::Tensor& buffer) {
+inline void step_divided(KernelStep kernel, StepList& piece, const at::Tensor& buffer) {
   const at::Tensor scale = buffer.select(0, -1);
   scale.copy_(*piece.scalars->grad_scale());
   int64_t begin = 0;
@@ -59,7 +58,7 @@ inline at::Tensor buffer_to_drop(const StepList& list, bool drops) {
 }
 
 /// `kernel` for a list whose gradients are dropped after the step: leaves large ones scaled.
-[[gnu::cold]] inline void step_and_drop(KernelStep kernel, const StepList& list) {
+inline void step_and_drop(KernelStep kernel, const StepList& list) {
   StepList small = list.emptied();
   for (std::size_t i = 0; i < list.params.size(); ++i) {
     const at::Tensor& param = list.params[i];

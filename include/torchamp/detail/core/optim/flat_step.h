@@ -34,7 +34,7 @@ class FlatStep {
   std::vector<at::Tensor> state;  ///< by kind
   at::Tensor rate;                ///< of learning, 0-dim
 
-  [[gnu::cold]] FlatStep(const StepList& list, const StepScalars& scalars, double learning_rate)
+  FlatStep(const StepList& list, const StepScalars& scalars, double learning_rate)
       : grads(flat(list.grads)),
         rate(list.rate.defined() ? list.rate : at::full({}, learning_rate, grads.options())),
         list_(list),
@@ -49,16 +49,16 @@ class FlatStep {
 
   /// How often the parameters have been stepped, this step included unless it is skipped. Only of a
   /// list with a counter: of a kernel that is `apart`, or whose `op` the device lacks.
-  [[gnu::cold]] at::Tensor count() const { return list_.counter->value.to(params.scalar_type()); }
+  at::Tensor count() const { return list_.counter->value.to(params.scalar_type()); }
 
   /// Adds `weight` times the parameters to the gradients.
-  [[gnu::cold]] void decay(double weight) const {
+  void decay(double weight) const {
     if (weight != 0.) grads.add_(params, weight);
   }
 
   /// Subtracts `length` times `direction` from the parameters, and gives the optimizer what has
   /// become of them and of their states, unless the step is skipped.
-  [[gnu::cold]] void descend(at::Tensor direction, const at::Tensor& length) const {
+  void descend(at::Tensor direction, const at::Tensor& length) const {
     params.addcmul_(direction, length, /*value=*/-1.);
     direction.reset();  // what follows takes memory, too
     store(list_.params, params);
@@ -66,7 +66,7 @@ class FlatStep {
   }
 
  private:
-  [[gnu::cold]] static at::Tensor flat(const std::vector<at::Tensor>& tensors) {
+  static at::Tensor flat(const std::vector<at::Tensor>& tensors) {
     std::vector<at::Tensor> pieces;
     pieces.reserve(tensors.size());
     for (const at::Tensor& tensor : tensors) pieces.push_back(in_memory_order(tensor));
@@ -74,7 +74,7 @@ class FlatStep {
     return is_16_bit(all.scalar_type()) ? all.to(at::kFloat) : all;
   }
 
-  [[gnu::cold]] void store(const std::vector<at::Tensor>& tensors, at::Tensor all) const {
+  void store(const std::vector<at::Tensor>& tensors, at::Tensor all) const {
     if (found_inf_) at::where_out(all, found_inf_->to(at::kBool), flat(tensors), all);
     std::vector<at::Tensor> pieces;
     int64_t offset = all.storage_offset();

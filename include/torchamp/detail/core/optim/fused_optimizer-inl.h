@@ -32,8 +32,8 @@ namespace detail {
 /// The counterpart in LibTorch of an optimizer with `Kernel`, with these groups and no states: what
 /// reads and writes archives, and throws for options out of range, need not be compiled here.
 template <class Kernel>
-[[gnu::cold]] typename Kernel::LibTorch counterpart(const typename Kernel::Options& options,
-                                                    const ParamGroups& groups = {}) {
+typename Kernel::LibTorch counterpart(const typename Kernel::Options& options,
+                                      const ParamGroups& groups = {}) {
   typename Kernel::LibTorch optimizer(ParamGroups(), options);
   for (const auto& group : groups) {
     optimizer.add_param_group({{}, group.options().clone()});
@@ -45,7 +45,7 @@ template <class Kernel>
 }  // namespace detail
 
 template <detail::OptimizerKernel Kernel>
-[[gnu::cold]] FusedOptimizerOf<Kernel>::FusedOptimizerOf(
+FusedOptimizerOf<Kernel>::FusedOptimizerOf(
     const std::vector<torch::optim::OptimizerParamGroup>& groups, Options defaults)
     : FusedOptimizer(groups, std::make_unique<Options>(defaults)) {
   detail::counterpart<Kernel>(defaults);
@@ -54,8 +54,8 @@ template <detail::OptimizerKernel Kernel>
 }
 
 template <detail::OptimizerKernel Kernel>
-[[gnu::cold]] void FusedOptimizerOf<Kernel>::check_group(
-    const torch::optim::OptimizerParamGroup& group, std::size_t number) const {
+void FusedOptimizerOf<Kernel>::check_group(const torch::optim::OptimizerParamGroup& group,
+                                           std::size_t number) const {
   if (group.has_options()) detail::counterpart<Kernel>(detail::options_of<Kernel>(group, number));
 }
 
@@ -73,7 +73,7 @@ detail::ParamStates& FusedOptimizerOf<Kernel>::state() {
 }
 
 template <detail::OptimizerKernel Kernel>
-[[gnu::cold]] void FusedOptimizerOf<Kernel>::save(torch::serialize::OutputArchive& archive) const {
+void FusedOptimizerOf<Kernel>::save(torch::serialize::OutputArchive& archive) const {
   write_steps();
   auto saved = detail::counterpart<Kernel>(Options(/*lr=*/0.), param_groups_);
   for (const auto& [param, state] : state_) saved.state()[param] = state->clone();
@@ -84,7 +84,7 @@ template <detail::OptimizerKernel Kernel>
 }
 
 template <detail::OptimizerKernel Kernel>
-[[gnu::cold]] void FusedOptimizerOf<Kernel>::load(torch::serialize::InputArchive& archive) {
+void FusedOptimizerOf<Kernel>::load(torch::serialize::InputArchive& archive) {
   auto loaded = detail::counterpart<Kernel>(Options(/*lr=*/0.), param_groups_);
   try {
     // Without it, LibTorch takes the archive for one of version 1.4 or older.
@@ -120,7 +120,7 @@ template <detail::OptimizerKernel Kernel>
 }
 
 template <detail::OptimizerKernel Kernel>
-[[gnu::cold]] bool FusedOptimizerOf<Kernel>::prepare_captured_step() {
+bool FusedOptimizerOf<Kernel>::prepare_captured_step() {
   const detail::InternalOps internal;
   rates_on_device_ = true;
   if (!plan_.is_for(param_groups_, state_)) {
@@ -159,7 +159,7 @@ void FusedOptimizerOf<Kernel>::step_fused(const at::Tensor& grad_scale, const at
 
 /// The options of each group, with learning rates of 0.
 template <detail::OptimizerKernel Kernel>
-[[gnu::cold]] auto FusedOptimizerOf<Kernel>::options_but_rates() const -> std::vector<Options> {
+auto FusedOptimizerOf<Kernel>::options_but_rates() const -> std::vector<Options> {
   std::vector<Options> all(param_groups_.size(), Options(/*lr=*/0.));
   for (std::size_t g = 0; g < param_groups_.size(); ++g) {
     all[g] = detail::options_of<Kernel>(param_groups_[g], g);
@@ -169,7 +169,7 @@ template <detail::OptimizerKernel Kernel>
 }
 
 template <detail::OptimizerKernel Kernel>
-[[gnu::cold]] void FusedOptimizerOf<Kernel>::write_steps() const {
+void FusedOptimizerOf<Kernel>::write_steps() const {
   plan_.drop_counts(state_);
   plan_.read_counts([&](void* param, int64_t steps) {
     const auto state = state_.find(param);
@@ -187,7 +187,7 @@ template <detail::OptimizerKernel Kernel>
 
 namespace TORCHAMP_NAMESPACE {
 
-[[gnu::cold]] TORCHAMP_BODY FusedOptimizer::~FusedOptimizer() = default;
+TORCHAMP_BODY FusedOptimizer::~FusedOptimizer() = default;
 
 TORCHAMP_BODY at::Tensor FusedOptimizer::step(LossClosure closure) {
   at::Tensor loss;

@@ -73,7 +73,7 @@ class StepPlan {
   StepPlan() = default;
   StepPlan(StepPlan&&) noexcept = default;
   StepPlan& operator=(StepPlan&&) noexcept = default;
-  [[gnu::cold]] ~StepPlan() = default;
+  ~StepPlan() = default;
 
   /// False if the plan does not hold for `groups` and `states`.
   bool collect_gradients(const ParamGroups& groups, const ParamStates& states) {
@@ -88,8 +88,8 @@ class StepPlan {
   /// Makes a plan for `groups`, which check_parameters has passed; goes on with the counts. Makes
   /// the states that are missing and takes those that are not to their parameters' device, dtype
   /// and layout. If it throws, the plan does not hold.
-  [[gnu::cold, gnu::noinline]] void make(const ParamGroups& groups, const Options& defaults,
-                                         ParamStates& states) {
+  [[gnu::noinline]] void make(const ParamGroups& groups, const Options& defaults,
+                              ParamStates& states) {
     drop_lists();
     std::vector<Use> uses(groups.size());
     std::size_t count = 0;
@@ -131,7 +131,7 @@ class StepPlan {
 
   /// Forgets the counts of parameters whose states are no longer those of note_states(). If there
   /// are any, the plan does not hold.
-  [[gnu::cold]] void drop_counts(const ParamStates& states) {
+  void drop_counts(const ParamStates& states) {
     for (Slot& slot : slots_) {
       if (!slot.seen.state || see(slot.param, states) == slot.seen) continue;
       counters_.erase(slot.param);
@@ -140,7 +140,7 @@ class StepPlan {
   }
 
   /// Keeps nothing but the counts: the plan does not hold.
-  [[gnu::cold]] void drop_lists() {
+  void drop_lists() {
     uses_.clear();
     lists_.clear();
     scalars_.clear();
@@ -148,7 +148,7 @@ class StepPlan {
   }
 
   /// Keeps nothing.
-  [[gnu::cold]] void drop() {
+  void drop() {
     drop_lists();
     slots_.clear();
     counters_.clear();
@@ -168,7 +168,7 @@ class StepPlan {
   }
 
   /// Whether there is a plan, and for these groups and states, whatever gradients there are.
-  [[gnu::cold]] bool is_for(const ParamGroups& groups, const ParamStates& states) const {
+  bool is_for(const ParamGroups& groups, const ParamStates& states) const {
     return !lists_.empty() && all_of(groups, states, [](const Slot& slot, const at::Tensor&) {
       return !slot.list || !slot.seen.state || has_tensors(slot);
     });
@@ -178,7 +178,7 @@ class StepPlan {
   std::weak_ptr<const void> identity() const { return identity_; }
 
   /// Makes the steps read their learning rates from the device and writes there those that changed.
-  [[gnu::cold]] void write_rates(const ParamGroups& groups) {
+  void write_rates(const ParamGroups& groups) {
     for (StepList& list : lists_) {
       const double rate = options_of<Kernel>(groups[list.group], list.group).lr();
       if (!list.rate.defined()) {
@@ -195,7 +195,7 @@ class StepPlan {
   }
 
   /// Counts a step of which only the device knows whether it was skipped.
-  [[gnu::cold]] void note_step() {
+  void note_step() {
     for (DeviceScalars& scalars : scalars_) scalars.count_replayed();
   }
 
@@ -248,7 +248,7 @@ class StepPlan {
 
   /// Gives the parameters of `share` a counter on their device that no other has. One that nobody
   /// else has stays: graphs may use its memory.
-  [[gnu::cold]] void count_apart(const Share& share) {
+  void count_apart(const Share& share) {
     std::shared_ptr<StepCounter> counter = share.before;
     std::size_t users = 0;
     for (const auto& [param, other] : counters_) users += other == counter ? 1 : 0;
@@ -324,7 +324,7 @@ class StepPlan {
     return true;
   }
 
-  [[gnu::cold]] DeviceScalars& scalars_of(at::Device device) {
+  DeviceScalars& scalars_of(at::Device device) {
     for (DeviceScalars& scalars : scalars_) {
       if (scalars.device() == device) return scalars;
     }
@@ -332,8 +332,8 @@ class StepPlan {
   }
 
   /// Adds a parameter to the list that it belongs to, which may be a new one, and returns that.
-  [[gnu::cold]] StepList& add_parameter(std::size_t group, const Use& use, const at::Tensor& param,
-                                        const Options& defaults, ParamStates& states) {
+  StepList& add_parameter(std::size_t group, const Use& use, const at::Tensor& param,
+                          const Options& defaults, ParamStates& states) {
     void* const key = param.unsafeGetTensorImpl();
     const auto counter = use.counted ? counters_[key] : nullptr;
     bool is_lacked = false;

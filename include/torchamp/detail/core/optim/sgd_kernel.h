@@ -63,8 +63,7 @@ struct SgdKernel
   // Found in 2.11: the CPU's kernel computes 16-bit parameters by vectors and stores only the rest.
   static constexpr bool cpu_loses_16_bit_steps = TORCHAMP_LIBTORCH < 215;
 
-  [[gnu::cold]] static void step_flat(const Options& o, const StepList& list,
-                                      const StepScalars& scalars) {
+  static void step_flat(const Options& o, const StepList& list, const StepScalars& scalars) {
     const FlatStep step(list, scalars, o.lr());
     step.decay(o.weight_decay());
     at::Tensor direction = step.grads;

@@ -15,7 +15,7 @@ namespace torchamp::detail {
 /// device knows which steps were skipped; the host knows bounds, which are equal as long as no step
 /// could be skipped.
 struct StepCounter final : ReplayedState {
-  [[gnu::cold]] StepCounter(at::Device device, int64_t steps)
+  StepCounter(at::Device device, int64_t steps)
       : numbers(at::full({2}, static_cast<float>(steps), at::device(device).dtype(at::kFloat))),
         value(numbers.select(0, 0)),
         at_least(steps),
@@ -24,7 +24,7 @@ struct StepCounter final : ReplayedState {
   }
 
   /// The same count, for parameters on `device` whose steps are counted apart from here on.
-  [[gnu::cold]] StepCounter copy_to(at::Device device) const {
+  StepCounter copy_to(at::Device device) const {
     StepCounter copy(device, at_most);
     copy.numbers.copy_(numbers);
     copy.at_least = at_least;
@@ -55,16 +55,16 @@ struct StepCounter final : ReplayedState {
 
   // What was captured while a first step could be still to come holds until it has: then there is
   // less to do.
-  [[gnu::cold]] void settle() override {
+  void settle() override {
     if (may_be_first() && value.item<float>() > 0.F) at_least = 1;
   }
-  [[gnu::cold]] bool holds() override {
+  bool holds() override {
     learn();
     return may_be_first();
   }
   bool wants_look() const override { return may_be_first() && !asked; }
   /// Has the host learn, some time later, whether there was one. Waits for nobody.
-  [[gnu::cold]] void look() override {
+  void look() override {
     if (!wants_look()) return;
     mirror.send(value, not_here_yet);
     asked = true;

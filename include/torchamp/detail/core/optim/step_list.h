@@ -44,7 +44,7 @@ struct StepList : StepListHead {
   at::Tensor buffer{};                           ///< of a step by pieces, while it lasts
 
   /// The list without its parameters.
-  [[gnu::cold]] StepList emptied() const {
+  StepList emptied() const {
     StepList list{static_cast<const StepListHead&>(*this)};
     list.state.resize(state.size());
     return list;
@@ -55,7 +55,7 @@ struct StepList : StepListHead {
 
   /// Adds what `of` makes of the tensors beside the i-th parameter of `from`: gradient, counter,
   /// state.
-  [[gnu::cold]] void add_beside_param(const StepList& from, std::size_t i, Part of) {
+  void add_beside_param(const StepList& from, std::size_t i, Part of) {
     grads.push_back(of(from.grads[i]));
     if (!from.counters.empty()) counters.push_back(from.counters[i]);
     for (std::size_t k = 0; k < state.size(); ++k) state[k].push_back(of(from.state[k][i]));

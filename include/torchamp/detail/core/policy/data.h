@@ -45,17 +45,17 @@ namespace torchamp::detail {
 class PolicyData;
 
 /// "aten::add.Tensor", as c10::toString() writes it through a stream, ten times as slowly.
-[[gnu::cold]] inline std::string full_name(const c10::OperatorName& op) {
+inline std::string full_name(const c10::OperatorName& op) {
   return op.overload_name.empty() ? op.name : op.name + '.' + op.overload_name;
 }
 
 /// Warns the first time for `is_known`, or always where LibTorch was asked to always warn.
-[[gnu::cold]] inline void warn_once(std::atomic<bool>& is_known, Pieces pieces) {
+inline void warn_once(std::atomic<bool>& is_known, Pieces pieces) {
   if (c10::WarningUtils::get_warnAlways() || !is_known.exchange(true)) warn(pieces);
 }
 
 /// The number of single-character edits between two names; for long ones, between their beginnings.
-[[gnu::cold]] inline std::size_t edit_distance(std::string_view a, std::string_view b) {
+inline std::size_t edit_distance(std::string_view a, std::string_view b) {
   const std::string from(a.substr(0, longest_shown)), to(b.substr(0, longest_shown));
   return torch::jit::ComputeEditDistance(from.c_str(), to.c_str(), /*maxEditDistance=*/0);
 }
@@ -136,7 +136,7 @@ inline constexpr std::string_view choice_scope = "torchamp rule: ";
 /// Under the rule fp8; then why a call did not run in fp8, nothing if it did.
 inline constexpr std::string_view fp8_scope = "torchamp fp8: ";
 
-[[gnu::cold]] inline void announce(std::string_view kind, std::string_view what) {
+inline void announce(std::string_view kind, std::string_view what) {
   if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) {
     at::RecordFunction scope(std::move(*callbacks));
     scope.before(std::string(kind).append(what));
@@ -163,7 +163,7 @@ using OverlayTable = std::vector<OverlayEntry>;
 /// The contents of a Policy: a base table and edits. Immutable once shared.
 class PolicyData {
  public:
-  [[gnu::cold]] explicit PolicyData(BaseTable base_table) : base(base_table) {}
+  explicit PolicyData(BaseTable base_table) : base(base_table) {}
   /// A copy to edit; it starts without compiled tables.
   PolicyData(const PolicyData& other) : base(other.base), edits(other.edits), rules(other.rules) {}
   PolicyData& operator=(const PolicyData&) = delete;
@@ -307,7 +307,7 @@ std::vector<c10::OperatorHandle> find_ops(std::string_view text, std::string_vie
                                           bool missing_ok = false);
 
 /// Whether `type` is `Tensor`, `Tensor?`, `Tensor[]`, `Tensor[]?` or `Tensor?[]`.
-[[gnu::cold]] inline bool holds_tensors(const c10::Type& type) {
+inline bool holds_tensors(const c10::Type& type) {
   switch (type.kind()) {
     case c10::TypeKind::TensorType:
       return true;
@@ -323,7 +323,7 @@ std::vector<c10::OperatorHandle> find_ops(std::string_view text, std::string_vie
 }
 
 /// Whether `argument` is `ScalarType dtype`, or, if `optional`, `ScalarType? dtype`.
-[[gnu::cold]] inline bool is_dtype(const c10::Argument& argument, bool optional) {
+inline bool is_dtype(const c10::Argument& argument, bool optional) {
   if (argument.name() != "dtype"sv) return false;
   const c10::Type* type = argument.real_type().get();
   const bool is_optional = type->kind() == c10::TypeKind::OptionalType;
@@ -332,7 +332,7 @@ std::vector<c10::OperatorHandle> find_ops(std::string_view text, std::string_vie
 }
 
 /// Whether the op takes named dimensions, which newer LibTorchs do not have. Tables do not cast it.
-[[gnu::cold]] inline bool takes_named_dimensions(const c10::FunctionSchema& schema) {
+inline bool takes_named_dimensions(const c10::FunctionSchema& schema) {
   const std::string_view overload = schema.overload_name();
   return overload.find("imname"sv) != overload.npos || overload.find("names"sv) != overload.npos;
 }
@@ -372,7 +372,7 @@ inline bool has_autocast_kernel(const c10::OperatorHandle& op, at::DeviceType de
 }
 
 /// The same, overlays left out of account.
-[[gnu::cold]] inline bool has_native_kernel(const c10::OperatorHandle& op, at::DeviceType device) {
+inline bool has_native_kernel(const c10::OperatorHandle& op, at::DeviceType device) {
   if (!has_autocast_kernel(op, device)) return false;
   SharedRuntime& runtime = shared_runtime();
   const auto& overlays = runtime.overlays[device_index(device, "has_native_kernel")];
@@ -558,7 +558,7 @@ inline Cast listed_cast(const c10::OperatorName& op) {
 }
 
 /// Whether LibTorch's own autocast kernel for the device casts to 16 bits.
-[[gnu::cold]] inline bool kernel_lowers(const c10::OperatorName& op, at::DeviceType device) {
+inline bool kernel_lowers(const c10::OperatorName& op, at::DeviceType device) {
   if (!facts_of(device).follows_cuda_lists) return is_among(cpu_lower_precision_ops, base_of(op));
   return is_among(cuda_lower_precision_ops, base_of(op)) ||
          listed_cast(op) == Cast::lower_precision;
@@ -574,8 +574,8 @@ Cast kernel_rule(const c10::OperatorName& op, at::DeviceType device);
 Cast rule_in_force(const PolicyData& policy, const c10::OperatorHandle& op, at::DeviceType device);
 
 /// The same, but what LibTorch's own kernel does instead of native, if that is known.
-[[gnu::cold]] inline Cast effect_of_rule(const PolicyData& policy, const c10::OperatorHandle& op,
-                                         at::DeviceType device) {
+inline Cast effect_of_rule(const PolicyData& policy, const c10::OperatorHandle& op,
+                           at::DeviceType device) {
   const Cast cast = rule_in_force(policy, op, device);
   return cast == Cast::native ? kernel_rule(op.operator_name(), device) : cast;
 }

@@ -35,7 +35,7 @@ class OpCatalog final : public c10::OpRegistrationListener {
   }
 
   /// The overloads of "aten::add", by their names: none if the op is unknown. Any thread.
-  [[gnu::cold]] std::vector<c10::OperatorHandle> overloads(std::string_view base) {
+  std::vector<c10::OperatorHandle> overloads(std::string_view base) {
     const std::scoped_lock lock(mutex_);
     std::vector<c10::OperatorHandle> found;
     found.reserve(8);
@@ -55,7 +55,7 @@ class OpCatalog final : public c10::OpRegistrationListener {
 
   /// The known name nearest to `base` in its namespace; empty if nothing is known there. Of several
   /// as near, the one in most families, and of these the first by name.
-  [[gnu::cold]] std::string nearest(std::string_view base) {
+  std::string nearest(std::string_view base) {
     const std::scoped_lock lock(mutex_);
     const std::string_view space = base.substr(0, base.find("::") + 2);
     std::pair<std::int64_t, std::string_view> best;
@@ -78,7 +78,7 @@ class OpCatalog final : public c10::OpRegistrationListener {
     ops_.push_back({op, first});
     first = static_cast<std::uint32_t>(ops_.size());
   }
-  [[gnu::cold]] void onOperatorDeregistered(const c10::OperatorHandle& op) override {
+  void onOperatorDeregistered(const c10::OperatorHandle& op) override {
     const std::scoped_lock lock(mutex_);
     const c10::OperatorName& name = op.operator_name();
     for (std::size_t at = first_of(name.name); at != 0; at = ops_[at - 1].next) {
@@ -95,7 +95,7 @@ class OpCatalog final : public c10::OpRegistrationListener {
     const c10::OperatorName& name() const { return handle.operator_name(); }
   };
 
-  [[gnu::cold]] static OpCatalog& make() {
+  static OpCatalog& make() {
     pin_this_library();
     auto& catalog = *new OpCatalog;
     std::unique_ptr<c10::OpRegistrationListener> listener(&catalog);
@@ -221,7 +221,7 @@ TORCHAMP_COLD Cast kernel_rule(const c10::OperatorName& op, at::DeviceType devic
 
 /// Runs an LSTM on a CPU under LibTorch's autocast in `dtype`, forward and backward. In a thread of
 /// its own, where nothing of the caller's state is in force.
-[[gnu::cold]] inline void run_lstm_on_cpu(at::ScalarType dtype, bool* runs) try {
+inline void run_lstm_on_cpu(at::ScalarType dtype, bool* runs) try {
   const at::DisableRecordFunctionGuard not_recorded;
   at::autocast::set_autocast_cache_enabled(false);  // all threads share it
   at::autocast::set_autocast_dtype(at::kCPU, dtype);
@@ -238,7 +238,7 @@ TORCHAMP_COLD Cast kernel_rule(const c10::OperatorName& op, at::DeviceType devic
 } catch (...) {  // oneDNN's errors are none of LibTorch's
 }
 
-[[gnu::cold]] inline bool autocast_runs_lstm_on_cpu(at::ScalarType dtype) {
+inline bool autocast_runs_lstm_on_cpu(at::ScalarType dtype) {
   bool runs = false;
   std::thread(run_lstm_on_cpu, dtype, &runs).join();
   return runs;
@@ -256,7 +256,7 @@ inline bool has_recurrent_layers(at::DeviceType device, at::ScalarType dtype) {
   return fp16;
 }
 
-[[gnu::cold]] inline void warn_of_recurrent_layers_in_fp32(at::ScalarType dtype) {
+inline void warn_of_recurrent_layers_in_fp32(at::ScalarType dtype) {
   static std::atomic<bool> is_known = false;
   warn_once(
       is_known,
@@ -302,7 +302,7 @@ TORCHAMP_COLD TabledOp::TabledOp(c10::OperatorHandle overload, const StandardRow
 }
 
 /// The rule of a base table for one overload, before any edit; may be one that only tables have.
-[[gnu::cold]] inline Cast base_rule(BaseTable base, const TabledOp& of, at::DeviceType device) {
+inline Cast base_rule(BaseTable base, const TabledOp& of, at::DeviceType device) {
   const StandardRule& rule = of.standard;
   const bool holds = base == BaseTable::standard && rule.cast != Cast::native;
   if (holds && !rule.unless_native) {
@@ -314,8 +314,8 @@ TORCHAMP_COLD TabledOp::TabledOp(c10::OperatorHandle overload, const StandardRow
 
 /// The same under a policy, conditional rules left out. `edited`: what its edits made of the
 /// overload, or null.
-[[gnu::cold]] inline Cast tabled_rule(const PolicyData& policy, const OverloadRules* edited,
-                                      const TabledOp& op, at::DeviceType device) {
+inline Cast tabled_rule(const PolicyData& policy, const OverloadRules* edited, const TabledOp& op,
+                        at::DeviceType device) {
   if (edited == nullptr || !edited->has_cast) return base_rule(policy.base, op, device);
   return edited->cast == Cast::native ? base_rule(BaseTable::torch, op, device) : edited->cast;
 }

@@ -53,7 +53,7 @@ inline bool device_is_present(at::DeviceType type) {
 }
 
 /// "cuda", or a number where LibTorch has no such type.
-[[gnu::cold]] inline std::string name_of(at::DeviceType device) {
+inline std::string name_of(at::DeviceType device) {
   return c10::isValidDeviceType(device) ? c10::DeviceTypeName(device, /*lower_case=*/true)
                                         : std::to_string(static_cast<int>(device));
 }
@@ -236,7 +236,7 @@ inline void pin_this_library() {
 inline const char* const runtime_op = "torchamp::_runtime";
 
 /// The runtime that some library has made; null if none has. Error: one of another layout.
-[[gnu::cold]] inline SharedRuntime* find_runtime() {
+inline SharedRuntime* find_runtime() {
   const auto found = c10::Dispatcher::singleton().findSchema({runtime_op, ""});
   if (!found) return nullptr;
   const auto value = [&](std::size_t i) -> const c10::IValue& {
@@ -253,13 +253,13 @@ inline const char* const runtime_op = "torchamp::_runtime";
 }
 
 /// Defines an op that all shared libraries find until the process ends.
-[[gnu::cold]] inline void define_for_all(const std::string& schema) {
+inline void define_for_all(const std::string& schema) {
   // Never destroyed: its end would take the op away.
   new c10::RegistrationHandleRAII(
       c10::Dispatcher::singleton().registerDef(torch::jit::parseSchema(schema), "torchamp"));
 }
 
-[[gnu::cold]] inline SharedRuntime& make_shared_runtime() {
+inline SharedRuntime& make_shared_runtime() {
   SharedRuntime* runtime = find_runtime();
   pin_this_library();
   if (runtime != nullptr) return *runtime;

@@ -25,8 +25,7 @@
 namespace torchamp::detail {
 
 /// Whether dividing by the scale may make an inf of a finite gradient.
-[[gnu::cold]] inline bool division_may_overflow(LossScale& scale,
-                                                torch::optim::Optimizer& optimizer) {
+inline bool division_may_overflow(LossScale& scale, torch::optim::Optimizer& optimizer) {
   const auto* const captured = dynamic_cast<CapturedStep*>(&optimizer);
   if (GraphBody::is_running() || (captured && captured->may_be_captured())) scale.expect_replays();
   return scale.may_be_below_one();
@@ -64,10 +63,9 @@ TORCHAMP_COLD OptimizerState unscale_gradients(torch::optim::Optimizer& optimize
 
 /// Checks the gradients and leaves them as they are. `as_if_divided`: by the scale. `clip`: what is
 /// left to the step, if anything is; `grad_scale`: what the step divides by then.
-[[gnu::cold]] inline void check_gradients(torch::optim::Optimizer& optimizer, OptimizerState& state,
-                                          LossScale& scale, bool as_if_divided,
-                                          const Divisor& clip = {},
-                                          const at::Tensor& grad_scale = {}) {
+inline void check_gradients(torch::optim::Optimizer& optimizer, OptimizerState& state,
+                            LossScale& scale, bool as_if_divided, const Divisor& clip = {},
+                            const at::Tensor& grad_scale = {}) {
   const InternalOps guard;
   state.shards = shards_of(optimizer, "GradScaler::step");
   const auto divides_in_place = [&] {

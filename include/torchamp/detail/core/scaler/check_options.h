@@ -40,7 +40,7 @@ inline void check_growth_interval(const char* call, int64_t interval) {
                "the growth interval", interval, "It lies between 1 and 2^31 - 1.");
 }
 
-[[gnu::cold]] inline void check_options(const GradScalerOptions& options) {
+inline void check_options(const GradScalerOptions& options) {
   constexpr const char* call = "GradScaler";
   TORCHAMP_CHECK_VALUE(options.min_scale >= std::numeric_limits<float>::min() &&
                            options.max_scale <= std::numeric_limits<float>::max() &&

@@ -38,8 +38,8 @@ inline at::ScalarType number_type_on(at::Device device) {
 /// The update of a scale that no ScaleRule changes.
 class CountedUpdate final : public DeviceUpdate {
  public:
-  [[gnu::cold]] CountedUpdate(const GradScalerOptions& options, const ScaleMemory<double>& values,
-                              const at::Tensor& scale)
+  CountedUpdate(const GradScalerOptions& options, const ScaleMemory<double>& values,
+                const at::Tensor& scale)
       : hysteresis_(static_cast<double>(options.hysteresis)),
         bits_(std::min(1., 60. / hysteresis_)),
         tracks_credit_(options.hysteresis_refill == HysteresisRefill::growth),
@@ -57,7 +57,7 @@ class CountedUpdate final : public DeviceUpdate {
     CountedUpdate::set(values);
   }
 
-  [[gnu::cold]] void set(const ScaleMemory<double>& values) override {
+  void set(const ScaleMemory<double>& values) override {
     own_trackers_.fill_(values.growth_tracker);
     if (spent_.defined()) spent_.fill_(std::exp2((hysteresis_ - values.credit) * bits_));
     if (!since_change_.defined()) return;
@@ -65,7 +65,7 @@ class CountedUpdate final : public DeviceUpdate {
     overflows_.fill_(values.overflows);
   }
 
-  [[gnu::cold]] void read(ScaleMemory<double>& values) const override {
+  void read(ScaleMemory<double>& values) const override {
     values.growth_tracker = tracker_.item<double>();
     values.credit = hysteresis_;
     if (spent_.defined()) values.credit -= std::round(std::log2(spent_.item<double>()) / bits_);
@@ -74,11 +74,11 @@ class CountedUpdate final : public DeviceUpdate {
     values.overflows = overflows_.item<double>();
   }
 
-  [[gnu::cold]] void limit_growth_tracker(int64_t last) override { trackers_.clamp_max_(last); }
+  void limit_growth_tracker(int64_t last) override { trackers_.clamp_max_(last); }
 
-  [[gnu::cold]] void make(const GradScalerOptions& options, const at::Tensor& scale_tensor,
-                          const at::Tensor& found_inf, const at::Tensor& /*largest*/,
-                          const at::Tensor& /*skips*/) override {
+  void make(const GradScalerOptions& options, const at::Tensor& scale_tensor,
+            const at::Tensor& found_inf, const at::Tensor& /*largest*/,
+            const at::Tensor& /*skips*/) override {
     at::Tensor scale = scale_tensor;
     if (!spent_.defined()) {
       at::_amp_update_scale_(scale, tracker_, found_inf, options.growth_factor,
@@ -106,8 +106,8 @@ class CountedUpdate final : public DeviceUpdate {
 
  private:
   /// What is left of `lowers` where few iterations were bad. Before the growth tracker changes.
-  [[gnu::cold]] at::Tensor tolerate(const GradScalerOptions& options, const at::Tensor& found_inf,
-                                    const at::Tensor& lowers) {
+  at::Tensor tolerate(const GradScalerOptions& options, const at::Tensor& found_inf,
+                      const at::Tensor& lowers) {
     since_change_.add_(1.);
     overflows_.add_(found_inf);
     const at::Tensor many = overflows_.div(since_change_).ge(options.overflow_tolerance);

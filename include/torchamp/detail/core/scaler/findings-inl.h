@@ -37,7 +37,7 @@ TORCHAMP_COLD void agree(OptimizerState& state, LossScale& scale, const LossWatc
 }
 
 /// What the optimizers of the iteration have found.
-[[gnu::cold]] inline Findings findings_of(StepLedger& ledger, LossScale& scale) {
+inline Findings findings_of(StepLedger& ledger, LossScale& scale) {
   Findings found;
   for (auto& entry : ledger.optimizers) {
     OptimizerState& state = entry.state;

@@ -54,7 +54,7 @@ struct Findings {
 class LossScale {
  public:
   /// Error: an option that is out of range.
-  [[gnu::cold]] explicit LossScale(GradScalerOptions options)
+  explicit LossScale(GradScalerOptions options)
       : options_(std::move(options)),
         host_(initial_memory(options_)),
         rule_(options_.dynamic ? options_.follows_gradients.rule() : nullptr) {
@@ -92,7 +92,7 @@ class LossScale {
     TORCHAMP_CHECK(created(), "GradScaler::", call,
                    ": nothing has been scaled yet. Call scale(loss).backward() first.");
   }
-  [[gnu::cold]] void create(at::Device device) {
+  void create(at::Device device) {
     const c10::InferenceMode no_inference(false);
     const at::TensorOptions options = at::TensorOptions(device).dtype(at::kFloat);
     const at::Tensor zero_and_one = at::arange(2, options);
@@ -103,12 +103,12 @@ class LossScale {
     skips_ = scale_and_skips_.select(0, 1);
   }
   /// As before create().
-  [[gnu::cold]] void drop() { scale_and_skips_ = scale_ = skips_ = zero_ = one_ = at::Tensor(); }
+  void drop() { scale_and_skips_ = scale_ = skips_ = zero_ = one_ = at::Tensor(); }
 
   /// 0-dim fp32; undefined before create().
   const at::Tensor& scale() const { return scale_; }
   /// 1/scale as a 0-dim fp32 tensor on `device`, computed in fp64 as torch.amp does.
-  [[gnu::cold]] at::Tensor inverse(at::Device device) const {
+  at::Tensor inverse(at::Device device) const {
     if (!on_device_) {
       return at::full({}, 1. / host_.scale, at::TensorOptions(device).dtype(at::kFloat));
     }
@@ -126,7 +126,7 @@ class LossScale {
     return on_device_ ? ReadOnce<double>{.tensor = scale_}
                       : ReadOnce<double>{.on_host = host_.scale};
   }
-  [[gnu::cold]] SkipCount skips() const {
+  SkipCount skips() const {
     if (!on_device_) return SkipCount(host_.skips);
     return lazy_skips_.defined() ? lazy_skips_ : SkipCount(skips_);
   }
@@ -163,7 +163,7 @@ class LossScale {
   }
 
   /// Puts these values in place of all that is there. The host must know them.
-  [[gnu::cold]] void set(ScaleMemory<double> values) {
+  void set(ScaleMemory<double> values) {
     const bool changes = values.scale != host_.scale;
     host_ = std::move(values);  // on a device, what nobody there keeps
     if (!on_device_) {
@@ -186,7 +186,7 @@ class LossScale {
   }
   /// Takes the scale from a tensor that only the device can read; what is not a number within the
   /// limits becomes the nearest limit.
-  [[gnu::cold]] void set_scale(const at::Tensor& scale) {
+  void set_scale(const at::Tensor& scale) {
     leave_host();
     followed_->bound.set_unknown(options_.max_scale);
     scale_.copy_(at::nan_to_num(scale.reshape({}), options_.min_scale)
@@ -225,7 +225,7 @@ class LossScale {
 
   /// Brings the scale to what it is after an iteration; a limit that throws changes nothing.
   /// Returns the limits that are met. Without a read.
-  [[gnu::cold]] ScaleLimits::Met update(const Findings& found) {
+  ScaleLimits::Met update(const Findings& found) {
     ScaleLimits::Met met;
     if (found.flags.empty()) return met;
     if (knows(found)) {
@@ -255,8 +255,8 @@ class LossScale {
   /// One iteration whose flag only the device knows: 0-dim fp32 on the scale's device, 1 if bad or
   /// else 0. `largest`: see after_update(); undefined where it is not known. `shows_skips`: whether
   /// scale_and_skips_ is to be up to date. In place, without a read.
-  [[gnu::cold]] void advance(const at::Tensor& found_inf, const at::Tensor& largest = {},
-                             bool shows_skips = false) {
+  void advance(const at::Tensor& found_inf, const at::Tensor& largest = {},
+               bool shows_skips = false) {
     leave_host();
     if (rule_ || shows_skips || is_replayed()) count_skips_at_once();
     if (options_.dynamic) {
@@ -276,7 +276,7 @@ class LossScale {
   }
 
   /// Moves what is remembered to the device, for good.
-  [[gnu::cold]] void leave_host() {
+  void leave_host() {
     if (on_device_) return;
     const c10::InferenceMode no_inference(false);
     skips_.fill_(host_.skips);
@@ -301,7 +301,7 @@ class LossScale {
   bool is_replayed() const { return replays_ != Replays::none; }
 
   /// From now on each iteration changes skips_, which is brought up to date.
-  [[gnu::cold]] void count_skips_at_once() {
+  void count_skips_at_once() {
     if (!lazy_skips_.defined()) return;
     skips_.copy_(lazy_skips_.tensor());
     if (GraphBody* const body = GraphBody::current()) lazy_skips_.add_parts_to(body->kept);
@@ -309,7 +309,7 @@ class LossScale {
   }
 
   /// Has the host learn of the skips some time.
-  [[gnu::cold]] void watch_skips() {
+  void watch_skips() {
     if (replays_ == Replays::unseen) return;
     followed_->warning.count_iteration();
     GraphBody* const body = GraphBody::current();
@@ -322,7 +322,7 @@ class LossScale {
   }
 
   /// Whether the update being made may have taken the scale past its limits.
-  [[gnu::cold]] bool may_leave_limits() {
+  bool may_leave_limits() {
     constexpr double rounding = 0x1p-20;  // the device's, and more
     if (!follows_bound()) return true;
     return may_be_above(options_.max_scale / options_.growth_factor * (1. - rounding)) ||
@@ -331,19 +331,19 @@ class LossScale {
 
   bool follows_bound() const { return options_.dynamic && !rule_ && replays_ != Replays::unseen; }
 
-  [[gnu::cold]] bool may_be_below(double limit) {
+  bool may_be_below(double limit) {
     if (replays_ == Replays::unseen) return true;
     CapturedBound* const captured = this->captured();
     return captured ? captured->may_be_below(limit) : followed_->bound.value() < limit;
   }
-  [[gnu::cold]] bool may_be_above(double limit) {
+  bool may_be_above(double limit) {
     if (replays_ == Replays::unseen) return true;
     CapturedBound* const captured = this->captured();
     return captured ? captured->may_be_above(limit) : followed_->bound.at_most() > limit;
   }
 
   /// What the body of the CudaGraph that is running takes for granted; null outside of one.
-  [[gnu::cold]] CapturedBound* captured() {
+  CapturedBound* captured() {
     GraphBody* const body = GraphBody::current();
     const bool is_followed = body && body->scales && replays_ == Replays::followed;
     return is_followed
@@ -351,7 +351,7 @@ class LossScale {
                : nullptr;
   }
 
-  [[gnu::cold]] void follow() {
+  void follow() {
     const bool lowers = follows_bound();
     followed_->bound.update(options_, lowers);
     if (CapturedBound* const captured = this->captured()) {

@@ -48,7 +48,7 @@ class PlainClips {
     clips()[latest % most] = {latest, SeenTensor(gradient_or_parameter), knows_scale};
   }
   /// Whether one that was made after `time` has left one of these gradients as it is.
-  [[gnu::cold]] static bool any_since(uint64_t time, const torch::optim::Optimizer& optimizer) {
+  static bool any_since(uint64_t time, const torch::optim::Optimizer& optimizer) {
     return latest > time && any_gradient(optimizer, [time](const at::Tensor& gradient) {
              return std::any_of(clips().begin(), clips().end(), [&](const Clip& clip) {
                return clip.time > time && !clip.knows_scale && clip.left->is_unchanged(gradient);
@@ -101,7 +101,7 @@ class ScaledBackward {
   bool has_run() const { return has_run_; }
 
   /// The gradients of `optimizer` are unscaled from now on.
-  [[gnu::cold]] void note_unscaled(const torch::optim::Optimizer& optimizer) {
+  void note_unscaled(const torch::optim::Optimizer& optimizer) {
     if (any_added(optimizer)) forget(optimizer);
     any_parameter(optimizer, [this](const at::Tensor& parameter) {
       unscaled_.emplace_back(parameter);
@@ -109,13 +109,13 @@ class ScaledBackward {
     });
   }
   /// Whether a backward has added to one since, that `optimizer` still has.
-  [[gnu::cold]] bool any_added(const torch::optim::Optimizer& optimizer) const {
+  bool any_added(const torch::optim::Optimizer& optimizer) const {
     return !added_.empty() && any_gradient(optimizer, [this](const at::Tensor& gradient) {
       return std::any_of(added_.begin(), added_.end(),
                          [&](const WeakTensor& one) { return one.is(gradient); });
     });
   }
-  [[gnu::cold]] void forget(const torch::optim::Optimizer& optimizer) {
+  void forget(const torch::optim::Optimizer& optimizer) {
     std::erase_if(added_, [&](const WeakTensor& one) {
       return any_gradient(optimizer, [&](const at::Tensor& its) { return one.is(its); });
     });
@@ -168,7 +168,7 @@ class StepOrder {
     began_at_ = PlainClips::tick();
   }
   /// Warns once of a clip before the gradients came that are now stepped with.
-  [[gnu::cold]] void warn_of_early_clip(const torch::optim::Optimizer& optimizer) {
+  void warn_of_early_clip(const torch::optim::Optimizer& optimizer) {
     if (warned_of_early_clip_ || !PlainClips::any_in_vain_since(began_at_, optimizer, true)) return;
     warned_of_early_clip_ = true;
     warn(
@@ -182,7 +182,7 @@ class StepOrder {
   bool was_asked() const { return asked_ || asked_for_good_; }
   /// Warns once where the gradients that are to be divided may not be scaled, and once where they
   /// were clipped while scaled.
-  [[gnu::cold]] void check(const torch::optim::Optimizer& optimizer, const char* call) {
+  void check(const torch::optim::Optimizer& optimizer, const char* call) {
     if (was_asked()) return;
     if (scaled_at_ == 0 ? had_scale_ : !backward->has_run()) {
       if (warned_of_scale_ || !any_gradient(optimizer)) return;
@@ -223,7 +223,7 @@ class ScaledOutputs {
     }
   }
 
-  [[gnu::cold]] void add(const at::Tensor& scaled) {
+  void add(const at::Tensor& scaled) {
     std::erase_if(scaled_, [end = scaled_.data() + scaled_.size()](const Scaled& one) {
       return end - &one >= most_gone && one.tensor.is_gone();
     });

@@ -95,7 +95,7 @@ class ScaleBound {
     for (Copy& copy : under_way_) copy.since = {0., infinity, 0};
   }
 
-  [[gnu::cold]] void take_copies() {
+  void take_copies() {
     for (auto next = under_way_.begin(); next != under_way_.end();) {
       const auto copy = next++;
       const double scale = copy->mirror[0];

@@ -37,7 +37,7 @@ class ScaleLimits {
   }
 
   /// Throws if a limit that is met says so. Nothing has been changed yet.
-  [[gnu::cold]] static void throw_if_met(const GradScalerOptions& options, const Met& met) {
+  static void throw_if_met(const GradScalerOptions& options, const Met& met) {
     TORCHAMP_CHECK(!met.min_scale || options.at_min_scale != AtLimit::throw_error,
                    "GradScaler::update: gradients hold infs or NaNs and the scale, ", met.scale,
                    ", is at min_scale. Look for what produces them (torchamp/overflow_report.h "
@@ -51,7 +51,7 @@ class ScaleLimits {
   }
 
   /// Warns or calls back. The iteration has ended.
-  [[gnu::cold]] void announce(const GradScalerOptions& options, const Met& met) {
+  void announce(const GradScalerOptions& options, const Met& met) {
     if (met.min_scale && options.at_min_scale == AtLimit::warn && !warned_) {
       warn({"GradScaler::update: gradients hold infs or NaNs and the scale, ", met.scale,
             ", is at min_scale: steps are skipped until they are finite."});

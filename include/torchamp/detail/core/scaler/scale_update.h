@@ -68,9 +68,9 @@ inline bool is_torch_update(const GradScalerOptions& options) {
 /// `largest` is the largest magnitude of the scaled gradients, 0 where it is not known; it matters
 /// only to a ScaleRule.
 template <class Number, class Bool>
-[[gnu::cold]] ScaleMemory<Number> after_update(const GradScalerOptions& options,
-                                               const ScaleMemory<Number>& before, const Bool& bad,
-                                               const Number& largest = {}) {
+ScaleMemory<Number> after_update(const GradScalerOptions& options,
+                                 const ScaleMemory<Number>& before, const Bool& bad,
+                                 const Number& largest = {}) {
   ScaleMemory<Number> after = before;
   after.skips = choose(bad, before.skips + 1., 0.);
   if (!options.dynamic) return after;

@@ -49,7 +49,7 @@ class SkipCount {
   }
 
   /// 0-dim fp32; not to be changed.
-  [[gnu::cold]] at::Tensor tensor() const {
+  at::Tensor tensor() const {
     if (flags_.empty()) return before_;
     // From the latest back, 1 as long as all were bad.
     const at::Tensor bad = at::stack(flags_).flip(0).cumprod(0);
@@ -74,7 +74,7 @@ class SkipWarning {
  public:
   static constexpr int64_t many = 100, interval = 32;
 
-  [[gnu::cold]] void note(double skips) {
+  void note(double skips) {
     if (skips < many || warned_) return;
     warned_ = true;
     warn({"GradScaler::update: gradients held infs or NaNs in the last ",

@@ -34,7 +34,7 @@ namespace torchamp::detail {
 // skipped and the scale lowered, until it can.
 
 /// Whether the scale times `clip`, both on the host, is more than fp32 holds.
-[[gnu::cold]] inline bool product_overflows(const LossScale& scale, const Divisor& clip) {
+inline bool product_overflows(const LossScale& scale, const Divisor& clip) {
   if (!clip.defined() || !clip.number.is_cpu() || !scale.scale().is_cpu()) return false;
   const float one = *scale.scale().const_data_ptr<float>();
   const float other = *clip.value().const_data_ptr<float>();
@@ -43,8 +43,8 @@ namespace torchamp::detail {
 
 /// Whether the scale times `clip`, which is left to the step of `optimizer`, may be more than fp32
 /// holds, and the gradients can be divided before.
-[[gnu::cold]] inline bool clip_may_overflow(LossScale& scale, const Divisor& clip,
-                                            const torch::optim::Optimizer& optimizer) {
+inline bool clip_may_overflow(LossScale& scale, const Divisor& clip,
+                              const torch::optim::Optimizer& optimizer) {
   if (!clip.defined()) return false;
   constexpr double largest_safe_scale = 0x1p32;
   return (scale.may_exceed(largest_safe_scale) || product_overflows(scale, clip)) &&
@@ -63,8 +63,8 @@ TORCHAMP_COLD void check_not_stepped(const OptimizerState& state) {
 
 /// Whether what unscale_ has divided and checked is what there is. (Gradients that the program
 /// makes up by itself, zeros for a parameter that has none, say, are its own business.)
-[[gnu::cold]] inline void check_complete(const torch::optim::Optimizer& optimizer,
-                                         const OptimizerState& state, const StepOrder& order) {
+inline void check_complete(const torch::optim::Optimizer& optimizer, const OptimizerState& state,
+                           const StepOrder& order) {
   const bool taken = state.taken != gradients_taken();
   TORCHAMP_CHECK(
       ((!taken && state.had_gradients) || count_gradients(optimizer) <= state.gradients) &&
@@ -97,8 +97,8 @@ struct LeftToStep {
 
 /// Brings `state` to where the step can be decided, unless it is there: checks the gradients and,
 /// unless a `fused` step is to do that, divides them.
-[[gnu::cold]] inline LeftToStep check_for_step(torch::optim::Optimizer& optimizer, bool fused,
-                                               OptimizerState& state, LossScale& scale) {
+inline LeftToStep check_for_step(torch::optim::Optimizer& optimizer, bool fused,
+                                 OptimizerState& state, LossScale& scale) {
   const bool recheck = scale.options().recheck;
   const bool is_ready = state.stage == OptimizerState::Stage::ready;
   const bool divides = division_may_overflow(scale, optimizer);

@@ -81,7 +81,7 @@ class OptimizerStates {
   };
 
   /// Stays valid until clear().
-  [[gnu::cold]] OptimizerState& of(torch::optim::Optimizer& optimizer) {
+  OptimizerState& of(torch::optim::Optimizer& optimizer) {
     const uint32_t number = OptimizerNumber::give(optimizer);
     if (OptimizerState* const state = find(number)) return *state;
     entries_.push_back({number});
@@ -136,7 +136,7 @@ struct AccumulationWindow {
 /// come.
 class StepLedger {
  public:
-  [[gnu::cold]] explicit StepLedger(const LossScale& scale)
+  explicit StepLedger(const LossScale& scale)
       : losses(scale.rule() ? scale.rule()->watch_losses(scale.options()) : nullptr) {}
 
   OptimizerStates optimizers;
@@ -146,14 +146,14 @@ class StepLedger {
   std::unique_ptr<LossWatch> losses;                       // with forgives_bad_losses
 
   /// `output` has become `scaled_output`.
-  [[gnu::cold]] void note_scaled(const at::Tensor& scaled_output) {
+  void note_scaled(const at::Tensor& scaled_output) {
     scaled.add(scaled_output);
     ScaledBackward::watch(order.backward, scaled_output);
   }
 
   /// Every parameter of an optimizer that has no gradient at all; warns once in a scaler's life.
-  [[gnu::cold]] std::vector<MissingGradient> report_missing(
-      const torch::optim::Optimizer& optimizer, at::Device loss_device) {
+  std::vector<MissingGradient> report_missing(const torch::optim::Optimizer& optimizer,
+                                              at::Device loss_device) {
     std::vector<MissingGradient> missing = missing_gradients(optimizer, loss_device);
     if (std::exchange(warned_of_missing_, true)) return missing;
     std::ostringstream list;
@@ -168,10 +168,9 @@ class StepLedger {
   }
 
   /// The optimizer of `state` has stepped or been skipped; what a StepResult answers from.
-  [[gnu::cold]] std::shared_ptr<StepRecord> finish(OptimizerState& state, const LossScale& scale,
-                                                   at::Tensor value,
-                                                   std::vector<MissingGradient> missing,
-                                                   int64_t attempts = 1) {
+  std::shared_ptr<StepRecord> finish(OptimizerState& state, const LossScale& scale,
+                                     at::Tensor value, std::vector<MissingGradient> missing,
+                                     int64_t attempts = 1) {
     state.stage = OptimizerState::Stage::stepped;
     auto record = std::make_shared<StepRecord>();
     record->found_inf = state.found_inf;
@@ -186,7 +185,7 @@ class StepLedger {
   }
 
   /// Before the scale changes: lets the results that are still in use keep what they tell of it.
-  [[gnu::cold]] void keep_results() {
+  void keep_results() {
     for (const auto& weak : records_) {
       const auto record = weak.lock();
       if (!record) continue;
@@ -196,7 +195,7 @@ class StepLedger {
     records_.clear();
   }
 
-  [[gnu::cold]] void end_iteration() {
+  void end_iteration() {
     for (const auto& weak : windows) {
       const auto window = weak.lock();
       const OptimizerState* const state = window ? optimizers.find(window->optimizer) : nullptr;
