@@ -15,7 +15,7 @@
 
 #include "torchamp/cast_cache.h"
 #include "torchamp/detail/core/autocast/region.h"
-#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/policy/thread_policy.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 #include "torchamp/version.h"
 

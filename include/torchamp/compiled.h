@@ -35,6 +35,8 @@
 #include "torchamp/detail/core/autocast/region-inl.h"
 #include "torchamp/detail/core/optim/fused_optimizer-inl.h"
 #include "torchamp/detail/core/policy/policy-inl.h"
+#include "torchamp/detail/core/policy/rules-inl.h"
+#include "torchamp/detail/core/policy/schema-inl.h"
 #include "torchamp/detail/core/scaler/grad_scaler-inl.h"
 
 namespace TORCHAMP_NAMESPACE {

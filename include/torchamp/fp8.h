@@ -8,7 +8,7 @@
 
 #include <memory>
 
-#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/policy/rules.h"
 #include "torchamp/detail/extras/fp8/run.h"
 #include "torchamp/fp8_options.h"
 #include "torchamp/policy.h"

@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "torchamp/detail/core/autocast/kernel.h"
-#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/policy/rules.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 #include "torchamp/detail/extras/modules/sequential.h"
 #include "torchamp/detail/extras/modules/with_policy.h"

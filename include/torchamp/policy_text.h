@@ -9,7 +9,6 @@
 #include <string_view>
 
 #include "torchamp/detail/core/autocast/region.h"
-#include "torchamp/detail/core/policy/data.h"
 #include "torchamp/detail/extras/policy_text/parse.h"
 #include "torchamp/detail/extras/policy_text/print.h"
 #include "torchamp/fp8.h"

@@ -12,7 +12,6 @@
 #include "support/thread_state.h"
 #include "support/warnings.h"
 #include "torchamp/autocast.h"
-#include "torchamp/detail/core/policy/data.h"
 
 namespace {
 

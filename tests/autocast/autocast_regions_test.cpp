@@ -23,7 +23,7 @@
 #include "support/warnings.h"
 #include "torchamp/autocast.h"
 #include "torchamp/autocast_state.h"
-#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/policy/thread_policy.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 
 namespace {

@@ -26,7 +26,7 @@
 #include "support/tolerances.h"
 #include "torchamp/autocast.h"
 #include "torchamp/detail/core/autocast/region.h"
-#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/policy/thread_policy.h"
 #include "torchamp/detail/extras/policy_text/name_pattern.h"
 
 namespace {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // What LibTorch's own autocast kernels do on a CPU, against the list that torchamp keeps of them.
-#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/policy/op_lists.h"
+#include "torchamp/detail/core/policy/schema.h"
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>

@@ -11,7 +11,8 @@
 #include <string_view>
 #include <vector>
 
-#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/policy/op_lists.h"
+#include "torchamp/detail/core/policy/schema.h"
 #include "torchamp/policy.h"
 
 namespace {

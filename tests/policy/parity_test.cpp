@@ -28,7 +28,7 @@
 #include "support/unboxed_ops.h"
 #include "support/warnings.h"
 #include "torchamp/autocast.h"
-#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/policy/schema.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 
 namespace {

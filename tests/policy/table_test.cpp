@@ -18,7 +18,8 @@
 #include "support/op_case.h"
 #include "support/warnings.h"
 #include "torchamp/autocast.h"
-#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/policy/op_lists.h"
+#include "torchamp/detail/core/policy/schema.h"
 #include "torchamp/fp8.h"
 
 namespace {

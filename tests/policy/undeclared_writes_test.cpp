@@ -21,7 +21,7 @@
 #include "support/op_case.h"
 #include "support/warnings.h"
 #include "torchamp/autocast.h"
-#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/policy/schema.h"
 #include "torchamp/ops.h"
 
 namespace {

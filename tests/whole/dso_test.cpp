@@ -18,7 +18,7 @@
 
 #include "torchamp/autocast.h"
 #include "torchamp/autocast_state.h"
-#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/policy/thread_policy.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 #include "torchamp/detail/extras/weights/derived.h"
 #include "torchamp/version.h"

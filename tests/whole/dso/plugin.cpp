@@ -9,7 +9,7 @@
 
 #include "torchamp/autocast.h"
 #include "torchamp/detail/core/gradients/attached.h"
-#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/policy/thread_policy.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 
 extern "C" __attribute__((visibility("default"))) Plugin torchamp_test_plugin() {

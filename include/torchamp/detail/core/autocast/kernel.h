@@ -33,7 +33,10 @@
 
 #include "torchamp/detail/core/base/devices.h"
 #include "torchamp/detail/core/base/text.h"
-#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/policy/op_lists.h"
+#include "torchamp/detail/core/policy/rules.h"
+#include "torchamp/detail/core/policy/schema.h"
+#include "torchamp/detail/core/policy/thread_policy.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 #include "torchamp/ops.h"
 

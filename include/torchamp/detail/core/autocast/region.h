@@ -15,7 +15,8 @@
 #include <thread>
 
 #include "torchamp/cast_cache.h"
-#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/policy/rules.h"
+#include "torchamp/detail/core/policy/thread_policy.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 #include "torchamp/version.h"
 

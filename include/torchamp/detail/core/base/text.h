@@ -2,7 +2,9 @@
 #pragma once
 
 #include <c10/util/Exception.h>
+#include <torch/csrc/jit/frontend/edit_distance.h>
 
+#include <atomic>
 #include <cstddef>
 #include <initializer_list>
 #include <ostream>
@@ -58,6 +60,17 @@ TORCHAMP_RARE inline std::string joined(Pieces pieces) {
 /// Warns with that text.
 TORCHAMP_RARE inline void warn(Pieces pieces) {
   TORCH_WARN(joined(pieces));
+}
+
+/// Warns the first time for `is_known`, or always where LibTorch was asked to always warn.
+inline void warn_once(std::atomic<bool>& is_known, Pieces pieces) {
+  if (c10::WarningUtils::get_warnAlways() || !is_known.exchange(true)) warn(pieces);
+}
+
+/// The number of single-character edits between two names; for long ones, between their beginnings.
+inline std::size_t edit_distance(std::string_view a, std::string_view b) {
+  const std::string from(a.substr(0, longest_shown)), to(b.substr(0, longest_shown));
+  return torch::jit::ComputeEditDistance(from.c_str(), to.c_str(), /*maxEditDistance=*/0);
 }
 
 }  // namespace torchamp::detail

@@ -17,7 +17,7 @@
 #include <tuple>
 #include <utility>
 
-#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/policy/rules.h"
 #include "torchamp/detail/extras/audit/choose.h"
 #include "torchamp/detail/extras/audit/session.h"
 #include "torchamp/detail/extras/audit/text.h"

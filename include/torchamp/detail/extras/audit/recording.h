@@ -37,7 +37,7 @@
 #include "torchamp/autocast_state.h"
 #include "torchamp/detail/core/autocast/kernel.h"
 #include "torchamp/detail/core/base/tensors.h"
-#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/policy/schema.h"
 #include "torchamp/detail/extras/audit/choose.h"
 #include "torchamp/detail/extras/observe/recording.h"
 #include "torchamp/detail/extras/observe/report.h"

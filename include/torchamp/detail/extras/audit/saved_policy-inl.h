@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <map>
 
-#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/policy/rules.h"
 #include "torchamp/detail/extras/audit/text.h"
 #include "torchamp/detail/extras/modules/with_policy.h"
 #include "torchamp/detail/extras/policy_text/name_pattern.h"

@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "torchamp/audit_row.h"
-#include "torchamp/detail/core/policy/data.h"
 #include "torchamp/detail/extras/io/archive_file.h"
 #include "torchamp/detail/extras/observe/report.h"
 #include "torchamp/detail/extras/policy_text/parse.h"

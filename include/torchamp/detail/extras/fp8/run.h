@@ -21,7 +21,8 @@
 
 #include "torchamp/detail/core/autocast/kernel.h"
 #include "torchamp/detail/core/base/devices.h"
-#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/policy/rules.h"
+#include "torchamp/detail/core/policy/schema.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 #include "torchamp/detail/extras/fp8/function.h"
 #include "torchamp/detail/extras/policy_text/print.h"

@@ -18,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/policy/rules.h"
 #include "torchamp/detail/extras/modules/with_policy.h"
 
 namespace torchamp::detail {

@@ -20,7 +20,8 @@
 
 #include "torchamp/detail/core/autocast/kernel.h"
 #include "torchamp/detail/core/autocast/region.h"
-#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/policy/rules.h"
+#include "torchamp/detail/core/policy/thread_policy.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 
 namespace torchamp::detail {

@@ -20,7 +20,7 @@
 
 #include "torchamp/detail/core/base/devices.h"
 #include "torchamp/detail/core/base/tensors.h"
-#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/policy/schema.h"
 #include "torchamp/detail/extras/observe/observer.h"
 #include "torchamp/detail/extras/observe/recording.h"
 #include "torchamp/non_finite_op.h"

@@ -25,7 +25,8 @@
 #include <vector>
 
 #include "torchamp/detail/core/base/tensors.h"
-#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/policy/rules.h"
+#include "torchamp/detail/core/policy/schema.h"
 #include "torchamp/detail/extras/observe/observer.h"
 #include "torchamp/detail/extras/observe/report.h"
 #include "torchamp/detail/extras/weights/cast.h"

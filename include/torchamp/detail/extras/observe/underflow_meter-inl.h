@@ -22,7 +22,7 @@
 #include <utility>
 
 #include "torchamp/detail/core/base/tensors.h"
-#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/policy/schema.h"
 #include "torchamp/detail/extras/observe/recording.h"
 #include "torchamp/underflow_meter.h"
 

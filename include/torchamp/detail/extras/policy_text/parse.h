@@ -20,7 +20,8 @@
 #include <vector>
 
 #include "torchamp/detail/core/base/text.h"
-#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/policy/rules.h"
+#include "torchamp/detail/core/policy/schema.h"
 #include "torchamp/detail/extras/fp8/run.h"
 #include "torchamp/detail/extras/policy_text/print.h"
 #include "torchamp/fp8_options.h"

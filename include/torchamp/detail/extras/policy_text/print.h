@@ -14,7 +14,8 @@
 #include <vector>
 
 #include "torchamp/detail/core/base/devices.h"
-#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/policy/rules.h"
+#include "torchamp/detail/core/policy/schema.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 #include "torchamp/ops.h"
 

@@ -24,7 +24,7 @@
 #include "torchamp/detail/core/base/autograd_node.h"
 #include "torchamp/detail/core/base/devices.h"
 #include "torchamp/detail/core/base/tensors.h"
-#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/policy/schema.h"
 #include "torchamp/detail/extras/observe/observer.h"
 
 namespace torchamp::detail {

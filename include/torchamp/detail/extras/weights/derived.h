@@ -28,7 +28,7 @@
 
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/base/text.h"
-#include "torchamp/detail/core/policy/data.h"
+#include "torchamp/detail/core/policy/thread_policy.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 
 namespace torchamp::detail {

@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The rows of Policy::standard(), and LibTorch's own lists.
+#pragma once
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/operator_name.h>
+#include <c10/core/DeviceType.h>
+
+#include <cstdint>
+#include <string_view>
+
+#include "torchamp/detail/core/base/devices.h"
+#include "torchamp/detail/core/policy/schema.h"
+#include "torchamp/ops.h"
+
+namespace torchamp::detail {
+
+// Note [What LibTorch refuses]
+// A 16-bit product may come to an op that has no kernel for 16 bits, or that wants all its
+// arguments in one dtype. These rows of the standard table are for such ops, and change no call
+// that LibTorch takes:
+//  - decompositions take their arguments in fp32, where LibTorch has no kernel that sees to it;
+//  - ops that want one dtype take the widest;
+//  - in place, and with out=, what they read takes the dtype of what they write to;
+//  - masked_fill with a value beyond the dtype of what it fills (-1e9 in fp16) fills in fp32.
+
+// clang-format off
+/// Ops without 16-bit kernels on any device.
+inline constexpr std::string_view decomposition_ops[] = {
+    "det"sv, "logdet"sv, "slogdet"sv, "linalg_det"sv, "linalg_slogdet"sv, "inverse"sv,
+    "linalg_inv"sv, "linalg_inv_ex"sv, "pinverse"sv, "linalg_pinv"sv, "matrix_exp"sv,
+    "linalg_matrix_exp"sv, "linalg_solve"sv, "linalg_solve_ex"sv, "linalg_solve_triangular"sv,
+    "triangular_solve"sv, "linalg_lu"sv, "linalg_lu_factor"sv, "linalg_lu_factor_ex"sv,
+    "linalg_lu_solve"sv, "lu_solve"sv, "_lu_with_info"sv, "linalg_ldl_factor"sv,
+    "linalg_ldl_factor_ex"sv, "linalg_ldl_solve"sv, "cholesky"sv, "cholesky_inverse"sv,
+    "cholesky_solve"sv, "linalg_cholesky"sv, "linalg_cholesky_ex"sv, "linalg_eig"sv,
+    "linalg_eigh"sv, "linalg_eigvals"sv, "linalg_eigvalsh"sv, "linalg_qr"sv, "qr"sv,
+    "linalg_svd"sv, "svd"sv, "linalg_svdvals"sv, "linalg_lstsq"sv, "linalg_matrix_rank"sv,
+    "linalg_cond"sv, "linalg_tensorinv"sv, "linalg_tensorsolve"sv,
+    "linalg_householder_product"sv, "geqrf"sv, "orgqr"sv, "ormqr"sv};
+inline constexpr std::string_view one_dtype_ops[] = {
+    "lerp"sv, "index_add"sv, "index_copy"sv, "index_reduce"sv, "scatter"sv, "scatter_reduce"sv,
+    "masked_scatter"sv, "put"sv, "linalg_cross"sv, "heaviside"sv, "isclose"sv, "allclose"sv};
+inline constexpr std::string_view one_dtype_in_place_ops[] = {
+    "lerp_"sv, "index_add_"sv, "index_copy_"sv, "index_put_"sv, "index_reduce_"sv, "scatter_"sv,
+    "scatter_add_"sv, "scatter_reduce_"sv, "masked_scatter_"sv, "put_"sv, "addmm_"sv, "addmv_"sv,
+    "addbmm_"sv, "baddbmm_"sv, "mm.out"sv, "bmm.out"sv, "mv.out"sv, "matmul.out"sv, "addmm.out"sv,
+    "addmv.out"sv, "addbmm.out"sv, "baddbmm.out"sv, "linear.out"sv};
+// clang-format on
+
+inline constexpr std::string_view fill_ops[] = {"masked_fill.Scalar"};
+/// See Note [Binary cross entropy].
+inline constexpr std::string_view probability_loss_ops[] = {"binary_cross_entropy"};
+/// See Note [Recurrent layers].
+inline constexpr std::string_view recurrent_layer_ops[] = {"lstm", "gru", "rnn_tanh", "rnn_relu"};
+
+inline constexpr OpFamily decomposition("decomposition", decomposition_ops);
+inline constexpr OpFamily one_dtype("one_dtype", one_dtype_ops);
+inline constexpr OpFamily one_dtype_in_place("one_dtype_in_place", one_dtype_in_place_ops);
+inline constexpr OpFamily fill("fill", fill_ops);
+inline constexpr OpFamily probability_loss("probability_loss", probability_loss_ops);
+inline constexpr OpFamily recurrent_layer("recurrent_layer", recurrent_layer_ops);
+
+// Rules that only tables have.
+/// See Note [Recurrent layers].
+inline constexpr Cast fp32_where_lacking = static_cast<Cast>(0x81);
+/// fp32 where the op's value does not fit into what it fills: see Note [What LibTorch refuses].
+inline constexpr Cast fp32_where_it_must = static_cast<Cast>(0x82);
+
+/// What Policy::standard() says of an op.
+struct StandardRule {
+  Cast cast = Cast::native;
+  Cast cast_on_cpu = cast;     // and on other devices that do not follow CUDA's lists
+  bool unless_native = false;  // where LibTorch has no kernel of its own
+  bool writes = false;         // for ops that write to an argument
+};
+
+/// Its rows that LibTorch's lists do not have; they come before those.
+struct StandardRow {
+  OpFamily family;
+  StandardRule rule;
+};
+inline constexpr StandardRow standard_rows[] = {
+    {ops::addition, {Cast::fp32}},
+    {ops::reduction, {Cast::fp32}},
+    {ops::order_statistic, {Cast::unchanged}},
+    {probability_loss, {Cast::fp32}},
+    {recurrent_layer, {Cast::lower_precision, /*cast_on_cpu=*/fp32_where_lacking}},
+    {decomposition, {.cast = Cast::fp32, .unless_native = true}},
+    {one_dtype, {.cast = Cast::promote, .unless_native = true}},
+    {one_dtype_in_place, {.cast = Cast::promote, .writes = true}},
+    {fill, {fp32_where_it_must}},
+};
+
+/// A rule on LibTorch's lists, of the op in an entry of theirs: "pow, Tensor_Scalar".
+struct ListedRule {
+  const char* entry;
+  Cast cast;
+  std::uint8_t op_size = 0;
+
+  constexpr ListedRule(const char* of_entry, Cast rule) : entry(of_entry), cast(rule) {
+    while (entry[op_size] != '\0' && entry[op_size] != ',' && entry[op_size] != '.') ++op_size;
+  }
+  /// "pow".
+  constexpr std::string_view op() const { return {entry, op_size}; }
+  /// "Tensor_Scalar".
+  constexpr std::string_view overload() const {
+    const char* rest = entry + op_size;
+    while (*rest == ',' || *rest == '.' || *rest == ' ') ++rest;
+    return rest;
+  }
+};
+
+/// LibTorch's own CUDA lists, from its macros, so that a newer LibTorch's are followed.
+inline constexpr ListedRule libtorch_cuda_lists[] = {
+#define TORCHAMP_LOWER(...) {#__VA_ARGS__, Cast::lower_precision},
+#define TORCHAMP_FP32(...) {#__VA_ARGS__, Cast::fp32},
+#define TORCHAMP_PROMOTE(...) {#__VA_ARGS__, Cast::promote},
+#define TORCHAMP_APPEND_DTYPE(function, name, ...) {name, Cast::fp32},
+    AT_FORALL_LOWER_PRECISION_FP(TORCHAMP_LOWER) AT_FORALL_FP32(TORCHAMP_FP32)
+        AT_FORALL_FP32_SET_OPT_DTYPE(TORCHAMP_FP32)
+            AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(TORCHAMP_APPEND_DTYPE)
+                AT_FORALL_PROMOTE(TORCHAMP_PROMOTE)
+#undef TORCHAMP_LOWER
+#undef TORCHAMP_FP32
+#undef TORCHAMP_PROMOTE
+#undef TORCHAMP_APPEND_DTYPE
+};
+
+// clang-format off
+/// The ops that have an autocast kernel of their own on a CPU, by what it does. LibTorch's headers
+/// do not have these lists; tests/policy/lists_test.cpp calls every kernel and compares.
+inline constexpr std::string_view cpu_lower_precision_ops[] = {
+    "_addmm_activation"sv, "_convolution"sv, "_native_multi_head_attention"sv, "addbmm"sv,
+    "addmm"sv, "baddbmm"sv, "bmm"sv, "conv1d"sv, "conv2d"sv, "conv3d"sv, "conv_tbc"sv,
+    "conv_transpose1d"sv, "conv_transpose2d"sv, "conv_transpose3d"sv, "linalg_vecdot"sv, "linear"sv,
+    "matmul"sv, "mkldnn_rnn_layer"sv, "mm"sv, "prelu"sv, "scaled_dot_product_attention"sv};
+inline constexpr std::string_view cpu_fp32_ops[] = {
+    "_grid_sampler_2d_cpu_fallback"sv, "_lu_with_info"sv, "adaptive_avg_pool3d"sv,
+    "adaptive_max_pool3d"sv, "avg_pool3d"sv, "binary_cross_entropy"sv,
+    "binary_cross_entropy_with_logits"sv, "cdist"sv, "cholesky"sv, "cholesky_inverse"sv,
+    "cholesky_solve"sv, "cosine_embedding_loss"sv, "cross_entropy_loss"sv, "ctc_loss"sv,
+    "fake_quantize_per_tensor_affine"sv, "fft_fft"sv, "fft_fft2"sv, "fft_fftn"sv, "fft_hfft"sv,
+    "fft_ifft"sv, "fft_ifft2"sv, "fft_ifftn"sv, "fft_ihfft"sv, "fft_irfft"sv, "fft_irfft2"sv,
+    "fft_irfftn"sv, "fft_rfft"sv, "fft_rfft2"sv, "fft_rfftn"sv, "fractional_max_pool2d"sv,
+    "fractional_max_pool3d"sv, "geqrf"sv, "grid_sampler"sv, "grid_sampler_2d"sv,
+    "grid_sampler_3d"sv, "hinge_embedding_loss"sv, "huber_loss"sv, "inverse"sv, "kl_div"sv,
+    "l1_loss"sv, "linalg_cholesky"sv, "linalg_cholesky_ex"sv, "linalg_cond"sv, "linalg_eig"sv,
+    "linalg_eigh"sv, "linalg_eigvals"sv, "linalg_eigvalsh"sv, "linalg_householder_product"sv,
+    "linalg_inv"sv, "linalg_inv_ex"sv, "linalg_lstsq"sv, "linalg_matrix_rank"sv,
+    "linalg_matrix_sqrth"sv, "linalg_qr"sv, "linalg_solve"sv, "linalg_svd"sv, "linalg_svdvals"sv,
+    "linalg_tensorinv"sv, "linalg_tensorsolve"sv, "lu_solve"sv, "margin_ranking_loss"sv,
+    "max_pool3d"sv, "max_unpool2d"sv, "max_unpool3d"sv, "mse_loss"sv, "multi_margin_loss"sv,
+    "multilabel_margin_loss"sv, "multilabel_margin_loss_forward"sv, "nanquantile"sv, "nll_loss"sv,
+    "nll_loss2d"sv, "orgqr"sv, "ormqr"sv, "pinverse"sv, "poisson_nll_loss"sv, "polar"sv, "prod"sv,
+    "qr"sv, "quantile"sv, "reflection_pad1d"sv, "reflection_pad2d"sv, "replication_pad1d"sv,
+    "replication_pad2d"sv, "replication_pad3d"sv, "smooth_l1_loss"sv, "soft_margin_loss"sv,
+    "stft"sv, "svd"sv, "trace"sv, "triangular_solve"sv, "triplet_margin_loss"sv,
+    "view_as_complex"sv};
+inline constexpr std::string_view cpu_promote_ops[] = {
+    "cat"sv, "stack"sv, "index_copy"sv};
+/// Ops with a kernel on CUDA that the lists in the headers lack.
+inline constexpr std::string_view cuda_lower_precision_ops[] = {
+    "cudnn_convolution"sv, "cudnn_convolution_transpose"sv};
+// clang-format on
+
+/// The row of an op, by its own name or its overload's; null if it has none.
+inline const StandardRow* standard_row(const c10::OperatorName& op) {
+  const std::string_view base = base_of(op);
+  if (base.empty()) return nullptr;
+  for (const StandardRow& row : standard_rows) {
+    for (const std::string_view name : row.family) {  // "mm" or "mm.out"
+      if (name.front() != base.front() || !name.starts_with(base)) continue;
+      const std::string_view rest = name.substr(base.size());
+      if (rest.empty() || (rest[0] == '.' && rest.substr(1) == op.overload_name)) return &row;
+    }
+  }
+  return nullptr;
+}
+
+/// The rule on LibTorch's own CUDA lists; native if there is none.
+inline Cast listed_cast(const c10::OperatorName& op) {
+  const std::string_view base = base_of(op);
+  for (const ListedRule& rule : libtorch_cuda_lists) {
+    if (rule.op() == base && rule.overload() == op.overload_name) return rule.cast;
+  }
+  return Cast::native;
+}
+
+/// Whether LibTorch's own autocast kernel for the device casts to 16 bits.
+inline bool kernel_lowers(const c10::OperatorName& op, at::DeviceType device) {
+  if (!facts_of(device).follows_cuda_lists) return is_among(cpu_lower_precision_ops, base_of(op));
+  return is_among(cuda_lower_precision_ops, base_of(op)) ||
+         listed_cast(op) == Cast::lower_precision;
+}
+
+/// What that kernel does; native if this is not known.
+TORCHAMP_RARE inline Cast kernel_rule(const c10::OperatorName& op, at::DeviceType device) {
+  if (kernel_lowers(op, device)) return Cast::lower_precision;
+  if (facts_of(device).follows_cuda_lists) return listed_cast(op);
+  if (is_among(cpu_fp32_ops, base_of(op))) return Cast::fp32;
+  return is_among(cpu_promote_ops, base_of(op)) ? Cast::promote : Cast::native;
+}
+
+}  // namespace torchamp::detail

@@ -1,0 +1,237 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What a policy holds, and the rule that it has for an op.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/operator_name.h>
+#include <ATen/core/stack.h>
+#include <ATen/record_function.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/ArrayRef.h>
+#include <c10/util/FunctionRef.h>
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/core/policy/op_lists.h"
+#include "torchamp/detail/core/policy/schema.h"
+#include "torchamp/detail/core/runtime/runtime.h"
+#include "torchamp/ops.h"
+#include "torchamp/version.h"
+
+namespace torchamp::detail {
+
+class PolicyData;
+
+// ---- Rules that an extra carries out ------------------------------------------------------------
+
+/// What becomes of the calls in a region whose policy has an OpRule. For several threads.
+class OpRuleUsage {
+ public:
+  virtual ~OpRuleUsage() = default;
+  /// An op with an overlay is called that the rule does not reach.
+  virtual void passed_by(const c10::OperatorName& op) = 0;
+  /// At the region's end.
+  virtual void warn_if_unused() const = 0;
+};
+
+/// How torchamp/fp8.h carries out the rule fp8 of a policy, options included. Immutable.
+class OpRule {
+ public:
+  virtual ~OpRule() = default;
+
+  /// Before a 16-bit region of a device whose policy has the rule. Error, of `call`: the region
+  /// cannot follow a rule that it has to.
+  virtual void prepare(const char* call, const PolicyData& policy, at::DeviceType device,
+                       at::ScalarType dtype) const = 0;
+  /// Runs a call: takes the arguments off the stack and leaves the result. False if it cannot: the
+  /// stack is as it was. Autocast is off. `usage` may be null.
+  virtual bool run(const c10::OperatorHandle& op, at::DeviceType device, torch::jit::Stack& stack,
+                   OpRuleUsage* usage) const = 0;
+  /// Why an overload cannot follow the rule; empty if it can.
+  virtual std::string why_not_op(std::string_view full_name) const = 0;
+  /// As in a policy's text: "fp8(recipe=rowwise strict)". Rules with one text are the same.
+  virtual std::string text() const = 0;
+  /// For a new region; `outer`: of the region around it, or null.
+  virtual std::shared_ptr<OpRuleUsage> make_usage(
+      const std::shared_ptr<OpRuleUsage>& outer) const = 0;
+};
+
+/// The rule of Cast::fp8 without options, which torchamp/fp8.h registers; or null.
+using MakeOpRule = std::shared_ptr<const OpRule> (*)();
+inline MakeOpRule fp8_rule_maker = nullptr;
+
+// ---- A policy's contents ------------------------------------------------------------------------
+
+enum class BaseTable : std::uint8_t { standard, torch };
+
+/// One call of an edit, as the user wrote it.
+struct Edit {
+  Cast cast;
+  std::vector<std::string> names;
+  std::string family;  // instead of `names`, if not empty
+  When when;
+  std::shared_ptr<const OpRule> op_rule = nullptr;  // of the rule fp8, and not null then
+};
+
+/// What edits made of one overload.
+struct OverloadRules {
+  bool has_cast = false;  // whether an edit has set `cast`, which always holds
+  Cast cast = Cast::native;
+  std::vector<std::size_t> conditional = {};  // edits that hold sometimes, the later on top
+  std::size_t edit = 0;                       // that set `cast`
+};
+
+/// By full_name().
+using RuleMap = std::map<std::string, OverloadRules, std::less<>>;
+
+// Note [A choice is told once]
+// A predicate is called once for each call of its op, and only the overlay knows what it said. For
+// whoever records (a CastRecorder, LibTorch's profiler) the overlay opens and closes an empty user
+// scope of this name and the rule's within the op.
+inline constexpr std::string_view choice_scope = "torchamp rule: ";
+/// Under the rule fp8; then why a call did not run in fp8, nothing if it did.
+inline constexpr std::string_view fp8_scope = "torchamp fp8: ";
+
+inline void announce(std::string_view kind, std::string_view what) {
+  if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) {
+    at::RecordFunction scope(std::move(*callbacks));
+    scope.before(std::string(kind).append(what));
+  }
+}
+
+/// What an overlay does to a call.
+struct OverlayRule {
+  Cast cast = Cast::native;
+  const OpRule* op_rule = nullptr;  // of Cast::fp8, and not null then
+  bool is_chosen = false;           // for this call, by a condition
+};
+
+/// A policy's rules for one overlay.
+struct OverlayEntry : OverlayRule {
+  /// Indices of PolicyData::edits that hold only sometimes, tried first. Null if there are none and
+  /// the rule itself holds always. Lives as long as PolicyData::rules.
+  const std::vector<std::size_t>* conditional = nullptr;
+};
+
+/// By an overlay's index; later overlays are none that the policy asked for.
+using OverlayTable = std::vector<OverlayEntry>;
+
+/// The contents of a Policy: a base table and edits. Immutable once shared.
+class PolicyData {
+ public:
+  explicit PolicyData(BaseTable base_table) : base(base_table) {}
+  /// A copy to edit; it starts without compiled tables.
+  PolicyData(const PolicyData& other) : base(other.base), edits(other.edits), rules(other.rules) {}
+  PolicyData& operator=(const PolicyData&) = delete;
+
+  /// What the edits made of one overload; null if they do not reach it.
+  const OverloadRules* edited(const c10::OperatorHandle& op) const {
+    if (rules.empty()) return nullptr;
+    const auto found = rules.find(full_name(op.operator_name()));
+    return found == rules.end() ? nullptr : &found->second;
+  }
+
+  /// An edit's OpRule, which later ones may have replaced; null if there is none.
+  const OpRule* op_rule() const {
+    for (const Edit& edit : edits) {
+      if (edit.op_rule != nullptr) return edit.op_rule.get();
+    }
+    return nullptr;
+  }
+
+  /// Makes the policy ready for use on a device. Any thread.
+  void compile_once(at::DeviceType device) const {
+    const auto& ready = compiled_[device_index(device, "Policy")].ready;
+    if (!ready.load(std::memory_order_acquire)) compile(device);
+  }
+
+  /// The rule of overlay `overlay` on a device, whose table has been made, for one call.
+  OverlayRule rule(std::size_t device_index, std::size_t overlay, at::DeviceType device,
+                   const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> stack) const {
+    const OverlayTable& table = compiled_[device_index].table;
+    if (overlay >= table.size()) return {};
+    const OverlayEntry& entry = table[overlay];
+    if (entry.conditional == nullptr) return entry;
+    return choose(entry, device, OpCall(op.schema(), stack));
+  }
+
+  BaseTable base;
+  std::vector<Edit> edits;
+  RuleMap rules;  // what the edits made of each overload that they reached
+
+ private:
+  /// Installs the overlays that the policy needs on a device. Defined in autocast/kernel.h.
+  void compile(at::DeviceType device) const;
+  /// The rule of an entry with conditions.
+  OverlayRule choose(const OverlayEntry& entry, at::DeviceType device, const OpCall& call) const;
+
+  struct Compiled {
+    std::atomic<bool> ready = false;
+    OverlayTable table;
+  };
+  mutable std::mutex mutex_;
+  mutable std::array<Compiled, device_count> compiled_;
+};
+
+/// The contents of Policy::standard() and Policy::torch(), which all copies share.
+inline const std::shared_ptr<const PolicyData>& unedited(BaseTable base) {
+  // Never destroyed: static objects' destructors may use guards.
+  static const auto& tables = *new std::array<std::shared_ptr<const PolicyData>, 2>{
+      std::make_shared<PolicyData>(BaseTable::standard),
+      std::make_shared<PolicyData>(BaseTable::torch)};
+  return tables[static_cast<std::size_t>(base)];
+}
+
+// ---- The rule of an op --------------------------------------------------------------------------
+
+/// The rule in force for one overload, in regions of the calling thread's dtype for the device,
+/// conditional rules left out.
+Cast rule_in_force(const PolicyData& policy, const c10::OperatorHandle& op, at::DeviceType device);
+
+/// The same, but what LibTorch's own kernel does instead of native, if that is known.
+inline Cast effect_of_rule(const PolicyData& policy, const c10::OperatorHandle& op,
+                           at::DeviceType device) {
+  const Cast cast = rule_in_force(policy, op, device);
+  return cast == Cast::native ? kernel_rule(op.operator_name(), device) : cast;
+}
+
+/// An overload, and what Policy::standard() says of it; native if nothing, or if the overload
+/// cannot be cast. `row`: its row of the standard table, if known.
+struct TabledOp {
+  c10::OperatorHandle op;
+  StandardRule standard;
+
+  explicit TabledOp(c10::OperatorHandle overload, const StandardRow* row = nullptr);
+};
+
+/// What the overlay of an op has to do under `policy`; native if LibTorch alone does it.
+OverlayEntry overlay_entry(const PolicyData& policy, const TabledOp& op, at::DeviceType device);
+
+/// Calls `function` with the ops that a policy speaks of, LibTorch's kernels aside; with some more
+/// than once.
+void for_each_candidate(const PolicyData& policy,
+                        c10::function_ref<void(const TabledOp&)> function);
+
+/// Adds an edit: see Policy::set. Where it throws, `policy` is as it was. `op_rule`: of the rule
+/// fp8, whose own by default.
+void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, const When& when,
+              std::shared_ptr<const OpRule> op_rule = nullptr);
+
+}  // namespace torchamp::detail
+
+#if TORCHAMP_BODIES
+#include "torchamp/detail/core/policy/rules-inl.h"  // IWYU pragma: export
+#endif

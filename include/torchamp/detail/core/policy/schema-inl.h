@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/core/base/text.h"
+#include "torchamp/detail/core/policy/schema.h"
+
+namespace torchamp::detail {
+
+/// The ops that are registered at the moment: LibTorch tells it of every op that comes or goes. A
+/// table with chains, as these are some 3400 within the first guard, which a standard container
+/// would make half as long again.
+class OpCatalog final : public c10::OpRegistrationListener {
+ public:
+  /// Never destroyed: ops go until the process ends.
+  static OpCatalog& instance() {
+    static OpCatalog& catalog = make();
+    return catalog;
+  }
+
+  /// The overloads of "aten::add", by their names: none if the op is unknown. Any thread.
+  std::vector<c10::OperatorHandle> overloads(std::string_view base) {
+    const std::scoped_lock lock(mutex_);
+    std::vector<c10::OperatorHandle> found;
+    found.reserve(8);
+    for (std::size_t at = first_of(base); at != 0; at = ops_[at - 1].next) {
+      const Op& op = ops_[at - 1];
+      if (op.is_gone || op.name().name != base) continue;
+      found.push_back(op.handle);
+      const auto name = [&](std::size_t i) -> const std::string& {
+        return found[i].operator_name().overload_name;
+      };
+      for (std::size_t i = found.size() - 1; i > 0 && name(i) < name(i - 1); --i) {
+        std::swap(found[i], found[i - 1]);
+      }
+    }
+    return found;
+  }
+
+  /// The known name nearest to `base` in its namespace; empty if nothing is known there. Of several
+  /// as near, the one in most families, and of these the first by name.
+  std::string nearest(std::string_view base) {
+    const std::scoped_lock lock(mutex_);
+    const std::string_view space = base.substr(0, base.find("::") + 2);
+    std::pair<std::int64_t, std::string_view> best;
+    for (const Op& op : ops_) {
+      if (op.is_gone || !op.name().name.starts_with(space)) continue;
+      auto rank = static_cast<std::int64_t>(32 * edit_distance(base, op.name().name));
+      for (const OpFamily& family : ops::families) rank -= contains(family, op.name());
+      const std::pair one(rank, std::string_view(op.name().name));
+      if (best.second.empty() || one < best) best = one;
+    }
+    return std::string(best.second);
+  }
+
+  // LibTorch calls these one at a time, and the first of them for all ops within make(), where a
+  // lock for each would make a process's first guard 7 % slower.
+  void onOperatorRegistered(const c10::OperatorHandle& op) override {
+    std::unique_lock lock(mutex_, std::defer_lock);
+    if (std::this_thread::get_id() != maker_ || is_made_) lock.lock();
+    std::uint32_t& first = first_of(op.operator_name().name);
+    ops_.push_back({op, first});
+    first = static_cast<std::uint32_t>(ops_.size());
+  }
+  void onOperatorDeregistered(const c10::OperatorHandle& op) override {
+    const std::scoped_lock lock(mutex_);
+    const c10::OperatorName& name = op.operator_name();
+    for (std::size_t at = first_of(name.name); at != 0; at = ops_[at - 1].next) {
+      if (!ops_[at - 1].is_gone && &ops_[at - 1].name() == &name) ops_[at - 1].is_gone = true;
+    }
+  }
+
+ private:
+  struct Op {
+    c10::OperatorHandle handle;
+    std::uint32_t next;    // the next one whose name has that hash, from 1; 0 is none
+    bool is_gone = false;  // the handle leads nowhere then
+
+    const c10::OperatorName& name() const { return handle.operator_name(); }
+  };
+
+  static OpCatalog& make() {
+    pin_this_library();
+    auto& catalog = *new OpCatalog;
+    std::unique_ptr<c10::OpRegistrationListener> listener(&catalog);
+    catalog.ops_.reserve(4096);
+    // Its end would take the listener away.
+    new c10::RegistrationHandleRAII(
+        c10::Dispatcher::singleton().addRegistrationListener(std::move(listener)));
+    const std::scoped_lock lock(catalog.mutex_);
+    catalog.is_made_ = true;
+    return catalog;
+  }
+
+  /// Of a name's hash: of its end, and of what follows "aten::". std::hash takes ten times as long.
+  std::uint32_t& first_of(std::string_view name) {
+    std::uint64_t words[2] = {};
+    if (name.size() < sizeof words[0]) return first_[0];
+    const std::size_t last = name.size() - sizeof words[0];
+    std::memcpy(&words[0], name.data() + last, sizeof words[0]);
+    std::memcpy(&words[1], name.data() + std::min<std::size_t>(last, 6), sizeof words[1]);
+    const std::uint64_t hash = (words[0] * 3 + words[1] + name.size()) * 0x9E3779B97F4A7C15u;
+    return first_[hash >> 52];
+  }
+
+  std::mutex mutex_;
+  const std::thread::id maker_ = std::this_thread::get_id();
+  bool is_made_ = false;
+  std::vector<Op> ops_;
+  std::uint32_t first_[1 << 12] = {};  // by hash
+};
+
+TORCHAMP_COLD std::vector<c10::OperatorHandle> find_ops(std::string_view text,
+                                                        std::string_view call, bool missing_ok) {
+  const auto colons = text.find("::");
+  const auto dot = text.find('.', colons == text.npos ? 0 : colons);
+  const std::string_view name = text.substr(0, dot);
+  const std::string base = std::string(colons == text.npos ? "aten::" : "").append(name);
+  std::vector<c10::OperatorHandle> found = OpCatalog::instance().overloads(base);
+  if (dot == text.npos && (missing_ok || !found.empty())) return found;
+  const std::string_view wanted = dot == text.npos ? "" : text.substr(dot + 1);
+  std::string known;
+  for (const c10::OperatorHandle& op : found) {
+    const std::string& overload = op.operator_name().overload_name;
+    if (overload == wanted) return {op};
+    known.append(known.empty() ? "'" : ", '").append(name);
+    known.append(overload.empty() ? "" : ".").append(overload).append("'");
+  }
+  if (missing_ok) return {};
+  if (!found.empty()) {
+    fail({call, ": the op '", base, "' has no overload '", shorten(wanted), "'. It has ", known,
+          "."});
+  }
+  std::string nearest = OpCatalog::instance().nearest(base);
+  if (nearest.starts_with("aten::")) nearest.erase(0, 6);
+  const bool is_alone = nearest.empty();
+  fail({call, ": LibTorch knows no op '", shorten(text),
+        is_alone ? "', nor any other in its namespace. First load the library that registers it. "
+                   "LibTorch's own ops have no namespace: 'softmax'."
+                 : "'. Did you mean '",
+        nearest, is_alone ? "" : "'?"});
+}
+
+TORCHAMP_COLD std::string_view why_not_castable(const c10::FunctionSchema& schema) {
+  constexpr std::string_view writes =
+      "it writes to an argument (an in-place or out= form), which a cast would replace by a copy";
+  const std::string_view name = schema.name();
+  if (schema.is_mutable() || (name.ends_with('_') && !name.ends_with("__"))) return writes;
+  bool has_tensors = false, names_dtype = false;
+  for (const auto& argument : schema.arguments()) {
+    if (argument.name() == "dst"sv || argument.name() == "qaccum"sv) return writes;
+    has_tensors = has_tensors || holds_tensors(*argument.type());
+    names_dtype = names_dtype || is_dtype(argument, /*optional=*/false);
+  }
+  if (!has_tensors) return "it takes no tensors";
+  if (schema.returns().empty()) {
+    return "it returns nothing, so what it does it does to its arguments, which a cast would "
+           "replace by copies";
+  }
+  if (takes_named_dimensions(schema)) return "it takes named dimensions";
+  if (names_dtype) return "the caller names its dtype";
+  for (const auto& result : schema.returns()) {
+    if (result.alias_info()) return "it returns a view of its argument, which a cast would cut off";
+  }
+  return {};
+}
+
+}  // namespace torchamp::detail
