@@ -25,10 +25,24 @@ struct Round {
   std::int64_t sent_bytes = -1;  ///< by all steps; -1: nobody counted
 };
 
+/// What a file of raw numbers has of one way.
+struct Record {
+  std::int64_t parameters = 0;
+  std::vector<Round> rounds{};
+  bool is_wrong = false;  ///< so was it judged when it was measured
+};
+
 /// One way to train one model or to predict with it, done by a worker, and what came of it. A
 /// worker that fails leaves the race with its reason.
 class Contestant {
  public:
+  /// One that ran earlier.
+  Contestant(Way way, Record record)
+      : way_(std::move(way)),
+        parameters_(record.parameters),
+        rounds_(std::move(record.rounds)),
+        was_wrong_(record.is_wrong) {}
+
   /// `clock`: "seconds" or "processor", see Note [Workers].
   Contestant(Way way, std::vector<std::string> command, const std::filesystem::path& errors,
              std::string clock = "seconds")
@@ -41,6 +55,8 @@ class Contestant {
   bool failed() const { return !failure_.empty(); }
   std::int64_t parameters() const { return parameters_; }
   const std::string& libtorch() const { return libtorch_; }
+  /// How an earlier run was judged, whose first loss is not known; nothing if it is this run.
+  std::optional<bool> was_wrong() const { return was_wrong_; }
   /// Seconds of the first call, where it predicts.
   double first_call() const { return first_call_; }
 
@@ -141,5 +157,6 @@ class Contestant {
   double first_call_ = 0.;
   double first_loss_ = 0.;
   std::vector<Round> rounds_;
+  std::optional<bool> was_wrong_;
   std::vector<double> shares_;
 };

@@ -52,10 +52,8 @@ inline void write_inference_table(std::ostream& out, const Race& race) {
 inline void write_inference_report(std::ostream& out, const Plan& plan,
                                    const Circumstances& circumstances,
                                    const std::deque<Race>& races) {
-  out << circumstances.device << ' ' << libtorch_of(races) << ". " << plan.rounds
-      << " rounds in turns, after one to warm up. "
-      << "Made by\n\n    " << circumstances.command << "\n\n"
-      << "Every way has the same weights and is given the same batches, in inference mode, with a "
+  write_origin(out, plan, circumstances, races);
+  out << "Every way has the same weights and is given the same batches, in inference mode, with a "
          "guard around each call. "
       << (plan.clock == "wall" ? "Times are" : "Times are the workers' own processor time,")
       << " medians of the rounds, ratios\nmedians of the rounds' ratios. The *cast model* is one "
@@ -71,7 +69,8 @@ inline void write_inference_report(std::ostream& out, const Plan& plan,
       << (plan.device == "cpu" ? "by how much the process has grown"
                                : "what tensors held at most on the device")
       << ". The mean output is the mean absolute value of the last one; a way that disagrees with "
-         "Python's or with\nfp32's is marked as wrong.\n\n![Time per call](inference.png)\n\n";
+         "Python's or with\nfp32's is marked as wrong.\n\n![Time per call, measured by "
+         "fp32](inference.png)\n\n";
   for (const Race& race : races) {
     std::int64_t parameters = 0;
     for (const Contestant& contestant : race.contestants) {

@@ -5,6 +5,7 @@
 
 #include <cstdio>
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -60,6 +61,17 @@ inline std::string command_without_paths(int argc, const char* const* argv) {
   return command;
 }
 
+inline constexpr std::pair<const char*, Preset> presets[] = {
+    {"small", Preset::small}, {"large", Preset::large}, {"full", Preset::full}};
+
+/// Nothing for "auto".
+inline std::optional<Preset> preset_named(const std::string& wish) {
+  for (const auto& [name, preset] : presets) {
+    if (wish == name) return preset;
+  }
+  return std::nullopt;
+}
+
 /// The preset that was asked for; else the one that fits the device. On a CPU products are timed.
 inline void choose_preset(Plan& plan, const std::string& wish) {
   plan.why.clear();
@@ -72,11 +84,7 @@ inline void choose_preset(Plan& plan, const std::string& wish) {
     plan.preset = times.speedup() >= 1.3 ? Preset::large : Preset::small;
     plan.why = support::describe(times, dtype) + " ";
   }
-  constexpr std::pair<const char*, Preset> presets[] = {
-      {"small", Preset::small}, {"large", Preset::large}, {"full", Preset::full}};
-  for (const auto& [name, preset] : presets) {
-    if (wish == name) plan.preset = preset;
-  }
+  plan.preset = preset_named(wish).value_or(plan.preset);
   for (const auto& [name, preset] : presets) {
     if (plan.preset == preset) plan.why += std::string("The preset is ") + name;
   }

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "benchmark/comparison/charts.h"
+#include "benchmark/comparison/earlier_runs.h"
 #include "benchmark/comparison/group_worker.h"
 #include "benchmark/comparison/growth.h"
 #include "benchmark/comparison/inference_report.h"
@@ -111,17 +112,34 @@ int train_together(const Options& options, const Plan& plan, const Circumstances
   return all_right ? 0 : 1;
 }
 
-int compare(const Options& options, const std::string& command) {
-  const Plan plan = make_plan(options);
-  const Circumstances circumstances = describe(plan, command);
-  if (options.task == "growth") return grow(plan, circumstances, options.largest);
-  if (options.task == "processes") return train_together(options, plan, circumstances);
-  std::cout << circumstances.device << '\n'
-            << (plan.python.empty()
-                    ? std::string("Without Python; --python PATH names one that has torch.")
-                    : "Python: " + plan.python)
-            << "\n\n";
+/// The chapter (unless its charts alone are drawn again), the raw numbers and the charts.
+void write_all(const Plan& plan, const Circumstances& circumstances, const std::deque<Race>& races,
+               bool charts_only = false) {
+  std::string below = circumstances.device_name;
+  if (!circumstances.command.empty()) {  // this run's
+    below += ", " + libtorch_of(races) + (plan.clock == "wall" ? "" : ", processor time");
+  }
+  const char* const task = plan.predicts ? "inference" : "training";
+  const bool cuda = plan.device == "cuda";
+  if (!charts_only) {
+    write_chapter(plan, circumstances, task, [&](auto& file) {
+      plan.predicts ? write_inference_report(file, plan, circumstances, races)
+                    : write_report(file, plan, circumstances, races);
+    });
+    write_text(plan, plan.predicts ? "inference.csv" : "training.csv",
+               [&](auto& file) { write_csv(file, races); });
+  }
+  if (plan.predicts) {
+    write_chart(plan, "inference.png", draw_times(below, races, true, cuda));
+    return;
+  }
+  write_chart(plan, "time.png", draw_times(below, races, false, cuda));
+  write_chart(plan, "memory.png", draw_memory(below, races));
+  if (!plan.python.empty()) write_chart(plan, "ratio.png", draw_ratios(below, races, cuda));
+}
 
+/// The models that are wanted, each for each batch, without contestants.
+std::deque<Race> make_races(const Options& options, const Plan& plan) {
   std::deque<Race> races;
   for (const ModelEntry& model : all_models()) {
     const auto& wanted = options.models;
@@ -138,36 +156,51 @@ int compare(const Options& options, const std::string& command) {
               .steps = options.steps.value_or(model.steps.at(plan.preset))};
     if (!plan.predicts || !race.sizes.contains("batch")) {
       races.push_back(std::move(race));
-      run(plan, races.back());
       continue;
     }
     for (const std::int64_t batch : {1, 16}) {
       race.sizes["batch"] = batch;
       race.variant = "batch " + std::to_string(batch);
       races.push_back(Race{race.model, race.sizes, race.steps, {}, {}, race.variant});
-      run(plan, races.back());
     }
   }
+  return races;
+}
 
-  std::cout << '\n';
-  const std::string below = circumstances.device_name + ", " + libtorch_of(races) +
-                            (plan.clock == "wall" ? "" : ", processor time");
-  if (plan.predicts) {
-    write_chapter(plan, circumstances, "inference",
-                  [&](auto& file) { write_inference_report(file, plan, circumstances, races); });
-    write_text(plan, "inference.csv", [&](auto& file) { write_csv(file, races); });
-    write_chart(plan, "inference.png",
-                plan.python.empty() ? draw_times("Time per call", below, races)
-                                    : draw_ratios("call", below, races, inference_bars));
-  } else {
-    write_chapter(plan, circumstances, "training",
-                  [&](auto& file) { write_report(file, plan, circumstances, races); });
-    write_text(plan, "training.csv", [&](auto& file) { write_csv(file, races); });
-    write_chart(plan, "time.png", draw_times("Time per step", below, races));
-    write_chart(plan, "memory.png", draw_memory(below, races));
-    if (!plan.python.empty()) {
-      write_chart(plan, "ratio.png", draw_ratios("step", below, races, training_bars));
-    }
+/// Draws the charts of earlier runs again, and writes their report if there is something to say.
+int report_again(const Options& options) {
+  const Circumstances circumstances = read_about(options.about);
+  const Preset preset = preset_named(options.preset).value_or(Preset::small);
+  if (options.task == "growth") {
+    const Plan plan = plan_of_earlier_runs(options, {}, preset);
+    write_chart(plan, "growth.png",
+                draw_growth(circumstances.device_name, read_growth(options.from)));
+    return 0;
+  }
+  const std::deque<Race> races = read_races(options, preset);
+  write_all(plan_of_earlier_runs(options, races, preset), circumstances, races,
+            circumstances.recorded.empty());
+  return 0;
+}
+
+int compare(const Options& options, const std::string& command) {
+  if (!options.from.empty()) return report_again(options);
+  const Plan plan = make_plan(options);
+  const Circumstances circumstances = describe(plan, command);
+  if (options.task == "growth") return grow(plan, circumstances, options.largest);
+  if (options.task == "processes") return train_together(options, plan, circumstances);
+  std::cout << circumstances.device << '\n'
+            << (plan.python.empty()
+                    ? std::string("Without Python; --python PATH names one that has torch.")
+                    : "Python: " + plan.python)
+            << "\n\n";
+
+  std::deque<Race> races;
+  for (Race& race : make_races(options, plan)) {
+    races.push_back(std::move(race));
+    run(plan, races.back());
+    std::cout << '\n';
+    write_all(plan, circumstances, races);  // after each, for the next may never end
   }
 
   bool all_right = true;

@@ -35,6 +35,8 @@ struct Options {
   std::vector<std::string> processes{"1", "2", "4"};
   std::int64_t bucket_bytes = 0;
   std::string clock = "wall";
+  std::vector<std::string> from;  ///< files of earlier runs, which are reported again
+  std::string about;
   std::filesystem::path out = "torchamp-comparison";
 };
 
@@ -163,9 +165,27 @@ inline std::optional<Options> parse_options(int argc, const char* const* argv) {
                        "What is measured. processor: the workers' own processor time, to which "
                        "other programs on a\nbusy machine add little; on a CPU with --threads 1.",
                        options.clock);
+  arguments.add(
+      "--from", "LIST",
+      "Files of raw numbers that earlier runs wrote: nothing is measured, their charts "
+      "are drawn again, as one.\nMay be repeated. --task, --device, --preset and --set as "
+      "they were then.",
+      [&](const std::string& text) {
+        for (std::string& path : split_list(text)) options.from.push_back(std::move(path));
+      });
+  arguments.add("--about", "FILE",
+                "For --from: '# MACHINE, LIBRARY', which stands above the charts. If text follows, "
+                "the chapter of the report\nis written again and begins with it.",
+                options.about);
   arguments.add("--out", "DIR", "Where the report goes. Default: " + out + ".", out);
   if (!arguments.parse(argc, argv)) return std::nullopt;
   options.out = out;
+  if (options.from.empty() != options.about.empty()) {
+    throw support::UsageError("--from and --about are given together");
+  }
+  if (!options.from.empty() && options.task == "processes") {
+    throw support::UsageError("--from: --task processes draws what its files do not hold");
+  }
   return options;
 }
 

@@ -14,11 +14,12 @@
 struct Chapter {
   std::string_view task, title;
 };
-inline constexpr std::array<Chapter, 5> chapters{{{"training", "## Training\n"},
+inline constexpr std::array<Chapter, 6> chapters{{{"training", "## Training\n"},
                                                   {"inference", "## Inference\n"},
                                                   {"scripts", "## Scripts\n"},
                                                   {"processes", "## Several processes\n"},
-                                                  {"growth", "## Growth\n"}}};
+                                                  {"growth", "## Growth\n"},
+                                                  {"by hand", "## Beside the comparison\n"}}};
 
 /// `page` with `text` as the chapter of `task`, in the order of `chapters`; the other chapters
 /// stay.

@@ -140,7 +140,7 @@ inline void draw_trace(drawing::Canvas& canvas, drawing::Rect area, const std::s
   for (const Tick& tick : linear_ticks(0., longest * 1e3, 8)) {
     const int x = static_cast<int>(to_x(tick.value * 1e-3));
     canvas.fill({x, box.bottom(), 1, 6}, palette::ink);
-    draw_text(canvas, x, box.bottom() + 22, tick.label, {.height = 11., .align = Align::centre});
+    draw_text_within(canvas, area, x, box.bottom() + 22, tick.label, {.height = 11.});
   }
   for (const Tick& tick : linear_ticks(0., most * 1e-6, 4)) {
     const int y = static_cast<int>(to_y(tick.value * 1e6));

@@ -20,6 +20,7 @@ struct Circumstances {
   std::string device_name;  ///< "NVIDIA H200", "AMD EPYC 9R14"
   std::string device;       ///< a sentence or two
   std::string command;
+  std::string recorded;  ///< of earlier runs: what is said of them, in place of these two
 };
 
 /// The library that the C++ workers named.
@@ -53,15 +54,15 @@ inline std::string ratio_cell(const std::optional<double>& ratio) {
   return ratio ? support::format("%.2f", *ratio) : "";
 }
 
-/// The best of torchamp's ways that count, by its time over Python's: of one kind of `launch` and
-/// one `variant`.
+/// The fastest of a language's ways that count, of any dtype.
 inline const Verdict* best_of(const std::vector<Verdict>& verdicts, const std::string& casts,
                               const std::string& optimizer, const std::string& launch,
-                              const std::string& variant = "plain") {
+                              const std::string& variant = "plain",
+                              const std::string& language = "cpp") {
   const Verdict* best = nullptr;
   for (const Verdict& verdict : verdicts) {
     const Way& way = verdict.contestant->way();
-    if (way.is_python() || way.casts != casts || way.optimizer != optimizer ||
+    if (way.language != language || way.casts != casts || way.optimizer != optimizer ||
         way.launch != launch || way.variant != variant || !verdict.counts()) {
       continue;
     }
@@ -286,8 +287,13 @@ inline void write_profiles(std::ostream& out, const Race& race) {
   if (any) out << '\n';
 }
 
-inline void write_report(std::ostream& out, const Plan& plan, const Circumstances& circumstances,
+/// Where, with what and how it was measured.
+inline void write_origin(std::ostream& out, const Plan& plan, const Circumstances& circumstances,
                          const std::deque<Race>& races) {
+  if (!circumstances.recorded.empty()) {
+    out << circumstances.recorded << "\n\n";
+    return;
+  }
   std::string cpp, python;
   for (const Race& race : races) {
     for (const Contestant& contestant : race.contestants) {
@@ -299,10 +305,14 @@ inline void write_report(std::ostream& out, const Plan& plan, const Circumstance
               ? std::string(", no Python")
               : ", Python with torch " + python + (python == cpp ? "" : " (**another version**)"))
       << ". " << plan.rounds << " rounds in turns, after one to warm up. Made by\n\n    "
-      << circumstances.command << "\n\n"
-      << "Every configuration starts from the same weights, takes the same batches and makes the "
-         "same number "
-         "of steps. "
+      << circumstances.command << "\n\n";
+}
+
+inline void write_report(std::ostream& out, const Plan& plan, const Circumstances& circumstances,
+                         const std::deque<Race>& races) {
+  write_origin(out, plan, circumstances, races);
+  out << "Every configuration starts from the same weights, takes the same batches and the "
+         "same number of steps. "
       << (plan.clock == "wall" ? "Times are" : "Times are the workers' own processor time,")
       << " medians of\nthe rounds. A *ratio to Python* is the median over the "
          "rounds of the time over that of Python with the same dtype and\nkind of optimizer, run "
@@ -333,8 +343,9 @@ inline void write_report(std::ostream& out, const Plan& plan, const Circumstance
   }
   write_audited(out, races);
   write_compiled(out, races);
-  if (!python.empty()) out << "![Time over Python's](ratio.png)\n\n";
-  out << "![Time per step](time.png)\n\n![Peak memory](memory.png)\n\n";
+  out << "![Time per step, relative to fp32](time.png)\n\n"
+         "![Peak memory, relative to fp32](memory.png)\n\n";
+  if (!plan.python.empty()) out << "![Time over Python's](ratio.png)\n\n";
   for (const Race& race : races) {
     std::int64_t parameters = 0;
     for (const Contestant& contestant : race.contestants) {

@@ -18,6 +18,13 @@ inline double median(std::vector<double> values) {
   return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2.;
 }
 
+/// Per step, or call, the median of the rounds.
+inline double median_seconds(const Contestant& contestant) {
+  std::vector<double> seconds;
+  for (const Round& round : contestant.rounds()) seconds.push_back(round.seconds);
+  return median(std::move(seconds));
+}
+
 /// How far two ways' losses may lie apart, in parts of the first loss: that of the third step,
 /// where only rounding and the order of sums differ, and that of the last round, of which training
 /// has made more since.
@@ -105,15 +112,17 @@ inline Verdict judge(const Race& race, const Contestant& contestant) {
     verdict.wrong = "failed: " + contestant.failure();
     return verdict;
   }
-  std::vector<double> seconds;
-  for (const Round& round : contestant.rounds()) seconds.push_back(round.seconds);
-  verdict.seconds = median(std::move(seconds));
+  verdict.seconds = median_seconds(contestant);
 
   const Way& way = contestant.way();
   const Contestant* const python = find(race, python_twin(way));
   const Contestant* const fp32 = find(race, fp32_twin(way));
   if (python && python != &contestant) verdict.to_python = time_ratio(contestant, *python);
   if (fp32 && fp32 != &contestant) verdict.saved = 1. - time_ratio(contestant, *fp32);
+  if (const auto was_wrong = contestant.was_wrong()) {
+    if (*was_wrong) verdict.wrong = "so it was judged when it was measured";
+    return verdict;
+  }
   for (const Contestant* const other : {python, fp32}) {
     if (other && verdict.counts()) verdict.wrong = disagreement(contestant, *other);
   }

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "support/drawing/bar_chart.h"
 #include "support/drawing/canvas.h"
 #include "support/drawing/histogram.h"
 #include "support/drawing/plot.h"
@@ -149,6 +150,67 @@ TEST(Histogram, DrawsBarsInProportionOverTheMarkedParts) {
   EXPECT_EQ(color_at(142, 124), marked);
   EXPECT_EQ(color_at(242, 90), palette::blue);
   EXPECT_EQ(color_at(242, 80), palette::paper);
+}
+
+/// How many pixels of `color` are in `rect`.
+int count_pixels(const Canvas& canvas, Rect rect, Color color) {
+  int count = 0;
+  for (int y = rect.y; y < std::min(rect.bottom(), canvas.height()); ++y) {
+    for (int x = rect.x; x < std::min(rect.right(), canvas.width()); ++x) {
+      const Color pixel{canvas.image().at(x, y, 0), canvas.image().at(x, y, 1),
+                        canvas.image().at(x, y, 2)};
+      count += pixel == color ? 1 : 0;
+    }
+  }
+  return count;
+}
+
+TEST(LinePlot, KeepsTheNumberBelowTheEndOfAnAxisWithinItsArea) {
+  LinePlot plot{.series = {{.values = {1., 2.}}}, .x_ticks = {"1", "10000000000"}};
+  const auto ink_beside = [&](int width) {
+    Canvas canvas(400, 200, palette::paper);
+    plot.draw(canvas, {0, 0, width, 200});
+    return count_pixels(canvas, {width, 0, 400 - width, 200}, palette::ink);
+  };
+  EXPECT_EQ(ink_beside(300), 0);
+}
+
+TEST(BarChart, ShowsTheNumberOfEachBarRightOfAllBarsAndWhatIsBeyondTheMarkInItsOwnColour) {
+  const auto chart = [](double value) {
+    return BarChart{.title = "Time",
+                    .series = {{"one", palette::blue}},
+                    .mark = "fp32",
+                    .beyond = "slower",
+                    .columns = {"of fp32"},
+                    .groups = {{"UNet", "", {{0, value, {"0.50"}}}}}}
+        .draw();
+  };
+  const auto orange = [](const Canvas& canvas) {
+    return count_pixels(canvas, {0, 0, canvas.width(), canvas.height()}, palette::orange);
+  };
+  EXPECT_EQ(orange(chart(0.5)), 0);
+  EXPECT_GT(orange(chart(1.5)), 1000);
+  const Canvas slow = chart(1.5);
+  int last_bar = 0, first_number = slow.width();
+  for (int x = 0; x < slow.width(); ++x) {
+    const Rect column{x, 300, 1, 20};  // of the only row of bars
+    if (count_pixels(slow, column, palette::orange) > 0) last_bar = x;
+  }
+  for (int x = slow.width() - 1; x > last_bar; --x) {
+    if (count_pixels(slow, {x, 300, 1, 20}, palette::ink) > 0) first_number = x;
+  }
+  EXPECT_GT(last_bar, slow.width() / 2);
+  EXPECT_GT(first_number, last_bar + 10);
+  EXPECT_LT(first_number, slow.width());
+}
+
+TEST(BarChart, SaysInPlaceOfABarWhyThereIsNone) {
+  const Canvas chart = BarChart{.series = {{"one", palette::blue}},
+                                .mark = "fp32",
+                                .columns = {"of fp32"},
+                                .groups = {{"UNet", "", {{0, -1., {"wrong loss"}}}}}}
+                           .draw();
+  EXPECT_GT(count_pixels(chart, {0, 0, chart.width(), chart.height()}, palette::orange), 50);
 }
 
 }  // namespace

@@ -28,8 +28,9 @@ struct LinePlot {
   std::string title{}, note{}, x_label{}, y_label{};
   std::vector<Series> series{};
   bool log_y = false;
-  bool legend_below = false;           ///< under the axis, where no line is
-  bool legend_at_left = false;         ///< for lines that rise
+  bool legend_below = false;    ///< under the axis, where no line is
+  bool legend_at_left = false;  ///< for lines that rise
+  bool legend_has_frame = true;
   std::vector<std::string> x_ticks{};  ///< what stands at x = 1, 2, 3, …; the numbers if empty
 
   /// Draws the plot, labels included, into `area`.
@@ -67,7 +68,7 @@ struct LinePlot {
     for (const Tick& tick : ticks) {
       const int x = static_cast<int>(to_x(tick.value));
       canvas.fill({x, box.bottom(), 1, 6}, palette::ink);
-      draw_text(canvas, x, box.bottom() + 24, tick.label, {.height = 11., .align = Align::centre});
+      draw_text_within(canvas, area, x, box.bottom() + 24, tick.label, {.height = 11.});
     }
     for (const Series& one : series) {
       canvas.stroke(lines_of(one, to_x, to_y), one.line_width, one.color, one.opacity);
@@ -137,12 +138,12 @@ struct LinePlot {
     const Rect frame{x, legend_below ? box.bottom() + (x_label.empty() ? 40 : 64) : box.y + 12,
                      width, height};
     canvas.fill(frame, palette::paper);
-    canvas.frame(frame, palette::rule);
+    if (legend_has_frame) canvas.frame(frame, palette::rule);
     double y = frame.y + 25.;
     for (const Series& one : series) {
       if (one.label.empty()) continue;
       canvas.stroke({{{frame.x + 14., y - 5.5}, {frame.x + 44., y - 5.5}}}, one.line_width + 1.,
-                    one.color);
+                    one.color, one.opacity);
       draw_text(canvas, frame.x + 56, y, one.label, {.height = 12.});
       y += 26.;
     }

@@ -50,8 +50,8 @@ struct StackedBars {
               {.color = palette::muted, .align = Align::centre});
     for (const Tick& tick : linear_ticks(0., end, 8)) {
       canvas.fill({to_x(tick.value), box.y, 1, box.height}, palette::faint_rule);
-      draw_text(canvas, to_x(tick.value), box.bottom() + 24, tick.label,
-                {.height = 11., .align = Align::centre});
+      draw_text_within(canvas, area, to_x(tick.value), box.bottom() + 24, tick.label,
+                       {.height = 11.});
     }
     for (std::size_t i = 0; i < bars.size(); ++i) {
       const int count = static_cast<int>(bars.size()), row = static_cast<int>(i);

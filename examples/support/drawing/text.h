@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <string_view>
 #include <utility>
@@ -70,7 +71,17 @@ inline void draw_text(Canvas& canvas, double x, double y, std::string_view text,
   canvas.stroke(lines, detail::pen_width(style), style.color);
 }
 
-/// The same turned by a quarter, to be read from below to above, with its base line at `x`.
+/// Writes a text around `x`, but within the `room` of a picture: a number below the end of an axis
+/// is moved inwards.
+inline void draw_text_within(Canvas& canvas, Rect room, double x, double y, std::string_view text,
+                             TextStyle style = {}) {
+  const double half = text_width(text, style) / 2.;
+  style.align = Align::centre;
+  const double inside = std::min(x, room.right() - half - 2.);
+  draw_text(canvas, std::max(inside, room.x + half + 2.), y, text, style);
+}
+
+/// A text turned by a quarter, to be read from below to above, with its base line at `x`.
 inline void draw_text_upwards(Canvas& canvas, double x, double y, std::string_view text,
                               const TextStyle& style = {}) {
   const double base = std::floor(x) + 0.5;
