@@ -70,21 +70,23 @@ function(torchamp_simulated_device)
   set_source_files_properties(simulated_device/autocast.cpp PROPERTIES COMPILE_OPTIONS -Wno-pedantic)
 endfunction()
 
-# torchamp_add_tests(NAME FILES file… [FOLDER folder] [SHARDS n] [IN_ORDER] [NO_PCH] [SIMULATED]
-#                    [LINKS target…] [DEFINITIONS NAME=VALUE…]):
-# builds folder/file_test.cpp (the folder is NAME), all of them, as the program NAME_test and runs
-# it from this folder, its tests dealt out over n entries of CTest (1). IN_ORDER: in the order in
-# which they are written, also where GTEST_SHUFFLE is set. OpenMP's threads sleep while they wait:
-# tests run side by side, and what spins takes the others' cores. NO_PCH: with other compiler flags
-# than the precompiled header's. SIMULATED: with the simulated accelerator; where a CUDA device takes its
-# place, it has a run of its own. The limit is for machines that are ten times as slow as ours.
+# torchamp_add_tests(NAME [FILES file…] [FOLDER folder] [INTERNALS file…] [SHARDS n] [IN_ORDER]
+#                    [NO_PCH] [SIMULATED] [LINKS target…] [DEFINITIONS NAME=VALUE…]):
+# builds folder/file_test.cpp (the folder is NAME), and internals/file_test.cpp of what names
+# torchamp::detail, as the program NAME_test and runs it from this folder, its tests dealt out over
+# n entries of CTest (1). IN_ORDER: in the order in which they are written, also where GTEST_SHUFFLE
+# is set. OpenMP's threads sleep while they wait: tests run side by side, and what spins takes the
+# others' cores. NO_PCH: with other compiler flags than the precompiled header's. SIMULATED: with
+# the simulated accelerator; where a CUDA device takes its place, it has a run of its own. The limit
+# is for machines that are ten times as slow as ours.
 function(torchamp_add_tests name)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "IN_ORDER;NO_PCH;SIMULATED" "FOLDER;SHARDS" "FILES;LINKS;DEFINITIONS")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "IN_ORDER;NO_PCH;SIMULATED" "FOLDER;SHARDS" "FILES;INTERNALS;LINKS;DEFINITIONS")
   if(NOT arg_FOLDER)
     set(arg_FOLDER ${name})
   endif()
   list(TRANSFORM arg_FILES REPLACE "(.+)" "${arg_FOLDER}/\\1_test.cpp" OUTPUT_VARIABLE sources)
-  add_executable(${name}_test ${sources})
+  list(TRANSFORM arg_INTERNALS REPLACE "(.+)" "internals/\\1_test.cpp" OUTPUT_VARIABLE internals)
+  add_executable(${name}_test ${sources} ${internals})
   target_link_libraries(${name}_test PRIVATE torchamp_test_support ${arg_LINKS})
   target_compile_definitions(${name}_test PRIVATE ${arg_DEFINITIONS})
   if(arg_SIMULATED)

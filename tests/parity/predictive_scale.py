@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Walks a model of GradScalerOptions::predictive() and writes it, for tests/grad_scaler/predictive_scale_test.cpp.
+"""Walks a model of GradScalerOptions::predictive() and writes it, for tests/internals/predictive_scale_test.cpp.
 
 Refresh with
     python tests/parity/predictive_scale.py > tests/parity/predictive_scale.txt

@@ -11,7 +11,7 @@ region and input below it: dtype and shape of each result, and the means of its 
 absolute values, and of their products with -2, -1, 0, 1, 2, -2, …; and one line where the device has
 an autocast kernel for the op. Without arguments every device
 that PyTorch sees is recorded. --missing keeps what the record has, and its heading, and records the cases
-that it lacks. tests/policy/parity_test.cpp replays the record in C++.
+that it lacks. tests/internals/parity_test.cpp replays the record in C++.
 """
 
 import ast

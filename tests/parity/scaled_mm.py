@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: BSD-3-Clause
-"""Writes scaled_mm.txt: what PyTorch's _scaled_mm makes of some matrices on a CPU, for fp8/record_test.cpp.
+"""Writes scaled_mm.txt: what PyTorch's _scaled_mm makes of some matrices on a CPU, for internals/record_test.cpp.
 
     python3 tests/parity/scaled_mm.py > tests/parity/scaled_mm.txt
 

@@ -129,7 +129,7 @@ inline constexpr ListedRule libtorch_cuda_lists[] = {
 
 // clang-format off
 /// The ops that have an autocast kernel of their own on a CPU, by what it does. LibTorch's headers
-/// do not have these lists; tests/policy/lists_test.cpp calls every kernel and compares.
+/// do not have these lists; tests/internals/lists_test.cpp calls every kernel and compares.
 inline constexpr std::string_view cpu_lower_precision_ops[] = {
     "_addmm_activation"sv, "_convolution"sv, "_native_multi_head_attention"sv, "addbmm"sv,
     "addmm"sv, "baddbmm"sv, "bmm"sv, "conv1d"sv, "conv2d"sv, "conv3d"sv, "conv_tbc"sv,

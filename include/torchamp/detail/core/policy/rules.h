@@ -186,6 +186,17 @@ class PolicyData {
   mutable std::array<Compiled, device_count> compiled_;
 };
 
+/// Whether edit `index` of a policy still applies to some overload.
+inline bool applies(const PolicyData& policy, std::size_t index) {
+  for (const auto& [op, of_op] : policy.rules) {
+    if (of_op.has_cast && of_op.edit == index) return true;
+    for (const std::size_t conditional : of_op.conditional) {
+      if (conditional == index) return true;
+    }
+  }
+  return false;
+}
+
 /// The contents of Policy::standard() and Policy::torch(), which all copies share.
 inline const std::shared_ptr<const PolicyData>& unedited(BaseTable base) {
   // Never destroyed: static objects' destructors may use guards.

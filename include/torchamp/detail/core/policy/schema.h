@@ -99,7 +99,7 @@ void for_each_tensor_of(const c10::IValue& value, const Function& function) {
 
 // Note [Ops that write to what they do not declare]
 // A schema marks what its op writes to (`Tensor(a!)`), but not every op keeps to that. Known, and
-// looked for in every schema of the running LibTorch by tests/policy/undeclared_writes_test.cpp:
+// looked for in every schema of the running LibTorch by tests/internals/undeclared_writes_test.cpp:
 //  - Batch and instance norms update their running statistics: see CastArguments.
 //  - Ops whose name ends in an underscore (c10d's collectives), ops that return nothing, and those
 //    with `dst` (of a copy) or `qaccum` (oneDNN's fused convolutions). None of these can be cast.

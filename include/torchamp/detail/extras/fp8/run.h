@@ -25,7 +25,6 @@
 #include "torchamp/detail/core/policy/schema.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 #include "torchamp/detail/extras/fp8/function.h"
-#include "torchamp/detail/extras/policy_text/print.h"
 #include "torchamp/detail/extras/weights/derived.h"
 #include "torchamp/fp8_options.h"
 #include "torchamp/ops.h"

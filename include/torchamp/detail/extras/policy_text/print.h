@@ -39,17 +39,6 @@ constexpr const CastRow* row_named(std::string_view name) {
   return nullptr;
 }
 
-/// Whether edit `index` of a policy still applies to some overload.
-inline bool applies(const PolicyData& policy, std::size_t index) {
-  for (const auto& [op, of_op] : policy.rules) {
-    if (of_op.has_cast && of_op.edit == index) return true;
-    for (const std::size_t conditional : of_op.conditional) {
-      if (conditional == index) return true;
-    }
-  }
-  return false;
-}
-
 /// "standard" or "torch".
 inline std::string_view to_string(BaseTable base) {
   return base == BaseTable::standard ? "standard" : "torch";

@@ -16,13 +16,13 @@
 #include <string>
 #include <typeinfo>
 
+#include "internals/dso/plugin.h"
 #include "torchamp/autocast.h"
 #include "torchamp/autocast_state.h"
 #include "torchamp/detail/core/policy/thread_policy.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 #include "torchamp/detail/extras/weights/derived.h"
 #include "torchamp/version.h"
-#include "whole/dso/plugin.h"
 
 namespace {
 

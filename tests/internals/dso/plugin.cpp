@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "whole/dso/plugin.h"
+#include "internals/dso/plugin.h"
 
 #include <ATen/ops/ones.h>
 #include <c10/util/Exception.h>
