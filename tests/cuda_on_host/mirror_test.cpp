@@ -116,6 +116,23 @@ TEST(MirrorValues, ProductsIn16BitsAreRoundedOnce) {
   }
 }
 
+TEST(MirrorValues, LinearAlgebraAndFourierTransformsIn16BitsAreRefusedAsByAGpu) {
+  const Tensor x = (at::eye(4) * 3 + 1).to(at::kCUDA);
+  for (const at::ScalarType dtype : {at::kHalf, at::kBFloat16}) {
+    const Tensor narrow = x.to(dtype);
+    EXPECT_THROW(at::linalg_cholesky(narrow), c10::Error) << dtype;
+    EXPECT_THROW(at::linalg_eigh(narrow), c10::Error) << dtype;
+    EXPECT_THROW(at::det(narrow), c10::Error) << dtype;
+    EXPECT_THROW(at::svd(narrow), c10::Error) << dtype;
+    EXPECT_THROW(at::fft_fft(narrow.slice(1, 0, 3)), c10::Error) << dtype << ", of three";
+  }
+  EXPECT_THROW(at::fft_fft(x.to(at::kBFloat16)), c10::Error);
+  const Tensor half = at::fft_fft(x.to(at::kHalf));
+  EXPECT_EQ(half.scalar_type(), at::kComplexHalf);
+  EXPECT_TRUE(at::allclose(half.to(at::kComplexFloat), at::fft_fft(x), 1e-2, 1e-2));
+  EXPECT_EQ(at::fft_irfft(half.slice(1, 0, 3)).scalar_type(), at::kHalf);
+}
+
 TEST(MirrorValues, AGraphComputesAtEachLaunchAndNotInTheCapture) {
   const Tensor x = at::ones({4}, at::kCUDA), y = at::zeros({4}, at::kCUDA);
   at::cuda::CUDAGraph graph;

@@ -102,6 +102,54 @@ Tensor on_cuda(const Tensor& values, c10::DeviceIndex device) {
   return result;
 }
 
+// ---- What a GPU refuses ------------------------------------------------------------------------
+
+/// Of the ops whose CUDA code is not run here, which would refuse by itself: those without 16-bit
+/// kernels, as tests/parity/autocast_cuda.txt has it from a GPU.
+bool is_linear_algebra(const std::string& name) {
+  return name.find("linalg_") != std::string::npos;
+}
+/// cuFFT takes fp16 where every size that is transformed is a power of two.
+bool is_fourier_transform(const std::string& name) {
+  return name.starts_with("_fft_");
+}
+
+/// The sizes of a transform's input, or of its result if that is real and larger, in `dim`.
+bool are_powers_of_two(const OperatorHandle& handle, const Stack& arguments) {
+  const Arguments named(handle.schema(), arguments);
+  const Tensor self = named.tensor("self");
+  const std::vector<int64_t> dims = named.ints("dim");
+  return std::all_of(dims.begin(), dims.end(), [&](int64_t dim) {
+    const bool is_halved = handle.operator_name().name == "aten::_fft_c2r" && dim == dims.back();
+    const int64_t size = is_halved ? named.integer("last_dim_size") : self.size(dim);
+    return size > 0 && (size & (size - 1)) == 0;
+  });
+}
+
+void refuse_as_a_gpu_does(const Op& op, const Stack& arguments) {
+  for (const IValue& argument : arguments) {
+    for_each_tensor(argument, [&](const Tensor& tensor) {
+      if (!tensor.defined()) return;
+      const at::ScalarType dtype = at::toRealValueType(tensor.scalar_type());
+      if (dtype != at::kHalf && dtype != at::kBFloat16) return;
+      TORCH_CHECK_NOT_IMPLEMENTED(!is_linear_algebra(op.name), '"', op.name,
+                                  "\" not implemented for '", tensor.scalar_type(), "'");
+      if (!is_fourier_transform(op.name)) return;
+      TORCH_CHECK(dtype == at::kHalf, "Unsupported dtype ", tensor.scalar_type());
+      TORCH_CHECK(are_powers_of_two(op.handle, arguments),
+                  "cuFFT only supports dimensions whose sizes are powers of two when computing in "
+                  "half precision");
+    });
+  }
+}
+
+/// A transform's result in fp16, as cuFFT gives it: the CPU computes in fp32.
+Tensor as_cufft_gives(const Tensor& result, const Stack& arguments) {
+  const bool is_half = at::toRealValueType(arguments.front().toTensor().scalar_type()) == at::kHalf;
+  if (!is_half || !result.defined()) return result;
+  return result.to(result.is_complex() ? at::kComplexHalf : at::kHalf);
+}
+
 class Mirrored final : public c10::OperatorKernel {
  public:
   explicit Mirrored(std::unique_ptr<Op> op) : op_(std::move(op)) {}
@@ -117,7 +165,10 @@ class Mirrored final : public c10::OperatorKernel {
     fill_freed_memory();
     const c10::DeviceIndex device = devices.front();
     const bool is_captured = captures(device);
-    if (op_->reads_back && !is_captured) return compute_at_once(stack, arguments, device);
+    if (op_->reads_back && !is_captured) {
+      refuse_as_a_gpu_does(*op_, arguments);
+      return compute_at_once(stack, arguments, device);
+    }
 
     const auto call = std::make_shared<Call>(*op_);
     if (op_->is_random) call->draw = draw_of(*op_, arguments, device);
@@ -193,7 +244,9 @@ class Mirrored final : public c10::OperatorKernel {
     const PlainCalls plain;
     for (const IValue& result : call.results) {
       stack->push_back(map_tensors(result, [&](const Tensor& tensor) {
-        return tensor.defined() ? on_cuda(tensor, device) : tensor;
+        const bool is_transform = is_fourier_transform(op_->name);
+        const Tensor given = is_transform ? as_cufft_gives(tensor, arguments) : tensor;
+        return given.defined() ? on_cuda(given, device) : given;
       }));
     }
   }
