@@ -109,6 +109,7 @@ class CastArguments {
     switch (cast) {
       case Cast::lower_precision:
       case Cast::fp8:  // where it cannot be
+        if (device == at::kCPU && is_sparse(call)) return to(at::kFloat, call);
         return narrow(at::autocast::get_autocast_dtype(device));
       case Cast::promote:
         return written_position_ ? narrow(dtype_written_to(call)) : to(widest(call), call);
@@ -120,7 +121,7 @@ class CastArguments {
       case Cast::unchanged:
         break;
     }
-    if (cast == fp32_where_it_must && !value_fits(call)) return to(at::kFloat, call);
+    if (cast == fp32_where_it_must && must_be_fp32(call)) return to(at::kFloat, call);
     return {};
   }
 
@@ -151,6 +152,18 @@ class CastArguments {
     return dtype;
   }
 
+  /// Whether an argument is a sparse matrix, for which a CPU has no 16-bit products.
+  bool is_sparse(const Call& call) const {
+    bool is_one = false;
+    for (const std::size_t position : positions_) {
+      for_each_tensor_of(call[position], [&](const at::Tensor& tensor) {
+        if (!tensor.defined()) return;
+        is_one = is_one || (tensor.layout() != at::kStrided && tensor.layout() != at::kMkldnn);
+      });
+    }
+    return is_one;
+  }
+
   Dtype widest(const Call& call) const {
     const Dtype dtype = widest_of(std::nullopt, positions_, call);
     return widest_of(widest_of(dtype, beside_statistics_, call), statistics_, call);
@@ -161,6 +174,12 @@ class CastArguments {
     const c10::IValue& value = call[*written_position_];
     if (!value.isTensor() || !value.toTensor().is_floating_point()) return std::nullopt;
     return value.toTensor().scalar_type();
+  }
+
+  /// Of an op with the rule fp32_where_it_must: masked_fill, or else rrelu.
+  bool must_be_fp32(const Call& call) const {
+    if (!training_position_) return !value_fits(call);
+    return call[0].toTensor().scalar_type() == at::kHalf && call[*training_position_].toBool();
   }
 
   /// Whether the number at the end of the arguments fits into the dtype of the first.

@@ -17,12 +17,16 @@ namespace torchamp::detail {
 
 // Note [What LibTorch refuses]
 // A 16-bit product may come to an op that has no kernel for 16 bits, or that wants all its
-// arguments in one dtype. These rows of the standard table are for such ops, and change no call
-// that LibTorch takes:
-//  - decompositions take their arguments in fp32, where LibTorch has no kernel that sees to it;
+// arguments in one dtype. These rows of the standard table are for such ops. What LibTorch takes
+// for some inputs alone (fp16 transforms, 16-bit sparse products without gradients) is in fp32,
+// too; otherwise they change no call that LibTorch takes:
+//  - decompositions, Fourier transforms, special functions, samples, complex numbers made of real
+//    ones and ops on sparse matrices take their arguments in fp32, where LibTorch has no kernel
+//    that sees to it;
 //  - ops that want one dtype take the widest;
 //  - in place, and with out=, what they read takes the dtype of what they write to;
-//  - masked_fill with a value beyond the dtype of what it fills (-1e9 in fp16) fills in fp32.
+//  - masked_fill with a value beyond the dtype of what it fills (-1e9 in fp16) fills in fp32, and
+//    so does rrelu, in fp16 training on a CPU.
 
 // clang-format off
 /// Ops without 16-bit kernels on any device.
@@ -37,10 +41,39 @@ inline constexpr std::string_view decomposition_ops[] = {
     "linalg_eigh"sv, "linalg_eigvals"sv, "linalg_eigvalsh"sv, "linalg_qr"sv, "qr"sv,
     "linalg_svd"sv, "svd"sv, "linalg_svdvals"sv, "linalg_lstsq"sv, "linalg_matrix_rank"sv,
     "linalg_cond"sv, "linalg_tensorinv"sv, "linalg_tensorsolve"sv,
-    "linalg_householder_product"sv, "geqrf"sv, "orgqr"sv, "ormqr"sv};
+    "linalg_householder_product"sv, "geqrf"sv, "orgqr"sv, "ormqr"sv, "linalg_vander"sv, "vander"sv};
+inline constexpr std::string_view fp32_only_ops[] = {
+    "histogram"sv, "histogramdd"sv, "special_airy_ai"sv, "special_bessel_j0"sv,
+    "special_bessel_j1"sv, "special_bessel_y0"sv, "special_bessel_y1"sv,
+    "special_chebyshev_polynomial_t"sv, "special_chebyshev_polynomial_u"sv,
+    "special_chebyshev_polynomial_v"sv, "special_chebyshev_polynomial_w"sv, "special_erfcx"sv,
+    "special_hermite_polynomial_h"sv, "special_hermite_polynomial_he"sv,
+    "special_laguerre_polynomial_l"sv, "special_legendre_polynomial_p"sv, "special_log_ndtr"sv,
+    "special_modified_bessel_i0"sv, "special_modified_bessel_i1"sv, "special_modified_bessel_k0"sv,
+    "special_modified_bessel_k1"sv, "special_ndtri"sv, "special_scaled_modified_bessel_k0"sv,
+    "special_scaled_modified_bessel_k1"sv, "special_shifted_chebyshev_polynomial_t"sv,
+    "special_shifted_chebyshev_polynomial_u"sv, "special_shifted_chebyshev_polynomial_v"sv,
+    "special_shifted_chebyshev_polynomial_w"sv, "special_spherical_bessel_j0"sv, "special_zeta"sv};
+/// Of sparse matrices. A product of one by `mm` or `matmul` is left to LibTorch's own kernels, which
+/// cast to 16 bits whatever the layout is: an overlay on these would slow dense products down.
+inline constexpr std::string_view sparse_ops[] = {
+    "_sparse_mm"sv, "_sparse_addmm"sv, "_sparse_sparse_matmul"sv, "_sparse_softmax"sv,
+    "_sparse_log_softmax"sv, "sspaddmm"sv, "smm"sv, "hspmm"sv, "sparse_sampled_addmm"sv};
+/// Random numbers, for which a CPU has no 16-bit kernels.
+inline constexpr std::string_view sampling_ops[] = {
+    "binomial"sv, "_sample_dirichlet"sv, "_dirichlet_grad"sv, "_standard_gamma"sv,
+    "_standard_gamma_grad"sv};
+/// Ops that a CPU's autocast runs in fp32, and their kin, which a GPU refuses in bf16 or in both
+/// 16-bit dtypes (its Fourier transforms take fp16 for powers of two only).
+inline constexpr std::string_view fp32_as_on_cpu_ops[] = {
+    "fft_fft"sv, "fft_ifft"sv, "fft_fft2"sv, "fft_ifft2"sv, "fft_fftn"sv, "fft_ifftn"sv,
+    "fft_rfft"sv, "fft_irfft"sv, "fft_rfft2"sv, "fft_irfft2"sv, "fft_rfftn"sv, "fft_irfftn"sv,
+    "fft_hfft"sv, "fft_ihfft"sv, "fft_hfft2"sv, "fft_ihfft2"sv, "fft_hfftn"sv, "fft_ihfftn"sv,
+    "stft"sv, "istft"sv, "quantile"sv, "nanquantile"sv, "ctc_loss"sv, "polar"sv, "complex"sv};
 inline constexpr std::string_view one_dtype_ops[] = {
     "lerp"sv, "index_add"sv, "index_copy"sv, "index_reduce"sv, "scatter"sv, "scatter_reduce"sv,
-    "masked_scatter"sv, "put"sv, "linalg_cross"sv, "heaviside"sv, "isclose"sv, "allclose"sv};
+    "masked_scatter"sv, "put"sv, "linalg_cross"sv, "heaviside"sv, "isclose"sv, "allclose"sv,
+    "embedding_bag"sv, "cartesian_prod"sv, "meshgrid"sv, "_weight_norm"sv};
 inline constexpr std::string_view one_dtype_in_place_ops[] = {
     "lerp_"sv, "index_add_"sv, "index_copy_"sv, "index_put_"sv, "index_reduce_"sv, "scatter_"sv,
     "scatter_add_"sv, "scatter_reduce_"sv, "masked_scatter_"sv, "put_"sv, "addmm_"sv, "addmv_"sv,
@@ -48,23 +81,44 @@ inline constexpr std::string_view one_dtype_in_place_ops[] = {
     "addmv.out"sv, "addbmm.out"sv, "baddbmm.out"sv, "linear.out"sv};
 // clang-format on
 
+/// The same; what it returns is a view of its argument, unless that is cast.
+inline constexpr std::string_view complex_view_ops[] = {"view_as_complex"};
 inline constexpr std::string_view fill_ops[] = {"masked_fill.Scalar"};
+/// In training, without an fp16 kernel on a CPU.
+inline constexpr std::string_view noisy_ops[] = {"rrelu"};
 /// See Note [Binary cross entropy].
 inline constexpr std::string_view probability_loss_ops[] = {"binary_cross_entropy"};
 /// See Note [Recurrent layers].
 inline constexpr std::string_view recurrent_layer_ops[] = {"lstm", "gru", "rnn_tanh", "rnn_relu"};
 
+// Note [Compiled code]
+// A package that AOTInductor compiled calls LibTorch's kernels by C shims, and takes what they
+// return for tensors of the dtype that it was compiled for: in another one it reads past their end.
+// A shim calls the kernel of its op without the dispatcher, where no autocast kernel can be, but a
+// kernel may call further ops. Among those that shims lead to, only these have a rule that would
+// change a result in fp32 (tests/autocast/compiled_code_test.cpp looks). Eager code calls conv2d
+// and the like, which are cast themselves. That leaves traces, which call _convolution: so where
+// LibTorch has no autocast kernel of its own for these ops, their rules hold for calls by the JIT's
+// interpreter alone. A package that a script runs by an op of its own is not told from the script.
+inline constexpr std::string_view compiled_code_ops[] = {"convolution", "_convolution"};
+
 inline constexpr OpFamily decomposition("decomposition", decomposition_ops);
+inline constexpr OpFamily fp32_only("fp32_only", fp32_only_ops);
+inline constexpr OpFamily sparse("sparse", sparse_ops);
+inline constexpr OpFamily sampling("sampling", sampling_ops);
+inline constexpr OpFamily fp32_as_on_cpu("fp32_as_on_cpu", fp32_as_on_cpu_ops);
+inline constexpr OpFamily complex_view("complex_view", complex_view_ops);
 inline constexpr OpFamily one_dtype("one_dtype", one_dtype_ops);
 inline constexpr OpFamily one_dtype_in_place("one_dtype_in_place", one_dtype_in_place_ops);
 inline constexpr OpFamily fill("fill", fill_ops);
+inline constexpr OpFamily noisy("noisy", noisy_ops);
 inline constexpr OpFamily probability_loss("probability_loss", probability_loss_ops);
 inline constexpr OpFamily recurrent_layer("recurrent_layer", recurrent_layer_ops);
 
 // Rules that only tables have.
 /// See Note [Recurrent layers].
 inline constexpr Cast fp32_where_lacking = static_cast<Cast>(0x81);
-/// fp32 where the op's value does not fit into what it fills: see Note [What LibTorch refuses].
+/// fp32 where LibTorch would refuse this call: see Note [What LibTorch refuses].
 inline constexpr Cast fp32_where_it_must = static_cast<Cast>(0x82);
 
 /// What Policy::standard() says of an op.
@@ -72,7 +126,7 @@ struct StandardRule {
   Cast cast = Cast::native;
   Cast cast_on_cpu = cast;     // and on other devices that do not follow CUDA's lists
   bool unless_native = false;  // where LibTorch has no kernel of its own
-  bool writes = false;         // for ops that write to an argument
+  bool may_alias = false;      // for ops that write to an argument, or return a view of one
 };
 
 /// Its rows that LibTorch's lists do not have; they come before those.
@@ -87,9 +141,15 @@ inline constexpr StandardRow standard_rows[] = {
     {probability_loss, {Cast::fp32}},
     {recurrent_layer, {Cast::lower_precision, /*cast_on_cpu=*/fp32_where_lacking}},
     {decomposition, {.cast = Cast::fp32, .unless_native = true}},
+    {fp32_only, {.cast = Cast::fp32, .unless_native = true}},
+    {sparse, {.cast = Cast::fp32, .unless_native = true}},
+    {sampling, {Cast::promote, /*cast_on_cpu=*/Cast::fp32}},
+    {fp32_as_on_cpu, {.cast = Cast::fp32, .unless_native = true}},
+    {complex_view, {.cast = Cast::fp32, .unless_native = true, .may_alias = true}},
     {one_dtype, {.cast = Cast::promote, .unless_native = true}},
-    {one_dtype_in_place, {.cast = Cast::promote, .writes = true}},
+    {one_dtype_in_place, {.cast = Cast::promote, .may_alias = true}},
     {fill, {fp32_where_it_must}},
+    {noisy, {Cast::unchanged, /*cast_on_cpu=*/fp32_where_it_must}},
 };
 
 /// A rule on LibTorch's lists, of the op in an entry of theirs: "pow, Tensor_Scalar".

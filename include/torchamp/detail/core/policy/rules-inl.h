@@ -6,6 +6,7 @@
 #include <ATen/record_function.h>
 #include <c10/core/DispatchKey.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/jit/runtime/interpreter.h>
 
 #include <cstddef>
 #include <string>
@@ -36,6 +37,7 @@ TORCHAMP_COLD OverlayRule PolicyData::choose(const OverlayEntry& entry, at::Devi
     rule = {.cast = edit.cast, .op_rule = edit.op_rule.get()};
     break;
   }
+  if (entry.in_scripts_only && torch::jit::currentCallstack().empty()) rule = {};
   if (rule.cast == fp32_where_lacking) {
     rule.cast = has_recurrent_layers(device, dtype) ? Cast::native : Cast::fp32;
     if (rule.cast == Cast::fp32) warn_of_recurrent_layers_in_fp32(dtype);
@@ -53,7 +55,7 @@ TORCHAMP_COLD TabledOp::TabledOp(c10::OperatorHandle overload, const StandardRow
   const StandardRule rule =
       row != nullptr ? row->rule
                      : StandardRule{.cast = listed_cast(op.operator_name()), .unless_native = true};
-  if (rule.writes || why_not_castable(op.schema()).empty()) standard = rule;
+  if (rule.may_alias || why_not_castable(op.schema()).empty()) standard = rule;
 }
 
 /// The rule of a base table for one overload, before any edit; may be one that only tables have.
@@ -92,6 +94,8 @@ TORCHAMP_COLD OverlayEntry overlay_entry(const PolicyData& policy, const TabledO
   OverlayEntry entry;
   const OverloadRules* const edited = policy.edited(of.op);
   const Cast cast = tabled_rule(policy, edited, of, device);
+  const bool may_be_compiled = is_among(compiled_code_ops, base_of(of.op.operator_name())) &&
+                               !has_native_kernel(of.op, device);
   if (cast == Cast::unchanged) {
     // To stay unchanged, an op with an autocast kernel, or that calls such ops, must be shielded.
     const bool is_edited = edited != nullptr && edited->has_cast && edited->cast == cast;
@@ -107,9 +111,10 @@ TORCHAMP_COLD OverlayEntry overlay_entry(const PolicyData& policy, const TabledO
   }
   if (edited != nullptr && !edited->conditional.empty()) {
     entry.conditional = &edited->conditional;
-  } else if (cast == fp32_where_lacking) {
+  } else if (cast == fp32_where_lacking || (may_be_compiled && entry.cast != Cast::native)) {
     entry.conditional = &no_edits;
   }
+  entry.in_scripts_only = may_be_compiled && entry.conditional != nullptr;
   return entry;
 }
 

@@ -124,6 +124,7 @@ struct OverlayEntry : OverlayRule {
   /// Indices of PolicyData::edits that hold only sometimes, tried first. Null if there are none and
   /// the rule itself holds always. Lives as long as PolicyData::rules.
   const std::vector<std::size_t>* conditional = nullptr;
+  bool in_scripts_only = false;  // see Note [Compiled code]; `conditional` is not null then
 };
 
 /// By an overlay's index; later overlays are none that the policy asked for.
