@@ -7,7 +7,7 @@ include(${CMAKE_CURRENT_LIST_DIR}/TorchampMarkdown.cmake)
 
 # The Markdown pages, in order; other pages of the guide follow.
 set(_torchamp_docs_guide
-    training-step porting guards policies fp8 audit scaler optimizers cuda-graphs custom-ops memory processes
+    training-step porting guards policies fp8 audit scaler optimizers faster-models cuda-graphs custom-ops memory processes
     checkpoints diagnosis measured install mistakes)
 
 # The headers' pages, in order.

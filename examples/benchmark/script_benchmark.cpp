@@ -23,9 +23,9 @@
 #include <vector>
 
 #include "benchmark/comparison/machine.h"
+#include "benchmark/comparison/measure.h"
 #include "benchmark/comparison/page.h"
 #include "benchmark/comparison/raw_autocast.h"
-#include "benchmark/comparison/run_clock.h"
 #include "benchmark/models/script_twins.h"
 #include "support/arguments.h"
 #include "support/cpu_features.h"

@@ -132,6 +132,23 @@ class Trainer:
         self.graph.replay()
         return self.loss
 
+    def count_ops(self, whole):
+        """The twin of Trainer::count_ops."""
+        self.optimizer.zero_grad()
+        with torch.autograd.profiler.profile() as record:
+            if whole:
+                self.iterate(self.inputs[0])
+            else:
+                with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.mixed):
+                    loss = self.loss_of(self.inputs[0][0])
+                loss.backward()
+        counts = {}
+        for event in record.function_events:
+            caller = event.cpu_parent.name if event.cpu_parent else ""
+            if event.name.startswith("aten::") and event.name != caller:
+                counts[event.name] = counts.get(event.name, 0) + 1
+        return counts
+
     def synchronize(self):
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -233,8 +250,12 @@ def serve(options):
     print(f"ready parameters={count} libtorch={torch.__version__.split('+')[0]} "
           f"first_call={runner.first_call:.9g}", flush=True)
     for line in sys.stdin:
-        steps = int(line.split()[1])
+        command, steps = line.split()[0], int(line.split()[1])
         runner.run(2)
+        if command == "count":
+            counts = runner.count_ops(steps > 0)
+            print("counted", *(f"{name}={count}" for name, count in sorted(counts.items())), flush=True)
+            continue
         seconds, processor, loss, first = runner.run(steps)
         if device.type == "cuda":
             peak = torch.cuda.max_memory_allocated()

@@ -2,14 +2,19 @@
 #pragma once
 
 #include <fcntl.h>
+#include <poll.h>
 #include <spawn.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
+#include <cmath>
 #include <csignal>
 #include <cstdio>
 #include <filesystem>
+#include <limits>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -40,10 +45,10 @@ class ChildProcess {
     close(to_child[0]);
     close(from_child[1]);
     to_ = fdopen(to_child[1], "w");
-    from_ = fdopen(from_child[0], "r");
+    from_ = from_child[0];
     if (status != 0) {
       std::fclose(to_);
-      std::fclose(from_);
+      close(from_);
       throw std::system_error(status, std::generic_category(), "cannot start '" + command[0] + "'");
     }
     std::signal(SIGPIPE, SIG_IGN);  // a child that ended is seen by its end of output
@@ -53,7 +58,7 @@ class ChildProcess {
 
   ~ChildProcess() {
     std::fclose(to_);
-    std::fclose(from_);
+    close(from_);
     while (waitpid(pid_, nullptr, 0) < 0 && errno == EINTR) {
     }
   }
@@ -63,15 +68,36 @@ class ChildProcess {
     std::fflush(to_);
   }
 
-  /// The next line, without its end; nothing at the end of the output.
-  std::optional<std::string> read_line() {
-    std::string line;
-    for (int letter = std::fgetc(from_); letter != EOF; letter = std::fgetc(from_)) {
-      if (letter == '\n') return line;
-      line += static_cast<char>(letter);
+  /// The next line, without its end; nothing at the end of the output, or after `seconds`, when
+  /// the child is killed and was_killed().
+  std::optional<std::string> read_line(double seconds = std::numeric_limits<double>::infinity()) {
+    const auto begin = std::chrono::steady_clock::now();
+    for (;;) {
+      const std::size_t end = unread_.find('\n');
+      if (end != std::string::npos) {
+        std::string line = unread_.substr(0, end);
+        unread_.erase(0, end + 1);
+        return line;
+      }
+      const std::chrono::duration<double> gone = std::chrono::steady_clock::now() - begin;
+      if (gone.count() >= seconds) {
+        kill(pid_, SIGKILL);
+        was_killed_ = true;
+        return std::nullopt;
+      }
+      pollfd output{.fd = from_, .events = POLLIN, .revents = 0};
+      const double left = std::min(seconds - gone.count(), 60.);
+      if (poll(&output, 1, static_cast<int>(std::ceil(left * 1000.))) <= 0) continue;
+      char text[4096];
+      const ssize_t count = read(from_, text, sizeof text);
+      if (count > 0) {
+        unread_.append(text, static_cast<std::size_t>(count));
+      } else if (count == 0 || errno != EINTR) {
+        return std::nullopt;
+      }
     }
-    return std::nullopt;
   }
+  bool was_killed() const { return was_killed_; }
 
  private:
   [[noreturn]] static void fail(const char* call) {
@@ -80,5 +106,7 @@ class ChildProcess {
 
   pid_t pid_ = -1;
   std::FILE* to_ = nullptr;
-  std::FILE* from_ = nullptr;
+  int from_ = -1;
+  std::string unread_;
+  bool was_killed_ = false;
 };

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <filesystem>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <sstream>
@@ -14,6 +16,7 @@
 #include "benchmark/comparison/op_profile.h"
 #include "benchmark/comparison/way.h"
 #include "support/format.h"
+#include "support/op_count.h"
 
 /// What a worker tells of a run, see Note [Workers].
 struct Round {
@@ -43,11 +46,14 @@ class Contestant {
         rounds_(std::move(record.rounds)),
         was_wrong_(record.is_wrong) {}
 
-  /// `clock`: "seconds" or "processor", see Note [Workers].
+  /// `clock`: "seconds" or "processor", see Note [Workers]. After `limit` seconds of waiting for
+  /// it, a worker is ended: it fails, or has the rounds that it has done.
   Contestant(Way way, std::vector<std::string> command, const std::filesystem::path& errors,
-             std::string clock = "seconds")
+             std::string clock = "seconds", double limit = std::numeric_limits<double>::infinity())
       : way_(std::move(way)),
         clock_(std::move(clock)),
+        limit_(limit),
+        seconds_left_(limit),
         worker_(std::make_unique<ChildProcess>(std::move(command), errors)) {}
 
   const Way& way() const { return way_; }
@@ -87,7 +93,7 @@ class Contestant {
   // The parts of these, for workers that run together.
 
   void ask(const std::string& command, std::int64_t steps) {
-    if (!failed()) worker_->write_line(command + " " + std::to_string(steps));
+    if (!has_ended()) worker_->write_line(command + " " + std::to_string(steps));
   }
   void end_warm_up(std::int64_t steps) {
     if (const auto round = take_round(steps)) first_loss_ = round->first_loss;
@@ -113,6 +119,21 @@ class Contestant {
     if (!answer) return;
     for (const char* kind : kOpKinds) shares_.push_back(support::number_of(field(*answer, kind)));
   }
+  /// Asks how often the worker calls each op: for the loss and its gradients, or in a whole step.
+  support::OpCounts count_ops(bool whole) {
+    ask("count", whole ? 1 : 0);
+    const auto answer = expect("counted");
+    support::OpCounts counts;
+    std::istringstream fields(answer.value_or(""));
+    std::string field;
+    fields >> field;
+    while (fields >> field) {
+      const std::size_t equals = field.find('=');
+      counts[field.substr(0, equals)] = std::stoll(field.substr(equals + 1));
+    }
+    return counts;
+  }
+
   /// The share of each of kOpKinds in a step; empty if there is no profile.
   const std::vector<double>& shares() const { return shares_; }
 
@@ -134,22 +155,38 @@ class Contestant {
     return round;
   }
 
+  bool has_ended() const { return failed() || worker_->was_killed(); }
+
   /// The answer that begins with `word`, or nothing, with the failure noted.
   std::optional<std::string> expect(const std::string& word) {
-    if (failed()) return std::nullopt;
-    while (const auto line = worker_->read_line()) {
+    if (has_ended()) return std::nullopt;
+    while (const auto line = read_line()) {
       if (line->starts_with(word + " ")) return line;
       if (line->starts_with("error ")) {
         failure_ = line->substr(6);
         return std::nullopt;
       }
     }
-    failure_ = "the worker ended unexpectedly (see workers.log)";
+    if (!worker_->was_killed()) {
+      failure_ = "the worker ended unexpectedly (see workers.log)";
+    } else if (rounds_.empty()) {
+      failure_ = support::format("not a round in %g s (--limit)", limit_);
+    }
     return std::nullopt;
+  }
+
+  /// The worker's next line, at the cost of its time.
+  std::optional<std::string> read_line() {
+    const auto begin = std::chrono::steady_clock::now();
+    auto line = worker_->read_line(seconds_left_);
+    seconds_left_ -=
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    return line;
   }
 
   Way way_;
   std::string clock_;
+  double limit_ = std::numeric_limits<double>::infinity(), seconds_left_ = limit_;
   std::unique_ptr<ChildProcess> worker_;
   std::string failure_;
   std::int64_t parameters_ = 0;

@@ -22,8 +22,7 @@
 #include <vector>
 
 #include "benchmark/comparison/make_optimizer.h"
-#include "benchmark/comparison/process_memory.h"
-#include "benchmark/comparison/run_clock.h"
+#include "benchmark/comparison/measure.h"
 #include "benchmark/comparison/sent_bytes.h"
 #include "benchmark/models.h"
 #include "support/format.h"

@@ -114,6 +114,8 @@ inline Plan make_plan(const Options& options) {
     if (is_fast(at::kBFloat16) || plan.dtypes.empty()) plan.dtypes.emplace_back("bf16");
   }
   plan.rounds = options.rounds;
+  plan.at_once = options.at_once.value_or(cuda ? 6 : 0);  // below 70 GiB with the largest model
+  plan.limit = static_cast<double>(options.limit);
   plan.threads = options.threads > 0 || cuda ? options.threads : torch::get_num_threads();
   choose_preset(plan, options.preset);
   plan.clock = options.clock;

@@ -18,6 +18,7 @@
 #include "benchmark/comparison/growth.h"
 #include "benchmark/comparison/inference_report.h"
 #include "benchmark/comparison/machine.h"
+#include "benchmark/comparison/op_count.h"
 #include "benchmark/comparison/options.h"
 #include "benchmark/comparison/page.h"
 #include "benchmark/comparison/processes.h"
@@ -189,6 +190,9 @@ int compare(const Options& options, const std::string& command) {
   const Circumstances circumstances = describe(plan, command);
   if (options.task == "growth") return grow(plan, circumstances, options.largest);
   if (options.task == "processes") return train_together(options, plan, circumstances);
+  if (options.task == "ops") {
+    return count_ops(std::cout, plan, make_races(options, plan)) ? 0 : 1;
+  }
   std::cout << circumstances.device << '\n'
             << (plan.python.empty()
                     ? std::string("Without Python; --python PATH names one that has torch.")

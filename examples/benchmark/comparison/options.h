@@ -31,6 +31,8 @@ struct Options {
   std::optional<std::int64_t> steps;
   std::int64_t rounds = 7;
   std::int64_t threads = 0;
+  std::optional<std::int64_t> at_once;
+  std::int64_t limit = 0;
   std::int64_t largest = std::numeric_limits<std::int64_t>::max();
   std::vector<std::string> processes{"1", "2", "4"};
   std::int64_t bucket_bytes = 0;
@@ -107,9 +109,10 @@ inline std::optional<Options> parse_options(int argc, const char* const* argv) {
   };
   std::vector<std::string> names;
   for (const ModelEntry& model : all_models()) names.push_back(model.name);
-  arguments.add_choice("--task", {"training", "inference", "growth", "processes"},
+  arguments.add_choice("--task", {"training", "inference", "growth", "processes", "ops"},
                        "inference: the models predict, one call at a time, for batches of 1 and of "
-                       "16. growth: no models;\nhow the costs of guard, scaler, clip and policies "
+                       "16. ops: how many ops a step\nof each model calls in either language. "
+                       "growth: no models;\nhow the costs of guard, scaler, clip and policies "
                        "grow. processes: several train one model on a CPU.\nDefault: training.",
                        options.task);
   arguments.add_choice("--device", {"auto", "cpu", "cuda"}, "Default: CUDA where there is one.",
@@ -150,6 +153,14 @@ inline std::optional<Options> parse_options(int argc, const char* const* argv) {
                         1000);
   arguments.add_integer("--steps", "Steps of a turn. Default: depends on the model.", options.steps,
                         1, 100'000);
+  arguments.add_integer("--at-once",
+                        "How many ways of a model take turns, each with its process and its "
+                        "memory; then the next.\nDefault: 6 on CUDA, else all.",
+                        options.at_once, 1, 1000);
+  arguments.add_integer("--limit",
+                        "Seconds that a way may take in all; then it is ended, and has the rounds "
+                        "that it has done.\nDefault: none.",
+                        options.limit, 1, 100'000);
   arguments.add_integer("--largest", "Of the sizes of --task growth. Default: all.",
                         options.largest, 1, options.largest);
   arguments.add("--processes", "LIST", "Of 1,2,4,8, for --task processes. Default: 1,2,4.",

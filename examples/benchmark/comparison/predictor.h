@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "benchmark/comparison/measure.h"
 #include "benchmark/comparison/raw_autocast.h"
-#include "benchmark/comparison/run_clock.h"
 #include "benchmark/comparison/way.h"
 #include "benchmark/workload.h"
 

@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <deque>
 #include <filesystem>
+#include <iterator>
+#include <limits>
 #include <map>
 #include <string>
 #include <utility>
@@ -32,6 +34,8 @@ struct Plan {
   std::string why;  ///< this preset, for the reader
   std::int64_t rounds = 7;
   std::int64_t threads = 0;
+  std::int64_t at_once = 0;    ///< ways of a model that take turns; 0: all
+  double limit = 0.;           ///< seconds of each way; 0: none
   std::string clock = "wall";  ///< wall, processor
   std::filesystem::path out;
 };
@@ -141,9 +145,8 @@ inline std::string audit(const Plan& plan, const Race& race, const std::string& 
   return reason;
 }
 
-/// Lets all ways take turns: in each round every one runs the same number of steps, and each round
-/// begins with another one, so that what disturbs the machine disturbs all alike.
-inline void run(const Plan& plan, Race& race) {
+/// The ways to go with this model; those that cannot be gone are left out with their reason.
+inline std::vector<Way> choose_ways(const Plan& plan, Race& race) {
   std::vector<Way> ways;
   std::map<std::string, std::string> audits;  // by dtype
   const bool python = !plan.python.empty(), host = plan.device == "cpu";
@@ -164,39 +167,60 @@ inline void run(const Plan& plan, Race& race) {
       race.left_out.push_back({std::move(way), std::move(reason)});
     }
   }
-  const std::size_t count = ways.size();
-  const auto turns = static_cast<std::int64_t>(count) * (plan.rounds + 2);
-  support::ProgressBar bar(support::format("%-13s", race.title().c_str()), turns);
-  std::int64_t done = 0;
-  const auto show = [&](const Contestant& contestant) {
-    ++done;
-    if (bar.is_due(done)) bar.show(done, contestant.way().name());
-  };
+  return ways;
+}
+
+/// Lets some ways take turns: in each round every one runs the same number of steps, and each round
+/// begins with another one, so that what disturbs the machine disturbs all alike. `show` is called
+/// after each turn.
+template <class Show>
+void take_turns(const Plan& plan, Race& race, const std::vector<Way>& ways, const Show& show) {
+  const std::size_t first = race.contestants.size(), count = ways.size();
+  const double limit = plan.limit > 0. ? plan.limit : std::numeric_limits<double>::infinity();
   for (const Way& way : ways) {
     race.contestants.emplace_back(way, worker_command(plan, race, way), plan.out / "workers.log",
-                                  plan.clock == "wall" ? "seconds" : plan.clock);
+                                  plan.clock == "wall" ? "seconds" : plan.clock, limit);
   }
-  for (Contestant& contestant : race.contestants) {
-    contestant.wait_until_ready();
-    show(contestant);
+  for (std::size_t i = 0; i < count; ++i) {
+    race.contestants[first + i].wait_until_ready();
+    show(ways[i]);
   }
-  for (Contestant& contestant : race.contestants) {
-    contestant.warm_up(race.steps);
-    show(contestant);
+  for (std::size_t i = 0; i < count; ++i) {
+    race.contestants[first + i].warm_up(race.steps);
+    show(ways[i]);
   }
   for (std::int64_t round = 0; round < plan.rounds; ++round) {
     for (std::size_t i = 0; i < count; ++i) {
-      Contestant& contestant = race.contestants[(i + static_cast<std::size_t>(round)) % count];
-      contestant.race(race.steps);
-      show(contestant);
+      const std::size_t turn = (i + static_cast<std::size_t>(round)) % count;
+      race.contestants[first + turn].race(race.steps);
+      show(ways[turn]);
     }
   }
-  for (Contestant& contestant : race.contestants) {
-    const Way& way = contestant.way();
+  for (std::size_t i = 0; i < count; ++i) {
+    Contestant& contestant = race.contestants[first + i];
     // On a GPU an op's time on the host tells nothing.
-    if (plan.device == "cpu" && !way.is_python() && (way.optimizer == "fused" || plan.predicts)) {
+    if (plan.device == "cpu" && !ways[i].is_python() &&
+        (ways[i].optimizer == "fused" || plan.predicts)) {
       contestant.profile(race.steps);
     }
     contestant.dismiss();
+  }
+}
+
+/// Lets all ways run, `plan.at_once` of them at a time.
+inline void run(const Plan& plan, Race& race) {
+  const std::vector<Way> ways = choose_ways(plan, race);
+  const auto turns = std::ssize(ways) * (plan.rounds + 2);
+  support::ProgressBar bar(support::format("%-13s", race.title().c_str()), turns);
+  std::int64_t done = 0;
+  const auto show = [&](const Way& way) {
+    ++done;
+    if (bar.is_due(done)) bar.show(done, way.name());
+  };
+  const std::int64_t most = plan.at_once > 0 ? plan.at_once : std::ssize(ways);
+  for (auto begin = ways.begin(); begin != ways.end();) {
+    const auto end = begin + std::min(most, ways.end() - begin);
+    take_turns(plan, race, {begin, end}, show);
+    begin = end;
   }
 }

@@ -304,8 +304,11 @@ inline void write_origin(std::ostream& out, const Plan& plan, const Circumstance
       << (python.empty()
               ? std::string(", no Python")
               : ", Python with torch " + python + (python == cpp ? "" : " (**another version**)"))
-      << ". " << plan.rounds << " rounds in turns, after one to warm up. Made by\n\n    "
-      << circumstances.command << "\n\n";
+      << ". " << plan.rounds << " rounds in turns"
+      << (plan.at_once > 0
+              ? support::format(" of %lld ways at a time", static_cast<long long>(plan.at_once))
+              : "")
+      << ", after one to warm up. Made by\n\n    " << circumstances.command << "\n\n";
 }
 
 inline void write_report(std::ostream& out, const Plan& plan, const Circumstances& circumstances,

@@ -18,11 +18,12 @@
 #include <vector>
 
 #include "benchmark/comparison/make_optimizer.h"
+#include "benchmark/comparison/measure.h"
 #include "benchmark/comparison/raw_autocast.h"
-#include "benchmark/comparison/run_clock.h"
 #include "benchmark/comparison/way.h"
 #include "benchmark/weight_average.h"
 #include "benchmark/workload.h"
+#include "support/op_count.h"
 
 /// Trains a workload in one of the ways of this language. Python's twin is in worker.py.
 class Trainer {
@@ -82,6 +83,19 @@ class Trainer {
       }
     });
     return audit.policy();
+  }
+
+  /// The ops that are called for one batch's loss and its gradients, or in a `whole` step.
+  support::OpCounts count_ops(bool whole) {
+    const auto& inputs = inputs_.front();
+    optimizer_->zero_grad();
+    return support::count_ops([&] {
+      if (whole) {
+        iterate(inputs);
+      } else {
+        forward(micro_batch(inputs, 0)).backward();
+      }
+    });
   }
 
   /// Steps of training. The loss is their mean.

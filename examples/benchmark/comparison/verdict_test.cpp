@@ -7,22 +7,28 @@
 #include <cstdint>
 #include <deque>
 #include <filesystem>
+#include <fstream>
 #include <limits>
 #include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "benchmark/comparison/earlier_runs.h"
 #include "benchmark/comparison/machine.h"
+#include "benchmark/comparison/op_count.h"
 #include "benchmark/comparison/race.h"
 #include "benchmark/comparison/report.h"
 #include "support/format.h"
+#include "support/op_count.h"
+#include "support/temporary_folder.h"
 
 namespace {
 
 using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
+using testing::Pair;
 
 const Way python{"python", "fp32", "fp32", "stock", "eager"};
 const Way libtorch{"cpp", "fp32", "fp32", "stock", "eager"};
@@ -241,6 +247,70 @@ TEST(Models, HaveThePublishedNumbersOfParameters) {
     EXPECT_EQ(count("unet", preset), 7'703'497);
   }
   EXPECT_EQ(count("yolo", Preset::full), 1'872'157);  // YOLOv5n with 80 classes
+}
+
+TEST(Contestant, IsEndedAfterItsLimitAndKeepsTheRoundsThatItHasDone) {
+  const auto run = [](const std::string& script) {
+    Contestant contestant(python, {"sh", "-c", script}, "/dev/null", "seconds", /*limit=*/0.5);
+    contestant.wait_until_ready();
+    contestant.warm_up(1);
+    for (int i = 0; i < 3; ++i) contestant.race(1);
+    contestant.dismiss();
+    return contestant.failed() ? contestant.failure()
+                               : std::to_string(contestant.rounds().size()) + " rounds";
+  };
+  const std::string ready = "echo ready parameters=1 libtorch=2.0;";
+  const std::string ran = "read a; echo ran seconds=1 processor=1 loss=1 first=1 peak=1 sent=0;";
+  const std::string hangs = "exec sleep 20";
+  EXPECT_EQ(run(ready + ran + ran + ran + ran), "3 rounds");
+  EXPECT_EQ(run(ready + ran + ran + hangs), "1 rounds");
+  EXPECT_EQ(run(ready + ran + hangs), "not a round in 0.5 s (--limit)");
+  EXPECT_EQ(run(hangs), "not a round in 0.5 s (--limit)");
+}
+
+TEST(EarlierRuns, AreOneRaceForEachModelWithTheRoundsOfAllFiles) {
+  const support::TemporaryFolder folder("comparison");
+  const std::string head =
+      "model,language,casts,dtype,optimizer,launch,variant,round,steps,seconds_per_step,loss,"
+      "peak_bytes,wrong\n";
+  Options options;
+  for (const char* const rows : {"bert,cpp,fp32,fp32,fused,eager,plain,1,8,0.5,2,100,no\n",
+                                 "bert,cpp,fp32,fp32,fused,eager,plain,1,8,0.7,1,90,no\n"
+                                 "bert,cpp,standard,bf16,fused,eager,plain,1,8,0.1,9,80,yes\n"}) {
+    options.from.push_back(folder.path() / (std::to_string(options.from.size()) + ".csv"));
+    std::ofstream(options.from.back()) << head << rows;
+  }
+  const std::deque<Race> races = read_races(options, Preset::small);
+  ASSERT_EQ(races.size(), 1U);
+  ASSERT_EQ(races[0].contestants.size(), 2U);
+  EXPECT_EQ(races[0].steps, 8);
+  EXPECT_EQ(median_seconds(races[0].contestants[0]), 0.6);
+  EXPECT_EQ(races[0].contestants[0].peak_bytes(), 90);
+  EXPECT_TRUE(judge(races[0], races[0].contestants[0]).counts());
+  EXPECT_FALSE(judge(races[0], races[0].contestants[1]).counts());
+  std::ofstream(options.from.back(), std::ios::app) << "bert,cpp\n";
+  EXPECT_THROW(read_races(options, Preset::small), support::UsageError);
+}
+
+// Python's nn.Linear is one op; torch::nn::Linear would be `matmul` and `add_` in BERT. A layer
+// without a bias, such as the GPT's head, is a `matmul` within its one op.
+TEST(Models, CallOneOpForEachLinearLayerAsTheirTwinsDo) {
+  const auto count = [](const char* name) {
+    const ModelEntry& entry = find_model(name);
+    const auto model = entry.make(entry.sizes.at(Preset::small));
+    const auto batch = model->make_batch();
+    auto counts = support::count_ops([&] { model->loss(batch); });
+    return std::pair(counts["aten::linear"], counts["aten::matmul"]);
+  };
+  EXPECT_THAT(count("feed_forward"), Pair(3, 0));
+  EXPECT_THAT(count("bert"), Pair(2 * 6 + 1, 0));
+  EXPECT_THAT(count("gpt"), Pair(2 * 4 + 1, 1));
+}
+
+TEST(OpCounts, DifferInOpsThatComputeAlone) {
+  EXPECT_EQ(difference({{"aten::add", 2}, {"aten::empty", 3}}, {{"aten::add", 2}}), "");
+  EXPECT_EQ(difference({{"aten::add", 2}}, {{"aten::add", 1}, {"aten::rsub", 3}}),
+            "aten::add 2 (1), aten::rsub 0 (3)");
 }
 
 }  // namespace

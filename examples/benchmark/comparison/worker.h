@@ -10,9 +10,9 @@
 #include <string>
 #include <utility>
 
+#include "benchmark/comparison/measure.h"
 #include "benchmark/comparison/op_profile.h"
 #include "benchmark/comparison/predictor.h"
-#include "benchmark/comparison/process_memory.h"
 #include "benchmark/comparison/trainer.h"
 #include "benchmark/comparison/way.h"
 #include "benchmark/models.h"
@@ -41,6 +41,7 @@ struct WorkerOptions {
 //     (at first)   ready parameters=7703497 libtorch=2.15.0 first_call=0.012 (0: it trains)
 //     run 20       ran seconds=0.512 processor=0.498 loss=0.693 first=0.701 peak=1048576
 //     profile 20   profiled products=0.61 casts=0.12 … (the C++ one: see OpProfile)
+//     count 0      counted aten::linear=13 … (of a loss and its gradients; count 1: of a step)
 //     (a failure)  error what went wrong
 //     (--audit)    audited
 //
@@ -82,6 +83,16 @@ void answer(Runner& runner, at::Device device, const support::PeakMemory& memory
       }
       std::cout << std::endl;
       continue;
+    }
+    if constexpr (requires { runner.count_ops(true); }) {
+      if (command == "count") {
+        std::cout << "counted";
+        for (const auto& [name, count] : runner.count_ops(steps > 0)) {
+          std::cout << ' ' << name << '=' << count;
+        }
+        std::cout << std::endl;
+        continue;
+      }
     }
     const RunResult result = runner.run(steps);
     const std::int64_t peak =

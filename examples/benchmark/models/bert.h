@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "benchmark/workload.h"
+#include "support/linear.h"
 
 /// BERT with a head that marks the first and last token of an answer. Without dropout, so that runs
 /// can be compared by their losses.
@@ -61,13 +62,13 @@ class Bert final : public Workload {
   struct LayerImpl : torch::nn::Module {
     LayerImpl(std::int64_t width, std::int64_t head_count) : heads(head_count) {
       using namespace torch::nn;
-      query = register_module("query", Linear(width, width));
-      key = register_module("key", Linear(width, width));
-      value = register_module("value", Linear(width, width));
-      output = register_module("output", Linear(width, width));
+      query = register_module("query", support::Linear(width, width));
+      key = register_module("key", support::Linear(width, width));
+      value = register_module("value", support::Linear(width, width));
+      output = register_module("output", support::Linear(width, width));
       norm1 = register_module("norm1", LayerNorm(LayerNormOptions({width}).eps(1e-12)));
-      up = register_module("up", Linear(width, 4 * width));
-      down = register_module("down", Linear(4 * width, width));
+      up = register_module("up", support::Linear(width, 4 * width));
+      down = register_module("down", support::Linear(4 * width, width));
       norm2 = register_module("norm2", LayerNorm(LayerNormOptions({width}).eps(1e-12)));
     }
 
@@ -84,7 +85,7 @@ class Bert final : public Workload {
     }
 
     std::int64_t heads;
-    torch::nn::Linear query{nullptr}, key{nullptr}, value{nullptr}, output{nullptr}, up{nullptr},
+    support::Linear query{nullptr}, key{nullptr}, value{nullptr}, output{nullptr}, up{nullptr},
         down{nullptr};
     torch::nn::LayerNorm norm1{nullptr}, norm2{nullptr};
   };
@@ -102,7 +103,7 @@ class Bert final : public Workload {
         layers->push_back(Layer(width, sizes.at("heads")));
       }
       register_module("layers", layers);
-      head = register_module("head", Linear(width, 2));
+      head = register_module("head", support::Linear(width, 2));
     }
 
     at::Tensor forward(const at::Tensor& tokens, const at::Tensor& kinds) {
@@ -120,7 +121,7 @@ class Bert final : public Workload {
     torch::nn::Embedding words{nullptr}, positions{nullptr}, segments{nullptr};
     torch::nn::LayerNorm norm{nullptr};
     torch::nn::ModuleList layers;
-    torch::nn::Linear head{nullptr};
+    support::Linear head{nullptr};
     bool recomputes = false;
   };
   TORCH_MODULE(Net);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "benchmark/workload.h"
+#include "support/linear.h"
 
 /// A small network for tables: an embedding per categorical column beside continuous columns, then
 /// two hidden layers and one logit. The columns are those of the Rossmann sales data.
@@ -66,10 +67,10 @@ class FeedForward final : public Workload {
       }
       register_module("embeddings", embeddings);
       norm = register_module("norm", BatchNorm1d(continuous));
-      layers =
-          register_module("layers", Sequential(Linear(width, hidden), ReLU(), BatchNorm1d(hidden),
-                                               Linear(hidden, hidden / 2), ReLU(),
-                                               BatchNorm1d(hidden / 2), Linear(hidden / 2, 1)));
+      layers = register_module(
+          "layers", Sequential(support::Linear(width, hidden), ReLU(), BatchNorm1d(hidden),
+                               support::Linear(hidden, hidden / 2), ReLU(), BatchNorm1d(hidden / 2),
+                               support::Linear(hidden / 2, 1)));
     }
 
     at::Tensor forward(const at::Tensor& categories, const at::Tensor& values) {

@@ -56,7 +56,7 @@ inline at::Tensor yolo_loss(const std::vector<at::Tensor>& outputs,
     const at::Tensor centre = found.slice(1, 0, 2).sigmoid() * 2 - 0.5;
     const at::Tensor extent = (found.slice(1, 2, 4).sigmoid() * 2).square();
     const at::Tensor iou = complete_iou(torch::cat({centre, extent}, 1), batch[2 + 2 * scale]);
-    accumulate(box_loss, (1. - iou).mean());
+    accumulate(box_loss, torch::rsub(iou, 1.).mean());  // `1. - iou` would be three ops
     const at::Tensor wanted = torch::zeros(output.sizes().slice(0, 4), output.options());
     wanted.index_put_(index, iou.detach().clamp_min(0).to(wanted.scalar_type()));
     accumulate(object_loss, torch::binary_cross_entropy_with_logits(output.select(4, 4), wanted) *

@@ -4,7 +4,10 @@
 #include <torch/torch.h>
 
 #include <chrono>
+#include <cstdint>
 #include <ctime>
+#include <fstream>
+#include <string>
 
 /// What came of a run of several steps, or calls.
 struct RunResult {
@@ -42,3 +45,15 @@ class RunClock {
   Clock::time_point start_;
   std::clock_t processor_start_ = 0;
 };
+
+/// A line of /proc/self/status in bytes: "VmRSS" is what this process holds in memory, "VmHWM" the
+/// most that it ever held. 0 where there is no such file.
+inline std::int64_t process_memory(const std::string& line) {
+  std::ifstream status("/proc/self/status");
+  std::string word;
+  while (status >> word) {
+    std::int64_t kibibytes = 0;
+    if (word == line + ":" && status >> kibibytes) return kibibytes * 1024;
+  }
+  return 0;
+}
