@@ -25,16 +25,16 @@ namespace {
 using torchamp::AutocastGuard;
 using torchamp::Policy;
 
-const Policy policies[] = {Policy::standard(), Policy::torch(),
-                           Policy::torch().lower_precision(torchamp::ops::conv),
-                           Policy::standard().lower_precision({"_convolution", "convolution"}),
-                           Policy::standard().set(torchamp::Cast::lower_precision, "_convolution",
-                                                  {.dtype = at::kBFloat16})};
+const Policy tried_policies[] = {
+    Policy::standard(), Policy::torch(), Policy::torch().lower_precision(torchamp::ops::conv),
+    Policy::standard().lower_precision({"_convolution", "convolution"}),
+    Policy::standard().set(torchamp::Cast::lower_precision, "_convolution",
+                           {.dtype = at::kBFloat16})};
 
 /// Calls `check` in a region of each policy and 16-bit dtype.
 template <class Check>
 void in_every_region(const Check& check) {
-  for (const Policy& policy : policies) {
+  for (const Policy& policy : tried_policies) {
     for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) {
       const AutocastGuard guard(at::kCPU, {.dtype = dtype, .policy = policy});
       check();
@@ -160,7 +160,7 @@ Outcome by_kernel(const OpCase& op_case, const c10::OperatorHandle& op, const Va
   });
 }
 
-std::string dtypes(const Outcome& outcome) {
+std::string dtypes_of(const Outcome& outcome) {
   std::string text;
   for (const c10::IValue& value : outcome.values) {
     text += value.isTensor() ? python_name(value.toTensor().scalar_type()) : value.tagKind();
@@ -179,9 +179,9 @@ TEST(CompiledCode, NoKernelThatAShimCallsGivesAnotherDtypeInARegion) {
     for (const at::ScalarType region : {at::kBFloat16, at::kHalf}) {
       for (const at::ScalarType x : {at::kFloat, region}) {
         const Variant variant{at::kCPU, region, x};
-        const std::string expected = dtypes(by_kernel(op_case, *op, variant));
+        const std::string expected = dtypes_of(by_kernel(op_case, *op, variant));
         const AutocastGuard guard(at::kCPU, {.dtype = region, .policy = Policy::standard()});
-        EXPECT_EQ(dtypes(by_kernel(op_case, *op, variant)), expected)
+        EXPECT_EQ(dtypes_of(by_kernel(op_case, *op, variant)), expected)
             << text << "\n  " << label(op_case, variant);
         computed += expected.find("Error") == std::string::npos ? 1 : 0;
       }
