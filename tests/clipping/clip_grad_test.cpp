@@ -354,6 +354,24 @@ TEST_P(ClipGrad, KeepsThePrecisionOfFp64) {
   expect_close(params[0], torch::full({3}, expected, options(at::kDouble)));
 }
 
+TEST_P(ClipGrad, KeepsThePrecisionAndTheRangeOfComplex128) {
+  const auto real = options(at::kDouble), complex = options(at::kComplexDouble);
+  for (const double size : {1., 1e100}) {
+    for (const double norm_type : {2., inf}) {
+      const c10::complex<double> value(0.3 * size, 0.4 * size);
+      const Params params = with_gradients({torch::full({3}, value, complex)});
+      const double norm = 0.5 * size * (norm_type == 2. ? std::sqrt(3.) : 1.);
+      const Tensor total = torchamp::clip_grad_norm_(params, 0.1, norm_type);
+      EXPECT_EQ(total.scalar_type(), at::kDouble);
+      expect_close(total / norm, torch::ones({}, real));
+      const double left = 0.1 * size / (norm + 1e-6);
+      const Tensor parts = at::view_as_real(params[0].grad());
+      expect_close(parts.select(1, 0), torch::full({3}, 0.3 * left, real));
+      expect_close(parts.select(1, 1), torch::full({3}, 0.4 * left, real));
+    }
+  }
+}
+
 TEST_P(ClipGrad, DoesNothingMoreUnderADisabledScaler) {
   const Params params = with_gradients({torch::full({4}, 2., options())});
   torchamp::FusedSGD fused(params, SGDOptions(1.));

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "simulated_device/device.h"
 #include "support/expect_error.h"
 #include "support/grad_scaler_on.h"
 #include "support/non_finite.h"
@@ -149,6 +150,35 @@ TEST_P(GradScalerOn, LeavesTheOtherGradientsUnscaledWhenItSkips) {
   expect_close(good.grad(), tensor({1, 2}));
   expect_close(bad.grad(), tensor({kNaN, 2, -kInf}));
   expect_close(good.detach(), tensor({0, 0}));
+}
+
+/// Whichever of several gradients, dtypes and batches of them holds the inf.
+TEST(GradScalerSimulated, SkipsForAnyInfWhereTheDeviceHasNoKernelThatUnscales) {
+  SKIP_WITHOUT(at::kPrivateUse1);
+  const simulated::WithoutUnscaleKernel lacks;
+  const at::TensorOptions there = simulated::on(simulated::sim0);
+  constexpr at::ScalarType dtypes[] = {at::kFloat, at::kBFloat16, at::kDouble};
+  for (const double init_scale : {4., 0.5}) {  // checked once, and twice
+    for (const bool fused : {false, true}) {
+      for (int bad = -1; bad < 6; ++bad) {
+        SCOPED_TRACE(c10::str("scale ", init_scale, fused ? ", fused, " : ", ", bad));
+        GradScaler scaler({.init_scale = init_scale});
+        scaler.scale(at::ones({}, there));
+        std::vector<at::Tensor> parameters;
+        for (int i = 0; i < 6; ++i) {
+          const float value = i == bad ? kInf : 4.F;
+          parameters.push_back(parameter_with(at::full({2}, value, there).to(dtypes[i % 3])));
+        }
+        const auto optimizer = plain_or_fused_sgd(parameters, fused);
+        EXPECT_EQ(scaler.step(*optimizer).stepped(), bad < 0);
+        for (const at::Tensor& parameter : parameters) {
+          EXPECT_EQ(parameter[0].item<double>(), bad < 0 ? -4. / init_scale : 0.);
+        }
+        scaler.update();
+        EXPECT_EQ(scaler.get_scale(), bad < 0 ? init_scale : init_scale / 2);
+      }
+    }
+  }
 }
 
 TEST_P(GradScalerOn, StepsWithWhatTheProgramMadeOfUnscaledGradients) {

@@ -3,10 +3,12 @@
 
 #include <array>
 #include <initializer_list>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "simulated_device/device.h"
 #include "simulated_device/kernel.h"
 #include "simulated_device/register.h"
 
@@ -83,6 +85,19 @@ void unscale(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     check_flag(op, *host);
     run_on_the_cpu(op, host);
   });
+}
+
+/// What has registered that kernel; null while the device lacks it.
+std::unique_ptr<torch::Library>& unscale_kernel() {
+  static auto& library = *new std::unique_ptr<torch::Library>;
+  return library;
+}
+std::unique_ptr<torch::Library> make_unscale_kernel() {
+  auto library = std::make_unique<torch::Library>(
+      torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  library->impl("_amp_foreach_non_finite_check_and_unscale_",
+                torch::CppFunction::makeFromBoxedFunction<&unscale>());
+  return library;
 }
 
 void update_scale(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -178,9 +193,15 @@ void fused(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 }  // namespace
 
+WithoutUnscaleKernel::WithoutUnscaleKernel() {
+  unscale_kernel().reset();
+}
+WithoutUnscaleKernel::~WithoutUnscaleKernel() {
+  unscale_kernel() = make_unscale_kernel();
+}
+
 void register_checked_kernels(torch::Library& aten) {
-  aten.impl("_amp_foreach_non_finite_check_and_unscale_",
-            torch::CppFunction::makeFromBoxedFunction<&unscale>());
+  unscale_kernel() = make_unscale_kernel();
   aten.impl("_amp_update_scale_", torch::CppFunction::makeFromBoxedFunction<&update_scale>());
   for (const std::string name :
        {"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"}) {

@@ -34,6 +34,16 @@ inline at::TensorOptions on(c10::Device device, at::ScalarType dtype = at::kFloa
 /// Whether it is there; see Note [The simulated accelerator].
 bool available();
 
+/// Takes ATen's kernel that unscales from the simulated accelerator for as long as it lives: not
+/// every device has one.
+class WithoutUnscaleKernel {
+ public:
+  WithoutUnscaleKernel();
+  ~WithoutUnscaleKernel();
+  WithoutUnscaleKernel(const WithoutUnscaleKernel&) = delete;
+  WithoutUnscaleKernel& operator=(const WithoutUnscaleKernel&) = delete;
+};
+
 /// Moves a tensor's contents, keys and device; whoever holds the tensor sees it. Not a leaf of a
 /// graph that is still needed.
 void move_in_place(at::Tensor& tensor, c10::Device device);

@@ -125,6 +125,26 @@ TEST(TrainingStep, GoesOnWithMastersAfterAnException) {
   training_steps::expect_same_weights(shaken, calm);
 }
 
+TEST(TrainingStep, HasTheMastersWeightsInTheModelOnceItHasFinished) {
+  for (const MasterStorage storage : {MasterStorage::full, MasterStorage::split}) {
+    Net net = make_net(at::kCPU);
+    TrainingStep train(
+        net, [](auto parameters) { return fused(parameters); },
+        {.micro_batches = 3,
+         .masters = MasterWeightsOptions{.dtype = at::kBFloat16, .storage = storage}});
+    for (int i = 0; i < 4; ++i) train([&] { return loss_of(net, batch_of(at::kCPU, i)); });
+    const Tensor before = net->last->weight.detach().clone();
+    EXPECT_TRUE(train.finish()->stepped());
+    EXPECT_FALSE(at::equal(net->last->weight, before));
+    const auto& masters = train.masters().named_parameters();
+    ASSERT_EQ(masters.size(), net->parameters().size());
+    for (const auto& [name, master] : masters) {
+      const Tensor& weight = net->named_parameters()[name];
+      EXPECT_TRUE(at::equal(weight, master.detach().to(weight.scalar_type()))) << name;
+    }
+  }
+}
+
 TEST(TrainingStep, RefusesMastersThatCannotBeBeforeTheModelIsCast) {
   Net net = make_net(at::kCPU);
   torch::optim::SGD sgd(net->parameters(), 0.1);

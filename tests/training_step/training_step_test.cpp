@@ -14,6 +14,7 @@
 
 #include "support/devices.h"
 #include "support/expect_error.h"
+#include "support/optimizers.h"
 #include "support/training_steps.h"
 #include "support/warnings.h"
 #include "torchamp/torchamp.h"
@@ -358,6 +359,19 @@ TEST(TrainingStep, DropsTheWindowWhoseBackwardFails) {
     }
     expect_same_weights(shaken, calm);
   }
+}
+
+TEST(TrainingStep, HasNoNormOfAWindowThatFailed) {
+  Net net = make_net(at::kCPU);
+  FailingSgd optimizer(net->parameters(), torch::optim::SGDOptions(0.1));
+  TrainingStep train(net, optimizer,
+                     {.dtype = at::kFloat, .max_grad_norm = 1., .micro_batches = 2});
+  const auto part = [&] { return train([&] { return loss_of(net, batch_of(at::kCPU, 0)); }); };
+  part();
+  EXPECT_THROW(part(), std::runtime_error);
+  optimizer.fails = false;
+  EXPECT_FALSE(part().norm_tensor().defined());
+  EXPECT_GT(part().norm(), 0.);
 }
 
 TEST(TrainingStep, GoesOnAfterALimitOfTheScaler) {
