@@ -83,25 +83,24 @@ class Accumulation {
   /// is scaled already or does not require grad; a window whose step has failed, or whose gradients
   /// have been cleared since the last call, or unscaled or stepped with by the scaler.
   std::optional<StepResult> backward(const at::Tensor& loss) {
-    TORCH_CHECK_VALUE(loss.defined(), "Accumulation::backward: the loss is undefined.");
+    TORCH_CHECK_VALUE(loss.defined(), terms_.backward, ": the loss is undefined.");
     const detail::StepLedger& ledger = detail::ScalerParts::ledger(scaler_);
-    ledger.scaled.check_not_in(loss, "Accumulation::backward");
-    detail::check_not_scaled_within(loss, "Accumulation::backward", ledger.scaled, ledger.order);
+    ledger.scaled.check_not_in(loss, terms_.backward);
+    detail::check_not_scaled_within(loss, terms_.backward, ledger.scaled, ledger.order);
     check_open();
     const at::Tensor part = [&] {
       const c10::impl::ExcludeDispatchKeyGuard uncast(c10::autocast_dispatch_keyset);
       return at::div(loss, static_cast<double>(micro_batches_));
     }();
-    TORCH_CHECK_VALUE(part.numel() == 1 && part.requires_grad(),
-                      "Accumulation::backward: the loss has ", part.numel(),
-                      " element(s), and requires_grad is ", part.requires_grad(),
+    TORCH_CHECK_VALUE(part.numel() == 1 && part.requires_grad(), terms_.backward, ": the loss has ",
+                      part.numel(), " element(s), and requires_grad is ", part.requires_grad(),
                       ". Pass one number that was computed from the parameters.");
     const at::Tensor scaled = scaler_.scale(part);
     if (window_->pending == 0) {
       version_ = version_of_scale();
       detail::note_open(detail::ScalerParts::ledger(scaler_), window_);
     } else {
-      check_window("backward");
+      check_window(terms_.backward);
       warn_of_writes();
     }
     stage_ = Stage::adding;
@@ -122,15 +121,15 @@ class Accumulation {
   /// step, tries it again. (If update() throws, at a limit of the scaler, the step was skipped and
   /// the window is dropped.)
   std::optional<StepResult> flush() {
-    check_whole("flush");
+    check_whole(terms_.flush);
     if (window_->pending == 0) return std::nullopt;
-    check_window("flush");
+    check_window(terms_.flush);
     stage_ = Stage::stepping;
     if (!scaler_.is_unscaled(optimizer_)) {
       const auto unsent = detail::unsent_of(optimizer_);
       if (unsent && unsent->any()) unsent->send();
       if (before_unscale_) before_unscale_();
-      detail::warn_of_local_gradients(optimizer_, "Accumulation", warned_of_local_);
+      detail::warn_of_local_gradients(optimizer_, terms_.flush, warned_of_local_, terms_.send);
     }
     if (before_step_) {
       if (!scaler_.is_unscaled(optimizer_)) scaler_.unscale_(optimizer_);
@@ -159,6 +158,9 @@ class Accumulation {
   /// Micro-batches since the last step.
   int64_t pending() const { return window_->pending; }
 
+  /// For the library's own headers: what messages name.
+  void speak_in(const detail::AccumulationTerms& terms) { terms_ = terms; }
+
  private:
   enum class Stage {
     open,      ///< between two calls
@@ -179,36 +181,38 @@ class Accumulation {
   }
 
   void check_whole(const char* call) const {
-    TORCH_CHECK(stage_ != Stage::adding, "Accumulation::", call,
-                ": backward() has failed, so the gradients may hold part of a micro-batch. Call "
-                "discard() to begin a new window.");
+    TORCH_CHECK(stage_ != Stage::adding, call,
+                ": backward() has failed, so the gradients may hold part of a micro-batch. ",
+                terms_.drop);
   }
   /// Checks that gradients may be added.
   void check_open() const {
-    check_whole("backward");
-    TORCH_CHECK(stage_ == Stage::open, "Accumulation::backward: the step with ", window_->pending,
+    check_whole(terms_.backward);
+    TORCH_CHECK(stage_ == Stage::open, terms_.backward, ": the step with ", window_->pending,
                 " of ", micro_batches_,
                 " micro-batches has failed, so the window accepts no more. Call flush() to try the "
                 "step again, or discard() to drop the window.");
     TORCH_CHECK(!scaler_.is_unscaled(optimizer_) && !scaler_.is_stepped(optimizer_),
-                "Accumulation::backward: the gradients of this optimizer have been unscaled or "
-                "stepped with in this iteration; scaled ones cannot be added to them. Leave "
-                "unscale_, step and update to the accumulation, or call discard() to drop them.");
+                terms_.backward,
+                ": the gradients of this optimizer have been unscaled or stepped with in this "
+                "iteration; scaled ones cannot be added to them. Leave unscale_, step and update "
+                "to ",
+                terms_.owner, ". ", terms_.drop);
   }
   void check_window(const char* call) const {
-    TORCH_CHECK(version_of_scale() == version_, "Accumulation::", call,
-                ": the scale has changed after ", window_->pending, " of ", micro_batches_,
-                " micro-batches, whose gradients have the old scale. Leave step and update to the "
-                "accumulation, or call flush() first; call discard() to drop them.");
-    TORCH_CHECK(detail::count_gradients(optimizer_) >= gradients_, "Accumulation::", call,
-                ": the gradients of ", window_->pending, " of ", micro_batches_,
-                " micro-batches are gone. Leave out zero_grad(): the accumulation clears them "
-                "after its step. Call discard() to begin a new window.");
-    TORCH_CHECK(!window_->was_used, "Accumulation::", call,
-                ": the scaler has stepped with the gradients of ", window_->pending, " of ",
-                micro_batches_,
+    TORCH_CHECK(version_of_scale() == version_, call, ": the scale has changed after ",
+                window_->pending, " of ", micro_batches_,
+                " micro-batches, whose gradients have the old scale. Leave step and update to ",
+                terms_.owner, ", and set the scale between two windows. ", terms_.drop);
+    TORCH_CHECK(detail::count_gradients(optimizer_) >= gradients_, call, ": the gradients of ",
+                window_->pending, " of ", micro_batches_,
+                " micro-batches are gone. Leave out zero_grad(): ", terms_.owner,
+                " clears them after its step. ", terms_.drop);
+    TORCH_CHECK(!window_->was_used, call, ": the scaler has stepped with the gradients of ",
+                window_->pending, " of ", micro_batches_,
                 " micro-batches, or unscaled them, in an iteration that has ended. Leave step and "
-                "update to the accumulation, and call discard() to drop them.");
+                "update to ",
+                terms_.owner, ". ", terms_.drop);
   }
 
   void warn_of_writes() {
@@ -218,17 +222,17 @@ class Accumulation {
       return;
     }
     warned_ = true;
-    TORCH_WARN("Accumulation::backward: the gradients of ", window_->pending, " of ",
-               micro_batches_,
+    TORCH_WARN(terms_.backward, ": the gradients of ", window_->pending, " of ", micro_batches_,
                " micro-batches were written to or replaced since the last call, as by a clip, "
-               "zero_grad(false) or a backward() beside this accumulation. Leave it out: the "
-               "accumulation clears gradients after its step. Change them in before_unscale or "
-               "before_step. This warning is given once.");
+               "zero_grad(false) or a backward() beside ",
+               terms_.owner, ". Leave it out: ", terms_.owner, " clears gradients after its step. ",
+               terms_.change, " This warning is given once.");
   }
 
   GradScaler& scaler_;
   torch::optim::Optimizer& optimizer_;
   int64_t micro_batches_;
+  detail::AccumulationTerms terms_;
   std::shared_ptr<detail::AccumulationWindow> window_;  // the scaler looks at it
   Stage stage_ = Stage::open;
   int64_t version_ = 0;        // of the scale, at the start of the window

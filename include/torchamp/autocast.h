@@ -8,10 +8,12 @@
 #include <c10/core/Device.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
 
 #include <concepts>
 #include <cstddef>
 #include <optional>
+#include <utility>
 
 #include "torchamp/cast_cache.h"
 #include "torchamp/detail/core/autocast/region.h"
@@ -85,6 +87,11 @@ class AutocastGuard {
   [[nodiscard]] AutocastGuard(at::DeviceType device, Dtype dtype)
       : AutocastGuard(device, AutocastOptions{.dtype = dtype}) {}
 
+  /// Begins a region with this dtype and these options, whose dtype is left unset or is the same.
+  template <std::same_as<at::ScalarType> Dtype>
+  [[nodiscard]] AutocastGuard(at::DeviceType device, Dtype dtype, AutocastOptions options)
+      : AutocastGuard(device, with(dtype, std::move(options))) {}
+
   /// Begins a region for all devices of the type of `device`; its index does not matter.
   [[nodiscard]] explicit AutocastGuard(at::Device device, const AutocastOptions& options = {})
       : AutocastGuard(device.type(), options) {}
@@ -92,6 +99,10 @@ class AutocastGuard {
   template <std::same_as<at::ScalarType> Dtype>
   [[nodiscard]] AutocastGuard(at::Device device, Dtype dtype)
       : AutocastGuard(device.type(), dtype) {}
+  /// Begins a region with this dtype and these options for all devices of the type of `device`.
+  template <std::same_as<at::ScalarType> Dtype>
+  [[nodiscard]] AutocastGuard(at::Device device, Dtype dtype, AutocastOptions options)
+      : AutocastGuard(device.type(), dtype, std::move(options)) {}
 
   // Pinned: there is no empty state to move from, and the order of destruction is the scope's.
   AutocastGuard(const AutocastGuard&) = delete;
@@ -102,6 +113,14 @@ class AutocastGuard {
   static void* operator new[](std::size_t) = delete;
 
  private:
+  static AutocastOptions with(at::ScalarType dtype, AutocastOptions options) {
+    TORCH_CHECK_VALUE(!options.dtype || *options.dtype == dtype, "AutocastGuard: the dtype is ",
+                      dtype, " as an argument and ", *options.dtype,
+                      " in the options. Leave one of them out.");
+    options.dtype = dtype;
+    return options;
+  }
+
   detail::AutocastRegion region_;
 };
 

@@ -30,6 +30,7 @@
 #include "torchamp/detail/extras/graph/iteration.h"
 #include "torchamp/detail/extras/graph/make_recorder.h"
 #include "torchamp/detail/extras/graph/recorder.h"
+#include "torchamp/detail/extras/shared/model.h"
 #include "torchamp/detail/extras/weights/derived.h"
 #include "torchamp/scaled_step.h"
 #include "torchamp/version.h"
@@ -47,6 +48,10 @@ struct CudaGraphOptions {
   int64_t warmup = 3;
   /// False: each call runs the iteration eagerly, on any device.
   bool enabled = true;
+  /// The models that the body calls, each a module, a pointer to one or a holder: after train() or
+  /// eval() of one of them, or of a part of it, the iteration is captured again. A TrainingStep
+  /// adds its own. Changes of other models' modes are not seen.
+  std::vector<detail::Model> models = {};
 };
 
 /// Runs a whole training iteration as one graph of its device, a CUDA graph: zero_grad, forward
@@ -76,10 +81,10 @@ struct CudaGraphOptions {
 ///
 /// A replay runs no host code: what the body does on the host (counting, printing, choosing a
 /// branch) happens for the last time in the capture. Learning rates may change at any time;
-/// captured steps round them to fp32. After another change of an optimizer's options or state, or a
-/// step with gradients of other parameters (eager or in another graph), the next call runs eagerly
-/// and the one after captures again. A GradScaler's factors and intervals stay as captured; its
-/// scale may be set at any time.
+/// captured steps round them to fp32. After another change of an optimizer's options or state, a
+/// step with gradients of other parameters (eager or in another graph), or train() or eval() of one
+/// of `models`, the next call runs eagerly and the one after captures again. A GradScaler's factors
+/// and intervals stay as captured; its scale may be set at any time.
 ///
 /// `optimizers` are those that the body steps; they must take scale and overflow flag on the device
 /// (torchamp's fused ones). Make the guard inside the body. Random numbers (dropout) continue from
@@ -119,12 +124,12 @@ class CudaGraph {
   /// `body` takes the inputs and returns an at::Tensor, a std::vector of them, or nothing.
   template <std::invocable<const Tensors&> Body>
   CudaGraph(torch::optim::Optimizer& optimizer, Body body, CudaGraphOptions options = {})
-      : CudaGraph(Optimizers{optimizer}, std::move(body), options) {}
+      : CudaGraph(Optimizers{optimizer}, std::move(body), std::move(options)) {}
 
   /// For a body that steps several optimizers: `{std::ref(a), std::ref(b)}`.
   template <std::invocable<const Tensors&> Body>
   CudaGraph(Optimizers optimizers, Body body, CudaGraphOptions options = {})
-      : CudaGraph(std::move(optimizers), wrap(std::move(body)), options,
+      : CudaGraph(std::move(optimizers), wrap(std::move(body)), std::move(options),
                   &detail::make_graph_recorder) {}
 
   CudaGraph(const CudaGraph&) = delete;
@@ -135,7 +140,8 @@ class CudaGraph {
   /// returned, detached; the next call overwrites it, so clone() what you keep.
   const Tensors& operator()(const Tensors& batch);
 
-  /// Whether the next call replays, if no option or state of an optimizer changes before.
+  /// Whether the next call replays, if no option or state of an optimizer changes before, and no
+  /// mode of a model.
   bool is_captured() const { return captured_; }
 
   /// Drops the graph and the inputs' shapes: the next calls warm up and capture again.
@@ -152,10 +158,13 @@ class CudaGraph {
   template <class MakeRecorder>
   CudaGraph(Optimizers optimizers, std::function<Tensors(const Tensors&)> body,
             CudaGraphOptions options, MakeRecorder make_recorder)
-      : optimizers_(std::move(optimizers)), body_(std::move(body)), options_(options) {
+      : optimizers_(std::move(optimizers)), body_(std::move(body)), options_(std::move(options)) {
     TORCH_CHECK_VALUE(
-        options.warmup >= 1, "CudaGraph: warmup is ", options.warmup,
+        options_.warmup >= 1, "CudaGraph: warmup is ", options_.warmup,
         ". At least one iteration must run eagerly, to create the optimizer's state.");
+    for (const detail::Model& model : options_.models) {
+      TORCH_CHECK_VALUE(model.get(), "CudaGraph: one of .models is null.");
+    }
     if (!options_.enabled) return;
     const c10::Device device = check_optimizers();
     recorder_ = make_recorder(device);
@@ -201,7 +210,8 @@ class CudaGraph {
   Tensors outputs_;
   detail::ReplayedStates states_;
   std::vector<std::weak_ptr<const void>> made_eagerly_;
-  Tensors kept_;  // until the caller's stream waits for the body's
+  Tensors kept_;              // until the caller's stream waits for the body's
+  detail::ModelModes modes_;  // of the models in the last call of the body
   int64_t warmed_up_ = 0;
   bool captured_ = false;
   std::vector<double> rates_;
@@ -213,7 +223,7 @@ inline const CudaGraph::Tensors& CudaGraph::operator()(const Tensors& batch) {
     return outputs_;
   }
   inputs_->fill(batch);
-  const bool prepared = prepare_optimizers();
+  const bool prepared = prepare_optimizers() && modes_.hold();
   const auto is_gone = [](const auto& made) { return made.expired(); };
   if (!prepared || warmed_up_ < options_.warmup || std::ranges::any_of(made_eagerly_, is_gone)) {
     forget_capture();
@@ -282,7 +292,10 @@ inline void CudaGraph::call_body(const Tensors& batch) {
   outputs_.clear();
   std::optional<detail::GraphBody> is_to_be_captured;
   static const detail::FollowsReplays follower;
-  if (options_.enabled) is_to_be_captured.emplace(&follower);
+  if (options_.enabled) {
+    is_to_be_captured.emplace(&follower);
+    modes_ = detail::ModelModes(options_.models);
+  }
   Tensors outputs = body_(batch);
   if (is_to_be_captured) {
     states_ = std::move(is_to_be_captured->states);

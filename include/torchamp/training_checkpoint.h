@@ -19,6 +19,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -39,7 +40,7 @@ class GradScaler;
 ///     torchamp::TrainingCheckpoint checkpoint("run.pt");
 ///     checkpoint.add("model", model).add("optimizer", optimizer).add("scaler", scaler);
 ///     checkpoint.add("step", step);
-///     checkpoint.load();                    // false if there is no file yet
+///     if (checkpoint.load()) std::cout << "goes on at step " << step << '\n';   // false: no file
 ///     while (step < steps) {
 ///       ...
 ///       ++step;                             // before save(): the number of finished steps
@@ -94,13 +95,13 @@ class TrainingCheckpoint {
   /// devices.
   void save() const { save({local_part()}); }
 
-  /// Loads the added objects; false if there is no file. Tensors, and the weights of models, are
-  /// filled in place on their own device, so optimizers, views and captured graphs see the new
-  /// values. A tensor that is undefined, here or in the file, becomes what it was at save(). A
-  /// number must fit its type; a float may be rounded. If the file has tensors of a device that
-  /// this machine lacks (cuda:1 with one GPU), all are read into host memory: tensors that are
-  /// filled, and states of optimizers, then move to their devices; what else an object's own load()
-  /// reads stays on the host.
+  /// Loads the added objects; false if there is no file, which a mistyped path gives, too. Tensors,
+  /// and the weights of models, are filled in place on their own device, so optimizers, views and
+  /// captured graphs see the new values. A tensor that is undefined, here or in the file, becomes
+  /// what it was at save(). A number must fit its type; a float may be rounded. If the file has
+  /// tensors of a device that this machine lacks (cuda:1 with one GPU), all are read into host
+  /// memory: tensors that are filled, and states of optimizers, then move to their devices; what
+  /// else an object's own load() reads stays on the host.
   ///
   /// A file that is damaged or does not fit the added objects is an error and changes nothing: a
   /// model may not have more weights in the file than here, but whole objects in the file that were
@@ -108,7 +109,7 @@ class TrainingCheckpoint {
   /// damage: the file ends with a checksum, see Note [The file of a TrainingCheckpoint]. The file
   /// is read twice, first to check it. If a device's memory runs out, nothing changes either,
   /// except your own objects whose load() does not ensure that. Reads the devices.
-  bool load() { return load(0, 1); }
+  [[nodiscard]] bool load() { return load(0, 1); }
 
   /// Returns this process's own part, as bytes, for save() below. If ShardedMasterWeights or an
   /// optimizer of their shards were added, all processes call it together: it gathers these on
@@ -119,12 +120,15 @@ class TrainingCheckpoint {
   void save(const std::vector<at::Tensor>& local_parts) const;
   /// Loads the file on one of several processes, with the local part of process `rank`. An error
   /// unless the same number of `processes` wrote it.
-  bool load(int64_t rank, int64_t processes) { return load_parts(rank, processes); }
+  [[nodiscard]] bool load(int64_t rank, int64_t processes) { return load_parts(rank, processes); }
   /// Loads the file without local parts: to resume with another number of processes, not bit for
   /// bit.
-  bool load_shared() { return load_parts(std::nullopt, 0); }
+  [[nodiscard]] bool load_shared() { return load_parts(std::nullopt, 0); }
   /// Returns the id of the file last saved or loaded, which differs between any two files.
   int64_t file_id() const { return file_id_; }
+
+  /// For the library's own headers: a TrainingStep has added its objects.
+  void note_step() { is_of_step_ = true; }
 
  private:
   struct Entry {
@@ -158,8 +162,11 @@ class TrainingCheckpoint {
   static void load_entry(const Entry& entry, torch::serialize::InputArchive& archive,
                          int64_t version, Undo& undo);
   bool load_parts(std::optional<int64_t> rank, int64_t processes);
+  bool has(std::string_view name) const;
+  void check_entries_of_step(torch::serialize::InputArchive& shared) const;
 
   std::filesystem::path path_;
+  bool is_of_step_ = false;
   std::vector<Entry> entries_;
   mutable int64_t file_id_ = 0;
 };

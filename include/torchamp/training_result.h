@@ -48,11 +48,14 @@ class TrainingResult {
   explicit operator bool() const { return stepped(); }
 
   /// The norm of all unscaled gradients before clipping. Reads the device. An error without
-  /// max_grad_norm, and within a window.
+  /// .max_grad_norm (an infinite one computes the norm and clips nothing), and within a window.
   double norm() const {
-    TORCH_CHECK(norm_.defined(),
-                "TrainingResult::norm: no norm was computed. Set max_grad_norm, and ask at the end "
-                "of a window (ended_window()).");
+    TORCH_CHECK(norm_.defined(), "TrainingResult::norm: ",
+                ended_window()
+                    ? "no norm was computed. Set .max_grad_norm; with infinity "
+                      "(std::numeric_limits<double>::infinity()) nothing is clipped."
+                    : "the window has not ended, so its norm is not known. Ask at the end of a "
+                      "window (ended_window()).");
     return norm_.item<double>();
   }
   /// The same on its device; undefined where norm() throws. Never reads.

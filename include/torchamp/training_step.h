@@ -30,6 +30,8 @@
 #include "torchamp/clip_grad.h"
 #include "torchamp/detail/extras/accumulation/accumulation.h"
 #include "torchamp/detail/extras/shared/master_meta.h"
+#include "torchamp/detail/extras/shared/model.h"
+#include "torchamp/detail/extras/training/one_caller.h"
 #include "torchamp/detail/extras/training/parts.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/optim.h"
@@ -67,8 +69,8 @@ struct TrainingStepOptions {
   /// DistributedDataParallel, whichever module's forward the function calls. Or `{group, options}`
   /// with DistributedDataParallelOptions.
   detail::GroupChoice group = {};
-  /// CudaGraphOptions: captures iterations and replays them. Not with a group or several
-  /// micro-batches.
+  /// CudaGraphOptions: captures iterations and replays them, and captures again after train() or
+  /// eval() of the model or of a part of it. Not with a group or several micro-batches.
   detail::CaptureChoice capture = {};
   /// A learning rate scheduler, or a function that creates one for the optimizer. Stepped after
   /// each step that was not skipped; finding out waits for a GPU, also with a fused optimizer.
@@ -95,7 +97,8 @@ struct TrainingStepOptions {
 /// An exception in the function leaves that micro-batch out of the window; a later one (in
 /// backward, the clip, the step, at a limit of the scaler) drops the window. Either way the next
 /// call works. Model, optimizer, scaler and scheduler that are passed by reference must outlive it.
-/// One thread at a time.
+/// One thread at a time: a call while another thread is in one throws and changes nothing. A model
+/// that is trained with all its modules in eval() causes one warning.
 ///
 /// Errors at construction: options that are out of range or exclude each other, by name; LBFGS,
 /// which needs a closure (torchamp/closure_step.h); fp16 parameters without masters (bf16 ones
@@ -109,7 +112,7 @@ class TrainingStep {
   using Tensors = detail::Tensors;
 
   /// `model`: a module, a pointer to one or a holder.
-  TrainingStep(detail::StepModel model, torch::optim::Optimizer& optimizer,
+  TrainingStep(detail::Model model, torch::optim::Optimizer& optimizer,
                TrainingStepOptions options = {})
       : TrainingStep(
             std::move(model), std::move(options), /*makes=*/false, [&](const NamedParameters&) {
@@ -121,17 +124,36 @@ class TrainingStep {
   /// Its parameter is a std::vector of tensors or NamedParameters.
   template <class Factory>
   requires(!std::derived_from<std::remove_cvref_t<Factory>, torch::optim::Optimizer>)
-      TrainingStep(detail::StepModel model, Factory factory, TrainingStepOptions options = {})
-      : TrainingStep(std::move(model), std::move(options), /*makes=*/true,
-                     [&](const NamedParameters& named) -> std::shared_ptr<torch::optim::Optimizer> {
-                       if constexpr (std::invocable<Factory&, Tensors>) {
-                         Tensors parameters;
-                         for (const auto& item : named) parameters.push_back(item.second);
-                         return factory(std::move(parameters));
-                       } else {
-                         return factory(named);
-                       }
-                     }) {}
+      TrainingStep(detail::Model model, Factory factory, TrainingStepOptions options = {})
+      : TrainingStep(
+            std::move(model), std::move(options), /*makes=*/true,
+            [&](const NamedParameters& named) -> std::shared_ptr<torch::optim::Optimizer> {
+              if constexpr (detail::MakesOptimizerOf<Factory, Tensors>) {
+                Tensors parameters;
+                for (const auto& item : named) parameters.push_back(item.second);
+                return factory(std::move(parameters));
+              } else if constexpr (detail::MakesOptimizerOfNames<Factory>) {
+                return factory(named);
+              } else {
+                static_assert(
+                    detail::is_never<Factory>,
+                    "TrainingStep: the second argument is the optimizer (*optimizer, of a "
+                    "pointer to one), or a function that creates one and returns a pointer "
+                    "to it: [](auto parameters) { return "
+                    "std::make_unique<torchamp::FusedAdamW>(parameters); }");
+                return nullptr;
+              }
+            }) {}
+
+  /// Does not compile: the first argument is no model.
+  template <class Model, class Optimizer>
+  requires(!std::convertible_to<Model, detail::Model>)
+      TrainingStep(Model&&, Optimizer&&, TrainingStepOptions = {}) {
+    static_assert(
+        detail::is_never<Model>,
+        "TrainingStep: the first argument is the model (a torch::nn module, a std::shared_ptr to "
+        "one, or its holder), the second the optimizer: TrainingStep train(model, optimizer)");
+  }
 
   TrainingStep(const TrainingStep&) = delete;
   TrainingStep& operator=(const TrainingStep&) = delete;
@@ -148,19 +170,40 @@ class TrainingStep {
   /// (a warning, once, where the scale is fixed at 1). An error with `.capture`.
   template <std::invocable Loss>
   TrainingResult operator()(Loss&& loss) {
-    TORCH_CHECK(!capture_,
-                "TrainingStep: with .capture, pass the function's inputs, because a replay runs no "
-                "host code: train({batch.data, batch.target}, [&](const auto& inputs) {…}).");
-    return count(iterate(loss));
+    detail::check_loss_of<Loss&>();
+    if constexpr (detail::returns_loss<Loss&>) {
+      const detail::OneCaller::Call call(caller_, "TrainingStep",
+                                         detail::OneCaller::Nested::refused);
+      TORCH_CHECK(!capture_,
+                  "TrainingStep: with .capture, pass the function's inputs, because a replay runs "
+                  "no host code: train({batch.data, batch.target}, [&](const auto& inputs) {…}).");
+      return count(iterate(loss));
+    }
   }
 
   /// Runs an iteration that can be captured: `loss` computes the loss from `inputs` and reads
   /// nothing else that changes. A replay does not call it. See CudaGraph.
   template <std::invocable<const Tensors&> Loss>
   TrainingResult operator()(const Tensors& inputs, Loss&& loss) {
-    const auto of_inputs = [&](const Tensors& given) -> at::Tensor { return loss(given); };
-    if (!capture_) return count(iterate([&] { return of_inputs(inputs); }));
-    return count(replay(inputs, of_inputs));
+    detail::check_loss_of<Loss&, const Tensors&>();
+    if constexpr (detail::returns_loss<Loss&, const Tensors&>) {
+      const detail::OneCaller::Call call(caller_, "TrainingStep",
+                                         detail::OneCaller::Nested::refused);
+      const auto of_inputs = [&](const Tensors& given) -> at::Tensor { return loss(given); };
+      if (!capture_) return count(iterate([&] { return of_inputs(inputs); }));
+      return count(replay(inputs, of_inputs));
+    }
+  }
+
+  /// Does not compile: the function does not take the inputs.
+  template <class Loss>
+  requires(!std::invocable<Loss, const Tensors&>) void operator()(const Tensors&, Loss&&) {
+    detail::refuse_arguments<Loss>();
+  }
+  /// Does not compile: the arguments are no function that computes the loss (a loss, say).
+  template <class... Given>
+  requires(!detail::is_loss_call<Given...>) void operator()(Given&&...) {
+    detail::refuse_arguments<Given...>();
   }
 
   /// Steps with an incomplete window, at the end of an epoch: the sum of its losses is divided by
@@ -172,6 +215,7 @@ class TrainingStep {
   /// evaluation mode; their modes are then restored, also after an exception.
   template <std::invocable Function>
   decltype(auto) evaluate(Function&& function) {
+    const detail::OneCaller::Call call(caller_, "TrainingStep::evaluate");
     std::vector<std::pair<torch::nn::Module*, bool>> modes{{model_.get(), model_->is_training()}};
     for (const auto& module : model_->modules(/*include_self=*/false)) {
       modes.emplace_back(module.get(), module->is_training());
@@ -192,13 +236,16 @@ class TrainingStep {
   /// for one file. An error within a window.
   template <class Checkpoint = TrainingCheckpoint>
   void save(const std::string& path) {
+    const detail::OneCaller::Call call(caller_, "TrainingStep::save");
     auto checkpoint = checkpoint_of<Checkpoint>("save", path);
     group_ ? group_->save(checkpoint) : checkpoint.save();
   }
-  /// Resumes from such a file; false if there is none. As TrainingCheckpoint::load. An error within
-  /// a window.
+  /// Resumes from such a file; false if there is none, which a mistyped path gives, too. As
+  /// TrainingCheckpoint::load. An error within a window, and if only one of the file and this has a
+  /// scheduler.
   template <class Checkpoint = TrainingCheckpoint>
-  bool load(const std::string& path) {
+  [[nodiscard]] bool load(const std::string& path) {
+    const detail::OneCaller::Call call(caller_, "TrainingStep::load");
     auto checkpoint = checkpoint_of<Checkpoint>("load", path);
     return group_ ? group_->load(checkpoint) : checkpoint.load();
   }
@@ -210,6 +257,7 @@ class TrainingStep {
     checkpoint.add("optimizer", *optimizer_).add("scaler", *scaler_);
     if (scheduler_) scheduler_->add_to(checkpoint);
     checkpoint.add("steps", steps_);
+    checkpoint.note_step();
   }
 
   /// The scaler.
@@ -236,7 +284,7 @@ class TrainingStep {
   using MakeOptimizer =
       std::function<std::shared_ptr<torch::optim::Optimizer>(const NamedParameters&)>;
 
-  TrainingStep(detail::StepModel model, TrainingStepOptions options, bool makes,
+  TrainingStep(detail::Model model, TrainingStepOptions options, bool makes,
                const MakeOptimizer& make);
   static void check(const TrainingStepOptions& options, bool makes);
   void make_parts(TrainingStepOptions& options, const MakeOptimizer& make);
@@ -259,14 +307,18 @@ class TrainingStep {
     if (pending() == 0) clear_gradients();
     const bool is_last = pending() + 1 == micro_batches_;
     const auto no_sync = group_ && !is_last ? group_->no_sync() : nullptr;
+    const bool was_training = model_->is_training();
     at::Tensor loss;
     {
       const AutocastGuard autocast(device_.type(), autocast_);
       loss = group_ ? group_->forward([&]() -> at::Tensor { return function(); }) : function();
     }
+    if (!was_training) warn_of_evaluation_mode();
     return learn(std::move(loss));
   }
+  void warn_of_evaluation_mode();
   TrainingResult learn(at::Tensor loss);
+  void check_not_used() const;
   void check_no_backward(const detail::StepOrder& order);
   static at::Tensor without_graph(at::Tensor&& loss);
   TrainingResult replay(const Tensors& inputs,
@@ -294,7 +346,9 @@ class TrainingStep {
   const std::function<at::Tensor(const Tensors&)>* function_ = nullptr;  // that is captured
   bool keeps_scale_ = false;  // each result has the scale of its step
   bool warned_ = false;       // of a backward() in the function
-  at::Tensor norm_, scale_;   // of the step that is being made
+  bool warned_of_mode_ = false;
+  detail::OneCaller caller_;
+  at::Tensor norm_, scale_;  // of the step that is being made
   std::int64_t steps_ = 0;
 };
 

@@ -138,8 +138,8 @@ TEST(AccumulationMisuse, AStepOfTheProgramsOwnWithinAWindowIsAnErrorAfterItsUpda
     scaler.update();
     const std::string error =
         ": the scaler has stepped with the gradients of 1 of 2 micro-batches, or unscaled them, in "
-        "an iteration that has ended. Leave step and update to the accumulation, and call "
-        "discard() to drop them.";
+        "an iteration that has ended. Leave step and update to the accumulation. Call discard() to "
+        "begin a new window.";
     EXPECT_ERROR(accumulation.backward((w * 4).sum()), "Accumulation::backward" + error);
     EXPECT_ERROR(accumulation.flush(), "Accumulation::flush" + error);
     accumulation.discard();
@@ -265,7 +265,7 @@ TEST(AccumulationInACheckpoint, IsNotSavedWithinAWindow) {
       accumulation.backward(w.sum());
       checkpoint.save();
       accumulation.backward(w.sum());
-      EXPECT_ERROR(checkpoint.load(), "within a window of gradient accumulation");
+      EXPECT_ERROR((void)checkpoint.load(), "within a window of gradient accumulation");
       Accumulation moved = std::move(accumulation);
       EXPECT_ERROR(checkpoint.save(), "within a window of gradient accumulation");
       moved.discard();

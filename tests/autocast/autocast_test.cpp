@@ -2,6 +2,7 @@
 #include "torchamp/autocast.h"
 
 #include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
 
 #include <type_traits>
@@ -9,6 +10,7 @@
 
 #include "support/cpu_dtypes.h"
 #include "support/devices.h"
+#include "support/expect_error.h"
 #include "support/tolerances.h"
 
 namespace {
@@ -49,6 +51,28 @@ TEST_P(AutocastGuardOn, RunsMatmulInTheLowerPrecisionAndAdditionsAndReductionsIn
     EXPECT_EQ(lower.relu().scalar_type(), dtype);
     EXPECT_EQ(lower.amax().scalar_type(), dtype);
   }
+}
+
+TEST_P(AutocastGuardOn, TakesADtypeAndOptions) {
+  const at::DeviceType device = GetParam();
+  SKIP_WITHOUT(device);
+  const at::Tensor x = ones(device, at::kFloat);
+  const auto dtype_in = [&](const auto&... arguments) {
+    const AutocastGuard autocast(arguments...);
+    return x.mm(x).scalar_type();
+  };
+  const torchamp::AutocastOptions off{.enabled = false};
+  const torchamp::AutocastOptions uncached{.cache = torchamp::WeightCache::none};
+  const torchamp::AutocastOptions same{.dtype = at::kHalf}, other{.dtype = at::kBFloat16};
+  EXPECT_EQ(dtype_in(device, at::kHalf, off), at::kFloat);
+  EXPECT_EQ(dtype_in(device, at::kHalf, uncached), at::kHalf);
+  EXPECT_EQ(dtype_in(at::Device(device, 0), at::kBFloat16, uncached), at::kBFloat16);
+  EXPECT_EQ(dtype_in(device, at::kHalf, same), at::kHalf);
+  EXPECT_ERROR(dtype_in(device, at::kHalf, other),
+               "the dtype is Half as an argument and BFloat16 in the options");
+  EXPECT_EQ(x.mm(x).scalar_type(), at::kFloat) << "no region is left";
+  const AutocastGuard written(device, at::kHalf, {.cache = torchamp::WeightCache::none});
+  EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
 }
 
 TEST_P(AutocastGuardOn, ComputesWhatCastsByHandCompute) {

@@ -117,7 +117,7 @@ void expect_damage_to_be_seen(const std::string& whole, const std::vector<bool>&
   for (int i = 0; i < 1000 && !::testing::Test::HasFailure(); ++i) {
     SCOPED_TRACE(i);
     write(path, damaged_once(whole, padding, random));
-    EXPECT_ERROR(contents.checkpoint.load(),
+    EXPECT_ERROR((void)contents.checkpoint.load(),
                  "TrainingCheckpoint::load: '" + path.string() + "': it ");
   }
   expect_same(contents.state(), before);
@@ -156,7 +156,7 @@ TEST(TrainingCheckpointFiles, SeesAFlipOfAnyBitNearBothEnds) {
       bytes[at] = static_cast<char>(bytes[at] ^ 1 << bit);
       write(path, bytes);
       SCOPED_TRACE(std::to_string(at) + " " + std::to_string(bit));
-      EXPECT_ERROR(checkpoint.load(), "it is damaged");
+      EXPECT_ERROR((void)checkpoint.load(), "it is damaged");
     }
   }
 }
@@ -172,7 +172,7 @@ TEST(TrainingCheckpointFiles, SeesThatTheChecksumIsGone) {
   bytes.resize(bytes.size() - 34);
   bytes[bytes.size() - 2] = '\0';
   write(path, bytes);
-  EXPECT_ERROR(checkpoint.load(), "it is damaged: its checksum is missing.");
+  EXPECT_ERROR((void)checkpoint.load(), "it is damaged: its checksum is missing.");
 }
 
 TEST(TrainingCheckpointFiles, ReadsAFileOfVersion01) {
@@ -207,11 +207,11 @@ TEST(TrainingCheckpointFiles, NamesTheFileWhateverIsWrongWithIt) {
   checkpoint.add("step", step);
   const std::string start = "TrainingCheckpoint::load: '" + path.string() + "': it ";
   fs::create_directory(path);
-  EXPECT_ERROR(checkpoint.load(), start + "is not a file.");
+  EXPECT_ERROR((void)checkpoint.load(), start + "is not a file.");
   fs::remove(path);
   for (const std::string bytes : {"", "x", "PK\5\6"}) {
     write(path, bytes);
-    EXPECT_ERROR(checkpoint.load(), start + "is damaged");
+    EXPECT_ERROR((void)checkpoint.load(), start + "is damaged");
   }
 }
 
@@ -225,11 +225,11 @@ TEST(TrainingCheckpointFiles, RefusesAPathThatIsNoFileWithoutAWait) {
   TrainingCheckpoint piped(pipe), circular(one);
   piped.add("step", step);
   circular.add("step", step);
-  EXPECT_ERROR(piped.load(), "it is not a file.");
+  EXPECT_ERROR((void)piped.load(), "it is not a file.");
   EXPECT_ERROR(piped.save(),
                "TrainingCheckpoint::save: '" + pipe.string() + "' exists and is not a");
   EXPECT_TRUE(fs::is_fifo(pipe));
-  EXPECT_ERROR(circular.load(),
+  EXPECT_ERROR((void)circular.load(),
                "TrainingCheckpoint: cannot determine whether '" + one.string() + "' exists: ");
   EXPECT_ERROR(circular.save(), "TrainingCheckpoint::save: cannot replace '" + one.string());
   EXPECT_TRUE(fs::is_symlink(one));
@@ -287,7 +287,7 @@ TEST(TrainingCheckpointFiles, RefusesAFileOfALaterVersion) {
   archive.write("id", c10::IValue(std::int64_t{1}));
   archive.write("shared", shared);
   archive.save_to((folder / "run.pt").string());
-  EXPECT_ERROR(TrainingCheckpoint(folder / "run.pt").load(),
+  EXPECT_ERROR((void)TrainingCheckpoint(folder / "run.pt").load(),
                "it is of version 3, and this torchamp reads versions 1 to 2.");
 }
 

@@ -44,7 +44,8 @@ void expect_to_go_on(const Options& options) {
   TrainingCheckpoint(folder / "run.pt").add("net", first).add("optimizer", optimizer).save();
   steps(first, optimizer, 2);
   steps(second, other, 1);
-  TrainingCheckpoint(folder / "run.pt").add("net", second).add("optimizer", other).load();
+  EXPECT_TRUE(
+      TrainingCheckpoint(folder / "run.pt").add("net", second).add("optimizer", other).load());
   steps(second, other, 2);
   EXPECT_TRUE(at::equal(first->weight, second->weight));
   EXPECT_TRUE(at::equal(first->bias, second->bias));
@@ -80,7 +81,7 @@ TEST(TrainingCheckpointValues, GoesOnWithAnAdagradFromAFusedOneThatHasNotStepped
   torchamp::FusedAdagrad fused({w}, options);
   TrainingCheckpoint(folder / "run.pt").add("optimizer", fused).save();
   torch::optim::Adagrad optimizer({w}, torch::optim::AdagradOptions(0.1));
-  TrainingCheckpoint(folder / "run.pt").add("optimizer", optimizer).load();
+  EXPECT_TRUE(TrainingCheckpoint(folder / "run.pt").add("optimizer", optimizer).load());
   w.mutable_grad() = at::ones({2});
   EXPECT_NO_THROW(optimizer.step());
   EXPECT_TRUE(at::allclose(w.detach(), at::full({2}, 1 - 0.5 / 2)));
@@ -119,7 +120,7 @@ TEST(TrainingCheckpointValues, NamesTheOptimizerThatIsOfAnotherKind) {
   checkpoint.add("optimizer", sgd);
   const std::string does_not_fit = "TrainingCheckpoint::load: 'optimizer' in '" +
                                    (folder / "run.pt").string() + "' does not fit: ";
-  EXPECT_ERROR(checkpoint.load(),
+  EXPECT_ERROR((void)checkpoint.load(),
                does_not_fit +
                    "it holds the state of an Adam or AdamW, and the program's optimizer "
                    "is an SGD. Make the optimizer of the run that saved it, or do not "
@@ -130,9 +131,9 @@ TEST(TrainingCheckpointValues, NamesTheOptimizerThatIsOfAnotherKind) {
   fused.step();
   TrainingCheckpoint of_fused(folder / "run.pt");
   of_fused.add("optimizer", fused);
-  EXPECT_ERROR(of_fused.load(), does_not_fit +
-                                    "it holds the state of an SGD, and the program's "
-                                    "optimizer is an Adam or AdamW. Make");
+  EXPECT_ERROR((void)of_fused.load(), does_not_fit +
+                                          "it holds the state of an SGD, and the program's "
+                                          "optimizer is an Adam or AdamW. Make");
   EXPECT_EQ(fused.state().size(), 1U);
   EXPECT_EQ(fused.param_groups()[0].options().get_lr(), 0.25);
 }
@@ -144,7 +145,7 @@ TEST(TrainingCheckpointValues, RefusesAnOptimizerOfWhichTheFileHasMoreParameters
   TrainingCheckpoint(folder / "run.pt").add("optimizer", saved).save();
   TrainingCheckpoint checkpoint(folder / "run.pt");
   checkpoint.add("optimizer", optimizer);
-  EXPECT_ERROR(checkpoint.load(),
+  EXPECT_ERROR((void)checkpoint.load(),
                "TrainingCheckpoint::load: 'optimizer' in '" + (folder / "run.pt").string() +
                    "' does not fit: it has parameter groups of [2] parameters, and the program's "
                    "optimizer [1]. Make model and optimizer those of the run that saved it, or do "
@@ -161,7 +162,7 @@ TEST(TrainingCheckpointValues, RefusesOptimizerStateOfAnotherShape) {
   TrainingCheckpoint(folder / "run.pt").add("optimizer", saved).save();
   TrainingCheckpoint checkpoint(folder / "run.pt");
   checkpoint.add("optimizer", optimizer);
-  EXPECT_ERROR(checkpoint.load(), "state of shape [2, 3] for parameter 0, which is [2, 7]");
+  EXPECT_ERROR((void)checkpoint.load(), "state of shape [2, 3] for parameter 0, which is [2, 7]");
   EXPECT_TRUE(optimizer.state().empty());
 }
 

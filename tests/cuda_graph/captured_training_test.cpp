@@ -48,6 +48,27 @@ TEST_P(CapturedTraining, GivesTheWeightsAndTheScaleOfEagerIterations) {
   }
 }
 
+TEST_P(CapturedTraining, IsCapturedAgainAfterTrainAndEvalOfAModelThatItKnows) {
+  Training eager(GetParam()), captured(GetParam());
+  const auto graph = graph_of(captured, {.warmup = 1, .models = {captured.net}});
+  for (int i = 0; i < 9; ++i) {
+    SCOPED_TRACE(i);
+    if (i == 3 || i == 6) {
+      for (Training* training : {&eager, &captured}) training->net->train(i == 6);
+    }
+    eager.step(eager.batch(0));
+    (*graph)(captured.batch(0));
+    expect_same(captured, eager);
+  }
+  EXPECT_EQ(captured.calls, 2 + 2 + 2);
+}
+
+TEST_P(CapturedTraining, RefusesAModelThatIsNull) {
+  Training training(GetParam());
+  EXPECT_ERROR(graph_of(training, {.models = {std::shared_ptr<torch::nn::Module>()}}),
+               "one of .models is null");
+}
+
 TEST_P(CapturedTraining, ForgivesBadLossesAndNoOverflowsAsEagerIterationsDo) {
   torchamp::GradScalerOptions options = torchamp::GradScalerOptions::predictive();
   options.forgives_bad_losses = true;

@@ -209,7 +209,7 @@ TEST_F(OutOfMemory, ACheckpointLoadsAllOrNothing) {
   checkpoint.save();
   const auto saved = run.state();
   const int failures =
-      until_memory_suffices([&] { checkpoint.load(); },
+      until_memory_suffices([&] { (void)checkpoint.load(); },
                             [&] {
                               run.train();
                               undisturbed.train();
@@ -254,7 +254,7 @@ TEST_F(OutOfMemory, ACheckpointOfMasterWeightsLoadsAllOrNothing) {
     const auto saved = state();
     train();
     auto before = state();
-    const int failures = until_memory_suffices([&] { checkpoint.load(); },
+    const int failures = until_memory_suffices([&] { (void)checkpoint.load(); },
                                                [&] {
                                                  expect_same(state(), before);
                                                  train();

@@ -5,9 +5,11 @@
 #include <torch/torch.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -19,6 +21,7 @@
 #include "support/warnings.h"
 #include "torchamp/master_weights.h"
 #include "torchamp/torchamp.h"
+#include "torchamp/training_checkpoint.h"
 #include "torchamp/training_log.h"
 #include "torchamp/training_step.h"
 
@@ -31,6 +34,7 @@ using torchamp::MasterWeightsOptions;
 using torchamp::TrainingStep;
 using torchamp::TrainingStepOptions;
 using training_steps::batch_of;
+using training_steps::expect_same_bits;
 using training_steps::expect_same_weights;
 using training_steps::loss_of;
 using training_steps::make_net;
@@ -115,7 +119,7 @@ TEST_P(FunctionOfATrainingStep, ThatCallsBackwardLaterInAWindowIsToldOnce) {
     loss(net).backward();  // between two calls, as another model's step does
     train([&] { return loss(net); });
   }
-  constexpr const char* text = "or a backward() beside this accumulation";
+  constexpr const char* text = "or a backward() beside the TrainingStep";
   EXPECT_NE(warnings.text().find(text), std::string::npos) << warnings.text();
   EXPECT_EQ(warnings.text().find(text), warnings.text().rfind(text));
 }
@@ -168,6 +172,139 @@ TEST_P(FunctionOfATrainingStep, ThatReturnsAScaledLossIsAnErrorThatLeavesTheWind
     }
     expect_same_weights(shaken, calm);
   }
+}
+
+// ---- Calls of the scaler beside it --------------------------------------------------------------
+
+/// The texts of errors and warnings that `call` gives.
+std::string texts_of(const auto& call) {
+  const CollectedWarnings warnings;
+  try {
+    call();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace() + warnings.text();
+  }
+  return warnings.text();
+}
+
+TEST(TrainingStepMessages, NameATrainingStepAndNoneOfItsParts) {
+  for (const std::int64_t parts : {1, 2, 3}) {
+    Net net = make_net(at::kCPU);
+    torchamp::FusedSGD optimizer(net->parameters(), torch::optim::SGDOptions(1e-3));
+    TrainingStep train(net, optimizer, scaled(parts));
+    torchamp::GradScaler& scaler = train.scaler();
+    const auto loss = [&] { return loss_of(net, batch_of(at::kCPU, 0)); };
+    const std::pair<const char*, std::function<void()>> mistakes[] = {
+        {"unscale", [&] { scaler.unscale_(optimizer); }},
+        {"step", [&] { scaler.step(optimizer); }},
+        {"the scale has changed", [&] { scaler.update(8.); }},
+        {"the scaler has stepped", [&] { scaler.step(optimizer), scaler.update(); }},
+        {"are gone", [&] { optimizer.zero_grad(); }},
+        {"written to", [&] { net->last->weight.mutable_grad().mul_(0.5); }}};
+    for (const auto& [text, mistake] : mistakes) {
+      SCOPED_TRACE(c10::str(parts, ": ", text));
+      const bool ends_here = std::string(text) == "unscale" || std::string(text) == "step";
+      if (parts == 1 && !ends_here) continue;  // there is no window that it could disturb
+      for (int part = 1; part < parts; ++part) train(loss);
+      if (parts == 1) scaler.scale(loss()).backward();
+      mistake();
+      const std::string told = texts_of([&] { train(loss); });
+      EXPECT_THAT(told, testing::StartsWith("TrainingStep: "));
+      EXPECT_THAT(told, testing::HasSubstr(text));
+      for (const char* part : {"ccumulation", "discard()", "before_", "flush()"}) {
+        EXPECT_THAT(told, testing::Not(testing::HasSubstr(part)));
+      }
+      const auto steps = train.steps();
+      while (train.pending() > 0) train(loss);
+      for (int part = 0; part < parts; ++part) train(loss);
+      EXPECT_EQ(train.pending(), 0);
+      EXPECT_GT(train.steps(), steps) << "the next window is whole";
+    }
+  }
+}
+
+TEST(TrainingStepMessages, NameATrainingStepForALossThatIsScaledAfterTheScaleWasRead) {
+  for (const std::int64_t parts : {1, 2}) {
+    Net net = make_net(at::kCPU);
+    torch::optim::SGD optimizer(net->parameters(), 0.1);
+    TrainingStep train(net, optimizer, scaled(parts));
+    EXPECT_EQ(train.scaler().get_scale(), 64.);
+    EXPECT_ERROR(train([&] { return train.scaler().scale(loss_of(net, batch_of(at::kCPU, 0))); }),
+                 "TrainingStep: this tensor has been scaled already");
+  }
+}
+
+// ---- Threads ------------------------------------------------------------------------------------
+
+TEST(TrainingStepOfTwoThreads, ThrowsInTheSecondAndChangesNothing) {
+  Net calm = make_net(at::kCPU), shared = make_net(at::kCPU);
+  torchamp::FusedAdamW optimizer(calm->parameters()), other(shared->parameters());
+  TrainingStep expected(calm, optimizer, scaled(2)), train(shared, other, scaled(2));
+  constexpr const char* text = "another thread is in a call of this TrainingStep";
+  for (int i = 0; i < 4; ++i) {
+    expected([&] { return loss_of(calm, batch_of(at::kCPU, i)); });
+    train([&] {
+      std::thread([&] {
+        const auto loss = [&] { return loss_of(shared, batch_of(at::kCPU, 9)); };
+        EXPECT_ERROR(train(loss), text);
+        EXPECT_ERROR(train({}, [&](const auto&) { return loss(); }), text);
+        EXPECT_ERROR((void)train.finish(), text);
+        EXPECT_ERROR(train.evaluate(loss), text);
+        EXPECT_ERROR(train.save("no.pt"), text);
+        EXPECT_ERROR((void)train.load("no.pt"), text);
+      }).join();
+      return loss_of(shared, batch_of(at::kCPU, i));
+    });
+  }
+  expect_same_bits(shared, calm);
+  std::thread([&] { train([&] { return loss_of(shared, batch_of(at::kCPU, 4)); }); }).join();
+  EXPECT_EQ(train.pending(), 1) << "threads may take turns";
+  (void)train.finish();
+  (void)expected.finish();
+}
+
+TEST(TrainingStepWithinItsOwnFunction, ThrowsAndEvaluates) {
+  Net net = make_net(at::kCPU);
+  torch::optim::SGD optimizer(net->parameters(), 0.1);
+  TrainingStep train(net, optimizer, scaled());
+  const auto loss = [&] { return loss_of(net, batch_of(at::kCPU, 0)); };
+  EXPECT_TRUE(train([&] {
+    EXPECT_ERROR(train(loss), "called by the function that this TrainingStep is running");
+    EXPECT_ERROR((void)train.finish(), "called by the function");
+    EXPECT_GT(train.evaluate([&] { return loss().item<double>(); }), 0.);
+    return loss();
+  }));
+  EXPECT_THROW(train([]() -> Tensor { throw std::runtime_error("no batch"); }), std::runtime_error);
+  EXPECT_TRUE(train(loss)) << "an exception ends its call";
+}
+
+// ---- Modes --------------------------------------------------------------------------------------
+
+TEST(TrainingStepOfAModelInEvaluationMode, SaysSoOnce) {
+  constexpr const char* text = "the model is trained in evaluation mode";
+  Net net = make_net(at::kCPU);
+  torch::optim::SGD optimizer(net->parameters(), 0.1);
+  TrainingStep train(net, optimizer, scaled());
+  const auto told = [&](const auto& prepare) {
+    const CollectedWarnings warnings;
+    EXPECT_TRUE(train([&] {
+      prepare();
+      return loss_of(net, batch_of(at::kCPU, 0));
+    }));
+    return warnings.text().find(text) != std::string::npos;
+  };
+  const auto nothing = [] {};
+  EXPECT_FALSE(told(nothing));
+  net->norm->eval();
+  EXPECT_FALSE(told(nothing)) << "one frozen layer";
+  net->eval();
+  EXPECT_FALSE(told([&] { net->train(); })) << "the function sets the mode";
+  net->eval();
+  net->last->train();
+  EXPECT_FALSE(told(nothing)) << "one layer learns";
+  net->eval();
+  EXPECT_TRUE(told(nothing));
+  EXPECT_FALSE(told(nothing)) << "once";
 }
 
 // ---- What is right ------------------------------------------------------------------------------
@@ -235,8 +372,8 @@ TEST(TrainingStepWithoutMicroBatches, TakesLossesWhoseScaledGradientsAreAddedOne
   Net at_once = make_net(at::kCPU), apart = make_net(at::kCPU);
   torch::optim::SGD optimizer(at_once->parameters(), 0.1), other(apart->parameters(), 0.1);
   TrainingStep expected(at_once, optimizer, scaled()), train(apart, other, scaled());
-  at_once->eval();
-  apart->eval();
+  at_once->norm->eval();
+  apart->norm->eval();
   const auto loss = [](Net& net, int part) { return loss_of(net, batch_of(at::kCPU, part)); };
   expected([&] { return loss(at_once, 0) + loss(at_once, 1); });
   train([&] {

@@ -264,6 +264,57 @@ TEST(TrainingStep, GoesOnFromAFileAsIfItHadNotBeenStopped) {
   }
 }
 
+TEST(TrainingStep, RefusesAFileOfWhichOnlyOneSideHasAScheduler) {
+  const TemporaryFolder folder;
+  const auto path = [&](bool scheduled) {
+    return (folder / (scheduled ? "s.pt" : "p.pt")).string();
+  };
+  const auto options = [](bool scheduled) {
+    torchamp::TrainingStepOptions some{.dtype = at::kFloat};
+    if (scheduled) {
+      some.scheduler = [](torch::optim::Optimizer& optimizer) {
+        return std::make_unique<torch::optim::StepLR>(optimizer, 1, 0.5);
+      };
+    }
+    return some;
+  };
+  for (const bool saved : {false, true}) {
+    Net net = make_net(at::kCPU);
+    torch::optim::SGD optimizer(net->parameters(), 0.1);
+    TrainingStep train(net, optimizer, options(saved));
+    for (int i = 0; i < 2; ++i) train([&] { return loss_of(net, batch_of(at::kCPU, i)); });
+    train.save(path(saved));
+    EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), saved ? 0.05 : 0.1);
+    for (const bool loaded : {false, true}) {
+      Net other = make_net(at::kCPU);
+      torch::optim::SGD fresh(other->parameters(), 0.2);
+      TrainingStep goes_on(other, fresh, options(loaded));
+      if (loaded == saved) {
+        EXPECT_TRUE(goes_on.load(path(saved)));
+        expect_same_bits(other, net);
+        continue;
+      }
+      EXPECT_ERROR((void)goes_on.load(path(saved)),
+                   saved
+                       ? "it was saved with a scheduler, and this TrainingStep has none"
+                       : "holds no 'scheduler'. It was saved by a TrainingStep without this part");
+      EXPECT_EQ(goes_on.steps(), 0);
+      EXPECT_EQ(fresh.param_groups()[0].options().get_lr(), 0.2) << "nothing has changed";
+      torchamp::TrainingCheckpoint of_program(path(saved));
+      goes_on.add_to(of_program);
+      EXPECT_ERROR((void)of_program.load(), "scheduler");
+    }
+  }
+  // A program with a scheduler beside a TrainingStep adds it itself.
+  Net net = make_net(at::kCPU);
+  torch::optim::SGD optimizer(net->parameters(), 0.2);
+  torch::optim::StepLR beside(optimizer, 1, 0.5);
+  TrainingStep train(net, optimizer, options(false));
+  torchamp::TrainingCheckpoint of_program(path(true));
+  train.add_to(of_program);
+  EXPECT_TRUE(of_program.add("scheduler", beside).load());
+}
+
 // ---- Schedulers ---------------------------------------------------------------------------------
 
 struct Counting {
@@ -370,6 +421,39 @@ TEST(TrainingStep, CapturesIterationsWithMastersSimulated) {
     EXPECT_EQ(calls, 3) << "replays call nothing";
     simulated::wait_for_device(0);
   }
+}
+
+TEST(TrainingStep, CapturesAgainAfterTrainAndEvalOfTheModelOrAPartOfItSimulated) {
+  SKIP_WITHOUT(at::kPrivateUse1);
+  if (!torchamp::detail::has_registered_graphs(at::kPrivateUse1)) {
+    GTEST_SKIP() << "this LibTorch has no registry of graphs";
+  }
+  constexpr double rate = 1. / 128;
+  Net eager = make_net(at::kPrivateUse1), captured = make_net(at::kPrivateUse1);
+  torchamp::FusedAdamW one(eager->parameters(), torch::optim::AdamWOptions(rate));
+  torchamp::FusedAdamW two(captured->parameters(), torch::optim::AdamWOptions(rate));
+  TrainingStep by_hand(eager, one, {.dtype = at::kHalf});
+  TrainingStep train(captured, two,
+                     {.dtype = at::kHalf, .capture = torchamp::CudaGraphOptions{.warmup = 2}});
+  int calls = 0;
+  for (int i = 0; i < 18; ++i) {
+    SCOPED_TRACE(i);
+    for (Net* net : {&eager, &captured}) {
+      if (i == 5) (*net)->norm->eval();
+      if (i == 10) (*net)->train();
+      if (i == 14) (*net)->train(), (*net)->norm->train();  // as they are
+    }
+    const auto batch = batch_of(simulated::sim0, i);
+    if (i == 7) train.evaluate([&] { return loss_of(captured, batch); });
+    by_hand([&] { return loss_of(eager, batch); });
+    train({batch[0], batch[1]}, [&](const auto& inputs) {
+      ++calls;
+      return loss_of(captured, inputs);
+    });
+    expect_same_bits(captured, eager);
+  }
+  EXPECT_EQ(calls, 3 + 2 + 2) << "one eager iteration and one capture for each new mode";
+  simulated::wait_for_device(0);
 }
 
 TEST(TrainingStep, RefusesAtConstructionWhatNoGraphCanHold) {

@@ -577,12 +577,32 @@ TEST(TrainingStep, GivesTheLossWithoutItsGraphAndLeavesTheProgramsOwnAsItIs) {
   }
 }
 
+TEST(TrainingStep, ComputesTheNormWithoutClippingForAnInfiniteBound) {
+  Net plain = make_net(at::kCPU), measured = make_net(at::kCPU);
+  torchamp::FusedSGD optimizer(plain->parameters(), torch::optim::SGDOptions(0.1));
+  torchamp::FusedSGD other(measured->parameters(), torch::optim::SGDOptions(0.1));
+  TrainingStep expected(plain, optimizer, {.dtype = at::kFloat});
+  TrainingStep train(
+      measured, other,
+      {.dtype = at::kFloat, .max_grad_norm = std::numeric_limits<double>::infinity()});
+  for (int i = 0; i < 3; ++i) {
+    const auto batch = batch_of(at::kCPU, i);
+    const auto without = expected([&] { return loss_of(plain, batch); });
+    EXPECT_ERROR((void)without.norm(), "no norm was computed. Set .max_grad_norm; with infinity");
+    std::vector<Tensor> norms;
+    const auto result = train([&] { return loss_of(measured, batch); });
+    for (const Tensor& parameter : plain->parameters()) norms.push_back(parameter.grad().norm());
+    EXPECT_FLOAT_EQ(static_cast<float>(result.norm()), at::stack(norms).norm().item<float>());
+  }
+  expect_same_bits(measured, plain);
+}
+
 TEST(TrainingStep, NamesWhatAResultDoesNotHave) {
   Net net = make_net(at::kCPU);
   torch::optim::SGD optimizer(net->parameters(), 0.1);
   TrainingStep train(net, optimizer, {.dtype = at::kFloat, .micro_batches = 2});
   const auto result = train([&] { return loss_of(net, batch_of(at::kCPU, 0)); });
-  EXPECT_ERROR((void)result.norm(), "max_grad_norm");
+  EXPECT_ERROR((void)result.norm(), "norm: the window has not ended");
   EXPECT_ERROR((void)result.scale(), "the window has not ended");
   EXPECT_FALSE(result.loss_tensor().requires_grad());
   EXPECT_ERROR((void)train.masters<torchamp::GradScaler>(), "Set .masters");

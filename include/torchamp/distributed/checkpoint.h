@@ -82,8 +82,8 @@ inline void save_together(const TrainingCheckpoint& checkpoint,
 /// read the file, and their number must be that of the run that wrote it; on CPUs they resume bit
 /// for bit. (With another number, call TrainingCheckpoint::load_shared() on each process.) An error
 /// on any process is an error on all; processes that have read the file by then keep its contents.
-inline bool load_together(TrainingCheckpoint& checkpoint,
-                          const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+[[nodiscard]] inline bool load_together(TrainingCheckpoint& checkpoint,
+                                        const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   const auto loaded = detail::all_or_none(group, "load_together", [&] {
     return checkpoint.load(group->getRank(), group->getSize()) ? 1 : 0;
   });

@@ -29,6 +29,16 @@ namespace torchamp::detail {
 
 // What both kinds of accumulation do.
 
+/// What an Accumulation's messages name: its calls, and what the program has of it.
+struct AccumulationTerms {
+  const char* backward = "Accumulation::backward";
+  const char* flush = "Accumulation::flush";
+  const char* owner = "the accumulation";
+  const char* drop = "Call discard() to begin a new window.";
+  const char* change = "Change them in before_unscale or before_step.";
+  const char* send = "Call sync_gradients() in before_unscale().";
+};
+
 /// Throws for a loss that was computed, by few ops, from one of `scaled`, as a half of it is. Not
 /// where the program has asked for the scale, and may have divided by it.
 inline void check_not_scaled_within(const at::Tensor& loss, const char* call,
@@ -67,13 +77,13 @@ inline bool has_local_gradient(const at::Tensor& parameter) {
 }
 /// Warns of a step with such, unless `warned`, which it sets.
 inline void warn_of_local_gradients(const torch::optim::Optimizer& optimizer, const char* who,
-                                    bool& warned) {
+                                    bool& warned, const char* remedy = AccumulationTerms().send) {
   if (warned || !any_has_left_local || !any_parameter(optimizer, has_local_gradient)) return;
   warned = true;
   TORCH_WARN(who,
              ": the last forward was within DistributedDataParallel::no_sync(), so these gradients "
-             "are local, and the replicas would diverge after a step. Call sync_gradients() in "
-             "before_unscale(). This warning is given once.");
+             "are local, and the replicas would diverge after a step. ",
+             remedy, " This warning is given once.");
 }
 
 /// Makes a "ready" optimizer "unscaled" whose gradients are the program's own, with a flag that

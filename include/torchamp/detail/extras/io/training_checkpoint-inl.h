@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 #include <caffe2/serialize/in_memory_adapter.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <exception>
 #include <map>
@@ -171,8 +172,11 @@ inline void TrainingCheckpoint::read(torch::serialize::InputArchive& archive, bo
     if (entry.is_local != local) continue;
     torch::serialize::InputArchive nested;
     TORCH_CHECK(archive.try_read(detail::archive_key(entry.name), nested),
-                "TrainingCheckpoint::load: '", path_.string(), "' holds no '", entry.name,
-                "'. Add the same objects as when it was saved.");
+                "TrainingCheckpoint::load: '", path_.string(), "' holds no '", entry.name, "'. ",
+                is_of_step_ ? "It was saved by a TrainingStep without this part, or by another "
+                              "program: give the TrainingStep the options that it had then "
+                              "(.scheduler, .masters)."
+                            : "Add the same objects as when it was saved.");
     detail::rethrow_with(
         [&] {
           return c10::str("TrainingCheckpoint::load: '", entry.name, "' in '", path_.string(),
@@ -228,6 +232,20 @@ inline void TrainingCheckpoint::save(const std::vector<at::Tensor>& local_parts)
   file_id_ = id;
 }
 
+inline bool TrainingCheckpoint::has(std::string_view name) const {
+  return std::ranges::any_of(entries_, [&](const Entry& entry) { return entry.name == name; });
+}
+
+/// A scheduler's learning rate is in the optimizer's part of the file, and would stay as it is.
+inline void TrainingCheckpoint::check_entries_of_step(
+    torch::serialize::InputArchive& shared) const {
+  torch::serialize::InputArchive unread;
+  TORCH_CHECK(!is_of_step_ || has("scheduler") ||
+                  !shared.try_read(detail::archive_key("scheduler"), unread),
+              "it was saved with a scheduler, and this TrainingStep has none, so the learning rate "
+              "would stay where that scheduler has left it. Set .scheduler as when it was saved.");
+}
+
 inline bool TrainingCheckpoint::exists() const {
   std::error_code error;
   const std::filesystem::file_status status = std::filesystem::status(path_, error);
@@ -257,6 +275,7 @@ inline bool TrainingCheckpoint::load_parts(std::optional<int64_t> rank, int64_t 
     TORCH_CHECK(version.toInt() >= 1 && version.toInt() <= detail::training_checkpoint_version,
                 "it is of version ", version.toInt(), ", and this torchamp reads versions 1 to ",
                 detail::training_checkpoint_version, ".");
+    check_entries_of_step(shared);
     TORCH_CHECK(version.toInt() == 1 || detail::is_sealed(file),
                 "it is damaged: its checksum is missing.");
     if (!rank) return;

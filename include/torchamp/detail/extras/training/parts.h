@@ -8,7 +8,6 @@
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
-#include <torch/nn/pimpl.h>
 #include <torch/optim/optimizer.h>
 #include <torch/optim/schedulers/lr_scheduler.h>
 #include <torch/serialize/archive.h>
@@ -25,6 +24,7 @@
 #include <vector>
 
 #include "torchamp/detail/extras/shared/master_meta.h"
+#include "torchamp/detail/extras/shared/model.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/version.h"
 
@@ -40,31 +40,72 @@ namespace torchamp::detail {
 // that sets an option instantiates its implementation: options of masters and graphs name their
 // class; groups and logs have their own headers, which StepGroupOf and StepLogOf name if missing.
 
+// Each option also takes any other value, to say in one error what it takes.
+
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 using Tensors = std::vector<at::Tensor>;
 
-/// A module, a pointer to one or a holder.
-class StepModel {
- public:
-  template <class Module>
-  StepModel(const torch::nn::ModuleHolder<Module>& holder) : module_(holder.ptr()) {}
-  template <std::derived_from<torch::nn::Module> Module>
-  StepModel(std::shared_ptr<Module> module) : module_(std::move(module)) {}
-  StepModel(torch::nn::Module& module) : module_(module.weak_from_this().lock()) {
-    if (!module_) module_ = {std::shared_ptr<void>(), &module};  // of the program's own
-  }
+/// For a static_assert in a template that must not be instantiated.
+template <class...>
+inline constexpr bool is_never = false;
 
-  std::shared_ptr<torch::nn::Module>& get() { return module_; }
+/// Not `Choice` itself, whose copies its own constructors make.
+template <class Given, class Choice>
+concept OtherThan = !std::same_as<std::remove_cvref_t<Given>, Choice>;
 
- private:
-  std::shared_ptr<torch::nn::Module> module_;
-};
+// ---- What the program passes --------------------------------------------------------------------
+
+/// A function that makes an optimizer of `Parameters`, and returns a pointer to it.
+template <class Factory, class Parameters>
+concept MakesOptimizerOf = std::invocable<Factory&, Parameters> &&
+    std::convertible_to<std::invoke_result_t<Factory&, Parameters>,
+                        std::shared_ptr<torch::optim::Optimizer>>;
+/// One that takes the parameters' names, too. (A generic lambda is not asked whether it would.)
+template <class Factory>
+concept MakesOptimizerOfNames =
+    !std::invocable<Factory&, Tensors> && MakesOptimizerOf<Factory, const NamedTensors&>;
+
+/// Whether a TrainingStep is called with a function, or with inputs and a function of them.
+template <class... Given>
+inline constexpr bool is_loss_call = false;
+template <class Loss>
+inline constexpr bool is_loss_call<Loss> = std::invocable<Loss>;
+template <class Inputs, class Loss>
+inline constexpr bool is_loss_call<Inputs, Loss> =
+    std::convertible_to<Inputs, const Tensors&>&& std::invocable<Loss, const Tensors&>;
+
+/// Whether such a function returns a tensor.
+template <class Loss, class... Inputs>
+inline constexpr bool returns_loss =
+    std::convertible_to<std::invoke_result_t<Loss, Inputs...>, at::Tensor>;
+template <class Loss, class... Inputs>
+constexpr void check_loss_of() {
+  static_assert(returns_loss<Loss, Inputs...>,
+                "TrainingStep: the function must return the loss, an at::Tensor with its graph: "
+                "train([&] { return torch::mse_loss(model->forward(x), y); })");
+}
+
+/// For a call with anything else.
+template <class... Given>
+constexpr void refuse_arguments() {
+  static_assert(
+      is_never<Given...>,
+      "TrainingStep: pass a function that computes the loss, because it is called under "
+      "the guard: train([&] { return torch::mse_loss(model->forward(x), y); }); or a list "
+      "of inputs and a function of them: train({x, y}, [&](const auto& inputs) {...})");
+}
 
 /// Options of a scaler, or a scaler.
 struct ScalerChoice {
   ScalerChoice() = default;
   ScalerChoice(GradScalerOptions given) : options(std::move(given)) {}
   ScalerChoice(GradScaler& given) : scaler(&given) {}
+  template <OtherThan<ScalerChoice> Given>
+  requires(!std::convertible_to<Given, GradScalerOptions>) ScalerChoice(Given&&) {
+    static_assert(is_never<Given>,
+                  "TrainingStep: .scaler takes GradScalerOptions, or a GradScaler by its name, "
+                  "which outlives the TrainingStep: {.scaler = scaler}");
+  }
 
   std::optional<GradScalerOptions> options;
   GradScaler* scaler = nullptr;
@@ -98,11 +139,22 @@ struct StepGroupOf {
                 "TrainingStep: include torchamp/distributed/training_group.h to set .group.");
 };
 
+template <class Given>
+inline constexpr bool is_group = false;
+template <class Group>
+inline constexpr bool is_group<c10::intrusive_ptr<Group>> = true;
+
 struct GroupChoice {
   GroupChoice() = default;
   template <class Group, class... Options>
   GroupChoice(c10::intrusive_ptr<Group> group, Options... options)
       : make([=] { return StepGroupOf<Group>::make(group, options...); }) {}
+  template <OtherThan<GroupChoice> Given>
+  requires(!is_group<Given>) GroupChoice(const Given&) {
+    static_assert(is_never<Given>,
+                  "TrainingStep: .group takes a process group, as make_process_group() returns it: "
+                  "{.group = group}");
+  }
 
   std::function<std::unique_ptr<StepGroup>()> make;
 };
@@ -159,6 +211,13 @@ struct MastersChoice {
       }
     };
   }
+  template <OtherThan<MastersChoice> Given>
+  requires(!requires { typename Given::Masters; }) MastersChoice(const Given&) {
+    static_assert(
+        is_never<Given>,
+        "TrainingStep: .masters takes MasterWeightsOptions or ShardedMasterWeightsOptions, "
+        "from which the TrainingStep makes the masters");
+  }
 
   at::ScalarType dtype = at::kHalf;
   bool needs_group = false;
@@ -175,12 +234,19 @@ struct CaptureChoice {
   CaptureChoice() = default;
   template <class Options, class Graph = typename Options::Graph>
   CaptureChoice(Options options)
-      : make([options](torch::optim::Optimizer& optimizer, Body body) -> Capture {
-          const auto graph = std::make_shared<Graph>(optimizer, std::move(body), options);
+      : make([options](torch::optim::Optimizer& optimizer, const Model& model,
+                       Body body) -> Capture {
+          Options of_model = options;
+          of_model.models.push_back(model);
+          const auto graph = std::make_shared<Graph>(optimizer, std::move(body), of_model);
           return [graph](const Tensors& inputs) -> const Tensors& { return (*graph)(inputs); };
         }) {}
+  template <OtherThan<CaptureChoice> Given>
+  requires(!requires { typename Given::Graph; }) CaptureChoice(const Given&) {
+    static_assert(is_never<Given>, "TrainingStep: .capture takes CudaGraphOptions");
+  }
 
-  std::function<Capture(torch::optim::Optimizer&, Body)> make;
+  std::function<Capture(torch::optim::Optimizer&, const Model&, Body)> make;
 };
 
 // ---- Schedulers ---------------------------------------------------------------------------------
@@ -223,6 +289,12 @@ class StepScheduler {
   torch::optim::LRScheduler* plain_ = nullptr;
 };
 
+/// What has a name in the program, and step() without arguments.
+template <class Given>
+concept NamedScheduler = std::is_lvalue_reference_v<Given> && requires(Given given) {
+  given.step();
+};
+
 /// A scheduler, or a function that makes one for the optimizer.
 struct SchedulerChoice {
   SchedulerChoice() = default;
@@ -239,6 +311,15 @@ struct SchedulerChoice {
           using Scheduler = typename decltype(made)::element_type;
           return StepScheduler(std::shared_ptr<Scheduler>(std::move(made)));
         }) {}
+  template <OtherThan<SchedulerChoice> Given>
+  requires(!std::invocable<Given, torch::optim::Optimizer&> && !NamedScheduler<Given>)
+      SchedulerChoice(Given&&) {
+    static_assert(is_never<Given>,
+                  "TrainingStep: .scheduler takes a scheduler with step() by its name, which "
+                  "outlives the TrainingStep, not a pointer to it: {.scheduler = scheduler}; or a "
+                  "function that creates one: [](auto& optimizer) { return "
+                  "std::make_shared<torch::optim::StepLR>(optimizer, 10, 0.1); }");
+  }
 
   std::function<StepScheduler(torch::optim::Optimizer&)> make;
 };
@@ -266,6 +347,10 @@ struct LogChoice {
       : make([path = std::string(path)] {
           return StepLogOf<std::conditional_t<true, TrainingResult, Path>>::make(path);
         }) {}
+  template <OtherThan<LogChoice> Given>
+  requires(!std::convertible_to<Given, std::string>) LogChoice(const Given&) {
+    static_assert(is_never<Given>, "TrainingStep: .log takes the name of a file");
+  }
 
   std::function<std::unique_ptr<StepLog>()> make;
 };

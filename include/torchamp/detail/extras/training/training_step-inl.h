@@ -54,6 +54,15 @@ inline at::ScalarType default_dtype(at::DeviceType device) {
   return dtype;
 }
 
+/// An Accumulation's messages in a TrainingStep, which drops the window after an error.
+inline constexpr AccumulationTerms training_step_terms{
+    .backward = "TrainingStep",
+    .flush = "TrainingStep",
+    .owner = "the TrainingStep",
+    .drop = "This window is dropped; the next call begins a new one.",
+    .change = "Set .max_grad_norm to clip.",
+    .send = "Pass the process group as .group: the TrainingStep then sends them."};
+
 }  // namespace torchamp::detail
 
 namespace TORCHAMP_NAMESPACE {
@@ -110,9 +119,9 @@ inline void TrainingStep::check_optimizer() const {
   }
 }
 
-inline TrainingStep::TrainingStep(detail::StepModel model, TrainingStepOptions options, bool makes,
+inline TrainingStep::TrainingStep(detail::Model model, TrainingStepOptions options, bool makes,
                                   const MakeOptimizer& make)
-    : model_(std::move(model.get())),
+    : model_(model.get()),
       scaler_(options.scaler.scaler),
       max_grad_norm_(options.max_grad_norm),
       micro_batches_(options.micro_batches) {
@@ -172,10 +181,11 @@ inline void TrainingStep::make_parts(TrainingStepOptions& options, const MakeOpt
   if (options.scheduler.make) scheduler_.emplace(options.scheduler.make(*optimizer_));
   if (micro_batches_ > 1) {
     accumulation_.emplace(*scaler_, *optimizer_, micro_batches_);
+    accumulation_->speak_in(detail::training_step_terms);
     accumulation_->before_unscale([this] { complete_gradients(); });
   }
   if (options.capture.make) {
-    capture_ = options.capture.make(*optimizer_, [this](const Tensors& inputs) -> Tensors {
+    capture_ = options.capture.make(*optimizer_, model_, [this](const Tensors& inputs) -> Tensors {
       const TrainingResult made = iterate([&] { return (*function_)(inputs); });
       return {made.loss_, made.found_inf(), made.scale_, made.norm_};
     });
@@ -208,6 +218,16 @@ inline at::Tensor TrainingStep::without_graph(at::Tensor&& loss) {
   return std::move(loss);
 }
 
+/// Throws where the program has called the scaler itself. (An Accumulation checks that, too.)
+inline void TrainingStep::check_not_used() const {
+  const bool used = scaler_->is_unscaled(*optimizer_) || scaler_->is_stepped(*optimizer_);
+  TORCH_CHECK(!used,
+              "TrainingStep: the program has called the scaler's unscale_ or step for this "
+              "optimizer in this iteration. Leave unscale_, step and update to the TrainingStep, "
+              "and clip by .max_grad_norm. ",
+              detail::training_step_terms.drop);
+}
+
 /// Tells of a backward() in the function. (zero_grad(false) after it leaves a later version.)
 inline void TrainingStep::check_no_backward(const detail::StepOrder& order) {
   const auto has_new_gradient = [](const at::Tensor& tensor) {
@@ -230,14 +250,29 @@ inline void TrainingStep::check_no_backward(const detail::StepOrder& order) {
   TORCH_WARN(text, " This warning is given once.");
 }
 
+/// Tells of a model that trains with all its modules in eval().
+inline void TrainingStep::warn_of_evaluation_mode() {
+  const auto trains = [](const auto& module) { return module->is_training(); };
+  if (warned_of_mode_ || std::ranges::any_of(model_->modules(/*include_self=*/false), trains))
+    return;
+  warned_of_mode_ = true;
+  TORCH_WARN(
+      "TrainingStep: the model is trained in evaluation mode: batch norms keep their running "
+      "statistics and dropout does nothing. Call model->train() after eval(); "
+      "TrainingStep::evaluate does so itself. To freeze some layers, put only those in eval(). "
+      "This warning is given once.");
+}
+
 inline TrainingResult TrainingStep::learn(at::Tensor loss) {
   TORCH_CHECK_VALUE(loss.defined() && loss.numel() == 1 && loss.requires_grad(),
                     "TrainingStep: the function must return the loss: a scalar computed from the "
                     "parameters, with grad mode on.");
   const detail::StepLedger& ledger = detail::ScalerParts::ledger(*scaler_);
+  ledger.scaled.check_not_in(loss, "TrainingStep");
   detail::check_not_scaled_within(loss, "TrainingStep", ledger.scaled, ledger.order);
   std::optional<StepResult> step;
   try {
+    if (!accumulation_) check_not_used();
     if (pending() == 0) check_no_backward(ledger.order);
     if (accumulation_) {
       step = accumulation_->backward(loss);
@@ -289,6 +324,8 @@ inline void TrainingStep::drop_window() {
 }
 
 inline std::optional<TrainingResult> TrainingStep::finish() {
+  const detail::OneCaller::Call call(caller_, "TrainingStep::finish",
+                                     detail::OneCaller::Nested::refused);
   std::optional<TrainingResult> result;
   if (pending() > 0) {
     std::optional<StepResult> step;

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include <algorithm>
+#include <concepts>
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace torchamp::detail {
+
+/// A module, a pointer to one or a holder. A module of the program's own, without a shared pointer,
+/// must outlive it.
+class Model {
+ public:
+  template <class Module>
+  Model(const torch::nn::ModuleHolder<Module>& holder) : module_(holder.ptr()) {}
+  template <std::derived_from<torch::nn::Module> Module>
+  Model(std::shared_ptr<Module> module) : module_(std::move(module)) {}
+  Model(torch::nn::Module& module) : module_(module.weak_from_this().lock()) {
+    if (!module_) module_ = {std::shared_ptr<void>(), &module};
+  }
+
+  const std::shared_ptr<torch::nn::Module>& get() const { return module_; }
+
+ private:
+  std::shared_ptr<torch::nn::Module> module_;
+};
+
+/// The modes (train() or eval()) of all modules of some models at one moment.
+class ModelModes {
+ public:
+  ModelModes() = default;
+  explicit ModelModes(const std::vector<Model>& models) {
+    for (const Model& model : models) {
+      add(model.get());
+      for (const auto& module : model.get()->modules(/*include_self=*/false)) add(module);
+    }
+  }
+
+  /// Whether all of these modules are in the same mode now.
+  bool hold() const {
+    return std::ranges::all_of(
+        modes_, [](const auto& one) { return one.first->is_training() == one.second; });
+  }
+
+ private:
+  void add(const std::shared_ptr<torch::nn::Module>& module) {
+    modes_.emplace_back(module, module->is_training());
+  }
+
+  std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> modes_;
+};
+
+}  // namespace torchamp::detail
