@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# torchamp_add_docs(): the target `docs`, which makes build/…/docs/html with Doxygen: README as the front page, the
-# gallery, the guide, and a page for each public header, in the order below. A public name that is not documented is an
+# torchamp_add_docs(): the target `docs`, which makes build/…/docs/html with Doxygen, a folder that any static host serves:
+# README as the front page, the gallery, the guide, and a page for each public header, in the order below, with a search. A public name that is not documented is an
 # error. Nothing else needs Doxygen: where it is missing, the target says so.
 
 include(${CMAKE_CURRENT_LIST_DIR}/TorchampMarkdown.cmake)
 
 # The Markdown pages, in order; other pages of the guide follow.
 set(_torchamp_docs_guide
-    training-step porting guards policies fp8 audit scaler optimizers faster-models cuda-graphs custom-ops memory processes
-    checkpoints diagnosis measured install mistakes)
+    install training-step guards scaler optimizers cuda-graphs porting custom-ops faster-models recipes troubleshooting mistakes diagnosis
+    audit policies fp8 memory processes checkpoints measured)
 
 # The headers' pages, in order.
 set(_torchamp_docs_headers
@@ -56,6 +56,7 @@ function(_torchamp_docs_page file to pages)
       else()
         set(code ON)
       endif()
+      string(REPLACE " run" "" line "${line}")
     elseif(NOT code)
       torchamp_markdown_anchor(anchor "${line}")
       if(line MATCHES "^# " AND NOT name STREQUAL "index")
@@ -153,6 +154,8 @@ function(torchamp_add_docs)
   set(DOXYGEN_HAVE_DOT NO)
   set(DOXYGEN_GENERATE_LATEX NO)
   set(DOXYGEN_GENERATE_TREEVIEW YES)
+  set(DOXYGEN_SEARCHENGINE YES)
+  set(DOXYGEN_SERVER_BASED_SEARCH NO)  # the browser searches
   set(DOXYGEN_QUIET YES)
   set(DOXYGEN_WARN_AS_ERROR FAIL_ON_WARNINGS)
   set(DOXYGEN_JAVADOC_AUTOBRIEF YES)  # the first sentence is the brief description
