@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # torchamp_add_readme_test(FILE…): every code block of these Markdown files is compiled or configured.
 #
-#   ```cpp   with an int main: a program of its own, built and run; without: the body of a
-#            function that sees the names of readme/prelude.h, its #include lines apart. All of
-#            these in one file, compiled. Those with distributed/process_group.h need Gloo's headers.
+#   ```cpp   with an int main: a program of its own, built and run; if the next block is ```text, that is
+#            what it prints, numbers to within a tenth. Without: the body of a function that sees the
+#            names of readme/prelude.h, its #include lines apart. All of these in one file, compiled.
+#            Those with distributed/process_group.h need Gloo's headers. ```cpp run: such a body, also run.
+#   ```diff  without @@: such a body before and after.
 #   ```cmake a project with a main.cpp, configured against this source tree.
 #   ```sh    its `--preset NAME`s must exist in CMakePresets.json.
 #
-# The files and sections that they link to must exist.
+# The files and sections that they link to must exist. Figures are compared with their sources: see readme/figures.cpp.
 
 include(${CMAKE_CURRENT_LIST_DIR}/TorchampMarkdown.cmake)
 
-# Sets `blocks` to the numbers of the first lines of the blocks of `file` in `language`, and block_LINE to their texts.
+# Sets `blocks` to the numbers of the first lines of the blocks of `file` in `language`, block_LINE to their texts, and
+# run_LINE to " run" where they are to be run.
 macro(_torchamp_readme_blocks blocks file language)
   torchamp_markdown_lines(readme ${file})
   set(${blocks} "")
@@ -19,12 +22,14 @@ macro(_torchamp_readme_blocks blocks file language)
   set(number 0)
   foreach(line IN LISTS readme)
     math(EXPR number "${number} + 1")
-    if(inside STREQUAL "" AND line MATCHES "^```([a-z]*) *$")
+    if(inside STREQUAL "" AND line MATCHES "^```([a-z]*)( run)? *$")
       set(inside "other")
       if(CMAKE_MATCH_1 STREQUAL "${language}")
+        set(run "${CMAKE_MATCH_2}")
         math(EXPR inside "${number} + 1")
         list(APPEND ${blocks} ${inside})
         set(block_${inside} "")
+        set(run_${inside} "${run}")
       endif()
     elseif(line MATCHES "^```")
       set(inside "")
@@ -35,6 +40,45 @@ macro(_torchamp_readme_blocks blocks file language)
   foreach(block IN LISTS ${blocks})
     torchamp_markdown_text(block_${block} "${block_${block}}")
   endforeach()
+endmacro()
+
+# Sets `output` to the block ```text of `file` that is the next one after that of line `begin`, or to "".
+function(_torchamp_readme_output output file begin)
+  torchamp_markdown_lines(lines ${file})
+  list(SUBLIST lines ${begin} -1 lines)
+  set(found "")
+  set(state program)
+  foreach(line IN LISTS lines)
+    if(state STREQUAL "program" AND line MATCHES "^```")
+      set(state between)
+    elseif(state STREQUAL "between" AND line MATCHES "^```text")
+      set(state output)
+    elseif(line MATCHES "^(```|#)" AND NOT state STREQUAL "program")
+      break()
+    elseif(state STREQUAL "output")
+      string(APPEND found "${line}\n")
+    endif()
+  endforeach()
+  torchamp_markdown_text(found "${found}")
+  set(${output} "${found}" PARENT_SCOPE)
+endfunction()
+
+# Appends the body in the variable `text`, of `line` in `file`, to `KIND_includes` and `KIND_bodies`, as the function `name`.
+macro(_torchamp_readme_body kind name file line text)
+  set(body "${${text}}")
+  string(REGEX MATCHALL "#include [^\n]*\n" own "${body}")
+  string(JOIN "" own ${own})
+  string(APPEND ${kind}_includes "${own}")
+  string(REGEX REPLACE "#include [^\n]*\n" "\n" body "${body}")
+  string(APPEND ${kind}_bodies "\nvoid ${name}() {\n#line ${line} \"${file}\"\n${body}}\n")
+endmacro()
+
+# A target with the bodies of that kind.
+macro(_torchamp_readme_target name)
+  target_link_libraries(${name} PRIVATE torchamp_test_support)
+  target_precompile_headers(${name} REUSE_FROM torchamp_test_support)
+  torchamp_warnings(${name})
+  target_compile_options(${name} PRIVATE -Wno-unused -Wno-shadow)
 endmacro()
 
 # Sets `name` to what tests of the blocks of `file` begin with: readme, examples_readme.
@@ -50,8 +94,11 @@ function(torchamp_add_readme_test)
   find_path(gloo gloo/rendezvous/store.h NO_CACHE)
   get_target_property(libtorch torchamp::libtorch TORCHAMP_PREFIX)
   file(READ ${PROJECT_SOURCE_DIR}/CMakePresets.json presets)
-  set(includes "")
-  set(bodies "")
+  foreach(kind IN ITEMS compiled run)
+    set(${kind}_includes "")
+    set(${kind}_bodies "")
+  endforeach()
+  set(calls "")
   foreach(file IN LISTS ARGN)
     _torchamp_readme_name(name ${file})
     set(file ${PROJECT_SOURCE_DIR}/${file})
@@ -94,14 +141,34 @@ function(torchamp_add_readme_test)
         target_link_libraries(${target} PRIVATE torchamp_test_support)
         target_precompile_headers(${target} REUSE_FROM torchamp_test_support)
         torchamp_warnings(${target})
-        add_test(NAME ${target} COMMAND ${target})
+        _torchamp_readme_output(output ${file} ${line})
+        file(WRITE ${folder}/${target}.txt "${output}")
+        file(MAKE_DIRECTORY ${folder}/${target})
+        add_test(
+          NAME ${target}
+          COMMAND ${CMAKE_COMMAND} -DEXPECTED=${folder}/${target}.txt -P ${PROJECT_SOURCE_DIR}/tests/readme/prints.cmake
+                  -- $<TARGET_FILE:${target}>
+          WORKING_DIRECTORY ${folder}/${target})
         set_tests_properties(${target} PROPERTIES LABELS readme)
       else()
-        string(REGEX MATCHALL "#include [^\n]*\n" own "${text}")
-        string(JOIN "" own ${own})
-        string(APPEND includes "${own}")
-        string(REGEX REPLACE "#include [^\n]*\n" "\n" text "${text}")
-        string(APPEND bodies "\nvoid ${name}_line_${line}() {\n#line ${line} \"${file}\"\n${text}}\n")
+        set(kind compiled)
+        if(run_${line})
+          set(kind run)
+          string(APPEND calls "  run(\"${name}.md, line ${line}\", &readme::${name}_line_${line});\n")
+        endif()
+        _torchamp_readme_body(${kind} ${name}_line_${line} ${file} ${line} text)
+      endif()
+    endforeach()
+    _torchamp_readme_blocks(lines ${file} diff)
+    foreach(line IN LISTS lines)
+      if(NOT block_${line} MATCHES "(^|\n)@@")
+        string(REGEX REPLACE "(^|\n)[-][^\n]*" "\\1" after "\n${block_${line}}")
+        string(REGEX REPLACE "(^|\n)[+][^\n]*" "\\1" before "\n${block_${line}}")
+        string(REGEX REPLACE "\n[ +-]" "\n" after "${after}")
+        string(REGEX REPLACE "\n[ +-]" "\n" before "${before}")
+        math(EXPR first "${line} - 1")
+        _torchamp_readme_body(compiled ${name}_before_${line} ${file} ${first} before)
+        _torchamp_readme_body(compiled ${name}_after_${line} ${file} ${first} after)
       endif()
     endforeach()
 
@@ -137,9 +204,9 @@ function(torchamp_add_readme_test)
     foreach(language IN ITEMS sh bash console)
       _torchamp_readme_blocks(lines ${file} ${language})
       foreach(line IN LISTS lines)
-        string(REGEX MATCHALL "--preset[ =]([a-z-]+)" used "${block_${line}}")
+        string(REGEX MATCHALL "cmake [^\n]*--preset[ =]([a-z-]+)" used "${block_${line}}")
         foreach(preset IN LISTS used)
-          string(REGEX REPLACE "--preset[ =]" "" preset ${preset})
+          string(REGEX REPLACE ".*--preset[ =]" "" preset "${preset}")
           if(NOT presets MATCHES "\"name\": \"${preset}\"")
             message(FATAL_ERROR "${file}:${line}: there is no preset \"${preset}\"")
           endif()
@@ -148,13 +215,37 @@ function(torchamp_add_readme_test)
     endforeach()
   endforeach()
 
-  if(bodies)
-    file(CONFIGURE OUTPUT ${folder}/bodies.cpp @ONLY
-         CONTENT "#include \"readme/prelude.h\"\n@includes@\nnamespace readme {\n@bodies@\n}  // namespace readme\n")
-    add_library(readme_bodies OBJECT ${folder}/bodies.cpp)
-    target_link_libraries(readme_bodies PRIVATE torchamp_test_support)
-    target_precompile_headers(readme_bodies REUSE_FROM torchamp_test_support)
-    torchamp_warnings(readme_bodies)
-    target_compile_options(readme_bodies PRIVATE -Wno-unused -Wno-shadow)
-  endif()
+  # Figures
+  add_executable(figures ${PROJECT_SOURCE_DIR}/tests/readme/figures.cpp)
+  target_compile_features(figures PRIVATE cxx_std_20)
+  torchamp_warnings(figures)
+  set(pages ${ARGN})
+  list(FILTER pages INCLUDE REGEX "^(README.md|examples/.*)$")
+  add_test(NAME figures COMMAND figures ${pages} WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+  set(pages ${PROJECT_SOURCE_DIR}/tests/readme/figures)
+  add_test(NAME figures_accept COMMAND figures ${pages}/right.md)
+  add_test(NAME figures_refuse COMMAND ${CMAKE_COMMAND} -DPAGES=${pages} -P ${pages}/refuse.cmake -- $<TARGET_FILE:figures>)
+  add_test(NAME options_in_guide COMMAND ${CMAKE_COMMAND} -P ${PROJECT_SOURCE_DIR}/tests/readme/options.cmake)
+  set_tests_properties(figures figures_accept figures_refuse options_in_guide PROPERTIES LABELS readme)
+
+  file(CONFIGURE OUTPUT ${folder}/bodies.cpp @ONLY CONTENT "#include \"readme/prelude.h\"
+@compiled_includes@
+namespace readme {
+@compiled_bodies@
+}  // namespace readme
+")
+  add_library(readme_bodies OBJECT ${folder}/bodies.cpp)
+  _torchamp_readme_target(readme_bodies)
+  file(CONFIGURE OUTPUT ${folder}/run.cpp @ONLY CONTENT "#include \"readme/run.h\"
+@run_includes@
+namespace readme {
+@run_bodies@
+}  // namespace readme
+int main() {
+@calls@}
+")
+  add_executable(readme_run ${folder}/run.cpp)
+  _torchamp_readme_target(readme_run)
+  add_test(NAME readme_run COMMAND readme_run WORKING_DIRECTORY ${folder})
+  set_tests_properties(readme_run PROPERTIES LABELS readme ENVIRONMENT OMP_NUM_THREADS=1)
 endfunction()

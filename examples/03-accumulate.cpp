@@ -60,7 +60,7 @@ int main() {
   torchamp::Accumulation accumulation(scaler, optimizer, /*micro_batches=*/4);
   for (std::size_t i = 0; i < 4; ++i) {
     const auto result = accumulation.backward(loss_of(model, data[i], target[i]));
-    support::check(result.has_value() == (i == 3), "the fourth part makes the step");
+    support::check(result.has_value() == (i == 3), "the fourth part takes the step");
   }
   support::check(same(go_back(), all), "it is that of the whole batch");
 

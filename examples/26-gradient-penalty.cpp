@@ -12,7 +12,7 @@
 struct Run {
   bool first_skipped = false;
   int skipped = 0;
-  double first = 0., last = 0.;  // the penalties of the first and of the last step that was made
+  double first = 0., last = 0.;  // the penalties of the first and of the last step that was taken
 };
 
 Run train(double init_scale) {

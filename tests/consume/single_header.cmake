@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# README's training loop with the single header alone, in a program whose other source file includes it, too.
+# The training loop of guards.md with the single header alone, in a program whose other source file includes it, too.
 
 include(${SOURCE}/cmake/TorchampMarkdown.cmake)
 run(${CMAKE_COMMAND} -DSOURCE=${SOURCE} -DOUTPUT=${WORK}/include/torchamp.h -P ${SOURCE}/cmake/TorchampSingleHeader.cmake)
@@ -8,8 +8,8 @@ if(text MATCHES "#include \"")
   message(FATAL_ERROR "the single header includes another file of torchamp's")
 endif()
 
-# The block of README that includes torchamp.h
-torchamp_markdown_lines(lines ${SOURCE}/README.md)
+# The block of guards.md that includes torchamp.h
+torchamp_markdown_lines(lines ${SOURCE}/examples/guide/guards.md)
 set(loop "")
 foreach(line IN LISTS lines)
   if(line STREQUAL "#include <torchamp/torchamp.h>")
@@ -24,7 +24,7 @@ torchamp_markdown_text(loop "${loop}")
 foreach(line IN ITEMS "torchamp::AutocastGuard autocast" "scaler.step(optimizer)" "scaler.update()")
   string(FIND "${loop}" "${line}" found)
   if(found EQUAL -1)
-    message(FATAL_ERROR "README's training loop has no ${line}")
+    message(FATAL_ERROR "the training loop of guards.md has no ${line}")
   endif()
 endforeach()
 file(WRITE ${WORK}/include/loop.inc "${loop}")

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// README's training loop, which single_header.cmake has put into loop.inc.
+// The training loop of guards.md, which single_header.cmake has put into loop.inc.
 #include <torch/torch.h>
 
 #include <vector>

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# cmake -P options.cmake: the guide's tables of options have the members of TrainingStepOptions and GradScalerOptions, in
+# the order of their declaration, which designated initialisers need.
+set(top ${CMAKE_CURRENT_LIST_DIR}/../..)
+
+function(compare struct header page)
+  file(STRINGS ${top}/include/torchamp/${header} lines)
+  set(members "")
+  set(inside OFF)
+  foreach(line IN LISTS lines)
+    if(line MATCHES "^struct ${struct} {")
+      set(inside ON)
+    elseif(line MATCHES "^}|static")
+      set(inside OFF)
+    elseif(inside AND line MATCHES "^  [A-Za-z][^=]* ([a-z_]+)( = .*|{})?;?$")
+      list(APPEND members ${CMAKE_MATCH_1})
+    endif()
+  endforeach()
+  file(READ ${top}/examples/guide/${page} text)
+  string(REGEX REPLACE ".*\n## Options\n(.*)" "\\1" text "${text}")
+  string(REGEX REPLACE "\n## .*" "" text "${text}")
+  string(REGEX MATCHALL "\n[|] `[.][a-z_]+`" rows "${text}")
+  string(REGEX REPLACE "[^a-z_;]" "" rows "${rows}")
+  list(LENGTH members count)
+  if(count LESS 10 OR NOT rows STREQUAL members)
+    message(SEND_ERROR "${page} lists\n  ${rows}\n${struct} has\n  ${members}")
+  endif()
+endfunction()
+
+compare(TrainingStepOptions training_step.h training-step.md)
+compare(GradScalerOptions grad_scaler_options.h scaler.md)

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# cmake -DEXPECTED=FILE -P prints.cmake -- PROGRAM: must end with exit code 0 and print that file, numbers with three
+# decimals to within a tenth, or 0.005. An empty file: anything.
+include(${CMAKE_CURRENT_LIST_DIR}/../../examples/support/program_arguments.cmake)
+program_arguments(command)
+execute_process(COMMAND ${command} OUTPUT_VARIABLE output COMMAND_ERROR_IS_FATAL ANY)
+message("${output}")
+file(READ ${EXPECTED} expected)
+if(expected STREQUAL "")
+  return()
+endif()
+
+set(number "[0-9]+[.][0-9][0-9][0-9]")
+foreach(name IN ITEMS output expected)
+  string(REGEX REPLACE "${number}" "#" ${name}_words "${${name}}")
+  string(REGEX MATCHALL "${number}" ${name}_numbers "${${name}}")
+endforeach()
+if(NOT output_words STREQUAL expected_words)
+  message(FATAL_ERROR "It should print\n${expected}")
+endif()
+foreach(is should IN ZIP_LISTS output_numbers expected_numbers)
+  foreach(name IN ITEMS is should)  # in thousandths
+    string(REPLACE "." "" ${name}_thousandths ${${name}})
+    string(REGEX REPLACE "^0+([0-9])" "\\1" ${name}_thousandths ${${name}_thousandths})
+  endforeach()
+  math(EXPR apart "${is_thousandths} - ${should_thousandths}")
+  string(REPLACE "-" "" apart "${apart}")
+  math(EXPR most "${should_thousandths} / 10 + 5")
+  if(apart GREATER most)
+    message(FATAL_ERROR "It should print ${should} in place of ${is}")
+  endif()
+endforeach()
