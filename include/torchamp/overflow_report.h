@@ -2,15 +2,18 @@
 #pragma once
 
 /// @file
-/// @brief overflow_report: which gradients hold infs and NaNs, and how many.
+/// @brief overflow_report: which gradients and buffers hold infs and NaNs, and how many.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/stack.h>
+#include <torch/nn/module.h>
 
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <ostream>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -21,12 +24,12 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-/// A parameter whose gradient holds infs or NaNs.
+/// A parameter whose gradient holds infs or NaNs, or a buffer that does.
 struct Overflow {
   std::string name;                   ///< in the module; for an optimizer "group 0, parameter 3"
-  at::ScalarType dtype = at::kFloat;  ///< of the gradient
-  std::vector<int64_t> sizes;         ///< of the gradient
-  at::Device device = at::kCPU;       ///< of the gradient
+  at::ScalarType dtype = at::kFloat;  ///< of the gradient or buffer
+  std::vector<int64_t> sizes;         ///< of the gradient or buffer
+  at::Device device = at::kCPU;       ///< of the gradient or buffer
   int64_t infs = 0;                   ///< elements that are inf or -inf
   int64_t nans = 0;                   ///< elements that are NaN
   int64_t elements = 0;               ///< all; of a sparse gradient, those stored
@@ -38,9 +41,12 @@ struct OverflowReport {
   std::vector<Overflow> overflows;   ///< in parameter order
   std::size_t gradients = 0;         ///< examined
   std::size_t without_elements = 0;  ///< empty gradients
+  /// Of a module: the buffers that hold infs or NaNs, such as running statistics of a batch norm.
+  /// They stay so after a skipped step.
+  std::vector<Overflow> buffers{};
 
-  /// Whether all gradients are finite.
-  bool empty() const { return overflows.empty(); }
+  /// Whether all gradients and buffers are finite.
+  bool empty() const { return overflows.empty() && buffers.empty(); }
 };
 
 namespace detail {
@@ -55,74 +61,127 @@ inline at::Tensor count_non_finite(const at::Tensor& values) {
                     wide.abs().masked_fill(inf.logical_or(nan), 0.).max()});
 }
 
+/// Infs and NaNs of tensors, counted where they lie and read together.
+class NonFiniteCounts {
+ public:
+  /// False where `tensor` has no elements.
+  bool add(const std::string& name, const at::Tensor& tensor) {
+    const at::Tensor values = stored_values(tensor);
+    const int64_t elements = values.defined() ? values.numel() : 0;
+    if (elements == 0) return false;
+    counts_.push_back(count_non_finite(values));
+    all_.push_back({.name = name,
+                    .dtype = tensor.scalar_type(),
+                    .sizes = tensor.sizes().vec(),
+                    .device = tensor.device(),
+                    .elements = elements});
+    return true;
+  }
+  std::size_t size() const { return all_.size(); }
+
+  /// Those of the first `count` that hold any, and of the rest. Reads each device once.
+  std::pair<std::vector<Overflow>, std::vector<Overflow>> read(std::size_t count) {
+    std::pair<std::vector<Overflow>, std::vector<Overflow>> found;
+    const std::vector<at::Tensor> numbers = read_together(counts_);
+    for (std::size_t i = 0; i < all_.size(); ++i) {
+      const auto* const row = numbers[i].const_data_ptr<double>();
+      all_[i].infs = static_cast<int64_t>(row[0]);
+      all_[i].nans = static_cast<int64_t>(row[1]);
+      all_[i].largest_finite = row[2];
+      if (all_[i].infs + all_[i].nans == 0) continue;
+      (i < count ? found.first : found.second).push_back(std::move(all_[i]));
+    }
+    return found;
+  }
+
+ private:
+  std::vector<Overflow> all_;
+  std::vector<at::Tensor> counts_;
+};
+
+/// The buffers of a module, given itself, by a pointer of any kind or by a module holder; none of
+/// anything else.
+template <class Owner>
+NamedParameters named_buffers_of(const Owner& owner) {
+  NamedParameters named;
+  if constexpr (std::derived_from<Owner, torch::nn::Module>) {
+    const torch::nn::Module& module = owner;
+    for (const auto& item : module.named_buffers()) named.emplace_back(item.key(), item.value());
+  } else if constexpr (requires { *owner, static_cast<bool>(owner); }) {
+    if (static_cast<bool>(owner)) return named_buffers_of(*owner);
+  }
+  return named;
+}
+
 }  // namespace detail
 
-/// overflow_report() for any range of pairs of a name and a parameter. Reads each device once.
+/// overflow_report() for any range of pairs of a name and a parameter, and one of a name and a
+/// buffer. Reads each device once.
 template <class NamedParameters>
-OverflowReport overflow_report_of(const NamedParameters& named) {
+OverflowReport overflow_report_of(const NamedParameters& named,
+                                  const detail::NamedParameters& buffers = {}) {
   const detail::InternalOps guard;
-  std::vector<Overflow> found;
-  std::vector<at::Tensor> counts;
+  detail::NonFiniteCounts counts;
   OverflowReport report;
   for (const auto& [name, parameter] : named) {
     if (!parameter.defined()) continue;
     const at::Tensor& gradient = parameter.unsafeGetTensorImpl()->grad();
-    if (!gradient.defined()) continue;
-    const at::Tensor values = detail::stored_values(gradient);
-    const int64_t elements = values.defined() ? values.numel() : 0;
-    if (elements == 0) {
-      ++report.without_elements;
-      continue;
+    if (gradient.defined() && !counts.add(name, gradient)) ++report.without_elements;
+  }
+  report.gradients = counts.size();
+  for (const auto& [name, buffer] : buffers) {
+    if (buffer.defined() && (buffer.is_floating_point() || buffer.is_complex())) {
+      counts.add(name, buffer);
     }
-    counts.push_back(detail::count_non_finite(values));
-    found.push_back({.name = name,
-                     .dtype = gradient.scalar_type(),
-                     .sizes = gradient.sizes().vec(),
-                     .device = gradient.device(),
-                     .elements = elements});
   }
-  report.gradients = found.size();
-  const std::vector<at::Tensor> read = detail::read_together(counts);
-  for (std::size_t i = 0; i < found.size(); ++i) {
-    const auto* const row = read[i].const_data_ptr<double>();
-    found[i].infs = static_cast<int64_t>(row[0]);
-    found[i].nans = static_cast<int64_t>(row[1]);
-    found[i].largest_finite = row[2];
-    if (found[i].infs + found[i].nans > 0) report.overflows.push_back(std::move(found[i]));
-  }
+  std::tie(report.overflows, report.buffers) = counts.read(report.gradients);
   return report;
 }
 
 /// Reports which gradients of a module (including submodules) or an optimizer hold infs or NaNs,
-/// how many, and the largest finite value. Call it after a skipped step, before the gradients are
-/// cleared:
+/// how many, and the largest finite value; of a module, which buffers do, too. Call it after a
+/// skipped step, before the gradients are cleared:
 ///
 ///     if (!scaler.step(optimizer)) std::cout << torchamp::overflow_report(model);
 ///
 /// A module's parameters are named as in the module, an optimizer's by position. `owner` is a
 /// module or optimizer, any pointer to one, or a module holder; a null one is an error. Makes one
-/// pass over the gradients, does not change them, and reads each device once.
+/// pass over the gradients and buffers, does not change them, and reads each device once.
 template <class Owner>
 OverflowReport overflow_report(const Owner& owner) {
-  return overflow_report_of(detail::named_parameters_of(owner, "overflow_report"));
+  const auto named = detail::named_parameters_of(owner, "overflow_report");
+  return overflow_report_of(named, detail::named_buffers_of(owner));
 }
 
-/// One line for each gradient: `fc1.weight (Float [64, 32] on cpu): 3 inf, 1 NaN of 2048, largest
-/// finite 1.5e+38`
-inline std::ostream& operator<<(std::ostream& out, const OverflowReport& report) {
-  if (report.gradients + report.without_elements == 0) {
-    return out << "no parameter has a gradient: report after backward(), before zero_grad()\n(or a "
-                  "step that drops them, see drop_gradients_after_step())\n";
-  }
-  out << report.overflows.size() << " of " << report.gradients << " gradients hold infs or NaNs";
-  if (report.without_elements > 0) {
-    out << " (and " << report.without_elements << " have no elements)";
-  }
-  out << '\n';
-  for (const Overflow& one : report.overflows) {
+namespace detail {
+
+inline void print_overflows(std::ostream& out, const std::vector<Overflow>& overflows) {
+  for (const Overflow& one : overflows) {
     out << "  " << one.name << " (" << one.dtype << ' ' << at::IntArrayRef(one.sizes) << " on "
         << one.device << "): " << one.infs << " inf, " << one.nans << " NaN of " << one.elements
         << ", largest finite " << one.largest_finite << '\n';
+  }
+}
+
+}  // namespace detail
+
+/// One line for each gradient and buffer: `fc1.weight (Float [64, 32] on cpu): 3 inf, 1 NaN of
+/// 2048, largest finite 1.5e+38`
+inline std::ostream& operator<<(std::ostream& out, const OverflowReport& report) {
+  if (report.gradients + report.without_elements == 0) {
+    out << "no parameter has a gradient: report after backward(), before zero_grad()\n(or a "
+           "step that drops them, see drop_gradients_after_step())\n";
+  } else {
+    out << report.overflows.size() << " of " << report.gradients << " gradients hold infs or NaNs";
+    if (report.without_elements > 0) {
+      out << " (and " << report.without_elements << " have no elements)";
+    }
+    out << '\n';
+    detail::print_overflows(out, report.overflows);
+  }
+  if (!report.buffers.empty()) {
+    out << "buffers that hold infs or NaNs, which a skipped step does not undo:\n";
+    detail::print_overflows(out, report.buffers);
   }
   return out;
 }

@@ -64,6 +64,55 @@ TEST_P(OverflowReportOn, NamesTheParametersAndTellsInfFromNaN) {
                 device + "): 0 inf, 1 NaN of 1, largest finite 0\n");
 }
 
+/// What an overflow in a forward pass does to running statistics.
+TEST_P(OverflowReportOn, NamesTheBuffersOfAModuleThatHoldInfsOrNaNs) {
+  torch::nn::Sequential model(torch::nn::Linear(3, 2), torch::nn::BatchNorm1d(2),
+                              torch::nn::BatchNorm1d(2));
+  to_device(model, GetParam());
+  EXPECT_TRUE(torchamp::overflow_report(model).empty());
+  model->named_buffers()["1.running_mean"][1] = kInf;
+  model->named_buffers()["2.running_var"].fill_(kNaN);
+  const CallCounter counter;
+  const OverflowReport report = torchamp::overflow_report(model);
+  EXPECT_EQ(counter.reads(), 0) << "one copy to the host";
+  EXPECT_FALSE(report.empty());
+  EXPECT_TRUE(report.overflows.empty());
+  ASSERT_EQ(report.buffers.size(), 2U);
+  EXPECT_EQ(report.buffers[0].name, "1.running_mean");
+  EXPECT_EQ(report.buffers[0].infs, 1);
+  EXPECT_EQ(report.buffers[1].name, "2.running_var");
+  EXPECT_EQ(report.buffers[1].nans, 2);
+  for (at::Tensor& p : model->parameters()) p.mutable_grad() = torch::ones_like(p);
+  std::ostringstream text;
+  text << torchamp::overflow_report(*model);
+  const std::string device = c10::str(report.buffers[0].device);
+  EXPECT_EQ(text.str(),
+            "0 of 6 gradients hold infs or NaNs\n"
+            "buffers that hold infs or NaNs, which a skipped step does not undo:\n"
+            "  1.running_mean (Float [2] on " +
+                device +
+                "): 1 inf, 0 NaN of 2, largest finite 0\n"
+                "  2.running_var (Float [2] on " +
+                device + "): 0 inf, 2 NaN of 2, largest finite 0\n");
+}
+
+/// A batch norm whose statistics a skipped step has ruined, and the remedy of the guide.
+TEST(OverflowReport, NamesWhatASkippedStepLeavesInABatchNorm) {
+  torch::nn::Sequential model(torch::nn::Linear(2, 4), torch::nn::BatchNorm1d(4));
+  torchamp::GradScaler scaler;
+  torch::optim::SGD optimizer(model->parameters(), 0.1);
+  std::vector<at::Tensor> copies;
+  for (const at::Tensor& buffer : model->buffers()) copies.push_back(buffer.clone());
+  at::Tensor input = torch::randn({8, 2});
+  input[0][0] = kInf;
+  scaler.scale(model->forward(input).sum()).backward();
+  ASSERT_FALSE(scaler.step(optimizer));
+  ASSERT_FALSE(torchamp::overflow_report(model).buffers.empty());
+  const torch::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < copies.size(); ++i) model->buffers()[i].copy_(copies[i]);
+  EXPECT_TRUE(torchamp::overflow_report(model).buffers.empty());
+}
+
 TEST_P(OverflowReportOn, LooksAtEveryKindOfGradient) {
   SKIP_WITHOUT_SPARSE(GetParam());
   const auto on = [](const at::Tensor& t) { return t.to(GetParam()); };

@@ -535,6 +535,24 @@ TEST(TrainingStep, WritesALogThatCanBeReadWhileItTrains) {
   }
 }
 
+TEST(TrainingStep, WithALogHasNoScaleOfAWindowThatFailed) {
+  const TemporaryFolder folder;
+  Net net = make_net(at::kCPU);
+  torch::optim::SGD optimizer(net->parameters(), 0.1);
+  TrainingStep train(net, optimizer,
+                     {.dtype = at::kFloat,
+                      .scaler = GradScalerOptions{.init_scale = 8., .max_skips_in_a_row = 1},
+                      .micro_batches = 2,
+                      .log = (folder / "run.csv").string()});
+  const auto part = [&](bool bad) {
+    return train([&] { return loss_of(net, batch_of(at::kCPU, 0, bad)); });
+  };
+  part(true);
+  EXPECT_ERROR(part(true), "max_skips_in_a_row");
+  EXPECT_FALSE(part(false).scale_tensor().defined());
+  EXPECT_EQ(part(false).scale_tensor().item<float>(), 8.F);
+}
+
 TEST(TrainingStep, SaysThatTheLogCannotBeWritten) {
   Net net = make_net(at::kCPU);
   torch::optim::SGD optimizer(net->parameters(), 0.1);
