@@ -15,7 +15,9 @@
 #include <concepts>
 #include <cstddef>
 #include <initializer_list>
+#include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -96,9 +98,9 @@ class ModulePolicies {
 
   /// Adds a name or pattern. Error: a duplicate.
   ModulePolicies& set(std::string pattern, const Policy& policy) {
-    TORCH_CHECK(std::ranges::find(rules_, pattern, &Rule::pattern) == rules_.end(),
-                "ModulePolicies::set: '", pattern,
+    TORCH_CHECK(!places_.contains(pattern), "ModulePolicies::set: '", pattern,
                 "' has a policy already. Leave out one of the two.");
+    places_.emplace(pattern, rules_.size());
     rules_.push_back({std::move(pattern), policy.data()});
     return *this;
   }
@@ -125,6 +127,20 @@ class ModulePolicies {
     std::string pattern;
     std::shared_ptr<const detail::PolicyData> policy;
   };
+  /// The rules that fit a name best, and how: its name, a pattern of the same text, any pattern.
+  struct Fit {
+    int how = 0;
+    const Rule* rule = nullptr;
+    const Rule* other = nullptr;  // another match
+
+    void consider(int by, const Rule& one) {
+      if (by > how) {
+        *this = {by, &one, nullptr};
+      } else if (by == how && other == nullptr) {
+        other = &one;
+      }
+    }
+  };
   /// The rule chosen for a site.
   struct Chosen {
     const Rule* rule = nullptr;         // none
@@ -132,12 +148,14 @@ class ModulePolicies {
     const std::string* from = nullptr;  // the Sequential from which it inherits the rule
   };
 
+  std::vector<Fit> fit(const detail::ForwardSites& sites) const;
   std::vector<Chosen> choose(const detail::ForwardSites& sites) const;
   static void hand_down(const detail::ForwardSites& sites, std::size_t from,
                         std::vector<Chosen>& chosen);
   [[noreturn]] static void refuse_unused(const Rule& rule, const detail::ForwardSites& sites);
 
   std::vector<Rule> rules_;
+  std::map<std::string, std::size_t> places_;  // of the rules, by their patterns
 };
 
 inline void ModulePolicies::refuse_unused(const Rule& rule, const detail::ForwardSites& sites) {
@@ -175,37 +193,46 @@ inline void ModulePolicies::hand_down(const detail::ForwardSites& sites, std::si
   }
 }
 
+/// The fits of all names. Each name is compared with the rules of its own text, which are found,
+/// and with all patterns.
+inline std::vector<ModulePolicies::Fit> ModulePolicies::fit(
+    const detail::ForwardSites& sites) const {
+  std::multimap<std::string, const Rule*> of_names;  // those of one name, in order
+  std::vector<const Rule*> patterns;
+  for (const Rule& rule : rules_) {
+    if (detail::has_wildcard(rule.pattern)) {
+      patterns.push_back(&rule);
+    } else {
+      of_names.emplace(detail::name_of_pattern(rule.pattern), &rule);
+    }
+  }
+  std::set<const Rule*> used;
+  std::vector<Fit> fits;
+  for (const auto& [name, index] : sites.names()) {
+    Fit& best = fits.emplace_back();
+    const auto consider = [&](int how, const Rule& rule) {
+      best.consider(how, rule);
+      used.insert(&rule);
+    };
+    const auto [begin, end] = of_names.equal_range(name);
+    for (auto found = begin; found != end; ++found) consider(3, *found->second);
+    const auto same = places_.find(name);
+    if (same != places_.end()) consider(2, rules_[same->second]);
+    if (name.empty()) continue;  // the model's own: patterns speak of what is in the model
+    for (const Rule* const rule : patterns) {
+      if (rule->pattern != name && detail::matches(rule->pattern, name)) consider(1, *rule);
+    }
+  }
+  for (const Rule& rule : rules_) {
+    if (!used.contains(&rule)) refuse_unused(rule, sites);
+  }
+  return fits;
+}
+
 inline std::vector<ModulePolicies::Chosen> ModulePolicies::choose(
     const detail::ForwardSites& sites) const {
-  /// The rules that fit a name best, and how: its name, a pattern of the same text, any pattern.
-  struct Fit {
-    int how = 0;
-    const Rule* rule = nullptr;
-    const Rule* other = nullptr;  // another match
-  };
-  const auto how_fits = [](const std::string& pattern, const std::string& name) {
-    const bool is_pattern = detail::has_wildcard(pattern);
-    if (!is_pattern && detail::matches(pattern, name)) return 3;
-    if (pattern == name) return 2;
-    // The model's own name is empty, and patterns speak of what is in the model.
-    return is_pattern && !name.empty() && detail::matches(pattern, name) ? 1 : 0;
-  };
   const auto& names = sites.names();
-  std::vector<Fit> fits(names.size());
-  for (const Rule& rule : rules_) {
-    bool is_used = false;
-    for (std::size_t place = 0; place < names.size(); ++place) {
-      Fit& fit = fits[place];
-      const int how = how_fits(rule.pattern, names[place].first);
-      is_used = is_used || how > 0;
-      if (how > fit.how) {
-        fit = {how, &rule};
-      } else if (how == fit.how && how > 0 && fit.other == nullptr) {
-        fit.other = &rule;
-      }
-    }
-    if (!is_used) refuse_unused(rule, sites);
-  }
+  const std::vector<Fit> fits = fit(sites);
   std::vector<Chosen> chosen(sites.size());
   for (std::size_t place = 0; place < names.size(); ++place) {
     const auto& [name, index] = names[place];

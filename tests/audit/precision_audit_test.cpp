@@ -517,11 +517,44 @@ TEST(PrecisionAudit, LeavesNoHookOnAParameterThatAnOpGivesBack) {
       1);
   ASSERT_NE(row_of(audit, "dropout", "first"), nullptr);
   EXPECT_GT(row_of(audit, "dropout", "first")->error, 0.);
-  const auto* const meta = torch::autograd::impl::get_autograd_meta(weight);
-  ASSERT_NE(meta, nullptr);
-  if (meta->cpp_hooks_list_) {
-    for (const auto& hook : *meta->cpp_hooks_list_) EXPECT_FALSE(hook);
-  }
+  EXPECT_TRUE(torch::autograd::impl::hooks(weight).empty());
+  EXPECT_EQ(torch::autograd::impl::get_autograd_meta(weight)->cpp_hooks_list_, nullptr);
+}
+
+TEST(PrecisionAudit, LeavesTheProgramsHooksOnALeafAsTheyAre) {
+  Net model = net();
+  int calls = 0;
+  const auto count = [&](const at::Tensor& gradient) {
+    ++calls;
+    return gradient;
+  };
+  const at::Tensor input = torch::ones({4, 8}, at::requires_grad());
+  const at::Tensor weight = model->first->weight;
+  const auto removed = weight.register_hook(count);
+  weight.register_hook(count);
+  weight.remove_hook(removed);
+  const auto run = [&] {
+    PrecisionAudit audit(model, {.dtype = at::kBFloat16});
+    audit.run(
+        [&] {
+          (torch::alpha_dropout(weight, 0.5, false).sum() + torch::dropout(input, 0.5, false).sum())
+              .backward();
+          step_of(model)();
+        },
+        1);
+  };
+  run();
+  run();
+  const auto& list = *torch::autograd::impl::get_autograd_meta(weight)->cpp_hooks_list_;
+  EXPECT_EQ(list.size(), 2) << "of the program";
+  EXPECT_TRUE(torch::autograd::impl::hooks(input).empty());
+  calls = 0;
+  (weight.sum() + input.sum()).backward();
+  EXPECT_EQ(calls, 1);
+  input.register_hook(count);
+  calls = 0;
+  input.sum().backward();
+  EXPECT_EQ(calls, 1) << "a later hook is called";
 }
 
 TEST(PrecisionAudit, ACopyHasRowsOfItsOwn) {

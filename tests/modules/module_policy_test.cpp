@@ -7,8 +7,11 @@
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/serialize.h>
 
+#include <cstddef>
 #include <cstdlib>
+#include <fstream>
 #include <iostream>
+#include <map>
 #include <memory>
 #include <sstream>
 #include <stdexcept>
@@ -20,14 +23,17 @@
 #include <vector>
 
 #include "support/expect_error.h"
+#include "support/growth.h"
 #include "support/policies.h"
 #include "support/raw_autocast.h"
+#include "support/temporary_folder.h"
 #include "support/thread_state.h"
 #include "support/tolerances.h"
 #include "torchamp/autocast.h"
 #include "torchamp/detail/core/autocast/region.h"
 #include "torchamp/detail/core/policy/thread_policy.h"
 #include "torchamp/detail/extras/policy_text/name_pattern.h"
+#include "torchamp/policy_file.h"
 
 namespace {
 
@@ -503,6 +509,43 @@ TEST(WithPolicy, ClonesToItsOwnTypeWithoutThePolicy) {
   EXPECT_TRUE(typed->weight.equal(original->weight));
   EXPECT_NE(typed->weight.data_ptr(), original->weight.data_ptr());
   EXPECT_EQ(typed->weight.data_ptr(), clone->named_parameters()["weight"].data_ptr());
+}
+
+TEST(ModulePolicies, FitNamesWithBackslashesAndWildcardsAsTheyAreWritten) {
+  torch::nn::Sequential model;
+  for (const char* name : {"a*", "ab", "a?b"}) {
+    model->push_back(name, torch::nn::Linear(2, 2));
+  }
+  const Policy torch_policy = Policy::torch();
+  const auto named = [&](const std::string& pattern) {
+    return ModulePolicies{{pattern, torch_policy}}.apply_to(*model);
+  };
+  EXPECT_EQ(named("a\\*"), Names{"a*"});
+  EXPECT_EQ(named("\\a\\b"), Names{"ab"});
+  EXPECT_EQ(named("a?b"), Names{"a?b"}) << "the text itself comes before the pattern";
+  EXPECT_EQ(named("a*"), (Names{"a*", "ab", "a?b"}));
+  EXPECT_ERROR((ModulePolicies{{"ab", torch_policy}, {"\\ab", torch_policy}}.apply_to(*model)),
+               "the module 'ab' fits both 'ab' and '\\ab'");
+}
+
+TEST(ModulePolicies, TakeTimeInProportionToTheModules) {
+  constexpr std::size_t small = 500, large = 4000;  // 8 times as many; all pairs: 64 times
+  const TemporaryFolder folder;
+  std::map<std::size_t, torch::nn::Sequential> models;
+  const auto path = [&](std::size_t size) { return (folder / std::to_string(size)).string(); };
+  for (const std::size_t size : {small, large}) {
+    std::ofstream file(path(size));
+    file << "policy torch\n";
+    for (std::size_t i = 0; i < size; ++i) {
+      models[size]->push_back(torch::nn::ReLU());
+      file << "module " << i << "\nfp32: mm\n";
+    }
+  }
+  std::map<std::size_t, torchamp::LoadedPolicies> loaded;
+  const auto load = [&](std::size_t size) { loaded[size] = torchamp::load_policies(path(size)); };
+  EXPECT_LT(growth(load, small, large), 20.);
+  const auto apply = [&](std::size_t size) { (void)loaded[size].apply_to(*models[size]); };
+  EXPECT_LT(growth(apply, small, large), 20.);
 }
 
 }  // namespace

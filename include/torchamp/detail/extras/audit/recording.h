@@ -16,6 +16,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <chrono>
@@ -174,6 +175,32 @@ class CallTrial {
   bool records_;  // whether gradients are wanted
 };
 
+/// A hook on a leaf, with what LibTorch made for it.
+struct HookOfLeaf {
+  at::Tensor leaf;
+  bool had_list;  // of hooks, before
+  unsigned place = 0;
+
+  template <class Hook>
+  HookOfLeaf(const at::Tensor& of, const Hook& hook)
+      : leaf(of), had_list(list_of(leaf) != nullptr), place(leaf.register_hook(hook)) {}
+
+  /// LibTorch's own removal leaves an empty place in the list, and the list.
+  void remove() const {
+    leaf.remove_hook(place);
+    const auto& list = list_of(leaf);
+    if (place + 1 == list->size()) list->pop_back();
+    if (had_list || !list->empty() || torch::autograd::impl::hooks(leaf).size() != 1) return;
+    torch::autograd::impl::clear_hooks(leaf);
+    torch::autograd::impl::get_autograd_meta(leaf)->cpp_hooks_list_.reset();
+  }
+
+ private:
+  static std::shared_ptr<torch::autograd::hooks_list> list_of(const at::Tensor& tensor) {
+    return torch::autograd::impl::get_autograd_meta(tensor)->cpp_hooks_list_;
+  }
+};
+
 // Note [What an audit measures]
 // LibTorch reports every call through its dispatcher to an observer, see Note [What a cast
 // recording sees]. An audit examines the outermost calls of the forward pass that a policy can
@@ -204,9 +231,9 @@ class AuditRecording final : public Recording<AuditCall> {
  public:
   AuditRecording(const NamedParameters& parameters, at::DeviceType device, at::ScalarType low)
       : Recording(parameters), device_(device), low_(low) {}
-  /// Removes its hooks from leaves, which outlive the run.
+  /// Removes its hooks from leaves, which outlive the run; the last first.
   ~AuditRecording() override {
-    for (const auto& [leaf, hook] : hooks_of_leaves_) leaf.remove_hook(hook);
+    for (; !hooks_of_leaves_.empty(); hooks_of_leaves_.pop_back()) hooks_of_leaves_.back().remove();
   }
 
   bool ran_backward() const { return ran_backward_; }
@@ -381,10 +408,13 @@ class AuditRecording final : public Recording<AuditCall> {
       sums->all += square.sum().item<double>();
       return gradient;
     };
-    const unsigned hook = output.register_hook(look);
     // An op may return its argument, as dropout() does if it drops nothing; that may be a
     // parameter.
-    if (output.is_leaf()) hooks_of_leaves_.emplace_back(output, hook);
+    if (output.is_leaf()) {
+      hooks_of_leaves_.emplace_back(output, look);
+    } else {
+      output.register_hook(look);
+    }
   }
 
   void add_edge(const at::Tensor& input, const AuditCall& call, AuditRow& row) {
@@ -410,7 +440,7 @@ class AuditRecording final : public Recording<AuditCall> {
   std::vector<Sums> rows_;
   std::map<std::pair<std::optional<std::size_t>, std::size_t>, std::size_t> edge_index_;
   std::vector<AuditEdge> edges_;
-  std::vector<std::pair<at::Tensor, unsigned>> hooks_of_leaves_;
+  std::vector<HookOfLeaf> hooks_of_leaves_;
   std::vector<std::string> calls_;
   bool ran_backward_ = false, waits_for_others_ = false;
   std::string problem_;

@@ -150,7 +150,8 @@ struct RecordedCall : Observer::Call {
 
 /// Determines for each call the op and the autograd node around it, and its module: the owner of a
 /// parameter among its arguments, or else the innermost user scope around it; in backward, the
-/// module of the op that made the node. Functions are called by one thread at a time.
+/// module of the op that made the node, or of the parameter whose gradient is added to. Functions
+/// are called by one thread at a time.
 template <class Recorded>
 class Recording : public Observer {
  public:
@@ -200,6 +201,7 @@ class Recording : public Observer {
         const std::string* owner = nullptr;
         for_each_floating_tensor(inputs_of(call), [&](const at::Tensor& tensor) {
           if (owner == nullptr) owner = owners_.find(storage_of(tensor));
+          if (owner == nullptr && is_accumulating(*begun)) owner = owner_of_gradient(tensor);
         });
         if (owner != nullptr) begun->module = *owner;
       }
@@ -231,6 +233,7 @@ class Recording : public Observer {
       if (!parameter.defined() || owners_.find(storage_of(parameter)) != nullptr) continue;
       const auto dot = name.rfind('.');
       owners_.set(parameter, dot == std::string::npos ? "" : name.substr(0, dot));
+      parameters_.emplace_back(parameter);
     }
   }
 
@@ -254,6 +257,27 @@ class Recording : public Observer {
     return found->second ? &*found->second : nullptr;
   }
 
+  /// Whether `call` is of the node that adds a new gradient to a parameter's, which no op has made.
+  static bool is_accumulating(const Recorded& call) {
+    return call.node.ends_with("AccumulateGrad");
+  }
+  /// The module of the parameter whose gradient `tensor` is; null if none has it.
+  const std::string* owner_of_gradient(const at::Tensor& tensor) {
+    const auto* const known = gradients_.find(storage_of(tensor));
+    if (known != nullptr) return known;
+    for (const WeakTensor& weak : parameters_) {
+      const at::Tensor parameter = weak.lock();
+      // Those of other devices may be written to now, by autograd's threads for these.
+      if (!parameter.defined() || parameter.device() != tensor.device()) continue;
+      const at::Tensor& gradient = parameter.unsafeGetTensorImpl()->grad();
+      if (!gradient.defined()) continue;
+      if (const auto* const owner = owners_.find(storage_of(parameter))) {
+        gradients_.set(gradient, *owner);
+      }
+    }
+    return gradients_.find(storage_of(tensor));
+  }
+
   /// Records the module for autograd nodes made in `call`, except those of inner calls.
   void name_new_nodes(const Recorded& call) {
     if (call.module.empty()) return;
@@ -266,6 +290,8 @@ class Recording : public Observer {
   std::map<std::thread::id, std::vector<Recorded*>> calls_;  // that have not ended
   std::map<std::string, std::optional<RecordedOp>> ops_;
   StorageMap<std::string> owners_;  // modules by their parameters
+  std::vector<WeakTensor> parameters_;
+  StorageMap<std::string> gradients_;  // modules by their parameters' gradients
   std::map<std::pair<uint64_t, int64_t>, std::string> forward_modules_;  // by thread and number
 };
 

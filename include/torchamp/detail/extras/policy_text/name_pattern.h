@@ -32,6 +32,16 @@ inline std::string pattern_of(std::string_view name) {
   return pattern;
 }
 
+/// The one name that a pattern without wildcards fits.
+inline std::string name_of_pattern(std::string_view pattern) {
+  std::string name;
+  for (std::size_t i = 0; i < pattern.size(); ++i) {
+    if (pattern[i] == '\\' && i + 1 < pattern.size()) ++i;
+    name += pattern[i];
+  }
+  return name;
+}
+
 /// Whether all of the dotted `name` fits `pattern`: '?' stands for one character and '*' for any
 /// number of them within one part of the name, "**" for any number with dots; behind a backslash
 /// each character stands for itself. Takes no longer than the product of their lengths.

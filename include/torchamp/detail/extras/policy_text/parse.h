@@ -14,6 +14,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -153,6 +154,7 @@ class PolicyParser {
   std::shared_ptr<const PolicyData> parse(std::string_view text,
                                           PoliciesOfModules* modules = nullptr) {
     policy_ = nullptr;
+    modules_.clear();
     std::shared_ptr<const PolicyData> common;
     if (text.starts_with("\xEF\xBB\xBF")) text.remove_prefix(3);  // UTF-8's byte-order mark
     for (number_ = 1; !text.empty(); ++number_) {
@@ -180,10 +182,8 @@ class PolicyParser {
                 "'. The text begins with 'policy standard' or 'policy torch', which holds for all "
                 "ops.");
     TORCH_CHECK(!module.empty(), where_, " has a line 'module' without a name.");
-    for (const auto& [name, policy] : modules) {
-      TORCH_CHECK(name != module, where_, " has two lines 'module ", module,
-                  "'. Put what is under them under one.");
-    }
+    TORCH_CHECK(modules_.insert(module).second, where_, " has two lines 'module ", module,
+                "'. Put what is under them under one.");
     (common ? modules.back().second : common) = finished();
     modules.emplace_back(module, nullptr);
     policy_ = std::make_shared<PolicyData>(*common);
@@ -299,6 +299,7 @@ class PolicyParser {
   bool is_environments_;
   int64_t number_ = 1;
   bool may_begin_anew_ = false;         // a module's part
+  std::set<std::string> modules_;       // that had a line
   std::shared_ptr<PolicyData> policy_;  // null before the line of its base; edited in place
 };
 
