@@ -33,7 +33,8 @@ struct AutocastOptions {
   /// Whether casts of fp32 weights are cached until the outermost guard ends. Unset: inherited. All
   /// threads share LibTorch's cache, which ignores the dtype: pass false where two threads use one
   /// weight on one device at the same time, in fp16 and in bf16; otherwise one gets the other's
-  /// dtype.
+  /// dtype. It also holds the casts of leaves that are gone, until the outermost guard ends: in a
+  /// long region that makes many, choose WeightCache::region (weight_cache.h), which is bounded.
   std::optional<bool> cache_enabled = std::nullopt;
   /// Unset: the enclosing guard's; at the outermost, Policy::standard().
   std::optional<Policy> policy = std::nullopt;

@@ -40,7 +40,8 @@
 /// torch::nn::Linear, are cached, too. Ops that LibTorch's own kernels would cast for run through
 /// an overlay, which costs about 0.2 µs per call for the rest of the process. Casts of destroyed
 /// weights are freed at the end of the next outermost guard, by the next step of a GradScaler or of
-/// a fused optimizer, or by weight_cache_stats() or clear_weight_cache().
+/// a fused optimizer, or by weight_cache_stats() or clear_weight_cache(), and within a region once
+/// they may be half of what is stored.
 
 namespace torchamp::detail {
 

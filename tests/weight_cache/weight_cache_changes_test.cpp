@@ -131,6 +131,57 @@ TEST_F(WeightCaches, SeesStepsOfOtherTensorsInTheMemoryOfAWeight) {
   }
 }
 
+TEST_F(WeightCaches, SeesWritesToTheFlatTensorOfVectorToParameters) {
+  namespace utils = torch::nn::utils;
+  const auto input = torch::randn({3, 8});
+  for (const WeightCache cache : own_caches) {
+    auto net = make_net();
+    const torch::NoGradGuard no_grad;
+    const auto flat = utils::parameters_to_vector(net->parameters()).clone();
+    utils::vector_to_parameters(flat, net->parameters());
+    const AutocastGuard guard(at::kCPU, with(cache));
+    for (int i = 0; i < 3; ++i) {
+      const auto actual = net->forward(input);
+      const AutocastGuard plainly(at::kCPU, with(WeightCache::none));
+      EXPECT_TRUE(actual.equal(net->forward(input))) << i;
+      flat.mul_(1.5);
+    }
+  }
+}
+
+TEST_F(WeightCaches, AreToldOfWritesToAFlatTensorOfOneWeight) {
+  torch::nn::Linear net(torch::nn::LinearOptions(8, 4).bias(false));
+  const auto input = torch::randn({3, 8});
+  const torch::NoGradGuard no_grad;
+  const auto flat = net->weight.flatten().clone();
+  torch::nn::utils::vector_to_parameters(flat, {net->weight});  // as large as the weight
+  const auto run = [&](WeightCache cache) {
+    const AutocastGuard guard(at::kCPU, with(cache));
+    return net->forward(input);
+  };
+  const auto old = run(WeightCache::kept);
+  flat.mul_(1.5);
+  // What is not told is not known: this is what the documentation says.
+  EXPECT_TRUE(run(WeightCache::kept).equal(old));
+  torchamp::weights_changed(flat);
+  EXPECT_TRUE(run(WeightCache::kept).equal(run(WeightCache::none)));
+}
+
+TEST_F(WeightCaches, HoldFewCastsOfLeavesThatAreGoneInALongRegion) {
+  const auto held_by = [](WeightCache cache) {
+    const MemoryMeter meter;
+    const AutocastGuard guard(at::kCPU, with(cache));
+    const auto column = torch::ones({512, 1}, at::kBFloat16);
+    for (int i = 0; i < 200; ++i) {
+      const auto leaf = torch::zeros({512, 512}, at::requires_grad());  // 512 KiB in bf16
+      (void)leaf.mm(column);
+    }
+    return meter.bytes() >> 20;
+  };
+  EXPECT_GE(held_by(WeightCache::libtorch), 100) << "this is what the documentation says";
+  EXPECT_LE(held_by(WeightCache::region), 40) << "twice the least that is looked through";
+}
+
 /// Trains for some steps, and returns the weights.
 template <class Optimizer, class Options>
 Tensors trained(WeightCache cache, const Options& options, bool region_around, bool by_scaler) {

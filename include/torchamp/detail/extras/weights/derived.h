@@ -38,11 +38,26 @@ inline const c10::TensorImpl* owner_of(const at::Tensor& weight) {
   return weight.is_view() ? weight._base().unsafeGetTensorImpl() : weight.unsafeGetTensorImpl();
 }
 
+/// Whether the tensor that owns a weight's version counter has only a part of its memory, as after
+/// torch::nn::utils::vector_to_parameters(): another tensor over the rest may be written to, and
+/// counts its writes apart. Not where masters, which report their writes, have made it so.
+inline bool has_part_of_memory(const at::Tensor& weight) {
+  const at::TensorBase& owner = weight.is_view() ? weight._base() : weight;
+  if (owner.numel() == 0 || owner.unsafeGetTensorImpl()->get_backend_meta()) return false;
+  std::int64_t elements = 1;  // from the first to the last in memory
+  for (std::int64_t d = 0; d < owner.dim(); ++d) {
+    elements += (owner.size(d) - 1) * owner.stride(d);
+  }
+  return owner.storage_offset() != 0 ||
+         owner.storage().nbytes() > static_cast<std::size_t>(elements) * owner.itemsize();
+}
+
 /// Whether LibTorch counts this tensor's changes. Also false for tensors without their own memory
 /// (functorch, sparse) and those with a tangent, whose casts have one, too.
 inline bool counts_changes(const at::Tensor& weight) {
   return weight.defined() && weight.layout() == at::kStrided && !weight.is_inference() &&
-         weight.has_storage() && !weight.is_neg() && !weight._fw_grad(/*level=*/0).defined();
+         weight.has_storage() && !weight.is_neg() && !weight._fw_grad(/*level=*/0).defined() &&
+         !has_part_of_memory(weight);
 }
 
 /// Whether work for this tensor is now being captured, for replays.
@@ -65,7 +80,9 @@ bool stream_is_captured(const at::Tensor& weight) {
 // references to both, so their addresses are not reused.
 //
 // Writes through pointers, through `.data()` and by replayed kernels are not counted. Their authors
-// must report them: see DerivedWeights::changed().
+// must report them: see DerivedWeights::changed(). Nor are writes to another tensor over the same
+// memory: nothing is stored where has_part_of_memory() finds one, and the author must report them
+// where the other tensor is as large as the weight.
 
 /// A weight at some moment: tensor, memory, part of it, version. Its values are unchanged while the
 /// stamp holds.
