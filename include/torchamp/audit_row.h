@@ -21,8 +21,9 @@ struct AuditRow {
   int64_t calls = 0;
   /// Elements in the results of all calls.
   int64_t elements = 0;
-  /// The sum of (dL/dout)^2 (out16 - out32)^2 over them; infinite if a result that gets a gradient
-  /// overflows, or the op cannot run in 16 bits.
+  /// The sum of (dL/dout)^2 (out16 - out32)^2 over them, those that depend on no parameter
+  /// included; infinite if a result on which the loss depends overflows, or the op cannot run in 16
+  /// bits.
   double error = 0.;
   /// The largest share, over all calls, of the squared gradients of a result that is lost by
   /// rounding them to 16 bits; 1 if all become 0, infinite if one overflows.

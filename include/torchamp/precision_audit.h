@@ -45,9 +45,13 @@ struct AuditBudget {
   /// The largest error of the gradients relative to those in fp32: the squared length of the
   /// difference over that of the gradient, averaged over all parameters. (The elements of an almost
   /// vanishing gradient count as if they had a thousandth of the others' mean square, and no
-  /// parameter counts for more than 1.) Unset: the error under Policy::torch() or, if gradients are
-  /// not finite under it, 1, which all finite gradients satisfy.
+  /// parameter counts for more than 1.) Unset: the error under Policy::torch(), and at most
+  /// most_by_default.
   std::optional<double> error_budget = std::nullopt;
+  /// The largest budget that an audit sets by itself, since Policy::torch() may be wrong for a
+  /// model (positions in 16 bits, say). Gradients that are off by their own length have an error
+  /// of 1.
+  static constexpr double most_by_default = 0.05;
   /// An op stays in fp32 if rounding the gradients of its results to 16 bits loses more than this
   /// share of them (AuditRow::gradient_loss).
   double gradient_loss_limit = 1e-3;
@@ -125,13 +129,14 @@ class PrecisionAudit {
   PrecisionAudit& operator=(const PrecisionAudit& other);
   ~PrecisionAudit() = default;
 
-  /// Runs `step` once unmeasured and `n` times measured, each time from the same state. A further
-  /// call replaces the measurements. Errors, after which the audit is unchanged: `step` changes a
-  /// parameter; does not call backward(); calls other ops, or has other shapes or gradients, from
-  /// run to run; calls no op that can be cast; waits for other processes without
-  /// PrecisionAuditOptions::average, or differs between processes; gives no parameter a gradient,
-  /// or one that is not finite in fp32. A model whose parameters are all frozen, or one of which is
-  /// trained in 16 bits; grad mode off; n below 1; and whatever `step` throws.
+  /// Runs `step` once unmeasured and `n` times measured, and once more if results depend on no
+  /// parameter, each time from the same state. A further call replaces the measurements. Errors,
+  /// after which the audit is unchanged: `step` changes a parameter; does not call backward();
+  /// calls other ops, or has other shapes or gradients, from run to run; calls no op that can be
+  /// cast; waits for other processes without PrecisionAuditOptions::average, or differs between
+  /// processes; gives no parameter a gradient, or one that is not finite in fp32. A model whose
+  /// parameters are all frozen, or one of which is trained in 16 bits; grad mode off; n below 1;
+  /// and whatever `step` throws.
   void run(const std::function<void()>& step, int64_t n = 5);
 
   /// A row for each op and module: first those that lose gradients, are infinite or cannot run in

@@ -69,6 +69,13 @@ bool is_lowered(const AuditedPolicy& audited, const std::string& op) {
   return false;
 }
 
+/// Angles as rotary embeddings compute them, from positions up to 2000.
+at::Tensor angles(const at::Tensor& like) {
+  const at::Tensor positions = at::arange(like.size(0), like.options()) * 64;
+  const at::Tensor frequencies = at::linspace(0.1, 1, like.size(1), like.options());
+  return at::mm(positions.unsqueeze(1), frequencies.unsqueeze(0));
+}
+
 }  // namespace
 
 class PrecisionAuditOn : public ::testing::TestWithParam<at::DeviceType> {
@@ -95,6 +102,44 @@ TEST_P(PrecisionAuditOn, HasARowForEachOpAndModule) {
   double error = 0.;
   for (const AuditRow& row : audit.rows()) error += row.error;
   EXPECT_DOUBLE_EQ(audit.total().error, error);
+}
+
+// They depend on no parameter, so they have no gradient in the step.
+TEST_P(PrecisionAuditOn, MeasuresByTheLossWhatDependsOnNoParameter) {
+  at::Tensor kept;
+  Net model = net(
+      [&](const at::Tensor& y) {
+        kept = angles(y.detach());
+        return y * kept.cos();
+      },
+      GetParam());
+  PrecisionAudit audit(model, {.dtype = at::kBFloat16});
+  audit.run(step_of(model), 1);
+  const AuditRow* const row = row_of(audit, "mm", "");
+  ASSERT_NE(row, nullptr);
+  EXPECT_EQ(row, &audit.rows().front()) << audit;
+  EXPECT_GT(row->error, 100 * row_of(audit, "addmm", "last")->error) << audit;
+  EXPECT_FALSE(kept.requires_grad()) << "the program's tensor is as it was";
+  take_times(audit);
+  const AuditedPolicy chosen = audit.policy();
+  EXPECT_GT(chosen.torch_error, torchamp::AuditBudget::most_by_default) << chosen;
+  EXPECT_EQ(chosen.budget, torchamp::AuditBudget::most_by_default);
+  EXPECT_FALSE(is_lowered(chosen, "mm")) << chosen;
+  EXPECT_TRUE(is_lowered(chosen, "addmm")) << chosen;
+}
+
+TEST(PrecisionAudit, RunsWhereAnOpHasNoDerivativeForWhatDependsOnNoParameter) {
+  Net model = net();
+  const at::Tensor x = torch::randn({8, 8}), classes = torch::randint(0, 4, {8}, torch::kLong);
+  const at::Tensor square = torch::full({4, 4}, 0.5);
+  PrecisionAudit audit(model, {.dtype = at::kBFloat16});
+  audit.run(
+      [&] {
+        const at::Tensor weights = at::mm(square, square)[0];
+        at::nll_loss(at::log_softmax(model(x), 1), classes, weights).backward();
+      },
+      1);
+  EXPECT_EQ(row_of(audit, "mm", "")->error, 0.);
 }
 
 // Policy::torch(), which the audit compares with, throws where a CPU has no LSTM in bf16.

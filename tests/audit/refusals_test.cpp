@@ -230,7 +230,7 @@ TEST(PrecisionAudit, KeepsToFiniteGradientsWherePolicyTorchsOverflow) {
     EXPECT_FALSE(std::isfinite(chosen.torch_error)) << chosen;
     EXPECT_TRUE(std::isfinite(chosen.error)) << chosen;
   }
-  EXPECT_EQ(audit.policy().budget, 1.);
+  EXPECT_EQ(audit.policy().budget, torchamp::AuditBudget::most_by_default);
 }
 
 TEST(PrecisionAudit, RefusesModelsAndTimesThatItCannotUse) {

@@ -279,8 +279,10 @@ inline void PrecisionAudit::run(const std::function<void()>& step, int64_t n) {
   std::vector<std::string> calls;
   std::vector<std::vector<AuditRow>> runs;
   std::vector<std::vector<detail::AuditEdge>> edges;
+  double lacks_gradients = 0.;
   for (int64_t i = 0; i < n; ++i) {
     const auto recording = session.run_recorded();
+    lacks_gradients = recording->lacks_gradients() ? 1. : 0.;
     const std::vector<std::string>& now = recording->calls();
     if (i == 0) {
       detail::check_no_problem(call, data.audited, session.problem_of_gradients());
@@ -308,6 +310,13 @@ inline void PrecisionAudit::run(const std::function<void()>& step, int64_t n) {
   for (std::size_t r = 0; r < data.rows.size(); ++r) {
     for (const auto time : {&AuditRow::fp32_us, &AuditRow::low_us, &AuditRow::cast_us}) {
       data.rows[r].*time = median_of(runs, r, time);
+    }
+  }
+  detail::average_numbers(data.audited, {&lacks_gradients});
+  if (lacks_gradients > 0.) {
+    const std::vector<double> errors = session.errors_of_all_results();
+    for (std::size_t r = 0; r < data.rows.size() && errors.size() == data.rows.size(); ++r) {
+      data.rows[r].error = errors[r];
     }
   }
   data.edges = edges[0];
@@ -399,9 +408,8 @@ inline AuditedPolicy PrecisionAudit::policy(const AuditBudget& budget) const {
     runs_under_torch = false;
   }
   detail::average_numbers(data_->audited, {&torch_error});
-  constexpr double any_finite_error = 1.;  // see gradient_error()
   const double most =
-      budget.error_budget.value_or(std::isfinite(torch_error) ? torch_error : any_finite_error);
+      budget.error_budget.value_or(std::min(torch_error, AuditBudget::most_by_default));
   const auto measured = [&](const Chooser::Lowered& lowered) {
     AuditedPolicy tried = choice.policies(lowered);
     tried.error = session.run_under(tried.policy, tried.modules).first;

@@ -11,11 +11,15 @@
 #include <ATen/ops/zeros_like.h>
 #include <ATen/record_function.h>
 #include <c10/core/ScalarType.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/core/UndefinedTensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
+#include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -37,6 +41,7 @@
 #include "torchamp/audit_row.h"
 #include "torchamp/autocast_state.h"
 #include "torchamp/detail/core/autocast/kernel.h"
+#include "torchamp/detail/core/base/autograd_node.h"
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/policy/schema.h"
 #include "torchamp/detail/extras/audit/choose.h"
@@ -212,6 +217,19 @@ struct HookOfLeaf {
 // its own and not inherited. Of activations that backward recomputes (checkpoint()) the second
 // computation counts as forward as well; its results get the gradients.
 
+// Note [Results without a gradient]
+// What depends on no parameter (positions, masks, a table of cosines) has no gradient in the step,
+// yet its errors reach the loss. So if a run has had such results, one more is made in which they
+// are given an end of the graph of their own: their gradients then say how the loss depends on
+// them. Only AuditRow::error is taken from that run, since its ops have more backward to do.
+
+/// The end of the graph behind a result that has none.
+struct BranchEnd final : torch::autograd::Node {
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& /*gradients*/) override {
+    return {};
+  }
+};
+
 /// Sums of squares of the gradients of one result.
 struct GradientSums {
   std::mutex mutex;
@@ -224,17 +242,29 @@ struct AuditCall final : RecordedCall<AuditCall> {
   std::optional<CallTrial> trial;  // if it is audited, as the next two
   std::vector<at::Tensor> inputs;
   at::Device device = at::kCPU;
+  bool records = false;  // whether autograd does
 };
 
 /// One run of a step, examined op by op.
 class AuditRecording final : public Recording<AuditCall> {
  public:
-  AuditRecording(const NamedParameters& parameters, at::DeviceType device, at::ScalarType low)
-      : Recording(parameters), device_(device), low_(low) {}
-  /// Removes its hooks from leaves, which outlive the run; the last first.
+  /// `extends`: gives results without a gradient one: see Note [Results without a gradient].
+  AuditRecording(const NamedParameters& parameters, at::DeviceType device, at::ScalarType low,
+                 bool extends)
+      : Recording(parameters), device_(device), low_(low), extends_(extends) {}
+  /// Removes its hooks from leaves, and its ends from results, where these outlive the run.
   ~AuditRecording() override {
     for (; !hooks_of_leaves_.empty(); hooks_of_leaves_.pop_back()) hooks_of_leaves_.back().remove();
+    for (const auto& result : ended_) {
+      const at::Tensor tensor(result.lock());
+      if (!tensor.defined()) continue;
+      const bool has_ours = dynamic_cast<const BranchEnd*>(tensor.grad_fn().get()) != nullptr;
+      if (has_ours) torch::autograd::impl::set_gradient_edge(tensor, {});
+    }
   }
+
+  /// Whether results that LibTorch could differentiate had no gradient.
+  bool lacks_gradients() const { return lacks_gradients_; }
 
   bool ran_backward() const { return ran_backward_; }
   /// Whether it called a collective of c10d.
@@ -306,7 +336,7 @@ class AuditRecording final : public Recording<AuditCall> {
   }
 
   void begin_trial(c10::ArrayRef<const c10::IValue> arguments, AuditCall& call) {
-    const bool records = at::GradMode::is_enabled();
+    const bool records = call.records = at::GradMode::is_enabled();
     const NotRecordedOps internal;
     std::string shapes;
     for_each_floating_tensor(arguments, [&](const at::Tensor& tensor) {
@@ -362,7 +392,7 @@ class AuditRecording final : public Recording<AuditCall> {
           i < low.outputs.size() ? low.outputs[i].to(at::kFloat) : at::zeros_like(exact);
       if (!exact.sizes().equals(rounded.sizes()) || !exact.sizes().equals(output.sizes())) return;
       add_values(row, exact, rounded);
-      if (!output.requires_grad()) return;
+      if (!output.requires_grad() && !end_branch(output, call)) return;
       const at::Tensor difference = exact.sub(rounded);
       // Where fp32 is not finite either, 16 bits are not to blame.
       watch(output, call.row, difference.square().masked_fill(exact.isfinite().logical_not(), 0.));
@@ -387,6 +417,24 @@ class AuditRecording final : public Recording<AuditCall> {
     if (std::isfinite(smallest) && (row.smallest == 0. || smallest < row.smallest)) {
       row.smallest = smallest;
     }
+  }
+
+  /// Gives a result without a gradient an end of the graph, if the run extends it. Not one that the
+  /// op was given: it may be the program's own.
+  bool end_branch(const at::Tensor& output, const AuditCall& call) {
+    if (!call.records || output.is_inference() ||
+        std::ranges::any_of(call.inputs, [&](const at::Tensor& input) {
+          return storage_of(input) == storage_of(output);
+        })) {
+      return false;
+    }
+    lacks_gradients_ = true;
+    if (!extends_) return false;
+    const NodePtr end = make_node<BranchEnd>();
+    const std::uint32_t place = end->add_input_metadata(output);
+    torch::autograd::impl::set_gradient_edge(output, {end, place});
+    ended_.emplace_back(output.getIntrusivePtr());
+    return true;
   }
 
   /// Weighs `squares`, of the errors of `output`, by the gradients that arrive there.
@@ -434,6 +482,10 @@ class AuditRecording final : public Recording<AuditCall> {
 
   at::DeviceType device_;
   at::ScalarType low_;
+  bool extends_;
+  bool lacks_gradients_ = false;
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>>
+      ended_;  // results with an end of ours
   std::map<const RecordedOp*, bool> audited_;
   StorageMap<std::size_t> made_by_;  // rows by their results
   std::map<std::pair<std::string, std::string>, std::size_t> index_;

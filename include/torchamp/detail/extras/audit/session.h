@@ -317,11 +317,12 @@ class AuditSession {
            "compare. Let its loss depend on parameters that need one";
   }
 
-  /// Runs the step with guards off, op by op. Errors: see PrecisionAudit::run.
-  std::shared_ptr<const AuditRecording> run_recorded() {
+  /// Runs the step with guards off, op by op. `extends`: see Note [Results without a gradient].
+  /// Errors: see PrecisionAudit::run.
+  std::shared_ptr<const AuditRecording> run_recorded(bool extends = false) {
     for (std::size_t i = 0; i < sites_.size(); ++i) sites_[i].put(unedited(BaseTable::torch));
-    const auto recording = std::make_shared<AuditRecording>(parameters_by_name(*audited_.model),
-                                                            audited_.device.type(), audited_.dtype);
+    const auto recording = std::make_shared<AuditRecording>(
+        parameters_by_name(*audited_.model), audited_.device.type(), audited_.dtype, extends);
     {
       const Observation observation("PrecisionAudit::run", recording);
       run_off(std::make_shared<GuardTrial>());
@@ -336,6 +337,21 @@ class AuditSession {
                 "choose the same.");
     check_same_gradients();
     return recording;
+  }
+
+  /// The errors of rows where results without a gradient count as well; empty if the step cannot
+  /// run so (an op may have no derivative for what it now would need one for).
+  std::vector<double> errors_of_all_results() {
+    std::vector<double> errors;
+    try {
+      for (const AuditRow& row : run_recorded(/*extends=*/true)->rows())
+        errors.push_back(row.error);
+    } catch (const std::exception&) {
+      errors.clear();
+    }
+    // What the step leaves behind (a module's tables, say) is then of a run like all others.
+    (void)us_exactly();
+    return errors;
   }
 
   /// The error of the step's gradients under a policy and those of modules, and the step's time.
