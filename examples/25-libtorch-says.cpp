@@ -10,6 +10,7 @@
 #include <iostream>
 #include <limits>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "support/check.h"
@@ -56,6 +57,8 @@ int main() {
   const Tensor rows = torch::arange(4), index = torch::zeros({4, 4}, torch::kLong);
   const auto h = [&] { return x.mm(x); };  // in the region's dtype
   const auto memory = [] { return torch::zeros({4, 4}); };
+  torch::nn::MultiheadAttention attention(torch::nn::MultiheadAttentionOptions(4, 2));
+  const Tensor sequence = torch::rand({4, 1, 4}), padding = mask.narrow(0, 0, 1);
   const auto nowhere = -std::numeric_limits<double>::infinity();
 
   const std::string too_large = std::string("value cannot be converted to type ") +
@@ -99,6 +102,14 @@ int main() {
          return torch::tensor(*product.data_ptr<float>());
        },
        [&] { return Halve::apply(h()); }, false},
+      {"\"attn_output_weights.masked_fill\" not implemented for 'Half'",
+       [&] { return std::get<0>(attention->forward(sequence, sequence, sequence, padding)); },
+       [&] {
+         torchamp::AutocastGuard fp32_products(
+             torch::kCPU, {.policy = torchamp::Policy::standard().fp32("bmm")});
+         return std::get<0>(attention->forward(sequence, sequence, sequence, padding));
+       },
+       false},
   };
   for (const auto& [says, wrong, right, cured] : cases) {
     {
