@@ -242,6 +242,7 @@ class MasterWeights final : public detail::MastersOfModel {
                   const at::Tensor& parameter) const override;
   inline bool is_copied() const override { return master_versions() == copied_versions_; }
   inline void note_copied() override;
+  inline void note_stepped();
   void check_split(const std::string& call, bool unwritten = true) const;
   void check_taken() const;
   int64_t master_versions() const;

@@ -17,7 +17,9 @@
 #include "support/masters_training.h"
 #include "support/memory_meter.h"
 #include "support/temporary_folder.h"
+#include "support/warnings.h"
 #include "torchamp/master_weights.h"
+#include "torchamp/optim.h"
 #include "torchamp/training_checkpoint.h"
 
 namespace {
@@ -127,6 +129,28 @@ TEST(MainGradients, SayThatTheModelWasNotGivenTheNewValues) {
   model->weight.mutable_grad().reset();
   masters.copy_to_model();
   model->pass(1.F);
+}
+
+TEST(MainGradients, SayOnceThatTheModelsZeroGradDoesNotClearThem) {
+  for (int form = 0; form < 4; ++form) {
+    SCOPED_TRACE(form);
+    Weight model;
+    MasterWeights masters(model, options(MasterStorage::full));
+    torchamp::FusedSGD optimizer(masters.parameters(), torch::optim::SGDOptions(0.1));
+    const CollectedWarnings warnings;
+    for (int i = 0; i < 3; ++i) {
+      for (int part = 0; part < 2; ++part) model->pass(1.F);
+      optimizer.step();
+      masters.copy_to_model();
+      if (form == 0) model->zero_grad();
+      if (form == 1) masters.zero_grad();
+      if (form == 2) optimizer.zero_grad(/*set_to_none=*/true);
+      if (form == 3) optimizer.zero_grad(/*set_to_none=*/false);
+    }
+    const std::string text = warnings.text(), told = "does not clear main gradients";
+    EXPECT_EQ(text.find(told) != std::string::npos, form == 0);
+    EXPECT_EQ(text.find(told), text.rfind(told)) << "once";
+  }
 }
 
 TEST(MainGradients, SayItStillAfterALoadThatFailed) {

@@ -64,6 +64,11 @@ class MainGradient {
 
   /// The model has the master's value.
   void note_copied(const at::Tensor& master) { copied_.emplace(master); }
+  /// The master was stepped with its gradient, which is to be cleared before the next backward.
+  void note_stepped(const at::Tensor& master) {
+    const at::Tensor& gradient = gradient_of(master);
+    if (gradient.defined()) stepped_with_.emplace(gradient);
+  }
 
   /// The tensor with the fp32 gradient: the master or the weight itself. Undefined if the master is
   /// destroyed.
@@ -92,14 +97,28 @@ class MainGradient {
       add_to_main(wide, gradient, weight);
       weight.mutable_grad() = std::move(wide);
     } else {
+      warn_of_kept_gradient(owner);
       add_to_main(owner.mutable_grad(), gradient, owner);
       weight.mutable_grad().reset();
     }
   }
 
  private:
+  /// Warns once where the gradient is still the one of the last step.
+  void warn_of_kept_gradient(const at::Tensor& owner) const {
+    const bool is_kept = stepped_with_ && stepped_with_->is_unchanged(gradient_of(owner));
+    stepped_with_.reset();
+    if (!is_kept || std::exchange(warned_, true)) return;
+    TORCH_WARN("backward: the master of the weight '", name_,
+               "' still has the gradient of the last step, and the new one is added to it. The "
+               "model's zero_grad() does not clear main gradients: call the masters' or the "
+               "optimizer's zero_grad(). This warning is given once.");
+  }
+
   std::string name_;
-  std::optional<SeenTensor> copied_{};  // the master whose value the model has
+  std::optional<SeenTensor> copied_{};                // the master whose value the model has
+  mutable std::optional<SeenTensor> stepped_with_{};  // the gradient, until the next backward
+  mutable bool warned_ = false;
 };
 
 /// Makes backward take a weight's gradients. LibTorch stores one such hook per weight.

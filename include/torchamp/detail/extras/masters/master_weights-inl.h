@@ -399,6 +399,7 @@ inline void MasterWeights::copy_to_model() {
   const detail::InternalOps guard;
   model_from_masters_.copy();
   note_copied();
+  note_stepped();
   was_taken_ = false;
 }
 
@@ -407,6 +408,14 @@ inline void MasterWeights::note_copied() {
   copied_versions_ = master_versions();
   for (const Weight& weight : weights_) {
     if (weight.main && weight.master.defined()) weight.main->note_copied(weight.master);
+  }
+}
+
+/// Of one weight, as one warning is enough.
+inline void MasterWeights::note_stepped() {
+  for (const Weight& weight : weights_) {
+    if (!weight.main || !weight.master.defined()) continue;
+    return weight.main->note_stepped(weight.master);
   }
 }
 
