@@ -6,12 +6,11 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <string_view>
-#include <thread>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -20,9 +19,7 @@
 
 namespace torchamp::detail {
 
-/// The ops that are registered at the moment: LibTorch tells it of every op that comes or goes. A
-/// table with chains, as these are some 3400 within the first guard, which a standard container
-/// would make half as long again.
+/// The ops that are registered at the moment: LibTorch tells it of every op that comes or goes.
 class OpCatalog final : public c10::OpRegistrationListener {
  public:
   /// Never destroyed: ops go until the process ends.
@@ -32,22 +29,15 @@ class OpCatalog final : public c10::OpRegistrationListener {
   }
 
   /// The overloads of "aten::add", by their names: none if the op is unknown. Any thread.
-  std::vector<c10::OperatorHandle> overloads(std::string_view base) {
+  std::vector<c10::OperatorHandle> overloads(const std::string& base) {
     const std::scoped_lock lock(mutex_);
-    std::vector<c10::OperatorHandle> found;
-    found.reserve(8);
-    for (std::size_t at = first_of(base); at != 0; at = ops_[at - 1].next) {
-      const Op& op = ops_[at - 1];
-      if (op.is_gone || op.name().name != base) continue;
-      found.push_back(op.handle);
-      const auto name = [&](std::size_t i) -> const std::string& {
-        return found[i].operator_name().overload_name;
-      };
-      for (std::size_t i = found.size() - 1; i > 0 && name(i) < name(i - 1); --i) {
-        std::swap(found[i], found[i - 1]);
-      }
-    }
-    return found;
+    const auto found = ops_.find(base);
+    if (found == ops_.end()) return {};
+    std::vector<c10::OperatorHandle> overloads = found->second;
+    std::sort(overloads.begin(), overloads.end(), [](const auto& a, const auto& b) {
+      return a.operator_name().overload_name < b.operator_name().overload_name;
+    });
+    return overloads;
   }
 
   /// The known name nearest to `base` in its namespace; empty if nothing is known there. Of several
@@ -56,42 +46,30 @@ class OpCatalog final : public c10::OpRegistrationListener {
     const std::scoped_lock lock(mutex_);
     const std::string_view space = base.substr(0, base.find("::") + 2);
     std::pair<std::int64_t, std::string_view> best;
-    for (const Op& op : ops_) {
-      if (op.is_gone || !op.name().name.starts_with(space)) continue;
-      auto rank = static_cast<std::int64_t>(32 * edit_distance(base, op.name().name));
-      for (const OpFamily& family : ops::families) rank -= contains(family, op.name());
-      const std::pair one(rank, std::string_view(op.name().name));
+    for (const auto& [name, overloads] : ops_) {
+      if (overloads.empty() || !name.starts_with(space)) continue;
+      auto rank = static_cast<std::int64_t>(32 * edit_distance(base, name));
+      for (const OpFamily& family : ops::families) {
+        rank -= contains(family, overloads.front().operator_name());
+      }
+      const std::pair one(rank, std::string_view(name));
       if (best.second.empty() || one < best) best = one;
     }
     return std::string(best.second);
   }
 
-  // LibTorch calls these one at a time, and the first of them for all ops within make(), where a
-  // lock for each would make a process's first guard 7 % slower.
+  // LibTorch calls these one at a time, and the first of them for all ops within make().
   void onOperatorRegistered(const c10::OperatorHandle& op) override {
-    std::unique_lock lock(mutex_, std::defer_lock);
-    if (std::this_thread::get_id() != maker_ || is_made_) lock.lock();
-    std::uint32_t& first = first_of(op.operator_name().name);
-    ops_.push_back({op, first});
-    first = static_cast<std::uint32_t>(ops_.size());
+    const std::scoped_lock lock(mutex_);
+    ops_[op.operator_name().name].push_back(op);
   }
   void onOperatorDeregistered(const c10::OperatorHandle& op) override {
     const std::scoped_lock lock(mutex_);
-    const c10::OperatorName& name = op.operator_name();
-    for (std::size_t at = first_of(name.name); at != 0; at = ops_[at - 1].next) {
-      if (!ops_[at - 1].is_gone && &ops_[at - 1].name() == &name) ops_[at - 1].is_gone = true;
-    }
+    const auto found = ops_.find(op.operator_name().name);
+    if (found != ops_.end()) std::erase(found->second, op);
   }
 
  private:
-  struct Op {
-    c10::OperatorHandle handle;
-    std::uint32_t next;    // the next one whose name has that hash, from 1; 0 is none
-    bool is_gone = false;  // the handle leads nowhere then
-
-    const c10::OperatorName& name() const { return handle.operator_name(); }
-  };
-
   static OpCatalog& make() {
     pin_this_library();
     auto& catalog = *new OpCatalog;
@@ -100,27 +78,11 @@ class OpCatalog final : public c10::OpRegistrationListener {
     // Its end would take the listener away.
     new c10::RegistrationHandleRAII(
         c10::Dispatcher::singleton().addRegistrationListener(std::move(listener)));
-    const std::scoped_lock lock(catalog.mutex_);
-    catalog.is_made_ = true;
     return catalog;
   }
 
-  /// Of a name's hash: of its end, and of what follows "aten::". std::hash takes ten times as long.
-  std::uint32_t& first_of(std::string_view name) {
-    std::uint64_t words[2] = {};
-    if (name.size() < sizeof words[0]) return first_[0];
-    const std::size_t last = name.size() - sizeof words[0];
-    std::memcpy(&words[0], name.data() + last, sizeof words[0]);
-    std::memcpy(&words[1], name.data() + std::min<std::size_t>(last, 6), sizeof words[1]);
-    const std::uint64_t hash = (words[0] * 3 + words[1] + name.size()) * 0x9E3779B97F4A7C15u;
-    return first_[hash >> 52];
-  }
-
   std::mutex mutex_;
-  const std::thread::id maker_ = std::this_thread::get_id();
-  bool is_made_ = false;
-  std::vector<Op> ops_;
-  std::uint32_t first_[1 << 12] = {};  // by hash
+  std::unordered_map<std::string, std::vector<c10::OperatorHandle>> ops_;  // by "aten::add"
 };
 
 TORCHAMP_COLD std::vector<c10::OperatorHandle> find_ops(std::string_view text,
