@@ -79,8 +79,7 @@ class AutocastGuard {
  public:
   /// Begins a region for all devices of this type, to the end of the guard's scope.
   [[nodiscard]] explicit AutocastGuard(at::DeviceType device, const AutocastOptions& options = {})
-      : region_(device, options.dtype, options.enabled, options.cache_enabled, options.cache,
-                options.policy ? options.policy->data() : nullptr) {}
+      : region_(device, options) {}
 
   /// Begins a region with this dtype, as {.dtype = dtype}. A template so that `{}` means the
   /// options.
@@ -126,3 +125,7 @@ class AutocastGuard {
 };
 
 }  // namespace TORCHAMP_NAMESPACE
+
+#if TORCHAMP_BODIES
+#include "torchamp/detail/core/autocast/region-inl.h"  // IWYU pragma: export
+#endif

@@ -14,7 +14,7 @@
 #include <memory>
 
 #include "torchamp/cast_cache.h"
-#include "torchamp/detail/core/autocast/region.h"
+#include "torchamp/detail/core/autocast/policy_scope.h"
 #include "torchamp/detail/core/policy/thread_policy.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 #include "torchamp/version.h"

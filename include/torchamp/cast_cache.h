@@ -38,6 +38,18 @@ inline void set_cast_cache(bool enabled) {
 }
 }  // namespace detail
 
+// Note [Who clears LibTorch's cache of casts]
+// LibTorch's cache finds a cast by the weight's tensor object alone: it knows neither the values
+// nor the 16-bit dtype nor the graph of what it holds. So it is cleared (at::autocast::clear_cache)
+//  - at the end of the outermost guard, as by torch.autocast, and where a guard's dtype is not that
+//    around it, at both its ends: AutocastRegion, AutocastStateGuard;
+//  - where weights are written: DropWeightCasts, for a step, after it and whatever it throws; the
+//    functions below, for the program; custom functions that write in place;
+//  - where casts belong to one autograd graph or capture and to no other: EmptyCastCache, at both
+//    ends.
+// A NoCastCache bypasses it instead, where other threads' casts must stay. torchamp's own cache
+// finds out by itself, by the versions of the weights, and is told of other writes as KeptWeights.
+
 /// How long casts of weights to 16 bits are cached (AutocastOptions::cache).
 ///
 /// `none` and `libtorch` are torch.autocast's `cache_enabled`: LibTorch's cache identifies a weight

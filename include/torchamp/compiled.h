@@ -32,6 +32,8 @@
 #undef TORCHAMP_BODIES
 #define TORCHAMP_BODIES 1
 /// @endcond
+#include "torchamp/detail/core/autocast/environment-inl.h"
+#include "torchamp/detail/core/autocast/policy_scope-inl.h"
 #include "torchamp/detail/core/autocast/region-inl.h"
 #include "torchamp/detail/core/optim/fused_optimizer-inl.h"
 #include "torchamp/detail/core/policy/policy-inl.h"

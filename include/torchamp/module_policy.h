@@ -22,7 +22,7 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/core/autocast/kernel.h"
+#include "torchamp/detail/core/autocast/autocast_kernel.h"
 #include "torchamp/detail/core/policy/rules.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 #include "torchamp/detail/extras/modules/sequential.h"

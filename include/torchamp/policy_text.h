@@ -8,7 +8,7 @@
 #include <string>
 #include <string_view>
 
-#include "torchamp/detail/core/autocast/region.h"
+#include "torchamp/detail/core/autocast/environment.h"
 #include "torchamp/detail/extras/policy_text/parse.h"
 #include "torchamp/detail/extras/policy_text/print.h"
 #include "torchamp/fp8.h"

@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "torchamp/cast_cache.h"
-#include "torchamp/detail/core/autocast/kernel.h"
+#include "torchamp/detail/core/autocast/autocast_kernel.h"
 #include "torchamp/detail/core/base/devices.h"
 #include "torchamp/detail/core/policy/op_lists.h"
 #include "torchamp/detail/core/policy/schema.h"

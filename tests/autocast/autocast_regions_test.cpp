@@ -83,8 +83,8 @@ TEST(AutocastGuard, RestoresWhatWasThereWhateverHappenedInside) {
 
 TEST(AutocastGuard, RegionsThatEndOutOfOrderLeaveNoLevelOpen) {
   std::optional<torchamp::detail::AutocastRegion> outer, inner;
-  outer.emplace(at::kCPU, std::nullopt, true, std::nullopt, std::nullopt, nullptr);
-  inner.emplace(at::kCPU, std::nullopt, true, std::nullopt, std::nullopt, nullptr);
+  outer.emplace(at::kCPU, torchamp::AutocastOptions{});
+  inner.emplace(at::kCPU, torchamp::AutocastOptions{});
   const CollectedWarnings warnings;
   outer.reset();
   inner.reset();

@@ -90,8 +90,6 @@ const Names known_mutual_rooms = {
 };
 const Names known_long_files = {
     "clip_grad.h",
-    "detail/core/autocast/kernel.h",
-    "detail/core/autocast/region-inl.h",
     "detail/core/optim/plan.h",
     "detail/core/runtime/runtime.h",
     "detail/core/scaler/loss_scale.h",
@@ -105,7 +103,6 @@ const Names known_long_files = {
 };
 /// "file: function".
 const Names known_long_functions = {
-    "detail/core/autocast/region-inl.h: AutocastRegion::AutocastRegion",
     "detail/core/gradients/gradient_batch.h: gradients_of",
     "detail/core/policy/rules-inl.h: add_edit",
     "detail/extras/audit/precision_audit-inl.h: PrecisionAudit::policy",

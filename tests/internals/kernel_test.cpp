@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Which overlays a policy needs, and the one over the ban of binary cross entropy.
-#include "torchamp/detail/core/autocast/kernel.h"
+#include "torchamp/detail/core/autocast/autocast_kernel.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
@@ -22,7 +22,7 @@
 #include "support/warnings.h"
 #include "torchamp/autocast.h"
 #include "torchamp/cast_recorder.h"
-#include "torchamp/detail/core/autocast/region.h"
+#include "torchamp/detail/core/autocast/policy_scope.h"
 
 namespace {
 

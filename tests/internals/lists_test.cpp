@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "support/warnings.h"
-#include "torchamp/detail/core/autocast/kernel.h"
+#include "torchamp/detail/core/autocast/autocast_kernel.h"
 #include "torchamp/detail/extras/observe/observer.h"
 
 namespace {

@@ -30,7 +30,7 @@
 #include "support/thread_state.h"
 #include "support/tolerances.h"
 #include "torchamp/autocast.h"
-#include "torchamp/detail/core/autocast/region.h"
+#include "torchamp/detail/core/autocast/policy_scope.h"
 #include "torchamp/detail/core/policy/thread_policy.h"
 #include "torchamp/detail/extras/policy_text/name_pattern.h"
 #include "torchamp/policy_file.h"

@@ -10,7 +10,7 @@
 
 #include "support/expect_error.h"
 #include "torchamp/autocast.h"
-#include "torchamp/detail/core/autocast/region.h"
+#include "torchamp/detail/core/autocast/environment.h"
 #include "torchamp/policy_text.h"
 
 namespace {

@@ -5,92 +5,80 @@
 #include <ATen/autocast_mode.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
-#include <c10/util/ThreadLocalDebugInfo.h>
 
-#include <cstdint>
-#include <exception>
+#include <cstddef>
 #include <memory>
 #include <optional>
-#include <string>
-#include <thread>
 
 #include "torchamp/cast_cache.h"
+#include "torchamp/detail/core/autocast/environment.h"
+#include "torchamp/detail/core/autocast/policy_scope.h"
+#include "torchamp/detail/core/autocast/region_listeners.h"
+#include "torchamp/detail/core/base/devices.h"
 #include "torchamp/detail/core/policy/rules.h"
 #include "torchamp/detail/core/policy/thread_policy.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 #include "torchamp/version.h"
 
+namespace TORCHAMP_NAMESPACE {
+struct AutocastOptions;
+}
+
 namespace torchamp::detail {
 
-/// Puts a ThreadPolicy into the calling thread's slot, and takes it out again.
-class PolicyScope {
- public:
-  /// Without a policy the slot stays as it is. `node`: of LibTorch's list of slots, if one has the
-  /// policy already.
-  explicit PolicyScope(std::shared_ptr<const ThreadPolicy> policy,
-                       std::shared_ptr<c10::ThreadLocalDebugInfo> node = nullptr);
-  PolicyScope(const PolicyScope&) = delete;
-  PolicyScope& operator=(const PolicyScope&) = delete;
-  ~PolicyScope();
+/// What is in force in a region, all options resolved.
+struct RegionState {
+  DeviceAutocastState autocast;  // LibTorch's switch and dtype
+  DeviceAutocastState around;    // what these are outside
+  std::size_t device_index;
+  /// In force if autocast is on; inner guards inherit it. Lives as long as the guard's options and
+  /// the thread's policy around it.
+  const std::shared_ptr<const PolicyData>& policy;
+  WeightKeep::Until keep_until;       // of what is made of weights
+  const WeightCasts* casts;           // of weights; null: LibTorch's
+  std::optional<bool> cache_enabled;  // LibTorch's flag; unset: as it is
 
-  /// For the destructor of a guard, `guard` ("~AutocastGuard"): ends the scope. False, after a
-  /// warning, on another thread than the one that made it, which must leave all state as it is.
-  bool end_of(const char* guard);
-
- private:
-  void end() noexcept;
-  bool take_out();
-
-  std::shared_ptr<const ThreadPolicy> policy_;
-  std::shared_ptr<c10::ThreadLocalDebugInfo> before_;
-  const c10::ThreadLocalDebugInfo* ours_ = nullptr;
-  bool scripts_outside_ = true;  // see ScriptSwitch
-  std::thread::id thread_ = std::this_thread::get_id();
+  /// The policy that ops follow in the region; null: LibTorch's own kernels alone.
+  const PolicyData* policy_in_force() const { return autocast.enabled ? policy.get() : nullptr; }
+  /// The rule of that policy which an extra carries out; null if there is none.
+  const OpRule* op_rule() const {
+    return autocast.enabled && is_16_bit(autocast.dtype) ? policy->op_rule() : nullptr;
+  }
+  /// Whether a thread's policy says all this of the device.
+  bool is_in(const ThreadPolicy& thread) const {
+    return thread.inherited == policy && thread.in_force[device_index].get() == policy_in_force() &&
+           thread.keep.until == keep_until && thread.casts == casts;
+  }
 };
 
-/// What an AutocastGuard does: see there. The members of AutocastOptions come one by one; a null
-/// policy is one that is unset.
-class AutocastRegion {
- public:
-  AutocastRegion(at::DeviceType device, std::optional<at::ScalarType> dtype, bool enabled,
-                 std::optional<bool> cache_enabled, std::optional<WeightCache> asked,
-                 const std::shared_ptr<const PolicyData>& policy);
-  ~AutocastRegion();
-
- private:
-  DeviceAutocastState before_{};
-  bool cache_enabled_before_ = at::autocast::is_autocast_cache_enabled();
-  bool dtype_changed_ = false;
-  std::uint64_t own_region_ = 0;  // of an outermost guard, if things are kept of weights
-  Nesting nesting_;
-  std::shared_ptr<OpRuleUsage> op_rule_usage_;  // null: no OpRule, or the outer region's
-  int exceptions_ = std::uncaught_exceptions();
-  std::optional<PolicyScope> policy_scope_;
-};
+/// What a guard with these options puts in force on the calling thread, whose policy is `outer` or
+/// null. Makes ready all that the region needs, and changes nothing on the thread, so that an error
+/// leaves its state as it was.
+RegionState resolve(at::DeviceType device, const AutocastOptions& options,
+                    const ThreadPolicy* outer);
 
 /// Makes all ready for a region of a device: the policy, and who casts weights, if not LibTorch.
 /// Error, of `call`: a strict fp8 rule that the region cannot follow.
 void prepare_region(const char* call, const PolicyData& policy, const WeightCasts* casts,
                     at::DeviceType device, at::ScalarType dtype);
 
-// ---- TORCHAMP_POLICY ----------------------------------------------------------------------------
+/// What an AutocastGuard does: resolves its options, pushes what is to be in force, and restores
+/// what was.
+class AutocastRegion {
+ public:
+  AutocastRegion(at::DeviceType device, const AutocastOptions& options);
+  ~AutocastRegion();
 
-/// Reads the policy in a file; errors begin with `call`.
-using PolicyFileReader = std::shared_ptr<const PolicyData> (*)(const std::string& call,
-                                                               const std::string& path);
+ private:
+  void push(const RegionState& inside, const ThreadPolicy* outer);
+  void restore();
 
-/// Which torchamp/policy_text.h registers; null where no source file includes that.
-inline PolicyFileReader policy_file_reader = nullptr;
-
-/// The policy that TORCHAMP_POLICY, being `text`, names.
-std::shared_ptr<const PolicyData> environment_policy(const std::string& text,
-                                                     PolicyFileReader read_file);
-
-/// What overrides the guards of a thread whose policy this is, which may be null.
-const GuardOverride& guard_override(const ThreadPolicy* policy);
+  DeviceAutocastState before_{};
+  bool cache_enabled_before_ = at::autocast::is_autocast_cache_enabled();
+  bool dtype_changed_ = false;
+  Nesting nesting_;
+  RegionListeners listeners_;
+  std::optional<PolicyScope> policy_scope_;
+};
 
 }  // namespace torchamp::detail
-
-#if TORCHAMP_BODIES
-#include "torchamp/detail/core/autocast/region-inl.h"  // IWYU pragma: export
-#endif

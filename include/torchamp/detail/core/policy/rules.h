@@ -174,7 +174,8 @@ class PolicyData {
   RuleMap rules;  // what the edits made of each overload that they reached
 
  private:
-  /// Installs the overlays that the policy needs on a device. Defined in autocast/kernel.h.
+  /// Installs the overlays that the policy needs on a device. Defined in
+  /// autocast/autocast_kernel.h.
   void compile(at::DeviceType device) const;
   /// The rule of an entry with conditions.
   OverlayRule choose(const OverlayEntry& entry, at::DeviceType device, const OpCall& call) const;

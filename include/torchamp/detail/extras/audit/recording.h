@@ -40,7 +40,7 @@
 
 #include "torchamp/audit_row.h"
 #include "torchamp/autocast_state.h"
-#include "torchamp/detail/core/autocast/kernel.h"
+#include "torchamp/detail/core/autocast/autocast_kernel.h"
 #include "torchamp/detail/core/base/autograd_node.h"
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/policy/schema.h"

@@ -31,8 +31,8 @@
 #include <vector>
 
 #include "torchamp/audit_row.h"
+#include "torchamp/autocast.h"
 #include "torchamp/detail/core/autocast/empty_cast_cache.h"
-#include "torchamp/detail/core/autocast/region.h"
 #include "torchamp/detail/core/base/devices.h"
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/gradients/attached.h"
@@ -373,8 +373,8 @@ class AuditSession {
       if (!has_guards_) {
         backward.emplace("PrecisionAudit::policy",
                          std::make_shared<BackwardWithoutAutocast>(audited_.device.type()));
-        region.emplace(audited_.device.type(), audited_.dtype, true, std::nullopt, std::nullopt,
-                       policy.data());
+        region.emplace(audited_.device.type(),
+                       AutocastOptions{.dtype = audited_.dtype, .policy = policy});
       }
       seconds = seconds_on(audited_.device, step_);
     }
@@ -390,8 +390,7 @@ class AuditSession {
     trial->device = audited_.device.type();
     state_.begin_step();
     const EmptyCastCache own_casts;
-    const AutocastRegion off(audited_.device.type(), std::nullopt, false, std::nullopt,
-                             std::nullopt, nullptr);
+    const AutocastRegion off(audited_.device.type(), {.enabled = false});
     const PolicyScope scope(thread_policy_under(trial));
     const double seconds = seconds_on(audited_.device, step_);
     state_.check_parameters_unchanged();

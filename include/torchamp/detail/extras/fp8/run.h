@@ -19,7 +19,7 @@
 #include <string_view>
 #include <utility>
 
-#include "torchamp/detail/core/autocast/kernel.h"
+#include "torchamp/detail/core/autocast/autocast_kernel.h"
 #include "torchamp/detail/core/base/devices.h"
 #include "torchamp/detail/core/policy/rules.h"
 #include "torchamp/detail/core/policy/schema.h"

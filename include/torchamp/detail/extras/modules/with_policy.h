@@ -18,8 +18,8 @@
 #include <typeinfo>
 #include <utility>
 
-#include "torchamp/detail/core/autocast/kernel.h"
-#include "torchamp/detail/core/autocast/region.h"
+#include "torchamp/autocast.h"
+#include "torchamp/detail/core/autocast/autocast_kernel.h"
 #include "torchamp/detail/core/policy/rules.h"
 #include "torchamp/detail/core/policy/thread_policy.h"
 #include "torchamp/detail/core/runtime/runtime.h"

@@ -1,0 +1,250 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// torchamp's kernels under the autocast keys, and which of them a policy needs.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/operator_name.h>
+#include <ATen/core/stack.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/DispatchKey.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <atomic>
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+
+#include "torchamp/detail/core/autocast/cast_arguments.h"
+#include "torchamp/detail/core/autocast/op_warnings.h"
+#include "torchamp/detail/core/base/devices.h"
+#include "torchamp/detail/core/base/text.h"
+#include "torchamp/detail/core/policy/op_lists.h"
+#include "torchamp/detail/core/policy/rules.h"
+#include "torchamp/detail/core/policy/schema.h"
+#include "torchamp/detail/core/policy/thread_policy.h"
+#include "torchamp/detail/core/runtime/runtime.h"
+#include "torchamp/ops.h"
+
+#if TORCHAMP_LIBTORCH < 209
+/// LibTorch befriends all classes of this template, and no other that could ask for a kernel.
+template <>
+class c10::TypedOperatorHandle<struct TorchampKernelLookup> {
+ public:
+  static const KernelFunction& kernel(const OperatorHandle& op, DispatchKey key) {
+    return op.operatorDef_->op.lookup(DispatchKeySet(key));
+  }
+};
+#endif
+
+namespace torchamp::detail {
+
+/// An op's kernel, to be called by callBoxed().
+#if TORCHAMP_LIBTORCH >= 209
+using NativeKernel = c10::SafeKernelFunction;
+inline NativeKernel kernel_of(const c10::OperatorHandle& op, c10::DispatchKey key) {
+  return op.getComputedKernelForDispatchKey(key);
+}
+#else
+using NativeKernel = c10::KernelFunction;
+inline NativeKernel kernel_of(const c10::OperatorHandle& op, c10::DispatchKey key) {
+  return c10::TypedOperatorHandle<TorchampKernelLookup>::kernel(op, key);
+}
+#endif
+
+/// Whether LibTorch's own kernel for the device casts the op's arguments to 16 bits.
+inline bool lowers_natively(const c10::OperatorHandle& op, at::DeviceType device) {
+  return has_native_kernel(op, device) && why_not_castable(op.schema()).empty() &&
+         kernel_lowers(op.operator_name(), device);
+}
+
+// Note [Overlays]
+// An overlay is a boxed kernel for one op under one device's autocast key. It is registered at most
+// once per process, when the first policy that disagrees with LibTorch about that op comes into
+// force, and asks the calling thread's policy on every call. Without a torchamp guard, or where the
+// policy has no rule for the op, it calls the autocast kernel that it covers, or, where there was
+// none, passes the call on to the next key with autocast still on, as the fallthrough did. So code
+// that uses at::autocast without torchamp sees no change.
+//
+// LibTorch does not lock its dispatch table against calls. Registration is safe beside threads that
+// call ops outside autocast, but not beside threads that call the same op inside it.
+//
+// Note [TorchScript]
+// LibTorch's JIT rewrites a script that runs with autocast on: it puts a cast op
+// (aten::_autocast_to_reduced_precision or _full_precision) before ops on lists of its own. The
+// dispatcher, and so the policy, still sees every op; overlays make these casts no-ops wherever a
+// torchamp guard is in force on the thread. Scripts then follow the policy exactly as C++ does,
+// whichever state they were first run in, while other threads keep the JIT's casts.
+class Overlay final : public c10::OperatorKernel {
+ public:
+  Overlay(const c10::OperatorHandle& op, std::size_t index, at::DeviceType device)
+      : index_(index),
+        device_(device),
+        device_index_(device_index(device, "Overlay")),
+        key_(autocast_key(device)),
+        after_(c10::DispatchKeySet::FULL_AFTER, key_),
+        argument_count_(op.schema().arguments().size()),
+        adds_gradients_(adds_gradients(op.operator_name())),
+        is_script_cast_(op.operator_name().name.starts_with("aten::_autocast_to_")) {
+    if (has_autocast_kernel(op, device)) native_.emplace(kernel_of(op, key_));
+  }
+  ~Overlay() override { delete facts_.load(std::memory_order_relaxed); }
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) const {
+    const ThreadPolicy* const of_thread = thread_policy();
+    const PolicyData* const policy = of_thread ? of_thread->in_force[device_index_].get() : nullptr;
+    if (policy == nullptr || (adds_gradients_ && leaves_sums_alone(*of_thread))) {
+      return call_native(op, keys, stack);
+    }
+    if (is_script_cast_) return torch::jit::drop(*stack, argument_count_ - 1);  // leaves `self`
+    const OverlayRule rule = policy->rule(device_index_, index_, device_, op, *stack);
+    if (OpRuleUsage* const usage = of_thread->op_rule_usage.get(); usage || rule.op_rule) {
+      if (follow_op_rule(*policy, rule, usage, op, *stack)) return;
+    }
+    const Facts* const facts = facts_of_op(op);
+    const WeightCasts* const casts = casts_of_weights(*of_thread, rule, facts);
+    const Cast cast = casts && rule.cast == Cast::native ? Cast::lower_precision : rule.cast;
+    if (cast == Cast::native) return call_native(op, keys, stack);
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
+    const StandIns stand_ins = cast_arguments(facts, cast, casts, op, *stack);
+    std::optional<NoWarning> no_warning;
+    if (cast != Cast::unchanged && facts->is_recurrent_layer) no_warning.emplace(scattered_weights);
+    op.redispatchBoxed(keys & after_, stack);
+    if (!stand_ins.empty()) copy_back(stand_ins);
+  }
+
+ private:
+  /// What a call needs to know of its op. The first call finds it out: most are never called.
+  struct Facts {
+    Facts(const c10::OperatorHandle& op, at::DeviceType device)
+        : cast_arguments(op.schema(), contains(ops::addition, op.operator_name())),
+          takes_probabilities(contains(probability_loss, op.operator_name())),
+          is_recurrent_layer(contains(recurrent_layer, op.operator_name())),
+          is_natively_lowered(lowers_natively(op, device)) {}
+
+    CastArguments cast_arguments;
+    bool takes_probabilities;
+    bool is_recurrent_layer;
+    bool is_natively_lowered;
+  };
+
+  /// Null of an op that has not the arguments that it had when the overlay was made.
+  const Facts* facts_of_op(const c10::OperatorHandle& op) const {
+    const Facts* const known = facts_.load(std::memory_order_acquire);
+    return known || op.schema().arguments().size() != argument_count_ ? known : find_facts(op);
+  }
+
+  const Facts* find_facts(const c10::OperatorHandle& op) const {
+    const Facts* known = nullptr;
+    auto made = std::make_unique<const Facts>(op, device_);
+    const bool is_first = facts_.compare_exchange_strong(known, made.get());
+    return is_first ? made.release() : known;
+  }
+
+  [[noreturn]] static void refuse(const c10::OperatorName& op) {
+    fail({"torchamp: '", full_name(op),
+          "' was registered again with other arguments, but policies keep its first schema. Give "
+          "the new op another name."});
+  }
+
+  void call_native(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                   torch::jit::Stack* stack) const {
+    if (native_) {
+      native_->callBoxed(op, keys, stack);
+    } else {
+      op.redispatchBoxed(keys & after_, stack);
+    }
+  }
+
+  /// Lets the OpRule of the call's rule run it, if there is one and it can.
+  bool follow_op_rule(const PolicyData& policy, const OverlayRule& rule, OpRuleUsage* usage,
+                      const c10::OperatorHandle& op, torch::jit::Stack& stack) const {
+    if (rule.op_rule != nullptr) {
+      const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
+      return rule.op_rule->run(op, device_, stack, usage);
+    }
+    if (policy.op_rule() != nullptr) usage->passed_by(op.operator_name());
+    return false;
+  }
+
+  /// Who casts the call's weights to 16 bits, if not LibTorch.
+  static const WeightCasts* casts_of_weights(const ThreadPolicy& of_thread, const OverlayRule& rule,
+                                             const Facts* facts) {
+    if (of_thread.casts == nullptr) return nullptr;
+    const bool is_native = rule.cast == Cast::native && !rule.is_chosen && facts != nullptr &&
+                           facts->is_natively_lowered;
+    const bool may_narrow =
+        rule.cast == Cast::lower_precision || rule.cast == Cast::fp8 || rule.cast == Cast::promote;
+    return is_native || may_narrow ? of_thread.casts : nullptr;
+  }
+
+  StandIns cast_arguments(const Facts* facts, Cast cast, const WeightCasts* casts,
+                          const c10::OperatorHandle& op, torch::jit::Stack& stack) const {
+    if (cast == Cast::unchanged) return {};
+    const std::size_t count = op.schema().arguments().size();
+    if (facts == nullptr || count != argument_count_) refuse(op.operator_name());
+    if (facts->takes_probabilities && cast == Cast::fp32) warn_of_16_bit_probabilities(op, stack);
+    return facts->cast_arguments(cast, device_, casts, op.schema(), stack);
+  }
+
+  std::optional<NativeKernel> native_;  // which it covers, if there is one
+  std::size_t index_;
+  at::DeviceType device_;
+  std::size_t device_index_;
+  c10::DispatchKey key_;
+  c10::DispatchKeySet after_;
+  std::size_t argument_count_;
+  bool adds_gradients_;
+  bool is_script_cast_;  // whether the JIT casts by this op
+  mutable std::atomic<const Facts*> facts_ = nullptr;
+};
+
+/// Makes sure that the op has its overlay for the device, and returns its index in the tables.
+inline std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType device) {
+  SharedRuntime& runtime = shared_runtime();
+  auto& overlays = runtime.overlays[device_index(device, "install_overlay")];
+  const std::scoped_lock lock(runtime.mutex);
+  const std::size_t index = overlays.size();
+  const auto [overlay, is_new] = overlays.try_emplace(
+      op.operator_name(), KnownOverlay{index, has_autocast_kernel(op, device)});
+  if (!is_new) return overlay->second.index;
+  try {
+    const NoWarning of_any_text("");  // LibTorch warns of kernels that replace others
+    // Never destroyed: its end would take the kernel away. (A torch::Library would parse the name,
+    // which takes longer than all else that the first guard does for an op.)
+    new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().registerImpl(
+        op.operator_name(), autocast_key(device),
+        c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Overlay>(op, index, device)),
+        std::nullopt, nullptr, "torchamp kernel"));
+  } catch (...) {
+    overlays.erase(overlay);
+    throw;
+  }
+  return index;
+}
+
+inline void PolicyData::compile(at::DeviceType device) const {
+  Compiled& compiled = compiled_[device_index(device, "Policy")];
+  const std::scoped_lock lock(mutex_);
+  if (compiled.ready.load(std::memory_order_relaxed)) return;
+  for (const char* name : {"_autocast_to_reduced_precision", "_autocast_to_full_precision"}) {
+    for (const auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) {
+      (void)install_overlay(op, device);
+    }
+  }
+  OverlayTable table;
+  for_each_candidate(*this, [&](const TabledOp& tabled) {
+    const OverlayEntry entry = overlay_entry(*this, tabled, device);
+    if (entry.cast == Cast::native && entry.conditional == nullptr) return;
+    const std::size_t index = install_overlay(tabled.op, device);
+    if (index >= table.size()) table.resize(index + 1);
+    table[index] = entry;
+  });
+  compiled.table = std::move(table);
+  compiled.ready.store(true, std::memory_order_release);
+}
+
+}  // namespace torchamp::detail

@@ -1,0 +1,291 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The casts of one call.
+#pragma once
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/function_schema.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/stack.h>
+#include <ATen/ops/ones_like.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+#include <c10/util/overflows.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "torchamp/detail/core/base/devices.h"
+#include "torchamp/detail/core/policy/op_lists.h"
+#include "torchamp/detail/core/policy/schema.h"
+#include "torchamp/detail/core/runtime/runtime.h"
+#include "torchamp/ops.h"
+
+namespace torchamp::detail {
+
+/// Arguments, each followed by a copy that an op writes to instead.
+using StandIns = std::vector<at::Tensor>;
+
+/// Brings what the op has written to where it belongs.
+inline void copy_back(const StandIns& stand_ins) {
+  const at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < stand_ins.size(); i += 2) stand_ins[i].copy_(stand_ins[i + 1]);
+}
+
+/// Casts the arguments of one op on the interpreter's stack. Made once per op, from its schema.
+class CastArguments {
+ public:
+  /// `promotes`: the op itself computes in the widest dtype of its arguments, as additions do.
+  CastArguments(const c10::FunctionSchema& schema, bool promotes)
+      : count_(schema.arguments().size()), promotes_(promotes) {
+    const auto& arguments = schema.arguments();
+    const bool has_statistics =
+        std::any_of(arguments.begin(), arguments.end(), [](const c10::Argument& argument) {
+          return is_running_statistic(argument) && holds_tensors(*argument.type());
+        });
+    for (std::size_t i = 0; i < count_; ++i) {
+      const c10::Argument& argument = arguments[i];
+      const std::string& name = argument.name();
+      if (is_dtype(argument, /*optional=*/true)) dtype_position_ = i;
+      if (argument.alias_info() != nullptr && argument.alias_info()->isWrite() &&
+          argument.type()->kind() == c10::TypeKind::TensorType) {
+        written_position_ = i;
+      }
+      if (name == "weight" && schema.name() == "aten::instance_norm") unit_weight_position_ = i;
+      if (name == "training" || name == "use_input_stats") training_position_ = i;
+      if (!holds_tensors(*argument.type())) continue;
+      const bool is_beside = has_statistics && (name == "weight" || name == "bias");
+      auto& positions = is_running_statistic(argument) ? statistics_
+                        : is_beside                    ? beside_statistics_
+                                                       : positions_;
+      positions.push_back(i);
+    }
+  }
+
+  /// Casts as `cast` says for a region of `device`. After the op has run, the stand-ins are to be
+  /// copied back. `casts`: who casts weights to 16 bits, if not LibTorch.
+  [[nodiscard]] StandIns operator()(Cast cast, at::DeviceType device, const WeightCasts* casts,
+                                    const c10::FunctionSchema& schema,
+                                    torch::jit::Stack& stack) const {
+    const Call call{device, stack.data() + (stack.size() - count_)};
+    const auto narrow = [&](Dtype dtype) {
+      if (casts && dtype && is_16_bit(*dtype)) {
+        casts->cast(schema, positions_, *dtype, device, stack);
+      }
+      return to(dtype, call);
+    };
+    switch (cast) {
+      case Cast::lower_precision:
+      case Cast::fp8:  // where it cannot be
+        if (device == at::kCPU && is_sparse(call)) return to(at::kFloat, call);
+        return narrow(at::autocast::get_autocast_dtype(device));
+      case Cast::promote:
+        return written_position_ ? narrow(dtype_written_to(call)) : to(widest(call), call);
+      case Cast::fp32:
+        if (dtype_position_ && can_ask_for_fp32(call)) return {};
+        if (promotes_ && widen_one(call)) return {};
+        return to(at::kFloat, call);
+      case Cast::native:
+      case Cast::unchanged:
+        break;
+    }
+    if (cast == fp32_where_it_must && must_be_fp32(call)) return to(at::kFloat, call);
+    return {};
+  }
+
+ private:
+  using Dtype = std::optional<at::ScalarType>;
+  using Positions = std::vector<std::size_t>;
+
+  /// A call in a region of a device.
+  struct Call {
+    at::DeviceType device;
+    c10::IValue* arguments;
+
+    c10::IValue& operator[](std::size_t position) const { return arguments[position]; }
+    bool can_cast(const at::Tensor& tensor) const {
+      return tensor.defined() && at::autocast::is_eligible(tensor, device);
+    }
+  };
+
+  /// The widest dtype among `dtype` and the castable tensors at `positions`; nothing if there are
+  /// none.
+  static Dtype widest_of(Dtype dtype, const Positions& positions, const Call& call) {
+    for (const std::size_t position : positions) {
+      for_each_tensor_of(call[position], [&](const at::Tensor& tensor) {
+        if (!call.can_cast(tensor)) return;
+        dtype = dtype ? c10::promoteTypes(*dtype, tensor.scalar_type()) : tensor.scalar_type();
+      });
+    }
+    return dtype;
+  }
+
+  /// Whether an argument is a sparse matrix, for which a CPU has no 16-bit products.
+  bool is_sparse(const Call& call) const {
+    bool is_one = false;
+    for (const std::size_t position : positions_) {
+      for_each_tensor_of(call[position], [&](const at::Tensor& tensor) {
+        if (!tensor.defined()) return;
+        is_one = is_one || (tensor.layout() != at::kStrided && tensor.layout() != at::kMkldnn);
+      });
+    }
+    return is_one;
+  }
+
+  Dtype widest(const Call& call) const {
+    const Dtype dtype = widest_of(std::nullopt, positions_, call);
+    return widest_of(widest_of(dtype, beside_statistics_, call), statistics_, call);
+  }
+
+  /// That of the tensor which the op writes to, if it can be computed in.
+  Dtype dtype_written_to(const Call& call) const {
+    const c10::IValue& value = call[*written_position_];
+    if (!value.isTensor() || !value.toTensor().is_floating_point()) return std::nullopt;
+    return value.toTensor().scalar_type();
+  }
+
+  /// Of an op with the rule fp32_where_it_must: masked_fill, or else rrelu.
+  bool must_be_fp32(const Call& call) const {
+    if (!training_position_) return !value_fits(call);
+    return call[0].toTensor().scalar_type() == at::kHalf && call[*training_position_].toBool();
+  }
+
+  /// Whether the number at the end of the arguments fits into the dtype of the first.
+  bool value_fits(const Call& call) const {
+    const at::ScalarType dtype = call[0].toTensor().scalar_type();
+    const c10::IValue& value = call[count_ - 1];
+    if (!is_16_bit(dtype) || !(value.isDouble() || value.isInt())) return true;
+    const double number = value.isInt() ? static_cast<double>(value.toInt()) : value.toDouble();
+    return dtype == at::kHalf ? !c10::overflows<c10::Half>(number)
+                              : !c10::overflows<c10::BFloat16>(number);
+  }
+
+  // Note [Casts of running statistics]
+  // Statistics in fp32 that were cast to 16 bits would lose what an update adds, so they are never
+  // narrowed. Where an op needs them wider than they are (`fp32` on a model in 16 bits) it is given
+  // a copy, which is copied back if the op has updated it. LibTorch's kernels take weight and bias
+  // in the dtype of the statistics and in no other. Its instance_norm narrows statistics by itself
+  // where there is no weight, so it is given one of ones.
+  StandIns cast_statistics(at::ScalarType dtype, const Call& call) const {
+    StandIns stand_ins;
+    const at::ScalarType wide = *widest_of(dtype, statistics_, call);
+    for (const std::size_t position : beside_statistics_) cast_value(wide, call, position);
+    if (unit_weight_position_ && wide != dtype) {
+      c10::IValue& weight = call[*unit_weight_position_];
+      const c10::IValue& statistic = call[statistics_.front()];
+      const bool has_weight = weight.isTensor() && weight.toTensor().defined();
+      if (!has_weight && statistic.isTensor() && statistic.toTensor().defined()) {
+        weight = at::ones_like(statistic.toTensor());
+      }
+    }
+    const c10::IValue& training = call[training_position_.value_or(0)];
+    const bool updates = !training_position_ || !training.isBool() || training.toBool();
+    for (const std::size_t position : statistics_) {
+      c10::IValue& value = call[position];
+      if (!value.isTensor() || !needs_cast(value.toTensor(), wide, call)) continue;
+      const at::Tensor original = value.toTensor();
+      value = original.to(wide);
+      if (!updates) continue;
+      stand_ins.push_back(original);
+      stand_ins.push_back(value.toTensor());
+    }
+    return stand_ins;
+  }
+
+  StandIns to(Dtype dtype, const Call& call) const {
+    if (!dtype) return {};
+    for (const std::size_t position : positions_) cast_value(*dtype, call, position);
+    return statistics_.empty() ? StandIns() : cast_statistics(*dtype, call);
+  }
+
+  static void cast_value(at::ScalarType dtype, const Call& call, std::size_t position) {
+    c10::IValue& value = call[position];
+    if (value.isTensor()) {
+      if (!needs_cast(value.toTensor(), dtype, call)) return;
+      value = at::autocast::cached_cast(dtype, value.toTensor(), call.device);
+    } else if (value.isList()) {
+      cast_list(dtype, call, value);
+    }
+  }
+
+  static void cast_list(at::ScalarType dtype, const Call& call, c10::IValue& value) {
+    c10::impl::GenericList list = value.toList().copy();  // keeps the type of its elements
+    for (std::size_t i = 0; i < list.size(); ++i) {
+      const c10::IValue& element = list.get(i);
+      if (!element.isTensor()) continue;
+      list.set(i, at::autocast::cached_cast(dtype, element.toTensor(), call.device));
+    }
+    value = list;
+  }
+
+  static bool needs_cast(const at::Tensor& tensor, at::ScalarType dtype, const Call& call) {
+    return call.can_cast(tensor) && tensor.scalar_type() != dtype;
+  }
+
+  // LibTorch's rule for `fp32_set_opt_dtype`: a dtype that the caller gave stands. False if the
+  // arguments must be cast instead: a tensor that is never cast would be converted, too, and ops on
+  // nested tensors take no dtype.
+  bool can_ask_for_fp32(const Call& call) const {
+    c10::IValue& dtype = call[*dtype_position_];
+    if (!dtype.isNone()) return true;
+    bool castable = false, all_can_be_asked = true;
+    for (const std::size_t position : positions_) {
+      for_each_tensor_of(call[position], [&](const at::Tensor& tensor) {
+        if (!tensor.defined()) return;
+        const bool can_cast = call.can_cast(tensor);
+        castable = castable || can_cast;
+        if (can_cast ? tensor.is_nested() : tensor.is_floating_point() || tensor.is_complex()) {
+          all_can_be_asked = false;
+        }
+      });
+    }
+    if (castable && all_can_be_asked) dtype = at::kFloat;
+    return all_can_be_asked;
+  }
+
+  // Note [One cast for an addition]
+  // An op with type promotion computes in fp32 as soon as one argument that decides the dtype is
+  // fp32, and converts the other on the fly. Tensors with dimensions decide over those without. So
+  // one cast serves for two arguments. Kernels of sparse layouts do not all convert: false.
+  bool widen_one(const Call& call) const {
+    c10::IValue* chosen = nullptr;
+    bool chosen_has_dims = false, wide = false;
+    for (const std::size_t position : positions_) {
+      c10::IValue& value = call[position];
+      if (!value.isTensor() || !value.toTensor().defined()) continue;
+      const at::Tensor& tensor = value.toTensor();
+      if (tensor.layout() != at::kStrided) return false;
+      if (!tensor.is_floating_point()) continue;
+      const bool has_dims = tensor.dim() > 0;
+      if (chosen && has_dims < chosen_has_dims) continue;
+      if (!chosen || has_dims > chosen_has_dims) {
+        chosen = &value;
+        chosen_has_dims = has_dims;
+        wide = false;
+      }
+      wide = wide || tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kDouble;
+    }
+    if (chosen && !wide) {
+      *chosen = at::autocast::cached_cast(at::kFloat, chosen->toTensor(), call.device);
+    }
+    return true;
+  }
+
+  Positions positions_;          // of the arguments that hold tensors
+  Positions statistics_;         // of running statistics; not in positions_
+  Positions beside_statistics_;  // of their weight and bias; not in positions_
+  std::optional<std::size_t> dtype_position_;
+  std::optional<std::size_t> training_position_;  // of what says whether statistics are updated
+  std::optional<std::size_t> written_position_;
+  std::optional<std::size_t> unit_weight_position_;  // of instance_norm's weight
+  std::size_t count_;
+  bool promotes_;
+};
+
+}  // namespace torchamp::detail

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What is said of some ops, by LibTorch and by torchamp.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/stack.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+
+#include <atomic>
+#include <string>
+
+#include "torchamp/detail/core/base/devices.h"
+#include "torchamp/detail/core/base/text.h"
+
+namespace torchamp::detail {
+
+/// In LibTorch's warning that the weights of a recurrent layer are scattered: see
+/// Note [Recurrent layers].
+inline constexpr const char* scattered_weights = "not part of single contiguous chunk";
+
+/// Drops the calling thread's warnings that have `text`, and passes on all others, while it lives.
+class NoWarning final : public c10::WarningHandler {
+ public:
+  explicit NoWarning(const char* text) : text_(text) {}
+  void process(const c10::Warning& warning) override {
+    if (warning.msg().find(text_) == std::string::npos) outer_->process(warning);
+  }
+
+ private:
+  const char* text_;
+  c10::WarningHandler* outer_ = c10::WarningUtils::get_warning_handler();
+  c10::WarningUtils::WarningHandlerGuard guard_{this};
+};
+
+// Note [Binary cross entropy]
+// binary_cross_entropy takes probabilities, in general a sigmoid's. In 16 bits a sigmoid rounds to
+// 1 from about 8.3 on in fp16 and 6.2 in bf16, and in fp16 to 0 below about -17. The gradient of
+// such an element is lost in the sigmoid, whatever the loss itself is computed in. That is why
+// LibTorch's CUDA kernel for autocast refuses the op, also where the sigmoid is in fp32; a CPU has
+// no ban. Policy::standard() computes the op in fp32 on every device, and warns once if its input
+// is in 16 bits, that is, has been rounded already. Policy::torch() keeps the ban.
+
+/// Warns once, from the dtype of the op's first argument. Reads no device.
+inline void warn_of_16_bit_probabilities(const c10::OperatorHandle& op,
+                                         const torch::jit::Stack& stack) {
+  const c10::IValue& input = stack[stack.size() - op.schema().arguments().size()];
+  if (!input.isTensor() || !input.toTensor().defined()) return;
+  const at::ScalarType dtype = input.toTensor().scalar_type();
+  if (!is_16_bit(dtype)) return;
+  static std::atomic<bool> is_known = false;
+  warn_once(
+      is_known,
+      {"torchamp: binary_cross_entropy was given probabilities in ", c10::toString(dtype),
+       ". The loss is computed in fp32, but a sigmoid in 16 bits has already rounded those that "
+       "are close to 0 or 1, whose gradients are then lost. Use binary_cross_entropy_with_logits, "
+       "or compute the sigmoid in fp32 (torch::sigmoid(logits.to(torch::kFloat)), or "
+       "Policy::fp32(\"sigmoid\"))."});
+}
+
+}  // namespace torchamp::detail
