@@ -4,6 +4,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -11,6 +14,7 @@
 #include "simulated_device/scaled_mm.h"
 #include "support/devices.h"
 #include "support/expect_error.h"
+#include "support/fp8_reference.h"
 #include "torchamp/cast_recorder.h"
 #include "torchamp/fp8.h"
 #include "torchamp/module_policy.h"
@@ -148,20 +152,93 @@ TEST_P(Fp8SimulatedDevice, AStrictRuleThatIsNotInForceAsksNothingOfTheDevice) {
       "AutocastGuard: the policy's fp8 rule is strict, and ");
 }
 
-TEST_P(Fp8Device, AgreesWithTheRehearsalWithinAStepOfBf16) {
+struct Operands {
+  torch::Tensor x, w, g;
+};
+
+Operands random_operands(const std::vector<int64_t>& shape) {
+  return {torch::randn({shape[0], shape[1]}) * 1e-3, torch::randn({shape[2], shape[1]}) * 30,
+          torch::randn({shape[0], shape[2]}).to(at::kBFloat16) * 1e4};
+}
+
+/// Expects `there` within what units that keep 14 bits of their sums may do.
+void expect_units(const Result& there, const Result& here, const Operands& of) {
+  const auto expect = [](const torch::Tensor& actual, const torch::Tensor& expected,
+                         const torch::Tensor& a, const torch::Tensor& b, const char* name) {
+    const torch::Tensor off = (actual.to(at::kDouble) - expected.to(at::kDouble)).abs();
+    EXPECT_TRUE(off.le(fp8_units_tolerance(expected, a, b)).all().item<bool>())
+        << name << ", off by up to " << (off.numel() == 0 ? 0. : off.max().item<double>());
+  };
+  expect(there.y, here.y, of.x, of.w.t(), "y");
+  expect(there.dx, here.dx, of.g, of.w, "dx");
+  expect(there.dw, here.dw, of.g.t(), of.x, "dw");
+}
+
+TEST_P(Fp8Device, AgreesWithTheRehearsalToThePrecisionOfItsSums) {
   SKIP_WITHOUT(GetParam());
   torch::manual_seed(2);
   for (const auto& shape : kShapes) {
-    const torch::Tensor x = torch::randn({shape[0], shape[1]}) * 1e-3;
-    const torch::Tensor w = torch::randn({shape[2], shape[1]}) * 30;
-    const torch::Tensor g = torch::randn({shape[0], shape[2]}).to(at::kBFloat16) * 1e4;
-    const Result there = run(x, w, g, GetParam(), at::kBFloat16);
-    const Result here = run(x, w, g, at::kCPU, at::kBFloat16);
-    const double step = 0x1p-7;
-    EXPECT_TRUE(there.y.allclose(here.y, step, 1e-4)) << shape;
-    EXPECT_TRUE(there.dx.allclose(here.dx, step, 1)) << shape;
-    EXPECT_TRUE(there.dw.allclose(here.dw, step, 1e-3)) << shape;
+    SCOPED_TRACE(c10::str(shape));
+    const Operands of = random_operands(shape);
+    const Result there = run(of.x, of.w, of.g, GetParam(), at::kBFloat16);
+    const Result here = run(of.x, of.w, of.g, at::kCPU, at::kBFloat16);
+    expect_units(there, here, of);
+    if (GetParam() == at::kCUDA) continue;
+    const double step = 0x1p-7;  // the simulated device's sums are in fp32, in another order
+    EXPECT_TRUE(there.y.allclose(here.y, step, 1e-4));
+    EXPECT_TRUE(there.dx.allclose(here.dx, step, 1));
+    EXPECT_TRUE(there.dw.allclose(here.dw, step, 1e-3));
   }
+}
+
+/// `a` times `b` as the units of a GPU of compute capability 9.0: of 32 products, and of the sum
+/// before them, the 14 highest bits below the largest are added.
+torch::Tensor product_of_units(const torch::Tensor& a, const torch::Tensor& b) {
+  const auto left = a.to(at::kDouble).contiguous(), right = b.to(at::kDouble).contiguous();
+  const torch::Tensor result = torch::zeros({a.size(0), b.size(1)}, at::kDouble);
+  const auto l = left.accessor<double, 2>(), r = right.accessor<double, 2>();
+  auto sums = result.accessor<double, 2>();
+  for (int64_t i = 0; i < a.size(0); ++i) {
+    for (int64_t j = 0; j < b.size(1); ++j) {
+      double sum = 0;
+      for (int64_t begin = 0; begin < a.size(1); begin += 32) {
+        std::vector<double> terms{sum};
+        for (int64_t k = begin; k < std::min(begin + 32, a.size(1)); ++k) {
+          terms.push_back(l[i][k] * r[k][j]);
+        }
+        double largest = 0;
+        for (const double term : terms) largest = std::max(largest, std::abs(term));
+        int exponent = 0;
+        (void)std::frexp(largest, &exponent);
+        const double last_bit = std::ldexp(1., exponent - 14);
+        sum = 0;
+        for (const double term : terms) sum += std::trunc(term / last_bit) * last_bit;
+      }
+      sums[i][j] = sum;
+    }
+  }
+  return result.to(at::kBFloat16);
+}
+
+TEST(Fp8Rehearsal, IsWithinItsPromiseOfUnitsThatKeep14BitsOfTheirSums) {
+  torch::manual_seed(2);
+  int64_t differ = 0;
+  for (const auto& shape : {kShapes[1], kShapes[1], kShapes[2], kShapes[8]}) {
+    const Operands of = random_operands(shape);
+    // A product with ones on the diagonal shows an operand as it is quantised.
+    const auto shown = [&](const torch::Tensor& x, const torch::Tensor& g, int64_t size) {
+      return run(x, torch::eye(size), g, at::kCPU, at::kBFloat16);
+    };
+    const auto x = shown(of.x, torch::zeros_like(of.x).to(at::kBFloat16), shape[1]).y;
+    const auto w = shown(of.w, torch::zeros_like(of.w).to(at::kBFloat16), shape[1]).y;
+    const auto g = shown(torch::zeros({shape[0], shape[2]}), of.g, shape[2]).dx;
+    const Result units{product_of_units(x, w.t()), product_of_units(g, w),
+                       product_of_units(g.t(), x)};
+    const Result here = run(of.x, of.w, of.g, at::kCPU, at::kBFloat16);
+    expect_units(units, here, of);
+    differ += here.dw.to(at::kBFloat16).ne(units.dw).sum().item<int64_t>();
+  }
+  EXPECT_GT(differ, 0) << "these units add as the rehearsal does";
 }
 
 TEST_P(Fp8SimulatedDevice, ReadsAndCopiesNothing) {

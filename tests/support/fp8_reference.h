@@ -3,6 +3,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/abs.h>
+#include <ATen/ops/amax.h>
 #include <ATen/ops/empty.h>
 
 #include <cmath>
@@ -129,4 +131,17 @@ inline at::Tensor through_nvfp4(const at::Tensor& matrix, int64_t rows) {
     }
   }
   return result;
+}
+
+/// How far a product in bf16 of a GPU's fp8 units may lie from the rehearsal, for `a` [M, K] times
+/// `b` [K, N]. Its units align up to 32 products to the largest and keep 14 bits of each, so that
+/// each of the K products loses less than 2^-13 of the largest of its sum, or 2^-12 with what
+/// quantisation may add to it; and both results are rounded to 8 bits.
+inline at::Tensor fp8_units_tolerance(const at::Tensor& rehearsed, const at::Tensor& a,
+                                      const at::Tensor& b) {
+  const at::Tensor rounding = rehearsed.abs().to(at::kDouble) * 0x1p-7;
+  if (a.size(1) == 0) return rounding;
+  const at::Tensor largest =
+      a.to(at::kDouble).abs().amax(1, true).mul(b.to(at::kDouble).abs().amax(0, true));
+  return rounding + static_cast<double>(a.size(1)) * 0x1p-12 * largest;
 }
