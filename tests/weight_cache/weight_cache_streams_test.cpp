@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Casts of weights belong to the stream that made them.
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "simulated_device/device.h"
+#include "support/devices.h"
+#include "support/tolerances.h"
+#include "support/weight_caches.h"
+#include "torchamp/autocast.h"
+#include "torchamp/weight_cache.h"
+
+namespace {
+
+using torchamp::AutocastGuard;
+using torchamp::WeightCache;
+
+class WeightCachesOfStreams : public testing::TestWithParam<at::DeviceType> {
+ protected:
+  void SetUp() override { SKIP_WITHOUT(GetParam()); }
+};
+INSTANTIATE_TEST_SUITE_P(Devices, WeightCachesOfStreams,
+                         testing::Values(at::kCUDA, at::kPrivateUse1), device_name);
+
+/// The simulated device refuses work that uses what a stream has not waited for.
+TEST_P(WeightCachesOfStreams, GiveNoCastToAStreamThatHasNotWaitedForIt) {
+  const at::Device device(GetParam(), 0);
+  const c10::impl::VirtualGuardImpl backend(GetParam());
+  const at::Tensor weight = at::randn({4, 4}).to(device), input = at::randn({2, 4}).to(device);
+  const at::Tensor expected = input.cpu().mm(weight.cpu());
+  backend.synchronizeDevice(0);
+  for (const WeightCache cache : weight_caches::own_caches) {
+    const at::NoGradGuard no_grad;
+    const AutocastGuard guard(GetParam(), {.dtype = at::kHalf, .cache = cache});
+    const at::Tensor here = at::mm(input, weight);
+    at::Tensor there;  // on the host
+    {
+      const c10::StreamGuard on_other(backend.getNewStream(device));
+      for (int i = 0; i < 2; ++i) there = at::mm(input, weight).cpu();
+    }
+    EXPECT_TRUE(at::equal(there, here.cpu()));
+    expect_close(there, expected, at::kHalf);
+  }
+}
+
+}  // namespace
