@@ -53,7 +53,7 @@ class Accumulation {
       : scaler_(scaler),
         optimizer_(optimizer),
         micro_batches_(micro_batches),
-        window_(detail::open_window(optimizer)) {
+        window_(std::make_shared<detail::AccumulationWindow>()) {
     TORCH_CHECK_VALUE(micro_batches >= 1, "Accumulation: micro_batches is ", micro_batches,
                       ". It is 1 or more.");
   }
@@ -98,7 +98,7 @@ class Accumulation {
     const at::Tensor scaled = scaler_.scale(part);
     if (window_->pending == 0) {
       version_ = version_of_scale();
-      detail::note_open(detail::ScalerParts::ledger(scaler_), window_);
+      detail::note_open(detail::ScalerParts::ledger(scaler_), window_, optimizer_);
     } else {
       check_window(terms_.backward);
       warn_of_writes();

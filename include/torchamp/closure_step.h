@@ -73,7 +73,7 @@ class OptimizerSnapshot {
   void restore() {
     const at::NoGradGuard no_grad;
     for (std::size_t i = 0; i < kept_.size(); ++i) kept_[i].copy_(values_[i]);
-    if (!is_fused()) replace_states(optimizer_, std::move(states_));
+    if (!is_fused()) optimizer_.state() = std::move(states_);
   }
 
  private:

@@ -72,7 +72,9 @@ class SafeAccumulation {
  public:
   /// Steps `optimizer` with what step() finds added up.
   SafeAccumulation(GradScaler& scaler, torch::optim::Optimizer& optimizer)
-      : scaler_(scaler), optimizer_(optimizer), window_(detail::open_window(optimizer)) {}
+      : scaler_(scaler),
+        optimizer_(optimizer),
+        window_(std::make_shared<detail::AccumulationWindow>()) {}
 
   SafeAccumulation(const SafeAccumulation&) = delete;
   SafeAccumulation& operator=(const SafeAccumulation&) = delete;
@@ -123,7 +125,7 @@ class SafeAccumulation {
       throw;
     }
     if (++window_->pending == 1) {
-      detail::note_open(detail::ScalerParts::ledger(scaler_), window_);
+      detail::note_open(detail::ScalerParts::ledger(scaler_), window_, optimizer_);
       began_at_ = detail::PlainClips::tick();
     }
     detail::clear_gradients(optimizer_);

@@ -22,15 +22,7 @@ namespace torchamp::detail {
 
 using ParamStates = ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>>;
 
-/// Puts others in the place of an optimizer's states. It stays the same optimizer; see Note [Which
-/// optimizer it is].
-inline void replace_states(torch::optim::Optimizer& optimizer, ParamStates states) {
-  const float load_factor = optimizer.state().max_load_factor();
-  optimizer.state() = std::move(states);
-  optimizer.state().max_load_factor(load_factor);
-}
-
-inline std::string place_of(std::size_t group, std::size_t index) {
+[[gnu::cold]] inline std::string place_of(std::size_t group, std::size_t index) {
   return "parameter " + std::to_string(index) + " of group " + std::to_string(group);
 }
 

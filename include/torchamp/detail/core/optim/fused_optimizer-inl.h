@@ -115,7 +115,7 @@ void FusedOptimizerOf<Kernel>::load(torch::serialize::InputArchive& archive) {
     static_cast<Options&>(param_groups_[g].options()) =
         static_cast<const Options&>(groups[g].options());
   }
-  detail::replace_states(*this, std::move(loaded.state()));
+  state_ = std::move(loaded.state());
   plan_.drop();
 }
 

@@ -1,43 +1,46 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
 
-#include <atomic>
-#include <cstdint>
-
+#include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
 
 // Note [Which optimizer it is]
-// An optimizer's address does not identify it: it may be moved, and another one created there. But
-// each has its own map of states, which moves with it and has a maximum load factor, 1/2 by
-// default. So an optimizer with records gets a load factor of its own, slightly below that.
+// torch.amp knows an optimizer by id(), its address. In C++ an optimizer may be moved, so it is
+// known by the address of its default options, which move with it. Another optimizer may be created
+// at that address later, so its first parameter counts, too. If that one is also the same, in the
+// same iteration, the new optimizer is taken for the old one.
 
-/// Numbers optimizers.
-class OptimizerNumber {
+/// Which optimizer it is. Keeps neither it nor its parameter alive.
+class OptimizerIdentity {
  public:
-  /// 0 if `optimizer` has got none.
-  static uint32_t of(const torch::optim::Optimizer& optimizer) {
-    const float below_half = 0.5F - optimizer.state().max_load_factor();
-    const bool is_ours = below_half > 0.F && below_half <= static_cast<float>(count) * spacing;
-    return is_ours ? static_cast<uint32_t>(below_half / spacing) : 0;
-  }
+  OptimizerIdentity() = default;
+  explicit OptimizerIdentity(const torch::optim::Optimizer& optimizer)
+      : defaults_(&optimizer.defaults()), first_parameter_(first_parameter_of(optimizer)) {}
 
-  /// Gives it one, if it has none.
-  static uint32_t give(torch::optim::Optimizer& optimizer) {
-    static std::atomic<uint32_t> last = 0;
-    if (of(optimizer) == 0) {
-      const uint32_t number = last++ % count + 1;
-      optimizer.state().max_load_factor(0.5F - static_cast<float>(number) * spacing);
-    }
-    return of(optimizer);
+  bool is(const torch::optim::Optimizer& optimizer) const {
+    return defaults_ == &optimizer.defaults() && first_parameter_.is(first_parameter_of(optimizer));
+  }
+  bool operator==(const OptimizerIdentity& other) const {
+    return defaults_ == other.defaults_ &&
+           first_parameter_.address() == other.first_parameter_.address();
   }
 
  private:
-  static constexpr float spacing = 0x1p-25F;  // of fp32 numbers just below 1/2
-  static constexpr uint32_t count = 1U << 21;
+  /// Undefined if there is none.
+  static at::Tensor first_parameter_of(const torch::optim::Optimizer& optimizer) {
+    for (const auto& group : optimizer.param_groups()) {
+      if (!group.params().empty()) return group.params().front();
+    }
+    return {};
+  }
+
+  const void* defaults_ = nullptr;
+  WeakTensor first_parameter_;
 };
 
 }  // namespace torchamp::detail

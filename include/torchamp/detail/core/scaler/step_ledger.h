@@ -76,27 +76,23 @@ struct OptimizerState {
 class OptimizerStates {
  public:
   struct Entry {
-    uint32_t optimizer;
+    OptimizerIdentity optimizer;
     OptimizerState state{};
   };
 
   /// Stays valid until clear().
-  OptimizerState& of(torch::optim::Optimizer& optimizer) {
-    const uint32_t number = OptimizerNumber::give(optimizer);
-    if (OptimizerState* const state = find(number)) return *state;
-    entries_.push_back({number});
+  [[gnu::cold]] OptimizerState& of(const torch::optim::Optimizer& optimizer) {
+    if (OptimizerState* const state = find(optimizer)) return *state;
+    entries_.push_back({OptimizerIdentity(optimizer)});
     return entries_.back().state;
   }
 
   /// Null if there is none.
-  OptimizerState* find(uint32_t number) {
-    for (Entry& entry : entries_) {
-      if (entry.optimizer == number) return &entry.state;
-    }
-    return nullptr;
-  }
   OptimizerState* find(const torch::optim::Optimizer& optimizer) {
-    return find(OptimizerNumber::of(optimizer));
+    return find_if([&](const Entry& entry) { return entry.optimizer.is(optimizer); });
+  }
+  OptimizerState* find(const OptimizerIdentity& optimizer) {
+    return find_if([&](const Entry& entry) { return entry.optimizer == optimizer; });
   }
   const OptimizerState* find(const torch::optim::Optimizer& optimizer) const {
     return const_cast<OptimizerStates*>(this)->find(optimizer);
@@ -122,12 +118,18 @@ class OptimizerStates {
   }
 
  private:
+  template <class Is>
+  OptimizerState* find_if(const Is& is) {
+    const auto found = std::find_if(entries_.begin(), entries_.end(), is);
+    return found == entries_.end() ? nullptr : &found->state;
+  }
+
   std::list<Entry> entries_;
 };
 
 /// A window of gradient accumulation.
 struct AccumulationWindow {
-  uint32_t optimizer;     ///< its number
+  OptimizerIdentity optimizer{};
   int64_t pending = 0;    ///< micro-batches
   bool was_used = false;  ///< the scaler has unscaled or stepped with them in an earlier iteration
 };

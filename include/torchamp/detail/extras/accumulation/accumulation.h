@@ -115,13 +115,10 @@ inline void clear_gradients(torch::optim::Optimizer& optimizer) {
   ClipLeft::forget(optimizer);
 }
 
-inline std::shared_ptr<AccumulationWindow> open_window(torch::optim::Optimizer& optimizer) {
-  return std::make_shared<AccumulationWindow>(
-      AccumulationWindow{.optimizer = OptimizerNumber::give(optimizer)});
-}
-
-/// The window has its first gradients of this scaler.
-inline void note_open(StepLedger& ledger, const std::shared_ptr<AccumulationWindow>& window) {
+/// The window has its first gradients of this scaler, for `optimizer`.
+inline void note_open(StepLedger& ledger, const std::shared_ptr<AccumulationWindow>& window,
+                      const torch::optim::Optimizer& optimizer) {
+  window->optimizer = OptimizerIdentity(optimizer);
   std::erase_if(ledger.windows,
                 [&](const auto& other) { return other.expired() || other.lock() == window; });
   ledger.windows.push_back(window);
