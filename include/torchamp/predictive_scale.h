@@ -186,55 +186,6 @@ class BadLosses final : public LossWatch {
   std::shared_ptr<const void> body_;  // the body of a CudaGraph in which it was made; or null
 };
 
-/// The update of such a scale on a device: that of the host, on tensors.
-class PredictedUpdate final : public DeviceUpdate {
- public:
-  PredictedUpdate(const ScaleMemory<double>& values, const at::Tensor& scale)
-      : options_(scale.options().dtype(number_type_on(scale.device()))) {
-    memory_.of_rule.resize(values.of_rule.size());
-    for_each_number([this](const char*, at::Tensor& tensor,
-                           double value) { tensor = at::full({}, value, options_); },
-                    memory_, values);
-    memory_.scale = memory_.skips = at::Tensor();  // they are the scaler's
-  }
-
-  void set(const ScaleMemory<double>& values) override {
-    for_each_number(
-        [](const char*, at::Tensor& tensor, double value) {
-          if (tensor.defined()) tensor.fill_(value);
-        },
-        memory_, values);
-  }
-  void read(ScaleMemory<double>& values) const override {
-    for_each_number(
-        [](const char*, double& value, const at::Tensor& tensor) {
-          if (tensor.defined()) value = tensor.item<double>();
-        },
-        values, memory_);
-  }
-  void limit_growth_tracker(int64_t last) override { memory_.growth_tracker.clamp_max_(last); }
-
-  void make(const GradScalerOptions& options, const at::Tensor& scale, const at::Tensor& found_inf,
-            const at::Tensor& largest, const at::Tensor& skips) override {
-    ScaleMemory<at::Tensor> before = memory_;
-    before.scale = scale.to(options_);
-    before.skips = skips.to(options_);
-    const ScaleMemory<at::Tensor> after =
-        after_update(options, before, found_inf != 0.,
-                     largest.defined() ? largest.to(options_) : at::zeros({}, options_));
-    scale.copy_(after.scale);
-    for_each_number(
-        [](const char*, at::Tensor& tensor, const at::Tensor& number) {
-          if (tensor.defined()) tensor.copy_(number);
-        },
-        memory_, after);
-  }
-
- private:
-  at::TensorOptions options_;
-  ScaleMemory<at::Tensor> memory_;  // without the scale and the skips
-};
-
 /// See Note [A scale that looks ahead].
 class PredictiveRule final : public ScaleRule {
  public:
@@ -295,11 +246,6 @@ class PredictiveRule final : public ScaleRule {
   void update(const GradScalerOptions& options, const ScaleStep<at::Tensor, at::Tensor>& step,
               ScaleMemory<at::Tensor>& after) const override {
     predict(options, step, after);
-  }
-
-  std::unique_ptr<DeviceUpdate> on_device(const ScaleMemory<double>& values,
-                                          const at::Tensor& scale) const override {
-    return std::make_unique<PredictedUpdate>(values, scale);
   }
 
  private:

@@ -22,7 +22,7 @@ namespace torchamp::detail {
 
 using ParamStates = ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>>;
 
-[[gnu::cold]] inline std::string place_of(std::size_t group, std::size_t index) {
+inline std::string place_of(std::size_t group, std::size_t index) {
   return "parameter " + std::to_string(index) + " of group " + std::to_string(group);
 }
 

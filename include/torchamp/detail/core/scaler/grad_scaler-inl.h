@@ -196,7 +196,7 @@ TORCHAMP_BODY at::Tensor GradScaler::scale_tensor() const {
 }
 
 TORCHAMP_BODY int64_t GradScaler::skips_in_a_row() const {
-  return is_enabled() ? static_cast<int64_t>(scale_.skips().read()) : 0;
+  return is_enabled() ? static_cast<int64_t>(scale_.skips_once().read()) : 0;
 }
 
 TORCHAMP_BODY bool GradScaler::is_unscaled(const torch::optim::Optimizer& optimizer) const {

@@ -27,7 +27,7 @@
 #include "torchamp/detail/core/scaler/scale_limits.h"
 #include "torchamp/detail/core/scaler/scale_rule.h"
 #include "torchamp/detail/core/scaler/scale_update.h"
-#include "torchamp/detail/core/scaler/skips.h"
+#include "torchamp/detail/core/scaler/skip_warning.h"
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/version.h"
 
@@ -126,9 +126,9 @@ class LossScale {
     return on_device_ ? ReadOnce<double>{.tensor = scale_}
                       : ReadOnce<double>{.on_host = host_.scale};
   }
-  SkipCount skips() const {
-    if (!on_device_) return SkipCount(host_.skips);
-    return lazy_skips_.defined() ? lazy_skips_ : SkipCount(skips_);
+  ReadOnce<double> skips_once() const {
+    return on_device_ ? ReadOnce<double>{.tensor = skips_}
+                      : ReadOnce<double>{.on_host = host_.skips};
   }
   double read_scale() const { return scale_once().read(); }
 
@@ -137,7 +137,7 @@ class LossScale {
     ScaleMemory<double> values = host_;
     if (!on_device_) return values;
     values.scale = read_scale();
-    values.skips = skips().read();
+    values.skips = skips_once().read();
     on_device_->read(values);
     return values;
   }
@@ -170,7 +170,6 @@ class LossScale {
       if (created() && changes) scale_.fill_(host_.scale);
       return;
     }
-    lazy_skips_ = {};
     scale_.fill_(host_.scale);
     skips_.fill_(host_.skips);
     on_device_->set(host_);
@@ -215,7 +214,6 @@ class LossScale {
   /// or else, if no CudaGraph is known that they could be of, some that the host never hears of.
   void expect_replays() {
     if (!is_replayed()) replays_ = GraphBody::is_running() ? Replays::followed : Replays::unseen;
-    if (on_device_) count_skips_at_once();
   }
 
   // ---- The update
@@ -241,7 +239,7 @@ class LossScale {
     ScaleLimits::throw_if_met(options_, met);
     at::Tensor flag = found.flags.front();
     for (std::size_t i = 1; i < found.flags.size(); ++i) flag = at::add(flag, found.flags[i]);
-    advance(found.flags.size() > 1 ? flag.clamp_max(1.) : flag, found.largest, watched);
+    advance(found.flags.size() > 1 ? flag.clamp_max(1.) : flag, found.largest);
     if (watched) limits_.mirror.send(scale_and_skips_);
     return met;
   }
@@ -253,24 +251,17 @@ class LossScale {
   }
 
   /// One iteration whose flag only the device knows: 0-dim fp32 on the scale's device, 1 if bad or
-  /// else 0. `largest`: see after_update(); undefined where it is not known. `shows_skips`: whether
-  /// scale_and_skips_ is to be up to date. In place, without a read.
-  void advance(const at::Tensor& found_inf, const at::Tensor& largest = {},
-               bool shows_skips = false) {
+  /// else 0. `largest`: see after_update(); undefined where it is not known. In place, without a
+  /// read.
+  void advance(const at::Tensor& found_inf, const at::Tensor& largest = {}) {
     leave_host();
-    if (rule_ || shows_skips || is_replayed()) count_skips_at_once();
     if (options_.dynamic) {
       on_device_->make(options_, scale_, found_inf, largest, skips_);
-      if (!rule_ && may_leave_limits()) scale_.clamp_(options_.min_scale, options_.max_scale);
-    }
-    if (rule_ || shows_skips || is_replayed()) {
-      at::addcmul_out(skips_, found_inf, skips_, found_inf);
-    } else {
-      if (!lazy_skips_.defined()) {
-        lazy_skips_ = SkipCount(skips_.to(at::kFloat, false, /*copy=*/true));
+      if (is_torch_update(options_) && may_leave_limits()) {
+        scale_.clamp_(options_.min_scale, options_.max_scale);
       }
-      lazy_skips_.add(found_inf);
     }
+    at::addcmul_out(skips_, found_inf, skips_, found_inf);  // one more, or none
     follow();
     watch_skips();
   }
@@ -280,8 +271,11 @@ class LossScale {
     if (on_device_) return;
     const c10::InferenceMode no_inference(false);
     skips_.fill_(host_.skips);
-    on_device_ = rule_ ? rule_->on_device(host_, scale_)
-                       : std::make_unique<CountedUpdate>(options_, host_, scale_);
+    if (is_torch_update(options_)) {
+      on_device_ = std::make_unique<TorchUpdate>(host_, scale_);
+    } else {
+      on_device_ = std::make_unique<FormulaUpdate>(host_, scale_);
+    }
     followed_->bound.set(host_.scale, static_cast<int64_t>(host_.growth_tracker));
   }
 
@@ -300,14 +294,6 @@ class LossScale {
 
   bool is_replayed() const { return replays_ != Replays::none; }
 
-  /// From now on each iteration changes skips_, which is brought up to date.
-  void count_skips_at_once() {
-    if (!lazy_skips_.defined()) return;
-    skips_.copy_(lazy_skips_.tensor());
-    if (GraphBody* const body = GraphBody::current()) lazy_skips_.add_parts_to(body->kept);
-    lazy_skips_ = {};
-  }
-
   /// Has the host learn of the skips some time.
   void watch_skips() {
     if (replays_ == Replays::unseen) return;
@@ -316,8 +302,7 @@ class LossScale {
     if (body && body->scales && is_replayed()) {
       body->scales->watch_skips(*body, {followed_, &followed_->warning}, skips_);
     } else if (followed_->warning.is_due()) {
-      if (lazy_skips_.defined()) lazy_skips_.count();
-      followed_->warning.send(skips().tensor());
+      followed_->warning.send(skips_);
     }
   }
 
@@ -369,7 +354,6 @@ class LossScale {
   at::Tensor scale_and_skips_;               // in one piece
   at::Tensor scale_, skips_;                 // its parts, 0-dim
   at::Tensor zero_, one_;
-  SkipCount lazy_skips_;  // if defined, what skips_ does not tell
   std::shared_ptr<Followed> followed_ = std::make_shared<Followed>();
   Replays replays_ = Replays::none;
 };

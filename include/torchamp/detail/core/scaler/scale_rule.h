@@ -16,8 +16,7 @@ struct GradientBatch;
 class Shards;
 
 /// What a scale update remembers from one iteration to the next. Number is double on the host, and
-/// a 0-dim tensor on a device where a ScaleRule changes the scale, so that one text of the update
-/// serves both; without a rule, a device has CountedUpdate.
+/// a 0-dim tensor on a device, so that one text of the update serves both.
 template <class Number>
 struct ScaleMemory {
   Number scale;
@@ -52,23 +51,6 @@ class LossWatch {
   virtual void forget() = 0;
 };
 
-/// What updates remember on a device beside the scale and the skips in a row, and how they are made
-/// there. Without a read, unless said.
-class DeviceUpdate {
- public:
-  virtual ~DeviceUpdate() = default;
-  virtual void set(const ScaleMemory<double>& values) = 0;
-  /// Reads the device.
-  virtual void read(ScaleMemory<double>& values) const = 0;
-  virtual void limit_growth_tracker(int64_t last) = 0;
-  /// Changes `scale` in place, but does not see to its limits. `found_inf` is 0-dim fp32, 0 or 1;
-  /// `largest` the largest magnitude of the scaled gradients, undefined where it is not known;
-  /// `skips` what there were in a row before.
-  virtual void make(const GradScalerOptions& options, const at::Tensor& scale,
-                    const at::Tensor& found_inf, const at::Tensor& largest,
-                    const at::Tensor& skips) = 0;
-};
-
 /// How a scale follows more than infs and NaNs: the largest magnitude of the gradients. It has no
 /// state of its own.
 class ScaleRule {
@@ -96,9 +78,6 @@ class ScaleRule {
   virtual void update(const GradScalerOptions& options,
                       const ScaleStep<at::Tensor, at::Tensor>& step,
                       ScaleMemory<at::Tensor>& after) const = 0;
-  /// For a scale that lives on the device of `scale`, and keeps within its limits by itself.
-  virtual std::unique_ptr<DeviceUpdate> on_device(const ScaleMemory<double>& values,
-                                                  const at::Tensor& scale) const = 0;
 
  protected:
   ~ScaleRule() = default;

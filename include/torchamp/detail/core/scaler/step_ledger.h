@@ -49,7 +49,7 @@ struct StepRecord {
   ReadOnce<bool> found_inf{.on_host = false};
   bool had_gradients = true;
   ReadOnce<double> scale{.on_host = 1.};  ///< what the gradients were scaled by
-  SkipCount skips{0.};                    ///< bad iterations in a row before this one
+  ReadOnce<double> skips{.on_host = 0.};  ///< bad iterations in a row before this one
   at::Tensor value{};                     ///< what the optimizer's step returned
   std::vector<MissingGradient> missing{};
   int64_t attempts = 1;  ///< evaluations of the first loss, for closures
@@ -81,7 +81,7 @@ class OptimizerStates {
   };
 
   /// Stays valid until clear().
-  [[gnu::cold]] OptimizerState& of(const torch::optim::Optimizer& optimizer) {
+  OptimizerState& of(const torch::optim::Optimizer& optimizer) {
     if (OptimizerState* const state = find(optimizer)) return *state;
     entries_.push_back({OptimizerIdentity(optimizer)});
     return entries_.back().state;
@@ -178,7 +178,7 @@ class StepLedger {
     record->found_inf = state.found_inf;
     record->had_gradients = state.had_gradients;
     record->scale = scale.scale_once();
-    record->skips = scale.skips();
+    record->skips = scale.skips_once();
     record->value = std::move(value);
     record->missing = std::move(missing);
     record->attempts = attempts;

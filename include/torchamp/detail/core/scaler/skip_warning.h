@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+#include "torchamp/detail/core/base/device_work.h"
+#include "torchamp/detail/core/base/text.h"
+#include "torchamp/version.h"
+
+namespace torchamp::detail {
+
+/// Warns of a long run of bad iterations, once. Where only the device knows the run, it is copied
+/// to the host once in `interval` iterations, and nobody waits for the copy.
+class SkipWarning {
+ public:
+  static constexpr int64_t many = 100, interval = 32;
+
+  void note(double skips) {
+    if (skips < many || warned_) return;
+    warned_ = true;
+    warn({"GradScaler::update: gradients held infs or NaNs in the last ",
+          static_cast<int64_t>(skips),
+          " iterations, and their steps were skipped. If the data or the weights hold a NaN, no "
+          "scale helps: overflow_report() (torchamp/overflow_report.h) names the layers whose "
+          "gradients do, first_non_finite_op() (torchamp/non_finite_op.h) the op that made the "
+          "first one. This warning is given once."});
+  }
+
+  /// `skips`, 0-dim fp32: what there is now.
+  void send(const at::Tensor& skips) {
+    iterations_ = 0;
+    mirror_.send(skips);
+  }
+  void count_iteration() { ++iterations_; }
+  /// Whether to send().
+  bool is_due() const { return iterations_ >= interval; }
+  /// Warns if what has arrived says so.
+  void look() {
+    if (!mirror_.empty()) note(mirror_[0]);
+  }
+
+ private:
+  bool warned_ = false;
+  int64_t iterations_ = 0;
+  HostMirror mirror_;
+};
+
+}  // namespace torchamp::detail
