@@ -4,14 +4,12 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_foreach_clamp_max.h>
 #include <ATen/ops/_foreach_clamp_min.h>
-#include <ATen/ops/softshrink.h>
 #include <c10/util/Exception.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/optimizer.h>
 
 #include <cmath>
 #include <concepts>
-#include <limits>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -112,19 +110,17 @@ inline void multiply(const std::vector<GradientBatch>& batches, const at::Tensor
 // of the gradients. (On the host it also checks the gradients if the number is not finite: there a
 // step is made whenever all gradients are finite.)
 
-/// `scale`: that of the gradients; undefined for 1. `zero`: a 0 in fp32 on the scale's device, or
-/// undefined.
+/// `scale`: that of the gradients; undefined for 1.
 inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor& scale,
-                            double max_norm, double norm_type, const at::Tensor& zero = {}) {
+                            double max_norm, double norm_type) {
   const InternalOps internal;
   const std::vector<at::TensorList> params = parameter_lists(optimizer);
   const auto batches = gradients_to_clip(params, "clip_grad_norm_");
   const bool defers = ClipLeft::can_be_left_to(optimizer);
   const Divisor left = ClipLeft::to(optimizer);
-  const at::Tensor divisor = left.value();
+  const at::Tensor& divisor = left.number;
   const bool is_divided = scale.defined() || divisor.defined();
-  FreeZero flag{defers ? zero : at::Tensor()};
-  at::Tensor norm = is_divided ? total_norm_divided(batches, norm_type, scale, divisor, &flag)
+  at::Tensor norm = is_divided ? total_norm_divided(batches, norm_type, scale, divisor)
                                : total_norm(batches, norm_type);
   const Shards* const shards = common_shards(params, "clip_grad_norm_");
   if (shards) norm = shards->norm_of_all(norm, norm_type);
@@ -132,16 +128,7 @@ inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor
   const bool tells_finite = norm_type > 0. && !shards;
   if (batches.empty()) return norm;
   if (defers && norm.scalar_type() == at::kFloat) {
-    constexpr double eps = 1e-6, most = std::numeric_limits<float>::max();
-    // max(1, (norm + eps) / max_norm), in fewer kernels, where fp32 holds max_norm
-    if (!norm.is_cpu() && max_norm > eps && max_norm <= most) {
-      ClipLeft::add(optimizer, {.number = at::softshrink(norm, max_norm - eps),
-                                .per_excess = 1. / max_norm,
-                                .tells_finite = tells_finite,
-                                .norm = norm,
-                                .zero = flag.result});
-      return norm;
-    }
+    constexpr double eps = 1e-6;
     const at::Tensor excess = norm.add(eps).div_(max_norm).clamp_min_(1.);
     // One that fp32 cannot hold would make gradients of 0; on the host that can be seen.
     const bool holds = max_norm == 0. || !norm.is_cpu() ||
@@ -240,11 +227,10 @@ inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& o
                                   double max_norm, double norm_type = 2.) {
   detail::check_limit("clip_grad_norm_: max_norm", max_norm);
   detail::check_not_stepped("clip_grad_norm_", scaler, optimizer);
-  at::Tensor scale, zero;
+  at::Tensor scale;
   if (scaler.is_enabled() && !scaler.is_unscaled(optimizer)) {
     if (detail::ClipLeft::can_be_left_to(optimizer)) {
       scale = detail::ScalerParts::scale(scaler).scale();
-      zero = detail::ScalerParts::scale(scaler).zero();
       TORCH_CHECK(scale.defined(),
                   "clip_grad_norm_: nothing has been scaled yet. Call scale(loss).backward() "
                   "first.");
@@ -252,7 +238,7 @@ inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& o
       scaler.unscale_(optimizer);
     }
   }
-  at::Tensor norm = detail::clip_norm(optimizer, scale, max_norm, norm_type, zero);
+  at::Tensor norm = detail::clip_norm(optimizer, scale, max_norm, norm_type);
   if (std::isfinite(max_norm)) detail::note_plain_clip(optimizer, /*knows_scale=*/true);
   return norm;
 }
@@ -273,7 +259,7 @@ inline void clip_grad_value_(torch::optim::Optimizer& optimizer, double value) {
   const detail::InternalOps internal;
   const auto batches =
       detail::gradients_to_clip(detail::parameter_lists(optimizer), "clip_grad_value_");
-  const at::Tensor divisor = detail::ClipLeft::to(optimizer).value();
+  const at::Tensor divisor = detail::ClipLeft::to(optimizer).number;
   if (divisor.defined()) detail::multiply(batches, divisor.reciprocal());
   detail::ClipLeft::forget(optimizer);
   detail::clip_value(batches, value);

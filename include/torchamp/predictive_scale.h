@@ -8,7 +8,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/exp2.h>
 #include <ATen/ops/floor.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/isnan.h>
 #include <ATen/ops/log2.h>
 #include <ATen/ops/max.h>
@@ -32,7 +31,7 @@
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/core/gradients/shards.h"
-#include "torchamp/detail/core/gradients/unscale.h"
+#include "torchamp/detail/core/gradients/check_finite.h"
 #include "torchamp/detail/core/scaler/loss_scale.h"
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/version.h"
@@ -215,7 +214,7 @@ class PredictiveRule final : public ScaleRule {
                                at::Tensor& found_inf) const override {
     at::Tensor largest;
     for (const GradientBatch& batch : batches) {
-      const std::vector<at::Tensor> values = largest_values(batch).values.gradients;
+      const std::vector<at::Tensor> values = amaxes_of(batch).gradients;
       if (values.empty()) continue;
       const at::Tensor here = to_device_async(found_inf.device(), at::stack(values).amax());
       largest = largest.defined() ? at::maximum(largest, here) : here;

@@ -67,9 +67,9 @@ TEST_P(Unscale, ChecksGradientsOfEveryDtypeWithoutChangingThemOrTheirVersions) {
         for (const at::Tensor& gradient : gradients) before.push_back(gradient.clone());
         const auto version = gradients[0]._version();
         at::Tensor flag = number(0.);
-        torchamp::detail::check({batch_of(gradients)}, flag);
+        torchamp::detail::check_finite({batch_of(gradients)}, flag);
         EXPECT_EQ(flag.item<float>(), value == 1.F ? 0.F : 1.F);
-        torchamp::detail::check({batch_of(gradients)}, flag);
+        torchamp::detail::check_finite({batch_of(gradients)}, flag);
         EXPECT_EQ(flag.item<float>(), value == 1.F ? 0.F : 1.F) << "looked at twice";
         EXPECT_EQ(gradients[0]._version(), version);
         for (std::size_t i = 0; i < gradients.size(); ++i) {
@@ -82,7 +82,7 @@ TEST_P(Unscale, ChecksGradientsOfEveryDtypeWithoutChangingThemOrTheirVersions) {
 
 TEST_P(Unscale, FindsNothingInEmptyGradients) {
   at::Tensor flag = number(0.);
-  torchamp::detail::check({batch_of({torch::empty({0}, options())})}, flag);
+  torchamp::detail::check_finite({batch_of({torch::empty({0}, options())})}, flag);
   EXPECT_EQ(flag.item<float>(), 0.F);
 }
 
@@ -138,7 +138,7 @@ TEST_P(CountedUnscale, LaunchesNoMoreKernelsForMoreGradients) {
       const simulated::Counts counts;
       torchamp::detail::multiply_and_check(
           {batch_of(gradients)}, [&](at::Device) { return factor; }, flag);
-      torchamp::detail::check({batch_of(gradients)}, flag);
+      torchamp::detail::check_finite({batch_of(gradients)}, flag);
       EXPECT_EQ(counts.now().waits, 0);
       return counts.now().kernels;
     };
@@ -150,7 +150,7 @@ TEST_P(Unscale, FindsWhatIsNotFiniteInLargeGradients) {
   constexpr double infinity = std::numeric_limits<double>::infinity();
   const auto flag_of = [&](const Tensors& gradients) {
     at::Tensor flag = number(0.);
-    torchamp::detail::check({batch_of(gradients)}, flag);
+    torchamp::detail::check_finite({batch_of(gradients)}, flag);
     return flag.item<float>();
   };
   for (const at::ScalarType dtype : dtypes) {
@@ -182,7 +182,7 @@ TEST(UnscaleOnACpu, LooksAtLargeGradientsWithoutWritingToThem) {
   gradient.fill_(1.5);
   ASSERT_EQ(mprotect(memory, bytes, PROT_READ), 0);  // a write ends the program
   at::Tensor flag = torch::zeros({});
-  torchamp::detail::check({batch_of({gradient})}, flag);
+  torchamp::detail::check_finite({batch_of({gradient})}, flag);
   EXPECT_EQ(flag.item<float>(), 0.F);
   munmap(memory, bytes);
 }
@@ -193,7 +193,7 @@ TEST_P(CountedUnscale, OnlyReadsToCheck) {
                             torch::ones({500}, options(dtype))};
     at::Tensor flag = number(0.);
     const simulated::Counts counts;
-    torchamp::detail::check({batch_of(gradients)}, flag);
+    torchamp::detail::check_finite({batch_of(gradients)}, flag);
     EXPECT_LE(counts.now().bytes_written, 64) << dtype;
   }
 }

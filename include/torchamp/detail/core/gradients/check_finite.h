@@ -36,9 +36,6 @@ namespace torchamp::detail {
 // Where nothing is to be multiplied, a GPU, which waits for memory, should only read: the kernel
 // looks at the gradients' largest values. A CPU finds norms faster: where a large gradient's is
 // finite, so is the gradient, and the kernel looks at all others.
-//
-// What else a device is asked costs no launch of its own: a 0 among the gradients comes out of the
-// look as a new flag, and a number among the largest values is looked at with them.
 
 /// Whether ATen's kernel that unscales takes such gradients.
 inline bool unscale_kernel_takes(const GradientBatch& batch) {
@@ -51,43 +48,30 @@ inline bool unscale_kernel_takes(const GradientBatch& batch) {
          (batch.dtype == at::kBFloat16 && facts_of(batch.device.type()).unscales_bf16);
 }
 
-/// What check() reads of a batch.
-struct LargestValues {
-  /// The largest absolute value of each gradient that is not empty, with at least the precision of
-  /// fp32; NaN where it has one.
-  GradientBatch values;
-  at::Tensor flag{};  ///< 0-dim fp32, 0; undefined where one would be a launch of its own
-};
-
-/// `zero`, one element of fp32 on the gradients' device, is what the flag is made from.
-inline LargestValues largest_values(const GradientBatch& batch, const at::Tensor& zero = {}) {
+/// The largest magnitude of each gradient that is not empty, with at least the precision of fp32;
+/// NaN where it has one.
+inline GradientBatch amaxes_of(const GradientBatch& batch) {
   // One that has gaps in memory would have ATen take all of its list one by one.
-  std::vector<at::Tensor> lists[2];
+  std::vector<at::Tensor> dense, gapped;
   for (const at::Tensor& gradient : batch.gradients) {
     if (gradient.numel() == 0) continue;
-    lists[gradient.is_non_overlapping_and_dense() ? 0 : 1].push_back(gradient);
+    (gradient.is_non_overlapping_and_dense() ? dense : gapped).push_back(gradient);
   }
   const at::ScalarType dtype = is_16_bit(batch.dtype) ? at::kFloat : batch.dtype;
-  const bool makes_flag = zero.defined() && dtype == at::kFloat && !lists[0].empty();
-  if (makes_flag) lists[0].push_back(zero.view(batch.dtype));
-  LargestValues result{{{batch.device, dtype}}};
-  for (const std::vector<at::Tensor>& list : lists) {
+  GradientBatch amaxes{{batch.device, dtype}};
+  for (const std::vector<at::Tensor>& list : {dense, gapped}) {
     if (list.empty()) continue;
-    for (at::Tensor& largest :
+    for (at::Tensor& amax :
          at::_foreach_norm(list, std::numeric_limits<double>::infinity(), dtype)) {
-      result.values.gradients.push_back(std::move(largest));
-    }
-    if (makes_flag && &list == &lists[0]) {
-      result.flag = std::move(result.values.gradients.back());
-      result.values.gradients.pop_back();
+      amaxes.gradients.push_back(std::move(amax));
     }
   }
-  return result;
+  return amaxes;
 }
 
-/// Sets `flag`, 0-dim fp32 on their device, to 1 if any of these numbers is not finite. May write
-/// to them, but changes none that is finite.
-inline void look_at(const GradientBatch& numbers, const at::Tensor& one, at::Tensor& flag) {
+/// Sets `flag`, 0-dim fp32 on their device, to 1 if any of these numbers is not finite.
+/// Multiplies them by `one`, 0-dim fp32, which need not be 1 where they are not used again.
+inline void check_numbers(const GradientBatch& numbers, const at::Tensor& one, at::Tensor& flag) {
   if (numbers.gradients.empty()) return;
   if (unscale_kernel_takes(numbers)) {
     at::_amp_foreach_non_finite_check_and_unscale_(numbers.gradients, flag, one);
@@ -97,16 +81,16 @@ inline void look_at(const GradientBatch& numbers, const at::Tensor& one, at::Ten
   }
 }
 
-/// The same for gradients on the host. Large ones are looked at by their norms first, which only
+/// The same for gradients on the host. Large ones are checked by their norms first, which only
 /// read.
-inline void look_at_on_host(const GradientBatch& batch, const at::Tensor& one, at::Tensor& flag) {
+inline void check_on_host(const GradientBatch& batch, const at::Tensor& one, at::Tensor& flag) {
   const auto reads_fast = [](const at::Tensor& gradient) {
     constexpr int64_t large = 1 << 15;  // where a norm costs less than the kernel
     return gradient.numel() >= large && gradient.is_non_overlapping_and_dense();
   };
   const bool is_wide = batch.dtype == at::kFloat || batch.dtype == at::kDouble;
   if (!is_wide || std::none_of(batch.gradients.begin(), batch.gradients.end(), reads_fast)) {
-    return look_at(batch, one, flag);
+    return check_numbers(batch, one, flag);
   }
   std::vector<at::Tensor> normed;
   GradientBatch others{{batch.device, batch.dtype}};
@@ -120,17 +104,17 @@ inline void look_at_on_host(const GradientBatch& batch, const at::Tensor& one, a
                                : std::isfinite(*norms[i].const_data_ptr<double>());
     if (!is_finite) others.gradients.push_back(normed[i]);
   }
-  look_at(others, one, flag);
+  check_numbers(others, one, flag);
 }
 
 /// Sets `flag` to 1 if any of the gradients is not finite. They are not changed, nor are their
 /// versions. `one`: 0-dim fp32 on their device, if there is one.
-inline void check(const GradientBatch& batch, at::Tensor& flag, const at::Tensor& one = {}) {
+inline void check_finite(const GradientBatch& batch, at::Tensor& flag, const at::Tensor& one = {}) {
   const at::AutoDispatchBelowADInplaceOrView versions_stay;
   if (batch.device.is_cpu() && unscale_kernel_takes(batch)) {
-    return look_at_on_host(batch, one.defined() ? one : at::full({}, 1., flag.options()), flag);
+    return check_on_host(batch, one.defined() ? one : at::full({}, 1., flag.options()), flag);
   }
-  look_at(largest_values(batch).values, /*any number: these are no gradients*/ flag, flag);
+  check_numbers(amaxes_of(batch), /*one=*/flag, flag);
 }
 
 /// Flags of several devices that become one.
@@ -157,56 +141,38 @@ class DeviceFlags {
   std::vector<at::Tensor> flags_;
 };
 
-/// What check() looks for, and makes its flag with, beside the gradients. All may be undefined.
+/// What check_finite() looks for beside infs and NaNs in gradients. All may be undefined.
 struct CheckWith {
-  at::Tensor zero{};    ///< one element of fp32 on the flag's device: saves the launch of a 0
   at::Tensor one{};     ///< 0-dim fp32 on the flag's device; wanted where `number` is there
   at::Tensor scale{};   ///< 0-dim fp32: gradients that an inf comes of when divided by it count
   at::Tensor number{};  ///< 0-dim fp32 on the flag's device, not the host: counts like a gradient
 };
 
-/// Sets `found_inf`, 0-dim fp32, 0 or 1, to 1 if any gradient is not finite; makes it, on `home`,
-/// where it is undefined. Neither the gradients are changed nor their versions. One look at each
-/// gradient, and one at each one's largest value, or at a number that tells as much; for reads see
-/// DeviceFlags.
-inline void check(const std::vector<GradientBatch>& batches, at::Tensor& found_inf, at::Device home,
-                  const CheckWith& with = {}) {
+/// Sets `found_inf`, 0-dim fp32, 0 or 1, to 1 if any gradient is not finite. Neither the gradients
+/// are changed nor their versions. Reads each gradient once; for reads of devices see DeviceFlags.
+inline void check_finite(const std::vector<GradientBatch>& batches, at::Tensor& found_inf,
+                         const CheckWith& with = {}) {
   const at::AutoDispatchBelowADInplaceOrView versions_stay;
-  const auto is_looked_at = [&](const GradientBatch& batch) {
-    return batch.device.is_cpu() && !with.scale.defined();
-  };
-  std::vector<GradientBatch> largest;
-  for (const GradientBatch& batch : batches) {
-    if (is_looked_at(batch)) continue;
-    const bool flags = !found_inf.defined() && batch.device == home;
-    LargestValues values = largest_values(batch, flags ? with.zero : at::Tensor());
-    largest.push_back(std::move(values.values));
-    if (values.flag.defined()) found_inf = values.flag;
-  }
-  if (!found_inf.defined()) {
-    found_inf = at::zeros({}, at::TensorOptions(home).dtype(at::kFloat));
-  }
+  const at::Device home = found_inf.device();
   DeviceFlags flags(found_inf);
-  for (const GradientBatch& batch : batches) {
-    if (!is_looked_at(batch)) continue;
-    check(batch, flags.on(batch.device), batch.device == home ? with.one : at::Tensor());
-  }
   at::Tensor number = with.number;
-  for (GradientBatch& look : largest) {
-    const at::Device device = look.device;
-    at::Tensor& flag = flags.on(device);
-    std::vector<at::Tensor>& values = look.gradients;
+  for (const GradientBatch& batch : batches) {
+    at::Tensor& flag = flags.on(batch.device);
+    const bool is_home = batch.device == home;
+    if (batch.device.is_cpu() && !with.scale.defined()) {
+      check_finite(batch, flag, is_home ? with.one : at::Tensor());
+      continue;
+    }
+    GradientBatch amaxes = amaxes_of(batch);
+    std::vector<at::Tensor>& values = amaxes.gradients;
     if (values.empty()) continue;
-    if (with.scale.defined()) at::_foreach_div_(values, to_device_async(device, with.scale));
-    const bool takes_number = number.defined() && device == home && look.dtype == at::kFloat;
+    if (with.scale.defined()) at::_foreach_div_(values, to_device_async(batch.device, with.scale));
+    const bool takes_number = number.defined() && is_home && amaxes.dtype == at::kFloat;
     if (takes_number) values.push_back(std::exchange(number, {}));
-    look_at(look, takes_number ? with.one : flag, flag);
+    check_numbers(amaxes, takes_number ? with.one : flag, flag);
   }
-  if (number.defined()) look_at({{home, at::kFloat}, {number}}, with.one, found_inf);
+  if (number.defined()) check_numbers({{home, at::kFloat}, {number}}, with.one, found_inf);
   flags.gather();
-}
-inline void check(const std::vector<GradientBatch>& batches, at::Tensor& found_inf) {
-  check(batches, found_inf, found_inf.device());
 }
 
 }  // namespace torchamp::detail

@@ -3,8 +3,6 @@
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/addcmul.h>
-#include <ATen/ops/rsub.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
@@ -37,26 +35,18 @@ namespace torchamp::detail {
 /// A number that gradients are to be divided by.
 struct Divisor {
   at::Tensor number{};     ///< 0-dim fp32; undefined if there is none
-  double per_excess = 0.;  ///< if not 0, the divisor is 1 + per_excess * number, in one kernel less
   bool is_number = true;   ///< or else it may be inf, to make gradients of 0
   /// Whether it is not finite where a gradient is not, or is too large to be divided by the scale.
   bool tells_finite = false;
   at::Tensor norm{};  ///< with tells_finite: tells as well, on devices whose ops lose NaNs
-  at::Tensor zero{};  ///< 0-dim fp32 on the number's device, new, for a flag; or undefined
 
   bool defined() const { return number.defined(); }
 
-  /// 0-dim fp32; undefined if there is none.
-  at::Tensor value() const {
-    return defined() && per_excess != 0. ? at::rsub(number, 1., -per_excess) : number;
-  }
-
   /// The product with `factor`, on its device, where it is defined.
   at::Tensor times(const at::Tensor& factor) const {
-    if (!factor.defined()) return value();
+    if (!factor.defined()) return number;
     if (!defined()) return factor;
-    const at::Tensor here = to_device_async(factor.device(), number);
-    return per_excess != 0. ? at::addcmul(factor, here, factor, per_excess) : factor.mul(here);
+    return factor.mul(to_device_async(factor.device(), number));
   }
 };
 
@@ -69,8 +59,7 @@ class DeferredClip {
     const Divisor before = of(optimizer);
     divisor_ = divisor;
     if (before.defined()) {
-      divisor_.number = divisor.times(before.value());
-      divisor_.per_excess = 0.;
+      divisor_.number = divisor.times(before.number);
       divisor_.is_number = before.is_number && divisor.is_number;
     }
     clipped_.clear();

@@ -89,31 +89,17 @@ inline std::optional<at::ScalarType> sum_dtype(at::ScalarType dtype, bool in_fp6
   return std::nullopt;
 }
 
-/// A zero that comes out of the launch of a norm; see Note [The kernel that unscales].
-struct FreeZero {
-  at::Tensor from{};    ///< one element of fp32, 0; undefined where none is wanted
-  at::Tensor result{};  ///< 0-dim fp32, new, 0; undefined where there was none for free
-};
-
 /// The norm of all gradients as one vector: 0-dim, in norm_dtype(), on the first one's device; if
 /// `in_fp64`, summed up and returned in fp64.
 inline at::Tensor total_norm(const std::vector<GradientBatch>& batches, double norm_type,
-                             bool in_fp64 = false, FreeZero* zero = nullptr) {
+                             bool in_fp64 = false) {
   if (batches.empty()) return at::zeros({}, at::kFloat);
   std::vector<at::Tensor> norms;
   const at::ScalarType dtype = in_fp64 ? at::kDouble : norm_dtype(batches);
   for (const GradientBatch& batch : batches) {
-    std::vector<at::Tensor> parts = parts_of_norm(batch, norm_type);
-    const bool makes_zero = zero && zero->from.defined() && !zero->result.defined() &&
-                            zero->from.device() == batch.device && !batch.device.is_cpu() &&
-                            (batch.dtype == at::kFloat || is_16_bit(batch.dtype));
-    if (makes_zero) parts.push_back(zero->from.view(batch.dtype));
-    std::vector<at::Tensor> of_parts =
+    const std::vector<at::Tensor> parts = parts_of_norm(batch, norm_type);
+    const std::vector<at::Tensor> of_parts =
         at::_foreach_norm(parts, norm_type, sum_dtype(batch.dtype, in_fp64));
-    if (makes_zero) {  // 0 in fp64 is 0 in fp32, twice
-      zero->result = of_parts.back().view({1}).view(at::kFloat).select(0, 0);
-      of_parts.pop_back();
-    }
     norms.push_back(to_device_async(batches[0].device, at::stack(of_parts)));
   }
   for (at::Tensor& norm : norms) norm = norm.to(dtype);
@@ -156,8 +142,7 @@ inline std::vector<GradientBatch> divided(const std::vector<GradientBatch>& batc
 /// The norm that the gradients would have if they were divided by `scale` and by `divisor`, two
 /// 0-dim tensors of which one may be undefined. As total_norm() in all else.
 inline at::Tensor total_norm_divided(const std::vector<GradientBatch>& batches, double norm_type,
-                                     const at::Tensor& scale, const at::Tensor& divisor,
-                                     FreeZero* zero = nullptr) {
+                                     const at::Tensor& scale, const at::Tensor& divisor) {
   if (batches.empty() || norm_type == 0.) return total_norm(batches, norm_type);
   bool on_host = true, have_fp64 = true;
   for (const GradientBatch& batch : batches) {
@@ -167,15 +152,14 @@ inline at::Tensor total_norm_divided(const std::vector<GradientBatch>& batches, 
   const bool sums = norm_type == 1. || norm_type == 2.;
   at::Tensor norm;
   if (std::isinf(norm_type)) {
-    norm = total_norm(batches, norm_type, /*in_fp64=*/false, zero);
+    norm = total_norm(batches, norm_type);
   } else if (sums && on_host) {
     norm = total_norm(batches, norm_type);
     if (!is_reliable(norm)) norm = total_norm(batches, norm_type, /*in_fp64=*/true);
   } else if (sums && have_fp64) {
-    norm = total_norm(batches, norm_type, /*in_fp64=*/true, zero);
+    norm = total_norm(batches, norm_type, /*in_fp64=*/true);
   } else {
-    norm = total_norm(scale.defined() ? divided(batches, scale) : batches, norm_type,
-                      /*in_fp64=*/false, zero);
+    norm = total_norm(scale.defined() ? divided(batches, scale) : batches, norm_type);
     if (divisor.defined()) norm.div_(to_device_async(norm.device(), divisor));
     return norm;
   }

@@ -42,7 +42,7 @@ void through_fp32(const GradientBatch& batch, const Function& function,
 }
 
 /// Multiplies gradients in place by `factor`, 0-dim fp32 on their device (exactly 1 changes
-/// nothing), and sets `flag` as check() does for what they were before.
+/// nothing), and sets `flag` as check_finite() does for what they were before.
 inline void multiply_and_check(const GradientBatch& batch, const at::Tensor& factor,
                                at::Tensor& flag) {
   if (unscale_kernel_takes(batch)) {
@@ -50,7 +50,7 @@ inline void multiply_and_check(const GradientBatch& batch, const at::Tensor& fac
   } else if (is_16_bit(batch.dtype)) {
     through_fp32(batch, [&](const GradientBatch& wide) { multiply_and_check(wide, factor, flag); });
   } else {
-    check(batch, flag);
+    check_finite(batch, flag);
     at::_foreach_mul_(batch.gradients, factor.to(batch.dtype));
   }
 }

@@ -225,7 +225,7 @@ TORCHAMP_BODY void FusedOptimizer::divide_next_step(const at::Tensor& divisor) {
 
 TORCHAMP_BODY at::Tensor FusedOptimizer::next_step_divisor() const {
   const detail::InternalOps internal;
-  return deferred_clip_.of(*this).value();
+  return deferred_clip_.of(*this).number;
 }
 
 TORCHAMP_BODY at::Tensor FusedOptimizer::take_next_step_divisor() {

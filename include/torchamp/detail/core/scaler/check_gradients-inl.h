@@ -37,20 +37,16 @@ TORCHAMP_COLD OptimizerState unscale_gradients(torch::optim::Optimizer& optimize
   std::shared_ptr<Shards> shards = shards_of(optimizer, call);
   const auto batches = gradients_of(
       optimizer, scale.stays_at_one() ? HalfGradients::allowed : HalfGradients::refused, call);
-  const Divisor left = ClipLeft::to(optimizer);
-  // Computed here: the step that follows is not to run out of memory once this one is recorded.
-  const Divisor divisor{left.value(), 0., left.is_number};
+  const Divisor clip = ClipLeft::to(optimizer);
   at::Tensor found_inf = at::zeros({}, scale.scale().options());
   at::Tensor largest;
   const ScaleRule* const rule = scale.rule();
   if (rule) largest = rule->check_and_measure(batches, scale.scale(), found_inf);
   multiply_and_check(
       batches, [&](at::Device device) { return scale.inverse(device); }, found_inf);
-  if (divisor.defined()) {  // a clip of the same gradients, still to be made
-    ClipLeft::keep(optimizer, divisor);
-  }
+  if (clip.defined()) ClipLeft::keep(optimizer, {clip.number, clip.is_number});
   const bool may_overflow = division_may_overflow(scale, optimizer);
-  if (may_overflow && !rule) check(batches, found_inf);
+  if (may_overflow && !rule) check_finite(batches, found_inf);
   return {.stage = OptimizerState::Stage::unscaled,
           .found_inf = {std::move(found_inf), std::nullopt},
           .largest = std::move(largest),
@@ -61,50 +57,82 @@ TORCHAMP_COLD OptimizerState unscale_gradients(torch::optim::Optimizer& optimize
           .shards = std::move(shards)};
 }
 
-/// Checks the gradients and leaves them as they are. `as_if_divided`: by the scale. `clip`: what is
-/// left to the step, if anything is; `grad_scale`: what the step divides by then.
-inline void check_gradients(torch::optim::Optimizer& optimizer, OptimizerState& state,
-                            LossScale& scale, bool as_if_divided, const Divisor& clip = {},
-                            const at::Tensor& grad_scale = {}) {
+// ---- Checks that leave the gradients as they are ------------------------------------------------
+
+/// Checks gradients that have been unscaled once more.
+inline void recheck_gradients(torch::optim::Optimizer& optimizer, OptimizerState& state,
+                              const LossScale& scale) {
   const InternalOps guard;
   state.shards = shards_of(optimizer, "GradScaler::step");
+  const auto batches = gradients_of(optimizer, HalfGradients::allowed, "GradScaler::step");
+  state.had_gradients |= !batches.empty();
+  check_finite(batches, state.found_inf.tensor, {.one = scale.one()});
+}
+
+/// What a fused step is to divide the gradients by.
+struct StepDivisor {
+  Divisor clip{};           ///< what a clip has left to the step, if anything
+  at::Tensor grad_scale{};  ///< that times the scale
+
+  /// The product, where it is on a device and has to be finite.
+  at::Tensor number_on_device() const {
+    return clip.defined() && clip.is_number && !grad_scale.is_cpu() ? grad_scale : at::Tensor();
+  }
+};
+
+/// Whether the host sees by the product that all gradients are finite: see Note [One read for norm
+/// and check].
+inline bool is_finite_on_host(const StepDivisor& divisor) {
+  return divisor.clip.tells_finite && divisor.grad_scale.is_cpu() &&
+         std::isfinite(*divisor.grad_scale.const_data_ptr<float>());
+}
+
+/// Whether a device can see that by the product and the norm.
+inline bool tells_finite_on(at::Device device, const StepDivisor& divisor) {
+  const at::Tensor& norm = divisor.clip.norm;
+  return divisor.clip.tells_finite && divisor.number_on_device().defined() && norm.defined() &&
+         norm.device() == device;
+}
+
+/// The gradients of an optimizer whose fused step divides them. An error if it would divide one
+/// twice.
+inline std::vector<GradientBatch> gradients_of_fused_step(torch::optim::Optimizer& optimizer,
+                                                          LossScale& scale,
+                                                          const StepDivisor& divisor) {
   const auto divides_in_place = [&] {
-    return grad_scale.defined() && (clip.defined() || !scale.stays_at_one()) &&
-           ClipLeft::can_be_left_to(optimizer);
+    return (divisor.clip.defined() || !scale.stays_at_one()) && ClipLeft::can_be_left_to(optimizer);
   };
-  const auto batches =
-      gradients_of(optimizer, HalfGradients::allowed, "GradScaler::step", divides_in_place);
+  return gradients_of(optimizer, HalfGradients::allowed, "GradScaler::step", divides_in_place);
+}
+
+/// Checks the gradients of an optimizer whose fused step divides them. `may_overflow`: dividing by
+/// the scale may make an inf of a finite one, which counts, too.
+inline void check_for_fused_step(torch::optim::Optimizer& optimizer, OptimizerState& state,
+                                 LossScale& scale, bool may_overflow, const StepDivisor& divisor) {
+  const InternalOps guard;
+  state.shards = shards_of(optimizer, "GradScaler::step");
+  const auto batches = gradients_of_fused_step(optimizer, scale, divisor);
   state.had_gradients |= !batches.empty();
   at::Tensor& found_inf = state.found_inf.tensor;
-  if (!found_inf.defined()) state.exact = true;
+  if (!found_inf.defined()) {
+    found_inf = at::zeros({}, scale.scale().options());
+    state.exact = true;
+  }
   const at::Device home = scale.scale().device();
-  const bool on_host = grad_scale.is_cpu();
-  const at::Tensor number =
-      clip.defined() && clip.is_number && !on_host ? grad_scale : at::Tensor();
-  const auto make_flag = [&](const at::Tensor& zero = {}) {
-    if (found_inf.defined()) return;
-    const bool is_here = zero.defined() && zero.device() == home;
-    found_inf = is_here ? zero : at::zeros({}, scale.scale().options());
-  };
-  const ScaleRule* const rule = scale.rule();
-  if (rule && state.stage == OptimizerState::Stage::ready) {
-    make_flag();
+  const at::Tensor number = divisor.number_on_device();
+  if (const ScaleRule* const rule = scale.rule()) {
     state.largest = rule->check_and_measure(batches, scale.scale(), found_inf);
-    if (number.defined()) look_at({{home, at::kFloat}, {number}}, scale.one(), found_inf);
-  } else if (clip.tells_finite && on_host && !found_inf.defined() &&
-             std::isfinite(*grad_scale.const_data_ptr<float>())) {
-    make_flag();
-  } else if (clip.tells_finite && number.defined() && clip.norm.defined() &&
-             clip.norm.device() == home) {
-    make_flag(clip.zero);
+    if (number.defined()) check_numbers({{home, at::kFloat}, {number}}, scale.one(), found_inf);
+  } else if (is_finite_on_host(divisor)) {
+    return;
+  } else if (tells_finite_on(home, divisor)) {
     const at::AutoDispatchBelowADInplaceOrView versions_stay;
-    look_at({{home, at::kFloat}, {number, clip.norm}}, scale.one(), found_inf);
+    check_numbers({{home, at::kFloat}, {number, divisor.clip.norm}}, scale.one(), found_inf);
   } else {
-    check(batches, found_inf, home,
-          {.zero = scale.zero(),
-           .one = scale.one(),
-           .scale = as_if_divided ? scale.scale() : at::Tensor(),
-           .number = number});
+    check_finite(batches, found_inf,
+                 {.one = scale.one(),
+                  .scale = may_overflow ? scale.scale() : at::Tensor(),
+                  .number = number});
   }
 }
 

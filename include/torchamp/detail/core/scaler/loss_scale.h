@@ -4,9 +4,9 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/addcmul.h>
-#include <ATen/ops/arange.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/nan_to_num.h>
+#include <ATen/ops/ones.h>
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
@@ -95,15 +95,13 @@ class LossScale {
   void create(at::Device device) {
     const c10::InferenceMode no_inference(false);
     const at::TensorOptions options = at::TensorOptions(device).dtype(at::kFloat);
-    const at::Tensor zero_and_one = at::arange(2, options);
-    zero_ = zero_and_one.narrow(0, 0, 1);
-    one_ = zero_and_one.select(0, 1);
+    one_ = at::ones({}, options);
     scale_and_skips_ = at::full({2}, host_.scale, options);
     scale_ = scale_and_skips_.select(0, 0);
     skips_ = scale_and_skips_.select(0, 1);
   }
   /// As before create().
-  void drop() { scale_and_skips_ = scale_ = skips_ = zero_ = one_ = at::Tensor(); }
+  void drop() { scale_and_skips_ = scale_ = skips_ = one_ = at::Tensor(); }
 
   /// 0-dim fp32; undefined before create().
   const at::Tensor& scale() const { return scale_; }
@@ -115,8 +113,7 @@ class LossScale {
     const at::ScalarType dtype = number_type_on(scale_.device());
     return to_device_async(device, scale_.to(dtype).reciprocal().to(at::kFloat));
   }
-  /// Constants on the scale's device, fp32: one element, and 0-dim.
-  const at::Tensor& zero() const { return zero_; }
+  /// A 1 on the scale's device, 0-dim fp32.
   const at::Tensor& one() const { return one_; }
 
   /// The host's copy; null where only the device knows.
@@ -353,7 +350,7 @@ class LossScale {
   std::unique_ptr<DeviceUpdate> on_device_;  // null where the host knows
   at::Tensor scale_and_skips_;               // in one piece
   at::Tensor scale_, skips_;                 // its parts, 0-dim
-  at::Tensor zero_, one_;
+  at::Tensor one_;
   std::shared_ptr<Followed> followed_ = std::make_shared<Followed>();
   Replays replays_ = Replays::none;
 };

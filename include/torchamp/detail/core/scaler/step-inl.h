@@ -37,7 +37,7 @@ namespace torchamp::detail {
 inline bool product_overflows(const LossScale& scale, const Divisor& clip) {
   if (!clip.defined() || !clip.number.is_cpu() || !scale.scale().is_cpu()) return false;
   const float one = *scale.scale().const_data_ptr<float>();
-  const float other = *clip.value().const_data_ptr<float>();
+  const float other = *clip.number.const_data_ptr<float>();
   return std::isfinite(one) && std::isfinite(other) && !std::isfinite(one * other);
 }
 
@@ -101,30 +101,30 @@ inline LeftToStep check_for_step(torch::optim::Optimizer& optimizer, bool fused,
                                  OptimizerState& state, LossScale& scale) {
   const bool recheck = scale.options().recheck;
   const bool is_ready = state.stage == OptimizerState::Stage::ready;
-  const bool divides = division_may_overflow(scale, optimizer);
-  LeftToStep left;
+  const bool may_overflow = division_may_overflow(scale, optimizer);
   if (is_ready && fused && !recheck) {
     const Divisor clip = ClipLeft::to(optimizer);
     if (!clip_may_overflow(scale, clip, optimizer)) {
+      StepDivisor divisor{clip};
       {
         const InternalOps guard;
-        left = {clip.times(scale.scale()), clip.defined()};
+        divisor.grad_scale = clip.times(scale.scale());
       }
       // A step that is tried again looks anew: a failed capture has taken its flag's memory with
       // it.
       if (!state.agreed) state.found_inf = {};
-      check_gradients(optimizer, state, scale, divides, clip, left.grad_scale);
+      check_for_fused_step(optimizer, state, scale, may_overflow, divisor);
       if (product_overflows(scale, clip)) state.found_inf.tensor.fill_(1.);
-      return left;
+      return {divisor.grad_scale, clip.defined()};
     }
   }
   if (is_ready) state = unscale_gradients(optimizer, scale, "GradScaler::step");
   if (recheck && !state.rechecked) {
     if (state.agreed) state.found_inf = {state.found_inf.tensor.clone(), std::nullopt};
-    check_gradients(optimizer, state, scale, /*as_if_divided=*/false);
+    recheck_gradients(optimizer, state, scale);
     state.agreed = false;
   }
-  return left;
+  return {};
 }
 
 }  // namespace torchamp::detail

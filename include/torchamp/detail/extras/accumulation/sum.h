@@ -162,7 +162,7 @@ class GradientSum {
     at::Tensor bad;
     if (kept.tensor.defined()) {
       bad = kept.tensor.eq(0.).to(at::kFloat);
-      torchamp::detail::check(means, bad);
+      check_finite(means, bad);
     }
     const std::vector<at::Tensor> parameters = all_parameters(optimizer);
     for (std::size_t slot = 0; slot < of_slot.size(); ++slot) {
