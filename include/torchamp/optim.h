@@ -64,9 +64,7 @@ class FusedOptimizer : public torch::optim::Optimizer, public detail::DefersClip
 
   /// From now on each step, taken or skipped, ends by dropping the gradients (set to none, as by
   /// zero_grad()). To inspect them, also with an overflow_report(), call unscale_ and do so before
-  /// the step. The step then need not leave them divided: on a CPU, large fp32 and fp64 gradients
-  /// are read and not written, so a scaled and clipped step moves 1.15 times the bytes of one
-  /// without a scaler, instead of 1.3 times. Never reads the device.
+  /// the step. Never reads the device.
   void drop_gradients_after_step(bool drop = true) { drops_gradients_ = drop; }
 
   /// Whether each step drops its gradients.

@@ -40,13 +40,6 @@ class StepScalars {
   const std::optional<at::Tensor>& grad_scale() const { return grad_scale_; }
   const std::optional<at::Tensor>& found_inf() const { return found_inf_; }
 
-  /// A copy without the scale, for gradients that have been divided.
-  StepScalars without_scale() const {
-    StepScalars unscaled = *this;
-    unscaled.grad_scale_.reset();
-    return unscaled;
-  }
-
  protected:
   std::optional<at::Tensor> grad_scale_, found_inf_;
 };

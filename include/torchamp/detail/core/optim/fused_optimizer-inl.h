@@ -151,7 +151,7 @@ void FusedOptimizerOf<Kernel>::step_fused(const at::Tensor& grad_scale, const at
     plan_.write_rates(param_groups_);
     stepped_with_ = options_but_rates();
   }
-  plan_.run(param_groups_, grad_scale, found_inf, is_exact, drops_gradients_after_step());
+  plan_.run(param_groups_, grad_scale, found_inf, is_exact);
   if (auto* const body = detail::GraphBody::current()) {
     body->made_eagerly.push_back(plan_.identity());
   }

@@ -19,7 +19,6 @@
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/core/optim/check_parameters.h"
 #include "torchamp/detail/core/optim/device_scalars.h"
-#include "torchamp/detail/core/optim/divide_apart.h"
 #include "torchamp/detail/core/optim/kernel.h"
 #include "torchamp/detail/core/optim/step_counter.h"
 #include "torchamp/detail/core/optim/step_list.h"
@@ -199,14 +198,13 @@ class StepPlan {
     for (DeviceScalars& scalars : scalars_) scalars.count_replayed();
   }
 
-  /// Steps with the gradients collected. `drops`: they are dropped after it. Takes memory first:
-  /// where it runs out, no step is counted, nor any list stepped. (Only where a kernel
+  /// Steps with the gradients collected. Takes memory first: where it runs out, no step is counted, nor any list stepped. (Only where a kernel
   /// is lacking, or masters are split on a device, do single lists need more on their way.)
   void run(const ParamGroups& groups, const at::Tensor& grad_scale, const at::Tensor& found_inf,
-           bool is_exact, bool drops) {
+           bool is_exact) {
     for (DeviceScalars& scalars : scalars_) scalars.prepare(grad_scale, found_inf, is_exact);
     for (StepList& list : lists_) {
-      list.buffer = list.method ? list.method->buffer(list, drops) : buffer_to_drop(list, drops);
+      if (list.method) list.buffer = list.method->buffer(list);
     }
     for (DeviceScalars& scalars : scalars_) scalars.begin();
     for (const StepList& list : lists_) {
@@ -216,8 +214,6 @@ class StepPlan {
       };
       if (list.method) {
         list.method->step(step, list);
-      } else if (list.buffer.defined()) {
-        step_and_drop(step, list);
       } else {
         step(list, *list.scalars);
       }

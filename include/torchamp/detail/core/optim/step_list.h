@@ -81,8 +81,8 @@ class StepMethod {
   /// What the weight stands for, of its layout: a state starts from it.
   virtual at::Tensor master(const at::Tensor& weight) const = 0;
 
-  /// What step() is to find as list.buffer. `drops`: the gradients are dropped after the step.
-  virtual at::Tensor buffer(const StepList& list, bool drops) const = 0;
+  /// What step() is to find as list.buffer.
+  virtual at::Tensor buffer(const StepList& list) const = 0;
   virtual void step(KernelStep kernel, const StepList& list) const = 0;
   /// After step(), with the weight's new version.
   virtual void note_stepped(const at::Tensor& weight) const = 0;

@@ -64,17 +64,13 @@ class SplitStep final : public StepMethod {
     return joined(weight, *split_of(weight));
   }
 
-  at::Tensor buffer(const StepList& list, bool drops) const override {
-    const int64_t elements = split_piece_elements(list);
-    const bool divides = divides_apart(list, at::kFloat, drops);
-    return list.scalars->buffer(at::kFloat, divides ? 2 * elements + 1 : elements);
+  at::Tensor buffer(const StepList& list) const override {
+    return list.scalars->buffer(at::kFloat, split_piece_elements(list));
   }
 
   void step(KernelStep kernel, const StepList& list) const override {
     const int64_t most = split_piece_elements(list);
     const at::Tensor masters = part_of(list.buffer, 0, most);
-    const int64_t rest = list.buffer.numel() - most;  // for gradients that are divided apart
-
     SplitRuns runs(list.device);
     StepList piece = empty_piece(list);
     int64_t room = most;
@@ -87,11 +83,7 @@ class SplitStep final : public StepMethod {
     const auto step_piece = [&] {
       if (room == most) return;
       piece.params = runs.join(masters);
-      if (rest > 0) {
-        step_divided(kernel, piece, part_of(list.buffer, most, rest));
-      } else {
-        kernel(piece, *list.scalars);
-      }
+      kernel(piece, *list.scalars);
       runs.split(masters, SplitNaNs::usual, list.scalars->found_inf());
       runs = SplitRuns(list.device);
       piece = empty_piece(list);
