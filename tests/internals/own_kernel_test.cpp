@@ -25,21 +25,13 @@
 
 namespace {
 
-struct RMSpropKernel {
-  using LibTorch = torch::optim::RMSprop;
-  using Options = torch::optim::RMSpropOptions;
-  using State = torch::optim::RMSpropParamState;
+struct RMSpropKernel
+    : torchamp::detail::KernelBase<torch::optim::RMSprop, torch::optim::RMSpropOptions,
+                                   torch::optim::RMSpropParamState> {
   static constexpr const char* name = "FusedRMSprop";
-  static constexpr bool apart = false;
 
   static std::size_t kinds(const Options&) { return 1; }
   static Tensor& tensor(State& s, std::size_t) { return s.square_avg(); }
-  static Tensor initial(std::size_t, const Tensor& param, const Options&) {
-    return torch::zeros_like(param);
-  }
-  static bool counted(const Options&) { return true; }
-  static int64_t steps(const State& s) { return s.step(); }
-  static void set_steps(State& s, int64_t steps) { s.step(steps); }
 
   static void step(const Options& o, const torchamp::detail::StepList& list,
                    const torchamp::detail::StepScalars& scalars) {

@@ -4,12 +4,11 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_foreach_add.h>
-#include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/lerp.h>
 #include <ATen/ops/ne.h>
+#include <ATen/ops/sub.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/ScalarType.h>
 
@@ -44,25 +43,21 @@ class StepScalars {
   std::optional<at::Tensor> grad_scale_, found_inf_;
 };
 
-/// What a step needs on one device beside lists of tensors: the scale, the overflow flag, constants
-/// (an op with a number of the host costs several times one with a tensor), and the step counters.
+/// What a step needs on one device beside lists of tensors: the scale, the overflow flag, and the
+/// step counters. Adds to them a tensor: an op with a number of the host costs several times as
+/// much.
 class DeviceScalars : public StepScalars {
  public:
   explicit DeviceScalars(at::Device device)
       : one_(at::full({}, 1.F, at::device(device).dtype(at::kFloat))),
         flag_(at::empty_like(one_)),
-        counts_by_sgd_(has_fused_kernel("aten::_fused_sgd_", one_)) {}
+        taken_(at::empty_like(one_)) {}
 
   at::Device device() const { return one_.device(); }
 
   /// `first_only`: all that matters is whether a step is the first; so of all counters or of none.
   void add_counter(std::shared_ptr<StepCounter> counter, bool first_only) {
-    if (!first_only) {
-      values_.push_back(counter->value);
-      ones_.push_back(one_);
-    } else if (!noted_.defined()) {
-      noted_ = StepCounter(device(), 1).numbers;
-    }
+    first_only_ = first_only;
     counters_.push_back(std::move(counter));
   }
 
@@ -89,42 +84,29 @@ class DeviceScalars : public StepScalars {
       // The kernels skip where the flag is exactly 1. A sum over devices or processes may be more.
       if (!is_exact) found_inf_ = at::ne_out(flag_, *found_inf_, 0.);
     }
-    if (!noted_.defined()) return;
-    for (const auto& counter : counters_) counter->learn();
+    if (first_only_) {
+      for (const auto& counter : counters_) counter->learn();
+    }
+    counts_ = counts_to_add_to();
+    if (found_inf_ && !counts_.empty()) at::sub_out(taken_, one_, *found_inf_);
   }
 
-  /// Counts the step, unless it is skipped: the kernels want to find it counted.
+  /// Counts the step, unless it is skipped: the kernels want to find it counted, but for those that
+  /// ask whether it is the first.
   void begin() {
-    if (values_.empty()) return;
-    if (found_inf_ && counts_by_sgd_) {  // it adds numbers to numbers, or does not, in one launch
-      at::_fused_sgd_(values_, ones_, {}, /*weight_decay=*/0., /*momentum=*/0., /*lr=*/1.,
-                      /*dampening=*/0., /*nesterov=*/false, /*maximize=*/true,
-                      /*is_first_step=*/false, /*grad_scale=*/{}, found_inf_);
-      return;
-    }
-    at::_foreach_add_(values_, one_);
-    if (found_inf_) at::_foreach_add_(values_, *found_inf_, /*alpha=*/-1.);
+    if (!first_only_) add_step();
   }
 
   void end() {
+    if (first_only_) add_step();
     for (const auto& counter : counters_) {
-      if (noted_.defined() && counter->at_least == 0) {
-        at::Tensor numbers = counter->numbers;
-        found_inf_ ? at::lerp_out(numbers, noted_, numbers, *found_inf_) : numbers.copy_(noted_);
-      }
       counter->count(/*surely=*/!found_inf_);
-    }
-    for (const auto& counter : counters_) {
-      if (!noted_.defined() || !counter->may_be_first()) continue;
-      if (GraphBody* const body = GraphBody::current()) {
-        body->states.push_back(counter);
-      } else {
-        counter->look();
-      }
+      if (first_only_ && counter->may_be_first()) learn_later(counter);
     }
     grad_scale_.reset();
     found_inf_.reset();
     buffers_.clear();
+    counts_.clear();
   }
 
   /// Counts a step that was replayed.
@@ -133,11 +115,31 @@ class DeviceScalars : public StepScalars {
   }
 
  private:
+  /// Those of first steps end once there was one for sure.
+  std::vector<at::Tensor> counts_to_add_to() const {
+    std::vector<at::Tensor> counts;
+    for (const auto& counter : counters_) {
+      if (!first_only_ || counter->at_least == 0) counts.push_back(counter->value);
+    }
+    return counts;
+  }
+  void add_step() {
+    if (!counts_.empty()) at::_foreach_add_(counts_, found_inf_ ? taken_ : one_);
+  }
+  /// Has the host learn whether there was a first step.
+  static void learn_later(const std::shared_ptr<StepCounter>& counter) {
+    if (GraphBody* const body = GraphBody::current()) {
+      body->states.push_back(counter);
+    } else {
+      counter->look();
+    }
+  }
+
   at::Tensor one_, flag_;
-  at::Tensor noted_;  // 1 and 0: a counter's numbers after a step; undefined unless first_only
-  bool counts_by_sgd_;
+  at::Tensor taken_;  // 1, or 0 if the step is skipped
+  bool first_only_ = false;
   std::vector<std::shared_ptr<StepCounter>> counters_;
-  std::vector<at::Tensor> values_, ones_;  // one for each of counters_, or none if first_only
+  std::vector<at::Tensor> counts_;  // to which this step is added
   std::vector<at::Tensor> buffers_;
 };
 

@@ -27,17 +27,18 @@ namespace torchamp::detail {
 ///     counted(options)   whether steps are counted on the device
 ///     steps, set_steps   the count as LibTorch's state holds it, for parameters that are counted
 ///     step(options, …)   the step of all parameters of a list
-///     counts_first_only  if there and true, all that step() asks of list.counter is
-///     may_be_first(),
-///                        numbers and whether at_least and at_most are 0
 ///     asks_counter(options)
-///                        if there, whether step() asks list.counter at all; or else it may
-///     op                 if there, the op of ATen's that step() calls; where the device lacks it,
+///                        whether step() asks list.counter at all
+///     counts_first_only  whether all that it asks of it is whether the step is the first; it then
+///                        counts the steps before this one, up to the first that was surely made
+///     op                 the op of ATen's that step() calls, or null; where the device lacks it,
 ///                        list.lacks_op is true, and all parameters of a list have one count.
 ///                        step() may be called with parts of parameters then
 ///
+/// KernelBase has what is the same for most: derive from it.
+///
 /// step() divides the gradients by scalars.grad_scale(), if it is there, and changes nothing where
-/// scalars.found_inf() is there and 1. The counters count the step already. It never reads the
+/// scalars.found_inf() is there and 1. Other counters count the step already. It never reads the
 /// device. list.rate, where defined, takes the place of the options' learning rate. ATen's fused
 /// ops do all that; a kernel that ATen lacks is a FlatStep.
 template <class K>
@@ -45,11 +46,14 @@ concept OptimizerKernel = std::derived_from<typename K::LibTorch, torch::optim::
     requires(const typename K::Options& options, typename K::State& state, const StepList& list,
              const StepScalars& scalars, const at::Tensor& param) {
   { K::name } -> std::convertible_to<const char*>;
+  { K::op } -> std::convertible_to<const char*>;
   { K::apart } -> std::convertible_to<bool>;
+  { K::counts_first_only } -> std::convertible_to<bool>;
   { K::kinds(options) } -> std::same_as<std::size_t>;
   { K::tensor(state, std::size_t{}) } -> std::same_as<at::Tensor&>;
   { K::initial(std::size_t{}, param, options) } -> std::same_as<at::Tensor>;
   { K::counted(options) } -> std::same_as<bool>;
+  { K::asks_counter(options) } -> std::same_as<bool>;
   { K::steps(state) } -> std::same_as<int64_t>;
   K::set_steps(state, int64_t{});
   K::step(options, list, scalars);
@@ -61,12 +65,15 @@ struct KernelBase {
   using LibTorch = LibTorch_;
   using Options = Options_;
   using State = State_;
+  static constexpr const char* op = nullptr;
   static constexpr bool apart = false;
+  static constexpr bool counts_first_only = false;
 
   static at::Tensor initial(std::size_t, const at::Tensor& param, const Options&) {
     return at::zeros_like(param);
   }
   static bool counted(const Options&) { return true; }
+  static bool asks_counter(const Options&) { return true; }
   static int64_t steps(const State& s) { return s.step(); }
   static void set_steps(State& s, int64_t steps) { s.step(steps); }
 };

@@ -198,8 +198,9 @@ class StepPlan {
     for (DeviceScalars& scalars : scalars_) scalars.count_replayed();
   }
 
-  /// Steps with the gradients collected. Takes memory first: where it runs out, no step is counted, nor any list stepped. (Only where a kernel
-  /// is lacking, or masters are split on a device, do single lists need more on their way.)
+  /// Steps with the gradients collected. Takes memory first: where it runs out, no step is counted,
+  /// nor any list stepped. (Only where a kernel is lacking, or masters are split on a device, do
+  /// single lists need more on their way.)
   void run(const ParamGroups& groups, const at::Tensor& grad_scale, const at::Tensor& found_inf,
            bool is_exact) {
     for (DeviceScalars& scalars : scalars_) scalars.prepare(grad_scale, found_inf, is_exact);
@@ -254,10 +255,7 @@ class StepPlan {
       counter = std::make_shared<StepCounter>(counter->copy_to(share.device));
     }
     for (void* const param : share.params) counters_[param] = counter;
-    constexpr bool first_only = requires {
-      requires Kernel::counts_first_only;
-    };
-    scalars_of(share.device).add_counter(std::move(counter), first_only);
+    scalars_of(share.device).add_counter(std::move(counter), Kernel::counts_first_only);
   }
 
   /// Whether the groups and parameters are the plan's, the states those of note_states(), and
@@ -281,11 +279,8 @@ class StepPlan {
 
   static Use use_of(const ParamGroups& groups, std::size_t group) {
     const Options& options = options_of<Kernel>(groups[group], group);
-    bool asks_counter = Kernel::counted(options);
-    if constexpr (requires { Kernel::asks_counter(options); }) {
-      asks_counter = Kernel::asks_counter(options);
-    }
-    return {Kernel::kinds(options), Kernel::counted(options), asks_counter};
+    const bool counted = Kernel::counted(options);
+    return {Kernel::kinds(options), counted, counted && Kernel::asks_counter(options)};
   }
 
   static SeenState see(void* param, const ParamStates& states) {
@@ -332,11 +327,8 @@ class StepPlan {
                           const Options& defaults, ParamStates& states) {
     void* const key = param.unsafeGetTensorImpl();
     const auto counter = use.counted ? counters_[key] : nullptr;
-    bool is_lacked = false;
-    constexpr bool has_op = requires {
-      Kernel::op;
-    };
-    if constexpr (has_op) is_lacked = !has_fused_kernel(Kernel::op, param);
+    constexpr bool has_op = Kernel::op != nullptr;
+    const bool is_lacked = has_op && !has_fused_kernel(Kernel::op, param);
     const bool is_apart = (Kernel::apart || is_lacked) && use.asks_counter;
     StepList& list = group_of(lists_, StepKey{TensorKind::of(param), group,
                                               is_apart ? counter : nullptr, step_method_of(param)});

@@ -3,6 +3,9 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_fused_sgd.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/eq.h>
+#include <ATen/ops/ne.h>
 #include <torch/optim/sgd.h>
 
 #include <cstddef>
@@ -23,12 +26,12 @@ namespace torchamp::detail {
 // does so when it is told is_first_step, and then skips or not like any other step, so that a host
 // that does not read never learns whether the buffer was filled (PyTorch's own optimizer takes it
 // for granted and goes on with uninitialised memory). Here buffers start as zeros, and the device
-// keeps two numbers, whether there was a step and whether there was none. Each step has them copied
-// to the host until it has learned that there was a step; nothing waits for the copy. Without
-// dampening, a later step makes of zeros what the first step makes of anything: the numbers matter
-// only if dampening is set later. With dampening, while the host does not know, the kernel is
-// called twice, as for the first step and as for a later one, and each call is skipped where its
-// gate is 1: the larger of one of these numbers and the flag.
+// counts steps until there was one. The count is copied to the host until the host has learned of
+// that step; nothing waits for the copy. Without dampening, a later step makes of zeros what the
+// first step makes of anything: the count matters only if dampening is set later. With dampening,
+// while the host does not know, the kernel is called twice, as for the first step and as for a
+// later one. Each call is skipped where its gate is 1: if there was an earlier step or none, and if
+// the step is skipped anyway.
 struct SgdKernel
     : KernelBase<torch::optim::SGD, torch::optim::SGDOptions, torch::optim::SGDParamState> {
   static constexpr const char* name = "FusedSGD";
@@ -52,10 +55,15 @@ struct SgdKernel
     } else if (list.counter->at_most == 0) {
       call(o, list, /*first=*/true, scalars.grad_scale(), found_inf);
     } else {
-      const at::Tensor& numbers = list.counter->numbers;
-      const at::Tensor gates = found_inf ? numbers.maximum(*found_inf) : numbers;
-      call(o, list, /*first=*/true, scalars.grad_scale(), gates.select(0, 0));
-      call(o, list, /*first=*/false, scalars.grad_scale(), gates.select(0, 1));
+      const at::Tensor& steps_before = list.counter->value;
+      at::Tensor any = at::empty_like(steps_before), none = at::empty_like(steps_before);
+      at::ne_out(any, steps_before, 0.);
+      at::eq_out(none, steps_before, 0.);
+      const auto gate = [&](const at::Tensor& skips) {
+        return found_inf ? skips.maximum(*found_inf) : skips;
+      };
+      call(o, list, /*first=*/true, scalars.grad_scale(), gate(any));
+      call(o, list, /*first=*/false, scalars.grad_scale(), gate(none));
     }
   }
 
@@ -70,7 +78,7 @@ struct SgdKernel
     if (o.momentum() != 0.) {
       at::Tensor gradient = step.grads;  // for the buffer
       if (asks_counter(o)) {
-        const at::Tensor is_first = list.counter->numbers.select(0, 1).to(gradient.scalar_type());
+        const at::Tensor is_first = list.counter->value.eq(0.).to(gradient.scalar_type());
         gradient = gradient.mul(is_first.mul(o.dampening()).add_(1. - o.dampening()));
       }
       const at::Tensor& buffer = step.state[0].mul_(o.momentum()).add_(gradient);

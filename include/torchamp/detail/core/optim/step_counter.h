@@ -16,17 +16,14 @@ namespace torchamp::detail {
 /// could be skipped.
 struct StepCounter final : ReplayedState {
   StepCounter(at::Device device, int64_t steps)
-      : numbers(at::full({2}, static_cast<float>(steps), at::device(device).dtype(at::kFloat))),
-        value(numbers.select(0, 0)),
+      : value(at::full({}, static_cast<float>(steps), at::device(device).dtype(at::kFloat))),
         at_least(steps),
-        at_most(steps) {
-    numbers.select(0, 1).fill_(steps == 0 ? 1. : 0.);
-  }
+        at_most(steps) {}
 
   /// The same count, for parameters on `device` whose steps are counted apart from here on.
   StepCounter copy_to(at::Device device) const {
     StepCounter copy(device, at_most);
-    copy.numbers.copy_(numbers);
+    copy.value.copy_(value);
     copy.at_least = at_least;
     return copy;
   }
@@ -70,8 +67,7 @@ struct StepCounter final : ReplayedState {
     asked = true;
   }
 
-  at::Tensor numbers;  ///< the count, and 1 as long as it is 0, where someone keeps that
-  at::Tensor value;    ///< the count, 0-dim fp32
+  at::Tensor value;  ///< the count, 0-dim fp32
   int64_t at_least, at_most;
 
   HostMirror mirror{};  ///< of the count
