@@ -5,12 +5,9 @@
 #include <ATen/ops/_foreach_clamp_max.h>
 #include <ATen/ops/_foreach_clamp_min.h>
 #include <c10/util/Exception.h>
-#include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/optimizer.h>
 
 #include <cmath>
-#include <concepts>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -21,7 +18,7 @@
 #include "torchamp/detail/core/gradients/norm.h"
 #include "torchamp/detail/core/gradients/shards.h"
 #include "torchamp/detail/core/gradients/unscale.h"
-#include "torchamp/detail/core/scaler/misuse.h"
+#include "torchamp/detail/core/scaler/observed_clips.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/version.h"
 
@@ -163,28 +160,6 @@ inline void check_not_stepped(const char* call, const GradScaler& scaler,
               "backward() and step().");
 }
 
-/// Records the clip for a scaler that has scaled these gradients, and for a step that finds that
-/// there were none yet. Not for a limit of infinity, by which programs look at norms.
-inline void note_plain_clip(at::TensorList params) {
-  const at::Tensor* none = nullptr;
-  for (const at::Tensor& param : params) {
-    if (!param.defined()) continue;
-    const at::Tensor& gradient = gradient_of(param);
-    if (gradient.defined()) return PlainClips::note(gradient);
-    if (!none) none = &param;
-  }
-  if (none) PlainClips::note(*none);
-}
-inline void note_plain_clip(const torch::optim::Optimizer& optimizer, bool knows_scale = false) {
-  const bool any = any_gradient(optimizer, [=](const at::Tensor& gradient) {
-    PlainClips::note(gradient, knows_scale);
-    return true;
-  });
-  if (!any && !optimizer.param_groups().empty()) {
-    note_plain_clip(optimizer.param_groups().front().params());
-  }
-}
-
 }  // namespace detail
 
 /// Multiplies the gradients of `params` (a vector, a list in braces, or one tensor) in place by
@@ -277,26 +252,3 @@ inline void clip_grad_value_(GradScaler& scaler, torch::optim::Optimizer& optimi
 }
 
 }  // namespace TORCHAMP_NAMESPACE
-
-namespace torch::nn::utils {
-
-// LibTorch's own clips write to the gradients' data(), which leaves no trace. These overloads,
-// which a vector that is not const matches better, call them and leave a record for the scaler.
-
-/// LibTorch's clip_grad_norm_, recorded for the scaler.
-template <class Tensors, class... Rest>
-requires std::same_as<std::remove_reference_t<Tensors>, std::vector<at::Tensor>>
-double clip_grad_norm_(Tensors&& parameters, double max_norm, Rest... rest) {
-  const double norm = clip_grad_norm_(std::as_const(parameters), max_norm, rest...);
-  if (std::isfinite(max_norm)) torchamp::detail::note_plain_clip(parameters);
-  return norm;
-}
-/// LibTorch's clip_grad_value_, recorded for the scaler.
-template <class Tensors>
-requires std::same_as<std::remove_reference_t<Tensors>, std::vector<at::Tensor>>
-void clip_grad_value_(Tensors&& parameters, double clip_value) {
-  clip_grad_value_(std::as_const(parameters), clip_value);
-  torchamp::detail::note_plain_clip(parameters);
-}
-
-}  // namespace torch::nn::utils

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/MemoryOverlap.h>
-#include <ATen/core/NestedIntSymNodeImpl.h>  // IWYU pragma: keep
 #include <ATen/core/Tensor.h>
 #include <ATen/core/TensorBase.h>
 #include <ATen/core/grad_mode.h>
@@ -18,9 +17,6 @@
 
 #include "torchamp/detail/core/base/devices.h"  // IWYU pragma: export
 #include "torchamp/version.h"
-
-// (LibTorch's nested SymNodeImpl is not used here. But where GCC knows one class alone that derives
-// from SymNodeImpl, or none, it compiles all of that into each program: 6 kB.)
 
 namespace torchamp::detail {
 
