@@ -108,7 +108,7 @@ class Accumulation {
     stage_ = Stage::open;
     gradients_ = detail::count_gradients(optimizer_);
     versions_ = detail::versions_of_gradients(optimizer_);
-    taken_ = detail::gradients_taken();
+    taken_ = detail::gradients_moved();
     added_at_ = detail::PlainClips::tick();
     if (++window_->pending < micro_batches_) return std::nullopt;
     return flush();
@@ -216,7 +216,7 @@ class Accumulation {
   }
 
   void warn_of_writes() {
-    if (warned_ || taken_ != detail::gradients_taken() ||
+    if (warned_ || taken_ != detail::gradients_moved() ||
         (versions_ == detail::versions_of_gradients(optimizer_) &&
          !detail::PlainClips::any_since(added_at_, optimizer_))) {
       return;

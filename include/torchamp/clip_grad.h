@@ -113,8 +113,8 @@ inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor
   const InternalOps internal;
   const std::vector<at::TensorList> params = parameter_lists(optimizer);
   const auto batches = gradients_to_clip(params, "clip_grad_norm_");
-  const bool defers = ClipLeft::can_be_left_to(optimizer);
-  const Divisor left = ClipLeft::to(optimizer);
+  const bool defers = DeferredClips::can_be_left_to(optimizer);
+  const Divisor left = DeferredClips::of(optimizer);
   const at::Tensor& divisor = left.number;
   const bool is_divided = scale.defined() || divisor.defined();
   at::Tensor norm = is_divided ? total_norm_divided(batches, norm_type, scale, divisor)
@@ -132,16 +132,16 @@ inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor
                        !std::isfinite(*norm.const_data_ptr<float>()) ||
                        std::isfinite(*excess.const_data_ptr<float>());
     if (holds) {
-      ClipLeft::add(optimizer, {.number = excess,
-                                .is_number = max_norm != 0.,
-                                .tells_finite = tells_finite && max_norm != 0.,
-                                .norm = norm});
+      DeferredClips::add(optimizer, {.number = excess,
+                                     .is_number = max_norm != 0.,
+                                     .tells_finite = tells_finite && max_norm != 0.,
+                                     .norm = norm});
       return norm;
     }
   }
   multiply(batches, clip_coefficient(norm, max_norm));
   if (divisor.defined()) {  // the same gradients' still
-    ClipLeft::keep(optimizer, left);
+    DeferredClips::keep(optimizer, left);
   }
   return norm;
 }
@@ -204,7 +204,7 @@ inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& o
   detail::check_not_stepped("clip_grad_norm_", scaler, optimizer);
   at::Tensor scale;
   if (scaler.is_enabled() && !scaler.is_unscaled(optimizer)) {
-    if (detail::ClipLeft::can_be_left_to(optimizer)) {
+    if (detail::DeferredClips::can_be_left_to(optimizer)) {
       scale = detail::ScalerParts::scale(scaler).scale();
       TORCH_CHECK(scale.defined(),
                   "clip_grad_norm_: nothing has been scaled yet. Call scale(loss).backward() "
@@ -234,9 +234,9 @@ inline void clip_grad_value_(torch::optim::Optimizer& optimizer, double value) {
   const detail::InternalOps internal;
   const auto batches =
       detail::gradients_to_clip(detail::parameter_lists(optimizer), "clip_grad_value_");
-  const at::Tensor divisor = detail::ClipLeft::to(optimizer).number;
+  const at::Tensor divisor = detail::DeferredClips::of(optimizer).number;
   if (divisor.defined()) detail::multiply(batches, divisor.reciprocal());
-  detail::ClipLeft::forget(optimizer);
+  detail::DeferredClips::forget(optimizer);
   detail::clip_value(batches, value);
   detail::note_plain_clip(optimizer);
 }

@@ -45,7 +45,7 @@ struct WeightMeta : c10::BackendMeta {
   /// And whether that is a tensor apart, so that steps of this one are lost.
   bool has_master_apart = false;
   uint32_t same_writes = 0;  ///< how many writes have left the weight as it was
-  uint64_t taken = 0;        ///< of a master apart: gradients_taken() after it was given gradients
+  uint64_t moved = 0;        ///< of a master apart: gradients_moved() after it was given gradients
   /// How fused optimizers step the weight, where they do not step the tensor itself.
   const StepMethod* step_method = nullptr;
 
@@ -114,15 +114,15 @@ inline std::size_t count_gradients(const torch::optim::Optimizer& optimizer) {
 }
 
 /// How often this thread has moved gradients to master weights.
-inline uint64_t& gradients_taken() {
+inline uint64_t& gradients_moved() {
   static thread_local uint64_t times = 0;
   return times;
 }
 /// Whether masters that `optimizer` steps were given gradients after the first `times` of these.
-inline bool any_taken_after(const torch::optim::Optimizer& optimizer, uint64_t times) {
+inline bool any_moved_after(const torch::optim::Optimizer& optimizer, uint64_t times) {
   return any_parameter(optimizer, [&](const at::Tensor& parameter) {
     const WeightMeta* const meta = weight_meta_of(parameter);
-    return meta && meta->taken > times;
+    return meta && meta->moved > times;
   });
 }
 

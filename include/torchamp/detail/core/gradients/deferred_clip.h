@@ -34,8 +34,8 @@ namespace torchamp::detail {
 
 /// A number that gradients are to be divided by.
 struct Divisor {
-  at::Tensor number{};     ///< 0-dim fp32; undefined if there is none
-  bool is_number = true;   ///< or else it may be inf, to make gradients of 0
+  at::Tensor number{};    ///< 0-dim fp32; undefined if there is none
+  bool is_number = true;  ///< or else it may be inf, to make gradients of 0
   /// Whether it is not finite where a gradient is not, or is too large to be divided by the scale.
   bool tells_finite = false;
   at::Tensor norm{};  ///< with tells_finite: tells as well, on devices whose ops lose NaNs
@@ -142,13 +142,13 @@ class DefersClips : public ScaledStep {
   DeferredClip deferred_clip_;
 
  private:
-  friend struct ClipLeft;
+  friend struct DeferredClips;
 };
 
 /// What clips leave to the next step of an optimizer.
-struct ClipLeft {
+struct DeferredClips {
   /// Undefined if there is nothing.
-  static Divisor to(const torch::optim::Optimizer& optimizer) {
+  static Divisor of(const torch::optim::Optimizer& optimizer) {
     const auto* const defers = dynamic_cast<const DefersClips*>(&optimizer);
     return defers ? defers->deferred_clip_.of(optimizer) : Divisor();
   }

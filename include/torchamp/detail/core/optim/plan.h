@@ -11,7 +11,6 @@
 #include <cstdint>
 #include <list>
 #include <memory>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -20,7 +19,8 @@
 #include "torchamp/detail/core/optim/check_parameters.h"
 #include "torchamp/detail/core/optim/device_scalars.h"
 #include "torchamp/detail/core/optim/kernel.h"
-#include "torchamp/detail/core/optim/step_counter.h"
+#include "torchamp/detail/core/optim/plan_slot.h"
+#include "torchamp/detail/core/optim/step_counters.h"
 #include "torchamp/detail/core/optim/step_list.h"
 
 namespace torchamp::detail {
@@ -38,31 +38,8 @@ namespace torchamp::detail {
 /// What a step of `Kernel` calls the fused kernels with.
 template <OptimizerKernel Kernel>
 class StepPlan {
-  /// A state as it was at some time.
-  struct SeenState {
-    /// Null if there is none. Only to be compared. Another one may be made at the address of one
-    /// that is gone, but without tensors.
-    typename Kernel::State* state = nullptr;
-    bool has_tensor = false;
-    int64_t steps = 0;  ///< as the state holds them
-    bool operator==(const SeenState&) const = default;
-  };
-
-  /// A parameter in a plan.
-  struct Slot {
-    c10::TensorImpl* param = nullptr;
-    StepList* list = nullptr;  ///< null for a parameter without a gradient
-    std::size_t place = 0;     ///< in the list
-    SeenState seen{};
-  };
-
-  /// What a plan relies on of a group's options.
-  struct Use {
-    std::size_t kinds;
-    bool counted;
-    bool asks_counter;  ///< of its own
-    bool operator==(const Use&) const = default;
-  };
+  using Seen = SeenState<Kernel>;
+  using Slot = PlanSlot<Kernel>;
 
  public:
   using Options = typename Kernel::Options;
@@ -80,31 +57,22 @@ class StepPlan {
     return all_of(groups, states, [](const Slot& slot, const at::Tensor& param) {
       const at::Tensor& grad = gradient_of(param);
       if (grad.defined() != (slot.list != nullptr)) return false;
-      return !grad.defined() || add_gradient(slot, param, grad);
+      return !grad.defined() || slot.add_gradient(param, grad);
     });
   }
 
   /// Makes a plan for `groups`, which check_parameters has passed; goes on with the counts. Makes
   /// the states that are missing and takes those that are not to their parameters' device, dtype
   /// and layout. If it throws, the plan does not hold.
-  [[gnu::noinline]] void make(const ParamGroups& groups, const Options& defaults,
-                              ParamStates& states) {
+  void make(const ParamGroups& groups, const Options& defaults, ParamStates& states) {
     drop_lists();
-    std::vector<Use> uses(groups.size());
+    std::vector<GroupUse> uses(groups.size());
     std::size_t count = 0;
-    std::vector<Share> shares;
     for (std::size_t g = 0; g < groups.size(); ++g) {
-      uses[g] = use_of(groups, g);
+      uses[g] = use_of<Kernel>(groups, g);
       count += groups[g].params().size();
-      for (const at::Tensor& param : groups[g].params()) {
-        void* const key = param.unsafeGetTensorImpl();
-        if (!uses[g].counted || !gradient_of(param).defined()) continue;
-        const auto& counter = counters_[key];
-        const int64_t steps = counter ? 0 : see(key, states).steps;
-        group_of(shares, Counted{counter, steps, param.device()}).params.push_back(key);
-      }
     }
-    for (const Share& share : shares) count_apart(share);
+    count_steps(groups, uses, states);
     std::vector<Slot> slots(count);
     auto slot = slots.begin();
     for (std::size_t g = 0; g < groups.size(); ++g) {
@@ -125,15 +93,15 @@ class StepPlan {
 
   /// Remembers which states there are, and how many steps each holds.
   void note_states(const ParamStates& states) {
-    for (Slot& slot : slots_) slot.seen = see(slot.param, states);
+    for (Slot& slot : slots_) slot.seen = Seen::of(slot.param, states);
   }
 
   /// Forgets the counts of parameters whose states are no longer those of note_states(). If there
   /// are any, the plan does not hold.
   void drop_counts(const ParamStates& states) {
     for (Slot& slot : slots_) {
-      if (!slot.seen.state || see(slot.param, states) == slot.seen) continue;
-      counters_.erase(slot.param);
+      if (!slot.seen.state || Seen::of(slot.param, states) == slot.seen) continue;
+      counters_.forget(slot.param);
       drop_lists();
     }
   }
@@ -157,19 +125,13 @@ class StepPlan {
   /// host does not know.
   template <class F>
   void read_counts(const F& f) const {
-    for (const auto& [param, counter] : counters_) {
-      if (!counter) continue;  // memory ran out in make()
-      if (counter->at_least != counter->at_most) {
-        counter->at_least = counter->at_most = counter->value.template item<int64_t>();
-      }
-      f(param, counter->at_most);
-    }
+    counters_.read(f);
   }
 
   /// Whether there is a plan, and for these groups and states, whatever gradients there are.
   bool is_for(const ParamGroups& groups, const ParamStates& states) const {
     return !lists_.empty() && all_of(groups, states, [](const Slot& slot, const at::Tensor&) {
-      return !slot.list || !slot.seen.state || has_tensors(slot);
+      return !slot.list || !slot.seen.state || slot.has_tensors();
     });
   }
 
@@ -232,30 +194,23 @@ class StepPlan {
   }
 
  private:
-  /// What parameters have in common whose steps may be counted by one counter.
-  struct Counted {
-    std::shared_ptr<StepCounter> before;
-    int64_t steps;  ///< of those without one
-    at::Device device;
-    bool operator==(const Counted&) const = default;
-  };
-  struct Share : Counted {
-    std::vector<void*> params{};
-  };
-
-  /// Gives the parameters of `share` a counter on their device that no other has. One that nobody
-  /// else has stays: graphs may use its memory.
-  void count_apart(const Share& share) {
-    std::shared_ptr<StepCounter> counter = share.before;
-    std::size_t users = 0;
-    for (const auto& [param, other] : counters_) users += other == counter ? 1 : 0;
-    if (!counter) {
-      counter = std::make_shared<StepCounter>(share.device, share.steps);
-    } else if (users != share.params.size() || counter->value.device() != share.device) {
-      counter = std::make_shared<StepCounter>(counter->copy_to(share.device));
+  /// Has the steps of all parameters with a gradient counted that want it.
+  void count_steps(const ParamGroups& groups, const std::vector<GroupUse>& uses,
+                   const ParamStates& states) {
+    std::vector<StepCounters::Share> shares;
+    for (std::size_t g = 0; g < groups.size(); ++g) {
+      for (const at::Tensor& param : groups[g].params()) {
+        void* const key = param.unsafeGetTensorImpl();
+        if (!uses[g].counted || !gradient_of(param).defined()) continue;
+        const auto counter = counters_.of(key);
+        const int64_t steps = counter ? 0 : Seen::of(key, states).steps;
+        group_of(shares, StepCounters::Counted{counter, steps, param.device()})
+            .params.push_back(key);
+      }
     }
-    for (void* const param : share.params) counters_[param] = counter;
-    scalars_of(share.device).add_counter(std::move(counter), Kernel::counts_first_only);
+    for (const StepCounters::Share& share : shares) {
+      scalars_of(share.device).add_counter(counters_.count_apart(share), Kernel::counts_first_only);
+    }
   }
 
   /// Whether the groups and parameters are the plan's, the states those of note_states(), and
@@ -265,54 +220,16 @@ class StepPlan {
     if (uses_.size() != groups.size()) return false;
     auto slot = slots_.cbegin();
     for (std::size_t g = 0; g < groups.size(); ++g) {
-      if (!(uses_[g] == use_of(groups, g))) return false;
+      if (!(uses_[g] == use_of<Kernel>(groups, g))) return false;
       for (const at::Tensor& param : groups[g].params()) {
         if (slot == slots_.cend() || slot->param != param.unsafeGetTensorImpl()) return false;
         const bool has_state = slot->seen.state != nullptr;
-        if (has_state && !(see(slot->param, states) == slot->seen)) return false;
+        if (has_state && !(Seen::of(slot->param, states) == slot->seen)) return false;
         if (!holds(*slot, param)) return false;
         ++slot;
       }
     }
     return slot == slots_.cend();
-  }
-
-  static Use use_of(const ParamGroups& groups, std::size_t group) {
-    const Options& options = options_of<Kernel>(groups[group], group);
-    const bool counted = Kernel::counted(options);
-    return {Kernel::kinds(options), counted, counted && Kernel::asks_counter(options)};
-  }
-
-  static SeenState see(void* param, const ParamStates& states) {
-    const auto found = states.find(param);
-    if (found == states.end()) return {};
-    auto& state = static_cast<State&>(*found->second);
-    return {&state, Kernel::tensor(state, 0).defined(), Kernel::steps(state)};
-  }
-
-  /// Whether the parameter's tensors in its list are those of its state.
-  static bool has_tensors(const Slot& slot) {
-    for (std::size_t k = 0; k < slot.list->state.size(); ++k) {
-      const at::Tensor& tensor = Kernel::tensor(*slot.seen.state, k);
-      if (!slot.list->state[k][slot.place].is_same(tensor)) return false;
-    }
-    return true;
-  }
-
-  static bool add_gradient(const Slot& slot, const at::Tensor& param, const at::Tensor& grad) {
-    StepList& list = *slot.list;
-    if (!(TensorKind::of(param) == list) || !param.is_non_overlapping_and_dense() ||
-        grad.layout() != at::kStrided) {
-      return false;
-    }
-    if (step_method_of(param) != list.method) return false;
-    if (list.method && !list.method->holds(param, grad)) return false;
-    if (!list.state.empty()) {
-      if (!slot.seen.state || !has_tensors(slot)) return false;
-      if (!same_layout(param, list.state[0][slot.place])) return false;
-    }
-    list.grads.push_back(fitted(grad, param));
-    return true;
   }
 
   DeviceScalars& scalars_of(at::Device device) {
@@ -323,10 +240,10 @@ class StepPlan {
   }
 
   /// Adds a parameter to the list that it belongs to, which may be a new one, and returns that.
-  StepList& add_parameter(std::size_t group, const Use& use, const at::Tensor& param,
+  StepList& add_parameter(std::size_t group, const GroupUse& use, const at::Tensor& param,
                           const Options& defaults, ParamStates& states) {
     void* const key = param.unsafeGetTensorImpl();
-    const auto counter = use.counted ? counters_[key] : nullptr;
+    const auto counter = use.counted ? counters_.of(key) : nullptr;
     constexpr bool has_op = Kernel::op != nullptr;
     const bool is_lacked = has_op && !has_fused_kernel(Kernel::op, param);
     const bool is_apart = (Kernel::apart || is_lacked) && use.asks_counter;
@@ -354,14 +271,11 @@ class StepPlan {
     return list;
   }
 
-  std::vector<Slot> slots_;  ///< for each parameter of each group, in order
-  std::vector<Use> uses_;    ///< for each group
+  std::vector<Slot> slots_;     ///< for each parameter of each group, in order
+  std::vector<GroupUse> uses_;  ///< for each group
   std::list<StepList> lists_;
   std::list<DeviceScalars> scalars_;
-
-  /// Which parameter's steps are counted where. Parameters that were always stepped together share
-  /// a counter. Once only some of them have gradients, these get a copy of it.
-  std::unordered_map<void*, std::shared_ptr<StepCounter>> counters_;
+  StepCounters counters_;
   std::shared_ptr<const void> identity_;
 };
 

@@ -37,14 +37,14 @@ TORCHAMP_COLD OptimizerState unscale_gradients(torch::optim::Optimizer& optimize
   std::shared_ptr<Shards> shards = shards_of(optimizer, call);
   const auto batches = gradients_of(
       optimizer, scale.stays_at_one() ? HalfGradients::allowed : HalfGradients::refused, call);
-  const Divisor clip = ClipLeft::to(optimizer);
+  const Divisor clip = DeferredClips::of(optimizer);
   at::Tensor found_inf = at::zeros({}, scale.scale().options());
   at::Tensor largest;
   const ScaleRule* const rule = scale.rule();
   if (rule) largest = rule->check_and_measure(batches, scale.scale(), found_inf);
   multiply_and_check(
       batches, [&](at::Device device) { return scale.inverse(device); }, found_inf);
-  if (clip.defined()) ClipLeft::keep(optimizer, {clip.number, clip.is_number});
+  if (clip.defined()) DeferredClips::keep(optimizer, {clip.number, clip.is_number});
   const bool may_overflow = division_may_overflow(scale, optimizer);
   if (may_overflow && !rule) check_finite(batches, found_inf);
   return {.stage = OptimizerState::Stage::unscaled,
@@ -53,7 +53,7 @@ TORCHAMP_COLD OptimizerState unscale_gradients(torch::optim::Optimizer& optimize
           .had_gradients = !batches.empty(),
           .exact = true,
           .gradients = count_gradients(optimizer),
-          .taken = gradients_taken(),
+          .moved = gradients_moved(),
           .shards = std::move(shards)};
 }
 
@@ -100,7 +100,8 @@ inline std::vector<GradientBatch> gradients_of_fused_step(torch::optim::Optimize
                                                           LossScale& scale,
                                                           const StepDivisor& divisor) {
   const auto divides_in_place = [&] {
-    return (divisor.clip.defined() || !scale.stays_at_one()) && ClipLeft::can_be_left_to(optimizer);
+    return (divisor.clip.defined() || !scale.stays_at_one()) &&
+           DeferredClips::can_be_left_to(optimizer);
   };
   return gradients_of(optimizer, HalfGradients::allowed, "GradScaler::step", divides_in_place);
 }

@@ -123,7 +123,7 @@ TORCHAMP_COLD StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   if (!state.had_gradients) {
     missing = ledger_.report_missing(optimizer, scale_.scale().device());
   } else if (fused) {
-    value = detail::ClipLeft::step_scaled(
+    value = detail::DeferredClips::step_scaled(
         *fused, left.grad_scale, state.found_inf.tensor,
         {.clip_in_scale = left.clip_in_scale, .exact_flag = state.exact});
   } else if (!state.found_inf.read()) {

@@ -65,10 +65,10 @@ TORCHAMP_COLD void check_not_stepped(const OptimizerState& state) {
 /// makes up by itself, zeros for a parameter that has none, say, are its own business.)
 inline void check_complete(const torch::optim::Optimizer& optimizer, const OptimizerState& state,
                            const StepOrder& order) {
-  const bool taken = state.taken != gradients_taken();
+  const bool taken = state.moved != gradients_moved();
   TORCHAMP_CHECK(
       ((!taken && state.had_gradients) || count_gradients(optimizer) <= state.gradients) &&
-          !(taken && any_taken_after(optimizer, state.taken)),
+          !(taken && any_moved_after(optimizer, state.moved)),
       "GradScaler::step: gradients came after unscale_, so they were neither unscaled nor checked. "
       "Complete them first: ",
       taken ? "call MasterWeights::take_gradients() before unscale_, and with an Accumulation in "
@@ -103,7 +103,7 @@ inline LeftToStep check_for_step(torch::optim::Optimizer& optimizer, bool fused,
   const bool is_ready = state.stage == OptimizerState::Stage::ready;
   const bool may_overflow = division_may_overflow(scale, optimizer);
   if (is_ready && fused && !recheck) {
-    const Divisor clip = ClipLeft::to(optimizer);
+    const Divisor clip = DeferredClips::of(optimizer);
     if (!clip_may_overflow(scale, clip, optimizer)) {
       StepDivisor divisor{clip};
       {

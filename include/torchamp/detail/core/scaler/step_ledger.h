@@ -67,7 +67,7 @@ struct OptimizerState {
   bool exact = false;          ///< the flag is 0 or 1, as kernels want it
   bool in_closure = false;     ///< a step with a closure is being made
   std::size_t gradients = 0;   ///< how many there were when they were unscaled
-  uint64_t taken = 0;          ///< gradients_taken() then
+  uint64_t moved = 0;          ///< gradients_moved() then
   std::shared_ptr<Shards> shards{};  ///< who must agree, where they are shards of gradients
 };
 

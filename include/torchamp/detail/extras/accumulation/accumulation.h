@@ -94,7 +94,7 @@ inline void take_unscaled(StepLedger& ledger, torch::optim::Optimizer& optimizer
                                      .found_inf = {.tensor = std::move(found_inf)},
                                      .had_gradients = had_gradients,
                                      .gradients = count_gradients(optimizer),
-                                     .taken = gradients_taken(),
+                                     .moved = gradients_moved(),
                                      .shards = shards_of(optimizer, "GradScaler::step")};
 }
 
@@ -112,7 +112,7 @@ inline uint64_t versions_of_gradients(const torch::optim::Optimizer& optimizer) 
 /// Drops the gradients, and a clip of them that is left to the next step.
 inline void clear_gradients(torch::optim::Optimizer& optimizer) {
   optimizer.zero_grad();
-  ClipLeft::forget(optimizer);
+  DeferredClips::forget(optimizer);
 }
 
 /// The window has its first gradients of this scaler, for `optimizer`.

@@ -332,12 +332,12 @@ inline void MasterWeights::take_gradients() {
   copies.copy();
   sums.accumulate();
   if (taken.empty()) return;
-  const uint64_t times = ++detail::gradients_taken();
+  const uint64_t times = ++detail::gradients_moved();
   for (Taken& one : taken) {
     if (detail::SplitWeight* const split = detail::split_of(one.parameter)) {
       split->note_taken();  // and unscaled already, if its weight's was
     } else if (detail::WeightMeta* const meta = detail::weight_meta_of(one.owner)) {
-      meta->taken = times;
+      meta->moved = times;
     }
     one.parameter.mutable_grad().reset();
     one.owner.mutable_grad() = std::move(one.gradient);
