@@ -112,6 +112,69 @@ inline void check_steps(const torch::optim::Optimizer& optimizer, const at::Tens
   meta->refuse_plain_step(where);
 }
 
+/// Gathers the gradients of an optimizer, each once, by device and dtype.
+class GradientGatherer {
+ public:
+  GradientGatherer(const torch::optim::Optimizer& optimizer, HalfGradients half, const char* call,
+                   std::size_t count, c10::function_ref<bool()> refuses_shared)
+      : optimizer_(optimizer),
+        half_(half),
+        call_(call),
+        count_(count),
+        refuses_shared_(refuses_shared),
+        seen_(count) {}
+
+  /// The gradient of `parameter`, which `where` names. Throws for one that kernels cannot take.
+  void add(const at::Tensor& parameter, ErrorPlace where) {
+    check_steps(optimizer_, parameter, where);
+    at::Tensor gradient = gradient_of(parameter);
+    const bool may_change = gradient.is_sparse() || gradient.is_conj() || gradient.is_neg();
+    if (may_change) gradient = seen_whole(gradient, half_);
+    const bool is_new = may_change && !gradient.is_same(gradient_of(parameter));
+    if (is_new) {
+      to_change_.push_back(parameter);
+      changed_.push_back(gradient);
+    }
+    if (!seen_.insert((is_new ? parameter : gradient).unsafeGetTensorImpl())) {
+      return check_shared(parameter, gradient);
+    }
+    at::Tensor values =
+        is_plain(gradient) ? std::move(gradient) : values_of(gradient, half_, where);
+    std::vector<at::Tensor>& batch = group_of(batches_, TensorKind::of(values)).gradients;
+    if (batch.empty()) batch.reserve(count_);
+    batch.push_back(std::move(values));
+  }
+
+  /// Gives parameters their new gradients.
+  std::vector<GradientBatch> finish() {
+    for (std::size_t i = 0; i < to_change_.size(); ++i) {
+      to_change_[i].mutable_grad() = std::move(changed_[i]);
+    }
+    return std::move(batches_);
+  }
+
+ private:
+  void check_shared(const at::Tensor& parameter, const at::Tensor& gradient) const {
+    const auto shares_it = [&](const at::Tensor& one) {
+      return !one.is_same(parameter) && gradient_of(one).is_same(gradient);
+    };
+    TORCHAMP_CHECK_VALUE(
+        !refuses_shared_ || !refuses_shared_() || !any_parameter(optimizer_, shares_it), call_,
+        ": the gradient of a parameter ", parameter.sizes(),
+        " is that of another one, too, and the fused step would divide it twice. Give one of "
+        "them a clone(), or call unscale_ before step.");
+  }
+
+  const torch::optim::Optimizer& optimizer_;
+  HalfGradients half_;
+  const char* call_;
+  std::size_t count_;  // of gradients at most
+  c10::function_ref<bool()> refuses_shared_;
+  SeenGradients seen_;
+  std::vector<at::Tensor> to_change_, changed_;  // parameters and their new gradients
+  std::vector<GradientBatch> batches_;
+};
+
 /// Every gradient of every group of `optimizer`, once, by device and dtype. Parameters whose
 /// gradients have the conjugate or the negative bit are given resolved() ones. Nothing has been
 /// changed where this throws. `call` begins the error texts. `refuses_shared` is asked where
@@ -119,53 +182,22 @@ inline void check_steps(const torch::optim::Optimizer& optimizer, const at::Tens
 inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimizer,
                                                HalfGradients half, const char* call,
                                                c10::function_ref<bool()> refuses_shared = {}) {
-  std::vector<GradientBatch> batches;
-  std::vector<at::Tensor> to_change, changed;  // parameters and their new gradients
   const auto& groups = optimizer.param_groups();
   std::size_t count = 0;
   for (const auto& group : groups) count += group.params().size();
-  SeenGradients seen(count);
+  GradientGatherer gatherer(optimizer, half, call, count, refuses_shared);
   for (std::size_t g = 0; g < groups.size(); ++g) {
     const std::vector<at::Tensor>& parameters = groups[g].params();
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       const at::Tensor& parameter = parameters[i];
-      if (!parameter.defined()) continue;
-      at::Tensor gradient = gradient_of(parameter);
-      if (!gradient.defined()) continue;
-      const auto where = [&] {
+      if (!parameter.defined() || !gradient_of(parameter).defined()) continue;
+      gatherer.add(parameter, [&] {
         return joined(
             {call, ": the gradient of parameter ", i, " in group ", g, ' ', parameter.sizes()});
-      };
-      check_steps(optimizer, parameter, where);
-      const bool may_change = gradient.is_sparse() || gradient.is_conj() || gradient.is_neg();
-      if (may_change) gradient = seen_whole(gradient, half);
-      const bool is_new = may_change && !gradient.is_same(gradient_of(parameter));
-      if (is_new) {
-        to_change.push_back(parameter);
-        changed.push_back(gradient);
-      }
-      if (!seen.insert((is_new ? parameter : gradient).unsafeGetTensorImpl())) {
-        const auto shares_it = [&](const at::Tensor& one) {
-          return !one.is_same(parameter) && gradient_of(one).is_same(gradient);
-        };
-        TORCHAMP_CHECK_VALUE(
-            !refuses_shared || !refuses_shared() || !any_parameter(optimizer, shares_it), call,
-            ": the gradient of a parameter ", parameter.sizes(),
-            " is that of another one, too, and the fused step would divide it twice. Give one of "
-            "them a clone(), or call unscale_ before step.");
-        continue;
-      }
-      at::Tensor values =
-          is_plain(gradient) ? std::move(gradient) : values_of(gradient, half, where);
-      std::vector<at::Tensor>& batch = group_of(batches, TensorKind::of(values)).gradients;
-      if (batch.empty()) batch.reserve(count);
-      batch.push_back(std::move(values));
+      });
     }
   }
-  for (std::size_t i = 0; i < to_change.size(); ++i) {
-    to_change[i].mutable_grad() = std::move(changed[i]);
-  }
-  return batches;
+  return gatherer.finish();
 }
 
 }  // namespace torchamp::detail

@@ -36,15 +36,15 @@ class DeviceUpdate {
   /// Reads the device.
   virtual void read(ScaleMemory<double>& values) const = 0;
   virtual void limit_growth_tracker(int64_t last) = 0;
-  /// Changes `scale` in place. `found_inf` is 0-dim fp32, 0 or 1; `amax` the largest magnitude of
-  /// the scaled gradients, undefined where it is not known; `skips` what there were in a row
-  /// before.
+  /// Changes `scale` in place, within its limits. `found_inf` is 0-dim fp32, 0 or 1; `amax` the
+  /// largest magnitude of the scaled gradients, undefined where it is not known; `skips` what there
+  /// were in a row before.
   virtual void make(const GradScalerOptions& options, const at::Tensor& scale,
                     const at::Tensor& found_inf, const at::Tensor& amax,
                     const at::Tensor& skips) = 0;
 };
 
-/// torch.amp's update. Does not see to the scale's limits.
+/// torch.amp's update, and the limits.
 class TorchUpdate final : public DeviceUpdate {
  public:
   TorchUpdate(const ScaleMemory<double>& values, const at::Tensor& scale)
@@ -63,6 +63,7 @@ class TorchUpdate final : public DeviceUpdate {
     at::Tensor updated = scale;
     at::_amp_update_scale_(updated, growth_tracker_, found_inf, options.growth_factor,
                            options.backoff_factor, options.growth_interval);
+    updated.clamp_(options.min_scale, options.max_scale);
   }
 
  private:

@@ -17,17 +17,16 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/core/base/device_work.h"
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/scaler/check_options.h"
 #include "torchamp/detail/core/scaler/device_update.h"
+#include "torchamp/detail/core/scaler/followed_scale.h"
 #include "torchamp/detail/core/scaler/read_once.h"
 #include "torchamp/detail/core/scaler/scale_bound.h"
 #include "torchamp/detail/core/scaler/scale_limits.h"
 #include "torchamp/detail/core/scaler/scale_rule.h"
 #include "torchamp/detail/core/scaler/scale_update.h"
-#include "torchamp/detail/core/scaler/skip_warning.h"
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/version.h"
 
@@ -170,7 +169,7 @@ class LossScale {
     scale_.fill_(host_.scale);
     skips_.fill_(host_.skips);
     on_device_->set(host_);
-    followed_->bound.set(host_.scale, static_cast<int64_t>(host_.growth_tracker));
+    followed_.set(host_.scale, static_cast<int64_t>(host_.growth_tracker));
   }
 
   /// As the scale is written by hand.
@@ -178,13 +177,13 @@ class LossScale {
     const bool changes = on_device_ || scale != host_.scale;
     host_.scale = scale;
     if (changes) scale_.fill_(scale);
-    if (on_device_) followed_->bound.set(scale, ScaleBound::grows_at_once);
+    if (on_device_) followed_.set(scale, ScaleBound::grows_at_once);
   }
   /// Takes the scale from a tensor that only the device can read; what is not a number within the
   /// limits becomes the nearest limit.
   void set_scale(const at::Tensor& scale) {
     leave_host();
-    followed_->bound.set_unknown(options_.max_scale);
+    followed_.set_unknown(options_.max_scale);
     scale_.copy_(at::nan_to_num(scale.reshape({}), options_.min_scale)
                      .clamp(options_.min_scale, options_.max_scale),
                  /*non_blocking=*/true);
@@ -195,23 +194,20 @@ class LossScale {
   /// Whether scaling is the identity, and not just for the time being.
   bool stays_at_one() {
     if (options_.dynamic) return false;
-    return (!on_device_ ? host_.scale : is_replayed() ? 0. : followed_->bound.value()) == 1.;
+    return on_device_ ? followed_.stays_at(1.) : host_.scale == 1.;
   }
   /// Whether it may be; see Note [A scale below 1].
   bool may_be_below_one() {
     if (!on_device_) return host_.scale < 1.;
-    return options_.min_scale < 1. && (rule_ || may_be_below(1.));
+    return options_.min_scale < 1. && (rule_ || followed_.may_be_below(1., scale_, options_));
   }
   /// Whether the scale may be more than `limit`; see Note [A large scale and a clip].
   bool may_exceed(double limit) {
     if (!on_device_) return host_.scale > limit;
-    return options_.max_scale > limit && may_be_above(limit);
+    return options_.max_scale > limit && followed_.may_be_above(limit, scale_, options_);
   }
-  /// From now on replays may change the scale: those of a CudaGraph, if this is called in its body,
-  /// or else, if no CudaGraph is known that they could be of, some that the host never hears of.
-  void expect_replays() {
-    if (!is_replayed()) replays_ = GraphBody::is_running() ? Replays::followed : Replays::unseen;
-  }
+  /// See FollowedScale.
+  void expect_replays() { followed_.expect_replays(); }
 
   // ---- The update
 
@@ -244,7 +240,7 @@ class LossScale {
   /// Warns or calls back; see ScaleLimits::announce(). A long run of bad iterations is told, too.
   void announce(const ScaleLimits::Met& met) {
     limits_.announce(options_, met);
-    on_device_ ? followed_->warning.look() : followed_->warning.note(host_.skips);
+    on_device_ ? followed_.warn_of_skips() : followed_.warn_of_skips(host_.skips);
   }
 
   /// One iteration whose flag only the device knows: 0-dim fp32 on the scale's device, 1 if bad or
@@ -252,15 +248,9 @@ class LossScale {
   /// read.
   void advance(const at::Tensor& found_inf, const at::Tensor& largest = {}) {
     leave_host();
-    if (options_.dynamic) {
-      on_device_->make(options_, scale_, found_inf, largest, skips_);
-      if (is_torch_update(options_) && may_leave_limits()) {
-        scale_.clamp_(options_.min_scale, options_.max_scale);
-      }
-    }
+    if (options_.dynamic) on_device_->make(options_, scale_, found_inf, largest, skips_);
     at::addcmul_out(skips_, found_inf, skips_, found_inf);  // one more, or none
-    follow();
-    watch_skips();
+    followed_.note_update(scale_, skips_, options_);
   }
 
   /// Moves what is remembered to the device, for good.
@@ -273,76 +263,10 @@ class LossScale {
     } else {
       on_device_ = std::make_unique<FormulaUpdate>(host_, scale_);
     }
-    followed_->bound.set(host_.scale, static_cast<int64_t>(host_.growth_tracker));
+    followed_.set(host_.scale, static_cast<int64_t>(host_.growth_tracker));
   }
 
  private:
-  enum class Replays {
-    none,
-    followed,  ///< see Note [What replays do to the scale]
-    unseen,    ///< the scale may be anything
-  };
-
-  /// What replays may still need when the scaler is gone.
-  struct Followed {
-    ScaleBound bound;
-    SkipWarning warning;
-  };
-
-  bool is_replayed() const { return replays_ != Replays::none; }
-
-  /// Has the host learn of the skips some time.
-  void watch_skips() {
-    if (replays_ == Replays::unseen) return;
-    followed_->warning.count_iteration();
-    GraphBody* const body = GraphBody::current();
-    if (body && body->scales && is_replayed()) {
-      body->scales->watch_skips(*body, {followed_, &followed_->warning}, skips_);
-    } else if (followed_->warning.is_due()) {
-      followed_->warning.send(skips_);
-    }
-  }
-
-  /// Whether the update being made may have taken the scale past its limits.
-  bool may_leave_limits() {
-    constexpr double rounding = 0x1p-20;  // the device's, and more
-    if (!follows_bound()) return true;
-    return may_be_above(options_.max_scale / options_.growth_factor * (1. - rounding)) ||
-           may_be_below(options_.min_scale / options_.backoff_factor * (1. + rounding));
-  }
-
-  bool follows_bound() const { return options_.dynamic && !rule_ && replays_ != Replays::unseen; }
-
-  bool may_be_below(double limit) {
-    if (replays_ == Replays::unseen) return true;
-    CapturedBound* const captured = this->captured();
-    return captured ? captured->may_be_below(limit) : followed_->bound.value() < limit;
-  }
-  bool may_be_above(double limit) {
-    if (replays_ == Replays::unseen) return true;
-    CapturedBound* const captured = this->captured();
-    return captured ? captured->may_be_above(limit) : followed_->bound.at_most() > limit;
-  }
-
-  /// What the body of the CudaGraph that is running takes for granted; null outside of one.
-  CapturedBound* captured() {
-    GraphBody* const body = GraphBody::current();
-    const bool is_followed = body && body->scales && replays_ == Replays::followed;
-    return is_followed
-               ? &body->scales->bound_in(*body, {followed_, &followed_->bound}, scale_, options_)
-               : nullptr;
-  }
-
-  void follow() {
-    const bool lowers = follows_bound();
-    followed_->bound.update(options_, lowers);
-    if (CapturedBound* const captured = this->captured()) {
-      captured->add_update(lowers);
-    } else if (lowers) {
-      followed_->bound.look_at(scale_);
-    }
-  }
-
   GradScalerOptions options_;
   ScaleMemory<double> host_;  // where the host knows
   const ScaleRule* rule_;
@@ -351,8 +275,7 @@ class LossScale {
   at::Tensor scale_and_skips_;               // in one piece
   at::Tensor scale_, skips_;                 // its parts, 0-dim
   at::Tensor one_;
-  std::shared_ptr<Followed> followed_ = std::make_shared<Followed>();
-  Replays replays_ = Replays::none;
+  FollowedScale followed_;
 };
 
 }  // namespace torchamp::detail
