@@ -80,7 +80,12 @@ class ReplayedState {
   virtual bool wants_look() const = 0;
   virtual void look() = 0;
 };
-class ScaleFollower;  // the scaler's
+
+/// What a graph brings that follows state through replays for a higher floor.
+class ReplayFollower {
+ protected:
+  virtual ~ReplayFollower() = default;
+};
 
 using ReplayedStates = std::vector<std::shared_ptr<ReplayedState>>;
 
@@ -89,7 +94,7 @@ using ReplayedStates = std::vector<std::shared_ptr<ReplayedState>>;
 class GraphBody {
  public:
   /// `follower`: what follows the scales of scalers; null where nothing does.
-  explicit GraphBody(const ScaleFollower* follower = nullptr)
+  explicit GraphBody(const ReplayFollower* follower = nullptr)
       : scales(follower), outer_(current()) {
     current() = this;
   }
@@ -104,7 +109,7 @@ class GraphBody {
   }
   static bool is_running() { return current() != nullptr; }
 
-  const ScaleFollower* const scales;
+  const ReplayFollower* const scales;
   /// Of which body something is: a failed one's next try is another.
   const std::shared_ptr<const void> identity = std::make_shared<char>();
 

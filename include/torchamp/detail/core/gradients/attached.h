@@ -29,7 +29,11 @@ namespace torchamp::detail {
 // know no more of masters than what stands here: who must agree on an overflow and on a norm, and
 // how the weight is stepped.
 
-class StepMethod;
+/// How fused optimizers step a weight that they do not step as it is: their StepMethod.
+class AnyStepMethod {
+ protected:
+  virtual ~AnyStepMethod() = default;
+};
 class Shards;  // in detail/core/gradients/shards.h
 
 /// What begins an error text; called where there is an error.
@@ -47,7 +51,7 @@ struct WeightMeta : c10::BackendMeta {
   uint32_t same_writes = 0;  ///< how many writes have left the weight as it was
   uint64_t moved = 0;        ///< of a master apart: gradients_moved() after it was given gradients
   /// How fused optimizers step the weight, where they do not step the tensor itself.
-  const StepMethod* step_method = nullptr;
+  const AnyStepMethod* step_method = nullptr;
 
   /// The dtype of gradients and of optimizer state for `weight`.
   virtual at::ScalarType step_dtype(const at::Tensor& weight) const { return weight.scalar_type(); }
@@ -86,12 +90,6 @@ inline bool any_gradient(const torch::optim::Optimizer& optimizer) {
 inline WeightMeta* weight_meta_of(const at::Tensor& tensor) {
   c10::BackendMeta* const meta = tensor.unsafeGetTensorImpl()->get_backend_meta();
   return meta ? dynamic_cast<WeightMeta*>(meta) : nullptr;
-}
-
-/// Null for what is stepped as it is.
-inline const StepMethod* step_method_of(const at::Tensor& weight) {
-  const WeightMeta* const meta = weight_meta_of(weight);
-  return meta ? meta->step_method : nullptr;
 }
 
 /// The dtype of a parameter's gradient and of an optimizer's state for it.

@@ -15,6 +15,8 @@
 
 namespace torchamp::detail {
 
+class StepMethod;
+
 /// What parameters have in common that one call steps.
 struct StepKey : TensorKind {
   std::size_t group;
@@ -67,7 +69,7 @@ using KernelStep = c10::function_ref<void(const StepList&, const StepScalars&)>;
 
 /// How fused optimizers step weights that are not stepped as they are; see Note [Weights that carry
 /// something]. Weights with one method are in lists of their own.
-class StepMethod {
+class StepMethod : public AnyStepMethod {
  public:
   StepMethod() = default;
   StepMethod(const StepMethod&) = delete;
@@ -88,7 +90,13 @@ class StepMethod {
   virtual void note_stepped(const at::Tensor& weight) const = 0;
 
  protected:
-  ~StepMethod() = default;
+  ~StepMethod() override = default;
 };
+
+/// Null for what is stepped as it is.
+inline const StepMethod* step_method_of(const at::Tensor& weight) {
+  const WeightMeta* const meta = weight_meta_of(weight);
+  return meta ? static_cast<const StepMethod*>(meta->step_method) : nullptr;
+}
 
 }  // namespace torchamp::detail

@@ -79,8 +79,9 @@ class FollowedScale {
   /// What the body of the CudaGraph that is running takes for granted; null outside of one.
   CapturedBound* captured_bound(const at::Tensor& scale, const GradScalerOptions& options) {
     GraphBody* const body = GraphBody::current();
-    if (!body || !body->scales || replays_ != Replays::followed) return nullptr;
-    return &body->scales->bound_in(*body, {followed_, &followed_->bound}, scale, options);
+    const ScaleFollower* const follower = ScaleFollower::of(body);
+    if (!follower || replays_ != Replays::followed) return nullptr;
+    return &follower->bound_in(*body, {followed_, &followed_->bound}, scale, options);
   }
 
   /// Has the host learn of the skips some time.
@@ -88,8 +89,9 @@ class FollowedScale {
     if (replays_ == Replays::unseen) return;
     followed_->warning.count_iteration();
     GraphBody* const body = GraphBody::current();
-    if (body && body->scales && is_replayed()) {
-      body->scales->watch_skips(*body, {followed_, &followed_->warning}, skips);
+    const ScaleFollower* const follower = ScaleFollower::of(body);
+    if (follower && is_replayed()) {
+      follower->watch_skips(*body, {followed_, &followed_->warning}, skips);
     } else if (followed_->warning.is_due()) {
       followed_->warning.send(skips);
     }

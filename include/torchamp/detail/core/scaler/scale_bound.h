@@ -139,8 +139,13 @@ class CapturedBound {
 
 /// What a GraphBody brings, so that a scaler's state is followed through replays; see Note [What
 /// replays do to the scale].
-class ScaleFollower {
+class ScaleFollower : public ReplayFollower {
  public:
+  /// What `body`, which may be null, brings; null where it follows no scales.
+  static const ScaleFollower* of(const GraphBody* body) {
+    return body ? static_cast<const ScaleFollower*>(body->scales) : nullptr;
+  }
+
   /// What `body` takes for granted of the scale with this bound.
   virtual CapturedBound& bound_in(GraphBody& body, const std::shared_ptr<ScaleBound>& bound,
                                   const at::Tensor& scale,
@@ -149,7 +154,7 @@ class ScaleFollower {
                            const at::Tensor& skips) const = 0;
 
  protected:
-  ~ScaleFollower() = default;
+  ~ScaleFollower() override = default;
 };
 
 }  // namespace torchamp::detail
