@@ -226,8 +226,8 @@ class ClosureStep<GradScaler> {
       agree(evaluation.state, scale_, ledger_.losses.get());
       if (!evaluation.state.found_inf.read()) return true;
       const GradScalerOptions& options = scaler_.options();
-      const at::Tensor& largest = evaluation.state.largest;  // inf for a bad loss: after_update()
-      if (options.forgives_bad_losses && largest.defined() && std::isinf(largest.item<double>())) {
+      const at::Tensor& amax = evaluation.state.amax;  // inf for a bad loss: after_update()
+      if (options.forgives_bad_losses && amax.defined() && std::isinf(amax.item<double>())) {
         return false;  // no scale would help
       }
       if (evaluation.attempts > max_retries_ || !options.dynamic) return false;

@@ -99,21 +99,21 @@ struct ForecastConstants {
 };
 
 /// What is known after an iteration whose gradients were multiplied by `scale`, their largest
-/// magnitude being `largest` then (0: not known). `Bool` as in after_update; `is_first`: of a run
+/// magnitude being `amax` then (0: not known). `Bool` as in after_update; `is_first`: of a run
 /// of bad iterations; `lowers` and `grows`: whether scales do that are torch.amp's.
 template <class Number, class Bool>
 GradientForecast<Number> after_iteration(const GradScalerOptions& options,
                                          const GradientForecast<Number>& before,
                                          const Number& scale, const Bool& bad, const Bool& is_first,
                                          const Bool& lowers, const Bool& grows,
-                                         const Number& largest) {
+                                         const Number& amax) {
   using Constants = ForecastConstants;
   using std::log2, std::max, std::min, std::pow;
   GradientForecast<Number> after = before;
-  const auto is_sample = choose(bad, choose(is_first, before.samples, 0.), largest) > 0.;
+  const auto is_sample = choose(bad, choose(is_first, before.samples, 0.), amax) > 0.;
   const Number log_scale = log2(scale);
   const Number overflowed = min(Constants::overflow - log_scale, before.mean + Constants::surprise);
-  const Number sample = choose(bad, max(overflowed, before.mean), log2(largest) - log_scale);
+  const Number sample = choose(bad, max(overflowed, before.mean), log2(amax) - log_scale);
   const Number samples = before.samples + 1.;
   const auto average = [&](const Number& mean, const Number& value, double decay) {
     const Number weight = (1. - decay) / (1. - pow(decay, samples));
@@ -133,13 +133,13 @@ GradientForecast<Number> after_iteration(const GradScalerOptions& options,
 /// The scale for the next iteration, within no limits yet; `now` as after_iteration() gave it.
 template <class Number, class Bool>
 Number predicted_scale(const GradScalerOptions& options, const GradientForecast<Number>& now,
-                       const Number& scale, const Bool& bad, const Number& largest) {
+                       const Number& scale, const Bool& bad, const Number& amax) {
   using Constants = ForecastConstants;
   using std::exp2, std::floor, std::log2, std::max, std::min, std::sqrt;
   constexpr double infinity = std::numeric_limits<double>::infinity();
   const Number variance = clamp(now.slow_square - now.slow_mean * now.slow_mean, 0., infinity);
   const Number expected = now.mean + sqrt(variance) * Constants::sigmas;
-  const Number latest = choose(bad, expected, log2(largest) - log2(scale));
+  const Number latest = choose(bad, expected, log2(amax) - log2(scale));
   // Nothing is known of the latest if it is -inf.
   constexpr double rounding = 1e-6;  // so that a whole number stays one
   const Number target = exp2(floor(now.aim - max(expected, latest) + rounding));
@@ -164,14 +164,14 @@ class BadLosses final : public LossWatch {
   }
 
   /// An inf where a loss was not finite, and only there.
-  void mark(at::Tensor& largest, const at::Tensor& scale) const override {
+  void mark(at::Tensor& amax, const at::Tensor& scale) const override {
     constexpr double most = std::numeric_limits<float>::max();
     constexpr double infinity = std::numeric_limits<double>::infinity();
     const InternalOps guard;
-    if (largest.defined()) largest = at::nan_to_num(largest, most, most);
+    if (amax.defined()) amax = at::nan_to_num(amax, most, most);
     if (!bad_.defined() || body_ != current_body()) return;
-    if (!largest.defined()) largest = at::zeros({}, scale.options());
-    largest = largest.masked_fill(to_device_async(largest.device(), at::isnan(bad_)), infinity);
+    if (!amax.defined()) amax = at::zeros({}, scale.options());
+    amax = amax.masked_fill(to_device_async(amax.device(), at::isnan(bad_)), infinity);
   }
 
   void forget() override { bad_ = at::Tensor(); }
@@ -212,30 +212,30 @@ class PredictiveRule final : public ScaleRule {
 
   at::Tensor check_and_measure(const std::vector<GradientBatch>& batches, const at::Tensor& scale,
                                at::Tensor& found_inf) const override {
-    at::Tensor largest;
+    at::Tensor amax;
     for (const GradientBatch& batch : batches) {
       const std::vector<at::Tensor> values = amaxes_of(batch).gradients;
       if (values.empty()) continue;
       const at::Tensor here = to_device_async(found_inf.device(), at::stack(values).amax());
-      largest = largest.defined() ? at::maximum(largest, here) : here;
+      amax = amax.defined() ? at::maximum(amax, here) : here;
     }
-    if (largest.defined()) {
-      const at::Tensor divided = largest.div(to_device_async(largest.device(), scale));
+    if (amax.defined()) {
+      const at::Tensor divided = amax.div(to_device_async(amax.device(), scale));
       found_inf.add_(divided.isfinite().logical_not()).clamp_max_(1.);
     }
-    return largest;
+    return amax;
   }
 
   void agree(const GradScalerOptions& options, const Shards* shards, const at::Tensor& scale,
-             at::Tensor& largest) const override {
+             at::Tensor& amax) const override {
     if (!options.agree_largest && !shards) return;
     const InternalOps guard;
-    at::Tensor common = largest.defined() ? largest.to(scale.options(), false, /*copy=*/true)
-                                          : at::zeros({}, scale.options());
+    at::Tensor common = amax.defined() ? amax.to(scale.options(), false, /*copy=*/true)
+                                       : at::zeros({}, scale.options());
     options.agree_largest ? options.agree_largest(common) : shards->agree_largest(common);
     TORCH_CHECK(common.defined() && common.numel() == 1,
                 "GradScaler: agree_largest has left no tensor of one element.");
-    largest = common.reshape({}).to(scale.options());
+    amax = common.reshape({}).to(scale.options());
   }
 
   void update(const GradScalerOptions& options, const ScaleStep<double, bool>& step,
@@ -251,10 +251,9 @@ class PredictiveRule final : public ScaleRule {
   template <class Number, class Bool>
   static void predict(const GradScalerOptions& options, const ScaleStep<Number, Bool>& step,
                       ScaleMemory<Number>& after) {
-    const auto& [before, bad, lowers, grows, largest] = step;
+    const auto& [before, bad, lowers, grows, amax] = step;
     constexpr double bad_loss = std::numeric_limits<double>::infinity();
-    const Number known =
-        options.forgives_bad_losses ? choose(largest == bad_loss, 0., largest) : largest;
+    const Number known = options.forgives_bad_losses ? choose(amax == bad_loss, 0., amax) : amax;
     const GradientForecast<Number> forecast =
         after_iteration<Number, Bool>(options, forecast_of(before.of_rule), before.scale, bad,
                                       before.skips == 0., lowers, grows, known);
@@ -266,7 +265,7 @@ class PredictiveRule final : public ScaleRule {
     after.of_rule = numbers_of(forecast);
     if (!options.forgives_bad_losses) return;
 
-    const Bool forgiven = bad & (largest == bad_loss);
+    const Bool forgiven = bad & (amax == bad_loss);
     const auto forgive = [&](const char*, Number& now, const Number& then) {
       now = choose(forgiven, then, now);
     };

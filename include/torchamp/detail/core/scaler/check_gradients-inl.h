@@ -39,9 +39,9 @@ TORCHAMP_COLD OptimizerState unscale_gradients(torch::optim::Optimizer& optimize
       optimizer, scale.stays_at_one() ? HalfGradients::allowed : HalfGradients::refused, call);
   const Divisor clip = DeferredClips::of(optimizer);
   at::Tensor found_inf = at::zeros({}, scale.scale().options());
-  at::Tensor largest;
+  at::Tensor amax;
   const ScaleRule* const rule = scale.rule();
-  if (rule) largest = rule->check_and_measure(batches, scale.scale(), found_inf);
+  if (rule) amax = rule->check_and_measure(batches, scale.scale(), found_inf);
   multiply_and_check(
       batches, [&](at::Device device) { return scale.inverse(device); }, found_inf);
   if (clip.defined()) DeferredClips::keep(optimizer, {clip.number, clip.is_number});
@@ -49,7 +49,7 @@ TORCHAMP_COLD OptimizerState unscale_gradients(torch::optim::Optimizer& optimize
   if (may_overflow && !rule) check_finite(batches, found_inf);
   return {.stage = OptimizerState::Stage::unscaled,
           .found_inf = {std::move(found_inf), std::nullopt},
-          .largest = std::move(largest),
+          .amax = std::move(amax),
           .had_gradients = !batches.empty(),
           .exact = true,
           .gradients = count_gradients(optimizer),
@@ -122,7 +122,7 @@ inline void check_for_fused_step(torch::optim::Optimizer& optimizer, OptimizerSt
   const at::Device home = scale.scale().device();
   const at::Tensor number = divisor.number_on_device();
   if (const ScaleRule* const rule = scale.rule()) {
-    state.largest = rule->check_and_measure(batches, scale.scale(), found_inf);
+    state.amax = rule->check_and_measure(batches, scale.scale(), found_inf);
     if (number.defined()) check_numbers({{home, at::kFloat}, {number}}, scale.one(), found_inf);
   } else if (is_finite_on_host(divisor)) {
     return;

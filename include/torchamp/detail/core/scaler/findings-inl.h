@@ -29,9 +29,9 @@ TORCHAMP_COLD void agree(OptimizerState& state, LossScale& scale, const LossWatc
     state.found_inf = {std::move(found_inf), std::nullopt};
     state.exact = true;
   }
-  if (losses) losses->mark(state.largest, scale.scale());
+  if (losses) losses->mark(state.amax, scale.scale());
   if (const ScaleRule* const rule = scale.rule()) {
-    rule->agree(options, state.shards.get(), scale.scale(), state.largest);
+    rule->agree(options, state.shards.get(), scale.scale(), state.amax);
   }
   state.agreed = true;
 }
@@ -46,10 +46,9 @@ inline Findings findings_of(StepLedger& ledger, LossScale& scale) {
     if (!state.had_gradients && !scale.options().agree_found_inf) continue;
     const std::optional<bool> flag = state.found_inf.without_reading();
     found.known &= flag.has_value();
-    if (state.largest.defined()) {
-      found.known &= state.largest.is_cpu();
-      found.largest =
-          found.largest.defined() ? at::maximum(found.largest, state.largest) : state.largest;
+    if (state.amax.defined()) {
+      found.known &= state.amax.is_cpu();
+      found.amax = found.amax.defined() ? at::maximum(found.amax, state.amax) : state.amax;
     }
     found.bad |= flag.value_or(false);
     found.flags.push_back(state.found_inf.tensor);

@@ -44,7 +44,7 @@ namespace torchamp::detail {
 /// What the optimizers of an iteration have found in their gradients.
 struct Findings {
   std::vector<at::Tensor> flags{};  ///< of each: 0-dim fp32, non-zero for an inf or a NaN
-  at::Tensor largest{};             ///< magnitude of the scaled gradients, where a ScaleRule asks
+  at::Tensor amax{};                ///< magnitude of the scaled gradients, where a ScaleRule asks
   bool known = true;                ///< to the host, without a read
   bool bad = false;                 ///< as far as known
 };
@@ -220,8 +220,8 @@ class LossScale {
     ScaleLimits::Met met;
     if (found.flags.empty()) return met;
     if (knows(found)) {
-      const double largest = found.largest.defined() ? found.largest.item<double>() : 0.;
-      ScaleMemory<double> after = after_update(options_, host_, found.bad, largest);
+      const double amax = found.amax.defined() ? found.amax.item<double>() : 0.;
+      ScaleMemory<double> after = after_update(options_, host_, found.bad, amax);
       met = ScaleLimits::met(options_, host_, after);
       ScaleLimits::throw_if_met(options_, met);
       set(std::move(after));
@@ -232,7 +232,7 @@ class LossScale {
     ScaleLimits::throw_if_met(options_, met);
     at::Tensor flag = found.flags.front();
     for (std::size_t i = 1; i < found.flags.size(); ++i) flag = at::add(flag, found.flags[i]);
-    advance(found.flags.size() > 1 ? flag.clamp_max(1.) : flag, found.largest);
+    advance(found.flags.size() > 1 ? flag.clamp_max(1.) : flag, found.amax);
     if (watched) limits_.mirror.send(scale_and_skips_);
     return met;
   }
@@ -244,11 +244,11 @@ class LossScale {
   }
 
   /// One iteration whose flag only the device knows: 0-dim fp32 on the scale's device, 1 if bad or
-  /// else 0. `largest`: see after_update(); undefined where it is not known. In place, without a
+  /// else 0. `amax`: see after_update(); undefined where it is not known. In place, without a
   /// read.
-  void advance(const at::Tensor& found_inf, const at::Tensor& largest = {}) {
+  void advance(const at::Tensor& found_inf, const at::Tensor& amax = {}) {
     leave_host();
-    if (options_.dynamic) on_device_->make(options_, scale_, found_inf, largest, skips_);
+    if (options_.dynamic) on_device_->make(options_, scale_, found_inf, amax, skips_);
     at::addcmul_out(skips_, found_inf, skips_, found_inf);  // one more, or none
     followed_.note_update(scale_, skips_, options_);
   }

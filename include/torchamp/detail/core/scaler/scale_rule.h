@@ -37,7 +37,7 @@ struct ScaleStep {
   const Bool& lowers;
   const Bool& grows;
   /// The largest magnitude of the scaled gradients, 0 where it is not known.
-  const Number& largest;
+  const Number& amax;
 };
 
 /// What keeps, without a read, what was scaled in an iteration.
@@ -47,7 +47,7 @@ class LossWatch {
   /// `output` is scaled by a scale that lives on `home`.
   virtual void note(const at::Tensor& output, at::Device home) = 0;
   /// Puts what was noted into the largest magnitude of the gradients, which may be undefined.
-  virtual void mark(at::Tensor& largest, const at::Tensor& scale) const = 0;
+  virtual void mark(at::Tensor& amax, const at::Tensor& scale) const = 0;
   virtual void forget() = 0;
 };
 
@@ -68,9 +68,9 @@ class ScaleRule {
   /// element.
   virtual at::Tensor check_and_measure(const std::vector<GradientBatch>& batches,
                                        const at::Tensor& scale, at::Tensor& found_inf) const = 0;
-  /// Makes `largest`, which may be undefined, that of all processes. `shards` may be null.
+  /// Makes `amax`, which may be undefined, that of all processes. `shards` may be null.
   virtual void agree(const GradScalerOptions& options, const Shards* shards,
-                     const at::Tensor& scale, at::Tensor& largest) const = 0;
+                     const at::Tensor& scale, at::Tensor& amax) const = 0;
 
   /// Changes what is remembered `after` an update.
   virtual void update(const GradScalerOptions& options, const ScaleStep<double, bool>& step,

@@ -65,12 +65,12 @@ inline bool is_torch_update(const GradScalerOptions& options) {
 }
 
 /// What is remembered after an iteration that was `bad` or not (a bool, or a 0-dim bool tensor).
-/// `largest` is the largest magnitude of the scaled gradients, 0 where it is not known; it matters
+/// `amax` is the largest magnitude of the scaled gradients, 0 where it is not known; it matters
 /// only to a ScaleRule.
 template <class Number, class Bool>
 ScaleMemory<Number> after_update(const GradScalerOptions& options,
                                  const ScaleMemory<Number>& before, const Bool& bad,
-                                 const Number& largest = {}) {
+                                 const Number& amax = {}) {
   ScaleMemory<Number> after = before;
   after.skips = choose(bad, before.skips + 1., 0.);
   if (!options.dynamic) return after;
@@ -106,7 +106,7 @@ ScaleMemory<Number> after_update(const GradScalerOptions& options,
   }
   if (!before.of_rule.empty()) {
     options.follows_gradients.rule()->update(
-        options, ScaleStep<Number, Bool>{before, bad, lowers, grows, largest}, after);
+        options, ScaleStep<Number, Bool>{before, bad, lowers, grows, amax}, after);
   }
   return after;
 }

@@ -60,7 +60,7 @@ struct OptimizerState {
   enum class Stage { ready, unscaled, stepped };
   Stage stage = Stage::ready;
   ReadOnce<bool> found_inf{};  ///< undefined while ready
-  at::Tensor largest{};        ///< magnitude of the scaled gradients, where the update wants it
+  at::Tensor amax{};           ///< magnitude of the scaled gradients, where the update wants it
   bool had_gradients = false;  ///< at least one was checked
   bool agreed = false;         ///< agree_found_inf has been called
   bool rechecked = false;      ///< and that step() has looked once more
