@@ -59,10 +59,10 @@ inline GradientBatch amaxes_of(const GradientBatch& batch) {
   }
   const at::ScalarType dtype = is_16_bit(batch.dtype) ? at::kFloat : batch.dtype;
   GradientBatch amaxes{{batch.device, dtype}};
-  for (const std::vector<at::Tensor>& list : {dense, gapped}) {
-    if (list.empty()) continue;
-    for (at::Tensor& amax :
-         at::_foreach_norm(list, std::numeric_limits<double>::infinity(), dtype)) {
+  constexpr double infinity = std::numeric_limits<double>::infinity();
+  for (const std::vector<at::Tensor>* list : {&dense, &gapped}) {
+    if (list->empty()) continue;
+    for (at::Tensor& amax : at::_foreach_norm(*list, infinity, dtype)) {
       amaxes.gradients.push_back(std::move(amax));
     }
   }
