@@ -138,8 +138,8 @@ const Names none;
 /// finds infs and NaNs in the gradients.
 const Names look{"_amp_foreach_non_finite_check_and_unscale_"};
 const Names check = Names{"zero_"} + look;
-/// 1, or 0 for a skipped step; it is added to the counts of steps.
-const Names taken{"sub"}, count{"_foreach_add_"};
+/// The step is counted, or not.
+const Names count{"_fused_sgd_"};
 /// Whether there was a step before, or none; each, or the flag.
 const Names flags{"ne", "eq", "maximum", "maximum"};
 /// The scale and its tracker, and the limits; the count of skips in a row.
@@ -162,13 +162,12 @@ TEST_P(StepCosts, AFusedStepMakesTheseSmallLaunchesHoweverManyParameters) {
   // called twice, with two flags.
   const bool twice = kind == "sgd_dampening";
   const bool counts_first = kind.starts_with("sgd_") && kind != "sgd_decay";
-  const Names counting = kind.starts_with("ada") ? taken + count
-                         : twice                 ? taken + flags + count
-                         : counts_first          ? taken + count
-                                                 : none;
+  const Names counting = twice                                     ? flags + count
+                         : kind.starts_with("ada") || counts_first ? count
+                                                                   : none;
   for (const bool clips : {false, true}) {
     const Names small = (clips ? clip_small : none) + check + counting + update + skips;
-    EXPECT_LE(small.size(), (clips ? 14U : 8U) + (twice ? 3U : 0U));
+    EXPECT_LE(small.size(), (clips ? 14U : 8U) + (twice ? 2U : 0U));
     // With a clip, the norm tells whether all is finite. Its copies divided by the scale are for
     // devices that may lack fp64; see Note [Norms of scaled gradients].
     const Names large = (clips ? Names{"_foreach_div"} : none) + Names{"_foreach_norm", kernel} +
@@ -191,7 +190,7 @@ TEST_P(StepCosts, AReplayMakesTheSameSmallLaunches) {
     GTEST_SKIP() << "Adagrad's kernel takes no learning rate on the device there";
   }
   const std::string kernel = "_fused_" + kind.substr(0, kind.find('_')) + '_';
-  const Names counting = kind.starts_with("ada") ? taken + count : none;
+  const Names counting = kind.starts_with("ada") ? count : none;
   for (const bool clips : {false, true}) {
     const Names small = (clips ? clip_small : none) + check + counting + update + skips;
     EXPECT_LE(small.size(), clips ? 14U : 8U);
@@ -230,7 +229,7 @@ TEST(StepCostsOf, PresetsOfTheScalerTakeTheseLaunchesForTheirUpdates) {
   for (const Row& row : rows) {
     for (const bool clips : {false, true}) {
       const Cost cost = Step(kind_named("adam").fused, 4, clips, row.options).cost();
-      const Names step = (clips ? clip_small : none) + check + taken + count;
+      const Names step = (clips ? clip_small : none) + check + count;
       ASSERT_GT(cost.small.size(), step.size()) << row.name;
       const auto end_of_step = cost.small.begin() + static_cast<std::ptrdiff_t>(step.size());
       EXPECT_THAT(Names(cost.small.begin(), end_of_step), ElementsAreArray(step)) << row.name;
@@ -256,8 +255,7 @@ TEST(StepCostsOf, AFirstStepOfSGDCostsNothingMoreOnceTheHostHasLearnedOfIt) {
   skipped.optimizer = kind_named("sgd_dampening").fused({OptimizerParamGroup(skipped.params)});
   for (const Tensor& p : skipped.params) p.mutable_grad().fill_(std::nan(""));
   skipped.capture();
-  EXPECT_THAT(skipped.cost().small,
-              ElementsAreArray(check + taken + flags + count + update + skips));
+  EXPECT_THAT(skipped.cost().small, ElementsAreArray(check + flags + count + update + skips));
   for (const Tensor& p : skipped.params) p.mutable_grad().fill_(1e-3);
   for (int i = 0; i < 4; ++i) {
     skipped.once();
@@ -270,7 +268,7 @@ TEST(StepCostsOf, AClipMakesOneMoreWhereNormsAreSummedUpInFp64) {
   SKIP_WITHOUT(at::kPrivateUse1);
   const simulated::Facts like_cuda(simulated::facts_like(at::kCUDA));
   const Names divides{"cat", "linalg_vector_norm", "div", "add", "div", "clamp_min", "mul"};
-  const Names all = divides + check + taken + count + update + skips;
+  const Names all = divides + check + count + update + skips;
   EXPECT_LE(all.size(), 14U);
   Step step(kind_named("adam").fused, 10, /*clips=*/true);
   const Cost eager = step.cost();

@@ -2,14 +2,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ne.h>
-#include <ATen/ops/sub.h>
-#include <c10/core/DispatchKeySet.h>
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
@@ -21,17 +18,10 @@
 #include "torchamp/detail/core/base/device_work.h"
 #include "torchamp/detail/core/base/devices.h"
 #include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/optim/conditional_add.h"
 #include "torchamp/detail/core/optim/step_counter.h"
 
 namespace torchamp::detail {
-
-/// Whether the device of `tensor` has ATen's fused kernel `op`, "aten::_fused_sgd_", and it does
-/// what is said of those in optim.h.
-inline bool has_fused_kernel(const char* op, const at::Tensor& tensor) {
-  if (!facts_of(tensor.device().type()).fused) return false;
-  return c10::Dispatcher::singleton().findSchemaOrThrow(op, "").hasKernelForDispatchKey(
-      c10::highestPriorityBackendTypeId(tensor.key_set()));
-}
 
 /// The scale and the overflow flag of a step on a device, as the fused kernels take them.
 class StepScalars {
@@ -51,7 +41,7 @@ class DeviceScalars : public StepScalars {
   explicit DeviceScalars(at::Device device)
       : one_(at::full({}, 1.F, at::device(device).dtype(at::kFloat))),
         flag_(at::empty_like(one_)),
-        taken_(at::empty_like(one_)) {}
+        adds_conditionally_(has_conditional_add(one_)) {}
 
   at::Device device() const { return one_.device(); }
 
@@ -88,7 +78,7 @@ class DeviceScalars : public StepScalars {
       for (const auto& counter : counters_) counter->learn();
     }
     counts_ = counts_to_add_to();
-    if (found_inf_ && !counts_.empty()) at::sub_out(taken_, one_, *found_inf_);
+    ones_.assign(counts_.size(), one_);
   }
 
   /// Counts the step, unless it is skipped: the kernels want to find it counted, but for those that
@@ -124,7 +114,10 @@ class DeviceScalars : public StepScalars {
     return counts;
   }
   void add_step() {
-    if (!counts_.empty()) at::_foreach_add_(counts_, found_inf_ ? taken_ : one_);
+    if (counts_.empty()) return;
+    if (found_inf_ && adds_conditionally_) return add_unless(found_inf_, counts_, ones_);
+    at::_foreach_add_(counts_, one_);
+    if (found_inf_) at::_foreach_add_(counts_, *found_inf_, /*alpha=*/-1.);
   }
   /// Has the host learn whether there was a first step.
   static void learn_later(const std::shared_ptr<StepCounter>& counter) {
@@ -136,10 +129,10 @@ class DeviceScalars : public StepScalars {
   }
 
   at::Tensor one_, flag_;
-  at::Tensor taken_;  // 1, or 0 if the step is skipped
+  bool adds_conditionally_;
   bool first_only_ = false;
   std::vector<std::shared_ptr<StepCounter>> counters_;
-  std::vector<at::Tensor> counts_;  // to which this step is added
+  std::vector<at::Tensor> counts_, ones_;  // to which this step is added
   std::vector<at::Tensor> buffers_;
 };
 

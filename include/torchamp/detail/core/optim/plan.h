@@ -17,6 +17,7 @@
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/core/optim/check_parameters.h"
+#include "torchamp/detail/core/optim/conditional_add.h"
 #include "torchamp/detail/core/optim/device_scalars.h"
 #include "torchamp/detail/core/optim/kernel.h"
 #include "torchamp/detail/core/optim/plan_slot.h"

@@ -3,7 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_foreach_div.h>
-#include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/view_as_complex.h>
 #include <ATen/ops/view_as_real.h>
@@ -24,15 +23,14 @@
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/core/gradients/unscale.h"
+#include "torchamp/detail/core/optim/conditional_add.h"
 #include "torchamp/detail/core/optim/state_tensors.h"
 #include "torchamp/detail/core/scaler/loss_scale.h"
 
 namespace torchamp::detail {
 
 /// Sums of an optimizer's gradients, to which a set of gradients is added or not as a flag on the
-/// device says. ATen's fused SGD does just that: with a learning rate of 1, upwards, without
-/// momentum, `sum += gradient` unless found_inf is 1, for all tensors of a device and dtype in one
-/// call.
+/// device says: see Note [A conditional add].
 class GradientSum {
  public:
   /// Throws for gradients that cannot be summed, or not with what has been.
@@ -105,9 +103,7 @@ class GradientSum {
       const InternalOps internal;
       *this = std::move(sum);
       for (Batch& batch : batches) {
-        at::_fused_sgd_(batch.sums, batch.gradients, {}, /*weight_decay=*/0., /*momentum=*/0.,
-                        /*lr=*/1., /*dampening=*/0., /*nesterov=*/false, /*maximize=*/true,
-                        /*is_first_step=*/false, /*grad_scale=*/std::nullopt, batch.flag);
+        add_unless(batch.flag, batch.sums, batch.gradients);
       }
       if (found_inf.defined()) dropped_.add_(found_inf);
     };
