@@ -268,18 +268,10 @@ TEST_F(OutOfMemory, ACheckpointOfMasterWeightsLoadsAllOrNothing) {
 
 /// What an optimizer on the host steps piece by piece, in several lists.
 struct StepByPieces {
-  /// Split weights, each group with a list of its own, or fp32 and fp64 ones whose gradients are
-  /// divided before they are dropped.
-  explicit StepByPieces(bool splits) {
-    if (splits) {
-      masters.emplace(net, torchamp::MasterWeightsOptions{
-                               .dtype = at::kBFloat16, .storage = torchamp::MasterStorage::split});
-      parameters = masters->parameters();
-    } else {
-      constexpr std::int64_t size = torchamp::detail::divided_at_once + 5000;
-      parameters = {at::randn({size}).requires_grad_(),
-                    at::randn({size}, at::kDouble).requires_grad_()};
-    }
+  /// Split weights, each group with a list of its own.
+  StepByPieces()
+      : masters(net, {.dtype = at::kBFloat16, .storage = torchamp::MasterStorage::split}),
+        parameters(masters.parameters()) {
     optimizer.emplace(
         std::vector<torch::optim::OptimizerParamGroup>{{{parameters[0]}}, {{parameters[1]}}},
         torch::optim::AdamOptions(0.1));
@@ -289,48 +281,43 @@ struct StepByPieces {
   void give_gradients(int i) {
     torch::manual_seed(static_cast<std::uint64_t>(i));
     for (Tensor& parameter : parameters) {
-      const auto dtype = masters ? at::kFloat : parameter.scalar_type();
-      parameter.mutable_grad() = at::randn(parameter.sizes(), dtype);
+      parameter.mutable_grad() = at::randn(parameter.sizes());
     }
   }
   void step() { optimizer->step_scaled(at::full({}, 4.F), at::zeros({})); }
 
   std::vector<Tensor> values() {
-    if (!masters) return {parameters[0].detach().clone(), parameters[1].detach().clone()};
     std::stringstream file;
-    torch::save(*masters, file);
+    torch::save(masters, file);
     torch::nn::Linear plain(300, 300);
     torch::load(plain, file);
     return on_host(plain->parameters());
   }
 
   torch::nn::Linear net{300, 300};
-  std::optional<torchamp::MasterWeights> masters;
+  torchamp::MasterWeights masters;
   std::vector<Tensor> parameters;
   std::optional<torchamp::FusedAdam> optimizer;
 };
 
 TEST(OutOfHostMemory, AStepByPiecesIsCountedAndMadeOnceOrNotAtAll) {
-  for (const bool splits : {true, false}) {
-    SCOPED_TRACE(splits);
-    const auto run = [splits](bool fails) {
-      torch::manual_seed(5);
-      StepByPieces training(splits);
-      int failures = 0;
-      for (int i = 0; i < 3; ++i) {
-        training.give_gradients(i);
-        const auto before = training.values();
-        const auto step = [&] { training.step(); };
-        const auto nothing_changed = [&] { expect_same(training.values(), before); };
-        fails ? void(failures += until_memory_suffices<HostAllocationLimit>(step, nothing_changed))
-              : step();
-        if (training.masters) training.masters->copy_to_model();
-      }
-      EXPECT_EQ(failures > 6, fails);
-      return training.values();
-    };
-    expect_same(run(true), run(false));
-  }
+  const auto run = [](bool fails) {
+    torch::manual_seed(5);
+    StepByPieces training;
+    int failures = 0;
+    for (int i = 0; i < 3; ++i) {
+      training.give_gradients(i);
+      const auto before = training.values();
+      const auto step = [&] { training.step(); };
+      const auto nothing_changed = [&] { expect_same(training.values(), before); };
+      fails ? void(failures += until_memory_suffices<HostAllocationLimit>(step, nothing_changed))
+            : step();
+      training.masters.copy_to_model();
+    }
+    EXPECT_EQ(failures > 6, fails);
+    return training.values();
+  };
+  expect_same(run(true), run(false));
 }
 
 TEST_F(OutOfMemory, KeptCastsAreThoseOfTheWeightsAllTheSame) {
