@@ -126,7 +126,6 @@ const Names known_tests_of_internals = {
     "optim/optim_state_test.cpp",
     "policy/policy_test.cpp",
     "policy/policy_text_fuzz_test.cpp",
-    "simulated_device/out_of_memory_test.cpp",
     "simulated_device/simulated_training_test.cpp",
     "training_step/training_parts_test.cpp",
     "training_step/training_step_test.cpp",
