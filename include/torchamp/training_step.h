@@ -25,7 +25,7 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/accumulation.h"
+#include "torchamp/accumulate.h"
 #include "torchamp/autocast.h"
 #include "torchamp/clip_grad.h"
 #include "torchamp/detail/extras/accumulation/accumulation.h"
