@@ -92,10 +92,8 @@ TEST_P(NoFalseAlarm, AClipByLibTorchsFunctions) {
   }
 }
 
-/// Gradients that come from a backward pass without scale() all the same have the scale: those of a
-/// model's first half, in a pipeline by hand, and those of outputs that were scaled.
-/// Which a limit of infinity gives.
-TEST_P(NoFalseAlarm, ALookAtScaledNorms) {
+/// A clip with a limit of infinity changes no gradient.
+TEST_P(NoFalseAlarm, AskingForTheNormOfScaledGradients) {
   for (int i = 0; i < iterations; ++i) {
     optimizer->zero_grad();
     torchamp::clip_grad_norm_(net->parameters(), HUGE_VAL);
@@ -107,6 +105,8 @@ TEST_P(NoFalseAlarm, ALookAtScaledNorms) {
   }
 }
 
+/// Gradients that come from a backward pass without scale() all the same have the scale: those of a
+/// model's first half, in a pipeline by hand, and those of outputs that were scaled.
 TEST_P(NoFalseAlarm, AScaledGradientThatAnotherBackwardGoesOnWith) {
   for (int i = 0; i < iterations; ++i) {
     optimizer->zero_grad();

@@ -57,7 +57,7 @@ bool slowly(std::string_view pattern, std::string_view name) {
   return slowly(pattern.substr(1), name.substr(1));
 }
 
-TEST(NamePattern, IsWhatTryingAllWaysSays) {
+TEST(NamePattern, MatchesTheSameNamesAsASearchThroughAllSplits) {
   std::mt19937 random(7);
   const auto word = [&](std::string_view letters, unsigned longest) {
     std::string text;
@@ -75,7 +75,7 @@ TEST(NamePattern, IsWhatTryingAllWaysSays) {
   EXPECT_GT(fitting, 1000);
 }
 
-TEST(NamePattern, EndsForManyStars) {  // which one that tries all ways would not within years
+TEST(NamePattern, EndsForManyStars) {  // for which a search through all splits takes years
   std::string stars;
   for (int i = 0; i < 1000; ++i) stars += "*a";
   EXPECT_FALSE(matches(stars + "b", std::string(1000, 'a')));
