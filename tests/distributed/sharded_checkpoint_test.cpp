@@ -4,6 +4,7 @@
 #if __has_include(<gloo/rendezvous/store.h>)
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <signal.h>
 #include <torch/serialize.h>
 
@@ -242,8 +243,24 @@ TEST(ShardedCheckpoint, BringWholeStatesToTheHostAlone) {
   EXPECT_EQ(simulated::bytes_in_use(0), before);
 }
 
-TEST(ShardedCheckpoint, GoOnOnAnyNumberOfProcessesFromOneFile) {
+/// While it lives, LibTorch computes with so many threads. A layer norm's gradients depend on them.
+class Threads {
+ public:
+  explicit Threads(int count) { at::set_num_threads(count); }
+  ~Threads() { at::set_num_threads(before_); }
+  Threads(const Threads&) = delete;
+  Threads& operator=(const Threads&) = delete;
+
+ private:
+  int before_ = at::get_num_threads();
+};
+
+class ShardedCheckpointOfThreads : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Counts, ShardedCheckpointOfThreads, testing::Values(1, 2, 3, 16));
+
+TEST_P(ShardedCheckpointOfThreads, GoesOnOnAnyNumberOfProcessesFromOneFile) {
   const TemporaryFolder folder;
+  const Threads threads(GetParam());  // as many in each process, and in the unsharded run
   if (!child_role()) {
     for (const auto& [stage, processes] : {std::pair{"write", 4}, {"hand on", 3}, {"go on", 2}}) {
       auto environment = folder.environment();

@@ -76,15 +76,17 @@ struct ShardedMasterWeightsOptions {
 /// each gradient as soon as it is made, sends full buckets while it runs, and leaves the averages
 /// over all processes in the shards. Sums are in fp32, in the order of the ranks, so elementwise
 /// optimizers compute the weights of one process that adds the same gradients, bit for bit if a
-/// kernel treats all elements alike. (ATen's CPU kernels process the last elements of a tensor, or
-/// of a thread's part of it, without vector instructions; a shard ends at other elements than the
-/// whole weight, and these may differ by a rounding in each step.) clip_grad_norm_ uses the norm of
-/// all shards, exact to its rounding. A GradScaler skips a step on all processes or on none,
-/// without agree_found_inf. copy_to_model() gathers the 16-bit weights. checkpoint() works. An
-/// exception in a backward() that has begun to send ends the run: resume from a checkpoint. A
-/// TrainingCheckpoint with masters and optimizer gathers them in save_together(); its file holds
-/// whole weights and states, and load_shared() reads it on any number of processes, as does a
-/// program with MasterWeights. For other files, see gather().
+/// kernel treats all elements alike. ATen's CPU kernels may not: they process the last elements of
+/// a tensor, or of a thread's part of it, without vector instructions; a shard ends at other
+/// elements than the whole weight, and these may differ by a rounding in each step. On a CPU
+/// gradients are the same only with the same number of threads, since LibTorch's layer norm sums
+/// those of its weight by thread. clip_grad_norm_ uses the norm of all shards, exact to its
+/// rounding. A GradScaler skips a step on all processes or on none, without agree_found_inf.
+/// copy_to_model() gathers the 16-bit weights. checkpoint() works. An exception in a backward()
+/// that has begun to send ends the run: resume from a checkpoint. A TrainingCheckpoint with masters
+/// and optimizer gathers them in save_together(); its file holds whole weights and states, and
+/// load_shared() reads it on any number of processes, as does a program with MasterWeights. For
+/// other files, see gather().
 ///
 /// Optimizers must treat each element independently: the fused ones, and LibTorch's Adam, AdamW,
 /// SGD, RMSprop and Adagrad. Any other is an error in GradScaler::step and unscale_ or, without a
