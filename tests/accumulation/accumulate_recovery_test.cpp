@@ -97,7 +97,7 @@ TEST(AccumulationAfterAnError, DividesGradientsOnceThoughAnUpdateComesBeforeTheS
   EXPECT_THROW(accumulation.backward((w * 3).sum()), std::runtime_error);
   scaler.update();  // another accumulation's, say
   fails = false;
-  EXPECT_ERROR(accumulation.flush(), "call discard() to drop them");
+  EXPECT_ERROR(accumulation.flush(), "Call discard() to begin a new window");
   EXPECT_EQ(w.item<float>(), 0.F);
   accumulation.discard();
   accumulation.backward((w * 1).sum());
@@ -117,7 +117,7 @@ TEST(AccumulationAfterAnError, AddsNothingToGradientsThatTheProgramUnscaledOrSte
     } else {
       scaler.unscale_(optimizer);
     }
-    EXPECT_ERROR(accumulation.backward((w * 4).sum()), "or call discard() to drop them");
+    EXPECT_ERROR(accumulation.backward((w * 4).sum()), "Call discard() to begin a new window");
     accumulation.discard();
     for (int i = 0; i < 4; ++i) accumulation.backward((w * 2).sum());
     EXPECT_EQ(w.item<float>(), stepped ? -3.F : -2.F);
