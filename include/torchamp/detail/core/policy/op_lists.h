@@ -12,6 +12,7 @@
 #include "torchamp/detail/core/base/devices.h"
 #include "torchamp/detail/core/policy/schema.h"
 #include "torchamp/ops.h"
+#include "torchamp/version.h"
 
 namespace torchamp::detail {
 

@@ -5,6 +5,7 @@
 #include <ATen/core/operator_name.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
+#include <c10/macros/Macros.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -34,7 +35,7 @@ struct GuardOverride {
 
 /// What a guard puts into the thread's slot. Immutable: LibTorch shares it with other threads.
 struct ThreadPolicy final : c10::DebugInfoBase, std::enable_shared_from_this<ThreadPolicy> {
-  [[gnu::noinline]] ~ThreadPolicy() override = default;
+  C10_NOINLINE ~ThreadPolicy() override = default;
   std::shared_ptr<const PolicyData> inherited;  // for a nested guard that names no policy
   /// By device, with its table compiled; null outside guards and where they are disabled.
   std::array<std::shared_ptr<const PolicyData>, device_count> in_force;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/Parallel.h>
+#include <c10/macros/Macros.h>
 #include <c10/util/BFloat16.h>
 
 #include <algorithm>
@@ -62,7 +63,7 @@ inline float to_float(c10::BFloat16 number) {
 
 /// Up to 16 elements, with zeros behind.
 template <class T>
-[[gnu::always_inline]] inline void load_chunk(const T* from, int64_t size, ChunkOfFloats& to) {
+C10_ALWAYS_INLINE void load_chunk(const T* from, int64_t size, ChunkOfFloats& to) {
   float numbers[chunk];
   if (size >= chunk) {
     for (int64_t k = 0; k < chunk; ++k) numbers[k] = to_float(from[k]);
@@ -74,7 +75,7 @@ template <class T>
 
 /// Copies `size` elements, 16 at most; all 16 without a call.
 template <class T>
-[[gnu::always_inline]] inline void copy_chunk(const T* from, int64_t size, void* to) {
+C10_ALWAYS_INLINE void copy_chunk(const T* from, int64_t size, void* to) {
   if (size >= chunk) {
     std::memcpy(to, from, chunk * sizeof(T));
   } else {
