@@ -31,9 +31,16 @@ function(torchamp_find_libtorch error)
     return()
   endif()
   _torchamp_cuda_device(device)
-  set(failure "")
+  _torchamp_check_cxx_library(failure)
 
-  _torchamp_pointed_at(prefix origin failure)
+  if(NOT failure)
+    _torchamp_pointed_at(prefix origin failure)
+  endif()
+  if(NOT prefix AND NOT failure AND CMAKE_CROSSCOMPILING)
+    set(failure "This build is for ${CMAKE_SYSTEM_NAME} on ${CMAKE_SYSTEM_PROCESSOR}, so that LibTorch is neither taken \
+from this machine's Python nor fetched. Point at one for that system with -DCMAKE_PREFIX_PATH=DIR, such as the folder \
+torch in what this leaves: pip install --target DIR --platform PLATFORM --only-binary=:all: --no-deps torch")
+  endif()
   if(NOT prefix AND NOT failure)
     _torchamp_python()
     _torchamp_of_python(prefix origin)
@@ -54,6 +61,42 @@ endfunction()
 set(_torchamp_remedy
     "Point at one with -DCMAKE_PREFIX_PATH=DIR (an unpacked LibTorch zip or a Python's \
 site-packages/torch), or name a Python that has torch with -DPython3_EXECUTABLE=PATH.")
+
+# ---- 0. The compiler --------------------------------------------------------------------------------
+
+# Note [Two copies of libstdc++]
+#   A program that is linked with -static-libstdc++, or by a toolchain that has no shared libstdc++, exports its copy's
+#   functions to LibTorch, which has the shared one. Objects that one copy has made are then destroyed by the other: a
+#   program aborts with "free(): invalid pointer", often before its main(). Whether it does depends on which of these
+#   functions it uses. A link with -Wl,--exclude-libs,libstdc++.a keeps the copies apart.
+function(_torchamp_check_cxx_library failure)
+  set(${failure} "" PARENT_SCOPE)
+  if(NOT CMAKE_READELF OR NOT UNIX OR APPLE)
+    return()
+  endif()
+  set(linked_by "${CMAKE_CXX_COMPILER} ${CMAKE_CXX_FLAGS} ${CMAKE_EXE_LINKER_FLAGS}")
+  if(NOT _torchamp_linked_by STREQUAL linked_by)
+    set(CMAKE_TRY_COMPILE_TARGET_TYPE EXECUTABLE)
+    set(program ${CMAKE_BINARY_DIR}/CMakeFiles/torchamp_cxx_library)
+    try_compile(
+      links
+      SOURCE_FROM_CONTENT main.cpp "#include <iostream>\nint main() { std::cout << 1; }\n"
+      COPY_FILE ${program} COPY_FILE_ERROR copied)
+    set(needed "unknown")
+    if(links)
+      _torchamp_dynamic_section(needed folders ${program})
+      file(REMOVE ${program})
+    endif()
+    set(_torchamp_linked_by ${linked_by} CACHE INTERNAL "What _torchamp_cxx_libraries are of")
+    set(_torchamp_cxx_libraries "${needed}" CACHE INTERNAL "The libraries that an empty program needs")
+  endif()
+  if(NOT _torchamp_cxx_libraries MATCHES "libstdc[+][+]|libc[+][+]|unknown")
+    set(${failure} "${CMAKE_CXX_COMPILER} links libstdc++ statically, but LibTorch has the shared one, and programs with \
+two copies abort (\"free(): invalid pointer\"). Take another compiler with -DCMAKE_CXX_COMPILER=PATH, remove \
+-static-libstdc++ and -static from CMAKE_CXX_FLAGS and CMAKE_EXE_LINKER_FLAGS, or install the shared library for this \
+compiler." PARENT_SCOPE)
+  endif()
+endfunction()
 
 # ---- 1. What the user points at ------------------------------------------------------------------
 
@@ -185,7 +228,7 @@ python3 python3-venv). ${manual}" PARENT_SCOPE)
     set(home "$ENV{HOME}")
     if(NOT IS_ABSOLUTE "${home}")
       execute_process(
-        COMMAND ${python} -c "import os, pwd; print(pwd.getpwuid(os.getuid()).pw_dir)"
+        COMMAND ${python} -c "import os; os.environ.pop('HOME', None); print(os.path.expanduser('~'))"
         OUTPUT_VARIABLE home ERROR_QUIET OUTPUT_STRIP_TRAILING_WHITESPACE)
     endif()
     if(NOT IS_ABSOLUTE "${home}")
@@ -228,6 +271,9 @@ Set XDG_CACHE_HOME to a folder that can, with ${megabytes} MB free. ${manual}" P
     execute_process(COMMAND ${environment} ${python} -m venv ${partial}/venv
                     RESULT_VARIABLE status OUTPUT_QUIET ERROR_QUIET)
     set(pip ${partial}/venv/bin/python -m pip)
+    if(CMAKE_HOST_WIN32)
+      set(pip ${partial}/venv/Scripts/python.exe -m pip)
+    endif()
   endif()
   if(NOT status EQUAL 0)
     file(REMOVE_RECURSE ${partial})
@@ -283,6 +329,8 @@ function(_torchamp_nvidia_requirements line partial)
   list(TRANSFORM requirements REPLACE "^Requires-Dist: ([^ ;]+).*$" "\\1")
   if(requirements MATCHES "cuda-toolkit[^;]*==([0-9]+[.][0-9]+)")
     list(APPEND requirements "nvidia-cuda-crt==${CMAKE_MATCH_1}.*")
+  elseif(requirements MATCHES "nvidia-cuda-runtime-cu12==([0-9]+[.][0-9]+)")
+    list(APPEND requirements "nvidia-cuda-nvcc-cu12==${CMAKE_MATCH_1}.*")
   endif()
   list(JOIN requirements " " requirements)
   set(${line} "${requirements}" PARENT_SCOPE)
@@ -294,6 +342,9 @@ endfunction()
 function(_torchamp_cuda_device result)
   if(NOT DEFINED TORCHAMP_CUDA OR TORCHAMP_CUDA STREQUAL "AUTO")
     set(${result} OFF PARENT_SCOPE)
+    if(CMAKE_CROSSCOMPILING)
+      return()
+    endif()
     if(EXISTS /dev/nvidiactl)
       set(${result} ON PARENT_SCOPE)
     else()
@@ -336,8 +387,16 @@ function(_torchamp_dynamic_section needed folders library)
 endfunction()
 
 # Where libraries are that LibTorch does not find by itself: in CUDA's toolkits, known to the loader
-# or not, and in the loader's own folders.
+# or not, and in the loader's own folders. What this machine has is not for another one.
 function(_torchamp_toolkit_folders folders)
+  if(CMAKE_CROSSCOMPILING)
+    set(result "")
+    foreach(root IN LISTS CUDAToolkit_ROOT)
+      list(APPEND result ${root}/lib64 ${root}/lib)
+    endforeach()
+    set(${folders} ${result} PARENT_SCOPE)
+    return()
+  endif()
   set(roots ${CUDAToolkit_ROOT} $ENV{CUDAToolkit_ROOT} $ENV{CUDA_HOME} $ENV{CUDA_PATH})
   find_program(nvcc nvcc NO_CACHE)
   if(nvcc)
@@ -410,6 +469,14 @@ function(_torchamp_cuda_headers includes failure sonames own toolkit)
       list(APPEND complete ${include})
     endif()
   endforeach()
+  # CUDA 12's wheels have a folder each, and those headers in the compiler's.
+  if(cuda AND NOT complete)
+    list(GET cuda 0 first)
+    cmake_path(SET nvcc NORMALIZE ${first}/../../cuda_nvcc/include)
+    if(EXISTS ${nvcc}/crt/host_defines.h)
+      list(APPEND complete ${nvcc})
+    endif()
+  endif()
   if(NOT cuda AND others)
     list(JOIN others ", " others)
     set(${failure} "loads libcudart.so.${major}, but the only headers of CUDA here are those of ${others}, which \
@@ -424,14 +491,23 @@ do not fit it: objects would have another size. Install a toolkit of CUDA ${majo
   elseif(cuda)
     list(JOIN cuda ", " cuda)
     message(STATUS "torchamp: CUDA's headers in ${cuda} lack crt/host_defines.h, which comes with a toolkit or the wheel \
-nvidia-cuda-crt: CUDA graphs are left out")
+nvidia-cuda-crt, for CUDA 12 nvidia-cuda-nvcc-cu12: CUDA graphs are left out")
   endif()
 endfunction()
 
 function(_torchamp_import failure prefix origin cuda)
   _torchamp_version(version ${prefix})
   set(library ${prefix}/lib/lib@${CMAKE_SHARED_LIBRARY_SUFFIX})
+  if(WIN32)  # MinGW's CMake would say lib@.dll
+    set(library ${prefix}/lib/@.dll)
+  endif()
   set(names c10 torch_cpu)
+  string(REPLACE "@" torch_hip torch_hip ${library})
+  if(EXISTS ${torch_hip} AND (NOT DEFINED TORCHAMP_CUDA OR TORCHAMP_CUDA))
+    set(${failure} "The LibTorch ${origin}, ${prefix}, is built for ROCm, with which torchamp has never run. Configure \
+with -DTORCHAMP_CUDA=OFF to use its CPU part alone, or take a LibTorch for CUDA." PARENT_SCOPE)
+    return()
+  endif()
   string(REPLACE "@" torch_cuda torch_cuda ${library})
   if(cuda AND EXISTS ${torch_cuda})
     list(APPEND names c10_cuda torch_cuda)
@@ -458,9 +534,9 @@ Take another one, or configure with -DTORCHAMP_CUDA=OFF." PARENT_SCOPE)
     list(FILTER needed INCLUDE REGEX "^lib(cu|nv|nccl)")
     list(APPEND sonames ${needed})
     foreach(soname IN LISTS needed)
-      find_file(path ${soname} PATHS ${own} NO_DEFAULT_PATH NO_CACHE)
+      find_file(path ${soname} PATHS ${own} NO_DEFAULT_PATH NO_CMAKE_FIND_ROOT_PATH NO_CACHE)
       if(NOT path)
-        find_file(path ${soname} PATHS ${toolkit} NO_DEFAULT_PATH NO_CACHE)
+        find_file(path ${soname} PATHS ${toolkit} NO_DEFAULT_PATH NO_CMAKE_FIND_ROOT_PATH NO_CACHE)
         if(path)
           list(APPEND link ${path})
         else()
@@ -471,6 +547,14 @@ Take another one, or configure with -DTORCHAMP_CUDA=OFF." PARENT_SCOPE)
     endforeach()
   endforeach()
   list(REMOVE_DUPLICATES absent)
+  if(absent AND CMAKE_CROSSCOMPILING)
+    list(JOIN absent ", " absent)
+    set(${failure} "The LibTorch ${origin}, ${prefix}, needs ${absent}, which neither lie beside it nor in \
+CUDAToolkit_ROOT. Install the wheels that hold them into the folder that holds torch (pip install --target DIR --platform \
+PLATFORM --only-binary=:all: --no-deps nvidia-cuda-runtime nvidia-cuda-cupti), or name a toolkit for that system with \
+-DCUDAToolkit_ROOT=DIR." PARENT_SCOPE)
+    return()
+  endif()
   if(absent AND NOT "torch_cuda" IN_LIST names)
     _torchamp_runtime_libraries(found why "${absent}")
     if(why)
@@ -509,6 +593,8 @@ toolkit. Install torch with its dependencies (pip install torch==${version}), or
   # Not left to what else lies on the include path: without torch_cuda, nothing of it may be used.
   target_compile_definitions(torchamp::libtorch INTERFACE TORCHAMP_CUDA_GRAPHS=${graphs})
   target_compile_features(torchamp::libtorch INTERFACE cxx_std_20)
+  target_compile_options(
+    torchamp::libtorch INTERFACE $<$<CXX_COMPILER_ID:MSVC>:/Zc:__cplusplus;/Zc:preprocessor;/bigobj;/utf-8>)
   # PyPI's LibTorch before 2.7 has std::string as it was before C++11; its own package says so.
   set(old_abi FALSE)
   if(EXISTS ${prefix}/share/cmake/Torch/TorchConfig.cmake)
@@ -524,6 +610,9 @@ toolkit. Install torch with its dependencies (pip install torch==${version}), or
     string(REPLACE "@" ${name} file ${library})
     add_library(torchamp::${name} SHARED IMPORTED GLOBAL)
     set_target_properties(torchamp::${name} PROPERTIES IMPORTED_LOCATION ${file})
+    if(WIN32)
+      set_target_properties(torchamp::${name} PROPERTIES IMPORTED_IMPLIB ${prefix}/lib/${name}.lib)
+    endif()
   endforeach()
   list(TRANSFORM names PREPEND torchamp:: OUTPUT_VARIABLE targets)
   target_link_libraries(torchamp::libtorch INTERFACE ${targets})

@@ -2,6 +2,10 @@
 # The warnings of our own tests and examples; users never see them.
 
 function(torchamp_warnings target)
+  if(MSVC)
+    target_compile_options(${target} PRIVATE /W4 $<$<BOOL:${TORCHAMP_WERROR}>:/WX>)
+    return()
+  endif()
   target_compile_options(
     ${target}
     PRIVATE -Wall -Wextra -Wpedantic -Wshadow -Wnon-virtual-dtor -Woverloaded-virtual

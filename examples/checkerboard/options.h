@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <unistd.h>
-
 #include <cstdint>
 #include <filesystem>
 #include <optional>
@@ -11,6 +9,7 @@
 
 #include "support/arguments.h"
 #include "support/device.h"
+#include "support/system.h"
 
 /// What the command line says.
 struct Options {
@@ -60,7 +59,7 @@ inline void prepare_output_folder(const std::filesystem::path& folder) {
     throw support::UsageError("--out: cannot make the folder '" + folder.string() +
                               "': " + error.message());
   }
-  if (access(folder.c_str(), W_OK | X_OK) != 0) {
+  if (!support::is_writable(folder)) {
     throw support::UsageError("--out: cannot write to the folder '" + folder.string() + "'");
   }
 }

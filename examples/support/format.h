@@ -1,38 +1,40 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <locale.h>
-
-#include <charconv>
 #include <cstdarg>
 #include <cstdint>
-#include <cstdio>
+#include <locale>
+#include <sstream>
 #include <stdexcept>
 #include <string>
-#include <system_error>
+
+#include "system.h"
+
+#ifdef __GNUC__
+#define EXAMPLES_PRINTF [[gnu::format(printf, 1, 2)]]
+#else
+#define EXAMPLES_PRINTF
+#endif
 
 namespace support {
 
 /// std::printf into a string, for g++ 12's library has no std::format. At most 511 characters; with
 /// a decimal point whatever locale the program has set.
-[[gnu::format(printf, 1, 2)]] inline std::string format(const char* pattern, ...) {
-  static const locale_t classic = newlocale(LC_ALL_MASK, "C", nullptr);
-  const locale_t before = uselocale(classic);
+EXAMPLES_PRINTF inline std::string format(const char* pattern, ...) {
   char text[512];
   std::va_list arguments;
   va_start(arguments, pattern);
-  std::vsnprintf(text, sizeof text, pattern, arguments);
+  print_classic(text, sizeof text, pattern, arguments);
   va_end(arguments);
-  uselocale(before);
   return text;
 }
 
 /// What a program wrote as a number, with a decimal point. Error: it is none.
 inline double number_of(const std::string& text) {
   double number = 0.;
-  const char* const end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, number);
-  if (error != std::errc() || stop != end) {
+  std::istringstream in(text);
+  in.imbue(std::locale::classic());
+  if (!(in >> std::noskipws >> number) || !in.eof()) {
     throw std::invalid_argument("'" + text + "' is no number");
   }
   return number;

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <unistd.h>
-
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
@@ -10,6 +8,7 @@
 #include <utility>
 
 #include "format.h"
+#include "system.h"
 
 namespace support {
 
@@ -33,7 +32,7 @@ class ProgressBar {
         begun_(begun),
         shown_(begun),
         out_(out),
-        is_terminal_(isatty(fileno(out)) == 1) {}
+        is_terminal_(support::is_terminal(out)) {}
 
   /// Ends the line, also when an exception ends the run.
   ~ProgressBar() {

@@ -14,7 +14,6 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <exception>
 #include <initializer_list>
 #include <istream>
@@ -25,6 +24,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/core/base/system.h"
 #include "torchamp/detail/extras/io/archive_file.h"
 #include "torchamp/detail/extras/io/pickle.h"
 #include "torchamp/grad_scaler_options.h"
@@ -170,7 +170,7 @@ inline void save_python_state(const GradScalerState& state, std::ostream& out) {
   try {
     out.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
     out.flush();
-    if (!out) reason = errno == 0 ? "the stream refuses it" : std::strerror(errno);
+    if (!out) reason = errno == 0 ? "the stream refuses it" : detail::error_text(errno);
   } catch (const std::exception& error) {
     reason = error.what();
   }

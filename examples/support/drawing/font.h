@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <charconv>
 #include <cmath>
 #include <numbers>
+#include <string>
 #include <string_view>
 #include <vector>
 
+#include "../format.h"
 #include "geometry.h"
 
 namespace drawing {
@@ -143,9 +144,9 @@ inline std::vector<Polyline> trace(const Glyph& glyph) {
   const char* const end = at + glyph.path.size();
   const auto number = [&] {
     while (at != end && *at == ' ') ++at;
-    double value = 0.;
-    at = std::from_chars(at, end, value).ptr;
-    return value;
+    const char* const begin = at;
+    while (at != end && std::string_view("-.0123456789").find(*at) != std::string_view::npos) ++at;
+    return support::number_of(std::string(begin, at));
   };
   const auto point = [&] {
     const double x = number();

@@ -14,18 +14,11 @@
 #endif
 
 #include <ATen/Context.h>
-#include <arpa/inet.h>
 #include <c10/util/Exception.h>
-#include <signal.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
-#include <cerrno>
 #include <charconv>
 #include <chrono>
-#include <csignal>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -45,7 +38,9 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "torchamp/detail/core/base/devices.h"
+#include "torchamp/detail/core/base/system.h"
 #include "torchamp/detail/extras/distributed/collective.h"
+#include "torchamp/detail/extras/distributed/loopback.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {
@@ -93,7 +88,7 @@ namespace detail {
 
 /// The integer in an environment variable, if set.
 inline std::optional<int> integer_variable(const char* name, int low, int high) {
-  const char* const text = std::getenv(name);
+  const char* const text = environment_variable(name);
   if (!text) return std::nullopt;
   int value = 0;
   const char* const end = text + std::strlen(text);
@@ -106,41 +101,8 @@ inline std::optional<int> integer_variable(const char* name, int low, int high) 
 
 /// Whether torchrun has created the store, which the processes only join.
 inline bool has_agent_store() {
-  const char* const text = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
+  const char* const text = environment_variable("TORCHELASTIC_USE_AGENT_STORE");
   return text && (std::string_view(text) == "True" || std::string_view(text) == "1");
-}
-
-/// Whether `host` is "localhost" or an address 127.x.x.x, not a name that looks like one.
-inline bool is_loopback(const std::string& host) {
-  in_addr address{};
-  return host == "localhost" || (::inet_pton(AF_INET, host.c_str(), &address) == 1 &&
-                                 ntohl(address.s_addr) >> 24 == IN_LOOPBACKNET);
-}
-
-/// Ignores SIGPIPE if it has no handler.
-inline void ignore_broken_pipes() {
-  struct sigaction action {};
-  if (::sigaction(SIGPIPE, nullptr, &action) != 0 || (action.sa_flags & SA_SIGINFO) != 0) return;
-  if (action.sa_handler == SIG_DFL) std::signal(SIGPIPE, SIG_IGN);
-}
-
-/// A socket that accepts connections from this machine only.
-inline int loopback_socket(uint16_t port) {
-  const int number = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  const int yes = 1;
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_port = htons(port);
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  if (number < 0 || ::setsockopt(number, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes) != 0 ||
-      ::bind(number, reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0 ||
-      ::listen(number, 1024) != 0) {
-    const int error = errno;
-    if (number >= 0) ::close(number);
-    TORCH_CHECK(false, "make_process_group: cannot listen on 127.0.0.1:", port, ": ",
-                std::strerror(error), ". Is another run using MASTER_PORT?");
-  }
-  return number;
 }
 
 /// Before LibTorch 2.8, or 2.7, libuv's store takes no socket that listens already.
@@ -163,16 +125,16 @@ inline c10::intrusive_ptr<c10d::Store> make_store(const ProcessEnvironment& envi
   }
   const auto store = collective("make_process_group",
                                 [&] { return c10::make_intrusive<c10d::TCPStore>(host, options); });
-  const char* const attempt =
-      std::getenv("TORCHELASTIC_RESTART_COUNT");  // separates keys from those before a restart
+  const char* const attempt = environment_variable(
+      "TORCHELASTIC_RESTART_COUNT");  // separates keys from those before a restart
   return c10::make_intrusive<c10d::PrefixStore>(
       std::string("torchamp/") + (attempt ? attempt : "0"), store);
 }
 
 inline std::shared_ptr<::gloo::transport::Device> gloo_device(const std::string& master_addr) {
   using c10d::ProcessGroupGloo;
-  if (const char* const interface = std::getenv("GLOO_SOCKET_IFNAME")) {
-    return ProcessGroupGloo::createDeviceForInterface(interface);
+  if (const char* const name = environment_variable("GLOO_SOCKET_IFNAME")) {
+    return ProcessGroupGloo::createDeviceForInterface(name);
   }
   return is_loopback(master_addr) ? ProcessGroupGloo::createDeviceForHostname("127.0.0.1")
                                   : ProcessGroupGloo::createDefaultDevice();
@@ -195,7 +157,8 @@ inline ProcessEnvironment ProcessEnvironment::read() {
   result.rank = *rank;
   result.world_size = *world_size;
   result.local_rank = detail::integer_variable("LOCAL_RANK", 0, most).value_or(*rank);
-  if (const char* const address = std::getenv("MASTER_ADDR")) result.master_addr = address;
+  if (const char* const address = detail::environment_variable("MASTER_ADDR"))
+    result.master_addr = address;
   const auto port = detail::integer_variable("MASTER_PORT", 1, 65535);
   TORCH_CHECK_VALUE(
       port || *world_size == 1,

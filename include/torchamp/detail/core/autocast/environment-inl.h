@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <cstdlib>
-
 #include "torchamp/detail/core/autocast/environment.h"
+#include "torchamp/detail/core/base/system.h"
 #include "torchamp/detail/core/base/text.h"
 
 namespace torchamp::detail {
@@ -25,7 +24,7 @@ TORCHAMP_COLD std::shared_ptr<const PolicyData> environment_policy(const std::st
 
 /// Never destroyed: static objects' destructors may use guards.
 inline const GuardOverride* read_environment() {
-  const char* const value = std::getenv("TORCHAMP_POLICY");
+  const char* const value = environment_variable("TORCHAMP_POLICY");
   const std::string text = value == nullptr ? "" : value;
   auto made = std::make_unique<GuardOverride>();
   made->off = text == "off";

@@ -66,11 +66,11 @@ inline std::vector<GradientBatch> gradients_to_clip(const std::vector<at::Tensor
 inline std::vector<at::Tensor> parts_of_norm(const GradientBatch& batch, double norm_type) {
   constexpr int64_t small_size = 1024;
   if (!batch.device.is_cpu() || norm_type == 0.) return batch.gradients;
-  std::vector<at::Tensor> parts, small;
+  std::vector<at::Tensor> parts, joined;
   for (const at::Tensor& gradient : batch.gradients) {
-    (gradient.numel() <= small_size ? small : parts).push_back(gradient);
+    (gradient.numel() <= small_size ? joined : parts).push_back(gradient);
   }
-  if (!small.empty()) parts.push_back(at::flatten_dense_tensors(small));
+  if (!joined.empty()) parts.push_back(at::flatten_dense_tensors(joined));
   return parts;
 }
 

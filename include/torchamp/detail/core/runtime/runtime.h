@@ -14,7 +14,6 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
-#include <dlfcn.h>
 #include <torch/csrc/jit/frontend/function_schema_parser.h>
 
 #include <algorithm>
@@ -30,6 +29,7 @@
 #include <vector>
 
 #include "torchamp/detail/core/base/devices.h"
+#include "torchamp/detail/core/base/system.h"
 #include "torchamp/detail/core/base/text.h"
 #include "torchamp/version.h"
 
@@ -219,18 +219,6 @@ struct SharedRuntime {
   const std::string slot_text = "torchamp policy";
   const std::string_view slot_name = slot_text;
 };
-
-/// The shared library, or program, that this is compiled into.
-inline const char* this_library() {
-  Dl_info info;
-  return dladdr(reinterpret_cast<const void*>(&this_library), &info) != 0 ? info.dli_fname : "";
-}
-
-inline void pin_this_library() {
-  // Null for the main program, which stays anyway.
-  [[maybe_unused]] static void* const pinned =
-      dlopen(this_library(), RTLD_NOW | RTLD_NOLOAD | RTLD_NODELETE);
-}
 
 /// Its schema is "(int layout=…, str version=…, int address=…) -> ()".
 inline const char* const runtime_op = "torchamp::_runtime";

@@ -4,16 +4,15 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <cstddef>
 #include <iomanip>
+#include <locale>
 #include <map>
 #include <ostream>
 #include <sstream>
 #include <string>
 #include <string_view>
-#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -96,10 +95,10 @@ inline std::vector<AuditRow> with_times(std::vector<AuditRow> rows, std::string_
                 " fields, not ", count, '.');
     std::vector<double> numbers;
     for (std::size_t i = first_time; i < first_time + 3; ++i) {
-      const char* const end = fields[i].data() + fields[i].size();
-      const auto read = std::from_chars(fields[i].data(), end, numbers.emplace_back());
-      TORCH_CHECK(read.ec == std::errc() && read.ptr == end && numbers.back() >= 0. &&
-                      std::isfinite(numbers.back()),
+      std::istringstream field(fields[i]);
+      field.imbue(std::locale::classic());
+      field >> std::noskipws >> numbers.emplace_back();
+      TORCH_CHECK(field && field.eof() && numbers.back() >= 0. && std::isfinite(numbers.back()),
                   where, ": line ", number, ": '", fields[i], "' is no time in microseconds.");
     }
     const bool is_new = times.emplace(std::pair(fields[0], fields[1]), numbers).second;

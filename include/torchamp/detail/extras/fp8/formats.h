@@ -9,41 +9,20 @@
 #include <c10/util/Float8_e5m2.h>
 
 #include <array>
+#include <bit>
 #include <cstdint>
 #include <cstring>
 
-#include "torchamp/version.h"
+#include "torchamp/detail/extras/fp8/lanes.h"
 
 namespace torchamp::detail {
 
 // Note [Codes of small formats]
-// These functions process four numbers at once, in vectors of GCC and Clang, which every target
-// has. They have no branches, and use integers where sums would round: a program's -ffast-math
-// changes nothing.
-
-using Floats = float __attribute__((vector_size(16)));
-using Words = std::uint32_t __attribute__((vector_size(16)));
-using Integers = std::int32_t __attribute__((vector_size(16)));
-using Shorts = std::int16_t __attribute__((vector_size(16)));
-
-inline Words bits_of(Floats numbers) {
-  return reinterpret_cast<Words>(numbers);
-}
-inline Floats floats_of(Words bits) {
-  return reinterpret_cast<Floats>(bits);
-}
-
-/// `then` where `condition` holds (all bits are set), `otherwise` where it does not (none is).
-inline Words select(Integers condition, Words then, Words otherwise) {
-  const auto mask = reinterpret_cast<Words>(condition);
-  return (then & mask) | (otherwise & ~mask);
-}
-inline Floats select(Integers condition, Floats then, Floats otherwise) {
-  return floats_of(select(condition, bits_of(then), bits_of(otherwise)));
-}
+// These functions process four numbers at once. They have no branches, and use integers where sums
+// would round: a program's -ffast-math changes nothing.
 
 inline Floats magnitudes(Floats numbers) {
-  return floats_of(bits_of(numbers) & 0x7FFFFFFFU);
+  return floats_of(bits_of(numbers) & all_lanes<Words>(0x7FFFFFFFU));
 }
 
 /// The number of steps from 0, to nearest, ties to even. `last_bit` is 2^23 steps, next to which a
@@ -55,20 +34,23 @@ inline Words steps_from_0(Floats numbers, Floats last_bit) {
 /// The nearest e4m3 codes, ties to even, for numbers up to 448. For others: any up to 255.
 inline Words e4m3_codes(Floats numbers) {
   const Floats values = magnitudes(numbers);
-  const Words subnormal = steps_from_0(values, Floats{} + 0x1p14F);
+  const Words subnormal = steps_from_0(values, all_lanes<Floats>(0x1p14F));
   const Words bits = bits_of(values);
-  const Words normal = ((bits + (0x7FFFFU - (120U << 23)) + ((bits >> 20) & 1U)) >> 20);
-  const Words code = select(values < 0x1p-6F, subnormal, normal) & 0x7FU;
-  return code | ((bits_of(numbers) >> 24) & 0x80U);
+  const Words odd = (bits >> 20) & all_lanes<Words>(1);
+  const Words normal = (bits + all_lanes<Words>(0x7FFFFU - (120U << 23)) + odd) >> 20;
+  const Words code =
+      select(values < all_lanes<Floats>(0x1p-6F), subnormal, normal) & all_lanes<Words>(0x7F);
+  return code | ((bits_of(numbers) >> 24) & all_lanes<Words>(0x80));
 }
 
 /// The numbers of e4m3 codes; arbitrary for NaN's codes.
 inline Floats e4m3_numbers(Words codes) {
-  const Words magnitude = codes & 0x7FU;
-  const auto integers = reinterpret_cast<Integers>(magnitude);
-  const Floats subnormal = __builtin_convertvector(integers, Floats) * 0x1p-9F;
-  const Words normal = (magnitude << 20) + (120U << 23);
-  return floats_of(select(integers < 8, bits_of(subnormal), normal) | ((codes & 0x80U) << 24));
+  const Words magnitude = codes & all_lanes<Words>(0x7F);
+  const auto integers = std::bit_cast<Integers>(magnitude);
+  const Floats subnormal = numbers_of(integers) * all_lanes<Floats>(0x1p-9F);
+  const Words normal = (magnitude << 20) + all_lanes<Words>(120U << 23);
+  const Words bits = select(integers < all_lanes<Integers>(8), bits_of(subnormal), normal);
+  return floats_of(bits | ((codes & all_lanes<Words>(0x80)) << 24));
 }
 
 /// How e2m1_codes() rounds.
@@ -81,24 +63,26 @@ enum class E2m1Rounding : std::uint8_t {
 /// 2, of 1 up to 4, and 6. `random`: 24 bits.
 template <E2m1Rounding rounding>
 Words e2m1_codes(Floats numbers, Words random) {
-  const Floats all = magnitudes(numbers), values = select(all < 6.F, all, Floats{} + 6.F);
-  const Integers below_2 = values < 2.F, below_4 = values < 4.F;
+  const Floats all = magnitudes(numbers), six = all_lanes<Floats>(6.F);
+  const Floats values = select(all < six, all, six);
+  const Integers below_2 = values < all_lanes<Floats>(2.F),
+                 below_4 = values < all_lanes<Floats>(4.F);
   // The index among 0, 0.5, 1, 1.5, 2, 3, 4, 6.
-  const Words skipped = select(below_2, Words{}, select(below_4, Words{} + 2U, Words{} + 4U));
+  const Words skipped = select(below_2, all_lanes<Words>(0),
+                               select(below_4, all_lanes<Words>(2), all_lanes<Words>(4)));
   Words index = skipped;
   if constexpr (rounding == E2m1Rounding::to_nearest) {
-    index += steps_from_0(values, floats_of((skipped << 22) + (149U << 23)));
+    index = index + steps_from_0(values, floats_of((skipped << 22) + all_lanes<Words>(149U << 23)));
   } else {
     // Half steps of 0.5, 1 and 2: 24 bits of the fraction.
-    const Floats steps = values * floats_of((128U << 23) - (skipped << 22));
-    index +=
-        (reinterpret_cast<Words>(__builtin_convertvector(steps * 0x1p24F, Integers)) + random) >>
-        24;
+    const Floats steps = values * floats_of(all_lanes<Words>(128U << 23) - (skipped << 22));
+    const auto fraction = std::bit_cast<Words>(integers_of(steps * all_lanes<Floats>(0x1p24F)));
+    index = index + ((fraction + random) >> 24);
   }
-  const Words code = index * 4U + 0x30U;
-  const Words first = (Words{} - index) & 0x30U;  // of 0 and 0.5
-  const auto is_first = reinterpret_cast<Integers>(index) < 2;
-  return select(is_first, first, code) | ((bits_of(numbers) >> 24) & 0x80U);
+  const Words code = (index << 2) + all_lanes<Words>(0x30);
+  const Words first = (all_lanes<Words>(0) - index) & all_lanes<Words>(0x30);  // of 0 and 0.5
+  const auto is_first = std::bit_cast<Integers>(index) < all_lanes<Integers>(2);
+  return select(is_first, first, code) | ((bits_of(numbers) >> 24) & all_lanes<Words>(0x80));
 }
 
 /// Four independent streams of random numbers: xoshiro128++ of Blackman and Vigna, seeded by their
@@ -127,11 +111,11 @@ class RandomStreams {
     const Words sum = a + d;
     const Words result = ((sum << 7) | (sum >> 25)) + a;
     const Words shifted = b << 9;
-    c ^= a;
-    d ^= b;
-    b ^= c;
-    a ^= d;
-    c ^= shifted;
+    c = c ^ a;
+    d = d ^ b;
+    b = b ^ c;
+    a = a ^ d;
+    c = c ^ shifted;
     d = (d << 11) | (d >> 21);
     return result >> 8;
   }

@@ -26,6 +26,7 @@
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/extras/fp8/formats.h"
 #include "torchamp/detail/extras/fp8/quantize.h"
+#include "torchamp/detail/extras/shared/cpu_units.h"
 #include "torchamp/detail/extras/weights/derived.h"
 #include "torchamp/fp8_options.h"
 
@@ -44,15 +45,6 @@ namespace torchamp::detail {
 // may differ from the rehearsal by far more than a rounding of bf16. The order of sums in fp32
 // alone would not show. Small integers, whose sums need no more bits, agree exactly.
 
-/// Whether this CPU has instructions for bf16 products.
-inline bool cpu_multiplies_bf16() {
-#if defined(__x86_64__)
-  return __builtin_cpu_supports("avx512bf16") != 0;  // those with AMX have it, too
-#else
-  return false;
-#endif
-}
-
 /// The decoded matrix without its inverse_scale, in bf16 or fp32. Exact: a block's scale is a power
 /// of two, or has 4 bits beside an element's 2.
 inline at::Tensor decoded(const Fp8Matrix& matrix, at::ScalarType dtype) {
@@ -63,7 +55,7 @@ inline at::Tensor decoded(const Fp8Matrix& matrix, at::ScalarType dtype) {
 
 /// See Note [The rehearsal of fp8 on a CPU].
 inline at::Tensor rehearsed_product(const Fp8Matrix& a, const Fp8Matrix& b, at::ScalarType dtype) {
-  const bool in_bf16 = dtype == at::kBFloat16 && cpu_multiplies_bf16();
+  const bool in_bf16 = dtype == at::kBFloat16 && cpu_has_bf16_units();
   const at::ScalarType values = in_bf16 ? at::kBFloat16 : at::kFloat;
   at::Tensor product = at::mm(decoded(a, values), decoded(b, values).t());
   if (a.inverse_scale.defined()) product.mul_(a.inverse_scale.mul(b.inverse_scale));

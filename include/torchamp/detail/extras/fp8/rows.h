@@ -114,8 +114,8 @@ class Magnitudes {
       copy_chunk(row + j, columns_ - j, numbers);
       std::memcpy(here, largest_.data() + j, sizeof here);
       for (std::size_t k = 0; k < std::size(here); ++k) {
-        const Vector magnitudes = numbers[k] & std::numeric_limits<Bits>::max();
-        here[k] = here[k] < magnitudes ? magnitudes : here[k];
+        const Vector magnitudes = numbers[k] & all_lanes<Vector>(std::numeric_limits<Bits>::max());
+        here[k] = maximum(here[k], magnitudes);
       }
       std::memcpy(largest_.data() + j, here, sizeof here);
     }
@@ -128,7 +128,7 @@ class Magnitudes {
       for (int64_t j = begin; j < end; j += static_cast<int64_t>(sizeof(Vector) / sizeof(Bits))) {
         Vector here;
         std::memcpy(&here, largest_.data() + j, sizeof here);
-        vectors = vectors < here ? here : vectors;
+        vectors = maximum(vectors, here);
       }
       for (std::size_t k = 0; k < sizeof vectors / sizeof bits; ++k) {
         bits = std::max(bits, vectors[k]);
@@ -149,7 +149,7 @@ inline void fill_columns(std::vector<float>& columns, int64_t begin, int64_t end
     return;
   }
   ChunkOfFloats four;
-  for (Floats& values : four) values = Floats{} + value;
+  for (Floats& values : four) values = all_lanes<Floats>(value);
   for (int64_t j = begin; j < end; j += chunk) {
     std::memcpy(columns.data() + j, four, sizeof four);
   }
@@ -194,13 +194,13 @@ struct E2m1Blocks {
   float of_matrix;     // its scale
   std::uint64_t seed;  // of the random numbers
 
-  static float number(Scale code) { return e4m3_numbers(Words{} + code)[0]; }
+  static float number(Scale code) { return e4m3_numbers(all_lanes<Words>(code))[0]; }
 
   /// At least the smallest e4m3 number. Rounded up for stochastic rounding: see Note [The mean of
   /// random rounding].
   Scale scale_of(float magnitude) const {
     const float wanted = std::max(magnitude * of_matrix / 6.F, 0x1p-9F);
-    const auto nearest = static_cast<Scale>(e4m3_codes(Floats{} + wanted)[0]);
+    const auto nearest = static_cast<Scale>(e4m3_codes(all_lanes<Floats>(wanted))[0]);
     const bool is_below = rounding == E2m1Rounding::at_random && number(nearest) < wanted;
     return is_below ? nearest + 1 : nearest;
   }
@@ -213,7 +213,7 @@ struct E2m1Blocks {
         : of_matrix(blocks.of_matrix), random(blocks.seed ^ static_cast<std::uint64_t>(place)) {}
     Words codes(Floats numbers, Floats factors) {
       const Words bits = rounding == E2m1Rounding::at_random ? random.next() : Words{};
-      return e2m1_codes<rounding>(numbers * of_matrix / factors, bits);
+      return e2m1_codes<rounding>(numbers * all_lanes<Floats>(of_matrix) / factors, bits);
     }
     float of_matrix;
     RandomStreams random;
@@ -333,7 +333,7 @@ void hadamard_transform_rows(const Rows<const T>& matrix, float* to) {
     for (int64_t i = 0; i < chunk; ++i) {
       const bool is_there = top + i < matrix.rows;
       load_chunk(is_there ? matrix.row(top + i) + column : nullptr, is_there ? width : 0, rows[i]);
-      for (Floats& four : rows[i]) four *= 0.25F * signs[i];
+      for (Floats& four : rows[i]) four = four * all_lanes<Floats>(0.25F * signs[i]);
     }
     for (int64_t step = 1; step < chunk; step *= 2) {
       for (int64_t i = 0; i < chunk; ++i) {

@@ -4,15 +4,9 @@
 #include <c10/core/Device.h>
 #include <c10/util/Exception.h>
 #include <caffe2/serialize/inline_container.h>
-#include <fcntl.h>
-#include <sys/file.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
-#include <cerrno>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <exception>
 #include <filesystem>
 #include <istream>
@@ -26,6 +20,7 @@
 
 #include "torchamp/detail/core/base/checksum.h"
 #include "torchamp/detail/core/base/text.h"
+#include "torchamp/detail/extras/io/open_file.h"
 #include "torchamp/detail/extras/io/zip_check.h"
 #include "torchamp/detail/extras/shared/rng_state.h"
 
@@ -34,116 +29,69 @@ namespace torchamp::detail {
 // Note [Atomic files]
 // A file is written under another name in the same folder, flushed to the disk, and renamed
 // atomically; then the folder is flushed. Whenever the process or the machine stops, either the old
-// file or the new one is complete. A killed process leaves the other file behind; since writers
-// lock it, the next writer detects and removes it. The new file gets the old one's mode and owner;
-// before that only its writer can access it.
-
-/// An open file descriptor.
-class Descriptor {
- public:
-  Descriptor() = default;
-  explicit Descriptor(int number) : number_(number) {}
-  Descriptor(Descriptor&& other) noexcept : number_(std::exchange(other.number_, -1)) {}
-  Descriptor& operator=(Descriptor&& other) noexcept {
-    std::swap(number_, other.number_);
-    return *this;
-  }
-  ~Descriptor() {
-    if (number_ >= 0) ::close(number_);
-  }
-  int number() const { return number_; }
-  bool is_open() const { return number_ >= 0; }
-
- private:
-  int number_ = -1;
-};
+// file or the new one is complete. A killed process leaves the other file behind; the next
+// writer detects and removes it. The new file gets the old one's mode and owner; before that only
+// its writer can access it. See Note [Files of two systems].
 
 /// A file that replaces `path` at commit(), and is removed without.
 class AtomicFile {
  public:
   /// `call` is the public function that errors name.
-  AtomicFile(std::filesystem::path path, const char* call) : path_(std::move(path)), call_(call) {
-    std::error_code no_link;
-    for (int links = 0; std::filesystem::is_symlink(path_, no_link); ++links) {
-      errno = ELOOP;
-      if (links == 40) fail("replace", path_);
-      path_ = path_.parent_path() / std::filesystem::read_symlink(path_);
-    }
-    replaces_ = ::stat(path_.c_str(), &before_) == 0;
-    TORCH_CHECK(!replaces_ || S_ISREG(before_.st_mode), call_, ": '", path_.string(),
+  AtomicFile(std::filesystem::path path, const char* call)
+      : path_(end_of_links(std::move(path), call)), call_(call), replaced_(path_) {
+    TORCH_CHECK(!replaced_.exists || replaced_.is_file, call_, ": '", path_.string(),
                 "' exists and is not a file. Pass another path.");
-    const mode_t mode = replaces_ ? S_IRUSR | S_IWUSR : 0666;
     std::random_device random;
+    std::error_code error;
     for (int attempt = 0; attempt < 100 && !file_.is_open(); ++attempt) {
       partial_ = path_;
       partial_ += marker + std::to_string(random());
-      file_ = Descriptor(::open(partial_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, mode));
-      if (!file_.is_open() && errno != EEXIST) break;
-      if (file_.is_open() && is_taken_for_left_over()) file_ = Descriptor();
+      file_ = OpenFile::to_write(partial_, replaced_);
+      if (!file_.is_open()) error = last_error();
+      if (!file_.is_open() && !OpenFile::is_taken(error)) break;
+      if (file_.is_open() && !file_.lock()) file_ = OpenFile();
     }
-    if (!file_.is_open()) fail("create", partial_);
+    if (!file_.is_open()) fail("create", partial_, error);
   }
 
   AtomicFile(const AtomicFile&) = delete;
   AtomicFile& operator=(const AtomicFile&) = delete;
 
   ~AtomicFile() {
-    if (!committed_) ::unlink(partial_.c_str());
+    file_ = OpenFile();  // Windows removes closed files only
+    if (!committed_) OpenFile::remove(partial_);
   }
 
   /// Writes all of it. commit() throws errors: LibTorch's writer, which calls this, ends the
   /// process if its output throws or takes too little.
   std::size_t write(const void* data, std::size_t size) {
-    const char* next = static_cast<const char*>(data);
-    for (std::size_t left = size; left > 0 && error_ == 0;) {
-      const ssize_t count = ::write(file_.number(), next, left);
-      if (count < 0) {
-        if (errno != EINTR) error_ = errno;
-        continue;
-      }
-      next += count;
-      left -= static_cast<std::size_t>(count);
-    }
+    if (!error_) error_ = file_.write(data, size);
     return size;
   }
 
   void commit() {
-    if (replaces_) keep_access();
-    if (error_ == 0 && ::fsync(file_.number()) != 0) error_ = errno;
-    if (error_ != 0) {
-      errno = error_;
-      fail("write", partial_);
-    }
-    if (::rename(partial_.c_str(), path_.c_str()) != 0) fail("replace", path_);
+    if (replaced_.exists) file_.take_access(replaced_);
+    if (!error_) error_ = file_.flush();
+    if (error_) fail("write", partial_, error_);
+    const std::error_code error = file_.replace(partial_, path_);
+    if (error) fail("replace", path_, error);
     committed_ = true;
-    const Descriptor folder(::open(this->folder().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-    // Without flushable folders, the new name reaches the disk later.
-    if (folder.is_open()) (void)::fsync(folder.number());
+    OpenFile::flush_folder(folder());
     remove_leftovers();
   }
 
  private:
   static constexpr const char* marker = ".partial-";
 
-  /// Locks the file. True if another writer, which saw it unlocked, is about to remove it or has
-  /// done so.
-  bool is_taken_for_left_over() const {
-    struct stat status {};
-    if (::flock(file_.number(), LOCK_EX | LOCK_NB) != 0) return errno == EWOULDBLOCK;
-    return ::fstat(file_.number(), &status) == 0 && status.st_nlink == 0;
-  }
-
-  /// Nobody may get more rights to the new file than to the old one, so its mode is set last. The
-  /// system may not permit keeping the owner or the group: then the group's members become others,
-  /// and members of the new group replace them, so both get only the common rights.
-  void keep_access() const {
-    mode_t mode = before_.st_mode & 0777;
-    [[maybe_unused]] const int owner = ::fchown(file_.number(), before_.st_uid, gid_t(-1));
-    if (::fchown(file_.number(), uid_t(-1), before_.st_gid) != 0) {
-      const mode_t both = (mode >> 3) & mode & 7;
-      mode = (mode & 0700) | (both << 3) | both;
+  static std::filesystem::path end_of_links(std::filesystem::path path, const char* call) {
+    std::error_code no_link;
+    for (int links = 0; std::filesystem::is_symlink(path, no_link); ++links) {
+      TORCH_CHECK(links < 40, call, ": cannot replace '", path.string(),
+                  "': ", std::make_error_code(std::errc::too_many_symbolic_link_levels).message(),
+                  ". The old file is unchanged.");
+      path = path.parent_path() / std::filesystem::read_symlink(path);
     }
-    (void)::fchmod(file_.number(), mode);
+    return path;
   }
 
   std::filesystem::path folder() const {
@@ -151,7 +99,6 @@ class AtomicFile {
     return parent.empty() ? std::filesystem::path(".") : parent;
   }
 
-  /// Files that killed processes left, which nobody has locked.
   void remove_leftovers() const {
     const std::string prefix = path_.filename().string() + marker;
     std::error_code error;
@@ -159,28 +106,24 @@ class AtomicFile {
       const std::string name = entry.path().filename().string();
       if (!name.starts_with(prefix) || name.size() == prefix.size()) continue;
       if (name.find_first_not_of("0123456789", prefix.size()) != std::string::npos) continue;
-      const Descriptor file(::open(entry.path().c_str(), O_RDWR | O_CLOEXEC));
-      if (file.is_open() && ::flock(file.number(), LOCK_EX | LOCK_NB) == 0) {
-        ::unlink(entry.path().c_str());
-      }
+      OpenFile::remove_if_left(entry.path());
     }
   }
 
-  [[noreturn]] void fail(const char* what, const std::filesystem::path& path) const {
-    const int number = errno;
+  [[noreturn]] void fail(const char* what, const std::filesystem::path& path,
+                         const std::error_code& why) const {
     std::error_code error;
     TORCH_CHECK(std::filesystem::exists(folder(), error) || error, call_, ": there is no folder '",
                 folder().string(), "'. Create it first.");
-    TORCH_CHECK(false, call_, ": cannot ", what, " '", path.string(), "': ", std::strerror(number),
+    TORCH_CHECK(false, call_, ": cannot ", what, " '", path.string(), "': ", why.message(),
                 ". The old file is unchanged.");
   }
 
   std::filesystem::path path_, partial_;
   const char* call_;
-  Descriptor file_;
-  int error_ = 0;          // the first one
-  bool replaces_ = false;  // a file that was there at construction
-  struct stat before_ {};  // what it was
+  ReplacedFile replaced_;
+  OpenFile file_;
+  std::error_code error_;  // the first one
   bool committed_ = false;
 };
 
@@ -197,31 +140,19 @@ inline void replace_file(const char* call, const std::string& path, std::string_
 class FileReader final : public caffe2::serialize::ReadAdapterInterface {
  public:
   /// Throws where there is no such file.
-  explicit FileReader(const std::filesystem::path& path)
-      : file_(
-            ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)) {  // a pipe may have no writer
-    struct stat status {};
-    TORCH_CHECK(file_.is_open() && ::fstat(file_.number(), &status) == 0,
-                "it cannot be opened: ", std::strerror(errno), '.');
-    TORCH_CHECK(S_ISREG(status.st_mode), "it is not a file.");
-    size_ = static_cast<std::size_t>(status.st_size);
+  explicit FileReader(const std::filesystem::path& path) : file_(OpenFile::to_read(path)) {
+    TORCH_CHECK(file_.is_open(), "it cannot be opened: ", last_error().message(), '.');
+    const auto size = file_.size();
+    TORCH_CHECK(size, "it is not a file.");
+    size_ = static_cast<std::size_t>(*size);
   }
   std::size_t size() const override { return size_; }
   std::size_t read(uint64_t position, void* to, std::size_t size, const char* = "") const override {
-    auto* next = static_cast<char*>(to);
-    for (std::size_t left = size; left > 0;) {
-      const ssize_t count = ::pread(file_.number(), next, left, static_cast<off_t>(position));
-      if (count < 0 && errno == EINTR) continue;
-      if (count <= 0) return size - left;
-      next += count;
-      position += static_cast<uint64_t>(count);
-      left -= static_cast<std::size_t>(count);
-    }
-    return size;
+    return file_.read(position, to, size);
   }
 
  private:
-  Descriptor file_;
+  OpenFile file_;
   std::size_t size_ = 0;
 };
 

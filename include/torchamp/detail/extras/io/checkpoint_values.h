@@ -11,10 +11,14 @@
 #include <array>
 #include <charconv>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <optional>
 #include <string>
+#include <string_view>
+#include <system_error>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -93,16 +97,43 @@ T integer_of(const c10::IValue& value, int64_t version) {
   return narrow;
 }
 
+/// What std::to_chars() writes of a long double with std::chars_format::hex; unset for another
+/// text. Not every C++ library's std::from_chars() reads a long double.
+inline std::optional<long double> of_hexadecimal(std::string_view text) {
+  const bool negative = text.starts_with('-');
+  if (negative) text.remove_prefix(1);
+  const long double sign = negative ? -1.L : 1.L;
+  if (text == "inf") return sign * std::numeric_limits<long double>::infinity();
+  if (text.starts_with("nan")) return std::numeric_limits<long double>::quiet_NaN();
+  const std::size_t p = text.find('p');
+  if (p == text.npos || p == 0) return std::nullopt;
+  long double number = 0;
+  int exponent = 0, behind_point = 0;
+  bool has_point = false;
+  for (const char c : text.substr(0, p)) {
+    int digit = 0;
+    if (c == '.' && !std::exchange(has_point, true)) continue;
+    if (std::from_chars(&c, &c + 1, digit, 16).ec != std::errc()) return std::nullopt;
+    number = number * 16.L + static_cast<long double>(digit);
+    behind_point += has_point ? 4 : 0;
+  }
+  const char* const end = text.data() + text.size();
+  const char* from = text.data() + p + 1;
+  if (from != end && *from == '+') ++from;  // std::from_chars() takes a minus only
+  const auto [stop, error] = std::from_chars(from, end, exponent);
+  if (error != std::errc() || stop != end) return std::nullopt;
+  return sign * std::ldexp(number, exponent - behind_point);
+}
+
 template <class T>
 T floating_point_of(const c10::IValue& value) {
   long double number = 0;
   if (value.isDoubleList()) {
     for (const double part : value.toDoubleVector()) number += static_cast<long double>(part);
   } else if (value.isString()) {
-    const std::string& text = value.toStringRef();
-    const char* const end = text.data() + text.size();
-    const auto [stop, error] = std::from_chars(text.data(), end, number, std::chars_format::hex);
-    check_kind(error == std::errc() && stop == end, value, "a floating-point number");
+    const auto read = of_hexadecimal(value.toStringRef());
+    check_kind(read.has_value(), value, "a floating-point number");
+    number = *read;
   } else {
     check_kind(value.isDouble(), value, "a floating-point number");
     number = static_cast<long double>(value.toDouble());

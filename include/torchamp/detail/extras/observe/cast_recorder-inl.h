@@ -10,7 +10,7 @@
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include <cstdio>
+#include <cstdint>
 #include <mutex>
 #include <optional>
 #include <sstream>
@@ -156,10 +156,12 @@ class CastRecording final : public Recording<CastCall> {
   /// What WeightCastNote::tell() says.
   static void hear_of_weight(const std::string& told, CastCall& root) {
     ++(told == "kept" ? root.cache_hits : root.cache_misses);
+    std::istringstream words(told);
+    std::string made;
     int from = 0;
     int to = 0;
-    long long numel = 0;
-    if (std::sscanf(told.c_str(), "made %d %d %lld", &from, &to, &numel) != 3) return;
+    int64_t numel = 0;
+    if (!(words >> made >> from >> to >> numel) || made != "made") return;
     const DtypeChange change{static_cast<at::ScalarType>(from), static_cast<at::ScalarType>(to)};
     root.casts.push_back({change, change.bytes(numel), false});
   }

@@ -9,9 +9,10 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
-#include <cstdio>
-#include <cstring>
+#include <exception>
+#include <fstream>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <set>
@@ -20,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/core/base/system.h"
 #include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/policy/rules.h"
 #include "torchamp/detail/core/policy/schema.h"
@@ -305,13 +307,16 @@ class PolicyParser {
 
 /// What is in the file. `call` begins the error texts.
 inline std::string read_policy_file(const std::string& call, const std::string& path) {
-  std::FILE* const file = std::fopen(path.c_str(), "rb");
-  TORCH_CHECK(file, call, ": cannot read '", path, "': ", std::strerror(errno), ".");
+  errno = 0;
+  std::filebuf file;
   std::string text;
-  for (int c = std::fgetc(file); c != EOF; c = std::fgetc(file)) text += static_cast<char>(c);
-  const int error = std::ferror(file) != 0 ? errno : 0;
-  (void)std::fclose(file);
-  TORCH_CHECK(error == 0, call, ": cannot read '", path, "': ", std::strerror(error), ".");
+  bool is_read = file.open(path, std::ios::in | std::ios::binary) != nullptr;
+  try {
+    if (is_read) text.assign(std::istreambuf_iterator<char>(&file), {});
+  } catch (const std::exception&) {  // of a folder, say
+    is_read = false;
+  }
+  TORCH_CHECK(is_read, call, ": cannot read '", path, "': ", error_text(errno), ".");
   return text;
 }
 
