@@ -141,6 +141,34 @@ file(WRITE ${WORK}/given/libtorch/share/cmake/Torch/TorchConfig.cmake
      "if(TRUE)\n  set(TORCH_CXX_FLAGS \"-D_GLIBCXX_USE_CXX11_ABI=0\")\nendif()\n")
 try("a LibTorch with the strings before C++11" ARGS -DCMAKE_PREFIX_PATH=${WORK}/given
     EXPECT "DEFINITIONS .*_GLIBCXX_USE_CXX11_ABI=0")
+# ---- The compiler ---------------------------------------------------------------------------------
+
+# Debian's g++ has both libraries; another compiler may have no static one.
+file(WRITE ${WORK}/main.cpp "#include <iostream>\nint main() { std::cout << 1; }\n")
+execute_process(COMMAND ${CXX} -static-libstdc++ ${WORK}/main.cpp -o ${WORK}/main RESULT_VARIABLE status ERROR_QUIET)
+if(status EQUAL 0)
+  try("a compiler that links libstdc++ statically"
+      ARGS -DCMAKE_PREFIX_PATH=${WORK}/given -DCMAKE_CXX_FLAGS=-static-libstdc++
+      EXPECT "torchamp: .* links libstdc\\+\\+ statically.*Take another compiler with -DCMAKE_CXX_COMPILER=PATH"
+      REFUSE RESULT)
+  try("the linker's flags say so" ARGS -DCMAKE_PREFIX_PATH=${WORK}/given -DCMAKE_EXE_LINKER_FLAGS=-static-libstdc++
+      EXPECT "links libstdc\\+\\+ statically" REFUSE RESULT)
+endif()
+try("a compiler that links it dynamically" ARGS -DCMAKE_PREFIX_PATH=${WORK}/given REFUSE "links libstdc")
+
+# ---- Other systems --------------------------------------------------------------------------------
+
+set(cross -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=other)
+try("a cross build takes no Python's LibTorch and fetches none" ARGS ${cross}
+    EXPECT "for Linux on other, so that LibTorch is neither taken from this machine's Python nor fetched. Point at one"
+    REFUSE fetching RESULT)
+try("a cross build takes what the user points at" ARGS ${cross} -DCMAKE_PREFIX_PATH=${WORK}/given
+    EXPECT "RESULT CPU ${WORK}/given/libtorch")
+make_libtorch(${WORK}/rocm 2.12.0 c10 torch_cpu c10_hip torch_hip)
+try("a LibTorch for ROCm" ARGS -DCMAKE_PREFIX_PATH=${WORK}/rocm -DTORCHAMP_CUDA=AUTO
+    EXPECT "is built for ROCm, with which torchamp has never run. Configure with -DTORCHAMP_CUDA=OFF" REFUSE RESULT)
+try("a LibTorch for ROCm, its CPU part" ARGS -DCMAKE_PREFIX_PATH=${WORK}/rocm EXPECT "RESULT CPU ${WORK}/rocm")
+
 try("a LibTorch that lacks a library" ARGS -DCMAKE_PREFIX_PATH=${WORK}/partial
     EXPECT "lacks ${WORK}/partial/lib/libtorch_cpu.so")
 
@@ -168,6 +196,11 @@ try("headers beside LibTorch's libraries first" ${on_cuda7} ${toolkits}
 
 try("headers that NVIDIA's wheel leaves out" ${on_cuda7} -DCUDAToolkit_ROOT=${WORK}/toolkit6
     EXPECT "headers in ${WORK}/cuda7/nvidia/cuda/include lack crt/host_defines.h.* CUDA graphs are left out" "RESULT CUDA")
+
+# CUDA 12's wheels: a folder for each library, and crt/ in the compiler's.
+file(WRITE ${WORK}/cuda7/nvidia/cuda_nvcc/include/crt/host_defines.h "")
+try("headers in the folder of NVIDIA's compiler" ${on_cuda7} -DCUDAToolkit_ROOT=${WORK}/toolkit6
+    EXPECT "HEADERS [^ ]*${WORK}/cuda7/nvidia/cuda/include;${WORK}/cuda7/nvidia/cuda_nvcc/include --" REFUSE "left out")
 
 # ---- The torch of a Python ------------------------------------------------------------------------
 
