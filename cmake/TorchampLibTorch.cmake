@@ -62,6 +62,14 @@ set(_torchamp_remedy
     "Point at one with -DCMAKE_PREFIX_PATH=DIR (an unpacked LibTorch zip or a Python's \
 site-packages/torch), or name a Python that has torch with -DPython3_EXECUTABLE=PATH.")
 
+# torchamp_tests_find_libtorch(TEST…): lets tests find LibTorch's DLLs on Windows, where programs have no run path.
+function(torchamp_tests_find_libtorch)
+  if(WIN32)
+    get_target_property(prefix torchamp::libtorch TORCHAMP_PREFIX)
+    set_tests_properties(${ARGN} PROPERTIES ENVIRONMENT_MODIFICATION PATH=path_list_prepend:${prefix}/lib)
+  endif()
+endfunction()
+
 # ---- 0. The compiler --------------------------------------------------------------------------------
 
 # Note [Two copies of libstdc++]

@@ -67,7 +67,9 @@ function(torchamp_simulated_device)
   torchamp_warnings(torchamp_simulated_device)
   torchamp_unity(torchamp_simulated_device)
   # LibTorch's macros for autocast kernels
-  set_source_files_properties(simulated_device/autocast.cpp PROPERTIES COMPILE_OPTIONS -Wno-pedantic)
+  if(NOT MSVC)
+    set_source_files_properties(simulated_device/autocast.cpp PROPERTIES COMPILE_OPTIONS -Wno-pedantic)
+  endif()
 endfunction()
 
 # torchamp_add_tests(NAME [FILES file…] [FOLDER folder] [INTERNALS file…] [SHARDS n] [IN_ORDER]
@@ -111,6 +113,7 @@ function(torchamp_add_tests name)
     set_tests_properties(
       ${test} PROPERTIES LABELS unit TIMEOUT ${TORCHAMP_TEST_TIMEOUT}
                          ENVIRONMENT "GTEST_TOTAL_SHARDS=${shards};GTEST_SHARD_INDEX=${index};OMP_WAIT_POLICY=passive")
+    torchamp_tests_find_libtorch(${test})
     if(arg_IN_ORDER)
       set_property(TEST ${test} APPEND PROPERTY ENVIRONMENT GTEST_SHUFFLE=0)
     endif()

@@ -111,7 +111,7 @@ bool checkpoint_is_restored(const std::filesystem::path& path) {
     const torch::NoGradGuard no_grad;
     model->parameters().front().zero_();
   }
-  scaler.update(2.);
+  scaler.load_state_dict(torchamp::GradScaler({.init_scale = 2.}).state_dict());
   step = 0;
   const bool loaded = checkpoint.load();
   std::filesystem::remove(path);

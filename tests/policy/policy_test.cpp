@@ -428,6 +428,7 @@ TEST(Policy, WhatPolicyTorchComputesStandardComputesForEveryLayout) {
     EXPECT_EQ((nested + nested).scalar_type(), at::kFloat);
     for (const at::Tensor& sparse : {coo, csr}) {
       EXPECT_EQ(sparse.sum().scalar_type(), at::kFloat);
+      if (sparse.is_sparse_csr() && !at::hasMKL()) continue;  // LibTorch adds these by MKL alone
       EXPECT_EQ((sparse + sparse).scalar_type(), at::kFloat);
       EXPECT_EQ((dense.to(dtype) + sparse).scalar_type(), at::kFloat);
       EXPECT_TRUE(at::allclose((sparse + sparse).to_dense(), dense.to(dtype).to(at::kFloat) * 2));

@@ -11,8 +11,10 @@
 
 #include <chrono>
 #include <cstdlib>
+#include <filesystem>
 #include <map>
 #include <optional>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <utility>
@@ -34,10 +36,10 @@ class ChildProcess {
  public:
   ChildProcess(const std::string& role, std::map<std::string, std::string> environment) {
     const auto* test = ::testing::UnitTest::GetInstance()->current_test_info();
-    std::vector<std::string> arguments{
-        "/proc/self/exe",
-        std::string("--gtest_filter=") + test->test_suite_name() + "." + test->name(),
-        "--gtest_brief=1"};
+    std::vector<std::string> arguments = program();
+    arguments.insert(arguments.end(),
+                     {std::string("--gtest_filter=") + test->test_suite_name() + "." + test->name(),
+                      "--gtest_brief=1"});
     environment["TORCHAMP_TEST_ROLE"] = role;
     environment["OMP_NUM_THREADS"] = "1";
     std::vector<std::string> variables;
@@ -46,8 +48,8 @@ class ChildProcess {
       const std::string text = *variable;
       if (!environment.contains(text.substr(0, text.find('=')))) variables.push_back(text);
     }
-    const int error = posix_spawn(&id_, "/proc/self/exe", nullptr, nullptr,
-                                  pointers(arguments).data(), pointers(variables).data());
+    const int error = posix_spawnp(&id_, arguments.front().c_str(), nullptr, nullptr,
+                                   pointers(arguments).data(), pointers(variables).data());
     if (error != 0) ADD_FAILURE() << "posix_spawn failed: " << error;
   }
   ChildProcess(ChildProcess&& other) noexcept : id_(std::exchange(other.id_, -1)) {}
@@ -80,6 +82,17 @@ class ChildProcess {
   }
 
  private:
+  /// This program, behind the words of TORCHAMP_TEST_EMULATOR: the kernel runs no other processor's
+  /// programs by itself.
+  static std::vector<std::string> program() {
+    std::vector<std::string> words;
+    const char* const emulator = std::getenv("TORCHAMP_TEST_EMULATOR");
+    std::istringstream text(emulator ? emulator : "");
+    for (std::string word; text >> word;) words.push_back(word);
+    words.push_back(words.empty() ? "/proc/self/exe"
+                                  : std::filesystem::read_symlink("/proc/self/exe").string());
+    return words;
+  }
   static std::vector<char*> pointers(std::vector<std::string>& strings) {
     std::vector<char*> result;
     for (std::string& string : strings) result.push_back(string.data());

@@ -11,6 +11,7 @@ import os
 import re
 
 from conan import ConanFile
+from conan.errors import ConanInvalidConfiguration
 from conan.tools.cmake import CMake, CMakeToolchain
 from conan.tools.files import copy, load, rmdir
 
@@ -38,6 +39,13 @@ class Torchamp(ConanFile):
 
     def package_id(self):
         self.info.clear()
+
+    def validate(self):
+        # See "Systems" in examples/guide/install.md.
+        known = {"Linux": ("x86_64", "armv8"), "Macos": ("armv8",)}
+        system, arch = str(self.settings.os), str(self.settings.arch)
+        if arch not in known.get(system, ()):
+            raise ConanInvalidConfiguration(f"torchamp has never been built for {system} on {arch}")
 
     def generate(self):
         toolchain = CMakeToolchain(self)
