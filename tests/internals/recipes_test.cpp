@@ -293,8 +293,8 @@ TEST(Fp8Nvfp4, RoundingAtRandomGoesToOneOfTheNeighboursWhateverIsDrawn) {
     }
   }
   const auto down = rounded_to_e2m1<E2m1Rounding::at_random>(numbers, [] { return Words{}; });
-  const auto up =
-      rounded_to_e2m1<E2m1Rounding::at_random>(numbers, [] { return torchamp::detail::all_lanes<Words>(0xFFFFFFU); });
+  const auto up = rounded_to_e2m1<E2m1Rounding::at_random>(
+      numbers, [] { return torchamp::detail::all_lanes<Words>(0xFFFFFFU); });
   for (std::size_t i = 0; i < numbers.size(); ++i) {
     double below = 0, above = 6;
     for (int code = 0; code < 8; ++code) {

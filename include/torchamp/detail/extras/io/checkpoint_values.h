@@ -106,22 +106,23 @@ inline std::optional<long double> of_hexadecimal(std::string_view text) {
   if (text == "inf") return sign * std::numeric_limits<long double>::infinity();
   if (text.starts_with("nan")) return std::numeric_limits<long double>::quiet_NaN();
   const std::size_t p = text.find('p');
-  if (p == text.npos || p == 0) return std::nullopt;
+  if (p == text.npos) return std::nullopt;
   long double number = 0;
-  int exponent = 0, behind_point = 0;
+  int exponent = 0, digits = 0, behind_point = 0;
   bool has_point = false;
   for (const char c : text.substr(0, p)) {
     int digit = 0;
     if (c == '.' && !std::exchange(has_point, true)) continue;
     if (std::from_chars(&c, &c + 1, digit, 16).ec != std::errc()) return std::nullopt;
     number = number * 16.L + static_cast<long double>(digit);
+    ++digits;
     behind_point += has_point ? 4 : 0;
   }
   const char* const end = text.data() + text.size();
   const char* from = text.data() + p + 1;
   if (from != end && *from == '+') ++from;  // std::from_chars() takes a minus only
   const auto [stop, error] = std::from_chars(from, end, exponent);
-  if (error != std::errc() || stop != end) return std::nullopt;
+  if (digits == 0 || error != std::errc() || stop != end) return std::nullopt;
   return sign * std::ldexp(number, exponent - behind_point);
 }
 
