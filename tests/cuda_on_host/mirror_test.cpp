@@ -133,6 +133,19 @@ TEST(MirrorValues, LinearAlgebraAndFourierTransformsIn16BitsAreRefusedAsByAGpu) 
   EXPECT_EQ(at::fft_irfft(half.slice(1, 0, 3)).scalar_type(), at::kHalf);
 }
 
+/// As on an H200.
+TEST(MirrorValues, TheKernelThatUnscalesChecksFp64AsFp32) {
+  const auto options = at::TensorOptions(at::kCUDA);
+  for (const double value : {3e38, 4e38}) {
+    const Tensor gradient = at::full({2}, value, options.dtype(at::kDouble));
+    Tensor found_inf = at::zeros({}, options);
+    at::_amp_foreach_non_finite_check_and_unscale_({gradient}, found_inf,
+                                                   at::full({}, 0.5, options));
+    EXPECT_EQ(found_inf.item<float>(), value > 3.5e38 ? 1.F : 0.F);
+    EXPECT_EQ(gradient[1].item<double>(), value / 2);
+  }
+}
+
 TEST(MirrorValues, AGraphComputesAtEachLaunchAndNotInTheCapture) {
   const Tensor x = at::ones({4}, at::kCUDA), y = at::zeros({4}, at::kCUDA);
   at::cuda::CUDAGraph graph;

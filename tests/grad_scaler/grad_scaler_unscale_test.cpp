@@ -249,6 +249,27 @@ TEST_P(GradScalerOn, SeesAGradientThatUnscalingMakesInfinite) {
   }
 }
 
+/// As Python does: CUDA's kernel checks fp64 gradients as fp32, a CPU's as fp64. What dividing
+/// makes of them, and a second look, count as they are in fp64 everywhere.
+TEST_P(GradScalerOn, SkipsForFp64GradientsBeyondFp32WhereTheDevicesKernelDoes) {
+  const bool narrows = GetParam().device != at::kCPU;
+  for (const double init_scale : {4., 0.25}) {
+    for (const double value : {3e38, 4e38, 1e300}) {
+      for (int form = 0; form < 4; ++form) {
+        SCOPED_TRACE(c10::str("scale ", init_scale, ", gradient ", value, ", form ", form));
+        GradScaler scaler({.init_scale = init_scale, .recheck = form == 3});
+        start(scaler);
+        const at::Tensor w = parameter_with(at::full({2}, value, options().dtype(at::kDouble)));
+        const auto optimizer = plain_or_fused_sgd({w}, form == 1, 1.);
+        if (form == 2) scaler.unscale_(*optimizer);
+        const bool steps = !narrows || value < 3.5e38;
+        EXPECT_EQ(scaler.step(*optimizer).stepped(), steps);
+        EXPECT_EQ(w[0].item<double>(), steps ? -value / init_scale : 0.);
+      }
+    }
+  }
+}
+
 TEST_P(GradScalerOn, DividesHalfGradientsOfAFusedStepInFp32) {
   GradScaler scaler({.init_scale = 0.25});
   start(scaler);

@@ -63,6 +63,14 @@ void run_on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* host) {
 
 // ---- Of the scaler -----------------------------------------------------------------------------
 
+/// CUDA's kernel checks fp64 gradients as fp32. Called by it, with its arguments on the host.
+void flag_what_fp32_cannot_hold(const Arguments& host) {
+  for (const Tensor& gradient : host.list("self")) {
+    if (gradient.scalar_type() != at::kDouble) continue;
+    if (gradient.to(at::kFloat).isinf().any().item<bool>()) host.tensor("found_inf").fill_(1.);
+  }
+}
+
 void unscale(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   constexpr const char* name = "_amp_foreach_non_finite_check_and_unscale_";
   const Arguments args(op, *stack);
@@ -83,6 +91,7 @@ void unscale(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   run_kernel(op, stack, [op](torch::jit::Stack* host) {
     check_flag(op, *host);
+    flag_what_fp32_cannot_hold(Arguments(op, *host));
     run_on_the_cpu(op, host);
   });
 }

@@ -340,6 +340,14 @@ TEST_F(SimulatedDevice, UnscalesWhatCUDAUnscales) {
   EXPECT_EQ(g[0].item<float>(), 0.5F);
   EXPECT_EQ(flag.item<float>(), 1.F);
 
+  for (const double value : {3e38, 4e38}) {
+    const auto wide = torch::full({2}, value, on(sim0, at::kDouble));
+    flag = torch::zeros({}, on(sim0));
+    unscale({wide}, flag, half);
+    EXPECT_EQ(flag.item<float>(), value > 3.5e38 ? 1.F : 0.F) << "fp64 is checked as fp32";
+    EXPECT_EQ(wide[1].item<double>(), value / 2);
+  }
+
   const auto bf16 = torch::ones({2}, on(sim0, at::kBFloat16));
   EXPECT_THAT(error_of([&] { unscale({bf16}, flag, half); }),
               HasSubstr("not implemented for 'BFloat16'"));

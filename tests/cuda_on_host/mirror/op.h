@@ -42,6 +42,7 @@ Substitutes convolutions_and_norms();
 Substitutes products();
 Substitutes attention();
 Substitutes recurrent_layers();
+Substitutes checks();
 
 /// An op whose CUDA kernel is mirrored.
 struct Op {

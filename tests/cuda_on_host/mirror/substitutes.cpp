@@ -18,6 +18,18 @@ Tensor convolution(const Arguments& a, const Tensor& bias, bool transposed) {
                          a.ints("dilation"), transposed, output_padding, a.integer("groups"));
 }
 
+/// CUDA's kernel checks fp64 gradients as fp32.
+Results unscale(const Arguments& a) {
+  const std::vector<Tensor> gradients = a.tensors("self");
+  Tensor found_inf = a.tensor("found_inf");
+  for (const Tensor& gradient : gradients) {
+    if (gradient.scalar_type() != at::kDouble) continue;
+    if (gradient.to(at::kFloat).isinf().any().item<bool>()) found_inf.fill_(1.);
+  }
+  at::_amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, a.tensor("inv_scale"));
+  return {};
+}
+
 /// Each channel by itself.
 Results depthwise(const Arguments& a) {
   const Tensor input = a.in_fp32("self");
@@ -109,6 +121,10 @@ Substitutes convolutions_and_norms() {
   };
 }
 
+Substitutes checks() {
+  return {{"_amp_foreach_non_finite_check_and_unscale_", unscale}};
+}
+
 Substitutes products() {
   return {
       {"mm.dtype",
@@ -140,7 +156,8 @@ Substitutes products() {
 const Substitute* substitute_for(const std::string& name) {
   static const auto* const all = [] {
     auto* const result = new std::map<std::string, Substitute>();
-    for (const auto& part : {convolutions_and_norms(), products(), attention(), recurrent_layers()})
+    for (const auto& part :
+         {convolutions_and_norms(), products(), attention(), recurrent_layers(), checks()})
       result->insert(part.begin(), part.end());
     return result;
   }();

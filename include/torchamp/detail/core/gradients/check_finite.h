@@ -36,6 +36,10 @@ namespace torchamp::detail {
 // Where nothing is to be multiplied, a GPU, which waits for memory, should only read: the kernel
 // looks at the gradients' largest values. A CPU finds norms faster: where a large gradient's is
 // finite, so is the gradient, and the kernel looks at all others.
+//
+// CUDA's kernel checks fp64 gradients as fp32, so one beyond fp32's range counts as an inf there,
+// as in Python. What torchamp looks at once more (quotients by a scale below 1, a recheck) counts
+// as it is in fp64.
 
 /// Whether ATen's kernel that unscales takes such gradients.
 inline bool unscale_kernel_takes(const GradientBatch& batch) {
@@ -69,6 +73,12 @@ inline GradientBatch amaxes_of(const GradientBatch& batch) {
   return amaxes;
 }
 
+/// Sets `flag`, 0-dim fp32 on their device, to 1 if any of these numbers, 0-dim, is not finite.
+inline void check_numbers_by_ops(const GradientBatch& numbers, at::Tensor& flag) {
+  const at::Tensor finite = at::stack(numbers.gradients).isfinite().all();
+  at::maximum_out(flag, flag, finite.logical_not().to(flag.scalar_type()));
+}
+
 /// Sets `flag`, 0-dim fp32 on their device, to 1 if any of these numbers is not finite.
 /// Multiplies them by `one`, 0-dim fp32, which need not be 1 where they are not used again.
 inline void check_numbers(const GradientBatch& numbers, const at::Tensor& one, at::Tensor& flag) {
@@ -76,8 +86,18 @@ inline void check_numbers(const GradientBatch& numbers, const at::Tensor& one, a
   if (unscale_kernel_takes(numbers)) {
     at::_amp_foreach_non_finite_check_and_unscale_(numbers.gradients, flag, one);
   } else {
-    const at::Tensor finite = at::stack(numbers.gradients).isfinite().all();
-    at::maximum_out(flag, flag, finite.logical_not().to(flag.scalar_type()));
+    check_numbers_by_ops(numbers, flag);
+  }
+}
+
+/// The same, but fp64 is checked as such on every device.
+inline void check_numbers_exactly(const GradientBatch& numbers, const at::Tensor& one,
+                                  at::Tensor& flag) {
+  const bool is_narrowed = numbers.dtype == at::kDouble && !numbers.device.is_cpu();
+  if (is_narrowed && !numbers.gradients.empty()) {
+    check_numbers_by_ops(numbers, flag);
+  } else {
+    check_numbers(numbers, one, flag);
   }
 }
 
@@ -141,11 +161,24 @@ class DeviceFlags {
   std::vector<at::Tensor> flags_;
 };
 
+/// Divides these numbers by `scale`. Where fp64 numbers are to be checked exactly afterwards, the
+/// kernel checks them first as they are.
+inline void divide_and_check(GradientBatch& numbers, const at::Tensor& scale, at::Tensor& flag) {
+  const at::Tensor here = to_device_async(numbers.device, scale);
+  if (numbers.dtype != at::kDouble || numbers.device.is_cpu()) {
+    return at::_foreach_div_(numbers.gradients, here);
+  }
+  std::vector<at::Tensor> quotients = at::_foreach_div(numbers.gradients, here);
+  check_numbers(numbers, /*one=*/flag, flag);
+  numbers.gradients = std::move(quotients);
+}
+
 /// What check_finite() looks for beside infs and NaNs in gradients. All may be undefined.
 struct CheckWith {
   at::Tensor one{};     ///< 0-dim fp32 on the flag's device; wanted where `number` is there
   at::Tensor scale{};   ///< 0-dim fp32: gradients that an inf comes of when divided by it count
   at::Tensor number{};  ///< 0-dim fp32 on the flag's device, not the host: counts like a gradient
+  bool again = false;   ///< the kernel that unscales has looked at the gradients before
 };
 
 /// Sets `found_inf`, 0-dim fp32, 0 or 1, to 1 if any gradient is not finite. Neither the gradients
@@ -166,10 +199,15 @@ inline void check_finite(const std::vector<GradientBatch>& batches, at::Tensor& 
     GradientBatch amaxes = amaxes_of(batch);
     std::vector<at::Tensor>& values = amaxes.gradients;
     if (values.empty()) continue;
-    if (with.scale.defined()) at::_foreach_div_(values, to_device_async(batch.device, with.scale));
+    if (with.scale.defined()) divide_and_check(amaxes, with.scale, flag);
     const bool takes_number = number.defined() && is_home && amaxes.dtype == at::kFloat;
     if (takes_number) values.push_back(std::exchange(number, {}));
-    check_numbers(amaxes, takes_number ? with.one : flag, flag);
+    const at::Tensor& one = takes_number ? with.one : flag;
+    if (with.scale.defined() || with.again) {
+      check_numbers_exactly(amaxes, one, flag);
+    } else {
+      check_numbers(amaxes, one, flag);
+    }
   }
   if (number.defined()) check_numbers({{home, at::kFloat}, {number}}, with.one, found_inf);
   flags.gather();

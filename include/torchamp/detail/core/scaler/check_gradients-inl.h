@@ -46,7 +46,7 @@ TORCHAMP_COLD OptimizerState unscale_gradients(torch::optim::Optimizer& optimize
       batches, [&](at::Device device) { return scale.inverse(device); }, found_inf);
   if (clip.defined()) DeferredClips::keep(optimizer, {clip.number, clip.is_number});
   const bool may_overflow = division_may_overflow(scale, optimizer);
-  if (may_overflow && !rule) check_finite(batches, found_inf);
+  if (may_overflow && !rule) check_finite(batches, found_inf, {.again = true});
   return {.stage = OptimizerState::Stage::unscaled,
           .found_inf = {std::move(found_inf), std::nullopt},
           .amax = std::move(amax),
@@ -66,7 +66,7 @@ inline void recheck_gradients(torch::optim::Optimizer& optimizer, OptimizerState
   state.shards = shards_of(optimizer, "GradScaler::step");
   const auto batches = gradients_of(optimizer, HalfGradients::allowed, "GradScaler::step");
   state.had_gradients |= !batches.empty();
-  check_finite(batches, state.found_inf.tensor, {.one = scale.one()});
+  check_finite(batches, state.found_inf.tensor, {.one = scale.one(), .again = true});
 }
 
 /// What a fused step is to divide the gradients by.
@@ -133,7 +133,8 @@ inline void check_for_fused_step(torch::optim::Optimizer& optimizer, OptimizerSt
     check_finite(batches, found_inf,
                  {.one = scale.one(),
                   .scale = may_overflow ? scale.scale() : at::Tensor(),
-                  .number = number});
+                  .number = number,
+                  .again = state.stage != OptimizerState::Stage::ready});
   }
 }
 
