@@ -225,6 +225,42 @@ TEST(GradScalerLimits, WarnOnceAfterAHundredSkipsInARow) {
   }
 }
 
+/// if (scaler.step(optimizer)) optimizer.zero_grad();
+TEST(GradScalerLimits, WarnAfterAHundredSkipsThatGradientsWereNotClearedWhereTheyWereNot) {
+  constexpr const char* not_cleared = "gradients of the last skipped step were not cleared";
+  for (const GradScalerOptions& options :
+       {GradScalerOptions(), GradScalerOptions::fixed(2.), GradScalerOptions::skip_non_finite()}) {
+    for (const bool fused : {false, true}) {
+      for (const bool on_device : {false, true}) {
+        for (int cleared = 0; cleared < 4; ++cleared) {
+          SCOPED_TRACE(c10::str("scale ", options.init_scale, fused ? ", fused, " : ", ", on_device,
+                                ", cleared ", cleared));
+          GradScaler scaler(options);
+          scaler.scale(torch::ones({}));
+          if (on_device) move_to_device(scaler);
+          const at::Tensor w = torch::zeros({2}).requires_grad_();
+          const auto optimizer = plain_or_fused_sgd({w}, fused, 0.);
+          const CollectedWarnings warnings;
+          for (int i = 0; i < 133; ++i) {
+            const bool bad = cleared != 0 || i == 0;
+            if (cleared == 1) optimizer->zero_grad(/*set_to_none=*/true);
+            if (cleared == 2) optimizer->zero_grad(/*set_to_none=*/false);
+            const at::Tensor scaled = scaler.scale((w * (bad ? HUGE_VAL : 1.)).sum());
+            if (cleared == 3) optimizer->zero_grad();
+            scaled.backward();
+            scaler.step(*optimizer);
+            scaler.update();
+          }
+          EXPECT_EQ(count(warnings.text(), hundred_skips), 1U);
+          EXPECT_EQ(count(warnings.text(), not_cleared), cleared == 0 ? 1U : 0U);
+          EXPECT_EQ(count(warnings.text(), "call zero_grad() in each iteration"),
+                    1U - (cleared == 0));
+        }
+      }
+    }
+  }
+}
+
 TEST(GradScalerLimits, AreRoundedToFp32SoThatAScaleThereCanBeLoadedAgain) {
   for (const double floor : {0.7, 0.1, 1e-4}) {
     GradScaler scaler({.init_scale = 1., .min_scale = floor, .at_min_scale = AtLimit::keep_going});

@@ -9,6 +9,7 @@
 #include <torchamp/clip_grad.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -35,6 +36,7 @@ using torchamp::GradScaler;
 using torchamp::GradScalerOptions;
 using torchamp::GradScalerState;
 using torchamp::HysteresisRefill;
+using torchamp::ScaleLimit;
 using torchamp::StepResult;
 
 std::string file_of(const GradScaler& scaler) {
@@ -434,7 +436,70 @@ TEST_P(GradScalerOn, CopiesAScaleThatStaysAtOneOnlyWhileItDoes) {
   }
 }
 
+TEST_P(GradScalerOn, TakesTheNearestLimitForATensorThatIsNoScale) {
+  if (GetParam().device == at::kCPU) GTEST_SKIP() << "an error there, as the host can read it";
+  GradScaler scaler({.init_scale = 64., .min_scale = 4., .max_scale = 1024.});
+  start(scaler);
+  for (const auto& [given, expected] :
+       {std::pair(1e9, 1024.), std::pair(1., 4.), std::pair(-HUGE_VAL, 4.),
+        std::pair(std::nan(""), 4.), std::pair(HUGE_VAL, 1024.), std::pair(32., 32.)}) {
+    scaler.update(number(given));
+    EXPECT_EQ(scaler.get_scale(), expected) << given;
+    EXPECT_EQ(scaler.scale(number(1)).item<double>(), expected) << given;
+  }
+}
+
+TEST_P(GradScalerOn, GoesOnWithTheRateOfOverflowsThatAFileHolds) {
+  const GradScalerOptions tolerant{.init_scale = 64., .overflow_tolerance = 0.3};
+  auto optimizer = sgd({tensor({1}).requires_grad_()}, 0.);
+  GradScaler first(tolerant), second(tolerant);
+  for (int i = 0; i < 4; ++i) iterate(first, optimizer, 1);
+  start(second);
+  load_file(second, file_of(first));
+  iterate(second, optimizer, kInf);
+  EXPECT_EQ(second.get_scale(), 64.) << "one of five";
+  iterate(second, optimizer, kInf);
+  EXPECT_EQ(second.get_scale(), 32.) << "two of six";
+}
+
+TEST_P(GradScalerOn, HasItsOwnHysteresisWhereAFileHoldsMore) {
+  GradScaler first({.init_scale = 64., .hysteresis = 5}), second({.hysteresis = 2});
+  start(first);
+  start(second);
+  load_file(second, file_of(first));
+  auto optimizer = sgd({tensor({1}).requires_grad_()}, 0.);
+  iterate(second, optimizer, kInf);
+  EXPECT_EQ(second.get_scale(), 64.);
+  iterate(second, optimizer, kInf);
+  EXPECT_EQ(second.get_scale(), 32.);
+}
+
 // ---- Limits and warnings ------------------------------------------------------------------------
+
+TEST_P(GradScalerOn, TellsNoLimitThatWasMetBeforeALoad) {
+  std::vector<ScaleLimit> calls;
+  GradScaler scaler({.max_skips_in_a_row = 1,
+                     .at_max_skips = AtLimit::call,
+                     .on_limit = [&](const ScaleLimit& limit) { calls.push_back(limit); }});
+  start(scaler);
+  const at::Tensor w = tensor({1}).requires_grad_();
+  torchamp::FusedSGD optimizer({w}, torch::optim::SGDOptions(0.));
+  const bool late = !host_knows(scaler) || GetParam().device != at::kCPU;
+  for (int load = 0; load < 3; ++load) {
+    iterate(scaler, optimizer, kInf);
+    EXPECT_EQ(scaler.skips_in_a_row(), 1);  // waits, so that the news has arrived
+    const std::size_t before = calls.size();
+    EXPECT_EQ(before, late ? 0U : static_cast<std::size_t>(load) + 1);
+    scaler.load_state_dict({64., 2., 0.5, 2000, 0});
+    iterate(scaler, optimizer, 1);
+    iterate(scaler, optimizer, 1);
+    EXPECT_EQ(calls.size(), before);
+  }
+  iterate(scaler, optimizer, kInf);
+  EXPECT_EQ(scaler.skips_in_a_row(), 1);
+  iterate(scaler, optimizer, 1);
+  EXPECT_EQ(calls.size(), late ? 1U : 4U) << "the first skip after a load is news";
+}
 
 TEST_P(GradScalerOn, CountsToAHundredSkipsAnewAfterALoad) {
   GradScaler scaler(GradScalerOptions::fixed(2.));
@@ -495,6 +560,64 @@ TEST_P(GradScalerOn, ForgetsWhatItHeardInAnIterationWhateverEndsIt) {
     EXPECT_THAT(warnings.text(),
                 ::testing::HasSubstr("nothing was scaled since the last update()"));
   }
+}
+
+TEST_P(GradScalerOn, WarnsOfALossThatIsScaledInVainAfterAnIterationThatWasRight) {
+  GradScaler scaler({.init_scale = 4.});
+  start(scaler);
+  const at::Tensor w = tensor({1}).requires_grad_();
+  torchamp::FusedSGD optimizer({w}, torch::optim::SGDOptions(0.));
+  step_without_asking(scaler, optimizer, w.sum());
+  scaler.update();
+  const CollectedWarnings warnings;
+  const at::Tensor scaled = scaler.scale(w.sum());
+  step_without_asking(scaler, optimizer, w.sum(), /*scaled=*/false);
+  EXPECT_THAT(warnings.text(), ::testing::HasSubstr("no backward() of what scale() returned"));
+}
+
+TEST_P(GradScalerOn, ForgetsAClipInVainWithItsIteration) {
+  GradScaler scaler({.init_scale = 4.});
+  start(scaler);
+  const at::Tensor w = tensor({1}).requires_grad_(), late = tensor({1}).requires_grad_();
+  torchamp::FusedSGD optimizer({w}, torch::optim::SGDOptions(0.)),
+      second({late}, torch::optim::SGDOptions(0.));
+  const CollectedWarnings warnings;
+  step_without_asking(scaler, optimizer, w.sum());
+  torchamp::clip_grad_norm_({late}, 1.);  // it has no gradient in this iteration
+  scaler.update();
+  step_without_asking(scaler, optimizer, (w + late).sum());
+  scaler.step(second);
+  EXPECT_EQ(warnings.text(), "");
+}
+
+TEST_P(GradScalerOn, AgreesAnewAfterDiscard) {
+  int calls = 0;
+  GradScaler scaler({.init_scale = 4., .agree_found_inf = [&](at::Tensor&) { ++calls; }});
+  start(scaler);
+  for (const bool fused : {false, true}) {
+    const auto optimizer = plain_or_fused_sgd({parameter_with(tensor({kInf}))}, fused, 0.);
+    calls = 0;
+    EXPECT_FALSE(scaler.step(*optimizer));
+    scaler.discard(*optimizer);
+    optimizer->param_groups()[0].params()[0].mutable_grad() = tensor({1});
+    EXPECT_TRUE(scaler.step(*optimizer));
+    EXPECT_EQ(calls, 2);
+    scaler.update();
+  }
+}
+
+TEST_P(GradScalerOn, LooksAnewAtTheGradientsOfAFusedStepThatFailed) {
+  bool fails = true;
+  GradScaler scaler({.init_scale = 4., .agree_found_inf = [&](at::Tensor&) {
+                       TORCH_CHECK(!std::exchange(fails, false), "out of luck");
+                     }});
+  start(scaler);
+  const at::Tensor w = parameter_with(tensor({kInf}));
+  PlainScaledSGD optimizer({w}, torch::optim::SGDOptions(1.));
+  EXPECT_ERROR(scaler.step(optimizer), "out of luck");
+  w.mutable_grad() = tensor({4});
+  EXPECT_TRUE(scaler.step(optimizer));
+  expect_close(w, tensor({-1}));
 }
 
 TEST_P(GradScalerOn, WarnsOfAMissingScaleInAnIterationAfterOneThatAskedForTheScale) {

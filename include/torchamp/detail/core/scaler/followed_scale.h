@@ -58,8 +58,10 @@ class FollowedScale {
   }
 
   /// Warns of a long run of skips if one is known of.
-  void warn_of_skips() { followed_->warning.look(); }
-  void warn_of_skips(double skips) { followed_->warning.note(skips); }
+  void warn_of_skips(bool has_kept_gradients) { followed_->warning.look(has_kept_gradients); }
+  void warn_of_skips(double skips, bool has_kept_gradients) {
+    followed_->warning.note(skips, has_kept_gradients);
+  }
 
  private:
   enum class Replays {

@@ -60,6 +60,8 @@ TORCHAMP_COLD std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) 
         output = at::mul(output, here);
         ledger_.note_scaled(output);
       }
+    } else {
+      ledger_.order.backward->look_for_kept_gradients();
     }
     ledger_.order.note_scaled();
     for (const at::Tensor& output : outputs) {
@@ -130,6 +132,7 @@ TORCHAMP_COLD StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
     value = optimizer.step();
     detail::note_written(optimizer);
   }
+  ledger_.order.backward->note_unscaled(optimizer);
   return StepResult(ledger_.finish(state, scale_, std::move(value), std::move(missing)));
 }
 
@@ -154,8 +157,9 @@ TORCHAMP_COLD void GradScaler::update() {
     if (!found.flags.empty() && !scale_.knows(found)) ledger_.keep_results();
     met = scale_.update(found);
   }
+  const bool has_kept_gradients = ledger_.order.backward->has_kept_gradients();
   ledger_.end_iteration();
-  scale_.announce(met);
+  scale_.announce(met, has_kept_gradients);
 }
 
 TORCHAMP_BODY void GradScaler::update(double new_scale) {

@@ -153,6 +153,7 @@ class LossScale {
     rest.growth_tracker =
         static_cast<double>(std::min(state.growth_tracker, state.growth_interval - 1));
     set(std::move(rest));
+    limits_.forget();
     options_.growth_factor = state.growth_factor;
     options_.backoff_factor = state.backoff_factor;
     options_.growth_interval = state.growth_interval;
@@ -237,10 +238,15 @@ class LossScale {
     return met;
   }
 
-  /// Warns or calls back; see ScaleLimits::announce(). A long run of bad iterations is told, too.
-  void announce(const ScaleLimits::Met& met) {
+  /// Warns or calls back; see ScaleLimits::announce(). A long run of bad iterations is told, too;
+  /// `has_kept_gradients`: the gradients of the iteration before were still there in this one.
+  void announce(const ScaleLimits::Met& met, bool has_kept_gradients) {
     limits_.announce(options_, met);
-    on_device_ ? followed_.warn_of_skips() : followed_.warn_of_skips(host_.skips);
+    if (on_device_) {
+      followed_.warn_of_skips(has_kept_gradients);
+    } else {
+      followed_.warn_of_skips(host_.skips, has_kept_gradients);
+    }
   }
 
   /// One iteration whose flag only the device knows: 0-dim fp32 on the scale's device, 1 if bad or

@@ -6,19 +6,20 @@
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <vector>
 
 #include "torchamp/detail/core/base/device_work.h"
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/gradients/attached.h"
+#include "torchamp/detail/core/scaler/plain_clips.h"
+#include "torchamp/detail/core/scaler/plain_steps.h"
+#include "torchamp/detail/core/scaler/shared_gradients.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -35,62 +36,13 @@ namespace torchamp::detail {
 //   a clip before backward()     it leaves a note of a parameter that has no gradient.
 //   backward() after unscale_    a scaled loss looks, when its backward begins and ends, whether it
 //                                changes gradients that are unscaled.
+//   a gradient divided twice     see Note [Gradients of several optimizers].
+//   optimizer.step()             see Note [A step beside the scaler].
+//   no zero_grad() after a skip  a scaled loss looks, when its backward begins, whether the
+//   gradient
+//                                that the last step left is as it was.
 //
 // A program that has asked for the scale may multiply by it, and hears nothing.
-
-/// The latest clips of this thread: those that named no scaler, and those that found no gradient.
-class PlainClips {
- public:
-  /// A clip has left this gradient, one of those that it has limited, or has found none and was
-  /// given this parameter.
-  static void note(const at::Tensor& gradient_or_parameter, bool knows_scale = false) {
-    latest = tick();
-    clips()[latest % most] = {latest, SeenTensor(gradient_or_parameter), knows_scale};
-  }
-  /// Whether one that was made after `time` has left one of these gradients as it is.
-  static bool any_since(uint64_t time, const torch::optim::Optimizer& optimizer) {
-    return latest > time && any_gradient(optimizer, [time](const at::Tensor& gradient) {
-             return std::any_of(clips().begin(), clips().end(), [&](const Clip& clip) {
-               return clip.time > time && !clip.knows_scale && clip.left->is_unchanged(gradient);
-             });
-           });
-  }
-  /// Whether one that was made after `time` has found none of these gradients, and none has come
-  /// since that has found some. `only_late`: not if there are none now either.
-  static bool any_in_vain_since(uint64_t time, const torch::optim::Optimizer& optimizer,
-                                bool only_late) {
-    uint64_t in_vain = 0, found = 0;
-    if (latest <= time) return false;
-    any_parameter(optimizer, [&](const at::Tensor& parameter) {
-      const at::Tensor& gradient = gradient_of(parameter);
-      for (const Clip& clip : clips()) {
-        if ((only_late && !gradient.defined()) || clip.time <= time) continue;
-        if (clip.left->is(parameter)) in_vain = std::max(in_vain, clip.time);
-        if (clip.left->is(gradient)) found = std::max(found, clip.time);
-      }
-      return false;
-    });
-    return in_vain > found;
-  }
-  /// Later than all before, in all threads.
-  static uint64_t tick() {
-    static std::atomic<uint64_t> time = 0;
-    return time.fetch_add(1, std::memory_order_relaxed) + 1;
-  }
-
- private:
-  static constexpr uint64_t most = 8;
-  struct Clip {
-    uint64_t time = 0;
-    std::optional<SeenTensor> left{};
-    bool knows_scale = false;
-  };
-  static std::array<Clip, most>& clips() {
-    static thread_local std::array<Clip, most> clips;
-    return clips;
-  }
-  static inline thread_local uint64_t latest = 0;
-};
 
 /// What the backward of scaled losses has done in an iteration, as the hooks tell that share this.
 class ScaledBackward {
@@ -100,13 +52,15 @@ class ScaledBackward {
   /// Whether any has run.
   bool has_run() const { return has_run_; }
 
+  /// Gradients that are unscaled, by whom.
+  UnscaledGradients unscaled;
+  /// Optimizers that this scaler does not step.
+  PlainSteps plain_steps;
+
   /// The gradients of `optimizer` are unscaled from now on.
   void note_unscaled(const torch::optim::Optimizer& optimizer) {
     if (any_added(optimizer)) forget(optimizer);
-    any_parameter(optimizer, [this](const at::Tensor& parameter) {
-      unscaled_.emplace_back(parameter);
-      return false;
-    });
+    unscaled.note(optimizer);
   }
   /// Whether a backward has added to one since, that `optimizer` still has.
   bool any_added(const torch::optim::Optimizer& optimizer) const {
@@ -119,31 +73,45 @@ class ScaledBackward {
     std::erase_if(added_, [&](const WeakTensor& one) {
       return any_gradient(optimizer, [&](const at::Tensor& its) { return one.is(its); });
     });
-    std::erase_if(unscaled_, [&](const WeakTensor& one) {
-      return any_parameter(optimizer, [&](const at::Tensor& its) { return one.is(its); });
-    });
+    unscaled.forget(optimizer);
   }
+  /// Whether a step of the last iteration has left a gradient that was still there, as it was, when
+  /// the first backward of this one began.
+  bool has_kept_gradients() const {
+    const auto is_there = [](const UnscaledGradients::Left& left) {
+      return left.gradient.is(gradient_of(left.parameter.lock()));
+    };
+    return has_kept_gradients_ && std::any_of(last_left_.begin(), last_left_.end(), is_there);
+  }
+  /// A backward begins.
+  void look_for_kept_gradients();
+
   void end_iteration() {
-    has_run_ = false;
-    unscaled_.clear();
+    has_run_ = has_kept_gradients_ = false;
+    last_left_.clear();
+    unscaled.for_first([this](const UnscaledGradients::Left& one) { last_left_.push_back(one); });
+    unscaled.clear();
     added_.clear();
   }
 
  private:
   /// A gradient as a backward has found it.
   struct Found {
-    WeakTensor parameter;
-    SeenTensor gradient;
+    UnscaledGradients::Left gradient;
+    UnscaledGradients::Name owner;
+    bool was_as_left;
   };
 
   static void begin(const std::shared_ptr<ScaledBackward>& backward);
   void end(const std::vector<Found>& gradients);
 
   std::atomic<bool> has_run_ = false;
-  std::mutex mutex_;                  // of what follows, where losses on several devices run
-  std::vector<WeakTensor> unscaled_;  // parameters
-  std::vector<WeakTensor> added_;     // gradients
-  int task_ = -1;                     // autograd's, in which the last backward was seen
+  std::mutex mutex_;               // of what follows, where losses on several devices run
+  std::vector<WeakTensor> added_;  // gradients
+  std::vector<UnscaledGradients::Left> last_left_;  // of the last iteration, one of each optimizer
+  bool has_kept_gradients_ = false;
+  bool warned_of_fp64_ = false;
+  int task_ = -1;  // autograd's, in which the last backward was seen
 };
 
 /// What one scaler has heard in an iteration.
@@ -163,6 +131,9 @@ class StepOrder {
   void end_iteration() {
     had_scale_ |= scaled_at_ != 0;
     scaled_at_ = 0;
+    if (backward->plain_steps.end_iteration(backward->unscaled) && !was_asked()) {
+      warn_of_plain_step();
+    }
     asked_ = false;
     backward->end_iteration();
     began_at_ = PlainClips::tick();
@@ -176,13 +147,22 @@ class StepOrder {
          "none followed after backward(), so nothing was clipped. Clip after the last backward(). "
          "This warning is given once."});
   }
+  static void warn_of_plain_step() {
+    warn(
+        {"GradScaler::update: weights that no scaler.step() of this iteration steps were changed "
+         "while their gradients were scaled. optimizer.step() steps with gradients that are too "
+         "large by the scale: call scaler.step(optimizer) for each optimizer, before update(). "
+         "This "
+         "warning is given once."});
+  }
   /// Whether something was scaled in this iteration.
   bool was_scaled() const { return scaled_at_ != 0; }
   /// Whether the program may multiply by the scale.
   bool was_asked() const { return asked_ || asked_for_good_; }
-  /// Warns once where the gradients that are to be divided may not be scaled, and once where they
-  /// were clipped while scaled.
+  /// Throws where a gradient that is to be divided has been for another optimizer. Warns once where
+  /// they may not be scaled, and once where they were clipped while scaled.
   void check(const torch::optim::Optimizer& optimizer, const char* call) {
+    backward->unscaled.check_unshared(optimizer, call);
     if (was_asked()) return;
     if (scaled_at_ == 0 ? had_scale_ : !backward->has_run()) {
       if (warned_of_scale_ || !any_gradient(optimizer)) return;

@@ -88,6 +88,12 @@ class ScaleLimits {
 
   HostMirror mirror;  ///< of the scale and the skips
 
+  /// Another state has taken the place of what the mirror shows.
+  void forget() {
+    mirror = {};
+    seen_skips_ = 0;
+  }
+
   /// The limits that the mirror shows to be met, each once.
   Met met_in_mirror(const GradScalerOptions& options) {
     if (mirror.empty()) return {};

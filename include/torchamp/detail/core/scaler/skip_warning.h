@@ -17,15 +17,22 @@ class SkipWarning {
  public:
   static constexpr int64_t many = 100, interval = 32;
 
-  void note(double skips) {
+  /// `has_kept_gradients`: see ScaledBackward::has_kept_gradients().
+  void note(double skips, bool has_kept_gradients) {
     if (skips < many || warned_) return;
     warned_ = true;
     warn({"GradScaler::update: gradients held infs or NaNs in the last ",
-          static_cast<int64_t>(skips),
-          " iterations, and their steps were skipped. If the data or the weights hold a NaN, no "
-          "scale helps: overflow_report() (torchamp/overflow_report.h) names the layers whose "
-          "gradients do, first_non_finite_op() (torchamp/non_finite_op.h) the op that made the "
-          "first one. This warning is given once."});
+          static_cast<int64_t>(skips), " iterations, and their steps were skipped. ",
+          has_kept_gradients
+              ? "The gradients of the last skipped step were not cleared: backward() has added to "
+                "their infs and NaNs. Call zero_grad() in each iteration, also where the step was "
+                "skipped. "
+              : "If the gradients of a skipped step are not cleared, its infs and NaNs stay: call "
+                "zero_grad() in each iteration. If the data, the weights or the buffers (running "
+                "statistics of a batch norm) hold a NaN, no scale helps: overflow_report() "
+                "(torchamp/overflow_report.h) names the layers whose gradients and buffers do, "
+                "first_non_finite_op() (torchamp/non_finite_op.h) the op that made the first one. ",
+          "This warning is given once."});
   }
 
   /// `skips`, 0-dim fp32: what there is now.
@@ -37,8 +44,8 @@ class SkipWarning {
   /// Whether to send().
   bool is_due() const { return iterations_ >= interval; }
   /// Warns if what has arrived says so.
-  void look() {
-    if (!mirror_.empty()) note(mirror_[0]);
+  void look(bool has_kept_gradients = false) {
+    if (!mirror_.empty()) note(mirror_[0], has_kept_gradients);
   }
 
  private:
