@@ -364,6 +364,17 @@ TEST(House, HasARoomForEveryHeaderAndAHeaderForEveryInclude) {
   }
 }
 
+// Without version.h, torchamp::detail would be another namespace than that of the version.
+TEST(House, EveryHeaderWithInternalsBringsTheNamespaceOfTheVersion) {
+  for (const auto& [name, text] : headers()) {
+    if (name.ends_with("-inl.h") ||
+        text.find("namespace torchamp::detail {") == std::string::npos) {
+      continue;
+    }
+    EXPECT_TRUE(brought_by(name).contains("version.h")) << name;
+  }
+}
+
 TEST(House, NoHeaderOfTheCoreIncludesOneOfAHigherFloor) {
   Names upward;
   for (const auto& [name, text] : headers()) {

@@ -13,6 +13,8 @@
 #include <string>
 #include <system_error>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 #ifdef _WIN32

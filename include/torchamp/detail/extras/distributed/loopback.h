@@ -22,6 +22,8 @@
 #include <string_view>
 #include <system_error>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 /// Whether `host` is "localhost" or an address 127.x.x.x, not a name that looks like one.

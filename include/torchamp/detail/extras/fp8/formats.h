@@ -14,6 +14,7 @@
 #include <cstring>
 
 #include "torchamp/detail/extras/fp8/lanes.h"
+#include "torchamp/version.h"
 
 namespace torchamp::detail {
 

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 // Note [Lanes]

@@ -23,6 +23,8 @@
 #include <system_error>
 #include <utility>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 // Note [Files of two systems]

@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 /// A module, a pointer to one or a holder. A module of the program's own, without a shared pointer,

@@ -6,6 +6,8 @@
 #include <atomic>
 #include <thread>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 /// The thread that is in a call of a TrainingStep.
