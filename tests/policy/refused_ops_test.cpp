@@ -56,8 +56,9 @@ void expect_fp32(const std::vector<Refused>& calls, const at::Tensor& first,
   }
 }
 
-const at::Tensor dense = at::tensor({1., 0., 2., 0., 3., 0., 4., 0., 5.}, at::kFloat).view({3, 3});
-const at::Tensor weight = at::linspace(0.1, 1, 9).view({3, 3});
+const at::Tensor matrix_with_zeros =
+    at::tensor({1., 0., 2., 0., 3., 0., 4., 0., 5.}, at::kFloat).view({3, 3});
+const at::Tensor matrix_of_weights = at::linspace(0.1, 1, 9).view({3, 3});
 
 const std::vector<Refused> products = {
     {"_sparse_mm", [](const at::Tensor& a, const at::Tensor& b) { return at::_sparse_mm(a, b); }},
@@ -68,8 +69,8 @@ const std::vector<Refused> products = {
 
 TEST(RefusedOps, SparseProductsRunInFp32WithAndWithoutGradients) {
   for (const bool grad : {false, true}) {
-    expect_fp32(products, dense.to_sparse(), weight, grad);
-    expect_fp32(products, dense.to_sparse_csr(), weight, grad);
+    expect_fp32(products, matrix_with_zeros.to_sparse(), matrix_of_weights, grad);
+    expect_fp32(products, matrix_with_zeros.to_sparse_csr(), matrix_of_weights, grad);
   }
 }
 
@@ -81,27 +82,28 @@ TEST(RefusedOps, OtherSparseOpsRunInFp32) {
         [](const at::Tensor& a, const at::Tensor&) { return at::_sparse_log_softmax(a, 1); }},
        {"smm", [](const at::Tensor& a, const at::Tensor& b) { return at::smm(a, b); }},
        {"hspmm", [](const at::Tensor& a, const at::Tensor& b) { return at::hspmm(a, b); }}},
-      dense.to_sparse(), weight);
+      matrix_with_zeros.to_sparse(), matrix_of_weights);
   expect_fp32({{"sparse_sampled_addmm",
                 [](const at::Tensor& a, const at::Tensor& b) {
                   return at::sparse_sampled_addmm(a, b, b);
                 }}},
-              dense.to_sparse_csr(), weight);
+              matrix_with_zeros.to_sparse_csr(), matrix_of_weights);
 }
 
 // LibTorch's own autocast kernels of these see no layout. The guide's remedy.
 TEST(RefusedOps, AnEditHasSparseMatricesInMatmulRunInFp32AndDenseOnesStillInTheRegionsDtype) {
   const Policy policy = Policy::standard().lower_precision({"mm", "matmul", "addmm", "bmm"});
   for (const bool csr : {false, true}) {
-    const at::Tensor sparse = csr ? dense.to_sparse_csr() : dense.to_sparse();
-    const at::Tensor w = weight.detach().clone().requires_grad_();
+    const at::Tensor sparse =
+        csr ? matrix_with_zeros.to_sparse_csr() : matrix_with_zeros.to_sparse();
+    const at::Tensor w = matrix_of_weights.detach().clone().requires_grad_();
     const AutocastGuard guard(at::kCPU, {.dtype = at::kBFloat16, .policy = policy});
     for (const at::Tensor& product :
          {at::mm(sparse, w), at::matmul(sparse, w), at::addmm(w, sparse, w)}) {
       EXPECT_EQ(product.scalar_type(), at::kFloat) << "CSR: " << csr;
       product.sum().backward();
     }
-    EXPECT_EQ(at::mm(weight, weight).scalar_type(), at::kBFloat16);
+    EXPECT_EQ(at::mm(matrix_of_weights, matrix_of_weights).scalar_type(), at::kBFloat16);
   }
 }
 
