@@ -87,7 +87,7 @@ bool has(const std::string& code, const std::string& word) {
 }
 
 /// A line without comments and strings.
-std::string code_of(const std::string& line) {
+std::string code_of_line(const std::string& line) {
   if (line.starts_with("#include")) return line;
   std::string code;
   bool quoted = false;
@@ -122,7 +122,7 @@ std::vector<std::string> broken_rules(std::string_view header, std::istream& tex
   std::vector<std::string> broken;
   int number = 0;
   for (std::string line; std::getline(text, line);) {
-    const std::string code = code_of(line), place = std::to_string(++number) + ": ";
+    const std::string code = code_of_line(line), place = std::to_string(++number) + ": ";
     const std::string other = other_fault(code);
     if (!other.empty()) broken.push_back(place + other);
     for (const Rule& rule : rules) {
