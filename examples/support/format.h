@@ -3,10 +3,12 @@
 
 #include <cstdarg>
 #include <cstdint>
+#include <limits>
 #include <locale>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 #include "system.h"
 
@@ -29,8 +31,15 @@ EXAMPLES_PRINTF inline std::string format(const char* pattern, ...) {
   return text;
 }
 
-/// What a program wrote as a number, with a decimal point. Error: it is none.
+/// What a program wrote as a number, with a decimal point; "nan" and "inf", too. Error: it is none.
 inline double number_of(const std::string& text) {
+  const bool is_negative = text.starts_with('-');
+  const std::string_view size = std::string_view(text).substr(is_negative ? 1 : 0);
+  if (size == "nan") return std::numeric_limits<double>::quiet_NaN();
+  if (size == "inf") {
+    const double infinity = std::numeric_limits<double>::infinity();
+    return is_negative ? -infinity : infinity;
+  }
   double number = 0.;
   std::istringstream in(text);
   in.imbue(std::locale::classic());
