@@ -32,7 +32,7 @@ namespace torchamp::detail {
 /// How fused optimizers step a weight that they do not step as it is: their StepMethod.
 class AnyStepMethod {
  protected:
-  virtual ~AnyStepMethod() = default;
+  ~AnyStepMethod() = default;
 };
 class Shards;  // in detail/core/gradients/shards.h
 

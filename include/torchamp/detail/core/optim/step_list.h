@@ -90,7 +90,7 @@ class StepMethod : public AnyStepMethod {
   virtual void note_stepped(const at::Tensor& weight) const = 0;
 
  protected:
-  ~StepMethod() override = default;
+  ~StepMethod() = default;
 };
 
 /// Null for what is stepped as it is.
