@@ -43,6 +43,8 @@ class SeededDefault {
 };
 
 Tensor widened(const Tensor& tensor) {
+  const bool is_complex_half = tensor.defined() && tensor.scalar_type() == at::kComplexHalf;
+  if (is_complex_half) return tensor.to(at::kComplexFloat);
   return tensor.defined() && is_narrow(tensor.scalar_type()) ? tensor.to(at::kFloat) : tensor;
 }
 
