@@ -52,7 +52,7 @@ class SharedGradients : public testing::TestWithParam<bool> {
   const at::Tensor encoder = leaf({3}), a = leaf({3}), b = leaf({3});
   const std::unique_ptr<torch::optim::Optimizer> of_a = optimizer_of(a), of_b = optimizer_of(b);
   GradScaler scaler{{.init_scale = 64.}};
-  const CollectedWarnings warnings;
+  const CollectedWarnings warnings{};
 };
 INSTANTIATE_TEST_SUITE_P(Sgd, SharedGradients, testing::Bool(), [](const auto& test) {
   return std::string(test.param ? "Fused" : "LibTorchs");
@@ -82,7 +82,8 @@ TEST_P(SharedGradients, AreAnErrorThatNamesBothOptimizers) {
     FAIL() << "no error";
   } catch (const c10::Error& error) {
     const std::string text = error.what_without_backtrace();
-    EXPECT_THAT(text, HasSubstr(c10::demangle(typeid(*of_a).name()) + ", was unscaled"));
+    const torch::optim::Optimizer& optimizer = *of_a;
+    EXPECT_THAT(text, HasSubstr(c10::demangle(typeid(optimizer).name()) + ", was unscaled"));
     EXPECT_THAT(text, HasSubstr("for another optimizer, torch::optim::Adam, and would"));
   }
 }
