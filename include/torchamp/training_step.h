@@ -148,7 +148,7 @@ class TrainingStep {
   /// Does not compile: the first argument is no model.
   template <class Model, class Optimizer>
   requires(!std::convertible_to<Model, detail::Model>)
-      TrainingStep(Model&&, Optimizer&&, TrainingStepOptions = {}) {
+      TrainingStep(Model&&, Optimizer&&, const TrainingStepOptions& = {}) {
     static_assert(
         detail::is_never<Model>,
         "TrainingStep: the first argument is the model (a torch::nn module, a std::shared_ptr to "
@@ -284,7 +284,7 @@ class TrainingStep {
   using MakeOptimizer =
       std::function<std::shared_ptr<torch::optim::Optimizer>(const NamedParameters&)>;
 
-  TrainingStep(detail::Model model, TrainingStepOptions options, bool makes,
+  TrainingStep(const detail::Model& model, TrainingStepOptions options, bool makes,
                const MakeOptimizer& make);
   static void check(const TrainingStepOptions& options, bool makes);
   void make_parts(TrainingStepOptions& options, const MakeOptimizer& make);

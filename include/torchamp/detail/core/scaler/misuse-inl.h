@@ -41,7 +41,7 @@ TORCHAMP_COLD void ScaledBackward::begin(const std::shared_ptr<ScaledBackward>& 
   if (!looks || std::exchange(backward->task_, task) == task) return;
   std::vector<Found> gradients;
   backward->unscaled.for_each(
-      [&](UnscaledGradients::Name owner, const UnscaledGradients::Left& left) {
+      [&](const UnscaledGradients::Name& owner, const UnscaledGradients::Left& left) {
         const at::Tensor now = gradient_of(left.parameter.lock());
         gradients.push_back({{left.parameter, SeenTensor(now)},
                              owner,

@@ -75,7 +75,7 @@ class PlainSteps {
     if (!is_looking() || leaves_.empty()) return false;
     --iterations_left_;
     std::unordered_set<const c10::TensorImpl*> known;
-    ours.for_each([&](UnscaledGradients::Name, const UnscaledGradients::Left& left) {
+    ours.for_each([&](const UnscaledGradients::Name&, const UnscaledGradients::Left& left) {
       known.insert(left.parameter.address());
     });
     const auto stepped = std::count_if(scaled_.begin(), scaled_.end(), [&](const Scaled& one) {

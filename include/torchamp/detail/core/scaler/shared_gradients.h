@@ -97,7 +97,7 @@ class UnscaledGradients {
     }
   }
   /// The backward of a scaled loss has made `gradient` of what `owner` had left.
-  void note_added_to(Name owner, const WeakTensor& parameter, const at::Tensor& gradient) {
+  void note_added_to(const Name& owner, const WeakTensor& parameter, const at::Tensor& gradient) {
     added_to_.push_back({owner, {parameter, SeenTensor(gradient)}});
   }
 

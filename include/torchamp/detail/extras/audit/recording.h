@@ -187,8 +187,8 @@ struct HookOfLeaf {
   unsigned place = 0;
 
   template <class Hook>
-  HookOfLeaf(const at::Tensor& of, const Hook& hook)
-      : leaf(of), had_list(list_of(leaf) != nullptr), place(leaf.register_hook(hook)) {}
+  HookOfLeaf(at::Tensor of, const Hook& hook)
+      : leaf(std::move(of)), had_list(list_of(leaf) != nullptr), place(leaf.register_hook(hook)) {}
 
   /// LibTorch's own removal leaves an empty place in the list, and the list.
   void remove() const {

@@ -108,8 +108,8 @@ inline void TrainingStep::check_optimizer() const {
   }
 }
 
-inline TrainingStep::TrainingStep(detail::Model model, TrainingStepOptions options, bool makes,
-                                  const MakeOptimizer& make)
+inline TrainingStep::TrainingStep(const detail::Model& model, TrainingStepOptions options,
+                                  bool makes, const MakeOptimizer& make)
     : model_(model.get()),
       scaler_(options.scaler.scaler),
       max_grad_norm_(options.max_grad_norm),
