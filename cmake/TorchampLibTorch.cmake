@@ -100,7 +100,7 @@ function(_torchamp_check_cxx_library failure)
   endif()
   if(NOT _torchamp_cxx_libraries MATCHES "libstdc[+][+]|libc[+][+]|unknown")
     set(${failure} "${CMAKE_CXX_COMPILER} links libstdc++ statically, but LibTorch has the shared one, and programs with \
-two copies abort (\"free(): invalid pointer\"). Take another compiler with -DCMAKE_CXX_COMPILER=PATH, remove \
+two copies may abort (\"free(): invalid pointer\"). Take another compiler with -DCMAKE_CXX_COMPILER=PATH, remove \
 -static-libstdc++ and -static from CMAKE_CXX_FLAGS and CMAKE_EXE_LINKER_FLAGS, or install the shared library for this \
 compiler." PARENT_SCOPE)
   endif()
