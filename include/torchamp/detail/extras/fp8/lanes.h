@@ -28,7 +28,8 @@ using Shorts = std::int16_t __attribute__((vector_size(16)));
 /// All lanes alike.
 template <class Vector, class T>
 Vector all_lanes(T number) {
-  return Vector{} + number;
+  using Lane = std::remove_cvref_t<decltype(Vector{}[0])>;
+  return Vector{} + static_cast<Lane>(number);
 }
 
 /// The larger of each.
