@@ -112,21 +112,20 @@ class TrainingStep {
   using Tensors = detail::Tensors;
 
   /// `model`: a module, a pointer to one or a holder.
-  TrainingStep(detail::Model model, torch::optim::Optimizer& optimizer,
+  TrainingStep(const detail::Model& model, torch::optim::Optimizer& optimizer,
                TrainingStepOptions options = {})
-      : TrainingStep(
-            std::move(model), std::move(options), /*makes=*/false, [&](const NamedParameters&) {
-              return std::shared_ptr<torch::optim::Optimizer>(std::shared_ptr<void>(), &optimizer);
-            }) {}
+      : TrainingStep(model, std::move(options), /*makes=*/false, [&](const NamedParameters&) {
+          return std::shared_ptr<torch::optim::Optimizer>(std::shared_ptr<void>(), &optimizer);
+        }) {}
 
   /// `factory` creates the optimizer for the masters' parameters, or the model's, and returns a
   /// pointer to it: `[](auto parameters) { return std::make_unique<FusedAdamW>(parameters, …); }`.
   /// Its parameter is a std::vector of tensors or NamedParameters.
   template <class Factory>
   requires(!std::derived_from<std::remove_cvref_t<Factory>, torch::optim::Optimizer>)
-      TrainingStep(detail::Model model, Factory factory, TrainingStepOptions options = {})
+      TrainingStep(const detail::Model& model, Factory factory, TrainingStepOptions options = {})
       : TrainingStep(
-            std::move(model), std::move(options), /*makes=*/true,
+            model, std::move(options), /*makes=*/true,
             [&](const NamedParameters& named) -> std::shared_ptr<torch::optim::Optimizer> {
               if constexpr (detail::MakesOptimizerOf<Factory, Tensors>) {
                 Tensors parameters;
