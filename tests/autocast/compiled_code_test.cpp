@@ -3,20 +3,19 @@
 // the dtype that it was compiled for: see Note [Compiled code].
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
-#include <stdio.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 #include <torch/csrc/inductor/aoti_torch/utils.h>
 #include <torch/version.h>
 
 #include <cstdint>
-#include <cstdlib>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "support/op_call.h"
 #include "support/op_case.h"
+#include "support/python.h"
 #include "support/temporary_folder.h"
 #include "torchamp/autocast.h"
 
@@ -191,28 +190,6 @@ TEST(CompiledCode, NoKernelThatAShimCallsGivesAnotherDtypeInARegion) {
 }
 
 // ---- A package ----------------------------------------------------------------------------------
-
-struct Answer {
-  int status;
-  std::string output;
-};
-
-/// Runs Python: $TORCHAMP_TEST_PYTHON, or the one that CMake found.
-Answer python(const std::string& arguments) {
-  const char* const chosen = std::getenv("TORCHAMP_TEST_PYTHON");
-#ifdef TORCHAMP_TEST_PYTHON
-  const std::string found = TORCHAMP_TEST_PYTHON;
-#else
-  const std::string found = "python3";
-#endif
-  const std::string command = "'" + (chosen ? chosen : found) + "' " + arguments + " 2>&1";
-  FILE* const pipe = popen(command.c_str(), "r");
-  if (pipe == nullptr) return {-1, "cannot run " + command};
-  std::string output;
-  char part[4096];
-  while (const std::size_t size = fread(part, 1, sizeof part, pipe)) output.append(part, size);
-  return {pclose(pipe), output};
-}
 
 TEST(CompiledCode, APackageWithConvolutionsGivesTheSameInsideARegion) {
   const TemporaryFolder folder;

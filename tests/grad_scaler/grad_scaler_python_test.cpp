@@ -4,16 +4,15 @@
 #include <torchamp/python_state.h>
 
 #include <gtest/gtest.h>
-#include <stdio.h>
 #include <torch/torch.h>
 #include <torchamp/grad_scaler.h>
 
 #include <cmath>
-#include <cstdlib>
 #include <map>
 #include <string>
 
 #include "support/optimizers.h"
+#include "support/python.h"
 #include "support/temporary_folder.h"
 
 using torchamp::GradScaler;
@@ -22,28 +21,6 @@ using torchamp::load_python_state;
 using torchamp::save_python_state;
 
 namespace {
-
-struct Answer {
-  int status;
-  std::string output;
-};
-
-/// Runs Python: $TORCHAMP_TEST_PYTHON, or the one that CMake found.
-Answer python(const std::string& arguments) {
-  const char* const chosen = std::getenv("TORCHAMP_TEST_PYTHON");
-#ifdef TORCHAMP_TEST_PYTHON
-  const std::string found = TORCHAMP_TEST_PYTHON;
-#else
-  const std::string found = "python3";
-#endif
-  const std::string command = "'" + (chosen ? chosen : found) + "' " + arguments + " 2>&1";
-  FILE* const pipe = popen(command.c_str(), "r");
-  if (!pipe) return {-1, "cannot run " + command};
-  std::string output;
-  char part[4096];
-  while (const std::size_t size = fread(part, 1, sizeof part, pipe)) output.append(part, size);
-  return {pclose(pipe), output};
-}
 
 void go_on(GradScaler& scaler, const std::string& iterations) {
   for (const char what : iterations) {
