@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// error: ignoring return value.*load.*nodiscard
+// error: ignoring return value.*nodiscard
 #include <torchamp/training_checkpoint.h>
 #include <torchamp/training_step.h>
 

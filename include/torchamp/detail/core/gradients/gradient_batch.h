@@ -38,9 +38,9 @@ inline at::Tensor resolved(const at::Tensor& tensor) {
 }
 
 /// The gradient as kernels see all of it: the same tensor, or one to take its place.
-inline at::Tensor seen_whole(const at::Tensor& gradient, HalfGradients half) {
+inline at::Tensor seen_whole(const at::Tensor& gradient, HalfGradients half_gradients) {
   if (gradient.is_sparse() && gradient.scalar_type() == at::kHalf &&
-      half == HalfGradients::allowed && !gradient.is_coalesced()) {
+      half_gradients == HalfGradients::allowed && !gradient.is_coalesced()) {
     return gradient.coalesce();  // adding up what shares an index may overflow
   }
   return resolved(gradient);
@@ -55,10 +55,11 @@ inline bool is_plain(const at::Tensor& gradient) {
 
 /// The dense strided tensor that holds all values of `gradient`, for kernels to change in place.
 /// Throws for what they cannot take, with `where` to name it.
-inline at::Tensor values_of(const at::Tensor& gradient, HalfGradients half, ErrorPlace where) {
+inline at::Tensor values_of(const at::Tensor& gradient, HalfGradients half_gradients,
+                            ErrorPlace where) {
   const at::ScalarType dtype = gradient.scalar_type();
   TORCHAMP_CHECK_VALUE(
-      half == HalfGradients::allowed || dtype != at::kHalf, where(),
+      half_gradients == HalfGradients::allowed || dtype != at::kHalf, where(),
       " is fp16. Keep the parameters in fp32 and let AutocastGuard cast them: an fp16 gradient "
       "divided by the scale underflows. (A fused optimizer's step takes fp16 gradients.)");
   TORCHAMP_CHECK_VALUE(dtype == at::kFloat || dtype == at::kDouble || is_16_bit(dtype) ||
@@ -115,10 +116,10 @@ inline void check_steps(const torch::optim::Optimizer& optimizer, const at::Tens
 /// Gathers the gradients of an optimizer, each once, by device and dtype.
 class GradientGatherer {
  public:
-  GradientGatherer(const torch::optim::Optimizer& optimizer, HalfGradients half, const char* call,
-                   std::size_t count, c10::function_ref<bool()> refuses_shared)
+  GradientGatherer(const torch::optim::Optimizer& optimizer, HalfGradients half_gradients,
+                   const char* call, std::size_t count, c10::function_ref<bool()> refuses_shared)
       : optimizer_(optimizer),
-        half_(half),
+        half_(half_gradients),
         call_(call),
         count_(count),
         refuses_shared_(refuses_shared),
@@ -180,12 +181,12 @@ class GradientGatherer {
 /// changed where this throws. `call` begins the error texts. `refuses_shared` is asked where
 /// several parameters have the same gradient, which a step that divides would divide twice.
 inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimizer,
-                                               HalfGradients half, const char* call,
+                                               HalfGradients half_gradients, const char* call,
                                                c10::function_ref<bool()> refuses_shared = {}) {
   const auto& groups = optimizer.param_groups();
   std::size_t count = 0;
   for (const auto& group : groups) count += group.params().size();
-  GradientGatherer gatherer(optimizer, half, call, count, refuses_shared);
+  GradientGatherer gatherer(optimizer, half_gradients, call, count, refuses_shared);
   for (std::size_t g = 0; g < groups.size(); ++g) {
     const std::vector<at::Tensor>& parameters = groups[g].params();
     for (std::size_t i = 0; i < parameters.size(); ++i) {
