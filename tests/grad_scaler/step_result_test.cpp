@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "support/non_finite.h"
+#include "support/on_device.h"
 #include "support/optimizers.h"
 
 using torchamp::GradScaler;
@@ -85,4 +86,23 @@ TEST(StepResult, HoldsWhatTheOptimizerReturned) {
   scaler.scale(torch::ones({}));
   Returning optimizer({parameter_with(torch::ones({1}))}, torch::optim::SGDOptions(1.));
   EXPECT_EQ(scaler.step(optimizer).value().item<float>(), 7.F);
+}
+
+TEST(StepResult, IsKeptThroughLaterUpdatesAfterAnIterationWithoutGradients) {
+  Fixture run;
+  GradScaler scaler({.init_scale = 4., .growth_interval = 1});
+  scaler.scale(torch::ones({}));
+  move_to_device(scaler);
+  const StepResult empty = scaler.step(run.fused);
+  scaler.update();
+  for (int i = 0; i < 2; ++i) {
+    scaler.scale(torch::ones({}));
+    run.w.mutable_grad() = torch::full({1}, kInf);
+    scaler.step(run.fused);
+    scaler.update();
+  }
+  EXPECT_FALSE(empty.had_gradients());
+  EXPECT_EQ(empty.scale(), 4.);
+  EXPECT_EQ(empty.skips_in_a_row(), 0);
+  EXPECT_EQ(scaler.get_scale(), 1.);
 }

@@ -24,7 +24,7 @@ class RegionListeners {
     if (kept != nullptr) inner.keep.region = kept_region_ = kept->begin_region();
   }
 
-  /// The region has begun and ends, and its cache of casts has been cleared.
+  /// The region ends, and its cache of casts has been cleared.
   void end_kept_region() const {
     if (kept_region_ != 0) kept_weights()->end_region(kept_region_);
   }

@@ -80,7 +80,8 @@ inline void check_numbers_by_ops(const GradientBatch& numbers, at::Tensor& flag)
 }
 
 /// Sets `flag`, 0-dim fp32 on their device, to 1 if any of these numbers is not finite.
-/// Multiplies them by `one`, 0-dim fp32, which need not be 1 where they are not used again.
+/// The kernel multiplies the numbers by `one`, 0-dim fp32. Where they are not used again, `one` may
+/// hold any number, so callers pass the flag, which saves them a tensor.
 inline void check_numbers(const GradientBatch& numbers, const at::Tensor& one, at::Tensor& flag) {
   if (numbers.gradients.empty()) return;
   if (unscale_kernel_takes(numbers)) {

@@ -39,8 +39,7 @@ namespace torchamp::detail {
 //   a gradient divided twice     see Note [Gradients of several optimizers].
 //   optimizer.step()             see Note [A step beside the scaler].
 //   no zero_grad() after a skip  a scaled loss looks, when its backward begins, whether the
-//   gradient
-//                                that the last step left is as it was.
+//                                gradient that the last step left is as it was.
 //
 // A program that has asked for the scale may multiply by it, and hears nothing.
 
@@ -57,7 +56,7 @@ class ScaledBackward {
   /// Optimizers that this scaler does not step.
   PlainSteps plain_steps;
 
-  /// The gradients of `optimizer` are unscaled from now on.
+  /// The gradients of `optimizer` are unscaled from now on, or its step has divided them.
   void note_unscaled(const torch::optim::Optimizer& optimizer) {
     if (any_added(optimizer)) forget(optimizer);
     unscaled.note(optimizer);
@@ -152,8 +151,7 @@ class StepOrder {
         {"GradScaler::update: weights that no scaler.step() of this iteration steps were changed "
          "while their gradients were scaled. optimizer.step() steps with gradients that are too "
          "large by the scale: call scaler.step(optimizer) for each optimizer, before update(). "
-         "This "
-         "warning is given once."});
+         "This warning is given once."});
   }
   /// Whether something was scaled in this iteration.
   bool was_scaled() const { return scaled_at_ != 0; }

@@ -47,7 +47,7 @@ inline void note_plain_clip(const torch::optim::Optimizer& optimizer, bool knows
 // norm, which is the most frequent mistake of all. LibTorch's function writes to the gradients'
 // data(), so neither their versions nor a hook tell. So where clip_grad.h is included, a call with
 // a vector that is not const means one of the overloads below, which match better: they call
-// LibTorch's function, which does what it always does, and tell the observer of misuse (misuse.h)
+// LibTorch's function, which does what it always does, and tell PlainClips
 // of it.
 
 namespace torch::nn::utils {

@@ -64,9 +64,10 @@ inline bool is_torch_update(const GradScalerOptions& options) {
          options.overflow_tolerance == 0. && options.growth_tracker_start == 0;
 }
 
-/// What is remembered after an iteration that was `bad` or not (a bool, or a 0-dim bool tensor).
-/// `amax` is the largest magnitude of the scaled gradients, 0 where it is not known; it matters
-/// only to a ScaleRule.
+/// What is remembered after an iteration that was `bad` or not (a bool, or a 0-dim bool tensor):
+/// the one formula, on a host for every rule, on a device for all but torch.amp's, which is a
+/// kernel of ATen's there. `amax` is the largest magnitude of the scaled gradients, 0 where it is
+/// not known; it matters only to a ScaleRule.
 template <class Number, class Bool>
 ScaleMemory<Number> after_update(const GradScalerOptions& options,
                                  const ScaleMemory<Number>& before, const Bool& bad,

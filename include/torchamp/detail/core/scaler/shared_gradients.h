@@ -45,7 +45,7 @@ class UnscaledGradients {
     WeakTensor parameter;
     SeenTensor gradient;
   };
-  /// What an error calls an optimizer.
+  /// Which optimizer it is, and what an error calls it.
   struct Name {
     OptimizerIdentity optimizer;
     const std::type_info* type;

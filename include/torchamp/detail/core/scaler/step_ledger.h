@@ -35,8 +35,8 @@ namespace torchamp::detail {
 //
 // update() collects what was recorded of all of them and makes them "ready". So one scale serves
 // several optimizers, each of which skips by itself, while one bad optimizer lowers the scale for
-// all. One that is gone counts for the scale, and is not taken for another; see Note [Which
-// optimizer it is].
+// all. One that is gone still counts for the scale. Note [Which optimizer it is] says when another
+// optimizer may be taken for it.
 //
 // Gradients are checked as they are when they are unscaled, so an inf that the program puts in
 // afterwards is stepped with (but see GradScalerOptions::recheck). A skipped step leaves the other
@@ -62,8 +62,8 @@ struct OptimizerState {
   ReadOnce<bool> found_inf{};  ///< undefined while ready
   at::Tensor amax{};           ///< magnitude of the scaled gradients, where the update wants it
   bool had_gradients = false;  ///< at least one was checked
-  bool agreed = false;         ///< agree_found_inf has been called
-  bool rechecked = false;      ///< and that step() has looked once more
+  bool agreed = false;         ///< the processes, where there are several, know of each other's
+  bool rechecked = false;      ///< step() does not check again: processes have agreed on its check
   bool exact = false;          ///< the flag is 0 or 1, as kernels want it
   bool in_closure = false;     ///< a step with a closure is being made
   std::size_t gradients = 0;   ///< how many there were when they were unscaled
@@ -206,12 +206,12 @@ class StepLedger {
     }
     optimizers.clear();
     order.end_iteration();
-    records_.clear();
+    std::erase_if(records_, [](const auto& record) { return record.expired(); });
     if (losses) losses->forget();
   }
 
  private:
-  std::vector<std::weak_ptr<StepRecord>> records_;  // of this iteration
+  std::vector<std::weak_ptr<StepRecord>> records_;  // of steps since the scale changed last
   bool warned_of_missing_ = false;
 };
 
