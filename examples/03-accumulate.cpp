@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Gradient accumulation: an Accumulation makes one step with the gradients of four
-// micro-batches. A SafeAccumulation drops a micro-batch whose gradients hold an inf or a NaN,
-// where otherwise the whole step would be skipped.
+// Gradient accumulation: an Accumulation takes one step with the gradients of four micro-batches.
+// A SafeAccumulation does so as well, and drops a micro-batch whose gradients hold an inf or a NaN;
+// an Accumulation would skip the whole step.
 #include <torch/torch.h>
 #include <torchamp/accumulate.h>
 #include <torchamp/torchamp.h>
@@ -65,13 +65,13 @@ int main() {
   support::check(same(go_back(), all), "it is that of the whole batch");
 
   const auto ruined = data[1].clone().fill_(std::numeric_limits<float>::infinity());
-  torchamp::SafeAccumulation safe(scaler, optimizer);
+  torchamp::SafeAccumulation safe(scaler, optimizer, /*micro_batches=*/4);
   for (std::size_t i = 0; i < 4; ++i) {
-    safe.backward(loss_of(model, i == 1 ? ruined : data[i], target[i]));
+    const auto result = safe.backward(loss_of(model, i == 1 ? ruined : data[i], target[i]));
+    if (!result) continue;
+    std::cout << "kept " << result->kept() << " of " << result->micro_batches() << " parts\n";
+    support::check(result->stepped() && result->dropped() == 1, "the ruined part is dropped");
   }
-  const auto result = safe.step();
-  std::cout << "kept " << result.kept() << " of " << result.micro_batches() << " parts\n";
-  support::check(result.stepped() && result.dropped() == 1, "the ruined part is dropped");
   support::check(same(go_back(), three), "the step is that of the other three");
   support::check(scaler.get_scale() == 512., "the scale is lowered for it");
 }

@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief Accumulation and SafeAccumulation: several micro-batches make one step.
+/// @brief Accumulation and SafeAccumulation: one step with the gradients of several micro-batches.
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
@@ -38,7 +38,7 @@ namespace TORCHAMP_NAMESPACE {
 /// as by zero_grad()), or the program has called the scaler's step() and update() itself; discard()
 /// then begins a new window. One bad micro-batch makes the scaler skip the whole step; see
 /// SafeAccumulation. The scaler cannot be saved within a window. Holds references to scaler and
-/// optimizer. Reads only what scaler.step() reads. One thread at a time.
+/// optimizer. Synchronises only where scaler.step() does. One thread at a time.
 ///
 /// After an exception from LibTorch's backward, which may have added some of the gradients, only
 /// discard() remains. After one from the two callbacks below or the optimizer's step, flush() steps
@@ -76,12 +76,12 @@ class Accumulation {
   /// have been cleared since the last call, or unscaled or stepped with by the scaler.
   std::optional<StepResult> backward(const at::Tensor& loss);
 
-  /// Steps with an incomplete window, at the end of an epoch: the sum of its losses is divided by
-  /// `micro_batches`, too. Does nothing if none is pending. Sends gradients that were computed
-  /// within ShardedMasterWeights::no_sync(), for which all processes call it; for those of a
-  /// DistributedDataParallel, call its sync_gradients() in before_unscale(). After an error of the
-  /// step, tries it again. (If update() throws, at a limit of the scaler, the step was skipped and
-  /// the window is dropped.)
+  /// Steps with an incomplete window, at the end of an epoch; the sum of its losses is still
+  /// divided by `micro_batches`. Does nothing if none is pending. Sends gradients that were
+  /// computed within ShardedMasterWeights::no_sync(), for which all processes call it; for those of
+  /// a DistributedDataParallel, call its sync_gradients() in before_unscale(). After an error of
+  /// the step, tries it again. If update() throws, at a limit of the scaler, the step was skipped
+  /// and the window is dropped.
   std::optional<StepResult> flush();
 
   /// Clears the gradients of an incomplete window, or of one whose step has failed, and begins a
@@ -127,19 +127,19 @@ class Accumulation {
   std::function<void()> before_unscale_, before_step_;
 };
 
-/// The result of a SafeAccumulation's step. Queries read the device once at most, as StepResult's
-/// do.
+/// The result of a SafeAccumulation's step. Its queries synchronise at most once, like those of a
+/// StepResult.
 class SafeAccumulationResult {
  public:
   /// False if every micro-batch was dropped, or the mean of the kept ones is not finite.
   bool stepped() const { return kept_->read() > 0.; }
-  /// As stepped().
+  /// Like stepped().
   explicit operator bool() const { return stepped(); }
   /// Number of micro-batches in the step.
   int64_t kept() const { return static_cast<int64_t>(kept_->read()); }
   /// Number of micro-batches whose gradients held an inf or a NaN, or that gave none.
   int64_t dropped() const { return micro_batches_ - kept(); }
-  /// Number of all micro-batches. Never reads.
+  /// Number of all micro-batches. Never synchronises.
   int64_t micro_batches() const { return micro_batches_; }
 
  private:
@@ -154,51 +154,74 @@ class SafeAccumulationResult {
 /// Gradient accumulation that drops, and counts, micro-batches whose gradients hold an inf or a
 /// NaN, and keeps the others of the window.
 ///
-///     torchamp::SafeAccumulation accumulation(scaler, optimizer);
-///     for (auto& micro_batch : window) accumulation.backward(loss_of(micro_batch));
-///     auto result = accumulation.step();
+///     torchamp::SafeAccumulation accumulation(scaler, optimizer, 4);
+///     for (auto& batch : *loader) {
+///       auto result = accumulation.backward(loss_of(batch));   // every fourth call steps
+///       if (result && result->stepped()) schedule.step();
+///     }
+///     accumulation.flush();
+///
+/// It has the calls of an Accumulation. Without a number of micro-batches, step() ends a window.
 ///
 /// Each micro-batch is unscaled and checked by itself, added to sums outside `.grad`, and ends an
 /// iteration of the scaler: the scale may change within a window, and growth_interval counts
-/// micro-batches. The device decides whether to keep one (with a disabled scaler, all are kept).
+/// micro-batches. The device decides whether to keep one; with a disabled scaler, all are kept.
 /// One that gives no parameter of the optimizer a gradient is dropped. The step uses the mean of
 /// the kept ones; if their sum is not finite, all are dropped. Costs one fp32 sum per parameter
-/// (fp64 for fp64 parameters), and one read in step() unless the optimizer is a ScaledStep.
+/// (fp64 for fp64 parameters), and one synchronisation in the step unless the optimizer is a
+/// ScaledStep.
 /// Gradients must be dense. Within a window the scaler cannot be saved, and parameters may be added
 /// to the optimizer but not removed or reshaped. Holds references to scaler and optimizer. One
 /// thread at a time.
 ///
-/// A call that fails leaves the window unchanged.
+/// A call that fails leaves the window unchanged. If it is the step in the last backward() of a
+/// window that fails, flush() tries it again and discard() drops the window.
 class SafeAccumulation {
  public:
-  /// Steps `optimizer` with what step() finds added up.
+  /// Steps `optimizer` when the program calls step().
   SafeAccumulation(GradScaler& scaler, torch::optim::Optimizer& optimizer)
       : scaler_(scaler),
         optimizer_(optimizer),
         window_(std::make_shared<detail::AccumulationWindow>()) {}
 
+  /// Steps `optimizer` once per `micro_batches` calls of backward(), dropped ones included. Error:
+  /// fewer than 1.
+  SafeAccumulation(GradScaler& scaler, torch::optim::Optimizer& optimizer, int64_t micro_batches)
+      : SafeAccumulation(scaler, optimizer) {
+    TORCH_CHECK_VALUE(micro_batches >= 1, "SafeAccumulation: micro_batches is ", micro_batches,
+                      ". It is 1 or more.");
+    micro_batches_ = micro_batches;
+  }
+
   SafeAccumulation(const SafeAccumulation&) = delete;
   SafeAccumulation& operator=(const SafeAccumulation&) = delete;
   SafeAccumulation(SafeAccumulation&&) = default;
   SafeAccumulation& operator=(SafeAccumulation&&) = delete;
-  /// Warns if a window is open: call step() or discard() first.
+  /// Warns if a window is open: call flush() or discard() first.
   ~SafeAccumulation();
 
   /// Called after each backward() with the gradients, still scaled, where it has put them: call
   /// MasterWeights::take_gradients() here.
   void before_unscale(std::function<void()> call) { before_unscale_ = std::move(call); }
 
-  /// Computes the gradients of `loss` and adds them, unless one holds an inf or a NaN. Clears the
-  /// parameters' gradients before and after; before, also those of a model under MasterWeights. If
-  /// update() throws, at a limit of the scaler, the micro-batch is not counted and the scaler
-  /// unchanged.
-  void backward(const at::Tensor& loss);
+  /// Called before each step, when the parameters' gradients hold the mean of the kept ones,
+  /// unscaled: clip them here, with or without naming the scaler.
+  void before_step(std::function<void()> call) { before_step_ = std::move(call); }
+
+  /// Computes the gradients of `loss` and adds them, unless one holds an inf or a NaN. The last
+  /// micro-batch of a window also steps, and returns the result. Clears the parameters' gradients
+  /// before and after; before, also those of a model under MasterWeights. If update() throws, at a
+  /// limit of the scaler, the micro-batch is not counted and the scaler is unchanged.
+  std::optional<SafeAccumulationResult> backward(const at::Tensor& loss);
+
+  /// Steps with an incomplete window, at the end of an epoch. Does nothing if none is pending.
+  std::optional<SafeAccumulationResult> flush();
 
   /// Steps with the mean of the kept gradients and begins a new window; skips the step if none was
-  /// kept. `before_step` is called when the parameters' gradients hold that mean, unscaled: clip
-  /// them here, with or without naming the scaler. Error, without a `before_step`: a clip since the
-  /// window's first micro-batch, which found no gradients. After an exception from `before_step` or
-  /// the optimizer's step the window is unchanged, and step() may be called again.
+  /// kept. Error: no micro-batch is pending. A `before_step` that is passed here is called in place
+  /// of the one that was set. Error, without either: a clip since the window's first micro-batch,
+  /// which found no gradients. After an exception from it or from the optimizer's step the window
+  /// is unchanged, and step() may be called again.
   SafeAccumulationResult step(const std::function<void()>& before_step = nullptr);
 
   /// Drops the sums, clears the parameters' gradients and those of a model under MasterWeights, and
@@ -217,9 +240,10 @@ class SafeAccumulation {
   torch::optim::Optimizer& optimizer_;
   detail::GradientSum sum_;
   std::shared_ptr<detail::AccumulationWindow> window_;  // the scaler looks at it
-  std::function<void()> before_unscale_;
-  uint64_t began_at_ = 0;  // the window
-  bool is_clear_ = false;  // the gradients were, when the last call returned
+  std::function<void()> before_unscale_, before_step_;
+  int64_t micro_batches_ = 0;  // of a window; 0: the program ends it
+  uint64_t began_at_ = 0;      // the window
+  bool is_clear_ = false;      // the gradients were, when the last call returned
   bool warned_ = false, warned_of_local_ = false;
 };
 

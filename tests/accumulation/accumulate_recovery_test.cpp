@@ -176,7 +176,7 @@ TEST(AccumulationMisuse, AWindowThatIsLeftOpenIsAWarning) {
   { SafeAccumulation(scaler, optimizer).backward(w.sum()); }
   EXPECT_THAT(warnings.text(),
               ::testing::EndsWith("\nSafeAccumulation: destroyed with 1 micro-batch(es) pending. "
-                                  "Call step() or discard() first.\n"));
+                                  "Call flush() or discard() first.\n"));
 }
 
 TEST(AccumulationAfterAnError, DropsAWindowToWhichHalfAMicroBatchWasAdded) {

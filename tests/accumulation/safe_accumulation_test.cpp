@@ -9,6 +9,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "support/expect_error.h"
@@ -91,6 +92,66 @@ TEST(SafeAccumulationAfterAnError, GoesOnAfterAProcessThatCouldNotAgree) {
   accumulation.backward((w * 2).sum());
   EXPECT_EQ(accumulation.step().kept(), 1);
   EXPECT_EQ(w.item<float>(), -2.F);
+}
+
+// The weight after each call, and whether the call has stepped, of either accumulation.
+template <typename Kind>
+std::vector<std::pair<float, bool>> steps_of() {
+  const at::Tensor w = zero();
+  auto optimizer = sgd({w});
+  GradScaler scaler({.init_scale = 4.});
+  Kind accumulation(scaler, optimizer, 2);
+  accumulation.before_step([&] { torchamp::clip_grad_norm_(optimizer, 4.); });
+  std::vector<std::pair<float, bool>> seen;
+  const auto note = [&](const auto& result) {
+    seen.emplace_back(w.item<float>(), result && result->stepped());
+  };
+  note(accumulation.flush());
+  for (const double gradient : {2., 4., 8., 16., 2.}) {
+    note(accumulation.backward((w * gradient).sum()));
+  }
+  accumulation.discard();
+  note(accumulation.flush());
+  EXPECT_EQ(accumulation.pending(), 0);
+  return seen;
+}
+
+TEST(SafeAccumulation, StepsWhereAnAccumulationDoes) {
+  EXPECT_EQ(steps_of<SafeAccumulation>(), steps_of<torchamp::Accumulation>());
+}
+
+TEST(SafeAccumulation, CountsDroppedMicroBatchesAndFlushesAnIncompleteWindow) {
+  const at::Tensor w = zero();
+  auto optimizer = sgd({w});
+  GradScaler scaler({.init_scale = 4.});
+  SafeAccumulation accumulation(scaler, optimizer, 3);
+  EXPECT_FALSE(accumulation.backward((w * 2).sum()));
+  EXPECT_FALSE(accumulation.backward((w * kInf).sum()));
+  const auto result = accumulation.backward((w * 4).sum());
+  ASSERT_TRUE(result);
+  EXPECT_EQ(result->kept(), 2);
+  EXPECT_EQ(result->dropped(), 1);
+  EXPECT_EQ(w.item<float>(), -3.F);
+  accumulation.backward((w * 5).sum());
+  const auto rest = accumulation.flush();
+  ASSERT_TRUE(rest);
+  EXPECT_EQ(rest->micro_batches(), 1);
+  EXPECT_EQ(w.item<float>(), -8.F) << "the mean of the kept ones, not a third";
+  EXPECT_ERROR(SafeAccumulation(scaler, optimizer, 0), "micro_batches is 0. It is 1 or more.");
+}
+
+TEST(SafeAccumulationAfterAnError, TakesNoMoreThanAWindow) {
+  const at::Tensor w = zero();
+  FailingSgd optimizer({w}, torch::optim::SGDOptions(1.));
+  optimizer.fails = true;
+  GradScaler scaler({.init_scale = 4.});
+  SafeAccumulation accumulation(scaler, optimizer, 2);
+  accumulation.backward((w * 2).sum());
+  EXPECT_THROW(accumulation.backward((w * 4).sum()), std::runtime_error);
+  EXPECT_ERROR(accumulation.backward((w * 100).sum()), "the step with 2 micro-batches has failed");
+  optimizer.fails = false;
+  EXPECT_EQ(accumulation.flush()->kept(), 2);
+  EXPECT_EQ(w.item<float>(), -3.F);
 }
 
 TEST(SafeAccumulation, DropsAWindowWhoseFiniteGradientsAddUpToAnInf) {

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "torchamp/accumulate.h"
@@ -23,11 +24,15 @@ namespace TORCHAMP_NAMESPACE {
 inline SafeAccumulation::~SafeAccumulation() {
   if (!window_ || window_->pending == 0) return;
   detail::warn("SafeAccumulation: destroyed with ", window_->pending,
-               " micro-batch(es) pending. Call step() or discard() first.");
+               " micro-batch(es) pending. Call flush() or discard() first.");
 }
 
-inline void SafeAccumulation::backward(const at::Tensor& loss) {
+inline std::optional<SafeAccumulationResult> SafeAccumulation::backward(const at::Tensor& loss) {
   check_ready("backward");
+  TORCH_CHECK(micro_batches_ == 0 || window_->pending < micro_batches_,
+              "SafeAccumulation::backward: the step with ", window_->pending,
+              " micro-batches has failed, so the window accepts no more. Call flush() to try the "
+              "step again, or discard() to drop the window.");
   detail::check_not_scaled_within(loss, "SafeAccumulation::backward",
                                   detail::ScalerParts::ledger(scaler_).scaled,
                                   detail::ScalerParts::ledger(scaler_).order);
@@ -61,16 +66,24 @@ inline void SafeAccumulation::backward(const at::Tensor& loss) {
   }
   detail::clear_gradients(optimizer_);
   is_clear_ = true;
+  if (window_->pending != micro_batches_) return std::nullopt;
+  return step();
+}
+
+inline std::optional<SafeAccumulationResult> SafeAccumulation::flush() {
+  if (window_->pending == 0) return std::nullopt;
+  return step();
 }
 
 inline SafeAccumulationResult SafeAccumulation::step(const std::function<void()>& before_step) {
+  const std::function<void()>& call = before_step ? before_step : before_step_;
   TORCH_CHECK(window_->pending > 0,
               "SafeAccumulation::step: there is no micro-batch. Call backward(loss) first.");
   check_ready("step");
-  TORCH_CHECK(before_step || !detail::PlainClips::any_in_vain_since(began_at_, optimizer_, false),
+  TORCH_CHECK(call || !detail::PlainClips::any_in_vain_since(began_at_, optimizer_, false),
               "SafeAccumulation::step: a clip before this call found no gradients, since the "
-              "sums are kept outside .grad. Clip in a function passed to step(): step([&] { "
-              "clip_grad_norm_(optimizer, 1.); }).");
+              "sums are kept outside .grad. Clip in a function passed to before_step() or step(): "
+              "step([&] { clip_grad_norm_(optimizer, 1.); }).");
   warn_of_others("step");
   detail::clear_gradients(optimizer_);  // a step that has failed may have left its own
   is_clear_ = false;
@@ -83,7 +96,7 @@ inline SafeAccumulationResult SafeAccumulation::step(const std::function<void()>
                           sum_.any());
   }
   try {
-    if (before_step) before_step();
+    if (call) call();
     if (scaler_.is_enabled() || sum_.any()) {
       const at::Tensor found_inf = scaler_.step(optimizer_).found_inf();
       const detail::InternalOps guard;
