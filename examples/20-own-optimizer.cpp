@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A custom optimizer that a GradScaler steps without reading the device: it gets the scale and
+// A custom optimizer that a GradScaler steps without synchronising: it gets the scale and
 // the overflow flag as tensors, and decides with torch::where().
 #include <torch/torch.h>
 #include <torchamp/scaled_step.h>

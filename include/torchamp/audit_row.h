@@ -15,7 +15,7 @@ namespace TORCHAMP_NAMESPACE {
 struct AuditRow {
   /// Dotted name; empty if no module is known.
   std::string module{};
-  /// With its overload, as in a Policy: "softmax.int".
+  /// With its overload, like in a Policy: "softmax.int".
   std::string op{};
   /// Calls per step.
   int64_t calls = 0;

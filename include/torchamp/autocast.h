@@ -68,11 +68,11 @@ struct AutocastOptions {
 /// The environment variable TORCHAMP_POLICY, read by the first guard, overrides all guards: `off`,
 /// `standard`, `torch` or `file:PATH`, a file of to_text() or save_policy(), whose rules for
 /// modules are ignored and in which an fp8 rule is an error. `file:` needs torchamp/policy_text.h
-/// in one source file. Never reads the device.
+/// in one source file. Never synchronises.
 ///
 /// A region of a missing device (CUDA without a CUDA device, MPS in a LibTorch built without it) or
 /// with a dtype that the device's autocast does not support (fp32 on a CPU) warns once per program
-/// and casts nothing, as in torch.autocast. Errors, without a change of state: a device type
+/// and casts nothing, like torch.autocast. Errors, without a change of state: a device type
 /// without autocast; a dtype that is not floating-point, also with {.enabled = false}. Source:
 /// torch/amp/autocast_mode.py.
 class AutocastGuard {

@@ -52,7 +52,7 @@ class NoCastCache {
 ///     });
 ///
 /// LibTorch's own at::ThreadLocalState carries all of it except the cache flag, and also the grad
-/// mode and more; where it is used, this class is not needed. Never reads a device.
+/// mode and more; where it is used, this class is not needed. Never synchronises.
 class AutocastState {
  public:
   /// Takes a copy of the calling thread's state.
@@ -98,7 +98,7 @@ class AutocastState {
 };
 
 /// A region of the calling thread under a captured AutocastState. Restores the previous state; the
-/// end of the outermost region drops the cached casts of weights, as with AutocastGuard. If another
+/// end of the outermost region drops the cached casts of weights, like an AutocastGuard. If another
 /// thread destroys it, it warns and leaves all state unchanged.
 class AutocastStateGuard {
  public:

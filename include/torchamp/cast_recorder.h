@@ -34,7 +34,7 @@ class CastReport {
     bool backward = false;
     /// Dotted name, or empty where no module is known.
     std::string module;
-    /// With its overload, as in a Policy: "add.Tensor". A cast that the program itself makes has
+    /// With its overload, like in a Policy: "add.Tensor". A cast that the program itself makes has
     /// its own row, "to.dtype"; the backward of a cast is "ToCopyBackward0".
     std::string op;
     /// Number of the program's calls, by the dtype of the first floating-point result.
@@ -104,7 +104,7 @@ std::ostream& operator<<(std::ostream& out, const CastReport& report);
 /// memory that grows with their number: record a few steps.
 ///
 /// The thread that made a recorder must destroy it; another one warns and leaves the callback
-/// registered. Never reads a device.
+/// registered. Never synchronises.
 ///
 /// Errors: more than 32 recorders, searches (first_non_finite_op) and captures (CudaGraph) at once;
 /// a static object's destructor, where the thread has recorded before.

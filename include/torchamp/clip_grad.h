@@ -27,8 +27,8 @@
 ///
 /// Clips gradients as torch.nn.utils.clip_grad_norm_ and clip_grad_value_ do. None of these
 /// functions reads a device, and the number of kernels (apart from those within ATen's own) does
-/// not grow with the number of gradients. (If some gradients are on the host and others on a
-/// device, the host waits for the norm.) Parameters without a gradient are ignored; a gradient
+/// not grow with the number of gradients. If some gradients are on the host and others on a
+/// device, the host waits for the norm. Parameters without a gradient are ignored; a gradient
 /// given twice counts once. The norm of shards of ShardedMasterWeights is that of all processes,
 /// which call it together.
 ///
@@ -83,7 +83,7 @@ inline void check_limit(const char* limit, double value) {
   TORCHAMP_CHECK_VALUE(value >= 0., limit, " is ", value, ". It must be 0 or more.");
 }
 
-/// The factor for the gradients; not finite if the norm is not, as in PyTorch.
+/// The factor for the gradients; not finite if the norm is not, like PyTorch's.
 inline at::Tensor clip_coefficient(const at::Tensor& norm, double max_norm) {
   return norm.add(1e-6).reciprocal_().mul_(max_norm).clamp_max_(1.);
 }
@@ -103,9 +103,9 @@ inline void multiply(const std::vector<GradientBatch>& batches, const at::Tensor
 
 // Note [One read for norm and check]
 // A norm of a positive order, and the divisor made from it, is not finite if a gradient is not. So
-// if a clip is left to a step that a GradScaler makes, the scaler checks these two numbers instead
-// of the gradients. (On the host it also checks the gradients if the number is not finite: there a
-// step is made whenever all gradients are finite.)
+// if a clip is left to a step of a GradScaler, the scaler checks these two numbers instead
+// of the gradients. On the host it also checks the gradients if the number is not finite: there a
+// step is taken whenever all gradients are finite.
 
 /// `scale`: that of the gradients; undefined for 1.
 inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor& scale,
@@ -164,12 +164,12 @@ inline void check_not_stepped(const char* call, const GradScaler& scaler,
 
 /// Multiplies the gradients of `params` (a vector, a list in braces, or one tensor) in place by
 /// min(1, max_norm / (norm + 1e-6)), where norm is the `norm_type`-norm of all of them as one
-/// vector (2., 1., infinity, any other number; 0. counts the gradients that are not all zero, as in
+/// vector (2., 1., infinity, any other number; 0. counts the gradients that are not all zero, like
 /// PyTorch).
 ///
 /// Returns the norm before clipping: a 0-dim tensor in fp32, or fp64 if a gradient is, on the first
 /// gradient's device; 0 without gradients. If it is inf or NaN, the gradients become inf, NaN or 0,
-/// as in PyTorch. Errors: a negative max_norm; gradients that are neither strided nor sparse COO,
+/// like in PyTorch. Errors: a negative max_norm; gradients that are neither strided nor sparse COO,
 /// or that are expanded.
 inline at::Tensor clip_grad_norm_(at::TensorList params, double max_norm, double norm_type = 2.) {
   detail::check_limit("clip_grad_norm_: max_norm", max_norm);

@@ -48,8 +48,8 @@ namespace detail {
 /// Abandons an optimizer's step; caught by GradScaler::step.
 struct StepAbandoned : std::exception {};
 
-/// A copy of an optimizer's parameters and state, which can be restored in place. (Of a fused
-/// optimizer, whose step changes nothing if it throws, only the parameters.)
+/// A copy of an optimizer's parameters and state, which can be restored in place. Of a fused
+/// optimizer, whose step changes nothing if it throws, only the parameters.
 class OptimizerSnapshot {
  public:
   explicit OptimizerSnapshot(torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {

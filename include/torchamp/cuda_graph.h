@@ -44,7 +44,7 @@ struct CudaGraphOptions {
   using Graph = CudaGraph;  ///< made with these options
 
   /// Iterations that run eagerly before the capture; at least 1. They create the scale, the
-  /// optimizer's state and workspaces; the last one is searched for host reads.
+  /// optimizer's state and workspaces; the last one is searched for calls that synchronise.
   int64_t warmup = 3;
   /// False: each call runs the iteration eagerly, on any device.
   bool enabled = true;
@@ -77,7 +77,7 @@ struct CudaGraphOptions {
 /// Every call is one iteration. The first `warmup` calls run eagerly, on a separate stream; the
 /// next one captures the body, which is its last call, and replays; from then on a call only copies
 /// the inputs and replays. The device handles overflow, skipped steps and the scale's growth
-/// exactly as in eager iterations.
+/// exactly like in eager iterations.
 ///
 /// A replay runs no host code: what the body does on the host (counting, printing, choosing a
 /// branch) happens for the last time in the capture. Learning rates may change at any time;
@@ -90,7 +90,7 @@ struct CudaGraphOptions {
 /// (torchamp's fused ones). Make the guard inside the body. Random numbers (dropout) continue from
 /// replay to replay.
 ///
-/// Threads: one call at a time, with the same current stream. Never reads the device. The capture
+/// Threads: one call at a time, with the same current stream. Never synchronises. The capture
 /// waits for it; a replay waits only for much earlier replays, when the host is so far ahead that
 /// the scale could have fallen below 1 meanwhile (16 replays at a scale of 65536). A step captured
 /// for a scale from 1 to 2^32 is captured again if the scale leaves that range, where more must be
@@ -107,7 +107,7 @@ struct CudaGraphOptions {
 /// Errors at construction: an ordinary optimizer; parameters on several devices or on one without
 /// graphs (a CPU, say); more graphs alive than LibTorch has streams per device (64 with CUDA). In
 /// the first warm-up iteration: a body with DistributedDataParallel, or with a checkpoint() that
-/// keeps the random state. In the last one, which still runs as usual: a body that reads the device
+/// keeps the random state. In the last one, which still runs as usual: a body that synchronises
 /// (with the op's name). In any call: inputs that do not fit, which change nothing. A capture that
 /// fails (for lack of memory with c10::OutOfMemoryError) leaves weights, optimizer and scale
 /// unchanged, and the next call captures again; after an error between unscale_ and update, first

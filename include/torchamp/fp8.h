@@ -4,7 +4,7 @@
 /// @file
 /// @brief Policy::fp8: matrix products in fp8.
 ///
-/// A CPU emulates a GPU's products, to rehearse a run. Operands and scales are equal bit for bit.
+/// A CPU emulates a GPU's products, to rehearse a run. Operands and scales are bitwise equal.
 /// Results are equal where a sum needs at most 14 bits (small integers). Otherwise an element
 /// differs by the rounding of the result, and by up to K * 2^-12 of the largest of the K products
 /// that it sums, because a GPU's fp8 units keep some 14 bits of each and a CPU 24.

@@ -35,8 +35,8 @@ enum class Fp8Recipe : std::uint8_t {
 struct Fp8Options {
   /// How operands are scaled and rounded.
   Fp8Recipe recipe = Fp8Recipe::tensorwise;
-  /// Whether `nvfp4` rounds gradients stochastically instead of to nearest. (False is
-  /// `round_to_nearest` in a policy's text; the other recipes always round to nearest.)
+  /// Whether `nvfp4` rounds gradients stochastically instead of to nearest. False is
+  /// `round_to_nearest` in a policy's text; the other recipes always round to nearest.
   bool stochastic_rounding = true;
   /// Whether a device without fp8 products for this recipe, or without them in this dtype (rowwise
   /// in fp16 on a GPU), is an error at the guard (for a module's policy, at its forward). Otherwise

@@ -47,10 +47,9 @@ struct ScalerArchive {
 ///
 ///     if (!scaler.step(optimizer)) std::cout << "skipped\n";
 ///
-/// A question is answered from what the host knows, or else by one read of the device, which waits
-/// for it; the answer is remembered. A result that is never queried costs nothing. The answers are
-/// those of the step, whatever update() did since. Copies share them. Not for use by several
-/// threads at once.
+/// A query uses what the host knows, and otherwise synchronises with the device once; the answer is
+/// remembered. A result that is never queried costs nothing. The answers are those of the step,
+/// whatever update() did since. Copies share them. Not for use by several threads at once.
 class StepResult {
  public:
   /// Whether the optimizer stepped. False: a gradient held an inf or a NaN, or there was no
@@ -60,7 +59,7 @@ class StepResult {
   explicit operator bool() const { return stepped(); }
 
   /// The overflow flag where it lies, to decide by it on the device: 0-dim fp32, non-zero if the
-  /// step was skipped for an inf or a NaN. Undefined for a disabled scaler. Never reads.
+  /// step was skipped for an inf or a NaN. Undefined for a disabled scaler. Never synchronises.
   at::Tensor found_inf() const { return record_->found_inf.tensor; }
 
   /// What the gradients were scaled by; 1 for a disabled scaler.
@@ -73,10 +72,10 @@ class StepResult {
     return static_cast<int64_t>(record_->skips.read()) + (bad ? 1 : 0);
   }
 
-  /// False if none of the optimizer's parameters had a gradient. Never reads.
+  /// False if none of the optimizer's parameters had a gradient. Never synchronises.
   bool had_gradients() const { return record_->had_gradients; }
 
-  /// If there was none: every parameter, with the reason. Never reads.
+  /// If there was none: every parameter, with the reason. Never synchronises.
   const std::vector<MissingGradient>& missing_gradients() const { return record_->missing; }
 
   /// What the optimizer's step returned: undefined in general, and if it did not step; with a
@@ -106,9 +105,9 @@ class StepResult {
 ///     scaler.step(optimizer);
 ///     scaler.update();
 ///
-/// Reads of the device: step() makes one, for any number of parameters, groups and devices; none
-/// with an optimizer that implements ScaledStep (such as FusedAdam). Other calls make none, unless
-/// they say so. The numbers of kernels and reads do not grow with the number of parameters.
+/// step() synchronises once, for any number of parameters, groups and devices. With an optimizer
+/// that implements ScaledStep, such as FusedAdam, it does not. Other calls do not either, unless
+/// they say so. The number of kernels does not grow with the number of parameters.
 ///
 /// Errors are c10::Error; a call that fails leaves the scaler unchanged. One thread at a time.
 class GradScaler {
@@ -121,7 +120,7 @@ class GradScaler {
   GradScaler& operator=(const GradScaler&) = delete;
   /// Takes over the state of the other one, which may then only be assigned to or destroyed.
   GradScaler(GradScaler&&) noexcept;
-  /// As the move constructor.
+  /// Like the move constructor.
   GradScaler& operator=(GradScaler&&) noexcept;
   ~GradScaler();
 
@@ -165,7 +164,7 @@ class GradScaler {
   /// is above its floor (not if the loss itself is bad and forgives_bad_losses is set). If that
   /// fails, the step is skipped: parameters and optimizer state are restored (except state tensors
   /// that an optimizer which is not LibTorch's changes in place). Meanwhile parameters and state
-  /// are copied (not a FusedOptimizer's state). Reads the device once per evaluation. Needs
+  /// are copied (not a FusedOptimizer's state). Synchronises once per evaluation. Needs
   /// torchamp/closure_step.h, see Note [A step with a closure] there.
   template <class AnyScaler = GradScaler>
   StepResult step(torch::optim::Optimizer& optimizer,
@@ -193,12 +192,12 @@ class GradScaler {
   /// nearest limit.
   void update(const at::Tensor& new_scale);
 
-  /// The scale; 1 if disabled. Reads the device only if the host does not know it, that is, after a
+  /// The scale; 1 if disabled. Synchronises only if the host does not know it, that is, after a
   /// fused optimizer's step on a GPU.
   double get_scale() const;
 
   /// The scale on its device: 0-dim fp32, changed in place by update(); do not write to it.
-  /// Undefined before the first scale() and if disabled. Never reads.
+  /// Undefined before the first scale() and if disabled. Never synchronises.
   at::Tensor scale_tensor() const;
 
   /// Number of consecutive bad iterations up to the last update(). Reads as get_scale.
@@ -212,7 +211,7 @@ class GradScaler {
 
   /// Whether `optimizer`'s gradients held an inf or a NaN when they were unscaled in this
   /// iteration, as agreed with the other processes: 0-dim fp32, 0 or 1, on the scale's device.
-  /// Undefined if they were not unscaled, or if disabled. Never reads.
+  /// Undefined if they were not unscaled, or if disabled. Never synchronises.
   at::Tensor found_inf(const torch::optim::Optimizer& optimizer);
 
   /// The factor by which the scale grows.

@@ -145,13 +145,13 @@ struct GradScalerOptions {
   /// process's loss is not another's. A step with a closure is then skipped without another
   /// evaluation. A program that leaves an iteration without update() must call discard(); otherwise
   /// its bad loss counts for the next one. Costs a small kernel per scale() and some per update();
-  /// reads nothing (except in a bad step with a closure). Needs torchamp/predictive_scale.h.
+  /// does not synchronise, except in a bad step with a closure. Needs torchamp/predictive_scale.h.
   detail::PredictiveSetting forgives_bad_losses{};
 
   /// For follows_gradients with agree_found_inf: called at the same times, with the largest
   /// magnitude of this process's scaled gradients (0-dim fp32). It must leave the maximum over all
   /// processes there, in place or as another tensor, so their scales stay equal;
-  /// found_inf_agreement() gives such a function, too.
+  /// found_inf_agreement() also gives such a function.
   std::function<void(at::Tensor& largest)> agree_largest = nullptr;
 
   /// True: step() checks the gradients again after unscale_, clipping and changes by the program,
@@ -195,20 +195,20 @@ struct GradScalerOptions {
   /// variance of its logarithm and its latest value. So the scale need not grow slowly, and almost
   /// no step is skipped to find it. Serves fp16 gradients, and fp32 gradients behind fp16 layers.
   /// While all gradients are 0, the scale grows as torch.amp's does. Over several processes set
-  /// both agree_found_inf and agree_largest. The device decides, without a read: the check for infs
-  /// yields the largest magnitude. (Where unscale_ divides the gradients, that check is a separate
-  /// pass.) A batch of NaNs counts as an overflow, but not as information about the gradients: a
-  /// run of them costs a factor of 2 or 4 (in the first hundred iterations, up to 2^5), from the
-  /// second good iteration until growth_interval iterations were good. If batches of NaNs are more
-  /// frequent, set forgives_bad_losses: then each costs only its own step. Needs
+  /// both agree_found_inf and agree_largest. The device decides without synchronising: the check
+  /// for infs yields the largest magnitude. Where unscale_ divides the gradients, that check is a
+  /// separate pass. A batch of NaNs counts as an overflow, but not as information about the
+  /// gradients: a run of them costs a factor of 2 or 4 (in the first hundred iterations, up to
+  /// 2^5), from the second good iteration until growth_interval iterations were good. If batches of
+  /// NaNs are more frequent, set forgives_bad_losses: then each costs only its own step. Needs
   /// torchamp/predictive_scale.h.
   template <class Options = GradScalerOptions>
   static Options predictive() {
     return Options{.max_scale = 0x1p32, .follows_gradients = true};
   }
 
-  /// For bf16 and fp32: the scale stays 1; steps with an inf or a NaN are skipped. (Loading another
-  /// scaler's state loads its scale; update(1.) resets it.)
+  /// For bf16 and fp32: the scale stays 1; steps with an inf or a NaN are skipped. Loading another
+  /// scaler's state loads its scale; update(1.) resets it.
   static GradScalerOptions skip_non_finite() { return {.init_scale = 1., .dynamic = false}; }
 
   /// A scale that only update(new_scale) changes.

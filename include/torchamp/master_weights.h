@@ -157,13 +157,13 @@ struct MasterWeightsOptions {
 /// steps both halves, in chunks of bounded size, with the results of full masters for the same
 /// gradients; its state is fp32. copy_to_model() is not needed. Any other optimizer is an error: in
 /// GradScaler::step and unscale_, or, without a scaler, in copy_to_model() or the next
-/// take_gradients(). (LibTorch's SGD is detected by its call of the weights' data(). A program that
+/// take_gradients(). LibTorch's SGD is detected by its call of the weights' data(). A program that
 /// calls it between take_gradients() and dropping the gradients without a step must drop them by
-/// zero_grad() here, or the fused optimizer's.) Writing to the weights is an error, too. A model
+/// zero_grad() here, or the fused optimizer's. Writing to the weights is also an error. A model
 /// that is cloned, moved or cast later has rounded weights and no masters.
 ///
 /// With `.main_gradients` backward() does the work of take_gradients(), one gradient at a time, and
-/// has its errors. (The program's own hook on a weight still sees the 16-bit gradient.)
+/// has its errors. The program's own hook on a weight still sees the 16-bit gradient.
 ///
 /// Reads no device except in load() and keep(). One thread at a time.
 class MasterWeights final : public detail::MastersOfModel {
@@ -198,13 +198,13 @@ class MasterWeights final : public detail::MastersOfModel {
   /// before_unscale() of an Accumulation. Two passes over all parameters (one if the masters have
   /// no gradients yet). An error if the optimizer has changed the masters since the last
   /// copy_to_model() (with LibTorch's own SGD, whose writes autograd does not see, only if a
-  /// GradScaler made the step). Warns once if a fused optimizer's zero_grad() was called between
+  /// GradScaler took the step). Warns once if a fused optimizer's zero_grad() was called between
   /// two backward passes with these gradients. Does nothing with `.main_gradients`.
   inline void take_gradients() override;
 
   /// Clears the gradients of the model and of parameters(). Call it before backward() instead of
   /// the optimizer's zero_grad(), which does not clear the model's, and after an exception between
-  /// backward() and take_gradients(). (Accumulation::discard() calls it, too.)
+  /// backward() and take_gradients(). Accumulation::discard() also calls it.
   void zero_grad();
 
   /// After the optimizer's step, taken or skipped: copies the masters to the model, rounded to 16
@@ -215,8 +215,8 @@ class MasterWeights final : public detail::MastersOfModel {
   inline void copy_to_model() override;
 
   /// For torch::save(masters, path): writes what torch::save(model, path) writes, with the masters'
-  /// fp32 values. A plain fp32 model reads it with torch::load. (It does not call an override of
-  /// save() in a module of the model.) With a `dtype` after the archive, weights that the model
+  /// fp32 values. A plain fp32 model reads it with torch::load. It does not call an override of
+  /// save() in a module of the model. With a `dtype` after the archive, weights that the model
   /// keeps in 16 bits are written in that dtype, the others and buffers unchanged. torch::load
   /// takes such a file as being in the dtypes of the model: read it into a model of the same
   /// dtypes.
@@ -225,7 +225,7 @@ class MasterWeights final : public detail::MastersOfModel {
   /// For torch::load(masters, path): fills masters and model, in place, from a file of save(), or
   /// of torch::save of such a model, in any dtype. All or nothing. Errors include a file with more
   /// weights than the model, and a buffer or frozen weight whose elements share memory. Until it
-  /// returns, a copy of the weights is on the host, for which it reads the device.
+  /// returns, a copy of the weights is on the host, for which it synchronises.
   inline void load(torch::serialize::InputArchive& archive) override;
 
   /// For TrainingCheckpoint: returns a function that restores the present weights from a copy on

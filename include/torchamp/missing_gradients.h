@@ -35,7 +35,7 @@ struct MissingGradient {
 
 /// The parameters of `optimizer` without a gradient, in order. `loss_device` is the loss's device:
 /// a parameter elsewhere was probably moved, or its model was, after the optimizer was made. Never
-/// reads the device.
+/// synchronises.
 inline std::vector<MissingGradient> missing_gradients(const torch::optim::Optimizer& optimizer,
                                                       std::optional<at::Device> loss_device = {}) {
   using Reason = MissingGradient::Reason;

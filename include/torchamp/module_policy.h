@@ -41,9 +41,9 @@ namespace TORCHAMP_NAMESPACE {
 ///     head = register_module("head", torchamp::WithPolicy<torch::nn::Linear>(64, 10));
 ///
 /// In all else it is a `Holder`: constructors, members, parameter names, checkpoints, printing,
-/// `module->as<torch::nn::Linear>()`. Without a policy, forward costs some nanoseconds more. (C++
+/// `module->as<torch::nn::Linear>()`. Without a policy, forward costs some nanoseconds more. C++
 /// modules have no forward hooks and call each other's forward directly, so this type is needed,
-/// except for entries of a torch::nn::Sequential.)
+/// except for entries of a torch::nn::Sequential.
 ///
 /// If forward has default arguments (LSTM, GRU, MultiheadAttention), a WithPolicy cannot be an
 /// entry of a Sequential, which requires one signature: use the `Holder` there. clone() returns a
@@ -86,8 +86,8 @@ class WithPolicy
 /// whatever calls it. Sequential::at<Type>(i), which requires the exact type, no longer finds an
 /// entry with a policy; `sequential[i]->as<Type>()` does.
 ///
-/// The environment variable TORCHAMP_POLICY overrides module policies, too. A value: threads may
-/// use copies concurrently. Never reads a device.
+/// The environment variable TORCHAMP_POLICY also overrides module policies. A value: threads may
+/// use copies concurrently. Never synchronises.
 class ModulePolicies {
  public:
   ModulePolicies() = default;

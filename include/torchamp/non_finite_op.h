@@ -29,8 +29,8 @@ struct NonFiniteOp {
   std::string forward_op;  ///< in backward: the op whose gradient it computes
   /// Parameters, or views of them, among the inputs of the op (in backward: of forward_op).
   std::vector<std::string> parameters;
-  /// False: an input (data or a parameter) was already inf or NaN. (Infs that the program made on
-  /// purpose, from which the op made NaNs, do not count.)
+  /// False: an input (data or a parameter) was already inf or NaN. Infs that the program made on
+  /// purpose, from which the op made NaNs, do not count.
   bool inputs_were_finite = true;
   /// Dtype, shape and largest absolute value of each tensor; for one with infs or NaNs their
   /// number, and its name if it is a parameter.
@@ -59,16 +59,16 @@ std::optional<NonFiniteOp> find_non_finite_op(const std::function<void()>& forwa
 /// Only ops that the program calls count, not those that these call. Infs that the program makes on
 /// purpose (a mask filled with -inf) and uninitialised memory do not count. Infs and NaNs from
 /// before the run (a mask, the data, a parameter) count if a gradient, or without backward() a
-/// result, is computed from them; a mask that ends in a softmax does not. Reads the device several
-/// times per op, so it is slow; gradients accumulate as in `forward_and_backward`. Not checked: ops
-/// on threads other than the caller's and autograd's, nested tensors, and dtypes for which LibTorch
-/// has no functions, such as fp4.
+/// result, is computed from them; a mask that ends in a softmax does not. Synchronises several
+/// times per op, so it is slow; gradients accumulate like in `forward_and_backward`. Not checked:
+/// ops on threads other than the caller's and autograd's, nested tensors, and dtypes for which
+/// LibTorch has no functions, such as fp4.
 ///
 /// Errors: whatever `forward_and_backward` throws; an empty function; an owner that is a null
 /// pointer or an empty holder.
 ///
-/// Parameters are named as in `owner`: a module or an optimizer, any pointer to one, or a module
-/// holder; or a range of pairs of a name and a parameter. nullptr for no names.
+/// Parameters have the names that they have in `owner`: a module or an optimizer, any pointer to
+/// one, or a module holder; or a range of pairs of a name and a parameter. nullptr for no names.
 template <class Owner = std::nullptr_t>
 std::optional<NonFiniteOp> first_non_finite_op(const std::function<void()>& forward_and_backward,
                                                const Owner& owner = nullptr) {

@@ -212,7 +212,7 @@ inline constexpr std::string_view interpolation_ops[] = {
     "upsample_trilinear3d"sv, "upsample_bicubic2d"sv, "_upsample_bicubic2d_aa"sv, "grid_sampler"sv};
 // clang-format on
 
-/// (The concepts of <ranges> check the same and take ten times as long to compile.)
+/// The concepts of <ranges> check the same and take ten times as long to compile.
 template <class Names>
 concept is_range_of_names = requires(Names& names) {
   std::string_view(*std::begin(names));
@@ -234,7 +234,7 @@ inline constexpr OpFamily conv{"conv", detail::conv_ops};
 /// `linear`, which scripts and torch::linear call; not torch::nn::Linear.
 inline constexpr OpFamily linear{"linear", detail::linear_ops};
 /// Products with a matrix, which can be in fp8: `linear`, `addmm`, `mm`, `matmul`. What
-/// torch::nn::Linear calls is among them. All are in other families, too.
+/// torch::nn::Linear calls is among them. All are also in other families.
 inline constexpr OpFamily dense{"dense", detail::dense_ops};
 /// Scaled dot-product and multi-head attention.
 inline constexpr OpFamily attention{"attention", detail::attention_ops};

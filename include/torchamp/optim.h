@@ -19,7 +19,7 @@
 #include "torchamp/version.h"
 
 /// @file
-/// @brief Fused optimizers that never read the device: Adam, AdamW, SGD, Adagrad.
+/// @brief Fused optimizers that never synchronise: Adam, AdamW, SGD, Adagrad.
 ///
 /// Optimizers over ATen's fused kernels. Each takes the options of LibTorch's own optimizer,
 /// computes the same steps (within rounding), stores its state in LibTorch's types, and reads and
@@ -27,11 +27,11 @@
 ///
 ///     torchamp::FusedAdam optimizer(model->parameters(), torch::optim::AdamOptions(1e-3));
 ///     …
-///     scaler.step(optimizer);  // reads nothing
+///     scaler.step(optimizer);  // does not synchronise
 ///
 /// A step is one call per group, device and dtype, for any number of parameters. The state is on
 /// the parameters' device in their dtype. LibTorch's schedulers, groups with their own options,
-/// gradients that appear later, and closures work as with LibTorch's.
+/// gradients that appear later, and closures work like with LibTorch's.
 ///
 /// Parameters are fp32, fp64, fp16 or bf16, dense in memory, each in the optimizer once; gradients
 /// are dense. Otherwise step() throws and changes nothing.
@@ -43,7 +43,7 @@
 namespace TORCHAMP_NAMESPACE {
 
 /// Base of the fused optimizers: all parameters of a group, device and dtype step together, and the
-/// device decides whether to take a step. step() and step_scaled() never read the device. One
+/// device decides whether to take a step. step() and step_scaled() never synchronise. One
 /// thread at a time.
 class FusedOptimizer : public torch::optim::Optimizer, public detail::DefersClips {
  public:
@@ -51,11 +51,11 @@ class FusedOptimizer : public torch::optim::Optimizer, public detail::DefersClip
   FusedOptimizer(FusedOptimizer&&) = default;
   FusedOptimizer& operator=(FusedOptimizer&&) = default;
 
-  /// As torch::optim::Optimizer::step: runs the closure, if any, with gradients enabled, steps, and
-  /// returns the closure's value or an undefined tensor.
+  /// Like torch::optim::Optimizer::step: runs the closure, if any, with gradients enabled, steps,
+  /// and returns the closure's value or an undefined tensor.
   TORCHAMP_BODY at::Tensor step(LossClosure closure = nullptr) override;
 
-  /// As ScaledStep::step_scaled. Your own class overrides step_fused() instead.
+  /// Like ScaledStep::step_scaled. Your own class overrides step_fused() instead.
   TORCHAMP_BODY at::Tensor step_scaled(const at::Tensor& grad_scale,
                                        const at::Tensor& found_inf) final;
 
@@ -64,13 +64,13 @@ class FusedOptimizer : public torch::optim::Optimizer, public detail::DefersClip
 
   /// From now on each step, taken or skipped, ends by dropping the gradients (set to none, as by
   /// zero_grad()). To inspect them, also with an overflow_report(), call unscale_ and do so before
-  /// the step. Never reads the device.
+  /// the step. Never synchronises.
   void drop_gradients_after_step(bool drop = true) { drops_gradients_ = drop; }
 
   /// Whether each step drops its gradients.
   bool drops_gradients_after_step() const { return drops_gradients_; }
 
-  /// As torch::optim::Optimizer::add_param_group. Errors: as of the constructor.
+  /// Like torch::optim::Optimizer::add_param_group, with the constructor's errors.
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
     check_group(group, param_groups_.size());
     Optimizer::add_param_group(group);
@@ -83,11 +83,11 @@ class FusedOptimizer : public torch::optim::Optimizer, public detail::DefersClip
   /// step throws if gradients were written to, replaced, added or partly dropped. If all are gone,
   /// the divisor is forgotten if this thread has run a forward pass since (or this class's
   /// zero_grad()); otherwise the step throws; see Note [What was clipped is what is stepped]. Never
-  /// reads the device.
+  /// synchronises.
   void divide_next_step(const at::Tensor& divisor);
 
   /// The divisor for the next step; undefined if there is none. An error if it was set for other
-  /// gradients than the present ones. Never reads the device.
+  /// gradients than the present ones. Never synchronises.
   at::Tensor next_step_divisor() const;
 
   /// The same, and removes it; one for other gradients than the present ones is forgotten.
@@ -149,7 +149,7 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
   /// every step was skipped may lack one. First updates their step counts, which are on the device:
   /// reads it if a step since then may have been skipped. The states may be changed: the next step
   /// starts from them. (state() of a torch::optim::Optimizer& returns them without this update.
-  /// They may be changed there, too; a count is taken from there if it, or the whole state, was
+  /// They may also be changed there; a count is taken from there if it, or the whole state, was
   /// changed.)
   detail::ParamStates& state();
   /// The same, read-only.
@@ -158,7 +158,7 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
     return state_;
   }
 
-  /// Writes what LibTorch's own optimizer writes, for either to load. Reads the device.
+  /// Writes what LibTorch's own optimizer writes, for either to load. Synchronises.
   void save(torch::serialize::OutputArchive& archive) const override;
 
   /// Reads what save() or LibTorch's own optimizer wrote, and replaces all state; the next step

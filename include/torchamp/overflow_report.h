@@ -139,13 +139,13 @@ OverflowReport overflow_report_of(const NamedParameters& named,
 }
 
 /// Reports which gradients of a module (including submodules) or an optimizer hold infs or NaNs,
-/// how many, and the largest finite value; of a module, which buffers do, too. Call it after a
+/// how many, and the largest finite value; of a module, also which buffers do. Call it after a
 /// skipped step, before the gradients are cleared:
 ///
 ///     if (!scaler.step(optimizer)) std::cout << torchamp::overflow_report(model);
 ///
-/// A module's parameters are named as in the module, an optimizer's by position. `owner` is a
-/// module or optimizer, any pointer to one, or a module holder; a null one is an error. Makes one
+/// A module's parameters have their names in the module, an optimizer's their positions. `owner` is
+/// a module or optimizer, any pointer to one, or a module holder; a null one is an error. Makes one
 /// pass over the gradients and buffers, does not change them, and reads each device once.
 template <class Owner>
 OverflowReport overflow_report(const Owner& owner) {

@@ -57,7 +57,7 @@ class Policy {
   /// (oneDNN's bf16 ones need avx512), LSTMs, GRUs and RNNs run in fp32, with one warning.
   static Policy standard();
 
-  /// LibTorch's own lists for each device, bit for bit.
+  /// LibTorch's own lists for each device, exactly.
   static Policy torch();
 
   /// Sets the rule of the named ops, always or when `when` holds. A name without overload means all
@@ -104,7 +104,7 @@ class Policy {
   /// counts. In an fp32 region the rule has no effect. An inf or NaN in an operand turns all
   /// results that use its scale into NaN: under `tensorwise` and `nvfp4` the whole result. Asking
   /// for a second derivative is an error. A region that ends without a single product in fp8 warns
-  /// once, and names the products that it has called. Never reads the device. Keeps no statistics
+  /// once, and names the products that it has called. Never synchronises. Keeps no statistics
   /// between calls; 8-bit forms of parameters are cached as casts of weights are (see
   /// AutocastOptions::cache).
   ///

@@ -47,7 +47,7 @@ struct LoadedPolicies {
 ///     module head
 ///     fp32: addmm
 ///
-/// NAME is a name or pattern as in ModulePolicies. A module's part that begins with `policy
+/// NAME is a name or pattern of ModulePolicies. A module's part that begins with `policy
 /// standard` or `policy torch` does not inherit the rules before the modules. `#` starts a comment.
 /// Errors name the file, the line (or module) and the reason.
 inline LoadedPolicies load_policies(const std::string& path) {

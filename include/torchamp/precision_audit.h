@@ -43,9 +43,9 @@ struct PrecisionAuditOptions {
 /// Limits for PrecisionAudit::policy().
 struct AuditBudget {
   /// The largest error of the gradients relative to those in fp32: the squared length of the
-  /// difference over that of the gradient, averaged over all parameters. (The elements of an almost
+  /// difference over that of the gradient, averaged over all parameters. The elements of an almost
   /// vanishing gradient count as if they had a thousandth of the others' mean square, and no
-  /// parameter counts for more than 1.) Unset: the error under Policy::torch(), and at most
+  /// parameter counts for more than 1. Unset: the error under Policy::torch(), and at most
   /// most_by_default.
   std::optional<double> error_budget = std::nullopt;
   /// The largest budget that an audit sets by itself, since Policy::torch() may be wrong for a
@@ -60,7 +60,7 @@ struct AuditBudget {
 /// One op's rule in a chosen policy.
 struct AuditDecision {
   std::string module{};  ///< whose policy has the rule; empty for the guards' policy
-  std::string op{};      ///< as in a Policy
+  std::string op{};      ///< like in a Policy
   bool lowered = false;  ///< lower_precision, otherwise fp32
   std::string reason{};  ///< in words
 };
@@ -88,8 +88,8 @@ std::ostream& operator<<(std::ostream& out, const AuditedPolicy& audited);
 
 /// Writes an audit's policies as text for load_policies() and TORCHAMP_POLICY=file:PATH (which uses
 /// the rules for ops): the present `policy` and `modules`, one rule per line, those of the audit
-/// with their reasons as comments. (If `policy` has no edits, or `modules` lacks the module of a
-/// decision, the decisions are written instead.) The file is replaced as a whole or not at all.
+/// with their reasons as comments. If `policy` has no edits, or `modules` lacks the module of a
+/// decision, the decisions are written instead. The file is replaced as a whole or not at all.
 /// Errors, which name the file if it is the cause: a rule without a text form (see to_text()); a
 /// module name with '#' or white space.
 void save_policy(const AuditedPolicy& audited, const std::string& path);
@@ -102,15 +102,15 @@ void save_policy(const AuditedPolicy& audited, const std::string& path);
 ///     torchamp::AuditedPolicy best = audit.policy();
 ///     torchamp::save_policy(best, "model.policy");
 ///
-/// A step computes the loss and calls backward(), with a guard as in training and without an
+/// A step computes the loss and calls backward(), with a guard like in training and without an
 /// optimizer. It runs with guards off, in the precision of its tensors (audit a model in fp32,
 /// before MasterWeights or to() narrow it); after each forward call of an op that a policy can
 /// cast, the call is repeated in fp32 and in 16 bits on copies: see Note [What an audit measures].
-/// Reads the device for each op, and takes several times the time and memory of a step. Regions of
+/// Synchronises for each op, and takes several times the time and memory of a step. Regions of
 /// at::autocast without torchamp stay on.
 ///
 /// In any case the model's parameters, gradients, buffers and module policies, the default random
-/// generators and the thread's autocast state are restored, bit for bit.
+/// generators and the thread's autocast state are restored exactly.
 ///
 /// A copy has its own rows, for the same model and step. One thread at a time; the model must
 /// outlive the audit.
@@ -125,7 +125,7 @@ class PrecisionAudit {
       : PrecisionAudit(static_cast<torch::nn::Module&>(*model.ptr()), options) {}
   /// A copy has its own rows.
   PrecisionAudit(const PrecisionAudit& other);
-  /// As the copy constructor.
+  /// Like the copy constructor.
   PrecisionAudit& operator=(const PrecisionAudit& other);
   ~PrecisionAudit() = default;
 

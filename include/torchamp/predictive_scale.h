@@ -52,8 +52,8 @@ namespace torchamp::detail {
 // that one in a thousand would overflow: 2^(16 - mean - 3.09 sigma), of moving averages. What is
 // different here:
 //
-// - A bad iteration adds the logarithm of 2^16 over the scale to the averages. (LogMaxScaler adds
-//   2^16 itself, which ruins them for thousands of iterations.) But no more than 2^4 over the mean,
+// - A bad iteration adds the logarithm of 2^16 over the scale to the averages. LogMaxScaler adds
+//   2^16 itself, which ruins them for thousands of iterations. But no more than 2^4 over the mean,
 //   once for a run of bad iterations, and nothing before the first good one: a batch of NaNs says
 //   nothing of the gradients.
 // - The averages are right from the first iteration on, and the latest magnitude counts as well.

@@ -142,8 +142,8 @@ inline std::string python_archive(const c10::impl::GenericDict& dict) {
 ///
 /// torch::save(scaler, path) writes another format, with more contents: torch::load reads it.
 ///
-/// The whole file is read, to check the CRC of each record. (Python can write none:
-/// torch.serialization.set_crc32_options. A changed number in such a file is not detected.)
+/// The whole file is read, to check the CRC of each record. Python can write none:
+/// torch.serialization.set_crc32_options. A changed number in such a file is not detected.
 /// GradScaler::load_state_dict checks the ranges of the values. Reads no device.
 ///
 /// c10::Error for a stream that is damaged, truncated, of another kind, or without such an entry.

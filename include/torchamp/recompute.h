@@ -99,11 +99,11 @@ struct CheckpointOptions {
 ///
 /// The recomputation uses the forward's autocast state, policy and random state. Neither run uses
 /// LibTorch's cache of cast weights, which all threads share: each use of a weight is cast again,
-/// as with `{.cache_enabled = false}`. (If a function uses a weight many times, as an unrolled
-/// recurrent layer does, use a WeightCache of torchamp's.) So on a CPU the gradients equal, bit for
-/// bit, those of the plain call under such a guard, or under one with torchamp's cache. (With
+/// like with `{.cache_enabled = false}`. If a function uses a weight many times, as an unrolled
+/// recurrent layer does, use a WeightCache of torchamp's. So on a CPU the gradients equal, bit for
+/// bit, those of the plain call under such a guard, or under one with torchamp's cache. With
 /// LibTorch's cache, uses that share a cast sum their gradients in 16 bits; here they sum in fp32.
-/// For a tensor used in several nested calls the order of the sum may differ.) Captured parameters
+/// For a tensor used in several nested calls the order of the sum may differ. Captured parameters
 /// and tensors get their gradients too, whether or not an input requires grad, also from
 /// torch::autograd::grad and with create_graph (second derivatives may differ by 16-bit rounding).
 /// Calls nest. With grad mode off this is a plain call. Reads no device.
@@ -122,7 +122,7 @@ struct CheckpointOptions {
 /// Errors: whatever the function throws, from the call or from backward; a function that changes an
 /// input in place; a recomputation with other output shapes or other parameters; a write, between
 /// the call and backward, to a parameter, buffer or other tensor that an op of the function has
-/// read. Writes that LibTorch does not count are not detected: through `.data()`, as in its own
+/// read. Writes that LibTorch does not count are not detected: through `.data()`, like in its own
 /// SGD, or through a pointer. Tensors that the function itself writes to, such as a batch counter,
 /// are not checked.
 ///

@@ -12,7 +12,7 @@
 namespace TORCHAMP_NAMESPACE {
 
 /// Interface of an optimizer that takes the scale and the overflow flag on the device.
-/// GradScaler::step finds it with dynamic_cast, and then reads nothing.
+/// GradScaler::step finds it with dynamic_cast, and then does not synchronise.
 class ScaledStep {
  public:
   virtual ~ScaledStep() = default;
@@ -26,8 +26,8 @@ class ScaledStep {
   /// then dropped.
   ///
   /// A skipped step leaves parameters and optimizer state as if it had not been tried, also the
-  /// very first. The device decides: this function never reads it. The gradients may or may not be
-  /// left divided by `grad_scale`.
+  /// very first. The device decides: this function never synchronises. The gradients may or may not
+  /// be left divided by `grad_scale`.
   ///
   /// Returns what step() without a closure returns, in general an undefined tensor.
   virtual at::Tensor step_scaled(const at::Tensor& grad_scale, const at::Tensor& found_inf) = 0;
@@ -50,7 +50,7 @@ class CapturedStep {
   /// Whether prepare_captured_step() has been called, so graphs may replay steps.
   virtual bool may_be_captured() const = 0;
 
-  /// Records that a replay has made a step, which the host does not see otherwise. Not called for
+  /// Records that a replay has taken a step, which the host does not see otherwise. Not called for
   /// the first replay after a capture: the capture counts as its step.
   virtual void note_replayed_step() = 0;
 };

@@ -60,10 +60,10 @@ class TrainingCheckpoint {
   /// save(OutputArchive&) and load(InputArchive&) (GradScaler, MasterWeights), a tensor, a number,
   /// a bool, a string or LibTorch's StepLR. With MasterWeights, do not add the model.
   ///
-  /// An optimizer's options are loaded, too (also when an AdamW reads an Adam's file, which
-  /// LibTorch writes alike). Learning rates belong to the optimizer: add it with its scheduler,
-  /// otherwise save() and load() throw (unless your own object may hold it). Of a StepLR, also as
-  /// an LRScheduler&, only the number of steps is saved; interval and factor are the program's. A
+  /// An optimizer's options are also loaded, even when an AdamW reads an Adam's file, which
+  /// LibTorch writes alike. Learning rates belong to the optimizer: add it with its scheduler,
+  /// otherwise save() and load() throw, unless your own object may hold it. Of a StepLR, also as an
+  /// LRScheduler&, only the number of steps is saved; interval and factor are the program's. A
   /// scheduler derived from LRScheduler saves its own state in save and load, including
   /// step_count_. ReduceLROnPlateauScheduler has private state and cannot be added.
   ///
@@ -95,7 +95,7 @@ class TrainingCheckpoint {
   /// devices.
   void save() const { save({local_part()}); }
 
-  /// Loads the added objects; false if there is no file, which a mistyped path gives, too. Tensors,
+  /// Loads the added objects; false if there is no file, also for a mistyped path. Tensors,
   /// and the weights of models, are filled in place on their own device, so optimizers, views and
   /// captured graphs see the new values. A tensor that is undefined, here or in the file, becomes
   /// what it was at save(). A number must fit its type; a float may be rounded. If the file has
@@ -108,7 +108,7 @@ class TrainingCheckpoint {
   /// not added are ignored (an optimizer's, in a program that only evaluates). Any changed byte is
   /// damage: the file ends with a checksum, see Note [The file of a TrainingCheckpoint]. The file
   /// is read twice, first to check it. If a device's memory runs out, nothing changes either,
-  /// except your own objects whose load() does not ensure that. Reads the devices.
+  /// except your own objects whose load() does not ensure that. Synchronises.
   [[nodiscard]] bool load() { return load(0, 1); }
 
   /// Returns this process's own part, as bytes, for save() below. If ShardedMasterWeights or an

@@ -20,35 +20,35 @@ namespace TORCHAMP_NAMESPACE {
 ///     const auto result = train([&] { return loss_of(batch); });
 ///     if (step % 100 == 0) std::cout << result.loss() << '\n';
 ///
-/// A query uses what the host knows, or else reads the device once, which waits for it. A result
+/// A query uses what the host knows, and otherwise synchronises with the device once. A result
 /// that is never queried costs nothing. With `.capture` the next iteration overwrites the tensors:
 /// query first. Not for concurrent use.
 class TrainingResult {
  public:
-  /// The loss that the function returned, of this micro-batch alone. Reads the device. An error for
+  /// The loss that the function returned, of this micro-batch alone. Synchronises. An error for
   /// the result of finish().
   double loss() const {
     TORCH_CHECK(loss_.defined(), "TrainingResult::loss: finish() computes no loss.");
     return loss_.item<double>();
   }
-  /// The same on its device, without its graph. Never reads.
+  /// The same on its device, without its graph. Never synchronises.
   const at::Tensor& loss_tensor() const { return loss_; }
 
-  /// Whether this was the last micro-batch of a window, so that a step was made or skipped. Never
-  /// reads.
+  /// Whether this was the last micro-batch of a window, so that a step was taken or skipped. Never
+  /// synchronises.
   bool ended_window() const { return step_.has_value() || found_inf_.defined(); }
 
   /// Whether the optimizer stepped; false within a window, and if a gradient held an inf or a NaN.
-  /// Reads as StepResult::stepped().
+  /// Synchronises like StepResult::stepped().
   bool stepped() const {
     if (step_) return step_->stepped();
     return found_inf_.defined() && found_inf_.item<float>() == 0.F;
   }
-  /// As stepped().
+  /// The same as stepped().
   explicit operator bool() const { return stepped(); }
 
-  /// The norm of all unscaled gradients before clipping. Reads the device. An error without
-  /// .max_grad_norm (an infinite one computes the norm and clips nothing), and within a window.
+  /// The norm of all unscaled gradients before clipping. Synchronises. An error without
+  /// .max_grad_norm, whose infinity computes the norm and clips nothing, and within a window.
   double norm() const {
     TORCH_CHECK(norm_.defined(), "TrainingResult::norm: ",
                 ended_window()
@@ -58,7 +58,7 @@ class TrainingResult {
                       "window (ended_window()).");
     return norm_.item<double>();
   }
-  /// The same on its device; undefined where norm() throws. Never reads.
+  /// The same on its device; undefined where norm() throws. Never synchronises.
   const at::Tensor& norm_tensor() const { return norm_; }
 
   /// The scale of the gradients; 1 for a disabled scaler. Reads as StepResult::scale(). An error
@@ -73,11 +73,11 @@ class TrainingResult {
   /// The result of GradScaler::step; none within a window, and with `.capture`.
   const std::optional<StepResult>& step_result() const { return step_; }
 
-  /// The overflow flag on its device, as StepResult::found_inf(). Never reads.
+  /// The overflow flag on its device, as StepResult::found_inf(). Never synchronises.
   at::Tensor found_inf() const { return step_ ? step_->found_inf() : found_inf_; }
 
   /// The scale of the gradients on its device: defined with `.capture` or `.log`, and an enabled
-  /// scaler. Never reads.
+  /// scaler. Never synchronises.
   const at::Tensor& scale_tensor() const { return scale_; }
 
  private:

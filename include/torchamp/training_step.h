@@ -51,7 +51,7 @@ struct TrainingStepOptions {
   /// that is fast there, otherwise fp32, with one warning; elsewhere the device's autocast dtype. A
   /// model in fp64, which is never cast, causes a warning.
   std::optional<at::ScalarType> dtype = std::nullopt;
-  /// As AutocastOptions::policy.
+  /// Like AutocastOptions::policy.
   std::optional<Policy> policy = std::nullopt;
   /// GradScalerOptions, or a GradScaler that several TrainingSteps share and that outlives them.
   /// Unset: GradScalerOptions() for fp16, skip_non_finite() for bf16 and fp32.
@@ -88,7 +88,7 @@ struct TrainingStepOptions {
 ///       train([&] { return torch::mse_loss(model->forward(batch.data), batch.target); });
 ///     train.finish();   // an incomplete window at the end; for micro-batches
 ///
-/// Results equal, bit for bit, those of the parts that it uses: AutocastGuard, GradScaler,
+/// Results equal, bitwise, those of the parts that it uses: AutocastGuard, GradScaler,
 /// Accumulation (with several micro-batches), clip_grad_norm_, MasterWeights,
 /// DistributedDataParallel, CudaGraph. A window (`micro_batches` iterations) begins by clearing the
 /// optimizer's gradients and ends with one step() and update() of the scaler. Several TrainingSteps
@@ -205,9 +205,9 @@ class TrainingStep {
     detail::refuse_arguments<Given...>();
   }
 
-  /// Steps with an incomplete window, at the end of an epoch: the sum of its losses is divided by
-  /// micro_batches, too. Does nothing if none is open. With a group all processes call it. Then
-  /// writes the rest of the log, which waits for the device.
+  /// Steps with an incomplete window, at the end of an epoch; the sum of its losses is still
+  /// divided by micro_batches. Does nothing if none is open. With a group all processes call it.
+  /// Then writes the rest of the log, which synchronises.
   std::optional<TrainingResult> finish();
 
   /// Returns `function()`, called under the guard, without gradients and with all modules in
@@ -239,8 +239,8 @@ class TrainingStep {
     auto checkpoint = checkpoint_of<Checkpoint>("save", path);
     group_ ? group_->save(checkpoint) : checkpoint.save();
   }
-  /// Resumes from such a file; false if there is none, which a mistyped path gives, too. As
-  /// TrainingCheckpoint::load. An error within a window, and if only one of the file and this has a
+  /// Resumes from such a file; false if there is none, also for a mistyped path. See
+  /// TrainingCheckpoint::load. An error within a window, and if only the file or only this has a
   /// scheduler.
   template <class Checkpoint = TrainingCheckpoint>
   [[nodiscard]] bool load(const std::string& path) {

@@ -146,7 +146,7 @@ class UnderflowMeter {
   /// more than 32 recorders, searches, meters and captures at once.
   Step step() & { return {*this, nullptr}; }
 
-  /// As step(), for a loss scaled by `scaler`: records its scale, without reading it.
+  /// Like step(), for a loss scaled by `scaler`: records its scale, without reading it.
   Step step(const GradScaler& scaler) & { return {*this, &scaler}; }
 
   /// The counts of the steps that have ended. Reads each device.

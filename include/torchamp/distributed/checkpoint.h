@@ -54,7 +54,7 @@ std::vector<int64_t> all_or_none(const c10::intrusive_ptr<c10d::ProcessGroup>& g
 
 /// Saves `checkpoint` for all processes of `group`, which call this together: process 0 writes one
 /// file, which includes each process's own part (random states, and objects of add_local()). All
-/// wait until it is written. Reads the devices. An error on any process is an error on all, and the
+/// wait until it is written. Synchronises. An error on any process is an error on all, and the
 /// old file stays.
 inline void save_together(const TrainingCheckpoint& checkpoint,
                           const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
@@ -80,7 +80,7 @@ inline void save_together(const TrainingCheckpoint& checkpoint,
 /// Loads `checkpoint` on all processes of `group`, which call this together: all read the file that
 /// process 0 wrote, and each its own part. False if there is no file. All processes must be able to
 /// read the file, and their number must be that of the run that wrote it; on CPUs they resume bit
-/// for bit. (With another number, call TrainingCheckpoint::load_shared() on each process.) An error
+/// for bit. With another number, call TrainingCheckpoint::load_shared() on each process. An error
 /// on any process is an error on all; processes that have read the file by then keep its contents.
 [[nodiscard]] inline bool load_together(TrainingCheckpoint& checkpoint,
                                         const c10::intrusive_ptr<c10d::ProcessGroup>& group) {

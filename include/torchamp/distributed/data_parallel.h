@@ -37,8 +37,8 @@ namespace TORCHAMP_NAMESPACE {
 // Data-parallel training runs on several processes over LibTorch's c10d. All functions here are
 // collective: every process of the group calls them, in the same order. A process that waits for
 // another one gets a c10::Error that names the call: at once if that one has died, after the
-// group's timeout if it stalls. (From backward(), which LibTorch runs, it gets the std::exception
-// of the group's backend. NCCL does not report errors by exceptions: see add_nccl().) The group is
+// group's timeout if it stalls. From backward(), which LibTorch runs, it gets the std::exception
+// of the group's backend. NCCL does not report errors by exceptions: see add_nccl(). The group is
 // unusable after that, and the process should end. Groups come from make_process_group() in
 // distributed/process_group.h, or from elsewhere in c10d.
 
@@ -85,7 +85,7 @@ struct DistributedDataParallelOptions {
   /// statistics, to all processes.
   bool broadcast_buffers = true;
   /// For models whose forward may leave parameters unused: each backward then asks all processes
-  /// which were unused, and reads the device. If false, an unused parameter is an error of
+  /// which were unused, and synchronises. If false, an unused parameter is an error of
   /// backward().
   bool find_unused_parameters = false;
   /// The size of the buckets in which gradients are averaged, at most: a small model has about
@@ -159,9 +159,9 @@ class DistributedDataParallel {
   const ProcessGroupPtr& group() const { return averages_->group(); }
 
   /// Averages the gradients of backward passes within no_sync(), before an early step: call it
-  /// before gradients are taken, unscaled or clipped, as in the before_unscale() of an
+  /// before gradients are taken, unscaled or clipped, for example in the before_unscale() of an
   /// Accumulation, whose last window may be incomplete. Does nothing if the last forward with
-  /// gradients was outside no_sync(). Collective; reads the device.
+  /// gradients was outside no_sync(). Collective; synchronises.
   void sync_gradients() {
     if (!averages_->are_local) return;
     TORCH_CHECK(!detail::GraphBody::is_running(),

@@ -79,7 +79,7 @@ struct ProcessGroupOptions {
 /// 127.0.0.1 only. Nothing is encrypted or authenticated: use closed networks.
 ///
 /// Sending to a dead process raises SIGPIPE, which would end this one. Unless the program has its
-/// own handler, the signal is ignored from then on, as in Python, and the call throws.
+/// own handler, the signal is ignored from then on, like in Python, and the call throws.
 ///
 /// Errors: missing or invalid variables, and processes that do not join in time.
 inline c10::intrusive_ptr<c10d::ProcessGroup> make_process_group(ProcessGroupOptions options = {});

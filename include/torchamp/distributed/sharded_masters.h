@@ -39,16 +39,16 @@ struct ShardedMasterWeightsOptions {
   using Masters = ShardedMasterWeights;  ///< made with these options
   using Group = ProcessGroupPtr;         ///< and with such a group
 
-  /// As MasterWeightsOptions::dtype: fp16 or bf16.
+  /// Like MasterWeightsOptions::dtype: fp16 or bf16.
   at::ScalarType dtype = at::kHalf;
-  /// As MasterWeightsOptions::keep_fp32. These weights are sharded, too.
+  /// The same as MasterWeightsOptions::keep_fp32. These weights are also sharded.
   std::vector<std::string> keep_fp32 = {};
-  /// As MasterWeightsOptions::keep_norms.
+  /// Like MasterWeightsOptions::keep_norms.
   bool keep_norms = true;
   /// How each process stores its shards of the masters: full takes 4 bytes per weight of its shard,
   /// split 2 (bf16 and fused optimizers only).
   MasterStorage storage = MasterStorage::full;
-  /// As DistributedDataParallelOptions::find_unused_parameters.
+  /// Like DistributedDataParallelOptions::find_unused_parameters.
   bool find_unused_parameters = false;
   /// As DistributedDataParallelOptions::bucket_bytes; a bucket holds at least one whole weight.
   int64_t bucket_bytes = int64_t{25} * 1024 * 1024;
@@ -157,7 +157,7 @@ class ShardedMasterWeights final : public detail::MastersOfModel {
   [[nodiscard]] NoSync no_sync(bool enabled = true) { return NoSync(scatter_->sends(), enabled); }
 
   /// Gathers the masters of all processes in the host memory of process 0, which may then save()
-  /// them until the next copy_to_model(). Collective; reads the device.
+  /// them until the next copy_to_model(). Collective; synchronises.
   inline void gather() override;
 
   /// For torch::save(masters, path) on process 0 after gather(): writes what torch::save(model,

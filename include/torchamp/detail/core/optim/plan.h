@@ -122,7 +122,7 @@ class StepPlan {
     counters_.clear();
   }
 
-  /// Calls f(parameter, count) for each that is counted. Reads the device for each counter that the
+  /// Calls f(parameter, count) for each that is counted. Synchronises for each counter that the
   /// host does not know.
   template <class F>
   void read_counts(const F& f) const {

@@ -52,7 +52,7 @@ class StepCounters {
     return counter;
   }
 
-  /// Calls f(parameter, count) for each that is counted. Reads the device for each counter that the
+  /// Calls f(parameter, count) for each that is counted. Synchronises for each counter that the
   /// host does not know.
   template <class F>
   void read(const F& f) const {

@@ -33,7 +33,7 @@ class DeviceUpdate {
  public:
   virtual ~DeviceUpdate() = default;
   virtual void set(const ScaleMemory<double>& values) = 0;
-  /// Reads the device.
+  /// Synchronises.
   virtual void read(ScaleMemory<double>& values) const = 0;
   virtual void limit_growth_tracker(int64_t last) = 0;
   /// Changes `scale` in place, within its limits. `found_inf` is 0-dim fp32, 0 or 1; `amax` the

@@ -128,7 +128,7 @@ class LossScale {
   }
   double read_scale() const { return scale_once().read(); }
 
-  /// All of it; reads the device where the host does not know.
+  /// All of it; synchronises where the host does not know.
   ScaleMemory<double> read() const {
     ScaleMemory<double> values = host_;
     if (!on_device_) return values;

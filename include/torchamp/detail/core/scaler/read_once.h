@@ -22,7 +22,7 @@ struct ReadOnce {
     return std::nullopt;
   }
 
-  /// Reads the device where the host does not know.
+  /// Synchronises where the host does not know.
   T read() {
     if (!on_host) on_host = static_cast<T>(tensor.item<float>());
     return *on_host;
