@@ -72,6 +72,13 @@ inline std::optional<Preset> preset_named(const std::string& wish) {
   return std::nullopt;
 }
 
+inline const char* name_of(Preset wanted) {
+  for (const auto& [name, preset] : presets) {
+    if (preset == wanted) return name;
+  }
+  return "";
+}
+
 /// The preset that was asked for; else the one that fits the device. On a CPU products are timed.
 inline void choose_preset(Plan& plan, const std::string& wish) {
   plan.why.clear();
@@ -85,9 +92,7 @@ inline void choose_preset(Plan& plan, const std::string& wish) {
     plan.why = support::describe(times, dtype) + " ";
   }
   plan.preset = preset_named(wish).value_or(plan.preset);
-  for (const auto& [name, preset] : presets) {
-    if (plan.preset == preset) plan.why += std::string("The preset is ") + name;
-  }
+  plan.why += std::string("The preset is ") + name_of(plan.preset);
   plan.why += wish == "auto" ? "." : ", as was asked for.";
 }
 

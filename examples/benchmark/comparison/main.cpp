@@ -117,9 +117,9 @@ int train_together(const Options& options, const Plan& plan, const Circumstances
 void write_all(const Plan& plan, const Circumstances& circumstances, const std::deque<Race>& races,
                bool charts_only = false) {
   std::string below = circumstances.device_name;
-  if (!circumstances.command.empty()) {  // this run's
-    below += ", " + libtorch_of(races) + (plan.clock == "wall" ? "" : ", processor time");
-  }
+  if (!circumstances.command.empty()) below += ", " + libtorch_of(races);  // this run's
+  if (plan.device != "cuda") below += std::string(", ") + name_of(plan.preset) + " sizes";
+  const std::string timed = below + (plan.clock == "wall" ? "" : ", processor time");
   const char* const task = plan.predicts ? "inference" : "training";
   const bool cuda = plan.device == "cuda";
   if (!charts_only) {
@@ -131,12 +131,12 @@ void write_all(const Plan& plan, const Circumstances& circumstances, const std::
                [&](auto& file) { write_csv(file, races); });
   }
   if (plan.predicts) {
-    write_chart(plan, "inference.png", draw_times(below, races, true, cuda));
+    write_chart(plan, "inference.png", draw_times(timed, races, true, cuda));
     return;
   }
-  write_chart(plan, "time.png", draw_times(below, races, false, cuda));
+  write_chart(plan, "time.png", draw_times(timed, races, false, cuda));
   write_chart(plan, "memory.png", draw_memory(below, races));
-  if (!plan.python.empty()) write_chart(plan, "ratio.png", draw_ratios(below, races, cuda));
+  if (!plan.python.empty()) write_chart(plan, "ratio.png", draw_ratios(timed, races, cuda));
 }
 
 /// The models that are wanted, each for each batch, without contestants.
