@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // What torchamp's steps cost in LibTorch's real CUDA code: launches, waits, copies, allocations.
-// The table in examples/guide/optimizers.md is what is counted here.
+// The table in examples/guide/contributors.md is what is counted here.
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -337,9 +337,9 @@ TEST_P(CostsOnHost, AStepCostsWhatTheGuideSays) {
   }
   const std::string line = line_of(row, plain, clipped);
 #if TORCH_VERSION_MINOR >= 15  // earlier LibTorch launches a few kernels more
-  std::ifstream in("../examples/guide/optimizers.md");
+  std::ifstream in("../examples/guide/contributors.md");
   const std::string page((std::istreambuf_iterator<char>(in)), {});
-  EXPECT_NE(page.find(line + "\n"), std::string::npos) << "not in examples/guide/optimizers.md:\n"
+  EXPECT_NE(page.find(line + "\n"), std::string::npos) << "not in examples/guide/contributors.md:\n"
                                                        << line;
 #else
   RecordProperty("costs", line);
