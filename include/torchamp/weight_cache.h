@@ -37,19 +37,19 @@
 /// on another thread; a changed one is cast into the same memory, unless the old cast is still in
 /// use. Each use gets its own place in the graph, so values and gradients equal, bitwise, those
 /// of a new cast for each use. Frozen weights and views of weights, as the `w.t()` of
-/// torch::nn::Linear, are also cached. Ops that LibTorch's own kernels would cast for run through
-/// an overlay, which costs about 0.2 µs per call for the rest of the process. Casts of destroyed
-/// weights are freed at the end of the next outermost guard, by the next step of a GradScaler or of
-/// a fused optimizer, or by weight_cache_stats() or clear_weight_cache(), and within a region once
-/// they may be half of what is stored.
+/// torch::nn::Linear, are also cached. Ops that LibTorch's own kernels would cast for run through a
+/// kernel of torchamp, which costs about 0.2 µs per call for the rest of the process. Casts of
+/// destroyed weights are freed at the end of the next outermost guard, by the next step of a
+/// GradScaler or of a fused optimizer, or by weight_cache_stats() or clear_weight_cache(), and
+/// within a region once they may be half of what is stored.
 
 namespace torchamp::detail {
 
-/// Makes overlays see the ops that LibTorch's own kernels for the device cast to 16 bits.
-inline void install_overlays_of_natively_lowered(at::DeviceType device) {
+/// Registers kernels of the ops that LibTorch's own kernels for the device cast to 16 bits.
+inline void register_kernels_of_natively_lowered(at::DeviceType device) {
   const auto install = [&](std::string_view name) {
     for (const auto& op : find_ops(name, "WeightCache", /*missing_ok=*/true)) {
-      if (lowers_natively(op, device)) (void)install_overlay(op, device);
+      if (lowers_natively(op, device)) (void)register_kernel(op, device);
     }
   };
   if (!facts_of(device).follows_cuda_lists) {
@@ -66,7 +66,7 @@ class StoredWeightCasts final : public WeightCasts {
   void prepare(at::DeviceType device) const override {
     static std::array<std::once_flag, device_count> prepared;
     std::call_once(prepared[device_index(device, "WeightCache")], [&] {
-      install_overlays_of_natively_lowered(device);
+      register_kernels_of_natively_lowered(device);
       (void)derived_weights();
     });
   }

@@ -311,7 +311,7 @@ TEST(AutocastGuard, ItsEndLetsGoOfWhatItsPolicysPredicatesHold) {
 }
 
 TEST(AutocastGuard, UsersOfRawAutocastSeeNoChange) {
-  { const AutocastGuard installs_overlays(at::kCPU, {.policy = Policy::standard().fp32({"mm"})}); }
+  { const AutocastGuard registers_kernels(at::kCPU, {.policy = Policy::standard().fp32({"mm"})}); }
   EXPECT_EQ(add_dtype(at::kBFloat16), at::kBFloat16);
   at::autocast::set_autocast_enabled(at::kCPU, true);
   EXPECT_EQ(add_dtype(at::kBFloat16), at::kBFloat16);

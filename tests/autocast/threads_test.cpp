@@ -111,7 +111,7 @@ TEST(Threads, ManyUnderDifferentPoliciesDoNotDisturbEachOther) {
       {Policy::torch(), at::kHalf},
       {Policy::standard().lower_precision({"relu"}), at::kBFloat16},
   };
-  // Overlays are registered before the threads start: see the class comment of AutocastGuard.
+  // Kernels are registered before the threads start: see the class comment of AutocastGuard.
   for (const auto& [policy, relu] : cases) const AutocastGuard guard(at::kCPU, {.policy = policy});
 
   std::atomic<int> failures = 0;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A host and a plugin with hidden visibility share one policy and one set of overlays, and the
-// plugin may come and go, also if it was built against another version of torchamp. See
-// Note [One runtime per process] and .github/CONTRIBUTING.md, Two versions in one process.
+// A host and a plugin with hidden visibility share one policy and one set of autocast kernels, and
+// the plugin may come and go, also if it was built against another version of torchamp. See Note
+// [One runtime per process] and .github/CONTRIBUTING.md, Two versions in one process.
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 #include <c10/util/Exception.h>
@@ -59,7 +59,7 @@ class LoadedPlugin {
 };
 
 /// How many kernels of torchamp's lie under the CPU's autocast key of `op`.
-int overlays(const char* op, const char* overload) {
+int kernels(const char* op, const char* overload) {
   const std::string state =
       c10::Dispatcher::singleton().findSchemaOrThrow(op, overload).dumpState();
   int count = 0;
@@ -99,7 +99,7 @@ class SharedLibraries : public testing::Test {
   }
 };
 
-void expect_one_policy_and_one_set_of_overlays(const std::string& path) {
+void expect_one_policy_and_one_set_of_kernels(const std::string& path) {
   const LoadedPlugin plugin(path);
   EXPECT_EQ(plugin->runtime(), &torchamp::detail::shared_runtime());
   {
@@ -115,8 +115,8 @@ void expect_one_policy_and_one_set_of_overlays(const std::string& path) {
     EXPECT_EQ(plugin->relu_dtype(), at::kHalf);
   });
   EXPECT_EQ(relu_dtype(), at::kHalf);
-  EXPECT_EQ(overlays("aten::relu", ""), 1);
-  EXPECT_EQ(overlays("aten::add", "Tensor"), 1);
+  EXPECT_EQ(kernels("aten::relu", ""), 1);
+  EXPECT_EQ(kernels("aten::add", "Tensor"), 1);
 }
 
 void expect_a_working_process_after_unloading(const std::string& path) {
@@ -141,7 +141,7 @@ TEST_F(SharedLibraries, ShareOnePolicyAndSurviveUnloading) {
   if (first_user() == "dso_plugin_other_layout") GTEST_SKIP() << "the host cannot make a guard";
   for (int round = 0; round < 3; ++round) {
     for (const std::string& path : {same_version, other_version}) {
-      expect_one_policy_and_one_set_of_overlays(path);
+      expect_one_policy_and_one_set_of_kernels(path);
       expect_a_working_process_after_unloading(path);
     }
   }

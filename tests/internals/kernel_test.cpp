@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Which overlays a policy needs, and the one over the ban of binary cross entropy.
+// Which autocast kernels a policy needs, and the one over the ban of binary cross entropy.
 #include "torchamp/detail/core/autocast/autocast_kernel.h"
 
 #include <ATen/ATen.h>
@@ -34,25 +34,25 @@ c10::OperatorHandle op_named(const char* name) {
   return torchamp::detail::find_ops(name, "test").front();
 }
 
-/// What the op's overlay does under the policy; native if it needs none.
+/// What torchamp's kernel of the op does under the policy; native if it needs none.
 Cast entry(const Policy& policy, const char* name, at::DeviceType device) {
-  return torchamp::detail::overlay_entry(*policy.data(), torchamp::detail::TabledOp(op_named(name)),
-                                         device)
+  return torchamp::detail::kernel_rule(*policy.data(), torchamp::detail::TabledOp(op_named(name)),
+                                       device)
       .cast;
 }
 
-std::size_t overlays_on_cpu() {
+std::size_t kernels_on_cpu() {
   const std::size_t cpu = torchamp::detail::device_index(at::kCPU, "test");
-  return torchamp::detail::shared_runtime().overlays[cpu].size();
+  return torchamp::detail::shared_runtime().kernels[cpu].size();
 }
 
-TEST(Overlay, IsNotNeededWhereLibTorchsListOfCudaAgrees) {
+TEST(AutocastKernel, IsNotNeededWhereLibTorchsListOfCudaAgrees) {
   EXPECT_EQ(entry(Policy::torch().fp32({"softmax"}), "softmax.int", at::kCUDA), Cast::native);
   EXPECT_EQ(entry(Policy::torch().lower_precision({"softmax"}), "softmax.int", at::kCUDA),
             Cast::lower_precision);
 }
 
-TEST(Overlay, IsNeededOnACpuWhateverCudasListSays) {
+TEST(AutocastKernel, IsNeededOnACpuWhateverCudasListSays) {
   // A CPU's kernel casts to fp32, CUDA's promotes.
   EXPECT_EQ(entry(Policy::torch().promote({"grid_sampler"}), "grid_sampler", at::kCPU),
             Cast::promote);
@@ -60,24 +60,24 @@ TEST(Overlay, IsNeededOnACpuWhateverCudasListSays) {
             Cast::native);
 }
 
-TEST(Overlay, ShieldsOnlyOpsThatAutocastCouldReach) {
+TEST(AutocastKernel, ShieldsOnlyOpsThatAutocastCouldReach) {
   const Policy policy = Policy::torch().unchanged({"relu", "linear", "einsum"});
   EXPECT_EQ(entry(policy, "relu", at::kCPU), Cast::native) << "it calls no op";
   EXPECT_EQ(entry(policy, "linear", at::kCPU), Cast::unchanged) << "it has a kernel of its own";
   EXPECT_EQ(entry(policy, "einsum", at::kCPU), Cast::unchanged) << "it calls others";
 }
 
-TEST(Overlay, IsInstalledOnceAndOnlyIfItIsNeeded) {
+TEST(AutocastKernel, IsInstalledOnceAndOnlyIfItIsNeeded) {
   { const AutocastGuard guard(at::kCPU, {.policy = Policy::torch().fp32({"erfc"})}); }
-  const std::size_t before = overlays_on_cpu();
+  const std::size_t before = kernels_on_cpu();
   EXPECT_GT(before, 0u);
   { const AutocastGuard guard(at::kCPU, {.policy = Policy::torch().promote({"erfc"})}); }
   { const AutocastGuard guard(at::kCPU, {.policy = Policy::torch().native({"erf", "erfc"})}); }
   { const AutocastGuard guard(at::kCPU, {.policy = Policy::torch().unchanged({"erf"})}); }
-  EXPECT_EQ(overlays_on_cpu(), before);
+  EXPECT_EQ(kernels_on_cpu(), before);
 }
 
-TEST(Overlay, CastsOneArgumentOfAnAdditionAndNoneIfAnotherIsWide) {
+TEST(AutocastKernel, CastsOneArgumentOfAnAdditionAndNoneIfAnotherIsWide) {
   const at::Tensor narrow = at::ones({2}, at::kBFloat16).requires_grad_();
   const at::Tensor wide = at::ones({2}).requires_grad_();
   const AutocastGuard guard(at::kCPU);
@@ -90,7 +90,7 @@ TEST(Overlay, CastsOneArgumentOfAnAdditionAndNoneIfAnotherIsWide) {
   EXPECT_FALSE(is_cast(narrow + narrow, 1));
 }
 
-TEST(Overlay, CastsNothingThatIsWrittenToIntegers) {
+TEST(AutocastKernel, CastsNothingThatIsWrittenToIntegers) {
   at::Tensor whole = at::zeros({2}, at::kLong);
   for (const at::ScalarType lower : {at::kHalf, at::kBFloat16}) {
     const at::Tensor low = at::full({2}, 1.5, lower);
@@ -101,7 +101,7 @@ TEST(Overlay, CastsNothingThatIsWrittenToIntegers) {
   EXPECT_TRUE(whole.equal(at::zeros({2}, at::kLong)));
 }
 
-TEST(Overlay, LeavesAnOpThatIsSetBackToNativeToTheOpsThatItCalls) {
+TEST(AutocastKernel, LeavesAnOpThatIsSetBackToNativeToTheOpsThatItCalls) {
   EXPECT_EQ(entry(Policy::standard().native({"einsum"}), "einsum", at::kCPU), Cast::native);
   EXPECT_EQ(entry(Policy::standard().unchanged({"einsum"}), "einsum", at::kCPU), Cast::unchanged);
   const AutocastGuard guard(at::kCPU, {.policy = Policy::standard().native({"einsum"})});

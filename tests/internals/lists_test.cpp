@@ -156,7 +156,7 @@ TEST(LibTorchLists, SayWhatEachKernelOfACpuDoes) {
     const std::optional<Cast> seen = seen_rule(*op);
     ++count;
     EXPECT_TRUE(seen.has_value()) << "no cast was seen of " << full_name;
-    EXPECT_EQ(torchamp::detail::kernel_rule(name, at::kCPU), seen.value_or(Cast::native))
+    EXPECT_EQ(torchamp::detail::effect_of_native(name, at::kCPU), seen.value_or(Cast::native))
         << full_name;
   }
   at::removeCallback(handle);
@@ -165,10 +165,11 @@ TEST(LibTorchLists, SayWhatEachKernelOfACpuDoes) {
 
 TEST(LibTorchLists, AreSilentAboutOtherOps) {
   for (const char* name : {"aten::relu", "mylib::mm", "aten::mmm", "aten::m", "aten::", ""}) {
-    EXPECT_EQ(torchamp::detail::kernel_rule({name, ""}, at::kCPU), Cast::native) << name;
+    EXPECT_EQ(torchamp::detail::effect_of_native({name, ""}, at::kCPU), Cast::native) << name;
   }
-  EXPECT_EQ(torchamp::detail::kernel_rule({"aten::linear", ""}, at::kCUDA), Cast::lower_precision);
-  EXPECT_EQ(torchamp::detail::kernel_rule({"aten::softmax", "int"}, at::kCUDA), Cast::fp32);
+  EXPECT_EQ(torchamp::detail::effect_of_native({"aten::linear", ""}, at::kCUDA),
+            Cast::lower_precision);
+  EXPECT_EQ(torchamp::detail::effect_of_native({"aten::softmax", "int"}, at::kCUDA), Cast::fp32);
 }
 
 }  // namespace

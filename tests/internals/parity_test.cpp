@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // What Python's torch.amp does with each case (tests/parity/record_autocast.py wrote it down) is
-// what at::autocast and Policy::torch() do here, whether or not torchamp has put overlays in.
+// what at::autocast and Policy::torch() do here, whether or not torchamp has registered kernels.
 #include <ATen/ATen.h>
 #include <ATen/Version.h>
 #include <gmock/gmock.h>
@@ -146,12 +146,12 @@ Outcome under(const Policy& policy, const Call& call, MakeCall make_call) {
   return make_call(call);
 }
 
-std::size_t count_overlays(at::DeviceType device) {
+std::size_t count_kernels(at::DeviceType device) {
   const std::size_t index = torchamp::detail::device_index(device, "test");
-  return torchamp::detail::shared_runtime().overlays[index].size();
+  return torchamp::detail::shared_runtime().kernels[index].size();
 }
 
-/// The record of a device, and what its calls give here before any overlay is there.
+/// The record of a device, and what its calls give here before torchamp has registered kernels.
 class Replay {
  public:
   static std::string file(at::DeviceType device) {
@@ -179,7 +179,7 @@ class Replay {
   }
 
   explicit Replay(at::DeviceType device) : device_(device), sections_(records(device)) {
-    EXPECT_EQ(count_overlays(device), 0u) << "overlays were there before the test began";
+    EXPECT_EQ(count_kernels(device), 0u) << "kernels of torchamp were there before the test began";
     const at::DispatchKey key = torchamp::detail::autocast_key(device);
     for (const CaseSection& section : sections_) {
       for (const OpCase& op_case : section.cases) {
@@ -197,7 +197,7 @@ class Replay {
     }
     for (const Call& call : calls_) raw_.push_back(under_autocast(call, boxed));
     for (const Call& call : calls_) torch_.push_back(under(Policy::torch(), call, boxed));
-    EXPECT_EQ(count_overlays(device), 2u) << "Policy::torch() needs none but TorchScript's two";
+    EXPECT_EQ(count_kernels(device), 2u) << "Policy::torch() needs none but TorchScript's two";
   }
 
   const std::vector<Call>& calls() const { return calls_; }
@@ -219,8 +219,8 @@ class Replay {
     }
   }
 
-  /// Puts overlays on all ops of the cases that can have one, and those of Policy::standard().
-  void install_overlays() {
+  /// Registers kernels of all ops of the cases that can have one, and those of Policy::standard().
+  void register_kernels() {
     if (installed_) return;
     std::set<std::string> ops;
     for (const Call& call : calls_) {
@@ -232,7 +232,7 @@ class Replay {
     // No rule of LibTorch's agrees with both.
     { const AutocastGuard moved(device_, {.policy = Policy::torch().fp32(ops)}); }
     { const AutocastGuard moved(device_, {.policy = Policy::torch().lower_precision(ops)}); }
-    EXPECT_GE(count_overlays(device_), ops.size());
+    EXPECT_GE(count_kernels(device_), ops.size());
     EXPECT_GT(ops.size(), 300u);
     installed_ = true;
   }
@@ -263,7 +263,7 @@ class Parity : public ::testing::TestWithParam<at::DeviceType> {
 
   void TearDown() override {
     EXPECT_THAT(warnings_.text(), ::testing::Not(::testing::HasSubstr("verrid")))
-        << "LibTorch told the user of an overlay";
+        << "LibTorch told the user of a kernel";
   }
 
   Replay& replay() { return *replay_; }
@@ -275,7 +275,7 @@ class Parity : public ::testing::TestWithParam<at::DeviceType> {
             .magnitudes = call.magnitudes()};
   }
 
-  /// Expects from `outcome(call)` what at::autocast gave when there were no overlays.
+  /// Expects from `outcome(call)` what at::autocast gave when torchamp had no kernels.
   template <class MakeOutcome>
   void expect_as_at_first(MakeOutcome outcome, bool only_unboxed = false) {
     for (std::size_t i = 0; i < replay().calls().size(); ++i) {
@@ -348,7 +348,7 @@ TEST_P(Parity, TheRecordHasEveryCaseOfTheTable) {
   }
 }
 
-TEST_P(Parity, PolicyTorchGivesTheSameWithoutOverlays) {
+TEST_P(Parity, PolicyTorchGivesTheSameWithoutTorchampsKernels) {
   for (std::size_t i = 0; i < replay().calls().size(); ++i) {
     const Call& call = replay().calls()[i];
     EXPECT_EQ(difference(replay().torch()[i], replay().raw()[i], closeness(call)), "")
@@ -356,26 +356,26 @@ TEST_P(Parity, PolicyTorchGivesTheSameWithoutOverlays) {
   }
 }
 
-TEST_P(Parity, PolicyTorchGivesTheSameWithOverlaysOnEveryOp) {
-  replay().install_overlays();
+TEST_P(Parity, PolicyTorchGivesTheSameWithTorchampsKernelsOnEveryOp) {
+  replay().register_kernels();
   expect_as_at_first([](const Call& call) { return under(Policy::torch(), call, boxed); });
 }
 
 TEST_P(Parity, PolicyTorchGivesTheSameInsideARegionOfAnotherPolicy) {
-  replay().install_overlays();
+  replay().register_kernels();
   expect_as_at_first([](const Call& call) {
     const AutocastGuard outer(call.variant.device, {.policy = Policy::standard()});
     return under(Policy::torch(), call, boxed);
   });
 }
 
-TEST_P(Parity, AutocastWithoutTorchampGivesTheSameWithOverlaysOnEveryOp) {
-  replay().install_overlays();
+TEST_P(Parity, AutocastWithoutTorchampGivesTheSameWithTorchampsKernelsOnEveryOp) {
+  replay().register_kernels();
   expect_as_at_first([](const Call& call) { return under_autocast(call, boxed); });
 }
 
-TEST_P(Parity, DirectCallsGiveTheSameWithOverlaysOnEveryOp) {
-  replay().install_overlays();
+TEST_P(Parity, DirectCallsGiveTheSameWithTorchampsKernelsOnEveryOp) {
+  replay().register_kernels();
   const bool only_unboxed = true;
   expect_as_at_first([](const Call& call) { return under_autocast(call, unboxed); }, only_unboxed);
   expect_as_at_first([](const Call& call) { return under(Policy::torch(), call, unboxed); },

@@ -290,7 +290,7 @@ TEST_F(TableIsComplete, ForLibTorchsKernelsOfACpu) {
   for (const auto& name :
        c10::Dispatcher::singleton().getRegistrationsForDispatchKey(c10::DispatchKey::AutocastCPU)) {
     const auto op = c10::Dispatcher::singleton().findSchema(name);
-    if (!op || !torchamp::detail::has_native_kernel(*op, at::kCPU)) continue;  // an overlay
+    if (!op || !torchamp::detail::has_native_kernel(*op, at::kCPU)) continue;  // torchamp's
     if (name.name.starts_with("aten::")) expect_case(c10::toString(name));
   }
 }

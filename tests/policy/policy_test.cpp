@@ -145,7 +145,7 @@ TEST(Policy, TorchIsLibTorchsOwnKernelOrNothing) {
   EXPECT_EQ(policy.lookup("softmax", at::kCUDA), Cast::native);
 }
 
-TEST(Policy, OverlaysDoNotCountAsLibTorchsOwnKernels) {
+TEST(Policy, KernelsOfTorchampDoNotCountAsLibTorchs) {
   const AutocastGuard installs(at::kCPU, {.policy = Policy::standard()});
   EXPECT_EQ(Policy::torch().lookup("softmax", at::kCPU), Cast::unchanged);
   EXPECT_EQ(Policy::standard().lookup("softmax", at::kCPU), Cast::fp32);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What a guard and an overlay cost a call, next to the raw at::autocast calls and to LibTorch
-// alone.
+// What a guard and a kernel of torchamp's cost a call, next to the raw at::autocast calls and to
+// LibTorch alone.
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 #include <benchmark/benchmark.h>
@@ -46,11 +46,11 @@ void add(benchmark::State& state) {
   for (auto _ : state) benchmark::DoNotOptimize(x + x);
 }
 
-// Registered in this order: the first runs before any overlay exists.
-void add_before_overlays(benchmark::State& state) {
+// Registered in this order: the first runs before torchamp has kernels.
+void add_before_kernels(benchmark::State& state) {
   add(state);
 }
-BENCHMARK(add_before_overlays);
+BENCHMARK(add_before_kernels);
 
 void add_outside_guards(benchmark::State& state) {
   { const AutocastGuard installs(at::kCPU); }
@@ -58,17 +58,17 @@ void add_outside_guards(benchmark::State& state) {
 }
 BENCHMARK(add_outside_guards);
 
-void add_with_overlay(benchmark::State& state) {
+void add_with_kernel(benchmark::State& state) {
   const AutocastGuard guard(at::kCPU);
   add(state);
 }
-BENCHMARK(add_with_overlay);
+BENCHMARK(add_with_kernel);
 
-void add_with_overlay_and_torchs_policy(benchmark::State& state) {
+void add_with_kernel_and_torchs_policy(benchmark::State& state) {
   const AutocastGuard guard(at::kCPU, {.policy = Policy::torch()});
   add(state);
 }
-BENCHMARK(add_with_overlay_and_torchs_policy);
+BENCHMARK(add_with_kernel_and_torchs_policy);
 
 void add_with_predicate(benchmark::State& state) {
   const auto has_two_dims = [](const torchamp::OpCall& call) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Calls ops that no overlay covers under raw autocast or under a guard, for callgrind to count:
+// Calls ops without a kernel of torchamp's under raw autocast or under a guard, for callgrind to
+// count:
 //   autocast_instructions raw|torchamp in_place|allocating
 // count_instructions.sh runs them all and compares.
 #include <ATen/ATen.h>
@@ -41,7 +42,7 @@ int main(int argc, char** argv) {
   at::set_num_threads(1);
   const at::NoGradGuard no_grad;
   at::Tensor x = at::ones({4, 4});
-  { const torchamp::AutocastGuard installs_overlays(at::kCPU); }
+  { const torchamp::AutocastGuard registers_kernels(at::kCPU); }
   std::optional<torchamp::AutocastGuard> guard;
   if (is(argv[1], "torchamp")) {
     guard.emplace(at::kCPU);

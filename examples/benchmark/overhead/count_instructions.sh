@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: BSD-3-Clause
-# Instructions of 2000 calls of ops that no overlay covers, under raw autocast and under a guard.
+# Instructions of 2000 calls of ops without a kernel of torchamp's, under raw autocast and under a guard.
 # In-place ops show the dispatch alone. Ops that allocate pay a few instructions per allocation: there
 # LibTorch's CPU allocator asks c10::ThreadLocalDebugInfo for a profiler, and passes the policy's slot.
 # Usage: count_instructions.sh PATH/TO/autocast_instructions      (needs valgrind)

@@ -60,13 +60,13 @@ inline bool lowers_natively(const c10::OperatorHandle& op, at::DeviceType device
          kernel_lowers(op.operator_name(), device);
 }
 
-// Note [Overlays]
-// An overlay is a boxed kernel for one op under one device's autocast key. It is registered at most
-// once per process, when the first policy that disagrees with LibTorch about that op comes into
-// force, and asks the calling thread's policy on every call. Without a torchamp guard, or where the
-// policy has no rule for the op, it calls the autocast kernel that it covers, or, where there was
-// none, passes the call on to the next key with autocast still on, as the fallthrough did. So code
-// that uses at::autocast without torchamp sees no change.
+// Note [Autocast kernels]
+// An autocast kernel of torchamp's is a boxed kernel for one op under one device's autocast key. It
+// is registered at most once per process, when the first policy that disagrees with LibTorch about
+// that op comes into force, and asks the calling thread's policy on every call. Without a torchamp
+// guard, or where the policy has no rule for the op, it calls LibTorch's kernel, which it replaces,
+// or, where there was none, passes the call on to the next key with autocast still on, as the
+// fallthrough did. So code that uses at::autocast without torchamp sees no change.
 //
 // LibTorch does not lock its dispatch table against calls. Registration is safe beside threads that
 // call ops outside autocast, but not beside threads that call the same op inside it.
@@ -74,15 +74,15 @@ inline bool lowers_natively(const c10::OperatorHandle& op, at::DeviceType device
 // Note [TorchScript]
 // LibTorch's JIT rewrites a script that runs with autocast on: it puts a cast op
 // (aten::_autocast_to_reduced_precision or _full_precision) before ops on lists of its own. The
-// dispatcher, and so the policy, still sees every op; overlays make these casts no-ops wherever a
-// torchamp guard is in force on the thread. Scripts then follow the policy exactly as C++ does,
+// dispatcher, and so the policy, still sees every op; torchamp's kernels make these casts no-ops
+// wherever a guard is in force on the thread. Scripts then follow the policy exactly as C++ does,
 // whichever state they were first run in, while other threads keep the JIT's casts.
-class Overlay final : public c10::OperatorKernel {
+class AutocastKernel final : public c10::OperatorKernel {
  public:
-  Overlay(const c10::OperatorHandle& op, std::size_t index, at::DeviceType device)
+  AutocastKernel(const c10::OperatorHandle& op, std::size_t index, at::DeviceType device)
       : index_(index),
         device_(device),
-        device_index_(device_index(device, "Overlay")),
+        device_index_(device_index(device, "AutocastKernel")),
         key_(autocast_key(device)),
         after_(c10::DispatchKeySet::FULL_AFTER, key_),
         argument_count_(op.schema().arguments().size()),
@@ -90,7 +90,7 @@ class Overlay final : public c10::OperatorKernel {
         is_script_cast_(op.operator_name().name.starts_with("aten::_autocast_to_")) {
     if (has_autocast_kernel(op, device)) native_.emplace(kernel_of(op, key_));
   }
-  ~Overlay() override { delete facts_.load(std::memory_order_relaxed); }
+  ~AutocastKernel() override { delete facts_.load(std::memory_order_relaxed); }
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) const {
@@ -100,20 +100,22 @@ class Overlay final : public c10::OperatorKernel {
       return call_native(op, keys, stack);
     }
     if (is_script_cast_) return torch::jit::drop(*stack, argument_count_ - 1);  // leaves `self`
-    const OverlayRule rule = policy->rule(device_index_, index_, device_, op, *stack);
+    CallRule rule = policy->rule(device_index_, index_, device_, op, *stack);
     if (OpRuleUsage* const usage = of_thread->op_rule_usage.get(); usage || rule.op_rule) {
       if (follow_op_rule(*policy, rule, usage, op, *stack)) return;
     }
     const Facts* const facts = facts_of_op(op);
     const WeightCasts* const casts = casts_of_weights(*of_thread, rule, facts);
-    const Cast cast = casts && rule.cast == Cast::native ? Cast::lower_precision : rule.cast;
-    if (cast == Cast::native) return call_native(op, keys, stack);
+    if (casts != nullptr && rule.cast == Cast::native) rule.cast = Cast::lower_precision;
+    if (rule.cast == Cast::native) return call_native(op, keys, stack);
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
-    const StandIns stand_ins = cast_arguments(facts, cast, casts, op, *stack);
+    const WriteBacks write_backs = cast_arguments(facts, rule, casts, op, *stack);
     std::optional<NoWarning> no_warning;
-    if (cast != Cast::unchanged && facts->is_recurrent_layer) no_warning.emplace(scattered_weights);
+    if (rule.cast != Cast::unchanged && facts->is_recurrent_layer) {
+      no_warning.emplace(scattered_weights);
+    }
     op.redispatchBoxed(keys & after_, stack);
-    if (!stand_ins.empty()) copy_back(stand_ins);
+    if (!write_backs.empty()) write_back(write_backs);
   }
 
  private:
@@ -131,7 +133,7 @@ class Overlay final : public c10::OperatorKernel {
     bool is_natively_lowered;
   };
 
-  /// Null of an op that has not the arguments that it had when the overlay was made.
+  /// Null of an op that has not the arguments that it had when the kernel was made.
   const Facts* facts_of_op(const c10::OperatorHandle& op) const {
     const Facts* const known = facts_.load(std::memory_order_acquire);
     return known || op.schema().arguments().size() != argument_count_ ? known : find_facts(op);
@@ -160,7 +162,7 @@ class Overlay final : public c10::OperatorKernel {
   }
 
   /// Lets the OpRule of the call's rule run it, if there is one and it can.
-  bool follow_op_rule(const PolicyData& policy, const OverlayRule& rule, OpRuleUsage* usage,
+  bool follow_op_rule(const PolicyData& policy, const CallRule& rule, OpRuleUsage* usage,
                       const c10::OperatorHandle& op, torch::jit::Stack& stack) const {
     if (rule.op_rule != nullptr) {
       const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
@@ -171,7 +173,7 @@ class Overlay final : public c10::OperatorKernel {
   }
 
   /// Who casts the call's weights to 16 bits, if not LibTorch.
-  static const WeightCasts* casts_of_weights(const ThreadPolicy& of_thread, const OverlayRule& rule,
+  static const WeightCasts* casts_of_weights(const ThreadPolicy& of_thread, const CallRule& rule,
                                              const Facts* facts) {
     if (of_thread.casts == nullptr) return nullptr;
     const bool is_native = rule.cast == Cast::native && !rule.is_chosen && facts != nullptr &&
@@ -181,16 +183,20 @@ class Overlay final : public c10::OperatorKernel {
     return is_native || may_narrow ? of_thread.casts : nullptr;
   }
 
-  StandIns cast_arguments(const Facts* facts, Cast cast, const WeightCasts* casts,
-                          const c10::OperatorHandle& op, torch::jit::Stack& stack) const {
-    if (cast == Cast::unchanged) return {};
+  WriteBacks cast_arguments(const Facts* facts, const CallRule& rule, const WeightCasts* casts,
+                            const c10::OperatorHandle& op, torch::jit::Stack& stack) const {
+    if (rule.cast == Cast::unchanged) return {};
     const std::size_t count = op.schema().arguments().size();
     if (facts == nullptr || count != argument_count_) refuse(op.operator_name());
-    if (facts->takes_probabilities && cast == Cast::fp32) warn_of_16_bit_probabilities(op, stack);
-    return facts->cast_arguments(cast, device_, casts, op.schema(), stack);
+    if (facts->takes_probabilities && rule.cast == Cast::fp32) {
+      warn_of_16_bit_probabilities(op, stack);
+    }
+    const CastArguments& cast = facts->cast_arguments;
+    if (rule.where == Where::call_is_refused && !cast.is_refused(stack)) return {};
+    return cast(rule.cast, device_, casts, op.schema(), stack);
   }
 
-  std::optional<NativeKernel> native_;  // which it covers, if there is one
+  std::optional<NativeKernel> native_;  // LibTorch's, which it replaces, if there is one
   std::size_t index_;
   at::DeviceType device_;
   std::size_t device_index_;
@@ -202,25 +208,27 @@ class Overlay final : public c10::OperatorKernel {
   mutable std::atomic<const Facts*> facts_ = nullptr;
 };
 
-/// Makes sure that the op has its overlay for the device, and returns its index in the tables.
-inline std::size_t install_overlay(const c10::OperatorHandle& op, at::DeviceType device) {
+/// Makes sure that torchamp's kernel of the op for the device is registered, and returns its index
+/// in the KernelRules.
+inline std::size_t register_kernel(const c10::OperatorHandle& op, at::DeviceType device) {
   SharedRuntime& runtime = shared_runtime();
-  auto& overlays = runtime.overlays[device_index(device, "install_overlay")];
+  auto& kernels = runtime.kernels[device_index(device, "register_kernel")];
   const std::scoped_lock lock(runtime.mutex);
-  const std::size_t index = overlays.size();
-  const auto [overlay, is_new] = overlays.try_emplace(
-      op.operator_name(), KnownOverlay{index, has_autocast_kernel(op, device)});
-  if (!is_new) return overlay->second.index;
+  const std::size_t index = kernels.size();
+  const auto [kernel, is_new] =
+      kernels.try_emplace(op.operator_name(), KnownKernel{index, has_autocast_kernel(op, device)});
+  if (!is_new) return kernel->second.index;
   try {
     const NoWarning of_any_text("");  // LibTorch warns of kernels that replace others
     // Never destroyed: its end would take the kernel away. (A torch::Library would parse the name,
     // which takes longer than all else that the first guard does for an op.)
     new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().registerImpl(
         op.operator_name(), autocast_key(device),
-        c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Overlay>(op, index, device)),
+        c10::KernelFunction::makeFromBoxedFunctor(
+            std::make_unique<AutocastKernel>(op, index, device)),
         std::nullopt, nullptr, "torchamp kernel"));
   } catch (...) {
-    overlays.erase(overlay);
+    kernels.erase(kernel);
     throw;
   }
   return index;
@@ -232,18 +240,18 @@ inline void PolicyData::compile(at::DeviceType device) const {
   if (compiled.ready.load(std::memory_order_relaxed)) return;
   for (const char* name : {"_autocast_to_reduced_precision", "_autocast_to_full_precision"}) {
     for (const auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) {
-      (void)install_overlay(op, device);
+      (void)register_kernel(op, device);
     }
   }
-  OverlayTable table;
+  KernelRules rules_of_device;
   for_each_candidate(*this, [&](const TabledOp& tabled) {
-    const OverlayEntry entry = overlay_entry(*this, tabled, device);
-    if (entry.cast == Cast::native && entry.conditional == nullptr) return;
-    const std::size_t index = install_overlay(tabled.op, device);
-    if (index >= table.size()) table.resize(index + 1);
-    table[index] = entry;
+    const KernelRule rule = kernel_rule(*this, tabled, device);
+    if (rule.cast == Cast::native && rule.conditional == nullptr) return;
+    const std::size_t index = register_kernel(tabled.op, device);
+    if (index >= rules_of_device.size()) rules_of_device.resize(index + 1);
+    rules_of_device[index] = rule;
   });
-  compiled.table = std::move(table);
+  compiled.rules = std::move(rules_of_device);
   compiled.ready.store(true, std::memory_order_release);
 }
 

@@ -29,13 +29,17 @@
 
 namespace torchamp::detail {
 
-/// Arguments, each followed by a copy that an op writes to instead.
-using StandIns = std::vector<at::Tensor>;
+/// An argument, and the copy of it that the op writes to instead.
+struct WriteBack {
+  at::Tensor argument;
+  at::Tensor copy;
+};
+using WriteBacks = std::vector<WriteBack>;
 
 /// Brings what the op has written to where it belongs.
-inline void copy_back(const StandIns& stand_ins) {
+inline void write_back(const WriteBacks& write_backs) {
   const at::NoGradGuard no_grad;
-  for (std::size_t i = 0; i < stand_ins.size(); i += 2) stand_ins[i].copy_(stand_ins[i + 1]);
+  for (const WriteBack& one : write_backs) one.argument.copy_(one.copy);
 }
 
 /// Casts the arguments of one op on the interpreter's stack. Made once per op, from its schema.
@@ -68,11 +72,20 @@ class CastArguments {
     }
   }
 
-  /// Casts as `cast` says for a region of `device`. After the op has run, the stand-ins are to be
-  /// copied back. `casts`: who casts weights to 16 bits, if not LibTorch.
-  [[nodiscard]] StandIns operator()(Cast cast, at::DeviceType device, const WeightCasts* casts,
-                                    const c10::FunctionSchema& schema,
-                                    torch::jit::Stack& stack) const {
+  /// Whether LibTorch refuses the call of an op in whose row of the standard table this matters:
+  /// masked_fill with a value beyond the dtype of what it fills, or rrelu in fp16 training.
+  bool is_refused(torch::jit::Stack& stack) const {
+    const c10::IValue* const arguments = stack.data() + (stack.size() - count_);
+    const at::ScalarType dtype = arguments[0].toTensor().scalar_type();
+    if (!training_position_) return !fits(arguments[count_ - 1], dtype);
+    return dtype == at::kHalf && arguments[*training_position_].toBool();
+  }
+
+  /// Casts as `cast` says for a region of `device`. After the op has run, what it has written is to
+  /// be written back. `casts`: who casts weights to 16 bits, if not LibTorch.
+  [[nodiscard]] WriteBacks operator()(Cast cast, at::DeviceType device, const WeightCasts* casts,
+                                      const c10::FunctionSchema& schema,
+                                      torch::jit::Stack& stack) const {
     const Call call{device, stack.data() + (stack.size() - count_)};
     const auto narrow = [&](Dtype dtype) {
       if (casts && dtype && is_16_bit(*dtype)) {
@@ -95,7 +108,6 @@ class CastArguments {
       case Cast::unchanged:
         break;
     }
-    if (cast == fp32_where_it_must && must_be_fp32(call)) return to(at::kFloat, call);
     return {};
   }
 
@@ -150,16 +162,8 @@ class CastArguments {
     return value.toTensor().scalar_type();
   }
 
-  /// Of an op with the rule fp32_where_it_must: masked_fill, or else rrelu.
-  bool must_be_fp32(const Call& call) const {
-    if (!training_position_) return !value_fits(call);
-    return call[0].toTensor().scalar_type() == at::kHalf && call[*training_position_].toBool();
-  }
-
-  /// Whether the number at the end of the arguments fits into the dtype of the first.
-  bool value_fits(const Call& call) const {
-    const at::ScalarType dtype = call[0].toTensor().scalar_type();
-    const c10::IValue& value = call[count_ - 1];
+  /// Whether a number fits into a dtype.
+  static bool fits(const c10::IValue& value, at::ScalarType dtype) {
     if (!is_16_bit(dtype) || !(value.isDouble() || value.isInt())) return true;
     const double number = value.isInt() ? static_cast<double>(value.toInt()) : value.toDouble();
     return dtype == at::kHalf ? !c10::overflows<c10::Half>(number)
@@ -172,8 +176,8 @@ class CastArguments {
   // a copy, which is copied back if the op has updated it. LibTorch's kernels take weight and bias
   // in the dtype of the statistics and in no other. Its instance_norm narrows statistics by itself
   // where there is no weight, so it is given one of ones.
-  StandIns cast_statistics(at::ScalarType dtype, const Call& call) const {
-    StandIns stand_ins;
+  WriteBacks cast_statistics(at::ScalarType dtype, const Call& call) const {
+    WriteBacks write_backs;
     const at::ScalarType wide = *widest_of(dtype, statistics_, call);
     for (const std::size_t position : beside_statistics_) cast_value(wide, call, position);
     if (unit_weight_position_ && wide != dtype) {
@@ -192,16 +196,15 @@ class CastArguments {
       const at::Tensor original = value.toTensor();
       value = original.to(wide);
       if (!updates) continue;
-      stand_ins.push_back(original);
-      stand_ins.push_back(value.toTensor());
+      write_backs.push_back({original, value.toTensor()});
     }
-    return stand_ins;
+    return write_backs;
   }
 
-  StandIns to(Dtype dtype, const Call& call) const {
+  WriteBacks to(Dtype dtype, const Call& call) const {
     if (!dtype) return {};
     for (const std::size_t position : positions_) cast_value(*dtype, call, position);
-    return statistics_.empty() ? StandIns() : cast_statistics(*dtype, call);
+    return statistics_.empty() ? WriteBacks() : cast_statistics(*dtype, call);
   }
 
   static void cast_value(at::ScalarType dtype, const Call& call, std::size_t position) {

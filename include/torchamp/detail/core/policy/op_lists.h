@@ -56,7 +56,7 @@ inline constexpr std::string_view fp32_only_ops[] = {
     "special_shifted_chebyshev_polynomial_u"sv, "special_shifted_chebyshev_polynomial_v"sv,
     "special_shifted_chebyshev_polynomial_w"sv, "special_spherical_bessel_j0"sv, "special_zeta"sv};
 /// Of sparse matrices. A product of one by `mm` or `matmul` is left to LibTorch's kernels, which
-/// cast to 16 bits whatever the layout is: an overlay on these would slow dense products down.
+/// cast to 16 bits whatever the layout is: a kernel of torchamp's for these would slow dense products down.
 inline constexpr std::string_view sparse_ops[] = {
     "_sparse_mm"sv, "_sparse_addmm"sv, "_sparse_sparse_matmul"sv, "_sparse_softmax"sv,
     "_sparse_log_softmax"sv, "sspaddmm"sv, "smm"sv, "hspmm"sv, "sparse_sampled_addmm"sv};
@@ -116,41 +116,44 @@ inline constexpr OpFamily noisy("noisy", noisy_ops);
 inline constexpr OpFamily probability_loss("probability_loss", probability_loss_ops);
 inline constexpr OpFamily recurrent_layer("recurrent_layer", recurrent_layer_ops);
 
-// Rules that only tables have.
-/// See Note [Recurrent layers].
-inline constexpr Cast fp32_where_lacking = static_cast<Cast>(0x81);
-/// fp32 where LibTorch would refuse this call: see Note [What LibTorch refuses].
-inline constexpr Cast fp32_where_it_must = static_cast<Cast>(0x82);
-
-/// What Policy::standard() says of an op.
-struct StandardRule {
-  Cast cast = Cast::native;
-  Cast cast_on_cpu = cast;     // and on other devices that do not follow CUDA's lists
-  bool unless_native = false;  // where LibTorch has no kernel of its own
-  bool may_alias = false;      // for ops that write to an argument, or return a view of one
+/// Where a rule of a table holds.
+enum class Where : std::uint8_t {
+  always,
+  no_native_kernel,  ///< where LibTorch has no autocast kernel of its own for the op
+  no_16_bit_layer,   ///< where a CPU has no such layer: see Note [Recurrent layers]
+  call_is_refused,   ///< for calls that LibTorch refuses: see Note [What LibTorch refuses]
 };
 
-/// Its rows that LibTorch's lists do not have; they come before those.
+/// What a table says of an op.
+struct TableRule {
+  Cast cast = Cast::native;
+  Where where = Where::always;
+};
+
+/// A row of Policy::standard() that LibTorch's lists do not have. Rows come before those lists. Of
+/// an op that two rows name, the first decides.
 struct StandardRow {
   OpFamily family;
-  StandardRule rule;
+  TableRule rule;
+  TableRule on_cpu = rule;  // and on other devices that do not follow CUDA's lists
+  bool may_alias = false;   // for ops that write to an argument, or return a view of one
 };
 inline constexpr StandardRow standard_rows[] = {
     {ops::addition, {Cast::fp32}},
     {ops::reduction, {Cast::fp32}},
     {ops::order_statistic, {Cast::unchanged}},
     {probability_loss, {Cast::fp32}},
-    {recurrent_layer, {Cast::lower_precision, /*cast_on_cpu=*/fp32_where_lacking}},
-    {decomposition, {.cast = Cast::fp32, .unless_native = true}},
-    {fp32_only, {.cast = Cast::fp32, .unless_native = true}},
-    {sparse, {.cast = Cast::fp32, .unless_native = true}},
-    {sampling, {Cast::promote, /*cast_on_cpu=*/Cast::fp32}},
-    {fp32_as_on_cpu, {.cast = Cast::fp32, .unless_native = true}},
-    {complex_view, {.cast = Cast::fp32, .unless_native = true, .may_alias = true}},
-    {one_dtype, {.cast = Cast::promote, .unless_native = true}},
-    {one_dtype_in_place, {.cast = Cast::promote, .may_alias = true}},
-    {fill, {fp32_where_it_must}},
-    {noisy, {Cast::unchanged, /*cast_on_cpu=*/fp32_where_it_must}},
+    {recurrent_layer, {Cast::lower_precision}, /*on_cpu=*/{Cast::fp32, Where::no_16_bit_layer}},
+    {decomposition, {Cast::fp32, Where::no_native_kernel}},
+    {fp32_only, {Cast::fp32, Where::no_native_kernel}},
+    {sparse, {Cast::fp32, Where::no_native_kernel}},
+    {sampling, {Cast::promote}, /*on_cpu=*/{Cast::fp32}},
+    {fp32_as_on_cpu, {Cast::fp32, Where::no_native_kernel}},
+    {.family = complex_view, .rule = {Cast::fp32, Where::no_native_kernel}, .may_alias = true},
+    {one_dtype, {Cast::promote, Where::no_native_kernel}},
+    {.family = one_dtype_in_place, .rule = {Cast::promote}, .may_alias = true},
+    {fill, {Cast::fp32, Where::call_is_refused}},
+    {noisy, {Cast::unchanged}, /*on_cpu=*/{Cast::fp32, Where::call_is_refused}},
 };
 
 /// A rule on LibTorch's lists, of the op in an entry of theirs: "pow, Tensor_Scalar".
@@ -225,19 +228,8 @@ inline constexpr std::string_view cuda_lower_precision_ops[] = {
     "cudnn_convolution"sv, "cudnn_convolution_transpose"sv};
 // clang-format on
 
-/// The row of an op, by its own name or its overload's; null if it has none.
-inline const StandardRow* standard_row(const c10::OperatorName& op) {
-  const std::string_view base = base_of(op);
-  if (base.empty()) return nullptr;
-  for (const StandardRow& row : standard_rows) {
-    for (const std::string_view name : row.family) {  // "mm" or "mm.out"
-      if (name.front() != base.front() || !name.starts_with(base)) continue;
-      const std::string_view rest = name.substr(base.size());
-      if (rest.empty() || (rest[0] == '.' && rest.substr(1) == op.overload_name)) return &row;
-    }
-  }
-  return nullptr;
-}
+/// The row of an op, by its own name ("mm") or its overload's ("mm.out"); null if it has none.
+const StandardRow* standard_row(const c10::OperatorName& op);
 
 /// The rule on LibTorch's own CUDA lists; native if there is none.
 inline Cast listed_cast(const c10::OperatorName& op) {
@@ -256,7 +248,7 @@ inline bool kernel_lowers(const c10::OperatorName& op, at::DeviceType device) {
 }
 
 /// What that kernel does; native if this is not known.
-TORCHAMP_RARE inline Cast kernel_rule(const c10::OperatorName& op, at::DeviceType device) {
+TORCHAMP_RARE inline Cast effect_of_native(const c10::OperatorName& op, at::DeviceType device) {
   if (kernel_lowers(op, device)) return Cast::lower_precision;
   if (facts_of(device).follows_cuda_lists) return listed_cast(op);
   if (is_among(cpu_fp32_ops, base_of(op))) return Cast::fp32;

@@ -32,7 +32,7 @@ TORCHAMP_COLD Cast Policy::common_rule(const char* call, std::string_view op, at
                                        bool in_effect) const {
   (void)detail::device_index(device, call);
   const auto overloads = detail::find_ops(op, call);
-  const auto rule_of = in_effect ? &detail::effect_of_rule : &detail::rule_in_force;
+  const auto rule_of = in_effect ? &detail::lookup_effect : &detail::lookup_rule;
   if (overloads.front().operator_name().overload_name.empty() || overloads.size() == 1) {
     return rule_of(*data_, overloads.front(), device);
   }

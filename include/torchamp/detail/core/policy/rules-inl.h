@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -24,12 +25,12 @@ namespace torchamp::detail {
 
 // ---- The rule of a call -------------------------------------------------------------------------
 
-TORCHAMP_COLD OverlayRule PolicyData::choose(const OverlayEntry& entry, at::DeviceType device,
-                                             const OpCall& call) const {
+TORCHAMP_COLD CallRule PolicyData::choose(const KernelRule& of_kernel, at::DeviceType device,
+                                          const OpCall& call) const {
   const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
-  OverlayRule rule = entry;
-  for (std::size_t i = entry.conditional->size(); i-- > 0;) {  // the last that holds wins
-    const Edit& edit = edits[(*entry.conditional)[i]];
+  CallRule rule = of_kernel;
+  for (std::size_t i = of_kernel.conditional->size(); i-- > 0;) {  // the last that holds wins
+    const Edit& edit = edits[(*of_kernel.conditional)[i]];
     // A predicate may call ops, its own among them, and these are no part of the op.
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const at::DisableRecordFunctionGuard not_recorded;
@@ -37,110 +38,132 @@ TORCHAMP_COLD OverlayRule PolicyData::choose(const OverlayEntry& entry, at::Devi
     rule = {.cast = edit.cast, .op_rule = edit.op_rule.get()};
     break;
   }
-  if (entry.in_scripts_only && torch::jit::currentCallstack().empty()) rule = {};
-  if (rule.cast == fp32_where_lacking) {
-    rule.cast = has_recurrent_layers(device, dtype) ? Cast::native : Cast::fp32;
-    if (rule.cast == Cast::fp32) warn_of_recurrent_layers_in_fp32(dtype);
+  if (of_kernel.in_scripts_only && torch::jit::currentCallstack().empty()) rule = {};
+  if (rule.where == Where::no_16_bit_layer) {
+    if (has_recurrent_layers(device, dtype)) {
+      rule = {};
+    } else {
+      warn_of_recurrent_layers_in_fp32(dtype);
+    }
   }
-  announce(choice_scope, to_string(rule.cast == fp32_where_it_must ? Cast::fp32 : rule.cast));
+  announce(choice_scope, to_string(rule.cast));
   rule.is_chosen = true;
   return rule;
 }
 
 // ---- The rule of an op --------------------------------------------------------------------------
 
-TORCHAMP_COLD TabledOp::TabledOp(c10::OperatorHandle overload, const StandardRow* row)
-    : op(std::move(overload)) {
-  if (row == nullptr) row = standard_row(op.operator_name());
-  const StandardRule rule =
-      row != nullptr ? row->rule
-                     : StandardRule{.cast = listed_cast(op.operator_name()), .unless_native = true};
-  if (rule.may_alias || why_not_castable(op.schema()).empty()) standard = rule;
+TORCHAMP_COLD const StandardRow* standard_row(const c10::OperatorName& op) {
+  using Rows = std::unordered_map<std::string_view, const StandardRow*>;
+  static const Rows& rows = *[] {
+    auto* const made = new Rows;  // never destroyed
+    for (const StandardRow& row : standard_rows) {
+      for (const std::string_view name : row.family) made->try_emplace(name, &row);
+    }
+    return made;
+  }();
+  const std::string_view base = base_of(op);
+  auto found = rows.find(base);
+  if (found == rows.end()) found = rows.find(std::string(base) + '.' + op.overload_name);
+  return found == rows.end() ? nullptr : found->second;
 }
 
-/// The rule of a base table for one overload, before any edit; may be one that only tables have.
-inline Cast base_rule(BaseTable base, const TabledOp& of, at::DeviceType device) {
-  const StandardRule& rule = of.standard;
-  const bool holds = base == BaseTable::standard && rule.cast != Cast::native;
-  if (holds && !rule.unless_native) {
-    return facts_of(device).follows_cuda_lists ? rule.cast : rule.cast_on_cpu;
+TORCHAMP_COLD TabledOp::TabledOp(c10::OperatorHandle overload) : op(std::move(overload)) {
+  const StandardRow* const row = standard_row(op.operator_name());
+  const bool may_alias = row != nullptr && row->may_alias;
+  if (!may_alias && !why_not_castable(op.schema()).empty()) return;
+  rule = row != nullptr ? row->rule
+                        : TableRule{listed_cast(op.operator_name()), Where::no_native_kernel};
+  on_cpu = row != nullptr ? row->on_cpu : rule;
+}
+
+/// What LibTorch alone does with an op: native or unchanged.
+inline Cast libtorch_rule(const c10::OperatorHandle& op, at::DeviceType device) {
+  return has_native_kernel(op, device) ? Cast::native : Cast::unchanged;
+}
+
+/// What a policy says of an op on a device, without the edits that hold only sometimes. `edited`:
+/// what its edits made of the op, or null.
+inline TableRule unconditional_rule(const PolicyData& policy, const OverloadRules* edited,
+                                    const TabledOp& of, at::DeviceType device) {
+  if (edited != nullptr && edited->has_cast) {
+    return {edited->cast == Cast::native ? libtorch_rule(of.op, device) : edited->cast};
   }
-  if (has_native_kernel(of.op, device)) return Cast::native;
-  return holds ? rule.cast : Cast::unchanged;
+  const TableRule rule = facts_of(device).follows_cuda_lists ? of.rule : of.on_cpu;
+  const bool holds = policy.base == BaseTable::standard && rule.cast != Cast::native;
+  if (holds && rule.where != Where::no_native_kernel) return rule;
+  if (has_native_kernel(of.op, device)) return {Cast::native};
+  return {holds ? rule.cast : Cast::unchanged};
 }
 
-/// The same under a policy, conditional rules left out. `edited`: what its edits made of the
-/// overload, or null.
-inline Cast tabled_rule(const PolicyData& policy, const OverloadRules* edited, const TabledOp& op,
-                        at::DeviceType device) {
-  if (edited == nullptr || !edited->has_cast) return base_rule(policy.base, op, device);
-  return edited->cast == Cast::native ? base_rule(BaseTable::torch, op, device) : edited->cast;
+TORCHAMP_COLD Cast lookup_rule(const PolicyData& policy, const c10::OperatorHandle& op,
+                               at::DeviceType device) {
+  const TableRule rule = unconditional_rule(policy, policy.edited(op), TabledOp(op), device);
+  const bool holds = rule.where != Where::no_16_bit_layer ||
+                     !has_recurrent_layers(device, at::autocast::get_autocast_dtype(device));
+  return holds ? rule.cast : libtorch_rule(op, device);
 }
 
-TORCHAMP_COLD Cast rule_in_force(const PolicyData& policy, const c10::OperatorHandle& op,
-                                 at::DeviceType device) {
-  const TabledOp tabled(op);
-  const Cast cast = tabled_rule(policy, policy.edited(op), tabled, device);
-  if (cast == fp32_where_it_must) return Cast::fp32;
-  if (cast != fp32_where_lacking) return cast;
-  return has_recurrent_layers(device, at::autocast::get_autocast_dtype(device))
-             ? base_rule(BaseTable::torch, tabled, device)
-             : Cast::fp32;
+/// Whether an op needs an autocast kernel of torchamp's for a rule. `edited`: as above.
+inline bool needs_kernel(Cast cast, const OverloadRules* edited, const c10::OperatorHandle& op,
+                         at::DeviceType device) {
+  if (cast == Cast::native) return false;
+  const bool is_native = has_native_kernel(op, device);
+  if (cast == Cast::unchanged) {
+    // To stay unchanged as an edit says, an op with an autocast kernel, or that calls such ops,
+    // must be shielded.
+    const bool is_edited = edited != nullptr && edited->has_cast && edited->cast == cast;
+    return is_edited &&
+           (is_native || op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd));
+  }
+  // LibTorch's kernel is known to do the same only if it follows these lists.
+  return !facts_of(device).follows_cuda_lists || !is_native ||
+         listed_cast(op.operator_name()) != cast;
 }
 
-TORCHAMP_COLD OverlayEntry overlay_entry(const PolicyData& policy, const TabledOp& of,
-                                         at::DeviceType device) {
+TORCHAMP_COLD KernelRule kernel_rule(const PolicyData& policy, const TabledOp& of,
+                                     at::DeviceType device) {
   static const auto& no_edits = *new std::vector<std::size_t>;  // never destroyed
-  OverlayEntry entry;
   const OverloadRules* const edited = policy.edited(of.op);
-  const Cast cast = tabled_rule(policy, edited, of, device);
+  const TableRule rule = unconditional_rule(policy, edited, of, device);
+  KernelRule of_kernel;
+  if (needs_kernel(rule.cast, edited, of.op, device)) {
+    of_kernel.cast = rule.cast;
+    of_kernel.where = rule.where;
+    if (rule.cast == Cast::fp8) of_kernel.op_rule = policy.edits[edited->edit].op_rule.get();
+  }
   const bool may_be_compiled = is_among(compiled_code_ops, base_of(of.op.operator_name())) &&
                                !has_native_kernel(of.op, device);
-  if (cast == Cast::unchanged) {
-    // To stay unchanged, an op with an autocast kernel, or that calls such ops, must be shielded.
-    const bool is_edited = edited != nullptr && edited->has_cast && edited->cast == cast;
-    if (is_edited && (has_native_kernel(of.op, device) ||
-                      of.op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd))) {
-      entry.cast = cast;
-    }
-  } else if (!facts_of(device).follows_cuda_lists || !has_native_kernel(of.op, device) ||
-             listed_cast(of.op.operator_name()) != cast) {
-    // LibTorch's kernel is known to do the same only if it follows these lists.
-    entry.cast = cast;
-    if (cast == Cast::fp8) entry.op_rule = policy.edits[edited->edit].op_rule.get();
-  }
   if (edited != nullptr && !edited->conditional.empty()) {
-    entry.conditional = &edited->conditional;
-  } else if (cast == fp32_where_lacking || (may_be_compiled && entry.cast != Cast::native)) {
-    entry.conditional = &no_edits;
+    of_kernel.conditional = &edited->conditional;
+  } else if (rule.where == Where::no_16_bit_layer ||
+             (may_be_compiled && of_kernel.cast != Cast::native)) {
+    of_kernel.conditional = &no_edits;
   }
-  entry.in_scripts_only = may_be_compiled && entry.conditional != nullptr;
-  return entry;
+  of_kernel.in_scripts_only = may_be_compiled && of_kernel.conditional != nullptr;
+  return of_kernel;
 }
 
 TORCHAMP_COLD void for_each_candidate(const PolicyData& policy,
                                       c10::function_ref<void(const TabledOp&)> function) {
-  const auto add = [&](const TabledOp& tabled) {
-    if (tabled.standard.cast != Cast::native) function(tabled);
+  const auto add = [&](const c10::OperatorHandle& op) {
+    const TabledOp tabled(op);
+    if (tabled.rule.cast != Cast::native) function(tabled);
   };
   if (policy.base == BaseTable::standard) {
     for (const StandardRow& row : standard_rows) {
       for (const std::string_view name : row.family) {
-        for (const auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) {
-          add(TabledOp(op, &row));
-        }
+        for (const auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) add(op);
       }
     }
     for (const ListedRule& rule : libtorch_cuda_lists) {
       const auto op = c10::Dispatcher::singleton().findSchema(
           {std::string("aten::").append(rule.op()), std::string(rule.overload())});
-      if (op) add(TabledOp(*op));
+      if (op) add(*op);
     }
   }
   for (const auto& [name, rules] : policy.rules) {
-    for (const auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) {
-      function(TabledOp(op));
-    }
+    for (const auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) function(TabledOp(op));
   }
 }
 

@@ -41,7 +41,7 @@ class PolicyData;
 class OpRuleUsage {
  public:
   virtual ~OpRuleUsage() = default;
-  /// An op with an overlay is called that the rule does not reach.
+  /// An op is called that has a kernel of torchamp's, and that the rule does not reach.
   virtual void passed_by(const c10::OperatorName& op) = 0;
   /// At the region's end.
   virtual void warn_if_unused() const = 0;
@@ -98,9 +98,9 @@ struct OverloadRules {
 using RuleMap = std::map<std::string, OverloadRules, std::less<>>;
 
 // Note [A choice is told once]
-// A predicate is called once for each call of its op, and only the overlay knows what it said. For
-// whoever records (a CastRecorder, LibTorch's profiler) the overlay opens and closes an empty user
-// scope of this name and the rule's within the op.
+// A predicate is called once for each call of its op, and only the op's autocast kernel knows what
+// it said. For whoever records (a CastRecorder, LibTorch's profiler) the kernel opens and closes an
+// empty user scope of this name and the rule's within the op.
 inline constexpr std::string_view choice_scope = "torchamp rule: ";
 /// Under the rule fp8; then why a call did not run in fp8, nothing if it did.
 inline constexpr std::string_view fp8_scope = "torchamp fp8: ";
@@ -112,23 +112,29 @@ inline void announce(std::string_view kind, std::string_view what) {
   }
 }
 
-/// What an overlay does to a call.
-struct OverlayRule {
+// Note [From a table to a call]
+// A rule is a TableRule in a row of a table. Compiled for a device, with the edits of the policy,
+// it is the KernelRule of an op's autocast kernel; conditions are open still. With these decided it
+// is the CallRule of one call. Policy::lookup and Policy::effect tell of it without a call.
+
+/// What an autocast kernel does to one call.
+struct CallRule {
   Cast cast = Cast::native;
+  Where where = Where::always;      // if call_is_refused, only for such calls
   const OpRule* op_rule = nullptr;  // of Cast::fp8, and not null then
   bool is_chosen = false;           // for this call, by a condition
 };
 
-/// A policy's rules for one overlay.
-struct OverlayEntry : OverlayRule {
+/// A policy's rules for one autocast kernel.
+struct KernelRule : CallRule {
   /// Indices of PolicyData::edits that hold only sometimes, tried first. Null if there are none and
   /// the rule itself holds always. Lives as long as PolicyData::rules.
   const std::vector<std::size_t>* conditional = nullptr;
   bool in_scripts_only = false;  // see Note [Compiled code]; `conditional` is not null then
 };
 
-/// By an overlay's index; later overlays are none that the policy asked for.
-using OverlayTable = std::vector<OverlayEntry>;
+/// By a kernel's index; later kernels are none that the policy asked for.
+using KernelRules = std::vector<KernelRule>;
 
 /// The contents of a Policy: a base table and edits. Immutable once shared.
 class PolicyData {
@@ -159,14 +165,14 @@ class PolicyData {
     if (!ready.load(std::memory_order_acquire)) compile(device);
   }
 
-  /// The rule of overlay `overlay` on a device, whose table has been made, for one call.
-  OverlayRule rule(std::size_t device_index, std::size_t overlay, at::DeviceType device,
-                   const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> stack) const {
-    const OverlayTable& table = compiled_[device_index].table;
-    if (overlay >= table.size()) return {};
-    const OverlayEntry& entry = table[overlay];
-    if (entry.conditional == nullptr) return entry;
-    return choose(entry, device, OpCall(op.schema(), stack));
+  /// The rule of kernel `kernel` on a device, whose rules have been compiled, for one call.
+  CallRule rule(std::size_t device_index, std::size_t kernel, at::DeviceType device,
+                const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> stack) const {
+    const KernelRules& rules_of_device = compiled_[device_index].rules;
+    if (kernel >= rules_of_device.size()) return {};
+    const KernelRule& rule = rules_of_device[kernel];
+    if (rule.conditional == nullptr) return rule;
+    return choose(rule, device, OpCall(op.schema(), stack));
   }
 
   BaseTable base;
@@ -174,15 +180,15 @@ class PolicyData {
   RuleMap rules;  // what the edits made of each overload that they reached
 
  private:
-  /// Installs the overlays that the policy needs on a device. Defined in
+  /// Registers the autocast kernels that the policy needs on a device. Defined in
   /// autocast/autocast_kernel.h.
   void compile(at::DeviceType device) const;
-  /// The rule of an entry with conditions.
-  OverlayRule choose(const OverlayEntry& entry, at::DeviceType device, const OpCall& call) const;
+  /// Decides the conditions of a rule.
+  CallRule choose(const KernelRule& rule, at::DeviceType device, const OpCall& call) const;
 
   struct Compiled {
     std::atomic<bool> ready = false;
-    OverlayTable table;
+    KernelRules rules;
   };
   mutable std::mutex mutex_;
   mutable std::array<Compiled, device_count> compiled_;
@@ -210,28 +216,28 @@ inline const std::shared_ptr<const PolicyData>& unedited(BaseTable base) {
 
 // ---- The rule of an op --------------------------------------------------------------------------
 
-/// The rule in force for one overload, in regions of the calling thread's dtype for the device,
-/// conditional rules left out.
-Cast rule_in_force(const PolicyData& policy, const c10::OperatorHandle& op, at::DeviceType device);
+/// Policy::lookup of one overload, in regions of the calling thread's dtype for the device.
+Cast lookup_rule(const PolicyData& policy, const c10::OperatorHandle& op, at::DeviceType device);
 
-/// The same, but what LibTorch's own kernel does instead of native, if that is known.
-inline Cast effect_of_rule(const PolicyData& policy, const c10::OperatorHandle& op,
-                           at::DeviceType device) {
-  const Cast cast = rule_in_force(policy, op, device);
-  return cast == Cast::native ? kernel_rule(op.operator_name(), device) : cast;
+/// Policy::effect of one overload.
+inline Cast lookup_effect(const PolicyData& policy, const c10::OperatorHandle& op,
+                          at::DeviceType device) {
+  const Cast cast = lookup_rule(policy, op, device);
+  return cast == Cast::native ? effect_of_native(op.operator_name(), device) : cast;
 }
 
 /// An overload, and what Policy::standard() says of it; native if nothing, or if the overload
-/// cannot be cast. `row`: its row of the standard table, if known.
+/// cannot be cast.
 struct TabledOp {
   c10::OperatorHandle op;
-  StandardRule standard;
+  TableRule rule;
+  TableRule on_cpu;  // as in a StandardRow
 
-  explicit TabledOp(c10::OperatorHandle overload, const StandardRow* row = nullptr);
+  explicit TabledOp(c10::OperatorHandle overload);
 };
 
-/// What the overlay of an op has to do under `policy`; native if LibTorch alone does it.
-OverlayEntry overlay_entry(const PolicyData& policy, const TabledOp& op, at::DeviceType device);
+/// What the autocast kernel of an op has to do under `policy`; native if LibTorch alone does it.
+KernelRule kernel_rule(const PolicyData& policy, const TabledOp& op, at::DeviceType device);
 
 /// Calls `function` with the ops that a policy speaks of, LibTorch's kernels aside; with some more
 /// than once.

@@ -120,14 +120,14 @@ inline bool has_autocast_kernel(const c10::OperatorHandle& op, at::DeviceType de
   return op.hasKernelForDispatchKey(key) && !op.isKernelFallthroughKernel(key);
 }
 
-/// The same, overlays left out of account.
+/// Whether LibTorch has one, whatever torchamp has registered over it.
 inline bool has_native_kernel(const c10::OperatorHandle& op, at::DeviceType device) {
   if (!has_autocast_kernel(op, device)) return false;
   SharedRuntime& runtime = shared_runtime();
-  const auto& overlays = runtime.overlays[device_index(device, "has_native_kernel")];
+  const auto& kernels = runtime.kernels[device_index(device, "has_native_kernel")];
   const std::scoped_lock lock(runtime.mutex);
-  const auto overlay = overlays.find(op.operator_name());
-  return overlay == overlays.end() || overlay->second.has_native;
+  const auto kernel = kernels.find(op.operator_name());
+  return kernel == kernels.end() || kernel->second.has_native;
 }
 
 }  // namespace torchamp::detail

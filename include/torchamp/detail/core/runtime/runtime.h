@@ -171,7 +171,8 @@ class KeptWeights {
 /// Who casts weights for a region instead of LibTorch. Immutable.
 class WeightCasts {
  public:
-  /// Before a region of a device: has overlays see all ops that cast to 16 bits.
+  /// Before a region of a device: has autocast kernels of torchamp's see all ops that cast to 16
+  /// bits.
   virtual void prepare(at::DeviceType device) const = 0;
 
   /// Casts, of the arguments at `positions`, those that are weights; they lie at the stack's end.
@@ -190,10 +191,11 @@ inline const WeightCasts* registered_weight_casts = nullptr;
 
 // Note [One runtime per process]
 // A header-only library compiled with hidden visibility into a host and its plugins has a copy of
-// each inline variable in each of them. What must exist once (the overlays, and the name of the
-// thread's policy slot) therefore hangs on the registry that all of them share by name, LibTorch's
-// dispatcher: the first to come makes a SharedRuntime and defines an op whose schema carries its
-// address. It is never freed: kernels and threads' states point into it until the process ends.
+// each inline variable in each of them. What must exist once (torchamp's autocast kernels, and the
+// name of the thread's policy slot) therefore hangs on the registry that all of them share by name,
+// LibTorch's dispatcher: the first to come makes a SharedRuntime and defines an op whose schema
+// carries its address. It is never freed: kernels and threads' states point into it until the
+// process ends.
 //
 // The kernels and virtual tables that LibTorch is handed lie in the shared library that made them.
 // So every library that uses the runtime pins itself: dlclose() then leaves it mapped.
@@ -202,17 +204,18 @@ inline const WeightCasts* registered_weight_casts = nullptr;
 // version with that layout shares it; one with another layout must not touch it, and says so. The
 // name and the arguments of the op are for all versions to come.
 
-struct KnownOverlay {
-  std::size_t index;  // in every OverlayTable
+/// An autocast kernel of torchamp's.
+struct KnownKernel {
+  std::size_t index;  // in the KernelRules of every policy
   bool has_native;    // LibTorch had a kernel of its own
 };
 
 /// What all shared libraries of a process have in common.
 struct SharedRuntime {
-  using Overlays = std::unordered_map<c10::OperatorName, KnownOverlay>;
+  using Kernels = std::unordered_map<c10::OperatorName, KnownKernel>;
 
-  std::mutex mutex;  // guards `overlays`, registering kernels, and making `kept_weights`
-  std::array<Overlays, device_count> overlays;  // by device
+  std::mutex mutex;  // guards `kernels`, registering them, and making `kept_weights`
+  std::array<Kernels, device_count> kernels;  // by device
 
   std::atomic<KeptWeights*> kept_weights = nullptr;  // never freed, like the runtime
 

@@ -215,14 +215,14 @@ inline std::string run_fp8(const Fp8Options& options, const c10::OperatorHandle&
   return {};
 }
 
-/// Makes a device's overlays see all products that may be called instead of fp8's.
-inline void install_overlays_of_products(at::DeviceType device) {
+/// Registers the kernels of all products of a device that may be called instead of fp8's.
+inline void register_kernels_of_products(at::DeviceType device) {
   static std::array<std::once_flag, device_count> installed;
   std::call_once(installed[device_index(device, "Policy")], [&] {
     for (const OpFamily& family : fp8_products) {
       for (const std::string_view name : family) {
         for (const auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) {
-          if (why_not_castable(op.schema()).empty()) (void)install_overlay(op, device);
+          if (why_not_castable(op.schema()).empty()) (void)register_kernel(op, device);
         }
       }
     }
@@ -237,7 +237,7 @@ class Fp8Rule final : public OpRule {
   void prepare(const char* call, const PolicyData& policy, at::DeviceType device,
                at::ScalarType dtype) const override {
     (void)derived_weights();  // there before the first region with this rule begins
-    install_overlays_of_products(device);
+    register_kernels_of_products(device);
     for (std::size_t i = 0; i < policy.edits.size(); ++i) {
       const Edit& edit = policy.edits[i];
       if (edit.op_rule == nullptr || edit.when.dtype.value_or(dtype) != dtype) continue;

@@ -32,7 +32,7 @@
 namespace torchamp::detail {
 
 /// The rule that a call of `op` has followed on the calling thread: never native unless LibTorch
-/// has a kernel for it that casts in some other way than `promote`. `choice`: what the overlay said
+/// has a kernel for it that casts in some other way than `promote`. `choice`: what the kernel said
 /// of a rule that holds only sometimes; unset if the call did not come to it.
 inline Cast rule_of_call(const c10::OperatorHandle& op, at::DeviceType device,
                          std::optional<Cast> choice) {
@@ -46,23 +46,19 @@ inline Cast rule_of_call(const c10::OperatorHandle& op, at::DeviceType device,
   const bool is_autograds =
       policy != nullptr && adds_gradients(op.operator_name()) && leaves_sums_alone(*of_thread);
   if (policy != nullptr && !is_autograds) {
-    const OverlayEntry rules = overlay_entry(*policy, TabledOp(op), device);
-    if (rules.conditional != nullptr) {
-      const Cast rule = choice.value_or(Cast::unchanged);
-      if (rule != Cast::native) return rule;
-    } else if (rules.cast != Cast::native) {
-      return rules.cast == fp32_where_it_must ? Cast::fp32 : rules.cast;
-    }
+    const KernelRule rule = kernel_rule(*policy, TabledOp(op), device);
+    const Cast cast = rule.conditional ? choice.value_or(Cast::unchanged) : rule.cast;
+    if (cast != Cast::native) return cast;
   }
   if (!has_native_kernel(op, device)) return Cast::unchanged;
-  const Cast effect = kernel_rule(op.operator_name(), device);
+  const Cast effect = effect_of_native(op.operator_name(), device);
   return effect == Cast::promote ? effect : Cast::native;
 }
 
 // Note [What a cast recording sees]
 // LibTorch reports every call through its dispatcher to a recording, with arguments and results;
-// calls made by an op are nested in it. A redispatch is not a call: a kernel of autograd, or an
-// overlay of ours, is part of the op. LibTorch's own autocast kernels call their op again, nested
+// calls made by an op are nested in it. A redispatch is not a call: a kernel of autograd, or of
+// torchamp, is part of the op. LibTorch's own autocast kernels call their op again, nested
 // in the first call. So the program's calls are those that no other op makes; each counts once, by
 // the dtype of its result.
 //

@@ -80,13 +80,13 @@ inline std::map<std::string, PrintedRule> rules_in_force(const PolicyData& polic
                                                          at::DeviceType device) {
   std::map<std::string, PrintedRule> rules;
   const auto add = [&](const c10::OperatorHandle& op) {
-    rules[full_name(op.operator_name())] = {rule_in_force(policy, op, device),
-                                            effect_of_rule(policy, op, device)};
+    rules[full_name(op.operator_name())] = {lookup_rule(policy, op, device),
+                                            lookup_effect(policy, op, device)};
   };
   for_each_candidate(policy, [&](const TabledOp& tabled) { add(tabled.op); });
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getRegistrationsForDispatchKey(autocast_key(device))) {
-    // Overlays are there too, those that policies before this one asked for.
+    // Kernels of torchamp are there too, those that policies before this one asked for.
     const auto op = dispatcher.findSchema(name);
     if (op && has_native_kernel(*op, device)) add(*op);
   }
