@@ -42,6 +42,7 @@ struct PublicHeaders {
 constexpr PublicHeaders public_headers[] = {
     {"version.h", "base"},
     {"ops.h", "policy"},
+    {"rule.h", "policy"},
     {"policy.h", "policy"},
     {"autocast.h", "autocast"},
     {"autocast_state.h", "autocast"},
@@ -91,11 +92,9 @@ const Names known_long_files = {
     "detail/extras/masters/master_weights-inl.h",
     "detail/extras/observe/cast_recorder-inl.h",
     "detail/extras/weights/derived.h",
-    "ops.h",
 };
 /// "file: function".
 const Names known_long_functions = {
-    "detail/core/policy/rules-inl.h: add_edit",
     "detail/extras/audit/precision_audit-inl.h: PrecisionAudit::policy",
     "detail/extras/io/pickle.h: run",
     "detail/extras/io/training_checkpoint-inl.h: TrainingCheckpoint::load_parts",

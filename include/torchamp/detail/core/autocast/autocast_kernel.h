@@ -109,13 +109,13 @@ class AutocastKernel final : public c10::OperatorKernel {
     if (casts != nullptr && rule.cast == Cast::native) rule.cast = Cast::lower_precision;
     if (rule.cast == Cast::native) return call_native(op, keys, stack);
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
-    const WriteBacks write_backs = cast_arguments(facts, rule, casts, op, *stack);
+    const WrittenCopies written = cast_arguments(facts, rule, casts, op, *stack);
     std::optional<NoWarning> no_warning;
     if (rule.cast != Cast::unchanged && facts->is_recurrent_layer) {
       no_warning.emplace(scattered_weights);
     }
     op.redispatchBoxed(keys & after_, stack);
-    if (!write_backs.empty()) write_back(write_backs);
+    if (!written.empty()) copy_back(written);
   }
 
  private:
@@ -183,8 +183,8 @@ class AutocastKernel final : public c10::OperatorKernel {
     return is_native || may_narrow ? of_thread.casts : nullptr;
   }
 
-  WriteBacks cast_arguments(const Facts* facts, const CallRule& rule, const WeightCasts* casts,
-                            const c10::OperatorHandle& op, torch::jit::Stack& stack) const {
+  WrittenCopies cast_arguments(const Facts* facts, const CallRule& rule, const WeightCasts* casts,
+                               const c10::OperatorHandle& op, torch::jit::Stack& stack) const {
     if (rule.cast == Cast::unchanged) return {};
     const std::size_t count = op.schema().arguments().size();
     if (facts == nullptr || count != argument_count_) refuse(op.operator_name());

@@ -30,16 +30,16 @@
 namespace torchamp::detail {
 
 /// An argument, and the copy of it that the op writes to instead.
-struct WriteBack {
+struct WrittenCopy {
   at::Tensor argument;
   at::Tensor copy;
 };
-using WriteBacks = std::vector<WriteBack>;
+using WrittenCopies = std::vector<WrittenCopy>;
 
 /// Brings what the op has written to where it belongs.
-inline void write_back(const WriteBacks& write_backs) {
+inline void copy_back(const WrittenCopies& written) {
   const at::NoGradGuard no_grad;
-  for (const WriteBack& one : write_backs) one.argument.copy_(one.copy);
+  for (const WrittenCopy& one : written) one.argument.copy_(one.copy);
 }
 
 /// Casts the arguments of one op on the interpreter's stack. Made once per op, from its schema.
@@ -83,9 +83,9 @@ class CastArguments {
 
   /// Casts as `cast` says for a region of `device`. After the op has run, what it has written is to
   /// be written back. `casts`: who casts weights to 16 bits, if not LibTorch.
-  [[nodiscard]] WriteBacks operator()(Cast cast, at::DeviceType device, const WeightCasts* casts,
-                                      const c10::FunctionSchema& schema,
-                                      torch::jit::Stack& stack) const {
+  [[nodiscard]] WrittenCopies operator()(Cast cast, at::DeviceType device, const WeightCasts* casts,
+                                         const c10::FunctionSchema& schema,
+                                         torch::jit::Stack& stack) const {
     const Call call{device, stack.data() + (stack.size() - count_)};
     const auto narrow = [&](Dtype dtype) {
       if (casts && dtype && is_16_bit(*dtype)) {
@@ -176,8 +176,8 @@ class CastArguments {
   // a copy, which is copied back if the op has updated it. LibTorch's kernels take weight and bias
   // in the dtype of the statistics and in no other. Its instance_norm narrows statistics by itself
   // where there is no weight, so it is given one of ones.
-  WriteBacks cast_statistics(at::ScalarType dtype, const Call& call) const {
-    WriteBacks write_backs;
+  WrittenCopies cast_statistics(at::ScalarType dtype, const Call& call) const {
+    WrittenCopies written;
     const at::ScalarType wide = *widest_of(dtype, statistics_, call);
     for (const std::size_t position : beside_statistics_) cast_value(wide, call, position);
     if (unit_weight_position_ && wide != dtype) {
@@ -196,15 +196,15 @@ class CastArguments {
       const at::Tensor original = value.toTensor();
       value = original.to(wide);
       if (!updates) continue;
-      write_backs.push_back({original, value.toTensor()});
+      written.push_back({original, value.toTensor()});
     }
-    return write_backs;
+    return written;
   }
 
-  WriteBacks to(Dtype dtype, const Call& call) const {
+  WrittenCopies to(Dtype dtype, const Call& call) const {
     if (!dtype) return {};
     for (const std::size_t position : positions_) cast_value(*dtype, call, position);
-    return statistics_.empty() ? WriteBacks() : cast_statistics(*dtype, call);
+    return statistics_.empty() ? WrittenCopies() : cast_statistics(*dtype, call);
   }
 
   static void cast_value(at::ScalarType dtype, const Call& call, std::size_t position) {

@@ -169,6 +169,54 @@ TORCHAMP_COLD void for_each_candidate(const PolicyData& policy,
 
 // ---- Edits --------------------------------------------------------------------------------------
 
+/// Why an overload cannot follow a rule; empty if it can. `op_rule`: of the rule fp8, or null.
+inline std::string why_not_op(const CastRow& row, const OpRule* op_rule,
+                              const c10::OperatorHandle& op) {
+  if (op_rule != nullptr) return op_rule->why_not_op(full_name(op.operator_name()));
+  if (!row.casts) return {};
+  const c10::FunctionSchema& schema = op.schema();
+  // `promote` reaches ops that write to a tensor in place, too.
+  const bool may_write = row.cast == Cast::promote && schema.is_mutable() &&
+                         schema.name().ends_with('_') &&
+                         schema.arguments().front().type()->kind() == c10::TypeKind::TensorType;
+  return may_write ? std::string() : std::string(why_not_castable(schema));
+}
+
+/// The overloads of `name` that can follow the rule. Error, of `call`: there are none. Of a family,
+/// ops that LibTorch does not have are left out, and ops that cannot be cast.
+inline std::vector<std::string> reached_by(const std::string& name, bool is_family,
+                                           const CastRow& row, const OpRule* op_rule,
+                                           const std::string& call) {
+  const std::vector<c10::OperatorHandle> found = find_ops(name, call, is_family);
+  std::vector<std::string> reached;
+  std::string reason;
+  for (const auto& op : found) {
+    const std::string why = why_not_op(row, op_rule, op);
+    if (why.empty()) reached.push_back(full_name(op.operator_name()));
+    if (reason.empty()) reason = why;
+  }
+  const bool may_be_none = is_family && (op_rule == nullptr || found.empty());
+  TORCHAMP_CHECK(!reached.empty() || may_be_none || op_rule == nullptr, call, ": '", name,
+                 "' cannot run in fp8: ", reason, ".");
+  TORCHAMP_CHECK(!reached.empty() || may_be_none, call, ": '", name, "' cannot be cast: ", reason,
+                 ". Only out-of-place ops with tensor arguments can be.");
+  return reached;
+}
+
+/// Adds an edit that reaches these overloads. A name may be among them more than once.
+inline void add(PolicyData& policy, Edit edit, const std::vector<std::string>& reached) {
+  const std::size_t index = policy.edits.size();
+  for (const std::string& op : reached) {
+    OverloadRules& rules = policy.rules[op];
+    if (edit.when.always()) {
+      rules = {.has_cast = true, .cast = edit.cast, .edit = index};
+    } else if (rules.conditional.empty() || rules.conditional.back() != index) {
+      rules.conditional.push_back(index);
+    }
+  }
+  policy.edits.push_back(std::move(edit));
+}
+
 TORCHAMP_COLD void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, const When& when,
                             std::shared_ptr<const OpRule> op_rule) {
   const CastRow* const row = row_of(rule);
@@ -186,41 +234,16 @@ TORCHAMP_COLD void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, c
                  ", but no region has that dtype. Pass torch::kHalf, torch::kBFloat16 or, for CUDA "
                  "regions, torch::kFloat.");
   const bool is_family = !ops.family().empty();
-  const bool fp8 = op_rule != nullptr;
   std::vector<std::string> reached;
   for (const std::string& name : ops) {
-    const std::vector<c10::OperatorHandle> found = find_ops(name, call, is_family);
-    const std::size_t reached_before = reached.size();
-    std::string reason;
-    for (const auto& op : found) {
-      std::string full = full_name(op.operator_name());
-      const c10::FunctionSchema& schema = op.schema();
-      // `promote` reaches ops that write to a tensor in place, too.
-      const bool may_write = rule == Cast::promote && schema.is_mutable() &&
-                             schema.name().ends_with('_') &&
-                             schema.arguments().front().type()->kind() == c10::TypeKind::TensorType;
-      const std::string why = fp8                        ? op_rule->why_not_op(full)
-                              : row->casts && !may_write ? std::string(why_not_castable(schema))
-                                                         : std::string();
-      if (why.empty()) reached.push_back(std::move(full));
-      if (reason.empty()) reason = why;
+    for (std::string& op : reached_by(name, is_family, *row, op_rule.get(), call)) {
+      reached.push_back(std::move(op));
     }
-    TORCHAMP_CHECK(reached.size() > reached_before || (is_family && (!fp8 || found.empty())), call,
-                   ": '", name, fp8 ? "' cannot run in fp8: " : "' cannot be cast: ", reason,
-                   fp8 ? "." : ". Only out-of-place ops with tensor arguments can be.");
   }
   if (ops.begin() == ops.end()) return;
-  for (const std::string& op : reached) {
-    OverloadRules& rules = policy.rules[op];
-    if (when.always()) {
-      rules = {/*has_cast=*/true, rule, {}, policy.edits.size()};
-    } else if (rules.conditional.empty() || rules.conditional.back() != policy.edits.size()) {
-      rules.conditional.push_back(policy.edits.size());  // once, however many names reach it
-    }
-  }
   Edit edit{rule, {}, std::string(ops.family()), when, std::move(op_rule)};
   if (!is_family) edit.names.assign(ops.begin(), ops.end());
-  policy.edits.push_back(std::move(edit));
+  add(policy, std::move(edit), reached);
 }
 
 }  // namespace torchamp::detail

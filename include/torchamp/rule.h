@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+/// @file
+/// @brief What an edit of a policy does to ops, and when: a rule, and conditions.
+
+#include <ATen/core/function_schema.h>
+#include <ATen/core/ivalue.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/ArrayRef.h>
+#include <c10/util/Exception.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <ostream>
+#include <string_view>
+
+#include "torchamp/version.h"
+
+namespace TORCHAMP_NAMESPACE {
+
+/// What an op's rule does to its floating-point tensor arguments in an autocast region. Only
+/// tensors on the region's device are cast, and fp64 never is.
+enum class Cast : std::uint8_t {
+  native,           ///< LibTorch's own autocast kernel for the device decides
+  lower_precision,  ///< cast to the region's dtype (by default fp16 on CUDA, bf16 on a CPU)
+  fp32,             ///< cast to fp32; an op with a `dtype` argument computes in fp32 instead
+  promote,          ///< cast to the widest dtype among the arguments
+  unchanged,        ///< unchanged, also in the ops that this op calls
+  fp8,              ///< quantised to 8 bits: see Policy::fp8
+};
+
+namespace detail {
+
+using namespace std::string_view_literals;  // the compiler need not count lengths
+
+/// The properties of a cast rule; CastArguments has its effect on a call.
+struct CastRow {
+  Cast cast;
+  std::string_view name;  // also in texts and reports
+  bool casts;             // so only ops whose arguments can be cast may follow it
+};
+
+/// All rules. For what a new one needs, see .github/CONTRIBUTING.md, A kind of rule.
+inline constexpr CastRow cast_rows[] = {
+    {Cast::lower_precision, "lower_precision"sv, true},
+    {Cast::fp32, "fp32"sv, true},
+    {Cast::promote, "promote"sv, true},
+    {Cast::fp8, "fp8"sv, true},
+    {Cast::unchanged, "unchanged"sv, false},
+    {Cast::native, "native"sv, false},
+};
+
+/// Null for a value that is not a rule.
+constexpr const CastRow* row_of(Cast cast) {
+  for (const CastRow& row : cast_rows) {
+    if (row.cast == cast) return &row;
+  }
+  return nullptr;
+}
+
+}  // namespace detail
+
+/// "native", "lower_precision", "fp32", "promote", "unchanged" or "fp8".
+constexpr std::string_view to_string(Cast cast) {
+  const detail::CastRow* const row = detail::row_of(cast);
+  return row == nullptr ? "?" : row->name;
+}
+
+/// Prints the name.
+inline std::ostream& operator<<(std::ostream& out, Cast cast) {
+  return out << to_string(cast);
+}
+
+/// A call of an op, for a rule's predicate. Valid only during the predicate.
+class OpCall {
+ public:
+  /// `stack` ends with the arguments.
+  OpCall(const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> stack)
+      : schema_(schema), stack_(stack) {}
+
+  /// The op's schema.
+  const c10::FunctionSchema& schema() const { return schema_; }
+
+  /// The argument called `name` in the schema: `call.argument("exponent").toScalar()`. An unknown
+  /// name is an error that shows the schema.
+  const c10::IValue& argument(std::string_view name) const {
+    const auto& arguments = schema_.arguments();
+    for (std::size_t i = 0; i < arguments.size(); ++i) {
+      if (arguments[i].name() == name) return stack_[stack_.size() - arguments.size() + i];
+    }
+    TORCH_CHECK(false, "OpCall::argument: '", schema_.name(), "' has no argument '", name,
+                "'. Its schema is ", schema_);
+  }
+
+ private:
+  const c10::FunctionSchema& schema_;
+  c10::ArrayRef<c10::IValue> stack_;
+};
+
+/// The conditions of a rule; none by default.
+struct When {
+  /// Only in regions of this dtype.
+  std::optional<at::ScalarType> dtype = std::nullopt;
+  /// Only for calls for which this returns true. Called once per call of the op, on the calling
+  /// thread (possibly on several at once), with autocast off. It may call ops, including this one;
+  /// profilers and a CastRecorder do not see these. It must not read a device if the step is to
+  /// stay asynchronous.
+  std::function<bool(const OpCall&)> predicate = nullptr;
+
+  /// Whether it holds for every call.
+  bool always() const { return !dtype && !predicate; }
+  /// Whether it holds for a call in a region of this dtype.
+  bool holds(at::ScalarType region_dtype, const OpCall& call) const {
+    return (!dtype || *dtype == region_dtype) && (!predicate || predicate(call));
+  }
+};
+
+}  // namespace TORCHAMP_NAMESPACE
