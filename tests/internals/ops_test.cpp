@@ -49,13 +49,32 @@ TEST(Ops, EveryOverloadThatLibTorchKnowsIsFoundByItsName) {
 }
 
 TEST(Ops, EveryNameOfTheStandardTableHasOneRow) {
+  std::set<std::string_view> names;
   for (const auto& row : torchamp::detail::standard_rows) {
-    for (const std::string_view op : row.family) {
-      EXPECT_EQ(torchamp::detail::standard_row({"aten::" + std::string(op), "any"}), &row) << op;
-      EXPECT_EQ(torchamp::detail::standard_row({"mylib::" + std::string(op), ""}), nullptr) << op;
+    for (const std::string_view name : row.family) {
+      EXPECT_TRUE(names.insert(name).second) << name;
+      const std::string op(name.substr(0, name.find('.')));
+      const std::string overload(name == op ? "any" : name.substr(op.size() + 1));
+      const auto* const entry = torchamp::detail::standard_entry({"aten::" + op, overload});
+      ASSERT_NE(entry, nullptr) << name;
+      EXPECT_EQ(entry->rule.cast, row.rule.cast) << name;
+      EXPECT_EQ(entry->rule.where, row.rule.where) << name;
+      EXPECT_EQ(entry->on_cpu.cast, row.on_cpu.cast) << name;
+      EXPECT_EQ(entry->on_cpu.where, row.on_cpu.where) << name;
+      EXPECT_EQ(torchamp::detail::standard_entry({"mylib::" + op, overload}), nullptr) << name;
     }
   }
-  EXPECT_EQ(torchamp::detail::standard_row({"aten::mm", ""}), nullptr);
+}
+
+TEST(Ops, TheStandardTableAsksLibTorchsListsAfterItsRows) {
+  using torchamp::detail::standard_entry;
+  EXPECT_EQ(standard_entry({"aten::sum", ""})->rule.where, torchamp::detail::Where::always);
+  EXPECT_EQ(standard_entry({"aten::mm", ""})->rule.cast, Cast::lower_precision);
+  EXPECT_EQ(standard_entry({"aten::mm", ""})->rule.where,
+            torchamp::detail::Where::no_native_kernel);
+  EXPECT_EQ(standard_entry({"aten::mm", "out"})->rule.cast, Cast::promote);
+  EXPECT_EQ(standard_entry({"aten::mm", "other"}), nullptr);
+  EXPECT_EQ(standard_entry({"aten::relu", ""}), nullptr);
 }
 
 TEST(Ops, EveryNameCanBeCast) {

@@ -238,10 +238,10 @@ inline void PolicyData::compile(at::DeviceType device) const {
   Compiled& compiled = compiled_[device_index(device, "Policy")];
   const std::scoped_lock lock(mutex_);
   if (compiled.ready.load(std::memory_order_relaxed)) return;
-  for (const char* name : {"_autocast_to_reduced_precision", "_autocast_to_full_precision"}) {
-    for (const auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) {
-      (void)register_kernel(op, device);
-    }
+  for (const char* name :
+       {"aten::_autocast_to_reduced_precision", "aten::_autocast_to_full_precision"}) {
+    const auto op = c10::Dispatcher::singleton().findSchema({name, ""});
+    if (op) (void)register_kernel(*op, device);
   }
   KernelRules rules_of_device;
   for_each_candidate(*this, [&](const TabledOp& tabled) {

@@ -7,6 +7,7 @@
 #include <c10/core/DeviceType.h>
 
 #include <cstdint>
+#include <optional>
 #include <string_view>
 
 #include "torchamp/detail/core/base/devices.h"
@@ -130,8 +131,8 @@ struct TableRule {
   Where where = Where::always;
 };
 
-/// A row of Policy::standard() that LibTorch's lists do not have. Rows come before those lists. Of
-/// an op that two rows name, the first decides.
+/// A row of Policy::standard() that LibTorch's lists do not have. Of an op that two rows name, or a
+/// row and a list, the first row decides.
 struct StandardRow {
   OpFamily family;
   TableRule rule;
@@ -228,8 +229,16 @@ inline constexpr std::string_view cuda_lower_precision_ops[] = {
     "cudnn_convolution"sv, "cudnn_convolution_transpose"sv};
 // clang-format on
 
-/// The row of an op, by its own name ("mm") or its overload's ("mm.out"); null if it has none.
-const StandardRow* standard_row(const c10::OperatorName& op);
+/// What Policy::standard() says of an op.
+struct StandardEntry {
+  std::optional<std::string_view> overload;  // unset: all of the op's
+  TableRule rule;
+  TableRule on_cpu;  // as in a StandardRow
+  bool may_alias;    // likewise
+};
+
+/// The entry of an op, from its row or else from LibTorch's lists; null if it has none.
+const StandardEntry* standard_entry(const c10::OperatorName& op);
 
 /// The rule on LibTorch's own CUDA lists; native if there is none.
 inline Cast listed_cast(const c10::OperatorName& op) {

@@ -9,6 +9,7 @@
 #include <torch/csrc/jit/runtime/interpreter.h>
 
 #include <cstddef>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -53,28 +54,41 @@ TORCHAMP_COLD CallRule PolicyData::choose(const KernelRule& of_kernel, at::Devic
 
 // ---- The rule of an op --------------------------------------------------------------------------
 
-TORCHAMP_COLD const StandardRow* standard_row(const c10::OperatorName& op) {
-  using Rows = std::unordered_map<std::string_view, const StandardRow*>;
-  static const Rows& rows = *[] {
-    auto* const made = new Rows;  // never destroyed
-    for (const StandardRow& row : standard_rows) {
-      for (const std::string_view name : row.family) made->try_emplace(name, &row);
+/// By the names of ops without their overloads: "mm" of "mm.out".
+using StandardTable = std::unordered_map<std::string_view, std::vector<StandardEntry>>;
+
+TORCHAMP_RARE inline StandardTable make_standard_table() {
+  StandardTable table;
+  for (const StandardRow& row : standard_rows) {
+    for (const std::string_view name : row.family) {
+      const auto dot = name.find('.');
+      std::optional<std::string_view> overload;
+      if (dot != name.npos) overload = name.substr(dot + 1);
+      table[name.substr(0, dot)].push_back({overload, row.rule, row.on_cpu, row.may_alias});
     }
-    return made;
-  }();
-  const std::string_view base = base_of(op);
-  auto found = rows.find(base);
-  if (found == rows.end()) found = rows.find(std::string(base) + '.' + op.overload_name);
-  return found == rows.end() ? nullptr : found->second;
+  }
+  for (const ListedRule& listed : libtorch_cuda_lists) {
+    const TableRule rule{listed.cast, Where::no_native_kernel};
+    table[listed.op()].push_back({listed.overload(), rule, /*on_cpu=*/rule, /*may_alias=*/false});
+  }
+  return table;
+}
+
+TORCHAMP_COLD const StandardEntry* standard_entry(const c10::OperatorName& op) {
+  static const auto& table = *new StandardTable(make_standard_table());  // never destroyed
+  const auto found = table.find(base_of(op));
+  if (found == table.end()) return nullptr;
+  for (const StandardEntry& entry : found->second) {
+    if (!entry.overload || *entry.overload == op.overload_name) return &entry;
+  }
+  return nullptr;
 }
 
 TORCHAMP_COLD TabledOp::TabledOp(c10::OperatorHandle overload) : op(std::move(overload)) {
-  const StandardRow* const row = standard_row(op.operator_name());
-  const bool may_alias = row != nullptr && row->may_alias;
-  if (!may_alias && !why_not_castable(op.schema()).empty()) return;
-  rule = row != nullptr ? row->rule
-                        : TableRule{listed_cast(op.operator_name()), Where::no_native_kernel};
-  on_cpu = row != nullptr ? row->on_cpu : rule;
+  const StandardEntry* const entry = standard_entry(op.operator_name());
+  if (entry == nullptr || !(entry->may_alias || why_not_castable(op.schema()).empty())) return;
+  rule = entry->rule;
+  on_cpu = entry->on_cpu;
 }
 
 /// What LibTorch alone does with an op: native or unchanged.
@@ -146,20 +160,10 @@ TORCHAMP_COLD KernelRule kernel_rule(const PolicyData& policy, const TabledOp& o
 
 TORCHAMP_COLD void for_each_candidate(const PolicyData& policy,
                                       c10::function_ref<void(const TabledOp&)> function) {
-  const auto add = [&](const c10::OperatorHandle& op) {
-    const TabledOp tabled(op);
-    if (tabled.rule.cast != Cast::native) function(tabled);
-  };
   if (policy.base == BaseTable::standard) {
-    for (const StandardRow& row : standard_rows) {
-      for (const std::string_view name : row.family) {
-        for (const auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) add(op);
-      }
-    }
-    for (const ListedRule& rule : libtorch_cuda_lists) {
-      const auto op = c10::Dispatcher::singleton().findSchema(
-          {std::string("aten::").append(rule.op()), std::string(rule.overload())});
-      if (op) add(*op);
+    for (const c10::OperatorHandle& op : all_ops()) {
+      const TabledOp tabled(op);
+      if (tabled.rule.cast != Cast::native) function(tabled);
     }
   }
   for (const auto& [name, rules] : policy.rules) {

@@ -19,7 +19,23 @@
 
 namespace torchamp::detail {
 
-/// The ops that are registered at the moment: LibTorch tells it of every op that comes or goes.
+TORCHAMP_COLD std::vector<c10::OperatorHandle> all_ops() {
+  struct Listener final : c10::OpRegistrationListener {
+    std::vector<c10::OperatorHandle>& ops;
+    explicit Listener(std::vector<c10::OperatorHandle>& into) : ops(into) {}
+    void onOperatorRegistered(const c10::OperatorHandle& op) override { ops.push_back(op); }
+    void onOperatorDeregistered(const c10::OperatorHandle&) override {}
+  };
+  std::vector<c10::OperatorHandle> ops;
+  {
+    const c10::RegistrationHandleRAII told_of_all =
+        c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Listener>(ops));
+  }
+  return ops;
+}
+
+/// The ops that are registered at the moment, by their names: LibTorch tells it of every op that
+/// comes or goes.
 class OpCatalog final : public c10::OpRegistrationListener {
  public:
   /// Never destroyed: ops go until the process ends.
@@ -29,11 +45,11 @@ class OpCatalog final : public c10::OpRegistrationListener {
   }
 
   /// The overloads of "aten::add", by their names: none if the op is unknown. Any thread.
-  std::vector<c10::OperatorHandle> overloads(const std::string& base) {
+  std::vector<c10::OperatorHandle> overloads(std::string_view base) {
+    std::vector<c10::OperatorHandle> overloads;
     const std::scoped_lock lock(mutex_);
-    const auto found = ops_.find(base);
-    if (found == ops_.end()) return {};
-    std::vector<c10::OperatorHandle> overloads = found->second;
+    const auto [first, last] = ops_.equal_range(base);
+    for (auto at = first; at != last; ++at) overloads.push_back(at->second);
     std::sort(overloads.begin(), overloads.end(), [](const auto& a, const auto& b) {
       return a.operator_name().overload_name < b.operator_name().overload_name;
     });
@@ -46,13 +62,13 @@ class OpCatalog final : public c10::OpRegistrationListener {
     const std::scoped_lock lock(mutex_);
     const std::string_view space = base.substr(0, base.find("::") + 2);
     std::pair<std::int64_t, std::string_view> best;
-    for (const auto& [name, overloads] : ops_) {
-      if (overloads.empty() || !name.starts_with(space)) continue;
+    for (const auto& [name, op] : ops_) {
+      if (!name.starts_with(space)) continue;
       auto rank = static_cast<std::int64_t>(32 * edit_distance(base, name));
       for (const OpFamily& family : ops::families) {
-        rank -= contains(family, overloads.front().operator_name());
+        rank -= contains(family, op.operator_name());
       }
-      const std::pair one(rank, std::string_view(name));
+      const std::pair one(rank, name);
       if (best.second.empty() || one < best) best = one;
     }
     return std::string(best.second);
@@ -61,12 +77,13 @@ class OpCatalog final : public c10::OpRegistrationListener {
   // LibTorch calls these one at a time, and the first of them for all ops within make().
   void onOperatorRegistered(const c10::OperatorHandle& op) override {
     const std::scoped_lock lock(mutex_);
-    ops_[op.operator_name().name].push_back(op);
+    ops_.emplace(op.operator_name().name, op);
   }
   void onOperatorDeregistered(const c10::OperatorHandle& op) override {
     const std::scoped_lock lock(mutex_);
-    const auto found = ops_.find(op.operator_name().name);
-    if (found != ops_.end()) std::erase(found->second, op);
+    auto [at, last] = ops_.equal_range(op.operator_name().name);
+    while (at != last && at->second != op) ++at;
+    if (at != last) ops_.erase(at);
   }
 
  private:
@@ -74,7 +91,7 @@ class OpCatalog final : public c10::OpRegistrationListener {
     pin_this_library();
     auto& catalog = *new OpCatalog;
     std::unique_ptr<c10::OpRegistrationListener> listener(&catalog);
-    catalog.ops_.reserve(4096);
+    catalog.ops_.reserve(8192);  // LibTorch has half as many
     // Its end would take the listener away.
     new c10::RegistrationHandleRAII(
         c10::Dispatcher::singleton().addRegistrationListener(std::move(listener)));
@@ -82,7 +99,8 @@ class OpCatalog final : public c10::OpRegistrationListener {
   }
 
   std::mutex mutex_;
-  std::unordered_map<std::string, std::vector<c10::OperatorHandle>> ops_;  // by "aten::add"
+  /// By "aten::add", which is part of what the handle refers to.
+  std::unordered_multimap<std::string_view, c10::OperatorHandle> ops_;
 };
 
 TORCHAMP_COLD std::vector<c10::OperatorHandle> find_ops(std::string_view text,

@@ -46,6 +46,9 @@ inline bool contains(const OpFamily& family, const c10::OperatorName& op) {
   return is_among(family, base_of(op));
 }
 
+/// Handles of all ops that are registered now.
+std::vector<c10::OperatorHandle> all_ops();
+
 /// Handles of the overloads that `text` names, by their names. Without any: an error naming `call`,
 /// the op and the nearest known name; or nothing, if `missing_ok`. Any thread.
 std::vector<c10::OperatorHandle> find_ops(std::string_view text, std::string_view call,
