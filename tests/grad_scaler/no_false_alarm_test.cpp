@@ -299,6 +299,24 @@ TEST_P(NoFalseAlarm, ScalingByHandWithAScaleAskedForOnce) {
   }
 }
 
+TEST_P(NoFalseAlarm, AScaleThatTheProgramHasSetOrSaved) {
+  for (int form = 0; form < 4; ++form) {
+    SCOPED_TRACE(form);
+    GradScaler own(form == 0 ? torchamp::GradScalerOptions::fixed(64.)
+                             : torchamp::GradScalerOptions{.init_scale = 64.});
+    for (int i = 0; i < iterations; ++i) {
+      if (form == 1) own.load_state_dict({.scale = 64.});
+      optimizer->zero_grad();
+      const at::Tensor loss = net(x).pow(2).mean();
+      (i == 0 || form > 0 ? own.scale(loss) : loss * 64.).backward();
+      const double scale = form == 2 ? own.state_dict().scale : 64.;
+      if (i > 0) torchamp::clip_grad_norm_(net->parameters(), 1e-3 * scale);
+      own.step(*optimizer);
+      form == 3 ? own.update(64.) : own.update();
+    }
+  }
+}
+
 TEST_P(NoFalseAlarm, GradientsDividedByHandAfterUnscale) {
   for (int i = 0; i < iterations; ++i) {
     optimizer->zero_grad();

@@ -49,11 +49,7 @@ TEST(StepBesideAScaler, IsToldOnceInTheFirstIterations) {
         models.right.zero_grad();
         wrong->zero_grad();
         models.scaler.scale(models.loss()).backward();
-        if (i < wrong_from) {
-          models.scaler.step(*wrong);
-        } else {
-          wrong->step();
-        }
+        if (i >= wrong_from) wrong->step();
         models.scaler.step(models.right);
         models.scaler.update();
       }
@@ -101,6 +97,89 @@ TEST(StepBesideAScaler, IsNotToldOfAnAdversarialInputOrOfFrozenWeights) {
     models.scaler.step(models.right);  // the second model is never stepped
     models.scaler.update();
   }
+  EXPECT_THAT(warnings.text(), IsEmpty());
+}
+
+TEST(StepBesideAScaler, IsNotToldOfOneInputThatTwoLossesHave) {
+  TwoModels models;
+  at::Tensor input = torch::randn({2, 4}).requires_grad_();
+  const CollectedWarnings warnings;
+  for (int i = 0; i < 3; ++i) {
+    models.right.zero_grad();
+    models.scaler.scale(models.first(input).pow(2).mean()).backward();
+    models.scaler.scale(models.first(input).abs().mean()).backward();
+    {
+      const torch::NoGradGuard no_grad;
+      input.add_(input.grad().sign(), 1e-2);
+    }
+    models.scaler.step(models.right);
+    models.scaler.update();
+  }
+  EXPECT_THAT(warnings.text(), IsEmpty());
+}
+
+/// A critic that is clamped once the generator's loss has gone through it, with a scaler of its own
+/// or none, with updates at once or together.
+TEST(StepBesideAScaler, IsNotToldOfWeightsThatAScalerHasSteppedElsewhere) {
+  for (const bool has_scaler : {false, true}) {
+    for (const bool together : {false, true}) {
+      SCOPED_TRACE(c10::str("a scaler each: ", has_scaler, ", updates together: ", together));
+      TwoModels models;
+      torch::optim::Adam of_critic(models.second->parameters(), torch::optim::AdamOptions(1e-3));
+      GradScaler own({.init_scale = 8.});
+      GradScaler& judge = has_scaler ? own : models.scaler;
+      const CollectedWarnings warnings;
+      for (int i = 0; i < 3; ++i) {
+        of_critic.zero_grad();
+        judge.scale(models.second(models.first(models.x).detach()).mean()).backward();
+        judge.step(of_critic);
+        if (!together) judge.update();
+        models.right.zero_grad();
+        models.scaler.scale(models.loss()).backward();
+        models.scaler.step(models.right);
+        const torch::NoGradGuard no_grad;
+        for (at::Tensor& weight : models.second->parameters()) weight.clamp_(-0.01, 0.01);
+        models.scaler.update();
+        if (together && has_scaler) judge.update();
+      }
+      EXPECT_THAT(warnings.text(), IsEmpty());
+    }
+  }
+}
+
+/// Masters by hand, or a model that several threads share: the same gradients, copies, in fp64.
+TEST(StepBesideAScaler, IsNotToldOfWeightsThatAreCopiedFromThoseTheScalerSteps) {
+  for (int form = 0; form < 3; ++form) {
+    SCOPED_TRACE(form);
+    TwoModels models;
+    torch::nn::Linear local = models.second;
+    if (form == 2) models.first->to(torch::kDouble);
+    const CollectedWarnings warnings;
+    for (int i = 0; i < 3; ++i) {
+      local->zero_grad();
+      models.scaler.scale(local(models.x).pow(2).mean()).backward();
+      for (std::size_t p = 0; p < 2; ++p) {
+        at::Tensor weight = models.first->parameters()[p];
+        const at::Tensor gradient = local->parameters()[p].grad();
+        weight.mutable_grad() = form == 0 ? gradient : gradient.clone().to(weight.scalar_type());
+      }
+      models.scaler.step(models.right);
+      const torch::NoGradGuard no_grad;
+      for (std::size_t p = 0; p < 2; ++p) {
+        local->parameters()[p].copy_(models.first->parameters()[p]);
+      }
+      models.scaler.update();
+    }
+    EXPECT_THAT(warnings.text(), IsEmpty());
+  }
+}
+
+/// A temperature, say, beside a model in fp32.
+TEST(ANumberInFp64, IsNotToldAsAModel) {
+  const at::Tensor number = torch::ones({1}, torch::kDouble).requires_grad_();
+  GradScaler scaler;
+  const CollectedWarnings warnings;
+  scaler.scale((number * 3).sum()).backward();
   EXPECT_THAT(warnings.text(), IsEmpty());
 }
 

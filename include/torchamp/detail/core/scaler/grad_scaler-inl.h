@@ -170,6 +170,7 @@ TORCHAMP_BODY void GradScaler::update(double new_scale) {
   ledger_.keep_results();
   scale_.set_scale(static_cast<float>(new_scale));
   ledger_.end_iteration();
+  ledger_.order.note_known();
 }
 
 TORCHAMP_BODY void GradScaler::update(const at::Tensor& new_scale) {
@@ -187,6 +188,7 @@ TORCHAMP_BODY void GradScaler::update(const at::Tensor& new_scale) {
   ledger_.keep_results();
   scale_.set_scale(new_scale);
   ledger_.end_iteration();
+  ledger_.order.note_known();
 }
 
 TORCHAMP_BODY double GradScaler::get_scale() const {
@@ -221,6 +223,7 @@ TORCHAMP_BODY at::Tensor GradScaler::found_inf(const torch::optim::Optimizer& op
 }
 
 TORCHAMP_BODY GradScalerState GradScaler::state_dict() const {
+  ledger_.order.note_known();
   return is_enabled() ? scale_.state_of(scale_.read()) : GradScalerState();
 }
 
@@ -228,6 +231,7 @@ TORCHAMP_BODY void GradScaler::load_state_dict(const GradScalerState& state) {
   if (!is_enabled()) return;
   detail::restore_scaler(*this, "GradScaler::load_state_dict", state,
                          detail::initial_memory(options()));
+  ledger_.order.note_known();
 }
 
 }  // namespace TORCHAMP_NAMESPACE

@@ -60,6 +60,7 @@ class ScaledBackward {
   void note_unscaled(const torch::optim::Optimizer& optimizer) {
     if (any_added(optimizer)) forget(optimizer);
     unscaled.note(optimizer);
+    if (plain_steps.is_looking()) SteppedWeights::note(optimizer);
   }
   /// Whether a backward has added to one since, that `optimizer` still has.
   bool any_added(const torch::optim::Optimizer& optimizer) const {
@@ -116,6 +117,8 @@ class ScaledBackward {
 /// What one scaler has heard in an iteration.
 class StepOrder {
  public:
+  explicit StepOrder(bool scale_is_fixed) : is_fixed_(scale_is_fixed) {}
+
   /// Shared with hooks, which may outlive the scaler.
   std::shared_ptr<ScaledBackward> backward = std::make_shared<ScaledBackward>();
 
@@ -127,13 +130,15 @@ class StepOrder {
     asked_ = true;
     asked_for_good_ |= for_good;
   }
+  /// The program has set the scale of this iteration, or has got it with the state.
+  void note_known() { known_ = true; }
   void end_iteration() {
     had_scale_ |= scaled_at_ != 0;
     scaled_at_ = 0;
-    if (backward->plain_steps.end_iteration(backward->unscaled) && !was_asked()) {
+    if (backward->plain_steps.end_iteration(backward->unscaled) && !was_asked() && !is_fixed_) {
       warn_of_plain_step();
     }
-    asked_ = false;
+    asked_ = known_ = false;
     backward->end_iteration();
     began_at_ = PlainClips::tick();
   }
@@ -161,7 +166,7 @@ class StepOrder {
   /// they may not be scaled, and once where they were clipped while scaled.
   void check(const torch::optim::Optimizer& optimizer, const char* call) {
     backward->unscaled.check_unshared(optimizer, call);
-    if (was_asked()) return;
+    if (was_asked() || is_fixed_) return;
     if (scaled_at_ == 0 ? had_scale_ : !backward->has_run()) {
       if (warned_of_scale_ || !any_gradient(optimizer)) return;
       warned_of_scale_ = true;
@@ -170,7 +175,7 @@ class StepOrder {
                             : "no backward() of what scale() returned was called",
             ", so the scale is not that of these gradients. Call scaler.scale(loss).backward() in "
             "each iteration, and update() once, after the last step. This warning is given once."});
-    } else if (scaled_at_ != 0 && !warned_of_clip_ &&
+    } else if (scaled_at_ != 0 && !warned_of_clip_ && !known_ &&
                PlainClips::any_since(scaled_at_, optimizer)) {
       warned_of_clip_ = true;
       warn({call,
@@ -184,7 +189,8 @@ class StepOrder {
   uint64_t scaled_at_ = 0;                  // 0 if nothing was in this iteration
   uint64_t began_at_ = PlainClips::tick();  // the iteration
   bool had_scale_ = false;                  // some earlier iteration
-  bool asked_ = false, asked_for_good_ = false;
+  bool asked_ = false, asked_for_good_ = false, known_ = false;
+  bool is_fixed_;  // only update(new_scale) changes the scale
   bool warned_of_scale_ = false, warned_of_clip_ = false, warned_of_early_clip_ = false;
 };
 

@@ -4,9 +4,12 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/optim/optimizer.h>
 
 #include <algorithm>
 #include <cstddef>
+#include <mutex>
+#include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
@@ -22,11 +25,53 @@ namespace torchamp::detail {
 // optimizer.step() in place of scaler.step(optimizer) steps with gradients that are scaled. The
 // scaler does not know such an optimizer, but the first losses that it scales tell, through their
 // graphs, which weights are trained: an update() finds weights that were written to, by no
-// optimizer of the scaler's, while the gradient of the scaled loss stayed as it was. One such
-// weight may be an adversarial input, which only the gradient's sign changes; two are told.
+// optimizer of the scaler's, while the gradient of the scaled loss stayed as it was. A program may
+// write to weights itself, so three things are not told:
+//
+//   one weight                     an adversarial input, which only the gradient's sign changes
+//   weights of another scaler's    a critic that is clamped after the generator's scaled loss went
+//   optimizer, or of this one's    through it
+//   in an earlier iteration
+//   gradients moved by hand        the scaler steps weights that no scaled loss was computed from:
+//                                  masters, or a model that several threads share, whose values
+//                                  then are copied back
 //
 // This costs a walk through a graph, so it is done in a scaler's first iterations alone. (What it
 // cannot see: LibTorch's own SGD writes through data(), which leaves no trace.)
+
+/// The weights of optimizers that scalers of this process have stepped in their first iterations.
+class SteppedWeights {
+ public:
+  static void note(const torch::optim::Optimizer& optimizer) {
+    SteppedWeights& all = instance();
+    const std::scoped_lock lock(all.mutex_);
+    if (all.weights_.size() >= all.purge_at_) {
+      std::erase_if(all.weights_, [](const auto& one) { return one.second.is_gone(); });
+      all.purge_at_ = std::max(least_to_purge, 2 * all.weights_.size());
+    }
+    any_parameter(optimizer, [&](const at::Tensor& weight) {
+      all.weights_.try_emplace(weight.unsafeGetTensorImpl(), weight);
+      return false;
+    });
+  }
+  static bool contains(const at::Tensor& weight) {
+    SteppedWeights& all = instance();
+    const std::scoped_lock lock(all.mutex_);
+    return all.weights_.contains(weight.unsafeGetTensorImpl());
+  }
+
+ private:
+  /// Never destroyed, since a static scaler may step after others are.
+  static SteppedWeights& instance() {
+    static auto& all = *new SteppedWeights;
+    return all;
+  }
+
+  static constexpr std::size_t least_to_purge = 1024;
+  std::mutex mutex_;
+  std::unordered_map<const c10::TensorImpl*, WeakTensor> weights_;
+  std::size_t purge_at_ = least_to_purge;
+};
 
 /// Looks for optimizers that are stepped without the scaler in its first iterations.
 class PlainSteps {
@@ -34,9 +79,9 @@ class PlainSteps {
   /// Whether there is something left to do.
   bool is_looking() const { return iterations_left_ > 0; }
 
-  /// The weights that `scaled` is computed from. Whether there are some, all of them in fp64.
+  /// The weights that `scaled` is computed from. Whether there is a matrix, and all are fp64.
   bool add_leaves(const at::Tensor& scaled) {
-    bool any = false, all_fp64 = true;
+    bool any_matrix = false, all_fp64 = true;
     constexpr std::size_t most = std::size_t{1} << 16;
     std::unordered_set<const torch::autograd::Node*> seen;
     std::vector<torch::autograd::Node*> next;
@@ -49,15 +94,16 @@ class PlainSteps {
       next.pop_back();
       if (const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(node)) {
         const at::Tensor& weight = leaf->variable;
-        any = true;
+        any_matrix = any_matrix || weight.dim() >= 2;
         all_fp64 = all_fp64 && weight.scalar_type() == at::kDouble;
         const bool is_wide =
             weight.scalar_type() == at::kFloat || weight.scalar_type() == at::kDouble;
-        if (is_wide && !weight_meta_of(weight)) leaves_.emplace_back(weight);
+        const bool is_new = reached_.insert(weight.unsafeGetTensorImpl()).second;
+        if (is_new && is_wide && !weight_meta_of(weight)) leaves_.emplace_back(weight);
       }
       for (const torch::autograd::Edge& edge : node->next_edges()) add(edge.function.get());
     }
-    return any && all_fp64;
+    return any_matrix && all_fp64;
   }
 
   /// The backward of a scaled loss has ended.
@@ -70,23 +116,23 @@ class PlainSteps {
     }
   }
 
-  /// Whether two weights were stepped with scaled gradients, by none of the optimizers of `ours`.
+  /// Whether two weights were stepped with scaled gradients, by no scaler. `ours`: what this one's
+  /// optimizers have left.
   bool end_iteration(const UnscaledGradients& ours) {
     if (!is_looking() || leaves_.empty()) return false;
     --iterations_left_;
-    std::unordered_set<const c10::TensorImpl*> known;
-    ours.for_each([&](const UnscaledGradients::Name&, const UnscaledGradients::Left& left) {
-      known.insert(left.parameter.address());
-    });
-    const auto stepped = std::count_if(scaled_.begin(), scaled_.end(), [&](const Scaled& one) {
+    const auto was_stepped = [](const Scaled& one) {
       const at::Tensor weight = one.weight.lock();
-      return weight.defined() && !known.contains(weight.unsafeGetTensorImpl()) &&
-             !one.weight.is_unchanged(weight) && one.gradient.is_unchanged(gradient_of(weight));
-    });
+      return weight.defined() && !one.weight.is_unchanged(weight) &&
+             one.gradient.is_unchanged(gradient_of(weight)) && !SteppedWeights::contains(weight);
+    };
+    const bool stepped =
+        !moves_gradients(ours) && std::count_if(scaled_.begin(), scaled_.end(), was_stepped) >= 2;
     leaves_.clear();
+    reached_.clear();
     scaled_.clear();
-    if (stepped >= 2) iterations_left_ = 0;
-    return stepped >= 2;
+    if (stepped) iterations_left_ = 0;
+    return stepped;
   }
 
  private:
@@ -94,9 +140,22 @@ class PlainSteps {
     SeenTensor weight, gradient;
   };
 
+  /// Whether an optimizer of `ours` has a gradient that no scaled loss has given its weight. (Of
+  /// masters, MasterWeights knows.)
+  bool moves_gradients(const UnscaledGradients& ours) const {
+    bool moves = false;
+    ours.for_each([&](const UnscaledGradients::Name&, const UnscaledGradients::Left& left) {
+      const at::Tensor weight = left.parameter.lock();
+      moves = moves || (weight.defined() && !left.gradient.is(at::Tensor()) &&
+                        !weight_meta_of(weight) && !reached_.contains(left.parameter.address()));
+    });
+    return moves;
+  }
+
   int iterations_left_ = 2;
   std::vector<WeakTensor> leaves_;
-  std::vector<Scaled> scaled_;  // those of them that have a gradient
+  std::unordered_set<const c10::TensorImpl*> reached_;  // those, and the others of the graphs
+  std::vector<Scaled> scaled_;                          // those of them that have a gradient
 };
 
 }  // namespace torchamp::detail

@@ -114,7 +114,9 @@ class UnscaledGradients {
       fail(optimizer, call, places.at(one.left.parameter.address()), now, *one.name.type,
            "holds a part that was unscaled for another optimizer, ",
            ", and one that a later backward() of a scaled loss has added. Clear the gradients that "
-           "both share between the step of one and the backward() for the other.");
+           "both share between the step of one and the backward() for the other, by zero_grad() or "
+           "grad().zero_(). (grad().data().zero_() clears them, too, but LibTorch does not count "
+           "it.)");
     }
     for (const Owner& owner : owners_) {
       if (is_other(owner)) check_unshared(optimizer, places, owner, call);

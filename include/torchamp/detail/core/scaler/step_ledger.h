@@ -139,7 +139,8 @@ struct AccumulationWindow {
 class StepLedger {
  public:
   explicit StepLedger(const LossScale& scale)
-      : losses(scale.rule() ? scale.rule()->watch_losses(scale.options()) : nullptr) {}
+      : order(!scale.options().dynamic),
+        losses(scale.rule() ? scale.rule()->watch_losses(scale.options()) : nullptr) {}
 
   OptimizerStates optimizers;
   ScaledOutputs scaled;
