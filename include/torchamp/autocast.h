@@ -31,10 +31,10 @@ struct AutocastOptions {
   /// False: no casts in this region, whatever surrounds it.
   bool enabled = true;
   /// Whether casts of fp32 weights are cached until the outermost guard ends. Unset: inherited. All
-  /// threads share LibTorch's cache, which ignores the dtype: pass false where two threads use one
-  /// weight on one device at the same time, in fp16 and in bf16; otherwise one gets the other's
-  /// dtype. It also holds the casts of leaves that are gone, until the outermost guard ends: in a
-  /// long region that makes many, choose WeightCache::region (weight_cache.h), which is bounded.
+  /// threads share LibTorch's cache, which does not distinguish dtypes: pass false where two
+  /// threads use one weight on one device at the same time, in fp16 and in bf16. The cache keeps
+  /// casts of leaves that are gone, until the outermost guard ends: in a long region that creates
+  /// many leaves, choose WeightCache::region (weight_cache.h), which is bounded.
   std::optional<bool> cache_enabled = std::nullopt;
   /// Unset: the enclosing guard's; at the outermost, Policy::standard().
   std::optional<Policy> policy = std::nullopt;
@@ -81,7 +81,7 @@ class AutocastGuard {
   [[nodiscard]] explicit AutocastGuard(at::DeviceType device, const AutocastOptions& options = {})
       : region_(device, options) {}
 
-  /// Begins a region with this dtype, as {.dtype = dtype}. A template so that `{}` means the
+  /// Begins a region with this dtype, like {.dtype = dtype}. A template so that `{}` means the
   /// options.
   template <std::same_as<at::ScalarType> Dtype>
   [[nodiscard]] AutocastGuard(at::DeviceType device, Dtype dtype)

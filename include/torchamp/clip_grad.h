@@ -25,8 +25,8 @@
 /// @file
 /// @brief clip_grad_norm_ and clip_grad_value_, also for scaled gradients.
 ///
-/// Clips gradients as torch.nn.utils.clip_grad_norm_ and clip_grad_value_ do. None of these
-/// functions reads a device, and the number of kernels (apart from those within ATen's own) does
+/// Clips gradients like torch.nn.utils.clip_grad_norm_ and clip_grad_value_. None of these
+/// functions synchronises, and the number of kernels, apart from those within ATen's own, does
 /// not grow with the number of gradients. If some gradients are on the host and others on a
 /// device, the host waits for the norm. Parameters without a gradient are ignored; a gradient
 /// given twice counts once. The norm of shards of ShardedMasterWeights is that of all processes,
@@ -42,11 +42,12 @@
 ///
 ///     torchamp::clip_grad_norm_(scaler, optimizer, 1.);
 ///
-/// If an optimizer is named and is a FusedOptimizer, the gradients stay unchanged and the next step
-/// divides them: clipping then costs only the pass that computes the norm (see Note [Norms of
-/// scaled gradients]). Until that step the gradients may not be written to, replaced, added or
-/// dropped: the step would throw (see FusedOptimizer::divide_next_step). (fp64 gradients are
-/// multiplied at once, because such a step divides by an fp32 number.)
+/// If an optimizer is named and is a FusedOptimizer, `.grad` stays unchanged, so printing it shows
+/// gradients that are not clipped; the next step divides them. Clipping then costs only the pass
+/// that computes the norm: see Note [Norms of scaled gradients]. Until that step the gradients may
+/// not be written to, replaced, added or dropped: the step would throw (see
+/// FusedOptimizer::divide_next_step). fp64 gradients are multiplied at once, because such a step
+/// divides by an fp32 number.
 
 namespace TORCHAMP_NAMESPACE {
 
@@ -221,8 +222,8 @@ inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& o
   return norm;
 }
 
-/// Clamps the elements of the gradients of `params` in place to [-value, value]. Errors: as
-/// clip_grad_norm_; a negative value.
+/// Clamps the elements of the gradients of `params` in place to [-value, value]. Errors: those
+/// of clip_grad_norm_; a negative value.
 inline void clip_grad_value_(at::TensorList params, double value) {
   detail::check_limit("clip_grad_value_: the value", value);
   const detail::InternalOps internal;

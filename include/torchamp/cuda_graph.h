@@ -90,9 +90,9 @@ struct CudaGraphOptions {
 /// (torchamp's fused ones). Make the guard inside the body. Random numbers (dropout) continue from
 /// replay to replay.
 ///
-/// Threads: one call at a time, with the same current stream. Never synchronises. The capture
-/// waits for it; a replay waits only for much earlier replays, when the host is so far ahead that
-/// the scale could have fallen below 1 meanwhile (16 replays at a scale of 65536). A step captured
+/// Threads: one call at a time, with the same current stream. Only the capture synchronises. A
+/// replay waits at most for much earlier replays, when the host is so far ahead that the scale
+/// could have fallen below 1 meanwhile: 16 replays at a scale of 65536. A step captured
 /// for a scale from 1 to 2^32 is captured again if the scale leaves that range, where more must be
 /// checked.
 ///

@@ -175,7 +175,7 @@ decltype(auto) as_input(Input&& input) {
 /// write of forward to a cast input, or to a view of it, is an error, since the caller's tensor
 /// would not change.
 ///
-/// Threads: as torch::autograd::Function. Never synchronises. Source: torch/amp/autocast_mode.py.
+/// Threads: like torch::autograd::Function. Never synchronises. Source: torch/amp/autocast_mode.py.
 template <class T, at::ScalarType cast_inputs = at::ScalarType::Undefined>
 struct AutocastFunction {
   static_assert(cast_inputs == at::ScalarType::Undefined || cast_inputs == at::kFloat ||

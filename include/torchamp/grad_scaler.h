@@ -161,10 +161,10 @@ class GradScaler {
   /// `closure` computes the loss and nothing else (a call of backward() in it is an error): each
   /// evaluation clears the gradients, scales, runs backward, unscales and checks. A non-finite
   /// evaluation backs off the scale and is retried, up to `max_retries` times and while the scale
-  /// is above its floor (not if the loss itself is bad and forgives_bad_losses is set). If that
-  /// fails, the step is skipped: parameters and optimizer state are restored (except state tensors
-  /// that an optimizer which is not LibTorch's changes in place). Meanwhile parameters and state
-  /// are copied (not a FusedOptimizer's state). Synchronises once per evaluation. Needs
+  /// is above its floor. It is not retried if the loss itself is bad and forgives_bad_losses is
+  /// set. If no evaluation is finite, the step is skipped, and parameters and optimizer state are
+  /// restored from copies; state tensors that an optimizer which is not LibTorch's changes in place
+  /// are not. A FusedOptimizer's state needs no copy. Synchronises once per evaluation. Needs
   /// torchamp/closure_step.h, see Note [A step with a closure] there.
   template <class AnyScaler = GradScaler>
   StepResult step(torch::optim::Optimizer& optimizer,
@@ -180,7 +180,7 @@ class GradScaler {
   /// Ends an iteration: backs off the scale if the gradients of any optimizer held an inf or a NaN,
   /// and grows it after growth_interval iterations without. An optimizer must have been stepped or
   /// unscaled before. Throws where a limit is set to throw. Warns once in a scaler's life after 100
-  /// consecutive bad iterations (up to 32 later where only the device knows).
+  /// consecutive bad iterations, or up to 32 later where only the device knows.
   void update();
 
   /// Ends an iteration and sets the scale, whatever the gradients held; growth_tracker is
@@ -200,7 +200,7 @@ class GradScaler {
   /// Undefined before the first scale() and if disabled. Never synchronises.
   at::Tensor scale_tensor() const;
 
-  /// Number of consecutive bad iterations up to the last update(). Reads as get_scale.
+  /// Number of consecutive bad iterations up to the last update(). Synchronises like get_scale.
   int64_t skips_in_a_row() const;
 
   /// Whether `optimizer`'s gradients have been unscaled in this iteration.
@@ -231,7 +231,8 @@ class GradScaler {
   /// The options of construction, with later changes by setters.
   const GradScalerOptions& options() const { return scale_.options(); }
 
-  /// The contents of torch.amp.GradScaler.state_dict(); empty if disabled. Reads as get_scale.
+  /// The contents of torch.amp.GradScaler.state_dict(); empty if disabled. Synchronises like
+  /// get_scale.
   GradScalerState state_dict() const;
 
   /// Loads all of `state`, or nothing if a value is out of range or the state is empty. State of

@@ -76,7 +76,7 @@ struct ScaleLimit {
 /// Options of a GradScaler. An aggregate, for designated initialisers: `GradScaler
 /// scaler({.init_scale = 1024., .growth_interval = 100});`
 ///
-/// The defaults behave as torch.amp.GradScaler. An iteration is "bad" if the gradients of any
+/// The defaults behave like torch.amp.GradScaler. An iteration is "bad" if the gradients of any
 /// optimizer held an inf or a NaN, otherwise "good".
 struct GradScalerOptions {
   /// The initial scale.
@@ -96,7 +96,7 @@ struct GradScalerOptions {
   bool dynamic = true;
 
   /// The lowest scale, rounded to fp32. The default is the smallest scale with a finite inverse.
-  /// (torch.amp reaches 0, divides by it and ruins the weights.)
+  /// torch.amp's scale reaches 0; dividing by it ruins the weights.
   double min_scale = std::numeric_limits<float>::min();
   /// The highest scale, rounded to fp32; by default the largest fp32 number.
   double max_scale = std::numeric_limits<float>::max();
@@ -194,7 +194,7 @@ struct GradScalerOptions {
   /// which the largest gradient is expected to stay well within fp16's range, by a running mean and
   /// variance of its logarithm and its latest value. So the scale need not grow slowly, and almost
   /// no step is skipped to find it. Serves fp16 gradients, and fp32 gradients behind fp16 layers.
-  /// While all gradients are 0, the scale grows as torch.amp's does. Over several processes set
+  /// While all gradients are 0, the scale grows like torch.amp's. Over several processes set
   /// both agree_found_inf and agree_largest. The device decides without synchronising: the check
   /// for infs yields the largest magnitude. Where unscale_ divides the gradients, that check is a
   /// separate pass. A batch of NaNs counts as an overflow, but not as information about the

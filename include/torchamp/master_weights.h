@@ -165,7 +165,7 @@ struct MasterWeightsOptions {
 /// With `.main_gradients` backward() does the work of take_gradients(), one gradient at a time, and
 /// has its errors. The program's own hook on a weight still sees the 16-bit gradient.
 ///
-/// Reads no device except in load() and keep(). One thread at a time.
+/// Only load() and keep() synchronise. One thread at a time.
 class MasterWeights final : public detail::MastersOfModel {
  public:
   /// Casts the parameters of `model`, in place. Errors, before anything is changed: a dtype other

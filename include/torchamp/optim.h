@@ -37,8 +37,8 @@
 /// are dense. Otherwise step() throws and changes nothing.
 ///
 /// On a device without fused kernels that honour the scale and the flag, a step consists of
-/// ordinary ops, also without reads; it costs some 30 launches per list of parameters: see Note
-/// [Steps without a fused kernel].
+/// ordinary ops, which do not synchronise either; it costs some 30 launches per list of parameters:
+/// see Note [Steps without a fused kernel].
 
 namespace TORCHAMP_NAMESPACE {
 
@@ -59,10 +59,10 @@ class FusedOptimizer : public torch::optim::Optimizer, public detail::DefersClip
   TORCHAMP_BODY at::Tensor step_scaled(const at::Tensor& grad_scale,
                                        const at::Tensor& found_inf) final;
 
-  /// As torch::optim::Optimizer::zero_grad; also forgets a divisor of divide_next_step.
+  /// Like torch::optim::Optimizer::zero_grad; also forgets a divisor of divide_next_step.
   void zero_grad(bool set_to_none = true);
 
-  /// From now on each step, taken or skipped, ends by dropping the gradients (set to none, as by
+  /// From now on each step, taken or skipped, ends by dropping the gradients (set to none, like
   /// zero_grad()). To inspect them, also with an overflow_report(), call unscale_ and do so before
   /// the step. Never synchronises.
   void drop_gradients_after_step(bool drop = true) { drops_gradients_ = drop; }
@@ -147,10 +147,10 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
 
   /// The states of the parameters, in the types of LibTorch's own optimizer; a parameter whose
   /// every step was skipped may lack one. First updates their step counts, which are on the device:
-  /// reads it if a step since then may have been skipped. The states may be changed: the next step
-  /// starts from them. (state() of a torch::optim::Optimizer& returns them without this update.
-  /// They may also be changed there; a count is taken from there if it, or the whole state, was
-  /// changed.)
+  /// synchronises if a step since then may have been skipped. The states may be changed: the next
+  /// step starts from them. (state() of a torch::optim::Optimizer& returns them without this
+  /// update. They may also be changed there; a count is taken from there if it, or the whole state,
+  /// was changed.)
   detail::ParamStates& state();
   /// The same, read-only.
   const detail::ParamStates& state() const {
@@ -199,7 +199,7 @@ using FusedAdamW = FusedOptimizerOf<detail::AdamWKernel>;
 /// torch::optim::SGD, fused.
 using FusedSGD = FusedOptimizerOf<detail::SgdKernel>;
 
-/// torch::optim::Adagrad, fused. As in LibTorch, each sum starts at the initial_accumulator_value
+/// torch::optim::Adagrad, fused. Like in LibTorch, each sum starts at the initial_accumulator_value
 /// of the defaults, not of its group.
 using FusedAdagrad = FusedOptimizerOf<detail::AdagradKernel>;
 

@@ -79,7 +79,7 @@ class NonFiniteCounts {
   }
   std::size_t size() const { return all_.size(); }
 
-  /// Those of the first `count` that hold any, and of the rest. Reads each device once.
+  /// Those of the first `count` that hold any, and of the rest. Synchronises once with each device.
   std::pair<std::vector<Overflow>, std::vector<Overflow>> read(std::size_t count) {
     std::pair<std::vector<Overflow>, std::vector<Overflow>> found;
     const std::vector<at::Tensor> numbers = read_together(counts_);
@@ -116,7 +116,7 @@ NamedParameters named_buffers_of(const Owner& owner) {
 }  // namespace detail
 
 /// overflow_report() for any range of pairs of a name and a parameter, and one of a name and a
-/// buffer. Reads each device once.
+/// buffer. Synchronises once with each device.
 template <class NamedParameters>
 OverflowReport overflow_report_of(const NamedParameters& named,
                                   const detail::NamedParameters& buffers = {}) {
@@ -146,7 +146,8 @@ OverflowReport overflow_report_of(const NamedParameters& named,
 ///
 /// A module's parameters have their names in the module, an optimizer's their positions. `owner` is
 /// a module or optimizer, any pointer to one, or a module holder; a null one is an error. Makes one
-/// pass over the gradients and buffers, does not change them, and reads each device once.
+/// pass over the gradients and buffers, does not change them, and synchronises once with each
+/// device.
 template <class Owner>
 OverflowReport overflow_report(const Owner& owner) {
   const auto named = detail::named_parameters_of(owner, "overflow_report");

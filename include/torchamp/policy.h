@@ -72,29 +72,29 @@ class Policy {
     return edit(rule, ops, when);
   }
 
-  /// Casts arguments to the region's dtype. As set().
+  /// Casts arguments to the region's dtype. Errors: set()'s.
   Policy& lower_precision(const OpNames& ops, const When& when = {}) {
     return edit(Cast::lower_precision, ops, when);
   }
-  /// Casts arguments to fp32. As set().
+  /// Casts arguments to fp32. Errors: set()'s.
   Policy& fp32(const OpNames& ops, const When& when = {}) { return edit(Cast::fp32, ops, when); }
   /// Casts arguments to the widest dtype among them; an op in place gets what it reads in the dtype
-  /// of what it writes to. As set().
+  /// of what it writes to. Errors: set()'s.
   Policy& promote(const OpNames& ops, const When& when = {}) {
     return edit(Cast::promote, ops, when);
   }
-  /// Casts nothing, neither for these ops nor for the ops that they call. As set().
+  /// Casts nothing, neither for these ops nor for the ops that they call. Errors: set()'s.
   Policy& unchanged(const OpNames& ops, const When& when = {}) {
     return edit(Cast::unchanged, ops, when);
   }
-  /// Restores LibTorch's own rule for the device. As set().
+  /// Restores LibTorch's own rule for the device. Errors: set()'s.
   Policy& native(const OpNames& ops, const When& when = {}) {
     return edit(Cast::native, ops, when);
   }
 
   /// Runs the named products in fp8 (needs torchamp/fp8.h, which has Fp8Options): operands, and the
-  /// gradient that arrives in backward, are quantised to 8 bits with current (not delayed) scaling;
-  /// the result has the region's dtype. The ops are `linear`, `addmm`, `mm` and `matmul`
+  /// gradient that arrives in backward, are quantised to 8 bits, with scales of the present
+  /// tensors; the result has the region's dtype. The ops are `linear`, `addmm`, `mm` and `matmul`
   /// (ops::dense), with a matrix as their second factor.
   ///
   ///     auto policy = torchamp::Policy::standard().fp8(torchamp::ops::dense);
@@ -105,10 +105,10 @@ class Policy {
   /// results that use its scale into NaN: under `tensorwise` and `nvfp4` the whole result. Asking
   /// for a second derivative is an error. A region that ends without a single product in fp8 warns
   /// once, and names the products that it has called. Never synchronises. Keeps no statistics
-  /// between calls; 8-bit forms of parameters are cached as casts of weights are (see
-  /// AutocastOptions::cache).
+  /// between calls; 8-bit forms of parameters are cached like casts of weights: see
+  /// AutocastOptions::cache.
   ///
-  /// Errors: as set(), and any other op; with `options.strict`, a device that cannot, at the guard
+  /// Errors: set()'s, and any other op; with `options.strict`, a device that cannot, at the guard
   /// (for a module's policy, at its forward).
   template <class AnyPolicy = Policy>
   Policy& fp8(const OpNames& ops, const typename detail::Fp8Extra<AnyPolicy>::Options& options = {},
@@ -127,7 +127,7 @@ class Policy {
   /// The rule on the type of `device`.
   Cast lookup(std::string_view op, at::Device device) const { return lookup(op, device.type()); }
 
-  /// What that rule does to the op's arguments: as lookup(), but `native` is resolved to the
+  /// What that rule does to the op's arguments: like lookup(), but `native` is resolved to the
   /// kernel's actual behaviour: `linear` on a CPU is `native` for lookup() and `lower_precision`
   /// here. `native` remains where that is not known: for a kernel that only throws, or one of a
   /// LibTorch newer than torchamp's list of CPU kernels.

@@ -99,7 +99,7 @@ struct ForecastConstants {
 };
 
 /// What is known after an iteration whose gradients were multiplied by `scale`, their largest
-/// magnitude being `amax` then (0: not known). `Bool` as in after_update; `is_first`: of a run
+/// magnitude being `amax` then (0: not known). `Bool` like in after_update; `is_first`: of a run
 /// of bad iterations; `lowers` and `grows`: whether scales do that are torch.amp's.
 template <class Number, class Bool>
 GradientForecast<Number> after_iteration(const GradScalerOptions& options,

@@ -144,7 +144,7 @@ inline std::string python_archive(const c10::impl::GenericDict& dict) {
 ///
 /// The whole file is read, to check the CRC of each record. Python can write none:
 /// torch.serialization.set_crc32_options. A changed number in such a file is not detected.
-/// GradScaler::load_state_dict checks the ranges of the values. Reads no device.
+/// GradScaler::load_state_dict checks the ranges of the values. Never synchronises.
 ///
 /// c10::Error for a stream that is damaged, truncated, of another kind, or without such an entry.
 inline GradScalerState load_python_state(std::istream& in,

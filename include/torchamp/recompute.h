@@ -99,14 +99,14 @@ struct CheckpointOptions {
 ///
 /// The recomputation uses the forward's autocast state, policy and random state. Neither run uses
 /// LibTorch's cache of cast weights, which all threads share: each use of a weight is cast again,
-/// like with `{.cache_enabled = false}`. If a function uses a weight many times, as an unrolled
-/// recurrent layer does, use a WeightCache of torchamp's. So on a CPU the gradients equal, bit for
-/// bit, those of the plain call under such a guard, or under one with torchamp's cache. With
+/// like with `{.cache_enabled = false}`. If a function uses a weight many times, like an unrolled
+/// recurrent layer, use a WeightCache of torchamp's. So on a CPU the gradients equal,
+/// bitwise, those of the plain call under such a guard, or under one with torchamp's cache. With
 /// LibTorch's cache, uses that share a cast sum their gradients in 16 bits; here they sum in fp32.
 /// For a tensor used in several nested calls the order of the sum may differ. Captured parameters
 /// and tensors get their gradients too, whether or not an input requires grad, also from
 /// torch::autograd::grad and with create_graph (second derivatives may differ by 16-bit rounding).
-/// Calls nest. With grad mode off this is a plain call. Reads no device.
+/// Calls nest. With grad mode off this is a plain call. Never synchronises.
 ///
 /// Inputs and outputs are tensors, other values, and vectors, arrays, tuples, pairs, maps and
 /// optionals of them. Outputs that are not tensors pass through. An output type that may hide
@@ -190,8 +190,8 @@ requires(!std::same_as<std::decay_t<Function>, CheckpointOptions>) auto checkpoi
 /// Runs a torch::nn::Sequential in `segments` parts of equal length, each but the last under
 /// checkpoint(). Between forward and backward it stores the inputs of the parts; backward holds the
 /// activations of one part at a time. For n equal layers, about sqrt(n) parts need the least
-/// memory. Each module takes and returns one tensor; `options` need not name their buffers. Reads
-/// no device. Error: fewer than one segment, or more segments than modules.
+/// memory. Each module takes and returns one tensor; `options` need not name their buffers. Never
+/// synchronises. Error: fewer than one segment, or more segments than modules.
 template <class Sequential>
 at::Tensor checkpoint_sequential(Sequential& sequential, int64_t segments, at::Tensor input,
                                  const CheckpointOptions& options = {}) {

@@ -106,7 +106,7 @@ struct When {
   std::optional<at::ScalarType> dtype = std::nullopt;
   /// Only for calls for which this returns true. Called once per call of the op, on the calling
   /// thread (possibly on several at once), with autocast off. It may call ops, including this one;
-  /// profilers and a CastRecorder do not see these. It must not read a device if the step is to
+  /// profilers and a CastRecorder do not see these. It must not synchronise if the step is to
   /// stay asynchronous.
   std::function<bool(const OpCall&)> predicate = nullptr;
 

@@ -47,9 +47,9 @@ class MasterWeights;
 struct TrainingStepOptions {
   /// The device of the iteration. Unset: that of the model's parameters.
   std::optional<c10::Device> device = std::nullopt;
-  /// fp16, bf16, or fp32 (no casts). Unset: with masters, theirs; fp16 on CUDA; on a CPU bf16 if
-  /// that is fast there, otherwise fp32, with one warning; elsewhere the device's autocast dtype. A
-  /// model in fp64, which is never cast, causes a warning.
+  /// fp16, bf16, or fp32 (no casts). Unset: the masters' dtype, if there are masters; fp16 on
+  /// CUDA; bf16 on a CPU that is fast in it, otherwise fp32, with one warning; elsewhere the
+  /// device's autocast dtype. A model in fp64, which is never cast, causes a warning.
   std::optional<at::ScalarType> dtype = std::nullopt;
   /// Like AutocastOptions::policy.
   std::optional<Policy> policy = std::nullopt;
@@ -60,20 +60,20 @@ struct TrainingStepOptions {
   std::optional<double> max_grad_norm = std::nullopt;
   /// Number of calls per step, which uses the gradient of the mean of their losses.
   std::int64_t micro_batches = 1;
-  /// As AutocastOptions::cache; WeightCache::window casts each weight once for all micro-batches.
+  /// Like AutocastOptions::cache; WeightCache::window casts each weight once for all micro-batches.
   std::optional<WeightCache> cache = std::nullopt;
   /// MasterWeightsOptions or, with a group, ShardedMasterWeightsOptions: the model in 16 bits, and
   /// masters of its weights for the optimizer, which a factory creates.
   detail::MastersChoice masters = {};
-  /// A process group (torchamp/distributed/training_group.h): gradients are averaged over it as by
-  /// DistributedDataParallel, whichever module's forward the function calls. Or `{group, options}`
-  /// with DistributedDataParallelOptions.
+  /// A process group (torchamp/distributed/training_group.h): gradients are averaged over it like
+  /// by DistributedDataParallel, whichever module's forward the function calls. Or `{group,
+  /// options}` with DistributedDataParallelOptions.
   detail::GroupChoice group = {};
   /// CudaGraphOptions: captures iterations and replays them, and captures again after train() or
   /// eval() of the model or of a part of it. Not with a group or several micro-batches.
   detail::CaptureChoice capture = {};
   /// A learning rate scheduler, or a function that creates one for the optimizer. Stepped after
-  /// each step that was not skipped; finding out waits for a GPU, also with a fused optimizer.
+  /// each step that was not skipped; finding out synchronises, also with a fused optimizer.
   detail::SchedulerChoice scheduler = {};
   /// A file (torchamp/training_log.h) that gets the step, loss, scale, skips, norm and time of each
   /// step, late enough not to wait for a device.

@@ -50,8 +50,8 @@ struct UnderflowRow {
 struct UnderflowStep {
   int64_t step = 0;      ///< its number, from 0
   double scale = 1.;     ///< at its beginning; 1 without a scaler
-  int64_t elements = 0;  ///< as in UnderflowRow, of all modules
-  int64_t lost = 0;      ///< as in UnderflowRow
+  int64_t elements = 0;  ///< like UnderflowRow's, of all modules
+  int64_t lost = 0;      ///< like UnderflowRow's
 
   /// lost / elements; 0 without elements.
   double share() const {
@@ -98,7 +98,7 @@ std::ostream& operator<<(std::ostream& out, const UnderflowReport& report);
 /// random numbers, hooks and guards of the program are unchanged; a metered step takes several
 /// times as long.
 ///
-/// Only report() reads a device. Between metered steps nothing is observed, and step() does not
+/// Only report() synchronises. Between metered steps nothing is observed, and step() does not
 /// look at its scaler. Each process of data-parallel training meters its own gradients.
 ///
 /// Not examined: ops of libraries other than ATen and ops that draw random numbers (counted
@@ -146,10 +146,10 @@ class UnderflowMeter {
   /// more than 32 recorders, searches, meters and captures at once.
   Step step() & { return {*this, nullptr}; }
 
-  /// Like step(), for a loss scaled by `scaler`: records its scale, without reading it.
+  /// Like step(), for a loss scaled by `scaler`: records its scale, without synchronising.
   Step step(const GradScaler& scaler) & { return {*this, &scaler}; }
 
-  /// The counts of the steps that have ended. Reads each device.
+  /// The counts of the steps that have ended. Synchronises with each device.
   UnderflowReport report() const;
 
  private:

@@ -36,7 +36,7 @@
 /// is unchanged: an unchanged weight is not cast again, in the next micro-batch, in evaluation or
 /// on another thread; a changed one is cast into the same memory, unless the old cast is still in
 /// use. Each use gets its own place in the graph, so values and gradients equal, bitwise, those
-/// of a new cast for each use. Frozen weights and views of weights, as the `w.t()` of
+/// of a new cast for each use. Frozen weights and views of weights, like the `w.t()` of
 /// torch::nn::Linear, are also cached. Ops that LibTorch's own kernels would cast for run through a
 /// kernel of torchamp, which costs about 0.2 µs per call for the rest of the process. Casts of
 /// destroyed weights are freed at the end of the next outermost guard, by the next step of a
