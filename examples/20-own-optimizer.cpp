@@ -95,7 +95,7 @@ int main() {
 
     const double moved = (model->weight - before).abs().max().item<double>();
     std::cout << "the weights moved by " << moved << '\n';
-    support::check(result.stepped() == (i != 1), "the bad step is skipped, the others are made");
+    support::check(result.stepped() == (i != 1), "the bad step is skipped, the others are taken");
     support::check(i == 1 ? moved == 0. : std::abs(moved - 1e-3) < 1e-6,
                    "each weight moves by the learning rate, or not at all");
   }

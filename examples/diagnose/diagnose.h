@@ -56,7 +56,7 @@ inline Diagnosis diagnose(Program program, const Setting& setting) {
   found.program.next_batch();
 
   torchamp::PrecisionAudit audit(model, {.dtype = setting.dtype});
-  const auto scale = torch::full({}, 0x1p15, setting.device);  // as in training
+  const auto scale = torch::full({}, 0x1p15, setting.device);  // like in training
   audit.run([&] { loss_of_batch().backward(scale); }, 3);
   found.rows = audit.rows();
   found.total = audit.total();

@@ -31,7 +31,7 @@ EXAMPLES_PRINTF inline std::string format(const char* pattern, ...) {
   return text;
 }
 
-/// What a program wrote as a number, with a decimal point; "nan" and "inf", too. Error: it is none.
+/// What a program wrote as a number, with a decimal point; also "nan" and "inf". Error: it is none.
 inline double number_of(const std::string& text) {
   const bool is_negative = text.starts_with('-');
   const std::string_view size = std::string_view(text).substr(is_negative ? 1 : 0);

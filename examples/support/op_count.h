@@ -16,7 +16,7 @@ namespace support {
 using OpCounts = std::map<std::string, std::int64_t>;
 
 /// Counts the ops of LibTorch's that are called while this lives, on any thread; ops that other ops
-/// call count as well, as in Python's profiler, unless it is the same op for other arguments
+/// call count as well, like in Python's profiler, unless it is the same op for other arguments
 /// (add_.Scalar calls add_.Tensor). One at a time.
 class OpCount {
  public:
