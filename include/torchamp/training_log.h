@@ -23,6 +23,7 @@
 #include <cstdint>
 #include <deque>
 #include <fstream>
+#include <locale>
 #include <memory>
 #include <optional>
 #include <string>
@@ -42,6 +43,7 @@ class CsvStepLog final : public StepLog {
  public:
   explicit CsvStepLog(const std::string& path) : path_(path), file_(path, std::ios::app) {
     TORCH_CHECK(file_, "TrainingStep: cannot write the log '", path, "'.");
+    file_.imbue(std::locale::classic());  // whatever the program's is
     if (file_.tellp() == 0) file_ << "step,loss,scale,skips,norm,time\n";
     file_.precision(9);
   }

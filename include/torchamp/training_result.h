@@ -36,13 +36,14 @@ class TrainingResult {
 
   /// Whether this was the last micro-batch of a window, so that a step was taken or skipped. Never
   /// synchronises.
-  bool ended_window() const { return step_.has_value() || found_inf_.defined(); }
+  bool ended_window() const { return ended_window_; }
 
   /// Whether the optimizer stepped; false within a window, and if a gradient held an inf or a NaN.
   /// Synchronises like StepResult::stepped().
   bool stepped() const {
     if (step_) return step_->stepped();
-    return found_inf_.defined() && found_inf_.item<float>() == 0.F;
+    if (!ended_window_) return false;
+    return !found_inf_.defined() || found_inf_.item<float>() == 0.F;
   }
   /// The same as stepped().
   explicit operator bool() const { return stepped(); }
@@ -67,7 +68,8 @@ class TrainingResult {
     TORCH_CHECK(ended_window(),
                 "TrainingResult::scale: the window has not ended, so there was no step. Ask the "
                 "TrainingStep's scaler().get_scale().");
-    return step_ ? step_->scale() : scale_.item<double>();
+    if (step_) return step_->scale();
+    return scale_.defined() ? scale_.item<double>() : 1.;
   }
 
   /// The result of GradScaler::step; none within a window, and with `.capture`.
@@ -82,16 +84,25 @@ class TrainingResult {
 
  private:
   friend class TrainingStep;
-  TrainingResult(at::Tensor loss, std::optional<StepResult> step, at::Tensor norm, at::Tensor scale,
-                 at::Tensor found_inf = {})
+  TrainingResult(at::Tensor loss, std::optional<StepResult> step, at::Tensor norm, at::Tensor scale)
       : loss_(std::move(loss)),
         norm_(std::move(norm)),
         scale_(std::move(scale)),
-        found_inf_(std::move(found_inf)),
-        step_(std::move(step)) {}
+        step_(std::move(step)),
+        ended_window_(step_.has_value()) {}
+  /// Of an iteration that was replayed, or may be: all that is known are the tensors, of which a
+  /// disabled scaler leaves the last two undefined.
+  static TrainingResult of_replay(at::Tensor loss, at::Tensor norm, at::Tensor scale,
+                                  at::Tensor found_inf) {
+    TrainingResult result(std::move(loss), std::nullopt, std::move(norm), std::move(scale));
+    result.found_inf_ = std::move(found_inf);
+    result.ended_window_ = true;
+    return result;
+  }
 
   at::Tensor loss_, norm_, scale_, found_inf_;
   std::optional<StepResult> step_;
+  bool ended_window_;
 };
 
 }  // namespace TORCHAMP_NAMESPACE

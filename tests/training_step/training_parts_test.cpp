@@ -18,6 +18,7 @@
 #include "simulated_device/device.h"
 #include "support/devices.h"
 #include "support/expect_error.h"
+#include "support/locales.h"
 #include "support/temporary_folder.h"
 #include "support/training_steps.h"
 #include "torchamp/cuda_graph.h"
@@ -456,6 +457,42 @@ TEST(TrainingStep, CapturesAgainAfterTrainAndEvalOfTheModelOrAPartOfItSimulated)
   simulated::wait_for_device(0);
 }
 
+/// Whose steps have no overflow flag and no scale.
+void expect_results_of_a_disabled_scaler(at::DeviceType device, bool captures) {
+  SCOPED_TRACE(c10::str("captures: ", captures));
+  Net net = make_net(device);
+  torchamp::FusedSGD optimizer(net->parameters(), torch::optim::SGDOptions(0.5));
+  TrainingStep train(
+      net, optimizer,
+      {.dtype = at::kFloat,
+       .scaler = GradScalerOptions{.enabled = false},
+       .capture = torchamp::CudaGraphOptions{.warmup = 2, .enabled = captures},
+       .scheduler = [](auto& o) { return std::make_unique<torch::optim::StepLR>(o, 1, 0.5); }});
+  for (int i = 0; i < 5; ++i) {
+    const auto result =
+        train(batch_of(device, i), [&](const auto& inputs) { return loss_of(net, inputs); });
+    EXPECT_TRUE(result.ended_window());
+    EXPECT_TRUE(result.stepped());
+    EXPECT_EQ(result.scale(), 1.);
+    EXPECT_FALSE(result.found_inf().defined());
+  }
+  EXPECT_EQ(train.steps(), 5);
+  EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 1. / 32);  // the first step() leaves it
+}
+
+TEST(TrainingStep, CountsStepsOfADisabledScalerThatMayBeCaptured) {
+  expect_results_of_a_disabled_scaler(at::kCPU, /*captures=*/false);
+}
+
+TEST(TrainingStep, CountsCapturedStepsOfADisabledScalerSimulated) {
+  SKIP_WITHOUT(at::kPrivateUse1);
+  if (!torchamp::detail::has_registered_graphs(at::kPrivateUse1)) {
+    GTEST_SKIP() << "this LibTorch has no registry of graphs";
+  }
+  expect_results_of_a_disabled_scaler(at::kPrivateUse1, /*captures=*/true);
+  simulated::wait_for_device(0);
+}
+
 TEST(TrainingStep, RefusesAtConstructionWhatNoGraphCanHold) {
   Net net = make_net(at::kCPU);
   torch::optim::SGD sgd(net->parameters(), 0.1);
@@ -533,6 +570,23 @@ TEST(TrainingStep, WritesALogThatCanBeReadWhileItTrains) {
     const std::string text(std::istreambuf_iterator<char>(file), {});
     EXPECT_EQ(std::ranges::count(text, '\n'), 1 + steps) << text;
   }
+}
+
+TEST(TrainingStep, WritesALogWithTheSameNumbersInEveryLocale) {
+  const TemporaryFolder folder;
+  const std::string path = (folder / "run.csv").string();
+  Net net = make_net(at::kCPU);
+  torch::optim::SGD optimizer(net->parameters(), 0.1);
+  {
+    const GroupingStreams grouping;
+    TrainingStep train(
+        net, optimizer,
+        {.dtype = at::kFloat, .scaler = GradScalerOptions{.init_scale = 2048.5}, .log = path});
+    train([&] { return loss_of(net, batch_of(at::kCPU, 1)); });
+  }
+  std::ifstream file(path);
+  const std::string text(std::istreambuf_iterator<char>(file), {});
+  EXPECT_THAT(text, testing::HasSubstr(",2048.5,0,,"));
 }
 
 TEST(TrainingStep, WithALogHasNoScaleOfAWindowThatFailed) {

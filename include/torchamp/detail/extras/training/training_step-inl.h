@@ -283,7 +283,7 @@ inline TrainingResult TrainingStep::replay(
     const Tensors& inputs, const std::function<at::Tensor(const Tensors&)>& function) {
   function_ = &function;
   const Tensors& made = capture_(inputs);
-  return {made[0], std::nullopt, made[3], made[2], made[1]};
+  return TrainingResult::of_replay(made[0], made[3], made[2], made[1]);
 }
 
 /// What the host does after a step, also of a replayed one.
