@@ -68,11 +68,12 @@ inline void write_processes_report(std::ostream& out, const Plan& plan,
   out << circumstances.device << ' ' << plan.rounds
       << " rounds, over Gloo on one machine. Made by\n\n"
       << "    " << circumstances.command << "\n\n"
-      << "Of one step, the median of the rounds: the slowest process's time, where there is a core "
-         "for each thread of each process; processor time,\nand bytes that a process gave to "
-         "sockets, on average; what the arithmetic asks it to send *at least*. Memory: by how much "
-         "the largest process\nhas grown. *Python's* is the part of the time of Python's same way. "
-         "All have the same start weights and batches, so that their losses agree.\n"
+      << "Medians over the rounds, of one step. *time* is the slowest process's, where there is a "
+         "core for each thread of each process. *processor* and\n*sent* are processor time and "
+         "the bytes given to sockets, averages over the processes; *at least* is what the method "
+         "must send. *Python's* is the\nratio to Python's counterpart. *memory* is by how much the "
+         "largest process has grown. All start from the same weights and take the same batches, "
+         "so\ntheir losses agree.\n"
          "`fully_shard` gathers the weights once a step (`reshard_after_forward=False`).\n";
   if (has_picture) {
     out << "\nWhat process 0 has sent, added up over one step; shaded: the last micro-batch's "

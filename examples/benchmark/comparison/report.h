@@ -329,10 +329,10 @@ inline void write_report(std::ostream& out, const Plan& plan, const Circumstance
          "switches LibTorch's own autocast and uses\ntorchamp's GradScaler, as LibTorch has "
          "none. "
       << (plan.device == "cpu"
-              ? "Where the time of a step goes is told by LibTorch's own record of ops, in steps "
-                "apart from the rounds: \"optimizer\"\nis fused and `_foreach_` kernels and the "
-                "scaler's, \"norms\" softmax and losses, too, \"rest\" all that is no op: "
-                "autograd, the\nprogram, torchamp outside of ops.\n\n"
+              ? "LibTorch's own record of ops, in steps apart from the rounds, tells where the "
+                "time of a step goes. \"optimizer\"\nhas fused and `_foreach_` kernels and the "
+                "scaler's; \"norms\" also has softmax and losses; \"rest\" is all that is no op: "
+                "autograd, the\nprogram, and torchamp outside of ops.\n\n"
               : "\n\n");
   if (std::find(plan.casts.begin(), plan.casts.end(), "standard") != plan.casts.end()) {
     out << "### Summary: torchamp's time over Python's\n\n"
