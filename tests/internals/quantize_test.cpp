@@ -8,6 +8,7 @@
 #include <set>
 #include <vector>
 
+#include "support/devices.h"
 #include "support/fp8_reference.h"
 #include "torchamp/detail/extras/fp8/formats.h"
 #include "torchamp/detail/extras/fp8/quantize.h"
@@ -15,7 +16,9 @@
 namespace {
 
 using torchamp::detail::decode;
+using torchamp::detail::Fp8Matrix;
 using torchamp::detail::quantize;
+using torchamp::detail::quantize_blocks;
 
 struct Format {
   at::ScalarType dtype;
@@ -178,6 +181,97 @@ TEST(Fp8Quantize, StridesOfTheMatrixDoNotMatter) {
   EXPECT_TRUE(quantize(row, at::kFloat8_e4m3fn)
                   .codes.view(at::kByte)
                   .equal(quantize(row.contiguous(), at::kFloat8_e4m3fn).codes.view(at::kByte)));
+}
+
+class Fp8QuantizeOn : public testing::TestWithParam<at::DeviceType> {};
+INSTANTIATE_TEST_SUITE_P(Devices, Fp8QuantizeOn, all_devices(), device_name);
+
+/// Rows that are small, as small as numbers are, zero, or have an element that towers over others.
+at::Tensor uneven_matrix(at::ScalarType dtype) {
+  at::Tensor matrix = at::randn({9, 32});
+  matrix[1].mul_(1e-6);
+  matrix[2].mul_(1e-39);
+  matrix[3].zero_();
+  matrix[4][5] = 6e4;
+  return matrix.to(dtype);
+}
+
+/// The same numbers, dense, transposed in memory, and as a part of a larger matrix.
+std::vector<at::Tensor> layouts_of(const at::Tensor& matrix) {
+  const at::Tensor wide = at::zeros({matrix.size(0), 2 * matrix.size(1)}, matrix.options());
+  wide.slice(1, 0, matrix.size(1)).copy_(matrix);
+  return {matrix, matrix.t().contiguous().t(), wide.slice(1, 0, matrix.size(1))};
+}
+
+/// Expects the codes of row `i` to be those of the slow reference.
+void expect_row(const at::Tensor& codes, const at::Tensor& matrix, int64_t i, double scale,
+                const SmallFormat& reference) {
+  const at::Tensor bytes = codes[i].view(at::kByte).to(at::kInt);
+  const at::Tensor values = matrix[i].to(at::kDouble);
+  for (int64_t j = 0; j < values.numel(); ++j) {
+    ASSERT_EQ(bytes[j].item<int>(), reference.nearest(values[j].item<double>() * scale))
+        << "of " << values[j].item<double>() << " in row " << i << " at scale " << scale;
+  }
+}
+
+double scale_of(const at::Tensor& numbers, const SmallFormat& reference) {
+  return power_of_two_scale(std::fmax(largest_of(numbers), 0x1p-110), reference.largest());
+}
+
+TEST_P(Fp8QuantizeOn, CodesOfAMatrixAreThoseOfASlowReferenceInEachLayout) {
+  SKIP_WITHOUT(GetParam());
+  at::manual_seed(4);
+  for (const auto& [dtype, reference] : formats) {
+    for (const at::ScalarType from : {at::kFloat, at::kBFloat16, at::kHalf}) {
+      const at::Tensor matrix = uneven_matrix(from);
+      const double scale = scale_of(matrix, reference);
+      for (const at::Tensor& same : layouts_of(matrix.to(GetParam()))) {
+        SCOPED_TRACE(c10::str(dtype, from, same.strides()));
+        const Fp8Matrix form = quantize(same, dtype);
+        EXPECT_EQ(form.inverse_scale.item<double>(), 1 / scale);
+        const at::Tensor codes = form.codes.cpu();
+        for (int64_t i = 0; i < matrix.size(0); ++i) {
+          expect_row(codes, matrix, i, scale, reference);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(Fp8QuantizeOn, CodesOfRowsAreThoseOfASlowReferenceInEachLayout) {
+  SKIP_WITHOUT(GetParam());
+  at::manual_seed(5);
+  for (const at::ScalarType from : {at::kFloat, at::kBFloat16}) {
+    const at::Tensor matrix = uneven_matrix(from);
+    for (const at::Tensor& same : layouts_of(matrix.to(GetParam()))) {
+      SCOPED_TRACE(c10::str(from, same.strides()));
+      const Fp8Matrix form = quantize_blocks(same, {1, 0});
+      const at::Tensor codes = form.codes.cpu(), inverse = form.block_scales.cpu();
+      if (GetParam() != at::kCPU) {
+        EXPECT_TRUE(form.codes.is_contiguous()) << "products would copy it";
+      }
+      for (int64_t i = 0; i < matrix.size(0); ++i) {
+        const double scale = scale_of(matrix[i], e4m3);
+        EXPECT_EQ(inverse[i].item<double>(), 1 / scale);
+        expect_row(codes, matrix, i, scale, e4m3);
+      }
+    }
+  }
+}
+
+TEST_P(Fp8QuantizeOn, AnInfOrNanMakesTheScaleNanOfItsMatrixOrRowAlone) {
+  SKIP_WITHOUT(GetParam());
+  const float inf = std::numeric_limits<float>::infinity();
+  for (const at::ScalarType from : {at::kFloat, at::kBFloat16}) {
+    for (const float bad : {inf, -inf, std::numeric_limits<float>::quiet_NaN()}) {
+      at::Tensor matrix = at::ones({3, 40}, from);
+      matrix[1][33].fill_(bad);
+      matrix = matrix.to(GetParam());
+      EXPECT_TRUE(std::isnan(quantize(matrix, at::kFloat8_e4m3fn).inverse_scale.item<float>()));
+      const at::Tensor inverse = quantize_blocks(matrix, {1, 0}).block_scales.cpu();
+      for (int64_t i = 0; i < 3; ++i) EXPECT_EQ(std::isnan(inverse[i].item<float>()), i == 1) << i;
+    }
+  }
 }
 
 }  // namespace

@@ -85,7 +85,10 @@ inline at::Tensor fp8_product(const Fp8Matrix& a, const Fp8Matrix& b, at::Scalar
   at::Tensor scale_a = a.inverse_scale, scale_b = b.inverse_scale;
   if (a.block_scales.defined()) {  // one a row
     scale_a = a.block_scales.contiguous();
-    scale_b = at::constant_pad_nd(b.block_scales.t(), {0, columns.size(0) - b.rows}).contiguous();
+    scale_b = b.block_scales.t();
+    const int64_t padding = columns.size(0) - b.rows;
+    if (padding != 0) scale_b = at::constant_pad_nd(scale_b, {0, padding});
+    scale_b = scale_b.contiguous();
   }
   const at::Tensor product =
       at::_scaled_mm(padded_to_16(a.codes, /*pad_rows=*/false), columns.t(), scale_a, scale_b,

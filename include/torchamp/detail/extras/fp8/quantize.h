@@ -4,6 +4,8 @@
 #include <ATen/ops/aminmax.h>
 #include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/scalar_tensor.h>
@@ -13,6 +15,7 @@
 #include <c10/util/Exception.h>
 
 #include <cstdint>
+#include <limits>
 #include <tuple>
 #include <utility>
 
@@ -41,10 +44,24 @@ struct Fp8Matrix {
   }
 };
 
+// Note [Passes over an operand]
+// On a device each op reads its operands from memory, so their number is the cost. A form takes two
+// passes: one finds the largest magnitude, one scales and rounds (LibTorch's mul converts to the
+// dtype of its result). A tensorwise form serves both its products: the second needs a transposed
+// copy of the codes. Products take rows along the contraction, so rowwise forms are written so at
+// once. What is left works on scales, and stays on the device.
+
+/// The largest magnitude of a tensor on a device, or of each row, in fp32; NaN if there is one.
+inline at::Tensor norm_of_largest(const at::Tensor& tensor, at::OptionalIntArrayRef dim) {
+  return at::linalg_vector_norm(tensor, std::numeric_limits<double>::infinity(), dim,
+                                /*keepdim=*/dim.has_value(), at::kFloat);
+}
+
 /// The largest magnitude in `tensor` as 0-dim fp32; NaN if there is one.
 inline at::Tensor largest_magnitude(const at::Tensor& tensor) {
   if (tensor.numel() == 0) return at::zeros({}, tensor.options().dtype(at::kFloat));
-  const auto extremes = at::aminmax(tensor);
+  if (!tensor.is_cpu()) return norm_of_largest(tensor, {});
+  const auto extremes = at::aminmax(tensor);  // a CPU's norm takes ten times as long
   return at::maximum(std::get<1>(extremes), std::get<0>(extremes).neg()).to(at::kFloat);
 }
 
@@ -63,16 +80,27 @@ inline at::Tensor scale_for(const at::Tensor& magnitude, double largest) {
   // As a CPU scalar it is a kernel argument, not a copy to the device.
   at::Tensor scale = at::div(at::scalar_tensor(largest, at::kFloat), magnitude.clamp_min(0x1p-110));
   scale.view(at::kInt).bitwise_and_(0x7F800000);  // the power of two below
-  return scale.add_(magnitude.mul(0));
+  return scale.add_(magnitude, /*alpha=*/0);
+}
+
+/// Writes `matrix * scale`, rounded, to `codes` in one pass.
+inline at::Tensor write_codes(at::Tensor codes, const at::Tensor& matrix, const at::Tensor& scale) {
+  return at::mul_out(codes, matrix, scale);
 }
 
 /// `matrix`, in fp32 or a 16-bit dtype, in 8 bits at one scale.
 inline Fp8Matrix quantize(const at::Tensor& matrix, at::ScalarType format) {
   const at::Tensor scale = scale_for(largest_magnitude(matrix), largest_of(format));
-  // fp16 cannot represent every scale; bf16 can, and also every product with one.
-  const at::Tensor wide = matrix.scalar_type() == at::kHalf ? matrix.to(at::kFloat) : matrix;
-  return {
-      matrix.size(0), matrix.size(1), at::mul(wide, scale).to(format), scale.reciprocal(), {}, {}};
+  // LibTorch converts a factor without dimensions to the matrix's dtype. bf16 represents every
+  // scale, and also every product with one; fp16 does not.
+  const at::Tensor factor = matrix.scalar_type() == at::kHalf ? scale.view({1, 1}) : scale;
+  const at::Tensor codes = at::empty_like(matrix, matrix.options().dtype(format));
+  return {matrix.size(0),
+          matrix.size(1),
+          write_codes(codes, matrix, factor),
+          scale.reciprocal(),
+          {},
+          {}};
 }
 
 /// A matrix on a CPU whose rows, or its transpose's, are laid out for the kernels, in fp32 or bf16.
@@ -129,12 +157,10 @@ inline Fp8Matrix quantize_blocks(const at::Tensor& matrix, Fp8Block block) {
   if (matrix.numel() == 0) return quantize(matrix, at::kFloat8_e4m3fn);
   if (matrix.is_cpu())
     return quantize_on_cpu(matrix, block, E4m3Blocks(), at::kFloat, at::Tensor());
-  const at::Tensor scales = scale_for(matrix.abs().amax({1}, /*keepdim=*/true).to(at::kFloat),
-                                      largest_of(at::kFloat8_e4m3fn));
-  // bf16 represents every scale, and every product with one.
-  const bool narrow = matrix.scalar_type() == at::kBFloat16;
-  const at::Tensor scaled = at::mul(matrix, narrow ? scales.to(at::kBFloat16) : scales);
-  return {matrix.size(0), matrix.size(1),      scaled.to(at::kFloat8_e4m3fn),
+  const at::Tensor scales =
+      scale_for(norm_of_largest(matrix, at::IntArrayRef{1}), largest_of(at::kFloat8_e4m3fn));
+  const at::Tensor codes = at::empty(matrix.sizes(), matrix.options().dtype(at::kFloat8_e4m3fn));
+  return {matrix.size(0), matrix.size(1),      write_codes(codes, matrix, scales),
           at::Tensor(),   scales.reciprocal(), block};
 }
 
