@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // What quantisation to fp8 costs in LibTorch's real CUDA code: kernels, and bytes that they read
-// and write. The table in examples/guide/fp8.md is what is counted here.
+// and write. The table in examples/guide/contributors.md is what is counted here.
 #include <ATen/record_function.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -139,10 +139,10 @@ int64_t least_bytes(Fp8Recipe recipe, int64_t of_element) {
 class Fp8Costs : public testing::TestWithParam<Fp8Row> {};
 INSTANTIATE_TEST_SUITE_P(
     Recipes, Fp8Costs,
-    testing::Values(Fp8Row{"`tensorwise`", Fp8Recipe::tensorwise, at::kBFloat16},
-                    Fp8Row{"`tensorwise`, fp32 weights", Fp8Recipe::tensorwise, at::kFloat},
-                    Fp8Row{"`rowwise`", Fp8Recipe::rowwise, at::kBFloat16},
-                    Fp8Row{"`rowwise`, fp32 weights", Fp8Recipe::rowwise, at::kFloat}),
+    testing::Values(Fp8Row{"`tensorwise`, bf16", Fp8Recipe::tensorwise, at::kBFloat16},
+                    Fp8Row{"`tensorwise`, fp32", Fp8Recipe::tensorwise, at::kFloat},
+                    Fp8Row{"`rowwise`, bf16", Fp8Recipe::rowwise, at::kBFloat16},
+                    Fp8Row{"`rowwise`, fp32", Fp8Recipe::rowwise, at::kFloat}),
     [](const auto& instance) {
       return std::string(instance.param.recipe == Fp8Recipe::rowwise ? "Rowwise" : "Tensorwise") +
              (instance.param.weights == at::kFloat ? "Fp32Weights" : "Bf16Weights");
@@ -193,9 +193,10 @@ TEST_P(Fp8Costs, ALayerCostsWhatTheGuideSaysAndNearlyTheLeast) {
                            std::to_string(std::lround(per_element(meter.others()))) + " | " +
                            std::to_string(least) + " |";
 #if TORCH_VERSION_MINOR >= 15  // earlier LibTorch may launch other kernels
-  std::ifstream in("../examples/guide/fp8.md");
+  std::ifstream in("../examples/guide/contributors.md");
   const std::string page((std::istreambuf_iterator<char>(in)), {});
-  EXPECT_NE(page.find(line + "\n"), std::string::npos) << "not in examples/guide/fp8.md:\n" << line;
+  EXPECT_NE(page.find(line + "\n"), std::string::npos) << "not in examples/guide/contributors.md:\n"
+                                                       << line;
 #else
   RecordProperty("costs", line);
 #endif
