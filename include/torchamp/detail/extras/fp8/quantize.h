@@ -83,24 +83,15 @@ inline at::Tensor scale_for(const at::Tensor& magnitude, double largest) {
   return scale.add_(magnitude, /*alpha=*/0);
 }
 
-/// Writes `matrix * scale`, rounded, to `codes` in one pass.
-inline at::Tensor write_codes(at::Tensor codes, const at::Tensor& matrix, const at::Tensor& scale) {
-  return at::mul_out(codes, matrix, scale);
-}
-
 /// `matrix`, in fp32 or a 16-bit dtype, in 8 bits at one scale.
 inline Fp8Matrix quantize(const at::Tensor& matrix, at::ScalarType format) {
   const at::Tensor scale = scale_for(largest_magnitude(matrix), largest_of(format));
   // LibTorch converts a factor without dimensions to the matrix's dtype. bf16 represents every
   // scale, and also every product with one; fp16 does not.
   const at::Tensor factor = matrix.scalar_type() == at::kHalf ? scale.view({1, 1}) : scale;
-  const at::Tensor codes = at::empty_like(matrix, matrix.options().dtype(format));
-  return {matrix.size(0),
-          matrix.size(1),
-          write_codes(codes, matrix, factor),
-          scale.reciprocal(),
-          {},
-          {}};
+  at::Tensor codes = at::empty_like(matrix, matrix.options().dtype(format));
+  at::mul_out(codes, matrix, factor);
+  return {matrix.size(0), matrix.size(1), codes, scale.reciprocal(), {}, {}};
 }
 
 /// A matrix on a CPU whose rows, or its transpose's, are laid out for the kernels, in fp32 or bf16.
@@ -159,9 +150,9 @@ inline Fp8Matrix quantize_blocks(const at::Tensor& matrix, Fp8Block block) {
     return quantize_on_cpu(matrix, block, E4m3Blocks(), at::kFloat, at::Tensor());
   const at::Tensor scales =
       scale_for(norm_of_largest(matrix, at::IntArrayRef{1}), largest_of(at::kFloat8_e4m3fn));
-  const at::Tensor codes = at::empty(matrix.sizes(), matrix.options().dtype(at::kFloat8_e4m3fn));
-  return {matrix.size(0), matrix.size(1),      write_codes(codes, matrix, scales),
-          at::Tensor(),   scales.reciprocal(), block};
+  at::Tensor codes = at::empty(matrix.sizes(), matrix.options().dtype(at::kFloat8_e4m3fn));
+  at::mul_out(codes, matrix, scales);
+  return {matrix.size(0), matrix.size(1), codes, at::Tensor(), scales.reciprocal(), block};
 }
 
 /// e2m1 with an e4m3 scale per block and a power of two per tensor. On a CPU.
