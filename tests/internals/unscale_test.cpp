@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "simulated_device/counts.h"
+#include "simulated_device/facts.h"
 #include "support/call_counter.h"
 #include "support/devices.h"
 #include "support/non_finite.h"
@@ -127,6 +128,30 @@ TEST_P(Unscale, TakesPartsOfBoundedSizeThroughFp32) {
       5);
   EXPECT_EQ(parts, (std::vector<int64_t>{5, 9, 1}));
   for (const at::Tensor& gradient : gradients) EXPECT_TRUE((gradient == 2.).all().item<bool>());
+}
+
+TEST_P(CountedUnscale, MultipliesGradientsRightWhereMpsHadAKernelThatZeroesThem) {
+  const simulated::UnscaleKernelOfOldMps kernel;
+  torchamp::detail::DeviceFacts mps = simulated::facts_like(at::kMPS);
+  EXPECT_EQ(mps.unscales_fp16, TORCHAMP_LIBTORCH >= 213);
+  for (const bool is_old : {false, true}) {
+    mps.unscales_fp16 = !is_old;
+    const simulated::Facts facts(mps);
+    for (const at::ScalarType dtype : {at::kHalf, at::kBFloat16, at::kFloat}) {
+      SCOPED_TRACE(c10::str(dtype, is_old ? " before 2.13" : ""));
+      const Tensors gradients{torch::full({3}, 8., options(dtype))};
+      at::Tensor flag = number(0.);
+      torchamp::detail::multiply_and_check(
+          {batch_of(gradients)}, [](at::Device) { return number(0.125); }, flag);
+      EXPECT_EQ(flag.item<float>(), 0.F);
+      const bool is_zeroed = dtype == at::kHalf && !is_old;  // so the kernel is as it was
+      EXPECT_EQ(gradients[0][2].item<float>(), is_zeroed ? 0.F : 1.F);
+      gradients[0][1].fill_(kInf);
+      torchamp::detail::multiply_and_check(
+          {batch_of(gradients)}, [](at::Device) { return number(1.); }, flag);
+      EXPECT_EQ(flag.item<float>(), 1.F);
+    }
+  }
 }
 
 TEST_P(CountedUnscale, LaunchesNoMoreKernelsForMoreGradients) {

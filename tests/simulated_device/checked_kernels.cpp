@@ -96,16 +96,30 @@ void unscale(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   });
 }
 
+/// It reads the lower half of the fp32 factor as a number of the gradients' dtype.
+void unscale_as_old_mps(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  run_kernel(op, stack, [op](torch::jit::Stack* host) {
+    const Arguments args(op, *host);
+    const Tensor factor = args.tensor("inv_scale").reshape({1});
+    for (Tensor& gradient : args.list("self")) {
+      if (!gradient.isfinite().all().item<bool>()) args.tensor("found_inf").fill_(1.);
+      gradient.mul_(factor.view(gradient.scalar_type())[0]);
+    }
+    torch::jit::drop(*host, op.schema().arguments().size());
+  });
+}
+
 /// What has registered that kernel; null while the device lacks it.
 std::unique_ptr<torch::Library>& unscale_kernel() {
   static auto& library = *new std::unique_ptr<torch::Library>;
   return library;
 }
+template <c10::BoxedKernel::BoxedKernelFunction* kernel = &unscale>
 std::unique_ptr<torch::Library> make_unscale_kernel() {
   auto library = std::make_unique<torch::Library>(
       torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   library->impl("_amp_foreach_non_finite_check_and_unscale_",
-                torch::CppFunction::makeFromBoxedFunction<&unscale>());
+                torch::CppFunction::makeFromBoxedFunction<kernel>());
   return library;
 }
 
@@ -206,6 +220,15 @@ WithoutUnscaleKernel::WithoutUnscaleKernel() {
   unscale_kernel().reset();
 }
 WithoutUnscaleKernel::~WithoutUnscaleKernel() {
+  unscale_kernel() = make_unscale_kernel();
+}
+
+UnscaleKernelOfOldMps::UnscaleKernelOfOldMps() {
+  unscale_kernel().reset();
+  unscale_kernel() = make_unscale_kernel<&unscale_as_old_mps>();
+}
+UnscaleKernelOfOldMps::~UnscaleKernelOfOldMps() {
+  unscale_kernel().reset();
   unscale_kernel() = make_unscale_kernel();
 }
 

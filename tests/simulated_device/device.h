@@ -44,6 +44,16 @@ class WithoutUnscaleKernel {
   WithoutUnscaleKernel& operator=(const WithoutUnscaleKernel&) = delete;
 };
 
+/// Gives the simulated accelerator, for as long as it lives, the kernel that unscales which MPS had
+/// before LibTorch 2.13: see Note [MPS's kernels].
+class UnscaleKernelOfOldMps {
+ public:
+  UnscaleKernelOfOldMps();
+  ~UnscaleKernelOfOldMps();
+  UnscaleKernelOfOldMps(const UnscaleKernelOfOldMps&) = delete;
+  UnscaleKernelOfOldMps& operator=(const UnscaleKernelOfOldMps&) = delete;
+};
+
 /// Moves a tensor's contents, keys and device; whoever holds the tensor sees it. Not a leaf of a
 /// graph that is still needed.
 void move_in_place(at::Tensor& tensor, c10::Device device);

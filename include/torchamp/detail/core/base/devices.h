@@ -35,9 +35,16 @@ struct DeviceFacts {
   bool follows_cuda_lists = true;
   bool fp32_regions = false;   ///< whether autocast to fp32 is allowed, as in torch.autocast
   Fp64 fp64 = Fp64::unknown;   ///< whether it computes in fp64
-  bool unscales_bf16 = false;  ///< whether ATen's kernel that unscales takes bf16
+  bool unscales_fp16 = true;   ///< whether ATen's kernel that unscales, if any, is right for fp16
+  bool unscales_bf16 = false;  ///< the same for bf16
   bool fused = true;  ///< whether its fused optimizers, if any, heed the scale and the flag
 };
+
+// Note [MPS's kernels]
+// Before LibTorch 2.13, MPS's kernel that unscales reads its fp32 factor as if it had the dtype of
+// the gradients: what it makes of 16-bit gradients is 0 for a scale that is a power of two (pytorch
+// pull request 184286). Its fused optimizers ignore grad_scale and found_inf (186360). Those of
+// 2.13 take both, which nobody has tried here on a device, so torchamp steps by ordinary ops there.
 
 /// Types of device without a row have the defaults.
 inline constexpr DeviceFacts device_facts[] = {
@@ -51,9 +58,10 @@ inline constexpr DeviceFacts device_facts[] = {
      .fp32_regions = true,
      .fp64 = Fp64::yes},
     {.type = at::kXPU, .is_built_in = [] { return at::hasXPU(); }, .fp64 = Fp64::no},  // some have
-    {.type = at::kMPS,  // fused: heeded only from pytorch pull request 186360 on
+    {.type = at::kMPS,  // see Note [MPS's kernels]
      .is_built_in = [] { return at::hasMPS(); },
      .fp64 = Fp64::no,
+     .unscales_fp16 = TORCHAMP_LIBTORCH >= 213,
      .fused = false},
     {.type = at::kHPU, .fp64 = Fp64::no},
     {.type = at::kMTIA, .fp64 = Fp64::no},

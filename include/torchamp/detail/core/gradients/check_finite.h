@@ -29,9 +29,10 @@ namespace torchamp::detail {
 
 // Note [The kernel that unscales]
 // ATen's _amp_foreach_non_finite_check_and_unscale_ multiplies all gradients of a dtype by an fp32
-// factor and finds what is not finite, in one pass. Not every device has it, and CUDA's takes no
-// bf16 (pytorch issue 127176), where _foreach_mul_ would round the factor to bf16, too, and launch
-// a kernel for each gradient. So 16-bit gradients that it does not take go through fp32 copies.
+// factor and finds what is not finite, in one pass. Not every device has it, CUDA's takes no bf16
+// (pytorch issue 127176), and MPS's zeroed 16-bit gradients: see Note [MPS's kernels]. There,
+// _foreach_mul_ would round the factor to 16 bits, too, and launch a kernel for each gradient. So
+// 16-bit gradients that the kernel is not right for go through fp32 copies.
 //
 // Where nothing is to be multiplied, a GPU, which waits for memory, should only read: the kernel
 // looks at the gradients' largest values. A CPU finds norms faster: where a large gradient's is
@@ -41,15 +42,17 @@ namespace torchamp::detail {
 // as in Python. What torchamp looks at once more (quotients by a scale below 1, a recheck) counts
 // as it is in fp64.
 
-/// Whether ATen's kernel that unscales takes such gradients.
+/// Whether ATen's kernel that unscales is there and right for such gradients.
 inline bool unscale_kernel_takes(const GradientBatch& batch) {
   static const c10::OperatorHandle kernel = c10::Dispatcher::singleton().findSchemaOrThrow(
       "aten::_amp_foreach_non_finite_check_and_unscale_", "");
   if (batch.gradients.empty()) return true;
   const c10::DispatchKeySet keys = batch.gradients[0].key_set();
   if (!kernel.hasKernelForDispatchKey(c10::highestPriorityBackendTypeId(keys))) return false;
-  return batch.dtype == at::kFloat || batch.dtype == at::kDouble || batch.dtype == at::kHalf ||
-         (batch.dtype == at::kBFloat16 && facts_of(batch.device.type()).unscales_bf16);
+  if (batch.dtype == at::kFloat || batch.dtype == at::kDouble) return true;
+  const DeviceFacts facts = facts_of(batch.device.type());
+  return (batch.dtype == at::kHalf && facts.unscales_fp16) ||
+         (batch.dtype == at::kBFloat16 && facts.unscales_bf16);
 }
 
 /// The largest magnitude of each gradient that is not empty, with at least the precision of fp32;
