@@ -66,6 +66,8 @@ function(torchamp_simulated_device)
   target_compile_features(torchamp_simulated_device PUBLIC cxx_std_20)
   torchamp_warnings(torchamp_simulated_device)
   torchamp_unity(torchamp_simulated_device)
+  # Of Windows's headers, which define many names.
+  set_source_files_properties(simulated_device/pages.cpp PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
   # LibTorch's macros for autocast kernels
   if(NOT MSVC)
     set_source_files_properties(simulated_device/autocast.cpp PROPERTIES COMPILE_OPTIONS -Wno-pedantic)

@@ -113,9 +113,14 @@ TEST_P(BackwardInRegion, LeavesTheForwardPassThatFollowsToThePolicy) {
   EXPECT_EQ((w + w).scalar_type(), at::kFloat);
 }
 
+}  // namespace
+
+// On Windows, a torch::autograd::Function must be of a type with external linkage.
+namespace backward_in_region {
+
 /// What an addition in backward gives, and what runs it.
-at::ScalarType added = at::ScalarType::Undefined;
-std::function<void(const std::function<void()>& add)> in_a_scope;
+inline at::ScalarType added = at::ScalarType::Undefined;
+inline std::function<void(const std::function<void()>& add)> in_a_scope;
 
 template <class Base>
 struct Adds : Base {
@@ -128,6 +133,15 @@ struct Adds : Base {
 };
 struct PlainAdds : Adds<torch::autograd::Function<PlainAdds>> {};
 struct AutocastAdds : Adds<torchamp::AutocastFunction<AutocastAdds>> {};
+
+}  // namespace backward_in_region
+
+namespace {
+
+using backward_in_region::added;
+using backward_in_region::AutocastAdds;
+using backward_in_region::in_a_scope;
+using backward_in_region::PlainAdds;
 
 TEST_P(BackwardInRegion, FollowsThePolicyWhereAFunctionOfTheProgramsMakesAGuard) {
   const torch::Tensor x = leaf({2, 2});

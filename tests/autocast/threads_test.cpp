@@ -36,6 +36,11 @@ Policy relu_in_fp32() {
   return Policy::standard().fp32({"relu"});
 }
 
+}  // namespace
+
+// On Windows, a torch::autograd::Function must be of a type with external linkage.
+namespace threads_test {
+
 /// Reports what it finds during backward.
 struct Probe : torch::autograd::Function<Probe> {
   static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& x,
@@ -49,6 +54,12 @@ struct Probe : torch::autograd::Function<Probe> {
     return {grads[0], at::Tensor()};
   }
 };
+
+}  // namespace threads_test
+
+namespace {
+
+using threads_test::Probe;
 
 Dtypes during_backward(bool guarded) {
   Dtypes found;

@@ -4,8 +4,6 @@
 #include <torchamp/python_state.h>
 
 #include <gtest/gtest.h>
-#include <signal.h>
-#include <sys/resource.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/torch.h>
 #include <torchamp/grad_scaler.h>
@@ -23,8 +21,14 @@
 
 #include "support/damaged.h"
 #include "support/expect_error.h"
+#include "support/linux_only.h"
 #include "support/optimizers.h"
 #include "support/temporary_folder.h"
+
+#ifdef __linux__
+#include <signal.h>
+#include <sys/resource.h>
+#endif
 
 using torchamp::GradScaler;
 using torchamp::GradScalerState;
@@ -263,6 +267,7 @@ TEST(GradScalerFile, NamesTheFileThatIsDamaged) {
 }
 
 TEST(GradScalerFile, LeavesTheOldFileAndNothingElseWhereWritingFails) {
+#ifdef __linux__
   const TemporaryFolder folder;
   const std::string path = (folder / "scaler.pt").string();
   save_python_state(kState, path);
@@ -277,6 +282,9 @@ TEST(GradScalerFile, LeavesTheOldFileAndNothingElseWhereWritingFails) {
   signal(SIGXFSZ, old);
   EXPECT_EQ(load_python_state(path), kState);
   EXPECT_EQ(folder.files(), 1);
+#else
+  SKIP_WITHOUT_LINUX();
+#endif
 }
 
 TEST(GradScalerFile, RefusesAWholeNumberThatADoubleDoesNotHold) {

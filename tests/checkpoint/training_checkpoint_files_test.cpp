@@ -2,7 +2,6 @@
 // Files of a TrainingCheckpoint: those of earlier versions, and damaged ones.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
-#include <sys/stat.h>
 #include <torch/nn/modules/linear.h>
 
 #include <algorithm>
@@ -17,11 +16,16 @@
 
 #include "support/damaged.h"
 #include "support/expect_error.h"
+#include "support/linux_only.h"
 #include "support/moved_file.h"
 #include "support/temporary_folder.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/optim.h"
 #include "torchamp/training_checkpoint.h"
+
+#ifdef __linux__
+#include <sys/stat.h>
+#endif
 
 namespace {
 
@@ -216,6 +220,7 @@ TEST(TrainingCheckpointFiles, NamesTheFileWhateverIsWrongWithIt) {
 }
 
 TEST(TrainingCheckpointFiles, RefusesAPathThatIsNoFileWithoutAWait) {
+#ifdef __linux__
   const TemporaryFolder folder;
   const fs::path pipe = folder / "pipe", one = folder / "one", other = folder / "other";
   ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
@@ -233,6 +238,9 @@ TEST(TrainingCheckpointFiles, RefusesAPathThatIsNoFileWithoutAWait) {
                "TrainingCheckpoint: cannot determine whether '" + one.string() + "' exists: ");
   EXPECT_ERROR(circular.save(), "TrainingCheckpoint::save: cannot replace '" + one.string());
   EXPECT_TRUE(fs::is_symlink(one));
+#else
+  SKIP_WITHOUT_LINUX();
+#endif
 }
 
 TEST(TrainingCheckpointFiles, RemovesWhatAKilledWriterLeftAndNothingOfTheUsers) {

@@ -17,9 +17,13 @@
 #include <vector>
 
 #include "support/expect_error.h"
-#include "support/processes.h"
+#include "support/linux_only.h"
 #include "support/temporary_folder.h"
 #include "torchamp/training_checkpoint.h"
+
+#ifdef __linux__
+#include "support/processes.h"
+#endif
 
 namespace {
 
@@ -99,6 +103,7 @@ struct ScheduledRun {
 };
 
 TEST(TrainingCheckpoint, GoesOnWithItsLearningRateSchedulerAfterAKill) {
+#ifdef __linux__
   const TemporaryFolder folder;
   const auto role = child_role();
   for (const std::string kind : {"own", "LibTorch's", "by its base"}) {
@@ -121,6 +126,9 @@ TEST(TrainingCheckpoint, GoesOnWithItsLearningRateSchedulerAfterAKill) {
     const auto a = straight.state(), b = run.state();
     for (std::size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(at::equal(a[i], b[i])) << i;
   }
+#else
+  SKIP_WITHOUT_LINUX();
+#endif
 }
 
 TEST(TrainingCheckpoint, RefusesASchedulerOfWhichItSeesOnlyTheBase) {

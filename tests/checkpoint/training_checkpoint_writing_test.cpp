@@ -2,7 +2,6 @@
 // How the file of a TrainingCheckpoint comes to be, whenever its writing ends.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
-#include <sys/resource.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -11,11 +10,17 @@
 #include <string>
 #include <utility>
 
-#include "support/disk_calls.h"
 #include "support/expect_error.h"
-#include "support/processes.h"
+#include "support/linux_only.h"
 #include "support/temporary_folder.h"
 #include "torchamp/training_checkpoint.h"
+
+#ifdef __linux__
+#include <sys/resource.h>
+
+#include "support/disk_calls.h"
+#include "support/processes.h"
+#endif
 
 namespace {
 
@@ -54,6 +59,8 @@ TEST(TrainingCheckpoint, FollowsALinkAndHasTheRightsOfOtherNewFiles) {
             fs::status(folder / "other").permissions());
   EXPECT_ERROR(TrainingCheckpoint(folder / "none/run.pt").save(), "there is no folder '");
 }
+
+#ifdef __linux__
 
 /// A checkpoint whose file holds a step and a tensor full of it.
 struct Numbered {
@@ -166,5 +173,13 @@ TEST(TrainingCheckpoint, LeavesTheOldFileAndNothingElseOnAFullDisk) {
   EXPECT_EQ(numbered.load(), 1);
   EXPECT_EQ(folder.files(), 1);
 }
+
+#else
+
+TEST(TrainingCheckpoint, IsWrittenAsAWhole) {
+  SKIP_WITHOUT_LINUX();
+}
+
+#endif
 
 }  // namespace

@@ -41,6 +41,11 @@ at::Tensor loss_of(const at::Tensor& w) {
   return (w * w).sum() + w.sum();
 }
 
+}  // namespace
+
+// On Windows, a torch::autograd::Function must be of a type with external linkage.
+namespace step_order {
+
 /// Calls what `in_backward` holds when its backward runs.
 struct Interrupted : torch::autograd::Function<Interrupted> {
   static inline std::function<void()> in_backward;
@@ -55,6 +60,12 @@ struct Interrupted : torch::autograd::Function<Interrupted> {
     return gradients;
   }
 };
+
+}  // namespace step_order
+
+namespace {
+
+using step_order::Interrupted;
 
 /// With LibTorch's SGD, and with torchamp's.
 class StepOrder : public testing::TestWithParam<bool> {

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "torchamp/detail/extras/io/archive_file.h"
 
+#include "support/linux_only.h"
+
+#ifdef __linux__
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
@@ -134,3 +138,11 @@ TEST(AtomicFile, KeepsModeAndOwnerOfTheFileThatItReplaces) {
 }
 
 }  // namespace
+
+#else
+
+TEST(AtomicFile, AsksTheDiskForAllThatItMust) {
+  SKIP_WITHOUT_LINUX();
+}
+
+#endif

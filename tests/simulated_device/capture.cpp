@@ -3,9 +3,10 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <cstring>
 #include <utility>
+
+#include "simulated_device/pages.h"
 
 namespace simulated {
 
@@ -45,7 +46,7 @@ Capture::~Capture() {
 Capture::Copy& Capture::copy(const Block& block) {
   const auto found = copies_.find(&block);
   if (found != copies_.end()) return found->second;
-  Copy fresh{{static_cast<char*>(std::aligned_alloc(64, block.mapped)), &std::free}, {}};
+  Copy fresh{{static_cast<char*>(aligned_bytes(block.mapped)), &free_aligned_bytes}, {}};
   fresh.accesses.home = block.accesses.home;
   {
     const Unprotected open({const_cast<Block*>(&block)});

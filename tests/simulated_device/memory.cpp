@@ -4,14 +4,10 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
-#include <execinfo.h>
-#include <sys/mman.h>
 #include <torch/version.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
-#include <csignal>
 #include <cstdint>
 #include <cstring>
 #include <map>
@@ -20,6 +16,7 @@
 #include <utility>
 
 #include "simulated_device/capture.h"
+#include "simulated_device/pages.h"
 
 namespace simulated {
 
@@ -30,10 +27,9 @@ namespace {
 constexpr std::size_t arena_bytes = std::size_t{1} << 34;
 
 char* reserve() {
-  void* const p =
-      mmap(nullptr, arena_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  TORCH_CHECK(p != MAP_FAILED, "simulated device: no address space left");
-  return static_cast<char*>(p);
+  char* const base = reserve_pages(arena_bytes);
+  TORCH_CHECK(base, "simulated device: no address space left");
+  return base;
 }
 
 struct Arena {
@@ -57,15 +53,10 @@ Memory& memory() {
 
 std::array<char*, device_count> bases{};  // for the signal handler, which may not lock
 
-void protect(const Block& block, int how) {
-  TORCH_CHECK(mprotect(block.base, block.mapped, how) == 0,
-              "simulated device: mprotect: ", std::strerror(errno));
-}
-
 /// With the mutex held.
 void give_back(Memory& m, const Block& block) {
   Arena& arena = m.arenas[static_cast<std::size_t>(block.device)];
-  madvise(block.base, block.mapped, MADV_DONTNEED);
+  discard_pages(block.base, block.mapped);
   arena.in_use -= block.mapped;
   arena.free[block.mapped].push_back(block.base);
   arena.blocks.erase(block.base);
@@ -130,7 +121,7 @@ class DeviceAllocator final : public AnyAllocator {
  private:
   static Block* take(std::size_t bytes, c10::DeviceIndex device,
                      const std::shared_ptr<Pool>& pool) {
-    static const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+    static const std::size_t page = page_size();
     const std::size_t mapped = (bytes + page - 1) / page * page;
     const int64_t home = current_stream(device);
     auto block = std::make_unique<Block>();
@@ -171,21 +162,14 @@ class DeviceAllocator final : public AnyAllocator {
   }
 };
 
-void say(const char* text) {
-  if (write(STDERR_FILENO, text, std::strlen(text)) < 0) _exit(139);
-}
-
-void on_fault(int, siginfo_t* info, void*) {
-  const auto address = reinterpret_cast<std::uintptr_t>(info->si_addr);
+const char* whose(std::uintptr_t address) {
   for (std::size_t d = 0; d < bases.size(); ++d) {
     const auto base = reinterpret_cast<std::uintptr_t>(bases[d]);
     if (address < base || address >= base + arena_bytes) continue;
-    say(d == 0 ? "\nsimulated device: the host touched memory of sim:0\n"
-               : "\nsimulated device: the host touched memory of sim:1\n");
-    std::array<void*, 64> frames{};
-    backtrace_symbols_fd(frames.data(), backtrace(frames.data(), 64), STDERR_FILENO);
+    return d == 0 ? "\nsimulated device: the host touched memory of sim:0\n"
+                  : "\nsimulated device: the host touched memory of sim:1\n";
   }
-  std::signal(SIGSEGV, SIG_DFL);  // returning runs into the fault again
+  return nullptr;
 }
 
 }  // namespace
@@ -254,25 +238,23 @@ AllocationLimit::~AllocationLimit() {
 Unprotected::Unprotected(std::vector<Block*> blocks) : blocks_(std::move(blocks)) {
   const std::lock_guard lock(memory().mutex);
   for (Block* const block : blocks_) {
-    if (block->users++ == 0) protect(*block, PROT_READ | PROT_WRITE);
+    if (block->users++ > 0) continue;
+    TORCH_CHECK(open_pages(block->base, block->mapped), "simulated device: cannot open its memory");
   }
 }
 
 Unprotected::~Unprotected() {
   const std::lock_guard lock(memory().mutex);
   for (Block* const block : blocks_) {
-    if (--block->users == 0) protect(*block, PROT_NONE);
+    if (--block->users > 0) continue;
+    TORCH_CHECK(close_pages(block->base, block->mapped),
+                "simulated device: cannot close its memory");
   }
 }
 
 void install_fault_handler() {
   for (std::size_t d = 0; d < bases.size(); ++d) bases[d] = memory().arenas[d].base;
-  std::array<void*, 1> frame{};
-  backtrace(frame.data(), 1);  // loads what it needs now, not in the handler
-  struct sigaction action {};
-  action.sa_sigaction = &on_fault;
-  action.sa_flags = SA_SIGINFO;
-  sigaction(SIGSEGV, &action, nullptr);
+  explain_page_faults(&whose);
 }
 
 }  // namespace simulated

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "simulated_device/pinned.h"
 
-#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
+
+#include "simulated_device/pages.h"
 
 namespace simulated {
 
@@ -33,7 +34,7 @@ class PinnedAllocator final : public c10::Allocator {
   c10::DataPtr allocate(std::size_t bytes) override {
     if (bytes == 0) return {nullptr, c10::kCPU};
     const std::size_t whole = (bytes + 63) / 64 * 64;
-    const std::shared_ptr<void> memory(std::aligned_alloc(64, whole), &std::free);
+    const std::shared_ptr<void> memory(aligned_bytes(whole), &free_aligned_bytes);
     std::memset(memory.get(), 0xFF, whole);
     const std::lock_guard lock(all().mutex);
     all().blocks[static_cast<const char*>(memory.get())] = {memory, whole};

@@ -21,11 +21,21 @@ inline Answer python(const std::string& arguments) {
 #else
   const std::string found = "python3";
 #endif
-  const std::string command = "'" + (chosen ? chosen : found) + "' " + arguments + " 2>&1";
-  FILE* const pipe = popen(command.c_str(), "r");
+#ifdef _WIN32
+  const auto open = &_popen;
+  const auto close = &_pclose;
+  const std::string quote = "\"", around = quote;  // its shell takes off the outer pair
+#else
+  const auto open = &popen;
+  const auto close = &pclose;
+  const std::string quote = "'", around;
+#endif
+  const std::string command =
+      around + quote + (chosen ? chosen : found) + quote + ' ' + arguments + " 2>&1" + around;
+  FILE* const pipe = open(command.c_str(), "r");
   if (!pipe) return {-1, "cannot run " + command};
   std::string output;
   char part[4096];
   while (const std::size_t size = fread(part, 1, sizeof part, pipe)) output.append(part, size);
-  return {pclose(pipe), output};
+  return {close(pipe), output};
 }

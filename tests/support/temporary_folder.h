@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <stdlib.h>
-
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <map>
+#include <random>
 #include <string>
+#include <system_error>
 
 /// An empty folder that is removed at the end. In the processes that a test starts with its
 /// environment(), it is the folder of that test.
@@ -19,14 +19,17 @@ class TemporaryFolder {
       path_ = given;
       return;
     }
-    std::string pattern = (std::filesystem::temp_directory_path() / "torchamp-XXXXXX").string();
-    path_ = mkdtemp(pattern.data());
+    std::random_device random;
+    do {
+      path_ = std::filesystem::temp_directory_path() / ("torchamp-" + std::to_string(random()));
+    } while (!std::filesystem::create_directory(path_));
     is_ours_ = true;
   }
   TemporaryFolder(const TemporaryFolder&) = delete;
   TemporaryFolder& operator=(const TemporaryFolder&) = delete;
   ~TemporaryFolder() {
-    if (is_ours_) std::filesystem::remove_all(path_);
+    std::error_code ignored;  // some systems keep what is open
+    if (is_ours_) std::filesystem::remove_all(path_, ignored);
   }
 
   std::filesystem::path operator/(const std::string& name) const { return path_ / name; }
