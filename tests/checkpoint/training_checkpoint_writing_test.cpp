@@ -85,6 +85,7 @@ struct Numbered {
 
 // The kernel kills a process that writes beyond its limit of file size, at that very byte.
 TEST(TrainingCheckpoint, LeavesTheOldFileWholeWhereverItsWritingIsKilled) {
+  SKIP_UNDER_AN_EMULATOR();
   const TemporaryFolder folder;
   Numbered numbered(folder / "run.pt");
   if (const auto role = child_role()) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What the headers' text may not hold, since a system or a compiler of Windows has no such thing.
-// cl.exe itself runs in the workflow only.
+// What the text of the headers, and of the tests that Windows runs, may not hold, since a system or
+// a compiler of Windows has no such thing. cl.exe itself runs in the workflow only.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -8,6 +8,7 @@
 #include <cctype>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <map>
 #include <regex>
 #include <set>
@@ -37,6 +38,7 @@ const std::map<std::string, std::set<std::string>, std::less<>> layers{
 struct Rule {
   const char* what;
   std::vector<std::string> words;  // whole ones
+  bool of_tests = true;            // or of headers alone
 };
 
 const std::vector<Rule> rules{
@@ -51,18 +53,21 @@ const std::vector<Rule> rules{
       "__restrict__", "__float128", "__asm__", "pragma GCC", "#warning", "#include_next", "({ "}},
     {"the language's version, which cl.exe tells by _MSVC_LANG",
      {"#if __cplusplus", "#elif __cplusplus"}},
-    {"a name that windows.h defines", {"interface",      "small",       "near",       "far",
-                                       "huge",           "hyper",       "pascal",     "cdecl",
-                                       "uuid",           "IN",          "OUT",        "CONST",
-                                       "VOID",           "DELETE",      "ERROR",      "TRUE",
-                                       "FALSE",          "OPTIONAL",    "STRICT",     "IGNORE",
-                                       "DIFFERENCE",     "RGB",         "GetObject",  "GetMessage",
-                                       "SendMessage",    "CreateFile",  "DeleteFile", "Yield",
-                                       "GetCurrentTime", "LoadLibrary", "environ"}},
+    {"a name that windows.h defines",
+     {"interface",      "small",       "near",       "far",
+      "huge",           "hyper",       "pascal",     "cdecl",
+      "uuid",           "IN",          "OUT",        "CONST",
+      "VOID",           "DELETE",      "ERROR",      "TRUE",
+      "FALSE",          "OPTIONAL",    "STRICT",     "IGNORE",
+      "DIFFERENCE",     "RGB",         "GetObject",  "GetMessage",
+      "SendMessage",    "CreateFile",  "DeleteFile", "Yield",
+      "GetCurrentTime", "LoadLibrary", "environ"},
+     /*of_tests=*/false},
     {"a function that cl.exe warns of (C4996)",
      {"getenv", "fopen", "freopen", "sscanf", "fscanf", "sprintf", "strerror", "strcpy", "strncpy",
       "strcat", "strtok", "localtime", "gmtime", "ctime", "asctime", "tmpnam", "mbstowcs",
-      "wcstombs"}},
+      "wcstombs"},
+     /*of_tests=*/false},
     {"a function of POSIX",
      {"setenv", "unsetenv",  "strdup",    "strcasecmp", "usleep", "gettimeofday", "isatty",
       "fileno", "popen",     "mkstemp",   "realpath",   "alloca", "pread",        "fork",
@@ -86,7 +91,7 @@ bool has(const std::string& code, const std::string& word) {
   return false;
 }
 
-/// A line without comments and strings.
+/// A line without comments and what strings hold.
 std::string code_of_line(const std::string& line) {
   if (line.starts_with("#include")) return line;
   std::string code;
@@ -97,6 +102,7 @@ std::string code_of_line(const std::string& line) {
       ++i;
     } else if (line[i] == '"') {
       quoted = !quoted;
+      code += '"';
     } else if (!quoted) {
       code += line[i];
     }
@@ -116,16 +122,41 @@ std::string other_fault(const std::string& code) {
   return "";
 }
 
+/// The text as Windows sees it: lines of `#ifdef __linux__` and of the other part of `#ifdef
+/// _WIN32` are empty.
+std::string as_on_windows(std::istream& text) {
+  enum class Part { any, left_out, kept };
+  std::vector<Part> open;
+  std::string seen;
+  for (std::string line; std::getline(text, line); seen += '\n') {
+    if (line.starts_with("#if")) {
+      const bool is_linux = line == "#ifdef __linux__", is_windows = line == "#ifdef _WIN32";
+      open.push_back(is_linux ? Part::left_out : is_windows ? Part::kept : Part::any);
+    } else if (line.starts_with("#endif")) {
+      open.pop_back();
+    } else if (line.starts_with("#else")) {
+      if (open.back() != Part::any) {
+        open.back() = open.back() == Part::kept ? Part::left_out : Part::kept;
+      }
+    } else if (std::find(open.begin(), open.end(), Part::left_out) == open.end()) {
+      seen += line;
+    }
+  }
+  return seen;
+}
+
 /// "line: what" for each rule that a text breaks.
-std::vector<std::string> broken_rules(std::string_view header, std::istream& text) {
+std::vector<std::string> broken_rules(std::string_view header, std::istream& text,
+                                      bool of_test = false) {
   const auto layer = layers.find(header);
   std::vector<std::string> broken;
   int number = 0;
   for (std::string line; std::getline(text, line);) {
     const std::string code = code_of_line(line), place = std::to_string(++number) + ": ";
-    const std::string other = other_fault(code);
+    const std::string other = of_test ? "" : other_fault(code);  // they have /Zc:preprocessor
     if (!other.empty()) broken.push_back(place + other);
     for (const Rule& rule : rules) {
+      if (of_test && !rule.of_tests) continue;
       for (const std::string& word : rule.words) {
         if (!has(code, word)) continue;
         if (layer != layers.end() && layer->second.contains(word)) continue;
@@ -152,6 +183,72 @@ TEST(Systems, HeadersHoldNothingThatOneSystemOrCompilerLacks) {
     ++count;
   }
   EXPECT_GT(count, 100U);
+}
+
+std::string text_of(const fs::path& path) {
+  std::ifstream file(path);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+/// What `pattern`'s first group is, wherever it matches.
+std::vector<std::string> found_in(const std::string& text, const std::string& pattern) {
+  const std::regex regex(pattern);
+  std::vector<std::string> found;
+  for (std::sregex_iterator match(text.begin(), text.end(), regex), end; match != end; ++match) {
+    found.push_back((*match)[1]);
+  }
+  return found;
+}
+
+/// The files of a test program, below tests/, as tests/CMakeLists.txt names them.
+std::vector<std::string> files_of_test(const fs::path& tests, const std::string& name) {
+  std::vector<std::string> files;
+  for (const std::string& call : found_in(text_of(tests / "CMakeLists.txt"),
+                                          "torchamp_add_tests\\(\\s*(" + name + "\\s[^)]*)\\)")) {
+    std::istringstream words(call);
+    std::string list;
+    for (std::string word; words >> word;) {
+      if (word == "FILES" || word == "INTERNALS" || word == "DEFINITIONS") {
+        list = word;
+      } else if (list == "FILES" || list == "INTERNALS") {
+        files.push_back((list == "FILES" ? name : "internals") + '/' + word + "_test.cpp");
+      }
+    }
+  }
+  return files;
+}
+
+TEST(Systems, TestsThatWindowsRunsAskNothingOfLinuxWithoutAGuard) {
+  const fs::path root(TORCHAMP_TEST_ROOT), tests = root / "tests";
+  const std::string workflow = text_of(root / ".github/workflows/ci.yml");
+  const auto names = found_in(workflow.substr(workflow.find("windows-x86-64:")), "(\\w+)_test\\b");
+  EXPECT_GE(names.size(), 5U);
+  std::vector<std::string> files;
+  for (const auto& entry : fs::directory_iterator(tests / "simulated_device")) {
+    files.push_back(fs::relative(entry.path(), tests).generic_string());
+  }
+  for (const std::string& name : names) {
+    const auto more = files_of_test(tests, name);
+    EXPECT_THAT(more, Not(IsEmpty())) << name;
+    files.insert(files.end(), more.begin(), more.end());
+  }
+  for (std::size_t i = 0; i < files.size(); ++i) {  // grows by what they include
+    std::ifstream file(tests / files[i]);
+    EXPECT_TRUE(file) << files[i];
+    const std::string text = as_on_windows(file);
+    std::istringstream lines(text);
+    EXPECT_THAT(broken_rules(files[i], lines, /*of_test=*/true), IsEmpty()) << files[i];
+    for (const std::string& included : found_in(text, "#include \"(support/[^\"]+)\"")) {
+      if (std::find(files.begin(), files.end(), included) == files.end()) files.push_back(included);
+    }
+  }
+}
+
+TEST(Systems, OnlyWhatWindowsSeesIsLookedAt) {
+  std::istringstream text(
+      "a\n#ifdef __linux__\nb\n#if X\nb\n#endif\n#else\nc\n#endif\n"
+      "#ifdef _WIN32\nd\n#else\nb\n#endif\n#if Y\ne\n#else\nf\n#endif\n");
+  EXPECT_EQ(std::regex_replace(as_on_windows(text), std::regex("\n"), ""), "acdef");
 }
 
 TEST(Systems, EachLayerIsAHeaderThatNeedsTo) {

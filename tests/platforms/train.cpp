@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // A program that trains in every way that a CPU has, for platforms on which the tests themselves do
 // not run: .ci/platforms compiles, links and runs it. It takes seconds under an emulator.
+// Arguments, if any: the file of a checkpoint; the dtype that TrainingStep chooses on this CPU.
 #include <torch/torch.h>
 #include <torchamp/master_weights.h>
 #include <torchamp/torchamp.h>
@@ -10,6 +11,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <iostream>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -67,14 +69,53 @@ std::vector<double> train(torch::ScalarType dtype, const Data& data) {
   return losses;
 }
 
-double train_by_one_call(const Data& data) {
+/// `train`'s last loss. Sets `dtype` to that of the model's outputs.
+double train_by_one_call(torchamp::TrainingStep& train, torch::nn::Sequential& model,
+                         const Data& data, torch::ScalarType& dtype) {
+  double loss = 0.;
+  for (int step = 0; step < steps; ++step) {
+    const auto result = train([&] {
+      const auto outputs = model->forward(data.inputs);
+      dtype = outputs.scalar_type();
+      return torch::mse_loss(outputs, data.targets);
+    });
+    loss = result.loss();
+  }
+  return loss;
+}
+
+/// In the dtype that it chooses, which is `expected` if that is not empty.
+double train_as_it_chooses(const Data& data, const std::string& expected) {
   auto model = make_model();
   torch::optim::Adam optimizer(model->parameters(), torch::optim::AdamOptions(3e-3));
   torchamp::TrainingStep train(model, optimizer);
-  double loss = 0.;
-  for (int step = 0; step < steps; ++step) {
-    loss = train([&] { return torch::mse_loss(model->forward(data.inputs), data.targets); }).loss();
-  }
+  torch::ScalarType dtype = torch::kFloat;
+  const double loss = train_by_one_call(train, model, data, dtype);
+  const std::string chosen = c10::toString(dtype);
+  check(expected.empty() || chosen == expected, "TrainingStep chooses " + chosen);
+  return loss;
+}
+
+/// A model in bf16 with masters, in one call; saved, trained on, and restored to where it was
+/// saved.
+double train_masters_by_one_call(const Data& data, const std::string& path) {
+  auto model = make_model();
+  torchamp::TrainingStep train(
+      model,
+      [](std::vector<torch::Tensor> parameters) {
+        return std::make_unique<torchamp::FusedAdamW>(parameters, torch::optim::AdamWOptions(3e-3));
+      },
+      {.masters = torchamp::MasterWeightsOptions{.dtype = torch::kBFloat16}});
+  torch::ScalarType dtype = torch::kFloat;
+  const double loss = train_by_one_call(train, model, data, dtype);
+  check(dtype == torch::kBFloat16, "TrainingStep with masters trains in bf16");
+  train.save(path);
+  const auto saved = train.masters().parameters().front().clone();
+  train_by_one_call(train, model, data, dtype);
+  check(!train.masters().parameters().front().equal(saved), "more steps change its masters");
+  check(train.load(path) && train.masters().parameters().front().equal(saved),
+        "its checkpoint restores its masters");
+  std::filesystem::remove(path);
   return loss;
 }
 
@@ -133,9 +174,12 @@ int main(int count, char** arguments) {
     check(losses.back() < 1.05 * fp32.back(),
           std::string(c10::toString(dtype)) + " learns as fp32 does");
   }
-  check(train_by_one_call(data) < 1.05 * fp32.back(), "TrainingStep learns as fp32 does");
+  check(train_as_it_chooses(data, count > 2 ? arguments[2] : "") < 1.05 * fp32.back(),
+        "TrainingStep learns as fp32 does");
+  const std::string path = count > 1 ? arguments[1] : "torchamp_train.pt";
+  check(train_masters_by_one_call(data, path) < 0.8 * fp32.front(),
+        "TrainingStep with masters learns");
   check(train_masters(data) < 0.8 * fp32.front(), "a model in bf16 with master weights learns");
-  check(checkpoint_is_restored(count > 1 ? arguments[1] : "torchamp_train.pt"),
-        "a checkpoint is restored");
+  check(checkpoint_is_restored(path), "a checkpoint is restored");
   return failed ? 1 : 0;
 }

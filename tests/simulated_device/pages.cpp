@@ -4,9 +4,8 @@
 #ifdef _WIN32
 #include <c10/util/win32-headers.h>
 
-#include <malloc.h>
-
 #include <cstdio>
+#include <cstdlib>
 #else
 #include <execinfo.h>
 #include <sys/mman.h>

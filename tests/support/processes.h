@@ -30,6 +30,10 @@ inline std::optional<std::string> child_role() {
   return role;
 }
 
+/// Skips a test of processes that exceed a limit of the kernel's: QEMU does not end these.
+#define SKIP_UNDER_AN_EMULATOR() \
+  if (std::getenv("TORCHAMP_TEST_EMULATOR")) GTEST_SKIP() << "an emulator hangs at such a signal"
+
 /// The running test's body in a process of its own, in which child_role() is `role`. Killed and
 /// reaped at the end, if it has not ended by then.
 class ChildProcess {
