@@ -8,7 +8,6 @@
 #include <ATen/core/ivalue.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/ArrayRef.h>
-#include <c10/util/Exception.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -17,6 +16,7 @@
 #include <ostream>
 #include <string_view>
 
+#include "torchamp/detail/core/base/text.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {
@@ -39,18 +39,42 @@ using namespace std::string_view_literals;  // the compiler need not count lengt
 /// The properties of a cast rule; CastArguments has its effect on a call.
 struct CastRow {
   Cast cast;
-  std::string_view name;  // also in texts and reports
-  bool casts;             // so only ops whose arguments can be cast may follow it
+  std::string_view name;       // also in texts and reports
+  std::string_view effect;     // as a printed policy says it
+  bool casts = false;          // so only ops whose arguments can be cast may follow it
+  bool may_narrow = false;     // may cast to 16 bits, so the cache of weights serves it
+  bool follows_input = false;  // results have the dtype that the arguments have
 };
 
 /// All rules. For what a new one needs, see .github/CONTRIBUTING.md, A kind of rule.
 inline constexpr CastRow cast_rows[] = {
-    {Cast::lower_precision, "lower_precision"sv, true},
-    {Cast::fp32, "fp32"sv, true},
-    {Cast::promote, "promote"sv, true},
-    {Cast::fp8, "fp8"sv, true},
-    {Cast::unchanged, "unchanged"sv, false},
-    {Cast::native, "native"sv, false},
+    {.cast = Cast::lower_precision,
+     .name = "lower_precision"sv,
+     .effect = "arguments are cast to the region's dtype"sv,
+     .casts = true,
+     .may_narrow = true},
+    {.cast = Cast::fp32,
+     .name = "fp32"sv,
+     .effect = "arguments are cast to fp32; ops with a dtype argument compute in fp32"sv,
+     .casts = true},
+    {.cast = Cast::promote,
+     .name = "promote"sv,
+     .effect = "arguments are cast to the widest dtype among them"sv,
+     .casts = true,
+     .may_narrow = true,  // what is read, to the dtype of what is written to
+     .follows_input = true},
+    {.cast = Cast::fp8,
+     .name = "fp8"sv,
+     .effect = "operands are quantised to 8 bits: see Policy::fp8"sv,
+     .casts = true,
+     .may_narrow = true},  // where it cannot be
+    {.cast = Cast::unchanged,
+     .name = "unchanged"sv,
+     .effect = "arguments are not cast"sv,
+     .follows_input = true},
+    {.cast = Cast::native,
+     .name = "native"sv,
+     .effect = "LibTorch's own kernel for the device decides; its effect follows the colon"sv},
 };
 
 /// Null for a value that is not a rule.
@@ -91,8 +115,8 @@ class OpCall {
     for (std::size_t i = 0; i < arguments.size(); ++i) {
       if (arguments[i].name() == name) return stack_[stack_.size() - arguments.size() + i];
     }
-    TORCH_CHECK(false, "OpCall::argument: '", schema_.name(), "' has no argument '", name,
-                "'. Its schema is ", schema_);
+    TORCHAMP_CHECK(false, "OpCall::argument: '", schema_.name(), "' has no argument '", name,
+                   "'. Its schema is ", schema_);
   }
 
  private:

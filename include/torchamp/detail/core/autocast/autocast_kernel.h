@@ -146,12 +146,6 @@ class AutocastKernel final : public c10::OperatorKernel {
     return is_first ? made.release() : known;
   }
 
-  [[noreturn]] static void refuse(const c10::OperatorName& op) {
-    fail({"torchamp: '", full_name(op),
-          "' was registered again with other arguments, but policies keep its first schema. Give "
-          "the new op another name."});
-  }
-
   void call_native(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                    torch::jit::Stack* stack) const {
     if (native_) {
@@ -178,16 +172,17 @@ class AutocastKernel final : public c10::OperatorKernel {
     if (of_thread.casts == nullptr) return nullptr;
     const bool is_native = rule.cast == Cast::native && !rule.is_chosen && facts != nullptr &&
                            facts->is_natively_lowered;
-    const bool may_narrow =
-        rule.cast == Cast::lower_precision || rule.cast == Cast::fp8 || rule.cast == Cast::promote;
-    return is_native || may_narrow ? of_thread.casts : nullptr;
+    return is_native || row_of(rule.cast)->may_narrow ? of_thread.casts : nullptr;
   }
 
   WrittenCopies cast_arguments(const Facts* facts, const CallRule& rule, const WeightCasts* casts,
                                const c10::OperatorHandle& op, torch::jit::Stack& stack) const {
     if (rule.cast == Cast::unchanged) return {};
     const std::size_t count = op.schema().arguments().size();
-    if (facts == nullptr || count != argument_count_) refuse(op.operator_name());
+    TORCHAMP_CHECK(facts != nullptr && count == argument_count_, "torchamp: '",
+                   full_name(op.operator_name()),
+                   "' was registered again with other arguments, but policies keep its first "
+                   "schema. Give the new op another name.");
     if (facts->takes_probabilities && rule.cast == Cast::fp32) {
       warn_of_16_bit_probabilities(op, stack);
     }

@@ -273,7 +273,7 @@ class CastRecording final : public Recording<CastCall> {
     bool takes_what_it_gets = false;
     if (mixed || call.origin) {
       const Cast rule = rule_of_call(op.handle, call.arguments.front().device, call.choice);
-      takes_what_it_gets = rule == Cast::unchanged || rule == Cast::promote;
+      takes_what_it_gets = detail::row_of(rule)->follows_input;
       mixed = mixed && (rule == Cast::promote || call.has_16_bit_and_fp32(/*all_decide=*/false));
     }
     if (mixed && takes_what_it_gets && !op.is_mutable) ++row.fp32_by_input;

@@ -21,16 +21,6 @@
 
 namespace torchamp::detail {
 
-/// What a rule does, for the end of a printed policy.
-inline constexpr std::pair<Cast, std::string_view> legend[] = {
-    {Cast::lower_precision, "arguments are cast to the region's dtype"},
-    {Cast::fp32, "arguments are cast to fp32; ops with a dtype argument compute in fp32"},
-    {Cast::promote, "arguments are cast to the widest dtype among them"},
-    {Cast::fp8, "operands are quantised to 8 bits: see Policy::fp8"},
-    {Cast::unchanged, "arguments are not cast"},
-    {Cast::native, "LibTorch's own kernel for the device decides; its effect follows the colon"},
-};
-
 /// The rule called `name`; null if there is none.
 constexpr const CastRow* row_named(std::string_view name) {
   for (const CastRow& row : cast_rows) {
@@ -138,7 +128,7 @@ inline void print_policy(std::ostream& out, const PolicyData& policy) {
     }
   }
   out << "every other op: unchanged\n";
-  for (const auto& [rule, text] : legend) out << to_string(rule) << ": " << text << '\n';
+  for (const CastRow& row : cast_rows) out << row.name << ": " << row.effect << '\n';
 }
 
 }  // namespace torchamp::detail
