@@ -17,6 +17,7 @@
 
 #include "torchamp/cast_cache.h"
 #include "torchamp/detail/core/autocast/region.h"
+#include "torchamp/detail/core/base/text.h"
 #include "torchamp/policy.h"
 #include "torchamp/version.h"
 
@@ -114,9 +115,9 @@ class AutocastGuard {
 
  private:
   static AutocastOptions with(at::ScalarType dtype, AutocastOptions options) {
-    TORCH_CHECK_VALUE(!options.dtype || *options.dtype == dtype, "AutocastGuard: the dtype is ",
-                      dtype, " as an argument and ", *options.dtype,
-                      " in the options. Leave one of them out.");
+    TORCHAMP_CHECK_VALUE(!options.dtype || *options.dtype == dtype, "AutocastGuard: the dtype is ",
+                         dtype, " as an argument and ", *options.dtype,
+                         " in the options. Leave one of them out.");
     options.dtype = dtype;
     return options;
   }

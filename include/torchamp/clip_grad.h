@@ -156,9 +156,9 @@ inline void clip_value(const std::vector<GradientBatch>& batches, double value) 
 
 inline void check_not_stepped(const char* call, const GradScaler& scaler,
                               const torch::optim::Optimizer& optimizer) {
-  TORCH_CHECK(!scaler.is_stepped(optimizer), call,
-              ": this optimizer has been stepped already in this iteration. Clip between "
-              "backward() and step().");
+  TORCHAMP_CHECK(!scaler.is_stepped(optimizer), call,
+                 ": this optimizer has been stepped already in this iteration. Clip between "
+                 "backward() and step().");
 }
 
 }  // namespace detail
@@ -207,9 +207,9 @@ inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& o
   if (scaler.is_enabled() && !scaler.is_unscaled(optimizer)) {
     if (detail::DeferredClips::can_be_left_to(optimizer)) {
       scale = detail::ScalerParts::scale(scaler).scale();
-      TORCH_CHECK(scale.defined(),
-                  "clip_grad_norm_: nothing has been scaled yet. Call scale(loss).backward() "
-                  "first.");
+      TORCHAMP_CHECK(scale.defined(),
+                     "clip_grad_norm_: nothing has been scaled yet. Call scale(loss).backward() "
+                     "first.");
     } else {
       scaler.unscale_(optimizer);
     }

@@ -506,6 +506,16 @@ TEST(House, HasNoMoreCodeThanOneCanKnow) {
   EXPECT_LE(code, 21500U);
 }
 
+TEST(House, TheCoreThrowsByTorchampsMacrosOnly) {
+  static const std::regex other(R"(\bTORCH_CHECK(_VALUE)?\(|\bfail(_value)?\(\{|\bthrow [^;])");
+  for (const auto& [name, text] : headers()) {
+    if (!is_core(name) || name == "detail/core/base/text.h") continue;
+    std::smatch found;
+    const std::string code = code_of(text);
+    EXPECT_FALSE(std::regex_search(code, found, other)) << name << " has " << found.str();
+  }
+}
+
 TEST(House, ATrainingStepBringsNoGraphsAndNoProcesses) {
   Names beyond = brought_by("training_step.h");
   for (const std::string& header : brought_by(std::string(whole_core))) beyond.erase(header);

@@ -13,11 +13,11 @@ TORCHAMP_COLD std::shared_ptr<const PolicyData> environment_policy(const std::st
   if (text == "torch") return unedited(BaseTable::torch);
   const bool is_file = text.starts_with("file:");
   if (!is_file || read_file == nullptr) {
-    fail({"TORCHAMP_POLICY is '", text,
-          is_file
-              ? "', and this program does not read policy files. Include torchamp/policy_text.h "
-                "in one of its source files, or link torchamp::library."
-              : "'. Set it to off, standard, torch or file:PATH, or unset it."});
+    TORCHAMP_CHECK(
+        false, "TORCHAMP_POLICY is '", text,
+        is_file ? "', and this program does not read policy files. Include torchamp/policy_text.h "
+                  "in one of its source files, or link torchamp::library."
+                : "'. Set it to off, standard, torch or file:PATH, or unset it.");
   }
   return read_file("TORCHAMP_POLICY: torchamp::load_policy", text.substr(5));
 }

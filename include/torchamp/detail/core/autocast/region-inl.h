@@ -24,9 +24,8 @@ namespace torchamp::detail {
 // ---- What options come to -----------------------------------------------------------------------
 
 inline void check_is_floating(at::ScalarType dtype) {
-  if (c10::isFloatingType(dtype)) return;
-  fail({"AutocastGuard: the dtype ", c10::toString(dtype),
-        " is not floating-point. Pass torch::kHalf or torch::kBFloat16."});
+  TORCHAMP_CHECK(c10::isFloatingType(dtype), "AutocastGuard: the dtype ", c10::toString(dtype),
+                 " is not floating-point. Pass torch::kHalf or torch::kBFloat16.");
 }
 
 /// Warns once for each device that is not there, and for each dtype.

@@ -75,7 +75,10 @@ inline std::size_t edit_distance(std::string_view a, std::string_view b) {
 
 }  // namespace torchamp::detail
 
-/// As LibTorch's macros, for texts of several pieces.
+// What the core throws, it throws by these: LibTorch's macros make a function of half a kilobyte at
+// each place. The text says the call, the value that is wrong, and the remedy: "Policy::fp32:
+// LibTorch knows no op 'sofmax'. Did you mean 'softmax'?". The pieces are made only where it is
+// thrown.
 #define TORCHAMP_CHECK(condition, ...) \
   if (!(condition)) ::torchamp::detail::fail({__VA_ARGS__})
 #define TORCHAMP_CHECK_VALUE(condition, ...) \

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/scaled_step.h"
 #include "torchamp/version.h"
@@ -74,16 +75,16 @@ class DeferredClip {
   Divisor of(const torch::optim::Optimizer& optimizer) const {
     if (!divisor_.defined()) return {};
     const Match match = compare(optimizer);
-    TORCH_CHECK(match != Match::different, message);
+    TORCHAMP_CHECK(match != Match::different, message);
     return match == Match::same ? divisor_ : Divisor();
   }
 
   /// The same for a step with them; an error if they were put in the clipped ones' place.
   Divisor for_step(const torch::optim::Optimizer& optimizer) const {
     Divisor divisor = of(optimizer);
-    TORCH_CHECK(divisor.defined() || !divisor_.defined() || !any_gradient(optimizer) ||
-                    at::sequence_number::peek() != graphs_,
-                message);
+    TORCHAMP_CHECK(divisor.defined() || !divisor_.defined() || !any_gradient(optimizer) ||
+                       at::sequence_number::peek() != graphs_,
+                   message);
     return divisor;
   }
 

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/core/optim/kernel.h"
 #include "torchamp/detail/core/optim/step_list.h"
@@ -24,11 +25,6 @@ using ParamStates = ska::flat_hash_map<void*, std::unique_ptr<torch::optim::Opti
 
 inline std::string place_of(std::size_t group, std::size_t index) {
   return "parameter " + std::to_string(index) + " of group " + std::to_string(group);
-}
-
-/// Throws. (TORCH_CHECK_VALUE compiles the making of an exception at each place.)
-[[noreturn]] inline void refuse(const std::string& text) {
-  TORCH_CHECK_VALUE(false, text);
 }
 
 [[noreturn]] inline void refuse_options(const char* name, std::size_t group) {
@@ -99,17 +95,16 @@ void check_parameters(const ParamGroups& groups, const ParamStates& states) {
       const auto where = [&] { return std::string(Kernel::name) + "::step: " + place_of(g, i); };
       const std::string why = is_new ? why_not_fused(param, grad)
                                      : " is in the optimizer twice. Give each parameter once.";
-      if (!why.empty()) refuse(where() + why);
+      TORCHAMP_CHECK_VALUE(why.empty(), where(), why);
       if (const StepMethod* const method = step_method_of(param)) method->check(param, grad, where);
     }
   }
   const auto check = [](auto g, auto i, const at::Tensor& param, const at::Tensor& tensor) {
-    if (!gradient_of(param).defined() || !tensor.defined() || tensor.sizes() == param.sizes()) {
-      return;
-    }
-    refuse(std::string(Kernel::name) + "::step: " + place_of(g, i) + " is of shape " +
-           c10::str(param.sizes()) + ", its state of " + c10::str(tensor.sizes()) +
-           ". Make a new optimizer for parameters of another shape.");
+    const bool is_stepped = gradient_of(param).defined() && tensor.defined();
+    TORCHAMP_CHECK_VALUE(!is_stepped || tensor.sizes() == param.sizes(), Kernel::name,
+                         "::step: ", place_of(g, i), " is of shape ", param.sizes(),
+                         ", its state of ", tensor.sizes(),
+                         ". Make a new optimizer for parameters of another shape.");
   };
   for_each_state<Kernel>(groups, states, check);
 }

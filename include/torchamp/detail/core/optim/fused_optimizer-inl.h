@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "torchamp/detail/core/base/device_work.h"
+#include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/core/gradients/deferred_clip.h"
 #include "torchamp/optim.h"
@@ -95,20 +96,18 @@ void FusedOptimizerOf<Kernel>::load(torch::serialize::InputArchive& archive) {
     const auto* const own = dynamic_cast<const c10::Error*>(&error);
     const std::string cause = own ? own->what_without_backtrace() : error.what();
     const bool tells = cause.find("INTERNAL ASSERT") == std::string::npos;
-    TORCH_CHECK(false, std::string(Kernel::name) + "::load: the archive does not hold what " +
-                           Kernel::name +
-                           " or its counterpart in LibTorch saves for such parameter groups" +
-                           (tells ? ": " : ".") + (tells ? cause : ""));
+    TORCHAMP_CHECK(false, Kernel::name, "::load: the archive does not hold what ", Kernel::name,
+                   " or its counterpart in LibTorch saves for such parameter groups",
+                   tells ? ": " : ".", tells ? cause : "");
   }
   const detail::ParamGroups& groups = loaded.param_groups();
   for (std::size_t g = 0; g < groups.size(); ++g) check_group(groups[g], g);
   const auto check = [](auto g, auto i, const at::Tensor& param, const at::Tensor& tensor) {
-    if (tensor.defined() && tensor.sizes() == param.sizes()) return;
-    TORCH_CHECK(false, std::string(Kernel::name) + "::load: the archive's state of " +
-                           detail::place_of(g, i) + " has the shape " +
-                           (tensor.defined() ? c10::str(tensor.sizes()) : "(none)") +
-                           ", the parameter " + c10::str(param.sizes()) +
-                           ". Load it into an optimizer of the same parameters.");
+    const std::string shape = tensor.defined() ? c10::str(tensor.sizes()) : "(none)";
+    TORCHAMP_CHECK(tensor.defined() && tensor.sizes() == param.sizes(), Kernel::name,
+                   "::load: the archive's state of ", detail::place_of(g, i), " has the shape ",
+                   shape, ", the parameter ", param.sizes(),
+                   ". Load it into an optimizer of the same parameters.");
   };
   detail::for_each_state<Kernel>(groups, loaded.state(), check);
   for (std::size_t g = 0; g < param_groups_.size(); ++g) {
@@ -217,7 +216,8 @@ TORCHAMP_BODY void FusedOptimizer::zero_grad(bool set_to_none) {
 }
 
 TORCHAMP_BODY void FusedOptimizer::divide_next_step(const at::Tensor& divisor) {
-  if (!divisor.defined()) detail::refuse("FusedOptimizer::divide_next_step: no divisor was given.");
+  TORCHAMP_CHECK_VALUE(divisor.defined(),
+                       "FusedOptimizer::divide_next_step: no divisor was given.");
   check_scalar(divisor, "divisor");
   const detail::InternalOps internal;
   deferred_clip_.add(*this, {divisor});
@@ -250,10 +250,11 @@ TORCHAMP_BODY void FusedOptimizer::step_knowing(const at::Tensor& grad_scale,
 }
 
 TORCHAMP_BODY void FusedOptimizer::check_scalar(const at::Tensor& tensor, const char* name) {
-  if (!tensor.defined() || (tensor.dim() == 0 && tensor.scalar_type() == at::kFloat)) return;
-  detail::refuse(std::string("FusedOptimizer: ") + name + " is of dtype " +
-                 c10::toString(tensor.scalar_type()) + " and shape " + c10::str(tensor.sizes()) +
-                 ". It must be a 0-dim fp32 tensor.");
+  if (!tensor.defined()) return;
+  TORCHAMP_CHECK_VALUE(tensor.dim() == 0 && tensor.scalar_type() == at::kFloat,
+                       "FusedOptimizer: ", name, " is of dtype ",
+                       c10::toString(tensor.scalar_type()), " and shape ", tensor.sizes(),
+                       ". It must be a 0-dim fp32 tensor.");
 }
 
 }  // namespace TORCHAMP_NAMESPACE

@@ -120,18 +120,17 @@ TORCHAMP_COLD std::vector<c10::OperatorHandle> find_ops(std::string_view text,
     known.append(overload.empty() ? "" : ".").append(overload).append("'");
   }
   if (missing_ok) return {};
-  if (!found.empty()) {
-    fail({call, ": the op '", base, "' has no overload '", shorten(wanted), "'. It has ", known,
-          "."});
-  }
+  TORCHAMP_CHECK(found.empty(), call, ": the op '", base, "' has no overload '", shorten(wanted),
+                 "'. It has ", known, ".");
   std::string nearest = OpCatalog::instance().nearest(base);
   if (nearest.starts_with("aten::")) nearest.erase(0, 6);
   const bool is_alone = nearest.empty();
-  fail({call, ": LibTorch knows no op '", shorten(text),
-        is_alone ? "', nor any other in its namespace. First load the library that registers it. "
-                   "LibTorch's own ops have no namespace: 'softmax'."
-                 : "'. Did you mean '",
-        nearest, is_alone ? "" : "'?"});
+  TORCHAMP_CHECK(
+      false, call, ": LibTorch knows no op '", shorten(text),
+      is_alone ? "', nor any other in its namespace. First load the library that registers it. "
+                 "LibTorch's own ops have no namespace: 'softmax'."
+               : "'. Did you mean '",
+      nearest, is_alone ? "" : "'?");
 }
 
 TORCHAMP_COLD std::string_view why_not_castable(const c10::FunctionSchema& schema) {

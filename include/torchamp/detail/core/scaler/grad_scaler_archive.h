@@ -29,10 +29,10 @@ namespace detail {
 inline c10::IValue read_number(torch::serialize::InputArchive& archive, const std::string& key,
                                bool (c10::IValue::*is)() const, const char* type) {
   c10::IValue value;
-  TORCH_CHECK(archive.try_read(key, value), "GradScaler::load: the archive has no \"", key,
-              "\". Load what torch::save(scaler, path) has written.");
-  TORCH_CHECK((value.*is)(), "GradScaler::load: \"", key, "\" is of type ", value.tagKind(),
-              ", not ", type, ". Load what torch::save(scaler, path) has written.");
+  TORCHAMP_CHECK(archive.try_read(key, value), "GradScaler::load: the archive has no \"", key,
+                 "\". Load what torch::save(scaler, path) has written.");
+  TORCHAMP_CHECK((value.*is)(), "GradScaler::load: \"", key, "\" is of type ", value.tagKind(),
+                 ", not ", type, ". Load what torch::save(scaler, path) has written.");
   return value;
 }
 inline double read_double(torch::serialize::InputArchive& archive, const std::string& key) {
@@ -77,14 +77,15 @@ struct ScalerArchive<GradScaler> {
       const auto window = weak.lock();
       return window && window->pending > 0;
     };
-    TORCH_CHECK(std::none_of(ledger.windows.begin(), ledger.windows.end(), is_open),
-                "GradScaler::save: within a window of gradient accumulation, whose gradients a "
-                "file does not hold. Save after the accumulation's step, or first end the window: "
-                "Accumulation::flush() or SafeAccumulation::step() steps with it, discard() drops "
-                "it.");
+    TORCHAMP_CHECK(
+        std::none_of(ledger.windows.begin(), ledger.windows.end(), is_open),
+        "GradScaler::save: within a window of gradient accumulation, whose gradients a "
+        "file does not hold. Save after the accumulation's step, or first end the window: "
+        "Accumulation::flush() or SafeAccumulation::step() steps with it, discard() drops "
+        "it.");
     archive.write("enabled", c10::IValue(scaler.is_enabled()));
     if (!scaler.is_enabled()) return;
-    TORCH_CHECK(
+    TORCHAMP_CHECK(
         !ledger.optimizers.within_iteration(),
         "GradScaler::save: within an iteration, after unscale_ or step. Save after update().");
     const LossScale& scale = ScalerParts::scale(scaler);
@@ -109,7 +110,7 @@ struct ScalerArchive<GradScaler> {
   static void load(GradScaler& scaler, torch::serialize::InputArchive& archive) {
     if (!scaler.is_enabled()) return;
     c10::IValue enabled;
-    TORCH_CHECK(
+    TORCHAMP_CHECK(
         !archive.try_read("enabled", enabled) || !enabled.isBool() || enabled.toBool(),
         "GradScaler::load: the archive was saved from a disabled GradScaler and holds no state.");
     const GradScalerState state{.scale = read_double(archive, "scale"),
@@ -130,7 +131,7 @@ struct ScalerArchive<GradScaler> {
                              ", not finite.");
       }
     }
-    TORCH_CHECK(
+    TORCHAMP_CHECK(
         !archive.try_read("torchamp_checksum", checksum) ||
             (checksum.isInt() && checksum.toInt() == checksum_of(state, rest)),
         "GradScaler::load: the archive is damaged: its values are not those that were saved.");
@@ -170,7 +171,7 @@ void load(torchamp::GradScaler& scaler, From&&... from) {
   } catch (const c10::Error&) {
     throw;
   } catch (const std::exception& error) {
-    TORCH_CHECK(false, "GradScaler::load: the archive cannot be read: ", error.what());
+    TORCHAMP_CHECK(false, "GradScaler::load: the archive cannot be read: ", error.what());
   }
   scaler.load(archive);
 }

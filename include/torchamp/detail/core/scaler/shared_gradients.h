@@ -173,9 +173,9 @@ class UnscaledGradients {
   [[noreturn]] static void fail(const torch::optim::Optimizer& optimizer, const char* call,
                                 std::size_t place, const at::Tensor& gradient,
                                 const std::type_info& other, const char* what, const char* remedy) {
-    detail::fail({call, ": the gradient of parameter ", place, ' ', gradient.sizes(),
-                  " of this optimizer, ", c10::demangle(typeid(optimizer).name()), ", ", what,
-                  c10::demangle(other.name()), remedy});
+    TORCHAMP_CHECK(false, call, ": the gradient of parameter ", place, ' ', gradient.sizes(),
+                   " of this optimizer, ", c10::demangle(typeid(optimizer).name()), ", ", what,
+                   c10::demangle(other.name()), remedy);
   }
 
   std::vector<Owner> owners_;  // in order of appearance
