@@ -9,7 +9,7 @@
 //     10 to 66 % = results/report.md | * | torchamp, bf16 | saved against fp32
 //     column time = results/report.md | $1 | torchamp, bf16 | time per step
 //     row bf16 = results/report.md | $column | torchamp, bf16 | time per step
-//     from ../22-underflow.cpp
+//     from ../17-underflow.cpp
 //     -->
 //
 // CSV: the median of a column over the rows that have all these values. Markdown: heading, row and

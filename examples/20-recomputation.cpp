@@ -2,7 +2,7 @@
 // Recomputation: the memory for activations grows with the depth of a network, or with the
 // square root of the depth if backward computes most of them again. Measures this, and draws it
 // into a PNG file:
-//   13-recomputation [FILE.png]
+//   20-recomputation [FILE.png]
 #include <torch/torch.h>
 #include <torchamp/recompute.h>
 
@@ -73,7 +73,7 @@ int main(int argc, char** argv) {
                     .series = {root, plain, recomputed},
                     .legend_at_left = true}
       .draw(canvas, {0, 0, 1000, 620});
-  const char* const file = argc > 1 ? argv[1] : "13-recomputation.png";
+  const char* const file = argc > 1 ? argv[1] : "20-recomputation.png";
   drawing::write_png(file, canvas.image());
   std::cout << "see " << file << '\n';
 }

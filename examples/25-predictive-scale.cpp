@@ -3,7 +3,7 @@
 // every 500 steps. torch.amp and Megatron-LM lower the scale until nothing overflows, and raise
 // it long after; GradScalerOptions::predictive() follows the gradients. Draws the scales into a
 // PNG file:
-//   23-predictive-scale [FILE.png]
+//   25-predictive-scale [FILE.png]
 #include <torch/torch.h>
 #include <torchamp/predictive_scale.h>
 #include <torchamp/torchamp.h>
@@ -88,7 +88,7 @@ int main(int argc, char** argv) {
                     .series = {torchs.scale, megatron.scale, ours.scale},
                     .log_y = true}
       .draw(canvas, {0, 0, 1000, 620});
-  const char* const file = argc > 1 ? argv[1] : "23-predictive-scale.png";
+  const char* const file = argc > 1 ? argv[1] : "25-predictive-scale.png";
   drawing::write_png(file, canvas.image());
   std::cout << "see " << file << '\n';
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Which ops of this model may run in 16 bits, and is it worthwhile? Measures each op, draws its
 // error against the time saved, and writes a policy file for the next run:
-//   24-precision-audit [FILE.png]
+//   18-precision-audit [FILE.png]
 #include <torch/torch.h>
 #include <torchamp/precision_audit.h>
 #include <torchamp/torchamp.h>
@@ -111,7 +111,7 @@ int main(int argc, char** argv) {
 
   drawing::Canvas canvas(1000, 620, drawing::palette::paper);
   draw(canvas, audit);
-  const char* const picture = argc > 1 ? argv[1] : "24-precision-audit.png";
+  const char* const picture = argc > 1 ? argv[1] : "18-precision-audit.png";
   drawing::write_png(picture, canvas.image());
   std::cout << "see " << picture << '\n';
 }
