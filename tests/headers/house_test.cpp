@@ -123,7 +123,6 @@ const Names known_tests_of_internals = {
     "modules/module_policy_test.cpp",
     "optim/foreach_step_test.cpp",
     "optim/optim_state_test.cpp",
-    "policy/policy_test.cpp",
     "policy/policy_text_fuzz_test.cpp",
     "simulated_device/simulated_training_test.cpp",
     "training_step/training_parts_test.cpp",

@@ -13,7 +13,6 @@
 
 #include "support/expect_error.h"
 #include "torchamp/autocast.h"
-#include "torchamp/fp8.h"
 #include "torchamp/policy_text.h"
 
 namespace {
@@ -75,38 +74,6 @@ TEST(Policy, LookupTakesADevice) {
   EXPECT_EQ(Policy::standard().lookup("softmax", second), Cast::native);
   EXPECT_EQ(Policy::standard().effect("softmax", second), Cast::fp32);
   EXPECT_EQ(Policy::standard().lookup("softmax", {at::kCUDA, 0}), Cast::native);
-}
-
-// Whoever adds a rule to the table finds here what the table alone makes work.
-TEST(Policy, SetIsTheDoorOfEveryRuleOfTheTable) {
-  for (const torchamp::detail::CastRow& row : torchamp::detail::cast_rows) {
-    const std::string name(row.name);
-    EXPECT_EQ(to_string(row.cast), name);
-    const bool fp8 = row.cast == Cast::fp8;
-    const std::string op = fp8 ? "mm" : "pow";
-    const Policy policy = Policy::standard().set(row.cast, {op}, {.dtype = at::kHalf});
-    EXPECT_EQ(to_text(policy), "policy standard\n" + name + " when float16: " + op + "\n");
-    EXPECT_EQ(to_text(torchamp::parse_policy(to_text(policy))), to_text(policy));
-    std::ostringstream printed;
-    printed << policy;
-    EXPECT_FALSE(row.effect.empty()) << name;
-    EXPECT_NE(printed.str().find('\n' + name + ": " + std::string(row.effect) + '\n'),
-              std::string::npos);
-    EXPECT_ERROR(Policy::standard().set(row.cast, {"softmaks"}),
-                 "Policy::" + name + ": LibTorch knows no op 'softmaks'. Did you mean 'softmax'?");
-    if (row.casts) {
-      const std::string writes = row.cast == Cast::promote ? "add.out" : "add_";
-      EXPECT_ERROR(
-          Policy::standard().set(row.cast, {writes}),
-          "Policy::" + name + ": '" + writes + "' cannot " + (fp8 ? "run in fp8" : "be cast"));
-      const char* const other = fp8 ? "linear" : "relu";
-      EXPECT_EQ(Policy::torch().set(row.cast, {other}).lookup(other, at::kCPU), row.cast);
-    } else {
-      EXPECT_NO_THROW(Policy::standard().set(row.cast, {"add_"}));
-    }
-  }
-  EXPECT_ERROR(Policy::standard().set(static_cast<Cast>(99), {"pow"}),
-               "Policy::set: 99 is not a rule of Cast");
 }
 
 TEST(Policy, NamedEditsAreSet) {
