@@ -4,10 +4,12 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_foreach_clamp_max.h>
 #include <ATen/ops/_foreach_clamp_min.h>
+#include <ATen/ops/rsub.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
 #include <cmath>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -60,7 +62,7 @@ inline std::vector<at::TensorList> parameter_lists(const torch::optim::Optimizer
   return lists;
 }
 
-/// The shards that parameters with a gradient are pieces of; null if they are no pieces. Throws if
+/// The shards that parameters with a gradient belong to; null if they belong to none. Throws if
 /// only some are, or of others, since nobody knows their common norm.
 inline const Shards* common_shards(const std::vector<at::TensorList>& lists, const char* call) {
   const Shards* shards = nullptr;
@@ -87,6 +89,17 @@ inline void check_limit(const char* limit, double value) {
 /// The factor for the gradients; not finite if the norm is not, like PyTorch's.
 inline at::Tensor clip_coefficient(const at::Tensor& norm, double max_norm) {
   return norm.add(1e-6).reciprocal_().mul_(max_norm).clamp_max_(1.);
+}
+
+/// What the gradients are divided by instead: max(1, (norm + eps) / max_norm). As eps / max_norm +
+/// norm / max_norm it is a launch less, where fp32 holds 1 / max_norm.
+inline at::Tensor clip_divisor(const at::Tensor& norm, double max_norm) {
+  constexpr double eps = 1e-6;
+  const double factor = 1. / max_norm;
+  const bool holds = factor <= std::numeric_limits<float>::max();
+  const at::Tensor excess =
+      holds ? at::rsub(norm, eps * factor, /*alpha=*/-factor) : norm.add(eps).div_(max_norm);
+  return excess.clamp_min(1.);
 }
 
 /// Multiplies all gradients in place by a 0-dim tensor: a few kernels for each device and dtype.
@@ -126,8 +139,7 @@ inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor
   const bool tells_finite = norm_type > 0. && !shards;
   if (batches.empty()) return norm;
   if (defers && norm.scalar_type() == at::kFloat) {
-    constexpr double eps = 1e-6;
-    const at::Tensor excess = norm.add(eps).div_(max_norm).clamp_min_(1.);
+    const at::Tensor excess = clip_divisor(norm, max_norm);
     // One that fp32 cannot hold would make gradients of 0; on the host that can be seen.
     const bool holds = max_norm == 0. || !norm.is_cpu() ||
                        !std::isfinite(*norm.const_data_ptr<float>()) ||
