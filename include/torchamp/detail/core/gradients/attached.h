@@ -42,7 +42,7 @@ using ErrorPlace = c10::function_ref<std::string()>;
 /// What a weight carries for this library.
 struct WeightMeta : c10::BackendMeta {
   bool has_optimizer = false;        ///< an optimizer that may step it was given the weight
-  std::shared_ptr<Shards> shards{};  ///< where the weight is a piece of a master
+  std::shared_ptr<Shards> shards{};  ///< where the weight is a shard of a master
   std::size_t index = 0;             ///< of that master
   /// Of a model's weight: those that keep its master. Expired once they are gone.
   std::weak_ptr<const void> masters{};

@@ -12,7 +12,7 @@
 
 namespace torchamp::detail {
 
-/// The processes that have a piece each of some masters.
+/// The processes each of which has a shard of some masters.
 class Shards {
  public:
   Shards() = default;
@@ -30,14 +30,14 @@ class Shards {
   virtual void check(const torch::optim::Optimizer& optimizer, const char* call) const = 0;
 };
 
-/// Null for what is no piece of a master.
+/// Null for what is no shard of a master.
 inline std::shared_ptr<Shards> shards_of(const at::Tensor& tensor) {
   const WeightMeta* const meta = weight_meta_of(tensor);
   return meta ? meta->shards : nullptr;
 }
 
-/// What the optimizer's parameters are pieces of; null if they are none. An error for an optimizer
-/// that cannot step pieces, and for one of weights that have masters.
+/// What the optimizer's parameters are shards of; null if they are none. An error for an optimizer
+/// that cannot step shards, and for one of weights that have masters.
 inline std::shared_ptr<Shards> shards_of(const torch::optim::Optimizer& optimizer,
                                          const char* call) {
   std::shared_ptr<Shards> shards;

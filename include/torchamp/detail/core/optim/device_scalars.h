@@ -51,7 +51,7 @@ class DeviceScalars : public StepScalars {
     counters_.push_back(std::move(counter));
   }
 
-  /// Memory for a step by pieces, until end(). Lists of one dtype, which are stepped one after the
+  /// Memory for a step by chunks, until end(). Lists of one dtype, which are stepped one after the
   /// other, share it.
   at::Tensor buffer(at::ScalarType dtype, int64_t elements) {
     for (const at::Tensor& buffer : buffers_) {

@@ -67,22 +67,22 @@ class FlatStep {
 
  private:
   static at::Tensor flat(const std::vector<at::Tensor>& tensors) {
-    std::vector<at::Tensor> pieces;
-    pieces.reserve(tensors.size());
-    for (const at::Tensor& tensor : tensors) pieces.push_back(in_memory_order(tensor));
-    at::Tensor all = at::cat(pieces);
+    std::vector<at::Tensor> parts;
+    parts.reserve(tensors.size());
+    for (const at::Tensor& tensor : tensors) parts.push_back(in_memory_order(tensor));
+    at::Tensor all = at::cat(parts);
     return is_16_bit(all.scalar_type()) ? all.to(at::kFloat) : all;
   }
 
   void store(const std::vector<at::Tensor>& tensors, at::Tensor all) const {
     if (found_inf_) at::where_out(all, found_inf_->to(at::kBool), flat(tensors), all);
-    std::vector<at::Tensor> pieces;
+    std::vector<at::Tensor> parts;
     int64_t offset = all.storage_offset();
     for (const at::Tensor& tensor : tensors) {
-      pieces.push_back(all.as_strided(tensor.sizes(), tensor.strides(), offset));
+      parts.push_back(all.as_strided(tensor.sizes(), tensor.strides(), offset));
       offset += tensor.numel();
     }
-    at::_foreach_copy_(tensors, pieces);
+    at::_foreach_copy_(tensors, parts);
   }
 
   const StepList& list_;

@@ -43,7 +43,7 @@ struct StepList : StepListHead {
   std::vector<at::Tensor> params{}, grads{};
   std::vector<at::Tensor> counters{};            ///< one for each parameter, shared or not
   std::vector<std::vector<at::Tensor>> state{};  ///< by kind of state, then by parameter
-  at::Tensor buffer{};                           ///< of a step by pieces, while it lasts
+  at::Tensor buffer{};                           ///< of a step by chunks, while it lasts
 
   /// The list without its parameters.
   StepList emptied() const {

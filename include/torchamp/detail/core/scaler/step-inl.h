@@ -65,13 +65,13 @@ TORCHAMP_COLD void check_not_stepped(const OptimizerState& state) {
 /// makes up by itself, zeros for a parameter that has none, say, are its own business.)
 inline void check_complete(const torch::optim::Optimizer& optimizer, const OptimizerState& state,
                            const StepOrder& order) {
-  const bool taken = state.moved != gradients_moved();
+  const bool moved = state.moved != gradients_moved();
   TORCHAMP_CHECK(
-      ((!taken && state.had_gradients) || count_gradients(optimizer) <= state.gradients) &&
-          !(taken && any_moved_after(optimizer, state.moved)),
+      ((!moved && state.had_gradients) || count_gradients(optimizer) <= state.gradients) &&
+          !(moved && any_moved_after(optimizer, state.moved)),
       "GradScaler::step: gradients came after unscale_, so they were neither unscaled nor checked. "
       "Complete them first: ",
-      taken ? "call MasterWeights::take_gradients() before unscale_, and with an Accumulation in "
+      moved ? "call MasterWeights::take_gradients() before unscale_, and with an Accumulation in "
               "before_unscale."
             : "unscale_ found none at all.");
   TORCHAMP_CHECK(
