@@ -64,20 +64,20 @@ struct TrainingStepOptions {
   std::optional<WeightCache> cache = std::nullopt;
   /// MasterWeightsOptions or, with a group, ShardedMasterWeightsOptions: the model in 16 bits, and
   /// masters of its weights for the optimizer, which a factory creates.
-  detail::MastersChoice masters = {};
+  detail::Choice<detail::MastersOption> masters = {};
   /// A process group (torchamp/distributed/training_group.h): gradients are averaged over it like
   /// by DistributedDataParallel, whichever module's forward the function calls. Or `{group,
   /// options}` with DistributedDataParallelOptions.
-  detail::GroupChoice group = {};
+  detail::Choice<detail::GroupOption> group = {};
   /// CudaGraphOptions: captures iterations and replays them, and captures again after train() or
   /// eval() of the model or of a part of it. Not with a group or several micro-batches.
-  detail::CaptureChoice capture = {};
+  detail::Choice<detail::CaptureOption> capture = {};
   /// A learning rate scheduler, or a function that creates one for the optimizer. Stepped after
   /// each step that was not skipped; finding out synchronises, also with a fused optimizer.
-  detail::SchedulerChoice scheduler = {};
+  detail::Choice<detail::SchedulerOption> scheduler = {};
   /// A file (torchamp/training_log.h) that gets the step, loss, scale, skips, norm and time of each
   /// step, late enough not to wait for a device.
-  detail::LogChoice log = {};
+  detail::Choice<detail::LogOption> log = {};
 };
 
 /// A training iteration in mixed precision: calls the function that computes the loss under a
@@ -341,7 +341,7 @@ class TrainingStep {
   std::optional<Accumulation> accumulation_;  // of several micro-batches
   std::optional<detail::StepScheduler> scheduler_;
   std::unique_ptr<detail::StepLog> log_;
-  detail::CaptureChoice::Capture capture_;
+  detail::CaptureOption::Capture capture_;
   const std::function<at::Tensor(const Tensors&)>* function_ = nullptr;  // that is captured
   bool keeps_scale_ = false;  // each result has the scale of its step
   bool warned_ = false;       // of a backward() in the function

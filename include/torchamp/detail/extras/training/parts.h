@@ -36,11 +36,11 @@ class TrainingResult;
 namespace torchamp::detail {
 
 // Note [Parts of a TrainingStep]
-// A TrainingStep knows masters, graphs, process groups and logs by the interfaces below. A program
-// that sets an option instantiates its implementation: options of masters and graphs name their
-// class; groups and logs have their own headers, which StepGroupOf and StepLogOf name if missing.
-
-// Each option also takes any other value, to say in one error what it takes.
+// A TrainingStep knows masters, graphs, process groups, schedulers and logs by the interfaces
+// below. The value of such an option is a Choice: what the program gives becomes the function that
+// makes the part. So a program that sets an option instantiates its implementation, and no other
+// does: options of masters and graphs name their class; groups and logs have their own headers,
+// which StepGroupOf and StepLogOf name if missing.
 
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 using Tensors = std::vector<at::Tensor>;
@@ -49,9 +49,22 @@ using Tensors = std::vector<at::Tensor>;
 template <class...>
 inline constexpr bool is_never = false;
 
-/// Not `Choice` itself, whose copies its own constructors make.
-template <class Given, class Choice>
-concept OtherThan = !std::same_as<std::remove_cvref_t<Given>, Choice>;
+/// Not `Type` itself, whose copies its own constructors make.
+template <class Given, class Type>
+concept OtherThan = !std::same_as<std::remove_cvref_t<Given>, Type>;
+
+/// The value of an option: `make` makes the part that is wanted, and is null where none is.
+/// `Option::maker_of(given...)` has an overload for each type that the option takes, and one for
+/// all others, which says in one error what it takes.
+template <class Option>
+struct Choice {
+  Choice() = default;
+  template <OtherThan<Choice> Given, class... More>
+  Choice(Given&& given, More&&... more)
+      : make(Option::maker_of(std::forward<Given>(given), std::forward<More>(more)...)) {}
+
+  typename Option::Maker make{};
+};
 
 // ---- What the program passes --------------------------------------------------------------------
 
@@ -144,19 +157,20 @@ inline constexpr bool is_group = false;
 template <class Group>
 inline constexpr bool is_group<c10::intrusive_ptr<Group>> = true;
 
-struct GroupChoice {
-  GroupChoice() = default;
+struct GroupOption {
+  using Maker = std::function<std::unique_ptr<StepGroup>()>;
+
   template <class Group, class... Options>
-  GroupChoice(c10::intrusive_ptr<Group> group, Options... options)
-      : make([=] { return StepGroupOf<Group>::make(group, options...); }) {}
-  template <OtherThan<GroupChoice> Given>
-  requires(!is_group<Given>) GroupChoice(const Given&) {
+  static Maker maker_of(const c10::intrusive_ptr<Group>& group, const Options&... options) {
+    return [=] { return StepGroupOf<Group>::make(group, options...); };
+  }
+  template <class Given>
+  requires(!is_group<Given>) static Maker maker_of(const Given&) {
     static_assert(is_never<Given>,
                   "TrainingStep: .group takes a process group, as make_process_group() returns it: "
                   "{.group = group}");
+    return {};
   }
-
-  std::function<std::unique_ptr<StepGroup>()> make;
 };
 
 // ---- Masters ------------------------------------------------------------------------------------
@@ -193,15 +207,22 @@ class ModelBefore {
 };
 
 /// Options of masters, which name these and, where they need a group, its type.
-struct MastersChoice {
-  using Model = std::shared_ptr<torch::nn::Module>;
+struct MastersOption {
+  using OfModel = std::shared_ptr<torch::nn::Module>;
+  /// And what is asked of the options before.
+  struct Maker : std::function<std::unique_ptr<Masters>(const OfModel&, StepGroup*)> {
+    at::ScalarType dtype = at::kHalf;
+    bool needs_group = false;
+  };
 
-  MastersChoice() = default;
   template <class Options, class Made = typename Options::Masters>
-  MastersChoice(Options options)
-      : dtype(options.dtype), needs_group(requires { typename Options::Group; }) {
-    make = [options](const Model& model, StepGroup* group) -> std::unique_ptr<Masters> {
-      if constexpr (requires { typename Options::Group; }) {
+  static Maker maker_of(const Options& options) {
+    constexpr bool needs_group = requires {
+      typename Options::Group;
+    };
+    const auto make = [options](const OfModel& model,
+                                StepGroup* group) -> std::unique_ptr<Masters> {
+      if constexpr (needs_group) {
         using Group = typename Options::Group;
         const void* const found = group->find(typeid(Group));
         TORCH_CHECK(found, "TrainingStep: the masters cannot be sharded over this kind of group.");
@@ -210,43 +231,40 @@ struct MastersChoice {
         return std::make_unique<Made>(model, options);
       }
     };
+    return {{make}, options.dtype, needs_group};
   }
-  template <OtherThan<MastersChoice> Given>
-  requires(!requires { typename Given::Masters; }) MastersChoice(const Given&) {
+  template <class Given>
+  requires(!requires { typename Given::Masters; }) static Maker maker_of(const Given&) {
     static_assert(
         is_never<Given>,
         "TrainingStep: .masters takes MasterWeightsOptions or ShardedMasterWeightsOptions, "
         "from which the TrainingStep makes the masters");
+    return {};
   }
-
-  at::ScalarType dtype = at::kHalf;
-  bool needs_group = false;
-  std::function<std::unique_ptr<Masters>(const Model&, StepGroup*)> make;
 };
 
 // ---- Graphs -------------------------------------------------------------------------------------
 
 /// Options of a graph, which name it: CudaGraphOptions.
-struct CaptureChoice {
+struct CaptureOption {
   using Body = std::function<Tensors(const Tensors&)>;
   using Capture = std::function<const Tensors&(const Tensors&)>;
+  using Maker = std::function<Capture(torch::optim::Optimizer&, const Model&, Body)>;
 
-  CaptureChoice() = default;
   template <class Options, class Graph = typename Options::Graph>
-  CaptureChoice(Options options)
-      : make([options](torch::optim::Optimizer& optimizer, const Model& model,
-                       Body body) -> Capture {
-          Options of_model = options;
-          of_model.models.push_back(model);
-          const auto graph = std::make_shared<Graph>(optimizer, std::move(body), of_model);
-          return [graph](const Tensors& inputs) -> const Tensors& { return (*graph)(inputs); };
-        }) {}
-  template <OtherThan<CaptureChoice> Given>
-  requires(!requires { typename Given::Graph; }) CaptureChoice(const Given&) {
-    static_assert(is_never<Given>, "TrainingStep: .capture takes CudaGraphOptions");
+  static Maker maker_of(const Options& options) {
+    return [options](torch::optim::Optimizer& optimizer, const Model& model, Body body) -> Capture {
+      Options of_model = options;
+      of_model.models.push_back(model);
+      const auto graph = std::make_shared<Graph>(optimizer, std::move(body), of_model);
+      return [graph](const Tensors& inputs) -> const Tensors& { return (*graph)(inputs); };
+    };
   }
-
-  std::function<Capture(torch::optim::Optimizer&, const Model&, Body)> make;
+  template <class Given>
+  requires(!requires { typename Given::Graph; }) static Maker maker_of(const Given&) {
+    static_assert(is_never<Given>, "TrainingStep: .capture takes CudaGraphOptions");
+    return {};
+  }
 };
 
 // ---- Schedulers ---------------------------------------------------------------------------------
@@ -296,37 +314,39 @@ concept NamedScheduler = std::is_lvalue_reference_v<Given> && requires(Given giv
 };
 
 /// A scheduler, or a function that makes one for the optimizer.
-struct SchedulerChoice {
-  SchedulerChoice() = default;
+struct SchedulerOption {
+  using Maker = std::function<StepScheduler(torch::optim::Optimizer&)>;
+
   template <class Scheduler>
   requires requires(Scheduler& scheduler) { scheduler.step(); }
-  SchedulerChoice(Scheduler& scheduler)
-      : make([&scheduler](torch::optim::Optimizer&) {
-          return StepScheduler(std::shared_ptr<Scheduler>(std::shared_ptr<void>(), &scheduler));
-        }) {}
-  template <std::invocable<torch::optim::Optimizer&> Make>
-  SchedulerChoice(Make factory)
-      : make([factory](torch::optim::Optimizer& optimizer) {
-          auto made = factory(optimizer);
-          using Scheduler = typename decltype(made)::element_type;
-          return StepScheduler(std::shared_ptr<Scheduler>(std::move(made)));
-        }) {}
-  template <OtherThan<SchedulerChoice> Given>
-  requires(!std::invocable<Given, torch::optim::Optimizer&> && !NamedScheduler<Given>)
-      SchedulerChoice(Given&&) {
+  static Maker maker_of(Scheduler& scheduler) {
+    return [&scheduler](torch::optim::Optimizer&) {
+      return StepScheduler(std::shared_ptr<Scheduler>(std::shared_ptr<void>(), &scheduler));
+    };
+  }
+  template <std::invocable<torch::optim::Optimizer&> Factory>
+  static Maker maker_of(Factory factory) {
+    return [factory](torch::optim::Optimizer& optimizer) {
+      auto made = factory(optimizer);
+      using Scheduler = typename decltype(made)::element_type;
+      return StepScheduler(std::shared_ptr<Scheduler>(std::move(made)));
+    };
+  }
+  template <class Given>
+  requires(!std::invocable<Given, torch::optim::Optimizer&> && !NamedScheduler<Given>) static Maker
+      maker_of(Given&&) {
     static_assert(is_never<Given>,
                   "TrainingStep: .scheduler takes a scheduler with step() by its name, which "
                   "outlives the TrainingStep, not a pointer to it: {.scheduler = scheduler}; or a "
                   "function that creates one: [](auto& optimizer) { return "
                   "std::make_shared<torch::optim::StepLR>(optimizer, 10, 0.1); }");
+    return {};
   }
-
-  std::function<StepScheduler(torch::optim::Optimizer&)> make;
 };
 
 // ---- Logs ---------------------------------------------------------------------------------------
 
-/// What is told of each step, and never waits for it.
+/// What is given each step, and never waits for it.
 class StepLog {
  public:
   virtual ~StepLog() = default;
@@ -340,19 +360,20 @@ struct StepLogOf {
   static_assert(sizeof(Result) == 0, "TrainingStep: include torchamp/training_log.h to set .log.");
 };
 
-struct LogChoice {
-  LogChoice() = default;
-  template <std::convertible_to<std::string> Path>
-  LogChoice(Path path)
-      : make([path = std::string(path)] {
-          return StepLogOf<std::conditional_t<true, TrainingResult, Path>>::make(path);
-        }) {}
-  template <OtherThan<LogChoice> Given>
-  requires(!std::convertible_to<Given, std::string>) LogChoice(const Given&) {
-    static_assert(is_never<Given>, "TrainingStep: .log takes the name of a file");
-  }
+struct LogOption {
+  using Maker = std::function<std::unique_ptr<StepLog>()>;
 
-  std::function<std::unique_ptr<StepLog>()> make;
+  template <std::convertible_to<std::string> Path>
+  static Maker maker_of(const Path& path) {
+    return [path = std::string(path)] {
+      return StepLogOf<std::conditional_t<true, TrainingResult, Path>>::make(path);
+    };
+  }
+  template <class Given>
+  requires(!std::convertible_to<Given, std::string>) static Maker maker_of(const Given&) {
+    static_assert(is_never<Given>, "TrainingStep: .log takes the name of a file");
+    return {};
+  }
 };
 
 }  // namespace torchamp::detail

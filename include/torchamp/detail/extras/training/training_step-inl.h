@@ -77,11 +77,11 @@ inline void TrainingStep::check(const TrainingStepOptions& options, bool makes) 
                     "TrainingStep: with masters, the optimizer must step these. Pass a function "
                     "that creates it: [](auto parameters) { return "
                     "std::make_unique<torchamp::FusedAdamW>(parameters); }.");
-  TORCH_CHECK_VALUE(!options.dtype || *options.dtype == options.masters.dtype,
+  TORCH_CHECK_VALUE(!options.dtype || *options.dtype == options.masters.make.dtype,
                     "TrainingStep: dtype is ", options.dtype.value_or(at::kFloat),
-                    ", and that of the masters' model ", options.masters.dtype,
+                    ", and that of the masters' model ", options.masters.make.dtype,
                     ". Set the masters' alone.");
-  TORCH_CHECK_VALUE(!options.masters.needs_group || options.group.make,
+  TORCH_CHECK_VALUE(!options.masters.make.needs_group || options.group.make,
                     "TrainingStep: ShardedMasterWeightsOptions need a process group. Set .group.");
 }
 
@@ -125,7 +125,7 @@ inline TrainingStep::TrainingStep(const detail::Model& model, TrainingStepOption
                     "TrainingStep: device is ", device_, ", and the model's parameters are on ",
                     parameters.empty() ? device_ : parameters.front().device(),
                     ". Move the model there first.");
-  const at::ScalarType dtype = options.masters.make ? options.masters.dtype
+  const at::ScalarType dtype = options.masters.make ? options.masters.make.dtype
                                : options.dtype      ? *options.dtype
                                                     : detail::default_dtype(device_.type());
   autocast_ = {.dtype = dtype,
