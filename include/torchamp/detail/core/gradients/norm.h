@@ -35,7 +35,8 @@ inline std::vector<GradientBatch> gradients_to_clip(const std::vector<at::Tensor
   std::vector<GradientBatch> batches;
   std::size_t count = 0;
   for (const at::TensorList params : lists) count += params.size();
-  SeenGradients seen(count);
+  SeenGradients seen;
+  seen.reserve(count);
   for (const at::TensorList params : lists) {
     for (std::size_t i = 0; i < params.size(); ++i) {
       if (!params[i].defined()) continue;
@@ -46,7 +47,7 @@ inline std::vector<GradientBatch> gradients_to_clip(const std::vector<at::Tensor
       } else if (gradient.is_conj() || gradient.is_neg()) {
         params[i].mutable_grad() = gradient = resolved(gradient);
       }
-      if (!seen.insert(gradient.unsafeGetTensorImpl())) continue;
+      if (!seen.insert(gradient.unsafeGetTensorImpl()).second) continue;
       if (gradient.is_sparse()) gradient = gradient._values();
       TORCHAMP_CHECK_VALUE(
           gradient.layout() == at::kStrided && !repeats_elements(gradient), call,
