@@ -33,8 +33,9 @@ class PlainClips {
   }
   /// Whether one that was made after `time` has found none of these gradients, and none has come
   /// since that has found some. `only_late`: not if there are none now either.
-  static bool any_in_vain_since(uint64_t time, const torch::optim::Optimizer& optimizer,
-                                bool only_late) {
+  TORCHAMP_RARE static bool any_in_vain_since(uint64_t time,
+                                              const torch::optim::Optimizer& optimizer,
+                                              bool only_late) {
     uint64_t in_vain = 0, found = 0;
     if (latest <= time) return false;
     any_parameter(optimizer, [&](const at::Tensor& parameter) {
@@ -49,7 +50,7 @@ class PlainClips {
     return in_vain > found;
   }
   /// Whether one that was made after `time`, and named no scaler, has left `gradient` as it is.
-  static bool has_left(const at::Tensor& gradient, uint64_t time) {
+  TORCHAMP_RARE static bool has_left(const at::Tensor& gradient, uint64_t time) {
     return latest > time && std::any_of(clips().begin(), clips().end(), [&](const Clip& clip) {
              return clip.time > time && !clip.knows_scale && clip.left->is_unchanged(gradient);
            });

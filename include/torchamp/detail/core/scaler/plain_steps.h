@@ -42,7 +42,7 @@ namespace torchamp::detail {
 /// The weights of optimizers that scalers of this process have stepped in their first iterations.
 class SteppedWeights {
  public:
-  static void note(const torch::optim::Optimizer& optimizer) {
+  TORCHAMP_RARE static void note(const torch::optim::Optimizer& optimizer) {
     SteppedWeights& all = instance();
     const std::scoped_lock lock(all.mutex_);
     if (all.weights_.size() >= all.purge_at_) {
@@ -80,7 +80,7 @@ class PlainSteps {
   bool is_looking() const { return iterations_left_ > 0; }
 
   /// The weights that `scaled` is computed from. Whether there is a matrix, and all are fp64.
-  bool add_leaves(const at::Tensor& scaled) {
+  TORCHAMP_RARE bool add_leaves(const at::Tensor& scaled) {
     bool any_matrix = false, all_fp64 = true;
     constexpr std::size_t most = std::size_t{1} << 16;
     std::unordered_set<const torch::autograd::Node*> seen;
@@ -107,7 +107,7 @@ class PlainSteps {
   }
 
   /// The backward of a scaled loss has ended.
-  void note_gradients() {
+  TORCHAMP_RARE void note_gradients() {
     scaled_.clear();
     for (const WeakTensor& leaf : leaves_) {
       const at::Tensor weight = leaf.lock();
@@ -118,7 +118,7 @@ class PlainSteps {
 
   /// Whether two weights were stepped with scaled gradients, by no scaler. `ours`: what this one's
   /// optimizers have left.
-  bool end_iteration(const UnscaledGradients& ours) {
+  TORCHAMP_RARE bool end_iteration(const UnscaledGradients& ours) {
     if (!is_looking() || leaves_.empty()) return false;
     --iterations_left_;
     const auto was_stepped = [](const Scaled& one) {

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <list>
 #include <string>
 #include <typeinfo>
 #include <unordered_map>
@@ -54,7 +55,7 @@ class UnscaledGradients {
   bool empty() const { return owners_.empty(); }
 
   /// The gradients of `optimizer` are unscaled now, all of them.
-  void note(const torch::optim::Optimizer& optimizer) {
+  TORCHAMP_RARE void note(const torch::optim::Optimizer& optimizer) {
     Owner& owner = owner_of(optimizer);
     owner.time = PlainClips::tick();
     owner.all.clear();
@@ -64,18 +65,18 @@ class UnscaledGradients {
     });
   }
   /// A clip that knows the scaler has written to those gradients that are still there.
-  void note_clipped(const torch::optim::Optimizer& optimizer) {
+  TORCHAMP_RARE void note_clipped(const torch::optim::Optimizer& optimizer) {
     for (Left& left : owner_of(optimizer).all) {
       const at::Tensor now = gradient_of(left.parameter.lock());
       if (left.gradient.is(now)) left.gradient = SeenTensor(now);
     }
   }
-  void forget(const torch::optim::Optimizer& optimizer) {
+  TORCHAMP_RARE void forget(const torch::optim::Optimizer& optimizer) {
     const auto is_its = [&](const auto& one) { return one.name.optimizer.is(optimizer); };
     std::erase_if(owners_, is_its);
     std::erase_if(added_to_, is_its);
   }
-  void clear() {
+  TORCHAMP_RARE void clear() {
     owners_.clear();
     added_to_.clear();
   }
@@ -89,7 +90,7 @@ class UnscaledGradients {
   }
   /// Calls `f(left)` for the first gradient of each optimizer.
   template <class F>
-  void for_first(const F& f) const {
+  TORCHAMP_RARE void for_first(const F& f) const {
     const auto is_defined = [](const Left& left) { return !left.gradient.is(at::Tensor()); };
     for (const Owner& owner : owners_) {
       const auto first = std::find_if(owner.all.begin(), owner.all.end(), is_defined);
@@ -103,7 +104,8 @@ class UnscaledGradients {
 
   /// Throws where `optimizer`, whose gradients are to be divided by the scale, has one that another
   /// has left.
-  void check_unshared(const torch::optim::Optimizer& optimizer, const char* call) const {
+  TORCHAMP_RARE void check_unshared(const torch::optim::Optimizer& optimizer,
+                                    const char* call) const {
     const auto is_other = [&](const auto& one) { return !one.name.optimizer.is(optimizer); };
     if (std::none_of(owners_.begin(), owners_.end(), is_other)) return;
     const Places places = places_in(optimizer);
@@ -147,8 +149,9 @@ class UnscaledGradients {
     return places;
   }
 
-  static void check_unshared(const torch::optim::Optimizer& optimizer, const Places& places,
-                             const Owner& other, const char* call) {
+  TORCHAMP_RARE static void check_unshared(const torch::optim::Optimizer& optimizer,
+                                           const Places& places, const Owner& other,
+                                           const char* call) {
     for (const Left& left : other.all) {
       const auto place = places.find(left.parameter.address());
       if (place == places.end()) continue;
@@ -178,8 +181,8 @@ class UnscaledGradients {
                    c10::demangle(other.name()), remedy);
   }
 
-  std::vector<Owner> owners_;  // in order of appearance
-  std::vector<AddedTo> added_to_;
+  std::list<Owner> owners_;  // in order of appearance
+  std::list<AddedTo> added_to_;
 };
 
 }  // namespace torchamp::detail
