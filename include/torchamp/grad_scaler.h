@@ -180,7 +180,9 @@ class GradScaler {
   /// Ends an iteration: backs off the scale if the gradients of any optimizer held an inf or a NaN,
   /// and grows it after growth_interval iterations without. An optimizer must have been stepped or
   /// unscaled before. Throws where a limit is set to throw. Warns once in a scaler's life after 100
-  /// consecutive bad iterations, or up to 32 later where only the device knows.
+  /// consecutive bad iterations, or up to 32 later where only the device knows. In the first two
+  /// iterations it also warns of weights that `optimizer.step()` has changed while their gradients
+  /// were scaled, except those of LibTorch's SGD, whose step leaves no trace.
   void update();
 
   /// Ends an iteration and sets the scale, whatever the gradients held; growth_tracker is
