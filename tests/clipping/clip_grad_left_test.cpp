@@ -69,6 +69,29 @@ TEST(ClipLeftToAStep, IsRefusedForGradientsThatWereChangedAfterIt) {
   }
 }
 
+TEST(ClipLeftToAStep, DividesByTheNormWithPyTorchsEpsilonOverTheLimit) {
+  for (const double max_norm : {1e-6, 3e-6, 0.1, 7.}) {
+    SCOPED_TRACE(max_norm);
+    const Tensor parameter = with_gradient(torch::full({1}, 2. * max_norm));
+    torchamp::FusedSGD optimizer(Params{parameter}, SGDOptions(1.));
+    torchamp::clip_grad_norm_(optimizer, max_norm);
+    expect_close(optimizer.next_step_divisor(), torch::full({}, (2. * max_norm + 1e-6) / max_norm));
+  }
+}
+
+TEST(ClipLeftToAStep, ToALimitWhoseReciprocalFp32CannotHoldLeavesNothingToStepWith) {
+  for (const double max_norm : {0., 1e-40}) {
+    for (const double gradient : {0., 2.}) {
+      SCOPED_TRACE(testing::Message() << max_norm << ", gradient " << gradient);
+      const Tensor parameter = with_gradient(torch::full({3}, gradient));
+      torchamp::FusedSGD optimizer(Params{parameter}, SGDOptions(1.));
+      torchamp::clip_grad_norm_(optimizer, max_norm);
+      optimizer.step();
+      expect_close(parameter, torch::zeros({3}));
+    }
+  }
+}
+
 TEST(ClipLeftToAStep, IsRefusedForASecondClipOrUnscalingOfChangedGradients) {
   Clipped clipped;
   clipped.params[1].grad().add_(1.);

@@ -58,13 +58,13 @@ class ScaledBackward {
   PlainSteps plain_steps;
 
   /// The gradients of `optimizer` are unscaled from now on, or its step has divided them.
-  TORCHAMP_RARE void note_unscaled(const torch::optim::Optimizer& optimizer) {
+  void note_unscaled(const torch::optim::Optimizer& optimizer) {
     if (any_added(optimizer)) forget(optimizer);
     unscaled.note(optimizer);
     if (plain_steps.is_looking()) SteppedWeights::note(optimizer);
   }
   /// Whether a backward has added to one since, that `optimizer` still has.
-  TORCHAMP_RARE bool any_added(const torch::optim::Optimizer& optimizer) const {
+  bool any_added(const torch::optim::Optimizer& optimizer) const {
     return !added_.empty() && any_gradient(optimizer, [this](const at::Tensor& gradient) {
       return std::any_of(added_.begin(), added_.end(),
                          [&](const WeakTensor& one) { return one.is(gradient); });
@@ -78,7 +78,7 @@ class ScaledBackward {
   }
   /// Whether a step of the last iteration has left a gradient that was still there, as it was, when
   /// the first backward of this one began.
-  TORCHAMP_RARE bool has_kept_gradients() const {
+  bool has_kept_gradients() const {
     const auto is_there = [](const UnscaledGradients::Left& left) {
       return left.gradient.is(gradient_of(left.parameter.lock()));
     };
@@ -87,7 +87,7 @@ class ScaledBackward {
   /// A backward begins.
   void look_for_kept_gradients();
 
-  TORCHAMP_RARE void end_iteration() {
+  void end_iteration() {
     has_run_ = has_kept_gradients_ = false;
     last_left_.clear();
     unscaled.for_first([this](const UnscaledGradients::Left& one) { last_left_.push_back(one); });
@@ -133,7 +133,7 @@ class StepOrder {
   }
   /// The program has set the scale of this iteration, or has got it with the state.
   void note_known() { known_ = true; }
-  TORCHAMP_RARE void end_iteration() {
+  void end_iteration() {
     had_scale_ |= scaled_at_ != 0;
     scaled_at_ = 0;
     if (backward->plain_steps.end_iteration(backward->unscaled) && !was_asked() && !is_fixed_) {
@@ -144,7 +144,7 @@ class StepOrder {
     began_at_ = PlainClips::tick();
   }
   /// Warns once of a clip before the gradients came that are now stepped with.
-  TORCHAMP_RARE void warn_of_early_clip(const torch::optim::Optimizer& optimizer) {
+  void warn_of_early_clip(const torch::optim::Optimizer& optimizer) {
     if (warned_of_early_clip_ || !PlainClips::any_in_vain_since(began_at_, optimizer, true)) return;
     warned_of_early_clip_ = true;
     warn(
@@ -165,7 +165,7 @@ class StepOrder {
   bool was_asked() const { return asked_ || asked_for_good_; }
   /// Throws where a gradient that is to be divided has been for another optimizer. Warns once where
   /// they may not be scaled, and once where they were clipped while scaled.
-  TORCHAMP_RARE void check(const torch::optim::Optimizer& optimizer, const char* call) {
+  void check(const torch::optim::Optimizer& optimizer, const char* call) {
     backward->unscaled.check_unshared(optimizer, call);
     if (was_asked() || is_fixed_) return;
     if (scaled_at_ == 0 ? had_scale_ : !backward->has_run()) {

@@ -33,9 +33,8 @@ class PlainClips {
   }
   /// Whether one that was made after `time` has found none of these gradients, and none has come
   /// since that has found some. `only_late`: not if there are none now either.
-  TORCHAMP_RARE static bool any_in_vain_since(uint64_t time,
-                                              const torch::optim::Optimizer& optimizer,
-                                              bool only_late) {
+  static bool any_in_vain_since(uint64_t time, const torch::optim::Optimizer& optimizer,
+                                bool only_late) {
     uint64_t in_vain = 0, found = 0;
     if (latest <= time) return false;
     any_parameter(optimizer, [&](const at::Tensor& parameter) {

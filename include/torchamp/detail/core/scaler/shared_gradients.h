@@ -55,7 +55,7 @@ class UnscaledGradients {
   bool empty() const { return owners_.empty(); }
 
   /// The gradients of `optimizer` are unscaled now, all of them.
-  TORCHAMP_RARE void note(const torch::optim::Optimizer& optimizer) {
+  void note(const torch::optim::Optimizer& optimizer) {
     Owner& owner = owner_of(optimizer);
     owner.time = PlainClips::tick();
     owner.all.clear();
@@ -76,7 +76,7 @@ class UnscaledGradients {
     std::erase_if(owners_, is_its);
     std::erase_if(added_to_, is_its);
   }
-  TORCHAMP_RARE void clear() {
+  void clear() {
     owners_.clear();
     added_to_.clear();
   }
@@ -90,7 +90,7 @@ class UnscaledGradients {
   }
   /// Calls `f(left)` for the first gradient of each optimizer.
   template <class F>
-  TORCHAMP_RARE void for_first(const F& f) const {
+  void for_first(const F& f) const {
     const auto is_defined = [](const Left& left) { return !left.gradient.is(at::Tensor()); };
     for (const Owner& owner : owners_) {
       const auto first = std::find_if(owner.all.begin(), owner.all.end(), is_defined);

@@ -22,9 +22,9 @@ namespace torchamp::detail {
 //
 // A captured step omits work that the scale's bounds make unnecessary: the check of gradients that
 // a scale below 1 may turn into infs, and the division of gradients before the step for scales
-// above 2^32. Replays change the scale unseen by the host. So the host tracks the bounds from replay
-// to replay, and copies the scale to its memory, as between eager steps. When a bound no longer
-// holds, the iteration is captured again with the additional work.
+// above 2^32. Replays change the scale unseen by the host. So the host tracks the bounds from
+// replay to replay, and copies the scale to its memory, as between eager steps. When a bound no
+// longer holds, the iteration is captured again with the additional work.
 //
 // A host that is many replays ahead of the device knows little of the scale. Instead of assuming
 // the worst, it waits before a replay until the device has reached a copy made some replays ago: a
