@@ -22,20 +22,20 @@ inline Answer python(const std::string& arguments) {
   const std::string found = "python3";
 #endif
 #ifdef _WIN32
-  const auto open = &_popen;
-  const auto close = &_pclose;
+  const auto open_pipe = &_popen;
+  const auto close_pipe = &_pclose;
   const std::string quote = "\"", around = quote;  // its shell takes off the outer pair
 #else
-  const auto open = &popen;
-  const auto close = &pclose;
+  const auto open_pipe = &popen;
+  const auto close_pipe = &pclose;
   const std::string quote = "'", around;
 #endif
   const std::string command =
       around + quote + (chosen ? chosen : found) + quote + ' ' + arguments + " 2>&1" + around;
-  FILE* const pipe = open(command.c_str(), "r");
+  FILE* const pipe = open_pipe(command.c_str(), "r");
   if (!pipe) return {-1, "cannot run " + command};
   std::string output;
   char part[4096];
   while (const std::size_t size = fread(part, 1, sizeof part, pipe)) output.append(part, size);
-  return {close(pipe), output};
+  return {close_pipe(pipe), output};
 }
