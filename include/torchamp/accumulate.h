@@ -94,6 +94,11 @@ class Accumulation {
 
   /// For the library's own headers: what messages name.
   void speak_in(const detail::AccumulationTerms& terms) { terms_ = terms; }
+  /// For the library's own headers: a graph's replay has done what backward() does on the device.
+  void note_replayed_backward();
+  /// For the library's own headers: calling the result goes back to now, where what was added since
+  /// is no longer among the gradients.
+  std::function<void()> bookmark();
 
  private:
   enum class Stage {
@@ -103,6 +108,8 @@ class Accumulation {
   };
 
   int64_t version_of_scale() const;
+  void open_window();
+  void note_gradients();
   void clear();
 
   void check_whole(const char* call) const;

@@ -7,7 +7,6 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/util/Exception.h>
-#include <c10/util/ScopeExit.h>
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
@@ -17,21 +16,17 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/core/autocast/empty_cast_cache.h"
-#include "torchamp/detail/core/base/device_work.h"
 #include "torchamp/detail/core/base/tensors.h"
-#include "torchamp/detail/core/gradients/attached.h"
-#include "torchamp/detail/core/runtime/runtime.h"
-#include "torchamp/detail/extras/graph/captured_scale.h"
-#include "torchamp/detail/extras/graph/iteration.h"
+#include "torchamp/detail/extras/graph/captured_iteration.h"
 #include "torchamp/detail/extras/graph/make_recorder.h"
 #include "torchamp/detail/extras/graph/recorder.h"
+#include "torchamp/detail/extras/shared/captured_call.h"
 #include "torchamp/detail/extras/shared/model.h"
-#include "torchamp/detail/extras/weights/derived.h"
 #include "torchamp/scaled_step.h"
 #include "torchamp/version.h"
 
@@ -49,9 +44,20 @@ struct CudaGraphOptions {
   /// False: each call runs the iteration eagerly, on any device.
   bool enabled = true;
   /// The models that the body calls, each a module, a pointer to one or a holder: after train() or
-  /// eval() of one of them, or of a part of it, the iteration is captured again. A TrainingStep
-  /// adds its own. Changes of other models' modes are not seen.
+  /// eval() of one of them, or of a part of it, the iteration is captured again; so it is if a
+  /// weight or buffer gets other memory (set_data()) or another requires_grad. A TrainingStep adds
+  /// its own. Changes of other models, and modules that are replaced, are not seen.
   std::vector<detail::Model> models = {};
+  /// Number of graphs: one for each of the latest combinations of the inputs' shapes and dtypes,
+  /// which share their memory. Each combination has its own warm-ups. If there are as many graphs
+  /// already, a combination that was called `warmup` times takes the place of one that was not
+  /// called meanwhile; if there is none, it goes on eagerly. With 1, another shape is an error,
+  /// unless when_possible is set.
+  int64_t shapes = 1;
+  /// True: iterations that cannot be captured (an ordinary optimizer, a body that reads the device,
+  /// inputs that require grad, a device without graphs, …) go on eagerly, which is said once, with
+  /// the reason. So do those that would be replayed wrongly; see CudaGraph.
+  bool when_possible = false;
 };
 
 /// Runs a whole training iteration as one graph of its device, a CUDA graph: zero_grad, forward
@@ -82,9 +88,16 @@ struct CudaGraphOptions {
 /// A replay runs no host code: what the body does on the host (counting, printing, choosing a
 /// branch) happens for the last time in the capture. Learning rates may change at any time;
 /// captured steps round them to fp32. After another change of an optimizer's options or state, a
-/// step with gradients of other parameters (eager or in another graph), or train() or eval() of one
-/// of `models`, the next call runs eagerly and the one after captures again. A GradScaler's factors
-/// and intervals stay as captured; its scale may be set at any time.
+/// step with gradients of other parameters (eager or in another graph), or train(), eval(), other
+/// memory or another requires_grad of a part of one of `models`, the next call runs eagerly and the
+/// one after captures again. A GradScaler's factors and intervals stay as captured (a TrainingStep
+/// captures again); its scale may be set at any time.
+///
+/// What the body takes from the host besides its inputs stays as captured, and so do LibTorch's
+/// settings (TF32, say). A difference between the
+/// ops, numbers and tensors of the last warm-up (from the second one on) and of the capture causes
+/// a warning, once; the second capture that reads memory freed meanwhile is an error. With
+/// `when_possible` either goes on eagerly.
 ///
 /// `optimizers` are those that the body steps; they must take scale and overflow flag on the device
 /// (torchamp's fused ones). Make the guard inside the body. Random numbers (dropout) continue from
@@ -107,11 +120,11 @@ struct CudaGraphOptions {
 /// Errors at construction: an ordinary optimizer; parameters on several devices or on one without
 /// graphs (a CPU, say); more graphs alive than LibTorch has streams per device (64 with CUDA). In
 /// the first warm-up iteration: a body with DistributedDataParallel, or with a checkpoint() that
-/// keeps the random state. In the last one, which still runs as usual: a body that synchronises
-/// (with the op's name). In any call: inputs that do not fit, which change nothing. A capture that
-/// fails (for lack of memory with c10::OutOfMemoryError) leaves weights, optimizer and scale
-/// unchanged, and the next call captures again; after an error between unscale_ and update, first
-/// call GradScaler::discard().
+/// keeps the random state. In the last one, which still runs as usual: a body that synchronises or
+/// draws random numbers on the host (with the op's name). In any call: inputs that do not fit,
+/// which change nothing. A capture that fails (for lack of memory with c10::OutOfMemoryError)
+/// leaves weights, optimizer and scale unchanged, and the next call captures again; after an error
+/// between unscale_ and update, first call GradScaler::discard().
 ///
 /// Source of the method: PyTorch's notes on CUDA graphs ("whole-network capture").
 class CudaGraph {
@@ -136,39 +149,66 @@ class CudaGraph {
   CudaGraph& operator=(const CudaGraph&) = delete;
 
   /// Runs an iteration on `batch`: tensors on the CPU (pinned ones are copied without waiting) or
-  /// on the parameters' device, of the same shapes and dtypes in each call. Returns what the body
-  /// returned, detached; the next call overwrites it, so clone() what you keep.
-  const Tensors& operator()(const Tensors& batch);
+  /// on the parameters' device, of the same shapes and dtypes in each call (or see `shapes`); the
+  /// body gets copies laid out as the first ones. Returns what the body returned, detached; the
+  /// next call overwrites it, so clone() what you keep.
+  const Tensors& operator()(const Tensors& batch) { return run(batch, {}); }
 
-  /// Whether the next call replays, if no option or state of an optimizer changes before, and no
-  /// mode of a model.
-  bool is_captured() const { return captured_; }
+  /// Whether the next call with inputs of the latest shapes and dtypes replays, if nothing changes
+  /// before that a graph does not hold.
+  bool is_captured() const { return latest_ && latest_->is_captured(); }
 
-  /// Drops the graph and the inputs' shapes: the next calls warm up and capture again.
+  /// Drops the graphs and the inputs' shapes: the next calls warm up and capture again.
   void reset() {
-    forget_capture();
-    outputs_.clear();
-    states_.clear();
-    made_eagerly_.clear();
-    if (inputs_) inputs_->reset();
-    warmed_up_ = 0;
+    latest_ = nullptr;
+    iterations_.clear();
+    work_.outputs.clear();
+    work_.warned = false;
+  }
+
+  /// For the library's own headers: a call of a TrainingStep.
+  const Tensors& run(const Tensors& batch, const detail::CapturedCall& call);
+
+  /// For the library's own headers: calls `work` on the stream of the graphs.
+  void run_eagerly(const std::function<void()>& work) { recorder_ ? recorder_->run(work) : work(); }
+
+  /// For the library's own headers: the next calls capture again.
+  void capture_again() {
+    for (const auto& one : iterations_) one->forget_capture();
   }
 
   /// For the library's own tests: records with the result of `make_recorder`.
   template <class MakeRecorder>
   CudaGraph(Optimizers optimizers, std::function<Tensors(const Tensors&)> body,
             CudaGraphOptions options, MakeRecorder make_recorder)
-      : optimizers_(std::move(optimizers)), body_(std::move(body)), options_(std::move(options)) {
+      : options_(std::move(options)),
+        work_{.optimizers = std::move(optimizers),
+              .body = std::move(body),
+              .models = options_.models,
+              .warmup = options_.warmup,
+              .when_possible = options_.when_possible} {
     TORCH_CHECK_VALUE(
         options_.warmup >= 1, "CudaGraph: warmup is ", options_.warmup,
         ". At least one iteration must run eagerly, to create the optimizer's state.");
+    TORCH_CHECK_VALUE(options_.shapes >= 1, "CudaGraph: shapes is ", options_.shapes,
+                      ". It is 1 or more; {.enabled = false} captures nothing.");
     for (const detail::Model& model : options_.models) {
       TORCH_CHECK_VALUE(model.get(), "CudaGraph: one of .models is null.");
     }
     if (!options_.enabled) return;
-    const c10::Device device = check_optimizers();
-    recorder_ = make_recorder(device);
-    inputs_.emplace(device);
+    try {
+      device_ = check_optimizers();
+      recorder_ = make_recorder(*device_);
+    } catch (const c10::Error& error) {
+      if (!options_.when_possible) throw;
+      for (torch::optim::Optimizer& optimizer : work_.optimizers) {
+        detail::any_parameter(optimizer, [this](const at::Tensor& parameter) {
+          device_ = parameter.device();
+          return true;
+        });
+      }
+      work_.warn_of_eager(error.what_without_backtrace());
+    }
   }
 
  private:
@@ -192,68 +232,115 @@ class CudaGraph {
   }
 
   c10::Device check_optimizers() const;
-  bool prepare_optimizers();
-  void call_body(const Tensors& batch);
-  void warm_up();
-  void capture();
+  detail::CapturedIteration* iteration_for(const Tensors& batch, const detail::CapturedCall& call);
+  bool make_room_for(const detail::CapturedIteration& wanting);
+  Tensors on_device(const Tensors& batch) const;
 
-  void forget_capture() {
-    captured_ = false;
-    if (recorder_) recorder_->reset();
+  using Iterations = std::vector<std::unique_ptr<detail::CapturedIteration>>;
+  void drop(Iterations::iterator one) {
+    if (latest_ == one->get()) latest_ = nullptr;
+    iterations_.erase(one);
   }
 
-  Optimizers optimizers_;
-  std::function<Tensors(const Tensors&)> body_;
   CudaGraphOptions options_;
-  std::optional<detail::StaticInputs> inputs_;
-  std::unique_ptr<detail::GraphRecorder> recorder_;
-  Tensors outputs_;
-  detail::ReplayedStates states_;
-  std::vector<std::weak_ptr<const void>> made_eagerly_;
-  Tensors kept_;              // until the caller's stream waits for the body's
-  detail::ModelModes modes_;  // of the models in the last call of the body
-  int64_t warmed_up_ = 0;
-  bool captured_ = false;
-  std::vector<double> rates_;
+  detail::GraphWork work_;
+  std::optional<c10::Device> device_;
+  std::unique_ptr<detail::GraphRecorder> recorder_;  // null if all iterations are eager
+  Iterations iterations_;
+  detail::CapturedIteration* latest_ = nullptr;
+  bool has_replayed_ = false;  // in the latest call
+  int64_t now_ = 0;            // calls
 };
 
-inline const CudaGraph::Tensors& CudaGraph::operator()(const Tensors& batch) {
-  if (!options_.enabled) {
-    call_body(batch);
-    return outputs_;
+inline const CudaGraph::Tensors& CudaGraph::run(const Tensors& batch,
+                                                const detail::CapturedCall& call) {
+  if (!recorder_) {
+    work_.call(options_.enabled ? on_device(batch) : batch);
+    return work_.outputs;
   }
-  inputs_->fill(batch);
-  const bool prepared = prepare_optimizers() && modes_.hold();
-  const auto is_gone = [](const auto& made) { return made.expired(); };
-  if (!prepared || warmed_up_ < options_.warmup || std::ranges::any_of(made_eagerly_, is_gone)) {
-    forget_capture();
-    warm_up();
-    return outputs_;
+  ++now_;
+  detail::CapturedIteration* const iteration = iteration_for(batch, call);
+  if (latest_ && latest_ != iteration && !call.in_window) latest_->drop_gradients();
+  const bool follows = std::exchange(has_replayed_, false) && latest_ &&
+                       latest_->micro_batch() + 1 == call.micro_batch;
+  latest_ = iteration;
+  if (!iteration) {
+    recorder_->run([&] { work_.call(on_device(batch)); });
+    return work_.outputs;
   }
-  const auto holds = [](const auto& state) { return state->holds(); };
-  if (captured_ && !std::all_of(states_.begin(), states_.end(), holds)) forget_capture();
-  if (captured_) {
-    for (torch::optim::Optimizer& optimizer : optimizers_) {
-      if (auto* const step = dynamic_cast<CapturedStep*>(&optimizer)) step->note_replayed_step();
+  bool prepared = true;
+  for (torch::optim::Optimizer& optimizer : work_.optimizers) {
+    if (auto* const step = dynamic_cast<CapturedStep*>(&optimizer)) {
+      prepared &= step->prepare_captured_step();
     }
-    for (const auto& state : states_) state->note_replay();
-  } else {
-    capture();
   }
-  recorder_->replay();
-  for (const auto& state : states_) {
-    if (state->wants_look()) recorder_->run([&] { state->look(); });
+  const bool may_capture =
+      (follows || call.micro_batch == 0) && (iteration->is_captured() || make_room_for(*iteration));
+  has_replayed_ = iteration->run(batch, call, prepared, may_capture, now_);
+  return work_.outputs;
+}
+
+/// The iteration of `batch`, which may be a new one; null if it fits none and goes on eagerly.
+inline detail::CapturedIteration* CudaGraph::iteration_for(const Tensors& batch,
+                                                           const detail::CapturedCall& call) {
+  for (const auto& one : iterations_) {
+    if (one->is_for(batch, call)) return one.get();
   }
-  if (auto* const kept = detail::kept_weights()) kept->all_changed();
-  return outputs_;
+  const auto is_other = [&](const auto& one) { return one->micro_batch() != call.micro_batch; };
+  const auto first = std::ranges::find_if_not(iterations_, is_other);
+  if (first != iterations_.end() && options_.shapes == 1 && !options_.when_possible) {
+    (*first)->check(batch, call);
+  }
+  auto made =
+      std::make_unique<detail::CapturedIteration>(work_, *device_, recorder_->another(), call);
+  try {
+    made->check(batch, call);
+  } catch (const c10::Error& error) {
+    if (!options_.when_possible) throw;
+    work_.warn_of_eager(error.what_without_backtrace());
+    return nullptr;
+  }
+  if (iterations_.end() - first - std::count_if(first, iterations_.end(), is_other) >
+      2 * options_.shapes) {
+    const auto rank = [&](const auto& one) {
+      return std::tuple(is_other(one), one->is_captured(), one->last_call());
+    };
+    drop(std::ranges::min_element(iterations_, {}, rank));
+  }
+  return iterations_.emplace_back(std::move(made)).get();
+}
+
+/// Whether there may be another graph, for `wanting`. If there are `shapes` already, the one goes
+/// whose latest call lies longest behind, if `wanting` was called `warmup` times since.
+inline bool CudaGraph::make_room_for(const detail::CapturedIteration& wanting) {
+  if (!wanting.may_capture()) return false;
+  const auto is_captured = [&](const auto& one) {
+    return one->is_captured() && one->micro_batch() == wanting.micro_batch();
+  };
+  if (std::ranges::count_if(iterations_, is_captured) < options_.shapes) return true;
+  const auto rank = [&](const auto& one) { return std::pair(!is_captured(one), one->last_call()); };
+  const auto oldest = std::ranges::min_element(iterations_, {}, rank);
+  if ((*oldest)->last_call() >= wanting.first_of_latest()) return false;
+  drop(oldest);
+  return true;
+}
+
+inline CudaGraph::Tensors CudaGraph::on_device(const Tensors& batch) const {
+  Tensors there = batch;
+  for (at::Tensor& input : there) {
+    if (device_ && input.defined() && input.is_cpu()) {
+      input = input.to(*device_, /*non_blocking=*/true);
+    }
+  }
+  return there;
 }
 
 /// Their parameters' device, if they can be captured.
 inline c10::Device CudaGraph::check_optimizers() const {
-  TORCH_CHECK_VALUE(!optimizers_.empty(),
+  TORCH_CHECK_VALUE(!work_.optimizers.empty(),
                     "CudaGraph: no optimizer. Pass those that the iteration steps.");
   std::optional<c10::Device> device;
-  for (torch::optim::Optimizer& optimizer : optimizers_) {
+  for (torch::optim::Optimizer& optimizer : work_.optimizers) {
     TORCH_CHECK_TYPE(
         dynamic_cast<ScaledStep*>(&optimizer),
         "CudaGraph: an ordinary optimizer decides on the host whether and how to step, "
@@ -269,113 +356,6 @@ inline c10::Device CudaGraph::check_optimizers() const {
   }
   TORCH_CHECK_VALUE(device, "CudaGraph: the optimizers have no parameters.");
   return *device;
-}
-
-/// Whether the next iteration may be captured or replayed, according to the optimizers. For those
-/// without CapturedStep, the learning rates decide.
-inline bool CudaGraph::prepare_optimizers() {
-  bool prepared = true;
-  std::vector<double> rates;
-  for (torch::optim::Optimizer& optimizer : optimizers_) {
-    if (auto* const step = dynamic_cast<CapturedStep*>(&optimizer)) {
-      prepared &= step->prepare_captured_step();
-    } else {
-      for (const auto& group : optimizer.param_groups()) rates.push_back(group.options().get_lr());
-    }
-  }
-  prepared &= !captured_ || rates == rates_;
-  rates_ = std::move(rates);
-  return prepared;
-}
-
-inline void CudaGraph::call_body(const Tensors& batch) {
-  outputs_.clear();
-  std::optional<detail::GraphBody> is_to_be_captured;
-  static const detail::FollowsReplays follower;
-  if (options_.enabled) {
-    is_to_be_captured.emplace(&follower);
-    modes_ = detail::ModelModes(options_.models);
-  }
-  Tensors outputs = body_(batch);
-  if (is_to_be_captured) {
-    states_ = std::move(is_to_be_captured->states);
-    made_eagerly_ = std::move(is_to_be_captured->made_eagerly);
-    kept_ = std::move(is_to_be_captured->kept);
-  }
-  for (at::Tensor& output : outputs) {
-    if (output.defined()) output = output.detach();  // releases the autograd graph
-  }
-  outputs_ = std::move(outputs);
-}
-
-inline void CudaGraph::warm_up() {
-  std::string access;
-  recorder_->run([&] {
-    if (warmed_up_ + 1 < options_.warmup) return call_body(inputs_->tensors());
-    const detail::HostAccessWatch watch(recorder_->device_type());
-    call_body(inputs_->tensors());
-    access = watch.first();
-  });
-  kept_.clear();
-  TORCH_CHECK(access.empty(),
-              "CudaGraph: the iteration makes host and device wait for each other, which a graph "
-              "cannot hold: ",
-              access,
-              ". Return values from the body instead of reading them in it, and make tensors "
-              "outside of it. This iteration ran as usual; nothing was captured.");
-  warmed_up_ = std::min(warmed_up_ + 1, options_.warmup);
-}
-
-// Note [Weight casts and capture]
-// LibTorch's autocast cache may hold a weight's cast from before the capture, in memory that
-// replays do not write: a captured iteration that used it would train with old weights. And a cast
-// made in the capture has no value until the first replay. So the cache is emptied before and
-// after. Inside, the end of a guard empties it as usual, and each replay repeats the casts, as each
-// eager iteration does.
-inline void CudaGraph::capture() {
-  const detail::EmptyCastCache without_earlier_casts;
-  const detail::DerivedWeights::Suspension no_casts_are_kept(detail::derived_weights());
-  std::vector<detail::WeakTensor> gradients;  // which are not kept alive
-  for (const torch::optim::Optimizer& optimizer : optimizers_) {
-    detail::any_gradient(optimizer, [&](const at::Tensor& gradient) {
-      gradients.emplace_back(gradient);
-      return false;
-    });
-  }
-  for (const auto& state : states_) recorder_->run([&] { state->settle(); });
-  // After a failure the device has executed nothing of the body: its gradients have no values, and
-  // its step was not made, which only the device knows.
-  auto forget = c10::make_scope_exit([&] {
-    outputs_.clear();
-    for (torch::optim::Optimizer& optimizer : optimizers_) {
-      detail::any_parameter(optimizer, [&](const at::Tensor& parameter) {
-        const at::Tensor& gradient = detail::gradient_of(parameter);
-        const auto is_it = [&](const detail::WeakTensor& before) { return before.is(gradient); };
-        if (std::ranges::none_of(gradients, is_it)) parameter.mutable_grad().reset();
-        return false;
-      });
-      if (auto* const step = dynamic_cast<CapturedStep*>(&optimizer)) step->note_replayed_step();
-    }
-  });
-  try {
-    recorder_->record([this] { call_body(inputs_->tensors()); });
-  } catch (const c10::OutOfMemoryError& error) {
-    TORCH_CHECK_WITH(OutOfMemoryError, false,
-                     "CudaGraph: there is not enough memory to capture the iteration, though it "
-                     "ran eagerly ",
-                     warmed_up_,
-                     " times: a graph has its own memory. Free some, or use a smaller batch and "
-                     "call reset(). The error was: ",
-                     error.what_without_backtrace());
-  } catch (const c10::Error& error) {
-    TORCH_CHECK(false, "CudaGraph: the iteration cannot be captured, though it ran eagerly ",
-                warmed_up_,
-                " times. The usual reason is an autograd graph of an earlier eager step "
-                "that is still alive: let go of its loss. The error was: ",
-                error.what_without_backtrace());
-  }
-  forget.release();
-  captured_ = true;
 }
 
 }  // namespace TORCHAMP_NAMESPACE

@@ -61,10 +61,10 @@ Output call_with(Function& function, Kept& kept) {
 inline RngState rng_state_to_keep() {
   constexpr const char* remedy =
       "Pass {.preserve_rng_state = false}, and keep dropout out of the function.";
-  TORCH_CHECK(!GraphBody::is_running(),
-              "checkpoint: the iteration of a CudaGraph cannot preserve the random state, which is "
-              "on the host. ",
-              remedy);
+  GraphBody::check(c10::str(
+      "checkpoint: the iteration of a CudaGraph cannot preserve the random state, which is on the "
+      "host. ",
+      remedy));
   try {
     return RngState::now();
   } catch (const c10::Error& error) {

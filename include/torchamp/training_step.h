@@ -22,6 +22,7 @@
 #include <optional>
 #include <string>
 #include <type_traits>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -70,7 +71,8 @@ struct TrainingStepOptions {
   /// options}` with DistributedDataParallelOptions.
   detail::Choice<detail::GroupOption> group = {};
   /// CudaGraphOptions: captures iterations and replays them, and captures again after train() or
-  /// eval() of the model or of a part of it. Not with a group or several micro-batches.
+  /// eval() of the model or of a part of it. Each micro-batch of a window is a graph. With a group
+  /// an error, or with `when_possible` a warning, after which all goes on eagerly.
   detail::Choice<detail::CaptureOption> capture = {};
   /// A learning rate scheduler, or a function that creates one for the optimizer. Stepped after
   /// each step that was not skipped; finding out synchronises, also with a fused optimizer.
@@ -166,22 +168,25 @@ class TrainingStep {
 
   /// Runs an iteration. `loss` computes the loss, a scalar, from the parameters; it is called once,
   /// under the guard. Errors: a loss that is already scaled; an unscaled backward() in the function
-  /// (a warning, once, where the scale is fixed at 1). An error with `.capture`.
+  /// (a warning, once, where the scale is fixed at 1). With `.capture` an error, or with its
+  /// `when_possible` a warning, once: without the inputs nothing can be captured.
   template <std::invocable Loss>
   TrainingResult operator()(Loss&& loss) {
     detail::check_loss_of<Loss&>();
     if constexpr (detail::returns_loss<Loss&>) {
       const detail::OneCaller::Call call(caller_, "TrainingStep",
                                          detail::OneCaller::Nested::refused);
-      TORCH_CHECK(!capture_,
-                  "TrainingStep: with .capture, pass the function's inputs, because a replay runs "
-                  "no host code: train({batch.data, batch.target}, [&](const auto& inputs) {…}).");
-      return count(iterate(loss));
+      if (!capture_) return count(iterate(loss));
+      check_inputs_may_be_left_out();
+      std::optional<TrainingResult> result;
+      capture_.run_eagerly([&] { result = iterate(loss); });
+      return count(std::move(*result));
     }
   }
 
   /// Runs an iteration that can be captured: `loss` computes the loss from `inputs` and reads
-  /// nothing else that changes. A replay does not call it. See CudaGraph.
+  /// nothing else that changes (a number that does is an input, too: a tensor). A replay does not
+  /// call it; functions of several types have a graph each. See CudaGraph.
   template <std::invocable<const Tensors&> Loss>
   TrainingResult operator()(const Tensors& inputs, Loss&& loss) {
     detail::check_loss_of<Loss&, const Tensors&>();
@@ -189,8 +194,8 @@ class TrainingStep {
       const detail::OneCaller::Call call(caller_, "TrainingStep",
                                          detail::OneCaller::Nested::refused);
       const auto of_inputs = [&](const Tensors& given) -> at::Tensor { return loss(given); };
-      if (!capture_) return count(iterate([&] { return of_inputs(inputs); }));
-      return count(replay(inputs, of_inputs));
+      if (capture_) return count(replay(inputs, of_inputs, detail::type_of_function(loss)));
+      return count(iterate([&] { return of_inputs(moves_inputs_ ? on_device(inputs) : inputs); }));
     }
   }
 
@@ -321,7 +326,10 @@ class TrainingStep {
   void check_no_backward(const detail::StepOrder& order);
   static at::Tensor without_graph(at::Tensor&& loss);
   TrainingResult replay(const Tensors& inputs,
-                        const std::function<at::Tensor(const Tensors&)>& function);
+                        const std::function<at::Tensor(const Tensors&)>& function,
+                        const std::type_info& type);
+  void check_inputs_may_be_left_out();
+  Tensors on_device(const Tensors& inputs) const;
   TrainingResult count(TrainingResult result);
   void clear_gradients();
   void complete_gradients();
@@ -341,10 +349,14 @@ class TrainingStep {
   std::optional<Accumulation> accumulation_;  // of several micro-batches
   std::optional<detail::StepScheduler> scheduler_;
   std::unique_ptr<detail::StepLog> log_;
-  detail::CaptureOption::Capture capture_;
+  detail::StepCapture capture_;
+  std::vector<double> captured_rules_;                                   // of the scaler
   const std::function<at::Tensor(const Tensors&)>* function_ = nullptr;  // that is captured
-  bool keeps_scale_ = false;  // each result has the scale of its step
-  bool warned_ = false;       // of a backward() in the function
+  bool has_run_body_ = false;  // in this call, which is no replay
+  bool captures_when_possible_ = false, warned_of_inputs_ = false;
+  bool moves_inputs_ = false;  // to the device, as a graph would
+  bool keeps_scale_ = false;   // each result has the scale of its step
+  bool warned_ = false;        // of a backward() in the function
   bool warned_of_mode_ = false;
   detail::OneCaller caller_;
   at::Tensor norm_, scale_;  // of the step that is being made

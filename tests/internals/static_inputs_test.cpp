@@ -19,12 +19,21 @@ TEST(StaticInputs, TakeAsManyEachTime) {
   inputs.fill({one, one});
   EXPECT_ERROR(inputs.fill({one}), "1 inputs, but the first call had 2");
   EXPECT_ERROR(inputs.fill({one, one, one}), "3 inputs, but the first call had 2");
-  inputs.reset();
-  EXPECT_TRUE(inputs.tensors().empty());
-  inputs.fill({one});
-  inputs.fill({one * 2});
-  ASSERT_EQ(inputs.tensors().size(), 1U);
-  EXPECT_TRUE(inputs.tensors()[0].equal(one * 2));
+  inputs.fill({one, one * 2});
+  ASSERT_EQ(inputs.tensors().size(), 2U);
+  EXPECT_TRUE(inputs.tensors()[1].equal(one * 2));
+}
+
+TEST(StaticInputs, FitTheSameShapesAndDtypesOnceThereAreAny) {
+  StaticInputs inputs(at::kCPU);
+  EXPECT_FALSE(inputs.fit({torch::ones({2})})) << "there are none yet";
+  inputs.fill({torch::ones({2})});
+  EXPECT_TRUE(inputs.fit({torch::zeros({2})}));
+  EXPECT_FALSE(inputs.fit({torch::ones({3})}));
+  EXPECT_FALSE(inputs.fit({torch::ones({2}, at::kDouble)}));
+  EXPECT_FALSE(inputs.fit({torch::ones({2}, torch::requires_grad())}));
+  EXPECT_FALSE(inputs.fit({at::Tensor()}));
+  EXPECT_FALSE(inputs.fit({}));
 }
 
 TEST(StaticInputs, DoNotWaitForCopiesOfPinnedMemory) {

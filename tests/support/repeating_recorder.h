@@ -40,6 +40,9 @@ class Repeater final : public torchamp::detail::GraphRecorder {
     ++log_.resets;
     work_ = nullptr;
   }
+  std::unique_ptr<GraphRecorder> another() const override {
+    return std::make_unique<Repeater>(log_);
+  }
 
  private:
   Log& log_;

@@ -502,8 +502,6 @@ TEST(TrainingStep, RefusesAtConstructionWhatNoGraphCanHold) {
                "an ordinary optimizer");
   EXPECT_ERROR(TrainingStep(net, fused_sgd, {.dtype = at::kFloat, .capture = options}),
                "LibTorch has no graphs");
-  EXPECT_ERROR(TrainingStep(net, fused_sgd, {.micro_batches = 2, .capture = options}),
-               "capture and micro_batches above 1 cannot be together");
   TrainingStep eager(
       net, fused_sgd,
       {.dtype = at::kFloat, .capture = torchamp::CudaGraphOptions{.enabled = false}});

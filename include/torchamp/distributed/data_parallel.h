@@ -140,10 +140,11 @@ class DistributedDataParallel {
   template <class... Inputs>
   auto forward(Inputs&&... inputs) {
     const bool reduces = torch::autograd::GradMode::is_enabled() && syncs_;
-    TORCH_CHECK(!reduces || !detail::GraphBody::is_running(),
-                "DistributedDataParallel: it averages gradients on its own streams, which the "
-                "iteration of a CudaGraph cannot hold. Run that iteration eagerly, with "
-                "{.enabled = false}.");
+    if (reduces) {
+      detail::GraphBody::check(
+          "DistributedDataParallel: it averages gradients on its own streams, which the iteration "
+          "of a CudaGraph cannot hold. Run that iteration eagerly, with {.enabled = false}.");
+    }
     if (reduces && options_.broadcast_buffers && model_->is_training()) {
       detail::broadcast("DistributedDataParallel::forward", group(), model_->buffers(), 0);
     }
@@ -164,10 +165,10 @@ class DistributedDataParallel {
   /// gradients was outside no_sync(). Collective; synchronises.
   void sync_gradients() {
     if (!averages_->are_local) return;
-    TORCH_CHECK(!detail::GraphBody::is_running(),
-                "DistributedDataParallel::sync_gradients: processes exchange gradients, which the "
-                "iteration of a CudaGraph cannot hold. Run that iteration eagerly, with "
-                "{.enabled = false}.");
+    detail::GraphBody::check(
+        "DistributedDataParallel::sync_gradients: processes exchange gradients, which the "
+        "iteration of a CudaGraph cannot hold. Run that iteration eagerly, with {.enabled = "
+        "false}.");
     averages_->average_now();
     leave_local(false);
   }

@@ -12,9 +12,11 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "torchamp/detail/core/base/devices.h"
+#include "torchamp/detail/core/base/text.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -119,6 +121,17 @@ class GraphBody {
   std::vector<std::weak_ptr<const void>> made_eagerly;
   /// Memory of the caller's stream that the body has used for the last time.
   std::vector<at::Tensor> kept;
+
+  /// An error that names what no graph can hold, as `why` says; but in a warm-up that may_refuse,
+  /// and goes on eagerly afterwards, it is noted. Outside of a body, nothing.
+  static void check(const std::string& why) {
+    GraphBody* const body = current();
+    if (!body) return;
+    TORCHAMP_CHECK(body->may_refuse, why);
+    if (body->refusal.empty()) body->refusal = why;
+  }
+  bool may_refuse = false;
+  std::string refusal;
 
  private:
   GraphBody* outer_;

@@ -148,7 +148,9 @@ void FusedOptimizerOf<Kernel>::step_fused(const at::Tensor& grad_scale, const at
   }
   if (rates_on_device_) {
     plan_.write_rates(param_groups_);
-    stepped_with_ = options_but_rates();
+    std::vector<Options> options = options_but_rates();
+    if (!stepped_with_.empty() && options != stepped_with_) plan_.outdate_captures();
+    stepped_with_ = std::move(options);
   }
   plan_.run(param_groups_, grad_scale, found_inf, is_exact);
   if (auto* const body = detail::GraphBody::current()) {

@@ -136,8 +136,10 @@ class StepPlan {
     });
   }
 
-  /// Lives as long as what captured steps of this plan read and write.
+  /// Lives as long as what captured steps of this plan read and write, and hold of its options.
   std::weak_ptr<const void> identity() const { return identity_; }
+  /// Steps that were captured with this plan no longer hold.
+  void outdate_captures() { identity_ = std::make_shared<char>(); }
 
   /// Makes the steps read their learning rates from the device and writes there those that changed.
   void write_rates(const ParamGroups& groups) {

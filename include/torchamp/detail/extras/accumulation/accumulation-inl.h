@@ -43,8 +43,7 @@ inline std::optional<StepResult> Accumulation::backward(const at::Tensor& loss) 
                     ". Pass one number that was computed from the parameters.");
   const at::Tensor scaled = scaler_.scale(part);
   if (window_->pending == 0) {
-    version_ = version_of_scale();
-    detail::note_open(detail::ScalerParts::ledger(scaler_), window_, optimizer_);
+    open_window();
   } else {
     check_window(terms_.backward);
     warn_of_writes();
@@ -52,12 +51,40 @@ inline std::optional<StepResult> Accumulation::backward(const at::Tensor& loss) 
   stage_ = Stage::adding;
   scaled.backward();
   stage_ = Stage::open;
+  note_gradients();
+  if (++window_->pending < micro_batches_) return std::nullopt;
+  return flush();
+}
+
+inline void Accumulation::open_window() {
+  version_ = version_of_scale();
+  detail::note_open(detail::ScalerParts::ledger(scaler_), window_, optimizer_);
+}
+
+inline void Accumulation::note_gradients() {
   gradients_ = detail::count_gradients(optimizer_);
   versions_ = detail::versions_of_gradients(optimizer_);
   taken_ = detail::gradients_moved();
   added_at_ = detail::PlainClips::tick();
-  if (++window_->pending < micro_batches_) return std::nullopt;
-  return flush();
+}
+
+inline void Accumulation::note_replayed_backward() {
+  if (window_->pending == 0) open_window();
+  note_gradients();
+  if (++window_->pending == micro_batches_) clear();
+}
+
+inline std::function<void()> Accumulation::bookmark() {
+  return [this, window = *window_, stage = stage_, version = version_, gradients = gradients_,
+          versions = versions_, taken = taken_, added_at = added_at_] {
+    *window_ = window;
+    stage_ = stage;
+    version_ = version;
+    gradients_ = gradients;
+    versions_ = versions;
+    taken_ = taken;
+    added_at_ = added_at;
+  };
 }
 
 inline std::optional<StepResult> Accumulation::flush() {

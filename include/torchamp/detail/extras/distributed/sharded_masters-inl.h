@@ -220,9 +220,9 @@ inline void ShardedMasterWeights::check_stepped(const std::string& call) const {
 
 inline void ShardedMasterWeights::copy_to_model() {
   const std::string call = "ShardedMasterWeights::copy_to_model";
-  TORCH_CHECK(!detail::GraphBody::is_running(), call,
-              ": processes exchange weights, which the iteration of a CudaGraph cannot hold. Run "
-              "that iteration eagerly, with {.enabled = false}.");
+  detail::GraphBody::check(call +
+                           ": processes exchange weights, which the iteration of a CudaGraph "
+                           "cannot hold. Run that iteration eagerly, with {.enabled = false}.");
   check_stepped(call);
   warn_of_written_model();
   const detail::InternalOps guard;

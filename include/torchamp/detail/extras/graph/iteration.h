@@ -48,13 +48,18 @@ class StaticInputs {
 
   const std::vector<at::Tensor>& tensors() const { return tensors_; }
 
-  /// Forgets the shapes.
-  void reset() {
-    tensors_.clear();
-    allocated_ = false;
+  /// Whether `batch` has the shapes and dtypes of these, and may be copied in.
+  bool fit(const std::vector<at::Tensor>& batch) const {
+    if (!allocated_) return false;
+    return std::ranges::equal(
+        batch, tensors_, [this](const at::Tensor& input, const at::Tensor& fixed) {
+          return input.defined() && !input.requires_grad() && input.layout() == at::kStrided &&
+                 (input.is_cpu() || input.device() == device_) && input.sizes() == fixed.sizes() &&
+                 input.scalar_type() == fixed.scalar_type();
+        });
   }
 
- private:
+  /// An error that says why not. Before the first batch, shapes and dtypes are free.
   void check(const std::vector<at::Tensor>& batch) const {
     TORCH_CHECK_VALUE(!allocated_ || batch.size() == tensors_.size(), "CudaGraph: ", batch.size(),
                       " inputs, but the first call had ", tensors_.size(),
@@ -68,16 +73,20 @@ class StaticInputs {
       TORCH_CHECK_VALUE(input.is_cpu() || input.device() == device_, "CudaGraph: input ", i,
                         " is on ", input.device(), ", but the optimizers' parameters are on ",
                         device_, ". Move it there, or leave it on the CPU.");
+      TORCH_CHECK_VALUE(input.layout() == at::kStrided, "CudaGraph: input ", i, " is ",
+                        input.layout(), ", and a graph's inputs are strided. Pass its parts.");
       if (!allocated_) continue;
       const at::Tensor& fixed = tensors_[i];
       TORCH_CHECK_VALUE(
           input.sizes() == fixed.sizes() && input.scalar_type() == fixed.scalar_type(),
           "CudaGraph: input ", i, " is ", input.scalar_type(), input.sizes(),
           ", but in the first call it was ", fixed.scalar_type(), fixed.sizes(),
-          ". A graph holds one shape: pad or drop such a batch, or call reset() first.");
+          ". A graph holds one shape: pad or drop such a batch, set CudaGraphOptions::shapes, or "
+          "call reset() first.");
     }
   }
 
+ private:
   c10::Device device_;
   std::vector<at::Tensor> tensors_;
   bool allocated_ = false;
@@ -114,6 +123,14 @@ class HostAccess final : public Observer {
     return is_one ? "the result's shape depends on values" : "";
   }
 
+  static bool draws_random_numbers(std::string_view name) {
+    constexpr std::array<std::string_view, 9> fillers{
+        "aten::random_",     "aten::uniform_",     "aten::normal_",
+        "aten::bernoulli_",  "aten::exponential_", "aten::geometric_",
+        "aten::log_normal_", "aten::cauchy_",      "aten::multinomial"};
+    return std::ranges::find(fillers, name) != fillers.end();
+  }
+
   void look_at(std::string_view name, c10::ArrayRef<const c10::IValue> inputs) {
     if (inputs.empty() || !inputs[0].isTensor()) return;
     const at::Tensor& first = inputs[0].toTensor();
@@ -130,6 +147,9 @@ class HostAccess final : public Observer {
              source);
       }
       return;
+    }
+    if (device_ != at::kCPU && first.is_cpu() && draws_random_numbers(name)) {
+      note(name, "random numbers of the host, which replays would repeat", first);
     }
     if (first.device().type() != device_) return;
     // The overload that counts: (repeats, output_size), only without output_size.
@@ -156,7 +176,8 @@ class HostAccess final : public Observer {
 class HostAccessWatch {
  public:
   explicit HostAccessWatch(at::DeviceType device)
-      : access_(std::make_shared<HostAccess>(device)), observation_("CudaGraph", access_) {}
+      : access_(std::make_shared<HostAccess>(device)),
+        observation_("CudaGraph", access_, Watched::ops) {}
 
   std::string first() const { return access_->first(); }
 

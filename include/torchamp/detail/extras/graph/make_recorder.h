@@ -41,19 +41,36 @@ namespace torchamp::detail {
 
 #if TORCHAMP_CUDA_GRAPHS
 
+/// The memory of graphs that are replayed in turn. LibTorch drops a pool with the last of its
+/// graphs, and takes no others into it afterwards.
+class SharedPool {
+ public:
+  using Pool = decltype(at::cuda::graph_pool_handle());
+
+  std::shared_ptr<const Pool> get() {
+    auto pool = pool_.lock();
+    if (!pool) pool_ = pool = std::make_shared<const Pool>(at::cuda::graph_pool_handle());
+    return pool;
+  }
+
+ private:
+  std::weak_ptr<const Pool> pool_;
+};
+
 /// LibTorch's CUDAGraph.
 class CudaDeviceGraph final : public DeviceGraph {
  public:
-  explicit CudaDeviceGraph(c10::Device device)
-      : device_(device),
-        pool_(at::cuda::graph_pool_handle()),
-        graph_(std::make_unique<at::cuda::CUDAGraph>()) {}
+  CudaDeviceGraph(c10::Device device, std::shared_ptr<const SharedPool::Pool> pool)
+      : device_(device), pool_(std::move(pool)), graph_(std::make_unique<at::cuda::CUDAGraph>()) {}
 
   /// Only this thread's calls are restricted: one that loads data may use CUDA meanwhile.
-  void begin() override { graph_->capture_begin(pool_, cudaStreamCaptureModeThreadLocal); }
+  void begin() override { graph_->capture_begin(*pool_, cudaStreamCaptureModeThreadLocal); }
   void end() override { graph_->capture_end(); }
   void replay() override { graph_->replay(); }
-  void reset() override { graph_->reset(); }
+  void reset() override {
+    graph_->reset();
+    pool_.reset();
+  }
 
   /// LibTorch's destructor does not end a capture. If CUDA invalidates the capture, LibTorch's
   /// capture_end() leaves the allocators set to ask this graph which allocations are its own, at
@@ -61,14 +78,15 @@ class CudaDeviceGraph final : public DeviceGraph {
   void abandon() noexcept override {
     if (!attempt([&] { graph_->capture_end(); })) {
       attempt([&] {
-        c10::cuda::CUDACachingAllocator::endAllocateToPool(device_.index(), pool_);
-        c10::cuda::CUDACachingAllocator::releasePool(device_.index(), pool_);
+        c10::cuda::CUDACachingAllocator::endAllocateToPool(device_.index(), *pool_);
+        c10::cuda::CUDACachingAllocator::releasePool(device_.index(), *pool_);
       });
 #if TORCHAMP_LIBTORCH >= 208
-      attempt([this, host = at::getHostAllocator(at::kCUDA)] { leave_pool(*host, pool_); });
+      attempt([this, host = at::getHostAllocator(at::kCUDA)] { leave_pool(*host, *pool_); });
 #endif
     }
     graph_.reset();
+    pool_.reset();
     // The thread still has the error of the earlier capture, which the next op would report as its
     // own. LibTorch's check clears what it reports; cudaGetLastError() itself would have to be
     // linked.
@@ -86,7 +104,7 @@ class CudaDeviceGraph final : public DeviceGraph {
   }
 
   c10::Device device_;
-  decltype(at::cuda::graph_pool_handle()) pool_;
+  std::shared_ptr<const SharedPool::Pool> pool_;
   std::unique_ptr<at::cuda::CUDAGraph> graph_;
 };
 
@@ -132,7 +150,9 @@ inline std::unique_ptr<GraphRecorder> make_graph_recorder(c10::Device device) {
   if (device.is_cuda()) {
 #if TORCHAMP_CUDA_GRAPHS
     check_cuda_headers(CUDART_VERSION, at::detail::getCUDAHooks().versionCUDART());
-    make_graph = [](c10::Device its) { return std::make_unique<CudaDeviceGraph>(its); };
+    make_graph = [pool = std::make_shared<SharedPool>()](c10::Device its) {
+      return std::make_unique<CudaDeviceGraph>(its, pool->get());
+    };
 #else
     TORCH_CHECK(
         false,

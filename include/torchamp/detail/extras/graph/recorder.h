@@ -44,6 +44,10 @@ class GraphRecorder {
 
   /// Lets go of the recording and its memory.
   virtual void reset() = 0;
+
+  /// A recorder on the same stream, whose recordings share their memory with this one's: they are
+  /// replayed in turn.
+  virtual std::unique_ptr<GraphRecorder> another() const = 0;
 };
 
 /// Interface of a device with graphs: records the work of one stream, and replays it. An object
@@ -137,7 +141,7 @@ class StreamRecorder final : public GraphRecorder {
   using MakeGraph = std::function<std::unique_ptr<DeviceGraph>(c10::Device)>;
 
   StreamRecorder(c10::Device device, MakeGraph make_graph)
-      : device_(device), side_(device), event_(device.type()), make_graph_(std::move(make_graph)) {}
+      : StreamRecorder(device, std::make_shared<OwnStream>(device), std::move(make_graph)) {}
   ~StreamRecorder() override {
     try {
       reset();
@@ -150,15 +154,15 @@ class StreamRecorder final : public GraphRecorder {
 
   void run(const std::function<void()>& work) override {
     const c10::Stream caller = backend().getStream(device_);
-    order(caller, side_.get());
+    order(caller, side_->get());
     try {
-      const c10::StreamGuard on_side(side_.get());
+      const c10::StreamGuard on_side(side_->get());
       work();
     } catch (...) {
-      order(side_.get(), caller);  // what was done is there
+      order(side_->get(), caller);  // what was done is there
       throw;
     }
-    order(side_.get(), caller);
+    order(side_->get(), caller);
   }
 
   void record(const std::function<void()>& work) override {
@@ -166,7 +170,7 @@ class StreamRecorder final : public GraphRecorder {
     reset();
     backend().synchronizeDevice(device_.index());
     empty_cache();  // what the eager iterations leave would lie idle
-    const c10::StreamGuard on_side(side_.get());
+    const c10::StreamGuard on_side(side_->get());
     auto graph = make_graph_(device_);
     try {
       graph->begin();
@@ -185,7 +189,7 @@ class StreamRecorder final : public GraphRecorder {
     graph_->replay();
     // Memory that warm-ups allocated belongs to this stream: once freed, it must not be reused
     // before that.
-    order(backend().getStream(device_), side_.get());
+    order(backend().getStream(device_), side_->get());
   }
 
   void reset() override {
@@ -193,7 +197,17 @@ class StreamRecorder final : public GraphRecorder {
     graph_.reset();
   }
 
+  std::unique_ptr<GraphRecorder> another() const override {
+    return std::unique_ptr<GraphRecorder>(new StreamRecorder(device_, side_, make_graph_));
+  }
+
  private:
+  StreamRecorder(c10::Device device, std::shared_ptr<const OwnStream> side, MakeGraph make_graph)
+      : device_(device),
+        side_(std::move(side)),
+        event_(device.type()),
+        make_graph_(std::move(make_graph)) {}
+
   c10::impl::VirtualGuardImpl backend() const {
     return c10::impl::VirtualGuardImpl(device_.type());
   }
@@ -212,7 +226,7 @@ class StreamRecorder final : public GraphRecorder {
   }
 
   c10::Device device_;
-  OwnStream side_;
+  std::shared_ptr<const OwnStream> side_;
   c10::Event event_;
   MakeGraph make_graph_;
   std::unique_ptr<DeviceGraph> graph_;

@@ -61,6 +61,10 @@ inline bool has_callbacks() {
   return true;
 }
 
+/// What an observer is told of. Whoever looks at the nodes of a backward pass holds their gradients
+/// meanwhile, so that LibTorch copies what it would take.
+enum class Watched { ops_and_nodes, ops };
+
 class ObserverTable {
  public:
   static constexpr std::size_t size = 32;
@@ -92,7 +96,7 @@ class ObserverTable {
 
   /// Starts reporting the calling thread's calls to the observer in `slot`, and removes callbacks
   /// that ended observations have left.
-  at::CallbackHandle listen(std::size_t slot) {
+  at::CallbackHandle listen(std::size_t slot, Watched watched) {
     const std::scoped_lock lock(mutex_);
     const auto begins = functions();
     const at::RecordFunctionCallbacks here = at::get_record_function_tls_().sorted_tls_callbacks_;
@@ -103,12 +107,15 @@ class ObserverTable {
         at::removeCallback(entry.handle_);
       }
     }
-    return callbacks_[slot] = at::addThreadLocalCallback(
-               at::RecordFunctionCallback(begins[slot], &end)
-                   .needsInputs(true)
-                   .needsOutputs(true)
-                   .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION,
-                            at::RecordScope::USER_SCOPE}));
+    at::RecordFunctionCallback callback(begins[slot], &end);
+    callback.needsInputs(true).needsOutputs(true);
+    if (watched == Watched::ops) {
+      callback.scopes({at::RecordScope::FUNCTION});
+    } else {
+      callback.scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION,
+                       at::RecordScope::USER_SCOPE});
+    }
+    return callbacks_[slot] = at::addThreadLocalCallback(callback);
   }
 
  private:
@@ -157,10 +164,11 @@ class ObserverTable {
 /// leaves the callback registered.
 class Observation {
  public:
-  Observation(const char* who, std::shared_ptr<Observer> observer)
+  Observation(const char* who, std::shared_ptr<Observer> observer,
+              Watched watched = Watched::ops_and_nodes)
       : who_(who),
         slot_(ObserverTable::instance().add(who, std::move(observer))),
-        callback_(ObserverTable::instance().listen(slot_)) {}
+        callback_(ObserverTable::instance().listen(slot_, watched)) {}
   Observation(const Observation&) = delete;
   Observation& operator=(const Observation&) = delete;
 

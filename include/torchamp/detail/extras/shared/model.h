@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
@@ -32,29 +33,51 @@ class Model {
   std::shared_ptr<torch::nn::Module> module_;
 };
 
-/// The modes (train() or eval()) of all modules of some models at one moment.
-class ModelModes {
+/// The modes (train() or eval()) of all modules of some models at one moment, and where their
+/// parameters and buffers are, and which of them require gradients.
+class SeenModels {
  public:
-  ModelModes() = default;
-  explicit ModelModes(const std::vector<Model>& models) {
+  SeenModels() = default;
+  explicit SeenModels(const std::vector<Model>& models) {
     for (const Model& model : models) {
       add(model.get());
       for (const auto& module : model.get()->modules(/*include_self=*/false)) add(module);
+      for (const at::Tensor& parameter : model.get()->parameters()) add(parameter);
+      for (const at::Tensor& buffer : model.get()->buffers()) add(buffer);
     }
   }
 
-  /// Whether all of these modules are in the same mode now.
+  void add(const at::Tensor& tensor) {
+    tensors_.push_back({tensor, address_of(tensor), tensor.requires_grad()});
+  }
+
+  /// Whether all of this is so now.
   bool hold() const {
     return std::ranges::all_of(
-        modes_, [](const auto& one) { return one.first->is_training() == one.second; });
+               modes_, [](const auto& one) { return one.first->is_training() == one.second; }) &&
+           std::ranges::all_of(tensors_, [](const SeenMemory& one) {
+             return one.address == address_of(one.tensor) &&
+                    one.requires_grad == one.tensor.requires_grad();
+           });
   }
 
  private:
+  struct SeenMemory {
+    at::Tensor tensor;
+    const void* address;
+    bool requires_grad;
+  };
+
+  static const void* address_of(const at::Tensor& tensor) {
+    return tensor.defined() && tensor.has_storage() ? tensor.storage().data() : nullptr;
+  }
+
   void add(const std::shared_ptr<torch::nn::Module>& module) {
     modes_.emplace_back(module, module->is_training());
   }
 
   std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> modes_;
+  std::vector<SeenMemory> tensors_;
 };
 
 }  // namespace torchamp::detail

@@ -23,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/extras/shared/captured_call.h"
 #include "torchamp/detail/extras/shared/master_meta.h"
 #include "torchamp/detail/extras/shared/model.h"
 #include "torchamp/grad_scaler.h"
@@ -96,6 +97,16 @@ constexpr void check_loss_of() {
   static_assert(returns_loss<Loss, Inputs...>,
                 "TrainingStep: the function must return the loss, an at::Tensor with its graph: "
                 "train([&] { return torch::mse_loss(model->forward(x), y); })");
+}
+
+/// The type of such a function, or of what a std::function holds.
+template <class Loss>
+const std::type_info& type_of_function(const Loss& function) {
+  if constexpr (requires { function.target_type(); }) {
+    return function.target_type();
+  } else {
+    return typeid(Loss);
+  }
 }
 
 /// For a call with anything else.
@@ -248,17 +259,25 @@ struct MastersOption {
 /// Options of a graph, which name it: CudaGraphOptions.
 struct CaptureOption {
   using Body = std::function<Tensors(const Tensors&)>;
-  using Capture = std::function<const Tensors&(const Tensors&)>;
-  using Maker = std::function<Capture(torch::optim::Optimizer&, const Model&, Body)>;
+  /// And what is asked of the options before.
+  struct Maker : std::function<StepCapture(torch::optim::Optimizer&, const Model&, Body)> {
+    bool when_possible = false;
+  };
 
   template <class Options, class Graph = typename Options::Graph>
   static Maker maker_of(const Options& options) {
-    return [options](torch::optim::Optimizer& optimizer, const Model& model, Body body) -> Capture {
+    const auto make = [options](torch::optim::Optimizer& optimizer, const Model& model,
+                                Body body) -> StepCapture {
       Options of_model = options;
       of_model.models.push_back(model);
       const auto graph = std::make_shared<Graph>(optimizer, std::move(body), of_model);
-      return [graph](const Tensors& inputs) -> const Tensors& { return (*graph)(inputs); };
+      return {[graph](const Tensors& inputs, const CapturedCall& call) -> const Tensors& {
+                return graph->run(inputs, call);
+              },
+              [graph](const std::function<void()>& work) { graph->run_eagerly(work); },
+              [graph] { graph->capture_again(); }};
     };
+    return {{make}, options.when_possible};
   }
   template <class Given>
   requires(!requires { typename Given::Graph; }) static Maker maker_of(const Given&) {

@@ -66,12 +66,10 @@ inline void TrainingStep::check(const TrainingStepOptions& options, bool makes) 
                         *options.dtype == at::kBFloat16 || *options.dtype == at::kFloat,
                     "TrainingStep: dtype is ", options.dtype.value_or(at::kFloat),
                     ". It is fp16, bf16, fp32 for no casts, or left unset.");
-  TORCH_CHECK_VALUE(!options.capture.make || !options.group.make,
+  const bool must_capture = options.capture.make && !options.capture.make.when_possible;
+  TORCH_CHECK_VALUE(!must_capture || !options.group.make,
                     "TrainingStep: capture and group cannot be together: gradients are averaged on "
                     "streams that a graph cannot hold. Leave one of them out.");
-  TORCH_CHECK_VALUE(!options.capture.make || options.micro_batches == 1,
-                    "TrainingStep: capture and micro_batches above 1 cannot be together: a graph "
-                    "holds an iteration with its step. Leave one of them out.");
   if (!options.masters.make) return;
   TORCH_CHECK_VALUE(makes,
                     "TrainingStep: with masters, the optimizer must step these. Pass a function "
@@ -148,7 +146,7 @@ inline TrainingStep::TrainingStep(const detail::Model& model, TrainingStepOption
   try {
     make_parts(options, make);
   } catch (...) {
-    capture_ = nullptr;
+    capture_ = {};
     accumulation_.reset();
     scheduler_.reset();
     optimizer_.reset();
@@ -173,14 +171,21 @@ inline void TrainingStep::make_parts(TrainingStepOptions& options, const MakeOpt
     accumulation_->speak_in(detail::training_step_terms);
     accumulation_->before_unscale([this] { complete_gradients(); });
   }
-  if (options.capture.make) {
+  captures_when_possible_ = options.capture.make.when_possible;
+  if (options.capture.make && options.group.make) {
+    moves_inputs_ = true;
+    TORCH_WARN(
+        "TrainingStep: iterations go on eagerly, with the same results: gradients are averaged on "
+        "streams that a graph cannot hold. Leave out .capture or .group.");
+  } else if (options.capture.make) {
     capture_ = options.capture.make(*optimizer_, model_, [this](const Tensors& inputs) -> Tensors {
+      has_run_body_ = true;
       const TrainingResult made = iterate([&] { return (*function_)(inputs); });
       return {made.loss_, made.found_inf(), made.scale_, made.norm_};
     });
   }
   if (options.log.make) log_ = options.log.make();
-  keeps_scale_ = log_ || capture_;
+  keeps_scale_ = log_ || bool(capture_);
   if (group_) group_->attach(model_, masters_.get());
 }
 
@@ -280,10 +285,42 @@ inline TrainingResult TrainingStep::learn(at::Tensor loss) {
 }
 
 inline TrainingResult TrainingStep::replay(
-    const Tensors& inputs, const std::function<at::Tensor(const Tensors&)>& function) {
+    const Tensors& inputs, const std::function<at::Tensor(const Tensors&)>& function,
+    const std::type_info& type) {
   function_ = &function;
-  const Tensors& made = capture_(inputs);
-  return TrainingResult::of_replay(made[0], made[3], made[2], made[1]);
+  std::vector<double> rules{scaler_->get_growth_factor(), scaler_->get_backoff_factor(),
+                            static_cast<double>(scaler_->get_growth_interval())};
+  if (rules != captured_rules_ && !captured_rules_.empty()) capture_.capture_again();
+  captured_rules_ = std::move(rules);
+  detail::CapturedCall call{.function = &type,
+                            .in_window = micro_batches_ > 1,
+                            .micro_batch = pending(),
+                            .steps = pending() + 1 == micro_batches_};
+  if (accumulation_) call.undo = accumulation_->bookmark();
+  has_run_body_ = false;
+  const Tensors& made = capture_.run(inputs, call);
+  if (accumulation_ && !has_run_body_) accumulation_->note_replayed_backward();
+  TrainingResult result = TrainingResult::of_replay(made[0], made[3], made[2], made[1]);
+  result.ended_window_ = call.steps;
+  return result;
+}
+
+inline void TrainingStep::check_inputs_may_be_left_out() {
+  constexpr const char* text =
+      "TrainingStep: with .capture, pass the function's inputs, because a replay runs no host "
+      "code: train({batch.data, batch.target}, [&](const auto& inputs) {…}).";
+  TORCH_CHECK(captures_when_possible_, text);
+  if (std::exchange(warned_of_inputs_, true)) return;
+  TORCH_WARN(text, " Until then, iterations run eagerly. This warning is given once.");
+}
+
+/// The inputs as a graph's function would get them.
+inline TrainingStep::Tensors TrainingStep::on_device(const Tensors& inputs) const {
+  Tensors there = inputs;
+  for (at::Tensor& input : there) {
+    if (input.defined() && input.is_cpu()) input = input.to(device_, /*non_blocking=*/true);
+  }
+  return there;
 }
 
 /// What the host does after a step, also of a replayed one.
@@ -318,9 +355,12 @@ inline std::optional<TrainingResult> TrainingStep::finish() {
   std::optional<TrainingResult> result;
   if (pending() > 0) {
     std::optional<StepResult> step;
-    try {
+    const auto flush = [&] {
       step = accumulation_->flush();
       if (masters_) masters_->copy_to_model();
+    };
+    try {
+      capture_ ? capture_.run_eagerly(flush) : flush();
     } catch (...) {
       drop_window();
       throw;

@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/record_function.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/util/Exception.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/extras/observe/observer.h"
+
+namespace torchamp::detail {
+
+// Note [What a replay cannot see]
+// A replay repeats what the capture has done: the same ops, with the same numbers, on the same
+// memory. A body that takes something else from the host in each call (a number that it was given
+// by reference, a tensor of this batch, a branch) is replayed as it was. So the ops that the body
+// calls itself with gradients on until the first backward pass of a device are noted in the last
+// warm-up and in the capture, and compared. What an op calls in turn is not looked at (casts, say,
+// which a cache may have made before), nor is what clears gradients.
+
+/// Memory that an iteration read and that was there before it.
+class OuterMemory {
+ public:
+  explicit OuterMemory(const at::Tensor& tensor) : memory_(tensor.storage().getWeakStorageImpl()) {}
+  bool is_gone() const { return memory_.expired(); }
+
+ private:
+  c10::weak_intrusive_ptr<c10::StorageImpl> memory_;
+};
+
+/// Notes the ops of a body's forward pass: see Note [What a replay cannot see].
+class BodyTrace final : public Observer {
+ public:
+  explicit BodyTrace(c10::DeviceType device) : device_(device) {}
+
+  /// How `later` differs from this trace; empty if it does not.
+  std::string difference(const BodyTrace& later) const {
+    if (later.steps_.empty()) return {};
+    const std::size_t count = std::min(steps_.size(), later.steps_.size());
+    for (std::size_t i = 0; i < count; ++i) {
+      const std::string differs = difference(steps_[i], later.steps_[i]);
+      if (!differs.empty()) return differs;
+    }
+    if (steps_.size() == later.steps_.size()) return {};
+    const auto& longer = steps_.size() > count ? steps_ : later.steps_;
+    return "it calls " + longer[count].name + " in one call and not in another";
+  }
+
+  /// Memory of the device that was read and is still there.
+  std::vector<OuterMemory> outer_memory() const {
+    std::vector<OuterMemory> there;
+    for (const auto& [address, memory] : outer_) {
+      if (!memory.is_gone()) there.push_back(memory);
+    }
+    return there;
+  }
+
+  std::unique_ptr<Call> begin(const at::RecordFunction& call) override {
+    if (std::this_thread::get_id() != thread_) {
+      has_backward_begun_ = true;
+      return nullptr;
+    }
+    if (has_backward_begun_ && depth_ == 0) return nullptr;
+    if (depth_++ == 0 && at::GradMode::is_enabled()) note(call);
+    return std::make_unique<Call>();
+  }
+  void end(const at::RecordFunction& call, Call&) override {
+    if (--depth_ > 0) return;
+    for (const c10::IValue& output : call.outputs()) {
+      for_each_tensor(output, [this](const at::Tensor& tensor) {
+        inner_.insert_or_assign(tensor.unsafeGetTensorImpl(), WeakTensor(tensor));
+      });
+    }
+  }
+
+ private:
+  struct Step {
+    std::string name;
+    std::vector<std::string> tensors;  // their dtypes and shapes
+    std::vector<std::string> numbers;
+    std::vector<const void*> outer;  // addresses
+    std::string first_outer;
+  };
+
+  static std::string difference(const Step& before, const Step& after) {
+    if (before.name != after.name) {
+      return "it calls " + after.name + " where the call before called " + before.name +
+             " (a branch on the host)";
+    }
+    if (before.tensors != after.tensors) {
+      return "it calls " + after.name +
+             " with tensors of other shapes or dtypes than in the call "
+             "before";
+    }
+    if (before.outer != after.outer) {
+      return after.name + " reads a tensor (" + after.first_outer +
+             ") that is not among the inputs, and read another one in the call before: pass it as "
+             "an input";
+    }
+    if (before.numbers != after.numbers) {
+      return after.name +
+             " takes another number than in the call before: pass it as an input, a tensor of one "
+             "element";
+    }
+    return {};
+  }
+
+  template <class Function>
+  static void for_each_tensor(const c10::IValue& value, const Function& function) {
+    if (value.isTensor()) {
+      if (value.toTensor().defined()) function(value.toTensor());
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorVector()) {
+        if (tensor.defined()) function(tensor);
+      }
+    }
+  }
+
+  void note(const at::RecordFunction& call) {
+    const std::string_view name = call.name();
+    if (name == "aten::detach_" || name == "aten::zero_") return;
+    Step step{
+        .name = std::string(name), .tensors = {}, .numbers = {}, .outer = {}, .first_outer = {}};
+    for (const c10::IValue& input : inputs_of(call)) {
+      for_each_tensor(input, [&](const at::Tensor& tensor) { note(step, tensor); });
+      if (input.isScalar()) step.numbers.push_back(c10::str(input.toScalar()));
+      if (input.isIntList()) step.numbers.push_back(c10::str(input.toIntVector()));
+      if (input.isDoubleList()) step.numbers.push_back(c10::str(input.toDoubleVector()));
+    }
+    steps_.push_back(std::move(step));
+  }
+
+  void note(Step& step, const at::Tensor& tensor) {
+    step.tensors.push_back(c10::str(tensor.scalar_type(), tensor.sizes()));
+    const auto inner = inner_.find(tensor.unsafeGetTensorImpl());
+    if (inner != inner_.end() || !tensor.has_storage()) return;
+    if (device_ != c10::kCPU && tensor.is_cpu() && tensor.dim() == 0) {
+      step.numbers.push_back(c10::str(tensor.item()));
+      return;
+    }
+    if (step.outer.empty()) step.first_outer = step.tensors.back();
+    const auto* const begin = static_cast<const char*>(tensor.storage().data());
+    step.outer.push_back(begin + static_cast<std::size_t>(tensor.storage_offset()) *
+                                     tensor.dtype().itemsize());
+    if (tensor.device().type() == device_) {
+      outer_.try_emplace(tensor.storage().unsafeGetStorageImpl(), tensor);
+    }
+  }
+
+  c10::DeviceType device_;
+  std::thread::id thread_ = std::this_thread::get_id();
+  std::atomic<bool> has_backward_begun_ = false;  // on a thread of LibTorch's
+  int depth_ = 0;
+  std::vector<Step> steps_;
+  std::unordered_map<const c10::TensorImpl*, WeakTensor> inner_;  // which ops have made
+  std::unordered_map<const c10::StorageImpl*, OuterMemory> outer_;
+};
+
+}  // namespace torchamp::detail

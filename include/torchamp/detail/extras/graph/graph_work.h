@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+#include <torch/optim/optimizer.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/gradients/attached.h"
+#include "torchamp/detail/extras/shared/model.h"
+#include "torchamp/version.h"
+
+namespace torchamp::detail {
+
+using Tensors = std::vector<at::Tensor>;
+
+/// What all iterations of a CudaGraph share.
+struct GraphWork {
+  std::vector<std::reference_wrapper<torch::optim::Optimizer>> optimizers;
+  std::function<Tensors(const Tensors&)> body;
+  std::vector<Model> models;
+  std::int64_t warmup = 1;
+  bool when_possible = false;
+  bool warned = false;  // of a difference, or of going on eagerly
+  Tensors outputs = {};
+
+  void call(const Tensors& inputs) {
+    outputs.clear();
+    Tensors made = body(inputs);
+    for (at::Tensor& output : made) {
+      if (output.defined()) output = output.detach();  // releases the autograd graph
+    }
+    outputs = std::move(made);
+  }
+
+  /// Says once why it goes on eagerly; `why` may begin with the name of the class.
+  void warn_of_eager(std::string why) {
+    if (std::exchange(warned, true)) return;
+    constexpr const char* name = "CudaGraph: ";
+    if (why.starts_with(name)) why.erase(0, std::string(name).size());
+    TORCH_WARN("CudaGraph: iterations go on eagerly, with the same results: ", why,
+               " This is said once; without .when_possible it is an error.");
+  }
+};
+
+/// The gradients of all parameters at one moment. Graphs of micro-batches add to the same memory in
+/// each window: what one has left must be there when the next is replayed.
+class GradientList {
+ public:
+  GradientList() = default;
+  explicit GradientList(const GraphWork& work) {
+    for (torch::optim::Optimizer& optimizer : work.optimizers) {
+      any_parameter(optimizer, [this](const at::Tensor& parameter) {
+        gradients_.emplace_back(parameter, gradient_of(parameter));
+        return false;
+      });
+    }
+    for (const Model& model : work.models) {  // whose gradients masters take
+      for (const at::Tensor& parameter : model.get()->parameters()) {
+        gradients_.emplace_back(parameter, gradient_of(parameter));
+      }
+    }
+  }
+
+  /// Whether they are the parameters' gradients now.
+  bool are_attached() const {
+    return std::ranges::all_of(gradients_, [](const auto& one) {
+      return gradient_of(one.first).unsafeGetTensorImpl() == one.second.unsafeGetTensorImpl();
+    });
+  }
+  void attach() const {
+    for (const auto& [parameter, gradient] : gradients_) parameter.mutable_grad() = gradient;
+  }
+
+ private:
+  std::vector<std::pair<at::Tensor, at::Tensor>> gradients_;  // by parameter
+};
+
+}  // namespace torchamp::detail

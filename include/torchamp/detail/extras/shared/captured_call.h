@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <typeinfo>
+#include <vector>
+
+#include "torchamp/version.h"
+
+namespace torchamp::detail {
+
+using Tensors = std::vector<at::Tensor>;
+
+/// A call of an iteration that may be captured.
+struct CapturedCall {
+  /// The type of the function that it runs; those of one type share graphs.
+  const std::type_info* function = nullptr;
+  /// Whether it is one of several micro-batches, whose gradients add up, and its number.
+  bool in_window = false;
+  std::int64_t micro_batch = 0;
+  /// Whether it steps: the last micro-batch does.
+  bool steps = true;
+  /// Undoes what a capture that failed has done on the host.
+  std::function<void()> undo = nullptr;
+};
+
+/// What captures the iterations of a TrainingStep and replays them.
+struct StepCapture {
+  std::function<const Tensors&(const Tensors&, const CapturedCall&)> run;
+  /// Calls a function on the stream of the graphs, whose memory it may use.
+  std::function<void(const std::function<void()>&)> run_eagerly;
+  /// What is captured no longer holds.
+  std::function<void()> capture_again;
+  explicit operator bool() const { return run != nullptr; }
+};
+
+}  // namespace torchamp::detail

@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "torchamp/detail/extras/graph/body_trace.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "torchamp/autocast.h"
+
+namespace {
+
+using ::testing::HasSubstr;
+using torchamp::detail::BodyTrace;
+using torchamp::detail::Observation;
+using torchamp::detail::Watched;
+
+std::shared_ptr<BodyTrace> trace_of(const std::function<void()>& body) {
+  auto trace = std::make_shared<BodyTrace>(at::kCPU);
+  const Observation observation("a test", trace, Watched::ops);
+  body();
+  return trace;
+}
+
+std::string difference(const std::function<void()>& before, const std::function<void()>& after) {
+  return trace_of(before)->difference(*trace_of(after));
+}
+
+TEST(BodyTrace, TellsCallsNumbersShapesAndOuterTensorsApart) {
+  const at::Tensor x = torch::ones({2, 3}), other = torch::ones({2, 3});
+  const auto same = [&] { (void)(x * 2. + x).sum(); };
+  EXPECT_EQ(difference(same, same), "");
+  EXPECT_THAT(difference(same, [&] { (void)(x * 3. + x).sum(); }),
+              HasSubstr("aten::mul takes another number"));
+  EXPECT_THAT(difference(same, [&] { (void)(x * 2. - x).sum(); }),
+              HasSubstr("it calls aten::sub where the call before called aten::add"));
+  EXPECT_THAT(difference(same, [&] { (void)(x * 2. + other).sum(); }),
+              HasSubstr("aten::add reads a tensor (Float[2, 3]) that is not among the inputs"));
+  EXPECT_THAT(difference(same, [&] { (void)(x * 2. + x); }),
+              HasSubstr("it calls aten::sum in one call and not in another"));
+  const auto rows = [&](int64_t n) { return [&x, n] { (void)x.narrow(0, 0, n).exp(); }; };
+  EXPECT_NE(difference(rows(1), rows(2)), "");
+}
+
+TEST(BodyTrace, TakesWhatTheBodyMakesForTheSameWhereverItIs) {
+  const at::Tensor x = torch::ones({2, 3});
+  at::Tensor kept;  // so that the second one is elsewhere
+  const auto body = [&] {
+    const at::Tensor made = torch::ones({2, 3});
+    (void)(x + made);
+    kept = made;
+  };
+  EXPECT_EQ(difference(body, body), "");
+}
+
+TEST(BodyTrace, LooksAtNoOpsThatOpsCallNorAtThoseWithoutGradients) {
+  const at::Tensor x = torch::ones({2, 3}), weight = torch::ones({4, 3}, torch::requires_grad());
+  const auto body = [&](bool warm) {
+    return [&, warm] {
+      const torchamp::AutocastGuard autocast(at::kCPU, at::kBFloat16);
+      if (warm) {
+        const at::NoGradGuard no_grad;
+        (void)(x * 3);
+      }
+      (void)torch::linear(x, weight);
+    };
+  };
+  EXPECT_EQ(difference(body(false), body(true)), "");
+}
+
+TEST(BodyTrace, KnowsMemoryFromBeforeThatIsGone) {
+  at::Tensor before = torch::ones({2, 3});
+  const at::Tensor stays = torch::ones({2, 3});
+  const auto trace = trace_of([&] { (void)(before + stays + torch::ones({3})); });
+  const auto gone = [&] {
+    int count = 0;
+    for (const auto& memory : trace->outer_memory()) count += memory.is_gone() ? 1 : 0;
+    return count;
+  };
+  const auto memory = trace->outer_memory();
+  EXPECT_EQ(memory.size(), 2U);
+  before = at::Tensor();
+  EXPECT_TRUE(memory[0].is_gone() || memory[1].is_gone());
+  EXPECT_EQ(trace->outer_memory().size(), 1U);
+  EXPECT_EQ(gone(), 0);
+}
+
+}  // namespace
