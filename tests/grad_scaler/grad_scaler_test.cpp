@@ -193,18 +193,20 @@ TEST(GradScaler, SkipsNonFiniteStepsWithoutScaling) {
 // ---- Several optimizers -------------------------------------------------------------------------
 
 TEST_P(GradScalerOn, SkipsOnlyTheBadOptimizerAndBacksOffForBoth) {
-  GradScaler scaler({.init_scale = 4., .growth_interval = 1});
-  start(scaler);
-  const at::Tensor good = parameter_with(tensor({4}));
-  const at::Tensor bad = parameter_with(tensor({kInf}));
-  auto one = sgd({good});
-  auto two = sgd({bad});
-  EXPECT_TRUE(scaler.step(one));
-  EXPECT_FALSE(scaler.step(two));
-  scaler.update();
-  EXPECT_EQ(scaler.get_scale(), 2.);
-  expect_close(good.detach(), tensor({-1}));
-  expect_close(bad.detach(), tensor({0}));
+  for (const bool bad_first : {false, true}) {
+    GradScaler scaler({.init_scale = 4., .growth_interval = 1});
+    start(scaler);
+    const at::Tensor good = parameter_with(tensor({4}));
+    const at::Tensor bad = parameter_with(tensor({kInf}));
+    auto one = sgd({bad_first ? bad : good});
+    auto two = sgd({bad_first ? good : bad});
+    EXPECT_EQ(scaler.step(one).stepped(), !bad_first);
+    EXPECT_EQ(scaler.step(two).stepped(), bad_first);
+    scaler.update();
+    EXPECT_EQ(scaler.get_scale(), 2.);
+    expect_close(good.detach(), tensor({-1}));
+    expect_close(bad.detach(), tensor({0}));
+  }
 }
 
 TEST_P(GradScalerOn, CountsAnOptimizerThatWasUnscaledAndNotStepped) {
