@@ -173,9 +173,9 @@ inline void TrainingCheckpoint::read(torch::serialize::InputArchive& archive, bo
     torch::serialize::InputArchive nested;
     TORCH_CHECK(archive.try_read(detail::archive_key(entry.name), nested),
                 "TrainingCheckpoint::load: '", path_.string(), "' holds no '", entry.name, "'. ",
-                is_of_step_ ? "It was saved by a TrainingStep without this part, or by another "
-                              "program: give the TrainingStep the options that it had then "
-                              "(.scheduler, .masters)."
+                is_of_step_ ? "It was saved by a TrainingStep without this part: give the "
+                              "TrainingStep the options that it had then (.scheduler, .masters). "
+                              "Read a TrainingCheckpoint's file by a TrainingCheckpoint."
                             : "Add the same objects as when it was saved.");
     detail::rethrow_with(
         [&] {
