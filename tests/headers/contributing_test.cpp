@@ -55,9 +55,10 @@ std::vector<std::string> section(const std::string& title) {
 
 /// The folders in which a path of the page may begin.
 const std::vector<fs::path>& beginnings() {
-  static const std::vector<fs::path> folders{project() / "include" / "torchamp", project(),
-                                             project() / "include" / "torchamp" / "detail" / "core",
-                                             project() / "include"};
+  static const std::vector<fs::path> folders{
+      project() / "include" / "torchamp", project(),
+      project() / "include" / "torchamp" / "detail" / "core",
+      project() / "include" / "torchamp" / "detail" / "extras", project() / "include"};
   return folders;
 }
 
@@ -182,7 +183,7 @@ std::vector<Step> steps() {
 }
 
 TEST(Contributing, DrawsTripsByFunctionsThatAreWhereItSays) {
-  static const std::regex file(R"((\w+/)?[\w-]+\.h\b)");
+  static const std::regex file(R"((\w+/)*[\w-]+\.h\b)");
   static const std::regex arguments(R"(\([^)]*\))");
   std::string at;
   std::size_t count = 0;

@@ -296,11 +296,8 @@ TEST_F(TableIsComplete, ForLibTorchsKernelsOfACpu) {
 }
 
 TEST_F(TableIsComplete, ForTheFamiliesThatTheTableAddsToLibTorchs) {
-  for (const torchamp::OpFamily& family :
-       {torchamp::ops::addition, torchamp::ops::reduction, torchamp::ops::order_statistic,
-        torchamp::detail::decomposition, torchamp::detail::fp32_only,
-        torchamp::detail::one_dtype}) {
-    for (const std::string_view op : family) {
+  for (const auto& row : torchamp::detail::standard_rows) {
+    for (const std::string_view op : row.family) {
       for (const auto& overload : torchamp::detail::find_ops(op, "test", /*missing_ok=*/true)) {
         if (!torchamp::detail::why_not_castable(overload.schema()).empty()) continue;
         expect_case(c10::toString(overload.operator_name()));
