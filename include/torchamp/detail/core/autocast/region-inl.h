@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
+// What a guard does: resolve, push, restore.
 #pragma once
 
 #include <c10/util/Exception.h>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
+// What is attached to a weight, and who is told that weights were written to.
 #pragma once
 
 #include <ATen/autocast_mode.h>

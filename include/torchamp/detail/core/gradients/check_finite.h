@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
+// Checks gradients for infs and NaNs, by device and dtype, and makes one flag of them.
 #pragma once
 
 #include <ATen/core/Tensor.h>

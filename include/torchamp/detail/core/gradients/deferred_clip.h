@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
+// A clip that is left to the next step of a fused optimizer.
 #pragma once
 
 #include <ATen/SequenceNumber.h>
@@ -31,7 +32,8 @@ namespace torchamp::detail {
 //                    two apart is whether this thread has recorded a graph for autograd meanwhile.
 //   something else   an error: some were written to, replaced, dropped or added to.
 // Writes that leave the clipped gradients what they are (the check, GradScaler::unscale_) keep the
-// divisor.
+// divisor. It ends with the step, taken or skipped; with zero_grad() of the fused optimizer; with
+// the next clip, if the gradients are gone; and where clip_grad_value_ applies it.
 
 /// A number that gradients are to be divided by.
 struct Divisor {

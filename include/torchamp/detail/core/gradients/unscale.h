@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
+// Divides gradients by the scale, and checks them.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
+// How a fused optimizer steps: lists of parameters by device, dtype and step count.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -131,6 +131,7 @@ TORCHAMP_COLD std::vector<c10::OperatorHandle> find_ops(std::string_view text,
                  "LibTorch's own ops have no namespace: 'softmax'."
                : "'. Did you mean '",
       nearest, is_alone ? "" : "'?");
+  return {};  // not reached
 }
 
 TORCHAMP_COLD std::string_view why_not_castable(const c10::FunctionSchema& schema) {

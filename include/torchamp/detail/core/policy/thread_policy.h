@@ -59,6 +59,12 @@ inline std::shared_ptr<ThreadPolicy> copy_of(const ThreadPolicy* policy) {
   return copy;
 }
 
+// Note [Who carries the policy to other threads]
+// LibTorch's ThreadLocalState carries the slot, so at::launch does, and so does autograd to the
+// threads of a backward pass that begins within a region. One that begins after the guard's end has
+// no policy: its ops run in the dtypes of the forward pass. The JIT's switch (ScriptSwitch) and the
+// cache's flag are not carried.
+
 /// The calling thread's policy, or null outside every guard.
 inline const ThreadPolicy* thread_policy() {
   return static_cast<const ThreadPolicy*>(c10::ThreadLocalDebugInfo::get(policy_slot()));

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
+// The loss scale, on the host or on a device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -255,7 +256,7 @@ class LossScale {
   void advance(const at::Tensor& found_inf, const at::Tensor& amax = {}) {
     leave_host();
     if (options_.dynamic) on_device_->make(options_, scale_, found_inf, amax, skips_);
-    at::addcmul_out(skips_, found_inf, skips_, found_inf);  // one more, or none
+    at::addcmul_out(skips_, found_inf, skips_, found_inf);  // one more if bad, or else 0
     followed_.note_update(scale_, skips_, options_);
   }
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
+// Casts and other tensors made from weights, kept while the weights stay as they are.
 #pragma once
 
 #include <ATen/core/Tensor.h>
