@@ -170,7 +170,7 @@ inline void check_not_stepped(const char* call, const GradScaler& scaler,
                               const torch::optim::Optimizer& optimizer) {
   TORCHAMP_CHECK(!scaler.is_stepped(optimizer), call,
                  ": this optimizer has been stepped already in this iteration. Clip between "
-                 "backward() and step().");
+                 "backward() and step(), and call update() after the last step().");
 }
 
 }  // namespace detail

@@ -294,7 +294,7 @@ TEST_P(ClipGrad, RefusesToClipAfterTheStep) {
     EXPECT_TRUE(scaler.is_stepped(optimizer));
     EXPECT_ERROR(torchamp::clip_grad_norm_(scaler, optimizer, 1.),
                  "clip_grad_norm_: this optimizer has been stepped already in this iteration. Clip "
-                 "between backward() and step().");
+                 "between backward() and step(), and call update() after the last step().");
     EXPECT_ERROR(torchamp::clip_grad_value_(scaler, optimizer, 1.), "Clip between backward()");
     scaler.update();
     EXPECT_FALSE(scaler.is_stepped(optimizer));

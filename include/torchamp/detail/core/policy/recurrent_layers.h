@@ -76,7 +76,7 @@ inline void warn_of_recurrent_layers_in_fp32(at::ScalarType dtype) {
       {"torchamp: this CPU has no LSTM in ", c10::toString(dtype),
        " (oneDNN has none for its instructions), so LSTMs, GRUs and RNNs run in fp32 here under "
        "Policy::standard(). Policy::effect tells of a layer; Policy::fp32(ops::recurrent) says "
-       "the same without this warning, and under Policy::torch() an LSTM throws."});
+       "the same without this warning. Policy::torch() throws for an LSTM of unpacked input."});
 }
 
 }  // namespace torchamp::detail
