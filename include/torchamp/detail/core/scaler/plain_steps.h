@@ -45,10 +45,7 @@ class SteppedWeights {
   TORCHAMP_RARE static void note(const torch::optim::Optimizer& optimizer) {
     SteppedWeights& all = instance();
     const std::scoped_lock lock(all.mutex_);
-    if (all.weights_.size() >= all.purge_at_) {
-      std::erase_if(all.weights_, [](const auto& one) { return one.second.is_gone(); });
-      all.purge_at_ = std::max(least_to_purge, 2 * all.weights_.size());
-    }
+    std::erase_if(all.weights_, [](const auto& one) { return one.second.is_gone(); });
     any_parameter(optimizer, [&](const at::Tensor& weight) {
       all.weights_.try_emplace(weight.unsafeGetTensorImpl(), weight);
       return false;
@@ -67,10 +64,8 @@ class SteppedWeights {
     return all;
   }
 
-  static constexpr std::size_t least_to_purge = 1024;
   std::mutex mutex_;
   std::unordered_map<const c10::TensorImpl*, WeakTensor> weights_;
-  std::size_t purge_at_ = least_to_purge;
 };
 
 /// Looks for optimizers that are stepped without the scaler in its first iterations.
