@@ -65,7 +65,7 @@ class AtomicFile {
   /// Writes all of it. commit() throws errors: LibTorch's writer, which calls this, ends the
   /// process if its output throws or takes too little.
   std::size_t write(const void* data, std::size_t size) {
-    if (!error_) error_ = file_.write(data, size);
+    if (!error_ && !file_.write(data, size)) error_ = last_error();
     return size;
   }
 

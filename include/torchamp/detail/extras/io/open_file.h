@@ -98,15 +98,16 @@ class OpenFile {
     }
     return size - left;
   }
-  std::error_code write(const void* data, std::size_t size) const {
+  /// False after an error, which is `last_error()`.
+  bool write(const void* data, std::size_t size) const {
     const auto* next = static_cast<const char*>(data);
     while (size > 0) {
       DWORD count = 0;
-      if (::WriteFile(handle_, next, part_of(size), &count, nullptr) == 0) return last_error();
+      if (::WriteFile(handle_, next, part_of(size), &count, nullptr) == 0) return false;
       next += count;
       size -= count;
     }
-    return {};
+    return true;
   }
   std::error_code flush() const {
     return ::FlushFileBuffers(handle_) == 0 ? last_error() : std::error_code();
@@ -215,16 +216,17 @@ class OpenFile {
     }
     return size - left;
   }
-  std::error_code write(const void* data, std::size_t size) const {
+  /// False after an error, which is `last_error()`.
+  bool write(const void* data, std::size_t size) const {
     const auto* next = static_cast<const char*>(data);
     while (size > 0) {
       const ssize_t count = ::write(number_, next, size);
       if (count < 0 && errno == EINTR) continue;
-      if (count < 0) return last_error();
+      if (count < 0) return false;
       next += count;
       size -= static_cast<std::size_t>(count);
     }
-    return {};
+    return true;
   }
   std::error_code flush() const { return ::fsync(number_) != 0 ? last_error() : std::error_code(); }
 
