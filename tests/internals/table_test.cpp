@@ -296,8 +296,15 @@ TEST_F(TableIsComplete, ForLibTorchsKernelsOfACpu) {
 }
 
 TEST_F(TableIsComplete, ForTheFamiliesThatTheTableAddsToLibTorchs) {
-  for (const auto& row : torchamp::detail::standard_rows) {
+  namespace detail = torchamp::detail;
+  // Tests of their own have what the cases cannot express: layers, sparse matrices, random numbers,
+  // and complex arguments.
+  const std::set<std::string_view> elsewhere{detail::recurrent_layer.name(), detail::sparse.name(),
+                                             detail::sampling.name(), detail::noisy.name()};
+  for (const auto& row : detail::standard_rows) {
+    if (elsewhere.contains(row.family.name())) continue;
     for (const std::string_view op : row.family) {
+      if (op == "istft") continue;
       for (const auto& overload : torchamp::detail::find_ops(op, "test", /*missing_ok=*/true)) {
         if (!torchamp::detail::why_not_castable(overload.schema()).empty()) continue;
         expect_case(c10::toString(overload.operator_name()));
