@@ -56,6 +56,19 @@ TEST_P(FusedOptimizers, RestoreOptionsOfGroups) {
   EXPECT_EQ(other.fused->param_groups()[1].options().get_lr(), 0.03);
 }
 
+// Rates that LibTorch 2.15 would take for unset in a group that is added.
+TEST_P(FusedOptimizers, StoreLearningRatesThatAreLibTorchsDefaults) {
+  for (const double rate : {1e-3, 1e-2}) {
+    const Pair saved(kind(), params());
+    const Pair other(kind(), params());
+    saved.fused->param_groups()[0].options().set_lr(rate);
+    through_archive(*saved.fused, *other.fused);
+    through_archive(*saved.fused, *other.plain);
+    EXPECT_EQ(other.fused->param_groups()[0].options().get_lr(), rate);
+    EXPECT_EQ(other.plain->param_groups()[0].options().get_lr(), rate);
+  }
+}
+
 TEST_P(FusedOptimizers, LoadOtherDtypesAndReplaceAllState) {
   const Pair saved(kind(), params(at::kDouble));
   for (int i = 0; i < 3; ++i) saved.random_step();

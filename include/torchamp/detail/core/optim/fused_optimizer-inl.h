@@ -37,8 +37,12 @@ typename Kernel::LibTorch counterpart(const typename Kernel::Options& options,
                                       const ParamGroups& groups = {}) {
   typename Kernel::LibTorch optimizer(ParamGroups(), options);
   for (const auto& group : groups) {
-    optimizer.add_param_group({{}, group.options().clone()});
-    optimizer.param_groups().back().params() = group.params();  // which may be no leaves now
+    optimizer.add_param_group(torch::optim::OptimizerParamGroup(std::vector<at::Tensor>()));
+    auto& added = optimizer.param_groups().back();
+    // Only now: add_param_group() replaces values that are LibTorch's defaults (an lr of 1e-3, say)
+    // by those of `options`.
+    added.set_options(group.options().clone());
+    added.params() = group.params();  // which may be no leaves now
   }
   return optimizer;
 }
