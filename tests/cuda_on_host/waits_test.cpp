@@ -351,12 +351,14 @@ TEST(Waits, EachHeaderThatPromisesNotToWaitHasARow) {
       "[Nn]ever +synchronise|not +synchronise|without +synchronising|[Rr]eads +(no|a) +device(?! "
       "+for)"
       "|nothing +waits");
+  const std::regex demand("must +not +synchronise");  // of what a program passes
   std::set<std::string> rows, promising;
   for (const QuietHeader& header : quiet_headers()) rows.insert(header.name);
   const std::filesystem::path headers = "../include/torchamp";
   for (const auto& entry : std::filesystem::directory_iterator(headers)) {
     if (entry.path().extension() != ".h") continue;
-    if (std::regex_search(comments_of(entry.path()), promise)) {
+    const std::string text = std::regex_replace(comments_of(entry.path()), demand, "");
+    if (std::regex_search(text, promise)) {
       promising.insert(entry.path().filename().string());
     }
   }

@@ -2,6 +2,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/optim/optimizer.h>
@@ -40,21 +43,25 @@ namespace torchamp::detail {
 // cannot see: LibTorch's own SGD writes through data(), which leaves no trace.)
 
 /// The weights of optimizers that scalers of this process have stepped in their first iterations.
+/// Known by their memory: a reference to a tensor, even a weak one, keeps what is attached to it.
 class SteppedWeights {
  public:
   TORCHAMP_RARE static void note(const torch::optim::Optimizer& optimizer) {
     SteppedWeights& all = instance();
     const std::scoped_lock lock(all.mutex_);
-    std::erase_if(all.weights_, [](const auto& one) { return one.second.is_gone(); });
+    std::erase_if(all.memory_, [](const auto& one) { return one.second.expired(); });
     any_parameter(optimizer, [&](const at::Tensor& weight) {
-      all.weights_.try_emplace(weight.unsafeGetTensorImpl(), weight);
+      if (weight.has_storage()) {
+        const c10::Storage& storage = weight.storage();
+        all.memory_.try_emplace(storage.unsafeGetStorageImpl(), storage.getWeakStorageImpl());
+      }
       return false;
     });
   }
   static bool contains(const at::Tensor& weight) {
     SteppedWeights& all = instance();
     const std::scoped_lock lock(all.mutex_);
-    return all.weights_.contains(weight.unsafeGetTensorImpl());
+    return weight.has_storage() && all.memory_.contains(weight.storage().unsafeGetStorageImpl());
   }
 
  private:
@@ -65,7 +72,7 @@ class SteppedWeights {
   }
 
   std::mutex mutex_;
-  std::unordered_map<const c10::TensorImpl*, WeakTensor> weights_;
+  std::unordered_map<const c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> memory_;
 };
 
 /// Looks for optimizers that are stepped without the scaler in its first iterations.
