@@ -7,6 +7,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/ScalarType.h>
+#include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/core/UndefinedTensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -73,6 +74,22 @@ class WeakTensor {
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor_{
       c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
 };
+
+/// The memory of a tensor that has some, which others keep alive. Unlike a WeakTensor it keeps
+/// nothing that is attached to the tensor.
+class WeakMemory {
+ public:
+  explicit WeakMemory(const at::Tensor& tensor) : memory_(tensor.storage().getWeakStorageImpl()) {}
+  bool is_gone() const { return memory_.expired(); }
+
+ private:
+  c10::weak_intrusive_ptr<c10::StorageImpl> memory_;
+};
+
+/// The tensor's memory, which its views share; null if it has none.
+inline const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+  return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
+}
 
 /// A tensor as it was at some time, which is no longer so once it is written to.
 class SeenTensor : public WeakTensor {

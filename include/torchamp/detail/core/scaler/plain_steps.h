@@ -2,9 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Storage.h>
 #include <c10/core/StorageImpl.h>
-#include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/optim/optimizer.h>
@@ -49,19 +47,16 @@ class SteppedWeights {
   TORCHAMP_RARE static void note(const torch::optim::Optimizer& optimizer) {
     SteppedWeights& all = instance();
     const std::scoped_lock lock(all.mutex_);
-    std::erase_if(all.memory_, [](const auto& one) { return one.second.expired(); });
+    std::erase_if(all.memory_, [](const auto& one) { return one.second.is_gone(); });
     any_parameter(optimizer, [&](const at::Tensor& weight) {
-      if (weight.has_storage()) {
-        const c10::Storage& storage = weight.storage();
-        all.memory_.try_emplace(storage.unsafeGetStorageImpl(), storage.getWeakStorageImpl());
-      }
+      if (weight.has_storage()) all.memory_.try_emplace(storage_of(weight), weight);
       return false;
     });
   }
   static bool contains(const at::Tensor& weight) {
     SteppedWeights& all = instance();
     const std::scoped_lock lock(all.mutex_);
-    return weight.has_storage() && all.memory_.contains(weight.storage().unsafeGetStorageImpl());
+    return all.memory_.contains(storage_of(weight));
   }
 
  private:
@@ -72,7 +67,7 @@ class SteppedWeights {
   }
 
   std::mutex mutex_;
-  std::unordered_map<const c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> memory_;
+  std::unordered_map<const c10::StorageImpl*, WeakMemory> memory_;
 };
 
 /// Looks for optimizers that are stepped without the scaler in its first iterations.

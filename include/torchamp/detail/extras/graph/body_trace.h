@@ -8,7 +8,6 @@
 #include <c10/core/DeviceType.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/util/Exception.h>
-#include <c10/util/intrusive_ptr.h>
 
 #include <algorithm>
 #include <atomic>
@@ -34,16 +33,6 @@ namespace torchamp::detail {
 // warm-up and in the capture, and compared. What an op calls in turn is not looked at (casts, say,
 // which a cache may have made before), nor is what clears gradients.
 
-/// Memory that an iteration read and that was there before it.
-class OuterMemory {
- public:
-  explicit OuterMemory(const at::Tensor& tensor) : memory_(tensor.storage().getWeakStorageImpl()) {}
-  bool is_gone() const { return memory_.expired(); }
-
- private:
-  c10::weak_intrusive_ptr<c10::StorageImpl> memory_;
-};
-
 /// Notes the ops of a body's forward pass: see Note [What a replay cannot see].
 class BodyTrace final : public Observer {
  public:
@@ -63,8 +52,8 @@ class BodyTrace final : public Observer {
   }
 
   /// Memory of the device that was read and is still there.
-  std::vector<OuterMemory> outer_memory() const {
-    std::vector<OuterMemory> there;
+  std::vector<WeakMemory> outer_memory() const {
+    std::vector<WeakMemory> there;
     for (const auto& [address, memory] : outer_) {
       if (!memory.is_gone()) there.push_back(memory);
     }
@@ -159,7 +148,7 @@ class BodyTrace final : public Observer {
     step.outer.push_back(begin + static_cast<std::size_t>(tensor.storage_offset()) *
                                      tensor.dtype().itemsize());
     if (tensor.device().type() == device_) {
-      outer_.try_emplace(tensor.storage().unsafeGetStorageImpl(), tensor);
+      outer_.try_emplace(storage_of(tensor), tensor);
     }
   }
 
@@ -168,8 +157,8 @@ class BodyTrace final : public Observer {
   std::atomic<bool> has_backward_begun_ = false;  // on a thread of LibTorch's
   int depth_ = 0;
   std::vector<Step> steps_;
-  std::unordered_map<const c10::TensorImpl*, WeakTensor> inner_;  // which ops have made
-  std::unordered_map<const c10::StorageImpl*, OuterMemory> outer_;
+  std::unordered_map<const c10::TensorImpl*, WeakTensor> inner_;   // which ops have made
+  std::unordered_map<const c10::StorageImpl*, WeakMemory> outer_;  // from before
 };
 
 }  // namespace torchamp::detail

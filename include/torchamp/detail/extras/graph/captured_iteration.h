@@ -123,6 +123,7 @@ class CapturedIteration {
     return false;
   }
   bool is_as_seen() const;
+  std::vector<double> rates() const;
   void note_call(std::int64_t now) {
     calls_.push_back(now);
     if (static_cast<std::int64_t>(calls_.size()) > work_.warmup) calls_.erase(calls_.begin());
@@ -161,19 +162,23 @@ class CapturedIteration {
   Tensors outputs_;
   std::vector<std::pair<at::Tensor, WeakTensor>> gradients_;  // by parameter
   GradientList before_, after_;                               // of a micro-batch
-  std::vector<OuterMemory> outer_memory_;
+  std::vector<WeakMemory> outer_memory_;
   int freed_ = 0;
 };
 
-/// Whether modes, weights and learning rates are as in the last call of the body. An optimizer with
-/// CapturedStep looks after its rates itself.
-inline bool CapturedIteration::is_as_seen() const {
+/// The learning rates, but not those of optimizers with CapturedStep, which look after them.
+inline std::vector<double> CapturedIteration::rates() const {
   std::vector<double> rates;
   for (torch::optim::Optimizer& optimizer : work_.optimizers) {
     if (dynamic_cast<CapturedStep*>(&optimizer)) continue;
     for (const auto& group : optimizer.param_groups()) rates.push_back(group.options().get_lr());
   }
-  return (!captured_ || rates == rates_) && seen_.hold() &&
+  return rates;
+}
+
+/// Whether modes, weights and learning rates are as in the last call of the body.
+inline bool CapturedIteration::is_as_seen() const {
+  return (!captured_ || rates() == rates_) && seen_.hold() &&
          with_gradients_ == at::GradMode::is_enabled() &&
          in_inference_ == c10::InferenceMode::is_enabled();
 }
@@ -225,16 +230,14 @@ inline void CapturedIteration::call_body(bool in_capture) {
   GraphBody body(&follower);
   body.may_refuse = work_.when_possible && !in_capture;
   SeenModels seen(work_.models);
-  rates_.clear();
   for (torch::optim::Optimizer& optimizer : work_.optimizers) {
     any_parameter(optimizer, [&](const at::Tensor& parameter) {
       seen.add(parameter);
       return false;
     });
-    if (dynamic_cast<CapturedStep*>(&optimizer)) continue;
-    for (const auto& group : optimizer.param_groups()) rates_.push_back(group.options().get_lr());
   }
   seen_ = std::move(seen);
+  rates_ = rates();
   with_gradients_ = at::GradMode::is_enabled();
   in_inference_ = c10::InferenceMode::is_enabled();
   work_.call(inputs_.tensors());
@@ -276,7 +279,7 @@ inline bool CapturedIteration::warm_up() {
 /// Whether the graph reads memory that the program has freed. The first time, the iteration is
 /// captured again with what it reads now; the second time it is told, or goes on eagerly.
 inline bool CapturedIteration::reads_memory_that_is_gone() {
-  const auto is_gone = [](const OuterMemory& memory) { return memory.is_gone(); };
+  const auto is_gone = [](const WeakMemory& memory) { return memory.is_gone(); };
   if (!captured_ || std::ranges::none_of(outer_memory_, is_gone)) return false;
   if (freed_++ > 0) {
     refuse(

@@ -8,7 +8,6 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
 #include <c10/core/StorageImpl.h>
-#include <c10/util/intrusive_ptr.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -41,11 +40,6 @@ class NotRecordedOps {
   InternalOps internal_;
 };
 
-/// Null if it has none.
-inline const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
-  return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
-}
-
 /// Data per storage, shared by all views of a tensor. Keeps no storage's memory alive, and
 /// distinguishes a new storage at the same address.
 template <class Value>
@@ -54,26 +48,25 @@ class StorageMap {
   void set(const at::Tensor& tensor, Value value) {
     if (!tensor.has_storage()) return;
     if (entries_.size() >= next_sweep_) sweep();
-    entries_.insert_or_assign(storage_of(tensor),
-                              Entry{tensor.storage().getWeakStorageImpl(), std::move(value)});
+    entries_.insert_or_assign(storage_of(tensor), Entry{WeakMemory(tensor), std::move(value)});
   }
 
   const Value* find(const c10::StorageImpl* storage) const {
     const auto found = entries_.find(storage);
-    return found == entries_.end() || found->second.alive.expired() ? nullptr
-                                                                    : &found->second.value;
+    return found == entries_.end() || found->second.memory.is_gone() ? nullptr
+                                                                     : &found->second.value;
   }
 
   void erase(const c10::StorageImpl* storage) { entries_.erase(storage); }
 
  private:
   struct Entry {
-    c10::weak_intrusive_ptr<c10::StorageImpl> alive;
+    WeakMemory memory;
     Value value;
   };
 
   void sweep() {
-    std::erase_if(entries_, [](const auto& entry) { return entry.second.alive.expired(); });
+    std::erase_if(entries_, [](const auto& entry) { return entry.second.memory.is_gone(); });
     next_sweep_ = std::max<std::size_t>(1024, 2 * entries_.size());
   }
 
