@@ -94,10 +94,9 @@ struct CudaGraphOptions {
 /// captures again); its scale may be set at any time.
 ///
 /// What the body takes from the host besides its inputs stays as captured, and so do LibTorch's
-/// settings (TF32, say). A difference between the
-/// ops, numbers and tensors of the last warm-up (from the second one on) and of the capture causes
-/// a warning, once; the second capture that reads memory freed meanwhile is an error. With
-/// `when_possible` either goes on eagerly.
+/// settings, for example TF32. A difference between the ops, numbers and tensors of the last
+/// warm-up, from the second one on, and of the capture causes a warning, once; the second capture
+/// that reads memory freed meanwhile is an error. With `when_possible` either goes on eagerly.
 ///
 /// `optimizers` are those that the body steps; they must take scale and overflow flag on the device
 /// (torchamp's fused ones). Make the guard inside the body. Random numbers (dropout) continue from
@@ -234,7 +233,6 @@ class CudaGraph {
   c10::Device check_optimizers() const;
   detail::CapturedIteration* iteration_for(const Tensors& batch, const detail::CapturedCall& call);
   bool make_room_for(const detail::CapturedIteration& wanting);
-  Tensors on_device(const Tensors& batch) const;
 
   using Iterations = std::vector<std::unique_ptr<detail::CapturedIteration>>;
   void drop(Iterations::iterator one) {
@@ -255,7 +253,7 @@ class CudaGraph {
 inline const CudaGraph::Tensors& CudaGraph::run(const Tensors& batch,
                                                 const detail::CapturedCall& call) {
   if (!recorder_) {
-    work_.call(options_.enabled ? on_device(batch) : batch);
+    work_.call(options_.enabled && device_ ? detail::inputs_on(*device_, batch) : batch);
     return work_.outputs;
   }
   ++now_;
@@ -265,7 +263,7 @@ inline const CudaGraph::Tensors& CudaGraph::run(const Tensors& batch,
                        latest_->micro_batch() + 1 == call.micro_batch;
   latest_ = iteration;
   if (!iteration) {
-    recorder_->run([&] { work_.call(on_device(batch)); });
+    recorder_->run([&] { work_.call(detail::inputs_on(*device_, batch)); });
     return work_.outputs;
   }
   bool prepared = true;
@@ -323,16 +321,6 @@ inline bool CudaGraph::make_room_for(const detail::CapturedIteration& wanting) {
   if ((*oldest)->last_call() >= wanting.first_of_latest()) return false;
   drop(oldest);
   return true;
-}
-
-inline CudaGraph::Tensors CudaGraph::on_device(const Tensors& batch) const {
-  Tensors there = batch;
-  for (at::Tensor& input : there) {
-    if (device_ && input.defined() && input.is_cpu()) {
-      input = input.to(*device_, /*non_blocking=*/true);
-    }
-  }
-  return there;
 }
 
 /// Their parameters' device, if they can be captured.

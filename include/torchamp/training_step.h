@@ -195,7 +195,8 @@ class TrainingStep {
                                          detail::OneCaller::Nested::refused);
       const auto of_inputs = [&](const Tensors& given) -> at::Tensor { return loss(given); };
       if (capture_) return count(replay(inputs, of_inputs, detail::type_of_function(loss)));
-      return count(iterate([&] { return of_inputs(moves_inputs_ ? on_device(inputs) : inputs); }));
+      return count(iterate(
+          [&] { return of_inputs(moves_inputs_ ? detail::inputs_on(device_, inputs) : inputs); }));
     }
   }
 
@@ -329,7 +330,6 @@ class TrainingStep {
                         const std::function<at::Tensor(const Tensors&)>& function,
                         const std::type_info& type);
   void check_inputs_may_be_left_out();
-  Tensors on_device(const Tensors& inputs) const;
   TrainingResult count(TrainingResult result);
   void clear_gradients();
   void complete_gradients();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 
 #include <cstdint>
 #include <functional>
@@ -13,6 +14,15 @@
 namespace torchamp::detail {
 
 using Tensors = std::vector<at::Tensor>;
+
+/// The inputs of an iteration as a graph's function gets them: those on the host are copied.
+inline Tensors inputs_on(c10::Device device, const Tensors& inputs) {
+  Tensors there = inputs;
+  for (at::Tensor& input : there) {
+    if (input.defined() && input.is_cpu()) input = input.to(device, /*non_blocking=*/true);
+  }
+  return there;
+}
 
 /// A call of an iteration that may be captured.
 struct CapturedCall {

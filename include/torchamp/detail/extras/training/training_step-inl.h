@@ -314,15 +314,6 @@ inline void TrainingStep::check_inputs_may_be_left_out() {
   TORCH_WARN(text, " Until then, iterations run eagerly. This warning is given once.");
 }
 
-/// The inputs as a graph's function would get them.
-inline TrainingStep::Tensors TrainingStep::on_device(const Tensors& inputs) const {
-  Tensors there = inputs;
-  for (at::Tensor& input : there) {
-    if (input.defined() && input.is_cpu()) input = input.to(device_, /*non_blocking=*/true);
-  }
-  return there;
-}
-
 /// What the host does after a step, also of a replayed one.
 inline TrainingResult TrainingStep::count(TrainingResult result) {
   if (!result.ended_window()) return result;
