@@ -4,12 +4,9 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
-#include <torch/version.h>
 
 #include <cctype>
-#include <fstream>
 #include <functional>
-#include <iterator>
 #include <memory>
 #include <optional>
 #include <ostream>
@@ -19,6 +16,7 @@
 
 #include "cuda_on_host/stand_in.h"
 #include "support/call_counter.h"
+#include "support/contributors_page.h"
 #include "support/optimizer_kinds.h"
 #include "torchamp/clip_grad.h"
 #include "torchamp/cuda_graph.h"
@@ -336,14 +334,7 @@ TEST_P(CostsOnHost, AStepCostsWhatTheGuideSays) {
     EXPECT_GT(costs.counts.kernels + costs.counts.graph_launches, 0U);
   }
   const std::string line = line_of(row, plain, clipped);
-#if TORCH_VERSION_MINOR >= 15  // earlier LibTorch launches a few kernels more
-  std::ifstream in("../examples/guide/contributors.md");
-  const std::string page((std::istreambuf_iterator<char>(in)), {});
-  EXPECT_NE(page.find(line + "\n"), std::string::npos) << "not in examples/guide/contributors.md:\n"
-                                                       << line;
-#else
-  RecordProperty("costs", line);
-#endif
+  expect_on_contributors_page(line);
 }
 
 }  // namespace

@@ -4,12 +4,9 @@
 #include <ATen/record_function.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
-#include <torch/version.h>
 
 #include <cmath>
 #include <cstdint>
-#include <fstream>
-#include <iterator>
 #include <memory>
 #include <ostream>
 #include <set>
@@ -17,6 +14,7 @@
 #include <string_view>
 
 #include "cuda_on_host/stand_in.h"
+#include "support/contributors_page.h"
 #include "torchamp/detail/extras/observe/observer.h"
 #include "torchamp/fp8.h"
 #include "torchamp/torchamp.h"
@@ -192,14 +190,7 @@ TEST_P(Fp8Costs, ALayerCostsWhatTheGuideSaysAndNearlyTheLeast) {
                            " | " + std::to_string(meter.others().kernels) + " | " +
                            std::to_string(std::lround(per_element(meter.others()))) + " | " +
                            std::to_string(least) + " |";
-#if TORCH_VERSION_MINOR >= 15  // earlier LibTorch may launch other kernels
-  std::ifstream in("../examples/guide/contributors.md");
-  const std::string page((std::istreambuf_iterator<char>(in)), {});
-  EXPECT_NE(page.find(line + "\n"), std::string::npos) << "not in examples/guide/contributors.md:\n"
-                                                       << line;
-#else
-  RecordProperty("costs", line);
-#endif
+  expect_on_contributors_page(line);
 }
 
 TEST_P(Fp8Costs, AWeightThatIsUsedAgainInARegionCostsNothing) {

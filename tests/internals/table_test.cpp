@@ -255,15 +255,8 @@ class TableIsComplete : public ::testing::Test {
  protected:
   void expect_case(const std::string& name) {
     const auto op = find_op(name.substr(std::string_view("aten::").size()));
-    if (!op || takes_named_dimensions(*op)) return;
+    if (!op || torchamp::detail::takes_named_dimensions(op->schema())) return;
     EXPECT_TRUE(cases_.contains(name)) << "cases.txt has no case for " << op->schema();
-  }
-
-  /// LibTorch cannot call these by name, so no case can be written.
-  static bool takes_named_dimensions(const c10::OperatorHandle& op) {
-    const std::string& overload = op.operator_name().overload_name;
-    return overload.find("imname") != std::string::npos ||
-           overload.find("names") != std::string::npos;
   }
 
   void SetUp() override {
