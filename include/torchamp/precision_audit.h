@@ -175,5 +175,6 @@ std::ostream& operator<<(std::ostream& out, const PrecisionAudit& audit);
 
 }  // namespace TORCHAMP_NAMESPACE
 
+#include "torchamp/detail/extras/audit/policy_choice-inl.h"    // IWYU pragma: export
 #include "torchamp/detail/extras/audit/precision_audit-inl.h"  // IWYU pragma: export
 #include "torchamp/detail/extras/audit/saved_policy-inl.h"     // IWYU pragma: export

@@ -87,16 +87,12 @@ constexpr PublicHeaders public_headers[] = {
 
 const Names known_mutual_rooms = {};
 const Names known_long_files = {
-    "detail/extras/audit/precision_audit-inl.h",
-    "detail/extras/audit/recording.h",
-    "detail/extras/audit/session.h",
     "detail/extras/masters/master_weights-inl.h",
     "detail/extras/observe/cast_recorder-inl.h",
     "detail/extras/weights/derived.h",
 };
 /// "file: function".
 const Names known_long_functions = {
-    "detail/extras/audit/precision_audit-inl.h: PrecisionAudit::policy",
     "detail/extras/io/pickle.h: run",
     "detail/extras/io/training_checkpoint-inl.h: TrainingCheckpoint::load_parts",
     "detail/extras/recompute/node.h: RecomputeNode::apply",

@@ -1,17 +1,15 @@
 // SPDX-License-Identifier: BSD-3-Clause
+// Runs of a step under several policies, each from the same state.
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/equal.h>
-#include <ATen/ops/tensor.h>
-#include <ATen/ops/view_as_real.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 #include <c10/core/Device.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 #include <torch/nn/module.h>
-#include <torch/nn/modules/container/any.h>
 
 #include <algorithm>
 #include <atomic>
@@ -20,11 +18,9 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
-#include <iterator>
 #include <limits>
 #include <memory>
 #include <optional>
-#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -34,18 +30,16 @@
 #include "torchamp/autocast.h"
 #include "torchamp/detail/core/autocast/empty_cast_cache.h"
 #include "torchamp/detail/core/base/devices.h"
-#include "torchamp/detail/core/base/tensors.h"
-#include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/core/policy/rules.h"
 #include "torchamp/detail/core/policy/thread_policy.h"
+#include "torchamp/detail/extras/audit/call_trial.h"
+#include "torchamp/detail/extras/audit/model_state.h"
+#include "torchamp/detail/extras/audit/processes.h"
 #include "torchamp/detail/extras/audit/recording.h"
 #include "torchamp/detail/extras/modules/sequential.h"
-#include "torchamp/detail/extras/modules/with_policy.h"
 #include "torchamp/detail/extras/observe/observer.h"
 #include "torchamp/detail/extras/observe/recording.h"
 #include "torchamp/detail/extras/observe/report.h"
-#include "torchamp/detail/extras/shared/kept_tensors.h"
-#include "torchamp/detail/extras/shared/rng_state.h"
 #include "torchamp/module_policy.h"
 #include "torchamp/policy.h"
 
@@ -77,111 +71,6 @@ inline std::shared_ptr<const ThreadPolicy> thread_policy_under(
   inner->guards = std::move(trial);
   return inner;
 }
-
-/// The state of a model and of random generators that a step may change, restored bit for bit at
-/// the end.
-class ModelState {
- public:
-  explicit ModelState(const torch::nn::Module& model) : model_(model), random_(RngState::now()) {
-    const NotRecordedOps internal;
-    for (const auto& item : model.named_parameters()) {
-      if (!item.value().defined()) continue;
-      names_.push_back(item.key());
-      gradients_.push_back(item.value().grad());
-      before_.add(item.value(), WriteBack::Copies::beside);
-    }
-    for (const at::Tensor& buffer : model.buffers()) {
-      before_.add(buffer, WriteBack::Copies::beside);
-    }
-    for (const auto& item : model.named_modules("", /*include_self=*/true)) {
-      trains_.emplace_back(item.value(), item.value()->is_training());
-    }
-  }
-  ModelState(const ModelState&) = delete;
-  ModelState& operator=(const ModelState&) = delete;
-  ~ModelState() {
-    try {
-      begin_step();
-    } catch (const std::exception& error) {
-      TORCH_WARN("PrecisionAudit: cannot put the model back as it was: ", error.what());
-    }
-    for (std::size_t i = 0; i < gradients_.size(); ++i) {
-      parameter(i).tensor.mutable_grad() = gradients_[i];
-    }
-  }
-
-  /// Restores the initial state, without gradients.
-  void begin_step() const {
-    const NotRecordedOps internal;
-    const DropWeightCasts drop_casts;
-    before_.put_back();
-    for (std::size_t i = 0; i < gradients_.size(); ++i) parameter(i).tensor.mutable_grad().reset();
-    for (const auto& [module, trains] : trains_) {
-      if (module->is_training() != trains) module->train(trains);
-    }
-    random_.apply();
-  }
-
-  void check_parameters_unchanged() const {
-    const NotRecordedOps internal;
-    std::set<const at::TensorImpl*> known;
-    for (const auto& kept : before_.all()) known.insert(kept.tensor.unsafeGetTensorImpl());
-    for (const auto& items : {model_.named_parameters(), model_.named_buffers()}) {
-      for (const auto& item : items) {
-        TORCH_CHECK(!item.value().defined() || known.contains(item.value().unsafeGetTensorImpl()),
-                    "PrecisionAudit::run: the step has registered '", item.key(),
-                    "' in the model. Run it once before the audit.");
-      }
-    }
-    for (std::size_t i = 0; i < gradients_.size(); ++i) {
-      TORCH_CHECK(is_unchanged(parameter(i)),
-                  "PrecisionAudit::run: the step has changed the parameter '", names_[i],
-                  "'. Let it compute the loss and call backward(), without the optimizer.");
-    }
-  }
-
-  /// Copies of the gradients in fp32, in order of the parameters; undefined if missing.
-  std::vector<at::Tensor> gradients() const {
-    const NotRecordedOps internal;
-    std::vector<at::Tensor> all;
-    for (std::size_t i = 0; i < gradients_.size(); ++i) {
-      at::Tensor gradient = parameter(i).tensor.grad();
-      if (gradient.defined()) {
-        gradient = dense(gradient.detach());
-        if (gradient.is_complex()) gradient = at::view_as_real(gradient);
-        gradient = gradient.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
-      }
-      all.push_back(gradient);
-    }
-    return all;
-  }
-
-  const std::string& name_of_parameter(std::size_t index) const { return names_[index]; }
-
- private:
-  static at::Tensor dense(const at::Tensor& tensor) {
-    return tensor.layout() == at::kStrided ? tensor : tensor.to_dense();
-  }
-
-  /// Bit for bit, since NaN differs from itself.
-  static bool is_unchanged(const WriteBack::Kept& kept) {
-    if (!is_alike(kept.tensor, kept.values)) return false;
-    const at::Tensor now = kept.tensor.detach();
-    const auto bits = [](const at::Tensor& tensor) {
-      return dense(tensor).reshape({-1}).contiguous().view(at::kByte);
-    };
-    return same_numbers(now, kept.values) || at::equal(bits(now), bits(kept.values));
-  }
-
-  const WriteBack::Kept& parameter(std::size_t i) const { return before_.all()[i]; }
-
-  const torch::nn::Module& model_;
-  RngState random_;
-  WriteBack before_;  // the parameters, and then the buffers
-  std::vector<std::string> names_;
-  std::vector<at::Tensor> gradients_;  // of the parameters
-  std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> trains_;
-};
 
 /// The error of `gradients` relative to `exact`: the squared length of the difference over that of
 /// the exact one, averaged over all parameters that have one. The elements of an almost vanishing
@@ -215,39 +104,6 @@ inline double gradient_error(const std::vector<at::Tensor>& gradients,
   return count == 0 ? 0. : sum / static_cast<double>(count);
 }
 
-/// The policies of a model's modules, restored at the end.
-class KeptModulePolicies {
- public:
-  explicit KeptModulePolicies(const ForwardSites& sites) {
-    for (std::size_t i = 0; i < sites.size(); ++i) {
-      if (sites[i].holder != nullptr) {
-        holders_.emplace_back(sites[i].holder, sites[i].holder->shared_module_policy());
-      } else {
-        for (torch::nn::AnyModule* entry : sites[i].entries) entries_.emplace_back(entry, *entry);
-      }
-    }
-  }
-  KeptModulePolicies(const KeptModulePolicies&) = delete;
-  KeptModulePolicies& operator=(const KeptModulePolicies&) = delete;
-  ~KeptModulePolicies() {
-    for (auto& [holder, policy] : holders_) holder->set_module_policy(policy);
-    for (auto& [entry, former] : entries_) *entry = former;
-  }
-
- private:
-  std::vector<std::pair<PolicyHolder*, std::shared_ptr<const ModulePolicy>>> holders_;
-  std::vector<std::pair<torch::nn::AnyModule*, torch::nn::AnyModule>> entries_;
-};
-
-/// The subject of a PrecisionAudit.
-struct AuditedModel {
-  torch::nn::Module* model;
-  at::Device device;
-  at::ScalarType dtype;
-  bool takes_dtype_of_guard = false;           // of the step's first; `dtype` is for steps without
-  std::function<void(at::Tensor&)> average{};  // over processes; empty: there is one
-};
-
 /// Switches autocast off during backward, for a step entirely in one region.
 class BackwardWithoutAutocast final : public Observer {
  public:
@@ -271,6 +127,27 @@ class BackwardWithoutAutocast final : public Observer {
 
   at::DeviceType device_;
 };
+
+/// Throws if the model is frozen as a whole or trained in 16 bits, and if grad mode is off.
+inline void check_is_trained(const char* call, const torch::nn::Module& model) {
+  TORCH_CHECK(at::GradMode::is_enabled(), call,
+              ": grad mode is off on this thread (NoGradGuard, InferenceMode), and an audit "
+              "measures errors by gradients. Call it outside that scope.");
+  bool is_trained = false;
+  for (const auto& item : model.named_parameters()) {
+    const at::Tensor& parameter = item.value();
+    if (!parameter.defined() || !parameter.requires_grad()) continue;
+    is_trained = true;
+    TORCH_CHECK(
+        !is_16_bit(parameter.scalar_type()), call, ": the parameter '", item.key(), "' is in ",
+        parameter.scalar_type(),
+        ", and errors are measured against a step in fp32. Audit the model before MasterWeights or "
+        "to() casts it to 16 bits, or audit a copy after to(torch::kFloat).");
+  }
+  TORCH_CHECK(is_trained, call,
+              ": no parameter of the model requires grad, and an audit measures errors by "
+              "gradients. Call requires_grad_(true) on the trained ones.");
+}
 
 /// Runs a step of a model under several policies, each time from the same state, which is restored
 /// at the end.
@@ -425,77 +302,5 @@ class AuditSession {
   std::vector<at::Tensor> exact_;
   bool has_guards_ = false;
 };
-
-// Note [Processes that choose alike]
-// A choice, and the number of tried choices, depends on times, which differ between processes. If a
-// step waits for other processes, all must try the same ones. So all inputs of a choice are
-// averaged over the processes as soon as they are measured.
-
-/// Averages the numbers over the processes that audit together.
-inline void average_numbers(const AuditedModel& audited, const std::vector<double*>& numbers) {
-  if (!audited.average || numbers.empty()) return;
-  const NotRecordedOps internal;
-  const bool lacks_fp64 = facts_of(audited.device.type()).fp64 == Fp64::no;
-  std::vector<double> values;
-  values.reserve(numbers.size());
-  for (const double* const number : numbers) values.push_back(*number);
-  at::Tensor averaged =
-      at::tensor(values, at::kDouble).to(audited.device, lacks_fp64 ? at::kFloat : at::kDouble);
-  audited.average(averaged);
-  averaged = averaged.to(at::kCPU, at::kDouble).contiguous();
-  TORCH_CHECK(averaged.dim() == 1 && averaged.numel() == std::ssize(values),
-              "PrecisionAudit: the option average made ", averaged.sizes(), " numbers of [",
-              values.size(), "]. It must keep the shape.");
-  for (std::size_t i = 0; i < numbers.size(); ++i) {
-    *numbers[i] = averaged.const_data_ptr<double>()[i];
-  }
-}
-
-/// Throws on all processes that audit together if any has a problem.
-inline void check_no_problem(const char* call, const AuditedModel& audited,
-                             const std::string& problem) {
-  double problems = problem.empty() ? 0. : 1.;
-  average_numbers(audited, {&problems});
-  TORCH_CHECK(problems == 0., call, ": ",
-              problem.empty() ? "the step of another process has failed; see its error" : problem,
-              ".");
-}
-
-/// Averages, over the processes, the inputs of a choice in rows and edges. Error: the rows differ
-/// between processes.
-inline void agree(const AuditedModel& audited, std::vector<AuditRow>& rows,
-                  std::vector<AuditEdge>& edges) {
-  if (!audited.average) return;
-  std::string text;
-  for (const AuditRow& row : rows) text += row.module + '|' + row.op + '\n';
-  for (const AuditEdge& edge : edges) {
-    text += std::to_string(edge.producer.value_or(rows.size())) + '>' +
-            std::to_string(edge.consumer) + '\n';
-  }
-  // 20 bits, so that sums are exact in fp32, too.
-  const auto own = static_cast<double>(std::hash<std::string>{}(text)&0xFFFFFU);
-  double common = own;
-  average_numbers(audited, {&common});
-  TORCH_CHECK(own == common,
-              "PrecisionAudit: the steps of the processes do not call the same ops. Give all of "
-              "them the same model and step.");
-  std::vector<double> has_problem;
-  has_problem.reserve(rows.size());
-  for (const AuditRow& row : rows) has_problem.push_back(row.problem.empty() ? 0. : 1.);
-  std::vector<double*> numbers;
-  for (std::size_t i = 0; i < rows.size(); ++i) {
-    AuditRow& row = rows[i];
-    numbers.insert(numbers.end(),
-                   {&row.error, &row.gradient_loss, &row.underflow, &row.overflow, &row.vanished,
-                    &row.fp32_us, &row.low_us, &row.cast_us, &has_problem[i]});
-  }
-  for (AuditEdge& edge : edges) numbers.push_back(&edge.us);
-  average_numbers(audited, numbers);
-  for (std::size_t i = 0; i < rows.size(); ++i) {
-    if (has_problem[i] > 0. && rows[i].problem.empty()) {
-      rows[i].problem = "it cannot run in 16 bits on another process";
-    }
-  }
-}
 
 }  // namespace torchamp::detail
