@@ -139,3 +139,4 @@ class CastRecorder {
 }  // namespace TORCHAMP_NAMESPACE
 
 #include "torchamp/detail/extras/observe/cast_recorder-inl.h"  // IWYU pragma: export
+#include "torchamp/detail/extras/observe/cast_report-inl.h"    // IWYU pragma: export

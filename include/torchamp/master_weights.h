@@ -276,4 +276,5 @@ inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive
 
 }  // namespace TORCHAMP_NAMESPACE
 
-#include "torchamp/detail/extras/masters/master_weights-inl.h"  // IWYU pragma: export
+#include "torchamp/detail/extras/masters/master_weights-inl.h"    // IWYU pragma: export
+#include "torchamp/detail/extras/masters/masters_of_model-inl.h"  // IWYU pragma: export

@@ -3,14 +3,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/ScalarType.h>
 #include <c10/core/StorageImpl.h>
-#include <c10/core/Stream.h>
 #include <c10/core/TensorImpl.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/ArrayRef.h>
-#include <c10/util/DimVector.h>
-#include <c10/util/intrusive_ptr.h>
 
 #include <algorithm>
 #include <atomic>
@@ -21,7 +16,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <unordered_set>
 #include <utility>
@@ -31,107 +25,9 @@
 #include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/policy/thread_policy.h"
 #include "torchamp/detail/core/runtime/runtime.h"
+#include "torchamp/detail/extras/weights/weight_stamp.h"
 
 namespace torchamp::detail {
-
-/// The tensor with a weight's version counter: the weight itself, or the base of the view.
-inline const c10::TensorImpl* owner_of(const at::Tensor& weight) {
-  return weight.is_view() ? weight._base().unsafeGetTensorImpl() : weight.unsafeGetTensorImpl();
-}
-
-/// Whether the tensor that owns a weight's version counter has only a part of its memory, as after
-/// torch::nn::utils::vector_to_parameters(): another tensor over the rest may be written to, and
-/// counts its writes apart. Not where masters, which report their writes, have made it so.
-inline bool has_part_of_memory(const at::Tensor& weight) {
-  const at::TensorBase& owner = weight.is_view() ? weight._base() : weight;
-  if (owner.numel() == 0 || owner.unsafeGetTensorImpl()->get_backend_meta()) return false;
-  std::int64_t elements = 1;  // from the first to the last in memory
-  for (std::int64_t d = 0; d < owner.dim(); ++d) {
-    elements += (owner.size(d) - 1) * owner.stride(d);
-  }
-  return owner.storage_offset() != 0 ||
-         owner.storage().nbytes() > static_cast<std::size_t>(elements) * owner.itemsize();
-}
-
-/// Whether LibTorch counts this tensor's changes. Also false for tensors without their own memory
-/// (functorch, sparse) and those with a tangent, whose casts have one, too.
-inline bool counts_changes(const at::Tensor& weight) {
-  return weight.defined() && weight.layout() == at::kStrided && !weight.is_inference() &&
-         weight.has_storage() && !weight.is_neg() && !weight._fw_grad(/*level=*/0).defined() &&
-         !has_part_of_memory(weight);
-}
-
-/// Whether work for this tensor is now being captured, for replays.
-template <class Guard = c10::impl::VirtualGuardImpl>
-bool stream_is_captured(const at::Tensor& weight) {
-  if (weight.device().is_cpu()) return false;
-  if constexpr (requires(const Guard& guard, c10::Stream stream) {
-                  guard.isStreamCapturing(stream);
-                }) {
-    const Guard guard(weight.device().type());
-    return guard.isStreamCapturing(guard.getStream(weight.device()));
-  }
-  return false;  // before LibTorch 2.12 only CudaGraph tells
-}
-
-// Note [What tells that a weight has changed]
-// LibTorch counts writes by ops in a version counter, which a tensor shares with its views and
-// which has no identity. So a weight is identified by the tensor that owns the counter, and by its
-// memory: set_data() and Module::to() give the same tensor other memory. A stamp holds weak
-// references to both, so their addresses are not reused.
-//
-// Writes through pointers, through `.data()` and by replayed kernels are not counted. Their authors
-// must report them: see DerivedWeights::changed(). Nor are writes to another tensor over the same
-// memory: nothing is stored where has_part_of_memory() finds one, and the author must report them
-// where the other tensor is as large as the weight.
-
-/// A weight at some moment: tensor, memory, part of it, version. Its values are unchanged while the
-/// stamp holds.
-class WeightStamp {
- public:
-  /// Error: a tensor for which counts_changes() is false.
-  explicit WeightStamp(const at::Tensor& weight)
-      : storage_(weight.storage().getWeakStorageImpl()),
-        data_(weight.storage().data()),
-        version_(weight._version()),
-        offset_(weight.storage_offset()),
-        sizes_(weight.sizes()),
-        strides_(weight.strides()),
-        dtype_(weight.scalar_type()),
-        stream_(current_stream(weight)) {}
-
-  /// Whether it refers to the same part of the same owner's memory, with any values, and to the
-  /// current stream: another stream would have to wait for the results.
-  bool is_of(const at::Tensor& weight) const {
-    return dtype_ == weight.scalar_type() && offset_ == weight.storage_offset() &&
-           weight.sizes() == sizes_ && weight.strides() == strides_ &&
-           (!stream_ || stream_ == current_stream(weight));
-  }
-
-  /// Of the weight; only for comparison.
-  const c10::StorageImpl* memory() const { return storage_._unsafe_get_target(); }
-
-  /// Whether the weight, which it is_of(), has the same values as then, as far as LibTorch counts.
-  bool holds(const at::Tensor& weight) const {
-    const c10::StorageImpl* const now = weight.storage().unsafeGetStorageImpl();
-    return now == memory() && now->data() == data_ && weight._version() == version_;
-  }
-
- private:
-  static std::optional<c10::Stream> current_stream(const at::Tensor& weight) {
-    if (weight.device().is_cpu()) return std::nullopt;
-    return c10::impl::VirtualGuardImpl(weight.device().type()).getStream(weight.device());
-  }
-
-  c10::weak_intrusive_ptr<c10::StorageImpl> storage_;  // keeps its address from being used again
-  const void* data_;
-  int64_t version_;
-  int64_t offset_;
-  c10::DimVector sizes_;
-  c10::DimVector strides_;
-  at::ScalarType dtype_;
-  std::optional<c10::Stream> stream_;  // unset on a CPU, which computes at once
-};
 
 // Note [What is derived from weights]
 // A process has one store of data derived from weights (16-bit casts, 8-bit forms), owned by the

@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What all kinds of masters of a model do alike: list its weights, save, load and keep them.
+#pragma once
+
+#include <algorithm>
+#include <regex>
+#include <unordered_set>
+
+#include "torchamp/detail/core/gradients/attached.h"
+#include "torchamp/detail/extras/io/archives.h"
+#include "torchamp/detail/extras/shared/kept_tensors.h"
+#include "torchamp/master_weights.h"
+
+namespace torchamp::detail {
+
+/// The parameters that stay fp32. Throws for an unknown name in `keep_fp32`; `owner` begins the
+/// message.
+inline std::unordered_set<const at::TensorImpl*> parameters_kept_fp32(
+    const char* owner, const torch::nn::Module& model, const std::vector<std::string>& keep_fp32,
+    bool keep_norms) {
+  std::unordered_set<const at::TensorImpl*> kept;
+  // By type name: LibTorch's layers and the user's own have no common base.
+  static const auto& norm = *new std::regex("Norm([123]d)?(Impl)?$");  // never destroyed
+  for (const auto& module : model.modules()) {
+    if (!keep_norms || !std::regex_search(module->name(), norm)) continue;
+    for (const at::Tensor& parameter : module->parameters()) {
+      kept.insert(parameter.unsafeGetTensorImpl());
+    }
+  }
+  const auto parameters = model.named_parameters();
+  for (const std::string& name : keep_fp32) {
+    bool found = false;
+    for (const auto& item : parameters) {
+      if (item.key() != name && !item.key().starts_with(name + '.')) continue;
+      kept.insert(item.value().unsafeGetTensorImpl());
+      found = true;
+    }
+    TORCH_CHECK_VALUE(found, owner, ": keep_fp32 names '", name,
+                      "', but the model has no parameter of that name and no module with parameters"
+                      ". Its parameters are: ",
+                      c10::Join(", ", parameters.keys()), ".");
+  }
+  return kept;
+}
+
+/// Throws for an unsupported dtype; split masters need bf16.
+inline void check_narrow_dtype(const char* owner, at::ScalarType dtype, MasterStorage storage) {
+  TORCH_CHECK_VALUE(is_16_bit(dtype), owner, ": a model cannot be kept in ", dtype,
+                    ". Pass torch::kHalf or torch::kBFloat16.");
+  TORCH_CHECK_VALUE(storage != MasterStorage::split || dtype == at::kBFloat16, owner,
+                    ": masters of ", dtype,
+                    " weights cannot be split, as these are not the upper half of "
+                    "fp32 numbers. Pass .dtype = torch::kBFloat16 with MasterStorage::split.");
+}
+
+/// Throws for a parameter that already has a master, that no optimizer can step, that cannot be
+/// split, or, if backward is to take gradients, that has the program's own hook in the place of
+/// ours.
+inline void check_may_be_master(const char* owner, const std::string& name,
+                                const at::Tensor& parameter, bool splits, bool main_gradients) {
+  const auto main = main_gradient_of(parameter);
+  TORCH_CHECK(!main || !main->is_averaged, owner, ": the gradients of the parameter '", name,
+              "' are averaged by a DistributedDataParallel. Destroy that first, and make a new one "
+              "after the masters.");
+  const WeightMeta* const meta = weight_meta_of(parameter);
+  TORCH_CHECK(!meta || meta->masters.expired(), owner, ": the parameter '", name,
+              "' has a master already in other MasterWeights or ShardedMasterWeights, which would "
+              "overwrite the model's weights. Use those, or destroy them first.");
+  TORCH_CHECK(!parameter.requires_grad() || !repeats_elements(parameter), owner,
+              ": several elements of the parameter '", name, "' (sizes ", parameter.sizes(),
+              ", strides ", parameter.strides(),
+              ") share memory, as after expand(), so no optimizer can step it. Give it its own "
+              "memory: parameter.set_data(parameter.contiguous()).");
+  TORCH_CHECK(!splits || meta || !parameter.unsafeGetTensorImpl()->get_backend_meta(), owner,
+              ": the parameter '", name,
+              "' has data specific to its device, so it cannot be split. Pass "
+              "MasterStorage::full.");
+  TORCH_CHECK(!main_gradients || main || !hook_of(parameter), owner, ": the parameter '", name,
+              "' has a hook that runs after its gradient is accumulated, and LibTorch stores only "
+              "one. Make the MasterWeights without main_gradients.");
+}
+
+template <class Options>
+void MastersOfModel::list_weights(const Options& options, bool main_gradients) {
+  check_narrow_dtype(owner_, options.dtype, options.storage);
+  const auto kept = parameters_kept_fp32(owner_, *model_, options.keep_fp32, options.keep_norms);
+  for (auto& [name, parameter] : named_parameters_once(*model_)) {
+    check_may_be_master(owner_, name, parameter, options.storage == MasterStorage::split,
+                        main_gradients);
+    const at::ScalarType dtype = parameter.scalar_type();
+    const bool is_narrow = (dtype == at::kFloat || is_16_bit(dtype)) &&
+                           !kept.contains(parameter.unsafeGetTensorImpl());
+    weights_.push_back({std::move(name), std::move(parameter), is_narrow});
+  }
+}
+
+inline auto MastersOfModel::weight_of(const at::Tensor& parameter) const -> const Weight* {
+  const auto found = std::ranges::find_if(
+      weights_, [&](const Weight& weight) { return weight.parameter.is_same(parameter); });
+  return found == weights_.end() ? nullptr : &*found;
+}
+
+inline void MastersOfModel::note_copied() {
+  for (Weight& weight : weights_) weight.given.note(weight.parameter);
+}
+
+/// Warns once of weights of the model that differ from those last written.
+inline void MastersOfModel::warn_of_written_model() {
+  for (const Weight& weight : weights_) {
+    if (warned_of_written_) return;
+    if (!weight.master.defined() || !weight.given.was_written(weight.parameter)) continue;
+    warned_of_written_ = true;
+    TORCH_WARN(owner_, "::copy_to_model: the model's weight '", weight.name,
+               "' was written to since the last call, and its master's value replaces what was "
+               "written. To fill the model from a file, call torch::load(masters, path); to change "
+               "weights, change those of parameters(). This warning is given once.");
+  }
+}
+
+inline void MastersOfModel::save(torch::serialize::OutputArchive& archive,
+                                 at::ScalarType dtype) const {
+  const std::string call = std::string(owner_) + "::save";
+  TORCH_CHECK_VALUE(c10::isFloatingType(dtype), call, ": ", dtype,
+                    " is not a floating-point dtype.");
+  check_saved(call);
+  const InternalOps guard;
+  write_module(*model_, archive, [&](const at::Tensor& parameter) {
+    const Weight* const weight = weight_of(parameter);
+    if (!weight) return parameter;
+    const at::Tensor value = value_of(*weight);
+    return weight->is_narrow ? value.to(dtype) : value;
+  });
+}
+
+inline void MastersOfModel::load(torch::serialize::InputArchive& archive) {
+  const InternalOps guard;
+  const auto read = read_all(*model_, archive, owner_);
+  const DropWeightCasts drop_weight_casts;
+  const std::function<void()> back = MastersOfModel::keep();
+  try {
+    for (const auto& [to, from] : read) {
+      const Weight* const weight = weight_of(to);
+      weight ? set(*weight, from, to) : void(to.copy_(from));
+    }
+  } catch (...) {  // for lack of memory
+    back();
+    throw;
+  }
+  note_copied();
+}
+
+inline std::function<void()> MastersOfModel::keep() {
+  const InternalOps guard;
+  WriteBack kept;  // on the host: memory of the device may be short
+  const auto add = [&](const at::Tensor& tensor) { kept.add(tensor, WriteBack::Copies::on_host); };
+  for (const Weight& weight : weights_) {
+    add(weight.parameter);
+    add(weight.master);
+    if (const SplitWeight* const split = weight.split()) add(split->low);
+  }
+  for (const at::Tensor& buffer : model_->buffers()) add(buffer);
+  return [this, kept = std::move(kept), was_copied = is_copied()] {
+    const InternalOps internal;
+    const DropWeightCasts drop_weight_casts;
+    kept.put_back();
+    for (const Weight& weight : weights_) {
+      if (SplitWeight* const split = weight.split()) {
+        split->note_version(weight.master.defined() ? weight.master : weight.parameter);
+      }
+    }
+    note_copied();
+    for (const Weight& weight : weights_) {
+      if (!was_copied && weight.master.defined()) {
+        weight.master.unsafeGetTensorImpl()->bump_version();
+      }
+    }
+  };
+}
+
+}  // namespace torchamp::detail

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The rule that a call of an op has followed, for diagnoses.
+#pragma once
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/DeviceType.h>
+
+#include <optional>
+
+#include "torchamp/detail/core/base/devices.h"
+#include "torchamp/detail/core/policy/op_lists.h"
+#include "torchamp/detail/core/policy/rules.h"
+#include "torchamp/detail/core/policy/schema.h"
+#include "torchamp/detail/core/policy/thread_policy.h"
+#include "torchamp/detail/core/runtime/runtime.h"
+#include "torchamp/rule.h"
+
+namespace torchamp::detail {
+
+/// The rule that a call of `op` has followed on the calling thread: never native unless LibTorch
+/// has a kernel for it that casts in some other way than `promote`. `choice`: what the kernel said
+/// of a rule that holds only sometimes; unset if the call did not come to it.
+inline Cast rule_of_call(const c10::OperatorHandle& op, at::DeviceType device,
+                         std::optional<Cast> choice) {
+  if (!at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device)) {
+    return Cast::unchanged;
+  }
+  const ThreadPolicy* const of_thread = thread_policy();
+  const PolicyData* const policy =
+      of_thread == nullptr ? nullptr
+                           : of_thread->in_force[device_index(device, "CastRecorder")].get();
+  const bool is_autograds =
+      policy != nullptr && adds_gradients(op.operator_name()) && leaves_sums_alone(*of_thread);
+  if (policy != nullptr && !is_autograds) {
+    const KernelRule rule = kernel_rule(*policy, TabledOp(op), device);
+    const Cast cast = rule.conditional ? choice.value_or(Cast::unchanged) : rule.cast;
+    if (cast != Cast::native) return cast;
+  }
+  if (!has_native_kernel(op, device)) return Cast::unchanged;
+  const Cast effect = effect_of_native(op.operator_name(), device);
+  return effect == Cast::promote ? effect : Cast::native;
+}
+
+}  // namespace torchamp::detail
