@@ -154,6 +154,8 @@ class TrainingCheckpoint {
   template <class T>
   void add_to(std::string name, T& object, bool is_local);
   static void fill(Entry& entry, torch::optim::Optimizer& optimizer);
+  template <class T>
+  static void fill_value(Entry& entry, T& object);
   void add_entry(Entry entry);
   void check_schedulers(const char* call) const;
   static void load_module(torch::nn::Module& module, torch::serialize::InputArchive& archive);
@@ -178,6 +180,23 @@ inline constexpr bool may_hold_optimizer =
     !std::derived_from<T, Masters> && !std::derived_from<T, torch::optim::LRScheduler> &&
     !std::is_same_v<T, GradScaler>;
 }  // namespace detail
+
+template <class T>
+void TrainingCheckpoint::fill_value(Entry& entry, T& object) {
+  static_assert(
+      std::is_same_v<T, at::Tensor> || std::is_arithmetic_v<T> || std::is_same_v<T, std::string>,
+      "TrainingCheckpoint::add takes module holders, optimizers, what has "
+      "save(OutputArchive&) and load(InputArchive&), tensors, numbers and strings");
+  entry.save = [&object](torch::serialize::OutputArchive& archive) {
+    archive.write("value", detail::to_ivalue(object));
+  };
+  entry.load = [&object](torch::serialize::InputArchive& archive, int64_t version) {
+    c10::IValue value;
+    archive.read("value", value);
+    detail::from_ivalue(value, object, version);
+  };
+  entry.keep = [&object] { return detail::undo_of(object); };
+}
 
 template <class T>
 void TrainingCheckpoint::add_to(std::string name, T& object, bool is_local) {
@@ -225,19 +244,7 @@ void TrainingCheckpoint::add_to(std::string name, T& object, bool is_local) {
         "hides its state: write a scheduler of your own, with save(OutputArchive&) and "
         "load(InputArchive&)");
   } else {
-    static_assert(
-        std::is_same_v<T, at::Tensor> || std::is_arithmetic_v<T> || std::is_same_v<T, std::string>,
-        "TrainingCheckpoint::add takes module holders, optimizers, what has "
-        "save(OutputArchive&) and load(InputArchive&), tensors, numbers and strings");
-    entry.save = [&object](OutputArchive& archive) {
-      archive.write("value", detail::to_ivalue(object));
-    };
-    entry.load = [&object](InputArchive& archive, int64_t version) {
-      c10::IValue value;
-      archive.read("value", value);
-      detail::from_ivalue(value, object, version);
-    };
-    entry.keep = [&object] { return detail::undo_of(object); };
+    fill_value(entry, object);
   }
   add_entry(std::move(entry));
 }

@@ -88,13 +88,7 @@ constexpr PublicHeaders public_headers[] = {
 const Names known_mutual_rooms = {};
 const Names known_long_files = {};
 /// "file: function".
-const Names known_long_functions = {
-    "detail/extras/io/pickle.h: run",
-    "detail/extras/io/training_checkpoint-inl.h: TrainingCheckpoint::load_parts",
-    "detail/extras/recompute/node.h: RecomputeNode::apply",
-    "detail/extras/recompute/node.h: RecomputeNode::run",
-    "training_checkpoint.h: TrainingCheckpoint::add_to",
-};
+const Names known_long_functions = {};
 const Names known_tests_of_internals = {
     "audit/precision_audit_test.cpp",
     "autocast/autocast_devices_test.cpp",

@@ -167,29 +167,9 @@ class PickleReader {
     fail("it holds what torch.save does not write");
   }
 
-  void run(uint8_t op) {
+  /// Opcodes that make or fill a value that matters.
+  void run_value(uint8_t op) {
     switch (op) {
-      case 0x80:  // PROTO
-        if (const uint64_t protocol = unsigned_of(1); protocol > 5) fail("its protocol is unknown");
-        return;
-      case 0x95:  // FRAME
-        take(8);
-        return;
-      case '.':
-        stopped_ = true;
-        return;
-      case '(':
-        return push({.kind = Kind::mark});
-      case '0':
-        pop();
-        return;
-      case '1':
-        pop_to_mark();
-        return;
-      case '2':
-        top();
-        stack_.push_back(stack_.back());
-        return;
       case 'K':
         return push_integer(static_cast<int64_t>(unsigned_of(1)));
       case 'M':
@@ -225,6 +205,34 @@ class PickleReader {
       }
       case 'u':
         return set_items(pop_to_mark());
+      default:
+        return run_opaque(static_cast<char>(op));
+    }
+  }
+
+  void run(uint8_t op) {
+    switch (op) {
+      case 0x80:  // PROTO
+        if (const uint64_t protocol = unsigned_of(1); protocol > 5) fail("its protocol is unknown");
+        return;
+      case 0x95:  // FRAME
+        take(8);
+        return;
+      case '.':
+        stopped_ = true;
+        return;
+      case '(':
+        return push({.kind = Kind::mark});
+      case '0':
+        pop();
+        return;
+      case '1':
+        pop_to_mark();
+        return;
+      case '2':
+        top();
+        stack_.push_back(stack_.back());
+        return;
       case 'q':
         return remember(unsigned_of(1));
       case 'r':
@@ -248,7 +256,7 @@ class PickleReader {
       case 0x81:  // NEWOBJ
         return call();
       default:
-        return run_opaque(static_cast<char>(op));
+        return run_value(op);
     }
   }
 

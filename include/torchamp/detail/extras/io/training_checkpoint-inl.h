@@ -255,57 +255,82 @@ inline bool TrainingCheckpoint::exists() const {
   return std::filesystem::exists(status);
 }
 
+namespace detail {
+
+/// The open file of a TrainingCheckpoint.
+struct CheckpointFile {
+  torch::serialize::InputArchive archive{}, shared{};
+  int64_t version = 0, id = 0;
+};
+
+/// Throws if the file is damaged, or none of a TrainingCheckpoint.
+inline CheckpointFile open_checkpoint(const std::shared_ptr<FileReader>& file) {
+  CheckpointFile opened;
+  check_archive(file);
+  opened.archive.load_from(
+      [&](uint64_t at, void* to, std::size_t n) { return file->read(at, to, n); },
+      [&] { return file->size(); }, device_for(file));
+  c10::IValue version, id;
+  TORCH_CHECK(opened.archive.try_read("torchamp_checkpoint", version) && version.isInt() &&
+                  opened.archive.try_read("id", id) && id.isInt() &&
+                  opened.archive.try_read("shared", opened.shared),
+              "it was not written by TrainingCheckpoint::save.");
+  TORCH_CHECK(version.toInt() >= 1 && version.toInt() <= training_checkpoint_version,
+              "it is of version ", version.toInt(), ", and this torchamp reads versions 1 to ",
+              training_checkpoint_version, ".");
+  TORCH_CHECK(version.toInt() == 1 || is_sealed(file), "it is damaged: its checksum is missing.");
+  opened.version = version.toInt();
+  opened.id = id.toInt();
+  return opened;
+}
+
+/// What process `rank` of `processes` has written, and its random states.
+inline RngState open_local_part(CheckpointFile& from, int64_t rank, int64_t processes,
+                                torch::serialize::InputArchive& local) {
+  c10::IValue saved;
+  from.archive.read("processes", saved);
+  TORCH_CHECK(saved.toInt() == processes, "it was saved by ", saved.toInt(),
+              " process(es), and this run has ", processes,
+              ". Resume with as many, or call load_shared().");
+  at::Tensor part;
+  from.archive.read("local_" + std::to_string(rank), part, /*is_buffer=*/true);
+  const at::Tensor bytes = part.cpu();
+  local = archive_of(bytes, device_for(std::make_shared<caffe2::serialize::MemoryReadAdapter>(
+                                bytes.const_data_ptr(), bytes.numel())));
+  torch::serialize::InputArchive rng;
+  local.read("rng", rng);
+  std::map<std::string, at::Tensor> states;
+  for (const std::string& device : rng.keys()) {
+    at::Tensor state;
+    rng.read(device, state);
+    states.emplace(device, state.cpu());
+  }
+  return RngState::from(states);
+}
+
+}  // namespace detail
+
 /// With the local part of process `rank`, if it is given.
 inline bool TrainingCheckpoint::load_parts(std::optional<int64_t> rank, int64_t processes) {
   check_schedulers("TrainingCheckpoint::load");
   if (!exists()) return false;
   const at::NoGradGuard no_grad;
-  torch::serialize::InputArchive archive, shared, local, rng;
-  c10::IValue version, id;
+  detail::CheckpointFile opened;
+  torch::serialize::InputArchive local;
   std::optional<detail::RngState> random;
   const auto where = [&] { return "TrainingCheckpoint::load: '" + path_.string() + "': "; };
   detail::rethrow_with(where, [&] {
-    const auto file = std::make_shared<detail::FileReader>(path_);
-    detail::check_archive(file);
-    archive.load_from([&](uint64_t at, void* to, std::size_t n) { return file->read(at, to, n); },
-                      [&] { return file->size(); }, detail::device_for(file));
-    TORCH_CHECK(archive.try_read("torchamp_checkpoint", version) && version.isInt() &&
-                    archive.try_read("id", id) && id.isInt() && archive.try_read("shared", shared),
-                "it was not written by TrainingCheckpoint::save.");
-    TORCH_CHECK(version.toInt() >= 1 && version.toInt() <= detail::training_checkpoint_version,
-                "it is of version ", version.toInt(), ", and this torchamp reads versions 1 to ",
-                detail::training_checkpoint_version, ".");
-    check_entries_of_step(shared);
-    TORCH_CHECK(version.toInt() == 1 || detail::is_sealed(file),
-                "it is damaged: its checksum is missing.");
-    if (!rank) return;
-    c10::IValue saved;
-    archive.read("processes", saved);
-    TORCH_CHECK(saved.toInt() == processes, "it was saved by ", saved.toInt(),
-                " process(es), and this run has ", processes,
-                ". Resume with as many, or call load_shared().");
-    at::Tensor part;
-    archive.read("local_" + std::to_string(*rank), part, /*is_buffer=*/true);
-    const at::Tensor bytes = part.cpu();
-    local = detail::archive_of(
-        bytes, detail::device_for(std::make_shared<caffe2::serialize::MemoryReadAdapter>(
-                   bytes.const_data_ptr(), bytes.numel())));
-    local.read("rng", rng);
-    std::map<std::string, at::Tensor> states;
-    for (const std::string& device : rng.keys()) {
-      at::Tensor state;
-      rng.read(device, state);
-      states.emplace(device, state.cpu());
-    }
-    random = detail::RngState::from(states);
+    opened = detail::open_checkpoint(std::make_shared<detail::FileReader>(path_));
+    check_entries_of_step(opened.shared);
+    if (rank) random = detail::open_local_part(opened, *rank, processes, local);
   });
 
   Undo undo;
   const auto random_before = detail::RngState::now();
   try {
-    read(shared, /*local=*/false, version.toInt(), undo);
+    read(opened.shared, /*local=*/false, opened.version, undo);
     if (random) {
-      read(local, /*local=*/true, version.toInt(), undo);
+      read(local, /*local=*/true, opened.version, undo);
       detail::rethrow_with(where, [&] { random->apply(); });
     }
   } catch (...) {
@@ -318,7 +343,7 @@ inline bool TrainingCheckpoint::load_parts(std::optional<int64_t> rank, int64_t 
     random_before.apply();
     throw;
   }
-  file_id_ = id.toInt();
+  file_id_ = opened.id;
   return true;
 }
 

@@ -106,6 +106,31 @@ class RecomputeNode final : public torch::autograd::Node {
   inline torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
 
  private:
+  /// The inputs whose history a sink stands for, by the sink.
+  using InputOfSink = std::unordered_map<torch::autograd::Node*, std::size_t>;
+
+  // The steps of run(), which fill what apply() needs.
+  std::vector<at::Tensor> run_first(const TensorFunction& function,
+                                    const std::vector<at::Tensor>& inputs,
+                                    InputOfSink& input_of_sink);
+  std::vector<torch::autograd::Node*> find_own_outputs(std::vector<at::Tensor>& outputs,
+                                                       const std::vector<at::Tensor>& inputs,
+                                                       const InputOfSink& input_of_sink);
+  void copy_other_outputs(std::vector<at::Tensor>& outputs) const;
+  torch::autograd::edge_list edges_out_of(const std::vector<torch::autograd::Node*>& roots,
+                                          const InputOfSink& input_of_sink) const;
+  void set_edges(const std::vector<at::Tensor>& inputs, torch::autograd::edge_list outer);
+
+  // The steps of apply().
+  Sinks cut_inputs(std::vector<at::Tensor>& inputs, bool create_graph) const;
+  static std::vector<at::Tensor> run_again(const TensorFunction& function,
+                                           std::vector<at::Tensor> inputs,
+                                           const RecomputeContext& context);
+  std::vector<torch::autograd::Node*> roots_of(const std::vector<at::Tensor>& outputs) const;
+  torch::autograd::variable_list run_backward(const std::vector<at::Tensor>& outputs,
+                                              torch::autograd::variable_list gradients,
+                                              const Sinks& sinks, bool create_graph) const;
+
   bool released_ = false;
   TensorFunction function_;
   std::vector<torch::autograd::SavedVariable> inputs_;
@@ -116,19 +141,14 @@ class RecomputeNode final : public torch::autograd::Node {
   std::vector<std::size_t> own_outputs_;  // the places of those whose history is this node
 };
 
-inline std::vector<at::Tensor> RecomputeNode::run(TensorFunction function,
-                                                  std::vector<at::Tensor> inputs,
-                                                  RecomputeContext context) {
-  using torch::autograd::Edge;
-  namespace impl = torch::autograd::impl;
-
-  NodePtr pointer = make_node<RecomputeNode>();
-  auto& node = static_cast<RecomputeNode&>(*pointer);
-  std::unordered_map<torch::autograd::Node*, std::size_t> input_of_sink;
+/// Runs the function on inputs without their histories, and notes what it reads.
+inline std::vector<at::Tensor> RecomputeNode::run_first(const TensorFunction& function,
+                                                        const std::vector<at::Tensor>& inputs,
+                                                        InputOfSink& input_of_sink) {
   std::vector<at::Tensor> cut_inputs = inputs;
   std::vector<uint32_t> versions;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
-    node.inputs_.emplace_back(inputs[i], /*is_output=*/false);
+    inputs_.emplace_back(inputs[i], /*is_output=*/false);
     versions.push_back(version_of(inputs[i]));
     if (!needs_gradient(inputs[i])) continue;
     const NodePtr sink = make_node<GradientSink>();
@@ -136,109 +156,128 @@ inline std::vector<at::Tensor> RecomputeNode::run(TensorFunction function,
     cut_inputs[i] = with_history(inputs[i], sink);
   }
 
-  node.forward_.epoch = NodeEpoch();
+  forward_.epoch = NodeEpoch();
   std::vector<at::Tensor> outputs;
   {
     const NoCastCache no_cache;
     ReadRecorder recorder;
     outputs = function(std::move(cut_inputs));
-    node.forward_.reads = recorder.take();
+    forward_.reads = recorder.take();
   }
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     TORCH_CHECK(version_of(inputs[i]) == versions[i], "checkpoint: the function changed its ", i,
                 ". tensor input in place, so backward cannot run it again. Let it use a clone.");
   }
+  return outputs;
+}
 
+/// Finds the outputs whose history is this node, and returns the ends of their graph. An output
+/// that is an input gets the input's history back.
+inline std::vector<torch::autograd::Node*> RecomputeNode::find_own_outputs(
+    std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
+    const InputOfSink& input_of_sink) {
   std::vector<torch::autograd::Node*> roots;
   for (std::size_t i = 0; i < outputs.size(); ++i) {
-    node.outputs_.push_back(kind_of(outputs[i]));
+    outputs_.push_back(kind_of(outputs[i]));
     if (!needs_gradient(outputs[i])) continue;
-    const Edge edge = impl::gradient_edge(outputs[i]);
+    const torch::autograd::Edge edge = torch::autograd::impl::gradient_edge(outputs[i]);
     if (const auto same = input_of_sink.find(edge.function.get()); same != input_of_sink.end()) {
       outputs[i] = inputs[same->second];
-    } else if (node.forward_.epoch.is_younger(*edge.function)) {
-      node.own_outputs_.push_back(i);
+    } else if (forward_.epoch.is_younger(*edge.function)) {
+      own_outputs_.push_back(i);
       roots.push_back(edge.function.get());
     }
   }
-  node.forward_.epoch.end();
-  const auto keep_others_apart = [&] {
-    for (std::size_t i = 0; i < outputs.size(); ++i) {
-      if (!outputs[i].defined() || std::ranges::count(node.own_outputs_, i) != 0) continue;
-      const bool is_only_handed_on = outputs[i].use_count() > 1;
-      const auto came_before = [&](const at::Tensor& other) { return other.is_same(outputs[i]); };
-      if (is_only_handed_on ? std::any_of(outputs.data(), &outputs[i], came_before)
-                            : shares_memory(outputs[i])) {
-        outputs[i] = outputs[i].clone();
-      }
-    }
-  };
-  if (roots.empty()) {
-    keep_others_apart();
-    return outputs;
-  }
+  forward_.epoch.end();
+  return roots;
+}
 
-  std::vector<Edge> outer;
-  std::unordered_set<Edge> known;
-  walk_graph(roots, [&](auto&, std::size_t, const Edge& edge) {
-    if (node.forward_.epoch.is_younger(*edge.function)) return true;
+/// Copies outputs without this node's history where Note [Outputs that share memory] says so.
+inline void RecomputeNode::copy_other_outputs(std::vector<at::Tensor>& outputs) const {
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    if (!outputs[i].defined() || std::ranges::count(own_outputs_, i) != 0) continue;
+    const bool is_only_handed_on = outputs[i].use_count() > 1;
+    const auto came_before = [&](const at::Tensor& other) { return other.is_same(outputs[i]); };
+    if (is_only_handed_on ? std::any_of(outputs.data(), &outputs[i], came_before)
+                          : shares_memory(outputs[i])) {
+      outputs[i] = outputs[i].clone();
+    }
+  }
+}
+
+/// The edges out of the function's graph, other than those to its inputs.
+inline torch::autograd::edge_list RecomputeNode::edges_out_of(
+    const std::vector<torch::autograd::Node*>& roots, const InputOfSink& input_of_sink) const {
+  torch::autograd::edge_list outer;
+  std::unordered_set<torch::autograd::Edge> known;
+  walk_graph(roots, [&](auto&, std::size_t, const torch::autograd::Edge& edge) {
+    if (forward_.epoch.is_younger(*edge.function)) return true;
     if (!input_of_sink.contains(edge.function.get()) && known.insert(edge).second) {
       outer.push_back(edge);
     }
     return false;
   });
-  known.clear();
-  for (const std::size_t i : node.own_outputs_) outputs[i] = outputs[i].detach();
-  // The activations are gone.
-  keep_others_apart();
-  for (const std::size_t i : node.own_outputs_) {
-    if (shares_memory(outputs[i])) outputs[i] = outputs[i].clone();
-  }
+  return outer;
+}
 
-  // A leaf known only to its node was made by the function itself.
+/// Takes the edges of the inputs, and those out of the dropped graph.
+inline void RecomputeNode::set_edges(const std::vector<at::Tensor>& inputs,
+                                     torch::autograd::edge_list outer) {
   torch::autograd::edge_list edges;
   for (const at::Tensor& input : inputs) {
     if (needs_gradient(input)) {
-      node.edge_of_input_.emplace_back(edges.size());
-      edges.push_back(impl::gradient_edge(input));
+      edge_of_input_.emplace_back(edges.size());
+      edges.push_back(torch::autograd::impl::gradient_edge(input));
     } else {
-      node.edge_of_input_.emplace_back(std::nullopt);
+      edge_of_input_.emplace_back(std::nullopt);
     }
   }
-  for (Edge& edge : outer) {
+  for (torch::autograd::Edge& edge : outer) {
+    // A leaf known only to its node was made by the function itself.
     const auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(edge.function.get());
     if (leaf && leaf->variable.use_count() == 1) {
-      ++node.forward_.inner_leaves;
+      ++forward_.inner_leaves;
       continue;
     }
-    node.forward_.outer_edges.emplace(edge, edges.size());
+    forward_.outer_edges.emplace(edge, edges.size());
     edges.push_back(std::move(edge));
   }
-  node.set_next_edges(std::move(edges));
+  set_next_edges(std::move(edges));
+}
+
+inline std::vector<at::Tensor> RecomputeNode::run(TensorFunction function,
+                                                  std::vector<at::Tensor> inputs,
+                                                  RecomputeContext context) {
+  NodePtr pointer = make_node<RecomputeNode>();
+  auto& node = static_cast<RecomputeNode&>(*pointer);
+  InputOfSink input_of_sink;
+  std::vector<at::Tensor> outputs = node.run_first(function, inputs, input_of_sink);
+  const auto roots = node.find_own_outputs(outputs, inputs, input_of_sink);
+  if (roots.empty()) {
+    node.copy_other_outputs(outputs);
+    return outputs;
+  }
+
+  torch::autograd::edge_list outer = node.edges_out_of(roots, input_of_sink);
+  for (const std::size_t i : node.own_outputs_) outputs[i] = outputs[i].detach();
+  // The activations are gone.
+  node.copy_other_outputs(outputs);
+  for (const std::size_t i : node.own_outputs_) {
+    if (shares_memory(outputs[i])) outputs[i] = outputs[i].clone();
+  }
+  node.set_edges(inputs, std::move(outer));
   node.function_ = std::move(function);
   node.context_ = std::move(context);
   for (const std::size_t i : node.own_outputs_) {
-    impl::set_gradient_edge(outputs[i], {pointer, node.add_input_metadata(outputs[i])});
+    torch::autograd::impl::set_gradient_edge(outputs[i],
+                                             {pointer, node.add_input_metadata(outputs[i])});
   }
   return outputs;
 }
 
-inline torch::autograd::variable_list RecomputeNode::apply(
-    torch::autograd::variable_list&& gradients) {
-  TensorFunction function;
-  std::vector<at::Tensor> inputs;
-  std::optional<RecomputeContext> context;
-  {
-    const std::lock_guard lock(mutex_);
-    TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
-    function = function_;
-    context = context_;
-    for (const auto& input : inputs_) inputs.push_back(input.unpack());
-    check_unchanged(forward_.reads);
-  }
-
-  // With create_graph, the recomputed graph stays connected to the inputs' history.
-  const bool create_graph = torch::autograd::GradMode::is_enabled();
+/// Lets the histories of inputs end in sinks. With `create_graph`, the recomputed graph stays
+/// connected to what is behind these.
+inline Sinks RecomputeNode::cut_inputs(std::vector<at::Tensor>& inputs, bool create_graph) const {
   Sinks sinks{std::vector<NodePtr>(num_outputs()), {}, {}};
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     if (!edge_of_input_[i]) continue;
@@ -248,36 +287,49 @@ inline torch::autograd::variable_list RecomputeNode::apply(
     sinks.of_inputs.insert(sink.get());
     inputs[i] = with_history(inputs[i], sink);
   }
+  return sinks;
+}
 
-  const NodeEpoch epoch;
-  std::vector<at::Tensor> outputs;
-  {
-    const torch::autograd::AutoGradMode grad_mode(true);
-    const AutocastStateGuard autocast(context->autocast);
-    const NoCastCache no_cache;
-    WriteBack buffers;  // which are changed in copies
-    const auto put_buffers_back = c10::make_scope_exit([&] { buffers.put_back(); });
-    for (const at::Tensor& buffer : context->buffers) {
-      buffers.add(buffer, WriteBack::Copies::none);
-      if (buffer.defined()) buffer.set_data(buffer.detach().clone());
-    }
-    std::optional<RngScope> rng;
-    if (context->rng) rng.emplace(*context->rng);
-    outputs = function(std::move(inputs));
+/// Runs the function once more, in the state of its first run; `context` has that.
+inline std::vector<at::Tensor> RecomputeNode::run_again(const TensorFunction& function,
+                                                        std::vector<at::Tensor> inputs,
+                                                        const RecomputeContext& context) {
+  const torch::autograd::AutoGradMode grad_mode(true);
+  const AutocastStateGuard autocast(context.autocast);
+  const NoCastCache no_cache;
+  WriteBack buffers;  // which are changed in copies
+  const auto put_buffers_back = c10::make_scope_exit([&] { buffers.put_back(); });
+  for (const at::Tensor& buffer : context.buffers) {
+    buffers.add(buffer, WriteBack::Copies::none);
+    if (buffer.defined()) buffer.set_data(buffer.detach().clone());
   }
+  std::optional<RngScope> rng;
+  if (context.rng) rng.emplace(*context.rng);
+  return function(std::move(inputs));
+}
+
+/// The ends of the recomputed graph. Throws if the outputs are unlike the forward's.
+inline std::vector<torch::autograd::Node*> RecomputeNode::roots_of(
+    const std::vector<at::Tensor>& outputs) const {
   for (std::size_t i = 0; i < outputs_.size(); ++i) {
     TORCH_CHECK(outputs.size() == outputs_.size() && kind_of(outputs[i]) == outputs_[i],
                 "checkpoint: the recomputation gave an output of another shape, dtype or "
                 "device than the forward did. The function must do the same both times.");
   }
-
   std::vector<torch::autograd::Node*> roots;
   for (const std::size_t i : own_outputs_) {
     TORCH_CHECK(needs_gradient(outputs[i]), "checkpoint: the recomputation gave other outputs",
                 unlike_forward);
     roots.push_back(outputs[i].grad_fn().get());
   }
-  const Cuts cuts(forward_, roots, epoch, sinks);
+  return roots;
+}
+
+/// The gradients at the sinks, by their places among the next edges. Those of a view go on to its
+/// base, see Note [Captured views whose base has changed].
+inline torch::autograd::variable_list RecomputeNode::run_backward(
+    const std::vector<at::Tensor>& outputs, torch::autograd::variable_list gradients,
+    const Sinks& sinks, bool create_graph) const {
   torch::autograd::edge_list from;
   torch::autograd::variable_list arriving;
   for (std::size_t i = 0; i < own_outputs_.size(); ++i) {
@@ -313,6 +365,27 @@ inline torch::autograd::variable_list RecomputeNode::apply(
     sum = sum.defined() && part.defined() ? sum + part : part.defined() ? part : sum;
   }
   return result;
+}
+
+inline torch::autograd::variable_list RecomputeNode::apply(
+    torch::autograd::variable_list&& gradients) {
+  TensorFunction function;
+  std::vector<at::Tensor> inputs;
+  std::optional<RecomputeContext> context;
+  {
+    const std::lock_guard lock(mutex_);
+    TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
+    function = function_;
+    context = context_;
+    for (const auto& input : inputs_) inputs.push_back(input.unpack());
+    check_unchanged(forward_.reads);
+  }
+  const bool create_graph = torch::autograd::GradMode::is_enabled();
+  Sinks sinks = cut_inputs(inputs, create_graph);
+  const NodeEpoch epoch;
+  const std::vector<at::Tensor> outputs = run_again(function, std::move(inputs), *context);
+  const Cuts cuts(forward_, roots_of(outputs), epoch, sinks);
+  return run_backward(outputs, std::move(gradients), sinks, create_graph);
 }
 
 }  // namespace torchamp::detail
