@@ -177,6 +177,19 @@ TEST_P(StaleReplays, OfABatchThatTheFunctionTakesByReferenceAreTold) {
   }
 }
 
+TEST_P(StaleReplays, OfIndicesThatTheFunctionTakesByReferenceAreTold) {
+  const CollectedWarnings warnings;
+  StepTwins twins(GetParam(), {.warmup = 2, .when_possible = true});
+  std::vector<at::Tensor> rows;  // all of them stay
+  for (int i = 0; i < 7; ++i) rows.push_back(torch::full({2}, i % 4, here().dtype(at::kLong)));
+  for (int i = 0; i < 7; ++i) {
+    twins.step(batch(i), [&, i](Net& net, const Tensors& in) {
+      return (net->forward(in[0]) - in[1]).index({rows[i]}).pow(2).mean();
+    });
+  }
+  EXPECT_THAT(warnings.text(), HasSubstr("aten::index reads a tensor"));
+}
+
 TEST_P(StaleReplays, OfMemoryThatIsFreedAreRefused) {
   StepTwins twins(GetParam(), {.warmup = 1});
   const auto step = [&](int i) {

@@ -45,6 +45,25 @@ TEST(BodyTrace, TellsCallsNumbersShapesAndOuterTensorsApart) {
   EXPECT_NE(difference(rows(1), rows(2)), "");
 }
 
+TEST(BodyTrace, TellsListsOfIndicesApart) {
+  const at::Tensor x = torch::ones({2, 3}), value = torch::ones({});
+  const at::Tensor rows = torch::zeros({1}, torch::kLong), others = torch::ones({1}, torch::kLong);
+  const auto rows_of = [&](const at::Tensor& at) { return [&x, at] { (void)x.index({at}); }; };
+  const auto columns_of = [&](const at::Tensor& at) {  // an undefined index before the other one
+    return [&x, at] { (void)x.index({torch::indexing::Slice(), at}); };
+  };
+  const auto put = [&](const at::Tensor& at) {
+    return [&, at] { (void)at::index_put(x, {at}, value); };
+  };
+  EXPECT_EQ(difference(rows_of(rows), rows_of(rows)), "");
+  EXPECT_THAT(difference(rows_of(rows), rows_of(others)), HasSubstr("aten::index reads a tensor"));
+  EXPECT_THAT(difference(columns_of(rows), columns_of(others)),
+              HasSubstr("aten::index reads a tensor"));
+  EXPECT_THAT(difference(put(rows), put(others)), HasSubstr("aten::index_put reads a tensor"));
+  EXPECT_THAT(difference(rows_of(rows), rows_of(torch::zeros({2}, torch::kLong))),
+              HasSubstr("with tensors of other shapes"));
+}
+
 TEST(BodyTrace, TakesWhatTheBodyMakesForTheSameWhereverItIs) {
   const at::Tensor x = torch::ones({2, 3});
   at::Tensor kept;  // so that the second one is elsewhere

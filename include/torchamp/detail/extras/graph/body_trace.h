@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/policy/schema.h"
 #include "torchamp/detail/extras/observe/observer.h"
 
 namespace torchamp::detail {
@@ -73,7 +74,8 @@ class BodyTrace final : public Observer {
   void end(const at::RecordFunction& call, Call&) override {
     if (--depth_ > 0) return;
     for (const c10::IValue& output : call.outputs()) {
-      for_each_tensor(output, [this](const at::Tensor& tensor) {
+      for_each_tensor_of(output, [this](const at::Tensor& tensor) {
+        if (!tensor.defined()) return;
         inner_.insert_or_assign(tensor.unsafeGetTensorImpl(), WeakTensor(tensor));
       });
     }
@@ -111,24 +113,15 @@ class BodyTrace final : public Observer {
     return {};
   }
 
-  template <class Function>
-  static void for_each_tensor(const c10::IValue& value, const Function& function) {
-    if (value.isTensor()) {
-      if (value.toTensor().defined()) function(value.toTensor());
-    } else if (value.isTensorList()) {
-      for (const at::Tensor& tensor : value.toTensorVector()) {
-        if (tensor.defined()) function(tensor);
-      }
-    }
-  }
-
   void note(const at::RecordFunction& call) {
     const std::string_view name = call.name();
     if (name == "aten::detach_" || name == "aten::zero_") return;
     Step step{
         .name = std::string(name), .tensors = {}, .numbers = {}, .outer = {}, .first_outer = {}};
     for (const c10::IValue& input : inputs_of(call)) {
-      for_each_tensor(input, [&](const at::Tensor& tensor) { note(step, tensor); });
+      for_each_tensor_of(input, [&](const at::Tensor& tensor) {
+        if (tensor.defined()) note(step, tensor);
+      });
       if (input.isScalar()) step.numbers.push_back(c10::str(input.toScalar()));
       if (input.isIntList()) step.numbers.push_back(c10::str(input.toIntVector()));
       if (input.isDoubleList()) step.numbers.push_back(c10::str(input.toDoubleVector()));
