@@ -108,7 +108,7 @@ inline void multiply(const std::vector<GradientBatch>& batches, const at::Tensor
     const at::Tensor here = to_device_async(batch.device, factor);
     if (batch.dtype == at::kFloat || is_16_bit(batch.dtype)) {
       at::Tensor unused = at::zeros({}, at::TensorOptions(batch.device).dtype(at::kFloat));
-      multiply_and_check(batch, here.to(at::kFloat), unused);
+      multiply_batch(batch, here.to(at::kFloat), unused);
     } else {  // by a factor that may have fp64's precision
       at::_foreach_mul_(batch.gradients, here);
     }
@@ -127,35 +127,31 @@ inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor
   const InternalOps internal;
   const std::vector<at::TensorList> params = parameter_lists(optimizer);
   const auto batches = gradients_to_clip(params, "clip_grad_norm_");
-  const bool defers = DeferredClips::can_be_left_to(optimizer);
-  const Divisor left = DeferredClips::of(optimizer);
-  const at::Tensor& divisor = left.number;
+  DeferredClip* const deferred = find_deferred_clip(optimizer);
+  const Divisor before = deferred ? deferred->of(optimizer) : Divisor();
+  const at::Tensor& divisor = before.number;
   const bool is_divided = scale.defined() || divisor.defined();
   at::Tensor norm = is_divided ? total_norm_divided(batches, norm_type, scale, divisor)
                                : total_norm(batches, norm_type);
   const Shards* const shards = common_shards(params, "clip_grad_norm_");
   if (shards) norm = shards->norm_of_all(norm, norm_type);
-  // A maximum over processes may lose NaNs.
-  const bool tells_finite = norm_type > 0. && !shards;
   if (batches.empty()) return norm;
-  if (defers && norm.scalar_type() == at::kFloat) {
+  if (deferred && norm.scalar_type() == at::kFloat) {
     const at::Tensor excess = clip_divisor(norm, max_norm);
     // One that fp32 cannot hold would make gradients of 0; on the host that can be seen.
     const bool holds = max_norm == 0. || !norm.is_cpu() ||
                        !std::isfinite(*norm.const_data_ptr<float>()) ||
                        std::isfinite(*excess.const_data_ptr<float>());
     if (holds) {
-      DeferredClips::add(optimizer, {.number = excess,
-                                     .is_number = max_norm != 0.,
-                                     .tells_finite = tells_finite && max_norm != 0.,
-                                     .norm = norm});
+      const bool may_be_infinite = max_norm == 0.;
+      // A maximum over processes may lose NaNs.
+      const bool shows_non_finite = norm_type > 0. && !shards && !may_be_infinite;
+      deferred->add(optimizer, {excess, may_be_infinite, shows_non_finite, norm});
       return norm;
     }
   }
   multiply(batches, clip_coefficient(norm, max_norm));
-  if (divisor.defined()) {  // the same gradients' still
-    DeferredClips::keep(optimizer, left);
-  }
+  if (before.defined()) keep_deferred(*deferred, optimizer, before);
   return norm;
 }
 
@@ -217,7 +213,7 @@ inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& o
   detail::check_not_stepped("clip_grad_norm_", scaler, optimizer);
   at::Tensor scale;
   if (scaler.is_enabled() && !scaler.is_unscaled(optimizer)) {
-    if (detail::DeferredClips::can_be_left_to(optimizer)) {
+    if (detail::find_deferred_clip(optimizer)) {
       scale = detail::ScalerParts::scale(scaler).scale();
       TORCHAMP_CHECK(scale.defined(),
                      "clip_grad_norm_: nothing has been scaled yet. Call scale(loss).backward() "
@@ -250,9 +246,11 @@ inline void clip_grad_value_(torch::optim::Optimizer& optimizer, double value) {
   const detail::InternalOps internal;
   const auto batches =
       detail::gradients_to_clip(detail::parameter_lists(optimizer), "clip_grad_value_");
-  const at::Tensor divisor = detail::DeferredClips::of(optimizer).number;
-  if (divisor.defined()) detail::multiply(batches, divisor.reciprocal());
-  detail::DeferredClips::forget(optimizer);
+  if (detail::DeferredClip* const deferred = detail::find_deferred_clip(optimizer)) {
+    const at::Tensor divisor = deferred->of(optimizer).number;
+    if (divisor.defined()) detail::multiply(batches, divisor.reciprocal());
+    deferred->forget();
+  }
   detail::clip_value(batches, value);
   detail::note_plain_clip(optimizer);
 }

@@ -25,6 +25,7 @@
 #include "torchamp/detail/core/optim/plan.h"
 #include "torchamp/detail/core/optim/state_tensors.h"
 #include "torchamp/detail/core/scaler/loss_scale.h"
+#include "torchamp/detail/core/scaler/step.h"
 #include "torchamp/detail/core/scaler/step_ledger.h"
 #include "torchamp/detail/extras/masters/split_weight.h"
 #include "torchamp/grad_scaler.h"

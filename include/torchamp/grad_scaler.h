@@ -15,7 +15,6 @@
 #include <vector>
 
 #include "torchamp/detail/core/base/tensors.h"
-#include "torchamp/detail/core/scaler/check_options.h"
 #include "torchamp/detail/core/scaler/loss_scale.h"
 #include "torchamp/detail/core/scaler/step_ledger.h"
 #include "torchamp/grad_scaler_options.h"
@@ -282,13 +281,8 @@ struct ScalerParts {
 };
 
 /// Loads `state`, and from `rest` what the state does not hold; `call` begins error messages.
-inline void restore_scaler(GradScaler& scaler, const char* call, const GradScalerState& state,
-                           ScaleMemory<double> rest) {
-  check_state(call, state, scaler.options());
-  const InternalOps guard;
-  ScalerParts::ledger(scaler).keep_results();
-  ScalerParts::scale(scaler).restore(state, std::move(rest));
-}
+TORCHAMP_BODY void restore_scaler(GradScaler& scaler, const char* call,
+                                  const GradScalerState& state, ScaleMemory<double> rest);
 
 }  // namespace detail
 

@@ -45,7 +45,7 @@ namespace TORCHAMP_NAMESPACE {
 /// Base of the fused optimizers: all parameters of a group, device and dtype step together, and the
 /// device decides whether to take a step. step() and step_scaled() never synchronise. One
 /// thread at a time.
-class FusedOptimizer : public torch::optim::Optimizer, public detail::DefersClips {
+class FusedOptimizer : public torch::optim::Optimizer, public detail::ClippingStep {
  public:
   TORCHAMP_BODY ~FusedOptimizer() override;
   FusedOptimizer(FusedOptimizer&&) = default;
@@ -115,8 +115,9 @@ class FusedOptimizer : public torch::optim::Optimizer, public detail::DefersClip
                           bool is_exact) = 0;
 
  private:
-  TORCHAMP_BODY void step_knowing(const at::Tensor& grad_scale, const at::Tensor& found_inf,
-                                  const detail::StepFacts& facts) final;
+  TORCHAMP_BODY void step_by_scaler(const detail::StepDivisor& divisor,
+                                    const at::Tensor& found_inf) final;
+  void step_once(const detail::StepDivisor& divisor, const at::Tensor& found_inf, bool is_exact);
   static void check_scalar(const at::Tensor& tensor, const char* name);
 
   bool drops_gradients_ = false;

@@ -136,6 +136,15 @@ inline WeightsWritten find_weights_written() {
   return reinterpret_cast<WeightsWritten>(address->toInt());
 }
 
+/// Has masters notice a step that LibTorch's own optimizers may hide: SGD writes through data().
+inline void note_written(const torch::optim::Optimizer& optimizer) {
+  any_parameter(optimizer, [](const at::Tensor& parameter) {
+    const bool was_stepped = gradient_of(parameter).defined();
+    if (was_stepped && weight_meta_of(parameter)) parameter.unsafeGetTensorImpl()->bump_version();
+    return false;
+  });
+}
+
 /// Made where weights are written to. Its end, also after an exception, drops LibTorch's cached
 /// casts of them, which would return the old values within a region, and the casts cached until a
 /// step.

@@ -7,7 +7,7 @@
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
-#include <cstddef>
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -37,11 +37,11 @@ namespace torchamp::detail {
 
 /// A number that gradients are to be divided by.
 struct Divisor {
-  at::Tensor number{};    ///< 0-dim fp32; undefined if there is none
-  bool is_number = true;  ///< or else it may be inf, to make gradients of 0
+  at::Tensor number{};           ///< 0-dim fp32; undefined if there is none
+  bool may_be_infinite = false;  ///< on purpose, to make gradients of 0
   /// Whether it is not finite where a gradient is not, or is too large to be divided by the scale.
-  bool tells_finite = false;
-  at::Tensor norm{};  ///< with tells_finite: tells as well, on devices whose ops lose NaNs
+  bool shows_non_finite = false;
+  at::Tensor norm{};  ///< then shows it as well, on devices whose ops lose NaNs
 
   bool defined() const { return number.defined(); }
 
@@ -63,7 +63,7 @@ class DeferredClip {
     divisor_ = divisor;
     if (before.defined()) {
       divisor_.number = divisor.times(before.number);
-      divisor_.is_number = before.is_number && divisor.is_number;
+      divisor_.may_be_infinite = before.may_be_infinite || divisor.may_be_infinite;
     }
     clipped_.clear();
     any_gradient(optimizer, [&](const at::Tensor& gradient) {
@@ -76,23 +76,24 @@ class DeferredClip {
   /// The divisor of the gradients that are there now; undefined if there is none.
   Divisor of(const torch::optim::Optimizer& optimizer) const {
     if (!divisor_.defined()) return {};
-    const Match match = compare(optimizer);
-    TORCHAMP_CHECK(match != Match::different, message);
-    return match == Match::same ? divisor_ : Divisor();
+    const Clipped clipped = what_became_of_clipped(optimizer);
+    TORCHAMP_CHECK(clipped != Clipped::changed, message);
+    return clipped == Clipped::same ? divisor_ : Divisor();
   }
 
   /// The same for a step with them; an error if they were put in the clipped ones' place.
   Divisor for_step(const torch::optim::Optimizer& optimizer) const {
     Divisor divisor = of(optimizer);
-    TORCHAMP_CHECK(divisor.defined() || !divisor_.defined() || !any_gradient(optimizer) ||
-                       at::sequence_number::peek() != graphs_,
-                   message);
-    return divisor;
+    if (divisor.defined() || !divisor_.defined()) return divisor;
+    // The clipped ones are gone. Others can only have come from a backward, or from them.
+    const bool may_be_of_backward = at::sequence_number::peek() != graphs_;
+    TORCHAMP_CHECK(may_be_of_backward || !any_gradient(optimizer), message);
+    return {};
   }
 
   /// Whether a divisor is pending for just the gradients that are there now.
   bool is_for(const torch::optim::Optimizer& optimizer) const {
-    return divisor_.defined() && compare(optimizer) == Match::same;
+    return divisor_.defined() && are_same(optimizer);
   }
 
   void forget() {
@@ -101,87 +102,89 @@ class DeferredClip {
   }
 
  private:
-  enum class Match { same, gone, different };
-
   static constexpr const char* message =
       "FusedOptimizer: the gradients are not those that clip_grad_norm_ has clipped and left to "
       "the next step: since then some were written to, replaced, dropped or added. Clip after the "
       "last such change, just before the step. To drop what was clipped, call the fused "
       "optimizer's own zero_grad() or take_next_step_divisor().";
 
-  Match compare(const torch::optim::Optimizer& optimizer) const {
-    std::size_t next = 0;
-    bool same = true, any = false;
-    any_gradient(optimizer, [&](const at::Tensor& gradient) {
-      same = same && next < clipped_.size() && clipped_[next].is_unchanged(gradient);
-      any = any || same;
-      for (std::size_t i = 0; !any && i < clipped_.size(); ++i) any = clipped_[i].is(gradient);
-      ++next;
-      return false;
+  /// What has become of the gradients that were clipped.
+  enum class Clipped {
+    same,     ///< the optimizer has just these, as they were
+    gone,     ///< it has none of them
+    changed,  ///< it has some of them, written to or among others
+  };
+  Clipped what_became_of_clipped(const torch::optim::Optimizer& optimizer) const {
+    if (are_same(optimizer)) return Clipped::same;
+    return is_any_there(optimizer) ? Clipped::changed : Clipped::gone;
+  }
+
+  bool are_same(const torch::optim::Optimizer& optimizer) const {
+    auto next = clipped_.begin();
+    const bool any_differs = any_gradient(optimizer, [&](const at::Tensor& gradient) {
+      return next == clipped_.end() || !(next++)->is_unchanged(gradient);
     });
-    if (same && next == clipped_.size()) return Match::same;
-    return any ? Match::different : Match::gone;
+    return !any_differs && next == clipped_.end();
+  }
+  bool is_any_there(const torch::optim::Optimizer& optimizer) const {
+    return any_gradient(optimizer, [this](const at::Tensor& gradient) {
+      return std::any_of(clipped_.begin(), clipped_.end(),
+                         [&](const SeenTensor& one) { return one.is(gradient); });
+    });
   }
 
   Divisor divisor_;
-  std::vector<SeenTensor> clipped_;  // the gradients
+  std::vector<SeenTensor> clipped_;  // the gradients, in the optimizer's order
   uint64_t graphs_ = 0;              // nodes that this thread had recorded then
 };
 
-/// What a scaler knows of the step that it is making.
-struct StepFacts {
-  bool clip_in_scale = false;  ///< the scale holds what a clip has left to the step
-  bool exact_flag = false;     ///< the flag is 0 or 1
+/// What the step of a scaler divides gradients by: the scale times what a clip has deferred.
+struct StepDivisor {
+  at::Tensor grad_scale{};  ///< the product; undefined if the gradients are unscaled
+  Divisor clip{};           ///< the clip's part; undefined if the step is still to multiply it in
 };
 
-/// What an optimizer is, beside torch::optim::Optimizer, whose step divides by what clips have left
-/// to it and steps weights by their step_method.
-class DefersClips : public ScaledStep {
+/// An optimizer whose step divides by what clips have left to it, and steps weights by their
+/// step_method.
+class ClippingStep : public ScaledStep {
  protected:
-  /// step_scaled() for a scaler.
-  virtual void step_knowing(const at::Tensor& grad_scale, const at::Tensor& found_inf,
-                            const StepFacts& facts) = 0;
+  /// step_scaled() for a scaler. `found_inf` is 0 or 1.
+  virtual void step_by_scaler(const StepDivisor& divisor, const at::Tensor& found_inf) = 0;
 
   DeferredClip deferred_clip_;
 
  private:
-  friend struct DeferredClips;
+  friend DeferredClip* find_deferred_clip(torch::optim::Optimizer&);
+  friend at::Tensor step_on_device(ScaledStep&, const StepDivisor&, const at::Tensor&);
 };
 
-/// What clips leave to the next step of an optimizer.
-struct DeferredClips {
-  /// Undefined if there is nothing.
-  static Divisor of(const torch::optim::Optimizer& optimizer) {
-    const auto* const defers = dynamic_cast<const DefersClips*>(&optimizer);
-    return defers ? defers->deferred_clip_.of(optimizer) : Divisor();
-  }
-  /// False if this optimizer's gradients have to be multiplied now.
-  static bool can_be_left_to(const torch::optim::Optimizer& optimizer) {
-    return dynamic_cast<const DefersClips*>(&optimizer) != nullptr;
-  }
-  /// On top of what is left already. Only where it can be.
-  static void add(torch::optim::Optimizer& optimizer, const Divisor& divisor) {
-    const InternalOps internal;
-    dynamic_cast<DefersClips&>(optimizer).deferred_clip_.add(optimizer, divisor);
-  }
-  /// The same gradients have other values now. Asks no device for memory.
-  static void keep(torch::optim::Optimizer& optimizer, const Divisor& divisor) {
-    forget(optimizer);
-    add(optimizer, divisor);
-  }
-  static void forget(torch::optim::Optimizer& optimizer) {
-    if (auto* const defers = dynamic_cast<DefersClips*>(&optimizer)) {
-      defers->deferred_clip_.forget();
-    }
-  }
-  /// ScaledStep::step_scaled(); `facts` are for those who defer clips.
-  static at::Tensor step_scaled(ScaledStep& optimizer, const at::Tensor& grad_scale,
-                                const at::Tensor& found_inf, const StepFacts& facts) {
-    auto* const defers = dynamic_cast<DefersClips*>(&optimizer);
-    if (!defers) return optimizer.step_scaled(grad_scale, found_inf);
-    defers->step_knowing(grad_scale, found_inf, facts);
-    return {};
-  }
-};
+/// Null for an optimizer whose gradients a clip has to multiply at once.
+inline DeferredClip* find_deferred_clip(torch::optim::Optimizer& optimizer) {
+  auto* const step = dynamic_cast<ClippingStep*>(&optimizer);
+  return step ? &step->deferred_clip_ : nullptr;
+}
+
+/// What the optimizer's gradients are to be divided by in its next step; undefined for nothing.
+inline Divisor deferred_divisor_of(torch::optim::Optimizer& optimizer) {
+  const DeferredClip* const clip = find_deferred_clip(optimizer);
+  return clip ? clip->of(optimizer) : Divisor();
+}
+
+/// The same gradients have other values now, but are to be divided by `divisor` still.
+inline void keep_deferred(DeferredClip& clip, const torch::optim::Optimizer& optimizer,
+                          const Divisor& divisor) {
+  clip.forget();
+  clip.add(optimizer, divisor);
+}
+
+/// Steps for a scaler, unless `found_inf`, which is 0 or 1, is 1; what the optimizer's step
+/// returns.
+inline at::Tensor step_on_device(ScaledStep& optimizer, const StepDivisor& divisor,
+                                 const at::Tensor& found_inf) {
+  auto* const clipping = dynamic_cast<ClippingStep*>(&optimizer);
+  if (!clipping) return optimizer.step_scaled(divisor.grad_scale, found_inf);
+  clipping->step_by_scaler(divisor, found_inf);
+  return {};
+}
 
 }  // namespace torchamp::detail

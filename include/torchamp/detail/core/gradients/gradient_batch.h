@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/view_as_real.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/util/FunctionRef.h>
@@ -25,6 +26,30 @@ namespace torchamp::detail {
 /// Gradients of one device and dtype, as one batch kernel takes them.
 struct GradientBatch : TensorKind {
   std::vector<at::Tensor> gradients{};
+};
+
+/// Flags of several devices that become one.
+class DeviceFlags {
+ public:
+  explicit DeviceFlags(const at::Tensor& home) { flags_.push_back(home); }
+
+  at::Tensor& on(at::Device device) {
+    for (at::Tensor& flag : flags_) {
+      if (flag.device() == device) return flag;
+    }
+    return flags_.emplace_back(at::zeros({}, flags_[0].options().device(device)));
+  }
+
+  /// Sets the first to 1 if any is. Reads no device, but waits for the others' flags where the
+  /// first lies on the host.
+  void gather() {
+    for (std::size_t i = 1; i < flags_.size(); ++i) {
+      flags_[0].add_(to_device_async(flags_[0].device(), flags_[i])).clamp_max_(1.);
+    }
+  }
+
+ private:
+  std::vector<at::Tensor> flags_;
 };
 
 /// Where fp16 gradients are an error, as dividing them by the scale would lose what it was for.
@@ -89,7 +114,7 @@ using SeenGradients = ska::flat_hash_set<const c10::TensorImpl*>;
 inline void check_steps(const torch::optim::Optimizer& optimizer, const at::Tensor& parameter,
                         ErrorPlace where) {
   const WeightMeta* const meta = weight_meta_of(parameter);
-  if (!meta || dynamic_cast<const DefersClips*>(&optimizer)) return;
+  if (!meta || dynamic_cast<const ClippingStep*>(&optimizer)) return;
   meta->refuse_plain_step(where);
 }
 

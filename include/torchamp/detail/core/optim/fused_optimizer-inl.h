@@ -200,7 +200,7 @@ TORCHAMP_BODY at::Tensor FusedOptimizer::step(LossClosure closure) {
     at::AutoGradMode with_gradients(true);
     loss = closure();
   }
-  step_knowing(at::Tensor(), at::Tensor(), {});
+  step_once({}, {}, /*is_exact=*/false);
   return loss;
 }
 
@@ -208,7 +208,7 @@ TORCHAMP_BODY at::Tensor FusedOptimizer::step_scaled(const at::Tensor& grad_scal
                                                      const at::Tensor& found_inf) {
   check_scalar(grad_scale, "grad_scale");
   check_scalar(found_inf, "found_inf");
-  step_knowing(grad_scale, found_inf, {});
+  step_once({.grad_scale = grad_scale}, found_inf, /*is_exact=*/false);
   return {};
 }
 
@@ -240,13 +240,18 @@ TORCHAMP_BODY at::Tensor FusedOptimizer::take_next_step_divisor() {
   return divisor;
 }
 
-TORCHAMP_BODY void FusedOptimizer::step_knowing(const at::Tensor& grad_scale,
-                                                const at::Tensor& found_inf,
-                                                const detail::StepFacts& facts) {
+TORCHAMP_BODY void FusedOptimizer::step_by_scaler(const detail::StepDivisor& divisor,
+                                                  const at::Tensor& found_inf) {
+  step_once(divisor, found_inf, /*is_exact=*/true);
+}
+
+/// Steps, drops the clip that was left to this step, and the gradients where that is wanted.
+TORCHAMP_BODY void FusedOptimizer::step_once(const detail::StepDivisor& divisor,
+                                             const at::Tensor& found_inf, bool is_exact) {
   const detail::InternalOps internal;
-  const detail::Divisor divisor = deferred_clip_.for_step(*this);
-  step_fused(facts.clip_in_scale ? grad_scale : divisor.times(grad_scale), found_inf,
-             found_inf.defined() && facts.exact_flag);
+  const detail::Divisor clip = deferred_clip_.for_step(*this);
+  const bool holds_clip = divisor.clip.defined();
+  step_fused(holds_clip ? divisor.grad_scale : clip.times(divisor.grad_scale), found_inf, is_exact);
   deferred_clip_.forget();
   if (!drops_gradients_) return;
   detail::any_parameter(*this, [](const at::Tensor& param) {

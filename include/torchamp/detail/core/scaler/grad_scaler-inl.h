@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/maximum.h>
 #include <ATen/ops/mul.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -10,6 +11,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -17,17 +19,48 @@
 #include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/core/gradients/deferred_clip.h"
-#include "torchamp/detail/core/scaler/check_gradients-inl.h"
 #include "torchamp/detail/core/scaler/check_options.h"
-#include "torchamp/detail/core/scaler/findings-inl.h"
 #include "torchamp/detail/core/scaler/misuse-inl.h"
 #include "torchamp/detail/core/scaler/step-inl.h"
+#include "torchamp/detail/core/scaler/step.h"
 #include "torchamp/detail/core/scaler/step_ledger.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/scaled_step.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {
+
+namespace detail {
+
+/// What the optimizers of the iteration have found.
+inline Findings findings_of(StepLedger& ledger, LossScale& scale) {
+  Findings found;
+  for (auto& entry : ledger.optimizers) {
+    OptimizerState& state = entry.state;
+    if (state.stage == OptimizerState::Stage::ready) continue;
+    agree(state, scale, ledger.losses.get());
+    if (!state.had_gradients && !scale.options().agree_found_inf) continue;
+    const std::optional<bool> flag = state.found_inf.without_reading();
+    found.known &= flag.has_value();
+    if (state.amax.defined()) {
+      found.known &= state.amax.is_cpu();
+      found.amax = found.amax.defined() ? at::maximum(found.amax, state.amax) : state.amax;
+    }
+    found.bad |= flag.value_or(false);
+    found.flags.push_back(state.found_inf.tensor);
+  }
+  return found;
+}
+
+TORCHAMP_BODY void restore_scaler(GradScaler& scaler, const char* call,
+                                  const GradScalerState& state, ScaleMemory<double> rest) {
+  check_state(call, state, scaler.options());
+  const InternalOps guard;
+  ScalerParts::ledger(scaler).keep_results();
+  ScalerParts::scale(scaler).restore(state, std::move(rest));
+}
+
+}  // namespace detail
 
 TORCHAMP_COLD GradScaler::GradScaler(GradScalerOptions options)
     : scale_(std::move(options)), ledger_(scale_) {}
@@ -108,26 +141,22 @@ TORCHAMP_COLD StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   detail::check_not_stepped(state);
   if (state.stage == detail::OptimizerState::Stage::unscaled) {
     detail::check_complete(optimizer, state, ledger_.order);
-  } else {
-    if (!scale_.stays_at_one()) ledger_.order.check(optimizer, "GradScaler::step");
+  } else if (!scale_.stays_at_one()) {
+    ledger_.order.check(optimizer, "GradScaler::step");
   }
   ledger_.order.warn_of_early_clip(optimizer);
 
   auto* const fused = dynamic_cast<ScaledStep*>(&optimizer);
-  const detail::LeftToStep left =
-      detail::check_for_step(optimizer, fused != nullptr, state, scale_);
-  detail::agree(state, scale_, ledger_.losses.get());
-  // A step that is tried again sees what its gradients have become, unless processes have agreed.
-  state.rechecked = options().recheck && (options().agree_found_inf || state.shards);
+  const detail::StepDivisor divisor =
+      detail::prepare_gradients(optimizer, fused != nullptr, state, scale_);
+  detail::agree_for_step(state, scale_, ledger_.losses.get());
 
   std::vector<MissingGradient> missing;
   at::Tensor value;
   if (!state.had_gradients) {
     missing = ledger_.report_missing(optimizer, scale_.scale().device());
   } else if (fused) {
-    value = detail::DeferredClips::step_scaled(
-        *fused, left.grad_scale, state.found_inf.tensor,
-        {.clip_in_scale = left.clip_in_scale, .exact_flag = state.exact});
+    value = detail::step_on_device(*fused, divisor, state.found_inf.tensor);
   } else if (!state.found_inf.read()) {
     value = optimizer.step();
     detail::note_written(optimizer);

@@ -2,23 +2,124 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros.h>
 #include <torch/optim/optimizer.h>
 
 #include <cmath>
+#include <memory>
 #include <optional>
+#include <utility>
+#include <vector>
 
+#include "torchamp/detail/core/base/device_work.h"
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/core/gradients/deferred_clip.h"
 #include "torchamp/detail/core/gradients/gradient_batch.h"
-#include "torchamp/detail/core/scaler/check_gradients-inl.h"
+#include "torchamp/detail/core/gradients/shards.h"
+#include "torchamp/detail/core/gradients/unscale.h"
 #include "torchamp/detail/core/scaler/loss_scale.h"
 #include "torchamp/detail/core/scaler/misuse.h"
+#include "torchamp/detail/core/scaler/step.h"
 #include "torchamp/detail/core/scaler/step_ledger.h"
+#include "torchamp/scaled_step.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
+
+// ---- Errors of calls in a wrong order -----------------------------------------------------------
+
+TORCHAMP_COLD void check_not_stepped(const OptimizerState& state) {
+  TORCHAMP_CHECK(!state.in_closure,
+                 "GradScaler::step: the closure of this optimizer's step has called step(). Let it "
+                 "only compute and return the loss.");
+  TORCHAMP_CHECK(state.stage != OptimizerState::Stage::stepped,
+                 "GradScaler::step: this optimizer has been stepped already. Call update() once "
+                 "all optimizers have been stepped. (If an exception came before update(), call "
+                 "discard(optimizer).)");
+}
+
+/// Whether there are gradients that unscale_ has not seen. `moved`: masters were given some since.
+inline bool any_came_later(const torch::optim::Optimizer& optimizer, const OptimizerState& state,
+                           bool moved) {
+  if (moved && any_moved_after(optimizer, state.moved)) return true;
+  // Others beside those that were there are the program's own, zeros for a parameter, say.
+  const bool may_be_own = state.had_gradients && !moved;
+  return !may_be_own && count_gradients(optimizer) > state.gradients;
+}
+
+/// Throws unless what unscale_ has divided and checked is what there is.
+inline void check_complete(const torch::optim::Optimizer& optimizer, const OptimizerState& state,
+                           const StepOrder& order) {
+  const bool moved = state.moved != gradients_moved();
+  TORCHAMP_CHECK(
+      !any_came_later(optimizer, state, moved),
+      "GradScaler::step: gradients came after unscale_, so they were neither unscaled nor checked. "
+      "Complete them first: ",
+      moved ? "call MasterWeights::take_gradients() before unscale_, and with an Accumulation in "
+              "before_unscale."
+            : "unscale_ found none at all.");
+  TORCHAMP_CHECK(
+      order.was_asked() || !order.backward->any_added(optimizer),
+      "GradScaler::step: backward() of a scaled loss has added to the gradients of this optimizer "
+      "after unscale_, or after a clip that names the scaler. Unscale and clip after the last "
+      "backward(). To continue, drop the gradients and call discard().");
+}
+
+// ---- Gradients that are divided before the step -------------------------------------------------
+
+/// Tells the scale where a graph may replay this step, and change the scale unseen.
+inline void expect_replays(torch::optim::Optimizer& optimizer, LossScale& scale) {
+  const auto* const captured = dynamic_cast<CapturedStep*>(&optimizer);
+  if (GraphBody::is_running() || (captured && captured->may_be_captured())) scale.expect_replays();
+}
+
+TORCHAMP_COLD OptimizerState unscale_gradients(torch::optim::Optimizer& optimizer, LossScale& scale,
+                                               const char* call) {
+  const InternalOps guard;
+  std::shared_ptr<Shards> shards = shards_of(optimizer, call);
+  const auto batches = gradients_of(
+      optimizer, scale.stays_at_one() ? HalfGradients::allowed : HalfGradients::refused, call);
+  DeferredClip* const deferred = find_deferred_clip(optimizer);
+  const Divisor clip = deferred ? deferred->of(optimizer) : Divisor();
+  at::Tensor found_inf = at::zeros({}, scale.scale().options());
+  at::Tensor amax;
+  const ScaleRule* const rule = scale.rule();
+  if (rule) amax = rule->check_and_measure(batches, scale.scale(), found_inf);
+  multiply_and_check(
+      batches, [&](at::Device device) { return scale.inverse(device); }, found_inf);
+  if (clip.defined()) {
+    keep_deferred(*deferred, optimizer,
+                  {.number = clip.number, .may_be_infinite = clip.may_be_infinite});
+  }
+  expect_replays(optimizer, scale);
+  if (scale.may_be_below_one() && !rule) check_unscaled(batches, found_inf);
+  return {.stage = OptimizerState::Stage::unscaled,
+          .found_inf = {std::move(found_inf), std::nullopt},
+          .amax = std::move(amax),
+          .had_gradients = !batches.empty(),
+          .gradients = count_gradients(optimizer),
+          .moved = gradients_moved(),
+          .shards = std::move(shards)};
+}
+
+/// For GradScalerOptions::recheck: looks at unscaled gradients once more.
+inline void recheck_gradients(torch::optim::Optimizer& optimizer, OptimizerState& state) {
+  using Agreement = OptimizerState::Agreement;
+  if (state.agreement == Agreement::binding) return;
+  const InternalOps guard;
+  if (state.agreement == Agreement::reached) {  // and the program may hold that flag
+    state.found_inf = {state.found_inf.tensor.clone(), std::nullopt};
+  }
+  state.shards = shards_of(optimizer, "GradScaler::step");
+  const auto batches = gradients_of(optimizer, HalfGradients::allowed, "GradScaler::step");
+  state.had_gradients |= !batches.empty();
+  check_unscaled(batches, state.found_inf.tensor);
+  state.agreement = Agreement::none;
+}
+
+// ---- Gradients that a fused step divides --------------------------------------------------------
 
 // Note [A large scale and a clip]
 //
@@ -41,90 +142,136 @@ inline bool product_overflows(const LossScale& scale, const Divisor& clip) {
   return std::isfinite(one) && std::isfinite(other) && !std::isfinite(one * other);
 }
 
-/// Whether the scale times `clip`, which is left to the step of `optimizer`, may be more than fp32
-/// holds, and the gradients can be divided before.
-inline bool clip_may_overflow(LossScale& scale, const Divisor& clip,
-                              const torch::optim::Optimizer& optimizer) {
+/// Whether gradients are to be divided before a fused step, since the scale times `clip` may be
+/// more than fp32 holds.
+inline bool divides_before_clipped_step(LossScale& scale, const Divisor& clip,
+                                        const torch::optim::Optimizer& optimizer) {
   if (!clip.defined()) return false;
   constexpr double largest_safe_scale = 0x1p32;
   return (scale.may_exceed(largest_safe_scale) || product_overflows(scale, clip)) &&
          !has_half_gradients(optimizer);
 }
 
-TORCHAMP_COLD void check_not_stepped(const OptimizerState& state) {
-  TORCHAMP_CHECK(!state.in_closure,
-                 "GradScaler::step: the closure of this optimizer's step has called step(). Let it "
-                 "only compute and return the loss.");
-  TORCHAMP_CHECK(state.stage != OptimizerState::Stage::stepped,
-                 "GradScaler::step: this optimizer has been stepped already. Call update() once "
-                 "all optimizers have been stepped. (If an exception came before update(), call "
-                 "discard(optimizer).)");
+/// The divisor, where it has to be checked: on the host product_overflows() tells.
+inline at::Tensor number_to_check(const StepDivisor& divisor) {
+  const bool is_to_check = divisor.clip.defined() && !divisor.clip.may_be_infinite;
+  return is_to_check && !divisor.grad_scale.is_cpu() ? divisor.grad_scale : at::Tensor();
 }
 
-/// Whether what unscale_ has divided and checked is what there is. (Gradients that the program
-/// makes up by itself, zeros for a parameter that has none, say, are its own business.)
-inline void check_complete(const torch::optim::Optimizer& optimizer, const OptimizerState& state,
-                           const StepOrder& order) {
-  const bool moved = state.moved != gradients_moved();
-  TORCHAMP_CHECK(
-      ((!moved && state.had_gradients) || count_gradients(optimizer) <= state.gradients) &&
-          !(moved && any_moved_after(optimizer, state.moved)),
-      "GradScaler::step: gradients came after unscale_, so they were neither unscaled nor checked. "
-      "Complete them first: ",
-      moved ? "call MasterWeights::take_gradients() before unscale_, and with an Accumulation in "
-              "before_unscale."
-            : "unscale_ found none at all.");
-  TORCHAMP_CHECK(
-      order.was_asked() || !order.backward->any_added(optimizer),
-      "GradScaler::step: backward() of a scaled loss has added to the gradients of this optimizer "
-      "after unscale_, or after a clip that names the scaler. Unscale and clip after the last "
-      "backward(). To continue, drop the gradients and call discard().");
+/// Whether the host sees by the divisor that all gradients are finite: see Note [One read for norm
+/// and check].
+inline bool host_sees_finite(const StepDivisor& divisor) {
+  return divisor.clip.shows_non_finite && divisor.grad_scale.is_cpu() &&
+         std::isfinite(*divisor.grad_scale.const_data_ptr<float>());
 }
 
-TORCHAMP_BODY void note_written(const torch::optim::Optimizer& optimizer) {
-  any_parameter(optimizer, [](const at::Tensor& param) {
-    const bool stepped = gradient_of(param).defined();
-    if (stepped && weight_meta_of(param)) param.unsafeGetTensorImpl()->bump_version();
-    return false;
-  });
+/// Whether a device sees by divisor and norm whether all gradients are.
+inline bool device_sees_finite(at::Device device, const StepDivisor& divisor) {
+  const at::Tensor& norm = divisor.clip.norm;
+  return divisor.clip.shows_non_finite && number_to_check(divisor).defined() && norm.defined() &&
+         norm.device() == device;
 }
 
-/// What a fused step is left to do.
-struct LeftToStep {
-  at::Tensor grad_scale{};     ///< to divide by; undefined if the gradients are unscaled
-  bool clip_in_scale = false;  ///< which holds what a clip has left
-};
+/// Sets found_inf to 1 if a gradient, its quotient or the divisor is not finite. `may_overflow`:
+/// dividing by the scale may make an inf of a finite gradient.
+inline void find_infs(const std::vector<GradientBatch>& batches, const StepDivisor& divisor,
+                      const LossScale& scale, bool may_overflow, OptimizerState& state) {
+  at::Tensor& found_inf = state.found_inf.tensor;
+  const at::Device home = scale.scale().device();
+  const at::Tensor number = number_to_check(divisor);
+  if (const ScaleRule* const rule = scale.rule()) {
+    state.amax = rule->check_and_measure(batches, scale.scale(), found_inf);
+    if (number.defined()) check_numbers({{home, at::kFloat}, {number}}, scale.one(), found_inf);
+    return;
+  }
+  // The norm of a clip has read all gradients already.
+  if (host_sees_finite(divisor)) return;
+  if (device_sees_finite(home, divisor)) {
+    const at::AutoDispatchBelowADInplaceOrView versions_stay;
+    check_numbers({{home, at::kFloat}, {number, divisor.clip.norm}}, scale.one(), found_inf);
+    return;
+  }
+  check_before_division(
+      batches,
+      {.scale = may_overflow ? scale.scale() : at::Tensor(), .number = number, .one = scale.one()},
+      found_inf);
+}
 
-/// Brings `state` to where the step can be decided, unless it is there: checks the gradients and,
-/// unless a `fused` step is to do that, divides them.
-inline LeftToStep check_for_step(torch::optim::Optimizer& optimizer, bool fused,
-                                 OptimizerState& state, LossScale& scale) {
+/// Checks gradients that a fused step divides; what it is to divide them by. An error if it would
+/// divide one twice.
+inline StepDivisor check_before_fused_step(torch::optim::Optimizer& optimizer, const Divisor& clip,
+                                           OptimizerState& state, LossScale& scale) {
+  const InternalOps guard;
+  const bool may_overflow = scale.may_be_below_one();
+  StepDivisor divisor{clip.times(scale.scale()), clip};
+  // A step that is tried again looks anew: a failed capture has taken its flag's memory with it.
+  if (state.agreement == OptimizerState::Agreement::none) state.found_inf = {};
+  state.shards = shards_of(optimizer, "GradScaler::step");
+  const auto divides_in_place = [&] {
+    return (clip.defined() || !scale.stays_at_one()) && find_deferred_clip(optimizer);
+  };
+  const auto batches =
+      gradients_of(optimizer, HalfGradients::allowed, "GradScaler::step", divides_in_place);
+  state.had_gradients |= !batches.empty();
+  at::Tensor& found_inf = state.found_inf.tensor;
+  if (!found_inf.defined()) found_inf = at::zeros({}, scale.scale().options());
+  find_infs(batches, divisor, scale, may_overflow, state);
+  if (product_overflows(scale, clip)) found_inf.fill_(1.);  // with fp16 gradients
+  return divisor;
+}
+
+// ---- A step, whoever divides --------------------------------------------------------------------
+
+/// Unscales and checks what unscale_ has not, so that found_inf tells whether to step; what a
+/// `fused` step is left to divide by.
+inline StepDivisor prepare_gradients(torch::optim::Optimizer& optimizer, bool fused,
+                                     OptimizerState& state, LossScale& scale) {
+  expect_replays(optimizer, scale);
+  const bool is_unscaled = state.stage == OptimizerState::Stage::unscaled;
   const bool recheck = scale.options().recheck;
-  const bool is_ready = state.stage == OptimizerState::Stage::ready;
-  const bool may_overflow = division_may_overflow(scale, optimizer);
-  if (is_ready && fused && !recheck) {
-    const Divisor clip = DeferredClips::of(optimizer);
-    if (!clip_may_overflow(scale, clip, optimizer)) {
-      StepDivisor divisor{clip};
-      {
-        const InternalOps guard;
-        divisor.grad_scale = clip.times(scale.scale());
-      }
-      // A step that is tried again looks anew: a failed capture has taken its flag's memory with
-      // it.
-      if (!state.agreed) state.found_inf = {};
-      check_for_fused_step(optimizer, state, scale, may_overflow, divisor);
-      if (product_overflows(scale, clip)) state.found_inf.tensor.fill_(1.);
-      return {divisor.grad_scale, clip.defined()};
+  if (fused && !is_unscaled && !recheck) {
+    const Divisor clip = deferred_divisor_of(optimizer);
+    if (!divides_before_clipped_step(scale, clip, optimizer)) {
+      return check_before_fused_step(optimizer, clip, state, scale);
     }
   }
-  if (is_ready) state = unscale_gradients(optimizer, scale, "GradScaler::step");
-  if (recheck && !state.rechecked) {
-    if (state.agreed) state.found_inf = {state.found_inf.tensor.clone(), std::nullopt};
-    recheck_gradients(optimizer, state, scale);
-    state.agreed = false;
-  }
+  if (!is_unscaled) state = unscale_gradients(optimizer, scale, "GradScaler::step");
+  if (recheck) recheck_gradients(optimizer, state);
   return {};
+}
+
+// ---- What processes have found
+// ---------------------------------------------------------------------
+
+/// Whether other processes have a say.
+inline bool has_others(const OptimizerState& state, const GradScalerOptions& options) {
+  return options.agree_found_inf || state.shards;
+}
+
+TORCHAMP_COLD void agree(OptimizerState& state, LossScale& scale, const LossWatch* losses) {
+  if (state.agreement != OptimizerState::Agreement::none) return;
+  const GradScalerOptions& options = scale.options();
+  if (has_others(state, options)) {
+    const InternalOps guard;
+    at::Tensor found_inf = state.found_inf.tensor.clone();
+    options.agree_found_inf ? options.agree_found_inf(found_inf)
+                            : state.shards->agree_largest(found_inf);
+    TORCHAMP_CHECK(found_inf.defined() && found_inf.numel() == 1,
+                   "GradScaler: agree_found_inf has left no tensor of one element.");
+    found_inf = found_inf.reshape({}).ne(0).to(scale.scale().options());
+    state.found_inf = {std::move(found_inf), std::nullopt};
+  }
+  if (losses) losses->mark(state.amax, scale.scale());
+  if (const ScaleRule* const rule = scale.rule()) {
+    rule->agree(options, state.shards.get(), scale.scale(), state.amax);
+  }
+  state.agreement = OptimizerState::Agreement::reached;
+}
+
+/// agree() on what a step goes by. Where it is tried again, other processes may not do so.
+inline void agree_for_step(OptimizerState& state, LossScale& scale, const LossWatch* losses) {
+  agree(state, scale, losses);
+  if (has_others(state, scale.options())) state.agreement = OptimizerState::Agreement::binding;
 }
 
 }  // namespace torchamp::detail

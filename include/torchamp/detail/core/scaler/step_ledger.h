@@ -58,16 +58,20 @@ struct StepRecord {
 /// How far an optimizer has come in this iteration, see Note [An iteration].
 struct OptimizerState {
   enum class Stage { ready, unscaled, stepped };
+  /// Whose gradients found_inf is of; all the same where there is one process.
+  enum class Agreement {
+    none,     ///< this process's
+    reached,  ///< those of all processes; a recheck begins anew
+    binding,  ///< and a step goes by it, also when it is tried again
+  };
   Stage stage = Stage::ready;
-  ReadOnce<bool> found_inf{};  ///< undefined while ready
+  ReadOnce<bool> found_inf{};  ///< 0 or 1; undefined while ready
   at::Tensor amax{};           ///< magnitude of the scaled gradients, where the update wants it
   bool had_gradients = false;  ///< at least one was checked
-  bool agreed = false;         ///< the processes, where there are several, know of each other's
-  bool rechecked = false;      ///< step() does not check again: processes have agreed on its check
-  bool exact = false;          ///< the flag is 0 or 1, as kernels want it
-  bool in_closure = false;     ///< a step with a closure is being made
-  std::size_t gradients = 0;   ///< how many there were when they were unscaled
-  uint64_t moved = 0;          ///< gradients_moved() then
+  Agreement agreement = Agreement::none;
+  bool in_closure = false;           ///< a step with a closure is being made
+  std::size_t gradients = 0;         ///< how many there were when they were unscaled
+  uint64_t moved = 0;                ///< gradients_moved() then
   std::shared_ptr<Shards> shards{};  ///< who must agree, where they are shards of gradients
 };
 
@@ -215,17 +219,5 @@ class StepLedger {
   std::vector<std::weak_ptr<StepRecord>> records_;  // of steps since the scale changed last
   bool warned_of_missing_ = false;
 };
-
-// ---- What a scaler and its extras do in a step --------------------------------------------------
-
-/// Divides the gradients by the scale, and checks them; what is known of them then.
-TORCHAMP_BODY OptimizerState unscale_gradients(torch::optim::Optimizer& optimizer, LossScale& scale,
-                                               const char* call);
-/// Makes the processes agree on what was found, once.
-TORCHAMP_BODY void agree(OptimizerState& state, LossScale& scale, const LossWatch* losses);
-/// Throws where it has stepped already, or is stepping.
-TORCHAMP_BODY void check_not_stepped(const OptimizerState& state);
-/// Has masters notice a step that LibTorch's own optimizers may hide: SGD writes through data().
-TORCHAMP_BODY void note_written(const torch::optim::Optimizer& optimizer);
 
 }  // namespace torchamp::detail

@@ -112,7 +112,7 @@ inline uint64_t versions_of_gradients(const torch::optim::Optimizer& optimizer) 
 /// Drops the gradients, and a clip of them that is left to the next step.
 inline void clear_gradients(torch::optim::Optimizer& optimizer) {
   optimizer.zero_grad();
-  DeferredClips::forget(optimizer);
+  if (DeferredClip* const clip = find_deferred_clip(optimizer)) clip->forget();
 }
 
 /// The window has its first gradients of this scaler, for `optimizer`.

@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What a scaler does with gradients before an optimizer steps: it unscales them, looks for infs,
+// and agrees with other processes on what was found.
+#pragma once
+
+#include <torch/optim/optimizer.h>
+
+#include "torchamp/detail/core/scaler/loss_scale.h"
+#include "torchamp/detail/core/scaler/step_ledger.h"
+#include "torchamp/version.h"
+
+namespace torchamp::detail {
+
+/// Divides the gradients by the scale, and checks them; what is known of them then. `call` begins
+/// the error texts.
+TORCHAMP_BODY OptimizerState unscale_gradients(torch::optim::Optimizer& optimizer, LossScale& scale,
+                                               const char* call);
+/// Makes found_inf that of all processes, once.
+TORCHAMP_BODY void agree(OptimizerState& state, LossScale& scale, const LossWatch* losses);
+/// Throws where the optimizer has stepped already, or is stepping.
+TORCHAMP_BODY void check_not_stepped(const OptimizerState& state);
+
+}  // namespace torchamp::detail
