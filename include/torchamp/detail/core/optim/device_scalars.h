@@ -45,9 +45,13 @@ class DeviceScalars : public StepScalars {
 
   at::Device device() const { return one_.device(); }
 
-  /// `first_only`: all that matters is whether a step is the first; so of all counters or of none.
-  void add_counter(std::shared_ptr<StepCounter> counter, bool first_only) {
-    first_only_ = first_only;
+  /// What kernels ask of a counter; the same of all counters.
+  enum class Asked {
+    number,    ///< of this step: it is counted before them
+    is_first,  ///< whether this step is: it is counted after them, until one was surely taken
+  };
+  void add_counter(std::shared_ptr<StepCounter> counter, Asked asked) {
+    asked_ = asked;
     counters_.push_back(std::move(counter));
   }
 
@@ -65,34 +69,34 @@ class DeviceScalars : public StepScalars {
   /// Takes the scale and the flag to this device, and all memory that counting takes. `is_exact`:
   /// the flag is 0 or 1.
   void prepare(const at::Tensor& grad_scale, const at::Tensor& found_inf, bool is_exact) {
-    grad_scale_.reset();
-    found_inf_.reset();
-    buffers_.clear();  // of a step that has thrown
+    forget_step();  // one that has thrown
     if (grad_scale.defined()) grad_scale_ = to_device_async(device(), grad_scale);
     if (found_inf.defined()) {
       found_inf_ = to_device_async(device(), found_inf);
       // The kernels skip where the flag is exactly 1. A sum over devices or processes may be more.
       if (!is_exact) found_inf_ = at::ne_out(flag_, *found_inf_, 0.);
     }
-    if (first_only_) {
+    if (asked_ == Asked::is_first) {
       for (const auto& counter : counters_) counter->learn();
     }
     counts_ = counts_to_add_to();
     ones_.assign(counts_.size(), one_);
   }
 
-  /// Counts the step, unless it is skipped: the kernels want to find it counted, but for those that
-  /// ask whether it is the first.
-  void begin() {
-    if (!first_only_) add_step();
+  /// Counts the step on the device, unless it is skipped, where the kernels ask for its number.
+  void count_before_kernels() {
+    if (asked_ == Asked::number) add_step();
   }
-
-  void end() {
-    if (first_only_) add_step();
+  /// Counts it there else, and counts on the host what that knows.
+  void count_after_kernels() {
+    if (asked_ == Asked::is_first) add_step();
     for (const auto& counter : counters_) {
       counter->count(/*surely=*/!found_inf_);
-      if (first_only_ && counter->may_be_first()) learn_later(counter);
+      if (asked_ == Asked::is_first && counter->may_be_first()) learn_later(counter);
     }
+  }
+  /// Keeps nothing of this step.
+  void forget_step() {
     grad_scale_.reset();
     found_inf_.reset();
     buffers_.clear();
@@ -105,11 +109,11 @@ class DeviceScalars : public StepScalars {
   }
 
  private:
-  /// Those of first steps end once there was one for sure.
+  /// Where only the first step matters, none once there was one for sure.
   std::vector<at::Tensor> counts_to_add_to() const {
     std::vector<at::Tensor> counts;
     for (const auto& counter : counters_) {
-      if (!first_only_ || counter->at_least == 0) counts.push_back(counter->value);
+      if (asked_ == Asked::number || counter->at_least == 0) counts.push_back(counter->value);
     }
     return counts;
   }
@@ -130,7 +134,7 @@ class DeviceScalars : public StepScalars {
 
   at::Tensor one_, flag_;
   bool adds_conditionally_;
-  bool first_only_ = false;
+  Asked asked_ = Asked::number;
   std::vector<std::shared_ptr<StepCounter>> counters_;
   std::vector<at::Tensor> counts_, ones_;  // to which this step is added
   std::vector<at::Tensor> buffers_;

@@ -63,11 +63,14 @@ class StepPlan {
     });
   }
 
-  /// Makes a plan for `groups`, which check_parameters has passed; goes on with the counts. Makes
+  /// Makes a plan for `groups`, in place of one that does not hold; goes on with the counts. Makes
   /// the states that are missing and takes those that are not to their parameters' device, dtype
-  /// and layout. If it throws, the plan does not hold.
+  /// and layout. Throws for what a fused step cannot take; then there is no plan, and no gradient
+  /// is held.
   void make(const ParamGroups& groups, const Options& defaults, ParamStates& states) {
+    drop_counts(states);
     drop_lists();
+    check_parameters<Kernel>(groups, states);
     std::vector<GroupUse> uses(groups.size());
     std::size_t count = 0;
     for (std::size_t g = 0; g < groups.size(); ++g) {
@@ -173,31 +176,35 @@ class StepPlan {
     for (StepList& list : lists_) {
       if (list.method) list.buffer = list.method->buffer(list);
     }
-    for (DeviceScalars& scalars : scalars_) scalars.begin();
-    for (const StepList& list : lists_) {
-      const Options& options = options_of<Kernel>(groups[list.group], list.group);
-      const auto step = [&](const StepList& part, const StepScalars& scalars) {
-        Kernel::step(options, part, scalars);
-      };
-      if (list.method) {
-        list.method->step(step, list);
-      } else {
-        step(list, *list.scalars);
-      }
+    for (DeviceScalars& scalars : scalars_) scalars.count_before_kernels();
+    for (const StepList& list : lists_) run_kernel(groups, list);
+    for (DeviceScalars& scalars : scalars_) {
+      scalars.count_after_kernels();
+      scalars.forget_step();
     }
-    for (DeviceScalars& scalars : scalars_) scalars.end();
-    for (StepList& list : lists_) {
-      list.grads.clear();
-      list.buffer.reset();
-      // The kernels do not tell autograd, nor a cache of weight casts, that they write.
-      for (const at::Tensor& param : list.params) {
-        param.unsafeGetTensorImpl()->bump_version();
-        if (list.method) list.method->note_stepped(param);
-      }
-    }
+    for (StepList& list : lists_) note_stepped(list);
   }
 
  private:
+  static void run_kernel(const ParamGroups& groups, const StepList& list) {
+    const Options& options = options_of<Kernel>(groups[list.group], list.group);
+    const auto step = [&](const StepList& part, const StepScalars& scalars) {
+      Kernel::step(options, part, scalars);
+    };
+    list.method ? list.method->step(step, list) : step(list, *list.scalars);
+  }
+
+  /// Drops the gradients, and tells autograd and caches of weight casts, as kernels do not, that
+  /// the parameters were written to.
+  static void note_stepped(StepList& list) {
+    list.grads.clear();
+    list.buffer.reset();
+    for (const at::Tensor& param : list.params) {
+      param.unsafeGetTensorImpl()->bump_version();
+      if (list.method) list.method->note_stepped(param);
+    }
+  }
+
   /// Has the steps of all parameters with a gradient counted that want it.
   void count_steps(const ParamGroups& groups, const std::vector<GroupUse>& uses,
                    const ParamStates& states) {
@@ -212,8 +219,10 @@ class StepPlan {
             .params.push_back(key);
       }
     }
+    using Asked = DeviceScalars::Asked;
+    constexpr Asked asked = Kernel::counts_first_only ? Asked::is_first : Asked::number;
     for (const StepCounters::Share& share : shares) {
-      scalars_of(share.device).add_counter(counters_.count_apart(share), Kernel::counts_first_only);
+      scalars_of(share.device).add_counter(counters_.count_apart(share), asked);
     }
   }
 
