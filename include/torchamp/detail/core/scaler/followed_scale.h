@@ -43,14 +43,15 @@ class FollowedScale {
     return captured ? captured->may_be_above(limit) : followed_->bound.at_most() > limit;
   }
 
-  /// An update has been made on the device.
+  /// The device has made an update. The bounds of the scale follow, and copies to the host go under
+  /// way where they are due: of the scale, and of the skips in a row.
   void note_update(const at::Tensor& scale, const at::Tensor& skips,
                    const GradScalerOptions& options) {
-    const bool lowers =
-        options.dynamic && !options.follows_gradients && replays_ != Replays::unseen;
+    const bool lowers = needs_lower_bound(options);
     followed_->bound.update(options, lowers);
-    if (CapturedBound* const captured = captured_bound(scale, options)) {
-      captured->add_update(lowers);
+    CapturedBound* const captured = captured_bound(scale, options);
+    if (captured) {
+      captured->add_update(lowers);  // each replay follows, and copies
     } else if (lowers) {
       followed_->bound.look_at(scale);
     }
@@ -75,6 +76,12 @@ class FollowedScale {
     ScaleBound bound;
     SkipWarning warning;
   };
+
+  /// Whether anybody asks how small the scale may be: a fixed one stays, one that follows gradients
+  /// or that unseen replays change may be anything.
+  bool needs_lower_bound(const GradScalerOptions& options) const {
+    return options.dynamic && !options.follows_gradients && replays_ != Replays::unseen;
+  }
 
   bool is_replayed() const { return replays_ != Replays::none; }
 

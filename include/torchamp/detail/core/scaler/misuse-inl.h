@@ -30,41 +30,48 @@ TORCHAMP_COLD void ScaledBackward::watch(const std::shared_ptr<ScaledBackward>& 
          "never casts, so all products were computed in fp64. Make the model fp32. This warning is "
          "given once."});
   }
-  scaled.register_hook([backward](const at::Tensor&) { begin(backward); });
+  scaled.register_hook([backward](const at::Tensor&) {
+    on_begin(backward, torch::autograd::get_current_graph_task_id());
+  });
 }
 
-TORCHAMP_COLD void ScaledBackward::begin(const std::shared_ptr<ScaledBackward>& backward) {
-  const int task = torch::autograd::get_current_graph_task_id();
+TORCHAMP_COLD void ScaledBackward::on_begin(const std::shared_ptr<ScaledBackward>& backward,
+                                            int task) {
   const std::scoped_lock lock(backward->mutex_);
-  if (!backward->has_run_.exchange(true)) backward->look_for_kept_gradients();
-  const bool looks = !backward->unscaled.empty() || backward->plain_steps.is_looking();
-  if (!looks || std::exchange(backward->task_, task) == task) return;
-  std::vector<Found> gradients;
-  backward->unscaled.for_each(
-      [&](const UnscaledGradients::Name& owner, const UnscaledGradients::Left& left) {
-        const at::Tensor now = gradient_of(left.parameter.lock());
-        gradients.push_back({{left.parameter, SeenTensor(now)},
-                             owner,
-                             now.defined() && left.gradient.is_unchanged(now)});
-      });
+  const bool is_first_of_iteration = !backward->has_run_.exchange(true);
+  if (is_first_of_iteration) backward->look_for_kept_gradients();
+  if (!backward->watches_gradients()) return;
+  // One backward may come to several scaled losses.
+  const bool is_first_of_task = std::exchange(backward->task_, task) != task;
+  if (!is_first_of_task) return;
   torch::autograd::Engine::get_default_engine().queue_callback(
-      [backward, gradients = std::move(gradients)] { backward->end(gradients); });
+      [backward, at_begin = backward->find_unscaled()] { backward->on_end(at_begin); });
+}
+
+TORCHAMP_COLD void ScaledBackward::on_end(const std::vector<Found>& at_begin) {
+  const std::scoped_lock lock(mutex_);
+  if (plain_steps.is_looking()) plain_steps.note_gradients();
+  for (const Found& found : at_begin) {
+    const at::Tensor now = gradient_of(found.parameter.lock());
+    if (found.gradient.is_unchanged(now)) continue;
+    added_.emplace_back(now);
+    if (found.is_as_left) unscaled.note_added_to(found.owner, found.parameter, now);
+  }
+}
+
+TORCHAMP_COLD auto ScaledBackward::find_unscaled() const -> std::vector<Found> {
+  std::vector<Found> found;
+  unscaled.for_each([&](const UnscaledGradients::Name& owner, const UnscaledGradients::Left& left) {
+    const at::Tensor now = gradient_of(left.parameter.lock());
+    const bool is_as_left = now.defined() && left.gradient.is_unchanged(now);
+    found.push_back({owner, left.parameter, SeenTensor(now), is_as_left});
+  });
+  return found;
 }
 
 TORCHAMP_COLD void ScaledBackward::look_for_kept_gradients() {
   for (const UnscaledGradients::Left& left : last_left_) {
     has_kept_gradients_ |= left.gradient.is_unchanged(gradient_of(left.parameter.lock()));
-  }
-}
-
-TORCHAMP_COLD void ScaledBackward::end(const std::vector<Found>& gradients) {
-  const std::scoped_lock lock(mutex_);
-  if (plain_steps.is_looking()) plain_steps.note_gradients();
-  for (const Found& found : gradients) {
-    const at::Tensor now = gradient_of(found.gradient.parameter.lock());
-    if (found.gradient.gradient.is_unchanged(now)) continue;
-    added_.emplace_back(now);
-    if (found.was_as_left) unscaled.note_added_to(found.owner, found.gradient.parameter, now);
   }
 }
 

@@ -96,15 +96,21 @@ class ScaledBackward {
   }
 
  private:
-  /// A gradient as a backward has found it.
+  /// A gradient that was unscaled in this iteration, as another backward finds it.
   struct Found {
-    UnscaledGradients::Left gradient;
     UnscaledGradients::Name owner;
-    bool was_as_left;
+    WeakTensor parameter;
+    SeenTensor gradient;
+    bool is_as_left;  ///< by its owner, not written to since
   };
 
-  static void begin(const std::shared_ptr<ScaledBackward>& backward);
-  void end(const std::vector<Found>& gradients);
+  /// A hook at each scaled loss: a backward has come to it, as autograd's task `task`.
+  static void on_begin(const std::shared_ptr<ScaledBackward>& backward, int task);
+  /// Autograd's callback at the end of that task.
+  void on_end(const std::vector<Found>& at_begin);
+
+  bool watches_gradients() const { return !unscaled.empty() || plain_steps.is_looking(); }
+  std::vector<Found> find_unscaled() const;
 
   std::atomic<bool> has_run_ = false;
   std::mutex mutex_;             // of what follows, where losses on several devices run
