@@ -22,6 +22,7 @@
 
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/gradients/attached.h"
+#include "torchamp/detail/core/gradients/written_weights.h"
 #include "torchamp/detail/core/optim/plan.h"
 #include "torchamp/detail/core/optim/state_tensors.h"
 #include "torchamp/detail/core/scaler/loss_scale.h"

@@ -13,6 +13,7 @@
 
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/core/gradients/deferred_clip.h"
+#include "torchamp/detail/core/gradients/written_weights.h"
 #include "torchamp/detail/core/optim/kernels.h"
 #include "torchamp/detail/core/optim/plan.h"
 #include "torchamp/scaled_step.h"

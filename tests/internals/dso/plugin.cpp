@@ -8,7 +8,7 @@
 #include <typeinfo>
 
 #include "torchamp/autocast.h"
-#include "torchamp/detail/core/gradients/attached.h"
+#include "torchamp/detail/core/gradients/written_weights.h"
 #include "torchamp/detail/core/policy/thread_policy.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 

@@ -1,11 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What is attached to a weight, and who is told that weights were written to.
+// What a weight carries for this library, and walks over an optimizer's parameters and gradients.
 #pragma once
 
-#include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/operator_name.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/util/FunctionRef.h>
@@ -21,8 +18,6 @@
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
-
-// ---- What a weight carries ----------------------------------------------------------------------
 
 // Note [Weights that carry something]
 // Master weights hang a WeightMeta at the TensorImpl of a weight, so that whoever is given the
@@ -124,49 +119,5 @@ inline bool any_moved_after(const torch::optim::Optimizer& optimizer, uint64_t t
     return meta && meta->moved > times;
   });
 }
-
-// ---- Casts of weights ---------------------------------------------------------------------------
-
-/// Whom to tell that weights were written to; null if nobody keeps anything of them.
-inline WeightsWritten find_weights_written() {
-  static const c10::OperatorName name(weights_written_op, "");
-  const auto found = c10::Dispatcher::singleton().findSchema(name);
-  if (!found) return nullptr;
-  const auto& address = found->schema().arguments()[0].default_value();
-  return reinterpret_cast<WeightsWritten>(address->toInt());
-}
-
-/// Has masters notice a step that LibTorch's own optimizers may hide: SGD writes through data().
-inline void note_written(const torch::optim::Optimizer& optimizer) {
-  any_parameter(optimizer, [](const at::Tensor& parameter) {
-    const bool was_stepped = gradient_of(parameter).defined();
-    if (was_stepped && weight_meta_of(parameter)) parameter.unsafeGetTensorImpl()->bump_version();
-    return false;
-  });
-}
-
-/// Made where weights are written to. Its end, also after an exception, drops LibTorch's cached
-/// casts of them, which would return the old values within a region, and the casts cached until a
-/// step.
-class DropWeightCasts {
- public:
-  /// Where LibTorch counts the writes.
-  DropWeightCasts() = default;
-  /// Where it may not: the optimizer's parameters are told to have changed, too.
-  explicit DropWeightCasts(const torch::optim::Optimizer& optimizer) : optimizer_(&optimizer) {}
-  ~DropWeightCasts() {
-    at::autocast::clear_cache();
-    const WeightsWritten tell = find_weights_written();
-    if (tell == nullptr) return;
-    tell({});
-    if (optimizer_ == nullptr) return;
-    for (const auto& group : optimizer_->param_groups()) tell(group.params());
-  }
-  DropWeightCasts(const DropWeightCasts&) = delete;
-  DropWeightCasts& operator=(const DropWeightCasts&) = delete;
-
- private:
-  const torch::optim::Optimizer* optimizer_ = nullptr;
-};
 
 }  // namespace torchamp::detail

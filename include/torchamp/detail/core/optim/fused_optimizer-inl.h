@@ -23,6 +23,7 @@
 #include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/core/gradients/deferred_clip.h"
+#include "torchamp/detail/core/gradients/written_weights.h"
 #include "torchamp/optim.h"
 #include "torchamp/version.h"
 
@@ -144,9 +145,6 @@ void FusedOptimizerOf<Kernel>::step_fused(const at::Tensor& grad_scale, const at
                                           bool is_exact) {
   const detail::DropWeightCasts drop_weight_casts(*this);
   if (!plan_.collect_gradients(param_groups_, state_)) {
-    plan_.drop_counts(state_);
-    plan_.drop_lists();  // holds no gradients, should what follows throw
-    detail::check_parameters<Kernel>(param_groups_, state_);
     plan_.make(param_groups_, static_cast<const Options&>(*defaults_), state_);
     TORCH_INTERNAL_ASSERT(plan_.collect_gradients(param_groups_, state_));
   }

@@ -17,8 +17,8 @@
 
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/base/text.h"
-#include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/core/gradients/deferred_clip.h"
+#include "torchamp/detail/core/gradients/written_weights.h"
 #include "torchamp/detail/core/scaler/check_options.h"
 #include "torchamp/detail/core/scaler/misuse-inl.h"
 #include "torchamp/detail/core/scaler/step-inl.h"

@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "torchamp/detail/core/base/tensors.h"
-#include "torchamp/detail/core/gradients/attached.h"
+#include "torchamp/detail/core/gradients/written_weights.h"
 #include "torchamp/detail/extras/modules/sequential.h"
 #include "torchamp/detail/extras/modules/with_policy.h"
 #include "torchamp/detail/extras/observe/recording.h"

@@ -10,6 +10,7 @@
 #include "torchamp/detail/core/base/device_work.h"
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/gradients/attached.h"
+#include "torchamp/detail/core/gradients/written_weights.h"
 #include "torchamp/detail/extras/distributed/collective.h"
 #include "torchamp/detail/extras/distributed/reducer.h"
 #include "torchamp/detail/extras/masters/split_step.h"

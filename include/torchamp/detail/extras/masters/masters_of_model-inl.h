@@ -6,7 +6,7 @@
 #include <regex>
 #include <unordered_set>
 
-#include "torchamp/detail/core/gradients/attached.h"
+#include "torchamp/detail/core/gradients/written_weights.h"
 #include "torchamp/detail/extras/io/archives.h"
 #include "torchamp/detail/extras/shared/kept_tensors.h"
 #include "torchamp/master_weights.h"
