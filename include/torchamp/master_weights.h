@@ -245,6 +245,12 @@ class MasterWeights final : public detail::MastersOfModel {
   inline void note_stepped();
   void check_split(const std::string& call, bool unwritten = true) const;
   void check_taken() const;
+  void check_takes_gradients() const;
+  struct Taken {
+    at::Tensor parameter, owner, gradient;  // in fp32, of the owner
+  };
+  std::vector<Taken> sum_gradients() const;
+  void give_to_optimizer(std::vector<Taken> taken);
   int64_t master_versions() const;
   void warn_of_left_gradients();
 

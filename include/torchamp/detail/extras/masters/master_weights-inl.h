@@ -118,13 +118,13 @@ inline int64_t MasterWeights::master_versions() const {
   return sum;
 }
 
-inline void MasterWeights::take_gradients() {
+/// Throws if the model's gradients cannot be given to the masters.
+inline void MasterWeights::check_takes_gradients() const {
   TORCH_CHECK(is_copied(),
               "MasterWeights::take_gradients: the masters have changed and were not copied to the "
               "model. Call copy_to_model() after each step, taken or skipped.");
   const std::string call = "MasterWeights::take_gradients";
   check_split(call);
-  warn_of_left_gradients();
   for (const Weight& weight : weights_) {
     const at::Tensor& gradient = detail::gradient_of(weight.parameter);
     if (!gradient.defined()) continue;
@@ -135,12 +135,13 @@ inline void MasterWeights::take_gradients() {
     if (gradient.scalar_type() == at::kFloat) continue;
     detail::check_not_half_stepped(weight.parameter, weight.in(call));
   }
-  const detail::InternalOps guard;
-  detail::TensorPairs copies, sums;
-  struct Taken {
-    at::Tensor parameter, owner, gradient;  // in fp32, of the owner
-  };
-  std::vector<Taken> taken;  // in place once nothing can fail
+}
+
+/// The gradients that the optimizer is to find: what it has, plus the model's in fp32. The model
+/// keeps its own meanwhile.
+inline auto MasterWeights::sum_gradients() const -> std::vector<Taken> {
+  std::vector<Taken> taken;
+  detail::TensorPairs copies, sums;  // a few launches for all
   for (const Weight& weight : weights_) {
     const at::Tensor& parameter = weight.parameter;
     const at::Tensor gradient = parameter.grad();
@@ -149,7 +150,9 @@ inline void MasterWeights::take_gradients() {
     // Of a split weight, backward has added to the fp32 sum.
     if (weight.is_split && gradient.scalar_type() == at::kFloat) continue;
     at::Tensor sum = weight.is_split ? at::Tensor() : owner.grad();
-    if (gradient.layout() != at::kStrided || (sum.defined() && sum.layout() != at::kStrided)) {
+    const bool are_dense =
+        gradient.layout() == at::kStrided && (!sum.defined() || sum.layout() == at::kStrided);
+    if (!are_dense) {
       detail::add_to_main(sum, gradient, owner);
     } else {
       const at::Tensor wide = detail::empty_fp32_like(owner);
@@ -160,6 +163,11 @@ inline void MasterWeights::take_gradients() {
   }
   copies.copy();
   sums.accumulate();
+  return taken;
+}
+
+/// Moves gradients from the model to where the optimizer finds them. Cannot fail.
+inline void MasterWeights::give_to_optimizer(std::vector<Taken> taken) {
   if (taken.empty()) return;
   const uint64_t times = ++detail::gradients_moved();
   for (Taken& one : taken) {
@@ -172,6 +180,13 @@ inline void MasterWeights::take_gradients() {
     one.owner.mutable_grad() = std::move(one.gradient);
   }
   was_taken_ = true;
+}
+
+inline void MasterWeights::take_gradients() {
+  check_takes_gradients();
+  warn_of_left_gradients();
+  const detail::InternalOps guard;
+  give_to_optimizer(sum_gradients());
 }
 
 inline void MasterWeights::zero_grad() {
