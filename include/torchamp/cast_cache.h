@@ -32,17 +32,29 @@ struct LongWeightCacheExtra {
 /// The number of NoCastCaches (torchamp/autocast_state.h) that live on the calling thread.
 inline thread_local int no_cast_caches = 0;
 
-/// Sets LibTorch's flag of its cache of cast weights, unless a NoCastCache lives.
+/// Sets LibTorch's flag of its cache of cast weights, which stays off while a NoCastCache lives.
+/// Guards set it by this alone, at both their ends.
 inline void set_cast_cache(bool enabled) {
   at::autocast::set_autocast_cache_enabled(enabled && no_cast_caches == 0);
 }
+
+/// A scope that begins with an empty cache of LibTorch's weight casts, and whose casts nobody finds
+/// after it: they are part of its autograd graph.
+class EmptyCastCache {
+ public:
+  EmptyCastCache() { at::autocast::clear_cache(); }
+  ~EmptyCastCache() { at::autocast::clear_cache(); }
+  EmptyCastCache(const EmptyCastCache&) = delete;
+  EmptyCastCache& operator=(const EmptyCastCache&) = delete;
+};
 }  // namespace detail
 
 // Note [Who clears LibTorch's cache of casts]
 // LibTorch's cache finds a cast by the weight's tensor object alone: it knows neither the values
 // nor the 16-bit dtype nor the graph of what it holds. So it is cleared (at::autocast::clear_cache)
-//  - at the end of the outermost guard, as by torch.autocast, and where a guard's dtype is not that
-//    around it, at both its ends: AutocastRegion, AutocastStateGuard;
+//  - at the end of the outermost guard, as by torch.autocast: AutocastRegion, AutocastStateGuard;
+//  - at both ends of a guard whose dtype is not that around it: the same. An outermost
+//    AutocastRegion does so at its end alone, because the last one has left the cache empty;
 //  - where weights are written: DropWeightCasts, for a step, after it and whatever it throws; the
 //    functions below, for the program; custom functions that write in place;
 //  - where casts belong to one autograd graph or capture and to no other: EmptyCastCache, at both

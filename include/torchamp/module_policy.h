@@ -264,11 +264,12 @@ inline std::vector<std::string> ModulePolicies::apply_to(torch::nn::Module& mode
   const detail::ForwardSites sites(model);
   const std::vector<Chosen> chosen = choose(sites);
   // Here, and not in the middle of a forward, when other threads may be running ops.
-  for (const at::DeviceType device : detail::autocast_devices) {
+  for (std::size_t i = 0; i < detail::device_count; ++i) {
+    const at::DeviceType device = detail::autocast_devices[i];
     const bool may_be_used =
         detail::device_is_here(device) || at::autocast::is_autocast_enabled(device);
     if (!may_be_used || !at::autocast::is_autocast_available(device)) continue;
-    for (const Rule& rule : rules_) rule.policy->compile_once(device);
+    for (const Rule& rule : rules_) rule.policy->compile_once(i);
   }
   std::vector<std::string> names;
   for (std::size_t i = 0; i < sites.size(); ++i) {

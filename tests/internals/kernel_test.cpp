@@ -326,7 +326,7 @@ TEST(BinaryCrossEntropy, IsStillBannedOnCudaWithoutStandard) {
   const char* const ban = "unsafe to autocast";
   EXPECT_ERROR(call_cudas_binary_cross_entropy(), ban);
   const auto call_under = [](const Policy& policy) {
-    policy.data()->compile_once(at::kCUDA);
+    policy.data()->compile_once(device_index(at::kCUDA, "test"));
     const auto thread = std::make_shared<ThreadPolicy>();
     thread->in_force[device_index(at::kCUDA, "test")] = policy.data();
     const PolicyScope scope(thread);

@@ -229,8 +229,9 @@ inline std::size_t register_kernel(const c10::OperatorHandle& op, at::DeviceType
   return index;
 }
 
-inline void PolicyData::compile(at::DeviceType device) const {
-  Compiled& compiled = compiled_[device_index(device, "Policy")];
+inline void PolicyData::compile(std::size_t device_index) const {
+  const at::DeviceType device = autocast_devices[device_index];
+  Compiled& compiled = compiled_[device_index];
   const std::scoped_lock lock(mutex_);
   if (compiled.ready.load(std::memory_order_relaxed)) return;
   for (const char* name :

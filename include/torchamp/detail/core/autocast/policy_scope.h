@@ -1,26 +1,83 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A ThreadPolicy in a thread's slot.
+// What a guard puts on its thread: a level of nesting, and a policy in the thread's slot.
 #pragma once
 
+#include <ATen/autocast_mode.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
+#include <atomic>
 #include <memory>
 #include <thread>
-#include <utility>
 
-#include "torchamp/detail/core/autocast/spare_policy.h"
+#include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/policy/thread_policy.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
 
+/// A level of the calling thread's autocast nesting. LibTorch counts the levels; at the end of the
+/// outermost its cache of casts is cleared.
+class Nesting {
+ public:
+  /// Opens the level, and returns its depth: 1 for the outermost.
+  int enter() {
+    number_ = ++guards;
+    return level_ = at::autocast::increment_nesting();
+  }
+
+  /// Closes the level, and the inner ones that are still open. Returns the depth after that. Warns,
+  /// for the destructor `guard`, if a guard that was made later has not ended.
+  int leave(const char* guard) const {
+    if (guards > number_) warn_of_later_guard(guard);
+    --guards;
+    return close();
+  }
+
+ private:
+  static inline thread_local int guards = 0;  // that have not ended
+
+  static void warn_of_later_guard(const char* guard) {
+    warn({guard,
+          ": a guard that was made later on this thread has not ended. When it ends, it restores "
+          "the state that it found, so autocast may stay on. End guards in reverse order: make "
+          "them local variables."});
+  }
+
+  /// LibTorch tells the depth only by changing it.
+  int close() const {
+    const int around = level_ - 1;  // the depth around the level
+    int depth = at::autocast::decrement_nesting();
+    // A guard around this one has ended before it, and has closed this level as an inner one.
+    if (depth < around) return at::autocast::increment_nesting();
+    while (depth > around) depth = at::autocast::decrement_nesting();
+    return depth;
+  }
+
+  int level_ = 0;
+  int number_ = 0;  // of this one among the guards
+};
+
+/// A policy, and the node of LibTorch's list of slots that has it already. Both are there, or none.
+struct PolicyInSlot {
+  std::shared_ptr<const ThreadPolicy> policy;
+  std::shared_ptr<c10::ThreadLocalDebugInfo> node;
+
+  /// Whether both are there, and nobody else has a share in them.
+  bool is_unshared() const {
+    constexpr long ours_and_the_nodes = 2;
+    if (node.use_count() != 1 || policy.use_count() != ours_and_the_nodes) return false;
+    std::atomic_thread_fence(std::memory_order_acquire);  // after those who had a share
+    return true;
+  }
+};
+
 /// Puts a ThreadPolicy into the calling thread's slot, and takes it out again.
 class PolicyScope {
  public:
-  /// Without a policy the slot stays as it is.
-  explicit PolicyScope(PolicyInSlot&& pushed);
-  explicit PolicyScope(std::shared_ptr<const ThreadPolicy> policy)
-      : PolicyScope(PolicyInSlot{std::move(policy)}) {}
+  /// Null: the slot stays as it is.
+  explicit PolicyScope(std::shared_ptr<const ThreadPolicy> policy);
+  /// Of what SparePolicy::find() has found on this thread.
+  explicit PolicyScope(PolicyInSlot&& spare);
   PolicyScope(const PolicyScope&) = delete;
   PolicyScope& operator=(const PolicyScope&) = delete;
   ~PolicyScope();
@@ -30,13 +87,14 @@ class PolicyScope {
   bool end_of(const char* guard);
 
  private:
+  bool is_on_its_thread() const { return thread_ == std::this_thread::get_id(); }
   void end() noexcept;
-  bool take_out();
+  void end_below_others();
 
   std::shared_ptr<const ThreadPolicy> policy_;
-  std::shared_ptr<c10::ThreadLocalDebugInfo> before_;
-  const c10::ThreadLocalDebugInfo* ours_ = nullptr;
-  bool scripts_outside_ = true;  // see ScriptSwitch
+  std::shared_ptr<c10::ThreadLocalDebugInfo> before_;  // LibTorch's list of slots, without ours
+  const c10::ThreadLocalDebugInfo* ours_ = nullptr;    // null: nothing was pushed, or it has ended
+  bool scripts_outside_ = true;                        // see ScriptSwitch
   std::thread::id thread_ = std::this_thread::get_id();
 };
 

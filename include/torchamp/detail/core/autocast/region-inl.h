@@ -3,7 +3,6 @@
 #pragma once
 
 #include <c10/util/Exception.h>
-#include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <atomic>
 #include <cstddef>
@@ -14,10 +13,13 @@
 
 #include "torchamp/autocast.h"
 #include "torchamp/detail/core/autocast/autocast_kernel.h"
+#include "torchamp/detail/core/autocast/policy_scope-inl.h"
 #include "torchamp/detail/core/autocast/region.h"
 #include "torchamp/detail/core/autocast/script_switch.h"
 #include "torchamp/detail/core/base/devices.h"
 #include "torchamp/detail/core/base/text.h"
+#include "torchamp/detail/core/policy/rules.h"
+#include "torchamp/detail/core/policy/thread_policy.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 
 namespace torchamp::detail {
@@ -76,9 +78,10 @@ inline std::optional<WeightCache> asked_cache(std::optional<bool> enabled,
 }
 
 TORCHAMP_BODY void prepare_region(const char* call, const PolicyData& policy,
-                                  const WeightCasts* casts, at::DeviceType device,
+                                  const WeightCasts* casts, std::size_t device_index,
                                   at::ScalarType dtype) {
-  policy.compile_once(device);
+  policy.compile_once(device_index);
+  const at::DeviceType device = autocast_devices[device_index];
   const OpRule* const rule = is_16_bit(dtype) ? policy.op_rule() : nullptr;
   if (rule != nullptr) rule->prepare(call, policy, device, dtype);
   if (casts != nullptr) casts->prepare(device);
@@ -112,74 +115,89 @@ TORCHAMP_BODY RegionState resolve(at::DeviceType device, const AutocastOptions& 
   const WeightCasts* const inherited_casts = outer ? outer->casts : nullptr;
   const RegionState inside{.autocast = autocast,
                            .around = around,
+                           .outer = outer,
                            .device_index = index,
                            .policy = policy_of(options, guards, outer),
                            .keep_until = cache ? cache->until() : inherited_until,
                            .casts = cache ? cache->casts() : inherited_casts,
                            .cache_enabled = cache_enabled};
   if (autocast.enabled) {
-    prepare_region("AutocastGuard", *inside.policy, inside.casts, device, autocast.dtype);
+    prepare_region("AutocastGuard", *inside.policy, inside.casts, index, autocast.dtype);
   }
   return inside;
 }
 
 // ---- A region -----------------------------------------------------------------------------------
 
-/// What the thread's slot is to hold within a region; nothing if it may stay as it is.
-inline PolicyInSlot policy_to_push(const RegionState& inside, const ThreadPolicy* outer,
-                                   RegionListeners& listeners) {
-  const bool is_enabled = inside.autocast.enabled;
-  if (outer != nullptr && inside.is_in(*outer)) {
-    // Taken over, it does not hold for scripts yet: see Note [Derivatives of scripts]. In backward
-    // it does not hold for sums: see Note [Sums of gradients].
-    const bool holds = !is_enabled || (ScriptSwitch::has_scope() && !leaves_sums_alone(*outer));
-    return {holds ? nullptr : outer->shared_from_this()};
-  }
-  const OpRule* const rule = inside.op_rule();
-  if (is_enabled && !rule && !kept_weights() && !c10::ThreadLocalDebugInfo::current() &&
-      this_backward_pass() == ThreadPolicy::no_backward_pass) {
-    PolicyInSlot spare =
-        SparePolicy::take([&](const auto& policy) { return inside.is_in(policy); });
-    if (spare.policy != nullptr) return spare;
-  }
-  auto inner = copy_of(outer);
+/// Whether a region whose policy is that around it has to push it all the same.
+inline bool must_push_again(const RegionState& inside) {
+  if (!inside.autocast.enabled) return false;
+  const bool holds_for_scripts = ScriptSwitch::has_scope();       // not yet where it was taken over
+  const bool holds_for_sums = !leaves_sums_alone(*inside.outer);  // see Note [Sums of gradients]
+  return !holds_for_scripts || !holds_for_sums;
+}
+
+/// What the thread's last guard has left behind, if the region may use it; null if not.
+inline PolicyInSlot* spare_for(const RegionState& inside) {
+  const bool is_extras = inside.op_rule() != nullptr || kept_weights() != nullptr;
+  if (!inside.autocast.enabled || is_extras) return nullptr;
+  PolicyInSlot* const spare = SparePolicy::find();
+  return spare != nullptr && inside.is_in(*spare->policy) ? spare : nullptr;
+}
+
+/// A new policy of the thread, for the region.
+inline std::shared_ptr<const ThreadPolicy> policy_within(const RegionState& inside,
+                                                         RegionListeners& listeners) {
+  auto inner = copy_of(inside.outer);
   inner->inherited = inside.policy;
-  inner->in_force[inside.device_index] = is_enabled ? inside.policy : nullptr;
+  inner->in_force[inside.device_index] = inside.autocast.enabled ? inside.policy : nullptr;
   inner->is_in_guard = true;
   inner->keep.until = inside.keep_until;
   inner->casts = inside.casts;
-  listeners.begin(*inner, rule);
-  return {std::move(inner)};
+  listeners.begin(*inner, inside.op_rule());
+  return inner;
 }
 
-TORCHAMP_BODY AutocastRegion::AutocastRegion(at::DeviceType device,
-                                             const AutocastOptions& options) {
-  const ThreadPolicy* const outer = thread_policy();
-  push(resolve(device, options, outer), outer);
+/// Puts the region's policy into the thread's slot, in the cheapest way that does.
+inline PolicyScope scope_of(const RegionState& inside, RegionListeners& listeners) {
+  if (inside.outer != nullptr && inside.is_in(*inside.outer)) {
+    return PolicyScope(must_push_again(inside) ? inside.outer->shared_from_this() : nullptr);
+  }
+  if (PolicyInSlot* const spare = spare_for(inside)) return PolicyScope(std::move(*spare));
+  return PolicyScope(policy_within(inside, listeners));
+}
+
+TORCHAMP_BODY AutocastRegion::AutocastRegion(at::DeviceType device, const AutocastOptions& options)
+    : AutocastRegion(resolve(device, options, thread_policy())) {}
+
+TORCHAMP_BODY AutocastRegion::AutocastRegion(const RegionState& inside)
+    : before_(inside.around),
+      dtype_changes_(inside.changes_dtype()),
+      policy_scope_(scope_of(inside, listeners_)) {
+  push(inside);
 }
 
 TORCHAMP_BODY AutocastRegion::~AutocastRegion() {
-  if (policy_scope_->end_of("~AutocastGuard")) restore();
+  if (policy_scope_.end_of("~AutocastGuard")) restore();
 }
 
-TORCHAMP_BODY void AutocastRegion::push(const RegionState& inside, const ThreadPolicy* outer) {
-  policy_scope_.emplace(policy_to_push(inside, outer, listeners_));
-  before_ = inside.around;
+TORCHAMP_BODY void AutocastRegion::push(const RegionState& inside) {
   inside.autocast.apply();
   if (inside.cache_enabled) {
     // What torchamp's cache does not take is cast anew: LibTorch's would not see that it changes.
     set_cast_cache(*inside.cache_enabled && inside.casts == nullptr);
   }
-  dtype_changed_ = inside.autocast.dtype != before_.dtype;
+  const bool is_outermost = nesting_.enter() == 1;
   // See Note [Who clears LibTorch's cache of casts].
-  if (nesting_.enter() > 1 && dtype_changed_) at::autocast::clear_cache();
+  if (dtype_changes_ && !is_outermost) at::autocast::clear_cache();
 }
 
 TORCHAMP_BODY void AutocastRegion::restore() {
-  if (nesting_.leave("~AutocastGuard") == 0 || dtype_changed_) at::autocast::clear_cache();
+  const bool was_outermost = nesting_.leave("~AutocastGuard") == 0;
+  if (was_outermost || dtype_changes_) at::autocast::clear_cache();
   listeners_.end_kept_region();
   before_.apply();
-  at::autocast::set_autocast_cache_enabled(cache_enabled_before_);
+  set_cast_cache(cache_enabled_before_);
   listeners_.end_op_rule();
 }
 

@@ -7,13 +7,14 @@
 #include <c10/core/ScalarType.h>
 
 #include <cstddef>
+#include <cstdint>
+#include <exception>
 #include <memory>
 #include <optional>
 
 #include "torchamp/cast_cache.h"
 #include "torchamp/detail/core/autocast/environment.h"
 #include "torchamp/detail/core/autocast/policy_scope.h"
-#include "torchamp/detail/core/autocast/region_listeners.h"
 #include "torchamp/detail/core/base/devices.h"
 #include "torchamp/detail/core/policy/rules.h"
 #include "torchamp/detail/core/policy/thread_policy.h"
@@ -30,6 +31,7 @@ namespace torchamp::detail {
 struct RegionState {
   DeviceAutocastState autocast;  // LibTorch's switch and dtype
   DeviceAutocastState around;    // what these are outside
+  const ThreadPolicy* outer;     // the thread's policy outside; null if it has none
   std::size_t device_index;
   /// In force if autocast is on; inner guards inherit it. Lives as long as the guard's options and
   /// the thread's policy around it.
@@ -38,6 +40,7 @@ struct RegionState {
   const WeightCasts* casts;           // of weights; null: LibTorch's
   std::optional<bool> cache_enabled;  // LibTorch's flag; unset: as it is
 
+  bool changes_dtype() const { return autocast.dtype != around.dtype; }
   /// The policy that ops follow in the region; null: LibTorch's own kernels alone.
   const PolicyData* policy_in_force() const { return autocast.enabled ? policy.get() : nullptr; }
   /// The rule of that policy which an extra carries out; null if there is none.
@@ -60,7 +63,36 @@ RegionState resolve(at::DeviceType device, const AutocastOptions& options,
 /// Makes all ready for a region of a device: the policy, and who casts weights, if not LibTorch.
 /// Error, of `call`: a strict fp8 rule that the region cannot follow.
 void prepare_region(const char* call, const PolicyData& policy, const WeightCasts* casts,
-                    at::DeviceType device, at::ScalarType dtype);
+                    std::size_t device_index, at::ScalarType dtype);
+
+/// Tells extras of one region: KeptWeights, of the outermost one, and the OpRule of its policy.
+class RegionListeners {
+ public:
+  /// `inner` will be in force; `rule`, which may be null, is that of its policy for the region.
+  void begin(ThreadPolicy& inner, const OpRule* rule) {
+    if (rule != nullptr) {
+      usage_ = inner.op_rule_usage = rule->make_usage(inner.op_rule_usage);
+      exceptions_ = std::uncaught_exceptions();
+    }
+    if (inner.keep.region != 0) return;
+    KeptWeights* const kept = kept_weights();
+    if (kept != nullptr) inner.keep.region = kept_region_ = kept->begin_region();
+  }
+
+  /// The region ends, and its cache of casts has been cleared.
+  void end_kept_region() const {
+    if (kept_region_ != 0) kept_weights()->end_region(kept_region_);
+  }
+  /// The state around the region is in force again: a warning may run the program's code.
+  void end_op_rule() const {
+    if (usage_ != nullptr && std::uncaught_exceptions() == exceptions_) usage_->warn_if_unused();
+  }
+
+ private:
+  std::uint64_t kept_region_ = 0;       // that this region has begun
+  std::shared_ptr<OpRuleUsage> usage_;  // of this region's policy; null without a rule
+  int exceptions_ = 0;                  // that flew at the region's begin; only with a usage
+};
 
 /// What an AutocastGuard does: resolves its options, pushes what is to be in force, and restores
 /// what was.
@@ -70,15 +102,16 @@ class AutocastRegion {
   ~AutocastRegion();
 
  private:
-  void push(const RegionState& inside, const ThreadPolicy* outer);
+  explicit AutocastRegion(const RegionState& inside);
+  void push(const RegionState& inside);
   void restore();
 
-  DeviceAutocastState before_{};
-  bool cache_enabled_before_ = at::autocast::is_autocast_cache_enabled();
-  bool dtype_changed_ = false;
+  const DeviceAutocastState before_;
+  const bool cache_enabled_before_ = at::autocast::is_autocast_cache_enabled();
+  const bool dtype_changes_;
   Nesting nesting_;
   RegionListeners listeners_;
-  std::optional<PolicyScope> policy_scope_;
+  PolicyScope policy_scope_;  // after the listeners, which have a part in what it pushes
 };
 
 }  // namespace torchamp::detail

@@ -159,10 +159,10 @@ class PolicyData {
     return nullptr;
   }
 
-  /// Makes the policy ready for use on a device. Any thread.
-  void compile_once(at::DeviceType device) const {
-    const auto& ready = compiled_[device_index(device, "Policy")].ready;
-    if (!ready.load(std::memory_order_acquire)) compile(device);
+  /// Makes the policy ready for use on a device, by its device_index(). Any thread.
+  void compile_once(std::size_t device_index) const {
+    const bool is_ready = compiled_[device_index].ready.load(std::memory_order_acquire);
+    if (!is_ready) compile(device_index);
   }
 
   /// The rule of kernel `kernel` on a device, whose rules have been compiled, for one call.
@@ -182,7 +182,7 @@ class PolicyData {
  private:
   /// Registers the autocast kernels that the policy needs on a device. Defined in
   /// autocast/autocast_kernel.h.
-  void compile(at::DeviceType device) const;
+  void compile(std::size_t device_index) const;
   /// Decides the conditions of a rule.
   CallRule choose(const KernelRule& rule, at::DeviceType device, const OpCall& call) const;
 

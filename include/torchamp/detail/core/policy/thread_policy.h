@@ -11,6 +11,7 @@
 
 #include <array>
 #include <memory>
+#include <utility>
 
 #include "torchamp/detail/core/policy/rules.h"
 #include "torchamp/detail/core/runtime/runtime.h"
@@ -81,6 +82,17 @@ inline const ThreadPolicy* thread_policy() {
 /// The number of the backward pass that the calling thread works for, or no_backward_pass.
 inline int this_backward_pass() {
   return torch::autograd::get_current_graph_task_id();
+}
+
+/// A policy for a scope that begins now: in a backward pass a copy that says so.
+inline std::shared_ptr<const ThreadPolicy> for_this_backward_pass(
+    std::shared_ptr<const ThreadPolicy> policy) {
+  const int pass = this_backward_pass();
+  if (pass == ThreadPolicy::no_backward_pass || pass == policy->backward_pass) return policy;
+  auto copy = copy_of(policy.get());
+  copy->backward_pass = pass;
+  copy->outside = policy->outside ? policy->outside : std::move(policy);
+  return copy;
 }
 
 /// Whether autograd adds up gradients by this op.

@@ -93,36 +93,6 @@ struct DeviceAutocastState {
   bool operator==(const DeviceAutocastState&) const = default;
 };
 
-/// A level of the calling thread's autocast nesting, whose end LibTorch's weight cache awaits.
-class Nesting {
- public:
-  int enter() {
-    number_ = ++guards;
-    return inside_ = at::autocast::increment_nesting();
-  }
-
-  /// Closes the level, with inner ones left open, and returns the depth then. Closes nothing if it
-  /// was closed already. Warns, for the destructor `guard`, if a later guard has not ended.
-  int leave(const char* guard) const {
-    if (guards-- > number_) {
-      warn({guard,
-            ": a guard that was made later on this thread has not ended. When it ends, it restores "
-            "the state that it found, so autocast may stay on. End guards in reverse order: make "
-            "them local variables."});
-    }
-    int depth = at::autocast::decrement_nesting();
-    if (depth < inside_ - 1) return at::autocast::increment_nesting();  // it was closed already
-    while (depth >= inside_) depth = at::autocast::decrement_nesting();
-    return depth;
-  }
-
- private:
-  static inline thread_local int guards = 0;  // that have not ended
-
-  int inside_ = 0;
-  int number_ = 0;  // of this one among them
-};
-
 // ---- What is kept of weights --------------------------------------------------------------------
 
 // Note [Weights that are kept]

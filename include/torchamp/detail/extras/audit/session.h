@@ -28,7 +28,7 @@
 
 #include "torchamp/audit_row.h"
 #include "torchamp/autocast.h"
-#include "torchamp/detail/core/autocast/empty_cast_cache.h"
+#include "torchamp/cast_cache.h"
 #include "torchamp/detail/core/base/devices.h"
 #include "torchamp/detail/core/policy/rules.h"
 #include "torchamp/detail/core/policy/thread_policy.h"

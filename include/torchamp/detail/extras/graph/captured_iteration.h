@@ -20,7 +20,7 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/core/autocast/empty_cast_cache.h"
+#include "torchamp/cast_cache.h"
 #include "torchamp/detail/core/base/device_work.h"
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/gradients/attached.h"
