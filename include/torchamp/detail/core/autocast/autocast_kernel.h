@@ -94,28 +94,21 @@ class AutocastKernel final : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) const {
+    // Without a policy LibTorch alone decides, also of the JIT's casts.
     const ThreadPolicy* const of_thread = thread_policy();
-    const PolicyData* const policy = of_thread ? of_thread->in_force[device_index_].get() : nullptr;
-    if (policy == nullptr || (adds_gradients_ && leaves_sums_alone(*of_thread))) {
-      return call_native(op, keys, stack);
-    }
-    if (is_script_cast_) return torch::jit::drop(*stack, argument_count_ - 1);  // leaves `self`
-    CallRule rule = policy->rule(device_index_, index_, device_, op, *stack);
-    if (OpRuleUsage* const usage = of_thread->op_rule_usage.get(); usage || rule.op_rule) {
-      if (follow_op_rule(*policy, rule, usage, op, *stack)) return;
-    }
+    if (!follows_policy(of_thread)) return call_native(op, keys, stack);
+    // A policy decides at the ops themselves, so what the JIT has added does nothing.
+    if (is_script_cast_) return keep_self(*stack);
+    // Asked once a call: conditions of a rule run the program's code.
+    const PolicyData& policy = *of_thread->in_force[device_index_];
+    const CallRule rule = policy.rule(device_index_, index_, device_, op, *stack);
+    // An OpRule takes the arguments as they are. Where it cannot, they are cast.
+    OpRuleUsage* const usage = of_thread->op_rule_usage.get();
+    if (run_by_op_rule(policy, rule, usage, op, *stack)) return;
     const Facts* const facts = facts_of_op(op);
-    const WeightCasts* const casts = casts_of_weights(*of_thread, rule, facts);
-    if (casts != nullptr && rule.cast == Cast::native) rule.cast = Cast::lower_precision;
-    if (rule.cast == Cast::native) return call_native(op, keys, stack);
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
-    const WrittenCopies written = cast_arguments(facts, rule, casts, op, *stack);
-    std::optional<NoWarning> no_warning;
-    if (rule.cast != Cast::unchanged && facts->is_recurrent_layer) {
-      no_warning.emplace(scattered_weights);
-    }
-    op.redispatchBoxed(keys & after_, stack);
-    if (!written.empty()) copy_back(written);
+    const CallCasts casts = casts_of(*of_thread, rule, facts);
+    if (casts.cast == Cast::native) return call_native(op, keys, stack);
+    call_cast(casts, facts, op, keys, stack);
   }
 
  private:
@@ -155,40 +148,76 @@ class AutocastKernel final : public c10::OperatorKernel {
     }
   }
 
-  /// Lets the OpRule of the call's rule run it, if there is one and it can.
-  bool follow_op_rule(const PolicyData& policy, const CallRule& rule, OpRuleUsage* usage,
+  /// Whether the thread's policy decides of a call: not where there is none or the device's region
+  /// is disabled, nor where autograd adds up gradients, see Note [Sums of gradients].
+  bool follows_policy(const ThreadPolicy* of_thread) const {
+    if (of_thread == nullptr || of_thread->in_force[device_index_] == nullptr) return false;
+    return !adds_gradients_ || !leaves_sums_alone(*of_thread);
+  }
+
+  /// Leaves the tensor that a cast of the JIT's takes, as its result.
+  void keep_self(torch::jit::Stack& stack) const { torch::jit::drop(stack, argument_count_ - 1); }
+
+  /// Lets the OpRule of the call's rule run it, if there is one and it can. Tells of calls that the
+  /// policy's OpRule does not reach.
+  bool run_by_op_rule(const PolicyData& policy, const CallRule& rule, OpRuleUsage* usage,
                       const c10::OperatorHandle& op, torch::jit::Stack& stack) const {
     if (rule.op_rule != nullptr) {
       const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
       return rule.op_rule->run(op, device_, stack, usage);
     }
-    if (policy.op_rule() != nullptr) usage->passed_by(op.operator_name());
+    if (usage != nullptr && policy.op_rule() != nullptr) usage->passed_by(op.operator_name());
     return false;
   }
 
-  /// Who casts the call's weights to 16 bits, if not LibTorch.
-  static const WeightCasts* casts_of_weights(const ThreadPolicy& of_thread, const CallRule& rule,
-                                             const Facts* facts) {
-    if (of_thread.casts == nullptr) return nullptr;
-    const bool is_native = rule.cast == Cast::native && !rule.is_chosen && facts != nullptr &&
-                           facts->is_natively_lowered;
-    return is_native || row_of(rule.cast)->may_narrow ? of_thread.casts : nullptr;
+  /// What becomes of a call's arguments.
+  struct CallCasts {
+    Cast cast;  // native: nothing here, LibTorch's kernel decides
+    Where where;
+    const WeightCasts* weights;  // who casts weights to 16 bits, if not LibTorch
+  };
+
+  /// As the rule says. But where a region has its own casts of weights, what LibTorch's kernel
+  /// would cast to 16 bits is cast here, so that they come to it; not if a condition has decided
+  /// for LibTorch's kernel, which has been announced.
+  static CallCasts casts_of(const ThreadPolicy& of_thread, const CallRule& rule,
+                            const Facts* facts) {
+    const WeightCasts* const weights = of_thread.casts;
+    if (weights != nullptr && rule.cast == Cast::native) {
+      const bool lowers = !rule.decided_by_call && facts != nullptr && facts->is_natively_lowered;
+      if (lowers) return {Cast::lower_precision, Where::always, weights};
+    }
+    const bool may_narrow = weights != nullptr && row_of(rule.cast)->may_narrow;
+    return {rule.cast, rule.where, may_narrow ? weights : nullptr};
   }
 
-  WrittenCopies cast_arguments(const Facts* facts, const CallRule& rule, const WeightCasts* casts,
+  /// Calls the op with cast arguments, and with autocast off.
+  void call_cast(const CallCasts& casts, const Facts* facts, const c10::OperatorHandle& op,
+                 c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
+    WrittenCopies written;
+    std::optional<NoWarning> no_warning;
+    if (casts.cast != Cast::unchanged) {
+      written = cast_arguments(casts, facts, op, *stack);
+      if (facts->is_recurrent_layer) no_warning.emplace(scattered_weights);
+    }
+    op.redispatchBoxed(keys & after_, stack);
+    if (!written.empty()) copy_back(written);
+  }
+
+  WrittenCopies cast_arguments(const CallCasts& casts, const Facts* facts,
                                const c10::OperatorHandle& op, torch::jit::Stack& stack) const {
-    if (rule.cast == Cast::unchanged) return {};
     const std::size_t count = op.schema().arguments().size();
     TORCHAMP_CHECK(facts != nullptr && count == argument_count_, "torchamp: '",
                    full_name(op.operator_name()),
                    "' was registered again with other arguments, but policies keep its first "
                    "schema. Give the new op another name.");
-    if (facts->takes_probabilities && rule.cast == Cast::fp32) {
+    if (facts->takes_probabilities && casts.cast == Cast::fp32) {
       warn_of_16_bit_probabilities(op, stack);
     }
     const CastArguments& cast = facts->cast_arguments;
-    if (rule.where == Where::call_is_refused && !cast.is_refused(stack)) return {};
-    return cast(rule.cast, device_, casts, op.schema(), stack);
+    if (casts.where == Where::call_is_refused && !cast.is_refused(stack)) return {};
+    return cast(casts.cast, device_, casts.weights, op.schema(), stack);
   }
 
   std::optional<NativeKernel> native_;  // LibTorch's, which it replaces, if there is one
@@ -242,7 +271,7 @@ inline void PolicyData::compile(std::size_t device_index) const {
   KernelRules rules_of_device;
   for_each_candidate(*this, [&](const TabledOp& tabled) {
     const KernelRule rule = kernel_rule(*this, tabled, device);
-    if (rule.cast == Cast::native && rule.conditional == nullptr) return;
+    if (rule.leaves_all_to_libtorch()) return;
     const std::size_t index = register_kernel(tabled.op, device);
     if (index >= rules_of_device.size()) rules_of_device.resize(index + 1);
     rules_of_device[index] = rule;

@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: BSD-3-Clause
+// What is put into a thread's slot, and how it is taken out again.
 #pragma once
 
 #include <c10/util/Exception.h>
 
 #include <exception>
-#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "torchamp/detail/core/autocast/policy_scope.h"
 #include "torchamp/detail/core/autocast/script_switch.h"
-#include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/policy/rules.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 

@@ -18,8 +18,6 @@
 #include "torchamp/detail/core/autocast/script_switch.h"
 #include "torchamp/detail/core/base/devices.h"
 #include "torchamp/detail/core/base/text.h"
-#include "torchamp/detail/core/policy/rules.h"
-#include "torchamp/detail/core/policy/thread_policy.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 
 namespace torchamp::detail {

@@ -26,29 +26,40 @@ namespace torchamp::detail {
 
 // ---- The rule of a call -------------------------------------------------------------------------
 
-TORCHAMP_COLD CallRule PolicyData::choose(const KernelRule& of_kernel, at::DeviceType device,
+/// Of the edits at these indices, the last whose condition holds for a call; null if none does.
+inline const Edit* last_that_holds(const std::vector<Edit>& edits,
+                                   const std::vector<std::size_t>& indices, at::ScalarType dtype,
+                                   const OpCall& call) {
+  // A predicate may call ops, its own among them, and these are no part of the op.
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const at::DisableRecordFunctionGuard not_recorded;
+  for (std::size_t i = indices.size(); i-- > 0;) {
+    const Edit& edit = edits[indices[i]];
+    if (edit.when.holds(dtype, call)) return &edit;
+  }
+  return nullptr;
+}
+
+/// Whether a rule is for CPUs without a 16-bit recurrent layer, and the device has it. Warns, once,
+/// where such a rule holds.
+inline bool is_for_cpus_without_layers(const CallRule& rule, at::DeviceType device,
+                                       at::ScalarType dtype) {
+  if (rule.where != Where::no_16_bit_layer) return false;
+  if (has_recurrent_layers(device, dtype)) return true;
+  warn_of_recurrent_layers_in_fp32(dtype);
+  return false;
+}
+
+TORCHAMP_COLD CallRule PolicyData::decide(const KernelRule& of_kernel, at::DeviceType device,
                                           const OpCall& call) const {
   const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
   CallRule rule = of_kernel;
-  for (std::size_t i = of_kernel.conditional->size(); i-- > 0;) {  // the last that holds wins
-    const Edit& edit = edits[(*of_kernel.conditional)[i]];
-    // A predicate may call ops, its own among them, and these are no part of the op.
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    const at::DisableRecordFunctionGuard not_recorded;
-    if (!edit.when.holds(dtype, call)) continue;
-    rule = {.cast = edit.cast, .op_rule = edit.op_rule.get()};
-    break;
-  }
-  if (of_kernel.in_scripts_only && torch::jit::currentCallstack().empty()) rule = {};
-  if (rule.where == Where::no_16_bit_layer) {
-    if (has_recurrent_layers(device, dtype)) {
-      rule = {};
-    } else {
-      warn_of_recurrent_layers_in_fp32(dtype);
-    }
-  }
+  const Edit* const edit = last_that_holds(edits, *of_kernel.conditional, dtype, call);
+  if (edit != nullptr) rule = {.cast = edit->cast, .op_rule = edit->op_rule.get()};
+  const bool is_for_scripts = of_kernel.in_scripts_only && torch::jit::currentCallstack().empty();
+  if (is_for_scripts || is_for_cpus_without_layers(rule, device, dtype)) rule = {};
   announce(choice_scope, to_string(rule.cast));
-  rule.is_chosen = true;
+  rule.decided_by_call = true;
   return rule;
 }
 
@@ -59,6 +70,7 @@ using StandardTable = std::unordered_map<std::string_view, std::vector<StandardE
 
 TORCHAMP_RARE inline StandardTable make_standard_table() {
   StandardTable table;
+  table.reserve(512);  // names: one growth instead of seven
   for (const StandardRow& row : standard_rows) {
     for (const std::string_view name : row.family) {
       const auto dot = name.find('.');
@@ -91,23 +103,26 @@ TORCHAMP_COLD TabledOp::TabledOp(c10::OperatorHandle overload) : op(std::move(ov
   on_cpu = entry->on_cpu;
 }
 
-/// What LibTorch alone does with an op: native or unchanged.
+/// What LibTorch alone does with an op: native where it has an autocast kernel of its own.
 inline Cast libtorch_rule(const c10::OperatorHandle& op, at::DeviceType device) {
   return has_native_kernel(op, device) ? Cast::native : Cast::unchanged;
 }
 
-/// What a policy says of an op on a device, without the edits that hold only sometimes. `edited`:
-/// what its edits made of the op, or null.
+/// What a policy's table says of an op.
+inline TableRule rule_of_table(BaseTable table, const TabledOp& of, at::DeviceType device) {
+  const TableRule row = facts_of(device).follows_cuda_lists ? of.rule : of.on_cpu;
+  const bool has_row = table == BaseTable::standard && row.cast != Cast::native;
+  if (!has_row) return {libtorch_rule(of.op, device)};
+  if (row.where != Where::no_native_kernel) return row;
+  return {has_native_kernel(of.op, device) ? Cast::native : row.cast};
+}
+
+/// What a policy says of an op, without the edits that hold only sometimes. `edited`: what its
+/// edits made of the op, or null.
 inline TableRule unconditional_rule(const PolicyData& policy, const OverloadRules* edited,
                                     const TabledOp& of, at::DeviceType device) {
-  if (edited != nullptr && edited->has_cast) {
-    return {edited->cast == Cast::native ? libtorch_rule(of.op, device) : edited->cast};
-  }
-  const TableRule rule = facts_of(device).follows_cuda_lists ? of.rule : of.on_cpu;
-  const bool holds = policy.base == BaseTable::standard && rule.cast != Cast::native;
-  if (holds && rule.where != Where::no_native_kernel) return rule;
-  if (has_native_kernel(of.op, device)) return {Cast::native};
-  return {holds ? rule.cast : Cast::unchanged};
+  if (edited == nullptr || !edited->has_cast) return rule_of_table(policy.base, of, device);
+  return {edited->cast == Cast::native ? libtorch_rule(of.op, device) : edited->cast};
 }
 
 TORCHAMP_COLD Cast lookup_rule(const PolicyData& policy, const c10::OperatorHandle& op,
@@ -118,21 +133,30 @@ TORCHAMP_COLD Cast lookup_rule(const PolicyData& policy, const c10::OperatorHand
   return holds ? rule.cast : libtorch_rule(op, device);
 }
 
-/// Whether an op needs an autocast kernel of torchamp's for a rule. `edited`: as above.
-inline bool needs_kernel(Cast cast, const OverloadRules* edited, const c10::OperatorHandle& op,
+/// Whether LibTorch would cast the op's arguments, or those of ops that it calls.
+inline bool may_be_cast_by_libtorch(const c10::OperatorHandle& op, at::DeviceType device) {
+  return has_native_kernel(op, device) ||
+         op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+}
+
+/// Whether LibTorch's own kernel does what a rule says; known only of those on CUDA's lists.
+inline bool libtorch_does_so(Cast cast, const c10::OperatorHandle& op, at::DeviceType device) {
+  return facts_of(device).follows_cuda_lists && has_native_kernel(op, device) &&
+         listed_cast(op.operator_name()) == cast;
+}
+
+/// Whether an op needs an autocast kernel of torchamp's for a rule. `is_edits`: an edit says so.
+inline bool needs_kernel(Cast cast, bool is_edits, const c10::OperatorHandle& op,
                          at::DeviceType device) {
   if (cast == Cast::native) return false;
-  const bool is_native = has_native_kernel(op, device);
-  if (cast == Cast::unchanged) {
-    // To stay unchanged as an edit says, an op with an autocast kernel, or that calls such ops,
-    // must be shielded.
-    const bool is_edited = edited != nullptr && edited->has_cast && edited->cast == cast;
-    return is_edited &&
-           (is_native || op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd));
-  }
-  // LibTorch's kernel is known to do the same only if it follows these lists.
-  return !facts_of(device).follows_cuda_lists || !is_native ||
-         listed_cast(op.operator_name()) != cast;
+  // A table says so only of what LibTorch does not cast.
+  if (cast == Cast::unchanged) return is_edits && may_be_cast_by_libtorch(op, device);
+  return !libtorch_does_so(cast, op, device);
+}
+
+/// Whether compiled code may call the op's kernel: see Note [Compiled code].
+inline bool is_called_by_compiled_code(const c10::OperatorHandle& op, at::DeviceType device) {
+  return is_among(compiled_code_ops, base_of(op.operator_name())) && !has_native_kernel(op, device);
 }
 
 TORCHAMP_COLD KernelRule kernel_rule(const PolicyData& policy, const TabledOp& of,
@@ -140,21 +164,21 @@ TORCHAMP_COLD KernelRule kernel_rule(const PolicyData& policy, const TabledOp& o
   static const auto& no_edits = *new std::vector<std::size_t>;  // never destroyed
   const OverloadRules* const edited = policy.edited(of.op);
   const TableRule rule = unconditional_rule(policy, edited, of, device);
+  const bool is_edits = edited != nullptr && edited->has_cast && edited->cast == rule.cast;
   KernelRule of_kernel;
-  if (needs_kernel(rule.cast, edited, of.op, device)) {
+  if (needs_kernel(rule.cast, is_edits, of.op, device)) {
     of_kernel.cast = rule.cast;
     of_kernel.where = rule.where;
     if (rule.cast == Cast::fp8) of_kernel.op_rule = policy.edits[edited->edit].op_rule.get();
   }
-  const bool may_be_compiled = is_among(compiled_code_ops, base_of(of.op.operator_name())) &&
-                               !has_native_kernel(of.op, device);
-  if (edited != nullptr && !edited->conditional.empty()) {
+  const bool has_conditions = edited != nullptr && !edited->conditional.empty();
+  const bool has_rule = has_conditions || of_kernel.cast != Cast::native;
+  of_kernel.in_scripts_only = has_rule && is_called_by_compiled_code(of.op, device);
+  if (has_conditions) {
     of_kernel.conditional = &edited->conditional;
-  } else if (rule.where == Where::no_16_bit_layer ||
-             (may_be_compiled && of_kernel.cast != Cast::native)) {
+  } else if (of_kernel.in_scripts_only || of_kernel.where == Where::no_16_bit_layer) {
     of_kernel.conditional = &no_edits;
   }
-  of_kernel.in_scripts_only = may_be_compiled && of_kernel.conditional != nullptr;
   return of_kernel;
 }
 

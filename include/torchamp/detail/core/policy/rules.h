@@ -113,24 +113,31 @@ inline void announce(std::string_view kind, std::string_view what) {
 }
 
 // Note [From a table to a call]
-// A rule is a TableRule in a row of a table. Compiled for a device, with the edits of the policy,
-// it is the KernelRule of an op's autocast kernel; conditions are open still. With these decided it
-// is the CallRule of one call. Policy::lookup and Policy::effect tell of it without a call.
+// A rule is a Cast, and where it holds: a TableRule in a row of a table. Compiled for a device,
+// with the edits of the policy, it is the KernelRule of an op's autocast kernel. What it leaves
+// open is decided at each call, which gives the CallRule. Policy::lookup and Policy::effect tell of
+// it without a call. Cast::native is the rule that LibTorch's own autocast kernel decides; so it
+// also stands for "no row" in a table, and for "nothing to do" in a kernel of torchamp's. An OpRule
+// is no such rule: it carries out the rule fp8.
 
 /// What an autocast kernel does to one call.
 struct CallRule {
   Cast cast = Cast::native;
   Where where = Where::always;      // if call_is_refused, only for such calls
   const OpRule* op_rule = nullptr;  // of Cast::fp8, and not null then
-  bool is_chosen = false;           // for this call, by a condition
+  bool decided_by_call = false;     // of a KernelRule that depends on the call
 };
 
 /// A policy's rules for one autocast kernel.
 struct KernelRule : CallRule {
-  /// Indices of PolicyData::edits that hold only sometimes, tried first. Null if there are none and
-  /// the rule itself holds always. Lives as long as PolicyData::rules.
+  /// Indices of PolicyData::edits that hold only sometimes, tried first. Lives as long as
+  /// PolicyData::rules. Null if the rule is the same for all calls; empty if it is not, but for
+  /// another reason than an edit.
   const std::vector<std::size_t>* conditional = nullptr;
-  bool in_scripts_only = false;  // see Note [Compiled code]; `conditional` is not null then
+  bool in_scripts_only = false;  // see Note [Compiled code]; the rule depends on the call then
+
+  bool depends_on_call() const { return conditional != nullptr; }
+  bool leaves_all_to_libtorch() const { return cast == Cast::native && !depends_on_call(); }
 };
 
 /// By a kernel's index; later kernels are none that the policy asked for.
@@ -171,8 +178,8 @@ class PolicyData {
     const KernelRules& rules_of_device = compiled_[device_index].rules;
     if (kernel >= rules_of_device.size()) return {};
     const KernelRule& rule = rules_of_device[kernel];
-    if (rule.conditional == nullptr) return rule;
-    return choose(rule, device, OpCall(op.schema(), stack));
+    if (!rule.depends_on_call()) return rule;
+    return decide(rule, device, OpCall(op.schema(), stack));
   }
 
   BaseTable base;
@@ -183,8 +190,8 @@ class PolicyData {
   /// Registers the autocast kernels that the policy needs on a device. Defined in
   /// autocast/autocast_kernel.h.
   void compile(std::size_t device_index) const;
-  /// Decides the conditions of a rule.
-  CallRule choose(const KernelRule& rule, at::DeviceType device, const OpCall& call) const;
+  /// Decides what a rule leaves open, for one call, and tells recordings.
+  CallRule decide(const KernelRule& rule, at::DeviceType device, const OpCall& call) const;
 
   struct Compiled {
     std::atomic<bool> ready = false;
@@ -226,7 +233,7 @@ inline Cast lookup_effect(const PolicyData& policy, const c10::OperatorHandle& o
   return cast == Cast::native ? effect_of_native(op.operator_name(), device) : cast;
 }
 
-/// An overload, and what Policy::standard() says of it; native if nothing, or if the overload
+/// An overload, and its row in the table of Policy::standard(). Cast::native: it has none, or
 /// cannot be cast.
 struct TabledOp {
   c10::OperatorHandle op;
@@ -236,7 +243,8 @@ struct TabledOp {
   explicit TabledOp(c10::OperatorHandle overload);
 };
 
-/// What the autocast kernel of an op has to do under `policy`; native if LibTorch alone does it.
+/// What the autocast kernel of an op has to do under `policy`. Without edits that hold sometimes,
+/// Cast::native says that LibTorch alone does all.
 KernelRule kernel_rule(const PolicyData& policy, const TabledOp& op, at::DeviceType device);
 
 /// Calls `function` with the ops that a policy speaks of, LibTorch's kernels aside; with some more

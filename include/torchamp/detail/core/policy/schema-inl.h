@@ -27,6 +27,7 @@ TORCHAMP_COLD std::vector<c10::OperatorHandle> all_ops() {
     void onOperatorDeregistered(const c10::OperatorHandle&) override {}
   };
   std::vector<c10::OperatorHandle> ops;
+  ops.reserve(4096);  // LibTorch has fewer
   {
     const c10::RegistrationHandleRAII told_of_all =
         c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Listener>(ops));
