@@ -180,6 +180,21 @@ TEST(AutocastGuard, ASlotPushedInsideOutlivesTheRegion) {
   EXPECT_EQ(ThreadState(), before);
 }
 
+TEST(AutocastGuard, SlotsPushedInsideKeepTheirOrderWhenTheyOutliveTheRegion) {
+  struct Info : c10::DebugInfoBase {};
+  const ThreadState before;
+  const auto lower = std::make_shared<Info>(), upper = std::make_shared<Info>();
+  {
+    const AutocastGuard autocast(at::kCPU);
+    c10::ThreadLocalDebugInfo::_push(c10::DebugInfoKind::TEST_INFO, lower);
+    c10::ThreadLocalDebugInfo::_push(c10::DebugInfoKind::TEST_INFO_2, upper);
+  }
+  EXPECT_EQ(torchamp::detail::thread_policy(), nullptr);
+  EXPECT_EQ(c10::ThreadLocalDebugInfo::_pop(c10::DebugInfoKind::TEST_INFO_2), upper);
+  EXPECT_EQ(c10::ThreadLocalDebugInfo::_pop(c10::DebugInfoKind::TEST_INFO), lower);
+  EXPECT_EQ(ThreadState(), before);
+}
+
 TEST(AutocastGuard, AnotherThreadIsNotAffected) {
   const AutocastGuard autocast(at::kCPU);
   std::thread([] {
