@@ -9,6 +9,7 @@
 #include <c10/util/ArrayRef.h>
 
 #include <concepts>
+#include <cstdint>
 
 #include "torchamp/detail/core/runtime/runtime.h"
 #include "torchamp/version.h"
@@ -16,17 +17,25 @@
 namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
+/// Who casts weights in a region.
+enum class CastsBy : std::uint8_t {
+  libtorch,
+  store,     ///< registered_weight_casts
+  together,  ///< registered_casts_together
+};
+
 /// A WeightCache that needs torchamp/weight_cache.h.
 struct LongWeightCache {
   WeightKeep::Until until;
+  CastsBy by = CastsBy::store;
 };
 
 /// What that header adds: see .github/CONTRIBUTING.md, An extra.
 template <class LongCache>
 struct LongWeightCacheExtra {
-  static_assert(
-      sizeof(LongCache) == 0,
-      "torchamp: include torchamp/weight_cache.h, which has WeightCache::window and kept.");
+  static_assert(sizeof(LongCache) == 0,
+                "torchamp: include torchamp/weight_cache.h, which has WeightCache::window, kept "
+                "and together.");
 };
 
 /// The number of NoCastCaches (torchamp/autocast_state.h) that live on the calling thread.
@@ -84,11 +93,15 @@ class WeightCache {
   static constexpr detail::LongWeightCache window{detail::WeightKeep::Until::weights_step};
   /// torchamp's cache, until the weight is destroyed, or clear_weight_cache().
   static constexpr detail::LongWeightCache kept{detail::WeightKeep::Until::told};
+  /// As long as LibTorch's cache, but weights that the last regions cast one after another are cast
+  /// by one op, and their gradients, too.
+  static constexpr detail::LongWeightCache together{detail::WeightKeep::Until::region_ends,
+                                                    detail::CastsBy::together};
 
-  /// `window` or `kept`.
+  /// `window`, `kept` or `together`.
   template <std::same_as<detail::LongWeightCache> LongCache>
   constexpr WeightCache(LongCache cache)
-      : WeightCache(detail::LongWeightCacheExtra<LongCache>::until(cache), /*is_own=*/true) {}
+      : WeightCache(detail::LongWeightCacheExtra<LongCache>::until(cache), cache.by) {}
 
   /// Equal if they cache casts for the same time, in the same cache.
   bool operator==(const WeightCache&) const = default;
@@ -97,20 +110,25 @@ class WeightCache {
   constexpr detail::WeightKeep::Until until() const { return until_; }
   /// For the library's own headers: who casts weights; null: LibTorch.
   const detail::WeightCasts* casts() const {
-    return is_own_ ? detail::registered_weight_casts : nullptr;
+    if (by_ == detail::CastsBy::libtorch) return nullptr;
+    return by_ == detail::CastsBy::store ? detail::registered_weight_casts
+                                         : detail::registered_casts_together;
   }
 
  private:
-  constexpr WeightCache(detail::WeightKeep::Until until, bool is_own)
-      : until_(until), is_own_(is_own) {}
+  constexpr WeightCache(detail::WeightKeep::Until until, detail::CastsBy by)
+      : until_(until), by_(by) {}
 
   detail::WeightKeep::Until until_;
-  bool is_own_;
+  detail::CastsBy by_;
 };
 
-inline constexpr WeightCache WeightCache::none{detail::WeightKeep::Until::made, false};
-inline constexpr WeightCache WeightCache::libtorch{detail::WeightKeep::Until::region_ends, false};
-inline constexpr WeightCache WeightCache::region{detail::WeightKeep::Until::region_ends, true};
+inline constexpr WeightCache WeightCache::none{detail::WeightKeep::Until::made,
+                                               detail::CastsBy::libtorch};
+inline constexpr WeightCache WeightCache::libtorch{detail::WeightKeep::Until::region_ends,
+                                                   detail::CastsBy::libtorch};
+inline constexpr WeightCache WeightCache::region{detail::WeightKeep::Until::region_ends,
+                                                 detail::CastsBy::store};
 
 /// Drops all cached casts of weights: LibTorch's, and those of torchamp's own cache. Call it after
 /// an in-place write to a weight inside a region, such as a plain optimizer's own step (steps of a

@@ -17,6 +17,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -28,6 +29,7 @@
 #include "torchamp/detail/core/runtime/runtime.h"
 #include "torchamp/detail/extras/weights/cast.h"
 #include "torchamp/detail/extras/weights/derived.h"
+#include "torchamp/detail/extras/weights/together.h"
 #include "torchamp/version.h"
 
 /// @file
@@ -88,6 +90,47 @@ class StoredWeightCasts final : public WeightCasts {
       });
     }
   }
+
+  bool uses_libtorch_cache() const override { return false; }
+};
+
+/// Has weights cast together: see Note [Weights cast together].
+class CastsTogether final : public WeightCasts {
+ public:
+  void prepare(at::DeviceType device) const override {
+    static std::array<std::once_flag, device_count> prepared;
+    std::call_once(prepared[device_index(device, "WeightCache")],
+                   [&] { register_kernels_of_natively_lowered(device); });
+  }
+
+  void cast(const c10::FunctionSchema& schema, const std::vector<std::size_t>& positions,
+            at::ScalarType dtype, at::DeviceType device, torch::jit::Stack& stack) const override {
+    if (!at::autocast::is_autocast_cache_enabled() ||
+        dtype != at::autocast::get_autocast_dtype(device)) {
+      return;
+    }
+    std::optional<CastPoolHandle> handle;
+    const auto cast_of = [&](const at::Tensor& tensor) -> at::Tensor {
+      const WeightUse use = weight_use(tensor, device);
+      if (!use.weight.defined()) return {};
+      if (!handle) handle = cast_pool(use.weight.device(), dtype);
+      return handle->pool->cast(use, dtype);
+    };
+    const std::size_t first = stack.size() - schema.arguments().size();
+    for (const std::size_t position : positions) {
+      c10::IValue& value = stack[first + position];
+      if (value.isTensor()) {
+        if (at::Tensor cast = cast_of(value.toTensor()); cast.defined()) value = std::move(cast);
+      } else if (value.isList()) {
+        value = with_tensors_changed(value, [&](const at::Tensor& tensor) {
+          at::Tensor cast = cast_of(tensor);
+          return cast.defined() ? cast : tensor;
+        });
+      }
+    }
+  }
+
+  bool uses_libtorch_cache() const override { return true; }
 };
 
 template <>
@@ -96,7 +139,8 @@ struct LongWeightCacheExtra<LongWeightCache> {
 };
 
 inline const bool weight_casts_are_registered = [] {
-  registered_weight_casts = new StoredWeightCasts;  // never destroyed: threads point to it
+  registered_weight_casts = new StoredWeightCasts;  // never destroyed: threads point to them
+  registered_casts_together = new CastsTogether;
   return true;
 }();
 

@@ -183,7 +183,8 @@ TORCHAMP_BODY void AutocastRegion::push(const RegionState& inside) {
   inside.autocast.apply();
   if (inside.cache_enabled) {
     // What torchamp's cache does not take is cast anew: LibTorch's would not see that it changes.
-    set_cast_cache(*inside.cache_enabled && inside.casts == nullptr);
+    set_cast_cache(*inside.cache_enabled &&
+                   (inside.casts == nullptr || inside.casts->uses_libtorch_cache()));
   }
   const bool is_outermost = nesting_.enter() == 1;
   // See Note [Who clears LibTorch's cache of casts].

@@ -150,12 +150,16 @@ class WeightCasts {
                     at::ScalarType dtype, at::DeviceType device,
                     torch::jit::Stack& stack) const = 0;
 
+  /// Whether LibTorch's cache is in use as well.
+  virtual bool uses_libtorch_cache() const = 0;
+
  protected:
   ~WeightCasts() = default;
 };
 
 /// Those of torchamp/weight_cache.h, which registers them; null where no source file includes that.
 inline const WeightCasts* registered_weight_casts = nullptr;
+inline const WeightCasts* registered_casts_together = nullptr;
 
 // ---- The runtime --------------------------------------------------------------------------------
 

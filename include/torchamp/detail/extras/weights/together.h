@@ -1,0 +1,356 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Casts of weights that are used one after another, made at once.
+#pragma once
+
+#include <ATen/TensorSubclassLikeUtils.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/record_function.h>
+#include <c10/core/Device.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "torchamp/detail/core/base/autograd_node.h"
+#include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/extras/weights/cast.h"
+#include "torchamp/detail/extras/weights/derived.h"
+
+namespace torchamp::detail {
+
+// Note [Weights cast together]
+// LibTorch casts each weight by itself at its first use in a region, and each gradient by itself in
+// backward. A model uses the same weights in the same order in each region, so a thread notes which
+// weights a region has cast one after another: a CastChunk, found by its first weight. The next
+// region that casts this first weight casts the whole chunk by one op, each weight into a tensor of
+// its own, with one node of the graph for all. A weight of a chunk that a region has not used is
+// taken out of it when the chunk is next cast; a weight in no chunk is noted for a new one.
+//
+// The casts live as long as LibTorch's own cache keeps them: they hang on an entry of that cache, a
+// cast of an empty tensor of the thread's. So whatever clears it drops them, and they are found
+// again only by the thread that made them. Within a capture the casts are part of the graph.
+//
+// A chunk's node is reached in backward if any of its casts is, and then passes undefined gradients
+// to the weights whose casts are not. Without hooks LibTorch ignores these; so weights with hooks
+// have nodes of their own.
+
+/// A tensor that an op is given: a weight, or the transpose of one, as of torch::nn::Linear.
+struct WeightUse {
+  at::Tensor weight;  ///< undefined if it is neither
+  bool is_transposed = false;
+
+  /// Distinguishes uses while their weights live.
+  std::uintptr_t key() const { return key_of(weight.unsafeGetTensorImpl(), is_transposed); }
+  static std::uintptr_t key_of(const c10::TensorImpl* weight, bool is_transposed) {
+    return reinterpret_cast<std::uintptr_t>(weight) | static_cast<std::uintptr_t>(is_transposed);
+  }
+};
+
+/// Whether LibTorch's cache would take a tensor as a weight of a region of the device, and its
+/// changes can be seen.
+inline bool is_castable_weight(const at::TensorBase& tensor, at::DeviceType device) {
+  if (!tensor.requires_grad() || !tensor.is_leaf() || tensor.is_view()) return false;
+  if (tensor.scalar_type() != at::kFloat || tensor.unsafeGetTensorImpl()->get_backend_meta()) {
+    return false;
+  }
+  const at::Tensor weight(tensor);
+  return at::autocast::is_eligible(weight, device) && counts_changes(weight) &&
+         weight.is_non_overlapping_and_dense() && !at::isTensorSubclassLike(weight);
+}
+
+/// Which weight this is.
+inline WeightUse weight_use(const at::Tensor& tensor, at::DeviceType device) {
+  if (!tensor.defined() || tensor.scalar_type() != at::kFloat) return {};
+  if (!tensor.is_view()) {
+    return is_castable_weight(tensor, device) ? WeightUse{tensor, false} : WeightUse();
+  }
+  const at::TensorBase& base = tensor._base();
+  const bool is_transpose = tensor.dim() == 2 && base.dim() == 2 &&
+                            tensor.size(0) == base.size(1) && tensor.size(1) == base.size(0) &&
+                            tensor.stride(0) == base.stride(1) &&
+                            tensor.stride(1) == base.stride(0) &&
+                            tensor.storage_offset() == base.storage_offset() && !tensor.is_neg();
+  if (!is_transpose || !is_castable_weight(base, device)) return {};
+  return {at::Tensor(base), true};
+}
+
+/// Whether something of the program's runs when the weight's gradient arrives.
+inline bool has_gradient_hooks(const at::Tensor& weight) {
+  namespace impl = torch::autograd::impl;
+  if (!impl::hooks(weight).empty() || impl::post_acc_grad_hooks(weight)) return true;
+  const auto accumulator = impl::try_get_grad_accumulator(weight);
+  return accumulator && (!accumulator->pre_hooks().empty() || !accumulator->post_hooks().empty());
+}
+
+/// The node of a chunk's casts.
+class CastChunkBackward final : public torch::autograd::Node {
+ public:
+  explicit CastChunkBackward(at::ScalarType of_weights) : dtype_(of_weights) {}
+
+  /// Puts `cast`, one of the weight or its transpose, into the graph.
+  static void add(const NodePtr& node, const WeightUse& use, at::Tensor& cast) {
+    auto& self = static_cast<CastChunkBackward&>(*node);
+    self.is_transposed_.push_back(use.is_transposed);
+    self.add_next_edge(torch::autograd::impl::gradient_edge(use.weight));
+    torch::autograd::create_gradient_edge(cast, node);
+  }
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+    const bool is_recorded = c10::GradMode::is_enabled();
+    torch::autograd::variable_list results(gradients.size());
+    Tensors narrow, wide;
+    for (std::size_t i = 0; i < gradients.size(); ++i) {
+      at::Tensor gradient = std::move(gradients[i]);
+      if (!gradient.defined() || !task_should_compute_output(i)) continue;
+      if (is_transposed_[i]) gradient = gradient.t();
+      if (is_recorded || at::isTensorSubclassLike(gradient) || gradient.layout() != at::kStrided ||
+          !gradient.is_non_overlapping_and_dense()) {
+        results[i] = gradient.to(dtype_);
+      } else {
+        wide.push_back(results[i] = at::empty_like(gradient, gradient.options().dtype(dtype_)));
+        narrow.push_back(std::move(gradient));
+      }
+    }
+    if (!wide.empty()) at::_foreach_copy_(wide, narrow);
+    return results;
+  }
+  std::string name() const override { return "CastChunkBackward"; }
+
+ private:
+  at::ScalarType dtype_;
+  std::vector<bool> is_transposed_;
+};
+
+/// Weights that a region cast one after another.
+struct CastChunk {
+  struct Member {
+    WeakTensor weight;
+    bool is_transposed;
+    bool is_used = true;  // in the latest region that cast the chunk
+  };
+
+  /// Few enough that casts which are not used cost little, and small enough that the gradients of
+  /// one chunk, which backward holds until the last has come, take little memory.
+  static constexpr std::size_t most_members = 32;
+  static constexpr int64_t most_elements = int64_t{1} << 23;
+
+  bool takes(const at::Tensor& weight) const {
+    return weight.device() == device && members.size() < most_members &&
+           elements + weight.numel() <= most_elements;
+  }
+
+  at::Device device;
+  std::vector<Member> members;
+  int64_t elements = 0;
+  std::uint64_t cast_in = 0;  // the number of the latest CastPool that cast it
+};
+
+/// The chunks of a thread and device type, by the keys of their first weights.
+struct CastChunks {
+  std::unordered_map<std::uintptr_t, std::shared_ptr<CastChunk>> by_first;
+  at::Tensor anchor;        // the empty weight whose cast has the CastPool
+  std::uint64_t pools = 0;  // that have been made
+
+  /// Forgets the weights that are gone.
+  void purge() {
+    std::erase_if(by_first,
+                  [](const auto& one) { return one.second->members.front().weight.is_gone(); });
+    for (auto& [key, chunk] : by_first) {
+      std::erase_if(chunk->members, [](const auto& member) { return member.weight.is_gone(); });
+    }
+  }
+};
+
+/// The casts of a thread and device type, while LibTorch's cache keeps what it belongs to.
+class CastPool final : public c10::BackendMeta {
+ public:
+  explicit CastPool(CastChunks& chunks) : chunks_(chunks), number_(++chunks.pools) {
+    chunks.purge();
+  }
+
+  /// The cast of what is used; undefined if LibTorch shall make it.
+  at::Tensor cast(const WeightUse& use, at::ScalarType dtype) {
+    Entry* entry = find(use);
+    const bool is_known = entry != nullptr;
+    if (!is_known || !entry->serves(use.weight)) {
+      if (!cast_chunk(use, dtype)) {
+        if (!is_known) note(use);
+        cast_alone(use, dtype);
+      }
+      entry = find(use);
+    }
+    return entry->take(use, dtype);
+  }
+
+ private:
+  struct Entry {
+    WeightStamp stamp;
+    WeakTensor weight;                 // keeps its address from being used again
+    at::Tensor cast;                   // undefined: LibTorch's
+    std::shared_ptr<CastChunk> chunk;  // null: cast alone
+    std::size_t member = 0;            // of the chunk
+    bool is_taken = false;
+
+    bool serves(const at::Tensor& of) const {
+      if (!cast.defined()) return true;
+      return stamp.is_of(of) && stamp.holds(of) &&
+             (!c10::GradMode::is_enabled() || cast.requires_grad());
+    }
+
+    at::Tensor take(const WeightUse& use, at::ScalarType dtype) {
+      if (!cast.defined()) return {};
+      // Each transpose would be cast by itself, so gradients of two add up in the weight's dtype.
+      if (is_taken && use.is_transposed && cast.requires_grad()) return {};
+      WeightCastNote note{.hit = is_taken,
+                          .from = use.weight.scalar_type(),
+                          .to = dtype,
+                          .numel = use.weight.numel()};
+      note.in_place = !is_taken && chunk != nullptr;
+      note.tell();
+      is_taken = true;
+      if (chunk) chunk->members[member].is_used = true;
+      return cast;
+    }
+  };
+
+  Entry* find(const WeightUse& use) {
+    const auto place = entries_.find(use.key());
+    return place == entries_.end() ? nullptr : &place->second;
+  }
+
+  void put(const WeightUse& use, at::Tensor cast, std::shared_ptr<CastChunk> chunk = nullptr,
+           std::size_t member = 0) {
+    entries_.insert_or_assign(use.key(), Entry{WeightStamp(use.weight), WeakTensor(use.weight),
+                                               std::move(cast), std::move(chunk), member});
+  }
+
+  /// As LibTorch's cache does; the transpose of a weight is left to it.
+  void cast_alone(const WeightUse& use, at::ScalarType dtype) {
+    const c10::InferenceMode normal(false);
+    put(use, use.is_transposed ? at::Tensor() : use.weight.to(dtype));
+  }
+
+  /// Notes a weight that no chunk has brought.
+  void note(const WeightUse& use) {
+    if (!open_ || !open_->takes(use.weight)) {
+      open_ = std::make_shared<CastChunk>(CastChunk{.device = use.weight.device(), .members = {}});
+      chunks_.by_first.insert_or_assign(use.key(), open_);
+    }
+    open_->members.push_back({WeakTensor(use.weight), use.is_transposed});
+    open_->elements += use.weight.numel();
+  }
+
+  /// Casts the chunk that begins with this use; false if there is none.
+  bool cast_chunk(const WeightUse& first, at::ScalarType dtype) {
+    const auto place = chunks_.by_first.find(first.key());
+    if (place == chunks_.by_first.end()) return false;
+    const std::shared_ptr<CastChunk> chunk = place->second;
+    if (chunk == open_) return false;
+    if (chunk->cast_in != number_) {
+      std::erase_if(chunk->members, [](const auto& member) { return !member.is_used; });
+      for (auto& member : chunk->members) member.is_used = false;
+      chunk->cast_in = number_;
+    }
+    std::vector<WeightUse> uses;
+    std::vector<std::size_t> members;
+    bool has_first = false;
+    for (std::size_t i = 0; i < chunk->members.size(); ++i) {
+      const auto& member = chunk->members[i];
+      WeightUse use{member.weight.lock(), member.is_transposed};
+      if (!use.weight.defined() || use.weight.device() != chunk->device ||
+          !is_castable_weight(use.weight, chunk->device.type())) {
+        continue;
+      }
+      const Entry* const entry = find(use);
+      if (entry != nullptr && entry->serves(use.weight)) continue;
+      has_first = has_first || use.key() == first.key();
+      uses.push_back(std::move(use));
+      members.push_back(i);
+    }
+    if (!has_first || uses.size() < 2) return false;
+    open_.reset();
+    Tensors casts = cast_all(uses, dtype);
+    for (std::size_t i = 0; i < uses.size(); ++i) {
+      put(uses[i], std::move(casts[i]), chunk, members[i]);
+    }
+    return true;
+  }
+
+  static Tensors cast_all(const std::vector<WeightUse>& uses, at::ScalarType dtype) {
+    const c10::InferenceMode normal(false);
+    Tensors weights, casts;
+    {
+      const at::AutoDispatchBelowADInplaceOrView plain;
+      const at::DisableRecordFunctionGuard told_by_notes;
+      for (const WeightUse& use : uses) {
+        weights.push_back(use.weight);
+        casts.push_back(at::empty_like(use.weight, use.weight.options().dtype(dtype)));
+      }
+      at::_foreach_copy_(casts, weights);
+      for (std::size_t i = 0; i < uses.size(); ++i) {
+        if (uses[i].is_transposed) casts[i] = casts[i].t();
+      }
+    }
+    if (c10::GradMode::is_enabled()) put_into_graph(uses, casts);
+    return casts;
+  }
+
+  static void put_into_graph(const std::vector<WeightUse>& uses, Tensors& casts) {
+    const NodePtr of_chunk = make_node<CastChunkBackward>(at::kFloat);
+    for (std::size_t i = 0; i < uses.size(); ++i) {
+      const bool is_alone = has_gradient_hooks(uses[i].weight);
+      CastChunkBackward::add(is_alone ? make_node<CastChunkBackward>(at::kFloat) : of_chunk,
+                             uses[i], casts[i]);
+    }
+  }
+
+  CastChunks& chunks_;
+  std::uint64_t number_;
+  std::unordered_map<std::uintptr_t, Entry> entries_;
+  std::shared_ptr<CastChunk> open_;  // what is noted now
+};
+
+/// The calling thread's pool for regions of a device, and what keeps it.
+struct CastPoolHandle {
+  at::Tensor keeps;
+  CastPool* pool;
+};
+
+/// The calling thread's pool; a new one if LibTorch's cache has been cleared. `dtype` is that of
+/// the region, which uses LibTorch's cache.
+inline CastPoolHandle cast_pool(at::Device device, at::ScalarType dtype) {
+  static thread_local std::unordered_map<at::DeviceType, CastChunks> of_thread;
+  CastChunks& chunks = of_thread[device.type()];
+  const c10::InferenceMode normal(false);
+  const at::AutoGradMode with_gradients(true);
+  const at::DisableRecordFunctionGuard not_an_op_of_the_program;
+  if (!chunks.anchor.defined()) {
+    chunks.anchor =
+        at::empty({0}, at::TensorOptions(device).dtype(at::kFloat)).set_requires_grad(true);
+  }
+  at::Tensor keeps = at::autocast::cached_cast(dtype, chunks.anchor, device.type());
+  c10::TensorImpl* const impl = keeps.unsafeGetTensorImpl();
+  if (impl->get_backend_meta() == nullptr) {
+    impl->set_backend_meta(c10::make_intrusive<CastPool>(chunks));
+  }
+  auto* const pool = static_cast<CastPool*>(impl->get_backend_meta());
+  return {std::move(keeps), pool};
+}
+
+}  // namespace torchamp::detail
