@@ -74,10 +74,10 @@ class EmptyCastCache {
 /// How long casts of weights to 16 bits are cached (AutocastOptions::cache).
 ///
 /// `none` and `libtorch` are torch.autocast's `cache_enabled`: LibTorch's cache identifies a weight
-/// by its tensor object alone, and holds one cast of it, within one autograd graph. The others are
-/// torchamp's own cache, which casts a weight again after it has changed: see
-/// torchamp/weight_cache.h, which `window` and `kept` need. Without that header `region` is
-/// `libtorch`.
+/// by its tensor object alone, and holds one cast of it, within one autograd graph. `together`
+/// makes the casts by few ops. The others are torchamp's own cache, which casts a weight again
+/// after it has changed: see torchamp/weight_cache.h, which `window`, `kept` and `together` need.
+/// Without that header `region` is `libtorch`.
 ///
 /// After writes that LibTorch does not count, call weights_changed().
 class WeightCache {

@@ -2,7 +2,8 @@
 #pragma once
 
 /// @file
-/// @brief torchamp's own cache of casts of weights: WeightCache::region, window and kept.
+/// @brief torchamp's own cache of casts of weights: WeightCache::region, window and kept; and
+/// WeightCache::together, which casts weights by few ops.
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
@@ -44,6 +45,14 @@
 /// destroyed weights are freed at the end of the next outermost guard, by the next step of a
 /// GradScaler or of a fused optimizer, or by weight_cache_stats() or clear_weight_cache(), and
 /// within a region once they may be half of what is stored.
+///
+/// WeightCache::together leaves the casts to LibTorch's cache, for as long as that keeps them, but
+/// makes them by few ops: a region casts up to 32 weights by one op if the last regions cast these
+/// one after another, and backward casts their gradients by one op. Values and gradients equal,
+/// bitwise, those with LibTorch's cache. A weight may be cast before its first use in a region, so
+/// call weights_changed() after a write within the region that LibTorch does not count. A gradient
+/// hook that is registered between forward and backward may get an undefined gradient. Statistics
+/// and budget are those of the other caches only.
 
 namespace torchamp::detail {
 

@@ -25,6 +25,7 @@
 #include "torchamp/master_weights.h"
 #include "torchamp/predictive_scale.h"
 #include "torchamp/recompute.h"
+#include "torchamp/weight_cache.h"
 
 namespace {
 
@@ -46,6 +47,20 @@ TEST_P(CapturedTraining, GivesTheWeightsAndTheScaleOfEagerIterations) {
     }
     EXPECT_EQ(captured.calls, 4) << "replays do not run the body";
   }
+}
+
+TEST_P(CapturedTraining, CastsWeightsTogether) {
+  Training eager(GetParam()), captured(GetParam());
+  captured.cache = torchamp::WeightCache::together;
+  const auto graph = graph_of(captured);
+  for (int i = 0; i < 9; ++i) {
+    SCOPED_TRACE(i);
+    const at::Tensor expected = eager.step(eager.batch(i));
+    expect_same(i == 6 ? captured.step(captured.batch(i)) : (*graph)(captured.batch(i))[0],
+                expected);
+    expect_same(captured, eager);
+  }
+  EXPECT_EQ(captured.calls, 5) << "three warm-ups, a capture and an eager step";
 }
 
 TEST_P(CapturedTraining, IsCapturedAgainAfterTrainAndEvalOfAModelThatItKnows) {

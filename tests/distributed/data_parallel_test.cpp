@@ -31,10 +31,12 @@ TEST(Distributed, TrainsOnSeveralProcesses) {
 #include "support/launch.h"
 #include "support/optimizers.h"
 #include "support/tolerances.h"
+#include "torchamp/autocast.h"
 #include "torchamp/detail/extras/distributed/buckets.h"
 #include "torchamp/distributed/data_parallel.h"
 #include "torchamp/distributed/process_group.h"
 #include "torchamp/grad_scaler.h"
+#include "torchamp/weight_cache.h"
 #if TORCHAMP_CUDA_GRAPHS && __has_include(<nccl.h>)  // a CUDA build, with CUDA's headers
 #define TORCHAMP_TEST_NCCL
 #include "torchamp/distributed/nccl.h"
@@ -75,6 +77,34 @@ TEST(Distributed, TrainsAsOneProcessWithTheWholeBatch) {
   }
   for (std::size_t i = 0; i < 6; ++i) expect_close(model->parameters()[i], alone->parameters()[i]);
   expect_same_everywhere(group, model->parameters());
+}
+
+TEST(Distributed, TrainsTheSameIfWeightsAreCastTogether) {
+  if (ran_in_processes(2)) return;
+  const auto group = make_group();
+  std::vector<std::vector<Tensor> > gradients;
+  for (const torchamp::WeightCache cache :
+       {torchamp::WeightCache::libtorch, torchamp::WeightCache(torchamp::WeightCache::together)}) {
+    auto model = three_layers();
+    DistributedDataParallel net(model, group, {.bucket_bytes = 300});
+    torch::optim::SGD optimizer(model->parameters(), 0.1);
+    for (int step = 0; step < 4; ++step) {
+      Tensor output;
+      {
+        const torchamp::AutocastGuard guard(at::kCPU, {.dtype = at::kBFloat16, .cache = cache});
+        output = net.forward(part_of(at::arange(24.).view({6, 4}).sin(), group));
+      }
+      optimizer.zero_grad();
+      output.to(at::kFloat).pow(2).mean().backward();
+      optimizer.step();
+    }
+    gradients.emplace_back();
+    for (const Tensor& parameter : model->parameters()) {
+      gradients.back().push_back(parameter.grad());
+    }
+    expect_same_everywhere(group, model->parameters());
+  }
+  for (std::size_t i = 0; i < 6; ++i) EXPECT_TRUE(gradients[1][i].equal(gradients[0][i])) << i;
 }
 
 TEST(Distributed, IsRefusedInTheIterationOfAGraph) {

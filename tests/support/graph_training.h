@@ -60,7 +60,7 @@ struct Training {
     optimizer->zero_grad();
     at::Tensor loss;
     {
-      const torchamp::AutocastGuard autocast(device.type(), {.policy = policy});
+      const torchamp::AutocastGuard autocast(device.type(), {.policy = policy, .cache = cache});
       loss = torch::mse_loss(net->forward(batch[0]), batch[1]);
     }
     scaler.scale(loss).backward();
@@ -84,6 +84,7 @@ struct Training {
   torch::nn::Sequential net;
   std::unique_ptr<torch::optim::Optimizer> optimizer;
   std::optional<torchamp::Policy> policy;  // none: the standard one
+  torchamp::WeightCache cache = torchamp::WeightCache::libtorch;
   torchamp::GradScaler scaler{{.init_scale = 1024., .growth_interval = 3}};
   int calls = 0;
 };

@@ -5,6 +5,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <vector>
+
 #include "simulated_device/device.h"
 #include "support/devices.h"
 #include "support/tolerances.h"
@@ -42,6 +44,30 @@ TEST_P(WeightCachesOfStreams, GiveNoCastToAStreamThatHasNotWaitedForIt) {
     }
     EXPECT_TRUE(at::equal(there, here.cpu()));
     expect_close(there, expected, at::kHalf);
+  }
+}
+
+TEST_P(WeightCachesOfStreams, WeightsCastTogetherAreCastAgainOnAnotherStream) {
+  const at::Device device(GetParam(), 0);
+  const c10::impl::VirtualGuardImpl backend(GetParam());
+  const at::Tensor input = at::randn({2, 4}).to(device);
+  std::vector<at::Tensor> weights;
+  for (int i = 0; i < 3; ++i) {
+    weights.push_back(at::randn({4, 4}).to(device).set_requires_grad(true));
+  }
+  backend.synchronizeDevice(0);
+  const auto products = [&] {
+    return at::stack({input.mm(weights[0]), input.mm(weights[1]), input.mm(weights[2])});
+  };
+  for (int region = 0; region < 3; ++region) {
+    const AutocastGuard guard(GetParam(), {.dtype = at::kHalf, .cache = WeightCache::together});
+    const at::Tensor here = products();
+    at::Tensor there;  // on the host
+    {
+      const c10::StreamGuard on_other(backend.getNewStream(device));
+      for (int i = 0; i < 2; ++i) there = products().detach().cpu();
+    }
+    EXPECT_TRUE(at::equal(there, here.detach().cpu()));
   }
 }
 
