@@ -96,11 +96,10 @@ struct DeviceAutocastState {
 // ---- What is kept of weights --------------------------------------------------------------------
 
 // Note [Weights that are kept]
-// LibTorch caches casts of weights for a region. Caching more, or for longer, is an extra: casts
-// (torchamp/weight_cache.h) and 8-bit forms (torchamp/fp8.h) are in one store per process
-// (detail/extras/weights/derived.h), to which the core reports events as KeptWeights, and writes by
-// the library itself as Note [Weights that are written] says; who casts weights for a region is a
-// WeightCasts. All are null without these extras.
+// LibTorch caches casts of weights for a region. Other caches are extras: casts (weight_cache.h)
+// and 8-bit forms (fp8.h) are in a store of the process (detail/extras/weights/derived.h), to which
+// the core reports events as KeptWeights, and writes of its own as Note [Weights that are written]
+// says. Who casts weights for a region is a WeightCasts. All are null without these extras.
 
 /// How long something that was made of a weight is kept.
 struct WeightKeep {
@@ -114,18 +113,16 @@ struct WeightKeep {
   std::uint64_t region = 0;  ///< that of the outermost guard; 0 if it began before the store
 };
 
-/// What is kept of weights, as far as others tell it what happens. Any thread.
+/// What is kept of weights, as far as it is told what happens. Any thread.
 class KeptWeights {
  public:
   /// The outermost guard begins; returns the region's number, which is not 0.
   virtual std::uint64_t begin_region() = 0;
 
-  /// Drops what was kept for the region, and what belongs to weights that are gone. Threads that
-  /// still have the region's state keep nothing for it any more.
+  /// Drops what any thread has kept for the region, and what was kept of weights that are gone.
   virtual void end_region(std::uint64_t region) = 0;
 
-  /// These weights, and all that shares their memory, may have other values now, though LibTorch
-  /// has counted no write.
+  /// These weights, and all that shares their memory, may have changed without a counted write.
   virtual void changed(at::TensorList weights) = 0;
 
   /// Any weight may have other values now.
@@ -141,17 +138,16 @@ class KeptWeights {
 /// Who casts weights for a region instead of LibTorch. Immutable.
 class WeightCasts {
  public:
-  /// Before a region of a device: has autocast kernels of torchamp's see all ops that cast to 16
-  /// bits.
+  /// Before a region of a device: has torchamp's kernels see all ops that cast to 16 bits.
   virtual void prepare(at::DeviceType device) const = 0;
+
+  /// Whether LibTorch's cache is in use as well.
+  virtual bool uses_libtorch_cache() const = 0;
 
   /// Casts, of the arguments at `positions`, those that are weights; they lie at the stack's end.
   virtual void cast(const c10::FunctionSchema& schema, const std::vector<std::size_t>& positions,
                     at::ScalarType dtype, at::DeviceType device,
                     torch::jit::Stack& stack) const = 0;
-
-  /// Whether LibTorch's cache is in use as well.
-  virtual bool uses_libtorch_cache() const = 0;
 
  protected:
   ~WeightCasts() = default;

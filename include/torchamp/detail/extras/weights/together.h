@@ -171,8 +171,8 @@ struct CastChunks {
   void purge() {
     std::erase_if(by_first,
                   [](const auto& one) { return one.second->members.front().weight.is_gone(); });
-    for (auto& [key, chunk] : by_first) {
-      std::erase_if(chunk->members, [](const auto& member) { return member.weight.is_gone(); });
+    for (auto& [key, one] : by_first) {
+      std::erase_if(one->members, [](const auto& member) { return member.weight.is_gone(); });
     }
   }
 };
@@ -201,10 +201,10 @@ class CastPool final : public c10::BackendMeta {
  private:
   struct Entry {
     WeightStamp stamp;
-    WeakTensor weight;                 // keeps its address from being used again
-    at::Tensor cast;                   // undefined: LibTorch's
-    std::shared_ptr<CastChunk> chunk;  // null: cast alone
-    std::size_t member = 0;            // of the chunk
+    WeakTensor weight;                    // keeps its address from being used again
+    at::Tensor cast;                      // undefined: LibTorch's
+    std::shared_ptr<CastChunk> in_chunk;  // null: cast alone
+    std::size_t member = 0;               // of the chunk
     bool is_taken = false;
 
     bool serves(const at::Tensor& of) const {
@@ -221,10 +221,10 @@ class CastPool final : public c10::BackendMeta {
                           .from = use.weight.scalar_type(),
                           .to = dtype,
                           .numel = use.weight.numel()};
-      note.in_place = !is_taken && chunk != nullptr;
+      note.in_place = !is_taken && in_chunk != nullptr;
       note.tell();
       is_taken = true;
-      if (chunk) chunk->members[member].is_used = true;
+      if (in_chunk) in_chunk->members[member].is_used = true;
       return cast;
     }
   };
@@ -234,10 +234,10 @@ class CastPool final : public c10::BackendMeta {
     return place == entries_.end() ? nullptr : &place->second;
   }
 
-  void put(const WeightUse& use, at::Tensor cast, std::shared_ptr<CastChunk> chunk = nullptr,
+  void put(const WeightUse& use, at::Tensor cast, std::shared_ptr<CastChunk> in_chunk = nullptr,
            std::size_t member = 0) {
     entries_.insert_or_assign(use.key(), Entry{WeightStamp(use.weight), WeakTensor(use.weight),
-                                               std::move(cast), std::move(chunk), member});
+                                               std::move(cast), std::move(in_chunk), member});
   }
 
   /// As LibTorch's cache does; the transpose of a weight is left to it.
@@ -260,21 +260,21 @@ class CastPool final : public c10::BackendMeta {
   bool cast_chunk(const WeightUse& first, at::ScalarType dtype) {
     const auto place = chunks_.by_first.find(first.key());
     if (place == chunks_.by_first.end()) return false;
-    const std::shared_ptr<CastChunk> chunk = place->second;
-    if (chunk == open_) return false;
-    if (chunk->cast_in != number_) {
-      std::erase_if(chunk->members, [](const auto& member) { return !member.is_used; });
-      for (auto& member : chunk->members) member.is_used = false;
-      chunk->cast_in = number_;
+    const std::shared_ptr<CastChunk> known = place->second;
+    if (known == open_) return false;
+    if (known->cast_in != number_) {
+      std::erase_if(known->members, [](const auto& member) { return !member.is_used; });
+      for (auto& member : known->members) member.is_used = false;
+      known->cast_in = number_;
     }
     std::vector<WeightUse> uses;
     std::vector<std::size_t> members;
     bool has_first = false;
-    for (std::size_t i = 0; i < chunk->members.size(); ++i) {
-      const auto& member = chunk->members[i];
+    for (std::size_t i = 0; i < known->members.size(); ++i) {
+      const auto& member = known->members[i];
       WeightUse use{member.weight.lock(), member.is_transposed};
-      if (!use.weight.defined() || use.weight.device() != chunk->device ||
-          !is_castable_weight(use.weight, chunk->device.type())) {
+      if (!use.weight.defined() || use.weight.device() != known->device ||
+          !is_castable_weight(use.weight, known->device.type())) {
         continue;
       }
       const Entry* const entry = find(use);
@@ -287,7 +287,7 @@ class CastPool final : public c10::BackendMeta {
     open_.reset();
     Tensors casts = cast_all(uses, dtype);
     for (std::size_t i = 0; i < uses.size(); ++i) {
-      put(uses[i], std::move(casts[i]), chunk, members[i]);
+      put(uses[i], std::move(casts[i]), known, members[i]);
     }
     return true;
   }
